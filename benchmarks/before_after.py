@@ -198,7 +198,7 @@ def ranks(args: argparse.Namespace, kind: str, length: int) -> Step:
     """Return a step that runs every rank's program in this process, one step of each in turn."""
     from dfa_megatron import dist_flash_attn_func
 
-    together = first_of("dfa_megatron.plan_run.together", "dfa_megatron.runtime.together")
+    together = first_of("tests.support.together", "dfa_megatron.runtime.together")
     q, k, v, dout = (x.detach() for x in inputs(args, length))
     given = options(dist_flash_attn_func, kernel=args.kernel)
     dist_flash_attn_func(q, k, v, causal=True, **given)  # makes a request, whatever its form is in this tree

@@ -50,21 +50,19 @@ LONG_FUNCTIONS_FOR_NOW = {
 """May only become shorter."""
 
 BUDGETS = {
-    "benchmarks": 7_286,
-    "cli": 795,
+    "benchmarks": 7_294,
+    "cli": 659,
     "deepspeed": 1_440,
-    "doctor": 1_136,
+    "doctor": 1_284,
     "huggingface": 4_550,
     "kernels": 3_739,
     "loss": 791,
     "megatron": 4_638,
     "plan": 5_549,
-    "plan_run": 182,
     "proving": 763,
     "recurrence": 1_170,
     "remat": 535,
     "runtime": 5_972,
-    "testing": 487,
     "tests": 40_044,
     "top": 1_437,
 }
@@ -116,7 +114,7 @@ def test_no_folder_of_the_package_holds_more_than_a_dozen_modules() -> None:
 
 
 def test_the_pages_hold_no_more_words_than_now() -> None:
-    assert house.words_of_markdown(house.ROOT) <= 18_211
+    assert house.words_of_markdown(house.ROOT) <= 18_208
 
 
 def test_no_file_name_stands_twice_but_for_the_same_thing() -> None:

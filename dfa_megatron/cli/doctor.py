@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dfa_megatron.cli import attention_check
 from dfa_megatron.flags import add_flags, flag, from_flags
 
 if TYPE_CHECKING:
@@ -51,7 +50,6 @@ def add_parser(subparsers: Any) -> None:
     )
     add_flags(parser, DoctorFlags)
     parser.set_defaults(run=run)
-    attention_check.add_parser(parser.add_subparsers(dest="kind", metavar="attention"))
 
 
 def run(args: argparse.Namespace) -> int:
@@ -127,12 +125,14 @@ def _call(shape: Trial) -> dict[str, Any]:
 def _of_call(call: dict[str, Any]) -> str:
     if "failed" in call:
         return f"one distributed call over {call['ranks']} ranks FAILED: {call['failed']}"
-    largest = ", ".join(f"{name} {error:.0e}" for name, error in call["errors"].items())
+    cases = list(call["errors"].values())
+    largest = ", ".join(f"{name} {max(case[name] for case in cases):.0e}" for name in cases[0])
     how = f"schedule {call['schedule']}, kernel {call['kernel']}"
     lines = [
         f"one distributed call over {call['ranks']} ranks: {how}, {1e3 * call['seconds']:.3g} ms with its backward"
     ]
-    lines.append(f"  errors against float64: {largest}")
+    lines.append(f"  largest errors against float64 of {', '.join(call['errors'])}: {largest}")
+    lines += [f"  {case} refused: {why}" for case, why in call["refused"].items()]
     lines += [f"  link {name}: {rate / 1e9:.3g} GB/s each way" for name, rate in call["bytes_per_second"].items()]
     return "\n".join(lines + [f"  WRONG: {', '.join(call['wrong'])}"] * bool(call["wrong"]))
 

@@ -6,16 +6,17 @@ import functools
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import MappingProxyType
 
 import torch
 
+from dfa_megatron.doctor.dense import dense_attention
 from dfa_megatron.doctor.stopwatch import stopwatch
-from dfa_megatron.kernels.adapters.reference import ReferenceKernel
 from dfa_megatron.kernels.api import BlockCall, BlockKernel, Need, Saved
 from dfa_megatron.kernels.merge import minus_delta
 from dfa_megatron.plan.language.geometry import Band, Segment, form_of
+from dfa_megatron.plan.language.mask import Mask
 
 RESULTS = ("out", "lse", "dq", "dk", "dv")
 
@@ -102,18 +103,19 @@ def run(kernel: BlockKernel, trial: Trial, inputs: Inputs, *, deterministic: boo
 
 
 def errors(kernel: BlockKernel, trial: Trial, seed: int = 0) -> dict[str, float]:
-    """Return the error of each result relative to the norm of the float64 reference on the same inputs.
+    """Return the error of each result relative to the norm of dense attention on the same inputs.
 
     Infinite where a value is NaN, or an infinity is not where it should be.
     """
     inputs = trial.inputs(seed)
-    return distances(run(kernel, trial, inputs), exact(trial, inputs), inputs[3], trial.kv_len)
+    return distances(run(kernel, trial, inputs), exact(inputs, trial.band), inputs[3], trial.kv_len)
 
 
-def exact(trial: Trial, inputs: Inputs) -> tuple[torch.Tensor, ...]:
-    """Return (out, lse, dq, dk, dv) by the reference in float64."""
-    q, k, v, dout = (x.double() for x in inputs)
-    return run(ReferenceKernel(), replace(trial, dtype=torch.float64), (q, k, v, dout))
+def exact(inputs: Inputs, visible: Band | Mask, softcap: float = 0.0) -> tuple[torch.Tensor, ...]:
+    """Return (out, lse, dq, dk, dv) by the definition, in float64."""
+    q, k, v = (x.to(torch.float64, copy=True).requires_grad_() for x in inputs[:3])
+    out, lse = dense_attention(q, k, v, visible, softcap=softcap)
+    return out.detach(), lse.detach(), *torch.autograd.grad(out, (q, k, v), inputs[3].double())
 
 
 def distances(

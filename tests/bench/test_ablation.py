@@ -8,9 +8,9 @@ import torch
 import dfa_megatron
 from benchmarks.attention.ablation import ablation
 from dfa_megatron.errors import UnsupportedError
-from dfa_megatron.testing.dense import assert_close
-from dfa_megatron.testing.workers import run_ranks
 from tests.support.cases import case
+from tests.support.close import assert_close
+from tests.support.workers import run_ranks
 
 
 def _ablations(rank: int, ranks: int) -> None:

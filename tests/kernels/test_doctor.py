@@ -8,6 +8,7 @@ import math
 import types
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -26,7 +27,8 @@ from dfa_megatron.flags import from_flags
 from dfa_megatron.kernels.adapters.reference import ReferenceKernel
 from dfa_megatron.plan.cost import profile as profiles
 from dfa_megatron.plan.cost.hardware import Hardware, Host
-from dfa_megatron.testing.workers import run_ranks
+from tests.support import plants
+from tests.support.workers import run_ranks
 
 TINY = [
     "doctor",
@@ -97,23 +99,36 @@ def test_one_call_between_ranks_is_compared_and_timed_with_its_links(capfd: pyte
     assert main([*TINY[:-1], "--kernel", "cpu"]) == 0
     said = capfd.readouterr().out
     assert "one distributed call over 2 ranks: schedule balanced, kernel cpu" in said
-    errors = said.split("errors against float64: ")[1].splitlines()[0]
+    errors = said.split("errors against float64 of causal, window, softcap, pack: ")[1].splitlines()[0]
     assert 0 < max(float(word.split()[1]) for word in errors.split(", ")) < 1e-5
     assert "link p2p: " in said
 
 
-def _wrong_call(rank: int, ranks: int) -> dict[str, Any]:
+def _wrong_calls(rank: int, ranks: int) -> list[dict[str, Any]]:
+    """Of a function that is off where no kernel caps scores, and of a kernel that ignores windows."""
+
     def off(*tensors: torch.Tensor, **options: Any) -> Any:
         found = dist_flash_attn_func(*tensors, **options)
         return (found[0] * 1.01, found[1]) if options.get("return_lse") else found
 
-    distributed_call.dist_flash_attn_func = off  # type: ignore[assignment]
     world = World(rank, ranks, torch.device("cpu"), dist.group.WORLD)  # type: ignore[arg-type]
-    return distributed_call.measure(distributed_call.CallFlags(seq_length=33, head_dim=16), world, 1)
+    flags = distributed_call.CallFlags(seq_length=33, head_dim=16)
+    with (
+        mock.patch.object(distributed_call, "dist_flash_attn_func", off),
+        mock.patch.object(ReferenceKernel, "caps_scores", False),
+    ):
+        found = [distributed_call.measure(flags, world, 1)]
+    plants.a_kernel_ignores_the_window()
+    return [*found, distributed_call.measure(flags, world, 1)]
 
 
-def test_a_call_whose_results_are_off_is_named_on_every_rank() -> None:
-    assert [found["wrong"] for found in run_ranks(3, _wrong_call)] == [["out", "dq", "dk", "dv"]] * 3
+def test_calls_whose_results_are_off_are_named_on_every_rank_and_refused_ones_told() -> None:
+    for off, windowless in run_ranks(3, _wrong_calls):
+        cases, names = ("causal", "window"), ("out", "dq", "dk", "dv")
+        assert off["wrong"] == [f"{case} {name}" for case in cases for name in names]
+        assert list(off["refused"]) == ["softcap"]
+        assert {name.split()[0] for name in windowless["wrong"]} == {"window"}
+        assert windowless["refused"] == {}
 
 
 def test_gpus_and_their_links_are_shown(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,11 +19,11 @@ from dfa_megatron.config import DistAttentionConfig
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.pack_planner import PackPlan, PackPlanner
 from dfa_megatron.runtime import rank_plan
-from dfa_megatron.testing.arguments import arguments
-from dfa_megatron.testing.dense import assert_close
-from dfa_megatron.testing.workers import run_ranks
+from tests.support.arguments import arguments
 from tests.support.cases import TOLERANCE
+from tests.support.close import assert_close
 from tests.support.packs import pack, random_offsets, tokens_of
+from tests.support.workers import run_ranks
 
 SHAPE: dict[str, Any] = {"heads": 4, "kv_heads": 2, "head_dim": 32, "device": "cpu"}
 TOKENS = 24

@@ -14,9 +14,9 @@ from dfa_megatron import remat
 from dfa_megatron.config import DistAttentionConfig
 from dfa_megatron.errors import RematError
 from dfa_megatron.runtime.counters import COUNTERS
-from dfa_megatron.testing.arguments import arguments
-from dfa_megatron.testing.workers import run_ranks
+from tests.support.arguments import arguments
 from tests.support.cases import case, positions
+from tests.support.workers import run_ranks
 
 CONFIGS = {name: DistAttentionConfig(schedule=name) for name in ("ring", "balanced")}
 """Made outside of regions that are compiled."""

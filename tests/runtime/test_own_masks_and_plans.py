@@ -10,6 +10,7 @@ import torch
 
 import dfa_megatron
 from dfa_megatron.attention import _request
+from dfa_megatron.doctor.dense import dense_attention
 from dfa_megatron.errors import DistAttentionError, PlanError, UnsupportedError
 from dfa_megatron.plan.cost.choose import make_plan
 from dfa_megatron.plan.language.mask import Mask, causal, prefix_lm
@@ -18,10 +19,10 @@ from dfa_megatron.runtime import rank_plan
 from dfa_megatron.runtime.prepare import build, in_use
 from dfa_megatron.runtime.problem import QKV
 from dfa_megatron.runtime.request import Request
-from dfa_megatron.testing.arguments import arguments
-from dfa_megatron.testing.dense import assert_close, dense_attention
-from dfa_megatron.testing.workers import run_ranks
+from tests.support.arguments import arguments
 from tests.support.cases import positions
+from tests.support.close import assert_close
+from tests.support.workers import run_ranks
 
 LOCAL = 8
 

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
+from dfa_megatron.doctor.dense import band_of, dense_attention
 from dfa_megatron.plan.language.layout import by_name
-from dfa_megatron.testing.dense import band_of, dense_attention
 
 Tensors = tuple[torch.Tensor, ...]
 

@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from dfa_megatron import kernels
+from dfa_megatron.doctor.dense import band_of, dense_attention
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.kernels.api import Need
 from dfa_megatron.plan.schedules.load_balanced import layout_of
 from dfa_megatron.runtime.cu_seqlens import balancing_mask
-from dfa_megatron.testing.dense import band_of, dense_attention
 from tests.support.cases import Case
 
 

@@ -17,10 +17,10 @@ from dfa_megatron.errors import DistAttentionError
 from dfa_megatron.recurrence import dist_conv, dist_scan
 from dfa_megatron.runtime.comm.communicator import Communicator
 from dfa_megatron.sharding import unshard_sequence
-from dfa_megatron.testing.arguments import arguments
-from dfa_megatron.testing.workers import run_ranks
+from tests.support.arguments import arguments
 from tests.support.cases import case, positions
 from tests.support.recurrences import convolve, recurrence
+from tests.support.workers import run_ranks
 
 
 def tensors(local: int, gradients: str = "qkv") -> list[torch.Tensor]:

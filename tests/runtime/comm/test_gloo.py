@@ -9,11 +9,11 @@ import torch.distributed as dist
 import dfa_megatron
 from dfa_megatron.config import DistAttentionConfig
 from dfa_megatron.runtime.counters import COUNTERS
-from dfa_megatron.testing.arguments import arguments
-from dfa_megatron.testing.dense import assert_close
-from dfa_megatron.testing.nan_memory import nan_memory
-from dfa_megatron.testing.workers import run_ranks
+from tests.support.arguments import arguments
 from tests.support.cases import TOLERANCE, Case, case, positions
+from tests.support.close import assert_close
+from tests.support.nan_memory import nan_memory
+from tests.support.workers import run_ranks
 
 
 def attend_and_compare(whole: Case, rank: int, ranks: int, group: object = None, **options: object) -> None:

@@ -12,12 +12,12 @@ from dfa_megatron import remat
 from dfa_megatron.config import DistAttentionConfig
 from dfa_megatron.errors import DistAttentionError
 from dfa_megatron.runtime.counters import COUNTERS
-from dfa_megatron.testing.arguments import arguments
-from dfa_megatron.testing.dense import assert_close
-from dfa_megatron.testing.nan_memory import nan_memory
-from dfa_megatron.testing.workers import run_ranks
+from tests.support.arguments import arguments
 from tests.support.cases import TOLERANCE, Case
+from tests.support.close import assert_close
+from tests.support.nan_memory import nan_memory
 from tests.support.packs import pack, random_offsets, tokens_of
+from tests.support.workers import run_ranks
 
 MASKS = ((True, (-1, -1)), (False, (-1, -1)), (True, (3, 0)), (False, (4, 2)))
 

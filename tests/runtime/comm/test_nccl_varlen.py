@@ -14,11 +14,11 @@ import dfa_megatron
 from dfa_megatron import remat
 from dfa_megatron.config import DistAttentionConfig
 from dfa_megatron.runtime.counters import COUNTERS
-from dfa_megatron.testing.arguments import arguments
-from dfa_megatron.testing.dense import assert_close
-from dfa_megatron.testing.workers import run_ranks
+from tests.support.arguments import arguments
 from tests.support.cases import Case
+from tests.support.close import assert_close
 from tests.support.packs import pack, random_offsets, served, skip_unless_it_serves_this_gpu, tokens_of
+from tests.support.workers import run_ranks
 
 TOLERANCE = 1e-2
 """bfloat16 inputs and outputs: 2 to 4e-3 is usual for attention and its gradients."""

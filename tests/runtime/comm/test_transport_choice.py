@@ -18,8 +18,8 @@ from dfa_megatron.runtime.comm.memory.symmetric_memory import Mapped
 from dfa_megatron.runtime.comm.registry import channel
 from dfa_megatron.runtime.comm.transport import Transport
 from dfa_megatron.runtime.comm.transports import Transports
-from dfa_megatron.testing.workers import run_ranks
 from tests.support.cases import case, positions
+from tests.support.workers import run_ranks
 
 
 def _asked_for(rank: int, ranks: int) -> list[set[str]]:

@@ -18,19 +18,20 @@ from torch.utils.checkpoint import checkpoint
 import dfa_megatron
 from dfa_megatron import remat
 from dfa_megatron.config import DistAttentionConfig
+from dfa_megatron.doctor.dense import band_mask, band_of, dense_attention
 from dfa_megatron.errors import DisagreementError, UnsupportedError
 from dfa_megatron.kernels.triton.support import interpreted
 from dfa_megatron.pack_planner import PackPlanner
-from dfa_megatron.plan_run.together import backward_together, forward_together, prepare_together
 from dfa_megatron.runtime import rank_plan
 from dfa_megatron.runtime.counters import COUNTERS
 from dfa_megatron.runtime.request import Request
-from dfa_megatron.testing.arguments import arguments
-from dfa_megatron.testing.dense import assert_close, band_mask, band_of, dense_attention
-from dfa_megatron.testing.nan_memory import nan_memory
-from dfa_megatron.testing.workers import run_ranks
+from tests.support.arguments import arguments
 from tests.support.cases import TOLERANCE, Tensors, positions
+from tests.support.close import assert_close
+from tests.support.nan_memory import nan_memory
 from tests.support.packs import random_offsets, tokens_of
+from tests.support.together import backward_together, forward_together, prepare_together
+from tests.support.workers import run_ranks
 
 KERNEL = "triton" if interpreted() else "reference"
 """What computes with all ranks in one process: the file is run again in Triton's interpreter."""

@@ -13,6 +13,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import dfa_megatron
+from dfa_megatron.doctor.dense import dense_attention
 from dfa_megatron.errors import ExecutionError
 from dfa_megatron.kernels.adapters.reference import ReferenceKernel
 from dfa_megatron.kernels.replay import Op
@@ -23,10 +24,10 @@ from dfa_megatron.runtime.comm.memory.arena import Arena
 from dfa_megatron.runtime.execute import run_program
 from dfa_megatron.runtime.execute.bound import Bound, Post, computing_first
 from dfa_megatron.runtime.prepare import Prepared, in_use
-from dfa_megatron.testing.arguments import arguments
-from dfa_megatron.testing.dense import assert_close, dense_attention
-from dfa_megatron.testing.workers import run_ranks
+from tests.support.arguments import arguments
 from tests.support.cases import positions
+from tests.support.close import assert_close
+from tests.support.workers import run_ranks
 
 LOCAL = 12
 

@@ -8,13 +8,14 @@ import pytest
 import torch
 
 import dfa_megatron
+from dfa_megatron.doctor.dense import dense_attention
 from dfa_megatron.kernels.adapters.reference import ReferenceKernel
 from dfa_megatron.runtime.execute.bound import Bound
 from dfa_megatron.runtime.prepare import Prepared, in_use
-from dfa_megatron.testing.arguments import arguments
-from dfa_megatron.testing.dense import assert_close, dense_attention
-from dfa_megatron.testing.workers import run_ranks
 from tests.runtime.execute.test_bound import LOCAL, recorded
+from tests.support.arguments import arguments
+from tests.support.close import assert_close
+from tests.support.workers import run_ranks
 
 
 def compare_pack(rank: int, ranks: int, seed: int, offsets: tuple[int, ...], **options: Any) -> None:

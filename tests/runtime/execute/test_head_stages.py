@@ -18,13 +18,13 @@ from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.runtime import op
 from dfa_megatron.runtime.counters import COUNTERS
 from dfa_megatron.runtime.prepare import in_use
-from dfa_megatron.testing.nan_memory import nan_memory
-from dfa_megatron.testing.workers import run_ranks
 from tests.runtime.comm.test_gloo import attend_and_compare
 from tests.runtime.comm.test_gloo_varlen import compare as compare_pack
 from tests.runtime.execute.test_sinks import attend_and_compare as attend_with_sinks
 from tests.support.cases import case
+from tests.support.nan_memory import nan_memory
 from tests.support.packs import pack
+from tests.support.workers import run_ranks
 
 
 def _arena() -> int:

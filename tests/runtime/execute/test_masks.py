@@ -10,13 +10,14 @@ import torch
 import torch.distributed as dist
 
 from dfa_megatron import DistAttentionConfig, dist_flash_attn_func, masks, tree_positions
+from dfa_megatron.doctor.dense import dense_attention
 from dfa_megatron.plan.language.ir import AttentionPlan
 from dfa_megatron.plan.schedules import SCHEDULES
-from dfa_megatron.plan_run.together import backward_together, forward_together, prepare_together
 from dfa_megatron.runtime.request import Request
-from dfa_megatron.testing.dense import assert_close, dense_attention
-from dfa_megatron.testing.workers import run_ranks
+from tests.support.close import assert_close
 from tests.support.plan_cases import WAYS, Case, ancestors, every_mask, heterogeneous_masks, plan_of, some_parents
+from tests.support.together import backward_together, forward_together, prepare_together
+from tests.support.workers import run_ranks
 
 DRAWN = 16
 """How many cases a random test draws; `make fuzz` draws as many as one likes."""

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from dfa_megatron.runtime.execute.recordings import Act, Fields, Recordings
-from dfa_megatron.testing.nan_memory import nan_memory
+from tests.support.nan_memory import nan_memory
 
 
 class Owner:

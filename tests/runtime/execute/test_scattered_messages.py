@@ -12,12 +12,12 @@ from dfa_megatron.plan.language.layout import Layout, cut
 from dfa_megatron.plan.language.mask import causal
 from dfa_megatron.plan.proof.check import check
 from dfa_megatron.plan.schedules.route import direct
-from dfa_megatron.plan_run.together import backward_together, forward_together, prepare_together
 from dfa_megatron.runtime.execute.memory_plan import plan_memory
 from dfa_megatron.runtime.request import Request
-from dfa_megatron.testing.arguments import arguments
-from dfa_megatron.testing.dense import assert_close
+from tests.support.arguments import arguments
 from tests.support.cases import case
+from tests.support.close import assert_close
+from tests.support.together import backward_together, forward_together, prepare_together
 
 LENGTH = 30
 

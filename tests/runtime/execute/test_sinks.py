@@ -14,13 +14,14 @@ from torch.utils.checkpoint import checkpoint
 import dfa_megatron
 from dfa_megatron import remat
 from dfa_megatron.config import DistAttentionConfig
+from dfa_megatron.doctor.dense import band_of, dense_attention
 from dfa_megatron.errors import DisagreementError, UnsupportedError
 from dfa_megatron.runtime.counters import COUNTERS
-from dfa_megatron.testing.arguments import arguments
-from dfa_megatron.testing.dense import assert_close, band_of, dense_attention
-from dfa_megatron.testing.nan_memory import nan_memory
-from dfa_megatron.testing.workers import run_ranks
+from tests.support.arguments import arguments
 from tests.support.cases import TOLERANCE, Tensors, positions
+from tests.support.close import assert_close
+from tests.support.nan_memory import nan_memory
+from tests.support.workers import run_ranks
 
 
 def inputs(length: int, heads: int, dtype: torch.dtype, seed: int, head_dim: int = 8) -> tuple[Tensors, torch.Tensor]:

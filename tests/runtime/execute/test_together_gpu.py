@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from dfa_megatron.runtime.request import Request
-from dfa_megatron.testing.arguments import arguments
 from tests.runtime.execute.test_together_varlen import run
+from tests.support.arguments import arguments
 from tests.support.packs import pack, random_offsets, served, skip_unless_it_serves_this_gpu
 
 SHAPE: dict[str, Any] = {"heads": 8, "kv_heads": 2, "head_dim": 128, "dtype": torch.bfloat16, "device": "cuda"}

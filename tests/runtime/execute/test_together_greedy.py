@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from dfa_megatron.runtime.request import Request
-from dfa_megatron.testing.arguments import arguments
 from tests.runtime.execute.test_together import MASKS, run
+from tests.support.arguments import arguments
 from tests.support.cases import case
 from tests.support.support_rows import mask as mask_column
 from tests.support.support_rows import schedule as schedule_row

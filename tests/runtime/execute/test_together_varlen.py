@@ -8,14 +8,14 @@ import pytest
 import torch
 
 from dfa_megatron.errors import UnsupportedError
-from dfa_megatron.plan_run.together import backward_together, forward_together, prepare_together
 from dfa_megatron.runtime.request import Request
-from dfa_megatron.testing.arguments import arguments
-from dfa_megatron.testing.dense import assert_close
+from tests.support.arguments import arguments
 from tests.support.cases import TOLERANCE, Case
+from tests.support.close import assert_close
 from tests.support.packs import pack, random_offsets, tokens_of
 from tests.support.support_rows import helped_by_causal_masks_only, pack_mask
 from tests.support.support_rows import schedule as schedule_row
+from tests.support.together import backward_together, forward_together, prepare_together
 
 MASKS = {
     "causal": (True, (-1, -1)),

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 import dfa_megatron
 from dfa_megatron import remat
 from dfa_megatron.config import DistAttentionConfig
+from dfa_megatron.doctor.dense import dense_attention
 from dfa_megatron.errors import DisagreementError, UnsupportedError
 from dfa_megatron.plan.language.geometry import CAUSAL
 from dfa_megatron.plan.language.heads import split_heads
@@ -22,12 +23,12 @@ from dfa_megatron.runtime.agreement.board import Board
 from dfa_megatron.runtime.agreement.guard import Guard
 from dfa_megatron.runtime.comm.channel import Channel
 from dfa_megatron.runtime.counters import COUNTERS
-from dfa_megatron.testing.arguments import arguments
-from dfa_megatron.testing.dense import assert_close, dense_attention
-from dfa_megatron.testing.nan_memory import nan_memory
-from dfa_megatron.testing.workers import run_ranks
 from tests.runtime.comm.test_gloo import attend_and_compare
+from tests.support.arguments import arguments
 from tests.support.cases import Case, case, positions
+from tests.support.close import assert_close
+from tests.support.nan_memory import nan_memory
+from tests.support.workers import run_ranks
 
 HEADS = ((4, 4), (8, 2), (8, 1), (12, 4), (12, 6), (12, 12))
 """(heads, kv_heads): multi-head, grouped, multi-query; 12 and 6 on 4 ranks give ranks unlike shares of kv heads."""
