@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import textwrap
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -59,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
     if flags.profile is not None:
         from dfa_megatron.doctor.measure_profile import measure_and_save
 
-        return measure_and_save(shape, Path(flags.profile), flags.kernel, as_json=flags.json)
+        return measure_and_save(shape, Path(flags.profile), flags.kernel)
     from dfa_megatron.doctor.kernel_survey import automatic, examine
     from dfa_megatron.doctor.machine import devices, p2p_access, versions
 
@@ -92,7 +92,7 @@ def shape_of(flags: DoctorFlags) -> Trial:
     from dfa_megatron.doctor.kernel_trial import Trial
     from dfa_megatron.doctor.start_ranks import device_of
     from dfa_megatron.errors import UnsupportedError
-    from dfa_megatron.plan.language.geometry import CAUSAL, FULL
+    from dfa_megatron.plan.language.geometry import FULL
 
     device = device_of(flags.device)
     on_cpu = device == "cpu"
@@ -105,21 +105,17 @@ def shape_of(flags: DoctorFlags) -> Trial:
         raise UnsupportedError(
             f"{heads} heads on {kv_heads}", "heads must be a multiple of kv_heads", "a divisor of the heads"
         )
-    return Trial(
-        q_len=length, kv_len=length, band=CAUSAL if flags.mask == "causal" else FULL, heads=heads, kv_heads=kv_heads,
-        head_dim=flags.head_dim, head_dim_v=flags.head_dim, device=device,
-        dtype=getattr(torch, flags.dtype or ("float32" if on_cpu else "bfloat16")),
-    )  # fmt: skip
+    dtype = getattr(torch, flags.dtype or ("float32" if on_cpu else "bfloat16"))
+    shape = Trial.square(length, heads, kv_heads, flags.head_dim, dtype, device)
+    return shape if flags.mask == "causal" else replace(shape, band=FULL)
 
 
 def _call(shape: Trial) -> dict[str, Any]:
     """Run one distributed call of that shape, in new processes."""
-    from dfa_megatron.doctor.distributed_call import CallFlags, call_on_ranks
+    from dfa_megatron.doctor.distributed_call import call_on_ranks
     from dfa_megatron.doctor.start_ranks import ranks_here
 
-    dtype = str(shape.dtype).removeprefix("torch.")
-    flags = CallFlags(shape.q_len, shape.heads, shape.kv_heads, shape.head_dim, dtype, shape.device)
-    return call_on_ranks(flags, ranks_here(None, shape.device))
+    return call_on_ranks(shape, ranks_here(None, shape.device))
 
 
 def _of_call(call: dict[str, Any]) -> str:

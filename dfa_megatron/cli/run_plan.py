@@ -12,7 +12,6 @@ from dfa_megatron.config import DistAttentionConfig
 from dfa_megatron.errors import PlanError, UnsupportedError
 from dfa_megatron.flags import add_flags, flag, from_flags
 from dfa_megatron.names import KERNELS
-from dfa_megatron.plan.language.geometry import FULL
 from dfa_megatron.plan.language.ir import AttentionPlan
 from dfa_megatron.plan.language.text import from_text
 from dfa_megatron.plan.proof.check import check_plan
@@ -80,10 +79,8 @@ def compared(plan: AttentionPlan, flags: RunFlags, world: Any) -> tuple[dict[str
     from dfa_megatron.doctor.kernel_trial import Trial, wrong
 
     length, mask = plan.forward.mask.length, plan.forward.mask
-    trial = Trial(
-        q_len=length, kv_len=length, band=FULL, heads=flags.heads, kv_heads=flags.kv_heads, head_dim=flags.head_dim,
-        head_dim_v=flags.head_dim, dtype=getattr(torch, flags.dtype), device=str(world.device), batch=flags.batch,
-    )  # fmt: skip
+    sizes = (length, flags.heads, flags.kv_heads, flags.head_dim, getattr(torch, flags.dtype), str(world.device))
+    trial = Trial.square(*sizes, flags.batch)
     options = {"plan": plan, "layout": plan.layout, "config": DistAttentionConfig(kernel=flags.kernel)}
     off = compare(Case(mask, plan.forward.layout, options), trial, world)
     return off, ", ".join(wrong(off, trial.dtype, SLACK))

@@ -1,17 +1,13 @@
-"""Measure distributed calls on the ranks of this machine: errors against float64, time, and the rate of the links.
-
-torchrun --nproc-per-node 4 -m dfa_megatron.doctor.distributed_call --seq-length 32768
-"""
+"""Measure distributed calls on the ranks of this machine: errors against float64, time, and the rate of the links."""
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import sys
 import tempfile
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -22,11 +18,10 @@ from dfa_megatron.attention import dist_flash_attn_func, dist_flash_attn_varlen_
 from dfa_megatron.doctor.dense import band_of
 from dfa_megatron.doctor.kernel_trial import Trial, distances, exact, wrong
 from dfa_megatron.doctor.link_probe import open_transports, time_exchanges
-from dfa_megatron.doctor.start_ranks import start
+from dfa_megatron.doctor.start_ranks import USER_ERROR_STATUS, start
 from dfa_megatron.doctor.stopwatch import stopwatch
 from dfa_megatron.doctor.world import World, join
 from dfa_megatron.errors import DistAttentionError, UnsupportedError
-from dfa_megatron.flags import add_flags, flag, from_flags
 from dfa_megatron.plan.language.geometry import CAUSAL, FULL, Band
 from dfa_megatron.plan.language.layout import Layout
 from dfa_megatron.plan.language.mask import Mask, documents
@@ -41,43 +36,25 @@ SLACK = 3.0
 """Factor on the limits of one kernel call, because partial results are rounded once more between ranks."""
 
 
-@dataclass(frozen=True)
-class CallFlags:
-    """The attention that is timed, causal and with batch 1; `out` is where rank 0 writes the result as JSON."""
-
-    seq_length: int = flag(1024, "tokens of all ranks together")
-    heads: int = flag(4, "query heads")
-    kv_heads: int = flag(4, "key and value heads")
-    head_dim: int = flag(128, "of a head")
-    dtype: str = flag("float32", "of q, k and v")
-    device: str = flag("cpu", "cuda or cpu")
-    out: str = flag("", "a file for the result")
-
-
-def call_on_ranks(flags: CallFlags, ranks: int) -> dict[str, Any]:
+def call_on_ranks(shape: Trial, ranks: int) -> dict[str, Any]:
     """Start the ranks and return the result of `measure`, or the failure; cut tokens to a multiple of ranks."""
-    flags = replace(flags, seq_length=max(1, flags.seq_length // ranks) * ranks)
+    tokens, dtype = max(1, shape.q_len // ranks) * ranks, str(shape.dtype).removeprefix("torch.")
+    sizes = [tokens, shape.heads, shape.kv_heads, shape.head_dim, dtype, shape.device]
     with tempfile.TemporaryDirectory() as folder:
-        flags = replace(flags, out=str(Path(folder, "call.json")))
-        words = [word for name, value in asdict(flags).items() for word in (f"--{name.replace('_', '-')}", str(value))]
-        status = start(["-m", __name__, *words], ranks)
-        if status or not Path(flags.out).exists():
+        out = Path(folder, "call.json")
+        status = start(["-m", __name__, json.dumps(sizes), str(out)], ranks)
+        if status or not out.exists():
             return {"ranks": ranks, "failed": f"the ranks ended with status {status}"}
-        return dict(json.loads(Path(flags.out).read_text(encoding="utf-8")))
+        return dict(json.loads(out.read_text(encoding="utf-8")))
 
 
-def measure(flags: CallFlags, world: World, repetitions: int = 5) -> dict[str, Any]:
+def measure(long: Trial, world: World, repetitions: int = 5) -> dict[str, Any]:
     """Compare short calls, time a long one, and time a message over each transport; collective.
 
     Returns:
         ranks, kernel, schedule; errors by case and result; `wrong`, those beyond the limit; `refused`, reasons by case;
         seconds of a forward and its backward on the slowest rank; bytes per second each way by transport.
     """
-    dtype = getattr(torch, flags.dtype)
-    long = Trial(
-        q_len=flags.seq_length, kv_len=flags.seq_length, band=CAUSAL, heads=flags.heads, kv_heads=flags.kv_heads,
-        head_dim=flags.head_dim, head_dim_v=flags.head_dim, dtype=dtype, device=str(world.device),
-    )  # fmt: skip
     short = replace(long, q_len=_SHORT * world.size, kv_len=_SHORT * world.size)
     found, refused = dict[str, dict[str, float]](), dict[str, str]()
     for name, case in _cases(short.q_len, world.size).items():
@@ -101,7 +78,7 @@ def measure(flags: CallFlags, world: World, repetitions: int = 5) -> dict[str, A
         "kernel": prepared.kernel.name,
         "schedule": prepared.plan.schedule,
         "errors": found,
-        "wrong": [f"{case} {name}" for case, errors in found.items() for name in wrong(errors, dtype, SLACK)],
+        "wrong": [f"{case} {name}" for case, errors in found.items() for name in wrong(errors, long.dtype, SLACK)],
         "refused": refused,
         "seconds": world.slowest([statistics.median(times[2:])])[0],
         "bytes_per_second": _rates(world),
@@ -166,19 +143,18 @@ def _rates(world: World) -> dict[str, float]:
 
 
 def main() -> int:
-    """Run as one of the ranks."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_flags(parser, CallFlags)
-    flags = from_flags(CallFlags, parser.parse_args())
+    """Run as one of the ranks of `call_on_ranks`."""
+    tokens, heads, kv_heads, head_dim, dtype, device = json.loads(sys.argv[1])
     try:
-        world = join(flags.device)
-        found = measure(flags, world)
+        world = join(device)
+        found = measure(
+            Trial.square(tokens, heads, kv_heads, head_dim, getattr(torch, dtype), str(world.device)), world
+        )
     except DistAttentionError as error:
         print(f"doctor: one distributed call: {error}", file=sys.stderr)
-        return 2
+        return USER_ERROR_STATUS
     if world.rank == 0:
-        text = json.dumps(found, indent=1) + "\n"
-        Path(flags.out).write_text(text, encoding="utf-8") if flags.out else print(text)
+        Path(sys.argv[2]).write_text(json.dumps(found), encoding="utf-8")
     world.leave()
     return 0
 

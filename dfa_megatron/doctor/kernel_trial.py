@@ -15,7 +15,7 @@ from dfa_megatron.doctor.dense import dense_attention
 from dfa_megatron.doctor.stopwatch import stopwatch
 from dfa_megatron.kernels.api import BlockCall, BlockKernel, Need, Saved
 from dfa_megatron.kernels.merge import minus_delta
-from dfa_megatron.plan.language.geometry import Band, Segment, form_of
+from dfa_megatron.plan.language.geometry import CAUSAL, Band, Segment, form_of
 from dfa_megatron.plan.language.mask import Mask
 
 RESULTS = ("out", "lse", "dq", "dk", "dv")
@@ -48,6 +48,16 @@ class Trial:
     dtype: torch.dtype
     device: str
     batch: int = 1
+
+    @classmethod
+    def square(
+        cls, tokens: int, heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, device: str, batch: int = 1
+    ) -> Trial:
+        """Return causal attention of tokens over themselves."""
+        return cls(
+            q_len=tokens, kv_len=tokens, band=CAUSAL, heads=heads, kv_heads=kv_heads, head_dim=head_dim,
+            head_dim_v=head_dim, dtype=dtype, device=device, batch=batch,
+        )  # fmt: skip
 
     def need(self, *, deterministic: bool = False) -> Need:
         """Return the need that a kernel must serve."""

@@ -76,7 +76,7 @@ def test_a_profile_from_a_file_and_nodes_can_be_asked_for(tmp_path: Path, capsys
     assert "balanced_shared, gateway" in out
     path.write_text("{}")
     assert main(["plan", "--hardware", str(path)]) == 2
-    assert "lacks format" in capsys.readouterr().err
+    assert "format None" in capsys.readouterr().err
 
 
 def test_files_are_written_and_the_plan_reads_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
