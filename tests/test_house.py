@@ -53,7 +53,7 @@ BUDGETS = {
     "benchmarks": 7_294,
     "cli": 652,
     "deepspeed": 1_440,
-    "doctor": 1_185,
+    "doctor": 1_184,
     "huggingface": 4_550,
     "kernels": 3_739,
     "loss": 791,

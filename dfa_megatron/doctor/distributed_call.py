@@ -97,17 +97,14 @@ class Case:
 def _cases(tokens: int, ranks: int) -> dict[str, Case]:
     """Return what short calls are asked: every kind of mask, a cap, and documents in a layout of their own."""
     whole, offsets = layout_of_tokens("contiguous", tokens, ranks), (0, 1, 1 + tokens // 3, tokens)
-    lengths = [b - a for a, b in pairwise(offsets)]
-    packed = layout_of_tokens("load_balanced", tokens, ranks, offsets)
-    window = (_SHORT * 3 // 4, 0)
+    mask, balanced = documents([b - a for a, b in pairwise(offsets)]), "load_balanced"
+    packed, window = layout_of_tokens(balanced, tokens, ranks, offsets), (_SHORT * 3 // 4, 0)
     return {
         "causal": Case(CAUSAL, whole, {"causal": True}),
         "window": Case(band_of(True, window), whole, {"causal": True, "window_size": window}),
         "softcap": Case(FULL, whole, {"causal": False, "softcap": 2.0}),
-        "pack": Case(
-            documents(lengths), packed, {"causal": True, "cu_seqlens": offsets, "layout": "load_balanced"}
-        ),
-    }  # fmt: skip
+        "pack": Case(mask, packed, {"causal": True, "cu_seqlens": offsets, "layout": balanced}),
+    }
 
 
 def compare(case: Case, trial: Trial, world: World) -> dict[str, float]:
