@@ -50,7 +50,7 @@ LONG_FUNCTIONS_FOR_NOW = {
 """May only become shorter."""
 
 BUDGETS = {
-    "benchmarks": 7_294,
+    "benchmarks": 6_607,
     "cli": 652,
     "deepspeed": 1_440,
     "doctor": 1_184,
@@ -114,7 +114,7 @@ def test_no_folder_of_the_package_holds_more_than_a_dozen_modules() -> None:
 
 
 def test_the_pages_hold_no_more_words_than_now() -> None:
-    assert house.words_of_markdown(house.ROOT) <= 18_208
+    assert house.words_of_markdown(house.ROOT) <= 18_069
 
 
 def test_no_file_name_stands_twice_but_for_the_same_thing() -> None:
