@@ -8,7 +8,7 @@ import torch
 import dfa_megatron
 from benchmarks.attention.ablation import ablation
 from dfa_megatron.errors import UnsupportedError
-from tests.support.cases import case
+from tests.support.attend import case
 from tests.support.close import assert_close
 from tests.support.workers import run_ranks
 

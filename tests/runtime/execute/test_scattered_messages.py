@@ -15,9 +15,9 @@ from dfa_megatron.plan.schedules.route import direct
 from dfa_megatron.runtime.execute.memory_plan import plan_memory
 from dfa_megatron.runtime.request import Request
 from tests.support.arguments import arguments
-from tests.support.cases import case
+from tests.support.attend import case
 from tests.support.close import assert_close
-from tests.support.together import backward_together, forward_together, prepare_together
+from tests.support.together import both_together, prepare_together
 
 LENGTH = 30
 
@@ -63,9 +63,7 @@ def test_rows_that_lie_apart_travel_as_one_message(batch: int) -> None:
             prepare_together(Request(**arguments(softmax_scale=0.25, kernel="reference")), *inputs)
         )
     ]
-    results = forward_together(prepared, *inputs)
-    outs, lses = [out for out, _ in results], [lse for _, lse in results]
-    gradients = backward_together(prepared, shards(whole.dout), *inputs, outs, lses)
+    outs, lses, gradients = both_together(prepared, *inputs, shards(whole.dout))
     assert_close(torch.cat(outs, 1), whole.out, tolerance=1e-12, name="out")
     assert_close(torch.cat(lses, 2), whole.lse, tolerance=1e-12, name="lse")
     for at, name in enumerate(("dq", "dk", "dv")):
