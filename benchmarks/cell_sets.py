@@ -141,12 +141,6 @@ def host_time(gpus: int) -> Cell:
     return Cell(f"host-time-{gpus}", command, 120, gpus, ("flash_attn.cute",))
 
 
-def trace_picture(gpus: int) -> Cell:
-    """Return the picture of a short call and of a pack, as they stand and replayed."""
-    words = ("-m", "benchmarks.trace_picture", "--out", "{out}.json")
-    return Cell(f"trace-picture-{gpus}", ("python", *words) if gpus == 1 else ranks(gpus, *words), 90, gpus)
-
-
 def pack_programs(tokens: int) -> Cell:
     """Return programs of several ranks over a pack, beside the kernel alone on one GPU."""
     words = ("-m", "benchmarks.pack_programs", "--tokens-per-rank", str(tokens * K), "--out", "{out}.json")
@@ -202,7 +196,6 @@ ONE_GPU = (
     gpu_tests(1),
     host_time(1),
     tiled_loss(1),
-    trace_picture(1),
     pack_programs(8),
     Cell("sanitize", ("python", "benchmarks/sanitize.py"), 240, 1, programs=("compute-sanitizer",)),
     attention("one-gpu", 1, 120, "--preset", "one_gpu"),
@@ -225,7 +218,6 @@ TWO_GPUS = (
     tiled_loss(2),
     padded_packs(8),
     padded_packs(32),
-    trace_picture(2),
     packs("packed-8k", 2, 120, 8),
     megatron("megatron-layers", 2, 240, "--layers", "65536:8:14336", "131072:8:14336", "--warmup", "1", "--repeats",
              "3", "--train"),

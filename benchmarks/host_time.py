@@ -29,6 +29,7 @@ import torch
 import torch.distributed as dist
 
 from dfa_megatron import DistAttentionConfig, dist_flash_attn_func
+from dfa_megatron.doctor.world import share_gpus
 from dfa_megatron.flags import add_flags, flag, from_flags
 from dfa_megatron.plan.interpret import Algebra
 from dfa_megatron.runtime.comm.transport import StepTransport
@@ -37,7 +38,6 @@ from dfa_megatron.runtime.prepare import build
 from dfa_megatron.runtime.problem import Inputs
 from dfa_megatron.runtime.request import Request
 from dfa_megatron.runtime.run import run_backward, run_forward
-from dfa_megatron.testing.workers import share_gpus
 
 Call = Callable[[], object]
 

@@ -9,9 +9,9 @@ import torch.distributed as dist
 from megatron_common import Mode, Shape
 
 from dfa_megatron import shard_sequence
+from dfa_megatron.doctor.dense import dense_attention
 from dfa_megatron.doctor.world import slowest
 from dfa_megatron.plan.language.geometry import CAUSAL
-from dfa_megatron.testing.dense import dense_attention
 
 TOLERANCE = {torch.bfloat16: 2e-2, torch.float32: 1e-4}
 """Of the norm of the difference to the norm of what is right."""

@@ -57,8 +57,8 @@ from megatron_common import (
     refusal,
 )
 
+from benchmarks.attention.correctness import too_far
 from dfa_megatron.doctor.machine import machine
-from dfa_megatron.testing.dense import too_far
 
 LAYERS = ("65536:8:14336", "131072:8:14336", "131072:32:11008")
 TRAINING = (

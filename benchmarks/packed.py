@@ -30,12 +30,13 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.attention.clock import Timer, take_turns
+from benchmarks.attention.correctness import too_far
 from benchmarks.attention.failures import Failure, together
 from benchmarks.documents import Offsets, draw_documents, lengths_of, log_normal
 from dfa_megatron import DistAttentionConfig, dist_flash_attn_varlen_func, shard_sequence
+from dfa_megatron.doctor.dense import band_of, dense_attention
 from dfa_megatron.doctor.world import World, join
 from dfa_megatron.runtime.prepare import plans_in_use
-from dfa_megatron.testing.dense import band_of, dense_attention, too_far
 
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 TOLERANCE = {torch.bfloat16: 1.5e-2, torch.float32: 1e-4}

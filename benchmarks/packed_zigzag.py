@@ -32,16 +32,17 @@ import torch.distributed as dist
 from benchmarks.attention.baselines import version_of
 from benchmarks.attention.baselines.transformer_engine import communicators
 from benchmarks.attention.clock import Timer, take_turns
+from benchmarks.attention.correctness import too_far
 from benchmarks.attention.failures import Failure, together
 from benchmarks.documents import draw_documents, log_normal
 from benchmarks.packed import BOTH, TOLERANCE, Attend, draw_inputs
 from dfa_megatron import DistAttentionConfig, dist_flash_attn_varlen_func
+from dfa_megatron.doctor.dense import band_of, dense_attention
 from dfa_megatron.doctor.machine import machine
 from dfa_megatron.doctor.world import World, join
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.megatron.tokens.document_order import DocumentOrder
 from dfa_megatron.megatron.tokens.exchange import Relayout, plan_exchange
-from dfa_megatron.testing.dense import band_of, dense_attention, too_far
 
 ROUNDS = 4
 

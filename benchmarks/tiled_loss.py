@@ -26,11 +26,11 @@ import torch
 import torch.distributed as dist
 from megatron_layers import note, write
 
+from benchmarks.attention.correctness import too_far
 from dfa_megatron import DistAttentionConfig
 from dfa_megatron.doctor.machine import machine
 from dfa_megatron.loss import scores_of
 from dfa_megatron.loss.memory import head_bytes
-from dfa_megatron.testing.dense import too_far
 
 TOLERANCE = {torch.bfloat16: 1.5e-2, torch.float32: 1e-4}
 

@@ -6,10 +6,11 @@ from functools import cache
 
 from benchmarks.deepspeed_memory import Step
 from benchmarks.deepspeed_shapes import LAYERS, SHAPES, VOCABULARIES
-from dfa_megatron.cli.plan import message_bytes
 from dfa_megatron.plan.cost.choose import make_plan
+from dfa_megatron.plan.language.ir import AttentionPlan
 from dfa_megatron.plan.language.mask import causal
-from dfa_megatron.plan.language.shape import AttentionShape
+from dfa_megatron.plan.language.shape import AttentionShape, bytes_of
+from dfa_megatron.plan.lowering.lower import lower_all
 from docs.raw_results import Lines, table
 
 RANKS = 8
@@ -47,3 +48,14 @@ def step_of(model: str, tiled: bool) -> Step:
         shape=shape, layers=LAYERS[model], vocabulary=VOCABULARIES[model], tile=4096, ranks=RANKS,
         on_host=True, stages=shape.kv_heads, tiled=tiled, messages=messages,
     )  # fmt: skip
+
+
+def message_bytes(plan: AttentionPlan, shape: AttentionShape) -> int:
+    """Return the most bytes of a rank's slots over both phases; a slot counts as a whole chunk."""
+    most = 0
+    for one in plan.phases:
+        tokens = max(len(chunk) for chunk in one.layout.chunks)
+        for program in lower_all(one, shape.batch):
+            slots = program.peak_slots().items()
+            most = max(most, sum(count * bytes_of(name, tokens, shape) for name, count in slots))
+    return most

@@ -20,9 +20,8 @@ import pytest
 import torch
 
 from dfa_megatron.kernels.triton.support import interpreted
-from dfa_megatron.testing import nan_memory as memory
-from dfa_megatron.testing import workers
-from tests.support import reached, support_rows
+from tests.support import nan_memory as memory
+from tests.support import reached, support_rows, workers
 from tests.support.report import SupportReport, as_collected, on_gpu
 
 COLLECTED = pytest.StashKey[list[pytest.Item]]()

@@ -62,8 +62,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "argument_file": set(),
     "launch": {"megatron", "argument_file"},
     "doctor": FUNCTIONS,
-    "plan_run": FUNCTIONS | {"naive", "doctor"},
-    "cli": FUNCTIONS | FRAMEWORKS | {"argument_file", "doctor", "plan_run"},
+    "cli": FUNCTIONS | FRAMEWORKS | {"argument_file", "doctor"},
 }
 """What each part may import of this package, beside itself, the ground and the package's own lazy names."""
 
@@ -76,7 +75,6 @@ OUTSIDE: dict[str, set[str]] = {
     "runtime.comm": {"torch"},
     "runtime.execute": {"torch"},
     "naive": {"torch"},
-    "plan_run": {"torch"},
     "remat": {"torch"},
     "attention": {"torch"},
     "sharding": {"torch"},
@@ -93,9 +91,6 @@ OUTSIDE: dict[str, set[str]] = {
 
 LAZY_ONLY = {"cli": {"torch"}}
 """Packages that a part may import inside functions only, where they are not in its row above."""
-
-NOWHERE = {"testing"}
-"""Parts that may import everything and that nothing imports."""
 
 
 def part_of(module: str) -> str:
@@ -144,11 +139,9 @@ def wrong_imports(module: str, path: Path) -> list[str]:
             if part in GROUND:
                 allowed = {part} | ({"errors", "flags", "names"} if part == "config" else set())
             is_public_name = other in dfa_megatron.__all__
-            if (part in NOWHERE and other != "") or is_public_name:
-                continue
-            if other in NOWHERE or other not in allowed:
+            if not is_public_name and other not in allowed:
                 found.append(f"{module}:{line} imports {target}: {part or 'the package'} may not use {other}")
-        elif root not in sys.stdlib_module_names and part not in NOWHERE:
+        elif root not in sys.stdlib_module_names:
             allowed = OUTSIDE.get(part, set()) | (LAZY_ONLY.get(part, set()) if not at_top else set())
             if root not in allowed:
                 found.append(f"{module}:{line} imports {root}, which {part or 'the package'} may not use")
@@ -159,7 +152,7 @@ def wrong_imports(module: str, path: Path) -> list[str]:
 def test_a_module_imports_only_what_its_part_may(module: str, path: Path) -> None:
     if module == "dfa_megatron":
         pytest.skip("the package itself names the homes of its lazy names; the tests below look at it")
-    assert part_of(module) in MAY_IMPORT | {name: set() for name in NOWHERE}, f"{module} has no row in the table"
+    assert part_of(module) in MAY_IMPORT, f"{module} has no row in the table"
     assert wrong_imports(module, path) == []
 
 
@@ -170,7 +163,7 @@ def test_a_module_imports_only_what_its_part_may(module: str, path: Path) -> Non
         ("dfa_megatron.plan.language.ir", "from dfa_megatron.plan.cost.hardware import Link"),
         ("dfa_megatron.plan.language.ir", "from dfa_megatron.runtime.counters import COUNTERS"),
         ("dfa_megatron.runtime.execute.wire_format", "from dfa_megatron.attention import dist_flash_attn_func"),
-        ("dfa_megatron.runtime.execute.wire_format", "from dfa_megatron import testing"),
+        ("dfa_megatron.runtime.execute.wire_format", "from dfa_megatron.doctor import dense"),
         ("dfa_megatron.attention", "def f():\n    import megatron.core"),
         ("dfa_megatron.config", "from dfa_megatron.plan.language.geometry import Span"),
         ("dfa_megatron.errors", "from dfa_megatron.config import DistAttentionConfig"),

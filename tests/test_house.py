@@ -50,22 +50,20 @@ LONG_FUNCTIONS_FOR_NOW = {
 """May only become shorter."""
 
 BUDGETS = {
-    "benchmarks": 7_510,
-    "cli": 1_118,
+    "benchmarks": 6_609,
+    "cli": 652,
     "deepspeed": 1_440,
-    "doctor": 1_273,
+    "doctor": 1_184,
     "huggingface": 4_550,
     "kernels": 3_757,
     "loss": 791,
     "megatron": 4_645,
-    "plan": 5_996,
-    "plan_run": 182,
+    "plan": 5_910,
     "proving": 763,
     "recurrence": 1_170,
     "remat": 535,
     "runtime": 5_806,
-    "testing": 487,
-    "tests": 40_150,
+    "tests": 39_953,
     "top": 1_404,
 }
 """Lines of Python in a folder of the package, in its files beside them ("top"), in tests and in benchmarks.
@@ -116,7 +114,7 @@ def test_no_folder_of_the_package_holds_more_than_a_dozen_modules() -> None:
 
 
 def test_the_pages_hold_no_more_words_than_now() -> None:
-    assert house.words_of_markdown(house.ROOT) <= 18_300
+    assert house.words_of_markdown(house.ROOT) <= 18_069
 
 
 def test_no_file_name_stands_twice_but_for_the_same_thing() -> None:

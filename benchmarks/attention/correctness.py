@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Mapping
 from contextlib import ExitStack
 
 import torch
 
 from benchmarks.attention.job import Problem
 from benchmarks.attention.method import Attention, Method
+from dfa_megatron.doctor.dense import band_of, dense_attention
 from dfa_megatron.doctor.world import World
-from dfa_megatron.testing.dense import band_of, dense_attention, too_far
 
 TOLERANCE = {"bfloat16": 1e-2, "float16": 2e-3, "float32": 1e-5, "float64": 1e-12}
 """Largest |got - exact| / |exact| (Frobenius norms over the whole sequence)."""
@@ -77,3 +78,8 @@ def verdict(squared: list[float], dtype: str) -> tuple[float, str]:
     wrong = too_far(found, TOLERANCE[dtype])
     largest = max((error for error in found.values() if math.isfinite(error)), default=0.0)
     return largest, f"{wrong} (at most {TOLERANCE[dtype]:.0e})" if wrong else ""
+
+
+def too_far(errors: Mapping[str, float], tolerance: float) -> str:
+    """Return which relative errors are larger than the tolerance, or "". A NaN is."""
+    return ", ".join(f"{name} is off by {error:.1e}" for name, error in errors.items() if not error <= tolerance)

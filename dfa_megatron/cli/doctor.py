@@ -5,11 +5,10 @@ from __future__ import annotations
 import argparse
 import json
 import textwrap
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dfa_megatron.cli import attention_check
 from dfa_megatron.flags import add_flags, flag, from_flags
 
 if TYPE_CHECKING:
@@ -51,7 +50,6 @@ def add_parser(subparsers: Any) -> None:
     )
     add_flags(parser, DoctorFlags)
     parser.set_defaults(run=run)
-    attention_check.add_parser(parser.add_subparsers(dest="kind", metavar="attention"))
 
 
 def run(args: argparse.Namespace) -> int:
@@ -61,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
     if flags.profile is not None:
         from dfa_megatron.doctor.measure_profile import measure_and_save
 
-        return measure_and_save(shape, Path(flags.profile), flags.kernel, as_json=flags.json)
+        return measure_and_save(shape, Path(flags.profile), flags.kernel)
     from dfa_megatron.doctor.kernel_survey import automatic, examine
     from dfa_megatron.doctor.machine import devices, p2p_access, versions
 
@@ -94,7 +92,7 @@ def shape_of(flags: DoctorFlags) -> Trial:
     from dfa_megatron.doctor.kernel_trial import Trial
     from dfa_megatron.doctor.start_ranks import device_of
     from dfa_megatron.errors import UnsupportedError
-    from dfa_megatron.plan.language.geometry import CAUSAL, FULL
+    from dfa_megatron.plan.language.geometry import FULL
 
     device = device_of(flags.device)
     on_cpu = device == "cpu"
@@ -107,32 +105,30 @@ def shape_of(flags: DoctorFlags) -> Trial:
         raise UnsupportedError(
             f"{heads} heads on {kv_heads}", "heads must be a multiple of kv_heads", "a divisor of the heads"
         )
-    return Trial(
-        q_len=length, kv_len=length, band=CAUSAL if flags.mask == "causal" else FULL, heads=heads, kv_heads=kv_heads,
-        head_dim=flags.head_dim, head_dim_v=flags.head_dim, device=device,
-        dtype=getattr(torch, flags.dtype or ("float32" if on_cpu else "bfloat16")),
-    )  # fmt: skip
+    dtype = getattr(torch, flags.dtype or ("float32" if on_cpu else "bfloat16"))
+    shape = Trial.square(length, heads, kv_heads, flags.head_dim, dtype, device)
+    return shape if flags.mask == "causal" else replace(shape, band=FULL)
 
 
 def _call(shape: Trial) -> dict[str, Any]:
     """Run one distributed call of that shape, in new processes."""
-    from dfa_megatron.doctor.distributed_call import CallFlags, call_on_ranks
+    from dfa_megatron.doctor.distributed_call import call_on_ranks
     from dfa_megatron.doctor.start_ranks import ranks_here
 
-    dtype = str(shape.dtype).removeprefix("torch.")
-    flags = CallFlags(shape.q_len, shape.heads, shape.kv_heads, shape.head_dim, dtype, shape.device)
-    return call_on_ranks(flags, ranks_here(None, shape.device))
+    return call_on_ranks(shape, ranks_here(None, shape.device))
 
 
 def _of_call(call: dict[str, Any]) -> str:
     if "failed" in call:
         return f"one distributed call over {call['ranks']} ranks FAILED: {call['failed']}"
-    largest = ", ".join(f"{name} {error:.0e}" for name, error in call["errors"].items())
+    cases = list(call["errors"].values())
+    largest = ", ".join(f"{name} {max(case[name] for case in cases):.0e}" for name in cases[0])
     how = f"schedule {call['schedule']}, kernel {call['kernel']}"
     lines = [
         f"one distributed call over {call['ranks']} ranks: {how}, {1e3 * call['seconds']:.3g} ms with its backward"
     ]
-    lines.append(f"  errors against float64: {largest}")
+    lines.append(f"  largest errors against float64 of {', '.join(call['errors'])}: {largest}")
+    lines += [f"  {case} refused: {why}" for case, why in call["refused"].items()]
     lines += [f"  link {name}: {rate / 1e9:.3g} GB/s each way" for name, rate in call["bytes_per_second"].items()]
     return "\n".join(lines + [f"  WRONG: {', '.join(call['wrong'])}"] * bool(call["wrong"]))
 

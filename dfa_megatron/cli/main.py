@@ -15,7 +15,6 @@ _COMMANDS = {
     "run": "dfa_megatron.cli.run_plan",
     "doctor": "dfa_megatron.cli.doctor",
     "prove": "dfa_megatron.cli.prove",
-    "trace": "dfa_megatron.cli.trace",
 }
 """Each module has `add_parser(subparsers)`, which sets `run`, a function of the parsed arguments, as a default."""
 

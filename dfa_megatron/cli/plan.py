@@ -1,4 +1,4 @@
-"""`dfa-megatron plan`: show a schedule, what it costs, and write it as a picture, a trace or text."""
+"""`dfa-megatron plan`: show a schedule, what it costs, and write it as a picture or text."""
 
 from __future__ import annotations
 
@@ -9,8 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dfa_megatron.argument_file import read_arguments
-from dfa_megatron.cli import memory_estimate as models
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.flags import add_flags, flag, from_flags
 from dfa_megatron.names import LAYOUTS, SCHEDULES, nearest
@@ -25,7 +23,7 @@ from dfa_megatron.plan.language import mask as masks
 from dfa_megatron.plan.language.heads import HeadSplit, split_heads, split_tokens
 from dfa_megatron.plan.language.ir import PHASES, AttentionPlan
 from dfa_megatron.plan.language.mask import Mask
-from dfa_megatron.plan.language.shape import AttentionShape, bytes_of
+from dfa_megatron.plan.language.shape import AttentionShape
 from dfa_megatron.plan.language.text import to_text
 from dfa_megatron.plan.lowering.lower import lower_all
 
@@ -49,12 +47,6 @@ MASKS: dict[str, Callable[[PlanFlags], Mask]] = {
 class PlanFlags:
     """The flags of the command."""
 
-    config: Path | None = flag(
-        None,
-        "flags of a Megatron script, as in configs/megatron: the attention of its model, and an estimate of a GPU's "
-        "memory; flags given here override it",
-        metavar="FILE",
-    )
     ranks: int = flag(8, "ranks that share the sequence")
     schedule: str = flag("auto", ", ".join(SCHEDULES))
     layout: str = flag("auto", "auto, " + ", ".join(LAYOUTS))
@@ -84,9 +76,6 @@ class PlanFlags:
     )
     width: int = flag(100, "columns of the grid", group="output")
     svg: Path | None = flag(None, "write a picture of the simulated run", group="output", metavar="FILE")
-    chrome: Path | None = flag(
-        None, "write a trace for chrome://tracing or ui.perfetto.dev", group="output", metavar="FILE"
-    )
     text: Path | None = flag(None, "write the plan itself, for `dfa-megatron run`", group="output", metavar="FILE")
 
 
@@ -104,10 +93,7 @@ def run(args: argparse.Namespace) -> int:
         UnsupportedError: a value that cannot be served.
         OSError: a file that cannot be written.
     """
-    flags, model = from_flags(PlanFlags, args), None
-    if flags.config is not None:
-        model = models.model_of(read_arguments(flags.config), str(flags.config))
-        flags = from_flags(PlanFlags, argparse.Namespace(**_of_model(model) | vars(args)))
+    flags = from_flags(PlanFlags, args)
     mask, hardware = _mask(flags), _hardware(flags)
     choice: dict[str, Any] = {"schedule": flags.schedule, "layout": flags.layout, "hardware": hardware}
     kv_heads = flags.heads if flags.kv_heads is None else flags.kv_heads
@@ -126,10 +112,6 @@ def run(args: argparse.Namespace) -> int:
             print(f"\nulysses_degree=auto is {degree} here")
         split_tokens(degree, 0, flags.ranks, plan.layout, tokens)
         print("\n" + _exchange(heads, whole, tokens, flags.ranks, kept=not flags.remat))
-    if model is not None:
-        sized = dataclasses.replace(model, seq_length=flags.seq_length, micro_batch_size=flags.batch)
-        messages = message_bytes(plan, shape) + heads.landed(whole, tokens)
-        print("\n" + models.report(sized, flags.ranks, messages))
     if flags.explain:
         seen: dict[str, Any] = {"layout": flags.layout, "hardware": machine}
         looked_at = candidates(mask, flags.ranks, shape=whole, degrees=True, kept=not flags.remat, **seen)
@@ -140,8 +122,6 @@ def run(args: argparse.Namespace) -> int:
     about: dict[str, Any] = {"phase": flags.phase, "shape": shape, "hardware": hardware}
     if flags.svg is not None:
         _write(flags.svg, draw(plan, "svg", **about))
-    if flags.chrome is not None:
-        _write(flags.chrome, draw(plan, "chrome", **about))
     if flags.text is not None:
         _write(flags.text, to_text(plan))
     return 0
@@ -164,33 +144,6 @@ def _mask(flags: PlanFlags) -> Mask:
     except ValueError as error:
         what = f"mask {flags.mask!r} of {flags.seq_length} tokens"
         raise UnsupportedError(what, str(error), "other lengths") from error
-
-
-def _of_model(model: models.Model) -> dict[str, Any]:
-    """Return the flags that a model gives."""
-    return {
-        "ranks": model.context_parallel_size,
-        "schedule": model.dfa_schedule,
-        "ulysses_degree": model.dfa_ulysses_degree,
-        "remat": model.recompute_granularity == "full",
-        "layout": "zigzag" if model.dfa_data_layout == "zigzag" else "contiguous",  # inside the layers
-        "seq_length": model.seq_length,
-        "batch": model.micro_batch_size,
-        "heads": model.num_attention_heads // model.tensor_model_parallel_size,
-        "kv_heads": max(1, model.kv_heads // model.tensor_model_parallel_size),
-        "head_dim": model.head_dim,
-    }
-
-
-def message_bytes(plan: AttentionPlan, shape: AttentionShape) -> int:
-    """Return the most bytes of a rank's slots over both phases; a slot counts as a whole chunk."""
-    most = 0
-    for one in plan.phases:
-        tokens = max(len(chunk) for chunk in one.layout.chunks)
-        for program in lower_all(one, shape.batch):
-            slots = program.peak_slots().items()
-            most = max(most, sum(count * bytes_of(name, tokens, shape) for name, count in slots))
-    return most
 
 
 def _exchange(heads: HeadSplit, whole: AttentionShape, tokens: int, ranks: int, *, kept: bool) -> str:

@@ -1,18 +1,34 @@
-"""`dfa-megatron run`: check a plan, run it forward and backward, and compare with dense attention in float64."""
+"""`dfa-megatron run`: check a plan, run it on ranks forward and backward, and compare with dense float64 attention."""
 
 from __future__ import annotations
 
 import argparse
 import os
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from dfa_megatron.config import DistAttentionConfig
 from dfa_megatron.errors import PlanError, UnsupportedError
-from dfa_megatron.flags import add_flags, from_flags
+from dfa_megatron.flags import add_flags, flag, from_flags
+from dfa_megatron.names import KERNELS
 from dfa_megatron.plan.language.ir import AttentionPlan
 from dfa_megatron.plan.language.text import from_text
 from dfa_megatron.plan.proof.check import check_plan
-from dfa_megatron.plan_run.run_flags import RunFlags
+
+
+@dataclass(frozen=True)
+class RunFlags:
+    """The flags of the command."""
+
+    plan: str = flag("", "the plan, as `dfa-megatron plan --text FILE` writes it", metavar="FILE", required=True)
+    device: str = flag("cpu", "where the plan's ranks run, over gloo or NCCL", choices=("cpu", "cuda"))
+    dtype: str = flag("float32", "of q, k and v", choices=("float64", "float32", "bfloat16", "float16"))
+    kernel: str = flag("auto", "computes a block", choices=KERNELS)
+    batch: int = flag(1, "sequences", metavar="N")
+    heads: int = flag(4, "query heads", metavar="N")
+    kv_heads: int = flag(2, "key and value heads", metavar="N")
+    head_dim: int = flag(32, "of a head", metavar="N")
 
 
 def add_parser(subparsers: Any) -> None:
@@ -21,7 +37,7 @@ def add_parser(subparsers: Any) -> None:
         "run",
         help="run a plan from a file, and compare with dense attention",
         description=__doc__,
-        epilog="Without --ranks all ranks run in this process. Started by torchrun it is one of them.",
+        epilog="It starts a process for each rank of the plan. Started by torchrun it is one of them.",
     )
     add_flags(parser, RunFlags)
     parser.set_defaults(run=run)
@@ -38,19 +54,36 @@ def run(args: argparse.Namespace) -> int:
     flags = from_flags(RunFlags, args)
     plan = read_plan(Path(flags.plan))
     check_plan(plan, batch=flags.batch)
-    if "RANK" in os.environ:
-        from dfa_megatron.plan_run.on_ranks import one_rank
+    from dfa_megatron.doctor import start_ranks, world
 
-        return one_rank(plan, flags)
-    if flags.ranks is None:
-        from dfa_megatron.plan_run.on_ranks import all_ranks
+    if "RANK" not in os.environ:
+        ranks = start_ranks.ranks_here(plan.ranks, start_ranks.device_of(flags.device))
+        return start_ranks.start(["-m", "dfa_megatron.cli.main", *args.argv], ranks)
+    here = world.join(flags.device)
+    if here.size != plan.ranks:
+        raise UnsupportedError(f"{here.size} ranks", f"the plan is for {plan.ranks}", f"{plan.ranks} ranks")
+    off, far = compared(plan, flags, here)
+    if here.rank == 0:
+        print(f"{plan}, digest {plan.digest}: every pair once, every result at its owner")
+        shown = ", ".join(f"{name} {error:.1e}" for name, error in off.items())
+        print(f"{flags.dtype} against dense float64, relative: {shown}: {f'WRONG: {far}' if far else 'right'}")
+    here.leave()
+    return int(bool(far))
 
-        return all_ranks(plan, flags)
-    if flags.ranks != plan.ranks:
-        raise UnsupportedError(f"--ranks {flags.ranks}", f"the plan is for {plan.ranks}", f"--ranks {plan.ranks}")
-    from dfa_megatron.doctor.start_ranks import device_of, ranks_here, start
 
-    return start(["-m", "dfa_megatron.cli.main", *args.argv], ranks_here(flags.ranks, device_of(flags.device)))
+def compared(plan: AttentionPlan, flags: RunFlags, world: Any) -> tuple[dict[str, float], str]:
+    """Return the error of each result, and the names of those beyond the limit; collective over a `World`."""
+    import torch
+
+    from dfa_megatron.doctor.distributed_call import SLACK, Case, compare
+    from dfa_megatron.doctor.kernel_trial import Trial, wrong
+
+    length, mask = plan.forward.mask.length, plan.forward.mask
+    sizes = (length, flags.heads, flags.kv_heads, flags.head_dim, getattr(torch, flags.dtype), str(world.device))
+    trial = Trial.square(*sizes, flags.batch)
+    options = {"plan": plan, "layout": plan.layout, "config": DistAttentionConfig(kernel=flags.kernel)}
+    off = compare(Case(mask, plan.forward.layout, options), trial, world)
+    return off, ", ".join(wrong(off, trial.dtype, SLACK))
 
 
 def read_plan(path: Path) -> AttentionPlan:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
 
 from dfa_megatron.attention import dist_flash_attn_func
 from dfa_megatron.config import DistAttentionConfig
-from dfa_megatron.doctor.kernel_trial import Trial
+from dfa_megatron.doctor.kernel_trial import Given, Trial
 from dfa_megatron.doctor.world import slowest
 from dfa_megatron.plan.cost.choose import EXCHANGES
 from dfa_megatron.plan.cost.hardware import Host
@@ -24,24 +25,22 @@ from dfa_megatron.runtime.run import run_backward, run_forward
 ROWS = {"cuda": 512, "cpu": 16}
 _WARM, _CALLS = 5, 30
 
-Call = Callable[[], object]
-
 
 def measure_host(kernel: str, shape: Trial) -> Host:
     """Return what the host takes for each part of a run, equal on all ranks; collective over the default group.
 
     A program of four ranks has a kernel call and a merge in each phase more than one of two, which count as equal.
     """
-    device, world = torch.device(shape.device), dist.get_world_size()
+    world, rows = dist.get_world_size(), ROWS[torch.device(shape.device).type]
+    inputs = replace(shape, q_len=rows, kv_len=rows, batch=1).inputs()
     alone = [dist.new_group([rank]) for rank in range(world)][dist.get_rank()]
-    two, four = (_seconds(_program(kernel, shape, ranks), device) for ranks in (2, 4))
-    one = _seconds(_function(kernel, shape, alone, 1), device)
-    whole = _seconds(_function(kernel, shape, None, 1), device)
+    two, four = (_program(kernel, inputs, ranks) for ranks in (2, 4))
+    one, whole = _function(kernel, inputs, alone), _function(kernel, inputs, None)
     prepared = in_use()[-1]
     counts = [parts_of(phase.program) for phase in (prepared.forward, prepared.backward)]
     calls, merges, messages = slowest(map(sum, zip(*counts, strict=True)))
     degree = world if shape.heads % world == 0 else 1
-    exchanged = _seconds(_function(kernel, shape, None, degree), device)
+    exchanged = _function(kernel, inputs, None, degree)
     two, four, one, whole, exchanged = slowest((two, four, one, whole, exchanged))
     call = max(0.0, (four - two) / 4)
     run = max(0.0, one / 2 - call)
@@ -50,49 +49,34 @@ def measure_host(kernel: str, shape: Trial) -> Host:
     return Host(run, call, call, message, exchange)
 
 
-def _tensors(shape: Trial) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return q, k, v and dout of one rank."""
-    rows = ROWS[torch.device(shape.device).type]
-    sizes = (
-        (shape.heads, shape.head_dim), (shape.kv_heads, shape.head_dim),
-        (shape.kv_heads, shape.head_dim_v), (shape.heads, shape.head_dim_v),
-    )  # fmt: skip
-    q, k, v, dout = (
-        torch.randn(1, rows, heads, width, device=shape.device, dtype=shape.dtype) for heads, width in sizes
-    )
-    return q, k, v, dout
-
-
-def _program(kernel: str, shape: Trial, ranks: int) -> Call:
-    """Both phases of the last rank's program, without messages."""
-    q, k, v, dout = _tensors(shape)
+def _program(kernel: str, inputs: Given, ranks: int) -> float:
+    """Time both phases of the last rank's program, without messages."""
+    q, k, v, dout = inputs
     config = DistAttentionConfig(kernel=kernel, ulysses_degree=1)
-    request = Request(softmax_scale=shape.head_dim**-0.5, causal=True, config=config)
+    request = Request(softmax_scale=q.shape[-1] ** -0.5, causal=True, config=config)
     prepared = build(request, ranks, ranks - 1, Inputs(q, k, v))
 
-    def call() -> object:
-        with torch.no_grad():
-            out, lse = run_forward(prepared, (q, k, v))
-            return run_backward(prepared, (dout, q, k, v, out, lse))
+    @torch.no_grad()
+    def call() -> None:
+        out, lse = run_forward(prepared, (q, k, v))
+        run_backward(prepared, (dout, q, k, v, out, lse))
 
-    return call
+    return _seconds(call, q.device)
 
 
-def _function(kernel: str, shape: Trial, group: dist.ProcessGroup | None, degree: int) -> Call:
-    """Both phases of the public function."""
-    q, k, v, dout = _tensors(shape)
-    leaves = [x.requires_grad_() for x in (q, k, v)]
+def _function(kernel: str, inputs: Given, group: dist.ProcessGroup | None, degree: int = 1) -> float:
+    """Time both phases of the public function."""
+    leaves = [x.detach().requires_grad_() for x in inputs[:3]]
     config = DistAttentionConfig(kernel=kernel, ulysses_degree=degree)
 
-    def call() -> object:
+    def call() -> None:
         out = dist_flash_attn_func(*leaves, causal=True, group=group, config=config)
-        assert isinstance(out, torch.Tensor)
-        return torch.autograd.grad(out, leaves, dout)
+        torch.autograd.grad(out, leaves, inputs[3])
 
-    return call
+    return _seconds(call, inputs[0].device)
 
 
-def _seconds(call: Call, device: torch.device) -> float:
+def _seconds(call: Callable[[], None], device: torch.device) -> float:
     """Return the median seconds until a call has returned, each from an idle device."""
     times = []
     for number in range(_WARM + _CALLS):

@@ -6,16 +6,17 @@ import functools
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import MappingProxyType
 
 import torch
 
+from dfa_megatron.doctor.dense import dense_attention
 from dfa_megatron.doctor.stopwatch import stopwatch
-from dfa_megatron.kernels.adapters.reference import ReferenceKernel
 from dfa_megatron.kernels.api import BlockCall, BlockKernel, Need, Saved
 from dfa_megatron.kernels.merge import minus_delta
-from dfa_megatron.plan.language.geometry import Band, Segment, form_of
+from dfa_megatron.plan.language.geometry import CAUSAL, Band, Segment, form_of
+from dfa_megatron.plan.language.mask import Mask
 
 RESULTS = ("out", "lse", "dq", "dk", "dv")
 
@@ -29,7 +30,7 @@ LIMITS: Mapping[torch.dtype, tuple[float, float, float]] = MappingProxyType(
 )
 """Limits on the errors of out, of lse and of gradients; they are the limits of the conformance suite."""
 
-Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+Given = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 """q, k, v, dout."""
 
 
@@ -48,6 +49,16 @@ class Trial:
     device: str
     batch: int = 1
 
+    @classmethod
+    def square(
+        cls, tokens: int, heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, device: str, batch: int = 1
+    ) -> Trial:
+        """Return causal attention of tokens over themselves."""
+        return cls(
+            q_len=tokens, kv_len=tokens, band=CAUSAL, heads=heads, kv_heads=kv_heads, head_dim=head_dim,
+            head_dim_v=head_dim, dtype=dtype, device=device, batch=batch,
+        )  # fmt: skip
+
     def need(self, *, deterministic: bool = False) -> Need:
         """Return the need that a kernel must serve."""
         cuda = torch.device(self.device).type == "cuda"
@@ -57,7 +68,7 @@ class Trial:
             torch.cuda.get_device_capability(self.device) if cuda else None,
         )  # fmt: skip
 
-    def inputs(self, seed: int = 0) -> Inputs:
+    def inputs(self, seed: int = 0) -> Given:
         """Return fresh normal values."""
         generator = torch.Generator(self.device).manual_seed(seed)
 
@@ -71,7 +82,7 @@ class Trial:
             q, k, draw(self.kv_len, self.kv_heads, self.head_dim_v), draw(self.q_len, self.heads, self.head_dim_v),
         )  # fmt: skip
 
-    def call(self, inputs: Inputs, *, deterministic: bool = False) -> BlockCall:
+    def call(self, inputs: Given, *, deterministic: bool = False) -> BlockCall:
         """Return the kernel call over these inputs, with the usual scale."""
         q, k, v, _ = inputs
         return BlockCall.of(q, k, v, self.band, 1 / math.sqrt(self.head_dim), deterministic=deterministic)
@@ -94,7 +105,7 @@ def saved_for(kernel: BlockKernel, dout: torch.Tensor, out: torch.Tensor, lse: t
     return Saved(lse, minus_delta=minus_delta(dout, out))
 
 
-def run(kernel: BlockKernel, trial: Trial, inputs: Inputs, *, deterministic: bool = False) -> tuple[torch.Tensor, ...]:
+def run(kernel: BlockKernel, trial: Trial, inputs: Given, *, deterministic: bool = False) -> tuple[torch.Tensor, ...]:
     """Return (out, lse, dq, dk, dv) of the kernel."""
     call, dout = trial.call(inputs, deterministic=deterministic), inputs[3]
     out, lse = kernel.forward(call)
@@ -102,18 +113,19 @@ def run(kernel: BlockKernel, trial: Trial, inputs: Inputs, *, deterministic: boo
 
 
 def errors(kernel: BlockKernel, trial: Trial, seed: int = 0) -> dict[str, float]:
-    """Return the error of each result relative to the norm of the float64 reference on the same inputs.
+    """Return the error of each result relative to the norm of dense attention on the same inputs.
 
     Infinite where a value is NaN, or an infinity is not where it should be.
     """
     inputs = trial.inputs(seed)
-    return distances(run(kernel, trial, inputs), exact(trial, inputs), inputs[3], trial.kv_len)
+    return distances(run(kernel, trial, inputs), exact(inputs, trial.band), inputs[3], trial.kv_len)
 
 
-def exact(trial: Trial, inputs: Inputs) -> tuple[torch.Tensor, ...]:
-    """Return (out, lse, dq, dk, dv) by the reference in float64."""
-    q, k, v, dout = (x.double() for x in inputs)
-    return run(ReferenceKernel(), replace(trial, dtype=torch.float64), (q, k, v, dout))
+def exact(inputs: Given, visible: Band | Mask, softcap: float = 0.0) -> tuple[torch.Tensor, ...]:
+    """Return (out, lse, dq, dk, dv) by the definition, in float64."""
+    q, k, v = (x.to(torch.float64, copy=True).requires_grad_() for x in inputs[:3])
+    out, lse = dense_attention(q, k, v, visible, softcap=softcap)
+    return out.detach(), lse.detach(), *torch.autograd.grad(out, (q, k, v), inputs[3].double())
 
 
 def distances(
@@ -145,7 +157,7 @@ def seconds(kernel: BlockKernel, trial: Trial, repetitions: int = 7) -> dict[str
     }
 
 
-def passes(kernel: BlockKernel, trial: Trial, inputs: Inputs | None = None) -> dict[str, Callable[[], object]]:
+def passes(kernel: BlockKernel, trial: Trial, inputs: Given | None = None) -> dict[str, Callable[[], object]]:
     """Return a forward and a backward as calls that can be repeated."""
     inputs = trial.inputs() if inputs is None else inputs
     call, dout = trial.call(inputs), inputs[3]

@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
+import torch.distributed as dist
 
 from dfa_megatron.doctor.stopwatch import stopwatch
 from dfa_megatron.doctor.world import slowest
 from dfa_megatron.errors import UnsupportedError
-from dfa_megatron.runtime.comm.communicator import Communicator
+from dfa_megatron.plan.cost.hardware import Link
 from dfa_megatron.runtime.comm.groups import group_name
 from dfa_megatron.runtime.comm.registry import channel
 from dfa_megatron.runtime.comm.transport import Recv, Send, Transport
 
 logger = logging.getLogger(__name__)
 
-SIZES: Mapping[str, tuple[int, ...]] = {
+SIZES = {
     "cuda": (1 << 12, 1 << 16, 1 << 20, 1 << 23, 1 << 26, 1 << 28),
     "cpu": (1 << 12, 1 << 16, 1 << 20, 1 << 22),
 }
@@ -31,6 +31,21 @@ _ROW = 4096
 
 Timing = tuple[int, float]
 """(bytes of a message, seconds of the slowest rank)."""
+
+
+def measure_links(device: torch.device, node: int) -> tuple[tuple[Link, ...], Link | None]:
+    """Return the links in a node of so many ranks, one per transport, and the one between nodes; collective."""
+    links, network, sizes = list[Link](), None, SIZES[device.type]
+    inside, across = neighbours(dist.get_rank(), dist.get_world_size(), node)
+    for name, transport in open_transports(device, max(sizes)).items():
+        if inside is not None:
+            links.append(Link(name, *fit(time_exchanges(transport, device, inside, sizes))))
+        if across is not None:
+            network = Link(name, *fit(time_exchanges(transport, device, across, sizes)))
+    if not links:
+        assert network is not None, "there are two ranks or more"
+        links = [network]
+    return tuple(links), network
 
 
 def open_transports(device: torch.device, largest: int) -> dict[str, Transport]:
@@ -46,7 +61,7 @@ def open_transports(device: torch.device, largest: int) -> dict[str, Transport]:
         try:
             found[kind] = ours.get(device, kind)
         except UnsupportedError as error:
-            logger.warning("%s is not in the profile: %s", kind, error.why)
+            logger.warning("%s is not measured: %s", kind, error.why)
             continue
         found[kind].reserve(largest)
     return found
@@ -66,34 +81,48 @@ def neighbours(rank: int, size: int, node: int) -> tuple[tuple[int, int] | None,
 def time_exchanges(
     transport: Transport, device: torch.device, ring: tuple[int, int], sizes: Sequence[int]
 ) -> list[Timing]:
-    """Send to the next rank and receive from the previous one, all at once; return the slowest rank's medians;
-    collective.
-    """
+    """Send to the next rank and receive from the previous one, all at once; collective."""
     timings = []
     for nbytes in sizes:
         outgoing = torch.zeros(nbytes, dtype=torch.uint8, device=device)
-        timings.append((nbytes, _timed(functools.partial(_exchange, transport, outgoing, ring), device, nbytes)))
+
+        def exchange(outgoing: torch.Tensor = outgoing) -> None:
+            incoming = transport.arena(outgoing.nbytes, device).flat[: outgoing.nbytes]
+            transport.start()
+            transport.post(-1, lambda _: [Send(ring[0], [outgoing], [0])], [Recv(ring[1], [incoming])])
+            transport.land()
+            transport.computed(0)
+            transport.finish()
+
+        timings.append((nbytes, _timed(exchange, device, nbytes)))
     return timings
 
 
-def time_all_to_alls(device: torch.device, node: range, sizes: Sequence[int]) -> list[Timing]:
-    """Time an all-to-all in each node, with the copies of a head exchange; collective.
+def all_to_all_rate(device: torch.device, node: int) -> float | None:
+    """Return bytes per second out of a rank in an all-to-all of its node, with the copies of a head exchange.
 
-    Returns:
-        For each size the bytes that a rank sends to the others together, and the median of the slowest rank.
+    None for nodes of one rank; collective.
     """
-    group = channel(group_name(None)).subgroup(node).collectives(device)
-    timings = []
-    for nbytes in sizes:
-        rows = max(1, nbytes // _ROW // len(node))
-        whole = torch.zeros((rows, len(node), _ROW), dtype=torch.uint8, device=device)
-        seconds = _timed(functools.partial(_all_to_all, whole, group), device, nbytes)
-        timings.append((rows * (len(node) - 1) * _ROW, seconds))
-    return timings
+    if node < 2:
+        return None
+    first, timings = dist.get_rank() // node * node, []
+    group = channel(group_name(None)).subgroup(range(first, first + node)).collectives(device)
+    for nbytes in SIZES[device.type]:
+        rows = max(1, nbytes // _ROW // node)
+        whole = torch.zeros((rows, node, _ROW), dtype=torch.uint8, device=device)
+
+        def exchange(whole: torch.Tensor = whole) -> None:
+            packet = whole.transpose(0, 1).contiguous()
+            landed = torch.empty_like(packet)
+            group.all_to_all(landed, packet, []).wait()
+            landed.transpose(0, 1).contiguous()
+
+        timings.append((rows * (node - 1) * _ROW, _timed(exchange, device, nbytes)))
+    return fit(timings)[0]
 
 
 def _timed(call: Callable[[], None], device: torch.device, nbytes: int) -> float:
-    """Return (bytes, median of the slowest rank) of a call that moves about `nbytes` on every rank; collective."""
+    """Return the median of the slowest rank of a call that moves about `nbytes` on every rank; collective."""
     times = 3 if nbytes >= 1 << 23 else 10
     slowest([0.0])  # all ranks start together
     taken = [stopwatch(call, device, times=times, behind=True) for _ in range(2 + _REPETITIONS)][2:]
@@ -101,10 +130,9 @@ def _timed(call: Callable[[], None], device: torch.device, nbytes: int) -> float
 
 
 def fit(timings: Sequence[Timing]) -> tuple[float, float]:
-    """Return (latency, bytes per second) of `seconds = latency + bytes / rate`, by least squares of the relative
-    errors.
+    """Return (bytes per second, latency) of `seconds = latency + bytes / rate`: least squares of relative errors.
 
-    The latency is not negative: if the fit gives a negative one, it is set to 0 and the rate is fitted alone.
+    A latency that comes out negative is set to 0, and the rate is fitted alone.
     """
     # Minimise the sum of (latency * u + w * per_byte - 1)^2 with u = 1 / seconds and w = bytes / seconds.
     u, w = [1 / t for _, t in timings], [n / t for n, t in timings]
@@ -113,22 +141,5 @@ def fit(timings: Sequence[Timing]) -> tuple[float, float]:
     if determinant > 1e-9 * uu * ww:
         latency, per_byte = (sum(u) * ww - sum(w) * uw) / determinant, (sum(w) * uu - sum(u) * uw) / determinant
         if latency >= 0 and per_byte > 0:
-            return latency, 1 / per_byte
-    return 0.0, ww / sum(w)
-
-
-def _exchange(transport: Transport, outgoing: torch.Tensor, ring: tuple[int, int]) -> None:
-    to, source = ring
-    incoming = transport.arena(outgoing.nbytes, outgoing.device).flat[: outgoing.nbytes]
-    transport.start()
-    transport.post(-1, lambda _: [Send(to, [outgoing], [0])], [Recv(source, [incoming])])
-    transport.land()
-    transport.computed(0)
-    transport.finish()
-
-
-def _all_to_all(whole: torch.Tensor, group: Communicator) -> None:
-    packet = whole.transpose(0, 1).contiguous()
-    landed = torch.empty_like(packet)
-    group.all_to_all(landed, packet, []).wait()
-    landed.transpose(0, 1).contiguous()
+            return 1 / per_byte, latency
+    return ww / sum(w), 0.0

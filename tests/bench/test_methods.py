@@ -17,7 +17,7 @@ from benchmarks.attention.method import contiguous, our_methods, zigzag
 from dfa_megatron.doctor.world import World
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.sharding import shard_sequence
-from dfa_megatron.testing.workers import run_ranks
+from tests.support.workers import run_ranks
 
 JOB = Job(seq_length=(64,), heads=(4,), head_dim=16, dtype="bfloat16", kernel=("cpu",))
 

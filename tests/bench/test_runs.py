@@ -22,7 +22,7 @@ from benchmarks.attention.local import local_attention
 from benchmarks.attention.method import Attention, Method, kernel_methods, our_methods
 from dfa_megatron.doctor.world import World
 from dfa_megatron.errors import ExecutionError, UnsupportedError
-from dfa_megatron.testing.workers import run_ranks
+from tests.support.workers import run_ranks
 
 JOB = Job(
     seq_length=(64, 128), heads=(2,), kv_heads=(1,), head_dim=16, dtype="float32", kernel=("reference",),

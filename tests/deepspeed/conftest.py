@@ -7,7 +7,7 @@ import os
 
 import pytest
 
-from dfa_megatron.testing.workers import preload
+from tests.support.workers import preload
 
 MISSING = [
     name for name in ("deepspeed", "transformers", "accelerate", "peft") if importlib.util.find_spec(name) is None

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from dfa_megatron.testing.workers import run_ranks
 from tests.deepspeed import harness
+from tests.support.workers import run_ranks
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 

@@ -47,7 +47,6 @@ def test_every_option_is_read() -> None:
         ({"size": 0}, "a number of ranks"),
         ({"size": 2.0}, "a number of ranks"),
         ({"enabled": "true"}, "type bool"),
-        ({"deterministic": 1}, "type bool"),
         ({"data_layout": "zigzag"}, "an option of megatron alone"),
         ({"remat": "on"}, "an option of megatron alone"),
         (True, "it must be a block"),

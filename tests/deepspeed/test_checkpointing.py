@@ -14,9 +14,9 @@ from dfa_megatron import dist_flash_attn_func
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.remat import saved
 from dfa_megatron.runtime.counters import COUNTERS
-from dfa_megatron.testing.workers import run_ranks
 from tests.deepspeed import harness
 from tests.support.models import LAYERS, build, text
+from tests.support.workers import run_ranks
 
 FORMS: dict[str, dict[str, Any]] = {
     "remat": {"checkpoint": "remat"},

@@ -16,9 +16,9 @@ from dfa_megatron.deepspeed.json_block import KEY, DeepSpeedOptions
 from dfa_megatron.deepspeed.pipeline import check_clipping
 from dfa_megatron.deepspeed.tested_keys import check_filled_in
 from dfa_megatron.errors import UnsupportedError
-from dfa_megatron.testing.workers import run_ranks
 from tests.deepspeed import harness
 from tests.support.models import build
+from tests.support.workers import run_ranks
 
 DIFFERING: dict[str, Any] = {  # what the last rank's JSON has of its own; None takes a key away
     f"{KEY}={{.*size.* on rank 0, .* on rank 3": {KEY: {"size": 2, "enabled": True}},

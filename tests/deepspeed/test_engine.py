@@ -15,10 +15,10 @@ from dfa_megatron import deepspeed as dfa_ds
 from dfa_megatron.config import DistAttentionConfig
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.runtime.counters import COUNTERS
-from dfa_megatron.testing.dense import assert_close
-from dfa_megatron.testing.workers import run_ranks
 from tests.deepspeed import harness
+from tests.support.close import assert_close
 from tests.support.models import LAYERS, build, text
+from tests.support.workers import run_ranks
 
 
 def start(config: dict[str, Any], seed: int = 0) -> Any:

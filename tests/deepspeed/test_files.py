@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 
 from dfa_megatron import deepspeed as dfa_ds
-from dfa_megatron.testing.workers import run_ranks
 from tests.deepspeed import harness
 from tests.support.groups import free_port, run_script
 from tests.support.models import build, text
+from tests.support.workers import run_ranks
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = sorted(path for path in (ROOT / "configs" / "deepspeed").glob("zero*.json"))

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from dfa_megatron import deepspeed as dfa_ds
-from dfa_megatron.testing.dense import assert_close
-from dfa_megatron.testing.workers import run_ranks
 from tests.deepspeed import harness
+from tests.support.close import assert_close
 from tests.support.models import build
+from tests.support.workers import run_ranks
 
 
 def check(rank: int, world_size: int, sizes: list[int], stages: list[int], kind: str = "Llama", **changes: Any) -> None:

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from dfa_megatron import deepspeed as dfa_ds
-from dfa_megatron.testing.dense import assert_close
-from dfa_megatron.testing.workers import run_ranks
 from tests.deepspeed import harness
 from tests.huggingface.test_packed import one_by_one, pack
+from tests.support.close import assert_close
+from tests.support.workers import run_ranks
 
 HYBRIDS = (
     *("bamba", "falcon_h1", "granitemoehybrid", "kimi_linear", "lfm2", "minimax", "nemotron_h", "olmo_hybrid"),

@@ -8,9 +8,9 @@ import pytest
 
 from dfa_megatron import deepspeed as dfa_ds
 from dfa_megatron.errors import UnsupportedError
-from dfa_megatron.testing.workers import run_ranks
 from tests.deepspeed import harness
 from tests.support.models import build
+from tests.support.workers import run_ranks
 
 
 def start(config: dict[str, Any]) -> Any:

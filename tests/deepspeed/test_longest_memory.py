@@ -14,8 +14,8 @@ from torch.utils._pytree import tree_leaves
 
 from dfa_megatron import DistAttentionConfig
 from dfa_megatron.huggingface import distribute_attention
-from dfa_megatron.testing.workers import run_ranks
 from tests.deepspeed import harness
+from tests.support.workers import run_ranks
 
 WIDTHS = {"hidden": 160, "intermediate": 16, "heads": 8, "kv_heads": 2, "head_dim": 32}
 LAYERS, WORDS, TILES = 3, 32, 8

@@ -9,12 +9,12 @@ import torch
 
 from dfa_megatron import deepspeed as dfa_ds
 from dfa_megatron.runtime.counters import COUNTERS
-from dfa_megatron.testing.dense import assert_close
-from dfa_megatron.testing.workers import run_ranks
 from tests.deepspeed import harness
 from tests.deepspeed.test_trainer import KEYS, history, json, parallelism, trainer
 from tests.huggingface.test_packed import one_by_one, pack
+from tests.support.close import assert_close
 from tests.support.models import LAYERS, build, gradients
+from tests.support.workers import run_ranks
 
 
 def through_the_block(rank: int, world_size: int, kind: str, changes: dict[str, Any], stages: list[int]) -> None:

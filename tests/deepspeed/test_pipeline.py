@@ -14,9 +14,9 @@ from dfa_megatron import DistFlashAttention
 from dfa_megatron import deepspeed as dfa_ds
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.runtime.counters import COUNTERS
-from dfa_megatron.testing.dense import assert_close
-from dfa_megatron.testing.workers import run_ranks
 from tests.deepspeed import harness
+from tests.support.close import assert_close
+from tests.support.workers import run_ranks
 
 VOCABULARY, WIDTH, HEADS, LENGTH, BLOCKS = 31, 16, 2, 24, 4
 

@@ -11,10 +11,10 @@ import pytest
 from dfa_megatron import deepspeed as dfa_ds
 from dfa_megatron.deepspeed.small_engine import small_job
 from dfa_megatron.errors import ProofError, UnsupportedError
-from dfa_megatron.testing.workers import run_ranks
 from tests.deepspeed import harness
 from tests.huggingface.test_prove import MISTRAL, labels_of_chunks, lost_window, made, written
 from tests.support.models import text
+from tests.support.workers import run_ranks
 
 
 def engine_of(stage: int, dtype: str, prove: bool) -> Any:

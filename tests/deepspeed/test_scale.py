@@ -10,8 +10,8 @@ import torch
 from dfa_megatron import DistFlashAttention
 from dfa_megatron import deepspeed as dfa_ds
 from dfa_megatron.errors import UnsupportedError
-from dfa_megatron.testing.workers import run_ranks
 from tests.deepspeed import harness
+from tests.support.workers import run_ranks
 
 STAGES = (0, 1, 2, 3)
 

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from dfa_megatron import deepspeed as dfa_ds
-from dfa_megatron.testing.workers import run_ranks
 from tests.deepspeed import harness
 from tests.support.models import build, text
+from tests.support.workers import run_ranks
 
 SEQUENCES = 4
 """Of a step, however many ranks share one."""

@@ -12,10 +12,10 @@ import torch.distributed as dist
 from dfa_megatron import deepspeed as dfa_ds
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.runtime.counters import COUNTERS
-from dfa_megatron.testing.workers import run_ranks
 from tests.deepspeed import harness
 from tests.huggingface.test_trainer import hits
 from tests.support.models import LAYERS, VOCABULARY, build
+from tests.support.workers import run_ranks
 
 LENGTH = 24
 

@@ -17,12 +17,12 @@ import pytest
 import torch
 
 from dfa_megatron import DistAttentionConfig
-from dfa_megatron.testing.workers import run_ranks
 from gpt import saved
 from gpt.errors import UserError
 from gpt.flags import parse_flags, settle
 from gpt.index import refuse_code
 from gpt.text import open_tokens
+from tests.support.workers import run_ranks
 
 TINY = ("--seq-length", "64", "--hidden-size", "32", "--num-attention-heads", "2", "--num-query-groups", "2")
 STEPS = ("--train-iters", "4", "--global-batch-size", "2", "--lr-warmup-iters", "2")

@@ -14,12 +14,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from dfa_megatron.testing.workers import run_ranks
 from gpt.errors import UserError
 from gpt.flags import parse_flags, settle
 from gpt.report import Report
 from gpt.text import ByteText
 from tests.support.groups import free_port, run_script
+from tests.support.workers import run_ranks
 
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
 

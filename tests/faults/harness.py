@@ -10,8 +10,8 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
-from dfa_megatron.testing.workers import _jobs, _Worker
 from tests.faults.training import RANKS, Fault, train
+from tests.support.workers import _jobs, _Worker
 
 LIMIT = 25.0
 """Seconds in which all ranks must have ended that a fault has not stopped."""

@@ -10,8 +10,8 @@ import torch
 
 import dfa_megatron
 from dfa_megatron.config import DistAttentionConfig
-from dfa_megatron.testing.dense import band_of, dense_attention
-from dfa_megatron.testing.workers import run_ranks
+from dfa_megatron.doctor.dense import band_of, dense_attention
+from tests.support.workers import run_ranks
 
 RANKS, LOCAL, HEADS, DIM = 3, 8, 2, 8
 LENGTH = RANKS * LOCAL

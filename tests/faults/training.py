@@ -23,12 +23,12 @@ import torch.distributed as dist
 import dfa_megatron
 from dfa_megatron import kernels
 from dfa_megatron.config import DistAttentionConfig
+from dfa_megatron.doctor.dense import dense_attention
 from dfa_megatron.errors import DisagreementError
 from dfa_megatron.plan.language.geometry import CAUSAL
 from dfa_megatron.runtime import op, prepare
 from dfa_megatron.runtime.agreement.calls import at_layer
 from dfa_megatron.runtime.execute import bound
-from dfa_megatron.testing.dense import dense_attention
 
 RANKS, LOCAL, HEADS, DIM, LAYERS = 3, 8, 2, 8, 2
 WIDTH = HEADS * DIM

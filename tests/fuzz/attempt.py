@@ -21,14 +21,14 @@ import dfa_megatron
 from dfa_megatron import remat
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.kernels.adapters import gpu
-from dfa_megatron.plan_run.together import backward_together, forward_together, prepare_together
 from dfa_megatron.runtime.execute.sinks import merge_sinks, sinks_gradient
 from dfa_megatron.runtime.request import Request
-from dfa_megatron.testing.arguments import arguments
-from dfa_megatron.testing.nan_memory import nan_memory
 from tests.fuzz.deadline import within
 from tests.fuzz.random_case import Case
 from tests.fuzz.truth import Results, Tensors, dense, distances, rows_of, tensors
+from tests.support.arguments import arguments
+from tests.support.nan_memory import nan_memory
+from tests.support.together import backward_together, forward_together, prepare_together
 
 Attend = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 

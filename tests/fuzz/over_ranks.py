@@ -12,10 +12,10 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from dfa_megatron.testing.workers import preload, run_ranks
 from tests.fuzz.attempt import Verdict, attempt
 from tests.fuzz.deadline import within
 from tests.fuzz.random_case import Case
+from tests.support.workers import preload, run_ranks
 
 CASES_OF_A_GROUP = 200
 """Cases that one group of processes runs, unless one of them loses it."""

@@ -8,8 +8,8 @@ from itertools import pairwise
 
 import torch
 
+from dfa_megatron.doctor.dense import band_of, dense_attention
 from dfa_megatron.sharding import layout_of_tokens, positions_of
-from dfa_megatron.testing.dense import band_of, dense_attention
 from tests.fuzz.random_case import Case
 
 TOLERANCE = {torch.float64: 1e-14, torch.float32: 2e-6, torch.bfloat16: 1e-2, torch.float16: 1.5e-3}

@@ -6,7 +6,7 @@ import importlib.util
 
 import pytest
 
-from dfa_megatron.testing.workers import preload
+from tests.support.workers import preload
 
 INSTALLED = importlib.util.find_spec("transformers") is not None
 

@@ -11,10 +11,10 @@ import torch
 from dfa_megatron import huggingface as dfa_hf
 from dfa_megatron.config import DistAttentionConfig
 from dfa_megatron.errors import UnsupportedError
-from dfa_megatron.testing.dense import assert_close
-from dfa_megatron.testing.workers import run_ranks
 from tests.huggingface.test_trainer import Sequences, prepare_worker
+from tests.support.close import assert_close
 from tests.support.models import build, gradients
+from tests.support.workers import run_ranks
 
 ACCUMULATE = 2
 TOLERANCE = 1e-6

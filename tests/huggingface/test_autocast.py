@@ -13,9 +13,9 @@ from dfa_megatron.config import DistAttentionConfig
 from dfa_megatron.huggingface.attention_function import attention
 from dfa_megatron.runtime.counters import COUNTERS
 from dfa_megatron.sharding import shard_sequence
-from dfa_megatron.testing.dense import assert_close
-from dfa_megatron.testing.workers import run_ranks
+from tests.support.close import assert_close
 from tests.support.models import LAYERS, build, gradients, text
+from tests.support.workers import run_ranks
 
 TOLERANCE = 3e-2
 """Of bfloat16's rounding through two layers with large weights: eager and sdpa on one rank are 1.3e-2 apart."""

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from dfa_megatron import huggingface as dfa_hf
 from dfa_megatron.config import DistAttentionConfig
 from dfa_megatron.runtime.counters import COUNTERS
-from dfa_megatron.testing.workers import run_ranks
 from tests.support.models import LAYERS, build, gradients, text
+from tests.support.workers import run_ranks
 
 
 def cut(rank: int, world_size: int) -> dict[str, torch.Tensor]:

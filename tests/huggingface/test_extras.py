@@ -13,9 +13,9 @@ from dfa_megatron import huggingface as dfa_hf
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.huggingface.trainers.shared_batches import take_whole_batches
 from dfa_megatron.sharding import unshard_sequence
-from dfa_megatron.testing.dense import assert_close
-from dfa_megatron.testing.workers import run_ranks
+from tests.support.close import assert_close
 from tests.support.models import VOCABULARY, build, text
+from tests.support.workers import run_ranks
 
 
 def gpt2() -> Any:

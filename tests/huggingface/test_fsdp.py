@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from dfa_megatron.testing.dense import assert_close
-from dfa_megatron.testing.workers import run_ranks
+from tests.support.close import assert_close
 from tests.support.models import build, gradients, text
+from tests.support.workers import run_ranks
 
 TOLERANCE = 1e-6
 """transformers computes its loss in float32, whatever the model's dtype."""

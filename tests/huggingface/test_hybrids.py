@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from dfa_megatron.testing.workers import preload, run_ranks
 from tests.huggingface import conftest
+from tests.support.workers import preload, run_ranks
 
 HYBRIDS = (
     *("bamba", "falcon_h1", "granitemoehybrid", "jamba", "kimi_linear", "lfm2", "minimax", "nemotron_h"),

@@ -17,9 +17,9 @@ from dfa_megatron.config import DistAttentionConfig
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.huggingface.current_forward import KEYWORD
 from dfa_megatron.sharding import shard_sequence
-from dfa_megatron.testing.dense import assert_close
-from dfa_megatron.testing.workers import run_ranks
+from tests.support.close import assert_close
 from tests.support.models import build, gradients, text
+from tests.support.workers import run_ranks
 
 KINDS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("Llama", {}),

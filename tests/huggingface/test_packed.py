@@ -15,10 +15,10 @@ from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.huggingface.positions import document_starts as packed
 from dfa_megatron.runtime.counters import COUNTERS
 from dfa_megatron.sharding import shard_sequence
-from dfa_megatron.testing.dense import assert_close
-from dfa_megatron.testing.workers import run_ranks
 from tests.huggingface.test_parity import MODELS, NEWER
+from tests.support.close import assert_close
 from tests.support.models import LAYERS, build, gradients, text
+from tests.support.workers import run_ranks
 
 
 def pack(length: int, seed: int, rows: int = 1) -> dict[str, torch.Tensor]:

@@ -11,9 +11,9 @@ import torch.distributed as dist
 from dfa_megatron import huggingface as dfa_hf
 from dfa_megatron.config import DistAttentionConfig
 from dfa_megatron.sharding import shard_sequence, unshard_sequence
-from dfa_megatron.testing.dense import assert_close
-from dfa_megatron.testing.workers import run_ranks
+from tests.support.close import assert_close
 from tests.support.models import build, gradients, text
+from tests.support.workers import run_ranks
 
 _MIXED = ["sliding_attention", "full_attention"]
 

@@ -9,10 +9,10 @@ import torch
 
 from dfa_megatron import huggingface as dfa_hf
 from dfa_megatron.errors import UnsupportedError
-from dfa_megatron.testing.dense import assert_close
-from dfa_megatron.testing.workers import preload, run_ranks
 from tests.huggingface import conftest
 from tests.huggingface.test_sweep import SECTIONS
+from tests.support.close import assert_close
+from tests.support.workers import preload, run_ranks
 
 KINDS = ("gemma3", "qwen3_vl")
 """More in `make models`."""

@@ -12,10 +12,10 @@ from dfa_megatron import huggingface as dfa_hf
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.huggingface.trainers.shared_batches import take_whole_batches
 from dfa_megatron.sharding import local_positions, shard_sequence
-from dfa_megatron.testing.dense import assert_close
-from dfa_megatron.testing.workers import run_ranks
 from tests.huggingface.test_packed import check, one_by_one, pack
+from tests.support.close import assert_close
 from tests.support.models import VOCABULARY, build, text
+from tests.support.workers import run_ranks
 
 FAMILY = ("Roberta", "RobertaPreLayerNorm", "Camembert", "XLMRoberta", "XLMRobertaXL", "Xmod", "Data2VecText")
 PADDING = 3

@@ -11,9 +11,9 @@ from torch.optim import lr_scheduler as schedulers
 
 from dfa_megatron import huggingface as dfa_hf
 from dfa_megatron.errors import UnsupportedError
-from dfa_megatron.testing.workers import run_ranks
 from tests.huggingface.test_trainer import Sequences, prepare_worker
 from tests.support.models import build
+from tests.support.workers import run_ranks
 
 STEPS, ACCUMULATE = 4, 2
 GROUPS = 2

@@ -20,11 +20,11 @@ from dfa_megatron.config import DistAttentionConfig
 from dfa_megatron.errors import DisagreementError, ProofError, UnsupportedError
 from dfa_megatron.huggingface import attention_function
 from dfa_megatron.huggingface.small.small_model import small_job
-from dfa_megatron.testing.workers import run_ranks
 from tests.huggingface.test_foreign_code import shifted
 from tests.huggingface.test_trainer import prepare_worker
 from tests.support.models import build, text
 from tests.support.plants import attention_with, documents_lost, states_dropped
+from tests.support.workers import run_ranks
 
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 HYBRID = {

@@ -13,8 +13,8 @@ from dfa_megatron import huggingface as dfa_hf
 from dfa_megatron.errors import DisagreementError, UnsupportedError
 from dfa_megatron.huggingface.current_forward import CONTEXT, LayerContext
 from dfa_megatron.huggingface.trainers.shared_batches import take_whole_batches
-from dfa_megatron.testing.workers import run_ranks
 from tests.support.models import build, text
+from tests.support.workers import run_ranks
 
 pytestmark = pytest.mark.support("models", "models that are not supported are refused")
 

@@ -12,10 +12,10 @@ from dfa_megatron import huggingface as dfa_hf
 from dfa_megatron.config import DistAttentionConfig
 from dfa_megatron.huggingface.router_loss import _Summed
 from dfa_megatron.huggingface.trainers.shared_batches import take_whole_batches
-from dfa_megatron.testing.dense import assert_close
-from dfa_megatron.testing.workers import run_ranks
 from tests.runtime.test_second_derivatives import curved, leaves, refuses
+from tests.support.close import assert_close
 from tests.support.models import build, gradients, text
+from tests.support.workers import run_ranks
 
 EXPERTS: dict[str, Any] = {"num_experts": 4, "num_local_experts": 4, "experts_implementation": "eager"}
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from dfa_megatron.testing.workers import preload, run_ranks
 from tests.huggingface import conftest
+from tests.support.workers import preload, run_ranks
 
 POPULAR = (
     *("cohere2", "deepseek_v3", "ernie4_5", "exaone4", "gemma", "glm4", "glm4_moe", "gpt2"),

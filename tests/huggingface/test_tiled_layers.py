@@ -14,8 +14,8 @@ from dfa_megatron import huggingface as dfa_hf
 from dfa_megatron.config import DistAttentionConfig
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.huggingface.tiles.tiled_layers import TiledTokens, tiled_class
-from dfa_megatron.testing.workers import run_ranks
 from tests.support.models import build, gradients, text
+from tests.support.workers import run_ranks
 
 TILE = 3
 MODELS: list[tuple[str, dict[str, Any]]] = [

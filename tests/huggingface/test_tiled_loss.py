@@ -16,8 +16,8 @@ from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.huggingface.tiles.tiled_head import causal_loss
 from dfa_megatron.loss import by_document, scores_of
 from dfa_megatron.loss.deferred import DeferredLogits
-from dfa_megatron.testing.workers import run_ranks
 from tests.support.models import build, gradients, text
+from tests.support.workers import run_ranks
 
 MODELS: list[tuple[str, dict[str, Any]]] = [
     ("Llama", {"tie_word_embeddings": False}),

@@ -13,8 +13,8 @@ import torch
 from dfa_megatron import huggingface as dfa_hf
 from dfa_megatron.config import DistAttentionConfig
 from dfa_megatron.errors import UnsupportedError
-from dfa_megatron.testing.workers import run_ranks
 from tests.support.models import build, text
+from tests.support.workers import run_ranks
 
 STEPS = 3
 

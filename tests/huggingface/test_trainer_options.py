@@ -10,9 +10,9 @@ import torch
 
 from dfa_megatron import huggingface as dfa_hf
 from dfa_megatron.errors import UnsupportedError
-from dfa_megatron.testing.workers import run_ranks
 from tests.huggingface.test_trainer import Sequences, history, hits, prepare_worker
 from tests.support.models import VOCABULARY, build
+from tests.support.workers import run_ranks
 
 ALPHA = 7.0
 KEYS = ("num_input_tokens_seen", "train_loss", "epoch", "total_flos")

@@ -13,10 +13,10 @@ from dfa_megatron import huggingface as dfa_hf
 from dfa_megatron.config import DistAttentionConfig
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.runtime.counters import COUNTERS
-from dfa_megatron.testing.dense import assert_close
-from dfa_megatron.testing.workers import run_ranks
+from tests.support.close import assert_close
 from tests.support.models import LAYERS, build, gradients, text
 from tests.support.plan_cases import ancestors, some_parents
+from tests.support.workers import run_ranks
 
 Segments = list[list[int]]
 

@@ -10,9 +10,9 @@ from torch import nn
 
 from dfa_megatron import huggingface as dfa_hf
 from dfa_megatron.errors import UnsupportedError
-from dfa_megatron.testing.dense import assert_close
-from dfa_megatron.testing.workers import run_ranks
+from tests.support.close import assert_close
 from tests.support.models import build, gradients, text
+from tests.support.workers import run_ranks
 
 
 class HandsOn(nn.Module):

@@ -11,7 +11,7 @@ import torch
 import torch.utils.deterministic
 
 from dfa_megatron.plan.language.geometry import Segment
-from dfa_megatron.testing import nan_memory as memory
+from tests.support import nan_memory as memory
 
 SLOW_TO_COMPILE = ("flash4", "triton")
 """Their tests go first, so that no worker is left with one at the end."""

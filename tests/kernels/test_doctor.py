@@ -8,6 +8,7 @@ import math
 import types
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -19,14 +20,16 @@ from dfa_megatron.cli.main import build_parser, main
 from dfa_megatron.doctor import distributed_call, host_probe
 from dfa_megatron.doctor import kernel_survey as examine
 from dfa_megatron.doctor import measure_profile as profile
+from dfa_megatron.doctor.kernel_trial import Trial
 from dfa_megatron.doctor.link_probe import fit, neighbours
 from dfa_megatron.doctor.machine import devices, p2p_access
 from dfa_megatron.doctor.world import World
 from dfa_megatron.flags import from_flags
 from dfa_megatron.kernels.adapters.reference import ReferenceKernel
-from dfa_megatron.plan.cost import profile as profiles
 from dfa_megatron.plan.cost.hardware import Hardware, Host
-from dfa_megatron.testing.workers import run_ranks
+from dfa_megatron.plan.cost.profile import profile_named, save
+from tests.support import plants
+from tests.support.workers import run_ranks
 
 TINY = [
     "doctor",
@@ -97,23 +100,36 @@ def test_one_call_between_ranks_is_compared_and_timed_with_its_links(capfd: pyte
     assert main([*TINY[:-1], "--kernel", "cpu"]) == 0
     said = capfd.readouterr().out
     assert "one distributed call over 2 ranks: schedule balanced, kernel cpu" in said
-    errors = said.split("errors against float64: ")[1].splitlines()[0]
+    errors = said.split("errors against float64 of causal, window, softcap, pack: ")[1].splitlines()[0]
     assert 0 < max(float(word.split()[1]) for word in errors.split(", ")) < 1e-5
     assert "link p2p: " in said
 
 
-def _wrong_call(rank: int, ranks: int) -> dict[str, Any]:
+def _wrong_calls(rank: int, ranks: int) -> list[dict[str, Any]]:
+    """Of a function that is off where no kernel caps scores, and of a kernel that ignores windows."""
+
     def off(*tensors: torch.Tensor, **options: Any) -> Any:
         found = dist_flash_attn_func(*tensors, **options)
         return (found[0] * 1.01, found[1]) if options.get("return_lse") else found
 
-    distributed_call.dist_flash_attn_func = off  # type: ignore[assignment]
     world = World(rank, ranks, torch.device("cpu"), dist.group.WORLD)  # type: ignore[arg-type]
-    return distributed_call.measure(distributed_call.CallFlags(seq_length=33, head_dim=16), world, 1)
+    flags = Trial.square(33, 4, 4, 16, torch.float32, "cpu")
+    with (
+        mock.patch.object(distributed_call, "dist_flash_attn_func", off),
+        mock.patch.object(ReferenceKernel, "caps_scores", False),
+    ):
+        found = [distributed_call.measure(flags, world, 1)]
+    plants.a_kernel_ignores_the_window()
+    return [*found, distributed_call.measure(flags, world, 1)]
 
 
-def test_a_call_whose_results_are_off_is_named_on_every_rank() -> None:
-    assert [found["wrong"] for found in run_ranks(3, _wrong_call)] == [["out", "dq", "dk", "dv"]] * 3
+def test_calls_whose_results_are_off_are_named_on_every_rank_and_refused_ones_told() -> None:
+    for off, windowless in run_ranks(3, _wrong_calls):
+        cases, names = ("causal", "window"), ("out", "dq", "dk", "dv")
+        assert off["wrong"] == [f"{case} {name}" for case in cases for name in names]
+        assert list(off["refused"]) == ["softcap"]
+        assert {name.split()[0] for name in windowless["wrong"]} == {"window"}
+        assert windowless["refused"] == {}
 
 
 def test_gpus_and_their_links_are_shown(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,10 +165,7 @@ def _measure(rank: int, ranks: int) -> Hardware:
     args: argparse.Namespace = build_parser().parse_args([*TINY, "--kernel", "cpu"])
     profile.LENGTHS = {"cpu": (16, 32)}
     shape = doctor.shape_of(from_flags(doctor.DoctorFlags, args))
-    hardware, measured = profile.measure(kernels.get("cpu"), shape, "here")
-    assert profile.table(hardware, measured).count("\n") == 8
-    assert [row["bytes"] for row in measured["all_to_alls"]] == [2 * 4096 * rows for rows in (1, 5, 85, 341)]
-    return hardware
+    return profile.measure(kernels.get("cpu"), shape, "here")
 
 
 def test_ranks_measure_one_profile_that_the_planner_reads(tmp_path: Path) -> None:
@@ -166,8 +179,8 @@ def test_ranks_measure_one_profile_that_the_planner_reads(tmp_path: Path) -> Non
     assert first.launch_overhead > 0
     assert first.all_to_all == second.all_to_all
     assert 1e6 < (first.all_to_all or 0) < 1e12
-    profiles.save(first, tmp_path / "here.json")
-    assert profiles.load(tmp_path / "here.json") == first
+    save(first, tmp_path / "here.json")
+    assert profile_named(str(tmp_path / "here.json")) == first
 
 
 def _host(rank: int, ranks: int) -> Host:
@@ -198,13 +211,13 @@ def test_rings_stay_on_a_node_or_go_from_node_to_node() -> None:
 
 def test_the_fit_finds_latency_and_rate() -> None:
     sizes = [4096, 1 << 16, 1 << 20, 1 << 26]
-    latency, rate = fit([(n, 2e-5 + n / 3e11) for n in sizes])
+    rate, latency = fit([(n, 2e-5 + n / 3e11) for n in sizes])
     assert latency == pytest.approx(2e-5)
     assert rate == pytest.approx(3e11)
-    latency, rate = fit([(n, n / 3e11) for n in sizes])
+    rate, latency = fit([(n, n / 3e11) for n in sizes])
     assert latency == pytest.approx(0, abs=1e-12)
     assert rate == pytest.approx(3e11)
-    assert fit([(1000, 1e-3)]) == (0.0, pytest.approx(1e6))
-    latency, rate = fit([(1000, 1e-6), (2000, 4e-6)])  # faster for its size when small: no latency explains it
+    assert fit([(1000, 1e-3)]) == (pytest.approx(1e6), 0.0)
+    rate, latency = fit([(1000, 1e-6), (2000, 4e-6)])  # faster for its size when small: no latency explains it
     assert latency == 0
     assert 5e8 < rate < 1e9

@@ -10,10 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dfa_megatron import kernels
+from dfa_megatron.doctor.dense import band_mask, dense_attention
 from dfa_megatron.kernels.api import BlockCall, Saved
 from dfa_megatron.kernels.bands import cut_rows, cut_tall, visible
 from dfa_megatron.plan.language.geometry import Band, Segment, Tile
-from dfa_megatron.testing.dense import assert_close, band_mask, dense_attention
+from tests.support.close import assert_close
 
 bounds = st.one_of(st.just(-1), st.integers(0, 60))
 bands = st.builds(Band, left=bounds, right=bounds)

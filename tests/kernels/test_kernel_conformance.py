@@ -11,7 +11,7 @@ import torch
 from dfa_megatron.kernels.api import BlockCall, accumulator_dtype
 from dfa_megatron.kernels.merge import identity_, merge
 from dfa_megatron.plan.language.geometry import CAUSAL, FULL, Band
-from dfa_megatron.testing.dense import assert_close
+from tests.support.close import assert_close
 from tests.support.kernel_cases import (
     TOLERANCE,
     Case,

@@ -9,10 +9,11 @@ import pytest
 import torch
 
 from dfa_megatron import kernels
+from dfa_megatron.doctor.dense import dense_attention
 from dfa_megatron.kernels.adapters import flash4, flash4_launches
 from dfa_megatron.kernels.api import BlockCall, Need, Saved
 from dfa_megatron.plan.language.geometry import CAUSAL, FULL, Band
-from dfa_megatron.testing.dense import assert_close, dense_attention
+from tests.support.close import assert_close
 
 
 def skip_unless_flash4_serves() -> None:

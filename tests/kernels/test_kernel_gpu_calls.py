@@ -18,7 +18,7 @@ from dfa_megatron.kernels.adapters.reference import ReferenceKernel
 from dfa_megatron.kernels.api import BlockCall, BlockKernel, Saved
 from dfa_megatron.kernels.segments import Segments
 from dfa_megatron.plan.language.geometry import CAUSAL, FULL, Band, Segment
-from dfa_megatron.testing.dense import assert_close
+from tests.support.close import assert_close
 from tests.support.kernel_operators import StandIn
 from tests.support.support_rows import kernel as of_kernel
 

@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 import torch
 
+from dfa_megatron.doctor.dense import dense_attention
 from dfa_megatron.kernels import merge as merging
 from dfa_megatron.kernels.merge import add, identity_, minus_delta
 from dfa_megatron.kernels.triton.support import interpreted, triton_refusal
-from dfa_megatron.testing.dense import assert_close, dense_attention
+from tests.support.close import assert_close
 
 Partial = tuple[torch.Tensor, torch.Tensor]
 

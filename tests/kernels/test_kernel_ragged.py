@@ -21,7 +21,7 @@ from dfa_megatron.plan.proof.check import check
 from dfa_megatron.plan.schedules import plan_named
 from dfa_megatron.runtime.execute.memory_plan import plan_memory
 from dfa_megatron.runtime.execute.wire_format import Format
-from dfa_megatron.testing.dense import assert_close
+from tests.support.close import assert_close
 from tests.support.kernel_operators import StandIn
 
 FORM = Format(1, 2, 1, 8, 8, torch.bfloat16, "delta")

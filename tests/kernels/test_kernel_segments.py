@@ -9,12 +9,12 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
+from dfa_megatron.doctor.dense import dense_attention
 from dfa_megatron.kernels.adapters.reference import ReferenceKernel
 from dfa_megatron.kernels.api import BlockCall, Partial
 from dfa_megatron.kernels.segments import Segments, Takes
 from dfa_megatron.kernels.triton.support import interpreted
 from dfa_megatron.plan.language.geometry import CAUSAL, FULL, Band, Segment
-from dfa_megatron.testing.dense import dense_attention
 from tests.support.kernel_cases import Case, check, every_dtype, every_target, run, usable
 from tests.support.support_rows import in_bfloat16
 from tests.support.support_rows import kernel as of_kernel

@@ -11,11 +11,12 @@ import pytest
 import torch
 
 from dfa_megatron import kernels
+from dfa_megatron.doctor.dense import dense_attention
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.kernels.adapters import flash4
 from dfa_megatron.kernels.api import BlockCall, Need, Saved
 from dfa_megatron.plan.language.geometry import CAUSAL, Band
-from dfa_megatron.testing.dense import assert_close, dense_attention
+from tests.support.close import assert_close
 from tests.support.kernel_cases import TARGETS, Case, check, every_dtype, run, usable
 from tests.support.support_rows import in_bfloat16
 from tests.support.support_rows import kernel as of_kernel

@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.loss import Head, by_document, cross_entropy, head_bytes, token_scores
 from dfa_megatron.loss.memory import HeadMemory
-from dfa_megatron.testing.workers import run_ranks
 from tests.support.live_bytes import LiveBytes
+from tests.support.workers import run_ranks
 
 HIDDEN, VOCABULARY, TOKENS = 6, 23, 30
 

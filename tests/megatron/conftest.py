@@ -6,8 +6,8 @@ import pytest
 
 pytest.importorskip("megatron.core")
 
-from dfa_megatron.testing.workers import preload, run_ranks
 from tests.megatron import harness
+from tests.support.workers import preload, run_ranks
 
 # Importing a GPT model takes seconds: once in the fork server, not in every rank of every test.
 preload("megatron.core.parallel_state", "megatron.core.models.gpt.gpt_model", "megatron.core.distributed")

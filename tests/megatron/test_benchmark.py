@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from dfa_megatron.testing.workers import run_ranks
 from tests.support import state_kernels
+from tests.support.workers import run_ranks
 
 
 def bench(rank: int, world_size: int, arguments: list[str], folder: str) -> None:

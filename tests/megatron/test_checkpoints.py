@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from dfa_megatron.testing.workers import run_ranks
 from tests.megatron import harness
 from tests.megatron.harness import Case, Topology, case
+from tests.support.workers import run_ranks
 
 HALF, WHOLE = 2, 4
 MEGATRONS = Case(options=None, steps=WHOLE, optimizer="megatron")

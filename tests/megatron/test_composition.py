@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from dfa_megatron.config import DistAttentionConfig
-from dfa_megatron.testing.workers import run_ranks
 from tests.megatron import harness
 from tests.megatron.harness import Case, Topology, case
 from tests.megatron.test_parity import EXPERTS, expected
+from tests.support.workers import run_ranks
 
 ONE_GROUP = (("num_query_groups", 1),)
 ALLGATHER = (*EXPERTS[:-1], ("moe_token_dispatcher_type", "allgather"))

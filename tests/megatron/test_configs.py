@@ -12,7 +12,7 @@ import torch
 
 from dfa_megatron.argument_file import read_arguments
 from dfa_megatron.megatron.script.dfa_flags import add_dfa_arguments, options_of
-from dfa_megatron.testing.workers import run_ranks
+from tests.support.workers import run_ranks
 
 pytest.importorskip("megatron.training.arguments", reason="this megatron-core has no training package")
 

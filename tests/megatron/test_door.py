@@ -13,9 +13,9 @@ import torch.distributed as dist
 from dfa_megatron.config import DistAttentionConfig
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.megatron import door
-from dfa_megatron.testing.workers import run_ranks
 from tests.megatron import harness
 from tests.megatron.harness import BATCH, HIDDEN, MEGATRONS, SEQUENCE, VOCABULARY, Topology, case
+from tests.support.workers import run_ranks
 
 BOUNDARY = DistAttentionConfig(data_layout="boundary")
 ROWS = SEQUENCE // 2 * BATCH

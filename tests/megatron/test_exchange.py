@@ -12,7 +12,7 @@ from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.megatron.tokens.document_order import DocumentOrder
 from dfa_megatron.megatron.tokens.exchange import Relayout, TableCache, plan_exchange, positions
 from dfa_megatron.plan.language.layout import by_name, leaving
-from dfa_megatron.testing.workers import run_ranks
+from tests.support.workers import run_ranks
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 5])

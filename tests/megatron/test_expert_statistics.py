@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from dfa_megatron.testing.workers import run_ranks
 from tests.megatron import harness
 from tests.megatron.harness import Case, Topology, case
 from tests.megatron.test_composition import ALLGATHER
+from tests.support.workers import run_ranks
 
 EXPERTS = (*ALLGATHER, ("num_layers", 2), ("moe_layer_freq", [0, 1]))
 LOSSES = (

@@ -13,8 +13,8 @@ import torch.distributed as dist
 
 from dfa_megatron.megatron.script.dfa_flags import add_dfa_arguments
 from dfa_megatron.runtime.counters import COUNTERS
-from dfa_megatron.testing.workers import run_ranks
 from tests.megatron import harness
+from tests.support.workers import run_ranks
 
 pytest.importorskip("megatron.training.models", reason="this megatron-core has no training package")
 

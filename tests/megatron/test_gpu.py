@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from dfa_megatron.config import DistAttentionConfig
-from dfa_megatron.testing.workers import run_ranks
 from tests.megatron import harness
 from tests.megatron.harness import Case, Topology
 from tests.megatron.test_latent import LATENT, YARN
@@ -16,6 +15,7 @@ from tests.megatron.test_packed import REFERENCES
 from tests.megatron.test_parity import FULL, expected
 from tests.megatron.test_sharded import LOCAL
 from tests.support.support_rows import by_gpus
+from tests.support.workers import run_ranks
 
 GPUS = [pytest.param(count, marks=pytest.mark.gpu(count)) for count in (2, 4)]
 CASES: list[tuple[Topology, Case]] = []

@@ -8,9 +8,9 @@ from dataclasses import replace
 import pytest
 
 from dfa_megatron.megatron.script.dfa_flags import add_dfa_arguments, options_of
-from dfa_megatron.testing.workers import run_ranks
 from tests.megatron import harness
 from tests.megatron.harness import Case, Topology, case
+from tests.support.workers import run_ranks
 
 ATTENTIONS = harness.LAYERS * harness.MICRO_BATCHES
 

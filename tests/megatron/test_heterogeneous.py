@@ -11,10 +11,10 @@ import pytest
 from dfa_megatron.config import DistAttentionConfig
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.megatron import distribute_attention
-from dfa_megatron.testing.workers import run_ranks
 from tests.megatron import harness
 from tests.megatron.harness import Case, Topology, case
 from tests.support import megatron_model as small_model
+from tests.support.workers import run_ranks
 
 
 def block(attention: dict[str, Any], ffn: dict[str, Any]) -> dict[str, Any]:

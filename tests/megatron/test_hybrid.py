@@ -18,10 +18,10 @@ from dfa_megatron.config import DistAttentionConfig
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.megatron.tokens.exchange import positions
 from dfa_megatron.runtime.counters import COUNTERS
-from dfa_megatron.testing.workers import run_ranks
 from tests.megatron import harness
 from tests.megatron.harness import Topology, case, make_config
 from tests.megatron.hybrids import PATTERN, build, stack_spec
+from tests.support.workers import run_ranks
 
 LENGTH, BATCH = 24, 2
 

@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from dfa_megatron.config import DistAttentionConfig
-from dfa_megatron.testing.workers import run_ranks
 from tests.megatron import checkpoints, harness
 from tests.megatron.harness import Case, Topology, case
 from tests.megatron.hybrids import DELTA, in_a_gpt, make
 from tests.support import state_kernels
+from tests.support.workers import run_ranks
 
 CONTIGUOUS = DistAttentionConfig(data_layout="contiguous")
 WAYS = [

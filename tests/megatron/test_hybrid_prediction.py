@@ -9,12 +9,12 @@ import torch
 import torch.distributed as dist
 
 from dfa_megatron.config import DistAttentionConfig
-from dfa_megatron.testing.workers import run_ranks
 from tests.megatron import harness
 from tests.megatron.harness import MEGATRONS, Topology, case
 from tests.megatron.hybrids import DELTA, MAMBA, stack_spec
 from tests.support import state_kernels
 from tests.support.models import noise
+from tests.support.workers import run_ranks
 
 MODEL: Any
 try:

@@ -15,12 +15,12 @@ from dfa_megatron.config import DistAttentionConfig
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.megatron.tokens.exchange import positions
 from dfa_megatron.runtime.counters import COUNTERS
-from dfa_megatron.testing.workers import run_ranks
 from tests.megatron import harness, padded_packs
 from tests.megatron.harness import Case, Topology, case
 from tests.megatron.hybrids import DELTA, in_a_gpt, make
 from tests.megatron.test_composition import ALLGATHER
 from tests.support import state_kernels
+from tests.support.workers import run_ranks
 
 LENGTH, BATCH = 12, 2
 OFFSETS = (0, 1, 2, 9, 35, 36)

@@ -9,9 +9,9 @@ import torch
 
 from dfa_megatron.config import DistAttentionConfig
 from dfa_megatron.errors import UnsupportedError
-from dfa_megatron.testing.workers import run_ranks
 from tests.megatron import harness
 from tests.megatron.harness import Topology, case
+from tests.support.workers import run_ranks
 
 SINKS_IN_A_WINDOW = (("window_size", (9, 0)), ("window_attn_skip_freq", 2), ("softmax_type", "learnable"))
 

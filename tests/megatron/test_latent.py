@@ -14,10 +14,10 @@ from dfa_megatron.megatron.layers.rotary import OrderedRotary, order_rotary
 from dfa_megatron.megatron.tokens.exchange import Relayout
 from dfa_megatron.megatron.tokens.packed_documents import Pack
 from dfa_megatron.megatron.tokens.visit import Visit, running
-from dfa_megatron.testing.workers import run_ranks
 from tests.megatron import harness
 from tests.megatron.harness import Case, Topology, case
 from tests.megatron.test_parity import expected
+from tests.support.workers import run_ranks
 
 LATENT = (
     ("num_layers", 2),

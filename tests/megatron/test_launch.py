@@ -17,7 +17,7 @@ import pytest
 from dfa_megatron import launch
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.megatron.script import launcher as script
-from dfa_megatron.testing.workers import run_ranks
+from tests.support.workers import run_ranks
 
 ROOT = Path(__file__).parents[2]
 SPEC = ("--spec", "dfa_megatron.megatron", "get_spec")

@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 
 from dfa_megatron import launch
-from dfa_megatron.testing.workers import run_ranks
 from tests.megatron import harness
 from tests.megatron.test_launch import SEEN
+from tests.support.workers import run_ranks
 
 needs_training = pytest.mark.skipif(
     importlib.util.find_spec("megatron.training") is None, reason="this megatron-core has no training package"

@@ -14,9 +14,9 @@ from dfa_megatron.config import DistAttentionConfig
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.megatron.cpu.stand_in import use_cpu
 from dfa_megatron.runtime.counters import COUNTERS
-from dfa_megatron.testing.workers import run_ranks
 from tests.megatron import harness, padded_packs
 from tests.megatron.harness import Topology, case, make_config, make_model, start
+from tests.support.workers import run_ranks
 
 
 def model_of(options: DistAttentionConfig, **changes: Any) -> Any:

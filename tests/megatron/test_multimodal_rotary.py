@@ -10,9 +10,9 @@ import torch.distributed as dist
 
 from dfa_megatron.config import DistAttentionConfig
 from dfa_megatron.errors import UnsupportedError
-from dfa_megatron.testing.workers import run_ranks
 from tests.megatron import harness
 from tests.megatron.harness import BATCH, MEGATRONS, SEQUENCE, Topology, case
+from tests.support.workers import run_ranks
 
 SECTIONS = [4, 2, 2]
 """Of the eight frequencies of a head of 16."""

@@ -13,11 +13,11 @@ import torch.distributed as dist
 from dfa_megatron.config import DistAttentionConfig
 from dfa_megatron.errors import DisagreementError, UnsupportedError
 from dfa_megatron.runtime.counters import COUNTERS
-from dfa_megatron.testing.workers import run_ranks
 from tests.megatron import harness, padded_packs
 from tests.megatron.harness import Case, Topology
 from tests.megatron.test_composition import ALLGATHER
 from tests.megatron.test_latent import LATENT
+from tests.support.workers import run_ranks
 
 OURS = {"hybrid_context_parallel": True}
 Groups = dict[tuple[int, ...], dist.ProcessGroup]

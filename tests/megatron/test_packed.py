@@ -10,10 +10,10 @@ import pytest
 
 from dfa_megatron.config import DistAttentionConfig
 from dfa_megatron.errors import UnsupportedError
-from dfa_megatron.testing.workers import run_ranks
 from tests.megatron import harness
 from tests.megatron.harness import Case, Topology, case
 from tests.megatron.test_parity import check, expected
+from tests.support.workers import run_ranks
 
 EVERY_LAYER = (("window_size", (7, 0)),)
 THREE_OF_FOUR = (("window_size", (21, 0)), ("window_attn_skip_freq", 4))

@@ -16,10 +16,10 @@ from dfa_megatron import launch
 from dfa_megatron.config import DistAttentionConfig
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.megatron.tokens.exchange import positions
-from dfa_megatron.testing.workers import run_ranks
 from tests.megatron import harness
 from tests.megatron.harness import Case, Topology
 from tests.megatron.test_launched_training import needs_training
+from tests.support.workers import run_ranks
 
 
 def batch_of(micro: int) -> dict[str, torch.Tensor]:

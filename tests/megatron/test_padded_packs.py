@@ -12,12 +12,12 @@ import torch
 from dfa_megatron.config import DistAttentionConfig
 from dfa_megatron.errors import DisagreementError, UnsupportedError
 from dfa_megatron.megatron.tokens.document_order import DocumentOrder
-from dfa_megatron.testing.workers import run_ranks
 from tests.megatron import harness
 from tests.megatron.harness import Case, Topology, case
 from tests.megatron.test_composition import ALLGATHER
 from tests.megatron.test_latent import LATENT
 from tests.megatron.test_packed_scripts import forward, pack
+from tests.support.workers import run_ranks
 
 TWO_LAYERS = (("calculate_per_token_loss", True), ("num_layers", 2))
 MODELS: dict[str, Any] = {

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from dfa_megatron.testing.workers import run_ranks
 from tests.megatron import harness
 from tests.megatron.harness import Case, Topology, case
+from tests.support.workers import run_ranks
 
 FULL = ("uniform", 1)
 """--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"""

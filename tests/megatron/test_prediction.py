@@ -13,9 +13,9 @@ import torch.distributed as dist
 from dfa_megatron.config import DistAttentionConfig
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.plan.language.layout import by_name
-from dfa_megatron.testing.workers import run_ranks
 from tests.megatron import harness, padded_packs
 from tests.megatron.harness import BATCH, MEGATRONS, SEQUENCE, Case, Topology, case
+from tests.support.workers import run_ranks
 
 TWO_AHEAD = (("num_layers", 2), ("mtp_num_layers", 2))
 OFFSETS = (0, 1, 2, 17, 20, 60, 83, 84, 96)

@@ -11,12 +11,12 @@ import torch
 
 from dfa_megatron import attention
 from dfa_megatron.errors import ProofError, UnsupportedError
-from dfa_megatron.testing.workers import run_ranks
 from tests.megatron import harness, sharded
 from tests.megatron.harness import Topology, case
 from tests.megatron.test_composition import ALLGATHER
 from tests.megatron.test_latent import LATENT
 from tests.support.plants import attention_with, documents_lost
+from tests.support.workers import run_ranks
 
 WINDOW = (("window_size", (9, 0)),)
 EXPERTS = (

@@ -14,9 +14,9 @@ from dfa_megatron.config import DistAttentionConfig
 from dfa_megatron.remat import saved as kept
 from dfa_megatron.remat.saved import Kept
 from dfa_megatron.runtime.counters import COUNTERS
-from dfa_megatron.testing.workers import run_ranks
 from tests.megatron import harness
 from tests.megatron.harness import Topology, case, make_config, make_model, start
+from tests.support.workers import run_ranks
 
 STEPS = 200
 KINDS = ("train", "evaluate", "frozen layer", "frozen embedding", "fails forward", "fails in the recompute", "re-run")

@@ -14,11 +14,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dfa_megatron.testing.workers import run_ranks
 from tests.megatron import harness
 from tests.megatron.harness import BATCH, MEGATRONS, SEQUENCE, Topology
 from tests.megatron.test_launched_training import needs_training
 from tests.megatron.test_packed_scripts import HERE, SCRIPT
+from tests.support.workers import run_ranks
 
 LENGTHS = ((5, 3, 21), (9, 60), (1, 2, 4, 13), (46, 7))
 """Characters of the conversations in every sample; the second and the last are too long for it."""

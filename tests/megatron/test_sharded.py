@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dfa_megatron.testing.workers import run_ranks
 from tests.megatron import harness
 from tests.megatron.harness import Case, Topology, case
 from tests.megatron.test_parity import FULL, check
+from tests.support.workers import run_ranks
 
 LOCAL = (("transformer_impl", "local"),)
 """FSDP2 otherwise believes that linear layers are to be sharded by themselves, inside layers that are."""

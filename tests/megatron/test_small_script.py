@@ -11,9 +11,9 @@ import pytest
 from dfa_megatron.cli.main import main
 from dfa_megatron.errors import ProofError, UnsupportedError
 from dfa_megatron.megatron.small_script import small_job
-from dfa_megatron.testing.workers import run_ranks
 from tests.megatron.test_prove import lost_window
 from tests.support.plants import states_dropped
+from tests.support.workers import run_ranks
 
 FLAGS = """
 --num-layers 12 --hidden-size 512 --num-attention-heads 16 --group-query-attention --num-query-groups 8

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from dfa_megatron.testing.workers import run_ranks
 from tests.megatron import harness
 from tests.megatron.harness import Case, Topology, case
 from tests.megatron.test_parity import expected
+from tests.support.workers import run_ranks
 
 LEARNABLE = (("num_layers", 2), ("softmax_type", "learnable"))
 OFF_BY_ONE = (("num_layers", 2), ("softmax_type", "off-by-one"), ("window_size", (9, 0)), ("window_attn_skip_freq", 2))

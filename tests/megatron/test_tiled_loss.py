@@ -12,9 +12,9 @@ import torch.distributed as dist
 
 from dfa_megatron.config import DistAttentionConfig
 from dfa_megatron.errors import UnsupportedError
-from dfa_megatron.testing.workers import run_ranks
 from tests.megatron import harness
 from tests.megatron.harness import BATCH, SEQUENCE, Case, Topology
+from tests.support.workers import run_ranks
 
 TILE, MLP_TILE = 7, 10
 PREDICTION = (("mtp_num_layers", 2), ("sequence_parallel", False))

@@ -10,10 +10,10 @@ import torch.distributed as dist
 
 from dfa_megatron.config import DistAttentionConfig
 from dfa_megatron.runtime.counters import COUNTERS
-from dfa_megatron.testing.dense import assert_close
-from dfa_megatron.testing.workers import run_ranks
 from tests.megatron import harness
 from tests.megatron.harness import Topology
+from tests.support.close import assert_close
+from tests.support.workers import run_ranks
 
 LAYERS, HEADS, GROUPS, HIDDEN, TOKENS = 2, 8, 2, 512, 1024
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from dfa_megatron.errors import DisagreementError, UnsupportedError
 from dfa_megatron.sharding import local_positions, shard_sequence, unshard_sequence
-from dfa_megatron.testing.workers import run_ranks
+from tests.support.workers import run_ranks
 
 LAYOUTS = ("contiguous", "zigzag")
 DTYPES = (

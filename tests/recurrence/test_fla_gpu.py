@@ -14,7 +14,7 @@ from dfa_megatron.recurrence.fold import fold
 from dfa_megatron.recurrence.local_scan import local_scan
 from dfa_megatron.recurrence.share import Share
 from dfa_megatron.recurrence.token_loop import delta_rule, linear_attention
-from dfa_megatron.testing.dense import assert_close
+from tests.support.close import assert_close
 
 HEADS, DIM = 2, 64
 KERNELS = {"gated_delta_rule": "chunk_gated_delta_rule", "kda": "chunk_kda", "simple_gla": "chunk_simple_gla"}

@@ -16,7 +16,7 @@ from dfa_megatron.recurrence.fold import fold, fold_back, gradient_of_m
 from dfa_megatron.recurrence.local_scan import local_scan
 from dfa_megatron.recurrence.share import Share
 from dfa_megatron.recurrence.token_loop import linear_attention
-from dfa_megatron.testing.dense import assert_close
+from tests.support.close import assert_close
 from tests.support.packs import random_offsets
 from tests.support.recurrences import KINDS, Recurrence, recurrence
 

@@ -15,10 +15,10 @@ from dfa_megatron import remat
 from dfa_megatron.errors import DisagreementError, UnsupportedError
 from dfa_megatron.recurrence import Scan, dist_conv, dist_scan
 from dfa_megatron.runtime.counters import COUNTERS
-from dfa_megatron.testing.dense import assert_close
-from dfa_megatron.testing.workers import run_ranks
+from tests.support.close import assert_close
 from tests.support.packs import random_offsets
 from tests.support.recurrences import KINDS, Recurrence, convolve, recurrence
+from tests.support.workers import run_ranks
 
 TOLERANCE = {torch.float64: 1e-11, torch.float32: 2e-4}
 

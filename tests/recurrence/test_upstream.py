@@ -11,8 +11,8 @@ import torch.nn.functional as F
 
 from dfa_megatron.recurrence import dist_mamba1, dist_mamba2, dist_scan, fla_scan, local_scan
 from dfa_megatron.recurrence.token_loop import delta_rule, linear_attention
-from dfa_megatron.testing.dense import assert_close
-from dfa_megatron.testing.workers import run_ranks
+from tests.support.close import assert_close
+from tests.support.workers import run_ranks
 
 LENGTH, PACK = 12, (0, 1, 7, 8, 12)
 

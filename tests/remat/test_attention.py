@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from dfa_megatron import dist_flash_attn_func, remat
 from dfa_megatron.config import DistAttentionConfig
 from dfa_megatron.runtime.counters import COUNTERS
-from dfa_megatron.testing.workers import run_ranks
+from tests.support.workers import run_ranks
 
 LAYERS, LOCAL, HEADS, HEAD_DIM = 2, 6, 2, 4
 HIDDEN = HEADS * HEAD_DIM

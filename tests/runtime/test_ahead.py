@@ -14,16 +14,14 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-import dfa_megatron
 from dfa_megatron.config import DistAttentionConfig
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.pack_planner import PackPlan, PackPlanner
 from dfa_megatron.runtime import rank_plan
-from dfa_megatron.testing.arguments import arguments
-from dfa_megatron.testing.dense import assert_close
-from dfa_megatron.testing.workers import run_ranks
-from tests.support.cases import TOLERANCE
-from tests.support.packs import pack, random_offsets, tokens_of
+from tests.support.arguments import arguments
+from tests.support.attend import compare, pack
+from tests.support.packs import random_offsets
+from tests.support.workers import run_ranks
 
 SHAPE: dict[str, Any] = {"heads": 4, "kv_heads": 2, "head_dim": 32, "device": "cpu"}
 TOKENS = 24
@@ -41,18 +39,8 @@ class Collate:
 
 
 def attend_and_compare(rank: int, ranks: int, offsets: tuple[int, ...], dtype: torch.dtype, **options: Any) -> None:
-    whole = pack(offsets, heads=4, kv_heads=2, head_dim=32, dtype=dtype, seed=len(offsets), **mask_of(options))
-    rows = tokens_of(options.get("layout", "contiguous"), offsets, ranks)[rank]
-    shard = [x[rows].requires_grad_() for x in whole.inputs]
-    out = dfa_megatron.dist_flash_attn_varlen_func(*shard, offsets, **arguments(softmax_scale=0.3, **options))
-    assert_close(out, whole.out[rows], tolerance=TOLERANCE[dtype], name="out")
-    gradients = torch.autograd.grad(out, shard, whole.dout[rows])
-    for name, got, want in zip(("dq", "dk", "dv"), gradients, whole.gradients, strict=True):
-        assert_close(got, want[rows], tolerance=8 * TOLERANCE[dtype], name=name)
-
-
-def mask_of(options: dict[str, Any]) -> dict[str, Any]:
-    return {name: options[name] for name in ("causal", "window_size") if name in options}
+    window = options.get("window_size", (-1, -1))
+    compare(pack(offsets, head_dim=32, dtype=dtype, seed=len(offsets), window_size=window), rank, ranks, **options)
 
 
 def _loop(rank: int, ranks: int, options: dict[str, Any]) -> int:

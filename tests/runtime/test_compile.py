@@ -14,9 +14,9 @@ from dfa_megatron import remat
 from dfa_megatron.config import DistAttentionConfig
 from dfa_megatron.errors import RematError
 from dfa_megatron.runtime.counters import COUNTERS
-from dfa_megatron.testing.arguments import arguments
-from dfa_megatron.testing.workers import run_ranks
-from tests.support.cases import case, positions
+from tests.support.arguments import arguments
+from tests.support.attend import case
+from tests.support.workers import run_ranks
 
 CONFIGS = {name: DistAttentionConfig(schedule=name) for name in ("ring", "balanced")}
 """Made outside of regions that are compiled."""
@@ -197,4 +197,3 @@ def test_the_operator_passes_the_checks_of_torch_library() -> None:
     torch.library.opcheck(attention, (q, k, v, sinks, None, text, ""))
     text = Request(**arguments(softmax_scale=0.25, kernel="reference", alibi=True)).to_text()
     torch.library.opcheck(attention, (q, k, v, sinks, torch.rand(q.shape[2]), text, ""))
-    assert positions("contiguous", 4, 2)[1].tolist() == [2, 3]

@@ -12,7 +12,7 @@ import dfa_megatron
 from dfa_megatron import masks
 from dfa_megatron.recurrence import dist_mamba2, dist_scan, fla_scan
 from dfa_megatron.recurrence.token_loop import linear_attention
-from dfa_megatron.testing.arguments import arguments
+from tests.support.arguments import arguments
 from tests.support.recurrences import recurrence
 
 

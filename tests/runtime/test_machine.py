@@ -23,8 +23,8 @@ from dfa_megatron.runtime.environment import Links, links
 from dfa_megatron.runtime.prepare import build
 from dfa_megatron.runtime.problem import Inputs, problem_of, profile_of
 from dfa_megatron.runtime.request import Request
-from dfa_megatron.testing.arguments import arguments
-from dfa_megatron.testing.workers import run_ranks
+from tests.support.arguments import arguments
+from tests.support.workers import run_ranks
 
 RANKS = 8
 

@@ -10,11 +10,12 @@ import torch
 
 import dfa_megatron
 from dfa_megatron import masks
+from dfa_megatron.doctor.dense import dense_attention
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.plan.language.geometry import CAUSAL
-from dfa_megatron.testing.arguments import arguments
-from dfa_megatron.testing.dense import assert_close, dense_attention
-from dfa_megatron.testing.workers import run_ranks
+from tests.support.arguments import arguments
+from tests.support.close import assert_close
+from tests.support.workers import run_ranks
 
 
 def tensors(rows: int = 8, heads: int = 2, dim: int = 8, dim_v: int = 8) -> list[torch.Tensor]:

@@ -18,29 +18,15 @@ from dfa_megatron.runtime import rank_plan
 from dfa_megatron.runtime.prepare import build, in_use
 from dfa_megatron.runtime.problem import Inputs
 from dfa_megatron.runtime.request import Request
-from dfa_megatron.testing.arguments import arguments
-from dfa_megatron.testing.dense import assert_close, dense_attention
-from dfa_megatron.testing.workers import run_ranks
-from tests.support.cases import positions
+from tests.support.attend import case, compare
+from tests.support.workers import run_ranks
 
 LOCAL = 8
 
 
 def attend_and_compare(rank: int, ranks: int, truth: Mask, **given: Any) -> None:
     """Forward and backward of batch 2 against dense attention over the mask's pairs, to 10^-12."""
-    length, layout = ranks * LOCAL, given.get("layout", "contiguous")
-    generator = torch.Generator().manual_seed(ranks)
-    q, k, v, dout = (torch.randn(2, length, h, 16, generator=generator, dtype=torch.float64) for h in (4, 2, 2, 4))
-    whole = [x.clone().requires_grad_() for x in (q, k, v)]
-    want, _ = dense_attention(*whole, truth)
-    wanted = torch.autograd.grad(want, whole, dout)
-    rows = positions(layout, length, ranks)[rank]
-    shard = [x[:, rows].requires_grad_() for x in (q, k, v)]
-    out = dfa_megatron.dist_flash_attn_func(*shard, **arguments(**given))
-    got = torch.autograd.grad(out, shard, dout[:, rows])
-    assert_close(out, want[:, rows], tolerance=1e-12)
-    for one, other in zip(got, wanted, strict=True):
-        assert_close(one, other[:, rows], tolerance=1e-12)
+    compare(case(ranks * LOCAL, mask=truth, seed=ranks), rank, ranks, tolerance=1e-12, **given)
 
 
 def _masks(rank: int, ranks: int) -> None:

@@ -11,8 +11,8 @@ import dfa_megatron
 from dfa_megatron import kernels
 from dfa_megatron.config import DistAttentionConfig
 from dfa_megatron.runtime import prepare
-from dfa_megatron.testing.arguments import arguments
-from dfa_megatron.testing.workers import run_ranks
+from tests.support.arguments import arguments
+from tests.support.workers import run_ranks
 
 
 def test_a_process_keeps_a_bounded_number_of_prepared_attentions() -> None:

@@ -16,9 +16,9 @@ from dfa_megatron import remat
 from dfa_megatron.loss import Head, cross_entropy, token_scores
 from dfa_megatron.recurrence import dist_conv, dist_scan
 from dfa_megatron.sharding import unshard_sequence
-from dfa_megatron.testing.arguments import arguments
-from dfa_megatron.testing.workers import run_ranks
+from tests.support.arguments import arguments
 from tests.support.recurrences import Recurrence, recurrence
+from tests.support.workers import run_ranks
 
 Leaves = Sequence[torch.Tensor]
 Loss = Callable[..., torch.Tensor]

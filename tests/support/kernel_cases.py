@@ -11,10 +11,11 @@ import pytest
 import torch
 
 from dfa_megatron import kernels
+from dfa_megatron.doctor.dense import dense_attention
 from dfa_megatron.kernels.api import BlockCall, BlockKernel, Need, Saved, accumulator_dtype
 from dfa_megatron.kernels.triton.support import interpreted
 from dfa_megatron.plan.language.geometry import FULL, Band, Form, form_of
-from dfa_megatron.testing.dense import assert_close, dense_attention
+from tests.support.close import assert_close
 
 TARGETS = [
     ("reference", "cpu"),

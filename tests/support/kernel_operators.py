@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from dfa_megatron.testing.dense import dense_attention
+from dfa_megatron.doctor.dense import dense_attention
 
 ARGUMENTS = {
     "aten": "query key value out grad_out logsumexp scale is_causal cum_seq_q cum_seq_k max_q max_k",

@@ -16,9 +16,9 @@ import pytest
 
 from dfa_megatron import huggingface as dfa_hf
 from dfa_megatron.config import DistAttentionConfig
-from dfa_megatron.testing.workers import run_ranks
 from tests.huggingface.test_trainer import prepare_worker
 from tests.support.models import VOCABULARY, build, text
+from tests.support.workers import run_ranks
 
 NAMES = ("loss", "grad_norm", "entropy", "mean_token_accuracy", "num_tokens", "eval_loss", "eval_entropy")
 

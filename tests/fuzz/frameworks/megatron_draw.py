@@ -311,6 +311,5 @@ def _options(dice: random.Random, layout: str, config: dict[str, Any], cp: int) 
         "mlp_tile": dice.choice(["off", "off", 1, 3, 4096]) if tiled else "off",
         "kernel": dice.choice(["auto", "auto", "reference", "cpu"]),
         "verify": dice.choice(["on", "on", "off"]),
-        "deterministic": dice.random() < 0.1,
         "ulysses_degree": dice.choice([1, "auto", "auto", cp if config["num_attention_heads"] % cp == 0 else 1]),
     }

@@ -19,10 +19,10 @@ import torch
 import torch.distributed as dist
 
 from dfa_megatron.errors import UnsupportedError
-from dfa_megatron.testing.workers import preload, run_ranks
 from tests.fuzz.deadline import HUNG, within
 from tests.fuzz.frameworks.expected_refusals import name_of
 from tests.fuzz.frameworks.outcome import Draw, Outcome, judge
+from tests.support.workers import preload, run_ranks
 
 PACKAGES = ("megatron", "transformers", "deepspeed")
 """The frameworks. The module NAME_step of each has `draw`, of (seed, number), `step`, `documented`,

@@ -11,9 +11,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from dfa_megatron.testing.workers import preload, run_ranks
 from tests.huggingface.sweep.attempt import Verdict, attempt
 from tests.huggingface.sweep.tiny import NOT_RUN
+from tests.support.workers import preload, run_ranks
 
 TYPES_OF_A_GROUP = 16
 LIMIT = 30.0

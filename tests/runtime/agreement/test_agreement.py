@@ -14,9 +14,9 @@ from dfa_megatron.config import DistAttentionConfig
 from dfa_megatron.errors import DisagreementError, DistAttentionError, ExecutionError, UnsupportedError
 from dfa_megatron.plan.schedules import SCHEDULES
 from dfa_megatron.plan.schedules.route import direct
-from dfa_megatron.testing.arguments import arguments
-from dfa_megatron.testing.workers import run_ranks
+from tests.support.arguments import arguments
 from tests.support.groups import alone
+from tests.support.workers import run_ranks
 
 
 def attempt(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: object) -> str:

@@ -17,10 +17,10 @@ from dfa_megatron.errors import DistAttentionError
 from dfa_megatron.recurrence import dist_conv, dist_scan
 from dfa_megatron.runtime.comm.communicator import Communicator
 from dfa_megatron.sharding import unshard_sequence
-from dfa_megatron.testing.arguments import arguments
-from dfa_megatron.testing.workers import run_ranks
-from tests.support.cases import case, positions
+from tests.support.arguments import arguments
+from tests.support.attend import case
 from tests.support.recurrences import convolve, recurrence
+from tests.support.workers import run_ranks
 
 
 def tensors(local: int, gradients: str = "qkv") -> list[torch.Tensor]:
@@ -104,7 +104,7 @@ def test_a_rank_whose_inputs_need_no_gradient_is_told_in_the_forward(ranks: int)
 def _some_gradients(rank: int, ranks: int) -> None:
     """Each rank needs the gradients of other inputs: all of them are exact."""
     whole = case(5 * ranks)
-    rows = positions("contiguous", 5 * ranks, ranks)[rank]
+    rows = whole.rows(rank, ranks)
     for shift in range(3):
         mine = (rank + shift) % 3
         shard = [x[:, rows].detach().requires_grad_(at == mine) for at, x in enumerate(whole.inputs)]

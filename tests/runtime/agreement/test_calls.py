@@ -19,9 +19,9 @@ from dfa_megatron.errors import DistAttentionError
 from dfa_megatron.runtime.agreement.calls import Calls, Kind, at_layer
 from dfa_megatron.runtime.comm import registry
 from dfa_megatron.runtime.comm.groups import group_name
-from dfa_megatron.testing.arguments import arguments
-from dfa_megatron.testing.workers import run_ranks
+from tests.support.arguments import arguments
 from tests.support.groups import alone
+from tests.support.workers import run_ranks
 
 KNOWN = ({"softmax_scale": 0.25}, {"softmax_scale": 0.5}, {"window_size": (3, 0)}, {"causal": False})
 """Plans that all ranks know before their calls part."""

@@ -15,8 +15,8 @@ import torch
 import dfa_megatron
 from dfa_megatron.errors import DistAttentionError
 from dfa_megatron.runtime.agreement.watcher import EXIT_STATUS
-from dfa_megatron.testing.arguments import arguments
-from dfa_megatron.testing.workers import run_ranks
+from tests.support.arguments import arguments
+from tests.support.workers import run_ranks
 
 TRANSPORTS = ["p2p", "copy_engine"]
 

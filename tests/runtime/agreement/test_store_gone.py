@@ -24,8 +24,8 @@ from dfa_megatron.runtime.agreement.calls import Calls, Kind
 from dfa_megatron.runtime.agreement.difference import Shown, first_difference, read, written
 from dfa_megatron.runtime.agreement.watcher import Watch
 from dfa_megatron.runtime.comm.channel import Channel
-from dfa_megatron.testing.arguments import arguments
-from dfa_megatron.testing.workers import run_ranks
+from tests.support.arguments import arguments
+from tests.support.workers import run_ranks
 
 SCALES = (0.25, 0.5)
 

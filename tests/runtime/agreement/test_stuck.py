@@ -24,9 +24,9 @@ from dfa_megatron.runtime.agreement.stuck import Stuck
 from dfa_megatron.runtime.comm import registry
 from dfa_megatron.runtime.comm.channel import Channel
 from dfa_megatron.runtime.comm.groups import group_name
-from dfa_megatron.testing.arguments import arguments
-from dfa_megatron.testing.workers import run_ranks
+from tests.support.arguments import arguments
 from tests.support.groups import alone
+from tests.support.workers import run_ranks
 
 GRACE, BUSY = 1.0, 2.0
 """Seconds that the watchers of these tests give, and for which a process is elsewhere."""

@@ -9,45 +9,24 @@ import torch.distributed as dist
 import dfa_megatron
 from dfa_megatron.config import DistAttentionConfig
 from dfa_megatron.runtime.counters import COUNTERS
-from dfa_megatron.testing.arguments import arguments
-from dfa_megatron.testing.dense import assert_close
-from dfa_megatron.testing.nan_memory import nan_memory
-from dfa_megatron.testing.workers import run_ranks
-from tests.support.cases import TOLERANCE, Case, case, positions
+from tests.support.attend import attend, case, compare
+from tests.support.close import assert_close
+from tests.support.nan_memory import nan_memory
+from tests.support.workers import run_ranks
 
-
-def attend_and_compare(whole: Case, rank: int, ranks: int, group: object = None, **options: object) -> None:
-    """One forward and backward of this rank's shard, compared with its rows of the whole."""
-    rows = positions(str(options.get("layout", "contiguous")), whole.out.shape[1], ranks)[rank]
-    shard = [x[:, rows].requires_grad_() for x in whole.inputs]
-    out, lse = dfa_megatron.dist_flash_attn_func(*shard, **arguments(group=group, return_lse=True, **options))
-    gradients = torch.autograd.grad(out, shard, whole.dout[:, rows])
-    tolerance = TOLERANCE[whole.dout.dtype]
-    assert not lse.requires_grad
-    assert_close(out, whole.out[:, rows], tolerance=tolerance, name="out")
-    assert_close(lse, whole.lse[:, :, rows], tolerance=tolerance, name="lse")
-    for name, got, want in zip(("dq", "dk", "dv"), gradients, whole.gradients, strict=True):
-        assert_close(got, want[:, rows], tolerance=8 * tolerance, name=name)
+LAYOUTS = (("ring", "contiguous"), ("balanced", "contiguous"), ("balanced_shared", "contiguous"), ("auto", "zigzag"))
 
 
 def _everything(rank: int, ranks: int) -> None:
     with nan_memory():
-        for seed, (schedule, layout) in enumerate(
-            [
-                ("ring", "contiguous"),
-                ("balanced", "contiguous"),
-                ("balanced_shared", "contiguous"),
-                ("auto", "zigzag"),
-            ]
-        ):
+        for seed, (schedule, layout) in enumerate(LAYOUTS):
             for dtype in (torch.float64, torch.float32, torch.bfloat16):
-                whole = case(ranks * 10, dtype=dtype, heads=6, kv_heads=2, seed=seed)
-                attend_and_compare(whole, rank, ranks, schedule=schedule, layout=layout)
-        whole = case(ranks * 10, causal=False, seed=9)
-        attend_and_compare(whole, rank, ranks, causal=False)
+                whole = case(ranks * 10, dtype=dtype, heads=6, seed=seed)
+                compare(whole, rank, ranks, schedule=schedule, layout=layout)
+        compare(case(ranks * 10, causal=False, seed=9), rank, ranks)
         whole = case(ranks * 10, window_size=(13, 0), seed=10)
-        attend_and_compare(whole, rank, ranks, window_size=(13, -1), kernel="cpu")
-        attend_and_compare(whole, rank, ranks, window_size=(13, -1), kernel="reference")
+        compare(whole, rank, ranks, window_size=(13, -1), kernel="cpu")
+        compare(whole, rank, ranks, window_size=(13, -1), kernel="reference")
 
 
 @pytest.mark.support("runtime", "every schedule and dtype between 2, 3 and 4 processes (gloo)")
@@ -58,7 +37,7 @@ def test_every_schedule_and_dtype_is_exact_over_gloo(ranks: int) -> None:
 
 def _heads(rank: int, ranks: int) -> None:
     for heads, kv_heads in ((33, 33), (2, 2), (8, 1), (3, 1)):
-        attend_and_compare(case(ranks * 6, heads=heads, kv_heads=kv_heads, seed=heads), rank, ranks)
+        compare(case(ranks * 6, heads=heads, kv_heads=kv_heads, seed=heads), rank, ranks)
 
 
 @pytest.mark.support("runtime", "head counts that do not divide among ranks")
@@ -70,11 +49,11 @@ def _subgroups(rank: int, ranks: int) -> None:
     # Ranks 1 and 3 are group ranks 0 and 1 of their group: a peer that is not translated would be the wrong process.
     groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
     mine = rank % 2
-    attend_and_compare(case(24, seed=mine), rank // 2, 2, group=groups[mine])
-    attend_and_compare(case(24, seed=5 + mine), rank // 2, 2, group=groups[mine].group_name, schedule="balanced")
+    compare(case(24, seed=mine), rank // 2, 2, group=groups[mine])
+    compare(case(24, seed=5 + mine), rank // 2, 2, group=groups[mine].group_name, schedule="balanced")
     reverse = dist.new_group([3, 1, 0])
     if rank in (3, 1, 0):
-        attend_and_compare(case(36, seed=8), dist.get_rank(reverse), 3, group=reverse)
+        compare(case(36, seed=8), dist.get_rank(reverse), 3, group=reverse)
 
 
 def test_group_ranks_are_translated_to_global_ranks() -> None:
@@ -83,13 +62,13 @@ def test_group_ranks_are_translated_to_global_ranks() -> None:
 
 def _module(rank: int, ranks: int) -> None:
     whole = case(ranks * 8)
-    rows = positions("contiguous", ranks * 8, ranks)[rank]
+    (q, k, v), _ = whole.shard(rank, ranks)
     module = dfa_megatron.DistFlashAttention(
         causal=True, softmax_scale=0.25, config=DistAttentionConfig(schedule="ring")
     )
     assert not list(module.parameters())
     assert "ring" in repr(module)
-    assert_close(module(*(x[:, rows] for x in whole.inputs)), whole.out[:, rows], tolerance=1e-12)
+    assert_close(module(q, k, v), whole.out[:, whole.rows(rank, ranks)], tolerance=1e-12)
 
 
 def test_the_module_is_the_function() -> None:
@@ -97,15 +76,10 @@ def test_the_module_is_the_function() -> None:
 
 
 def _strided(rank: int, ranks: int) -> None:
-    whole = case(ranks * 8, batch=3)
-    rows = positions("contiguous", ranks * 8, ranks)[rank]
-    # Megatron-Core's tensors are (sequence, batch, ...), and q, k, v are slices of one projection.
-    shard = [x[:, rows].transpose(0, 1).contiguous().transpose(0, 1).requires_grad_() for x in whole.inputs]
-    out = dfa_megatron.dist_flash_attn_func(*shard, causal=True, softmax_scale=0.25)
-    assert_close(out, whole.out[:, rows], tolerance=1e-12)
+    compare(case(ranks * 8, batch=3), rank, ranks, strided=True)
     # The gradient of a sum is one number expanded: strides of zero.
-    total = [x.double().detach().requires_grad_() for x in shard]
-    dfa_megatron.dist_flash_attn_func(*total, causal=True, softmax_scale=0.25).sum().backward()
+    total, _ = case(ranks * 8, batch=3).shard(rank, ranks)
+    dfa_megatron.dist_flash_attn_func(*total, causal=True).sum().backward()
     assert all(x.grad is not None and torch.isfinite(x.grad).all() for x in total)
 
 
@@ -115,13 +89,11 @@ def test_strided_inputs_and_expanded_gradients_work() -> None:
 
 def _deterministic(rank: int, ranks: int) -> list[torch.Tensor]:
     torch.use_deterministic_algorithms(True)
-    whole = case(ranks * 16, dtype=torch.float32)
-    rows = positions("contiguous", ranks * 16, ranks)[rank]
-    runs = []
+    whole, runs = case(ranks * 16, dtype=torch.float32), []
     for _ in range(3):
-        shard = [x[:, rows].clone().requires_grad_() for x in whole.inputs]
-        out = dfa_megatron.dist_flash_attn_func(*shard, causal=True)
-        runs.append((out.detach(), *torch.autograd.grad(out, shard, whole.dout[:, rows])))
+        shard, dout = whole.shard(rank, ranks)
+        out = attend(whole, *shard)
+        runs.append((out.detach(), *torch.autograd.grad(out, shard, dout)))
     for again in runs[1:]:
         assert all(torch.equal(a, b) for a, b in zip(runs[0], again, strict=True))
     return [x.clone() for x in runs[0]]
@@ -136,12 +108,9 @@ def test_deterministic_gradients_are_equal_to_the_bit_from_run_to_run() -> None:
 
 def _counted(rank: int, ranks: int) -> dict[str, int]:
     whole = case(ranks * 128, batch=1, heads=4, kv_heads=4, head_dim=32, dtype=torch.bfloat16)
-    rows = positions("contiguous", ranks * 128, ranks)[rank]
-    shard = [x[:, rows].requires_grad_() for x in whole.inputs]
+    shard, _ = whole.shard(rank, ranks)
     COUNTERS.reset()
-    dfa_megatron.dist_flash_attn_func(
-        *shard, causal=True, config=DistAttentionConfig(schedule="balanced")
-    ).sum().backward()
+    attend(whole, *shard, schedule="balanced").sum().backward()
     return COUNTERS.snapshot()
 
 
@@ -156,15 +125,14 @@ def test_bytes_on_the_wire_are_those_of_the_plan() -> None:
 
 
 def test_one_process_without_a_group_needs_no_network() -> None:
-    whole = case(24)
-    attend_and_compare(whole, 0, 1)
+    compare(case(24))
 
 
 def _torch_deterministic(rank: int, ranks: int) -> None:
     from dfa_megatron.runtime.prepare import in_use
 
     torch.use_deterministic_algorithms(True)
-    attend_and_compare(case(ranks * 8), rank, ranks)
+    compare(case(ranks * 8), rank, ranks)
     assert all(prepared.request.deterministic for prepared in in_use())
 
 
@@ -176,10 +144,10 @@ def _communicators(rank: int, ranks: int) -> None:
     from dfa_megatron.runtime.comm.groups import group_name
     from dfa_megatron.runtime.comm.registry import channel
 
-    attend_and_compare(case(ranks * 8), rank, ranks)
+    compare(case(ranks * 8), rank, ranks)
     made = len(channel(group_name(None))._made)
     for schedule in ("ring", "balanced"):
-        attend_and_compare(case(ranks * 10), rank, ranks, schedule=schedule)
+        compare(case(ranks * 10), rank, ranks, schedule=schedule)
     assert len(channel(group_name(None))._made) == made, "one channel serves every attention of a group"
 
 

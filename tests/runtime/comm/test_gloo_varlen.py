@@ -9,34 +9,15 @@ import torch
 
 import dfa_megatron
 from dfa_megatron import remat
-from dfa_megatron.config import DistAttentionConfig
 from dfa_megatron.errors import DistAttentionError
 from dfa_megatron.runtime.counters import COUNTERS
-from dfa_megatron.testing.arguments import arguments
-from dfa_megatron.testing.dense import assert_close
-from dfa_megatron.testing.nan_memory import nan_memory
-from dfa_megatron.testing.workers import run_ranks
-from tests.support.cases import TOLERANCE, Case
-from tests.support.packs import pack, random_offsets, tokens_of
+from tests.support.arguments import arguments
+from tests.support.attend import attend, compare, pack
+from tests.support.nan_memory import nan_memory
+from tests.support.packs import random_offsets
+from tests.support.workers import run_ranks
 
 MASKS = ((True, (-1, -1)), (False, (-1, -1)), (True, (3, 0)), (False, (4, 2)))
-
-
-def compare(whole: Case, offsets: tuple[int, ...], rank: int, ranks: int, **options: object) -> None:
-    """One forward and backward of this rank's tokens, compared with its rows of the whole."""
-    rows = tokens_of(str(options.get("layout", "contiguous")), offsets, ranks)[rank]
-    shard = [x[rows].requires_grad_() for x in whole.inputs]
-    cu_seqlens = torch.tensor(offsets, dtype=torch.int32)
-    out, lse = dfa_megatron.dist_flash_attn_varlen_func(
-        *shard, cu_seqlens, **arguments(softmax_scale=0.3, return_lse=True, **options)
-    )
-    gradients = torch.autograd.grad(out, shard, whole.dout[rows])
-    tolerance = TOLERANCE[whole.dout.dtype]
-    assert not lse.requires_grad
-    assert_close(out, whole.out[rows], tolerance=tolerance, name="out")
-    assert_close(lse, whole.lse[:, rows], tolerance=tolerance, name="lse")
-    for name, got, want in zip(("dq", "dk", "dv"), gradients, whole.gradients, strict=True):
-        assert_close(got, want[rows], tolerance=8 * tolerance, name=name)
 
 
 def _random_packs(rank: int, ranks: int) -> None:
@@ -47,11 +28,11 @@ def _random_packs(rank: int, ranks: int) -> None:
             options = {"causal": causal, "window_size": window_size}
             for dtype in (torch.float64, torch.bfloat16):
                 whole = pack(offsets, dtype=dtype, head_dim=32, seed=draw.randrange(99), **options)
-                compare(whole, offsets, rank, ranks, kernel=draw.choice(["auto", "reference"]), **options)
-                compare(whole, offsets, rank, ranks, schedule="greedy", **options)
+                compare(whole, rank, ranks, kernel=draw.choice(["auto", "reference"]))
+                compare(whole, rank, ranks, schedule="greedy")
         whole = pack(offsets, heads=6, kv_heads=1)
-        compare(whole, offsets, rank, ranks, layout="zigzag")
-        compare(whole, offsets, rank, ranks, layout="load_balanced")
+        compare(whole, rank, ranks, layout="zigzag")
+        compare(whole, rank, ranks, layout="load_balanced")
 
 
 @pytest.mark.support("runtime", "packed documents between processes")
@@ -64,7 +45,7 @@ def _heads_exchanged(rank: int, ranks: int) -> None:
     offsets = random_offsets(ranks * 8, random.Random(3))
     whole = pack(offsets, heads=4, kv_heads=2)
     for degree in (2, 4):
-        compare(whole, offsets, rank, ranks, ulysses_degree=degree)
+        compare(whole, rank, ranks, ulysses_degree=degree)
 
 
 def test_packs_work_with_heads_exchanged_between_neighbours() -> None:
@@ -73,17 +54,16 @@ def test_packs_work_with_heads_exchanged_between_neighbours() -> None:
 
 def _remat(rank: int, ranks: int) -> None:
     offsets = (0, 5, 6, 17, ranks * 8)
-    whole, rows = pack(offsets), slice(rank * 8, rank * 8 + 8)
-    shard = [x[rows].clone().requires_grad_() for x in whole.inputs]
+    shard, dout = pack(offsets).shard(rank, ranks)
 
     def region(*qkv: torch.Tensor) -> torch.Tensor:
         return dfa_megatron.dist_flash_attn_varlen_func(
             *(x * 1.0 for x in qkv), offsets, causal=True, softmax_scale=0.3
         )
 
-    plain = torch.autograd.grad(region(*shard), shard, whole.dout[rows])
+    plain = torch.autograd.grad(region(*shard), shard, dout)
     COUNTERS.reset()
-    remat.remat_checkpoint(region, *shard).backward(whole.dout[rows])
+    remat.remat_checkpoint(region, *shard).backward(dout)
     assert (COUNTERS.attention_forwards, COUNTERS.replays) == (1, 1)
     assert all(x.grad is not None and torch.equal(x.grad, want) for x, want in zip(shard, plain, strict=True))
 
@@ -94,11 +74,9 @@ def test_a_checkpointed_region_takes_packed_attention_from_its_frame() -> None:
 
 def _nothing_between_short_documents(rank: int, ranks: int) -> tuple[int, int, int]:
     offsets = (0, 3, 6, 16, 18, 24)  # one document reaches over two ranks, 1 and 2
-    whole, rows = pack(offsets), slice(rank * 6, rank * 6 + 6)
+    whole = pack(offsets)
     COUNTERS.reset()
-    dfa_megatron.dist_flash_attn_varlen_func(
-        *(x[rows] for x in whole.inputs), offsets, causal=True, config=DistAttentionConfig(schedule="ring")
-    )
+    attend(whole, *whole.shard(rank, ranks)[0], schedule="ring")
     return COUNTERS.forward_messages, COUNTERS.forward_bytes, COUNTERS.kernel_forwards
 
 

@@ -25,8 +25,8 @@ from dfa_megatron.runtime import prepare
 from dfa_megatron.runtime.comm.groups import group_name
 from dfa_megatron.runtime.comm.registry import channel
 from dfa_megatron.runtime.prepare import in_use
-from dfa_megatron.testing.arguments import arguments
-from dfa_megatron.testing.workers import run_ranks
+from tests.support.arguments import arguments
+from tests.support.workers import run_ranks
 
 
 def test_plans_may_be_listed_while_groups_end() -> None:

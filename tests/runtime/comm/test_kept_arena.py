@@ -26,10 +26,10 @@ from dfa_megatron.runtime.comm.registry import channel
 from dfa_megatron.runtime.comm.transport import Recv, Send, Transport
 from dfa_megatron.runtime.comm.transports import Transports
 from dfa_megatron.runtime.prepare import in_use
-from dfa_megatron.testing.workers import run_ranks
 from tests.runtime.comm.test_nccl import compare as compare_on_gpu
 from tests.runtime.comm.test_nccl import gpu_case
 from tests.runtime.execute.test_bound import compare, recorded
+from tests.support.workers import run_ranks
 
 BIG, MIDDLE, SMALL = 64, 48, 8
 CPU = torch.device("cpu")

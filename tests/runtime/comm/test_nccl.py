@@ -12,10 +12,10 @@ import dfa_megatron
 from dfa_megatron import remat
 from dfa_megatron.config import DistAttentionConfig
 from dfa_megatron.runtime.counters import COUNTERS
-from dfa_megatron.testing.arguments import arguments
-from dfa_megatron.testing.dense import assert_close
-from dfa_megatron.testing.workers import run_ranks
-from tests.support.cases import Case, case, positions
+from tests.support import attend
+from tests.support.attend import Case, case
+from tests.support.close import assert_close
+from tests.support.workers import run_ranks
 
 TOLERANCE = 1e-2
 """bfloat16 inputs and outputs: 2 to 4e-3 is usual for attention and its gradients."""
@@ -29,14 +29,8 @@ def gpu_case(length: int, **options: Any) -> Case:
     return case(length, dtype=torch.bfloat16, device=DEVICE, **options)
 
 
-def compare(whole: Case, rank: int, ranks: int, **options: object) -> None:
-    rows = positions(str(options.get("layout", "contiguous")), whole.out.shape[1], ranks)[rank].to(DEVICE)
-    shard = [x[:, rows].requires_grad_() for x in whole.inputs]
-    out = dfa_megatron.dist_flash_attn_func(*shard, **arguments(**options))
-    gradients = torch.autograd.grad(out, shard, whole.dout[:, rows])
-    assert_close(out, whole.out[:, rows], tolerance=TOLERANCE, name="out")
-    for name, got, want in zip(("dq", "dk", "dv"), gradients, whole.gradients, strict=True):
-        assert_close(got, want[:, rows], tolerance=TOLERANCE, name=name)
+def compare(whole: Case, rank: int, ranks: int, **options: Any) -> None:
+    attend.compare(whole, rank, ranks, tolerance=TOLERANCE, **options)
 
 
 def _exact(rank: int, ranks: int) -> None:

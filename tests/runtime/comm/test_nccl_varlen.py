@@ -14,11 +14,11 @@ import dfa_megatron
 from dfa_megatron import remat
 from dfa_megatron.config import DistAttentionConfig
 from dfa_megatron.runtime.counters import COUNTERS
-from dfa_megatron.testing.arguments import arguments
-from dfa_megatron.testing.dense import assert_close
-from dfa_megatron.testing.workers import run_ranks
-from tests.support.cases import Case
-from tests.support.packs import pack, random_offsets, served, skip_unless_it_serves_this_gpu, tokens_of
+from tests.support import attend
+from tests.support.attend import Case
+from tests.support.close import assert_close
+from tests.support.packs import random_offsets, served, skip_unless_it_serves_this_gpu
+from tests.support.workers import run_ranks
 
 TOLERANCE = 1e-2
 """bfloat16 inputs and outputs: 2 to 4e-3 is usual for attention and its gradients."""
@@ -27,22 +27,11 @@ DEVICE = "cuda"
 
 
 def gpu_pack(offsets: tuple[int, ...], **options: Any) -> Case:
-    return pack(offsets, **{"heads": 8, "kv_heads": 2, "head_dim": 128, **options}, dtype=torch.bfloat16, device=DEVICE)
+    return attend.pack(offsets, **{"heads": 8, "head_dim": 128, **options}, dtype=torch.bfloat16, device=DEVICE)
 
 
-def compare(whole: Case, offsets: tuple[int, ...], rank: int, ranks: int, **options: Any) -> None:
-    rows = tokens_of(options.get("layout", "contiguous"), offsets, ranks)[rank].to(DEVICE)
-    shard = [x[rows].requires_grad_() for x in whole.inputs]
-    out = dfa_megatron.dist_flash_attn_varlen_func(*shard, offsets, **arguments(softmax_scale=0.3, **options))
-    gradients = torch.autograd.grad(out, shard, whole.dout[rows])
-    # A single key has probability 1 whatever the score: dq and dk of packs of single tokens are rounding alone.
-    floor = TOLERANCE * whole.dout.double().norm().item()
-    assert_close(out, whole.out[rows], tolerance=TOLERANCE, name="out")
-    for name, got, want in zip(("dq", "dk", "dv"), gradients, whole.gradients, strict=True):
-        if want[rows].norm() > floor:
-            assert_close(got, want[rows], tolerance=TOLERANCE, name=name)
-        else:
-            assert got.double().norm() < 2 * floor, name
+def compare(whole: Case, rank: int, ranks: int, **options: Any) -> None:
+    attend.compare(whole, rank, ranks, tolerance=TOLERANCE, **options)
 
 
 def _exact(rank: int, ranks: int, kernel: str) -> None:
@@ -53,13 +42,13 @@ def _exact(rank: int, ranks: int, kernel: str) -> None:
         whole = gpu_pack(offsets, heads=heads, kv_heads=kv_heads, seed=round_)
         options = {"kernel": kernel, "transport": draw.choice(["p2p", "copy_engine"])}
         for schedule, layout in (("ring", "contiguous"), ("greedy", "contiguous"), ("auto", "load_balanced")):
-            call = functools.partial(compare, whole, offsets, rank, ranks, schedule=schedule, layout=layout, **options)
+            call = functools.partial(compare, whole, rank, ranks, schedule=schedule, layout=layout, **options)
             done += served(kernel, call)
         if kernel != "cudnn":
             for causal, window_size in ((False, (-1, -1)), (True, (70, 0)), (False, (30, 9))):
                 seen = {"causal": causal, "window_size": window_size}
                 bounded = gpu_pack(offsets, heads=heads, kv_heads=kv_heads, seed=round_, **seen)
-                compare(bounded, offsets, rank, ranks, **seen, **options)
+                compare(bounded, rank, ranks, **options)
     assert done
 
 
@@ -74,14 +63,14 @@ def test_random_packs_are_exact_over_nccl(kernel: str, ranks: int) -> None:
 def _without_synchronisation(rank: int, ranks: int, transport: str) -> None:
     offsets = (0, 3, 100, 101, 700, ranks * 512)
     whole, rows = gpu_pack(offsets), slice(rank * 512, rank * 512 + 512)
-    shard = [x[rows].clone().requires_grad_() for x in whole.inputs]
+    shard = [x[0, rows].clone().requires_grad_() for x in whole.inputs]
     cu_seqlens = torch.tensor(offsets, dtype=torch.int32, device=DEVICE)
 
     def step(cu_seqlens: torch.Tensor | tuple[int, ...]) -> torch.Tensor:
         out = dfa_megatron.dist_flash_attn_varlen_func(
             *shard, cu_seqlens, causal=True, softmax_scale=0.3, config=DistAttentionConfig(transport=transport)
         )
-        torch.autograd.grad(out, shard, whole.dout[rows])
+        torch.autograd.grad(out, shard, whole.dout[0, rows])
         return out
 
     step(cu_seqlens)  # plans, agrees, makes communicators, reads the tensor
@@ -92,7 +81,7 @@ def _without_synchronisation(rank: int, ranks: int, transport: str) -> None:
         step((0, 3, 102, 103, 702, ranks * 512))  # a new pack of numbers stops nothing either
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert_close(again[-1], whole.out[rows], tolerance=TOLERANCE)
+    assert_close(again[-1], whole.out[0, rows], tolerance=TOLERANCE)
 
 
 @pytest.mark.gpu(2)
@@ -108,7 +97,7 @@ def _one_launch(rank: int, ranks: int) -> None:
     whole, rows = gpu_pack(offsets), slice(rank * 512, rank * 512 + 512)
     COUNTERS.reset()
     dfa_megatron.dist_flash_attn_varlen_func(
-        *(x[rows] for x in whole.inputs), offsets, causal=True, config=DistAttentionConfig(schedule="ring")
+        *(x[0, rows] for x in whole.inputs), offsets, causal=True, config=DistAttentionConfig(schedule="ring")
     )
     assert COUNTERS.kernel_forwards == 1
     assert COUNTERS.forward_messages == 0
@@ -128,9 +117,9 @@ def _changed_in_place(rank: int, ranks: int) -> None:
         cu_seqlens.copy_(torch.tensor(offsets))
         whole = gpu_pack(offsets)
         out = dfa_megatron.dist_flash_attn_varlen_func(
-            *(x[rows] for x in whole.inputs), cu_seqlens, causal=True, softmax_scale=0.3
+            *(x[0, rows] for x in whole.inputs), cu_seqlens, causal=True, softmax_scale=0.3
         )
-        assert_close(out, whole.out[rows], tolerance=TOLERANCE)
+        assert_close(out, whole.out[0, rows], tolerance=TOLERANCE)
 
 
 @pytest.mark.gpu(2)
@@ -142,14 +131,14 @@ def _remat(rank: int, ranks: int) -> None:
     torch.use_deterministic_algorithms(True)
     offsets = (0, 70, 300, 256 * ranks)
     whole, rows = gpu_pack(offsets), slice(rank * 256, rank * 256 + 256)
-    shard = [x[rows].clone().requires_grad_() for x in whole.inputs]
+    shard = [x[0, rows].clone().requires_grad_() for x in whole.inputs]
 
     def region(*qkv: torch.Tensor) -> torch.Tensor:
         return dfa_megatron.dist_flash_attn_varlen_func(*(x * 1.0 for x in qkv), offsets, causal=True)
 
-    plain = torch.autograd.grad(region(*shard), shard, whole.dout[rows])
+    plain = torch.autograd.grad(region(*shard), shard, whole.dout[0, rows])
     COUNTERS.reset()
-    remat.remat_checkpoint(region, *shard).backward(whole.dout[rows])
+    remat.remat_checkpoint(region, *shard).backward(whole.dout[0, rows])
     assert (COUNTERS.attention_forwards, COUNTERS.replays) == (1, 1)
     assert all(x.grad is not None and torch.equal(x.grad, want) for x, want in zip(shard, plain, strict=True))
 

@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 import torch
 
+from dfa_megatron.doctor.world import share_gpus
 from dfa_megatron.runtime.comm import copy_engine
 from dfa_megatron.runtime.comm.groups import group_name
 from dfa_megatron.runtime.comm.memory import symmetric_memory
 from dfa_megatron.runtime.comm.memory.symmetric_memory import Mapped
 from dfa_megatron.runtime.comm.registry import channel
-from dfa_megatron.testing.workers import run_ranks, share_gpus
+from tests.support.workers import run_ranks
 
 
 def _opens(rank: int, ranks: int) -> tuple[list[str], list[int], int]:

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 import dfa_megatron
-from dfa_megatron.testing.arguments import arguments
-from dfa_megatron.testing.workers import run_ranks
+from tests.support.arguments import arguments
+from tests.support.workers import run_ranks
 
 LISTENING = "0A"
 """The state of a socket in /proc/net/tcp."""

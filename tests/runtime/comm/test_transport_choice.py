@@ -18,8 +18,8 @@ from dfa_megatron.runtime.comm.memory.symmetric_memory import Mapped
 from dfa_megatron.runtime.comm.registry import channel
 from dfa_megatron.runtime.comm.transport import Transport
 from dfa_megatron.runtime.comm.transports import Transports
-from dfa_megatron.testing.workers import run_ranks
-from tests.support.cases import case, positions
+from tests.support.attend import case
+from tests.support.workers import run_ranks
 
 
 def _asked_for(rank: int, ranks: int) -> list[set[str]]:
@@ -33,9 +33,8 @@ def _asked_for(rank: int, ranks: int) -> list[set[str]]:
 
     Transports.reserve = noted  # type: ignore[method-assign]  # the process ends with this function
     whole, found = case(ranks * 8), []
-    rows = positions("contiguous", ranks * 8, ranks)[rank]
     for transport, spare in (("auto", 0), ("auto", -1), ("copy_engine", -1), ("p2p", 0)):
-        shard = [x[:, rows].requires_grad_() for x in whole.inputs]
+        shard, _ = whole.shard(rank, ranks)
         config = DistAttentionConfig(schedule="balanced_shared", transport=transport)
         dfa_megatron.dist_flash_attn_func(*shard, causal=True, config=config).sum().backward()
         prepare.LARGEST_ARENA = prepare.in_use()[-1].arena_bytes + spare
@@ -55,8 +54,7 @@ def test_auto_leaves_the_copy_engines_where_their_memory_would_be_too_large(rank
 
 def _on_gpus(rank: int, ranks: int) -> None:
     whole = case(ranks * 256, dtype=torch.bfloat16, device="cuda", heads=4, kv_heads=2, head_dim=64)
-    rows = positions("contiguous", ranks * 256, ranks)[rank].to("cuda")
-    shard = [x[:, rows] for x in whole.inputs]
+    rows, (shard, _) = whole.rows(rank, ranks), whole.shard(rank, ranks)
     prepare.LARGEST_ARENA = 0
     config = DistAttentionConfig(ulysses_degree=1)  # with exchanged heads there may be no arena at all
     out = dfa_megatron.dist_flash_attn_func(*shard, causal=True, config=config)

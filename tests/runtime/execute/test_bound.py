@@ -13,6 +13,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import dfa_megatron
+from dfa_megatron.doctor.dense import dense_attention
 from dfa_megatron.errors import ExecutionError
 from dfa_megatron.kernels.adapters.reference import ReferenceKernel
 from dfa_megatron.kernels.replay import Op
@@ -23,32 +24,17 @@ from dfa_megatron.runtime.comm.memory.arena import Arena
 from dfa_megatron.runtime.execute import run_program
 from dfa_megatron.runtime.execute.bound import Bound, Post, computing_first
 from dfa_megatron.runtime.prepare import Prepared, in_use
-from dfa_megatron.testing.arguments import arguments
-from dfa_megatron.testing.dense import assert_close, dense_attention
-from dfa_megatron.testing.workers import run_ranks
-from tests.support.cases import positions
+from tests.support import attend
+from tests.support.arguments import arguments
+from tests.support.close import assert_close
+from tests.support.workers import run_ranks
 
 LOCAL = 12
 
 
-def compare(rank: int, ranks: int, seed: int, *, local: int = LOCAL, strided: bool = False, **options: Any) -> None:
+def compare(rank: int, ranks: int, seed: int, *, local: int = LOCAL, **options: Any) -> None:
     """Forward and backward of fresh random inputs against dense float64, to 10^-12."""
-    length = ranks * local
-    generator = torch.Generator().manual_seed(seed)
-    q, k, v, dout = (torch.randn(2, length, h, 16, generator=generator, dtype=torch.float64) for h in (4, 2, 2, 4))
-    whole = [x.clone().requires_grad_() for x in (q, k, v)]
-    row, column = torch.arange(length)[:, None], torch.arange(length)[None]
-    want, _ = dense_attention(*whole, visible=column <= row)
-    wanted = torch.autograd.grad(want, whole, dout)
-    rows = positions(options.get("layout", "contiguous"), length, ranks)[rank]
-    shard = [x[:, rows] for x in (q, k, v)]
-    if strided:
-        shard = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in shard]
-    shard = [x.detach().requires_grad_() for x in shard]
-    out = dfa_megatron.dist_flash_attn_func(*shard, **arguments(causal=True, **options))
-    got = torch.autograd.grad(out, shard, dout[:, rows])
-    for one, other in zip((out, *got), (want, *wanted), strict=True):
-        assert_close(one, other[:, rows], tolerance=1e-12)
+    attend.compare(attend.case(ranks * local, seed=seed), rank, ranks, tolerance=1e-12, **options)
 
 
 def recorded(prepared: Prepared) -> int:

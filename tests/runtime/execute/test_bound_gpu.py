@@ -12,11 +12,11 @@ from dfa_megatron import DistAttentionConfig, kernels
 from dfa_megatron.kernels.api import Need
 from dfa_megatron.runtime import run
 from dfa_megatron.runtime.prepare import in_use
-from dfa_megatron.testing.arguments import arguments
-from dfa_megatron.testing.workers import run_ranks
 from tests.runtime.comm.test_nccl import compare, gpu_case
 from tests.runtime.execute.test_bound import recorded
 from tests.runtime.execute.test_bound_packs import lengths
+from tests.support.arguments import arguments
+from tests.support.workers import run_ranks
 
 KERNELS = ("flash4", "triton", "cudnn", "aten")
 

@@ -7,33 +7,17 @@ from typing import Any
 import pytest
 import torch
 
-import dfa_megatron
 from dfa_megatron.kernels.adapters.reference import ReferenceKernel
 from dfa_megatron.runtime.execute.bound import Bound
 from dfa_megatron.runtime.prepare import Prepared, in_use
-from dfa_megatron.testing.arguments import arguments
-from dfa_megatron.testing.dense import assert_close, dense_attention
-from dfa_megatron.testing.workers import run_ranks
 from tests.runtime.execute.test_bound import LOCAL, recorded
+from tests.support.attend import compare, pack
+from tests.support.workers import run_ranks
 
 
 def compare_pack(rank: int, ranks: int, seed: int, offsets: tuple[int, ...], **options: Any) -> None:
     """Forward and backward of a pack's fresh random tokens against dense float64, to 10^-12."""
-    length = ranks * LOCAL
-    generator = torch.Generator().manual_seed(seed)
-    q, k, v, dout = (torch.randn(length, h, 16, generator=generator, dtype=torch.float64) for h in (4, 2, 2, 4))
-    whole = [x[None].clone().requires_grad_() for x in (q, k, v)]
-    row, column = torch.arange(length)[:, None], torch.arange(length)[None]
-    document = torch.bucketize(torch.arange(length), torch.tensor(offsets[1:]), right=True)
-    want, _ = dense_attention(*whole, visible=(column <= row) & (document[:, None] == document[None]))
-    wanted = torch.autograd.grad(want, whole, dout[None])
-    layout = options.get("layout", "contiguous")
-    rows = dfa_megatron.shard_sequence(torch.arange(length), dim=0, layout=layout, cu_seqlens=offsets)
-    shard = [x[rows].clone().requires_grad_() for x in (q, k, v)]
-    out = dfa_megatron.dist_flash_attn_varlen_func(*shard, offsets, **arguments(causal=True, **options))
-    got = torch.autograd.grad(out, shard, dout[rows])
-    for one, other in zip((out, *got), (want, *wanted), strict=True):
-        assert_close(one, other[0, rows], tolerance=1e-12)
+    compare(pack(offsets, seed=seed), rank, ranks, tolerance=1e-12, **options)
 
 
 def _packs(rank: int, ranks: int) -> None:

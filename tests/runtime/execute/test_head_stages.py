@@ -18,13 +18,9 @@ from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.runtime import op
 from dfa_megatron.runtime.counters import COUNTERS
 from dfa_megatron.runtime.prepare import in_use
-from dfa_megatron.testing.nan_memory import nan_memory
-from dfa_megatron.testing.workers import run_ranks
-from tests.runtime.comm.test_gloo import attend_and_compare
-from tests.runtime.comm.test_gloo_varlen import compare as compare_pack
-from tests.runtime.execute.test_sinks import attend_and_compare as attend_with_sinks
-from tests.support.cases import case
-from tests.support.packs import pack
+from tests.support.attend import case, compare, pack
+from tests.support.nan_memory import nan_memory
+from tests.support.workers import run_ranks
 
 
 def _arena() -> int:
@@ -34,27 +30,25 @@ def _arena() -> int:
 def _everything(rank: int, ranks: int) -> None:
     with nan_memory():
         whole = case(ranks * 10, heads=8, kv_heads=4, seed=1)
-        attend_and_compare(whole, rank, ranks, schedule="balanced")
+        compare(whole, rank, ranks, schedule="balanced")
         arena = _arena()
         for stages in (2, 4):
             before = COUNTERS.attention_forwards
-            attend_and_compare(whole, rank, ranks, schedule="balanced", head_stages=stages)
+            compare(whole, rank, ranks, schedule="balanced", head_stages=stages)
             assert COUNTERS.attention_forwards == before + stages
             assert in_use()[-1].arena_bytes == pytest.approx(arena / stages, rel=0.1)
-        attend_and_compare(whole, rank, ranks, layout="zigzag", head_stages=2, ulysses_degree=1)
+        compare(whole, rank, ranks, layout="zigzag", head_stages=2, ulysses_degree=1)
         whole = case(ranks * 10, heads=6, kv_heads=6, dtype=torch.bfloat16, seed=2)
-        attend_and_compare(whole, rank, ranks, head_stages=3)
+        compare(whole, rank, ranks, head_stages=3)
         if ranks % 2 == 0:
-            attend_and_compare(
-                case(ranks * 10, heads=8, kv_heads=4, seed=3), rank, ranks, head_stages=2, ulysses_degree=2
-            )
-        attend_with_sinks(rank, ranks, seed=4, head_stages=2)
+            compare(case(ranks * 10, heads=8, kv_heads=4, seed=3), rank, ranks, head_stages=2, ulysses_degree=2)
+        compare(case(ranks * 10, with_sinks=True, seed=4), rank, ranks, head_stages=2)
         offsets = (0, 3, 4, ranks * 6, ranks * 8)
-        compare_pack(pack(offsets, heads=4, kv_heads=2), offsets, rank, ranks, head_stages=2)
+        compare(pack(offsets), rank, ranks, head_stages=2)
         _same_bits_under_remat()
         _no_gradient_outlives_its_stage()
         with pytest.raises(UnsupportedError, match=r"head_stages=3 with 4 kv heads.*one of 1, 2, 4"):
-            attend_and_compare(case(ranks * 10, heads=8, kv_heads=4), rank, ranks, head_stages=3)
+            compare(case(ranks * 10, heads=8, kv_heads=4), rank, ranks, head_stages=3)
 
 
 def attend(x: torch.Tensor, head_stages: int) -> torch.Tensor:

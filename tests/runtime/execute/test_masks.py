@@ -10,13 +10,14 @@ import torch
 import torch.distributed as dist
 
 from dfa_megatron import DistAttentionConfig, dist_flash_attn_func, masks, tree_positions
+from dfa_megatron.doctor.dense import dense_attention
 from dfa_megatron.plan.language.ir import AttentionPlan
 from dfa_megatron.plan.schedules import SCHEDULES
-from dfa_megatron.plan_run.together import backward_together, forward_together, prepare_together
 from dfa_megatron.runtime.request import Request
-from dfa_megatron.testing.dense import assert_close, dense_attention
-from dfa_megatron.testing.workers import run_ranks
+from tests.support.close import assert_close
 from tests.support.plan_cases import WAYS, Case, ancestors, every_mask, heterogeneous_masks, plan_of, some_parents
+from tests.support.together import both_together, prepare_together
+from tests.support.workers import run_ranks
 
 DRAWN = 16
 """How many cases a random test draws; `make fuzz` draws as many as one likes."""
@@ -46,8 +47,7 @@ def compare(case: Case, ranks: int, schedule: str, kernel: str, batch: int, grou
     config = DistAttentionConfig(schedule=schedule, kernel=kernel)
     request = Request(softmax_scale=given[0].shape[-1] ** -0.5, mask=case.mask, config=config)
     prepared = prepare_together(request, q, k, v)
-    out, lse = zip(*forward_together(prepared, q, k, v), strict=True)
-    gradients = backward_together(prepared, dout, q, k, v, out, lse)
+    out, _, gradients = both_together(prepared, q, k, v, dout)
     got = torch.cat(out, 1), *(torch.cat(parts, 1) for parts in zip(*gradients, strict=True))
     tolerance = 2e-5 if kernel == "triton" else 1e-13
     for name, mine, whole in zip(NAMES, got, want, strict=True):
@@ -117,8 +117,7 @@ def whole(plan: AttentionPlan, given: Tensors) -> Tensors:
     held = [plan.forward.layout.positions(rank) for rank in range(plan.ranks)]
     q, k, v, dout = ([x[:, rows].detach() for rows in held] for x in given)
     prepared = prepare_together(Request(softmax_scale=0.5, plan=plan, layout=plan.layout), q, k, v)
-    out, lse = zip(*forward_together(prepared, q, k, v), strict=True)
-    gradients = backward_together(prepared, dout, q, k, v, out, lse)
+    out, _, gradients = both_together(prepared, q, k, v, dout)
     order = torch.tensor([token for rows in held for token in rows]).argsort()
     return [torch.cat(parts, 1)[:, order] for parts in (out, *zip(*gradients, strict=True))]
 

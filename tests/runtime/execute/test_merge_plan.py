@@ -18,7 +18,7 @@ from dfa_megatron.runtime.comm.memory.arena import Arena
 from dfa_megatron.runtime.execute.accumulators import Fields, TensorMemory
 from dfa_megatron.runtime.execute.memory_plan import plan_memory
 from dfa_megatron.runtime.execute.wire_format import Field, Format
-from dfa_megatron.testing.dense import assert_close
+from tests.support.close import assert_close
 
 ROWS = 12
 

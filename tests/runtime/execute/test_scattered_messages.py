@@ -12,12 +12,12 @@ from dfa_megatron.plan.language.layout import Layout, cut
 from dfa_megatron.plan.language.mask import causal
 from dfa_megatron.plan.proof.check import check
 from dfa_megatron.plan.schedules.route import direct
-from dfa_megatron.plan_run.together import backward_together, forward_together, prepare_together
 from dfa_megatron.runtime.execute.memory_plan import plan_memory
 from dfa_megatron.runtime.request import Request
-from dfa_megatron.testing.arguments import arguments
-from dfa_megatron.testing.dense import assert_close
-from tests.support.cases import case
+from tests.support.arguments import arguments
+from tests.support.attend import case
+from tests.support.close import assert_close
+from tests.support.together import both_together, prepare_together
 
 LENGTH = 30
 
@@ -63,9 +63,7 @@ def test_rows_that_lie_apart_travel_as_one_message(batch: int) -> None:
             prepare_together(Request(**arguments(softmax_scale=0.25, kernel="reference")), *inputs)
         )
     ]
-    results = forward_together(prepared, *inputs)
-    outs, lses = [out for out, _ in results], [lse for _, lse in results]
-    gradients = backward_together(prepared, shards(whole.dout), *inputs, outs, lses)
+    outs, lses, gradients = both_together(prepared, *inputs, shards(whole.dout))
     assert_close(torch.cat(outs, 1), whole.out, tolerance=1e-12, name="out")
     assert_close(torch.cat(lses, 2), whole.lse, tolerance=1e-12, name="lse")
     for at, name in enumerate(("dq", "dk", "dv")):

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
 import dfa_megatron
@@ -16,94 +15,38 @@ from dfa_megatron import remat
 from dfa_megatron.config import DistAttentionConfig
 from dfa_megatron.errors import DisagreementError, UnsupportedError
 from dfa_megatron.runtime.counters import COUNTERS
-from dfa_megatron.testing.arguments import arguments
-from dfa_megatron.testing.dense import assert_close, band_of, dense_attention
-from dfa_megatron.testing.nan_memory import nan_memory
-from dfa_megatron.testing.workers import run_ranks
-from tests.support.cases import TOLERANCE, Tensors, positions
-
-
-def inputs(length: int, heads: int, dtype: torch.dtype, seed: int, head_dim: int = 8) -> tuple[Tensors, torch.Tensor]:
-    """(q, k, v, dout) of a whole sequence and sinks, which are from negligible to overwhelming."""
-    generator = torch.Generator().manual_seed(seed)
-
-    def random(count: int) -> torch.Tensor:
-        return torch.randn((2, length, count, head_dim), generator=generator, dtype=torch.float64).to(dtype)
-
-    sinks = 3 * torch.randn(heads, generator=generator, dtype=torch.float64)
-    return (random(heads), random(heads // 2), random(heads // 2), random(heads)), sinks
-
-
-def attend_and_compare(
-    rank: int, ranks: int, *, dtype: torch.dtype = torch.float64, seed: int = 0, **options: Any
-) -> None:
-    """A forward and backward of this rank's rows; the sinks' gradient is the dense one once all ranks' are summed."""
-    length = ranks * 10
-    (q, k, v, dout), sinks = inputs(length, 4, dtype, seed)
-    band = band_of(options.get("causal", True), options.get("window_size", (-1, -1)))
-    exact = [x.to(torch.float64, copy=True).requires_grad_() for x in (q, k, v, sinks)]
-    want, want_lse = dense_attention(*exact[:3], band, sinks=exact[3], softcap=options.get("softcap", 0.0))
-    gradients = torch.autograd.grad(want, exact, dout.double())
-    rows = positions(str(options.get("layout", "contiguous")), length, ranks)[rank]
-    shard = [x[:, rows].requires_grad_() for x in (q, k, v)]
-    leaf = sinks.clone().requires_grad_()
-    out, lse = dfa_megatron.dist_flash_attn_func(*shard, **arguments(sinks=leaf, return_lse=True, **options))
-    *got, dsinks = torch.autograd.grad(out, [*shard, leaf], dout[:, rows])
-    tolerance = 2 * TOLERANCE[dtype]
-    assert_close(out, want[:, rows], tolerance=tolerance, name="out")
-    assert_close(lse, want_lse[:, :, rows], tolerance=tolerance, name="lse")
-    for name, mine, whole in zip(("dq", "dk", "dv"), got, gradients[:3], strict=True):
-        assert_close(mine, whole[:, rows], tolerance=8 * tolerance, name=name)
-    assert dsinks.dtype == leaf.dtype
-    if ranks > 1:
-        dist.all_reduce(dsinks)
-    assert_close(dsinks, gradients[3], tolerance=8 * tolerance, name="dsinks")
+from tests.runtime.comm.test_gloo import LAYOUTS
+from tests.support.arguments import arguments
+from tests.support.attend import case, compare, pack
+from tests.support.close import assert_close
+from tests.support.nan_memory import nan_memory
+from tests.support.workers import run_ranks
 
 
 def _everything(rank: int, ranks: int) -> None:
     with nan_memory():
-        for seed, (schedule, layout) in enumerate(
-            [
-                ("ring", "contiguous"),
-                ("balanced", "contiguous"),
-                ("balanced_shared", "contiguous"),
-                ("auto", "zigzag"),
-            ]
-        ):
+        for seed, (schedule, layout) in enumerate(LAYOUTS):
             for dtype in (torch.float64, torch.bfloat16):
-                attend_and_compare(rank, ranks, dtype=dtype, seed=seed, schedule=schedule, layout=layout)
-        attend_and_compare(rank, ranks, seed=9, causal=False)
-        attend_and_compare(rank, ranks, seed=10, dtype=torch.float32, window_size=(7, 0), kernel="cpu")
-        attend_and_compare(rank, ranks, seed=12, softcap=1.5, kernel="reference")
-        attend_and_compare(rank, ranks, seed=11, ulysses_degree=2 if ranks % 2 == 0 else 1)
+                whole = case(ranks * 10, with_sinks=True, dtype=dtype, seed=seed)
+                compare(whole, rank, ranks, schedule=schedule, layout=layout)
+        compare(case(ranks * 10, with_sinks=True, seed=9, causal=False), rank, ranks)
+        window = case(ranks * 10, with_sinks=True, seed=10, dtype=torch.float32, window_size=(7, 0))
+        compare(window, rank, ranks, kernel="cpu")
+        compare(case(ranks * 10, with_sinks=True, seed=12, softcap=1.5), rank, ranks, kernel="reference")
+        compare(case(ranks * 10, with_sinks=True, seed=11), rank, ranks, ulysses_degree=2 if ranks % 2 == 0 else 1)
 
 
 @pytest.mark.support("runtime", "attention sinks and their gradient")
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_sinks_and_their_summed_gradient_are_exact(ranks: int) -> None:
     if ranks == 1:
-        attend_and_compare(0, 1)
+        compare(case(10, with_sinks=True))
     else:
         run_ranks(ranks, _everything)
 
 
 def _packed(rank: int, ranks: int) -> None:
-    length, offsets = ranks * 8, (0, 3, 4, 13, ranks * 8)
-    (q, k, v, dout), sinks = inputs(length, 4, torch.float64, 3)
-    q, k, v, dout = (x[0] for x in (q, k, v, dout))
-    document = torch.bucketize(torch.arange(length), torch.tensor(offsets[1:]), right=True)
-    exact = [x.clone().requires_grad_() for x in (q, k, v, sinks)]
-    same = (document[:, None] == document[None, :]).tril()
-    want, _ = dense_attention(*(x[None] for x in exact[:3]), visible=same, sinks=exact[3])
-    gradients = torch.autograd.grad(want[0], exact, dout)
-    rows = slice(rank * 8, rank * 8 + 8)
-    shard, leaf = [x[rows].requires_grad_() for x in (q, k, v)], sinks.clone().requires_grad_()
-    out = dfa_megatron.dist_flash_attn_varlen_func(*shard, offsets, causal=True, sinks=leaf)
-    *got, dsinks = torch.autograd.grad(out, [*shard, leaf], dout[rows])
-    dist.all_reduce(dsinks)
-    assert_close(out, want[0, rows], tolerance=1e-12)
-    for mine, whole in zip((*got, dsinks), (*(x[rows] for x in gradients[:3]), gradients[3]), strict=True):
-        assert_close(mine, whole, tolerance=1e-11)
+    compare(pack((0, 3, 4, 13, ranks * 8), with_sinks=True, seed=3), rank, ranks)
 
 
 @pytest.mark.support("runtime", "sinks with packed documents")
@@ -131,18 +74,19 @@ CONFIGS = {name: DistAttentionConfig(schedule=name) for name in ("ring", "balanc
 
 
 class Layer(torch.nn.Module):
-    """Two attentions with sinks of their own, in float64."""
+    """Two attentions with sinks and slopes of their own, in float64."""
 
     def __init__(self) -> None:
         super().__init__()
         self.qkv = torch.nn.Linear(16, 48, dtype=torch.float64)
         self.sinks = torch.nn.Parameter(torch.randn(2, 2, dtype=torch.float64))
+        self.register_buffer("slopes", torch.tensor([[0.5, 0.25], [0.125, 1.0]]))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for sinks, schedule in zip(self.sinks, ("ring", "balanced"), strict=True):
+        for sinks, slopes, schedule in zip(self.sinks, self.slopes, ("ring", "balanced"), strict=True):
             q, k, v = (part.unflatten(-1, (2, 8)) for part in self.qkv(x).chunk(3, -1))
             x = x + dfa_megatron.dist_flash_attn_func(
-                q, k, v, causal=True, sinks=sinks, config=CONFIGS[schedule]
+                q, k, v, causal=True, sinks=sinks, alibi_slopes=slopes, config=CONFIGS[schedule]
             ).flatten(-2)
         return x
 
@@ -180,10 +124,12 @@ def test_every_checkpoint_and_the_compiler_give_the_same_gradients() -> None:
 
 
 def _wrong(rank: int, ranks: int) -> None:
-    (q, k, v, _), sinks = inputs(4, 4, torch.float64, rank)
+    given = case(4, with_sinks=True, seed=rank)
+    sinks = given.sinks
+    assert sinks is not None
 
     def attend(**options: Any) -> None:
-        dfa_megatron.dist_flash_attn_func(q, k, v, **arguments(agreement_timeout=20.0, **options))
+        dfa_megatron.dist_flash_attn_func(*given.inputs, **arguments(agreement_timeout=20.0, **options))
 
     with pytest.raises(UnsupportedError, match=r"sinks \(3,\).*one number for each of 4 query heads"):
         attend(sinks=sinks[:3])
@@ -199,7 +145,9 @@ def test_wrong_sinks_are_an_error_on_every_rank() -> None:
     run_ranks(2, _wrong)
 
 
-def test_the_module_takes_sinks_when_it_is_called() -> None:
-    (q, k, v, _), sinks = inputs(6, 4, torch.float64, 1)
-    out = dfa_megatron.DistFlashAttention(causal=True)(q, k, v, sinks=sinks)
-    assert_close(out, dense_attention(q, k, v, band_of(causal=True), sinks=sinks)[0], tolerance=1e-12)
+def test_the_module_takes_sinks_and_slopes_when_it_is_called() -> None:
+    for which in ("with_sinks", "with_slopes"):
+        whole = case(6, seed=1, **{which: True})
+        module = dfa_megatron.DistFlashAttention(causal=True)
+        found = module(*whole.inputs, sinks=whole.sinks, alibi_slopes=whole.slopes)
+        assert_close(found, whole.out, tolerance=1e-12)

@@ -14,9 +14,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import dfa_megatron
 from dfa_megatron.runtime.prepare import in_use
-from dfa_megatron.testing.arguments import arguments
-from dfa_megatron.testing.dense import assert_close
-from dfa_megatron.testing.workers import run_ranks
+from tests.support.arguments import arguments
+from tests.support.close import assert_close
+from tests.support.workers import run_ranks
 
 ROWS = 8
 

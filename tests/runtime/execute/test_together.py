@@ -2,83 +2,133 @@
 
 from __future__ import annotations
 
+import importlib.util
+import os
 import random
+import subprocess
+import sys
+from typing import Any
 
 import pytest
 import torch
 
 from dfa_megatron.errors import UnsupportedError
-from dfa_megatron.plan_run.together import backward_together, forward_together, prepare_together
+from dfa_megatron.kernels.triton.support import interpreted
 from dfa_megatron.runtime.request import Request
-from dfa_megatron.testing.arguments import arguments
-from dfa_megatron.testing.dense import assert_close
-from tests.support.cases import TOLERANCE, Case, case, positions
-from tests.support.support_rows import helped_by_causal_masks_only
-from tests.support.support_rows import mask as mask_column
-from tests.support.support_rows import schedule as schedule_row
+from tests.support.arguments import arguments
+from tests.support.attend import case, pack, together
+from tests.support.packs import random_offsets
+from tests.support.support_rows import helped_by_causal_masks_only, mask, pack_mask, schedule
+from tests.support.together import prepare_together
 
+KERNEL = "triton" if interpreted() else "reference"
+"""The file is run again in Triton's interpreter."""
+SMALL: dict[str, Any] = {"heads": 2, "batch": 1, "dtype": torch.float32} if interpreted() else {}
+RANKS = (3,) if interpreted() else (1, 2, 3, 4, 5, 7, 8)
 SCHEDULES = (
     ("ring", "contiguous"),
     ("balanced", "contiguous"),
     ("balanced_shared", "contiguous"),
+    ("greedy", "contiguous"),
     ("auto", "zigzag"),
+    ("auto", "load_balanced"),
 )
-MASKS = {"causal": (True, (-1, -1)), "full": (False, (-1, -1)), "window": (True, (7, 0)), "two sides": (False, (5, 3))}
+MASKS = {
+    "causal": (True, (-1, -1)),
+    "full": (False, (-1, -1)),
+    "window": (True, (7, 0)),
+    "two sides": (False, (5, 3)),
+    "left window": (False, (3, -1)),
+}
+PACK_MASKS = {
+    "causal": (True, (-1, -1)),
+    "bidirectional": (False, (-1, -1)),
+    "causal window": (True, (4, 0)),
+    "window": (False, (5, 2)),
+    "left window": (False, (3, -1)),
+}
+ALIBI = "ALiBi with every schedule and layout, plain and packed"
 
 
-def run(request: Request, whole: Case, ranks: int, layout: str) -> None:
-    """Compare outputs, lse and gradients of every rank."""
-    length, dtype = whole.out.shape[1], whole.dout.dtype
-    where = positions(layout, length, ranks)
-
-    def shards(x: torch.Tensor) -> list[torch.Tensor]:
-        return [x[:, rows] for rows in where]
-
-    inputs = [shards(x) for x in whole.inputs]
-    prepared = prepare_together(request, *inputs)
-    results = forward_together(prepared, *inputs)
-    outs, lses = [out for out, _ in results], [lse for _, lse in results]
-    gradients = backward_together(prepared, shards(whole.dout), *inputs, outs, lses)
-    tolerance = TOLERANCE[dtype]
-    for rank, rows in enumerate(where):
-        assert outs[rank].dtype == dtype
-        assert_close(outs[rank], whole.out[:, rows], tolerance=tolerance, name=f"out of rank {rank}")
-        assert_close(lses[rank], whole.lse[:, :, rows], tolerance=tolerance, name=f"lse of rank {rank}")
-    for at, name in enumerate(("dq", "dk", "dv")):
-        got = torch.empty_like(whole.gradients[at])
-        for rows, shard in zip(where, gradients, strict=True):
-            got[:, rows] = shard[at].double()
-        assert_close(got, whole.gradients[at], tolerance=4 * tolerance, name=name)
+def of_plain(params: dict[str, Any]) -> list[str]:
+    return [] if params["slopes"] else [schedule(params)]
 
 
-@pytest.mark.support("schedules", schedule_row, mask_column, refuses=helped_by_causal_masks_only)
+def of_alibi(params: dict[str, Any]) -> list[str]:
+    return [ALIBI] if params["slopes"] else []
+
+
+def looks_ahead(schedule: str, mask: str) -> bool:
+    """A balanced schedule refuses it: on more than one rank there is nothing to pair."""
+    return schedule.startswith("balanced") and mask in ("full", "two sides", "left window")
+
+
+def refused(params: dict[str, Any]) -> bool:
+    return not params["slopes"] and helped_by_causal_masks_only(params)
+
+
+both = pytest.mark.parametrize("slopes", [False, True], ids=["plain", "alibi"])
+
+
+@pytest.mark.support("schedules", of_plain, mask, refuses=refused)
+@pytest.mark.support("runtime", of_alibi)
 @pytest.mark.usefixtures("nan_memory")
+@both
 @pytest.mark.parametrize("mask", MASKS)
-@pytest.mark.parametrize(("schedule", "layout"), SCHEDULES)
-def test_every_schedule_is_exact_on_odd_and_even_ranks(schedule: str, layout: str, mask: str) -> None:
+@pytest.mark.parametrize(("schedule", "layout"), SCHEDULES[:5])
+def test_every_schedule_is_exact_on_odd_and_even_ranks(schedule: str, layout: str, mask: str, slopes: bool) -> None:
     causal, window = MASKS[mask]
     served = 0
-    for ranks in (1, 2, 3, 4, 5, 7, 8):
-        local = 2 * random.Random(f"{schedule} {mask} {ranks}").randrange(2, 6)
-        whole = case(ranks * local, causal=causal, window_size=window, softmax_scale=0.3, seed=ranks)
-        request = Request(
-            **arguments(
-                softmax_scale=0.3,
-                causal=causal,
-                window_size=window,
-                schedule=schedule,
-                layout=layout,
-                kernel="reference",
-            )
-        )
+    for ranks in RANKS:
+        draw = random.Random(f"{schedule} {mask} {ranks}")
+        local = draw.randrange(2, 6) * 2 + (draw.randrange(2) if layout == "contiguous" else 0)
+        shape = {"kv_heads": draw.choice([1, 2, 4])} | SMALL | ({"kv_heads": 1} if SMALL else {})
+        asked: dict[str, Any] = {"causal": causal, "window_size": window, "softmax_scale": 0.3, "with_slopes": slopes}
+        whole = case(ranks * local, seed=ranks, **asked, **shape)
         try:
-            run(request, whole, ranks, layout)
+            together(whole, ranks, schedule=schedule, layout=layout, kernel=KERNEL)
         except UnsupportedError:
-            assert schedule.startswith("balanced")
-            assert mask in ("full", "two sides")
+            assert looks_ahead(schedule, mask)
             continue
         served += 1
-    assert served >= (1 if mask in ("full", "two sides") else 7)
+    assert served >= (1 if looks_ahead(schedule, mask) else len(RANKS))
+
+
+@pytest.mark.support("schedules", of_plain, pack_mask, refuses=refused)
+@pytest.mark.support("runtime", of_alibi)
+@pytest.mark.usefixtures("nan_memory")
+@both
+@pytest.mark.parametrize("mask", PACK_MASKS)
+@pytest.mark.parametrize(("schedule", "layout"), SCHEDULES)
+def test_random_packs_are_exact_on_one_to_sixteen_ranks(schedule: str, layout: str, mask: str, slopes: bool) -> None:
+    causal, window = PACK_MASKS[mask]
+    draw = random.Random(f"{schedule} {mask} {slopes}")
+    counts = RANKS[:4] if SMALL else (1, 2, 3, 4, draw.choice([5, 6, 7]), draw.choice([8, 11, 16]))
+    served = 0
+    for ranks in counts:
+        offsets = random_offsets(ranks * 2 * draw.randint(1, 7), draw)
+        kernel = KERNEL if slopes else draw.choice([KERNEL, "cpu"])
+        heads, kv_heads = (2, 1) if SMALL else draw.choice([(4, 4), (4, 2), (6, 1), (3, 3)])
+        asked: dict[str, Any] = {"causal": causal, "window_size": window, "with_slopes": slopes, "seed": ranks}
+        whole = pack(offsets, **SMALL | {"heads": heads, "kv_heads": kv_heads}, **asked)
+        try:
+            together(whole, ranks, schedule=schedule, layout=layout, kernel=kernel)
+        except UnsupportedError:
+            assert schedule.startswith("balanced")
+            continue
+        served += 1
+    assert served >= (0 if schedule.startswith("balanced") and not causal else len(counts))
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+@pytest.mark.skipif(interpreted(), reason="this is the run in the interpreter")
+def test_the_triton_kernels_are_exact_too_in_the_interpreter() -> None:
+    chosen = "alibi and (odd and zigzag and sides or packs and load_balanced and left)"
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__, "-k", chosen]
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=170, check=False)
+    assert run.returncode == 0, run.stdout[-4000:] + run.stderr[-2000:]
+    assert "2 passed" in run.stdout
 
 
 @pytest.mark.usefixtures("nan_memory")
@@ -88,46 +138,49 @@ def test_every_schedule_is_exact_on_odd_and_even_ranks(schedule: str, layout: st
 def test_every_dtype_and_head_count_is_exact_to_rounding(
     heads: int, kv_heads: int, dtype: torch.dtype, kernel: str
 ) -> None:
-    ranks = 4 if heads != 33 else 3
-    head_dim = 16 if heads == 33 else 32
+    ranks, head_dim = (3, 16) if heads == 33 else (4, 32)
     whole = case(ranks * 14, heads=heads, kv_heads=kv_heads, head_dim=head_dim, dtype=dtype, seed=heads)
-    run(Request(**arguments(softmax_scale=head_dim**-0.5, kernel=kernel)), whole, ranks, "contiguous")
+    together(whole, ranks, kernel=kernel)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kernel", ["reference", "cpu"])
+def test_packs_are_exact_to_rounding_in_every_dtype(kernel: str, dtype: torch.dtype) -> None:
+    for ranks in (2, 4):
+        together(pack((0, 1, 9, 30, ranks * 24), dtype=dtype, head_dim=32, seed=ranks), ranks, kernel=kernel)
+
+
+def test_a_width_of_values_of_its_own_works_in_packs() -> None:
+    together(pack((0, 3, 20, 21, 40), head_dim_v=8), 4, kernel="reference")
+
+
+def test_one_document_is_planned_as_a_plain_sequence() -> None:
+    plain = Request(**arguments(softmax_scale=0.3, window_size=(5, 0)))
+    packed = Request(**arguments(softmax_scale=0.3, window_size=(5, 0), cu_seqlens=(0, 24)))
+    assert packed.mask_over(24) == plain.mask_over(24)
 
 
 @pytest.mark.parametrize("local", [1, 2, 3, 7, 11])
 def test_local_lengths_need_not_be_even(local: int) -> None:
     for ranks in (2, 3, 4):
-        if local == 1 and ranks != 3:
-            continue  # half a token cannot be shared: auto takes `balanced` there, see below
-        run(
-            Request(**arguments(softmax_scale=0.25, kernel="reference")),
-            case(ranks * local, seed=local),
-            ranks,
-            "contiguous",
-        )
+        if local > 1 or ranks == 3:  # half a token cannot be shared: auto takes `balanced` there, see below
+            together(case(ranks * local, seed=local), ranks, kernel="reference")
 
 
 def test_one_token_per_rank_works_on_an_even_number_of_ranks() -> None:
-    for schedule in ("auto", "ring", "balanced"):
-        run(
-            Request(**arguments(softmax_scale=0.25, schedule=schedule, kernel="reference")),
-            case(4, seed=3),
-            4,
-            "contiguous",
-        )
+    for name in ("auto", "ring", "balanced"):
+        together(case(4, seed=3), 4, schedule=name, kernel="reference")
 
 
 @pytest.mark.support("runtime", "either backward payload, delta or out")
 @pytest.mark.parametrize("reads", ["delta", "out"])
-def test_both_backward_payloads_give_the_same_gradients(reads: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    kernel = "reference" if reads == "delta" else "cpu"
+def test_both_backward_payloads_give_the_same_gradients(reads: str) -> None:
+    kernel, whole = "reference" if reads == "delta" else "cpu", case(40)
     request = Request(**arguments(softmax_scale=0.25, kernel=kernel))
-    whole = case(40)
-    prepared = prepare_together(request, *([x[:, r * 10 : r * 10 + 10] for r in range(4)] for x in whole.inputs))
+    prepared = prepare_together(request, *(x.chunk(4, 1) for x in whole.inputs))
     assert prepared[0].format.backward_needs == reads
-    run(request, whole, 4, "contiguous")
+    together(whole, 4, kernel=kernel)
 
 
 def test_large_scores_neither_overflow_nor_lose_rows() -> None:
-    whole = case(48, softmax_scale=40.0)
-    run(Request(**arguments(softmax_scale=40.0, kernel="reference")), whole, 4, "contiguous")
+    together(case(48, softmax_scale=40.0), 4, kernel="reference")

@@ -9,18 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from dfa_megatron.runtime.request import Request
-from dfa_megatron.testing.arguments import arguments
-from tests.runtime.execute.test_together_varlen import run
-from tests.support.packs import pack, random_offsets, served, skip_unless_it_serves_this_gpu
+from tests.runtime.execute.test_together import SCHEDULES
+from tests.support.attend import pack, together
+from tests.support.packs import random_offsets, served, skip_unless_it_serves_this_gpu
 
-SHAPE: dict[str, Any] = {"heads": 8, "kv_heads": 2, "head_dim": 128, "dtype": torch.bfloat16, "device": "cuda"}
-SCHEDULES = (
-    ("balanced_shared", "contiguous"),
-    ("greedy", "contiguous"),
-    ("auto", "zigzag"),
-    ("auto", "load_balanced"),
-)
+SHAPE: dict[str, Any] = {"heads": 8, "head_dim": 128, "dtype": torch.bfloat16, "device": "cuda"}
 
 
 @pytest.mark.support("runtime", "one GPU as 2 to 8 ranks: `flash4`, `triton`, `aten`, `cudnn`; every schedule, packs")
@@ -32,11 +25,8 @@ def test_kernels_are_exact_on_two_to_eight_ranks(kernel: str, packed: bool) -> N
     draw, done = random.Random(f"{kernel} {packed}"), 0
     for ranks in (2, 3, 4, 8):
         local = 2 * draw.choice([32, 65, 96, 128])
-        offsets = random_offsets(ranks * local, draw) if packed else (0, ranks * local)
-        for schedule, layout in SCHEDULES:
-            request = Request(
-                **arguments(schedule=schedule, layout=layout, kernel=kernel, cu_seqlens=offsets, softmax_scale=0.3)
-            )
-            whole = pack(offsets, seed=ranks, **SHAPE)
-            done += served(kernel, functools.partial(run, request, whole, ranks))
+        whole = pack(random_offsets(ranks * local, draw) if packed else (0, ranks * local), seed=ranks, **SHAPE)
+        for schedule, layout in SCHEDULES[2:]:
+            run = functools.partial(together, whole, ranks, schedule=schedule, layout=layout, kernel=kernel)
+            done += served(kernel, run)
     assert done >= 4

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 import dfa_megatron
 from dfa_megatron import remat
 from dfa_megatron.config import DistAttentionConfig
+from dfa_megatron.doctor.dense import dense_attention
 from dfa_megatron.errors import DisagreementError, UnsupportedError
 from dfa_megatron.plan.language.geometry import CAUSAL
 from dfa_megatron.plan.language.heads import split_heads
@@ -22,12 +23,11 @@ from dfa_megatron.runtime.agreement.board import Board
 from dfa_megatron.runtime.agreement.guard import Guard
 from dfa_megatron.runtime.comm.channel import Channel
 from dfa_megatron.runtime.counters import COUNTERS
-from dfa_megatron.testing.arguments import arguments
-from dfa_megatron.testing.dense import assert_close, dense_attention
-from dfa_megatron.testing.nan_memory import nan_memory
-from dfa_megatron.testing.workers import run_ranks
-from tests.runtime.comm.test_gloo import attend_and_compare
-from tests.support.cases import Case, case, positions
+from tests.support.arguments import arguments
+from tests.support.attend import Case, attend, case, compare
+from tests.support.close import assert_close
+from tests.support.nan_memory import nan_memory
+from tests.support.workers import run_ranks
 
 HEADS = ((4, 4), (8, 2), (8, 1), (12, 4), (12, 6), (12, 12))
 """(heads, kv_heads): multi-head, grouped, multi-query; 12 and 6 on 4 ranks give ranks unlike shares of kv heads."""
@@ -35,7 +35,7 @@ HEADS = ((4, 4), (8, 2), (8, 1), (12, 4), (12, 6), (12, 12))
 
 def test_a_single_process_has_nobody_to_exchange_with() -> None:
     with pytest.raises(UnsupportedError, match="group of 1 ranks"):
-        attend_and_compare(case(8), 0, 1, ulysses_degree=2)
+        compare(case(8), 0, 1, ulysses_degree=2)
 
 
 def test_the_option_is_a_number_of_ranks() -> None:
@@ -61,7 +61,7 @@ def _heads(rank: int, ranks: int, degree: int) -> None:
         for seed, (heads, kv_heads) in enumerate(HEADS):
             if heads % degree == 0:
                 whole = case(ranks * 6, heads=heads, kv_heads=kv_heads, head_dim=8, seed=seed)
-                attend_and_compare(whole, rank, ranks, ulysses_degree=degree)
+                compare(whole, rank, ranks, ulysses_degree=degree)
 
 
 @pytest.mark.parametrize(("ranks", "degree"), [(3, 3), (4, 2), (4, 4)])
@@ -78,13 +78,13 @@ def _masks(rank: int, ranks: int, degree: int) -> None:
             for dtype in (torch.float64, torch.bfloat16):
                 whole = case(ranks * 10, dtype=dtype, heads=heads, kv_heads=1, seed=seed)
                 options = {"schedule": schedule, "layout": layout, "ulysses_degree": degree}
-                attend_and_compare(whole, rank, ranks, **options)
+                compare(whole, rank, ranks, **options)
         whole = case(ranks * 10, heads=heads, causal=False, seed=9)
-        attend_and_compare(whole, rank, ranks, causal=False, ulysses_degree=degree)
-        attend_and_compare(whole, rank, ranks, causal=False, ulysses_degree=degree, layout="zigzag")
+        compare(whole, rank, ranks, causal=False, ulysses_degree=degree)
+        compare(whole, rank, ranks, causal=False, ulysses_degree=degree, layout="zigzag")
         whole = case(ranks * 10, heads=heads, window_size=(13, 0), batch=1, seed=10)
         for more in ({"kernel": "cpu"}, {"kernel": "reference"}):
-            attend_and_compare(whole, rank, ranks, window_size=(13, -1), ulysses_degree=degree, **more)
+            compare(whole, rank, ranks, window_size=(13, -1), ulysses_degree=degree, **more)
 
 
 @pytest.mark.support("runtime", "heads exchanged around a schedule (`ulysses_degree`)")
@@ -123,7 +123,7 @@ def _again(rank: int, ranks: int, kv_heads: int) -> None:
     for layout in ("contiguous", "zigzag"):
         for seed in range(3):  # recorded at the first
             whole = case(ranks * 8, heads=4, kv_heads=kv_heads, dtype=torch.bfloat16, seed=seed)
-            attend_and_compare(whole, rank, ranks, layout=layout, ulysses_degree=2)
+            compare(whole, rank, ranks, layout=layout, ulysses_degree=2)
     for prepared in in_use():
         assert prepared.exchange is not None
         assert [type(recorded) for recorded in prepared.bound.values()] == [Bound, Bound]
@@ -137,8 +137,8 @@ def test_exchanges_are_recorded_and_exact_when_they_are_replayed(kv_heads: int) 
 def _subgroups(rank: int, ranks: int) -> None:
     groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
     mine = rank % 2
-    attend_and_compare(case(24, seed=mine), rank // 2, 2, group=groups[mine], ulysses_degree=2)
-    attend_and_compare(case(24, seed=3), rank, ranks, ulysses_degree=2)
+    compare(case(24, seed=mine), rank // 2, 2, group=groups[mine], ulysses_degree=2)
+    compare(case(24, seed=3), rank, ranks, ulysses_degree=2)
 
 
 def test_groups_of_other_than_all_ranks_exchange_among_themselves() -> None:
@@ -154,15 +154,15 @@ def _communicators(rank: int, ranks: int) -> None:
         whole = channel(group_name(None))
         return sum(len(part._made) for part in (whole, *whole._subgroups.values()))
 
-    attend_and_compare(case(ranks * 8), rank, ranks)
+    compare(case(ranks * 8), rank, ranks)
     plain = count()
     assert all(prepared.exchange is None for prepared in in_use())
     assert COUNTERS.ulysses_exchanges == COUNTERS.ulysses_forward_bytes == COUNTERS.ulysses_backward_bytes == 0
-    attend_and_compare(case(ranks * 8), rank, ranks, ulysses_degree=2)
+    compare(case(ranks * 8), rank, ranks, ulysses_degree=2)
     made = count()
     assert made > plain
     for schedule in ("ring", "balanced"):
-        attend_and_compare(case(ranks * 10), rank, ranks, schedule=schedule, ulysses_degree=2)
+        compare(case(ranks * 10), rank, ranks, schedule=schedule, ulysses_degree=2)
     assert count() == made, "the parts of a group serve every attention of it"
 
 
@@ -172,12 +172,9 @@ def test_communicators_are_made_once_and_for_a_degree_above_one_only() -> None:
 
 def _counted(rank: int, ranks: int, kernel: str, kv_heads: int = 1) -> dict[str, int]:
     whole = case(ranks * 64, batch=1, heads=8, kv_heads=kv_heads, head_dim=32, dtype=torch.bfloat16)
-    rows = positions("contiguous", ranks * 64, ranks)[rank]
-    shard = [x[:, rows].requires_grad_() for x in whole.inputs]
+    shard, _ = whole.shard(rank, ranks)
     COUNTERS.reset()
-    dfa_megatron.dist_flash_attn_func(
-        *shard, causal=True, config=DistAttentionConfig(schedule="ring", ulysses_degree=2, kernel=kernel)
-    ).sum().backward()
+    attend(whole, *shard, schedule="ring", ulysses_degree=2, kernel=kernel).sum().backward()
     return COUNTERS.snapshot()
 
 
@@ -211,12 +208,11 @@ def test_what_was_exchanged_is_kept_where_kv_heads_divide(kernel: str, payload: 
 def _deterministic(rank: int, ranks: int) -> None:
     torch.use_deterministic_algorithms(True)
     whole = case(ranks * 16, dtype=torch.float32, heads=4, kv_heads=1)
-    rows = positions("contiguous", ranks * 16, ranks)[rank]
     runs = []
     for _ in range(3):
-        shard = [x[:, rows].clone().requires_grad_() for x in whole.inputs]
-        out = dfa_megatron.dist_flash_attn_func(*shard, causal=True, config=DistAttentionConfig(ulysses_degree=2))
-        runs.append((out.detach(), *torch.autograd.grad(out, shard, whole.dout[:, rows])))
+        shard, dout = whole.shard(rank, ranks)
+        out = attend(whole, *shard, ulysses_degree=2)
+        runs.append((out.detach(), *torch.autograd.grad(out, shard, dout)))
     assert all(torch.equal(a, b) for again in runs[1:] for a, b in zip(runs[0], again, strict=True))
 
 
@@ -238,7 +234,7 @@ def _automatic(rank: int, ranks: int) -> dict[str, int]:
     for name, heads, kv_heads in counts:
         COUNTERS.reset()
         whole = case(ranks * 8, heads=heads, kv_heads=kv_heads)
-        attend_and_compare(whole, rank, ranks, ulysses_degree="auto", hardware="h200-slow-link")
+        compare(whole, rank, ranks, ulysses_degree="auto", hardware="h200-slow-link")
         exchanges[name] = COUNTERS.ulysses_exchanges
     return exchanges
 
@@ -254,10 +250,10 @@ def test_the_automatic_degree_is_one_that_the_heads_allow() -> None:
 
 def _other_degrees(rank: int, ranks: int) -> None:
     with pytest.raises(DisagreementError, match=r"request.ulysses_degree: 1 on rank 0; 2 on ranks 1, 2, 3"):
-        attend_and_compare(case(ranks * 8), rank, ranks, ulysses_degree=1 if rank == 0 else 2)
+        compare(case(ranks * 8), rank, ranks, ulysses_degree=1 if rank == 0 else 2)
     with pytest.raises(DisagreementError, match=r"request.ulysses_degree: 2 on ranks 0, 1, 2; 4 on rank 3"):
-        attend_and_compare(case(ranks * 8), rank, ranks, ulysses_degree=4 if rank == 3 else 2)
-    attend_and_compare(case(ranks * 8), rank, ranks, ulysses_degree=2)
+        compare(case(ranks * 8), rank, ranks, ulysses_degree=4 if rank == 3 else 2)
+    compare(case(ranks * 8), rank, ranks, ulysses_degree=2)
 
 
 def test_ranks_with_other_degrees_are_told_and_can_go_on() -> None:
@@ -266,10 +262,10 @@ def test_ranks_with_other_degrees_are_told_and_can_go_on() -> None:
 
 def _refused(rank: int, ranks: int) -> None:
     with pytest.raises(UnsupportedError, match=r"ulysses_degree=2 with 33 heads"):
-        attend_and_compare(case(ranks * 2, heads=33, kv_heads=33), rank, ranks, ulysses_degree=2)
+        compare(case(ranks * 2, heads=33, kv_heads=33), rank, ranks, ulysses_degree=2)
     one_of_them = UnsupportedError if rank == 2 else DisagreementError
     with pytest.raises(one_of_them, match=r"ulysses_degree=3 on a group of 4 ranks"):
-        attend_and_compare(case(ranks * 8), rank, ranks, ulysses_degree=3 if rank == 2 else 2)
+        compare(case(ranks * 8), rank, ranks, ulysses_degree=3 if rank == 2 else 2)
 
 
 def test_heads_and_ranks_that_do_not_divide_are_refused_on_every_rank() -> None:
@@ -287,8 +283,7 @@ def _region(*qkv: torch.Tensor) -> torch.Tensor:
 
 def _remat(rank: int, ranks: int, kv_heads: int) -> None:
     whole = case(ranks * 8, heads=4, kv_heads=kv_heads)
-    rows = positions("contiguous", ranks * 8, ranks)[rank]
-    shard = [x[:, rows].clone().requires_grad_() for x in whole.inputs]
+    rows, (shard, _) = whole.rows(rank, ranks), whole.shard(rank, ranks)
     COUNTERS.reset()
     plain = torch.autograd.grad(_region(*shard), shard, whole.dout[:, rows])
     once = COUNTERS.snapshot()
@@ -315,8 +310,7 @@ def test_rematerialization_repeats_no_exchange(kv_heads: int) -> None:
 
 def _compiled(rank: int, ranks: int) -> None:
     whole = case(ranks * 8, heads=4, kv_heads=1)
-    rows = positions("contiguous", ranks * 8, ranks)[rank]
-    shard = [x[:, rows].clone().requires_grad_() for x in whole.inputs]
+    rows, (shard, _) = whole.rows(rank, ranks), whole.shard(rank, ranks)
     plain = torch.autograd.grad(_region(*shard), shard, whole.dout[:, rows])
     compiled = torch.compile(_region, backend="aot_eager", fullgraph=True)
     out = compiled(*shard)
@@ -351,14 +345,7 @@ def _gpu_case(length: int, **options: Any) -> Case:
 
 
 def _gpu_compare(whole: Case, rank: int, ranks: int, **options: Any) -> None:
-    rows = positions(options.get("layout", "contiguous"), whole.out.shape[1], ranks)[rank].to("cuda")
-    shard = [x[:, rows].requires_grad_() for x in whole.inputs]
-    out, lse = dfa_megatron.dist_flash_attn_func(*shard, **arguments(return_lse=True, **options))
-    assert_close(out, whole.out[:, rows], tolerance=1e-2, name="out")
-    assert_close(lse, whole.lse[:, :, rows], tolerance=1e-2, name="lse")
-    gradients = torch.autograd.grad(out, shard, whole.dout[:, rows])
-    for name, got, want in zip(("dq", "dk", "dv"), gradients, whole.gradients, strict=True):
-        assert_close(got, want[:, rows], tolerance=1e-2, name=name)
+    compare(whole, rank, ranks, tolerance=1e-2, **options)
 
 
 def _exact_on_gpus(rank: int, ranks: int) -> None:

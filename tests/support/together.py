@@ -58,6 +58,14 @@ def backward_together(
     return [(*algebra.result("dq"), *algebra.result("dkv")) for algebra in algebras]  # type: ignore[misc]
 
 
+def both_together(
+    prepared: Sequence[Prepared], q: Shards, k: Shards, v: Shards, dout: Shards, slopes: torch.Tensor | None = None
+) -> tuple[Shards, Shards, list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]]:
+    """Return out and lse of every rank, and (dq, dk, dv) of each."""
+    out, lse = zip(*forward_together(prepared, q, k, v, slopes), strict=True)
+    return out, lse, backward_together(prepared, dout, q, k, v, out, lse, slopes)
+
+
 def _given(slopes: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
     return () if slopes is None else (slopes,)
 

@@ -1,9 +1,8 @@
-"""Compute dense attention in float64 as ground truth, and compare with it so that NaN never passes."""
+"""Attention by its definition, dense and in float64: the ground truth."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 
 import torch
 
@@ -91,44 +90,3 @@ def _pairs(visible: Band | Mask | torch.Tensor, q_len: int, kv_len: int) -> torc
         at = slice(tile.q.lo, tile.q.hi), slice(tile.kv.lo, tile.kv.hi)
         seen[at] |= (ahead[at] >= tile.lo) & (ahead[at] <= tile.hi)
     return seen
-
-
-def too_far(errors: Mapping[str, float], tolerance: float) -> str:
-    """Return which relative errors are larger than the tolerance, or "". A NaN is."""
-    return ", ".join(f"{name} is off by {error:.1e}" for name, error in errors.items() if not error <= tolerance)
-
-
-def assert_close(got: torch.Tensor, want: torch.Tensor, *, tolerance: float, name: str = "tensor") -> None:
-    """Assert that |got - want| / |want| (Frobenius norms, in float64) is at most `tolerance`.
-
-    Infinities must be in the same places and are left out of the norms; where |want| is 0, |got| itself is compared.
-    NaN on either side never passes.
-
-    Raises:
-        AssertionError: with the distance and the element that is farthest off.
-    """
-    if got.shape != want.shape:
-        raise AssertionError(f"{name}: shape {tuple(got.shape)}, wanted {tuple(want.shape)}")
-    a, b = got.detach().double().cpu(), want.detach().double().cpu()
-    for side, values in (("", a), ("the wanted ", b)):
-        if values.isnan().any():
-            raise AssertionError(f"{name}: {side}value at {_place(values.isnan())} is NaN")
-    different = (a != b) & (a.isinf() | b.isinf())
-    if different.any():
-        place = _place(different)
-        raise AssertionError(f"{name}: {a[place].item()} at {place}, wanted {b[place].item()}")
-    finite = b.isfinite()
-    error = torch.where(finite, a - b, 0.0)
-    norm = torch.where(finite, b, 0.0).norm().item()
-    distance = error.norm().item() / (norm or 1.0)
-    if not distance <= tolerance:
-        place = _place(error.abs() == error.abs().max())
-        raise AssertionError(
-            f"{name}: relative distance {distance:.3e} is above {tolerance:.1e}; farthest off at {place}: "
-            f"{a[place].item():.9g}, wanted {b[place].item():.9g}"
-        )
-
-
-def _place(mask: torch.Tensor) -> tuple[int, ...]:
-    """Return the first index at which the mask is true."""
-    return tuple(int(index) for index in mask.nonzero()[0])

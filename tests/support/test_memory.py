@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dfa_megatron.testing import nan_memory as memory
+from tests.support import nan_memory as memory
 
 ALLOCATIONS = {
     "empty": lambda dtype: torch.empty(3, 4, dtype=dtype),

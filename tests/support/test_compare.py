@@ -8,8 +8,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from dfa_megatron.doctor.dense import band_mask, band_of, dense_attention
 from dfa_megatron.plan.language.geometry import Band
-from dfa_megatron.testing.dense import assert_close, band_mask, band_of, dense_attention
+from tests.support.close import assert_close
 
 
 def inputs(seed: int, heads: int, kv_heads: int, q_len: int = 7, kv_len: int = 7) -> list[torch.Tensor]:

@@ -75,7 +75,7 @@ def run_ranks(
         timeout: seconds until all processes are killed.
         grace: seconds that the other ranks are given to report, after one has failed.
         cuda: give each rank a GPU as its current device, and NCCL for tensors there. CPU tensors always go by gloo.
-            Where GPUs are fewer than ranks, ranks share them: see `share_gpus`.
+            Where GPUs are fewer than ranks, ranks share them: see `doctor.world.share_gpus`.
 
     Returns:
         What each rank returned, by rank. Tensors arrive as copies.
@@ -224,6 +224,8 @@ def _call(job: _Job) -> Any:
     _import(job.module, job.file)
     function, args = pickle.loads(job.call)  # noqa: S301 (from the test that started us)
     if job.cuda:
+        from dfa_megatron.doctor.world import share_gpus
+
         share_gpus(job.rank, job.world_size)
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if job.cuda else "gloo",
@@ -238,24 +240,6 @@ def _call(job: _Job) -> Any:
         if _DESTROYS:
             dist.destroy_process_group()
     return result
-
-
-def share_gpus(rank: int, ranks: int) -> None:
-    """Choose the GPU of a rank of this machine, the same for several where there are fewer; before NCCL starts.
-
-    NCCL refuses two ranks of one GPU on one host. So each is told that it is a host of its own; messages take sockets.
-
-    Args:
-        rank: on this machine, from 0 on.
-        ranks: of this machine.
-    """
-    import torch
-
-    gpus = torch.cuda.device_count()
-    if gpus < ranks:
-        os.environ["NCCL_HOSTID"] = f"rank-{rank}"
-        os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
-    torch.cuda.set_device(rank % gpus)
 
 
 def _import(name: str, file: str | None) -> ModuleType:
