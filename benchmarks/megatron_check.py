@@ -38,7 +38,7 @@ def attention_errors(block: Any, shape: Shape, mode: Mode, tokens: int) -> dict[
         if mode.tensor:
             return x.chunk(dist.get_world_size(), 2)[parallel_state.get_tensor_model_parallel_rank()].contiguous()
         group = parallel_state.get_context_parallel_group()
-        layout = "zigzag" if mode.remat is None else "contiguous"
+        layout = "zigzag" if mode.checkpoint is None else "contiguous"
         return shard_sequence(x, group=group, layout=layout, dim=0).contiguous()
 
     leaves = [own(x).clone().requires_grad_() for x in (q, k, v)]

@@ -62,8 +62,8 @@ class Mode:
     """One way to run the layers."""
 
     name: str
-    remat: str | None
-    """DistAttentionConfig.remat; None is Megatron's own attention through Transformer Engine."""
+    checkpoint: str | None
+    """DistAttentionConfig.checkpoint; None is Megatron's own attention through Transformer Engine."""
     full: bool
     """--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"""
     offload: bool = False
@@ -78,10 +78,14 @@ class Mode:
 
     def options(self, kernel: str, schedule: str) -> DistAttentionConfig | None:
         """Return our options, or None if attention is Megatron's."""
-        if self.remat is None:
+        if self.checkpoint is None:
             return None
         return DistAttentionConfig(
-            kernel=kernel, schedule=schedule, data_layout=self.layout, remat=self.remat, remat_offload=self.offload
+            kernel=kernel,
+            schedule=schedule,
+            data_layout=self.layout,
+            checkpoint=self.checkpoint,
+            remat_offload=self.offload,
         )
 
 
@@ -91,8 +95,8 @@ MODES = {
         Mode("remat", "auto", full=True),
         Mode("remat-offload", "auto", full=True, offload=True),
         Mode("remat-boundary", "auto", full=True, layout="boundary"),
-        Mode("full", "off", full=True),
-        Mode("none", "off", full=False),
+        Mode("full", "none", full=True),
+        Mode("none", "none", full=False),
         Mode("remat-te", "auto", full=True, transformer_engine=True),
         Mode("remat-te-fp8", "auto", full=True, transformer_engine=True, fp8=True),
         Mode("te", None, full=False, transformer_engine=True),
@@ -181,7 +185,7 @@ def make_config(shape: Shape, layers: int, mode: Mode, *, fusion: bool) -> Any:
         tensor_model_parallel_size=tensor,
         sequence_parallel=tensor > 1,
         context_parallel_size=parallel_state.get_context_parallel_world_size(),
-        cp_comm_type="dfa" if mode.remat is not None else "a2a" if shape.hybrid else "p2p",
+        cp_comm_type="dfa" if mode.checkpoint is not None else "a2a" if shape.hybrid else "p2p",
         kv_channels=shape.head_dim,
         params_dtype=dtype,
         pipeline_dtype=dtype,

@@ -102,8 +102,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 PHASES: tuple[Callable[[Mode], bool], ...] = (
     lambda mode: mode.tensor,
-    lambda mode: not mode.tensor and mode.remat is None,
-    lambda mode: mode.remat is not None,
+    lambda mode: not mode.tensor and mode.checkpoint is None,
+    lambda mode: mode.checkpoint is not None,
 )
 """Kinds of modes, in the order in which they run."""
 

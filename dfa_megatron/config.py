@@ -15,7 +15,6 @@ from dfa_megatron.names import (
     CHECKPOINT,
     DATA_LAYOUTS,
     KERNELS,
-    REMAT,
     SCHEDULES,
     SCOPES,
     TRANSPORTS,
@@ -98,19 +97,14 @@ class DistAttentionConfig:
     kernel: str = _option(
         "auto", "Which kernel computes a block. auto: the fastest that can do the request on this device.", KERNELS
     )
-    remat: str = _option(
-        "auto",
-        "Rematerialization-aware checkpointing: save attention's output and lse, recompute the rest of the layer. "
-        "auto: on where Megatron's flags ask for full recomputation.",
-        REMAT,
-        ("megatron",),
-    )
     checkpoint: str = _option(
-        "none",
-        "Activation checkpointing of the model's layers. none: the model's own setting stays. full: attention runs and "
-        "sends twice. remat: attention's output and lse are saved, so that it runs and sends once.",
+        "auto",
+        "Activation checkpointing of whole layers. auto: where the framework checkpoints them, attention's output and "
+        "lse are saved, so that it runs and sends once. none: the framework's checkpoints run attention twice. full: "
+        "layers are checkpointed, and attention runs twice. remat: layers are checkpointed, and attention's output and "
+        "lse are saved.",
         CHECKPOINT,
-        ("deepspeed", "huggingface"),
+        ("megatron", "deepspeed", "huggingface"),
     )
     remat_offload: bool = _option(
         False,
@@ -254,6 +248,11 @@ class DistAttentionConfig:
     def fixed_degree(self) -> int:
         """`ulysses_degree` where it is a number; 1 for "auto"."""
         return 1 if isinstance(self.ulysses_degree, str) else self.ulysses_degree
+
+    @property
+    def saves_attention(self) -> bool:
+        """Whether a checkpoint of a layer saves attention's output and lse."""
+        return self.checkpoint in ("auto", "remat")
 
     @property
     def layout_inside(self) -> str:

@@ -19,8 +19,7 @@ KERNELS = ("auto", "flash4", "flash3", "cudnn", "flash2", "aten", "cpu", "triton
 """In the order in which "auto" prefers them."""
 
 TRANSPORTS = ("auto", "p2p", "copy_engine")
-REMAT = ("auto", "on", "off")
-CHECKPOINT = ("none", "full", "remat")
+CHECKPOINT = ("auto", "none", "full", "remat")
 VERIFY = ("on", "off")
 SCOPES = ("function", "megatron", "deepspeed", "huggingface")
 """Where an option can be set."""

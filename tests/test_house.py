@@ -50,21 +50,21 @@ LONG_FUNCTIONS_FOR_NOW = {
 """May only become shorter."""
 
 BUDGETS = {
-    "benchmarks": 6_609,
+    "benchmarks": 6_613,
     "cli": 652,
     "deepspeed": 1_440,
     "doctor": 1_184,
-    "huggingface": 4_550,
+    "huggingface": 4_566,
     "kernels": 3_757,
     "loss": 791,
-    "megatron": 4_645,
+    "megatron": 4_654,
     "plan": 5_910,
     "proving": 763,
     "recurrence": 1_170,
     "remat": 535,
     "runtime": 5_806,
-    "tests": 39_953,
-    "top": 1_404,
+    "tests": 39_965,
+    "top": 1_402,
 }
 """Lines of Python in a folder of the package, in its files beside them ("top"), in tests and in benchmarks.
 

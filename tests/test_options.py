@@ -20,19 +20,18 @@ def test_every_option_says_where_it_can_be_set_and_the_others_are_refused_there(
     apart = {name: scope for name, scope in scopes.items() if scope != set(names.SCOPES)}
     assert apart == {
         "data_layout": {"megatron"},
-        "remat": {"megatron"},
-        "checkpoint": {"deepspeed", "huggingface"},
+        "checkpoint": {"megatron", "deepspeed", "huggingface"},
         "remat_offload": {"megatron", "deepspeed", "huggingface"},
         "loss_tile": {"megatron", "deepspeed", "huggingface"},
         "mlp_tile": {"megatron", "deepspeed", "huggingface"},
     }
-    config = DistAttentionConfig(remat="on", schedule="ring")
+    config = DistAttentionConfig(data_layout="boundary", schedule="ring")
     assert config.within("function") == DistAttentionConfig(schedule="ring")
     config.refuse_outside("megatron", "nothing")
-    with pytest.raises(UnsupportedError, match=r"remat='on'.*an option of megatron alone"):
+    with pytest.raises(UnsupportedError, match=r"data_layout='boundary'.*an option of megatron alone"):
         config.refuse_outside("function", "its default")
-    with pytest.raises(UnsupportedError, match=r"key 'remat'.*an option of megatron alone"):
-        DistAttentionConfig.from_mapping({"remat": "on"}, "deepspeed")
+    with pytest.raises(UnsupportedError, match=r"key 'data_layout'.*an option of megatron alone"):
+        DistAttentionConfig.from_mapping({"data_layout": "zigzag"}, "deepspeed")
     for scope in names.SCOPES:
         flags = vars(DistAttentionConfig.add_arguments(argparse.ArgumentParser(), scope).parse_args([]))
         assert set(flags) == {f"dfa_{name}" for name, where in scopes.items() if scope in where}

@@ -34,7 +34,7 @@ def deepspeeds_function(settings: Mapping[str, Any], options: DistAttentionConfi
     The engine ignores that section. It affects only layers that DeepSpeed's own function checkpoints.
 
     Raises:
-        UnsupportedError: cpu_checkpointing is on but checkpoint='none', or there is no GPU.
+        UnsupportedError: cpu_checkpointing is on but no layer is checkpointed, or there is no GPU.
     """
     section = settings.get("activation_checkpointing") or {}
     if not section.get("cpu_checkpointing"):
@@ -42,9 +42,9 @@ def deepspeeds_function(settings: Mapping[str, Any], options: DistAttentionConfi
     from deepspeed.accelerator import get_accelerator
     from deepspeed.runtime.activation_checkpointing import checkpointing
 
-    if options.checkpoint == "none":
+    if options.checkpoint in ("auto", "none"):
         raise UnsupportedError(
-            "activation_checkpointing.cpu_checkpointing with dist_flash_attention.checkpoint 'none'",
+            "activation_checkpointing.cpu_checkpointing with dist_flash_attention.checkpoint 'auto' or 'none'",
             "no layer is checkpointed, so there is nothing to keep on the host",
             "checkpoint 'remat' or 'full'",
         )

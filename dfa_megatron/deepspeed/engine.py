@@ -81,11 +81,11 @@ def prepare(
         return _pipelined(model, settings, block, size)
     own_attention = _own_attention(model)
     checkpoint = block.options.checkpoint
-    if groups is None and own_attention and checkpoint != "none":
+    if groups is None and own_attention and checkpoint in ("full", "remat"):
         raise UnsupportedError(
             f"dist_flash_attention.checkpoint={checkpoint!r} for a model of your own",
             "its layers are not known",
-            "checkpoint 'none', and dfa_megatron.deepspeed.checkpoint or dfa_megatron.remat.context_fn in the model",
+            "checkpoint 'auto', and dfa_megatron.deepspeed.checkpoint or dfa_megatron.remat.context_fn in the model",
         )
     mesh = make_mesh(size) if groups is None else groups.mesh
     _check_batch_sizes(settings, mesh)
@@ -137,7 +137,7 @@ def _pipelined(
 
     def finish(engine: Any) -> None:
         _accept(engine, mesh, settings)
-        if block.options.checkpoint != "none":
+        if block.options.checkpoint in ("full", "remat"):
             pipeline.set_checkpointing(engine, block.options)
 
     return pipeline.settings_for(_common(settings), module, block), finish

@@ -1,4 +1,4 @@
-"""Checkpoint the layers of a transformers model; attention runs once with 'remat' and twice with 'full'."""
+"""Checkpoint the layers of a transformers model; attention runs once with 'auto' and 'remat', twice with 'full'."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ def set_checkpointing(
     """Checkpoint the layers of a transformers model.
 
     Args:
-        checkpoint: a value of `DistAttentionConfig.checkpoint`; "none" undoes what an earlier call set.
+        checkpoint: a value of `DistAttentionConfig.checkpoint`; "auto" and "none" undo what an earlier call set.
         reentrant: with PyTorch's re-entrant form, which saves only a layer's input. This input must have a gradient,
             so frozen embeddings (PEFT) are made to give it one.
         offload: save each layer's input, and with 'remat' attention's output and lse, in pinned host memory.
         function: a re-entrant checkpoint function in place of PyTorch's, called as function(layer, *inputs).
     """
-    if checkpoint == "none":
+    if checkpoint in ("auto", "none"):
         if vars(model).pop(_SET, False):
             (getattr(model, "activation_checkpointing_disable", None) or model.gradient_checkpointing_disable)()
         return
@@ -71,7 +71,7 @@ def check_layers(model: Any, options: DistAttentionConfig, *, reentrant: bool) -
     """
     able = model.supports_gradient_checkpointing and any(hasattr(x, "gradient_checkpointing") for x in model.modules())
     kind, checkpoint = kind_of(model), options.checkpoint
-    if not able and checkpoint != "none":
+    if not able and checkpoint in ("full", "remat"):
         raise UnsupportedError(
             f"checkpoint={checkpoint!r} for {kind}", "transformers does not checkpoint its layers", "checkpoint='none'"
         )
@@ -89,25 +89,38 @@ def check_options(options: DistAttentionConfig, *, reentrant: bool) -> None:
     Raises:
         UnsupportedError: names the option.
     """
-    if options.checkpoint != "none":
+    if options.checkpoint in ("full", "remat"):
         return
+    what = f"with checkpoint={options.checkpoint!r}"
     if reentrant:
-        raise UnsupportedError("reentrant with checkpoint='none'", "nothing is checkpointed", "'remat' or 'full'")
+        raise UnsupportedError(f"reentrant {what}", "it does not say that layers are checkpointed", "'remat' or 'full'")
     if options.remat_offload:
-        raise UnsupportedError(
-            "remat_offload with checkpoint='none'", "nothing is saved for a recompute", "checkpoint 'remat' or 'full'"
-        )
+        why = "it does not say that something is saved for a recompute"
+        raise UnsupportedError(f"remat_offload {what}", why, "checkpoint 'remat' or 'full'")
 
 
-def keep_forward(model: torch.nn.Module) -> None:
-    """Let the checkpoint functions of a model's layers, whoever set them, run a layer again in its own forward."""
+def keep_forward(model: torch.nn.Module, *, saving: bool) -> None:
+    """Let the checkpoint functions of a model's layers, whoever set them, run a layer again in its own forward.
+
+    saving: they save attention's output and lse too.
+    """
     # The keyword and `_enter_again` serve checkpoint functions that this does not see.
     for module in model.modules():
         own = vars(module).get(_FUNCTION)
         if own is not None and getattr(own, "func", None) is not _checkpoint:
-            setattr(module, _FUNCTION, functools.partial(_checkpoint, own))
+            setattr(module, _FUNCTION, functools.partial(_checkpoint, _saving(own) if saving else own))
         elif hasattr(module, "gradient_checkpointing"):
             return  # the first such module tells of all: transformers sets their functions together
+
+
+def _saving(own: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a checkpoint function that saves attention's output and lse."""
+    keywords = getattr(own, "keywords", {})
+    if "context_fn" in keywords:
+        return own
+    if keywords.get("use_reentrant") is False:
+        return functools.partial(own, context_fn=remat.context_fn)
+    return functools.partial(remat.remat_checkpoint, checkpoint=own)
 
 
 def _checkpoint(own: Callable[..., Any], layer: Callable[..., Any], *inputs: Any, **more: Any) -> Any:

@@ -37,6 +37,7 @@ class LayerContext:
     accelerate: batches come from accelerate: in evaluation every rank has whole sequences of its own, and the loss of
         this rank's tokens is weighed by who called the model.
     multimodal: the decoder belongs to a model with towers, which embeds whole sequences.
+    saving: layers that the model checkpoints save attention's output and lse.
     local: within `local_attention`.
     varied: a forward was local, or had documents or a tree, so that a recompute needs its own.
     """
@@ -47,6 +48,7 @@ class LayerContext:
     before: str
     accelerate: bool = False
     multimodal: bool = False
+    saving: bool = False
     local: bool = False
     varied: bool = False
 

@@ -98,6 +98,7 @@ def distribute_attention(
         before=before,
         accelerate=accelerate,
         multimodal=is_multimodal(inner),
+        saving=options.checkpoint == "auto",
         varied=known is not None and known.varied,
     )
     decoder = inner.get_decoder()

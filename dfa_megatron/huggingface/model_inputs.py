@@ -67,7 +67,7 @@ def begin(model: Any, args: tuple[Any, ...], kwargs: Arguments, *, alone: bool =
     if follows:
         set_attention(model, NAME if model.training else context.before)
     if torch.is_grad_enabled():
-        keep_forward(model)
+        keep_forward(model, saving=context.saving)
     given = checks.arguments_of(model, args, kwargs)
     tile, kept = tile_of(model, given), {name: x for name, x in kwargs.items() if name not in _OF_HOOKS}
     if not is_distributed(model):

@@ -78,7 +78,7 @@ RECOMPUTED = {
     ),
     "num_microbatches_with_partial_activation_checkpoints": (
         "rematerialization recomputes the same layers in every micro-batch",
-        "leaving it off, or remat='off'",
+        "leaving it off, or checkpoint='none'",
     ),
 }
 """Fields that may not be set where layers are recomputed without their attention."""
@@ -160,8 +160,8 @@ def _read_by_megatrons() -> frozenset[str]:
 
 def recomputes(fields: dict[str, Any], options: DistAttentionConfig) -> bool:
     """Return whether layers are recomputed without their attention."""
-    full = fields.get("recompute_granularity") == "full" and options.remat != "off"
-    return full or options.remat == "on"
+    full = fields.get("recompute_granularity") == "full" and options.saves_attention
+    return full or options.checkpoint == "remat"
 
 
 def _check_recomputation(fields: dict[str, Any], options: DistAttentionConfig) -> None:
@@ -172,11 +172,17 @@ def _check_recomputation(fields: dict[str, Any], options: DistAttentionConfig) -
             "it would run the distributed attention and its messages a second time",
             "--recompute-granularity full (attention is saved, the rest recomputed), or selective without core_attn",
         )
-    if selective and options.remat == "on":
+    if selective and options.checkpoint == "remat":
         raise UnsupportedError(
-            "remat='on' together with selective recomputation",
+            "checkpoint='remat' together with selective recomputation",
             "a layer would be recomputed inside its own recomputation",
-            "--recompute-granularity full, or remat='auto'",
+            "--recompute-granularity full, or checkpoint='auto'",
+        )
+    if options.checkpoint == "full" and fields.get("recompute_granularity") != "full":
+        raise UnsupportedError(
+            "checkpoint='full' in Megatron",
+            "its own flags say which layers are recomputed with their attention",
+            "--recompute-granularity full beside it, or checkpoint='remat'",
         )
     for name in RECOMPUTED if recomputes(fields, options) else ():
         if fields.get(name):

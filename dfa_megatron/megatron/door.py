@@ -110,9 +110,9 @@ def _checked_visit(model: Any, found: _Found, given: dict[str, Any]) -> Visit | 
         _check_positions(context, given.get("position_ids"), rows[1], visit)
     if given.get("padding_mask") is not None and _loses_masks(model, context):
         raise UnsupportedError(
-            "padding_mask beside experts with --recompute-method block and --dfa-remat off",
+            "padding_mask beside experts with --recompute-method block and --dfa-checkpoint none",
             "Megatron's own recomputation loses the mask of the layers that it does not recompute",
-            "--recompute-method uniform, or --dfa-remat auto",
+            "--recompute-method uniform, or --dfa-checkpoint auto",
         )
     layout = context.options.data_layout
     if found.has_others and visit is not None and visit.group.size() > 1 and (layout != "zigzag" or visit.offsets):
@@ -165,7 +165,7 @@ def _check_extra(names: list[str]) -> None:
 def _loses_masks(model: Any, context: AttentionContext) -> bool:
     """Return whether Megatron recomputes only some layers, itself, and would leave out the padding mask of others."""
     config = model.config
-    if context.options.remat != "off" or not config.num_moe_experts or config.recompute_granularity != "full":
+    if context.options.saves_attention or not config.num_moe_experts or config.recompute_granularity != "full":
         return False
     some = config.recompute_method == "block" and config.recompute_num_layers < len(model.decoder.layers)
     return some and not _KEEPS_MASKS

@@ -50,7 +50,7 @@ def distribute_attention(
 ) -> Any:
     """Return a copy of a Megatron spec whose layers run distributed attention.
 
-        options = DistAttentionConfig(data_layout="contiguous", remat="on")
+        options = DistAttentionConfig(data_layout="contiguous", checkpoint="remat")
         spec = distribute_attention(get_gpt_layer_local_spec(), transformer_config, config=options)
         model = GPTModel(transformer_config, spec, vocab_size, max_sequence_length, ...)
         batch = shard_batch(batch, parallel_state.get_context_parallel_group(), options)
@@ -75,7 +75,6 @@ def distribute_attention(
         UnsupportedError: the spec or the configuration would give wrong numbers silently.
     """
     options = config or DistAttentionConfig()
-    options.refuse_outside("megatron", "remat='on'")
     _replace_names()
     context = AttentionContext(options, hybrid=is_stack(spec))
     if transformer_config is not None:

@@ -125,8 +125,8 @@ def refusals(rank: int, world_size: int) -> None:
         ({}, {"cpu_checkpointing": True}, "no layer is checkpointed"),
         ({"checkpoint": "remat"}, {"cpu_checkpointing": True}, "on a CPU"),
         ({"checkpoint": "remat", "remat_offload": True}, {"cpu_checkpointing": True}, "both keep"),
-        ({"reentrant": True}, {}, "reentrant with checkpoint='none'"),
-        ({"remat_offload": True}, {}, "remat_offload with checkpoint='none'"),
+        ({"reentrant": True}, {}, "reentrant with checkpoint='auto'"),
+        ({"remat_offload": True}, {}, "remat_offload with checkpoint='auto'"),
         ({"checkpoint": "remat"}, {"partition_activations": True}, "partition_activations"),
         ({"checkpoint": "remat", "reentrant": 1}, {}, "must be of type bool"),
     ):

@@ -64,10 +64,15 @@ def evaluation_between(rank: int, world_size: int) -> None:
     for number, (kind, changes) in enumerate(KINDS):
         part = dfa_hf.shard_batch(text(2, 6 * world_size, seed=number, unlabelled=3))
         wanted: dict[str, torch.Tensor] = {}
-        for checkpoint, reentrant in (("none", False), ("full", True), ("remat", True), ("full", False)):
+        ways = (("none", False), ("full", True), ("remat", True), ("full", False), ("auto", bool(number % 2)))
+        for checkpoint, reentrant in ways:
             model = build(kind, number, **changes).double()
             options = DistAttentionConfig(checkpoint=checkpoint)
-            dfa_hf.distribute_attention(model, config=options, reentrant=reentrant, accelerate=True)
+            if checkpoint == "auto":
+                dfa_hf.distribute_attention(model, config=options, accelerate=True)
+                model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+            else:
+                dfa_hf.distribute_attention(model, config=options, reentrant=reentrant, accelerate=True)
             loss = model(**part).loss
             if checkpoint != "none":
                 BETWEEN[(number + rank) % 3](model)

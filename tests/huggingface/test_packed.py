@@ -107,23 +107,26 @@ def checkpointed(rank: int, world_size: int) -> None:
     other = text(1, 24, seed=12)
     seen = {}
     undone = dfa_hf.distribute_attention(build("Qwen2"), config=DistAttentionConfig(checkpoint="remat"))
-    for checkpoint in ("none", "full", "remat"):
+    for checkpoint in ("none", "full", "remat", "auto", "auto, re-entrant"):
         model = build("Qwen2") if checkpoint != "none" else undone
-        dfa_hf.distribute_attention(model, config=DistAttentionConfig(checkpoint=checkpoint))
+        dfa_hf.distribute_attention(model, config=DistAttentionConfig(checkpoint=checkpoint.partition(",")[0]))
+        if "auto" in checkpoint:  # asked for as transformers does, before or after
+            model.gradient_checkpointing_enable({"use_reentrant": checkpoint != "auto"})
         COUNTERS.reset()
         plain = model(**dfa_hf.shard_batch(other)).loss
         loss = model(**dfa_hf.shard_batch(batch)).loss  # before the other's backward, whose recompute is of no pack
         loss.backward()
         plain.backward()
         seen[checkpoint] = (gradients(model), COUNTERS.snapshot())
-    want, once = seen["none"]
-    assert once["replays"] == 0
-    assert once["attention_forwards"] == 2 * LAYERS
+    want, plainly = seen["none"]
+    assert plainly["replays"] == 0
+    assert plainly["attention_forwards"] == 2 * LAYERS
     assert seen["full"][1]["attention_forwards"] == 4 * LAYERS
-    assert seen["remat"][1]["attention_forwards"] == 2 * LAYERS
-    assert seen["remat"][1]["replays"] == 2 * LAYERS
+    for once in ("remat", "auto", "auto, re-entrant"):
+        assert seen[once][1]["attention_forwards"] == 2 * LAYERS
+        assert seen[once][1]["replays"] == 2 * LAYERS
     for name, gradient in want.items():
-        for others in ("full", "remat"):
+        for others in seen:
             assert torch.equal(seen[others][0][name], gradient)
 
 

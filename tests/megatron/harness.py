@@ -71,11 +71,11 @@ class Case:
 MEGATRONS = Case(options=None)
 
 
-def case(layout: str = "contiguous", remat: str = "off", **changes: Any) -> Case:
-    """A case by its two usual options; remat "on" comes from Megatron's flag, as users ask for it."""
-    recompute = ("uniform", 1) if remat == "auto" else None
+def case(layout: str = "contiguous", checkpoint: str = "none", **changes: Any) -> Case:
+    """A case by its two usual options; checkpoint "remat" comes from Megatron's flag, as users ask for it."""
+    recompute = ("uniform", 1) if checkpoint == "auto" else None
     given = {"recompute": recompute, **changes}
-    return Case(DistAttentionConfig(data_layout=layout, remat=remat), **given)
+    return Case(DistAttentionConfig(data_layout=layout, checkpoint=checkpoint), **given)
 
 
 @dataclass
@@ -456,8 +456,8 @@ def check_same_dropout(rank: int, world_size: int, topology: Topology) -> None:
     """With dropout in the layers, rematerialization changes nothing, to the bit, and dropout does drop."""
     start(topology)
     plain, rematerialized, megatrons = (
-        train(topology, case(remat=remat, recompute=recompute, dropout=0.1, steps=2))
-        for remat, recompute in (("off", None), ("auto", ("uniform", 1)), ("off", ("uniform", 1)))
+        train(topology, case(checkpoint=checkpoint, recompute=recompute, dropout=0.1, steps=2))
+        for checkpoint, recompute in (("none", None), ("auto", ("uniform", 1)), ("none", ("uniform", 1)))
     )
     assert rematerialized.counts["replays"] > 0
     assert plain.losses == rematerialized.losses == megatrons.losses

@@ -157,7 +157,7 @@ def refused(rank: int, ranks: int) -> None:
     with pytest.raises(UnsupportedError, match="moe_enable_routing_replay in data_layout='boundary'"):
         model_of(topology, BOUNDARY, num_moe_experts=2, moe_enable_routing_replay=True)
     some = {"num_moe_experts": 2, "recompute_granularity": "full", "recompute_method": "block"}
-    some_kept = model_of(topology, BOUNDARY.replace(remat="off"), num_layers=2, recompute_num_layers=1, **some)
+    some_kept = model_of(topology, BOUNDARY.replace(checkpoint="none"), num_layers=2, recompute_num_layers=1, **some)
     with nullcontext() if door._KEEPS_MASKS else pytest.raises(UnsupportedError, match="padding_mask beside experts"):
         some_kept(batch["tokens"], batch["position_ids"], None, padding_mask=batch["tokens"] == 0)
     losses = call()

@@ -28,7 +28,7 @@ def asked_for(flags: str, **changes: object) -> Case:
 def test_it_trains_like_one_rank(topology: Topology, reference: str) -> None:
     cases = [
         asked_for("--dfa-ulysses-degree 2 --dfa-data-layout contiguous", steps=2),
-        asked_for("--dfa-ulysses-degree 2 --dfa-remat auto", remat="auto", steps=2),
+        asked_for("--dfa-ulysses-degree 2 --dfa-checkpoint auto", checkpoint="auto", steps=2),
         asked_for("--dfa-ulysses-degree 2 --dfa-data-layout zigzag", steps=2),
     ]
     # Two all-to-alls around a forward and two around a backward; recomputation repeats none.

@@ -87,7 +87,9 @@ def compare_with_one_rank(rank: int, ranks: int) -> None:
     vars(sys.modules[megatrons_stack().__module__])["TENorm"] = WrappedTorchNorm
     with torch.compiler.set_stance("force_eager"):
         _, whole, wanted = run(Topology(dp=ranks), None)
-        places, out, gradients = run(Topology(cp=ranks), DistAttentionConfig(data_layout="boundary", remat="on"))
+        places, out, gradients = run(
+            Topology(cp=ranks), DistAttentionConfig(data_layout="boundary", checkpoint="remat")
+        )
     torch.testing.assert_close(out, whole.gather(1, places), rtol=1e-5, atol=1e-5)
     for name, gradient in wanted.items():
         assert (gradients[name] - gradient).abs().max() <= 5e-5 * gradient.abs().max(), name

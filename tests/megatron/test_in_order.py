@@ -34,7 +34,7 @@ class Way:
 
     model: str
     layout: str
-    remat: str
+    checkpoint: str
     tokens: str = "rows"
     """rows, packed (documents in a row that is cut), or padded (each padded and cut zigzag by itself)."""
     own: tuple[tuple[int, ...], ...] = ()
@@ -75,7 +75,7 @@ def part_of(way: Way, options: DistAttentionConfig | None, group: Any) -> Part:
     if way.tokens == "padded" and options is not None:
         every = {"tokens": torch.arange(length)[None], "cu_seqlens": offsets[None], "loss_mask": torch.ones(1, length)}
         every |= {"labels": every["tokens"], "position_ids": every["tokens"]}
-        found = padded_packs.cut(every, ranks, rank, PADDED[ranks], form=way.remat == "on")
+        found = padded_packs.cut(every, ranks, rank, PADDED[ranks], form=way.checkpoint == "remat")
         params = found["params"]
         params.local_cp_size, params.cp_group = (ranks, group) if own else (None, None)
         return Part(group, found["tokens"][0] % length, found["loss_mask"][0].bool(), params, int(params.max_seqlen_q))
@@ -140,7 +140,7 @@ def compare_with_one_rank(rank: int, ranks: int, topology: Topology, ways: list[
 def _compare(topology: Topology, way: Way, reference: Any, groups: Any) -> None:
     wanted, wanted_gradients, keys, _ = reference
     COUNTERS.reset()
-    options = DistAttentionConfig(data_layout=way.layout, remat=way.remat)
+    options = DistAttentionConfig(data_layout=way.layout, checkpoint=way.checkpoint)
     out, gradients, our_keys, part = run(way, topology, options, groups)
     assert (COUNTERS.state_exchanges > 0) == (part.group.size() > 1)
     assert our_keys == keys
@@ -157,20 +157,20 @@ def _compare(topology: Topology, way: Way, reference: Any, groups: Any) -> None:
 @pytest.mark.support("megatron", "hybrids (Mamba, gated delta nets), whole, packed and padded: CP 3, TP 2 x CP 2")
 def test_mamba_stacks_and_gated_delta_nets_in_order_equal_one_rank() -> None:
     # The padded ways first: nobody has declared yet how batches are cut.
-    three = [Way("mamba", "boundary", "on", "padded"), Way("delta", "boundary", "off", "padded")]
-    three += [Way("mamba", "boundary", "off"), Way("mamba", "contiguous", "on", "packed")]
-    three += [Way("delta", "contiguous", "on"), Way("delta", "boundary", "on", "packed")]
-    three += [Way("mamba", "boundary", "on", efficient=False)]
+    three = [Way("mamba", "boundary", "remat", "padded"), Way("delta", "boundary", "none", "padded")]
+    three += [Way("mamba", "boundary", "none"), Way("mamba", "contiguous", "remat", "packed")]
+    three += [Way("delta", "contiguous", "remat"), Way("delta", "boundary", "remat", "packed")]
+    three += [Way("mamba", "boundary", "remat", efficient=False)]
     run_ranks(3, compare_with_one_rank, Topology(cp=3), three)
-    four = [Way("mamba", "boundary", "off", "padded"), Way("delta", "contiguous", "off", "packed")]
+    four = [Way("mamba", "boundary", "none", "padded"), Way("delta", "contiguous", "none", "packed")]
     run_ranks(4, compare_with_one_rank, Topology(tp=2, cp=2), four)
 
 
 @pytest.mark.support("megatron", "hybrids with a context-parallel size per micro-batch: 1, 2, 3")
 def test_states_pass_among_the_ranks_that_share_a_micro_batch_while_others_run_another() -> None:
     pair, every = ((0, 1), (2,)), ((0, 1, 2),)
-    ways = [Way("mamba", "boundary", "on", "padded", pair), Way("delta", "boundary", "off", "padded", every)]
-    ways += [Way("mamba", "contiguous", "on", "packed", pair), Way("delta", "contiguous", "on", "packed", every)]
+    ways = [Way("mamba", "boundary", "remat", "padded", pair), Way("delta", "boundary", "none", "padded", every)]
+    ways += [Way("mamba", "contiguous", "remat", "packed", pair), Way("delta", "contiguous", "remat", "packed", every)]
     run_ranks(3, compare_with_one_rank, Topology(dp=3), ways)
 
 

@@ -39,7 +39,7 @@ YARN = (
     ("mscale_all_dim", 0.3),
 )
 
-full = functools.partial(case, remat="auto", steps=1)
+full = functools.partial(case, checkpoint="auto", steps=1)
 
 
 @pytest.fixture(scope="module")

@@ -239,7 +239,7 @@ def evaluate_and_freeze(rank: int, world_size: int) -> None:
 
     start(Topology(cp=world_size))
     for layout in ("contiguous", "boundary"):
-        options = DistAttentionConfig(data_layout=layout, remat="on")
+        options = DistAttentionConfig(data_layout=layout, checkpoint="remat")
         batch = shard_batch(harness.micro_batch(0, 0), dist_group(), options)
         model = model_of(options)
         COUNTERS.reset()
@@ -252,15 +252,15 @@ def evaluate_and_freeze(rank: int, world_size: int) -> None:
         assert (COUNTERS.attention_forwards, COUNTERS.remat_bytes) == (harness.LAYERS, 0)
 
         gradients = {}
-        for remat in ("on", "off"):
-            model = model_of(options.replace(remat=remat)).train()
+        for checkpoint in ("remat", "none"):
+            model = model_of(options.replace(checkpoint=checkpoint)).train()
             for parameter in model.embedding.parameters():
                 parameter.requires_grad_(False)
             loss_of(model, batch).backward()
-            gradients[remat] = {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
-        assert all(gradient is not None for gradient in gradients["on"].values()), "a frozen embedding cut layers off"
-        for name, gradient in gradients["off"].items():
-            torch.testing.assert_close(gradients["on"][name], gradient, rtol=1e-5, atol=1e-7)
+            gradients[checkpoint] = {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
+        assert all(gradient is not None for gradient in gradients["remat"].values()), "a frozen embedding cuts"
+        for name, gradient in gradients["none"].items():
+            torch.testing.assert_close(gradients["remat"][name], gradient, rtol=1e-5, atol=1e-7)
 
 
 def test_evaluation_keeps_nothing_and_frozen_embeddings_cut_nothing_off() -> None:
@@ -335,9 +335,9 @@ def one_config(rank: int, world_size: int) -> None:
 
     tensor_parallel.checkpoint = counted
     try:
-        for remat, forwards in (("auto", 1), ("off", 2), ("auto", 1)):
+        for asked, forwards in (("auto", 1), ("none", 2), ("auto", 1)):
             COUNTERS.reset()
-            ours = make_model(config, DistAttentionConfig(remat=remat, loss_tile=8)).train()
+            ours = make_model(config, DistAttentionConfig(checkpoint=asked, loss_tile=8)).train()
             loss_of(ours, batch).backward()
             assert COUNTERS.snapshot()["attention_forwards"] == forwards * (harness.LAYERS + 1)
         del calls[:]

@@ -137,12 +137,12 @@ def compare(rank: int, world_size: int, cases: list[Any]) -> None:
         if topology.cp > 1:
             harness.start(topology)
         known = 0
-        for layout, remat, form in ways:
-            options = DistAttentionConfig(data_layout=layout, remat=remat)
+        for layout, checkpoint, form in ways:
+            options = DistAttentionConfig(data_layout=layout, checkpoint=checkpoint)
             COUNTERS.reset()
-            where = f"{topology} {layout} {remat} {form} on rank {rank}"
+            where = f"{topology} {layout} {checkpoint} {form} on rank {rank}"
             losses, gradients = run(model_of(topology, options, config), micros, groups, me, form)
-            assert (COUNTERS.snapshot()["replays"] > 0) == (remat == "on"), where
+            assert (COUNTERS.snapshot()["replays"] > 0) == (checkpoint == "remat"), where
             known = known or len(dist.distributed_c10d._world.pg_map)
             assert len(dist.distributed_c10d._world.pg_map) == known, "groups are made once"
             for (got, batch), (whole, _) in zip(losses, expected[0], strict=True):
@@ -157,16 +157,16 @@ def compare(rank: int, world_size: int, cases: list[Any]) -> None:
 
 @pytest.mark.support("megatron", "context-parallel size per micro-batch: 1, 2, 3, 4")
 def test_sizes_alternate_from_micro_batch_to_micro_batch_while_other_ranks_run_others() -> None:
-    rows = [("boundary", "on", "thd"), ("zigzag", "on", "thd")]
-    sliced = [("contiguous", "off", "sbhd"), ("boundary", "on", "sbhd"), ("zigzag", "on", "sbhd")]
+    rows = [("boundary", "remat", "thd"), ("zigzag", "remat", "thd")]
+    sliced = [("contiguous", "none", "sbhd"), ("boundary", "remat", "sbhd"), ("zigzag", "remat", "sbhd")]
     cases = [
         # The padded way first: nobody has declared yet how batches are cut.
-        (Topology(dp=4), EVERY_SIZE, (), [("boundary", "on", "padded"), ("contiguous", "on", "thd")]),
+        (Topology(dp=4), EVERY_SIZE, (), [("boundary", "remat", "padded"), ("contiguous", "remat", "thd")]),
         (Topology(cp=2, dp=2), EVERY_SIZE[4:10], (), rows),
-        (Topology(dp=4), EVERY_SIZE[4:10], LATENT, [("contiguous", "on", "thd")]),
+        (Topology(dp=4), EVERY_SIZE[4:10], LATENT, [("contiguous", "remat", "thd")]),
         (Topology(dp=4), WHOLE, (), sliced),
-        (Topology(dp=4), WHOLE, EXPERTS, [("boundary", "on", "thd")]),
-        (Topology(tp=2, dp=2), TWO_SIZES, (), [("contiguous", "on", "thd")]),
+        (Topology(dp=4), WHOLE, EXPERTS, [("boundary", "remat", "thd")]),
+        (Topology(tp=2, dp=2), TWO_SIZES, (), [("contiguous", "remat", "thd")]),
     ]
     run_ranks(4, compare, cases, timeout=170)
 

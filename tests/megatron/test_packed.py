@@ -46,8 +46,8 @@ def test_context_parallel_ranks_train_like_one(how: str, references: dict[str, s
     if how.startswith("packed"):
         ways.append(("boundary", "auto"))
     if how == "packed-mixed":
-        ways.append(("contiguous", "off"))
-    cases = [case(layout, remat, steps=STEPS, **REFERENCES[how]) for layout, remat in ways]
+        ways.append(("contiguous", "none"))
+    cases = [case(layout, checkpoint, steps=STEPS, **REFERENCES[how]) for layout, checkpoint in ways]
     check(Topology(cp=3), cases, references[how])
 
 

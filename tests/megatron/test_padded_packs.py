@@ -33,8 +33,8 @@ MODELS: dict[str, Any] = {
 }
 
 
-def padded(model: str, remat: str) -> Case:
-    return case("boundary", remat, steps=1, config=MODELS[model], packed=True, padded=True)
+def padded(model: str, checkpoint: str) -> Case:
+    return case("boundary", checkpoint, steps=1, config=MODELS[model], packed=True, padded=True)
 
 
 @pytest.mark.support("megatron", "documents padded to 2 x CP and cut zigzag one by one: CP 2, 3, 4, TP, PP, EP")
@@ -43,8 +43,8 @@ def test_padded_documents_that_are_cut_one_by_one_train_like_one_rank(tmp_path: 
     references = [(paths[name], Case(None, steps=1, config=config, packed=True)) for name, config in MODELS.items()]
     run_ranks(1, harness.save_references, references, timeout=120)
     by_ranks = {
-        2: [(Topology(cp=2), "dense", "off")],
-        3: [(Topology(cp=3), "dense", "auto"), (Topology(cp=3), "latent", "off")],
+        2: [(Topology(cp=2), "dense", "none")],
+        3: [(Topology(cp=3), "dense", "auto"), (Topology(cp=3), "latent", "none")],
         4: [
             (Topology(cp=4), "dense", "auto"),
             (Topology(pp=2, cp=2), "dense", "auto"),
@@ -53,7 +53,7 @@ def test_padded_documents_that_are_cut_one_by_one_train_like_one_rank(tmp_path: 
         ],
     }
     for ranks, cases in by_ranks.items():
-        prepared = [(topology, padded(model, remat), {}, paths[model]) for topology, model, remat in cases]
+        prepared = [(topology, padded(model, checkpoint), {}, paths[model]) for topology, model, checkpoint in cases]
         run_ranks(ranks, harness.check_topologies, prepared, timeout=170)
 
 

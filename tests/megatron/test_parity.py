@@ -23,10 +23,10 @@ def expected(topology: Topology, wanted: Case) -> dict[str, int]:
     micro_batches = harness.MICRO_BATCHES // topology.dp
     attentions = layers * micro_batches
     full = wanted.recompute is not None
-    if wanted.options.remat == "off" or (wanted.options.remat == "auto" and not full):
+    if wanted.options.checkpoint == "none" or (wanted.options.checkpoint == "auto" and not full):
         return {"attention_forwards": attentions * (2 if full else 1), "replays": 0, "remat_bytes": 0}
     replays = attentions
-    if wanted.options.remat == "auto" and wanted.recompute is not None and wanted.recompute[0] == "block":
+    if wanted.options.checkpoint == "auto" and wanted.recompute is not None and wanted.recompute[0] == "block":
         chunks = topology.vp or 1
         replays = min(wanted.recompute[1], layers // chunks) * chunks * micro_batches
     rows = harness.SEQUENCE // topology.cp * harness.BATCH * harness.HEADS // topology.tp
@@ -48,8 +48,11 @@ def check(topology: Topology, cases: list[Case], reference: str) -> None:
 
 def both_layouts(steps: int) -> list[Case]:
     """Contiguous with remat for `steps`; the other three for as many as show that steps follow each other."""
-    others = (("contiguous", "off"), ("boundary", "off"), ("boundary", "auto"))
-    return [case("contiguous", "auto", steps=steps), *(case(layout, remat, steps=3) for layout, remat in others)]
+    others = (("contiguous", "none"), ("boundary", "none"), ("boundary", "auto"))
+    return [
+        case("contiguous", "auto", steps=steps),
+        *(case(layout, checkpoint, steps=3) for layout, checkpoint in others),
+    ]
 
 
 def of_topology(params: Mapping[str, Any]) -> str:
@@ -99,12 +102,12 @@ def test_what_is_recomputed_follows_the_flags(reference: str) -> None:
     check(
         Topology(cp=2),
         [
-            case(remat="off", recompute=FULL, steps=2),  # Megatron's own: every attention runs twice
-            case("boundary", remat="off", recompute=FULL, steps=2),
-            case(remat="auto", recompute=("block", 3), steps=2),
-            case(remat="auto", recompute=("uniform", 2), steps=2),  # taken as 1
-            case(remat="on", recompute=None, steps=2),
-            case("boundary", remat="on", recompute=("block", 1), steps=2),
+            case(checkpoint="none", recompute=FULL, steps=2),  # Megatron's own: every attention runs twice
+            case("boundary", checkpoint="none", recompute=FULL, steps=2),
+            case(checkpoint="auto", recompute=("block", 3), steps=2),
+            case(checkpoint="auto", recompute=("uniform", 2), steps=2),  # taken as 1
+            case(checkpoint="remat", recompute=None, steps=2),
+            case("boundary", checkpoint="remat", recompute=("block", 1), steps=2),
         ],
         reference,
     )

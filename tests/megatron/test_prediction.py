@@ -35,12 +35,12 @@ def test_prediction_layers_train_like_one_rank_in_every_layout(tmp_path: Path) -
     run_ranks(1, harness.save_references, references)
     whole_rows = ("sequence_parallel", False)  # the norms around the projection are PyTorch's
     three: list[Any] = [
-        (Topology(cp=3), case(layout, remat, steps=1, config=config), path)
-        for layout, remat, config, path in (
+        (Topology(cp=3), case(layout, checkpoint, steps=1, config=config), path)
+        for layout, checkpoint, config, path in (
             ("contiguous", "auto", TWO_AHEAD, mean),
-            ("boundary", "off", TWO_AHEAD, mean),
+            ("boundary", "none", TWO_AHEAD, mean),
             ("zigzag", "auto", per_token, tokens),
-            ("contiguous", "off", per_token, tokens),
+            ("contiguous", "none", per_token, tokens),
         )
     ]
     four: list[Any] = [

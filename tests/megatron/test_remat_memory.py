@@ -94,7 +94,7 @@ def many_steps(rank: int, world_size: int, offload: bool) -> None:
 
     start(Topology())
     initialize_rerun_state_machine(mode=RerunMode.VALIDATE_RESULTS)
-    options = DistAttentionConfig(remat="on", remat_offload=offload)
+    options = DistAttentionConfig(checkpoint="remat", remat_offload=offload)
     model = make_model(make_config(Topology(), case(), num_layers=2), options)
     for layer in model.decoder.layers:
         layer.mlp = Failing(layer.mlp)

@@ -130,14 +130,11 @@ def test_full_recomputation_is_taken_over_once_for_all_chunks_of_a_model() -> No
     assert recompute_asked(taken, context) == asked
     assert recompute_asked(config(), context) is None
     left = make_config(Topology(), case(recompute=("uniform", 1)))
-    off = distribute_attention(local_spec(), left, config=OPTIONS.replace(remat="off")).params["distributed_attention"]
+    off = distribute_attention(local_spec(), left, config=OPTIONS.replace(checkpoint="none")).params[
+        "distributed_attention"
+    ]
     assert recompute_asked(left, off) is None
     assert left.recompute_granularity == "full"
-
-
-def test_an_option_of_another_framework_is_refused() -> None:
-    with pytest.raises(UnsupportedError, match=r"checkpoint='remat'.*of deepspeed and huggingface alone.*remat='on'"):
-        distribute_attention(local_spec(), config=DistAttentionConfig(checkpoint="remat"))
 
 
 def test_offloading_what_nothing_recomputes_is_refused() -> None:
@@ -146,7 +143,7 @@ def test_offloading_what_nothing_recomputes_is_refused() -> None:
     assert recompute_asked(full, context) == recompute_asked(full, context)
     with pytest.raises(UnsupportedError, match="remat_offload without --recompute-granularity full"):
         recompute_asked(config(), context)
-    assert recompute_asked(config(), AttentionContext(OPTIONS.replace(remat_offload=True, remat="on"))) is None
+    assert recompute_asked(config(), AttentionContext(OPTIONS.replace(remat_offload=True, checkpoint="remat"))) is None
 
 
 def test_megatrons_spec_flag_finds_get_spec() -> None:

@@ -18,8 +18,8 @@ from tests.support.workers import run_ranks
 LAYERS, HEADS, GROUPS, HIDDEN, TOKENS = 2, 8, 2, 512, 1024
 
 
-def _block(cp: int, dp: int, fp8: str | None, remat: str | None) -> Any:
-    """Layers of Transformer Engine's modules, with its attention (remat None) or with ours in it."""
+def _block(cp: int, dp: int, fp8: str | None, checkpoint: str | None) -> Any:
+    """Layers of Transformer Engine's modules, with its attention (checkpoint None) or with ours in it."""
     from megatron.core import parallel_state
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
     from megatron.core.process_groups_config import ProcessGroupCollection
@@ -43,17 +43,19 @@ def _block(cp: int, dp: int, fp8: str | None, remat: str | None) -> Any:
         bf16=True,
         params_dtype=torch.bfloat16,
         context_parallel_size=cp,
-        cp_comm_type=None if remat is None else "dfa",
+        cp_comm_type=None if checkpoint is None else "dfa",
         gradient_accumulation_fusion=False,
         bias_dropout_fusion=False,
         fp8=fp8,
         fp8_recipe="tensorwise",
-        **(full if remat == "auto" else {}),  # type: ignore[arg-type]
+        **(full if checkpoint == "auto" else {}),  # type: ignore[arg-type]
     )
     spec = get_gpt_layer_with_transformer_engine_spec()
-    if remat is not None:
+    if checkpoint is not None:
         declare_batch_layout(parallel_state.get_context_parallel_group(), "contiguous")
-        spec = distribute_attention(spec, config, config=DistAttentionConfig(data_layout="contiguous", remat=remat))
+        spec = distribute_attention(
+            spec, config, config=DistAttentionConfig(data_layout="contiguous", checkpoint=checkpoint)
+        )
     groups = ProcessGroupCollection.use_mpu_process_groups()
     return TransformerBlock(config, spec, post_layer_norm=False, post_process=False, pg_collection=groups).cuda()
 
@@ -86,17 +88,17 @@ def _equals(rank: int, ranks: int, fp8: str | None, tolerance: float) -> None:
     wanted = _results(plain, hidden, gradient)
     rows = slice(rank * TOKENS // ranks, (rank + 1) * TOKENS // ranks)
     wanted |= {name: wanted[name][rows] for name in ("out", "hidden")}
-    for remat in ("off", "auto"):
-        block = _block(ranks, 1, fp8, remat)
+    for checkpoint in ("none", "auto"):
+        block = _block(ranks, 1, fp8, checkpoint)
         for name, parameter in block.named_parameters():
             parameter.data.copy_(weights[name])
         COUNTERS.reset()
         found = _results(block, hidden[rows], gradient[rows])
         assert COUNTERS.attention_forwards == LAYERS
-        assert COUNTERS.replays == (LAYERS if remat == "auto" else 0)
+        assert COUNTERS.replays == (LAYERS if checkpoint == "auto" else 0)
         assert found.keys() == wanted.keys()
         for name, want in wanted.items():
-            assert_close(found[name], want, tolerance=tolerance, name=f"{name}, remat {remat}")
+            assert_close(found[name], want, tolerance=tolerance, name=f"{name}, checkpoint {checkpoint}")
 
 
 @pytest.mark.support("megatron", "Transformer Engine's modules around ours, bfloat16 and fp8; 1 and 2 ranks")

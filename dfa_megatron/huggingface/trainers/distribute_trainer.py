@@ -88,11 +88,11 @@ def _check(trainer: Any, options: DistAttentionConfig) -> None:
             "generation needs the keys of whole sequences on one rank",
             "evaluation without it, or model.generate within dfa_megatron.huggingface.local_attention(model)",
         )
-    if arguments.gradient_checkpointing and checkpoint != "none":
+    if arguments.gradient_checkpointing and checkpoint in ("full", "remat"):
         raise UnsupportedError(
             f"gradient_checkpointing=True with checkpoint={checkpoint!r}",
             "the Trainer would replace one by the other when it trains",
-            "gradient_checkpointing=False",
+            "gradient_checkpointing=False, or checkpoint='auto'",
         )
 
 

@@ -46,7 +46,7 @@ class DistributedLayer:
                 "the same number in both",
             )
         local_layer = kwargs.get("layer_number", 1)
-        self._dfa_remat = shared.options.remat == "on" or (asked is not None and asked.covers(local_layer))
+        self._dfa_remat = shared.options.checkpoint == "remat" or (asked is not None and asked.covers(local_layer))
         self._dfa_took_over = asked is not None
         tile_mlp(self, shared.options)
         if ranks > 1 or config.sequence_parallel:

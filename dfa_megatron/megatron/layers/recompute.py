@@ -31,7 +31,7 @@ class Recompute:
 
 
 def recompute_asked(config: Any, context: AttentionContext) -> Recompute | None:
-    """Return the flags of full recomputation, None if it is off or left to Megatron by remat='off'.
+    """Return the flags of full recomputation, None if it is off or left to Megatron by checkpoint='none'.
 
     Raises:
         UnsupportedError: a hybrid model does not support the method, or layers have configs of their own.
@@ -40,20 +40,24 @@ def recompute_asked(config: Any, context: AttentionContext) -> Recompute | None:
     granularity, method, layers = (vars(config).get(name) for name in _FLAGS)
     asked = Recompute(method, layers) if granularity == "full" else None
     options = context.options
-    if options.remat_offload and options.remat != "on" and (options.remat == "off" or granularity != "full"):
+    if (
+        options.remat_offload
+        and options.checkpoint != "remat"
+        and (not options.saves_attention or granularity != "full")
+    ):
         raise UnsupportedError(
             "remat_offload without --recompute-granularity full",
             "without rematerialization there is nothing to offload",
-            "that flag, or remat='on'",
+            "that flag, or checkpoint='remat'",
         )
-    if own and asked is not None and context.recompute is None and options.remat != "off":
+    if own and asked is not None and context.recompute is None and options.saves_attention:
         raise UnsupportedError(
             "full recomputation of layers that each have a config of their own",
             "the flags must be taken over on the model's config",
-            "distribute_attention(spec, transformer_config), or remat='off'",
+            "distribute_attention(spec, transformer_config), or checkpoint='none'",
         )
     asked = context.recompute if own else asked
-    if options.remat == "off" or asked is None:
+    if not options.saves_attention or asked is None:
         return None
     if context.hybrid and method == "block":
         raise UnsupportedError(

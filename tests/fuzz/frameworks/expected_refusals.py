@@ -26,7 +26,7 @@ MEGATRON: Refusals = (
     (
         "padding_mask that Megatron's own recomputation loses",
         "padding_mask beside experts with --recompute-method block",
-        lambda d: d.padding_mask and d.options["remat"] == "off",
+        lambda d: d.padding_mask and d.options["checkpoint"] == "none",
     ),
     (
         "mlp_tile with experts",

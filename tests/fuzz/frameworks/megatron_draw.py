@@ -97,7 +97,7 @@ class MegatronDraw:
             "padding_mask": self.padding_mask,
             "multi-token prediction": "mtp_num_layers" in self.config,
             f"recompute {self.config.get('recompute_granularity')}": "recompute_granularity" in self.config,
-            f"remat {self.options['remat']}": True,
+            f"remat {self.options['checkpoint']}": True,
             "loss per token": self.config["calculate_per_token_loss"],
             "windows": "window_size" in self.config,
             "softmax offset": "softmax_type" in self.config,
@@ -163,11 +163,11 @@ def draw(seed: int, number: int) -> MegatronDraw:
         config |= {"moe_layer_freq": 1} if "num_moe_experts" in config else {}
     options = _options(dice, layout, config, cp)
     if pack and "mtp_num_layers" in config and config.get("recompute_granularity") == "full":
-        options["remat"] = "auto"  # Megatron's own recomputation of prediction layers takes no packs
+        options["checkpoint"] = "auto"  # Megatron's own recomputation of prediction layers takes no packs
     if sizes.get("pp", 1) > 1 and options["kernel"] == "cpu" and config.get("v_head_dim", 12) != 12:
         options["kernel"] = "auto"  # the first stage refuses its first call, while the next one waits for hidden states
     if sizes.get("pp", 1) > 1 and config.get("recompute_method") == "block" and "num_moe_experts" in config:
-        options["remat"] = "auto"  # as for a padding_mask that Megatron would lose
+        options["checkpoint"] = "auto"  # as for a padding_mask that Megatron would lose
     kinds = [*uneven.MASKS] if "mtp_num_layers" in config else [*uneven.MASKS, "nothing"]
     experts = "num_moe_experts" in config
     model, shares = _model(dice, config, sizes)
@@ -298,15 +298,15 @@ def _recompute(dice: random.Random, layers: int, config: dict[str, Any]) -> dict
 
 def _options(dice: random.Random, layout: str, config: dict[str, Any], cp: int) -> dict[str, Any]:
     selective = config.get("recompute_granularity") == "selective"
-    remat = dice.choice(["auto", "auto", "off"] if selective else ["auto", "auto", "off", "on"])
-    full = config.get("recompute_granularity") == "full" or remat == "on"
+    checkpoint = dice.choice(["auto", "auto", "none"] if selective else ["auto", "auto", "none", "remat"])
+    full = config.get("recompute_granularity") == "full" or checkpoint == "remat"
     schedules = ["auto", "auto", "ring", "balanced", "balanced_shared", "greedy"]
     tiled = "num_moe_experts" not in config or dice.random() < 0.05
     return {
         "data_layout": layout,
         "schedule": "auto" if layout == "zigzag" else dice.choice(schedules),
-        "remat": remat,
-        "remat_offload": full and remat != "off" and dice.random() < 0.2,
+        "checkpoint": checkpoint,
+        "remat_offload": full and checkpoint != "none" and dice.random() < 0.2,
         "loss_tile": dice.choice(["off", "off", 1, 3, 4096]),
         "mlp_tile": dice.choice(["off", "off", 1, 3, 4096]) if tiled else "off",
         "kernel": dice.choice(["auto", "auto", "reference", "cpu"]),
