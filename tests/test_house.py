@@ -32,8 +32,6 @@ SAME_ROLE = {
 
 WIDE_FOR_NOW = {
     "runtime/op.py:attention_backward",
-    "tests/support/cases.py:case",
-    "tests/support/packs.py:pack",
 }
 """May only become shorter."""
 
@@ -58,12 +56,12 @@ BUDGETS = {
     "kernels": 3_739,
     "loss": 791,
     "megatron": 4_638,
-    "plan": 5_517,
+    "plan": 5_910,
     "proving": 763,
     "recurrence": 1_170,
     "remat": 535,
     "runtime": 5_972,
-    "tests": 39_990,
+    "tests": 40_082,
     "top": 1_437,
 }
 """Lines of Python in a folder of the package, in its files beside them ("top"), in tests and in benchmarks.
