@@ -49,9 +49,9 @@ LONG_FUNCTIONS_FOR_NOW = {
 
 BUDGETS = {
     "benchmarks": 6_607,
-    "cli": 652,
+    "cli": 639,
     "deepspeed": 1_440,
-    "doctor": 1_184,
+    "doctor": 1_159,
     "huggingface": 4_550,
     "kernels": 3_739,
     "loss": 791,
@@ -61,7 +61,7 @@ BUDGETS = {
     "recurrence": 1_170,
     "remat": 535,
     "runtime": 5_972,
-    "tests": 40_082,
+    "tests": 40_072,
     "top": 1_437,
 }
 """Lines of Python in a folder of the package, in its files beside them ("top"), in tests and in benchmarks.

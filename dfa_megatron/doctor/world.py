@@ -71,22 +71,6 @@ def own_device(kind: str = "auto") -> torch.device:
     return torch.device("cpu")
 
 
-def share_gpus(rank: int, ranks: int) -> None:
-    """Choose the GPU of a rank of this machine, the same for several where there are fewer; before NCCL starts.
-
-    NCCL refuses two ranks of one GPU on one host. So each is told that it is a host of its own; messages take sockets.
-
-    Args:
-        rank: on this machine, from 0 on.
-        ranks: of this machine.
-    """
-    gpus = torch.cuda.device_count()
-    if gpus < ranks:
-        os.environ["NCCL_HOSTID"] = f"rank-{rank}"
-        os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
-    torch.cuda.set_device(rank % gpus)
-
-
 def join(device: str = "auto", patience: float = PATIENCE) -> World:
     """Join the ranks that torchrun, or another launcher with its environment variables, has started.
 
