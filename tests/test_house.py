@@ -48,10 +48,10 @@ LONG_FUNCTIONS_FOR_NOW = {
 """May only become shorter."""
 
 BUDGETS = {
-    "benchmarks": 6_607,
-    "cli": 639,
+    "benchmarks": 6_644,
+    "cli": 615,
     "deepspeed": 1_440,
-    "doctor": 1_159,
+    "doctor": 1_082,
     "huggingface": 4_550,
     "kernels": 3_739,
     "loss": 791,
@@ -61,7 +61,7 @@ BUDGETS = {
     "recurrence": 1_170,
     "remat": 535,
     "runtime": 5_972,
-    "tests": 40_072,
+    "tests": 40_071,
     "top": 1_437,
 }
 """Lines of Python in a folder of the package, in its files beside them ("top"), in tests and in benchmarks.

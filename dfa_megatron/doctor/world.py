@@ -34,7 +34,7 @@ class World:
         """Return the sum over the ranks of each value."""
         total = torch.tensor(list(values), dtype=torch.float64)
         dist.all_reduce(total, group=self.side)
-        return [float(value) for value in total]
+        return total.tolist()
 
     def slowest(self, values: Iterable[float]) -> list[float]:
         """Return the largest over the ranks of each value."""
@@ -51,7 +51,7 @@ def slowest(values: Iterable[float], group: dist.ProcessGroup | None = None) -> 
     largest = torch.tensor(list(values), dtype=torch.float64)
     if dist.is_initialized():
         dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
-    return [float(value) for value in largest]
+    return largest.tolist()
 
 
 def own_device(kind: str = "auto") -> torch.device:
