@@ -72,33 +72,33 @@ def layers(name: str, gpus: int, seconds: float, shapes: str, lengths: tuple[int
     """Return a cell of one Megatron layer end to end: shapes of the paper at thousands of tokens."""
     cases = [f"{length * K}:{shape}" for length in lengths for shape in shapes.split()]
     words = ("--layers", *cases, "--modes", *END_TO_END, "--train", "--depth", "1", "--warmup", "1", *flags)
-    command = ranks(gpus, "benchmarks/megatron_layers.py", *words, "--out", "{out}.json")
+    command = ranks(gpus, "-m", "benchmarks.megatron_layers", *words, "--out", "{out}.json")
     return Cell(name, command, seconds, gpus, ("megatron.core", "transformer_engine"))
 
 
 def megatron(name: str, gpus: int, seconds: float, *flags: str) -> Cell:
     """Return a cell of Megatron's layers or training steps."""
-    command = ranks(gpus, "benchmarks/megatron_layers.py", *flags, "--out", "{out}.json")
+    command = ranks(gpus, "-m", "benchmarks.megatron_layers", *flags, "--out", "{out}.json")
     return Cell(name, command, seconds, gpus, ("megatron.core",))
 
 
 def hybrid(name: str, gpus: int, seconds: float, length: int) -> Cell:
     """Return a cell of a Qwen3-Next-shaped group of layers beside Megatron's all-to-all, at thousands of tokens."""
     words = ("--layers", f"{length * K}:qwen3-next", "--modes", "te", "te-full", "remat-te", "remat", "none")
-    command = ("benchmarks/megatron_layers.py", *words, "--warmup", "1", "--repeats", "3", "--train")
+    command = ("-m", "benchmarks.megatron_layers", *words, "--warmup", "1", "--repeats", "3", "--train")
     packages = ("megatron.core", "transformer_engine", "fla")
     return Cell(name, ranks(gpus, *command, "--out", "{out}.json"), seconds, gpus, packages)
 
 
 def ulysses(name: str, gpus: int, seconds: float, *flags: str) -> Cell:
     """Return a cell of training beside DeepSpeed's Ulysses."""
-    words = ("benchmarks/deepspeed_training.py", *flags, "--budget", f"{seconds - 60:.0f}", "--out", "{out}.json")
+    words = ("-m", "benchmarks.deepspeed_training", *flags, "--budget", f"{seconds - 60:.0f}", "--out", "{out}.json")
     return Cell(name, ranks(gpus, *words), seconds, gpus, ("deepspeed", "transformers"))
 
 
 def longest(name: str, gpus: int, seconds: float, *flags: str) -> Cell:
     """Return a cell that finds the longest sequence, beside ALST."""
-    words = ("benchmarks/deepspeed_longest.py", "--gpus", str(gpus), *flags, "--budget", f"{seconds - 20:.0f}")
+    words = ("-m", "benchmarks.deepspeed_longest", "--gpus", str(gpus), *flags, "--budget", f"{seconds - 20:.0f}")
     return Cell(name, ("python", *words, "--out", "{out}.json"), seconds, gpus, ("deepspeed", "transformers"))
 
 
@@ -124,7 +124,7 @@ def padded_packs(tokens: int) -> Cell:
 
 def tiled_loss(gpus: int) -> Cell:
     """Return a cell of a Megatron model's loss, whole and by tiles."""
-    command = ranks(gpus, "benchmarks/tiled_loss.py", "--out", "{out}.json")
+    command = ranks(gpus, "-m", "benchmarks.tiled_loss", "--out", "{out}.json")
     return Cell(f"tiled-loss-{gpus}", command, 180, gpus, ("megatron.core",))
 
 
@@ -136,7 +136,7 @@ def gpu_tests(gpus: int) -> Cell:
 
 def host_time(gpus: int) -> Cell:
     """Return the host's milliseconds of a call."""
-    words = ("benchmarks/host_time.py", "--kernel", "flash4", "--out", "{out}.json")
+    words = ("-m", "benchmarks.host_time", "--kernel", "flash4", "--out", "{out}.json")
     command = ("python", *words) if gpus == 1 else ranks(gpus, *words)
     return Cell(f"host-time-{gpus}", command, 120, gpus, ("flash_attn.cute",))
 
@@ -149,7 +149,7 @@ def pack_programs(tokens: int) -> Cell:
 
 def recurrence(name: str, *flags: str) -> Cell:
     """Return a Qwen3-Next-shaped group of layers on one GPU."""
-    words = ("benchmarks/recurrence.py", "--link-gbs", "370", *flags, "--out", "{out}.json")
+    words = ("-m", "benchmarks.recurrence", "--link-gbs", "370", *flags, "--out", "{out}.json")
     return Cell(name, ("python", *words), 150, 1, ("fla",))
 
 
@@ -172,13 +172,13 @@ def paper(gpus: int) -> tuple[Cell, ...]:
 
 def paper_toy() -> tuple[Cell, ...]:
     """Return the same kinds of cells on two ranks of a CPU, to see that they run."""
-    toy_layers = ("benchmarks/megatron_layers.py", "--toy", "--layers", "64:7b", "64:33h", "--train", "--depth", "1")
+    toy_layers = ("-m", "benchmarks.megatron_layers", "--toy", "--layers", "64:7b", "64:33h", "--train", "--depth", "1")
     modes = ("--modes", "tp-te-full", "tp-full", "full", "remat")
     toy = ("--device", "cpu", "--seq-length", "64", "128", "--heads", "2", "--head-dim", "16", "--passes", "forward")
     little = ("--repetitions", "2", "--seconds", "0", "--kernel", "cpu", "--schedule", "ring", "balanced")
     little += ("--baselines", "ulysses")
     words = ("-m", "benchmarks.attention", "--ranks", "2", *toy, *little, "--ablation", "none", "no_overlap")
-    dry = ("benchmarks/deepspeed_training.py", "--dry-run", "--shapes", "llama-3-8b", "--lengths", "64")
+    dry = ("-m", "benchmarks.deepspeed_training", "--dry-run", "--shapes", "llama-3-8b", "--lengths", "64")
     return (
         Cell("toy-layers", ranks(2, *toy_layers, *modes, "--out", "{out}.json"), 90, packages=("megatron.core",)),
         Cell("toy-ablations", ("python", *words, "--out", "{out}"), 90),
@@ -197,7 +197,7 @@ ONE_GPU = (
     host_time(1),
     tiled_loss(1),
     pack_programs(8),
-    Cell("sanitize", ("python", "benchmarks/sanitize.py"), 240, 1, programs=("compute-sanitizer",)),
+    Cell("sanitize", ("python", "-m", "benchmarks.sanitize"), 240, 1, programs=("compute-sanitizer",)),
     attention("one-gpu", 1, 120, "--preset", "one_gpu"),
     longest_on_one(),
     recurrence("recurrence"),
@@ -224,8 +224,8 @@ TWO_GPUS = (
     megatron("megatron-training", 2, 300, "--layers", "--vocab-size", "32768", "--train",
              *(f"131072:4:3:{mode}" for mode in ("remat", "full", "te-full")), "524288:1:2:remat"),
     packs("packed-32k", 2, 150, 32),
-    Cell("verify-cost", ranks(2, "benchmarks/verify_cost.py", "--out", "{out}.json"), 90, 2),
-    Cell("deepspeed-stress", ranks(2, "benchmarks/deepspeed_stress.py", "--out", "{out}.json"), 300, 2,
+    Cell("verify-cost", ranks(2, "-m", "benchmarks.verify_cost", "--out", "{out}.json"), 90, 2),
+    Cell("deepspeed-stress", ranks(2, "-m", "benchmarks.deepspeed_stress", "--out", "{out}.json"), 300, 2,
          ("deepspeed", "transformers")),
 )  # fmt: skip
 

@@ -14,10 +14,10 @@ import torch
 import torch.distributed as dist
 import transformers
 from deepspeed.runtime.sequence_parallel.ulysses_sp import TiledMLP
-from deepspeed_shapes import Shape
 
+from benchmarks.deepspeed_shapes import Shape
+from benchmarks.surroundings import machine
 from dfa_megatron import deepspeed as dfa_ds
-from dfa_megatron.doctor.machine import machine
 from dfa_megatron.doctor.world import join as join_ranks
 from dfa_megatron.doctor.world import slowest
 from dfa_megatron.runtime.prepare import in_use

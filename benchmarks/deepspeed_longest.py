@@ -1,9 +1,9 @@
 """Finds the longest sequence that one ZeRO-3 step takes: ours beside DeepSpeed's ALST.
 
-    python benchmarks/deepspeed_longest.py --layers 2 --budget 540 --out longest.json      # on all GPUs there are
-    python benchmarks/deepspeed_longest.py --shape qwen3-4b --layers 4 --gpus 1 --offload-optimizer --memory-gib 40 \\
+    python -m benchmarks.deepspeed_longest --layers 2 --budget 540 --out longest.json      # on all GPUs there are
+    python -m benchmarks.deepspeed_longest --shape qwen3-4b --layers 4 --gpus 1 --offload-optimizer --memory-gib 40 \\
         --shortest 65536 --resolution 16384 --methods dfa-tiles-host dfa-tiles-host-stages --out longest.json
-    DS_ACCELERATOR=cpu python benchmarks/deepspeed_longest.py --dry-run                    # tiny, two ranks
+    DS_ACCELERATOR=cpu python -m benchmarks.deepspeed_longest --dry-run                    # tiny, two ranks
 
 Forward, backward and optimizer, with tiled loss for all. dfa-tiles has norms and MLPs by `mlp_tile`; the others have
 ALST's tiled MLP. Lengths double until one runs out of memory or the time left is less than four times the last step;
@@ -28,8 +28,8 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-from deepspeed_shapes import SHAPES, VOCABULARIES
-from longest_search import MEMORY, STOPPED, search
+from benchmarks.deepspeed_shapes import SHAPES, VOCABULARIES
+from benchmarks.longest_search import MEMORY, STOPPED, search
 
 METHODS = {
     "dfa-remat": {"attention": "dfa", "checkpoint": "remat"},
@@ -83,7 +83,7 @@ def launch(args: argparse.Namespace, ranks: int, method: str, length: int, secon
     begin = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-        command += [str(Path(__file__).resolve()), *sys.argv[1:], "--rank-of", method, str(length), folder]
+        command += ["-m", "benchmarks.deepspeed_longest", *sys.argv[1:], "--rank-of", method, str(length), folder]
         environment = dict(os.environ)
         if "PYTORCH_ALLOC_CONF" not in environment:
             environment.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")  # as ALST asks for
@@ -149,7 +149,8 @@ def is_memory(error: BaseException | None) -> bool:
 def engine_for(args: argparse.Namespace, longest: int) -> tuple[Any, str, int]:
     """Return an engine, its optimizer's name and the vocabulary."""
     import torch
-    from deepspeed_common import build, join
+
+    from benchmarks.deepspeed_common import build, join
 
     join(max(args.budget, 60.0))  # a collective waits for the computation before it
     if args.memory_gib and torch.cuda.is_available():
@@ -177,8 +178,8 @@ def agreement(args: argparse.Namespace) -> dict[str, Any]:
     Raises:
         RuntimeError: too far.
     """
-    from deepspeed_common import made_with
-    from deepspeed_methods import Method, compare
+    from benchmarks.deepspeed_common import made_with
+    from benchmarks.deepspeed_methods import Method, compare
 
     length = (16 if args.dry_run else 1024) * int(os.environ["WORLD_SIZE"])
     engine, name, vocabulary = engine_for(args, length)
@@ -194,8 +195,9 @@ def step(args: argparse.Namespace, method: str, length: int) -> dict[str, Any]:
     """
     import torch
     import torch.distributed as dist
-    from deepspeed_common import TILE, batch_of, held, mean, most, peak_gib, take_step
-    from deepspeed_methods import Method, attention
+
+    from benchmarks.deepspeed_common import TILE, batch_of, held, mean, most, peak_gib, take_step
+    from benchmarks.deepspeed_methods import Method, attention
 
     engine, _, vocabulary = engine_for(args, length)
     ranks = dist.get_world_size()
@@ -231,8 +233,8 @@ def step(args: argparse.Namespace, method: str, length: int) -> dict[str, Any]:
 
 def predicted(args: argparse.Namespace, method: str, length: int) -> dict[str, Any]:
     """Return the memory of the account, GiB by moment, and the largest."""
-    from deepspeed_common import TILE
-    from deepspeed_memory import Step
+    from benchmarks.deepspeed_common import TILE
+    from benchmarks.deepspeed_memory import Step
 
     fields = settings(args, method)
     found = Step(

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from dfa_megatron.loss.memory import head_bytes
 
 if TYPE_CHECKING:
-    from deepspeed_shapes import Shape
+    from benchmarks.deepspeed_shapes import Shape
 
 BUCKET = 4 * 500_000_000
 """Bytes of the buffer in which ZeRO-3 reduces gradients, in float32; DeepSpeed's default length."""

@@ -12,9 +12,9 @@ from deepspeed.runtime.activation_checkpointing import checkpointing
 from deepspeed.runtime.sequence_parallel import parallel_state_sp
 from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
 from deepspeed.utils import safe_get_full_grad
-from deepspeed_common import TILE, any_rank, batch_of, mean
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from benchmarks.deepspeed_common import TILE, any_rank, batch_of, mean
 from dfa_megatron import deepspeed as dfa_ds
 from dfa_megatron.config import DistAttentionConfig
 from dfa_megatron.huggingface import distribute_attention, local_attention

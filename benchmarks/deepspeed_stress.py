@@ -1,7 +1,7 @@
 """Looks for what only GPUs show: our messages beside ZeRO-3's gathers in every order, and checkpoints on the host.
 
-    torchrun --nproc-per-node 4 benchmarks/deepspeed_stress.py --out stress.json
-    DS_ACCELERATOR=cpu torchrun --nproc-per-node 2 benchmarks/deepspeed_stress.py --dry-run
+    torchrun --nproc-per-node 4 -m benchmarks.deepspeed_stress --out stress.json
+    DS_ACCELERATOR=cpu torchrun --nproc-per-node 2 -m benchmarks.deepspeed_stress --dry-run
 
 orders: many small ZeRO-3 steps while random ranks are held up on the device, so that gathers, reductions and our
 messages meet in ever new orders; the losses must be those of the same steps with every kernel waited for. A deadlock

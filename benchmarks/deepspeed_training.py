@@ -1,9 +1,9 @@
 """Trains model shapes with ZeRO-3 over sequences shared by all GPUs: our attention beside DeepSpeed's Ulysses.
 
-    torchrun --nproc-per-node 4 benchmarks/deepspeed_training.py --out results.json
-    torchrun --nproc-per-node 4 benchmarks/deepspeed_training.py --shapes qwen3-4b --layers 36 --vocabulary 151936 \
+    torchrun --nproc-per-node 4 -m benchmarks.deepspeed_training --out results.json
+    torchrun --nproc-per-node 4 -m benchmarks.deepspeed_training --shapes qwen3-4b --layers 36 --vocabulary 151936 \
         --lengths 65536 --offload-optimizer --tiled --methods dfa-remat ulysses-full       # a whole Qwen3-4B
-    DS_ACCELERATOR=cpu torchrun --nproc-per-node 2 benchmarks/deepspeed_training.py --dry-run      # tiny
+    DS_ACCELERATOR=cpu torchrun --nproc-per-node 2 -m benchmarks.deepspeed_training --dry-run      # tiny
 
 By default layers and vocabulary are cut, which the output says. All methods share one engine per shape, so that only
 attention and checkpointing differ, and have come to the loss and gradients of one rank before any is timed. A case that
@@ -24,7 +24,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from deepspeed_common import (
+
+from benchmarks.deepspeed_common import (
     any_rank,
     batch_of,
     build,
@@ -34,10 +35,9 @@ from deepspeed_common import (
     peak_gib,
     take_step,
 )
-from deepspeed_longest import is_memory
-from deepspeed_methods import Method, attention, compare
-from deepspeed_shapes import SHAPES
-
+from benchmarks.deepspeed_longest import is_memory
+from benchmarks.deepspeed_methods import Method, attention, compare
+from benchmarks.deepspeed_shapes import SHAPES
 from dfa_megatron.errors import DistAttentionError
 
 METHODS = {

@@ -1,8 +1,8 @@
 """Time the host's part of a forward and a backward: until the calls have returned, before the device is waited for.
 
-    python benchmarks/host_time.py --out host_time.json
-    torchrun --nproc-per-node 2 benchmarks/host_time.py        # the calls of real ranks, which may share a GPU
-    python benchmarks/host_time.py --device cpu --rows 32 --heads 4 --kv-heads 2 --kernel cpu
+    python -m benchmarks.host_time --out host_time.json
+    torchrun --nproc-per-node 2 -m benchmarks.host_time        # the calls of real ranks, which may share a GPU
+    python -m benchmarks.host_time --device cpu --rows 32 --heads 4 --kv-heads 2 --kernel cpu
 
 Cases, each with its program replayed (`bound`) and run as it stands (`unbound`), in alternating runs:
 
@@ -28,8 +28,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from benchmarks.surroundings import share_gpus
 from dfa_megatron import DistAttentionConfig, dist_flash_attn_func
-from dfa_megatron.doctor.world import share_gpus
 from dfa_megatron.flags import add_flags, flag, from_flags
 from dfa_megatron.plan.interpret import Algebra
 from dfa_megatron.runtime.comm.transport import StepTransport

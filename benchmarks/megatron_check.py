@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron_common import Mode, Shape
 
+from benchmarks.megatron_common import Mode, Shape
 from dfa_megatron import shard_sequence
 from dfa_megatron.doctor.dense import dense_attention
 from dfa_megatron.doctor.world import slowest

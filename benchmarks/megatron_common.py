@@ -15,10 +15,10 @@ from typing import Any
 # Megatron demands this on Hopper; it must stand before CUDA starts, so it is set before torch is imported.
 os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
 
-import megatron_hybrids
 import torch
 import torch.distributed as dist
 
+from benchmarks import megatron_hybrids
 from dfa_megatron import DistAttentionConfig
 from dfa_megatron.doctor.stopwatch import stopwatch
 from dfa_megatron.doctor.world import join as join_ranks

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from megatron_common import Shape
+    from benchmarks.megatron_common import Shape
 
 EVERY = 4
 """Layers, of which the last is attention."""

@@ -1,8 +1,8 @@
 """Times Megatron-Core layers, and training steps of a Llama-shaped model, with distributed attention; writes JSON.
 
-    torchrun --nproc-per-node 4 benchmarks/megatron_layers.py --out megatron.json
-    torchrun --nproc-per-node 4 benchmarks/megatron_layers.py --layers 131072:8:14336 --train --out x.json
-    torchrun --nproc-per-node 2 benchmarks/megatron_layers.py --toy --out toy.json     # on CPU, to see that it runs
+    torchrun --nproc-per-node 4 -m benchmarks.megatron_layers --out megatron.json
+    torchrun --nproc-per-node 4 -m benchmarks.megatron_layers --layers 131072:8:14336 --train --out x.json
+    torchrun --nproc-per-node 2 -m benchmarks.megatron_layers --toy --out toy.json     # on CPU, to see that it runs
 
 Layers alone (`--layers LENGTH:KV_HEADS:FFN ...`, or `LENGTH:SHAPE`: 7b, gqa, 33h, 16h, 8h, 4h or 2h of the paper,
 33h-as-34 and 33h-as-40 with the heads that 2 and 8 tensor-parallel GPUs pad to, or qwen3-next, whose gated delta nets
@@ -40,8 +40,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron_check import TOLERANCE, attention_errors
-from megatron_common import (
+
+from benchmarks.attention.correctness import too_far
+from benchmarks.megatron_check import TOLERANCE, attention_errors
+from benchmarks.megatron_common import (
     MODES,
     NAMED,
     Mode,
@@ -56,9 +58,7 @@ from megatron_common import (
     peak_gib,
     refusal,
 )
-
-from benchmarks.attention.correctness import too_far
-from dfa_megatron.doctor.machine import machine
+from benchmarks.surroundings import machine
 
 LAYERS = ("65536:8:14336", "131072:8:14336", "131072:32:11008")
 TRAINING = (
@@ -88,7 +88,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 figures = tried(args, mode, shape, run)
                 note(report, "layers", {"mode": mode.name, "length": length, **described(shape), **figures}, args.out)
     for length, depth, steps, name in args.train:
-        from megatron_training import train
+        from benchmarks.megatron_training import train
 
         shape = Shape(args.hidden_size, args.heads, args.kv_heads, args.ffn_hidden_size)
         run = partial(train, args, shape, MODES[name], length, depth, steps, device)

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron_common import Mode, Shape, make_config, make_spec, peak_gib
 
+from benchmarks.megatron_common import Mode, Shape, make_config, make_spec, peak_gib
 from dfa_megatron.doctor.stopwatch import mark, seconds_between
 from dfa_megatron.doctor.world import slowest
 

@@ -36,9 +36,9 @@ from benchmarks.attention.correctness import too_far
 from benchmarks.attention.failures import Failure, together
 from benchmarks.documents import draw_documents, log_normal
 from benchmarks.packed import BOTH, TOLERANCE, Attend, draw_inputs
+from benchmarks.surroundings import machine
 from dfa_megatron import DistAttentionConfig, dist_flash_attn_varlen_func
 from dfa_megatron.doctor.dense import band_of, dense_attention
-from dfa_megatron.doctor.machine import machine
 from dfa_megatron.doctor.world import World, join
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.megatron.tokens.document_order import DocumentOrder

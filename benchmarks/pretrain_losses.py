@@ -1,7 +1,7 @@
 """Runs Megatron-LM's pretrain_gpt.py with its own attention and with ours: losses side by side, and a step's time.
 
     git -C ~/Megatron-LM archive core_v0.19.0 | tar x -C /tmp/megatron-lm             # any clone, unchanged
-    python benchmarks/pretrain_losses.py --scripts /tmp/megatron-lm --out losses.json
+    python -m benchmarks.pretrain_losses --scripts /tmp/megatron-lm --out losses.json
 
 Every run is a torchrun of the same script on invented tokens. All but own-tp start from the same weights:
 

@@ -1,6 +1,6 @@
 """Proves a Llama-shaped model in bfloat16 under ZeRO-3 on all GPUs, then with a planted fault, and says what it took.
 
-    torchrun --nproc-per-node 2 benchmarks/prove_seconds.py --kernel flash4 --out FILE
+    torchrun --nproc-per-node 2 -m benchmarks.prove_seconds --kernel flash4 --out FILE
 
 The fault is one head of the last token that attention leaves 0. The exit status is 1 if a proof says what is not so.
 """
@@ -17,9 +17,9 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 import transformers
-from deepspeed_common import config_of, device, join, made_with, optimizer
-from deepspeed_shapes import SHAPES
 
+from benchmarks.deepspeed_common import config_of, device, join, made_with, optimizer
+from benchmarks.deepspeed_shapes import SHAPES
 from dfa_megatron import deepspeed as dfa_ds
 from dfa_megatron.errors import ProofError
 from dfa_megatron.huggingface import attention_function

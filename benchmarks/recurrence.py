@@ -1,7 +1,7 @@
 """Time the layers of a Qwen3-Next-shaped group on one device: three gated delta nets and one attention.
 
-    python benchmarks/recurrence.py --link-gbs 370 --out recurrence.json      # needs fla-core
-    python benchmarks/recurrence.py --device cpu --tokens 256 --kernel transformers --rounds 2
+    python -m benchmarks.recurrence --link-gbs 370 --out recurrence.json      # needs fla-core
+    python -m benchmarks.recurrence --device cpu --tokens 256 --kernel transformers --rounds 2
 
 One device plays a rank in the middle of `ranks`. Times are of a forward and a backward, or of a forward alone:
 

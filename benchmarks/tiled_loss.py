@@ -1,8 +1,8 @@
 """Measures a Megatron model's loss, whole and by tiles of tokens: milliseconds and peak memory of GPTModel's head.
 
-    torchrun --nproc-per-node 1 benchmarks/tiled_loss.py --out tiled_loss.json
-    torchrun --nproc-per-node 2 benchmarks/tiled_loss.py --out tp2.json           # ranks share weights and vocabulary
-    torchrun --nproc-per-node 2 benchmarks/tiled_loss.py --toy --out toy.json     # on CPU, to see that it runs
+    torchrun --nproc-per-node 1 -m benchmarks.tiled_loss --out tiled_loss.json
+    torchrun --nproc-per-node 2 -m benchmarks.tiled_loss --out tp2.json           # ranks share weights and vocabulary
+    torchrun --nproc-per-node 2 -m benchmarks.tiled_loss --toy --out toy.json     # on CPU, to see that it runs
 
 The model is a last pipeline stage without layers: hidden states go to its output layer and loss. Modes: `off` is
 Megatron's loss, `fused` its own fusion of the cross-entropy, a number `loss_tile` with so many tokens. Passes: `train`
@@ -21,14 +21,14 @@ from pathlib import Path
 from typing import Any
 
 # Before torch is imported: the environment that Megatron demands.
-from megatron_common import MODES, Shape, arrange, attempt, join, make_config, median_ms, peak_gib  # isort: skip
+from benchmarks.megatron_common import MODES, Shape, arrange, attempt, join, make_config, median_ms, peak_gib  # isort: skip
 import torch
 import torch.distributed as dist
-from megatron_layers import note, write
 
 from benchmarks.attention.correctness import too_far
+from benchmarks.megatron_layers import note, write
+from benchmarks.surroundings import machine
 from dfa_megatron import DistAttentionConfig
-from dfa_megatron.doctor.machine import machine
 from dfa_megatron.loss import scores_of
 from dfa_megatron.loss.memory import head_bytes
 

@@ -1,7 +1,7 @@
 """What comparing every call costs: attentions with verify on and off, in turn, on all ranks of a machine.
 
-    torchrun --nproc-per-node 2 benchmarks/verify_cost.py --out verify.json
-    torchrun --nproc-per-node 2 benchmarks/verify_cost.py --device cpu --tokens 64 --heads 4 --kv-heads 2 \\
+    torchrun --nproc-per-node 2 -m benchmarks.verify_cost --out verify.json
+    torchrun --nproc-per-node 2 -m benchmarks.verify_cost --device cpu --tokens 64 --heads 4 --kv-heads 2 \\
         --head-dim 16 --layers 2 --rounds 2 --transport auto
 
 Host time is that of issuing a forward and a backward of 16 layers, for each layer, from an idle device; `ms` is until
@@ -24,8 +24,8 @@ import torch
 import torch.distributed as dist
 
 import dfa_megatron
+from benchmarks.surroundings import machine
 from dfa_megatron import DistAttentionConfig
-from dfa_megatron.doctor.machine import machine
 from dfa_megatron.doctor.world import World, join
 from dfa_megatron.flags import add_flags, flag, from_flags
 

@@ -32,8 +32,6 @@ SAME_ROLE = {
 
 WIDE_FOR_NOW = {
     "runtime/op.py:attention_backward",
-    "tests/support/cases.py:case",
-    "tests/support/packs.py:pack",
 }
 """May only become shorter."""
 
@@ -50,11 +48,11 @@ LONG_FUNCTIONS_FOR_NOW = {
 """May only become shorter."""
 
 BUDGETS = {
-    "benchmarks": 6_613,
-    "cli": 652,
+    "benchmarks": 6_650,
+    "cli": 615,
     "deepspeed": 1_440,
-    "doctor": 1_184,
-    "huggingface": 4_566,
+    "doctor": 1_082,
+    "huggingface": 4_565,
     "kernels": 3_757,
     "loss": 791,
     "megatron": 4_654,
@@ -63,7 +61,7 @@ BUDGETS = {
     "recurrence": 1_170,
     "remat": 535,
     "runtime": 5_806,
-    "tests": 39_965,
+    "tests": 39_952,
     "top": 1_402,
 }
 """Lines of Python in a folder of the package, in its files beside them ("top"), in tests and in benchmarks.

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from benchmarks.attention.job import Job
-from dfa_megatron.doctor.machine import machine
+from benchmarks.surroundings import machine
 from dfa_megatron.doctor.world import World
 
 BEST = "*"

@@ -60,8 +60,10 @@ def run(args: argparse.Namespace) -> int:
         from dfa_megatron.doctor.measure_profile import measure_and_save
 
         return measure_and_save(shape, Path(flags.profile), flags.kernel)
+    from dfa_megatron.doctor.distributed_call import call_on_ranks
     from dfa_megatron.doctor.kernel_survey import automatic, examine
     from dfa_megatron.doctor.machine import devices, p2p_access, versions
+    from dfa_megatron.doctor.start_ranks import ranks_here
 
     machine = {"versions": versions(), "devices": devices(), "p2p_access": p2p_access()}
     if not flags.json:
@@ -69,7 +71,7 @@ def run(args: argparse.Namespace) -> int:
     verdicts, auto = examine(shape, flags.kernel, flags.repetitions), automatic(shape)
     if not flags.json:
         print(_kernels(shape, flags.mask, verdicts, auto), flush=True)
-    call = _call(shape) if flags.call else {}
+    call = call_on_ranks(shape, ranks_here(None, shape.device)) if flags.call else {}
     if flags.json:
         sizes = {name: getattr(shape, name) for name in ("q_len", "heads", "kv_heads", "head_dim", "device")}
         sizes |= {"mask": flags.mask, "dtype": str(shape.dtype)}
@@ -77,8 +79,7 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps({**machine, "shape": sizes, "kernels": kernels, "auto": auto, "call": call}, indent=1))
     elif call:
         print(_of_call(call))
-    bad = any(verdict.wrong for verdict in verdicts) or "failed" in call or bool(call.get("wrong"))
-    return int(bad)
+    return int(any(verdict.wrong for verdict in verdicts) or "failed" in call or bool(call.get("wrong")))
 
 
 def shape_of(flags: DoctorFlags) -> Trial:
@@ -110,36 +111,24 @@ def shape_of(flags: DoctorFlags) -> Trial:
     return shape if flags.mask == "causal" else replace(shape, band=FULL)
 
 
-def _call(shape: Trial) -> dict[str, Any]:
-    """Run one distributed call of that shape, in new processes."""
-    from dfa_megatron.doctor.distributed_call import call_on_ranks
-    from dfa_megatron.doctor.start_ranks import ranks_here
-
-    return call_on_ranks(shape, ranks_here(None, shape.device))
-
-
 def _of_call(call: dict[str, Any]) -> str:
+    where = f"one distributed call over {call['ranks']} ranks"
     if "failed" in call:
-        return f"one distributed call over {call['ranks']} ranks FAILED: {call['failed']}"
-    cases = list(call["errors"].values())
+        return f"{where} FAILED: {call['failed']}"
+    cases, how = list(call["errors"].values()), f"schedule {call['schedule']}, kernel {call['kernel']}"
     largest = ", ".join(f"{name} {max(case[name] for case in cases):.0e}" for name in cases[0])
-    how = f"schedule {call['schedule']}, kernel {call['kernel']}"
     lines = [
-        f"one distributed call over {call['ranks']} ranks: {how}, {1e3 * call['seconds']:.3g} ms with its backward"
+        f"{where}: {how}, {1e3 * call['seconds']:.3g} ms with its backward",
+        f"  largest errors against float64 of {', '.join(call['errors'])}: {largest}",
     ]
-    lines.append(f"  largest errors against float64 of {', '.join(call['errors'])}: {largest}")
     lines += [f"  {case} refused: {why}" for case, why in call["refused"].items()]
     lines += [f"  link {name}: {rate / 1e9:.3g} GB/s each way" for name, rate in call["bytes_per_second"].items()]
     return "\n".join(lines + [f"  WRONG: {', '.join(call['wrong'])}"] * bool(call["wrong"]))
 
 
 def _machine(machine: dict[str, Any]) -> str:
-    lines = ["versions"]
-    lines += textwrap.wrap(
-        ", ".join(f"{name} {found}" for name, found in machine["versions"].items()), 110,
-        initial_indent="  ", subsequent_indent="  ",
-    )  # fmt: skip
-    lines.append("devices")
+    found = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
+    lines = ["versions", *textwrap.wrap(found, 110, initial_indent="  ", subsequent_indent="  "), "devices"]
     for gpu in machine["devices"]:
         where = f"{gpu['gib']} GiB, {gpu['multiprocessors']} multiprocessors"
         lines.append(f"  cuda:{gpu['index']}  {gpu['name']}, compute capability {gpu['capability']}, {where}")
@@ -171,17 +160,15 @@ def _kernels(shape: Trial, mask: str, verdicts: list[Verdict], auto: str | None)
 def _lines(verdict: Verdict) -> list[str]:
     if verdict.refused is not None:
         return [f"  {verdict.name:<10}refused: {verdict.refused}"]
-    worst = {
-        name: max(errors[name] for errors in verdict.errors.values()) for name in ("out", "lse", "dq", "dk", "dv")
-    } if verdict.errors else {}  # fmt: skip
-    line = f"  {verdict.name:<10}" + "".join(f"{error:>8.0e}" for error in worst.values())
+    found = list(verdict.errors.values())
+    line = f"  {verdict.name:<10}" + _worst(found)
     if verdict.tflops:
-        forward, backward = (_rate(verdict.tflops[phase]) for phase in ("forward", "backward"))
+        forward, backward = (f"{rate:.0f}" if rate >= 10 else f"{rate:.2g}" for rate in verdict.tflops.values())
         line += f"   {forward:>7} / {backward}"
     lines = [line + (f"   not timed: {verdict.untimed}" if verdict.untimed else "")]
     lines += [f"  {'':<10}  without {verdict.without}"] if verdict.without else []
     return lines + [f"  {'':<10}  WRONG: {what}" for what in verdict.wrong]
 
 
-def _rate(tflops: float) -> str:
-    return f"{tflops:.0f}" if tflops >= 10 else f"{tflops:.2g}"
+def _worst(found: list[dict[str, float]]) -> str:
+    return "".join(f"{max(form[name] for form in found):>8.0e}" for name in (found[0] if found else ()))

@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.flags import add_flags, flag, from_flags
@@ -95,35 +95,34 @@ def run(args: argparse.Namespace) -> int:
     """
     flags = from_flags(PlanFlags, args)
     mask, hardware = _mask(flags), _hardware(flags)
-    choice: dict[str, Any] = {"schedule": flags.schedule, "layout": flags.layout, "hardware": hardware}
+    choice: dict[str, Any] = {"schedule": flags.schedule, "layout": flags.layout}
+    needs, phase = cast(Any, flags.backward_needs), cast(Any, flags.phase)
     kv_heads = flags.heads if flags.kv_heads is None else flags.kv_heads
-    needs: Any = flags.backward_needs
     whole = AttentionShape(flags.batch, flags.heads, kv_heads, flags.head_dim, backward_needs=needs)
-    degree = _degree(flags.ulysses_degree) or automatic_degree(mask, flags.ranks, shape=whole, **choice)
+    degree = _degree(flags.ulysses_degree)
+    degree = degree or automatic_degree(mask, flags.ranks, shape=whole, hardware=hardware, **choice)
     heads = split_heads(degree, flags.ranks, whole.heads, whole.kv_heads)
-    shape, ranks = heads.shape(whole), flags.ranks // degree
-    machine, hardware = hardware, hardware.inside(degree)
-    choice["hardware"] = hardware
-    plan = make_plan(mask, ranks, shape=shape, **choice)
-    tokens = flags.seq_length // flags.ranks
-    print(report(plan, shape, hardware, flags.phase, flags.width))
+    shape, ranks, inside = heads.shape(whole), flags.ranks // degree, hardware.inside(degree)
+    plan = make_plan(mask, ranks, shape=shape, hardware=inside, **choice)
+    print(report(plan, shape, inside, flags.phase, flags.width))
     if degree > 1:
-        if flags.ulysses_degree == "auto":
-            print(f"\nulysses_degree=auto is {degree} here")
+        tokens = flags.seq_length // flags.ranks
         split_tokens(degree, 0, flags.ranks, plan.layout, tokens)
-        print("\n" + _exchange(heads, whole, tokens, flags.ranks, kept=not flags.remat))
+        print(f"\nulysses_degree=auto is {degree} here" if flags.ulysses_degree == "auto" else "")
+        print(_exchange(heads, whole, tokens, flags.ranks, kept=not flags.remat))
+    looked_at: tuple[Candidate, ...] = ()
     if flags.explain:
-        seen: dict[str, Any] = {"layout": flags.layout, "hardware": machine}
-        looked_at = candidates(mask, flags.ranks, shape=whole, degrees=True, kept=not flags.remat, **seen)
-        print("\n" + _comparison(f"the candidates on {hardware.name}", looked_at))
+        every: dict[str, Any] = {"degrees": True, "kept": not flags.remat, "layout": flags.layout}
+        looked_at = candidates(mask, flags.ranks, shape=whole, hardware=hardware, **every)
     elif flags.schedule == "auto":
-        looked_at = candidates(mask, ranks, shape=shape, layout=flags.layout, hardware=hardware)
-        print("\n" + _comparison(f"auto took {plan.schedule}", looked_at))
-    about: dict[str, Any] = {"phase": flags.phase, "shape": shape, "hardware": hardware}
+        looked_at = candidates(mask, ranks, shape=shape, layout=flags.layout, hardware=inside)
+    if looked_at:
+        title = f"the candidates on {inside.name}" if flags.explain else f"auto took {plan.schedule}"
+        print(f"\n{title}; forward and backward together:\n{explain(looked_at)}")
     if flags.svg is not None:
-        _write(flags.svg, draw(plan, "svg", **about))
+        flags.svg.write_text(draw(plan, "svg", phase=phase, shape=shape, hardware=inside), encoding="utf-8")
     if flags.text is not None:
-        _write(flags.text, to_text(plan))
+        flags.text.write_text(to_text(plan), encoding="utf-8")
     return 0
 
 
@@ -157,11 +156,6 @@ def _exchange(heads: HeadSplit, whole: AttentionShape, tokens: int, ranks: int, 
     )
 
 
-def _write(path: Path, text: str) -> None:
-    path.write_text(text, encoding="utf-8")
-    print(f"wrote {path}")
-
-
 def report(
     plan: AttentionPlan, shape: AttentionShape, hardware: Hardware, phase: str = "both", width: int = 100
 ) -> str:
@@ -184,16 +178,9 @@ def report(
 
 def _per_rank(name: str, nbytes: tuple[int, ...], width: int) -> list[str]:
     """Format megabytes of rank 0, 1, ..., wrapped to the width."""
-    per_line = max(1, (width - 12) // 9)
-    lines = []
-    for first in range(0, len(nbytes), per_line):
-        values = " ".join(f"{value / 1e6:8.1f}" for value in nbytes[first : first + per_line])
-        lines.append(f"{name if first == 0 else '':11s} {values}")
-    return lines
-
-
-def _comparison(title: str, looked_at: tuple[Candidate, ...]) -> str:
-    return f"{title}; forward and backward together:\n{explain(looked_at)}"
+    values, count = [f"{value / 1e6:8.1f}" for value in nbytes], max(1, (width - 12) // 9)
+    rows = [" ".join(values[first : first + count]) for first in range(0, len(values), count)]
+    return [f"{name if row is rows[0] else '':11s} {row}" for row in rows]
 
 
 def _hardware(flags: PlanFlags) -> Hardware:

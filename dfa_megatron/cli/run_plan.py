@@ -51,8 +51,11 @@ def run(args: argparse.Namespace) -> int:
         UnsupportedError: the ranks are not those of the plan, or nothing serves the sizes.
         OSError: the file cannot be read.
     """
-    flags = from_flags(RunFlags, args)
-    plan = read_plan(Path(flags.plan))
+    flags, path = from_flags(RunFlags, args), Path(args.plan)
+    try:
+        plan = from_text(path.read_text(encoding="utf-8"))
+    except (PlanError, UnicodeDecodeError) as error:
+        raise PlanError(f"{path}: {error}") from error
     check_plan(plan, batch=flags.batch)
     from dfa_megatron.doctor import start_ranks, world
 
@@ -78,22 +81,8 @@ def compared(plan: AttentionPlan, flags: RunFlags, world: Any) -> tuple[dict[str
     from dfa_megatron.doctor.distributed_call import SLACK, Case, compare
     from dfa_megatron.doctor.kernel_trial import Trial, wrong
 
-    length, mask = plan.forward.mask.length, plan.forward.mask
-    sizes = (length, flags.heads, flags.kv_heads, flags.head_dim, getattr(torch, flags.dtype), str(world.device))
-    trial = Trial.square(*sizes, flags.batch)
+    mask, dtype = plan.forward.mask, getattr(torch, flags.dtype)
+    sizes = (mask.length, flags.heads, flags.kv_heads, flags.head_dim, dtype, str(world.device))
     options = {"plan": plan, "layout": plan.layout, "config": DistAttentionConfig(kernel=flags.kernel)}
-    off = compare(Case(mask, plan.forward.layout, options), trial, world)
-    return off, ", ".join(wrong(off, trial.dtype, SLACK))
-
-
-def read_plan(path: Path) -> AttentionPlan:
-    """Read the text of a plan.
-
-    Raises:
-        PlanError: it is none; one line that names the file, the line and the reason.
-        OSError: the file cannot be read.
-    """
-    try:
-        return from_text(path.read_text(encoding="utf-8"))
-    except (PlanError, UnicodeDecodeError) as error:
-        raise PlanError(f"{path}: {error}") from error
+    off = compare(Case(mask, plan.forward.layout, options), Trial.square(*sizes, flags.batch), world)
+    return off, ", ".join(wrong(off, dtype, SLACK))

@@ -39,28 +39,23 @@ def dense_attention(
     groups = q.shape[2] // k.shape[2]
     if groups * k.shape[2] != q.shape[2]:
         raise ValueError(f"kv_heads ({k.shape[2]}) must divide heads ({q.shape[2]})")
-    scale = 1 / math.sqrt(q.shape[-1]) if softmax_scale is None else softmax_scale
-    q64 = q.double()
     k64, v64 = (t.double().repeat_interleave(groups, dim=2) for t in (k, v))
-    scores = torch.einsum("bqhd,bkhd->bhqk", q64, k64) * scale
+    scale = 1 / math.sqrt(q.shape[-1]) if softmax_scale is None else softmax_scale
+    scores = torch.einsum("bqhd,bkhd->bhqk", q.double(), k64) * scale
     if softcap:
         scores = softcap * torch.tanh(scores / softcap)
     if bias is not None:
         scores = scores + bias.double()
     scores = scores.masked_fill(~_pairs(visible, q.shape[1], k.shape[1]).to(q.device), -math.inf)
     if sinks is not None:
-        rows = sinks.double()[None, :, None, None].expand(*scores.shape[:-1], 1)
-        nothing = v64.new_zeros(v64.shape[0], 1, *v64.shape[2:])
-        scores, v64 = torch.cat([scores, rows], -1), torch.cat([v64, nothing], 1)
-    columns = scores.shape[-1]
-    peak = scores.detach().amax(-1, keepdim=True) if columns else scores.new_full((*scores.shape[:-1], 1), -math.inf)
+        scores = torch.cat([scores, sinks.double()[None, :, None, None].expand(*scores.shape[:-1], 1)], -1)
+        v64 = torch.cat([v64, v64.new_zeros(v64.shape[0], 1, *v64.shape[2:])], 1)
+    peak = scores.detach().amax(-1, keepdim=True) if scores.shape[-1] else scores.new_full((*scores.shape[:-1], 1), 0.0)
     weights = (scores - peak.masked_fill(peak == -math.inf, 0.0)).exp()
     total = weights.sum(-1, keepdim=True)
-    empty = total == 0
-    safe = total.masked_fill(empty, 1.0)
+    safe = total.masked_fill(total == 0, 1.0)
     out = torch.einsum("bhqk,bkhd->bqhd", weights / safe, v64)
-    lse = (safe.log() + peak.masked_fill(empty, 0.0)).masked_fill(empty, -math.inf)
-    return out, lse.squeeze(-1)
+    return out, (safe.log() + peak).masked_fill(total == 0, -math.inf).squeeze(-1)
 
 
 def band_of(causal: bool, window_size: tuple[int, int] = (-1, -1)) -> Band:
@@ -70,13 +65,9 @@ def band_of(causal: bool, window_size: tuple[int, int] = (-1, -1)) -> Band:
 
 def band_mask(q_len: int, kv_len: int, band: Band) -> torch.Tensor:
     """Return the visible pairs (q_len, kv_len), bool: -left <= j - i - (kv_len - q_len) <= right, -1 for no bound."""
-    diagonal = torch.arange(kv_len) - torch.arange(q_len)[:, None] - (kv_len - q_len)
-    mask = torch.ones(q_len, kv_len, dtype=torch.bool)
-    if band.left >= 0:
-        mask &= diagonal >= -band.left
-    if band.right >= 0:
-        mask &= diagonal <= band.right
-    return mask
+    ahead = torch.arange(kv_len) - torch.arange(q_len)[:, None] - (kv_len - q_len)
+    left, right = (max(q_len, kv_len) if bound < 0 else bound for bound in (band.left, band.right))
+    return (ahead >= -left) & (ahead <= right)
 
 
 def _pairs(visible: Band | Mask | torch.Tensor, q_len: int, kv_len: int) -> torch.Tensor:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.metadata
-import os
 import platform
 from typing import Any
 
@@ -33,14 +32,6 @@ def versions() -> dict[str, str]:
         found["cudnn"] = str(torch.backends.cudnn.version())
         found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
     return found
-
-
-def machine() -> dict[str, Any]:
-    """Return the surroundings that a figure depends on: device, versions, NCCL's and CUDA's environment."""
-    told = {name: value for name, value in sorted(os.environ.items()) if name.startswith(("NCCL_", "CUDA_DEVICE_MAX"))}
-    gpus = devices()
-    where = {"device": gpus[0]["name"], "memory_gib": gpus[0]["gib"]} if gpus else {"device": platform.machine()}
-    return where | {"versions": versions(), "environment": told}
 
 
 def devices() -> list[dict[str, Any]]:

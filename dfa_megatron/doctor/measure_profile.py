@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import os
 import statistics
+import time
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import astuple, replace
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from dfa_megatron.doctor.host_probe import measure_host
+from dfa_megatron.attention import dist_flash_attn_func
+from dfa_megatron.config import DistAttentionConfig
 from dfa_megatron.doctor.kernel_trial import Trial, passes
 from dfa_megatron.doctor.link_probe import all_to_all_rate, measure_links
 from dfa_megatron.doctor.stopwatch import stopwatch
@@ -19,7 +21,7 @@ from dfa_megatron.doctor.world import join, slowest
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.kernels import select
 from dfa_megatron.kernels.api import BlockKernel
-from dfa_megatron.plan.cost.hardware import Hardware
+from dfa_megatron.plan.cost.hardware import H200_NVLINK, Hardware, Host
 from dfa_megatron.plan.cost.profile import save, to_json
 from dfa_megatron.plan.language.geometry import CAUSAL, FULL
 
@@ -28,6 +30,8 @@ _WARM, _MOST_BEFORE = 0.15, 200
 """Seconds that a GPU computes before calls are timed, and the most calls: in training a GPU never rests."""
 _TINY = 16
 """Tokens of the call that measures the cost of a launch."""
+_SHORT = 512
+"""Tokens of a call whose device is done before its host."""
 
 
 def measure_and_save(shape: Trial, path: Path, kernels: Sequence[str] = ()) -> int:
@@ -73,8 +77,26 @@ def measure(kernel: BlockKernel, shape: Trial, name: str) -> Hardware:
     hardware = Hardware(name, forward, backward, links, overhead, nodes, network, several)
     if device.type == "cpu":  # it computes where it issues
         return hardware
+    host = measure_host(kernel.name, replace(shape, q_len=_SHORT, kv_len=_SHORT))
     count = torch.cuda.get_device_properties(device).multi_processor_count
-    return replace(hardware, host=measure_host(kernel.name, shape), multiprocessors=count)
+    return replace(hardware, host=host, multiprocessors=count)
+
+
+def measure_host(kernel: str, short: Trial) -> Host:
+    """Return the parts of a run on the shipped host, scaled to what a short call of one rank takes here; collective."""
+    *inputs, dout = short.inputs()
+    leaves = [x.requires_grad_() for x in inputs]
+    alone = [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
+    times = []
+    for _ in range(20):
+        if dout.is_cuda:
+            torch.cuda.synchronize(dout.device)
+        start = time.perf_counter()
+        out = dist_flash_attn_func(*leaves, causal=True, group=alone, config=DistAttentionConfig(kernel=kernel))
+        torch.autograd.grad(out, leaves, dout)
+        times.append(time.perf_counter() - start)
+    usual, taken = H200_NVLINK.host, slowest([statistics.median(times[5:])])[0]
+    return Host(*(taken / 2 / (usual.run + usual.call) * seconds for seconds in astuple(usual)))
 
 
 def _timed(kernel: BlockKernel, block: Trial) -> dict[str, float]:

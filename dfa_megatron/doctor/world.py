@@ -34,7 +34,7 @@ class World:
         """Return the sum over the ranks of each value."""
         total = torch.tensor(list(values), dtype=torch.float64)
         dist.all_reduce(total, group=self.side)
-        return [float(value) for value in total]
+        return total.tolist()
 
     def slowest(self, values: Iterable[float]) -> list[float]:
         """Return the largest over the ranks of each value."""
@@ -51,7 +51,7 @@ def slowest(values: Iterable[float], group: dist.ProcessGroup | None = None) -> 
     largest = torch.tensor(list(values), dtype=torch.float64)
     if dist.is_initialized():
         dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
-    return [float(value) for value in largest]
+    return largest.tolist()
 
 
 def own_device(kind: str = "auto") -> torch.device:
@@ -69,22 +69,6 @@ def own_device(kind: str = "auto") -> torch.device:
         torch.cuda.set_device(local)
         return torch.device("cuda", local)
     return torch.device("cpu")
-
-
-def share_gpus(rank: int, ranks: int) -> None:
-    """Choose the GPU of a rank of this machine, the same for several where there are fewer; before NCCL starts.
-
-    NCCL refuses two ranks of one GPU on one host. So each is told that it is a host of its own; messages take sockets.
-
-    Args:
-        rank: on this machine, from 0 on.
-        ranks: of this machine.
-    """
-    gpus = torch.cuda.device_count()
-    if gpus < ranks:
-        os.environ["NCCL_HOSTID"] = f"rank-{rank}"
-        os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
-    torch.cuda.set_device(rank % gpus)
 
 
 def join(device: str = "auto", patience: float = PATIENCE) -> World:

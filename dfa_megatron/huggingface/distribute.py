@@ -104,8 +104,7 @@ def distribute_attention(
     decoder = inner.get_decoder()
     if known is None:
         _hook(inner, decoder, attentions)
-    others = (*counting_modules.modules_of(decoder), *recurrent.modules_of(decoder))
-    for module in {inner, decoder, *attentions, *others}:
+    for module in {inner, decoder, *attentions, *counting_modules.modules_of(decoder), *recurrent.modules_of(decoder)}:
         setattr(module, CONTEXT, context)
     set_tile(inner, options)
     tile_layers(inner, options, kind_of(inner))

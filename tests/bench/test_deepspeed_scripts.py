@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -12,8 +11,7 @@ import pytest
 
 @pytest.fixture
 def script(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
-    return importlib.import_module("deepspeed_longest")
+    return importlib.import_module("benchmarks.deepspeed_longest")
 
 
 def tried(

@@ -24,8 +24,7 @@ sys.exit(3 if "--dfa-loss-tile" in sys.argv and "--dfa-prove" not in sys.argv el
 
 @pytest.fixture
 def script(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
-    import pretrain_losses
+    from benchmarks import pretrain_losses
 
     made = pretrain_losses.command
 

@@ -34,7 +34,7 @@ def call(*command: str, out: Path) -> dict[str, Any]:
 
 def test_every_method_is_compared_and_then_timed(tmp_path: Path) -> None:
     script = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    script += [str(BENCHMARKS / "deepspeed_training.py"), "--shapes", "qwen3-4b", "33-heads", "--offload-optimizer"]
+    script += ["-m", "benchmarks.deepspeed_training", "--shapes", "qwen3-4b", "33-heads", "--offload-optimizer"]
     methods = ["dfa-remat", "ulysses-full"]
     report = call(*script, "--methods", *methods, "--tiled", out=tmp_path / "toy.json")
     losses: dict[tuple[str, int], list[float]] = {}
@@ -54,7 +54,7 @@ def test_every_method_is_compared_and_then_timed(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("limit", [130, 90, 50])
 def test_the_longest_sequence_lies_between_one_that_ran_and_one_that_ran_out_of_memory(limit: int) -> None:
-    import deepspeed_longest
+    from benchmarks import deepspeed_longest
 
     tried: list[tuple[int, bool]] = []
 
@@ -71,7 +71,7 @@ def test_the_longest_sequence_lies_between_one_that_ran_and_one_that_ran_out_of_
 def test_ranks_that_run_out_of_memory_end_an_attempt_and_say_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import deepspeed_longest
+    from benchmarks import deepspeed_longest
 
     out, launch = tmp_path / "toy.json", deepspeed_longest.launch
     words = ["--methods", "ulysses-full", "--pretend-limit", "70", "--gpus", "2", "--shortest", "80", "--dry-run"]
@@ -101,8 +101,7 @@ def master_weights(engine: Any) -> list[torch.Tensor]:
 
 def longest_methods(ranks: int) -> None:
     """Both attentions of the search for the longest sequence are what one rank computes."""
-    import deepspeed_common
-    import deepspeed_longest
+    from benchmarks import deepspeed_common, deepspeed_longest
 
     os.environ["WORLD_SIZE"] = str(ranks)
     deepspeed_common.join = lambda seconds: None  # type: ignore[assignment]
@@ -114,9 +113,9 @@ def longest_methods(ranks: int) -> None:
 
 def wrong(rank: int, world_size: int) -> None:
     harness.prepare_worker(rank)
-    import deepspeed_common as common
-    import deepspeed_methods as methods
-    from deepspeed_shapes import SHAPES
+    from benchmarks import deepspeed_common as common
+    from benchmarks import deepspeed_methods as methods
+    from benchmarks.deepspeed_shapes import SHAPES
 
     shape, ours = SHAPES["qwen3-4b"].toy(), {"ours": methods.Method("dfa", "remat")}
     engine, _ = common.build(shape, layers=2, vocabulary=64, longest=64, tiled="all", offload=False, dry=True)

@@ -42,8 +42,9 @@ class Held(TorchDispatchMode):
 def peaks(rank: int, ranks: int, family: str) -> list[float]:
     """Bytes that a token more adds to the peak of a forward and backward, with ALST's tiles and with `mlp_tile`."""
     harness.prepare_worker(rank)
-    import deepspeed_common as common
     import transformers
+
+    from benchmarks import deepspeed_common as common
 
     config = getattr(transformers, f"{family}Config")(
         vocab_size=WORDS, hidden_size=WIDTHS["hidden"], intermediate_size=WIDTHS["intermediate"],
@@ -69,9 +70,8 @@ def peaks(rank: int, ranks: int, family: str) -> list[float]:
 
 @pytest.mark.parametrize("family", ["Qwen3", "Llama"])
 def test_the_account_has_the_bytes_of_a_token_that_were_counted(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
-    from deepspeed_memory import Step, kept, recomputed
-    from deepspeed_shapes import Shape
+    from benchmarks.deepspeed_memory import Step, kept, recomputed
+    from benchmarks.deepspeed_shapes import Shape
 
     shape = Shape(**WIDTHS, family=family)
     (counted,) = run_ranks(1, peaks, family, timeout=150)
@@ -92,9 +92,8 @@ PATHS: dict[str, dict[str, Any]] = {
 
 
 def test_the_account_is_near_every_measured_peak(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
-    from deepspeed_memory import Step
-    from deepspeed_shapes import SHAPES, VOCABULARIES
+    from benchmarks.deepspeed_memory import Step
+    from benchmarks.deepspeed_shapes import SHAPES, VOCABULARIES
 
     seen = []
     for path in MEASURED:

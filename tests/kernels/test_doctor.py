@@ -17,7 +17,7 @@ import torch.distributed as dist
 from dfa_megatron import dist_flash_attn_func, kernels
 from dfa_megatron.cli import doctor
 from dfa_megatron.cli.main import build_parser, main
-from dfa_megatron.doctor import distributed_call, host_probe
+from dfa_megatron.doctor import distributed_call
 from dfa_megatron.doctor import kernel_survey as examine
 from dfa_megatron.doctor import measure_profile as profile
 from dfa_megatron.doctor.kernel_trial import Trial
@@ -185,8 +185,7 @@ def test_ranks_measure_one_profile_that_the_planner_reads(tmp_path: Path) -> Non
 
 def _host(rank: int, ranks: int) -> Host:
     args: argparse.Namespace = build_parser().parse_args([*TINY, "--kernel", "cpu"])
-    host_probe._CALLS = 3
-    return host_probe.measure_host("cpu", doctor.shape_of(from_flags(doctor.DoctorFlags, args)))
+    return profile.measure_host("cpu", doctor.shape_of(from_flags(doctor.DoctorFlags, args)))
 
 
 def test_ranks_measure_one_host_and_its_times_are_seconds() -> None:

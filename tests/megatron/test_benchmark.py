@@ -13,10 +13,7 @@ from tests.support.workers import run_ranks
 
 
 def bench(rank: int, world_size: int, arguments: list[str], folder: str) -> None:
-    import megatron_layers
-    import tiled_loss
-
-    from benchmarks import packed_zigzag
+    from benchmarks import megatron_layers, packed_zigzag, tiled_loss
 
     state_kernels.install()
     torch.compiler.set_stance("force_eager")  # to compile Megatron's gated norm takes longer than all else here
@@ -29,8 +26,8 @@ def bench(rank: int, world_size: int, arguments: list[str], folder: str) -> None
 
 def compare_with_tensor_parallel(rank: int, ranks: int) -> None:
     """Outputs and input gradients of one block, by our attention and by Megatron's with all ranks sharing weights."""
-    import megatron_layers
-    from megatron_common import MODES, arrange, seed
+    from benchmarks import megatron_layers
+    from benchmarks.megatron_common import MODES, arrange, seed
 
     args = megatron_layers.flags(["--toy", "--depth", "2", "--out", "unused"])
     length, shape = args.layers[0]

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from dfa_megatron.doctor.world import share_gpus
+from benchmarks.surroundings import share_gpus
 from dfa_megatron.runtime.comm import copy_engine
 from dfa_megatron.runtime.comm.groups import group_name
 from dfa_megatron.runtime.comm.memory import symmetric_memory
