@@ -19,14 +19,13 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from dfa_megatron.runtime.agreement.agree import Facts
-from dfa_megatron.runtime.agreement.process import host
+from dfa_megatron.runtime.agreement.calls import Facts
 from dfa_megatron.runtime.comm.memory.kept_arena import KeptArena
 from dfa_megatron.runtime.comm.memory.symmetric_memory import SUBJECT, Mapped, symmetric
-from dfa_megatron.runtime.comm.streams import Streams
+from dfa_megatron.runtime.comm.streams import StreamTransport
 from dfa_megatron.runtime.comm.transport import Recv, Send, Sends
 from dfa_megatron.runtime.cuda_driver import Flag, Flags, driver
-from dfa_megatron.runtime.environment import forbids_p2p
+from dfa_megatron.runtime.environment import forbids_p2p, host
 
 if TYPE_CHECKING:
     from dfa_megatron.runtime.comm.channel import Channel
@@ -44,7 +43,7 @@ class _Batch(NamedTuple):
     after: Flags
 
 
-class CopyEngineTransport(KeptArena):
+class CopyEngineTransport(KeptArena, StreamTransport):
     """Moves messages with the GPUs' copy engines; all ranks on one host, each GPU able to reach all others.
 
     Ranks may share a GPU, which takes them in turns: for tests.
@@ -55,12 +54,12 @@ class CopyEngineTransport(KeptArena):
         shared: some ranks have the same GPU.
     """
 
-    beside_kernels = queued = True
+    beside_kernels = True
 
     def __init__(self, over: Channel, device: torch.device, *, shared: bool) -> None:
-        super().__init__(over, device)
-        self.streams, self._shared = Streams(device), shared
-        self.driver = driver()
+        KeptArena.__init__(self, over, device)
+        StreamTransport.__init__(self, device)
+        self.driver, self._shared = driver(), shared
         self._flags = self.allocate(2 * over.size * _WORD)
         self._place_flags(over.rank, self._flags.addresses)
         self._sending: Sequence[Send] = ()
@@ -78,11 +77,9 @@ class CopyEngineTransport(KeptArena):
         self._their_filled = [address + (size + rank) * _WORD for address in addresses]
 
     def allocate(self, nbytes: int) -> Mapped:
-        """See `KeptArena`."""
         return symmetric(nbytes, self.over, self.device, shared=self._shared)
 
     def settle(self) -> None:
-        """See `KeptArena`. What other ranks write here is awaited here."""
         torch.cuda.synchronize(self.device)
 
     def start(self) -> None:
@@ -94,10 +91,6 @@ class CopyEngineTransport(KeptArena):
             self.pinned = True
         elif self._finished_on is not self.streams.compute:
             self.streams.stream.wait_event(self._finished)
-
-    def where(self) -> tuple[int, tuple[int, ...]]:
-        """See `Transport`."""
-        return self.streams.where()
 
     def post(self, after: int, sends: Sends, receives: Sequence[Recv]) -> None:
         """Queue the batch on the communication stream: raise `ready` flags, write where ranks are ready, wait."""
@@ -113,7 +106,6 @@ class CopyEngineTransport(KeptArena):
         self.streams.await_ranks(senders)
 
     def land(self) -> None:
-        """Queue the wait of the compute stream."""
         self._sending = ()
         self.streams.land()
 
@@ -130,10 +122,6 @@ class CopyEngineTransport(KeptArena):
         batches[-1] += [flag for filled in landed for flag in (Flag(True, filled, True), Flag(False, filled, False))]
         *before, after = map(Flags, batches)
         return self._batches.setdefault((receivers, senders), _Batch(before, after))
-
-    def computed(self, step: int) -> None:
-        """See `Streams.computed`."""
-        self.streams.computed(step)
 
     def finish(self) -> None:
         """Record the end of the call's compute, after which the next call may use the arena."""

@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager
 import torch
 
 from dfa_megatron.kernels.current_stream import current_stream
+from dfa_megatron.runtime.comm.transport import Transport
 
 
 class _Switch:
@@ -76,9 +77,27 @@ class Streams:
     def where(self) -> tuple[int, tuple[int, ...]]:
         """Return the first step whose compute is not over, and the ranks that send its messages; -1 in a CUDA graph.
 
-        Events of a graph cannot be queried: CUDA raises an error, which would end the watcher's thread.
+        Events of a graph cannot be queried: CUDA raises an error, which would end the watchdog's thread.
         """
         if self.captured:
             return -1, ()
         step = next((n for n, event in enumerate(self.free[: self.steps]) if not event.query()), self.steps)
         return step, self.awaited.get(step, ())
+
+
+class StreamTransport(Transport):
+    """A transport whose messages move on a stream of their own."""
+
+    queued = True
+
+    def __init__(self, device: torch.device) -> None:
+        self.streams = Streams(device)
+
+    def where(self) -> tuple[int, tuple[int, ...]]:
+        return self.streams.where()
+
+    def start(self) -> None:
+        self.streams.start()
+
+    def computed(self, step: int) -> None:
+        self.streams.computed(step)

@@ -18,7 +18,6 @@ from typing import Any
 import pytest
 import torch
 
-from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.plan.interpret import rank_loop
 from dfa_megatron.plan.language.mask import causal, documents, full
 from dfa_megatron.plan.language.program import Call, Merge, Program
@@ -27,7 +26,6 @@ from dfa_megatron.runtime.agreement.calls import Calls, Kind
 from dfa_megatron.runtime.comm import copy_engine
 from dfa_megatron.runtime.comm.copy_engine import CopyEngineTransport
 from dfa_megatron.runtime.comm.transport import Moving, Recv, Send
-from dfa_megatron.runtime.comm.transports import _refuse_one_queue
 from dfa_megatron.runtime.cuda_driver import Flag, Flags
 from dfa_megatron.runtime.environment import without_multicast
 from dfa_megatron.runtime.execute.memory_plan import MemoryPlan, plan_memory
@@ -332,12 +330,6 @@ def test_a_machine_without_gpus_says_why(monkeypatch: pytest.MonkeyPatch) -> Non
     assert "between GPUs, not on cpu" in copy_engine._local_refusal(torch.device("cpu"))
     monkeypatch.setenv("NCCL_P2P_DISABLE", "1")
     assert "NCCL_P2P_DISABLE=1" in copy_engine._local_refusal(torch.device("cuda", 0))
-
-
-def test_one_queue_for_all_streams_is_left_to_point_to_point() -> None:
-    with pytest.raises(UnsupportedError, match="by name"):
-        _refuse_one_queue(True)
-    _refuse_one_queue(False)
 
 
 def test_multicast_is_off_while_memory_is_mapped_and_the_environment_is_as_before(

@@ -1,4 +1,4 @@
-"""The state that the watcher's thread asks the streams for."""
+"""The state that the watchdog's thread asks the streams for."""
 
 from __future__ import annotations
 
