@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 _MULTICAST = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
-
 _INSIDE, _NETWORK = ("p2p", "memory", "network"), ("adapters", "sockets")
 
 
@@ -58,10 +57,9 @@ def launcher_keeps_store() -> bool:
 
 @contextmanager
 def without_multicast() -> Iterator[None]:
-    """Have PyTorch's symmetric memory bind no multicast address inside; the environment is restored afterwards.
+    """Have PyTorch's symmetric memory bind no multicast address inside; a value that the user has set stays.
 
-    PyTorch offers an environment variable and no argument for it. Binding would touch the memory of all GPUs of a host,
-    and nothing here uses multicast. A value that the user has set stays.
+    PyTorch offers no argument for it. Binding would touch the memory of all GPUs of a host.
     """
     if _MULTICAST in os.environ:
         yield

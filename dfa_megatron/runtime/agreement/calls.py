@@ -123,8 +123,22 @@ class Calls:
         return call
 
     def begin(self, kind: Kind, layer: int = 0) -> CountedCall:
-        """Begin a call; `end` or `fail` follows."""
-        self.enter(kind.text)
+        """Begin a call; `end` or `fail` follows.
+
+        Raises:
+            UnsupportedError: another thread is inside of a call, or has made the calls so far: it loses the group.
+        """
+        me = threading.current_thread()
+        owner, autograd = self._thread, isinstance(me, threading._DummyThread)
+        if owner is None or (owner is not me and not autograd and not owner.is_alive() and not self.doing):
+            self._thread = owner = me
+        if self.doing or (owner is not me and not autograd):
+            what = f"attention over one group from two threads, {owner.name!r} and {me.name!r}"
+            instead = "one thread for all calls of a group, or a group for each thread"
+            error = UnsupportedError(what, "the ranks would run their calls in different orders", instead)
+            self.lose(error, told=False)
+            raise error
+        self.doing, self._caller = kind.text, me
         try:
             return self.add(kind, layer)
         except BaseException:
@@ -132,7 +146,7 @@ class Calls:
             raise
 
     def end(self) -> None:
-        """End a call that has been issued. If the group was lost meanwhile, raise instead of returning a result."""
+        """End a call that has been issued. If the group was lost meanwhile, raise its error."""
         if self.issued is not None:
             self.issued()
         self.doing = ""
@@ -153,30 +167,11 @@ class Calls:
         finally:
             self.doing = before
 
-    def enter(self, doing: str) -> None:
-        """Claim the group's calls for this thread.
-
-        Raises:
-            UnsupportedError: another thread is inside of a call, or has made the calls so far.
-        """
-        me = threading.current_thread()
-        owner, autograd = self._thread, isinstance(me, threading._DummyThread)
-        if owner is None or (owner is not me and not autograd and not owner.is_alive() and not self.doing):
-            self._thread = owner = me
-        if self.doing or (owner is not me and not autograd):
-            what = f"attention over one group from two threads, {owner.name!r} and {me.name!r}"
-            instead = "one thread for all calls of a group, or a group for each thread"
-            error = UnsupportedError(what, "the ranks would run their calls in different orders", instead)
-            self.lose(error, told=False)
-            raise error
-        self.doing, self._caller = doing, me
-
     @contextmanager
     def preparing(self) -> Iterator[None]:
         """Count the preparation of a new attention as a call; an error in it does not lose the group."""
-        self.enter(PREPARE.text)
+        self.begin(PREPARE)
         try:
-            self.add(PREPARE)
             yield
         finally:
             self.doing = ""
@@ -236,11 +231,10 @@ class Calls:
     def token(self, captured: bool) -> int:
         """Return a token (32 bits, not 0) of the running call, equal on all ranks; 1 outside of calls.
 
-        captured: for a CUDA graph. Later calls of the same kind replay it, so the token depends on the kind alone.
+        captured: for a CUDA graph, which later calls of the same kind replay.
         """
-        if not self.doing:
-            return 1
-        return ((self.last.digest if captured else self.last.chain) & 0xFFFFFFFF) or 1
+        number = self.last.digest if captured else self.last.chain
+        return (number & 0xFFFFFFFF or 1) if self.doing else 1
 
 
 def _never() -> bool:

@@ -54,11 +54,8 @@ class Channel:
         whole: Channel | None = None,
     ) -> None:
         if list(store.members) != sorted(store.members):
-            raise UnsupportedError(
-                f"a process group of global ranks {list(store.members)}",
-                "its communicators would number them in ascending order",
-                "a group whose ranks ascend, as torch.distributed makes them by default",
-            )
+            what, why = f"a process group of global ranks {list(store.members)}", "its communicators would sort them"
+            raise UnsupportedError(what, why, "a group whose ranks ascend, as torch.distributed makes them by default")
         self.store, self.rank, self.size, self.timeout = store, store.rank, store.size, timeout
         self.calls: Calls = Calls() if whole is None else whole.calls
         self.transports, self.ended = Transports(self), self.close
@@ -111,21 +108,16 @@ class Channel:
                 part._watched = self._watched
 
     def _gone(self, rank: int) -> bool:
-        """Return whether a rank's process is known to have ended; only processes visible from here can be known."""
+        """Return whether a rank's process is known to have ended; others' machines are not visible from here."""
         space, pid = self._processes[rank]
         return space == self._processes[self.rank][0] and has_ended(pid)
 
     def running(self, kind: Kind, device: torch.device) -> AbstractContextManager[None]:
-        """Count each call inside, on tensors of that device, and compare it with the others' where that is cheap."""
+        """Count each call inside, on tensors of that device; on a CPU, compare it with the others' at once."""
         return _Running(self, kind, on_cpu=device.type == "cpu")
 
     def _meet(self) -> None:
-        """Compare the call that has just begun with the others' at once, where the host waits for messages anyway.
-
-        Raises:
-            DisagreementError: ranks run different calls; the message is a table.
-            AbsentError: a rank has ended, or does not come.
-        """
+        """Compare the call that has just begun with the others' at once: the host waits for messages anyway."""
         last = self.calls.last
         mine = torch.tensor([last.number, last.chain], device="cpu")
         theirs, work = (self._collectives.get("cpu") or self.collectives(mine.device)).gather(mine)
@@ -135,7 +127,7 @@ class Channel:
                 raise self._watched.difference()
 
     def _broken(self, error: RuntimeError) -> DistAttentionError:
-        """Return the error to raise where a connection broke; it names the rank that has ended, where that is known."""
+        """Return the error to raise if a connection broke; it names the rank that has ended, if that is known."""
         if isinstance(error, DistAttentionError):
             return error
         who = self._watched.broken() if self._watched is not None else ""
@@ -201,10 +193,7 @@ class Channel:
         return self._made[-1]
 
     def subgroup(self, ranks: Sequence[int]) -> Channel:
-        """Return the channel of some of this channel's ranks, this one among them; the first call is collective.
-
-        After all ranks have agreed, every one of them must make its subgroups in the same order.
-        """
+        """Return the channel of some of these ranks; every rank makes its own, in the same order."""
         key = tuple(ranks)
         if key not in self._subgroups:
             self._subgroups[key] = Channel(self.store.subgroup(key), self.timeout, self._alive, whole=self)

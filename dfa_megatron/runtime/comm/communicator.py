@@ -22,13 +22,9 @@ logger = logging.getLogger(__name__)
 
 
 class Communicator:
-    """One set of connections; to make one is collective.
+    """One set of connections for tensors on a device; to make one is collective.
 
-    Args:
-        store: of the ranks.
-        device: of this rank's tensors.
-        timeout: of its operations.
-        broken: returns the error to raise where NCCL reports that a connection broke: NCCL does not name the rank.
+    broken: returns the error to raise if NCCL reports that a connection broke: NCCL does not name the rank.
     """
 
     def __init__(

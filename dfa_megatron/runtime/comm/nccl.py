@@ -23,15 +23,15 @@ class NcclTransport(StreamTransport):
         self.sending: Sequence[Send] = ()
 
     def post(self, after: int, sends: Sends, receives: Sequence[Recv]) -> None:
-        with self.streams.moving():
-            self.streams.wait_for_compute(after)
+        with self.moving():
+            self.wait_for_compute(after)
             self.sending = sends(nullcontext)
             self.works = self._communicator.post(self.sending, receives)
-        self.streams.await_ranks(tuple(recv.peer for recv in receives))
+        self.awaited[self.steps] = tuple([recv.peer for recv in receives])
 
     def land(self) -> None:
-        with self.streams.moving():
+        with self.moving():
             for work in self.works:
                 work.wait()  # the communication stream waits, not the host
         self.works, self.sending = [], ()
-        self.streams.land()
+        super().land()

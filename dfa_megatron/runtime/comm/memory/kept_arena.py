@@ -39,7 +39,7 @@ class KeptArena(Transport):
 
     keeps_arena = gives_back = True
     _calls = _most = 0
-    """Of the calls since the last that needed more than half of the arena: how many, and the most bytes."""
+    """The calls since the last that needed more than half of the arena, and the most bytes of them."""
 
     def __init__(self, over: Channel, device: torch.device) -> None:
         self.over, self.device = over, device
@@ -79,17 +79,14 @@ class KeptArena(Transport):
         self._calls = self._most = 0
 
     def _move(self, nbytes: int) -> None:
-        """Let go of the arena and make one of that size; collective. Errors: see `reserve`."""
+        """Let go of the arena and make one of that size; collective."""
         before, size, why = self._arena.flat.numel(), _aligned(nbytes), self._stays()
         if not why:
             self.settle()
         self.over.agree({"call": "move the memory for messages", "bytes": str(size), "why not": why})
         if why:
-            raise UnsupportedError(
-                f"messages that need {nbytes / 2**30:.2f} GiB beside an arena of {before / 2**30:.2f}",
-                why,
-                "one run of the largest call before any capture, or transport='p2p'",
-            )
+            what = f"messages that need {nbytes / 2**30:.2f} GiB beside an arena of {before / 2**30:.2f}"
+            raise UnsupportedError(what, why, "one run of the largest call before any capture, or transport='p2p'")
         # The old arena goes first, even if the new one fails. Its memory is free once every rank has let go of it.
         self._take(Mapped(torch.empty(0, dtype=torch.uint8, device=self.device), []))
         self.generation += 1
