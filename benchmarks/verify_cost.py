@@ -5,7 +5,7 @@
         --head-dim 16 --layers 2 --rounds 2 --transport auto
 
 Host time is that of issuing a forward and a backward of 16 layers, for each layer, from an idle device; `ms` is until
-the device has done them. `before` is verify off while no watcher runs in the process. Results with and without are
+the device has done them. `before` is verify off while no watchdog runs in the process. Results with and without are
 compared to the bit first.
 """
 
@@ -96,7 +96,7 @@ Attend = Callable[[str, str], tuple[torch.Tensor, ...]]
 
 
 def before(attend: Attend, transport: str, shapes: Shapes, world: World) -> list[float]:
-    """Return the medians of `once` without a watcher, after some turns that make what is made once."""
+    """Return the medians of `once` without a watchdog, after some turns that make what is made once."""
     times = [once(attend, transport, "off", world) for _ in range(4 + shapes.rounds)][4:]
     return [statistics.median(each) for each in zip(*times, strict=True)]
 

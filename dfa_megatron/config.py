@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import Field, dataclass, field, fields
 from typing import Any, NamedTuple
@@ -33,9 +32,7 @@ class Numbers(NamedTuple):
 
 RANKS = Numbers(lambda n: n >= 1, "it is a number of ranks", "1, which exchanges nothing, more, or 'auto'")
 STAGES = Numbers(lambda n: n >= 1, "it is a number of stages", "1, which runs all heads at once, or more")
-PATIENCE = Numbers(lambda seconds: 0 < seconds < math.inf, "it must be positive and finite", "seconds above 0")
 TOKENS = Numbers(lambda n: n >= 1, "it is a number of tokens", "4096, another number from 1, or 'off'")
-LIMIT = Numbers(lambda seconds: 0 <= seconds < math.inf, "it is a time", "seconds, or 0 for no limit")
 
 
 def _option(
@@ -156,24 +153,9 @@ class DistAttentionConfig:
         "is compared, and ranks that differ give wrong numbers or wait without end.",
         VERIFY,
     )
-    agreement_timeout: float = _option(
-        120.0,
-        "Seconds that a rank waits for the others to prepare the same plan before it says who is missing. Every new "
-        "pack is such a plan: allow for a rank that is held up alone, by writing a checkpoint for example.",
-        numbers=PATIENCE,
-    )
-    stall_timeout: float = _option(
-        1800.0,
-        "Seconds that a running attention waits for a rank that gives no sign of life, before the run is ended with "
-        "its name. A rank that lives but is elsewhere (compiles, writes a checkpoint) is waited for as long as the "
-        "process group's own timeout says. 0: no limit.",
-        numbers=LIMIT,
-    )
 
     def __post_init__(self) -> None:
         for name, default, choices, numbers in _RULES:
-            if type(default) is float and type(value := getattr(self, name)) is int:
-                object.__setattr__(self, name, float(value))
             _check(f"{name}={getattr(self, name)!r}", getattr(self, name), default, choices, numbers)
 
     @classmethod

@@ -10,7 +10,7 @@ from typing import Literal
 from benchmarks.attention.job import ABLATIONS
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.plan.interpret import Algebra
-from dfa_megatron.runtime.comm.transport import Recv, Sends, StepTransport
+from dfa_megatron.runtime.comm.transport import Recv, Sends, Transport
 from dfa_megatron.runtime.hooks import Run, hooked
 
 logger = logging.getLogger(__name__)
@@ -41,15 +41,15 @@ class _Ablated:
     def __init__(self, name: Ablation) -> None:
         self.name: str = name
 
-    def wrap(self, run: Run) -> tuple[Algebra, StepTransport]:
+    def wrap(self, run: Run) -> tuple[Algebra, Transport]:
         """Return a transport that takes turns with compute, or one that sends nothing."""
-        return run.algebra, _InTurn(run.transport) if self.name == "no_overlap" else _Silent()
+        return run.algebra, _InTurn(run.transport) if self.name == "no_overlap" else Transport()
 
 
-class _InTurn:
+class _InTurn(Transport):
     """Let messages wait for all compute issued before them, and compute for the messages."""
 
-    def __init__(self, inner: StepTransport) -> None:
+    def __init__(self, inner: Transport) -> None:
         self.inner, self.last = inner, -1
 
     def start(self) -> None:
@@ -68,22 +68,3 @@ class _InTurn:
 
     def finish(self) -> None:
         self.inner.finish()
-
-
-class _Silent:
-    """Send nothing: a receive buffer keeps its uninitialised memory."""
-
-    def start(self) -> None:
-        pass
-
-    def post(self, after: int, sends: Sends, receives: Sequence[Recv]) -> None:
-        pass
-
-    def land(self) -> None:
-        pass
-
-    def computed(self, step: int) -> None:
-        pass
-
-    def finish(self) -> None:
-        pass

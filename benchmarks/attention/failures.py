@@ -13,8 +13,8 @@ import torch.distributed as dist
 
 from dfa_megatron.doctor.world import PATIENCE, World
 from dfa_megatron.errors import DisagreementError, DistAttentionError, UnsupportedError
-from dfa_megatron.runtime.agreement.agree import exchange
-from dfa_megatron.runtime.agreement.board import Board
+from dfa_megatron.runtime.agreement.calls import exchange
+from dfa_megatron.runtime.agreement.store import GroupStore
 from dfa_megatron.runtime.comm.groups import group_name
 from dfa_megatron.runtime.comm.registry import renew
 
@@ -85,15 +85,15 @@ def _failure(error: Exception) -> Failure:
 
 
 @functools.cache
-def _board(side: dist.ProcessGroup) -> Board:
-    """Return the group on which ranks report failures."""
-    return Board.of_group(side)
+def _store(side: dist.ProcessGroup) -> GroupStore:
+    """Return the store of the group on which ranks report failures."""
+    return GroupStore.of_group(side, PATIENCE)
 
 
 def _told(world: World, facts: dict[str, str], patience: float = PATIENCE) -> list[dict[str, str]]:
     """Return the facts of every rank, in rank order."""
     try:
-        return exchange(facts, _board(world.side), patience)
+        return exchange(facts, _store(world.side), patience)
     except DisagreementError as error:
         why = facts.get("why") or "this rank did not fail"
         raise StuckError(f"not every rank came back within {patience:g} s ({why})") from error

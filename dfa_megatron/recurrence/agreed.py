@@ -13,23 +13,17 @@ from dfa_megatron.config import DistAttentionConfig
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.recurrence.share import Share
 from dfa_megatron.runtime.agreement.calls import Kind
-from dfa_megatron.runtime.agreement.guard import Guard
 from dfa_megatron.runtime.comm.channel import Channel
 from dfa_megatron.runtime.comm.groups import Group, group_name, group_size, resolve
 from dfa_megatron.runtime.comm.registry import channel
 from dfa_megatron.runtime.counters import COUNTERS
 from dfa_megatron.runtime.cu_seqlens import Offsets, describe, offsets_of
 from dfa_megatron.runtime.prepare import refuse
-from dfa_megatron.runtime.request import DEFAULTS, Request
+from dfa_megatron.runtime.request import DEFAULTS
 from dfa_megatron.sharding import CuSeqlens
 
 _KEPT = 64
 """Kinds that a group keeps; all ranks drop the same one, because all agree on a new one."""
-
-
-@lru_cache(maxsize=16)
-def _guard(config: DistAttentionConfig) -> Guard:
-    return Request(softmax_scale=1.0, config=config).guard
 
 
 _share = lru_cache(maxsize=64)(Share)
@@ -38,11 +32,11 @@ _share = lru_cache(maxsize=64)(Share)
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where the ranks of a group stand in a sequence: the group's name, this rank's share, and how calls compare."""
+    """Where the ranks of a group stand in a sequence: the group, this rank's share, and whether calls are compared."""
 
     group: str
     share: Share
-    guard: Guard
+    verify: bool
 
     @classmethod
     def of(
@@ -53,18 +47,18 @@ class Place:
         Args:
             group: the ranks that share the sequence, in the order of their tokens.
             cu_seqlens: global token offsets of packed documents; None for sequences that are one document.
-            config: its verify and timeouts are used.
+            config: its verify is used.
 
         Raises:
             UnsupportedError: cu_seqlens do not fit the tokens, or this process is not in the group.
         """
-        name, guard = group_name(group), _guard(config)
+        name, verify = group_name(group), config.verify == "on"
         rank = resolve(name).rank() if name else 0
         try:
             offsets = () if cu_seqlens is None else offsets_of(cu_seqlens, x.device)
-            return cls(name, _share(rank, group_size(name), x.shape[dim], offsets), guard)
+            return cls(name, _share(rank, group_size(name), x.shape[dim], offsets), verify)
         except UnsupportedError as error:
-            refuse(error, name, guard)
+            refuse(error, name, verify=verify)
             raise
 
 
@@ -108,13 +102,13 @@ def agree_on(what: str, place: Place, facts: dict[str, str], device: torch.devic
     Raises:
         DisagreementError: the ranks ask for different exchanges; the message is a table.
     """
-    share, guard = place.share, place.guard
-    over = channel(place.group, guard)
+    share, verify = place.share, place.verify
+    over = channel(place.group, verify=verify)
     facts = {"exchange": what, "tokens of a rank": str(share.tokens), **facts, "device": over.place(device)}
     key = tuple(facts.items())
     known = _known.setdefault(over, OrderedDict())
     if key not in known:
-        if guard.verify:
+        if verify:
             with over.calls.preparing():
                 over.agree(facts | {"thread": over.calls.thread})
             with over.together():
@@ -126,7 +120,7 @@ def agree_on(what: str, place: Place, facts: dict[str, str], device: torch.devic
             known.popitem(last=False)
     known.move_to_end(key)
     text = ", ".join((what, *(f"{name} {value}" for name, value in facts.items() if name != "exchange")))
-    return Agreed(share, over, _phases(text, share.offsets), guard.verify)
+    return Agreed(share, over, _phases(text, share.offsets), verify)
 
 
 _known: dict[Channel, OrderedDict[tuple[tuple[str, str], ...], None]] = {}

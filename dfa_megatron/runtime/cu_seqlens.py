@@ -26,8 +26,8 @@ _on_device: dict[int, tuple[weakref.ref[torch.Tensor], int, Offsets]] = {}
 def offsets_of(cu_seqlens: torch.Tensor | Sequence[int], device: torch.device | None = None) -> Offsets:
     """Return the offsets as a tuple of numbers.
 
-    A tuple, a list or a CPU tensor costs no synchronisation. A CUDA tensor is read once, which waits for the device,
-    and known again by its identity and version: layers that share one read it once a batch.
+    A CUDA tensor is read once, which waits for the device, and known again by its identity and version: layers that
+    share one read it once a batch. Others cost no synchronisation.
 
     Args:
         cu_seqlens: int32 (documents + 1), or as many Python integers.
@@ -36,34 +36,28 @@ def offsets_of(cu_seqlens: torch.Tensor | Sequence[int], device: torch.device | 
     Raises:
         UnsupportedError: another type, dtype, shape or device.
     """
-    if cu_seqlens is _seen[0]:
+    x = cu_seqlens
+    if x is _seen[0]:
         return _seen[0]
-    if not isinstance(cu_seqlens, torch.Tensor):
-        if isinstance(cu_seqlens, Sequence) and all(isinstance(offset, int) for offset in cu_seqlens):
-            _seen[0] = tuple(cu_seqlens)
+    if not isinstance(x, torch.Tensor):
+        if isinstance(x, Sequence) and all(isinstance(offset, int) for offset in x):
+            _seen[0] = tuple(x)
             return _seen[0]
         raise UnsupportedError("cu_seqlens", "it must hold integers", "an int32 tensor, or a tuple of int")
-    if cu_seqlens.dtype != torch.int32 or cu_seqlens.dim() != 1:
-        what = f"cu_seqlens of dtype {cu_seqlens.dtype} and shape {tuple(cu_seqlens.shape)}"
+    if x.dtype != torch.int32 or x.dim() != 1:
+        what = f"cu_seqlens of dtype {x.dtype} and shape {tuple(x.shape)}"
         raise UnsupportedError(what, "it holds one offset per document and the length", "int32 (documents + 1)")
-    if not cu_seqlens.is_cpu and device is not None and cu_seqlens.device != device:
-        what = f"cu_seqlens on {cu_seqlens.device} with tokens on {device}"
+    if not x.is_cpu and device is not None and x.device != device:
+        what = f"cu_seqlens on {x.device} with tokens on {device}"
         raise UnsupportedError(what, "it would be read from another device", f"a tensor on the CPU or on {device}")
-    return _read_once(cu_seqlens) if cu_seqlens.is_cuda and not cu_seqlens.is_inference() else _read(cu_seqlens)
-
-
-def _read_once(x: torch.Tensor) -> Offsets:
+    if not x.is_cuda or x.is_inference():  # which has no version
+        return tuple(x.tolist())
     key, version = id(x), x._version
-    if (known := _on_device.get(key)) and known[0]() is x and known[1] == version:
-        return known[2]
-    offsets = _read(x)
-    _on_device[key] = weakref.ref(x, lambda _: _on_device.pop(key, None)), version, offsets
-    return offsets
-
-
-def _read(x: torch.Tensor) -> Offsets:
-    values: list[int] = x.tolist()
-    return tuple(values)
+    known = _on_device.get(key)
+    if known is None or known[0]() is not x or known[1] != version:
+        gone = weakref.ref(x, lambda _: _on_device.pop(key, None))
+        known = _on_device[key] = gone, version, tuple(x.tolist())
+    return known[2]
 
 
 @lru_cache(maxsize=8)  # layers of one pack, and the mask that balances it
@@ -96,11 +90,8 @@ def check_offsets(offsets: Offsets, length: int | None = None) -> None:
     elif offsets[0]:
         why = f"it starts at {offsets[0]}, not at 0"
     elif wrong := [(at, lo, hi) for at, (lo, hi) in enumerate(pairwise(offsets)) if hi <= lo]:
-        document, lo, hi = wrong[0]
-        why, instead = (
-            f"it must increase, but document {document} would be tokens {lo} to {hi}",
-            "documents of one token or more",
-        )
+        why = "it must increase, but document {} would be tokens {} to {}".format(*wrong[0])
+        instead = "documents of one token or more"
     elif length is not None and offsets[-1] != length:
         why = f"it ends at {offsets[-1]}, but the ranks hold {length} tokens together"
         instead = f"global offsets, the last of which is {length}"

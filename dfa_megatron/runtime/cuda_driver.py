@@ -7,12 +7,8 @@ import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-_EQUAL = 1
-"""CU_STREAM_WAIT_VALUE_EQ"""
-_RELAXED = 2
-"""CU_STREAM_CAPTURE_MODE_RELAXED"""
-
-
+_EQUAL, _RELAXED = 1, 2
+"""CU_STREAM_WAIT_VALUE_EQ and CU_STREAM_CAPTURE_MODE_RELAXED"""
 _WAIT, _WRITE = 1, 2
 """CU_STREAM_MEM_OP_WAIT_VALUE_32 and CU_STREAM_MEM_OP_WRITE_VALUE_32"""
 
@@ -43,9 +39,8 @@ class Flags:
 
     def __init__(self, flags: Sequence[Flag]) -> None:
         self.flags = tuple(flags)
-        self.queued = (_MemOp * len(flags))(
-            *(_MemOp(_WAIT, flag.address, 0, _EQUAL) if flag.wait else _MemOp(_WRITE, flag.address) for flag in flags)
-        )
+        ops = [_MemOp(_WAIT, x.address, 0, _EQUAL) if x.wait else _MemOp(_WRITE, x.address) for x in flags]
+        self.queued = (_MemOp * len(ops))(*ops)
         self._raised = [op for op, flag in zip(self.queued, flags, strict=True) if flag.token]
 
     def set_token(self, token: int) -> None:
@@ -63,27 +58,23 @@ class Driver:
 
     def __init__(self) -> None:
         library = ctypes.CDLL("libcuda.so.1")
-        self._error = library.cuGetErrorString
-        self._copy = self._function(library, "cuMemcpyAsync", ctypes.c_uint64, ctypes.c_uint64, ctypes.c_size_t, None)
-        batch = ctypes.c_uint, ctypes.c_void_p, ctypes.c_uint
-        self._batch = self._function(library, "cuStreamBatchMemOp_v2", None, *batch)
 
-        self._capture_mode = self._function(library, "cuThreadExchangeStreamCaptureMode", ctypes.POINTER(ctypes.c_int))
+        def function(name: str, *arguments: Any) -> Any:
+            found = getattr(library, name, None)
+            if found is None:
+                raise OSError(f"the CUDA driver has no {name}")
+            found.argtypes, found.restype = arguments, ctypes.c_int
+            return found
+
+        stream, address = ctypes.c_void_p, ctypes.c_uint64
+        self._error = library.cuGetErrorString
+        self._copy = function("cuMemcpyAsync", address, address, ctypes.c_size_t, stream)
+        self._batch = function("cuStreamBatchMemOp_v2", stream, ctypes.c_uint, ctypes.c_void_p, ctypes.c_uint)
+        self._capture_mode = function("cuThreadExchangeStreamCaptureMode", ctypes.POINTER(ctypes.c_int))
 
     def relax_captures(self) -> None:
         """Let this thread query events while another one captures a graph."""
         self._check(self._capture_mode(ctypes.byref(ctypes.c_int(_RELAXED))), "cuThreadExchangeStreamCaptureMode")
-
-    @staticmethod
-    def _function(library: ctypes.CDLL, name: str, *arguments: Any) -> ctypes._NamedFuncPointer:
-        """Look a function up; None among the arguments is a stream's handle."""
-        try:
-            function: ctypes._NamedFuncPointer = getattr(library, name)
-        except AttributeError as error:
-            raise OSError(f"the CUDA driver has no {name}") from error
-        function.argtypes = [ctypes.c_void_p if kind is None else kind for kind in arguments]
-        function.restype = ctypes.c_int
-        return function
 
     def copy(self, stream: int, to: int, source: int, nbytes: int) -> None:
         """Queue a copy between device addresses; between two GPUs a copy engine runs it."""
@@ -94,10 +85,9 @@ class Driver:
 
         A wait holds the stream until the word, at an address of its own GPU, has the value.
         """
-        if not flags.flags:
-            return
-        flags.set_token(token)
-        self._check(self._batch(stream, len(flags.flags), flags.queued, 0), "cuStreamBatchMemOp")
+        if flags.flags:
+            flags.set_token(token)
+            self._check(self._batch(stream, len(flags.flags), flags.queued, 0), "cuStreamBatchMemOp")
 
     def _check(self, code: int, name: str) -> None:
         if code:

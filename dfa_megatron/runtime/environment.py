@@ -1,15 +1,15 @@
-"""The environment variables that the runtime reads. It sets none, except for one call (`without_multicast`)."""
+"""This process's machine, and the environment variables that the runtime reads; it sets one, for one call."""
 
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
 _MULTICAST = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
-
 _INSIDE, _NETWORK = ("p2p", "memory", "network"), ("adapters", "sockets")
 
 
@@ -57,10 +57,9 @@ def launcher_keeps_store() -> bool:
 
 @contextmanager
 def without_multicast() -> Iterator[None]:
-    """Have PyTorch's symmetric memory bind no multicast address inside; the environment is restored afterwards.
+    """Have PyTorch's symmetric memory bind no multicast address inside; a value that the user has set stays.
 
-    PyTorch offers an environment variable and no argument for it. Binding would touch the memory of all GPUs of a host,
-    and nothing here uses multicast. A value that the user has set stays.
+    PyTorch offers no argument for it. Binding would touch the memory of all GPUs of a host.
     """
     if _MULTICAST in os.environ:
         yield
@@ -70,3 +69,32 @@ def without_multicast() -> Iterator[None]:
         yield
     finally:
         del os.environ[_MULTICAST]
+
+
+def host() -> str:
+    """Return text that identifies this machine and its current boot."""
+    try:
+        return f"{socket.gethostname()} {Path('/proc/sys/kernel/random/boot_id').read_text(encoding='ascii').strip()}"
+    except OSError:
+        return socket.gethostname()
+
+
+def process() -> dict[str, str]:
+    """Return this process's pid and the namespace in which the pid is valid (a machine or a container)."""
+    try:
+        return {"pid": str(os.getpid()), "space": f"{host()} {os.readlink('/proc/self/ns/pid')}"}
+    except OSError:
+        return {"pid": "0", "space": ""}
+
+
+def has_ended(pid: int) -> bool:
+    """Return whether a process of this namespace has ended; a zombie counts as ended."""
+    try:
+        return (
+            Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace").rpartition(")")[2].split()[0]
+            in "ZX"
+        )
+    except FileNotFoundError:
+        return True
+    except OSError:
+        return False

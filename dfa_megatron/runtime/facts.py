@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from dfa_megatron.config import DistAttentionConfig
-from dfa_megatron.runtime.agreement.agree import Facts
-from dfa_megatron.runtime.agreement.calls import Kind
+from dfa_megatron.runtime.agreement.calls import Facts, Kind
 from dfa_megatron.runtime.cu_seqlens import describe
 from dfa_megatron.runtime.execute import alibi_positions as alibi
 from dfa_megatron.runtime.problem import Inputs

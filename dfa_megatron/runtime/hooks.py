@@ -12,7 +12,7 @@ from typing import Protocol
 
 from dfa_megatron.plan.interpret import Algebra
 from dfa_megatron.plan.language.ir import Plan
-from dfa_megatron.runtime.comm.transport import StepTransport
+from dfa_megatron.runtime.comm.transport import Transport
 from dfa_megatron.runtime.execute.tensors import Tensors
 
 
@@ -26,7 +26,7 @@ class Run:
     plan: Plan
     tensors: Tensors
     algebra: Algebra
-    transport: StepTransport
+    transport: Transport
 
 
 class Hook(Protocol):
@@ -34,7 +34,7 @@ class Hook(Protocol):
 
     name: str
 
-    def wrap(self, run: Run) -> tuple[Algebra, StepTransport]:
+    def wrap(self, run: Run) -> tuple[Algebra, Transport]:
         """Return the algebra and the transport to drive instead; either may be the run's own."""
         ...
 

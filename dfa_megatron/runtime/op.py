@@ -53,7 +53,7 @@ def _forward(
     number = request.config.head_stages
     error = error or (None if number == 1 or k.dim() != 4 else stages_error(number, k.shape[2]))
     if error is not None:
-        refuse(error, group, request.guard)
+        refuse(error, group, verify=request.verify)
         raise error
     if number == 1:
         return _forward_at_once(inputs, request, group, trains)

@@ -17,10 +17,8 @@ from dfa_megatron.kernels.api import BlockKernel
 from dfa_megatron.plan.language.grid import grid
 from dfa_megatron.plan.language.heads import HeadSplit, TokenSplit, split_heads, split_tokens
 from dfa_megatron.plan.language.ir import AttentionPlan
-from dfa_megatron.runtime.agreement.guard import Guard
 from dfa_megatron.runtime.comm.channel import Channel
-from dfa_megatron.runtime.comm.groups import group_size
-from dfa_megatron.runtime.comm.registry import channel
+from dfa_megatron.runtime.comm.registry import channel_of
 from dfa_megatron.runtime.execute.bound import Bound
 from dfa_megatron.runtime.execute.cuda_graph import Captured
 from dfa_megatron.runtime.execute.memory_plan import MemoryPlan
@@ -166,7 +164,7 @@ def _forget(group: str, over: Channel) -> None:
 
 def in_use() -> tuple[Prepared, ...]:
     """What this process has prepared, the one it used last at the end."""
-    known = list(_known.values())  # a watcher's thread may drop a group meanwhile
+    known = list(_known.values())  # another thread may drop a group meanwhile
     return tuple(prepared for of_group in known for prepared in list(of_group.prepared.values()))
 
 
@@ -190,7 +188,7 @@ def prepare(request: Request, group: str, inputs: Inputs, *, trains: bool = True
         UnsupportedError: nothing serves the request.
         DisagreementError: the ranks ask for different things, or one of them refused.
     """
-    over = channel(group, request.guard) if group_size(group) > 1 else None
+    over = channel_of(group, verify=request.config.verify == "on") if group else None
     if over is None:
         group = ""  # one rank needs no channel: the plans are the same over every group
     of_group = _known.pop(group, None)
@@ -208,7 +206,7 @@ def prepare(request: Request, group: str, inputs: Inputs, *, trains: bool = True
     if prepared is not None:
         known.move_to_end(key)
         return prepared
-    with over.calls.preparing() if over is not None and request.guard.verify else contextlib.nullcontext():
+    with over.calls.preparing() if over is not None and request.verify else contextlib.nullcontext():
         prepared = _build_and_agree(request, over, inputs, trains=trains)
         with over.together() if over is not None else contextlib.nullcontext():
             _open_transport(prepared, q.device)
@@ -223,7 +221,7 @@ _Splits = tuple[HeadSplit, TokenSplit]
 
 def _build_and_agree(request: Request, over: Channel | None, inputs: Inputs, *, trains: bool) -> Prepared:
     """Build, and let every rank know of an error on any: nobody is left waiting."""
-    compare = over is not None and request.guard.verify
+    compare = over is not None and request.verify
     try:
         prepared, splits = _build_with_degree(request, over, inputs)
     except Exception as error:
@@ -266,10 +264,9 @@ def _build_with_degree(request: Request, over: Channel | None, inputs: Inputs) -
     return _built(request, problem, rank, inputs, over), None
 
 
-def refuse(error: DistAttentionError, group: str, guard: Guard) -> None:
+def refuse(error: DistAttentionError, group: str, *, verify: bool) -> None:
     """Tell the other ranks of a named group that this one refuses; they hear it when they compare their requests."""
-    if group_size(group) > 1 and guard.verify:
-        over = channel(group, guard)
+    if verify and (over := channel_of(group, verify=True)) is not None:
         with over.calls.preparing():
             _tell(error, over)
 

@@ -16,11 +16,9 @@ from dfa_megatron.plan.language import text as plan_text
 from dfa_megatron.plan.language.geometry import Span, Tile
 from dfa_megatron.plan.language.ir import AttentionPlan
 from dfa_megatron.plan.language.mask import Mask, of_window
-from dfa_megatron.runtime.agreement.guard import Guard
 from dfa_megatron.runtime.cu_seqlens import Offsets, balancing_mask, mask_of
 
 DEFAULTS = DistAttentionConfig()
-_guard = lru_cache(maxsize=16)(Guard)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,10 +128,9 @@ class Request:
         return given is not None and len(given.tiles) > 1
 
     @property
-    def guard(self) -> Guard:
-        """How the group's calls are looked after."""
-        config = self.config
-        return _guard(config.verify == "on", config.agreement_timeout, config.stall_timeout)
+    def verify(self) -> bool:
+        """Whether the ranks compare their calls, and are watched."""
+        return self.config.verify == "on"
 
     def for_plan(self) -> Request:
         """Return the request with defaults for fields on which no plan depends, so that layers share plans."""

@@ -16,7 +16,7 @@ from dfa_megatron.kernels.merge import minus_delta
 from dfa_megatron.kernels.tape import Tape, recordable, signature
 from dfa_megatron.plan.interpret import Algebra
 from dfa_megatron.runtime.comm.memory.arena import Arena
-from dfa_megatron.runtime.comm.transport import NoTransport, StepTransport, Transport
+from dfa_megatron.runtime.comm.transport import Transport
 from dfa_megatron.runtime.counters import COUNTERS
 from dfa_megatron.runtime.execute.accumulators import Fields
 from dfa_megatron.runtime.execute.alibi_positions import GlobalBias
@@ -138,7 +138,7 @@ def _run(
     inputs: Fields,
     exchanged: bool,
     arena: Arena,
-    transport: StepTransport,
+    transport: Transport,
 ) -> Fields:
     """Run a phase as it stands, with the exchange of heads around it."""
     heads = prepared.exchange
@@ -210,7 +210,7 @@ def _algebra(
     return Tensors(memory, prepared.kernel, home, arena, **options)
 
 
-_ALONE: Transport = NoTransport()
+_ALONE = Transport()
 
 
 def _way(prepared: Prepared, memory: MemoryPlan, device: torch.device) -> tuple[Transport, Arena]:
@@ -222,8 +222,8 @@ def _way(prepared: Prepared, memory: MemoryPlan, device: torch.device) -> tuple[
     return transport, transport.arena(memory.arena_bytes, device)
 
 
-def _execute(prepared: Prepared, tensors: Tensors, transport: StepTransport) -> None:
-    driven: tuple[Algebra, StepTransport] = (tensors, transport)
+def _execute(prepared: Prepared, tensors: Tensors, transport: Transport) -> None:
+    driven: tuple[Algebra, Transport] = (tensors, transport)
     for hook in ACTIVE:
         phases = prepared.plan
         driven = hook.wrap(Run(phases.forward if tensors.forward else phases.backward, tensors, *driven))

@@ -15,7 +15,7 @@ import torch
 from benchmarks import cells, own_host
 from benchmarks.attention.__main__ import job_of
 from benchmarks.cell_sets import SETS, Cell
-from dfa_megatron.runtime.agreement.process import has_ended
+from dfa_megatron.runtime.environment import has_ended
 
 ROOT = Path(__file__).parents[2]
 

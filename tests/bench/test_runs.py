@@ -223,7 +223,7 @@ def _verify(rank: int, ranks: int, out: str) -> None:
     verify_cost.main([*sizes, "--transport", "auto", "--out", out])
 
 
-def test_the_cost_of_comparing_calls_is_measured_before_a_watcher_and_with_it(tmp_path: Path) -> None:
+def test_the_cost_of_comparing_calls_is_measured_before_a_watchdog_and_with_it(tmp_path: Path) -> None:
     run_ranks(2, _verify, str(tmp_path / "verify.json"))
     (row,) = json.loads((tmp_path / "verify.json").read_text())["rows"]
     assert row["ranks"] == 2

@@ -65,7 +65,7 @@ def test_ranks_that_torchrun_starts_train_and_write_the_report(script: Path, tmp
     [
         (("--data", "nowhere.txt"), "--data nowhere.txt: there is no such text file"),
         (("--nproc-per-node", "3"), "--seq-length 4096 cannot be divided by the 3 context-parallel ranks"),
-        (("--dfa-agreement-timeout", "-1"), "agreement_timeout=-1.0 is not supported"),
+        (("--dfa-ulysses-degree", "0"), "ulysses_degree=0 is not supported"),
         (("--save-report", "/dev/null/report"), "cannot write into --save-report /dev/null/report: Not a directory"),
     ],
 )

@@ -34,7 +34,7 @@ WORDS = {
     "out of memory": ("out of memory in this test", "run different attentions", "has ended"),
 }
 SECONDS = 9.0
-"""After which every other rank has ended, on a busy machine: stall_timeout is 2 s, and a rank is silent after 3 s."""
+"""After which every other rank has ended, on a busy machine: a rank is silent after 3 s."""
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +58,7 @@ def test_the_other_ranks_end_with_a_line_that_names_the_rank(
         assert f"rank {fault.rank} of the group" in seen.error or f"on rank {fault.rank}" in seen.error, seen
         assert any(words in seen.error for words in WORDS[fault.kind]), seen.error
         assert seen.errs - struck < SECONDS, seen.error
-        assert seen.status == 0, "it ended by itself; 70 says that the watcher had to"
+        assert seen.status == 0, "it ended by itself; 70 says that the watchdog had to"
     no_step_is_wrong(found)
     if fault.kind in ("exception", "out of memory"):
         assert found.ranks[fault.rank].error, "the rank itself ends, too"
@@ -84,4 +84,4 @@ def no_step_is_wrong(found: Run) -> None:
 def told(error: str) -> str:
     """An error for the table: its name, and which of the usual words it has."""
     words = [words for those in WORDS.values() for words in those if words in error]
-    return f"`{error.partition(':')[0]}`: {words[0].replace('2 s', '`agreement_timeout`')}"
+    return f"`{error.partition(':')[0]}`: {words[0].replace('2 s', 'a quarter of the timeout')}"

@@ -27,7 +27,10 @@ RUNS = {
 }
 TEXTS = {
     PAUSED: (f"SIGSTOP, and SIGCONT after {PAUSE:g} s", "goes on exactly"),
-    "slow": (f"takes {WRITING:g} s, longer than `stall_timeout`", "goes on exactly: a living rank is waited for"),
+    "slow": (
+        f"takes {WRITING:g} s, longer than a quarter of the timeout",
+        "goes on exactly: a living rank is waited for",
+    ),
     "out of memory": ("out of memory, caught, and tried again", "goes on exactly"),
 }
 

@@ -34,10 +34,10 @@ RANKS, LOCAL, HEADS, DIM, LAYERS = 3, 8, 2, 8, 2
 WIDTH = HEADS * DIM
 STRUCK = 2
 """The step in which a fault strikes, but for those of the first agreement: all plans are known then."""
-AGREEMENT, STALL, GROUP = 2.0, 2.0, 30.0
-"""agreement_timeout, stall_timeout, and the timeout of the process group, in seconds."""
+GROUP = 8.0
+"""The timeout of the process group, in seconds: a rank that is silent or does not come is waited for a quarter."""
 PAUSE, WRITING = 1.0, 4.5
-"""Seconds that a paused rank stands still, and that a checkpoint takes: less and more than the stall timeout."""
+"""Seconds that a paused rank stands still, and that a checkpoint takes: less and more than that quarter."""
 
 Attention = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -133,17 +133,12 @@ class Rank:
         for name, phase in (("run_forward", "forward"), ("run_backward", "backward")):
             _before(op, name, lambda phase=phase: setattr(self, "phase", phase))
         _before(bound.Post, "__call__", lambda: self.meet(self.phase))  # of a replay, which enters no kernel's method
-        _before(prepare, "build", lambda: self.meet("agreement"))
+        _before(prepare, "_built", lambda: self.meet("agreement"))
 
     def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         with at_layer(layer + 1):
-            out = dfa_megatron.dist_flash_attn_func(
-                q,
-                k,
-                v,
-                causal=True,
-                config=DistAttentionConfig(schedule="balanced", agreement_timeout=AGREEMENT, stall_timeout=STALL),
-            )
+            config = DistAttentionConfig(schedule="balanced")
+            out = dfa_megatron.dist_flash_attn_func(q, k, v, causal=True, config=config)
         assert isinstance(out, torch.Tensor)
         return out
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
@@ -18,11 +17,9 @@ from dfa_megatron.megatron.tokens.document_order import DocumentOrder
 from dfa_megatron.megatron.tokens.exchange import Relayout, TableCache, TokenOrder
 from dfa_megatron.megatron.tokens.packed_documents import Pack, check_samples, is_ours, read_pack
 from dfa_megatron.megatron.tokens.visit import Visit
-from dfa_megatron.runtime.agreement.guard import Guard
 from dfa_megatron.runtime.comm.registry import channel
 from dfa_megatron.runtime.cu_seqlens import describe
 from dfa_megatron.runtime.prepare import refuse
-from dfa_megatron.runtime.request import Request
 
 if TYPE_CHECKING:
     from dfa_megatron.megatron.layers.recompute import Recompute
@@ -142,11 +139,6 @@ class AttentionContext:
                     "moe_aux_loss_coeff=0 and no moe_z_loss_coeff, or micro-batches without local_cp_size and cp_group",
                 )
 
-    @cached_property
-    def _guard(self) -> Guard:
-        """How the calls of every group are looked after."""
-        return Request(softmax_scale=1.0, config=self.options.within("function")).guard
-
     def cut_pack(self, params: Any, group: dist.ProcessGroup, tokens: int) -> Pack:
         """Return the pack of a PackedSeqParams whose documents were cut one by one; ranks compare a new pack.
 
@@ -154,18 +146,18 @@ class AttentionContext:
             UnsupportedError: its offsets do not fit; every rank raises.
             DisagreementError: another rank refuses, or has other documents.
         """
-        guard, name = self._guard, group.group_name
+        verify, name = self.options.verify == "on", group.group_name
         try:
             pack = read_pack(params, group.size())
             order = pack.order
             assert isinstance(order, DocumentOrder)
             order.check_tokens(tokens * group.size())
         except DistAttentionError as error:
-            refuse(error, name, guard)
+            refuse(error, name, verify=verify)
             raise
         key = (name, order)
-        if key not in self._agreed and guard.verify:
-            over = channel(name, guard)
+        if key not in self._agreed and verify:
+            over = channel(name, verify=True)
             with over.calls.preparing():
                 over.agree({"pack": describe(order.real), "with padding": describe(order.padded)})
         self._agreed[key] = None

@@ -115,14 +115,12 @@ def _check_entries(batch: Mapping[str, Any]) -> None:
 def _compare(rows: Mapping[str, torch.Tensor], cp_group: dist.ProcessGroup, options: DistAttentionConfig) -> None:
     """Refuse other samples on other ranks; collective, once a group: a sampler errs in its first batch already."""
     from dfa_megatron.runtime.comm.registry import channel
-    from dfa_megatron.runtime.request import Request
 
     digest = hashlib.sha256()
     for name, x in sorted(rows.items()):
         digest.update(f"{name} {tuple(x.shape)}".encode())
         digest.update(x.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
-    guard = Request(softmax_scale=1.0, config=options.within("function")).guard
-    over = channel(cp_group.group_name, guard)
+    over = channel(cp_group.group_name, verify=options.verify == "on")
     with over.calls.preparing():
         everyone = over.exchange({"batch": digest.hexdigest()}, "compare the first batch")
     if len({theirs["batch"] for theirs in everyone}) > 1:

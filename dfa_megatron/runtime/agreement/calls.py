@@ -1,29 +1,29 @@
-"""The numbered calls of one group on this rank: every rank must run the same ones in the same order.
+"""What the ranks of a group compare: the facts of each new attention, and the number and digest of every call.
 
-A call has a number and a digest of its content. `chain` combines all digests so far. Two ranks that once ran different
-calls have different chains from then on, so comparing the chain of any later call is enough.
+Every rank must run the same calls in the same order. `chain` combines the digests of all calls so far. Two ranks that
+once ran different calls have different chains from then on, so comparing the chain of any later call is enough.
 """
 
 from __future__ import annotations
 
 import functools
 import hashlib
+import json
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 
-from dfa_megatron.errors import DistAttentionError, LostGroupError, UnsupportedError
+from dfa_megatron.errors import DisagreementError, DistAttentionError, LostGroupError, UnsupportedError
 from dfa_megatron.kernels.current_stream import current_stream
+from dfa_megatron.runtime.agreement.store import GroupStore, listed
 
-KEPT = 4096
-"""Calls that a rank remembers: more than ranks can be apart."""
-
-_MASK = (1 << 63) - 1
-_ODD = 0x5851F42D4C957F2D
+KEPT, _SHOWN = 4096, 64
+"""Calls that a rank remembers, more than ranks can be apart, and that ranks show each other once they differ."""
+_MASK, _ODD = (1 << 63) - 1, 0x5851F42D4C957F2D
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ PREPARE = Kind.of("prepares an attention that it has not run before")
 BACKWARD_ENDS = Kind.of("has come to the end of the backward")
 
 
-class Call(NamedTuple):
+class CountedCall(NamedTuple):
     """A call: its number from 1 on, the digest of its kind, and the chain of all digests up to it."""
 
     number: int
@@ -99,20 +99,17 @@ class Calls:
     """
 
     def __init__(self) -> None:
-        self.last = Call(0, 0, 0)
-        self.doing = ""
+        self.last, self.doing, self.told = CountedCall(0, 0, 0), "", False
         self.lost: DistAttentionError | None = None
-        self.told = False
         self.where: Callable[[], tuple[int, tuple[int, ...]]] | None = None
         self.pending: Callable[[], bool] = _never
         self.issued: Callable[[], None] | None = None
         self.when_lost: Callable[[], object] = _never
-        self._log = [self.last] * KEPT
-        self._texts: dict[int, str] = {}
+        self._log, self._texts = [self.last] * KEPT, dict[int, str]()
         self._thread: threading.Thread | None = None
         self._caller: threading.Thread | None = None
 
-    def add(self, kind: Kind, layer: int = 0) -> Call:
+    def add(self, kind: Kind, layer: int = 0) -> CountedCall:
         """Count a call of that kind. Raises the error that lost the group, if one did."""
         if self.lost is not None:
             self.check()
@@ -120,14 +117,28 @@ class Calls:
         if digest not in self._texts:
             self._texts[digest] = kind.text + (f", layer {layer}" if layer else "")
         last = self.last
-        call = Call(last.number + 1, digest, ((last.chain ^ digest) * _ODD + 1) & _MASK)
+        call = CountedCall(last.number + 1, digest, ((last.chain ^ digest) * _ODD + 1) & _MASK)
         self._log[call.number % KEPT] = call
         self.last = call
         return call
 
-    def begin(self, kind: Kind, layer: int = 0) -> Call:
-        """Begin a call; `end` or `fail` follows."""
-        self.enter(kind.text)
+    def begin(self, kind: Kind, layer: int = 0) -> CountedCall:
+        """Begin a call; `end` or `fail` follows.
+
+        Raises:
+            UnsupportedError: another thread is inside of a call, or has made the calls so far: it loses the group.
+        """
+        me = threading.current_thread()
+        owner, autograd = self._thread, isinstance(me, threading._DummyThread)
+        if owner is None or (owner is not me and not autograd and not owner.is_alive() and not self.doing):
+            self._thread = owner = me
+        if self.doing or (owner is not me and not autograd):
+            what = f"attention over one group from two threads, {owner.name!r} and {me.name!r}"
+            instead = "one thread for all calls of a group, or a group for each thread"
+            error = UnsupportedError(what, "the ranks would run their calls in different orders", instead)
+            self.lose(error, told=False)
+            raise error
+        self.doing, self._caller = kind.text, me
         try:
             return self.add(kind, layer)
         except BaseException:
@@ -135,7 +146,7 @@ class Calls:
             raise
 
     def end(self) -> None:
-        """End a call that has been issued. If the group was lost meanwhile, raise instead of returning a result."""
+        """End a call that has been issued. If the group was lost meanwhile, raise its error."""
         if self.issued is not None:
             self.issued()
         self.doing = ""
@@ -149,40 +160,18 @@ class Calls:
 
     @contextmanager
     def waiting(self, doing: str) -> Iterator[None]:
-        """Show the watcher a wait for other ranks that is not a call."""
+        """Show the watchdog a wait for other ranks that is not a call."""
         before, self.doing = self.doing, doing
         try:
             yield
         finally:
             self.doing = before
 
-    def enter(self, doing: str) -> None:
-        """Claim the group's calls for this thread.
-
-        Raises:
-            UnsupportedError: another thread is inside of a call, or has made the calls so far. Their order would be
-                left to chance, and ranks would mix them up.
-        """
-        me = threading.current_thread()
-        owner, autograd = self._thread, isinstance(me, threading._DummyThread)
-        if owner is None or (owner is not me and not autograd and not owner.is_alive() and not self.doing):
-            self._thread = owner = me
-        if self.doing or (owner is not me and not autograd):
-            error = UnsupportedError(
-                f"attention over one group from two threads, {owner.name!r} and {me.name!r}",
-                "the ranks would run their calls in different orders",
-                "one thread for all calls of a group, or a group for each thread",
-            )
-            self.lose(error, told=False)
-            raise error
-        self.doing, self._caller = doing, me
-
     @contextmanager
     def preparing(self) -> Iterator[None]:
         """Count the preparation of a new attention as a call; an error in it does not lose the group."""
-        self.enter(PREPARE.text)
+        self.begin(PREPARE)
         try:
-            self.add(PREPARE)
             yield
         finally:
             self.doing = ""
@@ -206,7 +195,7 @@ class Calls:
 
     @property
     def thread(self) -> str:
-        """Return the name of the thread that makes the calls."""
+        """The name of the thread that makes the calls."""
         return (self._thread or threading.current_thread()).name
 
     def lose(self, error: BaseException, *, told: bool) -> None:
@@ -229,26 +218,88 @@ class Calls:
             f"processes again. The error that lost it: {self.lost}"
         ) from self.lost
 
-    def at(self, number: int) -> Call | None:
+    def at(self, number: int) -> CountedCall | None:
         """Return the call of that number, or None if it is forgotten."""
         call = self._log[number % KEPT]
         return call if call.number == number else None
 
-    def recent(self, count: int) -> list[tuple[int, str]]:
-        """Return (number, text) of the last calls."""
-        last = self.last.number
-        found = (self.at(number) for number in range(max(1, last - count + 1), last + 1))
-        return [(call.number, self._texts[call.digest]) for call in found if call is not None]
+    def shown(self) -> str:
+        """Return (number, text, digest) of the last calls, as JSON."""
+        found = (self.at(number) for number in range(max(1, self.last.number - _SHOWN + 1), self.last.number + 1))
+        return json.dumps([(call.number, self._texts[call.digest], call.digest) for call in found if call is not None])
 
     def token(self, captured: bool) -> int:
         """Return a token (32 bits, not 0) of the running call, equal on all ranks; 1 outside of calls.
 
-        captured: for a CUDA graph. Later calls of the same kind replay it, so the token depends on the kind alone.
+        captured: for a CUDA graph, which later calls of the same kind replay.
         """
-        if not self.doing:
-            return 1
-        return ((self.last.digest if captured else self.last.chain) & 0xFFFFFFFF) or 1
+        number = self.last.digest if captured else self.last.chain
+        return (number & 0xFFFFFFFF or 1) if self.doing else 1
 
 
 def _never() -> bool:
     return False
+
+
+Facts = dict[str, str]
+SUBJECT = "prepare this attention"
+
+
+def agree(facts: Facts, store: GroupStore, timeout: float) -> None:
+    """Compare this rank's facts with the others', who come within `timeout` seconds; a fact "error" fails every rank.
+
+    Raises:
+        AbsentError: names the ranks that did not come in time.
+        DisagreementError: a rank reported an error, or facts differ: the message is a table of the fields that do.
+    """
+    # Facts are almost always equal. Then only a digest of each rank's has travelled.
+    digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+    if len(set(store.collect(digest, timeout, SUBJECT))) == 1 and "error" not in facts:
+        return
+    everyone = exchange(facts, store, timeout)
+    for rank, theirs in enumerate(everyone):
+        if "error" in theirs:
+            raise DisagreementError(f"rank {rank} of the group refuses this attention: {theirs['error']}")
+    lines = [
+        f"  {field}: {by_rank(values)}"
+        for field in sorted({field for theirs in everyone for field in theirs})
+        if len(set(values := [theirs.get(field, "(nothing)") for theirs in everyone])) > 1
+    ]
+    raise DisagreementError("\n".join(("the ranks of the group ask for different attentions:", *lines)))
+
+
+def exchange(facts: Facts, store: GroupStore, timeout: float, subject: str = SUBJECT) -> list[Facts]:
+    """Return every rank's facts, by rank. They travel as JSON text, never as pickles.
+
+    Raises:
+        AbsentError: names the ranks that did not come in time.
+    """
+    return [json.loads(text) for text in store.collect(json.dumps(facts), timeout, subject)]
+
+
+def by_rank(values: Sequence[str]) -> str:
+    """Return one line with each value and the ranks that have it; `values` are by rank."""
+    ranks: dict[str, list[int]] = {}
+    for rank, value in enumerate(values):
+        ranks.setdefault(value, []).append(rank)
+    return "; ".join(f"{value} on rank{'s' * (len(those) > 1)} {listed(those)}" for value, those in ranks.items())
+
+
+def first_difference(everyone: Sequence[str | None]) -> str:
+    """Say at which call ranks first differ, and what each ran.
+
+    everyone: `Calls.shown` of each rank; None of one that does not answer.
+    """
+    shown = [{n: (text, digest) for n, text, digest in json.loads(calls or "[]")} for calls in everyone]
+    there = [calls for calls in shown if calls]
+    head, tail = "the ranks of the group run different attentions", "Every rank must call attention in the same order"
+    first = max((min(calls) for calls in there), default=1)
+    for number in range(first, max((max(calls) for calls in there), default=0) + 1):
+        if len({calls.get(number) for calls in there}) > 1:
+            ran = [calls.get(number, ("has not come so far" if calls else "does not answer", 0)) for calls in shown]
+            texts = [text for text, _ in ran]
+            if len(set(texts)) < len(set(ran)):  # they differ in what takes no words: slopes, a mask's tiles
+                texts = [f"{text} (digest {digest:016x})" if digest else text for text, digest in ran]
+            return f"{head}, after {number - 1} equal calls:\n  call {number}: {by_rank(texts)}\n{tail}"
+    last = [f"{calls[max(calls)][0]} (call {max(calls)})" if calls else "does not answer" for calls in shown]
+    return f"{head}. Those that are known do not say in which call. The last ones:\n  {by_rank(last)}\n{tail}"

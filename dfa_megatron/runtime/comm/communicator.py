@@ -1,7 +1,6 @@
 """Own connections between the ranks of a group: gloo for tensors on CPUs, NCCL for tensors on GPUs.
 
-torch.distributed does not know them by name. So other libraries' messages do not queue up behind ours, a group may be
-made and destroyed at any time, and processes may be in different numbers of groups.
+torch.distributed does not know them by name, so a group may be made and destroyed at any time.
 """
 
 from __future__ import annotations
@@ -16,51 +15,41 @@ import torch
 import torch.distributed as dist
 
 from dfa_megatron.errors import DistAttentionError
-from dfa_megatron.runtime.agreement.board import Board
+from dfa_megatron.runtime.agreement.store import GroupStore
 from dfa_megatron.runtime.comm.transport import Recv, Send
 
 logger = logging.getLogger(__name__)
 
-_PATIENCE = timedelta(minutes=30)
-"""PyTorch's default for gloo."""
-
 
 class Communicator:
-    """One set of connections; to make one is collective.
+    """One set of connections for tensors on a device; to make one is collective.
 
-    Args:
-        board: of the ranks.
-        device: of this rank's tensors.
-        timeout: of its operations; None is the backend's default.
-        broken: returns the error to raise where NCCL reports that a connection broke: NCCL does not name the rank.
+    broken: returns the error to raise if NCCL reports that a connection broke: NCCL does not name the rank.
     """
 
     def __init__(
         self,
-        board: Board,
+        store: GroupStore,
         device: torch.device,
-        timeout: timedelta | None,
+        timeout: timedelta,
         broken: Callable[[RuntimeError], DistAttentionError],
     ) -> None:
-        self._store, self.device, self.timeout, self._broken = board.fresh_store(), device, timeout, broken
+        self._store, self.device, self.timeout, self._broken = store.fresh(), device, timeout, broken
         self._name: Any = ""
-        self._group = dist.ProcessGroup(self._store, board.rank, board.size)
+        self._group = dist.ProcessGroup(self._store, store.rank, store.size)
         if device.type == "cpu":
             kind = dist.ProcessGroup.BackendType.GLOO
-            self._backend: Any = dist.ProcessGroupGloo(
-                self._store, board.rank, board.size, timeout=timeout or _PATIENCE
-            )
+            self._backend: Any = dist.ProcessGroupGloo(self._store, store.rank, store.size, timeout=timeout)
         else:
             kind = dist.ProcessGroup.BackendType.NCCL
             options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
-            if timeout is not None:
-                options._timeout = timeout
-            self._backend = dist.ProcessGroupNCCL(self._store, board.rank, board.size, options)
+            options._timeout = timeout
+            self._backend = dist.ProcessGroupNCCL(self._store, store.rank, store.size, options)
         self._group._register_backend(torch.device(device.type), kind, self._backend)
         if device.type != "cpu":
             # Connect all ranks now, because the first batch of a plan may leave some out.
             self._group.allreduce([torch.zeros(1, device=device)]).wait()
-            logger.info("made a NCCL communicator of %d ranks for distributed attention", board.size)
+            logger.info("made a NCCL communicator of %d ranks for distributed attention", store.size)
 
     def post(self, sends: Sequence[Send], receives: Sequence[Recv]) -> list[dist.Work]:
         """Start a batch of messages: on NCCL's own stream after the current one, or in gloo's threads.

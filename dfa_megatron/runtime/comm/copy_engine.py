@@ -19,22 +19,20 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from dfa_megatron.runtime.agreement.agree import Facts
-from dfa_megatron.runtime.agreement.process import host
+from dfa_megatron.runtime.agreement.calls import Facts
 from dfa_megatron.runtime.comm.memory.kept_arena import KeptArena
 from dfa_megatron.runtime.comm.memory.symmetric_memory import SUBJECT, Mapped, symmetric
-from dfa_megatron.runtime.comm.streams import Streams
+from dfa_megatron.runtime.comm.streams import StreamTransport
 from dfa_megatron.runtime.comm.transport import Recv, Send, Sends
 from dfa_megatron.runtime.cuda_driver import Flag, Flags, driver
-from dfa_megatron.runtime.environment import forbids_p2p
+from dfa_megatron.runtime.environment import forbids_p2p, host
 
 if TYPE_CHECKING:
     from dfa_megatron.runtime.comm.channel import Channel
 
 logger = logging.getLogger(__name__)
 
-_TRIAL_SECONDS = 30.0
-_WORD = 4
+_TRIAL_SECONDS, _WORD = 30.0, 4
 
 
 class _Batch(NamedTuple):
@@ -44,29 +42,24 @@ class _Batch(NamedTuple):
     after: Flags
 
 
-class CopyEngineTransport(KeptArena):
+class CopyEngineTransport(KeptArena, StreamTransport):
     """Moves messages with the GPUs' copy engines; all ranks on one host, each GPU able to reach all others.
 
-    Ranks may share a GPU, which takes them in turns: for tests.
-
-    Args:
-        over: the channel of the ranks.
-        device: this rank's GPU.
-        shared: some ranks have the same GPU.
+    over: the channel of the ranks. device: this rank's GPU. shared: some ranks have the same GPU, which is for tests.
     """
 
-    beside_kernels = queued = True
+    beside_kernels = True
 
     def __init__(self, over: Channel, device: torch.device, *, shared: bool) -> None:
-        super().__init__(over, device)
-        self.streams, self._shared = Streams(device), shared
-        self.driver = driver()
+        KeptArena.__init__(self, over, device)
+        StreamTransport.__init__(self, device)
+        self.driver, self._shared = driver(), shared
         self._flags = self.allocate(2 * over.size * _WORD)
         self._place_flags(over.rank, self._flags.addresses)
         self._sending: Sequence[Send] = ()
-        self._queue = self.streams.stream.cuda_stream
+        self._queue = self.stream.cuda_stream
         self._batches: dict[tuple[tuple[int, ...], tuple[int, ...]], _Batch] = {}
-        self._finished, self._finished_on = torch.cuda.Event(), self.streams.compute
+        self._finished, self._finished_on = torch.cuda.Event(), self.compute
         self._token = 1
 
     def _place_flags(self, rank: int, addresses: Sequence[int]) -> None:
@@ -78,44 +71,36 @@ class CopyEngineTransport(KeptArena):
         self._their_filled = [address + (size + rank) * _WORD for address in addresses]
 
     def allocate(self, nbytes: int) -> Mapped:
-        """See `KeptArena`."""
         return symmetric(nbytes, self.over, self.device, shared=self._shared)
 
     def settle(self) -> None:
-        """See `KeptArena`. What other ranks write here is awaited here."""
         torch.cuda.synchronize(self.device)
 
     def start(self) -> None:
         """Hold messages until the inputs are ready and the previous call has read its arena."""
-        self.streams.start()
-        captured = self.streams.captured
-        self._token = self.over.calls.token(captured)
-        if captured:
+        super().start()
+        self._token = self.over.calls.token(self.captured)
+        if self.captured:
             self.pinned = True
-        elif self._finished_on is not self.streams.compute:
-            self.streams.stream.wait_event(self._finished)
-
-    def where(self) -> tuple[int, tuple[int, ...]]:
-        """See `Transport`."""
-        return self.streams.where()
+        elif self._finished_on is not self.compute:
+            self.stream.wait_event(self._finished)
 
     def post(self, after: int, sends: Sends, receives: Sequence[Recv]) -> None:
         """Queue the batch on the communication stream: raise `ready` flags, write where ranks are ready, wait."""
         token, queue = self._token, self.driver
-        self.streams.wait_for_compute(after)
-        self._sending, senders = sends(self.streams.moving), tuple([recv.peer for recv in receives])
+        self.wait_for_compute(after)
+        self._sending, senders = sends(self.moving), tuple([recv.peer for recv in receives])
         batch = self._flags_of(tuple([send.peer for send in self._sending]), senders)
         for flags, send in zip(batch.before, self._sending, strict=True):
             queue.flags(self._queue, flags, token)
             for x, offset in zip(send.tensors, send.offsets, strict=True):
                 queue.copy(self._queue, self._addresses[send.peer] + offset, x.data_ptr(), x.nbytes)
         queue.flags(self._queue, batch.after, token)
-        self.streams.await_ranks(senders)
+        self.awaited[self.steps] = senders
 
     def land(self) -> None:
-        """Queue the wait of the compute stream."""
         self._sending = ()
-        self.streams.land()
+        super().land()
 
     def _flags_of(self, receivers: tuple[int, ...], senders: tuple[int, ...]) -> _Batch:
         """Return the operations on flags around the messages of a batch, in this order of messages."""
@@ -131,33 +116,22 @@ class CopyEngineTransport(KeptArena):
         *before, after = map(Flags, batches)
         return self._batches.setdefault((receivers, senders), _Batch(before, after))
 
-    def computed(self, step: int) -> None:
-        """See `Streams.computed`."""
-        self.streams.computed(step)
-
     def finish(self) -> None:
         """Record the end of the call's compute, after which the next call may use the arena."""
-        if not self.streams.captured:
-            self._finished.record(self.streams.compute)
-            self._finished_on = self.streams.compute
+        if not self.captured:
+            self._finished.record(self.compute)
+            self._finished_on = self.compute
 
     def trial(self) -> None:
-        """Send a word to every other rank and check the words that arrive.
-
-        Raises:
-            RuntimeError: a word arrived wrong, or not at all.
-        """
+        """Send a word to every other rank; raise a RuntimeError if one arrives wrong, or not at all."""
         rank, size = self.over.rank, self.over.size
         self.reserve(size * _WORD)
         mine = torch.arange(rank * size, (rank + 1) * size, dtype=torch.int32, device=self.device)
         landing = self._arena.flat[: size * _WORD].view(torch.int32)
         peers = [peer for peer in range(size) if peer != rank]
+        sends = [Send(peer, [mine[peer : peer + 1]], [rank * _WORD]) for peer in peers]
         self.start()
-        self.post(
-            -1,
-            lambda _: [Send(peer, [mine[peer : peer + 1]], [rank * _WORD]) for peer in peers],
-            [Recv(peer, [landing[peer : peer + 1]]) for peer in peers],
-        )
+        self.post(-1, lambda _: sends, [Recv(peer, [landing[peer : peer + 1]]) for peer in peers])
         self.land()
         self.finish()
         done, deadline = torch.cuda.Event(), time.monotonic() + _TRIAL_SECONDS
@@ -175,38 +149,36 @@ def open_transport(over: Channel, device: torch.device) -> CopyEngineTransport |
     """Return a transport that has passed its trial, or why there is none; equal on every rank. Collective."""
     mine = {"host": host(), "device": str(device.index or 0), "gpu": _gpu(device), "why": _local_refusal(device)}
     everyone = over.exchange(mine, SUBJECT)
-    why = refusal(over, device, everyone)
-    if why is not None:
+    if (why := refusal(over, device, everyone)) is not None:
         return why
     shared = len({facts["gpu"] for facts in everyone}) < over.size
     if shared:
         logger.warning("ranks share a GPU, which takes them in turns: right for tests, and slow")
-    transport, why = None, ""
+    transport, failed = None, ""
     try:
         transport = CopyEngineTransport(over, device, shared=shared)
         transport.trial()
     except Exception as error:  # noqa: BLE001 -- drivers, fabric and permissions fail in many ways; p2p still works
-        why = f"{type(error).__name__}: {error}"
-    tried = over.exchange({"why": why}, SUBJECT)
-    failed = [f"rank {rank}: {facts['why']}" for rank, facts in enumerate(tried) if facts["why"]]
-    return failed[0] if failed or transport is None else transport
+        failed = f"{type(error).__name__}: {error}"
+    return _first_reason(over.exchange({"why": failed}, SUBJECT)) or transport or failed
 
 
 def refusal(over: Channel, device: torch.device, everyone: list[Facts]) -> str | None:
     """Return why the copy engines cannot serve the ranks of a channel, or None; equal on every rank. Collective."""
     if len({facts["host"] for facts in everyone}) > 1:
         return "the ranks are on several hosts"
-    for rank, facts in enumerate(everyone):
-        if facts["why"]:
-            return f"rank {rank}: {facts['why']}"
-    devices = {int(facts["device"]) for facts in everyone}
-    why = ""
+    if (why := _first_reason(everyone)) is not None:
+        return why
+    devices, blind = {int(facts["device"]) for facts in everyone}, list[int]()
     # A number means one GPU in every process; else each process sees some of them, and the trial shows what it reaches.
     if len(devices) == len({facts["gpu"] for facts in everyone}) <= torch.cuda.device_count():
         blind = [d for d in sorted(devices) if d != device.index and not torch.cuda.can_device_access_peer(device, d)]
-        why = f"GPU {device.index} cannot reach the memory of {blind}" if blind else ""
-    reached = over.exchange({"why": why}, SUBJECT)
-    return next((facts["why"] for facts in reached if facts["why"]), None)
+    mine = f"GPU {device.index} cannot reach the memory of {blind}" if blind else ""
+    return _first_reason(over.exchange({"why": mine}, SUBJECT))
+
+
+def _first_reason(everyone: list[Facts]) -> str | None:
+    return next((f"rank {rank}: {facts['why']}" for rank, facts in enumerate(everyone) if facts["why"]), None)
 
 
 def _gpu(device: torch.device) -> str:

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from dfa_megatron.errors import UnsupportedError
 
 Group = dist.ProcessGroup | DeviceMesh | str | None
-"""A process group, a one-dimensional mesh, a group's name, or None: the default group, or this process where none is.
+"""A process group, a one-dimensional mesh, a group's name, or None: the default group, or this process without one.
 
 The order of the ranks in the group or mesh is the order of their tokens.
 """
@@ -27,11 +27,8 @@ def group_name(group: Group) -> str:
         if not (dist.is_available() and dist.is_initialized()):
             return ""
         if group == "":
-            raise UnsupportedError(
-                "group=''",
-                "no process group has this name",
-                "dist.new_group([rank], use_local_synchronization=True) for attention on one rank of several",
-            )
+            instead = "dist.new_group([rank], use_local_synchronization=True) for attention on one rank of several"
+            raise UnsupportedError("group=''", "no process group has this name", instead)
         group = dist.group.WORLD
     if isinstance(group, str):
         return group
@@ -49,20 +46,14 @@ def _of_mesh(mesh: DeviceMesh) -> dist.ProcessGroup:
     names, ranks = mesh.mesh_dim_names or (), mesh.mesh.flatten().tolist()
     if mesh.ndim != 1:
         example = f'mesh["{names[-1]}"]' if names else 'mesh["cp"], of a mesh whose dimensions have names'
-        raise UnsupportedError(
-            f"group=a DeviceMesh of {mesh.ndim} dimensions {tuple(names) or tuple(mesh.mesh.shape)}",
-            "a sequence is shared along one of them",
-            f"that dimension: group={example}",
-        )
+        what = f"group=a DeviceMesh of {mesh.ndim} dimensions {tuple(names) or tuple(mesh.mesh.shape)}"
+        raise UnsupportedError(what, "a sequence is shared along one of them", f"that dimension: group={example}")
     if mesh.get_coordinate() is None:
         raise _no_member(f"a DeviceMesh of ranks {ranks}")
     group = mesh.get_group()
     if dist.get_process_group_ranks(group) != ranks:
-        raise UnsupportedError(
-            f"group=a DeviceMesh of ranks {ranks}",
-            "tokens follow the order of the mesh, and its process group has another",
-            "a mesh whose ranks ascend",
-        )
+        why = "tokens follow the order of the mesh, and its process group has another"
+        raise UnsupportedError(f"group=a DeviceMesh of ranks {ranks}", why, "a mesh whose ranks ascend")
     return group
 
 
@@ -88,10 +79,11 @@ def _no_member(what: str) -> UnsupportedError:
     return UnsupportedError(what, "this rank holds no tokens of its sequence", "a group that contains this rank")
 
 
-def timeout_of(group: dist.ProcessGroup) -> timedelta | None:
-    """Return the timeout with which the group was made; None, the backend's default, if the backend does not tell."""
+def timeout_of(group: dist.ProcessGroup) -> timedelta:
+    """Return the timeout with which the group was made, or PyTorch's own if its backend does not tell."""
     found = [getattr(group._get_backend(device), "options", None) for device in group._device_types]
-    return next((options._timeout for options in found if options is not None), None)
+    known: timedelta | None = next((options._timeout for options in found if options is not None), None)
+    return known or timedelta(minutes=30)
 
 
 def is_known(group: dist.ProcessGroup | None) -> bool:

@@ -10,27 +10,32 @@ import weakref
 import torch.distributed as dist
 
 from dfa_megatron.errors import UnsupportedError
-from dfa_megatron.runtime.agreement.board import Board
-from dfa_megatron.runtime.agreement.guard import Guard
+from dfa_megatron.runtime.agreement.store import GroupStore
 from dfa_megatron.runtime.comm.channel import Channel
 from dfa_megatron.runtime.comm.groups import is_known, resolve, timeout_of
 
 _channels: dict[str, tuple[weakref.ref[dist.ProcessGroup], Channel]] = {}
 
 
-def channel(name: str, guard: Guard | None = None) -> Channel:
-    """Return the channel of a named group; the first call for a group must be made by all of its ranks.
+def channel_of(group: dist.ProcessGroup | str, *, verify: bool | None = None) -> Channel | None:
+    """Return the channel of a group of several ranks, None for a group of one or "": see `channel`."""
+    found = resolve(group) if group and isinstance(group, str) else group
+    return None if isinstance(found, str) or found.size() == 1 else channel(found, verify=verify)
+
+
+def channel(group: dist.ProcessGroup | str, *, verify: bool | None = None) -> Channel:
+    """Return the channel of a group or its name; the first call for a group must be made by all of its ranks.
 
     Other ranks need not take part. Every rank makes its channels in the order in which it first uses its groups.
 
-    guard: how calls are compared and watched from now on; None leaves that as it is.
+    verify: whether calls are compared, and watched from now on; None leaves that as it is.
     """
-    group = resolve(name)
-    known = _channels.get(name)
-    if known is None or known[0]() is not group:
-        known = _make(name, group, guard or Guard())
-    elif guard is not None and guard != known[1].guard:
-        known[1].look_after(guard)
+    found = resolve(group) if isinstance(group, str) else group
+    known = _channels.get(found.group_name)
+    if known is None or known[0]() is not found:
+        return _make(found, verify is not False)
+    if verify and known[1]._watched is None:
+        known[1].watch()
     return known[1]
 
 
@@ -43,18 +48,18 @@ def renew(name: str) -> None:
         _close(name, _channels[name][1])
 
 
-def _make(name: str, group: dist.ProcessGroup, guard: Guard) -> tuple[weakref.ref[dist.ProcessGroup], Channel]:
+def _make(group: dist.ProcessGroup, verify: bool) -> Channel:
     _close_at_exit()
-    # Watchers close the channels of destroyed groups. With verify="off" there are none, and a name may be back sooner.
+    # The watchdog closes the channels of destroyed groups; with verify="off" there is none. And a name may be back.
     for other, (reference, old) in list(_channels.items()):
         if not is_known(reference()):
             _close(other, old)
-    reference = weakref.ref(group)
-    board = Board.of_group(group, guard.agreement_timeout)
-    made = Channel(board, timeout_of(group), guard, lambda: is_known(reference()))
+    name, reference, timeout = str(group.group_name), weakref.ref(group), timeout_of(group)
+    store = GroupStore.of_group(group, timeout.total_seconds() / 4)
+    made = Channel(store, timeout, lambda: is_known(reference()), verify=verify)
     made.ended = functools.partial(_close, name, made)
     _channels[name] = reference, made
-    return _channels[name]
+    return made
 
 
 def _close(name: str, old: Channel) -> None:
@@ -72,7 +77,7 @@ def _close_at_exit() -> None:
 
 
 def _lose_all() -> None:
-    """Refuse further attention in a fork, which has no watchers, and whose connections are its parent's."""
+    """Refuse further attention in a fork, which has no watchdog, and whose connections are its parent's."""
     atexit.unregister(_close_all)
     error = UnsupportedError(
         "attention in a fork of a process that has run it",

@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager
 import torch
 
 from dfa_megatron.kernels.current_stream import current_stream
+from dfa_megatron.runtime.comm.transport import Transport
 
 
 class _Switch:
@@ -22,24 +23,23 @@ class _Switch:
         torch.cuda.set_stream(self.back)
 
 
-class Streams:
-    """The caller's stream, which computes, our own stream, which moves messages, and the events between them.
+class StreamTransport(Transport):
+    """A transport whose messages move on a stream of one device, beside the caller's stream, which computes.
 
     The communication stream waits for the compute that writes what it sends or reads what it overwrites (`free`). The
     compute stream waits for the batch (`filled`). Events are recorded per step; the host never waits.
     """
 
+    queued = True
+
     def __init__(self, device: torch.device) -> None:
-        self.device = device
+        self.device, self.compute = device, current_stream(device)
         self.stream = torch.cuda.Stream(device, priority=-1)
         self.started, self.filled = torch.cuda.Event(), torch.cuda.Event()
         self.free: list[torch.cuda.Event] = []
-        self.steps, self.awaited = 0, dict[int, tuple[int, ...]]()
-        self.captured = False
-        self.compute = current_stream(device)
+        self.steps, self.awaited, self.captured = 0, dict[int, tuple[int, ...]](), False
 
     def start(self) -> None:
-        """Hold messages until the caller's stream has computed the inputs."""
         self.compute = current_stream(self.device)
         self.captured = torch.cuda.is_current_stream_capturing()
         self.steps, self.awaited = 0, {}
@@ -57,27 +57,18 @@ class Streams:
         if after >= 0:
             self.stream.wait_event(self.free[after])
 
-    def await_ranks(self, ranks: tuple[int, ...]) -> None:
-        """Note the ranks whose messages the step waits for."""
-        self.awaited[self.steps] = ranks
-
     def land(self) -> None:
-        """Hold the compute stream until all messages queued so far have moved."""
         self.filled.record(self.stream)
         self.compute.wait_event(self.filled)
 
     def computed(self, step: int) -> None:
-        """Record the end of the step's compute."""
         while step >= len(self.free):
             self.free.append(torch.cuda.Event())
         self.free[step].record(self.compute)
         self.steps = step + 1
 
     def where(self) -> tuple[int, tuple[int, ...]]:
-        """Return the first step whose compute is not over, and the ranks that send its messages; -1 in a CUDA graph.
-
-        Events of a graph cannot be queried: CUDA raises an error, which would end the watcher's thread.
-        """
+        # Events of a graph cannot be queried: CUDA raises an error, which would end the watchdog's thread.
         if self.captured:
             return -1, ()
         step = next((n for n, event in enumerate(self.free[: self.steps]) if not event.query()), self.steps)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 
@@ -34,94 +34,50 @@ Sends = Callable[[Moving], Sequence[Send]]
 """Return what a batch sends; tensors that are made for it are made inside of a `Moving`."""
 
 
-class StepTransport(Protocol):
-    """The part of a transport that a running program uses. Measurements may wrap it."""
+class Transport:
+    """Moves the messages of one rank of one group; this one moves none, for the plan of one rank.
 
-    def start(self) -> None:
-        """Begin a run: the inputs are ready on the caller's stream."""
-        ...
+    Measurements wrap the methods from `start` to `finish`, which a running program calls.
 
-    def post(self, after: int, sends: Sends, receives: Sequence[Recv]) -> None:
-        """Start a step's batch once the compute of step `after` is over. A step without messages posts nothing."""
-        ...
-
-    def land(self) -> None:
-        """Order the caller's compute from here on after the batch that was posted last."""
-        ...
-
-    def computed(self, step: int) -> None:
-        """Note that the compute of a step has been issued."""
-        ...
-
-    def finish(self) -> None:
-        """Note that the compute of the last step has been issued."""
-        ...
-
-
-class Transport(StepTransport, Protocol):
-    """Moves the messages of one rank of one group.
-
-    generation: changes when reserved memory has moved.
-    beside_kernels: messages move while kernels fill the GPU.
-    queued: kernels wait in queues, so it must be told where the compute of a step ends; otherwise it need not be.
-    keeps_arena: the arena is the same in every run, unless its generation changes.
-    pinned: it must not move, because a captured CUDA graph of the caller holds addresses in it.
+    Attributes:
+        generation: changes when reserved memory has moved.
+        beside_kernels: messages move while kernels fill the GPU.
+        queued: kernels wait in queues, so it must be told where the compute of a step ends; otherwise it need not be.
+        keeps_arena: the arena is the same in every run, unless its generation changes.
+        pinned: it must not move, because a captured CUDA graph of the caller holds addresses in it.
     """
 
-    generation: int
-    pinned: bool
-    beside_kernels: bool
-    queued: bool
-    keeps_arena: bool
+    generation = 0
+    beside_kernels = queued = keeps_arena = pinned = False
 
     def reserve(self, nbytes: int) -> None:
         """Have memory for the next call; all ranks of the group say the same number, at set-up and before each call."""
-        ...
 
     def arena(self, nbytes: int, device: torch.device) -> Arena:
         """Return the memory into which one run receives, equally large on every rank; its content is garbage."""
-        ...
+        return Arena.allocate(nbytes, device) if nbytes else _no_bytes(device)
 
     def where(self) -> tuple[int, tuple[int, ...]]:
-        """Return the step that runs now and the ranks that it waits for; another thread may call this."""
-        ...
+        """Return the step that runs now (-1: none) and the ranks that it waits for; another thread may call this."""
+        return -1, ()
+
+    def start(self) -> None:
+        """Begin a run: the inputs are ready on the caller's stream."""
+
+    def post(self, after: int, sends: Sends, receives: Sequence[Recv]) -> None:
+        """Start a step's batch once the compute of step `after` is over. A step without messages posts nothing."""
+
+    def land(self) -> None:
+        """Order the caller's compute from here on after the batch that was posted last."""
+
+    def computed(self, step: int) -> None:
+        """Note that the compute of a step has been issued."""
+
+    def finish(self) -> None:
+        """Note that the compute of the last step has been issued."""
 
 
 @functools.cache
 @torch.inference_mode(False)  # it outlives the call that asks for it
-def _nothing(device: torch.device) -> Arena:
+def _no_bytes(device: torch.device) -> Arena:
     return Arena.allocate(0, device)
-
-
-class NoTransport:
-    """Moves nothing: for a plan of one rank, and to time the program of one rank alone."""
-
-    generation = 0
-    beside_kernels = queued = keeps_arena = False
-    pinned = False
-
-    def reserve(self, nbytes: int) -> None:
-        """Do nothing."""
-
-    def arena(self, nbytes: int, device: torch.device) -> Arena:
-        """Allocate memory for one run; where nothing is received, return the same of no bytes."""
-        return Arena.allocate(nbytes, device) if nbytes else _nothing(device)
-
-    def start(self) -> None:
-        """Do nothing."""
-
-    def where(self) -> tuple[int, tuple[int, ...]]:
-        """Return no step."""
-        return -1, ()
-
-    def post(self, after: int, sends: Sends, receives: Sequence[Recv]) -> None:
-        """Do nothing."""
-
-    def land(self) -> None:
-        """Do nothing."""
-
-    def computed(self, step: int) -> None:
-        """Do nothing."""
-
-    def finish(self) -> None:
-        """Do nothing."""

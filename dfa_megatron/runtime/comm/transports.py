@@ -18,23 +18,21 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-
 _ONE_DEVICE = "their memory is on one device of a process, and this is another"
+_ONE_QUEUE = "with CUDA_DEVICE_MAX_CONNECTIONS=1 kernels would queue up behind its waits, which has not been measured"
 
 
 class Transports:
-    """The open transports of the ranks of a channel."""
+    """The open transports of the ranks of a channel, by device and kind: streams and communicators belong to one."""
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
         self._open: dict[tuple[str, str], Transport] = {}
-        """By the name of the device, because streams and communicators belong to one, and the kind."""
 
     def get(self, device: torch.device, kind: str = "auto") -> Transport:
         """Return the transport for tensors on that device; the first call is collective.
 
-        The first call comes after the ranks have agreed. A rank with tensors elsewhere has then been told so, and
-        nobody waits for it.
+        The first call comes after the ranks have agreed: one with tensors elsewhere has been told so.
 
         Args:
             device: of the tensors.
@@ -55,14 +53,16 @@ class Transports:
 
     def _make(self, device: torch.device, kind: str) -> Transport:
         if kind == "auto":
-            if device.type == "cpu":
-                return self.get(device, "p2p")
+            # Megatron asks for one queue on Hopper.
+            why = _ONE_QUEUE if self._channel.one_queue else ""
             try:
-                _refuse_one_queue(self._channel.one_queue)
-                return self.get(device, "copy_engine")
+                if device.type != "cpu" and not why:
+                    return self.get(device, "copy_engine")
             except UnsupportedError as error:
-                logger.info("messages go point to point: the copy engines do not serve: %s", error.why)
-                return self.get(device, "p2p")
+                why = error.why
+            if device.type != "cpu":
+                logger.info("messages go point to point: the copy engines do not serve: %s", why)
+            return self.get(device, "p2p")
         if kind == "copy_engine":
             others = any(kind == other for _, other in self._open)
             found = _ONE_DEVICE if others else open_transport(self._channel, device)
@@ -73,9 +73,9 @@ class Transports:
         return GlooTransport(own, self._channel.wait) if device.type == "cpu" else NcclTransport(own, device)
 
     def reserve(self, device: torch.device, kind: str, nbytes: int) -> Transport:
-        """Return that kind of transport, with receive memory for the next call; collective where memory moves.
+        """Return that kind of transport, with receive memory for the next call; collective if memory moves.
 
-        Where a GPU has no memory for it, "auto" is point to point from then on.
+        If a GPU has no memory for it, "auto" is point to point from then on.
 
         Raises:
             UnsupportedError: "copy_engine" was asked for, and a GPU has no memory for it; on every rank.
@@ -92,23 +92,8 @@ class Transports:
 
     def has_symmetric_memory(self, kind: str) -> bool:
         """Return whether that kind of transport has reserved memory outside of PyTorch's allocator."""
-        found = [each for (place, own), each in self._open.items() if place != "cpu" and own == kind]
-        return any(each.generation > 0 for each in found)
+        return any(x.generation > 0 for (place, own), x in self._open.items() if place != "cpu" and own == kind)
 
     def clear(self) -> None:
         """Let go of all transports and their memory."""
         self._open.clear()
-
-
-def _refuse_one_queue(one_queue: bool) -> None:
-    """Refuse "auto" where a copy-engine stream of any rank shares its hardware queue with the streams that compute.
-
-    Raises:
-        UnsupportedError: CUDA_DEVICE_MAX_CONNECTIONS=1, which Megatron wants on Hopper, leaves one queue for all.
-    """
-    if one_queue:
-        raise UnsupportedError(
-            "transport='auto' over the copy engines",
-            "with CUDA_DEVICE_MAX_CONNECTIONS=1 kernels would queue up behind its waits, which has not been measured",
-            "transport='copy_engine' by name",
-        )

@@ -19,7 +19,7 @@ from dfa_megatron.errors import ExecutionError
 from dfa_megatron.kernels.replay import Op, OpFailed, Registers, allocating_late, freeing, replay, views_of
 from dfa_megatron.kernels.tape import Tape, unrecorded
 from dfa_megatron.runtime.comm.memory.arena import Arena
-from dfa_megatron.runtime.comm.transport import Moving, NoTransport, Recv, Send, Sends, StepTransport, Transport
+from dfa_megatron.runtime.comm.transport import Moving, Recv, Send, Sends, Transport
 
 Fields = tuple[torch.Tensor, ...]
 
@@ -41,7 +41,7 @@ class Post:
     receives: tuple[tuple[int, tuple[int, ...]], ...]
     packing: tuple[Op, ...]
 
-    def __call__(self, transport: StepTransport, registers: Registers) -> None:
+    def __call__(self, transport: Transport, registers: Registers) -> None:
         """Post the batch."""
         receives, read = [], registers.__getitem__
         for peer, where in self.receives:
@@ -65,18 +65,18 @@ class Post:
         return tuple(dict.fromkeys(x for registers in posted + packed for x in registers))
 
 
-class Recorder:
+class Recorder(Transport):
     """A transport that puts what passes through it on the tape that records the run.
 
     Args:
         tape: records the run around it.
-        transport: moves the messages; what passes to a NoTransport is left out.
+        transport: moves the messages; what passes to one that moves nothing is left out.
         arena: the register of the memory that receives them.
     """
 
     def __init__(self, tape: Tape, transport: Transport, arena: int) -> None:
-        self.tape, self.transport, self.arena = tape, transport, arena
-        self._moves = not isinstance(transport, NoTransport)
+        self.tape, self.transport, self.received = tape, transport, arena
+        self._moves = type(transport) is not Transport
         self.own, self.all = tape.reserve(), tape.reserve()
         """The registers that hold, in a replay, its transport and the list of its registers."""
         self.steps: list[int] = []
@@ -168,10 +168,10 @@ class Bound:
     def __init__(self, recorder: Recorder, results: Fields) -> None:
         tape = recorder.tape
         self._results = tuple(map(tape.register, results))
-        self._arena, self._transport, self._all = recorder.arena, recorder.own, recorder.all
+        self._arena, self._transport, self._all = recorder.received, recorder.own, recorder.all
         self._registers = tape.registers()
         # In memory that stays, views are made once.
-        self._views = views_of(recorder.arena, tape.ops) if recorder.transport.keeps_arena else []
+        self._views = views_of(recorder.received, tape.ops) if recorder.transport.keeps_arena else []
         once = {op.writes for op in self._views}
         self._steps = [sum(op.writes not in once for op in tape.ops[:step]) for step in recorder.steps]
         recorded = [op for op in tape.ops if op.writes not in once]
@@ -181,7 +181,7 @@ class Bound:
             ops = computing_first(ops, tape.launches, recorder.own)
         self._ops = freeing(ops, packed, kept=frozenset(self._results))
 
-    def __call__(self, inputs: Fields, arena: Arena, transport: StepTransport, failed: Failed) -> Fields:
+    def __call__(self, inputs: Fields, arena: Arena, transport: Transport, failed: Failed) -> Fields:
         """Replay. inputs: like the recorded ones, see `tape.signature`. failed: makes the error of a step."""
         registers = (arena.kept(self, self._viewed) if self._views else self._registers).copy()
         registers[: len(inputs)] = inputs

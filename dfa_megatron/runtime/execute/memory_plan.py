@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
+import torch
+
 from dfa_megatron.kernels.segments import Segments
 from dfa_megatron.plan.language.ir import Plan
 from dfa_megatron.plan.language.program import Program
@@ -38,6 +40,13 @@ class MemoryPlan:
     calls: int
     messages: int
     message_bytes: int
+
+    def landed(self, arena: torch.Tensor) -> dict[int, dict[str, tuple[torch.Tensor, ...]]]:
+        """Return the tensors of every received buffer in the bytes of an arena, by name."""
+        return {
+            number: {name: tuple(place.view(arena) for place in placed) for name, placed in landing.items()}
+            for number, landing in self.landings.items()
+        }
 
 
 def plan_memory(plan: Plan, program: Program, format: Format) -> MemoryPlan:

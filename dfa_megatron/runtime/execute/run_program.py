@@ -10,12 +10,12 @@ import torch
 from dfa_megatron.kernels.tape import act
 from dfa_megatron.plan.interpret import Algebra, rank_loop
 from dfa_megatron.plan.language.program import Step
-from dfa_megatron.runtime.comm.transport import Moving, Recv, Send, StepTransport
+from dfa_megatron.runtime.comm.transport import Moving, Recv, Send, Transport
 from dfa_megatron.runtime.execute.bound import Failed
 from dfa_megatron.runtime.execute.tensors import Tensors
 
 
-def execute(tensors: Tensors, algebra: Algebra, transport: StepTransport, failed: Failed) -> None:
+def execute(tensors: Tensors, algebra: Algebra, transport: Transport, failed: Failed) -> None:
     """Run a program to its end.
 
     Args:

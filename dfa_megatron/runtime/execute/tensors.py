@@ -52,7 +52,7 @@ class Tensors:
             # A message must be dense: make it so once for all receivers.
             dense = tuple(x.contiguous() for x in fields) if name in memory.sent else fields
             self.read[self.program.home_buffer(name)] = {name: dense}
-        self.read.update(arena.tensors(memory))
+        self.read.update(arena.kept(memory, memory.landed))
         self.write = {
             number: self._accumulators(buffer)
             for number, buffer in enumerate(self.program.buffers)

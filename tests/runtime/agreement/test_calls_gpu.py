@@ -7,14 +7,16 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import dfa_megatron
 from dfa_megatron.errors import DistAttentionError
-from dfa_megatron.runtime.agreement.watcher import EXIT_STATUS
+from dfa_megatron.runtime.agreement.watchdog import EXIT_STATUS
 from tests.support.arguments import arguments
 from tests.support.workers import run_ranks
 
@@ -83,15 +85,16 @@ def test_calls_that_part_on_gpus_are_told_within_seconds(
 
 def _ends(rank: int, ranks: int, transport: str, how: int, report: str) -> None:
     """Rank 1 is stopped or killed between two calls; rank 0 waits for the device in the second."""
-    attend(0.1, transport, stall_timeout=3.0)
+    group = dist.new_group(list(range(ranks)), timeout=timedelta(seconds=12))
+    attend(0.1, transport, group=group)
     torch.cuda.synchronize()
-    time.sleep(1.5)  # each watcher has seen the other
+    time.sleep(1.5)  # each watchdog has heard the other
     if rank == 1:
         os.kill(os.getpid(), how)
     start = time.monotonic()
     Path(report).write_text(str(time.time()))
     try:
-        attend(0.1, transport, stall_timeout=3.0)
+        attend(0.1, transport, group=group)
     except DistAttentionError as error:  # NCCL's sockets break at once
         print(error, file=sys.stderr, flush=True)
         os._exit(EXIT_STATUS)

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import atexit
-import json
 import os
 import threading
 import time
-from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -19,10 +17,9 @@ from torch._C._distributed_c10d import HashStore, TCPStore
 
 import dfa_megatron
 from dfa_megatron.errors import DisagreementError, DistAttentionError
-from dfa_megatron.runtime.agreement.board import Board
-from dfa_megatron.runtime.agreement.calls import Calls, Kind
-from dfa_megatron.runtime.agreement.difference import Shown, first_difference, read, written
-from dfa_megatron.runtime.agreement.watcher import Watch
+from dfa_megatron.runtime.agreement.calls import Calls, Kind, first_difference
+from dfa_megatron.runtime.agreement.store import GroupStore
+from dfa_megatron.runtime.agreement.watchdog import Watchdog, Watched
 from dfa_megatron.runtime.comm.channel import Channel
 from tests.support.arguments import arguments
 from tests.support.workers import run_ranks
@@ -58,14 +55,14 @@ def _differ(rank: int, ranks: int, folder: str, way: str) -> None:
     for scale in SCALES:
         attend(scale)
     if rank:  # the others are slow to read, so that rank 0 has ended
-        quick = Board.read
+        quick = GroupStore.gather
 
-        def slow(self: Board, key: str, ranks: Sequence[int] | None = None) -> list[str]:
+        def slow(self: GroupStore, key: str, *args: Any) -> list[str | None]:
             time.sleep(0.3 if key == "calls" else 0)
-            return quick(self, key, ranks)
+            return quick(self, key, *args)
 
-        Board.read = slow  # type: ignore[method-assign]
-    if way != "at the call":  # as over NCCL, where watchers compare
+        GroupStore.gather = slow  # type: ignore[method-assign]
+    if way != "at the call":  # as over NCCL, where the watchdogs compare
         Channel._meet = lambda self: None  # type: ignore[method-assign]
     found = ""
     try:
@@ -121,37 +118,31 @@ def test_a_store_that_is_gone_before_the_first_attention_is_told_by_name(tmp_pat
     assert "rank 0 of the group, which kept it, has ended" in told
 
 
-class _Failing(Board):
-    """A board whose store answers with errors while `fails` is set."""
+def test_watchdogs_go_on_after_errors_of_the_store() -> None:
+    store, fails, calls = HashStore(), threading.Event(), (Calls(), Calls())
 
-    fails = threading.Event()
+    class Failing:
+        """A store that answers with errors while `fails` is set."""
 
-    def put(self, key: str, note: str) -> None:
-        self._may_fail()
-        super().put(key, note)
+        def __getattr__(self, name: str) -> Any:
+            if fails.is_set():
+                raise dist.DistNetworkError("Broken pipe")
+            return getattr(store, name)
 
-    def has(self, key: str, rank: int) -> bool:
-        self._may_fail()
-        return super().has(key, rank)
-
-    def _may_fail(self) -> None:
-        if self.fails.is_set():
-            raise dist.DistNetworkError("Broken pipe")
-
-
-def test_watchers_go_on_after_errors_of_the_store() -> None:
-    store = HashStore()
-    calls = Calls(), Calls()
-    watches = [
-        Watch(_Failing(store, rank, [0, 1]), calls[rank], lambda: True, lambda: None, lambda _: False, 1800.0, 1800.0)
+    groups = [
+        Watched(GroupStore(store, "two", rank, (0, 1)), calls[rank], lambda: True, lambda: None, lambda _: False, 9e9)
         for rank in range(2)
     ]
+    dogs = [Watchdog(Failing(), rank, 2) for rank in range(2)]  # type: ignore[arg-type]
     try:
-        for watch in watches:
-            watch.start()
-        _Failing.fails.set()
+        for dog, group in zip(dogs, groups, strict=True):
+            group.store.client = dog.client
+            dog.watch(group)
+            for thread in dog.threads:
+                thread.start()
+        fails.set()
         time.sleep(1.2)
-        _Failing.fails.clear()
+        fails.clear()
         for one, text in zip(calls, ("forward", "backward"), strict=True):
             one.add(Kind.of(text))
         deadline = time.monotonic() + 10
@@ -159,31 +150,30 @@ def test_watchers_go_on_after_errors_of_the_store() -> None:
             time.sleep(0.05)
         for one in calls:
             assert "call 1: forward on rank 0; backward on rank 1" in str(one.lost)
-        _Failing.fails.set()
-        assert isinstance(watches[0].difference(), DisagreementError), "not the store's own error"
-        assert all(watch._thread.is_alive() and watch._signs_thread.is_alive() for watch in watches)
+        fails.set()
+        assert isinstance(groups[0].difference(), DisagreementError), "not the store's own error"
+        assert all(thread.is_alive() for dog in dogs for thread in dog.threads)
     finally:
-        _Failing.fails.clear()
-        for watch in watches:
-            watch.stop()
+        fails.clear()
+        for dog, group in zip(dogs, groups, strict=True):
+            dog.leave(group)
 
 
-def _calls(*texts: str, facts: str = "") -> Shown:
+def _calls(*texts: str, facts: str = "") -> str:
     calls = Calls()
     for text in texts:
         calls.add(Kind.of(text, facts))
-    return read(written(calls))
+    return calls.shown()
 
 
 def test_the_table_claims_no_more_than_what_ranks_have_shown() -> None:
     one, other = _calls(*"aabb"), _calls(*"aaba")
     assert "after 3 equal calls:\n  call 4: b on rank 0; a on rank 1" in first_difference([one, other])
-    assert "call 4: b on rank 0; a on rank 1; does not answer on rank 2" in first_difference([one, other, {}])
+    assert "call 4: b on rank 0; a on rank 1; does not answer on rank 2" in first_difference([one, other, None])
     assert "call 3: b on rank 0; has not come so far on rank 1" in first_difference([one, _calls("a", "a")])
-    alone = first_difference([{}, one])
+    alone = first_difference([None, one])
     assert "equal calls" not in alone
-    assert "rank 0 ended or stopped before showing its calls" in alone
+    assert "do not say in which call" in alone
     assert "does not answer on rank 0; b (call 4) on rank 1" in alone
     alike = first_difference([_calls("a"), _calls("a", facts="another mask of that name")])
     assert alike.count("a (digest ") == 2
-    assert json.loads(written(Calls())) == []

@@ -18,18 +18,18 @@ import torch.distributed as dist
 import dfa_megatron
 from dfa_megatron.errors import DistAttentionError
 from dfa_megatron.runtime import op
-from dfa_megatron.runtime.agreement import watcher
+from dfa_megatron.runtime.agreement import watchdog
 from dfa_megatron.runtime.agreement.calls import Calls, Kind
-from dfa_megatron.runtime.agreement.stuck import Stuck
 from dfa_megatron.runtime.comm import registry
 from dfa_megatron.runtime.comm.channel import Channel
 from dfa_megatron.runtime.comm.groups import group_name
+from tests.runtime.agreement.test_watchdog import watch_of_two
 from tests.support.arguments import arguments
 from tests.support.groups import alone
 from tests.support.workers import run_ranks
 
 GRACE, BUSY = 1.0, 2.0
-"""Seconds that the watchers of these tests give, and for which a process is elsewhere."""
+"""Seconds that the watchdogs of these tests give, and for which a process is elsewhere."""
 BLOCKS = 20
 
 
@@ -91,8 +91,8 @@ def evaluation() -> None:
 
 
 def _outside(rank: int, ranks: int, folder: str) -> list[str]:
-    """Rank 0 is elsewhere while the watchers of two groups know of rank 1's error; one has a device that waits."""
-    watcher.GRACE = GRACE
+    """Rank 0 is elsewhere while the watchdogs of two groups know of rank 1's error; one has a device that waits."""
+    watchdog.GRACE = GRACE
     groups = [dist.new_group([0, 1]) for _ in range(2)]
     for group in groups:
         attend(group)
@@ -118,7 +118,7 @@ def test_a_process_outside_of_attention_goes_on_and_its_next_call_tells(tmp_path
 
 def _in_a_signal_handler(rank: int, ranks: int, folder: str) -> str:
     """Rank 0 waits for rank 1 inside attention, and is told to save; then rank 1 fails."""
-    watcher.GRACE = GRACE
+    watchdog.GRACE = GRACE
     attend()
     if rank == 1:
         time.sleep(0.5)
@@ -138,7 +138,7 @@ def test_a_signal_handler_that_saves_during_a_call_may_end(tmp_path: Path) -> No
 
 def _stuck(rank: int, ranks: int, folder: str) -> None:
     """Rank 0 never comes back from a call, and a thread of it saves."""
-    watcher.GRACE = GRACE
+    watchdog.GRACE = GRACE
     attend()
     if rank == 1:
         fails(None)
@@ -151,18 +151,19 @@ def _stuck(rank: int, ranks: int, folder: str) -> None:
 
 
 def test_a_process_stuck_in_a_call_is_ended_once_its_other_threads_are_done(tmp_path: Path) -> None:
-    with pytest.raises(AssertionError, match=f"exit code {watcher.EXIT_STATUS}"):
+    with pytest.raises(AssertionError, match=f"exit code {watchdog.EXIT_STATUS}"):
         run_ranks(2, _stuck, str(tmp_path), timeout=60)
     assert (tmp_path / "saved").read_text() == "block\n" * BLOCKS
 
 
 def _watched(calls: Calls, action: Callable[[], object]) -> float:
     """The longest time for which a process seemed stuck that does something."""
-    stuck, done, found = Stuck(calls), threading.Event(), [0.0]
+    watched, done, found = watch_of_two(calls=calls)[0], threading.Event(), [0.0]
 
     def look() -> None:
         while not done.wait(0.02):
-            found.append(stuck.seconds(time.monotonic()))
+            watched.now = time.monotonic()
+            found.append(watched.stuck())
 
     thread = threading.Thread(target=look, daemon=True)
     thread.start()

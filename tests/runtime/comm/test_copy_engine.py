@@ -11,23 +11,21 @@ import os
 import random
 from collections import deque
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import nullcontext, suppress
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.plan.interpret import rank_loop
 from dfa_megatron.plan.language.mask import causal, documents, full
 from dfa_megatron.plan.language.program import Call, Merge, Program
 from dfa_megatron.plan.proof.check import check
 from dfa_megatron.runtime.agreement.calls import Calls, Kind
-from dfa_megatron.runtime.comm import copy_engine
+from dfa_megatron.runtime.comm import copy_engine, streams
 from dfa_megatron.runtime.comm.copy_engine import CopyEngineTransport
 from dfa_megatron.runtime.comm.transport import Moving, Recv, Send
-from dfa_megatron.runtime.comm.transports import _refuse_one_queue
 from dfa_megatron.runtime.cuda_driver import Flag, Flags
 from dfa_megatron.runtime.environment import without_multicast
 from dfa_megatron.runtime.execute.memory_plan import MemoryPlan, plan_memory
@@ -124,39 +122,12 @@ class Driver:
         return lambda: content.update({flag.address: value}) is None
 
 
-class Streams:
-    """`transport.Streams` over simulated streams."""
-
-    captured = False
-
-    def __init__(self, world: World, rank: int) -> None:
-        self.world, self.rank = world, rank
-        self.stream, self.compute = Stream(world, rank, "moves"), Stream(world, rank, "computes")
-        self.started, self.filled = Event(world, rank), Event(world, rank)
-        self.free: list[Event] = []
-
-    def await_ranks(self, ranks: tuple[int, ...]) -> None:
-        pass
-
-    def start(self) -> None:
-        self.started.record(self.compute)
-        self.stream.wait_event(self.started)
-
-    def moving(self) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def wait_for_compute(self, after: int) -> None:
-        if after >= 0:
-            self.stream.wait_event(self.free[after])
-
-    def land(self) -> None:
-        self.filled.record(self.stream)
-        self.compute.wait_event(self.filled)
-
-    def computed(self, step: int) -> None:
-        while step >= len(self.free):
-            self.free.append(Event(self.world, self.rank))
-        self.free[step].record(self.compute)
+@pytest.fixture(autouse=True)
+def _streams(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
+    """Let a transport compute on the simulated stream that it has in place of a device."""
+    if request.node.get_closest_marker("gpu") is None:
+        monkeypatch.setattr(streams, "current_stream", lambda stream: stream)
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
 
 
 def transports(world: World, ranks: int, arena_bytes: int) -> list[CopyEngineTransport]:
@@ -165,11 +136,13 @@ def transports(world: World, ranks: int, arena_bytes: int) -> list[CopyEngineTra
     made = []
     for rank in range(ranks):
         one = object.__new__(CopyEngineTransport)
-        one.device, one.driver = torch.device("cpu"), Driver(world, rank)  # type: ignore[assignment]
-        one.streams, one._finished = Streams(world, rank), Event(world, rank)  # type: ignore[assignment]
+        one.driver, one._finished = Driver(world, rank), Event(world, rank)  # type: ignore[assignment]
+        one.stream, one.device = Stream(world, rank, "moves"), Stream(world, rank, "computes")  # type: ignore[assignment]
+        one.started, one.filled = Event(world, rank), Event(world, rank)  # type: ignore[assignment]
+        one.free = [Event(world, rank) for _ in range(64)]  # type: ignore[misc]
         one._place_flags(rank, flags)
         one._addresses, one._sending, one.generation, one._batches = arenas, (), 1, {}
-        one._queue, one._finished_on = "moves", one.streams.stream  # type: ignore[assignment]
+        one._queue, one._finished_on = "moves", one.stream  # type: ignore[assignment]
         one.over = SimpleNamespace(calls=Calls())  # type: ignore[assignment]
         made.append(one)
     return made
@@ -296,7 +269,7 @@ def test_any_interleaving_ends_and_reads_what_was_sent(schedule: str, ranks: int
 
 
 def test_a_transport_that_does_not_wait_until_memory_is_free_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Streams, "wait_for_compute", lambda self, after: None)
+    monkeypatch.setattr(CopyEngineTransport, "wait_for_compute", lambda self, after: None)
     with pytest.raises(AssertionError, match="reads"):
         test_any_interleaving_ends_and_reads_what_was_sent("balanced", 6, False)
 
@@ -332,12 +305,6 @@ def test_a_machine_without_gpus_says_why(monkeypatch: pytest.MonkeyPatch) -> Non
     assert "between GPUs, not on cpu" in copy_engine._local_refusal(torch.device("cpu"))
     monkeypatch.setenv("NCCL_P2P_DISABLE", "1")
     assert "NCCL_P2P_DISABLE=1" in copy_engine._local_refusal(torch.device("cuda", 0))
-
-
-def test_one_queue_for_all_streams_is_left_to_point_to_point() -> None:
-    with pytest.raises(UnsupportedError, match="by name"):
-        _refuse_one_queue(True)
-    _refuse_one_queue(False)
 
 
 def test_multicast_is_off_while_memory_is_mapped_and_the_environment_is_as_before(

@@ -59,6 +59,16 @@ def test_the_copy_engines_serve_one_device_of_a_process(monkeypatch: pytest.Monk
         channel.transports.get(SECOND, "copy_engine")
 
 
+def test_one_queue_for_all_streams_is_left_to_point_to_point_unless_asked_by_name(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    channel, _ = _opened(monkeypatch)
+    channel.one_queue = True
+    channel.transports.get(FIRST)
+    assert {kind for _, kind in channel.transports._open} == {"auto", "p2p"}
+    channel.transports.get(FIRST, "copy_engine")
+
+
 def test_ranks_compare_how_many_devices_they_have_used(monkeypatch: pytest.MonkeyPatch) -> None:
     channel, _ = _opened(monkeypatch)
     found = [channel.place(device) for device in (FIRST, CPU, SECOND, FIRST)]

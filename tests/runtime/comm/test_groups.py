@@ -30,7 +30,7 @@ from tests.support.workers import run_ranks
 
 
 def test_plans_may_be_listed_while_groups_end() -> None:
-    """As a report does, while watchers close groups on threads of their own."""
+    """As a report does, while they close groups on threads of their own."""
     over, done = [SimpleNamespace() for _ in range(20)], threading.Event()
 
     def come_and_go() -> None:
@@ -110,7 +110,7 @@ def test_a_backward_whose_group_was_destroyed_waits_for_nobody() -> None:
 
 
 def _unwatched(rank: int, ranks: int) -> tuple[int, int, bool]:
-    """Plans that are left of a destroyed group without a watcher: at once, and after an attention over another one."""
+    """Plans that are left of a destroyed group without a watchdog: at once, and after an attention over another one."""
     ours = dist.destroy_process_group
     q, k, v = (torch.randn(1, 8, 2, 16) for _ in range(3))
     for _ in range(2):
@@ -127,7 +127,7 @@ def _unwatched(rank: int, ranks: int) -> tuple[int, int, bool]:
     )
 
 
-def test_without_a_watcher_a_destroyed_group_goes_with_the_next_that_is_made() -> None:
+def test_without_a_watchdog_a_destroyed_group_goes_with_the_next_that_is_made() -> None:
     assert run_ranks(2, _unwatched) == [(1, 1, True)] * 2
 
 

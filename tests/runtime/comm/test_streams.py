@@ -1,4 +1,4 @@
-"""The state that the watcher's thread asks the streams for."""
+"""The state that the watchdog's thread asks the streams for."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from dfa_megatron.runtime.comm import streams as streams_module
-from dfa_megatron.runtime.comm.streams import Streams
+from dfa_megatron.runtime.comm.streams import StreamTransport
 
 
 @pytest.mark.parametrize(("capturing", "where"), [(False, (1, (3,))), (True, (-1, ()))])
@@ -27,9 +27,9 @@ def test_events_of_a_graph_are_never_queried(
         return next(over)
 
     monkeypatch.setattr(torch.cuda, "Event", lambda: MagicMock(query=query))
-    streams = Streams(torch.device("cuda", 0))
+    streams = StreamTransport(torch.device("cuda", 0))
     streams.start()
     for step, awaited in enumerate(((2,), (3,))):
-        streams.await_ranks(awaited)
+        streams.awaited[streams.steps] = awaited
         streams.computed(step)
     assert streams.where() == where

@@ -86,7 +86,7 @@ def _wrong(rank: int, ranks: int) -> None:
     slopes = torch.tensor([0.5, 0.25, 0.125, 0.0625])
 
     def attend(**options: Any) -> None:
-        dfa_megatron.dist_flash_attn_func(*whole.inputs, **arguments(agreement_timeout=20.0, **options))
+        dfa_megatron.dist_flash_attn_func(*whole.inputs, **arguments(**options))
 
     with pytest.raises(UnsupportedError, match=r"alibi_slopes \(3,\).*one number for each of 4 query heads"):
         attend(alibi_slopes=slopes[:3])

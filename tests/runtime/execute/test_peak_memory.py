@@ -22,7 +22,7 @@ from dfa_megatron.plan.language.mask import causal
 from dfa_megatron.plan.proof.check import check
 from dfa_megatron.plan.schedules import plan_named
 from dfa_megatron.runtime.comm.memory.arena import Arena
-from dfa_megatron.runtime.comm.transport import Recv, Send, Sends, StepTransport
+from dfa_megatron.runtime.comm.transport import Recv, Send, Sends, Transport
 from dfa_megatron.runtime.execute import accumulators
 from dfa_megatron.runtime.execute.bound import Bound, Fields, Recorder
 from dfa_megatron.runtime.execute.memory_plan import MemoryPlan, plan_memory
@@ -117,7 +117,7 @@ def _as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(accumulators, name, lambda *tensors: launched(Launches.seen_with, *tree_leaves(tensors)))
 
 
-class Holding(StepTransport):
+class Holding(Transport):
     """Moves nothing, and holds what a step sends until its messages have landed."""
 
     sending: Sequence[Send] = ()
@@ -144,7 +144,7 @@ def inputs(phase: str, heads: int, kv_heads: int) -> Fields:
     return q, k, v, rows(heads), lse, minus_delta, rows(heads)
 
 
-def run(memory: MemoryPlan, given: Fields, arena: Arena, transport: StepTransport) -> Fields:
+def run(memory: MemoryPlan, given: Fields, arena: Arena, transport: Transport) -> Fields:
     q, k, v, *known = given
     home = {"qdo": (q, *known[:3]), "kv": (k, v)} if known else {"q": (q,), "kv": (k, v)}
     tensors = Tensors(memory, Flash4Kernel(), home, arena, softmax_scale=1.0)

@@ -129,7 +129,7 @@ def _wrong(rank: int, ranks: int) -> None:
     assert sinks is not None
 
     def attend(**options: Any) -> None:
-        dfa_megatron.dist_flash_attn_func(*given.inputs, **arguments(agreement_timeout=20.0, **options))
+        dfa_megatron.dist_flash_attn_func(*given.inputs, **arguments(**options))
 
     with pytest.raises(UnsupportedError, match=r"sinks \(3,\).*one number for each of 4 query heads"):
         attend(sinks=sinks[:3])

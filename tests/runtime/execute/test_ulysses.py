@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from datetime import timedelta
 from typing import Any, Literal
 
 import pytest
@@ -19,8 +20,7 @@ from dfa_megatron.errors import DisagreementError, UnsupportedError
 from dfa_megatron.plan.language.geometry import CAUSAL
 from dfa_megatron.plan.language.heads import split_heads
 from dfa_megatron.plan.language.shape import AttentionShape
-from dfa_megatron.runtime.agreement.board import Board
-from dfa_megatron.runtime.agreement.guard import Guard
+from dfa_megatron.runtime.agreement.store import GroupStore
 from dfa_megatron.runtime.comm.channel import Channel
 from dfa_megatron.runtime.counters import COUNTERS
 from tests.support.arguments import arguments
@@ -50,7 +50,7 @@ def test_the_option_is_a_number_of_ranks() -> None:
 
 def test_groups_whose_ranks_do_not_ascend_are_refused() -> None:
     with pytest.raises(UnsupportedError, match=r"global ranks \[3, 1\].*ascend"):
-        Channel(Board(dist.HashStore(), 0, [3, 1]), None, Guard(), lambda: True)
+        Channel(GroupStore(dist.HashStore(), "odd", 0, [3, 1]), timedelta(seconds=1), lambda: True)
 
 
 # Real processes over gloo.

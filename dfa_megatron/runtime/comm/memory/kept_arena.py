@@ -7,7 +7,6 @@ nothing keeps it until the group is destroyed.
 from __future__ import annotations
 
 import logging
-from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,6 +14,7 @@ import torch
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.runtime.comm.memory.arena import Arena
 from dfa_megatron.runtime.comm.memory.symmetric_memory import Mapped
+from dfa_megatron.runtime.comm.transport import Transport
 
 if TYPE_CHECKING:
     from dfa_megatron.runtime.comm.channel import Channel
@@ -24,55 +24,40 @@ logger = logging.getLogger(__name__)
 PATIENCE = 4096
 """Calls in a row that need at most half of the arena, after which the rest is given back.
 
-To move an arena stops all ranks for some tenths of a second: per call of this many that is less than 0.1 ms. A model of
-32 layers makes them in 64 steps, so an evaluation between steps costs no move.
+To move it stops all ranks for some tenths of a second. An evaluation between steps costs no move: 32 layers make so
+many calls in 64 steps.
 """
 
 _ALIGNMENT = 1 << 21
 
 
-class KeptArena(ABC):
-    """The part of a transport that keeps an arena.
+class KeptArena(Transport):
+    """A transport that keeps an arena.
 
-    Args:
-        over: the channel of the ranks.
-        device: of the arena.
-
-    Attributes:
-        generation: how often the arena has moved. Whoever holds an address in it must look.
-        pinned: a CUDA graph that the caller has captured holds addresses in it, so it stays.
-    gives_back: for the whole process, see `keep_arenas`.
+    over: the channel of the ranks. device: of the arena. gives_back: for the whole process, see `keep_arenas`.
     """
 
-    generation = 0
-    keeps_arena = True
-    pinned = False
-    gives_back = True
+    keeps_arena = gives_back = True
     _calls = _most = 0
-    """Of the calls since the last that needed more than half of the arena: how many, and the most bytes."""
+    """The calls since the last that needed more than half of the arena, and the most bytes of them."""
 
     def __init__(self, over: Channel, device: torch.device) -> None:
         self.over, self.device = over, device
         self._take(Mapped(torch.empty(0, dtype=torch.uint8, device=device), []))
 
-    @abstractmethod
     def allocate(self, nbytes: int) -> Mapped:
-        """Return memory for an arena; collective.
+        """Return memory for an arena, or raise an UnsupportedError on every rank; collective."""
+        raise NotImplementedError
 
-        Raises:
-            UnsupportedError: on every rank if one has no memory for it.
-        """
-
-    @abstractmethod
     def settle(self) -> None:
         """Wait until nothing that was issued here reads or writes any rank's arena."""
+        raise NotImplementedError
 
     def reserve(self, nbytes: int) -> None:
         """Make the arena large enough for the next call, and count it; every rank calls this with the same number.
 
         Raises:
-            UnsupportedError: on every rank if one has no memory for it; there is no arena then. Or it may not move.
-            DisagreementError: ranks run different calls.
+            UnsupportedError: on every rank if one has no memory for it, or it may not move.
         """
         size = self._arena.flat.numel()
         if nbytes > size:
@@ -94,17 +79,14 @@ class KeptArena(ABC):
         self._calls = self._most = 0
 
     def _move(self, nbytes: int) -> None:
-        """Let go of the arena and make one of that size; collective. Errors: see `reserve`."""
+        """Let go of the arena and make one of that size; collective."""
         before, size, why = self._arena.flat.numel(), _aligned(nbytes), self._stays()
         if not why:
             self.settle()
         self.over.agree({"call": "move the memory for messages", "bytes": str(size), "why not": why})
         if why:
-            raise UnsupportedError(
-                f"messages that need {nbytes / 2**30:.2f} GiB beside an arena of {before / 2**30:.2f}",
-                why,
-                "one run of the largest call before any capture, or transport='p2p'",
-            )
+            what = f"messages that need {nbytes / 2**30:.2f} GiB beside an arena of {before / 2**30:.2f}"
+            raise UnsupportedError(what, why, "one run of the largest call before any capture, or transport='p2p'")
         # The old arena goes first, even if the new one fails. Its memory is free once every rank has let go of it.
         self._take(Mapped(torch.empty(0, dtype=torch.uint8, device=self.device), []))
         self.generation += 1

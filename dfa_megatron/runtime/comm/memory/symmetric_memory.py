@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -18,10 +17,7 @@ SUBJECT = "open the copy engines"
 
 
 class Mapped(NamedTuple):
-    """This rank's memory, and the address of every rank's.
-
-    others: keeps the memory of other processes mapped.
-    """
+    """This rank's memory, and the address of every rank's. others: keeps the memory of other processes mapped."""
 
     memory: torch.Tensor
     addresses: list[int]
@@ -29,13 +25,7 @@ class Mapped(NamedTuple):
 
 
 def symmetric(nbytes: int, over: Channel, device: torch.device, *, shared: bool) -> Mapped:
-    """Return zeroed memory that every rank has mapped; collective.
-
-    Args:
-        nbytes: equal on all ranks.
-        over: the channel of the ranks.
-        device: this rank's GPU.
-        shared: some ranks have the same GPU.
+    """Return zeroed memory that every rank of a channel has mapped; collective. shared: some have the same GPU.
 
     Raises:
         UnsupportedError: on every rank if one has no memory for it.
@@ -47,12 +37,10 @@ def symmetric(nbytes: int, over: Channel, device: torch.device, *, shared: bool)
         why = f"{nbytes / 2**30:.1f} GiB for what other ranks write: {error}"
     for rank, facts in enumerate(over.exchange({"why": why}, SUBJECT)):
         if facts["why"]:
-            raise UnsupportedError(
-                "transport='copy_engine'", f"rank {rank} found no memory, {facts['why']}", "transport='p2p'"
-            )
+            why = f"rank {rank} found no memory, {facts['why']}"
+            raise UnsupportedError("transport='copy_engine'", why, "transport='p2p'")
     assert memory is not None, "this rank has said that it has its memory"
-    map_all: Callable[[torch.Tensor, Channel], Mapped] = _opened if shared else _mapped
-    mapped = map_all(memory, over)
+    mapped = (_opened if shared else _mapped)(memory, over)
     torch.cuda.synchronize(device)
     over.exchange({}, SUBJECT)
     return mapped
@@ -86,10 +74,7 @@ def _of_pytorchs_allocator(nbytes: int, device: torch.device) -> torch.Tensor:
 
 
 def _opened(memory: torch.Tensor, over: Channel) -> Mapped:
-    """Open the memory of the other processes by CUDA's handles.
-
-    PyTorch's symmetric memory refuses ranks that share a GPU.
-    """
+    """Open the memory of the other processes by CUDA's handles: PyTorch refuses ranks that share a GPU."""
     ranks = range(over.size)
     # One handle for each reader, because PyTorch counts how many have let go.
     mine = {str(rank): _handle(memory) for rank in ranks if rank != over.rank}

@@ -1,0 +1,276 @@
+"""The store of a process group: short notes from rank to rank, and waits for them that always come to an end."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from queue import SimpleQueue
+from typing import TypeVar
+
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+from torch.distributed.distributed_c10d import PrefixStore, Store
+
+from dfa_megatron.errors import AbsentError, LostGroupError
+from dfa_megatron.runtime.environment import launcher_keeps_store
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+NOTHING = "-"
+"""What `GroupStore.lost` holds while no rank has lost the group."""
+REQUESTS = 4000
+"""That all processes together make of the store in a second, at most: many processes ask less often."""
+
+_LOOKS, _MARGIN = 0.05, 1.0
+"""Seconds between two checks for errors during a wait, and for which the store may answer late."""
+_SHORTEST, _LONGEST = 2e-4, 2e-2
+"""Seconds between two looks at a round: short at first, when ranks tend to arrive together, then longer."""
+
+
+class GroupStore:
+    """Notes of the ranks of one group, in the store of the default group: no rank ever blocks in it for another.
+
+    The store itself stops answering if the process that keeps it does.
+
+    Args:
+        client: this process's connection to the store; the same for all of its groups.
+        name: of the group, the same on all of its ranks.
+        rank: of this process in the group.
+        members: global ranks, in the order of the group.
+
+    Attributes:
+        key: under which the group's notes are; no other group has or had it.
+        interrupted: called while this rank waits; raises once there is nothing to wait for.
+        keeper: the rank whose process keeps the store, if another rank of the group does.
+        keeps: whether this process keeps the store, which ends with it.
+    """
+
+    def __init__(self, client: Store, name: str, rank: int, members: Sequence[int]) -> None:
+        self.client, self.rank, self.members, self.size = client, rank, tuple(members), len(members)
+        self.interrupted: Callable[[], None] = nothing
+        self.keeper = _keeper(self.members, rank)
+        self.keeps = self.members[rank] == 0 and not launcher_keeps_store()
+        # A group may reuse the name of a destroyed one, whose notes must not be read as new.
+        self.key = f"dfa_megatron/{name}/life {client.add(f'dfa_megatron/{name}/lives of {rank}', 1)}"
+        self._store = PrefixStore(self.key, client)
+        self._rounds, self._stores = 0, 0
+        self._longest = max(_LONGEST, (dist.get_world_size() if dist.is_initialized() else 1) / REQUESTS)
+        # To read a note that is not there would block. Ranks read these once all have met, so from here on they exist.
+        client.compare_set(heartbeat_of(self.members[rank]), "", "[0, 0, {}]")
+        client.compare_set(self.lost, "", NOTHING)
+
+    @classmethod
+    def of_group(cls, group: dist.ProcessGroup, timeout: float) -> GroupStore:
+        """Return the store of a process group; no rank waits for another.
+
+        Raises:
+            AbsentError: the store did not answer within that many seconds, or is gone.
+        """
+        members, rank, name = dist.get_process_group_ranks(group), group.rank(), str(group.group_name)
+        return _answer(lambda: cls(_client(), name, rank, members), members, rank, timeout, "meet", nothing)
+
+    @property
+    def lost(self) -> str:
+        """The key of the error that lost the group: the first rank that fails writes it."""
+        return f"{self.key}/lost"
+
+    def fresh(self) -> Store:
+        """Return a store that these ranks share for one purpose; all ranks must ask in the same order.
+
+        On a connection of its own: whoever connects over it blocks it.
+        """
+        self._stores += 1
+        return PrefixStore(f"{self.key}/store {self._stores}", _own_client(self.client))
+
+    def subgroup(self, ranks: Sequence[int]) -> GroupStore:
+        """Return the store of some of this group's ranks, this one among them; `ranks` count in this group."""
+        name = f"{self.key}/part {' '.join(map(str, ranks))}"
+        made = GroupStore(self.client, name, list(ranks).index(self.rank), [self.members[rank] for rank in ranks])
+        made.interrupted = self.interrupted
+        return made
+
+    def gather(self, key: str, note: str, seconds: float, given_up: Sequence[object] = ()) -> list[str | None]:
+        """Leave a note under a key and return every rank's, by rank: None of one that has left none in that time.
+
+        given_up: ends the wait once it holds something.
+        """
+        keys, started, pause = [f"{key}/{rank}" for rank in range(self.size)], time.monotonic(), _SHORTEST
+        self._store.set(keys[self.rank], note)
+        while not (complete := self._store.check(keys)) and not given_up and time.monotonic() - started <= seconds:
+            time.sleep(pause)
+            pause = min(2 * pause, self._longest)
+        there = [complete or self._store.check([each]) for each in keys]
+        found = iter(self._store.multi_get([each for each, is_there in zip(keys, there, strict=True) if is_there]))
+        return [next(found).decode() if is_there else None for is_there in there]
+
+    def collect(self, note: str, timeout: float, subject: str) -> list[str]:
+        """Leave a note and return every rank's, by rank; collective.
+
+        Args:
+            note: of this rank.
+            timeout: seconds to wait for the others.
+            subject: of the round, as errors name it: an infinitive.
+
+        Raises:
+            AbsentError: names the ranks that did not come in time.
+        """
+        key, self._rounds, given_up = f"round {self._rounds}", self._rounds + 1, list[bool]()
+
+        def meet() -> list[str | None]:
+            notes = self.gather(key, note, timeout, given_up)
+            if self._rounds > 2:  # a rank's note of the last round shows that it has read the round before
+                self._store.delete_key(f"round {self._rounds - 3}/{self.rank}")
+            return notes
+
+        try:
+            notes = _answer(meet, self.members, self.rank, timeout + _MARGIN, subject, self.interrupted)
+        finally:
+            given_up.append(True)
+        if missing := [rank for rank, theirs in enumerate(notes) if theirs is None]:
+            raise AbsentError(f"{named(self.members, missing)} did not come within {timeout:.0f} s to {subject}")
+        return [theirs for theirs in notes if theirs is not None]
+
+
+def heartbeat_of(rank: int) -> str:
+    """Return the key of the heartbeat of a global rank."""
+    return f"dfa_megatron/heartbeat of {rank}"
+
+
+def named(members: Sequence[int], ranks: Sequence[int]) -> str:
+    """Return how errors name ranks of a group, with their global ranks if these differ."""
+    found = f"rank{'s' * (len(ranks) > 1)} {listed(ranks)} of the group"
+    same = all(members[rank] == rank for rank in ranks)
+    return found if same else f"{found} (global {listed([members[rank] for rank in ranks])})"
+
+
+def listed(ranks: Sequence[int]) -> str:
+    """Return ranks as text: all of them, or the first two and their number."""
+    return ", ".join(map(str, ranks)) if len(ranks) <= 8 else f"{ranks[0]}, {ranks[1]}, ... ({len(ranks)} of them)"
+
+
+def nothing() -> None:
+    """Check for no error."""
+
+
+def _keeper(members: Sequence[int], rank: int) -> int | None:
+    keeps = 0 in members and members[rank] != 0 and not launcher_keeps_store()
+    return list(members).index(0) if keeps else None
+
+
+def _answer(
+    action: Callable[[], T], members: Sequence[int], rank: int, seconds: float, subject: str, check: Callable[[], None]
+) -> T:
+    """Return the result of an action in the store; if that is gone or stopped, the error names who kept it."""
+    keeper, started = _keeper(members, rank), time.monotonic()
+    who = "another process" if keeper is None else named(members, [keeper])
+
+    def act() -> T:
+        try:
+            return action()
+        except RuntimeError as error:
+            after = f"after {time.monotonic() - started:.0f} s of coming together to {subject}"
+            told = f"the store of the group is gone, {after}: {who}, which kept it, has ended ({error})"
+            raise AbsentError(told) from error
+
+    why = f"does not answer within {seconds:.0f} s: {who}, which keeps it, gives no sign of life"
+    return bounded(act, seconds, check, lambda: AbsentError(f"the store of the group {why}"))
+
+
+_clients: weakref.WeakKeyDictionary[Store, weakref.ref[Store]] = weakref.WeakKeyDictionary()
+"""This process's connection to a default group's store; it ends with the last group that uses it."""
+
+
+def _client() -> Store:
+    whole = distributed_c10d._get_default_store()
+    known = _clients.get(whole)
+    client = known() if known is not None else None
+    if client is None:
+        client = _own_client(whole)
+        _clients[whole] = weakref.ref(client)
+    return client
+
+
+def _own_client(store: Store) -> Store:
+    """Open a connection of our own: a thread that waits on the group's connection would block ours."""
+    try:
+        own: Store = store.clone()  # type: ignore[attr-defined,unused-ignore]
+    except (AttributeError, NotImplementedError, RuntimeError) as error:  # an older PyTorch, or another kind of store
+        logger.debug("the group's store is used as it is: %s", error)
+        return store
+    return own
+
+
+def _same(error: RuntimeError) -> BaseException:
+    return error
+
+
+class Waiter:
+    """Run blocking calls one after another on a thread of its own; gloo's own timeouts would break its connections.
+
+    check: called during each wait; raises to give it up. The thread then stays in its blocking call.
+    told: returns the error to raise for a RuntimeError of a blocking call.
+    """
+
+    def __init__(self, check: Callable[[], None], told: Callable[[RuntimeError], BaseException] = _same) -> None:
+        self._check, self._told = check, told
+        self._tasks: SimpleQueue[tuple[Callable[[], object], threading.Event, list[BaseException]] | None]
+        self._tasks = SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def wait(self, blocking: Callable[[], object]) -> None:
+        """Return when `blocking` has; raise what it raises, or what `told` makes of that."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="dfa_megatron waiter", daemon=True)
+            self._thread.start()
+        done, errors = threading.Event(), list[BaseException]()
+        self._tasks.put((blocking, done, errors))
+        while not done.wait(_LOOKS):
+            self._check()
+        for error in errors:
+            told = self._told(error) if isinstance(error, RuntimeError) else error
+            raise told from (error if told is not error else None)
+
+    def stop(self) -> None:
+        """End the thread, unless it is inside a blocking call."""
+        self._told = _stopped  # the given one may refer to who owns this
+        self._tasks.put(None)
+
+    def _run(self) -> None:
+        while (task := self._tasks.get()) is not None:
+            blocking, done, errors = task
+            try:
+                blocking()
+            except BaseException as error:  # noqa: BLE001 -- the thread that asked raises it
+                errors.append(error)
+            # The caller frees what was waited for: freed here, in a thread that outlives the interpreter, it aborts.
+            del task, blocking, errors
+            done.set()
+
+
+def _stopped(error: RuntimeError) -> BaseException:
+    return LostGroupError(f"its process group was destroyed on this rank or another, which waited in it ({error})")
+
+
+def bounded(action: Callable[[], T], seconds: float, check: Callable[[], None], overdue: Callable[[], Exception]) -> T:
+    """Return the result of an action that may block for ever, or raise `overdue()` after some seconds.
+
+    A thread that is still blocked then stays so. check: called during the wait; raises to give it up.
+    """
+    deadline, found = time.monotonic() + seconds, list[T]()
+
+    def look() -> None:
+        check()
+        if time.monotonic() > deadline:
+            raise overdue()
+
+    waiter = Waiter(look)
+    try:
+        waiter.wait(lambda: found.append(action()))
+    finally:
+        waiter.stop()
+    return found[0]

@@ -1,0 +1,400 @@
+"""The watchdog of a process: heartbeats, ranks that have ended or stopped, and the end of a process that is stuck.
+
+A process leaves one heartbeat for all of its groups, and reads those of a few neighbours in each; while it waits long
+in a call, those of all ranks of that group. A heartbeat says when the next one is due: soon if attention runs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from types import FrameType
+from typing import NamedTuple
+
+from torch.distributed.distributed_c10d import Store
+
+from dfa_megatron.errors import AbsentError, DisagreementError, DistAttentionError, LostGroupError
+from dfa_megatron.runtime.agreement.calls import Calls, first_difference
+from dfa_megatron.runtime.agreement.store import NOTHING, REQUESTS, GroupStore, bounded, heartbeat_of, named, nothing
+
+logger = logging.getLogger(__name__)
+
+PERIOD, IDLE = 0.5, 60.0
+"""Seconds between two heartbeats of a process that runs attention, and of one that has run none for `_QUIET`."""
+_QUIET = 10.0
+_NEIGHBOURS = 8
+SILENT = 2 * PERIOD + 2.0
+"""Seconds without a heartbeat after which a rank that runs attention counts as stopped."""
+GRACE = 5.0
+"""Seconds for a caller inside of attention to come back and raise the error, before the process is ended."""
+EXIT_STATUS = 70
+"""Of a process that the watchdog ended."""
+_LOOKS = 0.05
+"""Seconds between two looks at whether it has come back."""
+_BUSY = 0.05
+"""Share of its time for which a thread runs at least that waits for a device: CUDA's waits spin."""
+_DIFFER, _ENDED = "calls differ", "has ended"
+
+
+class Heartbeat(NamedTuple):
+    """The time, the seconds until the next one is due (0: none), and by group the last call's number, chain, state."""
+
+    at: int
+    due: float
+    groups: dict[str, tuple[int, int, str]]
+
+    @classmethod
+    def read(cls, note: bytes) -> Heartbeat:
+        """Return what `json.dumps` wrote of one."""
+        at, due, groups = json.loads(note)
+        return cls(at, due, {key: tuple(state) for key, state in groups.items()})
+
+
+class Watched:
+    """What the watchdog knows of one group. Its time stands still while the process or the machine does.
+
+    Args:
+        store: of the group.
+        calls: of this rank.
+        alive: whether the group still exists.
+        close: called on a thread of its own once the group is destroyed.
+        gone: whether the process of a rank is known to have ended.
+        timeout: seconds for which a rank is waited for that lives but does something else: the group's own. One that
+            gives no sign of life is waited for a quarter of them.
+    """
+
+    def __init__(
+        self,
+        store: GroupStore,
+        calls: Calls,
+        alive: Callable[[], bool],
+        close: Callable[[], None],
+        gone: Callable[[int], bool],
+        timeout: float,
+    ) -> None:
+        self.store, self.calls, self.alive, self.close = store, calls, alive, close
+        self.gone, self.timeout, self.wake, self.leave = gone, timeout, nothing, nothing
+        self.others = [rank for rank in range(store.size) if rank != store.rank]
+        self.now, self.answered, self.lost, self._told, self._closing = 0.0, 0.0, NOTHING, False, False
+        self._beats, self._changed, self._heard = dict[int, Heartbeat](), dict[int, float](), dict[int, float]()
+        self._since, self._at, self._warned = 0.0, (0, "", -1), False
+        self._stuck_at: object = None
+        self._stuck_since = self._spent = 0.0
+
+    def state(self, *, ended: bool = False) -> tuple[int, int, str]:
+        """Return what this rank's heartbeat says of the group."""
+        return self.calls.last.number, self.calls.last.chain, _ENDED if ended else self.calls.doing
+
+    def asked(self) -> list[int]:
+        """Return the ranks whose heartbeats are read: the next few, and all while this one waits long for them."""
+        if self.now - self._since > 2 * PERIOD or self.store.size <= _NEIGHBOURS:
+            return self.others
+        return [(self.store.rank + step) % self.store.size for step in range(1, 1 + _NEIGHBOURS)]
+
+    def tell(self) -> None:
+        """Write down the error that lost the group; the first rank's stays."""
+        if self.calls.lost is not None and not self._told:
+            self._told = True
+            said = f"rank {self.store.rank} of the group failed in its call {self.calls.last.number}: {self.calls.lost}"
+            self.store.client.compare_set(self.store.lost, NOTHING, said)
+
+    def hear(self, beats: Mapping[int, Heartbeat], lost: str) -> None:
+        """Take heartbeats, by global rank, and what lost the group."""
+        self.lost, self.answered = lost, self.now
+        for rank in self.others:
+            if (beat := beats.get(self.store.members[rank])) is not None:
+                if self._beats.get(rank) != beat:
+                    self._beats[rank], self._changed[rank] = beat, self.now
+                self._heard[rank] = self.now
+
+    def of(self, rank: int) -> tuple[int, int, str] | None:
+        """Return what the last heartbeat of a rank says of the group; None: nothing so far."""
+        return self._beats[rank].groups.get(self.store.key) if rank in self._beats else None
+
+    def ended(self, rank: int) -> bool:
+        """Whether a rank has ended: it has said so, or its process is gone."""
+        state = self.of(rank)
+        return (state is not None and state[2] == _ENDED) or (rank != self.store.rank and self.gone(rank))
+
+    def silent(self) -> list[int]:
+        """Return the ranks that have stopped: they have ended, or their heartbeats have stayed away."""
+        # Only the time between two readings counts: the store may not have answered since.
+        missed = {rank: self._heard[rank] - self._changed[rank] for rank, beat in self._beats.items() if beat.due}
+        late = [rank for rank, seconds in missed.items() if seconds > 2 * self._beats[rank].due + 2.0]
+        known = [rank for rank in self.others if rank in late or self.ended(rank)]
+        if self.now - self.answered <= SILENT:
+            return known
+        keeper = [rank for rank in self.others if rank == self.store.keeper and rank not in known]
+        return known + keeper or self.others
+
+    def judge(self) -> DistAttentionError | None:
+        """Return the error that ends this run, if there is one: what another rank says is wrong comes first."""
+        stalled = self.stalled()
+        return self.compare() or stalled  # in this order: the heartbeat that shows a rank as ended also says why
+
+    def compare(self) -> DistAttentionError | None:
+        """Return the error if ranks ran different calls or one has failed, else None."""
+        theirs = [(self.calls.at(state[0]), state[1]) for state in map(self.of, self.others) if state is not None]
+        if self.lost == _DIFFER or any(mine is not None and mine.chain != chain for mine, chain in theirs):
+            return self.difference()
+        return None if self.lost == NOTHING else LostGroupError(self.lost)
+
+    def difference(self) -> DisagreementError:
+        """Return an error with a table of the first call that differs, as far as ranks still show their calls."""
+        mine = self.calls.shown()
+        found: list[Sequence[str | None]] = [
+            [mine if rank == self.store.rank else None for rank in range(self.store.size)]
+        ]
+
+        def show() -> None:
+            self.store.client.compare_set(self.store.lost, NOTHING, _DIFFER)
+            found.append(self.store.gather("calls", mine, SILENT))
+            self.store.gather("read the calls", "", 1.0)  # the store may end with this process
+
+        with contextlib.suppress(RuntimeError, TimeoutError):
+            bounded(show, 2 * SILENT, nothing, TimeoutError)
+        return DisagreementError(first_difference(found[-1]))
+
+    def stalled(self) -> DistAttentionError | None:
+        """Return the error of a wait that is too long. If all ranks live, log one warning per wait first."""
+        step, awaited = self.calls.where() if self.calls.where is not None else (-1, ())
+        at = (self.calls.last.number, self.calls.doing, step)
+        if at != self._at or not (self.calls.doing or self.calls.pending()):
+            self._at, self._since, self._warned = at, self.now, False
+        waited = self.now - self._since
+        if waited <= SILENT:
+            return None
+        silent, late = self.silent(), waited > self.timeout / 4
+        if any(map(self.ended, silent)) or (silent and late) or waited > self.timeout:
+            return AbsentError(self._waits(waited, awaited, silent))
+        if late and not self._warned:
+            self._warned = True
+            logger.warning("%s", self._waits(waited, awaited, []))
+        return None
+
+    def broken(self) -> str:
+        """Say which rank may have broken a connection; wait for the heartbeat that tells."""
+        for _ in range(int((SILENT + 2 * PERIOD) / _LOOKS)):
+            ended = any(map(self.ended, self.others))
+            self.wake()
+            time.sleep(_LOOKS)  # and hear the last words of one that has ended
+            if ended or self.lost != NOTHING:
+                break
+        found = self.calls.lost or self.compare()
+        return str(found) if found is not None else "; ".join(map(self._state, self.silent()))
+
+    def _waits(self, waited: float, awaited: Sequence[int], silent: Sequence[int]) -> str:
+        """Say where this rank waits, and where the ranks are that it waits for."""
+        number, doing, step = self._at
+        place = f"call {number} ({doing or 'on the device'})" + (f", step {step}" if step >= 0 else "")
+        behind = [rank for rank in self.others if (was := self.of(rank)) is None or was[::2] != (number, doing)]
+        told = "; ".join(map(self._state, (silent or behind or awaited or self.others)[:8]))
+        waits = f" for {named(self.store.members, awaited)}" if awaited else ""
+        return f"rank {self.store.rank} has waited {waited:.0f} s in {place}{waits}: {told}"
+
+    def _state(self, rank: int) -> str:
+        state, who = self.of(rank), named(self.store.members, [rank])
+        place = f"after {state[0]} calls or more" if state is not None else "before its first heartbeat"
+        if self.ended(rank):
+            return f"{who} has ended, {place}"
+        if rank in self.silent():
+            return f"{who} gives no sign of life since {self.now - self._changed.get(rank, 0.0):.0f} s, {place}"
+        doing = (state[2] if state else "") or "is outside of attention: it may compile, or write a checkpoint"
+        return f"{who} lives, {place}, and {doing}"
+
+    def tick(self, seconds: float) -> None:
+        """Let time pass, and act on what is known by now."""
+        self.now += seconds
+        if not self.alive():
+            if not self._closing:
+                self._closing = True
+                threading.Thread(target=self.close, name="dfa_megatron closes a group", daemon=True).start()
+        elif self.calls.lost is None:
+            if (found := self.judge()) is not None:
+                logger.error("%s", found)
+                self.calls.lose(found, told=False)
+        elif not self.calls.told and self.stuck() >= GRACE and not self.calls.told:
+            lost = f"dfa_megatron ends this process, which does not come back: {self.calls.lost}"
+            print(lost, file=sys.stderr, flush=True)
+            os._exit(EXIT_STATUS)
+
+    def stuck(self) -> float:
+        """Return for how long the process is stuck in a call, or in a wait for a device that works on one.
+
+        A process that does something else is outside, such as one that writes a checkpoint, evaluates, stands in a
+        debugger or waits for its user. So is one whose signal handler runs, and one whose other threads must end before
+        it may. To be asked every few hundredths of a second.
+        """
+        at, ticks = _place(self.calls), 0
+        for thread in self.calls.threads:
+            ticks += sum(map(int, _about(thread, "stat").rpartition(")")[2].split()[11:13]))
+        spent = ticks / os.sysconf("SC_CLK_TCK")
+        if at is None or at != self._stuck_at:
+            self._stuck_at, self._stuck_since, self._spent = at, self.now, spent
+        waited = self.now - self._stuck_since
+        return waited if self.calls.doing or spent - self._spent >= _BUSY * waited else 0.0
+
+
+def _place(calls: Calls) -> object:
+    """Return where the process stands inside of attention, or None outside. If that changes, it is not stuck."""
+    inside, frames, callers = bool(calls.doing), sys._current_frames(), calls.threads
+    handlers = {getattr(signal.getsignal(number), "__code__", None) for number in signal.valid_signals()}
+    handles = any(code in handlers for code, _ in _stack(frames.get(threading.main_thread().ident or 0)))
+    if (not inside and not calls.pending()) or handles:
+        return None
+    # The caller's own place inside of a call says nothing: it may look for errors, or be blocked.
+    waits = () if inside else [_stack(frames.get(thread.ident or 0)) for thread in callers]
+    others = [_about(x, "status") for x in threading.enumerate() if x not in callers and not x.daemon]
+    # How often a thread has given up its processor grows unless it stays blocked.
+    return inside, waits, [line for status in others for line in status.splitlines() if line.startswith("voluntary")]
+
+
+def _stack(frame: FrameType | None) -> list[tuple[object, int]]:
+    found: list[tuple[object, int]] = []
+    while frame is not None:
+        found.append((frame.f_code, frame.f_lasti))
+        frame = frame.f_back
+    return found
+
+
+def _about(thread: threading.Thread, what: str) -> str:
+    try:
+        with open(f"/proc/self/task/{thread.native_id}/{what}", encoding="utf-8", errors="replace") as file:
+            return file.read()
+    except OSError:  # it has ended, or the system is another one
+        return ""
+
+
+class Watchdog:
+    """Watches all groups of this process from two threads: one talks to the store, the other judges what it heard.
+
+    The second goes on if the first is stuck in a store that no longer answers.
+
+    Args:
+        client: this process's connection to the store.
+        rank: global rank of this process. processes: their number.
+    """
+
+    def __init__(self, client: Store, rank: int, processes: int) -> None:
+        self.client, self.rank, self.groups = client, rank, tuple[Watched, ...]()
+        self.period = max(PERIOD, 2 * processes / REQUESTS)
+        self._left, self._numbers, self._quiet = dict[str, tuple[int, int, str]](), list[int](), 0.0
+        self._news, self._over, self._process = threading.Event(), threading.Event(), os.getpid()
+        names = {"dfa_megatron heartbeats": self._beat, "dfa_megatron watchdog": self._judge}
+        self.threads = [threading.Thread(target=run, name=name, daemon=True) for name, run in names.items()]
+
+    @property
+    def due(self) -> float:
+        """Seconds until the next heartbeat."""
+        return self.period if self._quiet < _QUIET else max(IDLE, self.period)
+
+    def beat(self) -> None:
+        """Leave a heartbeat, and read those of others: two requests."""
+        groups = self.groups
+        for group in groups:
+            group.tell()
+        mine = Heartbeat(time.time_ns(), self.due, self._left | {group.store.key: group.state() for group in groups})
+        self.client.set(heartbeat_of(self.rank), json.dumps(mine))
+        ranks = sorted({group.store.members[rank] for group in groups for rank in group.asked()})
+        keys = [heartbeat_of(rank) for rank in ranks] + [group.store.lost for group in groups]
+        found = self.client.multi_get(keys) if keys else []
+        beats = {rank: Heartbeat.read(note) for rank, note in zip(ranks, found, strict=False)}
+        for group, lost in zip(groups, found[len(ranks) :], strict=True):
+            group.hear(beats, lost.decode())
+
+    def tick(self, seconds: float) -> None:
+        """Let time pass in all groups, and act on what is known."""
+        numbers, idle = [group.calls.last.number for group in self.groups], self._quiet >= _QUIET
+        runs = numbers != self._numbers or any(group.calls.doing or group.calls.pending() for group in self.groups)
+        self._numbers, self._quiet = numbers, 0.0 if runs else self._quiet + seconds
+        if runs and idle:
+            self._news.set()
+        for group in self.groups:
+            group.tick(seconds)
+
+    def watch(self, group: Watched) -> None:
+        """Watch one group more."""
+        self.groups += (group,)
+        group.wake, group.leave = self._news.set, partial(self.leave, group)
+        self._news.set()
+
+    def leave(self, group: Watched) -> None:
+        """Watch a group no more; a last heartbeat says so, and the error that lost the group."""
+        if group not in self.groups or os.getpid() != self._process:  # of which this is a fork
+            return
+        with _LOCK:
+            self.groups = tuple(other for other in self.groups if other is not group)
+            self._left = dict([*self._left.items(), (group.store.key, group.state(ended=True))][-32:])
+
+        def last() -> None:
+            group.tell()
+            self.beat()
+
+        with contextlib.suppress(RuntimeError, TimeoutError):  # ranks end at different times, and the store with one
+            bounded(last, 4 * PERIOD, nothing, TimeoutError)
+            if group.store.keeps and group.calls.lost is not None:
+                time.sleep(2 * self.period)  # until the others have read why: the store may end with this process
+        if not self.groups:
+            self._over.set()
+            self._news.set()
+            for thread in filter(threading.Thread.is_alive, self.threads):
+                thread.join(4 * PERIOD)
+
+    def _beat(self) -> None:
+        pause = 0.0
+        while self.groups:
+            self._news.wait(pause)
+            self._news.clear()
+            try:
+                self.beat()
+                pause = self.due
+            except RuntimeError as error:
+                # Whoever still waits sees that nothing is heard. PyTorch writes a line for each failure: ask ever less.
+                logger.debug("the store of the group does not answer: %s", error)
+                pause = min(max(2 * pause, 4 * PERIOD), IDLE)
+
+    def _judge(self) -> None:
+        try:
+            _allow_captures()
+            seconds = PERIOD
+            while not self._over.wait(seconds):
+                self.tick(seconds)
+                lost = any(group.calls.lost is not None and not group.calls.told for group in self.groups)
+                seconds = _LOOKS if lost else PERIOD
+        except Exception:
+            logger.exception("the watchdog has ended: nobody notices any more if a rank ends or stops")
+
+
+_LOCK = threading.Lock()
+_watchdogs: list[Watchdog] = []
+
+
+def watch(group: Watched, rank: int, processes: int) -> None:
+    """Have the watchdog of this process watch a group from now on; one is started if there is none."""
+    with _LOCK:
+        _watchdogs[:] = [each for each in _watchdogs if each.groups]
+        for known in _watchdogs:
+            if known.client is group.store.client:
+                return known.watch(group)
+        _watchdogs.append(made := Watchdog(group.store.client, rank, processes))
+        made.watch(group)
+        for thread in made.threads:
+            thread.start()
+
+
+def _allow_captures() -> None:
+    """Let this thread query CUDA events while another one captures a graph."""
+    from dfa_megatron.runtime.cuda_driver import driver
+
+    try:
+        driver().relax_captures()
+    except OSError as error:  # no GPU here
+        logger.debug("no CUDA driver: %s", error)
