@@ -48,21 +48,21 @@ LONG_FUNCTIONS_FOR_NOW = {
 """May only become shorter."""
 
 BUDGETS = {
-    "benchmarks": 6_650,
+    "benchmarks": 6_631,
     "cli": 615,
     "deepspeed": 1_440,
     "doctor": 1_082,
     "huggingface": 4_565,
     "kernels": 3_757,
     "loss": 791,
-    "megatron": 4_654,
+    "megatron": 4_644,
     "plan": 5_910,
     "proving": 763,
-    "recurrence": 1_170,
+    "recurrence": 1_164,
     "remat": 535,
-    "runtime": 5_806,
-    "tests": 39_952,
-    "top": 1_402,
+    "runtime": 5_327,
+    "tests": 39_897,
+    "top": 1_384,
 }
 """Lines of Python in a folder of the package, in its files beside them ("top"), in tests and in benchmarks.
 
