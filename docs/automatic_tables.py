@@ -6,8 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from dfa_megatron.plan.cost.candidate import Candidate, best
-from dfa_megatron.plan.cost.choose import candidates
+from dfa_megatron.plan.cost.choose import Candidate, best, candidates
 from dfa_megatron.plan.cost.hardware import H200_NVLINK, H200_SLOW_LINK, H200_SOCKETS, Hardware, computing_with
 from dfa_megatron.plan.language.mask import causal
 from dfa_megatron.plan.language.shape import AttentionShape

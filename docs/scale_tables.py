@@ -56,7 +56,7 @@ def timed(forward: Outline, backward: Outline, schedule: str, gateway: bool, hea
     shape = AttentionShape(kv_heads=HEADS[heads])
     phases = [estimate(phase, shape, H200_NIC_400G, length) for phase in (forward, backward)]
     seconds = sum(phase.seconds for phase in phases)
-    idle = sum(phase.idle_share * phase.seconds for phase in phases) / seconds
+    idle = 1 - sum(phase.busy for phase in phases) / seconds
     return {
         "ranks": forward.ranks,
         "schedule": schedule,
@@ -65,8 +65,8 @@ def timed(forward: Outline, backward: Outline, schedule: str, gateway: bool, hea
         "length": length,
         "ms": round(1e3 * seconds, 4),
         "idle": round(idle, 4),
-        "nic_mb": round(sum(phase.network_bytes for phase in phases) / 1e6, 1),
-        "nvlink_mb": round(sum(phase.link_bytes for phase in phases) / 1e6, 1),
+        "nic_mb": round(sum(max(phase.network_bytes) for phase in phases) / 1e6, 1),
+        "nvlink_mb": round(sum(max(phase.link_bytes) for phase in phases) / 1e6, 1),
     }
 
 

@@ -1,7 +1,6 @@
 """Who computes what, when, and what moves: plans of distributed attention as pure data, without PyTorch."""
 
-from dfa_megatron.plan.cost.choose import candidates, make_plan
-from dfa_megatron.plan.cost.explain import explain
+from dfa_megatron.plan.cost.choose import candidates, explain, make_plan
 from dfa_megatron.plan.cost.hardware import PROFILES, Hardware, Link
 from dfa_megatron.plan.cost.profile import profile_named
 from dfa_megatron.plan.cost.simulate import Timeline, bytes_received, bytes_sent, simulate

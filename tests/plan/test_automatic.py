@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 
-from dfa_megatron.plan.cost.candidate import TIE, Candidate
-from dfa_megatron.plan.cost.choose import automatic_degree, candidates, make_plan
+from dfa_megatron.plan.cost.choose import TIE, Candidate, automatic_degree, candidates, make_plan
 from dfa_megatron.plan.cost.hardware import (
     H200_NVLINK,
     H200_SLOW_LINK,

@@ -11,8 +11,7 @@ import pytest
 from dfa_megatron import names
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.plan.cost import choose
-from dfa_megatron.plan.cost.candidate import TIE, best
-from dfa_megatron.plan.cost.choose import automatic_degree, candidates, make_plan
+from dfa_megatron.plan.cost.choose import TIE, automatic_degree, best, candidates, make_plan
 from dfa_megatron.plan.cost.hardware import (
     H200_NIC_400G,
     H200_NVLINK,
@@ -31,10 +30,9 @@ from dfa_megatron.plan.schedules import OWNER_COMPUTES, SCHEDULES
 
 
 @pytest.mark.parametrize("hardware", [H200_NVLINK, H200_SLOW_LINK, IDEAL_LINK])
-@pytest.mark.parametrize("kv_heads", [32, 8, 1])
-@pytest.mark.parametrize("ranks", [2, 4, 5, 8])
-def test_auto_takes_the_cheapest(hardware: Hardware, kv_heads: int, ranks: int) -> None:
-    mask, shape = causal(ranks * 8192), AttentionShape(kv_heads=kv_heads)
+@pytest.mark.parametrize("ranks", [2, 5, 8])
+def test_auto_takes_the_cheapest(hardware: Hardware, ranks: int) -> None:
+    mask, shape = causal(ranks * 8192), AttentionShape(kv_heads=8)
     chosen = make_plan(mask, ranks, shape=shape, hardware=hardware)
     looked_at = candidates(mask, ranks, shape=shape, hardware=hardware)
     costs = {(c.schedule, c.layout): c.seconds for c in looked_at if c.plan}
@@ -159,7 +157,6 @@ def test_what_auto_takes_for_a_pack_is_about_the_best_of_all_simulated(layout: s
     looked_at = candidates(mask, 4, layout=layout, shape=shape, hardware=H200_NVLINK)
     taken = best(looked_at)
     assert taken is not None
-    assert taken.simulated == (layout == "auto")
     seconds = [simulate(one.plan, shape, H200_NVLINK).seconds for one in looked_at if one.plan]
     assert simulate(taken.plan, shape, H200_NVLINK).seconds <= min(seconds) * worse
 

@@ -91,13 +91,6 @@ def test_a_name_weighs_what_its_fields_weigh() -> None:
         bytes_of("x", 5, shape)
 
 
-def test_the_bytes_of_both_phases_add_up() -> None:
-    plan, shape = plan_of("balanced", causal(64), 8), AttentionShape()
-    both = [a + b for a, b in zip(bytes_sent(plan.forward, shape), bytes_sent(plan.backward, shape), strict=True)]
-    assert list(bytes_sent(plan, shape)) == both
-    assert simulate(plan, shape).sent == tuple(both)
-
-
 # Time.
 
 

@@ -13,7 +13,7 @@ from dfa_megatron.plan.cost.simulate import bytes_sent
 from dfa_megatron.plan.language import mask as masks
 from dfa_megatron.plan.language.components import components
 from dfa_megatron.plan.language.geometry import Span
-from dfa_megatron.plan.language.ir import FORWARD, Plan
+from dfa_megatron.plan.language.ir import Plan
 from dfa_megatron.plan.language.layout import Layout
 from dfa_megatron.plan.language.mask import Mask, documents
 from dfa_megatron.plan.language.shape import AttentionShape
@@ -47,7 +47,7 @@ def imbalance(plan: Plan) -> float:
 
 
 def forward(schedule: str, mask: Mask, ranks: int) -> Plan:
-    return SCHEDULES[schedule].phase(mask, ranks, FORWARD)
+    return SCHEDULES[schedule].plan(mask, ranks).forward
 
 
 # Greedy.
@@ -138,10 +138,9 @@ def test_load_balanced_tokens_are_equal_in_number_and_in_work(ranks: int, seed: 
     "lengths", [[416, 6, 30, 36, 36, 52], [32, 64, 16, 54, 78, 736, 60], [80, 80, 42, 52, 1282], [704, 36, 44]]
 )
 def test_a_pack_whose_first_cut_is_uneven_is_cut_finer(lengths: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    mask = documents(lengths)
-    _, finer = held(mask, load_balanced(mask, 16))
+    _, finer = held(documents(lengths), load_balanced(documents(lengths), 16))
     monkeypatch.setattr(balancing, "FINER", ())
-    _, first = held(mask, load_balanced(mask, 16))
+    _, first = held(documents(lengths), load_balanced(documents(lengths), 16))
     assert max(finer) * 16 / sum(finer) <= 1.05
     assert max(first) * 16 / sum(first) > 1.4, "or it has nothing to mend"
 
@@ -182,7 +181,7 @@ def test_short_documents_stay_on_one_rank_and_send_nothing() -> None:
         layout = load_balanced(mask, 16)
         cut = [part for part in components(mask) if not any(chunk & part.span == part.span for chunk in layout.chunks)]
         assert [part.span for part in cut] == [Span(sum(lengths[:-1]), 16 * 4096)]
-        plan = OWNER_COMPUTES["load_balanced"].phase(mask, 16, FORWARD)
+        plan = OWNER_COMPUTES["load_balanced"].plan(mask, 16).forward
         moved = {transfer.chunk for transfer in plan.transfers}
         assert all(
             any(plan.layout.chunks[chunk] & part.span == plan.layout.chunks[chunk] for part in cut) for chunk in moved

@@ -23,8 +23,9 @@ from dfa_megatron.plan.cost.hardware import (
     computing_with,
     flat,
 )
+from dfa_megatron.plan.cost.outline import deliver
 from dfa_megatron.plan.cost.profile import from_json, profile_named, save, to_json
-from dfa_megatron.plan.cost.simulate import Network, Wire, simulate
+from dfa_megatron.plan.cost.simulate import simulate
 from dfa_megatron.plan.language.mask import causal
 from tests.support.plan_cases import plan_of
 
@@ -61,14 +62,9 @@ def test_another_transport_of_a_profile_is_another_link() -> None:
 
 
 def test_messages_to_other_nodes_take_the_adapter_beside_the_link() -> None:
-    hardware = machine(links=(Link("p2p", 10.0),), ranks_per_node=2, network=Link("p2p", 1.0, 3.0))
-    network = Network(hardware)
-    network.wires = [Wire() for _ in range(4)]
-    for dst in (1, 2, 3):
-        network.send(0, dst, 20)
-    network.deliver()
-    assert network.times == {(0, 1): (0.0, 2.0), (0, 2): (0.0, 23.0), (0, 3): (23.0, 46.0)}
-    assert [wire.delivered for wire in network.wires] == [46.0, 2.0, 23.0, 46.0]
+    delivered, times = deliver([(0, 1, 2.0, False), (0, 2, 23.0, True), (0, 3, 23.0, True)], [0.0] * 4)
+    assert times == {(0, 1): (0.0, 2.0), (0, 2): (0.0, 23.0), (0, 3): (23.0, 46.0)}
+    assert delivered == [46.0, 2.0, 23.0, 46.0]
 
 
 def test_a_network_slower_than_the_links_makes_a_run_slower() -> None:

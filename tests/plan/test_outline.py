@@ -3,37 +3,74 @@
 from __future__ import annotations
 
 import json
+import random
+from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
+from itertools import chain, pairwise
 from pathlib import Path
 
 import pytest
 
-from dfa_megatron.plan.cost.hardware import H200_NIC_400G, H200_SLOW_LINK, IDEAL_LINK, Hardware
+from dfa_megatron.errors import UnsupportedError
+from dfa_megatron.plan.cost.hardware import (
+    CPU_LOOPBACK,
+    H200_NIC_400G,
+    H200_NVLINK,
+    H200_SLOW_LINK,
+    H200_SOCKETS,
+    IDEAL_LINK,
+    computing_with,
+)
 from dfa_megatron.plan.cost.outline import estimate, outline
 from dfa_megatron.plan.cost.simulate import simulate
-from dfa_megatron.plan.language.mask import causal
+from dfa_megatron.plan.language.mask import causal, documents, full, prefix_lm, sliding_window
 from dfa_megatron.plan.language.shape import AttentionShape
 from docs import scale_tables
-from tests.support.plan_cases import plan_of
+from tests.support.plan_cases import WAYS, plan_of
 
 DOCS = Path(__file__).parents[2] / "docs"
 
 
-@pytest.mark.parametrize("hardware", [H200_NIC_400G, H200_SLOW_LINK, IDEAL_LINK])
-@pytest.mark.parametrize("name", ["balanced", "balanced_shared", "zigzag", "ring"])
-@pytest.mark.parametrize("ranks", [3, 8, 16])
-def test_an_outline_takes_as_long_as_the_programs(name: str, hardware: Hardware, ranks: int) -> None:
-    for node in (None, 4):
-        if node is not None and name == "ring":
-            continue
-        attention = plan_of(name, causal(ranks * 4096), ranks, node)
-        machine = replace(hardware, ranks_per_node=4) if hardware.network else hardware
-        for kv_heads in (32, 4):
-            shape = AttentionShape(kv_heads=kv_heads)
-            for plan in (attention.forward, attention.backward):
-                real, rough = simulate(plan, shape, machine), estimate(outline(plan), shape, machine)
-                assert rough.seconds == pytest.approx(real.makespan, rel=0.15)
-                assert rough.idle_share == pytest.approx(real.idle_share, abs=0.1)
+MACHINES = (
+    computing_with("flash4", H200_NVLINK),
+    computing_with("flash4", H200_SLOW_LINK),
+    replace(H200_NIC_400G, ranks_per_node=2),
+    replace(H200_SOCKETS, ranks_per_node=1),
+    CPU_LOOPBACK,
+    IDEAL_LINK,
+)
+
+
+def drawn(seed: int) -> Iterator[tuple[float, float, float]]:
+    """Return time and idle share in outline, and the simulator's time over it, of all schedules on a mask at random."""
+    draw = random.Random(seed)
+    ranks, rows = draw.choice((2, 3, 4, 5, 8, 12)), draw.choice((1024, 2048, 4096, 8192, 16384))
+    tokens, hardware, batch = ranks * rows, draw.choice(MACHINES), draw.choice((1, 1, 2))
+    ends = sorted(draw.sample(range(1, tokens), draw.randint(2, 6 * ranks)))
+    pack = documents([hi - lo for lo, hi in pairwise([0, *ends, tokens])])
+    window = sliding_window(tokens, tokens // draw.choice((3, 5, 20)))
+    mask = draw.choice((causal(tokens), full(tokens), window, pack, pack, prefix_lm(tokens, tokens // 3)))
+    heads, kv_heads = draw.choice(((32, 32), (32, 8), (32, 1), (2, 2), (16, 4)))
+    shape = AttentionShape(batch, heads, kv_heads, backward_needs=draw.choice(("delta", "out")))
+    for name in WAYS:
+        with suppress(UnsupportedError):
+            node = hardware.node_size(ranks) if name != "ring" and draw.random() < 0.5 else None
+            plan = plan_of(name, mask, ranks, node)
+            real = simulate(plan, shape, hardware, events=False)
+            parts = [estimate(outline(phase, batch), shape, hardware) for phase in plan.phases]
+            seconds, host = sum(part.seconds for part in parts), sum(part.host_seconds for part in parts)
+            idle = abs(1 - sum(part.busy for part in parts) / seconds - real.idle_share)
+            yield seconds / real.makespan - 1, max(seconds, host) / real.seconds - 1, idle
+
+
+def test_an_outline_takes_as_long_as_the_programs() -> None:
+    """Bounds in shares of the time: nine tenths within 2 %, all within 30 %: small tiles may need more kernel calls."""
+    device, both, idle = (sorted(map(abs, errors)) for errors in zip(*chain(*map(drawn, range(50))), strict=True))
+    assert len(device) > 200
+    for errors in (device, both, idle):
+        assert errors[len(errors) * 9 // 10] < 0.02
+        assert errors[-1] < 0.3
 
 
 def test_an_outline_stretches_to_other_lengths() -> None:
@@ -41,7 +78,7 @@ def test_an_outline_stretches_to_other_lengths() -> None:
     stretched = estimate(outline(long), AttentionShape(), H200_NIC_400G, length=8 * 2048)
     own = estimate(outline(short), AttentionShape(), H200_NIC_400G)
     assert stretched.seconds == pytest.approx(own.seconds, rel=0.01)
-    assert stretched.link_bytes == pytest.approx(own.link_bytes)
+    assert stretched.sent == pytest.approx(own.sent)
 
 
 def test_bytes_are_those_of_the_plan_by_link_class() -> None:
@@ -49,9 +86,8 @@ def test_bytes_are_those_of_the_plan_by_link_class() -> None:
     timeline = simulate(plan, shape, H200_NIC_400G)
     split = estimate(outline(plan), shape, H200_NIC_400G)
     whole = estimate(outline(plan), shape, replace(H200_NIC_400G, ranks_per_node=16))
-    assert (whole.link_bytes, whole.network_bytes) == (max(timeline.sent), 0)
-    assert split.network_bytes > 0
-    assert max(split.network_bytes, split.link_bytes) < whole.link_bytes <= split.network_bytes + split.link_bytes
+    assert whole.link_bytes == split.sent == timeline.sent
+    assert max(whole.network_bytes) == 0 < min(split.network_bytes)
 
 
 def test_the_points_of_the_page_are_those_of_the_code() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-import threading
 
 import pytest
 import torch
@@ -32,25 +31,6 @@ def test_it_stays_off_where_it_was_off() -> None:
         assert not gc.isenabled()
     finally:
         gc.enable()
-
-
-def test_a_block_of_another_thread_keeps_it_off() -> None:
-    begun, ends = threading.Event(), threading.Event()
-
-    def inside() -> None:
-        with uncollected():
-            begun.set()
-            ends.wait(10)
-
-    thread = threading.Thread(target=inside)
-    thread.start()
-    begun.wait(10)
-    with uncollected():
-        pass
-    assert not gc.isenabled()
-    ends.set()
-    thread.join()
-    assert gc.isenabled()
 
 
 def test_it_goes_on_in_a_process_that_was_forked_meanwhile() -> None:

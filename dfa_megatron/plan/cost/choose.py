@@ -1,27 +1,26 @@
-"""Choose a schedule. `auto` is the cheapest by simulation among those that suit the mask, the layout and the ranks."""
+"""Choose a schedule. `auto` is the cheapest in outline among those that suit the mask, the layout and the ranks."""
 
 from __future__ import annotations
 
 import math
-from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.names import LAYOUTS
-from dfa_megatron.plan.cost.candidate import TIE, Candidate, best
 from dfa_megatron.plan.cost.hardware import H200_NVLINK, Hardware
 from dfa_megatron.plan.cost.outline import estimate, outline
-from dfa_megatron.plan.cost.simulate import bytes_sent, simulate
-from dfa_megatron.plan.cost.survey import survey
 from dfa_megatron.plan.language.components import components
 from dfa_megatron.plan.language.heads import split_heads
-from dfa_megatron.plan.language.ir import BACKWARD, FORWARD, AttentionPlan, loads
+from dfa_megatron.plan.language.ir import BACKWARD, FORWARD, AttentionPlan, loads, needed_pairs
+from dfa_megatron.plan.language.layout import contiguous
 from dfa_megatron.plan.language.mask import Mask
 from dfa_megatron.plan.language.shape import AttentionShape
-from dfa_megatron.plan.lowering.lower import lower_all
-from dfa_megatron.plan.schedules import ALL, OWNER_COMPUTES, SCHEDULES, Schedule, plan_named
+from dfa_megatron.plan.schedules import ALL, OWNER_COMPUTES, SCHEDULES, Schedule, over_nodes, plan_named
 from dfa_megatron.plan.schedules.route import direct
+
+TIE = 0.02
+"""Plans whose times differ by less than this share are a tie. The order of `schedules.ALL` decides a tie."""
 
 EXCHANGES = 4
 """All-to-alls of a degree above 1: before and after a forward and a backward."""
@@ -31,14 +30,80 @@ COPIED = 180e9
 on four ranks in benchmarks/results/2026-11-21-4xh200-ulysses-flash4.json.
 """
 
-MANY_RANKS = 16
-"""Above this many ranks plans are estimated by `outline`, which is seconds faster and a few per cent less exact."""
-
 MANY_TILES = 4
-"""Above this many tiles schedules are estimated, because a pack comes with every batch; or they are left out where
-their work alone takes longer. The estimate is optimistic when a step has many small tiles. So where layouts are
-compared, which costs more to get wrong, the winner is fully simulated.
+"""Above this many tiles a schedule is left out if its work alone takes longer than another schedule: a pack comes with
+every batch.
 """
+
+EVEN = 1.05
+"""Work of the most loaded rank over the mean up to which `greedy` is not tried."""
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A candidate of `auto`: its plan and its cost, or the reason for its refusal.
+
+    device, host: seconds of forward and backward together, of the slowest rank; the two work at the same time.
+    busy: mean seconds of compute. sent: the most bytes that one rank sends in both phases.
+    ulysses_degree: number of neighbours that exchange heads around the plan; times and `sent` include the exchange.
+    refusal, instead: set in place of a plan; the reason, and an alternative.
+    """
+
+    schedule: str
+    layout: str = "contiguous"
+    plan: AttentionPlan | None = None
+    refusal: str = ""
+    instead: str = ""
+    device: float = 0.0
+    host: float = 0.0
+    busy: float = 0.0
+    sent: int = 0
+    ulysses_degree: int = 1
+
+    @property
+    def seconds(self) -> float:
+        """Return the time of a call among others like it: a host issues the next one while its device computes."""
+        return max(self.device, self.host)
+
+    @property
+    def idle_share(self) -> float:
+        """Return the share of `seconds` in which devices do not compute."""
+        return 1 - self.busy / self.seconds if self.seconds else 0.0
+
+    @property
+    def name(self) -> str:
+        """Return the schedule, a layout other than contiguous, "gateway" if its route knows nodes, a degree above 1."""
+        where = f" on {self.layout}" if self.layout != "contiguous" else ""
+        nodes = ", gateway" if self.plan is not None and self.plan.ranks_per_node is not None else ""
+        degree = f", ulysses {self.ulysses_degree}" if self.ulysses_degree > 1 else ""
+        return f"{self.schedule}{where}{nodes}{degree}"
+
+
+def best(looked_at: tuple[Candidate, ...]) -> Candidate | None:
+    """Return the first candidate within TIE of the cheapest, or None if every candidate is refused."""
+    served = [candidate for candidate in looked_at if candidate.plan]
+    least = min((candidate.seconds for candidate in served), default=0.0)
+    return next((candidate for candidate in served if candidate.seconds <= least * (1 + TIE)), None)
+
+
+def explain(looked_at: tuple[Candidate, ...]) -> str:
+    """Format candidates as a table, the cheapest first, with the cost or the refusal of each.
+
+    A star marks the choice of `auto`.
+    """
+    taken = best(looked_at)
+    served = sorted((c for c in looked_at if c.plan), key=lambda candidate: candidate.seconds)
+    width = max(len(candidate.name) for candidate in looked_at) + 2
+    lines = [f"  {'schedule':{width}s} {'ms':>9s} {'idle':>6s} {'MB sent':>9s}  why"]
+    for one in served:
+        cost = f"{1e3 * one.seconds:9.3f} {100 * one.idle_share:5.1f}% {one.sent / 1e6:9.1f}"
+        more = one.seconds / served[0].seconds - 1
+        why = "a tie" if more <= TIE else f"{100 * more:.0f} % slower"
+        if one is taken:
+            why = "taken: the cheapest" if one is served[0] else "taken: a tie with the cheapest, and simpler"
+        lines.append(f"{'* ' if one is taken else '  '}{one.name:{width}s} {cost}  {why}")
+    refused = [one for one in looked_at if not one.plan and one.ulysses_degree == 1]
+    return "\n".join([*lines, *(f"  {one.name:{width}s} {'-':>9s} {'':16s}  {one.refusal}" for one in refused)])
 
 
 def make_plan(
@@ -64,25 +129,17 @@ def make_plan(
     Raises:
         UnsupportedError: an unknown name, or no schedule suits; the message lists every refusal.
     """
-    return _make_plan(mask, ranks, schedule, layout, shape or AttentionShape(), hardware or H200_NVLINK)
-
-
-@lru_cache(maxsize=16)
-def _make_plan(
-    mask: Mask, ranks: int, schedule: str, layout: str, shape: AttentionShape, hardware: Hardware
-) -> AttentionPlan:
+    hardware = hardware or H200_NVLINK
     if layout != "auto" and layout not in LAYOUTS:
         raise UnsupportedError(f"layout {layout!r}", "there is no such layout", "one of auto, " + ", ".join(LAYOUTS))
     if schedule != "auto":
         if layout not in ("auto", "contiguous"):
             what = f"schedule {schedule!r} on layout {layout!r}"
             raise UnsupportedError(what, "there every rank computes its own rows", "schedule 'auto'")
-        nodes = _nodes(hardware, ranks)
         routed = schedule in SCHEDULES and SCHEDULES[schedule].route is direct
-        return plan_named(schedule, mask, ranks, nodes if routed else None)
-    if layout in OWNER_COMPUTES and _nodes(hardware, ranks) is None:
-        with suppress(UnsupportedError):  # it is the only candidate
-            return OWNER_COMPUTES[layout].plan(mask, ranks)
+        return plan_named(schedule, mask, ranks, hardware.node_size(ranks) if routed else None)
+    if layout in OWNER_COMPUTES and hardware.node_size(ranks) is None:
+        return OWNER_COMPUTES[layout].plan(mask, ranks)  # the only candidate
     looked_at = candidates(mask, ranks, layout=layout, shape=shape, hardware=hardware)
     taken = best(looked_at)
     if taken is None or taken.plan is None:
@@ -90,6 +147,107 @@ def _make_plan(
         instead = dict.fromkeys(candidate.instead for candidate in looked_at if candidate.instead)
         raise UnsupportedError(what, f"no schedule suits ({_refusals(looked_at)})", "; ".join(instead))
     return taken.plan
+
+
+def _refusals(looked_at: tuple[Candidate, ...]) -> str:
+    """Format every refusal; schedules with the same reason are named together."""
+    reasons: dict[str, list[str]] = {}
+    for candidate in looked_at:
+        reasons.setdefault(candidate.refusal, []).append(candidate.name)
+    return "; ".join(f"{', '.join(names)}: {reason}" for reason, names in reasons.items())
+
+
+def candidates(
+    mask: Mask,
+    ranks: int,
+    *,
+    layout: str = "auto",
+    shape: AttentionShape | None = None,
+    hardware: Hardware | None = None,
+    degrees: bool = False,
+    kept: bool = False,
+) -> tuple[Candidate, ...]:
+    """Return every schedule with its cost or its refusal, in the order of `schedules.ALL`.
+
+    On hardware of several nodes a schedule comes with and without gateways.
+
+    Args:
+        mask, ranks, layout, shape, hardware: as for `make_plan`.
+        degrees: append every degree of Ulysses that divides ranks and heads, for one sequence.
+        kept: with Ulysses, the backward reuses the exchanged q, k, v where it can; nothing is rematerialized.
+    """
+    shape, hardware = shape or AttentionShape(), hardware or H200_NVLINK
+    looked_at = list(_of_schedules(mask, ranks, layout, shape, hardware))
+    if degrees and len(components(mask)) == 1:
+        for degree in _degrees(ranks, shape):
+            looked_at += _with_ulysses(mask, ranks, layout, shape, hardware, degree, kept)
+    return tuple(looked_at)
+
+
+@lru_cache(maxsize=4)
+def _of_schedules(
+    mask: Mask, ranks: int, layout: str, shape: AttentionShape, hardware: Hardware
+) -> tuple[Candidate, ...]:
+    """Return candidates without an exchange; the choice of a degree and of a schedule both ask for them."""
+    found: dict[Schedule, list[Candidate]] = {}
+    assigned, most = {}, dict[Schedule, float]()
+    for schedule in ALL:
+        why, instead = _needless(schedule, mask, ranks, layout, most), ""
+        if not why:
+            try:
+                assigned[schedule] = held, blocks = schedule.assigned(mask, ranks)
+                most[schedule] = max(loads(blocks, mask, held))
+            except UnsupportedError as error:
+                why, instead = error.why, error.instead
+        if why:
+            found[schedule] = [Candidate(schedule.name, schedule.layout, refusal=why, instead=instead)]
+    nodes, least = hardware.node_size(ranks), math.inf
+    for schedule in sorted(most, key=most.__getitem__):  # the most even first: its time may show that others lose
+        if len(mask.tiles) > MANY_TILES and _compute_seconds(most[schedule], shape, hardware) > least * (1 + TIE):
+            why = "its most loaded rank computes for longer than another schedule takes"
+            found[schedule] = [Candidate(schedule.name, schedule.layout, refusal=why)]
+            continue
+        plans = [schedule.routed(mask, *assigned[schedule])]
+        if nodes is not None and schedule.route is direct:
+            plans.append(over_nodes(plans[0], nodes))
+        found[schedule] = [_timed(plan, shape, hardware) for plan in plans]
+        least = min(least, *(one.seconds for one in found[schedule]))
+    return tuple(one for schedule in ALL for one in found[schedule])
+
+
+def _needless(schedule: Schedule, mask: Mask, ranks: int, layout: str, most: dict[Schedule, float]) -> str:
+    """Return the reason why a schedule cannot serve or win beside those before it, or an empty string."""
+    if layout not in ("auto", schedule.layout):
+        return f"it needs layout {schedule.layout!r}"
+    if schedule.name == "balanced_shared" and not _has_far_pairs(mask, ranks):
+        return "the last step of balanced has no work to share"
+    has_zigzag = any(other.layout == "zigzag" for other in most)
+    if schedule.layout == "load_balanced" and has_zigzag and len(components(mask)) == 1:
+        return "there is one sequence, which zigzag balances"
+    if schedule.name == "greedy":
+        even = [s.name for s, load in most.items() if s.layout == "contiguous" and load * ranks <= EVEN * mask.area]
+        return f"the work of {even[0]} is even" if even else ""
+    return ""
+
+
+def _has_far_pairs(mask: Mask, ranks: int) -> bool:
+    """Return whether rows see keys half of the ranks away, which `balanced_shared` shares, or True for odd ranks."""
+    if ranks < 1 or ranks % 2 or mask.length % ranks:
+        return True
+    return any(2 * (q - kv) == ranks for q, kv in needed_pairs(mask, contiguous(mask.length, ranks)))
+
+
+def _timed(plan: AttentionPlan, shape: AttentionShape, hardware: Hardware) -> Candidate:
+    parts = [estimate(outline(phase, shape.batch), shape, hardware) for phase in plan.phases]
+    device, host = sum(part.seconds for part in parts), sum(part.host_seconds for part in parts)
+    busy, sent = sum(part.busy for part in parts), max(map(sum, zip(*(part.sent for part in parts), strict=True)))
+    return Candidate(plan.schedule, plan.layout, plan, device=device, host=host, busy=busy, sent=sent)
+
+
+def imbalance(plan: AttentionPlan) -> float:
+    """Return the work of the most loaded rank over the mean, in token pairs."""
+    load = loads(plan.forward.blocks, plan.forward.mask, plan.forward.layout)
+    return max(load) * plan.ranks / max(1, sum(load))
 
 
 def automatic_degree(
@@ -128,89 +286,14 @@ def _compute_seconds(pairs: float, shape: AttentionShape, hardware: Hardware) ->
     return sum(pairs * shape.flops_per_pair(phase) / max(rate for _, rate in curve) for phase, curve in phases)
 
 
-def candidates(
-    mask: Mask,
-    ranks: int,
-    *,
-    layout: str = "auto",
-    shape: AttentionShape | None = None,
-    hardware: Hardware | None = None,
-    degrees: bool = False,
-    kept: bool = False,
-) -> tuple[Candidate, ...]:
-    """Return every schedule with its cost or its refusal, in the order of `schedules.ALL`.
-
-    On hardware of several nodes a schedule comes with and without gateways.
-
-    Args:
-        mask, ranks, layout, shape, hardware: as for `make_plan`.
-        degrees: append every degree of Ulysses that divides ranks and heads, for one sequence.
-        kept: with Ulysses, the backward reuses the exchanged q, k, v where it can; nothing is rematerialized.
-    """
-    shape, hardware = shape or AttentionShape(), hardware or H200_NVLINK
-    looked_at = list(_of_schedules(mask, ranks, layout, shape, hardware))
-    if degrees and len(components(mask)) == 1:
-        for degree in _degrees(ranks, shape):
-            looked_at += _with_ulysses(mask, ranks, layout, shape, hardware, degree, kept)
-    return tuple(looked_at)
-
-
-@lru_cache(maxsize=16)
-def _of_schedules(
-    mask: Mask, ranks: int, layout: str, shape: AttentionShape, hardware: Hardware
-) -> tuple[Candidate, ...]:
-    """Return candidates without an exchange; the choice of a degree and of a schedule both ask for them."""
-    nodes, is_pack = _nodes(hardware, ranks), len(mask.tiles) > MANY_TILES
-    cost = _simulated if ranks <= MANY_RANKS and not is_pack else _outlined
-    most, refused = survey(mask, ranks, layout)
-    found: dict[Schedule, list[Candidate]] = {schedule: [one] for schedule, one in refused.items()}
-    least = math.inf
-    for schedule in sorted(most, key=most.__getitem__):  # the most even first: its time may show that others lose
-        if is_pack and _compute_seconds(most[schedule], shape, hardware) > least * (1 + TIE):
-            why = "its most loaded rank computes for longer than another schedule takes"
-            found[schedule] = [Candidate(schedule.name, schedule.layout, refusal=why)]
-            continue
-        plans = [schedule.plan(mask, ranks)]
-        if nodes is not None and schedule.route is direct:
-            plans.append(schedule.plan(mask, ranks, nodes))
-        found[schedule] = [cost(plan, shape, hardware) for plan in plans]
-        least = min(least, *(one.seconds for one in found[schedule]))
-    looked_at = [one for schedule in ALL for one in found[schedule]]
-    simulates = ranks <= MANY_RANKS and not (is_pack and layout != "auto")
-    while simulates and (taken := best(tuple(looked_at))) and taken.plan and not taken.simulated:
-        looked_at[looked_at.index(taken)] = _simulated(taken.plan, shape, hardware)
-    return tuple(looked_at)
-
-
-def imbalance(plan: AttentionPlan) -> float:
-    """Return the work of the most loaded rank over the mean, in token pairs."""
-    load = loads(plan.forward.blocks, plan.forward.mask, plan.forward.layout)
-    return max(load) * plan.ranks / max(1, sum(load))
-
-
-def _outlined(plan: AttentionPlan, shape: AttentionShape, hardware: Hardware) -> Candidate:
-    parts = [estimate(outline(phase, shape.batch), shape, hardware) for phase in plan.phases]
-    device, host = sum(part.seconds for part in parts), sum(part.host_seconds for part in parts)
-    busy, sent = sum((1 - part.idle_share) * part.seconds for part in parts), max(bytes_sent(plan, shape))
-    return Candidate(plan.schedule, plan.layout, plan, device=device, host=host, busy=busy, sent=sent)
-
-
-def _simulated(plan: AttentionPlan, shape: AttentionShape, hardware: Hardware) -> Candidate:
-    run = simulate(plan, shape, hardware, events=False)
-    slots = max(len(program.slots) for phase in plan.phases for program in lower_all(phase, shape.batch))
-    found = Candidate(plan.schedule, plan.layout, plan, device=run.makespan, host=max(run.host), sent=max(run.sent))
-    return replace(found, busy=sum(run.busy) / len(run.busy), slots=slots, simulated=True)
-
-
 def _with_ulysses(
     mask: Mask, ranks: int, layout: str, shape: AttentionShape, hardware: Hardware, degree: int, kept: bool
 ) -> list[Candidate]:
     """Return candidates with fewer ranks per plan: `degree` neighbours exchange heads for tokens around it."""
-    split = split_heads(degree, ranks, shape.heads, shape.kv_heads)
+    inner = split_heads(degree, ranks, shape.heads, shape.kv_heads).shape(shape), hardware.inside(degree)
     exchange, sent = _exchange_seconds(mask, ranks, shape, hardware, degree, kept=kept)
-    inner = hardware.inside(degree)
     found = []
-    for one in _of_schedules(mask, ranks // degree, layout, split.shape(shape), inner):
+    for one in _of_schedules(mask, ranks // degree, layout, *inner):
         if one.layout == "load_balanced":
             why = "neighbours do not hold the tokens that one rank of its plan would"
             one = Candidate(one.schedule, one.layout, refusal=why)
@@ -230,17 +313,3 @@ def _exchange_seconds(
     nbytes = split.exchanges(shape, mask.length // ranks, kept=kept)
     copied = sum(nbytes) / COPIED if degree < ranks else 0.0
     return copied + sum(hardware.seconds_of_exchange(degree, each) for each in nbytes), sum(nbytes)
-
-
-def _nodes(hardware: Hardware, ranks: int) -> int | None:
-    """Return the ranks per node if there are several nodes, else None."""
-    nodes = hardware.ranks_per_node
-    return nodes if nodes is not None and nodes < ranks else None
-
-
-def _refusals(looked_at: tuple[Candidate, ...]) -> str:
-    """Format every refusal; schedules with the same reason are named together."""
-    reasons: dict[str, list[str]] = {}
-    for candidate in looked_at:
-        reasons.setdefault(candidate.refusal, []).append(candidate.name)
-    return "; ".join(f"{', '.join(names)}: {reason}" for reason, names in reasons.items())

@@ -160,6 +160,11 @@ class Hardware:
         nodes = self.ranks_per_node
         return self if nodes is None else replace(self, ranks_per_node=max(1, nodes // degree))
 
+    def node_size(self, ranks: int) -> int | None:
+        """Return the ranks per node if so many ranks are on several nodes, else None."""
+        nodes = self.ranks_per_node
+        return nodes if nodes is not None and nodes < ranks else None
+
     def node(self, rank: int) -> int:
         """Return the node of a rank."""
         return 0 if self.ranks_per_node is None else rank // self.ranks_per_node

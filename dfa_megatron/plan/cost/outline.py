@@ -1,14 +1,15 @@
-"""Reduce a plan to work per rank and messages per pair and step, and time that on many machines and sizes.
+"""Time a plan from its blocks and transfers alone: `auto` compares candidates by it, and never lowers one.
 
-`simulate` lowers a plan to programs and runs them; this module reads blocks and transfers only. Blocks of one step that
-read the same buffers count as one kernel call. A batch waits for the compute of the step before (two buffers per side),
-and merges cost nothing. A test holds it to a few per cent of `simulate`. It serves hundreds of ranks at many lengths.
+Blocks of one step that read the same buffers count as one kernel call, and each result of a message as one merge. A
+batch waits for the compute of the step before, because messages have two buffers per side. `simulate` runs the programs
+instead; tests hold the two together. An outline also stretches to other lengths, for hundreds of ranks at once.
 """
 
 from __future__ import annotations
 
-import math
+import heapq
 from collections import defaultdict
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from dfa_megatron.plan.cost.hardware import Hardware
@@ -16,79 +17,69 @@ from dfa_megatron.plan.language.ir import Phase, Plan, areas
 from dfa_megatron.plan.language.shape import AttentionShape, bytes_of
 from dfa_megatron.plan.lowering.messages import joined
 
-Parts = tuple[tuple[str, int], ...]
-"""(name, tokens) of each part of a message."""
-
 
 @dataclass(frozen=True, slots=True)
 class Outline:
     """One phase, by step.
 
     work: (rank, token pairs, rows of queries or of keys that a kernel shares out) of calls. messages: (source,
-    destination, index into `parts`).
+    destination, index into `contents`). contents: (name, tokens) of each part of a message.
     """
 
     phase: Phase
     ranks: int
     length: int
-    work: tuple[tuple[tuple[int, int, int], ...], ...]
-    messages: tuple[tuple[tuple[int, int, int], ...], ...]
-    parts: tuple[Parts, ...]
+    work: Sequence[Sequence[tuple[int, int, int]]]
+    messages: Sequence[Sequence[tuple[int, int, int]]]
+    contents: Sequence[tuple[tuple[str, int], ...]]
 
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
     """The estimate of a run.
 
-    seconds: of the devices; host_seconds: of the slowest rank's host, beside them. idle_share: of all ranks' time.
-    link_bytes, network_bytes: the most that a rank sends over its link and over its network adapter.
+    seconds: of the devices; host_seconds: of the slowest rank's host, beside them. busy: mean seconds of compute.
+    link_bytes, network_bytes: what each rank sends over its link and over its network adapter.
     """
 
     seconds: float
-    idle_share: float
-    link_bytes: int
-    network_bytes: int
-    host_seconds: float = 0.0
+    host_seconds: float
+    busy: float
+    link_bytes: tuple[int, ...]
+    network_bytes: tuple[int, ...]
+
+    @property
+    def sent(self) -> tuple[int, ...]:
+        """Return the bytes that each rank sends."""
+        return tuple(map(sum, zip(self.link_bytes, self.network_bytes, strict=True)))
 
 
 def outline(plan: Plan, batch: int = 1) -> Outline:
     """Return the outline of a plan for `batch` sequences at once."""
-    steps, rows = plan.steps, [len(chunk) for chunk in plan.layout.chunks]
-    area = areas(plan.mask, plan.layout)
-    together = joined(plan.mask, batch)
-    work: list[dict[tuple[int, ...], int]] = [defaultdict(int) for _ in range(steps)]
-    shared: list[dict[tuple[int, ...], set[int]]] = [defaultdict(set) for _ in range(steps)]
-    is_forward, owner = plan.phase.name == "forward", plan.layout.owner
+    rows, owner, area = [len(chunk) for chunk in plan.layout.chunks], plan.layout.owner, areas(plan.mask, plan.layout)
+    is_forward, together = plan.phase.name == "forward", joined(plan.mask, batch)
     joins_q, joins_kv = plan.phase.read_q in together, plan.phase.read_kv in together
+    pairs: list[dict[tuple[int, ...], int]] = [defaultdict(int) for _ in range(plan.steps)]
+    shared: list[dict[tuple[int, ...], set[int]]] = [defaultdict(set) for _ in range(plan.steps)]
     for block in plan.blocks:
         rank, q, kv = block.rank, block.q_chunk, block.kv_chunk
         call = rank, _memory(owner[q], rank, joins_q), _memory(owner[kv], rank, joins_kv)
-        work[block.step][call] += area[q, kv]
+        pairs[block.step][call] += area[q, kv]
         shared[block.step][call].add(q if is_forward else kv)
-    sent: list[dict[tuple[int, int], dict[str, int]]] = [{} for _ in range(steps)]
+    work = [
+        [(call[0], its, sum(rows[chunk] for chunk in chunks[call])) for call, its in step.items()]
+        for step, chunks in zip(pairs, shared, strict=True)
+    ]
+    sent: list[dict[tuple[int, int], dict[str, int]]] = [{} for _ in range(plan.steps)]
     for t in plan.transfers:
         tokens = sent[t.step].setdefault((t.src, t.dst), {})
         tokens[t.what] = tokens.get(t.what, 0) + rows[t.chunk]
-    numbers: dict[Parts, int] = {}
-    # By distance, so that messages that use different ports come next to each other.
+    numbers: dict[tuple[tuple[str, int], ...], int] = {}
     messages = [
-        sorted(
-            ((src, dst, numbers.setdefault(tuple(parts.items()), len(numbers))) for (src, dst), parts in step.items()),
-            key=lambda message: ((message[1] - message[0]) % plan.ranks, message[0]),
-        )
+        [(*ends, numbers.setdefault(tuple(parts.items()), len(numbers))) for ends, parts in step.items()]
         for step in sent
     ]
-    return Outline(
-        plan.phase,
-        plan.ranks,
-        plan.mask.length,
-        tuple(
-            tuple((call[0], pairs, sum(rows[chunk] for chunk in chunks[call])) for call, pairs in step.items())
-            for step, chunks in zip(work, shared, strict=True)
-        ),
-        tuple(map(tuple, messages)),
-        tuple(numbers),
-    )
+    return Outline(plan.phase, plan.ranks, plan.mask.length, work, messages, tuple(numbers))
 
 
 def _memory(owner: int, rank: int, is_joined: bool) -> int:
@@ -104,47 +95,65 @@ def estimate(plan: Outline, shape: AttentionShape, hardware: Hardware, length: i
         shape, hardware: as for `simulate`.
         length: tokens of the whole sequence.
     """
-    stretch = 1.0 if length is None else length / plan.length
-    row = {name: bytes_of(name, 1, shape) for name in {name for parts in plan.parts for name, _ in parts}}
-    nbytes = [round(stretch * sum(row[name] * tokens for name, tokens in parts)) for parts in plan.parts]
+    stretch, ranks = 1.0 if length is None else length / plan.length, range(plan.ranks)
+    row = {name: bytes_of(name, 1, shape) for parts in plan.contents for name, _ in parts}
+    nbytes = [round(stretch * sum(row[name] * tokens for name, tokens in parts)) for parts in plan.contents]
+    merged = [sum(name in plan.phase.write_names for name, _ in parts) for parts in plan.contents]
     link, network = hardware.link, hardware.network or hardware.link
     seconds = [(link.seconds(size), network.seconds(size)) for size in nbytes]
-    node = [hardware.node(rank) for rank in range(plan.ranks)]
-    sent = [[0] * plan.ranks, [0] * plan.ranks]
+    node = [hardware.node(rank) for rank in ranks]
     took = _kernel_seconds(plan, shape, hardware, stretch)
     done, ended, delivered, busy = ([0.0] * plan.ranks for _ in range(4))
+    sent, calls, merges, posts = ([0] * plan.ranks, [0] * plan.ranks), *([0] * plan.ranks for _ in range(3))
     for step, (work, messages) in enumerate(zip(plan.work, plan.messages, strict=True)):
         posted = [max(pair) for pair in zip(delivered, ended, strict=True)] if step > 1 else delivered
-        ports = (posted.copy(), posted.copy()), (posted.copy(), posted.copy())
-        for src, dst, number in messages:
-            far = node[src] != node[dst]
-            sending, receiving = ports[far]
-            start, end = sending[src], receiving[dst]
-            sending[src] = receiving[dst] = (start if start > end else end) + seconds[number][far]
-            sent[far][src] += nbytes[number]
         for rank, *call in work:
             done[rank] += took[*call]
             busy[rank] += took[*call]
-        ended = done.copy()
-        if messages:
-            delivered = [max(times) for times in zip(*ports[0], *ports[1], strict=True)]
-            done = [max(pair) for pair in zip(done, delivered, strict=True)]
-    makespan = max(done)
-    idle = 1 - math.fsum(busy) / (plan.ranks * makespan)
-    return Estimate(makespan, idle, max(sent[0]), max(sent[1]), _host_seconds(plan, hardware))
-
-
-def _host_seconds(plan: Outline, hardware: Hardware) -> float:
-    """Return the time of the slowest host; each message is posted and received."""
-    calls, messages = [0] * plan.ranks, [0] * plan.ranks
-    for work in plan.work:
-        for rank, _, _ in work:
             calls[rank] += 1
-    for step in plan.messages:
-        for src, dst, _ in step:
-            messages[src] += 1
-            messages[dst] += 1
-    return max(hardware.host.seconds(calls[rank], 0, messages[rank]) for rank in range(plan.ranks))
+        ended = done.copy()
+        queued = [(src, dst, seconds[at][far := node[src] != node[dst]], far) for src, dst, at in messages]
+        delivered, _ = deliver(queued, posted)
+        done = [max(pair) for pair in zip(done, delivered, strict=True)]
+        for (src, dst, at), (*_, far) in zip(messages, queued, strict=True):
+            sent[far][src] += nbytes[at]
+            posts[src] += 1
+            posts[dst] += 1
+            merges[dst] += merged[at]
+            done[dst] += merged[at] * hardware.launch_overhead
+            busy[dst] += merged[at] * hardware.launch_overhead
+    host = max(hardware.host.seconds(calls[rank], merges[rank], posts[rank]) for rank in ranks)
+    return Estimate(max(done), host, sum(busy) / plan.ranks, tuple(sent[False]), tuple(sent[True]))
+
+
+def deliver(
+    queued: Iterable[tuple[int, int, float, bool]], posted: Sequence[float]
+) -> tuple[list[float], dict[tuple[int, int], tuple[float, float]]]:
+    """Move the messages of one step; return when each rank has sent and received all of its own, and times by ends.
+
+    On its link to the ranks of its node a rank sends one message at a time and receives one at a time. Its adapter to
+    other nodes works the same way, beside the link. The message that can start first goes first; a tie goes to the
+    lower ranks.
+
+    Args:
+        queued: source, destination, seconds, and whether it goes to another node.
+        posted: when each rank has posted its batch.
+    """
+    times: dict[tuple[int, int], tuple[float, float]] = {}
+    ports = [(list(posted), list(posted)) for _ in range(2)]  # (sending, receiving): of links, of adapters
+    heap = [(max(posted[src], posted[dst]), src, dst, seconds, far) for src, dst, seconds, far in queued]
+    heapq.heapify(heap)
+    while heap:
+        start, src, dst, seconds, far = heap[0]
+        sending, receiving = ports[far]
+        now = max(sending[src], receiving[dst])
+        if now > start:
+            heapq.heapreplace(heap, (now, src, dst, seconds, far))
+            continue
+        heapq.heappop(heap)
+        sending[src] = receiving[dst] = start + seconds
+        times[src, dst] = start, start + seconds
+    return [max(ends) for ends in zip(*ports[0], *ports[1], strict=True)], times
 
 
 def _kernel_seconds(

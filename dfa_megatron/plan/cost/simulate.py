@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from dfa_megatron.plan.cost.hardware import H200_NVLINK, Hardware
+from dfa_megatron.plan.cost.outline import deliver
 from dfa_megatron.plan.interpret import run_together
 from dfa_megatron.plan.language.grid import cell
 from dfa_megatron.plan.language.ir import AttentionPlan, Block, Plan
@@ -131,7 +131,7 @@ def simulate_programs(
     clocks = [clocks_of(plan, program, shape, hardware, network) for program in programs]
     run_together(programs, clocks)
     return Timeline(
-        max((clock.wire.done for clock in clocks), default=0.0),
+        max((clock.done for clock in clocks), default=0.0),
         tuple(clock.busy for clock in clocks),
         bytes_sent(plan, shape),
         bytes_received(plan, shape),
@@ -147,69 +147,33 @@ def parts_of(program: Program) -> tuple[int, int, int]:
     return sum(len(step.calls) for step in steps), sum(len(step.merges) for step in steps), messages
 
 
-class Wire:
-    """Times of one rank: end of its compute, and when its last batch was posted and delivered."""
-
-    def __init__(self) -> None:
-        self.done = 0.0
-        self.posted = 0.0
-        self.delivered = 0.0
-
-    def post(self, ready: float) -> None:
-        """Post a batch after the previous batch, at `ready` at the earliest."""
-        self.posted = max(self.delivered, ready)
-
-
 class Network:
-    """Deliver the messages of one step between all ranks.
-
-    On its link to the ranks of its node a rank sends one message at a time and receives one at a time. Its adapter to
-    other nodes works the same way, beside the link.
-    """
+    """Messages between the clocks of all ranks, a step at a time."""
 
     def __init__(self, hardware: Hardware) -> None:
         self.hardware = hardware
-        self.wires: list[Wire] = []
+        self.clocks: list[_Clocks] = []
         self.times: dict[tuple[int, int], tuple[float, float]] = {}
-        self._queued: list[tuple[int, int, int]] = []
+        self._queued: list[tuple[int, int, float, bool]] = []
 
     def send(self, src: int, dst: int, nbytes: int) -> None:
         """Queue a message of this step."""
-        self._queued.append((src, dst, nbytes))
+        far = self.hardware.network if self.hardware.node(src) != self.hardware.node(dst) else None
+        self._queued.append((src, dst, (far or self.hardware.link).seconds(nbytes), far is not None))
 
     def deliver(self) -> list[tuple[int, float, float]]:
-        """Move all queued messages; return (rank, from, to) of each rank whose compute has to wait.
-
-        The message that can start first goes first; a tie goes to the lower ranks.
-        """
+        """Move all queued messages; return (rank, from, to) of each rank whose compute has to wait."""
         if not self._queued:
             return []
-        near, far, node = self.hardware.link, self.hardware.network, self.hardware.node
-        posted = [wire.posted for wire in self.wires]
-        ports = [(posted.copy(), posted.copy()) for _ in range(2)]  # (sending, receiving): of links, of adapters
-        self.times.clear()
-        heap = [(max(posted[src], posted[dst]), src, dst, nbytes) for src, dst, nbytes in self._queued]
-        heapq.heapify(heap)
-        while heap:
-            start, src, dst, nbytes = heapq.heappop(heap)
-            outside = far is not None and node(src) != node(dst)
-            sending, receiving = ports[outside]
-            now = max(sending[src], receiving[dst])
-            if now > start:
-                heapq.heappush(heap, (now, src, dst, nbytes))
-                continue
-            end = start + (far if far is not None and outside else near).seconds(nbytes)
-            sending[src] = receiving[dst] = end
-            self.times[src, dst] = (start, end)
-        ranks = sorted({rank for src, dst, _ in self._queued for rank in (src, dst)})
-        self._queued.clear()
+        delivered, self.times = deliver(self._queued, [clock.posted for clock in self.clocks])
         waits = []
-        for rank in ranks:
-            wire = self.wires[rank]
-            wire.delivered = max(times[rank] for pair in ports for times in pair)
-            if wire.delivered > wire.done:
-                waits.append((rank, wire.done, wire.delivered))
-                wire.done = wire.delivered
+        for rank in sorted({rank for src, dst, *_ in self._queued for rank in (src, dst)}):
+            clock = self.clocks[rank]
+            clock.delivered = delivered[rank]
+            if clock.delivered > clock.done:
+                waits.append((rank, clock.done, clock.delivered))
+                clock.done = clock.delivered
+        self._queued.clear()
         return waits
 
 
@@ -220,8 +184,8 @@ class _Clocks:
         self, plan: Plan, program: Program, shape: AttentionShape, hardware: Hardware, network: Network
     ) -> None:
         self.plan, self.program, self.shape, self.hardware, self.network = plan, program, shape, hardware, network
-        self.wire = Wire()
-        network.wires.append(self.wire)
+        self.done = self.posted = self.delivered = 0.0
+        network.clocks.append(self)
         self.flops_per_pair = shape.flops_per_pair(plan.phase)
         self.busy = 0.0
         self.step = 0
@@ -232,7 +196,7 @@ class _Clocks:
         """Post the step's batch once the compute it depends on is over."""
         self.step = step
         after = self.program.steps[step].after
-        self.wire.post(self.ended[after] if after >= 0 else 0.0)
+        self.posted = max(self.delivered, self.ended[after] if after >= 0 else 0.0)
 
     def compute(self, call: Call) -> None:
         """Put one kernel call on the compute queue."""
@@ -246,7 +210,7 @@ class _Clocks:
 
     def end(self, step: int) -> None:
         """Record the end of this step's compute, for the batches that wait for it."""
-        self.ended.append(self.wire.done)
+        self.ended.append(self.done)
 
     def take(self, step: int, message: Message) -> int:
         """Queue a message and return its size in bytes."""
@@ -259,7 +223,7 @@ class _Clocks:
         self.network.deliver()
 
     def _work(self, seconds: float) -> None:
-        self.wire.done += seconds
+        self.done += seconds
         self.busy += seconds
 
 
@@ -268,16 +232,16 @@ class _Recording(_Clocks):
 
     def compute(self, call: Call) -> None:
         """Record a kernel call with its blocks."""
-        start, label = self.wire.done, cell(self.plan, call.blocks)
+        start, label = self.done, cell(self.plan, call.blocks)
         super().compute(call)
-        self._note(self.program.rank, "compute", start, self.wire.done, label, blocks=call.blocks)
+        self._note(self.program.rank, "compute", start, self.done, label, blocks=call.blocks)
 
     def merge(self, merge: Merge) -> None:
         """Record a merge, if it takes time."""
-        start = self.wire.done
+        start = self.done
         super().merge(merge)
-        if self.wire.done > start:
-            self._note(self.program.rank, "compute", start, self.wire.done, f"merge {merge.source.name}")
+        if self.done > start:
+            self._note(self.program.rank, "compute", start, self.done, f"merge {merge.source.name}")
 
     def land(self, step: int, message: Message, payload: int) -> None:
         """Record who waits, and both ends of this message."""

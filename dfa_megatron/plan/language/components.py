@@ -8,7 +8,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from dfa_megatron.plan.language.geometry import UNBOUNDED, Span, Tile
-from dfa_megatron.plan.language.mask import Mask
+from dfa_megatron.plan.language.mask import Mask, kept_on_mask
 
 
 class Component(NamedTuple):
@@ -37,7 +37,8 @@ class Component(NamedTuple):
         return work
 
 
-def components(mask: Mask) -> list[Component]:
+@kept_on_mask
+def components(mask: Mask) -> tuple[Component, ...]:
     """Return the components of a mask in order. Tokens that nothing attends to form components without work."""
     found: list[Component] = []
     lo = hi = 0
@@ -56,7 +57,7 @@ def components(mask: Mask) -> list[Component]:
         found.append(_component(lo, hi, inside))
     if hi < mask.length:
         found.append(Component(Span(hi, mask.length), (), 0))
-    return found
+    return tuple(found)
 
 
 def _component(lo: int, hi: int, tiles: list[Tile]) -> Component:

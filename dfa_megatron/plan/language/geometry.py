@@ -6,13 +6,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-from dfa_megatron.plan.language.quick import quick
-
 UNBOUNDED = 1 << 60
 """A diagonal bound that never binds."""
 
 
-@quick
 @dataclass(frozen=True, slots=True, order=True)
 class Span:
     """The half-open range of token positions lo <= i < hi."""
@@ -53,7 +50,6 @@ def covers(spans: Iterable[Span], whole: Span) -> bool:
     return reached >= whole.hi
 
 
-@quick
 @dataclass(frozen=True, slots=True, order=True)
 class Band:
     """The window of one kernel call in flash-attn's convention: aligned to the bottom right, -1 means no bound.
@@ -84,7 +80,6 @@ def form_of(band: Band, q_len: int, kv_len: int) -> Form:
     return "causal" if band.left < 0 and band.right == 0 and q_len == kv_len else "band"
 
 
-@quick
 @dataclass(frozen=True, slots=True, order=True)
 class Segment:
     """A segment of a kernel call: query rows q_lo..q_hi see key rows kv_lo..kv_hi through a band over exactly these
@@ -106,7 +101,6 @@ class Segment:
         return Tile(Span(self.q_lo, self.q_hi), Span(self.kv_lo, self.kv_hi), lo, hi)
 
 
-@quick
 @dataclass(frozen=True, slots=True, order=True)
 class Tile:
     """The pairs (i, j) with i in q, j in kv and lo <= j - i <= hi, all in global token positions."""

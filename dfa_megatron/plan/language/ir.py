@@ -21,17 +21,14 @@ from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from functools import lru_cache
 from operator import attrgetter
 from types import MappingProxyType
 
 from dfa_megatron.plan.language.geometry import Span, Tile
 from dfa_megatron.plan.language.layout import Layout
-from dfa_megatron.plan.language.mask import Mask
-from dfa_megatron.plan.language.quick import quick
+from dfa_megatron.plan.language.mask import Mask, kept_on_mask
 
 
-@quick
 @dataclass(frozen=True, slots=True, order=True)
 class Block:
     """At `step`, `rank` computes the pairs of (q_chunk, kv_chunk) that the mask holds."""
@@ -42,7 +39,6 @@ class Block:
     kv_chunk: int
 
 
-@quick
 @dataclass(frozen=True, slots=True, order=True)
 class Transfer:
     """At `step`, `what` of `chunk` goes from src to dst. One record per message part, so each send has its receive."""
@@ -184,7 +180,7 @@ class AttentionPlan:
         return f"{self.schedule} of {mask.name} over {mask.length} tokens on {self.ranks} ranks{nodes}"
 
 
-@lru_cache(maxsize=32)
+@kept_on_mask
 def needed_pairs(mask: Mask, layout: Layout) -> Pairs:
     """Return the tiles of every (q_chunk, kv_chunk) pair in which the mask holds at least one token pair."""
     pairs: dict[tuple[int, int], list[Tile]] = defaultdict(list)
@@ -204,7 +200,7 @@ def needed_pairs(mask: Mask, layout: Layout) -> Pairs:
     return MappingProxyType({pair: tuple(pairs[pair]) for pair in sorted(pairs)})
 
 
-@lru_cache(maxsize=32)
+@kept_on_mask
 def areas(mask: Mask, layout: Layout) -> Mapping[tuple[int, int], int]:
     """Return the number of token pairs in every (q_chunk, kv_chunk) pair of `needed_pairs`."""
     needed = needed_pairs(mask, layout)

@@ -7,9 +7,11 @@ to be merged.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import wraps
 from itertools import accumulate, pairwise
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from dfa_megatron.plan.language.geometry import UNBOUNDED, Span, Tile
 
@@ -46,9 +48,13 @@ class Mask:
     length: int
     tiles: tuple[Tile, ...]
     balanced_by: Mask | None = None
+    _kept: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __hash__(self) -> int:
         return hash((self.name, self.length))  # a mask is a key of caches, and may have thousands of tiles
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Mask, (self.name, self.length, self.tiles, self.balanced_by)  # what follows from it stays
 
     def restrict(self, q: Span, kv: Span) -> tuple[Tile, ...]:
         """Return the tiles of the mask inside q x kv, each shrunk."""
@@ -59,6 +65,24 @@ class Mask:
     def area(self) -> int:
         """Return the number of pairs that attend."""
         return sum(tile.area for tile in self.tiles)
+
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def kept_on_mask(function: Callable[Concatenate[Mask, P], T]) -> Callable[Concatenate[Mask, P], T]:
+    """Keep the results of a function of a mask and hashable arguments on that mask, as long as it lives."""
+
+    @wraps(function)
+    def kept(mask: Mask, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        key = function, args, tuple(kwargs.items())
+        if key not in mask._kept:
+            mask._kept[key] = function(mask, *args, **kwargs)
+        found: T = mask._kept[key]
+        return found
+
+    return kept
 
 
 def _mask(name: str, length: int, tiles: Iterable[Tile]) -> Mask:

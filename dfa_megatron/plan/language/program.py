@@ -7,7 +7,6 @@ from enum import Enum
 
 from dfa_megatron.plan.language.geometry import Segment, Span
 from dfa_megatron.plan.language.ir import Block, Phase
-from dfa_megatron.plan.language.quick import quick
 
 
 class Destination(Enum):
@@ -18,7 +17,6 @@ class Destination(Enum):
     RESULT = "result"
 
 
-@quick
 @dataclass(frozen=True, slots=True)
 class RowsMerge:
     """Rows of a partial that are merged alike.
@@ -57,7 +55,6 @@ class BufferMerges:
     sum: Span
 
 
-@quick
 @dataclass(frozen=True, slots=True)
 class Buffer:
     """Rows of one or several names that live together.
@@ -72,7 +69,6 @@ class Buffer:
     merges: BufferMerges | None = None
 
 
-@quick
 @dataclass(frozen=True, slots=True)
 class Region:
     """Rows lo..hi of one name in one buffer."""
@@ -88,7 +84,6 @@ class Region:
         return self.hi - self.lo
 
 
-@quick
 @dataclass(frozen=True, slots=True)
 class Message:
     """The message between this rank and one peer in one step.
@@ -105,7 +100,6 @@ class Message:
         return tuple((regions[0].name, sum(region.rows for region in regions)) for regions in self.parts)
 
 
-@quick
 @dataclass(frozen=True, slots=True)
 class Call:
     """One kernel call over rows of a q and a kv buffer, and the accumulator's rows for each name of the phase.
@@ -122,7 +116,6 @@ class Call:
     area: int
 
 
-@quick
 @dataclass(frozen=True, slots=True)
 class Merge:
     """A merge of a landed partial into an accumulator."""
@@ -131,7 +124,6 @@ class Merge:
     write: Region
 
 
-@quick
 @dataclass(frozen=True, slots=True)
 class Step:
     """Post the messages, compute while they travel, then land them.

@@ -3,20 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from dfa_megatron.errors import UnsupportedError
-from dfa_megatron.plan.language.ir import (
-    BACKWARD,
-    BY_STEP,
-    FORWARD,
-    AttentionPlan,
-    Block,
-    Phase,
-    Plan,
-    loads,
-    needed_pairs,
-)
+from dfa_megatron.plan.language.ir import BACKWARD, BY_STEP, FORWARD, AttentionPlan, Block, Plan, needed_pairs
 from dfa_megatron.plan.language.layout import Layout, cut_at
 from dfa_megatron.plan.language.mask import Mask
 from dfa_megatron.plan.schedules.balanced import balanced, balanced_shared
@@ -52,40 +42,36 @@ class Schedule:
         Raises:
             UnsupportedError: the mask or the length does not suit the schedule, or its route knows no nodes.
         """
-        forward, backward = self._phases(mask, ranks, (FORWARD, BACKWARD), ranks_per_node)
-        return AttentionPlan(self.name, self.layout, forward, backward, ranks_per_node)
+        plan = self.routed(mask, *self.assigned(mask, ranks))
+        if ranks_per_node is not None and self.route is not direct:
+            why = "its messages hop from rank to rank, and cross to a node once already"
+            raise UnsupportedError(f"schedule {self.name!r} with a gateway", why, "the same without")
+        return plan if ranks_per_node is None else over_nodes(plan, ranks_per_node)
 
-    def phase(self, mask: Mask, ranks: int, phase: Phase, ranks_per_node: int | None = None) -> Plan:
-        """Plan one phase; arguments and errors as for `plan`."""
-        (only,) = self._phases(mask, ranks, (phase,), ranks_per_node)
-        return only
-
-    def most_loaded(self, mask: Mask, ranks: int) -> float:
-        """Return the token pairs of the most loaded rank, before there is a plan; errors as for `plan`.
-
-        What `greedy` gives away is known after planning only: its work counts as even.
-        """
-        layout = self._layout(mask, ranks)
-        if self.assign is greedy:
-            return mask.area / ranks
-        return max(loads(self.assign(mask, layout), mask, layout))
-
-    def _layout(self, mask: Mask, ranks: int) -> Layout:
+    def assigned(self, mask: Mask, ranks: int) -> tuple[Layout, tuple[Block, ...]]:
+        """Return chunks and blocks, the same in both phases; errors as for `plan`."""
         if ranks < 1:
             raise UnsupportedError(f"a plan for {ranks} ranks", "there must be at least one", "ranks=1")
-        return layout_of(self.chunks, mask, ranks)
+        layout = self.cut(mask, _cut_where_needed(layout_of(self.chunks, mask, ranks), mask))
+        return layout, tuple(sorted(self.assign(mask, layout), key=BY_STEP))
 
-    def _phases(self, mask: Mask, ranks: int, phases: tuple[Phase, ...], ranks_per_node: int | None) -> list[Plan]:
-        """Assign blocks, which are the same in all phases, and route each phase."""
-        route = self.route
-        if ranks_per_node is not None:
-            if route is not direct:
-                why = "its messages hop from rank to rank, and cross to a node once already"
-                raise UnsupportedError(f"schedule {self.name!r} with a gateway", why, "the same without")
-            route = gateway(ranks_per_node)
-        layout = self.cut(mask, _cut_where_needed(self._layout(mask, ranks), mask))
-        blocks = tuple(sorted(self.assign(mask, layout), key=BY_STEP))
-        return [Plan(mask, layout, phase, blocks, route(blocks, layout, phase)) for phase in phases]
+    def routed(self, mask: Mask, layout: Layout, blocks: tuple[Block, ...]) -> AttentionPlan:
+        """Return the plan of blocks that `assigned` returned, without nodes."""
+        forward, backward = _phases(mask, layout, blocks, self.route)
+        return AttentionPlan(self.name, self.layout, forward, backward)
+
+
+def _phases(mask: Mask, layout: Layout, blocks: tuple[Block, ...], route: Route) -> list[Plan]:
+    return [Plan(mask, layout, phase, blocks, route(blocks, layout, phase)) for phase in (FORWARD, BACKWARD)]
+
+
+def over_nodes(plan: AttentionPlan, ranks_per_node: int) -> AttentionPlan:
+    """Return a plan of the route `direct` with data that crosses to another node crossing once."""
+    forward, backward = (
+        replace(phase, transfers=gateway(phase.transfers, phase.layout, phase.phase, ranks_per_node))
+        for phase in plan.phases
+    )
+    return replace(plan, forward=forward, backward=backward, ranks_per_node=ranks_per_node)
 
 
 def _cut_where_needed(layout: Layout, mask: Mask) -> Layout:
@@ -146,9 +132,7 @@ def with_blocks(plan: AttentionPlan, blocks: Iterable[Block]) -> AttentionPlan:
         plan: gives mask, layout and nodes.
         blocks: of the whole plan, of all ranks.
     """
-    route = direct if plan.ranks_per_node is None else gateway(plan.ranks_per_node)
     changed = tuple(sorted(blocks, key=BY_STEP))
-    forward, backward = (
-        Plan(old.mask, old.layout, old.phase, changed, route(changed, old.layout, old.phase)) for old in plan.phases
-    )
-    return AttentionPlan("custom", plan.layout, forward, backward, plan.ranks_per_node)
+    forward, backward = _phases(plan.forward.mask, plan.forward.layout, changed, direct)
+    custom = AttentionPlan("custom", plan.layout, forward, backward)
+    return custom if plan.ranks_per_node is None else over_nodes(custom, plan.ranks_per_node)

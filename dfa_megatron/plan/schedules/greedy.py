@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import lru_cache
 from itertools import chain
 from math import sqrt
 from typing import NamedTuple
@@ -21,7 +20,7 @@ from dfa_megatron.plan.language.components import Component, components
 from dfa_megatron.plan.language.geometry import Span, Tile
 from dfa_megatron.plan.language.ir import Block, needed_pairs
 from dfa_megatron.plan.language.layout import Layout, contiguous, cut_at
-from dfa_megatron.plan.language.mask import Mask
+from dfa_megatron.plan.language.mask import Mask, kept_on_mask
 from dfa_megatron.plan.schedules.step_order import Pair, assign_steps
 
 TOLERANCE = 0.03
@@ -55,12 +54,14 @@ def greedy(mask: Mask, layout: Layout) -> tuple[Block, ...]:
         mask: the pairs.
         layout: from `cut_for_help`, so that help is of whole chunks.
     """
-    given = help_of(mask, layout.ranks)
+    given: dict[int, list[Help]] = defaultdict(list)
+    for one in help_of(mask, layout.ranks):
+        given[one.q.lo * layout.ranks // mask.length].append(one)
     owned: list[list[Pair]] = [[] for _ in range(layout.ranks)]
     for q, kv in needed_pairs(mask, layout):
-        rows, keys = layout.chunks[q], layout.chunks[kv]
-        helpers = (h.rank for h in given if h.q.holds(rows) and h.kv.holds(keys))
-        owned[next(helpers, layout.owner[q])].append((q, kv))
+        rows, keys, owner = layout.chunks[q], layout.chunks[kv], layout.owner[q]
+        helpers = (h.rank for h in given[owner] if h.q.holds(rows) and h.kv.holds(keys))
+        owned[next(helpers, owner)].append((q, kv))
     return assign_steps(owned, mask, layout)
 
 
@@ -70,7 +71,7 @@ def cut_for_help(mask: Mask, layout: Layout) -> Layout:
     return cut_at(layout, chain.from_iterable((h.q.lo, h.q.hi, h.kv.lo, h.kv.hi) for h in given))
 
 
-@lru_cache(maxsize=32)
+@kept_on_mask
 def help_of(mask: Mask, ranks: int) -> tuple[Help, ...]:
     """Return the pairs that ranks of contiguous tokens compute for others; no two share a pair."""
     return tuple(_Balance(mask, ranks).run())

@@ -11,13 +11,12 @@ from __future__ import annotations
 import heapq
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
-from functools import lru_cache
 from itertools import pairwise
 
 from dfa_megatron.plan.language.components import Component, components
 from dfa_megatron.plan.language.geometry import Span
 from dfa_megatron.plan.language.layout import Layout, by_name
-from dfa_megatron.plan.language.mask import Mask
+from dfa_megatron.plan.language.mask import Mask, kept_on_mask
 
 FIRST, FINER, COARSER = 1 / 8, (1 / 32,), (1.0, float("inf"))
 """Components above this share of a rank's work are cut at first. The cut becomes finer if work is uneven, or coarser if
@@ -46,6 +45,7 @@ Taken = list[tuple[tuple[int, int], Component]]
 """Spans of rows, each with its component."""
 
 
+@kept_on_mask
 def load_balanced(mask: Mask, ranks: int) -> Layout:
     """Return chunks that give every rank equal tokens and nearly equal work. Equal arguments give equal layouts.
 
@@ -63,7 +63,6 @@ def load_balanced(mask: Mask, ranks: int) -> Layout:
     return Layout(tuple(Span(lo, hi) for lo, hi, _ in chunks), tuple(rank for _, _, rank in chunks))
 
 
-@lru_cache(maxsize=32)
 def layout_of(name: str, mask: Mask, ranks: int) -> Layout:
     """Return the layout of that name for a mask. Only `load_balanced` depends on more of the mask than its length.
 

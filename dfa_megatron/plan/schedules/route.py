@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
 from itertools import zip_longest
 
 from dfa_megatron.plan.language.ir import BY_STEP, TRANSFERS_BY_STEP, Block, Phase, Transfer
@@ -49,29 +48,24 @@ def _hops(steps: Iterable[int], owner: int, ranks: int, name: str, chunk: int, d
     return [Transfer(s + delay, (owner + s) % ranks, (owner + s + 1) % ranks, name, chunk) for s in steps]
 
 
-def gateway(ranks_per_node: int) -> Route:
-    """Return a route like `direct` in which data that crosses to a node crosses once.
+def gateway(transfers: Iterable[Transfer], layout: Layout, phase: Phase, ranks_per_node: int) -> tuple[Transfer, ...]:
+    """Return the transfers of `direct` rerouted so that data that crosses to a node crosses once.
 
     Inside a node a chunk goes from reader to reader in the order of need. Partial results are merged on their way
     through the node, so that one comes back. Two readers of a node that need a chunk in the same step both get it from
     its owner.
     """
-
-    def route(blocks: Sequence[Block], layout: Layout, phase: Phase) -> tuple[Transfer, ...]:
-        results = set(phase.write_names)
-        groups: dict[tuple[str, int, int], list[Transfer]] = defaultdict(list)
-        out: list[Transfer] = []
-        for transfer in direct(blocks, layout, phase):
-            away = transfer.src if transfer.what in results else transfer.dst
-            if away // ranks_per_node == layout.owner[transfer.chunk] // ranks_per_node:
-                out.append(transfer)
-            else:
-                groups[transfer.what, transfer.chunk, away // ranks_per_node].append(transfer)
-        for (what, _, _), group in groups.items():
-            out += _hand_back(group) if what in results else _hand_on(group)
-        return tuple(sorted(out, key=TRANSFERS_BY_STEP))
-
-    return route
+    groups: dict[tuple[str, int, int], list[Transfer]] = defaultdict(list)
+    out: list[Transfer] = []
+    for transfer in transfers:
+        away = transfer.src if transfer.what in phase.write_names else transfer.dst
+        if away // ranks_per_node == layout.owner[transfer.chunk] // ranks_per_node:
+            out.append(transfer)
+        else:
+            groups[transfer.what, transfer.chunk, away // ranks_per_node].append(transfer)
+    for (what, _, _), group in groups.items():
+        out += _hand_back(group) if what in phase.write_names else _hand_on(group)
+    return tuple(sorted(out, key=TRANSFERS_BY_STEP))
 
 
 def _hand_on(reads: Sequence[Transfer]) -> Iterable[Transfer]:
@@ -79,10 +73,9 @@ def _hand_on(reads: Sequence[Transfer]) -> Iterable[Transfer]:
     holder = earlier = reads[0]
     for read in reads:
         if read.step > holder.step:
-            earlier = holder
-        yield read if read.step == reads[0].step else replace(read, src=earlier.dst)
-        if read.step > holder.step:
-            holder = read
+            earlier, holder = holder, read
+        src = read.src if read.step == reads[0].step else earlier.dst
+        yield Transfer(read.step, src, read.dst, read.what, read.chunk)
 
 
 def _hand_back(results: Sequence[Transfer]) -> Iterable[Transfer]:
@@ -90,4 +83,4 @@ def _hand_back(results: Sequence[Transfer]) -> Iterable[Transfer]:
     step = -1
     for result, following in zip_longest(results, results[1:]):
         step = max(result.step, step + 1)
-        yield replace(result, step=step, dst=following.src if following else result.dst)
+        yield Transfer(step, result.src, following.src if following else result.dst, result.what, result.chunk)

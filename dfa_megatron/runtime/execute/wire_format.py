@@ -11,7 +11,6 @@ from typing import Literal
 import torch
 
 from dfa_megatron.kernels.api import accumulator_dtype
-from dfa_megatron.plan.language.quick import quick
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +72,6 @@ class Format:
         return tuple(Placed(start, field.dtype, field.shape(self.batch, rows)) for field, start in fields)
 
 
-@quick
 @dataclass(frozen=True, slots=True)
 class Placed:
     """A dense tensor in a flat buffer: its first byte, dtype and shape."""
