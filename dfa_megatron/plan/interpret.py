@@ -33,12 +33,11 @@ class Algebra(Protocol):
         ...
 
 
-Event = tuple[str, int, Step]
-"""("post" or "land", the step's number, the step)."""
+def rank_loop(program: Program, algebra: Algebra) -> Generator[tuple[str, int, Step], None, None]:
+    """Run one rank, and yield ("post" or "land", the step's number, the step).
 
-
-def rank_loop(program: Program, algebra: Algebra) -> Generator[Event, None, None]:
-    """Run one rank. The driver moves the messages: it starts them at "post" and finishes them at "land"."""
+    The driver moves the messages: it starts them at "post" and finishes them at "land".
+    """
     for number, step in enumerate(program.steps):
         algebra.begin(number)
         yield "post", number, step
@@ -69,7 +68,7 @@ def run_together(programs: Sequence[Program], algebras: Sequence[HandOver]) -> N
         PlanError: a message that nobody sends or nobody receives; programs lowered from one plan have none.
     """
     loops = [rank_loop(program, algebra) for program, algebra in zip(programs, algebras, strict=True)]
-    events: dict[int, Event] = {rank: event for rank, loop in enumerate(loops) if (event := next(loop, None))}
+    events = {rank: event for rank, loop in enumerate(loops) if (event := next(loop, None))}
     while events:
         wire: dict[tuple[int, int], Any] = {}
         for rank, (_, number, step) in events.items():

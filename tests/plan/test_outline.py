@@ -57,7 +57,7 @@ def drawn(seed: int) -> Iterator[tuple[float, float, float]]:
         with suppress(UnsupportedError):
             node = hardware.node_size(ranks) if name != "ring" and draw.random() < 0.5 else None
             plan = plan_of(name, mask, ranks, node)
-            real = simulate(plan, shape, hardware, events=False)
+            real = simulate(plan, shape, hardware)
             parts = [estimate(outline(phase, batch), shape, hardware) for phase in plan.phases]
             seconds, host = sum(part.seconds for part in parts), sum(part.host_seconds for part in parts)
             idle = abs(1 - sum(part.busy for part in parts) / seconds - real.idle_share)
