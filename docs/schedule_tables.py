@@ -5,11 +5,11 @@ from __future__ import annotations
 import random
 from functools import partial
 
-from dfa_megatron.plan.cost.choose import imbalance, make_plan
+from dfa_megatron.plan.cost.choose import make_plan
 from dfa_megatron.plan.cost.hardware import H200_NVLINK, H200_SLOW_LINK, IDEAL_LINK
 from dfa_megatron.plan.cost.simulate import bytes_sent, simulate
 from dfa_megatron.plan.draw import draw
-from dfa_megatron.plan.language.ir import AttentionPlan, Plan
+from dfa_megatron.plan.language.ir import AttentionPlan, Plan, loads
 from dfa_megatron.plan.language.mask import Mask, causal, documents
 from dfa_megatron.plan.language.shape import AttentionShape
 from dfa_megatron.plan.lowering.lower import lower_all
@@ -98,10 +98,10 @@ def packs() -> list[str]:
         mask = pack(ranks, seed)
         for schedule in (SCHEDULES["balanced"], *FOR_PACKS[::-1]):
             plan = schedule.plan(mask, ranks)
-            sent = bytes_sent(plan, PACK_SHAPE)
+            load, sent = loads(plan.forward.blocks, mask, plan.forward.layout), bytes_sent(plan, PACK_SHAPE)
             seconds = simulate(plan, PACK_SHAPE, H200_NVLINK).makespan
             rows.append(
-                f"| {ranks} | {len(mask.tiles)} documents | {label(schedule)} | {imbalance(plan):.2f} "
+                f"| {ranks} | {len(mask.tiles)} documents | {label(schedule)} | {max(load) * ranks / sum(load):.2f} "
                 f"| {sum(sent) / len(sent) / 1e6:.0f} ({max(sent) / 1e6:.0f}) | {1e3 * seconds:.1f} |"
             )
     return rows

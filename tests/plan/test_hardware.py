@@ -52,15 +52,6 @@ def test_short_blocks_make_a_simulated_run_slower_per_pair() -> None:
     assert max(short.busy) * 32**2 > 1.5 * max(long.busy)
 
 
-def test_another_transport_of_a_profile_is_another_link() -> None:
-    assert H200_NVLINK.link.transport == "p2p"
-    other = H200_NVLINK.over("copy_engine")
-    assert other.link.transport == "copy_engine"
-    assert set(other.links) == set(H200_NVLINK.links)
-    with pytest.raises(UnsupportedError, match="one of p2p, copy_engine"):
-        H200_NVLINK.over("pigeon")
-
-
 def test_messages_to_other_nodes_take_the_adapter_beside_the_link() -> None:
     delivered, times = deliver([(0, 1, 2.0, False), (0, 2, 23.0, True), (0, 3, 23.0, True)], [0.0] * 4)
     assert times == {(0, 1): (0.0, 2.0), (0, 2): (0.0, 23.0), (0, 3): (23.0, 46.0)}

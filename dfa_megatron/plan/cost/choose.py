@@ -244,12 +244,6 @@ def _timed(plan: AttentionPlan, shape: AttentionShape, hardware: Hardware) -> Ca
     return Candidate(plan.schedule, plan.layout, plan, device=device, host=host, busy=busy, sent=sent)
 
 
-def imbalance(plan: AttentionPlan) -> float:
-    """Return the work of the most loaded rank over the mean, in token pairs."""
-    load = loads(plan.forward.blocks, plan.forward.mask, plan.forward.layout)
-    return max(load) * plan.ranks / max(1, sum(load))
-
-
 def automatic_degree(
     mask: Mask, ranks: int, *, schedule: str, layout: str, shape: AttentionShape, hardware: Hardware
 ) -> int:
@@ -263,8 +257,9 @@ def automatic_degree(
     looked_at = candidates(mask, ranks, layout=layout, shape=shape, hardware=hardware)
     if (least := best(looked_at)) is None:
         return 1
+    even = _compute_seconds(mask.area / ranks, shape, hardware)  # no plan is faster than this and its exchanges
     for degree in _degrees(ranks, shape):
-        if _least_seconds(mask, ranks, shape, hardware, degree) < least.seconds:
+        if even + _exchange_seconds(mask, ranks, shape, hardware, degree, kept=True)[0] < least.seconds:
             looked_at += tuple(_with_ulysses(mask, ranks, layout, shape, hardware, degree, kept=True))
     taken = best(looked_at)
     return taken.ulysses_degree if taken is not None else 1
@@ -272,12 +267,6 @@ def automatic_degree(
 
 def _degrees(ranks: int, shape: AttentionShape) -> list[int]:
     return [d for d in range(2, ranks + 1) if ranks % d == 0 and shape.heads % d == 0]
-
-
-def _least_seconds(mask: Mask, ranks: int, shape: AttentionShape, hardware: Hardware, degree: int) -> float:
-    """Return a time below that of every plan with a degree: its exchanges, and even work at the highest rate."""
-    seconds, _ = _exchange_seconds(mask, ranks, shape, hardware, degree, kept=True)
-    return seconds + _compute_seconds(mask.area / ranks, shape, hardware)
 
 
 def _compute_seconds(pairs: float, shape: AttentionShape, hardware: Hardware) -> float:

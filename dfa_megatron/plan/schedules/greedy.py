@@ -21,7 +21,7 @@ from dfa_megatron.plan.language.geometry import Span, Tile
 from dfa_megatron.plan.language.ir import Block, needed_pairs
 from dfa_megatron.plan.language.layout import Layout, contiguous, cut_at
 from dfa_megatron.plan.language.mask import Mask, kept_on_mask
-from dfa_megatron.plan.schedules.step_order import Pair, assign_steps
+from dfa_megatron.plan.schedules.step_order import assign_steps
 
 TOLERANCE = 0.03
 """Tolerated work above the mean, as a share of the mean."""
@@ -57,7 +57,7 @@ def greedy(mask: Mask, layout: Layout) -> tuple[Block, ...]:
     given: dict[int, list[Help]] = defaultdict(list)
     for one in help_of(mask, layout.ranks):
         given[one.q.lo * layout.ranks // mask.length].append(one)
-    owned: list[list[Pair]] = [[] for _ in range(layout.ranks)]
+    owned: list[list[tuple[int, int]]] = [[] for _ in range(layout.ranks)]
     for q, kv in needed_pairs(mask, layout):
         rows, keys, owner = layout.chunks[q], layout.chunks[kv], layout.owner[q]
         helpers = (h.rank for h in given[owner] if h.q.holds(rows) and h.kv.holds(keys))

@@ -11,7 +11,7 @@ from __future__ import annotations
 import heapq
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 from dfa_megatron.plan.language.components import Component, components
 from dfa_megatron.plan.language.geometry import Span
@@ -37,12 +37,6 @@ They decide between finer cuts and uneven work: 32 heads of 128, 8 of them for k
 """
 
 WHOLE = -1
-
-Held = list[tuple[int, int, int]]
-"""(first token, end, WHOLE for whole components or the first token of the cut component) of a rank's tokens."""
-
-Taken = list[tuple[tuple[int, int], Component]]
-"""Spans of rows, each with its component."""
 
 
 @kept_on_mask
@@ -76,14 +70,17 @@ def layout_of(name: str, mask: Mask, ranks: int) -> Layout:
 
 
 class _Balancing:
-    """One distribution of the tokens: each rank's spans, its work, and the number of keys it has to receive."""
+    """One distribution of the tokens: each rank's spans, its work, and the number of keys it has to receive.
+
+    held: (first token, end, WHOLE for whole components or the first token of the cut component) by rank. room: tokens
+    that a rank still takes.
+    """
 
     def __init__(self, parts: Sequence[Component], length: int, ranks: int, even: float, limit: float) -> None:
         self.ranks, self.even = ranks, even
         self.room = [(rank + 1) * length // ranks - rank * length // ranks for rank in range(ranks)]
-        self.load = [0.0] * ranks
-        self.held: list[Held] = [[] for _ in range(ranks)]
-        self.received = [0] * ranks
+        self.load, self.received = [0.0] * ranks, [0] * ranks
+        self.held: list[list[tuple[int, int, int]]] = [[] for _ in range(ranks)]
         if cut := self._place_whole(parts, limit):
             self._balance_rows(cut)
 
@@ -99,10 +96,8 @@ class _Balancing:
 
     def cost(self) -> float:
         """Return the seconds of the slowest rank, if messages travel behind compute."""
-        return max(
-            max(PAIR * load, TOKEN * received) + SPAN * len(held)
-            for load, received, held in zip(self.load, self.received, self.held, strict=True)
-        )
+        each = zip(self.load, self.received, self.held, strict=True)
+        return max(max(PAIR * load, TOKEN * received) + SPAN * len(held) for load, received, held in each)
 
     def _place_whole(self, parts: Sequence[Component], limit: float) -> list[Component]:
         """Place components on ranks, the heaviest first; return those that have to be cut."""
@@ -133,24 +128,21 @@ class _Balancing:
         """Fill every rank to the token, with even work if the rows allow; ranks far from the mean choose first."""
         rows = _Rows(cut, max(1, sum(self.room) // (SEGMENTS * self.ranks)))
         mean = rows.work[-1] / rows.tokens[-1]
-        needs = sorted(
-            (-abs((self.even - load) - mean * room), rank)
-            for rank, (load, room) in enumerate(zip(self.load, self.room, strict=True))
-            if room
-        )
-        for _, rank in needs:
+        waiting = [rank for rank, room in enumerate(self.room) if room]
+        waiting.sort(key=lambda rank: -abs(self.even - self.load[rank] - mean * self.room[rank]))
+        for rank in waiting:
             taken, work = rows.take(self.room[rank], self.even - self.load[rank])
             self.load[rank] += work
             self.room[rank] = 0
-            self.held[rank] += [(lo, hi, part.span.lo) for (lo, hi), part in taken]
+            self.held[rank] += [(lo, hi, part.span.lo) for lo, hi, part in taken]
             self.received[rank] += _keys(taken)
 
 
-def _keys(taken: Taken) -> int:
+def _keys(taken: Iterable[tuple[int, int, Component]]) -> int:
     """Return the number of tokens whose keys these rows need beside their own."""
     until: dict[int, int] = {}
     own = 0
-    for (lo, hi), part in taken:
+    for lo, hi, part in taken:
         start, end = part.span.lo, hi if part.is_document else part.span.hi
         until[start] = max(until.get(start, 0), end)
         own += hi - lo
@@ -158,7 +150,10 @@ def _keys(taken: Taken) -> int:
 
 
 class _Rows:
-    """The rows of some components as segments in order of the work per row; ranks take from both ends."""
+    """The rows of some components as segments in order of the work per row; ranks take from both ends.
+
+    tokens, work: of all segments before each, and of all.
+    """
 
     def __init__(self, parts: Sequence[Component], segment: int) -> None:
         found: list[tuple[float, int, int, float, Component]] = []
@@ -170,17 +165,13 @@ class _Rows:
                 edges = sorted({*edges, *(edge for tile in part.tiles for edge in (tile.q.lo, tile.q.hi))})
             for (lo, hi), work in zip(pairwise(edges), part.row_work(edges), strict=True):
                 found.append((work / (hi - lo), lo, hi, work, part))
-        found.sort(key=lambda segment: segment[:2])
-        self.segments = found
-        self.tokens: list[int] = [0]
-        self.work: list[float] = [0.0]
-        for _, lo, hi, pairs, _ in found:
-            self.tokens.append(self.tokens[-1] + hi - lo)
-            self.work.append(self.work[-1] + pairs)
+        self.segments = sorted(found, key=lambda segment: segment[:2])
+        self.tokens = [*accumulate((hi - lo for _, lo, hi, _, _ in self.segments), initial=0)]
+        self.work = [*accumulate((work for *_, work, _ in self.segments), initial=0.0)]
         self.low, self.high = 0, self.tokens[-1]
 
-    def take(self, tokens: int, work: float) -> tuple[Taken, float]:
-        """Take `tokens` rows of about `work`; return (the rows, their work)."""
+    def take(self, tokens: int, work: float) -> tuple[list[tuple[int, int, Component]], float]:
+        """Take `tokens` rows of about `work`; return (spans of rows with their components, their work)."""
         light, got = self._split(tokens, work)
         first, last = self.low + light, self.high - (tokens - light)
         taken = [*self._spans(self.low, first), *self._spans(last, self.high)]
@@ -199,10 +190,8 @@ class _Rows:
 
         few, many = 0, tokens
         most, least = got(few), got(many)
-        if most <= work:
-            return few, most
-        if least >= work:
-            return many, least
+        if most <= work or least >= work:
+            return (few, most) if most <= work else (many, least)
         for _ in range(4):
             guess = few + round((many - few) * (most - work) / (most - least))
             value = got(guess)
@@ -219,26 +208,25 @@ class _Rows:
         at = bisect_right(self.tokens, row, hi=len(self.tokens) - 1) - 1
         return self.work[at] + (row - self.tokens[at]) * self.segments[at][0]
 
-    def _spans(self, first: int, last: int) -> Iterable[tuple[tuple[int, int], Component]]:
+    def _spans(self, first: int, last: int) -> Iterable[tuple[int, int, Component]]:
         at = bisect_right(self.tokens, first) - 1
         while first < last:
             _, lo, hi, _, part = self.segments[at]
             start = lo + first - self.tokens[at]
             end = min(hi, start + last - first)
-            yield (start, end), part
+            yield start, end, part
             first += end - start
             at += 1
 
 
-def _joined(held: Held) -> list[tuple[int, int]]:
+def _joined(held: Iterable[tuple[int, int, int]]) -> list[tuple[int, int]]:
     """Merge adjacent spans into as few chunks as possible.
 
     Spans of a cut component merge only with each other, because a chunk is the unit that is sent.
     """
-    out: Held = []
+    out: list[tuple[int, int, int]] = []
     for lo, hi, whose in sorted(held):
         if out and out[-1][1] == lo and out[-1][2] == whose:
-            out[-1] = out[-1][0], hi, whose
-        else:
-            out.append((lo, hi, whose))
+            lo = out.pop()[0]
+        out.append((lo, hi, whose))
     return [(lo, hi) for lo, hi, _ in out]

@@ -7,7 +7,7 @@ from __future__ import annotations
 from dfa_megatron.plan.language.ir import Block, needed_pairs
 from dfa_megatron.plan.language.layout import Layout
 from dfa_megatron.plan.language.mask import Mask
-from dfa_megatron.plan.schedules.step_order import Pair, assign_steps
+from dfa_megatron.plan.schedules.step_order import assign_steps
 
 
 def by_distance(mask: Mask, layout: Layout) -> tuple[Block, ...]:
@@ -25,7 +25,7 @@ def by_distance(mask: Mask, layout: Layout) -> tuple[Block, ...]:
 
 def by_memory(mask: Mask, layout: Layout) -> tuple[Block, ...]:
     """Return blocks in as few steps as each rank's remote work fills, for load_balanced tokens. Owners compute."""
-    owned: list[list[Pair]] = [[] for _ in range(layout.ranks)]
+    owned: list[list[tuple[int, int]]] = [[] for _ in range(layout.ranks)]
     for q, kv in needed_pairs(mask, layout):
         owned[layout.owner[q]].append((q, kv))
     return assign_steps(owned, mask, layout)

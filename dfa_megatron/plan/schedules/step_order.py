@@ -1,4 +1,4 @@
-"""Assign steps to pairs of chunks: few steps, and bounded memory."""
+"""Assign steps to pairs (q_chunk, kv_chunk): few steps, and bounded memory."""
 
 from __future__ import annotations
 
@@ -8,14 +8,11 @@ from dfa_megatron.plan.language.ir import Block
 from dfa_megatron.plan.language.layout import Layout
 from dfa_megatron.plan.language.mask import Mask
 
-Pair = tuple[int, int]
-"""(q_chunk, kv_chunk)."""
-
 ROWS_PER_STEP = 2.0
 """Limit of remote rows and keys that a rank reads in one step, in rows of its own. It bounds memory."""
 
 
-def assign_steps(owned: Sequence[Sequence[Pair]], mask: Mask, layout: Layout) -> tuple[Block, ...]:
+def assign_steps(owned: Sequence[Sequence[tuple[int, int]]], mask: Mask, layout: Layout) -> tuple[Block, ...]:
     """Return blocks with steps: step 0 is local, help follows, then own rows, so that results travel behind them.
 
     Steps are as few as memory allows, near ranks before far ones, because a step is a kernel call and a wait.
@@ -35,13 +32,13 @@ def assign_steps(owned: Sequence[Sequence[Pair]], mask: Mask, layout: Layout) ->
 
 
 def _by_memory(
-    rank: int, pairs: Sequence[Pair], owner: Sequence[int], rows: Sequence[int], limit: float
-) -> list[list[Pair]]:
+    rank: int, pairs: Sequence[tuple[int, int]], owner: Sequence[int], rows: Sequence[int], limit: float
+) -> list[list[tuple[int, int]]]:
     """Split the pairs, in order, into groups that each read at most `limit` remote rows.
 
     A pair that alone exceeds the limit forms its own group.
     """
-    groups: list[list[Pair]] = []
+    groups: list[list[tuple[int, int]]] = []
     held: set[tuple[int, int]] = set()
     read = 0
     for pair in pairs:
