@@ -184,7 +184,7 @@ def candidates(
     return tuple(looked_at)
 
 
-@lru_cache(maxsize=4)
+@lru_cache(maxsize=8)
 def _of_schedules(
     mask: Mask, ranks: int, layout: str, shape: AttentionShape, hardware: Hardware
 ) -> tuple[Candidate, ...]:
