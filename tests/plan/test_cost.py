@@ -78,15 +78,15 @@ def test_zigzag_with_direct_routes_moves_three_quarters_of_a_ring() -> None:
 
 
 def test_a_name_weighs_what_its_fields_weigh() -> None:
-    shape = AttentionShape(batch=2, heads=6, kv_heads=3, head_dim=8, head_dim_v=4, wire_bytes=4)
+    shape = AttentionShape(batch=2, heads=6, kv_heads=3, head_dim=8, head_dim_v=4)
     q, k, v, o, statistic = 6 * 8 * 2, 3 * 8 * 2, 3 * 4 * 2, 6 * 4 * 2, 6 * 4
     rows = 2 * 5
     assert bytes_of("q", 5, shape) == rows * q
     assert bytes_of("kv", 5, shape) == rows * (k + v)
-    assert bytes_of("out", 5, shape) == rows * (2 * o + statistic), "a partial output travels in 4 bytes here"
+    assert bytes_of("out", 5, shape) == rows * (o + statistic)
     assert bytes_of("qdo", 5, shape) == rows * (q + o + statistic + o)
-    assert bytes_of("dq", 5, shape) == rows * 2 * q
-    assert bytes_of("dkv", 5, shape) == rows * 2 * (k + v)
+    assert bytes_of("dq", 5, shape) == rows * q
+    assert bytes_of("dkv", 5, shape) == rows * (k + v)
     with pytest.raises(ValueError, match="no name 'x' travels"):
         bytes_of("x", 5, shape)
 

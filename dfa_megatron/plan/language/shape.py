@@ -20,7 +20,6 @@ class AttentionShape:
         bytes_per_element: of q, k, v, dout and out.
         accumulator_bytes: of lse and delta.
         backward_needs: tensor that a helper's backward receives beside q, dout and lse: "out" or "delta".
-        wire_bytes: bytes per element of partial outputs and gradients in messages; None is bytes_per_element.
 
     Raises:
         UnsupportedError: a size is not positive, or kv_heads does not divide heads.
@@ -34,10 +33,9 @@ class AttentionShape:
     bytes_per_element: int = 2
     accumulator_bytes: int = 4
     backward_needs: Literal["delta", "out"] = "out"
-    wire_bytes: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("batch", "heads", "kv_heads", "head_dim", "value_dim", "bytes_per_element", "partial_bytes"):
+        for name in ("batch", "heads", "kv_heads", "head_dim", "value_dim", "bytes_per_element"):
             if getattr(self, name) <= 0:
                 raise UnsupportedError(f"{name}={getattr(self, name)}", "it must be positive", "1 or more")
         if self.heads % self.kv_heads:
@@ -51,11 +49,6 @@ class AttentionShape:
         """Return the head dimension of v and out."""
         return self.head_dim if self.head_dim_v is None else self.head_dim_v
 
-    @property
-    def partial_bytes(self) -> int:
-        """Return bytes per element of a partial result in a message."""
-        return self.bytes_per_element if self.wire_bytes is None else self.wire_bytes
-
     def flops_per_pair(self, phase: Phase) -> int:
         """Return floating-point operations of one (query, key) pair over all heads: 2 products forward, 5 backward."""
         qk, pv = self.head_dim, self.value_dim
@@ -64,26 +57,33 @@ class AttentionShape:
 
 
 def bytes_of(name: str, tokens: int, shape: AttentionShape) -> int:
-    """Return bytes of `tokens` rows of a name in a message, without the padding between its fields.
+    """Return bytes of `tokens` rows of a name in a message, without the padding between its fields."""
+    fields = fields_of(
+        name, shape.heads, shape.kv_heads, shape.head_dim, shape.value_dim, needs_delta=shape.backward_needs == "delta"
+    )
+    row = sum(n * (width * shape.bytes_per_element or shape.accumulator_bytes) for _, n, width in fields)
+    return shape.batch * tokens * row
 
-    q | k, v | out, lse | q, dout, lse, and delta or out | dq | dk, dv: the fields of the runtime's wire format.
+
+def fields_of(
+    name: str, heads: int, kv_heads: int, dim: int, dim_v: int, *, needs_delta: bool
+) -> tuple[tuple[str, int, int], ...]:
+    """Return (field, heads, width) of the tensors of a name, in messages and in memory.
+
+    A width of 0 is a statistic: one number of the accumulator's dtype. All else has q's dtype in messages.
     """
-    dim, dim_v, element, partial = shape.head_dim, shape.value_dim, shape.bytes_per_element, shape.partial_bytes
-    statistic = shape.heads * shape.accumulator_bytes
     match name:
         case "q":
-            row = shape.heads * dim * element
+            return (("q", heads, dim),)
         case "kv":
-            row = shape.kv_heads * (dim + dim_v) * element
+            return ("k", kv_heads, dim), ("v", kv_heads, dim_v)
         case "out":
-            row = shape.heads * dim_v * partial + statistic
+            return ("out", heads, dim_v), ("lse", heads, 0)
         case "qdo":
-            memory = statistic if shape.backward_needs == "delta" else shape.heads * dim_v * element
-            row = shape.heads * (dim + dim_v) * element + statistic + memory
+            memory = ("minus_delta", heads, 0) if needs_delta else ("out", heads, dim_v)
+            return ("q", heads, dim), ("dout", heads, dim_v), ("lse", heads, 0), memory
         case "dq":
-            row = shape.heads * dim * partial
+            return (("dq", heads, dim),)
         case "dkv":
-            row = shape.kv_heads * (dim + dim_v) * partial
-        case _:
-            raise ValueError(f"no name {name!r} travels: q, kv, out, qdo, dq, dkv do")
-    return shape.batch * tokens * row
+            return ("dk", kv_heads, dim), ("dv", kv_heads, dim_v)
+    raise ValueError(f"no name {name!r} travels: q, kv, out, qdo, dq, dkv do")

@@ -11,6 +11,7 @@ from typing import Literal
 import torch
 
 from dfa_megatron.kernels.api import accumulator_dtype
+from dfa_megatron.plan.language.shape import fields_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,35 +89,10 @@ class Placed:
 
 @lru_cache(maxsize=4096)
 def _fields(format: Format, name: str, partial: torch.dtype) -> tuple[Field, ...]:
-    statistic = accumulator_dtype(format.dtype)
-    q = Field("q", format.heads, format.head_dim, format.dtype)
-    row = Field("out", format.heads, format.head_dim_v, format.dtype)
-    match name:
-        case "q":
-            return (q,)
-        case "kv":
-            return (
-                Field("k", format.kv_heads, format.head_dim, format.dtype),
-                Field("v", format.kv_heads, format.head_dim_v, format.dtype),
-            )
-        case "out":
-            return Field("out", format.heads, format.head_dim_v, partial), Field("lse", format.heads, 0, statistic)
-        case "qdo":
-            minus_delta = Field("minus_delta", format.heads, 0, statistic)
-            return (
-                q,
-                Field("dout", format.heads, format.head_dim_v, format.dtype),
-                Field("lse", format.heads, 0, statistic),
-                minus_delta if format.backward_needs == "delta" else row,
-            )
-        case "dq":
-            return (Field("dq", format.heads, format.head_dim, partial),)
-        case "dkv":
-            return (
-                Field("dk", format.kv_heads, format.head_dim, partial),
-                Field("dv", format.kv_heads, format.head_dim_v, partial),
-            )
-    raise AssertionError(f"no such name: {name}")
+    statistic, dtype = accumulator_dtype(format.dtype), partial if name in ("out", "dq", "dkv") else format.dtype
+    sizes, needs = (format.heads, format.kv_heads, format.head_dim, format.head_dim_v), format.backward_needs
+    fields = fields_of(name, *sizes, needs_delta=needs == "delta")
+    return tuple(Field(field, heads, width, dtype if width else statistic) for field, heads, width in fields)
 
 
 def rows_of(tensor: torch.Tensor, lo: int, hi: int) -> torch.Tensor:
