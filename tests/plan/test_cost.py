@@ -94,7 +94,7 @@ def test_a_name_weighs_what_its_fields_weigh() -> None:
 # Time.
 
 
-@pytest.mark.parametrize("ranks", range(1, 18))
+@pytest.mark.parametrize("ranks", [*range(1, 9), 12, 17])
 def test_compute_alone_uses_the_ranks_as_the_closed_forms_say(ranks: int) -> None:
     mask = causal(ranks * 2 * 4096)
     even = ranks % 2 == 0

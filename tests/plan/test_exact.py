@@ -8,45 +8,39 @@ import pytest
 
 from dfa_megatron.plan.proof.check import check
 from tests.support import oracle
-from tests.support.plan_cases import WAYS, every_mask, heterogeneous_masks, plan_of, plans
+from tests.support.plan_cases import WAYS, Case, every_mask, heterogeneous_masks, plan_of, plans
 from tests.support.plan_dense import reference
 
 
-@pytest.mark.parametrize("ranks", [*range(1, 10), 13])
-def test_every_schedule_is_exact_on_every_mask_it_supports(ranks: int) -> None:
-    rng = random.Random(ranks)
+def are_exact(cases: list[Case], ranks: int) -> set[str]:
+    """Check every plan of every schedule that serves; return the schedules."""
     seen = set()
-    for case in every_mask(2 * ranks * rng.randint(1, 3), rng):
+    for case in cases:
         sees = case.dense
         expected = reference(sees, seed=ranks)
         for name, plan in plans(case, ranks):
             check(plan)
             assert oracle.is_right(plan, sees, expected), f"{name} {plan.phase.name} of {case.mask.name}"
             seen.add(name)
-    assert seen == set(WAYS)
+    return seen
+
+
+@pytest.mark.parametrize("ranks", [*range(1, 10), 13])
+def test_every_schedule_is_exact_on_every_mask_it_supports(ranks: int) -> None:
+    rng = random.Random(ranks)
+    assert are_exact(every_mask(2 * ranks * rng.randint(1, 3), rng), ranks) == set(WAYS)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 5, 7, 8])
 def test_every_schedule_is_exact_on_heterogeneous_masks(ranks: int) -> None:
     rng = random.Random(50 + ranks)
-    for case in heterogeneous_masks(2 * ranks * rng.randint(1, 3), rng):
-        sees = case.dense
-        expected = reference(sees, seed=ranks)
-        for name, plan in plans(case, ranks):
-            check(plan)
-            assert oracle.is_right(plan, sees, expected), f"{name} {plan.phase.name} of {case.mask.name}"
+    are_exact(heterogeneous_masks(2 * ranks * rng.randint(1, 3), rng), ranks)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 5, 8, 9])
 @pytest.mark.parametrize("tokens", [1, 3])
 def test_schedules_are_exact_where_half_chunks_are_unequal_or_empty(ranks: int, tokens: int) -> None:
-    rng = random.Random(100 * ranks + tokens)
-    for case in every_mask(ranks * tokens, rng):
-        sees = case.dense
-        expected = reference(sees, seed=tokens)
-        for name, plan in plans(case, ranks):
-            check(plan)
-            assert oracle.is_right(plan, sees, expected), f"{name} {plan.phase.name} of {case.mask.name}"
+    are_exact(every_mask(ranks * tokens, random.Random(100 * ranks + tokens)), ranks)
 
 
 @pytest.mark.parametrize("schedule", WAYS)
