@@ -99,8 +99,6 @@ def test_what_is_sent_is_what_the_other_ranks_compute() -> None:
     dense = split_heads(2, 8, 8, 2)
     assert dense.sent(whole, 10, kept=True)[1] < dense.sent(whole, 10)[1]
     assert split_heads(1, 8, 8, 2).sent(whole, 10) == (0, 0)
-    assert split.landed(whole, 10) == 3 * 4 * 10 * (row + 2 * out + 8)
-    assert split_heads(1, 8, 8, 2).landed(whole, 10) == 0
 
 
 def test_the_command_shows_the_plan_inside_and_what_the_exchange_costs(capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,7 +10,7 @@ from math import gcd
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.plan.language.geometry import Span, joined_spans
 from dfa_megatron.plan.language.layout import by_name
-from dfa_megatron.plan.language.shape import AttentionShape
+from dfa_megatron.plan.language.shape import AttentionShape, bytes_of
 
 
 def check_degree(degree: int, ranks: int, heads: int) -> None:
@@ -21,14 +21,11 @@ def check_degree(degree: int, ranks: int, heads: int) -> None:
     """
     works = [str(d) for d in range(1, ranks + 1) if ranks % d == 0 and heads % d == 0]
     instead = f"a degree that divides both {ranks} ranks and {heads} heads: {', '.join(works)}"
+    what = f"ulysses_degree={degree}"
     if degree < 1 or ranks % degree:
-        raise UnsupportedError(
-            f"ulysses_degree={degree} on a group of {ranks} ranks", "the degree must divide the ranks", instead
-        )
+        raise UnsupportedError(f"{what} on a group of {ranks} ranks", "the degree must divide the ranks", instead)
     if heads % degree:
-        raise UnsupportedError(
-            f"ulysses_degree={degree} with {heads} heads", "every rank must get as many heads as the others", instead
-        )
+        raise UnsupportedError(f"{what} with {heads} heads", "every rank must get as many heads as the others", instead)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,41 +49,25 @@ class HeadSplit:
 
     @property
     def keeps(self) -> bool:
-        """Return whether the exchanged q, k and v take no more memory than the originals and can be saved in their
-        place.
-        """
+        """Return whether the exchanged q, k and v take no more memory than the originals, and can be saved instead."""
         return self.copies == 1
 
-    def bytes_per_token(self, whole: AttentionShape, *, kept: bool = False) -> tuple[int, int, int, int]:
-        """Return bytes per token of a sequence from one rank to one other: before and after a forward, then a backward.
-
-        Padding is not counted.
+    def exchanges(self, whole: AttentionShape, tokens: int, *, kept: bool = False) -> tuple[int, ...]:
+        """Return bytes, without padding, that a rank sends before and after a forward, then around a backward.
 
         Args:
             whole: the shape of the call.
+            tokens: of the rank.
             kept: the backward reuses the exchanged q, k, v of the forward if `keeps`; nothing is rematerialized.
         """
-        q, k = self.heads * whole.head_dim, self.kv_heads * whole.head_dim
-        out, v = self.heads * whole.value_dim, self.kv_heads * whole.value_dim
-        qkv, out = (q + k + v) * whole.bytes_per_element, out * whole.bytes_per_element
-        lse = self.heads * whole.accumulator_bytes
-        read = lse if whole.backward_needs == "delta" else out
-        return qkv, out + lse, (0 if kept and self.keeps else qkv) + out + read + lse, qkv
-
-    def exchanges(self, whole: AttentionShape, tokens: int, *, kept: bool = False) -> tuple[int, ...]:
-        """Return bytes that a rank of `tokens` tokens sends per exchange, in the order of `bytes_per_token`."""
-        return tuple(
-            (self.degree - 1) * whole.batch * tokens * nbytes for nbytes in self.bytes_per_token(whole, kept=kept)
-        )
+        q, kv, out, qdo = (bytes_of(name, tokens, self.shape(whole)) for name in ("q", "kv", "out", "qdo"))
+        backward = qdo - q if kept and self.keeps else qdo + kv
+        return tuple((self.degree - 1) * nbytes for nbytes in (q + kv, out, backward, q + kv))
 
     def sent(self, whole: AttentionShape, tokens: int, *, kept: bool = False) -> tuple[int, int]:
         """Return bytes that a rank with `tokens` tokens sends around a forward, and around a backward."""
         nbytes = self.exchanges(whole, tokens, kept=kept)
         return sum(nbytes[:2]), sum(nbytes[2:])
-
-    def landed(self, whole: AttentionShape, tokens: int) -> int:
-        """Return bytes of exchanged tensors that a rank holds during the plan's backward; 0 if degree is 1."""
-        return self.degree * whole.batch * tokens * self.bytes_per_token(whole)[2] if self.degree > 1 else 0
 
 
 def split_heads(degree: int, ranks: int, heads: int, kv_heads: int) -> HeadSplit:
