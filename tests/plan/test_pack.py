@@ -17,8 +17,8 @@ from dfa_megatron.plan.lowering.lower import lower_all
 from dfa_megatron.plan.lowering.messages import rank_messages
 from dfa_megatron.plan.lowering.pack import COPIED, GAP, packs, segments_of
 from dfa_megatron.plan.proof.check import check, check_programs
-from dfa_megatron.plan.schedules.owner_computes import by_memory
 from dfa_megatron.plan.schedules.route import direct
+from dfa_megatron.plan.schedules.step_order import by_memory
 from tests.support import arrays
 from tests.support import plan_dense as dense
 from tests.support.plan_cases import every_mask, heterogeneous_masks, plan_of

@@ -12,8 +12,8 @@ from dfa_megatron.plan.language.mask import Mask
 from dfa_megatron.plan.schedules.balanced import balanced, balanced_shared
 from dfa_megatron.plan.schedules.greedy import cut_for_help, greedy
 from dfa_megatron.plan.schedules.load_balanced import layout_of
-from dfa_megatron.plan.schedules.owner_computes import by_distance, by_memory
 from dfa_megatron.plan.schedules.route import Route, direct, gateway, ring_relay
+from dfa_megatron.plan.schedules.step_order import by_distance, by_memory
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,15 +1,36 @@
-"""Assign steps to pairs (q_chunk, kv_chunk): few steps, and bounded memory."""
+"""Assign steps to pairs (q_chunk, kv_chunk), where ranks compute their own rows: in ring order, or in few steps."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from dfa_megatron.plan.language.ir import Block
+from dfa_megatron.plan.language.ir import Block, needed_pairs
 from dfa_megatron.plan.language.layout import Layout
 from dfa_megatron.plan.language.mask import Mask
 
 ROWS_PER_STEP = 2.0
 """Limit of remote rows and keys that a rank reads in one step, in rows of its own. It bounds memory."""
+
+
+def by_distance(mask: Mask, layout: Layout) -> tuple[Block, ...]:
+    """Return blocks in ring order: at step t, rank r computes its own rows against the chunks of rank r - t."""
+    ranks, needed = layout.ranks, needed_pairs(mask, layout)
+    return tuple(
+        Block(step, rank, q, kv)
+        for step in range(ranks)
+        for rank in range(ranks)
+        for q in layout.of(rank)
+        for kv in layout.of((rank - step) % ranks)
+        if (q, kv) in needed
+    )
+
+
+def by_memory(mask: Mask, layout: Layout) -> tuple[Block, ...]:
+    """Return blocks in as few steps as each rank's remote work fills, for load_balanced tokens. Owners compute."""
+    owned: list[list[tuple[int, int]]] = [[] for _ in range(layout.ranks)]
+    for q, kv in needed_pairs(mask, layout):
+        owned[layout.owner[q]].append((q, kv))
+    return assign_steps(owned, mask, layout)
 
 
 def assign_steps(owned: Sequence[Sequence[tuple[int, int]]], mask: Mask, layout: Layout) -> tuple[Block, ...]:
