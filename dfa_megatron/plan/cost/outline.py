@@ -96,7 +96,7 @@ def estimate(plan: Outline, shape: AttentionShape, hardware: Hardware, length: i
         length: tokens of the whole sequence.
     """
     stretch, ranks = 1.0 if length is None else length / plan.length, range(plan.ranks)
-    row = {name: bytes_of(name, 1, shape) for parts in plan.contents for name, _ in parts}
+    row = {name: bytes_of(name, 1, shape) for name in {name for parts in plan.contents for name, _ in parts}}
     nbytes = [round(stretch * sum(row[name] * tokens for name, tokens in parts)) for parts in plan.contents]
     merged = [sum(name in plan.phase.write_names for name, _ in parts) for parts in plan.contents]
     link, network = hardware.link, hardware.network or hardware.link
