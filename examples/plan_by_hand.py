@@ -5,7 +5,6 @@ torchrun --nproc-per-node 4 examples/plan_by_hand.py           # a process for e
 """
 
 import os
-from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -16,7 +15,7 @@ from dfa_megatron.plan import with_blocks
 RANKS, TOKENS = 4, 64
 plan = make_plan(masks.causal(TOKENS), RANKS, schedule="ring")  # rank 3 computes four blocks, and rank 0 one
 given_away = [block for block in plan.forward.blocks if block.rank == 3 and block.step in (1, 2)]
-plan = with_blocks(plan, [replace(b, rank=0) if b in given_away else b for b in plan.forward.blocks])
+plan = with_blocks(plan, [b._replace(rank=0) if b in given_away else b for b in plan.forward.blocks])
 check_plan(plan)  # every pair of the mask once, every result at its owner, no memory touched in flight
 print(draw(plan, phase="forward"))
 

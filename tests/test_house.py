@@ -49,19 +49,19 @@ LONG_FUNCTIONS_FOR_NOW = {
 
 BUDGETS = {
     "benchmarks": 6_631,
-    "cli": 615,
+    "cli": 613,
     "deepspeed": 1_440,
     "doctor": 1_082,
     "huggingface": 4_565,
     "kernels": 3_757,
     "loss": 791,
     "megatron": 4_644,
-    "plan": 5_910,
+    "plan": 5_610,
     "proving": 763,
     "recurrence": 1_164,
     "remat": 535,
-    "runtime": 5_327,
-    "tests": 39_897,
+    "runtime": 5_301,
+    "tests": 39_861,
     "top": 1_384,
 }
 """Lines of Python in a folder of the package, in its files beside them ("top"), in tests and in benchmarks.

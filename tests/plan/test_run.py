@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import io
 import runpy
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -48,7 +47,7 @@ def compare_on(rank: int, ranks: int, texts: list[str]) -> list[str]:
 def test_a_plan_of_every_schedule_and_one_with_other_blocks_run_and_what_is_off_is_told() -> None:
     plans = [plan_of(way, causal(48), 4) for way in WAYS]
     ring = plan_of("ring", prefix_lm(48, 20), 4)
-    moved = [replace(block, rank=0) if block.rank == 3 and block.step else block for block in ring.forward.blocks]
+    moved = [block._replace(rank=0) if block.rank == 3 and block.step else block for block in ring.forward.blocks]
     texts = [to_text(plan) for plan in (*plans, with_blocks(ring, moved))]
     for far in run_ranks(4, compare_on, texts):
         assert far == [*[""] * len(texts), "out, lse, dq, dk, dv"]

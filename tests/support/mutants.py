@@ -43,42 +43,42 @@ def drop_transfer(plan: Plan, rng: random.Random) -> Plan:
 
 def repeat_transfer(plan: Plan, rng: random.Random) -> Plan:
     one = _any_transfer(plan, rng)
-    return replace(plan, transfers=(*plan.transfers, replace(one, step=one.step + rng.choice([0, 1]))))
+    return replace(plan, transfers=(*plan.transfers, one._replace(step=one.step + rng.choice([0, 1]))))
 
 
 def delay_transfer(plan: Plan, rng: random.Random) -> Plan:
     one = _any_transfer(plan, rng)
-    return _transfers(plan, one, added=(replace(one, step=one.step + rng.choice([-1, 1, 1, 2])),))
+    return _transfers(plan, one, added=(one._replace(step=one.step + rng.choice([-1, 1, 1, 2])),))
 
 
 def redirect_transfer(plan: Plan, rng: random.Random) -> Plan:
     one, end = _any_transfer(plan, rng), rng.choice(["src", "dst"])
-    return _transfers(plan, one, added=(replace(one, **{end: rng.randrange(plan.ranks)}),))
+    return _transfers(plan, one, added=(one._replace(**{end: rng.randrange(plan.ranks)}),))
 
 
 def reverse_transfer(plan: Plan, rng: random.Random) -> Plan:
     one = _any_transfer(plan, rng)
-    return _transfers(plan, one, added=(replace(one, src=one.dst, dst=one.src),))
+    return _transfers(plan, one, added=(one._replace(src=one.dst, dst=one.src),))
 
 
 def rename_transfer(plan: Plan, rng: random.Random) -> Plan:
     one = _any_transfer(plan, rng)
     names = [name for _, name in (*plan.phase.reads, *plan.phase.writes)]
-    return _transfers(plan, one, added=(replace(one, what=rng.choice(names)),))
+    return _transfers(plan, one, added=(one._replace(what=rng.choice(names)),))
 
 
 def other_chunk(plan: Plan, rng: random.Random) -> Plan:
     one = _any_transfer(plan, rng)
-    return _transfers(plan, one, added=(replace(one, chunk=rng.randrange(len(plan.layout.chunks))),))
+    return _transfers(plan, one, added=(one._replace(chunk=rng.randrange(len(plan.layout.chunks))),))
 
 
 def detour(plan: Plan, rng: random.Random) -> Plan:
     """Through a third rank, one step longer: right for results, right for inputs if they come early enough."""
     one, via = _any_transfer(plan, rng), rng.randrange(plan.ranks)
-    first = replace(one, dst=via)
+    first = one._replace(dst=via)
     if one.step > 0 and rng.random() < 0.5 and one.what in dict(plan.phase.reads).values():
-        return _transfers(plan, one, added=(replace(first, step=one.step - 1), replace(one, src=via)))
-    return _transfers(plan, one, added=(first, replace(one, src=via, step=one.step + 1)))
+        return _transfers(plan, one, added=(first._replace(step=one.step - 1), one._replace(src=via)))
+    return _transfers(plan, one, added=(first, one._replace(src=via, step=one.step + 1)))
 
 
 def extra_copy(plan: Plan, rng: random.Random) -> Plan:
@@ -93,11 +93,11 @@ def extra_copy(plan: Plan, rng: random.Random) -> Plan:
 def later_from(plan: Plan, rng: random.Random) -> Plan:
     """Everything from some step on one step later: still right."""
     step = rng.randrange(max(1, plan.steps))
-    blocks = [replace(b, step=b.step + (b.step >= step)) for b in plan.blocks]
+    blocks = [b._replace(step=b.step + (b.step >= step)) for b in plan.blocks]
     return replace(
         plan,
         blocks=tuple(blocks),
-        transfers=tuple(replace(t, step=t.step + (t.step >= step)) for t in plan.transfers),
+        transfers=tuple(t._replace(step=t.step + (t.step >= step)) for t in plan.transfers),
     )
 
 
@@ -107,29 +107,29 @@ def drop_block(plan: Plan, rng: random.Random) -> Plan:
 
 def repeat_block(plan: Plan, rng: random.Random) -> Plan:
     one = _any_block(plan, rng)
-    again = replace(one, rank=rng.randrange(plan.ranks), step=rng.randrange(max(1, plan.steps)))
+    again = one._replace(rank=rng.randrange(plan.ranks), step=rng.randrange(max(1, plan.steps)))
     return replace(plan, blocks=(*plan.blocks, again))
 
 
 def retime_block(plan: Plan, rng: random.Random) -> Plan:
     one = _any_block(plan, rng)
-    return _blocks(plan, one, added=(replace(one, step=one.step + rng.choice([-1, 1, 1, 2])),))
+    return _blocks(plan, one, added=(one._replace(step=one.step + rng.choice([-1, 1, 1, 2])),))
 
 
 def move_block(plan: Plan, rng: random.Random) -> Plan:
     one = _any_block(plan, rng)
-    return _blocks(plan, one, added=(replace(one, rank=rng.randrange(plan.ranks)),))
+    return _blocks(plan, one, added=(one._replace(rank=rng.randrange(plan.ranks)),))
 
 
 def other_pair(plan: Plan, rng: random.Random) -> Plan:
     one, side = _any_block(plan, rng), rng.choice(["q_chunk", "kv_chunk"])
-    return _blocks(plan, one, added=(replace(one, **{side: rng.randrange(len(plan.layout.chunks))}),))
+    return _blocks(plan, one, added=(one._replace(**{side: rng.randrange(len(plan.layout.chunks))}),))
 
 
 def swap_blocks(plan: Plan, rng: random.Random) -> Plan:
     """Two blocks change places: right where both ranks and steps have what they need."""
     a, b = _any_block(plan, rng), _any_block(plan, rng)
-    return _blocks(plan, a, b, added=tuple({replace(a, step=b.step), replace(b, step=a.step)}))
+    return _blocks(plan, a, b, added=tuple({a._replace(step=b.step), b._replace(step=a.step)}))
 
 
 OF_BLOCKS: tuple[Change, ...] = (

@@ -225,8 +225,8 @@ def _needless(schedule: Schedule, mask: Mask, ranks: int, layout: str, most: dic
     if schedule.layout == "load_balanced" and has_zigzag and len(components(mask)) == 1:
         return "there is one sequence, which zigzag balances"
     if schedule.name == "greedy":
-        limit = EVEN * mask.area / ranks
-        even = [other.name for other, load in most.items() if other.layout == "contiguous" and load <= limit]
+        limit = EVEN * mask.area
+        even = [other.name for other, load in most.items() if other.layout == "contiguous" and load * ranks <= limit]
         return f"the work of {even[0]} is even" if even else ""
     return ""
 

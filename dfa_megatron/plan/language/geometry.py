@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 UNBOUNDED = 1 << 60
 """A diagonal bound that never binds."""
@@ -101,8 +101,7 @@ class Segment:
         return Tile(Span(self.q_lo, self.q_hi), Span(self.kv_lo, self.kv_hi), lo, hi)
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class Tile:
+class Tile(NamedTuple):
     """The pairs (i, j) with i in q, j in kv and lo <= j - i <= hi, all in global token positions."""
 
     q: Span

@@ -7,7 +7,7 @@ from typing import NoReturn
 
 from dfa_megatron.errors import PlanError
 from dfa_megatron.plan.language.grid import grid
-from dfa_megatron.plan.language.ir import BY_STEP, TRANSFERS_BY_STEP, Block, Plan, Transfer
+from dfa_megatron.plan.language.ir import Block, Plan, Transfer
 
 
 def validate(plan: Plan) -> None:
@@ -43,9 +43,8 @@ def _validate_layout(plan: Plan) -> None:
 
 
 def _refuse_repeats(plan: Plan) -> None:
-    fields = [*map(BY_STEP, plan.blocks), *map(TRANSFERS_BY_STEP, plan.transfers)]
-    if len(set(fields)) < len(fields):
-        records: tuple[Block | Transfer, ...] = (*plan.blocks, *plan.transfers)
+    records: tuple[Block | Transfer, ...] = (*plan.blocks, *plan.transfers)
+    if len(set(records)) < len(records):
         record = next(record for record in records if records.count(record) > 1)
         _fail(plan, f"{record} is written twice", record)
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from dfa_megatron.plan.language.geometry import UNBOUNDED, Span, Tile
-from dfa_megatron.plan.language.ir import BY_STEP, Block
+from dfa_megatron.plan.language.ir import Block
 
 FusedTile = tuple[Tile, tuple[Block, ...]]
 
@@ -93,4 +93,4 @@ def _union_of_two(one: Tile, other: Tile) -> Tile | None:
 
 
 def _blocks(tiles: Sequence[FusedTile]) -> tuple[Block, ...]:
-    return tuple(sorted({block for _, blocks in tiles for block in blocks}, key=BY_STEP))
+    return tuple(sorted({block for _, blocks in tiles for block in blocks}))

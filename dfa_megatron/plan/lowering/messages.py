@@ -8,7 +8,7 @@ from functools import lru_cache
 from itertools import groupby
 from operator import itemgetter
 
-from dfa_megatron.plan.language.ir import BY_STEP, TRANSFERS_BY_STEP, Block, Plan
+from dfa_megatron.plan.language.ir import Block, Plan
 from dfa_megatron.plan.language.mask import Mask
 from dfa_megatron.plan.language.validate import validate
 
@@ -68,10 +68,10 @@ def _rank_messages(same: Same, batch: int) -> list[RankMessages]:
     plan = same.plan
     validate(plan)
     out = [RankMessages() for _ in range(plan.ranks)]
-    for block in sorted(plan.blocks, key=BY_STEP):
+    for block in sorted(plan.blocks):
         out[block.rank].blocks[block.step].append(block)
     sent: dict[tuple[int, int, int], dict[str, list[int]]] = defaultdict(dict)
-    for t in sorted(plan.transfers, key=TRANSFERS_BY_STEP):  # by step, source, destination, name and chunk
+    for t in sorted(plan.transfers):  # by step, source, destination, name and chunk
         sent[t.step, t.src, t.dst].setdefault(t.what, []).append(t.chunk)
     runs = _runs(plan, sent, joined(plan.mask, batch))
     for (step, src, dst), names in sent.items():

@@ -8,7 +8,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from dfa_megatron.plan.language.geometry import Segment, Span, Tile
-from dfa_megatron.plan.language.ir import BY_STEP, Block
+from dfa_megatron.plan.language.ir import Block
 from dfa_megatron.plan.lowering.fuse import FusedTile, fuse, without_bands
 
 GAP = 2048
@@ -43,7 +43,7 @@ def launches(tiles: tuple[FusedTile, ...], bands: bool) -> tuple[Launch, ...]:
 def _launch(group: Sequence[FusedTile]) -> Launch:
     blocks = {block for _, its in group for block in its}
     area = sum(tile.area for tile, _ in group)
-    return Launch(*segments_of(group), tuple(sorted(blocks, key=BY_STEP)), area)
+    return Launch(*segments_of(group), tuple(sorted(blocks)), area)
 
 
 def packs(tiles: Sequence[FusedTile]) -> list[list[FusedTile]]:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 from dfa_megatron.errors import UnsupportedError
-from dfa_megatron.plan.language.ir import BACKWARD, BY_STEP, FORWARD, AttentionPlan, Block, Plan, needed_pairs
+from dfa_megatron.plan.language.ir import BACKWARD, FORWARD, AttentionPlan, Block, Plan, needed_pairs
 from dfa_megatron.plan.language.layout import Layout, cut_at
 from dfa_megatron.plan.language.mask import Mask
 from dfa_megatron.plan.schedules.balanced import balanced, balanced_shared
@@ -53,7 +53,7 @@ class Schedule:
         if ranks < 1:
             raise UnsupportedError(f"a plan for {ranks} ranks", "there must be at least one", "ranks=1")
         layout = self.cut(mask, _cut_where_needed(layout_of(self.chunks, mask, ranks), mask))
-        return layout, tuple(sorted(self.assign(mask, layout), key=BY_STEP))
+        return layout, tuple(sorted(self.assign(mask, layout)))
 
     def routed(self, mask: Mask, layout: Layout, blocks: tuple[Block, ...]) -> AttentionPlan:
         """Return the plan of blocks that `assigned` returned, without nodes."""
@@ -132,7 +132,7 @@ def with_blocks(plan: AttentionPlan, blocks: Iterable[Block]) -> AttentionPlan:
         plan: gives mask, layout and nodes.
         blocks: of the whole plan, of all ranks.
     """
-    changed = tuple(sorted(blocks, key=BY_STEP))
+    changed = tuple(sorted(blocks))
     forward, backward = _phases(plan.forward.mask, plan.forward.layout, changed, direct)
     custom = AttentionPlan("custom", plan.layout, forward, backward)
     return custom if plan.ranks_per_node is None else over_nodes(custom, plan.ranks_per_node)

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from itertools import zip_longest
 
-from dfa_megatron.plan.language.ir import BY_STEP, TRANSFERS_BY_STEP, Block, Phase, Transfer
+from dfa_megatron.plan.language.ir import Block, Phase, Transfer
 from dfa_megatron.plan.language.layout import Layout
 
 Route = Callable[[Sequence[Block], Layout, Phase], tuple[Transfer, ...]]
@@ -15,7 +15,7 @@ Route = Callable[[Sequence[Block], Layout, Phase], tuple[Transfer, ...]]
 def direct(blocks: Sequence[Block], layout: Layout, phase: Phase) -> tuple[Transfer, ...]:
     """Send each chunk straight from its owner to its reader, one step ahead, and each result back one step late."""
     owner, out = layout.owner, list[Transfer]()
-    ordered = sorted(blocks, key=BY_STEP)
+    ordered = sorted(blocks)
     far_q = [(b.rank, b.q_chunk, b.step) for b in ordered if owner[b.q_chunk] != b.rank]
     far_kv = [(b.rank, b.kv_chunk, b.step) for b in ordered if owner[b.kv_chunk] != b.rank]
     for read, write, far in ((phase.read_q, phase.write_q, far_q), (phase.read_kv, phase.write_kv, far_kv)):
@@ -24,7 +24,7 @@ def direct(blocks: Sequence[Block], layout: Layout, phase: Phase) -> tuple[Trans
         if write:
             last = {(rank, chunk): step for rank, chunk, step in far}
             out += [Transfer(step + 1, rank, owner[chunk], write, chunk) for (rank, chunk), step in last.items()]
-    return tuple(sorted(out, key=TRANSFERS_BY_STEP))
+    return tuple(sorted(out))
 
 
 def ring_relay(blocks: Sequence[Block], layout: Layout, phase: Phase) -> tuple[Transfer, ...]:
@@ -41,7 +41,7 @@ def ring_relay(blocks: Sequence[Block], layout: Layout, phase: Phase) -> tuple[T
         if phase.write_kv:
             out += _hops(range(first, last), owner, ranks, phase.write_kv, chunk, delay=1)
             out.append(Transfer(last + 1, (owner + last) % ranks, owner, phase.write_kv, chunk))
-    return tuple(sorted(out, key=TRANSFERS_BY_STEP))
+    return tuple(sorted(out))
 
 
 def _hops(steps: Iterable[int], owner: int, ranks: int, name: str, chunk: int, delay: int) -> list[Transfer]:
@@ -65,7 +65,7 @@ def gateway(transfers: Iterable[Transfer], layout: Layout, phase: Phase, ranks_p
             groups[transfer.what, transfer.chunk, away // ranks_per_node].append(transfer)
     for (what, _, _), group in groups.items():
         out += _hand_back(group) if what in phase.write_names else _hand_on(group)
-    return tuple(sorted(out, key=TRANSFERS_BY_STEP))
+    return tuple(sorted(out))
 
 
 def _hand_on(reads: Sequence[Transfer]) -> Iterable[Transfer]:
