@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import random
 from collections.abc import Callable
 from itertools import pairwise
@@ -12,6 +13,8 @@ import pytest
 
 from dfa_megatron.plan.language import mask as masks
 from dfa_megatron.plan.language.geometry import Span, Tile
+from dfa_megatron.plan.language.ir import needed_pairs
+from dfa_megatron.plan.language.layout import contiguous
 from dfa_megatron.plan.language.mask import Mask
 from tests.support.plan_cases import ancestors, every_mask, heterogeneous_masks, of_union
 
@@ -164,3 +167,12 @@ def test_equal_requests_for_a_window_give_equal_masks() -> None:
 def test_a_mask_that_makes_no_sense_is_refused_with_the_value(make: Callable[[], Mask], complaint: str) -> None:
     with pytest.raises(ValueError, match=complaint):
         make()
+
+
+def test_what_follows_from_a_mask_is_kept_on_it_and_does_not_travel() -> None:
+    mask, layout = masks.causal(24), contiguous(24, 3)
+    assert needed_pairs(mask, layout) is needed_pairs(mask, contiguous(24, 3))
+    travelled = pickle.loads(pickle.dumps(mask))  # noqa: S301 (our own)
+    assert travelled == mask
+    assert len(pickle.dumps(mask)) == len(pickle.dumps(masks.causal(24)))
+    assert needed_pairs(travelled, layout) is not needed_pairs(mask, layout)

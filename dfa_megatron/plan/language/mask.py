@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import wraps
 from itertools import accumulate, pairwise
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, TypeVar, TypeVarTuple
 
 from dfa_megatron.plan.language.geometry import UNBOUNDED, Span, Tile
 
@@ -67,18 +67,18 @@ class Mask:
         return sum(tile.area for tile in self.tiles)
 
 
-P = ParamSpec("P")
+Args = TypeVarTuple("Args")
 T = TypeVar("T")
 
 
-def kept_on_mask(function: Callable[Concatenate[Mask, P], T]) -> Callable[Concatenate[Mask, P], T]:
+def kept_on_mask(function: Callable[[Mask, *Args], T]) -> Callable[[Mask, *Args], T]:
     """Keep the results of a function of a mask and hashable arguments on that mask, as long as it lives."""
 
     @wraps(function)
-    def kept(mask: Mask, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        key = function, args, tuple(kwargs.items())
+    def kept(mask: Mask, *args: *Args) -> T:
+        key = function, *args
         if key not in mask._kept:
-            mask._kept[key] = function(mask, *args, **kwargs)
+            mask._kept[key] = function(mask, *args)
         found: T = mask._kept[key]
         return found
 
