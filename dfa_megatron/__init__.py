@@ -24,6 +24,7 @@ _HOME = {
     "simulate": "dfa_megatron.plan.cost.simulate",
     "tree_positions": "dfa_megatron.sharding",
     "unshard_sequence": "dfa_megatron.sharding",
+    "with_blocks": "dfa_megatron.plan.schedules",
 }
 
 if TYPE_CHECKING:
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from dfa_megatron.plan.cost.simulate import simulate
     from dfa_megatron.plan.draw import draw
     from dfa_megatron.plan.proof.check import check_plan
+    from dfa_megatron.plan.schedules import with_blocks
     from dfa_megatron.sharding import local_positions, shard_sequence, tree_positions, unshard_sequence
 
 __all__ = [
@@ -51,6 +53,7 @@ __all__ = [
     "simulate",
     "tree_positions",
     "unshard_sequence",
+    "with_blocks",
 ]
 
 

@@ -9,8 +9,7 @@ import os
 import torch
 import torch.distributed as dist
 
-from dfa_megatron import check_plan, dist_flash_attn_func, draw, make_plan, masks, naive
-from dfa_megatron.plan import with_blocks
+from dfa_megatron import check_plan, dist_flash_attn_func, draw, make_plan, masks, naive, with_blocks
 
 RANKS, TOKENS = 4, 64
 plan = make_plan(masks.causal(TOKENS), RANKS, schedule="ring")  # rank 3 computes four blocks, and rank 0 one

@@ -11,7 +11,7 @@ from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.plan.cost.choose import make_plan
 from dfa_megatron.plan.language.geometry import joined_spans
 from dfa_megatron.plan.language.ir import BACKWARD, FORWARD, AttentionPlan, Plan
-from dfa_megatron.plan.lowering.landings import forget_landings
+from dfa_megatron.plan.lowering.landings import landings_of
 from dfa_megatron.plan.lowering.lower import lower
 from dfa_megatron.plan.proof.check import check_plan, check_programs
 from dfa_megatron.plan.schedules.load_balanced import layout_of
@@ -101,15 +101,14 @@ def work_out(problem: Problem, rank: int) -> RankPlan:
     with uncollected():
         plan = planned(problem)
         forward, backward = (_placed(phase, rank, problem) for phase in plan.phases)
-        forget_landings()
     return RankPlan(problem, rank, plan.schedule, plan.digest, forward, backward)
 
 
 def _placed(plan: Plan, rank: int, problem: Problem) -> MemoryPlan:
-    batch = problem.format.batch
-    program = lower(plan, rank, batch, bands=problem.bands)
-    check_programs(plan, [program], batch)
-    return plan_memory(plan, program, problem.format)
+    landings = landings_of(plan, problem.format.batch)
+    program = lower(landings[rank], bands=problem.bands)
+    check_programs(landings, [program])
+    return plan_memory(program, landings, problem.format)
 
 
 _ahead: OrderedDict[tuple[Problem, int], RankPlan] = OrderedDict()

@@ -13,6 +13,7 @@ from dfa_megatron.plan.language.geometry import CAUSAL, FULL, Segment, Span, Til
 from dfa_megatron.plan.language.ir import BACKWARD, FORWARD, Phase, Plan
 from dfa_megatron.plan.language.layout import contiguous
 from dfa_megatron.plan.language.mask import causal, documents
+from dfa_megatron.plan.lowering.landings import landings_of
 from dfa_megatron.plan.lowering.lower import lower_all
 from dfa_megatron.plan.lowering.messages import rank_messages
 from dfa_megatron.plan.lowering.pack import COPIED, GAP, packs, segments_of
@@ -139,7 +140,7 @@ def test_messages_that_land_on_one_another_are_refused() -> None:
     steps[at] = replace(steps[at], receives=(first, moved))
     programs[2] = replace(programs[2], steps=tuple(steps))
     with pytest.raises(PlanError, match="no place for a message to land in"):
-        check_programs(plan, programs)
+        check_programs(landings_of(plan), programs)
 
 
 @pytest.mark.parametrize("schedule", ["ring", "greedy"])

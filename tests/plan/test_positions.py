@@ -9,7 +9,7 @@ import pytest
 from dfa_megatron.plan.language.geometry import Span
 from dfa_megatron.plan.language.ir import Plan
 from dfa_megatron.plan.language.program import Call, Program, Region
-from dfa_megatron.plan.lowering.positions import tokens_of
+from dfa_megatron.plan.lowering.landings import landings_of, tokens_of
 from dfa_megatron.plan.proof.carried import carried
 from dfa_megatron.plan.proof.check import check, prove
 from dfa_megatron.plan.proof.set_algebra import Sets
@@ -23,7 +23,7 @@ class Compared(Sets):
         super().__init__(plan, program)
         self.rows = {
             where: [token for span in spans for token in range(span.lo, span.hi)]
-            for where, spans in tokens_of(plan, program.rank).items()
+            for where, spans in tokens_of(landings_of(plan)[program.rank]).items()
         }
         self.apart = 0
 
@@ -54,7 +54,7 @@ def compare(plan: Plan) -> int:
     programs = check(plan)
     algebras = [Compared(plan, program) for program in programs]
     for algebra in algebras:
-        prove(algebra, 1, carried(plan))
+        prove(algebra, landings_of(plan)[algebra.program.rank].messages, carried(plan))
     return sum(algebra.apart for algebra in algebras)
 
 

@@ -15,6 +15,7 @@ from dfa_megatron.plan.language.geometry import Band
 from dfa_megatron.plan.language.mask import causal
 from dfa_megatron.plan.language.program import BufferMerges, Call, Destination, Program, Region, Step
 from dfa_megatron.plan.lowering.arena_places import ALIGNMENT, Places, place
+from dfa_megatron.plan.lowering.landings import landings_of
 from dfa_megatron.plan.lowering.lower import lower_all
 from dfa_megatron.plan.proof.check import check, check_plan, check_programs
 from dfa_megatron.plan.proof.places import prove_places
@@ -66,10 +67,10 @@ def test_every_rank_finds_its_own_wrong_results_and_together_they_find_all() -> 
     (call,) = first.calls
     worse = replace(call, segments=(replace(call.segments[0], band=Band(0, 0)),))
     programs[1] = replace(programs[1], steps=(replace(first, calls=(worse,)), *rest))
-    check_programs(plan, [programs[0], programs[2]])
+    check_programs(landings_of(plan), [programs[0], programs[2]])
     for some in (programs[1:2], programs):
         with pytest.raises(PlanError, match="does not hold each pair"):
-            check_programs(plan, some)
+            check_programs(landings_of(plan), some)
 
 
 SLOTS = {"balanced_shared": (4, 5), "balanced": (4, 5), "zigzag": (2, 5), "ring": (2, 5)}
@@ -282,7 +283,7 @@ def test_a_broken_program_is_refused_or_right_in_every_order(edit: Edit) -> None
                 if mutant is None or mutant == programs:
                     continue
                 try:
-                    check_programs(plan, mutant)
+                    check_programs(landings_of(plan), mutant)
                 except PlanError:
                     verdicts[False] += 1
                     continue
@@ -319,12 +320,12 @@ def test_a_wrong_place_in_an_arena_is_refused() -> None:
     for ranks in (2, 3, 4, 5):
         for case in every_mask(2 * ranks, rng):
             for _, plan in plans(case, ranks):
-                program = rng.choice(lower_all(plan))
-                places = place(plan, program, 1, ROW_BYTES)
-                prove_places(plan, program, places, 1, ROW_BYTES)
+                program, landings = rng.choice(lower_all(plan)), landings_of(plan)
+                places = place(program, landings, ROW_BYTES)
+                prove_places(program, places, landings, ROW_BYTES)
                 wrong = move_a_place(places, rng)
                 if wrong is not None:
                     refused += 1
                     with pytest.raises(PlanError, match=r"overlap|elsewhere|fit in"):
-                        prove_places(plan, program, wrong, 1, ROW_BYTES)
+                        prove_places(program, wrong, landings, ROW_BYTES)
     assert refused > 50, refused

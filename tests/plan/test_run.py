@@ -16,9 +16,9 @@ from dfa_megatron.cli.run_plan import RunFlags, compared
 from dfa_megatron.doctor import distributed_call
 from dfa_megatron.doctor.world import World
 from dfa_megatron.masks import prefix_lm
-from dfa_megatron.plan import with_blocks
 from dfa_megatron.plan.language.mask import causal
 from dfa_megatron.plan.language.text import from_text, to_text
+from dfa_megatron.plan.schedules import with_blocks
 from tests.support.groups import as_torchrun_starts, free_port
 from tests.support.plan_cases import WAYS, plan_of
 from tests.support.plants import attention_with

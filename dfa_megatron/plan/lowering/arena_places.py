@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from dfa_megatron.plan.language.ir import Plan
 from dfa_megatron.plan.language.program import Program
-from dfa_megatron.plan.lowering.landings import Landings, landings_of
+from dfa_megatron.plan.lowering.landings import Landings
 
 RowBytes = Mapping[str, tuple[int, ...]]
 """name -> the bytes of a row of each of its tensors, all sequences of the batch together."""
@@ -33,9 +32,8 @@ class Places:
     sent: dict[tuple[int, int], tuple[int, ...]]
 
 
-def place(plan: Plan, program: Program, batch: int, row_bytes: RowBytes) -> Places:
+def place(program: Program, landings: Sequence[Landings], row_bytes: RowBytes) -> Places:
     """Place the messages of a program; the landings of all ranks say where they go."""
-    landings = landings_of(plan, batch)
     arenas = [starts_of(one, row_bytes) for one in landings]
     messages = [(number, message.peer) for number, step in enumerate(program.steps) for message in step.sends]
     sent = {

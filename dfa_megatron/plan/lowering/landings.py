@@ -7,23 +7,61 @@ and lowers no program but its own.
 from __future__ import annotations
 
 from collections import defaultdict
-from functools import lru_cache
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NoReturn
 
 from dfa_megatron.errors import PlanError
+from dfa_megatron.plan.language.geometry import Span
 from dfa_megatron.plan.language.grid import grid
 from dfa_megatron.plan.language.ir import Plan
 from dfa_megatron.plan.language.program import Buffer, Region
-from dfa_megatron.plan.lowering.messages import (
-    REMEMBERED_RANKS,
-    Parts,
-    RankMessages,
-    Same,
-    forget_messages,
-    joined,
-    rank_messages,
-)
-from dfa_megatron.plan.lowering.slots import Life, assign_slots
+from dfa_megatron.plan.lowering.messages import Parts, RankMessages, joined, rank_messages
+
+
+@dataclass(slots=True)
+class Life:
+    """The steps in which a buffer is first touched, last read or written by compute, and last sent on."""
+
+    begin: int
+    computed: int = -1
+    moved: int = -1
+
+    @property
+    def end(self) -> int:
+        """Return the last step of the buffer's life."""
+        return max(self.begin, self.computed, self.moved)
+
+
+def assign_slots(buffers: Sequence[tuple[tuple[str, int], ...]], lives: Sequence[Life]) -> list[int]:
+    """Assign each buffer, given by its parts, a slot: the free one nearest in size, else a new one.
+
+    A slot is as large as its largest buffer. Messages and accumulators share none, so each kind is assigned by itself.
+    """
+    slots = [-1] * len(buffers)
+    free_from: list[int] = []
+    sizes: list[int] = []
+    for begin, end, number in sorted([(life.begin, life.end, number) for number, life in enumerate(lives)]):
+        size = _size(buffers[number])
+        usable = [(abs(sizes[slot] - size), to, slot) for slot, to in enumerate(free_from) if to < begin]
+        if usable:
+            *_, slot = min(usable)
+            free_from[slot], sizes[slot] = end, max(sizes[slot], size)
+        else:
+            slot = len(sizes)
+            free_from.append(end)
+            sizes.append(size)
+        slots[number] = slot
+    return slots
+
+
+def _size(parts: tuple[tuple[str, int], ...]) -> int:
+    """Return rows times tensors of a head's width, an estimate that is good enough to match buffers and slots."""
+    return sum(rows * _TENSORS[name] for name, rows in parts)
+
+
+_TENSORS = {"q": 1, "kv": 2, "out": 1, "qdo": 2, "dq": 1, "dkv": 2}
+
 
 Place = tuple[int, int]
 """(buffer, first row) of a chunk."""
@@ -134,23 +172,34 @@ class Landings:
         raise PlanError(reason, grid(self.plan, mark=(step, self.rank)))
 
 
-def landings_of(plan: Plan, batch: int) -> tuple[Landings, ...]:
+def landings_of(plan: Plan, batch: int = 1) -> tuple[Landings, ...]:
     """Return the landings of every rank.
+
+    batch: sequences at once. It decides whether messages share a buffer, see `messages.joined`.
 
     Raises:
         PlanError: a rank reads, or hands on, what it does not hold; or the plan breaks a rule of the language.
     """
-    return (_landings if plan.ranks <= REMEMBERED_RANKS else _landings.__wrapped__)(Same(plan), batch)
-
-
-@lru_cache(maxsize=1)  # lowering, the proof and the places of messages ask for them in turn
-def _landings(same: Same, batch: int) -> tuple[Landings, ...]:
-    plan, together = same.plan, joined(same.plan.mask, batch)
-    rows = [len(chunk) for chunk in plan.layout.chunks]
+    together, rows = joined(plan.mask, batch), [len(chunk) for chunk in plan.layout.chunks]
     return tuple(Landings(plan, rank, rows, its, together) for rank, its in enumerate(rank_messages(plan, batch)))
 
 
-def forget_landings() -> None:
-    """Drop what is known of the last plan, whose programs are made, before the garbage collector looks through it."""
-    _landings.cache_clear()
-    forget_messages()
+Tokens = dict[tuple[int, str], tuple[Span, ...]]
+"""(buffer, name that is read) -> the spans of the sequence that its rows hold, in order."""
+
+
+def tokens_of(landings: Landings) -> Tokens:
+    """Return the tokens of every buffer that a rank's kernels read.
+
+    Adjacent rows need not be adjacent tokens, even within one kernel call. A rank's chunks may lie far apart, and their
+    tiles are fused wherever their bands allow.
+    """
+    plan, rank = landings.plan, landings.rank
+    chunks, names = plan.layout.chunks, [name for _, name in plan.phase.reads]
+    held = {(landings.own[name], name): [(0, plan.layout.spans(rank))] for name in names}
+    for (step, peer, at), region in landings.regions.items():
+        name, its = landings.messages.incoming[step][peer][at]
+        if name in names:  # several parts, and several messages, may share a buffer
+            spans = tuple(chunks[chunk] for chunk in its)
+            held.setdefault((region.buffer, name), []).append((region.lo, spans))
+    return {where: tuple(span for _, spans in sorted(parts) for span in spans) for where, parts in held.items()}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
-from functools import lru_cache
 from itertools import chain
 from typing import NoReturn
 
@@ -13,43 +12,34 @@ from dfa_megatron.plan.language.grid import grid
 from dfa_megatron.plan.language.ir import Plan, chunk_of
 from dfa_megatron.plan.language.program import Buffer, Call, Merge, Message, Program, Region, Step
 from dfa_megatron.plan.lowering.fuse import FusedTile
-from dfa_megatron.plan.lowering.landings import Landings, Place, landings_of
+from dfa_megatron.plan.lowering.landings import Landings, Life, Place, assign_slots, landings_of
 from dfa_megatron.plan.lowering.merges import plan_merges
-from dfa_megatron.plan.lowering.messages import REMEMBERED_RANKS, Parts, Same
+from dfa_megatron.plan.lowering.messages import Parts
 from dfa_megatron.plan.lowering.pack import Launch, launches
-from dfa_megatron.plan.lowering.slots import Life, assign_slots
 
 
 def lower_all(plan: Plan, batch: int = 1) -> list[Program]:
-    """Lower a plan for every rank; arguments and errors as for `lower`."""
-    lowered = _lowered if plan.ranks <= REMEMBERED_RANKS else _lowered.__wrapped__
-    return list(lowered(Same(plan), batch))
+    """Lower a plan for every rank; batch and errors as for `landings_of`."""
+    return [lower(landings) for landings in landings_of(plan, batch)]
 
 
-@lru_cache(maxsize=8)  # what "auto" looks at: each plan is simulated, and measured
-def _lowered(same: Same, batch: int) -> tuple[Program, ...]:
-    return tuple(_Lowering(landings).program() for landings in landings_of(same.plan, batch))
-
-
-def lower(plan: Plan, rank: int, batch: int = 1, *, bands: bool = True) -> Program:
+def lower(landings: Landings, *, bands: bool = True) -> Program:
     """Lower a plan for one rank.
 
     Args:
-        plan: one phase.
-        rank: whose program.
-        batch: sequences at once. It decides whether messages share a buffer, see `messages.joined`.
+        landings: of the plan and the rank.
         bands: fuse tiles into windows that are neither full nor square causal; False for a kernel without them.
 
     Raises:
         PlanError: the plan breaks a rule of the language.
     """
-    return _Lowering(landings_of(plan, batch)[rank], bands=bands).program()
+    return _Lowering(landings, bands=bands).program()
 
 
 class _Lowering:
     """State of one lowering: the buffers of the rank's results, and their lives."""
 
-    def __init__(self, landings: Landings, *, bands: bool = True) -> None:
+    def __init__(self, landings: Landings, *, bands: bool) -> None:
         plan, self.landings, self.bands = landings.plan, landings, bands
         self.plan, self.rank, self.messages, self.rows = plan, landings.rank, landings.messages, landings.rows
         self.layout, self.phase = plan.layout, plan.phase

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass, field
-from functools import lru_cache
 from itertools import groupby
 from operator import itemgetter
 
@@ -37,35 +36,12 @@ class RankMessages:
     outgoing: dict[int, dict[int, Parts]] = field(default_factory=lambda: defaultdict(dict))
 
 
-REMEMBERED_RANKS = 64
-"""What is derived from larger plans takes too much memory to cache."""
-
-
-class Same:
-    """A plan as a cache key by identity: comparing its contents takes as long as lowering it."""
-
-    def __init__(self, plan: Plan) -> None:
-        self.plan = plan
-
-    def __hash__(self) -> int:
-        return id(self.plan)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Same) and other.plan is self.plan
-
-
 def rank_messages(plan: Plan, batch: int) -> list[RankMessages]:
     """Return the messages of every rank.
 
     Raises:
         PlanError: a record of the plan cannot run on any rank, see `validate`.
     """
-    return (_rank_messages if plan.ranks <= REMEMBERED_RANKS else _rank_messages.__wrapped__)(Same(plan), batch)
-
-
-@lru_cache(maxsize=1)  # the landings of a phase and its proof ask for them in turn
-def _rank_messages(same: Same, batch: int) -> list[RankMessages]:
-    plan = same.plan
     validate(plan)
     out = [RankMessages() for _ in range(plan.ranks)]
     for block in sorted(plan.blocks):
@@ -82,11 +58,6 @@ def _rank_messages(same: Same, batch: int) -> list[RankMessages]:
         )
         out[src].outgoing[step][dst] = out[dst].incoming[step][src] = parts
     return out
-
-
-def forget_messages() -> None:
-    """Drop the messages of the last plan, see `forget_landings`."""
-    _rank_messages.cache_clear()
 
 
 def _runs(

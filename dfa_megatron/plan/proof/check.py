@@ -14,8 +14,9 @@ from dfa_megatron.plan.language.geometry import Span, Tile, covers
 from dfa_megatron.plan.language.grid import grid
 from dfa_megatron.plan.language.ir import AttentionPlan, Plan
 from dfa_megatron.plan.language.program import Program
-from dfa_megatron.plan.lowering.lower import lower_all
-from dfa_megatron.plan.lowering.messages import rank_messages
+from dfa_megatron.plan.lowering.landings import Landings, landings_of
+from dfa_megatron.plan.lowering.lower import lower
+from dfa_megatron.plan.lowering.messages import RankMessages
 from dfa_megatron.plan.proof.carried import Carried, carried
 from dfa_megatron.plan.proof.set_algebra import Content, Sets, clip
 
@@ -39,8 +40,9 @@ def check_plan(plan: AttentionPlan | Plan, *, batch: int = 1, max_slots: int | N
 
 def check(plan: Plan, batch: int = 1, max_slots: int | None = None) -> list[Program]:
     """Check one phase, as `check_plan` does, and return its programs, one per rank."""
-    programs = lower_all(plan, batch)
-    check_programs(plan, programs, batch)
+    landings = landings_of(plan, batch)
+    programs = [lower(one) for one in landings]
+    check_programs(landings, programs)
     for program in programs:
         if max_slots is not None and len(program.slots) > max_slots:
             need = (
@@ -50,23 +52,24 @@ def check(plan: Plan, batch: int = 1, max_slots: int | None = None) -> list[Prog
     return programs
 
 
-def check_programs(plan: Plan, programs: Sequence[Program], batch: int = 1) -> None:
+def check_programs(landings: Sequence[Landings], programs: Sequence[Program]) -> None:
     """Prove a plan, and that these programs carry it out.
 
-    programs: of all ranks, or of some: a group whose every rank checks its own program has checked them all.
+    landings: of the plan, on all ranks. programs: of all ranks, or of some: a group whose every rank checks its own
+    program has checked them all.
 
     Raises:
         PlanError: a result is missing, counted twice, wrong or stranded, or memory in flight is touched.
     """
+    plan = landings[0].plan
     promised = carried(plan)
     for program in programs:
-        prove(Sets(plan, program), batch, promised)
+        prove(Sets(plan, program), landings[program.rank].messages, promised)
 
 
-def prove(algebra: Sets, batch: int, promised: Carried) -> None:
+def prove(algebra: Sets, messages: RankMessages, promised: Carried) -> None:
     """Run one program over sets. What it receives is what was promised; what it sends, and ends with, is compared."""
     plan, program = algebra.plan, algebra.program
-    messages = rank_messages(plan, batch)[program.rank]
     rows = [len(chunk) for chunk in plan.layout.chunks]
     for event, number, step in rank_loop(program, algebra):
         sends = event == "post"

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import pairwise
 
 from dfa_megatron.errors import PlanError
-from dfa_megatron.plan.language.ir import Plan
 from dfa_megatron.plan.language.program import Program
 from dfa_megatron.plan.lowering.arena_places import ALIGNMENT, Places, RowBytes, places_of, starts_of
-from dfa_megatron.plan.lowering.landings import landings_of
+from dfa_megatron.plan.lowering.landings import Landings
 
 
-def prove_places(plan: Plan, program: Program, places: Places, batch: int, row_bytes: RowBytes) -> None:
+def prove_places(program: Program, places: Places, landings: Sequence[Landings], row_bytes: RowBytes) -> None:
     """Prove that memory of different slots is apart, and that each message goes where its receiver reads it.
 
-    Buffers of one slot never live at the same time, which the program's own proof shows.
+    Buffers of one slot never live at the same time, which the program's own proof shows. landings: of all ranks.
 
     Raises:
         PlanError: names the rank, and the buffer or the message.
@@ -31,7 +31,6 @@ def prove_places(plan: Plan, program: Program, places: Places, batch: int, row_b
     slots = sorted((min(start for start, _ in its), max(end for _, end in its)) for its in spans.values())
     if any(one[1] > other[0] for one, other in pairwise(slots)) or (slots and slots[-1][1] > places.nbytes):
         raise PlanError(f"rank {program.rank}: the slots of messages overlap, or do not fit in {places.nbytes} bytes")
-    landings = landings_of(plan, batch)
     if places.starts != starts_of(landings[program.rank], row_bytes)[1]:
         raise PlanError(f"rank {program.rank}: its messages land elsewhere than their senders know")
     theirs = {peer: starts_of(landings[peer], row_bytes)[1] for _, peer in places.sent}

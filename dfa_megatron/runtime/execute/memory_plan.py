@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from dfa_megatron.kernels.segments import Segments
-from dfa_megatron.plan.language.ir import Plan
 from dfa_megatron.plan.language.program import Program
 from dfa_megatron.plan.lowering.arena_places import place
-from dfa_megatron.plan.lowering.positions import Tokens, tokens_of
+from dfa_megatron.plan.lowering.landings import Landings, Tokens, tokens_of
 from dfa_megatron.plan.proof.places import prove_places
 from dfa_megatron.runtime.execute.wire_format import Format, Placed
 
@@ -49,11 +49,12 @@ class MemoryPlan:
         }
 
 
-def plan_memory(plan: Plan, program: Program, format: Format) -> MemoryPlan:
-    """Plan the memory of one rank's program, and prove where its messages lie."""
+def plan_memory(program: Program, landings: Sequence[Landings], format: Format) -> MemoryPlan:
+    """Plan the memory of one rank's program, and prove where its messages lie. landings: of all ranks."""
+    plan = landings[0].plan
     row_bytes = {name: format.row_bytes(name) for _, name in (*plan.phase.reads, *plan.phase.writes)}
-    places = place(plan, program, format.batch, row_bytes)
-    prove_places(plan, program, places, format.batch, row_bytes)
+    places = place(program, landings, row_bytes)
+    prove_places(program, places, landings, row_bytes)
     sent = Counter[str]()
     for message in program.sends:
         for name, rows in message.signature:
@@ -71,7 +72,7 @@ def plan_memory(plan: Plan, program: Program, format: Format) -> MemoryPlan:
             for number in places.starts
         },
         places.sent,
-        tokens_of(plan, program.rank, format.batch),
+        tokens_of(landings[program.rank]),
         tuple(
             tuple(Segments(call.segments, call.q.rows, call.kv.rows, ragged=ragged) for call in step.calls)
             for step in program.steps

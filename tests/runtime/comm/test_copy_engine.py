@@ -21,6 +21,7 @@ import torch
 from dfa_megatron.plan.interpret import rank_loop
 from dfa_megatron.plan.language.mask import causal, documents, full
 from dfa_megatron.plan.language.program import Call, Merge, Program
+from dfa_megatron.plan.lowering.landings import landings_of
 from dfa_megatron.plan.proof.check import check
 from dfa_megatron.runtime.agreement.calls import Calls, Kind
 from dfa_megatron.runtime.comm import copy_engine, streams
@@ -251,7 +252,7 @@ def test_any_interleaving_ends_and_reads_what_was_sent(schedule: str, ranks: int
     masks = {"ring": full(ranks * 8), "load_balanced": PACK, "greedy": documents([17, 1, 2, 3, 1])}
     mask = masks.get(schedule, causal(ranks * 8))
     plan = plan_of(schedule, mask, ranks)
-    memories = [[plan_memory(phase, program, FORM) for program in check(phase)] for phase in plan.phases]
+    memories = [[plan_memory(program, landings_of(phase), FORM) for program in check(phase)] for phase in plan.phases]
     arena_bytes = max(memory.arena_bytes for phase in memories for memory in phase) + 1
     for seed in range(12):
         world = World(ranks, one_queue)
@@ -277,7 +278,7 @@ def test_a_transport_that_does_not_wait_until_memory_is_free_is_found(monkeypatc
 def test_the_flags_of_another_call_are_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 1 leaves a call out: with flags that only say up or down it would read what another call has sent."""
     plan = plan_of("balanced_shared", causal(16), 2)
-    memories = [plan_memory(plan.forward, program, FORM) for program in check(plan.forward)]
+    memories = [plan_memory(program, landings_of(plan.forward), FORM) for program in check(plan.forward)]
 
     def run() -> None:
         world = World(2, one_queue=False)

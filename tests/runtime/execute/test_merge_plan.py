@@ -11,6 +11,7 @@ import torch
 from dfa_megatron.plan.accumulate import Accumulator
 from dfa_megatron.plan.language.mask import causal
 from dfa_megatron.plan.language.program import Destination, Region
+from dfa_megatron.plan.lowering.landings import landings_of
 from dfa_megatron.plan.lowering.merges import MOST_PARTS, merges_of
 from dfa_megatron.plan.proof.check import check
 from dfa_megatron.plan.schedules import plan_named
@@ -173,9 +174,9 @@ def test_an_arena_forgets_the_plans_that_nobody_keeps() -> None:
     """One lives as long as its group, and every new pack brings a plan."""
     plan = plan_named("balanced", causal(16), 2)
     form = Format(1, 2, 1, 8, 8, torch.float32, "out")
-    memory = plan_memory(plan.forward, check(plan.forward)[1], form)
+    memory = plan_memory(check(plan.forward)[1], landings_of(plan.forward), form)
     arena = Arena.allocate(memory.arena_bytes, torch.device("cpu"))
-    assert arena.tensors(memory) is arena.tensors(memory)
+    assert arena.kept(memory, list) is arena.kept(memory, list)
     assert len(arena._kept) == 1
     del memory
     gc.collect()

@@ -19,6 +19,7 @@ from dfa_megatron.kernels.adapters.flash4 import Flash4Kernel
 from dfa_megatron.kernels.tape import Tape, launched
 from dfa_megatron.plan.language.ir import Plan
 from dfa_megatron.plan.language.mask import causal
+from dfa_megatron.plan.lowering.landings import landings_of
 from dfa_megatron.plan.proof.check import check
 from dfa_megatron.plan.schedules import plan_named
 from dfa_megatron.runtime.comm.memory.arena import Arena
@@ -157,7 +158,7 @@ def peaks(plan: Plan, heads: int, kv_heads: int, *, replayed: bool) -> list[Live
     form, found = Format(1, heads, kv_heads, DIM, DIM, torch.bfloat16, "delta"), []
     programs, transport = check(plan), Holding()
     for rank in range(RANKS):
-        memory = plan_memory(plan, programs[rank], form)
+        memory = plan_memory(programs[rank], landings_of(plan), form)
         bound: Bound | None = None
         if replayed:
             given, arena = inputs(plan.phase.name, heads, kv_heads), Arena.allocate(memory.arena_bytes, META)

@@ -10,6 +10,7 @@ import torch
 from dfa_megatron.plan.language.ir import BACKWARD, FORWARD, Block, Phase, Plan
 from dfa_megatron.plan.language.layout import Layout, cut
 from dfa_megatron.plan.language.mask import causal
+from dfa_megatron.plan.lowering.landings import landings_of
 from dfa_megatron.plan.proof.check import check
 from dfa_megatron.plan.schedules.route import direct
 from dfa_megatron.runtime.execute.memory_plan import plan_memory
@@ -55,8 +56,8 @@ def test_rows_that_lie_apart_travel_as_one_message(batch: int) -> None:
             one,
             rank_plan=dataclasses.replace(
                 one.rank_plan,
-                forward=plan_memory(phases[0], forward[rank], one.format),
-                backward=plan_memory(phases[1], backward[rank], one.format),
+                forward=plan_memory(forward[rank], landings_of(phases[0], one.format.batch), one.format),
+                backward=plan_memory(backward[rank], landings_of(phases[1], one.format.batch), one.format),
             ),
         )
         for rank, one in enumerate(
