@@ -41,7 +41,7 @@ def _plans(rank: int, ranks: int) -> None:
     plan = make_plan(causal(ranks * LOCAL), ranks, schedule="ring")
     attend_and_compare(rank, ranks, causal(ranks * LOCAL), plan=plan)
     *blocks, last = plan.forward.blocks
-    edited = with_blocks(plan, [*blocks, replace(last, rank=(last.rank + 1) % ranks, step=last.step + 1)])
+    edited = with_blocks(plan, [*blocks, last._replace(rank=(last.rank + 1) % ranks, step=last.step + 1)])
     attend_and_compare(rank, ranks, causal(ranks * LOCAL), plan=edited)
     assert in_use()[-1].plan == edited
 
@@ -126,7 +126,7 @@ def test_a_plan_is_proved_for_all_ranks_and_each_program_on_its_own(
     x, ranks = torch.randn(1, LOCAL, 2, 8), 3
     plan = make_plan(causal(ranks * LOCAL), ranks, schedule="ring")
     *blocks, last = plan.forward.blocks
-    for changed in (blocks, [*blocks, last, replace(last, step=last.step + 1)]):
+    for changed in (blocks, [*blocks, last, last._replace(step=last.step + 1)]):
         with pytest.raises(PlanError, match=r"R3|each pair of the mask|never written|twice"):
             build(Request(softmax_scale=1.0, plan=with_blocks(plan, changed)), ranks, 0, Inputs(x, x, x))
 
