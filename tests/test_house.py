@@ -56,7 +56,7 @@ BUDGETS = {
     "kernels": 3_757,
     "loss": 791,
     "megatron": 4_644,
-    "plan": 5_608,
+    "plan": 5_594,
     "proving": 763,
     "recurrence": 1_164,
     "remat": 535,
