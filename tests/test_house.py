@@ -56,13 +56,13 @@ BUDGETS = {
     "kernels": 3_757,
     "loss": 791,
     "megatron": 4_644,
-    "plan": 5_505,
+    "plan": 5_594,
     "proving": 763,
     "recurrence": 1_164,
     "remat": 535,
     "runtime": 5_301,
-    "tests": 39_868,
-    "top": 1_387,
+    "tests": 39_860,
+    "top": 1_384,
 }
 """Lines of Python in a folder of the package, in its files beside them ("top"), in tests and in benchmarks.
 

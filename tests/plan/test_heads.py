@@ -82,8 +82,7 @@ def test_layouts_whose_neighbours_do_not_make_a_whole_are_refused(monkeypatch: p
     def scattered(length: int, ranks: int) -> layouts.Layout:
         return layouts.Layout(layouts.cut(length, ranks), tuple(3 * chunk % ranks for chunk in range(ranks)))
 
-    monkeypatch.setitem(layouts.LAYOUTS, "scattered", scattered)
-    monkeypatch.setitem(layouts.CHUNKS, "scattered", 1)
+    monkeypatch.setitem(layouts.LAYOUTS, "scattered", (scattered, 1))
     with pytest.raises(UnsupportedError, match=r"layout 'scattered'.*neighbouring ranks do not hold"):
         split_tokens(2, 0, 8, "scattered", 4)
 

@@ -103,16 +103,13 @@ def leaving(source: Layout, target: Layout) -> tuple[int, ...]:
     return tuple(total)
 
 
-LAYOUTS: dict[str, Callable[[int, int], Layout]] = {
-    "contiguous": contiguous,
-    "halves": halves,
-    "zigzag": zigzag,
+LAYOUTS: dict[str, tuple[Callable[[int, int], Layout], int]] = {
+    "contiguous": (contiguous, 1),
+    "halves": (halves, 1),
+    "zigzag": (zigzag, 2),
 }
-"""Layouts by name. In `halves` every rank holds the same tokens as in `contiguous`."""
-
-CHUNKS = {"contiguous": 1, "halves": 1, "zigzag": 2}
-"""The number of chunks per rank. The sequence length must be a multiple of chunks times ranks, so that all ranks hold
-equally many tokens.
+"""(layout, chunks per rank) by name. The length must be a multiple of chunks times ranks, so that all ranks hold
+equally many tokens. In `halves` every rank holds the same tokens as in `contiguous`.
 """
 
 
@@ -124,7 +121,8 @@ def by_name(name: str, length: int, ranks: int) -> Layout:
     """
     if name not in LAYOUTS:
         raise UnsupportedError(f"layout {name!r}", "there is no such layout", "one of " + ", ".join(LAYOUTS))
-    chunks = CHUNKS[name] * ranks
+    make, per_rank = LAYOUTS[name]
+    chunks = per_rank * ranks
     if length <= 0 or length % chunks:
         up = max(1, -(-length // chunks)) * chunks
         raise UnsupportedError(
@@ -132,4 +130,4 @@ def by_name(name: str, length: int, ranks: int) -> Layout:
             f"the length must be a positive multiple of {chunks}",
             f"for example {up} tokens",
         )
-    return LAYOUTS[name](length, ranks)
+    return make(length, ranks)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from functools import partial
 
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.plan.language.ir import BACKWARD, FORWARD, AttentionPlan, Block, Plan, needed_pairs
 from dfa_megatron.plan.language.layout import Layout, cut_at
 from dfa_megatron.plan.language.mask import Mask
-from dfa_megatron.plan.schedules.balanced import balanced, balanced_shared
+from dfa_megatron.plan.schedules.balanced import balanced
 from dfa_megatron.plan.schedules.greedy import cut_for_help, greedy
 from dfa_megatron.plan.schedules.load_balanced import layout_of
 from dfa_megatron.plan.schedules.route import Route, direct, gateway, ring_relay
@@ -94,7 +95,7 @@ CUTS_PER_RANK = 4
 
 
 ALL = (
-    Schedule("balanced_shared", "contiguous", "halves", balanced_shared, direct),
+    Schedule("balanced_shared", "contiguous", "halves", partial(balanced, share_last=True), direct),
     Schedule("balanced", "contiguous", "contiguous", balanced, direct),
     Schedule("owner_computes", "zigzag", "zigzag", by_distance, direct),
     Schedule("owner_computes", "load_balanced", "load_balanced", by_memory, direct),

@@ -1,8 +1,6 @@
-"""Balanced schedules: each is one function from (mask, layout) to blocks."""
+"""Balanced schedules of causal work, the paper's and one in which no rank idles."""
 
 from __future__ import annotations
-
-from collections.abc import Iterable
 
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.plan.language.ir import Block, needed_pairs
@@ -10,29 +8,26 @@ from dfa_megatron.plan.language.layout import Layout
 from dfa_megatron.plan.language.mask import Mask
 
 
-def balanced(mask: Mask, layout: Layout) -> tuple[Block, ...]:
-    """DISTFLASHATTN as published (paper, Algorithm 2, corrected for odd P): floor(P/2) + 1 steps.
+def balanced(mask: Mask, layout: Layout, *, share_last: bool = False) -> tuple[Block, ...]:
+    """Return the blocks of DISTFLASHATTN (paper, Algorithm 2, corrected for odd P), in floor(P/2) + 1 steps.
 
     At step t rank r works for itself on the keys t ranks before it while there are any (r >= t), and otherwise helps
     rank r - t + P with its own keys. For even P the pairs of the last step are met from above only: the ranks below P/2
     idle.
+
+    Args:
+        mask: only causal pairs.
+        layout: contiguous; halves of it to share the last step.
+        share_last: for even P cut the last step's blocks in two by query rows, so that no rank idles. The owner takes
+            the second half of its rows, and the otherwise idle helper the first. That step stays the last, so the
+            results that travel behind no compute are half a chunk, not a whole one.
     """
-    return _balanced(mask, layout, share_last=False)
-
-
-def balanced_shared(mask: Mask, layout: Layout) -> tuple[Block, ...]:
-    """Return `balanced` for even P with the last step's blocks cut in two by query rows, so that no rank idles.
-
-    The owner takes the second half of its rows, and the otherwise idle helper the first. That step stays the last, so
-    the results that travel behind no compute are half a chunk, not a whole one. On an odd number of ranks it is
-    `balanced`.
-    """
-    return _balanced(mask, layout, share_last=True)
-
-
-def _balanced(mask: Mask, layout: Layout, share_last: bool) -> tuple[Block, ...]:
     ranks, needed = layout.ranks, needed_pairs(mask, layout)
-    _refuse_work_above_the_diagonal(layout, needed)
+    for q, kv in needed:
+        if layout.owner[q] < layout.owner[kv]:
+            ends = f"rows of rank {layout.owner[q]} see keys of rank {layout.owner[kv]}"
+            why = f"{ends}, and it pairs causal work only"
+            raise UnsupportedError("the balanced schedule on this mask", why, "schedule 'ring'")
     blocks: list[Block] = []
     for distance in range(ranks // 2 + 1):
         far = 2 * distance == ranks
@@ -47,13 +42,3 @@ def _balanced(mask: Mask, layout: Layout, share_last: bool) -> tuple[Block, ...]
                 rows = tuple(row for row in rows if (layout.chunks[row].lo >= middle) == owns)
             blocks += [Block(distance, rank, q, kv) for q in rows for kv in layout.of(keys) if (q, kv) in needed]
     return tuple(blocks)
-
-
-def _refuse_work_above_the_diagonal(layout: Layout, needed: Iterable[tuple[int, int]]) -> None:
-    for q, kv in needed:
-        if layout.owner[q] < layout.owner[kv]:
-            raise UnsupportedError(
-                "the balanced schedule on this mask",
-                f"rows of rank {layout.owner[q]} see keys of rank {layout.owner[kv]}, and it pairs causal work only",
-                "schedule 'ring'",
-            )
