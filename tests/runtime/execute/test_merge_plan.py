@@ -175,7 +175,7 @@ def test_an_arena_forgets_the_plans_that_nobody_keeps() -> None:
     form = Format(1, 2, 1, 8, 8, torch.float32, "out")
     memory = plan_memory(plan.forward, check(plan.forward)[1], form)
     arena = Arena.allocate(memory.arena_bytes, torch.device("cpu"))
-    assert arena.tensors(memory) is arena.tensors(memory)
+    assert arena.kept(memory, memory.landed) is arena.kept(memory, memory.landed)
     assert len(arena._kept) == 1
     del memory
     gc.collect()
