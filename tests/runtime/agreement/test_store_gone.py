@@ -97,7 +97,7 @@ def test_every_rank_gets_the_table_where_rank_0_ends_at_once(ranks: int, way: st
 
 
 def _gone_before(rank: int, ranks: int, folder: str) -> None:
-    _own_store(rank, ranks, Path(folder), seconds=5.0)
+    _own_store(rank, ranks, Path(folder), seconds=2.0)
     group = dist.new_group([0, 1])
     dist.barrier()
     if rank == 0:
