@@ -55,6 +55,7 @@ class GroupStore:
         # A group may reuse the name of a destroyed one, whose notes must not be read as new.
         self.key = f"dfa_megatron/{name}/life {client.add(f'dfa_megatron/{name}/lives of {rank}', 1)}"
         self._store = PrefixStore(self.key, client)
+        self._blocks: Store | None = None
         self._rounds, self._stores = 0, 0
         self._longest = max(_LONGEST, (dist.get_world_size() if dist.is_initialized() else 1) / REQUESTS)
         # To read a note that is not there would block. Ranks read these once all have met, so from here on they exist.
@@ -79,13 +80,14 @@ class GroupStore:
     def fresh(self) -> Store:
         """Return a store that these ranks share for one purpose, and may block; all ranks ask in the same order."""
         self._stores += 1
-        return PrefixStore(f"{self.key}/store {self._stores}", _own_client(self.client))
+        self._blocks = self._blocks or _own_client(self.client)
+        return PrefixStore(f"{self.key}/store {self._stores}", self._blocks)
 
     def subgroup(self, ranks: Sequence[int]) -> GroupStore:
         """Return the store of some of this group's ranks, this one among them; `ranks` count in this group."""
         name = f"{self.key}/part {' '.join(map(str, ranks))}"
         made = GroupStore(self.client, name, list(ranks).index(self.rank), [self.members[rank] for rank in ranks])
-        made.interrupted = self.interrupted
+        made.interrupted, made._blocks = self.interrupted, self._blocks
         return made
 
     def gather(self, key: str, note: str, seconds: float, given_up: Sequence[object] = ()) -> list[str | None]:

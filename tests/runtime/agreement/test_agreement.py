@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 import dfa_megatron
 from dfa_megatron.config import DistAttentionConfig
-from dfa_megatron.errors import DisagreementError, DistAttentionError, ExecutionError, UnsupportedError
+from dfa_megatron.errors import DistAttentionError, UnsupportedError
 from dfa_megatron.plan.schedules import SCHEDULES
 from dfa_megatron.plan.schedules.route import direct
 from tests.support.arguments import arguments
@@ -183,11 +183,6 @@ def test_a_failing_step_shows_where_in_the_grid() -> None:
         assert "out of tea" in report
         assert f"rank {rank}, step 0" in report
         assert "<!" in report
-
-
-def test_errors_of_the_package_are_one_family() -> None:
-    for error in (UnsupportedError, DisagreementError, ExecutionError):
-        assert issubclass(error, DistAttentionError)
 
 
 def _packs_of_its_own(rank: int, ranks: int) -> list[str]:

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -36,13 +37,7 @@ def tensors(local: int = 8) -> list[torch.Tensor]:
 def attend(number: int = 0, *, backward: bool = False, local: int = 8, layer: int = 0) -> torch.Tensor:
     """One of the known attentions."""
     with at_layer(layer):
-        out = (
-            dfa_megatron.dist_flash_attn_func(
-                *tensors(local), **arguments(schedule="ring", causal=True, **KNOWN[number])
-            )
-            if ("causal" not in KNOWN[number])
-            else dfa_megatron.dist_flash_attn_func(*tensors(local), **arguments(schedule="ring", **KNOWN[number]))
-        )
+        out = dfa_megatron.dist_flash_attn_func(*tensors(local), **arguments(schedule="ring", **KNOWN[number]))
     assert isinstance(out, torch.Tensor)
     if backward:
         out.sum().backward()
@@ -78,19 +73,9 @@ def _repeats(odd: bool) -> None:
     attend(0)
 
 
-def _swaps_scales(odd: bool) -> None:
-    for number in (0, 1) if odd else (1, 0):
+def _swaps(one: int, other: int, odd: bool) -> None:
+    for number in (one, other) if odd else (other, one):
         attend(number, backward=True)
-
-
-def _swaps_windows(odd: bool) -> None:
-    for number in (0, 2) if odd else (2, 0):
-        attend(number)
-
-
-def _swaps_masks(odd: bool) -> None:
-    for number in (0, 3) if odd else (3, 0):
-        attend(number)
 
 
 def _swaps_lengths(odd: bool) -> None:
@@ -115,9 +100,9 @@ def _prepares_another(odd: bool) -> None:
 FAULTS = {
     "skips": (_skips, "layer 2 on rank", "layer 3 on rank"),
     "repeats": (_repeats, "softmax_scale=0.5", "softmax_scale=0.25"),
-    "swaps scales": (_swaps_scales, "softmax_scale=0.25", "softmax_scale=0.5"),
-    "swaps windows": (_swaps_windows, "window_size=(3, 0)", "forward of q"),
-    "swaps masks": (_swaps_masks, "causal=False", "forward of q"),
+    "swaps scales": (partial(_swaps, 0, 1), "softmax_scale=0.25", "softmax_scale=0.5"),
+    "swaps windows": (partial(_swaps, 0, 2), "window_size=(3, 0)", "forward of q"),
+    "swaps masks": (partial(_swaps, 0, 3), "causal=False", "forward of q"),
     "swaps lengths": (_swaps_lengths, "q (1, 8, 4, 16)", "q (1, 12, 4, 16)"),
     "skips an equal call": (_skips_an_equal_call_before_a_backward, "backward of q", "forward of q"),
     "skips an equal backward": (_skips_an_equal_backward, "has come to the end of the backward", "backward of q"),
