@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
@@ -105,26 +104,19 @@ def agree_on(what: str, place: Place, facts: dict[str, str], device: torch.devic
     share, verify = place.share, place.verify
     over = channel(place.group, verify=verify)
     facts = {"exchange": what, "tokens of a rank": str(share.tokens), **facts, "device": over.place(device)}
-    key = tuple(facts.items())
-    known = _known.setdefault(over, OrderedDict())
+    key, known = tuple(facts.items()), over.agreed
     if key not in known:
         if verify:
             with over.calls.preparing():
                 over.agree(facts | {"thread": over.calls.thread})
             with over.together():
                 over.collectives(device)
-        if not known:
-            over.before_closing(lambda: _known.pop(over, None))
         known[key] = None
         if len(known) > _KEPT:
             known.popitem(last=False)
     known.move_to_end(key)
     text = ", ".join((what, *(f"{name} {value}" for name, value in facts.items() if name != "exchange")))
     return Agreed(share, over, _phases(text, share.offsets), verify)
-
-
-_known: dict[Channel, OrderedDict[tuple[tuple[str, str], ...], None]] = {}
-"""What the ranks of a channel have agreed on, the one used last at the end."""
 
 
 @lru_cache(maxsize=256)

@@ -13,7 +13,6 @@ import subprocess
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +28,7 @@ from dfa_megatron.plan.language.geometry import CAUSAL
 from dfa_megatron.runtime import op, prepare
 from dfa_megatron.runtime.agreement.calls import at_layer
 from dfa_megatron.runtime.execute import bound
+from tests.support.groups import rank_0_keeps_the_store
 
 RANKS, LOCAL, HEADS, DIM, LAYERS = 3, 8, 2, 8, 2
 WIDTH = HEADS * DIM
@@ -217,25 +217,9 @@ def strike(kind: str) -> None:
         raise ValueError(kind)
 
 
-def store_of(rank: int, folder: Path) -> dist.TCPStore:
-    """The store of the group. Rank 0 says through a file at which port, so that runs side by side do not take one."""
-    note, timeout = folder / "port", timedelta(seconds=GROUP)
-    if rank == 0:
-        store = dist.TCPStore("127.0.0.1", 0, RANKS, True, timeout=timeout, wait_for_workers=False)
-        (folder / "new").write_text(str(store.port))
-        (folder / "new").rename(note)
-        return store
-    while not note.exists():
-        time.sleep(0.01)
-    return dist.TCPStore("127.0.0.1", int(note.read_text()), RANKS, False, timeout=timeout)
-
-
 def train(rank: int, ranks: int, faults: tuple[Fault, ...], steps: int, folder: str, together: bool) -> None:
     """The body of a rank: the store of the group is in rank 0, as without torchrun, and goes or stops with it."""
-    dist.barrier()  # whoever destroys a group early can keep others from making theirs
-    dist.destroy_process_group()
-    store = store_of(rank, Path(folder))
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=GROUP))
+    rank_0_keeps_the_store(rank, ranks, Path(folder), GROUP)
     run = Rank(rank, faults, steps, folder, together)
     run.write(pid=os.getpid())
     try:

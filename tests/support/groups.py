@@ -6,6 +6,9 @@ import os
 import runpy
 import socket
 import sys
+import time
+from datetime import timedelta
+from pathlib import Path
 
 import torch.distributed as dist
 
@@ -15,6 +18,22 @@ def alone() -> dist.ProcessGroup:
     group = dist.new_group([dist.get_rank()], use_local_synchronization=True)
     assert isinstance(group, dist.ProcessGroup)
     return group
+
+
+def rank_0_keeps_the_store(rank: int, ranks: int, folder: Path, seconds: float = 30.0) -> None:
+    """Make the default group anew, as without torchrun; rank 0 tells its port through a folder that all ranks see."""
+    dist.barrier()  # whoever destroys a group early can keep others from making theirs
+    dist.destroy_process_group()
+    note, timeout = folder / "port", timedelta(seconds=seconds)
+    if rank == 0:
+        store = dist.TCPStore("127.0.0.1", 0, ranks, True, timeout=timeout, wait_for_workers=False)
+        (folder / "new").write_text(str(store.port))
+        (folder / "new").rename(note)
+    while not note.exists():
+        time.sleep(0.01)
+    if rank:
+        store = dist.TCPStore("127.0.0.1", int(note.read_text()), ranks, False, timeout=timeout)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timeout)
 
 
 def free_port() -> int:

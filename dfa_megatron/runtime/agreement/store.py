@@ -39,25 +39,23 @@ class GroupStore:
 
     Args:
         client: this process's connection to the store; the same for all of its groups.
-        name: of the group, the same on all of its ranks.
-        rank: of this process in the group.
+        name: of the group, the same on all of its ranks. rank: of this process in the group.
         members: global ranks, in the order of the group.
 
     Attributes:
         key: under which the group's notes are; no other group has or had it.
         interrupted: called while this rank waits; raises once there is nothing to wait for.
-        keeper: the rank whose process keeps the store, if another rank of the group does.
-        keeps: whether this process keeps the store, which ends with it.
+        keeper: the rank whose process keeps the store, which ends with it; None if none of the group does.
     """
 
     def __init__(self, client: Store, name: str, rank: int, members: Sequence[int]) -> None:
         self.client, self.rank, self.members, self.size = client, rank, tuple(members), len(members)
         self.interrupted: Callable[[], None] = nothing
-        self.keeper = _keeper(self.members, rank)
-        self.keeps = self.members[rank] == 0 and not launcher_keeps_store()
+        self.keeper = _keeper(members)
         # A group may reuse the name of a destroyed one, whose notes must not be read as new.
         self.key = f"dfa_megatron/{name}/life {client.add(f'dfa_megatron/{name}/lives of {rank}', 1)}"
         self._store = PrefixStore(self.key, client)
+        self._blocks: Store | None = None
         self._rounds, self._stores = 0, 0
         self._longest = max(_LONGEST, (dist.get_world_size() if dist.is_initialized() else 1) / REQUESTS)
         # To read a note that is not there would block. Ranks read these once all have met, so from here on they exist.
@@ -72,7 +70,7 @@ class GroupStore:
             AbsentError: the store did not answer within that many seconds, or is gone.
         """
         members, rank, name = dist.get_process_group_ranks(group), group.rank(), str(group.group_name)
-        return _answer(lambda: cls(_client(), name, rank, members), members, rank, timeout, "meet", nothing)
+        return _answer(lambda: cls(_client(), name, rank, members), members, timeout, "meet", nothing)
 
     @property
     def lost(self) -> str:
@@ -80,25 +78,20 @@ class GroupStore:
         return f"{self.key}/lost"
 
     def fresh(self) -> Store:
-        """Return a store that these ranks share for one purpose; all ranks must ask in the same order.
-
-        On a connection of its own: whoever connects over it blocks it.
-        """
+        """Return a store that these ranks share for one purpose, and may block; all ranks ask in the same order."""
         self._stores += 1
-        return PrefixStore(f"{self.key}/store {self._stores}", _own_client(self.client))
+        self._blocks = self._blocks or _own_client(self.client)
+        return PrefixStore(f"{self.key}/store {self._stores}", self._blocks)
 
     def subgroup(self, ranks: Sequence[int]) -> GroupStore:
         """Return the store of some of this group's ranks, this one among them; `ranks` count in this group."""
         name = f"{self.key}/part {' '.join(map(str, ranks))}"
         made = GroupStore(self.client, name, list(ranks).index(self.rank), [self.members[rank] for rank in ranks])
-        made.interrupted = self.interrupted
+        made.interrupted, made._blocks = self.interrupted, self._blocks
         return made
 
     def gather(self, key: str, note: str, seconds: float, given_up: Sequence[object] = ()) -> list[str | None]:
-        """Leave a note under a key and return every rank's, by rank: None of one that has left none in that time.
-
-        given_up: ends the wait once it holds something.
-        """
+        """Leave a note and return every rank's, by rank: None of one that has left none until then or `given_up`."""
         keys, started, pause = [f"{key}/{rank}" for rank in range(self.size)], time.monotonic(), _SHORTEST
         self._store.set(keys[self.rank], note)
         while not (complete := self._store.check(keys)) and not given_up and time.monotonic() - started <= seconds:
@@ -109,12 +102,7 @@ class GroupStore:
         return [next(found).decode() if is_there else None for is_there in there]
 
     def collect(self, note: str, timeout: float, subject: str) -> list[str]:
-        """Leave a note and return every rank's, by rank; collective.
-
-        Args:
-            note: of this rank.
-            timeout: seconds to wait for the others.
-            subject: of the round, as errors name it: an infinitive.
+        """Leave a note and return every rank's, by rank; collective. subject: an infinitive for errors.
 
         Raises:
             AbsentError: names the ranks that did not come in time.
@@ -128,7 +116,7 @@ class GroupStore:
             return notes
 
         try:
-            notes = _answer(meet, self.members, self.rank, timeout + _MARGIN, subject, self.interrupted)
+            notes = _answer(meet, self.members, timeout + _MARGIN, subject, self.interrupted)
         finally:
             given_up.append(True)
         if missing := [rank for rank, theirs in enumerate(notes) if theirs is None]:
@@ -157,16 +145,15 @@ def nothing() -> None:
     """Check for no error."""
 
 
-def _keeper(members: Sequence[int], rank: int) -> int | None:
-    keeps = 0 in members and members[rank] != 0 and not launcher_keeps_store()
-    return list(members).index(0) if keeps else None
+def _keeper(members: Sequence[int]) -> int | None:
+    return list(members).index(0) if 0 in members and not launcher_keeps_store() else None
 
 
 def _answer(
-    action: Callable[[], T], members: Sequence[int], rank: int, seconds: float, subject: str, check: Callable[[], None]
+    action: Callable[[], T], members: Sequence[int], seconds: float, subject: str, check: Callable[[], None]
 ) -> T:
     """Return the result of an action in the store; if that is gone or stopped, the error names who kept it."""
-    keeper, started = _keeper(members, rank), time.monotonic()
+    keeper, started = _keeper(members), time.monotonic()
     who = "another process" if keeper is None else named(members, [keeper])
 
     def act() -> T:

@@ -31,14 +31,13 @@ PERIOD, IDLE = 0.5, 60.0
 """Seconds between two heartbeats of a process that runs attention, and of one that has run none for `_QUIET`."""
 _QUIET = 10.0
 _NEIGHBOURS = 8
-SILENT = 2 * PERIOD + 2.0
+_MARGIN = 2.0
+SILENT = 2 * PERIOD + _MARGIN
 """Seconds without a heartbeat after which a rank that runs attention counts as stopped."""
-GRACE = 5.0
-"""Seconds for a caller inside of attention to come back and raise the error, before the process is ended."""
+GRACE, _LOOKS = 5.0, 0.05
+"""Seconds for a caller inside of attention to come back before the process is ended, and between two looks at it."""
 EXIT_STATUS = 70
 """Of a process that the watchdog ended."""
-_LOOKS = 0.05
-"""Seconds between two looks at whether it has come back."""
 _BUSY = 0.05
 """Share of its time for which a thread runs at least that waits for a device: CUDA's waits spin."""
 _DIFFER, _ENDED = "calls differ", "has ended"
@@ -62,12 +61,10 @@ class Watched:
     """What the watchdog knows of one group. Its time stands still while the process or the machine does.
 
     Args:
-        store: of the group.
-        calls: of this rank.
-        alive: whether the group still exists.
-        close: called on a thread of its own once the group is destroyed.
+        store: of the group. calls: of this rank.
+        alive: whether the group still exists. close: called on a thread of its own once it is destroyed.
         gone: whether the process of a rank is known to have ended.
-        timeout: seconds for which a rank is waited for that lives but does something else: the group's own. One that
+        timeout: the group's own: seconds for which a rank is waited for that lives but does something else. One that
             gives no sign of life is waited for a quarter of them.
     """
 
@@ -81,7 +78,7 @@ class Watched:
         timeout: float,
     ) -> None:
         self.store, self.calls, self.alive, self.close = store, calls, alive, close
-        self.gone, self.timeout, self.wake, self.leave = gone, timeout, nothing, nothing
+        self.gone, self.timeout, self.wake, self.leave, self.patience = gone, timeout, nothing, nothing, SILENT
         self.others = [rank for rank in range(store.size) if rank != store.rank]
         self.now, self.answered, self.lost, self._told, self._closing = 0.0, 0.0, NOTHING, False, False
         self._beats, self._changed, self._heard = dict[int, Heartbeat](), dict[int, float](), dict[int, float]()
@@ -128,9 +125,9 @@ class Watched:
         """Return the ranks that have stopped: they have ended, or their heartbeats have stayed away."""
         # Only the time between two readings counts: the store may not have answered since.
         missed = {rank: self._heard[rank] - self._changed[rank] for rank, beat in self._beats.items() if beat.due}
-        late = [rank for rank, seconds in missed.items() if seconds > 2 * self._beats[rank].due + 2.0]
+        late = [rank for rank, seconds in missed.items() if seconds > 2 * self._beats[rank].due + _MARGIN]
         known = [rank for rank in self.others if rank in late or self.ended(rank)]
-        if self.now - self.answered <= SILENT:
+        if self.now - self.answered <= self.patience:
             return known
         keeper = [rank for rank in self.others if rank == self.store.keeper and rank not in known]
         return known + keeper or self.others
@@ -149,18 +146,16 @@ class Watched:
 
     def difference(self) -> DisagreementError:
         """Return an error with a table of the first call that differs, as far as ranks still show their calls."""
-        mine = self.calls.shown()
-        found: list[Sequence[str | None]] = [
-            [mine if rank == self.store.rank else None for rank in range(self.store.size)]
-        ]
+        mine, alone = self.calls.shown(), list[str | None]([None] * self.store.size)
+        alone[self.store.rank], found = mine, [alone]
 
         def show() -> None:
             self.store.client.compare_set(self.store.lost, NOTHING, _DIFFER)
-            found.append(self.store.gather("calls", mine, SILENT))
+            found.append(self.store.gather("calls", mine, self.patience))
             self.store.gather("read the calls", "", 1.0)  # the store may end with this process
 
         with contextlib.suppress(RuntimeError, TimeoutError):
-            bounded(show, 2 * SILENT, nothing, TimeoutError)
+            bounded(show, 2 * self.patience, nothing, TimeoutError)
         return DisagreementError(first_difference(found[-1]))
 
     def stalled(self) -> DistAttentionError | None:
@@ -233,10 +228,9 @@ class Watched:
         debugger or waits for its user. So is one whose signal handler runs, and one whose other threads must end before
         it may. To be asked every few hundredths of a second.
         """
-        at, ticks = _place(self.calls), 0
-        for thread in self.calls.threads:
-            ticks += sum(map(int, _about(thread, "stat").rpartition(")")[2].split()[11:13]))
-        spent = ticks / os.sysconf("SC_CLK_TCK")
+        at, about = _place(self.calls), [_about(thread, "stat") for thread in self.calls.threads]
+        ticks = [int(number) for text in about for number in text.rpartition(")")[2].split()[11:13]]
+        spent = sum(ticks) / os.sysconf("SC_CLK_TCK")
         if at is None or at != self._stuck_at:
             self._stuck_at, self._stuck_since, self._spent = at, self.now, spent
         waited = self.now - self._stuck_since
@@ -276,17 +270,15 @@ def _about(thread: threading.Thread, what: str) -> str:
 class Watchdog:
     """Watches all groups of this process from two threads: one talks to the store, the other judges what it heard.
 
-    The second goes on if the first is stuck in a store that no longer answers.
-
-    Args:
-        client: this process's connection to the store.
-        rank: global rank of this process. processes: their number.
+    The second goes on if the first is stuck in a store that no longer answers. client: this process's connection to it.
+    rank: global rank of this process. processes: their number.
     """
 
     def __init__(self, client: Store, rank: int, processes: int) -> None:
         self.client, self.rank, self.groups = client, rank, tuple[Watched, ...]()
         self.period = max(PERIOD, 2 * processes / REQUESTS)
-        self._left, self._numbers, self._quiet = dict[str, tuple[int, int, str]](), list[int](), 0.0
+        self._left, self._has_beaten = dict[str, tuple[int, int, str]](), False
+        self._numbers, self._quiet = list[int](), 0.0
         self._news, self._over, self._process = threading.Event(), threading.Event(), os.getpid()
         names = {"dfa_megatron heartbeats": self._beat, "dfa_megatron watchdog": self._judge}
         self.threads = [threading.Thread(target=run, name=name, daemon=True) for name, run in names.items()]
@@ -298,11 +290,14 @@ class Watchdog:
 
     def beat(self) -> None:
         """Leave a heartbeat, and read those of others: two requests."""
-        groups = self.groups
+        groups, own = self.groups, heartbeat_of(self.rank)
+        if not self._has_beaten:  # the groups that an earlier watchdog of this process has left
+            before = Heartbeat.read(self.client.get(own)).groups.items()
+            self._left, self._has_beaten = {key: x for key, x in before if x[2] == _ENDED} | self._left, True
         for group in groups:
             group.tell()
         mine = Heartbeat(time.time_ns(), self.due, self._left | {group.store.key: group.state() for group in groups})
-        self.client.set(heartbeat_of(self.rank), json.dumps(mine))
+        self.client.set(own, json.dumps(mine))
         ranks = sorted({group.store.members[rank] for group in groups for rank in group.asked()})
         keys = [heartbeat_of(rank) for rank in ranks] + [group.store.lost for group in groups]
         found = self.client.multi_get(keys) if keys else []
@@ -323,7 +318,7 @@ class Watchdog:
     def watch(self, group: Watched) -> None:
         """Watch one group more."""
         self.groups += (group,)
-        group.wake, group.leave = self._news.set, partial(self.leave, group)
+        group.wake, group.leave, group.patience = self._news.set, partial(self.leave, group), 2 * self.period + _MARGIN
         self._news.set()
 
     def leave(self, group: Watched) -> None:
@@ -340,7 +335,7 @@ class Watchdog:
 
         with contextlib.suppress(RuntimeError, TimeoutError):  # ranks end at different times, and the store with one
             bounded(last, 4 * PERIOD, nothing, TimeoutError)
-            if group.store.keeps and group.calls.lost is not None:
+            if group.store.keeper == group.store.rank and group.calls.lost is not None:
                 time.sleep(2 * self.period)  # until the others have read why: the store may end with this process
         if not self.groups:
             self._over.set()
@@ -394,7 +389,5 @@ def _allow_captures() -> None:
     """Let this thread query CUDA events while another one captures a graph."""
     from dfa_megatron.runtime.cuda_driver import driver
 
-    try:
+    with contextlib.suppress(OSError):  # no GPU here
         driver().relax_captures()
-    except OSError as error:  # no GPU here
-        logger.debug("no CUDA driver: %s", error)

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import threading
 import uuid
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
@@ -42,6 +43,7 @@ class Channel:
         wait: runs a blocking call, such as a wait for messages between CPUs. Raises an AbsentError if a connection
             broke, and an error that another rank or the watchdog has found meanwhile.
         ended: called once the group is destroyed; closes the channel.
+        agreed: what exchanges of other kinds than attention the ranks have agreed on, the one used last at the end.
     """
 
     def __init__(
@@ -69,6 +71,7 @@ class Channel:
         self._closing, self._closed = threading.Lock(), False
         self._backward, self.on_cpu, self._name = -1, True, ""
         self._devices: list[torch.device] = []
+        self.agreed: OrderedDict[tuple[tuple[str, str], ...], None] = OrderedDict()
         store.interrupted = self.calls.check
         mine = {"host": host(), **process(), **links()._asdict(), "one queue": str(has_one_queue())}
         everyone = self.exchange(mine, "make contact for the first time")
@@ -114,7 +117,7 @@ class Channel:
 
     def running(self, kind: Kind, device: torch.device) -> AbstractContextManager[None]:
         """Count each call inside, on tensors of that device; on a CPU, compare it with the others' at once."""
-        return _Running(self, kind, on_cpu=device.type == "cpu")
+        return _Counted(self, kind, on_cpu=device.type == "cpu")
 
     def _meet(self) -> None:
         """Compare the call that has just begun with the others' at once: the host waits for messages anyway."""
@@ -244,7 +247,7 @@ class Channel:
             held.clear()
 
 
-class _Running:
+class _Counted:
     """Around calls of a kind: a class, because a generator costs the host twice the time."""
 
     __slots__ = ("_channel", "_kind", "_on_cpu")

@@ -9,8 +9,7 @@ import torch
 
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.runtime.comm.copy_engine import open_transport
-from dfa_megatron.runtime.comm.gloo import GlooTransport
-from dfa_megatron.runtime.comm.nccl import NcclTransport
+from dfa_megatron.runtime.comm.p2p import GlooTransport, NcclTransport
 from dfa_megatron.runtime.comm.transport import Transport
 
 if TYPE_CHECKING:

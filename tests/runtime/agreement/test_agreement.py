@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 import dfa_megatron
 from dfa_megatron.config import DistAttentionConfig
-from dfa_megatron.errors import DisagreementError, DistAttentionError, ExecutionError, UnsupportedError
+from dfa_megatron.errors import DistAttentionError, UnsupportedError
 from dfa_megatron.plan.schedules import SCHEDULES
 from dfa_megatron.plan.schedules.route import direct
 from tests.support.arguments import arguments
@@ -140,20 +140,20 @@ def test_a_request_nobody_can_serve_names_what_would_work() -> None:
 
 
 def _one_prepares_alone(rank: int, ranks: int) -> tuple[str, float]:
-    group = dist.new_group([0, 1], timeout=timedelta(seconds=8))
+    group = dist.new_group([0, 1], timeout=timedelta(seconds=4))
     assert not attempt(*tensors(), group=group)
     start, report = time.monotonic(), ""
     if rank == 0:
         report = attempt(*tensors(local=20), group=group)
     else:
-        time.sleep(4.0)
+        time.sleep(2.5)
     return report, time.monotonic() - start
 
 
 def test_a_rank_that_never_comes_is_an_error_within_a_quarter_of_the_timeout() -> None:
     (report, seconds), _ = run_ranks(2, _one_prepares_alone, timeout=40)
-    assert report == "AbsentError: rank 1 of the group did not come within 2 s to prepare this attention"
-    assert seconds < 4.0
+    assert report == "AbsentError: rank 1 of the group did not come within 1 s to prepare this attention"
+    assert seconds < 2.5
 
 
 def _unequal_groups(rank: int, ranks: int) -> str:
@@ -183,11 +183,6 @@ def test_a_failing_step_shows_where_in_the_grid() -> None:
         assert "out of tea" in report
         assert f"rank {rank}, step 0" in report
         assert "<!" in report
-
-
-def test_errors_of_the_package_are_one_family() -> None:
-    for error in (UnsupportedError, DisagreementError, ExecutionError):
-        assert issubclass(error, DistAttentionError)
 
 
 def _packs_of_its_own(rank: int, ranks: int) -> list[str]:

@@ -6,14 +6,13 @@ import atexit
 import os
 import threading
 import time
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore, TCPStore
+from torch._C._distributed_c10d import HashStore
 
 import dfa_megatron
 from dfa_megatron.errors import DisagreementError, DistAttentionError
@@ -22,6 +21,7 @@ from dfa_megatron.runtime.agreement.store import GroupStore
 from dfa_megatron.runtime.agreement.watchdog import Watchdog, Watched
 from dfa_megatron.runtime.comm.channel import Channel
 from tests.support.arguments import arguments
+from tests.support.groups import rank_0_keeps_the_store
 from tests.support.workers import run_ranks
 
 SCALES = (0.25, 0.5)
@@ -33,25 +33,8 @@ def attend(scale: float, group: Any = None) -> None:
     dfa_megatron.dist_flash_attn_func(q, k, v, **options)
 
 
-def _own_store(rank: int, ranks: int, folder: Path, seconds: float = 30.0) -> None:
-    """Have rank 0 keep the store, as it does without torchrun's agent."""
-    timeout = timedelta(seconds=seconds)
-    dist.barrier()
-    dist.destroy_process_group()
-    note = folder / "port"
-    if rank == 0:
-        store = TCPStore("127.0.0.1", 0, ranks, True, wait_for_workers=False, timeout=timeout)
-        (folder / "new").write_text(str(store.port))
-        (folder / "new").rename(note)
-    while not note.exists():
-        time.sleep(0.01)
-    if rank:
-        store = TCPStore("127.0.0.1", int(note.read_text()), ranks, False, timeout=timeout)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timeout)
-
-
 def _differ(rank: int, ranks: int, folder: str, way: str) -> None:
-    _own_store(rank, ranks, Path(folder))
+    rank_0_keeps_the_store(rank, ranks, Path(folder))
     for scale in SCALES:
         attend(scale)
     if rank:  # the others are slow to read, so that rank 0 has ended
@@ -97,7 +80,7 @@ def test_every_rank_gets_the_table_where_rank_0_ends_at_once(ranks: int, way: st
 
 
 def _gone_before(rank: int, ranks: int, folder: str) -> None:
-    _own_store(rank, ranks, Path(folder), seconds=5.0)
+    rank_0_keeps_the_store(rank, ranks, Path(folder), seconds=2.0)
     group = dist.new_group([0, 1])
     dist.barrier()
     if rank == 0:

@@ -28,7 +28,7 @@ from tests.support.arguments import arguments
 from tests.support.groups import alone
 from tests.support.workers import run_ranks
 
-GRACE, BUSY = 1.0, 2.0
+GRACE, BUSY = 0.6, 1.2
 """Seconds that the watchdogs of these tests give, and for which a process is elsewhere."""
 BLOCKS = 20
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from dfa_megatron.errors import DistAttentionError
 from dfa_megatron.runtime.agreement.calls import Calls, Kind
 from dfa_megatron.runtime.agreement.store import REQUESTS, GroupStore, Waiter
-from dfa_megatron.runtime.agreement.watchdog import PERIOD, SILENT, Watchdog, Watched
+from dfa_megatron.runtime.agreement.watchdog import PERIOD, SILENT, Watchdog, Watched, watch
 
 
 def watched(
@@ -129,6 +129,41 @@ def test_a_process_leaves_its_last_words_and_stays_until_they_can_have_been_read
     assert time.monotonic() - before > 2 * PERIOD, "the store ends with this process"
 
 
+def test_a_rank_that_waits_long_names_one_far_away() -> None:
+    store, far = dist.HashStore(), 12
+    groups = [watched(store, rank, range(20)) for rank in range(20)]
+    dogs, mine = [dog(group, 20) for group in groups], groups[0]
+    mine.calls.begin(Kind.of("forward"))
+    assert far not in mine.asked()
+    for number in range(20):
+        for rank, each in enumerate(dogs):
+            if rank != far or number < 4:
+                each.beat()
+        mine.stalled()
+        mine.now += PERIOD
+    assert mine.silent() == [far]
+    assert "rank 12 of the group gives no sign of life" in str(mine.stalled())
+
+
+def test_every_rank_of_many_gets_the_whole_table_though_few_see_the_difference() -> None:
+    store = dist.HashStore()
+    groups = [watched(dist.PrefixStore("", store), rank, range(20)) for rank in range(20)]
+    try:
+        for rank, group in enumerate(groups):
+            group.calls.add(Kind.of("backward" if rank == 12 else "forward"))
+            watch(group, rank, 20)
+        deadline = time.monotonic() + 20
+        while any(group.calls.lost is None for group in groups) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        for group in groups:
+            assert "call 1: forward on ranks 0, 1, ... (19 of them); backward on rank 12" in str(group.calls.lost)
+    finally:
+        for group in groups[1:]:  # rank 0 would wait: it keeps the store
+            group.leave()
+        groups[0].calls.lost = None
+        groups[0].leave()
+
+
 class Counting:
     """A store that counts what it is asked."""
 
@@ -170,7 +205,7 @@ def test_the_store_of_8192_processes_is_asked_at_most_so_often(runs: bool, recor
             beats = clock + one.due
     rate = store.asked.total() / (60 * minutes) * processes
     record_property("store", {"attention runs": runs, "requests a second": round(rate)})
-    assert set(store.asked) == {"set", "multi_get"}
+    assert set(store.asked) == {"set", "multi_get", "get"}
     assert rate <= (REQUESTS if runs else 300), rate
     assert not any(group.calls.lost for group in groups)
 

@@ -17,11 +17,11 @@ import torch.distributed as dist
 from dfa_megatron.errors import DistAttentionError, UnsupportedError
 from dfa_megatron.runtime.comm.channel import Channel
 from dfa_megatron.runtime.comm.copy_engine import CopyEngineTransport
-from dfa_megatron.runtime.comm.gloo import GlooTransport
 from dfa_megatron.runtime.comm.groups import group_name
 from dfa_megatron.runtime.comm.memory import kept_arena
 from dfa_megatron.runtime.comm.memory.kept_arena import KeptArena
 from dfa_megatron.runtime.comm.memory.symmetric_memory import Mapped
+from dfa_megatron.runtime.comm.p2p import GlooTransport
 from dfa_megatron.runtime.comm.registry import channel
 from dfa_megatron.runtime.comm.transport import Recv, Send, Transport
 from dfa_megatron.runtime.comm.transports import Transports

@@ -19,8 +19,8 @@ from dfa_megatron.kernels.adapters.reference import ReferenceKernel
 from dfa_megatron.kernels.replay import Op
 from dfa_megatron.plan.language.geometry import CAUSAL
 from dfa_megatron.runtime import run
-from dfa_megatron.runtime.comm.gloo import GlooTransport
 from dfa_megatron.runtime.comm.memory.arena import Arena
+from dfa_megatron.runtime.comm.p2p import GlooTransport
 from dfa_megatron.runtime.execute import run_program
 from dfa_megatron.runtime.execute.bound import Bound, Post, computing_first
 from dfa_megatron.runtime.prepare import Prepared, in_use
