@@ -51,7 +51,7 @@ BUDGETS = {
     "benchmarks": 6_425,
     "cli": 613,
     "deepspeed": 1_440,
-    "doctor": 1_082,
+    "doctor": 1_064,
     "huggingface": 4_565,
     "kernels": 3_757,
     "loss": 791,
