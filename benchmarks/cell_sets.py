@@ -172,9 +172,9 @@ def paper(gpus: int) -> tuple[Cell, ...]:
 
 def paper_toy() -> tuple[Cell, ...]:
     """Return the same kinds of cells on two ranks of a CPU, to see that they run."""
-    toy_layers = ("-m", "benchmarks.megatron_layers", "--toy", "--layers", "64:7b", "64:33h", "--train", "--depth", "1")
+    toy_layers = ("-m", "benchmarks.megatron_layers", "--toy", "--layers", "64:33h", "--train", "--depth", "1")
     modes = ("--modes", "tp-te-full", "tp-full", "full", "remat")
-    toy = ("--device", "cpu", "--seq-length", "64", "128", "--heads", "2", "--head-dim", "16", "--passes", "forward")
+    toy = ("--device", "cpu", "--seq-length", "64", "--heads", "2", "--head-dim", "16", "--passes", "forward")
     little = ("--repetitions", "2", "--seconds", "0", "--kernel", "cpu", "--schedule", "ring", "balanced")
     little += ("--baselines", "ulysses")
     words = ("-m", "benchmarks.attention", "--ranks", "2", *toy, *little, "--ablation", "none", "no_overlap")

@@ -19,7 +19,7 @@ import itertools
 import json
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from itertools import pairwise
@@ -30,7 +30,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.attention.clock import Timer, take_turns
-from benchmarks.attention.correctness import too_far
+from benchmarks.attention.correctness import NAMES, too_far
 from benchmarks.attention.failures import Failure, together
 from benchmarks.documents import Offsets, draw_documents, lengths_of, log_normal
 from dfa_megatron import DistAttentionConfig, dist_flash_attn_varlen_func, shard_sequence
@@ -135,19 +135,11 @@ def check(method: Method, args: argparse.Namespace, world: World) -> None:
     tokens = 128 * world.size
     offsets = draw_documents(tokens, 2 * world.size, 1, log_normal(3.0, 1.0))
     q, k, v, dout = draw_inputs(args, tokens, world, 1)
-    exact = [x.double().requires_grad_() for x in (q, k, v)]
-    parts = [
-        dense_attention(*(x[None, lo:hi] for x in exact), band_of(args.causal))[0][0] for lo, hi in pairwise(offsets)
-    ]
-    want = torch.cat(parts)
-    gradients = torch.autograd.grad(want, exact, dout.double())
     local = [method.split(x, offsets).clone().requires_grad_() for x in (q, k, v)]
     out = method.start(offsets)(*local)
     got = torch.autograd.grad(out, local, method.split(dout, offsets))
-    errors = {}
-    for name, g, w in zip(("out", "dq", "dk", "dv"), (out, *got), (want.detach(), *gradients), strict=True):
-        w = method.split(w, offsets)
-        errors[name] = ((g.double() - w).norm() / w.norm()).item()
+    wanted = (method.split(w, offsets) for w in exact_of((q, k, v, dout), offsets, args.causal))
+    errors = {name: relative(g, w) for name, g, w in zip(NAMES, (out, *got), wanted, strict=True)}
     if why := too_far(errors, TOLERANCE[getattr(torch, args.dtype)]):
         raise ValueError(why)
 
@@ -241,27 +233,47 @@ def show(rows: list[dict[str, Any]], offsets: Offsets, world: World) -> None:
         print(f"{row['method']:36} {'WRONG: ' + row['wrong'] if row['wrong'] else numbers}  {row.get('took', '')}")
 
 
-def arguments() -> argparse.Namespace:
-    """Return the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def parser_of(about: str | None) -> argparse.ArgumentParser:
+    """Return the flags that every benchmark of packs has."""
+    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--heads", type=int, default=64)
     parser.add_argument("--kv-heads", type=int, default=8)
     parser.add_argument("--head-dim", type=int, default=128)
     parser.add_argument("--tokens-per-rank", type=int, default=8192)
     parser.add_argument("--mean", type=float, default=7.0, help="of the logarithm of a document's tokens")
     parser.add_argument("--sigma", type=float, default=1.2, help="of the same")
-    parser.add_argument("--lengths", type=Path, help="a histogram of lengths in place of these two")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--repetitions", type=int, default=20)
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
+    parser.add_argument("--device", choices=("auto", "cpu"), default="auto")
+    parser.add_argument("--out", type=Path, help="where the figures go as JSON")
+    return parser
+
+
+def arguments() -> argparse.Namespace:
+    """Return the command line."""
+    parser = parser_of(__doc__)
+    parser.add_argument("--lengths", type=Path, help="a histogram of lengths in place of mean and sigma")
     parser.add_argument("--schedule", nargs="+", default=["auto", "load_balanced"])
     parser.add_argument("--kernel", nargs="+", default=["auto"])
     parser.add_argument("--transport", nargs="+", default=["auto"])
     parser.add_argument("--causal", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--new-packs", action=argparse.BooleanOptionalAction, default=True)
-    parser.add_argument("--repetitions", type=int, default=20)
-    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
-    parser.add_argument("--device", choices=("auto", "cpu"), default="auto")
-    parser.add_argument("--out", type=Path, help="where the figures go as JSON")
     return parser.parse_args()
+
+
+def relative(got: torch.Tensor, want: torch.Tensor) -> float:
+    """Return |got - want| over |want|, in float64."""
+    return float((got.double() - want).norm() / want.norm())
+
+
+def exact_of(inputs: Sequence[torch.Tensor], offsets: Offsets, causal: bool) -> tuple[torch.Tensor, ...]:
+    """Return out, dq, dk and dv of q, k, v and dout in float64, document by document; 0 behind the last."""
+    leaves = [x.double().requires_grad_() for x in inputs[:3]]
+    documents = ([x[None, lo:hi] for x in leaves] for lo, hi in pairwise(offsets))
+    outs = [dense_attention(*qkv, band_of(causal))[0][0] for qkv in documents]
+    out = torch.cat([*outs, leaves[0][offsets[-1] :] * 0])
+    return out.detach(), *torch.autograd.grad(out, leaves, inputs[3].double())
 
 
 if __name__ == "__main__":

@@ -32,13 +32,12 @@ import torch.distributed as dist
 from benchmarks.attention.baselines import version_of
 from benchmarks.attention.baselines.transformer_engine import communicators
 from benchmarks.attention.clock import Timer, take_turns
-from benchmarks.attention.correctness import too_far
+from benchmarks.attention.correctness import NAMES, too_far
 from benchmarks.attention.failures import Failure, together
 from benchmarks.documents import draw_documents, log_normal
-from benchmarks.packed import BOTH, TOLERANCE, Attend, draw_inputs
+from benchmarks.packed import BOTH, TOLERANCE, Attend, draw_inputs, exact_of, parser_of, relative
 from benchmarks.surroundings import machine
 from dfa_megatron import DistAttentionConfig, dist_flash_attn_varlen_func
-from dfa_megatron.doctor.dense import band_of, dense_attention
 from dfa_megatron.doctor.world import World, join
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.megatron.tokens.document_order import DocumentOrder
@@ -154,18 +153,9 @@ def errors_of(method: Method, args: argparse.Namespace, pack: DocumentOrder, wor
     (q, k, v, dout), at, whole = own_part(method, args, pack, world)
     out = method.start(pack)(q, k, v)
     got = out, *torch.autograd.grad(out, (q, k, v) if method.name != "exchange" else (q,), dout)
-    if method.name == "exchange":
-        want: tuple[torch.Tensor, ...] = whole[0], whole[3]
-    else:
-        exact = [x.double().requires_grad_() for x in whole[:3]]
-        documents = ([x[None, lo:hi] for x in exact] for lo, hi in pairwise(pack.real))
-        outs = torch.cat([dense_attention(*qkv, band_of(True))[0][0] for qkv in documents])
-        outs = torch.cat([outs, exact[0][pack.real[-1] :] * 0])
-        want = outs.detach(), *torch.autograd.grad(outs, exact, whole[3].double())
+    want = (whole[0], whole[3]) if method.name == "exchange" else exact_of(whole, pack.real, True)
     real = at < pack.real[-1]
-    names = ("out", "dq", "dk", "dv")
-    pairs = ((name, g[real].double(), w[at][real].double()) for name, g, w in zip(names, got, want, strict=False))
-    return {name: ((g - w).norm() / w.norm()).item() for name, g, w in pairs}
+    return {name: relative(g[real], w[at][real]) for name, g, w in zip(NAMES, got, want, strict=False)}
 
 
 def checked(method: Method, args: argparse.Namespace, world: World) -> dict[str, Any]:
@@ -236,21 +226,10 @@ def write(
 
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """Return the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--heads", type=int, default=64)
-    parser.add_argument("--kv-heads", type=int, default=8)
-    parser.add_argument("--head-dim", type=int, default=128)
-    parser.add_argument("--tokens-per-rank", type=int, default=8192)
+    parser = parser_of(__doc__)
     parser.add_argument("--check-tokens", type=int, default=1024, help="of a rank, in the comparison with float64")
-    parser.add_argument("--mean", type=float, default=7.0, help="of the logarithm of a document's tokens")
-    parser.add_argument("--sigma", type=float, default=1.2, help="of the same")
-    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--peers", nargs="*", default=["p2p", "a2a"], choices=("p2p", "a2a", "all_gather"))
     parser.add_argument("--kernel", default="auto", help="as DistAttentionConfig takes it")
-    parser.add_argument("--repetitions", type=int, default=20)
-    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
-    parser.add_argument("--device", choices=("auto", "cpu"), default="auto")
-    parser.add_argument("--out", type=Path, help="where the figures go as JSON")
     return parser.parse_args(argv)
 
 

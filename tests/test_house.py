@@ -48,21 +48,21 @@ LONG_FUNCTIONS_FOR_NOW = {
 """May only become shorter."""
 
 BUDGETS = {
-    "benchmarks": 6_631,
+    "benchmarks": 6_425,
     "cli": 613,
     "deepspeed": 1_440,
-    "doctor": 1_082,
+    "doctor": 1_064,
     "huggingface": 4_565,
     "kernels": 3_757,
     "loss": 791,
     "megatron": 4_644,
-    "plan": 5_594,
+    "plan": 5_489,
     "proving": 763,
     "recurrence": 1_156,
     "remat": 535,
     "runtime": 5_274,
-    "tests": 39_854,
-    "top": 1_384,
+    "tests": 39_794,
+    "top": 1_387,
 }
 """Lines of Python in a folder of the package, in its files beside them ("top"), in tests and in benchmarks.
 
@@ -112,7 +112,7 @@ def test_no_folder_of_the_package_holds_more_than_a_dozen_modules() -> None:
 
 
 def test_the_pages_hold_no_more_words_than_now() -> None:
-    assert house.words_of_markdown(house.ROOT) <= 18_069
+    assert house.words_of_markdown(house.ROOT) <= 18_044
 
 
 def test_no_file_name_stands_twice_but_for_the_same_thing() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import statistics
 from collections.abc import Callable, Sequence
@@ -49,12 +50,7 @@ def measure_links(device: torch.device, node: int) -> tuple[tuple[Link, ...], Li
 
 
 def open_transports(device: torch.device, largest: int) -> dict[str, Transport]:
-    """Return every transport that works between all ranks of the default group, by name; collective.
-
-    Args:
-        device: of the tensors that are sent.
-        largest: bytes of the largest message.
-    """
+    """Return every transport that works between all ranks of the default group, for messages of so many bytes."""
     ours = channel(group_name(None)).transports
     found = {}
     for kind in ("p2p", "copy_engine") if device.type == "cuda" else ("p2p",):
@@ -68,10 +64,7 @@ def open_transports(device: torch.device, largest: int) -> dict[str, Transport]:
 
 
 def neighbours(rank: int, size: int, node: int) -> tuple[tuple[int, int] | None, tuple[int, int] | None]:
-    """Return (to, from) in a ring of the ranks of one node, and in a ring over the nodes; None if there is only one.
-
-    node: ranks per node.
-    """
+    """Return (to, from) in a ring of a node's ranks, and in a ring over nodes of so many; None if there is one."""
     first, local = rank // node * node, rank % node
     inside = (first + (local + 1) % node, first + (local - 1) % node) if node > 1 else None
     across = ((rank + node) % size, (rank - node) % size) if size > node else None
@@ -82,20 +75,16 @@ def time_exchanges(
     transport: Transport, device: torch.device, ring: tuple[int, int], sizes: Sequence[int]
 ) -> list[Timing]:
     """Send to the next rank and receive from the previous one, all at once; collective."""
-    timings = []
-    for nbytes in sizes:
-        outgoing = torch.zeros(nbytes, dtype=torch.uint8, device=device)
 
-        def exchange(outgoing: torch.Tensor = outgoing) -> None:
-            incoming = transport.arena(outgoing.nbytes, device).flat[: outgoing.nbytes]
-            transport.start()
-            transport.post(-1, lambda _: [Send(ring[0], [outgoing], [0])], [Recv(ring[1], [incoming])])
-            transport.land()
-            transport.computed(0)
-            transport.finish()
+    def exchange(outgoing: torch.Tensor) -> None:
+        incoming = transport.arena(outgoing.nbytes, device).flat[: outgoing.nbytes]
+        transport.start()
+        transport.post(-1, lambda _: [Send(ring[0], [outgoing], [0])], [Recv(ring[1], [incoming])])
+        transport.land()
+        transport.computed(0)
+        transport.finish()
 
-        timings.append((nbytes, _timed(exchange, device, nbytes)))
-    return timings
+    return [(size, _timed(exchange, torch.zeros(size, dtype=torch.uint8, device=device))) for size in sizes]
 
 
 def all_to_all_rate(device: torch.device, node: int) -> float | None:
@@ -107,25 +96,25 @@ def all_to_all_rate(device: torch.device, node: int) -> float | None:
         return None
     first, timings = dist.get_rank() // node * node, []
     group = channel(group_name(None)).subgroup(range(first, first + node)).collectives(device)
-    for nbytes in SIZES[device.type]:
-        rows = max(1, nbytes // _ROW // node)
+
+    def exchange(whole: torch.Tensor) -> None:
+        packet = whole.transpose(0, 1).contiguous()
+        landed = torch.empty_like(packet)
+        group.all_to_all(landed, packet, []).wait()
+        landed.transpose(0, 1).contiguous()
+
+    for size in SIZES[device.type]:
+        rows = max(1, size // _ROW // node)
         whole = torch.zeros((rows, node, _ROW), dtype=torch.uint8, device=device)
-
-        def exchange(whole: torch.Tensor = whole) -> None:
-            packet = whole.transpose(0, 1).contiguous()
-            landed = torch.empty_like(packet)
-            group.all_to_all(landed, packet, []).wait()
-            landed.transpose(0, 1).contiguous()
-
-        timings.append((rows * (node - 1) * _ROW, _timed(exchange, device, nbytes)))
+        timings.append((rows * (node - 1) * _ROW, _timed(exchange, whole)))
     return fit(timings)[0]
 
 
-def _timed(call: Callable[[], None], device: torch.device, nbytes: int) -> float:
-    """Return the median of the slowest rank of a call that moves about `nbytes` on every rank; collective."""
-    times = 3 if nbytes >= 1 << 23 else 10
+def _timed(exchange: Callable[[torch.Tensor], None], sent: torch.Tensor) -> float:
+    """Return the median of the slowest rank; collective."""
+    times, call = 3 if sent.nbytes >= 1 << 23 else 10, functools.partial(exchange, sent)
     slowest([0.0])  # all ranks start together
-    taken = [stopwatch(call, device, times=times, behind=True) for _ in range(2 + _REPETITIONS)][2:]
+    taken = [stopwatch(call, sent.device, times=times, behind=True) for _ in range(2 + _REPETITIONS)][2:]
     return slowest([statistics.median(taken)])[0]
 
 

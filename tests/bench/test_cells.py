@@ -124,15 +124,12 @@ def test_the_papers_cells_run_at_toy_size(tmp_path: Path, capsys: pytest.Capture
     assert "toy-layers: ran" in capsys.readouterr().out
     layers = json.loads((tmp_path / "toy-layers.json").read_text())["layers"]
     found = {(row["heads"], row["mode"]): "ms_per_layer" in row or row["cannot"].split()[0] for row in layers}
-    assert found == {
-        (32, "tp-te-full"): "transformer_engine", (32, "tp-full"): True, (32, "full"): True, (32, "remat"): True,
-        (33, "tp-te-full"): "2", (33, "tp-full"): "2", (33, "full"): True, (33, "remat"): True,
-    }  # fmt: skip
+    assert found == {(33, "tp-te-full"): "2", (33, "tp-full"): "2", (33, "full"): True, (33, "remat"): True}
     content = json.loads((tmp_path / "toy-ablations" / "results.json").read_text())
-    assert [row["state"] for row in content["rows"]] == ["timed"] * 2 * 5
+    assert [row["state"] for row in content["rows"]] == ["timed"] * 5
     assert content["machine"]["versions"]["torch"] == torch.__version__
-    assert content["arguments"]["seq_length"] == [64, 128]
+    assert content["arguments"]["seq_length"] == [64]
     shown = (tmp_path / "toy-ablations.log").read_text()
-    assert "[2/2]" in shown
+    assert "[1/1]" in shown
     assert shown.count("ours / best baseline") == 1
     assert (tmp_path / "toy-ablations" / "tables.txt").read_text() in shown

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import train
 from gpt.errors import UserError
 from gpt.flags import parse_flags, settle
 from gpt.report import Report
@@ -60,20 +61,24 @@ def test_ranks_that_torchrun_starts_train_and_write_the_report(script: Path, tmp
     assert "nothing was recomputed" in (tmp_path / "report" / "summary.txt").read_text()
 
 
+def test_a_wrong_request_is_one_line_and_starts_no_rank(run: Run) -> None:
+    done = run("--dfa-ulysses-degree", "0")
+    assert done.returncode == 2
+    assert len(done.stderr.splitlines()) == 1
+    assert "ulysses_degree=0 is not supported" in done.stderr
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
         (("--data", "nowhere.txt"), "--data nowhere.txt: there is no such text file"),
         (("--nproc-per-node", "3"), "--seq-length 4096 cannot be divided by the 3 context-parallel ranks"),
-        (("--dfa-ulysses-degree", "0"), "ulysses_degree=0 is not supported"),
         (("--save-report", "/dev/null/report"), "cannot write into --save-report /dev/null/report: Not a directory"),
     ],
 )
-def test_a_wrong_request_is_one_line_and_starts_no_rank(run: Run, flags: tuple[str, ...], message: str) -> None:
-    done = run(*flags)
-    assert done.returncode == 2
-    assert len(done.stderr.splitlines()) == 1
-    assert message in done.stderr
+def test_what_is_wrong_is_said_in_words(flags: tuple[str, ...], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        train.main(list(flags))
 
 
 def test_what_the_ranks_find_wrong_is_one_line_as_well(run: Run) -> None:

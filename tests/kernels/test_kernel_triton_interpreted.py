@@ -77,17 +77,10 @@ def test_an_environment_without_the_interpreter_is_refused_on_cpu() -> None:
         "need = Need('cpu', torch.float32, 2, 1, 32, 32, frozenset({'full'}))\n"
         "print(kernels.get('triton').refusal(need))\n"
     )
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    said = {}
-    for interpret in ("0", "1"):
-        run = subprocess.run(
-            [sys.executable, "-c", code],
-            cwd=HERE.parents[1],
-            env={**environment, "TRITON_INTERPRET": interpret},
-            capture_output=True,
-            text=True,
-            timeout=120,
-            check=True,
-        )
-        said[interpret] = run.stdout.strip()
-    assert said == {"0": "it runs on CUDA, not on cpu", "1": "None"}
+    # With "1" the tests above run.
+    environment = os.environ | {"TRITON_INTERPRET": "0"}
+    command = [sys.executable, "-c", code]
+    run = subprocess.run(
+        command, cwd=HERE.parents[1], env=environment, capture_output=True, text=True, timeout=120, check=True
+    )
+    assert run.stdout.strip() == "it runs on CUDA, not on cpu"

@@ -36,7 +36,7 @@ def compare(plan: AttentionPlan, case: Case, batch: int) -> None:
             assert_close(mine_got, whole[:, mine], tolerance=1e-13, name=f"{plan} {name} of rank {rank}")
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 5])
+@pytest.mark.parametrize("ranks", [1, 3, 4])
 @pytest.mark.parametrize("way", WAYS)
 def test_the_naive_run_of_a_plan_is_dense_attention(way: str, ranks: int) -> None:
     rng, served = random.Random(ranks), 0

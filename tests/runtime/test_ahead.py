@@ -47,7 +47,7 @@ def _loop(rank: int, ranks: int, options: dict[str, Any]) -> int:
     """Train over a loader; returns how often a pack was planned in this process."""
     multiprocessing.current_process()._config["daemon"] = False  # a loader's workers are processes of their own
     draw = random.Random(ranks)
-    packs = [random_offsets(ranks * TOKENS, draw) for _ in range(4)]
+    packs = [random_offsets(ranks * TOKENS, draw) for _ in range(2)]
     kinds: list[dict[str, Any]] = [options, options | {"window_size": (5, 0)}]
     planners = tuple(PackPlanner(TOKENS, **arguments(dtype=torch.float64, **SHAPE, **kind)) for kind in kinds)
     for offsets, plans in DataLoader(packs, batch_size=1, num_workers=1, collate_fn=Collate(planners)):

@@ -136,11 +136,11 @@ def test_a_process_that_dies_or_hangs_loses_one_case(tmp_path: Path, monkeypatch
     (tmp_path / "plants.py").write_text(_PLANTS)
     monkeypatch.syspath_prepend(tmp_path)
     drawn = importlib.import_module("plants").drawn
-    verdicts = {case.number: verdict for case, verdict in jobs.run_jobs(drawn, range(6), 2, limit=8, deadline=math.inf)}
+    verdicts = {case.number: verdict for case, verdict in jobs.run_jobs(drawn, range(6), 2, limit=5, deadline=math.inf)}
     assert sorted(verdicts) == list(range(6))
     assert [number for number, verdict in verdicts.items() if verdict.kind == "failed"] == [2, 5]
     assert "the process ended with 9" in verdicts[2].reason
-    assert "no end within 8 s: python -m tests.fuzz --seed 0 --case 5" in verdicts[5].reason
+    assert "no end within 5 s: python -m tests.fuzz --seed 0 --case 5" in verdicts[5].reason
     assert "__getitem__" in verdicts[5].reason, "the stack is told"
 
 

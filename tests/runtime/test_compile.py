@@ -162,8 +162,7 @@ def _attended(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: Any, sc
 NUMBERS: list[tuple[Any, ...]] = [((4, 0), 0.5, 0.0), ((-1, -1), None, 2.0), ([2, 0], 1, 3), ((4, 1), 0.125, 2.5)]
 
 
-@pytest.mark.parametrize("dynamic", [None, True])
-@pytest.mark.parametrize("by", ["attribute", "argument"])
+@pytest.mark.parametrize(("by", "dynamic"), [("attribute", None), ("argument", True)])
 def test_numbers_and_shapes_that_change_are_compiled_without_a_break(by: str, dynamic: bool | None) -> None:
     torch.compiler.reset()
     options: Any = {"backend": "aot_eager", "fullgraph": True, "dynamic": dynamic}

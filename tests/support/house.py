@@ -14,6 +14,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -41,8 +42,13 @@ def files(tree: Path, *folders: str) -> list[Path]:
     return sorted(path for folder in folders for path in (tree / folder).rglob("*.py"))
 
 
-def functions(tree: Path, *folders: str) -> Iterator[Function]:
+@cache
+def functions(tree: Path, *folders: str) -> tuple[Function, ...]:
     """Every function and method, inner ones too."""
+    return tuple(_functions(tree, *folders))
+
+
+def _functions(tree: Path, *folders: str) -> Iterator[Function]:
     for path in files(tree, *folders):
         place = path.relative_to(tree).as_posix().removeprefix(f"{PACKAGE}/")
         parsed = ast.parse(path.read_text(encoding="utf-8"))
