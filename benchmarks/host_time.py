@@ -33,7 +33,7 @@ from dfa_megatron import DistAttentionConfig, dist_flash_attn_func
 from dfa_megatron.flags import add_flags, flag, from_flags
 from dfa_megatron.plan.interpret import Algebra
 from dfa_megatron.runtime.comm.transport import Transport
-from dfa_megatron.runtime.hooks import Run, hooked
+from dfa_megatron.runtime.hooks import HookedRun, hooked
 from dfa_megatron.runtime.prepare import build
 from dfa_megatron.runtime.problem import Inputs
 from dfa_megatron.runtime.request import Request
@@ -64,7 +64,7 @@ class AsItStands:
 
     name = "as it stands"
 
-    def wrap(self, run: Run) -> tuple[Algebra, Transport]:
+    def wrap(self, run: HookedRun) -> tuple[Algebra, Transport]:
         """Return the run's own."""
         return run.algebra, run.transport
 

@@ -11,7 +11,7 @@ from benchmarks.attention.job import ABLATIONS
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.plan.interpret import Algebra
 from dfa_megatron.runtime.comm.transport import Recv, Sends, Transport
-from dfa_megatron.runtime.hooks import Run, hooked
+from dfa_megatron.runtime.hooks import HookedRun, hooked
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +41,7 @@ class _Ablated:
     def __init__(self, name: Ablation) -> None:
         self.name: str = name
 
-    def wrap(self, run: Run) -> tuple[Algebra, Transport]:
+    def wrap(self, run: HookedRun) -> tuple[Algebra, Transport]:
         """Return a transport that takes turns with compute, or one that sends nothing."""
         return run.algebra, _InTurn(run.transport) if self.name == "no_overlap" else Transport()
 

@@ -30,7 +30,7 @@ LIMITS: Mapping[torch.dtype, tuple[float, float, float]] = MappingProxyType(
 )
 """Limits on the errors of out, of lse and of gradients; they are the limits of the conformance suite."""
 
-Given = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+TrialTensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 """q, k, v, dout."""
 
 
@@ -68,7 +68,7 @@ class Trial:
             torch.cuda.get_device_capability(self.device) if cuda else None,
         )  # fmt: skip
 
-    def inputs(self, seed: int = 0) -> Given:
+    def inputs(self, seed: int = 0) -> TrialTensors:
         """Return fresh normal values."""
         generator = torch.Generator(self.device).manual_seed(seed)
 
@@ -82,7 +82,7 @@ class Trial:
             q, k, draw(self.kv_len, self.kv_heads, self.head_dim_v), draw(self.q_len, self.heads, self.head_dim_v),
         )  # fmt: skip
 
-    def call(self, inputs: Given, *, deterministic: bool = False) -> BlockCall:
+    def call(self, inputs: TrialTensors, *, deterministic: bool = False) -> BlockCall:
         """Return the kernel call over these inputs, with the usual scale."""
         q, k, v, _ = inputs
         return BlockCall.of(q, k, v, self.band, 1 / math.sqrt(self.head_dim), deterministic=deterministic)
@@ -105,7 +105,9 @@ def saved_for(kernel: BlockKernel, dout: torch.Tensor, out: torch.Tensor, lse: t
     return Saved(lse, minus_delta=minus_delta(dout, out))
 
 
-def run(kernel: BlockKernel, trial: Trial, inputs: Given, *, deterministic: bool = False) -> tuple[torch.Tensor, ...]:
+def run(
+    kernel: BlockKernel, trial: Trial, inputs: TrialTensors, *, deterministic: bool = False
+) -> tuple[torch.Tensor, ...]:
     """Return (out, lse, dq, dk, dv) of the kernel."""
     call, dout = trial.call(inputs, deterministic=deterministic), inputs[3]
     out, lse = kernel.forward(call)
@@ -118,7 +120,7 @@ def errors(kernel: BlockKernel, trial: Trial, seed: int = 0) -> dict[str, float]
     return distances(run(kernel, trial, inputs), exact(inputs, trial.band), inputs[3], trial.kv_len)
 
 
-def exact(inputs: Given, visible: Band | Mask, softcap: float = 0.0) -> tuple[torch.Tensor, ...]:
+def exact(inputs: TrialTensors, visible: Band | Mask, softcap: float = 0.0) -> tuple[torch.Tensor, ...]:
     """Return (out, lse, dq, dk, dv) by the definition, in float64."""
     q, k, v = (x.to(torch.float64, copy=True).requires_grad_() for x in inputs[:3])
     out, lse = dense_attention(q, k, v, visible, softcap=softcap)
@@ -162,7 +164,7 @@ def seconds(kernel: BlockKernel, trial: Trial, repetitions: int = 7) -> dict[str
     }
 
 
-def passes(kernel: BlockKernel, trial: Trial, inputs: Given | None = None) -> dict[str, Callable[[], object]]:
+def passes(kernel: BlockKernel, trial: Trial, inputs: TrialTensors | None = None) -> dict[str, Callable[[], object]]:
     """Return a forward and a backward as calls that can be repeated."""
     inputs = trial.inputs() if inputs is None else inputs
     call, dout = trial.call(inputs), inputs[3]

@@ -50,10 +50,10 @@ _ALPHA = "neftune_noise_alpha"
 """The attribute of embeddings by which transformers' hook scales NEFTune's noise, over the root of length and width."""
 
 Arguments = dict[str, Any]
-Call = tuple[tuple[Any, ...], Arguments]
+ArgsAndKeywords = tuple[tuple[Any, ...], Arguments]
 
 
-def begin(model: Any, args: tuple[Any, ...], kwargs: Arguments, *, alone: bool = False) -> Call:
+def begin(model: Any, args: tuple[Any, ...], kwargs: Arguments, *, alone: bool = False) -> ArgsAndKeywords:
     """Make the forward of a model's call, or of a decoder's that is called alone, and enter it.
 
     Under accelerate it is distributed in training and local in evaluation.
@@ -97,7 +97,7 @@ def begin(model: Any, args: tuple[Any, ...], kwargs: Arguments, *, alone: bool =
     return args, kept
 
 
-def prepare(decoder: Any, args: tuple[Any, ...], kwargs: Arguments) -> Call:
+def prepare(decoder: Any, args: tuple[Any, ...], kwargs: Arguments) -> ArgsAndKeywords:
     """Give a decoder the positions of this rank's tokens, and its layers the forward.
 
     Raises:

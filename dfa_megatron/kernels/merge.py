@@ -9,14 +9,11 @@ from collections.abc import Sequence
 
 import torch
 
-from dfa_megatron.kernels.api import accumulator_dtype
+from dfa_megatron.kernels.api import Partial, accumulator_dtype
 from dfa_megatron.kernels.tape import unrecorded
 from dfa_megatron.kernels.triton.support import interpreted, triton_refusal
 
 logger = logging.getLogger(__name__)
-
-Partial = tuple[torch.Tensor, torch.Tensor]
-"""(out, lse): out (batch, rows, heads, head_dim), lse (batch, heads, rows); views allowed."""
 
 _FUSED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 

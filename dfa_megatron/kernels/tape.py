@@ -49,7 +49,7 @@ class Tape(TorchDispatchMode):
         self.launches: set[int] = set()
         self._values: Registers = [None] * (len(inputs) + 1)
         self._sink = len(inputs)
-        self._known: dict[int, _Known] = {}  # by the id of a tensor, which another may have after its end
+        self._known: dict[int, _Tracked] = {}  # by the id of a tensor, which another may have after its end
         self._constants: dict[int, int] = {}
         self._views: dict[tuple[Any, ...], int] = {}
         self._recasts: dict[tuple[int, torch.dtype], int] = {}
@@ -115,7 +115,7 @@ class Tape(TorchDispatchMode):
         """Return the registers as a replay begins with them: constants in place, the rest empty."""
         return list(self._values)
 
-    def _find(self, x: torch.Tensor) -> _Known | None:
+    def _find(self, x: torch.Tensor) -> _Tracked | None:
         known = self._known.get(id(x))
         return known if known is not None and known.tensor() is x else None
 
@@ -162,7 +162,7 @@ class Tape(TorchDispatchMode):
                 root = self._recasts[key]
             if x is not base:
                 is_whole = known.is_whole and x.dtype == base.dtype and _same_layout(x, base)
-                self._known[id(x)] = _Known(ref(x), root, is_whole)
+                self._known[id(x)] = _Tracked(ref(x), root, is_whole)
 
     def _emit(self, function: Callable[..., Any], args: Sequence[Any]) -> int:
         """Record an operation, and return the register of its result."""
@@ -184,7 +184,7 @@ class Tape(TorchDispatchMode):
         return register
 
     def _place(self, x: torch.Tensor, register: int) -> None:
-        self._known[id(x)] = _Known(ref(x), register, is_whole=True)
+        self._known[id(x)] = _Tracked(ref(x), register, is_whole=True)
 
     def _constant(self, x: torch.Tensor) -> int:
         """Return the register of a tensor that was there before; it is kept."""
@@ -260,7 +260,7 @@ _ALIGNMENT = 16
 """Bytes. Kernels with vector loads are chosen by this."""
 
 
-class _Known(NamedTuple):
+class _Tracked(NamedTuple):
     """A tensor that a register holds, or a view of it.
 
     is_whole: the tensor is all that the register holds.

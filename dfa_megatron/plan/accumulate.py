@@ -6,10 +6,10 @@ from typing import Generic, Protocol, TypeVar
 
 from dfa_megatron.plan.language.program import BufferMerges, Destination, RowsMerge
 
-Rows = TypeVar("Rows")
+Values = TypeVar("Values")
 
 
-class Memory(Protocol[Rows]):
+class Memory(Protocol[Values]):
     """What an accumulator does with rows of results.
 
     in_place: sums are kept in the memory of the result.
@@ -20,28 +20,28 @@ class Memory(Protocol[Rows]):
         """See above."""
         ...
 
-    def new(self, rows: int, sum: bool) -> Rows:
+    def new(self, rows: int, sum: bool) -> Values:
         """Return memory for so many rows of a sum, or of the result."""
         ...
 
-    def part(self, rows: Rows, lo: int, hi: int) -> Rows:
+    def part(self, rows: Values, lo: int, hi: int) -> Values:
         """Return a view of rows lo..hi of these."""
         ...
 
-    def merge(self, parts: list[Rows], into: Rows) -> None:
+    def merge(self, parts: list[Values], into: Values) -> None:
         """Write the merge of one or more parts; the first may be `into`."""
         ...
 
-    def clear(self, rows: Rows) -> None:
+    def clear(self, rows: Values) -> None:
         """Set rows to the identity of the merge."""
         ...
 
-    def fits(self, partial: Rows, rows: int) -> bool:
+    def fits(self, partial: Values, rows: int) -> bool:
         """Return whether a partial's own memory can be the result of so many rows."""
         ...
 
 
-class Accumulator(Generic[Rows]):
+class Accumulator(Generic[Values]):
     """The rows of one name: saved partials, a sum and a result, each there only while it is needed.
 
     Args:
@@ -50,19 +50,19 @@ class Accumulator(Generic[Rows]):
         memory: holds and merges them.
     """
 
-    def __init__(self, merges: BufferMerges, rows: int, memory: Memory[Rows]) -> None:
+    def __init__(self, merges: BufferMerges, rows: int, memory: Memory[Values]) -> None:
         self._merges, self._count, self._memory = merges, rows, memory
-        self._sum: Rows | None = None
-        self._result: Rows | None = None
-        self._saved: dict[int, tuple[int, Rows]] = {}
+        self._sum: Values | None = None
+        self._result: Values | None = None
+        self._saved: dict[int, tuple[int, Values]] = {}
         self._next = 0
         self._stayed = -1
         """The write whose partial's memory became the result."""
 
-    def result(self) -> Rows:
+    def result(self) -> Values:
         """Return the memory of the result, which is whole once every write has come.
 
-        A partial of all rows that came first has given its own memory. Rows that no write reaches have the identity.
+        A partial of all rows that came first has given its own memory. Values that no write reaches have the identity.
         """
         if self._result is None:
             self._result = self._memory.new(self._count, sum=False)
@@ -70,7 +70,7 @@ class Accumulator(Generic[Rows]):
                 self._memory.clear(self._memory.part(self._result, span.lo, span.hi))
         return self._result
 
-    def write(self, partial: Rows) -> None:
+    def write(self, partial: Values) -> None:
         """Merge the next partial. The accumulator owns a kernel's output from here on and may keep it as the result."""
         number, self._next = self._next, self._next + 1
         merging, memory = self._merges.writes[number], self._memory
@@ -85,10 +85,10 @@ class Accumulator(Generic[Rows]):
         if self._next == len(self._merges.writes):
             self._sum = None
 
-    def _merge(self, number: int, to: RowsMerge, rows: Rows) -> None:
+    def _merge(self, number: int, to: RowsMerge, rows: Values) -> None:
         into = self._place(to, to.into)
         in_result = to.into is Destination.RESULT or self._memory.in_place
-        parts: list[Rows] = []
+        parts: list[Values] = []
         if to.sum:
             same = to.into is Destination.SUM or self._memory.in_place
             parts.append(into if same else self._place(to, Destination.SUM))
@@ -105,7 +105,7 @@ class Accumulator(Generic[Rows]):
         for other in to.freed:
             del self._saved[other]
 
-    def _place(self, to: RowsMerge, into: Destination) -> Rows:
+    def _place(self, to: RowsMerge, into: Destination) -> Values:
         """Return the rows of the result or of the sum, as whose memory the result serves where it can."""
         if into is Destination.RESULT or self._memory.in_place:
             return self._memory.part(self.result(), to.lo, to.hi)

@@ -15,29 +15,29 @@ import torch
 from dfa_megatron.kernels.api import accumulator_dtype
 from dfa_megatron.runtime.cu_seqlens import Offsets
 
-Tensors = dict[str, torch.Tensor]
+ByName = dict[str, torch.Tensor]
 
 
-def linear_attention(x: Tensors, state: torch.Tensor | None = None, documents: Offsets = ()) -> Result:
+def linear_attention(x: ByName, state: torch.Tensor | None = None, documents: Offsets = ()) -> Scanned:
     """S = exp(g) S + k v, out = q S: lightning attention and Mamba-2 (g (batch, tokens, heads)), GLA (g per key).
 
     In Mamba-2's words q is C, k is B, v is x dt, and g is A dt.
     """
 
-    def step(state: torch.Tensor, t: Tensors) -> torch.Tensor:
+    def step(state: torch.Tensor, t: ByName) -> torch.Tensor:
         g = t["g"][..., None, None] if t["g"].dim() == 2 else t["g"][..., None]
         return g.exp() * state + t["k"][..., None] * t["v"][..., None, :]
 
     return _scan(step, x, state, documents)
 
 
-def delta_rule(x: Tensors, state: torch.Tensor | None = None, documents: Offsets = ()) -> Result:
+def delta_rule(x: ByName, state: torch.Tensor | None = None, documents: Offsets = ()) -> Scanned:
     """S = exp(g) S, then S + beta k (v - k S), out = q S, with beta (batch, tokens, heads).
 
     No g: the delta rule. g (batch, tokens, heads): the gated delta rule. g per key: KDA.
     """
 
-    def step(state: torch.Tensor, t: Tensors) -> torch.Tensor:
+    def step(state: torch.Tensor, t: ByName) -> torch.Tensor:
         if "g" in t:
             g = t["g"][..., None, None] if t["g"].dim() == 2 else t["g"][..., None]
             state = g.exp() * state
@@ -47,11 +47,11 @@ def delta_rule(x: Tensors, state: torch.Tensor | None = None, documents: Offsets
     return _scan(step, x, state, documents)
 
 
-Result = tuple[torch.Tensor, torch.Tensor]
-Step = Callable[[torch.Tensor, Tensors], torch.Tensor]
+Scanned = tuple[torch.Tensor, torch.Tensor]
+TokenStep = Callable[[torch.Tensor, ByName], torch.Tensor]
 
 
-def _scan(step: Step, x: Tensors, state: torch.Tensor | None, documents: Offsets) -> Result:
+def _scan(step: TokenStep, x: ByName, state: torch.Tensor | None, documents: Offsets) -> Scanned:
     """Run over tokens, from zero at every document; an initial state is of the only one."""
     if documents:
         pieces = [{name: t[:, lo:hi] for name, t in x.items()} for lo, hi in pairwise(documents)]

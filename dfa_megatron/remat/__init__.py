@@ -47,7 +47,7 @@ class _Active(threading.local):
 _ACTIVE = _Active()
 
 
-class _Region:
+class _SavedRegion:
     """Hold the pairs that one call of a checkpoint function saves; None stands for a pair that was taken."""
 
     __slots__ = ("__weakref__", "kept", "offload", "recorded")
@@ -67,7 +67,7 @@ class Frame:
 
     __slots__ = ("_enclosing", "_first", "_next", "_region")
 
-    def __init__(self, region: _Region, first: bool, enclosing: Frame | None) -> None:
+    def __init__(self, region: _SavedRegion, first: bool, enclosing: Frame | None) -> None:
         self._region, self._first, self._enclosing = region, first, enclosing
         self._next = 0
 
@@ -139,7 +139,7 @@ class _Pass:
 
     __slots__ = ("_first", "_frames", "_region")
 
-    def __init__(self, region: _Region, first: bool) -> None:
+    def __init__(self, region: _SavedRegion, first: bool) -> None:
         self._region, self._first = region, first
         self._frames: list[Frame] = []
 
@@ -186,7 +186,7 @@ def context_fn(offload: bool = False) -> Contexts:
                 "offload=False, or regions that are not compiled",
             )
         return selective_context_fn()
-    region = _Region(offload)
+    region = _SavedRegion(offload)
     return _Pass(region, first=True), _Pass(region, first=False)
 
 
@@ -208,7 +208,7 @@ def remat_checkpoint(
     """
     if not torch.is_grad_enabled():
         return fn(*args)
-    region = _Region(offload)
+    region = _SavedRegion(offload)
     plain_passes = 0
 
     def run(*inputs: Any) -> Any:

@@ -22,13 +22,13 @@ from typing import TypeAlias
 
 import torch
 
-Tensors: TypeAlias = tuple[torch.Tensor, ...]
+KeptTensors: TypeAlias = tuple[torch.Tensor, ...]
 
 _OF_A_REGION = 2
 """How many are saved by a region of one attention, its input and (out, lse): as many stay, and come back ahead."""
 
 
-def _versions(tensors: Tensors) -> tuple[int | None, ...]:
+def _versions(tensors: KeptTensors) -> tuple[int | None, ...]:
     return tuple(None if kept.is_inference() else kept._version for kept in tensors)
 
 
@@ -39,7 +39,7 @@ class Kept:
 
     def __init__(self, *tensors: torch.Tensor) -> None:
         kept = tuple(x.detach() for x in tensors)
-        self._tensors: Tensors | None = kept
+        self._tensors: KeptTensors | None = kept
         self._versions = _versions(kept)
         self.bytes = sum(x.numel() * x.element_size() for x in kept)
 
@@ -51,7 +51,7 @@ class Kept:
     def settle(self) -> None:
         """End the first pass: only the recompute will read the tensors."""
 
-    def take(self) -> Tensors:
+    def take(self) -> KeptTensors:
         """Return the tensors, ready for the current stream."""
         assert self._tensors is not None
         return self._tensors
@@ -93,7 +93,7 @@ class HostKept(Kept):
                 oldest._changed = oldest.changed
                 oldest._tensors = None
 
-    def take(self) -> Tensors:
+    def take(self) -> KeptTensors:
         """Return the tensors on the device, ready for the current stream, and start to copy the next ones back."""
         self._return()
         following = self._next_to_take()
@@ -116,7 +116,7 @@ class HostKept(Kept):
 class _Moved:
     """Hold tensors that are being copied, and the event that ends the copy; on a CPU None."""
 
-    tensors: Tensors
+    tensors: KeptTensors
     arrival: torch.cuda.Event | None
 
     def wait(self) -> None:
@@ -136,7 +136,7 @@ class _Lane:
         self.newest: _Reference = _nothing
         self.settled: deque[_Reference] = deque()
 
-    def to_host(self, tensors: Tensors) -> _Moved:
+    def to_host(self, tensors: KeptTensors) -> _Moved:
         """Start the copy to the host; the allocator does not reuse the tensors' memory before its end."""
         host = tuple(torch.empty_like(kept, device="cpu", pin_memory=self.down is not None) for kept in tensors)
         return self._move(tensors, host, on_device=tensors, stream=self.down)
@@ -150,7 +150,9 @@ class _Lane:
         return self._move(moved.tensors, back, on_device=back, stream=self.up)
 
     @staticmethod
-    def _move(source: Tensors, target: Tensors, *, on_device: Tensors, stream: torch.cuda.Stream | None) -> _Moved:
+    def _move(
+        source: KeptTensors, target: KeptTensors, *, on_device: KeptTensors, stream: torch.cuda.Stream | None
+    ) -> _Moved:
         if stream is not None:
             stream.wait_stream(torch.cuda.current_stream(stream.device))
         with torch.cuda.stream(stream):

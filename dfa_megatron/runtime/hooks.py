@@ -17,7 +17,7 @@ from dfa_megatron.runtime.execute.tensors import Tensors
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class HookedRun:
     """One phase of one attention, about to run.
 
     tensors: the memory of this rank. algebra, transport: what the loop drives, unless a hook replaces it.
@@ -34,7 +34,7 @@ class Hook(Protocol):
 
     name: str
 
-    def wrap(self, run: Run) -> tuple[Algebra, Transport]:
+    def wrap(self, run: HookedRun) -> tuple[Algebra, Transport]:
         """Return the algebra and the transport to drive instead; either may be the run's own."""
         ...
 

@@ -23,10 +23,10 @@ from dfa_megatron.runtime.run import run_backward, run_forward
 Pair = tuple[torch.Tensor, torch.Tensor]
 """out like q with v's head_dim, and lse (batch, heads, rows) in the accumulator's dtype."""
 
-Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]
+InputGradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]
 """Of q, k, v and sinks; the last is None without sinks."""
 
-Saved = tuple[torch.Tensor | None, ...]
+SavedTensors = tuple[torch.Tensor | None, ...]
 """What every way of running saves, in this order: q, k, v, out, lse, sinks, slopes."""
 
 
@@ -79,7 +79,7 @@ def _forward_at_once(
     return (out.contiguous(), lse.contiguous()), tuple(exchanged), prepared
 
 
-def _backward_of(dout: torch.Tensor, saved: Saved, request: Request, group: str) -> Gradients:
+def _backward_of(dout: torch.Tensor, saved: SavedTensors, request: Request, group: str) -> InputGradients:
     """Return the gradients of q, k, v and sinks, in as many stages of heads as the forward had."""
     q, k, v, _, _, sinks, slopes = saved
     assert q is not None and k is not None and v is not None  # noqa: PT018
@@ -100,10 +100,10 @@ def _backward_of(dout: torch.Tensor, saved: Saved, request: Request, group: str)
 
 
 _HEADS = (2, 2, 2, 2, 1, 0, 0)
-"""The dimension of heads in each tensor of `Saved`."""
+"""The dimension of heads in each tensor of `SavedTensors`."""
 
 
-def _of_stage(saved: Saved, heads: slice, kv_heads: slice) -> tuple[Any, ...]:
+def _of_stage(saved: SavedTensors, heads: slice, kv_heads: slice) -> tuple[Any, ...]:
     """Return a stage's heads of each tensor, copied to memory of their own; None of None."""
     whose = heads, kv_heads, kv_heads, heads, heads, heads, heads
     return tuple(
@@ -112,7 +112,9 @@ def _of_stage(saved: Saved, heads: slice, kv_heads: slice) -> tuple[Any, ...]:
     )
 
 
-def _gradients(dout: torch.Tensor, saved: Saved, prepared: Prepared, *, exchanged: bool = False) -> Gradients:
+def _gradients(
+    dout: torch.Tensor, saved: SavedTensors, prepared: Prepared, *, exchanged: bool = False
+) -> InputGradients:
     """Return the gradients of q, k, v and sinks; exchanged: the saved q, k and v are results of the exchange."""
     q, k, v, out, lse, sinks, slopes = saved
     assert q is not None and k is not None and v is not None and out is not None and lse is not None  # noqa: PT018
@@ -195,7 +197,7 @@ class _Direct(torch.autograd.Function):
 
 
 def _save(ctx: Any, *saved: torch.Tensor | None) -> None:
-    """Save the same for every way of running, because torch.utils.checkpoint compares: see `Saved`.
+    """Save the same for every way of running, because torch.utils.checkpoint compares: see `SavedTensors`.
 
     A backward gets None for the gradient of lse, not zeros. It may get None for that of out, and runs all the same:
     other ranks wait for this one.

@@ -144,14 +144,14 @@ def _built(request: Request, problem: Problem, rank: int, inputs: Inputs, over: 
 
 
 @dataclass(slots=True)
-class _Known:
+class _OfGroup:
     """The prepared attentions of a group. They are valid for this channel only."""
 
     over: Channel | None
     prepared: OrderedDict[tuple[object, ...], Prepared] = field(default_factory=OrderedDict)
 
 
-_known: dict[str, _Known] = {}
+_known: dict[str, _OfGroup] = {}
 """By the name of the group, the one used last at the end."""
 
 
@@ -193,7 +193,7 @@ def prepare(request: Request, group: str, inputs: Inputs, *, trains: bool = True
         group = ""  # one rank needs no channel: the plans are the same over every group
     of_group = _known.pop(group, None)
     if of_group is None or of_group.over is not over:
-        of_group = _Known(over)
+        of_group = _OfGroup(over)
         if over is not None:
             over.before_closing(functools.partial(_forget, group, over))
     _known[group] = of_group

@@ -18,14 +18,14 @@ from dfa_megatron.plan.interpret import Algebra
 from dfa_megatron.runtime.comm.memory.arena import Arena
 from dfa_megatron.runtime.comm.transport import Transport
 from dfa_megatron.runtime.counters import COUNTERS
-from dfa_megatron.runtime.execute.accumulators import Fields
 from dfa_megatron.runtime.execute.alibi_positions import GlobalBias
 from dfa_megatron.runtime.execute.bound import Bound, Recorder
 from dfa_megatron.runtime.execute.cuda_graph import Captured
 from dfa_megatron.runtime.execute.memory_plan import MemoryPlan
 from dfa_megatron.runtime.execute.run_program import execute
 from dfa_megatron.runtime.execute.tensors import Tensors
-from dfa_megatron.runtime.hooks import ACTIVE, Run
+from dfa_megatron.runtime.execute.wire_format import Fields
+from dfa_megatron.runtime.hooks import ACTIVE, HookedRun
 from dfa_megatron.runtime.prepare import Prepared
 
 logger = logging.getLogger(__name__)
@@ -226,7 +226,7 @@ def _execute(prepared: Prepared, tensors: Tensors, transport: Transport) -> None
     driven: tuple[Algebra, Transport] = (tensors, transport)
     for hook in ACTIVE:
         phases = prepared.plan
-        driven = hook.wrap(Run(phases.forward if tensors.forward else phases.backward, tensors, *driven))
+        driven = hook.wrap(HookedRun(phases.forward if tensors.forward else phases.backward, tensors, *driven))
     execute(tensors, *driven, functools.partial(_failed, prepared, tensors.memory))
 
 

@@ -140,7 +140,7 @@ def test_compilers_trace_through_the_operator_without_a_break() -> None:
     run_ranks(2, _compiled, "aot_eager", timeout=120)
 
 
-class Given(torch.nn.Module):
+class TrialTensors(torch.nn.Module):
     """An attention whose numbers are attributes, as layers of one class have different ones."""
 
     def __init__(self, window: tuple[int, int], scale: float | None, softcap: float) -> None:
@@ -174,7 +174,7 @@ def test_numbers_and_shapes_that_change_are_compiled_without_a_break(by: str, dy
         if by == "argument":
             found = function(*x, *numbers)
         else:
-            layer = Given(*numbers)
+            layer = TrialTensors(*numbers)
             layer.compile(**options)
             found = layer(*x)
         torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)

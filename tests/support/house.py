@@ -88,6 +88,29 @@ def repeated_names(tree: Path) -> dict[str, list[str]]:
     return {name: found for name, found in places.items() if len(found) > 1}
 
 
+def repeated_classes(tree: Path) -> dict[str, list[str]]:
+    """Names of classes and of type aliases that several modules of the package define, an underscore aside."""
+    places: dict[str, list[str]] = {}
+    for path in files(tree, PACKAGE):
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+            names = [node.name] if isinstance(node, ast.ClassDef) else [getattr(one, "id", "") for one in targets]
+            for name in (name.lstrip("_") for name in names):
+                if name[:1].isupper() and not name.isupper():
+                    places.setdefault(name, []).append(path.relative_to(tree).as_posix())
+    return {name: found for name, found in places.items() if len(found) > 1}
+
+
+def import_closure(module: str) -> list[Path]:
+    """Files of the package that a fresh interpreter loads for a module."""
+    code = (
+        f"import json, sys, {module}; print(json.dumps([getattr(m, '__file__', None) for m in sys.modules.values()]))"
+    )
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, check=True, cwd=ROOT)
+    own = ROOT / PACKAGE
+    return [Path(name) for name in done.stdout.decode().split("\n") if own in Path(name).parents]
+
+
 def path_hacks(tree: Path) -> list[str]:
     """Lines of Python beside the package that change where imports come from."""
     found = []

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from dfa_megatron.huggingface.recurrent.stand_ins import Given, Real, Sequence
+from dfa_megatron.huggingface.recurrent.stand_ins import Keywords, Real, Sequence
 from dfa_megatron.kernels.api import accumulator_dtype
 from dfa_megatron.recurrence import Place, pass_states
 
@@ -19,11 +19,11 @@ QKV = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """q, k and v (batch, tokens, heads, head_dim)."""
 
 
-def lightning(real: Real, over: Sequence, given: Given) -> tuple[torch.Tensor, None]:
+def lightning(real: Real, over: Sequence, given: Keywords) -> tuple[torch.Tensor, None]:
     """Compute a layer's forward, given as a function of itself and hidden_states (batch, local_seq, hidden)."""
     module = given["self"]
 
-    def of_rows(row: Given, options: dict[str, Any]) -> torch.Tensor:
+    def of_rows(row: Keywords, options: dict[str, Any]) -> torch.Tensor:
         hidden, others = row["hidden_states"], {name: x for name, x in row.items() if name != "self"}
         place = Place.of(hidden, 1, options["group"], options.get("cu_seqlens"), options["config"])
         pieces = list(pairwise(place.share.pieces))

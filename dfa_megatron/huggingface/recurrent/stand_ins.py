@@ -19,7 +19,7 @@ from dfa_megatron.kernels.api import accumulator_dtype
 from dfa_megatron.recurrence import Decay, Place, Scan, dist_conv, dist_scan, pass_states
 from dfa_megatron.runtime.cu_seqlens import Offsets
 
-Given = dict[str, Any]
+Keywords = dict[str, Any]
 Real = Callable[..., Any]
 
 
@@ -36,7 +36,7 @@ class Sequence:
     config: DistAttentionConfig
     documents: Documents | None
 
-    def rows(self, given: Given, *names: str) -> Iterator[tuple[Given, dict[str, Any]]]:
+    def rows(self, given: Keywords, *names: str) -> Iterator[tuple[Keywords, dict[str, Any]]]:
         """Yield the arguments, with those named cut to rows that share documents, and options of a recurrence.
 
         Arguments that are missing or None are left as they are.
@@ -50,10 +50,10 @@ class Sequence:
             yield given | {name: given[name][row : row + 1] for name in present}, options | {"cu_seqlens": offsets}
 
 
-def convolution(real: Real, over: Sequence, given: Given) -> torch.Tensor:
+def convolution(real: Real, over: Sequence, given: Keywords) -> torch.Tensor:
     """Compute a causal convolution of hidden_states (batch, channels, local_seq) with weight (channels, width)."""
 
-    def of_rows(row: Given, options: Given) -> torch.Tensor:
+    def of_rows(row: Keywords, options: Keywords) -> torch.Tensor:
         def run(x: torch.Tensor, documents: Offsets) -> torch.Tensor:
             out: torch.Tensor = real(**row | {"hidden_states": x})
             return out
@@ -63,12 +63,12 @@ def convolution(real: Real, over: Sequence, given: Given) -> torch.Tensor:
     return torch.cat([of_rows(row, options) for row, options in over.rows(given, "hidden_states")])
 
 
-def delta_rule(real: Real, over: Sequence, given: Given) -> tuple[torch.Tensor, None]:
+def delta_rule(real: Real, over: Sequence, given: Keywords) -> tuple[torch.Tensor, None]:
     """Compute a delta rule whose states are (batch, heads, k_dim, v_dim): gated, or Kimi's with a gate per channel."""
     names = ("query", "key", "value", "g", "beta")
 
-    def of_rows(row: Given, options: Given) -> torch.Tensor:
-        def run(x: Given, state: torch.Tensor | None, documents: Offsets) -> tuple[torch.Tensor, torch.Tensor]:
+    def of_rows(row: Keywords, options: Keywords) -> torch.Tensor:
+        def run(x: Keywords, state: torch.Tensor | None, documents: Offsets) -> tuple[torch.Tensor, torch.Tensor]:
             out, last = real(**row | x | {"initial_state": state, "output_final_state": True})
             return out, last
 
@@ -77,12 +77,12 @@ def delta_rule(real: Real, over: Sequence, given: Given) -> tuple[torch.Tensor, 
     return torch.cat([of_rows(row, options) for row, options in over.rows(given, *names)]), None
 
 
-def mamba2(real: Real, over: Sequence, given: Given) -> torch.Tensor:
+def mamba2(real: Real, over: Sequence, given: Keywords) -> torch.Tensor:
     """Compute Mamba-2's scan, whose states (batch, heads, head_dim, state) decay by a number per head."""
     names = ("hidden_states", "dt", "B", "C")
 
-    def of_rows(row: Given, options: Given) -> torch.Tensor:
-        def run(x: Given, state: torch.Tensor | None, documents: Offsets) -> tuple[torch.Tensor, torch.Tensor]:
+    def of_rows(row: Keywords, options: Keywords) -> torch.Tensor:
+        def run(x: Keywords, state: torch.Tensor | None, documents: Offsets) -> tuple[torch.Tensor, torch.Tensor]:
             out, last = real(**row | x | {"return_final_states": True})
             return out, last.transpose(2, 3)
 
@@ -94,14 +94,14 @@ def mamba2(real: Real, over: Sequence, given: Given) -> torch.Tensor:
     return torch.cat([of_rows(row, options) for row, options in over.rows(given, *names)])
 
 
-def mamba(real: Real, over: Sequence, given: Given) -> torch.Tensor:
+def mamba(real: Real, over: Sequence, given: Keywords) -> torch.Tensor:
     """Compute Mamba's selective scan of (batch, channels, local_seq), whose states are (batch, channels, state).
 
     The function takes no state, so what the state adds to the outputs of a document's later part is added here.
     """
     names = ("hidden_states", "dt", "B", "C", "z")
 
-    def of_rows(row: Given, options: Given) -> torch.Tensor:
+    def of_rows(row: Keywords, options: Keywords) -> torch.Tensor:
         place = Place.of(row["hidden_states"], 2, options["group"], options.get("cu_seqlens"), options["config"])
         parts, last = [], None
         for lo, hi in pairwise(place.share.pieces):
@@ -120,7 +120,7 @@ def mamba(real: Real, over: Sequence, given: Given) -> torch.Tensor:
     return torch.cat([of_rows(row, options) for row, options in over.rows(given, *names)])
 
 
-def _steps(given: Given, bias: str, softplus_of: str) -> torch.Tensor:
+def _steps(given: Keywords, bias: str, softplus_of: str) -> torch.Tensor:
     """Return the sizes of a state space's steps: dt, with its bias and softplus if the call asks for them.
 
     In float32, as kernels compute them: over many tokens the rounding of each would add up.
@@ -132,7 +132,7 @@ def _steps(given: Given, bias: str, softplus_of: str) -> torch.Tensor:
     return softplus(dt) if given.get(softplus_of) else dt
 
 
-STANDS_IN: dict[str, Callable[[Real, Sequence, Given], Any]] = {
+STANDS_IN: dict[str, Callable[[Real, Sequence, Keywords], Any]] = {
     "causal_conv1d_fn": convolution,
     "torch_chunk_gated_delta_rule": delta_rule,
     "chunk_kimi_delta_attention": delta_rule,

@@ -47,11 +47,11 @@ class _OneRank:
         return 0
 
 
-class _Running(threading.local):
+class _RunningMixer(threading.local):
     mixer: InOrder | None = None
 
 
-_RUNNING = _Running()
+_RUNNING = _RunningMixer()
 """The gated delta net whose forward this thread runs."""
 
 

@@ -17,12 +17,12 @@ import torch.distributed as dist
 from dfa_megatron.megatron.replace import replace
 
 
-class _Running(threading.local):
+class _RunningRouter(threading.local):
     router: Any = None
     per_token = False
 
 
-_RUNNING = _Running()
+_RUNNING = _RunningRouter()
 """The router that this thread runs, and whether gradients are divided by all tokens of the batch."""
 
 

@@ -88,12 +88,12 @@ class Visit:
         return split
 
 
-class _Running(threading.local):
+class _RunningVisit(threading.local):
     def __init__(self) -> None:
         self.visits: list[Visit | None] = []
 
 
-_RUNNING = _Running()
+_RUNNING = _RunningVisit()
 
 
 @contextlib.contextmanager

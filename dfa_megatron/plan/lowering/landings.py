@@ -63,7 +63,7 @@ def _size(parts: tuple[tuple[str, int], ...]) -> int:
 _TENSORS = {"q": 1, "kv": 2, "out": 1, "qdo": 2, "dq": 1, "dkv": 2}
 
 
-Place = tuple[int, int]
+BufferRow = tuple[int, int]
 """(buffer, first row) of a chunk."""
 
 
@@ -83,14 +83,14 @@ class Landings:
         self.regions: dict[tuple[int, int, int], Region] = {}
         self._parts: list[tuple[tuple[str, int], ...]] = []
         self._lives: list[Life] = []
-        self._arrivals: dict[tuple[str, int], list[tuple[int, Place]]] = defaultdict(list)
+        self._arrivals: dict[tuple[str, int], list[tuple[int, BufferRow]]] = defaultdict(list)
         for step, by_peer in messages.incoming.items():
             self._place(step, by_peer)
         self._note_reads()
         slots = assign_slots(self._parts, self._lives)
         self.buffers = tuple(Buffer(parts, slot) for parts, slot in zip(self._parts, slots, strict=True))
 
-    def read_place(self, name: str, chunk: int, step: int) -> Place:
+    def read_place(self, name: str, chunk: int, step: int) -> BufferRow:
         """Return where the rank holds an input before a step.
 
         Raises:
@@ -184,11 +184,11 @@ def landings_of(plan: Plan, batch: int = 1) -> tuple[Landings, ...]:
     return tuple(Landings(plan, rank, rows, its, together) for rank, its in enumerate(rank_messages(plan, batch)))
 
 
-Tokens = dict[tuple[int, str], tuple[Span, ...]]
+TokensOfRows = dict[tuple[int, str], tuple[Span, ...]]
 """(buffer, name that is read) -> the spans of the sequence that its rows hold, in order."""
 
 
-def tokens_of(landings: Landings) -> Tokens:
+def tokens_of(landings: Landings) -> TokensOfRows:
     """Return the tokens of every buffer that a rank's kernels read.
 
     Adjacent rows need not be adjacent tokens, even within one kernel call. A rank's chunks may lie far apart, and their

@@ -12,7 +12,7 @@ from dfa_megatron.plan.language.grid import grid
 from dfa_megatron.plan.language.ir import Plan, chunk_of
 from dfa_megatron.plan.language.program import Buffer, Call, Merge, Message, Program, Region, Step
 from dfa_megatron.plan.lowering.fuse import FusedTile
-from dfa_megatron.plan.lowering.landings import Landings, Life, Place, assign_slots, landings_of
+from dfa_megatron.plan.lowering.landings import BufferRow, Landings, Life, assign_slots, landings_of
 from dfa_megatron.plan.lowering.merges import plan_merges
 from dfa_megatron.plan.lowering.messages import Parts
 from dfa_megatron.plan.lowering.pack import Launch, launches
@@ -49,7 +49,7 @@ class _Lowering:
         self.after = landings.waits()
         self.leaving: list[tuple[tuple[str, int], ...]] = []
         self.lives: list[Life] = []
-        self.departures: dict[tuple[str, int], list[tuple[int, Place]]] = defaultdict(list)
+        self.departures: dict[tuple[str, int], list[tuple[int, BufferRow]]] = defaultdict(list)
         self.first = len(self.own) + len(landings.buffers)
         for step, by_peer in self.messages.outgoing.items():
             self._place_departures(step, by_peer)
@@ -92,7 +92,7 @@ class _Lowering:
     def _rows(self, chunks: Iterable[int]) -> int:
         return sum(self.rows[chunk] for chunk in chunks)
 
-    def _write_place(self, name: str, chunk: int, step: int) -> Place:
+    def _write_place(self, name: str, chunk: int, step: int) -> BufferRow:
         if chunk in self.own_rows:
             return self.own[name], self.own_rows[chunk]
         for departure, place in self.departures[name, chunk]:
@@ -136,7 +136,7 @@ class _Lowering:
     def _calls(self, step: int) -> Iterator[Call]:
         # A write's rows lie at a fixed distance from the rows it is computed from. Blocks that read and write the same
         # buffers at the same distances can share a kernel call.
-        groups: dict[tuple[int, int, tuple[Place, ...]], list[FusedTile]] = defaultdict(list)
+        groups: dict[tuple[int, int, tuple[BufferRow, ...]], list[FusedTile]] = defaultdict(list)
         for block in self.messages.blocks.get(step, ()):
             q_buffer, q_row = self.landings.read_place(self.phase.read_q, block.q_chunk, step)
             kv_buffer, kv_row = self.landings.read_place(self.phase.read_kv, block.kv_chunk, step)
@@ -151,7 +151,7 @@ class _Lowering:
             for launch in launches(tuple(tiles), self.bands):
                 yield self._call(step, q_buffer, kv_buffer, shifts, launch)
 
-    def _call(self, step: int, q_buffer: int, kv_buffer: int, shifts: tuple[Place, ...], launch: Launch) -> Call:
+    def _call(self, step: int, q_buffer: int, kv_buffer: int, shifts: tuple[BufferRow, ...], launch: Launch) -> Call:
         q = Region(q_buffer, self.phase.read_q, launch.q.lo, launch.q.hi)
         kv = Region(kv_buffer, self.phase.read_kv, launch.kv.lo, launch.kv.hi)
         writes = []

@@ -78,7 +78,7 @@ def help_of(mask: Mask, ranks: int) -> tuple[Help, ...]:
 
 
 @dataclass(slots=True)
-class _Piece:
+class _Work:
     """Pairs of one component in the rows of one rank and the keys of rank `home`."""
 
     home: int
@@ -89,10 +89,10 @@ class _Piece:
     half: float = -1.0
     """The share of the pairs that is in the first half of the rows, once it is known."""
 
-    def of_rows(self, q: Span) -> _Piece:
+    def of_rows(self, q: Span) -> _Work:
         """Return the part of this piece in some of its rows."""
         tiles = [part for tile in self.tiles if (part := tile.restrict(q, tile.kv))]
-        return _Piece(self.home, tiles, sum(tile.area for tile in tiles), q, self.helpers)
+        return _Work(self.home, tiles, sum(tile.area for tile in tiles), q, self.helpers)
 
     def area_in(self, q: Span) -> int:
         """Return the number of pairs in some of the rows."""
@@ -131,7 +131,7 @@ class _Balance:
         self.spans = contiguous(mask.length, ranks).chunks
         self.ranks = ranks
         self.aligned = max(1, min(ALIGNED, mask.length // ranks // 64))
-        self.pieces: list[dict[int, list[_Piece]]] = [defaultdict(list) for _ in range(ranks)]
+        self.pieces: list[dict[int, list[_Work]]] = [defaultdict(list) for _ in range(ranks)]
         for component in components(mask):
             self._add(component, mask.length // ranks)
         self.load = [sum(piece.area for row in mine.values() for piece in row) for mine in self.pieces]
@@ -141,7 +141,7 @@ class _Balance:
         """Add the pieces of a component."""
         home = component.span.lo // per_rank
         if component.is_document and (component.span.hi - 1) // per_rank == home:  # the usual case
-            self.pieces[home][home].append(_Piece(home, [*component.tiles], component.work, component.span))
+            self.pieces[home][home].append(_Work(home, [*component.tiles], component.work, component.span))
             return
         found: dict[tuple[int, int], list[Tile]] = defaultdict(list)
         for tile in component.tiles:
@@ -151,7 +151,7 @@ class _Balance:
                         found[rank, home].append(part)
         for (rank, home), parts in found.items():
             q = Span(min(part.q.lo for part in parts), max(part.q.hi for part in parts))
-            self.pieces[rank][home].append(_Piece(home, parts, sum(part.area for part in parts), q))
+            self.pieces[rank][home].append(_Work(home, parts, sum(part.area for part in parts), q))
 
     def run(self) -> Iterator[Help]:
         """Move pieces until no rank is too far above the mean, or no move helps."""
@@ -186,17 +186,17 @@ class _Balance:
                     yield self._move(piece, (home, at), target, start, is_first)
                     yield self._move(piece, (home, at), target, end, is_last)
 
-    def _round(self, rows: float, piece: _Piece) -> int:
+    def _round(self, rows: float, piece: _Work) -> int:
         """Return a number of whole tiles of rows, but some and not all."""
         return min(max(1, round(rows / self.aligned)) * self.aligned, len(piece.q) - 1)
 
-    def _move(self, piece: _Piece, place: tuple[int, int], target: int, rows: Span, is_at_end: bool) -> _Move:
+    def _move(self, piece: _Work, place: tuple[int, int], target: int, rows: Span, is_at_end: bool) -> _Move:
         keys = 0 if target in piece.helpers or target == piece.home else len(piece.kv)
         taken = piece.area if rows is piece.q else piece.area_in(rows)
         cost = len(rows) * ROW + keys * KEY + (CALL if is_at_end else 2 * CALL)
         return _Move(cost / max(1, taken), place, target, rows)
 
-    def _candidates(self, rank: int) -> list[tuple[int, int, _Piece]]:
+    def _candidates(self, rank: int) -> list[tuple[int, int, _Work]]:
         """Return (owner of the keys, place, piece) of a few pieces."""
         all_of = [(home, at, piece) for home, row in self.pieces[rank].items() for at, piece in enumerate(row)]
         largest = sorted(all_of, key=lambda one: (-one[2].area, one[2].q, one[0]))
@@ -204,7 +204,7 @@ class _Balance:
         ends = [(rank, at, row[at]) for at in sorted({0, len(row) - 1}) if row]
         return [*largest[:CANDIDATES], *(one for one in ends if one not in largest[:CANDIDATES])]
 
-    def _take(self, rank: int, move: _Move) -> _Piece | None:
+    def _take(self, rank: int, move: _Move) -> _Work | None:
         """Give rows of a piece away and return them, or None where that does not help."""
         (home, at), rows = move.place, move.rows
         piece = self.pieces[rank][home].pop(at)

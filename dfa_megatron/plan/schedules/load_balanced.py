@@ -126,7 +126,7 @@ class _Balancing:
 
     def _balance_rows(self, cut: Sequence[Component]) -> None:
         """Fill every rank to the token, with even work if the rows allow; ranks far from the mean choose first."""
-        rows = _Rows(cut, max(1, sum(self.room) // (SEGMENTS * self.ranks)))
+        rows = _RowsOf(cut, max(1, sum(self.room) // (SEGMENTS * self.ranks)))
         mean = rows.work[-1] / rows.tokens[-1]
         waiting = [rank for rank, room in enumerate(self.room) if room]
         waiting.sort(key=lambda rank: -abs(self.even - self.load[rank] - mean * self.room[rank]))
@@ -149,7 +149,7 @@ def _keys(taken: Iterable[tuple[int, int, Component]]) -> int:
     return sum(end - start for start, end in until.items()) - own
 
 
-class _Rows:
+class _RowsOf:
     """The rows of some components as segments in order of the work per row; ranks take from both ends.
 
     tokens, work: of all segments before each, and of all.

@@ -7,9 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from dfa_megatron.kernels.merge import add, identity_, merge
-from dfa_megatron.runtime.execute.wire_format import Field, rows_of
-
-Fields = tuple[torch.Tensor, ...]
+from dfa_megatron.runtime.execute.wire_format import Field, Fields, rows_of
 
 
 @dataclass(frozen=True, slots=True)

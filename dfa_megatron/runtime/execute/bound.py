@@ -20,8 +20,7 @@ from dfa_megatron.kernels.replay import Op, OpFailed, Registers, allocating_late
 from dfa_megatron.kernels.tape import Tape, unrecorded
 from dfa_megatron.runtime.comm.memory.arena import Arena
 from dfa_megatron.runtime.comm.transport import Moving, Recv, Send, Sends, Transport
-
-Fields = tuple[torch.Tensor, ...]
+from dfa_megatron.runtime.execute.wire_format import Fields
 
 Failed = Callable[[int, Exception], ExecutionError]
 """Return the error to raise where a step failed."""

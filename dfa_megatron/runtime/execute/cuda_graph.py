@@ -9,10 +9,9 @@ from collections.abc import Callable, Sequence
 import torch
 
 from dfa_megatron.runtime.comm.channel import Channel
+from dfa_megatron.runtime.execute.wire_format import Fields
 
 logger = logging.getLogger(__name__)
-
-Tensors = tuple[torch.Tensor, ...]
 
 
 class Captured:
@@ -29,7 +28,7 @@ class Captured:
     # A graph that an evaluation captured is replayed in training, which may not write to tensors of inference mode.
     @torch.inference_mode(False)
     @torch.no_grad()
-    def __init__(self, run: Callable[..., Tensors], inputs: Tensors, channels: Sequence[Channel]) -> None:
+    def __init__(self, run: Callable[..., Fields], inputs: Fields, channels: Sequence[Channel]) -> None:
         self._inputs = tuple(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in inputs)
         self._channels, self._device = channels, inputs[0].device
         torch._foreach_copy_(self._inputs, inputs)
@@ -48,7 +47,7 @@ class Captured:
         for channel in channels:
             channel.before_closing(lambda: _release(reference()))
 
-    def __call__(self, inputs: Tensors) -> Tensors:
+    def __call__(self, inputs: Fields) -> Fields:
         """Replay on the current stream; the results are the caller's."""
         torch._foreach_copy_(self._inputs, inputs)
         self._graph.replay()

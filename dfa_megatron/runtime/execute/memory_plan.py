@@ -11,7 +11,7 @@ import torch
 from dfa_megatron.kernels.segments import Segments
 from dfa_megatron.plan.language.program import Program
 from dfa_megatron.plan.lowering.arena_places import place
-from dfa_megatron.plan.lowering.landings import Landings, Tokens, tokens_of
+from dfa_megatron.plan.lowering.landings import Landings, TokensOfRows, tokens_of
 from dfa_megatron.plan.proof.places import prove_places
 from dfa_megatron.runtime.execute.wire_format import Format, Placed
 
@@ -34,7 +34,7 @@ class MemoryPlan:
     arena_bytes: int
     landings: dict[int, dict[str, tuple[Placed, ...]]]
     offsets: dict[tuple[int, int], tuple[int, ...]]
-    tokens: Tokens
+    tokens: TokensOfRows
     segments: tuple[tuple[Segments, ...], ...]
     sent: frozenset[str]
     calls: int

@@ -11,10 +11,10 @@ from dfa_megatron.kernels.segments import Segments
 from dfa_megatron.plan.accumulate import Accumulator
 from dfa_megatron.plan.language.program import Buffer, Call, Merge, Message, Region
 from dfa_megatron.runtime.comm.memory.arena import Arena
-from dfa_megatron.runtime.execute.accumulators import Fields, TensorMemory
+from dfa_megatron.runtime.execute.accumulators import TensorMemory
 from dfa_megatron.runtime.execute.alibi_positions import GlobalBias
 from dfa_megatron.runtime.execute.memory_plan import MemoryPlan
-from dfa_megatron.runtime.execute.wire_format import rows_of
+from dfa_megatron.runtime.execute.wire_format import Fields, rows_of
 
 
 class Tensors:

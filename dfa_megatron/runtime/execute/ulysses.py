@@ -13,11 +13,10 @@ from dfa_megatron.kernels.tape import act
 from dfa_megatron.plan.language.heads import HeadSplit, TokenSplit
 from dfa_megatron.runtime.comm.channel import Channel
 from dfa_megatron.runtime.counters import COUNTERS
+from dfa_megatron.runtime.execute.wire_format import Fields
 
 _ALIGNMENT = 16
 """Bytes. Kernels load 16 at a time, and read q, k and v where they landed."""
-
-Fields = tuple[torch.Tensor, ...]
 
 
 def stand_ins(

@@ -13,6 +13,9 @@ import torch
 from dfa_megatron.kernels.api import accumulator_dtype
 from dfa_megatron.plan.language.shape import fields_of
 
+Fields = tuple[torch.Tensor, ...]
+"""Tensors of a name."""
+
 
 @dataclass(frozen=True, slots=True)
 class Field:

@@ -16,9 +16,9 @@ from dfa_megatron.plan.lowering.merges import MOST_PARTS, merges_of
 from dfa_megatron.plan.proof.check import check
 from dfa_megatron.plan.schedules import plan_named
 from dfa_megatron.runtime.comm.memory.arena import Arena
-from dfa_megatron.runtime.execute.accumulators import Fields, TensorMemory
+from dfa_megatron.runtime.execute.accumulators import TensorMemory
 from dfa_megatron.runtime.execute.memory_plan import plan_memory
-from dfa_megatron.runtime.execute.wire_format import Field, Format
+from dfa_megatron.runtime.execute.wire_format import Field, Fields, Format
 from tests.support.close import assert_close
 
 ROWS = 12
