@@ -56,7 +56,7 @@ BUDGETS = {
     "kernels": 3_757,
     "loss": 791,
     "megatron": 4_644,
-    "plan": 5_489,
+    "plan": 5_484,
     "proving": 763,
     "recurrence": 1_156,
     "remat": 535,
