@@ -54,21 +54,11 @@ def forward(schedule: str, mask: Mask, ranks: int) -> Plan:
 
 
 @pytest.mark.parametrize("ranks", [4, 5, 8, 12, 16])
-@pytest.mark.parametrize("seed", range(5))
-def test_greedy_evens_out_log_normal_packs(ranks: int, seed: int) -> None:
-    mask = documents(pack(ranks * LOCAL, seed))
-    assert imbalance(forward("greedy", mask, ranks)) <= 1.04
-
-
-@pytest.mark.parametrize("ranks", [8, 16])
-def test_greedy_evens_out_packs_where_the_fixed_pairing_is_above_two(ranks: int) -> None:
-    found = 0
-    for seed in range(12):
-        mask = documents(pack(ranks * LOCAL, seed))
-        if imbalance(forward("balanced", mask, ranks)) > 2:
-            found += 1
-            assert imbalance(forward("greedy", mask, ranks)) <= 1.04
-    assert found >= 2
+def test_greedy_evens_out_log_normal_packs_where_the_fixed_pairing_is_above_two_as_well(ranks: int) -> None:
+    masks_of_packs = [documents(pack(ranks * LOCAL, seed)) for seed in range(8)]
+    assert all(imbalance(forward("greedy", mask, ranks)) <= 1.04 for mask in masks_of_packs)
+    above = [mask for mask in masks_of_packs if imbalance(forward("balanced", mask, ranks)) > 2]
+    assert len(above) >= 2 or ranks < 8
 
 
 def test_greedy_moves_less_than_a_quarter_of_all_keys_and_queries_on_a_pack() -> None:

@@ -43,7 +43,7 @@ MACHINES = (
 
 
 def drawn(seed: int) -> Iterator[tuple[float, float, float]]:
-    """Return time and idle share in outline, and the simulator's time over it, of all schedules on a mask at random."""
+    """Return the errors of the devices' time, the host's and the idle share, of all schedules on a mask at random."""
     draw = random.Random(seed)
     ranks, rows = draw.choice((2, 3, 4, 5, 8, 12)), draw.choice((1024, 2048, 4096, 8192, 16384))
     tokens, hardware, batch = ranks * rows, draw.choice(MACHINES), draw.choice((1, 1, 2))
@@ -61,15 +61,15 @@ def drawn(seed: int) -> Iterator[tuple[float, float, float]]:
             parts = [estimate(outline(phase, batch), shape, hardware) for phase in plan.phases]
             seconds, host = sum(part.seconds for part in parts), sum(part.host_seconds for part in parts)
             idle = abs(1 - sum(part.busy for part in parts) / seconds - real.idle_share)
-            yield seconds / real.makespan - 1, max(seconds, host) / real.seconds - 1, idle
+            yield seconds / real.makespan - 1, host / max(real.host) - 1 if host else 0.0, idle
 
 
 def test_an_outline_takes_as_long_as_the_programs() -> None:
-    """Bounds in shares of the time: nine tenths within 2 %, all within 30 %: small tiles may need more kernel calls."""
-    device, both, idle = (sorted(map(abs, errors)) for errors in zip(*chain(*map(drawn, range(50))), strict=True))
+    """Nine tenths of the times within 2 % (of a host 5 %), all within 30 %: small tiles may need more kernel calls."""
+    device, host, idle = (sorted(map(abs, errors)) for errors in zip(*chain(*map(drawn, range(50))), strict=True))
     assert len(device) > 200
-    for errors in (device, both, idle):
-        assert errors[len(errors) * 9 // 10] < 0.02
+    for errors, most in ((device, 0.02), (host, 0.05), (idle, 0.02)):
+        assert errors[len(errors) * 9 // 10] < most
         assert errors[-1] < 0.3
 
 

@@ -63,7 +63,7 @@ def outline(plan: Plan, batch: int = 1) -> Outline:
     shared: list[dict[tuple[int, ...], set[int]]] = [defaultdict(set) for _ in range(plan.steps)]
     for block in plan.blocks:
         rank, q, kv = block.rank, block.q_chunk, block.kv_chunk
-        call = rank, _memory(owner[q], rank, joins_q), _memory(owner[kv], rank, joins_kv)
+        call = rank, _buffer_of(owner[q], rank, joins_q), _buffer_of(owner[kv], rank, joins_kv)
         pairs[block.step][call] += area[q, kv]
         shared[block.step][call].add(q if is_forward else kv)
     work = [
@@ -82,7 +82,7 @@ def outline(plan: Plan, batch: int = 1) -> Outline:
     return Outline(plan.phase, plan.ranks, plan.mask.length, work, messages, tuple(numbers))
 
 
-def _memory(owner: int, rank: int, is_joined: bool) -> int:
+def _buffer_of(owner: int, rank: int, is_joined: bool) -> int:
     """Return the buffer that holds a chunk: the rank's own, one per source rank, or one for all other ranks."""
     return -1 if owner != rank and is_joined else owner
 

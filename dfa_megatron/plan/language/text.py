@@ -74,8 +74,7 @@ class _Reader:
         self.header: tuple[str, str, int | None] | None = None
         self.mask: Mask | None = None
         self.layout: Layout | None = None
-        self.blocks: dict[str, list[Block]] = {}
-        self.transfers: dict[str, list[Transfer]] = {}
+        self.records: dict[str, tuple[list[Block], list[Transfer]]] = {}
         self.phase, self.step = "", -1
 
     def read(self, line: str) -> None:
@@ -89,17 +88,17 @@ class _Reader:
                 self.mask = _mask(line)
             case ["chunks", *words] if self.layout is None:
                 self.layout = _layout(words)
-            case ["phase", name] if name not in self.blocks:
+            case ["phase", name] if name not in self.records:
                 self.phase, self.step = PHASES[name].name, -1
-                self.blocks[name], self.transfers[name] = [], []
+                self.records[name] = [], []
             case ["step", number] if self.phase:
                 if int(number) != self.step + 1:
                     raise ValueError(f"the next step is {self.step + 1}")
                 self.step += 1
             case ["block", rank, q_chunk, kv_chunk] if self.step >= 0:
-                self.blocks[self.phase].append(Block(self.step, int(rank), int(q_chunk), int(kv_chunk)))
+                self.records[self.phase][0].append(Block(self.step, int(rank), int(q_chunk), int(kv_chunk)))
             case ["move", src, dst, what, chunk] if self.step >= 0:
-                self.transfers[self.phase].append(Transfer(self.step, int(src), int(dst), what, int(chunk)))
+                self.records[self.phase][1].append(Transfer(self.step, int(src), int(dst), what, int(chunk)))
             case []:
                 pass
             case _:
@@ -109,14 +108,14 @@ class _Reader:
         """Return the plan of all lines."""
         if self.header is None or self.mask is None or self.layout is None:
             raise PlanError("the plan's text lacks its plan, mask or chunks line")
-        if missing := PHASES.keys() - self.blocks.keys():
+        if missing := PHASES.keys() - self.records.keys():
             raise PlanError(f"the plan's text lacks phase {' and '.join(sorted(missing))}")
-        phases = [
-            Plan(self.mask, self.layout, phase, tuple(sorted(self.blocks[name])), tuple(sorted(self.transfers[name])))
-            for name, phase in PHASES.items()
-        ]
+        phases = {
+            name: Plan(self.mask, self.layout, PHASES[name], tuple(sorted(blocks)), tuple(sorted(transfers)))
+            for name, (blocks, transfers) in self.records.items()
+        }
         schedule, layout, nodes = self.header
-        return AttentionPlan(schedule, layout, phases[0], phases[1], nodes)
+        return AttentionPlan(schedule, layout, **phases, ranks_per_node=nodes)
 
 
 def _mask(line: str) -> Mask:
@@ -132,12 +131,8 @@ def _mask(line: str) -> Mask:
 
 
 def _layout(words: list[str]) -> Layout:
-    spans, owners = [], []
-    for word in words:
-        span, owner = word.split("@")
-        lo, hi = span.split(":")
-        spans.append(Span(int(lo), int(hi)))
-        owners.append(int(owner))
+    parts = [word.split("@") for word in words]
+    spans, owners = [Span(*map(int, ends.split(":"))) for ends, _ in parts], [int(owner) for _, owner in parts]
     if not owners or set(owners) != set(range(max(owners) + 1 if max(owners) < len(owners) else 0)):
         raise ValueError("a chunk is written first:end@rank, and every rank from 0 on holds one at least")
     return Layout(tuple(spans), tuple(owners))
