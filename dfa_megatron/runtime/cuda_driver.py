@@ -81,10 +81,7 @@ class Driver:
         self._check(self._copy(to, source, nbytes, stream), "cuMemcpyAsync")
 
     def flags(self, stream: int, flags: Flags, token: int) -> None:
-        """Queue operations on flags. A write becomes visible after everything queued before.
-
-        A wait holds the stream until the word, at an address of its own GPU, has the value.
-        """
+        """Queue operations on flags: writes after everything queued before, waits for words of the stream's own GPU."""
         if flags.flags:
             flags.set_token(token)
             self._check(self._batch(stream, len(flags.flags), flags.queued, 0), "cuStreamBatchMemOp")

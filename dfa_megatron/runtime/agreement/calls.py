@@ -250,7 +250,7 @@ def agree(facts: Facts, store: GroupStore, timeout: float) -> None:
 
     Raises:
         AbsentError: names the ranks that did not come in time.
-        DisagreementError: a rank reported an error, or facts differ: the message is a table of the fields that do.
+        DisagreementError: a rank reported an error, or facts differ: the message is a table of them.
     """
     # Facts are almost always equal. Then only a digest of each rank's has travelled.
     digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()

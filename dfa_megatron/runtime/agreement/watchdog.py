@@ -112,13 +112,13 @@ class Watched:
                     self._beats[rank], self._changed[rank] = beat, self.now
                 self._heard[rank] = self.now
 
-    def of(self, rank: int) -> tuple[int, int, str] | None:
+    def last_of(self, rank: int) -> tuple[int, int, str] | None:
         """Return what the last heartbeat of a rank says of the group; None: nothing so far."""
         return self._beats[rank].groups.get(self.store.key) if rank in self._beats else None
 
     def ended(self, rank: int) -> bool:
         """Whether a rank has ended: it has said so, or its process is gone."""
-        state = self.of(rank)
+        state = self.last_of(rank)
         return (state is not None and state[2] == _ENDED) or (rank != self.store.rank and self.gone(rank))
 
     def silent(self) -> list[int]:
@@ -139,7 +139,7 @@ class Watched:
 
     def compare(self) -> DistAttentionError | None:
         """Return the error if ranks ran different calls or one has failed, else None."""
-        theirs = [(self.calls.at(state[0]), state[1]) for state in map(self.of, self.others) if state is not None]
+        theirs = [(self.calls.at(state[0]), state[1]) for state in map(self.last_of, self.others) if state is not None]
         if self.lost == _DIFFER or any(mine is not None and mine.chain != chain for mine, chain in theirs):
             return self.difference()
         return None if self.lost == NOTHING else LostGroupError(self.lost)
@@ -184,19 +184,19 @@ class Watched:
             if ended or self.lost != NOTHING:
                 break
         found = self.calls.lost or self.compare()
-        return str(found) if found is not None else "; ".join(map(self._state, self.silent()))
+        return str(found) if found is not None else "; ".join(map(self._text_of, self.silent()))
 
     def _waits(self, waited: float, awaited: Sequence[int], silent: Sequence[int]) -> str:
         """Say where this rank waits, and where the ranks are that it waits for."""
         number, doing, step = self._at
         place = f"call {number} ({doing or 'on the device'})" + (f", step {step}" if step >= 0 else "")
-        behind = [rank for rank in self.others if (was := self.of(rank)) is None or was[::2] != (number, doing)]
-        told = "; ".join(map(self._state, (silent or behind or awaited or self.others)[:8]))
+        behind = [rank for rank in self.others if (was := self.last_of(rank)) is None or was[::2] != (number, doing)]
+        told = "; ".join(map(self._text_of, (silent or behind or awaited or self.others)[:8]))
         waits = f" for {named(self.store.members, awaited)}" if awaited else ""
         return f"rank {self.store.rank} has waited {waited:.0f} s in {place}{waits}: {told}"
 
-    def _state(self, rank: int) -> str:
-        state, who = self.of(rank), named(self.store.members, [rank])
+    def _text_of(self, rank: int) -> str:
+        state, who = self.last_of(rank), named(self.store.members, [rank])
         place = f"after {state[0]} calls or more" if state is not None else "before its first heartbeat"
         if self.ended(rank):
             return f"{who} has ended, {place}"
@@ -279,7 +279,8 @@ class Watchdog:
         self.period = max(PERIOD, 2 * processes / REQUESTS)
         self._left, self._has_beaten = dict[str, tuple[int, int, str]](), False
         self._numbers, self._quiet = list[int](), 0.0
-        self._news, self._over, self._process = threading.Event(), threading.Event(), os.getpid()
+        self._news, self._over, self._turn = threading.Event(), threading.Event(), threading.Lock()
+        self._process = os.getpid()
         names = {"dfa_megatron heartbeats": self._beat, "dfa_megatron watchdog": self._judge}
         self.threads = [threading.Thread(target=run, name=name, daemon=True) for name, run in names.items()]
 
@@ -290,20 +291,23 @@ class Watchdog:
 
     def beat(self) -> None:
         """Leave a heartbeat, and read those of others: two requests."""
-        groups, own = self.groups, heartbeat_of(self.rank)
-        if not self._has_beaten:  # the groups that an earlier watchdog of this process has left
-            before = Heartbeat.read(self.client.get(own)).groups.items()
-            self._left, self._has_beaten = {key: x for key, x in before if x[2] == _ENDED} | self._left, True
-        for group in groups:
-            group.tell()
-        mine = Heartbeat(time.time_ns(), self.due, self._left | {group.store.key: group.state() for group in groups})
-        self.client.set(own, json.dumps(mine))
-        ranks = sorted({group.store.members[rank] for group in groups for rank in group.asked()})
-        keys = [heartbeat_of(rank) for rank in ranks] + [group.store.lost for group in groups]
-        found = self.client.multi_get(keys) if keys else []
-        beats = {rank: Heartbeat.read(note) for rank, note in zip(ranks, found, strict=False)}
-        for group, lost in zip(groups, found[len(ranks) :], strict=True):
-            group.hear(beats, lost.decode())
+        with self._turn:  # the last heartbeat of a thread that ends must not follow a newer one
+            groups, own = self.groups, heartbeat_of(self.rank)
+            if not self._has_beaten:  # the groups that an earlier watchdog of this process has left
+                before = Heartbeat.read(self.client.get(own)).groups.items()
+                self._left, self._has_beaten = {key: x for key, x in before if x[2] == _ENDED} | self._left, True
+            for group in groups:
+                group.tell()
+            mine = Heartbeat(
+                time.time_ns(), self.due, self._left | {group.store.key: group.state() for group in groups}
+            )
+            self.client.set(own, json.dumps(mine))
+            ranks = sorted({group.store.members[rank] for group in groups for rank in group.asked()})
+            keys = [heartbeat_of(rank) for rank in ranks] + [group.store.lost for group in groups]
+            found = self.client.multi_get(keys) if keys else []
+            beats = {rank: Heartbeat.read(note) for rank, note in zip(ranks, found, strict=False)}
+            for group, lost in zip(groups, found[len(ranks) :], strict=True):
+                group.hear(beats, lost.decode())
 
     def tick(self, seconds: float) -> None:
         """Let time pass in all groups, and act on what is known."""

@@ -37,8 +37,8 @@ def group_name(group: Group) -> str:
     if group == dist.GroupMember.NON_GROUP_MEMBER:  # type: ignore[comparison-overlap]  # as new_group returns it
         raise _no_member("a process group that this rank is no member of")
     if not isinstance(group, dist.ProcessGroup):
-        what = "a ProcessGroup, a DeviceMesh, a group's name or None"
-        raise UnsupportedError(f"group={group!r}", "it is no process group", what)
+        instead = "a ProcessGroup, a DeviceMesh, a group's name or None"
+        raise UnsupportedError(f"group={group!r}", "it is no process group", instead)
     return str(group.group_name)
 
 

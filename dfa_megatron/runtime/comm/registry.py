@@ -40,10 +40,7 @@ def channel(group: dist.ProcessGroup | str, *, verify: bool | None = None) -> Ch
 
 
 def renew(name: str) -> None:
-    """Forget the channel of a group, so that the next attention makes a new one; every rank of it must do so.
-
-    Only after an error that all ranks have met and survived: no rank may be inside of an attention.
-    """
+    """Forget the channel of a group on all of its ranks, none of which is inside of an attention."""
     if name in _channels:
         _close(name, _channels[name][1])
 
@@ -79,11 +76,8 @@ def _close_at_exit() -> None:
 def _lose_all() -> None:
     """Refuse further attention in a fork, which has no watchdog, and whose connections are its parent's."""
     atexit.unregister(_close_all)
-    error = UnsupportedError(
-        "attention in a fork of a process that has run it",
-        "the threads and connections of its group stay with that process",
-        "processes that are spawned, with groups of their own",
-    )
+    what, why = "attention in a fork of a process that has run it", "its threads and connections stay with that process"
+    error = UnsupportedError(what, why, "processes that are spawned, with groups of their own")
     for _, known in _channels.values():
         known.calls.lose(error, told=False)
 

@@ -61,7 +61,7 @@ def test_a_rank_without_heartbeats_in_all_the_time_that_this_one_ran_is_silent()
         here.tick(PERIOD)
         here.beat()
     assert mine.silent() == [1]
-    assert "rank 1 of the group gives no sign of life" in mine._state(1)
+    assert "rank 1 of the group gives no sign of life" in mine._text_of(1)
 
 
 def test_a_rank_that_runs_no_attention_says_when_its_next_heartbeat_is_due() -> None:
@@ -93,8 +93,8 @@ def test_a_store_that_stops_answering_is_no_evidence_against_ranks_that_did_not_
         judged.append(mine.silent())
         dogs[2].tick(PERIOD)
     assert next(ranks for ranks in judged if ranks) == judged[-1] == [0]
-    assert "rank 0 of the group gives no sign of life" in mine._state(0)
-    assert "rank 1 of the group lives" in mine._state(1)
+    assert "rank 0 of the group gives no sign of life" in mine._text_of(0)
+    assert "rank 1 of the group lives" in mine._text_of(1)
 
 
 def test_the_reason_of_a_rank_that_ends_is_told_though_it_is_read_in_the_midst_of_judging() -> None:
