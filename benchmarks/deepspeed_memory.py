@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from dfa_megatron.loss.memory import head_bytes
+from benchmarks.head_memory import head_bytes
 
 if TYPE_CHECKING:
     from benchmarks.deepspeed_shapes import Shape

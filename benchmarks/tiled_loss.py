@@ -26,11 +26,11 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.attention.correctness import too_far
+from benchmarks.head_memory import head_bytes
 from benchmarks.megatron_layers import note, write
 from benchmarks.surroundings import machine
 from dfa_megatron import DistAttentionConfig
 from dfa_megatron.loss import scores_of
-from dfa_megatron.loss.memory import head_bytes
 
 TOLERANCE = {torch.bfloat16: 1.5e-2, torch.float32: 1e-4}
 

@@ -49,13 +49,13 @@ LONG_FUNCTIONS_FOR_NOW = {
 """May only become shorter."""
 
 BUDGETS = {
-    "benchmarks": 6_425,
+    "benchmarks": 6_479,
     "cli": 613,
     "deepspeed": 1_440,
     "doctor": 1_066,
     "huggingface": 4_565,
     "kernels": 3_754,
-    "loss": 791,
+    "loss": 709,
     "megatron": 4_644,
     "plan": 5_484,
     "proving": 763,

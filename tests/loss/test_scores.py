@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
+from benchmarks.head_memory import HeadMemory, head_bytes
 from dfa_megatron.errors import UnsupportedError
-from dfa_megatron.loss import Head, by_document, cross_entropy, head_bytes, token_scores
-from dfa_megatron.loss.memory import HeadMemory
+from dfa_megatron.loss import Head, by_document, cross_entropy, token_scores
 from tests.support.live_bytes import LiveBytes
 from tests.support.workers import run_ranks
 
