@@ -27,6 +27,7 @@ NAMES = {
     "simulate",
     "tree_positions",
     "unshard_sequence",
+    "with_blocks",
 }
 
 
