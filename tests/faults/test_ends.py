@@ -28,8 +28,8 @@ FAULTS = [
 ]
 """Every fault in every place, every fault on every rank, every rank in every place."""
 WORDS = {
-    "kill -9": ("has ended", "did not come within 2 s"),
-    "SIGSTOP": ("gives no sign of life", "did not come within 2 s"),
+    "kill -9": ("has ended", "did not come within 3 s"),
+    "SIGSTOP": ("gives no sign of life", "did not come within 3 s"),
     "exception": ("an accident of this test", "has ended"),
     "out of memory": ("out of memory in this test", "run different attentions", "has ended"),
 }
@@ -84,4 +84,4 @@ def no_step_is_wrong(found: Run) -> None:
 def told(error: str) -> str:
     """An error for the table: its name, and which of the usual words it has."""
     words = [words for those in WORDS.values() for words in those if words in error]
-    return f"`{error.partition(':')[0]}`: {words[0].replace('2 s', 'a quarter of the timeout')}"
+    return f"`{error.partition(':')[0]}`: {words[0].replace('3 s', 'a quarter of the timeout')}"

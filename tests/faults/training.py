@@ -34,7 +34,7 @@ RANKS, LOCAL, HEADS, DIM, LAYERS = 3, 8, 2, 8, 2
 WIDTH = HEADS * DIM
 STRUCK = 2
 """The step in which a fault strikes, but for those of the first agreement: all plans are known then."""
-GROUP = 8.0
+GROUP = 12.0
 """The timeout of the process group, in seconds: a rank that is silent or does not come is waited for a quarter."""
 PAUSE, WRITING = 1.0, 4.5
 """Seconds that a paused rank stands still, and that a checkpoint takes: less and more than that quarter."""

@@ -83,6 +83,7 @@ class Watched:
         self.now, self.answered, self.lost, self._told, self._closing = 0.0, 0.0, NOTHING, False, False
         self._beats, self._changed, self._heard = dict[int, Heartbeat](), dict[int, float](), dict[int, float]()
         self._since, self._at, self._warned = 0.0, (0, "", -1), False
+        self._looks, self._gone_at = 0, dict[int, int]()
         self._stuck_at: object = None
         self._stuck_since = self._spent = 0.0
 
@@ -105,7 +106,7 @@ class Watched:
 
     def hear(self, beats: Mapping[int, Heartbeat], lost: str) -> None:
         """Take heartbeats, by global rank, and what lost the group."""
-        self.lost, self.answered = lost, self.now
+        self.lost, self.answered, self._looks = lost, self.now, self._looks + 1
         for rank in self.others:
             if (beat := beats.get(self.store.members[rank])) is not None:
                 if self._beats.get(rank) != beat:
@@ -117,9 +118,14 @@ class Watched:
         return self._beats[rank].groups.get(self.store.key) if rank in self._beats else None
 
     def ended(self, rank: int) -> bool:
-        """Whether a rank has ended: it has said so, or its process is gone."""
+        """Whether a rank has ended, and its last words, which may say why, have been read."""
         state = self.last_of(rank)
-        return (state is not None and state[2] == _ENDED) or (rank != self.store.rank and self.gone(rank))
+        if state is not None and state[2] == _ENDED:
+            return True
+        if rank == self.store.rank or not self.gone(rank):
+            return False
+        looked = self._looks > self._gone_at.setdefault(rank, self._looks) + 1  # a look began and ended since
+        return looked or self.now - self.answered > self.patience
 
     def silent(self) -> list[int]:
         """Return the ranks that have stopped: they have ended, or their heartbeats have stayed away."""
@@ -177,12 +183,10 @@ class Watched:
 
     def broken(self) -> str:
         """Say which rank may have broken a connection; wait for the heartbeat that tells."""
-        for _ in range(int((SILENT + 2 * PERIOD) / _LOOKS)):
-            ended = any(map(self.ended, self.others))
+        deadline = time.monotonic() + SILENT + 2 * PERIOD
+        while time.monotonic() < deadline and self.lost == NOTHING and not any(map(self.ended, self.others)):
             self.wake()
-            time.sleep(_LOOKS)  # and hear the last words of one that has ended
-            if ended or self.lost != NOTHING:
-                break
+            time.sleep(_LOOKS)
         found = self.calls.lost or self.compare()
         return str(found) if found is not None else "; ".join(map(self._text_of, self.silent()))
 
@@ -332,13 +336,8 @@ class Watchdog:
         with _LOCK:
             self.groups = tuple(other for other in self.groups if other is not group)
             self._left = dict([*self._left.items(), (group.store.key, group.state(ended=True))][-32:])
-
-        def last() -> None:
-            group.tell()
-            self.beat()
-
         with contextlib.suppress(RuntimeError, TimeoutError):  # ranks end at different times, and the store with one
-            bounded(last, 4 * PERIOD, nothing, TimeoutError)
+            bounded(lambda: (group.tell(), self.beat()), 4 * PERIOD, nothing, TimeoutError)  # type: ignore[func-returns-value]
             if group.store.keeper == group.store.rank and group.calls.lost is not None:
                 time.sleep(2 * self.period)  # until the others have read why: the store may end with this process
         if not self.groups:

@@ -386,16 +386,3 @@ def test_chains_differ_for_ever_once_calls_have_differed() -> None:
         assert (mine.chain == theirs.chain) == (number < 7)
     assert one.at(8) is not None
     assert [text for _, text, _ in json.loads(one.shown())[-2:]] == ["same", "same"]
-
-
-def test_comparing_calls_costs_the_host_microseconds() -> None:
-    calls, kind = Calls(), Kind.of("forward")
-
-    def run() -> float:
-        start = time.perf_counter()
-        for _ in range(2000):
-            calls.begin(kind, 3)
-            calls.end()
-        return (time.perf_counter() - start) / 2000
-
-    assert min(run() for _ in range(5)) < 40e-6

@@ -97,6 +97,17 @@ def test_a_store_that_stops_answering_is_no_evidence_against_ranks_that_did_not_
     assert "rank 1 of the group lives" in mine._text_of(1)
 
 
+@pytest.mark.parametrize("answers", [True, False])
+def test_a_process_that_is_gone_has_ended_once_its_last_words_can_have_been_read(answers: bool) -> None:
+    mine, here, _ = watch_of_two(dead=[1])
+    for _ in range(2):
+        assert not mine.ended(1)
+        here.tick(SILENT - 0.1)
+        if answers:
+            here.beat()
+    assert mine.ended(1)
+
+
 def test_the_reason_of_a_rank_that_ends_is_told_though_it_is_read_in_the_midst_of_judging() -> None:
     mine, here, there = watch_of_two()
     mine.calls.doing = "waits"
