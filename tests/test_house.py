@@ -61,8 +61,8 @@ BUDGETS = {
     "proving": 763,
     "recurrence": 1_156,
     "remat": 537,
-    "runtime": 5_269,
-    "tests": 39_823,
+    "runtime": 5_278,
+    "tests": 39_847,
     "top": 1_387,
 }
 """Lines of Python in a folder of the package, in its files beside them ("top"), in tests and in benchmarks.

@@ -93,7 +93,7 @@ class Accumulator(Generic[Values]):
             same = to.into is Destination.SUM or self._memory.in_place
             parts.append(into if same else self._place(to, Destination.SUM))
         for other in (*to.saved, number):
-            if other == self._stayed and in_result:
+            if other == self._stayed and in_result:  # it lies in `into` already, and must come first
                 parts.insert(0, into)
             elif other == number:
                 parts.append(rows)

@@ -23,7 +23,7 @@ class Counters:
     """Bytes this rank sent in distributed forwards."""
     backward_bytes: int = 0
     ulysses_exchanges: int = 0
-    """All-to-alls of heads and tokens: two per forward and two per backward, where ulysses_degree > 1."""
+    """All-to-alls of heads and tokens: two a phase, where ulysses_degree > 1; not those that a CUDA graph replays."""
     ulysses_forward_bytes: int = 0
     """Bytes this rank sent to others in the all-to-alls of forwards; not part of `forward_bytes`."""
     ulysses_backward_bytes: int = 0

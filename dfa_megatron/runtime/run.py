@@ -152,8 +152,8 @@ def _run(
         if heads is None:
             return results
         return (*heads.after_forward(*results), *(inputs[:3] if heads.keeps else ()))
-    dout, q, k, v, row, lse, *slopes = inputs
-    needed = needed_by_backward(prepared, dout, row)
+    dout, q, k, v, out, lse, *slopes = inputs
+    needed = needed_by_backward(prepared, dout, out)
     if heads is not None:
         dout, *qkv, needed, lse = heads.before_backward(dout, () if exchanged else (q, k, v), needed, lse)
         q, k, v = qkv or (q, k, v)
@@ -177,10 +177,12 @@ def _captured(prepared: Prepared, memory: MemoryPlan, inputs: Fields, exchanged:
         for stale in [other for other in prepared.graphs if other[:2] == key[:2]]:
             del prepared.graphs[stale]
         channels = [prepared.channel, prepared.exchange and prepared.exchange.channel]
-        prepared.graphs[key] = Captured(
-            lambda *tensors: _recorded(prepared, memory, tensors, exchanged), inputs, [c for c in channels if c]
-        )
-        transport.pinned = pinned  # this graph is captured again where the arena has moved
+        try:
+            prepared.graphs[key] = Captured(
+                lambda *tensors: _recorded(prepared, memory, tensors, exchanged), inputs, [c for c in channels if c]
+            )
+        finally:
+            transport.pinned = pinned  # only a caller's capture pins: this graph is captured again if the arena moves
     with torch.cuda.nvtx.range(f"dfa {memory.program.phase.name}"):
         return prepared.graphs[key](inputs)
 

@@ -156,7 +156,7 @@ class Program:
 
     @property
     def slots(self) -> dict[int, tuple[Buffer, ...]]:
-        """Return the memory to allocate: each slot with the buffers that live in it, one after another."""
+        """Return each slot with the buffers that use it, one after another; those of accumulators only count memory."""
         tenants: dict[int, tuple[Buffer, ...]] = {}
         for buffer in self.buffers:
             if buffer.slot is not None:
@@ -165,7 +165,7 @@ class Program:
 
     @property
     def sends(self) -> tuple[Message, ...]:
-        """Return the number of messages that this rank sends."""
+        """Return the messages that this rank sends."""
         return tuple(message for step in self.steps for message in step.sends)
 
     def peak_slots(self) -> dict[str, int]:

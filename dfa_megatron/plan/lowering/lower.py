@@ -43,7 +43,7 @@ class _Lowering:
         plan, self.landings, self.bands = landings.plan, landings, bands
         self.plan, self.rank, self.messages, self.rows = plan, landings.rank, landings.messages, landings.rows
         self.layout, self.phase = plan.layout, plan.phase
-        self.reads, self.writes = plan.phase.reads, plan.phase.writes
+        self.writes = plan.phase.writes
         self.accumulators = frozenset(plan.phase.write_names)
         self.own, self.own_rows = landings.own, landings.own_rows
         self.after = landings.waits()

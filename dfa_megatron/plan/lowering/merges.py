@@ -20,7 +20,7 @@ MOST_PARTS = 4
 """Partials that the kernels merge in one pass."""
 
 SAVED_BESIDE_A_SUM = 1
-"""Partials saved where there is a sum already: a second one would cost more memory than the pass it saves."""
+"""How many partials are saved once a sum exists: a second one would cost more memory than the pass it saves."""
 
 Writes = Sequence[tuple[Region, bool]]
 """Rows of an accumulator in the order of their writes, and whether the partial may be saved.

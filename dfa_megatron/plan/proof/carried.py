@@ -1,4 +1,4 @@
-"""Prove a plan by its records alone, and find which blocks each result holds while it travels.
+"""Prove the pairs of a plan by its records alone, the first half of the proof, and find what each transfer carries.
 
 A result is the sum of blocks. It starts empty wherever a block is computed, moves with its transfers, and is added to
 what its destination holds. This needs no program. What it finds for a transfer is what the program of the source must

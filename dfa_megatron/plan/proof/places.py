@@ -1,4 +1,4 @@
-"""Prove the bytes of a rank's messages: what lives at the same time lies apart, and senders and receivers agree."""
+"""Prove the bytes of a rank's messages: what lives at once lies apart; recompute where each message must go."""
 
 from __future__ import annotations
 

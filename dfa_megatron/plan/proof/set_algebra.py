@@ -109,7 +109,7 @@ class SetMemory:
             content.valid.append(span)
 
     def fits(self, partial: View, rows: int) -> bool:
-        """Return False; see `_refuse_moved` for a result in a partial's own memory."""
+        """Return False. The checker never takes this path; `_refuse_moved` checks its only condition."""
         return False
 
 
@@ -140,7 +140,7 @@ class Sets:
         }
 
     def fail(self, reason: str) -> PlanError:
-        """Raise an error that marks this rank's cell in the grid."""
+        """Return an error that marks this rank's cell in the grid."""
         place = (self.step, self.program.rank)
         return PlanError(f"rank {place[1]}, step {place[0]}: {reason}", grid(self.plan, mark=place))
 

@@ -106,6 +106,7 @@ class Calls:
         self.issued: Callable[[], None] | None = None
         self.when_lost: Callable[[], object] = _never
         self._log, self._texts = [self.last] * KEPT, dict[int, str]()
+        self._devices: set[torch.device] = set()
         self._thread: threading.Thread | None = None
         self._caller: threading.Thread | None = None
 
@@ -177,7 +178,10 @@ class Calls:
             self.doing = ""
 
     def on_device(self, device: torch.device) -> None:
-        """Let `pending` follow the device too, which works on after the host has issued a call."""
+        """Let `pending` follow a GPU too, once, which works on after the host has issued a call."""
+        if device.type != "cuda" or device in self._devices:
+            return
+        self._devices.add(device)
         done, others, others_pend = torch.cuda.Event(), self.issued, self.pending
 
         def issued() -> None:

@@ -354,7 +354,7 @@ class Watchdog:
             try:
                 self.beat()
                 pause = self.due
-            except RuntimeError as error:
+            except (RuntimeError, ValueError) as error:  # ValueError: a note that is no JSON
                 # Whoever still waits sees that nothing is heard. PyTorch writes a line for each failure: ask ever less.
                 logger.debug("the store of the group does not answer: %s", error)
                 pause = min(max(2 * pause, 4 * PERIOD), IDLE)

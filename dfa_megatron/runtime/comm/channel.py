@@ -37,7 +37,7 @@ class Channel:
         whole: the channel of which this is a subgroup.
 
     Attributes:
-        rank, size: of this process in the group, and of the group.
+        rank, size: of this process in the group, and of the group. ranks: in the whole group, of a part of it.
         hosts: number of machines that the ranks are on.
         links: the slowest links among them. one_queue: whether any of them has one hardware queue for all streams.
         wait: runs a blocking call, such as a wait for messages between CPUs. Raises an AbsentError if a connection
@@ -60,6 +60,7 @@ class Channel:
             raise UnsupportedError(what, why, "a group whose ranks ascend, as torch.distributed makes them by default")
         self.store, self.rank, self.size, self.timeout = store, store.rank, store.size, timeout
         self.calls: Calls = Calls() if whole is None else whole.calls
+        self.ranks = () if whole is None else tuple(map(whole.store.members.index, store.members))
         self.transports, self.ended = Transports(self), self.close
         self._alive, self._made = alive, list[Communicator]()
         self._waiter = Waiter(self.calls.check, self._broken)
@@ -184,6 +185,7 @@ class Channel:
             LostGroupError: another rank failed to open them.
         """
         self.calls.check()
+        self.calls.on_device(device)
         seconds = self.timeout.total_seconds() + _CLOSING
 
         make = functools.partial(Communicator, self.store, device, self.timeout, self._broken)

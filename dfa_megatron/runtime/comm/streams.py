@@ -72,4 +72,5 @@ class StreamTransport(Transport):
         if self.captured:
             return -1, ()
         step = next((n for n, event in enumerate(self.free[: self.steps]) if not event.query()), self.steps)
-        return step, self.awaited.get(step, ())
+        peers = self.awaited.get(step, ())
+        return step, tuple(self.ranks[peer] for peer in peers) if self.ranks else peers

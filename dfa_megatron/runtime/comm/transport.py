@@ -42,6 +42,7 @@ class Transport:
     Attributes:
         generation: changes when reserved memory has moved.
         beside_kernels: messages move while kernels fill the GPU.
+        ranks: of the watched group, by the number of a peer; empty where they are the same.
         queued: kernels wait in queues, so it must be told where the compute of a step ends; otherwise it need not be.
         keeps_arena: the arena is the same in every run, unless its generation changes.
         pinned: it must not move, because a captured CUDA graph of the caller holds addresses in it.
@@ -49,6 +50,7 @@ class Transport:
 
     generation = 0
     beside_kernels = queued = keeps_arena = pinned = False
+    ranks: tuple[int, ...] = ()
 
     def reserve(self, nbytes: int) -> None:
         """Have memory for the next call; all ranks of the group say the same number, at set-up and before each call."""

@@ -44,10 +44,9 @@ class Transports:
         known = self._open.get((place, kind))
         if known is None:
             known = self._make(device, kind)  # which may open another kind
-            is_new = all(place != other for other, _ in self._open)
+            known.ranks = self._channel.ranks
             self._open[place, kind] = known
-            if device.type == "cuda" and is_new:
-                self._channel.calls.on_device(device)
+            self._channel.calls.on_device(device)
         return known
 
     def _make(self, device: torch.device, kind: str) -> Transport:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
@@ -11,6 +12,7 @@ import torch
 
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.runtime.agreement.calls import Calls
+from dfa_megatron.runtime.comm import channel as channels
 from dfa_megatron.runtime.comm import streams as streams_module
 from dfa_megatron.runtime.comm import transports
 from dfa_megatron.runtime.comm.channel import Channel
@@ -36,6 +38,7 @@ def _opened(monkeypatch: pytest.MonkeyPatch) -> tuple[Any, list[torch.device]]:
     """Return a channel whose connections are stand-ins, and the devices that its calls follow."""
     channel: Any = object.__new__(Channel)
     channel._collectives, channel._devices, channel.one_queue, followed = {}, [], False, []
+    channel.ranks = ()
     channel.calls, channel.wait = SimpleNamespace(on_device=followed.append), None
     channel.new_communicator = Made
     channel.transports = Transports(channel)
@@ -51,8 +54,31 @@ def test_every_device_has_its_own_connections(monkeypatch: pytest.MonkeyPatch, k
     for device in (FIRST, CPU, SECOND, FIRST, SECOND):
         assert channel.transports.reserve(device, kind, 8).device == device
         assert channel.collectives(device).device == device
-    assert followed == [FIRST, SECOND]
+    assert set(followed) == {FIRST, CPU, SECOND}
     assert channel.transports.has_symmetric_memory(kind)
+
+
+def test_calls_follow_a_gpu_whose_connections_serve_collectives_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Heads of all ranks are exchanged without a transport; the watchdog must see that the device works."""
+    channel, _ = _opened(monkeypatch)
+    channel.calls, channel._made, channel.timeout = Calls(), [], timedelta(seconds=1)
+    channel.store = channel._broken = None
+    made = MagicMock(return_value=MagicMock(query=lambda: False))
+    monkeypatch.setattr(torch.cuda, "Event", made)
+    monkeypatch.setattr(channels, "bounded", lambda make, *_: Made(FIRST))
+    for device in (CPU, FIRST, FIRST):
+        assert not channel.calls.pending() or device == FIRST
+        Channel.new_communicator(channel, device)
+    assert channel.calls.pending()
+    assert made.call_count == 1
+
+
+def test_a_transport_of_a_part_names_the_ranks_of_the_whole_group() -> None:
+    transport: Any = object.__new__(StreamTransport)
+    transport.captured, transport.free, transport.steps, transport.awaited = False, [], 0, {0: (0,)}
+    assert transport.where() == (0, (0,))
+    transport.ranks = (1, 3)
+    assert transport.where() == (0, (1,))
 
 
 def test_the_copy_engines_serve_one_device_of_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
