@@ -62,7 +62,7 @@ BUDGETS = {
     "recurrence": 1_156,
     "remat": 537,
     "runtime": 5_278,
-    "tests": 39_847,
+    "tests": 39_849,
     "top": 1_387,
 }
 """Lines of Python in a folder of the package, in its files beside them ("top"), in tests and in benchmarks.
