@@ -38,11 +38,11 @@ def test_losses_and_counts_of_experts_are_of_all_tokens(tmp_path: Path) -> None:
     paths = {kind: str(tmp_path / f"{kind}.pt") for kind in kinds}
     run_ranks(1, harness.save_references, [(paths[kind], Case(options=None, **more)) for kind, more in kinds.items()])
     three = [
-        ("mean", "contiguous", "auto"), ("mean", "boundary", "off"), ("mean", "zigzag", "off"),
-        ("per token", "contiguous", "off"), ("per token", "boundary", "auto"),
-        ("whole", "contiguous", "off"), ("bias", "contiguous", "off"),
+        ("mean", "contiguous", "auto"), ("mean", "boundary", "none"), ("mean", "zigzag", "none"),
+        ("per token", "contiguous", "none"), ("per token", "boundary", "auto"),
+        ("whole", "contiguous", "none"), ("bias", "contiguous", "none"),
     ]  # fmt: skip
-    four = [("mean", "boundary", "auto"), ("per token", "contiguous", "off")]
+    four = [("mean", "boundary", "auto"), ("per token", "contiguous", "none")]
     for topology, ways in ((Topology(cp=3), three), (Topology(tp=2, cp=2), four), (Topology(tp=2), three[:1])):
         cases: list[Any] = [(topology, case(way[1], way[2], **kinds[way[0]]), {}, paths[way[0]]) for way in ways]
         run_ranks(topology.ranks, harness.check_topologies, cases, timeout=170)
