@@ -61,8 +61,8 @@ BUDGETS = {
     "proving": 763,
     "recurrence": 1_156,
     "remat": 537,
-    "runtime": 5_278,
-    "tests": 39_849,
+    "runtime": 5_280,
+    "tests": 39_851,
     "top": 1_387,
 }
 """Lines of Python in a folder of the package, in its files beside them ("top"), in tests and in benchmarks.

@@ -91,6 +91,7 @@ def _recorded(prepared: Prepared, memory: MemoryPlan, inputs: Fields, exchanged:
         # A mode that listens sees the operations themselves.
         if not prepared.binds or ACTIVE or _get_current_dispatch_mode() is not None:
             return _run(prepared, memory, inputs, exchanged, arena, transport)
+        # Absent: not run. None: run as it stands. A text: why it cannot be replayed. A Bound: recorded.
         found = prepared.bound.get(key)
         if isinstance(found, Bound):
             return found(inputs, arena, transport, functools.partial(_failed, prepared, memory))
@@ -106,6 +107,7 @@ def _recorded(prepared: Prepared, memory: MemoryPlan, inputs: Fields, exchanged:
         results, recorded = _record(prepared, memory, inputs, exchanged, arena, transport)
     if isinstance(recorded, str) and not is_new:
         logger.info("this attention's host work is not recorded: %s", recorded)
+    # A first run may fail to record because it compiles: the next one tries again.
     prepared.bound[key] = None if isinstance(recorded, str) and is_new else recorded
     return results
 

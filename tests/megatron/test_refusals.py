@@ -47,6 +47,8 @@ CONFIGS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     (r"window_size=\(128, 4\)", {"window_size": (128, 4)}, {}),
     ("selective recomputation of", {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}, {}),
     ("together with selective recomputation", {"recompute_granularity": "selective"}, {"checkpoint": "remat"}),
+    ("checkpoint='full' in Megatron", {}, {"checkpoint": "full"}),
+    ("deterministic_mode=True without torch", {"deterministic_mode": True}, {}),
     ("offloading core_attn", {"fine_grained_activation_offloading": True, "offload_modules": ["core_attn"]}, {}),
     ("loss_tile together with", {"defer_embedding_wgrad_compute": True}, {"loss_tile": 4096}),
     ("mlp_tile together with fp8='hybrid'", {"fp8": "hybrid"}, {"mlp_tile": 4096}),

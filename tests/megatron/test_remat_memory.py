@@ -25,7 +25,7 @@ KINDS = ("train", "evaluate", "frozen layer", "frozen embedding", "fails forward
 def living() -> dict[str, int]:
     """What the interpreter still has."""
     gc.collect()
-    kinds = {"tensors": torch.Tensor, "frames": remat.Frame, "regions": remat._Region, "pairs": Kept}
+    kinds = {"tensors": torch.Tensor, "frames": remat.Frame, "regions": remat._SavedRegion, "pairs": Kept}
     return {name: sum(issubclass(type(item), kind) for item in gc.get_objects()) for name, kind in kinds.items()}
 
 

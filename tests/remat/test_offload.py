@@ -169,7 +169,7 @@ def a_step(layers: list[Layer], way: Callable[..., Any], number: int) -> None:
 def living() -> dict[str, int]:
     """Tensors, and what regions are made of, that the interpreter still has."""
     gc.collect()
-    kinds = {"tensors": torch.Tensor, "frames": remat.Frame, "regions": remat._Region, "pairs": Kept}
+    kinds = {"tensors": torch.Tensor, "frames": remat.Frame, "regions": remat._SavedRegion, "pairs": Kept}
     return {name: sum(issubclass(type(item), kind) for item in gc.get_objects()) for name, kind in kinds.items()}
 
 

@@ -36,7 +36,7 @@ def test_plans_may_be_listed_while_groups_end() -> None:
     def come_and_go() -> None:
         while not done.is_set():
             for number, one in enumerate(over):
-                prepare._known[f"group {number}"] = prepare._Known(one)  # type: ignore[arg-type]
+                prepare._known[f"group {number}"] = prepare._OfGroup(one)  # type: ignore[arg-type]
             for number, one in enumerate(over):
                 prepare._forget(f"group {number}", one)  # type: ignore[arg-type]
 

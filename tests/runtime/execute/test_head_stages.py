@@ -76,7 +76,7 @@ def _no_gradient_outlives_its_stage() -> None:
     made: list[weakref.ref[torch.Tensor]] = []
     gradients = op._gradients
 
-    def watched(*given: Any) -> op.Gradients:
+    def watched(*given: Any) -> op.InputGradients:
         assert [one() for one in made] == [None] * len(made)
         found = gradients(*given)
         made.extend(weakref.ref(x) for x in found[:3])
