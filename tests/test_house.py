@@ -57,7 +57,7 @@ BUDGETS = {
     "kernels": 3_754,
     "loss": 709,
     "megatron": 4_644,
-    "plan": 5_484,
+    "plan": 5_497,
     "proving": 763,
     "recurrence": 1_156,
     "remat": 537,

@@ -14,7 +14,7 @@ from dfa_megatron.errors import PlanError
 from dfa_megatron.plan.language.geometry import Band
 from dfa_megatron.plan.language.mask import causal
 from dfa_megatron.plan.language.program import BufferMerges, Call, Destination, Program, Region, Step
-from dfa_megatron.plan.lowering.arena_places import ALIGNMENT, Places, place
+from dfa_megatron.plan.lowering.arena_places import ALIGNMENT, Arenas, Places, place
 from dfa_megatron.plan.lowering.landings import landings_of
 from dfa_megatron.plan.lowering.lower import lower_all
 from dfa_megatron.plan.proof.check import check, check_plan, check_programs
@@ -320,12 +320,12 @@ def test_a_wrong_place_in_an_arena_is_refused() -> None:
     for ranks in (2, 3, 4, 5):
         for case in every_mask(2 * ranks, rng):
             for _, plan in plans(case, ranks):
-                program, landings = rng.choice(lower_all(plan)), landings_of(plan)
-                places = place(program, landings, ROW_BYTES)
-                prove_places(program, places, landings, ROW_BYTES)
+                program, arenas = rng.choice(lower_all(plan)), Arenas(landings_of(plan), ROW_BYTES)
+                places = place(program, arenas)
+                prove_places(program, places, arenas)
                 wrong = move_a_place(places, rng)
                 if wrong is not None:
                     refused += 1
                     with pytest.raises(PlanError, match=r"overlap|elsewhere|fit in"):
-                        prove_places(program, wrong, landings, ROW_BYTES)
+                        prove_places(program, wrong, arenas)
     assert refused > 50, refused

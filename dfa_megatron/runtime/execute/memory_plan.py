@@ -10,7 +10,7 @@ import torch
 
 from dfa_megatron.kernels.segments import Segments
 from dfa_megatron.plan.language.program import Program
-from dfa_megatron.plan.lowering.arena_places import place
+from dfa_megatron.plan.lowering.arena_places import Arenas, place
 from dfa_megatron.plan.lowering.landings import Landings, TokensOfRows, tokens_of
 from dfa_megatron.plan.proof.places import prove_places
 from dfa_megatron.runtime.execute.wire_format import Format, Placed
@@ -53,8 +53,9 @@ def plan_memory(program: Program, landings: Sequence[Landings], format: Format) 
     """Plan the memory of one rank's program, and prove where its messages lie. landings: of all ranks."""
     plan = landings[0].plan
     row_bytes = {name: format.row_bytes(name) for _, name in (*plan.phase.reads, *plan.phase.writes)}
-    places = place(program, landings, row_bytes)
-    prove_places(program, places, landings, row_bytes)
+    arenas = Arenas(landings, row_bytes)
+    places = place(program, arenas)
+    prove_places(program, places, arenas)
     sent = Counter[str]()
     for message in program.sends:
         for name, rows in message.signature:
