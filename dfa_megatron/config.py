@@ -232,6 +232,11 @@ class DistAttentionConfig:
         return 1 if isinstance(self.ulysses_degree, str) else self.ulysses_degree
 
     @property
+    def checkpoints_layers(self) -> bool:
+        """Whether this package checkpoints layers, whatever the framework does."""
+        return self.checkpoint in ("full", "remat")
+
+    @property
     def saves_attention(self) -> bool:
         """Whether a checkpoint of a layer saves attention's output and lse."""
         return self.checkpoint in ("auto", "remat")

@@ -42,7 +42,7 @@ def deepspeeds_function(settings: Mapping[str, Any], options: DistAttentionConfi
     from deepspeed.accelerator import get_accelerator
     from deepspeed.runtime.activation_checkpointing import checkpointing
 
-    if options.checkpoint in ("auto", "none"):
+    if not options.checkpoints_layers:
         raise UnsupportedError(
             "activation_checkpointing.cpu_checkpointing with dist_flash_attention.checkpoint 'auto' or 'none'",
             "no layer is checkpointed, so there is nothing to keep on the host",

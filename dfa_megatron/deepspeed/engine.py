@@ -81,7 +81,7 @@ def prepare(
         return _pipelined(model, settings, block, size)
     own_attention = _own_attention(model)
     checkpoint = block.options.checkpoint
-    if groups is None and own_attention and checkpoint in ("full", "remat"):
+    if groups is None and own_attention and block.options.checkpoints_layers:
         raise UnsupportedError(
             f"dist_flash_attention.checkpoint={checkpoint!r} for a model of your own",
             "its layers are not known",
@@ -137,7 +137,7 @@ def _pipelined(
 
     def finish(engine: Any) -> None:
         _accept(engine, mesh, settings)
-        if block.options.checkpoint in ("full", "remat"):
+        if block.options.checkpoints_layers:
             pipeline.set_checkpointing(engine, block.options)
 
     return pipeline.settings_for(_common(settings), module, block), finish

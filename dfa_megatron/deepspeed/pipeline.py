@@ -70,7 +70,7 @@ def settings_for(settings: dict[str, Any], module: Any, block: DeepSpeedOptions)
             "no test compares it with one process",
             "dist_flash_attention.remat_offload, which keeps attention's output and lse on the host",
         )
-    if block.options.checkpoint in ("full", "remat"):
+    if block.options.checkpoints_layers:
         given = settings.get("pipeline") or {}
         interval = given.get("activation_checkpoint_interval") or module.activation_checkpoint_interval or 1
         settings["pipeline"] = {"use_reentrant": False, **given, "activation_checkpoint_interval": interval}

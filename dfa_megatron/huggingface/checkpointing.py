@@ -71,7 +71,7 @@ def check_layers(model: Any, options: DistAttentionConfig, *, reentrant: bool) -
     """
     able = model.supports_gradient_checkpointing and any(hasattr(x, "gradient_checkpointing") for x in model.modules())
     kind, checkpoint = kind_of(model), options.checkpoint
-    if not able and checkpoint in ("full", "remat"):
+    if not able and options.checkpoints_layers:
         raise UnsupportedError(
             f"checkpoint={checkpoint!r} for {kind}", "transformers does not checkpoint its layers", "checkpoint='none'"
         )
@@ -89,7 +89,7 @@ def check_options(options: DistAttentionConfig, *, reentrant: bool) -> None:
     Raises:
         UnsupportedError: names the option.
     """
-    if options.checkpoint in ("full", "remat"):
+    if options.checkpoints_layers:
         return
     what = f"with checkpoint={options.checkpoint!r}"
     if reentrant:

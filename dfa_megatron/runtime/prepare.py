@@ -245,8 +245,10 @@ def _build_with_degree(request: Request, over: Channel | None, inputs: Inputs) -
     """Build for the degree of Ulysses; "auto" falls back to no exchange where its degree is refused."""
     rank, size = (over.rank, over.size) if over else (0, 1)
     _check(request, inputs)
-    problem = problem_of(request, size, inputs, over)
-    degree = degree_of(request, problem, over, cuda=inputs.q.is_cuda)
+    degree, problem = request.config.fixed_degree, None
+    if degree == 1:
+        problem = problem_of(request, size, inputs, over)
+        degree = degree_of(request, problem, over, cuda=inputs.q.is_cuda)
     if degree > 1:
         if request.plan is not None:
             why = "a plan is one of all ranks of the group"
@@ -259,8 +261,9 @@ def _build_with_degree(request: Request, over: Channel | None, inputs: Inputs) -
             built = build(request, ranks, place, stands, over, exchanged=True)
             return replace(built, channel=None), (heads, tokens)
         except UnsupportedError:
-            if request.config.ulysses_degree != "auto":
+            if problem is None:  # the degree was asked for
                 raise
+    assert problem is not None
     return _built(request, problem, rank, inputs, over), None
 
 

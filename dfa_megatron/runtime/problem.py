@@ -210,10 +210,10 @@ def degree_of(request: Request, problem: Problem, over: Channel | None, *, cuda:
 
     problem: without an exchange. cuda: the tensors are on GPUs.
     """
-    degree, hardware = request.config.ulysses_degree, request.config.hardware
-    if isinstance(degree, int):
-        return degree
-    if over is None or request.cu_seqlens or request.plan is not None or (hardware == "auto" and not cuda):
+    config = request.config
+    if config.ulysses_degree != "auto" or over is None or request.cu_seqlens or request.plan is not None:
+        return config.fixed_degree
+    if config.hardware == "auto" and not cuda:
         return 1
     return automatic_degree(
         problem.mask,

@@ -88,7 +88,7 @@ def _check(trainer: Any, options: DistAttentionConfig) -> None:
             "generation needs the keys of whole sequences on one rank",
             "evaluation without it, or model.generate within dfa_megatron.huggingface.local_attention(model)",
         )
-    if arguments.gradient_checkpointing and checkpoint in ("full", "remat"):
+    if arguments.gradient_checkpointing and options.checkpoints_layers:
         raise UnsupportedError(
             f"gradient_checkpointing=True with checkpoint={checkpoint!r}",
             "the Trainer would replace one by the other when it trains",
