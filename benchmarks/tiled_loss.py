@@ -29,7 +29,7 @@ from benchmarks.attention.correctness import too_far
 from benchmarks.head_memory import head_bytes
 from benchmarks.megatron_layers import note, write
 from benchmarks.surroundings import machine
-from dfa_megatron import DistAttentionConfig
+from dfa_megatron import MegatronConfig
 from dfa_megatron.loss import scores_of
 
 TOLERANCE = {torch.bfloat16: 1.5e-2, torch.float32: 1e-4}
@@ -92,7 +92,7 @@ def build(args: argparse.Namespace, mode: str, device: torch.device) -> Any:
     config.cross_entropy_loss_fusion, config.cross_entropy_fusion_impl = mode == "fused", "native"
     spec: Any = TransformerBlockSubmodules(layer_specs=[])
     if mode.isdecimal():
-        options = DistAttentionConfig(data_layout="contiguous", loss_tile=int(mode))
+        options = MegatronConfig(data_layout="contiguous", loss_tile=int(mode))
         spec = distribute_attention(spec, config, config=options)
     model = GPTModel(
         config=config,

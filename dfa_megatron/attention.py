@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import fields
 from functools import lru_cache
 from typing import Any
 
@@ -20,7 +19,7 @@ from dfa_megatron.runtime.cu_seqlens import check_offsets, offsets_of
 from dfa_megatron.runtime.op import Pair, attend, attention, needs_gradient
 from dfa_megatron.runtime.prepare import refuse
 from dfa_megatron.runtime.problem import Inputs
-from dfa_megatron.runtime.request import DEFAULTS, Request
+from dfa_megatron.runtime.request import DEFAULTS, OPTIONS, Request
 
 
 def dist_flash_attn_func(
@@ -67,7 +66,7 @@ def dist_flash_attn_func(
             checked before it runs.
         return_lse: also return lse.
         layout: the tokens a rank holds: "contiguous", or "zigzag" (chunks r and 2P-1-r of 2P).
-        config: how it is computed; see docs/options.md. Options of frameworks must have their defaults.
+        config: how it is computed; see docs/options.md.
 
     Returns:
         out like q (with v's head_dim), and if asked lse (batch, heads, local_seq), the natural logarithm, in float32
@@ -184,7 +183,7 @@ def _attend(
         out, lse = _run_outside(inputs, group, mathematics)
         return out, lse
     # Dynamo takes the fields of a config as constants, but not a config.
-    mathematics["config"] = tuple(_constant(getattr(config, name)) for name in _OPTIONS)
+    mathematics["config"] = tuple(_constant(getattr(config, name)) for name in OPTIONS)
     if isinstance(window := mathematics["window_size"], tuple | list):
         mathematics["window_size"] = tuple(_constant(side) for side in window)
     for name in ("softmax_scale", "softcap"):
@@ -214,8 +213,6 @@ _request = lru_cache(maxsize=256, typed=True)(Request)
 _run_outside = torch.compiler.disable(_run, recursive=True)
 """For masks and plans, which Dynamo cannot take as constants: a break in the graph."""
 
-_OPTIONS = tuple(option.name for option in fields(DistAttentionConfig))
-
 
 def _constant(x: Any) -> Any:
     """Return x. Dynamo makes a constant of a number that is a key, of a symbol too, with a guard on its value."""
@@ -227,7 +224,7 @@ def _constant(x: Any) -> Any:
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator,unused-ignore]  # JSON is not traceable
 def _text(*, config: tuple[Any, ...], **mathematics: Any) -> str:
-    options = DistAttentionConfig(**dict(zip(_OPTIONS, config, strict=True)))
+    options = DistAttentionConfig(**dict(zip(OPTIONS, config, strict=True)))
     return Request(config=options, **mathematics).to_text()
 
 

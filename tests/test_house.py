@@ -5,10 +5,11 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable
+from dataclasses import fields
 
 import pytest
 
-from dfa_megatron.config import DistAttentionConfig
+from dfa_megatron.config import MegatronConfig
 from tests.support import house
 
 PUBLIC = {
@@ -51,19 +52,19 @@ LONG_FUNCTIONS_FOR_NOW = {
 BUDGETS = {
     "benchmarks": 6_479,
     "cli": 613,
-    "deepspeed": 1_440,
+    "deepspeed": 1_429,
     "doctor": 1_066,
     "huggingface": 4_565,
     "kernels": 3_754,
     "loss": 709,
-    "megatron": 4_644,
+    "megatron": 4_642,
     "plan": 5_497,
     "proving": 763,
     "recurrence": 1_156,
     "remat": 537,
-    "runtime": 5_284,
-    "tests": 39_851,
-    "top": 1_392,
+    "runtime": 5_282,
+    "tests": 39_836,
+    "top": 1_373,
 }
 """Lines of Python in a folder of the package, in its files beside them ("top"), in tests and in benchmarks.
 
@@ -132,7 +133,7 @@ def test_attention_loads_no_more_than_it_needs() -> None:
 
 
 def test_there_are_no_more_options_than_thirteen() -> None:
-    assert len(DistAttentionConfig.options()) <= 13
+    assert len(fields(MegatronConfig)) <= 13
 
 
 def test_tests_docs_benchmarks_and_examples_import_without_a_change_of_the_path() -> None:

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 from dfa_megatron import DistFlashAttention
 from dfa_megatron import deepspeed as dfa_ds
-from dfa_megatron.config import DistAttentionConfig
+from dfa_megatron.config import TrainingConfig
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.runtime.counters import COUNTERS
 from tests.deepspeed import harness
@@ -126,7 +126,7 @@ class OwnModel(torch.nn.Module):
         super().__init__()
         self.embedding = torch.nn.Embedding(31, 16)
         self.qkv = torch.nn.Linear(16, 48)
-        self.attention = DistFlashAttention(causal=True, config=DistAttentionConfig(schedule="ring"))
+        self.attention = DistFlashAttention(causal=True, config=TrainingConfig(schedule="ring"))
         self.head = torch.nn.Linear(16, 31)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from dfa_megatron.config import DistAttentionConfig
+from dfa_megatron.config import MegatronConfig
 from tests.megatron import harness
 from tests.megatron.harness import Case, Topology, case
 from tests.megatron.test_parity import EXPERTS, expected
@@ -45,12 +45,12 @@ def full(layout: str, config: Any = (), steps: int = 3, **more: Any) -> Case:
 def selective(layout: str, *modules: str, more: Any = ()) -> Case:
     """--recompute-granularity selective --recompute-modules ...: Megatron's own, attention runs once without us."""
     config = (*more, ("recompute_granularity", "selective"), ("recompute_modules", list(modules)))
-    return Case(DistAttentionConfig(data_layout=layout), steps=3, config=config)
+    return Case(MegatronConfig(data_layout=layout), steps=3, config=config)
 
 
 def offloaded() -> Case:
     """What rematerialization keeps waits in host memory."""
-    return Case(DistAttentionConfig(remat_offload=True), recompute=("uniform", 1), steps=3)
+    return Case(MegatronConfig(remat_offload=True), recompute=("uniform", 1), steps=3)
 
 
 @pytest.mark.support("megatron", "CP 2: distributed optimizer, experts (EP 2), selective recomputation, offload")

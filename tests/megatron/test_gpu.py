@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from dfa_megatron.config import DistAttentionConfig
+from dfa_megatron.config import MegatronConfig
 from tests.megatron import harness
 from tests.megatron.harness import Case, Topology
 from tests.megatron.test_latent import LATENT, YARN
@@ -23,7 +23,7 @@ CASES: list[tuple[Topology, Case]] = []
 
 def add(topology: Topology, steps: int = 3, layout: str = "contiguous", offload: bool = False, **more: Any) -> None:
     # The reference kernel takes float32, so that a wrong order of streams or messages shows and rounding does not.
-    options = DistAttentionConfig(data_layout=layout, kernel="reference", remat_offload=offload)
+    options = MegatronConfig(data_layout=layout, kernel="reference", remat_offload=offload)
     CASES.append((topology, Case(options, recompute=FULL, steps=steps, **more)))
 
 
@@ -82,7 +82,7 @@ def test_packed_documents_over_nccl_train_like_one_rank(
         run_ranks(1, harness.save_reference, path, Case(options=None, steps=3, **REFERENCES[how]), timeout=120)
     prepared = []
     for topology, layout in two_layouts(gpus, Topology(tp=2, cp=2)):
-        options = DistAttentionConfig(data_layout=layout, kernel="reference")
+        options = MegatronConfig(data_layout=layout, kernel="reference")
         wanted = Case(options, recompute=FULL, steps=3, **REFERENCES[how])
         prepared.append((topology, wanted, expected(topology, wanted), path))
     run_ranks(gpus, harness.check_topologies, prepared, timeout=170, cuda=True)
@@ -108,7 +108,7 @@ def test_sharded_parameters_over_nccl_train_like_one_rank(
         wrapped |= {"optimizer": "distributed", "overlap": True}
     prepared = []
     for topology, layout in two_layouts(gpus, Topology(cp=2, dp=2)):
-        wanted = Case(DistAttentionConfig(data_layout=layout, kernel="reference"), recompute=FULL, **wrapped)
+        wanted = Case(MegatronConfig(data_layout=layout, kernel="reference"), recompute=FULL, **wrapped)
         prepared.append((topology, wanted, expected(topology, wanted), reference))
     run_ranks(gpus, harness.check_topologies, prepared, timeout=170, cuda=True)
 
@@ -134,7 +134,7 @@ def test_latent_attention_over_nccl_trains_like_one_rank(
     prepared = []
     for layout in ("contiguous", "boundary"):
         topology = Topology(cp=2, dp=gpus // 2)
-        options = DistAttentionConfig(data_layout=layout, kernel="reference")
+        options = MegatronConfig(data_layout=layout, kernel="reference")
         wanted = Case(options, recompute=FULL, steps=3, config=config)
         prepared.append((topology, wanted, expected(topology, wanted), path))
     run_ranks(gpus, harness.check_topologies, prepared, timeout=170, cuda=True)

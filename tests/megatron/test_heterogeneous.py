@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from dfa_megatron.config import DistAttentionConfig
+from dfa_megatron.config import MegatronConfig
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.megatron import distribute_attention
 from tests.megatron import harness
@@ -51,7 +51,7 @@ def without_the_config(rank: int, world_size: int) -> None:
 
     harness.start(Topology())
     config = harness.make_config(Topology(), case(recompute=("uniform", 1), config=BLOCKS_FLAG))
-    spec = distribute_attention(small_model.megatrons_spec(config), config=DistAttentionConfig())
+    spec = distribute_attention(small_model.megatrons_spec(config), config=MegatronConfig())
     with pytest.raises(UnsupportedError, match="each have a config of their own"):
         GPTModel(config, spec, harness.VOCABULARY, harness.SEQUENCE)
 

@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 import torch
 
-from dfa_megatron.config import DistAttentionConfig
+from dfa_megatron.config import MegatronConfig
 from tests.megatron import checkpoints, harness
 from tests.megatron.harness import Case, Topology, case
 from tests.megatron.hybrids import DELTA, in_a_gpt, make
 from tests.support import state_kernels
 from tests.support.workers import run_ranks
 
-CONTIGUOUS = DistAttentionConfig(data_layout="contiguous")
+CONTIGUOUS = MegatronConfig(data_layout="contiguous")
 WAYS = [
     (Topology(cp=2), CONTIGUOUS, Topology(dp=2), None),
     (Topology(dp=2), None, Topology(cp=2), CONTIGUOUS),

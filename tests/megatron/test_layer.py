@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dfa_megatron.config import DistAttentionConfig
+from dfa_megatron.config import MegatronConfig
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.megatron.cpu.stand_in import use_cpu
 from dfa_megatron.runtime.counters import COUNTERS
@@ -19,7 +19,7 @@ from tests.megatron.harness import Topology, case, make_config, make_model, star
 from tests.support.workers import run_ranks
 
 
-def model_of(options: DistAttentionConfig, **changes: Any) -> Any:
+def model_of(options: MegatronConfig, **changes: Any) -> Any:
     return make_model(make_config(Topology(cp=dist.get_world_size()), case(), **changes), options)
 
 
@@ -31,7 +31,7 @@ def wrong_batches(rank: int, world_size: int) -> None:
     from dfa_megatron.megatron import declare_batch_layout, shard_batch
 
     start(Topology(cp=world_size))
-    contiguous, boundary = DistAttentionConfig(), DistAttentionConfig(data_layout="boundary")
+    contiguous, boundary = MegatronConfig(), MegatronConfig(data_layout="boundary")
     whole = harness.micro_batch(0, 0)
     mine = {name: part.chunk(world_size, 1)[rank] for name, part in whole.items()}
     with pytest.raises(UnsupportedError, match=r"batches that are sliced zigzag.*shard_batch"):
@@ -80,7 +80,7 @@ def uncut_batches(rank: int, world_size: int) -> None:
 
     start(Topology(cp=world_size))
     for layout in ("contiguous", "boundary"):
-        options = DistAttentionConfig(data_layout=layout)
+        options = MegatronConfig(data_layout=layout)
         model, whole = model_of(options), harness.micro_batch(0, 0)
         short = {name: x[:, : x.shape[1] // 2] for name, x in whole.items()}
         loss_of(model, shard_batch(whole, dist_group(), options))
@@ -112,7 +112,7 @@ def foreign_packs(rank: int, world_size: int) -> None:
     packed = {**whole, "cu_seqlens": offsets.expand(rows, -1)}
     theirs = padded_packs.cut(packed, world_size, rank, padded_packs.total_of(whole["tokens"].shape, world_size, 1), 1)
     for layout in ("boundary", "contiguous", "zigzag"):
-        options = DistAttentionConfig(data_layout=layout)
+        options = MegatronConfig(data_layout=layout)
         model = model_of(options)
         ours = shard_batch(packed, dist_group(), options)
         params = packed_seq_params(ours)
@@ -151,7 +151,7 @@ def whole_batches(rank: int, world_size: int) -> None:
 
     for layout in ("boundary", "zigzag"):
         start(Topology(cp=world_size))  # new groups: nobody has declared anything
-        model, whole = model_of(DistAttentionConfig(data_layout=layout)), harness.micro_batch(0, 0)
+        model, whole = model_of(MegatronConfig(data_layout=layout)), harness.micro_batch(0, 0)
         more = {"is_hybrid_cp": False} if "is_hybrid_cp" in signature(get_batch_on_this_cp_rank).parameters else {}
         loss_of(model, get_batch_on_this_cp_rank(dict(whole), cp_group=dist_group(), **more))
         for uncut in (whole, {name: x[:, : x.shape[1] // world_size] for name, x in whole.items()}):
@@ -162,7 +162,7 @@ def whole_batches(rank: int, world_size: int) -> None:
         loss_of(model, whole)  # own code slices, and is believed
     for layout in ("contiguous", "boundary"):
         start(Topology(cp=world_size))
-        options, group = DistAttentionConfig(data_layout=layout), parallel_state.get_context_parallel_group()
+        options, group = MegatronConfig(data_layout=layout), parallel_state.get_context_parallel_group()
         for name in ("tokens", "loss_mask"):
             other = {**whole, name: whole[name].roll(rank, 1)}
             parallel = dist.new_group(list(range(world_size)))
@@ -186,7 +186,7 @@ def swapped(rank: int, world_size: int) -> None:
     start(Topology(cp=world_size))
     other, same = dist.new_group([rank], use_local_synchronization=True), dist.new_group(list(range(world_size)))
     for layout in ("boundary", "contiguous"):
-        options = DistAttentionConfig(data_layout=layout)
+        options = MegatronConfig(data_layout=layout)
         model = model_of(options, num_layers=2)
         batch = shard_batch(harness.micro_batch(0, 0), dist_group(), options)
         layer = model.decoder.layers[1]
@@ -223,10 +223,10 @@ def slices(rank: int, world_size: int) -> None:
     )
     theirs = get_batch_on_this_cp_rank(dict(whole), cp_group=dist_group(), **hybrid)
     for layout in ("boundary", "zigzag"):
-        ours = shard_batch(whole, dist_group(), DistAttentionConfig(data_layout=layout))
+        ours = shard_batch(whole, dist_group(), MegatronConfig(data_layout=layout))
         assert ours.keys() == theirs.keys()
         assert all(ours[name] is None or torch.equal(ours[name], theirs[name]) for name in ours)
-    ours = shard_batch(whole, dist_group(), DistAttentionConfig())
+    ours = shard_batch(whole, dist_group(), MegatronConfig())
     assert torch.equal(ours["tokens"], whole["tokens"].chunk(world_size, 1)[rank])
 
 
@@ -239,7 +239,7 @@ def evaluate_and_freeze(rank: int, world_size: int) -> None:
 
     start(Topology(cp=world_size))
     for layout in ("contiguous", "boundary"):
-        options = DistAttentionConfig(data_layout=layout, checkpoint="remat")
+        options = MegatronConfig(data_layout=layout, checkpoint="remat")
         batch = shard_batch(harness.micro_batch(0, 0), dist_group(), options)
         model = model_of(options)
         COUNTERS.reset()
@@ -277,7 +277,7 @@ def says(rank: int, world_size: int) -> list[str]:
     log = logging.getLogger("dfa_megatron.megatron")
     log.setLevel(logging.INFO)
     log.addHandler(handler)
-    options = DistAttentionConfig()
+    options = MegatronConfig()
     model = make_model(make_config(Topology(cp=world_size), case("contiguous", "auto")), options)
     for step in range(2):
         loss_of(model, shard_batch(harness.micro_batch(step, 0), dist_group(), options)).backward()
@@ -294,7 +294,7 @@ def test_the_first_rank_says_once_what_runs() -> None:
 
 def same_checkpoint(rank: int, world_size: int) -> None:
     start(Topology())
-    ours, theirs = model_of(DistAttentionConfig()), make_model(make_config(Topology(), harness.MEGATRONS), None)
+    ours, theirs = model_of(MegatronConfig()), make_model(make_config(Topology(), harness.MEGATRONS), None)
     assert ours.state_dict().keys() == theirs.state_dict().keys()
     assert ours.sharded_state_dict().keys() == theirs.sharded_state_dict().keys()
     ours.load_state_dict(theirs.state_dict())
@@ -337,7 +337,7 @@ def one_config(rank: int, world_size: int) -> None:
     try:
         for asked, forwards in (("auto", 1), ("none", 2), ("auto", 1)):
             COUNTERS.reset()
-            ours = make_model(config, DistAttentionConfig(checkpoint=asked, loss_tile=8)).train()
+            ours = make_model(config, MegatronConfig(checkpoint=asked, loss_tile=8)).train()
             loss_of(ours, batch).backward()
             assert COUNTERS.snapshot()["attention_forwards"] == forwards * (harness.LAYERS + 1)
         del calls[:]

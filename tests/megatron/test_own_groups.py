@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dfa_megatron.config import DistAttentionConfig
+from dfa_megatron.config import MegatronConfig
 from dfa_megatron.errors import DisagreementError, UnsupportedError
 from dfa_megatron.runtime.counters import COUNTERS
 from tests.megatron import harness, padded_packs
@@ -106,7 +106,7 @@ def run(model: Any, micros: tuple[Micro, ...], groups: Groups, me: int, form: st
     return losses, gradients
 
 
-def model_of(topology: Topology, options: DistAttentionConfig | None, config: Any) -> Any:
+def model_of(topology: Topology, options: MegatronConfig | None, config: Any) -> Any:
     """The harness's model; `dfa` holds our options."""
     harness.seed()
     changes = {"num_layers": 2, **(OURS if options else {"sequence_parallel": False}), **dict(config)}
@@ -138,7 +138,7 @@ def compare(rank: int, world_size: int, cases: list[Any]) -> None:
             harness.start(topology)
         known = 0
         for layout, checkpoint, form in ways:
-            options = DistAttentionConfig(data_layout=layout, checkpoint=checkpoint)
+            options = MegatronConfig(data_layout=layout, checkpoint=checkpoint)
             COUNTERS.reset()
             where = f"{topology} {layout} {checkpoint} {form} on rank {rank}"
             losses, gradients = run(model_of(topology, options, config), micros, groups, me, form)
@@ -176,7 +176,7 @@ def refused(rank: int, world_size: int) -> None:
 
     harness.start(Topology(dp=3))
     pair, others = dist.new_group([0, 1]), dist.new_group([1, 2])
-    options = DistAttentionConfig(data_layout="contiguous")
+    options = MegatronConfig(data_layout="contiguous")
     model = model_of(Topology(dp=3), options, ())
     declare_batch_layout(pair if rank < 2 else others, "contiguous")
     groups = {(0, 1): pair if rank < 2 else others, (): dist.group.WORLD}

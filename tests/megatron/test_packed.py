@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from dfa_megatron.config import DistAttentionConfig
+from dfa_megatron.config import MegatronConfig
 from dfa_megatron.errors import UnsupportedError
 from tests.megatron import harness
 from tests.megatron.harness import Case, Topology, case
@@ -67,9 +67,9 @@ def test_packs_in_windows_train_with_other_parallelisms(topology: Topology, refe
 
 
 def test_packs_train_with_the_schedule_for_documents_and_with_heads_exchanged(references: dict[str, str]) -> None:
-    options = DistAttentionConfig(schedule="greedy")
+    options = MegatronConfig(schedule="greedy")
     check(Topology(cp=3), [Case(options, steps=STEPS, packed=True)], references["packed"])
-    options = DistAttentionConfig(ulysses_degree=2)
+    options = MegatronConfig(ulysses_degree=2)
     check(Topology(cp=4), [Case(options, steps=STEPS, **REFERENCES["packed-mixed"])], references["packed-mixed"])
 
 

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from dfa_megatron import launch
-from dfa_megatron.config import DistAttentionConfig
+from dfa_megatron.config import MegatronConfig
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.megatron.tokens.exchange import positions
 from tests.megatron import harness
@@ -99,7 +99,7 @@ def pack(offsets: list[int], **changes: Any) -> Any:
     return PackedSeqParams(**{"qkv_format": "thd", **given, **changes})
 
 
-def forward(options: DistAttentionConfig, params: Any, tokens: int, rows: int = 1, **config: Any) -> torch.Tensor:
+def forward(options: MegatronConfig, params: Any, tokens: int, rows: int = 1, **config: Any) -> torch.Tensor:
     """A model on tokens that are the same for the same seed, whatever the pack."""
     from megatron.core import parallel_state
 
@@ -114,7 +114,7 @@ def forward(options: DistAttentionConfig, params: Any, tokens: int, rows: int = 
 
 def refused_on_one_rank(rank: int, world_size: int) -> None:
     harness.start(Topology())
-    options = DistAttentionConfig(data_layout="contiguous")
+    options = MegatronConfig(data_layout="contiguous")
     ends = torch.tensor([0, 5, 12], dtype=torch.int32)
     other = torch.tensor([0, 4, 12], dtype=torch.int32)
     for params, message in (
@@ -152,10 +152,10 @@ def refused_on_two_ranks(rank: int, world_size: int) -> None:
     from dfa_megatron.megatron import declare_batch_layout
 
     with pytest.raises(UnsupportedError, match="data_layout='zigzag' that nobody is known to have sliced by rows"):
-        forward(DistAttentionConfig(data_layout="zigzag"), pack([0, 5, 12]), tokens=6)
-    forward(DistAttentionConfig(data_layout="zigzag"), None, tokens=6)
+        forward(MegatronConfig(data_layout="zigzag"), pack([0, 5, 12]), tokens=6)
+    forward(MegatronConfig(data_layout="zigzag"), None, tokens=6)
     declare_batch_layout(parallel_state.get_context_parallel_group(), "zigzag")
-    forward(DistAttentionConfig(data_layout="boundary"), pack([0, 5, 12]), tokens=6)
+    forward(MegatronConfig(data_layout="boundary"), pack([0, 5, 12]), tokens=6)
 
 
 def test_packs_that_megatron_may_have_sliced_one_by_one_are_refused() -> None:
@@ -177,7 +177,7 @@ def attention_put_back(rank: int, world_size: int) -> None:
         return spec
 
     specs.distribute_attention = replaced
-    options = DistAttentionConfig(data_layout="boundary")
+    options = MegatronConfig(data_layout="boundary")
     with pytest.raises(UnsupportedError, match="a distributed layer whose core_attention became DotProductAttention"):
         forward(options, None, tokens=12)
 
@@ -191,7 +191,7 @@ def stage_without_documents(rank: int, world_size: int) -> None:
     from dfa_megatron.megatron.script import dfa_flags
 
     dfa_flags.global_args = lambda: SimpleNamespace(sft=True)
-    options = DistAttentionConfig(data_layout="contiguous")
+    options = MegatronConfig(data_layout="contiguous")
     forward(options, pack([0, 5, 12]), tokens=12)
     with pytest.raises(UnsupportedError, match="a pipeline stage that was given no packed_seq_params"):
         forward(options, None, tokens=12)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from dfa_megatron.config import DistAttentionConfig
+from dfa_megatron.config import MegatronConfig
 from dfa_megatron.errors import DisagreementError, UnsupportedError
 from dfa_megatron.megatron.tokens.document_order import DocumentOrder
 from tests.megatron import harness
@@ -76,7 +76,7 @@ def test_every_real_token_stands_in_order_and_padding_behind_them_in_documents_w
 
 def refused(rank: int, world_size: int) -> None:
     harness.start(Topology(cp=2))
-    options = DistAttentionConfig(data_layout="boundary")
+    options = MegatronConfig(data_layout="boundary")
     ends = torch.tensor([0, 4, 12], dtype=torch.int32)
 
     def run(real: list[int], padded: torch.Tensor | None = ends, tokens: int = 6) -> None:

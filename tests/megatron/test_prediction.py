@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dfa_megatron.config import DistAttentionConfig
+from dfa_megatron.config import MegatronConfig
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.plan.language.layout import by_name
 from tests.megatron import harness, padded_packs
@@ -109,7 +109,7 @@ def test_the_replaced_roll_takes_and_passes_on_arguments_of_newer_releases() -> 
 
 
 def run(
-    topology: Topology, options: DistAttentionConfig | None, batch: dict[str, Any], *, per_token: bool
+    topology: Topology, options: MegatronConfig | None, batch: dict[str, Any], *, per_token: bool
 ) -> tuple[torch.Tensor, Any]:
     """Losses of this rank's tokens, and gradients summed over the ranks that share them."""
     from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler
@@ -175,7 +175,7 @@ def compare_packs(rank: int, ranks: int) -> None:
     expected = {way: alone(ranks, wholes[way[0]], per_token=way[1]) for way in ways}
 
     def check(topology: Topology, layout: str, order: str, local: dict[str, Any], way: tuple[int, bool]) -> None:
-        losses, gradients = run(topology, DistAttentionConfig(data_layout=layout), local, per_token=way[1])
+        losses, gradients = run(topology, MegatronConfig(data_layout=layout), local, per_token=way[1])
         wanted, wanted_gradients = expected[way]
         here = is_real if order == "padded" else slice(None)
         torch.testing.assert_close(losses[:, here], wanted[:, held[order]], rtol=1e-5, atol=1e-5)
@@ -192,7 +192,7 @@ def compare_packs(rank: int, ranks: int) -> None:
     for way in ways[1:3]:
         check(together, "boundary", "padded", padded_packs.cut(wholes[way[0]], ranks, rank, total, 0), way)
     for layout, order in (("contiguous", "contiguous"), ("boundary", "zigzag")):
-        options, group = DistAttentionConfig(data_layout=layout), parallel_state.get_context_parallel_group()
+        options, group = MegatronConfig(data_layout=layout), parallel_state.get_context_parallel_group()
         for way in ways[0:4:3] if layout == "contiguous" else ways[1:3]:
             check(together, layout, order, shard_batch(wholes[way[0]], group, options), way)
 
@@ -228,7 +228,7 @@ def other_attention(rank: int, ranks: int) -> None:
     from tests.support.megatron_model import DenseAttention
 
     harness.start(Topology(cp=ranks))
-    options = DistAttentionConfig()
+    options = MegatronConfig()
     config = harness.make_config(Topology(cp=ranks), case(), mtp_num_layers=1)
     layer = harness.megatrons_spec(config)
     layer.submodules.self_attention.submodules.core_attention = DenseAttention

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from dfa_megatron.config import DistAttentionConfig
+from dfa_megatron.config import MegatronConfig
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.megatron import DistributedAttentionLayer, DistributedCoreAttention, distribute_attention
 from dfa_megatron.megatron.layers.context import AttentionContext
@@ -19,7 +19,7 @@ from dfa_megatron.megatron.layers.recompute import recompute_asked
 from dfa_megatron.megatron.spec import SequenceParallelNorm
 from tests.megatron.harness import Topology, case, make_config
 
-OPTIONS = DistAttentionConfig(data_layout="boundary")
+OPTIONS = MegatronConfig(data_layout="boundary")
 
 
 def local_spec(**arguments: Any) -> Any:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from dfa_megatron.config import DistAttentionConfig
+from dfa_megatron.config import MegatronConfig
 from dfa_megatron.errors import DistAttentionError, UnsupportedError
 from dfa_megatron.megatron.check_config import check_config
 from dfa_megatron.megatron.layers.router import has_losses
@@ -41,7 +41,7 @@ class AttentionContext:
         hybrid: layers of other kinds stand between the attention layers.
     """
 
-    def __init__(self, options: DistAttentionConfig, *, hybrid: bool = False) -> None:
+    def __init__(self, options: MegatronConfig, *, hybrid: bool = False) -> None:
         self.options = options
         self.hybrid = hybrid
         self.recompute: Recompute | None = None
