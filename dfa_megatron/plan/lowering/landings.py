@@ -140,17 +140,17 @@ class Landings:
         """Record the last step in which compute, or a message that hands on, reads each buffer."""
         phase, own = self.plan.phase, self.own_rows
         for step, blocks in self.messages.blocks.items():
-            for block in blocks:
-                for name, chunk in ((phase.read_q, block.q_chunk), (phase.read_kv, block.kv_chunk)):
-                    if chunk not in own:
-                        life = self._life(name, chunk, step)
-                        life.computed = max(life.computed, step)
+            for _, _, q, kv in blocks:
+                if q not in own:
+                    self._life(phase.read_q, q, step).computed = step  # steps increase
+                if kv not in own:
+                    self._life(phase.read_kv, kv, step).computed = step
         for step, by_peer in self.messages.outgoing.items():
-            for name, chunks in (part for parts in by_peer.values() for part in parts):
-                for chunk in chunks if name not in phase.write_names else ():
-                    if chunk not in own:
-                        life = self._life(name, chunk, step)
-                        life.moved = max(life.moved, step)
+            for parts in by_peer.values():
+                for name, chunks in parts:
+                    for chunk in chunks if name not in phase.write_names else ():
+                        if chunk not in own:
+                            self._life(name, chunk, step).moved = step
 
     def _life(self, name: str, chunk: int, step: int) -> Life:
         """Return the life of the buffer in which an input of another rank is before a step."""
