@@ -106,26 +106,25 @@ class Landings:
     def _place(self, step: int, by_peer: dict[int, Parts]) -> None:
         """Add a buffer per received message, and one for each joined name; record the place of each chunk."""
         together: dict[str, list[tuple[int, int, int, tuple[int, ...]]]] = defaultdict(list)
+        results = self.plan.phase.write_names
         for peer, parts in by_peer.items():
             alone: list[tuple[str, int]] = []
+            merged = -1  # a result is merged once it has landed, an input is read later
             for at, (name, chunks) in enumerate(parts):
                 if name in self.together:
                     together[name].append((self.plan.layout.chunks[chunks[0]].lo, peer, at, chunks))
                 else:
                     alone.append((name, self._arrive((step, peer, at), 0, name, chunks)))
+                    merged = step if name in results else merged
             if alone:
-                self._add(step, tuple(alone))
+                self._parts.append(tuple(alone))
+                self._lives.append(Life(step, merged))
         for name, landing in together.items():
             end = 0
             for _, peer, at, chunks in sorted(landing):
                 end = self._arrive((step, peer, at), end, name, chunks)
-            self._add(step, ((name, end),))
-
-    def _add(self, step: int, parts: tuple[tuple[str, int], ...]) -> None:
-        """Add the next buffer; a result is merged once it has landed, an input is read later."""
-        results = self.plan.phase.write_names
-        self._parts.append(parts)
-        self._lives.append(Life(step, computed=step if any(name in results for name, _ in parts) else -1))
+            self._parts.append(((name, end),))
+            self._lives.append(Life(step))
 
     def _arrive(self, part: tuple[int, int, int], first: int, name: str, chunks: tuple[int, ...]) -> int:
         """Record that a part of a message, (step, peer, number), lands in the next buffer; return the row behind it."""
