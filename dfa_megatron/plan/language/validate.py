@@ -22,14 +22,16 @@ def validate(plan: Plan) -> None:
     results = plan.phase.write_names
     names = {name for _, name in plan.phase.reads} | set(results)
     for t in plan.transfers:
-        known = t.src in ranks and t.dst in ranks and t.chunk in chunks and t.what in names
-        if not known or t.step < 0 or t.src == t.dst:
+        step, src, dst, what, chunk = t
+        known = src in ranks and dst in ranks and chunk in chunks and what in names
+        if not known or step < 0 or src == dst:
             _fail(plan, f"{t} is no transfer of a {plan.phase.name} plan on {plan.ranks} ranks", t)
-        if t.what in results and owner[t.chunk] == t.src:
+        if what in results and owner[chunk] == src:
             _fail(plan, f"R3: {t} takes an accumulator away from its owner", t)
     for b in plan.blocks:
-        if b.step < 0 or b.rank not in ranks or (b.q_chunk, b.kv_chunk) not in plan.pairs:
-            known = b.step >= 0 and b.rank in ranks and b.q_chunk in chunks and b.kv_chunk in chunks
+        step, rank, q, kv = b
+        if step < 0 or rank not in ranks or (q, kv) not in plan.pairs:
+            known = step >= 0 and rank in ranks and q in chunks and kv in chunks
             why = "holds no pair of the mask" if known else f"is no block of a plan on {plan.ranks} ranks"
             _fail(plan, f"{b} {why}", b)
 

@@ -106,26 +106,25 @@ class Landings:
     def _place(self, step: int, by_peer: dict[int, Parts]) -> None:
         """Add a buffer per received message, and one for each joined name; record the place of each chunk."""
         together: dict[str, list[tuple[int, int, int, tuple[int, ...]]]] = defaultdict(list)
+        results = self.plan.phase.write_names
         for peer, parts in by_peer.items():
             alone: list[tuple[str, int]] = []
+            merged = -1  # a result is merged once it has landed, an input is read later
             for at, (name, chunks) in enumerate(parts):
                 if name in self.together:
                     together[name].append((self.plan.layout.chunks[chunks[0]].lo, peer, at, chunks))
                 else:
                     alone.append((name, self._arrive((step, peer, at), 0, name, chunks)))
+                    merged = step if name in results else merged
             if alone:
-                self._add(step, tuple(alone))
+                self._parts.append(tuple(alone))
+                self._lives.append(Life(step, merged))
         for name, landing in together.items():
             end = 0
             for _, peer, at, chunks in sorted(landing):
                 end = self._arrive((step, peer, at), end, name, chunks)
-            self._add(step, ((name, end),))
-
-    def _add(self, step: int, parts: tuple[tuple[str, int], ...]) -> None:
-        """Add the next buffer; a result is merged once it has landed, an input is read later."""
-        results = self.plan.phase.write_names
-        self._parts.append(parts)
-        self._lives.append(Life(step, computed=step if any(name in results for name, _ in parts) else -1))
+            self._parts.append(((name, end),))
+            self._lives.append(Life(step))
 
     def _arrive(self, part: tuple[int, int, int], first: int, name: str, chunks: tuple[int, ...]) -> int:
         """Record that a part of a message, (step, peer, number), lands in the next buffer; return the row behind it."""
@@ -140,17 +139,17 @@ class Landings:
         """Record the last step in which compute, or a message that hands on, reads each buffer."""
         phase, own = self.plan.phase, self.own_rows
         for step, blocks in self.messages.blocks.items():
-            for block in blocks:
-                for name, chunk in ((phase.read_q, block.q_chunk), (phase.read_kv, block.kv_chunk)):
-                    if chunk not in own:
-                        life = self._life(name, chunk, step)
-                        life.computed = max(life.computed, step)
+            for _, _, q, kv in blocks:
+                if q not in own:
+                    self._life(phase.read_q, q, step).computed = step  # steps increase
+                if kv not in own:
+                    self._life(phase.read_kv, kv, step).computed = step
         for step, by_peer in self.messages.outgoing.items():
-            for name, chunks in (part for parts in by_peer.values() for part in parts):
-                for chunk in chunks if name not in phase.write_names else ():
-                    if chunk not in own:
-                        life = self._life(name, chunk, step)
-                        life.moved = max(life.moved, step)
+            for parts in by_peer.values():
+                for name, chunks in parts:
+                    for chunk in chunks if name not in phase.write_names else ():
+                        if chunk not in own:
+                            self._life(name, chunk, step).moved = step
 
     def _life(self, name: str, chunk: int, step: int) -> Life:
         """Return the life of the buffer in which an input of another rank is before a step."""

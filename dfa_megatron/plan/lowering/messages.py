@@ -47,8 +47,8 @@ def rank_messages(plan: Plan, batch: int) -> list[RankMessages]:
     for block in sorted(plan.blocks):
         out[block.rank].blocks[block.step].append(block)
     sent: dict[tuple[int, int, int], dict[str, list[int]]] = defaultdict(dict)
-    for t in sorted(plan.transfers):  # by step, source, destination, name and chunk
-        sent[t.step, t.src, t.dst].setdefault(t.what, []).append(t.chunk)
+    for step, src, dst, what, chunk in sorted(plan.transfers):
+        sent[step, src, dst].setdefault(what, []).append(chunk)
     runs = _runs(plan, sent, joined(plan.mask, batch))
     for (step, src, dst), names in sent.items():
         parts = tuple(

@@ -16,8 +16,8 @@ from dfa_megatron.errors import PlanError
 from dfa_megatron.plan.language.grid import grid
 from dfa_megatron.plan.language.ir import Block, Plan, Transfer
 
-Carried = Mapping[tuple[int, int, int, str, int], Sequence[Block]]
-"""(step, source, destination, name, chunk) of each transfer of a result -> the blocks whose sum it is."""
+Carried = Mapping[Transfer, Sequence[Block]]
+"""Each transfer of a result -> the blocks whose sum it is."""
 
 
 _pair_of = attrgetter("q_chunk", "kv_chunk")
@@ -37,7 +37,7 @@ def carried(plan: Plan) -> Carried:
         if transfer.what in plan.phase.write_names:
             transfers[transfer.step].append(transfer)
     held: dict[tuple[int, str, int], list[Block]] = defaultdict(list)
-    found: dict[tuple[int, int, int, str, int], list[Block]] = {}
+    found: dict[Transfer, list[Block]] = {}
     write_q, write_kv = plan.phase.write_q, plan.phase.write_kv
     for step in range(plan.steps):
         sent = [held.pop((t.src, t.what, t.chunk), []) for t in transfers[step]]
@@ -45,11 +45,12 @@ def carried(plan: Plan) -> Carried:
             if not sum_of:
                 _fail(plan, f"R3: rank {t.src} sends {t.what} of chunk {t.chunk} that it never wrote", step, t.src)
         for block in blocks[step]:
-            held[block.rank, write_q, block.q_chunk].append(block)
+            _, rank, q, kv = block
+            held[rank, write_q, q].append(block)
             if write_kv:
-                held[block.rank, write_kv, block.kv_chunk].append(block)
+                held[rank, write_kv, kv].append(block)
         for t, sum_of in zip(transfers[step], sent, strict=True):
-            found[t.step, t.src, t.dst, t.what, t.chunk] = sum_of
+            found[t] = sum_of
             held[t.dst, t.what, t.chunk] += sum_of
     _prove(plan, held)
     return found

@@ -12,7 +12,7 @@ from dfa_megatron.errors import PlanError
 from dfa_megatron.plan.interpret import rank_loop
 from dfa_megatron.plan.language.geometry import Span, Tile, covers
 from dfa_megatron.plan.language.grid import grid
-from dfa_megatron.plan.language.ir import AttentionPlan, Plan
+from dfa_megatron.plan.language.ir import AttentionPlan, Plan, Transfer
 from dfa_megatron.plan.language.program import Program
 from dfa_megatron.plan.lowering.landings import Landings, landings_of
 from dfa_megatron.plan.lowering.lower import lower
@@ -101,7 +101,7 @@ def _sums(
     """Return the pairs that each of these chunks of a result brings along; none for inputs."""
     if name not in plan.phase.write_names:
         return [()] * len(chunks)
-    sums, pairs = [promised[step, src, dst, name, chunk] for chunk in chunks], plan.pairs
+    sums, pairs = [promised[Transfer(step, src, dst, name, chunk)] for chunk in chunks], plan.pairs
     return [[tile for block in blocks for tile in pairs[block.q_chunk, block.kv_chunk]] for blocks in sums]
 
 

@@ -100,11 +100,13 @@ class SetMemory:
             LookupError: rows of a result are written again. In a partial's memory they would count twice.
         """
         content, span = rows
-        if content.once and _meet(content.valid, span):
+        if not _meet(content.valid, span):
+            content.valid.append(span)
+            return
+        if content.once:
             raise LookupError("rows of a result are written twice")
-        if _meet(content.valid, span):
-            before, after = Span(0, span.lo), Span(span.hi, UNBOUNDED)
-            content.terms[:] = [term for rest in (before, after) for term in clip(content.terms, rest, self.side)]
+        before, after = Span(0, span.lo), Span(span.hi, UNBOUNDED)
+        content.terms[:] = [term for rest in (before, after) for term in clip(content.terms, rest, self.side)]
         if not covers(content.valid, span):
             content.valid.append(span)
 
@@ -303,7 +305,10 @@ class Sets:
 
 
 def _meet(spans: list[Span], rows: Span) -> bool:
-    return any(span.lo < rows.hi and rows.lo < span.hi for span in spans)
+    for span in spans:
+        if span.lo < rows.hi and rows.lo < span.hi:
+            return True
+    return False
 
 
 def _among(tokens: list[tuple[Span, int]], rows: Span) -> list[tuple[Span, int]]:

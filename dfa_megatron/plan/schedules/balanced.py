@@ -22,23 +22,17 @@ def balanced(mask: Mask, layout: Layout, *, share_last: bool = False) -> tuple[B
             the second half of its rows, and the otherwise idle helper the first. That step stays the last, so the
             results that travel behind no compute are half a chunk, not a whole one.
     """
-    ranks, needed = layout.ranks, needed_pairs(mask, layout)
-    for q, kv in needed:
-        if layout.owner[q] < layout.owner[kv]:
-            ends = f"rows of rank {layout.owner[q]} see keys of rank {layout.owner[kv]}"
-            why = f"{ends}, and it pairs causal work only"
-            raise UnsupportedError("the balanced schedule on this mask", why, "schedule 'ring'")
+    owner, ranks = layout.owner, layout.ranks
+    middle = [(spans[0].lo + spans[-1].hi) // 2 for spans in map(layout.spans, range(ranks))]
     blocks: list[Block] = []
-    for distance in range(ranks // 2 + 1):
-        far = 2 * distance == ranks
-        for rank in range(ranks):
-            owns = rank >= distance
-            if far and not owns and not share_last:
-                continue
-            owner, keys = (rank, rank - distance) if owns else (rank - distance + ranks, rank)
-            rows = layout.of(owner)
-            if far and share_last:
-                middle = (layout.chunks[rows[0]].lo + layout.chunks[rows[-1]].hi) // 2
-                rows = tuple(row for row in rows if (layout.chunks[row].lo >= middle) == owns)
-            blocks += [Block(distance, rank, q, kv) for q in rows for kv in layout.of(keys) if (q, kv) in needed]
+    for q, kv in needed_pairs(mask, layout):
+        rows, keys = owner[q], owner[kv]
+        if rows < keys:
+            why = f"rows of rank {rows} see keys of rank {keys}, and it pairs causal work only"
+            raise UnsupportedError("the balanced schedule on this mask", why, "schedule 'ring'")
+        distance = rows - keys
+        helps = 2 * distance > ranks
+        if share_last and 2 * distance == ranks:
+            helps = layout.chunks[q].lo < middle[rows]
+        blocks.append(Block(ranks - distance, keys, q, kv) if helps else Block(distance, rows, q, kv))
     return tuple(blocks)

@@ -14,15 +14,8 @@ ROWS_PER_STEP = 2.0
 
 def by_distance(mask: Mask, layout: Layout) -> tuple[Block, ...]:
     """Return blocks in ring order: at step t, rank r computes its own rows against the chunks of rank r - t."""
-    ranks, needed = layout.ranks, needed_pairs(mask, layout)
-    return tuple(
-        Block(step, rank, q, kv)
-        for step in range(ranks)
-        for rank in range(ranks)
-        for q in layout.of(rank)
-        for kv in layout.of((rank - step) % ranks)
-        if (q, kv) in needed
-    )
+    owner, ranks = layout.owner, layout.ranks
+    return tuple([Block((owner[q] - owner[kv]) % ranks, owner[q], q, kv) for q, kv in needed_pairs(mask, layout)])
 
 
 def by_memory(mask: Mask, layout: Layout) -> tuple[Block, ...]:
