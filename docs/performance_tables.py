@@ -221,7 +221,7 @@ WAYS = {"as it stands": "unbound", "replayed": "bound"}
 PAGES: dict[str, dict[str, Callable[[], Lines]]] = {
     "README.md": {"results": readme},
     "docs/performance.md": {
-        "in-short": in_short, "host": host, **ATTENTION, "automatic": automatic_tables.measured,
+        "in-short": in_short, "host": host, **ATTENTION, **automatic_tables.TABLES,
         **pack_tables.MEASURED, "layers": layers, "megatron-training": megatron_training, "losses": losses,
         "deepspeed": deepspeed, "qwen": qwen, "longest": longest,
     },
