@@ -39,7 +39,11 @@ PAGES: dict[str, Tables] = {
     "docs/refusals.md": {
         name: partial(refusal_tables.of_statements, name) for name in ("megatron", "deepspeed", "huggingface")
     },
-    "docs/schedules.md": {**schedule_tables.TABLES, **scale_tables.TABLES},
+    "docs/schedules.md": {"choices-8": schedule_tables.TABLES["choices-8"]},
+    "docs/schedule-theory.md": {
+        **{name: schedule_tables.TABLES[name] for name in ("costs-8", "packs")},
+        **scale_tables.TABLES,
+    },
     "docs/support.md": support_tables.TABLES,
     "docs/trust.md": {**performance_tables.PAGES["docs/trust.md"], **fault_tables.TABLES},
 }
