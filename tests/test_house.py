@@ -50,19 +50,19 @@ LONG_FUNCTIONS_FOR_NOW = {
 
 BUDGETS = {
     "benchmarks": 6_479,
-    "cli": 613,
+    "cli": 612,
     "deepspeed": 1_440,
-    "doctor": 1_066,
+    "doctor": 1_065,
     "huggingface": 4_565,
     "kernels": 3_754,
     "loss": 709,
     "megatron": 4_644,
-    "plan": 5_497,
+    "plan": 5_405,
     "proving": 763,
     "recurrence": 1_156,
     "remat": 537,
     "runtime": 5_284,
-    "tests": 39_851,
+    "tests": 39_849,
     "top": 1_392,
 }
 """Lines of Python in a folder of the package, in its files beside them ("top"), in tests and in benchmarks.
