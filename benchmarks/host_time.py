@@ -120,8 +120,8 @@ def program(shapes: Shapes, ranks: int) -> Call:
 
     def call() -> object:
         with torch.no_grad():
-            out, lse = run_forward(prepared, (q, k, v))
-            return run_backward(prepared, (dout, q, k, v, out, lse))
+            out, lse = run_forward(prepared, Inputs(q, k, v))
+            return run_backward(prepared, dout, (q, k, v, out, lse, None, None))
 
     return call
 

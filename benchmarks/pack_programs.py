@@ -155,8 +155,8 @@ def both_phases(prepared: Prepared, given: Tensors) -> Callable[[], object]:
     q, k, v, dout = given
 
     def call() -> object:
-        out, lse = run_forward(prepared, (q, k, v))
-        return run_backward(prepared, (dout, q, k, v, out, lse))
+        out, lse = run_forward(prepared, Inputs(q, k, v))
+        return run_backward(prepared, dout, (q, k, v, out, lse, None, None))
 
     return call
 

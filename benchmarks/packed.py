@@ -36,7 +36,7 @@ from benchmarks.documents import Offsets, draw_documents, lengths_of, log_normal
 from dfa_megatron import DistAttentionConfig, dist_flash_attn_varlen_func, shard_sequence
 from dfa_megatron.doctor.dense import band_of, dense_attention
 from dfa_megatron.doctor.world import World, join
-from dfa_megatron.runtime.prepare import plans_in_use
+from dfa_megatron.runtime.prepare import in_use
 
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 TOLERANCE = {torch.bfloat16: 1.5e-2, torch.float32: 1e-4}
@@ -200,7 +200,7 @@ def main() -> None:
         for _ in range(3):
             both()
         if method.name.startswith("dfa"):
-            row["took"] = plans_in_use()[-1].schedule
+            row["took"] = in_use()[-1].plan.schedule
         forward()
         calls = forward, both, functools.partial(in_a_row, both)
         timers.append(tuple(Timer(call, args.repetitions) for call in calls))

@@ -269,8 +269,8 @@ def attention(shapes: Shapes, ranks: int) -> Call:
 
     def call() -> object:
         with torch.no_grad():
-            out, lse = run_forward(prepared, (q, k, v))
-            return run_backward(prepared, (dout, q, k, v, out, lse)) if shapes.backward else out
+            out, lse = run_forward(prepared, Inputs(q, k, v))
+            return run_backward(prepared, dout, (q, k, v, out, lse, None, None)) if shapes.backward else out
 
     return call
 

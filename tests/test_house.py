@@ -50,21 +50,21 @@ LONG_FUNCTIONS_FOR_NOW = {
 """May only become shorter."""
 
 BUDGETS = {
-    "benchmarks": 6_479,
-    "cli": 613,
+    "benchmarks": 6_488,
+    "cli": 612,
     "deepspeed": 1_429,
-    "doctor": 1_066,
+    "doctor": 1_067,
     "huggingface": 4_565,
     "kernels": 3_754,
     "loss": 709,
-    "megatron": 4_642,
-    "plan": 5_497,
+    "megatron": 4_643,
+    "plan": 5_405,
     "proving": 763,
-    "recurrence": 1_156,
+    "recurrence": 1_157,
     "remat": 537,
-    "runtime": 5_282,
-    "tests": 39_836,
-    "top": 1_373,
+    "runtime": 5_202,
+    "tests": 39_114,
+    "top": 1_381,
 }
 """Lines of Python in a folder of the package, in its files beside them ("top"), in tests and in benchmarks.
 

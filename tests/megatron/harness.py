@@ -418,24 +418,12 @@ def one_by_one(batch: dict[str, torch.Tensor], model: Any) -> torch.Tensor:
     return torch.cat(parts).view_as(batch["tokens"])
 
 
-def save_reference(rank: int, world_size: int, path: str, wanted: Case = MEGATRONS) -> None:
-    """Megatron's own attention on one rank; path gets its losses and first gradients."""
-    start(Topology())
-    run = train(Topology(), wanted)
-    torch.save({"losses": run.losses, "gradients": run.gradients}, path)
-
-
 def save_references(rank: int, world_size: int, cases: list[tuple[str, Case]]) -> None:
-    """Several of them: (path, case)."""
+    """Megatron's own attention on one rank: each path gets the losses and first gradients of its case."""
+    start(Topology())
     for path, wanted in cases:
-        save_reference(rank, world_size, path, wanted)
-
-
-def check_cases(
-    rank: int, world_size: int, topology: Topology, cases: list[tuple[Case, dict[str, int]]], path: str
-) -> None:
-    """Train every case and compare it with the reference; each with the counts that its first step must show."""
-    check_topologies(rank, world_size, [(topology, wanted, counts, path) for wanted, counts in cases])
+        run = train(Topology(), wanted)
+        torch.save({"losses": run.losses, "gradients": run.gradients}, path)
 
 
 def check_topologies(rank: int, world_size: int, cases: list[tuple[Topology, Case, dict[str, int], str]]) -> None:

@@ -18,7 +18,7 @@ from dfa_megatron.runtime.counters import COUNTERS
 from tests.megatron import harness, padded_packs
 from tests.megatron.harness import Case, Topology, case
 from tests.megatron.hybrids import DELTA, in_a_gpt, make
-from tests.megatron.test_composition import ALLGATHER
+from tests.megatron.kinds import ALLGATHER
 from tests.support import state_kernels
 from tests.support.workers import run_ranks
 
@@ -177,7 +177,7 @@ def test_states_pass_among_the_ranks_that_share_a_micro_batch_while_others_run_a
 @pytest.mark.support("megatron", "GPTs with gated delta nets; PP 2 x CP 2, EP 2, distributed optimizer")
 def test_a_gpt_with_gated_delta_nets_trains_like_one_rank(tmp_path: Path) -> None:
     path, given = str(tmp_path / "delta.pt"), {"config": (*DELTA, *ALLGATHER), "steps": 1}
-    run_ranks(1, in_a_gpt, harness.save_reference, path, Case(None, optimizer="megatron", **given))
+    run_ranks(1, in_a_gpt, harness.save_references, [(path, Case(None, optimizer="megatron", **given))])
     # A token that counts alone gives states of large gradients; Megatron's own over data ranks is as far off.
     spread = case("contiguous", "auto", optimizer="distributed", slack=2.0, **given)
     run_ranks(4, in_a_gpt, harness.check_topologies, [(Topology(pp=2, cp=2, ep=2), spread, {}, path)])

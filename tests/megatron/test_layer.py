@@ -16,6 +16,7 @@ from dfa_megatron.megatron.cpu.stand_in import use_cpu
 from dfa_megatron.runtime.counters import COUNTERS
 from tests.megatron import harness, padded_packs
 from tests.megatron.harness import Topology, case, make_config, make_model, start
+from tests.megatron.kinds import HETEROGENEOUS
 from tests.support.workers import run_ranks
 
 
@@ -25,6 +26,13 @@ def model_of(options: MegatronConfig, **changes: Any) -> Any:
 
 def loss_of(model: Any, batch: Any) -> torch.Tensor:
     return model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"]).mean()
+
+
+def dist_group() -> dist.ProcessGroup:
+    from megatron.core import parallel_state
+
+    group: dist.ProcessGroup = parallel_state.get_context_parallel_group()
+    return group
 
 
 def wrong_batches(rank: int, world_size: int) -> None:
@@ -63,17 +71,6 @@ def wrong_batches(rank: int, world_size: int) -> None:
         model(mine["tokens"], mine["position_ids"], torch.ones(1, 1, 4, 4, dtype=torch.bool), labels=mine["labels"])
 
 
-def dist_group() -> dist.ProcessGroup:
-    from megatron.core import parallel_state
-
-    group: dist.ProcessGroup = parallel_state.get_context_parallel_group()
-    return group
-
-
-def test_tokens_in_another_order_than_the_layers_believe_are_refused() -> None:
-    run_ranks(2, wrong_batches)
-
-
 def uncut_batches(rank: int, world_size: int) -> None:
     """A loop that forgets to cut one batch among others, in training and in evaluation of another length."""
     from dfa_megatron.megatron import declare_batch_layout, shard_batch
@@ -93,10 +90,6 @@ def uncut_batches(rank: int, world_size: int) -> None:
     assert torch.equal(loss_of(model, mine), expected)
     assert shard_batch(whole, dist_group(), options)["tokens"].equal(mine["tokens"])
     loss_of(model, short)  # own code slices, and is believed
-
-
-def test_a_batch_that_nobody_cut_is_refused_once_others_were_cut() -> None:
-    run_ranks(2, uncut_batches)
 
 
 def foreign_packs(rank: int, world_size: int) -> None:
@@ -136,10 +129,6 @@ def pack_loss(model: Any, batch: Any, params: Any) -> torch.Tensor:
         batch["tokens"], batch["position_ids"], None, labels=batch["labels"], packed_seq_params=params
     )
     return loss.mean()
-
-
-def test_packs_of_a_trainer_are_not_read_as_rows_that_shard_batch_cut() -> None:
-    run_ranks(2, foreign_packs)
 
 
 def whole_batches(rank: int, world_size: int) -> None:
@@ -205,33 +194,13 @@ def swapped(rank: int, world_size: int) -> None:
         assert torch.equal(loss_of(model, batch), expected)
 
 
-def test_a_model_whose_groups_were_replaced_is_refused() -> None:
-    run_ranks(2, swapped)
+def each_refusal(rank: int, world_size: int) -> None:
+    for refused in (wrong_batches, uncut_batches, foreign_packs, swapped):
+        refused(rank, world_size)
 
 
-def slices(rank: int, world_size: int) -> None:
-    import inspect
-
-    from megatron.core.utils import get_batch_on_this_cp_rank
-
-    from dfa_megatron.megatron import shard_batch
-
-    start(Topology(cp=world_size))
-    whole = {**harness.micro_batch(1, 0), "absent": None}
-    hybrid = (
-        {"is_hybrid_cp": False} if "is_hybrid_cp" in inspect.signature(get_batch_on_this_cp_rank).parameters else {}
-    )
-    theirs = get_batch_on_this_cp_rank(dict(whole), cp_group=dist_group(), **hybrid)
-    for layout in ("boundary", "zigzag"):
-        ours = shard_batch(whole, dist_group(), MegatronConfig(data_layout=layout))
-        assert ours.keys() == theirs.keys()
-        assert all(ours[name] is None or torch.equal(ours[name], theirs[name]) for name in ours)
-    ours = shard_batch(whole, dist_group(), MegatronConfig())
-    assert torch.equal(ours["tokens"], whole["tokens"].chunk(world_size, 1)[rank])
-
-
-def test_batches_are_sliced_like_megatrons_or_in_order() -> None:
-    run_ranks(3, slices)
+def test_batches_in_another_order_or_uncut_foreign_packs_and_other_groups_are_refused() -> None:
+    run_ranks(2, each_refusal)
 
 
 def evaluate_and_freeze(rank: int, world_size: int) -> None:
@@ -292,18 +261,6 @@ def test_the_first_rank_says_once_what_runs() -> None:
     assert second == []
 
 
-def same_checkpoint(rank: int, world_size: int) -> None:
-    start(Topology())
-    ours, theirs = model_of(MegatronConfig()), make_model(make_config(Topology(), harness.MEGATRONS), None)
-    assert ours.state_dict().keys() == theirs.state_dict().keys()
-    assert ours.sharded_state_dict().keys() == theirs.sharded_state_dict().keys()
-    ours.load_state_dict(theirs.state_dict())
-
-
-def test_checkpoints_have_the_keys_of_megatrons_own_model() -> None:
-    run_ranks(1, same_checkpoint)
-
-
 def shim_twice(rank: int, world_size: int) -> None:
     use_cpu()
     patched = (torch.cuda.current_device, torch.empty, torch.Tensor.type)
@@ -322,6 +279,9 @@ def test_the_cpu_stand_in_is_applied_once_and_never_beside_cuda(monkeypatch: pyt
 def one_config(rank: int, world_size: int) -> None:
     """Build three models from one config object, the last of Megatron's own layers; each recomputes as it was asked."""
     from megatron.core import tensor_parallel
+    from megatron.core.models.gpt.gpt_model import GPTModel
+
+    from dfa_megatron.megatron import distribute_attention
 
     start(Topology())
     config = make_config(Topology(), case(recompute=("uniform", 1)), mtp_num_layers=1)
@@ -352,6 +312,10 @@ def one_config(rank: int, world_size: int) -> None:
     assert type(plain.output_layer) is not type(ours.output_layer)
     ours.decoder.config.timers = "later"  # of the same fields
     assert config.timers == "later"
+    config = make_config(Topology(), case(recompute=("uniform", 1), config=HETEROGENEOUS))
+    spec = distribute_attention(harness.megatrons_spec(config), config=MegatronConfig())
+    with pytest.raises(UnsupportedError, match="each have a config of their own"):
+        GPTModel(config, spec, harness.VOCABULARY, harness.SEQUENCE)
 
 
 def test_the_config_of_a_model_is_not_written_and_other_models_of_it_recompute_as_asked() -> None:

@@ -15,8 +15,7 @@ from dfa_megatron.errors import DisagreementError, UnsupportedError
 from dfa_megatron.runtime.counters import COUNTERS
 from tests.megatron import harness, padded_packs
 from tests.megatron.harness import Case, Topology
-from tests.megatron.test_composition import ALLGATHER
-from tests.megatron.test_latent import LATENT
+from tests.megatron.kinds import LATENT, UNBALANCED
 from tests.support.workers import run_ranks
 
 OURS = {"hybrid_context_parallel": True}
@@ -49,7 +48,6 @@ EVERY_SIZE = (
     Micro((2, 3), (13, 3)), Micro((0, 1), (24,)),
 )  # fmt: skip
 TWO_SIZES = (Micro((0,), (3, 7)), Micro((1,), (8,)), Micro((0, 1), (5, 10, 1)), Micro((1,), (4,)), Micro((0,), (2, 8)))
-EXPERTS = (*ALLGATHER, ("moe_layer_freq", [0, 1]), ("moe_router_load_balancing_type", "none"))
 WHOLE = (Micro((0,), (10,)), Micro((1,), (6,)), Micro((2, 3), (8,)), Micro((0, 1, 2, 3), (24,)))
 """One document each, in Megatron-Core 0.16's format for them, with which it slices the rotary table itself."""
 
@@ -165,7 +163,7 @@ def test_sizes_alternate_from_micro_batch_to_micro_batch_while_other_ranks_run_o
         (Topology(cp=2, dp=2), EVERY_SIZE[4:10], (), rows),
         (Topology(dp=4), EVERY_SIZE[4:10], LATENT, [("contiguous", "remat", "thd")]),
         (Topology(dp=4), WHOLE, (), sliced),
-        (Topology(dp=4), WHOLE, EXPERTS, [("boundary", "remat", "thd")]),
+        (Topology(dp=4), WHOLE, UNBALANCED, [("boundary", "remat", "thd")]),
         (Topology(tp=2, dp=2), TWO_SIZES, (), [("contiguous", "remat", "thd")]),
     ]
     run_ranks(4, compare, cases, timeout=170)
@@ -197,7 +195,7 @@ def refused(rank: int, world_size: int) -> None:
     if rank != 1:
         with pytest.raises(UnsupportedError, match="this rank has none of its tokens"):
             forward((5, 7), groups={(0, 1): others if rank == 0 else pair})
-    losing = model_of(Topology(dp=3), options, (*EXPERTS, ("moe_z_loss_coeff", 0.1)))
+    losing = model_of(Topology(dp=3), options, (*UNBALANCED, ("moe_z_loss_coeff", 0.1)))
     with pytest.raises(UnsupportedError, match="a router's losses"):
         forward((5, 7), on=losing)
     dist.barrier()

@@ -73,7 +73,7 @@ def check(rank: int, world_size: int, cases: list[tuple[Topology, Case, dict[str
 @pytest.mark.support("megatron", "loss and MLP by tiles; TP 2 with and without sequence parallelism, CP 3, PP 2, MTP")
 def test_loss_by_tiles_trains_like_one_rank(reference: str, tmp_path: Path) -> None:
     predicted = str(tmp_path / "predicted.pt")
-    run_ranks(1, harness.save_reference, predicted, Case(options=None, steps=1, config=PREDICTION[:1]))
+    run_ranks(1, harness.save_references, [(predicted, Case(options=None, steps=1, config=PREDICTION[:1]))])
     alone = tiled(config=(("sequence_parallel", False),))
     pair = Topology(tp=2)
     by_ranks = {

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from dfa_megatron.plan.cost.hardware import Hardware
 from dfa_megatron.plan.language.ir import Phase, Plan, areas
 from dfa_megatron.plan.language.shape import AttentionShape, bytes_of
-from dfa_megatron.plan.lowering.messages import joined
+from dfa_megatron.plan.lowering.messages import names_joined
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +57,8 @@ class Estimate:
 def outline(plan: Plan, batch: int = 1) -> Outline:
     """Return the outline of a plan for `batch` sequences at once."""
     rows, owner, area = [len(chunk) for chunk in plan.layout.chunks], plan.layout.owner, areas(plan.mask, plan.layout)
-    is_forward, together = plan.phase.name == "forward", joined(plan.mask, batch)
-    joins_q, joins_kv = plan.phase.read_q in together, plan.phase.read_kv in together
+    is_forward, joined = plan.phase.name == "forward", names_joined(plan.mask, batch)
+    joins_q, joins_kv = plan.phase.read_q in joined, plan.phase.read_kv in joined
     pairs: list[dict[tuple[int, ...], int]] = [defaultdict(int) for _ in range(plan.steps)]
     shared: list[dict[tuple[int, ...], set[int]]] = [defaultdict(set) for _ in range(plan.steps)]
     for at, rank, q, kv in plan.blocks:

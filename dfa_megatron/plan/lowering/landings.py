@@ -16,7 +16,7 @@ from dfa_megatron.plan.language.geometry import Span
 from dfa_megatron.plan.language.grid import grid
 from dfa_megatron.plan.language.ir import Plan
 from dfa_megatron.plan.language.program import Buffer, Region
-from dfa_megatron.plan.lowering.messages import Parts, RankMessages, joined, rank_messages
+from dfa_megatron.plan.lowering.messages import Parts, RankMessages, names_joined, rank_messages
 
 
 @dataclass(slots=True)
@@ -74,10 +74,8 @@ class Landings:
     their slots. regions: (step, peer, number of a part) -> where that part of a message lands.
     """
 
-    def __init__(
-        self, plan: Plan, rank: int, rows: list[int], messages: RankMessages, together: frozenset[str]
-    ) -> None:
-        self.plan, self.rank, self.rows, self.messages, self.together = plan, rank, rows, messages, together
+    def __init__(self, plan: Plan, rank: int, rows: list[int], messages: RankMessages, joined: frozenset[str]) -> None:
+        self.plan, self.rank, self.rows, self.messages, self.joined = plan, rank, rows, messages, joined
         self.own = {name: number for number, (_, name) in enumerate((*plan.phase.reads, *plan.phase.writes))}
         self.own_rows = plan.layout.offsets(plan.layout.of(rank))
         self.regions: dict[tuple[int, int, int], Region] = {}
@@ -105,21 +103,21 @@ class Landings:
 
     def _place(self, step: int, by_peer: dict[int, Parts]) -> None:
         """Add a buffer per received message, and one for each joined name; record the place of each chunk."""
-        together: dict[str, list[tuple[int, int, int, tuple[int, ...]]]] = defaultdict(list)
+        shared: dict[str, list[tuple[int, int, int, tuple[int, ...]]]] = defaultdict(list)
         results = self.plan.phase.write_names
         for peer, parts in by_peer.items():
             alone: list[tuple[str, int]] = []
             merged = -1  # a result is merged once it has landed, an input is read later
             for at, (name, chunks) in enumerate(parts):
-                if name in self.together:
-                    together[name].append((self.plan.layout.chunks[chunks[0]].lo, peer, at, chunks))
+                if name in self.joined:
+                    shared[name].append((self.plan.layout.chunks[chunks[0]].lo, peer, at, chunks))
                 else:
                     alone.append((name, self._arrive((step, peer, at), 0, name, chunks)))
                     merged = step if name in results else merged
             if alone:
                 self._parts.append(tuple(alone))
                 self._lives.append(Life(step, merged))
-        for name, landing in together.items():
+        for name, landing in shared.items():
             end = 0
             for _, peer, at, chunks in sorted(landing):
                 end = self._arrive((step, peer, at), end, name, chunks)
@@ -174,13 +172,13 @@ class Landings:
 def landings_of(plan: Plan, batch: int = 1) -> tuple[Landings, ...]:
     """Return the landings of every rank.
 
-    batch: sequences at once. It decides whether messages share a buffer, see `messages.joined`.
+    batch: sequences at once. It decides whether messages share a buffer, see `messages.names_joined`.
 
     Raises:
         PlanError: a rank reads, or hands on, what it does not hold; or the plan breaks a rule of the language.
     """
-    together, rows = joined(plan.mask, batch), [len(chunk) for chunk in plan.layout.chunks]
-    return tuple(Landings(plan, rank, rows, its, together) for rank, its in enumerate(rank_messages(plan, batch)))
+    joined, rows = names_joined(plan.mask, batch), [len(chunk) for chunk in plan.layout.chunks]
+    return tuple(Landings(plan, rank, rows, its, joined) for rank, its in enumerate(rank_messages(plan, batch)))
 
 
 TokensOfRows = dict[tuple[int, str], tuple[Span, ...]]

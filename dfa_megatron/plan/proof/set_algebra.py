@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from dfa_megatron.errors import PlanError
-from dfa_megatron.plan.accumulate import Accumulator
+from dfa_megatron.plan.interpret import Accumulator
 from dfa_megatron.plan.language.geometry import UNBOUNDED, Span, Tile, covers
 from dfa_megatron.plan.language.grid import grid
 from dfa_megatron.plan.language.ir import Plan
@@ -56,7 +56,7 @@ class View(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class SetMemory:
-    """The memory of an accumulator of sets, see `plan.accumulate`.
+    """The memory of an accumulator of sets, see `plan.interpret`.
 
     Sum and result are apart, so one is never taken for the other. side: q or kv, whose rows they are.
     """
@@ -244,7 +244,7 @@ class Sets:
     def _refuse_moved(self) -> None:
         for number, buffer in enumerate(self.program.buffers):
             for write in buffer.merges.writes if buffer.merges else ():
-                if write.may_stay and any(rows.skip != rows.lo for rows in write.rows):
+                if write.may_become_result and any(rows.skip != rows.lo for rows in write.rows):
                     raise self.fail(f"a partial that may become buffer {number} has its rows elsewhere")
 
     def _slot(self, buffer: int) -> int:
@@ -305,10 +305,7 @@ class Sets:
 
 
 def _meet(spans: list[Span], rows: Span) -> bool:
-    for span in spans:
-        if span.lo < rows.hi and rows.lo < span.hi:
-            return True
-    return False
+    return any(span.lo < rows.hi and rows.lo < span.hi for span in spans)
 
 
 def _among(tokens: list[tuple[Span, int]], rows: Span) -> list[tuple[Span, int]]:

@@ -10,11 +10,10 @@ from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.plan.language.ir import BACKWARD, FORWARD, AttentionPlan, Block, Plan, needed_pairs
 from dfa_megatron.plan.language.layout import Layout, cut_at
 from dfa_megatron.plan.language.mask import Mask, kept_on_mask
-from dfa_megatron.plan.schedules.balanced import balanced
+from dfa_megatron.plan.schedules.assignments import balanced, by_distance, by_memory
 from dfa_megatron.plan.schedules.greedy import cut_for_help, greedy
 from dfa_megatron.plan.schedules.load_balanced import layout_of
 from dfa_megatron.plan.schedules.route import Route, direct, gateway, ring_relay
-from dfa_megatron.plan.schedules.step_order import by_distance, by_memory
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,93 +1,21 @@
-"""Packed documents as Megatron's own scripts and datasets make them, and what of them is refused."""
+"""Packed documents that are not clear, or that not everything is told of, are refused."""
 
 from __future__ import annotations
 
-import os
 from itertools import pairwise
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
-import torch.distributed as dist
 
-from dfa_megatron import launch
 from dfa_megatron.config import MegatronConfig
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.megatron.tokens.exchange import positions
 from tests.megatron import harness
 from tests.megatron.harness import Case, Topology
-from tests.megatron.test_launched_training import needs_training
 from tests.support.workers import run_ranks
-
-
-def batch_of(micro: int) -> dict[str, torch.Tensor]:
-    """A micro-batch of the harness with documents."""
-    offsets = harness.documents(0, micro)
-    longest = (offsets[:, 1:] - offsets[:, :-1]).max(1).values
-    return {**harness.micro_batch(0, micro), "cu_seqlens": offsets, "max_seqlen": longest}
-
-
-HERE = SimpleNamespace(batch_of=batch_of, loss_of=harness.share_of_loss, total=None, model=None)
-"""The script's data and loss, and its total loss and model."""
-
-# What pretrain_gpt.py of Megatron-LM 0.19 does with packed data between the loader and the model.
-SCRIPT = """
-import torch
-from megatron.core import parallel_state
-from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.utils import flatten_batch_for_packed_sequences, get_batch_on_this_cp_rank
-from megatron.training.argument_utils import gpt_config_from_args
-from megatron.training.arguments import parse_and_validate_args
-from tests.megatron import harness, test_packed_scripts
-
-if __name__ == "__main__":
-    args = parse_and_validate_args()
-    config = gpt_config_from_args(args)
-    model = config.get_builder_cls()(config).build_model(ProcessGroupCollection.use_mpu_process_groups())
-    harness.set_weights(model)
-    here = test_packed_scripts.HERE
-    total = torch.zeros(())
-    for micro in range(harness.MICRO_BATCHES):
-        batch = {**here.batch_of(micro), "cu_seqlens_padded": None, "local_cp_size": None, "hybrid_cp_group": None,
-                 "attention_mask": None}
-        batch = flatten_batch_for_packed_sequences(batch)
-        batch = get_batch_on_this_cp_rank(
-            batch, is_hybrid_cp=args.hybrid_context_parallel, cp_group=parallel_state.get_context_parallel_group(),
-            use_per_sequence_balancing=args.dataloader_inter_document_masking and not args.sft)
-        offsets, longest = batch["cu_seqlens"].squeeze(0), int(batch["max_seqlen"][0])
-        params = PackedSeqParams(qkv_format="thd", cu_seqlens_q=offsets, cu_seqlens_kv=offsets, max_seqlen_q=longest,
-                                 max_seqlen_kv=longest)
-        loss = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"], packed_seq_params=params)
-        loss = here.loss_of(loss, batch)
-        loss.backward()
-        total += loss.detach()
-    torch.distributed.all_reduce(total)
-    here.total, here.model = total.item(), model
-"""
-
-
-def train_through_a_script(rank: int, world_size: int, script_path: str, flags: list[str], path: str) -> None:
-    from tests.megatron.test_flag_path import FLAGS, FULL, OURS
-
-    os.environ.update(RANK=str(dist.get_rank()), WORLD_SIZE=str(dist.get_world_size()), CUDA_DEVICE_MAX_CONNECTIONS="1")
-    harness.start(Topology(cp=2))
-    torch.cuda.get_device_capability = lambda *_: (9, 0)
-    torch.cuda.get_device_properties = lambda *_: SimpleNamespace(major=9, minor=0, name="none")
-    assert launch.main([script_path, *FLAGS.split(), *OURS.split(), *FULL.split(), *flags]) == 0
-    assert abs(HERE.total - torch.load(path, weights_only=True)["losses"][0]) <= 1e-5
-
-
-@pytest.mark.support("megatron", "packed data of Megatron's scripts and datasets")
-@needs_training
-def test_packed_data_of_a_script_train_like_its_documents_on_one_rank(tmp_path: Path) -> None:
-    path = str(tmp_path / "packed.pt")
-    run_ranks(1, harness.save_reference, path, Case(options=None, steps=1, packed=True), timeout=120)
-    (tmp_path / "pretrain_gpt.py").write_text(SCRIPT)
-    flags = ["--dataloader-inter-document-masking"]
-    run_ranks(2, train_through_a_script, str(tmp_path / "pretrain_gpt.py"), flags, path, timeout=120)
 
 
 def pack(offsets: list[int], **changes: Any) -> Any:
@@ -141,10 +69,6 @@ def refused_on_one_rank(rank: int, world_size: int) -> None:
     assert not torch.equal(forward(options, params, tokens=12), want)
 
 
-def test_packs_that_are_not_clear_are_refused_and_padding_belongs_to_its_document() -> None:
-    run_ranks(1, refused_on_one_rank)
-
-
 def refused_on_two_ranks(rank: int, world_size: int) -> None:
     harness.start(Topology(cp=2))
     from megatron.core import parallel_state
@@ -182,20 +106,21 @@ def attention_put_back(rank: int, world_size: int) -> None:
         forward(options, None, tokens=12)
 
 
-def test_a_core_attention_that_something_puts_back_is_refused() -> None:
-    run_ranks(1, attention_put_back)
-
-
 def stage_without_documents(rank: int, world_size: int) -> None:
     harness.start(Topology())
     from dfa_megatron.megatron.script import dfa_flags
 
-    dfa_flags.global_args = lambda: SimpleNamespace(sft=True)
     options = MegatronConfig(data_layout="contiguous")
-    forward(options, pack([0, 5, 12]), tokens=12)
-    with pytest.raises(UnsupportedError, match="a pipeline stage that was given no packed_seq_params"):
-        forward(options, None, tokens=12)
+    with patch.object(dfa_flags, "global_args", lambda: SimpleNamespace(sft=True)):
+        forward(options, pack([0, 5, 12]), tokens=12)
+        with pytest.raises(UnsupportedError, match="a pipeline stage that was given no packed_seq_params"):
+            forward(options, None, tokens=12)
 
 
-def test_a_stage_that_a_script_does_not_tell_its_documents_is_refused() -> None:
-    run_ranks(1, stage_without_documents)
+def on_one_rank(rank: int, world_size: int) -> None:
+    for refused in (refused_on_one_rank, stage_without_documents, attention_put_back):
+        refused(rank, world_size)
+
+
+def test_packs_that_are_not_clear_stages_that_are_told_none_and_attention_put_back_are_refused() -> None:
+    run_ranks(1, on_one_rank)
