@@ -20,6 +20,7 @@ from docs import (
     model_tables,
     paper_tables,
     performance_tables,
+    planning_tables,
     reference_tables,
     refusal_tables,
     scale_tables,
@@ -36,6 +37,7 @@ PAGES: dict[str, Tables] = {
     **paper_tables.PAGES,
     "docs/huggingface.md": model_tables.TABLES,
     "docs/options.md": {"options": reference_tables.options, "meanings": reference_tables.meanings},
+    "docs/planning.md": planning_tables.TABLES,
     "docs/refusals.md": {
         name: partial(refusal_tables.of_statements, name) for name in ("megatron", "deepspeed", "huggingface")
     },
