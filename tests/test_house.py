@@ -51,19 +51,19 @@ LONG_FUNCTIONS_FOR_NOW = {
 
 BUDGETS = {
     "benchmarks": 6_488,
-    "cli": 612,
+    "cli": 611,
     "deepspeed": 1_429,
     "doctor": 1_067,
     "huggingface": 4_565,
-    "kernels": 3_754,
+    "kernels": 3_668,
     "loss": 709,
     "megatron": 4_643,
-    "plan": 5_405,
+    "plan": 5_360,
     "proving": 763,
     "recurrence": 1_157,
     "remat": 537,
     "runtime": 5_368,
-    "tests": 39_185,
+    "tests": 39_179,
     "top": 1_471,
 }
 """Lines of Python in a folder of the package, in its files beside them ("top"), in tests and in benchmarks.

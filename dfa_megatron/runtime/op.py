@@ -9,7 +9,7 @@ from torch._C._functorch import is_batchedtensor, is_legacy_batchedtensor
 
 from dfa_megatron.kernels.api import accumulator_dtype
 from dfa_megatron.kernels.leaf import differentiable_once
-from dfa_megatron.plan.language.heads import stages_error, stages_of
+from dfa_megatron.plan.language.shape import stages_error, stages_of
 from dfa_megatron.runtime.agreement.calls import AtLayer, current_layer
 from dfa_megatron.runtime.comm.channel import Channel
 from dfa_megatron.runtime.comm.registry import channel_of

@@ -14,8 +14,8 @@ from dfa_megatron import kernels
 from dfa_megatron.errors import DistAttentionError, UnsupportedError
 from dfa_megatron.kernels.api import BlockKernel
 from dfa_megatron.plan.language.grid import grid
-from dfa_megatron.plan.language.heads import HeadSplit, TokenSplit, split_heads, split_tokens
 from dfa_megatron.plan.language.ir import AttentionPlan
+from dfa_megatron.plan.language.shape import HeadSplit, TokenSplit, split_heads, split_tokens
 from dfa_megatron.runtime.comm.channel import Channel
 from dfa_megatron.runtime.comm.registry import channels
 from dfa_megatron.runtime.execute.alibi_positions import slopes_error
