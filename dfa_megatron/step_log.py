@@ -24,7 +24,9 @@ def training_flops(config: Any, parameters: int, tokens: int, seq_length: int) -
         tokens: of the step, of all ranks.
         seq_length: of a document.
     """
-    layers, heads = (_first(config, *names) for names in (("num_hidden_layers", "num_layers"), ("num_attention_heads",)))
+    layers, heads = (
+        _first(config, *names) for names in (("num_hidden_layers", "num_layers"), ("num_attention_heads",))
+    )
     width = _first(config, "head_dim", "kv_channels") or _first(config, "hidden_size") // heads
     return 6.0 * tokens * (parameters + layers * heads * width * seq_length)
 
@@ -54,7 +56,7 @@ class StepLog:
         if tensorboard and self.is_first:
             from torch.utils.tensorboard import SummaryWriter
 
-            self.writer = SummaryWriter(tensorboard)  # type: ignore[no-untyped-call]
+            self.writer = SummaryWriter(tensorboard)
         name = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
         self.peak = next((peak for word, peak in PEAK_TFLOPS.items() if word in name), None)
         self.before = time.perf_counter()

@@ -2,7 +2,8 @@
 
     torchrun --nproc-per-node 2 examples/accelerate_fsdp2.py                     # a toy with DDP, on CPU ranks
     accelerate launch --num_processes 8 --use_fsdp --fsdp_version 2 --fsdp_auto_wrap_policy TRANSFORMER_BASED_WRAP \\
-        --mixed_precision bf16 examples/accelerate_fsdp2.py --size 4 --model Qwen/Qwen3-8B --data book.txt --seq-length 131072
+        --mixed_precision bf16 examples/accelerate_fsdp2.py --size 4 --model Qwen/Qwen3-8B --data book.txt \\
+        --seq-length 131072
 """
 
 import argparse
@@ -13,7 +14,7 @@ import torch
 from accelerate import Accelerator
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from dfa_megatron import TrainingConfig, StepLog, training_flops
+from dfa_megatron import StepLog, TrainingConfig, training_flops
 from dfa_megatron import huggingface as dfa_hf
 
 parser = argparse.ArgumentParser()
@@ -38,7 +39,9 @@ else:
     )  # fmt: skip
     model, tokens = LlamaForCausalLM(tiny), torch.tensor(list(text.encode()))
 parameters = sum(p.numel() for p in model.parameters()) - model.get_input_embeddings().weight.numel()
-accelerator = Accelerator(cpu=not cuda, log_with="tensorboard" if args.tensorboard else None, project_dir=args.tensorboard)
+accelerator = Accelerator(
+    cpu=not cuda, log_with="tensorboard" if args.tensorboard else None, project_dir=args.tensorboard
+)
 accelerator.init_trackers("accelerate")
 # First of all: from here on `num_processes`, loaders and `gather` count groups of ranks that share a sequence.
 options = TrainingConfig(checkpoint="remat", loss_tile=4096)
@@ -48,7 +51,9 @@ loader = torch.utils.data.DataLoader(rows, batch_size=1, shuffle=True)  # the sa
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5 if args.model else 1e-3)
 model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
 seen = args.seq_length * accelerator.num_processes
-flops = training_flops(model.config if hasattr(model, "config") else model.module.config, parameters, seen, args.seq_length)
+flops = training_flops(
+    model.config if hasattr(model, "config") else model.module.config, parameters, seen, args.seq_length
+)
 log, step = StepLog(tokens=seen, flops=flops), 0
 while step < args.steps:
     for batch in loader:

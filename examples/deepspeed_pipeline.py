@@ -1,10 +1,11 @@
 """Train a model of your own in a DeepSpeed pipeline: the data-parallel ranks of each stage share a sequence.
 
-    torchrun --nproc-per-node 4 examples/deepspeed_pipeline.py                   # two stages, two ranks for a sequence
+torchrun --nproc-per-node 4 examples/deepspeed_pipeline.py                   # two stages, two ranks for a sequence
 """
 
 import argparse
 import pydoc_data.topics
+from collections.abc import Iterator
 
 import deepspeed
 import torch
@@ -75,7 +76,7 @@ engine, *_ = dfa_ds.initialize(model=module, config=settings)
 text = torch.tensor(list(str(pydoc_data.topics.topics).encode()))  # Python's own manual, byte by byte
 
 
-def parts():
+def parts() -> Iterator[tuple[tuple[torch.Tensor, torch.Tensor], torch.Tensor]]:
     """Yield what a stage's ranks take: ((ids, positions), shifted labels) of their part of the same sequence."""
     number = mesh.data_rank
     while True:

@@ -1,7 +1,7 @@
 """Train a transformers model with DeepSpeed: one block of its JSON distributes attention.
 
-    torchrun --nproc-per-node 2 examples/deepspeed_transformers.py               # a toy, on CPU ranks or one GPU each
-    deepspeed --num_gpus 8 examples/deepspeed_transformers.py --model Qwen/Qwen3-8B --data book.txt --seq-length 131072
+torchrun --nproc-per-node 2 examples/deepspeed_transformers.py               # a toy, on CPU ranks or one GPU each
+deepspeed --num_gpus 8 examples/deepspeed_transformers.py --model Qwen/Qwen3-8B --data book.txt --seq-length 131072
 """
 
 import argparse

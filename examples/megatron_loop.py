@@ -1,12 +1,14 @@
 """Train a GPTModel or a HybridModel of Megatron-Core in a loop of your own, with distributed attention.
 
 torchrun --nproc-per-node 2 examples/megatron_loop.py              # CPU ranks, or one GPU each
-torchrun --nproc-per-node 2 examples/megatron_loop.py --hybrid     # Mamba, attention, MLP; on GPUs: needs mamba-ssm, Transformer Engine
+torchrun --nproc-per-node 2 examples/megatron_loop.py --hybrid     # GPUs need mamba-ssm and Transformer Engine
 """
 
 import argparse
 import os
 import pydoc_data.topics
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -75,7 +77,7 @@ optimizer = get_megatron_optimizer(adam, [model])
 text = torch.tensor(list(str(pydoc_data.topics.topics).encode()))  # Python's own manual, byte by byte
 
 
-def batches():
+def batches() -> Iterator[dict[str, Any]]:
     for step in range(args.steps):  # every rank of the group brings the same whole batch; samplers count DP ranks
         row = text[step * args.seq_length :][: args.seq_length + 1][None].to(device)
         places = torch.arange(args.seq_length, device=device)[None]
@@ -83,11 +85,12 @@ def batches():
         yield shard_batch(whole, parallel_state.get_context_parallel_group(), options)
 
 
-def forward_step(iterator, model):
+def forward_step(iterator: Iterator[dict[str, Any]], model: Any) -> tuple[torch.Tensor, Any]:
     batch = next(iterator)
     losses = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
 
-    def loss_of(losses):  # sums and counts: with (loss, report) Megatron would take the loss for that of all ranks
+    def loss_of(losses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+        # Sums and counts: with (loss, report) Megatron would take the loss for that of all ranks
         total, count = losses.float().sum(), torch.tensor(losses.numel(), device=losses.device)
         return total, count, {"loss": total.detach() / args.seq_length}
 

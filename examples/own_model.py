@@ -1,7 +1,7 @@
 """Train a transformer of your own: attention is one function, all else treats each token alone.
 
-    torchrun --nproc-per-node 2 examples/own_model.py                            # CPU ranks, or one GPU each
-    torchrun --nproc-per-node 8 examples/own_model.py --seq-length 262144 --hidden 2048 --layers 16 --tensorboard runs/own
+torchrun --nproc-per-node 2 examples/own_model.py                            # CPU ranks, or one GPU each
+torchrun --nproc-per-node 8 examples/own_model.py --seq-length 262144 --hidden 2048 --layers 16 --tensorboard runs/own
 """
 
 import argparse

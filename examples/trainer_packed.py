@@ -8,12 +8,18 @@
 import argparse
 import os
 import pydoc_data.topics
+from itertools import pairwise
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from transformers import (
-    AutoModelForCausalLM, AutoTokenizer, DataCollatorWithFlattening, LlamaConfig, LlamaForCausalLM, Trainer,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    DataCollatorWithFlattening,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Trainer,
     TrainingArguments,
 )  # fmt: skip
 
@@ -45,7 +51,7 @@ else:
     )  # fmt: skip
     model, tokens = LlamaForCausalLM(tiny), list(text.encode())
 ends = [sum(args.seq_length // (1 + index % 7) for index in range(count)) for count in range(8 * args.steps + 1)]
-documents = [{"input_ids": tokens[lo:hi]} for lo, hi in zip(ends, ends[1:]) if hi <= len(tokens)]
+documents = [{"input_ids": tokens[lo:hi]} for lo, hi in pairwise(ends) if hi <= len(tokens)]
 settings = TrainingArguments(
     output_dir="runs/trainer",
     per_device_train_batch_size=4,  # documents, which the collator packs into one row

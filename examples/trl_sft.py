@@ -1,7 +1,8 @@
 """Fine-tune a chat model with TRL's SFTTrainer: packed conversations, shared by all ranks of a group.
 
     torchrun --nproc-per-node 2 examples/trl_sft.py                              # a toy, on CPU ranks or one GPU each
-    torchrun --nproc-per-node 8 examples/trl_sft.py --size 4 --model Qwen/Qwen3-8B --data chats.jsonl --seq-length 131072
+    torchrun --nproc-per-node 8 examples/trl_sft.py --size 4 --model Qwen/Qwen3-8B --data chats.jsonl \\
+        --seq-length 131072
 
 Each line of `--data` is {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}.
 """
@@ -46,9 +47,9 @@ if args.data:
     chats = load_dataset("json", data_files=args.data, split="train")
 else:
     manual = [(name, " ".join(text.split())[:300]) for name, text in pydoc_data.topics.topics.items()]
-    say = lambda role, text: {"role": role, "content": text}
+    turns = [(("user", f"What is {name}?"), ("assistant", text)) for name, text in manual]
     chats = Dataset.from_list(
-        [{"messages": [say("user", f"What is {name}?"), say("assistant", text)]} for name, text in manual]
+        [{"messages": [{"role": role, "content": text} for role, text in pair]} for pair in turns]
     )
 settings = SFTConfig(
     output_dir="runs/trl",
