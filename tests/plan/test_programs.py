@@ -73,7 +73,7 @@ def test_every_rank_finds_its_own_wrong_results_and_together_they_find_all() -> 
 
 
 SLOTS = {"balanced_shared": (4, 5), "balanced": (4, 5), "zigzag": (2, 5), "ring": (2, 5)}
-"""The most slots a rank needs on a causal mask from P = 8 on, forward and backward, as docs/schedule-theory.md states."""
+"""The most slots a rank needs on a causal mask from P = 8 on, forward and backward, as docs/schedule-theory.md says."""
 
 
 @pytest.mark.parametrize("schedule", SLOTS)
