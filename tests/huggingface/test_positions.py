@@ -12,7 +12,8 @@ from dfa_megatron import huggingface as dfa_hf
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.huggingface.trainers.shared_batches import take_whole_batches
 from dfa_megatron.sharding import local_positions, shard_sequence
-from tests.huggingface.test_packed import check, one_by_one, pack
+from tests.huggingface.compared import check
+from tests.huggingface.test_packed import one_by_one, pack
 from tests.support.close import assert_close
 from tests.support.models import VOCABULARY, build, text
 from tests.support.workers import run_ranks
