@@ -53,10 +53,6 @@ def models(rank: int, ranks: int) -> None:
         assert_gradients(model, gradients(one), kind)
 
 
-def test_loss_by_tiles_and_its_gradients_are_those_of_one_process() -> None:
-    run_ranks(3, models, timeout=120)
-
-
 def sharded(rank: int, ranks: int) -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
@@ -77,8 +73,13 @@ def sharded(rank: int, ranks: int) -> None:
             torch.testing.assert_close(parameter.grad.full_tensor(), wants[name], rtol=1e-4, atol=1e-5, msg=name)
 
 
-def test_loss_by_tiles_of_parameters_sharded_by_fsdp_has_the_gradients_of_one_process() -> None:
-    run_ranks(2, sharded, timeout=120)
+def each(rank: int, ranks: int) -> None:
+    models(rank, ranks)
+    sharded(rank, ranks)
+
+
+def test_loss_by_tiles_has_the_gradients_of_one_process_also_of_parameters_sharded_by_fsdp() -> None:
+    run_ranks(3, each, timeout=120)
 
 
 def test_tiles_end_with_the_option_and_logits_without_labels_are_whole() -> None:
