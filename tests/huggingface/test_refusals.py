@@ -73,7 +73,7 @@ def attend(keys: int = 8, mask: Any = None, sinks: Any = None, **more: Any) -> N
 
 
 def asked(model: Any, **options: Any) -> Any:
-    return dfa_hf.distribute_attention(model, config=DistAttentionConfig(**options))
+    return dfa_hf.distribute_attention(model, config=TrainingConfig(**options))
 
 
 def sized(kind: str, model: str = "ForCausalLM", **fields: Any) -> Any:
@@ -101,7 +101,7 @@ def several_stacks() -> Any:
     return transformers.BltForCausalLM(config)
 
 
-REMAT = DistAttentionConfig(checkpoint="remat")
+REMAT = TrainingConfig(checkpoint="remat")
 CHUNKED: Any = Stub(config=Stub(layer_types=["chunked_attention"], attention_chunk_size=8), layer_idx=0)
 ALONE = Stub(state=Stub(num_processes=2), parallelism_config=None)
 CASES: list[tuple[str, Callable[[], Any]]] = [
@@ -152,7 +152,10 @@ CASES: list[tuple[str, Callable[[], Any]]] = [
         )
         for head in ("ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering")
     ),
-    ("data_layout='zigzag'.*one slice a rank", lambda: asked(build("Llama"), data_layout="zigzag")),
+    (
+        "data_layout='zigzag'.*it must be a TrainingConfig",
+        lambda: dfa_hf.distribute_attention(build("Llama"), config=MegatronConfig(data_layout="zigzag")),
+    ),
     ("ulysses_degree=2 on a group of 1 ranks", lambda: asked(build("Llama"), ulysses_degree=2)),
 ]
 
