@@ -52,7 +52,8 @@ def once(world: World, run: Callable[[], object]) -> tuple[float, float]:
         StuckError: an earlier call failed on a rank; the others may wait for it on their devices.
     """
     failed = 0.0
-    dist.barrier(None if world.cuda else world.side)
+    if world.size > 1:
+        dist.barrier(None if world.cuda else world.side)
     if world.cuda:
         torch.cuda.synchronize()
     start = mark(world.device)
