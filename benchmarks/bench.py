@@ -87,4 +87,4 @@ def median_ms(call: Call, device: torch.device, *, warmup: int = 2, repeats: int
 
 def relative(got: torch.Tensor, want: torch.Tensor) -> float:
     """Return |got - want| over |want|, in float64."""
-    return float((got.double() - want).norm() / want.norm())
+    return float((got.detach().double() - want).norm() / want.norm())
