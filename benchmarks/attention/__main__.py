@@ -9,7 +9,9 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from benchmarks.attention.baselines import baseline_methods
 from benchmarks.attention.job import PRESETS, Job
+from benchmarks.attention.launch_ranks import run_rank
 from dfa_megatron.doctor.start_ranks import USER_ERROR_STATUS, device_of, ranks_here, start
 from dfa_megatron.errors import DistAttentionError
 from dfa_megatron.flags import add_flags, from_flags
@@ -32,9 +34,6 @@ def run(job: Job, argv: Sequence[str]) -> int:
     Raises:
         UnsupportedError: a value that cannot be served.
     """
-    from benchmarks.attention.baselines import baseline_methods
-    from benchmarks.attention.launch_ranks import run_rank
-
     if "RANK" in os.environ:
         return run_rank(job)
     baseline_methods(job)  # a baseline that does not run here is refused before ranks are started

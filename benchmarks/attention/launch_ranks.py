@@ -14,7 +14,6 @@ from benchmarks.attention.failures import StuckError
 from benchmarks.attention.job import Job
 from benchmarks.attention.measure import benchmark
 from benchmarks.attention.method import Method, kernel_methods, our_methods
-from benchmarks.attention.plot import plot
 from benchmarks.attention.report import Record, tables
 from dfa_megatron.doctor.world import World, join
 
@@ -54,6 +53,5 @@ def measure(job: Job, world: World, methods: Sequence[Method], absent: Sequence[
         folder, made = Path(job.out), tables(record.rows)
         print(made, flush=True)
         (folder / "tables.txt").write_text(made, encoding="utf-8")
-        picture = ", tflops.png" if plot(record.rows, folder / "tflops.png") else ""
-        print(f"results.json, tables.txt{picture} in {folder}", flush=True)
+        print(f"results.json, tables.txt in {folder}", flush=True)
     return status

@@ -6,7 +6,7 @@ import functools
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -17,10 +17,9 @@ from benchmarks.attention.failures import OUT_OF_MEMORY, REFUSED, Failure, Stuck
 from benchmarks.attention.job import FLOPS_OF, Job, Problem
 from benchmarks.attention.method import Attention, Method
 from benchmarks.attention.report import Record, Row
+from benchmarks.programs import Tensors, draw
 from dfa_megatron.doctor.world import World
 from dfa_megatron.runtime.counters import COUNTERS
-
-Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 _GUESS = {"cuda": 4e14, "cpu": 1e10}
 """Floating-point operations per second of a rank, for a first guess at how long a cell takes."""
@@ -101,19 +100,8 @@ class _Run:
         return sum(self._predicted(*cell) for cell in self.job.cells[first:])
 
     def _row(self, method: Method, problem: Problem, length: int) -> Row:
-        return Row(
-            method=method.name,
-            kind=method.kind,
-            ranks=self.world.size,
-            heads=problem.heads,
-            kv_heads=problem.kv_heads,
-            head_dim=problem.head_dim,
-            mask=problem.mask,
-            window=problem.window if problem.mask == "window" else 0,
-            dtype=problem.dtype,
-            seq_length=length,
-            note=method.note,
-        )
+        shape = asdict(problem) | {"window": problem.window if problem.mask == "window" else 0}
+        return Row(method.name, method.kind, self.world.size, **shape, seq_length=length, note=method.note)
 
     def _guess(self, problem: Problem, length: int, methods: int) -> float:
         call = FLOPS_OF["both"] * problem.flops(length) / self.world.size / _GUESS[self.world.device.type]
@@ -149,7 +137,7 @@ class _Run:
         error, why = check.verdict(self.world.sums(shares.tolist()), problem.dtype)
         return error, "wrong" if why else "", why
 
-    def _inputs(self, entries: Sequence[_Entry], problem: Problem, length: int) -> Inputs | None:
+    def _inputs(self, entries: Sequence[_Entry], problem: Problem, length: int) -> Tensors | None:
         """Return q, k, v and dout of a rank, for all methods."""
         inputs = together(self.world, functools.partial(_draw, problem, length // self.world.size, self.world))
         if not isinstance(inputs, Failure):
@@ -159,7 +147,7 @@ class _Run:
                 entry.row.state, entry.row.why = inputs.state, f"the inputs alone: {inputs.why}"
         return None
 
-    def _try(self, entry: _Entry, problem: Problem, inputs: Inputs, stack: ExitStack) -> None:
+    def _try(self, entry: _Entry, problem: Problem, inputs: Tensors, stack: ExitStack) -> None:
         """Make the first call, which may compile or fail, then one more of each pass to know its time."""
         method, row = entry.method, entry.row
         local_seq = inputs[0].shape[1]
@@ -196,16 +184,13 @@ def _truth(problem: Problem, world: World) -> check.Truth:
     return check.truth(problem, world)
 
 
-def _draw(problem: Problem, local_seq: int, world: World) -> Inputs:
-    def draw(heads: int) -> torch.Tensor:
-        shape = (1, local_seq, heads, problem.head_dim)
-        return torch.randn(shape, device=world.device, dtype=getattr(torch, problem.dtype))
-
-    q, k, v = (draw(heads).requires_grad_() for heads in (problem.heads, problem.kv_heads, problem.kv_heads))
-    return q, k, v, draw(problem.heads)
+def _draw(problem: Problem, local_seq: int, world: World) -> Tensors:
+    where = {"device": world.device, "dtype": getattr(torch, problem.dtype)}
+    q, k, v, dout = draw(local_seq, problem.heads, problem.kv_heads, problem.head_dim, **where)
+    return q.requires_grad_(), k.requires_grad_(), v.requires_grad_(), dout
 
 
-def _passes(method: Method, attend: Attention, inputs: Inputs) -> dict[str, Callable[[], object]]:
+def _passes(method: Method, attend: Attention, inputs: Tensors) -> dict[str, Callable[[], object]]:
     q, k, v, dout = inputs
 
     def forward() -> None:
