@@ -78,39 +78,21 @@ def join(seconds: float) -> World:
     return world
 
 
-def optimizer(offload: bool, dry: bool) -> tuple[dict[str, Any], str]:
-    """DeepSpeed's section for the optimizer, and which it is: its own on the CPU if that compiles, else PyTorch's."""
-    why = ""
-    if offload and not dry:
-        # torchrun gives a process one thread; libraries read this when they are loaded, which is later.
-        threads = max(1, (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
-        os.environ["OMP_NUM_THREADS"] = str(threads)
-        torch.set_num_threads(threads)
-        for turn in (True, False):  # one rank compiles
-            if turn == (int(os.environ.get("LOCAL_RANK", "0")) == 0):
-                why = _cpu_adam_fails()
-            dist.barrier()
-        if not most(bool(why)):
-            return {"type": "AdamW", "params": {"lr": 1e-6}}, "DeepSpeedCPUAdam"
-        why = f" on the CPU; DeepSpeed's does not compile: {why or 'on another rank'}"
-    elif offload:
-        why = " on the CPU; a dry run compiles nothing"
-    return {"type": "AdamW", "params": {"lr": 1e-6, "torch_adam": True}}, f"torch.optim.AdamW{why}"
+def optimizer(offload: bool, dry: bool, lr: float = 1e-6) -> tuple[dict[str, Any], str]:
+    """DeepSpeed's section for the optimizer, and which it is: its own on the CPU, else PyTorch's."""
+    if not offload or dry:
+        why = " on the CPU; a dry run compiles nothing" if offload else ""
+        return {"type": "AdamW", "params": {"lr": lr, "torch_adam": True}}, f"torch.optim.AdamW{why}"
+    # torchrun gives a process one thread; libraries read this when they are loaded, which is later.
+    threads = max(1, (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    os.environ["OMP_NUM_THREADS"] = str(threads)
+    torch.set_num_threads(threads)
+    return {"type": "AdamW", "params": {"lr": lr}}, "DeepSpeedCPUAdam"
 
 
-def _cpu_adam_fails() -> str:
-    try:
-        from deepspeed.ops.op_builder import CPUAdamBuilder
-
-        CPUAdamBuilder().load(verbose=False)
-    except Exception as error:  # noqa: BLE001 -- compilers and their absence fail in many ways
-        return str(error).strip().partition("\n")[0] or type(error).__name__
-    return ""
-
-
-def config_of(shape: Shape, *, layers: int, vocabulary: int, longest: int) -> Any:
-    """Return the transformers config of a shape, with PyTorch's own attention."""
-    return getattr(transformers, f"{shape.family}Config")(
+def model_of(shape: Shape, *, layers: int, vocabulary: int, longest: int) -> Any:
+    """Return a new transformers model in bfloat16, with PyTorch's own attention."""
+    config = getattr(transformers, f"{shape.family}Config")(
         vocab_size=vocabulary,
         hidden_size=shape.hidden,
         intermediate_size=shape.intermediate,
@@ -124,39 +106,45 @@ def config_of(shape: Shape, *, layers: int, vocabulary: int, longest: int) -> An
         attn_implementation="sdpa",
         use_cache=False,
     )
-
-
-def build(
-    shape: Shape, *, layers: int, vocabulary: int, longest: int, tiled: str, offload: bool, dry: bool
-) -> tuple[Any, str]:
-    """Build a ZeRO-3 engine around a new model with PyTorch's own attention; return it and its optimizer's name."""
-    before = held()
-    config = config_of(shape, layers=layers, vocabulary=vocabulary, longest=longest)
     torch.manual_seed(0)
     with torch.device(own_device()):
         model = getattr(transformers, f"{shape.family}ForCausalLM")(config)
-    rotary = model.model.rotary_emb
-    exact = rotary.inv_freq.clone()
     for parameter in model.parameters():
         parameter.data = parameter.data.to(torch.bfloat16)
-    section, name = optimizer(offload, dry)
-    zero: dict[str, Any] = {"stage": 3}
-    if offload:
-        zero["offload_optimizer"] = {"device": "cpu", "pin_memory": not dry}
+    return model
+
+
+def engine_of(model: torch.nn.Module, section: dict[str, Any], zero: dict[str, Any], **block: Any) -> Any:
+    """Return a ZeRO-3 engine, with more options of ZeRO and of our block."""
     settings = {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_clipping": 1.0,
         "bf16": {"enabled": True},
         "optimizer": section,
         "zero_force_ds_cpu_optimizer": False,
-        "zero_optimization": zero,
-        "dist_flash_attention": {"enabled": True},
+        "zero_optimization": {"stage": 3, **zero},
+        "activation_checkpointing": block.pop("activation_checkpointing", {}),
+        "dist_flash_attention": {"enabled": True, **block},
     }
+    engine, *_ = dfa_ds.initialize(model=model, model_parameters=list(model.parameters()), config=settings)
+    engine.train()
+    return engine
+
+
+def build(
+    shape: Shape, *, layers: int, vocabulary: int, longest: int, tiled: str, offload: bool, dry: bool
+) -> tuple[Any, str]:
+    """Build a ZeRO-3 engine around a new `Training`; return it and its optimizer's name."""
+    before = held()
+    model = model_of(shape, layers=layers, vocabulary=vocabulary, longest=longest)
+    rotary = model.model.rotary_emb
+    exact = rotary.inv_freq.clone()
     training = Training(model, tiled)
     training.held_before = before
-    engine, *_ = dfa_ds.initialize(model=training, model_parameters=list(training.parameters()), config=settings)
+    section, name = optimizer(offload, dry)
+    zero = {"offload_optimizer": {"device": "cpu", "pin_memory": not dry}} if offload else {}
+    engine = engine_of(training, section, zero)
     rotary.inv_freq = exact.float()  # in bfloat16 positions of long sequences would be far from right
-    engine.train()
     return engine, name
 
 

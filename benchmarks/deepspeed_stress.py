@@ -21,10 +21,10 @@ import torch
 import torch.distributed as dist
 from deepspeed.runtime.activation_checkpointing import checkpointing
 from deepspeed.utils import safe_get_full_grad
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.bench import Report, flags_of, leave, wait
-from benchmarks.deepspeed_common import held, join, made_with
+from benchmarks.deepspeed_common import engine_of, held, join, made_with, model_of, optimizer
+from benchmarks.deepspeed_shapes import Shape
 from dfa_megatron import deepspeed as dfa_ds
 from dfa_megatron.flags import flag
 
@@ -56,42 +56,22 @@ class Job:
     dry_run: bool = flag(False, "tiny sizes, on a CPU too")
 
 
+ZERO = {
+    "overlap_comm": True,
+    "stage3_param_persistence_threshold": 0,
+    "stage3_prefetch_bucket_size": 1_000_000,
+    "stage3_max_live_parameters": 2_000_000,
+    "reduce_bucket_size": 500_000,
+}
+"""All parameters are divided, so that every use of one is a gather."""
+
+
 def start(job: Job, block: dict[str, Any], section: dict[str, Any], lr: float) -> Any:
-    """Build a small model whose parameters are all divided, so that every use of one is a gather."""
-    small = job.dry_run
-    config = LlamaConfig(
-        vocab_size=512,
-        hidden_size=32 if small else 512,
-        intermediate_size=64 if small else 1024,
-        num_hidden_layers=job.layers,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8 if small else 128,
-        max_position_embeddings=job.length * dist.get_world_size(),
-        attn_implementation="sdpa",
-    )
-    torch.manual_seed(0)
-    model = LlamaForCausalLM(config)
-    options = {"schedule": job.schedule, "kernel": job.kernel, "transport": job.transport}
-    settings = {
-        "train_micro_batch_size_per_gpu": 1,
-        "gradient_clipping": 0.0,
-        "bf16": {"enabled": True},
-        "optimizer": {"type": "AdamW", "params": {"lr": lr, "torch_adam": True}},
-        "zero_optimization": {
-            "stage": 3,
-            "overlap_comm": True,
-            "stage3_param_persistence_threshold": 0,
-            "stage3_prefetch_bucket_size": 1_000_000,
-            "stage3_max_live_parameters": 2_000_000,
-            "reduce_bucket_size": 500_000,
-        },
-        "activation_checkpointing": section,
-        "dist_flash_attention": {"enabled": True, **options, **block},
-    }
-    engine, *_ = dfa_ds.initialize(model=model, model_parameters=list(model.parameters()), config=settings)
-    engine.train()
-    return engine
+    """Build a small model."""
+    shape = Shape(32, 64, 4, 2, head_dim=8) if job.dry_run else Shape(512, 1024, 4, 2)
+    model = model_of(shape, layers=job.layers, vocabulary=512, longest=job.length * dist.get_world_size())
+    options = {"schedule": job.schedule, "kernel": job.kernel, "transport": job.transport, **block}
+    return engine_of(model, optimizer(False, True, lr)[0], ZERO, activation_checkpointing=section, **options)
 
 
 def batch_of(engine: Any, job: Job, seed: int) -> dict[str, torch.Tensor]:

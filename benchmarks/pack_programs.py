@@ -14,13 +14,12 @@ import statistics
 import time
 from dataclasses import dataclass
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from benchmarks.bench import Call, Report, flags_of, wait
-from benchmarks.documents import Offsets, draw_documents, lengths_of
+from benchmarks.documents import Offsets, PackShapes
 from benchmarks.programs import Tensors, both_phases, draw, prepare
 from dfa_megatron.doctor.stopwatch import stopwatch
 from dfa_megatron.flags import flag
@@ -32,28 +31,13 @@ from dfa_megatron.runtime.prepare import Prepared
 
 
 @dataclass(frozen=True)
-class Shapes:
+class Shapes(PackShapes):
     """What is timed."""
 
     device: str = flag("cuda" if torch.cuda.is_available() else "cpu", "where", choices=("cuda", "cpu"))
     kernel: str = flag("auto", "as in the options")
     ranks: tuple[int, ...] = flag((2, 4, 8), "of the programs")
-    tokens_per_rank: int = flag(8192, "of the pack")
-    heads: int = flag(64, "of queries")
-    kv_heads: int = flag(8, "of keys and values")
-    head_dim: int = flag(128, "of all")
-    mean: float = flag(7.0, "of the logarithm of a document's tokens")
-    sigma: float = flag(1.2, "of the same")
-    lengths: Path | None = flag(None, "a histogram of lengths in place of these two, see benchmarks/documents.py")
     layout: str = flag("contiguous", "of the tokens", choices=("contiguous", "zigzag", "load_balanced"))
-    seed: int = flag(0, "of the documents")
-    repetitions: int = flag(20, "calls of a time")
-    out: Path | None = flag(None, "write the rows as JSON")
-
-    def pack(self, ranks: int, seed: int) -> Offsets:
-        """Return the documents of a pack."""
-        lengths = lengths_of(self.mean, self.sigma, self.lengths)
-        return draw_documents(ranks * self.tokens_per_rank, 2 * ranks, seed, lengths)
 
     def draw(self, tokens: int) -> Tensors:
         """Return q, k, v and dout."""
@@ -82,7 +66,7 @@ def main() -> None:
 
 def measure(shapes: Shapes, ranks: int) -> dict[str, Any]:
     """Return the milliseconds of the kernel alone and of every rank's program, and the share of the bound."""
-    offsets, given = shapes.pack(ranks, shapes.seed), shapes.draw(shapes.tokens_per_rank)
+    offsets, given = shapes.documents(ranks, shapes.seed), shapes.draw(shapes.tokens_per_rank)
     kernel = shapes.prepare(given, offsets, ranks, 0).kernel
     bound = shapes.milliseconds(kernel_alone(shapes, offsets, kernel)) / ranks
     programs = [
@@ -113,7 +97,7 @@ def new_packs(shapes: Shapes, ranks: int) -> dict[str, float]:
     given = shapes.draw(shapes.tokens_per_rank)
     found: dict[str, list[float]] = {"new pack ms": [], "recorded ms": [], "replayed ms": []}
     for number in range(1, 1 + shapes.repetitions):
-        offsets = shapes.pack(ranks, shapes.seed + number)
+        offsets = shapes.documents(ranks, shapes.seed + number)
         start = time.perf_counter()
         prepared = shapes.prepare(given, offsets, ranks, number % ranks)
         found["new pack ms"].append(1e3 * (time.perf_counter() - start))

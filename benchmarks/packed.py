@@ -127,7 +127,8 @@ def main(argv: list[str] | None = None) -> None:
     methods = [our_method(*one, shapes.causal) for one in combinations]
     methods += peer_methods(world, shapes.kv_heads, shapes.causal)
     short = replace(shapes, tokens_per_rank=shapes.check_tokens, mean=3.0, sigma=1.0, lengths=None)
-    small, pack = (Pack(one.documents(world.size), world.size * one.tokens_per_rank) for one in (short, shapes))
+    sizes = ((one.documents(world.size, one.seed), world.size * one.tokens_per_rank) for one in (short, shapes))
+    small, pack = (Pack(*size) for size in sizes)
     report, timed = compare_and_time(methods, shapes, small, pack, world)
     for method, row in timed if shapes.new_packs else ():
         if method.name.startswith("dfa"):

@@ -47,7 +47,7 @@ class Shapes(packs.Shapes):
 
 def padded_pack(shapes: Shapes, ranks: int) -> Pack:
     """Return padded documents; each has up to 2P - 1 tokens of padding."""
-    padded, draw = shapes.documents(ranks), random.Random(shapes.seed)
+    padded, draw = shapes.documents(ranks, shapes.seed), random.Random(shapes.seed)
     real = tuple(accumulate((hi - lo - draw.randrange(2 * ranks) for lo, hi in pairwise(padded)), initial=0))
     return Pack(real, padded[-1], DocumentOrder.of(real, padded, ranks))
 

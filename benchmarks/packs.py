@@ -7,7 +7,6 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ from benchmarks.attention.clock import Timer, take_turns
 from benchmarks.attention.correctness import NAMES, exact_of, too_far
 from benchmarks.attention.failures import Failure, together
 from benchmarks.bench import Call, Report, relative
-from benchmarks.documents import Offsets, draw_documents, lengths_of
+from benchmarks.documents import Offsets, PackShapes
 from benchmarks.programs import draw
 from dfa_megatron.doctor.dense import band_of
 from dfa_megatron.doctor.world import World
@@ -33,28 +32,13 @@ ROUNDS = 4
 
 
 @dataclass(frozen=True)
-class Shapes:
+class Shapes(PackShapes):
     """What is timed."""
 
-    heads: int = flag(64, "of queries")
-    kv_heads: int = flag(8, "of keys and values")
-    head_dim: int = flag(128, "of all")
-    tokens_per_rank: int = flag(8192, "of the pack")
     check_tokens: int = flag(128, "of a rank, in the comparison with float64")
-    mean: float = flag(7.0, "of the logarithm of a document's tokens")
-    sigma: float = flag(1.2, "of the same")
-    lengths: Path | None = flag(None, "a histogram of lengths in place of these two, see benchmarks/documents.py")
     causal: bool = flag(True, "the mask of a document")
-    seed: int = flag(0, "of the documents")
-    repetitions: int = flag(20, "calls of a time")
     dtype: str = flag("bfloat16", "of the tensors", choices=("bfloat16", "float32"))
     device: str = flag("auto", "where", choices=("auto", "cpu"))
-    out: Path | None = flag(None, "where the figures go as JSON")
-
-    def documents(self, ranks: int, seed: int | None = None) -> Offsets:
-        """Return the documents of a pack, multiples of 2P tokens."""
-        lengths = lengths_of(self.mean, self.sigma, self.lengths)
-        return draw_documents(ranks * self.tokens_per_rank, 2 * ranks, self.seed if seed is None else seed, lengths)
 
 
 @dataclass(frozen=True)

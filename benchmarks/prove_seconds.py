@@ -15,13 +15,11 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-import transformers
 
 from benchmarks.bench import Report, flags_of, leave
-from benchmarks.deepspeed_common import config_of, join, made_with, optimizer
+from benchmarks.deepspeed_common import engine_of, join, made_with, model_of, optimizer
 from benchmarks.deepspeed_shapes import SHAPES
 from dfa_megatron import deepspeed as dfa_ds
-from dfa_megatron.doctor.world import own_device
 from dfa_megatron.errors import ProofError
 from dfa_megatron.flags import flag
 from dfa_megatron.huggingface import attention_function
@@ -35,24 +33,6 @@ class Job:
     layers: int = flag(16, "of the model")
     out: Path | None = flag(None, "the figures, as JSON")
     dry_run: bool = flag(False, "a tiny model, on a CPU too")
-
-
-def engine_of(job: Job) -> Any:
-    """Return a ZeRO-3 engine around a new model."""
-    shape = SHAPES["llama-3-8b"].toy() if job.dry_run else SHAPES["llama-3-8b"]
-    config = config_of(shape, layers=job.layers, vocabulary=128 if job.dry_run else 32768, longest=8192)
-    torch.manual_seed(0)
-    with torch.device(own_device()):
-        model = transformers.LlamaForCausalLM(config).bfloat16()
-    settings = {
-        "train_micro_batch_size_per_gpu": 1,
-        "bf16": {"enabled": True},
-        "optimizer": optimizer(False, job.dry_run)[0],
-        "zero_force_ds_cpu_optimizer": False,
-        "zero_optimization": {"stage": 3},
-        "dist_flash_attention": {"enabled": True, "kernel": job.kernel},
-    }
-    return dfa_ds.initialize(model=model, model_parameters=list(model.parameters()), config=settings)[0]
 
 
 def lossy(real: Any) -> Any:
@@ -73,7 +53,9 @@ def main() -> None:
     join(300.0)
     report = Report(job.out, job, **made_with())
     begin = time.perf_counter()
-    engine = engine_of(job)
+    shape = SHAPES["llama-3-8b"].toy() if job.dry_run else SHAPES["llama-3-8b"]
+    model = model_of(shape, layers=job.layers, vocabulary=128 if job.dry_run else 32768, longest=8192)
+    engine = engine_of(model, optimizer(False, job.dry_run)[0], {}, kernel=job.kernel)
     built = time.perf_counter() - begin
     proof = dfa_ds.prove(engine)
     report.content |= {"seconds_to_build": built, "seconds": proof.seconds, "proof": str(proof).splitlines()}
