@@ -15,6 +15,7 @@ import torch.distributed as dist
 import transformers
 from deepspeed.runtime.sequence_parallel.ulysses_sp import TiledMLP
 
+from benchmarks.attention.method import symmetric_bytes
 from benchmarks.bench import wait
 from benchmarks.deepspeed_shapes import Method, Shape
 from dfa_megatron import deepspeed as dfa_ds
@@ -227,7 +228,7 @@ def peak_gib(engine: Any, attention: str) -> float:
     """
     if not torch.cuda.is_available():
         return 0.0
-    arenas = [prepared.symmetric_bytes for prepared in in_use()] if attention == "dfa" else []
+    arenas = [symmetric_bytes(prepared) for prepared in in_use()] if attention == "dfa" else []
     return most((torch.cuda.max_memory_allocated() - engine.module.held_before + max(arenas, default=0)) / 2**30)
 
 

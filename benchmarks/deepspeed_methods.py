@@ -17,7 +17,7 @@ from benchmarks.bench import relative
 from benchmarks.deepspeed_common import TILE, batch_of, mean, most
 from benchmarks.deepspeed_shapes import Method
 from dfa_megatron import deepspeed as dfa_ds
-from dfa_megatron.config import DistAttentionConfig
+from dfa_megatron.config import TrainingConfig
 from dfa_megatron.huggingface import distribute_attention, local_attention
 from dfa_megatron.huggingface.checkpointing import set_checkpointing
 from dfa_megatron.huggingface.distribute import transformers_model
@@ -43,7 +43,7 @@ def attention(
     (getattr(inner, "activation_checkpointing_disable", None) or inner.gradient_checkpointing_disable)()
     engine.module.theirs = not method.tiled
     if method.attention == "dfa":
-        options = DistAttentionConfig(
+        options = TrainingConfig(
             schedule=schedule,
             kernel=kernel,
             checkpoint=method.checkpoint,
@@ -54,7 +54,7 @@ def attention(
         distribute_attention(inner, group=mesh.group, config=options)
         yield
         return
-    tile_layers(inner, DistAttentionConfig(), "the benchmark's model")
+    tile_layers(inner, TrainingConfig(), "the benchmark's model")
     function = None
     if method.on_host and torch.cuda.is_available():
         checkpointing.configure(None, checkpoint_in_cpu=True)

@@ -17,7 +17,7 @@ os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
 import torch
 import torch.distributed as dist
 
-from dfa_megatron import DistAttentionConfig
+from dfa_megatron import MegatronConfig
 from dfa_megatron.doctor.world import World, slowest
 from dfa_megatron.doctor.world import join as join_ranks
 
@@ -59,7 +59,7 @@ class Mode:
 
     name: str
     checkpoint: str | None
-    """DistAttentionConfig.checkpoint; None is Megatron's own attention through Transformer Engine."""
+    """MegatronConfig.checkpoint; None is Megatron's own attention through Transformer Engine."""
     full: bool
     """--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"""
     offload: bool = False
@@ -72,11 +72,11 @@ class Mode:
     tensor: bool = False
     """All ranks share each layer's weights and heads (tensor and sequence parallelism), and none a sequence."""
 
-    def options(self, kernel: str, schedule: str) -> DistAttentionConfig | None:
+    def options(self, kernel: str, schedule: str) -> MegatronConfig | None:
         """Return our options, or None if attention is Megatron's."""
         if self.checkpoint is None:
             return None
-        return DistAttentionConfig(
+        return MegatronConfig(
             kernel=kernel,
             schedule=schedule,
             data_layout=self.layout,
@@ -205,7 +205,7 @@ def make_config(shape: Shape, layers: int, mode: Mode, *, fusion: bool) -> Any:
     )
 
 
-def make_spec(config: Any, mode: Mode, options: DistAttentionConfig | None) -> Any:
+def make_spec(config: Any, mode: Mode, options: MegatronConfig | None) -> Any:
     """Megatron's spec with Transformer Engine or without, and ours in it; options None leaves it as it is."""
     from megatron.core.models.gpt import gpt_layer_specs
 

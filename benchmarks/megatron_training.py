@@ -108,7 +108,7 @@ def batches(vocabulary: int, length: int, step: int, options: Any, device: torch
     """Yield this rank's tokens of a sequence that all draw alike; it has a pattern, so that the loss can fall."""
     from megatron.core import parallel_state
 
-    from dfa_megatron import DistAttentionConfig
+    from dfa_megatron import MegatronConfig
     from dfa_megatron.megatron import shard_batch
 
     generator = torch.Generator().manual_seed(step)
@@ -119,7 +119,7 @@ def batches(vocabulary: int, length: int, step: int, options: Any, device: torch
         "labels": tokens[:, 1:],
         "position_ids": torch.arange(length)[None],
     }
-    zigzag = DistAttentionConfig(data_layout="zigzag")  # Megatron's own batches, for its own attention
+    zigzag = MegatronConfig(data_layout="zigzag")  # Megatron's own batches, for its own attention
     sharded = shard_batch(whole, parallel_state.get_context_parallel_group(), options or zigzag)
     yield {name: part.contiguous().to(device) for name, part in sharded.items() if part is not None}
 

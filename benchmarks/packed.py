@@ -31,7 +31,7 @@ from dfa_megatron import DistAttentionConfig, dist_flash_attn_varlen_func, shard
 from dfa_megatron.doctor.world import World, join
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.flags import flag
-from dfa_megatron.runtime.prepare import plans_in_use
+from dfa_megatron.runtime.prepare import in_use
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ def our_method(schedule: str, kernel: str, transport: str, causal: bool) -> Meth
     def places(pack: Pack) -> torch.Tensor:
         return shard_sequence(torch.arange(pack.tokens), layout=layout, dim=0, cu_seqlens=pack.offsets)
 
-    return Method(f"dfa {schedule} {kernel} {transport}", start, places, took=lambda: plans_in_use()[-1].schedule)
+    return Method(f"dfa {schedule} {kernel} {transport}", start, places, took=lambda: in_use()[-1].plan.schedule)
 
 
 def peer_methods(world: World, kv_heads: int, causal: bool) -> list[Method]:

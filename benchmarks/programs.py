@@ -35,7 +35,7 @@ def both_phases(prepared: Prepared, given: Tensors, *, backward: bool = True) ->
 
     @torch.no_grad()
     def call() -> object:
-        out, lse = run_forward(prepared, (q, k, v))
-        return run_backward(prepared, (dout, q, k, v, out, lse)) if backward else out
+        out, lse = run_forward(prepared, Inputs(q, k, v))
+        return run_backward(prepared, dout, (q, k, v, out, lse, None, None)) if backward else out
 
     return call

@@ -28,7 +28,7 @@ from benchmarks.attention.failures import attempt
 from benchmarks.bench import Report, flags_of, leave, median_ms, relative
 from benchmarks.head_memory import head_bytes
 from benchmarks.megatron_common import MODES, Shape, arrange, join, make_config, peak_gib, seed
-from dfa_megatron import DistAttentionConfig
+from dfa_megatron import MegatronConfig
 from dfa_megatron.flags import flag
 from dfa_megatron.loss import scores_of
 
@@ -90,7 +90,7 @@ def build(sizes: Sizes, mode: str, device: torch.device) -> Any:
     config.cross_entropy_loss_fusion, config.cross_entropy_fusion_impl = mode == "fused", "native"
     spec: Any = TransformerBlockSubmodules(layer_specs=[])
     if mode.isdecimal():
-        options = DistAttentionConfig(data_layout="contiguous", loss_tile=int(mode))
+        options = MegatronConfig(data_layout="contiguous", loss_tile=int(mode))
         spec = distribute_attention(spec, config, config=options)
     model = GPTModel(
         config=config,

@@ -13,7 +13,9 @@ __version__ = "0.1.0"
 _HOME = {
     "DistAttentionConfig": "dfa_megatron.config",
     "DistFlashAttention": "dfa_megatron.attention",
+    "MegatronConfig": "dfa_megatron.config",
     "PackPlanner": "dfa_megatron.pack_planner",
+    "TrainingConfig": "dfa_megatron.config",
     "check_plan": "dfa_megatron.plan.proof.check",
     "dist_flash_attn_func": "dfa_megatron.attention",
     "dist_flash_attn_varlen_func": "dfa_megatron.attention",
@@ -29,7 +31,7 @@ _HOME = {
 
 if TYPE_CHECKING:
     from dfa_megatron.attention import DistFlashAttention, dist_flash_attn_func, dist_flash_attn_varlen_func
-    from dfa_megatron.config import DistAttentionConfig
+    from dfa_megatron.config import DistAttentionConfig, MegatronConfig, TrainingConfig
     from dfa_megatron.pack_planner import PackPlanner
     from dfa_megatron.plan.cost.choose import make_plan
     from dfa_megatron.plan.cost.simulate import simulate
@@ -41,7 +43,9 @@ if TYPE_CHECKING:
 __all__ = [
     "DistAttentionConfig",
     "DistFlashAttention",
+    "MegatronConfig",
     "PackPlanner",
+    "TrainingConfig",
     "__version__",
     "check_plan",
     "dist_flash_attn_func",

@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import fields
 from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import nn
+from torch._C._functorch import peek_interpreter_stack
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from dfa_megatron.config import DistAttentionConfig
 from dfa_megatron.errors import UnsupportedError
+from dfa_megatron.kernels.leaf import without_functions
 from dfa_megatron.plan.language.ir import AttentionPlan
 from dfa_megatron.plan.language.mask import Mask
 from dfa_megatron.remat import active_frame
 from dfa_megatron.runtime.comm.groups import Group, group_name
+from dfa_megatron.runtime.comm.registry import channel_of
 from dfa_megatron.runtime.cu_seqlens import check_offsets, offsets_of
-from dfa_megatron.runtime.op import Pair, attend, attention, needs_gradient
+from dfa_megatron.runtime.op import DirectAttention, Pair, attention, needs_gradient
 from dfa_megatron.runtime.prepare import refuse
-from dfa_megatron.runtime.problem import Inputs
-from dfa_megatron.runtime.request import DEFAULTS, Request
+from dfa_megatron.runtime.problem import Inputs, refuse_strangers, transformed
+from dfa_megatron.runtime.request import DEFAULTS, OPTIONS, Request
 
 
 def dist_flash_attn_func(
@@ -67,7 +70,7 @@ def dist_flash_attn_func(
             checked before it runs.
         return_lse: also return lse.
         layout: the tokens a rank holds: "contiguous", or "zigzag" (chunks r and 2P-1-r of 2P).
-        config: how it is computed; see docs/options.md. Options of frameworks must have their defaults.
+        config: how it is computed; see docs/options.md.
 
     Returns:
         out like q (with v's head_dim), and if asked lse (batch, heads, local_seq), the natural logarithm, in float32
@@ -83,7 +86,7 @@ def dist_flash_attn_func(
     """
     out, lse = _attend(
         Inputs(q, k, v, sinks, alibi_slopes),
-        group_name(group),
+        group,
         config,
         causal=causal,
         softmax_scale=softmax_scale,
@@ -140,7 +143,6 @@ def dist_flash_attn_varlen_func(
         UnsupportedError: also where `cu_seqlens` is no pack of these tokens; on the other ranks it is a
             DisagreementError with the same reason.
     """
-    name = group_name(group)
     try:
         offsets = offsets_of(cu_seqlens, q.device)
         if not q.dim() == k.dim() == v.dim() == 3:
@@ -149,11 +151,12 @@ def dist_flash_attn_varlen_func(
         if not offsets:
             check_offsets(offsets)
     except UnsupportedError as error:
-        refuse(error, name, verify=config.verify == "on")
+        verify = config.verify == "on"
+        refuse(error, channel_of(group, verify=verify), verify=verify)
         raise
     out, lse = _attend(
         Inputs(q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0), sinks, alibi_slopes),
-        name,
+        group,
         config,
         causal=causal,
         softmax_scale=softmax_scale,
@@ -165,56 +168,62 @@ def dist_flash_attn_varlen_func(
     return (out.squeeze(0), lse.squeeze(0)) if return_lse else out.squeeze(0)
 
 
-def _attend(
-    inputs: Inputs, group: str, config: DistAttentionConfig, *, softmax_scale: float | None, **mathematics: Any
-) -> Pair:
-    """Make the request of a call and run it; where a compiler traces, by the operator."""
-    if softmax_scale is None:
-        softmax_scale = inputs.q.shape[-1] ** -0.5
+def _attend(inputs: Inputs, group: Group, config: DistAttentionConfig, **mathematics: Any) -> Pair:
+    """Make the request of a call and run it: past PyTorch's dispatcher, unless a compiler or a mode listens there."""
+    if mathematics["softmax_scale"] is None:
+        mathematics["softmax_scale"] = inputs.q.shape[-1] ** -0.5
     mathematics.update(
-        softmax_scale=softmax_scale,
         sinks=inputs.sinks is not None,
         alibi=inputs.slopes is not None,
         deterministic=torch.are_deterministic_algorithms_enabled(),
-        config=config,
     )
-    if not torch.compiler.is_compiling():
-        return _run(inputs, group, mathematics)
-    if mathematics.get("mask") is not None or mathematics.get("plan") is not None:
-        out, lse = _run_outside(inputs, group, mathematics)
-        return out, lse
-    # Dynamo takes the fields of a config as constants, but not a config.
-    mathematics["config"] = tuple(_constant(getattr(config, name)) for name in _OPTIONS)
-    if isinstance(window := mathematics["window_size"], tuple | list):
-        mathematics["window_size"] = tuple(_constant(side) for side in window)
-    for name in ("softmax_scale", "softcap"):
-        mathematics[name] = _constant(mathematics[name])
-    out, lse = attention(*inputs, _text(**mathematics), group, needs_gradient(inputs))
-    return out, lse
-
-
-def _run(inputs: Inputs, group: str, mathematics: dict[str, Any]) -> Pair:
+    if torch.compiler.is_compiling():
+        return _traced(inputs, group, config, mathematics)
     try:
-        request = _request(**mathematics)  # checked where it is prepared: every rank hears of errors
+        request = _request(config=config, **mathematics)  # checked where it is prepared: every rank hears of errors
     except TypeError:  # a value without a hash
-        request = Request(**mathematics)
+        request = Request(config=config, **mathematics)
+    over = channel_of(group, verify=config.verify == "on")
     frame = active_frame()
-    if frame is None:
-        return attend(inputs, request, group, may_keep=True)
-    if not frame.recording:
-        return attend(inputs, request, group, known=frame.take())
-    out, lse = attend(inputs, request, group)
-    frame.record(out, lse)
+    known = None if frame is None or frame.recording else frame.take()
+    plain = _get_current_dispatch_mode() is None and type(inputs.q) in _PLAIN
+    if not plain:
+        refuse_strangers(inputs.q, inputs.k, inputs.v)
+    if peek_interpreter_stack() is not None:
+        raise transformed()
+    trains = needs_gradient(inputs)
+    if known is None and not plain:
+        out, lse = attention(*inputs, request.to_text(), group_name(group), trains)
+    else:
+        with without_functions():
+            out, lse = DirectAttention.apply(*inputs, request, over, trains, known, frame is None)  # type: ignore[no-untyped-call]
+    if frame is not None and known is None:
+        frame.record(out, lse)
     return out, lse
 
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 _request = lru_cache(maxsize=256, typed=True)(Request)
 """The same object for equal calls: comparing it with itself takes no time."""
 
-_run_outside = torch.compiler.disable(_run, recursive=True)
+_outside_graphs = torch.compiler.disable(_attend, recursive=True)
 """For masks and plans, which Dynamo cannot take as constants: a break in the graph."""
 
-_OPTIONS = tuple(option.name for option in fields(DistAttentionConfig))
+
+def _traced(inputs: Inputs, group: Group, config: DistAttentionConfig, mathematics: dict[str, Any]) -> Pair:
+    """Return the operator's results. Dynamo takes the options of a config as constants, but not a config."""
+    if mathematics.get("mask") is not None or mathematics.get("plan") is not None:
+        out, lse = _outside_graphs(inputs, group, config, **mathematics)
+        return out, lse
+    options = tuple(_constant(getattr(config, name)) for name in OPTIONS)
+    if isinstance(window := mathematics["window_size"], tuple | list):
+        mathematics["window_size"] = tuple(_constant(side) for side in window)
+    for name in ("softmax_scale", "softcap"):
+        mathematics[name] = _constant(mathematics[name])
+    text = _text(config=options, **mathematics)
+    out, lse = attention(*inputs, text, group_name(group), needs_gradient(inputs))
+    return out, lse
 
 
 def _constant(x: Any) -> Any:
@@ -227,7 +236,7 @@ def _constant(x: Any) -> Any:
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator,unused-ignore]  # JSON is not traceable
 def _text(*, config: tuple[Any, ...], **mathematics: Any) -> str:
-    options = DistAttentionConfig(**dict(zip(_OPTIONS, config, strict=True)))
+    options = DistAttentionConfig(**dict(zip(OPTIONS, config, strict=True)))
     return Request(config=options, **mathematics).to_text()
 
 

@@ -4,22 +4,16 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import Field, dataclass, field, fields
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple, Self
 
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.flags import add_flags, from_flags
-from dfa_megatron.names import (
-    CHECKPOINT,
-    DATA_LAYOUTS,
-    KERNELS,
-    SCHEDULES,
-    SCOPES,
-    TRANSPORTS,
-    VERIFY,
-    nearest,
-)
+from dfa_megatron.names import CHECKPOINT, DATA_LAYOUTS, KERNELS, SCHEDULES, TRANSPORTS, VERIFY, nearest
+
+PREFIX = "dfa_"
+"""Of an option's name on a namespace; its flag begins with `--dfa-`."""
 
 
 class Numbers(NamedTuple):
@@ -35,19 +29,13 @@ STAGES = Numbers(lambda n: n >= 1, "it is a number of stages", "1, which runs al
 TOKENS = Numbers(lambda n: n >= 1, "it is a number of tokens", "4096, another number from 1, or 'off'")
 
 
-def _option(
-    default: Any,
-    help: str,
-    choices: tuple[str, ...] | None = None,
-    scope: tuple[str, ...] = SCOPES,
-    numbers: Numbers | None = None,
-) -> Any:
-    """Declare a field. scope: where it can be set, some of SCOPES."""
+def _option(default: Any, help: str, choices: tuple[str, ...] | None = None, numbers: Numbers | None = None) -> Any:
+    """Declare a field."""
     # A parser may set another default than ours.
     shown: dict[str, Any] = {"help": f"{help} Default: %(default)s."}
     if choices:
         shown |= {"metavar": f"{{{','.join(choices)},1,2,...}}"} if numbers else {"choices": choices}
-    about = {"help": help, "choices": choices, "scope": scope, "numbers": numbers, "flag": shown}
+    about = {"help": help, "choices": choices, "numbers": numbers, "flag": shown}
     return field(default=default, metadata=about)
 
 
@@ -59,6 +47,9 @@ class DistAttentionConfig:
         UnsupportedError: a value has the wrong type, is out of range or is unknown; the nearest known one is named.
     """
 
+    rules: ClassVar[tuple[tuple[Any, ...], ...]]
+    """Name, default, choices and numbers of each option: Dynamo of PyTorch 2.6 traces tuples, no mappings of fields."""
+
     schedule: str = _option(
         "auto",
         "Who computes which block at which step, on contiguous tokens. ring: every rank computes its own rows. "
@@ -66,14 +57,6 @@ class DistAttentionConfig:
         "filled. greedy: helpers take work by area, for packed documents. auto: the cheapest of those that the mask "
         "and the layout allow; on other layouts every rank computes its own rows, and auto is the only value.",
         SCHEDULES,
-    )
-    data_layout: str = _option(
-        "contiguous",
-        "Which tokens a rank holds. contiguous: one slice, in order (this package slices the data). boundary: the "
-        "framework's data stay zigzag, and tokens come in order where they enter the model. zigzag: the framework's "
-        "data stay zigzag and attention works on them as they are.",
-        DATA_LAYOUTS,
-        ("megatron",),
     )
     ulysses_degree: int | str = _option(
         "auto",
@@ -93,39 +76,6 @@ class DistAttentionConfig:
     )
     kernel: str = _option(
         "auto", "Which kernel computes a block. auto: the fastest that can do the request on this device.", KERNELS
-    )
-    checkpoint: str = _option(
-        "auto",
-        "Activation checkpointing of whole layers. auto: where the framework checkpoints them, attention's output and "
-        "lse are saved, so that it runs and sends once. none: the framework's checkpoints run attention twice. full: "
-        "layers are checkpointed, and attention runs twice. remat: layers are checkpointed, and attention's output and "
-        "lse are saved.",
-        CHECKPOINT,
-        ("megatron", "deepspeed", "huggingface"),
-    )
-    remat_offload: bool = _option(
-        False,
-        "Keep what checkpointing saves in pinned host memory until the recompute takes it: each layer's input; with "
-        "rematerialization, attention's output and lse too. The copies run beside the computation.",
-        scope=("megatron", "deepspeed", "huggingface"),
-    )
-    loss_tile: int | str = _option(
-        "off",
-        "Tokens of a rank whose logits exist at a time. Loss, log-probabilities and their gradients are made tile by "
-        "tile, and the backward makes the logits again. off: the framework's loss, with the logits of all tokens. 4096 "
-        "is enough for speed.",
-        ("off",),
-        ("megatron", "deepspeed", "huggingface"),
-        TOKENS,
-    )
-    mlp_tile: int | str = _option(
-        "off",
-        "Tokens of a rank that a dense MLP, and a norm of transformers, computes at a time. The backward computes each "
-        "tile once more, so that inner activations exist for one tile only. off: all tokens at once. For the longest "
-        "sequences.",
-        ("off",),
-        ("megatron", "deepspeed", "huggingface"),
-        TOKENS,
     )
     transport: str = _option(
         "auto",
@@ -155,81 +105,102 @@ class DistAttentionConfig:
     )
 
     def __post_init__(self) -> None:
-        for name, default, choices, numbers in _RULES:
+        for name, default, choices, numbers in self.rules:
             _check(f"{name}={getattr(self, name)!r}", getattr(self, name), default, choices, numbers)
 
     @classmethod
-    def options(cls, scope: str | None = None) -> tuple[Field[Any], ...]:
-        """Return the fields that can be set in a scope, all for None."""
-        return tuple(spec for spec in fields(cls) if scope is None or scope in spec.metadata["scope"])
-
-    @classmethod
-    def from_mapping(cls, values: Mapping[str, Any], scope: str | None = None) -> DistAttentionConfig:
-        """Build from a mapping (JSON, YAML).
+    def of(cls, given: Self | None) -> Self:
+        """Return the options that a caller gave, or the defaults for None.
 
         Raises:
-            UnsupportedError: a key is unknown (the nearest known one is named), of another scope, or its value wrong.
+            UnsupportedError: they are not of this class.
         """
-        known = tuple(spec.name for spec in cls.options(scope))
-        for key in values:
-            if key not in known:
-                elsewhere = cls.belongs(key) if key in cls.__dataclass_fields__ else "no option has that name"
-                raise UnsupportedError(f"the key {key!r}", elsewhere, nearest(key, known))
-        return cls(**values)
+        if given is not None and type(given) is not cls:
+            what, instead = f"config={given!r}", f"{cls.__name__}(...), or {cls.__name__}.from_mapping(...)"
+            raise UnsupportedError(what, f"it must be a {cls.__name__}", instead)
+        return cls() if given is None else given
 
     @classmethod
-    def add_arguments(
-        cls, parser: argparse.ArgumentParser, scope: str, prefix: str = "--dfa-"
-    ) -> argparse.ArgumentParser:
-        """Add one argument group with a flag for every field of a scope."""
-        name = prefix.lstrip("-").replace("-", "_")
-        add_flags(parser.add_argument_group("dfa", "distributed attention (dfa_megatron)"), cls, name, scope)
-        parser.set_defaults(**{name + spec.name: spec.default for spec in cls.options(scope)})
+    def from_mapping(cls, values: Mapping[str, Any], beside: Collection[str] = ()) -> Self:
+        """Build from a mapping (JSON, YAML), whose keys `beside` are no options and mean something else.
+
+        Raises:
+            UnsupportedError: a key is unknown (the nearest known one is named), of another class, or its value wrong.
+        """
+        known = (*beside, *cls.__dataclass_fields__)
+        for key in values:
+            if key not in known:
+                whose = [kind.__name__ for kind in CONFIGS if key in kind.__dataclass_fields__]
+                why = f"it is an option of {' and '.join(whose)} alone" if whose else "no option has that name"
+                raise UnsupportedError(f"the key {key!r}", why, nearest(key, known))
+        return cls(**{key: value for key, value in values.items() if key not in beside})
+
+    @classmethod
+    def add_arguments(cls, parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+        """Add one argument group with a flag `--dfa-name` for every field."""
+        add_flags(parser.add_argument_group("dfa", "distributed attention (dfa_megatron)"), cls, PREFIX)
+        parser.set_defaults(**{PREFIX + spec.name: spec.default for spec in fields(cls)})
         return parser
 
     @classmethod
-    def from_args(cls, args: argparse.Namespace, prefix: str = "dfa_") -> DistAttentionConfig:
+    def from_args(cls, args: argparse.Namespace) -> Self:
         """Read the fields that `add_arguments` put on a namespace; a field whose flag is missing keeps its default."""
-        return from_flags(cls, args, prefix)
+        return from_flags(cls, args, PREFIX)
 
     @classmethod
-    def json_schema(cls, scope: str | None = None) -> dict[str, Any]:
+    def json_schema(cls) -> dict[str, Any]:
         """Return a JSON schema (draft 2020-12) of the mapping that `from_mapping` takes."""
         return {
             "$schema": "https://json-schema.org/draft/2020-12/schema",
             "title": "dfa_megatron distributed attention",
             "type": "object",
             "additionalProperties": False,
-            "properties": {spec.name: _property(spec) for spec in cls.options(scope)},
+            "properties": {spec.name: _property(spec) for spec in fields(cls)},
         }
 
-    def replace(self, **changes: Any) -> DistAttentionConfig:
+    def replace(self, **changes: Any) -> Self:
         """Return a copy with some fields changed, validated again."""
         return dataclasses.replace(self, **changes)
-
-    def within(self, scope: str) -> DistAttentionConfig:
-        """Return a copy in which fields outside a scope have their defaults."""
-        return self.replace(**{spec.name: spec.default for spec in self._outside(scope)})
-
-    def refuse_outside(self, scope: str, instead: str) -> None:
-        """Refuse fields that have no meaning in a scope.
-
-        Raises:
-            UnsupportedError: such a field does not have its default value.
-        """
-        for spec in self._outside(scope):
-            if (value := getattr(self, spec.name)) != spec.default:
-                raise UnsupportedError(f"{spec.name}={value!r}", self.belongs(spec.name), instead)
-
-    @classmethod
-    def belongs(cls, name: str) -> str:
-        """Say where an option can be set."""
-        return f"it is an option of {' and '.join(cls.__dataclass_fields__[name].metadata['scope'])} alone"
 
     @property
     def fixed_degree(self) -> int:
         """`ulysses_degree` where it is a number; 1 for "auto"."""
         return 1 if isinstance(self.ulysses_degree, str) else self.ulysses_degree
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingConfig(DistAttentionConfig):
+    """The options of a framework: those of attention, and what else this package does for its layers and loss."""
+
+    checkpoint: str = _option(
+        "auto",
+        "Activation checkpointing of whole layers. auto: where the framework checkpoints them, attention's output and "
+        "lse are saved, so that it runs and sends once. none: the framework's checkpoints run attention twice. full: "
+        "layers are checkpointed, and attention runs twice. remat: layers are checkpointed, and attention's output and "
+        "lse are saved.",
+        CHECKPOINT,
+    )
+    remat_offload: bool = _option(
+        False,
+        "Keep what checkpointing saves in pinned host memory until the recompute takes it: each layer's input; with "
+        "rematerialization, attention's output and lse too. The copies run beside the computation.",
+    )
+    loss_tile: int | str = _option(
+        "off",
+        "Tokens of a rank whose logits exist at a time. Loss, log-probabilities and their gradients are made tile by "
+        "tile, and the backward makes the logits again. off: the framework's loss, with the logits of all tokens. 4096 "
+        "is enough for speed.",
+        ("off",),
+        TOKENS,
+    )
+    mlp_tile: int | str = _option(
+        "off",
+        "Tokens of a rank that a dense MLP, and a norm of transformers, computes at a time. The backward computes each "
+        "tile once more, so that inner activations exist for one tile only. off: all tokens at once. For the longest "
+        "sequences.",
+        ("off",),
+        TOKENS,
+    )
 
     @property
     def checkpoints_layers(self) -> bool:
@@ -241,13 +212,26 @@ class DistAttentionConfig:
         """Whether a checkpoint of a layer saves attention's output and lse."""
         return self.checkpoint in ("auto", "remat")
 
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MegatronConfig(TrainingConfig):
+    """The options in Megatron, whose batches are sliced before they reach the model."""
+
+    data_layout: str = _option(
+        "contiguous",
+        "Which tokens a rank holds. contiguous: one slice, in order (this package slices the data). boundary: the "
+        "framework's data stay zigzag, and tokens come in order where they enter the model. zigzag: the framework's "
+        "data stay zigzag and attention works on them as they are.",
+        DATA_LAYOUTS,
+    )
+
     @property
     def layout_inside(self) -> str:
         """The tokens of a rank inside Megatron's layers, as the functions' `layout` says it."""
         return "contiguous" if self.data_layout == "boundary" else self.data_layout
 
-    def _outside(self, scope: str) -> list[Field[Any]]:
-        return [spec for spec in fields(self) if scope not in spec.metadata["scope"]]
+
+CONFIGS = DistAttentionConfig, TrainingConfig, MegatronConfig
 
 
 def _property(spec: Field[Any]) -> dict[str, Any]:
@@ -272,5 +256,5 @@ def _check(what: str, value: Any, default: Any, choices: tuple[str, ...] | None,
         raise UnsupportedError(what, numbers.why, numbers.instead)
 
 
-# Dynamo of PyTorch 2.6 traces tuples, no mappings of fields.
-_RULES = tuple((s.name, s.default, s.metadata["choices"], s.metadata["numbers"]) for s in fields(DistAttentionConfig))
+for _config in CONFIGS:
+    _config.rules = tuple((s.name, s.default, s.metadata["choices"], s.metadata["numbers"]) for s in fields(_config))

@@ -26,7 +26,7 @@ def flag(default: Any, help: str = "", *, group: str = "options", **given: Any) 
     return field(default=default, metadata={"flag": given | {"help": help}, "group": group})
 
 
-def add_flags(parser: argparse._ActionsContainer, cls: type, prefix: str = "", scope: str | None = None) -> None:
+def add_flags(parser: argparse._ActionsContainer, cls: type, prefix: str = "") -> None:
     """Add `--name` for every field of a dataclass that `flag` declared.
 
     The type comes from the annotation: int, float, str, Path, bool (`--name` and `--no-name`), a union of these (the
@@ -36,18 +36,16 @@ def add_flags(parser: argparse._ActionsContainer, cls: type, prefix: str = "", s
         parser: a parser or a group of one.
         cls: the dataclass. A flag that is left out leaves no trace, unless the parser sets a default.
         prefix: goes before every name.
-        scope: add only fields whose metadata names this scope.
     """
     hints, groups = typing.get_type_hints(cls), {"options": parser}
     for spec in _flags(cls):
-        if scope is None or scope in spec.metadata["scope"]:
-            title = spec.metadata.get("group", "options")
-            groups.setdefault(title, groups.get(title) or parser.add_argument_group(title)).add_argument(
-                "--" + (prefix + spec.name).replace("_", "-"),
-                default=argparse.SUPPRESS,
-                **_parsed(hints[spec.name]),
-                **spec.metadata["flag"] | {"help": _help(spec)},
-            )
+        title = spec.metadata.get("group", "options")
+        groups.setdefault(title, groups.get(title) or parser.add_argument_group(title)).add_argument(
+            "--" + (prefix + spec.name).replace("_", "-"),
+            default=argparse.SUPPRESS,
+            **_parsed(hints[spec.name]),
+            **spec.metadata["flag"] | {"help": _help(spec)},
+        )
 
 
 def from_flags(cls: type[T], args: argparse.Namespace, prefix: str = "", **more: Any) -> T:

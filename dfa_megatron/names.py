@@ -21,8 +21,6 @@ KERNELS = ("auto", "flash4", "flash3", "cudnn", "flash2", "aten", "cpu", "triton
 TRANSPORTS = ("auto", "p2p", "copy_engine")
 CHECKPOINT = ("auto", "none", "full", "remat")
 VERIFY = ("on", "off")
-SCOPES = ("function", "megatron", "deepspeed", "huggingface")
-"""Where an option can be set."""
 
 
 def nearest(value: object, known: Collection[str]) -> str:

@@ -19,8 +19,8 @@ import torch
 
 from dfa_megatron.config import DistAttentionConfig
 from dfa_megatron.plan.language.heads import split_heads, split_tokens, stages_error
-from dfa_megatron.runtime.comm.groups import Group, group_name, group_size
-from dfa_megatron.runtime.comm.registry import channel
+from dfa_megatron.runtime.comm.groups import Group
+from dfa_megatron.runtime.comm.registry import channel_of
 from dfa_megatron.runtime.cu_seqlens import check_offsets, offsets_of
 from dfa_megatron.runtime.execute.ulysses import stand_ins
 from dfa_megatron.runtime.problem import Inputs, problem_of
@@ -78,8 +78,7 @@ class PackPlanner:
         layout: str = "contiguous",
         config: DistAttentionConfig = DEFAULTS,
     ) -> None:
-        name = group_name(group)
-        over = channel(name) if group_size(name) > 1 else None
+        over = channel_of(group)
         self.rank, ranks = (over.rank, over.size) if over else (0, 1)
         request = Request(
             softmax_scale=1.0,

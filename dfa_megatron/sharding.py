@@ -24,7 +24,7 @@ from dfa_megatron.kernels.leaf import differentiable_once
 from dfa_megatron.plan.language.layout import Layout, by_name
 from dfa_megatron.plan.language.mask import check_parents
 from dfa_megatron.plan.schedules.load_balanced import layout_of
-from dfa_megatron.runtime.comm.groups import Group, group_name, resolve
+from dfa_megatron.runtime.comm.groups import Group, resolve
 from dfa_megatron.runtime.cu_seqlens import balancing_mask, offsets_of
 
 CuSeqlens = torch.Tensor | Sequence[int] | None
@@ -197,11 +197,8 @@ def _bytes(x: torch.Tensor) -> torch.Tensor:
 
 def _membership(group: Group) -> tuple[int, int, dist.ProcessGroup | None]:
     """Return this process's rank in the group, the group's size, and the group (None without process groups)."""
-    name = group_name(group)
-    if not name:
-        return 0, 1, None
-    members = resolve(name)
-    return members.rank(), members.size(), members
+    members = resolve(group)
+    return (0, 1, None) if members is None else (members.rank(), members.size(), members)
 
 
 def _sequence_dim(x: torch.Tensor, dim: int) -> int:

@@ -25,7 +25,7 @@ if IS_RANK:  # end at once on Ctrl-C, even inside a collective; the launcher rep
 # Megatron says on every rank that it falls back from Apex and Transformer Engine, which this example does without.
 warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.")
 
-from dfa_megatron import DistAttentionConfig
+from dfa_megatron import MegatronConfig
 from dfa_megatron.doctor.start_ranks import INTERRUPTED_STATUS, USER_ERROR_STATUS, ranks_here, start
 from dfa_megatron.errors import DistAttentionError
 from gpt.errors import UserError
@@ -45,7 +45,7 @@ def main(argv: list[str]) -> int:
     args = parse_flags(argv)
     ranks = int(os.environ["WORLD_SIZE"]) if IS_RANK else ranks_here(args.nproc_per_node)
     # Every rank makes the same checks before any rank waits for another.
-    options = DistAttentionConfig.from_args(args)
+    options = MegatronConfig.from_args(args)
     sizes = settle(args, ranks, cuda=torch.cuda.is_available())
     tokens = open_tokens(args.data, vocab_size=args.vocab_size, seq_length=args.seq_length)
     found = find(args, facts_of(args, sizes, tokens))

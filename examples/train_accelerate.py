@@ -22,7 +22,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import DataLoaderConfiguration, GradientAccumulationPlugin
 
-from dfa_megatron import DistAttentionConfig
+from dfa_megatron import TrainingConfig
 from dfa_megatron import huggingface as dfa_hf
 from gpt.text import Tokens, sample
 from hf_model import add_arguments, build
@@ -134,7 +134,7 @@ def main() -> None:
     args = parser.parse_args()
     accelerator, progress = start(args.accumulate), Progress()
     model, tokens = build(args)
-    options = DistAttentionConfig(checkpoint="remat", loss_tile=4096)
+    options = TrainingConfig(checkpoint="remat", loss_tile=4096)
     dfa_hf.distribute_accelerator(accelerator, model, size=args.size, config=options)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5 if args.model else 1e-3)
     length, count = args.seq_length, 64

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from dfa_megatron import DistAttentionConfig
+from dfa_megatron import TrainingConfig
 from dfa_megatron import huggingface as dfa_hf
 from gpt.text import sample
 from hf_model import add_arguments, build
@@ -27,7 +27,7 @@ from hf_model import add_arguments, build
 Batch = Mapping[str, torch.Tensor]
 
 
-def prepare(model: Any, mesh: DeviceMesh, config: DistAttentionConfig | None = None) -> Any:
+def prepare(model: Any, mesh: DeviceMesh, config: TrainingConfig | None = None) -> Any:
     """Distribute attention over `cp`, and shard parameters over all ranks of the mesh (dp, cp)."""
     dfa_hf.distribute_attention(model, group=mesh["cp"].get_group(), config=config)
     ranks = mesh["dp", "cp"]._flatten("dp_cp")
@@ -110,7 +110,7 @@ def main() -> None:
     shape = (dist.get_world_size() // args.context_parallel_size, args.context_parallel_size)
     mesh = init_device_mesh(device, shape, mesh_dim_names=("dp", "cp"))
     model, tokens = build(args)
-    prepare(model.to(device), mesh, DistAttentionConfig(checkpoint="remat"))
+    prepare(model.to(device), mesh, TrainingConfig(checkpoint="remat"))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     done = load(args.save, model, optimizer) if args.save and args.save.exists() else 0
     for step in range(done, args.train_iters):

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from transformers import DataCollatorWithFlattening, Trainer, TrainingArguments
 
-from dfa_megatron import DistAttentionConfig
+from dfa_megatron import TrainingConfig
 from dfa_megatron import huggingface as dfa_hf
 from gpt.text import Tokens, sample
 from hf_model import add_arguments, build
@@ -71,7 +71,7 @@ def train(args: argparse.Namespace) -> Any:
         train_dataset=Documents(tokens, args.seq_length, 64 * args.train_iters),
         data_collator=DataCollatorWithFlattening(),
     )
-    dfa_hf.distribute_trainer(trainer, size=args.size, config=DistAttentionConfig(checkpoint="remat"))
+    dfa_hf.distribute_trainer(trainer, size=args.size, config=TrainingConfig(checkpoint="remat"))
     trainer.train()
     return trainer
 

@@ -28,14 +28,7 @@ COLLECTED = pytest.StashKey[list[pytest.Item]]()
 """Every test that was collected, also those that are left out of this run."""
 
 
-TOGETHER = {
-    "tests/examples/test_checkpoint.py",
-    "tests/megatron/test_checkpoints.py",
-    "tests/megatron/test_composition.py",
-    "tests/megatron/test_latent.py",
-    "tests/megatron/test_packed.py",
-    "tests/megatron/test_softmax_offset.py",
-}
+TOGETHER = {"tests/examples/test_checkpoint.py"}
 """Files whose fixtures train: one worker of pytest-xdist makes them, for all tests of the file."""
 
 

@@ -1,4 +1,4 @@
-"""Every option says where it can be set, and its names are those of the code."""
+"""Every option stands in the config of its place, and its names are those of the code."""
 
 from __future__ import annotations
 
@@ -9,39 +9,34 @@ import pytest
 import torch
 
 from dfa_megatron import dist_flash_attn_func, names
-from dfa_megatron.config import DistAttentionConfig
+from dfa_megatron.config import CONFIGS, DistAttentionConfig, MegatronConfig, TrainingConfig
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.plan.schedules import OWNER_COMPUTES, SCHEDULES
 
 
-def test_every_option_says_where_it_can_be_set_and_the_others_are_refused_there() -> None:
-    scopes = {field.name: set(field.metadata["scope"]) for field in fields(DistAttentionConfig)}
-    assert all(scopes.values())
-    apart = {name: scope for name, scope in scopes.items() if scope != set(names.SCOPES)}
-    assert apart == {
-        "data_layout": {"megatron"},
-        "checkpoint": {"megatron", "deepspeed", "huggingface"},
-        "remat_offload": {"megatron", "deepspeed", "huggingface"},
-        "loss_tile": {"megatron", "deepspeed", "huggingface"},
-        "mlp_tile": {"megatron", "deepspeed", "huggingface"},
-    }
-    config = DistAttentionConfig(data_layout="boundary", schedule="ring")
-    assert config.within("function") == DistAttentionConfig(schedule="ring")
-    config.refuse_outside("megatron", "nothing")
-    with pytest.raises(UnsupportedError, match=r"data_layout='boundary'.*an option of megatron alone"):
-        config.refuse_outside("function", "its default")
-    with pytest.raises(UnsupportedError, match=r"key 'data_layout'.*an option of megatron alone"):
-        DistAttentionConfig.from_mapping({"data_layout": "zigzag"}, "deepspeed")
-    for scope in names.SCOPES:
-        flags = vars(DistAttentionConfig.add_arguments(argparse.ArgumentParser(), scope).parse_args([]))
-        assert set(flags) == {f"dfa_{name}" for name, where in scopes.items() if scope in where}
-    assert set(DistAttentionConfig.json_schema("deepspeed")["properties"]) == {
-        name for name, scope in scopes.items() if "deepspeed" in scope
-    }
+def test_each_config_has_the_options_of_its_place_and_names_the_place_of_others() -> None:
+    attention, training, megatron = ([field.name for field in fields(config)] for config in CONFIGS)
+    assert training == [*attention, "checkpoint", "remat_offload", "loss_tile", "mlp_tile"]
+    assert megatron == [*training, "data_layout"]
+    for config, names_of_it in zip(CONFIGS, (attention, training, megatron), strict=True):
+        flags = vars(config.add_arguments(argparse.ArgumentParser()).parse_args([]))
+        assert set(flags) == {f"dfa_{name}" for name in names_of_it}
+        assert set(config.json_schema()["properties"]) == set(names_of_it)
+        assert config.from_args(argparse.Namespace(**flags)) == config.of(None) == config()
+    with pytest.raises(UnsupportedError, match=r"key 'data_layout'.*an option of MegatronConfig alone"):
+        TrainingConfig.from_mapping({"data_layout": "zigzag"})
+    with pytest.raises(UnsupportedError, match=r"loss_tile=8.*it must be a TrainingConfig"):
+        TrainingConfig.of(MegatronConfig(loss_tile=8))
+
+
+def test_attention_reads_its_own_options_of_a_frameworks_config() -> None:
+    q, k, v = torch.randn(3, 1, 4, 1, 8, dtype=torch.float64)
+    ours = dist_flash_attn_func(q, k, v, causal=True, config=TrainingConfig(kernel="reference", mlp_tile=2))
+    assert torch.equal(ours, dist_flash_attn_func(q, k, v, causal=True, config=DistAttentionConfig(kernel="reference")))
 
 
 def test_automatic_or_a_number_is_what_flag_json_and_check_take_for_the_degree() -> None:
-    parser = DistAttentionConfig.add_arguments(argparse.ArgumentParser(), "megatron")
+    parser = DistAttentionConfig.add_arguments(argparse.ArgumentParser())
     for word, value in (("auto", "auto"), ("1", 1), ("8", 8)):
         assert DistAttentionConfig.from_args(parser.parse_args(["--dfa-ulysses-degree", word])).ulysses_degree == value
         assert DistAttentionConfig.from_mapping({"ulysses_degree": value}).ulysses_degree == value
@@ -56,10 +51,10 @@ def test_a_dictionary_in_place_of_options_is_refused_by_name() -> None:
 
 
 def test_a_tile_of_the_loss_is_off_or_a_number_of_tokens() -> None:
-    assert DistAttentionConfig.from_mapping({"loss_tile": 4096}, "deepspeed").loss_tile == 4096
+    assert TrainingConfig.from_mapping({"loss_tile": 4096}).loss_tile == 4096
     for wrong in (0, -1, 1.5, True, None, "on"):
         with pytest.raises(UnsupportedError, match=r"loss_tile=.*number from 1"):
-            DistAttentionConfig(loss_tile=wrong)  # type: ignore[arg-type]
+            TrainingConfig(loss_tile=wrong)  # type: ignore[arg-type]
 
 
 def test_the_registry_of_names_is_that_of_the_schedules_and_layouts() -> None:

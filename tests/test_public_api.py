@@ -15,7 +15,9 @@ import dfa_megatron
 NAMES = {
     "DistAttentionConfig",
     "DistFlashAttention",
+    "MegatronConfig",
     "PackPlanner",
+    "TrainingConfig",
     "__version__",
     "check_plan",
     "dist_flash_attn_func",

@@ -16,8 +16,7 @@ from dfa_megatron.doctor.world import PATIENCE, World
 from dfa_megatron.errors import DisagreementError, DistAttentionError, UnsupportedError
 from dfa_megatron.runtime.agreement.calls import exchange
 from dfa_megatron.runtime.agreement.store import GroupStore
-from dfa_megatron.runtime.comm.groups import group_name
-from dfa_megatron.runtime.comm.registry import renew
+from dfa_megatron.runtime.comm.registry import channel_of
 
 T = TypeVar("T")
 
@@ -68,7 +67,8 @@ def together(world: World, action: Callable[[], T]) -> T | Failure:
     idle = _idle(world, len(failures))
     if any(facts["busy"] for facts in _told(world, {"busy": "" if idle else "yes"})):
         raise StuckError(f"rank {rank} failed ({facts['why']}) and another waits for its messages")
-    renew(group_name(None))  # an attention that failed has lost the group
+    if (over := channel_of(None)) is not None:
+        over.ended()  # an attention that failed has lost the group
     if world.cuda:
         torch.cuda.empty_cache()
     return Failure(facts["state"], facts["why"])

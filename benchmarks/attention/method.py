@@ -17,7 +17,7 @@ from benchmarks.attention.local import local_attention
 from dfa_megatron.attention import dist_flash_attn_func
 from dfa_megatron.config import DistAttentionConfig
 from dfa_megatron.doctor.world import World
-from dfa_megatron.runtime.prepare import in_use
+from dfa_megatron.runtime.prepare import Prepared, in_use
 
 Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """(batch, local_seq, heads, head_dim) and kv_heads of k and v -> out like q; differentiable."""
@@ -119,7 +119,7 @@ def _ours(
         exact=ablation != "no_communication",
         around=nullcontext if ablation == "none" else around,
         took=_taken if "auto" in (schedule, ulysses_degree) else str,
-        held=lambda: in_use()[-1].symmetric_bytes,
+        held=lambda: symmetric_bytes(in_use()[-1]),
     )
 
 
@@ -128,6 +128,14 @@ def _taken() -> str:
     last = in_use()[-1]
     degree = last.exchange.heads.degree if last.exchange is not None else 1
     return last.plan.schedule + (f", ulysses {degree}" if degree > 1 else "")
+
+
+def symmetric_bytes(prepared: Prepared) -> int:
+    """Return the bytes that its messages need in memory that PyTorch's allocator does not count."""
+    if prepared.channel is None or not torch.cuda.is_available():
+        return 0
+    device = torch.device("cuda", torch.cuda.current_device())
+    return prepared.arena_bytes if prepared.channel.transports.get(device, prepared.transport).keeps_arena else 0
 
 
 def kernel_methods(job: Job) -> list[Method]:

@@ -13,8 +13,7 @@ from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.flags import add_flags, flag, from_flags
 from dfa_megatron.names import LAYOUTS, SCHEDULES, nearest
 from dfa_megatron.plan.cost.choose import Candidate, automatic_degree, candidates, explain, make_plan
-from dfa_megatron.plan.cost.hardware import PROFILES, Hardware
-from dfa_megatron.plan.cost.profile import profile_named
+from dfa_megatron.plan.cost.hardware import PROFILES, Hardware, profile_named
 from dfa_megatron.plan.cost.simulate import simulate
 from dfa_megatron.plan.draw import draw
 from dfa_megatron.plan.language import mask as masks

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from dfa_megatron import remat
-from dfa_megatron.config import DistAttentionConfig
+from dfa_megatron.config import TrainingConfig
 from dfa_megatron.errors import UnsupportedError
 
 
@@ -28,7 +28,7 @@ def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return remat.remat_checkpoint(region, *args, *kwargs.values(), checkpoint=checkpointing.checkpoint)
 
 
-def deepspeeds_function(settings: Mapping[str, Any], options: DistAttentionConfig) -> Callable[..., Any] | None:
+def deepspeeds_function(settings: Mapping[str, Any], options: TrainingConfig) -> Callable[..., Any] | None:
     """Return DeepSpeed's checkpoint function, configured, if the JSON asks for `cpu_checkpointing`; otherwise None.
 
     The engine ignores that section. It affects only layers that DeepSpeed's own function checkpoints.

@@ -209,7 +209,7 @@ def _set_group(attention: list[DistFlashAttention], mesh: Mesh, block: DeepSpeed
         elif module.group_name is None:
             module.group_name = group_name(mesh.group)
         if module.config is None:
-            module.config = block.options.within("function")
+            module.config = block.options
 
 
 def _distribute(

@@ -8,15 +8,12 @@ from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
 from typing import Any
 
-from dfa_megatron.config import DistAttentionConfig
+from dfa_megatron.config import TrainingConfig
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.huggingface.checkpointing import check_options
-from dfa_megatron.names import nearest
 
 KEY = "dist_flash_attention"
 """The top-level key of the block."""
-
-_OPTIONS = tuple(spec.name for spec in DistAttentionConfig.options("deepspeed"))
 
 
 def keys_like_ours(settings: Mapping[str, Any]) -> list[str]:
@@ -38,7 +35,7 @@ def _key(default: Any, description: str) -> Any:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeepSpeedOptions:
-    """Hold the JSON's block. The other options are common to all frameworks: see `DistAttentionConfig`.
+    """Hold the JSON's block. The other options are common to all frameworks: see `TrainingConfig`.
 
     Raises:
         UnsupportedError: a value is of the wrong type or not among its choices; the nearest known one is named.
@@ -60,7 +57,7 @@ class DeepSpeedOptions:
         "When the engine is made, compare its ranks with each rank alone on a short random text: loss, outputs of "
         "layers and gradients; a difference ends the run with a table. Less than a minute.",
     )
-    options: DistAttentionConfig = field(default_factory=DistAttentionConfig)
+    options: TrainingConfig = field(default_factory=TrainingConfig)
 
     def __post_init__(self) -> None:
         for name, about in self._own().items():
@@ -73,7 +70,6 @@ class DeepSpeedOptions:
             asked = f"dist_flash_attention.size={size!r}"
             raise UnsupportedError(asked, "it must be a number of ranks", "for example 8")
         check_options(self.options, reentrant=self.reentrant)
-        self.options.refuse_outside("deepspeed", "leaving it out")
 
     @classmethod
     def _own(cls) -> dict[str, dict[str, Any]]:
@@ -90,15 +86,9 @@ class DeepSpeedOptions:
         if not isinstance(values, Mapping):
             asked = f"dist_flash_attention={values!r}"
             raise UnsupportedError(asked, "it must be a block", '{"enabled": true, "size": 8}')
-        known = (*cls._own(), *_OPTIONS)
-        everywhere = DistAttentionConfig.__dataclass_fields__
-        for key in values:
-            if key not in known and key not in everywhere:
-                asked = f"the key dist_flash_attention.{key}"
-                raise UnsupportedError(asked, "no option has that name", nearest(key, known))
-        own = {key: value for key, value in values.items() if key not in everywhere}
-        shared = {key: value for key, value in values.items() if key in everywhere}
-        return cls(**own, options=DistAttentionConfig.from_mapping(shared, "deepspeed"))
+        own = cls._own()
+        options = TrainingConfig.from_mapping(values, beside=own)
+        return cls(**{key: value for key, value in values.items() if key in own}, options=options)
 
     @classmethod
     def enabled_in(cls, settings: Mapping[str, Any]) -> DeepSpeedOptions | None:
@@ -121,7 +111,7 @@ class DeepSpeedOptions:
     @classmethod
     def json_schema(cls) -> dict[str, Any]:
         """Return a JSON schema (draft 2020-12) of a DeepSpeed file with the block; other keys are left to DeepSpeed."""
-        shared = DistAttentionConfig.json_schema("deepspeed")
+        shared = TrainingConfig.json_schema()
         properties = cls._own() | shared["properties"]
         block = {"type": "object", "additionalProperties": False, "properties": properties}
         return {

@@ -13,7 +13,7 @@ from typing import Any
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from dfa_megatron import remat
-from dfa_megatron.config import DistAttentionConfig
+from dfa_megatron.config import TrainingConfig
 from dfa_megatron.deepspeed.json_block import DeepSpeedOptions
 from dfa_megatron.deepspeed.mesh import Mesh, make_mesh
 from dfa_megatron.errors import UnsupportedError
@@ -77,7 +77,7 @@ def settings_for(settings: dict[str, Any], module: Any, block: DeepSpeedOptions)
     return settings
 
 
-def set_checkpointing(engine: Any, options: DistAttentionConfig) -> None:
+def set_checkpointing(engine: Any, options: TrainingConfig) -> None:
     """Make the pipeline's checkpoints save attention's output and lse, or what they save in host memory, or both.
 
     DeepSpeed's own form without re-entrance becomes PyTorch's in any case: up to 0.19.7 it needs streams of a GPU.

@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from dfa_megatron.config import DistAttentionConfig
 from dfa_megatron.deepspeed.json_block import KEY, DeepSpeedOptions
 from dfa_megatron.deepspeed.proved_engine import prove
 from dfa_megatron.deepspeed.tested_keys import check_settings, check_sizes
@@ -47,11 +47,10 @@ def small_job(words: Sequence[str]) -> SmallJob:
     check_sizes("--ranks", args.ranks, said)
     check_settings(given, said)
     reduced = Reductions()
-    options = on_cpu(block.options, reduced)
+    options = block.options.replace(**on_cpu(block.options, reduced))
     config, ranks = small_config(args.model, said or args.ranks or 2, options, args.tokens, reduced)
     settings = _settings(given, reduced)
-    shared = {spec.name: getattr(options, spec.name) for spec in DistAttentionConfig.options("deepspeed")}
-    settings[KEY] = {**shared, "enabled": True, "size": ranks, "reentrant": block.reentrant}
+    settings[KEY] = {**asdict(options), "enabled": True, "size": ranks, "reentrant": block.reentrant}
 
     def run() -> Proof:
         import deepspeed

@@ -21,8 +21,7 @@ from dfa_megatron.doctor.world import join, slowest
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.kernels import select
 from dfa_megatron.kernels.api import BlockKernel
-from dfa_megatron.plan.cost.hardware import H200_NVLINK, Hardware, Host
-from dfa_megatron.plan.cost.profile import save, to_json
+from dfa_megatron.plan.cost.hardware import H200_NVLINK, Hardware, Host, save, to_json
 from dfa_megatron.plan.language.geometry import CAUSAL, FULL
 
 LENGTHS = {"cuda": (1024, 2048, 4096, 8192, 16384, 32768), "cpu": (64, 128, 256, 512)}

@@ -2,7 +2,7 @@
 
 from dfa_megatron import huggingface as dfa_hf
 
-dfa_hf.distribute_attention(model, group=group, config=DistAttentionConfig(checkpoint="remat"))
+dfa_hf.distribute_attention(model, group=group, config=TrainingConfig(checkpoint="remat"))
 batch = dfa_hf.shard_batch({"input_ids": ids, "labels": ids}, group=group)
 model(**batch).loss.backward()              # then average the gradients over all ranks
 

@@ -12,7 +12,7 @@ from dfa_megatron.huggingface.checks.padding import IGNORED, check_right
 from dfa_megatron.huggingface.positions import batch_number
 from dfa_megatron.huggingface.positions import document_starts as packed
 from dfa_megatron.huggingface.positions import prompt_trees as trees
-from dfa_megatron.runtime.comm.groups import Group, group_name, group_size
+from dfa_megatron.runtime.comm.groups import Group, group_size
 from dfa_megatron.sharding import local_positions, shard_sequence
 
 TYPE_IDS = "token_type_ids"
@@ -77,7 +77,7 @@ def shard_batch(batch: Mapping[str, Any], *, group: Group = None) -> dict[str, A
     if trees.KEY in batch:
         beside = ("position_ids", *packed.FLASH_KEYS, *others)
         tree = trees.tree_of(batch[trees.KEY], tokens.shape[1], [name for name in beside if name in batch])
-    size = group_size(group_name(group))
+    size = group_size(group)
     if others:
         local = {"input_ids": tokens, **types, **others}
         if axes:

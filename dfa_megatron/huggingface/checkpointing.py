@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from dfa_megatron import remat
-from dfa_megatron.config import DistAttentionConfig
+from dfa_megatron.config import TrainingConfig
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.huggingface.checks.check_model import kind_of
 from dfa_megatron.huggingface.current_forward import Forward, enter, innermost, leave
@@ -32,7 +32,7 @@ def set_checkpointing(
     """Checkpoint the layers of a transformers model.
 
     Args:
-        checkpoint: a value of `DistAttentionConfig.checkpoint`; "auto" and "none" undo what an earlier call set.
+        checkpoint: a value of `TrainingConfig.checkpoint`; "auto" and "none" undo what an earlier call set.
         reentrant: with PyTorch's re-entrant form, which saves only a layer's input. This input must have a gradient,
             so frozen embeddings (PEFT) are made to give it one.
         offload: save each layer's input, and with 'remat' attention's output and lse, in pinned host memory.
@@ -63,7 +63,7 @@ def set_checkpointing(
         model.enable_input_require_grads()
 
 
-def check_layers(model: Any, options: DistAttentionConfig, *, reentrant: bool) -> None:
+def check_layers(model: Any, options: TrainingConfig, *, reentrant: bool) -> None:
     """Refuse layers that transformers cannot checkpoint, before the model is changed.
 
     Raises:
@@ -83,7 +83,7 @@ def check_layers(model: Any, options: DistAttentionConfig, *, reentrant: bool) -
         )
 
 
-def check_options(options: DistAttentionConfig, *, reentrant: bool) -> None:
+def check_options(options: TrainingConfig, *, reentrant: bool) -> None:
     """Refuse options of checkpoints that nothing makes.
 
     Raises:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from dfa_megatron.config import DistAttentionConfig
+from dfa_megatron.config import TrainingConfig
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.huggingface.positions.document_starts import Documents
 from dfa_megatron.huggingface.positions.prompt_trees import Tree
@@ -44,7 +44,7 @@ class LayerContext:
 
     group: str
     size: int
-    options: DistAttentionConfig
+    options: TrainingConfig
     before: str
     accelerate: bool = False
     multimodal: bool = False
@@ -159,5 +159,5 @@ def _enter_again(layer: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str
         raise UnsupportedError(
             f"a layer of type {type(layer).__name__} that runs again in the backward",
             "the function that checkpoints it does not tell it the documents, or whether its attention was local",
-            "checkpoint='full' or 'remat' of DistAttentionConfig, or gradient_checkpointing_enable, which do",
+            "checkpoint='full' or 'remat' of TrainingConfig, or gradient_checkpointing_enable, which do",
         )

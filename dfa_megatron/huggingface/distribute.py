@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from dfa_megatron.config import DistAttentionConfig
+from dfa_megatron.config import TrainingConfig
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.huggingface import attention_function as attention
 from dfa_megatron.huggingface import model_inputs as inputs
@@ -42,7 +42,7 @@ def distribute_attention(
     model: torch.nn.Module,
     *,
     group: Group = None,
-    config: DistAttentionConfig | None = None,
+    config: TrainingConfig | None = None,
     reentrant: bool = False,
     accelerate: bool = False,
 ) -> torch.nn.Module:
@@ -68,8 +68,7 @@ def distribute_attention(
     Raises:
         UnsupportedError: the model needs something unsupported; the message names it.
     """
-    options = config or DistAttentionConfig()
-    options.refuse_outside("huggingface", "leaving it out: batches are cut into one slice a rank")
+    options = TrainingConfig.of(config)
     check_options(options, reentrant=reentrant)
     inner = transformers_model(model)
     check_wrappers(model, inner)
@@ -94,7 +93,7 @@ def distribute_attention(
     context = LayerContext(
         group=name,
         size=group_size(name),
-        options=options.within("function"),
+        options=options,
         before=before,
         accelerate=accelerate,
         multimodal=is_multimodal(inner),

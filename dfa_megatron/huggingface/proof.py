@@ -70,7 +70,7 @@ class ModelJob(Job):
         config = self.inner.config.get_text_config()
         self.words, self.padding = config.vocab_size, config.pad_token_id
         self.name = context.group
-        self.group = resolve(context.group) if context.group else None
+        self.group = resolve(context.group)
         self.ranks, self.share = context.size, 1 / context.size
         sharded = any(hasattr(x, "_local_tensor") for x in model.parameters())
         self.sums = not (sharded or isinstance(model, DistributedDataParallel))

@@ -7,7 +7,7 @@ from itertools import pairwise
 import torch
 
 from dfa_megatron.errors import UnsupportedError
-from dfa_megatron.runtime.comm.groups import Group, group_name, group_size
+from dfa_megatron.runtime.comm.groups import Group, group_size
 from dfa_megatron.runtime.cu_seqlens import Offsets, check_offsets, offsets_of
 from dfa_megatron.sharding import CuSeqlens, unshard_sequence
 
@@ -42,7 +42,7 @@ def by_document(
     if cu_seqlens is None:
         layout = "zigzag" if layout == BY_DOCUMENT else layout
         return [unshard_sequence(values, group=group, layout=layout, dim=values.dim() - 1)]
-    offsets, ranks = offsets_of(cu_seqlens), group_size(group_name(group))
+    offsets, ranks = offsets_of(cu_seqlens), group_size(group)
     lengths = [hi - lo for lo, hi in pairwise(offsets)]
     uneven = next((length for length in lengths if length % (2 * ranks)), None)
     if layout == BY_DOCUMENT and ranks > 1:

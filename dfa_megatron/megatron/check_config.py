@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from dfa_megatron.config import DistAttentionConfig
+from dfa_megatron.config import MegatronConfig
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.plan.language.heads import check_degree
 
@@ -96,7 +96,7 @@ KNOWN = frozenset({
 """What Megatron's own core attentions read of a config; ours uses it, refuses it, or it changes no number there."""
 
 
-def check_config(config: Any, options: DistAttentionConfig) -> None:
+def check_config(config: Any, options: MegatronConfig) -> None:
     """Refuse a configuration that would give wrong numbers without an error.
 
     Args:
@@ -158,13 +158,13 @@ def _read_by_megatrons() -> frozenset[str]:
     return frozenset(re.findall(r"\bconfig\.(\w+)", text))
 
 
-def recomputes(fields: dict[str, Any], options: DistAttentionConfig) -> bool:
+def recomputes(fields: dict[str, Any], options: MegatronConfig) -> bool:
     """Return whether layers are recomputed without their attention."""
     full = fields.get("recompute_granularity") == "full" and options.saves_attention
     return full or options.checkpoint == "remat"
 
 
-def _check_recomputation(fields: dict[str, Any], options: DistAttentionConfig) -> None:
+def _check_recomputation(fields: dict[str, Any], options: MegatronConfig) -> None:
     selective = fields.get("recompute_granularity") == "selective"
     if selective and "core_attn" in (fields.get("recompute_modules") or ()):
         raise UnsupportedError(
@@ -195,7 +195,7 @@ def _check_recomputation(fields: dict[str, Any], options: DistAttentionConfig) -
         )
 
 
-def _check_tiles(fields: dict[str, Any], options: DistAttentionConfig) -> None:
+def _check_tiles(fields: dict[str, Any], options: MegatronConfig) -> None:
     if options.loss_tile != "off" and fields.get("defer_embedding_wgrad_compute"):
         raise UnsupportedError(
             "loss_tile together with defer_embedding_wgrad_compute",
@@ -211,7 +211,7 @@ def _check_tiles(fields: dict[str, Any], options: DistAttentionConfig) -> None:
             )
 
 
-def _check_over_ranks(fields: dict[str, Any], options: DistAttentionConfig) -> None:
+def _check_over_ranks(fields: dict[str, Any], options: MegatronConfig) -> None:
     for name in OVER_RANKS:
         value = fields.get(name)
         if value and (name != "moe_router_load_balancing_type" or "sinkhorn" in value):

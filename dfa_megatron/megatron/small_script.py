@@ -112,7 +112,8 @@ def _shrink(args: Any, reduced: Reductions, given: set[str]) -> int:
             "other layers cannot be made small",
             "--dfa-prove in the job itself",
         )
-    options = on_cpu(options_of(args), reduced)
+    options = options_of(args)
+    options = options.replace(**on_cpu(options, reduced))
     for name in ("kernel", "transport", "cuda_graph", "remat_offload"):
         if hasattr(args, f"dfa_{name}"):
             setattr(args, f"dfa_{name}", getattr(options, name))

@@ -13,7 +13,7 @@ from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
-from dfa_megatron.config import DistAttentionConfig
+from dfa_megatron.config import MegatronConfig
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.megatron.door import with_door
 from dfa_megatron.megatron.hybrid.in_order import OTHER_ORDER, in_order_class, is_delta
@@ -44,13 +44,13 @@ def distribute_attention(
     spec: Any,
     transformer_config: Any = None,
     *,
-    config: DistAttentionConfig | None = None,
+    config: MegatronConfig | None = None,
     vp_stage: int | None = None,
     pp_rank: int | None = None,
 ) -> Any:
     """Return a copy of a Megatron spec whose layers run distributed attention.
 
-        options = DistAttentionConfig(data_layout="contiguous", checkpoint="remat")
+        options = MegatronConfig(data_layout="contiguous", checkpoint="remat")
         spec = distribute_attention(get_gpt_layer_local_spec(), transformer_config, config=options)
         model = GPTModel(transformer_config, spec, vocab_size, max_sequence_length, ...)
         batch = shard_batch(batch, parallel_state.get_context_parallel_group(), options)
@@ -74,7 +74,7 @@ def distribute_attention(
     Raises:
         UnsupportedError: the spec or the configuration would give wrong numbers silently.
     """
-    options = config or DistAttentionConfig()
+    options = MegatronConfig.of(config)
     _replace_names()
     context = AttentionContext(options, hybrid=is_stack(spec))
     if transformer_config is not None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from dfa_megatron.config import DistAttentionConfig
+from dfa_megatron.config import TrainingConfig
 from dfa_megatron.proving.job import TOKENS
 from dfa_megatron.proving.verdict import Proof, columns
 
@@ -75,14 +75,14 @@ class SmallJob:
         return "\n".join(columns(("reduced", "asked for", "checked with"), self.reduced))
 
 
-def on_cpu(options: DistAttentionConfig, reduced: Reductions) -> DistAttentionConfig:
-    """Return the options with what a CPU runs in place of what needs a GPU."""
-    instead = {"transport": "auto", "cuda_graph": False, "remat_offload": False}
+def on_cpu(options: TrainingConfig, reduced: Reductions) -> dict[str, Any]:
+    """Return the options that a CPU runs in place of those that need a GPU."""
+    instead: dict[str, Any] = {"transport": "auto", "cuda_graph": False, "remat_offload": False}
     if options.kernel not in ("auto", "reference", "cpu"):
         instead["kernel"] = "auto"
     for name, runs in instead.items():
         reduced.note(name, getattr(options, name), runs)
-    return options.replace(**instead)
+    return instead
 
 
 def window_of(window: int, length: int | None, ranks: int) -> int:

@@ -13,8 +13,8 @@ from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.recurrence.share import Share
 from dfa_megatron.runtime.agreement.calls import Kind
 from dfa_megatron.runtime.comm.channel import Channel
-from dfa_megatron.runtime.comm.groups import Group, group_name, group_size, resolve
-from dfa_megatron.runtime.comm.registry import channel
+from dfa_megatron.runtime.comm.groups import Group
+from dfa_megatron.runtime.comm.registry import channel_of
 from dfa_megatron.runtime.counters import COUNTERS
 from dfa_megatron.runtime.cu_seqlens import Offsets, describe, offsets_of
 from dfa_megatron.runtime.prepare import refuse
@@ -31,9 +31,9 @@ _share = lru_cache(maxsize=64)(Share)
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where the ranks of a group stand in a sequence: the group, this rank's share, and whether calls are compared."""
+    """Where a rank stands in a sequence. over: None for one rank. verify: whether calls are compared."""
 
-    group: str
+    over: Channel | None
     share: Share
     verify: bool
 
@@ -51,13 +51,14 @@ class Place:
         Raises:
             UnsupportedError: cu_seqlens do not fit the tokens, or this process is not in the group.
         """
-        name, verify = group_name(group), config.verify == "on"
-        rank = resolve(name).rank() if name else 0
+        verify = config.verify == "on"
+        over = channel_of(group, verify=verify)
+        rank, ranks = (0, 1) if over is None else (over.rank, over.size)
         try:
             offsets = () if cu_seqlens is None else offsets_of(cu_seqlens, x.device)
-            return cls(name, _share(rank, group_size(name), x.shape[dim], offsets), verify)
+            return cls(over, _share(rank, ranks, x.shape[dim], offsets), verify)
         except UnsupportedError as error:
-            refuse(error, name, verify=verify)
+            refuse(error, over, verify=verify)
             raise
 
 
@@ -101,8 +102,8 @@ def agree_on(what: str, place: Place, facts: dict[str, str], device: torch.devic
     Raises:
         DisagreementError: the ranks ask for different exchanges; the message is a table.
     """
-    share, verify = place.share, place.verify
-    over = channel(place.group, verify=verify)
+    share, over, verify = place.share, place.over, place.verify
+    assert over is not None, "a share that crosses ranks"
     facts = {"exchange": what, "tokens of a rank": str(share.tokens), **facts, "device": over.place(device)}
     key, known = tuple(facts.items()), over.agreed
     if key not in known:

@@ -18,7 +18,7 @@ from dfa_megatron.kernels.api import accumulator_dtype
 from dfa_megatron.recurrence.functions import dist_scan
 from dfa_megatron.recurrence.kernel_options import FLA, MAMBA1, MAMBA2
 from dfa_megatron.recurrence.local_scan import Decay, Scan, Tokens
-from dfa_megatron.runtime.comm.groups import Group, group_name, group_size
+from dfa_megatron.runtime.comm.groups import Group, group_size
 from dfa_megatron.runtime.cu_seqlens import Offsets
 from dfa_megatron.runtime.request import DEFAULTS
 from dfa_megatron.sharding import CuSeqlens
@@ -120,7 +120,7 @@ def dist_mamba1(
     """
     z = options.pop("z", None)
     function, options = MAMBA1.of(function, options)
-    if _drops_gradient(function) and torch.is_grad_enabled() and group_size(group_name(group)) > 1:
+    if _drops_gradient(function) and torch.is_grad_enabled() and group_size(group) > 1:
         why = "its backward drops the gradient of the last state, which goes on to the next rank"
         instead = "transformers' mamba_selective_scan"
         raise UnsupportedError("training through mamba-ssm's selective_scan_fn over ranks", why, instead)

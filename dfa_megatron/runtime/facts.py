@@ -7,12 +7,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from dfa_megatron.config import DistAttentionConfig
 from dfa_megatron.runtime.agreement.calls import Facts, Kind
 from dfa_megatron.runtime.cu_seqlens import describe
 from dfa_megatron.runtime.execute import alibi_positions as alibi
 from dfa_megatron.runtime.problem import Inputs
-from dfa_megatron.runtime.request import Request
+from dfa_megatron.runtime.request import OPTIONS, Request
 
 if TYPE_CHECKING:
     from dfa_megatron.runtime.prepare import Prepared
@@ -24,7 +23,7 @@ def facts_of(prepared: Prepared, inputs: Inputs) -> Facts:
 
     request = prepared.request
     facts = {f"request.{name}": repr(getattr(request, name)) for name in _COMPARED}
-    facts |= {f"request.{spec.name}": repr(getattr(request.config, spec.name)) for spec in _OPTIONS}
+    facts |= {f"request.{name}": repr(getattr(request.config, name)) for name in OPTIONS}
     facts |= {f"shape of {name}": str(tuple(x.shape)) for name, x in zip("qkv", inputs[:3], strict=True)}
     return facts | {
         "request.cu_seqlens": describe(request.cu_seqlens),
@@ -39,7 +38,6 @@ def facts_of(prepared: Prepared, inputs: Inputs) -> Facts:
     }
 
 
-_OPTIONS = DistAttentionConfig.options("function")
 _COMPARED = ("causal", "softmax_scale", "window_size", "softcap", "sinks", "alibi", "deterministic", "layout")
 """Fields of a request that print in a few words."""
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 from collections import OrderedDict
 from contextlib import AbstractContextManager
@@ -18,10 +17,12 @@ from dfa_megatron.plan.language.grid import grid
 from dfa_megatron.plan.language.heads import HeadSplit, TokenSplit, split_heads, split_tokens
 from dfa_megatron.plan.language.ir import AttentionPlan
 from dfa_megatron.runtime.comm.channel import Channel
-from dfa_megatron.runtime.comm.registry import channel_of
+from dfa_megatron.runtime.comm.registry import channels
+from dfa_megatron.runtime.execute.alibi_positions import slopes_error
 from dfa_megatron.runtime.execute.bound import Bound
 from dfa_megatron.runtime.execute.cuda_graph import Captured
 from dfa_megatron.runtime.execute.memory_plan import MemoryPlan
+from dfa_megatron.runtime.execute.sinks import sinks_error
 from dfa_megatron.runtime.execute.ulysses import HeadExchange, stand_ins
 from dfa_megatron.runtime.execute.wire_format import Format
 from dfa_megatron.runtime.facts import facts_of, kinds_of
@@ -101,13 +102,6 @@ class Prepared:
         """The whole plan, for pictures and reports."""
         return self.rank_plan.plan
 
-    @property
-    def symmetric_bytes(self) -> int:
-        """Bytes that its messages need in the symmetric memory of its transport, or 0 where that has none."""
-        if self.channel is None or not self.channel.transports.has_symmetric_memory(self.transport):
-            return 0
-        return self.arena_bytes
-
     def picture(self, phase: str, step: int) -> str:
         """The grid of a phase with a step of this rank marked."""
         plan = self.plan.forward if phase == "forward" else self.plan.backward
@@ -143,44 +137,21 @@ def _built(request: Request, problem: Problem, rank: int, inputs: Inputs, over: 
     return Prepared(request, rank_plan(problem, rank), kernel, over, binds=binds, kind=kind)
 
 
-@dataclass(slots=True)
-class _OfGroup:
-    """The prepared attentions of a group. They are valid for this channel only."""
-
-    over: Channel | None
-    prepared: OrderedDict[tuple[object, ...], Prepared] = field(default_factory=OrderedDict)
-
-
-_known: dict[str, _OfGroup] = {}
-"""By the name of the group, the one used last at the end."""
-
-
-def _forget(group: str, over: Channel) -> None:
-    """Drop the plans and graphs of a group whose channel closes; it may have another one by now."""
-    known = _known.get(group)
-    if known is not None and known.over is over:
-        _known.pop(group, None)
+_ALONE: OrderedDict[tuple[object, ...], Prepared] = OrderedDict()
+"""The prepared attentions of one rank: plans are the same over every group of one."""
 
 
 def in_use() -> tuple[Prepared, ...]:
-    """What this process has prepared, the one it used last at the end."""
-    known = list(_known.values())  # another thread may drop a group meanwhile
-    return tuple(prepared for of_group in known for prepared in list(of_group.prepared.values()))
+    """What this process has prepared; of a group, the one it used last at the end."""
+    return (*_ALONE.values(), *(prepared for over in channels() for prepared in list(over.prepared.values())))
 
 
-def plans_in_use() -> tuple[AttentionPlan, ...]:
-    """The plans of these: what "auto" came to, for reports."""
-    return tuple(prepared.plan for prepared in in_use())
-
-
-def prepare(request: Request, group: str, inputs: Inputs, *, trains: bool = True) -> Prepared:
-    """Return the prepared attention of a request over a named group; forward and backward ask for it.
-
-    If the request is new, it is built, and the ranks compare theirs (unless verify is off).
+def prepare(request: Request, over: Channel | None, inputs: Inputs, *, trains: bool = True) -> Prepared:
+    """Return the prepared attention of a request on tensors like these; collective over the group if it is new.
 
     Args:
         request: what is asked.
-        group: its name.
+        over: the channel of the ranks; None for one rank.
         inputs: the tensors; the slopes of ALiBi are compared across the ranks when the request is new.
         trains: whether a backward may follow, compared then and in each call.
 
@@ -188,16 +159,13 @@ def prepare(request: Request, group: str, inputs: Inputs, *, trains: bool = True
         UnsupportedError: nothing serves the request.
         DisagreementError: the ranks ask for different things, or one of them refused.
     """
-    over = channel_of(group, verify=request.config.verify == "on") if group else None
-    if over is None:
-        group = ""  # one rank needs no channel: the plans are the same over every group
-    of_group = _known.pop(group, None)
-    if of_group is None or of_group.over is not over:
-        of_group = _OfGroup(over)
-        if over is not None:
-            over.before_closing(functools.partial(_forget, group, over))
-    _known[group] = of_group
-    known, (q, k, v, *_) = of_group.prepared, inputs
+    q, k, v, sinks, slopes = inputs
+    error = None if sinks is None else sinks_error(sinks, q)
+    error = error or (None if slopes is None else slopes_error(slopes, q))
+    if error is not None:
+        refuse(error, over, verify=request.verify)
+        raise error
+    known = _ALONE if over is None else over.prepared
     key = (request, q.device, q.dtype, k.dtype, v.dtype, q.shape, k.shape, v.shape)
     try:
         prepared = known.get(key)
@@ -267,9 +235,9 @@ def _build_with_degree(request: Request, over: Channel | None, inputs: Inputs) -
     return _built(request, problem, rank, inputs, over), None
 
 
-def refuse(error: DistAttentionError, group: str, *, verify: bool) -> None:
-    """Tell the other ranks of a named group that this one refuses; they hear it when they compare their requests."""
-    if verify and (over := channel_of(group, verify=True)) is not None:
+def refuse(error: DistAttentionError, over: Channel | None, *, verify: bool) -> None:
+    """Tell the other ranks that this one refuses; they hear it when they compare their requests."""
+    if verify and over is not None:
         with over.calls.preparing():
             _tell(error, over)
 

@@ -21,8 +21,8 @@ from dfa_megatron.plan.cost.hardware import (
     H200_SOCKETS,
     Hardware,
     computing_with,
+    profile_named,
 )
-from dfa_megatron.plan.cost.profile import profile_named
 from dfa_megatron.plan.language.geometry import UNBOUNDED, Form
 from dfa_megatron.plan.language.mask import Mask
 from dfa_megatron.plan.language.shape import AttentionShape

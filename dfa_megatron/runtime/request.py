@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
 from typing import Any
 
@@ -19,6 +18,8 @@ from dfa_megatron.plan.language.mask import Mask, of_window
 from dfa_megatron.runtime.cu_seqlens import Offsets, balancing_mask, mask_of
 
 DEFAULTS = DistAttentionConfig()
+OPTIONS = tuple(option.name for option in fields(DistAttentionConfig))
+"""Attention's own: a framework's config has more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +64,6 @@ class Request:
         Raises:
             UnsupportedError: names the argument, and values that it can have.
         """
-        self.config.refuse_outside("function", "its default, where the function is called directly")
         self._check_mask()
         if type(self.softcap) is not float:
             raise UnsupportedError(f"softcap={self.softcap!r}", "it must be of type float", "0.0 for none")
@@ -139,7 +139,7 @@ class Request:
     def to_text(self) -> str:
         """Return JSON; equal requests give equal text. A value that no check has passed yet is written as repr."""
         values: dict[str, Any] = {name: getattr(self, name) for name in self.__dataclass_fields__}
-        values["config"] = dataclasses.asdict(self.config)
+        values["config"] = {name: getattr(self.config, name) for name in OPTIONS}
         if isinstance(self.mask, Mask):
             tiles = [(t.q.lo, t.q.hi, t.kv.lo, t.kv.hi, t.lo, t.hi) for t in self.mask.tiles]
             values["mask"] = self.mask.name, self.mask.length, tiles

@@ -23,22 +23,31 @@ from dfa_megatron.runtime.execute.bound import Bound, Recorder
 from dfa_megatron.runtime.execute.cuda_graph import Captured
 from dfa_megatron.runtime.execute.memory_plan import MemoryPlan
 from dfa_megatron.runtime.execute.run_program import execute
+from dfa_megatron.runtime.execute.sinks import merge_sinks, sinks_gradient
 from dfa_megatron.runtime.execute.tensors import Tensors
 from dfa_megatron.runtime.execute.wire_format import Fields
 from dfa_megatron.runtime.hooks import ACTIVE, HookedRun
 from dfa_megatron.runtime.prepare import Prepared
+from dfa_megatron.runtime.problem import Inputs
 
 logger = logging.getLogger(__name__)
 
 
+SavedTensors = tuple[torch.Tensor | None, ...]
+"""What every way of running saves for a backward, in this order: q, k, v, out, lse, sinks, slopes."""
+
+InputGradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]
+"""Of q, k, v and sinks; the last is None without sinks."""
+
+
 def forward_algebra(prepared: Prepared, inputs: Fields, arena: Arena) -> Tensors:
-    """Return the memory of one rank's forward. inputs: see `run_forward`."""
+    """Return the memory of one rank's forward. inputs: q, k, v, and with ALiBi the slopes of q's heads."""
     q, k, v, *slopes = inputs
     return _algebra(prepared, prepared.forward, {"q": (q,), "kv": (k, v)}, slopes, arena)
 
 
 def backward_algebra(prepared: Prepared, inputs: Fields, arena: Arena) -> Tensors:
-    """Return the memory of one rank's backward. inputs: see `run_backward`."""
+    """Return the memory of one rank's backward. inputs: dout, q, k, v, out or -delta, lse, and with ALiBi slopes."""
     dout, q, k, v, needed, lse, *slopes = inputs
     return _algebra(prepared, prepared.backward, {"qdo": (q, dout, lse, needed), "kv": (k, v)}, slopes, arena)
 
@@ -48,35 +57,48 @@ def needed_by_backward(prepared: Prepared, dout: torch.Tensor, out: torch.Tensor
     return minus_delta(dout, out) if prepared.format.backward_needs == "delta" else out
 
 
-def run_forward(prepared: Prepared, inputs: Fields) -> Fields:
+def run_forward(prepared: Prepared, inputs: Inputs, *, trains: bool = True) -> Fields:
     """Return (out, lse) of this rank's rows: out in q's dtype, lse in the accumulator's.
 
     Where heads are exchanged, q, k and v as they are after it may follow: a backward that gets them exchanges less.
-
-    Args:
-        inputs: q, k, v, and with ALiBi the slopes of q's heads.
+    trains: whether a backward may follow.
     """
+    q, k, v, sinks, slopes = inputs
     memory = prepared.forward
     COUNTERS.attention_forwards += 1
     COUNTERS.kernel_forwards += memory.calls
     COUNTERS.forward_messages += memory.messages
     COUNTERS.forward_bytes += memory.message_bytes
-    return (_captured if prepared.request.config.cuda_graph else _recorded)(prepared, memory, inputs, False)
+    run = _captured if prepared.request.config.cuda_graph else _recorded
+    with prepared.running[0 if trains else 2]:
+        out, lse, *exchanged = run(prepared, memory, (q, k, v) if slopes is None else (q, k, v, slopes), False)
+    if sinks is not None:
+        out, lse = merge_sinks(out, lse, sinks)
+    return out.contiguous(), lse.contiguous(), *exchanged
 
 
-def run_backward(prepared: Prepared, inputs: Fields, *, exchanged: bool = False) -> Fields:
-    """Return (dq, dk, dv) of this rank's rows, in q's dtype.
+def run_backward(
+    prepared: Prepared, dout: torch.Tensor, saved: SavedTensors, *, exchanged: bool = False
+) -> InputGradients:
+    """Return the gradients of q, k, v and sinks of this rank's rows, in their dtypes.
 
-    Args:
-        inputs: dout, q, k, v, out, lse, and with ALiBi the slopes of q's heads.
-        exchanged: q, k and v are those that a forward returned after its exchange of heads.
+    exchanged: the saved q, k and v are those that a forward returned after its exchange of heads.
     """
+    q, k, v, out, lse, sinks, slopes = saved
+    assert q is not None and k is not None and v is not None and out is not None and lse is not None  # noqa: PT018
     memory = prepared.backward
     COUNTERS.attention_backwards += 1
     COUNTERS.kernel_backwards += memory.calls
     COUNTERS.backward_messages += memory.messages
     COUNTERS.backward_bytes += memory.message_bytes
-    return (_captured if prepared.request.config.cuda_graph else _recorded)(prepared, memory, inputs, exchanged)
+    run = _captured if prepared.request.config.cuda_graph else _recorded
+    inputs = (dout, q, k, v, out, lse) if slopes is None else (dout, q, k, v, out, lse, slopes)
+    with prepared.running[1]:
+        dq, dk, dv = run(prepared, memory, inputs, exchanged)
+    if prepared.whole is not None:
+        prepared.whole.end_of_backward()
+    dsinks = None if sinks is None else sinks_gradient(dout, out, lse, sinks)
+    return dq.contiguous(), dk.contiguous(), dv.contiguous(), dsinks
 
 
 def _recorded(prepared: Prepared, memory: MemoryPlan, inputs: Fields, exchanged: bool) -> Fields:

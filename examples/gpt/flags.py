@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from dfa_megatron import DistAttentionConfig
+from dfa_megatron import MegatronConfig
 from gpt.errors import UserError
 
 
@@ -28,7 +28,7 @@ def parse_flags(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parallel.add_argument("--pipeline-model-parallel-size", type=int, default=1)
     parallel.add_argument("--sequence-parallel", action="store_true")
     parallel.add_argument("--use-distributed-optimizer", action="store_true")
-    DistAttentionConfig.add_arguments(parser, "megatron")
+    MegatronConfig.add_arguments(parser)
     return parser.parse_args(argv)
 
 

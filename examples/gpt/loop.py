@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from dfa_megatron import DistAttentionConfig
+from dfa_megatron import MegatronConfig
 from dfa_megatron.doctor.world import own_device
 from dfa_megatron.runtime.counters import COUNTERS
 from gpt.errors import UserError
@@ -42,7 +42,7 @@ def join(sizes: Sizes) -> torch.device:
 def train(
     args: argparse.Namespace,
     sizes: Sizes,
-    options: DistAttentionConfig,
+    options: MegatronConfig,
     tokens: Tokens,
     device: torch.device,
     found: Saved | None,
@@ -122,7 +122,7 @@ def _step(
 def _batches(
     args: argparse.Namespace,
     sizes: Sizes,
-    options: DistAttentionConfig,
+    options: MegatronConfig,
     tokens: Tokens,
     device: torch.device,
     *,

@@ -15,7 +15,7 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from dfa_megatron import DistAttentionConfig
+from dfa_megatron import MegatronConfig
 from dfa_megatron.megatron import distribute_attention
 from gpt.flags import Sizes
 
@@ -30,7 +30,7 @@ class Trainer:
     scheduler: Any
 
 
-def build(args: argparse.Namespace, sizes: Sizes, options: DistAttentionConfig, vocabulary: int) -> Trainer:
+def build(args: argparse.Namespace, sizes: Sizes, options: MegatronConfig, vocabulary: int) -> Trainer:
     """Build everything for this rank; the process group and Megatron's parallel state must be there."""
     torch.manual_seed(args.seed)
     tensor_parallel.model_parallel_cuda_manual_seed(args.seed)

@@ -120,9 +120,9 @@ class Report:
 
     def _grid(self) -> str:
         from dfa_megatron import draw
-        from dfa_megatron.runtime.prepare import plans_in_use
+        from dfa_megatron.runtime.prepare import in_use
 
-        plan = plans_in_use()[-1]
+        plan = in_use()[-1].plan
         return f"schedule: {plan}\n{draw(plan, style='text')}"
 
     def _kept(self, counters: dict[str, int]) -> list[str]:

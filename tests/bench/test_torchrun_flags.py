@@ -10,9 +10,8 @@ from pathlib import Path
 
 from torch.distributed.run import get_args_parser
 
-from dfa_megatron import names
 from dfa_megatron.cli.main import build_parser
-from dfa_megatron.config import DistAttentionConfig
+from dfa_megatron.config import MegatronConfig
 
 ROOT = Path(__file__).parents[2]
 TORCHRUNS = list(get_args_parser()._option_string_actions)
@@ -46,9 +45,7 @@ def written_in(file: Path) -> Iterator[str]:
 
 def test_no_flag_is_an_abbreviation_of_torchruns() -> None:
     found = dict.fromkeys(flags_of(build_parser()), "dfa-megatron")
-    for scope in names.SCOPES:
-        parser = DistAttentionConfig.add_arguments(argparse.ArgumentParser(), scope)
-        found |= dict.fromkeys(flags_of(parser), "--dfa-*")
+    found |= dict.fromkeys(flags_of(MegatronConfig.add_arguments(argparse.ArgumentParser())), "--dfa-*")
     for folder in ("benchmarks", "examples", "dfa_megatron"):
         for file in (ROOT / folder).rglob("*.py"):
             found |= dict.fromkeys(written_in(file), str(file.relative_to(ROOT)))

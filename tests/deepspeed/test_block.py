@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from dfa_megatron import deepspeed as dfa_ds
-from dfa_megatron.config import DistAttentionConfig
+from dfa_megatron.config import TrainingConfig
 from dfa_megatron.deepspeed.engine import check_call, check_known
 from dfa_megatron.deepspeed.json_block import KEY, DeepSpeedOptions
 from dfa_megatron.deepspeed.tested_keys import TESTED, check_settings
@@ -25,9 +25,7 @@ def test_every_option_is_read() -> None:
     block = DeepSpeedOptions.from_mapping(
         {"enabled": True, "size": 4, "checkpoint": "remat", "schedule": "ring", "verify": "off"}
     )
-    assert block == DeepSpeedOptions(
-        size=4, options=DistAttentionConfig(checkpoint="remat", schedule="ring", verify="off")
-    )
+    assert block == DeepSpeedOptions(size=4, options=TrainingConfig(checkpoint="remat", schedule="ring", verify="off"))
     assert DeepSpeedOptions.from_mapping({}) == DeepSpeedOptions()
     assert not DeepSpeedOptions.from_mapping({"enabled": False}).enabled
     assert DeepSpeedOptions.enabled_in({"flops_profiler": {}, "zero_optimization": {}}) is None
@@ -47,7 +45,7 @@ def test_every_option_is_read() -> None:
         ({"size": 0}, "a number of ranks"),
         ({"size": 2.0}, "a number of ranks"),
         ({"enabled": "true"}, "type bool"),
-        ({"data_layout": "zigzag"}, "an option of megatron alone"),
+        ({"data_layout": "zigzag"}, "an option of MegatronConfig alone"),
         (True, "it must be a block"),
     ],
 )
@@ -149,7 +147,7 @@ def test_initialize_has_deepspeeds_signature() -> None:
 
 def test_the_schema_names_every_key_that_is_read() -> None:
     properties = DeepSpeedOptions.json_schema()["properties"][KEY]["properties"]
-    shared = set(DistAttentionConfig.json_schema("deepspeed")["properties"])
+    shared = set(TrainingConfig.json_schema()["properties"])
     assert set(properties) == {"enabled", "size", "reentrant", "prove"} | shared
     for name, entry in properties.items():
         if "default" in entry:

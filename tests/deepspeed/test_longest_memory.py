@@ -12,7 +12,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from dfa_megatron import DistAttentionConfig
+from dfa_megatron import TrainingConfig
 from dfa_megatron.huggingface import distribute_attention
 from tests.deepspeed import harness
 from tests.support.workers import run_ranks
@@ -55,7 +55,7 @@ def peaks(rank: int, ranks: int, family: str) -> list[float]:
     training, counted = common.Training(model, "all"), []
     training.tiles = TILES
     for tile in ("off", 8):
-        distribute_attention(model, config=DistAttentionConfig(checkpoint="remat", mlp_tile=tile))
+        distribute_attention(model, config=TrainingConfig(checkpoint="remat", mlp_tile=tile))
         training.theirs, found = tile == "off", {}
         for rows in (512, 512, 1024):
             ids = torch.arange(rows)[None] % WORDS

@@ -1,4 +1,4 @@
-"""Packed documents through DeepSpeed's block, and through HF Trainer and accelerate, train as on one process."""
+"""Packed documents through HF Trainer and accelerate train as on one process."""
 
 from __future__ import annotations
 
@@ -8,56 +8,10 @@ import pytest
 import torch
 
 from dfa_megatron import deepspeed as dfa_ds
-from dfa_megatron.runtime.counters import COUNTERS
 from tests.deepspeed import harness
 from tests.deepspeed.test_trainer import KEYS, history, json, parallelism, trainer
-from tests.huggingface.test_packed import one_by_one, pack
-from tests.support.close import assert_close
-from tests.support.models import LAYERS, build, gradients
+from tests.huggingface.test_packed import pack
 from tests.support.workers import run_ranks
-
-
-def through_the_block(rank: int, world_size: int, kind: str, changes: dict[str, Any], stages: list[int]) -> None:
-    from deepspeed.utils import safe_get_full_grad
-
-    harness.prepare_worker(rank)
-    whole = pack(12 * world_size, seed=world_size)
-    reference = build(kind, **changes)
-    _, want_loss = one_by_one(reference, whole)
-    want_loss.backward()
-    want = gradients(reference)
-    for stage in stages:
-        model = build(kind, **changes)
-        engine, *_ = dfa_ds.initialize(
-            model=model,
-            model_parameters=list(model.parameters()),
-            config=harness.settings(stage, world_size, checkpoint="remat" if stage % 2 else "none"),
-        )
-        batch = dfa_ds.shard_batch(whole, group=dfa_ds.mesh_of(engine).group)
-        for _ in range(2):  # the second step finds ZeRO-3's gathers in their steady state
-            COUNTERS.reset()
-            loss = engine(**batch).loss
-            engine.backward(loss)
-            counts = COUNTERS.snapshot()
-            assert (counts["attention_forwards"], counts["replays"]) == (LAYERS, LAYERS * (stage % 2))
-            assert abs(harness.mean_over_ranks(loss) - want_loss.item()) < 1e-5 * want_loss.item()
-            for name, parameter in engine.module.named_parameters():
-                gradient = safe_get_full_grad(parameter)
-                where = f"{kind}, {world_size} ranks, ZeRO {stage}, {name}"
-                assert_close(gradient.view_as(want[name]), want[name], tolerance=1e-5, name=where)
-            engine.step()
-        engine.destroy()
-
-
-@pytest.mark.support("deepspeed", "packed documents")
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_gradients_of_a_pack_are_those_of_its_documents_on_one_process(ranks: int) -> None:
-    run_ranks(ranks, through_the_block, "Llama", {}, [0, 1, 2, 3], timeout=170)
-
-
-def test_packs_in_windows_beside_full_layers() -> None:
-    changes = {"sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]}
-    run_ranks(2, through_the_block, "Gemma3Text", changes, [3], timeout=170)
 
 
 class Packs(torch.utils.data.Dataset[dict[str, torch.Tensor]]):

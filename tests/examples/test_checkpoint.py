@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from dfa_megatron import DistAttentionConfig
+from dfa_megatron import MegatronConfig
 from gpt import saved
 from gpt.errors import UserError
 from gpt.flags import parse_flags, settle
@@ -63,7 +63,7 @@ def start(flags: tuple[str, ...], world_size: int) -> tuple:  # type: ignore[typ
     parallel_state.initialize_model_parallel(sizes.tensor, sizes.pipeline, context_parallel_size=sizes.context)
     tensor_parallel.get_cuda_rng_tracker().reset()
     found = saved.find(args, saved.facts_of(args, sizes, tokens))
-    return args, sizes, DistAttentionConfig(), tokens, torch.device("cpu"), found
+    return args, sizes, MegatronConfig(), tokens, torch.device("cpu"), found
 
 
 def losses_of(flags: tuple[str, ...], world_size: int) -> list[float]:

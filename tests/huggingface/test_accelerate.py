@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from dfa_megatron import huggingface as dfa_hf
-from dfa_megatron.config import DistAttentionConfig
+from dfa_megatron.config import TrainingConfig
 from dfa_megatron.errors import UnsupportedError
 from tests.huggingface.test_trainer import Sequences, prepare_worker
 from tests.support.close import assert_close
@@ -86,7 +86,7 @@ class Loop:
         self.example, self.progress = example, example.Progress()
         self.accelerator = example.start(ACCUMULATE, **sharded(data, context) if fsdp else {})
         model = tiny()
-        options = DistAttentionConfig(checkpoint="remat", loss_tile=7)
+        options = TrainingConfig(checkpoint="remat", loss_tile=7)
         size = None if fsdp or data == 1 else context
         assert dfa_hf.distribute_accelerator(self.accelerator, model, size=size, config=options) == context
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3)

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from dfa_megatron import huggingface as dfa_hf
-from dfa_megatron.config import DistAttentionConfig
+from dfa_megatron.config import TrainingConfig
 from dfa_megatron.huggingface.attention_function import attention
 from dfa_megatron.runtime.counters import COUNTERS
 from dfa_megatron.sharding import shard_sequence
@@ -34,7 +34,7 @@ def compare(rank: int, world_size: int, kind: str, kernel: str, checkpoint: str)
     reference = build(kind)
     reference.set_attn_implementation("sdpa")
     want = step(reference, batch)
-    model = dfa_hf.distribute_attention(build(kind), config=DistAttentionConfig(kernel=kernel, checkpoint=checkpoint))
+    model = dfa_hf.distribute_attention(build(kind), config=TrainingConfig(kernel=kernel, checkpoint=checkpoint))
     COUNTERS.reset()
     got = step(model, dfa_hf.shard_batch(batch))
     assert COUNTERS.attention_forwards == LAYERS * (2 if checkpoint == "full" else 1)
@@ -59,7 +59,7 @@ def test_logits_and_gradients_are_those_of_one_rank(kind: str, kernel: str, chec
 @pytest.mark.parametrize("kernel", ["reference", "cpu"])
 def test_kernels_do_within_autocast_what_they_do_outside(kernel: str) -> None:
     """The reference kernel's own products are in float32, which autocast would round."""
-    model = dfa_hf.distribute_attention(build("Llama"), config=DistAttentionConfig(kernel=kernel))
+    model = dfa_hf.distribute_attention(build("Llama"), config=TrainingConfig(kernel=kernel))
     layer = model.model.layers[0].self_attn
     q, k, v = (torch.randn(1, heads, 12, 8, generator=torch.Generator().manual_seed(heads)) for heads in (4, 2, 2))
     low = (q.bfloat16(), k.bfloat16(), v.bfloat16())

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from dfa_megatron import huggingface as dfa_hf
-from dfa_megatron.config import DistAttentionConfig
+from dfa_megatron.config import TrainingConfig
 from dfa_megatron.runtime.counters import COUNTERS
 from tests.support.models import LAYERS, build, gradients, text
 from tests.support.workers import run_ranks
@@ -71,7 +71,7 @@ def checkpointed(rank: int, world_size: int) -> None:
     batch = dfa_hf.shard_batch(text(1, 12, seed=3))
     seen = {}
     for checkpoint in ("none", "full", "remat"):
-        model = dfa_hf.distribute_attention(build("Qwen2"), config=DistAttentionConfig(checkpoint=checkpoint))
+        model = dfa_hf.distribute_attention(build("Qwen2"), config=TrainingConfig(checkpoint=checkpoint))
         COUNTERS.reset()
         model(**batch).loss.backward()
         seen[checkpoint] = (gradients(model), COUNTERS.snapshot())
@@ -96,8 +96,6 @@ def test_a_copy_of_a_model_is_distributed_as_well() -> None:
     batch = dfa_hf.shard_batch(text(1, 8, seed=1))
     other = copy.deepcopy(model)
     assert torch.equal(other(**batch).logits, model(**batch).logits)
-    dfa_hf.distribute_attention(
-        other, config=DistAttentionConfig(checkpoint="remat")
-    )  # once more: hooks are not doubled
+    dfa_hf.distribute_attention(other, config=TrainingConfig(checkpoint="remat"))  # once more: hooks are not doubled
     assert len(other.model._forward_pre_hooks) == 1
     assert torch.equal(other(**batch).loss, model(**batch).loss)

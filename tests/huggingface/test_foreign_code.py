@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from dfa_megatron import huggingface as dfa_hf
-from dfa_megatron.config import DistAttentionConfig
+from dfa_megatron.config import TrainingConfig
 from dfa_megatron.huggingface import distribute
 from tests.support.models import build
 
@@ -78,7 +78,7 @@ def said(caplog: pytest.LogCaptureFixture) -> Callable[[Any], list[str]]:
     def of(model: Any, **options: Any) -> list[str]:
         caplog.clear()
         with caplog.at_level(logging.WARNING, logger="dfa_megatron"):
-            dfa_hf.distribute_attention(model, config=DistAttentionConfig(**options))
+            dfa_hf.distribute_attention(model, config=TrainingConfig(**options))
         return [record.getMessage() for record in caplog.records]
 
     return of

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from dfa_megatron import huggingface as dfa_hf
-from dfa_megatron.config import DistAttentionConfig
+from dfa_megatron.config import TrainingConfig
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.huggingface.current_forward import KEYWORD
 from dfa_megatron.sharding import shard_sequence
@@ -67,7 +67,7 @@ def evaluation_between(rank: int, world_size: int) -> None:
         ways = (("none", False), ("full", True), ("remat", True), ("full", False), ("auto", bool(number % 2)))
         for checkpoint, reentrant in ways:
             model = build(kind, number, **changes).double()
-            options = DistAttentionConfig(checkpoint=checkpoint)
+            options = TrainingConfig(checkpoint=checkpoint)
             if checkpoint == "auto":
                 dfa_hf.distribute_attention(model, config=options, accelerate=True)
                 model.gradient_checkpointing_enable({"use_reentrant": reentrant})
@@ -94,7 +94,7 @@ def local_forward(rank: int, world_size: int) -> None:
     want(**whole).loss.backward()
     for reentrant in (True, False):
         model = build("Llama").double()
-        options = DistAttentionConfig(checkpoint="full")
+        options = TrainingConfig(checkpoint="full")
         dfa_hf.distribute_attention(model, config=options, reentrant=reentrant)
         part = dfa_hf.shard_batch(whole)
         with dfa_hf.local_attention(model):
@@ -127,7 +127,7 @@ def shared_config(rank: int, world_size: int) -> None:
     part = dfa_hf.shard_batch(whole)
     dfa_hf.distribute_attention(first, accelerate=True)
     assert_close(second(**whole).loss, want, tolerance=1e-6, name="the other model, as it was")
-    dfa_hf.distribute_attention(second, config=DistAttentionConfig(checkpoint="full"), reentrant=True)
+    dfa_hf.distribute_attention(second, config=TrainingConfig(checkpoint="full"), reentrant=True)
     third = kind(first.config).double()
     third.load_state_dict(second.state_dict())
     dfa_hf.distribute_attention(third)
@@ -192,7 +192,7 @@ def test_a_recompute_in_another_thread_has_its_documents(reentrant: bool) -> Non
     found = []
     for checkpoint in ("none", "full"):
         model = build("Llama").double()
-        options = DistAttentionConfig(checkpoint=checkpoint)
+        options = TrainingConfig(checkpoint=checkpoint)
         dfa_hf.distribute_attention(model, config=options, reentrant=reentrant and checkpoint != "none")
         loss = model(**dfa_hf.shard_batch(pack)).loss
         model(**dfa_hf.shard_batch(text(1, 12, seed=4)))

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from dfa_megatron import huggingface as dfa_hf
-from dfa_megatron.config import DistAttentionConfig
+from dfa_megatron.config import TrainingConfig
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.huggingface.positions import document_starts as packed
 from dfa_megatron.runtime.counters import COUNTERS
@@ -90,7 +90,7 @@ def packed_at_once(rank: int, world_size: int) -> None:
     batch = pack(12 * world_size, seed=5)
     # With a cache, its default, transformers does not look for documents.
     want = build("Qwen3")(**batch, use_cache=False)
-    for options in (DistAttentionConfig(schedule="greedy"), DistAttentionConfig(ulysses_degree=2, verify="off")):
+    for options in (TrainingConfig(schedule="greedy"), TrainingConfig(ulysses_degree=2, verify="off")):
         model = dfa_hf.distribute_attention(build("Qwen3"), config=options)
         got = model(**dfa_hf.shard_batch(batch))
         assert_close(
@@ -106,10 +106,10 @@ def checkpointed(rank: int, world_size: int) -> None:
     batch = pack(24, seed=11)
     other = text(1, 24, seed=12)
     seen = {}
-    undone = dfa_hf.distribute_attention(build("Qwen2"), config=DistAttentionConfig(checkpoint="remat"))
+    undone = dfa_hf.distribute_attention(build("Qwen2"), config=TrainingConfig(checkpoint="remat"))
     for checkpoint in ("none", "full", "remat", "auto", "auto, re-entrant"):
         model = build("Qwen2") if checkpoint != "none" else undone
-        dfa_hf.distribute_attention(model, config=DistAttentionConfig(checkpoint=checkpoint.partition(",")[0]))
+        dfa_hf.distribute_attention(model, config=TrainingConfig(checkpoint=checkpoint.partition(",")[0]))
         if "auto" in checkpoint:  # asked for as transformers does, before or after
             model.gradient_checkpointing_enable({"use_reentrant": checkpoint != "auto"})
         COUNTERS.reset()
@@ -144,7 +144,7 @@ def ends_between_ranks(rank: int, world_size: int) -> None:
         local = dfa_hf.shard_batch(batch)
         got = model(input_ids=local["input_ids"], **{key: local[key] for key in keys})
         assert_close(got.logits, shard_sequence(want.logits), tolerance=1e-5, name=f"told by {keys}")
-    unchecked = dfa_hf.distribute_attention(build("Llama"), config=DistAttentionConfig(verify="off"))
+    unchecked = dfa_hf.distribute_attention(build("Llama"), config=TrainingConfig(verify="off"))
     if rank:  # alone: the first one would wait
         with pytest.raises(UnsupportedError, match="position_ids from 0 to 11"):
             unchecked(input_ids=local["input_ids"], position_ids=local["position_ids"])

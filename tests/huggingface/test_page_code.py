@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from dfa_megatron import DistAttentionConfig
+from dfa_megatron import TrainingConfig
 from dfa_megatron import huggingface as dfa_hf
 from tests.support import pages
 from tests.support.models import VOCABULARY, build, text
@@ -25,10 +25,10 @@ def test_the_code_of_a_page_runs_with_transformers(block: pages.Block) -> None:
         "positions": torch.tensor([[*range(5), *range(7)]]),
         "cu_seqlens": (0, 5, 12),
         "dfa_hf": dfa_hf,
-        "DistAttentionConfig": DistAttentionConfig,
+        "TrainingConfig": TrainingConfig,
     }
     if block == ("docs/loss.md", "by_document"):
-        dfa_hf.distribute_attention(model, config=DistAttentionConfig(loss_tile=4))
+        dfa_hf.distribute_attention(model, config=TrainingConfig(loss_tile=4))
         names["batch"] = dfa_hf.shard_batch(whole)
         names |= {"hidden": torch.randn(1, 12, 8), "weight": torch.randn(VOCABULARY, 8), "tp_group": None}
     elif block == ("docs/huggingface.md", "local_attention"):

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from dfa_megatron import huggingface as dfa_hf
-from dfa_megatron.config import DistAttentionConfig
+from dfa_megatron.config import TrainingConfig
 from dfa_megatron.sharding import shard_sequence, unshard_sequence
 from tests.support.close import assert_close
 from tests.support.models import build, gradients, text
@@ -107,7 +107,7 @@ def compare(rank: int, world_size: int, names: list[str], schedule: str) -> None
         want.loss.backward()
 
         model = build(kind, seed, **changes)
-        assert dfa_hf.distribute_attention(model, config=DistAttentionConfig(schedule=schedule)) is model
+        assert dfa_hf.distribute_attention(model, config=TrainingConfig(schedule=schedule)) is model
         local = dfa_hf.shard_batch(batch)
         for own_loss in (True, False):
             model.zero_grad()
@@ -143,7 +143,7 @@ def windows(rank: int, world_size: int, kernel: str) -> None:
         kind, changes = MODELS[name]
         batch = text(1, 11 * world_size, seed=20 + seed)
         want = build(kind, seed, **changes)(**batch).logits
-        model = dfa_hf.distribute_attention(build(kind, seed, **changes), config=DistAttentionConfig(kernel=kernel))
+        model = dfa_hf.distribute_attention(build(kind, seed, **changes), config=TrainingConfig(kernel=kernel))
         got = model(**dfa_hf.shard_batch(batch)).logits
         assert_close(unshard_sequence(got), want, tolerance=1e-5, name=f"{name} {kernel}")
 
@@ -170,7 +170,7 @@ def test_windows_survive_checkpointing(name: str, reentrant: bool) -> None:
     for checkpoint in ("none", "full"):
         again = reentrant and checkpoint == "full"
         model = dfa_hf.distribute_attention(
-            build(kind, **changes), config=DistAttentionConfig(checkpoint=checkpoint), reentrant=again
+            build(kind, **changes), config=TrainingConfig(checkpoint=checkpoint), reentrant=again
         )
         out = model(**batch)
         out.loss.backward()

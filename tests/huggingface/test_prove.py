@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dfa_megatron import huggingface as dfa_hf
 from dfa_megatron.cli.main import main
-from dfa_megatron.config import DistAttentionConfig
+from dfa_megatron.config import TrainingConfig
 from dfa_megatron.errors import DisagreementError, ProofError, UnsupportedError
 from dfa_megatron.huggingface import attention_function
 from dfa_megatron.huggingface.small.small_model import small_job
@@ -200,7 +200,7 @@ def nothing_planted(rank: int, world_size: int) -> dict[str, str]:
 
             model = get_peft_model(model, LoraConfig(target_modules=["q_proj", "v_proj"], init_lora_weights=False))
         remat = "remat" if "remat" in name else "none"
-        dfa_hf.distribute_attention(model, config=DistAttentionConfig(checkpoint=remat))
+        dfa_hf.distribute_attention(model, config=TrainingConfig(checkpoint=remat))
         if name == "fsdp2":
             for layer in (*model.model.layers, model):
                 fully_shard(layer)
@@ -236,7 +236,7 @@ def faults_of_ranks(rank: int, world_size: int) -> None:
         pytest.raises(ProofError, match=r"first difference: .*layers.0.linear_attn on rank 1, token 48:"),
     ):
         dfa_hf.prove(model)
-    other = {"config": DistAttentionConfig(schedule="ring")} if rank == 1 else {}
+    other = {"config": TrainingConfig(schedule="ring")} if rank == 1 else {}
     with attention_with(attention_function, **other), pytest.raises(DisagreementError, match="schedule"):
         dfa_hf.prove(dfa_hf.distribute_attention(made()))
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from dfa_megatron import huggingface as dfa_hf
-from dfa_megatron.config import DistAttentionConfig
+from dfa_megatron.config import MegatronConfig, TrainingConfig
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.huggingface.checks.call_checks import computes_loss
 from dfa_megatron.huggingface.current_forward import CONTEXT
@@ -60,7 +60,7 @@ def test_a_model_that_transformers_does_not_checkpoint_is_refused_as_it_was(chec
     for model in (CTRLLMHeadModel(ctrl), JetMoeForCausalLM(jetmoe)):
         before = model.config._attn_implementation
         with pytest.raises(UnsupportedError, match=f"checkpoint='{checkpoint}' for a .*does not checkpoint its layers"):
-            dfa_hf.distribute_attention(model, config=DistAttentionConfig(checkpoint=checkpoint))
+            dfa_hf.distribute_attention(model, config=TrainingConfig(checkpoint=checkpoint))
         assert model.config._attn_implementation == before != dfa_hf.NAME
         assert not any(hasattr(module, CONTEXT) or module._forward_pre_hooks for module in model.modules())
         dfa_hf.distribute_attention(model)
@@ -70,7 +70,7 @@ def test_layers_that_share_keys_are_refused_what_would_lose_their_gradients_or_r
     kind, changes = NEWER["gemma4-shared-keys-window-in-half-of-the-layers"]
     model = build(kind, **changes)
     with pytest.raises(UnsupportedError, match="re-entrant checkpointing of a gemma4_text model whose layers share"):
-        dfa_hf.distribute_attention(model, config=DistAttentionConfig(checkpoint="full"), reentrant=True)
+        dfa_hf.distribute_attention(model, config=TrainingConfig(checkpoint="full"), reentrant=True)
     assert model.config._attn_implementation == "eager"
     dfa_hf.distribute_attention(model)
     with pytest.raises(UnsupportedError, match="logits_to_keep in a model whose layers share keys"):
@@ -130,9 +130,8 @@ def test_a_second_head_beside_that_of_a_language_model_is_refused() -> None:
 @pytest.mark.parametrize(
     ("keywords", "message"),
     [
-        ({"config": DistAttentionConfig(data_layout="zigzag")}, "data_layout='zigzag'.*one slice a rank"),
-        ({"config": DistAttentionConfig(data_layout="zigzag")}, "data_layout='zigzag'"),
-        ({"config": DistAttentionConfig(ulysses_degree=2)}, "ulysses_degree=2 on a group of 1 ranks"),
+        ({"config": MegatronConfig(data_layout="zigzag")}, "data_layout='zigzag'.*it must be a TrainingConfig"),
+        ({"config": TrainingConfig(ulysses_degree=2)}, "ulysses_degree=2 on a group of 1 ranks"),
     ],
 )
 def test_an_option_that_means_nothing_here_is_refused(keywords: Any, message: str) -> None:

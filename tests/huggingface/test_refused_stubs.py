@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from dfa_megatron import huggingface as dfa_hf
-from dfa_megatron.config import DistAttentionConfig
+from dfa_megatron.config import TrainingConfig
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.huggingface import attention_function, windows
 from dfa_megatron.huggingface.checks import call_checks
@@ -66,7 +66,7 @@ def attend(keys: int = 8, mask: Any = None, sinks: Any = None, **more: Any) -> N
     attention_function.attention(layer, torch.zeros(1, 4, 8, 8), *[torch.zeros(1, 4, keys, 8)] * 2, mask, **more)
 
 
-REMAT = DistAttentionConfig(checkpoint="remat")
+REMAT = TrainingConfig(checkpoint="remat")
 CHUNKED: Any = Stub(config=Stub(layer_types=["chunked_attention"], attention_chunk_size=8), layer_idx=0)
 ALONE = Stub(state=Stub(num_processes=2), parallelism_config=None)
 CASES: list[tuple[str, Callable[[], Any]]] = [

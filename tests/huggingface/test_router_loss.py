@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from dfa_megatron import huggingface as dfa_hf
-from dfa_megatron.config import DistAttentionConfig
+from dfa_megatron.config import TrainingConfig
 from dfa_megatron.huggingface.router_loss import _Summed
 from dfa_megatron.huggingface.trainers.shared_batches import take_whole_batches
 from tests.runtime.test_second_derivatives import curved, leaves, refuses
@@ -31,7 +31,7 @@ def compared(rank: int, ranks: int, kind: str, checkpoint: str) -> None:
         want, model = (build(kind, **options).double() for _ in range(2))
         reference = want(**whole)
         reference.loss.backward()
-        dfa_hf.distribute_attention(model, config=DistAttentionConfig(checkpoint=checkpoint))
+        dfa_hf.distribute_attention(model, config=TrainingConfig(checkpoint=checkpoint))
         if number == 2:
             take_whole_batches(model)
         found = model(**whole if number == 2 else dfa_hf.shard_batch(whole))

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from dfa_megatron import huggingface as dfa_hf
-from dfa_megatron.config import DistAttentionConfig
+from dfa_megatron.config import TrainingConfig
 from dfa_megatron.errors import UnsupportedError
 from tests.support.models import VOCABULARY, build, text
 from tests.support.workers import run_ranks
@@ -67,7 +67,7 @@ def other_batches(rank: int, world_size: int) -> None:
     with pytest.raises(UnsupportedError, match="batches that differ"):
         model(**part)
     whole, number = text(2, LENGTH, seed=rank), "dfa_batch_number"
-    unchecked = dfa_hf.distribute_attention(build("Llama"), config=DistAttentionConfig(verify="off"))
+    unchecked = dfa_hf.distribute_attention(build("Llama"), config=TrainingConfig(verify="off"))
     unchecked(**dfa_hf.shard_batch(whole))
     with dfa_hf.local_attention(model):
         model(**whole)

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from dfa_megatron import huggingface as dfa_hf
-from dfa_megatron.config import DistAttentionConfig
+from dfa_megatron.config import TrainingConfig
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.huggingface.tiles.tiled_layers import TiledTokens, tiled_class
 from tests.support.models import build, gradients, text
@@ -46,7 +46,7 @@ def models(rank: int, ranks: int) -> None:
         wants = gradients(one)
         for reentrant, way in ((False, WAYS[number % 3]), (True, WAYS[1])):
             model = build(kind, **changes).double()
-            config = DistAttentionConfig(mlp_tile=TILE, **way)
+            config = TrainingConfig(mlp_tile=TILE, **way)
             model = copy.deepcopy(dfa_hf.distribute_attention(model, config=config, reentrant=reentrant))
             seen = noted(model)
             model(**dfa_hf.shard_batch(whole)).loss.backward()
@@ -62,7 +62,7 @@ def test_layers_by_tiles_have_the_gradients_of_one_process(ranks: int) -> None:
 
 
 def test_all_norms_and_mlps_are_tiled_and_tiles_end_with_the_option() -> None:
-    model = dfa_hf.distribute_attention(build("Qwen3"), config=DistAttentionConfig(mlp_tile=TILE))
+    model = dfa_hf.distribute_attention(build("Qwen3"), config=TrainingConfig(mlp_tile=TILE))
     norms = [name for name, _ in model.named_modules() if name.rpartition(".")[2].endswith("norm")]
     tiled = {name for name, module in model.named_modules() if isinstance(module, TiledTokens)}
     assert tiled == {*norms, "model.layers.0.mlp", "model.layers.1.mlp"}
@@ -76,7 +76,7 @@ def test_all_norms_and_mlps_are_tiled_and_tiles_end_with_the_option() -> None:
 
 
 def test_a_model_that_computes_by_tiles_is_saved_whole() -> None:
-    options = DistAttentionConfig(mlp_tile=TILE, loss_tile=TILE)
+    options = TrainingConfig(mlp_tile=TILE, loss_tile=TILE)
     model, file = dfa_hf.distribute_attention(build("Llama"), config=options), io.BytesIO()
     torch.save(model, file)
     file.seek(0)
@@ -121,4 +121,4 @@ def test_a_tile_draws_the_same_numbers_again_in_the_backward(by_function: bool) 
 )
 def test_other_mlps_are_refused(kind: str, changes: dict[str, Any], match: str) -> None:
     with pytest.raises(UnsupportedError, match=match):
-        dfa_hf.distribute_attention(build(kind, **changes), config=DistAttentionConfig(mlp_tile=TILE))
+        dfa_hf.distribute_attention(build(kind, **changes), config=TrainingConfig(mlp_tile=TILE))

@@ -11,7 +11,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from dfa_megatron import huggingface as dfa_hf
-from dfa_megatron.config import DistAttentionConfig
+from dfa_megatron.config import TrainingConfig
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.huggingface.tiles.tiled_head import causal_loss
 from dfa_megatron.loss import by_document, scores_of
@@ -26,7 +26,7 @@ MODELS: list[tuple[str, dict[str, Any]]] = [
     ("Granite", {"logits_scaling": 3.0}),
     ("Gemma2", {"final_logit_softcapping": 2.0, "attn_logit_softcapping": None, "attention_dropout": 0.0}),
 ]
-TILED = DistAttentionConfig(loss_tile=5)
+TILED = TrainingConfig(loss_tile=5)
 
 
 def models(rank: int, ranks: int) -> None:

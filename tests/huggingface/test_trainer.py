@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from dfa_megatron import huggingface as dfa_hf
-from dfa_megatron.config import DistAttentionConfig
+from dfa_megatron.config import TrainingConfig
 from dfa_megatron.errors import UnsupportedError
 from tests.support.models import build, text
 from tests.support.workers import run_ranks
@@ -144,10 +144,10 @@ def together(rank: int, world_size: int, folder: str) -> Any:
         changes = {} if size == world_size else sharded(monkeypatch)
         theirs = {"parallelism_config": ParallelismConfig(dp_shard_size=data, cp_size=size)} if changes else {}
         run = trainer(f"{folder}/{size}", data, compute_metrics=hits, **changes, **theirs)
-        dfa_hf.distribute_trainer(run, config=DistAttentionConfig(checkpoint="remat"))  # by cp_size, or all ranks
+        dfa_hf.distribute_trainer(run, config=TrainingConfig(checkpoint="remat"))  # by cp_size, or all ranks
         run.train()
         again = trainer(f"{folder}/{size}", data, **changes)
-        dfa_hf.distribute_trainer(again, size=size, config=DistAttentionConfig(loss_tile=5))
+        dfa_hf.distribute_trainer(again, size=size, config=TrainingConfig(loss_tile=5))
         again.train(resume_from_checkpoint=f"{folder}/{size}/checkpoint-{STEPS - 1}")
         predicted = (run.predict(Stream()) if data == 1 else again.predict(Sequences(3, seed=70))).predictions
         seen = history(run), history(again, resumed=True), parameters_of(run), parameters_of(again), predicted

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from dfa_megatron import huggingface as dfa_hf
-from dfa_megatron.config import DistAttentionConfig
+from dfa_megatron.config import TrainingConfig
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.runtime.counters import COUNTERS
 from tests.support.close import assert_close
@@ -68,7 +68,7 @@ def compare(rank: int, ranks: int) -> None:
     loss = path_by_path(want, segments, parents)
     loss.backward()
     for checkpoint in ("none", "full", "remat"):
-        model = dfa_hf.distribute_attention(build("Qwen3"), config=DistAttentionConfig(checkpoint=checkpoint))
+        model = dfa_hf.distribute_attention(build("Qwen3"), config=TrainingConfig(checkpoint=checkpoint))
         COUNTERS.reset()
         got = model(**dfa_hf.shard_batch(packed(segments, parents))).loss
         model(**dfa_hf.shard_batch(text(1, 12 * ranks, seed=1)))  # a forward between, of no tree

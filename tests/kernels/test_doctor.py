@@ -26,8 +26,7 @@ from dfa_megatron.doctor.machine import devices, p2p_access
 from dfa_megatron.doctor.world import World
 from dfa_megatron.flags import from_flags
 from dfa_megatron.kernels.adapters.reference import ReferenceKernel
-from dfa_megatron.plan.cost.hardware import Hardware, Host
-from dfa_megatron.plan.cost.profile import profile_named, save
+from dfa_megatron.plan.cost.hardware import Hardware, Host, profile_named, save
 from tests.support import plants
 from tests.support.workers import run_ranks
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
+
 import pytest
 
 pytest.importorskip("megatron.core")
 
-from tests.megatron import harness
+from tests.megatron import harness, kinds
 from tests.support.workers import preload, run_ranks
 
 # Importing a GPT model takes seconds: once in the fork server, not in every rank of every test.
@@ -22,10 +25,23 @@ def on_cpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.fixture(scope="session")
-def reference(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Path of the losses and first gradients of one rank with Megatron's own attention."""
-    path = str(tmp_path_factory.mktemp("megatron") / "reference.pt")
-    with pytest.MonkeyPatch.context() as environment:
-        environment.setenv("CUDA_VISIBLE_DEVICES", "")
-        run_ranks(1, harness.save_reference, path, timeout=120)
-    return path
+def references(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., dict[str, str]]:
+    """Give the paths of the losses and first gradients of one rank, by their names in kinds.py; each is made once."""
+    folder = tmp_path_factory.mktemp("references")
+
+    def made(*names: str) -> dict[str, str]:
+        paths = {name: str(folder / f"{name}.pt") for name in names}
+        missing = [(path, kinds.REFERENCES[name]) for name, path in paths.items() if not Path(path).exists()]
+        with pytest.MonkeyPatch.context() as environment:
+            environment.setenv("CUDA_VISIBLE_DEVICES", "")
+            if missing:
+                run_ranks(1, harness.save_references, missing, timeout=170)
+        return paths
+
+    return made
+
+
+@pytest.fixture(scope="session")
+def reference(references: Callable[..., dict[str, str]]) -> str:
+    """The path of the plain model's."""
+    return references("plain")["plain"]

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from dfa_megatron.config import DistAttentionConfig
+from dfa_megatron.config import MegatronConfig
 from dfa_megatron.megatron.cpu.stand_in import use_cpu
 from dfa_megatron.runtime.counters import COUNTERS
 from tests.megatron import padded_packs
@@ -45,7 +45,7 @@ class Topology:
 class Case:
     """One training run."""
 
-    options: DistAttentionConfig | None
+    options: MegatronConfig | None
     """None: Megatron's own attention (one rank only)."""
     recompute: tuple[str, int] | None = None
     """--recompute-granularity full with this method and number of layers."""
@@ -75,7 +75,7 @@ def case(layout: str = "contiguous", checkpoint: str = "none", **changes: Any) -
     """A case by its two usual options; checkpoint "remat" comes from Megatron's flag, as users ask for it."""
     recompute = ("uniform", 1) if checkpoint == "auto" else None
     given = {"recompute": recompute, **changes}
-    return Case(DistAttentionConfig(data_layout=layout, checkpoint=checkpoint), **given)
+    return Case(MegatronConfig(data_layout=layout, checkpoint=checkpoint), **given)
 
 
 @dataclass
@@ -194,7 +194,7 @@ def make_config(topology: Topology, wanted: Case, **changes: Any) -> Any:
     return config_of(fields, sizes, **given)
 
 
-def make_model(config: Any, options: DistAttentionConfig | None, vp_stage: int | None = None) -> Any:
+def make_model(config: Any, options: MegatronConfig | None, vp_stage: int | None = None) -> Any:
     """One model chunk with the harness's weights."""
     more = {"mtp_block_spec": prediction_spec(config, options)} if config.mtp_num_layers else {}
     return small_model.build_chunk(
@@ -215,7 +215,7 @@ def set_weights(made: Any) -> None:
     small_model.set_weights(made, WEIGHT)
 
 
-def prediction_spec(config: Any, options: DistAttentionConfig | None) -> Any:
+def prediction_spec(config: Any, options: MegatronConfig | None) -> Any:
     """Multi-token prediction layers like the decoder's."""
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_mtp_block_spec
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
@@ -418,24 +418,12 @@ def one_by_one(batch: dict[str, torch.Tensor], model: Any) -> torch.Tensor:
     return torch.cat(parts).view_as(batch["tokens"])
 
 
-def save_reference(rank: int, world_size: int, path: str, wanted: Case = MEGATRONS) -> None:
-    """Megatron's own attention on one rank; path gets its losses and first gradients."""
-    start(Topology())
-    run = train(Topology(), wanted)
-    torch.save({"losses": run.losses, "gradients": run.gradients}, path)
-
-
 def save_references(rank: int, world_size: int, cases: list[tuple[str, Case]]) -> None:
-    """Several of them: (path, case)."""
+    """Megatron's own attention on one rank: each path gets the losses and first gradients of its case."""
+    start(Topology())
     for path, wanted in cases:
-        save_reference(rank, world_size, path, wanted)
-
-
-def check_cases(
-    rank: int, world_size: int, topology: Topology, cases: list[tuple[Case, dict[str, int]]], path: str
-) -> None:
-    """Train every case and compare it with the reference; each with the counts that its first step must show."""
-    check_topologies(rank, world_size, [(topology, wanted, counts, path) for wanted, counts in cases])
+        run = train(Topology(), wanted)
+        torch.save({"losses": run.losses, "gradients": run.gradients}, path)
 
 
 def check_topologies(rank: int, world_size: int, cases: list[tuple[Topology, Case, dict[str, int], str]]) -> None:

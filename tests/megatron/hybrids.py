@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from dfa_megatron.config import DistAttentionConfig
+from dfa_megatron.config import MegatronConfig
 from dfa_megatron.megatron.cpu import mamba as cpu_mamba
 from dfa_megatron.megatron.cpu.delta_nets import delta_net
 from tests.megatron import harness
@@ -100,7 +100,7 @@ def headless(config: Any, decoder: Any) -> Any:
     return Headless()
 
 
-def make(model: str, topology: Topology, options: DistAttentionConfig | None, tp_rank: int, **more: Any) -> Any:
+def make(model: str, topology: Topology, options: MegatronConfig | None, tp_rank: int, **more: Any) -> Any:
     """The layers with weights that depend on names and the tensor-parallel rank alone; more: fields of its config."""
     from dfa_megatron.megatron import distribute_attention
 

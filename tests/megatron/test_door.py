@@ -10,18 +10,18 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dfa_megatron.config import DistAttentionConfig
+from dfa_megatron.config import MegatronConfig
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.megatron import door
 from tests.megatron import harness
 from tests.megatron.harness import BATCH, HIDDEN, MEGATRONS, SEQUENCE, VOCABULARY, Topology, case
 from tests.support.workers import run_ranks
 
-BOUNDARY = DistAttentionConfig(data_layout="boundary")
+BOUNDARY = MegatronConfig(data_layout="boundary")
 ROWS = SEQUENCE // 2 * BATCH
 
 
-def model_of(topology: Topology, options: DistAttentionConfig | None, **changes: Any) -> Any:
+def model_of(topology: Topology, options: MegatronConfig | None, **changes: Any) -> Any:
     wanted = MEGATRONS if options is None else case(options.data_layout)
     return harness.make_model(harness.make_config(topology, wanted, **changes), options).train()
 

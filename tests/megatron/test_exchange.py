@@ -1,4 +1,4 @@
-"""The exchange between zigzag and contiguous, simulated over all members in this process and run on real ranks."""
+"""The exchange between zigzag and contiguous, and the tables that it keeps."""
 
 from __future__ import annotations
 
@@ -10,28 +10,8 @@ import torch.distributed as dist
 
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.megatron.tokens.document_order import DocumentOrder
-from dfa_megatron.megatron.tokens.exchange import Relayout, TableCache, plan_exchange, positions
-from dfa_megatron.plan.language.layout import by_name, leaving
+from dfa_megatron.megatron.tokens.exchange import Relayout, TableCache, positions
 from tests.support.workers import run_ranks
-
-
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 5])
-@pytest.mark.parametrize(("source", "target"), [("zigzag", "contiguous"), ("contiguous", "zigzag")])
-@pytest.mark.parametrize("scale", [1, 2, 3])
-def test_every_token_arrives_where_the_other_layout_has_it(ranks: int, source: str, target: str, scale: int) -> None:
-    length = 2 * ranks * scale
-    plans = [plan_exchange(source, target, length, ranks, member) for member in range(ranks)]
-    sent = [sum(plan.send_counts) - plan.send_counts[member] for member, plan in enumerate(plans)]
-    assert sent == list(leaving(by_name(source, length, ranks), by_name(target, length, ranks)))
-    outboxes = []
-    for member, plan in enumerate(plans):
-        outgoing = positions(source, length, ranks, member)[plan.send_rows]
-        outboxes.append(outgoing.split(plan.send_counts))
-    for member, plan in enumerate(plans):
-        parts = [outbox[member] for outbox in outboxes]
-        assert [len(part) for part in parts] == plan.receive_counts
-        arrived = torch.cat(parts)[plan.arrived_rows]
-        assert torch.equal(arrived, positions(target, length, ranks, member))
 
 
 def test_a_length_that_does_not_divide_is_refused() -> None:
@@ -79,7 +59,7 @@ def exchange_there_and_back(rank: int, world_size: int) -> None:
         tables.contiguous(torch.zeros(2, 4, 1), relayout, 4)  # local and global ones, stacked
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 5])
 def test_an_exchange_and_its_gradient_on_real_ranks(ranks: int) -> None:
     run_ranks(ranks, exchange_there_and_back)
 

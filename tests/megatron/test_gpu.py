@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from dfa_megatron.config import DistAttentionConfig
+from dfa_megatron.config import MegatronConfig
 from tests.megatron import harness
 from tests.megatron.harness import Case, Topology
-from tests.megatron.test_latent import LATENT, YARN
-from tests.megatron.test_packed import REFERENCES
-from tests.megatron.test_parity import FULL, expected
-from tests.megatron.test_sharded import LOCAL
+from tests.megatron.kinds import FULL, LOCAL, REFERENCES, expected
 from tests.support.support_rows import by_gpus
 from tests.support.workers import run_ranks
 
@@ -23,7 +21,7 @@ CASES: list[tuple[Topology, Case]] = []
 
 def add(topology: Topology, steps: int = 3, layout: str = "contiguous", offload: bool = False, **more: Any) -> None:
     # The reference kernel takes float32, so that a wrong order of streams or messages shows and rounding does not.
-    options = DistAttentionConfig(data_layout=layout, kernel="reference", remat_offload=offload)
+    options = MegatronConfig(data_layout=layout, kernel="reference", remat_offload=offload)
     CASES.append((topology, Case(options, recompute=FULL, steps=steps, **more)))
 
 
@@ -72,19 +70,15 @@ def test_every_parallelism_over_nccl_trains_like_one_rank(
     "megatron", by_gpus({2: "2 ranks: packed documents, CP 2", 4: "4 ranks: packed documents, CP 4 and TP 2 x CP 2"})
 )
 @pytest.mark.parametrize("gpus", GPUS)
-@pytest.mark.parametrize("how", ["packed", "packed-mixed"])
+@pytest.mark.parametrize("how", ["packed", "packed mixed"])
 def test_packed_documents_over_nccl_train_like_one_rank(
-    gpus: int, how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    gpus: int, how: str, references: Callable[..., dict[str, str]]
 ) -> None:
-    path = str(tmp_path / "packed.pt")
-    with monkeypatch.context() as on_cpu:
-        on_cpu.setenv("CUDA_VISIBLE_DEVICES", "")
-        run_ranks(1, harness.save_reference, path, Case(options=None, steps=3, **REFERENCES[how]), timeout=120)
     prepared = []
     for topology, layout in two_layouts(gpus, Topology(tp=2, cp=2)):
-        options = DistAttentionConfig(data_layout=layout, kernel="reference")
-        wanted = Case(options, recompute=FULL, steps=3, **REFERENCES[how])
-        prepared.append((topology, wanted, expected(topology, wanted), path))
+        options = MegatronConfig(data_layout=layout, kernel="reference")
+        wanted = replace(REFERENCES[how], options=options, recompute=FULL)
+        prepared.append((topology, wanted, expected(topology, wanted), references(how)[how]))
     run_ranks(gpus, harness.check_topologies, prepared, timeout=170, cuda=True)
 
 
@@ -108,7 +102,7 @@ def test_sharded_parameters_over_nccl_train_like_one_rank(
         wrapped |= {"optimizer": "distributed", "overlap": True}
     prepared = []
     for topology, layout in two_layouts(gpus, Topology(cp=2, dp=2)):
-        wanted = Case(DistAttentionConfig(data_layout=layout, kernel="reference"), recompute=FULL, **wrapped)
+        wanted = Case(MegatronConfig(data_layout=layout, kernel="reference"), recompute=FULL, **wrapped)
         prepared.append((topology, wanted, expected(topology, wanted), reference))
     run_ranks(gpus, harness.check_topologies, prepared, timeout=170, cuda=True)
 
@@ -123,18 +117,14 @@ def test_sharded_parameters_over_nccl_train_like_one_rank(
     ),
 )
 @pytest.mark.parametrize("gpus", GPUS)
-@pytest.mark.parametrize("config", [LATENT, YARN], ids=["rope", "yarn"])
+@pytest.mark.parametrize("kind", ["latent", "yarn"])
 def test_latent_attention_over_nccl_trains_like_one_rank(
-    gpus: int, config: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    gpus: int, kind: str, references: Callable[..., dict[str, str]]
 ) -> None:
-    path = str(tmp_path / "latent.pt")
-    with monkeypatch.context() as on_cpu:
-        on_cpu.setenv("CUDA_VISIBLE_DEVICES", "")
-        run_ranks(1, harness.save_reference, path, Case(options=None, steps=3, config=config), timeout=120)
     prepared = []
     for layout in ("contiguous", "boundary"):
         topology = Topology(cp=2, dp=gpus // 2)
-        options = DistAttentionConfig(data_layout=layout, kernel="reference")
-        wanted = Case(options, recompute=FULL, steps=3, config=config)
-        prepared.append((topology, wanted, expected(topology, wanted), path))
+        options = MegatronConfig(data_layout=layout, kernel="reference")
+        wanted = replace(REFERENCES[kind], options=options, recompute=FULL)
+        prepared.append((topology, wanted, expected(topology, wanted), references(kind)[kind]))
     run_ranks(gpus, harness.check_topologies, prepared, timeout=170, cuda=True)

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dfa_megatron.config import DistAttentionConfig
+from dfa_megatron.config import MegatronConfig
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.megatron.tokens.exchange import positions
 from dfa_megatron.runtime.counters import COUNTERS
@@ -91,7 +91,7 @@ def compare_with_one_rank(rank: int, world_size: int) -> None:
     expected, expected_gradients = run(reference, alone, causal)
 
     config = make_config(Topology(cp=world_size), case("zigzag", "auto"), **layers)
-    options = DistAttentionConfig(data_layout="zigzag")
+    options = MegatronConfig(data_layout="zigzag")
     ours = build(distribute_attention(spec, config, config=options), config, groups)
     harness.set_weights(ours)
     hide_flags(ours)  # as the first call of a language model does
@@ -119,7 +119,7 @@ def test_the_given_stack_spec_stays_and_every_layer_shares_one_context() -> None
 
     given = plain_spec()
     modules = {slot: layer.module for slot, layer in vars(given.submodules).items() if hasattr(layer, "module")}
-    options = DistAttentionConfig(data_layout="zigzag")
+    options = MegatronConfig(data_layout="zigzag")
     made = distribute_attention(given, config=options)
     assert {slot: getattr(given.submodules, slot).module for slot in modules} == modules
     assert issubclass(made.submodules.attention_layer.module, DistributedAttentionLayer)
@@ -138,7 +138,7 @@ def refuse(rank: int, world_size: int) -> None:
 
     harness.start(Topology(cp=2))
     groups = ProcessGroupCollection.use_mpu_process_groups()
-    boundary, zigzag = (DistAttentionConfig(data_layout=layout) for layout in ("boundary", "zigzag"))
+    boundary, zigzag = (MegatronConfig(data_layout=layout) for layout in ("boundary", "zigzag"))
     with pytest.raises(UnsupportedError, match=r"whose mamba_layer has the mixer None.*data_layout='zigzag'"):
         distribute_attention(plain_spec(), config=boundary)
     config = make_config(Topology(cp=2), case("zigzag", recompute=("block", 1)), num_layers=len(PATTERN))

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from dfa_megatron.config import DistAttentionConfig
+from dfa_megatron.config import MegatronConfig
 from tests.megatron import harness
 from tests.megatron.harness import MEGATRONS, Topology, case
 from tests.megatron.hybrids import DELTA, MAMBA, stack_spec
@@ -29,7 +29,7 @@ except ModuleNotFoundError:
 LENGTH, VOCABULARY = 36, 64
 
 
-def model_of(topology: Topology, options: DistAttentionConfig | None) -> Any:
+def model_of(topology: Topology, options: MegatronConfig | None) -> Any:
     from megatron.core.tensor_parallel import ColumnParallelLinear
     from megatron.core.transformer import multi_token_prediction as prediction
     from megatron.core.transformer.spec_utils import ModuleSpec
@@ -55,7 +55,7 @@ def model_of(topology: Topology, options: DistAttentionConfig | None) -> Any:
     return model.train()
 
 
-def run(topology: Topology, options: DistAttentionConfig | None) -> tuple[Any, Any, Any]:
+def run(topology: Topology, options: MegatronConfig | None) -> tuple[Any, Any, Any]:
     """Places of this rank's tokens, their losses, and gradients summed over the sequence's ranks."""
     from megatron.core import parallel_state
 
@@ -87,9 +87,7 @@ def compare_with_one_rank(rank: int, ranks: int) -> None:
     vars(sys.modules[megatrons_stack().__module__])["TENorm"] = WrappedTorchNorm
     with torch.compiler.set_stance("force_eager"):
         _, whole, wanted = run(Topology(dp=ranks), None)
-        places, out, gradients = run(
-            Topology(cp=ranks), DistAttentionConfig(data_layout="boundary", checkpoint="remat")
-        )
+        places, out, gradients = run(Topology(cp=ranks), MegatronConfig(data_layout="boundary", checkpoint="remat"))
     torch.testing.assert_close(out, whole.gather(1, places), rtol=1e-5, atol=1e-5)
     for name, gradient in wanted.items():
         assert (gradients[name] - gradient).abs().max() <= 5e-5 * gradient.abs().max(), name

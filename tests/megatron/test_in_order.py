@@ -11,14 +11,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dfa_megatron.config import DistAttentionConfig
+from dfa_megatron.config import MegatronConfig
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.megatron.tokens.exchange import positions
 from dfa_megatron.runtime.counters import COUNTERS
 from tests.megatron import harness, padded_packs
 from tests.megatron.harness import Case, Topology, case
 from tests.megatron.hybrids import DELTA, in_a_gpt, make
-from tests.megatron.test_composition import ALLGATHER
+from tests.megatron.kinds import ALLGATHER
 from tests.support import state_kernels
 from tests.support.workers import run_ranks
 
@@ -64,7 +64,7 @@ def mask_of(tokens: str, length: int) -> torch.Tensor:
     return (torch.ones(length, length).triu(1).bool() | apart)[None, None]
 
 
-def part_of(way: Way, options: DistAttentionConfig | None, group: Any) -> Part:
+def part_of(way: Way, options: MegatronConfig | None, group: Any) -> Part:
     """This rank's tokens, as the way cuts them."""
     from dfa_megatron.megatron import declare_batch_layout, packed_seq_params
 
@@ -86,7 +86,7 @@ def part_of(way: Way, options: DistAttentionConfig | None, group: Any) -> Part:
     return Part(group, here, torch.ones(len(here), dtype=torch.bool), params, length)
 
 
-def run(way: Way, topology: Topology, options: DistAttentionConfig | None, groups: Any = None) -> Any:
+def run(way: Way, topology: Topology, options: MegatronConfig | None, groups: Any = None) -> Any:
     """Output of this rank's tokens, gradients summed over the sequence's ranks, and the keys of a checkpoint."""
     from megatron.core import parallel_state
     from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
@@ -140,7 +140,7 @@ def compare_with_one_rank(rank: int, ranks: int, topology: Topology, ways: list[
 def _compare(topology: Topology, way: Way, reference: Any, groups: Any) -> None:
     wanted, wanted_gradients, keys, _ = reference
     COUNTERS.reset()
-    options = DistAttentionConfig(data_layout=way.layout, checkpoint=way.checkpoint)
+    options = MegatronConfig(data_layout=way.layout, checkpoint=way.checkpoint)
     out, gradients, our_keys, part = run(way, topology, options, groups)
     assert (COUNTERS.state_exchanges > 0) == (part.group.size() > 1)
     assert our_keys == keys
@@ -177,7 +177,7 @@ def test_states_pass_among_the_ranks_that_share_a_micro_batch_while_others_run_a
 @pytest.mark.support("megatron", "GPTs with gated delta nets; PP 2 x CP 2, EP 2, distributed optimizer")
 def test_a_gpt_with_gated_delta_nets_trains_like_one_rank(tmp_path: Path) -> None:
     path, given = str(tmp_path / "delta.pt"), {"config": (*DELTA, *ALLGATHER), "steps": 1}
-    run_ranks(1, in_a_gpt, harness.save_reference, path, Case(None, optimizer="megatron", **given))
+    run_ranks(1, in_a_gpt, harness.save_references, [(path, Case(None, optimizer="megatron", **given))])
     # A token that counts alone gives states of large gradients; Megatron's own over data ranks is as far off.
     spread = case("contiguous", "auto", optimizer="distributed", slack=2.0, **given)
     run_ranks(4, in_a_gpt, harness.check_topologies, [(Topology(pp=2, cp=2, ep=2), spread, {}, path)])
@@ -202,7 +202,7 @@ def named_tokens(rank: int, ranks: int) -> None:
     wanted = kernel(q, k, v, g, beta)[0].chunk(ranks, 1)[rank]
     q, k, v, g, beta = (x.chunk(ranks, 1)[rank] for x in (q, k, v, g, beta))
     states = {"initial_state": None, "output_final_state": False, "cu_seqlens": None, "chunk_size": 7}
-    group = {"group": dist.group.WORLD, "cu_seqlens": None, "config": DistAttentionConfig()}
+    group = {"group": dist.group.WORLD, "cu_seqlens": None, "config": MegatronConfig()}
     calls = [((q, k, v), {"g": g, "beta": beta}), ((), {"q": q, "k": k, "v": v, "g": g, "beta": beta})]
     calls += [((), {"query": q, "key": k, "value": v, "g": g, "beta": beta}), ((q, k, v, g, beta), {})]
     for args, named in calls:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from dfa_megatron.config import DistAttentionConfig
+from dfa_megatron.config import MegatronConfig
 from dfa_megatron.errors import UnsupportedError
 from tests.megatron import harness
 from tests.megatron.harness import Topology, case
@@ -21,7 +21,7 @@ def evaluate(rank: int, ranks: int) -> None:
 
     harness.start(Topology(cp=ranks))
     model = harness.make_model(
-        harness.make_config(Topology(cp=ranks), case(config=SINKS_IN_A_WINDOW)), DistAttentionConfig()
+        harness.make_config(Topology(cp=ranks), case(config=SINKS_IN_A_WINDOW)), MegatronConfig()
     ).eval()
     tokens = harness.micro_batch(0, 0)["tokens"]
     places = torch.arange(harness.SEQUENCE).expand(harness.BATCH, -1)

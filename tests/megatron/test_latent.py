@@ -1,4 +1,4 @@
-"""Multi-latent attention, which makes its rotary table inside its layers, trains like one rank in every layout."""
+"""Multi-latent attention, which makes its rotary table inside its layers: its tables, and tensor parallelism."""
 
 from __future__ import annotations
 
@@ -16,75 +16,14 @@ from dfa_megatron.megatron.tokens.packed_documents import Pack
 from dfa_megatron.megatron.tokens.visit import Visit, running
 from tests.megatron import harness
 from tests.megatron.harness import Case, Topology, case
-from tests.megatron.test_parity import expected
+from tests.megatron.kinds import LATENT
 from tests.support.workers import run_ranks
-
-LATENT = (
-    ("num_layers", 2),
-    ("q_lora_rank", 24),
-    ("kv_lora_rank", 16),
-    ("qk_head_dim", 16),
-    ("qk_pos_emb_head_dim", 8),
-    ("v_head_dim", 12),
-    ("rope_type", "rope"),
-    ("qk_layernorm", True),
-    ("num_query_groups", None),
-)
-YARN = (
-    *(field for field in LATENT if field[0] != "rope_type"),
-    ("rope_type", "yarn"),
-    ("rotary_scaling_factor", 4.0),
-    ("original_max_position_embeddings", 12),
-    ("mscale", 0.7),
-    ("mscale_all_dim", 0.3),
-)
 
 full = functools.partial(case, checkpoint="auto", steps=1)
 
 
-@pytest.fixture(scope="module")
-def references(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Paths of what one rank with dense attention comes to, by kind of rotary table."""
-    folder = tmp_path_factory.mktemp("latent")
-    cases = [
-        (str(folder / f"{name}.pt"), Case(options=None, steps=1, config=config, packed=packed))
-        for name, config, packed in (("rope", LATENT, False), ("yarn", YARN, False), ("packed", YARN, True))
-    ]
-    run_ranks(1, harness.save_references, cases, timeout=120)
-    return dict(zip(("rope", "yarn", "packed"), (path for path, _ in cases), strict=True))
-
-
-def check(topology: Topology, cases: list[tuple[Case, str]]) -> None:
-    prepared = [(topology, wanted, expected(topology, wanted), path) for wanted, path in cases]
-    run_ranks(topology.ranks, harness.check_topologies, prepared, timeout=170)
-
-
-@pytest.mark.support("megatron", "latent attention, packed and not; every layout, CP 3")
-def test_every_layout_trains_like_one_rank(references: dict[str, str]) -> None:
-    rope, yarn, packed = references["rope"], references["yarn"], references["packed"]
-    check(
-        Topology(cp=3),
-        [
-            (full("boundary", config=LATENT), rope),
-            (case("contiguous", config=LATENT, steps=1), rope),
-            (full("zigzag", config=YARN), yarn),
-            (case("boundary", config=YARN, packed=True, steps=1), packed),
-            (full("contiguous", config=YARN, packed=True), packed),
-        ],
-    )
-
-
-@pytest.mark.support("megatron", "latent attention, PP 2 x CP 2 and TP 2 x CP 2")
-def test_pipelines_train_like_one_rank_and_tensor_and_sequence_parallelism_like_megatron(
-    references: dict[str, str],
-) -> None:
-    pipeline, wanted = Topology(pp=2, cp=2), full("boundary", config=LATENT)
-    run_ranks(4, _check_parallel, (pipeline, wanted, expected(pipeline, wanted), references["rope"]))
-
-
-def _check_parallel(rank: int, ranks: int, pipeline: tuple[Topology, Case, dict[str, int], str]) -> None:
+def sequence_parallel(rank: int, ranks: int) -> None:
     """One rank is no reference of TP: Megatron's own projection of the shared rotary key loses a gradient there."""
-    harness.check_topologies(rank, ranks, [pipeline])
     config = (*LATENT, ("calculate_per_token_loss", True))
     alone, shared = Topology(tp=2, dp=2), Topology(tp=2, cp=2)
     harness.start(alone)
@@ -101,6 +40,11 @@ def _check_parallel(rank: int, ranks: int, pipeline: tuple[Topology, Case, dict[
             expected_gradient = gradient / (2 if "q_layernorm" in name else 1)
             error = (found.gradients[name] - expected_gradient).abs().max()
             assert error <= 1e-5 * gradient.abs().max(), f"{wanted}: {name}"
+
+
+@pytest.mark.support("megatron", "latent attention, PP 2 x CP 2 and TP 2 x CP 2")
+def test_tensor_and_sequence_parallelism_train_like_megatron() -> None:
+    run_ranks(4, sequence_parallel)
 
 
 def test_tables_of_every_length_are_of_this_ranks_tokens_also_for_fused_kernels() -> None:

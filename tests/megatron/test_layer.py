@@ -10,16 +10,17 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dfa_megatron.config import DistAttentionConfig
+from dfa_megatron.config import MegatronConfig
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.megatron.cpu.stand_in import use_cpu
 from dfa_megatron.runtime.counters import COUNTERS
 from tests.megatron import harness, padded_packs
 from tests.megatron.harness import Topology, case, make_config, make_model, start
+from tests.megatron.kinds import HETEROGENEOUS
 from tests.support.workers import run_ranks
 
 
-def model_of(options: DistAttentionConfig, **changes: Any) -> Any:
+def model_of(options: MegatronConfig, **changes: Any) -> Any:
     return make_model(make_config(Topology(cp=dist.get_world_size()), case(), **changes), options)
 
 
@@ -27,11 +28,18 @@ def loss_of(model: Any, batch: Any) -> torch.Tensor:
     return model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"]).mean()
 
 
+def dist_group() -> dist.ProcessGroup:
+    from megatron.core import parallel_state
+
+    group: dist.ProcessGroup = parallel_state.get_context_parallel_group()
+    return group
+
+
 def wrong_batches(rank: int, world_size: int) -> None:
     from dfa_megatron.megatron import declare_batch_layout, shard_batch
 
     start(Topology(cp=world_size))
-    contiguous, boundary = DistAttentionConfig(), DistAttentionConfig(data_layout="boundary")
+    contiguous, boundary = MegatronConfig(), MegatronConfig(data_layout="boundary")
     whole = harness.micro_batch(0, 0)
     mine = {name: part.chunk(world_size, 1)[rank] for name, part in whole.items()}
     with pytest.raises(UnsupportedError, match=r"batches that are sliced zigzag.*shard_batch"):
@@ -63,24 +71,13 @@ def wrong_batches(rank: int, world_size: int) -> None:
         model(mine["tokens"], mine["position_ids"], torch.ones(1, 1, 4, 4, dtype=torch.bool), labels=mine["labels"])
 
 
-def dist_group() -> dist.ProcessGroup:
-    from megatron.core import parallel_state
-
-    group: dist.ProcessGroup = parallel_state.get_context_parallel_group()
-    return group
-
-
-def test_tokens_in_another_order_than_the_layers_believe_are_refused() -> None:
-    run_ranks(2, wrong_batches)
-
-
 def uncut_batches(rank: int, world_size: int) -> None:
     """A loop that forgets to cut one batch among others, in training and in evaluation of another length."""
     from dfa_megatron.megatron import declare_batch_layout, shard_batch
 
     start(Topology(cp=world_size))
     for layout in ("contiguous", "boundary"):
-        options = DistAttentionConfig(data_layout=layout)
+        options = MegatronConfig(data_layout=layout)
         model, whole = model_of(options), harness.micro_batch(0, 0)
         short = {name: x[:, : x.shape[1] // 2] for name, x in whole.items()}
         loss_of(model, shard_batch(whole, dist_group(), options))
@@ -93,10 +90,6 @@ def uncut_batches(rank: int, world_size: int) -> None:
     assert torch.equal(loss_of(model, mine), expected)
     assert shard_batch(whole, dist_group(), options)["tokens"].equal(mine["tokens"])
     loss_of(model, short)  # own code slices, and is believed
-
-
-def test_a_batch_that_nobody_cut_is_refused_once_others_were_cut() -> None:
-    run_ranks(2, uncut_batches)
 
 
 def foreign_packs(rank: int, world_size: int) -> None:
@@ -112,7 +105,7 @@ def foreign_packs(rank: int, world_size: int) -> None:
     packed = {**whole, "cu_seqlens": offsets.expand(rows, -1)}
     theirs = padded_packs.cut(packed, world_size, rank, padded_packs.total_of(whole["tokens"].shape, world_size, 1), 1)
     for layout in ("boundary", "contiguous", "zigzag"):
-        options = DistAttentionConfig(data_layout=layout)
+        options = MegatronConfig(data_layout=layout)
         model = model_of(options)
         ours = shard_batch(packed, dist_group(), options)
         params = packed_seq_params(ours)
@@ -138,10 +131,6 @@ def pack_loss(model: Any, batch: Any, params: Any) -> torch.Tensor:
     return loss.mean()
 
 
-def test_packs_of_a_trainer_are_not_read_as_rows_that_shard_batch_cut() -> None:
-    run_ranks(2, foreign_packs)
-
-
 def whole_batches(rank: int, world_size: int) -> None:
     """A script that cuts no batch, which only its positions show; and one whose sampler counts every rank."""
     from megatron.core import parallel_state
@@ -151,7 +140,7 @@ def whole_batches(rank: int, world_size: int) -> None:
 
     for layout in ("boundary", "zigzag"):
         start(Topology(cp=world_size))  # new groups: nobody has declared anything
-        model, whole = model_of(DistAttentionConfig(data_layout=layout)), harness.micro_batch(0, 0)
+        model, whole = model_of(MegatronConfig(data_layout=layout)), harness.micro_batch(0, 0)
         more = {"is_hybrid_cp": False} if "is_hybrid_cp" in signature(get_batch_on_this_cp_rank).parameters else {}
         loss_of(model, get_batch_on_this_cp_rank(dict(whole), cp_group=dist_group(), **more))
         for uncut in (whole, {name: x[:, : x.shape[1] // world_size] for name, x in whole.items()}):
@@ -162,7 +151,7 @@ def whole_batches(rank: int, world_size: int) -> None:
         loss_of(model, whole)  # own code slices, and is believed
     for layout in ("contiguous", "boundary"):
         start(Topology(cp=world_size))
-        options, group = DistAttentionConfig(data_layout=layout), parallel_state.get_context_parallel_group()
+        options, group = MegatronConfig(data_layout=layout), parallel_state.get_context_parallel_group()
         for name in ("tokens", "loss_mask"):
             other = {**whole, name: whole[name].roll(rank, 1)}
             parallel = dist.new_group(list(range(world_size)))
@@ -186,7 +175,7 @@ def swapped(rank: int, world_size: int) -> None:
     start(Topology(cp=world_size))
     other, same = dist.new_group([rank], use_local_synchronization=True), dist.new_group(list(range(world_size)))
     for layout in ("boundary", "contiguous"):
-        options = DistAttentionConfig(data_layout=layout)
+        options = MegatronConfig(data_layout=layout)
         model = model_of(options, num_layers=2)
         batch = shard_batch(harness.micro_batch(0, 0), dist_group(), options)
         layer = model.decoder.layers[1]
@@ -205,33 +194,13 @@ def swapped(rank: int, world_size: int) -> None:
         assert torch.equal(loss_of(model, batch), expected)
 
 
-def test_a_model_whose_groups_were_replaced_is_refused() -> None:
-    run_ranks(2, swapped)
+def each_refusal(rank: int, world_size: int) -> None:
+    for refused in (wrong_batches, uncut_batches, foreign_packs, swapped):
+        refused(rank, world_size)
 
 
-def slices(rank: int, world_size: int) -> None:
-    import inspect
-
-    from megatron.core.utils import get_batch_on_this_cp_rank
-
-    from dfa_megatron.megatron import shard_batch
-
-    start(Topology(cp=world_size))
-    whole = {**harness.micro_batch(1, 0), "absent": None}
-    hybrid = (
-        {"is_hybrid_cp": False} if "is_hybrid_cp" in inspect.signature(get_batch_on_this_cp_rank).parameters else {}
-    )
-    theirs = get_batch_on_this_cp_rank(dict(whole), cp_group=dist_group(), **hybrid)
-    for layout in ("boundary", "zigzag"):
-        ours = shard_batch(whole, dist_group(), DistAttentionConfig(data_layout=layout))
-        assert ours.keys() == theirs.keys()
-        assert all(ours[name] is None or torch.equal(ours[name], theirs[name]) for name in ours)
-    ours = shard_batch(whole, dist_group(), DistAttentionConfig())
-    assert torch.equal(ours["tokens"], whole["tokens"].chunk(world_size, 1)[rank])
-
-
-def test_batches_are_sliced_like_megatrons_or_in_order() -> None:
-    run_ranks(3, slices)
+def test_batches_in_another_order_or_uncut_foreign_packs_and_other_groups_are_refused() -> None:
+    run_ranks(2, each_refusal)
 
 
 def evaluate_and_freeze(rank: int, world_size: int) -> None:
@@ -239,7 +208,7 @@ def evaluate_and_freeze(rank: int, world_size: int) -> None:
 
     start(Topology(cp=world_size))
     for layout in ("contiguous", "boundary"):
-        options = DistAttentionConfig(data_layout=layout, checkpoint="remat")
+        options = MegatronConfig(data_layout=layout, checkpoint="remat")
         batch = shard_batch(harness.micro_batch(0, 0), dist_group(), options)
         model = model_of(options)
         COUNTERS.reset()
@@ -277,7 +246,7 @@ def says(rank: int, world_size: int) -> list[str]:
     log = logging.getLogger("dfa_megatron.megatron")
     log.setLevel(logging.INFO)
     log.addHandler(handler)
-    options = DistAttentionConfig()
+    options = MegatronConfig()
     model = make_model(make_config(Topology(cp=world_size), case("contiguous", "auto")), options)
     for step in range(2):
         loss_of(model, shard_batch(harness.micro_batch(step, 0), dist_group(), options)).backward()
@@ -290,18 +259,6 @@ def test_the_first_rank_says_once_what_runs() -> None:
     assert "distributed attention over 2 context-parallel ranks, layout contiguous, schedule auto" in first[0]
     assert "layers are recomputed without their attention" in first[0]
     assert second == []
-
-
-def same_checkpoint(rank: int, world_size: int) -> None:
-    start(Topology())
-    ours, theirs = model_of(DistAttentionConfig()), make_model(make_config(Topology(), harness.MEGATRONS), None)
-    assert ours.state_dict().keys() == theirs.state_dict().keys()
-    assert ours.sharded_state_dict().keys() == theirs.sharded_state_dict().keys()
-    ours.load_state_dict(theirs.state_dict())
-
-
-def test_checkpoints_have_the_keys_of_megatrons_own_model() -> None:
-    run_ranks(1, same_checkpoint)
 
 
 def shim_twice(rank: int, world_size: int) -> None:
@@ -322,6 +279,9 @@ def test_the_cpu_stand_in_is_applied_once_and_never_beside_cuda(monkeypatch: pyt
 def one_config(rank: int, world_size: int) -> None:
     """Build three models from one config object, the last of Megatron's own layers; each recomputes as it was asked."""
     from megatron.core import tensor_parallel
+    from megatron.core.models.gpt.gpt_model import GPTModel
+
+    from dfa_megatron.megatron import distribute_attention
 
     start(Topology())
     config = make_config(Topology(), case(recompute=("uniform", 1)), mtp_num_layers=1)
@@ -337,7 +297,7 @@ def one_config(rank: int, world_size: int) -> None:
     try:
         for asked, forwards in (("auto", 1), ("none", 2), ("auto", 1)):
             COUNTERS.reset()
-            ours = make_model(config, DistAttentionConfig(checkpoint=asked, loss_tile=8)).train()
+            ours = make_model(config, MegatronConfig(checkpoint=asked, loss_tile=8)).train()
             loss_of(ours, batch).backward()
             assert COUNTERS.snapshot()["attention_forwards"] == forwards * (harness.LAYERS + 1)
         del calls[:]
@@ -352,6 +312,10 @@ def one_config(rank: int, world_size: int) -> None:
     assert type(plain.output_layer) is not type(ours.output_layer)
     ours.decoder.config.timers = "later"  # of the same fields
     assert config.timers == "later"
+    config = make_config(Topology(), case(recompute=("uniform", 1), config=HETEROGENEOUS))
+    spec = distribute_attention(harness.megatrons_spec(config), config=MegatronConfig())
+    with pytest.raises(UnsupportedError, match="each have a config of their own"):
+        GPTModel(config, spec, harness.VOCABULARY, harness.SEQUENCE)
 
 
 def test_the_config_of_a_model_is_not_written_and_other_models_of_it_recompute_as_asked() -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dfa_megatron.config import DistAttentionConfig
+from dfa_megatron.config import MegatronConfig
 from dfa_megatron.errors import UnsupportedError
 from tests.megatron import harness
 from tests.megatron.harness import BATCH, MEGATRONS, SEQUENCE, Topology, case
@@ -30,7 +30,7 @@ def places() -> torch.Tensor:
 
 def run(
     topology: Topology,
-    options: DistAttentionConfig | None,
+    options: MegatronConfig | None,
     batch: dict[str, Any],
     mask: torch.Tensor | None = None,
     *,
@@ -93,7 +93,7 @@ def compare_with_one_rank(rank: int, ranks: int) -> None:
     harness.start(Topology(cp=ranks))
     group = parallel_state.get_context_parallel_group()
     for layout, inside in (("zigzag", "zigzag"), ("boundary", "zigzag"), ("contiguous", "contiguous")):
-        options = DistAttentionConfig(data_layout=layout)
+        options = MegatronConfig(data_layout=layout)
         for name, whole in (("rows", batch), ("pack", pack)):
             local = shard_batch(whole, group, options)
             cut = local["position_ids"].chunk(ranks, -1)[rank]
@@ -123,7 +123,7 @@ def compare_padded(rank: int, ranks: int, pack: dict[str, Any], expected: tuple[
     padded = torch.randint(0, 9, (3, 1, total))
     padded[:, 0, torch.arange(BATCH * SEQUENCE) + shift] = pack["position_ids"].flatten(1)
     real = local["loss_mask"][0].bool()
-    options = DistAttentionConfig(data_layout="boundary")
+    options = MegatronConfig(data_layout="boundary")
     for whole_table in (False, True):
         batch = {**local, "position_ids": padded}
         losses, gradients = run(Topology(cp=ranks), options, batch, whole_table=whole_table)

@@ -10,13 +10,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dfa_megatron.config import DistAttentionConfig
+from dfa_megatron.config import MegatronConfig
 from dfa_megatron.errors import DisagreementError, UnsupportedError
 from dfa_megatron.runtime.counters import COUNTERS
 from tests.megatron import harness, padded_packs
 from tests.megatron.harness import Case, Topology
-from tests.megatron.test_composition import ALLGATHER
-from tests.megatron.test_latent import LATENT
+from tests.megatron.kinds import LATENT, UNBALANCED
 from tests.support.workers import run_ranks
 
 OURS = {"hybrid_context_parallel": True}
@@ -49,7 +48,6 @@ EVERY_SIZE = (
     Micro((2, 3), (13, 3)), Micro((0, 1), (24,)),
 )  # fmt: skip
 TWO_SIZES = (Micro((0,), (3, 7)), Micro((1,), (8,)), Micro((0, 1), (5, 10, 1)), Micro((1,), (4,)), Micro((0,), (2, 8)))
-EXPERTS = (*ALLGATHER, ("moe_layer_freq", [0, 1]), ("moe_router_load_balancing_type", "none"))
 WHOLE = (Micro((0,), (10,)), Micro((1,), (6,)), Micro((2, 3), (8,)), Micro((0, 1, 2, 3), (24,)))
 """One document each, in Megatron-Core 0.16's format for them, with which it slices the rotary table itself."""
 
@@ -106,7 +104,7 @@ def run(model: Any, micros: tuple[Micro, ...], groups: Groups, me: int, form: st
     return losses, gradients
 
 
-def model_of(topology: Topology, options: DistAttentionConfig | None, config: Any) -> Any:
+def model_of(topology: Topology, options: MegatronConfig | None, config: Any) -> Any:
     """The harness's model; `dfa` holds our options."""
     harness.seed()
     changes = {"num_layers": 2, **(OURS if options else {"sequence_parallel": False}), **dict(config)}
@@ -138,7 +136,7 @@ def compare(rank: int, world_size: int, cases: list[Any]) -> None:
             harness.start(topology)
         known = 0
         for layout, checkpoint, form in ways:
-            options = DistAttentionConfig(data_layout=layout, checkpoint=checkpoint)
+            options = MegatronConfig(data_layout=layout, checkpoint=checkpoint)
             COUNTERS.reset()
             where = f"{topology} {layout} {checkpoint} {form} on rank {rank}"
             losses, gradients = run(model_of(topology, options, config), micros, groups, me, form)
@@ -165,7 +163,7 @@ def test_sizes_alternate_from_micro_batch_to_micro_batch_while_other_ranks_run_o
         (Topology(cp=2, dp=2), EVERY_SIZE[4:10], (), rows),
         (Topology(dp=4), EVERY_SIZE[4:10], LATENT, [("contiguous", "remat", "thd")]),
         (Topology(dp=4), WHOLE, (), sliced),
-        (Topology(dp=4), WHOLE, EXPERTS, [("boundary", "remat", "thd")]),
+        (Topology(dp=4), WHOLE, UNBALANCED, [("boundary", "remat", "thd")]),
         (Topology(tp=2, dp=2), TWO_SIZES, (), [("contiguous", "remat", "thd")]),
     ]
     run_ranks(4, compare, cases, timeout=170)
@@ -176,7 +174,7 @@ def refused(rank: int, world_size: int) -> None:
 
     harness.start(Topology(dp=3))
     pair, others = dist.new_group([0, 1]), dist.new_group([1, 2])
-    options = DistAttentionConfig(data_layout="contiguous")
+    options = MegatronConfig(data_layout="contiguous")
     model = model_of(Topology(dp=3), options, ())
     declare_batch_layout(pair if rank < 2 else others, "contiguous")
     groups = {(0, 1): pair if rank < 2 else others, (): dist.group.WORLD}
@@ -197,7 +195,7 @@ def refused(rank: int, world_size: int) -> None:
     if rank != 1:
         with pytest.raises(UnsupportedError, match="this rank has none of its tokens"):
             forward((5, 7), groups={(0, 1): others if rank == 0 else pair})
-    losing = model_of(Topology(dp=3), options, (*EXPERTS, ("moe_z_loss_coeff", 0.1)))
+    losing = model_of(Topology(dp=3), options, (*UNBALANCED, ("moe_z_loss_coeff", 0.1)))
     with pytest.raises(UnsupportedError, match="a router's losses"):
         forward((5, 7), on=losing)
     dist.barrier()

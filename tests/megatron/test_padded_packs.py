@@ -1,60 +1,19 @@
-"""Packs in Transformer Engine's order of tokens train like Megatron-Core's own attention on one rank."""
+"""Packs in Transformer Engine's order of tokens: where each token stands, and what is no such pack."""
 
 from __future__ import annotations
 
 from itertools import pairwise
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-from dfa_megatron.config import DistAttentionConfig
+from dfa_megatron.config import MegatronConfig
 from dfa_megatron.errors import DisagreementError, UnsupportedError
 from dfa_megatron.megatron.tokens.document_order import DocumentOrder
 from tests.megatron import harness
-from tests.megatron.harness import Case, Topology, case
-from tests.megatron.test_composition import ALLGATHER
-from tests.megatron.test_latent import LATENT
-from tests.megatron.test_packed_scripts import forward, pack
+from tests.megatron.harness import Topology
+from tests.megatron.test_refused_packs import forward, pack
 from tests.support.workers import run_ranks
-
-TWO_LAYERS = (("calculate_per_token_loss", True), ("num_layers", 2))
-MODELS: dict[str, Any] = {
-    "dense": (*TWO_LAYERS, ("window_size", (9, 0)), ("window_attn_skip_freq", 2)),
-    "latent": (*TWO_LAYERS, *LATENT),
-    "experts": (
-        *TWO_LAYERS,
-        *ALLGATHER,
-        ("moe_layer_freq", [0, 1]),
-        ("moe_router_load_balancing_type", "none"),
-        ("moe_aux_loss_coeff", 0),
-    ),
-}
-
-
-def padded(model: str, checkpoint: str) -> Case:
-    return case("boundary", checkpoint, steps=1, config=MODELS[model], packed=True, padded=True)
-
-
-@pytest.mark.support("megatron", "documents padded to 2 x CP and cut zigzag one by one: CP 2, 3, 4, TP, PP, EP")
-def test_padded_documents_that_are_cut_one_by_one_train_like_one_rank(tmp_path: Path) -> None:
-    paths = {name: str(tmp_path / f"{name}.pt") for name in MODELS}
-    references = [(paths[name], Case(None, steps=1, config=config, packed=True)) for name, config in MODELS.items()]
-    run_ranks(1, harness.save_references, references, timeout=120)
-    by_ranks = {
-        2: [(Topology(cp=2), "dense", "none")],
-        3: [(Topology(cp=3), "dense", "auto"), (Topology(cp=3), "latent", "none")],
-        4: [
-            (Topology(cp=4), "dense", "auto"),
-            (Topology(pp=2, cp=2), "dense", "auto"),
-            (Topology(tp=2, cp=2), "dense", "auto"),
-            (Topology(cp=2, dp=2, ep=2), "experts", "auto"),
-        ],
-    }
-    for ranks, cases in by_ranks.items():
-        prepared = [(topology, padded(model, checkpoint), {}, paths[model]) for topology, model, checkpoint in cases]
-        run_ranks(ranks, harness.check_topologies, prepared, timeout=170)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
@@ -76,7 +35,7 @@ def test_every_real_token_stands_in_order_and_padding_behind_them_in_documents_w
 
 def refused(rank: int, world_size: int) -> None:
     harness.start(Topology(cp=2))
-    options = DistAttentionConfig(data_layout="boundary")
+    options = MegatronConfig(data_layout="boundary")
     ends = torch.tensor([0, 4, 12], dtype=torch.int32)
 
     def run(real: list[int], padded: torch.Tensor | None = ends, tokens: int = 6) -> None:

@@ -1,55 +1,24 @@
-"""Multi-token prediction trains like one rank: its tokens and labels shift across ranks, and not across documents."""
+"""Multi-token prediction: its tokens and labels shift across ranks, and not across documents."""
 
 from __future__ import annotations
 
 import importlib
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from dfa_megatron.config import DistAttentionConfig
+from dfa_megatron.config import MegatronConfig
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.plan.language.layout import by_name
 from tests.megatron import harness, padded_packs
-from tests.megatron.harness import BATCH, MEGATRONS, SEQUENCE, Case, Topology, case
+from tests.megatron.harness import BATCH, MEGATRONS, SEQUENCE, Topology, case
+from tests.megatron.kinds import TWO_AHEAD
 from tests.support.workers import run_ranks
 
-TWO_AHEAD = (("num_layers", 2), ("mtp_num_layers", 2))
 OFFSETS = (0, 1, 2, 17, 20, 60, 83, 84, 96)
 HOMES = ("megatron.core.transformer.multi_token_prediction", "megatron.core.models.gpt.gpt_model")
-
-
-def counted(topology: Topology, wanted: Case) -> dict[str, int]:
-    """Prediction layers are on the last pipeline stage."""
-    return {} if topology.pp > 1 else {"attention_forwards": (2 + 2) * harness.MICRO_BATCHES}
-
-
-@pytest.mark.support("megatron", "multi-token prediction; every layout, CP 3, TP 2 x CP 2, PP 2 x CP 2")
-def test_prediction_layers_train_like_one_rank_in_every_layout(tmp_path: Path) -> None:
-    mean, tokens = str(tmp_path / "mean.pt"), str(tmp_path / "tokens.pt")
-    per_token = (*TWO_AHEAD, ("calculate_per_token_loss", True))
-    references = [(path, Case(options=None, steps=1, config=c)) for path, c in ((mean, TWO_AHEAD), (tokens, per_token))]
-    run_ranks(1, harness.save_references, references)
-    whole_rows = ("sequence_parallel", False)  # the norms around the projection are PyTorch's
-    three: list[Any] = [
-        (Topology(cp=3), case(layout, checkpoint, steps=1, config=config), path)
-        for layout, checkpoint, config, path in (
-            ("contiguous", "auto", TWO_AHEAD, mean),
-            ("boundary", "none", TWO_AHEAD, mean),
-            ("zigzag", "auto", per_token, tokens),
-            ("contiguous", "none", per_token, tokens),
-        )
-    ]
-    four: list[Any] = [
-        (Topology(tp=2, cp=2), case("contiguous", "auto", steps=1, config=(*TWO_AHEAD, whole_rows)), mean),
-        (Topology(pp=2, cp=2), case("contiguous", steps=1, config=per_token), tokens),
-    ]
-    for ranks, cases in ((3, three), (4, four)):
-        prepared = [(topology, wanted, counted(topology, wanted), path) for topology, wanted, path in cases]
-        run_ranks(ranks, harness.check_topologies, prepared, timeout=170)
 
 
 def shifts(rank: int, ranks: int) -> None:
@@ -109,7 +78,7 @@ def test_the_replaced_roll_takes_and_passes_on_arguments_of_newer_releases() -> 
 
 
 def run(
-    topology: Topology, options: DistAttentionConfig | None, batch: dict[str, Any], *, per_token: bool
+    topology: Topology, options: MegatronConfig | None, batch: dict[str, Any], *, per_token: bool
 ) -> tuple[torch.Tensor, Any]:
     """Losses of this rank's tokens, and gradients summed over the ranks that share them."""
     from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler
@@ -175,7 +144,7 @@ def compare_packs(rank: int, ranks: int) -> None:
     expected = {way: alone(ranks, wholes[way[0]], per_token=way[1]) for way in ways}
 
     def check(topology: Topology, layout: str, order: str, local: dict[str, Any], way: tuple[int, bool]) -> None:
-        losses, gradients = run(topology, DistAttentionConfig(data_layout=layout), local, per_token=way[1])
+        losses, gradients = run(topology, MegatronConfig(data_layout=layout), local, per_token=way[1])
         wanted, wanted_gradients = expected[way]
         here = is_real if order == "padded" else slice(None)
         torch.testing.assert_close(losses[:, here], wanted[:, held[order]], rtol=1e-5, atol=1e-5)
@@ -192,7 +161,7 @@ def compare_packs(rank: int, ranks: int) -> None:
     for way in ways[1:3]:
         check(together, "boundary", "padded", padded_packs.cut(wholes[way[0]], ranks, rank, total, 0), way)
     for layout, order in (("contiguous", "contiguous"), ("boundary", "zigzag")):
-        options, group = DistAttentionConfig(data_layout=layout), parallel_state.get_context_parallel_group()
+        options, group = MegatronConfig(data_layout=layout), parallel_state.get_context_parallel_group()
         for way in ways[0:4:3] if layout == "contiguous" else ways[1:3]:
             check(together, layout, order, shard_batch(wholes[way[0]], group, options), way)
 
@@ -228,7 +197,7 @@ def other_attention(rank: int, ranks: int) -> None:
     from tests.support.megatron_model import DenseAttention
 
     harness.start(Topology(cp=ranks))
-    options = DistAttentionConfig()
+    options = MegatronConfig()
     config = harness.make_config(Topology(cp=ranks), case(), mtp_num_layers=1)
     layer = harness.megatrons_spec(config)
     layer.submodules.self_attention.submodules.core_attention = DenseAttention

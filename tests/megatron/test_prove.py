@@ -13,8 +13,7 @@ from dfa_megatron import attention
 from dfa_megatron.errors import ProofError, UnsupportedError
 from tests.megatron import harness, sharded
 from tests.megatron.harness import Topology, case
-from tests.megatron.test_composition import ALLGATHER
-from tests.megatron.test_latent import LATENT
+from tests.megatron.kinds import ALLGATHER, LATENT
 from tests.support.plants import attention_with, documents_lost
 from tests.support.workers import run_ranks
 
@@ -211,7 +210,7 @@ def asked_by_a_flag(rank: int, world_size: int) -> list[str]:
 
     from dfa_megatron.megatron import proved_job
     from dfa_megatron.megatron.script.dfa_flags import add_dfa_arguments
-    from tests.megatron.test_flag_path import FLAGS, OURS, build
+    from tests.megatron.test_scripts import FLAGS, OURS, build
 
     order: list[str] = []
     training.train_step = lambda forward, data, model, *others, **more: order.append("step")

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from dfa_megatron.config import DistAttentionConfig
+from dfa_megatron.config import MegatronConfig
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.megatron import check_config as configs
 from dfa_megatron.megatron import output, small_script
@@ -28,7 +28,7 @@ from dfa_megatron.proving.small_job import Reductions
 from dfa_megatron.runtime.comm.memory.kept_arena import KeptArena
 from tests.megatron.harness import Case, Topology, case, make_config
 
-OPTIONS = DistAttentionConfig(data_layout="boundary")
+OPTIONS = MegatronConfig(data_layout="boundary")
 
 
 def test_megatrons_real_config_is_read() -> None:
@@ -167,7 +167,7 @@ def of_another_class(**parts: Any) -> Any:
 
 
 TWO = {"context_parallel_size": 2}
-CONTIGUOUS = DistAttentionConfig(mlp_tile=8)
+CONTIGUOUS = MegatronConfig(mlp_tile=8)
 
 
 @pytest.mark.parametrize(
@@ -221,16 +221,16 @@ def parse(*flags: str) -> argparse.Namespace:
 def test_the_help_of_a_flag_names_the_default_that_it_has_there() -> None:
     shown = " ".join(add_dfa_arguments(argparse.ArgumentParser()).format_help().split())
     assert "attention works on them as they are. Default: boundary." in shown
-    shown = " ".join(DistAttentionConfig.add_arguments(argparse.ArgumentParser(), "megatron").format_help().split())
+    shown = " ".join(MegatronConfig.add_arguments(argparse.ArgumentParser()).format_help().split())
     assert "attention works on them as they are. Default: contiguous." in shown
 
 
 def test_flags_become_options_and_scripts_default_to_their_own_data_order() -> None:
     assert options_of(parse()).data_layout == "boundary"
     assert options_of(argparse.Namespace()).data_layout == "boundary"
-    assert options_of() == DistAttentionConfig(data_layout="boundary")
+    assert options_of() == MegatronConfig(data_layout="boundary")
     options = options_of(parse("--dfa-data-layout", "contiguous", "--dfa-schedule", "ring"))
-    assert options == DistAttentionConfig(data_layout="contiguous", schedule="ring")
+    assert options == MegatronConfig(data_layout="contiguous", schedule="ring")
 
 
 @pytest.mark.parametrize(
@@ -241,7 +241,7 @@ def test_an_entry_that_has_no_tokens_is_named(entry: Any, form: str) -> None:
 
     group: Any = SimpleNamespace()
     with pytest.raises(UnsupportedError, match=form):
-        shard_batch({"tokens": torch.zeros(2, 8), "sample_id": entry}, group, DistAttentionConfig())
+        shard_batch({"tokens": torch.zeros(2, 8), "sample_id": entry}, group, MegatronConfig())
 
 
 def test_a_megatron_without_builders_cannot_prove_flags(monkeypatch: pytest.MonkeyPatch) -> None:

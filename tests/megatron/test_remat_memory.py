@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from dfa_megatron import remat
-from dfa_megatron.config import DistAttentionConfig
+from dfa_megatron.config import MegatronConfig
 from dfa_megatron.remat import saved as kept
 from dfa_megatron.remat.saved import Kept
 from dfa_megatron.runtime.counters import COUNTERS
@@ -94,7 +94,7 @@ def many_steps(rank: int, world_size: int, offload: bool) -> None:
 
     start(Topology())
     initialize_rerun_state_machine(mode=RerunMode.VALIDATE_RESULTS)
-    options = DistAttentionConfig(checkpoint="remat", remat_offload=offload)
+    options = MegatronConfig(checkpoint="remat", remat_offload=offload)
     model = make_model(make_config(Topology(), case(), num_layers=2), options)
     for layer in model.decoder.layers:
         layer.mlp = Failing(layer.mlp)

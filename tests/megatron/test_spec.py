@@ -10,16 +10,16 @@ from typing import Any
 
 import pytest
 
-from dfa_megatron.config import DistAttentionConfig
+from dfa_megatron.config import MegatronConfig
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.megatron import DistributedAttentionLayer, DistributedCoreAttention, distribute_attention
 from dfa_megatron.megatron.layers.context import AttentionContext
-from dfa_megatron.megatron.layers.layer import layer_class
 from dfa_megatron.megatron.layers.recompute import recompute_asked
+from dfa_megatron.megatron.script import script_specs
 from dfa_megatron.megatron.spec import SequenceParallelNorm
-from tests.megatron.harness import Topology, case, make_config
+from tests.megatron.harness import Topology, case, make_config, megatrons_spec
 
-OPTIONS = DistAttentionConfig(data_layout="boundary")
+OPTIONS = MegatronConfig(data_layout="boundary")
 
 
 def local_spec(**arguments: Any) -> Any:
@@ -30,6 +30,30 @@ def local_spec(**arguments: Any) -> Any:
 
 def config(topology: Topology | None = None, **changes: Any) -> Any:
     return make_config(topology or Topology(), case(), **changes)
+
+
+def of_clone(comm_type: Any) -> Any:
+    made = config()
+    made.cp_comm_type = comm_type
+    return made
+
+
+@pytest.mark.parametrize("comm_type", [None, "p2p", "a2a", ["p2p", "dfa"], []])
+def test_in_a_patched_clone_everything_stays_megatrons_without_the_flag(comm_type: Any) -> None:
+    spec = megatrons_spec(of_clone(comm_type))
+    assert script_specs.layer_spec(spec, of_clone(comm_type)) is spec
+    assert script_specs.prediction_spec(spec, of_clone(comm_type)) is spec
+
+
+@pytest.mark.parametrize("comm_type", ["dfa", ["dfa"], ["dfa", "dfa"]])
+def test_in_a_patched_clone_the_flag_alone_distributes_the_default_spec(comm_type: Any) -> None:
+    wanted = of_clone(comm_type)
+    layer = script_specs.layer_spec(megatrons_spec(wanted), wanted)
+    assert issubclass(layer.module, DistributedAttentionLayer)
+    assert layer.params["distributed_attention"].options.data_layout == "boundary"
+    predicting = script_specs.prediction_spec(megatrons_spec(wanted), wanted)  # get_gpt_mtp_block_spec takes its last
+    assert issubclass(predicting.layer_specs[0].module, DistributedAttentionLayer)
+    assert script_specs.layer_spec(layer, wanted).module is layer.module  # a user who also gives --spec
 
 
 def test_a_layer_spec_gets_our_layer_and_attention_and_the_given_one_stays() -> None:
@@ -47,13 +71,6 @@ def test_a_layer_spec_gets_our_layer_and_attention_and_the_given_one_stays() -> 
     assert spec.submodules.mlp is given.submodules.mlp
 
 
-def test_layers_of_one_model_share_one_context_also_when_megatron_copies_the_spec() -> None:
-    spec = distribute_attention(local_spec(), config(), config=OPTIONS)
-    assert copy.deepcopy(spec).params["distributed_attention"] is spec.params["distributed_attention"]
-    other = distribute_attention(local_spec(), config(), config=OPTIONS)
-    assert other.params["distributed_attention"] is not spec.params["distributed_attention"]
-
-
 def test_a_block_spec_with_experts_in_some_layers() -> None:
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
@@ -63,7 +80,10 @@ def test_a_block_spec_with_experts_in_some_layers() -> None:
     assert all(issubclass(layer.module, DistributedAttentionLayer) for layer in made.layer_specs)
     assert made.layer_specs[1].submodules.mlp is block.layer_specs[1].submodules.mlp
     assert not issubclass(block.layer_specs[0].module, DistributedAttentionLayer)
-    assert len({id(layer.params["distributed_attention"]) for layer in made.layer_specs}) == 1
+    contexts = {
+        id(layer.params["distributed_attention"]) for layer in (*made.layer_specs, *copy.deepcopy(made).layer_specs)
+    }
+    assert len(contexts) == 1, "one for a model, also when Megatron copies its spec"
 
 
 def test_sequence_parallelism_without_transformer_engine_gets_a_norm_that_bears_it() -> None:
@@ -113,12 +133,6 @@ def test_a_core_attention_that_does_more_than_the_config_says_is_not_dropped() -
     assert distribute_attention(once, config(), config=OPTIONS).module is once.module
 
 
-def test_the_layer_class_is_made_once_per_base() -> None:
-    base = local_spec().module
-    assert layer_class(base) is layer_class(base)
-    assert layer_class(layer_class(base)) is layer_class(base)
-
-
 def test_full_recomputation_is_taken_over_once_for_all_chunks_of_a_model() -> None:
     spec = distribute_attention(local_spec(), config(), config=OPTIONS)
     context = spec.params["distributed_attention"]
@@ -146,19 +160,10 @@ def test_offloading_what_nothing_recomputes_is_refused() -> None:
     assert recompute_asked(config(), AttentionContext(OPTIONS.replace(remat_offload=True, checkpoint="remat"))) is None
 
 
-def test_megatrons_spec_flag_finds_get_spec() -> None:
-    from megatron.core.transformer.spec_utils import import_module
-
-    import dfa_megatron.megatron
-
-    assert import_module(("dfa_megatron.megatron", "get_spec")) is dfa_megatron.megatron.get_spec
-
-
 def test_spec_for_older_scripts_is_made_of_their_global_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
     from megatron.core.transformer.spec_utils import import_module
 
     import dfa_megatron.megatron as package
-    from dfa_megatron.megatron.script import script_specs as spec_module
 
     with pytest.raises(UnsupportedError, match="SPEC outside a Megatron script"):
         import_module(("dfa_megatron.megatron", "SPEC"))
@@ -171,7 +176,7 @@ def test_spec_for_older_scripts_is_made_of_their_global_arguments(monkeypatch: p
         transformer_impl="local",
         normalization="RMSNorm",
     )
-    monkeypatch.setattr(spec_module, "global_args", lambda: args)
+    monkeypatch.setattr(script_specs, "global_args", lambda: args)
     try:
         spec = import_module(("dfa_megatron.megatron", "SPEC"))
         assert issubclass(spec.module, DistributedAttentionLayer)
@@ -180,10 +185,10 @@ def test_spec_for_older_scripts_is_made_of_their_global_arguments(monkeypatch: p
         vars(package).pop("SPEC", None)
     args.mla_down_proj_fusion = True
     with pytest.raises(UnsupportedError, match="SPEC with --mla-down-proj-fusion"):
-        spec_module.spec_from_args()
+        script_specs.spec_from_args()
     args.num_experts = 8
     with pytest.raises(UnsupportedError, match="SPEC with --mla-down-proj-fusion, --num-experts is"):
-        spec_module.spec_from_args()
+        script_specs.spec_from_args()
 
 
 def test_every_public_name_is_there() -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dfa_megatron.config import DistAttentionConfig
+from dfa_megatron.config import MegatronConfig
 from dfa_megatron.errors import UnsupportedError
 from tests.megatron import harness
 from tests.megatron.harness import BATCH, SEQUENCE, Case, Topology
@@ -21,7 +21,7 @@ PREDICTION = (("mtp_num_layers", 2), ("sequence_parallel", False))
 
 
 def tiled(**changes: Any) -> Case:
-    return Case(DistAttentionConfig(data_layout="contiguous", loss_tile=TILE, mlp_tile=MLP_TILE), steps=1, **changes)
+    return Case(MegatronConfig(data_layout="contiguous", loss_tile=TILE, mlp_tile=MLP_TILE), steps=1, **changes)
 
 
 def forbid_all_logits() -> list[int]:
@@ -73,7 +73,7 @@ def check(rank: int, world_size: int, cases: list[tuple[Topology, Case, dict[str
 @pytest.mark.support("megatron", "loss and MLP by tiles; TP 2 with and without sequence parallelism, CP 3, PP 2, MTP")
 def test_loss_by_tiles_trains_like_one_rank(reference: str, tmp_path: Path) -> None:
     predicted = str(tmp_path / "predicted.pt")
-    run_ranks(1, harness.save_reference, predicted, Case(options=None, steps=1, config=PREDICTION[:1]))
+    run_ranks(1, harness.save_references, [(predicted, Case(options=None, steps=1, config=PREDICTION[:1]))])
     alone = tiled(config=(("sequence_parallel", False),))
     pair = Topology(tp=2)
     by_ranks = {
@@ -92,7 +92,7 @@ def scores(rank: int, world_size: int) -> None:
     harness.start(Topology(cp=world_size))
     found = []
     for tile in (TILE, "off"):
-        options = DistAttentionConfig(data_layout="contiguous", loss_tile=tile)
+        options = MegatronConfig(data_layout="contiguous", loss_tile=tile)
         config = harness.make_config(Topology(cp=world_size), Case(options))
         model = tied(config, options)
         batch = next(harness.batches(Case(options), 0))
@@ -122,7 +122,7 @@ def scores(rank: int, world_size: int) -> None:
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
 
 
-def tied(config: Any, options: DistAttentionConfig) -> Any:
+def tied(config: Any, options: MegatronConfig) -> Any:
     from tests.support import megatron_model as small_model
 
     sizes = {"vocab_size": harness.VOCABULARY, "max_sequence_length": SEQUENCE, "position_embedding_type": "rope"}
@@ -146,7 +146,7 @@ def test_a_tile_of_an_mlp_with_an_adapters_dropout_draws_the_same_numbers_again(
             return torch.nn.functional.dropout(hidden_states, 0.5, self.training), None
 
     layer, x = SimpleNamespace(mlp=Dropping()), torch.ones(20, 1, 8, requires_grad=True)
-    tile_mlp(layer, DistAttentionConfig(mlp_tile=MLP_TILE))
+    tile_mlp(layer, MegatronConfig(mlp_tile=MLP_TILE))
     out, _ = layer.mlp.forward(x)
     out.sum().backward()
     assert {*out.flatten().tolist()} == {0.0, 2.0}
@@ -159,7 +159,7 @@ def refused_stage(rank: int, ranks: int) -> None:
     topology = harness.Topology(pp=ranks)
     harness.start(topology)
     config = (("num_layers", 2), ("num_moe_experts", 2), ("moe_layer_freq", [0, 1]), ("moe_ffn_hidden_size", 16))
-    options = DistAttentionConfig(mlp_tile=MLP_TILE)
+    options = MegatronConfig(mlp_tile=MLP_TILE)
     made = harness.make_config(topology, Case(options, config=config))
     with pytest.raises(UnsupportedError, match="mlp_tile together with num_moe_experts=2"):
         harness.make_model(made, options)

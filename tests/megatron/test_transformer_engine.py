@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dfa_megatron.config import DistAttentionConfig
+from dfa_megatron.config import MegatronConfig
 from dfa_megatron.runtime.counters import COUNTERS
 from tests.megatron import harness
 from tests.megatron.harness import Topology
@@ -54,7 +54,7 @@ def _block(cp: int, dp: int, fp8: str | None, checkpoint: str | None) -> Any:
     if checkpoint is not None:
         declare_batch_layout(parallel_state.get_context_parallel_group(), "contiguous")
         spec = distribute_attention(
-            spec, config, config=DistAttentionConfig(data_layout="contiguous", checkpoint=checkpoint)
+            spec, config, config=MegatronConfig(data_layout="contiguous", checkpoint=checkpoint)
         )
     groups = ProcessGroupCollection.use_mpu_process_groups()
     return TransformerBlock(config, spec, post_layer_norm=False, post_process=False, pg_collection=groups).cuda()

@@ -11,8 +11,7 @@ from xml.etree import ElementTree
 import pytest
 
 from dfa_megatron.cli.main import main
-from dfa_megatron.plan.cost.hardware import H200_NIC_400G
-from dfa_megatron.plan.cost.profile import save
+from dfa_megatron.plan.cost.hardware import H200_NIC_400G, save
 from dfa_megatron.plan.language.mask import causal
 from dfa_megatron.plan.language.text import from_text
 from tests.support.plan_cases import plan_of

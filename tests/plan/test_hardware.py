@@ -22,9 +22,12 @@ from dfa_megatron.plan.cost.hardware import (
     Link,
     computing_with,
     flat,
+    from_json,
+    profile_named,
+    save,
+    to_json,
 )
 from dfa_megatron.plan.cost.outline import deliver
-from dfa_megatron.plan.cost.profile import from_json, profile_named, save, to_json
 from dfa_megatron.plan.cost.simulate import simulate
 from dfa_megatron.plan.language.mask import causal
 from tests.support.plan_cases import plan_of

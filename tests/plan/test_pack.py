@@ -13,13 +13,13 @@ from dfa_megatron.plan.language.geometry import CAUSAL, FULL, Segment, Span, Til
 from dfa_megatron.plan.language.ir import BACKWARD, FORWARD, Phase, Plan
 from dfa_megatron.plan.language.layout import contiguous
 from dfa_megatron.plan.language.mask import causal, documents
+from dfa_megatron.plan.lowering.kernel_calls import COPIED, GAP, packs, segments_of
 from dfa_megatron.plan.lowering.landings import landings_of
 from dfa_megatron.plan.lowering.lower import lower_all
 from dfa_megatron.plan.lowering.messages import rank_messages
-from dfa_megatron.plan.lowering.pack import COPIED, GAP, packs, segments_of
 from dfa_megatron.plan.proof.check import check, check_programs
+from dfa_megatron.plan.schedules.assignments import by_memory
 from dfa_megatron.plan.schedules.route import direct
-from dfa_megatron.plan.schedules.step_order import by_memory
 from tests.support import arrays
 from tests.support import plan_dense as dense
 from tests.support.plan_cases import every_mask, heterogeneous_masks, plan_of

@@ -10,8 +10,7 @@ from dfa_megatron.plan.language.geometry import Span
 from dfa_megatron.plan.language.ir import Plan
 from dfa_megatron.plan.language.program import Call, Program, Region
 from dfa_megatron.plan.lowering.landings import landings_of, tokens_of
-from dfa_megatron.plan.proof.carried import carried
-from dfa_megatron.plan.proof.check import check, prove
+from dfa_megatron.plan.proof.check import carried, check, prove
 from dfa_megatron.plan.proof.set_algebra import Sets
 from tests.support.plan_cases import every_mask, heterogeneous_masks, plan_of, plans
 

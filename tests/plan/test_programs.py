@@ -17,8 +17,7 @@ from dfa_megatron.plan.language.program import BufferMerges, Call, Destination, 
 from dfa_megatron.plan.lowering.arena_places import ALIGNMENT, Arenas, Places, place
 from dfa_megatron.plan.lowering.landings import landings_of
 from dfa_megatron.plan.lowering.lower import lower_all
-from dfa_megatron.plan.proof.check import check, check_plan, check_programs
-from dfa_megatron.plan.proof.places import prove_places
+from dfa_megatron.plan.proof.check import check, check_plan, check_programs, prove_places
 from tests.support import arrays
 from tests.support.plan_cases import every_mask, plan_of, plans
 from tests.support.plan_dense import reference

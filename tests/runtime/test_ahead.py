@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from dfa_megatron.config import DistAttentionConfig
+from dfa_megatron.config import MegatronConfig
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.pack_planner import PackPlan, PackPlanner
 from dfa_megatron.runtime import rank_plan
@@ -109,8 +109,8 @@ def test_a_plan_is_the_same_after_it_has_travelled() -> None:
 
 
 def test_the_options_of_a_framework_integration_make_a_planner() -> None:
-    options = DistAttentionConfig(data_layout="boundary", schedule="ring")
-    planner = PackPlanner(TOKENS, **SHAPE, causal=True, layout=options.layout_inside, config=options.within("function"))
+    options = MegatronConfig(data_layout="boundary", schedule="ring")
+    planner = PackPlanner(TOKENS, **SHAPE, causal=True, layout=options.layout_inside, config=options)
     assert (planner.problem.asks.layout, planner.problem.schedule) == ("contiguous", "ring")
 
 

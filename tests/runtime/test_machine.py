@@ -15,10 +15,8 @@ import torch
 import dfa_megatron
 from dfa_megatron.config import DistAttentionConfig
 from dfa_megatron.errors import DistAttentionError
-from dfa_megatron.plan.cost.hardware import CPU_LOOPBACK, H200_NVLINK, H200_SLOW_LINK, computing_with
-from dfa_megatron.plan.cost.profile import save
-from dfa_megatron.runtime.comm.groups import group_name
-from dfa_megatron.runtime.comm.registry import channel
+from dfa_megatron.plan.cost.hardware import CPU_LOOPBACK, H200_NVLINK, H200_SLOW_LINK, computing_with, save
+from dfa_megatron.runtime.comm.registry import channel_of
 from dfa_megatron.runtime.environment import Links, links
 from dfa_megatron.runtime.prepare import build
 from dfa_megatron.runtime.problem import Inputs, problem_of, profile_of
@@ -100,7 +98,7 @@ def _links(rank: int, ranks: int) -> tuple[Links, bool]:
     """Return what all plan for, where the environment of the last rank alone forbids something."""
     if rank == ranks - 1:
         os.environ.update(NCCL_P2P_DISABLE="1", CUDA_DEVICE_MAX_CONNECTIONS="1")
-    made = channel(group_name(None))
+    made = channel_of(None)
     return made.links, made.one_queue
 
 

@@ -92,10 +92,6 @@ PLAN = make_plan(causal(LOCAL), 1, schedule="ring")
             "schedule='greedy' with a plan",
         ),
         ({"plan": replace(PLAN, backward=make_plan(prefix_lm(LOCAL, 3), 1).backward)}, "its phases are not"),
-        (
-            {"causal": True, "config": dfa_megatron.DistAttentionConfig(data_layout="zigzag")},
-            "data_layout='zigzag'.*megatron alone",
-        ),
     ],
 )
 def test_a_mask_or_a_plan_that_does_not_fit_is_refused(given: dict[str, Any], message: str) -> None:

@@ -21,7 +21,7 @@ def test_a_process_keeps_a_bounded_number_of_prepared_attentions() -> None:
         dfa_megatron.dist_flash_attn_func(q, q, q, causal=True, softmax_scale=1.0 + call)
         if call > 3:  # used again and again, so that it stays
             dfa_megatron.dist_flash_attn_func(q, q, q, causal=True, softmax_scale=1.0 + 3)
-    kept = [prepared.request.softmax_scale for prepared in prepare._known[""].prepared.values()]
+    kept = [prepared.request.softmax_scale for prepared in prepare._ALONE.values()]
     assert len(kept) == prepare._KEPT
     assert set(kept) == {4.0, *(1.0 + call for call in range(7, prepare._KEPT + 6))}
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import Any
 
 from dfa_megatron.config import DistAttentionConfig
 
-_OPTIONS = frozenset(spec.name for spec in DistAttentionConfig.options())
+_OPTIONS = frozenset(spec.name for spec in fields(DistAttentionConfig))
 
 
 def arguments(**flat: Any) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from dfa_megatron.plan.accumulate import Accumulator
+from dfa_megatron.plan.interpret import Accumulator
 from dfa_megatron.plan.language.geometry import Band
 from dfa_megatron.plan.language.ir import Plan
 from dfa_megatron.plan.language.program import Call, Message, Program, Region

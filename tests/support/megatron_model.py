@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from dfa_megatron.config import DistAttentionConfig
+from dfa_megatron.config import MegatronConfig
 from tests.support.models import noise
 
 
@@ -21,7 +21,7 @@ class Parallel:
     pp: int
     cp: int
     vp: int | None
-    options: DistAttentionConfig | None
+    options: MegatronConfig | None
     """None: Megatron's own attention, on one rank."""
     ep: int = 1
 
@@ -75,7 +75,7 @@ def config_of(given: Mapping[str, Any], parallel: Parallel, **changes: Any) -> A
 
 
 def build_chunk(
-    config: Any, options: DistAttentionConfig | None, stage: int | None, scale: float | None = None, **model: Any
+    config: Any, options: MegatronConfig | None, stage: int | None, scale: float | None = None, **model: Any
 ) -> Any:
     """Return a chunk of GPTModel, with the attention of `options` or, where None, Megatron's own.
 

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from dfa_megatron import huggingface as dfa_hf
-from dfa_megatron.config import DistAttentionConfig
+from dfa_megatron.config import TrainingConfig
 from tests.huggingface.test_trainer import prepare_worker
 from tests.support.models import VOCABULARY, build, text
 from tests.support.workers import run_ranks
@@ -74,7 +74,7 @@ def train(rank: int, ranks: int, folder: str) -> dict[str, list[float]]:
         processing_class=tokenizer(),
     )
     if ranks > 1:
-        dfa_hf.distribute_trainer(run, config=DistAttentionConfig(checkpoint="remat"))
+        dfa_hf.distribute_trainer(run, config=TrainingConfig(checkpoint="remat"))
     run.train()
     return {name: [entry[name] for entry in run.state.log_history if name in entry] for name in NAMES}
 

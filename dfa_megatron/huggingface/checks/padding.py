@@ -20,9 +20,9 @@ IGNORED = -100
 
 def gathered(mine: torch.Tensor, group: str) -> list[torch.Tensor]:
     """Gather a tensor from every rank of a named group, in their order; "" is this rank alone."""
-    if not group:
+    channel = resolve(group) if group else None
+    if channel is None:
         return [mine]
-    channel = resolve(group)
     parts = [torch.empty_like(mine, memory_format=torch.contiguous_format) for _ in range(channel.size())]
     dist.all_gather(parts, mine.contiguous(), group=channel)
     return parts

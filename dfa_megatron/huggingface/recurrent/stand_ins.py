@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.nn.functional import silu, softplus
 
-from dfa_megatron.config import DistAttentionConfig
+from dfa_megatron.config import TrainingConfig
 from dfa_megatron.huggingface.positions.document_starts import Documents
 from dfa_megatron.kernels.api import accumulator_dtype
 from dfa_megatron.recurrence import Decay, Place, Scan, dist_conv, dist_scan, pass_states
@@ -33,7 +33,7 @@ class Sequence:
 
     layer: int
     group: str
-    config: DistAttentionConfig
+    config: TrainingConfig
     documents: Documents | None
 
     def rows(self, given: Keywords, *names: str) -> Iterator[tuple[Keywords, dict[str, Any]]]:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from dfa_megatron.config import DistAttentionConfig
+from dfa_megatron.config import TrainingConfig
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.huggingface.distribute import distribute_attention
 from dfa_megatron.huggingface.proof import prove
@@ -31,9 +31,10 @@ def small_job(words: Sequence[str]) -> SmallJob:
     parser.add_argument("--ranks", type=int, default=2, help="that share a sequence (2)")
     parser.add_argument("--tokens", type=int, help="of your sequences, which a window is a part of")
     parser.add_argument("--reentrant", action="store_true", help="as in distribute_attention")
-    args = DistAttentionConfig.add_arguments(parser, "huggingface").parse_args(list(words))
+    args = TrainingConfig.add_arguments(parser).parse_args(list(words))
     reduced = Reductions()
-    options = on_cpu(DistAttentionConfig.from_args(args), reduced)
+    options = TrainingConfig.from_args(args)
+    options = options.replace(**on_cpu(options, reduced))
     config, ranks = small_config(args.config, args.ranks, options, args.tokens, reduced)
 
     def run() -> Proof:
@@ -43,7 +44,7 @@ def small_job(words: Sequence[str]) -> SmallJob:
 
 
 def small_config(
-    source: str, ranks: int, options: DistAttentionConfig, tokens: int | None, reduced: Reductions
+    source: str, ranks: int, options: TrainingConfig, tokens: int | None, reduced: Reductions
 ) -> tuple[Any, int]:
     """Return the small config of a type's default or of a file, and the ranks that share a sequence.
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from dfa_megatron.config import DistAttentionConfig
+from dfa_megatron.config import TrainingConfig
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.huggingface.checks.padding import IGNORED
 from dfa_megatron.huggingface.current_forward import CONTEXT, forward_of_context
@@ -77,7 +77,7 @@ def tiled_head(head: Any) -> Any:
     return head
 
 
-def set_tile(model: Any, options: DistAttentionConfig) -> None:
+def set_tile(model: Any, options: TrainingConfig) -> None:
     """Make the model's own loss by tiles, or as transformers does for loss_tile="off".
 
     Raises:

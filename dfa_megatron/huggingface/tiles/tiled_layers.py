@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from dfa_megatron.config import DistAttentionConfig
+from dfa_megatron.config import TrainingConfig
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.remat.by_tiles import by_tiles
 
@@ -60,7 +60,7 @@ class TiledTokens:
         return torch.cat(by_tiles(whole, x, max(1, tile // beside), dim=dim, random=self.training), dim)  # type: ignore[attr-defined]
 
 
-def tile_layers(model: Any, options: DistAttentionConfig, kind: str) -> None:
+def tile_layers(model: Any, options: TrainingConfig, kind: str) -> None:
     """Make norms and MLPs of a model's decoder compute by tiles, or at once again for mlp_tile="off".
 
     Args:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 
-from dfa_megatron.config import DistAttentionConfig
+from dfa_megatron.config import TrainingConfig
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.huggingface.distribute import distribute_attention, transformers_model
 from dfa_megatron.huggingface.trainers.group_accelerator import Sharing, with_shared_sequences
@@ -19,7 +19,7 @@ from dfa_megatron.huggingface.trainers.shared_batches import take_whole_batches
 
 
 def distribute_accelerator(
-    accelerator: Any, model: torch.nn.Module, *, size: int | None = None, config: DistAttentionConfig | None = None
+    accelerator: Any, model: torch.nn.Module, *, size: int | None = None, config: TrainingConfig | None = None
 ) -> int:
     """Share each sequence of an accelerate loop among consecutive ranks; a collective call before `prepare`.
 
@@ -41,11 +41,11 @@ def distribute_accelerator(
     Raises:
         UnsupportedError: the accelerator or the model needs something unsupported; the message names it.
     """
-    return share_sequences(accelerator, model, size, config or DistAttentionConfig(), loop=True)
+    return share_sequences(accelerator, model, size, TrainingConfig.of(config), loop=True)
 
 
 def share_sequences(
-    accelerator: Any, model: torch.nn.Module, size: int | None, config: DistAttentionConfig, *, loop: bool
+    accelerator: Any, model: torch.nn.Module, size: int | None, config: TrainingConfig, *, loop: bool
 ) -> int:
     """Prepare an accelerator and a model, for a loop or for a Trainer, which counts the ranks of a sequence itself."""
     world = accelerator.state.num_processes

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from dfa_megatron.config import DistAttentionConfig
+from dfa_megatron.config import TrainingConfig
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.huggingface.checks.padding import IGNORED
 from dfa_megatron.huggingface.distribute import transformers_model
@@ -20,7 +20,7 @@ from dfa_megatron.huggingface.trainers.read_logits import follow_trainers
 from dfa_megatron.huggingface.trainers.shared_batches import take_whole_batches
 
 
-def distribute_trainer(trainer: Any, *, size: int | None = None, config: DistAttentionConfig | None = None) -> None:
+def distribute_trainer(trainer: Any, *, size: int | None = None, config: TrainingConfig | None = None) -> None:
     """Share each sequence of a Trainer among consecutive ranks, in training and evaluation; a collective call.
 
     Losses, gradients, gradient accumulation and evaluation are those of one process for each group of ranks, with
@@ -34,7 +34,7 @@ def distribute_trainer(trainer: Any, *, size: int | None = None, config: DistAtt
     Raises:
         UnsupportedError: the Trainer or its model needs something unsupported; the message names it.
     """
-    options = config or DistAttentionConfig()
+    options = TrainingConfig.of(config)
     _check(trainer, options)
     accelerator = trainer.accelerator
     size = share_sequences(accelerator, trainer.model, size, options, loop=False)
@@ -58,7 +58,7 @@ def distribute_trainer(trainer: Any, *, size: int | None = None, config: DistAtt
     trainer.gather_function = accelerator.gather_for_metrics
 
 
-def _check(trainer: Any, options: DistAttentionConfig) -> None:
+def _check(trainer: Any, options: TrainingConfig) -> None:
     """Refuse what a Trainer was told to do with models, losses or batches."""
     arguments, checkpoint = trainer.args, options.checkpoint
     _check_loss(trainer)

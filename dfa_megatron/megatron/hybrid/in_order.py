@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from dfa_megatron.config import DistAttentionConfig
+from dfa_megatron.config import MegatronConfig
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.megatron.hybrid.convolutions import by_causal_conv1d, by_fla, by_pytorch
 from dfa_megatron.megatron.replace import replace
@@ -58,14 +58,12 @@ _RUNNING = _RunningMixer()
 class InOrder:
     """Run a mixer on this rank's tokens; the first base of every class that `in_order_class` makes."""
 
-    def __init__(
-        self, config: Any, *args: Any, pg_collection: Any, options: DistAttentionConfig, **kwargs: Any
-    ) -> None:
+    def __init__(self, config: Any, *args: Any, pg_collection: Any, options: MegatronConfig, **kwargs: Any) -> None:
         alone = copy.copy(pg_collection)
         alone.cp = _OneRank()
         super().__init__(config, *args, pg_collection=alone, **kwargs)  # type: ignore[call-arg]
         self._dfa_group = pg_collection.cp
-        self._dfa_config = options.within("function")
+        self._dfa_config = options
 
     def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """Run the mixer's own forward, with the same result."""

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from dfa_megatron.config import DistAttentionConfig
+from dfa_megatron.config import MegatronConfig
 from dfa_megatron.errors import DistAttentionError, UnsupportedError
 from dfa_megatron.megatron.check_config import check_config
 from dfa_megatron.megatron.layers.router import has_losses
@@ -17,7 +17,7 @@ from dfa_megatron.megatron.tokens.document_order import DocumentOrder
 from dfa_megatron.megatron.tokens.exchange import Relayout, TableCache, TokenOrder
 from dfa_megatron.megatron.tokens.packed_documents import Pack, check_samples, is_ours, read_pack
 from dfa_megatron.megatron.tokens.visit import Visit
-from dfa_megatron.runtime.comm.registry import channel
+from dfa_megatron.runtime.comm.registry import channel_of
 from dfa_megatron.runtime.cu_seqlens import describe
 from dfa_megatron.runtime.prepare import refuse
 
@@ -41,7 +41,7 @@ class AttentionContext:
         hybrid: layers of other kinds stand between the attention layers.
     """
 
-    def __init__(self, options: DistAttentionConfig, *, hybrid: bool = False) -> None:
+    def __init__(self, options: MegatronConfig, *, hybrid: bool = False) -> None:
         self.options = options
         self.hybrid = hybrid
         self.recompute: Recompute | None = None
@@ -146,18 +146,18 @@ class AttentionContext:
             UnsupportedError: its offsets do not fit; every rank raises.
             DisagreementError: another rank refuses, or has other documents.
         """
-        verify, name = self.options.verify == "on", group.group_name
+        verify = self.options.verify == "on"
+        over = channel_of(group, verify=verify)
         try:
             pack = read_pack(params, group.size())
             order = pack.order
             assert isinstance(order, DocumentOrder)
             order.check_tokens(tokens * group.size())
         except DistAttentionError as error:
-            refuse(error, name, verify=verify)
+            refuse(error, over, verify=verify)
             raise
-        key = (name, order)
-        if key not in self._agreed and verify:
-            over = channel(name, verify=True)
+        key = (group.group_name, order)
+        if key not in self._agreed and verify and over is not None:
             with over.calls.preparing():
                 over.agree({"pack": describe(order.real), "with padding": describe(order.padded)})
         self._agreed[key] = None

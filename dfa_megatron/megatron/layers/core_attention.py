@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from dfa_megatron import attention
-from dfa_megatron.config import DistAttentionConfig
+from dfa_megatron.config import MegatronConfig
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.megatron.check_config import check_config
 from dfa_megatron.megatron.tokens.packed_documents import Pack
@@ -59,7 +59,7 @@ class DistributedCoreAttention(torch.nn.Module):
         k_channels: int | None = None,
         v_channels: int | None = None,
         *,
-        options: DistAttentionConfig,
+        options: MegatronConfig,
         checked: bool = False,
         **others: Any,
     ) -> None:
@@ -92,7 +92,6 @@ class DistributedCoreAttention(torch.nn.Module):
         self.cp_comm_type = cp_comm_type
         self.softmax_scale = softmax_scale or 1.0 / math.sqrt(k_channels or config.kv_channels)
         self.window_size = _window_of(config, layer_number)
-        self.function_config = options.within("function")
         self.softmax_offset = _softmax_offset(config)
 
     def forward(
@@ -127,7 +126,7 @@ class DistributedCoreAttention(torch.nn.Module):
             "causal": True,
             "group": self.cp_group if visit is None else visit.group,
             "layout": self.options.layout_inside if visit is None else visit.layout,
-            "config": self.function_config,
+            "config": self.options,
         }
         out: Any
         with at_layer(self.layer_number):

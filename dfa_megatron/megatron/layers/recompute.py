@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from dfa_megatron.config import DistAttentionConfig
+from dfa_megatron.config import MegatronConfig
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.megatron.layers.context import AttentionContext
 from dfa_megatron.remat.by_tiles import by_tiles
@@ -101,7 +101,7 @@ def checkpoint_of(config: Any, tp_group: Any) -> Callable[..., Any]:
     return lambda run, *args: tensor_parallel.checkpoint(run, distribute, *args)
 
 
-def tile_mlp(layer: Any, options: DistAttentionConfig) -> None:
+def tile_mlp(layer: Any, options: MegatronConfig) -> None:
     """Make a layer's MLP compute `mlp_tile` tokens at a time, each tile again in the backward.
 
     Under sequence parallelism a tile is of this rank's tokens, and every tile has its own collectives.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from dfa_megatron.config import DistAttentionConfig
+from dfa_megatron.config import MegatronConfig
 from dfa_megatron.errors import UnsupportedError
 
 _BY_PLACE = {"logits_load_dir": "contiguous", "logits_save_dir": "contiguous", "moe_routing_trace_path": "boundary"}
@@ -18,7 +18,7 @@ def add_dfa_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParse
     The layout's default is `boundary` here, because Megatron's scripts slice their data in zigzag order; `contiguous`
     is for a loop that slices its batches with `dfa_megatron.megatron.shard_batch`.
     """
-    DistAttentionConfig.add_arguments(parser, "megatron")
+    MegatronConfig.add_arguments(parser)
     parser.set_defaults(dfa_data_layout="boundary")
     parser.add_argument(
         "--dfa-prove",
@@ -29,7 +29,7 @@ def add_dfa_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParse
     return parser
 
 
-def options_of(args: Any = None) -> DistAttentionConfig:
+def options_of(args: Any = None) -> MegatronConfig:
     """Return the options on a namespace, else on Megatron's global arguments, else defaults with layout boundary.
 
     Raises:
@@ -37,15 +37,15 @@ def options_of(args: Any = None) -> DistAttentionConfig:
     """
     args = global_args() if args is None else args
     if args is None:
-        return DistAttentionConfig(data_layout="boundary")
-    options = DistAttentionConfig.from_args(args)
+        return MegatronConfig(data_layout="boundary")
+    options = MegatronConfig.from_args(args)
     if not hasattr(args, "dfa_data_layout"):
         options = options.replace(data_layout="boundary")
     _check(args, options)
     return options
 
 
-def _check(args: Any, options: DistAttentionConfig) -> None:
+def _check(args: Any, options: MegatronConfig) -> None:
     """Refuse flags of a script that would be silently wrong.
 
     Raises:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Sequence
 
-from dfa_megatron.config import DistAttentionConfig
+from dfa_megatron.config import MegatronConfig
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.megatron.replace import replace
 from dfa_megatron.megatron.script.dfa_flags import add_dfa_arguments
@@ -18,7 +18,7 @@ _FLAGS_IN_FILE = "Megatron then takes its settings from the file alone and drops
 Parser = Callable[[argparse.ArgumentParser], argparse.ArgumentParser]
 
 
-def prepare(flags: Sequence[str]) -> DistAttentionConfig:
+def prepare(flags: Sequence[str]) -> MegatronConfig:
     """Put our flags into Megatron's parser.
 
     Args:
@@ -32,14 +32,14 @@ def prepare(flags: Sequence[str]) -> DistAttentionConfig:
         SystemExit: a --dfa flag with an invalid value, as in argparse.
     """
     args = _known(flags)
-    options = DistAttentionConfig.from_args(args)
+    options = MegatronConfig.from_args(args)
     if not {"-h", "--help"} & set(flags):
         _check(args, options)
     _add_flags()
     return options
 
 
-def _check(args: argparse.Namespace, options: DistAttentionConfig) -> None:
+def _check(args: argparse.Namespace, options: MegatronConfig) -> None:
     if not args.spec or args.spec[0] == "local":
         raise UnsupportedError(
             f"dfa_megatron.launch with{f' --spec {args.spec[0]}' if args.spec else 'out --spec'}",

@@ -12,7 +12,7 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
-from dfa_megatron.config import DistAttentionConfig
+from dfa_megatron.config import MegatronConfig
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.megatron.script.dfa_flags import packing_of_script
 from dfa_megatron.sharding import shard_sequence
@@ -43,7 +43,7 @@ _DECLARED: WeakKeyDictionary[dist.ProcessGroup, _Slicing] = WeakKeyDictionary()
 def shard_batch(
     batch: Mapping[str, torch.Tensor | None],
     cp_group: dist.ProcessGroup,
-    options: DistAttentionConfig,
+    options: MegatronConfig,
 ) -> dict[str, torch.Tensor | None]:
     """Return this rank's part of a batch that every rank of the group holds whole; it replaces Megatron's slicing:
 
@@ -112,15 +112,16 @@ def _check_entries(batch: Mapping[str, Any]) -> None:
             )
 
 
-def _compare(rows: Mapping[str, torch.Tensor], cp_group: dist.ProcessGroup, options: DistAttentionConfig) -> None:
+def _compare(rows: Mapping[str, torch.Tensor], cp_group: dist.ProcessGroup, options: MegatronConfig) -> None:
     """Refuse other samples on other ranks; collective, once a group: a sampler errs in its first batch already."""
-    from dfa_megatron.runtime.comm.registry import channel
+    from dfa_megatron.runtime.comm.registry import channel_of
 
     digest = hashlib.sha256()
     for name, x in sorted(rows.items()):
         digest.update(f"{name} {tuple(x.shape)}".encode())
         digest.update(x.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
-    over = channel(cp_group.group_name, verify=options.verify == "on")
+    over = channel_of(cp_group, verify=options.verify == "on")
+    assert over is not None, "several ranks"
     with over.calls.preparing():
         everyone = over.exchange({"batch": digest.hexdigest()}, "compare the first batch")
     if len({theirs["batch"] for theirs in everyone}) > 1:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from dfa_megatron.plan.cost.hardware import Hardware
 from dfa_megatron.plan.language.ir import Phase, Plan, areas
 from dfa_megatron.plan.language.shape import AttentionShape, bytes_of
-from dfa_megatron.plan.lowering.messages import joined
+from dfa_megatron.plan.lowering.messages import names_joined
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,23 +57,22 @@ class Estimate:
 def outline(plan: Plan, batch: int = 1) -> Outline:
     """Return the outline of a plan for `batch` sequences at once."""
     rows, owner, area = [len(chunk) for chunk in plan.layout.chunks], plan.layout.owner, areas(plan.mask, plan.layout)
-    is_forward, together = plan.phase.name == "forward", joined(plan.mask, batch)
-    joins_q, joins_kv = plan.phase.read_q in together, plan.phase.read_kv in together
+    is_forward, joined = plan.phase.name == "forward", names_joined(plan.mask, batch)
+    joins_q, joins_kv = plan.phase.read_q in joined, plan.phase.read_kv in joined
     pairs: list[dict[tuple[int, ...], int]] = [defaultdict(int) for _ in range(plan.steps)]
     shared: list[dict[tuple[int, ...], set[int]]] = [defaultdict(set) for _ in range(plan.steps)]
-    for block in plan.blocks:
-        rank, q, kv = block.rank, block.q_chunk, block.kv_chunk
+    for at, rank, q, kv in plan.blocks:
         call = rank, _buffer_of(owner[q], rank, joins_q), _buffer_of(owner[kv], rank, joins_kv)
-        pairs[block.step][call] += area[q, kv]
-        shared[block.step][call].add(q if is_forward else kv)
+        pairs[at][call] += area[q, kv]
+        shared[at][call].add(q if is_forward else kv)
     work = [
         [(call[0], its, sum(rows[chunk] for chunk in chunks[call])) for call, its in step.items()]
         for step, chunks in zip(pairs, shared, strict=True)
     ]
     sent: list[dict[tuple[int, int], dict[str, int]]] = [{} for _ in range(plan.steps)]
-    for t in plan.transfers:
-        tokens = sent[t.step].setdefault((t.src, t.dst), {})
-        tokens[t.what] = tokens.get(t.what, 0) + rows[t.chunk]
+    for at, src, dst, what, chunk in plan.transfers:
+        tokens = sent[at].setdefault((src, dst), {})
+        tokens[what] = tokens.get(what, 0) + rows[chunk]
     numbers: dict[tuple[tuple[str, int], ...], int] = {}
     messages = [
         [(*ends, numbers.setdefault(tuple(parts.items()), len(numbers))) for ends, parts in step.items()]

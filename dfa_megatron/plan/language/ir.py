@@ -178,8 +178,9 @@ class AttentionPlan:
 def needed_pairs(mask: Mask, layout: Layout) -> Pairs:
     """Return the tiles of every (q_chunk, kv_chunk) pair in which the mask holds at least one token pair."""
     pairs: dict[tuple[int, int], list[Tile]] = defaultdict(list)
-    order = sorted(range(len(layout.chunks)), key=lambda chunk: (layout.chunks[chunk].lo, layout.chunks[chunk].hi))
-    starts = [layout.chunks[chunk].lo for chunk in order]
+    chunks = layout.chunks
+    order = sorted(range(len(chunks)), key=lambda chunk: (chunks[chunk].lo, chunks[chunk].hi))
+    starts = [chunks[chunk].lo for chunk in order]
 
     def overlapping(span: Span) -> list[int]:
         first = max(0, bisect_right(starts, span.lo) - 1)
@@ -189,7 +190,7 @@ def needed_pairs(mask: Mask, layout: Layout) -> Pairs:
         columns = overlapping(tile.kv)
         for q in columns if tile.q is tile.kv else overlapping(tile.q):
             for kv in columns:
-                if part := tile.restrict(layout.chunks[q], layout.chunks[kv]):
+                if part := tile.restrict(chunks[q], chunks[kv]):
                     pairs[q, kv].append(part)
     return MappingProxyType({pair: tuple(pairs[pair]) for pair in sorted(pairs)})
 

@@ -36,10 +36,13 @@ class RowsMerge:
 
 @dataclass(frozen=True, slots=True)
 class WriteMerge:
-    """How one write is merged; `may_stay`: a kernel's own output of all rows, whose memory may become the result."""
+    """How one write is merged.
+
+    may_become_result: it is a kernel's own output of all rows, whose memory may become the result.
+    """
 
     rows: tuple[RowsMerge, ...]
-    may_stay: bool
+    may_become_result: bool
 
 
 @dataclass(frozen=True, slots=True)

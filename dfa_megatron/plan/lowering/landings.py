@@ -16,7 +16,7 @@ from dfa_megatron.plan.language.geometry import Span
 from dfa_megatron.plan.language.grid import grid
 from dfa_megatron.plan.language.ir import Plan
 from dfa_megatron.plan.language.program import Buffer, Region
-from dfa_megatron.plan.lowering.messages import Parts, RankMessages, joined, rank_messages
+from dfa_megatron.plan.lowering.messages import Parts, RankMessages, names_joined, rank_messages
 
 
 @dataclass(slots=True)
@@ -74,10 +74,8 @@ class Landings:
     their slots. regions: (step, peer, number of a part) -> where that part of a message lands.
     """
 
-    def __init__(
-        self, plan: Plan, rank: int, rows: list[int], messages: RankMessages, together: frozenset[str]
-    ) -> None:
-        self.plan, self.rank, self.rows, self.messages, self.together = plan, rank, rows, messages, together
+    def __init__(self, plan: Plan, rank: int, rows: list[int], messages: RankMessages, joined: frozenset[str]) -> None:
+        self.plan, self.rank, self.rows, self.messages, self.joined = plan, rank, rows, messages, joined
         self.own = {name: number for number, (_, name) in enumerate((*plan.phase.reads, *plan.phase.writes))}
         self.own_rows = plan.layout.offsets(plan.layout.of(rank))
         self.regions: dict[tuple[int, int, int], Region] = {}
@@ -105,27 +103,26 @@ class Landings:
 
     def _place(self, step: int, by_peer: dict[int, Parts]) -> None:
         """Add a buffer per received message, and one for each joined name; record the place of each chunk."""
-        together: dict[str, list[tuple[int, int, int, tuple[int, ...]]]] = defaultdict(list)
+        shared: dict[str, list[tuple[int, int, int, tuple[int, ...]]]] = defaultdict(list)
+        results = self.plan.phase.write_names
         for peer, parts in by_peer.items():
             alone: list[tuple[str, int]] = []
+            merged = -1  # a result is merged once it has landed, an input is read later
             for at, (name, chunks) in enumerate(parts):
-                if name in self.together:
-                    together[name].append((self.plan.layout.chunks[chunks[0]].lo, peer, at, chunks))
+                if name in self.joined:
+                    shared[name].append((self.plan.layout.chunks[chunks[0]].lo, peer, at, chunks))
                 else:
                     alone.append((name, self._arrive((step, peer, at), 0, name, chunks)))
+                    merged = step if name in results else merged
             if alone:
-                self._add(step, tuple(alone))
-        for name, landing in together.items():
+                self._parts.append(tuple(alone))
+                self._lives.append(Life(step, merged))
+        for name, landing in shared.items():
             end = 0
             for _, peer, at, chunks in sorted(landing):
                 end = self._arrive((step, peer, at), end, name, chunks)
-            self._add(step, ((name, end),))
-
-    def _add(self, step: int, parts: tuple[tuple[str, int], ...]) -> None:
-        """Add the next buffer; a result is merged once it has landed, an input is read later."""
-        results = self.plan.phase.write_names
-        self._parts.append(parts)
-        self._lives.append(Life(step, computed=step if any(name in results for name, _ in parts) else -1))
+            self._parts.append(((name, end),))
+            self._lives.append(Life(step))
 
     def _arrive(self, part: tuple[int, int, int], first: int, name: str, chunks: tuple[int, ...]) -> int:
         """Record that a part of a message, (step, peer, number), lands in the next buffer; return the row behind it."""
@@ -140,17 +137,17 @@ class Landings:
         """Record the last step in which compute, or a message that hands on, reads each buffer."""
         phase, own = self.plan.phase, self.own_rows
         for step, blocks in self.messages.blocks.items():
-            for block in blocks:
-                for name, chunk in ((phase.read_q, block.q_chunk), (phase.read_kv, block.kv_chunk)):
-                    if chunk not in own:
-                        life = self._life(name, chunk, step)
-                        life.computed = max(life.computed, step)
+            for _, _, q, kv in blocks:
+                if q not in own:
+                    self._life(phase.read_q, q, step).computed = step  # steps increase
+                if kv not in own:
+                    self._life(phase.read_kv, kv, step).computed = step
         for step, by_peer in self.messages.outgoing.items():
-            for name, chunks in (part for parts in by_peer.values() for part in parts):
-                for chunk in chunks if name not in phase.write_names else ():
-                    if chunk not in own:
-                        life = self._life(name, chunk, step)
-                        life.moved = max(life.moved, step)
+            for parts in by_peer.values():
+                for name, chunks in parts:
+                    for chunk in chunks if name not in phase.write_names else ():
+                        if chunk not in own:
+                            self._life(name, chunk, step).moved = step
 
     def _life(self, name: str, chunk: int, step: int) -> Life:
         """Return the life of the buffer in which an input of another rank is before a step."""
@@ -175,13 +172,13 @@ class Landings:
 def landings_of(plan: Plan, batch: int = 1) -> tuple[Landings, ...]:
     """Return the landings of every rank.
 
-    batch: sequences at once. It decides whether messages share a buffer, see `messages.joined`.
+    batch: sequences at once. It decides whether messages share a buffer, see `messages.names_joined`.
 
     Raises:
         PlanError: a rank reads, or hands on, what it does not hold; or the plan breaks a rule of the language.
     """
-    together, rows = joined(plan.mask, batch), [len(chunk) for chunk in plan.layout.chunks]
-    return tuple(Landings(plan, rank, rows, its, together) for rank, its in enumerate(rank_messages(plan, batch)))
+    joined, rows = names_joined(plan.mask, batch), [len(chunk) for chunk in plan.layout.chunks]
+    return tuple(Landings(plan, rank, rows, its, joined) for rank, its in enumerate(rank_messages(plan, batch)))
 
 
 TokensOfRows = dict[tuple[int, str], tuple[Span, ...]]

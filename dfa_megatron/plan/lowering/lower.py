@@ -11,11 +11,10 @@ from dfa_megatron.errors import PlanError
 from dfa_megatron.plan.language.grid import grid
 from dfa_megatron.plan.language.ir import Plan, chunk_of
 from dfa_megatron.plan.language.program import Buffer, Call, Merge, Message, Program, Region, Step
-from dfa_megatron.plan.lowering.fuse import FusedTile
+from dfa_megatron.plan.lowering.kernel_calls import FusedTile, Launch, launches
 from dfa_megatron.plan.lowering.landings import BufferRow, Landings, Life, assign_slots, landings_of
 from dfa_megatron.plan.lowering.merges import plan_merges
 from dfa_megatron.plan.lowering.messages import Parts
-from dfa_megatron.plan.lowering.pack import Launch, launches
 
 
 def lower_all(plan: Plan, batch: int = 1) -> list[Program]:
@@ -76,7 +75,7 @@ class _Lowering:
         """Add buffers for accumulators that leave together: one per destination, or one for all if joined."""
         for name in self.phase.write_names:
             groups = [chunks for parts in by_peer.values() for what, chunks in parts if what == name]
-            if self.landings.together and groups:
+            if self.landings.joined and groups:
                 groups = [tuple(sorted(chain.from_iterable(groups), key=self.layout.chunks.__getitem__))]
             for chunks in groups:
                 buffer, row = self.first + len(self.leaving), 0
@@ -140,22 +139,22 @@ class _Lowering:
         for block in self.messages.blocks.get(step, ()):
             q_buffer, q_row = self.landings.read_place(self.phase.read_q, block.q_chunk, step)
             kv_buffer, kv_row = self.landings.read_place(self.phase.read_kv, block.kv_chunk, step)
-            targets = []
+            written = []
             for side, name in self.writes:
                 buffer, row = self._write_place(name, chunk_of(block, side), step)
-                targets.append((buffer, row - (q_row if side == "q" else kv_row)))
+                written.append((buffer, row - (q_row if side == "q" else kv_row)))
             by = q_row - self.layout.chunks[block.q_chunk].lo, kv_row - self.layout.chunks[block.kv_chunk].lo
             for tile in self.plan.tiles(block):
-                groups[q_buffer, kv_buffer, tuple(targets)].append((tile.shift(*by), (block,)))
-        for (q_buffer, kv_buffer, shifts), tiles in groups.items():
+                groups[q_buffer, kv_buffer, tuple(written)].append((tile.shift(*by), (block,)))
+        for (q_buffer, kv_buffer, targets), tiles in groups.items():
             for launch in launches(tuple(tiles), self.bands):
-                yield self._call(step, q_buffer, kv_buffer, shifts, launch)
+                yield self._call(step, q_buffer, kv_buffer, targets, launch)
 
-    def _call(self, step: int, q_buffer: int, kv_buffer: int, shifts: tuple[BufferRow, ...], launch: Launch) -> Call:
+    def _call(self, step: int, q_buffer: int, kv_buffer: int, targets: tuple[BufferRow, ...], launch: Launch) -> Call:
         q = Region(q_buffer, self.phase.read_q, launch.q.lo, launch.q.hi)
         kv = Region(kv_buffer, self.phase.read_kv, launch.kv.lo, launch.kv.hi)
         writes = []
-        for (side, name), (buffer, by) in zip(self.writes, shifts, strict=True):
+        for (side, name), (buffer, by) in zip(self.writes, targets, strict=True):
             span = launch.q if side == "q" else launch.kv
             writes.append(self._write(step, Region(buffer, name, span.lo + by, span.hi + by)))
         return Call(q, kv, launch.segments, tuple(writes), launch.blocks, launch.area)

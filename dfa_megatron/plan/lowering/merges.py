@@ -64,7 +64,7 @@ def merges_of(rows: int, writes: Writes) -> BufferMerges:
     _free_after_last_use(merges)
     sum_rows = Span(min((one.lo for one in summed), default=0), max((one.hi for one in summed), default=0))
     mergings = (
-        WriteMerge(tuple(merges[at]), may_stay=may_save and ends[at] == (0, rows))
+        WriteMerge(tuple(merges[at]), may_become_result=may_save and ends[at] == (0, rows))
         for at, (_, may_save) in enumerate(writes)
     )
     return BufferMerges(tuple(mergings), tuple(joined_spans(empty)), sum_rows)

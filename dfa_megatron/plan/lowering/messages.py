@@ -1,15 +1,17 @@
-"""Group a plan's blocks and messages by rank and step. Both ends of a message get the same grouping."""
+"""Validate a plan's records, and group them by rank and step. Both ends of a message get the same grouping."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass, field
-from itertools import groupby
+from itertools import groupby, pairwise
 from operator import itemgetter
+from typing import NoReturn
 
-from dfa_megatron.plan.language.ir import Block, Plan
+from dfa_megatron.errors import PlanError
+from dfa_megatron.plan.language.grid import grid
+from dfa_megatron.plan.language.ir import Block, Plan, Transfer
 from dfa_megatron.plan.language.mask import Mask
-from dfa_megatron.plan.language.validate import validate
 
 Parts = tuple[tuple[str, tuple[int, ...]], ...]
 """(name, chunks) of each part of a message, in one order for source and destination."""
@@ -18,7 +20,7 @@ JOINABLE = frozenset(("q", "kv"))
 """Names without statistics: a slice of rows is contiguous in (1, rows, heads, width), but not in (1, heads, rows)."""
 
 
-def joined(mask: Mask, batch: int) -> frozenset[str]:
+def names_joined(mask: Mask, batch: int) -> frozenset[str]:
     """Names (q, kv) that a rank receives into one buffer per step, sorted by token position, whoever sends them.
 
     One kernel call can then read all parts of a document, and several documents. This saves calls if the mask has
@@ -47,9 +49,9 @@ def rank_messages(plan: Plan, batch: int) -> list[RankMessages]:
     for block in sorted(plan.blocks):
         out[block.rank].blocks[block.step].append(block)
     sent: dict[tuple[int, int, int], dict[str, list[int]]] = defaultdict(dict)
-    for t in sorted(plan.transfers):  # by step, source, destination, name and chunk
-        sent[t.step, t.src, t.dst].setdefault(t.what, []).append(t.chunk)
-    runs = _runs(plan, sent, joined(plan.mask, batch))
+    for step, src, dst, what, chunk in sorted(plan.transfers):
+        sent[step, src, dst].setdefault(what, []).append(chunk)
+    runs = _runs(plan, sent, names_joined(plan.mask, batch))
     for (step, src, dst), names in sent.items():
         parts = tuple(
             (name, chunks)
@@ -61,16 +63,62 @@ def rank_messages(plan: Plan, batch: int) -> list[RankMessages]:
 
 
 def _runs(
-    plan: Plan, sent: dict[tuple[int, int, int], dict[str, list[int]]], together: frozenset[str]
+    plan: Plan, sent: dict[tuple[int, int, int], dict[str, list[int]]], joined: frozenset[str]
 ) -> dict[tuple[int, int, int, str], list[tuple[int, ...]]]:
     """Return (step, source, destination, joined name) -> one tuple of chunks per part that lands in adjacent rows."""
     arriving: dict[tuple[int, int, str], list[tuple[int, int, int]]] = defaultdict(list)
     for (step, src, dst), names in sent.items():
         for name, chunks in names.items():
-            if name in together:
+            if name in joined:
                 arriving[step, dst, name] += [(plan.layout.chunks[chunk].lo, src, chunk) for chunk in chunks]
     runs: dict[tuple[int, int, int, str], list[tuple[int, ...]]] = defaultdict(list)
     for (step, dst, name), landing in arriving.items():
         for src, run in groupby(sorted(landing), key=itemgetter(1)):
             runs[step, src, dst, name].append(tuple([chunk for _, _, chunk in run]))
     return runs
+
+
+def validate(plan: Plan) -> None:
+    """Refuse records that cannot run on any rank.
+
+    Raises:
+        PlanError: names the first such record, with the grid.
+    """
+    _validate_layout(plan)
+    _refuse_repeats(plan)
+    chunks, ranks, owner = range(len(plan.layout.chunks)), range(plan.ranks), plan.layout.owner
+    results = plan.phase.write_names
+    names = {name for _, name in plan.phase.reads} | set(results)
+    for t in plan.transfers:
+        step, src, dst, what, chunk = t
+        known = src in ranks and dst in ranks and chunk in chunks and what in names
+        if not known or step < 0 or src == dst:
+            _fail(plan, f"{t} is no transfer of a {plan.phase.name} plan on {plan.ranks} ranks", t)
+        if what in results and owner[chunk] == src:
+            _fail(plan, f"R3: {t} takes an accumulator away from its owner", t)
+    for b in plan.blocks:
+        step, rank, q, kv = b
+        if step < 0 or rank not in ranks or (q, kv) not in plan.pairs:
+            known = step >= 0 and rank in ranks and q in chunks and kv in chunks
+            why = "holds no pair of the mask" if known else f"is no block of a plan on {plan.ranks} ranks"
+            _fail(plan, f"{b} {why}", b)
+
+
+def _validate_layout(plan: Plan) -> None:
+    length, spans = plan.mask.length, sorted([(chunk.lo, chunk.hi) for chunk in plan.layout.chunks])
+    if any(end != lo or hi < lo for (_, end), (lo, hi) in pairwise([(0, 0), *spans, (length, length)])):
+        raise PlanError(f"the chunks are no disjoint cover of the mask's {plan.mask.length} tokens")
+    if len(plan.layout.owner) != len(plan.layout.chunks) or min(plan.layout.owner) < 0:
+        raise PlanError("every chunk needs one owner")
+
+
+def _refuse_repeats(plan: Plan) -> None:
+    records: tuple[Block | Transfer, ...] = (*plan.blocks, *plan.transfers)
+    if len(set(records)) < len(records):
+        record = next(record for record in records if records.count(record) > 1)
+        _fail(plan, f"{record} is written twice", record)
+
+
+def _fail(plan: Plan, reason: str, record: Block | Transfer) -> NoReturn:
+    rank = record.src if isinstance(record, Transfer) else record.rank
+    raise PlanError(reason, grid(plan, mark=(max(0, record.step), rank)))

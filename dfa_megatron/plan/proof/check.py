@@ -1,23 +1,29 @@
 """Check plans: by their records, and each rank's program by the loop over sets of token pairs.
 
-The two join at the messages. The records say what each message carries (`carried`). A program is right if it sends that
-whenever it receives that, and ends with its own results. Then all programs are right together, step by step.
+The two join at the messages. A result is the sum of blocks: it starts empty, moves with its transfers, and is added to
+what its destination holds. So the records alone say what each message carries (`carried`). A program is right if it
+sends that whenever it receives that, and ends with its own results. Then all programs are right together, step by step.
+The bytes of messages are proved too (`prove_places`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from operator import attrgetter
+from typing import NoReturn
 
 from dfa_megatron.errors import PlanError
 from dfa_megatron.plan.interpret import rank_loop
 from dfa_megatron.plan.language.geometry import Span, Tile, covers
 from dfa_megatron.plan.language.grid import grid
-from dfa_megatron.plan.language.ir import AttentionPlan, Plan
+from dfa_megatron.plan.language.ir import AttentionPlan, Block, Plan, Transfer
 from dfa_megatron.plan.language.program import Program
+from dfa_megatron.plan.lowering.arena_places import ALIGNMENT, Arenas, Places
 from dfa_megatron.plan.lowering.landings import Landings, landings_of
 from dfa_megatron.plan.lowering.lower import lower
 from dfa_megatron.plan.lowering.messages import RankMessages
-from dfa_megatron.plan.proof.carried import Carried, carried
 from dfa_megatron.plan.proof.set_algebra import Content, Sets, clip
 
 
@@ -101,7 +107,7 @@ def _sums(
     """Return the pairs that each of these chunks of a result brings along; none for inputs."""
     if name not in plan.phase.write_names:
         return [()] * len(chunks)
-    sums, pairs = [promised[step, src, dst, name, chunk] for chunk in chunks], plan.pairs
+    sums, pairs = [promised[Transfer(step, src, dst, name, chunk)] for chunk in chunks], plan.pairs
     return [[tile for block in blocks for tile in pairs[block.q_chunk, block.kv_chunk]] for blocks in sums]
 
 
@@ -177,3 +183,93 @@ def _disjoint(tiles: Sequence[Tile], side: str) -> bool:
             if tile & other:
                 return False
     return True
+
+
+Carried = Mapping[Transfer, Sequence[Block]]
+"""Each transfer of a result -> the blocks whose sum it is."""
+
+
+_pair_of = attrgetter("q_chunk", "kv_chunk")
+
+
+def carried(plan: Plan) -> Carried:
+    """Return what every transfer of a result carries, after a proof that the owners end with every needed pair once.
+
+    Raises:
+        PlanError: a result is missing, counted twice, stranded, or sent by a rank that has none.
+    """
+    blocks: dict[int, list[Block]] = defaultdict(list)
+    transfers: dict[int, list[Transfer]] = defaultdict(list)
+    for block in plan.blocks:
+        blocks[block.step].append(block)
+    for transfer in plan.transfers:
+        if transfer.what in plan.phase.write_names:
+            transfers[transfer.step].append(transfer)
+    held: dict[tuple[int, str, int], list[Block]] = defaultdict(list)
+    found: dict[Transfer, list[Block]] = {}
+    write_q, write_kv = plan.phase.write_q, plan.phase.write_kv
+    for step in range(plan.steps):
+        sent = [held.pop((t.src, t.what, t.chunk), []) for t in transfers[step]]
+        for t, sum_of in zip(transfers[step], sent, strict=True):
+            if not sum_of:
+                _fail(plan, f"R3: rank {t.src} sends {t.what} of chunk {t.chunk} that it never wrote", step, t.src)
+        for block in blocks[step]:
+            _, rank, q, kv = block
+            held[rank, write_q, q].append(block)
+            if write_kv:
+                held[rank, write_kv, kv].append(block)
+        for t, sum_of in zip(transfers[step], sent, strict=True):
+            found[t] = sum_of
+            held[t.dst, t.what, t.chunk] += sum_of
+    _prove(plan, held)
+    return found
+
+
+def _prove(plan: Plan, held: Mapping[tuple[int, str, int], Sequence[Block]]) -> None:
+    """Compare what the owners hold at the end with the pairs of the mask."""
+    owner, last = plan.layout.owner, plan.steps - 1
+    at_owner: dict[str, list[tuple[int, int]]] = {name: [] for name in plan.phase.write_names}
+    for (rank, name, chunk), blocks in held.items():
+        if blocks and owner[chunk] != rank:
+            _fail(plan, f"R4: {name} of chunk {chunk} is stranded on rank {rank}", last, rank)
+        at_owner[name] += map(_pair_of, blocks)
+    for name, pairs in at_owner.items():
+        if len(pairs) == len(plan.pairs) and plan.pairs.keys() == set(pairs):
+            continue
+        count = Counter(pairs)
+        wrong = next(pair for pair in (*plan.pairs, *pairs) if count[pair] != 1)
+        chunk = wrong[0 if name == plan.phase.write_q else 1]
+        how = "counts a pair twice" if count[wrong] else "does not hold each pair of the mask exactly once"
+        _fail(plan, f"R4: {name} of chunk {chunk} {how}", last, owner[chunk])
+
+
+def _fail(plan: Plan, reason: str, step: int, rank: int) -> NoReturn:
+    raise PlanError(f"rank {rank}, step {step}: {reason}", grid(plan, mark=(step, rank)))
+
+
+def prove_places(program: Program, places: Places, arenas: Arenas) -> None:
+    """Prove that memory of different slots is apart, and that each message goes where its receiver reads it.
+
+    Buffers of one slot never live at the same time, which the program's own proof shows.
+
+    Raises:
+        PlanError: names the rank, and the buffer or the message.
+    """
+    spans: dict[int | None, list[tuple[int, int]]] = {}
+    for number, starts in places.starts.items():
+        buffer, ends = program.buffers[number], list[tuple[int, int]]()
+        for name, rows in buffer.parts:
+            row_bytes = arenas.row_bytes[name]
+            ends += [(start, start + rows * one) for start, one in zip(starts[name], row_bytes, strict=True)]
+        ends.sort()
+        if any(one[1] > other[0] for one, other in pairwise(ends)) or any(start % ALIGNMENT for start, _ in ends):
+            raise PlanError(f"rank {program.rank}: the tensors of buffer {number} overlap, or are not aligned")
+        spans.setdefault(buffer.slot, []).append((ends[0][0], ends[-1][1]))
+    slots = sorted((min(start for start, _ in its), max(end for _, end in its)) for its in spans.values())
+    if any(one[1] > other[0] for one, other in pairwise(slots)) or (slots and slots[-1][1] > places.nbytes):
+        raise PlanError(f"rank {program.rank}: the slots of messages overlap, or do not fit in {places.nbytes} bytes")
+    if places.starts != arenas.starts_on(program.rank):
+        raise PlanError(f"rank {program.rank}: its messages land elsewhere than their senders know")
+    for (step, peer), sent in places.sent.items():
+        if sent != arenas.lands(step, program.rank, peer):
+            raise PlanError(f"rank {program.rank}, step {step}: its message lands elsewhere than rank {peer} reads it")

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from dfa_megatron.errors import PlanError
-from dfa_megatron.plan.accumulate import Accumulator
+from dfa_megatron.plan.interpret import Accumulator
 from dfa_megatron.plan.language.geometry import UNBOUNDED, Span, Tile, covers
 from dfa_megatron.plan.language.grid import grid
 from dfa_megatron.plan.language.ir import Plan
@@ -56,7 +56,7 @@ class View(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class SetMemory:
-    """The memory of an accumulator of sets, see `plan.accumulate`.
+    """The memory of an accumulator of sets, see `plan.interpret`.
 
     Sum and result are apart, so one is never taken for the other. side: q or kv, whose rows they are.
     """
@@ -100,11 +100,13 @@ class SetMemory:
             LookupError: rows of a result are written again. In a partial's memory they would count twice.
         """
         content, span = rows
-        if content.once and _meet(content.valid, span):
+        if not _meet(content.valid, span):
+            content.valid.append(span)
+            return
+        if content.once:
             raise LookupError("rows of a result are written twice")
-        if _meet(content.valid, span):
-            before, after = Span(0, span.lo), Span(span.hi, UNBOUNDED)
-            content.terms[:] = [term for rest in (before, after) for term in clip(content.terms, rest, self.side)]
+        before, after = Span(0, span.lo), Span(span.hi, UNBOUNDED)
+        content.terms[:] = [term for rest in (before, after) for term in clip(content.terms, rest, self.side)]
         if not covers(content.valid, span):
             content.valid.append(span)
 
@@ -242,7 +244,7 @@ class Sets:
     def _refuse_moved(self) -> None:
         for number, buffer in enumerate(self.program.buffers):
             for write in buffer.merges.writes if buffer.merges else ():
-                if write.may_stay and any(rows.skip != rows.lo for rows in write.rows):
+                if write.may_become_result and any(rows.skip != rows.lo for rows in write.rows):
                     raise self.fail(f"a partial that may become buffer {number} has its rows elsewhere")
 
     def _slot(self, buffer: int) -> int:

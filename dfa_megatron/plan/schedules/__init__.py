@@ -9,12 +9,11 @@ from functools import partial
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.plan.language.ir import BACKWARD, FORWARD, AttentionPlan, Block, Plan, needed_pairs
 from dfa_megatron.plan.language.layout import Layout, cut_at
-from dfa_megatron.plan.language.mask import Mask
-from dfa_megatron.plan.schedules.balanced import balanced
+from dfa_megatron.plan.language.mask import Mask, kept_on_mask
+from dfa_megatron.plan.schedules.assignments import balanced, by_distance, by_memory
 from dfa_megatron.plan.schedules.greedy import cut_for_help, greedy
 from dfa_megatron.plan.schedules.load_balanced import layout_of
 from dfa_megatron.plan.schedules.route import Route, direct, gateway, ring_relay
-from dfa_megatron.plan.schedules.step_order import by_distance, by_memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +52,7 @@ class Schedule:
         """Return chunks and blocks, the same in both phases; errors as for `plan`."""
         if ranks < 1:
             raise UnsupportedError(f"a plan for {ranks} ranks", "there must be at least one", "ranks=1")
-        layout = self.cut(mask, _cut_where_needed(layout_of(self.chunks, mask, ranks), mask))
+        layout = self.cut(mask, _cut_where_needed(mask, layout_of(self.chunks, mask, ranks)))
         return layout, tuple(sorted(self.assign(mask, layout)))
 
     def routed(self, mask: Mask, layout: Layout, blocks: tuple[Block, ...]) -> AttentionPlan:
@@ -75,7 +74,8 @@ def over_nodes(plan: AttentionPlan, ranks_per_node: int) -> AttentionPlan:
     return replace(plan, forward=forward, backward=backward, ranks_per_node=ranks_per_node)
 
 
-def _cut_where_needed(layout: Layout, mask: Mask) -> Layout:
+@kept_on_mask
+def _cut_where_needed(mask: Mask, layout: Layout) -> Layout:
     """Cut chunks where the rows end that another rank's rows or keys meet: only these travel.
 
     A document that reaches over ranks needs its own rows, and a window the last rows of a chunk. A mask of many tiles

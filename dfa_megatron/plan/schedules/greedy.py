@@ -21,7 +21,7 @@ from dfa_megatron.plan.language.geometry import Span, Tile
 from dfa_megatron.plan.language.ir import Block, needed_pairs
 from dfa_megatron.plan.language.layout import Layout, contiguous, cut_at
 from dfa_megatron.plan.language.mask import Mask, kept_on_mask
-from dfa_megatron.plan.schedules.step_order import assign_steps
+from dfa_megatron.plan.schedules.assignments import assign_steps
 
 TOLERANCE = 0.03
 """Tolerated work above the mean, as a share of the mean."""

@@ -10,6 +10,8 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
+from typing import TYPE_CHECKING
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -21,6 +23,10 @@ from dfa_megatron.runtime.agreement.watchdog import Watched, watch
 from dfa_megatron.runtime.comm.communicator import Communicator
 from dfa_megatron.runtime.comm.transports import Transports
 from dfa_megatron.runtime.environment import has_ended, has_one_queue, host, links, process, slowest
+
+if TYPE_CHECKING:
+    from dfa_megatron.runtime.execute.cuda_graph import Captured
+    from dfa_megatron.runtime.prepare import Prepared
 
 _CLOSING = 10.0
 """Seconds that a thread waits while another one closes the channel."""
@@ -43,7 +49,8 @@ class Channel:
         wait: runs a blocking call, such as a wait for messages between CPUs. Raises an AbsentError if a connection
             broke, and an error that another rank or the watchdog has found meanwhile.
         ended: called once the group is destroyed; closes the channel.
-        agreed: what exchanges of other kinds than attention the ranks have agreed on, the one used last at the end.
+        prepared: attentions that the ranks have agreed on. agreed: exchanges of other kinds. Last used, last in them.
+        graphs: CUDA graphs with messages of the group or of a part of it.
     """
 
     def __init__(
@@ -68,11 +75,12 @@ class Channel:
         self._watched: Watched | None = None if whole is None else whole._watched
         self._collectives: dict[str, Communicator] = {}
         self._subgroups: dict[tuple[int, ...], Channel] = {}
-        self._releases: list[Callable[[], object]] = []
         self._closing, self._closed = threading.Lock(), False
         self._backward, self.on_cpu, self._name = -1, True, ""
         self._devices: list[torch.device] = []
         self.agreed: OrderedDict[tuple[tuple[str, str], ...], None] = OrderedDict()
+        self.prepared: OrderedDict[tuple[object, ...], Prepared] = OrderedDict()
+        self.graphs: WeakSet[Captured] = WeakSet() if whole is None else whole.graphs
         store.interrupted = self.calls.check
         mine = {"host": host(), **process(), **links()._asdict(), "one queue": str(has_one_queue())}
         everyone = self.exchange(mine, "make contact for the first time")
@@ -211,10 +219,6 @@ class Channel:
             self.collectives(torch.device("cpu")).give_name(self._name)
         return self._name
 
-    def before_closing(self, release: Callable[[], object]) -> None:
-        """Have `release` called before the connections go: for plans over them and CUDA graphs with their messages."""
-        self._releases.append(release)
-
     def close(self) -> None:
         """Stop the threads and let go of the connections, once; another thread that closes meanwhile waits."""
         if not self._closing.acquire(timeout=_CLOSING):
@@ -222,18 +226,16 @@ class Channel:
         try:
             if not self._closed:
                 abort = self.calls.lost is not None
-                self._release()
+                if self._watched is not None:
+                    self._watched.leave()
+                self.prepared.clear()
+                for graph in list(self.graphs):
+                    graph.release()
                 # A backward that is still to come would open connections of its own, and wait on them for the others.
                 self.calls.lose(LostGroupError("its process group was destroyed since its forward"), told=False)
                 self._close(abort)
         finally:
             self._closing.release()
-
-    def _release(self) -> None:
-        if self._watched is not None:
-            self._watched.leave()
-        for release in [*self._releases, *(part._release for part in self._subgroups.values())]:
-            release()
 
     def _close(self, abort: bool) -> None:
         self._closed = True
@@ -245,7 +247,7 @@ class Channel:
             made.close(abort=abort)
         # References to the channel itself: its connections would wait for the garbage collector.
         self._watched, self.ended = None, nothing
-        for held in (self._collectives, self._made, self._releases, self._subgroups):
+        for held in (self._collectives, self._made, self._subgroups):
             held.clear()
 
 

@@ -17,29 +17,43 @@ The order of the ranks in the group or mesh is the order of their tokens.
 """
 
 
-def group_name(group: Group) -> str:
-    """Return the name that the operator takes for a group; "" is a process without process groups.
+def resolve(group: Group) -> dist.ProcessGroup | None:
+    """Return the process group that a caller means; None where this process has none.
 
     Raises:
         UnsupportedError: this process is no member of the group, or the mesh has several dimensions.
     """
+    if isinstance(group, str) and group:
+        return _named(group)
     if group is None or group == "":
         if not (dist.is_available() and dist.is_initialized()):
-            return ""
+            return None
         if group == "":
             instead = "dist.new_group([rank], use_local_synchronization=True) for attention on one rank of several"
             raise UnsupportedError("group=''", "no process group has this name", instead)
-        group = dist.group.WORLD
-    if isinstance(group, str):
-        return group
+        return dist.group.WORLD
     if isinstance(group, DeviceMesh):
-        group = _of_mesh(group)
+        return _of_mesh(group)
     if group == dist.GroupMember.NON_GROUP_MEMBER:  # type: ignore[comparison-overlap]  # as new_group returns it
         raise _no_member("a process group that this rank is no member of")
     if not isinstance(group, dist.ProcessGroup):
         instead = "a ProcessGroup, a DeviceMesh, a group's name or None"
         raise UnsupportedError(f"group={group!r}", "it is no process group", instead)
-    return str(group.group_name)
+    return group
+
+
+def group_name(group: Group) -> str:
+    """Return the name that the operator takes for a group; "" is a process without process groups."""
+    if isinstance(group, str) and group:
+        return group
+    found = resolve(group)
+    return "" if found is None else str(found.group_name)
+
+
+def group_size(group: Group) -> int:
+    """Return the number of ranks of a group; a process without process groups is one."""
+    found = resolve(group)
+    return 1 if found is None else found.size()
 
 
 def _of_mesh(mesh: DeviceMesh) -> dist.ProcessGroup:
@@ -57,17 +71,7 @@ def _of_mesh(mesh: DeviceMesh) -> dist.ProcessGroup:
     return group
 
 
-def group_size(name: str) -> int:
-    """Return the number of ranks of a named group; "" has one."""
-    return resolve(name).size() if name else 1
-
-
-def resolve(name: str) -> dist.ProcessGroup:
-    """Return the process group of that name; operators take names only.
-
-    Raises:
-        UnsupportedError: this process knows no such group.
-    """
+def _named(name: str) -> dist.ProcessGroup:
     try:
         group: dist.ProcessGroup = distributed_c10d._resolve_process_group(name)  # type: ignore[attr-defined,arg-type,unused-ignore]
     except (KeyError, RuntimeError, ValueError) as error:

@@ -12,25 +12,22 @@ import torch.distributed as dist
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.runtime.agreement.store import GroupStore
 from dfa_megatron.runtime.comm.channel import Channel
-from dfa_megatron.runtime.comm.groups import is_known, resolve, timeout_of
+from dfa_megatron.runtime.comm.groups import Group, is_known, resolve, timeout_of
 
 _channels: dict[str, tuple[weakref.ref[dist.ProcessGroup], Channel]] = {}
 
 
-def channel_of(group: dist.ProcessGroup | str, *, verify: bool | None = None) -> Channel | None:
-    """Return the channel of a group of several ranks, None for a group of one or "": see `channel`."""
-    found = resolve(group) if group and isinstance(group, str) else group
-    return None if isinstance(found, str) or found.size() == 1 else channel(found, verify=verify)
+def channel_of(group: Group, *, verify: bool | None = None) -> Channel | None:
+    """Return the channel of a group of several ranks, None of one rank.
 
-
-def channel(group: dist.ProcessGroup | str, *, verify: bool | None = None) -> Channel:
-    """Return the channel of a group or its name; the first call for a group must be made by all of its ranks.
-
-    Other ranks need not take part. Every rank makes its channels in the order in which it first uses its groups.
+    The first call for a group must be made by all of its ranks; other ranks need not take part. Every rank makes its
+    channels in the order in which it first uses its groups.
 
     verify: whether calls are compared, and watched from now on; None leaves that as it is.
     """
-    found = resolve(group) if isinstance(group, str) else group
+    found = resolve(group)
+    if found is None or found.size() == 1:
+        return None
     known = _channels.get(found.group_name)
     if known is None or known[0]() is not found:
         return _make(found, verify is not False)
@@ -39,10 +36,9 @@ def channel(group: dist.ProcessGroup | str, *, verify: bool | None = None) -> Ch
     return known[1]
 
 
-def renew(name: str) -> None:
-    """Forget the channel of a group on all of its ranks, none of which is inside of an attention."""
-    if name in _channels:
-        _close(name, _channels[name][1])
+def channels() -> list[Channel]:
+    """Return the channels of this process; another thread may close some meanwhile."""
+    return [known for _, known in list(_channels.values())]
 
 
 def _make(group: dist.ProcessGroup, verify: bool) -> Channel:
@@ -78,7 +74,7 @@ def _lose_all() -> None:
     atexit.unregister(_close_all)
     what, why = "attention in a fork of a process that has run it", "its threads and connections stay with that process"
     error = UnsupportedError(what, why, "processes that are spawned, with groups of their own")
-    for _, known in _channels.values():
+    for known in channels():
         known.calls.lose(error, told=False)
 
 

@@ -88,10 +88,6 @@ class Transports:
             transport = self._open[str(device), kind] = self.get(device, "p2p")
         return transport
 
-    def has_symmetric_memory(self, kind: str) -> bool:
-        """Return whether that kind of transport has reserved memory outside of PyTorch's allocator."""
-        return any(x.generation > 0 for (place, own), x in self._open.items() if place != "cpu" and own == kind)
-
     def clear(self) -> None:
         """Let go of all transports and their memory."""
         self._open.clear()

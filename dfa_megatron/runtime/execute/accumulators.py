@@ -1,4 +1,4 @@
-"""The memory of an accumulator of tensors, see `plan.accumulate`."""
+"""The memory of an accumulator of tensors, see `plan.interpret`."""
 
 from __future__ import annotations
 

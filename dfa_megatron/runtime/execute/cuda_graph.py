@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import weakref
 from collections.abc import Callable, Sequence
 
 import torch
@@ -43,9 +42,8 @@ class Captured:
         with torch.cuda.graph(self._graph, stream=warm, capture_error_mode="thread_local"):
             self._results = run(*self._inputs)
         logger.info("captured a CUDA graph of an attention over %s", tuple(inputs[0].shape))
-        reference = weakref.ref(self)  # a graph that nobody replays any more goes before
         for channel in channels:
-            channel.before_closing(lambda: _release(reference()))
+            channel.graphs.add(self)
 
     def __call__(self, inputs: Fields) -> Fields:
         """Replay on the current stream; the results are the caller's."""
@@ -64,8 +62,3 @@ class Captured:
             if all(channel.calls.lost is None for channel in self._channels):  # else a replay may never end
                 torch.cuda.synchronize()
             self._graph.reset()
-
-
-def _release(captured: Captured | None) -> None:
-    if captured is not None:
-        captured.release()

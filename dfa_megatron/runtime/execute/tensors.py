@@ -8,7 +8,7 @@ import torch
 
 from dfa_megatron.kernels.api import BlockCall, BlockKernel, Saved
 from dfa_megatron.kernels.segments import Segments
-from dfa_megatron.plan.accumulate import Accumulator
+from dfa_megatron.plan.interpret import Accumulator
 from dfa_megatron.plan.language.program import Buffer, Call, Merge, Message, Region
 from dfa_megatron.runtime.comm.memory.arena import Arena
 from dfa_megatron.runtime.execute.accumulators import TensorMemory

@@ -29,7 +29,7 @@ TOPOLOGIES: tuple[dict[str, int], ...] = (
 class MegatronDraw:
     """One training step of all its ranks.
 
-    layout, options: of `DistAttentionConfig`. config: fields of TransformerConfig. model: arguments of GPTModel.
+    layout, options: of `MegatronConfig`. config: fields of TransformerConfig. model: arguments of GPTModel.
     micro_batches: of each data-parallel rank. pack: "", "rows" (documents in rows that are cut), or "padded" (each
     document padded and cut zigzag by itself). masks: of every micro-batch, by `uneven.counted`. padding_mask: given to
     the model, which its experts heed.

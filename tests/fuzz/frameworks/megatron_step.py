@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from dfa_megatron.config import DistAttentionConfig
+from dfa_megatron.config import MegatronConfig
 from tests.fuzz.frameworks.expected_refusals import MEGATRON as REFUSALS
 from tests.fuzz.frameworks.megatron_draw import VOCABULARY, MegatronDraw, draw
 from tests.fuzz.frameworks.one_rank import ENDS, apart, hidden
@@ -175,8 +175,8 @@ def _config(drawn: MegatronDraw, alone: bool) -> Any:
     return config_of(fields, sizes, params_dtype=torch.float64, pipeline_dtype=torch.float64)
 
 
-def _options(drawn: MegatronDraw, alone: bool) -> DistAttentionConfig | None:
-    return None if alone else DistAttentionConfig(**drawn.options)
+def _options(drawn: MegatronDraw, alone: bool) -> MegatronConfig | None:
+    return None if alone else MegatronConfig(**drawn.options)
 
 
 def _chunk(drawn: MegatronDraw, config: Any, alone: bool, stage: int | None) -> Any:
@@ -190,7 +190,7 @@ def _chunk(drawn: MegatronDraw, config: Any, alone: bool, stage: int | None) -> 
     return made.double()
 
 
-def _predictions(config: Any, options: DistAttentionConfig | None, stage: int | None) -> Any:
+def _predictions(config: Any, options: MegatronConfig | None, stage: int | None) -> Any:
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_mtp_block_spec
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
@@ -229,7 +229,7 @@ def _batches(drawn: MegatronDraw, alone: bool, number: int) -> Iterator[dict[str
         elif drawn.pack == "padded":
             yield padded_packs.cut(given, drawn.cp, group.rank(), drawn.padded, form=drawn.number % 2)
         else:
-            yield dict(shard_batch(given, group, DistAttentionConfig(**drawn.options)))
+            yield dict(shard_batch(given, group, MegatronConfig(**drawn.options)))
 
 
 def _ends(whole: dict[str, torch.Tensor]) -> tuple[int, ...]:

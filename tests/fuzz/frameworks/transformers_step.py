@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from dfa_megatron.config import DistAttentionConfig
+from dfa_megatron.config import TrainingConfig
 from tests.fuzz.frameworks.expected_refusals import LANGUAGE_MODELS as REFUSALS
 from tests.fuzz.frameworks.language_models import EXPERTS, HYBRIDS, MODELS, Data, draw_data, draw_model, draw_type, made
 from tests.fuzz.frameworks.outcome import Found
@@ -43,7 +43,7 @@ PRELOADED = (
 class TransformersDraw:
     """One step of all its ranks: `size` of them share each of the `sequences`.
 
-    model: arguments of `build`. options: of `DistAttentionConfig`. loss: "own", of the model; "items", the same with
+    model: arguments of `build`. options: of `TrainingConfig`. loss: "own", of the model; "items", the same with
     one number of items for all micro-batches; or "function", ours. between: what runs between each forward and its
     backward: "", "evaluation", distributed, or "local", on one rank. warm: other steps before this one, after which
     attentions are replayed. accelerate: batches as HF Trainer cuts them, and evaluation of whole sequences.
@@ -137,7 +137,7 @@ def draw(seed: int, number: int) -> TransformersDraw:
 
 
 def draw_options(dice: random.Random, checkpoint: str, kind: str, heads: int, ranks: int) -> dict[str, Any]:
-    """Draw options of `DistAttentionConfig` that transformers models and DeepSpeed's block take."""
+    """Draw options of `TrainingConfig` that transformers models and DeepSpeed's block take."""
     tiled = kind not in EXPERTS or dice.random() < 0.05
     return {
         "checkpoint": checkpoint,
@@ -186,7 +186,7 @@ def _alone(drawn: TransformersDraw, model: Any) -> torch.Tensor:
 def _together(drawn: TransformersDraw, model: Any) -> torch.Tensor:
     from dfa_megatron import huggingface as dfa_hf
 
-    options = DistAttentionConfig(**drawn.options)
+    options = TrainingConfig(**drawn.options)
     group = _group(drawn.size)
     more = {"reentrant": drawn.reentrant, "accelerate": drawn.accelerate}
     dfa_hf.distribute_attention(model, group=group, config=options, **more)

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
 
 from dfa_megatron import huggingface as dfa_hf
-from dfa_megatron.config import DistAttentionConfig
+from dfa_megatron.config import TrainingConfig
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.huggingface.checks.call_checks import computes_loss
 from dfa_megatron.huggingface.checks.padding import IGNORED
@@ -85,7 +85,7 @@ def _packed(kind: str) -> float:
 def _remat(kind: str) -> float:
     """Compare with the distributed model that keeps everything, because a recompute takes no function mode."""
     reference = dfa_hf.distribute_attention(build(kind))
-    model = dfa_hf.distribute_attention(build(kind), config=DistAttentionConfig(checkpoint="remat"))
+    model = dfa_hf.distribute_attention(build(kind), config=TrainingConfig(checkpoint="remat"))
     local = dfa_hf.shard_batch(_batch(reference, kind, packed=True))
     labels = local.pop("shift_labels")
     for name in ("labels", "num_items_in_batch"):

@@ -21,7 +21,6 @@ from dfa_megatron.config import DistAttentionConfig
 from dfa_megatron.errors import DistAttentionError
 from dfa_megatron.runtime.agreement.calls import Calls, Kind, at_layer
 from dfa_megatron.runtime.comm import registry
-from dfa_megatron.runtime.comm.groups import group_name
 from tests.support.arguments import arguments
 from tests.support.groups import alone
 from tests.support.workers import run_ranks
@@ -172,7 +171,7 @@ class _Breaks:
 def _connection_breaks(rank: int, ranks: int, heads_travel: bool, report: str) -> None:
     options = arguments(causal=True, softmax_scale=0.25, schedule="ring", ulysses_degree=2 if heads_travel else 1)
     dfa_megatron.dist_flash_attn_func(*tensors(), **options)
-    whole = registry.channel(group_name(None))
+    whole = registry.channel_of(None)
     for channel in (whole, *whole._subgroups.values()):
         for made in channel._made:
             made._group, made._backend = _Breaks(made._group, rank), _Breaks(made._backend, rank)

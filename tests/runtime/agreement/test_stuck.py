@@ -17,12 +17,11 @@ import torch.distributed as dist
 
 import dfa_megatron
 from dfa_megatron.errors import DistAttentionError
-from dfa_megatron.runtime import op
+from dfa_megatron.runtime import run
 from dfa_megatron.runtime.agreement import watchdog
 from dfa_megatron.runtime.agreement.calls import Calls, Kind
 from dfa_megatron.runtime.comm import registry
 from dfa_megatron.runtime.comm.channel import Channel
-from dfa_megatron.runtime.comm.groups import group_name
 from tests.runtime.agreement.test_watchdog import watch_of_two
 from tests.support.arguments import arguments
 from tests.support.groups import alone
@@ -44,7 +43,7 @@ def fails(*groups: dist.ProcessGroup | None) -> None:
     def broken(*_: object) -> None:
         raise torch.OutOfMemoryError("out of memory in this test")
 
-    setattr(op, "run_forward", broken)  # noqa: B010
+    setattr(run, "_recorded", broken)  # noqa: B010
     Channel._meet = lambda self: None  # type: ignore[method-assign]
     for group in groups:
         with pytest.raises((DistAttentionError, torch.OutOfMemoryError)):
@@ -100,7 +99,7 @@ def _outside(rank: int, ranks: int, folder: str) -> list[str]:
         fails(*groups)
         time.sleep(4 * BUSY + 2)
         return []
-    registry.channel(group_name(groups[1])).calls.pending = lambda: True
+    registry.channel_of(groups[1]).calls.pending = lambda: True
     checkpoint(Path(folder, "first"))
     for elsewhere in (debugger, notebook, evaluation):
         Path(folder, "before").write_text(elsewhere.__name__)
@@ -144,7 +143,7 @@ def _stuck(rank: int, ranks: int, folder: str) -> None:
         fails(None)
         time.sleep(BUSY + GRACE + 2)
         return
-    setattr(op, "run_forward", lambda *_: time.sleep(60))  # noqa: B010
+    setattr(run, "_recorded", lambda *_: time.sleep(60))  # noqa: B010
     threading.Thread(target=checkpoint, args=(Path(folder, "saved"),)).start()
     Channel._meet = lambda self: None  # type: ignore[method-assign]
     attend()

@@ -55,7 +55,6 @@ def test_every_device_has_its_own_connections(monkeypatch: pytest.MonkeyPatch, k
         assert channel.transports.reserve(device, kind, 8).device == device
         assert channel.collectives(device).device == device
     assert set(followed) == {FIRST, CPU, SECOND}
-    assert channel.transports.has_symmetric_memory(kind)
 
 
 def test_calls_follow_a_gpu_whose_connections_serve_collectives_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -141,14 +141,13 @@ def test_torchs_own_switch_asks_for_determinism() -> None:
 
 
 def _communicators(rank: int, ranks: int) -> None:
-    from dfa_megatron.runtime.comm.groups import group_name
-    from dfa_megatron.runtime.comm.registry import channel
+    from dfa_megatron.runtime.comm.registry import channel_of
 
     compare(case(ranks * 8), rank, ranks)
-    made = len(channel(group_name(None))._made)
+    made = len(channel_of(None)._made)
     for schedule in ("ring", "balanced"):
         compare(case(ranks * 10), rank, ranks, schedule=schedule)
-    assert len(channel(group_name(None))._made) == made, "one channel serves every attention of a group"
+    assert len(channel_of(None)._made) == made, "one channel serves every attention of a group"
 
 
 def test_communicators_are_made_once_for_a_group() -> None:

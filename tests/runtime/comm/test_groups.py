@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Callable
 from datetime import timedelta
 from types import SimpleNamespace
-from unittest.mock import patch
+from unittest.mock import MagicMock, patch
 
 import pytest
 import torch
@@ -21,9 +21,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 import dfa_megatron
 from dfa_megatron.config import DistAttentionConfig
 from dfa_megatron.errors import LostGroupError, UnsupportedError
-from dfa_megatron.runtime import prepare
+from dfa_megatron.runtime.comm import registry
 from dfa_megatron.runtime.comm.groups import group_name
-from dfa_megatron.runtime.comm.registry import channel
+from dfa_megatron.runtime.comm.registry import channel_of
 from dfa_megatron.runtime.prepare import in_use
 from tests.support.arguments import arguments
 from tests.support.workers import run_ranks
@@ -31,14 +31,14 @@ from tests.support.workers import run_ranks
 
 def test_plans_may_be_listed_while_groups_end() -> None:
     """As a report does, while they close groups on threads of their own."""
-    over, done = [SimpleNamespace() for _ in range(20)], threading.Event()
+    over, done = SimpleNamespace(prepared={}), threading.Event()
 
     def come_and_go() -> None:
         while not done.is_set():
-            for number, one in enumerate(over):
-                prepare._known[f"group {number}"] = prepare._OfGroup(one)  # type: ignore[arg-type]
-            for number, one in enumerate(over):
-                prepare._forget(f"group {number}", one)  # type: ignore[arg-type]
+            for number in range(20):
+                registry._channels[f"group {number}"] = None, over  # type: ignore[assignment]
+            for number in range(20):
+                del registry._channels[f"group {number}"]
 
     before, interval = len(in_use()), sys.getswitchinterval()
     thread = threading.Thread(target=come_and_go)
@@ -73,7 +73,7 @@ def _soon(left: Callable[[], int]) -> int:
 def _kept(rank: int, ranks: int) -> tuple[int, int, int]:
     """How many groups and communicators there were, and how many and how many plans are left after destruction."""
     _attend(ranks)
-    whole = channel(group_name(None))
+    whole = channel_of(None)
     made = [x._backend for part in (whole, *whole._subgroups.values()) for x in part._made]
     groups = [weakref.ref(x) for x in (*distributed_c10d._world.pg_map, *made)]
     dist.barrier()
@@ -95,7 +95,7 @@ def _backward_of_a_destroyed(rank: int, ranks: int) -> str:
     q, k, v = (torch.randn(1, 8, 2, 16, requires_grad=True) for _ in range(3))
     out = dfa_megatron.dist_flash_attn_func(q, k, v, causal=True, group=group)
     assert isinstance(out, torch.Tensor)
-    closed = weakref.ref(channel(group_name(group)))
+    closed = weakref.ref(channel_of(group))
     dist.barrier()
     dist.destroy_process_group(group)
     late = rank == 1 and _soon(lambda: int(not closed()._closed))  # type: ignore[union-attr]
@@ -134,7 +134,7 @@ def test_without_a_watchdog_a_destroyed_group_goes_with_the_next_that_is_made() 
 def _held_in_order(rank: int, ranks: int) -> list[str]:
     """What a closing channel lets go of, in order."""
     _attend(ranks)
-    whole, events = channel(group_name(None)), []
+    whole, events = channel_of(None), []
     real = whole._made[0].close
 
     def closed(*, abort: bool) -> None:
@@ -142,7 +142,9 @@ def _held_in_order(rank: int, ranks: int) -> list[str]:
         real(abort=abort)
 
     whole._made[0].close = closed  # type: ignore[method-assign]
-    whole.before_closing(lambda: events.append("what is held over them"))
+    graph = MagicMock()
+    graph.release = lambda: events.append("what is held over them")
+    whole.graphs.add(graph)
     dist.barrier()
     whole.close()
     whole.close()
@@ -189,7 +191,7 @@ def _timeouts(rank: int, ranks: int) -> set[timedelta | None]:
     q, k, v = (torch.randn(1, 8, 2, 16) for _ in range(3))
     dfa_megatron.dist_flash_attn_func(q, k, v, causal=True, group=patient, config=DistAttentionConfig(ulysses_degree=2))
     dfa_megatron.dist_flash_attn_func(q, k, v, causal=True, group=patient)
-    known = channel(group_name(patient))
+    known = channel_of(patient)
     parts = [*known._subgroups.values(), known]
     return {made.timeout for one in parts for made in one._made}
 

@@ -17,12 +17,11 @@ import torch.distributed as dist
 from dfa_megatron.errors import DistAttentionError, UnsupportedError
 from dfa_megatron.runtime.comm.channel import Channel
 from dfa_megatron.runtime.comm.copy_engine import CopyEngineTransport
-from dfa_megatron.runtime.comm.groups import group_name
 from dfa_megatron.runtime.comm.memory import kept_arena
 from dfa_megatron.runtime.comm.memory.kept_arena import KeptArena
 from dfa_megatron.runtime.comm.memory.symmetric_memory import Mapped
 from dfa_megatron.runtime.comm.p2p import GlooTransport
-from dfa_megatron.runtime.comm.registry import channel
+from dfa_megatron.runtime.comm.registry import channel_of
 from dfa_megatron.runtime.comm.transport import Recv, Send, Transport
 from dfa_megatron.runtime.comm.transports import Transports
 from dfa_megatron.runtime.prepare import in_use
@@ -73,7 +72,7 @@ def keep() -> None:
 
 
 def kept_by(group: dist.ProcessGroup | None = None) -> KeptGloo:
-    found = channel(group_name(group)).transports.get(CPU, "auto")
+    found = channel_of(group).transports.get(CPU, "auto")
     assert isinstance(found, KeptGloo)
     return found
 
@@ -128,10 +127,10 @@ def _shared(rank: int, ranks: int) -> None:
                 compare(rank, 2, turn, group=pair, **plan)
     arenas = [kept_by(group) for group in (None, pair)[: 2 if rank < 2 else 1]]
     for group, engine in zip((None, pair), arenas, strict=False):
-        used = [prepared for prepared in in_use() if prepared.channel is channel(group_name(group))]
+        used = [prepared for prepared in in_use() if prepared.channel is channel_of(group)]
         assert len(used) == len(plans)
         assert engine.size == max(prepared.arena_bytes for prepared in used)
-        assert len(channel(group_name(group)).transports._open) == 1
+        assert len(channel_of(group).transports._open) == 1
     before = [(engine._arena, engine.generation) for engine in arenas]
     for turn in range(PATIENCE):
         compare(rank, ranks, turn, **plans[0])
@@ -154,7 +153,7 @@ def _pinned(rank: int, ranks: int, engine: KeptGloo) -> None:
         engine.reserve(1 << 30)
     compare(rank, ranks, 0, schedule="balanced", local=2 * BIG)
     assert engine._arena is before
-    assert type(channel(group_name(None)).transports.get(CPU, "auto")) is GlooTransport
+    assert type(channel_of(None).transports.get(CPU, "auto")) is GlooTransport
 
 
 def test_plans_share_the_arena_of_their_group_and_leave_those_of_others_alone() -> None:
@@ -190,7 +189,7 @@ def _on_gpus(rank: int, ranks: int) -> None:
         sizes = []
         for whole in [big] * 3 + [small] * 5 + [big] * 2:
             compare_on_gpu(whole, rank, ranks, kernel="aten", transport="copy_engine", cuda_graph=graph)
-            (engine,) = channel(group_name(None)).transports._open.values()
+            (engine,) = channel_of(None).transports._open.values()
             assert isinstance(engine, CopyEngineTransport)
             sizes.append(engine._arena.flat.numel())
         assert {*sizes[:3], *sizes[-2:]} == {max(sizes)}

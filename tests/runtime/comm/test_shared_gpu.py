@@ -12,10 +12,9 @@ import torch
 
 from benchmarks.surroundings import share_gpus
 from dfa_megatron.runtime.comm import copy_engine
-from dfa_megatron.runtime.comm.groups import group_name
 from dfa_megatron.runtime.comm.memory import symmetric_memory
 from dfa_megatron.runtime.comm.memory.symmetric_memory import Mapped
-from dfa_megatron.runtime.comm.registry import channel
+from dfa_megatron.runtime.comm.registry import channel_of
 from tests.support.workers import run_ranks
 
 
@@ -32,7 +31,7 @@ def _opens(rank: int, ranks: int) -> tuple[list[str], list[int], int]:
 
     symmetric_memory._handle, symmetric_memory._open = handle, opens  # the process ends with this function
     memory = torch.empty(8, dtype=torch.uint8)
-    mapped = symmetric_memory._opened(memory, channel(group_name(None)))
+    mapped = symmetric_memory._opened(memory, channel_of(None))
     assert len(mapped.others) == ranks - 1
     return opened, mapped.addresses, memory.data_ptr()
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import nullcontext
 from unittest.mock import MagicMock
+from weakref import WeakSet
 
 import pytest
 import torch
@@ -37,11 +37,11 @@ def test_a_graph_with_messages_goes_before_its_channel_closes_and_waits_for_no_l
         monkeypatch.setattr(torch.cuda, name, lambda *_, **__: nullcontext())
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: events.append("waits for replays"))
     torch.cuda.CUDAGraph().reset = lambda: events.append("is reset")  # type: ignore[method-assign]
-    channel, releases = MagicMock(), list[Callable[[], object]]()
-    channel.calls.lost, channel.before_closing = lost, releases.append
+    channel = MagicMock(graphs=WeakSet())
+    channel.calls.lost = lost
     kept, dropped = (graph.Captured(lambda x: (2 * x,), (torch.ones(3),), [channel]) for _ in range(2))
     del dropped
-    for release in releases:
-        release()
+    for held in list(channel.graphs):
+        held.release()
     assert events == ([] if lost else ["waits for replays"]) + ["is reset"]
     assert kept

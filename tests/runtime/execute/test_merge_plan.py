@@ -8,7 +8,7 @@ import random
 import pytest
 import torch
 
-from dfa_megatron.plan.accumulate import Accumulator
+from dfa_megatron.plan.interpret import Accumulator
 from dfa_megatron.plan.language.mask import causal
 from dfa_megatron.plan.language.program import Destination, Region
 from dfa_megatron.plan.lowering.landings import landings_of

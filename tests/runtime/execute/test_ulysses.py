@@ -146,12 +146,11 @@ def test_groups_of_other_than_all_ranks_exchange_among_themselves() -> None:
 
 
 def _communicators(rank: int, ranks: int) -> None:
-    from dfa_megatron.runtime.comm.groups import group_name
-    from dfa_megatron.runtime.comm.registry import channel
+    from dfa_megatron.runtime.comm.registry import channel_of
     from dfa_megatron.runtime.prepare import in_use
 
     def count() -> int:
-        whole = channel(group_name(None))
+        whole = channel_of(None)
         return sum(len(part._made) for part in (whole, *whole._subgroups.values()))
 
     compare(case(ranks * 8), rank, ranks)

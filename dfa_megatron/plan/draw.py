@@ -1,13 +1,17 @@
-"""Draw a simulated run: a row per rank over time with its compute, and below it the messages that arrive meanwhile."""
+"""Draw plans: the grid as text, or as SVG a row per rank over simulated time, with the messages that arrive."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from html import escape
+from typing import Literal
 
-from dfa_megatron.plan.cost.simulate import Event, Timeline
-from dfa_megatron.plan.language.grid import whose
-from dfa_megatron.plan.language.ir import Block, Plan
+from dfa_megatron.errors import UnsupportedError
+from dfa_megatron.plan.cost.hardware import H200_NVLINK, Hardware
+from dfa_megatron.plan.cost.simulate import Event, Timeline, simulate
+from dfa_megatron.plan.language.grid import grid, whose
+from dfa_megatron.plan.language.ir import PHASES, AttentionPlan, Block, Plan
+from dfa_megatron.plan.language.shape import AttentionShape
 
 WIDTH, LEFT, RIGHT = 1120, 76, 148
 HEADER, HEADING, FOOTER = 62, 44, 46
@@ -201,3 +205,44 @@ def _bytes(value: float) -> str:
         if value >= size:
             return f"{value / size:.3g} {unit}"
     return f"{value:g} B"
+
+
+Style = Literal["text", "svg"]
+
+
+def draw(
+    plan: AttentionPlan | Plan,
+    style: Style = "text",
+    *,
+    phase: Literal["forward", "backward", "both"] = "both",
+    shape: AttentionShape | None = None,
+    hardware: Hardware = H200_NVLINK,
+    width: int = 100,
+) -> str:
+    """Draw a plan.
+
+    Args:
+        plan: both phases, or one.
+        style: "text" is a row per step and a column per rank; "svg" a row per rank over simulated time.
+        phase: which phases of an AttentionPlan.
+        shape, hardware: what "svg" simulates.
+        width: of the text, in characters; more ranks than fit merge into bands.
+
+    Raises:
+        UnsupportedError: an unknown style or phase.
+        PlanError: "svg" of a plan that breaks a rule of the language.
+    """
+    if phase not in ("both", *PHASES):
+        raise UnsupportedError(f"phase {phase!r}", "there is no such phase", "one of both, " + ", ".join(PHASES))
+    phases = [one for one in plan.phases if isinstance(plan, Plan) or phase in ("both", one.phase.name)]
+    if style == "text":
+        return "\n\n".join(grid(one, width=width) for one in phases)
+    if style != "svg":
+        raise UnsupportedError(f"style {style!r}", "there is no such style", "one of text, svg")
+    shape = shape or AttentionShape()
+    name = f"{plan.schedule} schedule, " if isinstance(plan, AttentionPlan) else ""
+    mask = phases[0].mask
+    title = f"{name}{mask.name} mask, {mask.length:,} tokens, {plan.ranks} ranks"
+    timelines = [(one, simulate(one, shape, hardware)) for one in phases]
+    heads = f"{shape.heads} heads, {shape.kv_heads} kv heads of {shape.head_dim}"
+    return picture(title, f"{heads}, {hardware.name}", timelines)

@@ -1,12 +1,44 @@
-"""Assign steps to pairs (q_chunk, kv_chunk), where ranks compute their own rows: in ring order, or in few steps."""
+"""Assign pairs (q_chunk, kv_chunk) to ranks and steps: balanced causal work, in ring order, or in few steps."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.plan.language.ir import Block, needed_pairs
 from dfa_megatron.plan.language.layout import Layout
 from dfa_megatron.plan.language.mask import Mask
+
+
+def balanced(mask: Mask, layout: Layout, *, share_last: bool = False) -> tuple[Block, ...]:
+    """Return the blocks of DISTFLASHATTN (paper, Algorithm 2, corrected for odd P), in floor(P/2) + 1 steps.
+
+    At step t rank r works for itself on the keys t ranks before it while there are any (r >= t), and otherwise helps
+    rank r - t + P with its own keys. For even P the pairs of the last step are met from above only: the ranks below P/2
+    idle.
+
+    Args:
+        mask: only causal pairs.
+        layout: contiguous; halves of it to share the last step.
+        share_last: for even P cut the last step's blocks in two by query rows, so that no rank idles. The owner takes
+            the second half of its rows, and the otherwise idle helper the first. That step stays the last, so the
+            results that travel behind no compute are half a chunk, not a whole one.
+    """
+    owner, ranks = layout.owner, layout.ranks
+    middle = [(spans[0].lo + spans[-1].hi) // 2 for spans in map(layout.spans, range(ranks))]
+    blocks: list[Block] = []
+    for q, kv in needed_pairs(mask, layout):
+        rows, keys = owner[q], owner[kv]
+        if rows < keys:
+            why = f"rows of rank {rows} see keys of rank {keys}, and it pairs causal work only"
+            raise UnsupportedError("the balanced schedule on this mask", why, "schedule 'ring'")
+        distance = rows - keys
+        helps = 2 * distance > ranks
+        if share_last and 2 * distance == ranks:
+            helps = layout.chunks[q].lo < middle[rows]
+        blocks.append(Block(ranks - distance, keys, q, kv) if helps else Block(distance, rows, q, kv))
+    return tuple(blocks)
+
 
 ROWS_PER_STEP = 2.0
 """Limit of remote rows and keys that a rank reads in one step, in rows of its own. It bounds memory."""
@@ -14,15 +46,8 @@ ROWS_PER_STEP = 2.0
 
 def by_distance(mask: Mask, layout: Layout) -> tuple[Block, ...]:
     """Return blocks in ring order: at step t, rank r computes its own rows against the chunks of rank r - t."""
-    ranks, needed = layout.ranks, needed_pairs(mask, layout)
-    return tuple(
-        Block(step, rank, q, kv)
-        for step in range(ranks)
-        for rank in range(ranks)
-        for q in layout.of(rank)
-        for kv in layout.of((rank - step) % ranks)
-        if (q, kv) in needed
-    )
+    owner, ranks = layout.owner, layout.ranks
+    return tuple([Block((owner[q] - owner[kv]) % ranks, owner[q], q, kv) for q, kv in needed_pairs(mask, layout)])
 
 
 def by_memory(mask: Mask, layout: Layout) -> tuple[Block, ...]:

@@ -1,0 +1,272 @@
+"""Megatron's own parser, builders, slicing and datasets, as its scripts call them: a model trains like one rank."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import runpy
+import sys
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from dfa_megatron import launch
+from dfa_megatron.megatron.script.dfa_flags import add_dfa_arguments
+from dfa_megatron.runtime.counters import COUNTERS
+from tests.megatron import harness
+from tests.megatron.harness import BATCH, MEGATRONS, SEQUENCE, Topology
+from tests.support.workers import run_ranks
+
+pytest.importorskip("megatron.training.models", reason="this megatron-core has no training package")
+
+FLAGS = """
+--transformer-impl local --num-layers 4 --hidden-size 64 --num-attention-heads 4 --group-query-attention
+--num-query-groups 2 --ffn-hidden-size 128 --seq-length 48 --max-position-embeddings 48 --micro-batch-size 2
+--train-iters 1 --lr 1e-3 --context-parallel-size 2 --attention-dropout 0.0 --hidden-dropout 0.0
+--position-embedding-type rope --normalization RMSNorm --disable-bias-linear --untie-embeddings-and-output-weights
+--no-persist-layer-norm --use-cpu-initialization --no-gradient-accumulation-fusion --no-bias-dropout-fusion
+--no-masked-softmax-fusion --no-rope-fusion --no-create-attention-mask-in-dataloader --tokenizer-type NullTokenizer
+--vocab-size 256 --make-vocab-size-divisible-by 1 --distributed-backend gloo
+"""
+OURS = "--cp-comm-type dfa --spec dfa_megatron.megatron get_spec"
+FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+
+
+def as_launched(topology: Topology) -> None:
+    """What a launcher would have set, and the device queries that CPU cannot answer."""
+    from megatron.training import global_vars
+
+    global_vars.unset_global_variables()
+    os.environ.update(RANK=str(dist.get_rank()), WORLD_SIZE=str(dist.get_world_size()), CUDA_DEVICE_MAX_CONNECTIONS="1")
+    harness.start(topology)
+    torch.cuda.get_device_capability = lambda *_: (9, 0)
+    torch.cuda.get_device_properties = lambda *_: SimpleNamespace(major=9, minor=0, name="none")
+
+
+def build(flags: str, provider: Any) -> tuple[Any, Any]:
+    """What pretrain_gpt.py does up to the model."""
+    as_launched(Topology(cp=2))
+    sys.argv = ["pretrain_gpt.py", *flags.split()]
+    from megatron.core.process_groups_config import ProcessGroupCollection
+    from megatron.training.argument_utils import gpt_config_from_args
+    from megatron.training.arguments import parse_and_validate_args
+
+    args = parse_and_validate_args(extra_args_provider=provider)
+    config = gpt_config_from_args(args)
+    builder = config.get_builder_cls()(config)
+    return args, builder.build_model(ProcessGroupCollection.use_mpu_process_groups())
+
+
+def train_from_flags(rank: int, world_size: int, flags: str, provider: Any, layout: str, path: str) -> None:
+    from megatron.core import parallel_state
+
+    from dfa_megatron.megatron import DistributedAttentionLayer, DistributedCoreAttention, options_of, shard_batch
+
+    args, model = build(f"{FLAGS} {OURS} {FULL} {flags}", provider)
+    options = options_of()
+    assert options.data_layout == layout
+    for layer in model.decoder.layers:
+        assert isinstance(layer, DistributedAttentionLayer)
+        assert isinstance(layer.self_attention.core_attention, DistributedCoreAttention)
+        assert layer.self_attention.core_attention.options == options
+    assert args.recompute_granularity == "full"
+    assert model.config.recompute_granularity == "full", "the config is the caller's"
+    harness.set_weights(model)
+    COUNTERS.reset()
+    total = torch.zeros(())
+    for micro in range(harness.MICRO_BATCHES):
+        batch = shard_batch(harness.micro_batch(0, micro), parallel_state.get_context_parallel_group(), options)
+        loss = harness.share_of_loss(model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"]), batch)
+        loss.backward()
+        total += loss.detach()
+    assert model.decoder.config.recompute_granularity is None, "full recomputation is taken over"
+    dist.all_reduce(total)
+    assert abs(total.item() - torch.load(path, weights_only=True)["losses"][0]) <= 1e-5
+    attentions = harness.LAYERS * harness.MICRO_BATCHES
+    assert (COUNTERS.attention_forwards, COUNTERS.replays) == (attentions, attentions)
+
+
+@pytest.mark.parametrize(
+    ("flags", "provider", "layout"),
+    [
+        ("", None, "boundary"),
+        ("--dfa-data-layout zigzag", add_dfa_arguments, "zigzag"),
+        ("--dfa-data-layout contiguous --dfa-schedule ring", add_dfa_arguments, "contiguous"),
+    ],
+    ids=["an unmodified script", "zigzag", "contiguous"],
+)
+def test_flags_build_a_model_that_trains_like_one_rank(flags: str, provider: Any, layout: str, reference: str) -> None:
+    run_ranks(2, train_from_flags, flags, provider, layout, reference)
+
+
+HERE = SimpleNamespace(batch_of=None, loss_of=harness.share_of_loss, total=None, model=None, args=None)
+"""The script's data and loss, and its total loss, model and arguments."""
+
+# What pretrain_gpt.py of Megatron-LM 0.19 does between its loader and its model, without CUDA and an optimizer. The
+# slicing is called as that script calls it.
+SCRIPT = """
+import torch
+from megatron.core import parallel_state
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.utils import flatten_batch_for_packed_sequences, get_batch_on_this_cp_rank
+from megatron.training.argument_utils import gpt_config_from_args
+from megatron.training.arguments import parse_and_validate_args
+from tests.megatron import harness, test_scripts
+
+ABSENT = ("cu_seqlens", "cu_seqlens_padded", "max_seqlen", "local_cp_size", "hybrid_cp_group", "attention_mask")
+
+if __name__ == "__main__":
+    args = parse_and_validate_args()
+    config = gpt_config_from_args(args)
+    model = config.get_builder_cls()(config).build_model(ProcessGroupCollection.use_mpu_process_groups())
+    harness.set_weights(model)
+    here = test_scripts.HERE
+    total = torch.zeros(())
+    for micro in range(harness.MICRO_BATCHES):
+        batch = {**dict.fromkeys(ABSENT), **here.batch_of(micro)}
+        packed = batch["cu_seqlens"] is not None
+        batch = get_batch_on_this_cp_rank(
+            flatten_batch_for_packed_sequences(batch) if packed else batch,
+            is_hybrid_cp=args.hybrid_context_parallel, cp_group=parallel_state.get_context_parallel_group(),
+            use_per_sequence_balancing=args.dataloader_inter_document_masking and not args.sft)
+        params = None
+        if packed:
+            offsets, longest = batch["cu_seqlens"].squeeze(0), int(batch["max_seqlen"][0])
+            params = PackedSeqParams(qkv_format="thd", cu_seqlens_q=offsets, cu_seqlens_kv=offsets,
+                                     max_seqlen_q=longest, max_seqlen_kv=longest)
+        loss = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"], packed_seq_params=params)
+        loss = here.loss_of(loss, batch)
+        loss.backward()
+        total += loss.detach()
+    torch.distributed.all_reduce(total)
+    here.total, here.model, here.args = total.item(), model, args
+"""
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> str:
+    (tmp_path / "pretrain_gpt.py").write_text(SCRIPT)
+    return str(tmp_path / "pretrain_gpt.py")
+
+
+def packed_batch(micro: int) -> dict[str, torch.Tensor]:
+    """A micro-batch of the harness with documents."""
+    offsets = harness.documents(0, micro)
+    longest = (offsets[:, 1:] - offsets[:, :-1]).max(1).values
+    return {**harness.micro_batch(0, micro), "cu_seqlens": offsets, "max_seqlen": longest}
+
+
+def train_through_scripts(rank: int, ranks: int, script: str, paths: dict[str, str]) -> str:
+    """What the script's help says; it trains on rows and on packs."""
+    with contextlib.redirect_stdout(io.StringIO()) as shown, pytest.raises(SystemExit, match="0"):
+        launch.main([script, "--help"])
+    plain, packed = ["--dfa-loss-tile", "7"], ["--dataloader-inter-document-masking"]
+    for kind, more, batch_of in (
+        ("plain", plain, lambda micro: harness.micro_batch(0, micro)),
+        ("packed", packed, packed_batch),
+    ):
+        as_launched(Topology(cp=ranks))
+        HERE.batch_of = batch_of
+        assert launch.main([script, *FLAGS.split(), *OURS.split(), *FULL.split(), *more]) == 0
+        assert HERE.args.dfa_data_layout == "boundary"
+        assert type(HERE.model.output_layer).__name__.startswith("Tiled") == (kind == "plain")
+        assert abs(HERE.total - torch.load(paths[kind], weights_only=True)["losses"][0]) <= 1e-5
+    return shown.getvalue()
+
+
+@pytest.mark.support("megatron", "Megatron's training package through the launcher")
+@pytest.mark.support("megatron", "packed data of Megatron's scripts and datasets")
+def test_a_script_through_the_launcher_trains_like_one_rank_on_rows_and_packs(
+    script: str, references: Callable[..., dict[str, str]]
+) -> None:
+    shown = run_ranks(2, train_through_scripts, script, references("plain", "packed"), timeout=120)[0]
+    assert "--context-parallel-size" in shown
+    assert "--dfa-data-layout {contiguous,boundary,zigzag}" in shown
+
+
+LENGTHS = ((5, 3, 21), (9, 60), (1, 2, 4, 13), (46, 7))
+"""Characters of the conversations in every sample; the second and the last are too long for it."""
+
+
+class Tokenizer:
+    """As Megatron's SFT tokenizers, a token a character; the first of a conversation counts as a prompt."""
+
+    eod, pad = 1, 0
+
+    def tokenize_conversation(self, conversation: Any, **_: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        tokens = torch.tensor(list("".join(message["content"] for message in conversation).encode()))
+        return tokens, torch.cat((torch.tensor([-100]), tokens[1:]))
+
+
+def conversations(ranks: int) -> Any:
+    """Megatron's SFTDataset, which pads each to 2 x CP tokens, as its command line makes it for these ranks."""
+    from megatron.training.datasets import sft_dataset
+
+    def keep(self: Any, dataset: Any, path: Any, indices: Any, samples: int, split: Any, config: Any) -> None:
+        vars(self).update(dataset=dataset, indices=indices, num_samples=samples, config=config)
+
+    sft_dataset.MegatronDataset.__init__ = keep
+    config = SimpleNamespace(context_parallel_size=ranks, tokenizer=Tokenizer(), sequence_length=SEQUENCE)
+    config.reset_position_ids = config.create_attention_mask = config.reset_attention_mask = False
+    prose = bytes(harness.text()[:1000].tolist()).decode()
+    samples = [
+        [{"role": "system", "content": prose[n : n + length]} for n, length in enumerate(row)] for row in LENGTHS
+    ]
+    made = sft_dataset.SFTDataset(samples, None, list(range(len(samples))), len(samples), None, config=config)
+    assert config.context_parallel_size == ranks
+    return made
+
+
+def masked(losses: torch.Tensor, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Sum of the losses that count."""
+    return (losses.flatten() * batch["loss_mask"].flatten()).sum()
+
+
+def partitioned(cu_seqlens: torch.Tensor, total: int, ranks: int, rank: int) -> torch.Tensor:
+    """Stand in for Transformer Engine's thd_get_partitioned_indices."""
+    assert int(cu_seqlens[-1]) == total
+    documents = [torch.arange(lo, hi).chunk(2 * ranks) for lo, hi in pairwise(cu_seqlens.tolist()) if hi > lo]
+    return torch.cat([chunks[at] for chunks in documents for at in (rank, 2 * ranks - 1 - rank)])
+
+
+def train_by_sft(rank: int, ranks: int, script: str) -> None:
+    """An unchanged script without our launcher: Megatron's own flags alone, against one rank of its own attention."""
+    import megatron.core.utils
+
+    def batch_of(micro: int) -> Any:
+        samples = conversations(ranks)
+        return torch.utils.data.default_collate([samples[micro * BATCH + row] for row in range(BATCH)])
+
+    harness.start(Topology(dp=ranks))
+    model = harness.make_model(harness.make_config(Topology(), MEGATRONS, sequence_parallel=False), None)
+    total = torch.zeros(())
+    for micro in range(harness.MICRO_BATCHES):
+        batch = batch_of(micro)
+        loss = masked(harness.one_by_one(batch, model), batch)
+        loss.backward()
+        total += loss.detach()
+    assert total > 0
+
+    as_launched(Topology(cp=ranks))
+    megatron.core.utils.tex = SimpleNamespace(thd_get_partitioned_indices=partitioned)
+    HERE.batch_of, HERE.loss_of = batch_of, masked
+    sys.argv = [script, *FLAGS.split(), *OURS.split(), *FULL.split(), "--sft"]
+    runpy.run_path(script, run_name="__main__")
+    assert abs(HERE.total - total) <= 1e-5 * total
+    wanted = {name: parameter.grad for name, parameter in model.named_parameters()}
+    for name, parameter in HERE.model.named_parameters():
+        dist.all_reduce(parameter.grad)
+        assert (parameter.grad - wanted[name]).abs().max() <= 1e-5 * wanted[name].abs().max(), name
+
+
+@pytest.mark.support("megatron", "packed data of Megatron's scripts and datasets")
+def test_sft_by_megatrons_flags_alone_trains_like_its_conversations_on_one_rank(script: str) -> None:
+    run_ranks(2, train_by_sft, script, timeout=120)
