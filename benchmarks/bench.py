@@ -14,8 +14,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.surroundings import machine
-from dfa_megatron.doctor.stopwatch import stopwatch
-from dfa_megatron.doctor.world import World, join, own_device, slowest
+from dfa_megatron.doctor.world import World, join, own_device, slowest, stopwatch
 from dfa_megatron.flags import add_flags, from_flags
 
 T = TypeVar("T")
@@ -55,22 +54,24 @@ class Report:
         given = {name: str(value) for name, value in vars(arguments).items()}
         self.content: dict[str, Any] = {"machine": {"ranks": ranks, **machine()}, "arguments": given, **more}
 
-    def add(self, row: dict[str, Any], part: str = "rows") -> None:
-        """Add a row to a part, show it, and write the file."""
+    def add(self, row: dict[str, Any], part: str = "rows", said: str = "") -> None:
+        """Add a row to a part, show it, or what is said of it, and write the file."""
         self.content.setdefault(part, []).append(row)
-        self.show(row)
+        self.show(said or row)
         self.write()
 
-    def show(self, row: dict[str, Any]) -> None:
-        """Print a row."""
+    def show(self, what: str | dict[str, Any]) -> None:
+        """Print a text or a row."""
         if self.first:
-            print(json.dumps(row, default=str), flush=True)
+            print(what if isinstance(what, str) else json.dumps(what, default=str), flush=True)
 
     def write(self) -> None:
         """Write the file."""
         if self.first and self.out is not None:
             self.out.parent.mkdir(parents=True, exist_ok=True)
-            self.out.write_text(json.dumps(self.content, indent=1, default=str) + "\n", encoding="utf-8")
+            fresh = self.out.with_suffix(".part")  # a reader sees the old file or the new one
+            fresh.write_text(json.dumps(self.content, indent=1, default=str) + "\n", encoding="utf-8")
+            fresh.replace(self.out)
 
 
 def wait() -> None:

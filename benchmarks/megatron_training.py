@@ -10,8 +10,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.megatron_common import Mode, Shape, make_config, make_spec, peak_gib
-from dfa_megatron.doctor.stopwatch import mark, seconds_between
-from dfa_megatron.doctor.world import slowest
+from dfa_megatron.doctor.world import mark, seconds_between, slowest
 
 
 def train(

@@ -21,7 +21,7 @@ import torch
 from benchmarks.bench import Call, Report, flags_of, wait
 from benchmarks.documents import Offsets, PackShapes
 from benchmarks.programs import Tensors, both_phases, draw, prepare
-from dfa_megatron.doctor.stopwatch import stopwatch
+from dfa_megatron.doctor.world import stopwatch
 from dfa_megatron.flags import flag
 from dfa_megatron.kernels.api import BlockCall, BlockKernel, Saved
 from dfa_megatron.kernels.merge import minus_delta

@@ -50,17 +50,17 @@ LONG_FUNCTIONS_FOR_NOW = {
 """May only become shorter."""
 
 BUDGETS = {
-    "benchmarks": 5_932,
-    "cli": 612,
+    "benchmarks": 5_895,
+    "cli": 611,
     "deepspeed": 1_429,
-    "doctor": 1_067,
-    "huggingface": 4_565,
+    "doctor": 1_032,
+    "huggingface": 4_524,
     "kernels": 3_754,
     "loss": 709,
     "megatron": 4_643,
     "plan": 5_405,
     "proving": 763,
-    "recurrence": 1_157,
+    "recurrence": 1_150,
     "remat": 537,
     "runtime": 5_202,
     "tests": 39_120,

@@ -14,9 +14,10 @@ from pathlib import Path
 from benchmarks.attention.baselines import baseline_methods
 from benchmarks.attention.failures import StuckError
 from benchmarks.attention.job import PRESETS, Job
-from benchmarks.attention.measure import benchmark
+from benchmarks.attention.measure import Run
 from benchmarks.attention.method import Method, kernel_methods, our_methods
-from benchmarks.attention.report import Record, tables
+from benchmarks.attention.report import tables
+from benchmarks.bench import Report
 from dfa_megatron.doctor.start_ranks import USER_ERROR_STATUS, device_of, ranks_here, start
 from dfa_megatron.doctor.world import World, join
 from dfa_megatron.errors import DistAttentionError
@@ -70,18 +71,19 @@ def run_rank(job: Job) -> int:
 def measure(job: Job, world: World, methods: Sequence[Method], absent: Sequence[str] = ()) -> int:
     """Measure on this rank; rank 0 writes the files and prints the tables. Return the exit status."""
     logging.getLogger("benchmarks.attention.ablation").setLevel(logging.ERROR)  # the tables say it
-    record = Record(job, world, absent)
-    status = 0
+    report = Report(Path(job.out, "results.json"), job, not_compared=list(absent), rows=[])
+    for why in absent:
+        report.show(f"not compared with {why}")
+    run, status = Run(job, world, methods, report), 0
     try:
-        benchmark(job, world, methods, record)
+        run.measure()
     except StuckError as error:
         status = STUCK_STATUS
-        record.say(f"ended early: {error}")
+        report.show(f"ended early: {error}")
     if world.rank == 0:
-        folder, made = Path(job.out), tables(record.rows)
-        print(made, flush=True)
-        (folder / "tables.txt").write_text(made, encoding="utf-8")
-        print(f"results.json, tables.txt in {folder}", flush=True)
+        made = tables(run.rows)
+        Path(job.out, "tables.txt").write_text(made, encoding="utf-8")
+        report.show(f"{made}\nresults.json, tables.txt in {job.out}")
     return status
 
 

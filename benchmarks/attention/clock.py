@@ -13,8 +13,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.attention.failures import StuckError
-from dfa_megatron.doctor.stopwatch import mark, seconds_between
-from dfa_megatron.doctor.world import World
+from dfa_megatron.doctor.world import World, mark, seconds_between
 
 logger = logging.getLogger(__name__)
 

@@ -131,7 +131,7 @@ def test_the_papers_cells_run_at_toy_size(tmp_path: Path, capsys: pytest.Capture
     content = json.loads((tmp_path / "toy-ablations" / "results.json").read_text())
     assert [row["state"] for row in content["rows"]] == ["timed"] * 5
     assert content["machine"]["versions"]["torch"] == torch.__version__
-    assert content["arguments"]["seq_length"] == [64]
+    assert content["arguments"]["seq_length"] == "(64,)"
     shown = (tmp_path / "toy-ablations.log").read_text()
     assert "[1/1]" in shown
     assert shown.count("ours / best baseline") == 1
