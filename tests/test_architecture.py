@@ -55,14 +55,14 @@ MAY_IMPORT: dict[str, set[str]] = {
     "recurrence": RUNTIME | {"remat", "sharding"},
     "loss": RUNTIME | {"sharding"},
     "pack_planner": RUNTIME,
+    "step_log": set(),
     "proving": set(),
     "megatron": FUNCTIONS | {"proving"},
     "huggingface": FUNCTIONS | {"proving"},
     "deepspeed": FUNCTIONS | {"proving", "huggingface"},
-    "argument_file": set(),
-    "launch": {"megatron", "argument_file"},
+    "launch": {"megatron"},
     "doctor": FUNCTIONS,
-    "cli": FUNCTIONS | FRAMEWORKS | {"argument_file", "doctor"},
+    "cli": FUNCTIONS | FRAMEWORKS | {"doctor", "launch"},
 }
 """What each part may import of this package, beside itself, the ground and the package's own lazy names."""
 
@@ -82,6 +82,7 @@ OUTSIDE: dict[str, set[str]] = {
     "loss": {"torch"},
     "pack_planner": {"torch"},
     "proving": {"torch"},
+    "step_log": {"torch"},
     "doctor": {"torch"},
     "megatron": {"torch", "megatron", "packaging", "transformer_engine"},
     "huggingface": {"torch", "transformers"},

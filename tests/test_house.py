@@ -51,20 +51,20 @@ LONG_FUNCTIONS_FOR_NOW = {
 
 BUDGETS = {
     "benchmarks": 5_895,
-    "cli": 611,
+    "cli": 610,
     "deepspeed": 1_429,
     "doctor": 1_032,
     "huggingface": 4_524,
-    "kernels": 3_754,
+    "kernels": 3_668,
     "loss": 709,
     "megatron": 4_643,
-    "plan": 5_405,
+    "plan": 5_360,
     "proving": 763,
     "recurrence": 1_150,
     "remat": 537,
-    "runtime": 5_202,
-    "tests": 39_120,
-    "top": 1_381,
+    "runtime": 5_368,
+    "tests": 39_185,
+    "top": 1_471,
 }
 """Lines of Python in a folder of the package, in its files beside them ("top"), in tests and in benchmarks.
 
@@ -156,21 +156,28 @@ def test_make_quick_names_files_that_exist() -> None:
 
 
 WORKFLOWS = {
-    "ci.yml": [".ci/run"],
-    "frameworks.yml": [".ci/contracts.sh frameworks", "python -m tests.contracts $CONTRACTS"],
+    "ci.yml": ([".ci/run"], []),
+    "docs.yml": (["make docs"], ["pages: write", "id-token: write"]),
+    "frameworks.yml": ([".ci/contracts.sh frameworks", "python -m tests.contracts $CONTRACTS"], []),
+    "release.yml": (
+        [".ci/release.sh dist", 'pipx run --spec "uv>=0.8,<1" uv publish --trusted-publishing always dist/*'],
+        ["id-token: write"],
+    ),
 }
+"""What each runs, and what one of its jobs may do but read: nothing, or publish without a secret."""
 
 
 @pytest.mark.parametrize("name", WORKFLOWS)
-def test_workflows_run_their_commands_with_actions_pinned_by_commit_and_may_only_read(name: str) -> None:
+def test_workflows_run_their_commands_with_actions_pinned_by_commit_and_may_write_only_to_publish(name: str) -> None:
     text = (house.ROOT / ".github" / "workflows" / name).read_text(encoding="utf-8")
     used = re.findall(r"uses: (\S+)", text)
+    commands, writes = WORKFLOWS[name]
     assert len(used) >= 2
     assert all(re.fullmatch(r"actions/[\w-]+@[0-9a-f]{40}", action) for action in used)
-    assert re.findall(r"run: (.*)", text) == WORKFLOWS[name]
-    assert "permissions:\n  contents: read\n" in text
-    assert text.count("permissions:") == 1
-    assert ": write" not in text
+    assert re.findall(r"run: (.*)", text) == commands
+    assert "\npermissions:\n  contents: read\njobs:" in text or "\npermissions:\n  contents: read\nconcurrency:" in text
+    assert text.count("permissions:") == 1 + bool(writes)
+    assert re.findall(r"[\w-]+: write", text) == writes
 
 
 def test_every_workflow_is_listed() -> None:

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 import dfa_megatron
 from dfa_megatron import remat
 from dfa_megatron.errors import UnsupportedError
-from dfa_megatron.kernels.adapters import gpu
+from dfa_megatron.kernels.adapters import shared
 from dfa_megatron.runtime.execute.sinks import merge_sinks, sinks_gradient
 from dfa_megatron.runtime.request import Request
 from tests.fuzz.deadline import within
@@ -221,9 +221,9 @@ def _run_public(case: Case, call: int, given: Tensors, group: Any) -> Results:
     sinks = None if given.sinks is None else given.sinks.clone().requires_grad_()
     draw = random.Random(f"{case.seed} {case.number} {call}")
     forward, backward = (draw.choice(_STATES)(case.device) for _ in range(2))
-    with forward, gpu.deterministic_algorithms(case.deterministic):
+    with forward, shared.deterministic_algorithms(case.deterministic):
         out, lse = _CHECKPOINTS[case.checkpoint](run, *leaves, sinks)
-    with backward, gpu.deterministic_algorithms(case.deterministic):
+    with backward, shared.deterministic_algorithms(case.deterministic):
         out.backward(given.dout)  # re-entrant checkpoints take no other
     dq, dk, dv = (x.grad for x in leaves)
     assert dq is not None and dk is not None and dv is not None  # noqa: PT018

@@ -22,9 +22,8 @@ from dfa_megatron.plan.cost.hardware import (
     computing_with,
 )
 from dfa_megatron.plan.cost.simulate import bytes_sent, simulate
-from dfa_megatron.plan.language.heads import split_tokens
 from dfa_megatron.plan.language.mask import Mask, causal, documents, full, sliding_window
-from dfa_megatron.plan.language.shape import AttentionShape
+from dfa_megatron.plan.language.shape import AttentionShape, split_tokens
 from dfa_megatron.plan.schedules import OWNER_COMPUTES, SCHEDULES
 
 

@@ -11,11 +11,10 @@ import pytest
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.plan.cost.simulate import bytes_sent
 from dfa_megatron.plan.language import mask as masks
-from dfa_megatron.plan.language.components import components
 from dfa_megatron.plan.language.geometry import Span
 from dfa_megatron.plan.language.ir import Plan
 from dfa_megatron.plan.language.layout import Layout
-from dfa_megatron.plan.language.mask import Mask, documents
+from dfa_megatron.plan.language.mask import Mask, components, documents
 from dfa_megatron.plan.language.shape import AttentionShape
 from dfa_megatron.plan.proof.check import check
 from dfa_megatron.plan.schedules import OWNER_COMPUTES, SCHEDULES

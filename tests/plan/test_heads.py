@@ -10,8 +10,7 @@ import pytest
 from dfa_megatron.cli.main import main
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.plan.language import layout as layouts
-from dfa_megatron.plan.language.heads import check_degree, split_heads, split_tokens
-from dfa_megatron.plan.language.shape import AttentionShape
+from dfa_megatron.plan.language.shape import AttentionShape, check_degree, split_heads, split_tokens
 
 
 @pytest.mark.parametrize("degree", [1, 2, 3, 4, 6])

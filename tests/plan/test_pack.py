@@ -136,7 +136,7 @@ def test_messages_that_land_on_one_another_are_refused() -> None:
     at = next(number for number, step in enumerate(steps) if len(step.receives) == 2)
     first, second = steps[at].receives
     ((region,),) = second.parts
-    moved = replace(second, parts=((replace(region, lo=region.lo - 1, hi=region.hi - 1),),))
+    moved = replace(second, parts=((region._replace(lo=region.lo - 1, hi=region.hi - 1),),))
     steps[at] = replace(steps[at], receives=(first, moved))
     programs[2] = replace(programs[2], steps=tuple(steps))
     with pytest.raises(PlanError, match="no place for a message to land in"):

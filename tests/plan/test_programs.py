@@ -159,7 +159,7 @@ def merge_otherwise(programs: list[Program], rng: random.Random) -> list[Program
     if other is None or other == merges:
         return None
     buffers = list(program.buffers)
-    buffers[at] = replace(buffers[at], merges=other)
+    buffers[at] = buffers[at]._replace(merges=other)
     return [replace(p, buffers=tuple(buffers)) if p is program else p for p in programs]
 
 
@@ -178,13 +178,13 @@ def alias_slots(programs: list[Program], rng: random.Random) -> list[Program] | 
         return None
     one, other = rng.sample(places, 2)
     buffers = list(program.buffers)
-    buffers[one] = replace(buffers[one], slot=buffers[other].slot)
+    buffers[one] = buffers[one]._replace(slot=buffers[other].slot)
     return [replace(p, buffers=tuple(buffers)) if p is program else p for p in programs]
 
 
 def _shift(region: Region, rng: random.Random) -> Region:
     by = rng.choice([-1, 1])
-    return replace(region, lo=region.lo + by, hi=region.hi + by)
+    return region._replace(lo=region.lo + by, hi=region.hi + by)
 
 
 def shift_region(programs: list[Program], rng: random.Random) -> list[Program] | None:

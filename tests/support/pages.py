@@ -13,7 +13,6 @@ Block = tuple[str, str]
 """A page, and words of its first block of Python that has them."""
 
 ALONE = (
-    ("README.md", "shard_sequence(x"),
     ("README.md", "with_blocks"),
     ("docs/masks.md", "mask=mask"),
     ("docs/masks.md", "mask=tree"),
@@ -24,7 +23,6 @@ ALONE = (
 """Blocks that need PyTorch alone."""
 
 WITH_TRANSFORMERS = (
-    ("README.md", "from dfa_megatron.huggingface"),
     ("docs/huggingface.md", "import huggingface as dfa_hf"),
     ("docs/huggingface.md", '"position_ids": positions'),
     ("docs/huggingface.md", "local_attention"),
@@ -36,8 +34,6 @@ _ENGINE = "DeepSpeed's engine needs its launcher; tests/deepspeed makes the same
 _MEGATRON = "Megatron needs its parallel state; tests/megatron makes the same calls"
 _RANKS = "it needs as many ranks as it names"
 NOT_RUN = {
-    ("README.md", "megatron import distribute_attention"): _MEGATRON,
-    ("README.md", "import deepspeed as dfa_ds"): _ENGINE,
     ("docs/deepspeed.md", "mesh_of(engine)"): _ENGINE,
     ("docs/deepspeed.md", "TrainingArguments"): _ENGINE,
     ("docs/deepspeed.md", "PipelineModule"): _ENGINE,

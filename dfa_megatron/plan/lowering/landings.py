@@ -9,11 +9,9 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NoReturn
 
-from dfa_megatron.errors import PlanError
 from dfa_megatron.plan.language.geometry import Span
-from dfa_megatron.plan.language.grid import grid
+from dfa_megatron.plan.language.grid import plan_error
 from dfa_megatron.plan.language.ir import Plan
 from dfa_megatron.plan.language.program import Buffer, Region
 from dfa_megatron.plan.lowering.messages import Parts, RankMessages, names_joined, rank_messages
@@ -99,7 +97,7 @@ class Landings:
         for arrival, place in reversed(self._arrivals[name, chunk]):
             if arrival < step:
                 return place
-        self._fail(f"R1, R2: rank {self.rank} does not hold {name} of chunk {chunk} before step {step}", step)
+        raise plan_error(self.plan, f"R1, R2: it does not hold {name} of chunk {chunk} yet", step, self.rank)
 
     def _place(self, step: int, by_peer: dict[int, Parts]) -> None:
         """Add a buffer per received message, and one for each joined name; record the place of each chunk."""
@@ -164,9 +162,6 @@ class Landings:
                 earlier = [other.computed for other in lives if other.begin < life.begin]
                 after[life.begin] = max([after[life.begin], *earlier])
         return after
-
-    def _fail(self, reason: str, step: int) -> NoReturn:
-        raise PlanError(reason, grid(self.plan, mark=(step, self.rank)))
 
 
 def landings_of(plan: Plan, batch: int = 1) -> tuple[Landings, ...]:

@@ -59,7 +59,11 @@ class StreamTransport(Transport):
 
     def land(self) -> None:
         self.filled.record(self.stream)
+        if Transport.mark:
+            Transport.mark()
         self.compute.wait_event(self.filled)
+        if Transport.mark:
+            Transport.mark()
 
     def computed(self, step: int) -> None:
         while step >= len(self.free):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 
@@ -46,7 +46,12 @@ class Transport:
         queued: kernels wait in queues, so it must be told where the compute of a step ends; otherwise it need not be.
         keeps_arena: the arena is the same in every run, unless its generation changes.
         pinned: it must not move, because a captured CUDA graph of the caller holds addresses in it.
+        name: for people.
+        mark: of the class, called before and after each wait for messages while a call is timed.
     """
+
+    name = "none"
+    mark: ClassVar[Callable[[], None] | None] = None
 
     generation = 0
     beside_kernels = queued = keeps_arena = pinned = False

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import torch
 
-from dfa_megatron.kernels.tape import act
+from dfa_megatron.kernels.tape import call_recorded
 from dfa_megatron.plan.interpret import Algebra, rank_loop
 from dfa_megatron.plan.language.program import Step
 from dfa_megatron.runtime.comm.transport import Moving, Recv, Send, Transport
@@ -60,7 +60,7 @@ def _sends(tensors: Tensors, number: int, step: Step, moving: Moving) -> list[Se
 def _marked(mark: Callable[..., object], *name: str) -> None:
     """Open or close a range, and have a replay do so too."""
     if mark is not _no_range:
-        act(functools.partial(mark, *name))
+        call_recorded(functools.partial(mark, *name))
 
 
 class _Ranges:

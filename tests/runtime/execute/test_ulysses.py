@@ -18,8 +18,7 @@ from dfa_megatron.config import DistAttentionConfig
 from dfa_megatron.doctor.dense import dense_attention
 from dfa_megatron.errors import DisagreementError, UnsupportedError
 from dfa_megatron.plan.language.geometry import CAUSAL
-from dfa_megatron.plan.language.heads import split_heads
-from dfa_megatron.plan.language.shape import AttentionShape
+from dfa_megatron.plan.language.shape import AttentionShape, split_heads
 from dfa_megatron.runtime.agreement.store import GroupStore
 from dfa_megatron.runtime.comm.channel import Channel
 from dfa_megatron.runtime.counters import COUNTERS
