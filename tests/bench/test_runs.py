@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 
 from benchmarks import verify_cost
+from benchmarks.attention.__main__ import STUCK_STATUS, measure
 from benchmarks.attention.job import Job, Problem
-from benchmarks.attention.launch_ranks import STUCK_STATUS, measure
 from benchmarks.attention.local import local_attention
 from benchmarks.attention.method import Attention, Method, kernel_methods, our_methods
 from dfa_megatron.doctor.world import World

@@ -92,7 +92,7 @@ PATHS: dict[str, dict[str, Any]] = {
 
 def test_the_account_is_near_every_measured_peak() -> None:
     from benchmarks.deepspeed_memory import Step
-    from benchmarks.deepspeed_shapes import SHAPES, VOCABULARIES
+    from benchmarks.deepspeed_shapes import SHAPES
 
     seen = []
     for path in MEASURED:
@@ -100,9 +100,9 @@ def test_the_account_is_near_every_measured_peak() -> None:
         ranks, arguments = file["gpus"], file["arguments"]
         for one in file["results"]:
             if one["method"] in PATHS and "peak_gib" in one:
-                shape = file["shape"]
+                shape = SHAPES[file["shape"]]
                 step = Step(
-                    shape=SHAPES[shape], layers=int(arguments["layers"]), vocabulary=VOCABULARIES[shape],
+                    shape=shape, layers=int(arguments["layers"]), vocabulary=shape.vocabulary,
                     tile=2048, ranks=ranks, offload=arguments["offload_optimizer"] == "True", **PATHS[one["method"]],
                 )  # fmt: skip
                 rel = 0.013 if step.tiled else 0.002

@@ -18,11 +18,11 @@ from dfa_megatron import dist_flash_attn_func, kernels
 from dfa_megatron.cli import doctor
 from dfa_megatron.cli.main import build_parser, main
 from dfa_megatron.doctor import distributed_call
-from dfa_megatron.doctor import kernel_survey as examine
+from dfa_megatron.doctor import kernel_trial as examine
 from dfa_megatron.doctor import measure_profile as profile
 from dfa_megatron.doctor.kernel_trial import Trial
-from dfa_megatron.doctor.link_probe import fit, neighbours
 from dfa_megatron.doctor.machine import devices, p2p_access
+from dfa_megatron.doctor.measure_profile import fit, neighbours
 from dfa_megatron.doctor.world import World
 from dfa_megatron.flags import from_flags
 from dfa_megatron.kernels.adapters.reference import ReferenceKernel

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from dfa_megatron import kernels
-from dfa_megatron.doctor import kernel_survey as examine
+from dfa_megatron.doctor import kernel_trial as examine
 from dfa_megatron.doctor import kernel_trial as trial
-from dfa_megatron.doctor.stopwatch import stopwatch
+from dfa_megatron.doctor.world import stopwatch
 from dfa_megatron.kernels.adapters.reference import ReferenceKernel
 from dfa_megatron.kernels.api import BlockKernel
 from dfa_megatron.plan.language.geometry import CAUSAL, FULL, Band

@@ -30,7 +30,7 @@ def compare_with_tensor_parallel(rank: int, ranks: int) -> None:
     from benchmarks.megatron_common import MODES, arrange, seed
 
     args = megatron_layers.flags(["--toy", "--depth", "2", "--out", "unused"])
-    length, shape = args.layers[0]
+    length, shape = args.blocks()[0]
     found = []
     for name in ("remat", "tp-full"):
         arrange(ranks if MODES[name].tensor else 1)
