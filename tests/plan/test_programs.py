@@ -14,8 +14,7 @@ from dfa_megatron.errors import PlanError
 from dfa_megatron.plan.language.geometry import Band
 from dfa_megatron.plan.language.mask import causal
 from dfa_megatron.plan.language.program import BufferMerges, Call, Destination, Program, Region, Step
-from dfa_megatron.plan.lowering.arena_places import ALIGNMENT, Arenas, Places, place
-from dfa_megatron.plan.lowering.landings import landings_of
+from dfa_megatron.plan.lowering.landings import ALIGNMENT, Arenas, Places, landings_of, place
 from dfa_megatron.plan.lowering.lower import lower_all
 from dfa_megatron.plan.proof.check import check, check_plan, check_programs, prove_places
 from tests.support import arrays
