@@ -50,20 +50,20 @@ LONG_FUNCTIONS_FOR_NOW = {
 """May only become shorter."""
 
 BUDGETS = {
-    "benchmarks": 6_488,
-    "cli": 611,
+    "benchmarks": 5_895,
+    "cli": 610,
     "deepspeed": 1_429,
-    "doctor": 1_067,
-    "huggingface": 4_565,
+    "doctor": 1_032,
+    "huggingface": 4_524,
     "kernels": 3_668,
     "loss": 709,
     "megatron": 4_643,
-    "plan": 5_360,
+    "plan": 5_351,
     "proving": 763,
-    "recurrence": 1_157,
+    "recurrence": 1_150,
     "remat": 537,
-    "runtime": 5_368,
-    "tests": 39_189,
+    "runtime": 5_367,
+    "tests": 36_631,
     "top": 1_471,
 }
 """Lines of Python in a folder of the package, in its files beside them ("top"), in tests and in benchmarks.
