@@ -15,8 +15,9 @@ from torch.utils.data import DataLoader
 
 from dfa_megatron.config import MegatronConfig
 from dfa_megatron.errors import UnsupportedError
-from dfa_megatron.pack_planner import PackPlan, PackPlanner
+from dfa_megatron.pack_planner import PackPlanner
 from dfa_megatron.runtime import rank_plan
+from dfa_megatron.runtime.rank_plan import RankPlan
 from tests.support.arguments import arguments
 from tests.support.attend import compare, pack
 from tests.support.packs import random_offsets
@@ -32,7 +33,7 @@ class Collate:
 
     planners: tuple[PackPlanner, ...]
 
-    def __call__(self, packs: Sequence[tuple[int, ...]]) -> tuple[tuple[int, ...], list[PackPlan]]:
+    def __call__(self, packs: Sequence[tuple[int, ...]]) -> tuple[tuple[int, ...], list[RankPlan]]:
         (offsets,) = packs
         return offsets, [planner(offsets) for planner in self.planners]
 
