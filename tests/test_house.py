@@ -50,7 +50,7 @@ LONG_FUNCTIONS_FOR_NOW = {
 """May only become shorter."""
 
 BUDGETS = {
-    "benchmarks": 5_895,
+    "benchmarks": 5_885,
     "cli": 610,
     "deepspeed": 1_429,
     "doctor": 1_032,
@@ -63,7 +63,7 @@ BUDGETS = {
     "recurrence": 1_150,
     "remat": 537,
     "runtime": 5_368,
-    "tests": 39_185,
+    "tests": 39_169,
     "top": 1_471,
 }
 """Lines of Python in a folder of the package, in its files beside them ("top"), in tests and in benchmarks.
