@@ -58,12 +58,12 @@ BUDGETS = {
     "kernels": 3_668,
     "loss": 709,
     "megatron": 4_643,
-    "plan": 5_360,
+    "plan": 5_351,
     "proving": 763,
     "recurrence": 1_150,
     "remat": 537,
-    "runtime": 5_368,
-    "tests": 39_169,
+    "runtime": 5_367,
+    "tests": 36_605,
     "top": 1_471,
 }
 """Lines of Python in a folder of the package, in its files beside them ("top"), in tests and in benchmarks.
@@ -114,7 +114,7 @@ def test_no_folder_of_the_package_holds_more_than_a_dozen_modules() -> None:
 
 
 def test_the_pages_hold_no_more_words_than_now() -> None:
-    assert house.words_of_markdown(house.ROOT) <= 18_040
+    assert house.words_of_markdown(house.ROOT) <= 21_700
 
 
 def test_no_file_name_stands_twice_but_for_the_same_thing() -> None:

@@ -90,10 +90,6 @@ def test_a_step_that_would_outlast_the_budget_is_not_begun(script: ModuleType) -
     assert found == [("a", 1000, "ran"), ("a", 2000, "ran"), ("a", 4000, "ran"), ("a", 8000, "no time lef")]
 
 
-def test_without_a_length_that_runs_there_is_none_between(script: ModuleType) -> None:
-    assert tried(script, {"a": 999}, budget=1e6) == [("a", 1000, "out of memo")]
-
-
 def test_another_error_than_memory_ends_a_method_and_no_other(script: ModuleType) -> None:
     found = tried(script, {"a": 10**9, "b": 10**9}, budget=200.0, broken=2000)
     assert [(length, outcome) for _, length, outcome in found] == [

@@ -134,12 +134,6 @@ def test_an_operator_that_changed_is_refused_with_the_version_found() -> None:
         Operator("aten::_no_such_attention", (), results=1)()
 
 
-def test_an_operator_is_called_by_either_spelling_of_an_argument() -> None:
-    a, b = torch.tensor(1.0), torch.tensor(2.0)
-    operator = Operator("aten::logaddexp", ("input|self", "other"), results=1)
-    assert torch.equal(operator(input=a, other=b), torch.logaddexp(a, b))
-
-
 def test_the_operators_of_this_pytorch_are_those_the_kernels_know() -> None:
     """Their schemas are in every build, so a renamed argument shows without a GPU."""
     for module in (aten, cpu, cudnn):

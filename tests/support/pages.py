@@ -16,6 +16,7 @@ ALONE = (
     ("README.md", "with_blocks"),
     ("docs/masks.md", "mask=mask"),
     ("docs/masks.md", "mask=tree"),
+    ("docs/masks.md", "union("),
     ("docs/packed.md", "dist_flash_attn_varlen_func"),
     ("docs/packed.md", "PackPlanner"),
     ("docs/start.md", "kernel="),
@@ -35,6 +36,7 @@ _MEGATRON = "Megatron needs its parallel state; tests/megatron makes the same ca
 _RANKS = "it needs as many ranks as it names"
 NOT_RUN = {
     ("docs/deepspeed.md", "mesh_of(engine)"): _ENGINE,
+    ("docs/deepspeed.md", "deepspeed_shm_comm"): _ENGINE,
     ("docs/deepspeed.md", "TrainingArguments"): _ENGINE,
     ("docs/deepspeed.md", "PipelineModule"): _ENGINE,
     ("docs/hybrids.md", "fla_scan"): "flash-linear-attention and Mamba's kernels need a GPU",
@@ -42,9 +44,12 @@ NOT_RUN = {
     ("docs/megatron.md", "packed_seq_params(batch)"): _MEGATRON,
     ("docs/megatron.md", "mtp_spec"): _MEGATRON,
     ("docs/megatron.md", "hybrid_stack_spec"): _MEGATRON,
+    ("docs/monitor.md", "StepLog("): "it stands for a loop",
+    ("docs/monitor.md", "wandb.log"): "it needs an account of wandb",
     ("docs/schedules.md", "ulysses_degree=4"): _RANKS,
     ("docs/trainers.md", "SFTTrainer("): _RANKS,
     ("docs/trainers.md", "distribute_accelerator"): _RANKS,
+    ("docs/trainers.md", "fully_shard("): _RANKS,
     ("docs/trainers.md", "get_gpt_decoder_block_spec"): _MEGATRON,
 }
 """Blocks that do not run by themselves, with the reason."""

@@ -19,8 +19,7 @@ from dfa_megatron.plan.language.geometry import Span, Tile, covers
 from dfa_megatron.plan.language.grid import grid, plan_error
 from dfa_megatron.plan.language.ir import AttentionPlan, Block, Plan, Transfer
 from dfa_megatron.plan.language.program import Program
-from dfa_megatron.plan.lowering.arena_places import ALIGNMENT, Arenas, Places
-from dfa_megatron.plan.lowering.landings import Landings, landings_of
+from dfa_megatron.plan.lowering.landings import ALIGNMENT, Arenas, Landings, Places, landings_of
 from dfa_megatron.plan.lowering.lower import lower
 from dfa_megatron.plan.lowering.messages import RankMessages
 from dfa_megatron.plan.proof.set_algebra import Content, Sets, clip

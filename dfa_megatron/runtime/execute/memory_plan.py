@@ -10,8 +10,7 @@ import torch
 
 from dfa_megatron.kernels.segments import Segments
 from dfa_megatron.plan.language.program import Program
-from dfa_megatron.plan.lowering.arena_places import Arenas, place
-from dfa_megatron.plan.lowering.landings import Landings, TokensOfRows, tokens_of
+from dfa_megatron.plan.lowering.landings import Arenas, Landings, TokensOfRows, place, tokens_of
 from dfa_megatron.plan.proof.check import prove_places
 from dfa_megatron.runtime.execute.wire_format import Format, Placed
 
