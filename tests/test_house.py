@@ -50,7 +50,7 @@ LONG_FUNCTIONS_FOR_NOW = {
 """May only become shorter."""
 
 BUDGETS = {
-    "benchmarks": 5_885,
+    "benchmarks": 5_859,
     "cli": 610,
     "deepspeed": 1_429,
     "doctor": 1_032,
