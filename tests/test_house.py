@@ -50,8 +50,8 @@ LONG_FUNCTIONS_FOR_NOW = {
 """May only become shorter."""
 
 BUDGETS = {
-    "benchmarks": 5_859,
-    "cli": 610,
+    "benchmarks": 5_852,
+    "cli": 609,
     "deepspeed": 1_429,
     "doctor": 1_032,
     "huggingface": 4_524,
@@ -63,7 +63,7 @@ BUDGETS = {
     "recurrence": 1_150,
     "remat": 537,
     "runtime": 5_367,
-    "tests": 36_605,
+    "tests": 36_596,
     "top": 1_471,
 }
 """Lines of Python in a folder of the package, in its files beside them ("top"), in tests and in benchmarks.
