@@ -50,8 +50,8 @@ LONG_FUNCTIONS_FOR_NOW = {
 """May only become shorter."""
 
 BUDGETS = {
-    "benchmarks": 5_895,
-    "cli": 610,
+    "benchmarks": 5_852,
+    "cli": 609,
     "deepspeed": 1_429,
     "doctor": 1_032,
     "huggingface": 4_524,
