@@ -39,8 +39,6 @@ WIDE_FOR_NOW = {
 
 LONG_FILES_FOR_NOW = {
     "tests/megatron/harness.py",
-    "tests/runtime/agreement/test_calls.py",
-    "tests/runtime/execute/test_ulysses.py",
 }
 """May only become shorter."""
 

@@ -132,6 +132,19 @@ def test_a_kernel_that_reads_a_value_back_is_not_recorded(monkeypatch: pytest.Mo
     assert "reads a value back" in why
 
 
+def test_more_layouts_of_the_callers_tensors_than_are_kept_run_as_they_stand(caplog: pytest.LogCaptureFixture) -> None:
+    run._tell_many.cache_clear()
+    q, k, v = (torch.randn(1, LOCAL, 2, 16, dtype=torch.float64) for _ in range(3))
+    want = dfa_megatron.dist_flash_attn_func(q, k, v, **arguments(group="", kernel="cpu"))
+    with caplog.at_level("INFO"):
+        for more in range(1, run._MOST_BOUND + 3):
+            wider = torch.cat([k, k.new_zeros(1, LOCAL, 2, more)], 3)[..., :16]
+            out = dfa_megatron.dist_flash_attn_func(q, wider, v, **arguments(group="", kernel="cpu"))
+            assert torch.equal(out, want)
+    assert len(in_use()[-1].bound) == run._MOST_BOUND
+    assert caplog.text.count("the others are not replayed") == 1
+
+
 class Zeros(Listens):
     """Notes the shapes of the zeros that are made inside."""
 
