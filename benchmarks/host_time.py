@@ -33,11 +33,10 @@ from dfa_megatron import DistAttentionConfig, dist_flash_attn_func
 from dfa_megatron.flags import add_flags, flag, from_flags
 from dfa_megatron.plan.interpret import Algebra
 from dfa_megatron.runtime.comm.transport import Transport
-from dfa_megatron.runtime.hooks import HookedRun, hooked
 from dfa_megatron.runtime.prepare import build
 from dfa_megatron.runtime.problem import Inputs
 from dfa_megatron.runtime.request import Request
-from dfa_megatron.runtime.run import run_backward, run_forward
+from dfa_megatron.runtime.run import HookedRun, hooked, run_backward, run_forward
 
 Call = Callable[[], object]
 

@@ -11,7 +11,7 @@ from benchmarks.attention.job import ABLATIONS
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.plan.interpret import Algebra
 from dfa_megatron.runtime.comm.transport import Recv, Sends, Transport
-from dfa_megatron.runtime.hooks import HookedRun, hooked
+from dfa_megatron.runtime.run import HookedRun, hooked
 
 logger = logging.getLogger(__name__)
 

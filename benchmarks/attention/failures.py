@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,9 +14,8 @@ import torch.distributed as dist
 
 from dfa_megatron.doctor.world import PATIENCE, World
 from dfa_megatron.errors import DisagreementError, DistAttentionError, UnsupportedError
-from dfa_megatron.runtime.agreement.calls import exchange
 from dfa_megatron.runtime.agreement.store import GroupStore
-from dfa_megatron.runtime.comm.registry import channel_of
+from dfa_megatron.runtime.comm.groups import channel_of
 
 T = TypeVar("T")
 
@@ -93,7 +93,8 @@ def _store(side: dist.ProcessGroup) -> GroupStore:
 def _told(world: World, facts: dict[str, str], patience: float = PATIENCE) -> list[dict[str, str]]:
     """Return the facts of every rank, in rank order."""
     try:
-        return exchange(facts, _store(world.side), patience)
+        everyone = _store(world.side).collect(json.dumps(facts), patience, "tell whether they failed")
+        return [json.loads(text) for text in everyone]
     except DisagreementError as error:
         why = facts.get("why") or "this rank did not fail"
         raise StuckError(f"not every rank came back within {patience:g} s ({why})") from error

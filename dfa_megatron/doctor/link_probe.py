@@ -14,7 +14,7 @@ from dfa_megatron.doctor.stopwatch import stopwatch
 from dfa_megatron.doctor.world import slowest
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.plan.cost.hardware import Link
-from dfa_megatron.runtime.comm.registry import channel_of
+from dfa_megatron.runtime.comm.groups import channel_of
 from dfa_megatron.runtime.comm.transport import Recv, Send, Transport
 
 logger = logging.getLogger(__name__)
@@ -50,9 +50,8 @@ def measure_links(device: torch.device, node: int) -> tuple[tuple[Link, ...], Li
 
 def open_transports(device: torch.device, largest: int) -> dict[str, Transport]:
     """Return every transport that works between all ranks of the default group, for messages of so many bytes."""
-    over = channel_of(None)
+    found, over = {}, channel_of(None)
     assert over is not None, "several ranks"
-    found = {}
     for kind in ("p2p", "copy_engine") if device.type == "cuda" else ("p2p",):
         try:
             found[kind] = over.transports.get(device, kind)
@@ -94,8 +93,7 @@ def all_to_all_rate(device: torch.device, node: int) -> float | None:
     """
     if node < 2:
         return None
-    first, timings = dist.get_rank() // node * node, []
-    over = channel_of(None)
+    first, timings, over = dist.get_rank() // node * node, [], channel_of(None)
     assert over is not None, "several ranks"
     group = over.subgroup(range(first, first + node)).collectives(device)
 

@@ -12,9 +12,9 @@ from dfa_megatron.kernels.leaf import differentiable_once
 from dfa_megatron.plan.language.heads import stages_error, stages_of
 from dfa_megatron.runtime.agreement.calls import AtLayer, current_layer
 from dfa_megatron.runtime.comm.channel import Channel
-from dfa_megatron.runtime.comm.registry import channel_of
+from dfa_megatron.runtime.comm.groups import channel_of
 from dfa_megatron.runtime.counters import COUNTERS
-from dfa_megatron.runtime.execute.alibi_positions import slopes_error
+from dfa_megatron.runtime.execute.sinks_and_slopes import slopes_error
 from dfa_megatron.runtime.prepare import prepare, refuse
 from dfa_megatron.runtime.problem import Inputs, transformed
 from dfa_megatron.runtime.request import Request, from_text

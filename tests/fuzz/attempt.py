@@ -21,7 +21,7 @@ import dfa_megatron
 from dfa_megatron import remat
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.kernels.adapters import gpu
-from dfa_megatron.runtime.execute.sinks import merge_sinks, sinks_gradient
+from dfa_megatron.runtime.execute.sinks_and_slopes import merge_sinks, sinks_gradient
 from dfa_megatron.runtime.request import Request
 from tests.fuzz.deadline import within
 from tests.fuzz.random_case import Case

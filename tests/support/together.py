@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import torch
 
 from dfa_megatron.plan.interpret import run_together
-from dfa_megatron.runtime.comm.memory.arena import Arena
-from dfa_megatron.runtime.execute.memory_plan import MemoryPlan
+from dfa_megatron.runtime.comm.transport import Arena
 from dfa_megatron.runtime.prepare import Prepared, build
 from dfa_megatron.runtime.problem import Inputs
+from dfa_megatron.runtime.rank_plan import MemoryPlan
 from dfa_megatron.runtime.request import Request
 from dfa_megatron.runtime.run import backward_algebra, forward_algebra, needed_by_backward
 

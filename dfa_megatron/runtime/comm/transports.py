@@ -1,19 +1,80 @@
-"""The transports of a channel: which of them serves, opened once for each device."""
+"""Messages point to point, over gloo or NCCL, and which transport serves the ranks of a channel."""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
 import torch
+import torch.distributed as dist
 
 from dfa_megatron.errors import UnsupportedError
+from dfa_megatron.runtime.comm.communicator import Communicator
 from dfa_megatron.runtime.comm.copy_engine import open_transport
-from dfa_megatron.runtime.comm.p2p import GlooTransport, NcclTransport
-from dfa_megatron.runtime.comm.transport import Transport
+from dfa_megatron.runtime.comm.transport import Recv, Send, Sends, StreamTransport, Transport
 
 if TYPE_CHECKING:
     from dfa_megatron.runtime.comm.channel import Channel
+
+_peer = attrgetter("peer")
+
+
+class GlooTransport(Transport):
+    """Point-to-point over gloo: its threads move a batch during compute, and the host waits where it lands.
+
+    wait: runs a blocking call, and raises if another rank has failed.
+    """
+
+    def __init__(self, communicator: Communicator, wait: Callable[[Callable[[], object]], None]) -> None:
+        self._communicator, self._wait = communicator, wait
+        self._where: tuple[int, tuple[int, ...]] = (-1, ())
+        self.works: list[dist.Work] = []
+        self.sending: Sequence[Send] = ()
+
+    def where(self) -> tuple[int, tuple[int, ...]]:
+        return self._where
+
+    def start(self) -> None:
+        self._where = (0, ())
+
+    def post(self, after: int, sends: Sends, receives: Sequence[Recv]) -> None:
+        self.sending = sends(nullcontext)
+        self._where = after + 1, tuple(map(_peer, receives))
+        self.works = self._communicator.post(self.sending, receives)
+
+    def land(self) -> None:
+        if works := self.works:
+            self._wait(lambda: [work.wait() for work in works])
+        self.works, self.sending = [], ()
+        self._where = self._where[0] + 1, ()
+
+
+class NcclTransport(StreamTransport):
+    """Point-to-point over NCCL; the host never waits."""
+
+    def __init__(self, communicator: Communicator, device: torch.device) -> None:
+        super().__init__(device)
+        self._communicator = communicator
+        self.works: list[dist.Work] = []
+        self.sending: Sequence[Send] = ()
+
+    def post(self, after: int, sends: Sends, receives: Sequence[Recv]) -> None:
+        with self.moving():
+            self.wait_for_compute(after)
+            self.sending = sends(nullcontext)
+            self.works = self._communicator.post(self.sending, receives)
+        self.awaited[self.steps] = tuple(map(_peer, receives))
+
+    def land(self) -> None:
+        with self.moving():
+            for work in self.works:
+                work.wait()  # the communication stream waits, not the host
+        self.works, self.sending = [], ()
+        super().land()
+
 
 logger = logging.getLogger(__name__)
 

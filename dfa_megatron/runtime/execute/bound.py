@@ -18,8 +18,7 @@ import torch
 from dfa_megatron.errors import ExecutionError
 from dfa_megatron.kernels.replay import Op, OpFailed, Registers, allocating_late, freeing, replay, views_of
 from dfa_megatron.kernels.tape import Tape, unrecorded
-from dfa_megatron.runtime.comm.memory.arena import Arena
-from dfa_megatron.runtime.comm.transport import Moving, Recv, Send, Sends, Transport
+from dfa_megatron.runtime.comm.transport import Arena, Moving, Recv, Send, Sends, Transport
 from dfa_megatron.runtime.execute.wire_format import Fields
 
 Failed = Callable[[int, Exception], ExecutionError]

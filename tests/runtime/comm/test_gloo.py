@@ -141,7 +141,7 @@ def test_torchs_own_switch_asks_for_determinism() -> None:
 
 
 def _communicators(rank: int, ranks: int) -> None:
-    from dfa_megatron.runtime.comm.registry import channel_of
+    from dfa_megatron.runtime.comm.groups import channel_of
 
     compare(case(ranks * 8), rank, ranks)
     made = len(channel_of(None)._made)

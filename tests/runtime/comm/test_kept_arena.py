@@ -17,13 +17,12 @@ import torch.distributed as dist
 from dfa_megatron.errors import DistAttentionError, UnsupportedError
 from dfa_megatron.runtime.comm.channel import Channel
 from dfa_megatron.runtime.comm.copy_engine import CopyEngineTransport
+from dfa_megatron.runtime.comm.groups import channel_of
 from dfa_megatron.runtime.comm.memory import kept_arena
 from dfa_megatron.runtime.comm.memory.kept_arena import KeptArena
 from dfa_megatron.runtime.comm.memory.symmetric_memory import Mapped
-from dfa_megatron.runtime.comm.p2p import GlooTransport
-from dfa_megatron.runtime.comm.registry import channel_of
 from dfa_megatron.runtime.comm.transport import Recv, Send, Transport
-from dfa_megatron.runtime.comm.transports import Transports
+from dfa_megatron.runtime.comm.transports import GlooTransport, Transports
 from dfa_megatron.runtime.prepare import in_use
 from tests.runtime.comm.test_nccl import compare as compare_on_gpu
 from tests.runtime.comm.test_nccl import gpu_case

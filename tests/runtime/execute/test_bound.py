@@ -19,9 +19,9 @@ from dfa_megatron.kernels.adapters.reference import ReferenceKernel
 from dfa_megatron.kernels.replay import Op
 from dfa_megatron.plan.language.geometry import CAUSAL
 from dfa_megatron.runtime import run
-from dfa_megatron.runtime.comm.memory.arena import Arena
-from dfa_megatron.runtime.comm.p2p import GlooTransport
-from dfa_megatron.runtime.execute import run_program
+from dfa_megatron.runtime.comm.transport import Arena
+from dfa_megatron.runtime.comm.transports import GlooTransport
+from dfa_megatron.runtime.execute import tensors as program
 from dfa_megatron.runtime.execute.bound import Bound, Post, computing_first
 from dfa_megatron.runtime.prepare import Prepared, in_use
 from tests.support import attend
@@ -216,7 +216,7 @@ class Ranges:
 
 def _named(rank: int, ranks: int) -> list[list[str]]:
     ranges, found = Ranges(), []
-    run_program._ranges = lambda device: ranges  # type: ignore[assignment,return-value]
+    program._ranges = lambda device: ranges  # type: ignore[assignment,return-value]
     for seed in range(5):
         ranges.seen.clear()
         compare(rank, ranks, seed, schedule="ring", kernel="reference")

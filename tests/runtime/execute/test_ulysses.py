@@ -146,7 +146,7 @@ def test_groups_of_other_than_all_ranks_exchange_among_themselves() -> None:
 
 
 def _communicators(rank: int, ranks: int) -> None:
-    from dfa_megatron.runtime.comm.registry import channel_of
+    from dfa_megatron.runtime.comm.groups import channel_of
     from dfa_megatron.runtime.prepare import in_use
 
     def count() -> int:

@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from dfa_megatron.errors import UnsupportedError
-from dfa_megatron.runtime.comm.memory.arena import Arena
 from dfa_megatron.runtime.comm.memory.symmetric_memory import Mapped
-from dfa_megatron.runtime.comm.transport import Transport
+from dfa_megatron.runtime.comm.transport import Arena, Transport
 
 if TYPE_CHECKING:
     from dfa_megatron.runtime.comm.channel import Channel
