@@ -16,8 +16,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from dfa_megatron.argument_file import expand
 from dfa_megatron.errors import DistAttentionError
+from dfa_megatron.flags import expand
 
 USAGE = "usage: python -m dfa_megatron.launch SCRIPT.py ARGS...   (torchrun -m dfa_megatron.launch SCRIPT.py ARGS...)"
 

@@ -29,8 +29,8 @@ FRAMEWORKS = {"megatron", "huggingface", "deepspeed"}
 
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
-    "flags": set(),
-    "config": {"flags", "names"},
+    "flags": {"errors"},
+    "config": {"errors", "flags", "names"},
     "names": set(),
     # A plan: the language, then what writes plans, lowers, proves, times and draws them. The loop is `plan.interpret`.
     "plan.language": set(),
@@ -59,10 +59,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     "megatron": FUNCTIONS | {"proving"},
     "huggingface": FUNCTIONS | {"proving"},
     "deepspeed": FUNCTIONS | {"proving", "huggingface"},
-    "argument_file": set(),
-    "launch": {"megatron", "argument_file"},
+    "launch": {"megatron"},
     "doctor": FUNCTIONS,
-    "cli": FUNCTIONS | FRAMEWORKS | {"argument_file", "doctor"},
+    "cli": FUNCTIONS | FRAMEWORKS | {"doctor"},
 }
 """What each part may import of this package, beside itself, the ground and the package's own lazy names."""
 
@@ -137,7 +136,7 @@ def wrong_imports(module: str, path: Path) -> list[str]:
             other = part_of(target)
             allowed = {part, ""} | GROUND | MAY_IMPORT.get(part, set())
             if part in GROUND:
-                allowed = {part} | ({"errors", "flags", "names"} if part == "config" else set())
+                allowed = {part} | MAY_IMPORT[part]
             is_public_name = other in dfa_megatron.__all__
             if not is_public_name and other not in allowed:
                 found.append(f"{module}:{line} imports {target}: {part or 'the package'} may not use {other}")

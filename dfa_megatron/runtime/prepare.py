@@ -21,8 +21,7 @@ from dfa_megatron.runtime.agreement.calls import Facts, Kind
 from dfa_megatron.runtime.comm.channel import Channel
 from dfa_megatron.runtime.comm.groups import channels
 from dfa_megatron.runtime.cu_seqlens import describe
-from dfa_megatron.runtime.execute.bound import Bound
-from dfa_megatron.runtime.execute.cuda_graph import Captured
+from dfa_megatron.runtime.execute.bound import Bound, Captured
 from dfa_megatron.runtime.execute.sinks_and_slopes import describe_slopes, sinks_error, slopes_error
 from dfa_megatron.runtime.execute.ulysses import HeadExchange, stand_ins
 from dfa_megatron.runtime.execute.wire_format import Format

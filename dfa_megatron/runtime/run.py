@@ -20,8 +20,7 @@ from dfa_megatron.plan.interpret import Algebra
 from dfa_megatron.plan.language.ir import Plan
 from dfa_megatron.runtime.comm.transport import Arena, Transport
 from dfa_megatron.runtime.counters import COUNTERS
-from dfa_megatron.runtime.execute.bound import Bound, Recorder
-from dfa_megatron.runtime.execute.cuda_graph import Captured
+from dfa_megatron.runtime.execute.bound import Bound, Captured, Recorder
 from dfa_megatron.runtime.execute.sinks_and_slopes import GlobalBias, merge_sinks, sinks_gradient
 from dfa_megatron.runtime.execute.tensors import Tensors, execute
 from dfa_megatron.runtime.execute.wire_format import Fields

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from dfa_megatron import launch
-from dfa_megatron.argument_file import expand, read_arguments
 from dfa_megatron.errors import UnsupportedError
+from dfa_megatron.flags import expand, read_arguments
 
 CONFIGS = Path(__file__).parents[2] / "configs" / "megatron"
 HYBRID = CONFIGS / "nemotron-h-8b.args"

@@ -204,10 +204,6 @@ def _own_client(store: Store) -> Store:
     return own
 
 
-def _same(error: RuntimeError) -> BaseException:
-    return error
-
-
 class Waiter:
     """Run blocking calls one after another on a thread of its own; gloo's own timeouts would break its connections.
 
@@ -215,7 +211,9 @@ class Waiter:
     told: returns the error to raise for a RuntimeError of a blocking call.
     """
 
-    def __init__(self, check: Callable[[], None], told: Callable[[RuntimeError], BaseException] = _same) -> None:
+    def __init__(
+        self, check: Callable[[], None], told: Callable[[RuntimeError], BaseException] = lambda error: error
+    ) -> None:
         self._check, self._told = check, told
         self._tasks: SimpleQueue[tuple[Callable[[], object], threading.Event, list[BaseException]] | None]
         self._tasks = SimpleQueue()

@@ -12,7 +12,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 from weakref import WeakSet
 
 import torch
@@ -27,13 +27,20 @@ from dfa_megatron.runtime.comm.transports import Transports
 from dfa_megatron.runtime.environment import has_ended, has_one_queue, host, links, process, slowest
 
 if TYPE_CHECKING:
-    from dfa_megatron.runtime.execute.cuda_graph import Captured
     from dfa_megatron.runtime.prepare import Prepared
 
 _SUBJECT = "prepare this attention"
 """What ranks come together for, if nothing else is said."""
 _CLOSING = 10.0
 """Seconds that a thread waits while another one closes the channel."""
+
+
+class Releasable(Protocol):
+    """What must go before connections do, such as a CUDA graph with messages."""
+
+    def release(self) -> object:
+        """Give it up."""
+        ...
 
 
 class Channel:
@@ -84,7 +91,7 @@ class Channel:
         self._devices: list[torch.device] = []
         self.agreed: OrderedDict[tuple[tuple[str, str], ...], None] = OrderedDict()
         self.prepared: OrderedDict[tuple[object, ...], Prepared] = OrderedDict()
-        self.graphs: WeakSet[Captured] = WeakSet() if whole is None else whole.graphs
+        self.graphs: WeakSet[Releasable] = WeakSet() if whole is None else whole.graphs
         store.interrupted = self.calls.check
         mine = {"host": host(), **process(), **links()._asdict(), "one queue": str(has_one_queue())}
         everyone = self.exchange(mine, "make contact for the first time")

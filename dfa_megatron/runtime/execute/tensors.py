@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -254,28 +255,19 @@ def _sends(tensors: Tensors, number: int, step: Step, moving: Moving) -> list[Se
         ]
 
 
-def _marked(mark: Callable[..., object], *name: str) -> None:
+def _marked(mark: Callable[..., object] | None, *name: str) -> None:
     """Open or close a range, and have a replay do so too."""
-    if mark is not _no_range:
+    if mark is not None:
         act(functools.partial(mark, *name))
 
 
-class _Ranges:
-    """Named ranges for NVIDIA's profilers, around each phase and each of its steps."""
+class _Ranges(NamedTuple):
+    """Named ranges for NVIDIA's profilers, around each phase and each of its steps; none on a CPU."""
 
-    open = staticmethod(torch.cuda.nvtx.range_push)
-    close = staticmethod(torch.cuda.nvtx.range_pop)
-
-
-def _no_range(*name: str) -> None:
-    pass
+    open: Callable[..., object] | None = None
+    close: Callable[..., object] | None = None
 
 
-class _NoRanges:
-    """The same for a CPU, which has no such profiler."""
-
-    open = close = staticmethod(_no_range)
-
-
-def _ranges(device: torch.device) -> _Ranges | _NoRanges:
-    return _Ranges() if device.type == "cuda" else _NoRanges()
+def _ranges(device: torch.device) -> _Ranges:
+    nvtx = torch.cuda.nvtx
+    return _Ranges(nvtx.range_push, nvtx.range_pop) if device.type == "cuda" else _Ranges()

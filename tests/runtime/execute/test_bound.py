@@ -190,7 +190,8 @@ def test_the_first_kernel_is_launched_before_the_first_batch_is_posted() -> None
     late, launches = [start, post, view, first, second, third, land], {3, 4, 5}
     assert computing_first(late, launches, 0) == [start, view, first, second, post, third, land]
     assert computing_first([start, post, first, land, second], launches, 0) == [start, first, post, land, second]
-    packed = Op(Post(-1, (), (), (view,)), (0,), 9)
+    packed, viewed = (Op(Post(-1, (), (), (Op(how, (1,), 6),)), (0,), 9) for how in (torch.clone, torch.as_strided))
+    assert computing_first([start, viewed, first], launches, 0) == [start, first, viewed]
     for same in (
         [start, packed, first],
         [start, first, post, view, land, second],
