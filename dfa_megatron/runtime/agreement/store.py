@@ -211,9 +211,7 @@ class Waiter:
     told: returns the error to raise for a RuntimeError of a blocking call.
     """
 
-    def __init__(
-        self, check: Callable[[], None], told: Callable[[RuntimeError], BaseException] = lambda error: error
-    ) -> None:
+    def __init__(self, check: Callable[[], None], told: Callable[[RuntimeError], BaseException] | None = None) -> None:
         self._check, self._told = check, told
         self._tasks: SimpleQueue[tuple[Callable[[], object], threading.Event, list[BaseException]] | None]
         self._tasks = SimpleQueue()
@@ -229,7 +227,7 @@ class Waiter:
         while not done.wait(LOOKS):
             self._check()
         for error in errors:
-            told = self._told(error) if isinstance(error, RuntimeError) else error
+            told = self._told(error) if self._told is not None and isinstance(error, RuntimeError) else error
             raise told from (error if told is not error else None)
 
     def stop(self) -> None:
