@@ -159,11 +159,8 @@ def prepare(request: Request, over: Channel | None, inputs: Inputs, *, trains: b
         DisagreementError: the ranks ask for different things, or one of them refused.
     """
     q, k, v, sinks, slopes = inputs
-    error = None if sinks is None else sinks_error(sinks, q)
-    error = error or (None if slopes is None else slopes_error(slopes, q))
-    if error is not None:
-        refuse(error, over, verify=request.verify)
-        raise error
+    if sinks is not None or slopes is not None:
+        refuse_extras(inputs, request, over)
     known = _ALONE if over is None else over.prepared
     key = (request, q.device, q.dtype, k.dtype, v.dtype, q.shape, k.shape, v.shape)
     try:
@@ -232,6 +229,20 @@ def _build_with_degree(request: Request, over: Channel | None, inputs: Inputs) -
                 raise
     assert problem is not None
     return _built(request, problem, rank, inputs, over), None
+
+
+def refuse_extras(inputs: Inputs, request: Request, over: Channel | None) -> None:
+    """Refuse sinks or slopes that do not fit the queries.
+
+    Raises:
+        UnsupportedError: says what would fit.
+    """
+    q, _, _, sinks, slopes = inputs
+    error = None if sinks is None else sinks_error(sinks, q)
+    error = error or (None if slopes is None else slopes_error(slopes, q))
+    if error is not None:
+        refuse(error, over, verify=request.verify)
+        raise error
 
 
 def refuse(error: DistAttentionError, over: Channel | None, *, verify: bool) -> None:
