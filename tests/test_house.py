@@ -62,7 +62,7 @@ BUDGETS = {
     "proving": 763,
     "recurrence": 1_156,
     "remat": 529,
-    "runtime": 5_083,
+    "runtime": 5_066,
     "tests": 39_104,
     "top": 1_376,
 }
@@ -128,8 +128,8 @@ def test_one_name_of_a_class_means_one_thing() -> None:
 def test_attention_loads_no_more_than_it_needs() -> None:
     """May only fall; the aim is 90 modules and 13,000 lines."""
     loaded = house.import_closure("dfa_megatron.attention")
-    assert len(loaded) <= 94
-    assert sum(len(path.read_text(encoding="utf-8").splitlines()) for path in loaded) <= 14_350
+    assert len(loaded) <= 93
+    assert sum(len(path.read_text(encoding="utf-8").splitlines()) for path in loaded) <= 14_330
 
 
 def test_there_are_no_more_options_than_thirteen() -> None:

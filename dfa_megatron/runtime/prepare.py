@@ -303,7 +303,7 @@ def facts_of(prepared: Prepared, inputs: Inputs) -> Facts:
         "request.mask": str(request.mask and request.mask.name),
         "request.plan": str(request.plan),
         "dtype": str(inputs.q.dtype),
-        "alibi_slopes": describe_slopes(inputs.slopes),
+        "alibi_slopes": "none" if inputs.slopes is None else describe_slopes(inputs.slopes),
         "plan": f"{prepared.rank_plan.schedule}, digest {prepared.rank_plan.digest}",
         "kernel": prepared.kernel.name,
         "torch": torch.__version__,

@@ -22,8 +22,7 @@ from dfa_megatron.errors import AbsentError, DistAttentionError, LostGroupError,
 from dfa_megatron.runtime.agreement.calls import BACKWARD_ENDS, Calls, Facts, Kind, current_layer, different
 from dfa_megatron.runtime.agreement.store import GroupStore, Waiter, bounded, nothing
 from dfa_megatron.runtime.agreement.watchdog import Watched, watch
-from dfa_megatron.runtime.comm.communicator import Communicator
-from dfa_megatron.runtime.comm.transports import Transports
+from dfa_megatron.runtime.comm.transports import Communicator, Transports
 from dfa_megatron.runtime.environment import has_ended, has_one_queue, host, links, process, slowest
 
 if TYPE_CHECKING:

@@ -73,10 +73,8 @@ def slopes_error(slopes: torch.Tensor, q: torch.Tensor) -> UnsupportedError | No
     )
 
 
-def describe_slopes(slopes: torch.Tensor | None) -> str:
+def describe_slopes(slopes: torch.Tensor) -> str:
     """Return the slopes as ranks compare them; this waits for their device."""
-    if slopes is None:
-        return "none"
     values = slopes.tolist()
     shown = ", ".join(f"{value:.6g}" for value in values[:4]) + (", ..." if len(values) > 4 else "")
     return f"{shown} (digest {hashlib.sha256(repr(values).encode()).hexdigest()[:12]})"
