@@ -2,268 +2,166 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+import itertools
+import re
+import shlex
+from dataclasses import dataclass, replace
+from functools import cached_property
 
-K = 1024
-NO_LINK = {"NCCL_P2P_DISABLE": "1"}
-SOCKETS = {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1", "NCCL_NET": "Socket"}
-CPU_OF_DEEPSPEED = {"DS_ACCELERATOR": "cpu"}
-END_TO_END = ("tp-te-full", "te-full", "full", "remat")
+NEEDS = {
+    "benchmarks.megatron_layers": ("megatron.core",),
+    "benchmarks.tiled_loss": ("megatron.core",),
+    "benchmarks.deepspeed_training": ("deepspeed", "transformers"),
+    "benchmarks.deepspeed_longest": ("deepspeed", "transformers"),
+    "benchmarks.deepspeed_stress": ("deepspeed", "transformers"),
+    "benchmarks.host_time": ("flash_attn.cute",),
+    "benchmarks.recurrence": ("fla",),
+    "pytest": ("pytest", "xdist"),
+}
+"""Packages without which a module is not worth starting."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Cell:
     """One command and what it needs.
 
     Attributes:
         name: of the cell, and of its files.
-        command: program and arguments, for no shell. `python` first is this interpreter; `{out}` is the cell's own path
-            in the folder of results.
+        text: the command as it would be typed, variables of its environment first, for no shell. `python` is this
+            interpreter, `torchrun` as many ranks of this machine as GPUs, or two; `{gpus}` their number, `{out}` the
+            cell's own path in the folder of results, `{budget}` the seconds less half a minute.
         seconds: after which it is ended.
         gpus: that it uses.
-        packages: modules that it imports.
         programs: that it starts.
-        environment: variables beside those of the caller.
     """
 
     name: str
-    command: tuple[str, ...]
+    text: str
     seconds: float
     gpus: int = 0
-    packages: tuple[str, ...] = ()
     programs: tuple[str, ...] = ()
-    environment: Mapping[str, str] = field(default_factory=dict)
+
+    @cached_property
+    def environment(self) -> dict[str, str]:
+        """Return the variables beside those of the caller."""
+        words = itertools.takewhile(re.compile(r"\w+=").match, shlex.split(self.text))
+        return dict(word.split("=", 1) for word in words)
+
+    @cached_property
+    def command(self) -> list[str]:
+        """Return program and arguments."""
+        given = {"{gpus}": [str(self.gpus)], "{budget}": [f"{self.seconds - 30:.0f}"]}
+        given["torchrun"] = f"python -m torch.distributed.run --standalone --nproc-per-node {self.gpus or 2}".split()
+        words = shlex.split(self.text)[len(self.environment) :]
+        return [one for word in words for one in given.get(word, [word])]
+
+    @property
+    def packages(self) -> tuple[str, ...]:
+        """Return modules that it imports."""
+        return next((NEEDS[word] for word in self.command if word in NEEDS), ())
 
 
-def ranks(count: int, *words: str) -> tuple[str, ...]:
-    """Return a command on so many ranks of this machine."""
-    return ("python", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(count), *words)
+ATTENTION = "python -m benchmarks.attention --ranks {gpus} --budget {budget} --out {out}"
+LAYERS = "torchrun -m benchmarks.megatron_layers --out {out}.json"
+END_TO_END = f"{LAYERS} --modes tp-te-full te-full full remat --depth 1 --warmup 1"
+HYBRID = f"{LAYERS} --modes te te-full remat-te remat none --warmup 1 --repeats 3"
+STEPS = f"{LAYERS} --vocab-size 32768 --train 131072:4:3:remat 131072:4:3:full 131072:4:3:te-full"
+LONGEST = "python -m benchmarks.deepspeed_longest --gpus {gpus} --budget {budget} --out {out}.json"
+PACKED = "torchrun -m benchmarks.packed --out {out}.json --tokens-per-rank"
+ZIGZAG = "torchrun -m benchmarks.packed_zigzag --out {out}.json --tokens-per-rank"
+PROGRAMS = "python -m benchmarks.pack_programs --out {out}.json --tokens-per-rank"
+RECURRENCE = "python -m benchmarks.recurrence --link-gbs 370 --out {out}.json"
+HOSTS = "torchrun -m benchmarks.own_host benchmarks.attention --preset automatic --budget {budget} --out {out}"
+SOCKETS = "NCCL_P2P_DISABLE=1 NCCL_SHM_DISABLE=1 NCCL_NET=Socket"
+TINY = "--device cpu --seq-length 64 --heads 2 --head-dim 16 --repetitions 2 --seconds 0 --kernel cpu"
 
-
-def attention(name: str, gpus: int, seconds: float, *flags: str, environment: Mapping[str, str] | None = None) -> Cell:
-    """Return a cell of the attention benchmark, which leaves out what it has no time for."""
-    command = ("python", "-m", "benchmarks.attention", "--ranks", str(gpus), *flags)
-    command += ("--budget", f"{seconds - 30:.0f}", "--out", "{out}")
-    return Cell(name, command, seconds, gpus, environment=environment or {})
-
-
-def ring_self_attention(gpus: int) -> Cell:
-    """Return a cell of Ring Self-Attention beside ours, with lengths around the longest that fits 80 GB."""
-    lengths = [str(n * K) for n in (8, 16, 24, 28, 32, 36, 40, 64, 128, 256, 512)]
-    flags = ("--seq-length", *lengths, "--baselines", "ring_self_attention", "--repetitions", "3", "--seconds", "0.2")
-    return attention("paper-rsa", gpus, 150, *flags, "--heads", "32", "--passes", "both")
-
-
-def packages(gpus: int) -> Cell:
-    """Return a cell of every package that is installed."""
-    return attention(f"packages-{gpus}", gpus, 180, "--preset", "quick", "--baselines", "installed")
-
-
-def between_hosts(name: str, gpus: int, per_host: int, seconds: float, *flags: str) -> Cell:
-    """Return a cell of the attention benchmark whose ranks are on "hosts" with sockets between them."""
-    alone = {"NCCL_NET": "Socket"} if per_host > 1 else SOCKETS
-    words = ("-m", "benchmarks.own_host", "benchmarks.attention", *flags, "--budget", f"{seconds - 30:.0f}")
-    environment = {**alone, "RANKS_PER_HOST": str(per_host)}
-    return Cell(name, ranks(gpus, *words, "--out", "{out}"), seconds, gpus, environment=environment)
-
-
-def layers(name: str, gpus: int, seconds: float, shapes: str, lengths: tuple[int, ...], *flags: str) -> Cell:
-    """Return a cell of one Megatron layer end to end: shapes of the paper at thousands of tokens."""
-    cases = [f"{length * K}:{shape}" for length in lengths for shape in shapes.split()]
-    words = ("--layers", *cases, "--modes", *END_TO_END, "--train", "--depth", "1", "--warmup", "1", *flags)
-    command = ranks(gpus, "-m", "benchmarks.megatron_layers", *words, "--out", "{out}.json")
-    return Cell(name, command, seconds, gpus, ("megatron.core", "transformer_engine"))
-
-
-def megatron(name: str, gpus: int, seconds: float, *flags: str) -> Cell:
-    """Return a cell of Megatron's layers or training steps."""
-    command = ranks(gpus, "-m", "benchmarks.megatron_layers", *flags, "--out", "{out}.json")
-    return Cell(name, command, seconds, gpus, ("megatron.core",))
-
-
-def hybrid(name: str, gpus: int, seconds: float, length: int) -> Cell:
-    """Return a cell of a Qwen3-Next-shaped group of layers beside Megatron's all-to-all, at thousands of tokens."""
-    words = ("--layers", f"{length * K}:qwen3-next", "--modes", "te", "te-full", "remat-te", "remat", "none")
-    command = ("-m", "benchmarks.megatron_layers", *words, "--warmup", "1", "--repeats", "3", "--train")
-    packages = ("megatron.core", "transformer_engine", "fla")
-    return Cell(name, ranks(gpus, *command, "--out", "{out}.json"), seconds, gpus, packages)
-
-
-def ulysses(name: str, gpus: int, seconds: float, *flags: str) -> Cell:
-    """Return a cell of training beside DeepSpeed's Ulysses."""
-    words = ("-m", "benchmarks.deepspeed_training", *flags, "--budget", f"{seconds - 60:.0f}", "--out", "{out}.json")
-    return Cell(name, ranks(gpus, *words), seconds, gpus, ("deepspeed", "transformers"))
-
-
-def longest(name: str, gpus: int, seconds: float, *flags: str) -> Cell:
-    """Return a cell that finds the longest sequence, beside ALST."""
-    words = ("-m", "benchmarks.deepspeed_longest", "--gpus", str(gpus), *flags, "--budget", f"{seconds - 20:.0f}")
-    return Cell(name, ("python", *words, "--out", "{out}.json"), seconds, gpus, ("deepspeed", "transformers"))
-
-
-def longest_on_one() -> Cell:
-    """Return a cell that finds the longest sequence of four layers of Qwen3-4B on a GPU of 40 GiB to 16K tokens."""
-    flags = ("--shape", "qwen3-4b", "--layers", "4", "--offload-optimizer", "--memory-gib", "40")
-    search = ("--shortest", str(128 * K), "--resolution", str(16 * K))
-    methods = ("--methods", "dfa-tiles-host-stages", "ulysses-full-host", "dfa-tiles-host")
-    return longest("longest-qwen3-4b", 1, 590, *flags, *search, *methods)
-
-
-def packs(name: str, gpus: int, seconds: float, tokens: int) -> Cell:
-    """Return a cell of packed documents beside ring-flash-attn, thousands of tokens a rank."""
-    words = ("-m", "benchmarks.packed", "--tokens-per-rank", str(tokens * K), "--out", "{out}.json")
-    return Cell(name, ranks(gpus, *words), seconds, gpus)
-
-
-def padded_packs(tokens: int) -> Cell:
-    """Return a cell of packs cut document by document beside Transformer Engine, thousands of tokens a rank."""
-    words = ("-m", "benchmarks.packed_zigzag", "--tokens-per-rank", str(tokens * K), "--out", "{out}.json")
-    return Cell(f"packed-zigzag-{tokens}k", ranks(2, *words), 120, 2)
-
-
-def tiled_loss(gpus: int) -> Cell:
-    """Return a cell of a Megatron model's loss, whole and by tiles."""
-    command = ranks(gpus, "-m", "benchmarks.tiled_loss", "--out", "{out}.json")
-    return Cell(f"tiled-loss-{gpus}", command, 180, gpus, ("megatron.core",))
-
-
-def gpu_tests(gpus: int) -> Cell:
-    """Return every test that computes on GPUs; those that need more skip."""
-    words = ("-m", "pytest", "-q", "-m", "gpu", "-n", "12", "--dist", "loadgroup", "--support-report", "{out}.jsonl")
-    return Cell(f"gpu-tests-{gpus}", ("python", *words), 420, gpus, ("pytest", "xdist"))
-
-
-def host_time(gpus: int) -> Cell:
-    """Return the host's milliseconds of a call."""
-    words = ("-m", "benchmarks.host_time", "--kernel", "flash4", "--out", "{out}.json")
-    command = ("python", *words) if gpus == 1 else ranks(gpus, *words)
-    return Cell(f"host-time-{gpus}", command, 120, gpus, ("flash_attn.cute",))
-
-
-def pack_programs(tokens: int) -> Cell:
-    """Return programs of several ranks over a pack, beside the kernel alone on one GPU."""
-    words = ("-m", "benchmarks.pack_programs", "--tokens-per-rank", str(tokens * K), "--out", "{out}.json")
-    return Cell(f"pack-programs-{tokens}k", ("python", *words), 150, 1)
-
-
-def recurrence(name: str, *flags: str) -> Cell:
-    """Return a Qwen3-Next-shaped group of layers on one GPU."""
-    words = ("-m", "benchmarks.recurrence", "--link-gbs", "370", *flags, "--out", "{out}.json")
-    return Cell(name, ("python", *words), 150, 1, ("fla",))
-
-
-def paper(gpus: int) -> tuple[Cell, ...]:
-    """Return the cells of docs/paper.md on so many GPUs."""
-    return (
-        layers("paper-7b", gpus, 160, "7b", (32, 128, 256), "--repeats", "3"),
-        layers("paper-33h", gpus, 200, "33h-as-34 33h-as-40 33h", (32, 128, 256), "--repeats", "3"),
-        attention("paper-schedules", gpus, 130, "--preset", "schedules"),
-        attention("paper-ablations", gpus, 140, "--preset", "ablations", "--transport", "p2p", "copy_engine"),
-        layers("paper-gqa", gpus, 160, "gqa", (32, 128, 256), "--repeats", "3"),
-        layers("paper-512k", gpus, 230, "7b 33h gqa", (512,), "--repeats", "1"),
-        layers("paper-few-heads", gpus, 200, "16h 8h 4h 2h", (128, 512), "--repeats", "1"),
-        ulysses("paper-ulysses", gpus, 200, "--shapes", "llama-3-8b", "33-heads", "--lengths", "32768", "131072"),
-        longest("paper-longest", gpus, 230, "--layers", "1", "--shortest", str(K * K),
-                "--methods", "dfa-tiles", "ulysses-full"),
-        ring_self_attention(gpus),
-    )  # fmt: skip
-
-
-def paper_toy() -> tuple[Cell, ...]:
-    """Return the same kinds of cells on two ranks of a CPU, to see that they run."""
-    toy_layers = ("-m", "benchmarks.megatron_layers", "--toy", "--layers", "64:33h", "--train", "--depth", "1")
-    modes = ("--modes", "tp-te-full", "tp-full", "full", "remat")
-    toy = ("--device", "cpu", "--seq-length", "64", "--heads", "2", "--head-dim", "16", "--passes", "forward")
-    little = ("--repetitions", "2", "--seconds", "0", "--kernel", "cpu", "--schedule", "ring", "balanced")
-    little += ("--baselines", "ulysses")
-    words = ("-m", "benchmarks.attention", "--ranks", "2", *toy, *little, "--ablation", "none", "no_overlap")
-    dry = ("-m", "benchmarks.deepspeed_training", "--dry-run", "--shapes", "llama-3-8b", "--lengths", "64")
-    return (
-        Cell("toy-layers", ranks(2, *toy_layers, *modes, "--out", "{out}.json"), 90, packages=("megatron.core",)),
-        Cell("toy-ablations", ("python", *words, "--out", "{out}"), 90),
-        Cell(
-            "toy-ulysses",
-            ranks(2, *dry, "--out", "{out}.json"),
-            90,
-            packages=("deepspeed",),
-            environment=CPU_OF_DEEPSPEED,
-        ),
-    )
-
-
-ONE_GPU = (
-    gpu_tests(1),
-    host_time(1),
-    tiled_loss(1),
-    pack_programs(8),
-    Cell("sanitize", ("python", "-m", "benchmarks.sanitize"), 240, 1, programs=("compute-sanitizer",)),
-    attention("one-gpu", 1, 120, "--preset", "one_gpu"),
-    longest_on_one(),
-    recurrence("recurrence"),
-    recurrence("recurrence-forward", "--no-backward"),
-    pack_programs(32),
-    pack_programs(128),
-    Cell("fuzz", ("python", "-m", "tests.fuzz", "--device", "cuda", "--seconds", "200", "--out", "{out}.json"), 300, 1),
+EVERYWHERE = (
+    Cell("gpu-tests", "python -m pytest -q -m gpu -n 12 --dist loadgroup --support-report {out}.jsonl", 420),
+    Cell("packages", f"{ATTENTION} --preset quick --baselines installed", 180),
+    Cell("host-time", "torchrun -m benchmarks.host_time --kernel flash4 --out {out}.json", 120),
+    Cell("packed-8k", f"{PACKED} 8192", 120),
 )
 
-TWO_GPUS = (
-    gpu_tests(2),
-    packages(2),
-    attention("automatic-nvlink", 2, 180, "--preset", "automatic"),
-    attention("automatic-no-link", 2, 180, "--preset", "automatic", environment=NO_LINK),
-    between_hosts("automatic-sockets", 2, 1, 240, "--preset", "automatic"),
-    hybrid("hybrid", 2, 180, 64),
-    host_time(2),
-    tiled_loss(2),
-    padded_packs(8),
-    padded_packs(32),
-    packs("packed-8k", 2, 120, 8),
-    megatron("megatron-layers", 2, 240, "--layers", "65536:8:14336", "131072:8:14336", "--warmup", "1", "--repeats",
-             "3", "--train"),
-    megatron("megatron-training", 2, 300, "--layers", "--vocab-size", "32768", "--train",
-             *(f"131072:4:3:{mode}" for mode in ("remat", "full", "te-full")), "524288:1:2:remat"),
-    packs("packed-32k", 2, 150, 32),
-    Cell("verify-cost", ranks(2, "-m", "benchmarks.verify_cost", "--out", "{out}.json"), 90, 2),
-    Cell("deepspeed-stress", ranks(2, "-m", "benchmarks.deepspeed_stress", "--out", "{out}.json"), 300, 2,
-         ("deepspeed", "transformers")),
+PAPER = (
+    Cell("paper-7b", f"{END_TO_END} --layers 32768:7b 131072:7b 262144:7b --repeats 3", 160),
+    Cell("paper-33h", f"{END_TO_END} --repeats 3 --layers "
+         + " ".join(f"{n * 1024}:{shape}" for n in (32, 128, 256) for shape in ("33h-as-34", "33h-as-40", "33h")), 200),
+    Cell("paper-schedules", f"{ATTENTION} --preset schedules", 130),
+    Cell("paper-ablations", f"{ATTENTION} --preset ablations --transport p2p copy_engine", 140),
+    Cell("paper-gqa", f"{END_TO_END} --layers 32768:gqa 131072:gqa 262144:gqa --repeats 3", 160),
+    Cell("paper-512k", f"{END_TO_END} --layers 524288:7b 524288:33h 524288:gqa --repeats 1", 230),
+    Cell("paper-few-heads", f"{END_TO_END} --repeats 1 --layers "
+         + " ".join(f"{n * 1024}:{heads}h" for n in (128, 512) for heads in (16, 8, 4, 2)), 200),
+    Cell("paper-ulysses", "torchrun -m benchmarks.deepspeed_training --shapes llama-3-8b 33-heads "
+         "--lengths 32768 131072 --budget 140 --out {out}.json", 200),
+    Cell("paper-longest", f"{LONGEST} --layers 1 --shortest 1048576 --methods dfa-tiles ulysses-full", 230),
+    Cell("paper-rsa", f"{ATTENTION} --baselines ring_self_attention --repetitions 3 --seconds 0.2 --passes both "
+         "--seq-length 8192 16384 24576 28672 32768 36864 40960 65536 131072 262144 524288", 150),
 )  # fmt: skip
 
+TOY = (
+    Cell("toy-layers", f"{LAYERS} --toy --layers 64:33h --depth 1 --modes tp-te-full tp-full full remat", 90),
+    Cell("toy-ablations", f"python -m benchmarks.attention --ranks 2 {TINY} --passes forward --out {{out}} "
+         "--schedule ring balanced --baselines ulysses --ablation none no_overlap", 90),
+    Cell("toy-ulysses", "DS_ACCELERATOR=cpu torchrun -m benchmarks.deepspeed_training --dry-run --shapes llama-3-8b "
+         "--out {out}.json", 90),
+)  # fmt: skip
+
+ONE_GPU = (
+    EVERYWHERE[0],
+    Cell("host-time", "python -m benchmarks.host_time --kernel flash4 --out {out}.json", 120),
+    Cell("tiled-loss", "torchrun -m benchmarks.tiled_loss --out {out}.json", 180),
+    Cell("pack-programs-8k", f"{PROGRAMS} 8192", 150),
+    Cell("sanitize", "python -m benchmarks.sanitize", 240, programs=("compute-sanitizer",)),
+    Cell("one-gpu", f"{ATTENTION} --preset one_gpu", 120),
+    Cell("longest-qwen3-4b", f"{LONGEST} --shape qwen3-4b --layers 4 --offload-optimizer --memory-gib 40 "
+         "--shortest 131072 --resolution 16384 --methods dfa-tiles-host-stages ulysses-full-host dfa-tiles-host", 590),
+    Cell("recurrence", RECURRENCE, 150),
+    Cell("recurrence-forward", f"{RECURRENCE} --no-backward", 150),
+    Cell("pack-programs-32k", f"{PROGRAMS} 32768", 150),
+    Cell("pack-programs-128k", f"{PROGRAMS} 131072", 150),
+    Cell("fuzz", "python -m tests.fuzz --device cuda --seconds 200 --out {out}.json", 300),
+)  # fmt: skip
+
+TWO_GPUS = (
+    *EVERYWHERE,
+    Cell("automatic-nvlink", f"{ATTENTION} --preset automatic", 180),
+    Cell("automatic-no-link", f"NCCL_P2P_DISABLE=1 {ATTENTION} --preset automatic", 180),
+    Cell("automatic-sockets", f"{SOCKETS} {HOSTS}", 240),
+    Cell("hybrid", f"{HYBRID} --layers 65536:qwen3-next", 180),
+    Cell("tiled-loss", "torchrun -m benchmarks.tiled_loss --out {out}.json", 180),
+    Cell("packed-zigzag-8k", f"{ZIGZAG} 8192", 120),
+    Cell("packed-zigzag-32k", f"{ZIGZAG} 32768", 120),
+    Cell("megatron-layers", f"{LAYERS} --layers 65536:8:14336 131072:8:14336 --warmup 1 --repeats 3", 240),
+    Cell("megatron-training", f"{STEPS} 524288:1:2:remat", 300),
+    Cell("packed-32k", f"{PACKED} 32768", 150),
+    Cell("verify-cost", "torchrun -m benchmarks.verify_cost --out {out}.json", 90),
+    Cell("deepspeed-stress", "torchrun -m benchmarks.deepspeed_stress --out {out}.json", 300),
+)
+
 FOUR_GPUS = (
-    attention("four-automatic", 4, 300, "--preset", "automatic", "--seq-length",
-              *(str(length * K) for length in (8, 32, 64, 128, 512))),
-    packs("four-packed-8k", 4, 120, 8),
-    packs("four-packed-16k", 4, 120, 16),
-    megatron("four-layers", 4, 180, "--layers", "131072:8:14336", "--warmup", "1", "--repeats", "3", "--train"),
-    megatron("four-training", 4, 240, "--layers", "--vocab-size", "32768", "--train",
-             *(f"131072:4:3:{mode}" for mode in ("remat", "full", "te-full"))),
-    megatron("four-tp2-cp2", 4, 150, "--layers", "131072:8:14336", "--tensor-model-parallel-size", "2", "--modes",
-             "remat-te", "te-full", "--warmup", "1", "--repeats", "3", "--train"),
-    hybrid("four-hybrid", 4, 180, 128),
-    gpu_tests(4),
-    host_time(4),
-    packages(4),
-    *paper(4),
+    Cell("automatic", f"{ATTENTION} --preset automatic --seq-length 8192 32768 65536 131072 524288", 300),
+    Cell("packed-16k", f"{PACKED} 16384", 120),
+    Cell("layers", f"{LAYERS} --layers 131072:8:14336 --warmup 1 --repeats 3", 180),
+    Cell("training", STEPS, 240),
+    Cell("tp2-cp2", f"{LAYERS} --layers 131072:8:14336 --tensor-model-parallel-size 2 --modes remat-te te-full "
+         "--warmup 1 --repeats 3", 150),
+    Cell("hybrid", f"{HYBRID} --layers 131072:qwen3-next", 180),
+    *EVERYWHERE,
+    *PAPER,
 )  # fmt: skip
 
 EIGHT_GPUS = (
-    attention("eight-packages", 8, 300, "--preset", "quick", "--baselines", "ulysses", "pytorch",
-              "transformer_engine"),
-    packs("eight-packed-8k", 8, 120, 8),
-    packs("eight-packed-16k", 8, 120, 16),
-    longest("eight-whole-llama", 8, 570, "--layers", "32", "--shortest", str(K * K), "--methods", "dfa-tiles-host",
-            "ulysses-full-host"),
-    between_hosts("eight-two-hosts", 8, 4, 240, "--preset", "automatic", "--transport", "p2p"),
-    host_time(8),
-    *paper(8),
-)  # fmt: skip
+    *EVERYWHERE,
+    Cell("packed-16k", f"{PACKED} 16384", 120),
+    Cell("whole-llama", f"{LONGEST} --layers 32 --shortest 1048576 --methods dfa-tiles-host ulysses-full-host", 570),
+    Cell("two-hosts", f"RANKS_PER_HOST=4 NCCL_NET=Socket {HOSTS} --transport p2p", 240),
+    *PAPER,
+)
 
-SETS: dict[str, tuple[Cell, ...]] = {
-    "paper": paper(2),
-    "paper-toy": paper_toy(),
-    "one-gpu": ONE_GPU,
-    "two-gpus": TWO_GPUS,
-    "four-gpus": FOUR_GPUS,
-    "eight-gpus": EIGHT_GPUS,
+GPUS = {"paper": 2, "paper-toy": 0, "one-gpu": 1, "two-gpus": 2, "four-gpus": 4, "eight-gpus": 8}
+SETS = {
+    name: tuple(replace(cell, gpus=gpus) for cell in cells)
+    for (name, gpus), cells in zip(GPUS.items(), (PAPER, TOY, ONE_GPU, TWO_GPUS, FOUR_GPUS, EIGHT_GPUS), strict=True)
 }
 """Cells by the name of their set."""

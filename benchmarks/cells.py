@@ -53,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         for name in [args.set] if args.set else SETS:
             print(f"{name}:")
             for cell in SETS[name]:
-                print(f"  {cell.name:28} {cell.seconds:5.0f} s  {' '.join(written(cell))}")
+                print(f"  {cell.name:28} {cell.seconds:5.0f} s  {cell.text}")
         return 0
     if args.set is None or args.out is None:
         parser.error("name a set, and the folder of its results with --out")
@@ -74,7 +74,7 @@ def run(cells: Sequence[Cell], out: Path, budget: float) -> list[dict[str, Any]]
     with (out / "cells.jsonl").open("w", encoding="utf-8") as file:
         for cell in cells:
             left = budget - (time.monotonic() - begin)
-            row = {"name": cell.name, "command": " ".join(written(cell)), **outcome(cell, out, left)}
+            row = {"name": cell.name, "command": cell.text, **outcome(cell, out, left)}
             file.write(json.dumps(row) + "\n")
             file.flush()
             why = f": {row['why']}" if "why" in row else ""
@@ -120,11 +120,6 @@ def installed(module: str) -> bool:
         return importlib.util.find_spec(module) is not None
     except ImportError:
         return False
-
-
-def written(cell: Cell) -> list[str]:
-    """Return the cell as it would be typed, with its environment."""
-    return [*(f"{name}={value}" for name, value in cell.environment.items()), *cell.command]
 
 
 def run_to_end(cell: Cell, out: Path, log: Path) -> int | None:

@@ -16,15 +16,19 @@ import transformers
 from deepspeed.runtime.sequence_parallel.ulysses_sp import TiledMLP
 
 from benchmarks.attention.method import symmetric_bytes
-from benchmarks.deepspeed_shapes import Shape
-from benchmarks.surroundings import machine
+from benchmarks.bench import wait
+from benchmarks.deepspeed_shapes import Method, Shape
 from dfa_megatron import deepspeed as dfa_ds
+from dfa_megatron.doctor.world import World, own_device, slowest
 from dfa_megatron.doctor.world import join as join_ranks
-from dfa_megatron.doctor.world import slowest
 from dfa_megatron.runtime.prepare import in_use
 
 TILE = 2048
 """Rows of a tile; their logits with a vocabulary of 151,936 are 1.2 GiB in float32."""
+
+
+ENOUGH = 20.0
+"""Seconds of a step from which on it is taken once."""
 
 
 class Training(torch.nn.Module):
@@ -66,47 +70,30 @@ class Training(torch.nn.Module):
         return dfa_ds.tiled_loss(self.model.lm_head, hidden, shift_labels, group=group, tile=tile)
 
 
-def join(seconds: float) -> None:
+def join(seconds: float) -> World:
     """Join the other ranks; a collective that takes longer than that ends the run."""
     world = join_ranks(patience=seconds)
     if not world.cuda:
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # it would be compiled, and serves inference
     deepspeed.init_distributed(timeout=timedelta(seconds=seconds))
+    return world
 
 
-def optimizer(offload: bool, dry: bool) -> tuple[dict[str, Any], str]:
-    """DeepSpeed's section for the optimizer, and which it is: its own on the CPU if that compiles, else PyTorch's."""
-    why = ""
-    if offload and not dry:
-        # torchrun gives a process one thread; libraries read this when they are loaded, which is later.
-        threads = max(1, (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
-        os.environ["OMP_NUM_THREADS"] = str(threads)
-        torch.set_num_threads(threads)
-        for turn in (True, False):  # one rank compiles
-            if turn == (int(os.environ.get("LOCAL_RANK", "0")) == 0):
-                why = _cpu_adam_fails()
-            dist.barrier()
-        if not any_rank(bool(why)):
-            return {"type": "AdamW", "params": {"lr": 1e-6}}, "DeepSpeedCPUAdam"
-        why = f" on the CPU; DeepSpeed's does not compile: {why or 'on another rank'}"
-    elif offload:
-        why = " on the CPU; a dry run compiles nothing"
-    return {"type": "AdamW", "params": {"lr": 1e-6, "torch_adam": True}}, f"torch.optim.AdamW{why}"
+def optimizer(offload: bool, dry: bool, lr: float = 1e-6) -> tuple[dict[str, Any], str]:
+    """DeepSpeed's section for the optimizer, and which it is: its own on the CPU, else PyTorch's."""
+    if not offload or dry:
+        why = " on the CPU; a dry run compiles nothing" if offload else ""
+        return {"type": "AdamW", "params": {"lr": lr, "torch_adam": True}}, f"torch.optim.AdamW{why}"
+    # torchrun gives a process one thread; libraries read this when they are loaded, which is later.
+    threads = max(1, (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    os.environ["OMP_NUM_THREADS"] = str(threads)
+    torch.set_num_threads(threads)
+    return {"type": "AdamW", "params": {"lr": lr}}, "DeepSpeedCPUAdam"
 
 
-def _cpu_adam_fails() -> str:
-    try:
-        from deepspeed.ops.op_builder import CPUAdamBuilder
-
-        CPUAdamBuilder().load(verbose=False)
-    except Exception as error:  # noqa: BLE001 -- compilers and their absence fail in many ways
-        return str(error).strip().partition("\n")[0] or type(error).__name__
-    return ""
-
-
-def config_of(shape: Shape, *, layers: int, vocabulary: int, longest: int) -> Any:
-    """Return the transformers config of a shape, with PyTorch's own attention."""
-    return getattr(transformers, f"{shape.family}Config")(
+def model_of(shape: Shape, *, layers: int, vocabulary: int, longest: int) -> Any:
+    """Return a new transformers model in bfloat16, with PyTorch's own attention."""
+    config = getattr(transformers, f"{shape.family}Config")(
         vocab_size=vocabulary,
         hidden_size=shape.hidden,
         intermediate_size=shape.intermediate,
@@ -120,67 +107,63 @@ def config_of(shape: Shape, *, layers: int, vocabulary: int, longest: int) -> An
         attn_implementation="sdpa",
         use_cache=False,
     )
-
-
-def build(
-    shape: Shape, *, layers: int, vocabulary: int, longest: int, tiled: str, offload: bool, dry: bool
-) -> tuple[Any, str]:
-    """Build a ZeRO-3 engine around a new model with PyTorch's own attention; return it and its optimizer's name."""
-    before = held()
-    config = config_of(shape, layers=layers, vocabulary=vocabulary, longest=longest)
     torch.manual_seed(0)
-    with torch.device(device()):
+    with torch.device(own_device()):
         model = getattr(transformers, f"{shape.family}ForCausalLM")(config)
-    rotary = model.model.rotary_emb
-    exact = rotary.inv_freq.clone()
     for parameter in model.parameters():
         parameter.data = parameter.data.to(torch.bfloat16)
-    section, name = optimizer(offload, dry)
-    zero: dict[str, Any] = {"stage": 3}
-    if offload:
-        zero["offload_optimizer"] = {"device": "cpu", "pin_memory": not dry}
+    return model
+
+
+def engine_of(model: torch.nn.Module, section: dict[str, Any], zero: dict[str, Any], **block: Any) -> Any:
+    """Return a ZeRO-3 engine, with more options of ZeRO and of our block."""
     settings = {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_clipping": 1.0,
         "bf16": {"enabled": True},
         "optimizer": section,
         "zero_force_ds_cpu_optimizer": False,
-        "zero_optimization": zero,
-        "dist_flash_attention": {"enabled": True},
+        "zero_optimization": {"stage": 3, **zero},
+        "activation_checkpointing": block.pop("activation_checkpointing", {}),
+        "dist_flash_attention": {"enabled": True, **block},
     }
+    engine, *_ = dfa_ds.initialize(model=model, model_parameters=list(model.parameters()), config=settings)
+    engine.train()
+    return engine
+
+
+def build(
+    shape: Shape, *, layers: int, vocabulary: int, longest: int, tiled: str, offload: bool, dry: bool
+) -> tuple[Any, str]:
+    """Build a ZeRO-3 engine around a new `Training`; return it and its optimizer's name."""
+    before = held()
+    model = model_of(shape, layers=layers, vocabulary=vocabulary, longest=longest)
+    rotary = model.model.rotary_emb
+    exact = rotary.inv_freq.clone()
     training = Training(model, tiled)
     training.held_before = before
-    engine, *_ = dfa_ds.initialize(model=training, model_parameters=list(training.parameters()), config=settings)
+    section, name = optimizer(offload, dry)
+    zero = {"offload_optimizer": {"device": "cpu", "pin_memory": not dry}} if offload else {}
+    engine = engine_of(training, section, zero)
     rotary.inv_freq = exact.float()  # in bfloat16 positions of long sequences would be far from right
-    engine.train()
     return engine, name
 
 
 def batch_of(engine: Any, length: int, vocabulary: int, *, whole: bool = False) -> dict[str, Any]:
     """Return this rank's tokens of a random sequence, or all of them, as arguments for the engine."""
-    ids = torch.randint(0, vocabulary, (1, length), generator=torch.Generator().manual_seed(0)).to(device())
+    ids = torch.randint(0, vocabulary, (1, length), generator=torch.Generator().manual_seed(0)).to(engine.device)
     group = dfa_ds.mesh_of(engine).group
     if whole:  # every rank has the same one, so each one's mean over its tokens is that over all ranks' tokens
         shifted = torch.nn.functional.pad(ids, (0, 1), value=-100)[:, 1:]
-        return {
-            "input_ids": ids,
-            "position_ids": torch.arange(length, device=device())[None],
-            "shift_labels": shifted,
-            "group": group,
-        }
+        place = torch.arange(length, device=ids.device)[None]
+        return {"input_ids": ids, "position_ids": place, "shift_labels": shifted, "group": group}
     local = dfa_ds.shard_batch({"input_ids": ids, "labels": ids}, group=group)
     return {name: local[name] for name in ("input_ids", "position_ids", "shift_labels")} | {"group": group}
 
 
-def device() -> torch.device:
-    """Return this rank's GPU, or the CPU."""
-    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-
-
 def synchronize() -> None:
     """Wait until all ranks have done their work."""
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
+    wait()
     dist.barrier()
 
 
@@ -195,6 +178,32 @@ def take_step(engine: Any, batch: dict[str, Any]) -> tuple[float, torch.Tensor]:
     return time.perf_counter() - begin, loss.detach()
 
 
+def measure(
+    engine: Any, method: Method, length: int, vocabulary: int, *, steps: int, warmup: int | None = None
+) -> dict[str, Any]:
+    """Return rates, peak memory and the loss of whole training steps, the fastest of some.
+
+    steps: one is enough if it takes longer than `ENOUGH`.
+    warmup: tokens of the step before them, which makes what is made once; by default as many.
+    """
+    take_step(engine, batch_of(engine, warmup or length, vocabulary))
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
+    batch, times = batch_of(engine, length, vocabulary), list[float]()
+    while len(times) < steps and (not times or times[0] < ENOUGH):
+        seconds, loss = take_step(engine, batch)
+        times.append(most(seconds))
+    value = mean(loss)
+    return {
+        "seconds_per_step": min(times),
+        "times": times,
+        "tokens_per_second": length / min(times),
+        "tokens_per_second_per_gpu": length / min(times) / dist.get_world_size(),
+        "peak_gib": peak_gib(engine, method.attention),
+        "loss": value if math.isfinite(value) else str(value),
+    }
+
+
 def mean(loss: torch.Tensor) -> float:
     """Return the mean over all ranks."""
     value = loss.detach().float()
@@ -205,11 +214,6 @@ def mean(loss: torch.Tensor) -> float:
 def most(value: float) -> float:
     """Return the largest of all ranks."""
     return slowest([value])[0]
-
-
-def any_rank(fact: bool) -> bool:
-    """Return whether it holds on a rank."""
-    return most(float(fact)) > 0
 
 
 def held() -> int:
@@ -229,9 +233,5 @@ def peak_gib(engine: Any, attention: str) -> float:
 
 
 def made_with() -> dict[str, Any]:
-    """Return what the figures were made with."""
-    return machine() | {
-        "gpus": dist.get_world_size(),
-        "zero_stage": 3,
-        "cpu_threads": torch.get_num_threads(),
-    }
+    """Return what the figures were made with beside the machine."""
+    return {"gpus": dist.get_world_size(), "zero_stage": 3, "cpu_threads": torch.get_num_threads()}

@@ -6,16 +6,15 @@
     DS_ACCELERATOR=cpu python -m benchmarks.deepspeed_longest --dry-run                    # tiny, two ranks
 
 Forward, backward and optimizer, with tiled loss for all. dfa-tiles has norms and MLPs by `mlp_tile`; the others have
-ALST's tiled MLP. Lengths double until one runs out of memory or the time left is less than four times the last step;
-between the longest that ran and the shortest that ran out of memory one more is tried. With --resolution the next
-length is the one that the last peak says will fit, until two neighbors do and do not. Every attempt is a fresh set of
-processes, which takes a short step before the one that is timed. First of all, loss and gradients of every method are
-compared with one rank's.
+ALST's tiled MLP. A method after another gets an even share of the time left. Lengths double until one runs out of
+memory or would not end in time; between the longest that ran and the shortest that ran out of memory one more is
+tried. With --resolution the next length is the one that the last peak says will fit, until two neighbors do and do
+not. Every attempt is a fresh set of processes, which takes a short step before the one that is timed. First of all,
+loss and gradients of every method are compared with one rank's.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import os
@@ -25,62 +24,151 @@ import sys
 import tempfile
 import time
 import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.deepspeed_shapes import SHAPES, VOCABULARIES
-from benchmarks.longest_search import MEMORY, STOPPED, search
+import torch
+import torch.distributed as dist
 
-METHODS = {
-    "dfa-remat": {"attention": "dfa", "checkpoint": "remat"},
-    "dfa-tiles": {"attention": "dfa", "checkpoint": "remat", "tiled": True},
-    "ulysses-full": {"attention": "ulysses", "checkpoint": "full"},
-    "dfa-tiles-host": {"attention": "dfa", "checkpoint": "remat", "tiled": True, "on_host": True},
-    "dfa-tiles-host-stages": {"attention": "dfa", "checkpoint": "remat", "tiled": True, "on_host": True, "stages": 8},
-    "ulysses-full-host": {"attention": "ulysses", "checkpoint": "full", "on_host": True},
-}
-"""host: what a checkpoint keeps is in host memory: inputs of layers, attention's output and lse. tiled: `mlp_tile`."""
+from benchmarks.attention.failures import OUT_OF_MEMORY as MEMORY
+from benchmarks.attention.failures import failure_of
+from benchmarks.bench import Report, flags_of
+from benchmarks.deepspeed_memory import Step
+from benchmarks.deepspeed_shapes import METHODS, SHAPES, Method, Shape
+from dfa_megatron.flags import flag
+
 DEFAULT = ("dfa-tiles", "ulysses-full", "dfa-tiles-host", "ulysses-full-host")
-ENOUGH = 20.0
-"""Seconds of a step from which on it is taken once."""
-SIGNS = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
-"""In the text of errors of PyTorch, NCCL and cuBLAS."""
+STOPPED = "no time left"
+COMPARE = "compare"
+
+Attempt = Callable[[str, int, float], dict[str, Any]]
+"""From a method, a length and the seconds left to a result: figures, or "failed"."""
 
 
-def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+@dataclass(frozen=True)
+class Job:
+    """What is searched, and within what."""
+
+    shape: str = flag("llama-3-8b", "of the model", choices=tuple(SHAPES))
+    layers: int = flag(2, "of it")
+    shortest: int = flag(0, "the first length, of whole sequences; 0: 262144")
+    methods: tuple[str, ...] = flag(DEFAULT, "to compare", choices=tuple(METHODS))
+    resolution: int | None = flag(None, "tokens to which the longest is found")
+    memory_gib: float | None = flag(None, "of a smaller GPU: PyTorch takes no more")
+    offload_optimizer: bool = flag(False, "to the CPU")
+    budget: float = flag(540.0, "seconds for all")
+    kernel: str = flag("auto", "of ours")
+    sdpa: str = flag("cudnn", "the kernel that Ulysses takes", choices=("cudnn", "flash"))
+    gpus: int | None = flag(None, "ranks; by default all GPUs")
+    out: Path | None = flag(None, "a JSON file, written again after every attempt")
+    dry_run: bool = flag(False, "tiny sizes, on a CPU too")
+    pretend_limit: int | None = flag(None, "of a dry run: longer sequences run out of memory")
+    rank_of: tuple[str, str, str] | None = flag(None, "of the ranks: method, length and folder of an attempt")
+
+    @property
+    def sizes(self) -> Shape:
+        """Return the shape, narrow in a dry run."""
+        shape = SHAPES[self.shape]
+        return replace(shape.toy(), vocabulary=128) if self.dry_run else shape
+
+    def method(self, name: str) -> Method:
+        """Return a method; narrow shapes have two kv heads."""
+        found = METHODS[name]
+        return replace(found, stages=min(found.stages, 2)) if self.dry_run else found
+
+    @property
+    def choices(self) -> dict[str, str]:
+        """Return the kernels."""
+        return {"kernel": self.kernel, "sdpa": self.sdpa}
+
+
+def parse(arguments: Sequence[str] | None = None) -> Job:
     """Return the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", choices=list(VOCABULARIES), default="llama-3-8b")
-    parser.add_argument("--layers", type=int, default=2)
-    parser.add_argument("--shortest", type=int, help="the first length, of whole sequences (default: 262144)")
-    parser.add_argument("--methods", nargs="+", choices=list(METHODS), default=list(DEFAULT))
-    parser.add_argument("--resolution", type=int, help="tokens to which the longest is found")
-    parser.add_argument("--memory-gib", type=float, help="of a smaller GPU: PyTorch takes no more")
-    parser.add_argument("--offload-optimizer", action="store_true", help="to the CPU")
-    parser.add_argument("--budget", type=float, default=540.0, help="seconds for all")
-    parser.add_argument("--kernel", default="auto")
-    parser.add_argument("--sdpa", choices=["cudnn", "flash"], default="cudnn", help="the kernel that Ulysses takes")
-    parser.add_argument("--gpus", type=int, help="ranks; by default all GPUs")
-    parser.add_argument("--out", type=Path, help="a JSON file, written again after every attempt")
-    parser.add_argument("--dry-run", action="store_true", help="tiny sizes, on a CPU too")
-    parser.add_argument("--pretend-limit", type=int, help=argparse.SUPPRESS)  # a dry run has no more memory than this
-    parser.add_argument("--rank-of", nargs=3, metavar=("METHOD", "LENGTH", "FOLDER"), help=argparse.SUPPRESS)
-    args = parser.parse_args(arguments)
-    args.shortest = args.shortest or (64 if args.dry_run else 262144)
-    if args.dry_run:
-        args.layers = 2
-    return args
+    job = flags_of(Job, __doc__, arguments)
+    return replace(
+        job, shortest=job.shortest or (64 if job.dry_run else 262144), layers=2 if job.dry_run else job.layers
+    )
+
+
+# Which lengths are tried.
+
+
+def search(
+    methods: Sequence[str],
+    shortest: int,
+    attempt: Attempt,
+    left: Callable[[], float],
+    resolution: int | None = None,
+    memory_gib: float | None = None,
+) -> None:
+    """Find each method's longest length, one method after another, each in its share of the time left.
+
+    resolution: come nearer until the shortest length that ran out of memory is at most so many tokens from the longest
+        that ran; None: half of the longest that ran.
+    memory_gib: of a GPU; with it and a resolution, the next length is the one that the last peak says will fit.
+    """
+    for number, method in enumerate(methods):
+        later = left() * (1 - 1 / (len(methods) - number))
+        approach(method, shortest, attempt, lambda later=later: left() - later, resolution, memory_gib)  # type: ignore[misc]
+
+
+def approach(
+    method: str,
+    shortest: int,
+    attempt: Attempt,
+    left: Callable[[], float],
+    resolution: int | None,
+    memory: float | None,
+) -> None:
+    """Try lengths of one method, `shortest` and multiples of `resolution` more, until neighbors fit and do not."""
+    fit: dict[str, Any] | None = None
+    full, failures, length = 0, 0, shortest
+    while True:
+        result = attempt(method, length, left() if ends(length, fit) < left() else 0.0)
+        if "failed" not in result:
+            fit, failures = result, 0
+        elif result["failed"].startswith(MEMORY):
+            full, failures = length, failures + 1
+        else:
+            return
+        if fit is None or 0 < full <= fit["length"] + (resolution or fit["length"] // 2):
+            return
+        low, middle = fit["length"], (fit["length"] + full) // 2
+        if resolution is None:
+            length = middle if full else 2 * low
+            continue
+        length = expected(fit, memory) or 2 * low
+        if full:
+            length = max(min(length, full - resolution * 2 ** max(failures - 1, 0)), middle) if memory else middle
+        length = max(length - (length - shortest) % resolution, low + resolution)
+
+
+def expected(fit: dict[str, Any], memory_gib: float | None) -> int | None:
+    """Return the length whose peak is `memory_gib`: what is above the memory at rest grows with the length."""
+    if not memory_gib or fit.get("peak_gib", 0.0) <= fit.get("resting_gib", 0.0):
+        return None
+    return int(fit["length"] * (memory_gib - fit["resting_gib"]) / (fit["peak_gib"] - fit["resting_gib"]))
+
+
+def ends(length: int, before: dict[str, Any] | None) -> float:
+    """Return the seconds of an attempt, from those of a shorter length: attention grows with its square."""
+    if before is None:
+        return 0.0
+    steps: float = before["seconds_per_step"] * (length / before["length"]) ** 2
+    return steps + before["seconds_in_all"] - before["seconds_per_step"]
 
 
 # The parent.
 
 
-def launch(args: argparse.Namespace, ranks: int, method: str, length: int, seconds: float) -> dict[str, Any]:
-    """Attempt once in new processes, or compare all methods if `method` is "compare"."""
+def launch(job: Job, ranks: int, method: str, length: int, seconds: float) -> dict[str, Any]:
+    """Attempt once in new processes, or compare all methods if `method` is `COMPARE`."""
     result: dict[str, Any] = {"method": method, "length": length}
     if seconds <= 0:
         return result | {"failed": STOPPED}
-    begin = time.perf_counter()
+    begin, late = time.perf_counter(), False
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
         command += ["-m", "benchmarks.deepspeed_longest", *sys.argv[1:], "--rank-of", method, str(length), folder]
@@ -88,7 +176,6 @@ def launch(args: argparse.Namespace, ranks: int, method: str, length: int, secon
         if "PYTORCH_ALLOC_CONF" not in environment:
             environment.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")  # as ALST asks for
         process = subprocess.Popen(command, stdout=sys.stderr, env=environment)  # noqa: S603 -- the command is ours
-        late = False
         try:
             process.wait(seconds)
         except subprocess.TimeoutExpired:
@@ -97,195 +184,130 @@ def launch(args: argparse.Namespace, ranks: int, method: str, length: int, secon
             if process.poll() is None:
                 process.terminate()  # torchrun ends its ranks
                 process.wait(60)
-        ends = [json.loads(file.read_text()) for file in sorted(Path(folder).glob("rank*.json"))]
+        found = [json.loads(file.read_text()) for file in sorted(Path(folder).glob("rank*.json"))]
     result["seconds_in_all"] = time.perf_counter() - begin
-    failures = [end["failed"] for end in ends if "failed" in end]
     # A rank that ran out of memory leaves others behind, whose errors are of its absence.
-    failures.sort(key=lambda failure: not failure.startswith(MEMORY))
+    failures = sorted((end["failed"] for end in found if "failed" in end), key=lambda why: not why.startswith(MEMORY))
     if failures:
         return result | {"failed": failures[0]}
     if late:
         return result | {"failed": f"{STOPPED}: ended after {seconds:.0f} s"}
-    if len(ends) != ranks:
+    if len(found) != ranks:
         return result | {"failed": f"exit status {process.returncode}; see the output of the ranks"}
-    result |= ends[0]
-    return result
+    return result | found[0]
+
+
+def main() -> int:
+    """Compare, search, and write after every attempt; 1 if something failed but for want of memory or time."""
+    job = parse()
+    if job.rank_of:
+        rank_main(job, *job.rank_of)
+        return 0
+    begin, gpus = time.perf_counter(), torch.cuda.is_available()
+    ranks = job.gpus or (torch.cuda.device_count() if gpus else 2)
+    note = f"{job.layers} layers" + (", and tiny" if job.dry_run else "")
+    compared = launch(job, ranks, COMPARE, 0, job.budget)
+    about = {key: value for key, value in compared.items() if key not in ("method", "length")}
+    report = Report(job.out, job, shape=job.shape, note=note, **about, longest={}, results=[])
+    report.show(report.content)
+    if "failed" in compared:
+        print("nothing is timed: the methods were not found to compute the same", file=sys.stderr)
+        return 1
+
+    def attempt(method: str, length: int, seconds: float) -> dict[str, Any]:
+        result = launch(job, ranks, method, length, seconds)
+        if "failed" not in result:
+            longest = report.content["longest"]
+            longest[method] = max(length, longest.get(method, 0))
+        report.add(result, "results")
+        return result
+
+    able = [method for method in job.methods if "refused" not in report.content["agreement"][method]]
+    memory = job.memory_gib
+    if memory is None and gpus and not job.dry_run:
+        memory = torch.cuda.get_device_properties(0).total_memory / 2**30
+    search(able, job.shortest, attempt, lambda: begin + job.budget - time.perf_counter(), job.resolution, memory)
+    failed = [one.get("failed", MEMORY) for one in report.content["results"]]
+    return int(not all(why.startswith((MEMORY, STOPPED)) for why in failed))
 
 
 # The ranks: one attempt.
 
 
-def rank_main(args: argparse.Namespace) -> None:
+def rank_main(job: Job, method: str, length: str, folder: str) -> None:
     """Run as a rank; write the result, or the error that ended it, to a file in the folder."""
-    method, length, folder = args.rank_of[0], int(args.rank_of[1]), Path(args.rank_of[2])
-    end = folder / f"rank{os.environ['RANK']}.json"
+    end = Path(folder, f"rank{os.environ['RANK']}.json")
     try:
-        result = agreement(args) if method == "compare" else step(args, method, length)
+        result = agreement(job) if method == COMPARE else step(job, job.method(method), int(length))
     except Exception as error:  # noqa: BLE001 -- whatever it is goes to the parent, and the other ranks are ended
         traceback.print_exc()
-        text = str(error).strip().partition("\n")[0]
-        memory = any(sign in text for sign in SIGNS) or is_memory(error)
-        end.write_text(json.dumps({"failed": f"{MEMORY}: {text}" if memory else f"{type(error).__name__}: {text}"}))
+        failure = failure_of(error)
+        end.write_text(json.dumps({"failed": f"{failure.state}: {failure.why}"}))
         sys.stderr.flush()
         os._exit(1)  # the other ranks may hang in a collective, and ending properly would wait for them
     end.write_text(json.dumps(result))
-    import torch.distributed as dist
-
     dist.barrier()
     dist.destroy_process_group()
     sys.stderr.flush()
     os._exit(0)  # threads of libraries have aborted a busy machine's interpreter on its way out
 
 
-def is_memory(error: BaseException | None) -> bool:
-    """Return whether PyTorch's allocator caused it."""
-    import torch
+def engine_for(job: Job, longest: int) -> tuple[Any, str]:
+    """Return an engine and its optimizer's name."""
+    from benchmarks import deepspeed_common as common
 
-    while error is not None and not isinstance(error, torch.OutOfMemoryError):
-        error = error.__cause__ or error.__context__
-    return error is not None
-
-
-def engine_for(args: argparse.Namespace, longest: int) -> tuple[Any, str, int]:
-    """Return an engine, its optimizer's name and the vocabulary."""
-    import torch
-
-    from benchmarks.deepspeed_common import build, join
-
-    join(max(args.budget, 60.0))  # a collective waits for the computation before it
-    if args.memory_gib and torch.cuda.is_available():
+    common.join(max(job.budget, 60.0))  # a collective waits for the computation before it
+    if job.memory_gib and torch.cuda.is_available():
         whole = torch.cuda.get_device_properties(0).total_memory / 2**30
-        torch.cuda.set_per_process_memory_fraction(min(1.0, args.memory_gib / whole))
-    shape, vocabulary = SHAPES[args.shape], VOCABULARIES[args.shape]
-    if args.dry_run:
-        shape, vocabulary = shape.toy(), 128
-    engine, name = build(
-        shape, layers=args.layers, vocabulary=vocabulary, longest=longest, tiled="all",
-        offload=args.offload_optimizer, dry=args.dry_run,
+        torch.cuda.set_per_process_memory_fraction(min(1.0, job.memory_gib / whole))
+    return common.build(
+        job.sizes, layers=job.layers, vocabulary=job.sizes.vocabulary, longest=longest, tiled="all",
+        offload=job.offload_optimizer, dry=job.dry_run,
     )  # fmt: skip
-    return engine, name, vocabulary
 
 
-def settings(args: argparse.Namespace, name: str) -> dict[str, Any]:
-    """Return the fields of a method; tiny models have two kv heads."""
-    fields: dict[str, Any] = dict(METHODS[name])
-    return fields | {"stages": min(fields.get("stages", 1), 2 if args.dry_run else 8)}
-
-
-def agreement(args: argparse.Namespace) -> dict[str, Any]:
+def agreement(job: Job) -> dict[str, Any]:
     """Return how far the methods are from one rank.
 
     Raises:
         RuntimeError: too far.
     """
     from benchmarks.deepspeed_common import made_with
-    from benchmarks.deepspeed_methods import Method, compare
+    from benchmarks.deepspeed_methods import compare
 
-    length = (16 if args.dry_run else 1024) * int(os.environ["WORLD_SIZE"])
-    engine, name, vocabulary = engine_for(args, length)
-    methods = {name: Method(**settings(args, name)) for name in args.methods}
-    report = compare(engine, methods, length, vocabulary, kernel=args.kernel, sdpa=args.sdpa)
-    return {"agreement": report, "optimizer": name, **made_with()}
+    length = (16 if job.dry_run else 1024) * int(os.environ["WORLD_SIZE"])
+    engine, optimizer = engine_for(job, length)
+    methods = {name: job.method(name) for name in job.methods}
+    report = compare(engine, methods, length, job.sizes.vocabulary, **job.choices)
+    return {"agreement": report, "optimizer": optimizer, **made_with()}
 
 
-def step(args: argparse.Namespace, method: str, length: int) -> dict[str, Any]:
+def step(job: Job, method: Method, length: int) -> dict[str, Any]:
     """Time a step, after a short one with as many tiles, which makes what is made once.
 
     ZeRO-3 learns from that one in which order it gathers parameters, tile by tile.
     """
-    import torch
-    import torch.distributed as dist
+    from benchmarks.deepspeed_common import TILE, held, measure
+    from benchmarks.deepspeed_methods import attention
 
-    from benchmarks.deepspeed_common import TILE, batch_of, held, mean, most, peak_gib, take_step
-    from benchmarks.deepspeed_methods import Method, attention
-
-    engine, _, vocabulary = engine_for(args, length)
+    engine, _ = engine_for(job, length)
     ranks = dist.get_world_size()
-    if args.pretend_limit is not None and length > args.pretend_limit and dist.get_rank() == ranks - 1:
+    if job.pretend_limit is not None and length > job.pretend_limit and dist.get_rank() == ranks - 1:
         raise torch.OutOfMemoryError("in a dry run")
-    engine.module.tiles = tiles = math.ceil(length / ranks / (16 if args.dry_run else TILE))
-    warmup = min(length, tiles * ranks * (8 if args.dry_run else math.ceil(4096 / tiles)))
+    engine.module.tiles = tiles = math.ceil(length / ranks / (16 if job.dry_run else TILE))
+    warmup = min(length, tiles * ranks * (8 if job.dry_run else math.ceil(4096 / tiles)))
     resting = (held() - engine.module.held_before) / 2**30
-    with attention(engine, Method(**settings(args, method)), kernel=args.kernel, sdpa=args.sdpa):
-        take_step(engine, batch_of(engine, warmup, vocabulary))
-        if torch.cuda.is_available():
-            torch.cuda.reset_peak_memory_stats()
-        batch = batch_of(engine, length, vocabulary)
-        seconds, loss = take_step(engine, batch)
-        seconds = most(seconds)
-        if seconds < ENOUGH:  # kernels may have been made for this length
-            again, loss = take_step(engine, batch)
-            seconds = min(seconds, most(again))
-    value, host = mean(loss), torch.tensor(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20)
-    host = host.to(loss.device)
+    with attention(engine, method, **job.choices):
+        found = measure(engine, method, length, job.sizes.vocabulary, steps=2, warmup=warmup)
+    host = torch.tensor(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20, device=engine.device)
     dist.all_reduce(host)
-    return {
-        "seconds_per_step": seconds,
-        "tokens_per_second_per_gpu": length / seconds / ranks,
-        "peak_gib": peak_gib(engine, METHODS[method]["attention"]),
-        "resting_gib": resting,
-        **(predicted(args, method, length) if ranks == 1 and METHODS[method]["attention"] == "dfa" else {}),
-        "host_gib_of_all_ranks": host.item(),
-        "loss": value if math.isfinite(value) else str(value),
-        "loss_finite": math.isfinite(value),
-    }
-
-
-def predicted(args: argparse.Namespace, method: str, length: int) -> dict[str, Any]:
-    """Return the memory of the account, GiB by moment, and the largest."""
-    from benchmarks.deepspeed_common import TILE
-    from benchmarks.deepspeed_memory import Step
-
-    fields = settings(args, method)
-    found = Step(
-        shape=SHAPES[args.shape], layers=args.layers, vocabulary=VOCABULARIES[args.shape], tile=TILE,
-        on_host=bool(fields.get("on_host")), offload=args.offload_optimizer, stages=fields["stages"],
-        tiled=fields.get("tiled", False),
-    ).account(length)  # fmt: skip
-    return {"predicted_gib": max(found.values()), "predicted_by_moment": found}
-
-
-def main() -> int:
-    """Compare, search, and write after every attempt; 1 if something failed but for want of memory or time."""
-    args = parse()
-    if args.rank_of:
-        rank_main(args)
-        return 0
-    import torch
-
-    begin = time.perf_counter()
-    ranks = args.gpus or (torch.cuda.device_count() if torch.cuda.is_available() else 2)
-    about: dict[str, Any] = {
-        "shape": args.shape,
-        "note": f"{args.layers} layers" + (", and tiny" if args.dry_run else ""),
-        "arguments": {name: str(value) for name, value in vars(args).items() if name != "rank_of"},
-    }
-    compared = launch(args, ranks, "compare", 0, args.budget)
-    about |= {key: value for key, value in compared.items() if key not in ("method", "length")}
-    print(json.dumps(about), flush=True)
-    if "failed" in compared:
-        print("nothing is timed: the methods were not found to compute the same", file=sys.stderr)
-        return 1
-    about |= {"longest": {}, "results": []}
-
-    def attempt(method: str, length: int, seconds: float) -> dict[str, Any]:
-        result = launch(args, ranks, method, length, seconds)
-        if "failed" not in result:
-            about["longest"][method] = max(length, about["longest"].get(method, 0))
-        about["results"].append(result)
-        print(json.dumps(result), flush=True)
-        if args.out is not None:
-            args.out.write_text(json.dumps(about, indent=2) + "\n")
-        return result
-
-    able = [method for method in args.methods if "refused" not in about["agreement"][method]]
-    memory = args.memory_gib
-    if memory is None and torch.cuda.is_available() and not args.dry_run:
-        memory = torch.cuda.get_device_properties(0).total_memory / 2**30
-    left = lambda: begin + args.budget - time.perf_counter()  # noqa: E731
-    search(able, args.shortest, attempt, left, args.resolution, memory)
-    failed = [one for one in about["results"] if not one.get("failed", MEMORY).startswith((MEMORY, STOPPED))]
-    return int(bool(failed))
+    if ranks == 1 and method.attention == "dfa":
+        moments = Step(
+            shape=SHAPES[job.shape], layers=job.layers, vocabulary=SHAPES[job.shape].vocabulary, tile=TILE,
+            on_host=method.on_host, offload=job.offload_optimizer, stages=method.stages, tiled=method.tiled,
+        ).account(length)  # fmt: skip
+        found |= {"predicted_gib": max(moments.values()), "predicted_by_moment": moments}
+    return found | {"resting_gib": resting, "host_gib_of_all_ranks": host.item()}
 
 
 if __name__ == "__main__":

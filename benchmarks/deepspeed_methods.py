@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,7 +13,9 @@ from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
 from deepspeed.utils import safe_get_full_grad
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from benchmarks.deepspeed_common import TILE, any_rank, batch_of, mean
+from benchmarks.bench import relative
+from benchmarks.deepspeed_common import TILE, batch_of, mean, most
+from benchmarks.deepspeed_shapes import Method
 from dfa_megatron import deepspeed as dfa_ds
 from dfa_megatron.config import TrainingConfig
 from dfa_megatron.huggingface import distribute_attention, local_attention
@@ -30,21 +31,6 @@ COMPARED = (
     "layers.0.self_attn.v_proj.weight", "layers.0.mlp.down_proj.weight",
 )  # fmt: skip
 """The parameters whose gradients are compared: all that follows them is in these."""
-
-
-@dataclass(frozen=True)
-class Method:
-    """Attention and checkpointing of the layers."""
-
-    attention: str
-    """dfa, ulysses, or local: whole sequences on every rank."""
-    checkpoint: str
-    on_host: bool = False
-    """What a checkpoint keeps: `remat_offload`, or DeepSpeed's cpu_checkpointing. The latter needs a GPU."""
-    stages: int = 1
-    """`head_stages`, of ours."""
-    tiled: bool = False
-    """Of ours: norms and MLPs go by `mlp_tile`, where a model with tiles has ALST's otherwise."""
 
 
 @contextlib.contextmanager
@@ -122,10 +108,10 @@ def compare(engine: Any, methods: dict[str, Method], length: int, vocabulary: in
                 raise
             report[name] = {"refused": str(error).partition("\n")[0]}
             continue
-        far = {key: float((got[key] - want[key]).norm() / want[key].norm()) for key in want}
+        far = {key: relative(got[key], want[key]) for key in want}
         report[name] = {"loss": abs(loss - want_loss) / want_loss, "gradients": max(far.values())}
         near = report[name]["loss"] < LOSS_TOLERANCE and all(value < TOLERANCE for value in far.values())
-        if any_rank(not near):
+        if most(not near):
             raise RuntimeError(f"{name} is not what one rank computes: {report[name]}, gradients {far}")
     training.tiles = before
     return report

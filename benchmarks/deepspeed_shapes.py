@@ -1,4 +1,4 @@
-"""The model shapes of the DeepSpeed benchmarks; without PyTorch."""
+"""The model shapes and the methods of the DeepSpeed benchmarks; without PyTorch."""
 
 from __future__ import annotations
 
@@ -19,6 +19,9 @@ class Shape:
     """The base of rotary positions."""
     tied: bool = False
     """Whether embeddings and head are one weight."""
+    layers: int = 32
+    """Of the whole model."""
+    vocabulary: int = 128256
 
     def toy(self) -> Shape:
         """Return a tiny one with the same relations between its heads."""
@@ -30,10 +33,36 @@ class Shape:
 
 SHAPES = {
     "llama-3-8b": Shape(4096, 14336, 32, 8),
-    "qwen2.5-7b": Shape(3584, 18944, 28, 4),
+    "qwen2.5-7b": Shape(3584, 18944, 28, 4, layers=28, vocabulary=152064),
     "33-heads": Shape(4224, 11264, 33, 33),
-    "qwen3-4b": Shape(2560, 9728, 32, 8, family="Qwen3", theta=1_000_000.0, tied=True),
+    "qwen3-4b": Shape(2560, 9728, 32, 8, family="Qwen3", theta=1e6, tied=True, layers=36, vocabulary=151936),
 }
-VOCABULARIES = {"llama-3-8b": 128256, "qwen3-4b": 151936}
-LAYERS = {"llama-3-8b": 32, "qwen3-4b": 36}
-"""Of the whole models."""
+
+
+@dataclass(frozen=True)
+class Method:
+    """Attention and checkpointing of the layers."""
+
+    attention: str
+    """dfa, ulysses, or local: whole sequences on every rank."""
+    checkpoint: str
+    on_host: bool = False
+    """What a checkpoint keeps: `remat_offload`, or DeepSpeed's cpu_checkpointing. The latter needs a GPU."""
+    stages: int = 1
+    """`head_stages`, of ours."""
+    tiled: bool = False
+    """Of ours: norms and MLPs go by `mlp_tile`, where a model with tiles has ALST's otherwise."""
+
+
+METHODS = {
+    "dfa-remat": Method("dfa", "remat"),
+    "ulysses-full": Method("ulysses", "full"),
+    "dfa-full": Method("dfa", "full"),
+    "dfa-none": Method("dfa", "none"),
+    "ulysses-none": Method("ulysses", "none"),
+    "dfa-tiles": Method("dfa", "remat", tiled=True),
+    "dfa-tiles-host": Method("dfa", "remat", tiled=True, on_host=True),
+    "dfa-tiles-host-stages": Method("dfa", "remat", tiled=True, on_host=True, stages=8),
+    "ulysses-full-host": Method("ulysses", "full", on_host=True),
+}
+"""In the order in which time is spent on them."""

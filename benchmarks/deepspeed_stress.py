@@ -11,23 +11,22 @@ forms: every form of checkpointing, DeepSpeed's cpu_checkpointing among them, mu
 
 from __future__ import annotations
 
-import argparse
-import json
-import os
 import random
 import time
-from datetime import timedelta
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import deepspeed
 import torch
 import torch.distributed as dist
 from deepspeed.runtime.activation_checkpointing import checkpointing
 from deepspeed.utils import safe_get_full_grad
-from transformers import LlamaConfig, LlamaForCausalLM
 
+from benchmarks.bench import Report, flags_of, leave, wait
+from benchmarks.deepspeed_common import engine_of, held, join, made_with, model_of, optimizer
+from benchmarks.deepspeed_shapes import Shape
 from dfa_megatron import deepspeed as dfa_ds
+from dfa_megatron.flags import flag
 
 FORMS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "full": ({"checkpoint": "full"}, {}),
@@ -41,66 +40,43 @@ FORMS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 """The block, and DeepSpeed's section activation_checkpointing."""
 
 
-def parse() -> argparse.Namespace:
-    """Return the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=500)
-    parser.add_argument("--compared", type=int, default=50, help="steps that are run a second time, with waiting")
-    parser.add_argument("--length", type=int, default=2048, help="of whole sequences, times the ranks")
-    parser.add_argument("--layers", type=int, default=6)
-    parser.add_argument("--schedule", default="auto")
-    parser.add_argument("--kernel", default="auto")
-    parser.add_argument("--transport", default="auto")
-    parser.add_argument("--timeout", type=float, default=90.0)
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--dry-run", action="store_true")
-    args = parser.parse_args()
-    if args.dry_run:
-        args.steps, args.compared, args.length, args.layers = 6, 3, 16, 2
-    return args
+@dataclass(frozen=True)
+class Job:
+    """How long, and with what."""
+
+    steps: int = flag(500, "with random ranks held up")
+    compared: int = flag(50, "steps that are run a second time, with waiting")
+    length: int = flag(2048, "of whole sequences, times the ranks")
+    layers: int = flag(6, "of the model")
+    schedule: str = flag("auto", "of ours")
+    kernel: str = flag("auto", "of ours")
+    transport: str = flag("auto", "of ours")
+    timeout: float = flag(90.0, "seconds after which a deadlock is an error")
+    out: Path | None = flag(None, "the findings, as JSON")
+    dry_run: bool = flag(False, "tiny sizes, on a CPU too")
 
 
-def start(args: argparse.Namespace, block: dict[str, Any], section: dict[str, Any], lr: float) -> Any:
-    """Build a small model whose parameters are all divided, so that every use of one is a gather."""
-    small = args.dry_run
-    config = LlamaConfig(
-        vocab_size=512,
-        hidden_size=32 if small else 512,
-        intermediate_size=64 if small else 1024,
-        num_hidden_layers=args.layers,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8 if small else 128,
-        max_position_embeddings=args.length * dist.get_world_size(),
-        attn_implementation="sdpa",
-    )
-    torch.manual_seed(0)
-    model = LlamaForCausalLM(config)
-    options = {"schedule": args.schedule, "kernel": args.kernel, "transport": args.transport}
-    settings = {
-        "train_micro_batch_size_per_gpu": 1,
-        "gradient_clipping": 0.0,
-        "bf16": {"enabled": True},
-        "optimizer": {"type": "AdamW", "params": {"lr": lr, "torch_adam": True}},
-        "zero_optimization": {
-            "stage": 3,
-            "overlap_comm": True,
-            "stage3_param_persistence_threshold": 0,
-            "stage3_prefetch_bucket_size": 1_000_000,
-            "stage3_max_live_parameters": 2_000_000,
-            "reduce_bucket_size": 500_000,
-        },
-        "activation_checkpointing": section,
-        "dist_flash_attention": {"enabled": True, **options, **block},
-    }
-    engine, *_ = dfa_ds.initialize(model=model, model_parameters=list(model.parameters()), config=settings)
-    engine.train()
-    return engine
+ZERO = {
+    "overlap_comm": True,
+    "stage3_param_persistence_threshold": 0,
+    "stage3_prefetch_bucket_size": 1_000_000,
+    "stage3_max_live_parameters": 2_000_000,
+    "reduce_bucket_size": 500_000,
+}
+"""All parameters are divided, so that every use of one is a gather."""
 
 
-def batch_of(engine: Any, args: argparse.Namespace, seed: int) -> dict[str, torch.Tensor]:
+def start(job: Job, block: dict[str, Any], section: dict[str, Any], lr: float) -> Any:
+    """Build a small model."""
+    shape = Shape(32, 64, 4, 2, head_dim=8) if job.dry_run else Shape(512, 1024, 4, 2)
+    model = model_of(shape, layers=job.layers, vocabulary=512, longest=job.length * dist.get_world_size())
+    options = {"schedule": job.schedule, "kernel": job.kernel, "transport": job.transport, **block}
+    return engine_of(model, optimizer(False, True, lr)[0], ZERO, activation_checkpointing=section, **options)
+
+
+def batch_of(engine: Any, job: Job, seed: int) -> dict[str, torch.Tensor]:
     """Return this rank's tokens of a sequence that repeats itself, so that there is something to learn."""
-    length = args.length * dist.get_world_size()
+    length = job.length * dist.get_world_size()
     words = torch.randint(0, 512, (1, 64), generator=torch.Generator().manual_seed(seed % 8))
     ids = words.repeat(1, length // 64 + 1)[:, :length].to(engine.device)
     return dfa_ds.shard_batch({"input_ids": ids, "labels": ids}, group=dfa_ds.mesh_of(engine).group)
@@ -115,9 +91,9 @@ def hold_up(random_numbers: random.Random) -> None:
         time.sleep(random_numbers.random() * 0.004)
 
 
-def train(args: argparse.Namespace, steps: int, *, disturbed: bool) -> list[float]:
+def train(job: Job, steps: int, *, disturbed: bool) -> list[float]:
     """Return the mean loss of each step; disturbed, or with every step waited for."""
-    engine = start(args, {"checkpoint": "remat"}, {}, lr=3e-4)
+    engine = start(job, {"checkpoint": "remat"}, {}, lr=3e-4)
     noise = random.Random(dist.get_rank())
     handles = []
     if disturbed:
@@ -127,12 +103,12 @@ def train(args: argparse.Namespace, steps: int, *, disturbed: bool) -> list[floa
             )
     losses = []
     for step in range(steps):
-        loss = engine(**batch_of(engine, args, step)).loss
+        loss = engine(**batch_of(engine, job, step)).loss
         engine.backward(loss)
         engine.step()
         losses.append(loss.detach().float())
-        if not disturbed and torch.cuda.is_available():
-            torch.cuda.synchronize()
+        if not disturbed:
+            wait()
     for handle in handles:
         handle.remove()
     mean = torch.stack(losses)
@@ -141,51 +117,48 @@ def train(args: argparse.Namespace, steps: int, *, disturbed: bool) -> list[floa
     return [float(value) for value in mean / dist.get_world_size()]
 
 
-def orders(args: argparse.Namespace) -> dict[str, Any]:
+def orders(job: Job) -> dict[str, Any]:
     """Compare a disturbed run with a calm one."""
     begin = time.perf_counter()
-    disturbed = train(args, args.steps, disturbed=True)
-    calm = train(args, args.compared, disturbed=False)
+    disturbed = train(job, job.steps, disturbed=True)
+    calm = train(job, job.compared, disturbed=False)
     far = max(abs(a - b) / b for a, b in zip(disturbed, calm, strict=False))
     learned = disturbed[-1] < disturbed[0]
     assert far < 0.05, f"the disturbed run's losses are {far:.1%} from the calm one's"
-    assert learned or args.dry_run, f"the loss went from {disturbed[0]} to {disturbed[-1]}"
+    assert learned or job.dry_run, f"the loss went from {disturbed[0]} to {disturbed[-1]}"
     return {
-        "steps": args.steps,
+        "steps": job.steps,
         "largest_relative_difference": far,
         "first_and_last_loss": [disturbed[0], disturbed[-1]],
         "seconds": time.perf_counter() - begin,
     }
 
 
-def gradients(
-    args: argparse.Namespace, block: dict[str, Any], section: dict[str, Any]
-) -> tuple[list[torch.Tensor], float]:
+def gradients(job: Job, block: dict[str, Any], section: dict[str, Any]) -> tuple[list[torch.Tensor], float]:
     """Return the second micro-batch's gradients, when ZeRO-3 knows the order of its gathers, and its peak in GiB."""
-    # DeepSpeed keeps engines of ZeRO-3 alive that were destroyed.
-    held = torch.cuda.memory_allocated() if torch.cuda.is_available() else 0
-    engine = start(args, block, section, lr=0.0)
-    batch = batch_of(engine, args, 0)
+    before = held()
+    engine = start(job, block, section, lr=0.0)
+    batch = batch_of(engine, job, 0)
     for _ in range(2):
         if torch.cuda.is_available():
             torch.cuda.reset_peak_memory_stats()
         engine.backward(engine(**batch).loss)
         found = [safe_get_full_grad(parameter).float().cpu() for parameter in engine.module.parameters()]
         engine.step()
-    peak = (torch.cuda.max_memory_allocated() - held) / 2**30 if torch.cuda.is_available() else 0.0
+    peak = (torch.cuda.max_memory_allocated() - before) / 2**30 if torch.cuda.is_available() else 0.0
     engine.destroy()
     checkpointing.configure(None, checkpoint_in_cpu=False)  # it is kept in the process
     return found, peak
 
 
-def forms(args: argparse.Namespace) -> dict[str, Any]:
+def forms(job: Job) -> dict[str, Any]:
     """Compare the gradients of every form of checkpointing with those of none."""
-    want, peak = gradients(args, {}, {})
+    want, peak = gradients(job, {}, {})
     report: dict[str, Any] = {"none": {"peak_gib": peak}}
     for name, (block, section) in FORMS.items():
         if section and not torch.cuda.is_available():
             continue
-        got, peak = gradients(args, block, section)
+        got, peak = gradients(job, block, section)
         far = max(float((a - b).norm() / b.norm().clamp(min=1e-12)) for a, b in zip(got, want, strict=True))
         report[name] = {"relative_distance": far, "peak_gib": peak}
         assert far < 0.02, f"{name}: gradients are {far:.2%} from those without checkpointing"
@@ -194,19 +167,15 @@ def forms(args: argparse.Namespace) -> dict[str, Any]:
 
 def main() -> None:
     """Run both, and print the findings."""
-    args = parse()
-    if torch.cuda.is_available():
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    else:
-        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # it would be compiled, and serves inference
-    deepspeed.init_distributed(timeout=timedelta(seconds=args.timeout))
-    report = {"forms": forms(args), "orders": orders(args), "gpus": dist.get_world_size()}
-    if dist.get_rank() == 0:
-        print(json.dumps(report, indent=2))
-        if args.out is not None:
-            args.out.write_text(json.dumps(report, indent=2) + "\n")
-    dist.barrier()
-    dist.destroy_process_group()
+    job = flags_of(Job, __doc__)
+    if job.dry_run:
+        job = replace(job, steps=6, compared=3, length=16, layers=2)
+    join(job.timeout)
+    report = Report(job.out, job, **made_with())
+    report.content |= {"forms": forms(job), "orders": orders(job)}
+    report.show(report.content)
+    report.write()
+    leave()
 
 
 if __name__ == "__main__":

@@ -14,38 +14,33 @@ Cases, each with its program replayed (`bound`) and run as it stands (`unbound`)
 
 from __future__ import annotations
 
-import argparse
 import functools
-import json
 import os
 import statistics
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
+from benchmarks.attention.clock import once
+from benchmarks.bench import Call, Report, flags_of, leave, ranks_or_one
+from benchmarks.programs import Tensors, both_phases, draw, prepare
 from benchmarks.surroundings import share_gpus
 from dfa_megatron import DistAttentionConfig, dist_flash_attn_func
-from dfa_megatron.flags import add_flags, flag, from_flags
+from dfa_megatron.doctor.world import World
+from dfa_megatron.flags import flag
 from dfa_megatron.plan.interpret import Algebra
 from dfa_megatron.runtime.comm.transport import Transport
-from dfa_megatron.runtime.prepare import build
-from dfa_megatron.runtime.problem import Inputs
-from dfa_megatron.runtime.request import Request
-from dfa_megatron.runtime.run import HookedRun, hooked, run_backward, run_forward
-
-Call = Callable[[], object]
+from dfa_megatron.runtime.run import HookedRun, hooked
 
 
 @dataclass(frozen=True)
 class Shapes:
     """What is timed."""
 
-    device: str = flag("cuda" if torch.cuda.is_available() else "cpu", "where", choices=("cuda", "cpu"))
+    device: str = flag("auto", "where", choices=("auto", "cuda", "cpu"))
     dtype: str = flag("bfloat16", "of the tensors")
     kernel: str = flag("auto", "as in the options")
     rows: int = flag(512, "of each rank")
@@ -70,65 +65,40 @@ class AsItStands:
 
 def main() -> None:
     """Time every case both ways and print milliseconds."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_flags(parser, Shapes)
-    shapes = from_flags(Shapes, parser.parse_args())
-    world = int(os.environ.get("WORLD_SIZE", "1"))
-    if shapes.device == "cuda":
+    shapes = flags_of(Shapes, __doc__)
+    if shapes.device != "cpu" and torch.cuda.is_available():
         share_gpus(int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
-    if world > 1:
-        dist.init_process_group("nccl" if shapes.device == "cuda" else "gloo")
-    cases = {"function": public(shapes), "empty function": empty(shapes)}
-    if shapes.device == "cuda":
-        cases["cuda_graph"] = public(shapes, cuda_graph=True)
-    if world == 1:
-        cases = {f"program {ranks}": program(shapes, ranks) for ranks in shapes.ranks} | cases
-    rows = []
-    for name, call in cases.items():
+        os.environ["LOCAL_RANK"] = str(torch.cuda.current_device())  # which `join` makes the current one
+    world = ranks_or_one(shapes.device)
+    given = draw(
+        shapes.rows, shapes.heads, shapes.kv_heads, shapes.head_dim,
+        dtype=getattr(torch, shapes.dtype), device=world.device,
+    )  # fmt: skip
+    report = Report(shapes.out, shapes)
+    for name, call in cases(shapes, world, given).items():
         timed: dict[str, list[float]] = {"bound": [], "unbound": []}
         for _ in range(shapes.rounds):
-            timed["bound"].append(host_ms(call, shapes))
+            timed["bound"].append(host_ms(call, shapes.calls, world))
             with hooked(AsItStands()):
-                timed["unbound"].append(host_ms(call, shapes))
-        rows.append({"case": name, "world": world} | {way: statistics.median(ms) for way, ms in timed.items()})
-        if not dist.is_initialized() or dist.get_rank() == 0:
-            print(f"{name:14} of {world}: {rows[-1]['bound']:.3f} ms bound, {rows[-1]['unbound']:.3f} as it stands")
-    if shapes.out and (not dist.is_initialized() or dist.get_rank() == 0):
-        given = {name: str(value) for name, value in vars(shapes).items()}
-        shapes.out.write_text(
-            json.dumps({"arguments": given, "torch": torch.__version__, "rows": rows}, indent=1) + "\n"
-        )
-    if dist.is_initialized():
-        dist.destroy_process_group()
+                timed["unbound"].append(host_ms(call, shapes.calls, world))
+        report.add({"case": name, "world": world.size} | {way: statistics.median(ms) for way, ms in timed.items()})
+    leave()
 
 
-def tensors(shapes: Shapes) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return q, k, v and dout of one rank."""
-    heads = (shapes.heads, shapes.kv_heads, shapes.kv_heads, shapes.heads)
-    dtype = getattr(torch, shapes.dtype)
-    q, k, v, dout = (torch.randn(1, shapes.rows, h, shapes.head_dim, device=shapes.device, dtype=dtype) for h in heads)
-    return q, k, v, dout
-
-
-def program(shapes: Shapes, ranks: int) -> Call:
-    """Forward and backward of the last rank's program, whose messages go nowhere: numbers of other ranks are noise."""
-    q, k, v, dout = tensors(shapes)
-    config = DistAttentionConfig(kernel=shapes.kernel, ulysses_degree=1)
-    request = Request(softmax_scale=shapes.head_dim**-0.5, causal=True, config=config)
-    prepared = build(request, ranks, ranks - 1, Inputs(q, k, v))
-
-    def call() -> object:
-        with torch.no_grad():
-            out, lse = run_forward(prepared, Inputs(q, k, v))
-            return run_backward(prepared, dout, (q, k, v, out, lse, None, None))
-
-    return call
-
-
-def public(shapes: Shapes, *, cuda_graph: bool = False) -> Call:
-    """Forward and backward of the public function over the default group."""
-    config = DistAttentionConfig(kernel=shapes.kernel, cuda_graph=cuda_graph)
-    return both_ways(shapes, functools.partial(dist_flash_attn_func, causal=True, config=config))
+def cases(shapes: Shapes, world: World, given: Tensors) -> dict[str, Call]:
+    """Return the calls by name; programs of other numbers of ranks are the last rank's."""
+    alone = {
+        f"program {ranks}": both_phases(prepare(given, ranks, ranks - 1, shapes.kernel), given)
+        for ranks in (shapes.ranks if world.size == 1 else ())
+    }
+    options = {"function": DistAttentionConfig(kernel=shapes.kernel)}
+    if world.cuda:
+        options["cuda_graph"] = DistAttentionConfig(kernel=shapes.kernel, cuda_graph=True)
+    ours = {
+        name: both_ways(given, functools.partial(dist_flash_attn_func, causal=True, config=config))
+        for name, config in options.items()
+    }
+    return alone | ours | {"empty function": both_ways(given, Empty.apply)}
 
 
 class Empty(torch.autograd.Function):
@@ -146,33 +116,15 @@ class Empty(torch.autograd.Function):
         return dout, *ctx.saved_tensors
 
 
-def empty(shapes: Shapes) -> Call:
-    """Forward and backward of a function that computes nothing."""
-    return both_ways(shapes, Empty.apply)
-
-
-def both_ways(shapes: Shapes, function: Callable[..., Any]) -> Call:
+def both_ways(given: Tensors, function: Callable[..., Any]) -> Call:
     """Forward and backward of a function of q, k and v, through PyTorch's autograd."""
-    q, k, v, dout = tensors(shapes)
-    leaves = [x.requires_grad_() for x in (q, k, v)]
-    return lambda: torch.autograd.grad(function(*leaves), leaves, dout)
+    leaves = [x.detach().clone().requires_grad_() for x in given[:3]]
+    return lambda: torch.autograd.grad(function(*leaves), leaves, given[3])
 
 
-def host_ms(call: Call, shapes: Shapes) -> float:
+def host_ms(call: Call, calls: int, world: World) -> float:
     """Return the median milliseconds until a call has returned, each from an idle device."""
-    synchronize: Callable[[], object] = torch.cuda.synchronize if shapes.device == "cuda" else lambda: None
-    times = []
-    for number in range(shapes.calls + 5):
-        synchronize()
-        if dist.is_initialized():
-            dist.barrier()
-            synchronize()
-        start = time.perf_counter()
-        call()
-        if number >= 5:
-            times.append((time.perf_counter() - start) * 1e3)
-    synchronize()
-    return statistics.median(times)
+    return statistics.median([once(world, call)[1] for _ in range(calls + 5)][5:])
 
 
 if __name__ == "__main__":

@@ -1,15 +1,14 @@
-"""What the Megatron-Core benchmarks share: ranks, a Llama-shaped configuration, timing, and an error on all ranks."""
+"""What the Megatron-Core benchmarks share: shapes, modes, ranks, and the configuration and spec of their layers.
+
+The layers are Llama-shaped, or a group of a hybrid: gated delta nets, and an attention after every three of them.
+"""
 
 from __future__ import annotations
 
-import functools
 import gc
 import importlib.util
 import os
-import statistics
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
-from datetime import timedelta
+from dataclasses import dataclass
 from typing import Any
 
 # Megatron demands this on Hopper; it must stand before CUDA starts, so it is set before torch is imported.
@@ -18,12 +17,9 @@ os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
 import torch
 import torch.distributed as dist
 
-from benchmarks import megatron_hybrids
 from dfa_megatron import MegatronConfig
-from dfa_megatron.doctor.stopwatch import stopwatch
+from dfa_megatron.doctor.world import World, slowest
 from dfa_megatron.doctor.world import join as join_ranks
-from dfa_megatron.doctor.world import own_device, slowest
-from dfa_megatron.errors import DistAttentionError
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +114,10 @@ NAMED = {
 of them also padded as 2 and 8 GPUs need."""
 
 
+EVERY = 4
+"""Layers, of which the last is attention."""
+
+
 def refusal(mode: Mode, shape: Shape, ranks: int) -> str | None:
     """Return why a mode cannot run on these ranks, or None."""
     if shape.asked and not mode.tensor:
@@ -126,21 +126,21 @@ def refusal(mode: Mode, shape: Shape, ranks: int) -> str | None:
         padded = -(-shape.heads // ranks) * ranks
         more = 100 * (padded / shape.heads - 1)
         return f"{ranks} ranks do not divide {shape.heads} heads; {padded} with padding are {more:.0f} % more"
-    if shape.hybrid and not megatron_hybrids.kernels_installed():
+    if shape.hybrid and not _hybrid_kernels():
         return "fla-core is not installed"
     if mode.transformer_engine and importlib.util.find_spec("transformer_engine") is None:
         return "transformer_engine is not installed"
     return None
 
 
-def join() -> torch.device:
+def join() -> World:
     """Join the process group: NCCL with a GPU per rank, gloo on CPU."""
     world = join_ranks(patience=120.0)
     if not world.cuda:
         from dfa_megatron.megatron.cpu.stand_in import use_cpu
 
         use_cpu()
-    return world.device
+    return world
 
 
 def arrange(tensor: int) -> None:
@@ -201,7 +201,7 @@ def make_config(shape: Shape, layers: int, mode: Mode, *, fusion: bool) -> Any:
         recompute_num_layers=1 if mode.full else None,
         fp8="hybrid" if mode.fp8 else None,
         fp8_recipe="tensorwise",
-        **(megatron_hybrids.fields(shape, transformer_engine=mode.transformer_engine) if shape.hybrid else {}),
+        **(_hybrid_fields(shape, transformer_engine=mode.transformer_engine) if shape.hybrid else {}),
     )
 
 
@@ -213,7 +213,7 @@ def make_spec(config: Any, mode: Mode, options: MegatronConfig | None) -> Any:
     from dfa_megatron.megatron.spec import SequenceParallelNorm
 
     if config.linear_attention_freq:
-        spec = megatron_hybrids.spec(config, transformer_engine=mode.transformer_engine)
+        spec = _hybrid_spec(config, transformer_engine=mode.transformer_engine)
     elif mode.transformer_engine:
         spec = gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec()
     else:
@@ -221,12 +221,6 @@ def make_spec(config: Any, mode: Mode, options: MegatronConfig | None) -> Any:
         if options is None and config.sequence_parallel:  # Megatron's norms of PyTorch refuse it
             spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = SequenceParallelNorm
     return spec if options is None else distribute_attention(spec, config, config=options)
-
-
-def median_ms(step: Callable[[], object], *, warmup: int, repeats: int) -> float:
-    """Return the milliseconds of a step: the median, and of the slowest rank."""
-    times = [stopwatch(step, own_device()) for _ in range(warmup + repeats)]
-    return 1e3 * slowest([statistics.median(times[warmup:])])[0]
 
 
 def peak_gib(*, reset: bool = False) -> float:
@@ -246,34 +240,53 @@ def peak_gib(*, reset: bool = False) -> float:
     return slowest([torch.cuda.max_memory_allocated() / 2**30])[0]
 
 
-def attempt(case: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """Return a case's figures, or that it does not fit; every rank must come to the same.
+def _hybrid_fields(shape: Shape, *, transformer_engine: bool) -> dict[str, Any]:
+    """Return what the TransformerConfig of Qwen3-Next has more: as many key heads as query heads, half as wide.
 
-    Raises:
-        RuntimeError: some ranks ran out of memory and others did not, so that the rest cannot be trusted.
+    Megatron-Core 0.16 refuses the variant's name over several ranks, so it stands where Megatron's own spec needs it.
     """
-    seed()
-    try:
-        result = case()
-    except (torch.OutOfMemoryError, DistAttentionError) as error:
-        if not isinstance(error.__cause__ or error, torch.OutOfMemoryError):
-            raise
-        result = {"failed": "out of memory"}
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
-    # Ranks that are stuck in a collective of the case do not come; this names them instead of waiting for minutes.
-    dist.monitored_barrier(_gloo_group(), timeout=timedelta(seconds=30))
-    if slowest([float("failed" in result)])[0] != float("failed" in result):
-        raise RuntimeError("some ranks ran out of memory and others did not")
-    return result
+    width = shape.head_dim // 2
+    return {
+        **({"experimental_attention_variant": "gated_delta_net"} if transformer_engine else {}),
+        "linear_attention_freq": EVERY,
+        "linear_conv_kernel_dim": 4,
+        "linear_key_head_dim": width,
+        "linear_value_head_dim": width,
+        "linear_num_key_heads": shape.heads,
+        "linear_num_value_heads": 2 * shape.heads,
+    }
 
 
-@functools.cache
-def _gloo_group() -> Any:
-    return dist.new_group(backend="gloo")
+def _hybrid_spec(config: Any, *, transformer_engine: bool) -> Any:
+    """Return the spec of the whole block: Megatron's with Transformer Engine, or one of its own modules."""
+    if transformer_engine:
+        from megatron.core.models.gpt.experimental_attention_variant_module_specs import (
+            get_transformer_block_with_experimental_attention_variant_spec,
+        )
+
+        return get_transformer_block_with_experimental_attention_variant_spec(config)
+    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+
+    layers = [_layer(delta=number % EVERY != 0) for number in range(1, config.num_layers + 1)]
+    return TransformerBlockSubmodules(layer_specs=layers)
 
 
-def described(shape: Shape) -> dict[str, int]:
-    """Return a shape for the report."""
-    return asdict(shape)
+def _layer(*, delta: bool) -> Any:
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.ssm.gated_delta_net import GatedDeltaNet, GatedDeltaNetSubmodules
+    from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+    from megatron.core.transformer.spec_utils import ModuleSpec
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
+
+    layer = get_gpt_layer_local_spec(normalization="RMSNorm")
+    if delta:
+        parts = {"in_proj": ColumnParallelLinear, "out_norm": WrappedTorchNorm, "out_proj": RowParallelLinear}
+        layer.submodules.self_attention = ModuleSpec(module=GatedDeltaNet, submodules=GatedDeltaNetSubmodules(**parts))
+    return layer
+
+
+def _hybrid_kernels() -> bool:
+    """Return whether Megatron found the kernels of gated delta nets (fla-core)."""
+    from megatron.core.ssm import gated_delta_net
+
+    return bool(gated_delta_net.HAVE_FLA)

@@ -23,17 +23,15 @@ Modes that need nothing of ours come first, so that our memory does not count in
 written with its reason. Each mode's attention is compared with float64 first, and a mode that is wrong is not timed.
 
 Training (`--train LENGTH:LAYERS:STEPS:MODE ...`), in the same modes: GPTModel, DDP, the distributed optimizer and
-random tokens; what does not fit is said so, and the next case goes on. CUDA_DEVICE_MAX_CONNECTIONS is 1, as Megatron
-demands on Hopper, unless it is set.
+random tokens; what does not fit is said so, and the next case goes on. Without either flag both run, each with a set
+of its own. CUDA_DEVICE_MAX_CONNECTIONS is 1, as Megatron demands on Hopper, unless it is set.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -41,24 +39,27 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks.attention.correctness import too_far
-from benchmarks.megatron_check import TOLERANCE, attention_errors
+from benchmarks.attention.correctness import exact_of, too_far
+from benchmarks.attention.failures import attempt
+from benchmarks.bench import Report, flags_of, leave, median_ms, relative
 from benchmarks.megatron_common import (
     MODES,
     NAMED,
     Mode,
     Shape,
     arrange,
-    attempt,
-    described,
     join,
     make_config,
     make_spec,
-    median_ms,
     peak_gib,
     refusal,
+    seed,
 )
-from benchmarks.surroundings import machine
+from benchmarks.programs import draw
+from dfa_megatron import shard_sequence
+from dfa_megatron.doctor.world import World, slowest
+from dfa_megatron.flags import flag
+from dfa_megatron.plan.language.geometry import CAUSAL
 
 LAYERS = ("65536:8:14336", "131072:8:14336", "131072:32:11008")
 TRAINING = (
@@ -66,37 +67,82 @@ TRAINING = (
     *(f"131072:4:5:{mode}" for mode in ("remat", "remat-boundary", "full", "none", "te-full", "te")),
     "262144:4:4:remat", "524288:2:2:remat", "1048576:2:1:remat",
 )  # fmt: skip
+TOY_TRAINING = ("48:2:3:remat", "48:2:2:full")
 CHECKED = 256
 """Tokens of each rank in the comparison with float64."""
 LAYER_MODES = ("remat", "full", "none", "te", "te-full", "remat-te", "remat-te-fp8")
 
 
+TOLERANCE = {torch.bfloat16: 2e-2, torch.float32: 1e-4}
+"""Of the norm of the difference to the norm of what is right."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """The cases, and how they run."""
+
+    layers: tuple[str, ...] = flag((), "cases", metavar="LENGTH:KV_HEADS:FFN|LENGTH:SHAPE")
+    train: tuple[str, ...] = flag((), "cases", metavar="LENGTH:LAYERS:STEPS:MODE")
+    modes: tuple[str, ...] = flag(LAYER_MODES, "of the layers", choices=tuple(MODES))
+    hidden_size: int = flag(4096, "of layers without a name")
+    heads: int = flag(32, "of them")
+    kv_heads: int = flag(8, "of the trained model")
+    ffn_hidden_size: int = flag(14336, "of the trained model")
+    vocab_size: int = flag(128256, "of the trained model")
+    tensor_model_parallel_size: int = flag(1, "of the modes that share sequences")
+    kernel: str = flag("auto", "of ours")
+    schedule: str = flag("auto", "of ours")
+    depth: int = flag(4, "layers that are timed together")
+    warmup: int = flag(2, "calls that are not timed")
+    repeats: int = flag(5, "calls that are")
+    fusion: bool = flag(True, "compile SwiGLU")
+    toy: bool = flag(False, "sizes that a CPU can do")
+    out: Path = flag(Path("megatron.json"), "the figures, as JSON")
+
+    def blocks(self) -> list[tuple[int, Shape]]:
+        """Return the length and the layers of each case; --toy makes a named shape narrow."""
+        return [self._block(*case.split(":")) for case in self.layers]
+
+    def _block(self, length: str, *rest: str) -> tuple[int, Shape]:
+        if len(rest) == 2:
+            return int(length), Shape(self.hidden_size, self.heads, int(rest[0]), int(rest[1]))
+        shape = NAMED[rest[0]]
+        toy = replace(shape, hidden_size=8 * shape.heads, ffn=self.ffn_hidden_size, width=16 if shape.width else 0)
+        return int(length), toy if self.toy else shape
+
+
+def flags(argv: Sequence[str] | None) -> Job:
+    """Return the command line; --toy stands for sizes that a CPU can do."""
+    job = flags_of(Job, __doc__, argv)
+    if job.toy:
+        job = replace(job, hidden_size=32, heads=4, kv_heads=2, ffn_hidden_size=48, vocab_size=64, warmup=1, repeats=2)
+    if job.layers or job.train:
+        return job
+    return replace(job, layers=("48:2:48",) if job.toy else LAYERS, train=TOY_TRAINING if job.toy else TRAINING)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run as one rank; return the exit status."""
-    args = flags(argv)
-    begin = time.perf_counter()
-    device = join()
-    report: dict[str, Any] = {
-        "machine": {"ranks": dist.get_world_size(), **machine()},
-        "arguments": vars(args) | {"out": str(args.out)},
-    }
-    report |= {"layers": [], "training": []}
+    job = flags(argv)
+    begin, world = time.perf_counter(), join()
+    report = Report(job.out, job, layers=[], training=[])
     for phase in PHASES:
-        for length, shape in args.layers:
-            for mode in (MODES[name] for name in args.modes if phase(MODES[name])):
-                run = partial(time_layers, args, shape, mode, length, device)
-                figures = tried(args, mode, shape, run)
-                note(report, "layers", {"mode": mode.name, "length": length, **described(shape), **figures}, args.out)
-    for length, depth, steps, name in args.train:
+        for length, shape in job.blocks():
+            for mode in (MODES[name] for name in job.modes if phase(MODES[name])):
+                run = partial(time_layers, job, shape, mode, length, world.device)
+                case = {"mode": mode.name, "length": length, **asdict(shape)}
+                report.add(case | tried(job, mode, shape, world, run), "layers")
+    shape = Shape(job.hidden_size, job.heads, job.kv_heads, job.ffn_hidden_size)
+    for one in job.train:
         from benchmarks.megatron_training import train
 
-        shape = Shape(args.hidden_size, args.heads, args.kv_heads, args.ffn_hidden_size)
-        run = partial(train, args, shape, MODES[name], length, depth, steps, device)
-        figures = tried(args, MODES[name], shape, run)
-        case = {"mode": name, "length": length, "num_layers": depth, **described(shape)}
-        note(report, "training", {**case, **figures}, args.out)
-    report["seconds"] = round(time.perf_counter() - begin, 1)
-    write(report, args.out)
+        length, depth, steps = map(int, one.split(":")[:3])
+        mode = MODES[one.rpartition(":")[2]]
+        run = partial(train, job, shape, mode, length, depth, steps, world.device)
+        case = {"mode": mode.name, "length": length, "num_layers": depth, **asdict(shape)}
+        report.add(case | tried(job, mode, shape, world, run), "training")
+    report.content["seconds"] = round(time.perf_counter() - begin, 1)
+    report.write()
     return 0
 
 
@@ -108,79 +154,21 @@ PHASES: tuple[Callable[[Mode], bool], ...] = (
 """Kinds of modes, in the order in which they run."""
 
 
-def tried(args: argparse.Namespace, mode: Mode, shape: Shape, run: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+def tried(job: Job, mode: Mode, shape: Shape, world: World, run: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     """Return a case's figures, or why there are none."""
-    if why := refusal(mode, shape, dist.get_world_size()):
+    if why := refusal(mode, shape, world.size):
         return {"cannot": why}
-    arrange(dist.get_world_size() if mode.tensor else args.tensor_model_parallel_size)
-    return attempt(run)
+    arrange(world.size if mode.tensor else job.tensor_model_parallel_size)
+    seed()
+    return attempt(world, run)
 
 
-def shape_of(args: argparse.Namespace, case: str) -> tuple[int, Shape]:
-    """Return the length and the layers of `LENGTH:KV_HEADS:FFN` or `LENGTH:SHAPE`; --toy makes a shape narrow."""
-    length, *rest = case.split(":")
-    if len(rest) == 2:
-        return int(length), Shape(args.hidden_size, args.heads, int(rest[0]), int(rest[1]))
-    shape = NAMED[rest[0]]
-    toy = replace(shape, hidden_size=8 * shape.heads, ffn=args.ffn_hidden_size, width=16 if shape.width else 0)
-    return int(length), toy if args.toy else shape
-
-
-def flags(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Parse them; --toy stands for sizes that a CPU can do."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--layers", nargs="*", default=None, metavar="LENGTH:KV_HEADS:FFN|LENGTH:SHAPE")
-    parser.add_argument("--train", nargs="*", default=None, metavar="LENGTH:LAYERS:STEPS:MODE")
-    parser.add_argument("--modes", nargs="*", default=list(LAYER_MODES), choices=tuple(MODES))
-    parser.add_argument("--hidden-size", type=int, default=4096)
-    parser.add_argument("--heads", type=int, default=32)
-    parser.add_argument("--kv-heads", type=int, default=8, help="of the trained model")
-    parser.add_argument("--ffn-hidden-size", type=int, default=14336, help="of the trained model")
-    parser.add_argument("--vocab-size", type=int, default=128256, help="of the trained model")
-    parser.add_argument("--tensor-model-parallel-size", type=int, default=1)
-    parser.add_argument("--kernel", default="auto")
-    parser.add_argument("--schedule", default="auto")
-    parser.add_argument("--depth", type=int, default=4, help="layers that are timed together")
-    parser.add_argument("--warmup", type=int, default=2)
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--fusion", action=argparse.BooleanOptionalAction, default=True, help="compile SwiGLU")
-    parser.add_argument("--toy", action="store_true")
-    parser.add_argument("--out", type=Path, required=True)
-    args = parser.parse_args(argv)
-    if args.toy:
-        args.hidden_size, args.heads, args.kv_heads, args.ffn_hidden_size, args.vocab_size = 32, 4, 2, 48, 64
-        args.warmup, args.repeats = 1, 2
-    toy_layers, toy_training = ["48:2:48"], ["48:2:3:remat", "48:2:2:full"]
-    layers = (toy_layers if args.toy else LAYERS) if args.layers is None else args.layers
-    training = (toy_training if args.toy else TRAINING) if args.train is None else args.train
-    args.layers = [shape_of(args, case) for case in layers]
-    args.train = [(*(int(size) for size in case.split(":")[:3]), case.split(":")[3]) for case in training]
-    return args
-
-
-def note(report: dict[str, Any], part: str, result: dict[str, Any], out: Path) -> None:
-    """Add a result, show it, and write what there is so far: a run that is cut short has its first cases."""
-    report[part].append(result)
-    if dist.get_rank() == 0:
-        print(json.dumps(result), flush=True)
-    write(report, out)
-
-
-def write(report: dict[str, Any], out: Path) -> None:
-    """Rank 0 writes the report."""
-    if dist.get_rank() == 0:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(json.dumps(report, indent=1, default=str) + "\n")
-
-
-def time_layers(
-    args: argparse.Namespace, shape: Shape, mode: Mode, length: int, device: torch.device
-) -> dict[str, Any]:
+def time_layers(job: Job, shape: Shape, mode: Mode, length: int, device: torch.device) -> dict[str, Any]:
     """Return milliseconds per layer, both passes, and the peak memory in GiB with weights and gradients.
 
     Where the attention is not that of float64, return what is wrong.
     """
-    block, table = build_layers(args, shape, mode, length, device)
+    block, table = build_layers(job, shape, mode, length, device)
     errors = attention_errors(block, shape, mode, CHECKED * dist.get_world_size())
     if why := too_far(errors, TOLERANCE[block.config.params_dtype]):
         return {"wrong": why}
@@ -196,14 +184,14 @@ def time_layers(
 
     block.train()
     peak_gib(reset=True)
-    elapsed = median_ms(step, warmup=args.warmup, repeats=args.repeats) / args.depth
+    elapsed = median_ms(step, device, warmup=job.warmup, repeats=job.repeats) / job.depth
     useful = 3 * shape.layer_flop(length) / dist.get_world_size()
     rate = {} if shape.hybrid else {"tflops_per_gpu": round(useful / elapsed / 1e9, 1)}
     error = float(f"{max(errors.values()):.2e}")
     return {"ms_per_layer": round(elapsed, 3), **rate, "peak_gib": round(peak_gib(), 2), "attention_error": error}
 
 
-def build_layers(args: argparse.Namespace, shape: Shape, mode: Mode, length: int, device: torch.device) -> Any:
+def build_layers(job: Job, shape: Shape, mode: Mode, length: int, device: torch.device) -> Any:
     """Return Megatron's block of layers, and the table of its rotary positions."""
     from megatron.core import parallel_state
     from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
@@ -213,8 +201,8 @@ def build_layers(args: argparse.Namespace, shape: Shape, mode: Mode, length: int
     from dfa_megatron.megatron import declare_batch_layout
 
     group = parallel_state.get_context_parallel_group()
-    config = make_config(shape, args.depth, mode, fusion=args.fusion)
-    options = mode.options(args.kernel, args.schedule)
+    config = make_config(shape, job.depth, mode, fusion=job.fusion)
+    options = mode.options(job.kernel, job.schedule)
     declare_batch_layout(group, "contiguous" if options is not None and mode.layout == "contiguous" else "zigzag")
     block = TransformerBlock(
         config,
@@ -227,8 +215,38 @@ def build_layers(args: argparse.Namespace, shape: Shape, mode: Mode, length: int
     return block, rotary.to(device)(length)
 
 
+def attention_errors(block: Any, shape: Shape, mode: Mode, tokens: int) -> dict[str, float]:
+    """Return the relative errors of out, dq, dk and dv of the block's last attention: each is the largest of all ranks.
+
+    tokens: of a short sequence. A layer that has no core attention, such as a gated delta net, is passed over.
+    """
+    from megatron.core import parallel_state
+    from megatron.core.transformer.enums import AttnMaskType
+
+    found = [getattr(layer.self_attention, "core_attention", None) for layer in block.layers]
+    core = [attention for attention in found if attention is not None][-1]
+    device = next(block.parameters()).device
+    where = {"generator": torch.Generator(device).manual_seed(3), "device": device, "dtype": block.config.params_dtype}
+    whole = [x[0] for x in draw(tokens, shape.heads, shape.groups, shape.head_dim, **where)]
+
+    def own(x: torch.Tensor) -> torch.Tensor:
+        """Return this rank's part (tokens, 1, heads, head_dim)."""
+        if mode.tensor:
+            return x.chunk(dist.get_world_size(), 1)[parallel_state.get_tensor_model_parallel_rank()][:, None]
+        group = parallel_state.get_context_parallel_group()
+        layout = "zigzag" if mode.checkpoint is None else "contiguous"
+        return shard_sequence(x, group=group, layout=layout, dim=0)[:, None]
+
+    leaves = [own(x).clone(memory_format=torch.contiguous_format).requires_grad_() for x in whole[:3]]
+    with torch.enable_grad():
+        out = core(*leaves, None, attn_mask_type=AttnMaskType.causal)
+    gradients = torch.autograd.grad(out, leaves, own(whole[3]).flatten(2))
+    got = [out.unflatten(2, (-1, shape.head_dim)), *gradients]
+    errors = [relative(x, own(y)) for x, y in zip(got, exact_of(whole, CAUSAL), strict=True)]
+    return dict(zip(("out", "dq", "dk", "dv"), slowest(errors), strict=True))
+
+
 if __name__ == "__main__":
     status = main()
-    dist.barrier()
-    dist.destroy_process_group()
+    leave()
     raise SystemExit(status)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import statistics
 from collections.abc import Iterator
 from typing import Any
@@ -11,19 +10,18 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.megatron_common import Mode, Shape, make_config, make_spec, peak_gib
-from dfa_megatron.doctor.stopwatch import mark, seconds_between
-from dfa_megatron.doctor.world import slowest
+from dfa_megatron.doctor.world import mark, seconds_between, slowest
 
 
 def train(
-    args: argparse.Namespace, shape: Shape, mode: Mode, length: int, layers: int, steps: int, device: torch.device
+    job: Any, shape: Shape, mode: Mode, length: int, layers: int, steps: int, device: torch.device
 ) -> dict[str, Any]:
     """Return tokens and model TFLOP per second and GPU, peak memory and the loss, of `steps` steps after two."""
     from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 
-    options = mode.options(args.kernel, args.schedule)
-    config = make_config(shape, layers, mode, fusion=args.fusion)
-    model, optimizer = build(config, make_spec(config, mode, options), args.vocab_size, length)
+    options = mode.options(job.kernel, job.schedule)
+    config = make_config(shape, layers, mode, fusion=job.fusion)
+    model, optimizer = build(config, make_spec(config, mode, options), job.vocab_size, length)
     peak_gib(reset=True)
     times, losses = [], []
     for step in range(2 + steps):
@@ -32,7 +30,7 @@ def train(
         optimizer.zero_grad()
         reduced = get_forward_backward_func()(
             forward_step_func=forward_step,
-            data_iterator=batches(args.vocab_size, length, step, options, device),
+            data_iterator=batches(job.vocab_size, length, step, options, device),
             model=model,
             num_microbatches=1,
             seq_length=length,
@@ -43,7 +41,7 @@ def train(
         times.append(1e3 * seconds_between(before, mark(device)))
         losses.append(reduced[0]["loss"])
     elapsed = slowest([statistics.median(times[2:])])[0]
-    embedding = shape.hidden_size * args.vocab_size
+    embedding = shape.hidden_size * job.vocab_size
     useful = 3 * (layers * shape.layer_flop(length) + 2.0 * embedding * length)
     ranks = dist.get_world_size()
     return {

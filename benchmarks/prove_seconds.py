@@ -7,40 +7,32 @@ The fault is one head of the last token that attention leaves 0. The exit status
 
 from __future__ import annotations
 
-import argparse
-import json
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-import transformers
 
-from benchmarks.deepspeed_common import config_of, device, join, made_with, optimizer
+from benchmarks.bench import Report, flags_of, leave
+from benchmarks.deepspeed_common import engine_of, join, made_with, model_of, optimizer
 from benchmarks.deepspeed_shapes import SHAPES
 from dfa_megatron import deepspeed as dfa_ds
 from dfa_megatron.errors import ProofError
+from dfa_megatron.flags import flag
 from dfa_megatron.huggingface import attention_function
 
 
-def engine_of(args: argparse.Namespace) -> Any:
-    """Return a ZeRO-3 engine around a new model."""
-    shape = SHAPES["llama-3-8b"].toy() if args.dry_run else SHAPES["llama-3-8b"]
-    config = config_of(shape, layers=args.layers, vocabulary=128 if args.dry_run else 32768, longest=8192)
-    torch.manual_seed(0)
-    with torch.device(device()):
-        model = transformers.LlamaForCausalLM(config).bfloat16()
-    settings = {
-        "train_micro_batch_size_per_gpu": 1,
-        "bf16": {"enabled": True},
-        "optimizer": optimizer(False, args.dry_run)[0],
-        "zero_force_ds_cpu_optimizer": False,
-        "zero_optimization": {"stage": 3},
-        "dist_flash_attention": {"enabled": True, "kernel": args.kernel},
-    }
-    return dfa_ds.initialize(model=model, model_parameters=list(model.parameters()), config=settings)[0]
+@dataclass(frozen=True)
+class Job:
+    """The model."""
+
+    kernel: str = flag("auto", "of attention")
+    layers: int = flag(16, "of the model")
+    out: Path | None = flag(None, "the figures, as JSON")
+    dry_run: bool = flag(False, "a tiny model, on a CPU too")
 
 
 def lossy(real: Any) -> Any:
@@ -57,32 +49,26 @@ def lossy(real: Any) -> Any:
 
 def main() -> None:
     """Prove twice, and write both tables."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kernel", default="auto")
-    parser.add_argument("--layers", type=int, default=16)
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--dry-run", action="store_true", help="a tiny model, on a CPU too")
-    args = parser.parse_args()
+    job = flags_of(Job, __doc__)
     join(300.0)
-    report = {**made_with(), "arguments": {name: str(value) for name, value in vars(args).items()}}
+    report = Report(job.out, job, **made_with())
     begin = time.perf_counter()
-    engine = engine_of(args)
-    report["seconds_to_build"] = time.perf_counter() - begin
+    shape = SHAPES["llama-3-8b"].toy() if job.dry_run else SHAPES["llama-3-8b"]
+    model = model_of(shape, layers=job.layers, vocabulary=128 if job.dry_run else 32768, longest=8192)
+    engine = engine_of(model, optimizer(False, job.dry_run)[0], {}, kernel=job.kernel)
+    built = time.perf_counter() - begin
     proof = dfa_ds.prove(engine)
-    report |= {"seconds": proof.seconds, "proof": str(proof).splitlines()}
+    report.content |= {"seconds_to_build": built, "seconds": proof.seconds, "proof": str(proof).splitlines()}
     names = ("dist_flash_attn_func", "dist_flash_attn_varlen_func")
     try:
         with patch.multiple(attention_function, **{name: lossy(getattr(attention_function, name)) for name in names}):
             dfa_ds.prove(engine)
     except ProofError as error:
-        report["planted"] = str(error).splitlines()
-    if dist.get_rank() == 0:
-        print(json.dumps(report, indent=1), flush=True)
-        if args.out:
-            args.out.write_text(json.dumps(report, indent=1) + "\n")
-    dist.barrier()
-    dist.destroy_process_group()
-    raise SystemExit("planted" not in report)
+        report.content["planted"] = str(error).splitlines()
+    report.show(report.content)
+    report.write()
+    leave()
+    raise SystemExit("planted" not in report.content)
 
 
 if __name__ == "__main__":

@@ -18,9 +18,6 @@ back around the attention, and if heads are exchanged for tokens around each gat
 
 from __future__ import annotations
 
-import argparse
-import json
-import statistics
 import sys
 import time
 from collections.abc import Callable
@@ -31,19 +28,14 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from dfa_megatron import DistAttentionConfig
-from dfa_megatron.flags import add_flags, flag, from_flags
+from benchmarks.bench import Call, Report, flags_of, median_ms
+from benchmarks.programs import both_phases, draw, prepare
+from dfa_megatron.flags import flag
 from dfa_megatron.plan.language.layout import by_name
 from dfa_megatron.recurrence import Scan, fla_scan
 from dfa_megatron.recurrence.fold import fold, fold_back, gradient_of_m
 from dfa_megatron.recurrence.local_scan import local_scan
 from dfa_megatron.recurrence.share import Share
-from dfa_megatron.runtime.prepare import build
-from dfa_megatron.runtime.problem import Inputs
-from dfa_megatron.runtime.request import Request
-from dfa_megatron.runtime.run import run_backward, run_forward
-
-Call = Callable[[], object]
 
 
 @dataclass(frozen=True)
@@ -81,45 +73,30 @@ class Shapes:
 
 
 def main() -> None:
-    """Time every number of ranks and print a table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_flags(parser, Shapes)
-    shapes = from_flags(Shapes, parser.parse_args())
+    """Time every number of ranks, and write what is known by now after every part."""
+    shapes = flags_of(Shapes, __doc__)
     torch.manual_seed(0)
     if shapes.quick:
         shapes = replace(shapes, ranks=shapes.ranks[-1:], rounds=3)
     rows: list[dict[str, Any]] = []
+    report = Report(shapes.out, shapes, rows=rows)
     for ranks in shapes.ranks:
         row: dict[str, Any] = {"ranks": ranks} | received(shapes, ranks)
         rows.append(row)
         for name, make in parts(shapes, ranks).items():
             known = rows[0].get(name) if name in SAME_FOR_ALL else None
             row[name] = timed(f"{ranks} ranks, {name}", make, shapes) if known is None else known
-            save(shapes, rows)
+            report.write()
         row |= summary(row, shapes)
-        save(shapes, rows)
-        print(f"\n{ranks} ranks, {shapes.tokens} tokens each")
-        for name, value in row.items():
-            shown = f"{value:.3f}" if isinstance(value, float) else f"{value:,}"
-            print(f"  {name:44} {shown}", flush=True)
-
-
-def save(shapes: Shapes, rows: list[dict[str, Any]]) -> None:
-    """Write what is known by now: a run that is cut short leaves something."""
-    if not shapes.out:
-        return
-    given = {name: str(value) for name, value in vars(shapes).items()}
-    about = {"arguments": given, "torch": torch.__version__}
-    if shapes.device == "cuda":
-        about["gpu"] = torch.cuda.get_device_name()
-    shapes.out.write_text(json.dumps(about | {"rows": rows}, indent=1) + "\n")
+        report.write()
+        report.show(row)
 
 
 def timed(name: str, make: Callable[[], Call], shapes: Shapes) -> float:
     """Return milliseconds, and say on stderr what runs: a first call may compile for minutes."""
     began = time.perf_counter()
     print(f"{name} ...", end="", file=sys.stderr, flush=True)
-    found = milliseconds(make(), shapes)
+    found = median_ms(make(), torch.device(shapes.device), repeats=shapes.rounds)
     print(f" {found:.3f}, after {time.perf_counter() - began:.1f} s", file=sys.stderr, flush=True)
     return found
 
@@ -261,38 +238,9 @@ def folded(shapes: Shapes, ranks: int) -> Call:
 
 def attention(shapes: Shapes, ranks: int) -> Call:
     """The busiest rank's program; numbers of other ranks are noise."""
-    heads, kv_heads, head_dim = shapes.attention
-    q, k, v, dout = (normal(shapes, n, head_dim).detach() for n in (heads, kv_heads, kv_heads, heads))
-    config = DistAttentionConfig(kernel=shapes.attention_kernel, ulysses_degree=1)
-    request = Request(softmax_scale=head_dim**-0.5, causal=True, config=config)
-    prepared = build(request, ranks, ranks - 1, Inputs(q, k, v))
-
-    def call() -> object:
-        with torch.no_grad():
-            out, lse = run_forward(prepared, Inputs(q, k, v))
-            return run_backward(prepared, dout, (q, k, v, out, lse, None, None)) if shapes.backward else out
-
-    return call
-
-
-def milliseconds(call: Call, shapes: Shapes) -> float:
-    """Return the median time of a call, by the device's events or the host's clock, after two that warm up."""
-    found = []
-    for number in range(shapes.rounds + 2):
-        if shapes.device == "cuda":
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            call()
-            end.record()
-            end.synchronize()
-            taken = start.elapsed_time(end)
-        else:
-            began = time.perf_counter()
-            call()
-            taken = 1e3 * (time.perf_counter() - began)
-        if number >= 2:
-            found.append(taken)
-    return statistics.median(found)
+    where = {"device": shapes.device, "dtype": getattr(torch, shapes.dtype)}
+    given = draw(shapes.tokens, *shapes.attention, **where)
+    return both_phases(prepare(given, ranks, ranks - 1, shapes.attention_kernel), given, backward=shapes.backward)
 
 
 if __name__ == "__main__":

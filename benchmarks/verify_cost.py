@@ -11,23 +11,20 @@ compared to the bit first.
 
 from __future__ import annotations
 
-import argparse
-import json
-import statistics
-import time
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
-import torch.distributed as dist
 
 import dfa_megatron
-from benchmarks.surroundings import machine
+from benchmarks.attention.clock import Timer, take_turns
+from benchmarks.bench import Report, flags_of
+from benchmarks.programs import draw
 from dfa_megatron import DistAttentionConfig
-from dfa_megatron.doctor.world import World, join
-from dfa_megatron.flags import add_flags, flag, from_flags
+from dfa_megatron.doctor.world import join
+from dfa_megatron.flags import flag
 
 
 @dataclass(frozen=True)
@@ -47,17 +44,11 @@ class Shapes:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure and print one row for each transport."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_flags(parser, Shapes)
-    shapes = from_flags(Shapes, parser.parse_args(argv))
+    shapes = flags_of(Shapes, __doc__, argv)
     world = join(shapes.device)
-    dtype = torch.bfloat16 if world.cuda else torch.float32
-    q, k, v = (
-        torch.randn(1, shapes.tokens // world.size, heads, shapes.head_dim, device=world.device, dtype=dtype)
-        for heads in (shapes.heads, shapes.kv_heads, shapes.kv_heads)
-    )
+    where = {"device": world.device, "dtype": torch.bfloat16 if world.cuda else torch.float32}
+    q, k, v, _ = draw(shapes.tokens // world.size, shapes.heads, shapes.kv_heads, shapes.head_dim, **where)
     inputs = tuple(x.requires_grad_() for x in (q, k, v))
-
     torch.use_deterministic_algorithms(True)
 
     def attend(transport: str, verify: str) -> tuple[torch.Tensor, ...]:
@@ -69,48 +60,28 @@ def main(argv: Sequence[str] | None = None) -> None:
             out = found
         return (out, *torch.autograd.grad(out.sum(), inputs))
 
-    unwatched = {transport: before(attend, transport, shapes, world) for transport in shapes.transport}
-    rows: list[dict[str, Any]] = []
+    def timers(transport: str, *verify: str) -> list[Timer]:
+        made = [Timer(functools.partial(attend, transport, way), shapes.rounds) for way in verify]
+        take_turns(world, made)
+        return made
+
+    for transport in shapes.transport:  # what is made once
+        for _ in range(4):
+            attend(transport, "off")
+    before = {transport: timers(transport, "off")[0] for transport in shapes.transport}
+    report = Report(shapes.out, shapes)
     for transport in shapes.transport:
         compared = [attend(transport, "on") for _ in range(4)][-1]
         for one, other in zip(compared, attend(transport, "off"), strict=True):
             assert torch.equal(one, other), "comparing calls changes no bit"
-        taken: dict[str, list[tuple[float, float]]] = {"on": [], "off": []}
-        for turn in range(2 * shapes.rounds):
-            verify = ("on", "off")[turn % 2]
-            taken[verify].append(once(attend, transport, verify, world))
-        on, off = ([statistics.median(times) for times in zip(*taken[verify], strict=True)] for verify in ("on", "off"))
-        row = {"transport": transport, "ranks": world.size, "host_ms_before": unwatched[transport][0]}
-        row |= {"host_ms_on": on[0], "host_ms_off": off[0], "more_ms": on[0] - off[0]}
-        row |= {"ms_before": unwatched[transport][1], "ms_on": on[1], "ms_off": off[1]}
-        rows.append({key: x / shapes.layers if "ms" in key else x for key, x in row.items()})
-        if world.rank == 0:
-            print(json.dumps(rows[-1]), flush=True)
-            if shapes.out:
-                header = {"machine": machine(), "arguments": {name: str(x) for name, x in vars(shapes).items()}}
-                shapes.out.write_text(json.dumps(header | {"rows": rows}, indent=1) + "\n")
+        on, off = timers(transport, "on", "off")
+        named = {"before": before[transport], "on": on, "off": off}
+        times = {f"host_ms_{way}": timer.host_median for way, timer in named.items()}
+        times |= {f"ms_{way}": timer.median for way, timer in named.items()}
+        times["more_ms"] = times["host_ms_on"] - times["host_ms_off"]
+        of_layer = {name: ms / shapes.layers for name, ms in times.items()}
+        report.add({"transport": transport, "ranks": world.size} | of_layer)
     world.leave()
-
-
-Attend = Callable[[str, str], tuple[torch.Tensor, ...]]
-
-
-def before(attend: Attend, transport: str, shapes: Shapes, world: World) -> list[float]:
-    """Return the medians of `once` without a watchdog, after some turns that make what is made once."""
-    times = [once(attend, transport, "off", world) for _ in range(4 + shapes.rounds)][4:]
-    return [statistics.median(each) for each in zip(*times, strict=True)]
-
-
-def once(attend: Attend, transport: str, verify: str, world: World) -> tuple[float, float]:
-    """Return the milliseconds until all layers are issued, and until they are done; all ranks start together."""
-    wait: Callable[[], object] = torch.cuda.synchronize if world.cuda else lambda: None
-    wait()
-    dist.barrier(world.side)
-    start = time.perf_counter()
-    attend(transport, verify)
-    issued = time.perf_counter()
-    wait()
-    return 1e3 * (issued - start), 1e3 * (time.perf_counter() - start)
 
 
 if __name__ == "__main__":

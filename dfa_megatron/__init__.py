@@ -8,13 +8,14 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 _HOME = {
     "DistAttentionConfig": "dfa_megatron.config",
     "DistFlashAttention": "dfa_megatron.attention",
     "MegatronConfig": "dfa_megatron.config",
     "PackPlanner": "dfa_megatron.pack_planner",
+    "StepLog": "dfa_megatron.step_log",
     "TrainingConfig": "dfa_megatron.config",
     "check_plan": "dfa_megatron.plan.proof.check",
     "dist_flash_attn_func": "dfa_megatron.attention",
@@ -24,6 +25,8 @@ _HOME = {
     "make_plan": "dfa_megatron.plan.cost.choose",
     "shard_sequence": "dfa_megatron.sharding",
     "simulate": "dfa_megatron.plan.cost.simulate",
+    "stats": "dfa_megatron.runtime.counters",
+    "training_flops": "dfa_megatron.step_log",
     "tree_positions": "dfa_megatron.sharding",
     "unshard_sequence": "dfa_megatron.sharding",
     "with_blocks": "dfa_megatron.plan.schedules",
@@ -38,13 +41,16 @@ if TYPE_CHECKING:
     from dfa_megatron.plan.draw import draw
     from dfa_megatron.plan.proof.check import check_plan
     from dfa_megatron.plan.schedules import with_blocks
+    from dfa_megatron.runtime.counters import stats
     from dfa_megatron.sharding import local_positions, shard_sequence, tree_positions, unshard_sequence
+    from dfa_megatron.step_log import StepLog, training_flops
 
 __all__ = [
     "DistAttentionConfig",
     "DistFlashAttention",
     "MegatronConfig",
     "PackPlanner",
+    "StepLog",
     "TrainingConfig",
     "__version__",
     "check_plan",
@@ -55,6 +61,8 @@ __all__ = [
     "make_plan",
     "shard_sequence",
     "simulate",
+    "stats",
+    "training_flops",
     "tree_positions",
     "unshard_sequence",
     "with_blocks",

@@ -3,7 +3,8 @@
     torchrun --nproc-per-node 8 -m dfa_megatron.launch pretrain_gpt.py --dfa-data-layout contiguous \\
         --spec dfa_megatron.megatron get_spec --context-parallel-size 8 ...
 
-`@FILE` among the arguments stands for the flags of an argument file, such as those of configs/megatron.
+`@FILE` among the arguments stands for the flags of an argument file, such as those of configs/megatron: one a line,
+with # comments, and with several values on the line of their flag.
 
 A few names of Megatron's are replaced in this process before the script runs, and nothing on disk. See
 dfa_megatron/megatron/script/launcher.py for which and why.
@@ -12,12 +13,13 @@ dfa_megatron/megatron/script/launcher.py for which and why.
 from __future__ import annotations
 
 import runpy
+import shlex
 import sys
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
-from dfa_megatron.errors import DistAttentionError
-from dfa_megatron.flags import expand
+from dfa_megatron.errors import DistAttentionError, UnsupportedError
 
 USAGE = "usage: python -m dfa_megatron.launch SCRIPT.py ARGS...   (torchrun -m dfa_megatron.launch SCRIPT.py ARGS...)"
 
@@ -47,11 +49,46 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         prepare(given[1:])
     except (DistAttentionError, ImportError, OSError) as error:
+        if isinstance(error, ImportError):  # of Megatron's, or of a package that it needs: where is the question
+            traceback.print_exc()
         print(f"dfa_megatron.launch: {error}", file=sys.stderr)
         return 2
     sys.argv = given
     runpy.run_path(given[0], run_name="__main__")
     return 0
+
+
+def read_arguments(path: Path) -> list[str]:
+    """Return the words of an argument file, split as a shell would split them.
+
+    Raises:
+        OSError: the file cannot be read.
+        UnsupportedError: a line does not begin with a flag, or a quote is not closed.
+    """
+    words: list[str] = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+        try:
+            found = shlex.split(line, comments=True)
+        except ValueError as error:
+            raise UnsupportedError(f"{path}:{number}: {line.strip()}", str(error), "quotes in pairs") from error
+        if found and not found[0].startswith("--"):
+            raise UnsupportedError(
+                f"{path}:{number}: {line.strip()}", "a line begins with a flag", "--flag value, or # and a comment"
+            )
+        words += found
+    return words
+
+
+def expand(arguments: Sequence[str]) -> list[str]:
+    """Replace each `@FILE` by its words, so that later flags override it.
+
+    Raises:
+        OSError, UnsupportedError: as `read_arguments`.
+    """
+    words: list[str] = []
+    for argument in arguments:
+        words += read_arguments(Path(argument[1:])) if argument.startswith("@") else [argument]
+    return words
 
 
 if __name__ == "__main__":

@@ -128,8 +128,6 @@ def transports() -> Lines:
 
 EIGHT = {k: v for k, v in PACKAGES.items() if not k.startswith(("DeepSpeed", "yunchang", "ring-flash"))}
 TABLES = {
-    "short": short,
-    "grid": grid,
     "everything-four": everything_four,
     "half-a-million": long_ones,
     "eight": partial(
@@ -149,13 +147,14 @@ TABLES = {
          for n in (4, 32) for label, key in (("forward", "forward_tflops"), ("both", "both_tflops"))},
     ),
 }  # fmt: skip
-"""The tables of docs/performance.md that are about attention alone."""
+"""The tables of docs/measurements.md that are about attention alone."""
 
 
 def readme() -> Lines:
     """Return the README's table of results."""
     methods = {
-        "ours, the faster, with or without `cuda_graph`": OURS + GRAPH,
+        "ours": OURS,
+        "ours, with `cuda_graph=True`": GRAPH,
         "Ulysses all-to-all, the same kernel": ULYSSES,
         "PyTorch `context_parallel`": PYTORCH,
     }

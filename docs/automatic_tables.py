@@ -69,4 +69,4 @@ def measured() -> Lines:
     return table(["link", "heads", "8K", "32K", "128K"], [line for line in lines if set(line[2:]) != {"not run"}])
 
 
-SITE: dict[str, Callable[[], list[str]]] = {"limits": limits}
+TABLES: dict[str, Callable[[], list[str]]] = {"automatic": measured, "limits": limits}

@@ -10,14 +10,14 @@ import os
 import re
 from typing import Any
 
-from docs import update
-
 project = "dfa_megatron"
 author = "the dfa_megatron authors"
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 exclude_patterns = ["_build"]
 html_theme = "furo"
 html_title = "dfa_megatron"
+html_static_path = ["_static"]
+html_css_files = ["width.css"]
 
 myst_heading_anchors = 4
 autodoc_mock_imports = ["accelerate", "deepspeed", "transformers"]
@@ -25,11 +25,6 @@ autodoc_typehints = "none"  # signatures show them
 autodoc_preserve_defaults = True
 
 _OUTSIDE = re.compile(r"\[([^\]]+)\]\(\.\./([^)]*)\)")
-
-
-def _tables(_app: Any, name: str, source: list[str]) -> None:
-    """Put in the tables that only the site shows."""
-    source[0] = update.for_site(name, source[0])
 
 
 def _links(_app: Any, _name: str, source: list[str]) -> None:
@@ -50,6 +45,5 @@ def _markdown(*about: Any) -> None:
 
 def setup(app: Any) -> None:
     """Called by Sphinx."""
-    app.connect("source-read", _tables, priority=400)
     app.connect("source-read", _links)
     app.connect("autodoc-process-docstring", _markdown, priority=400)  # before napoleon

@@ -6,6 +6,7 @@ A later result of a test replaces the earlier one. A test that failed is not tak
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -37,16 +38,6 @@ def results() -> dict[str, Result]:
     return found
 
 
-def every() -> list[str]:
-    """Return the whole table: one line for each fault, place and ending."""
-    return table(results(), whole=True)
-
-
-def in_short() -> list[str]:
-    """Return the table of the page: one line for each fault, its places and endings side by side."""
-    return table(results(), whole=False)
-
-
 def table(results: dict[str, Result], whole: bool) -> list[str]:
     """Return a table. What differs among the results of a line stands side by side."""
     rows: dict[object, list[Result]] = {}
@@ -66,6 +57,7 @@ def _line(those: list[Result]) -> list[str]:
     faults, wheres, endings = ("; ".join(dict.fromkeys(r[key] for r in those)) for key in ("fault", "where", "happens"))
     times = [r["seconds"] for r in those if r["seconds"] is not None]
     places = sorted({f"{r['transport']}{_device(r['device'])}" for r in those})
+    endings = re.sub(r": (an accident|out of memory)[^;]* test", " with the injected error's text", endings)
     return [faults, wheres, ranks, endings, f"{max(0.1, *times):.1f} s" if times else "", ", ".join(places)]
 
 
@@ -78,3 +70,10 @@ def take_in(lines: Iterable[str]) -> None:
 
 def _device(name: str) -> str:
     return "" if name == "CPU" else f" ({device_name(name)})"
+
+
+TABLES = {
+    "faults": lambda: table(results(), whole=False),
+    "every-fault": lambda: table(results(), whole=True),
+}
+"""One line for each fault, its places and endings side by side; one for each fault, place and ending."""

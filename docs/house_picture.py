@@ -15,7 +15,7 @@ PACKAGE = ROOT / "dfa_megatron"
 PICTURE = Path(__file__).with_name("pictures") / "house.svg"
 GROUND = {"errors", "names", "config"}
 """Imported by all: drawn as the floor, without arrows."""
-LEFT_OUT = {"testing", "launch", ""}
+LEFT_OUT = {"launch", "step_log", ""}
 COLOURS = {"plan": "#efe7fd", "kernels": "#fde8ef", "runtime": "#fff1da", "attention": "#e2f5e9"}
 WIDTH, GAP, LINE, EDGE = 760, 40, 18, 14
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import cache
 
 from benchmarks.deepspeed_memory import Step
-from benchmarks.deepspeed_shapes import LAYERS, SHAPES, VOCABULARIES
+from benchmarks.deepspeed_shapes import SHAPES
 from dfa_megatron.plan.cost.choose import make_plan
 from dfa_megatron.plan.language.ir import AttentionPlan
 from dfa_megatron.plan.language.mask import causal
@@ -45,7 +45,7 @@ def step_of(model: str, tiled: bool) -> Step:
     attention = AttentionShape(1, shape.heads, shape.kv_heads, shape.head_dim)
     messages = message_bytes(make_plan(causal(RANKS * ROWS), RANKS, shape=attention), attention) // ROWS
     return Step(
-        shape=shape, layers=LAYERS[model], vocabulary=VOCABULARIES[model], tile=4096, ranks=RANKS,
+        shape=shape, layers=shape.layers, vocabulary=shape.vocabulary, tile=4096, ranks=RANKS,
         on_host=True, stages=shape.kv_heads, tiled=tiled, messages=messages,
     )  # fmt: skip
 

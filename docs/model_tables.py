@@ -1,12 +1,15 @@
-"""Tell which model types of transformers are exact: a table of the site and a list in the package, from the sweep."""
+"""Tell which model types of transformers are exact: a table and a list in the package, from the sweep."""
 
 from __future__ import annotations
 
 import json
+import re
 import textwrap
 from collections import Counter
 from pathlib import Path
 from typing import Any
+
+from docs.raw_results import table
 
 DOCS = Path(__file__).parent
 RESULTS = DOCS / "models.json"
@@ -24,22 +27,35 @@ def exact_types() -> list[str]:
     return sorted({found.get("as", kind) for kind, found in results()["types"].items() if found["plain"] == "exact"})
 
 
-def types() -> list[str]:
-    """Return the table of all types, with the counts above it."""
+def counts() -> list[str]:
+    """Return how many types are in which state."""
     found = results()
-    counts = Counter(states["plain"] for states in found["types"].values())
-    told = ", ".join(f"{state} {number}" for state, number in counts.most_common())
-    sections = found["sections"]
-    out = [
-        f"transformers {found['transformers']}, {found['ranks']} ranks against one process in float64: {told}.",
-        "",
-        f"| type | {' | '.join(sections)} | reason |",
-        "|---" * (2 + len(sections)) + "|",
+    told = Counter(states["plain"] for states in found["types"].values())
+    shown = ", ".join(f"{number} {state}" for state, number in told.most_common())
+    return [f"transformers {found['transformers']}, {found['ranks']} ranks against one process in float64: {shown}."]
+
+
+def refused() -> list[str]:
+    """Return the types that do not run, by the reason."""
+    reasons: dict[tuple[str, str], list[str]] = {}
+    for kind, states in results()["types"].items():
+        if states["plain"] != "exact":
+            said = re.search(r" is not supported: (.*)\. What works: (.*)\.$", states["reason"])
+            why, works = said.groups() if said else (f"not run: {states['reason']}", "")
+            reasons.setdefault((why.replace("|", " "), works), []).append(kind)
+    lines = [[", ".join(kinds), *reason] for reason, kinds in sorted(reasons.items(), key=lambda one: -len(one[1]))]
+    return table(["types", "why", "what works"], lines)
+
+
+def types() -> list[str]:
+    """Return the table of the types that run."""
+    found, sections = results(), results()["sections"]
+    lines = [
+        [kind, *(states.get(section, "") for section in sections), states.get("reason", "").replace("|", " ")]
+        for kind, states in found["types"].items()
+        if states["plain"] == "exact"
     ]
-    for kind, states in found["types"].items():
-        cells = [states.get(section, "") for section in sections]
-        out.append(f"| {kind} | {' | '.join(cells)} | {states.get('reason', '').replace('|', ' ')} |")
-    return out
+    return table(["type", *sections, "reason"], lines)
 
 
 def list_of_types() -> str:
@@ -51,5 +67,5 @@ def list_of_types() -> str:
     )
 
 
-TABLES = {"types": types}
-"""For the site alone."""
+TABLES = {"counts": counts, "refused": refused, "types": types}
+"""Of docs/huggingface.md."""

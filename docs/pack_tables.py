@@ -99,7 +99,7 @@ PACKS = {
 MEASURED = {
     "packed": packed, "packed-now": packed_now, "packed-zigzag": packed_zigzag, "pack-programs": pack_programs,
 }  # fmt: skip
-"""Of docs/performance.md."""
+"""Of docs/measurements.md."""
 
 TABLES = {"dynamic-cp": dynamic_cp, "new-packs": new_packs}
 """Of docs/packed.md."""

@@ -20,8 +20,10 @@ from docs.attention_tables import (
     ULYSSES,
     Heads,
     Methods,
+    grid,
     kernels,
     readme,
+    short,
     tflops,
 )
 from docs.attention_tables import TABLES as ATTENTION
@@ -38,7 +40,7 @@ def spread(pairs: Iterable[tuple[float, float]]) -> str:
 def in_short() -> Lines:
     """Return ratios on four GPUs, each within one run."""
     plain = [(GRID, heads) for heads in (ALL, SOME, ONE)]
-    grid, peers = [*plain, (GRID, ODD)], [(PEERS, ALL), (PEERS, SOME)]
+    every, peers = [*plain, (GRID, ODD)], [(PEERS, ALL), (PEERS, SOME)]
 
     def against(methods: Methods, cells: list[tuple[str, Heads]], length: int) -> list[tuple[float, float]]:
         return [(tflops(OURS, (*cell, length)), tflops(methods, (*cell, length))) for cell in cells]
@@ -46,7 +48,7 @@ def in_short() -> Lines:
     both = [against(ULYSSES, plain, n) + against(ULYSSES + DEEPSPEED, peers, n) for n in (32, 128)]
     layer = {m: row(LAYERS4, mode=m, length=128 * K, groups=8)["ms_per_layer"] for m in ("remat", "te-full", "te")}
     lines = [
-        ["attention, beside PyTorch's `context_parallel`", *(spread(against(PYTORCH, grid, n)) for n in (32, 128))],
+        ["attention, beside PyTorch's `context_parallel`", *(spread(against(PYTORCH, every, n)) for n in (32, 128))],
         ["attention, beside Transformer Engine's ring", *(spread(against(TE_RING, peers, n)) for n in (32, 128))],
         ["attention, beside the fastest Ulysses on the same kernel, where the heads divide", *map(spread, both)],
     ]
@@ -221,9 +223,11 @@ WAYS = {"as it stands": "unbound", "replayed": "bound"}
 PAGES: dict[str, dict[str, Callable[[], Lines]]] = {
     "README.md": {"results": readme},
     "docs/performance.md": {
-        "in-short": in_short, "host": host, **ATTENTION, "automatic": automatic_tables.measured,
-        **pack_tables.MEASURED, "layers": layers, "megatron-training": megatron_training, "losses": losses,
-        "deepspeed": deepspeed, "qwen": qwen, "longest": longest,
+        "in-short": in_short, "grid": grid, "short": short, "megatron-training": megatron_training, "qwen": qwen,
+    },
+    "docs/measurements.md": {
+        "host": host, **ATTENTION, **automatic_tables.TABLES, **pack_tables.MEASURED, "layers": layers,
+        "losses": losses, "deepspeed": deepspeed, "longest": longest,
     },
     "docs/remat.md": {"longest": longest_table.longest},
     "docs/packed.md": pack_tables.TABLES,

@@ -1,16 +1,17 @@
-"""The table of options.md: every option."""
+"""The tables of options.md: every option in a line, and what each value means."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from dataclasses import fields
 
 from dfa_megatron.config import CONFIGS, MegatronConfig
 
 
-def options(whole: bool = True) -> list[str]:
-    """Return the options: names, values, where they are set, and the meaning or its first sentence."""
-    lines = ["| option | values, the default first | where | meaning |", "|---|---|---|---|"]
+def options() -> list[str]:
+    """Return the options: names, values, where they are set, and what they are about."""
+    lines = ["| option | values, the default first | where |", "|---|---|---|"]
     where_set = dict(zip(("all", "frameworks", "Megatron"), CONFIGS, strict=True))
     for spec in fields(MegatronConfig):
         about = spec.metadata
@@ -20,6 +21,19 @@ def options(whole: bool = True) -> list[str]:
         shown = ", ".join(f"`{value}`" for value in values)
         shown += ", `1`, `2`, ..." if about["numbers"] and about["choices"] else ""
         where = next(w for w, config in where_set.items() if spec.name in config.__dataclass_fields__)
-        meaning = about["help"] if whole else about["help"].partition(". ")[0].partition(":")[0].rstrip(".") + "."
-        lines.append(f"| `{spec.name}` | {shown} | {where} | {meaning} |")
+        lines.append(f"| [`{spec.name}`](#{spec.name}) | {shown} | {where} |")
     return lines
+
+
+def meanings() -> list[str]:
+    """Return a section for each option, a line for each value that its help explains."""
+    lines: list[str] = []
+    for spec in fields(MegatronConfig):
+        lines += ["", f"### {spec.name}", ""]
+        for sentence in re.split(r"(?<=\.) (?=\S)", spec.metadata["help"]):
+            value = re.match(r"(\w+): ", sentence)
+            if value:
+                lines.append(f"- `{value[1]}`: {sentence[value.end() :]}")
+            else:
+                lines.append(f"  {sentence}" if lines[-1].startswith(("- ", "  ")) else sentence)
+    return lines[1:]

@@ -18,7 +18,6 @@ from dfa_megatron.plan.cost.outline import Outline, estimate, outline
 from dfa_megatron.plan.language.ir import AttentionPlan
 from dfa_megatron.plan.language.mask import causal
 from dfa_megatron.plan.language.shape import AttentionShape
-from dfa_megatron.plan.lowering.lower import lower_all
 from dfa_megatron.plan.schedules import OWNER_COMPUTES, SCHEDULES
 
 DOCS = Path(__file__).parent
@@ -29,7 +28,6 @@ SHORTEST = 4096  # tokens per rank: the rates of shorter blocks were not measure
 HEADS = {"MHA": 32, "GQA 4": 8, "GQA 8": 4}  # of 32 query heads
 KNOWN = SCHEDULES | OWNER_COMPUTES
 LINES = (("balanced_shared", False), ("balanced_shared", True), ("zigzag", False), ("zigzag", True), ("ring", False))
-SLOT_RANKS = (8, 16, 32)
 
 Row = dict[str, Any]
 
@@ -68,20 +66,6 @@ def timed(forward: Outline, backward: Outline, schedule: str, gateway: bool, hea
         "nic_mb": round(sum(max(phase.network_bytes) for phase in phases) / 1e6, 1),
         "nvlink_mb": round(sum(max(phase.link_bytes) for phase in phases) / 1e6, 1),
     }
-
-
-def slots() -> list[str]:
-    """The most buffers for messages and remote accumulators on a rank."""
-    lines = ["| schedule, route | " + " | ".join(f"{ranks} ranks" for ranks in SLOT_RANKS) + " |"]
-    lines.append("|---" * (1 + len(SLOT_RANKS)) + "|")
-    for schedule, gateway in LINES:
-        cells = []
-        for ranks in SLOT_RANKS:
-            attention = KNOWN[schedule].plan(causal(8 * ranks), ranks, NODE if gateway else None)
-            phases = (attention.forward, attention.backward)
-            cells.append(" / ".join(str(max(len(program.slots) for program in lower_all(phase))) for phase in phases))
-        lines.append(f"| {name(schedule, gateway)} | " + " | ".join(cells) + " |")
-    return lines
 
 
 def name(schedule: str, gateway: bool) -> str:
@@ -197,7 +181,7 @@ def main() -> None:
     plot(results)
 
 
-SITE = {f"best-{heads.replace(' ', '-')}": partial(best, heads) for heads in HEADS} | {"slots": slots}
+TABLES = {f"best-{heads.replace(' ', '-')}": partial(best, heads) for heads in HEADS}
 
 if __name__ == "__main__":
     main()

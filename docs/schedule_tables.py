@@ -1,4 +1,4 @@
-"""The tables of schedules.md and its pictures, computed by the planner."""
+"""The tables of schedules.md and schedule-theory.md, and their pictures, computed by the planner."""
 
 from __future__ import annotations
 

@@ -174,4 +174,3 @@ def _lines(run: Run) -> str:
 
 
 TABLES = {name: partial(table, name) for name in ROWS} | {"environments": environments}
-"""All of them are for the site alone."""

@@ -1,16 +1,13 @@
 """Write the tables and pictures of the pages: `python -m docs.update`. Tests say which page is behind.
 
     python -m docs.update REPORT ...        take in results of `pytest --support-report REPORT` first
-    python -m docs.update --show support    print a page as the site has it
 
-A table stands in its page between `<!-- NAME -->` and `<!-- /NAME -->`. A table that only the site shows has
-`<!-- site: NAME -->` in its place. `conf.py` fills these, and puts in those that are longer on the site.
+A table stands in its page between `<!-- NAME -->` and `<!-- /NAME -->`.
 """
 
 from __future__ import annotations
 
 import json
-import re
 import sys
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -18,12 +15,12 @@ from pathlib import Path
 
 from dfa_megatron.deepspeed.json_block import DeepSpeedOptions
 from docs import (
-    automatic_tables,
     fault_tables,
     house_picture,
     model_tables,
     paper_tables,
     performance_tables,
+    planning_tables,
     reference_tables,
     refusal_tables,
     scale_tables,
@@ -35,44 +32,24 @@ DOCS = Path(__file__).parent
 ROOT = DOCS.parent
 Tables = Mapping[str, Callable[[], list[str]]]
 
-ON_SITE = {
-    "performance": ("eight", "half-a-million", "transports", "without-link", "packed", "pack-programs"),
-    "schedules": ("choices-8", "packs"),
-}
-"""Measured and simulated tables that only the site shows, by page."""
-
-
-def parted(page: str, tables: Tables) -> tuple[Tables, Tables]:
-    """Return the tables that a page shows, and those that only the site shows there."""
-    apart = ON_SITE[page]
-    return {k: v for k, v in tables.items() if k not in apart}, {name: tables[name] for name in apart}
-
-
-MEASURED, MEASURED_ON_SITE = parted("performance", performance_tables.PAGES["docs/performance.md"])
-SIMULATED, SIMULATED_ON_SITE = parted("schedules", schedule_tables.TABLES)
 PAGES: dict[str, Tables] = {
     **performance_tables.PAGES,
-    "docs/performance.md": MEASURED,
     **paper_tables.PAGES,
-    "docs/options.md": {"options": partial(reference_tables.options, whole=False)},
-    "docs/schedules.md": SIMULATED,
-    "docs/trust.md": {**performance_tables.PAGES["docs/trust.md"], "faults": fault_tables.in_short},
+    "docs/huggingface.md": model_tables.TABLES,
+    "docs/options.md": {"options": reference_tables.options, "meanings": reference_tables.meanings},
+    "docs/planning.md": planning_tables.TABLES,
+    "docs/refusals.md": {
+        name: partial(refusal_tables.of_statements, name) for name in ("megatron", "deepspeed", "huggingface")
+    },
+    "docs/schedules.md": {"choices-8": schedule_tables.TABLES["choices-8"]},
+    "docs/schedule-theory.md": {
+        **{name: schedule_tables.TABLES[name] for name in ("costs-8", "packs")},
+        **scale_tables.TABLES,
+    },
+    "docs/support.md": support_tables.TABLES,
+    "docs/trust.md": {**performance_tables.PAGES["docs/trust.md"], **fault_tables.TABLES},
 }
 """The tables of each page, a path from the repository's root, by the name between its marks."""
-
-SITE: dict[str, Tables] = {
-    "refusals": {
-        name: partial(refusal_tables.of_statements, name) for name in ("deepspeed", "huggingface", "megatron")
-    },
-    "performance": {**automatic_tables.SITE, **MEASURED_ON_SITE},
-    "schedules": {**scale_tables.SITE, **SIMULATED_ON_SITE},
-    "support": support_tables.TABLES,
-    "huggingface": model_tables.TABLES,
-    "trust": {"faults": fault_tables.every},
-    "options": {"options": reference_tables.options},
-}
-"""The tables that only the site shows, and those that are longer there, by page and name."""
-
 
 JSON_SCHEMA = ROOT / "configs/deepspeed/dist_flash_attention.schema.json"
 """The schema of DeepSpeed's configuration with the block, for editors."""
@@ -96,23 +73,8 @@ def filled(text: str, tables: Tables) -> str:
     return text
 
 
-def for_site(page: str, text: str) -> str:
-    """Return a page, named as Sphinx does, with the tables that only the site shows.
-
-    Raises:
-        KeyError: the page names a table that nothing makes.
-    """
-    tables = SITE.get(page, {})
-    longer = {name: make for name, make in tables.items() if name in PAGES.get(f"docs/{page}.md", {})}
-    return re.sub(r"<!-- site: ([\w-]+) -->", lambda found: "\n".join(tables[found[1]]()), filled(text, longer))
-
-
 def main(arguments: list[str]) -> None:
-    """Take in the reports and write every page and list, or print one page."""
-    if arguments[:1] == ["--show"]:
-        name = arguments[1]
-        print(for_site(name, (DOCS / f"{name}.md").read_text(encoding="utf-8")))
-        return
+    """Take in the reports, and write every page and list."""
     for report in arguments:
         lines = Path(report).read_text(encoding="utf-8").splitlines()
         support_tables.take_in(lines)

@@ -25,6 +25,14 @@ def test_every_link_to_a_file_leads_to_one(page: Path) -> None:
     assert [link for link in links if not (page.parent / link).exists()] == []
 
 
+def test_code_of_the_pages_fits_their_width() -> None:
+    long = []
+    for page in (ROOT / "docs").glob("*.md"):
+        blocks = re.findall(r"^```(?:python|sh|json)\n(.*?)^```", page.read_text("utf-8"), re.DOTALL | re.MULTILINE)
+        long += [(page.name, line) for block in blocks for line in block.splitlines() if len(line) > 88]
+    assert long == []
+
+
 @pytest.mark.parametrize("block", pages.ALONE)
 def test_the_code_of_a_page_runs(block: pages.Block, capsys: pytest.CaptureFixture[str]) -> None:
     packed = "varlen" in block[1]

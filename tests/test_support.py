@@ -78,12 +78,6 @@ def test_a_test_that_passes_because_of_a_refusal_is_shown_as_one() -> None:
     assert script.cell([run], BALANCED) == "refused"
 
 
-def test_results_of_a_part_of_the_tests_leave_the_other_cells() -> None:
-    first = reported((GLOO, "passed", False, ""))
-    second = reported((BALANCED, "passed", False, ""))
-    assert script.seen(script.merge([first], second), GLOO, "CPU", "torch") == "2.9"
-
-
 def test_results_of_a_row_that_no_table_has_are_not_dropped_in_silence(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -13,8 +13,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.attention.failures import StuckError
-from dfa_megatron.doctor.stopwatch import mark, seconds_between
-from dfa_megatron.doctor.world import World
+from dfa_megatron.doctor.world import World, mark, seconds_between
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +51,8 @@ def once(world: World, run: Callable[[], object]) -> tuple[float, float]:
         StuckError: an earlier call failed on a rank; the others may wait for it on their devices.
     """
     failed = 0.0
-    dist.barrier(None if world.cuda else world.side)
+    if world.size > 1:
+        dist.barrier(None if world.cuda else world.side)
     if world.cuda:
         torch.cuda.synchronize()
     start = mark(world.device)

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from itertools import pairwise
 
 import torch
 
 from benchmarks.attention.job import Problem
 from benchmarks.attention.method import Attention, Method
+from benchmarks.programs import draw
 from dfa_megatron.doctor.dense import band_of, dense_attention
 from dfa_megatron.doctor.world import World
+from dfa_megatron.plan.language.geometry import Band
 
 TOLERANCE = {"bfloat16": 1e-2, "float16": 2e-3, "float32": 1e-5, "float64": 1e-12}
 """Largest |got - exact| / |exact| (Frobenius norms over the whole sequence)."""
@@ -34,19 +37,24 @@ def truth(problem: Problem, world: World) -> Truth:
     length = world.size * (256 if world.cuda else 32)
     short = dataclasses.replace(problem, window=min(problem.window, length // 3))
     generator = torch.Generator(world.device).manual_seed(length + 100 * problem.heads + problem.kv_heads)
-    drawn = tuple(
-        torch.randn(
-            (1, length, count, problem.head_dim),
-            generator=generator,
-            device=world.device,
-            dtype=getattr(torch, problem.dtype),
-        )
-        for count in (problem.heads, problem.kv_heads, problem.kv_heads, problem.heads)
-    )
-    exact = [x.double().requires_grad_() for x in drawn[:3]]
-    out, _ = dense_attention(*exact, band_of(short.causal, short.window_size))
-    gradients = torch.autograd.grad(out, exact, drawn[3].double())
-    return Truth(short, drawn, (out.detach(), *gradients))
+    where = {"generator": generator, "device": world.device, "dtype": getattr(torch, problem.dtype)}
+    drawn = draw(length, problem.heads, problem.kv_heads, problem.head_dim, **where)
+    wanted = exact_of([x[0] for x in drawn], band_of(short.causal, short.window_size))
+    return Truth(short, drawn, tuple(x[None] for x in wanted))
+
+
+def exact_of(
+    inputs: Sequence[torch.Tensor], band: Band, offsets: tuple[int, ...] | None = None
+) -> tuple[torch.Tensor, ...]:
+    """Return out, dq, dk and dv of q, k, v and dout (tokens, heads, head_dim) in float64.
+
+    offsets: of documents, each by itself; behind the last all is 0.
+    """
+    leaves = [x.double().requires_grad_() for x in inputs[:3]]
+    offsets = offsets or (0, len(leaves[0]))
+    outs = [dense_attention(*(x[None, lo:hi] for x in leaves), band)[0][0] for lo, hi in pairwise(offsets)]
+    out = torch.cat([*outs, leaves[0][offsets[-1] :] * 0])
+    return out.detach(), *torch.autograd.grad(out, leaves, inputs[3].double())
 
 
 def squares(method: Method, exact: Truth, world: World) -> torch.Tensor:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import functools
+import gc
 import json
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -25,6 +26,8 @@ FAILED = "failed"
 _FAILED_PATIENCE = 60.0
 """Seconds to wait after a failure: a rank that does not arrive by then is blocked by it."""
 _IDLE_PATIENCE = 20.0
+_MEMORY_SIGNS = ("out of memory", "cublas_status_alloc_failed")
+"""In the text of errors of PyTorch, NCCL and cuBLAS."""
 _LONGEST = 300
 """Characters of a reason."""
 
@@ -54,7 +57,7 @@ def together(world: World, action: Callable[[], T]) -> T | Failure:
     try:
         value = action()
     except Exception as error:  # noqa: BLE001 -- other people's packages raise anything, and a row says what
-        mine = _failure(error)
+        mine = failure_of(error)
     patience = _FAILED_PATIENCE if mine.state else PATIENCE
     everyone = _told(world, {"state": mine.state, "why": mine.why}, patience)
     failures = [(rank, facts) for rank, facts in enumerate(everyone) if facts["state"]]
@@ -71,16 +74,25 @@ def together(world: World, action: Callable[[], T]) -> T | Failure:
     return Failure(facts["state"], facts["why"])
 
 
-def _failure(error: Exception) -> Failure:
+def attempt(world: World, case: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """Return a case's figures, or as "failed" why some rank has none; then give its memory back."""
+    found = together(world, case)
+    gc.collect()
+    if world.cuda:
+        torch.cuda.empty_cache()
+    return {"failed": f"{found.state}: {found.why}"} if isinstance(found, Failure) else found
+
+
+def failure_of(error: Exception) -> Failure:
     """Summarize an exception for a row: its first line, and whether memory ran out."""
     if isinstance(error, UnsupportedError):
         return Failure(REFUSED, f"{error.what}: {error.why}" if error.why else str(error))
     text = (str(error).strip() or type(error).__name__).splitlines()[0][:_LONGEST]
     cause: BaseException | None = error
     while cause is not None:
-        if isinstance(cause, torch.OutOfMemoryError) or "out of memory" in str(cause).lower():
+        if isinstance(cause, torch.OutOfMemoryError) or any(sign in str(cause).lower() for sign in _MEMORY_SIGNS):
             return Failure(OUT_OF_MEMORY, text)
-        cause = cause.__cause__
+        cause = cause.__cause__ or cause.__context__
     return Failure(FAILED, f"{type(error).__name__}: {text}")
 
 
@@ -93,8 +105,7 @@ def _store(side: dist.ProcessGroup) -> GroupStore:
 def _told(world: World, facts: dict[str, str], patience: float = PATIENCE) -> list[dict[str, str]]:
     """Return the facts of every rank, in rank order."""
     try:
-        everyone = _store(world.side).collect(json.dumps(facts), patience, "tell whether they failed")
-        return [json.loads(text) for text in everyone]
+        return [*map(json.loads, _store(world.side).collect(json.dumps(facts), patience, "tell of failures"))]
     except DisagreementError as error:
         why = facts.get("why") or "this rank did not fail"
         raise StuckError(f"not every rank came back within {patience:g} s ({why})") from error

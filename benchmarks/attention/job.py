@@ -73,7 +73,6 @@ PRESETS: dict[str, dict[str, Any]] = {
         "heads": (32, 32, 32, 33, 2),
         "kv_heads": (32, 8, 1, 33, 2),
     },
-    "short": {"seq_length": (8 * K, 32 * K, 64 * K), "heads": (32, 32, 32, 33, 2), "kv_heads": (32, 8, 1, 33, 2)},
     "automatic": {
         "seq_length": (8 * K, 32 * K, 128 * K),
         "heads": (32, 32, 33, 2),
@@ -94,13 +93,6 @@ PRESETS: dict[str, dict[str, Any]] = {
         "schedule": ("balanced_shared", "balanced", "ring"),
         "ulysses_degree": ("1",),
         "ablation": ("none", "no_overlap", "no_communication"),
-    },
-    "transports": {
-        "seq_length": (8 * K, 32 * K, 128 * K),
-        "heads": (32,),
-        "kv_heads": (32, 8),
-        "transport": ("p2p", "copy_engine"),
-        "ulysses_degree": ("1",),
     },
     "one_gpu": {"seq_length": (4 * K, 8 * K, 32 * K, 64 * K), "heads": (32,), "kv_heads": (32, 8, 1)},
 }

@@ -6,7 +6,7 @@ import functools
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -16,32 +16,14 @@ from benchmarks.attention.clock import LONG, Memory, Timer, once, repetitions, t
 from benchmarks.attention.failures import OUT_OF_MEMORY, REFUSED, Failure, StuckError, together
 from benchmarks.attention.job import FLOPS_OF, Job, Problem
 from benchmarks.attention.method import Attention, Method
-from benchmarks.attention.report import Record, Row
+from benchmarks.attention.report import Row, line
+from benchmarks.bench import Report
+from benchmarks.programs import Tensors, draw
 from dfa_megatron.doctor.world import World
 from dfa_megatron.runtime.counters import COUNTERS
 
-Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
-
 _GUESS = {"cuda": 4e14, "cpu": 1e10}
 """Floating-point operations per second of a rank, for a first guess at how long a cell takes."""
-
-
-def benchmark(job: Job, world: World, methods: Sequence[Method], record: Record) -> None:
-    """Measure all cells. A cell that cannot be measured is a row as well; files are written after every cell.
-
-    Raises:
-        StuckError: a rank failed where others wait for it; the rows until then are kept, and name the cells left out.
-    """
-    run = _Run(job, world, methods, record)
-    for number, (problem, length) in enumerate(job.cells):
-        try:
-            run.cell(problem, length)
-        except StuckError as error:
-            for left in job.cells[number:]:
-                run.drop(*left, f"the benchmark ended early: {error}")
-            record.cell_done(0.0)
-            raise
-        record.cell_done(run.work_left(number + 1))
 
 
 @dataclass(slots=True)
@@ -53,11 +35,12 @@ class _Entry:
     timers: dict[str, Timer] = field(default_factory=dict)
 
 
-class _Run:
-    """The state of a benchmark between cells; the same on every rank."""
+class Run:
+    """A benchmark on one rank; its state between cells is the same on every rank."""
 
-    def __init__(self, job: Job, world: World, methods: Sequence[Method], record: Record) -> None:
-        self.job, self.world, self.methods, self.record = job, world, methods, record
+    def __init__(self, job: Job, world: World, methods: Sequence[Method], report: Report) -> None:
+        self.job, self.world, self.methods, self.report = job, world, methods, report
+        self.rows: list[Row] = []
         self.began = time.monotonic()
         self.rate = 1.0
         """Seconds that the last cell took once its methods were checked, in guesses."""
@@ -65,6 +48,22 @@ class _Run:
         """(error, state, why) of a method that was checked."""
         self.full: dict[tuple[str, Problem], int] = {}
         """The length at which a method ran out of memory."""
+
+    def measure(self) -> None:
+        """Measure all cells. A cell that cannot be measured is a row as well.
+
+        Raises:
+            StuckError: a rank failed where others wait for it; the rows until then are kept, and name the cells left
+                out.
+        """
+        for number, (problem, length) in enumerate(self.job.cells):
+            try:
+                self.cell(problem, length)
+            except StuckError as error:
+                for left in self.job.cells[number:]:
+                    self.drop(*left, f"the benchmark ended early: {error}")
+                raise
+            self.report.show(f"[{number + 1}/{len(self.job.cells)}]")
 
     def cell(self, problem: Problem, length: int) -> None:
         """Check and time every method on one attention at one length."""
@@ -85,7 +84,7 @@ class _Run:
         for entry in racing:
             _fill(entry, problem, length, self.world.size)
         for entry in entries:
-            self.record.rows.append(entry.row)
+            self._add(entry.row)
         if racing:
             self.rate = (time.monotonic() - begin) / self._guess(problem, length, len(racing))
 
@@ -94,38 +93,25 @@ class _Run:
         for method in self.methods:
             row = self._row(method, problem, length)
             row.state, row.why = "dropped", why
-            self.record.rows.append(row)
+            self._add(row)
 
-    def work_left(self, first: int) -> float:
-        """Return the seconds that the cells from `first` on may take."""
-        return sum(self._predicted(*cell) for cell in self.job.cells[first:])
+    def _add(self, row: Row) -> None:
+        self.rows.append(row)
+        self.report.add(asdict(row), said=line(row))
 
     def _row(self, method: Method, problem: Problem, length: int) -> Row:
-        return Row(
-            method=method.name,
-            kind=method.kind,
-            ranks=self.world.size,
-            heads=problem.heads,
-            kv_heads=problem.kv_heads,
-            head_dim=problem.head_dim,
-            mask=problem.mask,
-            window=problem.window if problem.mask == "window" else 0,
-            dtype=problem.dtype,
-            seq_length=length,
-            note=method.note,
-        )
+        shape = asdict(problem) | {"window": problem.window if problem.mask == "window" else 0}
+        return Row(method.name, method.kind, self.world.size, **shape, seq_length=length, note=method.note)
 
     def _guess(self, problem: Problem, length: int, methods: int) -> float:
         call = FLOPS_OF["both"] * problem.flops(length) / self.world.size / _GUESS[self.world.device.type]
         return methods * (0.5 + max(2.5 * self.job.seconds, (self.job.repetitions + 1) * 1.3 * call))
 
-    def _predicted(self, problem: Problem, length: int) -> float:
-        return self.rate * self._guess(problem, length, len(self.methods))
-
     def _over_budget(self, problem: Problem, length: int) -> bool:
         if not self.job.budget:
             return False
-        end = torch.tensor(time.monotonic() - self.began + self._predicted(problem, length), dtype=torch.float64)
+        ends = time.monotonic() - self.began + self.rate * self._guess(problem, length, len(self.methods))
+        end = torch.tensor(ends, dtype=torch.float64)
         dist.broadcast(end, 0, group=self.world.side)  # rank 0's clock decides for all
         return float(end) > self.job.budget
 
@@ -149,7 +135,7 @@ class _Run:
         error, why = check.verdict(self.world.sums(shares.tolist()), problem.dtype)
         return error, "wrong" if why else "", why
 
-    def _inputs(self, entries: Sequence[_Entry], problem: Problem, length: int) -> Inputs | None:
+    def _inputs(self, entries: Sequence[_Entry], problem: Problem, length: int) -> Tensors | None:
         """Return q, k, v and dout of a rank, for all methods."""
         inputs = together(self.world, functools.partial(_draw, problem, length // self.world.size, self.world))
         if not isinstance(inputs, Failure):
@@ -159,7 +145,7 @@ class _Run:
                 entry.row.state, entry.row.why = inputs.state, f"the inputs alone: {inputs.why}"
         return None
 
-    def _try(self, entry: _Entry, problem: Problem, inputs: Inputs, stack: ExitStack) -> None:
+    def _try(self, entry: _Entry, problem: Problem, inputs: Tensors, stack: ExitStack) -> None:
         """Make the first call, which may compile or fail, then one more of each pass to know its time."""
         method, row = entry.method, entry.row
         local_seq = inputs[0].shape[1]
@@ -196,16 +182,13 @@ def _truth(problem: Problem, world: World) -> check.Truth:
     return check.truth(problem, world)
 
 
-def _draw(problem: Problem, local_seq: int, world: World) -> Inputs:
-    def draw(heads: int) -> torch.Tensor:
-        shape = (1, local_seq, heads, problem.head_dim)
-        return torch.randn(shape, device=world.device, dtype=getattr(torch, problem.dtype))
-
-    q, k, v = (draw(heads).requires_grad_() for heads in (problem.heads, problem.kv_heads, problem.kv_heads))
-    return q, k, v, draw(problem.heads)
+def _draw(problem: Problem, local_seq: int, world: World) -> Tensors:
+    where = {"device": world.device, "dtype": getattr(torch, problem.dtype)}
+    q, k, v, dout = draw(local_seq, problem.heads, problem.kv_heads, problem.head_dim, **where)
+    return q.requires_grad_(), k.requires_grad_(), v.requires_grad_(), dout
 
 
-def _passes(method: Method, attend: Attention, inputs: Inputs) -> dict[str, Callable[[], object]]:
+def _passes(method: Method, attend: Attention, inputs: Tensors) -> dict[str, Callable[[], object]]:
     q, k, v, dout = inputs
 
     def forward() -> None:

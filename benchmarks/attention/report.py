@@ -1,15 +1,9 @@
-"""Report a benchmark: results.json after every cell, a line for each row, and a table per attention at the end."""
+"""Report a benchmark: the fields of a row, a line for each, and a table per attention at the end."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
-
-from benchmarks.attention.job import Job
-from benchmarks.surroundings import machine
-from dfa_megatron.doctor.world import World
+from dataclasses import dataclass, field
 
 BEST = "*"
 
@@ -67,36 +61,6 @@ class Row:
     def speed(self) -> float:
         """Return TFLOP/s of forward and backward, or of a forward if only that was timed."""
         return (self.both_tflops or self.forward_tflops) if self.state == "timed" else 0.0
-
-
-class Record:
-    """The rows so far; on rank 0 also a file in a folder, and lines on standard output."""
-
-    def __init__(self, job: Job, world: World, absent: Sequence[str] = ()) -> None:
-        self.job, self.absent, self.first = job, absent, world.rank == 0
-        self.machine = {"ranks": world.size, **machine()}
-        self.rows: list[Row] = []
-        self._told = self._cells = 0
-        self.say(*(f"not compared with {why}" for why in absent))
-
-    def say(self, *lines: str) -> None:
-        """Print lines on rank 0."""
-        for text in lines if self.first else ():
-            print(text, flush=True)
-
-    def cell_done(self, seconds_left: float) -> None:
-        """Print the rows since the last call, and write the file."""
-        self._cells += 1
-        done = f"[{self._cells}/{len(self.job.cells)}] about {seconds_left:.0f} s left"
-        self.say(*map(line, self.rows[self._told :]), done)
-        self._told = len(self.rows)
-        if self.first:
-            folder = Path(self.job.out)
-            folder.mkdir(parents=True, exist_ok=True)
-            content = {"machine": self.machine, "arguments": asdict(self.job), "not_compared": list(self.absent)}
-            fresh = folder / "results.json.part"  # a reader sees the old file or the new one
-            fresh.write_text(json.dumps(content | {"rows": [asdict(row) for row in self.rows]}, indent=1) + "\n")
-            fresh.replace(folder / "results.json")
 
 
 def line(row: Row) -> str:

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 from dfa_megatron.flags import add_flags, flag, from_flags
 
 if TYPE_CHECKING:
-    from dfa_megatron.doctor.kernel_survey import Verdict
-    from dfa_megatron.doctor.kernel_trial import Trial
+    from dfa_megatron.doctor.kernel_trial import Trial, Verdict
 
 
 @dataclass(frozen=True)
@@ -61,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
 
         return measure_and_save(shape, Path(flags.profile), flags.kernel)
     from dfa_megatron.doctor.distributed_call import call_on_ranks
-    from dfa_megatron.doctor.kernel_survey import automatic, examine
+    from dfa_megatron.doctor.kernel_trial import automatic, examine
     from dfa_megatron.doctor.machine import devices, p2p_access, versions
     from dfa_megatron.doctor.start_ranks import ranks_here
 

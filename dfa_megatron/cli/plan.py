@@ -17,10 +17,9 @@ from dfa_megatron.plan.cost.hardware import PROFILES, Hardware, profile_named
 from dfa_megatron.plan.cost.simulate import simulate
 from dfa_megatron.plan.draw import draw
 from dfa_megatron.plan.language import mask as masks
-from dfa_megatron.plan.language.heads import HeadSplit, split_heads, split_tokens
 from dfa_megatron.plan.language.ir import PHASES, AttentionPlan
 from dfa_megatron.plan.language.mask import Mask
-from dfa_megatron.plan.language.shape import AttentionShape
+from dfa_megatron.plan.language.shape import AttentionShape, HeadSplit, split_heads, split_tokens
 from dfa_megatron.plan.language.text import to_text
 from dfa_megatron.plan.lowering.lower import lower_all
 

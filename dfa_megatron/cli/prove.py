@@ -13,7 +13,7 @@ import warnings
 from typing import Any
 
 from dfa_megatron.errors import ProofError, UnsupportedError
-from dfa_megatron.flags import expand
+from dfa_megatron.launch import expand
 
 _FRAMEWORKS = {
     "megatron": ("dfa_megatron.megatron.small_script", "FLAGS of a Megatron script; FILE or @FILE has some of them"),

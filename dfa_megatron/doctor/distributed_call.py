@@ -17,10 +17,9 @@ import torch
 from dfa_megatron.attention import dist_flash_attn_func, dist_flash_attn_varlen_func
 from dfa_megatron.doctor.dense import band_of
 from dfa_megatron.doctor.kernel_trial import Trial, distances, exact, wrong
-from dfa_megatron.doctor.link_probe import open_transports, time_exchanges
+from dfa_megatron.doctor.measure_profile import open_transports, time_exchanges
 from dfa_megatron.doctor.start_ranks import USER_ERROR_STATUS, start
-from dfa_megatron.doctor.stopwatch import stopwatch
-from dfa_megatron.doctor.world import World, join
+from dfa_megatron.doctor.world import World, join, stopwatch
 from dfa_megatron.errors import DistAttentionError, UnsupportedError
 from dfa_megatron.plan.language.geometry import CAUSAL, FULL, Band
 from dfa_megatron.plan.language.layout import Layout

@@ -32,7 +32,7 @@ from dfa_megatron.huggingface.recurrent import layers as recurrent
 from dfa_megatron.huggingface.router_loss import follow_router
 from dfa_megatron.huggingface.tiles.tiled_head import set_tile
 from dfa_megatron.huggingface.tiles.tiled_layers import tile_layers
-from dfa_megatron.plan.language.heads import check_degree
+from dfa_megatron.plan.language.shape import check_degree
 from dfa_megatron.runtime.comm.groups import Group, group_name, group_size
 
 logger = logging.getLogger(__name__)

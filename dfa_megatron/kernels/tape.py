@@ -19,7 +19,6 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _get_current_dispatch_mode
 
 from dfa_megatron.kernels.current_stream import stream_of
-from dfa_megatron.kernels.operation_traits import Traits, traits_of
 from dfa_megatron.kernels.replay import Op, Registers
 
 
@@ -87,10 +86,10 @@ class Tape(TorchDispatchMode):
             self.launches.add(self._emit(function, args))
 
     def reserve(self) -> int:
-        """Return a register that a replay fills with a value of its own; `act` may read it."""
+        """Return a register that a replay fills with a value of its own; `record_call` may read it."""
         return self._value(None)
 
-    def act(self, function: Callable[..., object], reads: tuple[int, ...], holds: tuple[int, ...] = ()) -> None:
+    def record_call(self, function: Callable[..., object], reads: tuple[int, ...], holds: tuple[int, ...] = ()) -> None:
         """Record a call that is no tensor operation, on registers; it returns nothing. holds: see `Op`."""
         self.ops.append(Op(function, reads, self._sink, holds=holds))
 
@@ -211,13 +210,13 @@ def launched(function: Callable[..., object], *args: Any) -> None:
         tape.launch(function, *args)
 
 
-def act(action: Callable[..., object], *tensors: torch.Tensor) -> None:
+def call_recorded(action: Callable[..., object], *tensors: torch.Tensor) -> None:
     """Call what is no tensor operation on tensors; where a tape records, a replay calls it too."""
     tape = recording()
     with unrecorded():
         action(*tensors)
     if tape is not None:
-        tape.act(action, tuple(map(tape.register, tensors)))
+        tape.record_call(action, tuple(map(tape.register, tensors)))
 
 
 def recordable(device: torch.device) -> bool:
@@ -295,3 +294,45 @@ def _keyworded(function: Callable[..., Any], count: int, names: tuple[str, ...])
 
 _TRAITS: dict[Any, Traits] = {}
 """Of operations that PyTorch does not run as others, as recording found out."""
+
+
+aten = torch.ops.aten
+
+
+class Traits(NamedTuple):
+    """Traits of an operation.
+
+    follows_values: the host learns from values. is_view: its result is one. is_empty, is_zeros: it allocates. fast: the
+    same without the Python code of `torch.ops`.
+    """
+
+    follows_values: bool
+    is_view: bool
+    is_empty: bool
+    is_zeros: bool
+    fast: Callable[..., Any]
+
+
+def traits_of(func: Any) -> Traits:
+    """Return the traits of an operator overload, such as `torch.ops.aten.add.Tensor`."""
+    returned = func._schema.returns
+    is_view = bool(returned) and returned[0].alias_info is not None and not returned[0].alias_info.is_write
+    follows_values = bool(_FOLLOWS_VALUES.intersection(func.tags))
+    return Traits(follows_values, is_view, func in _EMPTY, func in _ZEROS, _FAST.get(func, func))
+
+
+_FOLLOWS_VALUES = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+"""PyTorch's marks of operations whose result or shape the host learns from values."""
+_EMPTY = {
+    aten.empty.memory_format, aten.empty_strided.default, aten.empty_like.default,
+    aten.new_empty.default, aten.new_empty_strided.default,
+}  # fmt: skip
+_ZEROS = {aten.zeros.default, aten.zeros_like.default, aten.new_zeros.default}
+_FAST: dict[Any, Callable[..., Any]] = {
+    aten.copy_.default: torch.Tensor.copy_,
+    aten.zero_.default: torch.Tensor.zero_,
+    aten.fill_.Scalar: torch.Tensor.fill_,
+    aten.neg.default: torch.neg,
+    aten.add_.Tensor: torch.Tensor.add_,
+    aten.clone.default: torch.clone,
+}

@@ -19,19 +19,15 @@ class Algebra(Protocol):
 
     def begin(self, step: int) -> None:
         """A step starts; what is received in it may be overwritten from now on."""
-        ...
 
     def compute(self, call: Call) -> None:
         """Run one kernel call and merge its results into its writes."""
-        ...
 
     def merge(self, merge: Merge) -> None:
         """Merge a landed partial into an accumulator."""
-        ...
 
     def end(self, step: int) -> None:
         """The step's compute and merges are issued."""
-        ...
 
 
 def rank_loop(program: Program, algebra: Algebra) -> Generator[tuple[str, int, Step], None, None]:
@@ -55,11 +51,9 @@ class HandOver(Algebra, Protocol):
 
     def take(self, step: int, message: Message) -> Any:
         """Return the payload of a message this rank sends, as it is before the step's compute."""
-        ...
 
     def land(self, step: int, message: Message, payload: Any) -> None:
         """Put a received payload where the message says."""
-        ...
 
 
 def run_together(programs: Sequence[Program], algebras: Sequence[HandOver]) -> None:
@@ -99,27 +93,21 @@ class Memory(Protocol[Values]):
     @property
     def in_place(self) -> bool:
         """See above."""
-        ...
 
     def new(self, rows: int, sum: bool) -> Values:
         """Return memory for so many rows of a sum, or of the result."""
-        ...
 
     def part(self, rows: Values, lo: int, hi: int) -> Values:
         """Return a view of rows lo..hi of these."""
-        ...
 
     def merge(self, parts: list[Values], into: Values) -> None:
         """Write the merge of one or more parts; the first may be `into`."""
-        ...
 
     def clear(self, rows: Values) -> None:
         """Set rows to the identity of the merge."""
-        ...
 
     def fits(self, partial: Values, rows: int) -> bool:
         """Return whether a partial's own memory can be the result of so many rows."""
-        ...
 
 
 class Accumulator(Generic[Values]):

@@ -9,11 +9,11 @@ from torch._C._functorch import is_batchedtensor, is_legacy_batchedtensor
 
 from dfa_megatron.kernels.api import accumulator_dtype
 from dfa_megatron.kernels.leaf import differentiable_once
-from dfa_megatron.plan.language.heads import stages_error, stages_of
+from dfa_megatron.plan.language.shape import stages_error, stages_of
 from dfa_megatron.runtime.agreement.calls import AtLayer, current_layer
 from dfa_megatron.runtime.comm.channel import Channel
 from dfa_megatron.runtime.comm.groups import channel_of
-from dfa_megatron.runtime.counters import COUNTERS
+from dfa_megatron.runtime.counters import COUNTERS, say_how
 from dfa_megatron.runtime.execute.sinks_and_slopes import slopes_error
 from dfa_megatron.runtime.prepare import prepare, refuse, refuse_extras
 from dfa_megatron.runtime.problem import Inputs, transformed
@@ -112,6 +112,9 @@ class DirectAttention(torch.autograd.Function):
             out, lse = _forward(inputs, request, over, trains)
         else:
             ctx.prepared = prepare(request, over, inputs, trains=trains)
+            if may_keep not in ctx.prepared.said:
+                ctx.prepared.said.add(may_keep)
+                say_how(ctx.prepared, q.device, saves=not may_keep)
             out, lse, *exchanged = run_forward(ctx.prepared, inputs, trains=trains)
             if may_keep and exchanged:
                 ctx.exchanged = True

@@ -15,8 +15,8 @@ from dfa_megatron import kernels
 from dfa_megatron.errors import DistAttentionError, UnsupportedError
 from dfa_megatron.kernels.api import BlockKernel
 from dfa_megatron.plan.language.grid import grid
-from dfa_megatron.plan.language.heads import HeadSplit, TokenSplit, split_heads, split_tokens
 from dfa_megatron.plan.language.ir import AttentionPlan
+from dfa_megatron.plan.language.shape import HeadSplit, TokenSplit, split_heads, split_tokens
 from dfa_megatron.runtime.agreement.calls import Facts, Kind
 from dfa_megatron.runtime.comm.channel import Channel
 from dfa_megatron.runtime.comm.groups import channels
@@ -58,6 +58,7 @@ class Prepared:
         if none can be.
     kind: what it has in common with the attention of other documents, masks and lengths.
     graphs: captured phases, if the request asks for CUDA graphs.
+    said: whether people were told how it runs, where its results are saved (False) or not (True).
     whole: the channel of the whole group, which compares calls; None if verify is off or the group has one rank.
     running: counts and compares the calls inside: a forward's, a backward's, and those of a forward that no backward
         follows.
@@ -75,6 +76,7 @@ class Prepared:
     kind: tuple[object, ...] = ()
     bound: dict[tuple[object, ...], Bound | str | None] = field(default_factory=dict, compare=False, repr=False)
     graphs: dict[tuple[str | int, ...], Captured] = field(default_factory=dict, compare=False, repr=False)
+    said: set[bool] = field(default_factory=set, compare=False, repr=False)
     whole: Channel | None = None
     running: tuple[AbstractContextManager[None], ...] = (_NOT_COUNTED,) * 3
     forward: MemoryPlan = field(init=False)

@@ -16,8 +16,7 @@ from dfa_megatron.plan.cost.choose import make_plan
 from dfa_megatron.plan.language.geometry import joined_spans
 from dfa_megatron.plan.language.ir import BACKWARD, FORWARD, AttentionPlan, Plan
 from dfa_megatron.plan.language.program import Program
-from dfa_megatron.plan.lowering.arena_places import Arenas, place
-from dfa_megatron.plan.lowering.landings import Landings, TokensOfRows, landings_of, tokens_of
+from dfa_megatron.plan.lowering.landings import Arenas, Landings, TokensOfRows, landings_of, place, tokens_of
 from dfa_megatron.plan.lowering.lower import lower
 from dfa_megatron.plan.proof.check import check_plan, check_programs, prove_places
 from dfa_megatron.plan.schedules.load_balanced import layout_of

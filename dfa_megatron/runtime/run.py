@@ -19,7 +19,7 @@ from dfa_megatron.kernels.tape import Tape, recordable, signature
 from dfa_megatron.plan.interpret import Algebra
 from dfa_megatron.plan.language.ir import Plan
 from dfa_megatron.runtime.comm.transport import Arena, Transport
-from dfa_megatron.runtime.counters import COUNTERS
+from dfa_megatron.runtime.counters import COUNTERS, EVERY, timed
 from dfa_megatron.runtime.execute.bound import Bound, Captured, Recorder
 from dfa_megatron.runtime.execute.sinks_and_slopes import GlobalBias, merge_sinks, sinks_gradient
 from dfa_megatron.runtime.execute.tensors import Tensors, execute
@@ -75,6 +75,9 @@ logger = logging.getLogger(__name__)
 SavedTensors = tuple[torch.Tensor | None, ...]
 """What every way of running saves for a backward, in this order: q, k, v, out, lse, sinks, slopes."""
 
+_TIMED = 3
+"""The first call that is timed: the first replay."""
+
 InputGradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]
 """Of q, k, v and sinks; the last is None without sinks."""
 
@@ -109,6 +112,8 @@ def run_forward(prepared: Prepared, inputs: Inputs, *, trains: bool = True) -> F
     COUNTERS.forward_messages += memory.messages
     COUNTERS.forward_bytes += memory.message_bytes
     run = _captured if prepared.request.config.cuda_graph else _recorded
+    if COUNTERS.attention_forwards % EVERY == _TIMED:
+        run = functools.partial(timed, run)
     with prepared.running[0 if trains else 2]:
         out, lse, *exchanged = run(prepared, memory, (q, k, v) if slopes is None else (q, k, v, slopes), False)
     if sinks is not None:
@@ -131,6 +136,8 @@ def run_backward(
     COUNTERS.backward_messages += memory.messages
     COUNTERS.backward_bytes += memory.message_bytes
     run = _captured if prepared.request.config.cuda_graph else _recorded
+    if COUNTERS.attention_backwards % EVERY == _TIMED:
+        run = functools.partial(timed, run)
     inputs = (dout, q, k, v, out, lse) if slopes is None else (dout, q, k, v, out, lse, slopes)
     with prepared.running[1]:
         dq, dk, dv = run(prepared, memory, inputs, exchanged)

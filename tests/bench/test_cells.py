@@ -14,7 +14,7 @@ import torch
 
 from benchmarks import cells, own_host
 from benchmarks.attention.__main__ import job_of
-from benchmarks.cell_sets import SETS, Cell
+from benchmarks.cell_sets import NEEDS, SETS, Cell
 from dfa_megatron.runtime.environment import has_ended
 
 ROOT = Path(__file__).parents[2]
@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[2]
 
 def code(name: str, text: str, seconds: float = 20.0, **more: Any) -> Cell:
     """A cell that runs Python with the cell's own path as its argument."""
-    return Cell(name, ("python", "-c", text, "{out}"), seconds, **more)
+    return Cell(name, shlex.join(["python", "-c", text, "{out}"]), seconds, **more)
 
 
 def by_name(rows: list[dict[str, Any]]) -> dict[str, str]:
@@ -35,7 +35,7 @@ def test_each_cell_is_written_before_the_next_begins_and_has_its_output_and_envi
     )
     chosen = [
         code("first", "import sys; print('gone'); sys.exit(3)"),
-        code("second", f"{read}.read_text())", environment={"SAID": "it"}),
+        Cell("second", "SAID=it " + code("", f"{read}.read_text())").text, 20.0),
     ]
     rows = cells.run(chosen, tmp_path / "out", 100.0)
     assert by_name(rows) == {"first": "failed", "second": "ran"}
@@ -48,11 +48,14 @@ def test_each_cell_is_written_before_the_next_begins_and_has_its_output_and_envi
     assert rows[1]["command"].startswith("SAID=it python -c ")
 
 
-def test_what_cannot_run_or_would_not_end_within_the_budget_is_not_begun(tmp_path: Path) -> None:
+def test_what_cannot_run_or_would_not_end_within_the_budget_is_not_begun(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(NEEDS, "needy", ("no_such.package",))
     mark = "import pathlib, sys; pathlib.Path(sys.argv[1]).touch()"
     chosen = [
         code("gpus", mark, gpus=99),
-        code("package", mark, packages=("no_such.package",)),
+        Cell("package", code("", mark).text + " needy", 20.0),
         code("program", mark, programs=("no-such-program",)),
         code("long", mark, seconds=50.0),
         code("short", mark, seconds=10.0),
@@ -94,7 +97,7 @@ def test_every_cell_has_a_name_of_its_own_and_flags_that_its_script_takes(monkey
     for chosen in SETS.values():
         assert len({cell.name for cell in chosen}) == len(chosen)
         for cell in chosen:
-            words = list(cell.command)
+            words = cell.command
             at = next(i for i, word in enumerate(words) if word.startswith(("benchmarks", "tests", "pytest")))
             at += words[at] == "benchmarks.own_host"
             assert "-m" in words[:at], shlex.join(words)
@@ -128,7 +131,7 @@ def test_the_papers_cells_run_at_toy_size(tmp_path: Path, capsys: pytest.Capture
     content = json.loads((tmp_path / "toy-ablations" / "results.json").read_text())
     assert [row["state"] for row in content["rows"]] == ["timed"] * 5
     assert content["machine"]["versions"]["torch"] == torch.__version__
-    assert content["arguments"]["seq_length"] == [64]
+    assert content["arguments"]["seq_length"] == "(64,)"
     shown = (tmp_path / "toy-ablations.log").read_text()
     assert "[1/1]" in shown
     assert shown.count("ours / best baseline") == 1

@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.attention.__main__ import job_of, main
 from benchmarks.attention.clock import repetitions
-from benchmarks.attention.job import PRESETS, Job, Problem, head_pairs
+from benchmarks.attention.job import Job, Problem, head_pairs
 from dfa_megatron.errors import UnsupportedError
 
 
@@ -33,11 +33,6 @@ def test_heads_that_are_given_do_not_meet_the_kv_heads_of_a_preset() -> None:
     assert head_pairs(job.heads, job.kv_heads) == ((6, 6),)
 
 
-@pytest.mark.parametrize("preset", PRESETS)
-def test_every_preset_is_a_job(preset: str) -> None:
-    assert job_of(["--preset", preset]).cells
-
-
 def test_heads_are_paired_where_there_are_as_many_and_combined_otherwise() -> None:
     assert head_pairs((32, 33), (8, 33)) == ((32, 8), (33, 33))
     assert head_pairs((32,), (8, 1)) == ((32, 8), (32, 1))
@@ -59,11 +54,6 @@ def test_a_window_counts_the_pairs_that_it_lets_through(length: int, window: int
         assert problem.flops(length) == 4 * pairs * 15
     else:
         assert problem.flops(length) == 4 * length**2 * 15
-
-
-def test_causal_counts_half_of_all_pairs() -> None:
-    full, causal = (Problem(2, 2, 8, mask, 0, "float32").flops(100) for mask in ("full", "causal"))
-    assert (full, causal) == (4 * 100**2 * 16, 2 * 100**2 * 16)
 
 
 def test_calls_are_repeated_until_some_time_is_spent_and_long_ones_three_times() -> None:
@@ -104,10 +94,3 @@ def test_gpus_that_are_not_there_are_refused(
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     assert main(["--device", "cuda"]) == 2
     assert "no GPU" in capsys.readouterr().err
-
-
-def test_a_baseline_that_does_not_run_here_is_refused_before_ranks_start(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    assert main(["--device", "cpu", "--baselines", "pytorch"]) == 2
-    assert "context_parallel on a CPU is not supported" in capsys.readouterr().err

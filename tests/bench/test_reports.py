@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from benchmarks.attention.report import Row, line, short, tables
+from benchmarks.attention.report import Row, line, tables
 
 
 def row(method: str, kind: str, length: int, both: float, **more: Any) -> Row:
@@ -37,16 +37,6 @@ def test_the_fastest_of_each_length_is_marked_and_ours_is_divided_by_the_best_pe
     assert "slow: wrong, dq is off" in text
 
 
-def test_one_pass_alone_is_compared_by_it() -> None:
-    rows = [
-        row("ours", "ours", 8192, 0.0, forward_tflops=300.0),
-        row("them", "baseline", 8192, 0.0, forward_tflops=200.0),
-    ]
-    cells = [line.split() for line in tables(rows).splitlines()[2:5]]
-    assert [found[1:3] for found in cells[:2]] == [["-", "(300)*"], ["-", "(200)"]]
-    assert cells[2][-1] == "1.500"
-
-
 def test_every_attention_has_a_table_and_a_reason_is_said_once() -> None:
     refused = {"state": "refused", "why": "it divides the heads"}
     rows = [row("theirs", "baseline", length, 0.0, kv_heads=n, **refused) for n in (8, 2) for length in (64, 128)]
@@ -67,7 +57,3 @@ def test_a_line_tells_of_a_row() -> None:
     assert " ".join(told.split()) == (
         "128K 8:2x64 causal ours forward 3.000 ms 300 TFLOP/s, both 9.000 ms 600 TFLOP/s, peak 5.30 GiB, error 3e-03"
     )
-
-
-def test_lengths_are_short_where_they_can_be() -> None:
-    assert [short(length) for length in (131072, 1024, 1000)] == ["128K", "1K", "1000"]

@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 
 from benchmarks import verify_cost
+from benchmarks.attention.__main__ import STUCK_STATUS, measure
 from benchmarks.attention.job import Job, Problem
-from benchmarks.attention.launch_ranks import STUCK_STATUS, measure
 from benchmarks.attention.local import local_attention
 from benchmarks.attention.method import Attention, Method, kernel_methods, our_methods
 from dfa_megatron.doctor.world import World
@@ -139,23 +139,6 @@ def test_a_failure_of_one_rank_ends_the_run_with_all_rows_kept(tmp_path: Path) -
     assert "rank 1 failed" in rows[2]["why"]
 
 
-def _late(rank: int, ranks: int, folder: str) -> int:
-    calls = []
-
-    def tire(out: torch.Tensor, local_seq: int) -> torch.Tensor:
-        calls.append(local_seq)
-        if calls.count(32) > 5 and rank == 0:
-            raise RuntimeError("tired")
-        return out
-
-    return measure(replace(JOB, out=folder, repetitions=9), world(), [alone("tired", tire)])
-
-
-def test_a_failure_between_repetitions_ends_the_run_too(tmp_path: Path) -> None:
-    assert run_ranks(2, _late, str(tmp_path)) == [STUCK_STATUS, STUCK_STATUS]
-    assert [row["state"] for row in rows_in(tmp_path)] == ["dropped", "dropped"]
-
-
 def _refusals(rank: int, ranks: int, folder: str) -> int:
     def refuse(problem: Problem, local_seq: int, world: World, stack: ExitStack) -> Attention:
         raise UnsupportedError("this", "it cannot", "that")
@@ -185,23 +168,6 @@ def test_a_budget_leaves_out_what_would_exceed_it_and_names_it(tmp_path: Path) -
     rows = rows_in(tmp_path)
     assert [(row["seq_length"], row["state"]) for row in rows] == [(64, "timed"), (2**20, "dropped")]
     assert "budget of 4 s" in rows[1]["why"]
-
-
-def _ablations(rank: int, ranks: int, folder: str) -> int:
-    job = replace(JOB, seq_length=(64,), ablation=("none", "no_overlap", "no_communication"), out=folder)
-    return measure(job, world(), our_methods(job))
-
-
-def test_ablations_are_timed_and_never_count_as_ours(tmp_path: Path) -> None:
-    assert run_ranks(2, _ablations, str(tmp_path)) == [0, 0]
-    rows = rows_in(tmp_path)
-    assert [(row["kind"], row["state"]) for row in rows] == [
-        ("ours", "timed"), ("ablation", "timed"), ("ablation", "timed"),
-    ]  # fmt: skip
-    assert rows[1]["error"] > 0
-    assert rows[2]["error"] == 0
-    assert (tmp_path / "tables.txt").read_text().count("*\n") <= 1
-    assert "meant to be wrong" in rows[2]["note"]
 
 
 def _alone(rank: int, ranks: int, folder: str) -> int:

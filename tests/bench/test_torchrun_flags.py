@@ -6,12 +6,10 @@ import argparse
 import ast
 import re
 from collections.abc import Iterator
-from dataclasses import fields
 from pathlib import Path
 
 from torch.distributed.run import get_args_parser
 
-from benchmarks.attention.job import Job
 from dfa_megatron.cli.main import build_parser
 from dfa_megatron.config import MegatronConfig
 
@@ -36,19 +34,17 @@ def flags_of(parser: argparse.ArgumentParser) -> Iterator[str]:
 
 
 def written_in(file: Path) -> Iterator[str]:
-    """Every string that is a flag; scripts need packages that may be absent, so they are read and not imported."""
+    """Every string that is a flag, and every field that is one; scripts need packages that may be absent."""
     for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
-        if (
-            isinstance(node, ast.Constant)
-            and isinstance(node.value, str)
-            and re.fullmatch("--?[a-z][a-z_-]*", node.value)
-        ):
-            yield node.value
+        match node:
+            case ast.Constant(value=str(text)) if re.fullmatch("--?[a-z][a-z_-]*", text):
+                yield text
+            case ast.AnnAssign(target=ast.Name(id=name), value=ast.Call(func=ast.Name(id="flag"))):
+                yield "--" + name.replace("_", "-")
 
 
 def test_no_flag_is_an_abbreviation_of_torchruns() -> None:
     found = dict.fromkeys(flags_of(build_parser()), "dfa-megatron")
-    found |= dict.fromkeys(["--" + spec.name.replace("_", "-") for spec in fields(Job)], "benchmarks.attention")
     found |= dict.fromkeys(flags_of(MegatronConfig.add_arguments(argparse.ArgumentParser())), "--dfa-*")
     for folder in ("benchmarks", "examples", "dfa_megatron"):
         for file in (ROOT / folder).rglob("*.py"):

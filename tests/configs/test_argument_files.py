@@ -10,7 +10,7 @@ import pytest
 
 from dfa_megatron import launch
 from dfa_megatron.errors import UnsupportedError
-from dfa_megatron.flags import expand, read_arguments
+from dfa_megatron.launch import expand, read_arguments
 
 CONFIGS = Path(__file__).parents[2] / "configs" / "megatron"
 HYBRID = CONFIGS / "nemotron-h-8b.args"

@@ -36,7 +36,7 @@ def test_every_method_is_compared_and_then_timed(tmp_path: Path) -> None:
     script = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     script += ["-m", "benchmarks.deepspeed_training", "--shapes", "qwen3-4b", "33-heads", "--offload-optimizer"]
     methods = ["dfa-remat", "ulysses-full"]
-    report = call(*script, "--methods", *methods, "--tiled", out=tmp_path / "toy.json")
+    report = call(*script, "--methods", *methods, "--tiled", "all", out=tmp_path / "toy.json")
     losses: dict[tuple[str, int], list[float]] = {}
     for result in report["results"]:
         if (result["shape"], result["method"]) == ("33-heads", "ulysses-full"):

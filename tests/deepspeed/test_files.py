@@ -66,7 +66,7 @@ def losses_of(launcher: list[str], script: str, folder: Path, *flags: str, **env
     """What an example prints, started as a user would."""
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     done = subprocess.run(
-        [*launcher, str(ROOT / "examples" / script), "--seq-length", "128", "--train-iters", "15", *flags],
+        [*launcher, str(ROOT / "examples" / script), "--seq-length", "128", "--train-iters", "8", *flags],
         cwd=folder,
         env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", **environment},
         capture_output=True,
@@ -110,5 +110,5 @@ def test_the_deepspeed_example_learns_on_two_ranks_that_deepspeeds_launcher_star
     ]
     config = str(ROOT / "examples" / "train_deepspeed.json")
     losses = losses_of(launcher, "train_deepspeed.py", tmp_path, "--deepspeed_config", config, TORCHDYNAMO_DISABLE="1")
-    assert len(losses) == 15
-    assert losses[-1] < losses[0] - 1.5
+    assert len(losses) == 8
+    assert losses[-1] < losses[0] - 0.5

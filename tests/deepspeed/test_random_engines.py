@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.fuzz.frameworks.drawn import check
+from tests.fuzz.frameworks.steps import check
 
 
 @pytest.mark.parametrize("framework", ["transformers", "deepspeed"])

@@ -38,11 +38,6 @@ def plain(stage: int, **keys: Any) -> dict[str, Any]:
     return settings
 
 
-def by_key(rank: int, world_size: int) -> list[float]:
-    harness.prepare_worker(rank)
-    return [ratio(rank, world_size, plain(stage, sequence_parallel_size=world_size)) for stage in STAGES]
-
-
 def by_mpu(rank: int, world_size: int) -> list[float]:
     harness.prepare_worker(rank)
     import deepspeed
@@ -57,11 +52,6 @@ def by_mpu(rank: int, world_size: int) -> list[float]:
             model=model, model_parameters=list(model.parameters()), config=harness.settings(1, world_size)
         )
     return ratios
-
-
-def test_the_key_alone_averages_over_all_ranks_at_every_stage() -> None:
-    for ratios in run_ranks(2, by_key, timeout=120):
-        assert ratios == pytest.approx([1.0] * 4, rel=1e-6)
 
 
 def test_an_mpu_sums_below_stage_3_and_is_refused() -> None:

@@ -46,9 +46,10 @@ def step(engine: Any, number: int) -> float:
     return harness.mean_over_ranks(torch.stack(losses).mean())
 
 
-def resume(rank: int, world_size: int, folder: str) -> None:
+def resume(rank: int, world_size: int, folder: str) -> list[float]:
+    """The losses of steps after a checkpoint at ZeRO 3."""
     harness.prepare_worker(rank)
-    for stage, sizes in {1: (1,), 2: (4,), 3: (2, 1)}.items():
+    for stage, sizes in {2: (4,), 3: (2, 1)}.items():
         engine = start(adam(stage, 2))
         for number in range(2):
             step(engine, number)
@@ -64,11 +65,7 @@ def resume(rank: int, world_size: int, folder: str) -> None:
             assert loaded == (straight if size == 2 else pytest.approx(straight, rel=1e-4)), (
                 f"ZeRO {stage}, size {size}"
             )
-
-
-@pytest.mark.support("deepspeed", "save, load, other numbers of ranks per sequence")
-def test_a_loaded_run_continues_to_the_bit_and_on_other_numbers_of_ranks_per_sequence(tmp_path: Path) -> None:
-    run_ranks(4, resume, str(tmp_path), timeout=170)
+    return straight
 
 
 def losses_of(engine: Any) -> list[float]:
@@ -84,8 +81,9 @@ def placed(rank: int, world_size: int) -> None:
     harness.prepare_worker(rank)
     want = losses_of(start(adam(3, 2)))
     host = {"device": "cpu", "pin_memory": False}
-    for zero in ({"offload_optimizer": host}, {"offload_optimizer": host, "offload_param": host}):
-        assert losses_of(start(adam(3, 2, **copy.deepcopy(zero)))) == pytest.approx(want, rel=1e-5)
+    assert losses_of(start(adam(3, 2, offload_optimizer=dict(host), offload_param=dict(host)))) == pytest.approx(
+        want, rel=1e-5
+    )
     turns = adam(1, 2, offload_optimizer=dict(host), round_robin_gradients=True)
     assert losses_of(start(turns)) == pytest.approx(want, rel=1e-5)
     whole = build("Qwen3")
@@ -105,46 +103,28 @@ def test_offload_and_partitioned_initialization_change_no_loss() -> None:
     run_ranks(2, placed, timeout=170)
 
 
-def save(rank: int, world_size: int, folder: str, stages: tuple[int, ...]) -> list[list[float]]:
+def load_universal(rank: int, world_size: int, folder: str) -> list[float]:
     harness.prepare_worker(rank)
-    losses = []
-    for stage in stages:
-        engine = start(adam(stage, 2))
-        for number in range(2):
-            step(engine, number)
-        engine.save_checkpoint(folder, tag=f"zero{stage}")
-        losses.append([step(engine, number) for number in (2, 3)])
-        engine.destroy()
+    engine = start(adam(3, 1) | {"checkpoint": {"load_universal": True}}, seed=9)
+    engine.load_checkpoint(folder, tag="universal")
+    losses = [step(engine, number) for number in (2, 3)]
+    engine.destroy()
     return losses
 
 
-def load_universal(rank: int, world_size: int, folder: str, stages: tuple[int, ...], size: int) -> list[list[float]]:
-    harness.prepare_worker(rank)
-    losses = []
-    for stage in stages:
-        engine = start(adam(stage, size) | {"checkpoint": {"load_universal": True}}, seed=9)
-        engine.load_checkpoint(folder, tag=f"universal{stage}")
-        losses.append([step(engine, number) for number in (2, 3)])
-        engine.destroy()
-    return losses
-
-
+@pytest.mark.support("deepspeed", "save, load, other numbers of ranks per sequence")
 @pytest.mark.support("deepspeed", "universal checkpoints")
-def test_a_universal_checkpoint_continues_on_another_number_of_ranks(tmp_path: Path) -> None:
-    stages = (1, 3)
-    straight = run_ranks(4, save, str(tmp_path), stages, timeout=120)[0]
-    run_ranks(1, convert, str(tmp_path), stages, timeout=120)
-    loaded = run_ranks(2, load_universal, str(tmp_path), stages, 1, timeout=120)[0]
-    for mine, wanted in zip(loaded, straight, strict=True):
-        assert mine == pytest.approx(wanted, rel=1e-4)
+def test_a_loaded_run_continues_to_the_bit_and_on_other_numbers_of_ranks(tmp_path: Path) -> None:
+    straight = run_ranks(4, resume, str(tmp_path), timeout=170)[0]
+    run_ranks(1, convert, str(tmp_path), timeout=120)
+    assert run_ranks(2, load_universal, str(tmp_path), timeout=120)[0] == pytest.approx(straight, rel=1e-4)
 
 
-def convert(rank: int, world_size: int, folder: str, stages: tuple[int, ...]) -> None:
+def convert(rank: int, world_size: int, folder: str) -> None:
     """What `python -m deepspeed.checkpoint.ds_to_universal` does, without its time to start."""
     from deepspeed.checkpoint import ds_to_universal
 
-    for stage in stages:
-        arguments = ["--input_folder", f"{folder}/zero{stage}", "--output_folder", f"{folder}/universal{stage}"]
-        arguments += ["--num_extract_workers", "1", "--num_merge_workers", "1", "--inject_missing_state"]
-        sys.argv = ["ds_to_universal", *arguments]
-        ds_to_universal.main(ds_to_universal.parse_arguments())
+    arguments = ["--input_folder", f"{folder}/zero3", "--output_folder", f"{folder}/universal"]
+    arguments += ["--num_extract_workers", "1", "--num_merge_workers", "1", "--inject_missing_state"]
+    sys.argv = ["ds_to_universal", *arguments]
+    ds_to_universal.main(ds_to_universal.parse_arguments())

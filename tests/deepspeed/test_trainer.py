@@ -13,6 +13,7 @@ from dfa_megatron import deepspeed as dfa_ds
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.runtime.counters import COUNTERS
 from tests.deepspeed import harness
+from tests.huggingface.test_packed import pack
 from tests.huggingface.test_trainer import hits
 from tests.support.models import LAYERS, VOCABULARY, build
 from tests.support.workers import run_ranks
@@ -37,6 +38,23 @@ class Sequences(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
         labels = torch.full_like(ids, -100)
         labels[kept] = ids[kept]
         return {"input_ids": ids, "labels": labels, "position_ids": torch.arange(LENGTH)}
+
+
+class Packs(Sequences):
+    """Samples of several documents, as a collator would pack them; every other one begins like a plain sequence.
+
+    Each has six labels: the first, the last, or any.
+    """
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        sample = {name: rows[0] for name, rows in pack(LENGTH, seed=index).items()}
+        if index % 2:
+            sample["position_ids"] = torch.cat((torch.arange(12), torch.arange(12)))
+        inside = sample["position_ids"].nonzero().flatten()
+        mixed = inside[torch.randperm(len(inside), generator=torch.Generator().manual_seed(index))]
+        kept = (inside[:6], inside[-6:], mixed[:6])[index % 3]
+        sample["labels"] = torch.full_like(sample["input_ids"], -100).index_copy(0, kept, sample["input_ids"][kept])
+        return sample
 
 
 def parallelism(size: int) -> dict[str, Any]:
@@ -83,13 +101,15 @@ def trainer(folder: str, metrics: Any = None, **arguments: Any) -> Any:
         learning_rate=1e-2,
         lr_scheduler_type="constant",
         disable_tqdm=True,
+        include_num_input_tokens_seen="all",
         **{"max_steps": 2, **arguments},
     )
-    data = {"train_dataset": Sequences(), "eval_dataset": Sequences()}
-    return Trainer(model=model(), args=settled, compute_metrics=metrics, **data)
+    mine = model()
+    mine.config.use_cache = False  # with a cache transformers does not look for documents
+    return Trainer(model=mine, args=settled, compute_metrics=metrics, train_dataset=Packs(), eval_dataset=Packs())
 
 
-KEYS = ("loss", "eval_loss", "grad_norm", "eval_hits")
+KEYS = ("loss", "eval_loss", "grad_norm", "eval_hits", "num_input_tokens_seen")
 
 
 def history(of: Any) -> list[list[float]]:
@@ -124,13 +144,15 @@ def together(rank: int, world_size: int, folder: str) -> dict[int, list[list[flo
 
 
 @pytest.mark.support("deepspeed", "Hugging Face Trainer, every ZeRO stage")
+@pytest.mark.support("deepspeed", "packed documents")
 def test_trainer_has_the_losses_and_gradient_norms_of_one_process_at_every_zero_stage(tmp_path: Any) -> None:
-    losses, evaluations, norms, right = run_ranks(1, alone, str(tmp_path), timeout=120)[0]
+    losses, evaluations, norms, right, tokens = run_ranks(1, alone, str(tmp_path), timeout=120)[0]
     for found in run_ranks(2, together, str(tmp_path), timeout=170):
-        for stage, (mine, evaluated, mine_norms, mine_right) in found.items():
+        for stage, (mine, evaluated, mine_norms, mine_right, mine_tokens) in found.items():
             assert mine == pytest.approx(losses, rel=1e-4), f"ZeRO {stage}"
             assert evaluated == pytest.approx(evaluations, rel=1e-4), f"ZeRO {stage}"
             assert mine_right == (right if stage < 3 else [])
+            assert mine_tokens == tokens
             if stage > 0:  # DeepSpeed knows no norm at stage 0
                 assert mine_norms == pytest.approx(norms, rel=1e-4), f"ZeRO {stage}"
 
@@ -290,35 +312,3 @@ def schedules(rank: int, world_size: int, folder: str) -> None:
 
 def test_a_prepared_schedule_of_an_accelerate_loop_ends_with_its_epoch(tmp_path: Any) -> None:
     run_ranks(4, schedules, str(tmp_path), timeout=170)
-
-
-def counted(rank: int, world_size: int, folder: str) -> list[Any]:
-    """Tokens seen, steps of an epoch and noise, of a Trainer on as many ranks as share a sequence."""
-    from transformers.integrations import neftune
-
-    sizes: list[float] = []
-    more: dict[str, Any] = {}
-    if world_size > 1:
-        harness.prepare_worker(rank)
-        dfa_ds.install()
-        more = {"deepspeed": json(1), **parallelism(world_size)}
-    own = neftune.neftune_post_forward_hook
-
-    def hook(module: Any, args: Any, output: torch.Tensor) -> None:
-        if module.training:  # evaluation draws none
-            sizes.append(module.neftune_noise_alpha / output.shape[1] ** 0.5)
-
-    neftune.neftune_post_forward_hook = hook
-    more |= {"include_num_input_tokens_seen": "all", "neftune_noise_alpha": 5.0, "num_train_epochs": 1}
-    run = trainer(folder, **{"max_steps": -1, **more})
-    run.train()
-    neftune.neftune_post_forward_hook = own
-    rates = [entry["learning_rate"] for entry in run.state.log_history if "learning_rate" in entry]
-    state = run.state
-    return [state.num_input_tokens_seen, state.global_step, state.max_steps, state.epoch, *rates, *sizes]
-
-
-def test_a_trainer_counts_tokens_and_steps_and_makes_noise_as_one_process_does(tmp_path: Any) -> None:
-    (wanted,) = run_ranks(1, counted, str(tmp_path), timeout=120)
-    for found in run_ranks(2, counted, str(tmp_path), timeout=170):
-        assert found == pytest.approx(wanted)

@@ -4,83 +4,145 @@ from __future__ import annotations
 
 import argparse
 import functools
+import importlib.util
 import logging
 import math
+import queue
 import signal
 import sys
+import tempfile
+import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import torch
 
-from tests.fuzz.attempt import Verdict, attempts
-from tests.fuzz.in_one_process import run_jobs
-from tests.fuzz.over_ranks import run_groups
+from tests.fuzz.attempt import attempt
+from tests.fuzz.deadline import within
+from tests.fuzz.frameworks import steps
+from tests.fuzz.outcome import TOLD, Draw, Outcome, Tally
 from tests.fuzz.random_case import GPU_CLASSES, MOST_RANKS, Case, draw
-from tests.fuzz.summary import TOLD, Summary
+from tests.fuzz.serve import run_all
+from tests.support.workers import preload
 
+ATTENTION = ("together", "gloo", "nccl")
 TELL = 5.0
 """Seconds between two lines of progress, and between two writings of the report."""
+ROUND = 150
+"""Steps of a framework that are put in the order of their groups of ranks at a time."""
+
+Outcomes = Iterator[tuple[Draw, Outcome]]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the cases that the arguments name; 1 if one of them failed."""
+    """Run the draws that the arguments name; 1 if one of them is not right or refused."""
     asked = _parser().parse_args(arguments)
-    about = {"seed": asked.seed, "first": asked.first, "over": asked.over, "device": asked.device}
+    installed = [name for name in steps.PACKAGES if importlib.util.find_spec(name)]
+    over = [name for one in asked.over for name in (installed if one == "frameworks" else [one])]
     began = told = time.monotonic()
-    summary = Summary()
+    tally = Tally()
 
-    def write() -> None:
-        summary.seconds = time.monotonic() - began
+    def tell() -> None:
+        tally.seconds = time.monotonic() - began
         if asked.out:
-            summary.write(asked.out, **about, torch=torch.__version__)
+            tally.write(asked.out, seed=asked.seed, first=asked.first, over=over, device=asked.device)
 
+    preload("tests.fuzz.attempt")
+    steps.prepare(*(name for name in over if name not in ATTENTION))
     try:
-        for over in asked.over:
-            for case, verdict in _run(over, asked, began + (asked.seconds or math.inf)):
-                summary.add(case, verdict)
-                if asked.case is not None:
-                    print(case)
-                if verdict.kind == "failed" and len(summary.failures) <= TOLD:
-                    print(f"FAILED {case.line}\n{verdict.reason}", flush=True)
-                if time.monotonic() > told + TELL:
-                    told = time.monotonic()
-                    write()
-                    print(summary.head(), flush=True)
+        for drawn, outcome in _run_each(over, asked, began + (asked.seconds or math.inf)):
+            tally.add(drawn, outcome)
+            if asked.case is not None:
+                print(drawn)
+            if outcome.kind not in ("right", "refused", "unfinished") and len(tally.failures) <= TOLD:
+                print(f"{outcome.kind.upper()} {drawn.line}\n{outcome.reason}", flush=True)
+            if time.monotonic() > told + TELL:
+                told = time.monotonic()
+                tell()
+                print(tally.head(), flush=True)
     except KeyboardInterrupt:
         print("interrupted; what has been counted so far:")
-    write()
-    print(summary.text())
-    return 1 if summary.failures or not summary.kinds["right"] + summary.kinds["refused"] else 0
+    tell()
+    print(tally.text())
+    return 0 if tally.succeeded else 1
 
 
-def _run(over: str, asked: argparse.Namespace, deadline: float) -> Iterator[tuple[Case, Verdict]]:
-    numbers = range(asked.first, asked.first + asked.cases) if asked.case is None else range(asked.case, asked.case + 1)
-    limit = asked.limit or (120.0 if asked.device == "cpu" else 300.0)
-    jobs = asked.jobs if asked.jobs is not None else 0 if asked.device == "cpu" else len(GPU_CLASSES)
+def _run_each(over: Sequence[str], asked: argparse.Namespace, deadline: float) -> Outcomes:
+    first, cases = (asked.first, asked.cases) if asked.case is None else (asked.case, 1)
+    numbers = range(first, first + cases)
+    for name in over:
+        if name in ATTENTION:
+            yield from _attentions(name, numbers, asked, deadline)
+        else:
+            for at in range(0, len(numbers), ROUND):
+                draws = [steps.module_of(name).draw(asked.seed, number) for number in numbers[at : at + ROUND]]
+                yield from steps.run(name, draws, asked.limit or 60.0, deadline)
+
+
+def _attentions(over: str, numbers: range, asked: argparse.Namespace, deadline: float) -> Outcomes:
+    cuda = asked.device != "cpu"
+    limit = asked.limit or (300.0 if cuda else 120.0)
     drawn = functools.partial(draw, asked.seed, over=over, device=asked.device, ranks=asked.ranks)
-    if over != "together":
-        yield from run_groups([drawn(number) for number in numbers], limit, deadline)
-    elif jobs and asked.case is None:
-        yield from run_jobs(drawn, numbers, jobs, limit, deadline)
-    else:
-        yield from attempts(drawn, numbers, limit, deadline)
+    jobs = asked.jobs if asked.jobs is not None else len(GPU_CLASSES) if cuda else 0
+    if over == "together" and not (jobs and asked.case is None):
+        yield from run_here(map(drawn, numbers), limit, deadline)
+        return
+    with tempfile.TemporaryDirectory(prefix="fuzz-") as folder:
+        if over == "together":
+            yield from run_jobs([drawn(number) for number in numbers], jobs, folder, limit, deadline, cuda=cuda)
+            return
+        by_ranks: dict[int, list[Case]] = {}
+        for case in map(drawn, numbers):
+            by_ranks.setdefault(case.ranks, []).append(case)
+        for ranks, cases in by_ranks.items():
+            yield from run_all(attempt, cases, ranks, folder, limit, deadline, cuda=cuda)
+
+
+def run_here(cases: Iterable[Case], limit: float, deadline: float) -> Outcomes:
+    """Run one case after another in this process, which ends if one does not end."""
+    for case in cases:
+        if time.monotonic() > deadline:
+            return
+        with within(limit, case.line):
+            yield case, attempt(case)
+
+
+def run_jobs(
+    cases: Sequence[Case], jobs: int, folder: str, limit: float, deadline: float, *, cuda: bool = False
+) -> Outcomes:
+    """Run cases in processes side by side: job j has every jobs-th case from j on, which need the same kernels."""
+    found: queue.Queue[tuple[Draw, Outcome] | None] = queue.Queue()
+
+    def work(mine: Sequence[Case]) -> None:
+        for one in run_all(attempt, mine, 1, folder, limit, deadline, cuda=cuda):
+            found.put(one)
+        found.put(None)
+
+    threads = [threading.Thread(target=work, args=(cases[job::jobs],), daemon=True) for job in range(jobs)]
+    for thread in threads:
+        thread.start()
+    left = jobs
+    while left:
+        if (one := found.get()) is None:
+            left -= 1
+        else:
+            yield one
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__)
+    about = "attentions with all ranks in one process, or with a process for each; steps of frameworks"
+    kinds = (*ATTENTION, *steps.PACKAGES, "frameworks")
+    parser.add_argument("--over", choices=kinds, nargs="+", default=["together"], help=about)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--first", type=int, default=0, help="the number of the first case")
-    parser.add_argument("--cases", type=int, default=300, help="how many, over each kind of ranks")
+    parser.add_argument("--cases", type=int, default=300, help="how many, over each")
     parser.add_argument("--case", type=int, help="this one alone, as a failure's line says")
-    kinds = ("together", "gloo", "nccl")
-    about = "together: all ranks in one process; gloo, nccl: a process for each"
-    parser.add_argument("--over", choices=kinds, nargs="+", default=["together"], help=about)
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"), help="cuda: one GPU plays all ranks")
     parser.add_argument("--ranks", type=int, nargs="+", default=[], help=f"numbers to draw from; all to {MOST_RANKS}")
     parser.add_argument("--seconds", type=float, default=0.0, help="begin no case after so many; 0 for no end")
-    about = "seconds after which a case has failed to end; 120, and on a GPU, where kernels are compiled, 300"
+    about = "seconds after which a case has failed to end; 120, on a GPU, where kernels are compiled, 300; a step 60"
     parser.add_argument("--limit", type=float, help=about)
     about = "processes for `together`; 0, the default on CPU: this one; on a GPU as many as there are shapes"
     parser.add_argument("--jobs", type=int, help=about)

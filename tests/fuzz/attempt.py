@@ -1,4 +1,4 @@
-"""Run one case and judge it: right, wrong, refused for a reason that may be, or an error that may not."""
+"""Run one attention and judge it: right, wrong, refused for a reason that may be, or an error that may not."""
 
 from __future__ import annotations
 
@@ -7,103 +7,56 @@ import functools
 import gc
 import random
 import re
-import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-import dfa_megatron
 from dfa_megatron import remat
 from dfa_megatron.errors import UnsupportedError
-from dfa_megatron.kernels.adapters import gpu
-from dfa_megatron.runtime.execute.sinks_and_slopes import merge_sinks, sinks_gradient
-from dfa_megatron.runtime.request import Request
-from tests.fuzz.deadline import within
+from dfa_megatron.kernels.adapters import shared
+from tests.fuzz.outcome import Outcome
 from tests.fuzz.random_case import Case
-from tests.fuzz.truth import Results, Tensors, dense, distances, rows_of, tensors
-from tests.support.arguments import arguments
+from tests.support.attend import Results, States, assert_same_bits, results, results_together, shares
 from tests.support.nan_memory import nan_memory
-from tests.support.together import backward_together, forward_together, prepare_together
 
-Attend = Callable[..., tuple[torch.Tensor, torch.Tensor]]
-
-
-@dataclass(frozen=True, slots=True)
-class Verdict:
-    """Hold the outcome of a case, on one rank or in all.
-
-    kind: "right", "refused", "failed", or "unfinished" where a run's time was over. reason: of a refusal, or what is
-    wrong. worst: the largest distance from the truth, as a share of what is tolerated.
-    """
-
-    number: int
-    kind: str
-    reason: str = ""
-    worst: float = 0.0
-    distances: dict[str, float] = field(default_factory=dict)
-
-    def record(self) -> dict[str, Any]:
-        """Return plain values for JSON."""
-        return asdict(self)
+MOST_RESERVED = 6 << 30
+"""Bytes of GPU memory that a process keeps for its next case: others share the GPU."""
 
 
-def attempt(case: Case, rank: int = 0, group: Any = None) -> Verdict:
-    """Run a case, or this rank's part of it, and judge.
-
-    Args:
-        group: of real ranks; None where all are in this process.
-    """
+def attempt(case: Case, rank: int = 0, ranks: int = 1, folder: str = "") -> Outcome:
+    """Run a case, or this rank's part of it, and judge."""
     try:
-        given = tensors(case)
-        want = dense(case, given)
-        poisoned = contextlib.nullcontext() if case.compiled else nan_memory()
-        with poisoned:
-            if case.public:
-                found = _public(case, given, want, rank, group)
-            else:
-                found = distances(case, _together(case, given), want, given)
+        with contextlib.nullcontext() if case.compiled else nan_memory():
+            found = _public(case, rank) if case.public else _together(case)
     except UnsupportedError as error:
         if case.checkpoint != "none":
             gc.collect()  # until then PyTorch 2.6 keeps the hooks of a checkpoint that ended with an error
-        text = str(error)
-        why = legitimate(case, text)
-        return Verdict(case.number, "refused", why) if why else Verdict(case.number, "failed", f"refused: {text}")
+        why = legitimate(case, str(error))
+        return Outcome(case.number, *(("refused", why) if why else ("failed", f"refused: {error}")))
     except Exception:  # noqa: BLE001  # whatever it is, the run goes on and reports it
-        return Verdict(case.number, "failed", traceback.format_exc(limit=-6))
+        return Outcome(case.number, "failed", traceback.format_exc(limit=-6))
     finally:
         if case.compiled:
             torch._dynamo.reset()
+        if case.whole.device != "cpu" and torch.cuda.memory_reserved() > MOST_RESERVED:
+            torch.cuda.empty_cache()
     worst = max(found.values())
-    if worst <= 1:
-        return Verdict(case.number, "right", worst=worst, distances=found)
     off = ", ".join(f"{name} {share:.3g}" for name, share in found.items() if not share <= 1)
-    return Verdict(case.number, "failed", f"wrong, in units of the tolerance: {off}", worst, found)
-
-
-def attempts(
-    drawn: Callable[[int], Case], numbers: Iterable[int], limit: float, deadline: float
-) -> Iterator[tuple[Case, Verdict]]:
-    """Draw and judge one case after another; none begins after the deadline.
-
-    A case may take `limit` seconds, and the caller's work on its verdict counts: a lost GPU hangs there.
-    """
-    for number in numbers:
-        if time.monotonic() > deadline:
-            return
-        case = drawn(number)
-        with within(limit, case.line):
-            yield case, attempt(case)
+    kind = ("wrong", f"in units of the tolerance: {off}") if off else ("right", "")
+    return Outcome(case.number, *kind, worst if worst < float("inf") else 1e9)
 
 
 REFUSALS: tuple[tuple[str, str, Callable[[Case], bool]], ...] = (
-    ("two head_dims on the cpu kernel", r"it needs head_dim \(", lambda c: c.head_dim != c.head_dim_v),
-    ("a softcap on a kernel that caps no scores", r"it caps no scores", lambda c: c.options["softcap"] > 0),
-    ("ALiBi on a kernel that adds no bias", r"it adds no ALiBi bias", lambda c: c.alibi),
+    ("two head_dims on the cpu kernel", r"it needs head_dim \(", lambda c: c.whole.head_dim != c.whole.head_dim_v),
+    ("a softcap on a kernel that caps no scores", r"it caps no scores", lambda c: c.whole.softcap > 0),
+    ("ALiBi on a kernel that adds no bias", r"it adds no ALiBi bias", lambda c: c.whole.with_slopes),
     (
         "a balanced schedule of a mask that looks ahead",
         r"the balanced schedule on this mask .* pairs causal work only",
@@ -123,7 +76,8 @@ REFUSALS: tuple[tuple[str, str, Callable[[Case], bool]], ...] = (
         "a degree that does not divide ranks and heads",
         r"ulysses_degree=\d+ (on a group|with \d+ heads)",
         lambda c: (
-            c.options["ulysses_degree"] != "auto" and any(x % c.options["ulysses_degree"] for x in (c.ranks, c.heads))
+            c.options["ulysses_degree"] != "auto"
+            and any(x % c.options["ulysses_degree"] for x in (c.ranks, c.whole.heads))
         ),
     ),
 )
@@ -136,129 +90,111 @@ _KERNEL_REFUSES = re.compile(r"kernel='(\w+)' for .*? is not supported: (.{1,80}
 
 def legitimate(case: Case, text: str) -> str:
     """Return the name of the refusal, or "" for an unknown one."""
-    if case.device != "cpu" and case.options["kernel"] != "auto" and (told := _KERNEL_REFUSES.match(text)):
+    on_gpu = case.whole.device != "cpu" and case.options["kernel"] != "auto"
+    if on_gpu and (told := _KERNEL_REFUSES.match(text)):
         return f"kernel {told[1]}: {told[2]}"
     return next((name for name, pattern, fits in REFUSALS if fits(case) and re.search(pattern, text)), "")
 
 
-def _together(case: Case, given: Tensors) -> Results:
+def _together(case: Case) -> dict[str, float]:
     """All ranks in this process."""
-    scale = case.options["softmax_scale"]
-    options = case.options | {"softmax_scale": case.head_dim**-0.5 if scale is None else scale}
-    documents = case.offsets if case.packed else ()
-    request = Request(
-        **arguments(**options),
-        sinks=case.sinks,
-        alibi=case.alibi,
-        deterministic=case.deterministic,
-        cu_seqlens=documents,
+    return shares(
+        case.whole, results_together(case.whole, case.ranks, deterministic=case.deterministic, **case.options)
     )
-    where = [rows_of(case, rank) for rank in range(case.ranks)]
-    q, k, v, dout = ([x[:, rows] for rows in where] for x in (given.q, given.k, given.v, given.dout))
-    prepared = prepare_together(request, q, k, v)
-    assert len({(p.kernel.name, p.rank_plan.digest) for p in prepared}) == 1, "ranks chose other kernels or plans"
-    results = forward_together(prepared, q, k, v, given.slopes)
-    if given.sinks is not None:
-        results = [merge_sinks(out, lse, given.sinks) for out, lse in results]
-    outs, lses = [out for out, _ in results], [lse for _, lse in results]
-    backward = functools.partial(backward_together, prepared, dout, q, k, v, outs, lses, given.slopes)
-    gradients = backward()
-    if case.deterministic:
-        again = backward()
-        same = all(torch.equal(x, y) for a, b in zip(gradients, again, strict=True) for x, y in zip(a, b, strict=True))
-        assert same, "deterministic gradients differ from run to run"
-    dsinks = None
-    if given.sinks is not None:
-        shares = zip(dout, outs, lses, strict=True)
-        dsinks = torch.stack([sinks_gradient(*share, given.sinks) for share in shares]).sum(0)
-    assert {x.dtype for x in (*outs, *(g for three in gradients for g in three))} == {given.q.dtype}
-    order = torch.cat(where).argsort()
-    dq, dk, dv = (torch.cat([three[at] for three in gradients], 1)[:, order] for at in range(3))
-    return Results(torch.cat(outs, 1)[:, order], torch.cat(lses, 2)[:, :, order], dq, dk, dv, dsinks)
 
 
-def _public(case: Case, given: Tensors, want: Results, rank: int, group: Any) -> dict[str, float]:
+def _public(case: Case, rank: int) -> dict[str, float]:
     """This rank's part of the results against the rows that it has of the whole."""
-    rows = rows_of(case, rank)
-    q, k, v, dout = (x[:, rows] for x in (given.q, given.k, given.v, given.dout))
-    mine = Tensors(q, k, v, dout, given.sinks, given.slopes)
+    other = replace(case.whole, seed=case.whole.seed + 1)
     for call in range(4 if case.number % 2 else 0):  # the second run is recorded, and the third replays it
-        _run_public(
-            case, call, Tensors(q.flip(1), k.flip(1), v.flip(1), dout.flip(1), given.sinks, given.slopes), group
-        )
-    got = _run_public(case, 4, mine, group)
+        _call(case, other, call, rank)
+    got = _call(case, case.whole, 4, rank)
     if case.deterministic:
-        again = _run_public(case, 4, mine, group)
-        same = all(torch.equal(getattr(got, name), getattr(again, name)) for name in ("dq", "dk", "dv"))
-        assert same, "deterministic gradients differ from run to run"
-    out, dq, dk, dv = (x[:, rows] for x in (want.out, want.dq, want.dk, want.dv))
-    return distances(case, got, Results(out, want.lse[:, :, rows], dq, dk, dv, want.dsinks), given)
+        assert_same_bits(got, _call(case, case.whole, 4, rank))
+    return shares(case.whole, got, case.whole.rows(rank, case.ranks, case.options["layout"]))
 
 
-def _run_public(case: Case, call: int, given: Tensors, group: Any) -> Results:
-    """One forward and backward of the public function, inside the checkpoint or the compiler of the case.
+def _call(case: Case, whole: Any, call: int, rank: int) -> Results:
+    """One forward and backward, inside the checkpoint or the compiler of the case.
 
     Each is under states of PyTorch that the case draws for this call: they change no number.
     """
-    options = {
-        **arguments(**case.options),
-        "alibi_slopes": given.slopes,
-        "group": group if case.ranks > 1 else "",
-        "return_lse": True,
-    }
 
-    def region(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None) -> Any:
-        q, k, v = q * 1.0, k * 1.0, v * 1.0
-        if not case.packed:
-            out, lse = dfa_megatron.dist_flash_attn_func(q, k, v, sinks=sinks, **options)
+    def way(region: Callable[..., Any], *leaves: torch.Tensor) -> Any:
+        def inner(*x: torch.Tensor) -> Any:
+            out, lse = region(*(y * 1.0 for y in x[:3]), *x[3:])
             return out * 1.0, lse
-        flat = q[0], k[0], v[0]
-        out, lse = dfa_megatron.dist_flash_attn_varlen_func(*flat, case.offsets, sinks=sinks, **options)
-        return out[None] * 1.0, lse[None]
 
-    run: Any = torch.compile(region, backend="aot_eager") if case.compiled else region
-    leaves = [x.detach().clone().requires_grad_() for x in (given.q, given.k, given.v)]
-    sinks = None if given.sinks is None else given.sinks.clone().requires_grad_()
-    draw = random.Random(f"{case.seed} {case.number} {call}")
-    forward, backward = (draw.choice(_STATES)(case.device) for _ in range(2))
-    with forward, gpu.deterministic_algorithms(case.deterministic):
-        out, lse = _CHECKPOINTS[case.checkpoint](run, *leaves, sinks)
-    with backward, gpu.deterministic_algorithms(case.deterministic):
-        out.backward(given.dout)  # re-entrant checkpoints take no other
-    dq, dk, dv = (x.grad for x in leaves)
-    assert dq is not None and dk is not None and dv is not None  # noqa: PT018
-    assert {x.dtype for x in (out, dq, dk, dv)} == {given.q.dtype}
-    dsinks = None if sinks is None else sinks.grad
-    if dsinks is not None and case.ranks > 1:
-        dist.all_reduce(dsinks, group=group)
-    return Results(out.detach(), lse.detach(), dq, dk, dv, dsinks)
+        run: Any = torch.compile(inner, backend="aot_eager") if case.compiled else inner
+        return CHECKPOINTS[case.checkpoint](run, *leaves)
+
+    dice = random.Random(f"{case.seed} {case.number} {call}")
+    among = STATES[: TRACED if case.compiled else UNTRACED if case.checkpoint == "none" else RECOMPUTED]
+    group = dist.group.WORLD if case.ranks > 1 else ""
+    states = [_states(dice.choice(among), whole.device, case.deterministic) for _ in range(2)]
+    return results(whole, rank, case.ranks, way=way, states=(states[0], states[1]), group=group, **case.options)
+
+
+def _states(drawn: Callable[[str], contextlib.AbstractContextManager[Any]], device: str, deterministic: bool) -> States:
+    @contextlib.contextmanager
+    def both() -> Iterator[None]:
+        with drawn(device), shared.deterministic_algorithms(deterministic):
+            yield
+
+    return both
+
+
+class _Rounds(TorchFunctionMode):
+    """Rounds what any function of PyTorch returns, as modes for low precision do."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = function(*args, **(kwargs or {}))
+        whole = isinstance(found, torch.Tensor) and found.is_floating_point() and "Tensor" in str(function)
+        return found.bfloat16().to(found.dtype) if whole and not found.requires_grad else found
+
+
+class Listens(TorchDispatchMode):
+    """Passes every operation on: attention is then an operator of torch.library."""
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return function(*args, **(kwargs or {}))
 
 
 @contextlib.contextmanager
-def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
+def _switched(get: Callable[[], Any], put: Callable[[Any], object], to: Any) -> Iterator[None]:
+    before = get()
+    put(to)
     try:
         yield
     finally:
-        torch.set_default_dtype(before)
+        put(before)
 
 
-_STATES: tuple[Callable[[str], contextlib.AbstractContextManager[Any]], ...] = (
-    contextlib.nullcontext,
+def _default(dtype: torch.dtype) -> contextlib.AbstractContextManager[None]:
+    return _switched(torch.get_default_dtype, torch.set_default_dtype, dtype)
+
+
+STATES: tuple[Callable[[str], contextlib.AbstractContextManager[Any]], ...] = (
+    lambda device: contextlib.nullcontext(),
     lambda device: torch.autocast(torch.device(device).type, torch.bfloat16),
     lambda device: torch.autocast(torch.device(device).type, torch.float16),
-    lambda _: _default_dtype(torch.float64),
-    lambda _: _default_dtype(torch.bfloat16),
+    lambda device: _default(torch.float64),
+    lambda device: _default(torch.bfloat16),
+    lambda device: _switched(torch.get_float32_matmul_precision, torch.set_float32_matmul_precision, "high"),
+    lambda device: torch.device("meta"),
+    lambda device: Listens(),  # type: ignore[no-untyped-call]
+    lambda device: _Rounds(),
 )
 """States of PyTorch around a forward or a backward, by the device."""
+TRACED, RECOMPUTED, UNTRACED = 5, 7, 9
+"""How many of them a compiled call may meet, one with a checkpoint, and any other."""
 
 
-def _no_checkpoint(region: Attend, *inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def _no_checkpoint(region: Callable[..., Any], *inputs: Any) -> Any:
     return region(*inputs)
 
 
-_CHECKPOINTS: dict[str, Any] = {
+CHECKPOINTS: dict[str, Any] = {
     "none": _no_checkpoint,
     "full": functools.partial(checkpoint, use_reentrant=False),
     "remat": remat.remat_checkpoint,

@@ -1,17 +1,19 @@
-"""A random case of distributed attention: drawn from a seed and a number, so that both say all of it."""
+"""A random case of distributed attention."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
 from typing import Any
 
-from dfa_megatron import masks
-from dfa_megatron.masks import Mask
-from dfa_megatron.plan.language.mask import of_window
-from tests.support.plan_cases import some_parents
+import torch
+
+from dfa_megatron.plan.language.mask import Mask, of_window
+from tests.fuzz.outcome import Draw
+from tests.support import attend
+from tests.support.packs import random_offsets
+from tests.support.plan_cases import every_mask, heterogeneous_masks
 
 LAYOUTS = {
     "contiguous": ("auto", "ring", "balanced", "balanced_shared", "greedy"),
@@ -58,48 +60,32 @@ GPU_CLASSES = (
 """The shapes of a run on a GPU, by the number of a case: as many jobs as shapes each compile for one of them alone."""
 
 
-@dataclass(frozen=True, slots=True)
-class Case:
+@dataclass(frozen=True, kw_only=True)
+class Case(Draw):
     """One attention of all its ranks.
 
     over: "together" (all ranks in one process), or "gloo" or "nccl" (a process for each).
-    offsets: of the documents of a pack; (0, tokens) for sequences that are one document each.
-    options: keywords of the public functions, without tensors.
+    options: keywords of the public functions beside those of `whole`. deterministic: as PyTorch is asked.
     checkpoint: one of CHECKPOINTS, around a call of the public functions. compiled: the call is under torch.compile.
-    strided: q, k, v and dout are (tokens, batch, ...) in memory. deterministic: as PyTorch is asked.
     """
 
-    seed: int
-    number: int
-    over: str
-    device: str
-    ranks: int
-    batch: int
-    packed: bool
-    offsets: tuple[int, ...]
-    dtype: str
-    heads: int
-    kv_heads: int
-    head_dim: int
-    head_dim_v: int
+    over: str  # type: ignore[misc]
+    count: int
+    whole: attend.Case
     options: dict[str, Any]
-    sinks: bool
-    alibi: bool
     checkpoint: str
     compiled: bool
-    strided: bool
-    deterministic: bool = False
+    deterministic: bool
 
     @property
-    def tokens(self) -> int:
-        """Return the tokens of the whole sequence or pack."""
-        return self.offsets[-1]
+    def ranks(self) -> int:
+        """Return how many ranks run it."""
+        return self.count
 
     @property
     def mask(self) -> Mask:
         """Return the pairs that attend, over the whole sequence; a pack counts as one document."""
-        own: Mask | None = self.options.get("mask")
-        return own or of_window(self.tokens, self.options["causal"], self.options["window_size"])
+        return self.whole.mask or of_window(self.whole.length, self.whole.causal, self.whole.window_size)
 
     @property
     def looks_ahead(self) -> bool:
@@ -114,29 +100,28 @@ class Case:
     @property
     def line(self) -> str:
         """Return the command that runs it again."""
-        where = f"--over {self.over}" + (f" --device {self.device}" if self.device != "cpu" else "")
-        return f"python -m tests.fuzz --seed {self.seed} --case {self.number} {where} --ranks {self.ranks}"
+        return f"{super().line} --ranks {self.ranks}" + (" --device cuda" if self.whole.device != "cpu" else "")
 
     def features(self) -> list[str]:
         """Return the names of the features that a run counts."""
-        options = self.options
-        found = [f"{self.ranks} ranks", self.dtype, f"layout {options['layout']}", f"schedule {options['schedule']}"]
-        found += [f"kernel {options['kernel']}", "pack" if self.packed else "sequences"]
-        own = options.get("mask")
-        found += [f"mask {own.name.partition('(')[0]}" if own else "causal" if options["causal"] else "not causal"]
+        whole, options = self.whole, self.options
+        found = [f"{self.ranks} ranks", str(whole.dtype).removeprefix("torch."), "pack" if whole.offsets else "plain"]
+        found += [f"{name} {options[name]}" for name in ("layout", "schedule", "kernel")]
+        own = whole.mask and f"mask {whole.mask.name.partition('(')[0]}"
+        found += [own or ("causal" if whole.causal else "not causal")]
         having = {
-            "window": options.get("window_size", (-1, -1)) != (-1, -1),
-            "grouped heads": self.heads != self.kv_heads,
-            "two head_dims": self.head_dim != self.head_dim_v,
-            "softcap": options["softcap"] > 0,
-            "sinks": self.sinks,
-            "ALiBi": self.alibi,
+            "window": whole.window_size != (-1, -1),
+            "grouped heads": whole.heads != whole.kv_heads,
+            "two head_dims": whole.head_dim != whole.head_dim_v,
+            "softcap": whole.softcap > 0,
+            "sinks": whole.with_sinks,
+            "ALiBi": whole.with_slopes,
             "deterministic": self.deterministic,
             "ulysses": options["ulysses_degree"] not in (1, "auto"),
             f"checkpoint {self.checkpoint}": self.checkpoint != "none",
             "torch.compile": self.compiled,
             "CUDA graph": options["cuda_graph"],
-            "strided": self.strided,
+            f"{whole.first_in_memory} first in memory": whole.first_in_memory,
         }
         return found + [name for name, there in having.items() if there]
 
@@ -157,42 +142,44 @@ def draw(seed: int, number: int, over: str, device: str = "cpu", ranks: Sequence
     local = dice.choice([16, 33, 64, 130, 130 if zigzag else 256] if on_gpu else [1, 1, 2, 3, 5, 7, 12, 20, 33])
     tokens = some * local * (2 if zigzag else 1)
     shape = GPU_CLASSES[number % len(GPU_CLASSES)] if on_gpu else _shape(dice)
-    softcap = shape.softcap
     sees: dict[str, Any] = {"causal": dice.random() < 0.6, "window_size": dice.choice(WINDOWS)}
-    of_masks = random.Random(f"mask {name}")
-    if not packed and of_masks.random() < 0.4:
-        sees = {"mask": _mask(tokens, of_masks)}
-    return Case(
-        seed=seed,
-        number=number,
-        over=over,
-        device=device,
-        ranks=some,
-        batch=1 if packed or (on_gpu and tokens > 1024) else dice.choice([1, 1, 2, 3]),
-        packed=packed,
-        offsets=_offsets(tokens, dice) if packed else (0, tokens),
-        dtype=shape.dtype,
+    if not packed and dice.random() < 0.4:
+        sees = {"mask": dice.choice([*every_mask(tokens, dice), *heterogeneous_masks(tokens, dice)]).mask}
+    whole = attend.Case(
+        tokens=tokens,
+        offsets=random_offsets(tokens, dice) if packed else (),
+        batch=1 if on_gpu and tokens > 1024 else dice.choice([1, 1, 2, 3]),
         heads=shape.heads,
         kv_heads=shape.kv_heads,
         head_dim=shape.head_dim,
         head_dim_v=shape.head_dim_v,
+        dtype=getattr(torch, shape.dtype),
+        **sees,
+        softmax_scale=dice.choice([None, None, 0.3]),
+        softcap=shape.softcap,
+        with_sinks=dice.random() < 0.3,
+        with_slopes=not shape.softcap and dice.random() < 0.2,
+        first_in_memory=dice.choice(["", "", "tokens", "heads"]),
+        seed=seed * 1_000_003 + number,
+        device=device,
+    )
+    return Case(
+        seed=seed,
+        number=number,
+        over=over,
+        count=some,
+        whole=whole,
         options={
             "schedule": dice.choice(LAYOUTS[layout]),
             "layout": layout,
-            **sees,
-            "softcap": softcap,
-            "softmax_scale": dice.choice([None, None, 0.3]),
             "kernel": dice.choice(GPU_KERNELS if on_gpu else CPU_KERNELS),
             "ulysses_degree": _degree(dice, some, shape.heads) if public else 1,
             "transport": dice.choice(["auto", "p2p", "copy_engine"]) if over == "nccl" else "auto",
             "verify": dice.choice(["on", "on", "off"]),
             "cuda_graph": on_gpu and public and dice.random() < 0.1,
         },
-        sinks=dice.random() < 0.3,
-        alibi=not softcap and dice.random() < 0.2,
         checkpoint=dice.choice(CHECKPOINTS) if public else "none",
         compiled=public and not packed and dice.random() < 0.02,
-        strided=dice.random() < 0.3,
         deterministic=shape.deterministic,
     )
 
@@ -223,37 +210,3 @@ def _degree(dice: random.Random, ranks: int, heads: int) -> int | str:
     degrees = [degree for degree in range(2, ranks + 1) if ranks % degree == 0 and heads % degree == 0]
     of_some: list[int | str] = ["auto", *degrees, *degrees]
     return dice.choice([1, 1, dice.choice(of_some)])
-
-
-def _mask(tokens: int, dice: random.Random) -> Mask:
-    """Draw one of the masks of `dfa_megatron.masks`, with parameters at random."""
-    lengths = [hi - lo for lo, hi in pairwise(_offsets(tokens, dice))]
-    some, few = dice.randint(0, tokens), dice.randint(0, 9)
-    kinds = (
-        lambda: masks.causal(tokens),
-        lambda: masks.full(tokens),
-        lambda: masks.sliding_window(tokens, few, dice.randint(-1, 9)),
-        lambda: masks.documents(lengths, causal=dice.random() < 0.5, window_size=dice.choice(WINDOWS)),
-        lambda: masks.prefix_lm(tokens, some),
-        lambda: masks.prefix_lm_documents(lengths, few),
-        lambda: masks.prompt_tree(lengths, some_parents(len(lengths), dice)),
-        lambda: masks.causal_blockwise(lengths),
-        lambda: masks.block_causal_documents(lengths, few + 1),
-        lambda: masks.global_sliding(tokens, few, some, causal=dice.random() < 0.5),
-    )
-    return dice.choice(kinds)()
-
-
-def _offsets(tokens: int, dice: random.Random) -> tuple[int, ...]:
-    """Draw offsets, from one document to one token each; most often some short ones and some long."""
-    kind = dice.choice(["one", "single tokens", "short", "mixed", "mixed", "mixed"])
-    if kind == "one" or tokens == 1:
-        return 0, tokens
-    if kind == "single tokens" and tokens <= 256:
-        return tuple(range(tokens + 1))
-    most = 3 if kind == "short" and tokens <= 256 else tokens
-    lengths: list[int] = []
-    while (left := tokens - sum(lengths)) > 0:
-        lengths.append(dice.randint(1, min(most, left)))
-    dice.shuffle(lengths)
-    return tuple(accumulate(lengths, initial=0))

@@ -48,10 +48,6 @@ def no_label_at_all(rank: int, world_size: int) -> None:
         assert all(not gradient.any() for gradient in gradients(model).values())
 
 
-def test_a_batch_without_a_label_has_loss_and_gradient_zero() -> None:
-    run_ranks(2, no_label_at_all)
-
-
 def groups_of_two(rank: int, world_size: int) -> None:
     pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     own = pairs[rank // 2]
@@ -61,10 +57,6 @@ def groups_of_two(rank: int, world_size: int) -> None:
     loss = dfa_hf.causal_lm_loss(logits, batch["shift_labels"], group=own)
     dist.all_reduce(loss, group=own)
     assert loss.item() / 2 == pytest.approx(torch.tensor(61.0).log().item(), rel=1e-6)
-
-
-def test_labels_are_counted_in_the_group_of_the_sequence_only() -> None:
-    run_ranks(4, groups_of_two)
 
 
 def checkpointed(rank: int, world_size: int) -> None:
@@ -89,6 +81,15 @@ def checkpointed(rank: int, world_size: int) -> None:
 @pytest.mark.support("models", "rematerialization")
 def test_rematerialization_runs_every_attention_once_with_the_same_bits() -> None:
     run_ranks(2, checkpointed)
+
+
+def each(rank: int, world_size: int) -> None:
+    no_label_at_all(rank, world_size)
+    groups_of_two(rank, world_size)
+
+
+def test_a_batch_without_a_label_has_gradient_zero_and_labels_are_counted_in_the_group_of_the_sequence_only() -> None:
+    run_ranks(4, each)
 
 
 def test_a_copy_of_a_model_is_distributed_as_well() -> None:

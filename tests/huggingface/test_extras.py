@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from dfa_megatron import huggingface as dfa_hf
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.huggingface.trainers.shared_batches import take_whole_batches
 from dfa_megatron.sharding import unshard_sequence
+from tests.huggingface.compared import assert_loss
 from tests.support.close import assert_close
 from tests.support.models import VOCABULARY, build, text
 from tests.support.workers import run_ranks
@@ -52,15 +52,10 @@ def token_types(rank: int, world_size: int) -> None:
             uneven = {name: x[:, :-1] for name, x in batch.items()}
             assert_close(shared(**uneven).logits, logits[:, :-1], tolerance=1e-9, name="of an uneven length")
     llama = dfa_hf.distribute_attention(build("Llama"))
-    loss = llama(**dfa_hf.shard_batch({**text(2, length, seed=1), "token_type_ids": types})).loss.detach()
-    dist.all_reduce(loss)
-    assert_close(loss / world_size, build("Llama")(**text(2, length, seed=1)).loss, tolerance=1e-5, name="loss")
+    loss = llama(**dfa_hf.shard_batch({**text(2, length, seed=1), "token_type_ids": types})).loss
+    assert_loss(loss, build("Llama")(**text(2, length, seed=1)).loss, "text")
     with pytest.raises(UnsupportedError, match="a batch with images or sound for a model of text"):
         llama(**dfa_hf.shard_batch({**text(2, length, seed=1), "mm_token_type_ids": types}))
-
-
-def test_types_of_tokens_are_cut_with_the_tokens_of_text() -> None:
-    run_ranks(3, token_types, timeout=150)
 
 
 def text_for_parts(rank: int, world_size: int) -> None:
@@ -75,19 +70,12 @@ def text_for_parts(rank: int, world_size: int) -> None:
         model = dfa_hf.distribute_attention(model)
         got = model(**dfa_hf.shard_batch({**whole, **more}))
         assert_close(unshard_sequence(got.logits), want.logits, tolerance=1e-6, name=f"{kind} logits")
-        loss = got.loss.detach()
-        dist.all_reduce(loss)
-        assert_close(loss / world_size, want.loss, tolerance=1e-5, name=f"{kind} loss")
+        assert_loss(got.loss, want.loss, kind)
     mask = (torch.arange(12) < torch.tensor([[4], [12]])).long()  # beyond windows transformers' own losses are NaN
     padded = {**whole, "attention_mask": mask, "labels": whole["labels"].where(mask.bool(), -100)}
-    loss = model(**dfa_hf.shard_batch(padded)).loss.detach()
-    dist.all_reduce(loss)
+    loss = model(**dfa_hf.shard_batch(padded)).loss
     with dfa_hf.local_attention(model):
-        assert_close(loss / world_size, model(**padded).loss, tolerance=1e-5, name="padded")
-
-
-def test_a_multimodal_model_takes_text_that_was_cut() -> None:
-    run_ranks(2, text_for_parts, timeout=150)
+        assert_loss(loss, model(**padded).loss, "padded")
 
 
 def extras(rank: int, world_size: int) -> None:
@@ -104,10 +92,6 @@ def extras(rank: int, world_size: int) -> None:
         with pytest.raises(UnsupportedError, match=f"{next(iter(more))} beside the tokens of a shared batch"):
             model(**whole, **more)
     model(**whole, num_items_in_batch=torch.tensor(5), use_cache=False, step=torch.tensor(3))
-
-
-def test_extras_of_a_collator_for_each_token_are_refused_by_name() -> None:
-    run_ranks(2, extras, timeout=100)
 
 
 def joined(rank: int, world_size: int) -> None:
@@ -136,8 +120,15 @@ def joined(rank: int, world_size: int) -> None:
     assert_close(logits, want.logits, tolerance=1e-5, name="logits of a tuple")
 
 
-def test_outputs_that_are_as_long_by_chance_are_left_alone() -> None:
-    run_ranks(2, joined, timeout=100)
+def each(rank: int, world_size: int) -> None:
+    for check in (token_types, text_for_parts, extras, joined):
+        check(rank, world_size)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_types_of_tokens_text_alone_extras_and_outputs_of_any_length(ranks: int) -> None:
+    """Cut with the tokens, taken by multimodal models, refused by name, and left alone."""
+    run_ranks(ranks, each, timeout=150)
 
 
 @pytest.mark.parametrize("kind", ["DeepseekV32", "GlmMoeDsa"])

@@ -37,20 +37,14 @@ def _derived(module: Any) -> type:
     return Mixing
 
 
-def custom_mlp(model: Any) -> None:
-    model.model.layers[1].mlp.__class__ = _derived(model.model.layers[1].mlp)
+def derived(path: str) -> Callable[[Any], None]:
+    """Give a part of a model a class with a forward of its own."""
 
+    def change(model: Any) -> None:
+        part = model.get_submodule(path)
+        part.__class__ = _derived(part)
 
-def custom_attention(model: Any) -> None:
-    model.model.layers[0].self_attn.__class__ = _derived(model.model.layers[0].self_attn)
-
-
-def custom_layer(model: Any) -> None:
-    model.model.layers[0].__class__ = _derived(model.model.layers[0])
-
-
-def custom_model(model: Any) -> None:
-    model.__class__ = _derived(model)
+    return change
 
 
 def remote_code(model: Any) -> None:
@@ -87,10 +81,10 @@ def said(caplog: pytest.LogCaptureFixture) -> Callable[[Any], list[str]]:
 @pytest.mark.parametrize(
     ("change", "name"),
     [
-        (custom_mlp, "Mixing"),
-        (custom_attention, "Mixing"),
-        (custom_layer, "Mixing"),
-        (custom_model, "Mixing"),
+        *(
+            (derived(path), "Mixing")
+            for path in ("model.layers.1.mlp", "model.layers.0.self_attn", "model.layers.0", "")
+        ),
         (remote_code, "transformers_modules.x.y.Mixing"),
         (inside_a_container, "Shift"),
         (forward_of_an_instance, "forward_of_an_instance"),

@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from dfa_megatron import huggingface as dfa_hf
 from dfa_megatron.config import TrainingConfig
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.huggingface.current_forward import KEYWORD
 from dfa_megatron.sharding import shard_sequence
+from tests.huggingface.compared import summed
 from tests.support.close import assert_close
 from tests.support.models import build, gradients, text
 from tests.support.workers import run_ranks
@@ -28,16 +28,12 @@ KINDS: tuple[tuple[str, dict[str, Any]], ...] = (
 )
 
 
-def summed(model: Any) -> dict[str, torch.Tensor]:
-    """The gradients of all ranks."""
-    found = gradients(model)
-    for gradient in found.values():
-        dist.all_reduce(gradient)
-    return found
-
-
 def evaluate(model: Any) -> None:
-    """Evaluate as under accelerate: each rank by itself."""
+    """Evaluate as under accelerate: each rank by itself, and in a thread of its own."""
+    ThreadPoolExecutor(1).submit(_evaluate, model).result()
+
+
+def _evaluate(model: Any) -> None:
     model.eval()
     with torch.no_grad():
         model(**text(1, 10, seed=7))
@@ -83,10 +79,6 @@ def evaluation_between(rank: int, world_size: int) -> None:
                 assert_close(found[name], gradient, tolerance=1e-12, name=f"{kind} {checkpoint} {name}")
 
 
-def test_an_evaluation_between_a_checkpointed_forward_and_its_backward_changes_no_gradient() -> None:
-    run_ranks(3, evaluation_between, timeout=120)
-
-
 def local_forward(rank: int, world_size: int) -> None:
     """A local forward in training, whose backward comes when attention is distributed again, and the other way."""
     whole = text(1, 12, seed=3)
@@ -109,10 +101,6 @@ def local_forward(rank: int, world_size: int) -> None:
             loss.backward()
         for name, gradient in summed(model).items():
             assert_close(gradient / world_size, gradients(want)[name], tolerance=1e-6, name=f"distributed {name}")
-
-
-def test_a_forward_keeps_its_attention_in_the_backward_whatever_is_set_by_then() -> None:
-    run_ranks(2, local_forward, timeout=120)
 
 
 def shared_config(rank: int, world_size: int) -> None:
@@ -145,10 +133,6 @@ def shared_config(rank: int, world_size: int) -> None:
     assert (config.to_dict(), config._attn_implementation) == before
 
 
-def test_models_that_share_a_config_object_do_not_share_a_mode_and_the_object_stays() -> None:
-    run_ranks(2, shared_config, timeout=120)
-
-
 def called_alone(rank: int, world_size: int) -> None:
     model = build("Llama").double()
     dfa_hf.distribute_attention(model, accelerate=True)
@@ -161,29 +145,6 @@ def called_alone(rank: int, world_size: int) -> None:
     model.eval()
     local = model.model(input_ids=whole["input_ids"]).last_hidden_state
     assert_close(want, shard_sequence(local), tolerance=1e-6, name="the decoder alone, in evaluation")
-
-
-def test_a_decoder_that_is_called_alone_follows_training_and_evaluation() -> None:
-    run_ranks(2, called_alone, timeout=150)
-
-
-def later_checkpoint(rank: int, world_size: int) -> None:
-    part = dfa_hf.shard_batch(text(1, 12, seed=3))
-    for reentrant in (True, False):
-        model = dfa_hf.distribute_attention(build("Llama").double(), accelerate=True)
-        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
-        model(**part).loss.backward()
-        want = summed(model)
-        model.zero_grad()
-        loss = model(**part).loss
-        ThreadPoolExecutor(1).submit(evaluate, model).result()
-        loss.backward()
-        for name, gradient in summed(model).items():
-            assert_close(gradient, want[name], tolerance=1e-12, name=name)
-
-
-def test_checkpoints_that_are_set_later_keep_the_forward_too() -> None:
-    run_ranks(2, later_checkpoint, timeout=150)
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
@@ -236,5 +197,11 @@ def two_models(rank: int, world_size: int) -> None:
             loss.backward()
 
 
-def test_a_recompute_that_nothing_tells_is_right_where_keywords_say_enough_and_else_refused() -> None:
-    run_ranks(2, two_models, timeout=150)
+def each(rank: int, world_size: int) -> None:
+    for check in (evaluation_between, local_forward, shared_config, called_alone, two_models):
+        check(rank, world_size)
+
+
+def test_a_forward_keeps_its_attention_whatever_runs_or_is_set_before_its_backward() -> None:
+    """Evaluations between, other modes, models of one config, decoders alone, and a recompute that nothing tells."""
+    run_ranks(3, each, timeout=170)

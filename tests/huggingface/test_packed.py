@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from dfa_megatron import huggingface as dfa_hf
 from dfa_megatron.config import TrainingConfig
@@ -15,6 +14,7 @@ from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.huggingface.positions import document_starts as packed
 from dfa_megatron.runtime.counters import COUNTERS
 from dfa_megatron.sharding import shard_sequence
+from tests.huggingface.compared import check
 from tests.huggingface.test_parity import MODELS, NEWER
 from tests.support.close import assert_close
 from tests.support.models import LAYERS, build, gradients, text
@@ -45,21 +45,6 @@ def one_by_one(reference: Any, batch: dict[str, torch.Tensor]) -> tuple[torch.Te
     return logits, torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels, ignore_index=-100)
 
 
-def check(model: Any, local: dict[str, torch.Tensor], reference: Any, want: Any, name: str) -> None:
-    logits, loss = want
-    model.zero_grad()
-    got = model(**local)
-    got.loss.backward()
-    assert_close(got.logits, shard_sequence(logits), tolerance=1e-5, name=f"{name} logits")
-    mean = got.loss.detach().clone()
-    dist.all_reduce(mean)
-    assert_close(mean / dist.get_world_size(), loss, tolerance=1e-5, name=f"{name} loss")
-    for key, wanted in gradients(reference).items():
-        gradient = dict(model.named_parameters())[key].grad
-        dist.all_reduce(gradient)
-        assert_close(gradient / dist.get_world_size(), wanted, tolerance=1e-5, name=f"{name} {key}")
-
-
 def compare(rank: int, world_size: int, names: list[str], rows: int) -> None:
     for seed, name in enumerate(names):
         kind, changes = (MODELS | NEWER)[name]
@@ -76,30 +61,10 @@ def compare(rank: int, world_size: int, names: list[str], rows: int) -> None:
 
 
 @pytest.mark.support("models", "the same, packed documents")
-@pytest.mark.parametrize(("ranks", "rows"), [(1, 2), (2, 1), (2, 2), (3, 1)])
+@pytest.mark.parametrize(("ranks", "rows"), [(1, 2), (2, 1), (3, 2)])
 def test_logits_loss_and_gradients_are_those_of_eager_attention_on_one_rank(ranks: int, rows: int) -> None:
-    names = list(MODELS) if (ranks, rows) == (2, 1) else ["llama-yarn", "gemma3-window-in-one-layer"]
+    names = list(MODELS) if ranks == 2 else ["llama-yarn", "gemma3-window-in-one-layer", *NEWER]
     run_ranks(ranks, compare, names, rows, timeout=170)
-
-
-def test_documents_do_not_meet_where_layers_share_keys_or_see_chunks() -> None:
-    run_ranks(2, compare, list(NEWER), 2, timeout=120)
-
-
-def packed_at_once(rank: int, world_size: int) -> None:
-    batch = pack(12 * world_size, seed=5)
-    # With a cache, its default, transformers does not look for documents.
-    want = build("Qwen3")(**batch, use_cache=False)
-    for options in (TrainingConfig(schedule="greedy"), TrainingConfig(ulysses_degree=2, verify="off")):
-        model = dfa_hf.distribute_attention(build("Qwen3"), config=options)
-        got = model(**dfa_hf.shard_batch(batch))
-        assert_close(
-            got.logits, shard_sequence(want.logits), tolerance=1e-5, name=f"eager with a block mask, {options}"
-        )
-
-
-def test_transformers_own_mask_for_packs_says_the_same() -> None:
-    run_ranks(2, packed_at_once)
 
 
 def checkpointed(rank: int, world_size: int) -> None:
@@ -130,10 +95,6 @@ def checkpointed(rank: int, world_size: int) -> None:
             assert torch.equal(seen[others][0][name], gradient)
 
 
-def test_rematerialization_of_packs_has_the_same_bits_and_runs_attention_once() -> None:
-    run_ranks(2, checkpointed)
-
-
 def ends_between_ranks(rank: int, world_size: int) -> None:
     """No rank sees a document begin amid its tokens, and the first one's positions are those of one sequence."""
     batch = text(1, 24, seed=1)
@@ -150,8 +111,13 @@ def ends_between_ranks(rank: int, world_size: int) -> None:
             unchecked(input_ids=local["input_ids"], position_ids=local["position_ids"])
 
 
-def test_documents_that_end_where_a_rank_does_are_seen() -> None:
-    run_ranks(2, ends_between_ranks)
+def each(rank: int, world_size: int) -> None:
+    checkpointed(rank, world_size)
+    ends_between_ranks(rank, world_size)
+
+
+def test_rematerialized_packs_run_attention_once_and_documents_that_end_where_a_rank_does_are_seen() -> None:
+    run_ranks(2, each)
 
 
 def test_collators_of_transformers_tell_documents_in_two_ways() -> None:

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from dfa_megatron import huggingface as dfa_hf
 from dfa_megatron.config import TrainingConfig
 from dfa_megatron.sharding import shard_sequence, unshard_sequence
+from tests.huggingface.compared import assert_gradients, assert_loss
 from tests.support.close import assert_close
 from tests.support.models import build, gradients, text
 from tests.support.workers import run_ranks
@@ -117,49 +117,31 @@ def compare(rank: int, world_size: int, names: list[str], schedule: str) -> None
             loss = got.loss if own_loss else dfa_hf.causal_lm_loss(got.logits, local["shift_labels"])
             loss.backward()
             assert_close(got.logits, shard_sequence(want.logits), tolerance=1e-5, name=f"{name} logits")
-            mean = loss.detach().clone()
-            dist.all_reduce(mean)
-            assert_close(mean / world_size, want.loss, tolerance=1e-5, name=f"{name} loss")
-            for key, wanted in gradients(reference).items():
-                gradient = dict(model.named_parameters())[key].grad
-                dist.all_reduce(gradient)
-                assert_close(gradient / world_size, wanted, tolerance=1e-5, name=f"{name} {key}")
+            assert_loss(loss, want.loss, name)
+            assert_gradients(model, gradients(reference), name)
 
 
 @pytest.mark.support("models", "windows, caps, sinks, experts, RoPE of other lengths: logits, loss, gradients")
-@pytest.mark.parametrize(("ranks", "schedule"), [(1, "auto"), (2, "auto"), (3, "balanced")])
-def test_logits_loss_and_gradients_are_those_of_one_rank(ranks: int, schedule: str) -> None:
-    names = [name for name in MODELS if schedule == "auto" or "window" not in name]
+@pytest.mark.support("models", lambda params: ["more ranks than heads"] if params["ranks"] == 4 else [])
+@pytest.mark.parametrize(
+    ("ranks", "names", "schedule"),
+    [
+        (1, ["llama-yarn", *NEWER, *OF_LENGTH], "auto"),
+        (2, [*MODELS], "auto"),
+        (3, [*NEWER, *OF_LENGTH], "auto"),
+        (3, [name for name in MODELS if "window" not in name], "balanced"),
+        (4, ["llama-one-kv-head-of-three"], "balanced_shared"),
+    ],
+    ids=["1", "2", "3", "3-balanced", "4"],
+)
+def test_logits_loss_and_gradients_are_those_of_one_rank(ranks: int, names: list[str], schedule: str) -> None:
     run_ranks(ranks, compare, names, schedule, timeout=120)
-
-
-@pytest.mark.parametrize("ranks", [1, 3])
-def test_shared_keys_chunks_temperature_and_rope_of_the_whole_length_are_those_of_one_rank(ranks: int) -> None:
-    run_ranks(ranks, compare, [*NEWER, *OF_LENGTH], "auto", timeout=120)
-
-
-def windows(rank: int, world_size: int, kernel: str) -> None:
-    for seed, name in enumerate(("gemma3-window-in-one-layer", "mistral-window-longer-than-a-ranks-part")):
-        kind, changes = MODELS[name]
-        batch = text(1, 11 * world_size, seed=20 + seed)
-        want = build(kind, seed, **changes)(**batch).logits
-        model = dfa_hf.distribute_attention(build(kind, seed, **changes), config=TrainingConfig(kernel=kernel))
-        got = model(**dfa_hf.shard_batch(batch)).logits
-        assert_close(unshard_sequence(got), want, tolerance=1e-5, name=f"{name} {kernel}")
-
-
-@pytest.mark.parametrize("kernel", ["reference", "cpu"])
-def test_windows_beside_full_layers_with_every_kernel_of_the_cpu(kernel: str) -> None:
-    run_ranks(3, windows, kernel, timeout=120)
 
 
 @pytest.mark.parametrize(
     ("name", "reentrant"),
     [
-        ("qwen2-moe-window-in-one-layer", False),
         ("qwen2-moe-window-in-one-layer", True),
-        ("gemma3-window-in-one-layer", False),
-        ("gemma3-window-in-one-layer", True),
         ("gemma4-shared-keys-window-in-half-of-the-layers", False),
     ],
 )
@@ -201,26 +183,8 @@ def padded(rank: int, world_size: int) -> None:
         assert_close(
             got.logits[mask.bool()], shard_sequence(want.logits)[mask.bool()], tolerance=1e-5, name="unpadded logits"
         )
-        loss = got.loss.detach().clone()
-        dist.all_reduce(loss)
-        assert_close(loss / world_size, want.loss, tolerance=1e-5, name="loss")
-        for key, wanted in gradients(reference).items():
-            gradient = dict(model.named_parameters())[key].grad
-            dist.all_reduce(gradient)
-            assert_close(gradient / world_size, wanted, tolerance=1e-5, name=key)
-
-
-def test_padding_on_the_right_changes_nothing() -> None:
-    run_ranks(2, padded, timeout=120)
-
-
-def heads_fewer_than_ranks(rank: int, world_size: int) -> None:
-    compare(rank, world_size, ["llama-one-kv-head-of-three"], "balanced_shared")
-
-
-@pytest.mark.support("models", "more ranks than heads")
-def test_more_ranks_than_heads_and_kv_heads() -> None:
-    run_ranks(4, heads_fewer_than_ranks, timeout=120)
+        assert_loss(got.loss, want.loss, "padded")
+        assert_gradients(model, gradients(reference), "padded")
 
 
 def evaluate(rank: int, world_size: int) -> None:
@@ -240,5 +204,10 @@ def evaluate(rank: int, world_size: int) -> None:
         assert_close(unshard_sequence(model(**local).logits), want, tolerance=1e-5, name="evaluation again")
 
 
-def test_evaluation_is_distributed_and_generation_local() -> None:
-    run_ranks(2, evaluate, timeout=120)
+def padded_and_evaluated(rank: int, world_size: int) -> None:
+    padded(rank, world_size)
+    evaluate(rank, world_size)
+
+
+def test_padding_on_the_right_changes_nothing_evaluation_is_distributed_and_generation_local() -> None:
+    run_ranks(2, padded_and_evaluated, timeout=120)

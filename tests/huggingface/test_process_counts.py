@@ -24,10 +24,8 @@ def warm_up(optimizer: Any, steps: int) -> Any:
 
 
 SCHEDULES: dict[str, Callable[[Any, int], Any]] = {
-    "linear": lambda optimizer, steps: schedulers.LinearLR(optimizer, 1.0, 0.0, total_iters=steps),
     "cosine": lambda optimizer, steps: schedulers.CosineAnnealingLR(optimizer, steps),
     "one cycle, shorter than the run": lambda optimizer, steps: schedulers.OneCycleLR(optimizer, 1.0, steps - 2),
-    "milestones": lambda optimizer, steps: schedulers.MultiStepLR(optimizer, [1, steps // 2]),
     "warm-up": warm_up,
     "one after another": lambda optimizer, steps: schedulers.SequentialLR(
         optimizer, [schedulers.ConstantLR(optimizer, 0.1, 2), schedulers.ExponentialLR(optimizer, 0.9)], [2]
@@ -85,14 +83,6 @@ def all_rates(rank: int, world_size: int, size: int) -> dict[Any, list[float]]:
     }
 
 
-@pytest.mark.parametrize(("ranks", "size"), [(4, 2), (3, 3)])
-def test_a_prepared_scheduler_steps_once_for_each_group_of_ranks(ranks: int, size: int) -> None:
-    wanted = run_ranks(ranks // size, all_rates, 1)[0]
-    for found in run_ranks(ranks, all_rates, size):
-        for case, values in wanted.items():
-            assert found[case] == values, case
-
-
 def counts(rank: int, world_size: int, size: int) -> dict[str, Any]:
     """What a loop reads and makes of the numbers of accelerate, on the process that is the `group`-th of the groups."""
     from accelerate.utils import set_seed
@@ -136,11 +126,18 @@ def counts(rank: int, world_size: int, size: int) -> dict[str, Any]:
     return found
 
 
+def both(rank: int, world_size: int, size: int) -> tuple[dict[Any, list[float]], dict[str, Any]]:
+    return all_rates(rank, world_size, size), counts(rank, world_size, size)
+
+
 @pytest.mark.parametrize(("ranks", "size"), [(4, 2), (3, 3)])
-def test_what_a_loop_reads_of_processes_is_of_groups(ranks: int, size: int) -> None:
-    wanted = run_ranks(ranks // size, counts, 1)
-    for rank, found in enumerate(run_ranks(ranks, counts, size)):
-        for name, value in wanted[rank // size].items():
+def test_schedulers_step_once_for_each_group_of_ranks_and_what_a_loop_reads_of_processes_is_of_groups(
+    ranks: int, size: int
+) -> None:
+    wanted = run_ranks(ranks // size, both, 1)
+    for rank, (rates, found) in enumerate(run_ranks(ranks, both, size)):
+        assert rates == wanted[rank // size][0]
+        for name, value in wanted[rank // size][1].items():
             torch.testing.assert_close(
                 found[name], value, rtol=1e-6, atol=1e-9, check_dtype=False, msg=f"{name}: {{}}".format
             )

@@ -1,7 +1,11 @@
-"""What a model asks for and would not get is refused by name when it is prepared."""
+"""What a model asks for and would not get is refused by name; where nothing else is, the least that a check refuses."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from types import SimpleNamespace as Stub
 from typing import Any
 
 import pytest
@@ -10,32 +14,163 @@ import torch
 from dfa_megatron import huggingface as dfa_hf
 from dfa_megatron.config import MegatronConfig, TrainingConfig
 from dfa_megatron.errors import UnsupportedError
+from dfa_megatron.huggingface import attention_function, windows
+from dfa_megatron.huggingface.checks import call_checks
 from dfa_megatron.huggingface.checks.call_checks import computes_loss
+from dfa_megatron.huggingface.checks.check_model import check_model
 from dfa_megatron.huggingface.current_forward import CONTEXT
+from dfa_megatron.huggingface.small.shrink import _heads
+from dfa_megatron.huggingface.trainers import distribute_accelerator, distribute_trainer
+from dfa_megatron.proving.small_job import Reductions, Small
 from tests.huggingface.test_parity import NEWER
 from tests.support.models import build, text
 
+transformers: Any = pytest.importorskip("transformers")
 pytestmark = pytest.mark.support("models", "models that are not supported are refused")
 
 
-def test_a_model_whose_decoder_is_not_its_stack_is_refused() -> None:
-    from transformers import ModernBertDecoderConfig, ModernBertDecoderForCausalLM
+def changed(model: Any, size: int = 1, **facts: Any) -> Any:
+    """A distributed model that believes other facts."""
+    dfa_hf.distribute_attention(model)
+    setattr(model, CONTEXT, replace(getattr(model, CONTEXT), size=size, **facts))
+    return model
 
+
+def with_config(causal: bool = True, **fields: Any) -> Any:
+    """A model whose config changed after it was built; the second of its layers has no attention."""
+    model = build("Llama")
+    model.model.layers[0].self_attn.is_causal, model.model.layers[1].self_attn = causal, torch.nn.Identity()
+    model.config.layer_types = ["full_attention", fields.pop("second", "mlp")]
+    for name, value in fields.items():
+        setattr(model.config, name, value)
+    return model
+
+
+def without_positions() -> Any:
+    model = with_config()
+    model.model.__class__ = type("Decoder", (type(model.model),), {"forward": lambda self, input_ids: None})
+    return model
+
+
+def trained(**given: Any) -> None:
+    from transformers import Trainer
+
+    names = ("eval_use_gather_object", "include_num_input_tokens_seen", "gradient_checkpointing")
+    own = dict.fromkeys(("label_smoother", "compute_loss_func", "model_init")) | given
+    asked, model = Stub(**dict.fromkeys(names, False) | given), Stub(config=Stub(output_router_logits=True))
+    distribute_trainer._check(Stub(**own, model=model, compute_loss=Trainer.compute_loss, args=asked), REMAT)
+
+
+def accelerated(tp_size: int = 1, distributed_type: str = "NO", dispatch_batches: bool = False) -> None:
+    kinds = {"distributed_type": distributed_type, "dispatch_batches": dispatch_batches}
+    distribute_accelerator._check(Stub(parallelism_config=Stub(tp_size=tp_size), **kinds))
+
+
+def attend(keys: int = 8, mask: Any = None, sinks: Any = None, **more: Any) -> None:
+    layer = changed(build("Llama")).model.layers[0].self_attn
+    layer.sinks = sinks
+    attention_function.attention(layer, torch.zeros(1, 4, 8, 8), *[torch.zeros(1, 4, keys, 8)] * 2, mask, **more)
+
+
+def asked(model: Any, **options: Any) -> Any:
+    return dfa_hf.distribute_attention(model, config=TrainingConfig(**options))
+
+
+def sized(kind: str, model: str = "ForCausalLM", **fields: Any) -> Any:
+    """A small model of transformers."""
     sizes = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 24, "num_attention_heads": 4}
-    config = ModernBertDecoderConfig(**sizes, num_hidden_layers=2, pad_token_id=0, layer_types=["full_attention"] * 2)
-    with pytest.raises(UnsupportedError, match="a modernbert-decoder model is not supported: its get_decoder"):
-        dfa_hf.distribute_attention(ModernBertDecoderForCausalLM(config))
+    config = getattr(transformers, f"{kind}Config")(**{**sizes, "num_hidden_layers": 2, "pad_token_id": 0, **fields})
+    return getattr(transformers, f"{kind}{model}")(config)
 
 
-def test_a_model_of_several_stacks_is_refused() -> None:
-    from transformers import BltConfig, BltForCausalLM
+def headed(head: str) -> None:
+    model = sized("Llama", head)
+    decoder = model.get_decoder()
+    try:
+        asked(model)
+    finally:
+        assert asked(decoder) is decoder
 
+
+def several_stacks() -> Any:
     part = {"hidden_size": 32, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 4}
     names = ("patcher_config", "encoder_config", "decoder_config", "global_config")
-    sizes: dict[str, Any] = {name: {**part, "vocab_size": 61} for name in names}
-    config = BltConfig(vocab_size=61, **sizes, encoder_hash_byte_group_vocab=16, attn_implementation="eager")
-    with pytest.raises(UnsupportedError, match="a blt model is not supported: its config names no number of layers"):
-        dfa_hf.distribute_attention(BltForCausalLM(config))
+    parts: dict[str, Any] = {name: {**part, "vocab_size": 61} for name in names}
+    config = transformers.BltConfig(**parts, vocab_size=61, encoder_hash_byte_group_vocab=16)
+    config._attn_implementation = "eager"
+    return transformers.BltForCausalLM(config)
+
+
+REMAT = TrainingConfig(checkpoint="remat")
+CHUNKED: Any = Stub(config=Stub(layer_types=["chunked_attention"], attention_chunk_size=8), layer_idx=0)
+ALONE = Stub(state=Stub(num_processes=2), parallelism_config=None)
+CASES: list[tuple[str, Callable[[], Any]]] = [
+    ("head_mask in a layer of type LlamaAttention", lambda: attend(head_mask=torch.ones(1))),
+    ("attention dropout 0.2", lambda: attend(dropout=0.2)),
+    ("sinks in a layer of type LlamaAttention", lambda: attend(sinks=torch.ones(4))),
+    ("sliding_window=None in a layer.*one of 0", lambda: attend(mask=windows.WindowMask(0))),
+    ("no transformers model", lambda: dfa_hf.distribute_attention(torch.nn.Linear(1, 1))),
+    ("attention in 1 of 2 layers", lambda: check_model(with_config(second="full_attention"))),
+    ("attention of 8 tokens over 9", lambda: attend(keys=9)),
+    ("a mask beyond causal", lambda: attend(mask=windows.OtherMask())),
+    ("an attention_mask with padding", lambda: attention_function.mask(attention_mask=torch.tensor([[1, 0]]))),
+    ("chunks of 8 tokens in a layer", lambda: windows.chunk_of(CHUNKED, windows.WindowMask(4))),
+    ("cross-attention is not planned", lambda: check_model(with_config(is_encoder_decoder=True))),
+    ("a llama model, a multimodal model", lambda: check_model(with_config(get_text_config=dict))),
+    ("a config without num_attention_heads", lambda: _heads(Small({}, Reductions(), {}), 1)),
+    ("positional arguments", lambda: call_checks.check_by_name((1,))),
+    ("1 attentions, 1 of them not causal", lambda: check_model(with_config(causal=False))),
+    ("attention dropout 0.1", lambda: check_model(with_config(attention_dropout=0.1))),
+    ("layers of type sparse", lambda: check_model(with_config(second="sparse"))),
+    ("its layers mask tokens by their values", lambda: check_model(with_config(model_type="doge"))),
+    ("embeddings of n-grams", lambda: check_model(with_config(ple_layer_ids=[0]))),
+    ("rope_type='dynamic'", lambda: check_model(with_config(rope_parameters={"rope_type": "dynamic"}))),
+    ("0 layers whose state is distributed, of 1", lambda: check_model(with_config(second="conv"))),
+    ("it takes no position_ids", lambda: check_model(without_positions())),
+    ("prove of a LlamaModel.*no head", lambda: dfa_hf.prove(changed(build("Llama").model))),
+    ("a multimodal model", lambda: dfa_hf.prove(changed(build("Llama"), multimodal=True))),
+    ("size=3 on 2 ranks", lambda: distribute_accelerator.share_sequences(ALONE, None, 3, REMAT, loop=True)),
+    ("ParallelismConfig.tp_size=2", lambda: accelerated(tp_size=2)),
+    ("with DeepSpeed", lambda: accelerated(distributed_type="DEEPSPEED")),
+    ("dispatch_batches=True", lambda: accelerated(dispatch_batches=True)),
+    ("model_init", lambda: trained(model_init=build)),
+    ("compute_loss_func", lambda: trained(compute_loss_func=print)),
+    ("label_smoothing_factor with", lambda: trained(label_smoother=1)),
+    ("tokens_seen with", lambda: trained(include_num_input_tokens_seen="all")),
+    ("gradient_checkpointing=True", lambda: trained(gradient_checkpointing=True)),
+    (
+        "a modernbert-decoder model is not supported: its get_decoder",
+        lambda: asked(sized("ModernBertDecoder", layer_types=["full_attention"] * 2)),
+    ),
+    ("a blt model is not supported: its config names no number of layers", lambda: asked(several_stacks())),
+    ("a falcon model.*code of their own", lambda: asked(sized("Falcon"))),
+    ("GPT2DoubleHeadsModel is not supported: its head", lambda: asked(sized("GPT2", "DoubleHeadsModel"))),
+    *(
+        (
+            f"Llama{head} is not supported: its head or its loss reads across",
+            partial(lambda h: asked(sized("Llama", h)), head),
+        )
+        for head in ("ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering")
+    ),
+    (
+        "data_layout='zigzag'.*it must be a TrainingConfig",
+        lambda: dfa_hf.distribute_attention(build("Llama"), config=MegatronConfig(data_layout="zigzag")),
+    ),
+    ("ulysses_degree=2 on a group of 1 ranks", lambda: asked(build("Llama"), ulysses_degree=2)),
+]
+
+
+@pytest.mark.parametrize(("message", "refused"), CASES, ids=[message for message, _ in CASES])
+def test_a_request_is_refused_by_name(message: str, refused: Callable[[], Any]) -> None:
+    with pytest.raises(UnsupportedError, match=message):
+        refused()
+
+
+def test_labels_for_a_loss_of_its_own_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(call_checks, "computes_loss", lambda model: False)
+    model = changed(build("Llama"), size=2)
+    with pytest.raises(UnsupportedError, match="labels for a model of type LlamaForCausalLM"):
+        call_checks.check_loss(model, {"labels": torch.ones(1, 8)}, getattr(model, CONTEXT))
 
 
 def test_a_decoder_is_refused_attention_over_an_encoder_and_its_own_loss() -> None:
@@ -52,12 +187,8 @@ def test_a_decoder_is_refused_attention_over_an_encoder_and_its_own_loss() -> No
 
 @pytest.mark.parametrize("checkpoint", ["remat", "full"])
 def test_a_model_that_transformers_does_not_checkpoint_is_refused_as_it_was(checkpoint: str) -> None:
-    from transformers import CTRLConfig, CTRLLMHeadModel, JetMoeConfig, JetMoeForCausalLM
-
-    ctrl = CTRLConfig(vocab_size=61, n_positions=64, n_embd=32, dff=24, n_layer=2, n_head=4)
-    sizes = {"hidden_size": 32, "intermediate_size": 24, "num_hidden_layers": 2, "num_key_value_heads": 2}
-    jetmoe = JetMoeConfig(vocab_size=61, **sizes, kv_channels=8, num_local_experts=4, num_experts_per_tok=2)
-    for model in (CTRLLMHeadModel(ctrl), JetMoeForCausalLM(jetmoe)):
+    experts = {"num_key_value_heads": 2, "kv_channels": 8, "num_local_experts": 4, "num_experts_per_tok": 2}
+    for model in (sized("CTRL", "LMHeadModel", dff=24), sized("JetMoe", **experts)):
         before = model.config._attn_implementation
         with pytest.raises(UnsupportedError, match=f"checkpoint='{checkpoint}' for a .*does not checkpoint its layers"):
             dfa_hf.distribute_attention(model, config=TrainingConfig(checkpoint=checkpoint))
@@ -75,14 +206,6 @@ def test_layers_that_share_keys_are_refused_what_would_lose_their_gradients_or_r
     dfa_hf.distribute_attention(model)
     with pytest.raises(UnsupportedError, match="logits_to_keep in a model whose layers share keys"):
         model(input_ids=text(1, 8, seed=0)["input_ids"], logits_to_keep=3)
-
-
-def test_a_model_that_keeps_to_its_own_attention_is_refused() -> None:
-    from transformers import FalconConfig, FalconForCausalLM
-
-    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 61}
-    with pytest.raises(UnsupportedError, match=r"a falcon model.*code of their own"):
-        dfa_hf.distribute_attention(FalconForCausalLM(FalconConfig(**sizes)))
 
 
 class Two(torch.nn.Module):
@@ -103,37 +226,3 @@ def test_several_models_in_one_module_are_refused() -> None:
     one = Two(torch.nn.Linear(1, 1))
     assert dfa_hf.distribute_attention(one) is one
     assert one.alias.config._attn_implementation == dfa_hf.NAME
-
-
-@pytest.mark.parametrize(
-    "kind", ["LlamaForSequenceClassification", "LlamaForTokenClassification", "LlamaForQuestionAnswering"]
-)
-def test_a_head_that_is_not_of_a_language_model_is_refused(kind: str) -> None:
-    import transformers
-
-    model = getattr(transformers, kind)(build("Llama").config)
-    with pytest.raises(UnsupportedError, match=f"{kind} is not supported: its head or its loss reads across tokens"):
-        dfa_hf.distribute_attention(model)
-    decoder = model.get_decoder()
-    assert dfa_hf.distribute_attention(decoder) is decoder
-
-
-def test_a_second_head_beside_that_of_a_language_model_is_refused() -> None:
-    from transformers import GPT2Config, GPT2DoubleHeadsModel, GPT2LMHeadModel
-
-    config = GPT2Config(vocab_size=61, n_embd=32, n_layer=2, n_head=4, attn_pdrop=0.0)
-    with pytest.raises(UnsupportedError, match="GPT2DoubleHeadsModel is not supported: its head"):
-        dfa_hf.distribute_attention(GPT2DoubleHeadsModel(config))
-    dfa_hf.distribute_attention(GPT2LMHeadModel(config))
-
-
-@pytest.mark.parametrize(
-    ("keywords", "message"),
-    [
-        ({"config": MegatronConfig(data_layout="zigzag")}, "data_layout='zigzag'.*it must be a TrainingConfig"),
-        ({"config": TrainingConfig(ulysses_degree=2)}, "ulysses_degree=2 on a group of 1 ranks"),
-    ],
-)
-def test_an_option_that_means_nothing_here_is_refused(keywords: Any, message: str) -> None:
-    with pytest.raises(UnsupportedError, match=message):
-        dfa_hf.distribute_attention(build("Llama"), **keywords)

@@ -12,6 +12,7 @@ from dfa_megatron import huggingface as dfa_hf
 from dfa_megatron.config import TrainingConfig
 from dfa_megatron.huggingface.router_loss import _Summed
 from dfa_megatron.huggingface.trainers.shared_batches import take_whole_batches
+from tests.huggingface.compared import assert_gradients, assert_loss
 from tests.runtime.test_second_derivatives import curved, leaves, refuses
 from tests.support.close import assert_close
 from tests.support.models import build, gradients, text
@@ -37,12 +38,8 @@ def compared(rank: int, ranks: int, kind: str, checkpoint: str) -> None:
         found = model(**whole if number == 2 else dfa_hf.shard_batch(whole))
         assert_close(found.aux_loss, reference.aux_loss, tolerance=1e-6, name="the router's loss")
         found.loss.backward()
-        total = found.loss.detach().clone()
-        dist.all_reduce(total)
-        assert_close(total / ranks, reference.loss, tolerance=1e-6, name=f"{kind} {number} loss")
-        for name, gradient in gradients(model).items():
-            dist.all_reduce(gradient)
-            assert_close(gradient / ranks, gradients(want)[name], tolerance=2e-6, name=f"{kind} {number} {name}")
+        assert_loss(found.loss, reference.loss, f"{kind} {number}", 1e-6)
+        assert_gradients(model, gradients(want), f"{kind} {number}", 2e-6)
     refuses(lambda x: curved(_Summed.apply(x, dist.group.WORLD.group_name).tanh()), leaves((4,)))
 
 

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 
 from dfa_megatron import huggingface as dfa_hf
@@ -16,6 +15,7 @@ from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.huggingface.tiles.tiled_head import causal_loss
 from dfa_megatron.loss import by_document, scores_of
 from dfa_megatron.loss.deferred import DeferredLogits
+from tests.huggingface.compared import assert_gradients, assert_loss
 from tests.support.models import build, gradients, text
 from tests.support.workers import run_ranks
 
@@ -45,22 +45,12 @@ def models(rank: int, ranks: int) -> None:
             output = model(**dfa_hf.shard_batch(whole))
         output.loss.backward()
         assert isinstance(output.logits, DeferredLogits)
-        mean = output.loss.detach().clone()
-        dist.all_reduce(mean, dist.ReduceOp.SUM)
-        torch.testing.assert_close(mean / ranks, want.detach(), rtol=1e-6, atol=0)  # transformers norms in float32
+        assert_loss(output.loss, want, kind, 1e-6)  # transformers norms in float32
         for row, (got, wanted) in enumerate(((scores.logprobs, picked), (scores.entropy, entropy))):
             torch.testing.assert_close(
                 torch.cat(by_document(got, (0, 2, 6 * ranks)), -1), wanted, rtol=1e-5, atol=1e-5, msg=f"{kind} {row}"
             )
-        wants = gradients(one)
-        for name, gradient in gradients(model).items():
-            dist.all_reduce(gradient)
-            torch.testing.assert_close(gradient / ranks, wants[name], rtol=1e-4, atol=1e-6, msg=f"{kind} {name}")
-
-
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_loss_by_tiles_and_its_gradients_are_those_of_one_process(ranks: int) -> None:
-    run_ranks(ranks, models, timeout=120)
+        assert_gradients(model, gradients(one), kind)
 
 
 def sharded(rank: int, ranks: int) -> None:
@@ -83,8 +73,13 @@ def sharded(rank: int, ranks: int) -> None:
             torch.testing.assert_close(parameter.grad.full_tensor(), wants[name], rtol=1e-4, atol=1e-5, msg=name)
 
 
-def test_loss_by_tiles_of_parameters_sharded_by_fsdp_has_the_gradients_of_one_process() -> None:
-    run_ranks(2, sharded, timeout=120)
+def each(rank: int, ranks: int) -> None:
+    models(rank, ranks)
+    sharded(rank, ranks)
+
+
+def test_loss_by_tiles_has_the_gradients_of_one_process_also_of_parameters_sharded_by_fsdp() -> None:
+    run_ranks(3, each, timeout=120)
 
 
 def test_tiles_end_with_the_option_and_logits_without_labels_are_whole() -> None:

@@ -151,12 +151,9 @@ def train(rank: int, world_size: int, size: int, folder: str) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize(("ranks", "size"), [(2, 2), (4, 2)])
-def test_options_that_count_or_group_by_length_are_those_of_one_process_a_group(
-    ranks: int, size: int, tmp_path: Path
-) -> None:
-    wanted = run_ranks(ranks // size, train, 1, str(tmp_path), timeout=120)[0]
-    for found in run_ranks(ranks, train, size, str(tmp_path), timeout=120):
+def test_options_that_count_or_group_by_length_are_those_of_one_process_a_group(tmp_path: Path) -> None:
+    wanted = run_ranks(2, train, 1, str(tmp_path), timeout=120)[0]
+    for found in run_ranks(4, train, 2, str(tmp_path), timeout=120):
         for name, values in wanted.items():
             for key, value in values.items():
                 tolerance = {"rel": 1e-2} if key == "samples" else {"rel": 1e-5, "abs": 1e-7}

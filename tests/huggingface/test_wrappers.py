@@ -10,7 +10,7 @@ from torch import nn
 
 from dfa_megatron import huggingface as dfa_hf
 from dfa_megatron.errors import UnsupportedError
-from tests.support.close import assert_close
+from tests.huggingface.compared import assert_gradients
 from tests.support.models import build, gradients, text
 from tests.support.workers import run_ranks
 
@@ -121,9 +121,7 @@ def adapters_of_each_token(rank: int, world_size: int) -> None:
         want(**whole).loss.backward()
         dfa_hf.distribute_attention(model)
         model(**dfa_hf.shard_batch(whole)).loss.backward()
-        for name, gradient in gradients(model).items():
-            torch.distributed.all_reduce(gradient)
-            assert_close(gradient / world_size, gradients(want)[name], tolerance=1e-6, name=name)
+        assert_gradients(model, gradients(want), type(config).__name__, 1e-6)
 
 
 def test_adapters_of_each_token_are_exact() -> None:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import math
 import subprocess
 import sys
 import types
+from typing import Any
 
 import pytest
 import torch
@@ -15,8 +17,9 @@ from dfa_megatron import kernels, names
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.kernels.adapters import flash2_flash3, flash4
 from dfa_megatron.kernels.adapters.cudnn import CudnnKernel
-from dfa_megatron.kernels.api import BlockKernel, Need
+from dfa_megatron.kernels.api import BlockCall, BlockKernel, Need, Saved
 from dfa_megatron.kernels.triton import adapter as triton_attention
+from dfa_megatron.plan.language.geometry import CAUSAL
 
 ON_CPU = Need(
     device="cpu",
@@ -96,10 +99,6 @@ def test_auto_prefers_cudnn_and_leaves_it_for_what_it_cannot_do() -> None:
     assert kernels.select("auto", dataclasses.replace(ON_HOPPER, head_dim=100, head_dim_v=100)).name == "triton"
     assert kernels.select("auto", dataclasses.replace(ON_HOPPER, dtype=torch.float32)).name == "triton"
     assert kernels.select("auto", dataclasses.replace(ON_HOPPER, dtype=torch.float64)).name == "reference"
-
-
-@pytest.mark.usefixtures("hopper_build")
-def test_auto_leaves_packs_to_kernels_that_compile_no_length_anew() -> None:
     packed = dataclasses.replace(ON_HOPPER, packed=True)
     assert kernels.select("auto", packed).name == kernels.first("auto", packed) == "aten"
     assert kernels.select("cudnn", packed).name == kernels.first("cudnn", packed) == "cudnn"
@@ -222,11 +221,6 @@ def test_an_unknown_kernel_names_the_known_ones() -> None:
         kernels.get("auto")
 
 
-def test_heads_that_do_not_share_their_kv_heads_evenly_are_no_need_of_any_kernel() -> None:
-    with pytest.raises(UnsupportedError, match="7 heads with 2 kv_heads"):
-        dataclasses.replace(ON_CPU, heads=7)
-
-
 def test_a_need_that_no_kernel_serves_lists_every_reason() -> None:
     with pytest.raises(UnsupportedError) as error:
         kernels.select("auto", dataclasses.replace(ON_CPU, dtype=torch.int32))
@@ -276,3 +270,55 @@ def test_importing_the_kernels_asks_nothing_of_a_gpu_and_loads_no_compiler() -> 
         "assert not {'triton', 'flash_attn', 'flash_attn_3'} & (set(sys.modules) - before)\n"
     )
     assert subprocess.run([sys.executable, "-c", code], timeout=120, check=False).returncode == 0
+
+
+CAPPED, BIASED = dataclasses.replace(ON_CPU, softcap=30.0), dataclasses.replace(ON_CPU, alibi=True)
+of_kernels = [
+    pytest.mark.support("kernels", row, f"`{name}`", refuses=True)
+    for row, names in (("softcap", "cpu aten cudnn flash3 flash2"), ("ALiBi", "cpu aten cudnn flash4 flash3 flash2"))
+    for name in names.split()
+]
+
+
+def refusing(test: object) -> object:
+    """Mark the cells of all kernels that cap no scores, or add no bias."""
+    for mark in of_kernels:
+        test = mark(test)
+    return test
+
+
+@refusing
+def test_kernels_that_cap_nothing_or_add_no_bias_refuse_and_name_those_that_can(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for need, why, able in (
+        (CAPPED, "it caps no scores", {"flash4", "triton", "reference"}),
+        (BIASED, "it adds no ALiBi bias by global positions", {"triton", "reference"}),
+    ):
+        with pytest.raises(UnsupportedError, match=rf"{why}.*'reference'"):
+            kernels.select("cpu", need)
+        assert {name for name in kernels.KERNELS if kernels.refusal(kernels.get(name), need) != why} == able
+        with monkeypatch.context() as patch:
+            for name in ("triton", "cudnn", "flash4"):
+                patch.setattr(type(kernels.get(name)), "refusal", lambda self, need: None)
+            assert kernels.select("auto", need).name == next(name for name in kernels.KERNELS if name in able)
+    for wrong in (-1.0, math.inf, math.nan):
+        with pytest.raises(UnsupportedError, match="positive and finite"):
+            kernels.select("auto", dataclasses.replace(CAPPED, softcap=wrong))
+
+
+def test_flash4_hands_the_cap_to_forward_and_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[tuple[float, float]] = []
+
+    def record(**arguments: Any) -> tuple[torch.Tensor, ...]:
+        given.append((arguments["softcap"], arguments["softmax_scale"]))
+        return arguments["q"], torch.zeros(1, 2, 8), arguments["v"]
+
+    monkeypatch.setattr(flash4, "_functions", lambda: (record, record))
+    q = torch.zeros(1, 8, 2, 16, dtype=torch.bfloat16)
+    saved = Saved(torch.zeros(1, 2, 8), minus_delta=torch.zeros(1, 2, 8))
+    for softcap in (0.0, 30.0):
+        call = BlockCall.of(q, q, q, CAUSAL, 0.5, softcap=softcap)
+        kernels.get("flash4").forward(call)
+        kernels.get("flash4").backward(call, q, saved)
+        assert given[-2:] == [(softcap, 0.5)] * 2

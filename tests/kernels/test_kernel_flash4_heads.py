@@ -11,16 +11,10 @@ import torch
 from dfa_megatron import kernels
 from dfa_megatron.doctor.dense import dense_attention
 from dfa_megatron.kernels.adapters import flash4, flash4_launches
-from dfa_megatron.kernels.api import BlockCall, Need, Saved
+from dfa_megatron.kernels.api import BlockCall, Saved
 from dfa_megatron.plan.language.geometry import CAUSAL, FULL, Band
 from tests.support.close import assert_close
-
-
-def skip_unless_flash4_serves() -> None:
-    capability = torch.cuda.get_device_capability()
-    need = Need("cuda", torch.bfloat16, 8, 2, 128, 128, frozenset({"full", "causal"}), capability=capability)
-    if why := kernels.get("flash4").refusal(need):
-        pytest.skip(f"flash4: {why}")
+from tests.support.packs import skip_unless_it_serves_this_gpu
 
 
 @pytest.mark.gpu
@@ -31,7 +25,7 @@ def skip_unless_flash4_serves() -> None:
 def test_flash4_is_exact_some_heads_at_a_time_and_where_memory_comes_late(
     heads: tuple[int, int], band: Band, deterministic: bool, late: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    skip_unless_flash4_serves()
+    skip_unless_it_serves_this_gpu("flash4")
     monkeypatch.setattr(*((flash4_launches, "_LARGE", 0) if late else (flash4, "_ACCUMULATORS", 1)))
     count, kv_count = heads
     generator = torch.Generator("cuda").manual_seed(count * 10 + kv_count)

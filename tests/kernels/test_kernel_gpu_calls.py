@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
@@ -190,15 +189,6 @@ def test_gpu_kernels_give_their_packed_operators_what_segments_mean(kernel: Bloc
         assert g.shape == w.shape
         error = (g.float() - w.float()).norm() / max(w.float().norm(), dout.float().norm())
         assert error < 2e-3, f"{name} is off by {error}"
-
-
-def test_packed_kernels_are_called_once_for_equal_windows(monkeypatch: pytest.MonkeyPatch) -> None:
-    stand_in = StandIn("flash4")
-    monkeypatch.setattr(flash4, "_functions", lambda: (stand_in.forward, None))
-    parts = [Segment(lo, hi, lo, hi, CAUSAL if hi - lo > 1 else FULL) for lo, hi in pairwise((0, 4, 5, 6, 20, 64))]
-    q = torch.randn(1, 64, 2, 16).bfloat16()
-    Flash4Kernel().forward(BlockCall(q, q, q, Segments(tuple(parts), 64, 64), 0.3))
-    assert stand_in.launches == [5]
 
 
 def test_a_bound_that_never_binds_compiles_no_windowed_kernel(monkeypatch: pytest.MonkeyPatch) -> None:

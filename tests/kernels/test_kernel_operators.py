@@ -10,10 +10,9 @@ import pytest
 import torch
 
 from dfa_megatron.errors import UnsupportedError
-from dfa_megatron.kernels.adapters import aten, cpu, cudnn, flash4, gpu, operators
+from dfa_megatron.kernels.adapters import aten, cpu, cudnn, flash4, shared
 from dfa_megatron.kernels.adapters.cudnn import CudnnKernel
-from dfa_megatron.kernels.adapters.gpu import dense, vectorised
-from dfa_megatron.kernels.adapters.operators import Operator, Package
+from dfa_megatron.kernels.adapters.shared import Operator, Package, dense, vectorised
 from dfa_megatron.kernels.api import BlockCall, Saved
 from dfa_megatron.plan.language.geometry import CAUSAL, FULL, Band
 
@@ -90,7 +89,7 @@ def fake_package(monkeypatch: pytest.MonkeyPatch) -> Iterator[Package]:
     library.define("attend(Tensor q, bool causal, Tensor? slopes) -> Tensor")
     for name in ("dfa_fake", "dfa_fake.interface"):
         monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
-    monkeypatch.setattr(operators.importlib.metadata, "version", {"dfa-fake": "1.9"}.__getitem__)
+    monkeypatch.setattr(shared.importlib.metadata, "version", {"dfa-fake": "1.9"}.__getitem__)
     yield Package("dfa-fake", "dfa_fake.interface", "2.0 to 2.4")
     library._destroy()
 
@@ -119,7 +118,7 @@ def test_a_package_that_is_not_there_and_one_that_is_broken_are_told_apart(monke
         def load(name: str, error: Exception = error) -> None:
             raise error
 
-        monkeypatch.setattr(operators.importlib, "import_module", load)
+        monkeypatch.setattr(shared.importlib, "import_module", load)
         assert package.refusal() == f"dfa-fake of unknown version cannot be imported ({type(error).__name__}: {error})"
 
 
@@ -135,12 +134,6 @@ def test_an_operator_that_changed_is_refused_with_the_version_found() -> None:
         Operator("aten::_no_such_attention", (), results=1)()
 
 
-def test_an_operator_is_called_by_either_spelling_of_an_argument() -> None:
-    a, b = torch.tensor(1.0), torch.tensor(2.0)
-    operator = Operator("aten::logaddexp", ("input|self", "other"), results=1)
-    assert torch.equal(operator(input=a, other=b), torch.logaddexp(a, b))
-
-
 def test_the_operators_of_this_pytorch_are_those_the_kernels_know() -> None:
     """Their schemas are in every build, so a renamed argument shows without a GPU."""
     for module in (aten, cpu, cudnn):
@@ -153,12 +146,12 @@ def test_the_operators_of_this_pytorch_are_those_the_kernels_know() -> None:
 def test_determinism_lasts_for_the_call_and_leaves_the_switch_as_it_was(mode: str) -> None:
     torch.set_deterministic_debug_mode(mode)
     before = torch.get_deterministic_debug_mode()
-    with gpu.deterministic_algorithms(True):
+    with shared.deterministic_algorithms(True):
         assert torch.get_deterministic_debug_mode() == 2
     assert torch.get_deterministic_debug_mode() == before
-    with gpu.deterministic_algorithms(False):
+    with shared.deterministic_algorithms(False):
         assert torch.get_deterministic_debug_mode() == before
-    with pytest.raises(KeyError), gpu.deterministic_algorithms(True):
+    with pytest.raises(KeyError), shared.deterministic_algorithms(True):
         raise KeyError
     assert torch.get_deterministic_debug_mode() == before
 

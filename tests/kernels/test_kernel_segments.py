@@ -15,7 +15,17 @@ from dfa_megatron.kernels.api import BlockCall, Partial
 from dfa_megatron.kernels.segments import Segments, Takes
 from dfa_megatron.kernels.triton.support import interpreted
 from dfa_megatron.plan.language.geometry import CAUSAL, FULL, Band, Segment
-from tests.support.kernel_cases import Case, check, every_dtype, every_target, run, usable
+from tests.support.kernel_cases import (
+    Case,
+    apart,
+    every_biasing,
+    every_dtype,
+    every_target,
+    problem,
+    run,
+    usable,
+    visible,
+)
 from tests.support.support_rows import in_bfloat16
 from tests.support.support_rows import kernel as of_kernel
 
@@ -65,40 +75,22 @@ PACKS = {
 every_pack = pytest.mark.parametrize("rows", PACKS)
 
 
-def visible(segments: Segments, device: str) -> torch.Tensor:
-    seen = torch.zeros(segments.q_len, segments.kv_len, dtype=torch.bool)
-    for s in segments.parts:
-        tile = s.tile
-        i, j = torch.arange(s.q_lo, s.q_hi)[:, None], torch.arange(s.kv_lo, s.kv_hi)[None]
-        seen[s.q_lo : s.q_hi, s.kv_lo : s.kv_hi] = (j - i >= tile.lo) & (j - i <= tile.hi)
-    return seen.to(device)
-
-
-def check_pack(name: str, device: str, dtype: torch.dtype, rows: str, deterministic: bool = False) -> None:
+def check_pack(
+    name: str, device: str, dtype: torch.dtype, rows: str, *, deterministic: bool = False, alibi: bool = False,
+    batch: int = 1,
+) -> None:  # fmt: skip
     pack = PACKS[rows]
     if interpreted():  # where a program takes half a second
         pack = replace(pack, heads=2, kv_heads=1, count=min(pack.count, 5))
-    seed = zlib.crc32(f"{rows}{name}{dtype}".encode())
-    segments = pack.draw(seed)
-    forms = [
-        Case(s.q_hi - s.q_lo, s.kv_hi - s.kv_lo, s.band, pack.heads, pack.kv_heads, pack.head_dim)
-        for s in segments.parts
-    ]
+    segments = pack.draw(zlib.crc32(f"{rows}{name}{dtype}".encode()))
+    sizes = {"heads": pack.heads, "kv_heads": pack.kv_heads, "head_dim": pack.head_dim, "batch": batch}
+    forms = [Case(s.q_hi - s.q_lo, s.kv_hi - s.kv_lo, s.band, **sizes) for s in segments.parts]
     kernel = usable(name, device, dtype, *forms, deterministic=deterministic)
-    generator = torch.Generator().manual_seed(seed)
-
-    def draw(length: int, heads: int) -> torch.Tensor:
-        values = torch.randn(1, length, heads, pack.head_dim, generator=generator, dtype=torch.float64)
-        return values.to(dtype).to(device)
-
-    q, dout = draw(segments.q_len, pack.heads), draw(segments.q_len, pack.heads)
-    k, v = draw(segments.kv_len, pack.kv_heads), draw(segments.kv_len, pack.kv_heads)
-    exact = tuple(x.to(torch.float64, copy=True).requires_grad_() for x in (q, k, v))
-    want_out, want_lse = dense_attention(*exact, visible=visible(segments, device), softmax_scale=0.1)
-    gradients = torch.autograd.grad(want_out, exact, dout.double())
-    call = BlockCall(q, k, v, segments, 0.1, deterministic=deterministic)
+    whole = Case(segments.q_len, segments.kv_len, **sizes)
+    places = apart(segments.q_len, segments.kv_len) if alibi else None
+    p = problem(whole, dtype, device, scale=0.7 if alibi else 0.8, segments=segments, rows=places)
     for _ in range(2):  # the second time with what was derived the first time
-        check(name, run(kernel, call, dout), (want_out.detach(), want_lse.detach(), *gradients), dtype)
+        p.check(name, run(kernel, replace(p.call, deterministic=deterministic), p.dout))
 
 
 @pytest.mark.support("kernels", in_bfloat16("several segments in a call"), of_kernel)
@@ -115,6 +107,13 @@ def test_a_call_of_several_segments_is_what_dense_float64_attention_says(
 @pytest.mark.parametrize("rows", ["causal documents", "gaps between all kinds"])
 def test_a_deterministic_backward_of_segments_is_right(name: str, device: str, rows: str) -> None:
     check_pack(name, device, torch.bfloat16, rows, deterministic=True)
+
+
+@every_biasing
+@every_dtype
+@pytest.mark.parametrize("batch", [1, 2], ids=["one launch", "a loop"])
+def test_segments_have_the_distances_of_their_own_rows(name: str, device: str, dtype: torch.dtype, batch: int) -> None:
+    check_pack(name, device, dtype, "gaps between all kinds", alibi=True, batch=batch)
 
 
 def test_equal_windows_are_one_group_and_bounds_that_never_bind_do_not_matter() -> None:
@@ -143,18 +142,6 @@ def test_groups_hold_every_segment_once_and_mean_what_its_band_means(seed: int) 
             assert replace(at, band=group.segments.window).tile.shrink() == at.tile.shrink()
             grouped.append(at)
     assert sorted(grouped) == sorted(segments.parts)
-
-
-def test_tables_are_made_once() -> None:
-    segments = PACKS["gaps"].draw(1)
-    (group,) = segments.groups
-    device = torch.device("cpu")
-    assert group.segments.offsets(device) is group.segments.offsets(device)
-    assert group.rows.index is not None
-    x = torch.arange(segments.q_len)
-    assert group.rows.take(x, 0).tolist() == list(group.rows.index)
-    assert group.rows._indices(device) is group.rows._indices(device)
-    assert PACKS["causal documents"].draw(1).groups[0].rows.is_all
 
 
 class Counted(ReferenceKernel):

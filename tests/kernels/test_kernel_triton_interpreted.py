@@ -27,17 +27,17 @@ CHOSEN = {
         "longer and float32": ["see"],
         "logits and float32": ["64x64-band9"],
         "inputs_are_left": [],
+        "float32 and alibi": ["2.0 and apart and window"],
+        "float32 and capped": ["0.7 and window"],
     },
     "test_kernel_segments.py": {
         "float32 and several": ["kinds", "windows and sides"],
+        "float32 and distances": ["launch"],
     },
-    "test_kernel_merge.py": {"not drift": []},
-    "test_kernel_alibi.py": {
-        "float32 and alibi": ["2.0 and apart and window"],
-        "float32 and segments": ["launch"],
-    },
-    "test_kernel_softcap.py": {
-        "float32 and capped": ["0.7 and window"],
+    "test_kernel_merge.py": {
+        "several or minus_delta or memory_order or saw_nothing": [],
+        "fused_merge": ["None", "into_dtype2"],
+        "round_once": ["dtypes0", "dtypes14", "dtypes26"],
     },
 }  # fmt: skip
 """By file: what a test's name holds, and one of which words beside it."""

@@ -147,7 +147,7 @@ def test_the_operation_that_failed_is_named() -> None:
         pass
     first = tape.reserve()
     for function in (lambda _: None, lambda _: 1 / 0):
-        tape.act(function, (first,))
+        tape.record_call(function, (first,))
     with pytest.raises(OpFailed) as found:
         replay(tape.ops, tape.registers())
     assert found.value.at == 1

@@ -215,9 +215,8 @@ def test_ranks_train_like_one(group: str, references: Callable[..., dict[str, st
     run_ranks(trainings[0][0].ranks, harness.check_topologies, cases, timeout=300)
 
 
-@pytest.mark.parametrize("topology", [CP2, TP2_CP2], ids=["cp2", "tp2-cp2-sequence-parallel"])
-def test_dropout_elsewhere_is_the_same_with_remat(topology: Topology) -> None:
-    run_ranks(topology.ranks, harness.check_same_dropout, topology, timeout=120)
+def test_dropout_elsewhere_is_the_same_with_remat() -> None:
+    run_ranks(4, harness.check_same_dropout, TP2_CP2, timeout=120)
 
 
 def per_token_loss(rank: int, ranks: int, reference: str) -> None:

@@ -30,7 +30,7 @@ def compare_with_tensor_parallel(rank: int, ranks: int) -> None:
     from benchmarks.megatron_common import MODES, arrange, seed
 
     args = megatron_layers.flags(["--toy", "--depth", "2", "--out", "unused"])
-    length, shape = args.layers[0]
+    length, shape = args.blocks()[0]
     found = []
     for name in ("remat", "tp-full"):
         arrange(ranks if MODES[name].tensor else 1)
@@ -66,7 +66,7 @@ def give_weights(block: torch.nn.Module, part: int, parts: int) -> None:
 def test_every_mode_and_training_give_figures_and_tensor_parallelism_the_same_layers(tmp_path: Path) -> None:
     out = tmp_path / "deep" / "toy.json"
     modes = ["remat-offload", "none"]
-    training = ["remat", "full", "remat-boundary"]
+    training = ["remat", "remat-boundary"]
     trained = [f"48:2:1:{mode}" for mode in training]
     run_ranks(
         2,
@@ -86,8 +86,7 @@ def test_every_mode_and_training_give_figures_and_tensor_parallelism_the_same_la
     for result in report["training"]:
         assert result["tokens_per_second_per_gpu"] > 0
         assert 0 < result["last_loss"] < 10
-    first, second, zigzag = report["training"]
-    assert first["first_loss"] == second["first_loss"]
+    first, zigzag = report["training"]
     assert zigzag["first_loss"] == pytest.approx(first["first_loss"], abs=1e-4)
     assert report["machine"]["ranks"] == 2
     assert report["seconds"] > 0

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from dfa_megatron.flags import read_arguments
+from dfa_megatron.launch import read_arguments
 from dfa_megatron.megatron.script.dfa_flags import add_dfa_arguments, options_of
 from tests.support.workers import run_ranks
 

@@ -59,7 +59,7 @@ def exchange_there_and_back(rank: int, world_size: int) -> None:
         tables.contiguous(torch.zeros(2, 4, 1), relayout, 4)  # local and global ones, stacked
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 5])
+@pytest.mark.parametrize("ranks", [1, 3])
 def test_an_exchange_and_its_gradient_on_real_ranks(ranks: int) -> None:
     run_ranks(ranks, exchange_there_and_back)
 

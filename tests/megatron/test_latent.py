@@ -47,10 +47,6 @@ def test_tensor_and_sequence_parallelism_train_like_megatron() -> None:
     run_ranks(4, sequence_parallel)
 
 
-def test_tables_of_every_length_are_of_this_ranks_tokens_also_for_fused_kernels() -> None:
-    run_ranks(2, _check_tables)
-
-
 def _check_tables(rank: int, ranks: int) -> None:
     use_cpu()
     from megatron.core.models.common.embeddings import YarnRotaryEmbedding
@@ -97,6 +93,7 @@ class Counting(OrderedRotary):
 
 
 def _rows_of_lengths_and_offsets(rank: int, ranks: int) -> list[list[int]]:
+    _check_tables(rank, ranks)
     rotary = Counting()
     rows = [rotary.forward(length, offset).tolist() for length, offset in ((4, 0), (4, 6), (4, 6), (8, 6))]
     group = dist.group.WORLD
@@ -105,7 +102,7 @@ def _rows_of_lengths_and_offsets(rank: int, ranks: int) -> list[list[int]]:
         return [*rows, rotary.forward(8, 6).tolist()]
 
 
-def test_a_rotary_table_is_known_by_its_length_its_offset_and_its_documents() -> None:
+def test_a_rotary_table_is_of_this_ranks_tokens_and_known_by_its_length_its_offset_and_its_documents() -> None:
     assert run_ranks(2, _rows_of_lengths_and_offsets) == [
         [[0, 1], [6, 7], [6, 7], [6, 7, 8, 9], [6, 7, 8, 6]],
         [[2, 3], [8, 9], [8, 9], [10, 11, 12, 13], [7, 8, 9, 10]],

@@ -73,10 +73,6 @@ def open_rolls(rank: int, ranks: int) -> None:
             roll(tokens, cp_group=group, new_argument=7)
 
 
-def test_the_replaced_roll_takes_and_passes_on_arguments_of_newer_releases() -> None:
-    run_ranks(2, open_rolls)
-
-
 def run(
     topology: Topology, options: MegatronConfig | None, batch: dict[str, Any], *, per_token: bool
 ) -> tuple[torch.Tensor, Any]:
@@ -218,9 +214,11 @@ def other_attention(rank: int, ranks: int) -> None:
         model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
 
 
-def test_a_prediction_layer_with_another_attention_is_refused_where_tokens_are_in_order() -> None:
-    run_ranks(2, other_attention)
+def each(rank: int, ranks: int) -> None:
+    for check in (open_rolls, other_attention, scripts_predictions):
+        check(rank, ranks)
 
 
-def test_a_spec_by_flags_distributes_the_prediction_layers_that_scripts_make_from_megatrons_default_spec() -> None:
-    run_ranks(2, scripts_predictions)
+def test_rolls_of_newer_releases_layers_with_another_attention_and_those_of_megatrons_default_spec() -> None:
+    """Taken and passed on, refused where tokens are in order, and distributed by a spec of flags."""
+    run_ranks(2, each)

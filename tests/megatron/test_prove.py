@@ -161,14 +161,6 @@ def with_each_fault(rank: int, world_size: int) -> list[str]:
     return said
 
 
-def test_every_planted_fault_is_found_and_nothing_is_left_behind() -> None:
-    one, other = run_ranks(2, with_each_fault, timeout=120)
-    assert one == other
-    for said, expected in zip(one[:-1], FOUND.values(), strict=True):
-        assert expected in said.partition("first difference: ")[2], said
-    assert "2 ranks compute what one rank computes" in one[-1]
-
-
 def trains_on(rank: int, world_size: int) -> None:
     """The harness's training, with a proof before its first step or without."""
     from megatron.core.pipeline_parallel import schedules
@@ -198,8 +190,17 @@ def trains_on(rank: int, world_size: int) -> None:
     assert all(torch.equal(x, proved.gradients[name]) for name, x in plain.gradients.items())
 
 
-def test_training_goes_on_as_if_there_had_been_no_proof() -> None:
-    run_ranks(2, trains_on, timeout=120)
+def each(rank: int, world_size: int) -> list[str]:
+    trains_on(rank, world_size)
+    return with_each_fault(rank, world_size)
+
+
+def test_every_planted_fault_is_found_and_training_goes_on_as_if_there_had_been_no_proof() -> None:
+    one, other = run_ranks(2, each, timeout=120)
+    assert one == other
+    for said, expected in zip(one[:-1], FOUND.values(), strict=True):
+        assert expected in said.partition("first difference: ")[2], said
+    assert "2 ranks compute what one rank computes" in one[-1]
 
 
 def asked_by_a_flag(rank: int, world_size: int) -> list[str]:

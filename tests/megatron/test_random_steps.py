@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.fuzz.frameworks.drawn import check
+from tests.fuzz.frameworks.steps import check
 
 
 def test_random_steps_are_those_of_one_rank() -> None:

@@ -129,10 +129,6 @@ def tied(config: Any, options: MegatronConfig) -> Any:
     return small_model.build_chunk(config, options, None, 0.05, share_embeddings_and_output_weights=True, **sizes)
 
 
-def test_scores_of_a_tied_model_are_those_of_its_logits() -> None:
-    run_ranks(2, scores, timeout=120)
-
-
 def test_a_tile_of_an_mlp_with_an_adapters_dropout_draws_the_same_numbers_again() -> None:
     from megatron.core.transformer.mlp import MLP
 
@@ -165,5 +161,10 @@ def refused_stage(rank: int, ranks: int) -> None:
         harness.make_model(made, options)
 
 
-def test_every_stage_of_a_pipeline_refuses_tiles_beside_experts_of_another_stage() -> None:
-    run_ranks(2, refused_stage, timeout=120)
+def each(rank: int, ranks: int) -> None:
+    scores(rank, ranks)
+    refused_stage(rank, ranks)
+
+
+def test_scores_are_those_of_logits_and_every_stage_refuses_tiles_beside_experts_of_another_stage() -> None:
+    run_ranks(2, each, timeout=120)

@@ -20,9 +20,8 @@ from dfa_megatron.plan.cost.hardware import (
     computing_with,
 )
 from dfa_megatron.plan.cost.simulate import simulate
-from dfa_megatron.plan.language.heads import split_heads
 from dfa_megatron.plan.language.mask import causal
-from dfa_megatron.plan.language.shape import AttentionShape
+from dfa_megatron.plan.language.shape import AttentionShape, split_heads
 
 RESULTS = Path(__file__).parents[2] / "benchmarks/results"
 LENGTHS = tuple(1024 * k for k in (8, 16, 32, 64, 128, 512))

@@ -12,7 +12,6 @@ from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.plan.cost.hardware import IDEAL_LINK
 from dfa_megatron.plan.cost.simulate import simulate
 from dfa_megatron.plan.draw import draw
-from dfa_megatron.plan.language.grid import grid
 from dfa_megatron.plan.language.mask import causal, sliding_window
 from dfa_megatron.plan.language.shape import AttentionShape
 from tests.support.plan_cases import WAYS, plan_of
@@ -29,10 +28,6 @@ def test_the_grid_of_a_schedule_is_the_reviewed_one(golden: Path) -> None:
     assert drawn + "\n" == golden.read_text(encoding="utf-8")
 
 
-def test_there_are_reviewed_grids_of_the_schedules_that_the_documentation_explains() -> None:
-    assert {path.stem.rpartition("_p")[0] for path in GOLDEN.glob("*.txt")} >= {"balanced", "balanced_shared", "ring"}
-
-
 @pytest.mark.parametrize("width", [40, 60, 80, 100, 200])
 @pytest.mark.parametrize("ranks", [4, 8, 32])
 def test_a_grid_fits_the_width_it_is_given(width: int, ranks: int) -> None:
@@ -40,12 +35,6 @@ def test_a_grid_fits_the_width_it_is_given(width: int, ranks: int) -> None:
         text = draw(plan_of(schedule, causal(ranks * 4), ranks), phase="forward", width=width)
         assert max(map(len, text.splitlines()[1:])) <= width
         assert all(re.search(rf"\br{rank}\b", text) for rank in range(ranks))
-
-
-def test_a_mark_points_at_one_cell() -> None:
-    text = grid(plan_of("balanced", causal(16), 4).forward, mark=(1, 2))
-    assert text.count("<!") == 1
-    assert "2.1<!" in text
 
 
 @pytest.mark.parametrize("schedule", WAYS)
@@ -78,15 +67,6 @@ def test_a_picture_has_every_block_and_every_message(schedule: str) -> None:
     names = sum(e.label.count("+") + 1 for e in timeline.events if e.kind == "receive")
     assert sum(kind in ("own", "diagonal", "helper") for kind in shapes) == computed
     assert sum(kind in ("kv", "q", "result") for kind in shapes) == names
-
-
-def test_half_a_block_is_drawn_half_as_long() -> None:
-    text = draw(plan_of("balanced", causal(8 * 8192), 8), "svg", phase="forward", hardware=IDEAL_LINK)
-    widths = {
-        kind: float(re.search(rf'class="{kind}" x="[\d.]+" y="[\d.]+" width="([\d.]+)"', text).group(1)) + 1  # type: ignore[union-attr]
-        for kind in ("diagonal", "own")
-    }
-    assert widths["diagonal"] / widths["own"] == pytest.approx(0.5, abs=0.01)
 
 
 def test_the_title_tells_the_schedule_and_the_heading_the_idle_share() -> None:

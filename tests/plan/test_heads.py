@@ -10,8 +10,7 @@ import pytest
 from dfa_megatron.cli.main import main
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.plan.language import layout as layouts
-from dfa_megatron.plan.language.heads import check_degree, split_heads, split_tokens
-from dfa_megatron.plan.language.shape import AttentionShape
+from dfa_megatron.plan.language.shape import AttentionShape, check_degree, split_heads, split_tokens
 
 
 @pytest.mark.parametrize("degree", [1, 2, 3, 4, 6])
@@ -52,13 +51,6 @@ def test_gathered_tokens_are_those_of_a_rank_of_the_plan(layout: str, ranks: int
             assert back == in_order, "and they find their way back"
         else:
             assert layout == "contiguous" or degree == 1
-
-
-def test_neighbours_exchange_and_ranks_with_the_same_heads_share_a_plan() -> None:
-    split = split_tokens(2, 5, 8, "contiguous", 4)
-    assert list(split.exchange_group) == [4, 5]
-    assert list(split.plan_group) == [1, 3, 5, 7]
-    assert split.gathered == split.returned == ()
 
 
 @pytest.mark.parametrize(
@@ -127,12 +119,6 @@ def cheapest_degree(out: str) -> int:
 
 def test_the_command_takes_a_degree_chooses_one_and_refuses_wrong_ones(capsys: pytest.CaptureFixture[str]) -> None:
     flags = ["plan", "--ranks", "4", "--seq-length", "4096", "--heads", "8", "--head-dim", "64", "--ulysses-degree"]
-    for more, again in (("--no-remat", 0), ("--remat", 3 * 4)):  # q, k and v of 4 heads, unless they were kept
-        assert main([*flags, "2", more]) == 0
-        out = capsys.readouterr().out
-        assert "of 2 ranks with 4 heads and 4 kv heads" in out
-        backward = 1024 * ((again + 4 + 4 + 3 * 4) * 128 + 4 * 4)
-        assert f"{backward / 1e6:.1f} around the backward" in out
     for length, hardware, degree in (("131072", "h200-nvlink-flash4", 1), ("32768", "h200-slow-link-flash4", 4)):
         given = ["--no-remat", "--layout", "contiguous", "--seq-length", length, "--hardware", hardware, "--explain"]
         assert main([*flags, "auto", *given]) == 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from dfa_megatron.errors import UnsupportedError
-from dfa_megatron.plan.language.layout import LAYOUTS, Layout, by_name, contiguous, halves, zigzag
+from dfa_megatron.plan.language.layout import LAYOUTS, Layout, by_name, contiguous, halves
 
 
 def tokens(layout: Layout, rank: int) -> list[int]:
@@ -31,22 +31,8 @@ def test_halves_hold_the_tokens_of_contiguous(ranks: int, per_rank: int) -> None
         assert mine == tokens(contiguous(ranks * per_rank, ranks), rank)
 
 
-def test_zigzag_gives_a_rank_an_early_and_a_late_chunk() -> None:
-    assert [zigzag(16, 4).of(rank) for rank in range(4)] == [(0, 7), (1, 6), (2, 5), (3, 4)]
-
-
-def test_offsets_lay_chunks_one_after_another() -> None:
-    layout = halves(15, 3)
-    assert layout.offsets((1, 2, 5)) == {1: 0, 2: 3, 5: 5}
-
-
 @pytest.mark.parametrize(("name", "length"), [("contiguous", 10), ("zigzag", 12), ("halves", 0)])
 def test_a_length_that_does_not_divide_is_refused_with_one_that_does(name: str, length: int) -> None:
     with pytest.raises(UnsupportedError, match=r"for example \d+ tokens") as refusal:
         by_name(name, length, 4)
     by_name(name, int(refusal.value.instead.split()[2]), 4)
-
-
-def test_an_unknown_layout_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(UnsupportedError, match="contiguous, halves, zigzag"):
-        by_name("striped", 8, 2)

@@ -12,7 +12,7 @@ from dfa_megatron.errors import PlanError
 from dfa_megatron.plan.language.geometry import CAUSAL, FULL, Segment, Span, Tile
 from dfa_megatron.plan.language.ir import BACKWARD, FORWARD, Phase, Plan
 from dfa_megatron.plan.language.layout import contiguous
-from dfa_megatron.plan.language.mask import causal, documents
+from dfa_megatron.plan.language.mask import documents
 from dfa_megatron.plan.lowering.kernel_calls import COPIED, GAP, packs, segments_of
 from dfa_megatron.plan.lowering.landings import landings_of
 from dfa_megatron.plan.lowering.lower import lower_all
@@ -35,17 +35,6 @@ def test_documents_of_one_rank_are_one_call() -> None:
     (call,) = own.calls
     assert call.segments == (Segment(0, 3, 0, 3, CAUSAL), Segment(3, 4, 3, 4, FULL), Segment(4, 8, 4, 8, CAUSAL))
     assert call.area == 6 + 1 + 10
-
-
-@pytest.mark.parametrize("schedule", ["ring", "balanced", "balanced_shared", "zigzag"])
-def test_one_document_is_one_segment_that_is_the_whole_call(schedule: str) -> None:
-    plan = plan_of(schedule, causal(48), 4)
-    for phase in (plan.forward, plan.backward):
-        for program in lower_all(phase):
-            for call in (call for step in program.steps for call in step.calls):
-                (segment,) = call.segments
-                assert (segment.q_lo, segment.kv_lo) == (0, 0)
-                assert (segment.q_hi, segment.kv_hi) == (call.q.rows, call.kv.rows)
 
 
 def test_rows_between_segments_belong_to_none() -> None:
@@ -136,7 +125,7 @@ def test_messages_that_land_on_one_another_are_refused() -> None:
     at = next(number for number, step in enumerate(steps) if len(step.receives) == 2)
     first, second = steps[at].receives
     ((region,),) = second.parts
-    moved = replace(second, parts=((replace(region, lo=region.lo - 1, hi=region.hi - 1),),))
+    moved = replace(second, parts=((region._replace(lo=region.lo - 1, hi=region.hi - 1),),))
     steps[at] = replace(steps[at], receives=(first, moved))
     programs[2] = replace(programs[2], steps=tuple(steps))
     with pytest.raises(PlanError, match="no place for a message to land in"):

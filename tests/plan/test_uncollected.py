@@ -21,24 +21,17 @@ def test_it_goes_on_after_the_last_block_an_error_too() -> None:
             raise ValueError("inside")
         assert not gc.isenabled()
     assert gc.isenabled()
-
-
-def test_it_stays_off_where_it_was_off() -> None:
     gc.disable()
     try:
         with uncollected():
             pass
-        assert not gc.isenabled()
+        assert not gc.isenabled(), "it stays off where it was off"
     finally:
         gc.enable()
-
-
-def test_it_goes_on_in_a_process_that_was_forked_meanwhile() -> None:
     with uncollected():
-        child = os.fork()
-        if child == 0:
+        if (child := os.fork()) == 0:
             os._exit(7 if gc.isenabled() else 1)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7, "it goes on in a fork"
 
 
 def test_no_collection_runs_while_a_pack_is_planned() -> None:

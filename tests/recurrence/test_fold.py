@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.recurrence import Scan
-from dfa_megatron.recurrence.fold import fold, fold_back, gradient_of_m
+from dfa_megatron.recurrence.fold import fold
 from dfa_megatron.recurrence.local_scan import local_scan
 from dfa_megatron.recurrence.share import Share
 from dfa_megatron.recurrence.token_loop import linear_attention
@@ -80,26 +80,6 @@ def test_a_share_follows_documents_token_by_token(ranks: int, tokens: int, data:
         assert set(share.after) == {at // tokens for at in range(lo + tokens, length) if document[at] == last}
         assert share.crosses == any(document[r * tokens] == document[r * tokens - 1] for r in range(1, ranks))
     assert share.chains == any(len(Share(rank, ranks, tokens, offsets).before) > 1 for rank in range(ranks))
-
-
-@pytest.mark.parametrize("matrix", [False, True])
-def test_the_fold_back_is_the_transpose_of_the_fold(matrix: bool) -> None:
-    ranks, draw = 4, torch.Generator().manual_seed(3)
-    ms = [torch.randn(2, 3, 3 if matrix else 1, generator=draw, dtype=torch.float64) for _ in range(ranks)]
-    states = [torch.randn(2, 3, 4, generator=draw, dtype=torch.float64) for _ in range(ranks)]
-    leaves = [x.requires_grad_() for x in (*ms, *states)]
-    came = [fold(list(zip(ms, states, strict=True))[:rank], matrix=matrix) for rank in range(ranks)]
-    given = [torch.zeros(2, 3, 4).double()] + [torch.randn(2, 3, 4).double() for _ in range(ranks - 1)]
-    wanted = torch.autograd.grad(came[1:], leaves, given[1:], allow_unused=True)  # type: ignore[arg-type]
-    for rank in range(ranks - 1):
-        with torch.no_grad():
-            outgoing = fold_back(list(zip(ms, given, strict=True))[rank + 1 :], matrix=matrix)
-            assert outgoing is not None
-            torch.testing.assert_close(outgoing, wanted[ranks + rank])
-            incoming = came[rank]
-            if incoming is not None and rank:
-                of_m = gradient_of_m(outgoing, incoming, ms[rank], matrix=matrix)
-                torch.testing.assert_close(of_m, wanted[rank])
 
 
 def test_tokens_that_do_not_belong_together_are_refused() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import weakref
 from typing import Any
@@ -105,41 +104,6 @@ def test_an_exception_in_the_first_pass_leaves_nothing_behind(front: Any) -> Non
     Attention.ran = 0
     front(region, x).sum().backward()
     assert Attention.ran == 1
-
-
-def pairs(count: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    return [(torch.full((2, 3), float(n)), torch.full((2,), -float(n))) for n in range(count)]
-
-
-def test_a_first_pass_that_is_run_again_starts_anew() -> None:
-    first, recompute = remat.context_fn()
-    for pair in pairs(2):
-        with first:
-            remat.active_frame().record(*pair)  # type: ignore[union-attr]
-    with recompute:
-        out, lse = remat.active_frame().take()  # type: ignore[union-attr]
-    assert torch.equal(out, torch.ones(2, 3))
-    assert torch.equal(lse, -torch.ones(2))
-
-
-@pytest.mark.parametrize("failing", ["first pass", "recompute"])
-def test_a_pass_that_fails_keeps_nothing(failing: str) -> None:
-    first, recompute = remat.context_fn()
-    with contextlib.suppress(ZeroDivisionError), first:
-        frame = remat.active_frame()
-        assert frame is not None
-        for pair in pairs(3):
-            frame.record(*pair)
-        assert frame.kept_bytes == 3 * (6 + 2) * 4
-        if failing == "first pass":
-            raise ZeroDivisionError
-    if failing == "recompute":
-        with contextlib.suppress(ZeroDivisionError), recompute:
-            remat.active_frame().take()  # type: ignore[union-attr]
-            raise ZeroDivisionError
-    assert frame.kept_bytes == 0
-    with pytest.raises(RematError, match="ran only 0" if failing == "first pass" else "taken before"), recompute:
-        remat.active_frame().take()  # type: ignore[union-attr]
 
 
 def test_a_recompute_inside_the_first_pass_uses_up_what_was_recorded_before_it() -> None:

@@ -29,35 +29,21 @@ from tests.remat.regions import (
 
 
 @front
-@pytest.mark.parametrize("attentions", [1, 2, 3])
-@pytest.mark.parametrize("dropout", [0.0, 0.3])
+@pytest.mark.parametrize(("attentions", "dropout"), [(1, 0.0), (3, 0.3)])
 def test_gradients_are_those_without_checkpointing_to_the_bit(front: Any, attentions: int, dropout: float) -> None:
     layers = make(3, attentions, attentions=attentions, dropout=dropout)
     want = step(layers, direct, seed=7)
     Attention.ran = 0
     assert_same_bits(step(layers, front, seed=7), want)
     assert Attention.ran == 3 * attentions
+    assert COUNTERS.remat_bytes == 3 * attentions * (TOKENS * HIDDEN + TOKENS) * 8, "out and lse and nothing else"
     assert remat.active_frame() is None
-
-
-@front
-def test_full_recompute_runs_twice_the_attentions_of_remat(front: Any) -> None:
-    layers = make(4, 0, attentions=2)
     step(layers, partial(torch_checkpoint, use_reentrant=False), seed=1)
-    full, Attention.ran = Attention.ran, 0
-    step(layers, front, seed=1)
-    assert full == 2 * Attention.ran == 16
+    assert Attention.ran == 9 * attentions, "full recompute runs twice the attentions"
 
 
 @front
-def test_what_is_kept_is_out_and_lse_and_nothing_else(front: Any) -> None:
-    layers = make(2, 3, attentions=2)
-    step(layers, front, seed=2)
-    assert COUNTERS.remat_bytes == 4 * (TOKENS * HIDDEN + TOKENS) * 8
-
-
-@front
-@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 2, 0)])
+@pytest.mark.parametrize("order", [(0, 1, 2), (1, 2, 0)])
 def test_micro_batches_come_back_in_any_order(front: Any, order: tuple[int, ...]) -> None:
     (layer,) = make(1, 5)
     torch.manual_seed(sum(order[:2]))
@@ -97,17 +83,6 @@ def test_an_attention_in_nested_regions_runs_once(outer: Any, inner: Any) -> Non
     Attention.ran = 0
     assert_same_bits(gradients(outer), want)
     assert Attention.ran == 8
-
-
-@pytest.mark.parametrize("outer", FRONTS.values(), ids=FRONTS.keys())
-@pytest.mark.parametrize("middle", FRONTS.values(), ids=FRONTS.keys())
-def test_three_nested_regions_run_an_attention_once(outer: Any, middle: Any) -> None:
-    (layer,) = make(1, 13)
-    want = step([layer], direct, seed=4)
-    Attention.ran = 0
-    got = step([layer], lambda fn, x: outer(lambda y: middle(lambda z: non_reentrant(fn, z), y), x), seed=4)
-    assert_same_bits(got, want)
-    assert Attention.ran == 1
 
 
 @front
@@ -154,15 +129,6 @@ def test_a_framework_that_skips_checkpointing_runs_attention_as_if_there_were_no
     assert_same_bits(got, want)
     assert Attention.ran == 2
     assert COUNTERS.remat_bytes == 0
-
-
-def test_a_skipping_framework_inside_a_region_records_in_that_region() -> None:
-    layers = make(1, 61)
-    want = step(layers, direct, seed=8)
-    Attention.ran = 0
-    skip = partial(remat.remat_checkpoint, checkpoint=lambda run, *args: run(*args))
-    assert_same_bits(step(layers, lambda fn, x: non_reentrant(lambda y: skip(fn, y), x), seed=8), want)
-    assert Attention.ran == 1
 
 
 def test_a_non_reentrant_function_given_as_reentrant_is_right_and_says_once_what_to_use(

@@ -59,15 +59,6 @@ def test_the_last_two_stay_and_each_taker_starts_the_way_back_of_the_next_two(mo
         assert moves == [("up", float(m)) for m in range(3, max(n - 3, -1), -1)]
 
 
-def test_what_is_given_up_does_not_come_back(moves: list[tuple[str, float]]) -> None:
-    pairs = settled(4)
-    moves.clear()
-    del pairs[1]
-    for pair in reversed(pairs):
-        pair.take()
-    assert moves == [("up", 0)]
-
-
 def test_tensors_leave_the_device_when_two_more_are_settled() -> None:
     first, second, third = settled(3)
     assert first._tensors is None
@@ -173,39 +164,19 @@ def living() -> dict[str, int]:
     return {name: sum(issubclass(type(item), kind) for item in gc.get_objects()) for name, kind in kinds.items()}
 
 
+@pytest.mark.support("runtime", "what is kept, in host memory (`remat_offload`)")
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS.keys())
-def test_two_hundred_steps_of_every_kind_leave_nothing_behind(way: Callable[..., Any]) -> None:
+def test_a_hundred_steps_of_every_kind_leave_nothing_behind(way: Callable[..., Any]) -> None:
     torch.manual_seed(5)
     layers = [Layer() for _ in range(LAYERS)]
     counts = []
-    for number in range(200):
+    for number in range(120):
         a_step(layers, way, number)
-        if number in (20, 199):
+        if number in (20, 119):
             counts.append(living())
     assert counts[0] == counts[1]
     assert counts[1]["regions"] == counts[1]["frames"] == counts[1]["pairs"] == 0
     assert remat.active_frame() is None
-
-
-def gradients(layers: list[Layer], way: Callable[..., Any], x: torch.Tensor) -> list[torch.Tensor]:
-    hidden = leaf = x.clone().requires_grad_()
-    for layer in layers:
-        layer.zero_grad()
-        hidden = way(layer, hidden)
-    hidden.square().sum().backward()
-    assert leaf.grad is not None
-    return [leaf.grad, *(p.grad.clone() for layer in layers for p in layer.parameters() if p.grad is not None)]
-
-
-@pytest.mark.support("runtime", "what is kept, in host memory (`remat_offload`)")
-def test_gradients_are_the_same_to_the_bit_with_and_without() -> None:
-    torch.manual_seed(7)
-    layers = [Layer() for _ in range(LAYERS)]
-    x = torch.randn(1, TOKENS, HIDDEN)
-    want = gradients(layers, lambda fn, y: fn(y), x)
-    for name, way in WAYS.items():
-        got = gradients(layers, way, x)
-        assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True)), name
 
 
 @pytest.mark.parametrize("way", [name for name in WAYS if "offloaded" in name])

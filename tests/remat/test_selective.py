@@ -90,11 +90,6 @@ def test_a_compiled_region_runs_attention_once(context_fn: Callable[..., Any]) -
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
 
 
-def test_a_compiled_region_would_run_attention_twice_without_the_policy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remat, "SAVED_OPERATORS", frozenset())
-    assert gradients(remat.selective_context_fn, compiled=False)[1] == 4
-
-
 def test_no_frame_is_seen_while_a_region_is_compiled() -> None:
     def region(x: torch.Tensor) -> torch.Tensor:
         return x.sin() if remat.active_frame() is None else x.cos()

@@ -1,8 +1,7 @@
-"""The operator under torch.compile and selective checkpointing, and frames around the real attention."""
+"""The operator under torch.compile and selective checkpointing."""
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import pytest
@@ -12,7 +11,6 @@ from torch.utils.checkpoint import checkpoint
 import dfa_megatron
 from dfa_megatron import remat
 from dfa_megatron.config import DistAttentionConfig
-from dfa_megatron.errors import RematError
 from dfa_megatron.runtime.counters import COUNTERS
 from tests.support.arguments import arguments
 from tests.support.attend import case
@@ -56,64 +54,6 @@ def _run(run: object, layer: Layer, x: torch.Tensor) -> tuple[list[torch.Tensor]
     y = run(x)  # type: ignore[operator]
     y.square().sum().backward()
     return [y.detach(), x.grad.clone(), *(p.grad.clone() for p in layer.parameters())], COUNTERS.snapshot()
-
-
-def _fronts(rank: int, ranks: int) -> None:
-    layer, x = _model_and_input(rank)
-    body = partial(layer, dropout=0.2)
-    plain, counts = _run(body, layer, x)
-    full, twice = _run(lambda x: checkpoint(body, x, use_reentrant=False), layer, x)
-    assert twice["attention_forwards"] == 2 * counts["attention_forwards"] == 4
-    assert twice["forward_messages"] == 2 * counts["forward_messages"]
-    assert counts["forward_messages"] or rank == ranks - 1, "the last rank of a causal attention sends nothing at P = 2"
-    fronts = {
-        "context_fn": lambda x: checkpoint(body, x, use_reentrant=False, context_fn=remat.context_fn),
-        "re-entrant": lambda x: remat.remat_checkpoint(body, x),
-        "selective": lambda x: checkpoint(body, x, use_reentrant=False, context_fn=remat.selective_context_fn),
-    }
-    for name, front in fronts.items():
-        got, once = _run(front, layer, x)
-        for field in (
-            "attention_forwards",
-            "kernel_forwards",
-            "forward_messages",
-            "forward_bytes",
-            "attention_backwards",
-        ):
-            assert once[field] == counts[field], (name, field)
-        assert all(torch.equal(a, b) for a, b in zip(got, plain, strict=True)), f"{name}: gradients equal to the bit"
-    assert all(torch.equal(a, b) for a, b in zip(full, plain, strict=True))
-
-
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_no_front_repeats_the_forward_and_all_give_equal_bits(ranks: int) -> None:
-    run_ranks(ranks, _fronts)
-
-
-def _second_backward(rank: int, ranks: int) -> None:
-    layer, x = _model_and_input(rank)
-    y = remat.remat_checkpoint(layer, x).sum()
-    y.backward(retain_graph=True)
-    with pytest.raises(RematError):
-        y.backward()
-
-
-def test_a_second_backward_is_a_clear_error_on_every_rank() -> None:
-    run_ranks(2, _second_backward)
-
-
-def _evaluation(rank: int, ranks: int) -> None:
-    layer, x = _model_and_input(rank)
-    with torch.no_grad():
-        expected = layer(x)
-        COUNTERS.reset()
-        assert torch.equal(remat.remat_checkpoint(layer, x), expected)
-    assert COUNTERS.remat_bytes == 0
-    assert remat.active_frame() is None
-
-
-def test_evaluation_keeps_nothing() -> None:
-    run_ranks(2, _evaluation)
 
 
 def _compiled(rank: int, ranks: int, backend: str) -> None:

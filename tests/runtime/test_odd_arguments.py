@@ -1,4 +1,4 @@
-"""What is no tensor, no group, no mask, or no plain call is refused in words; modes of PyTorch change no number."""
+"""What is no tensor, no group, no mask, or no plain call is refused in words."""
 
 from __future__ import annotations
 
@@ -10,12 +10,7 @@ import torch
 
 import dfa_megatron
 from dfa_megatron import masks
-from dfa_megatron.doctor.dense import dense_attention
 from dfa_megatron.errors import UnsupportedError
-from dfa_megatron.plan.language.geometry import CAUSAL
-from tests.support.arguments import arguments
-from tests.support.close import assert_close
-from tests.support.workers import run_ranks
 
 
 def tensors(rows: int = 8, heads: int = 2, dim: int = 8, dim_v: int = 8) -> list[torch.Tensor]:
@@ -59,35 +54,3 @@ def test_an_odd_argument_is_refused_in_words(what: str) -> None:
     action, match = REFUSED[what]
     with pytest.raises(UnsupportedError, match=match):
         action()
-
-
-@pytest.mark.parametrize("kernel", ["reference", "cpu"])
-def test_autocast_changes_no_number(kernel: str) -> None:
-    q, k, v = tensors(64, dim_v=8)
-    want, want_lse = dense_attention(*(x.double() for x in (q, k, v)), CAUSAL)
-    gradients = torch.autograd.grad(want.sum(), (q, k, v))
-    with torch.autocast("cpu", torch.bfloat16):
-        out, lse = dfa_megatron.dist_flash_attn_func(q, k, v, **arguments(causal=True, kernel=kernel, return_lse=True))
-        found = torch.autograd.grad(out.sum(), (q, k, v))
-    assert_close(out, want.float(), tolerance=1e-5, name="out")
-    assert_close(lse, want_lse.float(), tolerance=1e-5, name="lse")
-    for name, g, w in zip("qkv", found, gradients, strict=True):
-        assert_close(g, w, tolerance=1e-4, name=f"d{name}")
-
-
-def _elsewhere(rank: int, ranks: int) -> float:
-    q, k, v = tensors()
-    offsets = (0, 3, 8 * ranks)
-
-    def run() -> list[torch.Tensor]:
-        out = attend(q, k, v)
-        pack = dfa_megatron.dist_flash_attn_varlen_func(q[0], k[0], v[0], offsets, causal=True)
-        return [*torch.autograd.grad(out.sum() + pack.sum(), (q, k, v)), out, pack]
-
-    with torch.device("meta"):
-        found = run()
-    return max(float((one - other).abs().max()) for one, other in zip(found, run(), strict=True))
-
-
-def test_a_default_device_makes_no_difference() -> None:
-    assert run_ranks(2, _elsewhere) == [0.0, 0.0]

@@ -4,31 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import dfa_megatron
 from dfa_megatron import remat
 from dfa_megatron.loss import Head, cross_entropy, token_scores
 from dfa_megatron.recurrence import dist_conv, dist_scan
 from dfa_megatron.sharding import unshard_sequence
+from tests.fuzz.attempt import Listens
 from tests.support.arguments import arguments
 from tests.support.recurrences import Recurrence, recurrence
 from tests.support.workers import run_ranks
 
 Leaves = Sequence[torch.Tensor]
 Loss = Callable[..., torch.Tensor]
-
-
-class Listens(TorchDispatchMode):
-    """Passes every operation on: attention is then an operator of torch.library."""
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return function(*args, **(kwargs or {}))
 
 
 def leaves(*shapes: tuple[int, ...]) -> list[torch.Tensor]:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import fields
 from typing import Any
 
 from dfa_megatron.config import DistAttentionConfig
+from dfa_megatron.errors import DistAttentionError
 
 _OPTIONS = frozenset(spec.name for spec in fields(DistAttentionConfig))
 
@@ -19,3 +21,12 @@ def arguments(**flat: Any) -> dict[str, Any]:
         flat["causal"] = True
     config = DistAttentionConfig(**{name: value for name, value in flat.items() if name in _OPTIONS})
     return {name: value for name, value in flat.items() if name not in _OPTIONS} | {"config": config}
+
+
+def told(action: Callable[[], object]) -> str:
+    """Return the name and the text of the error that an action ends with, or nothing."""
+    try:
+        action()
+    except (DistAttentionError, RuntimeError) as error:
+        return f"{type(error).__name__}: {error}"
+    return ""

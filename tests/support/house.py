@@ -1,13 +1,9 @@
-"""The size of the house, how wide its signatures are and how deep a call goes.
-
-`python -m tests.support.house [TREE]` prints the figures of a tree.
-"""
+"""The size of the house, and how wide its signatures are."""
 
 from __future__ import annotations
 
 import ast
 import json
-import os
 import re
 import subprocess
 import sys
@@ -108,7 +104,7 @@ def import_closure(module: str) -> list[Path]:
     )
     done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, check=True, cwd=ROOT)
     own = ROOT / PACKAGE
-    return [Path(name) for name in done.stdout.decode().split("\n") if own in Path(name).parents]
+    return [Path(name) for name in json.loads(done.stdout) if name and own in Path(name).parents]
 
 
 def path_hacks(tree: Path) -> list[str]:
@@ -141,79 +137,3 @@ GENERATED = re.compile(r"<!-- ([\w-]+) -->.*?<!-- /\1 -->", re.DOTALL)
 def words_of_markdown(tree: Path) -> int:
     """Words of all pages, code among them, without generated tables."""
     return sum(len(GENERATED.sub("", page.read_text(encoding="utf-8")).split()) for page in pages(tree))
-
-
-COUNT_CALLS = """
-import json, os, sys, tempfile
-import torch, torch.distributed as dist
-import dfa_megatron
-root = os.path.dirname(dfa_megatron.__file__)
-dist.init_process_group("gloo", init_method="file://" + tempfile.mktemp(), rank=0, world_size=1)
-q, k, v = (torch.randn(1, 64, 2, 16, requires_grad=True) for _ in range(3))
-function = dfa_megatron.dist_flash_attn_func
-
-def counted(run):
-    codes, calls = set(), 0
-    def see(frame, event, arg):
-        nonlocal calls
-        code = frame.f_code
-        if event == "call" and code.co_filename.startswith(root) and code.co_name != "<module>":
-            codes.add((code.co_filename, code.co_name, code.co_firstlineno))
-            calls += 1
-    sys.setprofile(see)
-    result = run()
-    sys.setprofile(None)
-    return result, [len({code[0] for code in codes}), len(codes), calls]
-
-def both():
-    function(q, k, v, causal=True).sum().backward()
-
-_, first = counted(lambda: function(q, k, v, causal=True))
-both(); both()
-out, forward = counted(lambda: function(q, k, v, causal=True))
-_, backward = counted(lambda: out.sum().backward())
-_, pair = counted(both)
-print(json.dumps({"first forward": first, "warm forward": forward, "warm backward": backward, "warm pair": pair}))
-"""
-
-
-def calls(tree: Path) -> dict[str, tuple[int, int, int]]:
-    """Files, functions and Python calls of the package that one call of the public function enters, on one rank."""
-    environment = {**os.environ, "PYTHONPATH": str(tree), "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-W", "ignore", "-c", COUNT_CALLS]
-    done = subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True, check=False)
-    if done.returncode != 0:
-        raise RuntimeError(done.stderr)
-    return {name: (counted[0], counted[1], counted[2]) for name, counted in json.loads(done.stdout).items()}
-
-
-def figures(tree: Path) -> list[tuple[str, str]]:
-    """The table: what is counted, and how many."""
-    lines = lines_by_file(tree, PACKAGE)
-    written = list(functions(tree, PACKAGE))
-    wide = [f for f in written if f.parameters > 8 and not f.triton]
-    long = [f for f in written if f.lines > 50 and not f.triton]
-    widest = max(f.parameters for f in written if "attention.py:dist_flash_attn" in f.where)
-    entered = calls(tree)
-    folders = sorted(modules_by_folder(tree).items(), key=lambda item: -item[1])[:3]
-    return [
-        ("lines, files of the package", f"{sum(lines.values()):,}, {len(lines)}"),
-        *(
-            (f"{name}: files, functions, calls entered", f"{counted[0]}, {counted[1]}, {counted[2]:,}")
-            for name, counted in entered.items()
-        ),
-        ("functions over 8 parameters (Triton apart)", str(len(wide))),
-        ("parameters of the widest public function", str(widest)),
-        ("functions over 50 lines (docstrings apart)", str(len(long))),
-        ("files over 300 lines", str(sum(count > 300 for count in lines.values()))),
-        ("file names that occur more than once", str(len(repeated_names(tree)))),
-        ("largest folders", ", ".join(f"{name.removeprefix(PACKAGE + '/')} {count}" for name, count in folders)),
-        ("changes of sys.path beside the package", str(len(path_hacks(tree)))),
-        ("words of Markdown", f"{words_of_markdown(tree):,}"),
-    ]
-
-
-if __name__ == "__main__":
-    tree = Path(sys.argv[1]).resolve() if len(sys.argv) > 1 else ROOT
-    for name, value in figures(tree):
-        print(f"{name:58} {value}")

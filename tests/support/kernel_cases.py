@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 import zlib
 from dataclasses import dataclass
-from typing import Any
 
 import pytest
 import torch
 
 from dfa_megatron import kernels
 from dfa_megatron.doctor.dense import dense_attention
-from dfa_megatron.kernels.api import BlockCall, BlockKernel, Need, Saved, accumulator_dtype
+from dfa_megatron.kernels.api import Alibi, BlockCall, BlockKernel, Need, Saved, accumulator_dtype
+from dfa_megatron.kernels.segments import Segments
 from dfa_megatron.kernels.triton.support import interpreted
 from dfa_megatron.plan.language.geometry import FULL, Band, Form, form_of
 from tests.support.close import assert_close
@@ -55,9 +55,13 @@ class Case:
         return f"{self.q_len}x{self.kv_len}-{band}-h{self.heads}:{self.kv_heads}-d{head_dim}-b{self.batch}"
 
 
-every_target = pytest.mark.parametrize(
-    ("name", "device"), TARGETS, ids=[f"{name} on {device}" for name, device in TARGETS]
-)
+def _of_targets(targets: list[tuple[str, str]]) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize(("name", "device"), targets, ids=[f"{name} on {device}" for name, device in targets])
+
+
+every_target = _of_targets(TARGETS)
+every_capping = _of_targets([target for target in TARGETS if kernels.get(target[0]).caps_scores])
+every_biasing = _of_targets([target for target in TARGETS if kernels.get(target[0]).adds_alibi])
 every_dtype = pytest.mark.parametrize("dtype", list(TOLERANCE), ids=lambda dtype: str(dtype).removeprefix("torch."))
 
 
@@ -90,30 +94,72 @@ def usable(name: str, device: str, dtype: torch.dtype, *cases: Case, determinist
 
 @dataclass
 class Problem:
-    """Inputs in a dtype, and what float64 makes of exactly these inputs."""
+    """A call in a dtype, its dout, and what float64 makes of exactly its inputs: (out, lse, dq, dk, dv)."""
 
-    q: torch.Tensor
-    k: torch.Tensor
-    v: torch.Tensor
+    call: BlockCall
     dout: torch.Tensor
-    scale: float
-    out: torch.Tensor
-    lse: torch.Tensor
-    gradients: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+    want: tuple[torch.Tensor, ...]
 
     @property
-    def want(self) -> tuple[torch.Tensor, ...]:
-        """In the order of `run`."""
-        return self.out, self.lse, *self.gradients
+    def lse(self) -> torch.Tensor:
+        return self.want[1]
 
-    def call(self, band: Band, **options: Any) -> BlockCall:
-        """The kernel call over the inputs."""
-        return BlockCall.of(self.q, self.k, self.v, band, self.scale, **options)
+    def part(self, rows: slice, columns: slice, band: Band) -> tuple[BlockCall, torch.Tensor]:
+        """The call of some rows and columns alone, and its rows of dout."""
+        call = self.call
+        inputs = call.q[:, rows], call.k[:, columns], call.v[:, columns]
+        return BlockCall.of(*inputs, band, call.softmax_scale), self.dout[:, rows]
+
+    def check(self, name: str, got: tuple[torch.Tensor, ...], *, tanh: float = 0.0) -> None:
+        """Compare in relative Frobenius norms.
+
+        Args:
+            tanh: what an approximate one may add; a score is rounded to the accumulator, so a large bias costs more.
+        """
+        dtype, alibi = self.call.q.dtype, self.call.alibi
+        exact = name in ROUND_ONCE or dtype not in COARSE
+        of_out, of_gradients = (TOLERANCE[dtype],) * 2 if exact else COARSE[dtype]
+        if alibi is not None:
+            rounding = 2 * torch.finfo(accumulator_dtype(dtype)).eps * bias_of(alibi).abs().max().item()
+            of_out, of_gradients = of_out + rounding, of_gradients + 2 * rounding
+        of_lse = 1e-12 if dtype == torch.float64 else 1e-5
+        limits = (max(of_out, tanh), max(of_lse, tanh / 10), *(max(of_gradients, tanh),) * 3)
+        for label, g, w, limit in zip(NAMES, got, self.want, limits, strict=True):
+            assert g.dtype == (accumulator_dtype(dtype) if label == "lse" else dtype), label
+            # One key a row: its probability is 1 whatever the score, and dq and dk are rounding alone.
+            assert_close(g, w, tolerance=limit if w.any() else limit * self.want[0].norm().item(), name=label)
 
 
-def problem(case: Case, dtype: torch.dtype, device: str, *, gain: float = 1.0) -> Problem:
-    """Fresh inputs, seeded by what they are for."""
-    generator = torch.Generator().manual_seed(zlib.crc32(f"{case}{dtype}{gain}".encode()))
+NAMES = ("out", "lse", "dq", "dk", "dv")
+
+
+def bias_of(alibi: Alibi) -> torch.Tensor:
+    """(heads, q_len, kv_len), as the definition says, in float64."""
+    distance = (alibi.q_positions[:, None].double() - alibi.kv_positions[None, :].double()).abs()
+    return -alibi.slopes.double()[:, None, None] * distance
+
+
+def visible(segments: Segments, device: str = "cpu") -> torch.Tensor:
+    """The pairs of all segments."""
+    seen = torch.zeros(segments.q_len, segments.kv_len, dtype=torch.bool)
+    for s in segments.parts:
+        i, j = torch.arange(s.q_lo, s.q_hi)[:, None], torch.arange(s.kv_lo, s.kv_hi)[None]
+        seen[s.q_lo : s.q_hi, s.kv_lo : s.kv_hi] = (j - i >= s.tile.lo) & (j - i <= s.tile.hi)
+    return seen.to(device)
+
+
+def problem(
+    case: Case, dtype: torch.dtype, device: str, *, gain: float = 1.0, scale: float = 0.7, softcap: float = 0.0,
+    segments: Segments | None = None, rows: tuple[list[int], list[int]] | None = None,
+) -> Problem:  # fmt: skip
+    """Fresh inputs, seeded by what they are for.
+
+    Args:
+        gain: of q. scale: of scores, times sqrt(head_dim).
+        segments: in place of the case's band. rows: the tokens of queries and keys, for a call with ALiBi.
+    """
+    more = f"{softcap}{rows}" if softcap or rows else ""
+    generator = torch.Generator().manual_seed(zlib.crc32(f"{case}{dtype}{gain}{more}".encode()))
     head_dim_v = case.head_dim_v or case.head_dim
 
     def draw(length: int, heads: int, head_dim: int) -> torch.Tensor:
@@ -124,11 +170,25 @@ def problem(case: Case, dtype: torch.dtype, device: str, *, gain: float = 1.0) -
     k = draw(case.kv_len, case.kv_heads, case.head_dim)
     v = draw(case.kv_len, case.kv_heads, head_dim_v)
     dout = draw(case.q_len, case.heads, head_dim_v)
-    scale = 0.7 / math.sqrt(case.head_dim)
-    q64, k64, v64 = leaves = tuple(x.to(torch.float64, copy=True).requires_grad_() for x in (q, k, v))
-    out, lse = dense_attention(q64, k64, v64, case.band, softmax_scale=scale)
+    alibi = None
+    if rows is not None:
+        slopes = (torch.rand(case.heads, generator=generator) * 0.4 + 0.01).to(device)
+        alibi = Alibi(slopes, *(torch.tensor(x, dtype=torch.int32, device=device) for x in rows))
+    scale = scale / math.sqrt(case.head_dim)
+    sees = case.band if segments is None else visible(segments, device)
+    leaves = tuple(x.to(torch.float64, copy=True).requires_grad_() for x in (q, k, v))
+    bias = None if alibi is None else bias_of(alibi)
+    out, lse = dense_attention(*leaves, sees, softmax_scale=scale, softcap=softcap, bias=bias)
     gradients = torch.autograd.grad(out, leaves, dout.double())
-    return Problem(q, k, v, dout, scale, out.detach(), lse.detach(), gradients)
+    segments = segments or Segments.one(case.band, case.q_len, case.kv_len)
+    return Problem(BlockCall(q, k, v, segments, scale, softcap, alibi), dout, (out.detach(), lse.detach(), *gradients))
+
+
+def apart(q_len: int, kv_len: int) -> tuple[list[int], list[int]]:
+    """Rows as a fused call has them: neighbours in memory, and tokens of stretches that lie apart."""
+    q = [(20 if i < q_len // 3 else 90) + i for i in range(q_len)]
+    kv = [(3 if j < kv_len // 2 else 60) + j for j in range(kv_len)]
+    return q, kv
 
 
 def saved_for(kernel: BlockKernel, dout: torch.Tensor, out: torch.Tensor, lse: torch.Tensor) -> Saved:
@@ -137,19 +197,6 @@ def saved_for(kernel: BlockKernel, dout: torch.Tensor, out: torch.Tensor, lse: t
         return Saved(lse=lse, out=out)
     wide = accumulator_dtype(out.dtype)
     return Saved(lse=lse, minus_delta=-(dout.to(wide) * out.to(wide)).sum(-1).transpose(1, 2))
-
-
-def check(name: str, got: tuple[torch.Tensor, ...], want: tuple[torch.Tensor, ...], dtype: torch.dtype) -> None:
-    """Compare (out, lse, dq, dk, dv) with float64 in relative Frobenius norms."""
-    exact = name in ROUND_ONCE or dtype not in COARSE
-    out_tolerance, gradient_tolerance = (TOLERANCE[dtype],) * 2 if exact else COARSE[dtype]
-    lse_tolerance = 1e-12 if dtype == torch.float64 else 1e-5
-    tolerances = (out_tolerance, lse_tolerance, *(gradient_tolerance,) * 3)
-    for label, g, w, tolerance in zip(("out", "lse", "dq", "dk", "dv"), got, want, tolerances, strict=True):
-        assert g.dtype == (accumulator_dtype(dtype) if label == "lse" else dtype), label
-        if not w.any():  # one key a row: its probability is 1 whatever the score, and dq and dk are rounding alone
-            tolerance *= want[0].norm().item()
-        assert_close(g, w, tolerance=tolerance, name=label)
 
 
 def run(kernel: BlockKernel, call: BlockCall, dout: torch.Tensor) -> tuple[torch.Tensor, ...]:

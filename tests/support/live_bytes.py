@@ -11,28 +11,32 @@ from torch.utils._pytree import tree_leaves
 
 
 class LiveBytes(TorchDispatchMode):
-    """Watch the storages of results within the block; `largest` is that of one tensor."""
+    """Watch the storages of results within the block that somebody still holds; `most` are their sizes at the peak."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.peak = self.largest = self._alive = 0
-        self._known: set[int] = set()
+        self.storages: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self.most: list[int] = []
+        self.largest = 0
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = {x.untyped_storage()._cdata for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)}
-        result = function(*args, **(kwargs or {}))
-        for made in tree_leaves(result):
-            if isinstance(made, torch.Tensor) and made.untyped_storage()._cdata not in given | self._known:
-                self._add(made.untyped_storage())
-        return result
+        results = function(*args, **(kwargs or {}))
+        for x in tree_leaves(results):
+            if isinstance(x, torch.Tensor) and (storage := x.untyped_storage())._cdata not in given | {*self.storages}:
+                self.storages[storage._cdata] = weakref.ref(storage)
+                weakref.finalize(storage, self.storages.pop, storage._cdata)
+                self.largest = max(self.largest, storage.nbytes())
+        self.look()
+        return results
 
-    def _add(self, storage: Any) -> None:
-        key, size = storage._cdata, storage.nbytes()
-        self._known.add(key)
-        self._alive += size
-        self.peak, self.largest = max(self.peak, self._alive), max(self.largest, size)
-        weakref.finalize(storage, self._gone, key, size)
+    def look(self) -> None:
+        """Count again; what is no operation may have given storages their memory."""
+        found = [storage.nbytes() for weak in list(self.storages.values()) if (storage := weak()) is not None]
+        if sum(found) > self.peak:
+            self.most = found
 
-    def _gone(self, key: int, size: int) -> None:
-        self._known.discard(key)
-        self._alive -= size
+    @property
+    def peak(self) -> int:
+        """The most bytes at once."""
+        return sum(self.most)

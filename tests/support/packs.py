@@ -19,9 +19,9 @@ def random_offsets(tokens: int, draw: random.Random) -> tuple[int, ...]:
     kind = draw.choice(["one", "single tokens", "short", "mixed", "mixed", "mixed"])
     if kind == "one" or tokens == 1:
         return 0, tokens
-    if kind == "single tokens":
+    if kind == "single tokens" and tokens <= 256:
         return tuple(range(tokens + 1))
-    most = 3 if kind == "short" else tokens
+    most = 3 if kind == "short" and tokens <= 256 else tokens
     lengths: list[int] = []
     while (left := tokens - sum(lengths)) > 0:
         lengths.append(draw.randint(1, min(most, left)))

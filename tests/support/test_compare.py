@@ -10,6 +10,7 @@ import torch.nn.functional as F
 
 from dfa_megatron.doctor.dense import band_mask, band_of, dense_attention
 from dfa_megatron.plan.language.geometry import Band
+from tests.support.attend import Results, assert_exact, case, shares
 from tests.support.close import assert_close
 
 
@@ -75,22 +76,33 @@ def test_the_element_that_is_farthest_off_is_named() -> None:
     assert_close(got, want, tolerance=0.03)
 
 
-@pytest.mark.parametrize("nan_in", ["got", "want", "both"])
-def test_nan_never_passes(nan_in: str) -> None:
-    got, want = torch.ones(4), torch.ones(4)
-    for name, values in (("got", got), ("want", want)):
-        if nan_in in (name, "both"):
-            values[2] = math.nan
-    with pytest.raises(AssertionError, match=r"at \(2,\) is NaN"):
-        assert_close(got, want, tolerance=math.inf)
-
-
-def test_infinities_must_be_in_the_same_places() -> None:
+def test_nan_and_infinities_elsewhere_never_pass() -> None:
     want = torch.tensor([1.0, -math.inf, 2.0])
     assert_close(want.clone(), want, tolerance=0)
-    for got in (torch.tensor([1.0, 0.0, 2.0]), torch.tensor([1.0, math.inf, 2.0]), torch.tensor([-math.inf] * 3)):
+    for got in ([1.0, 0.0, 2.0], [1.0, math.inf, 2.0], [-math.inf] * 3):
         with pytest.raises(AssertionError, match="wanted"):
-            assert_close(got, want, tolerance=1e9)
+            assert_close(torch.tensor(got), want, tolerance=1e9)
+    spoilt = torch.tensor([1.0, 1.0, math.nan, 1.0])
+    for pair in ((spoilt, torch.ones(4)), (torch.ones(4), spoilt), (spoilt, spoilt)):
+        with pytest.raises(AssertionError, match=r"at \(2,\) is NaN"):
+            assert_close(*pair, tolerance=math.inf)
+
+
+def test_the_distances_of_a_case_are_shares_of_what_is_tolerated() -> None:
+    whole = case(8, with_sinks=True)
+    exact = whole.exact
+    assert set(shares(whole, exact).values()) == {0.0}
+    off = exact._replace(dk=exact.dk * (1 + 8e-14), lse=exact.lse.clone().fill_(math.nan))
+    found = shares(whole, off)
+    assert found["dk"] == pytest.approx(2.0, rel=0.1)
+    assert found["lse"] == math.inf
+    with pytest.raises(AssertionError, match="lse inf, dk"):
+        assert_exact(found)
+    assert shares(whole, off, tolerance=1.0)["dk"] < 1e-12
+    moved = exact._replace(out=exact.out.roll(1, 1))
+    assert shares(whole, moved)["out"] > 1e10
+    part = Results(*(x[:, :, 2:5] if n == 1 else x if n == 5 else x[:, 2:5] for n, x in enumerate(exact)))
+    assert set(shares(whole, part, torch.arange(2, 5)).values()) == {0.0}
 
 
 def test_shapes_must_be_equal_and_zeros_are_compared_absolutely() -> None:

@@ -7,16 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 import torch
-from torch.nn.functional import silu, softplus
 
 from dfa_megatron.config import TrainingConfig
 from dfa_megatron.huggingface.positions.document_starts import Documents
-from dfa_megatron.kernels.api import accumulator_dtype
-from dfa_megatron.recurrence import Decay, Place, Scan, dist_conv, dist_scan, pass_states
+from dfa_megatron.recurrence import dist_conv, dist_mamba1, dist_mamba2, dist_scan, fla_scan
 from dfa_megatron.runtime.cu_seqlens import Offsets
 
 Keywords = dict[str, Any]
@@ -68,68 +65,30 @@ def delta_rule(real: Real, over: Sequence, given: Keywords) -> tuple[torch.Tenso
     names = ("query", "key", "value", "g", "beta")
 
     def of_rows(row: Keywords, options: Keywords) -> torch.Tensor:
-        def run(x: Keywords, state: torch.Tensor | None, documents: Offsets) -> tuple[torch.Tensor, torch.Tensor]:
-            out, last = real(**row | x | {"initial_state": state, "output_final_state": True})
-            return out, last
+        tokens = {name: row.pop(name) for name in names}
+        return dist_scan(fla_scan(real, keys="key", values="value", packs=False, **row), tokens, **options)[0]
 
-        return dist_scan(Scan(run, "key", "value"), {name: row[name] for name in names}, **options)[0]
-
-    return torch.cat([of_rows(row, options) for row, options in over.rows(given, *names)]), None
+    return torch.cat([of_rows(dict(row), options) for row, options in over.rows(given, *names)]), None
 
 
 def mamba2(real: Real, over: Sequence, given: Keywords) -> torch.Tensor:
     """Compute Mamba-2's scan, whose states (batch, heads, head_dim, state) decay by a number per head."""
-    names = ("hidden_states", "dt", "B", "C")
-
-    def of_rows(row: Keywords, options: Keywords) -> torch.Tensor:
-        def run(x: Keywords, state: torch.Tensor | None, documents: Offsets) -> tuple[torch.Tensor, torch.Tensor]:
-            out, last = real(**row | x | {"return_final_states": True})
-            return out, last.transpose(2, 3)
-
-        low, high = row.get("dt_limit", (0.0, float("inf")))
-        decay = Decay(row["C"], row["A"].float() * _steps(row, "dt_bias", "dt_softplus").clamp(low, high).float())
-        scan = Scan(run, "B", "hidden_states")
-        return dist_scan(scan, {name: row[name] for name in names}, decay=decay, **options)[0]
-
-    return torch.cat([of_rows(row, options) for row, options in over.rows(given, *names)])
+    return _state_space(dist_mamba2, real, over, given)
 
 
 def mamba(real: Real, over: Sequence, given: Keywords) -> torch.Tensor:
-    """Compute Mamba's selective scan of (batch, channels, local_seq), whose states are (batch, channels, state).
+    """Compute Mamba's selective scan of (batch, channels, local_seq), whose states are (batch, channels, state)."""
+    return _state_space(dist_mamba1, real, over, given)
 
-    The function takes no state, so what the state adds to the outputs of a document's later part is added here.
-    """
-    names = ("hidden_states", "dt", "B", "C", "z")
 
+def _state_space(scan: Callable[..., Any], real: Real, over: Sequence, given: Keywords) -> torch.Tensor:
     def of_rows(row: Keywords, options: Keywords) -> torch.Tensor:
-        place = Place.of(row["hidden_states"], 2, options["group"], options.get("cu_seqlens"), options["config"])
-        parts, last = [], None
-        for lo, hi in pairwise(place.share.pieces):
-            cut = {name: row[name][..., lo:hi] for name in names if row.get(name) is not None}
-            out, last = real(**row | cut | {"return_last_state": True})
-            parts.append(out)
-        first = {name: row[name][..., : parts[0].shape[-1]] for name in names if row.get(name) is not None}
-        log = row["A"].float()[:, None] * _steps(row | first, "delta_bias", "delta_softplus").float()[..., None]
-        decay = log.cumsum(2).exp()  # (batch, channels, tokens of the first piece, state)
-        assert last is not None
-        state = pass_states(decay[:, :, -1, :, None], last[..., None], place, matrix=False)
-        added = torch.einsum("bctn,bnt,bcn->bct", decay, first["C"].to(state.dtype), state[..., 0])
-        gate = silu(first["z"]) if "z" in first else 1.0
-        return torch.cat([parts[0] + (added * gate).to(parts[0].dtype), *parts[1:]], -1)
+        tokens = {"x": row.pop("hidden_states"), **{name: row.pop(name) for name in ("dt", "B", "C")}}
+        out: torch.Tensor = scan(real, tokens, row.pop("A"), **row, **options)[0]
+        return out
 
-    return torch.cat([of_rows(row, options) for row, options in over.rows(given, *names)])
-
-
-def _steps(given: Keywords, bias: str, softplus_of: str) -> torch.Tensor:
-    """Return the sizes of a state space's steps: dt, with its bias and softplus if the call asks for them.
-
-    In float32, as kernels compute them: over many tokens the rounding of each would add up.
-    """
-    dt: torch.Tensor = given["dt"]
-    dt = dt.to(accumulator_dtype(dt.dtype))
-    if (added := given.get(bias)) is not None:
-        dt = dt + added.to(dt.dtype).view(-1, *(1 for _ in range(dt.dim() - 2 if bias == "delta_bias" else 0)))
-    return softplus(dt) if given.get(softplus_of) else dt
+    rows = over.rows(given, "hidden_states", "dt", "B", "C", "z")
+    return torch.cat([of_rows(dict(row), options) for row, options in rows])
 
 
 STANDS_IN: dict[str, Callable[[Real, Sequence, Keywords], Any]] = {

@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from dfa_megatron.kernels.adapters.gpu import (
+from dfa_megatron.kernels.adapters.shared import (
+    Operator,
     build_refusal,
     capability_text,
     dense,
@@ -16,10 +17,8 @@ from dfa_megatron.kernels.adapters.gpu import (
     equal_dims_refusal,
     vectorised,
 )
-from dfa_megatron.kernels.adapters.operators import Operator
 from dfa_megatron.kernels.api import BlockCall, BlockKernel, Gradients, Need, Partial, Saved
-from dfa_megatron.kernels.bands import cut_tall
-from dfa_megatron.kernels.segments import Segments, Takes
+from dfa_megatron.kernels.segments import Segments, Takes, cut_tall
 from dfa_megatron.plan.language.geometry import FULL, Segment
 
 logger = logging.getLogger(__name__)
@@ -48,7 +47,6 @@ class AtenFlashKernel(BlockKernel):
     cut = staticmethod(cut_tall)
 
     def refusal(self, need: Need) -> str | None:
-        """See `BlockKernel.refusal`."""
         if why := equal_dims_refusal(need):
             return why
         if need.head_dim > 192 and need.capability is not None and (8, 6) <= need.capability <= (8, 9):
@@ -56,7 +54,6 @@ class AtenFlashKernel(BlockKernel):
         return build_refusal() or _build_refusal() or _FORWARD.refusal() or _BACKWARD.refusal()
 
     def takes(self) -> Takes:
-        """See `BlockKernel.takes`."""
         return "window" if _packs() else "segment"
 
     def replays(self, *, deterministic: bool) -> bool:
@@ -64,14 +61,12 @@ class AtenFlashKernel(BlockKernel):
         return not deterministic
 
     def launch(self, call: BlockCall) -> Partial:
-        """See `BlockKernel.launch`."""
         results = _FORWARD(return_debug_mask=False, **_arguments(call))
         if call.segments.window is None:
             return results[0], results[1]
         return results[0].unsqueeze(0), results[1].unsqueeze(0)
 
     def launch_backward(self, call: BlockCall, dout: torch.Tensor, saved: Saved) -> Gradients:
-        """See `BlockKernel.launch_backward`."""
         lse, out = saved.lse, saved.out
         assert out is not None, "the aten kernel reads out"
         varlen = call.segments.window is not None

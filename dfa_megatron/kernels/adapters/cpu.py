@@ -7,9 +7,9 @@ from collections.abc import Iterable
 
 import torch
 
-from dfa_megatron.kernels.adapters.operators import Operator
+from dfa_megatron.kernels.adapters.shared import Operator
 from dfa_megatron.kernels.api import BlockCall, BlockKernel, Gradients, Need, Partial, Saved, accumulator_dtype
-from dfa_megatron.kernels.bands import cut_rows, uncut, visible
+from dfa_megatron.kernels.segments import cut_rows, uncut, visible
 from dfa_megatron.plan.language.geometry import Tile, form_of
 
 _INPUTS = ("query", "key", "value", "dropout_p", "is_causal", "attn_mask", "scale")
@@ -39,7 +39,6 @@ class CpuKernel(BlockKernel):
     cut = staticmethod(_cut)
 
     def refusal(self, need: Need) -> str | None:
-        """See `BlockKernel.refusal`."""
         if torch.device(need.device).type != "cpu":
             return f"it runs on CPU, not on {need.device}"
         if need.dtype not in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
@@ -49,7 +48,6 @@ class CpuKernel(BlockKernel):
         return _FORWARD.refusal() or _BACKWARD.refusal()
 
     def forward(self, call: BlockCall) -> Partial:
-        """See `BlockKernel.forward`."""
         out, lse = super().forward(_wide_call(call))
         return out.to(call.q.dtype), lse
 
@@ -61,11 +59,9 @@ class CpuKernel(BlockKernel):
         return dq.to(call.q.dtype), dk.to(call.k.dtype), dv.to(call.v.dtype)
 
     def replays(self, *, deterministic: bool) -> bool:
-        """See `BlockKernel.replays`."""
         return True
 
     def launch(self, call: BlockCall) -> Partial:
-        """See `BlockKernel.launch`."""
         group = call.q.shape[2] // call.k.shape[2]
         masking = _masking(call)
         results = [
@@ -78,7 +74,6 @@ class CpuKernel(BlockKernel):
         return out.transpose(1, 2), lse
 
     def launch_backward(self, call: BlockCall, dout: torch.Tensor, saved: Saved) -> Gradients:
-        """See `BlockKernel.launch_backward`."""
         assert saved.out is not None
         kv_heads = call.k.shape[2]
         group = call.q.shape[2] // kv_heads

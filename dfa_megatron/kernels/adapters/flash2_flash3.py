@@ -10,7 +10,9 @@ from typing import Any, ClassVar
 
 import torch
 
-from dfa_megatron.kernels.adapters.gpu import (
+from dfa_megatron.kernels.adapters.shared import (
+    Operator,
+    Package,
     build_refusal,
     capability_text,
     dense,
@@ -18,9 +20,8 @@ from dfa_megatron.kernels.adapters.gpu import (
     gpu_refusal,
     vectorised,
 )
-from dfa_megatron.kernels.adapters.operators import Operator, Package
 from dfa_megatron.kernels.api import BlockCall, BlockKernel, Gradients, Need, Partial, Saved
-from dfa_megatron.kernels.bands import cut_tall, uncut
+from dfa_megatron.kernels.segments import cut_tall, uncut
 
 FLASH2 = Package("flash-attn", "flash_attn.flash_attn_interface", "2.7.0 to 2.8.3")
 """Up to 2.6 its functions are no operators and take the window as a pair; no such version is built for PyTorch 2.6."""
@@ -50,16 +51,13 @@ class FlashPackageKernel(BlockKernel):
         )
 
     def refusal(self, need: Need) -> str | None:
-        """See `BlockKernel.refusal`."""
         return equal_dims_refusal(need) or build_refusal() or self.operators[0].refusal() or self.operators[1].refusal()
 
     def launch(self, call: BlockCall) -> Partial:
-        """See `BlockKernel.launch`."""
         results = self.operators[0](**self._arguments(call), **self.forward_only)
         return results[0], results[1]
 
     def launch_backward(self, call: BlockCall, dout: torch.Tensor, saved: Saved) -> Gradients:
-        """See `BlockKernel.launch_backward`."""
         assert saved.out is not None, "the kernel reads out"
         dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (call.q, call.k, call.v))
         self.operators[1](
@@ -122,7 +120,6 @@ class Flash3Kernel(FlashPackageKernel):
         super().__init__(FLASH3, "flash_attn_3::fwd", "flash_attn_3::bwd")
 
     def refusal(self, need: Need) -> str | None:
-        """See `BlockKernel.refusal`."""
         if why := gpu_refusal(need):
             return why
         if need.capability is None or need.capability[0] != 9:

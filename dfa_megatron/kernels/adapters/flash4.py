@@ -14,11 +14,10 @@ from typing import Any
 import torch
 
 from dfa_megatron.kernels.adapters.flash4_launches import has_memory, late_gradients, launches_seen
-from dfa_megatron.kernels.adapters.gpu import build_refusal, capability_text, dense, gpu_refusal, vectorised
+from dfa_megatron.kernels.adapters.shared import build_refusal, capability_text, dense, gpu_refusal, vectorised
 from dfa_megatron.kernels.api import BlockCall, BlockKernel, Gradients, Need, Partial, Saved
-from dfa_megatron.kernels.bands import uncut
 from dfa_megatron.kernels.current_stream import stream_of
-from dfa_megatron.kernels.segments import Segments, Takes
+from dfa_megatron.kernels.segments import Segments, Takes, uncut
 
 logger = logging.getLogger(__name__)
 
@@ -51,11 +50,9 @@ class Flash4Kernel(BlockKernel):
     cut = staticmethod(uncut)
 
     def takes(self) -> Takes:
-        """See `BlockKernel.takes`."""
         return "window"
 
     def refusal(self, need: Need) -> str | None:
-        """See `BlockKernel.refusal`."""
         if why := gpu_refusal(need):
             return why
         if need.capability is None or need.capability[0] not in (9, 10, 11):
@@ -73,7 +70,6 @@ class Flash4Kernel(BlockKernel):
         return _version() == READ
 
     def launch(self, call: BlockCall) -> Partial:
-        """See `BlockKernel.launch`."""
         call = _varlen(call)
         with launches_seen():
             results = _loaded()[0](**_arguments("forward", call), return_lse=True)

@@ -9,7 +9,7 @@ import math
 import torch
 
 from dfa_megatron.kernels.api import BlockCall, BlockKernel, Gradients, Need, Partial, Saved, accumulator_dtype
-from dfa_megatron.kernels.bands import visible
+from dfa_megatron.kernels.segments import visible
 
 logger = logging.getLogger(__name__)
 
@@ -32,11 +32,9 @@ class ReferenceKernel(BlockKernel):
         return None
 
     def replays(self, *, deterministic: bool) -> bool:
-        """See `BlockKernel.replays`."""
         return True
 
     def launch(self, call: BlockCall) -> Partial:
-        """See `BlockKernel.launch`."""
         if call.q.is_cuda and min(call.segments.q_len, call.segments.kv_len) > 1:
             _tell_cost()
         scores = _seen(_scores(call), call)

@@ -8,10 +8,9 @@ from types import MappingProxyType
 
 import torch
 
-from dfa_megatron.kernels.adapters.gpu import capability_text
+from dfa_megatron.kernels.adapters.shared import capability_text
 from dfa_megatron.kernels.api import BlockCall, BlockKernel, Gradients, Need, Partial, Saved
 from dfa_megatron.kernels.segments import Takes
-from dfa_megatron.kernels.triton.call import Blocks
 from dfa_megatron.kernels.triton.support import (
     interpreted,
     large_shared_memory,
@@ -21,6 +20,9 @@ from dfa_megatron.kernels.triton.support import (
 )
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+Blocks = tuple[int, int, int, int]
+"""(query rows, key rows, warps, pipeline stages) of a program."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +88,6 @@ class TritonKernel(BlockKernel):
         return "segments"
 
     def refusal(self, need: Need) -> str | None:
-        """See `BlockKernel.refusal`."""
         device = torch.device(need.device).type
         if device != "cuda" and not (device == "cpu" and interpreted()):
             return f"it runs on CUDA, not on {need.device}"
@@ -99,18 +100,15 @@ class TritonKernel(BlockKernel):
         return triton_refusal()
 
     def replays(self, *, deterministic: bool) -> bool:
-        """See `BlockKernel.replays`."""
         return True
 
     def launch(self, call: BlockCall) -> Partial:
-        """See `BlockKernel.launch`."""
         from dfa_megatron.kernels.triton import launches
 
         with on_device_of(call.q):
             return launches.launch_forward(_readable(call), _sizes(call).forward)
 
     def launch_backward(self, call: BlockCall, dout: torch.Tensor, saved: Saved) -> Gradients:
-        """See `BlockKernel.launch_backward`."""
         from dfa_megatron.kernels.triton import launches
 
         assert saved.minus_delta is not None, "the triton kernel reads delta"

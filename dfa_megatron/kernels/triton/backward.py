@@ -121,23 +121,15 @@ def _dk_dv(
         head_lse = lse + (batch * heads + head) * all_rows
         head_minus_delta = minus_delta + (batch * heads + head) * all_rows
         slope = tl.load(slopes + head) * LOG2_E if ALIBI else 0.0
-        if HAS_HI:
-            dk_tile, dv_tile = _merge_rows(
-                dk_tile, dv_tile, k_tile, v_tile, head_q, head_dout, head_lse, head_minus_delta, q_row, dout_row,
-                columns, begin, full_begin, q_len, kv_len, lo, hi, scale * LOG2_E, slope, q_positions, column_positions,
-                DIM, DIM_V, HAS_LO, HAS_HI, BLOCK_M, BLOCK_D, BLOCK_DV, True, UPCAST, CAP, ALIBI,
-            )  # fmt: skip
-        dk_tile, dv_tile = _merge_rows(
-            dk_tile, dv_tile, k_tile, v_tile, head_q, head_dout, head_lse, head_minus_delta, q_row, dout_row,
-            columns, full_begin, full_end, q_len, kv_len, lo, hi, scale * LOG2_E, slope, q_positions, column_positions,
-            DIM, DIM_V, HAS_LO, HAS_HI, BLOCK_M, BLOCK_D, BLOCK_DV, False, UPCAST, CAP, ALIBI,
-        )  # fmt: skip
-        if HAS_LO or not EVEN:
-            dk_tile, dv_tile = _merge_rows(
-                dk_tile, dv_tile, k_tile, v_tile, head_q, head_dout, head_lse, head_minus_delta, q_row, dout_row,
-                columns, full_end, end, q_len, kv_len, lo, hi, scale * LOG2_E, slope, q_positions, column_positions,
-                DIM, DIM_V, HAS_LO, HAS_HI, BLOCK_M, BLOCK_D, BLOCK_DV, True, UPCAST, CAP, ALIBI,
-            )  # fmt: skip
+        for third in tl.static_range(3):  # the rows that see some keys, those that see all, and some keys again
+            lower = begin if third == 0 else full_begin if third == 1 else full_end
+            upper = full_begin if third == 0 else full_end if third == 1 else end
+            if third == 1 or (HAS_HI if third == 0 else (HAS_LO or not EVEN)):
+                dk_tile, dv_tile = _merge_rows(
+                    dk_tile, dv_tile, k_tile, v_tile, head_q, head_dout, head_lse, head_minus_delta, q_row, dout_row,
+                    columns, lower, upper, q_len, kv_len, lo, hi, scale * LOG2_E, slope, q_positions, column_positions,
+                    DIM, DIM_V, HAS_LO, HAS_HI, BLOCK_M, BLOCK_D, BLOCK_DV, third != 1, UPCAST, CAP, ALIBI,
+                )  # fmt: skip
     place = ((batch * all_columns + wide) * tl.num_programs(1)) + part
     there = (columns < kv_len)[:, None]
     dk_tile = (dk_tile * scale).to(dk.dtype.element_ty)
@@ -235,23 +227,15 @@ def _dq(
     dq_tile = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
     last = tl.minimum(first + BLOCK_M, q_len) - 1
     begin, full_begin, full_end, end = spans(first, last, kv_len, lo, hi, HAS_LO, HAS_HI, BLOCK_N)
-    if HAS_LO:
-        dq_tile = _merge_columns(
-            dq_tile, q_tile, dout_tile, row_lse, row_minus_delta, k, v, k_row, v_row, rows,
-            begin, full_begin, q_len, kv_len, lo, hi, scale * LOG2_E, slope, row_positions, kv_positions,
-            DIM, DIM_V, HAS_LO, HAS_HI, BLOCK_N, BLOCK_D, BLOCK_DV, True, UPCAST, CAP, ALIBI,
-        )  # fmt: skip
-    dq_tile = _merge_columns(
-        dq_tile, q_tile, dout_tile, row_lse, row_minus_delta, k, v, k_row, v_row, rows,
-        full_begin, full_end, q_len, kv_len, lo, hi, scale * LOG2_E, slope, row_positions, kv_positions,
-        DIM, DIM_V, HAS_LO, HAS_HI, BLOCK_N, BLOCK_D, BLOCK_DV, False, UPCAST, CAP, ALIBI,
-    )  # fmt: skip
-    if HAS_HI or not EVEN:
-        dq_tile = _merge_columns(
-            dq_tile, q_tile, dout_tile, row_lse, row_minus_delta, k, v, k_row, v_row, rows,
-            full_end, end, q_len, kv_len, lo, hi, scale * LOG2_E, slope, row_positions, kv_positions,
-            DIM, DIM_V, HAS_LO, HAS_HI, BLOCK_N, BLOCK_D, BLOCK_DV, True, UPCAST, CAP, ALIBI,
-        )  # fmt: skip
+    for third in tl.static_range(3):
+        lower = begin if third == 0 else full_begin if third == 1 else full_end
+        upper = full_begin if third == 0 else full_end if third == 1 else end
+        if third == 1 or (HAS_LO if third == 0 else (HAS_HI or not EVEN)):
+            dq_tile = _merge_columns(
+                dq_tile, q_tile, dout_tile, row_lse, row_minus_delta, k, v, k_row, v_row, rows,
+                lower, upper, q_len, kv_len, lo, hi, scale * LOG2_E, slope, row_positions, kv_positions,
+                DIM, DIM_V, HAS_LO, HAS_HI, BLOCK_N, BLOCK_D, BLOCK_DV, third != 1, UPCAST, CAP, ALIBI,
+            )  # fmt: skip
     place = (batch * all_rows + wide) * tl.num_programs(1) + head
     dq_tile = (dq_tile * scale).to(dq.dtype.element_ty)
     tl.store(dq + place * DIM + dims[None, :], dq_tile, mask=(rows < q_len)[:, None] & (dims < DIM)[None, :])

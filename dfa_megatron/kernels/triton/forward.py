@@ -111,23 +111,15 @@ def _forward(
     scale = scale * LOG2_E
     last = tl.minimum(first + BLOCK_M, q_len) - 1
     begin, full_begin, full_end, end = spans(first, last, kv_len, lo, hi, HAS_LO, HAS_HI, BLOCK_N)
-    if HAS_LO:
-        acc, total, peak = _merge_parts(
-            acc, total, peak, q_tile, k, v, k_row, v_row, rows, begin, full_begin,
-            q_len, kv_len, lo, hi, scale, slope, row_positions, kv_positions,
-            DIM, DIM_V, HAS_LO, HAS_HI, BLOCK_N, BLOCK_D, BLOCK_DV, True, UPCAST, CAP, ALIBI,
-        )  # fmt: skip
-    acc, total, peak = _merge_parts(
-        acc, total, peak, q_tile, k, v, k_row, v_row, rows, full_begin, full_end,
-        q_len, kv_len, lo, hi, scale, slope, row_positions, kv_positions,
-        DIM, DIM_V, HAS_LO, HAS_HI, BLOCK_N, BLOCK_D, BLOCK_DV, False, UPCAST, CAP, ALIBI,
-    )  # fmt: skip
-    if HAS_HI or not EVEN:
-        acc, total, peak = _merge_parts(
-            acc, total, peak, q_tile, k, v, k_row, v_row, rows, full_end, end,
-            q_len, kv_len, lo, hi, scale, slope, row_positions, kv_positions,
-            DIM, DIM_V, HAS_LO, HAS_HI, BLOCK_N, BLOCK_D, BLOCK_DV, True, UPCAST, CAP, ALIBI,
-        )  # fmt: skip
+    for third in tl.static_range(3):  # the keys that some rows see, those that all rows see, and some rows again
+        lower = begin if third == 0 else full_begin if third == 1 else full_end
+        upper = full_begin if third == 0 else full_end if third == 1 else end
+        if third == 1 or (HAS_LO if third == 0 else (HAS_HI or not EVEN)):
+            acc, total, peak = _merge_parts(
+                acc, total, peak, q_tile, k, v, k_row, v_row, rows, lower, upper,
+                q_len, kv_len, lo, hi, scale, slope, row_positions, kv_positions,
+                DIM, DIM_V, HAS_LO, HAS_HI, BLOCK_N, BLOCK_D, BLOCK_DV, third != 1, UPCAST, CAP, ALIBI,
+            )  # fmt: skip
     blind = total == 0.0
     total = tl.where(blind, 1.0, total)
     acc = acc / total[:, None]

@@ -5,8 +5,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from dfa_megatron.kernels.triton.call import PACKED_COLUMNS
-
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
 
@@ -103,6 +101,7 @@ def spans(first, last, length, lo, hi, HAS_LO: tl.constexpr, HAS_HI: tl.constexp
     return begin, full_begin, full_end, end
 
 
+PACKED_COLUMNS = 7
 COLUMNS = tl.constexpr(PACKED_COLUMNS)
 
 

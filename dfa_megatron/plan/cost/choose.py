@@ -10,12 +10,10 @@ from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.names import LAYOUTS
 from dfa_megatron.plan.cost.hardware import H200_NVLINK, Hardware
 from dfa_megatron.plan.cost.outline import estimate, outline
-from dfa_megatron.plan.language.components import components
-from dfa_megatron.plan.language.heads import split_heads
 from dfa_megatron.plan.language.ir import BACKWARD, FORWARD, AttentionPlan, loads, needed_pairs
 from dfa_megatron.plan.language.layout import contiguous
-from dfa_megatron.plan.language.mask import Mask
-from dfa_megatron.plan.language.shape import AttentionShape
+from dfa_megatron.plan.language.mask import Mask, components
+from dfa_megatron.plan.language.shape import AttentionShape, split_heads
 from dfa_megatron.plan.schedules import ALL, OWNER_COMPUTES, SCHEDULES, Schedule, over_nodes, plan_named
 from dfa_megatron.plan.schedules.route import direct
 

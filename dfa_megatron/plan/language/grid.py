@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
+from dfa_megatron.errors import PlanError
 from dfa_megatron.plan.language.ir import Block, Plan
 
 
@@ -60,3 +61,8 @@ def grid(plan: Plan, mark: tuple[int, int] | None = None, width: int = 100) -> s
             row = "".join(texts.get((step, rank), "-").ljust(column) for rank in ranks)
             lines.append(f"{step:4d} " + row.rstrip())
     return "\n".join(lines)
+
+
+def plan_error(plan: Plan, reason: str, step: int, rank: int) -> PlanError:
+    """Return an error that names a cell of the grid, and shows the grid with that cell marked."""
+    return PlanError(f"rank {rank}, step {step}: {reason}", grid(plan, mark=(max(0, step), rank)))

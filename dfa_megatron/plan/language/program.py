@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
+from typing import NamedTuple
 
 from dfa_megatron.plan.language.geometry import Segment, Span
 from dfa_megatron.plan.language.ir import Block, Phase
@@ -58,8 +59,7 @@ class BufferMerges:
     sum: Span
 
 
-@dataclass(frozen=True, slots=True)
-class Buffer:
+class Buffer(NamedTuple):
     """Rows of one or several names that live together.
 
     parts: (name, rows) in order. slot: the memory that holds it; buffers of one slot never live at the same time.
@@ -72,8 +72,7 @@ class Buffer:
     merges: BufferMerges | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Region:
+class Region(NamedTuple):
     """Rows lo..hi of one name in one buffer."""
 
     buffer: int

@@ -1,12 +1,20 @@
-"""Sizes of an attention that its plan does not fix, and the bytes of its messages."""
+"""Sizes of an attention that its plan does not fix: bytes of messages, and heads split around a plan.
+
+Neighbours that exchange heads (Ulysses) split heads and tokens among themselves; stages split heads over time.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from math import gcd
 from typing import Literal
 
 from dfa_megatron.errors import UnsupportedError
+from dfa_megatron.plan.language.geometry import Span, joined_spans
 from dfa_megatron.plan.language.ir import Phase
+from dfa_megatron.plan.language.layout import by_name
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,3 +95,153 @@ def fields_of(
         case "dkv":
             return ("dk", kv_heads, dim), ("dv", kv_heads, dim_v)
     raise ValueError(f"no name {name!r} travels: q, kv, out, qdo, dq, dkv do")
+
+
+def check_degree(degree: int, ranks: int, heads: int) -> None:
+    """Refuse a degree that does not divide both the ranks of the group and the query heads of each rank.
+
+    Raises:
+        UnsupportedError: the message lists the degrees that would work.
+    """
+    works = [str(d) for d in range(1, ranks + 1) if ranks % d == 0 and heads % d == 0]
+    instead = f"a degree that divides both {ranks} ranks and {heads} heads: {', '.join(works)}"
+    what = f"ulysses_degree={degree}"
+    if degree < 1 or ranks % degree:
+        raise UnsupportedError(f"{what} on a group of {ranks} ranks", "the degree must divide the ranks", instead)
+    if heads % degree:
+        raise UnsupportedError(f"{what} with {heads} heads", "every rank must get as many heads as the others", instead)
+
+
+@dataclass(frozen=True, slots=True)
+class HeadSplit:
+    """The heads that each rank of an exchange group computes.
+
+    degree: number of ranks that exchange heads with each other.
+    heads, kv_heads: of each rank.
+    copies: number of places that hold each of the caller's kv heads; above 1 if several ranks have query heads of it.
+        Place t of rank r is the (r * kv_heads + t) // copies-th kv head.
+    """
+
+    degree: int
+    heads: int
+    kv_heads: int
+    copies: int
+
+    def shape(self, whole: AttentionShape) -> AttentionShape:
+        """Return the shape that one rank of the plan computes."""
+        return replace(whole, heads=self.heads, kv_heads=self.kv_heads)
+
+    @property
+    def keeps(self) -> bool:
+        """Return whether the exchanged q, k and v take no more memory than the originals, and can be saved instead."""
+        return self.copies == 1
+
+    def exchanges(self, whole: AttentionShape, tokens: int, *, kept: bool = False) -> tuple[int, ...]:
+        """Return bytes, without padding, that a rank sends before and after a forward, then around a backward.
+
+        Args:
+            whole: the shape of the call.
+            tokens: of the rank.
+            kept: the backward reuses the exchanged q, k, v of the forward if `keeps`; nothing is rematerialized.
+        """
+        q, kv, out, qdo = (bytes_of(name, tokens, self.shape(whole)) for name in ("q", "kv", "out", "qdo"))
+        backward = qdo - q if kept and self.keeps else qdo + kv
+        return tuple((self.degree - 1) * nbytes for nbytes in (q + kv, out, backward, q + kv))
+
+    def sent(self, whole: AttentionShape, tokens: int, *, kept: bool = False) -> tuple[int, int]:
+        """Return bytes that a rank with `tokens` tokens sends around a forward, and around a backward."""
+        nbytes = self.exchanges(whole, tokens, kept=kept)
+        return sum(nbytes[:2]), sum(nbytes[2:])
+
+
+def split_heads(degree: int, ranks: int, heads: int, kv_heads: int) -> HeadSplit:
+    """Return the split of heads over each `degree` of `ranks` ranks.
+
+    Raises:
+        UnsupportedError: the heads cannot be split that way.
+    """
+    check_degree(degree, ranks, heads)
+    mine, group = heads // degree, heads // kv_heads
+    # Query heads in blocks of this many belong to one rank and to one kv head; a block gets its own copy of that.
+    block = gcd(mine, group)
+    return HeadSplit(degree, mine, mine // block, group // block)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenSplit:
+    """The tokens of a rank of the plan, and the ranks that bring them together.
+
+    exchange_group: ranks of the group that exchange heads with this one. They are neighbours, so that they share a
+    node.
+    plan_group: ranks of the group that run a plan with this one; all of them compute the same heads.
+    gathered: (position in `exchange_group`, its rows) in the order of the sequence, or () for the order of the ranks.
+    """
+
+    exchange_group: range
+    plan_group: range
+    gathered: tuple[tuple[int, Span], ...]
+
+    @property
+    def returned(self) -> tuple[Span, ...]:
+        """Return the inverse of `gathered`: rows of the gathered tokens in the order of the ranks."""
+        edges = accumulate((len(rows) for _, rows in self.gathered), initial=0)
+        placed = [
+            (rank, rows.lo, Span(at, at + len(rows))) for (rank, rows), at in zip(self.gathered, edges, strict=False)
+        ]
+        return tuple(rows for _, _, rows in sorted(placed))
+
+
+def split_tokens(degree: int, rank: int, ranks: int, layout: str, rows: int) -> TokenSplit:
+    """Return how the tokens of neighbours form the tokens of one rank of the plan.
+
+    Args:
+        degree: ranks that exchange heads with each other; it divides `ranks`.
+        rank, ranks: this rank in the group, and the group's size.
+        layout: the tokens a rank holds.
+        rows: the number of these tokens.
+
+    Raises:
+        UnsupportedError: the neighbours together do not hold the tokens that a rank of the plan needs.
+    """
+    exchange_group = range(rank - rank % degree, rank - rank % degree + degree)
+    plan_group = range(rank % degree, ranks, degree)
+    if layout == "load_balanced":
+        raise _apart(degree, layout)
+    fine, coarse = by_name(layout, ranks * rows, ranks), by_name(layout, ranks * rows, ranks // degree)
+    found = []
+    for position, other in enumerate(exchange_group):
+        for chunk, at in fine.offsets(fine.of(other)).items():
+            found.append((fine.chunks[chunk], position, Span(at, at + len(fine.chunks[chunk]))))
+    found.sort()
+    if joined_spans([span for span, _, _ in found]) != joined_spans(list(coarse.spans(rank // degree))):
+        raise _apart(degree, layout)
+    gathered = tuple((position, part) for _, position, part in found)
+    in_order = gathered == tuple((position, Span(0, rows)) for position in range(degree))
+    return TokenSplit(exchange_group, plan_group, () if in_order else gathered)
+
+
+def _apart(degree: int, layout: str) -> UnsupportedError:
+    why = "neighbouring ranks do not hold tokens that one rank of the plan could"
+    return UnsupportedError(f"ulysses_degree={degree} in layout {layout!r}", why, "layout 'contiguous' or 'zigzag'")
+
+
+def stages_error(number: int, kv_heads: int) -> UnsupportedError | None:
+    """Return why this number of stages cannot be run over these kv heads, None if it can."""
+    if kv_heads % number == 0:
+        return None
+    divisors = [str(n) for n in range(1, kv_heads + 1) if kv_heads % n == 0]
+    what, why = f"head_stages={number} with {kv_heads} kv heads", "every stage has as many kv heads"
+    return UnsupportedError(what, why, f"one of {', '.join(divisors)}")
+
+
+def stages_of(number: int, heads: int, kv_heads: int) -> Iterator[tuple[slice, slice]]:
+    """Yield the heads of q, and those of k and v, of each stage in order.
+
+    What a distributed attention needs beside its inputs and results is proportional to the heads: received rows,
+    partial results, gradients in float32. Stages that run one after another divide it by their number, and send the
+    same bytes in as many more messages. Untied Ulysses (arXiv 2602.21196) does so for the exchange of heads.
+    """
+    for stage in range(number):
+        begin, end = stage * kv_heads // number, (stage + 1) * kv_heads // number
+        group = heads // kv_heads
+        yield slice(begin * group, end * group), slice(begin, end)

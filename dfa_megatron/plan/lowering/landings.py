@@ -1,4 +1,4 @@
-"""Find where the messages of a rank land, and how long they stay there, before any kernel call is known.
+"""Find where the messages of a rank land, by buffer and by byte, and how long they stay, before any call is known.
 
 It follows from blocks and messages alone. So every rank knows where its messages go in the memory of any other rank,
 and lowers no program but its own.
@@ -7,15 +7,14 @@ and lowers no program but its own.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NoReturn
+from itertools import accumulate
 
-from dfa_megatron.errors import PlanError
 from dfa_megatron.plan.language.geometry import Span
-from dfa_megatron.plan.language.grid import grid
+from dfa_megatron.plan.language.grid import plan_error
 from dfa_megatron.plan.language.ir import Plan
-from dfa_megatron.plan.language.program import Buffer, Region
+from dfa_megatron.plan.language.program import Buffer, Program, Region
 from dfa_megatron.plan.lowering.messages import Parts, RankMessages, names_joined, rank_messages
 
 
@@ -99,7 +98,7 @@ class Landings:
         for arrival, place in reversed(self._arrivals[name, chunk]):
             if arrival < step:
                 return place
-        self._fail(f"R1, R2: rank {self.rank} does not hold {name} of chunk {chunk} before step {step}", step)
+        raise plan_error(self.plan, f"R1, R2: it does not hold {name} of chunk {chunk} yet", step, self.rank)
 
     def _place(self, step: int, by_peer: dict[int, Parts]) -> None:
         """Add a buffer per received message, and one for each joined name; record the place of each chunk."""
@@ -165,9 +164,6 @@ class Landings:
                 after[life.begin] = max([after[life.begin], *earlier])
         return after
 
-    def _fail(self, reason: str, step: int) -> NoReturn:
-        raise PlanError(reason, grid(self.plan, mark=(step, self.rank)))
-
 
 def landings_of(plan: Plan, batch: int = 1) -> tuple[Landings, ...]:
     """Return the landings of every rank.
@@ -200,3 +196,84 @@ def tokens_of(landings: Landings) -> TokensOfRows:
             spans = tuple(chunks[chunk] for chunk in its)
             held.setdefault((region.buffer, name), []).append((region.lo, spans))
     return {where: tuple(span for _, spans in sorted(parts) for span in spans) for where, parts in held.items()}
+
+
+RowBytes = Mapping[str, tuple[int, ...]]
+"""name -> the bytes of a row of each of its tensors, all sequences of the batch together."""
+
+ALIGNMENT = 128
+"""Every tensor starts at a multiple of this many bytes, which suffices for any kernel's vector loads."""
+
+Starts = dict[str, tuple[int, ...]]
+"""name -> the first byte of each of its tensors in the arena."""
+
+
+class Arenas:
+    """The arenas of all ranks: the slots of each lie one after another, and buffers of a slot begin with it.
+
+    Attributes:
+        landings: of all ranks.
+        row_bytes: of the names.
+        nbytes: of the largest arena: every rank has one of that size.
+    """
+
+    def __init__(self, landings: Sequence[Landings], row_bytes: RowBytes) -> None:
+        self.landings, self.row_bytes, self.nbytes = landings, row_bytes, 0
+        self._slots: list[dict[int | None, int]] = []
+        for one in landings:
+            sizes: dict[int | None, int] = {}
+            for buffer in one.buffers:
+                size = sum(aligned(rows * row) for name, rows in buffer.parts for row in row_bytes[name])
+                sizes[buffer.slot] = max(sizes.get(buffer.slot, 0), size)
+            self._slots.append(dict(zip(sizes, accumulate(sizes.values(), initial=0), strict=False)))
+            self.nbytes = max(self.nbytes, sum(sizes.values()))
+
+    def starts_on(self, rank: int) -> dict[int, Starts]:
+        """Return where the tensors of all receive buffers of a rank begin, by buffer."""
+        first = len(self.landings[rank].own)
+        return {number: self.starts(rank, number) for number in range(first, first + len(self.landings[rank].buffers))}
+
+    def starts(self, rank: int, number: int) -> Starts:
+        """Return where the tensors of one of them begin."""
+        buffer = self.landings[rank].buffers[number - len(self.landings[rank].own)]
+        at, found = self._slots[rank][buffer.slot], Starts()
+        for name, rows in buffer.parts:
+            *begin, at = accumulate((aligned(rows * row) for row in self.row_bytes[name]), initial=at)
+            found[name] = tuple(begin)
+        return found
+
+    def lands(self, step: int, source: int, peer: int) -> tuple[int, ...]:
+        """Return where each tensor of a message lands in its receiver's arena."""
+        theirs = self.landings[peer]
+        regions = [theirs.regions[step, source, at] for at in range(len(theirs.messages.incoming[step][source]))]
+        starts = {region.buffer: self.starts(peer, region.buffer) for region in regions}
+        return tuple(
+            start + region.lo * row
+            for region in regions
+            for start, row in zip(starts[region.buffer][region.name], self.row_bytes[region.name], strict=True)
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Places:
+    """Bytes in arenas.
+
+    nbytes: of every arena. starts: buffer -> where its tensors begin, of what lands on this rank. sent: (step, peer) of
+    a message -> where each of its tensors goes in the peer's arena.
+    """
+
+    nbytes: int
+    starts: dict[int, Starts]
+    sent: dict[tuple[int, int], tuple[int, ...]]
+
+
+def place(program: Program, arenas: Arenas) -> Places:
+    """Place the messages of a program."""
+    messages = [(number, message.peer) for number, step in enumerate(program.steps) for message in step.sends]
+    sent = {(step, peer): arenas.lands(step, program.rank, peer) for step, peer in messages}
+    return Places(arenas.nbytes, arenas.starts_on(program.rank), sent)
+
+
+def aligned(nbytes: int) -> int:
+    """Return where a tensor may begin that follows one of so many bytes."""
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT

@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from itertools import chain
-from typing import NoReturn
 
-from dfa_megatron.errors import PlanError
-from dfa_megatron.plan.language.grid import grid
+from dfa_megatron.plan.language.grid import plan_error
 from dfa_megatron.plan.language.ir import Plan, chunk_of
 from dfa_megatron.plan.language.program import Buffer, Call, Merge, Message, Program, Region, Step
 from dfa_megatron.plan.lowering.kernel_calls import FusedTile, Launch, launches
@@ -84,7 +82,7 @@ class _Lowering:
                 for chunk in chunks:
                     departures = self.departures[name, chunk]
                     if departures and departures[-1][0] == step:
-                        self._fail(f"R3: {name} of chunk {chunk} leaves rank {self.rank} twice", step)
+                        raise plan_error(self.plan, f"R3: {name} of chunk {chunk} leaves twice", step, self.rank)
                     departures.append((step, (buffer, row)))
                     row += self.rows[chunk]
 
@@ -97,7 +95,8 @@ class _Lowering:
         for departure, place in self.departures[name, chunk]:
             if departure > step:
                 return place
-        self._fail(f"R4: {name} of chunk {chunk}, written on rank {self.rank}, never goes to its owner", step)
+        why = f"R4: {name} of chunk {chunk}, written here, never goes to its owner"
+        raise plan_error(self.plan, why, step, self.rank)
 
     # What happens in a step.
 
@@ -184,6 +183,3 @@ class _Lowering:
             life = self.lives[region.buffer - self.first]
             life.begin, life.computed = min(life.begin, step), step
         return region
-
-    def _fail(self, reason: str, step: int) -> NoReturn:
-        raise PlanError(reason, grid(self.plan, mark=(step, self.rank)))

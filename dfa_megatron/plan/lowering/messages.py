@@ -6,10 +6,9 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 from itertools import groupby, pairwise
 from operator import itemgetter
-from typing import NoReturn
 
 from dfa_megatron.errors import PlanError
-from dfa_megatron.plan.language.grid import grid
+from dfa_megatron.plan.language.grid import plan_error
 from dfa_megatron.plan.language.ir import Block, Plan, Transfer
 from dfa_megatron.plan.language.mask import Mask
 
@@ -93,15 +92,16 @@ def validate(plan: Plan) -> None:
         step, src, dst, what, chunk = t
         known = src in ranks and dst in ranks and chunk in chunks and what in names
         if not known or step < 0 or src == dst:
-            _fail(plan, f"{t} is no transfer of a {plan.phase.name} plan on {plan.ranks} ranks", t)
+            why = f"{t} is no transfer of a {plan.phase.name} plan on {plan.ranks} ranks"
+            raise plan_error(plan, why, step, src)
         if what in results and owner[chunk] == src:
-            _fail(plan, f"R3: {t} takes an accumulator away from its owner", t)
+            raise plan_error(plan, f"R3: {t} takes an accumulator away from its owner", step, src)
     for b in plan.blocks:
         step, rank, q, kv = b
         if step < 0 or rank not in ranks or (q, kv) not in plan.pairs:
             known = step >= 0 and rank in ranks and q in chunks and kv in chunks
             why = "holds no pair of the mask" if known else f"is no block of a plan on {plan.ranks} ranks"
-            _fail(plan, f"{b} {why}", b)
+            raise plan_error(plan, f"{b} {why}", step, rank)
 
 
 def _validate_layout(plan: Plan) -> None:
@@ -116,9 +116,5 @@ def _refuse_repeats(plan: Plan) -> None:
     records: tuple[Block | Transfer, ...] = (*plan.blocks, *plan.transfers)
     if len(set(records)) < len(records):
         record = next(record for record in records if records.count(record) > 1)
-        _fail(plan, f"{record} is written twice", record)
-
-
-def _fail(plan: Plan, reason: str, record: Block | Transfer) -> NoReturn:
-    rank = record.src if isinstance(record, Transfer) else record.rank
-    raise PlanError(reason, grid(plan, mark=(max(0, record.step), rank)))
+        rank = record.src if isinstance(record, Transfer) else record.rank
+        raise plan_error(plan, f"{record} is written twice", record.step, rank)

@@ -12,16 +12,14 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from operator import attrgetter
-from typing import NoReturn
 
 from dfa_megatron.errors import PlanError
 from dfa_megatron.plan.interpret import rank_loop
 from dfa_megatron.plan.language.geometry import Span, Tile, covers
-from dfa_megatron.plan.language.grid import grid
+from dfa_megatron.plan.language.grid import grid, plan_error
 from dfa_megatron.plan.language.ir import AttentionPlan, Block, Plan, Transfer
 from dfa_megatron.plan.language.program import Program
-from dfa_megatron.plan.lowering.arena_places import ALIGNMENT, Arenas, Places
-from dfa_megatron.plan.lowering.landings import Landings, landings_of
+from dfa_megatron.plan.lowering.landings import ALIGNMENT, Arenas, Landings, Places, landings_of
 from dfa_megatron.plan.lowering.lower import lower
 from dfa_megatron.plan.lowering.messages import RankMessages
 from dfa_megatron.plan.proof.set_algebra import Content, Sets, clip
@@ -212,7 +210,7 @@ def carried(plan: Plan) -> Carried:
         sent = [held.pop((t.src, t.what, t.chunk), []) for t in transfers[step]]
         for t, sum_of in zip(transfers[step], sent, strict=True):
             if not sum_of:
-                _fail(plan, f"R3: rank {t.src} sends {t.what} of chunk {t.chunk} that it never wrote", step, t.src)
+                raise plan_error(plan, f"R3: it sends {t.what} of chunk {t.chunk} that it never wrote", step, t.src)
         for block in blocks[step]:
             _, rank, q, kv = block
             held[rank, write_q, q].append(block)
@@ -231,7 +229,7 @@ def _prove(plan: Plan, held: Mapping[tuple[int, str, int], Sequence[Block]]) -> 
     at_owner: dict[str, list[tuple[int, int]]] = {name: [] for name in plan.phase.write_names}
     for (rank, name, chunk), blocks in held.items():
         if blocks and owner[chunk] != rank:
-            _fail(plan, f"R4: {name} of chunk {chunk} is stranded on rank {rank}", last, rank)
+            raise plan_error(plan, f"R4: {name} of chunk {chunk} is stranded on rank {rank}", last, rank)
         at_owner[name] += map(_pair_of, blocks)
     for name, pairs in at_owner.items():
         if len(pairs) == len(plan.pairs) and plan.pairs.keys() == set(pairs):
@@ -240,11 +238,7 @@ def _prove(plan: Plan, held: Mapping[tuple[int, str, int], Sequence[Block]]) -> 
         wrong = next(pair for pair in (*plan.pairs, *pairs) if count[pair] != 1)
         chunk = wrong[0 if name == plan.phase.write_q else 1]
         how = "counts a pair twice" if count[wrong] else "does not hold each pair of the mask exactly once"
-        _fail(plan, f"R4: {name} of chunk {chunk} {how}", last, owner[chunk])
-
-
-def _fail(plan: Plan, reason: str, step: int, rank: int) -> NoReturn:
-    raise PlanError(f"rank {rank}, step {step}: {reason}", grid(plan, mark=(step, rank)))
+        raise plan_error(plan, f"R4: {name} of chunk {chunk} {how}", last, owner[chunk])
 
 
 def prove_places(program: Program, places: Places, arenas: Arenas) -> None:

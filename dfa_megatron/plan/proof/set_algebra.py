@@ -10,7 +10,7 @@ from typing import NamedTuple
 from dfa_megatron.errors import PlanError
 from dfa_megatron.plan.interpret import Accumulator
 from dfa_megatron.plan.language.geometry import UNBOUNDED, Span, Tile, covers
-from dfa_megatron.plan.language.grid import grid
+from dfa_megatron.plan.language.grid import plan_error
 from dfa_megatron.plan.language.ir import Plan
 from dfa_megatron.plan.language.program import Call, Merge, Message, Program, Region
 
@@ -143,8 +143,7 @@ class Sets:
 
     def fail(self, reason: str) -> PlanError:
         """Return an error that marks this rank's cell in the grid."""
-        place = (self.step, self.program.rank)
-        return PlanError(f"rank {place[1]}, step {place[0]}: {reason}", grid(self.plan, mark=place))
+        return plan_error(self.plan, reason, self.step, self.program.rank)
 
     # The algebra.
 

@@ -16,11 +16,10 @@ from itertools import chain
 from math import sqrt
 from typing import NamedTuple
 
-from dfa_megatron.plan.language.components import Component, components
 from dfa_megatron.plan.language.geometry import Span, Tile
 from dfa_megatron.plan.language.ir import Block, needed_pairs
 from dfa_megatron.plan.language.layout import Layout, contiguous, cut_at
-from dfa_megatron.plan.language.mask import Mask, kept_on_mask
+from dfa_megatron.plan.language.mask import Component, Mask, components, kept_on_mask
 from dfa_megatron.plan.schedules.assignments import assign_steps
 
 TOLERANCE = 0.03

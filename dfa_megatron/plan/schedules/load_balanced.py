@@ -13,10 +13,9 @@ from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from itertools import accumulate, pairwise
 
-from dfa_megatron.plan.language.components import Component, components
 from dfa_megatron.plan.language.geometry import Span
 from dfa_megatron.plan.language.layout import Layout, by_name
-from dfa_megatron.plan.language.mask import Mask, kept_on_mask
+from dfa_megatron.plan.language.mask import Component, Mask, components, kept_on_mask
 
 FIRST, FINER, COARSER = 1 / 8, (1 / 32,), (1.0, float("inf"))
 """Components above this share of a rank's work are cut at first. The cut becomes finer if work is uneven, or coarser if

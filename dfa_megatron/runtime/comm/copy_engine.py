@@ -46,7 +46,7 @@ class CopyEngineTransport(KeptArena, StreamTransport):
     over: the channel of the ranks. device: this rank's GPU. shared: some ranks have the same GPU, which is for tests.
     """
 
-    beside_kernels = True
+    name, beside_kernels = "copy_engine", True
 
     def __init__(self, over: Channel, device: torch.device, *, shared: bool) -> None:
         KeptArena.__init__(self, over, device)

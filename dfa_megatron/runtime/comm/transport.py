@@ -6,7 +6,7 @@ import functools
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import torch
 
@@ -69,7 +69,12 @@ class Transport:
         queued: kernels wait in queues, so it must be told where the compute of a step ends; otherwise it need not be.
         keeps_arena: the arena is the same in every run, unless its generation changes.
         pinned: it must not move, because a captured CUDA graph of the caller holds addresses in it.
+        name: for people.
+        mark: of the class, called before and after each wait for messages while a call is timed.
     """
+
+    name = "none"
+    mark: ClassVar[Callable[[], None] | None] = None
 
     generation = 0
     beside_kernels = queued = keeps_arena = pinned = False
@@ -157,7 +162,11 @@ class StreamTransport(Transport):
 
     def land(self) -> None:
         self.filled.record(self.stream)
+        if Transport.mark:
+            Transport.mark()
         self.compute.wait_event(self.filled)
+        if Transport.mark:
+            Transport.mark()
 
     def computed(self, step: int) -> None:
         while step >= len(self.free):

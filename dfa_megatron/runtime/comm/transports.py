@@ -135,6 +135,8 @@ class GlooTransport(Transport):
     wait: runs a blocking call, and raises if another rank has failed.
     """
 
+    name = "gloo"
+
     def __init__(self, communicator: Communicator, wait: Callable[[Callable[[], object]], None]) -> None:
         self._communicator, self._wait = communicator, wait
         self._where: tuple[int, tuple[int, ...]] = (-1, ())
@@ -154,13 +156,19 @@ class GlooTransport(Transport):
 
     def land(self) -> None:
         if works := self.works:
+            if Transport.mark:
+                Transport.mark()
             self._wait(lambda: [work.wait() for work in works])
+            if Transport.mark:
+                Transport.mark()
         self.works, self.sending = [], ()
         self._where = self._where[0] + 1, ()
 
 
 class NcclTransport(StreamTransport):
     """Point-to-point over NCCL; the host never waits."""
+
+    name = "nccl"
 
     def __init__(self, communicator: Communicator, device: torch.device) -> None:
         super().__init__(device)

@@ -109,7 +109,7 @@ class Recorder(Transport):
         post = Post(after, tuple(bound), landing, tuple(tape.cut()))
         tape.ops = before
         self._posted = post.touched
-        tape.act(post, (self.own, self.all), holds=self._posted)
+        tape.record_call(post, (self.own, self.all), holds=self._posted)
 
     def land(self) -> None:
         """Finish the batch."""
@@ -132,7 +132,7 @@ class Recorder(Transport):
         call = methodcaller(method, *args)
         with unrecorded():
             call(self.transport)
-        self.tape.act(call, (self.own,), holds)
+        self.tape.record_call(call, (self.own,), holds)
 
 
 def computing_first(ops: Sequence[Op], launches: Set[int], transport: int) -> list[Op]:

@@ -12,7 +12,7 @@ import torch
 from dfa_megatron.kernels.api import BlockCall, BlockKernel, Saved
 from dfa_megatron.kernels.merge import add, identity_, merge
 from dfa_megatron.kernels.segments import Segments
-from dfa_megatron.kernels.tape import act
+from dfa_megatron.kernels.tape import call_recorded
 from dfa_megatron.plan.interpret import Accumulator, Algebra, rank_loop
 from dfa_megatron.plan.language.program import Buffer, Call, Merge, Message, Region, Step
 from dfa_megatron.runtime.comm.transport import Arena, Moving, Recv, Send, Transport
@@ -258,7 +258,7 @@ def _sends(tensors: Tensors, number: int, step: Step, moving: Moving) -> list[Se
 def _marked(mark: Callable[..., object] | None, *name: str) -> None:
     """Open or close a range, and have a replay do so too."""
     if mark is not None:
-        act(functools.partial(mark, *name))
+        call_recorded(functools.partial(mark, *name))
 
 
 class _Ranges(NamedTuple):

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from dfa_megatron.kernels.tape import act
-from dfa_megatron.plan.language.heads import HeadSplit, TokenSplit
+from dfa_megatron.kernels.tape import call_recorded
+from dfa_megatron.plan.language.shape import HeadSplit, TokenSplit
 from dfa_megatron.runtime.comm.channel import Channel
 from dfa_megatron.runtime.counters import COUNTERS
 from dfa_megatron.runtime.execute.wire_format import Fields
@@ -150,11 +150,11 @@ class HeadExchange:
         send = torch.empty_like(received)
         for field, part in zip(_fields(send, parts), parts, strict=True):
             field.copy_(part[self._sent])
-        act(functools.partial(self._post, phase=phase), received, send)
+        call_recorded(functools.partial(self._post, phase=phase), received, send)
         for rank in self._copied:
             for place, part in zip(places, parts, strict=True):
                 place[rank].copy_(part[rank])
-        act(self._land, received, send)
+        call_recorded(self._land, received, send)
 
     def _post(self, received: torch.Tensor, send: torch.Tensor, *, phase: str) -> None:
         COUNTERS.ulysses_exchanges += 1

@@ -10,13 +10,13 @@ import torch
 import torch.distributed as dist
 
 from tests.fuzz.frameworks.expected_refusals import LANGUAGE_MODELS as REFUSALS
-from tests.fuzz.frameworks.language_models import Data, draw_data, draw_model, made
-from tests.fuzz.frameworks.outcome import Found
+from tests.fuzz.frameworks.language_models import LanguageDraw, draw_data, draw_model, made
+from tests.fuzz.frameworks.steps import Found
 from tests.fuzz.frameworks.transformers_step import PRELOADED as TRANSFORMERS
 from tests.fuzz.frameworks.transformers_step import draw_options
 from tests.huggingface.sweep.attempt import Float64
 
-__all__ = ["PRELOADED", "REFUSALS", "documented", "draw", "step"]
+__all__ = ["PRELOADED", "REFUSALS", "draw", "step"]
 
 PRELOADED = ("deepspeed", *TRANSFORMERS, "tests.fuzz.frameworks.deepspeed_step")
 MESHES = ((2, 1), (2, 1), (2, 2), (3, 1), (4, 1))
@@ -24,59 +24,21 @@ MESHES = ((2, 1), (2, 1), (2, 2), (3, 1), (4, 1))
 
 
 @dataclass(frozen=True, kw_only=True)
-class DeepspeedDraw:
-    """One step of all its ranks.
+class DeepspeedDraw(LanguageDraw):
+    """A step of an engine at a stage of ZeRO."""
 
-    data: a batch for each micro-batch of each sequence. options: of the block, `checkpoint` among them. loss: "own", of
-    the model, or "function", ours. warm: other steps before this one, after which attentions are replayed.
-    """
-
-    seed: int
-    number: int
-    size: int
-    sequences: int
+    over = "deepspeed"
     stage: int
     accumulated: int
-    kind: str
-    model: dict[str, Any]
-    data: Data
-    options: dict[str, Any]
-    loss: str
-    warm: int
-
-    @property
-    def ranks(self) -> int:
-        """Return how many ranks run it."""
-        return self.size * self.sequences
-
-    @property
-    def start(self) -> tuple[int, ...]:
-        """Return what a mesh of ranks depends on."""
-        return (self.size,)
 
     @property
     def dtype(self) -> str:
         """Return what it computes in: DeepSpeed sums no float64 at ZeRO 0."""
         return "float64 beside float32" if self.stage else "float32"
 
-    @property
-    def line(self) -> str:
-        """Return the command that runs it again."""
-        return f"python -m tests.fuzz.frameworks --only deepspeed --seed {self.seed} --case {self.number}"
-
     def features(self) -> list[str]:
         """Return the names of the features that a run counts."""
-        found = [self.kind, f"{self.size} x {self.sequences} ranks", f"ZeRO {self.stage}", f"loss {self.loss}"]
-        found += [f"pack {self.data.pack or 'none'}", *{f"mask {mask}" for mask in self.data.masks}]
-        found += [f"checkpoint {self.options['checkpoint']}", f"{self.accumulated} micro-batches"]
-        having = {
-            f"padding {self.data.padding}": self.data.padding,
-            "re-entrant": self.options["reentrant"],
-            "loss_tile": self.options["loss_tile"] != "off",
-            "mlp_tile": self.options["mlp_tile"] != "off",
-            f"after {self.warm} steps": self.warm,
-        }
-        return found + [name for name, there in having.items() if there]
+        return [*super().features(), f"ZeRO {self.stage}", f"{self.accumulated} micro-batches"]
 
 
 def draw(seed: int, number: int) -> DeepspeedDraw:
@@ -97,15 +59,11 @@ def draw(seed: int, number: int) -> DeepspeedDraw:
         kind=kind,
         model=model,
         data=draw_data(dice, seed * 100_003 + number, size, accumulated * sequences, kind),
-        options={**draw_options(dice, checkpoint, kind, model["heads"], size), "reentrant": reentrant},
+        options=draw_options(dice, checkpoint, kind, model["heads"], size),
+        reentrant=reentrant,
         loss=dice.choice(["own", "function"]),
         warm=dice.choice([0, 0, 0, 1, 2]),
     )
-
-
-def documented(drawn: DeepspeedDraw) -> str:
-    """Return "": no page says that a draw is computed otherwise."""
-    return ""
 
 
 def step(drawn: DeepspeedDraw, rank: int, ranks: int) -> Found:
@@ -133,7 +91,7 @@ def _together(drawn: DeepspeedDraw, model: Any, rank: int) -> Found:
     from tests.deepspeed import harness
 
     harness.prepare_worker(rank)
-    settings = harness.settings(drawn.stage, drawn.size, **drawn.options)
+    settings = harness.settings(drawn.stage, drawn.size, **drawn.options, reentrant=drawn.reentrant)
     settings["gradient_accumulation_steps"] = drawn.accumulated
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
     engine, *_ = dfa_ds.initialize(model=model, model_parameters=list(model.parameters()), config=settings)

@@ -12,8 +12,10 @@ import torch
 from dfa_megatron.huggingface.checks.exact_types import EXACT
 from dfa_megatron.huggingface.checks.padding import IGNORED
 from tests.fuzz.frameworks import uneven
+from tests.fuzz.outcome import Draw
 from tests.huggingface.sweep import images, tiny
 from tests.support.models import VOCABULARY, build
+from tests.support.packs import random_offsets
 
 _MIXED = ["sliding_attention", "full_attention"]
 _EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
@@ -81,7 +83,7 @@ class Data:
         counts = uneven.counted(self.masks[number % len(self.masks)], self.rows, self.tokens, self.parts, seed)
         found = {"input_ids": ids, "labels": ids.masked_fill(~counts, IGNORED)}
         if self.pack:
-            cuts = [uneven.offsets(self.tokens, dice) for _ in range(self.rows)]
+            cuts = [random_offsets(self.tokens, dice) for _ in range(self.rows)]
             places = uneven.positions(cuts)
             found["labels"][places == 0] = IGNORED
             if self.pack != "cu_seq_lens":
@@ -121,7 +123,7 @@ class Data:
             return [(row, 0, self.tokens) for row in range(self.rows)]
         seed = (self.seed * 1009 + number) % 2**31
         dice = random.Random(seed)
-        cuts = [uneven.offsets(self.tokens, dice) for _ in range(self.rows)]
+        cuts = [random_offsets(self.tokens, dice) for _ in range(self.rows)]
         return [(row, lo, hi) for row, cut in enumerate(cuts) for lo, hi in pairwise(cut)]
 
     def summed(self, model: Any, number: int) -> tuple[torch.Tensor, int]:
@@ -141,6 +143,51 @@ class Data:
             logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="sum"
         )
         return loss, int((labels != IGNORED).sum())
+
+
+@dataclass(frozen=True, kw_only=True)
+class LanguageDraw(Draw):
+    """One step of all its ranks: `size` of them share each of the `sequences`.
+
+    kind, model: of `made`. data: a batch for each micro-batch of each sequence. options: of `TrainingConfig`.
+    loss: "own", of the model; "items", the same with one number of items for all micro-batches; or "function", ours.
+    warm: other steps before this one, after which attentions are replayed.
+    """
+
+    size: int
+    sequences: int
+    kind: str
+    model: dict[str, Any]
+    data: Data
+    options: dict[str, Any]
+    reentrant: bool
+    loss: str
+    warm: int
+
+    @property
+    def ranks(self) -> int:
+        """Return how many ranks run it."""
+        return self.size * self.sequences
+
+    @property
+    def start(self) -> tuple[int, ...]:
+        """Return what a mesh of ranks depends on."""
+        return (self.size,)
+
+    def features(self) -> list[str]:
+        """Return the names of the features that a run counts."""
+        found = [self.kind, f"{self.size} x {self.sequences} ranks", f"loss {self.loss}"]
+        found += [f"pack {self.data.pack or 'none'}", *{f"mask {mask}" for mask in self.data.masks}]
+        having = {
+            f"checkpoint {self.options['checkpoint']}": True,
+            f"padding {self.data.padding}": self.data.padding,
+            "re-entrant": self.reentrant,
+            "loss_tile": self.options["loss_tile"] != "off",
+            "mlp_tile": self.options["mlp_tile"] != "off",
+            "accumulation": len(self.data.masks) > self.sequences,
+            f"after {self.warm} steps": self.warm,
+        }
+        return found + [name for name, there in having.items() if there]
 
 
 def draw_data(dice: random.Random, seed: int, parts: int, batches: int, kind: str) -> Data:

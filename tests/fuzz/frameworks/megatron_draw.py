@@ -9,6 +9,8 @@ from typing import Any
 import torch
 
 from tests.fuzz.frameworks import uneven
+from tests.fuzz.outcome import Draw
+from tests.support.packs import random_offsets
 
 VOCABULARY = 62
 TOPOLOGIES: tuple[dict[str, int], ...] = (
@@ -26,7 +28,7 @@ TOPOLOGIES: tuple[dict[str, int], ...] = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class MegatronDraw:
+class MegatronDraw(Draw):
     """One training step of all its ranks.
 
     layout, options: of `MegatronConfig`. config: fields of TransformerConfig. model: arguments of GPTModel.
@@ -35,8 +37,7 @@ class MegatronDraw:
     the model, which its experts heed.
     """
 
-    seed: int
-    number: int
+    over = "megatron"
     tp: int = 1
     pp: int = 1
     vp: int | None = None
@@ -71,11 +72,6 @@ class MegatronDraw:
     def dtype(self) -> str:
         """Return what it computes in."""
         return "float64"
-
-    @property
-    def line(self) -> str:
-        """Return the command that runs it again."""
-        return f"python -m tests.fuzz.frameworks --only megatron --seed {self.seed} --case {self.number}"
 
     def features(self) -> list[str]:
         """Return the names of the features that a run counts."""
@@ -129,7 +125,7 @@ class MegatronDraw:
         seed = hash((self.seed, self.number, step, number)) % 2**31
         generator, dice = torch.Generator().manual_seed(seed), random.Random(seed)
         rows = torch.randint(VOCABULARY, (self.batch, self.tokens + 1), generator=generator)
-        cuts = [uneven.offsets(self.tokens, dice) if self.pack else (0, self.tokens) for _ in range(self.batch)]
+        cuts = [random_offsets(self.tokens, dice) if self.pack else (0, self.tokens) for _ in range(self.batch)]
         counts = uneven.counted(self.masks[number], self.batch, self.tokens, self.cp, seed)
         longest = max(map(len, cuts))
         return {

@@ -14,7 +14,7 @@ from dfa_megatron.config import MegatronConfig
 from tests.fuzz.frameworks.expected_refusals import MEGATRON as REFUSALS
 from tests.fuzz.frameworks.megatron_draw import VOCABULARY, MegatronDraw, draw
 from tests.fuzz.frameworks.one_rank import ENDS, apart, hidden
-from tests.fuzz.frameworks.outcome import Found
+from tests.fuzz.frameworks.steps import Found
 
 __all__ = ["PRELOADED", "REFUSALS", "documented", "draw", "step"]
 

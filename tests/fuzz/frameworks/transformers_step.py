@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,11 +12,20 @@ import torch.distributed as dist
 
 from dfa_megatron.config import TrainingConfig
 from tests.fuzz.frameworks.expected_refusals import LANGUAGE_MODELS as REFUSALS
-from tests.fuzz.frameworks.language_models import EXPERTS, HYBRIDS, MODELS, Data, draw_data, draw_model, draw_type, made
-from tests.fuzz.frameworks.outcome import Found
+from tests.fuzz.frameworks.language_models import (
+    EXPERTS,
+    HYBRIDS,
+    MODELS,
+    LanguageDraw,
+    draw_data,
+    draw_model,
+    draw_type,
+    made,
+)
+from tests.fuzz.frameworks.steps import Found
 from tests.huggingface.sweep.attempt import Float64
 
-__all__ = ["PRELOADED", "REFUSALS", "documented", "draw", "draw_options", "step"]
+__all__ = ["PRELOADED", "REFUSALS", "draw", "draw_options", "step"]
 
 PRELOADED = (
     "transformers",
@@ -40,38 +49,16 @@ PRELOADED = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class TransformersDraw:
-    """One step of all its ranks: `size` of them share each of the `sequences`.
+class TransformersDraw(LanguageDraw):
+    """A step of a model.
 
-    model: arguments of `build`. options: of `TrainingConfig`. loss: "own", of the model; "items", the same with
-    one number of items for all micro-batches; or "function", ours. between: what runs between each forward and its
-    backward: "", "evaluation", distributed, or "local", on one rank. warm: other steps before this one, after which
-    attentions are replayed. accelerate: batches as HF Trainer cuts them, and evaluation of whole sequences.
+    between: what runs between each forward and its backward: "", "evaluation", distributed, or "local", on one rank.
+    accelerate: batches as HF Trainer cuts them, and evaluation of whole sequences.
     """
 
-    seed: int
-    number: int
-    size: int
-    sequences: int
-    kind: str
-    model: dict[str, Any]
-    data: Data = field(repr=True)
-    options: dict[str, Any]
-    reentrant: bool
-    loss: str
+    over = "transformers"
     between: str
-    warm: int
     accelerate: bool
-
-    @property
-    def ranks(self) -> int:
-        """Return how many ranks run it."""
-        return self.size * self.sequences
-
-    @property
-    def start(self) -> tuple[int, ...]:
-        """Return what a mesh of ranks depends on."""
-        return (self.size,)
 
     @property
     def dtype(self) -> str:
@@ -80,31 +67,10 @@ class TransformersDraw:
         other = recomputed or self.kind in HYBRIDS or self.kind not in MODELS
         return "float64 beside float32" if other else "float64"
 
-    @property
-    def line(self) -> str:
-        """Return the command that runs it again."""
-        return f"python -m tests.fuzz.frameworks --only transformers --seed {self.seed} --case {self.number}"
-
     def features(self) -> list[str]:
         """Return the names of the features that a run counts."""
-        found = [
-            self.kind,
-            f"{self.size} x {self.sequences} ranks",
-            f"pack {self.data.pack or 'none'}",
-            f"loss {self.loss}",
-        ]
-        found += [*{f"mask {mask}" for mask in self.data.masks}, f"checkpoint {self.options['checkpoint']}"]
-        having = {
-            f"padding {self.data.padding}": self.data.padding,
-            "re-entrant": self.reentrant,
-            f"{self.between} between": self.between,
-            "loss_tile": self.options["loss_tile"] != "off",
-            "mlp_tile": self.options["mlp_tile"] != "off",
-            "accumulation": len(self.data.masks) > self.sequences,
-            f"after {self.warm} steps": self.warm,
-            "accelerate": self.accelerate,
-        }
-        return found + [name for name, there in having.items() if there]
+        having = {f"{self.between} between": self.between, "accelerate": self.accelerate}
+        return [*super().features(), *(name for name, there in having.items() if there)]
 
 
 def draw(seed: int, number: int) -> TransformersDraw:
@@ -149,11 +115,6 @@ def draw_options(dice: random.Random, checkpoint: str, kind: str, heads: int, ra
         "ulysses_degree": dice.choice([1, "auto", "auto", ranks if heads % ranks == 0 else 1]),
         "verify": dice.choice(["on", "on", "off"]),
     }
-
-
-def documented(drawn: TransformersDraw) -> str:
-    """Return "": no page says that a draw is computed otherwise."""
-    return ""
 
 
 def step(drawn: TransformersDraw, rank: int, ranks: int) -> Found:

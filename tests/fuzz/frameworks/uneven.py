@@ -1,28 +1,15 @@
-"""Draw what users have: documents of any length, padding, and loss masks that leave ranks without a counted token."""
+"""Draw loss masks as users have them, that leave ranks without a counted token; positions within documents."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from itertools import accumulate, pairwise
+from itertools import pairwise
 
 import torch
 
 MASKS = ("all", "prompts", "a rank of prompt", "one slice", "holes", "half of the rows", "one token", "padding")
 """Which tokens count in the loss. The last rows end early; "nothing" is drawn beside them."""
-
-
-def offsets(tokens: int, dice: random.Random) -> tuple[int, ...]:
-    """Draw offsets of documents into a row; some have one token."""
-    kind = dice.choice(["one", "single tokens", "short", "mixed", "mixed", "mixed"])
-    if kind == "one":
-        return 0, tokens
-    most = 1 if kind == "single tokens" and tokens <= 24 else 4 if kind == "short" else tokens
-    lengths: list[int] = []
-    while (left := tokens - sum(lengths)) > 0:
-        lengths.append(dice.choice([1, dice.randint(1, min(most, left))]))
-    dice.shuffle(lengths)
-    return tuple(accumulate(lengths, initial=0))
 
 
 def positions(every: Sequence[Sequence[int]]) -> torch.Tensor:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import time
-from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -12,11 +10,9 @@ import torch
 import torch.distributed as dist
 
 import dfa_megatron
-from dfa_megatron.config import DistAttentionConfig
-from dfa_megatron.errors import DistAttentionError, UnsupportedError
 from dfa_megatron.plan.schedules import SCHEDULES
 from dfa_megatron.plan.schedules.route import direct
-from tests.support.arguments import arguments
+from tests.support.arguments import arguments, told
 from tests.support.groups import alone
 from tests.support.workers import run_ranks
 
@@ -24,12 +20,8 @@ from tests.support.workers import run_ranks
 def attempt(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: object) -> str:
     """The error of one attention as text, or nothing; with cu_seqlens that of a pack."""
     packed = "cu_seqlens" in options
-    try:
-        function: Any = dfa_megatron.dist_flash_attn_varlen_func if packed else dfa_megatron.dist_flash_attn_func
-        function(q, k, v, **arguments(**options))
-    except DistAttentionError as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
+    function: Any = dfa_megatron.dist_flash_attn_varlen_func if packed else dfa_megatron.dist_flash_attn_func
+    return told(lambda: function(q, k, v, **arguments(**options)))
 
 
 def tensors(
@@ -75,16 +67,16 @@ def test_every_rank_is_told_what_differs(ranks: int) -> None:
 def _facts_of_its_own(rank: int, ranks: int) -> dict[str, str]:
     """Equal requests over equal tensors, where the last rank has another plan by the same name, or other versions."""
 
-    def told(local: int, owner: Any, name: str, value: object) -> str:
+    def here(local: int, owner: Any, name: str, value: object) -> str:
         with pytest.MonkeyPatch.context() as patch:
             if rank == ranks - 1:
                 (patch.setitem if isinstance(owner, dict) else patch.setattr)(owner, name, value)
             return attempt(*tensors(local=local), schedule="ring")
 
     return {
-        "plan": told(26, SCHEDULES, "ring", dataclasses.replace(SCHEDULES["ring"], route=direct)),
-        "dfa_megatron": told(28, dfa_megatron, "__version__", "0.0.other"),
-        "torch": told(30, torch, "__version__", "0.0.other"),
+        "plan": here(26, SCHEDULES, "ring", dataclasses.replace(SCHEDULES["ring"], route=direct)),
+        "dfa_megatron": here(28, dfa_megatron, "__version__", "0.0.other"),
+        "torch": here(30, torch, "__version__", "0.0.other"),
     }
 
 
@@ -139,23 +131,6 @@ def test_a_request_nobody_can_serve_names_what_would_work() -> None:
         assert "16 tokens" in report["zigzag"]
 
 
-def _one_prepares_alone(rank: int, ranks: int) -> tuple[str, float]:
-    group = dist.new_group([0, 1], timeout=timedelta(seconds=4))
-    assert not attempt(*tensors(), group=group)
-    start, report = time.monotonic(), ""
-    if rank == 0:
-        report = attempt(*tensors(local=20), group=group)
-    else:
-        time.sleep(2.5)
-    return report, time.monotonic() - start
-
-
-def test_a_rank_that_never_comes_is_an_error_within_a_quarter_of_the_timeout() -> None:
-    (report, seconds), _ = run_ranks(2, _one_prepares_alone, timeout=40)
-    assert report == "AbsentError: rank 1 of the group did not come within 1 s to prepare this attention"
-    assert seconds < 2.5
-
-
 def _unequal_groups(rank: int, ranks: int) -> str:
     """Rank 0 is in one group more: PyTorch would give a new group another name there."""
     if rank == 0:
@@ -185,42 +160,6 @@ def test_a_failing_step_shows_where_in_the_grid() -> None:
         assert "<!" in report
 
 
-def _packs_of_its_own(rank: int, ranks: int) -> list[str]:
-    """Rank 0 attends to more packs by itself than are kept of a group; then all attend to what all have met before."""
-    attend = dfa_megatron.dist_flash_attn_varlen_func
-
-    def pack(tokens: int, offsets: tuple[int, ...], **options: object) -> str:
-        try:
-            attend(*(torch.randn(tokens, 2, 8) for _ in range(3)), offsets, **arguments(**options))
-        except DistAttentionError as error:
-            return str(error)
-        return ""
-
-    told = [pack(4, (0, 4 * ranks))]
-    if rank == 0:
-        mine = alone()
-        told += [pack(70, (0, first, 70), group=mine) for first in range(1, 70)]
-    return [*told, pack(4, (0, 4 * ranks))]
-
-
-def test_what_a_group_knows_is_not_forgotten_for_what_a_rank_does_by_itself() -> None:
-    for told in run_ranks(2, _packs_of_its_own, timeout=60):
-        assert not any(told)
-
-
-NO_OPTION: tuple[tuple[str, Any], ...] = (
-    ("verify", "yes"),
-    ("ulysses_degree", -1),
-    ("transport", ["p2p"]),
-)
-
-
-@pytest.mark.parametrize(("name", "value"), NO_OPTION)
-def test_the_config_refuses_a_value_that_an_option_cannot_have(name: str, value: Any) -> None:
-    with pytest.raises(UnsupportedError, match=f"{name}=.*What works"):
-        DistAttentionConfig(**{name: value})
-
-
 IMPOSSIBLE: dict[str, Any] = {
     "window_size": (3, 0, 0),
     "window_size, below -1": (-2, 0),
@@ -241,9 +180,9 @@ def _impossible(rank: int, ranks: int) -> dict[str, tuple[str, str]]:
         q, k, v = tensors(local=22)
         return attempt(q, k, v, **given), attempt(q[0], k[0], v[0], cu_seqlens=(0, 22 * ranks), **given)
 
-    told = {name: attempts(**{name.split(",")[0]: value}) for name, value in IMPOSSIBLE.items()}
-    told["one rank"] = attempts(**({"window_size": 3} if rank == ranks - 1 else {}))
-    return told | {"nothing": attempts(causal=None), "afterwards": attempts()}
+    found = {name: attempts(**{name.split(",")[0]: value}) for name, value in IMPOSSIBLE.items()}
+    found["one rank"] = attempts(**({"window_size": 3} if rank == ranks - 1 else {}))
+    return found | {"nothing": attempts(causal=None), "afterwards": attempts()}
 
 
 def test_both_functions_refuse_impossible_arguments_and_every_rank_hears_of_it() -> None:
@@ -264,17 +203,17 @@ def _strangers(rank: int, ranks: int) -> list[str]:
     """Tensors without numbers, and groups that this rank is no member of: as it has them, and by a name."""
     group = dist.new_group([0, 1])
     meta = [x.to("meta") for x in tensors()]
-    told = [attempt(*meta, group=alone()), attempt(*tensors(), group="nobody's")]
+    found = [attempt(*meta, group=alone()), attempt(*tensors(), group="nobody's")]
     if rank == 2:
-        return [*told, attempt(*tensors(), group=group)]
-    return [*told, attempt(*meta, group=group), attempt(*(tensors() if rank else meta), group=group)]
+        return [*found, attempt(*tensors(), group=group)]
+    return [*found, attempt(*meta, group=group), attempt(*(tensors() if rank else meta), group=group)]
 
 
 def test_tensors_without_numbers_and_the_groups_of_others_are_refused() -> None:
     first, second, stranger = run_ranks(3, _strangers, timeout=60)
-    for told in (first, second, stranger):
-        assert told[0].startswith("UnsupportedError: attention of tensors on meta")
-        assert told[1].startswith("UnsupportedError: a process group named")
+    for found in (first, second, stranger):
+        assert found[0].startswith("UnsupportedError: attention of tensors on meta")
+        assert found[1].startswith("UnsupportedError: a process group named")
     assert stranger[2].startswith("UnsupportedError: a process group that this rank is no member of")
     assert first[2].startswith("UnsupportedError: attention of tensors on meta")
     assert second[2] == first[2]

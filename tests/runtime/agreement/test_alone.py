@@ -13,11 +13,10 @@ import torch
 import torch.distributed as dist
 
 import dfa_megatron
-from dfa_megatron.errors import DistAttentionError
 from dfa_megatron.recurrence import dist_conv, dist_scan
 from dfa_megatron.runtime.comm.transports import Communicator
 from dfa_megatron.sharding import unshard_sequence
-from tests.support.arguments import arguments
+from tests.support.arguments import arguments, told
 from tests.support.attend import case
 from tests.support.recurrences import convolve, recurrence
 from tests.support.workers import run_ranks
@@ -58,14 +57,6 @@ def conv(odd: bool) -> None:
         out = dist_conv(convolve(torch.randn(4, 3)), x, 3)
     if out.requires_grad:
         out.sum().backward()
-
-
-def told(action: Callable[[], object]) -> str:
-    try:
-        action()
-    except (DistAttentionError, RuntimeError) as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
 
 
 def _without_gradients(rank: int, ranks: int) -> dict[str, str]:

@@ -17,12 +17,10 @@ import torch
 import torch.distributed as dist
 
 import dfa_megatron
-from dfa_megatron.config import DistAttentionConfig
 from dfa_megatron.errors import DistAttentionError
 from dfa_megatron.runtime.agreement.calls import Calls, Kind, at_layer
 from dfa_megatron.runtime.comm.groups import channel_of, channels
 from tests.support.arguments import arguments
-from tests.support.groups import alone
 from tests.support.workers import run_ranks
 
 KNOWN = ({"softmax_scale": 0.25}, {"softmax_scale": 0.5}, {"window_size": (3, 0)}, {"causal": False})
@@ -127,30 +125,6 @@ def test_ranks_whose_calls_part_are_told_which_call_differs(fault: str) -> None:
         assert "run different attentions" in why
 
 
-def _ends_early(rank: int, ranks: int) -> tuple[str, str, float]:
-    know()
-    if rank == 1:
-        os._exit(0)
-    return told(lambda: attend(0))
-
-
-def _leave(rank: int, ranks: int, report: str) -> None:
-    name, text, seconds = _ends_early(rank, ranks)
-    with open(report, "w") as file:
-        print(name, f"{seconds:.1f}", text, sep="\n", file=file)
-    os._exit(0)
-
-
-def test_a_rank_that_ends_early_is_named(tmp_path: object) -> None:
-    report = f"{tmp_path}/report"
-    with pytest.raises(AssertionError):  # no rank answers the test
-        run_ranks(2, _leave, report, timeout=40)
-    name, seconds, *text = Path(report).read_text().splitlines()
-    assert name in ("ExecutionError", "AbsentError")
-    assert "rank 1 of the group has ended" in "\n".join(text)
-    assert float(seconds) < 6
-
-
 class _Breaks:
     """Connections of which one end breaks, as NCCL's do when a process ends: rank 1 ends where it would send."""
 
@@ -227,79 +201,6 @@ def _forked(rank: int, ranks: int) -> int:
 
 def test_a_fork_may_not_call_attention_and_its_parent_goes_on() -> None:
     assert run_ranks(2, _forked, timeout=60) == [0, 0]
-
-
-def _stopped(rank: int, ranks: int, seconds: float) -> tuple[str, str, float, bool]:
-    """Rank 2 is stopped for some seconds between two calls; whether the second is exact where it ends well."""
-    group = dist.new_group(list(range(ranks)), timeout=timedelta(seconds=8))
-    pid = os.getpid()
-    if rank == 2 and os.fork() == 0:
-        time.sleep(seconds)
-        os.kill(pid, signal.SIGCONT)
-        os._exit(0)
-    torch.manual_seed(0)
-    q, k, v = (torch.randn(1, 8 * ranks, heads, 16) for heads in (4, 2, 2))
-    mine = slice(8 * rank, 8 * rank + 8)
-
-    def run() -> torch.Tensor:
-        config = DistAttentionConfig(schedule="ring")
-        shard = q[:, mine], k[:, mine], v[:, mine]
-        found = dfa_megatron.dist_flash_attn_func(*shard, causal=True, group=group, config=config)
-        assert isinstance(found, torch.Tensor)
-        return found
-
-    run()
-    if rank == 2:
-        os.kill(pid, signal.SIGSTOP)
-    results: list[torch.Tensor] = []
-    name, text, waited = told(lambda: results.append(run()))
-    whole = dfa_megatron.dist_flash_attn_func(q, k, v, causal=True, group=alone()) if results else None
-    exact = isinstance(whole, torch.Tensor) and torch.allclose(results[0], whole[:, mine], atol=1e-5)
-    return name, text, waited, exact
-
-
-def test_a_stopped_rank_is_named_after_a_quarter_of_the_timeout() -> None:
-    reports = run_ranks(3, _stopped, 6.5, timeout=60)
-    for name, text, waited, _ in reports[:2]:
-        assert name in ("AbsentError", "LostGroupError"), (name, text)
-        assert "rank 2 of the group gives no sign of life" in text
-        assert "call 3 (forward of q (1, 8, 4, 16)" in text
-        assert 3 < waited < 6.5
-    name, text, *_ = reports[2]
-    assert name in ("AbsentError", "LostGroupError", "ExecutionError"), "whoever comes back too late is told"
-    assert "of the group failed" in text or "has ended" in text, text
-
-
-def test_a_rank_that_comes_back_before_goes_on_exactly() -> None:
-    for name, text, _, exact in run_ranks(3, _stopped, 1.5, timeout=60):
-        assert (name, text) == ("", "")
-        assert exact
-
-
-def _kernel_fails(rank: int, ranks: int) -> list[tuple[str, str, float]]:
-    from dfa_megatron import kernels
-
-    know()
-    if rank == 1:
-
-        def broken(*args: object, **options: object) -> None:
-            raise torch.OutOfMemoryError("out of memory")
-
-        type(kernels.get("cpu")).forward = broken
-        type(kernels.get("reference")).forward = broken
-    return [told(lambda: attend(0)), told(lambda: attend(0))]
-
-
-def test_a_group_that_failed_refuses_at_once_and_names_the_error_that_lost_it() -> None:
-    (first, then), (own, after) = run_ranks(2, _kernel_fails, timeout=60)
-    assert own[0] == "ExecutionError"
-    assert first[0] in ("", "LostGroupError", "ExecutionError"), "rank 0 may have had all that it needs"
-    for name, text, seconds in (then, after):
-        assert name in ("LostGroupError", "ExecutionError")
-        assert "out of memory" in text
-        assert seconds < 3
-    assert after[0] == "LostGroupError"
-    assert after[2] < 0.5
 
 
 def _value_error(rank: int, ranks: int) -> tuple[str, str, float]:

@@ -9,6 +9,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -23,7 +24,7 @@ from dfa_megatron.runtime.agreement.calls import Calls, Kind
 from dfa_megatron.runtime.comm.channel import Channel
 from dfa_megatron.runtime.comm.groups import channel_of
 from tests.runtime.agreement.test_watchdog import watch_of_two
-from tests.support.arguments import arguments
+from tests.support.arguments import arguments, told
 from tests.support.groups import alone
 from tests.support.workers import run_ranks
 
@@ -48,14 +49,6 @@ def fails(*groups: dist.ProcessGroup | None) -> None:
     for group in groups:
         with pytest.raises((DistAttentionError, torch.OutOfMemoryError)):
             attend(group)
-
-
-def told(group: dist.ProcessGroup | None = None) -> str:
-    try:
-        attend(group)
-    except DistAttentionError as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
 
 
 def checkpoint(file: Path) -> None:
@@ -104,7 +97,7 @@ def _outside(rank: int, ranks: int, folder: str) -> list[str]:
     for elsewhere in (debugger, notebook, evaluation):
         Path(folder, "before").write_text(elsewhere.__name__)
         elsewhere()
-    return [told(group) for group in groups]
+    return [told(partial(attend, group)) for group in groups]
 
 
 def test_a_process_outside_of_attention_goes_on_and_its_next_call_tells(tmp_path: Path) -> None:
@@ -126,7 +119,7 @@ def _in_a_signal_handler(rank: int, ranks: int, folder: str) -> str:
         return ""
     signal.signal(signal.SIGALRM, lambda *_: checkpoint(Path(folder, "saved")))
     signal.setitimer(signal.ITIMER_REAL, 0.3)
-    return told()
+    return told(attend)
 
 
 def test_a_signal_handler_that_saves_during_a_call_may_end(tmp_path: Path) -> None:

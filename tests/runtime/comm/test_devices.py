@@ -71,29 +71,11 @@ def test_calls_follow_a_gpu_whose_connections_serve_collectives_alone(monkeypatc
     assert made.call_count == 1
 
 
-def test_a_transport_of_a_part_names_the_ranks_of_the_whole_group() -> None:
-    transport: Any = object.__new__(StreamTransport)
-    transport.captured, transport.free, transport.steps, transport.awaited = False, [], 0, {0: (0,)}
-    assert transport.where() == (0, (0,))
-    transport.ranks = (1, 3)
-    assert transport.where() == (0, (1,))
-
-
 def test_the_copy_engines_serve_one_device_of_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
     channel, _ = _opened(monkeypatch)
     channel.transports.get(FIRST, "copy_engine")
     with pytest.raises(UnsupportedError, match="on one device of a process"):
         channel.transports.get(SECOND, "copy_engine")
-
-
-def test_one_queue_for_all_streams_is_left_to_point_to_point_unless_asked_by_name(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    channel, _ = _opened(monkeypatch)
-    channel.one_queue = True
-    channel.transports.get(FIRST)
-    assert {kind for _, kind in channel.transports._open} == {"auto", "p2p"}
-    channel.transports.get(FIRST, "copy_engine")
 
 
 def test_ranks_compare_how_many_devices_they_have_used(monkeypatch: pytest.MonkeyPatch) -> None:

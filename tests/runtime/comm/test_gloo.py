@@ -7,10 +7,8 @@ import torch
 import torch.distributed as dist
 
 import dfa_megatron
-from dfa_megatron.config import DistAttentionConfig
 from dfa_megatron.runtime.counters import COUNTERS
-from tests.support.attend import attend, case, compare
-from tests.support.close import assert_close
+from tests.support.attend import Results, assert_same_bits, attend, case, compare, results
 from tests.support.nan_memory import nan_memory
 from tests.support.workers import run_ranks
 
@@ -24,25 +22,23 @@ def _everything(rank: int, ranks: int) -> None:
                 whole = case(ranks * 10, dtype=dtype, heads=6, seed=seed)
                 compare(whole, rank, ranks, schedule=schedule, layout=layout)
         compare(case(ranks * 10, causal=False, seed=9), rank, ranks)
-        whole = case(ranks * 10, window_size=(13, 0), seed=10)
-        compare(whole, rank, ranks, window_size=(13, -1), kernel="cpu")
-        compare(whole, rank, ranks, window_size=(13, -1), kernel="reference")
+        for kernel in ("cpu", "reference"):
+            compare(case(ranks * 10, window_size=(13, 0), seed=10), rank, ranks, kernel=kernel)
+        for heads, kv_heads in ((33, 33), (2, 2), (8, 1), (3, 1)):
+            compare(case(ranks * 6, heads=heads, kv_heads=kv_heads, seed=heads), rank, ranks)
+        for first in ("tokens", "heads"):
+            compare(case(ranks * 8, batch=3, first_in_memory=first), rank, ranks)
+    # The gradient of a sum is one number expanded: strides of zero.
+    total, _ = case(ranks * 8, batch=3).shard(rank, ranks)
+    dfa_megatron.dist_flash_attn_func(*total, causal=True).sum().backward()
+    assert all(x.grad is not None and torch.isfinite(x.grad).all() for x in total)
 
 
 @pytest.mark.support("runtime", "every schedule and dtype between 2, 3 and 4 processes (gloo)")
+@pytest.mark.support("runtime", "head counts that do not divide among ranks")
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_every_schedule_and_dtype_is_exact_over_gloo(ranks: int) -> None:
     run_ranks(ranks, _everything)
-
-
-def _heads(rank: int, ranks: int) -> None:
-    for heads, kv_heads in ((33, 33), (2, 2), (8, 1), (3, 1)):
-        compare(case(ranks * 6, heads=heads, kv_heads=kv_heads, seed=heads), rank, ranks)
-
-
-@pytest.mark.support("runtime", "head counts that do not divide among ranks")
-def test_head_counts_need_not_divide_among_ranks() -> None:
-    run_ranks(4, _heads)
 
 
 def _subgroups(rank: int, ranks: int) -> None:
@@ -60,50 +56,18 @@ def test_group_ranks_are_translated_to_global_ranks() -> None:
     run_ranks(4, _subgroups)
 
 
-def _module(rank: int, ranks: int) -> None:
-    whole = case(ranks * 8)
-    (q, k, v), _ = whole.shard(rank, ranks)
-    module = dfa_megatron.DistFlashAttention(
-        causal=True, softmax_scale=0.25, config=DistAttentionConfig(schedule="ring")
-    )
-    assert not list(module.parameters())
-    assert "ring" in repr(module)
-    assert_close(module(q, k, v), whole.out[:, whole.rows(rank, ranks)], tolerance=1e-12)
-
-
-def test_the_module_is_the_function() -> None:
-    run_ranks(2, _module)
-
-
-def _strided(rank: int, ranks: int) -> None:
-    compare(case(ranks * 8, batch=3), rank, ranks, strided=True)
-    # The gradient of a sum is one number expanded: strides of zero.
-    total, _ = case(ranks * 8, batch=3).shard(rank, ranks)
-    dfa_megatron.dist_flash_attn_func(*total, causal=True).sum().backward()
-    assert all(x.grad is not None and torch.isfinite(x.grad).all() for x in total)
-
-
-def test_strided_inputs_and_expanded_gradients_work() -> None:
-    run_ranks(2, _strided)
-
-
-def _deterministic(rank: int, ranks: int) -> list[torch.Tensor]:
+def _deterministic(rank: int, ranks: int) -> Results:
     torch.use_deterministic_algorithms(True)
-    whole, runs = case(ranks * 16, dtype=torch.float32), []
-    for _ in range(3):
-        shard, dout = whole.shard(rank, ranks)
-        out = attend(whole, *shard)
-        runs.append((out.detach(), *torch.autograd.grad(out, shard, dout)))
-    for again in runs[1:]:
-        assert all(torch.equal(a, b) for a, b in zip(runs[0], again, strict=True))
-    return [x.clone() for x in runs[0]]
+    runs = [results(case(ranks * 16, dtype=torch.float32), rank, ranks) for _ in range(3)]
+    assert_same_bits(*runs)
+    return runs[0]
 
 
 @pytest.mark.support("runtime", "deterministic gradients between ranks")
 def test_deterministic_gradients_are_equal_to_the_bit_from_run_to_run() -> None:
     first, second = run_ranks(3, _deterministic), run_ranks(3, _deterministic)
     for mine, again in zip(first, second, strict=True):
-        assert all(torch.equal(a, b) for a, b in zip(mine, again, strict=True))
+        assert_same_bits(mine, again)
 
 
 def _counted(rank: int, ranks: int) -> dict[str, int]:
@@ -122,33 +86,3 @@ def test_bytes_on_the_wire_are_those_of_the_plan() -> None:
     assert [c["forward_bytes"] for c in counts] == [4 * one + one + lse, 4 * one, 2 * one, one]
     assert [c["forward_messages"] for c in counts] == [3, 2, 1, 1]
     assert all(c["attention_forwards"] == c["attention_backwards"] == 1 for c in counts)
-
-
-def test_one_process_without_a_group_needs_no_network() -> None:
-    compare(case(24))
-
-
-def _torch_deterministic(rank: int, ranks: int) -> None:
-    from dfa_megatron.runtime.prepare import in_use
-
-    torch.use_deterministic_algorithms(True)
-    compare(case(ranks * 8), rank, ranks)
-    assert all(prepared.request.deterministic for prepared in in_use())
-
-
-def test_torchs_own_switch_asks_for_determinism() -> None:
-    run_ranks(2, _torch_deterministic)
-
-
-def _communicators(rank: int, ranks: int) -> None:
-    from dfa_megatron.runtime.comm.groups import channel_of
-
-    compare(case(ranks * 8), rank, ranks)
-    made = len(channel_of(None)._made)
-    for schedule in ("ring", "balanced"):
-        compare(case(ranks * 10), rank, ranks, schedule=schedule)
-    assert len(channel_of(None)._made) == made, "one channel serves every attention of a group"
-
-
-def test_communicators_are_made_once_for_a_group() -> None:
-    run_ranks(2, _communicators)

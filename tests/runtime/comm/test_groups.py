@@ -198,19 +198,6 @@ def test_communicators_wait_as_long_as_the_group_that_they_serve() -> None:
     assert run_ranks(2, _timeouts) == [{timedelta(hours=3)}] * 2
 
 
-def _without_a_backend(rank: int, ranks: int) -> str:
-    store = dist.distributed_c10d._get_default_store()
-    dist.barrier()  # the other rank may still connect
-    dist.destroy_process_group()
-    dist.init_process_group(store=dist.PrefixStore("again", store), rank=rank, world_size=ranks)
-    _attend(ranks)
-    return str(dist.get_backend())
-
-
-def test_a_group_whose_backend_was_left_to_pytorch_works() -> None:
-    assert len(set(run_ranks(2, _without_a_backend))) == 1
-
-
 def _over_meshes(rank: int, ranks: int) -> dict[str, object]:
     """Attention over a mesh of (2, 2) ranks: by its second dimension as a mesh and a group, and what is refused."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))

@@ -114,13 +114,7 @@ def test_random_shapes_under_load_are_never_wrong() -> None:
 def _deterministic(rank: int, ranks: int, kernel: str) -> None:
     torch.use_deterministic_algorithms(True)
     whole = gpu_case(ranks * 512, heads=8, kv_heads=2, head_dim=128)
-    rows = slice(rank * 512, rank * 512 + 512)
-    runs = []
-    for _ in range(4):
-        shard = [x[:, rows].clone().requires_grad_() for x in whole.inputs]
-        out = dfa_megatron.dist_flash_attn_func(*shard, causal=True, config=DistAttentionConfig(kernel=kernel))
-        runs.append((out, *torch.autograd.grad(out, shard, whole.dout[:, rows])))
-    assert all(torch.equal(a, b) for again in runs[1:] for a, b in zip(runs[0], again, strict=True))
+    attend.assert_same_bits(*(attend.results(whole, rank, ranks, kernel=kernel) for _ in range(4)))
 
 
 @pytest.mark.support("runtime", "deterministic gradients between ranks")

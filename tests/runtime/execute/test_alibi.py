@@ -32,38 +32,30 @@ def _everything(rank: int, ranks: int) -> None:
     length = ranks * 10
     with nan_memory():
         for seed, (schedule, layout) in enumerate(LAYOUTS):
-            for dtype in (torch.float64, torch.float32, torch.bfloat16):
-                compare(with_slopes(length, dtype=dtype, seed=seed), rank, ranks, schedule=schedule, layout=layout)
-        compare(with_slopes(length, seed=9, causal=False), rank, ranks)
+            compare(with_slopes(length, seed=seed), rank, ranks, schedule=schedule, layout=layout)
+        compare(with_slopes(length, seed=9, causal=False, dtype=torch.bfloat16), rank, ranks)
         compare(with_slopes(length, seed=10, window_size=(7, 0), heads=6, kv_heads=1), rank, ranks)
         compare(with_slopes(length, seed=11, softcap=1.5, with_sinks=True), rank, ranks)
         for layout in ("contiguous", "zigzag", "load_balanced"):
-            compare(packed(ranks), rank, ranks, layout=layout)
-            compare(packed(ranks, causal=False), rank, ranks, layout=layout)
+            compare(packed(ranks, causal=layout == "zigzag"), rank, ranks, layout=layout)
 
 
 @pytest.mark.support("runtime", "ALiBi between processes, packs among it")
-@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("ranks", [2, 3])
 def test_the_public_functions_are_exact(ranks: int) -> None:
-    if ranks == 1:
-        _everything(0, 1)
-    else:
-        run_ranks(ranks, _everything, timeout=120)
+    run_ranks(ranks, _everything, timeout=120)
 
 
 def _exchanged(rank: int, ranks: int) -> None:
     with nan_memory():
         for heads, kv_heads in ((4, 4), (12, 6), (8, 1)):
-            for layout in ("contiguous", "zigzag"):
-                whole = with_slopes(4 * ranks, heads=heads, kv_heads=kv_heads)
-                compare(whole, rank, ranks, layout=layout, ulysses_degree=2)
-        compare(with_slopes(4 * ranks), rank, ranks, ulysses_degree=ranks)
+            compare(with_slopes(4 * ranks, heads=heads, kv_heads=kv_heads), rank, ranks, ulysses_degree=2)
+        compare(with_slopes(4 * ranks), rank, ranks, layout="zigzag", ulysses_degree=2)
         compare(pack((0, 5, 9, 8 * ranks), with_slopes=True), rank, ranks, ulysses_degree=2)
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_slopes_go_with_their_heads_where_ranks_exchange_them(ranks: int) -> None:
-    run_ranks(ranks, _exchanged, timeout=120)
+def test_slopes_go_with_their_heads_where_ranks_exchange_them() -> None:
+    run_ranks(4, _exchanged, timeout=120)
 
 
 def _ahead(rank: int, ranks: int) -> None:

@@ -10,31 +10,28 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import dfa_megatron
-from dfa_megatron.doctor.dense import dense_attention
 from dfa_megatron.errors import ExecutionError
 from dfa_megatron.kernels.adapters.reference import ReferenceKernel
 from dfa_megatron.kernels.replay import Op
-from dfa_megatron.plan.language.geometry import CAUSAL
 from dfa_megatron.runtime import run
 from dfa_megatron.runtime.comm.transport import Arena
 from dfa_megatron.runtime.comm.transports import GlooTransport
 from dfa_megatron.runtime.execute import tensors as program
 from dfa_megatron.runtime.execute.bound import Bound, Post, computing_first
 from dfa_megatron.runtime.prepare import Prepared, in_use
+from tests.fuzz.attempt import Listens
 from tests.support import attend
 from tests.support.arguments import arguments
-from tests.support.close import assert_close
 from tests.support.workers import run_ranks
 
 LOCAL = 12
 
 
-def compare(rank: int, ranks: int, seed: int, *, local: int = LOCAL, **options: Any) -> None:
-    """Forward and backward of fresh random inputs against dense float64, to 10^-12."""
-    attend.compare(attend.case(ranks * local, seed=seed), rank, ranks, tolerance=1e-12, **options)
+def compare(rank: int, ranks: int, seed: int, *, local: int = LOCAL, first: str = "", **options: Any) -> None:
+    """Forward and backward of fresh random inputs against dense float64."""
+    attend.compare(attend.case(ranks * local, seed=seed, first_in_memory=first), rank, ranks, **options)
 
 
 def recorded(prepared: Prepared) -> int:
@@ -50,7 +47,7 @@ def _again(rank: int, ranks: int, **options: Any) -> None:
         compare(rank, ranks, seed, **options)
         assert recorded(in_use()[-1]) == (2 if seed else 0), "the second run is recorded, forward and backward"
     for seed in range(4, 7):
-        compare(rank, ranks, seed, strided=True, **options)
+        compare(rank, ranks, seed, first="heads", **options)
     assert recorded(in_use()[-1]) == 4, "another layout of the caller's tensors has a recording of its own"
     compare(rank, ranks, 7, **options)
 
@@ -124,16 +121,8 @@ def test_a_warm_call_on_one_rank_enters_twelve_files() -> None:
     assert calls <= 60
 
 
-def test_autocast_and_an_operation_that_reads_back_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    """float32 inside and outside of autocast, in turns; then a kernel that waits for a value."""
+def test_a_kernel_that_reads_a_value_back_is_not_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.randn(1, LOCAL, 2, 16)
-    for turn in range(8):
-        with torch.autocast("cpu", enabled=turn % 2 == 1):
-            out = dfa_megatron.dist_flash_attn_func(x, x, x, **arguments(causal=True, group="", kernel="cpu"))
-            want, _ = dense_attention(x, x, x, CAUSAL)
-            assert_close(out, want, tolerance=1e-5)
-    assert recorded(in_use()[-1]) == 2
-
     real = ReferenceKernel.launch
     monkeypatch.setattr(ReferenceKernel, "launch", lambda self, call: (call.q.sum().item(), real(self, call))[1])
     for _ in range(4):
@@ -143,15 +132,15 @@ def test_autocast_and_an_operation_that_reads_back_are_told_apart(monkeypatch: p
     assert "reads a value back" in why
 
 
-class Zeros(TorchDispatchMode):
+class Zeros(Listens):
     """Notes the shapes of the zeros that are made inside."""
 
     def __init__(self) -> None:
         super().__init__()
         self.shapes: list[tuple[int, ...]] = []
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = function(*args, **(kwargs or {}))
+    def __torch_dispatch__(self, function: Any, *rest: Any) -> Any:
+        result = super().__torch_dispatch__(function, *rest)
         if "zero" in str(function):
             self.shapes.append(tuple(result.shape))
         return result

@@ -16,8 +16,8 @@ from tests.support.workers import run_ranks
 
 
 def compare_pack(rank: int, ranks: int, seed: int, offsets: tuple[int, ...], **options: Any) -> None:
-    """Forward and backward of a pack's fresh random tokens against dense float64, to 10^-12."""
-    compare(pack(offsets, seed=seed), rank, ranks, tolerance=1e-12, **options)
+    """Forward and backward of a pack's fresh random tokens against dense float64."""
+    compare(pack(offsets, seed=seed), rank, ranks, **options)
 
 
 def _packs(rank: int, ranks: int) -> None:

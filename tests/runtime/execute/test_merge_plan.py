@@ -39,7 +39,7 @@ def draw_writes(draw: random.Random) -> list[tuple[Region, bool]]:
     ("result", "came"),
     [(torch.float64, torch.float64), (torch.float32, torch.float64), (torch.float32, torch.float32)],
 )
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", range(20))
 def test_every_row_is_the_sum_of_its_partials(seed: int, result: torch.dtype, came: torch.dtype) -> None:
     draw = random.Random(seed)
     writes = draw_writes(draw)
@@ -52,6 +52,10 @@ def test_every_row_is_the_sum_of_its_partials(seed: int, result: torch.dtype, ca
     ]
     want = [torch.zeros(2, ROWS, 2, width, dtype=torch.float64) for width in (4, 8)]
     generator = torch.Generator().manual_seed(seed)
+    for merging in merges.writes:
+        for part in merging.rows:
+            assert len(part.saved) + part.sum + 1 <= MOST_PARTS
+            assert part.into is not Destination.SAVED or not (part.saved or part.sum)
     for region, keepable in writes:
         lo, hi = region.lo, region.hi
         partial = tuple(torch.randn(2, hi - lo, 2, w, generator=generator, dtype=came) for w in (4, 8))
@@ -70,7 +74,7 @@ def test_every_row_is_the_sum_of_its_partials(seed: int, result: torch.dtype, ca
 
 @pytest.mark.usefixtures("nan_memory")
 @pytest.mark.parametrize("came", [torch.float64, torch.float32])
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", range(20))
 def test_every_row_is_the_merge_of_its_partials(seed: int, came: torch.dtype) -> None:
     writes = draw_writes(random.Random(seed))
     sums = (Field("out", 2, 4, torch.float64), Field("lse", 2, 0, torch.float64))
@@ -126,39 +130,6 @@ def test_the_result_takes_no_memory_that_is_unlike_it(first: torch.Tensor) -> No
     assert result.is_contiguous()
     assert (first == 1).all()
     assert (result == 2).all()
-
-
-def test_a_sum_has_the_rows_that_are_summed() -> None:
-    """Of rows that wait for one more partial from elsewhere; the others go straight into the result."""
-    writes = [(0, ROWS), (0, ROWS), (4, 8), (0, ROWS), (4, 8)]
-    accumulator = merged(writes, [ones(hi - lo) for lo, hi in writes[:-1]], landed=2)
-    assert accumulator._sum is not None
-    assert [x.shape[1] for x in accumulator._sum] == [4]
-    accumulator.write((ones(4),))
-    assert accumulator._sum is None, "nothing needs it after the last partial"
-    assert accumulator.result()[0][0, :, 0, 0].tolist() == [3.0] * 4 + [5.0] * 4 + [3.0] * 4
-
-
-@pytest.mark.parametrize("seed", range(40))
-def test_no_merge_takes_more_parts_than_the_kernel_has(seed: int) -> None:
-    merges = merges_of(ROWS, draw_writes(random.Random(seed)))
-    for merging in merges.writes:
-        for part in merging.rows:
-            assert len(part.saved) + part.sum + 1 <= MOST_PARTS
-            assert part.into is not Destination.SAVED or not (part.saved or part.sum)
-
-
-def test_partials_wait_for_one_pass_into_the_result() -> None:
-    """Three blocks of a kernel and nothing from elsewhere: one merge, no sum."""
-    whole = Region(0, "out", 0, ROWS)
-    merges = merges_of(ROWS, [(whole, True)] * 3)
-    assert [part.into for merging in merges.writes for part in merging.rows] == [
-        Destination.SAVED,
-        Destination.SAVED,
-        Destination.RESULT,
-    ]
-    assert merges.writes[2].rows[0].saved == (0, 1)
-    assert merges.writes[2].rows[0].freed == (0, 1)
 
 
 def test_rows_of_a_partial_that_becomes_the_result_are_not_copied() -> None:

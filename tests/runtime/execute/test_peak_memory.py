@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -11,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from dfa_megatron.kernels.adapters import flash4, flash4_launches
@@ -28,6 +26,7 @@ from dfa_megatron.runtime.execute.bound import Bound, Fields, Recorder
 from dfa_megatron.runtime.execute.tensors import Tensors, execute
 from dfa_megatron.runtime.execute.wire_format import Format
 from dfa_megatron.runtime.rank_plan import MemoryPlan, plan_memory
+from tests.support.live_bytes import LiveBytes
 
 RANKS, LENGTH, DIM = 4, 131072, 128
 LOCAL = LENGTH // RANKS
@@ -35,36 +34,6 @@ MIB = 1 << 20
 META = torch.device("meta")
 TRANSFORMER_ENGINE = {8: 3.1348, 32: 5.2598}
 """GiB of its p2p by kv heads, measured: benchmarks/results/2026-11-22-4xh200-peers-flash4.json."""
-
-
-class Live(TorchDispatchMode):
-    """Bytes of all storages that operations have returned and somebody still holds, when they are the most."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.storages: dict[int, weakref.ref[torch.UntypedStorage]] = {}
-        self.most: list[int] = []
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        results = function(*args, **(kwargs or {}))
-        for x in tree_leaves(results):
-            if isinstance(x, torch.Tensor) and id(x.untyped_storage()) not in self.storages:
-                storage = x.untyped_storage()
-                self.storages[id(storage)] = weakref.ref(storage)
-                weakref.finalize(storage, self.storages.pop, id(storage))
-        self.look()
-        return results
-
-    def look(self) -> None:
-        """Count again; a launch may have given storages their memory."""
-        found = [storage.nbytes() for weak in self.storages.values() if (storage := weak()) is not None]
-        if sum(found) > sum(self.most):
-            self.most = found
-
-    @property
-    def account(self) -> Counter[int]:
-        """How many storages of each size there were, in MiB; smaller ones are left out."""
-        return Counter(size // MIB for size in self.most if size >= MIB)
 
 
 class Launches(dict[str, Any]):
@@ -151,7 +120,7 @@ def run(memory: MemoryPlan, given: Fields, arena: Arena, transport: Transport) -
     return tensors.result("out") if not known else (*tensors.result("dq"), *tensors.result("dkv"))
 
 
-def peaks(plan: Plan, heads: int, kv_heads: int, *, replayed: bool) -> list[Live]:
+def peaks(plan: Plan, heads: int, kv_heads: int, *, replayed: bool) -> list[LiveBytes]:
     """What lives on each rank: the phase's inputs, the arena, accumulators, results, and what the kernel takes."""
     form, found = Format(1, heads, kv_heads, DIM, DIM, torch.bfloat16, "delta"), []
     programs, transport = check(plan), Holding()
@@ -164,7 +133,7 @@ def peaks(plan: Plan, heads: int, kv_heads: int, *, replayed: bool) -> list[Live
                 recorder = Recorder(tape, transport, len(given))
                 bound = Bound(recorder, run(memory, given, arena, recorder))
             assert not tape.why_not
-        with Live() as live:
+        with LiveBytes() as live:
             Launches.seen = live.look  # type: ignore[method-assign]
             given, arena = inputs(plan.phase.name, heads, kv_heads), Arena.allocate(memory.arena_bytes, META)
             if bound is None:
@@ -196,6 +165,8 @@ def test_a_long_attention_holds_no_more_at_once_than_its_account_of_every_tensor
         account = PEAKS[kv_heads, phase.phase.name]
         together = sum(size * count for size, count in account.items())
         assert together < 1024 * TRANSFORMER_ENGINE[kv_heads]
-        highest = max(peaks(phase, 32, kv_heads, replayed=replayed), key=lambda live: sum(live.most))
-        assert sum(highest.most) // MIB <= together
-        assert replayed or highest.account == account
+        highest = max(peaks(phase, 32, kv_heads, replayed=replayed), key=lambda live: live.peak)
+        assert highest.peak // MIB <= together
+        # Smaller ones are left out.
+        found = Counter(size // MIB for size in highest.most if size >= MIB)
+        assert replayed or found == account

@@ -16,9 +16,15 @@ from dfa_megatron.plan.schedules.route import direct
 from dfa_megatron.runtime.rank_plan import plan_memory
 from dfa_megatron.runtime.request import Request
 from tests.support.arguments import arguments
-from tests.support.attend import case
-from tests.support.close import assert_close
-from tests.support.together import both_together, prepare_together
+from tests.support.attend import (
+    Results,
+    assert_exact,
+    backward_together,
+    case,
+    forward_together,
+    prepare_together,
+    shares,
+)
 
 LENGTH = 30
 
@@ -64,8 +70,7 @@ def test_rows_that_lie_apart_travel_as_one_message(batch: int) -> None:
             prepare_together(Request(**arguments(softmax_scale=0.25, kernel="reference")), *inputs)
         )
     ]
-    outs, lses, gradients = both_together(prepared, *inputs, shards(whole.dout))
-    assert_close(torch.cat(outs, 1), whole.out, tolerance=1e-12, name="out")
-    assert_close(torch.cat(lses, 2), whole.lse, tolerance=1e-12, name="lse")
-    for at, name in enumerate(("dq", "dk", "dv")):
-        assert_close(torch.cat([rank[at] for rank in gradients], 1), whole.gradients[at], tolerance=1e-12, name=name)
+    outs, lses = zip(*forward_together(prepared, *inputs), strict=True)
+    gradients = backward_together(prepared, shards(whole.dout), *inputs, outs, lses)
+    dq, dk, dv = (torch.cat(parts, 1) for parts in zip(*gradients, strict=True))
+    assert_exact(shares(whole, Results(torch.cat(outs, 1), torch.cat(lses, 2), dq, dk, dv)))

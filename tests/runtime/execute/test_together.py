@@ -16,15 +16,15 @@ from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.kernels.triton.support import interpreted
 from dfa_megatron.runtime.request import Request
 from tests.support.arguments import arguments
-from tests.support.attend import case, pack, together
+from tests.support.attend import case, pack, prepare_together, together
 from tests.support.packs import random_offsets
 from tests.support.support_rows import helped_by_causal_masks_only, mask, pack_mask, schedule
-from tests.support.together import prepare_together
 
 KERNEL = "triton" if interpreted() else "reference"
 """The file is run again in Triton's interpreter."""
 SMALL: dict[str, Any] = {"heads": 2, "batch": 1, "dtype": torch.float32} if interpreted() else {}
-RANKS = (3,) if interpreted() else (1, 2, 3, 4, 5, 7, 8)
+RANKS = (3,) if interpreted() else (3, 4, 1, 2, 5, 8)
+"""The first two with ALiBi."""
 SCHEDULES = (
     ("ring", "contiguous"),
     ("balanced", "contiguous"),
@@ -79,7 +79,7 @@ both = pytest.mark.parametrize("slopes", [False, True], ids=["plain", "alibi"])
 def test_every_schedule_is_exact_on_odd_and_even_ranks(schedule: str, layout: str, mask: str, slopes: bool) -> None:
     causal, window = MASKS[mask]
     served = 0
-    for ranks in RANKS:
+    for ranks in RANKS[:2] if slopes else RANKS:
         draw = random.Random(f"{schedule} {mask} {ranks}")
         local = draw.randrange(2, 6) * 2 + (draw.randrange(2) if layout == "contiguous" else 0)
         shape = {"kv_heads": draw.choice([1, 2, 4])} | SMALL | ({"kv_heads": 1} if SMALL else {})
@@ -91,7 +91,7 @@ def test_every_schedule_is_exact_on_odd_and_even_ranks(schedule: str, layout: st
             assert looks_ahead(schedule, mask)
             continue
         served += 1
-    assert served >= (1 if looks_ahead(schedule, mask) else len(RANKS))
+    assert served >= (0 if looks_ahead(schedule, mask) else len(RANKS[:2]))
 
 
 @pytest.mark.support("schedules", of_plain, pack_mask, refuses=refused)
@@ -103,7 +103,7 @@ def test_every_schedule_is_exact_on_odd_and_even_ranks(schedule: str, layout: st
 def test_random_packs_are_exact_on_one_to_sixteen_ranks(schedule: str, layout: str, mask: str, slopes: bool) -> None:
     causal, window = PACK_MASKS[mask]
     draw = random.Random(f"{schedule} {mask} {slopes}")
-    counts = RANKS[:4] if SMALL else (1, 2, 3, 4, draw.choice([5, 6, 7]), draw.choice([8, 11, 16]))
+    counts = RANKS if SMALL else (3, draw.choice([8, 11, 16]), 1, 2, 4, draw.choice([5, 6, 7]))[: 2 if slopes else 6]
     served = 0
     for ranks in counts:
         offsets = random_offsets(ranks * 2 * draw.randint(1, 7), draw)
@@ -134,24 +134,19 @@ def test_the_triton_kernels_are_exact_too_in_the_interpreter() -> None:
 @pytest.mark.usefixtures("nan_memory")
 @pytest.mark.parametrize("kernel", ["reference", "cpu"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (4, 1), (33, 33), (2, 2), (6, 2)])
-def test_every_dtype_and_head_count_is_exact_to_rounding(
-    heads: int, kv_heads: int, dtype: torch.dtype, kernel: str
-) -> None:
-    ranks, head_dim = (3, 16) if heads == 33 else (4, 32)
-    whole = case(ranks * 14, heads=heads, kv_heads=kv_heads, head_dim=head_dim, dtype=dtype, seed=heads)
-    together(whole, ranks, kernel=kernel)
+def test_every_dtype_is_exact_to_rounding_plain_and_packed(dtype: torch.dtype, kernel: str) -> None:
+    for heads, kv_heads in ((4, 1), (33, 33), (6, 2)):
+        together(case(3 * 14, heads=heads, kv_heads=kv_heads, head_dim=32, dtype=dtype, seed=heads), 3, kernel=kernel)
+    together(pack((0, 1, 9, 30, 4 * 24), dtype=dtype, head_dim=32), 4, kernel=kernel)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("kernel", ["reference", "cpu"])
-def test_packs_are_exact_to_rounding_in_every_dtype(kernel: str, dtype: torch.dtype) -> None:
-    for ranks in (2, 4):
-        together(pack((0, 1, 9, 30, ranks * 24), dtype=dtype, head_dim=32, seed=ranks), ranks, kernel=kernel)
-
-
-def test_a_width_of_values_of_its_own_works_in_packs() -> None:
-    together(pack((0, 3, 20, 21, 40), head_dim_v=8), 4, kernel="reference")
+def test_odd_lengths_and_one_token_a_rank_are_exact() -> None:
+    for local in (1, 3, 7):
+        for ranks in (2, 3, 4):
+            # Half a token cannot be shared: auto takes `balanced` there.
+            names = ("auto", "ring", "balanced") if (local, ranks) == (1, 4) else ("auto",) if local > 1 else ()
+            for name in names:
+                together(case(ranks * local, seed=local), ranks, schedule=name, kernel="reference")
 
 
 def test_one_document_is_planned_as_a_plain_sequence() -> None:
@@ -160,22 +155,10 @@ def test_one_document_is_planned_as_a_plain_sequence() -> None:
     assert packed.mask_over(24) == plain.mask_over(24)
 
 
-@pytest.mark.parametrize("local", [1, 2, 3, 7, 11])
-def test_local_lengths_need_not_be_even(local: int) -> None:
-    for ranks in (2, 3, 4):
-        if local > 1 or ranks == 3:  # half a token cannot be shared: auto takes `balanced` there, see below
-            together(case(ranks * local, seed=local), ranks, kernel="reference")
-
-
-def test_one_token_per_rank_works_on_an_even_number_of_ranks() -> None:
-    for name in ("auto", "ring", "balanced"):
-        together(case(4, seed=3), 4, schedule=name, kernel="reference")
-
-
 @pytest.mark.support("runtime", "either backward payload, delta or out")
-@pytest.mark.parametrize("reads", ["delta", "out"])
-def test_both_backward_payloads_give_the_same_gradients(reads: str) -> None:
-    kernel, whole = "reference" if reads == "delta" else "cpu", case(40)
+@pytest.mark.parametrize(("kernel", "reads"), [("reference", "delta"), ("cpu", "out")])
+def test_both_backward_payloads_are_exact(kernel: str, reads: str) -> None:
+    whole = case(40)
     request = Request(**arguments(softmax_scale=0.25, kernel=kernel))
     prepared = prepare_together(request, *(x.chunk(4, 1) for x in whole.inputs))
     assert prepared[0].format.backward_needs == reads
@@ -183,4 +166,4 @@ def test_both_backward_payloads_give_the_same_gradients(reads: str) -> None:
 
 
 def test_large_scores_neither_overflow_nor_lose_rows() -> None:
-    together(case(48, softmax_scale=40.0), 4, kernel="reference")
+    together(case(48, softmax_scale=40.0), 4, kernel="reference", tolerance=1e-12)

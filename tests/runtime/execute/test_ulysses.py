@@ -15,16 +15,14 @@ from torch.utils.checkpoint import checkpoint
 import dfa_megatron
 from dfa_megatron import remat
 from dfa_megatron.config import DistAttentionConfig
-from dfa_megatron.doctor.dense import dense_attention
 from dfa_megatron.errors import DisagreementError, UnsupportedError
-from dfa_megatron.plan.language.geometry import CAUSAL
-from dfa_megatron.plan.language.heads import split_heads
-from dfa_megatron.plan.language.shape import AttentionShape
+from dfa_megatron.plan.language.shape import AttentionShape, split_heads
 from dfa_megatron.runtime.agreement.store import GroupStore
 from dfa_megatron.runtime.comm.channel import Channel
 from dfa_megatron.runtime.counters import COUNTERS
+from tests.runtime.comm.test_gloo import LAYOUTS
 from tests.support.arguments import arguments
-from tests.support.attend import Case, attend, case, compare
+from tests.support.attend import Case, assert_same_bits, attend, case, compare, results
 from tests.support.close import assert_close
 from tests.support.nan_memory import nan_memory
 from tests.support.workers import run_ranks
@@ -38,16 +36,6 @@ def test_a_single_process_has_nobody_to_exchange_with() -> None:
         compare(case(8), 0, 1, ulysses_degree=2)
 
 
-def test_the_option_is_a_number_of_ranks() -> None:
-    for wrong in (-1, 0, 2.0, True, "2"):
-        with pytest.raises(UnsupportedError, match="ulysses_degree"):
-            dfa_megatron.DistAttentionConfig(ulysses_degree=wrong)  # type: ignore[arg-type]
-    assert dfa_megatron.DistAttentionConfig(ulysses_degree=2).fixed_degree == 2
-    schema = dfa_megatron.DistAttentionConfig.json_schema()["properties"]["ulysses_degree"]
-    assert schema["anyOf"] == [{"enum": ["auto"]}, {"type": "integer", "minimum": 1}]
-    assert schema["default"] == "auto"
-
-
 def test_groups_whose_ranks_do_not_ascend_are_refused() -> None:
     with pytest.raises(UnsupportedError, match=r"global ranks \[3, 1\].*ascend"):
         Channel(GroupStore(dist.HashStore(), "odd", 0, [3, 1]), timedelta(seconds=1), lambda: True)
@@ -56,64 +44,33 @@ def test_groups_whose_ranks_do_not_ascend_are_refused() -> None:
 # Real processes over gloo.
 
 
-def _heads(rank: int, ranks: int, degree: int) -> None:
+def _exact(rank: int, ranks: int, degree: int) -> None:
     with nan_memory():
         for seed, (heads, kv_heads) in enumerate(HEADS):
             if heads % degree == 0:
                 whole = case(ranks * 6, heads=heads, kv_heads=kv_heads, head_dim=8, seed=seed)
                 compare(whole, rank, ranks, ulysses_degree=degree)
-
-
-@pytest.mark.parametrize(("ranks", "degree"), [(3, 3), (4, 2), (4, 4)])
-def test_every_count_of_heads_is_exact(ranks: int, degree: int) -> None:
-    run_ranks(ranks, _heads, degree)
-
-
-def _masks(rank: int, ranks: int, degree: int) -> None:
-    heads = 2 * degree
-    with nan_memory():
-        for seed, (schedule, layout) in enumerate(
-            [("ring", "contiguous"), ("balanced", "contiguous"), ("balanced_shared", "contiguous"), ("auto", "zigzag")]
-        ):
+        heads = 2 * degree
+        for seed, (schedule, layout) in enumerate(LAYOUTS):
             for dtype in (torch.float64, torch.bfloat16):
                 whole = case(ranks * 10, dtype=dtype, heads=heads, kv_heads=1, seed=seed)
-                options = {"schedule": schedule, "layout": layout, "ulysses_degree": degree}
-                compare(whole, rank, ranks, **options)
-        whole = case(ranks * 10, heads=heads, causal=False, seed=9)
-        compare(whole, rank, ranks, causal=False, ulysses_degree=degree)
-        compare(whole, rank, ranks, causal=False, ulysses_degree=degree, layout="zigzag")
-        whole = case(ranks * 10, heads=heads, window_size=(13, 0), batch=1, seed=10)
-        for more in ({"kernel": "cpu"}, {"kernel": "reference"}):
-            compare(whole, rank, ranks, window_size=(13, -1), ulysses_degree=degree, **more)
+                compare(whole, rank, ranks, schedule=schedule, layout=layout, ulysses_degree=degree)
+        for layout in ("contiguous", "zigzag"):
+            whole = case(ranks * 10, heads=heads, causal=False, seed=9)
+            compare(whole, rank, ranks, ulysses_degree=degree, layout=layout)
+        for kernel in ("cpu", "reference"):
+            whole = case(ranks * 10, heads=heads, window_size=(13, 0), batch=1, seed=10)
+            compare(whole, rank, ranks, ulysses_degree=degree, kernel=kernel)
+        # Odd widths, another width for v, and Megatron's strides.
+        whole = case(ranks * 5, heads=heads, batch=3, head_dim=7, head_dim_v=5, first_in_memory="tokens")
+        compare(whole, rank, ranks, ulysses_degree=degree, kernel="reference")
 
 
 @pytest.mark.support("runtime", "heads exchanged around a schedule (`ulysses_degree`)")
 @pytest.mark.parametrize(("ranks", "degree"), [(3, 3), (4, 2), (4, 4)])
-def test_every_schedule_layout_and_mask_is_exact(ranks: int, degree: int) -> None:
-    run_ranks(ranks, _masks, degree, timeout=120)
-
-
-def _shapes(rank: int, ranks: int) -> None:
-    generator = torch.Generator().manual_seed(11)
-    # Odd widths, another width for v, Megatron's strides, and a gradient that is one number expanded.
-    shapes = ((ranks * 5, 3, 4, 7), (ranks * 5, 3, 2, 7), (ranks * 5, 3, 2, 5))
-    qkv = [torch.randn(shape, generator=generator, dtype=torch.float64).transpose(0, 1) for shape in shapes]
-    exact = [x.clone().requires_grad_() for x in qkv]
-    out, _ = dense_attention(*exact, CAUSAL)
-    gradients = torch.autograd.grad(out.sum(), exact)
-    rows = slice(rank * 5, rank * 5 + 5)
-    shard = [x[:, rows].requires_grad_() for x in qkv]
-    got = dfa_megatron.dist_flash_attn_func(
-        *shard, causal=True, config=DistAttentionConfig(ulysses_degree=2, kernel="reference")
-    )
-    assert got.is_contiguous()
-    assert_close(got, out[:, rows], tolerance=1e-12)
-    for name, mine, want in zip(("dq", "dk", "dv"), torch.autograd.grad(got.sum(), shard), gradients, strict=True):
-        assert_close(mine, want[:, rows], tolerance=1e-11, name=name)
-
-
-def test_strided_inputs_and_odd_widths_are_exact() -> None:
-    run_ranks(4, _shapes)
+def test_every_count_of_heads_is_exact(ranks: int, degree: int) -> None:
+    """In every schedule, layout and mask."""
+    run_ranks(ranks, _exact, degree, timeout=120)
 
 
 def _again(rank: int, ranks: int, kv_heads: int) -> None:
@@ -169,7 +126,7 @@ def test_communicators_are_made_once_and_for_a_degree_above_one_only() -> None:
     run_ranks(4, _communicators)
 
 
-def _counted(rank: int, ranks: int, kernel: str, kv_heads: int = 1) -> dict[str, int]:
+def _counted(rank: int, ranks: int, kernel: str, kv_heads: int) -> dict[str, int]:
     whole = case(ranks * 64, batch=1, heads=8, kv_heads=kv_heads, head_dim=32, dtype=torch.bfloat16)
     shard, _ = whole.shard(rank, ranks)
     COUNTERS.reset()
@@ -177,42 +134,28 @@ def _counted(rank: int, ranks: int, kernel: str, kv_heads: int = 1) -> dict[str,
     return COUNTERS.snapshot()
 
 
+@pytest.mark.parametrize("kv_heads", [1, 2])
 @pytest.mark.parametrize(("kernel", "payload"), [("cpu", "out"), ("reference", "delta")])
-def test_bytes_on_the_wire_are_those_of_the_heads_that_leave(kernel: str, payload: Literal["delta", "out"]) -> None:
-    counts = run_ranks(4, _counted, kernel)
-    head = 64 * 32 * 2  # one head of a rank's tokens
-    lse = 64 * 4 * 4
-    read = lse if payload == "delta" else 4 * head
-    planned = split_heads(2, 4, 8, 1).sent(AttentionShape(heads=8, kv_heads=1, head_dim=32, backward_needs=payload), 64)
+def test_bytes_on_the_wire_are_those_of_the_heads_that_leave(
+    kernel: str, payload: Literal["delta", "out"], kv_heads: int
+) -> None:
+    """What was exchanged is kept for the backward where kv heads divide."""
+    counts, head, lse = run_ranks(4, _counted, kernel, kv_heads), 64 * 32 * 2, 64 * 4 * 4
+    read, again = lse if payload == "delta" else 4 * head, (4 + 1 + 1) * head if kv_heads == 1 else 0
+    shape = AttentionShape(heads=8, kv_heads=kv_heads, head_dim=32, backward_needs=payload)
+    planned = split_heads(2, 4, 8, kv_heads).sent(shape, 64, kept=kv_heads == 2)
     for c in counts:
         assert c["ulysses_exchanges"] == 4
         assert c["ulysses_forward_bytes"] == (4 + 1 + 1) * head + 4 * head + lse == planned[0]
-        assert c["ulysses_backward_bytes"] == (2 * 4 + 1 + 1) * head + lse + read + (4 + 1 + 1) * head == planned[1]
+        assert c["ulysses_backward_bytes"] == again + 4 * head + lse + read + (4 + 1 + 1) * head == planned[1]
     # The plan: the first of its two ranks sends one head of k and of v, of twice the tokens, to the second.
     assert [c["forward_bytes"] for c in counts] == [4 * head, 4 * head, 0, 0]
-
-
-@pytest.mark.parametrize(("kernel", "payload"), [("cpu", "out"), ("reference", "delta")])
-def test_what_was_exchanged_is_kept_where_kv_heads_divide(kernel: str, payload: Literal["delta", "out"]) -> None:
-    head, lse = 64 * 32 * 2, 64 * 4 * 4
-    read = lse if payload == "delta" else 4 * head
-    shape = AttentionShape(heads=8, kv_heads=2, head_dim=32, backward_needs=payload)
-    planned = split_heads(2, 4, 8, 2).sent(shape, 64, kept=True)
-    for c in run_ranks(4, _counted, kernel, 2):
-        assert c["ulysses_exchanges"] == 4
-        assert c["ulysses_forward_bytes"] == (4 + 1 + 1) * head + 4 * head + lse == planned[0]
-        assert c["ulysses_backward_bytes"] == 4 * head + lse + read + (4 + 1 + 1) * head == planned[1]
 
 
 def _deterministic(rank: int, ranks: int) -> None:
     torch.use_deterministic_algorithms(True)
     whole = case(ranks * 16, dtype=torch.float32, heads=4, kv_heads=1)
-    runs = []
-    for _ in range(3):
-        shard, dout = whole.shard(rank, ranks)
-        out = attend(whole, *shard, ulysses_degree=2)
-        runs.append((out.detach(), *torch.autograd.grad(out, shard, dout)))
-    assert all(torch.equal(a, b) for again in runs[1:] for a, b in zip(runs[0], again, strict=True))
+    assert_same_bits(*(results(whole, rank, ranks, ulysses_degree=2) for _ in range(3)))
 
 
 def test_gradients_of_copied_kv_heads_are_equal_to_the_bit_from_run_to_run() -> None:
@@ -307,21 +250,6 @@ def test_rematerialization_repeats_no_exchange(kv_heads: int) -> None:
     run_ranks(4, _remat, kv_heads)
 
 
-def _compiled(rank: int, ranks: int) -> None:
-    whole = case(ranks * 8, heads=4, kv_heads=1)
-    rows, (shard, _) = whole.rows(rank, ranks), whole.shard(rank, ranks)
-    plain = torch.autograd.grad(_region(*shard), shard, whole.dout[:, rows])
-    compiled = torch.compile(_region, backend="aot_eager", fullgraph=True)
-    out = compiled(*shard)
-    assert_close(out, whole.out[:, rows], tolerance=1e-12)
-    for a, b in zip(torch.autograd.grad(out, shard, whole.dout[:, rows]), plain, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
-
-
-def test_compilers_trace_through_it_without_a_break() -> None:
-    run_ranks(4, _compiled, timeout=120)
-
-
 def _opcheck(rank: int, ranks: int) -> None:
     from dfa_megatron.runtime.comm.groups import group_name
     from dfa_megatron.runtime.op import attention
@@ -357,7 +285,7 @@ def _exact_on_gpus(rank: int, ranks: int) -> None:
                 _gpu_compare(whole, rank, ranks, schedule="balanced", transport=transport, ulysses_degree=degree)
             _gpu_compare(whole, rank, ranks, layout="zigzag", ulysses_degree=degree)
         window = _gpu_case(ranks * 256, heads=4, kv_heads=2, window_size=(300, 0))
-        _gpu_compare(window, rank, ranks, window_size=(300, 0), ulysses_degree=degree)
+        _gpu_compare(window, rank, ranks, ulysses_degree=degree)
 
 
 @pytest.mark.support("runtime", "heads exchanged around a schedule (`ulysses_degree`)")
