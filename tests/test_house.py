@@ -63,7 +63,7 @@ BUDGETS = {
     "recurrence": 1_149,
     "remat": 529,
     "runtime": 5_231,
-    "tests": 36_612,
+    "tests": 36_622,
     "top": 1_468,
 }
 """Lines of Python in a folder of the package, in its files beside them ("top"), in tests and in benchmarks.
