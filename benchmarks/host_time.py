@@ -32,7 +32,7 @@ from dfa_megatron.doctor.world import World
 from dfa_megatron.flags import flag
 from dfa_megatron.plan.interpret import Algebra
 from dfa_megatron.runtime.comm.transport import Transport
-from dfa_megatron.runtime.hooks import HookedRun, hooked
+from dfa_megatron.runtime.run import HookedRun, hooked
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,7 @@ import torch
 
 from dfa_megatron.config import DistAttentionConfig
 from dfa_megatron.plan.language.shape import split_heads, split_tokens, stages_error
-from dfa_megatron.runtime.comm.groups import Group
-from dfa_megatron.runtime.comm.registry import channel_of
+from dfa_megatron.runtime.comm.groups import Group, channel_of
 from dfa_megatron.runtime.cu_seqlens import check_offsets, offsets_of
 from dfa_megatron.runtime.execute.ulysses import stand_ins
 from dfa_megatron.runtime.problem import Inputs, problem_of

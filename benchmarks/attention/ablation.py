@@ -9,7 +9,7 @@ from typing import Literal
 
 from dfa_megatron.plan.interpret import Algebra
 from dfa_megatron.runtime.comm.transport import Recv, Sends, Transport
-from dfa_megatron.runtime.hooks import HookedRun, hooked
+from dfa_megatron.runtime.run import HookedRun, hooked
 
 logger = logging.getLogger(__name__)
 

@@ -17,9 +17,9 @@ from dfa_megatron.plan.language.ir import BACKWARD, FORWARD
 from dfa_megatron.runtime.comm.transport import Transport
 
 if TYPE_CHECKING:
-    from dfa_megatron.runtime.execute.memory_plan import MemoryPlan
     from dfa_megatron.runtime.execute.wire_format import Fields
     from dfa_megatron.runtime.prepare import Prepared
+    from dfa_megatron.runtime.rank_plan import MemoryPlan
 
     Run = Callable[[Prepared, MemoryPlan, Fields, bool], Fields]
 

@@ -20,8 +20,8 @@ from dfa_megatron.plan.language.mask import Mask, causal, documents
 from dfa_megatron.plan.lowering.landings import landings_of
 from dfa_megatron.plan.proof.check import check
 from dfa_megatron.plan.schedules import plan_named
-from dfa_megatron.runtime.execute.memory_plan import plan_memory
 from dfa_megatron.runtime.execute.wire_format import Format
+from dfa_megatron.runtime.rank_plan import plan_memory
 from tests.support.close import assert_close
 from tests.support.kernel_operators import StandIn
 

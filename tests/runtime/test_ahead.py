@@ -13,7 +13,6 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from dfa_megatron.config import MegatronConfig
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.pack_planner import PackPlanner
 from dfa_megatron.runtime import rank_plan
@@ -88,12 +87,6 @@ def test_a_plan_for_other_tensors_is_not_taken_and_that_is_said_once() -> None:
         assert len(heard) == 1
         assert "float16" in heard[0]
         assert "bfloat16" in heard[0]
-
-
-def test_the_options_of_a_framework_integration_make_a_planner() -> None:
-    options = MegatronConfig(data_layout="boundary", schedule="ring")
-    planner = PackPlanner(TOKENS, **SHAPE, causal=True, layout=options.layout_inside, config=options)
-    assert (planner.problem.asks.layout, planner.problem.schedule) == ("contiguous", "ring")
 
 
 def test_plans_that_nobody_asks_for_go(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 import dfa_megatron
 from dfa_megatron.recurrence import dist_conv, dist_scan
-from dfa_megatron.runtime.comm.communicator import Communicator
+from dfa_megatron.runtime.comm.transports import Communicator
 from dfa_megatron.sharding import unshard_sequence
 from tests.support.arguments import arguments, told
 from tests.support.attend import case

@@ -15,15 +15,13 @@ import torch
 import torch.distributed as dist
 
 from dfa_megatron.errors import DistAttentionError, UnsupportedError
+from dfa_megatron.runtime.comm import symmetric_memory
 from dfa_megatron.runtime.comm.channel import Channel
 from dfa_megatron.runtime.comm.copy_engine import CopyEngineTransport
-from dfa_megatron.runtime.comm.memory import kept_arena
-from dfa_megatron.runtime.comm.memory.kept_arena import KeptArena
-from dfa_megatron.runtime.comm.memory.symmetric_memory import Mapped
-from dfa_megatron.runtime.comm.p2p import GlooTransport
-from dfa_megatron.runtime.comm.registry import channel_of
+from dfa_megatron.runtime.comm.groups import channel_of
+from dfa_megatron.runtime.comm.symmetric_memory import KeptArena, Mapped
 from dfa_megatron.runtime.comm.transport import Recv, Send, Transport
-from dfa_megatron.runtime.comm.transports import Transports
+from dfa_megatron.runtime.comm.transports import GlooTransport, Transports
 from dfa_megatron.runtime.prepare import in_use
 from tests.runtime.comm.test_nccl import compare as compare_on_gpu
 from tests.runtime.comm.test_nccl import gpu_case
@@ -68,7 +66,7 @@ def keep() -> None:
         return make(self, device, kind) if kind == "p2p" else KeptGloo(self._channel)
 
     Transports._make = kept  # type: ignore[method-assign]
-    kept_arena.PATIENCE, kept_arena._ALIGNMENT = PATIENCE, 64
+    symmetric_memory.PATIENCE, symmetric_memory._ALIGNMENT = PATIENCE, 64
 
 
 def kept_by(group: dist.ProcessGroup | None = None) -> KeptGloo:
@@ -182,7 +180,7 @@ def test_ranks_whose_calls_part_where_memory_moves_are_told_so_at_once() -> None
 
 
 def _on_gpus(rank: int, ranks: int) -> None:
-    kept_arena.PATIENCE = PATIENCE
+    symmetric_memory.PATIENCE = PATIENCE
     big, small = (gpu_case(ranks * local, heads=4, kv_heads=2, head_dim=128) for local in (4096, 64))
     for graph in (False, True):
         sizes = []
@@ -192,7 +190,7 @@ def _on_gpus(rank: int, ranks: int) -> None:
             assert isinstance(engine, CopyEngineTransport)
             sizes.append(engine._arena.flat.numel())
         assert {*sizes[:3], *sizes[-2:]} == {max(sizes)}
-        assert min(sizes) == kept_arena._ALIGNMENT
+        assert min(sizes) == symmetric_memory._ALIGNMENT
         assert not engine.pinned
 
 

@@ -11,10 +11,9 @@ import dfa_megatron
 from dfa_megatron.config import DistAttentionConfig
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.runtime import prepare
-from dfa_megatron.runtime.comm import copy_engine
-from dfa_megatron.runtime.comm.memory import symmetric_memory
-from dfa_megatron.runtime.comm.memory.symmetric_memory import Mapped
-from dfa_megatron.runtime.comm.registry import channel_of
+from dfa_megatron.runtime.comm import copy_engine, symmetric_memory
+from dfa_megatron.runtime.comm.groups import channel_of
+from dfa_megatron.runtime.comm.symmetric_memory import Mapped
 from dfa_megatron.runtime.comm.transport import Transport
 from dfa_megatron.runtime.comm.transports import Transports
 from tests.support.attend import case

@@ -16,9 +16,9 @@ from dfa_megatron.errors import ExecutionError
 from dfa_megatron.kernels.adapters.reference import ReferenceKernel
 from dfa_megatron.kernels.replay import Op
 from dfa_megatron.runtime import run
-from dfa_megatron.runtime.comm.memory.arena import Arena
-from dfa_megatron.runtime.comm.p2p import GlooTransport
-from dfa_megatron.runtime.execute import run_program
+from dfa_megatron.runtime.comm.transport import Arena
+from dfa_megatron.runtime.comm.transports import GlooTransport
+from dfa_megatron.runtime.execute import tensors as program
 from dfa_megatron.runtime.execute.bound import Bound, Post, computing_first
 from dfa_megatron.runtime.prepare import Prepared, in_use
 from tests.fuzz.attempt import Listens
@@ -192,7 +192,8 @@ def test_the_first_kernel_is_launched_before_the_first_batch_is_posted() -> None
     late, launches = [start, post, view, first, second, third, land], {3, 4, 5}
     assert computing_first(late, launches, 0) == [start, view, first, second, post, third, land]
     assert computing_first([start, post, first, land, second], launches, 0) == [start, first, post, land, second]
-    packed = Op(Post(-1, (), (), (view,)), (0,), 9)
+    packed, viewed = (Op(Post(-1, (), (), (Op(how, (1,), 6),)), (0,), 9) for how in (torch.clone, torch.as_strided))
+    assert computing_first([start, viewed, first], launches, 0) == [start, first, viewed]
     for same in (
         [start, packed, first],
         [start, first, post, view, land, second],
@@ -218,7 +219,7 @@ class Ranges:
 
 def _named(rank: int, ranks: int) -> list[list[str]]:
     ranges, found = Ranges(), []
-    run_program._ranges = lambda device: ranges  # type: ignore[assignment,return-value]
+    program._ranges = lambda device: ranges  # type: ignore[assignment,return-value]
     for seed in range(5):
         ranges.seen.clear()
         compare(rank, ranks, seed, schedule="ring", kernel="reference")

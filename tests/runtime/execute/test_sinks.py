@@ -38,7 +38,7 @@ def test_sinks_and_their_summed_gradient_are_exact(ranks: int) -> None:
 
 
 def test_a_row_that_sees_nothing_gives_all_its_probability_to_the_sink() -> None:
-    from dfa_megatron.runtime.execute.sinks import merge_sinks, sinks_gradient
+    from dfa_megatron.runtime.execute.sinks_and_slopes import merge_sinks, sinks_gradient
 
     out, lse = torch.zeros(1, 3, 2, 4), torch.full((1, 2, 3), -math.inf)
     out[0, 2], lse[0, :, 2] = 1.0, 0.5

@@ -105,7 +105,7 @@ def test_subgroups_exchange_among_themselves_and_gradients_are_equal_to_the_bit_
 
 
 def _communicators(rank: int, ranks: int) -> None:
-    from dfa_megatron.runtime.comm.registry import channel_of
+    from dfa_megatron.runtime.comm.groups import channel_of
     from dfa_megatron.runtime.prepare import in_use
 
     def count() -> int:
