@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import Field, dataclass, field, fields
 from typing import Any, ClassVar, NamedTuple, Self
 
@@ -17,16 +17,15 @@ PREFIX = "dfa_"
 
 
 class Numbers(NamedTuple):
-    """The numbers that an option takes; beside its choices, if it has some. Dynamo traces tuples, no dataclasses."""
+    """An option takes numbers from 1, beside its choices if it has some. Dynamo traces tuples, no dataclasses."""
 
-    hold: Callable[[Any], bool]
     why: str
     instead: str
 
 
-RANKS = Numbers(lambda n: n >= 1, "it is a number of ranks", "1, which exchanges nothing, more, or 'auto'")
-STAGES = Numbers(lambda n: n >= 1, "it is a number of stages", "1, which runs all heads at once, or more")
-TOKENS = Numbers(lambda n: n >= 1, "it is a number of tokens", "4096, another number from 1, or 'off'")
+RANKS = Numbers("it is a number of ranks", "1, which exchanges nothing, more, or 'auto'")
+STAGES = Numbers("it is a number of stages", "1, which runs all heads at once, or more")
+TOKENS = Numbers("it is a number of tokens", "4096, another number from 1, or 'off'")
 
 
 def _option(default: Any, help: str, choices: tuple[str, ...] | None = None, numbers: Numbers | None = None) -> Any:
@@ -252,7 +251,7 @@ def _check(what: str, value: Any, default: Any, choices: tuple[str, ...] | None,
         raise UnsupportedError(what, "there is no such value", instead)
     if type(value) is not kind:
         raise UnsupportedError(what, f"it must be of type {kind.__name__}", f"for example {default!r}")
-    if numbers and kind is not str and not numbers.hold(value):
+    if numbers and kind is not str and value < 1:
         raise UnsupportedError(what, numbers.why, numbers.instead)
 
 

@@ -39,8 +39,6 @@ WIDE_FOR_NOW = {
 
 LONG_FILES_FOR_NOW = {
     "tests/megatron/harness.py",
-    "tests/runtime/agreement/test_calls.py",
-    "tests/runtime/execute/test_ulysses.py",
 }
 """May only become shorter."""
 
@@ -50,21 +48,21 @@ LONG_FUNCTIONS_FOR_NOW = {
 """May only become shorter."""
 
 BUDGETS = {
-    "benchmarks": 5_895,
-    "cli": 610,
+    "benchmarks": 5_852,
+    "cli": 609,
     "deepspeed": 1_429,
     "doctor": 1_032,
     "huggingface": 4_524,
-    "kernels": 3_668,
+    "kernels": 3_643,
     "loss": 709,
     "megatron": 4_643,
-    "plan": 5_351,
+    "plan": 5_324,
     "proving": 763,
-    "recurrence": 1_150,
-    "remat": 537,
-    "runtime": 5_367,
-    "tests": 36_631,
-    "top": 1_471,
+    "recurrence": 1_149,
+    "remat": 529,
+    "runtime": 5_232,
+    "tests": 36_455,
+    "top": 1_457,
 }
 """Lines of Python in a folder of the package, in its files beside them ("top"), in tests and in benchmarks.
 
@@ -126,10 +124,10 @@ def test_one_name_of_a_class_means_one_thing() -> None:
 
 
 def test_attention_loads_no_more_than_it_needs() -> None:
-    """May only fall; the aim is 90 modules and 13,000 lines."""
+    """May only fall; the aim is 13,000 lines."""
     loaded = house.import_closure("dfa_megatron.attention")
-    assert len(loaded) <= 116
-    assert sum(len(path.read_text(encoding="utf-8").splitlines()) for path in loaded) <= 14_600
+    assert len(loaded) <= 86
+    assert sum(len(path.read_text(encoding="utf-8").splitlines()) for path in loaded) <= 14_230
 
 
 def test_there_are_no_more_options_than_thirteen() -> None:

@@ -15,10 +15,10 @@ from dfa_megatron.plan.schedules import OWNER_COMPUTES, SCHEDULES
 
 
 def test_each_config_has_the_options_of_its_place_and_names_the_place_of_others() -> None:
-    attention, training, megatron = ([field.name for field in fields(config)] for config in CONFIGS)
+    attention, training, megatron = known = [[field.name for field in fields(config)] for config in CONFIGS]
     assert training == [*attention, "checkpoint", "remat_offload", "loss_tile", "mlp_tile"]
     assert megatron == [*training, "data_layout"]
-    for config, names_of_it in zip(CONFIGS, (attention, training, megatron), strict=True):
+    for config, names_of_it in zip(CONFIGS, known, strict=True):
         flags = vars(config.add_arguments(argparse.ArgumentParser()).parse_args([]))
         assert set(flags) == {f"dfa_{name}" for name in names_of_it}
         assert set(config.json_schema()["properties"]) == set(names_of_it)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import json
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,9 +15,8 @@ import torch.distributed as dist
 
 from dfa_megatron.doctor.world import PATIENCE, World
 from dfa_megatron.errors import DisagreementError, DistAttentionError, UnsupportedError
-from dfa_megatron.runtime.agreement.calls import exchange
 from dfa_megatron.runtime.agreement.store import GroupStore
-from dfa_megatron.runtime.comm.registry import channel_of
+from dfa_megatron.runtime.comm.groups import channel_of
 
 T = TypeVar("T")
 
@@ -105,7 +105,7 @@ def _store(side: dist.ProcessGroup) -> GroupStore:
 def _told(world: World, facts: dict[str, str], patience: float = PATIENCE) -> list[dict[str, str]]:
     """Return the facts of every rank, in rank order."""
     try:
-        return exchange(facts, _store(world.side), patience)
+        return [*map(json.loads, _store(world.side).collect(json.dumps(facts), patience, "tell of failures"))]
     except DisagreementError as error:
         why = facts.get("why") or "this rank did not fail"
         raise StuckError(f"not every rank came back within {patience:g} s ({why})") from error

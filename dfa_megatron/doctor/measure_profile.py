@@ -26,7 +26,7 @@ from dfa_megatron.kernels import select
 from dfa_megatron.kernels.api import BlockKernel
 from dfa_megatron.plan.cost.hardware import H200_NVLINK, Hardware, Host, Link, save, to_json
 from dfa_megatron.plan.language.geometry import CAUSAL, FULL
-from dfa_megatron.runtime.comm.registry import channel_of
+from dfa_megatron.runtime.comm.groups import channel_of
 from dfa_megatron.runtime.comm.transport import Recv, Send, Transport
 
 logger = logging.getLogger(__name__)

@@ -13,8 +13,7 @@ from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.recurrence.share import Share
 from dfa_megatron.runtime.agreement.calls import Kind
 from dfa_megatron.runtime.comm.channel import Channel
-from dfa_megatron.runtime.comm.groups import Group
-from dfa_megatron.runtime.comm.registry import channel_of
+from dfa_megatron.runtime.comm.groups import Group, channel_of
 from dfa_megatron.runtime.counters import COUNTERS
 from dfa_megatron.runtime.cu_seqlens import Offsets, describe, offsets_of
 from dfa_megatron.runtime.prepare import refuse
@@ -110,7 +109,7 @@ def agree_on(what: str, place: Place, facts: dict[str, str], device: torch.devic
         if verify:
             with over.calls.preparing():
                 over.agree(facts | {"thread": over.calls.thread})
-            with over.together():
+            with over.collective():
                 over.collectives(device)
         known[key] = None
         if len(known) > _KEPT:

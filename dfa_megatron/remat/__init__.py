@@ -27,8 +27,8 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from dfa_megatron.errors import RematError, UnsupportedError
-from dfa_megatron.remat.inputs import keeping_inputs_on_host as keeping_inputs_on_host
 from dfa_megatron.remat.saved import HostKept, Kept
+from dfa_megatron.remat.saved import keeping_inputs_on_host as keeping_inputs_on_host
 from dfa_megatron.runtime.counters import COUNTERS
 
 logger = logging.getLogger(__name__)

@@ -12,10 +12,10 @@ from dfa_megatron.kernels.leaf import differentiable_once
 from dfa_megatron.plan.language.shape import stages_error, stages_of
 from dfa_megatron.runtime.agreement.calls import AtLayer, current_layer
 from dfa_megatron.runtime.comm.channel import Channel
-from dfa_megatron.runtime.comm.registry import channel_of
+from dfa_megatron.runtime.comm.groups import channel_of
 from dfa_megatron.runtime.counters import COUNTERS, say_how
-from dfa_megatron.runtime.execute.alibi_positions import slopes_error
-from dfa_megatron.runtime.prepare import prepare, refuse
+from dfa_megatron.runtime.execute.sinks_and_slopes import slopes_error
+from dfa_megatron.runtime.prepare import prepare, refuse, refuse_extras
 from dfa_megatron.runtime.problem import Inputs, transformed
 from dfa_megatron.runtime.request import Request, from_text
 from dfa_megatron.runtime.run import InputGradients, SavedTensors, run_backward, run_forward
@@ -38,10 +38,11 @@ def _forward(inputs: Inputs, request: Request, over: Channel | None, trains: boo
     """Return (out, lse), in as many stages of heads as the request asks for."""
     q, k, v, sinks, slopes = inputs
     number = request.config.head_stages
-    if number == 1:
+    if number == 1 or k.dim() != 4:
         out, lse, *_ = run_forward(prepare(request, over, inputs, trains=trains), inputs, trains=trains)
         return out, lse
-    if k.dim() == 4 and (error := stages_error(number, k.shape[2])) is not None:
+    refuse_extras(inputs, request, over)
+    if (error := stages_error(number, k.shape[2])) is not None:
         refuse(error, over, verify=request.verify)
         raise error
     out = q.new_empty((*q.shape[:3], v.shape[3]))

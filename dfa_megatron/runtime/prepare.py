@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 from collections import OrderedDict
 from contextlib import AbstractContextManager
@@ -16,19 +17,17 @@ from dfa_megatron.kernels.api import BlockKernel
 from dfa_megatron.plan.language.grid import grid
 from dfa_megatron.plan.language.ir import AttentionPlan
 from dfa_megatron.plan.language.shape import HeadSplit, TokenSplit, split_heads, split_tokens
+from dfa_megatron.runtime.agreement.calls import Facts, Kind
 from dfa_megatron.runtime.comm.channel import Channel
-from dfa_megatron.runtime.comm.registry import channels
-from dfa_megatron.runtime.execute.alibi_positions import slopes_error
-from dfa_megatron.runtime.execute.bound import Bound
-from dfa_megatron.runtime.execute.cuda_graph import Captured
-from dfa_megatron.runtime.execute.memory_plan import MemoryPlan
-from dfa_megatron.runtime.execute.sinks import sinks_error
+from dfa_megatron.runtime.comm.groups import channels
+from dfa_megatron.runtime.cu_seqlens import describe
+from dfa_megatron.runtime.execute.bound import Bound, Captured
+from dfa_megatron.runtime.execute.sinks_and_slopes import describe_slopes, sinks_error, slopes_error
 from dfa_megatron.runtime.execute.ulysses import HeadExchange, stand_ins
 from dfa_megatron.runtime.execute.wire_format import Format
-from dfa_megatron.runtime.facts import facts_of, kinds_of
 from dfa_megatron.runtime.problem import Inputs, Problem, degree_of, problem_of, refuse_tensors
-from dfa_megatron.runtime.rank_plan import RankPlan, rank_plan
-from dfa_megatron.runtime.request import Request
+from dfa_megatron.runtime.rank_plan import MemoryPlan, RankPlan, rank_plan
+from dfa_megatron.runtime.request import OPTIONS, Request
 
 logger = logging.getLogger(__name__)
 
@@ -162,11 +161,8 @@ def prepare(request: Request, over: Channel | None, inputs: Inputs, *, trains: b
         DisagreementError: the ranks ask for different things, or one of them refused.
     """
     q, k, v, sinks, slopes = inputs
-    error = None if sinks is None else sinks_error(sinks, q)
-    error = error or (None if slopes is None else slopes_error(slopes, q))
-    if error is not None:
-        refuse(error, over, verify=request.verify)
-        raise error
+    if sinks is not None or slopes is not None:
+        refuse_extras(inputs, request, over)
     known = _ALONE if over is None else over.prepared
     key = (request, q.device, q.dtype, k.dtype, v.dtype, q.shape, k.shape, v.shape)
     try:
@@ -178,7 +174,7 @@ def prepare(request: Request, over: Channel | None, inputs: Inputs, *, trains: b
         return prepared
     with over.calls.preparing() if over is not None and request.verify else contextlib.nullcontext():
         prepared = _build_and_agree(request, over, inputs, trains=trains)
-        with over.together() if over is not None else contextlib.nullcontext():
+        with over.collective() if over is not None else contextlib.nullcontext():
             _open_transport(prepared, q.device)
     known[key] = prepared
     if len(known) > _KEPT:
@@ -207,7 +203,7 @@ def _build_and_agree(request: Request, over: Channel | None, inputs: Inputs, *, 
         prepared = replace(prepared, whole=over, running=running)
     if splits is None or over is None:
         return prepared
-    with over.together():
+    with over.collective():
         return _connected(prepared, *splits, over, inputs.q.device)
 
 
@@ -235,6 +231,20 @@ def _build_with_degree(request: Request, over: Channel | None, inputs: Inputs) -
                 raise
     assert problem is not None
     return _built(request, problem, rank, inputs, over), None
+
+
+def refuse_extras(inputs: Inputs, request: Request, over: Channel | None) -> None:
+    """Refuse sinks or slopes that do not fit the queries.
+
+    Raises:
+        UnsupportedError: says what would fit.
+    """
+    q, _, _, sinks, slopes = inputs
+    error = None if sinks is None else sinks_error(sinks, q)
+    error = error or (None if slopes is None else slopes_error(slopes, q))
+    if error is not None:
+        refuse(error, over, verify=request.verify)
+        raise error
 
 
 def refuse(error: DistAttentionError, over: Channel | None, *, verify: bool) -> None:
@@ -280,3 +290,44 @@ def _connected(
     inner.collectives(device)
     outer = over.subgroup(tokens.plan_group) if len(tokens.plan_group) > 1 else None
     return replace(prepared, exchange=HeadExchange(heads, tokens, inner), channel=outer)
+
+
+def facts_of(prepared: Prepared, inputs: Inputs) -> Facts:
+    """Return everything about which the ranks must agree, as text."""
+    from dfa_megatron import __version__
+
+    request = prepared.request
+    facts = {f"request.{name}": repr(getattr(request, name)) for name in _COMPARED}
+    facts |= {f"request.{name}": repr(getattr(request.config, name)) for name in OPTIONS}
+    facts |= {f"shape of {name}": str(tuple(x.shape)) for name, x in zip("qkv", inputs[:3], strict=True)}
+    return facts | {
+        "request.cu_seqlens": describe(request.cu_seqlens),
+        "request.mask": str(request.mask and request.mask.name),
+        "request.plan": str(request.plan),
+        "dtype": str(inputs.q.dtype),
+        "alibi_slopes": "none" if inputs.slopes is None else describe_slopes(inputs.slopes),
+        "plan": f"{prepared.rank_plan.schedule}, digest {prepared.rank_plan.digest}",
+        "kernel": prepared.kernel.name,
+        "torch": torch.__version__,
+        "dfa_megatron": __version__,
+    }
+
+
+_COMPARED = ("causal", "softmax_scale", "window_size", "softcap", "sinks", "alibi", "deterministic", "layout")
+"""Fields of a request that print in a few words."""
+
+
+def kinds_of(facts: Facts, prepared: Prepared) -> tuple[Kind, Kind, Kind]:
+    """What a forward, a backward, and a forward that no backward follows are, for ranks that compare their calls."""
+    request, defaults = prepared.request, Request.__dataclass_fields__
+    options = [f"{name}={value!r}" for name in _COMPARED if (value := getattr(request, name)) != defaults[name].default]
+    if (degree := request.config.ulysses_degree) != "auto":
+        options.append(f"ulysses_degree={degree}")
+    if request.mask is not None or request.plan is not None:
+        options.append(prepared.plan.forward.mask.name)
+    packed = [describe(request.cu_seqlens)] if request.cu_seqlens else []
+    shapes = ", ".join(f"{name} {facts[f'shape of {name}']}" for name in ("q", "k", "v"))
+    text = ", ".join((shapes, facts["dtype"], facts["plan"].partition(",")[0], facts["kernel"], *options, *packed))
+    compared = json.dumps(facts, sort_keys=True)
+    forward, backward, alone = f"forward of {text}", f"backward of {text}", f"forward of {text}, requires_grad=False"
+    return Kind.of(forward, compared), Kind.of(backward, compared), Kind.of(alone, compared)

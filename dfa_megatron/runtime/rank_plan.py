@@ -3,21 +3,96 @@
 from __future__ import annotations
 
 import logging
-from collections import OrderedDict
+from collections import Counter, OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from functools import lru_cache
 
+import torch
+
 from dfa_megatron.errors import UnsupportedError
+from dfa_megatron.kernels.segments import Segments
 from dfa_megatron.plan.cost.choose import make_plan
 from dfa_megatron.plan.language.geometry import joined_spans
 from dfa_megatron.plan.language.ir import BACKWARD, FORWARD, AttentionPlan, Plan
-from dfa_megatron.plan.lowering.landings import landings_of
+from dfa_megatron.plan.language.program import Program
+from dfa_megatron.plan.lowering.landings import Arenas, Landings, TokensOfRows, landings_of, place, tokens_of
 from dfa_megatron.plan.lowering.lower import lower
-from dfa_megatron.plan.proof.check import check_plan, check_programs
+from dfa_megatron.plan.proof.check import check_plan, check_programs, prove_places
 from dfa_megatron.plan.schedules.load_balanced import layout_of
 from dfa_megatron.plan.uncollected import uncollected
-from dfa_megatron.runtime.execute.memory_plan import MemoryPlan, plan_memory
+from dfa_megatron.runtime.execute.wire_format import Format, Placed
 from dfa_megatron.runtime.problem import Problem
+
+
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
+class MemoryPlan:
+    """The memory of one rank's program.
+
+    arena_bytes: the largest arena that any rank needs for what lands there: equal on all ranks.
+    landings: buffer -> where its tensors lie in the arena, by name.
+    offsets: (step, peer) of a message that this rank sends -> where in the peer's arena each of its tensors goes.
+    tokens: what the rows are that kernels read, for kernels that must know.
+    segments: of each step's calls, in their order, as kernels take them.
+    sent: names of which this rank sends its own rows.
+    calls, messages, message_bytes: how many kernel calls this rank makes, and what it sends.
+    """
+
+    program: Program
+    format: Format
+    arena_bytes: int
+    landings: dict[int, dict[str, tuple[Placed, ...]]]
+    offsets: dict[tuple[int, int], tuple[int, ...]]
+    tokens: TokensOfRows
+    segments: tuple[tuple[Segments, ...], ...]
+    sent: frozenset[str]
+    calls: int
+    messages: int
+    message_bytes: int
+
+    def landed(self, arena: torch.Tensor) -> dict[int, dict[str, tuple[torch.Tensor, ...]]]:
+        """Return the tensors of every received buffer in the bytes of an arena, by name."""
+        return {
+            number: {name: tuple(place.view(arena) for place in placed) for name, placed in landing.items()}
+            for number, landing in self.landings.items()
+        }
+
+
+def plan_memory(program: Program, landings: Sequence[Landings], format: Format) -> MemoryPlan:
+    """Plan the memory of one rank's program, and prove where its messages lie. landings: of all ranks."""
+    plan = landings[0].plan
+    row_bytes = {name: format.row_bytes(name) for _, name in (*plan.phase.reads, *plan.phase.writes)}
+    arenas = Arenas(landings, row_bytes)
+    places = place(program, arenas)
+    prove_places(program, places, arenas)
+    sent = Counter[str]()
+    for message in program.sends:
+        for name, rows in message.signature:
+            sent[name] += rows
+    ragged = len(plan.mask.tiles) > 1
+    return MemoryPlan(
+        program,
+        format,
+        places.nbytes,
+        {
+            number: {
+                name: format.placed(name, rows, places.starts[number][name])
+                for name, rows in program.buffers[number].parts
+            }
+            for number in places.starts
+        },
+        places.sent,
+        tokens_of(landings[program.rank]),
+        tuple(
+            tuple(Segments(call.segments, call.q.rows, call.kv.rows, ragged=ragged) for call in step.calls)
+            for step in program.steps
+        ),
+        frozenset(sent),
+        sum(len(step.calls) for step in program.steps),
+        len(program.sends),
+        format.nbytes(tuple(sent.items())),
+    )
+
 
 logger = logging.getLogger(__name__)
 
@@ -27,7 +102,7 @@ _KEPT = 256
 
 @dataclass(frozen=True, slots=True)
 class RankPlan:
-    """Hold one rank's programs."""
+    """One rank's programs; plain data, which travels between processes of a host by pickle."""
 
     problem: Problem
     rank: int
@@ -35,6 +110,12 @@ class RankPlan:
     digest: str
     forward: MemoryPlan
     backward: MemoryPlan
+
+    def use(self) -> None:
+        """Register the plan in this process. Plans that no call uses are dropped when newer ones have come."""
+        _ahead[self.problem, self.rank] = self
+        if len(_ahead) > _KEPT:
+            _ahead.popitem(last=False)
 
     @property
     def plan(self) -> AttentionPlan:
@@ -112,13 +193,6 @@ def _placed(plan: Plan, rank: int, problem: Problem) -> MemoryPlan:
 
 
 _ahead: OrderedDict[tuple[Problem, int], RankPlan] = OrderedDict()
-
-
-def keep(known: RankPlan) -> None:
-    """Cache a rank plan under its problem."""
-    _ahead[known.problem, known.rank] = known
-    if len(_ahead) > _KEPT:
-        _ahead.popitem(last=False)
 
 
 def rank_plan(problem: Problem, rank: int) -> RankPlan:

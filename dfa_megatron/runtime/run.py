@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode
@@ -15,20 +17,57 @@ from dfa_megatron.kernels.leaf import without_autocast, without_functions
 from dfa_megatron.kernels.merge import minus_delta
 from dfa_megatron.kernels.tape import Tape, recordable, signature
 from dfa_megatron.plan.interpret import Algebra
-from dfa_megatron.runtime.comm.memory.arena import Arena
-from dfa_megatron.runtime.comm.transport import Transport
+from dfa_megatron.plan.language.ir import Plan
+from dfa_megatron.runtime.comm.transport import Arena, Transport
 from dfa_megatron.runtime.counters import COUNTERS, EVERY, timed
-from dfa_megatron.runtime.execute.alibi_positions import GlobalBias
-from dfa_megatron.runtime.execute.bound import Bound, Recorder
-from dfa_megatron.runtime.execute.cuda_graph import Captured
-from dfa_megatron.runtime.execute.memory_plan import MemoryPlan
-from dfa_megatron.runtime.execute.run_program import execute
-from dfa_megatron.runtime.execute.sinks import merge_sinks, sinks_gradient
-from dfa_megatron.runtime.execute.tensors import Tensors
+from dfa_megatron.runtime.execute.bound import Bound, Captured, Recorder
+from dfa_megatron.runtime.execute.sinks_and_slopes import GlobalBias, merge_sinks, sinks_gradient
+from dfa_megatron.runtime.execute.tensors import Tensors, execute
 from dfa_megatron.runtime.execute.wire_format import Fields
-from dfa_megatron.runtime.hooks import ACTIVE, HookedRun
 from dfa_megatron.runtime.prepare import Prepared
 from dfa_megatron.runtime.problem import Inputs
+from dfa_megatron.runtime.rank_plan import MemoryPlan
+
+
+@dataclass(frozen=True, slots=True)
+class HookedRun:
+    """One phase of one attention, about to run.
+
+    tensors: the memory of this rank. algebra, transport: what the loop drives, unless a hook replaces it.
+    """
+
+    plan: Plan
+    tensors: Tensors
+    algebra: Algebra
+    transport: Transport
+
+
+class Hook(Protocol):
+    """One measurement. Its name tells the CUDA graphs captured under it from others."""
+
+    name: str
+
+    def wrap(self, run: HookedRun) -> tuple[Algebra, Transport]:
+        """Return the algebra and the transport to drive instead; either may be the run's own."""
+        ...
+
+
+ACTIVE: list[Hook] = []
+"""The hooks under which attentions run now, the first one innermost."""
+
+
+@contextmanager
+def hooked(hook: Hook) -> Iterator[None]:
+    """Wrap every distributed attention that this process runs inside.
+
+    Programs then run as they stand and no run is replayed, so the host takes longer than without.
+    """
+    ACTIVE.append(hook)
+    try:
+        yield
+    finally:
+        ACTIVE.remove(hook)
+
 
 logger = logging.getLogger(__name__)
 

@@ -20,8 +20,8 @@ from dfa_megatron.plan.language.mask import Mask, causal, documents
 from dfa_megatron.plan.lowering.landings import landings_of
 from dfa_megatron.plan.proof.check import check
 from dfa_megatron.plan.schedules import plan_named
-from dfa_megatron.runtime.execute.memory_plan import plan_memory
 from dfa_megatron.runtime.execute.wire_format import Format
+from dfa_megatron.runtime.rank_plan import plan_memory
 from tests.support.close import assert_close
 from tests.support.kernel_operators import StandIn
 
@@ -34,7 +34,7 @@ def launched(mask: Mask, ranks: int) -> Iterator[Segments]:
     for phase in plan_named("balanced", mask, ranks).phases:
         for program in check(phase):
             for segments in (one for step in plan_memory(program, landings_of(phase), FORM).segments for one in step):
-                for part in segments.split(kernel.takes(), kernel.cut, single=True).parts:
+                for part in segments.split(kernel.takes, kernel.cut, single=True).parts:
                     q, k = (torch.empty(1, n, 1, 8, device="meta") for n in (part.segments.q_len, part.segments.kv_len))
                     yield _varlen(BlockCall(q, k, k, part.segments, 1.0)).segments
 

@@ -25,7 +25,7 @@ from dfa_megatron.megatron.tokens import batch
 from dfa_megatron.megatron.tokens import packed_documents as documents
 from dfa_megatron.megatron.tokens.document_order import DocumentOrder
 from dfa_megatron.proving.small_job import Reductions
-from dfa_megatron.runtime.comm.memory.kept_arena import KeptArena
+from dfa_megatron.runtime.comm.symmetric_memory import KeptArena
 from tests.megatron.harness import Case, Topology, case, make_config
 
 OPTIONS = MegatronConfig(data_layout="boundary")

@@ -15,7 +15,7 @@ import torch
 import dfa_megatron
 from dfa_megatron.config import DistAttentionConfig
 from dfa_megatron.plan.cost.hardware import CPU_LOOPBACK, H200_NVLINK, H200_SLOW_LINK, computing_with, save
-from dfa_megatron.runtime.comm.registry import channel_of
+from dfa_megatron.runtime.comm.groups import channel_of
 from dfa_megatron.runtime.environment import Links, links
 from dfa_megatron.runtime.prepare import build
 from dfa_megatron.runtime.problem import Inputs, problem_of, profile_of

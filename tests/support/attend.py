@@ -15,8 +15,8 @@ import dfa_megatron
 from dfa_megatron.doctor.dense import band_mask, band_of, dense_attention
 from dfa_megatron.plan.interpret import run_together
 from dfa_megatron.plan.language.mask import Mask
-from dfa_megatron.runtime.comm.memory.arena import Arena
-from dfa_megatron.runtime.execute.sinks import merge_sinks, sinks_gradient
+from dfa_megatron.runtime.comm.transport import Arena
+from dfa_megatron.runtime.execute.sinks_and_slopes import merge_sinks, sinks_gradient
 from dfa_megatron.runtime.prepare import Prepared, build
 from dfa_megatron.runtime.problem import Inputs
 from dfa_megatron.runtime.request import Request

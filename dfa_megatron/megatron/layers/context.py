@@ -17,7 +17,7 @@ from dfa_megatron.megatron.tokens.document_order import DocumentOrder
 from dfa_megatron.megatron.tokens.exchange import Relayout, TableCache, TokenOrder
 from dfa_megatron.megatron.tokens.packed_documents import Pack, check_samples, is_ours, read_pack
 from dfa_megatron.megatron.tokens.visit import Visit
-from dfa_megatron.runtime.comm.registry import channel_of
+from dfa_megatron.runtime.comm.groups import channel_of
 from dfa_megatron.runtime.cu_seqlens import describe
 from dfa_megatron.runtime.prepare import refuse
 

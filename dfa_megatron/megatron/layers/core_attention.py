@@ -81,7 +81,7 @@ class DistributedCoreAttention(torch.nn.Module):
 
             pg_collection = ProcessGroupCollection.use_mpu_process_groups(required_pgs=["tp", "cp"])
         if config.pipeline_model_parallel_size > 1:
-            from dfa_megatron.runtime.comm.memory.kept_arena import keep_arenas
+            from dfa_megatron.runtime.comm.symmetric_memory import keep_arenas
 
             keep_arenas()
         self.config = config

@@ -114,7 +114,7 @@ def _check_entries(batch: Mapping[str, Any]) -> None:
 
 def _compare(rows: Mapping[str, torch.Tensor], cp_group: dist.ProcessGroup, options: MegatronConfig) -> None:
     """Refuse other samples on other ranks; collective, once a group: a sampler errs in its first batch already."""
-    from dfa_megatron.runtime.comm.registry import channel_of
+    from dfa_megatron.runtime.comm.groups import channel_of
 
     digest = hashlib.sha256()
     for name, x in sorted(rows.items()):

@@ -19,11 +19,15 @@ import torch
 
 from dfa_megatron.errors import DisagreementError, DistAttentionError, LostGroupError, UnsupportedError
 from dfa_megatron.kernels.current_stream import current_stream
-from dfa_megatron.runtime.agreement.store import GroupStore, listed
+from dfa_megatron.runtime.agreement.store import listed, nothing
 
 KEPT, _SHOWN = 4096, 64
 """Calls that a rank remembers, more than ranks can be apart, and that ranks show each other once they differ."""
 _MASK, _ODD = (1 << 63) - 1, 0x5851F42D4C957F2D
+
+
+Facts = dict[str, str]
+"""What ranks compare, by name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +98,6 @@ class Calls:
         doing: text of the call that is running, "" outside of attention.
         lost: the error that lost the group, if one did. told: whether the caller has seen it.
         where: returns the step that runs and the ranks that it waits for, if a transport can tell.
-        pending: returns whether the device still works on a call that the host has issued.
         when_lost: called once, when the group is lost.
     """
 
@@ -102,11 +105,9 @@ class Calls:
         self.last, self.doing, self.told = CountedCall(0, 0, 0), "", False
         self.lost: DistAttentionError | None = None
         self.where: Callable[[], tuple[int, tuple[int, ...]]] | None = None
-        self.pending: Callable[[], bool] = _never
-        self.issued: Callable[[], None] | None = None
-        self.when_lost: Callable[[], object] = _never
+        self.when_lost: Callable[[], object] = nothing
         self._log, self._texts = [self.last] * KEPT, dict[int, str]()
-        self._devices: set[torch.device] = set()
+        self._done: dict[torch.device, torch.cuda.Event] = {}
         self._thread: threading.Thread | None = None
         self._caller: threading.Thread | None = None
 
@@ -148,8 +149,9 @@ class Calls:
 
     def end(self) -> None:
         """End a call that has been issued. If the group was lost meanwhile, raise its error."""
-        if self.issued is not None:
-            self.issued()
+        for device, done in self._done.items():
+            if not torch.cuda.is_current_stream_capturing():
+                done.record(current_stream(device))
         self.doing = ""
         if self.lost is not None:
             self.check()
@@ -178,19 +180,13 @@ class Calls:
             self.doing = ""
 
     def on_device(self, device: torch.device) -> None:
-        """Let `pending` follow a GPU too, once, which works on after the host has issued a call."""
-        if device.type != "cuda" or device in self._devices:
-            return
-        self._devices.add(device)
-        done, others, others_pend = torch.cuda.Event(), self.issued, self.pending
+        """Let `pending` follow a GPU too, which works on after the host has issued a call."""
+        if device.type == "cuda" and device not in self._done:
+            self._done[device] = torch.cuda.Event()
 
-        def issued() -> None:
-            if others is not None:
-                others()
-            if not torch.cuda.is_current_stream_capturing():
-                done.record(current_stream(device))
-
-        self.issued, self.pending = issued, lambda: others_pend() or not done.query()
+    def pending(self) -> bool:
+        """Return whether a device still works on a call that the host has issued."""
+        return not all(done.query() for done in list(self._done.values()))
 
     @property
     def threads(self) -> tuple[threading.Thread, ...]:
@@ -241,44 +237,17 @@ class Calls:
         return (number & 0xFFFFFFFF or 1) if self.doing else 1
 
 
-def _never() -> bool:
-    return False
-
-
-Facts = dict[str, str]
-SUBJECT = "prepare this attention"
-
-
-def agree(facts: Facts, store: GroupStore, timeout: float) -> None:
-    """Compare this rank's facts with the others', who come within `timeout` seconds; a fact "error" fails every rank.
-
-    Raises:
-        AbsentError: names the ranks that did not come in time.
-        DisagreementError: a rank reported an error, or facts differ: the message is a table of them.
-    """
-    # Facts are almost always equal. Then only a digest of each rank's has travelled.
-    digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
-    if len(set(store.collect(digest, timeout, SUBJECT))) == 1 and "error" not in facts:
-        return
-    everyone = exchange(facts, store, timeout)
+def different(everyone: Sequence[Facts]) -> DisagreementError:
+    """Return the error of facts that differ, by rank, with a table of them; or of a rank that sends an error."""
     for rank, theirs in enumerate(everyone):
         if "error" in theirs:
-            raise DisagreementError(f"rank {rank} of the group refuses this attention: {theirs['error']}")
+            return DisagreementError(f"rank {rank} of the group refuses this attention: {theirs['error']}")
     lines = [
         f"  {field}: {by_rank(values)}"
         for field in sorted({field for theirs in everyone for field in theirs})
         if len(set(values := [theirs.get(field, "(nothing)") for theirs in everyone])) > 1
     ]
-    raise DisagreementError("\n".join(("the ranks of the group ask for different attentions:", *lines)))
-
-
-def exchange(facts: Facts, store: GroupStore, timeout: float, subject: str = SUBJECT) -> list[Facts]:
-    """Return every rank's facts, by rank. They travel as JSON text, never as pickles.
-
-    Raises:
-        AbsentError: names the ranks that did not come in time.
-    """
-    return [json.loads(text) for text in store.collect(json.dumps(facts), timeout, subject)]
+    return DisagreementError("\n".join(("the ranks of the group ask for different attentions:", *lines)))
 
 
 def by_rank(values: Sequence[str]) -> str:

@@ -8,7 +8,7 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from queue import SimpleQueue
-from typing import TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
@@ -26,7 +26,7 @@ NOTHING = "-"
 REQUESTS = 4000
 """That all processes together make of the store in a second, at most: many processes ask less often."""
 
-_LOOKS, _MARGIN = 0.05, 1.0
+LOOKS, MARGIN = 0.05, 2.0
 """Seconds between two checks for errors during a wait, and for which the store may answer late."""
 _SHORTEST, _LONGEST = 2e-4, 2e-2
 """Seconds between two looks at a round: short at first, when ranks tend to arrive together, then longer."""
@@ -116,12 +116,24 @@ class GroupStore:
             return notes
 
         try:
-            notes = _answer(meet, self.members, timeout + _MARGIN, subject, self.interrupted)
+            notes = _answer(meet, self.members, timeout + MARGIN, subject, self.interrupted)
         finally:
             given_up.append(True)
         if missing := [rank for rank, theirs in enumerate(notes) if theirs is None]:
             raise AbsentError(f"{named(self.members, missing)} did not come within {timeout:.0f} s to {subject}")
         return [theirs for theirs in notes if theirs is not None]
+
+
+State = Sequence[Any]
+"""Of a rank in a group: its last call's number and chain, and what it does; a list, as JSON has it."""
+
+
+class Heartbeat(NamedTuple):
+    """The time, the seconds until the next one is due (0: none), and the state of each group by its key."""
+
+    at: int
+    due: float
+    groups: dict[str, State]
 
 
 def heartbeat_of(rank: int) -> str:
@@ -192,10 +204,6 @@ def _own_client(store: Store) -> Store:
     return own
 
 
-def _same(error: RuntimeError) -> BaseException:
-    return error
-
-
 class Waiter:
     """Run blocking calls one after another on a thread of its own; gloo's own timeouts would break its connections.
 
@@ -203,7 +211,7 @@ class Waiter:
     told: returns the error to raise for a RuntimeError of a blocking call.
     """
 
-    def __init__(self, check: Callable[[], None], told: Callable[[RuntimeError], BaseException] = _same) -> None:
+    def __init__(self, check: Callable[[], None], told: Callable[[RuntimeError], BaseException] | None = None) -> None:
         self._check, self._told = check, told
         self._tasks: SimpleQueue[tuple[Callable[[], object], threading.Event, list[BaseException]] | None]
         self._tasks = SimpleQueue()
@@ -216,10 +224,10 @@ class Waiter:
             self._thread.start()
         done, errors = threading.Event(), list[BaseException]()
         self._tasks.put((blocking, done, errors))
-        while not done.wait(_LOOKS):
+        while not done.wait(LOOKS):
             self._check()
         for error in errors:
-            told = self._told(error) if isinstance(error, RuntimeError) else error
+            told = self._told(error) if self._told is not None and isinstance(error, RuntimeError) else error
             raise told from (error if told is not error else None)
 
     def stop(self) -> None:
@@ -243,7 +251,12 @@ def _stopped(error: RuntimeError) -> BaseException:
     return LostGroupError(f"its process group was destroyed on this rank or another, which waited in it ({error})")
 
 
-def bounded(action: Callable[[], T], seconds: float, check: Callable[[], None], overdue: Callable[[], Exception]) -> T:
+def bounded(
+    action: Callable[[], T],
+    seconds: float,
+    check: Callable[[], None] = nothing,
+    overdue: Callable[[], Exception] = TimeoutError,
+) -> T:
     """Return the result of an action that may block for ever, or raise `overdue()` after some seconds.
 
     A thread that is still blocked then stays so. check: called during the wait; raises to give it up.

@@ -14,47 +14,45 @@ import signal
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from types import FrameType
-from typing import NamedTuple
 
 from torch.distributed.distributed_c10d import Store
 
 from dfa_megatron.errors import AbsentError, DisagreementError, DistAttentionError, LostGroupError
 from dfa_megatron.runtime.agreement.calls import Calls, first_difference
-from dfa_megatron.runtime.agreement.store import NOTHING, REQUESTS, GroupStore, bounded, heartbeat_of, named, nothing
+from dfa_megatron.runtime.agreement.store import (
+    LOOKS,
+    MARGIN,
+    NOTHING,
+    REQUESTS,
+    GroupStore,
+    Heartbeat,
+    State,
+    bounded,
+    heartbeat_of,
+    named,
+    nothing,
+)
 
 logger = logging.getLogger(__name__)
 
 PERIOD, IDLE = 0.5, 60.0
 """Seconds between two heartbeats of a process that runs attention, and of one that has run none for `_QUIET`."""
-_QUIET = 10.0
-_NEIGHBOURS = 8
-_MARGIN = 2.0
-SILENT = 2 * PERIOD + _MARGIN
+_QUIET, _LEFT = 10.0, 32
+"""... and the groups left of which heartbeats still tell."""
+_NEIGHBOURS, _MORE = 8, 64
+"""Ranks whose heartbeats one reads, and how many of the others in turn while it waits long."""
+SILENT = 2 * PERIOD + MARGIN
 """Seconds without a heartbeat after which a rank that runs attention counts as stopped."""
-GRACE, _LOOKS = 5.0, 0.05
-"""Seconds for a caller inside of attention to come back before the process is ended, and between two looks at it."""
+GRACE = 5.0
+"""Seconds for a caller inside of attention to come back before the process is ended."""
 EXIT_STATUS = 70
 """Of a process that the watchdog ended."""
 _BUSY = 0.05
 """Share of its time for which a thread runs at least that waits for a device: CUDA's waits spin."""
 _DIFFER, _ENDED = "calls differ", "has ended"
-
-
-class Heartbeat(NamedTuple):
-    """The time, the seconds until the next one is due (0: none), and by group the last call's number, chain, state."""
-
-    at: int
-    due: float
-    groups: dict[str, tuple[int, int, str]]
-
-    @classmethod
-    def read(cls, note: bytes) -> Heartbeat:
-        """Return what `json.dumps` wrote of one."""
-        at, due, groups = json.loads(note)
-        return cls(at, due, {key: tuple(state) for key, state in groups.items()})
 
 
 class Watched:
@@ -80,22 +78,23 @@ class Watched:
         self.store, self.calls, self.alive, self.close = store, calls, alive, close
         self.gone, self.timeout, self.wake, self.leave, self.patience = gone, timeout, nothing, nothing, SILENT
         self.others = [rank for rank in range(store.size) if rank != store.rank]
-        self.now, self.answered, self.lost, self._told, self._closing = 0.0, 0.0, NOTHING, False, False
+        self.now, self.answered, self.lost, self._told = 0.0, 0.0, NOTHING, False
         self._beats, self._changed, self._heard = dict[int, Heartbeat](), dict[int, float](), dict[int, float]()
         self._since, self._at, self._warned = 0.0, (0, "", -1), False
-        self._looks, self._gone_at = 0, dict[int, int]()
+        self._looks, self._gone_at, self._begun = 0, dict[int, int](), set[str]()
         self._stuck_at: object = None
         self._stuck_since = self._spent = 0.0
 
-    def state(self, *, ended: bool = False) -> tuple[int, int, str]:
+    def state(self, *, ended: bool = False) -> State:
         """Return what this rank's heartbeat says of the group."""
-        return self.calls.last.number, self.calls.last.chain, _ENDED if ended else self.calls.doing
+        return [self.calls.last.number, self.calls.last.chain, _ENDED if ended else self.calls.doing]
 
     def asked(self) -> list[int]:
-        """Return the ranks whose heartbeats are read: the next few, and all while this one waits long for them."""
-        if self.now - self._since > 2 * PERIOD or self.store.size <= _NEIGHBOURS:
-            return self.others
-        return [(self.store.rank + step) % self.store.size for step in range(1, 1 + _NEIGHBOURS)]
+        """Return the ranks whose heartbeats are read: the next few; while this one waits long, others in turn."""
+        steps = [*range(1, 1 + _NEIGHBOURS)]
+        if self.now - self._since > 2 * PERIOD:
+            steps += range(self._looks * _MORE, (self._looks + 1) * _MORE)
+        return sorted({(self.store.rank + step) % self.store.size for step in steps} - {self.store.rank})
 
     def tell(self) -> None:
         """Write down the error that lost the group; the first rank's stays."""
@@ -113,7 +112,7 @@ class Watched:
                     self._beats[rank], self._changed[rank] = beat, self.now
                 self._heard[rank] = self.now
 
-    def last_of(self, rank: int) -> tuple[int, int, str] | None:
+    def last_of(self, rank: int) -> State | None:
         """Return what the last heartbeat of a rank says of the group; None: nothing so far."""
         return self._beats[rank].groups.get(self.store.key) if rank in self._beats else None
 
@@ -130,8 +129,8 @@ class Watched:
     def silent(self) -> list[int]:
         """Return the ranks that have stopped: they have ended, or their heartbeats have stayed away."""
         # Only the time between two readings counts: the store may not have answered since.
-        missed = {rank: self._heard[rank] - self._changed[rank] for rank, beat in self._beats.items() if beat.due}
-        late = [rank for rank, seconds in missed.items() if seconds > 2 * self._beats[rank].due + _MARGIN]
+        missed = {rank: self._heard[rank] - self._changed[rank] for rank, beat in [*self._beats.items()] if beat.due}
+        late = [rank for rank, seconds in missed.items() if seconds > 2 * self._beats[rank].due + MARGIN]
         known = [rank for rank in self.others if rank in late or self.ended(rank)]
         if self.now - self.answered <= self.patience:
             return known
@@ -139,16 +138,30 @@ class Watched:
         return known + keeper or self.others
 
     def judge(self) -> DistAttentionError | None:
-        """Return the error that ends this run, if there is one: what another rank says is wrong comes first."""
-        stalled = self.stalled()
-        return self.compare() or stalled  # in this order: the heartbeat that shows a rank as ended also says why
+        """Return the error that ends this run, if there is one: what another rank says is wrong comes first.
 
-    def compare(self) -> DistAttentionError | None:
-        """Return the error if ranks ran different calls or one has failed, else None."""
+        Calls that differ take a while to show, and other groups are judged meanwhile.
+        """
+        stalled = self.stalled()  # first: the heartbeat that shows a rank as ended also says why
+        if self.differs():
+            self._apart("shows calls", lambda: self._lose(self.difference()))
+            return None
+        return stalled if self.lost == NOTHING else LostGroupError(self.lost)
+
+    def differs(self) -> bool:
+        """Return whether ranks ran different calls."""
         theirs = [(self.calls.at(state[0]), state[1]) for state in map(self.last_of, self.others) if state is not None]
-        if self.lost == _DIFFER or any(mine is not None and mine.chain != chain for mine, chain in theirs):
-            return self.difference()
-        return None if self.lost == NOTHING else LostGroupError(self.lost)
+        return self.lost == _DIFFER or any(mine is not None and mine.chain != chain for mine, chain in theirs)
+
+    def _apart(self, name: str, action: Callable[[], object]) -> None:
+        """Do once, on a thread of its own, what may take long."""
+        if name not in self._begun:
+            self._begun.add(name)
+            threading.Thread(target=action, name=f"dfa_megatron {name}", daemon=True).start()
+
+    def _lose(self, error: DistAttentionError) -> None:
+        logger.error("%s", error)
+        self.calls.lose(error, told=False)
 
     def difference(self) -> DisagreementError:
         """Return an error with a table of the first call that differs, as far as ranks still show their calls."""
@@ -161,7 +174,7 @@ class Watched:
             self.store.gather("read the calls", "", 1.0)  # the store may end with this process
 
         with contextlib.suppress(RuntimeError, TimeoutError):
-            bounded(show, 2 * self.patience, nothing, TimeoutError)
+            bounded(show, 2 * self.patience)
         return DisagreementError(first_difference(found[-1]))
 
     def stalled(self) -> DistAttentionError | None:
@@ -186,15 +199,17 @@ class Watched:
         deadline = time.monotonic() + SILENT + 2 * PERIOD
         while time.monotonic() < deadline and self.lost == NOTHING and not any(map(self.ended, self.others)):
             self.wake()
-            time.sleep(_LOOKS)
-        found = self.calls.lost or self.compare()
-        return str(found) if found is not None else "; ".join(map(self._text_of, self.silent()))
+            time.sleep(LOOKS)
+        if self.calls.lost is None and self.differs():
+            return str(self.difference())
+        said = self.calls.lost or ("" if self.lost == NOTHING else self.lost)
+        return str(said) or "; ".join(map(self._text_of, self.silent()))
 
     def _waits(self, waited: float, awaited: Sequence[int], silent: Sequence[int]) -> str:
         """Say where this rank waits, and where the ranks are that it waits for."""
         number, doing, step = self._at
         place = f"call {number} ({doing or 'on the device'})" + (f", step {step}" if step >= 0 else "")
-        behind = [rank for rank in self.others if (was := self.last_of(rank)) is None or was[::2] != (number, doing)]
+        behind = [rank for rank in sorted(self._beats) if (self.last_of(rank) or ())[::2] != [number, doing]]
         told = "; ".join(map(self._text_of, (silent or behind or awaited or self.others)[:8]))
         waits = f" for {named(self.store.members, awaited)}" if awaited else ""
         return f"rank {self.store.rank} has waited {waited:.0f} s in {place}{waits}: {told}"
@@ -213,13 +228,10 @@ class Watched:
         """Let time pass, and act on what is known by now."""
         self.now += seconds
         if not self.alive():
-            if not self._closing:
-                self._closing = True
-                threading.Thread(target=self.close, name="dfa_megatron closes a group", daemon=True).start()
+            self._apart("closes a group", self.close)
         elif self.calls.lost is None:
             if (found := self.judge()) is not None:
-                logger.error("%s", found)
-                self.calls.lose(found, told=False)
+                self._lose(found)
         elif not self.calls.told and self.stuck() >= GRACE and not self.calls.told:
             lost = f"dfa_megatron ends this process, which does not come back: {self.calls.lost}"
             print(lost, file=sys.stderr, flush=True)
@@ -243,24 +255,21 @@ class Watched:
 
 def _place(calls: Calls) -> object:
     """Return where the process stands inside of attention, or None outside. If that changes, it is not stuck."""
-    inside, frames, callers = bool(calls.doing), sys._current_frames(), calls.threads
+    inside, callers = bool(calls.doing), calls.threads
     handlers = {getattr(signal.getsignal(number), "__code__", None) for number in signal.valid_signals()}
-    handles = any(code in handlers for code, _ in _stack(frames.get(threading.main_thread().ident or 0)))
+    handles = any(code in handlers for code, _ in _stack(threading.main_thread()))
     if (not inside and not calls.pending()) or handles:
         return None
     # The caller's own place inside of a call says nothing: it may look for errors, or be blocked.
-    waits = () if inside else [_stack(frames.get(thread.ident or 0)) for thread in callers]
+    waits = () if inside else [*map(_stack, callers)]
     others = [_about(x, "status") for x in threading.enumerate() if x not in callers and not x.daemon]
     # How often a thread has given up its processor grows unless it stays blocked.
     return inside, waits, [line for status in others for line in status.splitlines() if line.startswith("voluntary")]
 
 
-def _stack(frame: FrameType | None) -> list[tuple[object, int]]:
-    found: list[tuple[object, int]] = []
-    while frame is not None:
-        found.append((frame.f_code, frame.f_lasti))
-        frame = frame.f_back
-    return found
+def _stack(thread: threading.Thread) -> list[tuple[object, int]]:
+    frame = sys._current_frames().get(thread.ident or 0)
+    return [] if frame is None else [(at.f_code, at.f_lasti) for at, _ in traceback.walk_stack(frame)]
 
 
 def _about(thread: threading.Thread, what: str) -> str:
@@ -281,7 +290,6 @@ class Watchdog:
     def __init__(self, client: Store, rank: int, processes: int) -> None:
         self.client, self.rank, self.groups = client, rank, tuple[Watched, ...]()
         self.period = max(PERIOD, 2 * processes / REQUESTS)
-        self._left, self._has_beaten = dict[str, tuple[int, int, str]](), False
         self._numbers, self._quiet = list[int](), 0.0
         self._news, self._over, self._turn = threading.Event(), threading.Event(), threading.Lock()
         self._process = os.getpid()
@@ -297,19 +305,15 @@ class Watchdog:
         """Leave a heartbeat, and read those of others: two requests."""
         with self._turn:  # the last heartbeat of a thread that ends must not follow a newer one
             groups, own = self.groups, heartbeat_of(self.rank)
-            if not self._has_beaten:  # the groups that an earlier watchdog of this process has left
-                before = Heartbeat.read(self.client.get(own)).groups.items()
-                self._left, self._has_beaten = {key: x for key, x in before if x[2] == _ENDED} | self._left, True
             for group in groups:
                 group.tell()
-            mine = Heartbeat(
-                time.time_ns(), self.due, self._left | {group.store.key: group.state() for group in groups}
-            )
+            states = _left | {group.store.key: group.state() for group in groups}
+            mine = Heartbeat(time.time_ns(), self.due, states)
             self.client.set(own, json.dumps(mine))
             ranks = sorted({group.store.members[rank] for group in groups for rank in group.asked()})
             keys = [heartbeat_of(rank) for rank in ranks] + [group.store.lost for group in groups]
             found = self.client.multi_get(keys) if keys else []
-            beats = {rank: Heartbeat.read(note) for rank, note in zip(ranks, found, strict=False)}
+            beats = {rank: Heartbeat(*json.loads(note)) for rank, note in zip(ranks, found, strict=False)}
             for group, lost in zip(groups, found[len(ranks) :], strict=True):
                 group.hear(beats, lost.decode())
 
@@ -326,7 +330,7 @@ class Watchdog:
     def watch(self, group: Watched) -> None:
         """Watch one group more."""
         self.groups += (group,)
-        group.wake, group.leave, group.patience = self._news.set, partial(self.leave, group), 2 * self.period + _MARGIN
+        group.wake, group.leave, group.patience = self._news.set, partial(self.leave, group), 2 * self.period + MARGIN
         self._news.set()
 
     def leave(self, group: Watched) -> None:
@@ -335,9 +339,11 @@ class Watchdog:
             return
         with _LOCK:
             self.groups = tuple(other for other in self.groups if other is not group)
-            self._left = dict([*self._left.items(), (group.store.key, group.state(ended=True))][-32:])
+            _left[group.store.key] = group.state(ended=True)
+            for key in [*_left][:-_LEFT]:
+                del _left[key]
         with contextlib.suppress(RuntimeError, TimeoutError):  # ranks end at different times, and the store with one
-            bounded(lambda: (group.tell(), self.beat()), 4 * PERIOD, nothing, TimeoutError)  # type: ignore[func-returns-value]
+            bounded(lambda: (group.tell(), self.beat()), 4 * PERIOD)  # type: ignore[func-returns-value]
             if group.store.keeper == group.store.rank and group.calls.lost is not None:
                 time.sleep(2 * self.period)  # until the others have read why: the store may end with this process
         if not self.groups:
@@ -354,24 +360,29 @@ class Watchdog:
             try:
                 self.beat()
                 pause = self.due
-            except (RuntimeError, ValueError) as error:  # ValueError: a note that is no JSON
+            except (RuntimeError, TypeError, ValueError) as error:  # a store that is gone, a note that is no heartbeat
                 # Whoever still waits sees that nothing is heard. PyTorch writes a line for each failure: ask ever less.
                 logger.debug("the store of the group does not answer: %s", error)
                 pause = min(max(2 * pause, 4 * PERIOD), IDLE)
 
     def _judge(self) -> None:
+        from dfa_megatron.runtime.cuda_driver import driver
+
         try:
-            _allow_captures()
+            with contextlib.suppress(OSError):  # no GPU here
+                driver().relax_captures()  # this thread queries events while another one captures a graph
             seconds = PERIOD
             while not self._over.wait(seconds):
                 self.tick(seconds)
                 lost = any(group.calls.lost is not None and not group.calls.told for group in self.groups)
-                seconds = _LOOKS if lost else PERIOD
+                seconds = LOOKS if lost else PERIOD
         except Exception:
             logger.exception("the watchdog has ended: nobody notices any more if a rank ends or stops")
 
 
 _LOCK = threading.Lock()
+_left: dict[str, State] = {}
+"""The last states of the groups that this process has left, the latest at the end."""
 _watchdogs: list[Watchdog] = []
 
 
@@ -386,11 +397,3 @@ def watch(group: Watched, rank: int, processes: int) -> None:
         made.watch(group)
         for thread in made.threads:
             thread.start()
-
-
-def _allow_captures() -> None:
-    """Let this thread query CUDA events while another one captures a graph."""
-    from dfa_megatron.runtime.cuda_driver import driver
-
-    with contextlib.suppress(OSError):  # no GPU here
-        driver().relax_captures()

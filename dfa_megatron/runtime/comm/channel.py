@@ -4,32 +4,42 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import hashlib
+import json
 import threading
 import uuid
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
 
 from dfa_megatron.errors import AbsentError, DistAttentionError, LostGroupError, UnsupportedError
-from dfa_megatron.runtime.agreement.calls import BACKWARD_ENDS, Calls, Facts, Kind, agree, current_layer, exchange
+from dfa_megatron.runtime.agreement.calls import BACKWARD_ENDS, Calls, Facts, Kind, current_layer, different
 from dfa_megatron.runtime.agreement.store import GroupStore, Waiter, bounded, nothing
 from dfa_megatron.runtime.agreement.watchdog import Watched, watch
-from dfa_megatron.runtime.comm.communicator import Communicator
-from dfa_megatron.runtime.comm.transports import Transports
+from dfa_megatron.runtime.comm.transports import Communicator, Transports
 from dfa_megatron.runtime.environment import has_ended, has_one_queue, host, links, process, slowest
 
 if TYPE_CHECKING:
-    from dfa_megatron.runtime.execute.cuda_graph import Captured
     from dfa_megatron.runtime.prepare import Prepared
 
+_SUBJECT = "prepare this attention"
+"""What ranks come together for, if nothing else is said."""
 _CLOSING = 10.0
 """Seconds that a thread waits while another one closes the channel."""
+
+
+class Releasable(Protocol):
+    """What must go before connections do, such as a CUDA graph with messages."""
+
+    def release(self) -> object:
+        """Give it up."""
+        ...
 
 
 class Channel:
@@ -80,7 +90,7 @@ class Channel:
         self._devices: list[torch.device] = []
         self.agreed: OrderedDict[tuple[tuple[str, str], ...], None] = OrderedDict()
         self.prepared: OrderedDict[tuple[object, ...], Prepared] = OrderedDict()
-        self.graphs: WeakSet[Captured] = WeakSet() if whole is None else whole.graphs
+        self.graphs: WeakSet[Releasable] = WeakSet() if whole is None else whole.graphs
         store.interrupted = self.calls.check
         mine = {"host": host(), **process(), **links()._asdict(), "one queue": str(has_one_queue())}
         everyone = self.exchange(mine, "make contact for the first time")
@@ -90,24 +100,30 @@ class Channel:
         if verify and whole is None:
             self.watch()
 
-    def exchange(self, facts: Facts, subject: str) -> list[Facts]:
-        """Return every rank's facts, by rank; collective.
+    def exchange(self, facts: Facts, subject: str = _SUBJECT) -> list[Facts]:
+        """Return every rank's facts, by rank; collective. subject: an infinitive for errors.
 
         Raises:
             AbsentError: a rank did not come; the group is lost.
         """
-        with self.together():
-            return exchange(facts, self.store, self.timeout.total_seconds() / 4, subject)
+        with self.collective():
+            return [json.loads(text) for text in self._collect(json.dumps(facts), subject)]
 
     def agree(self, facts: Facts) -> None:
-        """Compare facts with those of the other ranks; collective.
+        """Compare facts with those of the other ranks; collective. A fact "error" fails every rank.
 
         Raises:
             AbsentError: a rank did not come; the group is lost.
             DisagreementError: they differ, or a rank has sent an error; the group is not lost.
         """
-        with self.together():
-            agree(facts, self.store, self.timeout.total_seconds() / 4)
+        # Facts are almost always equal. Then only a digest of each rank's has travelled.
+        digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+        with self.collective():
+            if len(set(self._collect(digest, _SUBJECT))) > 1 or "error" in facts:
+                raise different(self.exchange(facts))
+
+    def _collect(self, note: str, subject: str) -> list[str]:
+        return self.store.collect(note, self.timeout.total_seconds() / 4, subject)
 
     def watch(self) -> None:
         """Have the watchdog watch the group from now on."""
@@ -159,7 +175,7 @@ class Channel:
                 self._meet()
 
     @contextlib.contextmanager
-    def together(self) -> Iterator[None]:
+    def collective(self) -> Iterator[None]:
         """Around steps that every rank takes: an error of this rank alone loses the group, for the others wait in them.
 
         An error of this package is theirs, too, unless a rank is absent.
@@ -198,7 +214,7 @@ class Channel:
 
         make = functools.partial(Communicator, self.store, device, self.timeout, self._broken)
         overdue = AbsentError(f"connections between the ranks of the group did not open within {seconds:.0f} s")
-        with self.together(), self.calls.waiting("opens connections"):
+        with self.collective(), self.calls.waiting("opens connections"):
             try:
                 self._made.append(bounded(make, seconds, self.calls.check, lambda: overdue))
             except dist.DistError as error:

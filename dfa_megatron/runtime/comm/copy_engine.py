@@ -20,10 +20,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from dfa_megatron.runtime.agreement.calls import Facts
-from dfa_megatron.runtime.comm.memory.kept_arena import KeptArena
-from dfa_megatron.runtime.comm.memory.symmetric_memory import SUBJECT, Mapped, symmetric
-from dfa_megatron.runtime.comm.streams import StreamTransport
-from dfa_megatron.runtime.comm.transport import Recv, Send, Sends
+from dfa_megatron.runtime.comm.symmetric_memory import SUBJECT, KeptArena, Mapped, symmetric
+from dfa_megatron.runtime.comm.transport import Recv, Send, Sends, StreamTransport
 from dfa_megatron.runtime.cuda_driver import Flag, Flags, driver
 from dfa_megatron.runtime.environment import forbids_p2p, host
 

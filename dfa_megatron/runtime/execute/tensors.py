@@ -1,20 +1,76 @@
-"""The algebra of tensors: run one rank's program on memory, with a kernel for every call."""
+"""Run one rank's program over tensors: its buffers, kernel calls and accumulators, and where an error happened."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
 from dfa_megatron.kernels.api import BlockCall, BlockKernel, Saved
+from dfa_megatron.kernels.merge import add, identity_, merge
 from dfa_megatron.kernels.segments import Segments
-from dfa_megatron.plan.interpret import Accumulator
-from dfa_megatron.plan.language.program import Buffer, Call, Merge, Message, Region
-from dfa_megatron.runtime.comm.memory.arena import Arena
-from dfa_megatron.runtime.execute.accumulators import TensorMemory
-from dfa_megatron.runtime.execute.alibi_positions import GlobalBias
-from dfa_megatron.runtime.execute.memory_plan import MemoryPlan
-from dfa_megatron.runtime.execute.wire_format import Fields, rows_of
+from dfa_megatron.kernels.tape import call_recorded
+from dfa_megatron.plan.interpret import Accumulator, Algebra, rank_loop
+from dfa_megatron.plan.language.program import Buffer, Call, Merge, Message, Region, Step
+from dfa_megatron.runtime.comm.transport import Arena, Moving, Recv, Send, Transport
+from dfa_megatron.runtime.execute.bound import Failed
+from dfa_megatron.runtime.execute.sinks_and_slopes import GlobalBias
+from dfa_megatron.runtime.execute.wire_format import Field, Fields, rows_of
+from dfa_megatron.runtime.rank_plan import MemoryPlan
+
+
+@dataclass(frozen=True, slots=True)
+class TensorMemory:
+    """Tensors that are merged in one pass: (out, lse), or one gradient.
+
+    sums, results: the tensors of a sum and of the result. device: of all.
+    """
+
+    batch: int
+    sums: tuple[Field, ...]
+    results: tuple[Field, ...]
+    device: torch.device
+
+    @property
+    def in_place(self) -> bool:
+        """Whether the sum has the result's dtype."""
+        return self.sums == self.results
+
+    def new(self, rows: int, sum: bool) -> Fields:
+        """Allocate."""
+        fields = self.sums if sum else self.results
+        return tuple(torch.empty(f.shape(self.batch, rows), dtype=f.dtype, device=self.device) for f in fields)
+
+    def part(self, rows: Fields, lo: int, hi: int) -> Fields:
+        """Slice each tensor."""
+        return tuple(rows_of(x, lo, hi) for x in rows)
+
+    def merge(self, parts: list[Fields], into: Fields) -> None:
+        """Merge (out, lse); add gradients; copy a single part."""
+        if len(parts) == 1:
+            for x, value in zip(into, parts[0], strict=True):
+                x.copy_(value)
+        elif len(into) == 2:
+            merge([(out, lse) for out, lse in parts], (into[0], into[1]))
+        else:
+            add([x for (x,) in parts], into[0])
+
+    def clear(self, rows: Fields) -> None:
+        """Set out to 0 and lse to -inf, a gradient to 0."""
+        if len(rows) == 2:
+            identity_(*rows)
+        else:
+            rows[0].zero_()
+
+    def fits(self, partial: Fields, rows: int) -> bool:
+        """Return whether the partial is like a fresh result."""
+        return all(
+            x.dtype == field.dtype and x.shape == field.shape(self.batch, rows) and x.is_contiguous()
+            for x, field in zip(partial, self.results, strict=True)
+        )
 
 
 class Tensors:
@@ -155,3 +211,63 @@ class Tensors:
 
     def _result(self, buffer: int) -> Fields:
         return tuple(x for accumulator in self.write[buffer] for x in accumulator.result())
+
+
+def execute(tensors: Tensors, algebra: Algebra, transport: Transport, failed: Failed) -> None:
+    """Run a program to its end.
+
+    Args:
+        tensors: this rank's memory, with the program.
+        algebra: does the steps' work: `tensors`, or a measurement around it.
+        transport: moves the messages.
+        failed: makes the error of a step.
+
+    Raises:
+        ExecutionError: a step failed. The group must be considered lost.
+    """
+    transport.start()
+    number, phase, ranges = 0, tensors.program.phase.name, _ranges(tensors.device)
+    _marked(ranges.open, f"dfa {phase}")
+    try:
+        for kind, number, step in rank_loop(tensors.program, algebra):
+            if kind == "post":
+                if number:
+                    transport.computed(number - 1)
+                    _marked(ranges.close)
+                _marked(ranges.open, f"dfa {phase} step {number}")
+                if step.sends or step.receives:
+                    receives = [Recv(message.peer, tensors.incoming(message)) for message in step.receives]
+                    transport.post(step.after, functools.partial(_sends, tensors, number, step), receives)
+            elif step.sends or step.receives:
+                transport.land()
+        transport.finish()
+        _marked(ranges.close)
+        _marked(ranges.close)
+    except Exception as error:
+        raise failed(number, error) from error
+
+
+def _sends(tensors: Tensors, number: int, step: Step, moving: Moving) -> list[Send]:
+    with moving():
+        return [
+            Send(message.peer, tensors.outgoing(message), tensors.memory.offsets[number, message.peer])
+            for message in step.sends
+        ]
+
+
+def _marked(mark: Callable[..., object] | None, *name: str) -> None:
+    """Open or close a range, and have a replay do so too."""
+    if mark is not None:
+        call_recorded(functools.partial(mark, *name))
+
+
+class _Ranges(NamedTuple):
+    """Named ranges for NVIDIA's profilers, around each phase and each of its steps; none on a CPU."""
+
+    open: Callable[..., object] | None = None
+    close: Callable[..., object] | None = None
+
+
+def _ranges(device: torch.device) -> _Ranges:
+    nvtx = torch.cuda.nvtx
+    return _Ranges(nvtx.range_push, nvtx.range_pop) if device.type == "cuda" else _Ranges()

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 import dfa_megatron
 from dfa_megatron.recurrence import dist_conv, dist_scan
-from dfa_megatron.runtime.comm.communicator import Communicator
+from dfa_megatron.runtime.comm.transports import Communicator
 from dfa_megatron.sharding import unshard_sequence
 from tests.support.arguments import arguments, told
 from tests.support.attend import case
@@ -104,9 +104,8 @@ def _some_gradients(rank: int, ranks: int) -> None:
         torch.testing.assert_close(got, whole.gradients[mine][:, rows], rtol=1e-10, atol=1e-10)
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_ranks_may_need_gradients_of_other_inputs(ranks: int) -> None:
-    run_ranks(ranks, _some_gradients, timeout=60)
+def test_ranks_may_need_gradients_of_other_inputs() -> None:
+    run_ranks(3, _some_gradients, timeout=60)
 
 
 def _opening_fails(rank: int, ranks: int) -> dict[str, tuple[str, float]]:

@@ -19,7 +19,7 @@ import torch.distributed as dist
 import dfa_megatron
 from dfa_megatron.errors import DistAttentionError
 from dfa_megatron.runtime.agreement.calls import Calls, Kind, at_layer
-from dfa_megatron.runtime.comm import registry
+from dfa_megatron.runtime.comm.groups import channel_of, channels
 from tests.support.arguments import arguments
 from tests.support.workers import run_ranks
 
@@ -145,7 +145,7 @@ class _Breaks:
 def _connection_breaks(rank: int, ranks: int, heads_travel: bool, report: str) -> None:
     options = arguments(causal=True, softmax_scale=0.25, schedule="ring", ulysses_degree=2 if heads_travel else 1)
     dfa_megatron.dist_flash_attn_func(*tensors(), **options)
-    whole = registry.channel_of(None)
+    whole = channel_of(None)
     for channel in (whole, *whole._subgroups.values()):
         for made in channel._made:
             made._group, made._backend = _Breaks(made._group, rank), _Breaks(made._backend, rank)
@@ -254,7 +254,7 @@ def _left(rank: int, ranks: int) -> tuple[int, int, int]:
     def settled() -> tuple[int, int, int]:
         """Descriptors, threads and plans once no channel is left, or after five seconds."""
         deadline = time.monotonic() + 5
-        while (registry._channels or in_use()) and time.monotonic() < deadline:
+        while (channels() or in_use()) and time.monotonic() < deadline:
             time.sleep(0.02)
         time.sleep(0.2)
         return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task")), len(in_use())

@@ -21,8 +21,8 @@ from dfa_megatron.errors import DistAttentionError
 from dfa_megatron.runtime import run
 from dfa_megatron.runtime.agreement import watchdog
 from dfa_megatron.runtime.agreement.calls import Calls, Kind
-from dfa_megatron.runtime.comm import registry
 from dfa_megatron.runtime.comm.channel import Channel
+from dfa_megatron.runtime.comm.groups import channel_of
 from tests.runtime.agreement.test_watchdog import watch_of_two
 from tests.support.arguments import arguments, told
 from tests.support.groups import alone
@@ -92,7 +92,7 @@ def _outside(rank: int, ranks: int, folder: str) -> list[str]:
         fails(*groups)
         time.sleep(4 * BUSY + 2)
         return []
-    registry.channel_of(groups[1]).calls.pending = lambda: True
+    channel_of(groups[1]).calls.pending = lambda: True
     checkpoint(Path(folder, "first"))
     for elsewhere in (debugger, notebook, evaluation):
         Path(folder, "before").write_text(elsewhere.__name__)

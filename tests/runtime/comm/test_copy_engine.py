@@ -24,13 +24,13 @@ from dfa_megatron.plan.language.program import Call, Merge, Program
 from dfa_megatron.plan.lowering.landings import landings_of
 from dfa_megatron.plan.proof.check import check
 from dfa_megatron.runtime.agreement.calls import Calls, Kind
-from dfa_megatron.runtime.comm import copy_engine, streams
+from dfa_megatron.runtime.comm import copy_engine, transport
 from dfa_megatron.runtime.comm.copy_engine import CopyEngineTransport
 from dfa_megatron.runtime.comm.transport import Moving, Recv, Send
 from dfa_megatron.runtime.cuda_driver import Flag, Flags
 from dfa_megatron.runtime.environment import without_multicast
-from dfa_megatron.runtime.execute.memory_plan import MemoryPlan, plan_memory
 from dfa_megatron.runtime.execute.wire_format import Format, rows_of
+from dfa_megatron.runtime.rank_plan import MemoryPlan, plan_memory
 from tests.support.plan_cases import plan_of
 
 Operation = Callable[[], bool]
@@ -127,7 +127,7 @@ class Driver:
 def _streams(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
     """Let a transport compute on the simulated stream that it has in place of a device."""
     if request.node.get_closest_marker("gpu") is None:
-        monkeypatch.setattr(streams, "current_stream", lambda stream: stream)
+        monkeypatch.setattr(transport, "current_stream", lambda stream: stream)
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
 
 

@@ -21,9 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 import dfa_megatron
 from dfa_megatron.config import DistAttentionConfig
 from dfa_megatron.errors import LostGroupError, UnsupportedError
-from dfa_megatron.runtime.comm import registry
-from dfa_megatron.runtime.comm.groups import group_name
-from dfa_megatron.runtime.comm.registry import channel_of
+from dfa_megatron.runtime.comm.groups import _channels, channel_of, group_name
 from dfa_megatron.runtime.prepare import in_use
 from tests.support.arguments import arguments
 from tests.support.workers import run_ranks
@@ -36,9 +34,9 @@ def test_plans_may_be_listed_while_groups_end() -> None:
     def come_and_go() -> None:
         while not done.is_set():
             for number in range(20):
-                registry._channels[f"group {number}"] = None, over  # type: ignore[assignment]
+                _channels[f"group {number}"] = None, over  # type: ignore[assignment]
             for number in range(20):
-                del registry._channels[f"group {number}"]
+                del _channels[f"group {number}"]
 
     before, interval = len(in_use()), sys.getswitchinterval()
     thread = threading.Thread(target=come_and_go)

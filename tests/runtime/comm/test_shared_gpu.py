@@ -11,10 +11,9 @@ import pytest
 import torch
 
 from benchmarks.surroundings import share_gpus
-from dfa_megatron.runtime.comm import copy_engine
-from dfa_megatron.runtime.comm.memory import symmetric_memory
-from dfa_megatron.runtime.comm.memory.symmetric_memory import Mapped
-from dfa_megatron.runtime.comm.registry import channel_of
+from dfa_megatron.runtime.comm import copy_engine, symmetric_memory
+from dfa_megatron.runtime.comm.groups import channel_of
+from dfa_megatron.runtime.comm.symmetric_memory import Mapped
 from tests.support.workers import run_ranks
 
 

@@ -16,9 +16,9 @@ from dfa_megatron.errors import ExecutionError
 from dfa_megatron.kernels.adapters.reference import ReferenceKernel
 from dfa_megatron.kernels.replay import Op
 from dfa_megatron.runtime import run
-from dfa_megatron.runtime.comm.memory.arena import Arena
-from dfa_megatron.runtime.comm.p2p import GlooTransport
-from dfa_megatron.runtime.execute import run_program
+from dfa_megatron.runtime.comm.transport import Arena
+from dfa_megatron.runtime.comm.transports import GlooTransport
+from dfa_megatron.runtime.execute import tensors as program
 from dfa_megatron.runtime.execute.bound import Bound, Post, computing_first
 from dfa_megatron.runtime.prepare import Prepared, in_use
 from tests.fuzz.attempt import Listens
@@ -132,6 +132,19 @@ def test_a_kernel_that_reads_a_value_back_is_not_recorded(monkeypatch: pytest.Mo
     assert "reads a value back" in why
 
 
+def test_more_layouts_of_the_callers_tensors_than_are_kept_run_as_they_stand(caplog: pytest.LogCaptureFixture) -> None:
+    run._tell_many.cache_clear()
+    q, k, v = (torch.randn(1, LOCAL, 2, 16, dtype=torch.float64) for _ in range(3))
+    want = dfa_megatron.dist_flash_attn_func(q, k, v, **arguments(group="", kernel="cpu"))
+    with caplog.at_level("INFO"):
+        for more in range(1, run._MOST_BOUND + 3):
+            wider = torch.cat([k, k.new_zeros(1, LOCAL, 2, more)], 3)[..., :16]
+            out = dfa_megatron.dist_flash_attn_func(q, wider, v, **arguments(group="", kernel="cpu"))
+            assert torch.equal(out, want)
+    assert len(in_use()[-1].bound) == run._MOST_BOUND
+    assert caplog.text.count("the others are not replayed") == 1
+
+
 class Zeros(Listens):
     """Notes the shapes of the zeros that are made inside."""
 
@@ -179,7 +192,8 @@ def test_the_first_kernel_is_launched_before_the_first_batch_is_posted() -> None
     late, launches = [start, post, view, first, second, third, land], {3, 4, 5}
     assert computing_first(late, launches, 0) == [start, view, first, second, post, third, land]
     assert computing_first([start, post, first, land, second], launches, 0) == [start, first, post, land, second]
-    packed = Op(Post(-1, (), (), (view,)), (0,), 9)
+    packed, viewed = (Op(Post(-1, (), (), (Op(how, (1,), 6),)), (0,), 9) for how in (torch.clone, torch.as_strided))
+    assert computing_first([start, viewed, first], launches, 0) == [start, first, viewed]
     for same in (
         [start, packed, first],
         [start, first, post, view, land, second],
@@ -205,7 +219,7 @@ class Ranges:
 
 def _named(rank: int, ranks: int) -> list[list[str]]:
     ranges, found = Ranges(), []
-    run_program._ranges = lambda device: ranges  # type: ignore[assignment,return-value]
+    program._ranges = lambda device: ranges  # type: ignore[assignment,return-value]
     for seed in range(5):
         ranges.seen.clear()
         compare(rank, ranks, seed, schedule="ring", kernel="reference")

@@ -15,10 +15,10 @@ from dfa_megatron.plan.lowering.landings import landings_of
 from dfa_megatron.plan.lowering.merges import MOST_PARTS, merges_of
 from dfa_megatron.plan.proof.check import check
 from dfa_megatron.plan.schedules import plan_named
-from dfa_megatron.runtime.comm.memory.arena import Arena
-from dfa_megatron.runtime.execute.accumulators import TensorMemory
-from dfa_megatron.runtime.execute.memory_plan import plan_memory
+from dfa_megatron.runtime.comm.transport import Arena
+from dfa_megatron.runtime.execute.tensors import TensorMemory
 from dfa_megatron.runtime.execute.wire_format import Field, Fields, Format
+from dfa_megatron.runtime.rank_plan import plan_memory
 from tests.support.close import assert_close
 
 ROWS = 12

@@ -20,14 +20,12 @@ from dfa_megatron.plan.language.mask import causal
 from dfa_megatron.plan.lowering.landings import landings_of
 from dfa_megatron.plan.proof.check import check
 from dfa_megatron.plan.schedules import plan_named
-from dfa_megatron.runtime.comm.memory.arena import Arena
-from dfa_megatron.runtime.comm.transport import Recv, Send, Sends, Transport
-from dfa_megatron.runtime.execute import accumulators
+from dfa_megatron.runtime.comm.transport import Arena, Recv, Send, Sends, Transport
+from dfa_megatron.runtime.execute import tensors as tensors_module
 from dfa_megatron.runtime.execute.bound import Bound, Fields, Recorder
-from dfa_megatron.runtime.execute.memory_plan import MemoryPlan, plan_memory
-from dfa_megatron.runtime.execute.run_program import execute
-from dfa_megatron.runtime.execute.tensors import Tensors
+from dfa_megatron.runtime.execute.tensors import Tensors, execute
 from dfa_megatron.runtime.execute.wire_format import Format
+from dfa_megatron.runtime.rank_plan import MemoryPlan, plan_memory
 from tests.support.live_bytes import LiveBytes
 
 RANKS, LENGTH, DIM = 4, 131072, 128
@@ -84,7 +82,7 @@ def _as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flash4, "_functions", lambda: (module.forward, module.backward))
     monkeypatch.setattr(flash4, "_version", lambda: flash4.READ)
     for name in ("add", "merge"):
-        monkeypatch.setattr(accumulators, name, lambda *tensors: launched(Launches.seen_with, *tree_leaves(tensors)))
+        monkeypatch.setattr(tensors_module, name, lambda *tensors: launched(Launches.seen_with, *tree_leaves(tensors)))
 
 
 class Holding(Transport):

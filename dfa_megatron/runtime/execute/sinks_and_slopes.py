@@ -1,8 +1,14 @@
-"""ALiBi in a distributed attention: check the slopes, and find the token of each row of a kernel call."""
+"""What changes scores beside the mask: attention sinks, and the slopes of ALiBi.
+
+A sink is one more partial with out 0 and lse = sink, merged once by the owner of complete rows. Kernels and messages
+are not concerned. The backward runs with the merged lse and out, and is thereby exact for dq, dk and dv.
+Slopes bias scores by the distance of tokens, so a kernel call gets the token of each of its rows.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import math
 import weakref
 
 import torch
@@ -10,9 +16,43 @@ import torch
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.kernels.api import Alibi
 from dfa_megatron.kernels.current_stream import stream_of
+from dfa_megatron.kernels.merge import minus_delta
 from dfa_megatron.kernels.tape import unrecorded
 from dfa_megatron.plan.language.program import Call, Region
-from dfa_megatron.runtime.execute.memory_plan import MemoryPlan
+from dfa_megatron.runtime.rank_plan import MemoryPlan
+
+
+def sinks_error(sinks: torch.Tensor, q: torch.Tensor) -> UnsupportedError | None:
+    """Return the error in the sinks for queries (batch, local_seq, heads, head_dim), or None."""
+    if not isinstance(sinks, torch.Tensor):
+        return UnsupportedError(f"sinks of type {type(sinks).__name__}", "it is no tensor", "torch.tensor(sinks)")
+    if q.dim() == 4 and sinks.shape == q.shape[2:3] and sinks.device == q.device and sinks.dtype.is_floating_point:
+        return None
+    what = f"sinks {tuple(sinks.shape)}, {sinks.dtype}, on {sinks.device}"
+    heads = f"{q.shape[2]} query heads" if q.dim() == 4 else "every query head"
+    return UnsupportedError(
+        what, f"a sink is one number for each of {heads}", f"a floating tensor (heads,) on {q.device}"
+    )
+
+
+def merge_sinks(out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Merge the sinks (heads,) into (out, lse) of complete rows; writes into out.
+
+    A row that sees nothing keeps out 0, and its lse is the sink, which takes all of its probability.
+    """
+    sink = sinks.to(lse.dtype)[:, None]
+    seen = torch.sigmoid(lse - sink).masked_fill_(lse == -math.inf, 0.0)  # -inf - -inf would be NaN
+    return out.mul_(seen.transpose(1, 2).unsqueeze(-1)), torch.logaddexp(lse, sink)
+
+
+def sinks_gradient(dout: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
+    """Return the gradient of the sinks from this rank's rows: sum of p * -delta, p the probability of the sink.
+
+    out and lse come from `merge_sinks`; delta = rowsum(dout * out). A sink of -inf is none, and its gradient is 0.
+    """
+    sink = sinks.to(lse.dtype)[:, None]
+    p = torch.exp(sink - lse).masked_fill_(sink == -math.inf, 0.0)  # as above
+    return (p * minus_delta(dout, out)).sum((0, 2)).to(sinks.dtype)
 
 
 def slopes_error(slopes: torch.Tensor, q: torch.Tensor) -> UnsupportedError | None:
@@ -33,10 +73,8 @@ def slopes_error(slopes: torch.Tensor, q: torch.Tensor) -> UnsupportedError | No
     )
 
 
-def describe(slopes: torch.Tensor | None) -> str:
+def describe_slopes(slopes: torch.Tensor) -> str:
     """Return the slopes as ranks compare them; this waits for their device."""
-    if slopes is None:
-        return "none"
     values = slopes.tolist()
     shown = ", ".join(f"{value:.6g}" for value in values[:4]) + (", ..." if len(values) > 4 else "")
     return f"{shown} (digest {hashlib.sha256(repr(values).encode()).hexdigest()[:12]})"
