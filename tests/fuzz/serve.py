@@ -69,9 +69,9 @@ def _run_group(
         if len(known) < ranks and not reasons and time.monotonic() > deadline:
             return [*done, (draw, Outcome(draw.number, "unfinished"))] if lost else done
         if len(known) < ranks or reasons:
-            reasons.sort(key=lambda reason: "onnection" in reason)  # what met a rank that had failed comes last
-            kind = "hung" if f"exit code {HUNG}" in lost and not reasons else "failed"
-            return [*done, (draw, Outcome(draw.number, kind, (reasons or [lost[-6000:]])[0]))]
+            own = [reason for reason in reasons if "onnection" not in reason]  # the others met a rank that had failed
+            kind = "hung" if f"exit code {HUNG}" in lost and not own else "failed"
+            return [*done, (draw, Outcome(draw.number, kind, (own or reasons or [lost[-6000:]])[0]))]
         done.append((draw, _of_all(draw, known)))
         if done[-1][1].kind == "failed":  # ranks that differ have parted
             break

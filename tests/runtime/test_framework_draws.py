@@ -8,13 +8,14 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 
 from dfa_megatron.errors import UnsupportedError
+from tests.fuzz import serve
 from tests.fuzz.frameworks.steps import Found, run
 from tests.fuzz.outcome import Draw, Tally
-from tests.fuzz.serve import run_all
 
 PRELOADED = ()
 REFUSALS = (("expected", "seven of them", lambda draw: draw.number != 3),)
@@ -94,15 +95,9 @@ def _slow(draw: Imitation, rank: int, ranks: int, folder: str) -> None:
     time.sleep(3600)
 
 
-def test_no_draw_goes_on_when_the_time_of_a_run_is_over(tmp_path: Path, monkeypatch: object) -> None:
-    from tests.fuzz import serve
-
-    before, serve.GRACE = serve.GRACE, 0.0
-    began = time.monotonic()
-    try:
-        draws = [Imitation(number=number) for number in range(1000)]
-        found = list(run_all(_slow, draws, 1, str(tmp_path), 60.0, began + 2.0))  # type: ignore[arg-type]
-    finally:
-        serve.GRACE = before
+def test_no_draw_goes_on_when_the_time_of_a_run_is_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serve, "GRACE", 0.0)
+    draws, began = [Imitation(number=number) for number in range(1000)], time.monotonic()
+    found = serve.run_all(_slow, draws, 1, str(tmp_path), 60.0, began + 2.0)  # type: ignore[arg-type]
     assert [outcome.kind for _, outcome in found] == ["unfinished"]
     assert time.monotonic() - began < 30

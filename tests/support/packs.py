@@ -14,17 +14,17 @@ from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.kernels.api import Need
 
 
-def random_offsets(tokens: int, draw: random.Random) -> tuple[int, ...]:
-    """From one document to one token each; most often a few short ones and a long one."""
+def random_offsets(tokens: int, draw: random.Random, most: int = 256) -> tuple[int, ...]:
+    """From one document to one token each, in at most so many; most often a few short ones and a long one."""
     kind = draw.choice(["one", "single tokens", "short", "mixed", "mixed", "mixed"])
     if kind == "one" or tokens == 1:
         return 0, tokens
-    if kind == "single tokens" and tokens <= 256:
+    if kind == "single tokens" and tokens <= most:
         return tuple(range(tokens + 1))
-    most = 3 if kind == "short" and tokens <= 256 else tokens
+    longest = 3 if kind == "short" and tokens <= most else tokens
     lengths: list[int] = []
     while (left := tokens - sum(lengths)) > 0:
-        lengths.append(draw.randint(1, min(most, left)))
+        lengths.append(draw.randint(1, min(longest, left)))
     draw.shuffle(lengths)
     return tuple(accumulate(lengths, initial=0))
 

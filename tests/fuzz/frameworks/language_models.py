@@ -83,7 +83,7 @@ class Data:
         counts = uneven.counted(self.masks[number % len(self.masks)], self.rows, self.tokens, self.parts, seed)
         found = {"input_ids": ids, "labels": ids.masked_fill(~counts, IGNORED)}
         if self.pack:
-            cuts = [random_offsets(self.tokens, dice) for _ in range(self.rows)]
+            cuts = [random_offsets(self.tokens, dice, 24) for _ in range(self.rows)]
             places = uneven.positions(cuts)
             found["labels"][places == 0] = IGNORED
             if self.pack != "cu_seq_lens":
@@ -123,7 +123,7 @@ class Data:
             return [(row, 0, self.tokens) for row in range(self.rows)]
         seed = (self.seed * 1009 + number) % 2**31
         dice = random.Random(seed)
-        cuts = [random_offsets(self.tokens, dice) for _ in range(self.rows)]
+        cuts = [random_offsets(self.tokens, dice, 24) for _ in range(self.rows)]
         return [(row, lo, hi) for row, cut in enumerate(cuts) for lo, hi in pairwise(cut)]
 
     def summed(self, model: Any, number: int) -> tuple[torch.Tensor, int]:

@@ -125,7 +125,7 @@ class MegatronDraw(Draw):
         seed = hash((self.seed, self.number, step, number)) % 2**31
         generator, dice = torch.Generator().manual_seed(seed), random.Random(seed)
         rows = torch.randint(VOCABULARY, (self.batch, self.tokens + 1), generator=generator)
-        cuts = [random_offsets(self.tokens, dice) if self.pack else (0, self.tokens) for _ in range(self.batch)]
+        cuts = [random_offsets(self.tokens, dice, 24) if self.pack else (0, self.tokens) for _ in range(self.batch)]
         counts = uneven.counted(self.masks[number], self.batch, self.tokens, self.cp, seed)
         longest = max(map(len, cuts))
         return {

@@ -11,41 +11,42 @@ import pytest
 import torch
 
 from dfa_megatron.runtime.prepare import in_use
-from tests.fuzz.attempt import Listens
+from tests.fuzz.attempt import Listens, Rounds
 from tests.support.attend import attend, case, compare, pack, results
 from tests.support.workers import run_ranks
 
-KINDS: list[dict[str, Any]] = [
-    {"kernel": "reference"},
-    {"kernel": "reference", "layout": "zigzag"},
-    {"kernel": "cpu"},
-]
+KINDS: list[dict[str, Any]] = [{"kernel": "reference"}, {"kernel": "reference", "layout": "zigzag"}, {"kernel": "cpu"}]
 
 
-def _autocast(rank: int, ranks: int, where: str) -> None:
+STATES: dict[str, Callable[[bool], AbstractContextManager[Any]]] = {
+    "autocast": lambda on: torch.autocast("cpu", torch.bfloat16, enabled=on),
+    "functions": lambda on: Rounds() if on else nullcontext(),
+}
+
+
+def _rounding(rank: int, ranks: int, state: str, where: str) -> None:
     """Also where only a call that is replayed meets it."""
     for options in KINDS if ranks > 1 else ({"kernel": "reference"}, {"kernel": "cpu"}):
         for call in range(6):
-            states = [
-                partial(torch.autocast, "cpu", torch.bfloat16, enabled=call != 3 and where in (name, "both"))
-                for name in ("forward", "backward")
-            ]
+            states = [partial(STATES[state], call != 3 and where in (name, "both")) for name in ("forward", "backward")]
             compare(case(8 * ranks, dtype=torch.float32, seed=call), rank, ranks, states=tuple(states), **options)
 
 
 @pytest.mark.parametrize("where", ["forward", "backward", "both"])
-def test_autocast_rounds_no_replay(where: str) -> None:
-    _autocast(0, 1, where)
+@pytest.mark.parametrize("state", STATES)
+def test_a_state_that_rounds_rounds_no_replay(state: str, where: str) -> None:
+    _rounding(0, 1, state, where)
 
 
 def _over_ranks(rank: int, ranks: int) -> None:
-    _autocast(rank, ranks, "both")
+    for state in STATES:
+        _rounding(rank, ranks, state, "both")
     whole, packed = case(8 * ranks), pack((0, 3, 8 * ranks))
     for one in (whole, packed):
         compare(one, rank, ranks, states=(partial(torch.device, "meta"),) * 2)
 
 
-def test_autocast_and_a_default_device_change_no_number_over_ranks() -> None:
+def test_states_that_round_and_a_default_device_change_no_number_over_ranks() -> None:
     run_ranks(2, _over_ranks, timeout=120)
 
 
