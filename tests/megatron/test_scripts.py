@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import io
 import os
 import runpy
@@ -24,7 +25,9 @@ from tests.megatron import harness
 from tests.megatron.harness import BATCH, MEGATRONS, SEQUENCE, Topology
 from tests.support.workers import run_ranks
 
-pytest.importorskip("megatron.training.models", reason="this megatron-core has no training package")
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("megatron.training") is None, reason="this megatron-core has no training package"
+)
 
 FLAGS = """
 --transformer-impl local --num-layers 4 --hidden-size 64 --num-attention-heads 4 --group-query-attention
