@@ -8,6 +8,7 @@ import os
 import runpy
 import sys
 from collections.abc import Callable
+from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,7 +25,7 @@ from tests.megatron import harness
 from tests.megatron.harness import BATCH, MEGATRONS, SEQUENCE, Topology
 from tests.support.workers import run_ranks
 
-pytest.importorskip("megatron.training.models", reason="this megatron-core has no training package")
+pytestmark = pytest.mark.skipif(find_spec("megatron.training") is None, reason="no training package is installed")
 
 FLAGS = """
 --transformer-impl local --num-layers 4 --hidden-size 64 --num-attention-heads 4 --group-query-attention
@@ -80,9 +81,9 @@ def train_from_flags(rank: int, world_size: int, flags: str, provider: Any, layo
     assert model.config.recompute_granularity == "full", "the config is the caller's"
     harness.set_weights(model)
     COUNTERS.reset()
-    total = torch.zeros(())
+    total, group = torch.zeros(()), parallel_state.get_context_parallel_group()
     for micro in range(harness.MICRO_BATCHES):
-        batch = shard_batch(harness.micro_batch(0, micro), parallel_state.get_context_parallel_group(), options)
+        batch = shard_batch(harness.micro_batch(0, micro), group, options)
         loss = harness.share_of_loss(model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"]), batch)
         loss.backward()
         total += loss.detach()
@@ -158,7 +159,6 @@ def script(tmp_path: Path) -> str:
 
 
 def packed_batch(micro: int) -> dict[str, torch.Tensor]:
-    """A micro-batch of the harness with documents."""
     offsets = harness.documents(0, micro)
     longest = (offsets[:, 1:] - offsets[:, :-1]).max(1).values
     return {**harness.micro_batch(0, micro), "cu_seqlens": offsets, "max_seqlen": longest}
