@@ -24,7 +24,7 @@ import sys
 import time
 import uuid
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -143,20 +143,18 @@ def run_to_end(cell: Cell, out: Path, log: Path) -> int | None:
 
 
 def end(process: subprocess.Popen[bytes], mark: str) -> None:
-    """End a cell's processes: ask them all, then kill those that are still there."""
-    for number, patience in ((signal.SIGTERM, GRACE), (signal.SIGKILL, GRACE)):
-        signal_all(process, mark, number)
-        if within(patience, lambda: process.poll() is not None and not marked(mark)):
-            return
-
-
-def signal_all(process: subprocess.Popen[bytes], mark: str, number: signal.Signals) -> None:
-    """Send a signal to the cell's own process, while it is not waited for, and to all that carry its mark."""
-    if process.poll() is None:
-        process.send_signal(number)
-    for pid in marked(mark):
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, number)
+    """End a cell's process and all that carry its mark: ask them, then kill those that are still there."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        if process.poll() is None:
+            process.send_signal(number)
+        for pid in marked(mark):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
+        until = time.monotonic() + GRACE
+        while time.monotonic() < until:
+            if process.poll() is not None and not marked(mark):
+                return
+            time.sleep(0.05)
 
 
 def marked(mark: str) -> list[int]:
@@ -167,14 +165,6 @@ def marked(mark: str) -> list[int]:
             if wanted in (folder / "environ").read_bytes().split(b"\0"):
                 found.append(int(folder.name))
     return found
-
-
-def within(seconds: float, done: Callable[[], bool]) -> bool:
-    """Wait until something is done, and return whether it was in this time."""
-    until = time.monotonic() + seconds
-    while not (finished := done()) and time.monotonic() < until:
-        time.sleep(0.05)
-    return finished
 
 
 if __name__ == "__main__":

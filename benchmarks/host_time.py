@@ -17,7 +17,6 @@ from __future__ import annotations
 import functools
 import os
 import statistics
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,7 @@ import torch
 
 from benchmarks.attention.clock import once
 from benchmarks.bench import Call, Report, flags_of, leave, ranks_or_one
-from benchmarks.programs import Tensors, both_phases, draw, prepare
+from benchmarks.programs import Tensors, both_phases, draw, passes, prepare
 from benchmarks.surroundings import share_gpus
 from dfa_megatron import DistAttentionConfig, dist_flash_attn_func
 from dfa_megatron.doctor.world import World
@@ -95,10 +94,10 @@ def cases(shapes: Shapes, world: World, given: Tensors) -> dict[str, Call]:
     if world.cuda:
         options["cuda_graph"] = DistAttentionConfig(kernel=shapes.kernel, cuda_graph=True)
     ours = {
-        name: both_ways(given, functools.partial(dist_flash_attn_func, causal=True, config=config))
+        name: passes(functools.partial(dist_flash_attn_func, causal=True, config=config), given[:3], given[3])[1]
         for name, config in options.items()
     }
-    return alone | ours | {"empty function": both_ways(given, Empty.apply)}
+    return alone | ours | {"empty function": passes(Empty.apply, given[:3], given[3])[1]}
 
 
 class Empty(torch.autograd.Function):
@@ -114,12 +113,6 @@ class Empty(torch.autograd.Function):
     def backward(ctx: Any, dout: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Compute nothing."""
         return dout, *ctx.saved_tensors
-
-
-def both_ways(given: Tensors, function: Callable[..., Any]) -> Call:
-    """Forward and backward of a function of q, k and v, through PyTorch's autograd."""
-    leaves = [x.detach().clone().requires_grad_() for x in given[:3]]
-    return lambda: torch.autograd.grad(function(*leaves), leaves, given[3])
 
 
 def host_ms(call: Call, calls: int, world: World) -> float:

@@ -20,7 +20,6 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import torch
-import torch.distributed as dist
 
 from benchmarks import packs
 from benchmarks.attention.baselines import version_of
@@ -70,22 +69,15 @@ def peer_methods(world: World, kv_heads: int, causal: bool) -> list[Method]:
         return []
     from benchmarks.attention.baselines import ring_flash_attn
 
-    package, stride = ring_flash_attn._package(), max(n for n in (1, 2, 3, 4) if kv_heads % n == 0)
-
     def llama3(pack: Pack) -> Attend:
-        whole = torch.tensor(pack.offsets, dtype=torch.int32, device=world.device)
-        *prepared, local_k_slice = package.llama3_flash_attn_prepare_cu_seqlens(whole, causal, world.rank, world.size)
-        options = {"heads_k_stride": stride, "local_k_slice": local_k_slice, "causal": causal}
-        return lambda q, k, v: package.llama3_flash_attn_varlen_func(
-            q, k, v, *prepared, **options, group=dist.group.WORLD
-        )
+        return ring_flash_attn.llama3_varlen(pack.offsets, kv_heads, causal, world)
 
     def cut(function: str) -> Callable[[Pack], Attend]:
         def start(pack: Pack) -> Attend:
             local = [offset // world.size for offset in pack.offsets]
             cu_seqlens = torch.tensor(local, dtype=torch.int32, device=world.device)
             longest = max(hi - lo for lo, hi in pairwise(local))
-            attend = getattr(package, function)
+            attend = getattr(ring_flash_attn._package(), function)
             return lambda q, k, v: attend(q, k, v, cu_seqlens, longest, causal=causal)
 
         return start

@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 
+from benchmarks import programs
 from benchmarks.attention.clock import Timer, take_turns
 from benchmarks.attention.correctness import NAMES, exact_of, too_far
 from benchmarks.attention.failures import Failure, together
 from benchmarks.bench import Call, Report, relative
 from benchmarks.documents import Offsets, PackShapes
-from benchmarks.programs import draw
 from dfa_megatron.doctor.dense import band_of
 from dfa_megatron.doctor.world import World
 from dfa_megatron.flags import flag
@@ -135,10 +135,8 @@ def _errors(method: Method, shapes: Shapes, pack: Pack, world: World) -> dict[st
 def passes(method: Method, shapes: Shapes, pack: Pack, world: World) -> tuple[Call, Call]:
     """Return the forward, and the forward and backward, of this rank."""
     at = method.places(pack).to(world.device)
-    q, k, v, dout = (x[at] for x in _draw(shapes, pack, world))
-    leaves, attend = [x.requires_grad_() for x in (q, k, v)], method.start(pack)
-    used = leaves if method.exact is None else leaves[:1]
-    return torch.no_grad()(lambda: attend(*leaves)), lambda: torch.autograd.grad(attend(*leaves), used, dout)
+    *leaves, dout = (x[at] for x in _draw(shapes, pack, world))
+    return programs.passes(method.start(pack), leaves, dout, used=3 if method.exact is None else 1)
 
 
 def in_a_row(both: Call) -> None:
@@ -150,7 +148,7 @@ def in_a_row(both: Call) -> None:
 def _draw(shapes: Shapes, pack: Pack, world: World) -> list[torch.Tensor]:
     """Return q, k, v and dout of all tokens, the same on every rank of one kind of device; padding has no gradient."""
     where = {"generator": torch.Generator(world.device).manual_seed(1), "device": world.device}
-    drawn = draw(
+    drawn = programs.draw(
         pack.tokens, shapes.heads, shapes.kv_heads, shapes.head_dim, dtype=getattr(torch, shapes.dtype), **where
     )
     drawn[3][:, pack.offsets[-1] :] = 0

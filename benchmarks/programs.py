@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -20,6 +21,17 @@ def draw(tokens: int, heads: int, kv_heads: int, head_dim: int, **where: Any) ->
     """Return q, k, v and dout (1, tokens, heads, head_dim), with the `dtype` and `device` that are given."""
     q, k, v, dout = (torch.randn(1, tokens, n, head_dim, **where) for n in (heads, kv_heads, kv_heads, heads))
     return q, k, v, dout
+
+
+def passes(
+    attend: Callable[..., Any], leaves: Sequence[torch.Tensor], dout: torch.Tensor, *, used: int = 3
+) -> tuple[Call, Call]:
+    """Return the forward, and the forward and backward, of a function of q, k and v.
+
+    used: how many of them, from the first, have gradients.
+    """
+    leaves = [x.detach().requires_grad_() for x in leaves]
+    return torch.no_grad()(lambda: attend(*leaves)), lambda: torch.autograd.grad(attend(*leaves), leaves[:used], dout)
 
 
 def prepare(given: Tensors, ranks: int, rank: int, kernel: str, **more: Any) -> Prepared:

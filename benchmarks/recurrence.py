@@ -21,7 +21,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +58,6 @@ class Shapes:
     link_gbs: float = flag(0.0, "measured, GB/s that a rank receives; 0: bytes only")
     backward: bool = flag(True, "time backwards too; fla refuses its own on Hopper with some versions of Triton")
     rounds: int = flag(10, "calls of each, of which the median counts")
-    quick: bool = flag(False, "the last of the ranks alone, three calls of each")
     out: Path | None = flag(None, "write the rows as JSON, after every part")
 
     @property
@@ -76,8 +75,6 @@ def main() -> None:
     """Time every number of ranks, and write what is known by now after every part."""
     shapes = flags_of(Shapes, __doc__)
     torch.manual_seed(0)
-    if shapes.quick:
-        shapes = replace(shapes, ranks=shapes.ranks[-1:], rounds=3)
     rows: list[dict[str, Any]] = []
     report = Report(shapes.out, shapes, rows=rows)
     for ranks in shapes.ranks:

@@ -186,17 +186,17 @@ class TrainingConfig(DistAttentionConfig):
     )
     loss_tile: int | str = _option(
         "off",
-        "Tokens of a rank whose logits exist at a time. Loss, log-probabilities and their gradients are made tile by "
-        "tile, and the backward makes the logits again. off: the framework's loss, with the logits of all tokens. 4096 "
-        "is enough for speed.",
+        "Compute the loss in pieces of this many tokens, so that the full logits are never stored. Log-probabilities "
+        "and gradients are made so too; the backward makes the logits again. 4096 is enough for speed. off: the "
+        "framework's loss, with the logits of all tokens.",
         ("off",),
         TOKENS,
     )
     mlp_tile: int | str = _option(
         "off",
-        "Tokens of a rank that a dense MLP, and a norm of transformers, computes at a time. The backward computes each "
-        "tile once more, so that inner activations exist for one tile only. off: all tokens at once. For the longest "
-        "sequences.",
+        "Compute dense MLPs, and norms of transformers, in pieces of this many tokens. The backward computes each "
+        "piece once more, so that inner activations exist for one piece only. For the longest sequences. off: all "
+        "tokens at once.",
         ("off",),
         TOKENS,
     )

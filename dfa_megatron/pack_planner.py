@@ -13,7 +13,7 @@ Whatever calls `dist_flash_attn_varlen_func` with these documents then finds its
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 
@@ -23,19 +23,8 @@ from dfa_megatron.runtime.comm.groups import Group, channel_of
 from dfa_megatron.runtime.cu_seqlens import check_offsets, offsets_of
 from dfa_megatron.runtime.execute.ulysses import stand_ins
 from dfa_megatron.runtime.problem import Inputs, problem_of
-from dfa_megatron.runtime.rank_plan import RankPlan, keep, work_out
+from dfa_megatron.runtime.rank_plan import RankPlan, work_out
 from dfa_megatron.runtime.request import DEFAULTS, Request
-
-
-@dataclass(frozen=True, slots=True)
-class PackPlan:
-    """This rank's plan of a pack; plain data, which travels between processes of a host by pickle."""
-
-    rank_plan: RankPlan
-
-    def use(self) -> None:
-        """Register the plan in this process. Plans that no call uses are dropped when newer ones have come."""
-        keep(self.rank_plan)
 
 
 class PackPlanner:
@@ -105,7 +94,7 @@ class PackPlanner:
             inputs = Inputs(*stand_ins(split, *inputs[:3]))
         self.problem = problem_of(request, ranks, inputs, over, exchanged=exchanged)
 
-    def __call__(self, cu_seqlens: torch.Tensor | Sequence[int]) -> PackPlan:
+    def __call__(self, cu_seqlens: torch.Tensor | Sequence[int]) -> RankPlan:
         """Return the plan of these documents: global token offsets, as `dist_flash_attn_varlen_func` takes them.
 
         Raises:
@@ -114,4 +103,4 @@ class PackPlanner:
         offsets = offsets_of(cu_seqlens)
         check_offsets(offsets, self.problem.ranks * self.problem.local_length)
         problem = replace(self.problem, asks=replace(self.problem.asks, cu_seqlens=offsets))
-        return PackPlan(work_out(problem, self.rank))
+        return work_out(problem, self.rank)

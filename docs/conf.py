@@ -14,12 +14,14 @@ project = "dfa_megatron"
 author = "the dfa_megatron authors"
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 exclude_patterns = ["_build"]
+highlight_language = "text"  # of blocks that name none
 html_theme = "furo"
 html_title = "dfa_megatron"
 html_static_path = ["_static"]
 html_css_files = ["width.css"]
 
 myst_heading_anchors = 4
+smartquotes = False  # they would turn --flag into a dash
 autodoc_mock_imports = ["accelerate", "deepspeed", "transformers"]
 autodoc_typehints = "none"  # signatures show them
 autodoc_preserve_defaults = True

@@ -17,7 +17,7 @@ GROUND = {"errors", "names", "config"}
 """Imported by all: drawn as the floor, without arrows."""
 LEFT_OUT = {"launch", "step_log", ""}
 COLOURS = {"plan": "#efe7fd", "kernels": "#fde8ef", "runtime": "#fff1da", "attention": "#e2f5e9"}
-WIDTH, GAP, LINE, EDGE = 760, 40, 18, 14
+WIDTH, GAP, LINE, EDGE = 960, 40, 18, 14
 
 
 @cache
@@ -85,7 +85,7 @@ def picture() -> str:
     arrows = reduced(imports())
     places, shapes, top = dict[str, tuple[float, float, float, float]](), list[str](), float(EDGE)
     for row in layers(arrows):
-        needed = {name: 30 + max(9 * len(name) + 30, 7.4 * len("  ".join(rooms(name)))) for name in row}
+        needed = {name: 24 + max(9 * len(name) + 34, 7.4 * len("  ".join(rooms(name)))) for name in row}
         spare, left = (WIDTH - EDGE * (len(row) + 1) - sum(needed.values())) / len(row), float(EDGE)
         tall = 34 + LINE * any(map(rooms, row))
         for name in row:

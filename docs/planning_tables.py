@@ -50,8 +50,8 @@ def fits() -> Lines:
     """Return the longest sequence that the account foresees, by what is switched on."""
     steps = {
         "`remat`, `loss_tile`": base(),
-        "and `mlp_tile`": replace(base(), tiled=True),
-        "and `remat_offload`": replace(base(), tiled=True, on_host=True),
+        "and `remat_offload`": replace(base(), on_host=True),
+        "and `mlp_tile`": replace(base(), on_host=True, tiled=True),
     }
     lines = []
     for gpu, gib in GPUS.items():

@@ -26,14 +26,11 @@ def options() -> list[str]:
 
 
 def meanings() -> list[str]:
-    """Return a section for each option, a line for each value that its help explains."""
+    """Return a section for each option: what it is about, then a line for each value that its help explains."""
     lines: list[str] = []
     for spec in fields(MegatronConfig):
-        lines += ["", f"### {spec.name}", ""]
-        for sentence in re.split(r"(?<=\.) (?=\S)", spec.metadata["help"]):
-            value = re.match(r"(\w+): ", sentence)
-            if value:
-                lines.append(f"- `{value[1]}`: {sentence[value.end() :]}")
-            else:
-                lines.append(f"  {sentence}" if lines[-1].startswith(("- ", "  ")) else sentence)
-    return lines[1:]
+        sentences = re.split(r"(?<=\.) (?=\S)", spec.metadata["help"])
+        values = [re.sub(r"^(\w+): ", r"- `\1`: ", one) for one in sentences if re.match(r"\w+: ", one)]
+        about = " ".join(sentence for sentence in sentences if not re.match(r"\w+: ", sentence))
+        lines += [f"### {spec.name}", "", about, "", *values, ""]
+    return lines

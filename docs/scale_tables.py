@@ -131,7 +131,7 @@ def _plot_idle(results: list[Row]) -> None:
     for axis in axes[:, 0]:
         axis.set_ylabel("idle, %")
     axes[1][2].legend()
-    _save(figure, "scale_idle.svg")
+    save(figure, "scale_idle.svg")
 
 
 def _plot_bytes(results: list[Row]) -> None:
@@ -161,10 +161,11 @@ def _plot_bytes(results: list[Row]) -> None:
     for axis in axes[:, 0]:
         axis.set_ylabel("GB sent by the busiest rank")
     axes[0][2].legend()
-    _save(figure, "scale_bytes.svg")
+    save(figure, "scale_bytes.svg")
 
 
-def _save(figure: Any, file: str) -> None:
+def save(figure: Any, file: str) -> None:
+    """Write a picture without the date, so that it is the same each time."""
     figure.savefig(DOCS / "pictures" / file, metadata={"Date": None, "Creator": None})
 
 

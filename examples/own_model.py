@@ -36,10 +36,13 @@ class Model(nn.Module):
         super().__init__()
         self.tokens, self.places = nn.Embedding(vocabulary, width), nn.Embedding(length, width)
         self.layers = nn.Sequential(*(Layer(width, max(1, width // 128)) for _ in range(layers)))
-        self.head = nn.Linear(width, vocabulary, bias=False)
+        self.norm, self.head = nn.RMSNorm(width), nn.Linear(width, vocabulary, bias=False)
+        for parameter in self.parameters():
+            if parameter.dim() > 1:
+                nn.init.normal_(parameter, std=0.02)
 
     def forward(self, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        return self.head(self.layers(self.tokens(ids) + self.places(positions)))
+        return self.head(self.norm(self.layers(self.tokens(ids) + self.places(positions))))
 
 
 parser = argparse.ArgumentParser()
@@ -56,8 +59,8 @@ if cuda:
     torch.cuda.set_device(device)
 dist.init_process_group("nccl" if cuda else "gloo", device_id=device if cuda else None)
 torch.manual_seed(0)  # the same weights on every rank
-model = Model(256, args.seq_length, args.hidden, args.layers).to(device, torch.bfloat16 if cuda else torch.float32)
-optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+model = Model(256, args.seq_length, args.hidden, args.layers).to(device)
+optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
 text = torch.tensor(list(str(pydoc_data.topics.topics).encode()))  # Python's own manual, byte by byte
 positions = local_positions(args.seq_length, device=device)  # of this rank's tokens in the whole sequence
 per_token = sum(p.numel() for p in model.parameters()) + args.layers * args.hidden * args.seq_length
@@ -66,7 +69,8 @@ for step in range(args.steps):
     start = step * args.seq_length % (len(text) - args.seq_length - 1)
     whole = text[start : start + args.seq_length + 1].to(device)  # every rank takes the SAME sequence ...
     ids, labels = (shard_sequence(x[None]) for x in (whole[:-1], whole[1:]))  # ... and its part: shift labels first
-    loss = F.cross_entropy(model(ids, positions).flatten(0, 1).float(), labels.flatten())
+    with torch.autocast(device.type, torch.bfloat16, enabled=cuda):
+        loss = F.cross_entropy(model(ids, positions).flatten(0, 1).float(), labels.flatten())
     loss.backward()
     for parameter in model.parameters():  # or DDP, or FSDP: gradients are averaged over the ranks
         dist.all_reduce(parameter.grad, dist.ReduceOp.SUM)

@@ -39,8 +39,6 @@ WIDE_FOR_NOW = {
 
 LONG_FILES_FOR_NOW = {
     "tests/megatron/harness.py",
-    "tests/runtime/agreement/test_calls.py",
-    "tests/runtime/execute/test_ulysses.py",
 }
 """May only become shorter."""
 
@@ -50,21 +48,21 @@ LONG_FUNCTIONS_FOR_NOW = {
 """May only become shorter."""
 
 BUDGETS = {
-    "benchmarks": 5_895,
-    "cli": 610,
+    "benchmarks": 5_852,
+    "cli": 609,
     "deepspeed": 1_429,
     "doctor": 1_032,
     "huggingface": 4_524,
-    "kernels": 3_668,
+    "kernels": 3_643,
     "loss": 709,
     "megatron": 4_643,
-    "plan": 5_351,
+    "plan": 5_324,
     "proving": 763,
     "recurrence": 1_149,
     "remat": 529,
-    "runtime": 5_231,
-    "tests": 36_622,
-    "top": 1_468,
+    "runtime": 5_232,
+    "tests": 36_455,
+    "top": 1_457,
 }
 """Lines of Python in a folder of the package, in its files beside them ("top"), in tests and in benchmarks.
 
@@ -129,7 +127,7 @@ def test_attention_loads_no_more_than_it_needs() -> None:
     """May only fall; the aim is 13,000 lines."""
     loaded = house.import_closure("dfa_megatron.attention")
     assert len(loaded) <= 86
-    assert sum(len(path.read_text(encoding="utf-8").splitlines()) for path in loaded) <= 14_230
+    assert sum(len(path.read_text(encoding="utf-8").splitlines()) for path in loaded) <= 14_180
 
 
 def test_there_are_no_more_options_than_thirteen() -> None:

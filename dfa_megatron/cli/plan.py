@@ -17,11 +17,14 @@ from dfa_megatron.plan.cost.hardware import PROFILES, Hardware, profile_named
 from dfa_megatron.plan.cost.simulate import simulate
 from dfa_megatron.plan.draw import draw
 from dfa_megatron.plan.language import mask as masks
-from dfa_megatron.plan.language.ir import PHASES, AttentionPlan
+from dfa_megatron.plan.language.ir import AttentionPlan
 from dfa_megatron.plan.language.mask import Mask
 from dfa_megatron.plan.language.shape import AttentionShape, HeadSplit, split_heads, split_tokens
 from dfa_megatron.plan.language.text import to_text
 from dfa_megatron.plan.lowering.lower import lower_all
+
+WIDTH = 100
+"""Columns of the report."""
 
 MASKS: dict[str, Callable[[PlanFlags], Mask]] = {
     "causal": lambda flags: masks.causal(flags.seq_length),
@@ -64,13 +67,11 @@ class PlanFlags:
     link: float | None = flag(
         None, "bytes per second each way, in place of the profile's", group="machine", metavar="GB/S"
     )
-    phase: str = flag("both", "what to show", group="output", choices=("both", *PHASES))
     explain: bool = flag(
         False,
         "compare all candidates, with every degree of Ulysses (auto compares the schedules anyway)",
         group="output",
     )
-    width: int = flag(100, "columns of the grid", group="output")
     svg: Path | None = flag(None, "write a picture of the simulated run", group="output", metavar="FILE")
     text: Path | None = flag(None, "write the plan itself, for `dfa-megatron run`", group="output", metavar="FILE")
 
@@ -92,7 +93,7 @@ def run(args: argparse.Namespace) -> int:
     flags = from_flags(PlanFlags, args)
     mask, hardware = _mask(flags), _hardware(flags)
     choice: dict[str, Any] = {"schedule": flags.schedule, "layout": flags.layout}
-    needs, phase = cast(Any, flags.backward_needs), cast(Any, flags.phase)
+    needs = cast(Any, flags.backward_needs)
     kv_heads = flags.heads if flags.kv_heads is None else flags.kv_heads
     whole = AttentionShape(flags.batch, flags.heads, kv_heads, flags.head_dim, backward_needs=needs)
     degree = _degree(flags.ulysses_degree)
@@ -100,7 +101,7 @@ def run(args: argparse.Namespace) -> int:
     heads = split_heads(degree, flags.ranks, whole.heads, whole.kv_heads)
     shape, ranks, inside = heads.shape(whole), flags.ranks // degree, hardware.inside(degree)
     plan = make_plan(mask, ranks, shape=shape, hardware=inside, **choice)
-    print(report(plan, shape, inside, flags.phase, flags.width))
+    print(report(plan, shape, inside))
     if degree > 1:
         tokens = flags.seq_length // flags.ranks
         split_tokens(degree, 0, flags.ranks, plan.layout, tokens)
@@ -116,7 +117,7 @@ def run(args: argparse.Namespace) -> int:
         title = f"the candidates on {inside.name}" if flags.explain else f"auto took {plan.schedule}"
         print(f"\n{title}; forward and backward together:\n{explain(looked_at)}")
     if flags.svg is not None:
-        flags.svg.write_text(draw(plan, "svg", phase=phase, shape=shape, hardware=inside), encoding="utf-8")
+        flags.svg.write_text(draw(plan, "svg", shape=shape, hardware=inside), encoding="utf-8")
     if flags.text is not None:
         flags.text.write_text(to_text(plan), encoding="utf-8")
     return 0
@@ -152,29 +153,27 @@ def _exchange(heads: HeadSplit, whole: AttentionShape, tokens: int, ranks: int, 
     )
 
 
-def report(
-    plan: AttentionPlan, shape: AttentionShape, hardware: Hardware, phase: str = "both", width: int = 100
-) -> str:
+def report(plan: AttentionPlan, shape: AttentionShape, hardware: Hardware) -> str:
     """Return the grid of each phase and its cost."""
     lines = [f"{plan}, layout {plan.layout}, digest {plan.digest}"]
-    for one in (one for one in plan.phases if phase in ("both", one.phase.name)):
+    for one in plan.phases:
         timeline = simulate(one, shape, hardware)
         slots = [program.peak_slots() for program in lower_all(one, shape.batch)]
         peak = {name: max(slot.get(name, 0) for slot in slots) for name in sorted({n for slot in slots for n in slot})}
         lines += [
             "",
-            draw(one, width=width),
+            draw(one, width=WIDTH),
             f"simulated on {hardware.name}: {1e3 * timeline.makespan:.3f} ms, idle {100 * timeline.idle_share:.1f} %",
-            *_per_rank("MB sent", timeline.sent, width),
-            *_per_rank("MB received", timeline.received, width),
+            *_per_rank("MB sent", timeline.sent),
+            *_per_rank("MB received", timeline.received),
             "peak slots  " + (", ".join(f"{count} {name}" for name, count in peak.items()) or "none"),
         ]
     return "\n".join(lines)
 
 
-def _per_rank(name: str, nbytes: tuple[int, ...], width: int) -> list[str]:
-    """Format megabytes of rank 0, 1, ..., wrapped to the width."""
-    values, count = [f"{value / 1e6:8.1f}" for value in nbytes], max(1, (width - 12) // 9)
+def _per_rank(name: str, nbytes: tuple[int, ...]) -> list[str]:
+    """Format megabytes of rank 0, 1, ..., wrapped."""
+    values, count = [f"{value / 1e6:8.1f}" for value in nbytes], (WIDTH - 12) // 9
     rows = [" ".join(values[first : first + count]) for first in range(0, len(values), count)]
     return [f"{name if row is rows[0] else '':11s} {row}" for row in rows]
 

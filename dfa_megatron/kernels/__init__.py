@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from types import MappingProxyType
 
 from dfa_megatron import names
@@ -66,7 +66,10 @@ def select(name: str, need: Need) -> BlockKernel:
         UnsupportedError: the named kernel refuses (its reason, and which kernels would do), or every kernel does.
     """
     refused: dict[str, str] = {}
-    for candidate, why in _verdicts(name, need):
+    for candidate in KERNELS if name == "auto" else (get(name).name,):
+        why = refusal(KERNELS[candidate], need)
+        if name == "auto":
+            why = why or _passed_over(candidate, need)
         if why is None:
             _log_choice(name, candidate, _describe(need), tuple(refused.items()))
             return KERNELS[candidate]
@@ -77,18 +80,6 @@ def select(name: str, need: Need) -> BlockKernel:
     would_do = [other for other, kernel in KERNELS.items() if refusal(kernel, need) is None]
     instead = "kernel=" + " or ".join(map(repr, would_do)) if would_do else "no kernel as it stands"
     raise UnsupportedError(f"kernel={name!r} for {_describe(need)}", refused[name], instead)
-
-
-def first(name: str, need: Need) -> str | None:
-    """Return the name of the kernel that `select` takes, or None where it refuses; nothing is logged."""
-    return next((kernel for kernel, why in _verdicts(name, need) if why is None), None)
-
-
-def _verdicts(name: str, need: Need) -> Iterator[tuple[str, str | None]]:
-    """Yield the candidates, the preferred one first, each with the reason against it or None."""
-    for candidate in KERNELS if name == "auto" else (get(name).name,):
-        why = refusal(KERNELS[candidate], need)
-        yield candidate, _passed_over(candidate, need) if why is None and name == "auto" else why
 
 
 def _passed_over(name: str, need: Need) -> str | None:
@@ -109,15 +100,6 @@ def refusal(kernel: BlockKernel, need: Need) -> str | None:
     if need.alibi and not kernel.adds_alibi:
         return "it adds no ALiBi bias by global positions"
     return kernel.refusal(need)
-
-
-def explain(need: Need) -> str:
-    """Return a table of every kernel, the preferred one first: usable for the need, or why not."""
-    lines = [f"kernels for {_describe(need)}"]
-    for name, kernel in KERNELS.items():
-        why = refusal(kernel, need)
-        lines.append(f"  {name:<10} {'usable' if why is None else 'refused: ' + why}")
-    return "\n".join(lines)
 
 
 def _describe(need: Need) -> str:

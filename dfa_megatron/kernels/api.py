@@ -150,16 +150,14 @@ class BlockKernel(ABC):
     """The backward takes out in place of delta, too: one rank sends nothing, and leaves delta to the kernel."""
     cut: Cut | None = None
     """Divides the tile of a segment into tiles that a launch takes; None where it takes any band."""
+    takes: Takes = "segment"
+    """Which segments one launch computes; several only for a batch of one."""
     caps_scores: ClassVar[bool] = False
     adds_alibi: ClassVar[bool] = False
 
     @abstractmethod
     def refusal(self, need: Need) -> str | None:
         """Return why this kernel cannot serve the need (with the versions found), or None if it can."""
-
-    def takes(self) -> Takes:
-        """Return which segments one launch computes; several only for a batch of one."""
-        return "segment"
 
     def replays(self, *, deterministic: bool) -> bool:
         """Return whether a tape sees all that it does: operations of PyTorch, and launches handed to the tape."""
@@ -216,7 +214,7 @@ class BlockKernel(ABC):
     def _split(self, call: BlockCall) -> Split:
         """Return the launches of a call, and cache them on its segments."""
         single = call.q.shape[0] == 1
-        split = call.segments.tables[type(self), single] = call.segments.split(self.takes(), self.cut, single=single)
+        split = call.segments.tables[type(self), single] = call.segments.split(self.takes, self.cut, single=single)
         return split
 
 

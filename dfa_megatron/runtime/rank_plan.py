@@ -102,7 +102,7 @@ _KEPT = 256
 
 @dataclass(frozen=True, slots=True)
 class RankPlan:
-    """Hold one rank's programs."""
+    """One rank's programs; plain data, which travels between processes of a host by pickle."""
 
     problem: Problem
     rank: int
@@ -110,6 +110,12 @@ class RankPlan:
     digest: str
     forward: MemoryPlan
     backward: MemoryPlan
+
+    def use(self) -> None:
+        """Register the plan in this process. Plans that no call uses are dropped when newer ones have come."""
+        _ahead[self.problem, self.rank] = self
+        if len(_ahead) > _KEPT:
+            _ahead.popitem(last=False)
 
     @property
     def plan(self) -> AttentionPlan:
@@ -187,13 +193,6 @@ def _placed(plan: Plan, rank: int, problem: Problem) -> MemoryPlan:
 
 
 _ahead: OrderedDict[tuple[Problem, int], RankPlan] = OrderedDict()
-
-
-def keep(known: RankPlan) -> None:
-    """Cache a rank plan under its problem."""
-    _ahead[known.problem, known.rank] = known
-    if len(_ahead) > _KEPT:
-        _ahead.popitem(last=False)
 
 
 def rank_plan(problem: Problem, rank: int) -> RankPlan:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 
 import dfa_megatron
 from benchmarks.attention.ablation import ablation
-from dfa_megatron.errors import UnsupportedError
 from tests.support.attend import case
 from tests.support.close import assert_close
 from tests.support.workers import run_ranks
@@ -32,8 +30,3 @@ def _ablations(rank: int, ranks: int) -> None:
 
 def test_without_overlap_results_are_right_and_without_communication_they_are_not() -> None:
     run_ranks(3, _ablations)
-
-
-def test_an_unknown_ablation_is_refused() -> None:
-    with pytest.raises(UnsupportedError, match="no_communication"), ablation("no_balance"):  # type: ignore[arg-type]
-        pass

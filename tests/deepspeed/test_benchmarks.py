@@ -52,22 +52,6 @@ def test_every_method_is_compared_and_then_timed(tmp_path: Path) -> None:
     assert report["optimizer"].startswith("torch.optim.AdamW on the CPU")
 
 
-@pytest.mark.parametrize("limit", [130, 90, 50])
-def test_the_longest_sequence_lies_between_one_that_ran_and_one_that_ran_out_of_memory(limit: int) -> None:
-    from benchmarks import deepspeed_longest
-
-    tried: list[tuple[int, bool]] = []
-
-    def attempt(method: str, length: int, seconds: float) -> dict[str, Any]:
-        tried.append((length, length <= limit))
-        if length > limit:
-            return {"failed": "out of memory: here"}
-        return {"length": length, "seconds_per_step": 1.0, "seconds_in_all": 2.0}
-
-    deepspeed_longest.search(["ulysses-full"], 80, attempt, lambda: 100.0)
-    assert tried == [(80, True), (160, False), (120, limit > 120)] if limit > 80 else [(80, False)]
-
-
 def test_ranks_that_run_out_of_memory_end_an_attempt_and_say_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

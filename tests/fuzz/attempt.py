@@ -129,7 +129,8 @@ def _call(case: Case, whole: Any, call: int, rank: int) -> Results:
         return CHECKPOINTS[case.checkpoint](run, *leaves)
 
     dice = random.Random(f"{case.seed} {case.number} {call}")
-    among = STATES[: TRACED if case.compiled else UNTRACED if case.checkpoint == "none" else RECOMPUTED]
+    few = case.compiled or whole.device != "cpu"
+    among = STATES[: TRACED if few else UNTRACED if case.checkpoint == "none" else RECOMPUTED]
     group = dist.group.WORLD if case.ranks > 1 else ""
     states = [_states(dice.choice(among), whole.device, case.deterministic) for _ in range(2)]
     return results(whole, rank, case.ranks, way=way, states=(states[0], states[1]), group=group, **case.options)
@@ -187,7 +188,7 @@ STATES: tuple[Callable[[str], contextlib.AbstractContextManager[Any]], ...] = (
 )
 """States of PyTorch around a forward or a backward, by the device."""
 TRACED, RECOMPUTED, UNTRACED = 5, 7, 9
-"""How many of them a compiled call may meet, one with a checkpoint, and any other."""
+"""How many of them a compiled call, or one on a GPU, may meet, one with a checkpoint, and any other."""
 
 
 def _no_checkpoint(region: Callable[..., Any], *inputs: Any) -> Any:

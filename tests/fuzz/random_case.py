@@ -145,24 +145,8 @@ def draw(seed: int, number: int, over: str, device: str = "cpu", ranks: Sequence
     sees: dict[str, Any] = {"causal": dice.random() < 0.6, "window_size": dice.choice(WINDOWS)}
     if not packed and dice.random() < 0.4:
         sees = {"mask": dice.choice([*every_mask(tokens, dice), *heterogeneous_masks(tokens, dice)]).mask}
-    whole = attend.Case(
-        tokens=tokens,
-        offsets=random_offsets(tokens, dice) if packed else (),
-        batch=1 if on_gpu and tokens > 1024 else dice.choice([1, 1, 2, 3]),
-        heads=shape.heads,
-        kv_heads=shape.kv_heads,
-        head_dim=shape.head_dim,
-        head_dim_v=shape.head_dim_v,
-        dtype=getattr(torch, shape.dtype),
-        **sees,
-        softmax_scale=dice.choice([None, None, 0.3]),
-        softcap=shape.softcap,
-        with_sinks=dice.random() < 0.3,
-        with_slopes=not shape.softcap and dice.random() < 0.2,
-        first_in_memory=dice.choice(["", "", "tokens", "heads"]),
-        seed=seed * 1_000_003 + number,
-        device=device,
-    )
+    offsets = random_offsets(tokens, dice) if packed else ()
+    whole = _whole(dice, shape, tokens, offsets, **sees, seed=seed * 1_000_003 + number, device=device)
     return Case(
         seed=seed,
         number=number,
@@ -181,6 +165,25 @@ def draw(seed: int, number: int, over: str, device: str = "cpu", ranks: Sequence
         checkpoint=dice.choice(CHECKPOINTS) if public else "none",
         compiled=public and not packed and dice.random() < 0.02,
         deterministic=shape.deterministic,
+    )
+
+
+def _whole(dice: random.Random, shape: ShapeClass, tokens: int, offsets: tuple[int, ...], **more: Any) -> attend.Case:
+    return attend.Case(
+        tokens=tokens,
+        offsets=offsets,
+        batch=1 if more["device"] != "cpu" and tokens > 1024 else dice.choice([1, 1, 2, 3]),
+        heads=shape.heads,
+        kv_heads=shape.kv_heads,
+        head_dim=shape.head_dim,
+        head_dim_v=shape.head_dim_v,
+        dtype=getattr(torch, shape.dtype),
+        softmax_scale=dice.choice([None, None, 0.3]),
+        softcap=shape.softcap,
+        with_sinks=dice.random() < 0.3,
+        with_slopes=not shape.softcap and dice.random() < 0.2,
+        first_in_memory=dice.choice(["", "", "tokens", "heads"]),
+        **more,
     )
 
 

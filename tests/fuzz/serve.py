@@ -73,6 +73,8 @@ def _run_group(
             kind = "hung" if f"exit code {HUNG}" in lost and not reasons else "failed"
             return [*done, (draw, Outcome(draw.number, kind, (reasons or [lost[-6000:]])[0]))]
         done.append((draw, _of_all(draw, known)))
+        if done[-1][1].kind == "failed":  # ranks that differ have parted
+            break
     return done
 
 
@@ -108,4 +110,4 @@ def _serve(
                 report.write(json.dumps(asdict(outcome)) + "\n")
                 if outcome.kind == "failed":
                     raise RuntimeError(f"{draw.line} failed: {outcome.reason}")  # the others may be waiting
-                dist.all_reduce(over)  # a refusal of one rank alone must not meet the next draw of another
+                dist.barrier()  # a refusal of one rank alone must not meet the next draw of another

@@ -12,7 +12,7 @@ import torch
 from dfa_megatron.doctor.dense import dense_attention
 from dfa_megatron.kernels.adapters.reference import ReferenceKernel
 from dfa_megatron.kernels.api import BlockCall, Partial
-from dfa_megatron.kernels.segments import Segments, Takes
+from dfa_megatron.kernels.segments import Segments
 from dfa_megatron.kernels.triton.support import interpreted
 from dfa_megatron.plan.language.geometry import CAUSAL, FULL, Band, Segment
 from tests.support.kernel_cases import (
@@ -147,11 +147,10 @@ def test_groups_hold_every_segment_once_and_mean_what_its_band_means(seed: int) 
 class Counted(ReferenceKernel):
     """Says that it takes several segments in a launch, and counts launches."""
 
+    takes = "segments"
+
     def __init__(self) -> None:
         self.launches: list[int] = []
-
-    def takes(self) -> Takes:
-        return "segments"
 
     def launch(self, call: BlockCall) -> Partial:
         self.launches.append(len(call.segments.parts))

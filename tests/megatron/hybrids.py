@@ -20,6 +20,8 @@ from tests.support.models import noise
 
 PATTERN = "M*-M*"
 MAMBA = (("mamba_state_dim", 8), ("mamba_head_dim", 16), ("mamba_num_groups", 2), ("mamba_num_heads", 8))
+THREEFOLD = (("mamba_state_dim", 8), ("mamba_head_dim", 16), ("mamba_num_groups", 6), ("mamba_num_heads", 6))
+"""Which Megatron's own context parallelism spreads over three ranks."""
 DELTA = (
     ("linear_conv_kernel_dim", 4), ("linear_key_head_dim", 8), ("linear_value_head_dim", 16),
     ("linear_num_key_heads", 2), ("linear_num_value_heads", 4), ("activation_func", torch.nn.functional.silu),
@@ -48,6 +50,21 @@ def build_stack(spec: Any, config: Any) -> Any:
     return build(spec, config, ProcessGroupCollection.use_mpu_process_groups(), layers)
 
 
+def repeat(x: torch.Tensor, pattern: str, g: int, n: int, r: int) -> torch.Tensor:
+    """einops, as far as Megatron's context parallelism of Mamba mixers uses it: r ranks share a group's states."""
+    assert pattern == "l b (g n) -> l b (g r n)"
+    return x.unflatten(-1, (g, n)).repeat_interleave(r, -2).flatten(-2)
+
+
+def build_mixers(spec: Any, config: Any) -> Any:
+    """A stack without a gated delta net, whose heads three ranks do not divide."""
+    from megatron.core.process_groups_config import ProcessGroupCollection
+    from megatron.core.ssm import mamba_context_parallel
+
+    vars(mamba_context_parallel)["repeat"] = repeat
+    return build(spec, config, ProcessGroupCollection.use_mpu_process_groups())
+
+
 def build_gpt(spec: Any, config: Any) -> Any:
     """A block of gated delta nets and an attention: the decoder of a GPT."""
     from megatron.core.process_groups_config import ProcessGroupCollection
@@ -71,6 +88,7 @@ def block_spec() -> Any:
 
 MODELS = {
     "mamba": (stack_spec, build_stack, len(PATTERN), (*MAMBA, *DELTA)),
+    "mixers": (stack_spec, build_mixers, len(PATTERN), THREEFOLD),
     "delta": (block_spec, build_gpt, 4, DELTA),
 }
 

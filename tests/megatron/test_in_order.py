@@ -1,4 +1,4 @@
-"""Mamba stacks and gated delta nets on contiguous tokens equal one rank, with packs and every parallelism."""
+"""Mamba stacks and gated delta nets equal one rank, with packs and every parallelism; what of them is refused."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def part_of(way: Way, options: MegatronConfig | None, group: Any) -> Part:
         params = found["params"]
         params.local_cp_size, params.cp_group = (ranks, group) if own else (None, None)
         return Part(group, found["tokens"][0] % length, found["loss_mask"][0].bool(), params, int(params.max_seqlen_q))
-    order = "zigzag" if options is not None and way.layout == "boundary" else "contiguous"
+    order = "zigzag" if options is not None and way.layout != "contiguous" else "contiguous"
     here = positions(order, length, ranks, rank)
     declare_batch_layout(group, order)
     params = None if way.tokens == "rows" else packed_seq_params({"cu_seqlens": offsets, **own})
@@ -142,7 +142,8 @@ def _compare(topology: Topology, way: Way, reference: Any, groups: Any) -> None:
     COUNTERS.reset()
     options = MegatronConfig(data_layout=way.layout, checkpoint=way.checkpoint)
     out, gradients, our_keys, part = run(way, topology, options, groups)
-    assert (COUNTERS.state_exchanges > 0) == (part.group.size() > 1)
+    assert (COUNTERS.state_exchanges > 0) == (part.group.size() > 1 and way.layout != "zigzag")
+    assert (COUNTERS.replays >= COUNTERS.attention_forwards) == (way.checkpoint == "remat")
     assert our_keys == keys
     where, real = f"{topology} {way}", part.here[part.real]
     torch.testing.assert_close(out[part.real], wanted[real], rtol=1e-4, atol=1e-4, msg=where)
@@ -155,12 +156,14 @@ def _compare(topology: Topology, way: Way, reference: Any, groups: Any) -> None:
 
 
 @pytest.mark.support("megatron", "hybrids (Mamba, gated delta nets), whole, packed and padded: CP 3, TP 2 x CP 2")
-def test_mamba_stacks_and_gated_delta_nets_in_order_equal_one_rank() -> None:
+@pytest.mark.support("megatron", "hybrid (Mamba) stacks; layout `zigzag`, CP 3")
+def test_mamba_stacks_and_gated_delta_nets_equal_one_rank() -> None:
     # The padded ways first: nobody has declared yet how batches are cut.
     three = [Way("mamba", "boundary", "remat", "padded"), Way("delta", "boundary", "none", "padded")]
     three += [Way("mamba", "boundary", "none"), Way("mamba", "contiguous", "remat", "packed")]
     three += [Way("delta", "contiguous", "remat"), Way("delta", "boundary", "remat", "packed")]
     three += [Way("mamba", "boundary", "remat", efficient=False)]
+    three += [Way("mixers", "zigzag", "remat"), Way("mixers", "zigzag", "none")]  # in Megatron's own order
     run_ranks(3, compare_with_one_rank, Topology(cp=3), three)
     four = [Way("mamba", "boundary", "none", "padded"), Way("delta", "contiguous", "none", "packed")]
     run_ranks(4, compare_with_one_rank, Topology(tp=2, cp=2), four)

@@ -1,4 +1,4 @@
-"""Costs: bytes per rank equal the published tables, utilisation its closed forms, and a timeline keeps its rules."""
+"""Costs: bytes per rank equal the published tables, idle shares their closed forms, and a timeline keeps its rules."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_compute_alone_uses_the_ranks_as_the_closed_forms_say(ranks: int) -> Non
     for schedule, share in wanted.items():
         plan = plan_of(schedule, mask, ranks)
         for phase in (plan.forward, plan.backward):
-            assert simulate(phase, hardware=IDEAL_LINK).utilisation == pytest.approx(share, abs=2e-4)
+            assert simulate(phase, hardware=IDEAL_LINK).idle_share == pytest.approx(1 - share, abs=2e-4)
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])

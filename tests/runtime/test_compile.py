@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -21,63 +22,56 @@ CONFIGS = {name: DistAttentionConfig(schedule=name) for name in ("ring", "balanc
 
 
 class Layer(torch.nn.Module):
-    """Projections and dropout around two attentions, in float64."""
+    """Two attentions with sinks and slopes of their own, in float64."""
 
-    def __init__(self, width: int = 32, heads: int = 2) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.heads = heads
-        self.qkv = torch.nn.Linear(width, 3 * width, dtype=torch.float64)
-        self.out = torch.nn.Linear(width, width, dtype=torch.float64)
+        self.qkv = torch.nn.Linear(16, 48, dtype=torch.float64)
+        self.sinks = torch.nn.Parameter(torch.randn(2, 2, dtype=torch.float64))
+        self.register_buffer("slopes", torch.tensor([[0.5, 0.25], [0.125, 1.0]]))
 
-    def attend(self, x: torch.Tensor, schedule: str) -> torch.Tensor:
-        q, k, v = (part.unflatten(-1, (self.heads, -1)) for part in self.qkv(x).chunk(3, -1))
-        return dfa_megatron.dist_flash_attn_func(q, k, v, causal=True, config=CONFIGS[schedule]).flatten(-2)
-
-    def forward(self, x: torch.Tensor, dropout: float = 0.0) -> torch.Tensor:
-        for schedule in ("balanced", "ring"):
-            x = x + self.out(torch.nn.functional.dropout(self.attend(x, schedule), dropout))
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for sinks, slopes, schedule in zip(self.sinks, self.slopes, ("ring", "balanced"), strict=True):
+            q, k, v = (part.unflatten(-1, (2, 8)) for part in self.qkv(x).chunk(3, -1))
+            x = x + dfa_megatron.dist_flash_attn_func(
+                q, k, v, causal=True, sinks=sinks, alibi_slopes=slopes, config=CONFIGS[schedule]
+            ).flatten(-2)
         return x
 
 
-def _model_and_input(rank: int) -> tuple[Layer, torch.Tensor]:
+def _ways(rank: int, ranks: int) -> None:
     torch.manual_seed(0)
     layer = Layer()
+    selective = partial(checkpoint, layer, use_reentrant=False, context_fn=remat.selective_context_fn)
+    ways = {
+        "plain": layer,
+        "full": partial(checkpoint, layer, use_reentrant=False),
+        "frames": partial(checkpoint, layer, use_reentrant=False, context_fn=remat.context_fn),
+        "re-entrant": partial(remat.remat_checkpoint, layer),
+        "selective": selective,
+        "compiled": torch.compile(layer, backend="aot_eager", fullgraph=True),
+        # The policy keeps (out, lse) under the compiler, too.
+        "compiled, selective": torch.compile(lambda x: selective(x), backend="aot_eager", fullgraph=True),
+    }
     torch.manual_seed(1 + rank)
-    return layer, torch.randn(2, 6, 32, dtype=torch.float64, requires_grad=True)
-
-
-def _run(run: object, layer: Layer, x: torch.Tensor) -> tuple[list[torch.Tensor], dict[str, int]]:
-    layer.zero_grad()
-    x.grad = None
-    torch.manual_seed(7)
-    COUNTERS.reset()
-    y = run(x)  # type: ignore[operator]
-    y.square().sum().backward()
-    return [y.detach(), x.grad.clone(), *(p.grad.clone() for p in layer.parameters())], COUNTERS.snapshot()
-
-
-def _compiled(rank: int, ranks: int, backend: str) -> None:
-    layer, x = _model_and_input(rank)
-    plain, counts = _run(layer, layer, x)
-    compiled, again = _run(torch.compile(layer, backend=backend, fullgraph=True), layer, x)
-    assert again["attention_forwards"] == counts["attention_forwards"]
-    for a, b in zip(compiled, plain, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
-
-    def checkpointed(x: torch.Tensor) -> torch.Tensor:
-        return checkpoint(layer, x, use_reentrant=False, context_fn=remat.selective_context_fn)
-
-    got, once = _run(torch.compile(checkpointed, backend=backend, fullgraph=True), layer, x)
-    assert once["attention_forwards"] == counts["attention_forwards"], (
-        "the policy keeps (out, lse) under the compiler, too"
-    )
-    for a, b in zip(got, plain, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
+    x = torch.randn(2, 6, 16, dtype=torch.float64, requires_grad=True)
+    want: list[torch.Tensor] = []
+    for name, way in ways.items():
+        layer.zero_grad()
+        x.grad = None
+        COUNTERS.reset()
+        way(x).square().sum().backward()
+        got = [x.grad, layer.sinks.grad, *(p.grad for p in layer.qkv.parameters())]
+        want = want or [g.clone() for g in got]
+        for mine, plain in zip(got, want, strict=True):
+            torch.testing.assert_close(mine, plain, rtol=1e-10, atol=1e-10, msg=name)
+        assert COUNTERS.attention_forwards == (4 if name == "full" else 2), name
+    assert want[1].abs().min() > 0
 
 
 @pytest.mark.support("runtime", "`torch.compile`")
-def test_compilers_trace_through_the_operator_without_a_break() -> None:
-    run_ranks(2, _compiled, "aot_eager", timeout=120)
+def test_every_checkpoint_and_the_compiler_give_the_same_gradients_without_a_break() -> None:
+    run_ranks(2, _ways, timeout=120)
 
 
 class TrialTensors(torch.nn.Module):

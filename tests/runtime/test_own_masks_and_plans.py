@@ -42,9 +42,8 @@ def _plans(rank: int, ranks: int) -> None:
     assert in_use()[-1].plan == edited
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_a_plan_and_an_edited_plan_run_as_they_are(ranks: int) -> None:
-    run_ranks(ranks, _plans)
+def test_a_mask_a_plan_and_an_edited_plan_run_as_they_are() -> None:
+    run_ranks(3, _plans)
 
 
 def _one_is_odd(rank: int, ranks: int) -> str:
@@ -121,11 +120,21 @@ def _names_alike(rank: int, ranks: int) -> str:
     return told(lambda: dfa_megatron.dist_flash_attn_func(x, x, x, mask=found[rank == ranks - 1]))
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_masks_that_share_a_name_are_told_apart(ranks: int) -> None:
-    for text in run_ranks(ranks, _names_alike):
+def test_masks_that_share_a_name_are_told_apart() -> None:
+    for text in run_ranks(3, _names_alike):
         assert text.startswith("DisagreementError"), text
         assert text.count("digest") == 2
+
+
+def test_masks_and_plans_run_beside_the_compiled_graph() -> None:
+    mask = prefix_lm(LOCAL, 3)
+    plan = make_plan(mask, 1)
+    x = torch.randn(1, LOCAL, 2, 8, requires_grad=True)
+    for given in ({"mask": mask}, {"plan": plan}):
+        run = torch.compile(lambda q, g=given: dfa_megatron.dist_flash_attn_func(q, q, q, **g), backend="aot_eager")
+        want = dfa_megatron.dist_flash_attn_func(x, x, x, **given)  # type: ignore[arg-type]
+        assert isinstance(want, torch.Tensor)
+        assert torch.equal(run(x), want)
 
 
 def test_a_plan_is_found_again_without_a_look_at_its_blocks(monkeypatch: pytest.MonkeyPatch) -> None:

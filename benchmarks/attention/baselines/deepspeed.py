@@ -13,7 +13,6 @@ from benchmarks.attention.job import Job, Problem
 from benchmarks.attention.local import local_attention
 from benchmarks.attention.method import Attention, Method
 from dfa_megatron.doctor.world import World
-from dfa_megatron.errors import UnsupportedError
 
 
 def methods(job: Job) -> list[Method]:
@@ -29,12 +28,6 @@ def methods(job: Job) -> list[Method]:
 def _with_kernel(kernel: str) -> Method:
     def start(problem: Problem, local_seq: int, world: World, stack: ExitStack) -> Attention:
         refuse_heads(problem, world.size)
-        if problem.kv_heads % world.size:
-            raise UnsupportedError(
-                f"DistributedAttention of {problem.kv_heads} kv_heads over {world.size} ranks",
-                "it does not give one head to several ranks",
-                "a multiple of the number of ranks",
-            )
         import deepspeed
         from deepspeed.sequence.layer import DistributedAttention
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from types import ModuleType
 from typing import Any
@@ -68,25 +68,20 @@ def _zigzag(package: Any, problem: Problem, local_seq: int, world: World) -> Att
 
 
 def _llama3(package: Any, problem: Problem, local_seq: int, world: World) -> Attention:
-    whole = torch.tensor([0, world.size * local_seq], dtype=torch.int32, device=world.device)
-    prepared = package.llama3_flash_attn_prepare_cu_seqlens(whole, problem.causal, world.rank, world.size)
-    stride = max(count for count in (1, 2, 3, 4) if problem.kv_heads % count == 0)  # 4 in the package's own benchmark
-    cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, local_k_slice = prepared
+    attend = llama3_varlen((0, world.size * local_seq), problem.kv_heads, problem.causal, world)
+    return lambda q, k, v: attend(q[0], k[0], v[0])[None]
+
+
+def llama3_varlen(offsets: Sequence[int], kv_heads: int, causal: bool, world: World) -> Attention:
+    """Return its Llama-3 all-gather over documents, of (local tokens, heads, head_dim)."""
+    package = _package()
+    whole = torch.tensor(offsets, dtype=torch.int32, device=world.device)
+    *prepared, local_k_slice = package.llama3_flash_attn_prepare_cu_seqlens(whole, causal, world.rank, world.size)
+    stride = max(count for count in (1, 2, 3, 4) if kv_heads % count == 0)  # 4 in the package's own benchmark
+    options = {"heads_k_stride": stride, "local_k_slice": local_k_slice, "causal": causal, "group": dist.group.WORLD}
 
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = package.llama3_flash_attn_varlen_func(
-            q[0],
-            k[0],
-            v[0],
-            cu_seqlens_q,
-            cu_seqlens_k,
-            max_seqlen_q,
-            max_seqlen_k,
-            heads_k_stride=stride,
-            local_k_slice=local_k_slice,
-            causal=problem.causal,
-            group=dist.group.WORLD,
-        )
-        return out[None]
+        out: torch.Tensor = package.llama3_flash_attn_varlen_func(q, k, v, *prepared, **options)
+        return out
 
     return attend

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.attention.baselines import version_of
+from benchmarks.attention.baselines.ulysses import refuse_heads
 from benchmarks.attention.job import Job, Problem
 from benchmarks.attention.method import Attention, Method, zigzag
 from dfa_megatron.doctor.world import World
@@ -34,10 +35,7 @@ def _communicating(kind: str) -> Method:
             raise UnsupportedError(f"{kind} of a sliding window", "its ring splits none", "all_gather, a2a")
         if kind == "a2a+p2p" and (world.size % 2 or world.size == 2):
             raise UnsupportedError(f"a2a+p2p over {world.size} ranks", "pairs in a ring take 4, 6, ...", "p2p or a2a")
-        among = {"a2a": world.size, "a2a+p2p": 2}.get(kind, 1)
-        if problem.heads % among or problem.kv_heads % among:
-            what = f"{kind} over {world.size} ranks of {problem.heads} heads and {problem.kv_heads} kv_heads"
-            raise UnsupportedError(what, f"it divides both among {among} ranks", "p2p or all_gather")
+        refuse_heads(problem, {"a2a": world.size, "a2a+p2p": 2}.get(kind, 1))
         from transformer_engine.pytorch import DotProductAttention
 
         attention = DotProductAttention(

@@ -20,24 +20,26 @@ def methods(job: Job) -> list[Method]:
     return [_with_kernel(kernel) for kernel in job.kernel]
 
 
-def refuse_heads(problem: Problem, ranks: int) -> None:
+def refuse_heads(problem: Problem, ranks: int, *, copies: bool = False) -> None:
     """Refuse heads that do not divide among the ranks.
+
+    copies: the method gives one key/value head to several ranks where there are fewer.
 
     Raises:
         UnsupportedError: there are too few, or they do not divide.
     """
     heads, kv_heads = problem.heads, problem.kv_heads
-    if heads % ranks or (kv_heads % ranks and ranks % kv_heads):
+    if heads % ranks or (kv_heads % ranks and not (copies and ranks % kv_heads == 0)):
         raise UnsupportedError(
             f"all-to-all over {ranks} ranks of {heads} heads and {kv_heads} kv_heads",
-            "it divides the heads among the ranks",
-            "multiples of the number of ranks; fewer kv_heads if they divide it",
+            "it divides both among the ranks",
+            "multiples of the number of ranks",
         )
 
 
 def _with_kernel(kernel: str) -> Method:
     def start(problem: Problem, local_seq: int, world: World, stack: ExitStack) -> Attention:
-        refuse_heads(problem, world.size)
+        refuse_heads(problem, world.size, copies=True)
         local = local_attention(kernel, problem, world.device, share=world.size)
         copies = max(1, world.size // problem.kv_heads)
 

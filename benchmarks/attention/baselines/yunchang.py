@@ -41,12 +41,6 @@ def _usp(name: str, ulysses: Callable[[int], int]) -> Method:
             raise UnsupportedError(f"pairs in a ring of {world.size} ranks", "it takes 4, 6, 8, ...", "yunchang ring")
         if degree < world.size and not problem.causal:
             raise UnsupportedError("a zigzag ring of a full mask", "the package asserts causal", "yunchang ulysses")
-        if problem.kv_heads % degree:
-            raise UnsupportedError(
-                f"yunchang {name} of {problem.kv_heads} kv_heads",
-                "it does not give one head to several ranks",
-                f"a multiple of {degree}",
-            )
         refuse_heads(problem, degree)
         return functools.partial(_module(degree, world), causal=problem.causal)
 

@@ -53,7 +53,8 @@ class AtenFlashKernel(BlockKernel):
             return f"its backward has no head_dim over 192 on compute capability {capability_text(need)}"
         return build_refusal() or _build_refusal() or _FORWARD.refusal() or _BACKWARD.refusal()
 
-    def takes(self) -> Takes:
+    @property
+    def takes(self) -> Takes:  # type: ignore[override]
         return "window" if _packs() else "segment"
 
     def replays(self, *, deterministic: bool) -> bool:

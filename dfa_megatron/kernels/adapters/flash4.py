@@ -17,7 +17,7 @@ from dfa_megatron.kernels.adapters.flash4_launches import has_memory, late_gradi
 from dfa_megatron.kernels.adapters.shared import build_refusal, capability_text, dense, gpu_refusal, vectorised
 from dfa_megatron.kernels.api import BlockCall, BlockKernel, Gradients, Need, Partial, Saved
 from dfa_megatron.kernels.current_stream import stream_of
-from dfa_megatron.kernels.segments import Segments, Takes, uncut
+from dfa_megatron.kernels.segments import Segments, uncut
 
 logger = logging.getLogger(__name__)
 
@@ -46,11 +46,9 @@ class Flash4Kernel(BlockKernel):
     name = "flash4"
     backward_needs = "delta"
     takes_out = True
+    takes = "window"
     caps_scores = True
     cut = staticmethod(uncut)
-
-    def takes(self) -> Takes:
-        return "window"
 
     def refusal(self, need: Need) -> str | None:
         if why := gpu_refusal(need):

@@ -10,7 +10,6 @@ import torch
 
 from dfa_megatron.kernels.adapters.shared import capability_text
 from dfa_megatron.kernels.api import BlockCall, BlockKernel, Gradients, Need, Partial, Saved
-from dfa_megatron.kernels.segments import Takes
 from dfa_megatron.kernels.triton.support import (
     interpreted,
     large_shared_memory,
@@ -80,12 +79,9 @@ class TritonKernel(BlockKernel):
 
     name = "triton"
     backward_needs = "delta"
+    takes = "segments"
     caps_scores = True
     adds_alibi = True
-
-    def takes(self) -> Takes:
-        """See `BlockKernel.takes`: one launch, whatever the bands."""
-        return "segments"
 
     def refusal(self, need: Need) -> str | None:
         device = torch.device(need.device).type

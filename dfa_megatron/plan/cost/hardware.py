@@ -289,12 +289,8 @@ _WRITTEN = "a file that doctor --profile wrote"
 
 
 def to_json(hardware: Hardware) -> str:
-    """Return a profile as JSON; an unbounded rate is null."""
-    values = {"format": FORMAT, **asdict(hardware)}
-    for link in (*values["links"], values["network"]):
-        if link is not None and math.isinf(link["bytes_per_second"]):
-            link["bytes_per_second"] = None
-    return json.dumps(values, indent=1, allow_nan=False) + "\n"
+    """Return a profile as JSON; an unbounded rate is Infinity, as Python's json reads it."""
+    return json.dumps({"format": FORMAT, **asdict(hardware)}, indent=1) + "\n"
 
 
 def from_json(text: str, where: str = "the profile") -> Hardware:
@@ -312,8 +308,8 @@ def from_json(text: str, where: str = "the profile") -> Hardware:
             raise UnsupportedError(f"{where}, format {found!r}", "another format is known", repr(FORMAT))
         for key in {"forward", "backward"} & values.keys():
             values[key] = tuple((tokens, rate) for tokens, rate in values[key])
-        values["links"] = tuple(_link(link, f"{where}, links") for link in values["links"])
-        values["network"] = values["network"] and _link(values["network"], f"{where}, network")
+        values["links"] = tuple(_made(Link, link, f"{where}, links") for link in values["links"])
+        values["network"] = values["network"] and _made(Link, values["network"], f"{where}, network")
         values["host"] = _made(Host, values["host"], f"{where}, host")
         made: Hardware = _made(Hardware, values, where)
     except (ValueError, TypeError, KeyError) as error:
@@ -347,12 +343,6 @@ def profile_named(name: str) -> Hardware:
         known = ", ".join(PROFILES)
         raise UnsupportedError(f"hardware {name!r}", "there is no such profile", f"one of {known}, or a .json file")
     return PROFILES[name]
-
-
-def _link(values: Any, where: str) -> Link:
-    rate = values.get("bytes_per_second", 0) if isinstance(values, dict) else 0
-    made: Link = _made(Link, values | {"bytes_per_second": math.inf} if rate is None else values, where)
-    return made
 
 
 def _made(cls: Any, values: Any, where: str) -> Any:

@@ -69,14 +69,9 @@ class Timeline:
         return max((self.makespan, *self.host))
 
     @property
-    def utilisation(self) -> float:
-        """Return compute as a share of all ranks' time."""
-        return sum(self.busy) / (len(self.busy) * self.makespan) if self.makespan else 1.0
-
-    @property
     def idle_share(self) -> float:
         """Return idle time as a share of all ranks' time."""
-        return 1.0 - self.utilisation
+        return 1.0 - sum(self.busy) / (len(self.busy) * self.makespan) if self.makespan else 0.0
 
     def then(self, after: Timeline) -> Timeline:
         """Return this run followed by another, which starts when every rank is done."""

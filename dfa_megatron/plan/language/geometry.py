@@ -149,10 +149,11 @@ class Tile(NamedTuple):
 
     def __and__(self, other: Tile) -> Tile | None:
         """Return the pairs that both tiles hold."""
-        if not self.meets(other):
+        q, kv = other.q, other.kv
+        if self.q.lo >= q.hi or q.lo >= self.q.hi or self.kv.lo >= kv.hi or kv.lo >= self.kv.hi:
             return None
         lo, hi = max(self.lo, other.lo), min(self.hi, other.hi)
-        return Tile(self.q, self.kv, lo, hi).restrict(other.q, other.kv)
+        return Tile(self.q, self.kv, lo, hi).restrict(q, kv)
 
     def holds(self, other: Tile) -> bool:
         """Return whether every pair of the other tile is in this one, if the other is shrunk."""
@@ -161,11 +162,6 @@ class Tile(NamedTuple):
             return False
         lo, hi = max(other.lo, kv.lo - q.hi + 1), min(other.hi, kv.hi - q.lo - 1)
         return self.lo <= lo and hi <= self.hi
-
-    def meets(self, other: Tile) -> bool:
-        """Return whether the rectangles of the two tiles overlap."""
-        q, kv = other.q, other.kv
-        return self.q.lo < q.hi and q.lo < self.q.hi and self.kv.lo < kv.hi and kv.lo < self.kv.hi
 
     def __sub__(self, other: Tile) -> tuple[Tile, ...]:
         """Return the pairs that only this tile holds, as disjoint tiles.

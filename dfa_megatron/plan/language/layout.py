@@ -92,17 +92,6 @@ def cut_at(layout: Layout, tokens: Iterable[int]) -> Layout:
     return Layout(tuple(chunks), tuple(owners)) if len(chunks) > len(layout.chunks) else layout
 
 
-def leaving(source: Layout, target: Layout) -> tuple[int, ...]:
-    """Return how many tokens of each rank another rank holds in the target layout; an exchange sends so many."""
-    parts = cut_at(source, (chunk.lo for chunk in target.chunks))
-    owners = cut_at(target, (chunk.lo for chunk in source.chunks))
-    new = {chunk.lo: owner for chunk, owner in zip(owners.chunks, owners.owner, strict=True)}
-    total = [0] * source.ranks
-    for chunk, owner in zip(parts.chunks, parts.owner, strict=True):
-        total[owner] += len(chunk) * (new[chunk.lo] != owner)
-    return tuple(total)
-
-
 LAYOUTS: dict[str, tuple[Callable[[int, int], Layout], int]] = {
     "contiguous": (contiguous, 1),
     "halves": (halves, 1),

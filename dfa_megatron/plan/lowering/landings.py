@@ -220,6 +220,7 @@ class Arenas:
     def __init__(self, landings: Sequence[Landings], row_bytes: RowBytes) -> None:
         self.landings, self.row_bytes, self.nbytes = landings, row_bytes, 0
         self._slots: list[dict[int | None, int]] = []
+        self._starts: dict[tuple[int, int], Starts] = {}
         for one in landings:
             sizes: dict[int | None, int] = {}
             for buffer in one.buffers:
@@ -235,11 +236,13 @@ class Arenas:
 
     def starts(self, rank: int, number: int) -> Starts:
         """Return where the tensors of one of them begin."""
-        buffer = self.landings[rank].buffers[number - len(self.landings[rank].own)]
-        at, found = self._slots[rank][buffer.slot], Starts()
-        for name, rows in buffer.parts:
-            *begin, at = accumulate((aligned(rows * row) for row in self.row_bytes[name]), initial=at)
-            found[name] = tuple(begin)
+        if (found := self._starts.get((rank, number))) is None:
+            buffer = self.landings[rank].buffers[number - len(self.landings[rank].own)]
+            at, found = self._slots[rank][buffer.slot], Starts()
+            for name, rows in buffer.parts:
+                *begin, at = accumulate((aligned(rows * row) for row in self.row_bytes[name]), initial=at)
+                found[name] = tuple(begin)
+            self._starts[rank, number] = found
         return found
 
     def lands(self, step: int, source: int, peer: int) -> tuple[int, ...]:

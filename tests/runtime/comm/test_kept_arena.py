@@ -99,9 +99,8 @@ def _given_back(rank: int, ranks: int) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_after_many_small_calls_all_ranks_give_memory_back_and_a_big_call_is_still_exact(ranks: int) -> None:
-    sizes, *others = run_ranks(ranks, _given_back)
+def test_after_many_small_calls_all_ranks_give_memory_back_and_a_big_call_is_still_exact() -> None:
+    sizes, *others = run_ranks(3, _given_back)
     assert all(found == sizes for found in others), "at the same call"
     big, small = max(sizes), min(sizes)
     assert sizes == [big] * 5 + [small] * 2 + [big] * 9, "prepared, and three times forward and backward"

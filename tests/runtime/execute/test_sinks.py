@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import math
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from torch.utils.checkpoint import checkpoint
 
 import dfa_megatron
-from dfa_megatron import remat
-from dfa_megatron.config import DistAttentionConfig
 from dfa_megatron.errors import DisagreementError, UnsupportedError
-from dfa_megatron.runtime.counters import COUNTERS
 from tests.runtime.comm.test_gloo import LAYOUTS
 from tests.support.arguments import arguments
 from tests.support.attend import case, compare, pack
@@ -55,60 +50,6 @@ def test_a_row_that_sees_nothing_gives_all_its_probability_to_the_sink() -> None
     assert torch.equal(merged_lse[0, 1], lse[0, 1]), "a sink of -inf is none"
     gradient = sinks_gradient(torch.ones_like(out), merged, merged_lse, sinks)
     torch.testing.assert_close(gradient, torch.tensor([-0.5 * 2.0, 0.0]))
-
-
-CONFIGS = {name: DistAttentionConfig(schedule=name) for name in ("ring", "balanced")}
-"""Made outside of regions that are compiled."""
-
-
-class Layer(torch.nn.Module):
-    """Two attentions with sinks and slopes of their own, in float64."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.qkv = torch.nn.Linear(16, 48, dtype=torch.float64)
-        self.sinks = torch.nn.Parameter(torch.randn(2, 2, dtype=torch.float64))
-        self.register_buffer("slopes", torch.tensor([[0.5, 0.25], [0.125, 1.0]]))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for sinks, slopes, schedule in zip(self.sinks, self.slopes, ("ring", "balanced"), strict=True):
-            q, k, v = (part.unflatten(-1, (2, 8)) for part in self.qkv(x).chunk(3, -1))
-            x = x + dfa_megatron.dist_flash_attn_func(
-                q, k, v, causal=True, sinks=sinks, alibi_slopes=slopes, config=CONFIGS[schedule]
-            ).flatten(-2)
-        return x
-
-
-def _ways(rank: int, ranks: int) -> None:
-    torch.manual_seed(0)
-    layer = Layer()
-    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
-    ways = {
-        "plain": layer,
-        "compiled": compiled,
-        "full": partial(checkpoint, layer, use_reentrant=False),
-        "frames": partial(checkpoint, layer, use_reentrant=False, context_fn=remat.context_fn),
-        "re-entrant": partial(remat.remat_checkpoint, layer),
-        "selective": partial(checkpoint, layer, use_reentrant=False, context_fn=remat.selective_context_fn),
-    }
-    torch.manual_seed(1 + rank)
-    x = torch.randn(2, 6, 16, dtype=torch.float64, requires_grad=True)
-    want: list[torch.Tensor] = []
-    for name, way in ways.items():
-        layer.zero_grad()
-        x.grad = None
-        COUNTERS.reset()
-        way(x).square().sum().backward()
-        got = [x.grad, layer.sinks.grad, *(p.grad for p in layer.qkv.parameters())]
-        want = want or [g.clone() for g in got]
-        for mine, plain in zip(got, want, strict=True):
-            torch.testing.assert_close(mine, plain, rtol=1e-10, atol=1e-10, msg=name)
-        assert COUNTERS.attention_forwards == (4 if name == "full" else 2), name
-    assert want[1].abs().min() > 0
-
-
-def test_every_checkpoint_and_the_compiler_give_the_same_gradients() -> None:
-    run_ranks(2, _ways, timeout=120)
 
 
 def _wrong(rank: int, ranks: int) -> None:
