@@ -9,7 +9,7 @@ python=$([ -x .venv/bin/python ] && echo "$PWD/.venv/bin/python" || command -v p
 python=${PYTHON:-$python}
 folder=${1:-.venv/deepspeed}
 
-packages=(deepspeed transformers accelerate peft)
+packages=(deepspeed transformers accelerate peft trl)
 if [ "$(cat "$folder/.ready" 2>/dev/null)" != "${packages[*]}" ]; then
   "$python" -m venv "$folder"
   site=$("$folder/bin/python" -c "import sysconfig; print(sysconfig.get_path('purelib'))")
@@ -26,5 +26,5 @@ export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" OMP_NUM_THREADS=1 DS_ACCELER
 DFA_REACHED=$(mktemp -d)
 export DFA_REACHED
 trap 'rm -r "$DFA_REACHED"' EXIT
-"$folder/bin/python" -m pytest -q -n 3 --dist loadgroup tests/huggingface tests/deepspeed tests/contracts
+"$folder/bin/python" -m pytest -q -n 3 --dist loadgroup tests/huggingface tests/deepspeed tests/contracts tests/examples
 "$folder/bin/python" -m tests.support.reached "$DFA_REACHED" deepspeed huggingface

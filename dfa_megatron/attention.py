@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import inspect
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, Never, NoReturn
 
 import torch
 from torch import nn
@@ -14,6 +15,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 from dfa_megatron.config import DistAttentionConfig
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.kernels.leaf import without_functions
+from dfa_megatron.names import nearest
 from dfa_megatron.plan.language.ir import AttentionPlan
 from dfa_megatron.plan.language.mask import Mask
 from dfa_megatron.remat import active_frame
@@ -42,6 +44,7 @@ def dist_flash_attn_func(
     return_lse: bool = False,
     layout: str = "contiguous",
     config: DistAttentionConfig = DEFAULTS,
+    **unknown: Never,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Exact attention of this rank's queries over the whole sequence.
 
@@ -83,6 +86,8 @@ def dist_flash_attn_func(
         LostGroupError: an attention over this group has failed before.
         ExecutionError: a step failed; shows where.
     """
+    if unknown:
+        _refuse_arguments(unknown, group, config)
     out, lse = _attend(
         Inputs(q, k, v, sinks, alibi_slopes),
         group,
@@ -103,8 +108,8 @@ def dist_flash_attn_varlen_func(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    cu_seqlens: torch.Tensor | Sequence[int],
-    *,
+    cu_seqlens: torch.Tensor | Sequence[int] = (),
+    *lengths: Never,
     causal: bool | None = None,
     group: Group = None,
     softmax_scale: float | None = None,
@@ -115,6 +120,7 @@ def dist_flash_attn_varlen_func(
     return_lse: bool = False,
     layout: str = "contiguous",
     config: DistAttentionConfig = DEFAULTS,
+    **unknown: Never,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Exact attention of this rank's queries, each over its own document of a pack that is sharded across ranks.
 
@@ -142,6 +148,8 @@ def dist_flash_attn_varlen_func(
         UnsupportedError: also where `cu_seqlens` is no pack of these tokens; on the other ranks it is a
             DisagreementError with the same reason.
     """
+    if lengths or unknown:
+        _refuse_arguments(unknown or ("cu_seqlens_k",), group, config)
     try:
         offsets = offsets_of(cu_seqlens, q.device)
         if not q.dim() == k.dim() == v.dim() == 3:
@@ -165,6 +173,34 @@ def dist_flash_attn_varlen_func(
         cu_seqlens=offsets,
     )
     return (out.squeeze(0), lse.squeeze(0)) if return_lse else out.squeeze(0)
+
+
+_DOCUMENTS = "cu_seqlens alone: global offsets of documents, the same for queries and keys; lengths follow from them"
+_MASKS = "mask=, a value of dfa_megatron.masks; alibi_slopes= for ALiBi"
+_MEANT = {
+    **dict.fromkeys(("dropout_p", "attention_dropout", "dropout"), "no dropout of attention, and dropout elsewhere"),
+    **dict.fromkeys(("attn_mask", "attention_mask", "attn_bias", "bias", "block_mask", "score_mod"), _MASKS),
+    **dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k", "cu_seqlens_kv", "max_seqlen_q", "max_seqlen_k"), _DOCUMENTS),
+    **dict.fromkeys(("is_causal",), "causal="),
+    **dict.fromkeys(("scale", "sm_scale"), "softmax_scale="),
+    **dict.fromkeys(("enable_gqa",), "leaving it out: k and v may have fewer heads"),
+    **dict.fromkeys(("deterministic",), "torch.use_deterministic_algorithms(True)"),
+    **dict.fromkeys(("process_group", "cp_group", "device_mesh", "mesh"), "group="),
+    **dict.fromkeys(("return_attn_probs", "return_softmax_lse"), "return_lse="),
+}
+"""Arguments of other packages' functions, and what says the same here."""
+
+
+def _refuse_arguments(names: Iterable[str], group: Group, config: DistAttentionConfig) -> NoReturn:
+    """Refuse arguments that the functions do not have, and tell the other ranks."""
+    name = next(iter(names))
+    option = f"config=DistAttentionConfig({name}=...)" if name in OPTIONS else None
+    known = tuple(x for x in inspect.signature(dist_flash_attn_func).parameters if x != "unknown")
+    instead = _MEANT.get(name) or option or nearest(name, known)
+    error = UnsupportedError(f"the argument {name}", "these functions have none of that name", instead)
+    verify = config.verify == "on"
+    refuse(error, channel_of(group, verify=verify), verify=verify)
+    raise error
 
 
 def _attend(inputs: Inputs, group: Group, config: DistAttentionConfig, **mathematics: Any) -> Pair:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import Field, dataclass, field, fields
 from typing import Any, ClassVar, NamedTuple, Self
 
@@ -103,6 +103,11 @@ class DistAttentionConfig:
         VERIFY,
     )
 
+    def __new__(cls, **given: Any) -> Self:
+        """Refuse options that there are not, before `__init__` would without a hint."""
+        cls._refuse_unknown("the option", given)
+        return object.__new__(cls)
+
     def __post_init__(self) -> None:
         for name, default, choices, numbers in self.rules:
             _check(f"{name}={getattr(self, name)!r}", getattr(self, name), default, choices, numbers)
@@ -126,13 +131,17 @@ class DistAttentionConfig:
         Raises:
             UnsupportedError: a key is unknown (the nearest known one is named), of another class, or its value wrong.
         """
-        known = (*beside, *cls.__dataclass_fields__)
-        for key in values:
-            if key not in known:
-                whose = [kind.__name__ for kind in CONFIGS if key in kind.__dataclass_fields__]
-                why = f"it is an option of {' and '.join(whose)} alone" if whose else "no option has that name"
-                raise UnsupportedError(f"the key {key!r}", why, nearest(key, known))
+        cls._refuse_unknown("the key", values, beside)
         return cls(**{key: value for key, value in values.items() if key not in beside})
+
+    @classmethod
+    def _refuse_unknown(cls, what: str, given: Iterable[str], beside: Collection[str] = ()) -> None:
+        known = (*beside, *(spec.name for spec in fields(cls)))
+        for name in given:
+            if name not in known:
+                whose = [kind.__name__ for kind in CONFIGS if name in kind.__dataclass_fields__]
+                why = f"it is an option of {' and '.join(whose)} alone" if whose else "no option has that name"
+                raise UnsupportedError(f"{what} {name!r}", why, nearest(name, known))
 
     @classmethod
     def add_arguments(cls, parser: argparse.ArgumentParser) -> argparse.ArgumentParser:

@@ -29,7 +29,7 @@ class UnsupportedError(DistAttentionError, ValueError):
 
     def __init__(self, what: str, why: str = "", instead: str = "") -> None:
         self.what, self.why, self.instead = what, why, instead
-        super().__init__(f"{what} is not supported: {why}. What works: {instead}." if why else what)
+        super().__init__(f"Not supported: {what}: {why}. What works: {instead}." if why else what)
 
 
 class DisagreementError(DistAttentionError, RuntimeError):

@@ -23,7 +23,15 @@ CHECKPOINT = ("auto", "none", "full", "remat")
 VERIFY = ("on", "off")
 
 
+ZIGZAG_ELSEWHERE = ("zigzag", "head_tail", "head-tail", "headtail", "striped", "stripe")
+"""What others call layouts that balance a causal mask by moving tokens."""
+
+
 def nearest(value: object, known: Collection[str]) -> str:
     """Return a hint for an unknown name: the most similar known one, and all of them."""
+    if value in ZIGZAG_ELSEWHERE and known is SCHEDULES:
+        return "the layout 'zigzag': layout='zigzag' of the functions, data_layout='zigzag' in Megatron"
+    if value in ZIGZAG_ELSEWHERE and "zigzag" in known:
+        return "'zigzag', which balances a causal mask in this way"
     close = difflib.get_close_matches(str(value), known, n=1, cutoff=0.4)
     return (f"perhaps {close[0]!r}; " if close else "") + "one of " + ", ".join(known)

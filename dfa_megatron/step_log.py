@@ -46,12 +46,13 @@ class StepLog:
         tokens: of a step, of all ranks.
         flops: of a step, of all ranks: `training_flops`. 0 leaves TFLOP/s and MFU out.
         tensorboard: a folder for TensorBoard's files, which needs the package tensorboard; None writes none.
+        every: steps of which one is printed, the first and each that this number divides.
     """
 
-    def __init__(self, *, tokens: int, flops: float = 0.0, tensorboard: str | None = None) -> None:
+    def __init__(self, *, tokens: int, flops: float = 0.0, tensorboard: str | None = None, every: int = 1) -> None:
         joined = dist.is_initialized()
         self.ranks, self.is_first = (dist.get_world_size(), dist.get_rank() == 0) if joined else (1, True)
-        self.tokens, self.flops, self.number = tokens, flops, 0
+        self.tokens, self.flops, self.every, self.number = tokens, flops, every, 0
         self.writer: Any = None
         if tensorboard and self.is_first:
             from torch.utils.tensorboard import SummaryWriter
@@ -80,10 +81,10 @@ class StepLog:
                 found["mfu_percent"] = 100 * found["tflops"] / self.peak
         if torch.cuda.is_available():
             found["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
-        if self.is_first:
+        if self.is_first and (self.number == 1 or self.number % self.every == 0):
             print(f"step {self.number:4d}", *(f"{name} {_short(x)}" for name, x in found.items()), sep="  ", flush=True)
-            for name, x in found.items() if self.writer else ():
-                self.writer.add_scalar(name, x, self.number)
+        for name, x in found.items() if self.writer else ():
+            self.writer.add_scalar(name, x, self.number)
         return found
 
 

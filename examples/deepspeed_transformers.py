@@ -8,7 +8,6 @@ import argparse
 import pydoc_data.topics
 from pathlib import Path
 
-import deepspeed
 import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
@@ -22,13 +21,12 @@ parser.add_argument("--data", help="a text file; Python's own manual if left out
 parser.add_argument("--seq-length", type=int, default=512)
 parser.add_argument("--steps", type=int, default=20)
 parser.add_argument("--size", type=int, help="ranks that share a sequence; all of them if left out")
+parser.add_argument("--deepspeed_config", help="DeepSpeed's JSON, in place of the settings below")
 parser.add_argument("--tensorboard", help="a folder for TensorBoard")
 parser.add_argument("--local_rank", type=int, default=-1, help="given by DeepSpeed's launcher")
 args = parser.parse_args()
 
 cuda = torch.cuda.is_available()
-if not cuda:  # or DeepSpeed compiles an operator for inference, which takes minutes
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 text = Path(args.data).read_text() if args.data else str(pydoc_data.topics.topics)
 torch.manual_seed(0)
 if args.model:
@@ -51,7 +49,9 @@ settings = {
     "zero_optimization": {"stage": 3},
     "dist_flash_attention": {"enabled": True, "checkpoint": "remat", **({"size": args.size} if args.size else {})},
 }
-engine, *_ = dfa_ds.initialize(model=model, model_parameters=list(model.parameters()), config=settings)
+engine, *_ = dfa_ds.initialize(
+    model=model, model_parameters=list(model.parameters()), config=args.deepspeed_config or settings
+)
 mesh = dfa_ds.mesh_of(engine)
 seen = args.seq_length * mesh.data_size  # tokens of a step
 flops = training_flops(model.config, parameters, seen, args.seq_length)

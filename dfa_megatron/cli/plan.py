@@ -113,7 +113,9 @@ def run(args: argparse.Namespace) -> int:
         looked_at = candidates(mask, flags.ranks, shape=whole, hardware=hardware, **every)
     elif flags.schedule == "auto":
         looked_at = candidates(mask, ranks, shape=shape, layout=flags.layout, hardware=inside)
-    if looked_at:
+    if ranks == 1 and not flags.explain:
+        print("\none rank computes whole sequences, of its heads: all schedules are the same")
+    elif looked_at:
         title = f"the candidates on {inside.name}" if flags.explain else f"auto took {plan.schedule}"
         print(f"\n{title}; forward and backward together:\n{explain(looked_at)}")
     if flags.svg is not None:

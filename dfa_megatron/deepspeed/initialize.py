@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 import os
 from typing import Any
 
@@ -14,7 +15,10 @@ from dfa_megatron.deepspeed.json_block import DeepSpeedOptions
 from dfa_megatron.deepspeed.same_settings import check_same
 from dfa_megatron.deepspeed.tested_keys import check_settings
 
+logger = logging.getLogger(__name__)
+
 _PORT = 29500
+_COMPILED = ("adam", "adamw")
 _IN_ARGS = ("deepspeed_config", "deepscale_config")
 """Where DeepSpeed looks for its configuration on `args`."""
 
@@ -69,6 +73,7 @@ def initialize(
         with unpublished():
             return deepspeeds_own()(args=args, model=model, config=config, config_params=config_params, **rest)
     check_settings(settings, block.size)
+    _compile_nothing_on_cpu(settings)
     check_call(model, mpu=mpu, mesh_param=mesh_param, training_data=training_data)
     deepspeed.init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
     settings, finish = prepare(model, settings, block, mpu)
@@ -80,6 +85,22 @@ def initialize(
         result = deepspeeds_own()(args=args, model=model, config=settings, **rest)
     finish(result[0])
     return result
+
+
+def _compile_nothing_on_cpu(settings: dict[str, Any]) -> None:
+    """Leave out DeepSpeed's operator for inference on a CPU, and say what else is compiled there: it takes minutes."""
+    import deepspeed
+    from deepspeed.accelerator import get_accelerator
+
+    if get_accelerator().device_name() != "cpu":
+        return
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    optimizer = settings.get("optimizer") or {}
+    own = not (optimizer.get("params") or {}).get("torch_adam") and str(optimizer.get("type")).lower() in _COMPILED
+    if own and dist.get_rank() == 0:
+        logger.warning(
+            "dfa: DeepSpeed compiles its Adam for this CPU, which takes minutes; with 'torch_adam': true it does not"
+        )
 
 
 def _settings(args: Any, given: str | dict[str, Any] | None) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +15,8 @@ from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.huggingface.checks.check_model import kind_of
 from dfa_megatron.huggingface.current_forward import Forward, enter, innermost, leave
 from dfa_megatron.huggingface.implementation import attention_of, set_attention
+
+logger = logging.getLogger(__name__)
 
 _FUNCTION = "_gradient_checkpointing_func"
 """The attribute in which transformers keeps the checkpoint function of a layer."""
@@ -108,9 +111,16 @@ def keep_forward(model: torch.nn.Module, *, saving: bool) -> None:
     for module in model.modules():
         own = vars(module).get(_FUNCTION)
         if own is not None and getattr(own, "func", None) is not _checkpoint:
+            if not saving and _SET not in vars(model):
+                _say_twice()
             setattr(module, _FUNCTION, functools.partial(_checkpoint, _saving(own) if saving else own))
         elif hasattr(module, "gradient_checkpointing"):
             return  # the first such module tells of all: transformers sets their functions together
+
+
+@functools.cache
+def _say_twice() -> None:
+    logger.warning("dfa: layers are checkpointed and checkpoint='none' runs their attention twice; 'auto' saves it")
 
 
 def _saving(own: Callable[..., Any]) -> Callable[..., Any]:

@@ -304,6 +304,7 @@ def facts_of(prepared: Prepared, inputs: Inputs) -> Facts:
         "request.cu_seqlens": describe(request.cu_seqlens),
         "request.mask": str(request.mask and request.mask.name),
         "request.plan": str(request.plan),
+        "tokens of a rank": str(inputs.q.shape[1]),
         "dtype": str(inputs.q.dtype),
         "alibi_slopes": "none" if inputs.slopes is None else describe_slopes(inputs.slopes),
         "plan": f"{prepared.rank_plan.schedule}, digest {prepared.rank_plan.digest}",

@@ -31,6 +31,9 @@ from dfa_megatron.runtime.environment import Links
 from dfa_megatron.runtime.execute.wire_format import Format
 from dfa_megatron.runtime.request import Request
 
+_MANY_HEADS = 512
+"""More than models have; beside fewer tokens they are tokens."""
+
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -90,6 +93,9 @@ def refuse_strangers(*qkv: object) -> None:
     for name, x in zip("qkv", qkv, strict=True):
         if not isinstance(x, torch.Tensor):
             raise UnsupportedError(f"{name} of type {type(x).__name__}", "it is no tensor", "torch.as_tensor")
+        if hasattr(x, "to_local"):  # a DTensor
+            why = "each rank passes its own part as a plain tensor, and the functions send what is needed"
+            raise UnsupportedError(f"{name} of type {type(x).__name__}", why, f"{name}.to_local(), sharded by tokens")
 
 
 def refuse_tensors(inputs: Inputs) -> None:
@@ -110,6 +116,9 @@ def refuse_tensors(inputs: Inputs) -> None:
         )
     if 0 in q.shape or 0 in v.shape:
         raise UnsupportedError(shapes, "nothing may be empty", "at least one token, head and channel per rank")
+    if q.shape[2] > max(q.shape[1], _MANY_HEADS):
+        why = "these are more heads than tokens, as if heads came before tokens, in PyTorch's order"
+        raise UnsupportedError(shapes, why, "(batch, local_seq, heads, head_dim): x.transpose(1, 2)")
     if q.shape[2] % k.shape[2]:
         raise UnsupportedError(
             f"{q.shape[2]} heads with {k.shape[2]} kv_heads",

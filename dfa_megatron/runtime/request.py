@@ -22,6 +22,9 @@ OPTIONS = tuple(option.name for option in fields(DistAttentionConfig))
 """Attention's own: a framework's config has more."""
 
 
+_MASKS = "a value of dfa_megatron.masks, such as masks.documents([512, 1024]), or a union of rectangles with diagonals"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
     """Everything about a distributed attention that is not a tensor or a group: the mathematics, and the options.
@@ -87,8 +90,9 @@ class Request:
         if self.mask is not None or self.plan is not None:
             for value, kind in ((self.mask, Mask), (self.plan, AttentionPlan)):
                 if value is not None and type(value) is not kind:
-                    what = f"{kind.__name__} of type {type(value).__name__}"
-                    raise UnsupportedError(what, "it is not one", "dfa_megatron.masks, or dfa_megatron.make_plan")
+                    name, instead = ("mask", _MASKS) if kind is Mask else ("plan", "one of dfa_megatron.make_plan")
+                    what = f"{name} of type {type(value).__name__}"
+                    raise UnsupportedError(what, f"it is no {kind.__name__}", instead)
             return
         if self.causal is None:
             why, instead = "nothing says which tokens attend to which", "causal=True or causal=False, a mask or a plan"

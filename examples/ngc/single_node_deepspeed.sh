@@ -3,7 +3,7 @@
 #
 #   docker build -f containers/Dockerfile -t dfa-megatron .
 #   examples/ngc/single_node_deepspeed.sh                                  # a tiny new Llama, to see that all works
-#   EXAMPLE=train_trainer DATA=$PWD/texts examples/ngc/single_node_deepspeed.sh \
+#   DATA=$PWD/texts examples/ngc/single_node_deepspeed.sh \
 #     --model Qwen/Qwen3-8B --data /workspace/data/book.txt --seq-length 131072
 #
 # docs/containers.md explains every variable.
@@ -11,13 +11,8 @@ set -euo pipefail
 
 IMAGE=${IMAGE:-dfa-megatron}
 GPUS=${GPUS:-8}
-EXAMPLE=${EXAMPLE:-train_deepspeed} # or train_trainer
 DATA=${DATA:-$PWD}
-case $EXAMPLE in
-  train_deepspeed) CONFIG=${CONFIG:-/opt/dfa_megatron/configs/deepspeed/zero3.json} ;; # eight ranks share a sequence
-  train_trainer) CONFIG=${CONFIG:-/opt/dfa_megatron/examples/train_trainer.json} ;;    # --sp-size of them do, or all
-  *) echo "EXAMPLE is train_deepspeed or train_trainer, not $EXAMPLE" >&2; exit 2 ;;
-esac
+CONFIG=${CONFIG:-/opt/dfa_megatron/configs/deepspeed/zero3.json} # eight ranks share a sequence
 
 exec docker run --rm --gpus all \
   --ipc=host --ulimit memlock=-1 --ulimit stack=67108864 \
@@ -25,4 +20,4 @@ exec docker run --rm --gpus all \
   --volume "$DATA":/workspace/data:ro \
   "$IMAGE" \
   torchrun --standalone --nproc-per-node "$GPUS" \
-  "/opt/dfa_megatron/examples/$EXAMPLE.py" --deepspeed_config "$CONFIG" "$@"
+  "/opt/dfa_megatron/examples/deepspeed_transformers.py" --deepspeed_config "$CONFIG" "$@"

@@ -80,7 +80,7 @@ class Loop:
     def __init__(self, context: int, data: int, fsdp: bool, monkeypatch: pytest.MonkeyPatch) -> None:
         from accelerate.state import AcceleratorState
 
-        import train_accelerate as example
+        from tests.huggingface import accelerate_loop as example
 
         AcceleratorState._reset_state(reset_partial_state=True)
         self.example, self.progress = example, example.Progress()

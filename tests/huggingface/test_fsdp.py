@@ -36,7 +36,7 @@ def compare(rank: int, world_size: int, context: int, folder: str) -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor
 
-    import train_fsdp as example
+    import fsdp2 as example
 
     del rank
     torch.set_default_dtype(torch.float64)

@@ -36,7 +36,10 @@ def distribute_trainer(trainer: Any, *, size: int | None = None, config: Trainin
     """
     options = TrainingConfig.of(config)
     _check(trainer, options)
-    accelerator = trainer.accelerator
+    accelerator, arguments = trainer.accelerator, trainer.args
+    if arguments.ddp_find_unused_parameters is None:
+        # Trainer looks for them where it sees no checkpointing, which here is not its own.
+        arguments.ddp_find_unused_parameters = False
     size = share_sequences(accelerator, trainer.model, size, options, loop=False)
     if accelerator.num_processes == 1:
         return

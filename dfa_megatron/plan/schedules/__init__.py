@@ -6,7 +6,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
 
+from dfa_megatron import names
 from dfa_megatron.errors import UnsupportedError
+from dfa_megatron.names import nearest
 from dfa_megatron.plan.language.ir import BACKWARD, FORWARD, AttentionPlan, Block, Plan, needed_pairs
 from dfa_megatron.plan.language.layout import Layout, cut_at
 from dfa_megatron.plan.language.mask import Mask, kept_on_mask
@@ -118,8 +120,7 @@ def plan_named(name: str, mask: Mask, ranks: int, ranks_per_node: int | None = N
         UnsupportedError: no such schedule (the known ones are named), or it does not suit the mask or the length.
     """
     if name not in SCHEDULES:
-        known = "one of auto, " + ", ".join(SCHEDULES)
-        raise UnsupportedError(f"schedule {name!r}", "there is no such schedule", known)
+        raise UnsupportedError(f"schedule {name!r}", "there is no such schedule", nearest(name, names.SCHEDULES))
     return SCHEDULES[name].plan(mask, ranks, ranks_per_node)
 
 

@@ -26,6 +26,9 @@ KEPT, _SHOWN = 4096, 64
 _MASK, _ODD = (1 << 63) - 1, 0x5851F42D4C957F2D
 
 
+_LENGTH = "tokens of a rank"
+"""The name under which ranks compare how many tokens they hold."""
+
 Facts = dict[str, str]
 """What ranks compare, by name."""
 
@@ -242,11 +245,14 @@ def different(everyone: Sequence[Facts]) -> DisagreementError:
     for rank, theirs in enumerate(everyone):
         if "error" in theirs:
             return DisagreementError(f"rank {rank} of the group refuses this attention: {theirs['error']}")
+    fields = sorted({field for theirs in everyone for field in theirs}, key=lambda field: (field == "plan", field))
     lines = [
         f"  {field}: {by_rank(values)}"
-        for field in sorted({field for theirs in everyone for field in theirs})
+        for field in fields
         if len(set(values := [theirs.get(field, "(nothing)") for theirs in everyone])) > 1
     ]
+    if len({theirs.get(_LENGTH) for theirs in everyone}) > 1:
+        lines.append("What works: as many tokens on every rank. Pad the sequence to a multiple of the ranks.")
     return DisagreementError("\n".join(("the ranks of the group ask for different attentions:", *lines)))
 
 

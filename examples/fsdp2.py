@@ -1,6 +1,6 @@
-"""Train a Hugging Face model with PyTorch alone: FSDP2 over a mesh (dp x cp), attention over its cp ranks.
+"""Train a transformers model with PyTorch alone: FSDP2 over a mesh (dp x cp), attention over its cp ranks.
 
-    torchrun --nproc-per-node 4 examples/train_fsdp.py --context-parallel-size 2 --save state.pt
+    torchrun --nproc-per-node 4 examples/fsdp2.py --context-parallel-size 2 --save state.pt      # a toy, on CPU ranks
 
 A second run with the same `--save` goes on behind the last step, in the middle of the text.
 """
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import pydoc_data.topics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,11 +19,10 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from dfa_megatron import TrainingConfig
+from dfa_megatron import StepLog, TrainingConfig, training_flops
 from dfa_megatron import huggingface as dfa_hf
-from gpt.text import sample
-from hf_model import add_arguments, build
 
 Batch = Mapping[str, torch.Tensor]
 
@@ -96,12 +96,16 @@ def load(path: Path, model: Any, optimizer: torch.optim.Optimizer) -> int:
 
 
 def main() -> None:
-    """Train, and print the loss of each step on the first rank."""
+    """Train, and print a line a step on the first rank."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_arguments(parser)
+    parser.add_argument("--model", help="of the hub, or a folder; a tiny Llama if left out")
+    parser.add_argument("--data", type=Path, help="a text file; Python's own manual if left out")
+    parser.add_argument("--seq-length", type=int, default=512)
+    parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--context-parallel-size", type=int, default=2)
     parser.add_argument("--accumulate", type=int, default=2, help="micro-batches in a step")
     parser.add_argument("--save", type=Path, help="the file that holds the state")
+    parser.add_argument("--tensorboard", help="a folder for TensorBoard")
     args = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cuda":
@@ -109,23 +113,34 @@ def main() -> None:
     dist.init_process_group()
     shape = (dist.get_world_size() // args.context_parallel_size, args.context_parallel_size)
     mesh = init_device_mesh(device, shape, mesh_dim_names=("dp", "cp"))
-    model, tokens = build(args)
+    text = args.data.read_text(encoding="utf-8") if args.data else str(pydoc_data.topics.topics)
+    torch.manual_seed(0)
+    if args.model:
+        model = AutoModelForCausalLM.from_pretrained(args.model)
+        tokens = torch.tensor(AutoTokenizer.from_pretrained(args.model)(text)["input_ids"])
+    else:
+        tiny = LlamaConfig(
+            vocab_size=256, hidden_size=128, intermediate_size=352, num_hidden_layers=2, num_attention_heads=4,
+            num_key_value_heads=2, max_position_embeddings=args.seq_length,
+        )  # fmt: skip
+        model, tokens = LlamaForCausalLM(tiny), torch.tensor(list(text.encode()))
+    rows = tokens.split(args.seq_length)[:-1]
+    parameters = sum(p.numel() for p in model.parameters()) - model.get_input_embeddings().weight.numel()
+    seen = mesh["dp"].size() * args.accumulate * args.seq_length
+    flops = training_flops(model.config, parameters, seen, args.seq_length)
+    log = StepLog(tokens=seen, flops=flops, tensorboard=args.tensorboard)
     prepare(model.to(device), mesh, TrainingConfig(checkpoint="remat"))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5 if args.model else 1e-3)
     done = load(args.save, model, optimizer) if args.save and args.save.exists() else 0
-    for step in range(done, args.train_iters):
+    for step in range(done, args.steps):
         first = (step * mesh["dp"].size() + mesh["dp"].get_local_rank()) * args.accumulate
-        batches = []
-        for index in range(first, first + args.accumulate):
-            ids = sample(tokens, args.seq_length, seed=0, indices=[index])["tokens"].to(device)
-            batches.append({"input_ids": ids, "labels": ids})
-        loss = gradients(model, batches, mesh)
+        chosen = [rows[(first + index) % len(rows)][None].to(device) for index in range(args.accumulate)]
+        loss = gradients(model, [{"input_ids": ids, "labels": ids} for ids in chosen], mesh)
         optimizer.step()
         optimizer.zero_grad()
-        if dist.get_rank() == 0:
-            print(f"step {step + 1:4d}  loss {loss.item():.4f}", flush=True)
+        log.step(loss)
     if args.save:
-        save(args.save, model, optimizer, max(done, args.train_iters))
+        save(args.save, model, optimizer, max(done, args.steps))
     dist.destroy_process_group()
 
 

@@ -1,47 +1,15 @@
-"""Train a Hugging Face model in a loop around accelerate, with DDP or FSDP2, and without DeepSpeed or Trainer.
-
-A toy on four CPU ranks, and a model from the hub on eight GPUs, two sequences at a time:
-
-    torchrun --nproc-per-node 4 examples/train_accelerate.py --size 2 --save runs/state
-    accelerate launch --num_processes 8 --use_fsdp --fsdp_version 2 --fsdp_auto_wrap_policy TRANSFORMER_BASED_WRAP \\
-        --mixed_precision bf16 --use_parallelism_config --parallelism_config_cp_size 4 \\
-        --parallelism_config_dp_shard_size 2 examples/train_accelerate.py --model Qwen/Qwen3-8B --data book.txt \\
-        --seq-length 131072
-
-A second run with the same `--save` goes on behind the last step, in the middle of an epoch.
-"""
+"""A loop around accelerate as users write it: accumulation, evaluation, and going on amid an epoch."""
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DataLoaderConfiguration, GradientAccumulationPlugin
 
-from dfa_megatron import TrainingConfig
-from dfa_megatron import huggingface as dfa_hf
-from gpt.text import Tokens, sample
-from hf_model import add_arguments, build
-
 Batch = Mapping[str, torch.Tensor]
-
-
-class Sequences(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
-    """Yield whole sequences of a text."""
-
-    def __init__(self, tokens: Tokens, length: int, first: int, count: int) -> None:
-        self.tokens, self.length, self.first, self.count = tokens, length, first, count
-
-    def __len__(self) -> int:
-        return self.count
-
-    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        ids = sample(self.tokens, self.length, seed=0, indices=[self.first + index])["tokens"][0]
-        return {"input_ids": ids, "labels": ids}
 
 
 class Progress:
@@ -122,35 +90,3 @@ def train(accelerator: Accelerator, model: Any, optimizer: Any, loader: Any, pro
             accelerator.print(f"step {progress.steps:4d}  loss {loss.item():.4f}", flush=True)
             if progress.steps == until:
                 break
-
-
-def main() -> None:
-    """Train, print the loss of each step and of other text at the end, and save."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_arguments(parser)
-    parser.add_argument("--size", type=int, help="ranks that share a sequence; cp_size of accelerate, or all of them")
-    parser.add_argument("--accumulate", type=int, default=2, help="micro-batches in a step")
-    parser.add_argument("--save", type=Path, help="the folder that holds the state")
-    args = parser.parse_args()
-    accelerator, progress = start(args.accumulate), Progress()
-    model, tokens = build(args)
-    options = TrainingConfig(checkpoint="remat", loss_tile=4096)
-    dfa_hf.distribute_accelerator(accelerator, model, size=args.size, config=options)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5 if args.model else 1e-3)
-    length, count = args.seq_length, 64
-    data = torch.utils.data.DataLoader(Sequences(tokens, length, 0, count), batch_size=1, shuffle=True)
-    others = torch.utils.data.DataLoader(Sequences(tokens, length, count, 8), batch_size=1)
-    model, optimizer, loader, others = accelerator.prepare(model, optimizer, data, others)
-    accelerator.register_for_checkpointing(progress)
-    if args.save and args.save.exists():
-        accelerator.load_state(args.save)
-    train(accelerator, model, optimizer, loader, progress, args.train_iters)
-    accelerator.print(f"evaluation loss {evaluate(accelerator, model, others).item():.4f}")
-    if args.save:
-        accelerator.save_state(args.save)
-    accelerator.wait_for_everyone()
-    accelerator.end_training()
-
-
-if __name__ == "__main__":
-    main()

@@ -1,0 +1,95 @@
+"""Every example, started as its first line says: the losses of several ranks are those of one."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+FILES = {
+    # Packages, ranks, flags.
+    "own_model.py": (("torch",), 3, ("--seq-length", "96")),
+    "megatron_loop.py": (("megatron.core",), 2, ("--seq-length", "96")),
+    "deepspeed_transformers.py": (("deepspeed", "transformers"), 2, ("--seq-length", "96")),
+    "deepspeed_pipeline.py": (("deepspeed",), 4, ("--seq-length", "96")),
+    "trainer_packed.py": (("transformers", "accelerate"), 2, ("--seq-length", "96")),
+    "accelerate_fsdp2.py": (("transformers", "accelerate"), 3, ("--seq-length", "96")),
+    "fsdp2.py": (("transformers",), 2, ("--seq-length", "96")),
+    "trl_sft.py": (("trl",), 2, ()),
+}
+ALONE = {"deepspeed_pipeline.py": ("--stages", "1"), "fsdp2.py": ("--context-parallel-size", "1")}
+"""Flags of one rank beside the others."""
+
+SOMEWHERE_ELSE = {"train.py", "plan_by_hand.py"}
+
+
+def run(folder: Path, *command: str) -> str:
+    path = os.pathsep.join([str(EXAMPLES.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
+    own = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": path, "DS_ACCELERATOR": "cpu"}
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", *command],
+        cwd=folder,
+        env={**os.environ, **own, "TORCHDYNAMO_DISABLE": "1"},  # nothing is compiled: ranks start in half the time
+        capture_output=True,
+        text=True,
+        timeout=170,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return done.stdout + done.stderr
+
+
+def losses(folder: Path, name: str, ranks: int, *flags: str) -> list[float]:
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks))
+    said = run(folder, *launcher, str(EXAMPLES / name), "--steps", "3", *flags)
+    if ranks > 1:
+        assert len(re.findall(r"^dfa: \d ranks, contiguous, ", said, re.MULTILINE)) >= 1, said
+    return [float(loss) for loss in re.findall(r"(?<!train_)loss'?:? '?(\d+\.\d+)", said)]
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_an_example_runs_alone_and_trains_as_on_one_rank(name: str, tmp_path: Path) -> None:
+    packages, ranks, flags = FILES[name]
+    for package in packages:
+        parent = package.split(".")[0]
+        if importlib.util.find_spec(parent) is None or importlib.util.find_spec(package) is None:
+            pytest.skip(f"{package} is not installed")
+    found = losses(tmp_path, name, ranks, *flags)
+    assert len(found) == 3
+    assert found == pytest.approx(losses(tmp_path, name, 1, *flags, *ALONE.get(name, ())), rel=3e-4)
+    assert found[-1] < found[0]
+
+
+def test_every_example_is_run() -> None:
+    assert {path.name for path in EXAMPLES.glob("*.py")} == FILES.keys() | SOMEWHERE_ELSE
+
+
+def test_the_notebook_runs_and_compares_itself_with_pytorch(capsys: pytest.CaptureFixture[str]) -> None:
+    cells = json.loads((EXAMPLES / "naive.ipynb").read_text(encoding="utf-8"))["cells"]
+    names: dict[str, object] = {}
+    for cell in cells:
+        if cell["cell_type"] == "code":
+            exec("".join(cell["source"]), names)  # noqa: S102 a notebook of ours
+    assert capsys.readouterr().out.count("largest difference") == 4
+
+
+def test_the_main_job_trains_with_tensor_parallelism_and_leaves_its_report(tmp_path: Path) -> None:
+    pytest.importorskip("megatron.core")
+    flags = ("--seq-length", "256", "--train-iters", "12", "--log-interval", "4", "--save-report", "report")
+    both = ("--tensor-model-parallel-size", "2", "--sequence-parallel", "--hidden-size", "64")
+    said = run(tmp_path, str(EXAMPLES / "train.py"), "--nproc-per-node", "4", *flags, *both)
+    assert "attention ran 24 times for 24 layers x micro-batches of rank 0: 1.00 each" in said
+    assert len(re.findall(r"^step ", said, re.MULTILINE)) == 4
+    found = [json.loads(line)["loss"] for line in (tmp_path / "report/log.jsonl").read_text().splitlines()]
+    assert len(found) == 12
+    assert found[-1] < found[0] - 0.5
+    assert (tmp_path / "report/loss.png").stat().st_size > 5000
+    assert (tmp_path / "report/summary.txt").read_text() in said
