@@ -49,20 +49,20 @@ LONG_FUNCTIONS_FOR_NOW = {
 
 BUDGETS = {
     "benchmarks": 5_852,
-    "cli": 609,
-    "deepspeed": 1_429,
+    "cli": 611,
+    "deepspeed": 1_450,
     "doctor": 1_032,
-    "huggingface": 4_524,
+    "huggingface": 4_537,
     "kernels": 3_643,
     "loss": 709,
     "megatron": 4_643,
-    "plan": 5_324,
+    "plan": 5_325,
     "proving": 763,
     "recurrence": 1_149,
     "remat": 529,
-    "runtime": 5_232,
-    "tests": 36_453,
-    "top": 1_457,
+    "runtime": 5_252,
+    "tests": 35_807,
+    "top": 1_511,
 }
 """Lines of Python in a folder of the package, in its files beside them ("top"), in tests and in benchmarks.
 
