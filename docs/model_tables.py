@@ -40,7 +40,7 @@ def refused() -> list[str]:
     reasons: dict[tuple[str, str], list[str]] = {}
     for kind, states in results()["types"].items():
         if states["plain"] != "exact":
-            said = re.search(r" is not supported: (.*)\. What works: (.*)\.$", states["reason"])
+            said = re.search(r"Not supported: .*?: (.*)\. What works: (.*)\.$", states["reason"])
             why, works = said.groups() if said else (f"not run: {states['reason']}", "")
             reasons.setdefault((why.replace("|", " "), works), []).append(kind)
     lines = [[", ".join(kinds), *reason] for reason, kinds in sorted(reasons.items(), key=lambda one: -len(one[1]))]

@@ -6,10 +6,13 @@ import inspect
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 import dfa_megatron
+from dfa_megatron.errors import UnsupportedError
 
 NAMES = {
     "DistAttentionConfig",
@@ -74,7 +77,7 @@ def test_attention_has_the_keywords_of_flash_attn_and_a_group() -> None:
         "layout": "contiguous",
         "config": dfa_megatron.DistAttentionConfig(),
     }
-    assert list(found)[3:] == list(keywords)
+    assert list(found)[3:] == [*keywords, "unknown"]
     for name, default in keywords.items():
         assert found[name].kind is inspect.Parameter.KEYWORD_ONLY, name
         assert found[name].default == default, name
@@ -87,10 +90,57 @@ def test_packed_documents_take_every_keyword_of_the_plain_function_but_mask_and_
         "k",
         "v",
         "cu_seqlens",
+        "lengths",
         *(name for name in list(plain)[3:] if name not in ("mask", "plan")),
     ]
-    for name in list(packed)[4:]:
+    for name in list(packed)[5:]:
         assert packed[name].default == plain[name].default, name
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"dropout_p": 0.1}, "no dropout of attention"),
+        ({"attn_mask": None}, "mask=, a value of dfa_megatron.masks"),
+        ({"schedule": "ring"}, r"config=DistAttentionConfig\(schedule=\.\.\.\)"),
+        ({"windowsize": 3}, "perhaps 'window_size'"),
+        ({"cu_seqlens_q": 1, "cu_seqlens_k": 1}, "cu_seqlens alone: global offsets"),
+    ],
+)
+def test_arguments_of_other_packages_are_refused_with_what_says_the_same_here(given: dict[str, Any], said: str) -> None:
+    x = torch.zeros(1, 4, 2, 8)
+    with pytest.raises(UnsupportedError, match=said):
+        dfa_megatron.dist_flash_attn_func(x, x, x, causal=True, **given)
+    with pytest.raises(UnsupportedError, match=said):
+        dfa_megatron.dist_flash_attn_varlen_func(x[0], x[0], x[0], (0, 4), causal=True, **given)
+
+
+def test_lengths_by_position_as_flash_attn_takes_them_are_refused() -> None:
+    x = torch.zeros(4, 2, 8)
+    with pytest.raises(UnsupportedError, match="cu_seqlens alone"):
+        dfa_megatron.dist_flash_attn_varlen_func(x, x, x, (0, 4), (0, 4), 4, 4, causal=True)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["zigzag", "head_tail", "striped"])
+def test_a_layout_that_is_given_as_a_schedule_is_named(name: str) -> None:
+    with pytest.raises(UnsupportedError, match="layout='zigzag' of the functions, data_layout='zigzag' in Megatron"):
+        dfa_megatron.DistAttentionConfig(schedule=name)
+
+
+def test_an_option_that_there_is_not_is_refused_with_the_nearest_one() -> None:
+    with pytest.raises(UnsupportedError, match=r"'shedule': no option has that name.*perhaps 'schedule'"):
+        dfa_megatron.DistAttentionConfig(shedule="ring")  # type: ignore[call-arg]
+    with pytest.raises(UnsupportedError, match="an option of MegatronConfig alone"):
+        dfa_megatron.TrainingConfig(data_layout="zigzag")  # type: ignore[call-arg]
+
+
+def test_heads_before_tokens_and_tensors_for_masks_are_refused() -> None:
+    x = torch.zeros(1, 8, 1024, 16)
+    with pytest.raises(UnsupportedError, match=r"as if heads came before tokens.*transpose"):
+        dfa_megatron.dist_flash_attn_func(x, x, x, causal=True)
+    x = torch.zeros(1, 4, 2, 8)
+    with pytest.raises(UnsupportedError, match=r"mask of type Tensor.*dfa_megatron.masks"):
+        dfa_megatron.dist_flash_attn_func(x, x, x, mask=torch.ones(4, 4, dtype=torch.bool))  # type: ignore[arg-type]
 
 
 def test_the_package_says_it_is_typed() -> None:

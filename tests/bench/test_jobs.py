@@ -85,7 +85,7 @@ def test_unknown_names_are_refused_with_those_that_there_are(
 
 def test_heads_that_do_not_divide_are_refused_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--device", "cpu", "--heads", "33", "--kv-heads", "8"]) == 2
-    assert "33 heads with 8 kv_heads is not supported" in capsys.readouterr().err
+    assert "Not supported: 33 heads with 8 kv_heads" in capsys.readouterr().err
 
 
 def test_gpus_that_are_not_there_are_refused(

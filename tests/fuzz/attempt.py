@@ -84,7 +84,7 @@ REFUSALS: tuple[tuple[str, str, Callable[[Case], bool]], ...] = (
 """Refusals that a case may meet: a name, a pattern of the message, and a test that the case must pass."""
 
 
-_KERNEL_REFUSES = re.compile(r"kernel='(\w+)' for .*? is not supported: (.{1,80})")
+_KERNEL_REFUSES = re.compile(r"kernel='(\w+)' for .*?: (.{1,80})")
 """A kernel's refusal on a GPU, where every kernel has shapes of its own."""
 
 

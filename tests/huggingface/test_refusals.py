@@ -139,15 +139,15 @@ CASES: list[tuple[str, Callable[[], Any]]] = [
     ("tokens_seen with", lambda: trained(include_num_input_tokens_seen="all")),
     ("gradient_checkpointing=True", lambda: trained(gradient_checkpointing=True)),
     (
-        "a modernbert-decoder model is not supported: its get_decoder",
+        "a modernbert-decoder model: its get_decoder",
         lambda: asked(sized("ModernBertDecoder", layer_types=["full_attention"] * 2)),
     ),
-    ("a blt model is not supported: its config names no number of layers", lambda: asked(several_stacks())),
+    ("a blt model: its config names no number of layers", lambda: asked(several_stacks())),
     ("a falcon model.*code of their own", lambda: asked(sized("Falcon"))),
-    ("GPT2DoubleHeadsModel is not supported: its head", lambda: asked(sized("GPT2", "DoubleHeadsModel"))),
+    ("GPT2DoubleHeadsModel: its head", lambda: asked(sized("GPT2", "DoubleHeadsModel"))),
     *(
         (
-            f"Llama{head} is not supported: its head or its loss reads across",
+            f"Llama{head}: its head or its loss reads across",
             partial(lambda h: asked(sized("Llama", h)), head),
         )
         for head in ("ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering")

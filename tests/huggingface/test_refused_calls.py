@@ -155,7 +155,7 @@ def call_on_two_ranks(rank: int, world_size: int) -> None:
     with pytest.raises(UnsupportedError, match="without position_ids on 2 ranks"):
         model(input_ids=batch["input_ids"])
     positions = torch.arange(8 * rank, 8 * rank + 8)[None]
-    with pytest.raises(UnsupportedError, match="image_pixel_values on 2 ranks is not supported: images and"):
+    with pytest.raises(UnsupportedError, match="image_pixel_values on 2 ranks: images and"):
         model(input_ids=batch["input_ids"], position_ids=positions, image_pixel_values=torch.ones(1, 3, 4, 4))
     hidden = torch.ones(1, 8)
     hidden[:, -1] = rank  # the first rank's last token, before the second's: each part alone would pass

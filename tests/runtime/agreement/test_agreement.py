@@ -103,10 +103,10 @@ BAD_REQUESTS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "layout": ({"layout": "zigzag", "schedule": "balanced"}, ("zigzag",)),
     "softcap": ({"softcap": 30.0, "kernel": "cpu"}, ("it caps no scores. What works: kernel='reference'",)),
     "negative softcap": ({"softcap": -30.0}, ("a softcap is positive and finite",)),
-    "scale 0": ({"softmax_scale": 0.0}, ("softmax_scale=0.0 is not supported: it is positive and finite",)),
+    "scale 0": ({"softmax_scale": 0.0}, ("Not supported: softmax_scale=0.0: it is positive and finite",)),
     "scale nan": (
         {"softmax_scale": math.nan, "kernel": "reference"},
-        ("softmax_scale=nan is not supported: it is pos",),
+        ("Not supported: softmax_scale=nan: it is pos",),
     ),
     "mask": ({"causal": False, "schedule": "balanced"}, ("ring",)),
     "zigzag": ({"local": 7, "layout": "zigzag"}, ("multiple of 4", "16 tokens")),
