@@ -76,7 +76,7 @@ def test_ring_self_attention_is_exact(ranks: int) -> None:
 
 def test_ulysses_refuses_heads_that_do_not_divide() -> None:
     (found,) = run_ranks(2, _check, "ulysses", "causal", 33, 33, "float32")[0].values()
-    assert "Not supported: 33 heads and 33 kv_heads" in found
+    assert "33 heads and 33 kv_heads: it divides both" in found
 
 
 @pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed")
