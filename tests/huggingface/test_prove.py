@@ -338,7 +338,7 @@ def test_the_command_starts_ranks_and_what_it_cannot_prove_is_one_line(
     assert "MistralForCausalLM in float32, 2 ranks" in said
     assert "2 ranks compute what one rank computes" in said
     assert main(["prove", "huggingface", "vit"]) == 2
-    assert capfd.readouterr().err.startswith("dfa-megatron prove: a vit model")
+    assert capfd.readouterr().err.startswith("dfa-megatron prove: Not supported: a vit model")
 
 
 @pytest.mark.parametrize(

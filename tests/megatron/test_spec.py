@@ -187,7 +187,7 @@ def test_spec_for_older_scripts_is_made_of_their_global_arguments(monkeypatch: p
     with pytest.raises(UnsupportedError, match="SPEC with --mla-down-proj-fusion"):
         script_specs.spec_from_args()
     args.num_experts = 8
-    with pytest.raises(UnsupportedError, match="SPEC with --mla-down-proj-fusion, --num-experts is"):
+    with pytest.raises(UnsupportedError, match="SPEC with --mla-down-proj-fusion, --num-experts:"):
         script_specs.spec_from_args()
 
 
