@@ -52,6 +52,7 @@ def losses(folder: Path, name: str, ranks: int, *flags: str) -> list[float]:
     said = run(folder, *launcher, str(EXAMPLES / name), "--steps", "3", *flags)
     if ranks > 1:
         assert len(re.findall(r"dfa: \d ranks, contiguous, ", said)) >= 1, said
+        assert ("'dfa/forwards': 2" in said) == (name in ("trainer_packed.py", "trl_sft.py")), "Trainer logs stats()"
     return [float(loss) for loss in re.findall(r"(?<!train_)loss'?:? '?(\d+\.\d+)", said)]
 
 

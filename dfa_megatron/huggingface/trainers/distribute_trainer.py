@@ -8,6 +8,7 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
+from transformers import TrainerCallback
 
 from dfa_megatron.config import TrainingConfig
 from dfa_megatron.errors import UnsupportedError
@@ -18,6 +19,7 @@ from dfa_megatron.huggingface.trainers.distribute_accelerator import share_seque
 from dfa_megatron.huggingface.trainers.group_accelerator import refuse_objects
 from dfa_megatron.huggingface.trainers.read_logits import follow_trainers
 from dfa_megatron.huggingface.trainers.shared_batches import take_whole_batches
+from dfa_megatron.runtime.counters import stats
 
 
 def distribute_trainer(trainer: Any, *, size: int | None = None, config: TrainingConfig | None = None) -> None:
@@ -47,6 +49,8 @@ def distribute_trainer(trainer: Any, *, size: int | None = None, config: Trainin
     if trainer.label_smoother is not None:  # the model's own loss is the same, and each rank has its labels' part
         model.loss_function = functools.partial(causal_loss, label_smoothing=trainer.label_smoother.epsilon)
         trainer.label_smoother = None
+    # Before the trackers, which then log its numbers with the loss.
+    trainer.callback_handler.callbacks.insert(0, _Stats())
     take_whole_batches(model, counts=False)  # TRL divides its loss itself, and does not hand the model a count
     trainer.get_cp_size = lambda: size
     trainer._prepare_context_parallel_inputs = lambda model, inputs: (nullcontext, inputs)
@@ -59,6 +63,14 @@ def distribute_trainer(trainer: Any, *, size: int | None = None, config: Trainin
     trainer._get_num_items_in_batch = functools.partial(_count, trainer, size)
     follow_trainers()
     trainer.gather_function = accelerator.gather_for_metrics
+
+
+class _Stats(TrainerCallback):
+    """Add the numbers of `stats` to what a Trainer logs in training."""
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any) -> None:
+        if logs is not None and "loss" in logs:
+            logs |= {name: value for name, value in stats().items() if not isinstance(value, str)}
 
 
 def _check(trainer: Any, options: TrainingConfig) -> None:
