@@ -52,7 +52,7 @@ BUDGETS = {
     "cli": 611,
     "deepspeed": 1_450,
     "doctor": 1_032,
-    "huggingface": 4_549,
+    "huggingface": 4_552,
     "kernels": 3_643,
     "loss": 709,
     "megatron": 4_643,
@@ -60,8 +60,8 @@ BUDGETS = {
     "proving": 763,
     "recurrence": 1_149,
     "remat": 529,
-    "runtime": 5_252,
-    "tests": 35_858,
+    "runtime": 5_257,
+    "tests": 35_859,
     "top": 1_511,
 }
 """Lines of Python in a folder of the package, in its files beside them ("top"), in tests and in benchmarks.

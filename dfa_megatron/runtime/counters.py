@@ -131,7 +131,7 @@ def timed(run: Run, prepared: Prepared, memory: MemoryPlan, inputs: Fields, exch
 def describe(prepared: Prepared, device: torch.device) -> dict[str, str]:
     """Return schedule, kernel and transport of a prepared attention, and keep them for `stats`."""
     channel, plan = prepared.channel, prepared.rank_plan
-    transport = Transport.name if channel is None else channel.transports.get(device, prepared.transport).name
+    transport = Transport.name if channel is None else channel.transports.name_of(device, prepared.transport)
     alone = "one rank" if prepared.exchange is None else "head exchange"
     schedule = alone if plan.problem.ranks == 1 else plan.schedule
     _how.update(schedule=schedule, kernel=plan.problem.kernel, transport=transport)

@@ -59,7 +59,7 @@ REFUSALS: tuple[tuple[str, str, Callable[[Case], bool]], ...] = (
     ("ALiBi on a kernel that adds no bias", r"it adds no ALiBi bias", lambda c: c.whole.with_slopes),
     (
         "a balanced schedule of a mask that looks ahead",
-        r"the balanced schedule on this mask .* pairs causal work only",
+        r"the balanced schedule on this mask.* pairs causal work only",
         lambda c: "balanced" in c.options["schedule"] and c.looks_ahead,
     ),
     (

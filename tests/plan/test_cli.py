@@ -108,7 +108,7 @@ def test_every_mask_can_be_shown(mask: list[str], capsys: pytest.CaptureFixture[
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
-        (["--schedule", "circle"], "one of auto, balanced_shared, balanced, ring, greedy"),
+        (["--schedule", "circle"], "one of auto, ring, balanced, balanced_shared, greedy"),
         (
             ["--mask", "polka"],
             "one of causal, full, window, documents, full-documents, window-documents, prefix, prefix-doc",

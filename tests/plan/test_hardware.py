@@ -102,7 +102,7 @@ def edited(change: Callable[[dict[str, Any]], object]) -> str:
 def test_a_profile_that_makes_no_sense_is_refused_with_the_key(change: Callable[..., object], complaint: str) -> None:
     with pytest.raises(UnsupportedError, match=complaint) as refusal:
         from_json(edited(change), "the profile x.json")
-    assert str(refusal.value).startswith("the profile x.json")
+    assert str(refusal.value).startswith("Not supported: the profile x.json")
 
 
 def test_a_file_from_before_a_key_was_measured_is_read() -> None:

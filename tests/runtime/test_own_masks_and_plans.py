@@ -56,7 +56,7 @@ def _one_is_odd(rank: int, ranks: int) -> str:
 def test_every_rank_hears_of_a_plan_that_does_not_fit_on_one() -> None:
     first, last = run_ranks(2, _one_is_odd)
     assert "it is for 1 ranks, and 2 share the sequence" in last
-    assert first.startswith("DisagreementError: rank 1 of the group refuses this attention: the plan")
+    assert first.startswith("DisagreementError: rank 1 of the group refuses this attention: Not supported: the plan")
 
 
 PLAN = make_plan(causal(LOCAL), 1, schedule="ring")
@@ -72,8 +72,8 @@ PLAN = make_plan(causal(LOCAL), 1, schedule="ring")
         ({"window_size": (3, 0)}, "attention without causal"),
         ({"mask": causal(LOCAL + 1)}, "a mask over 9 tokens.*hold 8 tokens"),
         ({"plan": make_plan(causal(LOCAL + 1), 1)}, "a plan over 9 tokens.*hold 8 tokens"),
-        ({"mask": "causal"}, "Mask of type str"),
-        ({"plan": PLAN.forward}, "AttentionPlan of type Plan"),
+        ({"mask": "causal"}, "mask of type str"),
+        ({"plan": PLAN.forward}, "plan of type Plan"),
         (
             {"plan": PLAN, "config": dfa_megatron.DistAttentionConfig(schedule="greedy")},
             "schedule='greedy' with a plan",

@@ -8,7 +8,6 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
-from transformers import TrainerCallback
 
 from dfa_megatron.config import TrainingConfig
 from dfa_megatron.errors import UnsupportedError
@@ -50,7 +49,7 @@ def distribute_trainer(trainer: Any, *, size: int | None = None, config: Trainin
         model.loss_function = functools.partial(causal_loss, label_smoothing=trainer.label_smoother.epsilon)
         trainer.label_smoother = None
     # Before the trackers, which then log its numbers with the loss.
-    trainer.callback_handler.callbacks.insert(0, _Stats())
+    trainer.callback_handler.callbacks.insert(0, _stats_logger())
     take_whole_batches(model, counts=False)  # TRL divides its loss itself, and does not hand the model a count
     trainer.get_cp_size = lambda: size
     trainer._prepare_context_parallel_inputs = lambda model, inputs: (nullcontext, inputs)
@@ -65,12 +64,16 @@ def distribute_trainer(trainer: Any, *, size: int | None = None, config: Trainin
     trainer.gather_function = accelerator.gather_for_metrics
 
 
-class _Stats(TrainerCallback):
-    """Add the numbers of `stats` to what a Trainer logs in training."""
+def _stats_logger() -> Any:
+    """Return a callback that adds the numbers of `stats` to what a Trainer logs in training."""
+    from transformers import TrainerCallback
 
-    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any) -> None:
-        if logs is not None and "loss" in logs:
-            logs |= {name: value for name, value in stats().items() if not isinstance(value, str)}
+    class Stats(TrainerCallback):  # type: ignore[misc]
+        def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any) -> None:
+            if logs is not None and "loss" in logs:
+                logs |= {name: value for name, value in stats().items() if not isinstance(value, str)}
+
+    return Stats()
 
 
 def _check(trainer: Any, options: TrainingConfig) -> None:

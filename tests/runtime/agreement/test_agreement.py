@@ -192,13 +192,15 @@ def test_both_functions_refuse_impossible_arguments_and_every_rank_hears_of_it()
     first, last = run_ranks(2, _impossible, timeout=60)
     for name in IMPOSSIBLE:
         for text in (*first[name], *last[name]):
-            assert text.startswith(f"UnsupportedError: {name.split(',')[0]}="), f"{name}: {text}"
+            assert text.startswith(f"UnsupportedError: Not supported: {name.split(',')[0]}="), f"{name}: {text}"
             assert "What works" in text
     for here, there in zip(first["one rank"], last["one rank"], strict=True):
-        assert there.startswith("UnsupportedError: window_size=3")
-        assert here.startswith("DisagreementError: rank 1 of the group refuses this attention: window_size=3")
+        assert there.startswith("UnsupportedError: Not supported: window_size=3")
+        assert here.startswith(
+            "DisagreementError: rank 1 of the group refuses this attention: Not supported: window_size=3"
+        )
     for text in (*first["nothing"], *last["nothing"]):
-        assert text.startswith("UnsupportedError: attention without causal, mask and plan")
+        assert text.startswith("UnsupportedError: Not supported: attention without causal, mask and plan")
     assert first["afterwards"] == last["afterwards"] == ("", "")
 
 
@@ -215,12 +217,11 @@ def _strangers(rank: int, ranks: int) -> list[str]:
 def test_tensors_without_numbers_and_the_groups_of_others_are_refused() -> None:
     first, second, stranger = run_ranks(3, _strangers, timeout=60)
     for found in (first, second, stranger):
-        assert found[0].startswith("UnsupportedError: attention of tensors on meta")
-        assert found[1].startswith("UnsupportedError: a process group named")
-    assert stranger[2].startswith("UnsupportedError: a process group that this rank is no member of")
-    assert first[2].startswith("UnsupportedError: attention of tensors on meta")
+        assert found[0].startswith("UnsupportedError: Not supported: attention of tensors on meta")
+        assert found[1].startswith("UnsupportedError: Not supported: a process group named")
+    assert stranger[2].startswith("UnsupportedError: Not supported: a process group that this rank is no member of")
+    assert first[2].startswith("UnsupportedError: Not supported: attention of tensors on meta")
     assert second[2] == first[2]
-    assert first[3].startswith("UnsupportedError: attention of tensors on meta")
-    assert second[3].startswith(
-        "DisagreementError: rank 0 of the group refuses this attention: attention of tensors on"
-    )
+    assert first[3].startswith("UnsupportedError: Not supported: attention of tensors on meta")
+    refused = "DisagreementError: rank 0 of the group refuses this attention: Not supported: attention of tensors on"
+    assert second[3].startswith(refused)
