@@ -98,9 +98,8 @@ def legitimate(case: Case, text: str) -> str:
 
 def _together(case: Case) -> dict[str, float]:
     """All ranks in this process."""
-    return shares(
-        case.whole, results_together(case.whole, case.ranks, deterministic=case.deterministic, **case.options)
-    )
+    found = results_together(case.whole, case.ranks, deterministic=case.deterministic, **case.options)
+    return shares(case.whole, found, drawn=True)
 
 
 def _public(case: Case, rank: int) -> dict[str, float]:
@@ -109,11 +108,11 @@ def _public(case: Case, rank: int) -> dict[str, float]:
     other = replace(case.whole, seed=case.whole.seed + 1)
     # The second run is recorded, and the third replays it.
     calls = range(4 if case.number % 2 else 0)
-    found = [shares(other, _call(case, other, call, rank), rows) for call in calls]
+    found = [shares(other, _call(case, other, call, rank), rows, drawn=True) for call in calls]
     got = _call(case, case.whole, 4, rank)
     if case.deterministic:
         assert_same_bits(got, _call(case, case.whole, 4, rank))
-    found.append(shares(case.whole, got, rows))
+    found.append(shares(case.whole, got, rows, drawn=True))
     return {name: max(one[name] for one in found) for name in found[-1]}
 
 

@@ -235,17 +235,18 @@ def results_together(
 
 
 def shares(
-    case: Case, got: Results, rows: torch.Tensor | None = None, tolerance: float | None = None
+    case: Case, got: Results, rows: torch.Tensor | None = None, tolerance: float | None = None, *, drawn: bool = False
 ) -> dict[str, float]:
     """How far each result is from the exact one, as a share of what is tolerated; inf for NaN.
 
     Args:
         rows: the tokens that `got` has; None for all.
         tolerance: of all results, in place of TOLERANCE.
+        drawn: the case was drawn at random, so that its gradients may be as good as 0.
     """
     limit = (TOLERANCE if case.device == "cpu" else ON_GPU)[case.dtype]
     # A single key has probability 1 whatever the score: dq and dk of documents of one token are rounding alone.
-    floor = 0.25 * case.dout.double().norm().item() if case.offsets or case.mask else 0.0
+    floor = 0.25 * case.dout.double().norm().item() if drawn or case.offsets or case.mask else 0.0
     found = {}
     for name, mine, want in zip(Results._fields, got, case.exact, strict=True):
         if want is None or mine is None:
