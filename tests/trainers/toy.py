@@ -137,7 +137,6 @@ class _Stubs(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 def stub(*packages: str) -> None:
     """Let packages that need CUDA be imported, once Megatron-Core has found out that they are missing."""
-    import megatron.core.models.gpt.gpt_model
     import megatron.core.optimizer  # noqa: F401
     from megatron.core.transformer import attention
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from tests.trainers.toy import VOCABULARY, begin, build, compare, documents, gradients
+from tests.trainers.toy import begin, build, compare, documents, gradients
 
 
 def engine(model: Any, ranks: int) -> Any:
