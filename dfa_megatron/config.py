@@ -141,7 +141,8 @@ class DistAttentionConfig:
             if name not in known:
                 whose = [kind.__name__ for kind in CONFIGS if name in kind.__dataclass_fields__]
                 why = f"it is an option of {' and '.join(whose)} alone" if whose else "no option has that name"
-                raise UnsupportedError(f"{what} {name!r}", why, nearest(name, known))
+                instead = "leaving it out here" if whose else nearest(name, known)
+                raise UnsupportedError(f"{what} {name!r}", why, instead)
 
     @classmethod
     def add_arguments(cls, parser: argparse.ArgumentParser) -> argparse.ArgumentParser:

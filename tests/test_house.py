@@ -49,10 +49,10 @@ LONG_FUNCTIONS_FOR_NOW = {
 
 BUDGETS = {
     "benchmarks": 5_852,
-    "cli": 611,
+    "cli": 624,
     "deepspeed": 1_450,
     "doctor": 1_032,
-    "huggingface": 4_552,
+    "huggingface": 4_554,
     "kernels": 3_643,
     "loss": 709,
     "megatron": 4_643,
@@ -61,8 +61,8 @@ BUDGETS = {
     "recurrence": 1_149,
     "remat": 529,
     "runtime": 5_257,
-    "tests": 35_859,
-    "top": 1_511,
+    "tests": 36_351,
+    "top": 1_512,
 }
 """Lines of Python in a folder of the package, in its files beside them ("top"), in tests and in benchmarks.
 

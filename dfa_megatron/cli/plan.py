@@ -49,7 +49,7 @@ class PlanFlags:
     ranks: int = flag(8, "ranks that share the sequence")
     schedule: str = flag("auto", ", ".join(SCHEDULES))
     layout: str = flag("auto", "auto, " + ", ".join(LAYOUTS))
-    ulysses_degree: str = flag("auto", "ranks that exchange heads for tokens around the schedule, or auto")
+    ulysses_degree: str = flag("1", "ranks that exchange heads for tokens around the schedule, or auto")
     remat: bool = flag(True, "layers are rematerialized: a backward exchanges heads once more")
     seq_length: int = flag(65536, "tokens of all ranks")
     mask: str = flag("causal", ", ".join(MASKS), group="mask")

@@ -16,6 +16,9 @@ from dfa_megatron.plan.language.ir import AttentionPlan
 from dfa_megatron.plan.language.text import from_text
 from dfa_megatron.plan.proof.check import check_plan
 
+_LONGEST = 8192
+"""Tokens whose scores a machine can hold at once."""
+
 
 @dataclass(frozen=True)
 class RunFlags:
@@ -56,6 +59,16 @@ def run(args: argparse.Namespace) -> int:
         plan = from_text(path.read_text(encoding="utf-8"))
     except (PlanError, UnicodeDecodeError) as error:
         raise PlanError(f"{path}: {error}") from error
+    length = plan.forward.mask.length
+    if length > _LONGEST:
+        dense = flags.batch * flags.heads * length**2 * 8 / 2**30
+        what, why = (
+            f"a plan over {length:,} tokens",
+            f"dense attention, which it is compared with, takes {dense:,.0f} GiB",
+        )
+        raise UnsupportedError(
+            what, why, f"the same plan over {_LONGEST} tokens: dfa-megatron plan --seq-length {_LONGEST}"
+        )
     check_plan(plan, batch=flags.batch)
     from dfa_megatron.doctor import start_ranks, world
 

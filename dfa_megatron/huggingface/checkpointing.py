@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from dfa_megatron import remat
 from dfa_megatron.config import TrainingConfig
@@ -120,7 +121,8 @@ def keep_forward(model: torch.nn.Module, *, saving: bool) -> None:
 
 @functools.cache
 def _say_twice() -> None:
-    logger.warning("dfa: layers are checkpointed and checkpoint='none' runs their attention twice; 'auto' saves it")
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        logger.warning("dfa: layers are checkpointed and checkpoint='none' runs their attention twice; 'auto' saves it")
 
 
 def _saving(own: Callable[..., Any]) -> Callable[..., Any]:

@@ -8,7 +8,7 @@ import sys
 from functools import partial
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -108,7 +108,7 @@ def gradients(model: Any) -> dict[str, torch.Tensor]:
 class _Stub(ModuleType):
     """Any module of a package that is not there: capitals name empty classes, other names modules."""
 
-    __path__: list[str] = []
+    __path__: ClassVar[list[str]] = []
     __version__ = "2.9.0"
 
     def __getattr__(self, name: str) -> Any:

@@ -84,7 +84,7 @@ def check_same(number: torch.Tensor | None, group: str, device: torch.device, ki
     if most + least:
         raise UnsupportedError(
             "batches that differ between the ranks of a sequence",
-            "each rank takes its part of the same batch, and embeds all of one with images",
+            "each rank takes its part of one batch, and finds another than the others'",
             "the same samples on every rank of a group: a DistributedSampler with num_replicas and rank of the groups, "
             "not of all ranks; loaders prepared after distribute_accelerator; the same data set, collator and seed; "
             "shard_batch",
