@@ -14,6 +14,7 @@ import torch
 from dfa_megatron import huggingface as dfa_hf
 from dfa_megatron.config import TrainingConfig
 from dfa_megatron.errors import UnsupportedError
+from dfa_megatron.huggingface import checkpointing
 from dfa_megatron.huggingface.current_forward import KEYWORD
 from dfa_megatron.sharding import shard_sequence
 from tests.huggingface.compared import summed
@@ -205,3 +206,15 @@ def each(rank: int, world_size: int) -> None:
 def test_a_forward_keeps_its_attention_whatever_runs_or_is_set_before_its_backward() -> None:
     """Evaluations between, other modes, models of one config, decoders alone, and a recompute that nothing tells."""
     run_ranks(3, each, timeout=170)
+
+
+def test_checkpoints_that_run_attention_twice_are_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    checkpointing._say_twice.cache_clear()
+    model = build("Llama")
+    dfa_hf.distribute_attention(model, config=TrainingConfig(checkpoint="none"))
+    model.gradient_checkpointing_enable()
+    model.train()
+    ids = torch.arange(12)[None]
+    for _ in range(2):
+        model(**dfa_hf.shard_batch({"input_ids": ids, "labels": ids})).loss.backward()
+    assert caplog.text.count("checkpoint='none' runs their attention twice") == 1
