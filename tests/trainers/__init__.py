@@ -1,1 +1,1 @@
-"""Trainers that are not installed here: their hooks, checked against their source."""
+"""Trainers that are not installed here: their hooks, and scripts that run their code."""

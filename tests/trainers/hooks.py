@@ -52,10 +52,10 @@ HOOKS = (
     ),
     Hook(
         *VERL,
-        "verl/models/mcore/model_initializer.py",
-        "get_transformer_layer_spec",
-        ("vp_stage=vp_stage",),
-        "an initializer's get_transformer_layer_spec gives the spec of the model",
+        "verl/workers/engine/megatron/transformer_impl.py",
+        "to_megatron_provider",
+        ("load_weights=False",),
+        "the engine takes its model from a provider of Megatron-Bridge",
     ),
 )
 

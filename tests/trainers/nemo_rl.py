@@ -1,9 +1,10 @@
 """Compare NeMo-RL's forward and loss on packs, two ranks to a sequence with our attention, with its own at CP 1.
 
-    git clone https://github.com/NVIDIA-NeMo/RL FOLDER   # at the commit of hooks.py; Megatron-Core 0.19
+    git clone https://github.com/NVIDIA-NeMo/RL FOLDER   # commit 7ea279a; with Megatron-Core 0.19
     python -m tests.trainers.nemo_rl FOLDER
 
-CI does not run this: NeMo-RL needs ray, Transformer Engine and more; what is not used here is stubbed.
+CI does not run this: NeMo-RL brings ray, and needs Transformer Engine and more, which are stubbed here. The model is
+ours, because NeMo-RL's set-up needs CUDA.
 """
 
 from __future__ import annotations

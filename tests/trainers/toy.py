@@ -35,7 +35,7 @@ FIELDS = {
 
 
 def documents() -> list[torch.Tensor]:
-    """Tokens of documents whose lengths no number of ranks divides."""
+    """Tokens of documents, each of odd length."""
     generator = torch.Generator().manual_seed(3)
     return [torch.randint(1, VOCABULARY, (length,), generator=generator) for length in LENGTHS]
 
