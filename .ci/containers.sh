@@ -13,5 +13,5 @@ if [ ! -x "$tools/bin/hadolint" ] || [ ! -x "$tools/bin/shellcheck" ]; then
 fi
 "$tools/bin/hadolint" containers/Dockerfile containers/Dockerfile.cpu
 # SC2015: `[ ... ] && echo || echo` takes the last where the first two fail, which is what is meant.
-"$tools/bin/shellcheck" --exclude SC2015 .ci/run .ci/*.sh containers/*.sh locks/*.sh examples/ngc/*.sh examples/ngc/*.sbatch
+"$tools/bin/shellcheck" --exclude SC2015 .ci/run .ci/*.sh containers/*.sh locks/*.sh examples/*.sh examples/ngc/*.sh examples/ngc/*.sbatch
 echo "containers and scripts: no complaint"
