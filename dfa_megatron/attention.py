@@ -87,7 +87,7 @@ def dist_flash_attn_func(
         ExecutionError: a step failed; shows where.
     """
     if unknown:
-        _refuse_arguments(unknown, group, config)
+        _refuse(_unknown(unknown), group, config)
     out, lse = _attend(
         Inputs(q, k, v, sinks, alibi_slopes),
         group,
@@ -148,9 +148,9 @@ def dist_flash_attn_varlen_func(
         UnsupportedError: also where `cu_seqlens` is no pack of these tokens; on the other ranks it is a
             DisagreementError with the same reason.
     """
-    if lengths or unknown:
-        _refuse_arguments(unknown or ("cu_seqlens_k",), group, config)
     try:
+        if lengths or unknown:
+            raise _unknown(unknown or ("cu_seqlens_k",))
         offsets = offsets_of(cu_seqlens, q.device)
         if not q.dim() == k.dim() == v.dim() == 3:
             shapes = f"packed q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
@@ -158,9 +158,7 @@ def dist_flash_attn_varlen_func(
         if not offsets:
             check_offsets(offsets)
     except UnsupportedError as error:
-        verify = config.verify == "on"
-        refuse(error, channel_of(group, verify=verify), verify=verify)
-        raise
+        _refuse(error, group, config)
     out, lse = _attend(
         Inputs(q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0), sinks, alibi_slopes),
         group,
@@ -181,23 +179,25 @@ _MEANT = {
     **dict.fromkeys(("dropout_p", "attention_dropout", "dropout"), "no dropout of attention, and dropout elsewhere"),
     **dict.fromkeys(("attn_mask", "attention_mask", "attn_bias", "bias", "block_mask", "score_mod"), _MASKS),
     **dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k", "cu_seqlens_kv", "max_seqlen_q", "max_seqlen_k"), _DOCUMENTS),
-    **dict.fromkeys(("is_causal",), "causal="),
+    "is_causal": "causal=",
     **dict.fromkeys(("scale", "sm_scale"), "softmax_scale="),
-    **dict.fromkeys(("enable_gqa",), "leaving it out: k and v may have fewer heads"),
-    **dict.fromkeys(("deterministic",), "torch.use_deterministic_algorithms(True)"),
+    "enable_gqa": "leaving it out: k and v may have fewer heads",
+    "deterministic": "torch.use_deterministic_algorithms(True)",
     **dict.fromkeys(("process_group", "cp_group", "device_mesh", "mesh"), "group="),
     **dict.fromkeys(("return_attn_probs", "return_softmax_lse"), "return_lse="),
 }
 """Arguments of other packages' functions, and what says the same here."""
 
 
-def _refuse_arguments(names: Iterable[str], group: Group, config: DistAttentionConfig) -> NoReturn:
-    """Refuse arguments that the functions do not have, and tell the other ranks."""
+def _unknown(names: Iterable[str]) -> UnsupportedError:
+    """Return the error for arguments that the functions do not have."""
     name = next(iter(names))
-    option = f"config=DistAttentionConfig({name}=...)" if name in OPTIONS else None
     known = tuple(x for x in inspect.signature(dist_flash_attn_func).parameters if x != "unknown")
-    instead = _MEANT.get(name) or option or nearest(name, known)
-    error = UnsupportedError(f"the argument {name}", "these functions have none of that name", instead)
+    hint = f"config=DistAttentionConfig({name}=...)" if name in OPTIONS else nearest(name, known)
+    return UnsupportedError(f"the argument {name}", "these functions have none of that name", _MEANT.get(name, hint))
+
+
+def _refuse(error: UnsupportedError, group: Group, config: DistAttentionConfig) -> NoReturn:
     verify = config.verify == "on"
     refuse(error, channel_of(group, verify=verify), verify=verify)
     raise error

@@ -73,9 +73,9 @@ def initialize(
         with unpublished():
             return deepspeeds_own()(args=args, model=model, config=config, config_params=config_params, **rest)
     check_settings(settings, block.size)
-    _compile_nothing_on_cpu(settings)
     check_call(model, mpu=mpu, mesh_param=mesh_param, training_data=training_data)
     deepspeed.init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
+    _compile_nothing_on_cpu(settings)
     settings, finish = prepare(model, settings, block, mpu)
     if args is not None:  # DeepSpeed takes one configuration, and ours is complete
         args = copy.copy(args)

@@ -8,11 +8,12 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.distributed as dist
 
+from dfa_megatron.kernels.current_stream import current_stream
 from dfa_megatron.plan.language.ir import BACKWARD, FORWARD
 from dfa_megatron.runtime.comm.transport import Transport
 
@@ -85,7 +86,7 @@ class _Stopwatch:
             self.times.append(1e3 * time.perf_counter())
             return
         self.events.append(torch.cuda.Event(enable_timing=True))
-        self.events[-1].record()
+        self.events[-1].record(current_stream(self.device))
 
     def milliseconds(self) -> tuple[float, float] | None:
         """Return the time of all and that of the waits; None while they last."""
@@ -96,8 +97,7 @@ class _Stopwatch:
         return marks[-1] - marks[0], waits
 
 
-@dataclass(frozen=True, slots=True)
-class _Sample:
+class _Sample(NamedTuple):
     is_forward: bool
     flops: float
     watch: _Stopwatch
@@ -113,11 +113,12 @@ _said: set[str] = set()
 def timed(run: Run, prepared: Prepared, memory: MemoryPlan, inputs: Fields, exchanged: bool) -> Fields:
     """Run a phase, and note the time that it takes and that its stream waits for messages."""
     device, is_forward = inputs[0].device, memory is prepared.forward
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():  # events in a graph cannot be read
+        return run(prepared, memory, inputs, exchanged)
     describe(prepared, device)
     problem, watch = prepared.rank_plan.problem, _Stopwatch(device)
     flops = problem.mask.area * problem.shape.flops_per_pair(FORWARD if is_forward else BACKWARD) / problem.ranks
     watch.mark()
-    # A capture takes no events that are read.
     Transport.mark = None if prepared.request.config.cuda_graph else watch.mark
     try:
         results = run(prepared, memory, inputs, exchanged)

@@ -34,12 +34,14 @@ def needs_gradient(inputs: Inputs) -> bool:
     return some and torch.is_grad_enabled()
 
 
-def _forward(inputs: Inputs, request: Request, over: Channel | None, trains: bool) -> Pair:
-    """Return (out, lse), in as many stages of heads as the request asks for."""
+def _forward(inputs: Inputs, request: Request, over: Channel | None, trains: bool, *, saves: bool = False) -> Pair:
+    """Return (out, lse), in as many stages of heads as the request asks for. saves: see `say_how`."""
     q, k, v, sinks, slopes = inputs
     number = request.config.head_stages
     if number == 1 or k.dim() != 4:
-        out, lse, *_ = run_forward(prepare(request, over, inputs, trains=trains), inputs, trains=trains)
+        prepared = prepare(request, over, inputs, trains=trains)
+        say_how(prepared, q.device, saves=saves)
+        out, lse, *_ = run_forward(prepared, inputs, trains=trains)
         return out, lse
     refuse_extras(inputs, request, over)
     if (error := stages_error(number, k.shape[2])) is not None:
@@ -51,6 +53,7 @@ def _forward(inputs: Inputs, request: Request, over: Channel | None, trains: boo
         some_q, some_k, some_v, _, _, *more = _of_stage((q, k, v, None, None, sinks, slopes), heads, kv_heads)
         some = Inputs(some_q, some_k, some_v, *more)
         prepared = prepare(request, over, some, trains=trains)
+        say_how(prepared, q.device, saves=saves)
         out[:, :, heads], lse[:, heads], *_ = run_forward(prepared, some, trains=trains)
     return out, lse
 
@@ -109,7 +112,7 @@ class DirectAttention(torch.autograd.Function):
             COUNTERS.replays += 1
             out, lse = (x.detach() for x in known)
         elif request.config.head_stages > 1:
-            out, lse = _forward(inputs, request, over, trains)
+            out, lse = _forward(inputs, request, over, trains, saves=not may_keep)
         else:
             ctx.prepared = prepare(request, over, inputs, trains=trains)
             if may_keep not in ctx.prepared.said:

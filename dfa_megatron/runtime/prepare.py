@@ -151,7 +151,6 @@ def prepare(request: Request, over: Channel | None, inputs: Inputs, *, trains: b
     """Return the prepared attention of a request on tensors like these; collective over the group if it is new.
 
     Args:
-        request: what is asked.
         over: the channel of the ranks; None for one rank.
         inputs: the tensors; the slopes of ALiBi are compared across the ranks when the request is new.
         trains: whether a backward may follow, compared then and in each call.

@@ -26,9 +26,6 @@ KEPT, _SHOWN = 4096, 64
 _MASK, _ODD = (1 << 63) - 1, 0x5851F42D4C957F2D
 
 
-_LENGTH = "tokens of a rank"
-"""The name under which ranks compare how many tokens they hold."""
-
 Facts = dict[str, str]
 """What ranks compare, by name."""
 
@@ -251,7 +248,7 @@ def different(everyone: Sequence[Facts]) -> DisagreementError:
         for field in fields
         if len(set(values := [theirs.get(field, "(nothing)") for theirs in everyone])) > 1
     ]
-    if len({theirs.get(_LENGTH) for theirs in everyone}) > 1:
+    if len({theirs.get("tokens of a rank") for theirs in everyone}) > 1:
         lines.append("What works: as many tokens on every rank. Pad the sequence to a multiple of the ranks.")
     return DisagreementError("\n".join(("the ranks of the group ask for different attentions:", *lines)))
 
