@@ -20,4 +20,7 @@ The twelve static masks of the Long-Context Attention Benchmark (arXiv 2510.1789
 """
 
 from dfa_megatron.plan.language.mask import *  # noqa: F403 -- its `__all__` is the one list of masks
-from dfa_megatron.plan.language.mask import __all__ as __all__
+from dfa_megatron.plan.language.mask import __all__ as _most
+from dfa_megatron.plan.language.tree import prompt_tree as prompt_tree
+
+__all__ = [*_most, "prompt_tree"]

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from dfa_megatron.errors import DisagreementError, UnsupportedError
 from dfa_megatron.kernels.leaf import differentiable_once
 from dfa_megatron.plan.language.layout import Layout, by_name
-from dfa_megatron.plan.language.mask import check_parents
+from dfa_megatron.plan.language.tree import Tree
 from dfa_megatron.plan.schedules.load_balanced import layout_of
 from dfa_megatron.runtime.comm.groups import Group, resolve
 from dfa_megatron.runtime.cu_seqlens import balancing_mask, offsets_of
@@ -132,11 +132,8 @@ def tree_positions(
     Raises:
         ValueError: they are no trees in depth-first order.
     """
-    check_parents(parents, len(lengths))
-    begins: list[int] = []
-    for parent in parents:
-        begins.append(begins[parent] + lengths[parent] if parent >= 0 else 0)
-    parts = [torch.arange(lo, lo + length, device=device) for lo, length in zip(begins, lengths, strict=True)]
+    places = Tree(tuple(lengths), tuple(parents)).places
+    parts = [torch.arange(lo, lo + length, device=device) for lo, length in zip(places, lengths, strict=True)]
     return torch.cat(parts)
 
 

@@ -49,19 +49,19 @@ LONG_FUNCTIONS_FOR_NOW = {
 
 BUDGETS = {
     "benchmarks": 5_852,
-    "cli": 624,
+    "cli": 625,
     "deepspeed": 1_450,
     "doctor": 1_032,
     "huggingface": 4_554,
     "kernels": 3_643,
     "loss": 709,
     "megatron": 4_643,
-    "plan": 5_325,
+    "plan": 5_404,
     "proving": 763,
     "recurrence": 1_149,
     "remat": 529,
     "runtime": 5_257,
-    "tests": 36_427,
+    "tests": 36_440,
     "top": 1_512,
 }
 """Lines of Python in a folder of the package, in its files beside them ("top"), in tests and in benchmarks.

@@ -21,6 +21,7 @@ from dfa_megatron.plan.language.ir import AttentionPlan
 from dfa_megatron.plan.language.mask import Mask
 from dfa_megatron.plan.language.shape import AttentionShape, HeadSplit, split_heads, split_tokens
 from dfa_megatron.plan.language.text import to_text
+from dfa_megatron.plan.language.tree import prompt_tree
 from dfa_megatron.plan.lowering.lower import lower_all
 
 WIDTH = 100
@@ -35,7 +36,7 @@ MASKS: dict[str, Callable[[PlanFlags], Mask]] = {
     "window-documents": lambda flags: masks.documents(_documents(flags), causal=False, window_size=flags.window_size),
     "prefix": lambda flags: masks.prefix_lm(flags.seq_length, flags.prefix),
     "prefix-documents": lambda flags: masks.prefix_lm_documents(_documents(flags), flags.prefix),
-    "prompt-tree": lambda flags: masks.prompt_tree(_documents(flags), _parents(flags)),
+    "prompt-tree": lambda flags: prompt_tree(_documents(flags), _parents(flags)),
     "causal-blockwise": lambda flags: masks.causal_blockwise(_documents(flags)),
     "block-causal": lambda flags: masks.block_causal_documents(_documents(flags), flags.block),
     "global-window": lambda flags: masks.global_sliding(flags.seq_length, max(flags.window_size), flags.prefix),

@@ -98,7 +98,7 @@ def attention(
             counts = {"a window": window != (-1, -1), "chunks": chunk, "a temperature": has_temperature(module)}
             if any(counts.values()):
                 refuse_in_layer(module, " and ".join(name for name, there in counts.items() if there))
-            out: Any = dist_flash_attn_func(q, k, v, mask=forward.tree.mask, **call)
+            out: Any = dist_flash_attn_func(q, k, v, mask=forward.tree.mask(), **call)
         elif documents is None:
             out = dist_flash_attn_func(q, k, v, causal=True, window_size=window, **call)
         else:

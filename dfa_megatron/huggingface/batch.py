@@ -90,7 +90,7 @@ def shard_batch(batch: Mapping[str, Any], *, group: Group = None) -> dict[str, A
     if mask is not None and not bool(mask.all()):
         local["attention_mask"] = mask if others else shard_sequence(mask, group=group)
     if trees.KEY in batch:
-        local |= {"position_ids": shard_sequence(tree.positions(tokens.device), group=group)}
+        local |= {"position_ids": shard_sequence(trees.positions_of(tree, tokens.device), group=group)}
         local |= {trees.KEY: (tree.lengths, tree.parents)}
     if "labels" in batch:
         shifted = torch.nn.functional.pad(batch["labels"], (0, 1), value=IGNORED)[:, 1:]

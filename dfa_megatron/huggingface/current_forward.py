@@ -16,7 +16,7 @@ import torch
 from dfa_megatron.config import TrainingConfig
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.huggingface.positions.document_starts import Documents
-from dfa_megatron.huggingface.positions.prompt_trees import Tree
+from dfa_megatron.plan.language.tree import Tree
 
 NAME = "dfa"
 """As in `model.set_attn_implementation(NAME)`. A name with "flash" in it would change how models build their inputs."""

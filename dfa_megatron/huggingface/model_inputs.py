@@ -159,7 +159,7 @@ def _forward_of_part(decoder: Any, context: LayerContext, given: Arguments, args
             trees.refuse_for("a table behind its padding")
         beside = [name for name in packed.FLASH_KEYS if given.get(name) is not None]
         tree = trees.tree_of(given[trees.KEY], tokens.shape[1] * context.size, beside)
-        positions = shard_sequence(tree.positions(tokens.device), group=context.group)
+        positions = shard_sequence(trees.positions_of(tree, tokens.device), group=context.group)
         _check_stated(stated, positions, context, number)
     else:
         documents, positions = _documents(given, stated, tokens, context, number)
@@ -232,7 +232,7 @@ def _with_lengths(forward: Forward, decoder: Any, whole: WholeBatch | None) -> F
     length = positions.shape[1] * forward.context.size
     added = 0 if whole is None else length - whole.length
     if forward.tree is not None:
-        longest = int(forward.tree.positions().max()) + 1
+        longest = forward.tree.longest
     else:
         ends = forward.documents or ((0, length),)
         longest = max(hi - lo for offsets in ends for lo, hi in pairwise((*offsets[:-1], offsets[-1] - added)))

@@ -11,11 +11,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dfa_megatron.plan.language import mask as masks
+from dfa_megatron import masks
 from dfa_megatron.plan.language.geometry import Span, Tile
 from dfa_megatron.plan.language.ir import needed_pairs
 from dfa_megatron.plan.language.layout import contiguous
-from dfa_megatron.plan.language.mask import Mask
+from dfa_megatron.plan.language.mask import Mask, of_window
+from dfa_megatron.sharding import tree_positions
 from tests.support.plan_cases import ancestors, every_mask, heterogeneous_masks, of_union
 
 
@@ -100,7 +101,11 @@ def test_every_small_tree_lets_a_token_see_its_ancestors_and_what_is_before_it()
         number = np.repeat(np.arange(len(lengths)), lengths)
         i, j = np.indices((len(number), len(number)))
         above = np.array([[b in ancestors(a, parents) for b in range(len(parents))] for a in range(len(parents))])
-        assert (counts(masks.prompt_tree(lengths, parents)) == ((j <= i) & above[number[i], number[j]])).all(), parents
+        place = np.array(tree_positions(lengths, parents).tolist())
+        sees = (j <= i) & above[number[i], number[j]]
+        for window in (-1, 0, rng.randint(1, 4), 18):
+            near = (window < 0) | (place[i] - place[j] <= window)
+            assert (counts(masks.prompt_tree(lengths, parents, window=window)) == (sees & near)).all(), parents
 
 
 def test_masks_are_equal_if_their_tiles_are_whatever_their_names() -> None:
@@ -133,7 +138,7 @@ def test_window_arguments_mean_what_flash_attention_means(causal: bool, left: in
     n = 10
     last = 0 if causal else right
     want = [[(left < 0 or j >= i - left) and (last < 0 or j <= i + last) for j in range(n)] for i in range(n)]
-    mask = masks.of_window(n, causal, (left, right))
+    mask = of_window(n, causal, (left, right))
     assert (counts(mask) == np.array(want)).all()
     if np.array(want).all():
         assert mask == masks.full(n)

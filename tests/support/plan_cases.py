@@ -9,12 +9,13 @@ from itertools import accumulate, pairwise
 
 import numpy as np
 
+from dfa_megatron import masks
 from dfa_megatron.errors import UnsupportedError
-from dfa_megatron.plan.language import mask as masks
 from dfa_megatron.plan.language.geometry import UNBOUNDED, Span, Tile
 from dfa_megatron.plan.language.ir import AttentionPlan, Plan
 from dfa_megatron.plan.language.mask import Mask
 from dfa_megatron.plan.schedules import OWNER_COMPUTES, SCHEDULES, plan_named
+from dfa_megatron.sharding import tree_positions
 
 
 @dataclass(frozen=True)
@@ -82,6 +83,7 @@ def heterogeneous_masks(n: int, rng: random.Random) -> list[Case]:
     prefix, block, tokens = rng.randint(0, n), rng.randint(1, 5), rng.randint(0, n)
     prefixes = [rng.randint(0, 5) for _ in lengths]
     parents = some_parents(len(lengths), rng)
+    place, reach = tree_positions(lengths, parents).tolist(), rng.choice([n, left])
 
     def alike(i: int, j: int) -> bool:
         return number[i] == number[j]
@@ -106,8 +108,8 @@ def heterogeneous_masks(n: int, rng: random.Random) -> list[Case]:
             lambda i, j: alike(i, j) and (j <= i or j - start[j] < prefixes[number[j]]),
         ),
         Case(
-            masks.prompt_tree(lengths, parents),
-            lambda i, j: j <= i and number[j] in ancestors(number[i], parents),
+            masks.prompt_tree(lengths, parents, window=reach),
+            lambda i, j: j <= i and number[j] in ancestors(number[i], parents) and place[i] - place[j] <= reach,
         ),
         Case(masks.causal_blockwise(lengths), lambda i, j: j <= i and (alike(i, j) or number[i] == number[-1])),
         Case(

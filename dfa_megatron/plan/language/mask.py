@@ -28,7 +28,6 @@ __all__ = [
     "global_sliding",
     "prefix_lm",
     "prefix_lm_documents",
-    "prompt_tree",
     "sliding_window",
     "two_way_blocks",
     "union",
@@ -143,7 +142,7 @@ def documents(lengths: Sequence[int], *, causal: bool = True, window_size: tuple
     left, right = _normal_window(max(lengths), causal, window_size)
     lo, hi = _bounds(left, right)
     kind = {(-1, 0): "causal", (-1, -1): "full"}.get((left, right), f"window({left},{right})")
-    return _mask(f"documents({kind};{_short(lengths)})", spans[-1].hi, [Tile(span, span, lo, hi) for span in spans])
+    return _mask(f"documents({kind};{short_name(lengths)})", spans[-1].hi, [Tile(span, span, lo, hi) for span in spans])
 
 
 def prefix_lm(length: int, prefix: int) -> Mask:
@@ -165,59 +164,15 @@ def prefix_lm_documents(lengths: Sequence[int], prefix: int | Sequence[int]) -> 
     if len(prefixes) != len(spans) or min(prefixes) < 0:
         raise ValueError(f"{len(spans)} documents need as many prefixes of at least 0 tokens, got {prefixes}")
     tiles = [tile for span, own in zip(spans, prefixes, strict=True) for tile in _prefix_tiles(span, own)]
-    name = f"prefix documents({_short(prefixes)};{_short(lengths)})"
+    name = f"prefix documents({short_name(prefixes)};{short_name(lengths)})"
     return _mask(name, spans[-1].hi, tiles)
-
-
-def prompt_tree(lengths: Sequence[int], parents: Sequence[int]) -> Mask:
-    """Return trees of segments that share their prefixes: a token sees its segment's ancestors, and j <= i inside it.
-
-    Segments stand in depth-first order, each tree behind the one before. A run of first children is one causal tile.
-    The other children of a segment share one tile, of the columns of that run.
-
-    Args:
-        lengths: tokens of each segment.
-        parents: the index of each segment's parent, -1 for a root.
-    """
-    spans = _spans(lengths)
-    check_parents(parents, len(spans))
-    begins, runs, others = list[int](), dict[int, int](), dict[int, int]()
-    for at, (span, parent) in enumerate(zip(spans, parents, strict=True)):
-        begins.append(begins[parent] if 0 <= parent == at - 1 else span.lo)
-        runs[begins[at]] = span.hi
-        if 0 <= parent < at - 1:
-            others.setdefault(parent, span.lo)
-    ends = [span.hi for span in spans]
-    for at in reversed(range(len(spans))):
-        if (parent := parents[at]) >= 0:
-            ends[parent] = max(ends[parent], ends[at])
-    tiles = [Tile(Span(lo, hi), Span(lo, hi), hi=0) for lo, hi in runs.items()]
-    tiles += [Tile(Span(lo, ends[at]), Span(begins[at], spans[at].hi)) for at, lo in others.items()]
-    return _mask(f"prompt tree({_short(parents)};{_short(lengths)})", spans[-1].hi, tiles)
-
-
-def check_parents(parents: Sequence[int], segments: int) -> None:
-    """Refuse parents that are no trees in depth-first order.
-
-    Raises:
-        ValueError: names the segment, and the parents that it can have.
-    """
-    if len(parents) != segments:
-        raise ValueError(f"{segments} segments need as many parents, got {list(parents)}")
-    for at, parent in enumerate(parents):
-        above = at - 1
-        while above not in (parent, -1):
-            above = parents[above]
-        if above != parent:
-            known = "-1" + f", {at - 1} or an ancestor of {at - 1}" * (at > 0)
-            raise ValueError(f"in depth-first order the parent of segment {at} is {known}, got {parent}")
 
 
 def causal_blockwise(lengths: Sequence[int]) -> Mask:
     """Return demonstrations and a test example: each block is causal and isolated; the last one sees all before it."""
     *blocks, last = _spans(lengths)
     tiles = [Tile(span, span, hi=0) for span in blocks]
-    return _mask(f"causal blockwise({_short(lengths)})", last.hi, [*tiles, Tile(last, Span(0, last.hi), hi=0)])
+    return _mask(f"causal blockwise({short_name(lengths)})", last.hi, [*tiles, Tile(last, Span(0, last.hi), hi=0)])
 
 
 def block_causal_documents(lengths: Sequence[int], block: int) -> Mask:
@@ -233,7 +188,7 @@ def block_causal_documents(lengths: Sequence[int], block: int) -> Mask:
         for span in spans
         for lo in range(span.lo, span.hi, block)
     ]
-    return _mask(f"block causal documents({block};{_short(lengths)})", spans[-1].hi, tiles)
+    return _mask(f"block causal documents({block};{short_name(lengths)})", spans[-1].hi, tiles)
 
 
 def two_way_blocks(lengths: Sequence[int], blocks: Sequence[tuple[int, int]], left: int = -1) -> Mask:
@@ -257,8 +212,8 @@ def two_way_blocks(lengths: Sequence[int], blocks: Sequence[tuple[int, int]], le
         tiles.append(Tile(Span(at, span.hi), span, lo, 0))
     if waiting:
         raise ValueError(f"the block that begins at token {waiting[-1].lo} lies behind the {spans[-1].hi} tokens")
-    inside = _short([edge for block in blocks for edge in block])
-    return _mask(f"two-way blocks({inside};{left};{_short(lengths)})", spans[-1].hi, tiles)
+    inside = short_name([edge for block in blocks for edge in block])
+    return _mask(f"two-way blocks({inside};{left};{short_name(lengths)})", spans[-1].hi, tiles)
 
 
 def global_sliding(length: int, window: int, tokens: int, *, causal: bool = False) -> Mask:
@@ -317,7 +272,7 @@ def _prefix_tiles(span: Span, prefix: int) -> list[Tile]:
     return [Tile(first, first), Tile(Span(first.hi, span.hi), span, hi=0)]
 
 
-def _short(lengths: Sequence[int]) -> str:
+def short_name(lengths: Sequence[int]) -> str:
     """Format the lengths; where they would fill the screen, give their count and a hash."""
     text = ",".join(map(str, lengths))
     if len(lengths) <= 8:
