@@ -152,6 +152,8 @@ class BlockKernel(ABC):
     """Divides the tile of a segment into tiles that a launch takes; None where it takes any band."""
     takes: Takes = "segment"
     """Which segments one launch computes; several only for a batch of one."""
+    skips_rows: ClassVar[bool] = False
+    """A launch of several segments takes memory for its results, and leaves the rows between them as they are there."""
     caps_scores: ClassVar[bool] = False
     adds_alibi: ClassVar[bool] = False
 
@@ -171,6 +173,14 @@ class BlockKernel(ABC):
     def launch_backward(self, call: BlockCall, dout: torch.Tensor, saved: Saved) -> Gradients:
         """Compute `backward` for a call as `takes` and `cut` declare it."""
 
+    def launch_into(self, call: BlockCall, into: Partial) -> Partial:
+        """Compute `launch` of several segments with gaps between their rows into memory; for `skips_rows`."""
+        raise NotImplementedError
+
+    def launch_backward_into(self, call: BlockCall, dout: torch.Tensor, saved: Saved, dq: torch.Tensor) -> Gradients:
+        """Compute `launch_backward` in the same way, dq into memory."""
+        raise NotImplementedError
+
     def forward(self, call: BlockCall) -> Partial:
         """Return normalised (out, lse): out in q's dtype, lse (natural logarithm) in the accumulator dtype.
 
@@ -186,6 +196,9 @@ class BlockKernel(ABC):
             out.zero_()
             lse.fill_(-math.inf)
         for part in split.parts:
+            if self.skips_rows and part.segments.window is not None:
+                self.launch_into(call.part(part), (out, lse))
+                continue
             part_out, part_lse = self.launch(call.part(part))
             part.rows.put(out, part_out)
             part.rows.put(lse, part_lse, 2)
@@ -200,21 +213,31 @@ class BlockKernel(ABC):
         if (only := split.only) is not None and only.is_whole:
             return self.launch_backward(call if only.segments is call.segments else call.part(only), dout, saved)
         q, k, v = call.q, call.k, call.v
-        key_dtype = accumulator_dtype(q.dtype) if split.shares_columns else k.dtype
+        # One launch that copies keys writes all of their gradients, summed; else they are summed in memory.
+        sums = split.shares_columns and len(split.parts) == 1
+        adds = split.shares_columns and not sums
+        key_dtype = accumulator_dtype(q.dtype) if adds else k.dtype
         dq = _memory(q, q.dtype, split.fills_rows)
-        dk, dv = (_memory(x, key_dtype, split.fills_columns) for x in (k, v))
+        dk, dv = (_memory(x, key_dtype, split.fills_columns or sums) for x in (k, v))
         for part in split.parts:
             rows, columns = part.rows, part.columns
-            part_dq, part_dk, part_dv = self.launch_backward(call.part(part), rows.take(dout), saved.rows(rows))
-            rows.put(dq, part_dq)
-            columns.put(dk, part_dk, add=split.shares_columns)
-            columns.put(dv, part_dv, add=split.shares_columns)
+            if self.skips_rows and part.segments.window is not None:
+                _, *of_keys = self.launch_backward_into(call.part(part), dout, saved, dq)
+            else:
+                part_dq, *of_keys = self.launch_backward(call.part(part), rows.take(dout), saved.rows(rows))
+                rows.put(dq, part_dq)
+            for whole, one in zip((dk, dv), of_keys, strict=True):
+                if split.shares_columns and columns.index is not None:
+                    _sum_rows(one, columns, whole, add=adds)
+                else:
+                    columns.put(whole, one, add=adds)
         return dq, dk.to(k.dtype), dv.to(v.dtype)
 
     def _split(self, call: BlockCall) -> Split:
         """Return the launches of a call, and cache them on its segments."""
         single = call.q.shape[0] == 1
-        split = call.segments.tables[type(self), single] = call.segments.split(self.takes, self.cut, single=single)
+        split = call.segments.split(self.takes, self.cut, single=single, skips=self.skips_rows)
+        call.segments.tables[type(self), single] = split
         return split
 
 
@@ -222,3 +245,10 @@ def _memory(x: torch.Tensor, dtype: torch.dtype, is_filled: bool) -> torch.Tenso
     """Allocate a gradient of x, zeroed unless every row will be written."""
     new = torch.empty_like if is_filled else torch.zeros_like
     return new(x, dtype=dtype, memory_format=torch.contiguous_format)
+
+
+def _sum_rows(x: torch.Tensor, rows: Rows, into: torch.Tensor, *, add: bool) -> None:
+    """Sum the gradients of every row's copies into it, or onto what is there."""
+    from dfa_megatron.kernels.merge import sum_rows  # which imports this module
+
+    sum_rows(x, rows, into, add=add)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import accumulate, pairwise
+from itertools import accumulate, chain, pairwise
 from typing import Any, Literal
 
 import torch
@@ -27,7 +27,7 @@ class Segments:
 
     There is one object per call, so derived tables are cached on it.
 
-    parts: rows increase on both sides and are disjoint.
+    parts: rows increase on both sides and are disjoint; for a kernel of windows several may have the same keys.
     window: set for a varlen launch, whose segments follow one another: the one window that serves all of them.
     ragged: calls of many other lengths come, so a kernel had better not be compiled for these.
     tables: cache of everything derived; each user chooses its keys.
@@ -69,49 +69,72 @@ class Segments:
         q, kv = sum(s.q_hi - s.q_lo for s in self.parts), sum(s.kv_hi - s.kv_lo for s in self.parts)
         return q == self.q_len and kv == self.kv_len
 
-    def offsets(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return int32 (segments + 1,) offsets into the query rows and into the key rows of a varlen launch."""
+    @cached_property
+    def q_covered(self) -> int:
+        """The query rows in segments."""
+        return sum(s.q_hi - s.q_lo for s in self.parts)
+
+    @property
+    def has_gaps(self) -> bool:
+        """A query row is between segments."""
+        return self.q_covered < self.q_len
+
+    def offsets(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """Return int32 (segments + 1,) offsets into the query rows and into the key rows of a varlen launch.
+
+        The third is the number of query rows of each segment, where there are gaps between them.
+        """
         key = "offsets", device, stream_of(device)
         if key not in self.tables:
             lengths = [s.q_hi - s.q_lo for s in self.parts], [s.kv_hi - s.kv_lo for s in self.parts]
-            self.tables[key] = tuple(moved(list(accumulate(x, initial=0)), torch.int32, device) for x in lengths)
-        found: tuple[torch.Tensor, torch.Tensor] = self.tables[key]
+            starts, ends = (list(accumulate(x, initial=0)) for x in lengths)
+            if self.has_gaps:
+                starts = [*(s.q_lo for s in self.parts), self.q_len]
+            used = moved(lengths[0], torch.int32, device) if self.has_gaps else None
+            self.tables[key] = *(moved(x, torch.int32, device) for x in (starts, ends)), used
+        found: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None] = self.tables[key]
         return found
 
-    @cached_property
-    def groups(self) -> tuple[Part, ...]:
-        """As few varlen launches as the windows allow; rows that do not follow one another are gathered."""
+    def groups(self, *, skips: bool) -> tuple[Part, ...]:
+        """As few varlen launches as the windows allow; rows that do not follow one another are gathered.
+
+        skips: a launch passes over query rows between its segments, so these are not gathered.
+        """
         left = list(self.parts)
         out = []
         # The most constrained windows first: they serve segments with fewer bounds.
         for window in sorted({s.band for s in left}, key=lambda b: ((b.left < 0) + (b.right < 0), b)):
             if served := [s for s in left if _serves(window, s)]:
-                out.append(_group(self, window, served))
+                out.append(_group(self, window, served, skips=skips))
                 left = [s for s in left if not _serves(window, s)]
         return tuple(out)
 
-    def split(self, takes: Takes, cut: Cut | None, *, single: bool) -> Split:
+    def split(self, takes: Takes, cut: Cut | None, *, single: bool, skips: bool) -> Split:
         """Return the launches of a kernel: one segment each, or several where the kernel takes them.
 
         takes: the segments of one launch.
         cut: divides the tile of a single segment; None where a launch takes any band, blind rows included.
         single: the batch is one. A launch of several segments has no batch dimension.
+        skips: as for `groups`.
         """
         if len(self.parts) > 1 and single and takes != "segment":
             whole = Part(Rows(0, self.q_len, self.q_len), Rows(0, self.kv_len, self.kv_len), self)
-            return Split.of(self, (whole,) if takes == "segments" else self.groups)
+            return Split.of(self, (whole,) if takes == "segments" else self.groups(skips=skips))
         return Split.of(self, tuple(part for s in self.parts for part in _tiles(self, s, cut)))
 
 
 @dataclass(frozen=True, eq=False)
 class Rows:
-    """Some rows of a tensor with `length` of them: lo..hi, or the rows in `index` where they have gaps."""
+    """Some rows of a tensor with `length` of them: lo..hi, or the rows in `index` where they have gaps.
+
+    A key row is in the index more than once where several segments of a launch have it.
+    """
 
     lo: int
     hi: int
     length: int
     index: tuple[int, ...] | None = None
-    _on: dict[tuple[torch.device, int], torch.Tensor] = field(default_factory=dict, repr=False)
+    _on: dict[tuple[object, ...], torch.Tensor] = field(default_factory=dict, repr=False)
 
     @cached_property
     def count(self) -> int:
@@ -129,23 +152,36 @@ class Rows:
             return x
         if self.index is None:
             return x.narrow(dim, self.lo, self.count)
-        return x.index_select(dim, self._indices(x.device))
+        return x.index_select(dim, self.indices(x.device))
 
     def put(self, x: torch.Tensor, value: torch.Tensor, dim: int = 1, *, add: bool = False) -> None:
         """Write these rows of x, or add to them."""
         if self.index is not None:
-            x.index_copy_(dim, self._indices(x.device), value.to(x.dtype))
+            x.index_copy_(dim, self.indices(x.device), value.to(x.dtype))
         elif add:
             x.narrow(dim, self.lo, self.count).add_(value)
         else:
             x.narrow(dim, self.lo, self.count).copy_(value)
 
-    def _indices(self, device: torch.device) -> torch.Tensor:
+    def indices(self, device: torch.device) -> torch.Tensor:
+        """Return the index, int64 (count,)."""
         key = device, stream_of(device)
         if key not in self._on:
             assert self.index is not None
             self._on[key] = moved(list(self.index), torch.int64, device)
         return self._on[key]
+
+    def sources(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return where in the index each row stands: int32 (length + 1,) offsets into the int32 places."""
+        keys = ("starts", device, stream_of(device)), ("places", device, stream_of(device))
+        if keys[0] not in self._on:
+            places: list[list[int]] = [[] for _ in range(self.length)]
+            for place, row in enumerate(self.index or range(self.lo, self.hi)):
+                places[row].append(place)
+            starts = list(accumulate(map(len, places), initial=0))
+            for key, values in zip(keys, (starts, [place for row in places for place in row]), strict=True):
+                self._on[key] = moved(values, torch.int32, device)
+        return self._on[keys[0]], self._on[keys[1]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -171,7 +207,7 @@ class Split:
 
     only: the launch, where one has every query row.
     fills_rows, fills_columns: every query row, every key row is in a launch.
-    shares_columns: a key row may be in several launches, so gradients of keys and values are summed.
+    shares_columns: a key row may be in several segments, so gradients of keys and values are summed.
     """
 
     parts: tuple[Part, ...]
@@ -183,17 +219,18 @@ class Split:
     @classmethod
     def of(cls, segments: Segments, parts: tuple[Part, ...]) -> Split:
         """Find out what the launches cover."""
-        only = parts[0] if len(parts) == 1 and parts[0].rows.is_all else None
+        covered = sum(p.rows.count if p.segments.window is None else p.segments.q_covered for p in parts)
+        fills_rows = covered == segments.q_len
+        alone = len(parts) == 1 and parts[0].rows.is_all
+        only = parts[0] if alone and (fills_rows or parts[0].segments.window is None) else None
         spans = sorted((p.columns.lo, p.columns.hi) for p in parts if p.columns.index is None)
         shares = any(before[1] > after[0] for before, after in pairwise(spans))
+        gathered = [row for p in parts for row in p.columns.index or ()]
+        if gathered:
+            every = {*gathered, *chain.from_iterable(range(*span) for span in spans)}
+            shares = shares or len(every) < sum(p.columns.count for p in parts)
         columns = sum(p.columns.count for p in parts)
-        return cls(
-            parts,
-            only,
-            sum(p.rows.count for p in parts) == segments.q_len,
-            columns == segments.kv_len and not shares,
-            shares,
-        )
+        return cls(parts, only, fills_rows, columns == segments.kv_len and not shares, shares)
 
 
 def _tiles(whole: Segments, segment: Segment, cut: Cut | None) -> Iterable[Part]:
@@ -212,23 +249,25 @@ def _part(whole: Segments, q: Span, kv: Span, band: Band) -> Part:
     return Part(rows, columns, whole if same else Segments.one(band, len(q), len(kv), ragged=whole.ragged))
 
 
-def _group(whole: Segments, window: Band, served: Sequence[Segment]) -> Part:
+def _group(whole: Segments, window: Band, served: Sequence[Segment], *, skips: bool) -> Part:
     """The varlen launch of segments that one window serves."""
     q, kv = [Span(s.q_lo, s.q_hi) for s in served], [Span(s.kv_lo, s.kv_hi) for s in served]
-    q_at, kv_at = ([*accumulate(map(len, spans), initial=0)] for spans in (q, kv))
+    kv_at = [*accumulate(map(len, kv), initial=0)]
+    q_at, q_len = [span.lo for span in q], whole.q_len
+    if not skips:
+        *q_at, q_len = accumulate(map(len, q), initial=0)
     parts = tuple(
-        Segment(q_at[i], q_at[i + 1], kv_at[i], kv_at[i + 1], segment.band) for i, segment in enumerate(served)
+        Segment(q_at[i], q_at[i] + len(q[i]), kv_at[i], kv_at[i + 1], segment.band) for i, segment in enumerate(served)
     )
-    return Part(
-        _rows(q, whole.q_len), _rows(kv, whole.kv_len), Segments(parts, q_at[-1], kv_at[-1], window)
-    )  # fmt: skip
+    rows = Rows(0, q_len, q_len) if skips else _rows(q, whole.q_len)
+    return Part(rows, _rows(kv, whole.kv_len), Segments(parts, q_len, kv_at[-1], window))
 
 
 def _rows(spans: Sequence[Span], length: int) -> Rows:
-    """The rows of several spans."""
-    lo, hi = spans[0].lo, spans[-1].hi
-    if hi - lo == sum(map(len, spans)):
-        return Rows(lo, hi, length)
+    """The rows of several spans, in their order."""
+    if all(before.hi == after.lo for before, after in pairwise(spans)):
+        return Rows(spans[0].lo, spans[-1].hi, length)
+    lo, hi = min(span.lo for span in spans), max(span.hi for span in spans)
     return Rows(lo, hi, length, tuple(row for span in spans for row in range(span.lo, span.hi)))
 
 

@@ -56,7 +56,8 @@ class Problem:
 
     asks: a request with defaults for fields on which no plan depends (see `Request.for_plan`). ranks: of the plan.
     local_length: tokens of each. shape, hardware: "auto" decides by these. kernel: computes every block, on all ranks.
-    bands: it takes windows that are neither full nor square causal. format: of messages.
+    bands: it takes windows that are neither full nor square causal. repeats: it copies keys that several segments of a
+    call have. format: of messages.
     """
 
     asks: Request
@@ -67,6 +68,7 @@ class Problem:
     hardware: Hardware
     kernel: str
     bands: bool
+    repeats: bool
     format: Format
 
     @property
@@ -176,6 +178,7 @@ def problem_of(
         hardware if over is None else hardware.inside(over.size // ranks),
         kernel.name,
         kernel.refusal(dataclasses.replace(need, forms=need.forms | {"band"})) is None,
+        kernel.takes == "window",
         Format(q.shape[0], q.shape[2], k.shape[2], q.shape[3], v.shape[3], q.dtype, needs),
     )
 

@@ -187,7 +187,7 @@ def work_out(problem: Problem, rank: int) -> RankPlan:
 
 def _placed(plan: Plan, rank: int, problem: Problem) -> MemoryPlan:
     landings = landings_of(plan, problem.format.batch)
-    program = lower(landings[rank], bands=problem.bands)
+    program = lower(landings[rank], bands=problem.bands, repeats=problem.repeats)
     check_programs(landings, [program])
     return plan_memory(program, landings, problem.format)
 

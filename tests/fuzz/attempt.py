@@ -133,9 +133,15 @@ def _call(case: Case, whole: Any, call: int, rank: int) -> Results:
     dice = random.Random(f"{case.seed} {case.number} {call}")
     few = case.compiled or whole.device != "cpu"
     among = STATES[: TRACED if few else UNTRACED if case.checkpoint == "none" else RECOMPUTED]
-    group = dist.group.WORLD if case.ranks > 1 else ""
+    group = dist.group.WORLD if case.ranks > 1 else _alone()
     states = [_states(dice.choice(among), whole.device, case.deterministic) for _ in range(2)]
     return results(whole, rank, case.ranks, way=way, states=(states[0], states[1]), group=group, **case.options)
+
+
+@functools.cache
+def _alone() -> dist.ProcessGroup | None:
+    """Return a group of this process, where it is one of several that each draw cases."""
+    return dist.new_group([dist.get_rank()], use_local_synchronization=True) if dist.is_initialized() else None
 
 
 def _states(drawn: Callable[[str], contextlib.AbstractContextManager[Any]], device: str, deterministic: bool) -> States:

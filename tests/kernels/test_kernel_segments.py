@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 import random
 import zlib
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import pytest
 import torch
 
+from dfa_megatron import kernels
 from dfa_megatron.doctor.dense import dense_attention
+from dfa_megatron.kernels import segments
 from dfa_megatron.kernels.adapters.reference import ReferenceKernel
-from dfa_megatron.kernels.api import BlockCall, Partial
+from dfa_megatron.kernels.api import BlockCall, Gradients, Partial, Saved
 from dfa_megatron.kernels.segments import Segments
 from dfa_megatron.kernels.triton.support import interpreted
 from dfa_megatron.plan.language.geometry import CAUSAL, FULL, Band, Segment
@@ -32,11 +37,12 @@ from tests.support.support_rows import kernel as of_kernel
 
 @dataclass(frozen=True)
 class Pack:
-    """What segments are drawn: their bands, their longest, how many rows are left between them."""
+    """What segments are drawn: their bands, their longest, how many rows are left between them, keys used again."""
 
     bands: tuple[Band, ...]
     longest: int = 40
     gap: int = 0
+    again: bool = False
     square: bool = True
     count: int = 7
     heads: int = 4
@@ -52,10 +58,11 @@ class Pack:
             q_len = draw.choice([1, draw.randint(1, self.longest), self.longest])
             kv_len = q_len if self.square else draw.randint(1, self.longest)
             band = draw.choice(self.bands)
-            tile = Segment(q, q + q_len, kv, kv + kv_len, band).tile.shrink()
+            at = draw.randint(0, kv) if self.again else kv
+            tile = Segment(q, q + q_len, at, at + kv_len, band).tile.shrink()
             if tile is not None:
                 parts.append(Segment(tile.q.lo, tile.q.hi, tile.kv.lo, tile.kv.hi, tile.band))
-                q, kv = tile.q.hi + draw.randint(0, self.gap), tile.kv.hi + draw.randint(0, self.gap)
+                q, kv = tile.q.hi + draw.randint(0, self.gap), max(kv, tile.kv.hi + draw.randint(0, self.gap))
         return Segments(tuple(parts), q, kv)
 
 
@@ -67,6 +74,8 @@ PACKS = {
     "causal and full": Pack((CAUSAL, FULL), square=False),
     "gaps": Pack((CAUSAL,), gap=9),
     "gaps between all kinds": Pack((CAUSAL, FULL, Band(9, 0), Band(-1, 5)), gap=5, square=False),
+    "keys again": Pack((FULL,), longest=90, again=True, square=False),
+    "keys again and gaps": Pack((CAUSAL, FULL), gap=5, again=True, square=False, count=12),
     "windows": Pack((Band(9, 0),), longest=60),
     "windows of two sides": Pack((Band(7, 3),), longest=60, square=False),
     "wide windows": Pack((Band(12, 70),), longest=80, square=False),
@@ -80,6 +89,8 @@ def check_pack(
     batch: int = 1,
 ) -> None:  # fmt: skip
     pack = PACKS[rows]
+    if pack.again and kernels.get(name).takes != "window":
+        pytest.skip(f"{name}: plans give keys again to kernels of windows alone")
     if interpreted():  # where a program takes half a second
         pack = replace(pack, heads=2, kv_heads=1, count=min(pack.count, 5))
     segments = pack.draw(zlib.crc32(f"{rows}{name}{dtype}".encode()))
@@ -118,13 +129,13 @@ def test_segments_have_the_distances_of_their_own_rows(name: str, device: str, d
 
 def test_equal_windows_are_one_group_and_bounds_that_never_bind_do_not_matter() -> None:
     causal = Segment(0, 5, 0, 5, CAUSAL), Segment(5, 6, 5, 9, FULL), Segment(6, 16, 9, 19, CAUSAL)
-    (group,) = Segments(causal, 16, 19).groups
+    (group,) = Segments(causal, 16, 19).groups(skips=False)
     assert group.segments.window == CAUSAL
     assert group.segments.parts == causal
     windows = Segment(0, 30, 0, 30, Band(7, 0)), Segment(30, 35, 30, 35, CAUSAL), Segment(35, 36, 35, 36, FULL)
-    assert [group.segments.window for group in Segments(windows, 36, 36).groups] == [Band(7, 0)]
+    assert [group.segments.window for group in Segments(windows, 36, 36).groups(skips=False)] == [Band(7, 0)]
     mixed = Segment(0, 4, 0, 4, CAUSAL), Segment(4, 8, 4, 9, FULL), Segment(8, 20, 9, 21, Band(3, 0))
-    assert {group.segments.window for group in Segments(mixed, 20, 21).groups} == {Band(3, 0), FULL}
+    assert {group.segments.window for group in Segments(mixed, 20, 21).groups(skips=False)} == {Band(3, 0), FULL}
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -132,7 +143,7 @@ def test_groups_hold_every_segment_once_and_mean_what_its_band_means(seed: int) 
     bands = CAUSAL, FULL, Band(4, 0), Band(9, 0), Band(-1, 6), Band(5, 5)
     segments = Pack(bands, longest=12, gap=2, square=False, count=30).draw(seed)
     grouped = []
-    for group in segments.groups:
+    for group in segments.groups(skips=False):
         (rows, columns) = (list(x.index or range(x.lo, x.hi)) for x in (group.rows, group.columns))
         assert group.segments.window is not None
         for s in group.segments.parts:
@@ -142,6 +153,61 @@ def test_groups_hold_every_segment_once_and_mean_what_its_band_means(seed: int) 
             assert replace(at, band=group.segments.window).tile.shrink() == at.tile.shrink()
             grouped.append(at)
     assert sorted(grouped) == sorted(segments.parts)
+
+
+class Windows(ReferenceKernel):
+    """Takes segments of one window, as FlashAttention's varlen functions do."""
+
+    takes = "window"
+
+    def launch(self, call: BlockCall) -> Partial:
+        out, lse = torch.full_like(call.q, math.nan), torch.full_like(call.q[..., 0].transpose(1, 2), math.nan)
+        return self.launch_into(call, (out, lse))
+
+    def launch_into(self, call: BlockCall, into: Partial) -> Partial:
+        assert len({s.band for s in call.segments.parts} | {call.segments.window}) == 1
+        for rows, one in self.each(call):
+            into[0][:, rows], into[1][:, :, rows] = super().launch(one)
+        return into
+
+    def launch_backward(self, call: BlockCall, dout: torch.Tensor, saved: Saved) -> Gradients:
+        return self.launch_backward_into(call, dout, saved, torch.full_like(call.q, math.nan))
+
+    def launch_backward_into(self, call: BlockCall, dout: torch.Tensor, saved: Saved, dq: torch.Tensor) -> Gradients:
+        of_keys = []
+        for rows, one in self.each(call):
+            assert saved.minus_delta is not None
+            its = Saved(saved.lse[:, :, rows], saved.minus_delta[:, :, rows])
+            dq[:, rows], *more = super().launch_backward(one, dout[:, rows], its)
+            of_keys.append(more)
+        dk, dv = (torch.cat(x, 1) for x in zip(*of_keys, strict=True))
+        return dq, dk, dv
+
+    def each(self, call: BlockCall) -> Iterator[tuple[slice, BlockCall]]:
+        _, keys, _ = call.segments.offsets(call.q.device)
+        for s, lo, hi in zip(call.segments.parts, keys.tolist(), keys.tolist()[1:], strict=False):
+            assert (s.kv_lo, s.kv_hi) == (lo, hi)
+            yield (
+                slice(s.q_lo, s.q_hi),
+                BlockCall.of(
+                    call.q[:, s.q_lo : s.q_hi], call.k[:, lo:hi], call.v[:, lo:hi], s.band, call.softmax_scale
+                ),
+            )
+
+
+@pytest.mark.parametrize("skips", [False, True], ids=["gathers rows", "skips rows"])
+@pytest.mark.parametrize("bands", [(FULL,), (CAUSAL, FULL)])
+def test_segments_of_one_window_may_have_keys_again_and_rows_between_them(
+    bands: tuple[Band, ...], skips: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Windows, "skips_rows", skips)
+    monkeypatch.setattr(segments, "_serves", lambda window, segment: window == segment.band)
+    for seed, gap in itertools.product(range(4), (0, 5)):
+        drawn = Pack(bands, gap=gap, again=True, square=False, longest=20, count=9).draw(seed)
+        whole = Case(drawn.q_len, drawn.kv_len, FULL, batch=1, heads=4, kv_heads=2, head_dim=8)
+        p = problem(whole, torch.float64, "cpu", segments=drawn)
+        for _ in range(2):
+            p.check("reference", run(Windows(), p.call, p.dout))
 
 
 class Counted(ReferenceKernel):

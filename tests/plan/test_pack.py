@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 import pytest
 
@@ -12,10 +12,11 @@ from dfa_megatron.errors import PlanError
 from dfa_megatron.plan.language.geometry import CAUSAL, FULL, Segment, Span, Tile
 from dfa_megatron.plan.language.ir import BACKWARD, FORWARD, Phase, Plan
 from dfa_megatron.plan.language.layout import contiguous
-from dfa_megatron.plan.language.mask import documents
-from dfa_megatron.plan.lowering.kernel_calls import COPIED, GAP, packs, segments_of
+from dfa_megatron.plan.language.mask import block_causal_documents, documents
+from dfa_megatron.plan.lowering import kernel_calls
+from dfa_megatron.plan.lowering.kernel_calls import COPIED, GAP, launches, packs, segments_of
 from dfa_megatron.plan.lowering.landings import landings_of
-from dfa_megatron.plan.lowering.lower import lower_all
+from dfa_megatron.plan.lowering.lower import lower, lower_all
 from dfa_megatron.plan.lowering.messages import rank_messages
 from dfa_megatron.plan.proof.check import check, check_programs
 from dfa_megatron.plan.schedules.assignments import by_memory
@@ -144,3 +145,34 @@ def test_what_lands_for_several_sequences_fills_its_tensor_and_is_proved(schedul
                 for message in (message for step in program.steps for message in step.receives):
                     for (region,) in message.parts:
                         assert (0, region.hi) == (region.lo, dict(program.buffers[region.buffer].parts)[region.name])
+
+
+def test_keys_may_be_used_again_where_that_saves_launches() -> None:
+    """Blocks of video see the blocks before them: one call, where each had its own."""
+    blocks = tuple((tile, ()) for tile in block_causal_documents([3000, 2000], 1000).tiles)
+    assert len(launches(blocks, bands=True, repeats=False)) == 3
+    (one,) = launches(blocks, bands=True, repeats=True)
+    assert [segment.tile for segment in one.segments] == [tile for tile, _ in blocks]
+    short = tuple((tile, ()) for tile in block_causal_documents([300, 200], 100).tiles)
+    assert len(launches(short, bands=True, repeats=True)) == 3  # too many keys to copy
+
+
+@pytest.mark.parametrize("schedule", ["ring", "greedy"])
+def test_programs_whose_calls_use_keys_again_are_proved_and_right(
+    schedule: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernel_calls, "AGAIN", 0)
+    again = 0
+    for case in (*every_mask(32, random.Random(3)), *heterogeneous_masks(32, random.Random(4))):
+        plan = plan_of(schedule, case.mask, 3 if case.mask.length % 3 == 0 else 2)
+        for phase in (plan.forward, plan.backward):
+            landings = landings_of(phase)
+            programs = [lower(one, repeats=True) for one in landings]
+            check_programs(landings, programs)
+            assert arrays.is_right(phase, programs, dense.reference(case.dense, seed=3), "random")
+            again += sum(
+                before.kv_hi > after.kv_lo
+                for program in programs for step in program.steps for call in step.calls
+                for before, after in pairwise(call.segments)
+            )  # fmt: skip
+    assert again > 20

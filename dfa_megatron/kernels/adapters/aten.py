@@ -100,7 +100,7 @@ def _arguments(call: BlockCall) -> dict[str, Any]:
     max_q, max_k = segments.q_len, segments.kv_len
     if segments.window is not None:
         q, k, v = q[0], k[0], v[0]
-        cu_q, cu_k = segments.offsets(q.device)
+        cu_q, cu_k, _ = segments.offsets(q.device)
         right = band.right + 1 if band.right >= 0 else segments.max_q if band.left >= 0 else 0
         max_q, max_k = max(segments.max_q, 2), max(segments.max_kv, 2, right)
     return {

@@ -26,8 +26,11 @@ READ = "4.0.0b36"
 """The version whose source this adapter was written from; others are taken where the functions have these arguments."""
 
 _LENGTHS = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
-_COMMON = ("q", "k", "v", "softmax_scale", "softcap", "causal", "window_size_left", "window_size_right", *_LENGTHS)
-_FORWARD = (*_COMMON, "return_lse")
+_COMMON = (
+    *("q", "k", "v", "softmax_scale", "softcap", "causal", "window_size_left", "window_size_right", "seqused_q"),
+    *_LENGTHS,
+)
+_FORWARD = (*_COMMON, "return_lse", "out", "lse")
 _BACKWARD = (*_COMMON, "out", "dout", "lse", "dlse", "deterministic", "dq", "dk", "dv")
 
 Functions = tuple[Callable[..., Any], Callable[..., Any]]
@@ -47,6 +50,7 @@ class Flash4Kernel(BlockKernel):
     backward_needs = "delta"
     takes_out = True
     takes = "window"
+    skips_rows = True
     caps_scores = True
     cut = staticmethod(uncut)
 
@@ -74,6 +78,21 @@ class Flash4Kernel(BlockKernel):
         if call.segments.window is None:
             return results[0], results[1]
         return results[0].unsqueeze(0), results[1].unsqueeze(0)
+
+    def launch_into(self, call: BlockCall, into: Partial) -> Partial:
+        out, lse = (x[0] for x in into)
+        with launches_seen():
+            _loaded()[0](**_arguments("forward", call), return_lse=True, out=out, lse=lse)
+        return into
+
+    def launch_backward_into(self, call: BlockCall, dout: torch.Tensor, saved: Saved, dq: torch.Tensor) -> Gradients:
+        row = saved.out if saved.minus_delta is None else saved.minus_delta
+        assert row is not None, "the flash4 kernel reads delta or out"
+        pass_name = "deterministic backward" if call.deterministic else "backward"
+        known = _known(dout[0], saved.lse[0], row[0])
+        arguments = _arguments(pass_name, call) | {"deterministic": call.deterministic, "dq": dq[0]}
+        results = _differentiate(**arguments, **known)
+        return results[0].unsqueeze(0), results[1].unsqueeze(0), results[2].unsqueeze(0)
 
     def launch_backward(self, call: BlockCall, dout: torch.Tensor, saved: Saved) -> Gradients:
         """See `BlockKernel.launch_backward`; a long call some heads at a time, for the package's accumulators."""
@@ -227,8 +246,9 @@ def _lengths(segments: Segments, device: torch.device) -> dict[str, Any]:
 
     Where the longest segment fits one of its blocks, the package would compile another kernel.
     """
-    cu_q, cu_k = segments.offsets(device)
+    cu_q, cu_k, used = segments.offsets(device)
     return {
+        "seqused_q": used,
         "cu_seqlens_q": cu_q,
         "cu_seqlens_k": cu_k,
         "max_seqlen_q": max(segments.max_q, _BLOCKS),

@@ -122,6 +122,36 @@ def add(parts: Sequence[torch.Tensor], into: torch.Tensor) -> None:
         )  # fmt: skip
 
 
+@triton.jit
+def _sum_rows(x, starts, places, into, width, ADD: tl.constexpr, BLOCK: tl.constexpr):
+    """One program: BLOCK elements of one row of `into`."""
+    row, at = tl.program_id(0), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    there, to = at < width, into + row.to(tl.int64) * width + at
+    total = tl.zeros([BLOCK], tl.float32)
+    if ADD:
+        total += tl.load(to, mask=there, other=0.0).to(tl.float32)
+    number, end = tl.load(starts + row), tl.load(starts + row + 1)
+    while number < end:
+        place = tl.load(places + number).to(tl.int64)
+        total += tl.load(x + place * width + at, mask=there, other=0.0).to(tl.float32)
+        number += 1
+    tl.store(to, total.to(into.dtype.element_ty), mask=there)
+
+
+def sum_rows(x: torch.Tensor, sources: tuple[torch.Tensor, torch.Tensor], into: torch.Tensor, *, add: bool) -> None:
+    """Sum to each row of `into` (1, rows, heads, dim) the rows of x (1, copies, heads, dim) at its places.
+
+    sources: int32 (rows + 1,) offsets into the places of all rows.
+    """
+    width = into.shape[2] * into.shape[3]
+    block = min(triton.next_power_of_2(width), 1024)
+    with on_device_of(into):
+        launch(
+            _sum_rows, (into.shape[1], triton.cdiv(width, block)), x, *sources, into, width,
+            ADD=add, BLOCK=block, num_warps=4,
+        )  # fmt: skip
+
+
 @triton.jit(do_not_specialize=_LENGTHS[:1])
 def _minus_delta(
     a, b, into, length, heads, a_batch, a_row, a_head, b_batch, b_row, b_head,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from itertools import pairwise
@@ -104,6 +105,9 @@ GAP = 2048
 COPIED = 2048
 """Rows that a kernel copies in the time of another call. Some copy the rows of a call with gaps to be adjacent."""
 
+AGAIN = 512
+"""The pairs for each key row of a call that copies keys, from which on the copies take less time than more calls."""
+
 
 class Launch(NamedTuple):
     """What one kernel call computes: spans of rows, the segments relative to them, their blocks and number of pairs."""
@@ -116,15 +120,21 @@ class Launch(NamedTuple):
 
 
 @lru_cache(maxsize=16)  # a forward and its backward ask for the same
-def launches(tiles: tuple[FusedTile, ...], bands: bool) -> tuple[Launch, ...]:
+def launches(tiles: tuple[FusedTile, ...], bands: bool, repeats: bool) -> tuple[Launch, ...]:
     """Return the kernel calls for tiles in rows of the same buffers.
 
     Args:
         tiles: each with its block.
         bands: the kernel takes windows that are neither full nor square causal.
+        repeats: several segments of a call may have the same keys, which the kernel copies for each; those of one
+            window are one launch.
     """
     fused = fuse(tiles)
-    return tuple(map(_launch, packs(fused if bands else without_bands(fused, tiles))))
+    if not bands:
+        fused = without_bands(fused, tiles)
+    apart = packs(fused)
+    together = packs(fused, repeats=True) if repeats and len(apart) > 1 else apart
+    return tuple(map(_launch, together if _worth(together, apart) else apart))
 
 
 def _launch(group: Sequence[FusedTile]) -> Launch:
@@ -133,10 +143,12 @@ def _launch(group: Sequence[FusedTile]) -> Launch:
     return Launch(*segments_of(group), tuple(sorted(blocks)), area)
 
 
-def packs(tiles: Sequence[FusedTile]) -> list[list[FusedTile]]:
+def packs(tiles: Sequence[FusedTile], *, repeats: bool = False) -> list[list[FusedTile]]:
     """Group tiles so that one kernel call can compute each group: rows increase and are disjoint on both sides.
 
     Uses first fit in the order of rows, which makes few groups; tiles of consecutive documents make one.
+
+    repeats: only query rows need be so.
     """
     if len(tiles) == 1:
         return [list(tiles)]
@@ -144,13 +156,30 @@ def packs(tiles: Sequence[FusedTile]) -> list[list[FusedTile]]:
     within_reach: list[list[FusedTile]] = []
     for fused in sorted(tiles, key=lambda fused: (fused[0].q.lo, fused[0].kv.lo)):
         within_reach = [group for group in within_reach if fused[0].q.lo - group[-1][0].q.hi <= GAP]
-        group = next((group for group in within_reach if _follows(group[-1][0], fused[0])), None)
+        group = next((group for group in within_reach if _follows(group[-1][0], fused[0], repeats)), None)
         if group is None:
             group = []
             out.append(group)
             within_reach.append(group)
         group.append(fused)
     return [part for group in out for part in _without_gaps(group)]
+
+
+def _worth(together: list[list[FusedTile]], apart: list[list[FusedTile]]) -> bool:
+    """Return whether fewer launches are worth the copies of keys that they need."""
+    parts = [part for group in together for part in _windows(group)]
+    if len(parts) >= sum(len(_windows(group)) for group in apart):
+        return False
+    copies = [part for part in parts if any(b.kv.lo != a.kv.hi for a, b in pairwise(part))]
+    return sum(tile.area for part in copies for tile in part) >= AGAIN * sum(len(t.kv) for part in copies for t in part)
+
+
+def _windows(group: list[FusedTile]) -> list[list[Tile]]:
+    """Return the tiles of a group by the window that they need."""
+    by_window = defaultdict(list)
+    for tile, _ in group:
+        by_window[tile.band].append(tile)
+    return [*by_window.values()]
 
 
 def _without_gaps(group: list[FusedTile]) -> list[list[FusedTile]]:
@@ -164,14 +193,13 @@ def _without_gaps(group: list[FusedTile]) -> list[list[FusedTile]]:
     return runs if rows > COPIED * (len(runs) - 1) else [group]
 
 
-def _follows(before: Tile, after: Tile) -> bool:
-    return before.q.hi <= after.q.lo and 0 <= after.kv.lo - before.kv.hi <= GAP
+def _follows(before: Tile, after: Tile, repeats: bool) -> bool:
+    return before.q.hi <= after.q.lo and (repeats or 0 <= after.kv.lo - before.kv.hi <= GAP)
 
 
 def segments_of(group: Sequence[FusedTile]) -> tuple[Span, Span, tuple[Segment, ...]]:
     """Return the spans of a group's rows, q and kv, and its segments relative to these spans."""
-    q, kv = (Span(first.lo, last.hi) for first, last in (
-        (group[0][0].q, group[-1][0].q), (group[0][0].kv, group[-1][0].kv)
-    ))  # fmt: skip
+    q = Span(group[0][0].q.lo, group[-1][0].q.hi)
+    kv = Span(min(tile.kv.lo for tile, _ in group), max(tile.kv.hi for tile, _ in group))
     segments = tuple(Segment(t.q.lo - q.lo, t.q.hi - q.lo, t.kv.lo - kv.lo, t.kv.hi - kv.lo, t.band) for t, _ in group)
     return q, kv, segments

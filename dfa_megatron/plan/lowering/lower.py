@@ -20,24 +20,25 @@ def lower_all(plan: Plan, batch: int = 1) -> list[Program]:
     return [lower(landings) for landings in landings_of(plan, batch)]
 
 
-def lower(landings: Landings, *, bands: bool = True) -> Program:
+def lower(landings: Landings, *, bands: bool = True, repeats: bool = False) -> Program:
     """Lower a plan for one rank.
 
     Args:
         landings: of the plan and the rank.
         bands: fuse tiles into windows that are neither full nor square causal; False for a kernel without them.
+        repeats: as for `launches`.
 
     Raises:
         PlanError: the plan breaks a rule of the language.
     """
-    return _Lowering(landings, bands=bands).program()
+    return _Lowering(landings, bands=bands, repeats=repeats).program()
 
 
 class _Lowering:
     """State of one lowering: the buffers of the rank's results, and their lives."""
 
-    def __init__(self, landings: Landings, *, bands: bool) -> None:
-        plan, self.landings, self.bands = landings.plan, landings, bands
+    def __init__(self, landings: Landings, *, bands: bool, repeats: bool) -> None:
+        plan, self.landings, self.fits = landings.plan, landings, (bands, repeats)
         self.plan, self.rank, self.messages, self.rows = plan, landings.rank, landings.messages, landings.rows
         self.layout, self.phase = plan.layout, plan.phase
         self.writes = plan.phase.writes
@@ -146,7 +147,7 @@ class _Lowering:
             for tile in self.plan.tiles(block):
                 groups[q_buffer, kv_buffer, tuple(written)].append((tile.shift(*by), (block,)))
         for (q_buffer, kv_buffer, targets), tiles in groups.items():
-            for launch in launches(tuple(tiles), self.bands):
+            for launch in launches(tuple(tiles), *self.fits):
                 yield self._call(step, q_buffer, kv_buffer, targets, launch)
 
     def _call(self, step: int, q_buffer: int, kv_buffer: int, targets: tuple[BufferRow, ...], launch: Launch) -> Call:

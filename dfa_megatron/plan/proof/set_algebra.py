@@ -178,9 +178,9 @@ class Sets:
         """Return the call's segments as tiles in the rows of its two buffers."""
         q, kv, ends = 0, 0, (call.q.rows, call.kv.rows)
         for segment in call.segments:
-            if not (q <= segment.q_lo < segment.q_hi and kv <= segment.kv_lo < segment.kv_hi):
+            if not (q <= segment.q_lo < segment.q_hi and 0 <= segment.kv_lo < segment.kv_hi):
                 raise self.fail(f"the segments of {call.q} x {call.kv} are empty, overlap, or are out of order")
-            q, kv = segment.q_hi, segment.kv_hi
+            q, kv = segment.q_hi, max(kv, segment.kv_hi)
         first, alone = call.segments[:1], len(call.segments) == 1
         inside = bool(first) and q <= ends[0] and kv <= ends[1]
         if not inside or (alone and (first[0].q_lo, first[0].kv_lo, q, kv) != (0, 0, *ends)):
