@@ -28,7 +28,7 @@ PACKAGES: dict[str, Methods] = {
     "yunchang, the best of three": ("yunchang ring", "yunchang 2 x ring", "yunchang ulysses"),
     "ring-flash-attn, the best of three": ("ring-flash-attn ring", "ring-flash-attn zigzag", "ring-flash-attn llama3"),
 }
-GRID, PEERS = "11-21-4xh200-grid-flash4", "11-22-4xh200-peers-flash4"
+GRID, PEERS = "11-26-4xh100-grid-flash4", "11-22-4xh200-peers-flash4"
 ALL, SOME, ONE, ODD = (32, 32), (32, 8), (32, 1), (33, 33)
 
 
@@ -62,9 +62,9 @@ def grid() -> Lines:
     methods = {"ours": OURS, "ours, `cuda_graph`": GRAPH, "Ulysses": ULYSSES, "PyTorch": PYTORCH}
     lines: list[Line] = []
     for heads in (ALL, SOME, ODD):
-        part = [[label, *(speed(some, (GRID, heads, n)) for n in (8, 32, 128))] for label, some in methods.items()]
+        part = [[label, *(speed(some, (GRID, heads, n)) for n in (8, 16, 32, 128))] for label, some in methods.items()]
         lines += [[f"{heads[0]} on {heads[1]}" if not at else "", *one] for at, one in enumerate(bold(part))]
-    return table(["heads on kv heads", "method", "8K", "32K", "128K"], lines)
+    return table(["heads on kv heads", "method", "8K", "16K", "32K", "128K"], lines)
 
 
 def short() -> Lines:
@@ -158,7 +158,7 @@ def readme() -> Lines:
         "Ulysses all-to-all, the same kernel": ULYSSES,
         "PyTorch `context_parallel`": PYTORCH,
     }
-    columns = {f"{n}K": (GRID, ALL, n) for n in (8, 32, 128)} | {"128K, 33 heads": (GRID, ODD, 128)}
+    columns = {f"{n}K": (GRID, ALL, n) for n in (8, 16, 32, 128)} | {"128K, 33 heads": (GRID, ODD, 128)}
     return speeds("TFLOP/s per GPU", methods, columns)
 
 

@@ -11,7 +11,6 @@ from docs.attention_tables import (
     DEEPSPEED,
     GRID,
     ODD,
-    ONE,
     OURS,
     PEERS,
     PYTORCH,
@@ -39,7 +38,7 @@ def spread(pairs: Iterable[tuple[float, float]]) -> str:
 
 def in_short() -> Lines:
     """Return ratios on four GPUs, each within one run."""
-    plain = [(GRID, heads) for heads in (ALL, SOME, ONE)]
+    plain = [(GRID, heads) for heads in (ALL, SOME)]
     every, peers = [*plain, (GRID, ODD)], [(PEERS, ALL), (PEERS, SOME)]
 
     def against(methods: Methods, cells: list[tuple[str, Heads]], length: int) -> list[tuple[float, float]]:
@@ -69,7 +68,7 @@ def in_short() -> Lines:
             for n in (32, 128)
         ]
         lines.append([label, *(f"{a / b:.2f}" for a, b in pairs)])
-    return table(["on four H200, how many times as fast", "32K tokens", "128K tokens"], lines)
+    return table(["on four GPUs, how many times as fast", "32K tokens", "128K tokens"], lines)
 
 
 LAYERS2, LAYERS4 = "11-22-2xh200-megatron-layers", "11-22-4xh200-megatron-layers"

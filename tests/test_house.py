@@ -48,7 +48,7 @@ LONG_FUNCTIONS_FOR_NOW = {
 """May only become shorter."""
 
 BUDGETS = {
-    "benchmarks": 6_036,
+    "benchmarks": 6_165,
     "cli": 625,
     "deepspeed": 1_450,
     "doctor": 1_032,
@@ -61,7 +61,7 @@ BUDGETS = {
     "recurrence": 1_149,
     "remat": 529,
     "runtime": 5_260,
-    "tests": 36_551,
+    "tests": 36_568,
     "top": 1_512,
 }
 """Lines of Python in a folder of the package, in its files beside them ("top"), in tests and in benchmarks.

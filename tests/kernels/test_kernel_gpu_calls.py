@@ -79,7 +79,9 @@ def late(backward: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     converting = module._bwd_postprocess_convert
     converting.compile_cache["any"] = lambda total, result: result.copy_(total)
 
-    def converted(*, dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor, **a: Any) -> Any:
+    def converted(*, dq: torch.Tensor, dk: Any = None, dv: Any = None, **a: Any) -> Any:
+        if dk is None:  # of a launch that skips rows
+            return backward(dq=dq, **a)
         results, totals = (dq, dk, dv), [x.float() for x in backward(**a)]
         assert not any(map(flash4_launches.has_memory, results))
         for total, result in zip(totals, results, strict=True):

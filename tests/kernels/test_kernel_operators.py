@@ -23,13 +23,14 @@ class Flash4Interface:
     @staticmethod
     def _flash_attn_fwd(q, k, v, qv=None, cu_seqlens_q=None, cu_seqlens_k=None, max_seqlen_q=None, max_seqlen_k=None,
                         softmax_scale=None, causal=False, softcap=None, window_size_left=None, window_size_right=None,
-                        return_lse=False):  # fmt: skip
+                        return_lse=False, seqused_q=None, out=None, lse=None):  # fmt: skip
         """Not called."""
 
     @staticmethod
     def _flash_attn_bwd(q, k, v, out, dout, lse, softmax_scale=None, causal=False, softcap=0.0, window_size_left=None,
                         window_size_right=None, cu_seqlens_q=None, cu_seqlens_k=None, max_seqlen_q=None,
-                        max_seqlen_k=None, deterministic=False, dq=None, dk=None, dv=None, dlse=None):  # fmt: skip
+                        max_seqlen_k=None, seqused_q=None, deterministic=False, dq=None, dk=None, dv=None,
+                        dlse=None):  # fmt: skip
         """Not called."""
 
 
@@ -59,15 +60,15 @@ def test_flash4_refuses_changed_functions_with_the_version_found_and_one_that_wo
         @staticmethod
         def _flash_attn_fwd(q, k, v, cu_seqlens_q=None, cu_seqlens_k=None, max_seqlen_q=None, max_seqlen_k=None,
                             scale=None, causal=False, softcap=None, window_size_left=None, window_size_right=None,
-                            return_lse=False):  # fmt: skip
+                            return_lse=False, seqused_q=None, out=None, lse=None):  # fmt: skip
             """softmax_scale has another name."""
 
     class Greedier(Flash4Interface):
         @staticmethod
         def _flash_attn_bwd(q, k, v, out, dout, lse, sinks, softmax_scale=None, causal=False, softcap=0.0,
                             window_size_left=None, window_size_right=None, cu_seqlens_q=None, cu_seqlens_k=None,
-                            max_seqlen_q=None, max_seqlen_k=None, deterministic=False, dq=None, dk=None, dv=None,
-                            dlse=None):  # fmt: skip
+                            max_seqlen_q=None, max_seqlen_k=None, seqused_q=None, deterministic=False, dq=None,
+                            dk=None, dv=None, dlse=None):  # fmt: skip
             """sinks has no default."""
 
     class Gone:

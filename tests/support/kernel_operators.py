@@ -122,11 +122,14 @@ class StandIn:
         found = []
         assert x["cu_q"].dtype == x["cu_k"].dtype == torch.int32
         edges = [(int(q), int(k)) for q, k in zip(x["cu_q"], x["cu_k"], strict=True)]
-        assert (edges[0], edges[-1]) == ((0, 0), (x["q"].shape[1], x["k"].shape[1]))
+        assert edges[-1] == (x["q"].shape[1], x["k"].shape[1])
+        assert edges[0] == (0, 0) or (a.get("seqused_q") is not None and edges[0][1] == 0)
         self.launches.append(len(edges) - 1)
         least = 512 if self.name == "flash4" else 2  # shorter ones take another kernel, or a path with another lse
-        for (q0, k0), (q1, k1) in pairwise(edges):
-            assert q1 > q0
+        used = a.get("seqused_q")
+        for at, ((q0, k0), (q1, k1)) in enumerate(pairwise(edges)):
+            q1 = q1 if used is None else q0 + int(used[at])
+            assert edges[at + 1][0] >= q1 > q0
             assert k1 > k0
             assert x["max_q"] >= max(q1 - q0, least)
             assert x["max_k"] >= max(k1 - k0, least)
@@ -136,11 +139,18 @@ class StandIn:
     def forward(self, **a: Any) -> tuple[Any, ...]:
         x = self.read(a)
         outs, lses = [], []
-        for rows, columns, seen in self.segments(a, x):
+        segments = self.segments(a, x)
+        for rows, columns, seen in segments:
             tensors = x["q"][:, rows], x["k"][:, columns], x["v"][:, columns]
             out, lse = dense_attention(*tensors, visible=seen, softmax_scale=x["scale"])
             outs.append(out.to(x["q"].dtype))
             lses.append(lse.float().masked_fill(lse == -math.inf, math.inf))
+        if (memory := a.get("out")) is not None:
+            readable(memory)
+            for (rows, *_), out, lse in zip(segments, outs, lses, strict=True):
+                memory[rows], a["lse"][:, rows] = out[0], lse[0]
+            return memory, a["lse"], None
+        assert a.get("seqused_q") is None, "rows between segments would be returned without a value"
         out, lse = torch.cat(outs, 1), torch.cat(lses, 2)
         if x["cu_q"] is not None:
             return out[0], lse[0], None
@@ -159,6 +169,10 @@ class StandIn:
         for rows, columns, seen in segments:
             of_rows = x["q"][:, rows], x["k"][:, columns], x["v"][:, columns], x["dout"][:, rows]
             parts.append(gradients_of(*of_rows, x["lse"][:, :, rows], delta[:, :, rows], seen, x["scale"]))
+        if x["cu_q"] is not None and a.get("dq") is not None:
+            for (rows, *_), (dq, _, _) in zip(segments, parts, strict=True):
+                a["dq"][rows] = dq[0]
+            return [a["dq"], *(torch.cat(xs, 1)[0] for xs in [*zip(*parts, strict=True)][1:])]
         gradients = [torch.cat(xs, 1) for xs in zip(*parts, strict=True)]
         if x["cu_q"] is not None:
             return [g[0] for g in gradients]
