@@ -60,7 +60,7 @@ def test_trees_are_reached_from_the_package() -> None:
 
     assert trees.__all__ == ["TreePack", "from_rollouts"]
     names = list(inspect.signature(trees.from_rollouts).parameters)
-    assert names == ["token_lists", "loss_masks", "length", "multiple_of", "pad", "device"]
+    assert names == ["token_lists", "loss_masks", "length", "multiple_of", "pad"]
 
 
 def test_an_unknown_name_is_an_attribute_error() -> None:

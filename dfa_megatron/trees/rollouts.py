@@ -14,7 +14,6 @@ from dfa_megatron.plan.language.tree import Tree
 from dfa_megatron.trees.tree_pack import TreePack
 from dfa_megatron.trees.trie import Node, lay_out, preorder, trie_of
 
-Device = torch.device | str | None
 TokenRows = list[torch.Tensor]
 
 
@@ -25,7 +24,6 @@ def from_rollouts(
     length: int | None = None,
     multiple_of: int = 1,
     pad: int = 0,
-    device: Device = None,
 ) -> list[TreePack]:
     """Pack rollouts as forests in which each shared prefix stands once; call it with the same rollouts on every rank.
 
@@ -37,9 +35,8 @@ def from_rollouts(
         loss_masks: for each rollout (tokens,) of 0 and 1: which of its tokens count. None: all. A first token is not
             predicted and never counts.
         length: the most tokens of a pack; None: one pack. A group that is larger becomes several trees.
-        multiple_of: the padded length of a pack: of the ranks, of 2 x CP for Megatron, or of `length`.
+        multiple_of: each pack is padded to a multiple of this: the ranks, 2 x CP for Megatron, or `length`.
         pad: the token of the padding.
-        device: of the packs' tensors; the CPU if left out.
 
     Raises:
         UnsupportedError: no rollouts, an empty one, one longer than a pack, or a mask that does not fit.
@@ -57,7 +54,7 @@ def from_rollouts(
                 f"length={-(-len(rollouts[longest]) // multiple_of) * multiple_of}, or shorter rollouts",
             )
         members = _together(trie_of(rollouts, everyone), most)
-    return [_pack(rollouts, masks, numbers, multiple_of, pad, device) for numbers in members]
+    return [_pack(rollouts, masks, numbers, multiple_of, pad) for numbers in members]
 
 
 def _together(root: Node, most: int) -> list[list[int]]:
@@ -79,9 +76,7 @@ def _together(root: Node, most: int) -> list[list[int]]:
     return sorted(sorted(numbers) for _, numbers in bins[root])
 
 
-def _pack(
-    rollouts: TokenRows, masks: TokenRows, numbers: Sequence[int], multiple_of: int, pad: int, device: Device
-) -> TreePack:
+def _pack(rollouts: TokenRows, masks: TokenRows, numbers: Sequence[int], multiple_of: int, pad: int) -> TreePack:
     """Lay some rollouts out in one row."""
     tree, ids, predicting = lay_out(trie_of(rollouts, numbers), rollouts)
     if missing := -tree.length % multiple_of:
@@ -94,11 +89,11 @@ def _pack(
     return TreePack(
         tree=tree,
         rollouts=tuple(numbers),
-        input_ids=F.pad(ids, (0, missing), value=pad)[None].to(device),
-        labels=labels[None, :n].to(device),
-        weights=torch.bincount(flat, minlength=n + 1).float()[None, :n].to(device),
+        input_ids=F.pad(ids, (0, missing), value=pad)[None],
+        labels=labels[None, :n],
+        weights=torch.bincount(flat, minlength=n + 1).float()[None, :n],
         _lengths=tuple(len(own) + 1 for own in sources),
-        _sources=flat.to(device),
+        _sources=flat,
     )
 
 

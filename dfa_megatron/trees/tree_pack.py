@@ -18,7 +18,7 @@ from dfa_megatron.sharding import tree_positions
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class TreePack:
-    """Hold rollouts that share prefixes, as one row of a batch; `from_rollouts` makes it.
+    """Hold rollouts that share prefixes, as one row of a batch on the CPU; `from_rollouts` makes it.
 
     A place of the row predicts the next token of its path. `labels` and `weights` stand at the predicting place.
 
@@ -43,7 +43,7 @@ class TreePack:
     @property
     def positions(self) -> torch.Tensor:
         """Return every token's place in its path, int64 (1, tokens), for position embeddings and RoPE."""
-        return tree_positions(self.tree.lengths, self.tree.parents, device=self.input_ids.device)[None]
+        return tree_positions(self.tree.lengths, self.tree.parents)[None]
 
     def for_transformers(self) -> dict[str, Any]:
         """Return the batch for `dfa_megatron.huggingface.shard_batch`, whose labels are not shifted.
@@ -66,10 +66,10 @@ class TreePack:
             combine: how the rollouts that count a shared token make one number of theirs. "sum" fits factors of a
                 loss, such as advantages; "mean" fits what is the same but for rounding, such as old log-probabilities.
         """
-        own = [torch.as_tensor(values[number], device=self.weights.device).reshape(-1) for number in self.rollouts]
+        own = [torch.as_tensor(values[number]).reshape(-1) for number in self.rollouts]
         flat = torch.cat([numbers.expand(length) for numbers, length in zip(own, self._lengths, strict=True)])
         flat = flat if flat.is_floating_point() else flat.float()
-        row = flat.new_zeros(self.tree.length + 1).index_add(0, self._sources, flat)[None, :-1]
+        row = flat.new_zeros(self.tree.length + 1).index_add(0, self._sources.to(flat.device), flat)[None, :-1]
         return row / self.weights.to(row).clamp(min=1) if combine == "mean" else row
 
     def by_rollout(

@@ -27,17 +27,19 @@ def trie_of(rollouts: Sequence[torch.Tensor], numbers: Iterable[int]) -> Node:
     """Return the root of the rollouts with these numbers, each int64 (tokens) on the CPU."""
     root = Node()
     for number in numbers:
-        tokens, node = rollouts[number], root
+        tokens, node, shared = rollouts[number], root, {number: len(rollouts[number])}
         while node.hi < len(tokens):
             child = node.children.setdefault(int(tokens[node.hi]), Node(number, node.hi, len(tokens)))
-            theirs = rollouts[child.rollout][: child.hi]
-            at = child.lo + _shared(theirs[child.lo :], tokens[child.lo :])
-            if at == len(theirs) and not child.children:  # the longer of two stands for both
+            theirs = rollouts[child.rollout]
+            if child.rollout not in shared:
+                shared[child.rollout] = _shared(theirs, tokens)
+            at = min(shared[child.rollout], child.hi)
+            if at == child.hi and not child.children:  # the longer of two stands for both
                 child.rollout, child.hi = number, len(tokens)
-            elif at < min(len(theirs), len(tokens)):
+            elif at < min(child.hi, len(tokens)):
                 child.children = {int(theirs[at]): Node(child.rollout, at, child.hi, child.children)}
                 child.hi = at
-            elif at < len(theirs):
+            elif at < child.hi:
                 break
             node = child
     for number in numbers:
