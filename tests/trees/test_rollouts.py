@@ -82,6 +82,7 @@ def test_each_prefix_stands_once_and_every_counted_token_is_predicted_from_its_o
 
 
 def test_rollouts_that_share_most_stay_together() -> None:
+    assert trees.from_rollouts([[1, 2], [1, 2, 3], [1]])[0].tree.lengths == (3,)
     first, second = [1, 1, 1, 1, 1], [2, 2, 2, 2, 2]
     rollouts = [[*prompt, answer] for answer in range(4) for prompt in (first, second)]
     packs = trees.from_rollouts(rollouts, length=12)
