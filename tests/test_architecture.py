@@ -24,7 +24,7 @@ LANGUAGE = {"plan.language"}
 PLAN = {"plan", "plan.language", "plan.schedules", "plan.lowering", "plan.proof", "plan.cost", "plan.draw"}
 KERNELS = PLAN | {"kernels", "kernels.adapters", "kernels.triton"}
 RUNTIME = KERNELS | {"runtime", "runtime.agreement", "runtime.comm", "runtime.execute"}
-FUNCTIONS = RUNTIME | {"remat", "attention", "sharding", "recurrence", "loss"}
+FUNCTIONS = RUNTIME | {"remat", "attention", "sharding", "recurrence", "loss", "trees"}
 FRAMEWORKS = {"megatron", "huggingface", "deepspeed"}
 
 MAY_IMPORT: dict[str, set[str]] = {
@@ -54,6 +54,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "sharding": RUNTIME,
     "recurrence": RUNTIME | {"remat", "sharding"},
     "loss": RUNTIME | {"sharding"},
+    "trees": RUNTIME | {"sharding", "loss"},
     "pack_planner": RUNTIME,
     "step_log": set(),
     "proving": set(),
@@ -80,6 +81,7 @@ OUTSIDE: dict[str, set[str]] = {
     "sharding": {"torch"},
     "recurrence": {"torch"},
     "loss": {"torch"},
+    "trees": {"torch"},
     "pack_planner": {"torch"},
     "proving": {"torch"},
     "step_log": {"torch"},

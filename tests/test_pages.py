@@ -77,5 +77,5 @@ def test_the_page_says_what_a_tree_saves() -> None:
     tree = masks.prompt_tree([prompt, *[answer] * answers], [-1, *[0] * answers])
     repeated = masks.documents([prompt + answer] * answers)
     one, other = (f"{mask.length:,} tokens and {mask.area / 1e6:.0f} million pairs" for mask in (tree, repeated))
-    text = " ".join((ROOT / "docs/masks.md").read_text(encoding="utf-8").split())
+    text = " ".join((ROOT / "docs/trees.md").read_text(encoding="utf-8").split())
     assert f"takes {one}; with repeated prompts it takes {other.replace(' tokens', '').replace(' pairs', '')}" in text

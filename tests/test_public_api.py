@@ -55,6 +55,14 @@ def test_a_public_name_resolves_and_explains_itself(name: str) -> None:
     assert (value.__doc__ or "").strip()
 
 
+def test_trees_are_reached_from_the_package() -> None:
+    from dfa_megatron import trees
+
+    assert trees.__all__ == ["TreePack", "from_rollouts"]
+    names = list(inspect.signature(trees.from_rollouts).parameters)
+    assert names == ["token_lists", "loss_masks", "length", "multiple_of", "pad"]
+
+
 def test_an_unknown_name_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match="no attribute 'dist_flash_attention'"):
         _ = dfa_megatron.dist_flash_attention

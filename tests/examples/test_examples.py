@@ -28,7 +28,7 @@ FILES = {
 ALONE = {"deepspeed_pipeline.py": ("--stages", "1"), "fsdp2.py": ("--context-parallel-size", "1")}
 """Flags of one rank beside the others."""
 
-SOMEWHERE_ELSE = {"train.py", "plan_by_hand.py"}
+SOMEWHERE_ELSE = {"train.py", "plan_by_hand.py", "grpo_tree.py"}
 
 
 def run(folder: Path, *command: str) -> str:
@@ -67,6 +67,19 @@ def test_an_example_runs_alone_and_trains_as_on_one_rank(name: str, tmp_path: Pa
     assert len(found) == 3
     assert found == pytest.approx(losses(tmp_path, name, 1, *flags, *ALONE.get(name, ())), rel=3e-4)
     assert found[-1] < found[0]
+
+
+def test_rollouts_of_two_ranks_and_their_losses_are_those_of_one(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    flags = ("--steps", "3", "--spelling-steps", "3", "--answers", "4", "--pack-length", "150")
+    launch = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
+    said = [run(tmp_path, *launch, f"{ranks}", str(EXAMPLES / "grpo_tree.py"), *flags) for ranks in (1, 2)]
+    one, two = (re.findall(r"reward (\d\.\d+)  loss (-?\d\.\d+)  (\d+) of 896 tokens", text) for text in said)
+    assert [*map(len, (one, two))] == [3, 3]
+    for own, others in zip(one, two, strict=True):
+        assert [*map(float, own[:2])] == pytest.approx([*map(float, others[:2])], rel=1e-3, abs=2e-6)
+        assert int(own[2]) < 700
+        assert int(own[2]) <= int(others[2]) <= int(own[2]) + 8
 
 
 def test_every_example_is_run() -> None:

@@ -1,4 +1,4 @@
-"""Prompt trees are computed as eager attention computes each path from a root to a leaf, with its prompt repeated."""
+"""Prompt trees are computed as eager attention computes each rollout, with its prompt repeated."""
 
 from __future__ import annotations
 
@@ -9,51 +9,35 @@ import pytest
 import torch
 
 from dfa_megatron import huggingface as dfa_hf
+from dfa_megatron import trees
 from dfa_megatron.config import TrainingConfig
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.runtime.counters import COUNTERS
 from tests.huggingface.compared import assert_gradients, assert_loss
 from tests.support.models import LAYERS, build, gradients, text
-from tests.support.plan_cases import ancestors, some_parents
 from tests.support.workers import run_ranks
 
-Segments = list[list[int]]
+Rollouts = list[list[int]]
 
 
-def forest(tokens: int, seed: int) -> tuple[Segments, list[int]]:
-    """Token ids of random segments, and their parents; as many tokens when it is packed for all first tokens."""
+def forest(tokens: int, seed: int) -> Rollouts:
+    """Random rollouts that share prefixes, of as many tokens in all when each prefix stands once."""
     rng = random.Random(seed)
-    parents = some_parents(7, rng)
-    lengths = [rng.randint(2, 4) for _ in parents]
-    more = sum(parent >= 0 for parent in parents) - sum(at in parents for at in range(len(parents)))
-    lengths[-1] += tokens - sum(lengths) - more
-    assert lengths[-1] > 0
-    return [[rng.randrange(61) for _ in range(length)] for length in lengths], parents
+    rollouts = [[rng.randrange(61) for _ in range(tokens // 4)]]
+    while (left := tokens - sum(pack.tree.length for pack in trees.from_rollouts(rollouts))) > 2:
+        begin = rng.choice([*rollouts, []])
+        own = begin[: rng.randint(0, len(begin))]
+        rollouts.append(own + [rng.randrange(61) for _ in range(min(left - 1, rng.randint(2, 6)))])
+    return rollouts
 
 
-def packed(segments: Segments, parents: list[int]) -> dict[str, Any]:
-    """A batch in which every first token is predicted: a parent's last token begins each of its children instead."""
-    moved = [
-        ([segments[parent][-1]] if parent >= 0 else []) + (own[:-1] if at in parents else own)
-        for at, (own, parent) in enumerate(zip(segments, parents, strict=True))
-    ]
-    labels = [
-        own if parent == at - 1 else [-100, *own[1:]]
-        for at, (own, parent) in enumerate(zip(moved, parents, strict=True))
-    ]
-    ids, labelled = (torch.tensor([[token for own in each for token in own]]) for each in (moved, labels))
-    return {"input_ids": ids, "labels": labelled, "prompt_tree": ([len(own) for own in moved], parents)}
-
-
-def path_by_path(reference: Any, segments: Segments, parents: list[int]) -> torch.Tensor:
-    """The mean loss of a model that sees one path at a time; a shared token counts once."""
-    leaves = [at for at in range(len(parents)) if at not in parents]
-    copies = [sum(at in ancestors(leaf, parents) for leaf in leaves) for at in range(len(parents))]
+def one_by_one(reference: Any, rollouts: Rollouts) -> torch.Tensor:
+    """The mean loss of a model that sees one rollout at a time; a shared token counts once."""
     total, count = torch.zeros(()), 0.0
-    for leaf in leaves:
-        path = ancestors(leaf, parents)[::-1]
-        ids = torch.tensor([token for at in path for token in segments[at]])
-        weights = torch.tensor([1 / copies[at] for at in path for _ in segments[at]])[1:]
+    for own in rollouts:
+        ids = torch.tensor(own)
+        shares = [sum(other[:end] == own[:end] for other in rollouts) for end in range(2, len(own) + 1)]
+        weights = 1 / torch.tensor(shares)
         losses = torch.nn.functional.cross_entropy(
             reference(input_ids=ids[None]).logits[0, :-1], ids[1:], reduction="none"
         )
@@ -62,14 +46,16 @@ def path_by_path(reference: Any, segments: Segments, parents: list[int]) -> torc
 
 
 def compare(rank: int, ranks: int) -> None:
-    segments, parents = forest(12 * ranks, seed=ranks)
+    rollouts = forest(12 * ranks, seed=ranks)
     want = build("Qwen3")
-    loss = path_by_path(want, segments, parents)
+    loss = one_by_one(want, rollouts)
+    (pack,) = trees.from_rollouts(rollouts, multiple_of=12 * ranks)
+    assert len(pack.tree.parents) > 6
     loss.backward()
     for checkpoint in ("none", "full", "remat"):
         model = dfa_hf.distribute_attention(build("Qwen3"), config=TrainingConfig(checkpoint=checkpoint))
         COUNTERS.reset()
-        got = model(**dfa_hf.shard_batch(packed(segments, parents))).loss
+        got = model(**dfa_hf.shard_batch(pack.for_transformers())).loss
         model(**dfa_hf.shard_batch(text(1, 12 * ranks, seed=1)))  # a forward between, of no tree
         got.backward()
         assert COUNTERS.snapshot()["attention_forwards"] == (3 if checkpoint == "full" else 2) * LAYERS
@@ -77,7 +63,7 @@ def compare(rank: int, ranks: int) -> None:
         assert_gradients(model, gradients(want), checkpoint)
 
 
-def test_loss_and_gradients_are_those_of_every_path_with_its_prompt_repeated() -> None:
+def test_loss_and_gradients_are_those_of_every_rollout_with_its_prompt_repeated() -> None:
     run_ranks(3, compare)
 
 

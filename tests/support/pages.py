@@ -15,11 +15,11 @@ Block = tuple[str, str]
 ALONE = (
     ("README.md", "with_blocks"),
     ("docs/masks.md", "mask=mask"),
-    ("docs/masks.md", "mask=tree"),
     ("docs/masks.md", "union("),
     ("docs/packed.md", "dist_flash_attn_varlen_func"),
     ("docs/packed.md", "PackPlanner"),
     ("docs/start.md", "kernel="),
+    ("docs/trees.md", "mask=pack"),
 )
 """Blocks that need PyTorch alone."""
 
@@ -28,6 +28,7 @@ WITH_TRANSFORMERS = (
     ("docs/huggingface.md", '"position_ids": positions'),
     ("docs/huggingface.md", "local_attention"),
     ("docs/loss.md", "by_document"),
+    ("docs/trees.md", "from_rollouts(rollouts"),
 )
 """Blocks that run where transformers is installed."""
 
