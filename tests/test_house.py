@@ -49,9 +49,9 @@ LONG_FUNCTIONS_FOR_NOW = {
 
 BUDGETS = {
     "benchmarks": 5_852,
-    "cli": 644,
+    "cli": 645,
     "deepspeed": 1_450,
-    "doctor": 1_038,
+    "doctor": 1_039,
     "huggingface": 4_554,
     "kernels": 3_643,
     "loss": 709,
@@ -61,7 +61,7 @@ BUDGETS = {
     "recurrence": 1_149,
     "remat": 529,
     "runtime": 5_257,
-    "tests": 36_440,
+    "tests": 36_457,
     "top": 1_512,
 }
 """Lines of Python in a folder of the package, in its files beside them ("top"), in tests and in benchmarks.
@@ -112,7 +112,7 @@ def test_no_folder_of_the_package_holds_more_than_a_dozen_modules() -> None:
 
 
 def test_the_pages_hold_no_more_words_than_now() -> None:
-    assert house.words_of_markdown(house.ROOT) <= 21_700
+    assert house.words_of_markdown(house.ROOT) <= 21_600
 
 
 def test_no_file_name_stands_twice_but_for_the_same_thing() -> None:

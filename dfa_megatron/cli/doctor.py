@@ -45,7 +45,7 @@ def add_parser(subparsers: Any) -> None:
         "doctor",
         help="check this machine: versions, devices, links, every kernel against float64, one distributed call",
         description=__doc__,
-        epilog="The last line is the verdict. Exit status: 0 if the machine is ready; 1 if no kernel serves the shape, or a "
+        epilog="The last line is the verdict. Exit status: 0 if ready, 1 if no kernel serves the shape, or a "
         "kernel or the distributed call is wrong or fails.",
     )
     add_flags(parser, DoctorFlags)
@@ -121,10 +121,11 @@ def _verdict(shape: Trial, verdicts: list[Verdict], auto: str | None, call: dict
     missing += ["the distributed call is wrong"] * bool(call.get("wrong"))
     if missing:
         return False, f"not ready: {', '.join(missing)}"
-    ranks, on_cpu = call.get("ranks", 0), shape.device == "cpu"
-    words = [f"kernel {call['kernel']} over {call['transport']}" if ranks > 1 else f"kernel {auto}"]
-    words += ["on CPU ranks, for tests and small models" if on_cpu else f"on {ranks} GPUs" if ranks > 1 else "on one GPU"]
-    words += ["no call between ranks was tried"] * (ranks < 2)
+    ranks, on_cpu = call.get("ranks", 1), shape.device == "cpu"
+    alone = ranks == 1
+    words = [f"kernel {auto}" if alone else f"kernel {call['kernel']} over {call['transport']}"]
+    words += ["on CPU ranks, for tests and small models" if on_cpu else "on one GPU" if alone else f"on {ranks} GPUs"]
+    words += ["no call between ranks was tried"] * alone
     words += [f"not {v.name}: {v.refused}" for v in verdicts if v.name == "flash4" and v.refused and not on_cpu]
     return True, f"ready: {', '.join(words)}"
 

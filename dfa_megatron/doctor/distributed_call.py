@@ -54,8 +54,9 @@ def measure(long: Trial, world: World, repetitions: int = 5) -> dict[str, Any]:
     """Compare short calls, time a long one, and time a message over each transport; collective.
 
     Returns:
-        ranks, kernel, schedule, transport; errors by case and result; `wrong`, those beyond the limit; `refused`, reasons by case;
-        seconds of a forward and its backward on the slowest rank; bytes per second each way by transport.
+        ranks, kernel, schedule, transport; errors by case and result; `wrong`, those beyond the limit; `refused`,
+        reasons by case; seconds of a forward and its backward on the slowest rank; bytes per second each way by
+        transport.
     """
     short = replace(long, q_len=_SHORT * world.size, kv_len=_SHORT * world.size)
     found, refused = dict[str, dict[str, float]](), dict[str, str]()

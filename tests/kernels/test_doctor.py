@@ -31,19 +31,9 @@ from tests.support import plants
 from tests.support.workers import run_ranks
 
 TINY = [
-    "doctor",
-    "--device",
-    "cpu",
-    "--seq-length",
-    "32",
-    "--heads",
-    "4",
-    "--head-dim",
-    "16",
-    "--repetitions",
-    "1",
+    "doctor", "--device", "cpu", "--seq-length", "32", "--heads", "4", "--head-dim", "16", "--repetitions", "1",
     "--no-call",
-]
+]  # fmt: skip
 
 
 class Liar(ReferenceKernel):
