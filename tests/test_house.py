@@ -61,7 +61,7 @@ BUDGETS = {
     "recurrence": 1_149,
     "remat": 529,
     "runtime": 5_257,
-    "tests": 36_457,
+    "tests": 36_462,
     "top": 1_512,
 }
 """Lines of Python in a folder of the package, in its files beside them ("top"), in tests and in benchmarks.
