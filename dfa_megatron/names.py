@@ -30,7 +30,7 @@ ZIGZAG_ELSEWHERE = ("zigzag", "head_tail", "head-tail", "headtail", "striped", "
 def nearest(value: object, known: Collection[str]) -> str:
     """Return a hint for an unknown name: the most similar known one, and all of them."""
     if value in ZIGZAG_ELSEWHERE and known is SCHEDULES:
-        return "the layout 'zigzag': layout='zigzag' of the functions, data_layout='zigzag' in Megatron"
+        return "the layout: layout='zigzag' of the functions, data_layout='zigzag' in Megatron, `plan --layout zigzag`"
     if value in ZIGZAG_ELSEWHERE and "zigzag" in known:
         return "'zigzag', which balances a causal mask in this way"
     close = difflib.get_close_matches(str(value), known, n=1, cutoff=0.4)

@@ -17,6 +17,7 @@ exclude_patterns = ["_build"]
 highlight_language = "text"  # of blocks that name none
 html_theme = "furo"
 html_title = "dfa_megatron"
+html_show_copyright = False  # LICENSE has it
 html_static_path = ["_static"]
 html_css_files = ["width.css"]
 

@@ -6,6 +6,7 @@ deepspeed --num_gpus 8 examples/deepspeed_transformers.py --model Qwen/Qwen3-8B 
 
 import argparse
 import pydoc_data.topics
+import warnings
 from pathlib import Path
 
 import torch
@@ -26,6 +27,7 @@ parser.add_argument("--tensorboard", help="a folder for TensorBoard")
 parser.add_argument("--local_rank", type=int, default=-1, help="given by DeepSpeed's launcher")
 args = parser.parse_args()
 
+warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")  # at DeepSpeed's calls
 cuda = torch.cuda.is_available()
 text = Path(args.data).read_text() if args.data else str(pydoc_data.topics.topics)
 torch.manual_seed(0)

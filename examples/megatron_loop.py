@@ -1,7 +1,7 @@
 """Train a GPTModel or a HybridModel of Megatron-Core in a loop of your own, with distributed attention.
 
-torchrun --nproc-per-node 2 examples/megatron_loop.py              # CPU ranks, or one GPU each
-torchrun --nproc-per-node 2 examples/megatron_loop.py --hybrid     # GPUs need mamba-ssm and Transformer Engine
+torchrun --nproc-per-node 2 examples/megatron_loop.py             # CPU ranks, or one GPU each
+torchrun --nproc-per-node 2 examples/megatron_loop.py --hybrid    # needs triton; on GPUs mamba-ssm, Transformer Engine
 """
 
 import argparse
@@ -20,17 +20,9 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-try:
-    from megatron.core.models.hybrid.hybrid_model import HybridModel
-
-    PATTERN = "hybrid_layer_pattern"
-except ModuleNotFoundError:  # its name before Megatron-Core 0.18
-    from megatron.core.models.mamba.mamba_model import MambaModel as HybridModel
-
-    PATTERN = "hybrid_override_pattern"
-
 from dfa_megatron import MegatronConfig, StepLog, training_flops
 from dfa_megatron.megatron import distribute_attention, shard_batch
+from dfa_megatron.megatron.cpu import mamba, stand_in
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--seq-length", type=int, default=512)
@@ -42,11 +34,8 @@ args = parser.parse_args()
 cuda = torch.cuda.is_available()
 if cuda:
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-else:  # Megatron calls CUDA in many places, and mamba-ssm needs it
-    from dfa_megatron.megatron.cpu import mamba, stand_in
-
-    stand_in.use_cpu()
-    mamba.use_mamba_stand_ins()
+else:
+    stand_in.use_cpu()  # Megatron calls CUDA in many places
 device = torch.device("cuda" if cuda else "cpu")
 dist.init_process_group("nccl" if cuda else "gloo")
 parallel_state.initialize_model_parallel(context_parallel_size=dist.get_world_size())
@@ -61,18 +50,22 @@ config = TransformerConfig(
 )  # fmt: skip
 options = MegatronConfig(data_layout="contiguous")
 if args.hybrid:
+    # Their names from Megatron-Core 0.18 on: models.hybrid, HybridModel, hybrid_stack_spec, hybrid_layer_pattern.
+    from megatron.core.models.mamba.mamba_model import MambaModel
+
     if cuda:
         from megatron.core.models.mamba.mamba_layer_specs import mamba_stack_spec as stack
     else:
+        mamba.use_mamba_stand_ins()
         stack = mamba.stack_spec(config)
     spec = distribute_attention(stack, config, config=options)
-    model = HybridModel(config, spec, 256, args.seq_length, **{PATTERN: "M*-M"})
+    model = MambaModel(config, spec, 256, args.seq_length, hybrid_override_pattern="M*-M")
 else:
     spec = distribute_attention(get_gpt_layer_local_spec(normalization="RMSNorm"), config, config=options)
     model = GPTModel(config, spec, 256, args.seq_length, position_embedding_type="rope")
 model = DistributedDataParallel(config, DistributedDataParallelConfig(), model.to(device))
 config.finalize_model_grads_func = finalize_model_grads
-adam = OptimizerConfig(optimizer="adam", lr=1e-3, clip_grad=1.0, bf16=cuda, params_dtype=config.params_dtype)
+adam = OptimizerConfig(optimizer="adam", lr=3e-4, clip_grad=1.0, bf16=cuda, params_dtype=config.params_dtype)
 optimizer = get_megatron_optimizer(adam, [model])
 text = torch.tensor(list(str(pydoc_data.topics.topics).encode()))  # Python's own manual, byte by byte
 
@@ -90,9 +83,8 @@ def forward_step(iterator: Iterator[dict[str, Any]], model: Any) -> tuple[torch.
     losses = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
 
     def loss_of(losses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-        # Sums and counts: with (loss, report) Megatron would take the loss for that of all ranks
-        total, count = losses.float().sum(), torch.tensor(losses.numel(), device=losses.device)
-        return total, count, {"loss": total.detach() / args.seq_length}
+        total = losses.float().sum()  # and a count: a loss alone Megatron would take for that of all ranks
+        return total, torch.tensor(losses.numel(), device=device), {"loss": total.detach() / args.seq_length}
 
     return losses, loss_of
 

@@ -69,5 +69,6 @@ trainer = Trainer(model, settings, train_dataset=documents, data_collator=DataCo
 # `size` neighbouring ranks share each pack. Every rank is given the same data set.
 dfa_hf.distribute_trainer(trainer, size=args.size, config=TrainingConfig(checkpoint="remat"))
 trainer.train()
-dist.barrier()
-dist.destroy_process_group()
+if dist.is_initialized():
+    dist.barrier()
+    dist.destroy_process_group()

@@ -69,5 +69,6 @@ settings = SFTConfig(
 trainer = SFTTrainer(model, settings, train_dataset=chats, processing_class=tokenizer)
 dfa_hf.distribute_trainer(trainer, size=args.size, config=TrainingConfig(checkpoint="remat"))
 trainer.train()
-dist.barrier()
-dist.destroy_process_group()
+if dist.is_initialized():
+    dist.barrier()
+    dist.destroy_process_group()

@@ -49,10 +49,10 @@ LONG_FUNCTIONS_FOR_NOW = {
 
 BUDGETS = {
     "benchmarks": 6_165,
-    "cli": 625,
+    "cli": 645,
     "deepspeed": 1_450,
-    "doctor": 1_032,
-    "huggingface": 4_539,
+    "doctor": 1_039,
+    "huggingface": 4_549,
     "kernels": 3_779,
     "loss": 709,
     "megatron": 4_643,
@@ -61,7 +61,7 @@ BUDGETS = {
     "recurrence": 1_149,
     "remat": 529,
     "runtime": 5_260,
-    "tests": 36_813,
+    "tests": 36_844,
     "top": 1_512,
     "trees": 305,
 }

@@ -45,7 +45,8 @@ def add_parser(subparsers: Any) -> None:
         "doctor",
         help="check this machine: versions, devices, links, every kernel against float64, one distributed call",
         description=__doc__,
-        epilog="Exit status: 0, or 1 if a kernel that serves the shape, or the distributed call, is wrong or fails.",
+        epilog="The last line is the verdict. Exit status: 0 if ready, 1 if no kernel serves the shape, or a "
+        "kernel or the distributed call is wrong or fails.",
     )
     add_flags(parser, DoctorFlags)
     parser.set_defaults(run=run)
@@ -71,14 +72,16 @@ def run(args: argparse.Namespace) -> int:
     if not flags.json:
         print(_kernels(shape, flags.mask, verdicts, auto), flush=True)
     call = call_on_ranks(shape, ranks_here(None, shape.device)) if flags.call else {}
+    ready, said = _verdict(shape, verdicts, auto, call)
     if flags.json:
         sizes = {name: getattr(shape, name) for name in ("q_len", "heads", "kv_heads", "head_dim", "device")}
         sizes |= {"mask": flags.mask, "dtype": str(shape.dtype)}
         kernels = [verdict.as_json() for verdict in verdicts]
-        print(json.dumps({**machine, "shape": sizes, "kernels": kernels, "auto": auto, "call": call}, indent=1))
-    elif call:
-        print(_of_call(call))
-    return int(any(verdict.wrong for verdict in verdicts) or "failed" in call or bool(call.get("wrong")))
+        found = {"shape": sizes, "kernels": kernels, "auto": auto, "call": call, "ready": ready, "verdict": said}
+        print(json.dumps(machine | found, indent=1))
+    else:
+        print(*([_of_call(call)] if call else []), said, sep="\n")
+    return int(not ready)
 
 
 def shape_of(flags: DoctorFlags) -> Trial:
@@ -108,6 +111,23 @@ def shape_of(flags: DoctorFlags) -> Trial:
     dtype = getattr(torch, flags.dtype or ("float32" if on_cpu else "bfloat16"))
     shape = Trial.square(length, heads, kv_heads, flags.head_dim, dtype, device)
     return shape if flags.mask == "causal" else replace(shape, band=FULL)
+
+
+def _verdict(shape: Trial, verdicts: list[Verdict], auto: str | None, call: dict[str, Any]) -> tuple[bool, str]:
+    """Return whether the machine is ready, and one line that says for what, or what is missing."""
+    missing = [f"kernel {verdict.name} is wrong" for verdict in verdicts if verdict.wrong]
+    missing += [f"no kernel serves {shape.dtype} with head_dim {shape.head_dim}"] * (auto is None)
+    missing += ["the distributed call failed"] * ("failed" in call)
+    missing += ["the distributed call is wrong"] * bool(call.get("wrong"))
+    if missing:
+        return False, f"not ready: {', '.join(missing)}"
+    ranks, on_cpu = call.get("ranks", 1), shape.device == "cpu"
+    alone = ranks == 1
+    words = [f"kernel {auto}" if alone else f"kernel {call['kernel']} over {call['transport']}"]
+    words += ["on CPU ranks, for tests and small models" if on_cpu else "on one GPU" if alone else f"on {ranks} GPUs"]
+    words += ["no call between ranks was tried"] * alone
+    words += [f"not {v.name}: {v.refused}" for v in verdicts if v.name == "flash4" and v.refused and not on_cpu]
+    return True, f"ready: {', '.join(words)}"
 
 
 def _of_call(call: dict[str, Any]) -> str:

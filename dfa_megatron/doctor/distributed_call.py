@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import logging
+import os
 import statistics
 import sys
 import tempfile
@@ -24,6 +26,7 @@ from dfa_megatron.errors import DistAttentionError, UnsupportedError
 from dfa_megatron.plan.language.geometry import CAUSAL, FULL, Band
 from dfa_megatron.plan.language.layout import Layout
 from dfa_megatron.plan.language.mask import Mask, documents
+from dfa_megatron.runtime.counters import QUIET, describe
 from dfa_megatron.runtime.prepare import in_use
 from dfa_megatron.sharding import layout_of_tokens, positions_of
 
@@ -51,8 +54,9 @@ def measure(long: Trial, world: World, repetitions: int = 5) -> dict[str, Any]:
     """Compare short calls, time a long one, and time a message over each transport; collective.
 
     Returns:
-        ranks, kernel, schedule; errors by case and result; `wrong`, those beyond the limit; `refused`, reasons by case;
-        seconds of a forward and its backward on the slowest rank; bytes per second each way by transport.
+        ranks, kernel, schedule, transport; errors by case and result; `wrong`, those beyond the limit; `refused`,
+        reasons by case; seconds of a forward and its backward on the slowest rank; bytes per second each way by
+        transport.
     """
     short = replace(long, q_len=_SHORT * world.size, kv_len=_SHORT * world.size)
     found, refused = dict[str, dict[str, float]](), dict[str, str]()
@@ -76,6 +80,7 @@ def measure(long: Trial, world: World, repetitions: int = 5) -> dict[str, Any]:
         "ranks": world.size,
         "kernel": prepared.kernel.name,
         "schedule": prepared.plan.schedule,
+        "transport": describe(prepared, world.device)["transport"],
         "errors": found,
         "wrong": [f"{case} {name}" for case, errors in found.items() for name in wrong(errors, long.dtype, SLACK)],
         "refused": refused,
@@ -141,6 +146,8 @@ def _rates(world: World) -> dict[str, float]:
 def main() -> int:
     """Run as one of the ranks of `call_on_ranks`."""
     tokens, heads, kv_heads, head_dim, dtype, device = json.loads(sys.argv[1])
+    os.environ[QUIET] = "1"  # the report says how the calls ran
+    logging.getLogger("dfa_megatron.kernels").addFilter(lambda record: False)
     try:
         world = join(device)
         found = measure(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 from itertools import pairwise
 from typing import Any
 
@@ -103,7 +105,9 @@ def ends_between_ranks(rank: int, world_size: int) -> None:
     model = dfa_hf.distribute_attention(build("Llama"))
     for keys in (("position_ids",), ("position_ids", "cu_seq_lens_q", "cu_seq_lens_k")):
         local = dfa_hf.shard_batch(batch)
-        got = model(input_ids=local["input_ids"], **{key: local[key] for key in keys})
+        with contextlib.redirect_stderr(io.StringIO()) as said:
+            got = model(input_ids=local["input_ids"], **{key: local[key] for key in keys})
+        assert ("position_ids begin at 0 on every rank" in said.getvalue()) == (len(keys) == 1)
         assert_close(got.logits, shard_sequence(want.logits), tolerance=1e-5, name=f"told by {keys}")
     unchecked = dfa_hf.distribute_attention(build("Llama"), config=TrainingConfig(verify="off"))
     if rank:  # alone: the first one would wait

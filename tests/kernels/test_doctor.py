@@ -31,19 +31,9 @@ from tests.support import plants
 from tests.support.workers import run_ranks
 
 TINY = [
-    "doctor",
-    "--device",
-    "cpu",
-    "--seq-length",
-    "32",
-    "--heads",
-    "4",
-    "--head-dim",
-    "16",
-    "--repetitions",
-    "1",
+    "doctor", "--device", "cpu", "--seq-length", "32", "--heads", "4", "--head-dim", "16", "--repetitions", "1",
     "--no-call",
-]
+]  # fmt: skip
 
 
 class Liar(ReferenceKernel):
@@ -74,10 +64,11 @@ def test_json_holds_all_of_it(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
     monkeypatch.setattr(examine, "KERNELS", {"liar": Liar(), "cpu": kernels.get("cpu")})
     monkeypatch.setattr(examine, "errors", lambda kernel, shape: {"out": math.inf if kernel.name == "liar" else 0.0})
     assert main(TINY) == 1
-    assert capsys.readouterr().out.splitlines()[-1] == "WRONG: liar"
+    assert capsys.readouterr().out.splitlines()[-2:] == ["WRONG: liar", "not ready: kernel liar is wrong"]
     assert main([*TINY, "--json"]) == 1
     report = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
     assert report["auto"] == "cpu"
+    assert report["ready"] is False
     assert report["shape"]["q_len"] == 32
     assert report["versions"]["torch"] == torch.__version__ or report["versions"]["torch"] in torch.__version__
     liar, cpu = report["kernels"]
@@ -89,11 +80,35 @@ def test_json_holds_all_of_it(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
 
 def test_one_call_between_ranks_is_compared_and_timed_with_its_links(capfd: pytest.CaptureFixture[str]) -> None:
     assert main([*TINY[:-1], "--kernel", "cpu"]) == 0
-    said = capfd.readouterr().out
+    said, err = capfd.readouterr()
+    assert said.splitlines()[-1] == "ready: kernel cpu over gloo, on CPU ranks, for tests and small models"
+    assert "dfa: " not in err
     assert "one distributed call over 2 ranks: schedule balanced, kernel cpu" in said
     errors = said.split("errors against float64 of causal, window, softcap, pack: ")[1].splitlines()[0]
     assert 0 < max(float(word.split()[1]) for word in errors.split(", ")) < 1e-5
     assert "link p2p: " in said
+
+
+@pytest.mark.parametrize(
+    ("auto", "call", "ready", "said"),
+    [
+        ("aten", {}, True, "kernel aten, on one GPU, no call between ranks was tried, not flash4: it is not installed"),
+        ("aten", {"ranks": 1, "kernel": "aten", "transport": "none"}, True, "on one GPU, no call between ranks"),
+        ("aten", {"ranks": 8, "kernel": "aten", "transport": "copy_engine"}, True, "aten over copy_engine, on 8 GPUs"),
+        (None, {}, False, "no kernel serves torch.bfloat16 with head_dim 64"),
+        ("aten", {"ranks": 2, "failed": "status 1"}, False, "the distributed call failed"),
+        ("aten", {"ranks": 2, "wrong": ["window out"]}, False, "the distributed call is wrong"),
+    ],
+)
+def test_the_verdict_says_for_what_a_machine_is_ready_or_what_is_missing(
+    auto: str | None, call: dict[str, Any], ready: bool, said: str
+) -> None:
+    shape = Trial.square(32, 4, 4, 64, torch.bfloat16, "cuda")
+    verdicts = [examine.Verdict("flash4", refused="it is not installed"), examine.Verdict("aten")]
+    found, line = doctor._verdict(shape, verdicts, auto, call)
+    assert found is ready
+    assert line.startswith("ready: " if ready else "not ready: ")
+    assert said in line
 
 
 def _wrong_calls(rank: int, ranks: int) -> list[dict[str, Any]]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 from functools import partial
 from typing import Any
 
@@ -12,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 import dfa_megatron
 from dfa_megatron import remat
 from dfa_megatron.config import DistAttentionConfig
+from dfa_megatron.runtime import counters
 from dfa_megatron.runtime.counters import COUNTERS
 from tests.support.arguments import arguments
 from tests.support.attend import case
@@ -60,7 +63,12 @@ def _ways(rank: int, ranks: int) -> None:
         layer.zero_grad()
         x.grad = None
         COUNTERS.reset()
-        way(x).square().sum().backward()
+        counters._said.clear()
+        with contextlib.redirect_stderr(io.StringIO()) as said:
+            way(x).square().sum().backward()
+        if name == "compiled" and rank == 0:
+            lines = [f"dfa: 2 ranks, contiguous, {schedule}, reference over gloo" for schedule in CONFIGS]
+            assert said.getvalue().splitlines() == lines
         got = [x.grad, layer.sinks.grad, *(p.grad for p in layer.qkv.parameters())]
         want = want or [g.clone() for g in got]
         for mine, plain in zip(got, want, strict=True):

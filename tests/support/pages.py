@@ -18,7 +18,7 @@ ALONE = (
     ("docs/masks.md", "union("),
     ("docs/packed.md", "dist_flash_attn_varlen_func"),
     ("docs/packed.md", "PackPlanner"),
-    ("docs/start.md", "kernel="),
+    ("docs/start.md", "dist_flash_attn_func(*map"),
     ("docs/trees.md", "mask=pack"),
 )
 """Blocks that need PyTorch alone."""

@@ -7,6 +7,8 @@ if one does not. Layers get the offsets as Python numbers, so they read nothing 
 
 from __future__ import annotations
 
+import functools
+import logging
 from itertools import groupby, pairwise
 from typing import Any
 
@@ -17,6 +19,8 @@ from dfa_megatron.huggingface.checks.padding import gathered
 from dfa_megatron.huggingface.positions.batch_number import check_same
 from dfa_megatron.runtime.comm.groups import group_size
 from dfa_megatron.runtime.cu_seqlens import Offsets
+
+_warn = functools.cache(logging.getLogger(__name__).warning)
 
 FLASH_KEYS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
 """The keys by which transformers' collators describe packed documents, with or without position_ids."""
@@ -121,7 +125,13 @@ def of_ranks(
     worst = check_same(number, group, plain.device, kind)
     if worst == 0:
         return ((0, local * group_size(group)),) * positions.shape[0]
-    return None if worst == 2 else of_positions(torch.cat(gathered(positions, group), 1))
+    whole = None if worst == 2 else of_positions(torch.cat(gathered(positions, group), 1))
+    if number is None and whole is not None and all(row == (*range(0, row[-1] + 1, local),) for row in whole):
+        _warn(
+            f"dfa: position_ids begin at 0 on every rank, which means documents of {local} tokens. Parts of longer "
+            "sequences have the positions of these: dfa_megatron.huggingface.shard_batch cuts them"
+        )
+    return whole
 
 
 def _numbers(offsets: Any) -> Offsets:
