@@ -16,6 +16,9 @@ PUBLIC = {
     "attention.py:dist_flash_attn_func",
     "attention.py:dist_flash_attn_varlen_func",
     "pack_planner.py:__init__",
+    "recurrence/functions.py:dist_conv",
+    "recurrence/upstream.py:dist_mamba1",
+    "recurrence/upstream.py:dist_mamba2",
 }
 
 FRAMEWORKS_OWN = {

@@ -8,8 +8,9 @@ closed    the decays multiply elementwise: R is the query times the decays since
 widened   the kernel runs on values [v, 0] from the state [0, identity]: its output is [out_local, R] and its final
           state [S_local, M]. Any recurrence that is linear in (state, values) allows it; this is for delta rules.
 
-Only pieces that a state comes into are widened: of a document that a rank before began, or of a parent's child. A state
-that comes from this rank's own pieces is read in the same way, so no kernel waits for another.
+Only a rank's pieces up to the last that a state comes into are widened: without a tree that is the first one, where it
+continues another rank's document. A state that comes from this rank's own pieces is read in the same way, so no call
+of the kernel waits for another.
 """
 
 from __future__ import annotations
@@ -122,36 +123,30 @@ def local_scan(scan: Scan, tokens: Tokens, share: Share, decay: Decay | None = N
     """
     _check(tokens, scan, share)
     reads, carries, outs = dict[int, Read](), dict[int, Carry](), list[torch.Tensor]()
-    if decay is not None:
-        out, states = _run_pieces(scan, tokens, share, share.runs)
-        outs += out.split(share.lengths(share.runs), 1)
-        with torch.autocast(out.device.type, enabled=False):
-            for piece in sorted({*share.led, *states}):
+    mine, keys, values = share.mine, tokens[scan.keys].shape[-1], tokens[scan.values].shape[-1]
+    plain = share.led[-1] + 1 if share.led and decay is None else mine.start
+    for pieces in filter(None, (range(mine.start, plain), range(plain, mine.stop))):
+        wide, runs = pieces.start < plain, [run for run in share.runs if run[0] in pieces]
+        out, states = _run_pieces(scan, tokens, share, pieces, wide=wide)
+        for run, part in zip(runs, out.split(share.lengths(runs), 1), strict=True):
+            outs.append(part[..., :values])
+            reads[run[0]] = partial(_read, part[..., values:])
+        for piece, state in states.items():
+            m = state[..., values:] if wide else state.new_zeros(1).expand(*state.shape[:3], keys)
+            carries[piece] = m, state[..., :values]
+    with torch.autocast(outs[0].device.type, enabled=False):
+        if decay is not None:
+            for piece in {*share.led, *carries}:
                 lo, hi = share.span(range(piece, piece + 1))
                 hi = hi if share.before[piece] >= 0 else lo + 1  # where nothing comes in, M only needs its shape
-                reads[piece], m = _closed(decay, lo, hi, accumulator_dtype(out.dtype))
-                carries |= {piece: (m, states[piece])} if piece in states else {}
-    else:
-        parts, keys, values = dict[int, torch.Tensor](), tokens[scan.keys].shape[-1], tokens[scan.values].shape[-1]
-        for wide in (True, False):
-            runs = [run for run in share.runs if (share.before[run[0]] >= 0) == wide]
-            if runs:
-                out, states = _run_pieces(scan, tokens, share, runs, wide=wide)
-                parts |= zip((run[0] for run in runs), out.split(share.lengths(runs), 1), strict=True)
-                for piece, state in states.items():
-                    m = state[..., values:] if wide else state.new_zeros(1).expand(*state.shape[:3], keys)
-                    carries[piece] = m, state[..., :values]
-        for run in share.runs:
-            out, read = parts[run[0]].tensor_split([values], -1)
-            outs.append(out)
-            reads[run[0]] = partial(_read, read)
-    with torch.autocast(outs[0].device.type, enabled=False):
+                reads[piece], m = _closed(decay, lo, hi, accumulator_dtype(outs[0].dtype))
+                carries |= {piece: (m, carries[piece][1])} if piece in carries else {}
         whole = compose(dict(sorted(carries.items())), share.before, matrix=decay is None)
     return Local(share, outs, reads, whole, decay is None)
 
 
 def _run_pieces(
-    scan: Scan, tokens: Tokens, share: Share, runs: list[range], *, wide: bool = False
+    scan: Scan, tokens: Tokens, share: Share, pieces: range, *, wide: bool
 ) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
     """Return the outputs of these pieces with no state coming in, and the final states of those that are followed.
 
@@ -159,21 +154,18 @@ def _run_pieces(
     """
     outs, states = list[torch.Tensor](), dict[int, torch.Tensor]()
     packs = scan.packs and tokens[scan.values].shape[0] == 1  # kernels take a pack as a batch of one
-    for spans, documents, ends in share.calls(runs, packs=packs, one_state=scan.one_state):
-        taken = {name: _taken(x, spans) for name, x in tokens.items()}
-        start = _widened(scan, taken, max(1, len(documents) - 1)) if wide else None
-        out, found = scan.run(taken, start, documents)
+    for call in share.calls(pieces, packs=packs, one_state=scan.one_state):
+        lo, hi = share.span(call)
+        taken = {name: x[:, lo:hi] for name, x in tokens.items()}
+        starts = _widened(scan, taken, len(call)) if wide else None
+        first = call.start - share.mine.start
+        offsets = share.pieces[first : first + len(call) + 1]
+        out, found = scan.run(taken, starts, tuple(offset - lo for offset in offsets) if len(call) > 1 else ())
         outs.append(out)
-        for piece, at in ends:
-            row = len(found) + at
-            states[piece] = found[row : row + 1] if documents else found
+        for piece in share.followed.intersection(call):
+            row = len(found) - (call.stop - piece)
+            states[piece] = found[row : row + 1] if len(call) > 1 else found
     return torch.cat(outs, 1) if len(outs) > 1 else outs[0], states
-
-
-def _taken(x: torch.Tensor, spans: list[tuple[int, int]]) -> torch.Tensor:
-    if spans == [(0, x.shape[1])]:
-        return x
-    return x[:, slice(*spans[0])] if len(spans) == 1 else torch.cat([x[:, lo:hi] for lo, hi in spans], 1)
 
 
 def _widened(scan: Scan, taken: dict[str, torch.Tensor], documents: int) -> torch.Tensor:

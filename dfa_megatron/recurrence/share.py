@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from typing import NamedTuple
 
 from dfa_megatron.errors import UnsupportedError
@@ -35,19 +35,6 @@ class Reach(NamedTuple):
     own: tuple[int, ...]
     rows: tuple[int, ...]
     documents: Offsets
-
-
-class Call(NamedTuple):
-    """Pieces that one call of a kernel runs over.
-
-    spans: of this rank's tokens, in order.
-    documents: their offsets in these, () for one piece.
-    ends: the pieces that are followed, and where their final states are among the call's, from the end.
-    """
-
-    spans: list[tuple[int, int]]
-    documents: Offsets
-    ends: list[tuple[int, int]]
 
 
 @dataclass(frozen=True)
@@ -175,33 +162,15 @@ class Share:
         """Return how many tokens each of these has."""
         return [hi - lo for lo, hi in map(self.span, runs)]
 
-    def calls(self, runs: list[range], *, packs: bool, one_state: bool) -> list[Call]:
-        """Return the calls of a kernel over these pieces.
+    def calls(self, pieces: range, *, packs: bool, one_state: bool) -> list[range]:
+        """Return these pieces by calls of a kernel.
 
         packs: whether a call takes several. one_state: whether it returns the state of the last alone.
         """
-        key = (runs[0][0], len(runs), packs, one_state)
-        if key not in self._calls:
-            groups = list[list[int]]()
-            for piece in (piece for run in runs for piece in run):
-                if packs and groups and not (one_state and groups[-1][-1] in self.followed):
-                    groups[-1].append(piece)
-                else:
-                    groups.append([piece])
-            self._calls[key] = [self._call(group) for group in groups]
-        return self._calls[key]
-
-    @cached_property
-    def _calls(self) -> dict[tuple[int, int, bool, bool], list[Call]]:
-        return {}
-
-    def _call(self, group: list[int]) -> Call:
-        each, spans = [range(piece, piece + 1) for piece in group], list[tuple[int, int]]()
-        for lo, hi in map(self.span, each):
-            spans = [*spans[:-1], (spans[-1][0], hi)] if spans and spans[-1][1] == lo else [*spans, (lo, hi)]
-        offsets = tuple(accumulate(self.lengths(each), initial=0))
-        ends = [(piece, at - len(group)) for at, piece in enumerate(group) if piece in self.followed]
-        return Call(spans, offsets if len(group) > 1 else (), ends)
+        if not packs:
+            return [range(piece, piece + 1) for piece in pieces]
+        cuts = {piece + 1 for piece in self.followed if one_state and piece in pieces}
+        return [range(lo, hi) for lo, hi in pairwise(sorted({pieces.start, *cuts, pieces.stop}))]
 
     def reach(self, count: int) -> Reach:
         """Return where the `count` tokens before this rank's pieces are."""
