@@ -45,13 +45,13 @@ def _every_kind(rank: int, ranks: int) -> None:
         length = 4 * ranks
         compare(recurrence(kind, length, seed=seed, packs=bool(seed % 2)), rank, ranks, random_offsets(length, draw))
         compare(recurrence(kind, length, seed=seed), rank, ranks, tuple(range(length + 1)))
-        for tokens in (3, 6):
-            tree = forest(tokens * ranks, draw)
-            compare(recurrence(kind, tokens * ranks, seed=seed, packs=bool(seed % 2)), rank, ranks, *tree)
+        fan = (*range(0, length, 2), length), [-1, 0, *[1] * (2 * ranks - 3), 0]
+        for tree in (fan, *(forest(length, draw, most=8) for _ in range(4))):
+            compare(recurrence(kind, length, seed=seed, packs=bool(seed % 2)), rank, ranks, *tree)
     compare(recurrence("kda", 3 * ranks, seed=9, dtype=torch.float32), rank, ranks)
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, 5])
 def test_every_recurrence_is_exact_over_gloo(ranks: int) -> None:
     run_ranks(ranks, _every_kind)
 
