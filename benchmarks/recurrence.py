@@ -195,11 +195,11 @@ def scan(shapes: Shapes, share: Share) -> Call:
     names = ("q", "k", "v", "g", "beta") if shapes.kernel == "fla" else ("query", "key", "value", "g", "beta")
     tokens = dict(zip(names, (x.detach().requires_grad_() for x in (*keys, value, decay, beta)), strict=True))
     kernel = gated_delta_rule(shapes.kernel)
-    state = torch.randn(1, shapes.value_heads, shapes.head_dim, shapes.head_dim, device=value.device)
+    state = torch.randn(1, 1, shapes.value_heads, shapes.head_dim, shapes.head_dim, device=value.device)
 
     def run() -> torch.Tensor:
         local = local_scan(kernel, tokens, share)
-        return local.finish(state)[0] if share.continues(share.rank) else local.out
+        return local.finish(state if share.led else None)[0]
 
     return both_ways(run, list(tokens.values()), shapes)
 
@@ -219,15 +219,15 @@ def folded(shapes: Shapes, ranks: int) -> Call:
     """The longest fold forward, the longest one back, and the gradient of M."""
     size = (ranks, 1, shapes.value_heads, shapes.head_dim, shapes.head_dim)
     ms, states = (list(torch.randn(size, device=shapes.device) / shapes.head_dim) for _ in range(2))
-    carries = list(zip(ms, states, strict=True))[1:]
+    carries = dict(enumerate(zip(ms, states, strict=True)))
+    maps, source, last = dict(enumerate(ms)), list(range(-1, ranks)), ranks - 2
 
     def call() -> object:
         with torch.no_grad():
-            incoming = fold(carries, matrix=True)
+            incoming = fold(carries, source, [last], matrix=True)[last]
             if not shapes.backward:
                 return incoming
-            outgoing = fold_back(carries, matrix=True)
-            assert incoming is not None and outgoing is not None  # noqa: PT018
+            outgoing = fold_back(maps, {ranks - 1: states[0]}, source, [1], matrix=True)[1]
             return gradient_of_m(outgoing, incoming, ms[0], matrix=True)
 
     return call

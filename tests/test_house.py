@@ -16,6 +16,9 @@ PUBLIC = {
     "attention.py:dist_flash_attn_func",
     "attention.py:dist_flash_attn_varlen_func",
     "pack_planner.py:__init__",
+    "recurrence/functions.py:dist_conv",
+    "recurrence/upstream.py:dist_mamba1",
+    "recurrence/upstream.py:dist_mamba2",
 }
 
 FRAMEWORKS_OWN = {
@@ -52,16 +55,16 @@ BUDGETS = {
     "cli": 645,
     "deepspeed": 1_450,
     "doctor": 1_039,
-    "huggingface": 4_549,
+    "huggingface": 4_516,
     "kernels": 3_779,
     "loss": 709,
     "megatron": 4_643,
     "plan": 5_432,
     "proving": 763,
-    "recurrence": 1_149,
+    "recurrence": 1_395,
     "remat": 529,
     "runtime": 5_260,
-    "tests": 36_844,
+    "tests": 36_940,
     "top": 1_512,
     "trees": 305,
 }

@@ -6,15 +6,12 @@ Over a rank's tokens a linear recurrence is affine in the state that comes in: `
 dist_scan       a recurrence whose kernel takes and returns states
 dist_mamba2, dist_mamba1, fla_scan      the kernels of mamba-ssm and flash-linear-attention, handed over
 dist_conv       a short causal convolution
-pass_states     the exchange of states alone, for a layer that runs its kernel itself
-tokens_before   the exchange of tokens alone
 token_loop      every recurrence as a loop over tokens, for tests
 """
 
 from dfa_megatron.recurrence.agreed import Place
 from dfa_megatron.recurrence.functions import Convolve, dist_conv, dist_scan
 from dfa_megatron.recurrence.local_scan import Decay, Run, Scan
-from dfa_megatron.recurrence.passing import pass_states, tokens_before
 from dfa_megatron.recurrence.upstream import dist_mamba1, dist_mamba2, fla_scan
 
 __all__ = [
@@ -28,6 +25,4 @@ __all__ = [
     "dist_mamba2",
     "dist_scan",
     "fla_scan",
-    "pass_states",
-    "tokens_before",
 ]

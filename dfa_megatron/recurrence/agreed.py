@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
@@ -10,7 +11,8 @@ import torch
 
 from dfa_megatron.config import DistAttentionConfig
 from dfa_megatron.errors import UnsupportedError
-from dfa_megatron.recurrence.share import Share
+from dfa_megatron.plan.language.mask import short_name
+from dfa_megatron.recurrence.share import Parents, Share
 from dfa_megatron.runtime.agreement.calls import Kind
 from dfa_megatron.runtime.comm.channel import Channel
 from dfa_megatron.runtime.comm.groups import Group, channel_of
@@ -38,24 +40,33 @@ class Place:
 
     @classmethod
     def of(
-        cls, x: torch.Tensor, dim: int, group: Group, cu_seqlens: CuSeqlens, config: DistAttentionConfig = DEFAULTS
+        cls,
+        x: torch.Tensor,
+        dim: int,
+        group: Group,
+        cu_seqlens: CuSeqlens,
+        parents: Sequence[int] | None = None,
+        *,
+        config: DistAttentionConfig = DEFAULTS,
     ) -> Place:
         """Return the place of tokens, which lie along dimension `dim` of x, the same number on every rank.
 
         Args:
             group: the ranks that share the sequence, in the order of their tokens.
             cu_seqlens: global token offsets of packed documents; None for sequences that are one document.
+            parents: of the documents, the segments of a prompt tree; None for no tree.
             config: its verify is used.
 
         Raises:
-            UnsupportedError: cu_seqlens do not fit the tokens, or this process is not in the group.
+            UnsupportedError: cu_seqlens or parents do not fit the tokens, or this process is not in the group.
         """
         verify = config.verify == "on"
         over = channel_of(group, verify=verify)
         rank, ranks = (0, 1) if over is None else (over.rank, over.size)
         try:
             offsets = () if cu_seqlens is None else offsets_of(cu_seqlens, x.device)
-            return cls(over, _share(rank, ranks, x.shape[dim], offsets), verify)
+            above = () if parents is None or max(parents, default=-1) < 0 else tuple(parents)
+            return cls(over, _share(rank, ranks, x.shape[dim], offsets, above), verify)
         except UnsupportedError as error:
             refuse(error, over, verify=verify)
             raise
@@ -116,10 +127,11 @@ def agree_on(what: str, place: Place, facts: dict[str, str], device: torch.devic
             known.popitem(last=False)
     known.move_to_end(key)
     text = ", ".join((what, *(f"{name} {value}" for name, value in facts.items() if name != "exchange")))
-    return Agreed(share, over, _phases(text, share.offsets), verify)
+    return Agreed(share, over, _phases(text, share.offsets, share.parents), verify)
 
 
 @lru_cache(maxsize=256)
-def _phases(text: str, offsets: Offsets) -> tuple[Kind, Kind]:
+def _phases(text: str, offsets: Offsets, parents: Parents) -> tuple[Kind, Kind]:
     text = f"{text}, {describe(offsets)}" if offsets else text
+    text = f"{text}, parents {short_name(parents)}" if parents else text
     return Kind.of(f"forward of {text}"), Kind.of(f"backward of {text}")

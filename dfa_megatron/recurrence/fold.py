@@ -1,18 +1,18 @@
-"""The fold of states over ranks and its transpose, as pure functions over lists.
+"""The fold of states over the pieces of ranks and its transpose, as pure functions.
 
-Over the tokens of a rank a linear recurrence is affine in the state that comes in: `S_out = M S_in + S_local`, for each
+Over a piece's tokens a linear recurrence is affine in the state that comes in: `S_out = M S_in + S_local`, for each
 head. M is a number (Mamba-2, lightning attention), a vector over keys (GLA), an array like the state (Mamba-1), or a
 matrix (delta rule, gated delta rule, KDA). The first three multiply elementwise, by broadcasting.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
-Carry = tuple[torch.Tensor | None, torch.Tensor]
-"""(M, S) of a rank; M is None where it does not matter."""
+Carry = tuple[torch.Tensor, torch.Tensor]
+"""(M, S) of a piece; M does not matter where no state comes in."""
 
 
 def apply(m: torch.Tensor, state: torch.Tensor, *, matrix: bool) -> torch.Tensor:
@@ -20,26 +20,81 @@ def apply(m: torch.Tensor, state: torch.Tensor, *, matrix: bool) -> torch.Tensor
     return m @ state if matrix else m * state
 
 
-def fold(carries: Sequence[Carry], *, matrix: bool) -> torch.Tensor | None:
-    """Return the state after these ranks, the oldest first; None for no ranks.
+def compose(carries: Mapping[int, Carry], before: Sequence[int], *, matrix: bool) -> dict[int, Carry]:
+    """Return (M, S) of each piece together with the pieces before it on its path that are among these.
 
-    The M of the oldest rank is not used: nothing comes into it.
+    Args:
+        carries: of pieces, by number, in order.
+        before: for each number, that of the piece before it; -1 for none.
     """
-    state: torch.Tensor | None = None
-    for m, local in carries:
-        state = local if state is None or m is None else apply(m, state, matrix=matrix) + local
-    return state
+    found: dict[int, Carry] = {}
+    for piece, (m, local) in carries.items():
+        came = found.get(before[piece])
+        wide = m if came is None else m.to(came[1].dtype)
+        found[piece] = (
+            (m, local)
+            if came is None
+            else (apply(wide, came[0], matrix=matrix), apply(wide, came[1], matrix=matrix) + local)
+        )
+    return found
 
 
-def fold_back(carries: Sequence[Carry], *, matrix: bool) -> torch.Tensor | None:
-    """Return the gradient of a rank's outgoing state from (M, gradient of S_in) of the ranks after it, nearest first.
+def fold(
+    carries: Mapping[int, tuple[torch.Tensor | None, torch.Tensor]],
+    source: Sequence[int],
+    wanted: Iterable[int],
+    *,
+    matrix: bool,
+) -> dict[int, torch.Tensor]:
+    """Return the final states of the wanted pieces, and of those that they come from.
 
-    The M of the last rank is not used: the state does not leave it.
+    Args:
+        carries: (M, S_local) of pieces, by number.
+        source: for each number, that of the piece whose final state comes in; -1 for none.
     """
-    turned = [(None if m is None else m.mT if matrix else m, gradient) for m, gradient in reversed(carries)]
-    return fold(turned, matrix=matrix)
+    found: dict[int, torch.Tensor] = {}
+    for piece in sorted(_above(wanted, source)):
+        m, local = carries[piece]
+        came = found.get(source[piece])
+        found[piece] = local if came is None or m is None else apply(m, came, matrix=matrix) + local
+    return found
+
+
+def fold_back(
+    carries: Mapping[int, torch.Tensor | None],
+    gradients: Mapping[int, torch.Tensor],
+    source: Sequence[int],
+    wanted: Iterable[int],
+    *,
+    matrix: bool,
+) -> dict[int, torch.Tensor]:
+    """Return the gradients of the wanted pieces' final states: the sum of what reads them, and of what they go into.
+
+    Args:
+        carries: M of pieces, by number.
+        gradients: of the final states where ranks read them, by number.
+    """
+    total, below = dict(gradients), {*wanted}
+    for piece in sorted(carries):
+        if source[piece] in below:
+            below.add(piece)
+    for piece in sorted(below, reverse=True):
+        m, above = carries[piece], source[piece]
+        if above in below and m is not None and piece in total:
+            passed = apply(m.mT if matrix else m, total[piece], matrix=matrix)
+            total[above] = total[above] + passed if above in total else passed
+    return {piece: total[piece] for piece in wanted if piece in total}
 
 
 def gradient_of_m(outgoing: torch.Tensor, incoming: torch.Tensor, m: torch.Tensor, *, matrix: bool) -> torch.Tensor:
     """Return the gradient of M from that of the outgoing state, and the state that came in."""
     return outgoing @ incoming.mT if matrix else (outgoing * incoming).sum_to_size(m.shape)
+
+
+def _above(wanted: Iterable[int], source: Sequence[int]) -> set[int]:
+    found = set[int]()
+    for piece in wanted:
+        while piece >= 0 and piece not in found:
+            found.add(piece)
+            piece = source[piece]
+    return found

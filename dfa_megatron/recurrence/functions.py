@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 
 import torch
@@ -26,12 +26,13 @@ def dist_scan(
     decay: Decay | None = None,
     group: Group = None,
     cu_seqlens: CuSeqlens = None,
+    parents: Sequence[int] | None = None,
     config: DistAttentionConfig = DEFAULTS,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (out, final state) of a recurrence over contiguous tokens; collective, and exact with its gradients.
 
     The kernel runs once; one all-gather of states follows, and one in the backward. In a group of one, and where no
-    document has tokens on two ranks, nothing is sent.
+    path has tokens on two ranks, nothing is sent.
 
     Args:
         scan: the kernel and the names of its tokens.
@@ -40,6 +41,8 @@ def dist_scan(
             as a matrix, by running the kernel on wider values.
         group: the ranks that share the sequence, in the order of their tokens.
         cu_seqlens: global token offsets of packed documents. None: each sequence of the batch is one document.
+        parents: for documents that are the segments of a prompt tree, depth first: the number of each one's parent, -1
+            for a root. The state after the parent comes into each of its children.
         config: its verify and timeouts are used.
 
     Returns:
@@ -50,11 +53,10 @@ def dist_scan(
         UnsupportedError: tokens or cu_seqlens do not fit together.
         DisagreementError: the ranks ask for different recurrences, or run different calls; the message is a table.
     """
-    place = Place.of(next(iter(tokens.values())), 1, group, cu_seqlens, config)
+    place = Place.of(next(iter(tokens.values())), 1, group, cu_seqlens, parents, config=config)
     local = local_scan(scan, tokens, place.share, decay)
-    if not place.share.crosses:
-        return local.out, local.state
-    return local.finish(pass_states(local.m, local.state, place, matrix=local.matrix))
+    crosses = place.share.crosses
+    return local.finish(pass_states(local.carries, place, matrix=local.matrix) if crosses else None)
 
 
 Convolve = Callable[[torch.Tensor, Offsets], torch.Tensor]
@@ -71,18 +73,20 @@ def dist_conv(
     packs: bool = False,
     group: Group = None,
     cu_seqlens: CuSeqlens = None,
+    parents: Sequence[int] | None = None,
     config: DistAttentionConfig = DEFAULTS,
 ) -> torch.Tensor:
     """Return a causal convolution over contiguous tokens; collective, and exact with its gradients.
 
-    Each rank gets the `width - 1` tokens before its own, cut at the start of their document, and convolves them too.
+    Each rank gets the `width - 1` tokens before its own, and before each child, cut at the start of their path, and
+    convolves them too.
 
     Args:
         run: convolves whole documents that have zeros before them.
         x: this rank's tokens along dimension `dim`.
         width: of the convolution, in tokens.
         packs: whether `run` takes documents; otherwise it is called for each of them with ().
-        group, cu_seqlens, config: as for `dist_scan`.
+        group, cu_seqlens, parents, config: as for `dist_scan`.
 
     Raises:
         UnsupportedError: a width below 1, or cu_seqlens that do not fit.
@@ -91,18 +95,22 @@ def dist_conv(
     if width < 1:
         raise UnsupportedError(f"a convolution of width {width}", "it reads no token", "a width of 1 or more")
     dim %= x.dim()
-    place = Place.of(x, dim, group, cu_seqlens, config)
-    share, added = place.share, width - 1
-    pieces = share.pieces
-    if share.crosses and added:
-        x = torch.cat([tokens_before(x, added, place, dim=dim), x], dim)
-        pieces = (0, *(offset + added for offset in pieces[1:]))
-    else:
+    place = Place.of(x, dim, group, cu_seqlens, parents, config=config)
+    share, added, pieces = place.share, width - 1, place.share.pieces
+    if not added or not (share.crosses or share.led):
         added = 0
+    else:
+        pieces = share.reach(added).documents
+        before = tokens_before(x, added, place, dim=dim).split(added, dim)
+        own = x.split(share.lengths(share.leads), dim)
+        x = torch.cat([part for both in zip(before, own, strict=True) for part in both], dim)
     if len(pieces) == 2:
         out = run(x, ())
     elif packs:
         out = run(x, pieces)
     else:
         out = torch.cat([run(x.narrow(dim, lo, hi - lo), ()) for lo, hi in pairwise(pieces)], dim)
-    return out.narrow(dim, added, share.tokens)
+    if not added:
+        return out
+    kept = out.split([size for length in share.lengths(share.leads) for size in (added, length)], dim)[1::2]
+    return torch.cat(kept, dim) if len(kept) > 1 else kept[0]

@@ -4,11 +4,13 @@ The output is affine in the incoming state as the final state is: `out = out_loc
 and head. So the kernel runs once, with nothing coming in, and R S_in is added after the exchange. There are two ways
 to find R and M:
 
-closed    the decays multiply elementwise: R is the query times the decays since the rank's first token.
+closed    the decays multiply elementwise: R is the query times the decays since the piece's first token.
 widened   the kernel runs on values [v, 0] from the state [0, identity]: its output is [out_local, R] and its final
           state [S_local, M]. Any recurrence that is linear in (state, values) allows it; this is for delta rules.
 
-Only the first piece of a rank's tokens, where it continues another rank's document, is widened.
+Only a rank's pieces up to the last that a state comes into are widened: without a tree that is the first one, where it
+continues another rank's document. A state that comes from this rank's own pieces is read in the same way, so no call
+of the kernel waits for another.
 """
 
 from __future__ import annotations
@@ -16,7 +18,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -25,7 +26,7 @@ from torch.utils.checkpoint import checkpoint
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.kernels.api import accumulator_dtype
 from dfa_megatron.kernels.leaf import differentiable_once
-from dfa_megatron.recurrence.fold import apply
+from dfa_megatron.recurrence.fold import Carry, apply, compose
 from dfa_megatron.recurrence.share import Share
 from dfa_megatron.runtime.cu_seqlens import Offsets
 
@@ -51,12 +52,14 @@ class Scan:
         keys, values: the names of those tokens; keys (batch, tokens, any heads, key_dim), values (batch, tokens, heads,
             value_dim).
         packs: whether `run` takes documents in a batch of one; otherwise it is called for each of them with ().
+        one_state: of several documents `run` returns the final state of the last alone, and takes none.
     """
 
     run: Run
     keys: str
     values: str
     packs: bool = False
+    one_state: bool = False
 
 
 class Decay(NamedTuple):
@@ -79,81 +82,100 @@ class Local:
     """What a rank knows before the exchange.
 
     Attributes:
-        out: (batch, tokens, heads, values), with no state coming in.
-        read: returns R S_in of the first piece's tokens (batch, some tokens, heads, values); None where none comes in.
-        m, matrix, state: as `passing.pass_states` takes them.
-        passes: whether a state that comes in goes out again.
+        outs: for each of `share.runs`, (batch, tokens, heads, values) with no state coming in.
+        reads: for each piece that a state comes into, what returns R S_in of its tokens.
+        carries, matrix: as `passing.pass_states` takes them.
     """
 
-    out: torch.Tensor
-    read: Read | None
-    m: torch.Tensor
-    state: torch.Tensor
+    share: Share
+    outs: list[torch.Tensor]
+    reads: dict[int, Read]
+    carries: dict[int, Carry]
     matrix: bool
-    passes: bool
 
-    def finish(self, incoming: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return (out, final state) with the state that came in; each of them depends on it on every rank."""
-        if self.read is None:
-            return _tied(self.out, incoming), _tied(self.state, incoming)
-        with torch.autocast(self.out.device.type, enabled=False):
-            seen = self.read(incoming).to(self.out.dtype)
-            first, rest = self.out[:, : seen.shape[1]] + seen, self.out[:, seen.shape[1] :]
-            if self.passes:
-                final = apply(self.m.to(incoming.dtype), incoming, matrix=self.matrix) + self.state
-            else:
-                final = _tied(self.state, incoming)
-        return torch.cat([first, rest], 1) if rest.shape[1] else first, final
+    def finish(self, incoming: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return (out, state after the last piece) with what `pass_states` returns; None where nothing crosses ranks.
+
+        Each of them depends on it on every rank.
+        """
+        share, outs, last = self.share, list(self.outs), self.share.mine[-1]
+        brought = share.brought[share.rank]
+        with torch.autocast(outs[0].device.type, enabled=False):
+            after = {} if incoming is None else dict(zip(brought, incoming, strict=False))
+            for piece, (m, state) in self.carries.items():
+                came = after.get(share.source[piece])
+                after[piece] = state if came is None else apply(m.to(came.dtype), came, matrix=self.matrix) + state
+            for at, (piece, *_) in enumerate(share.runs):
+                if (before := share.before[piece]) >= 0:
+                    outs[at] = outs[at] + self.reads[piece](after[before]).to(outs[at].dtype)
+        out, final = torch.cat(outs, 1) if len(outs) > 1 else outs[0], after[last]
+        if incoming is not None:
+            out = out if brought else _tied(out, incoming)
+            final = final if share.source[last] >= 0 else _tied(final, incoming)
+        return out, final
 
 
 def local_scan(scan: Scan, tokens: Tokens, share: Share, decay: Decay | None = None) -> Local:
-    """Run the kernel once over this rank's tokens, with no state coming in.
+    """Run the kernel once over this rank's tokens, with no state coming in; once for each piece if it takes no packs.
 
     Raises:
         UnsupportedError: tokens that do not belong together.
     """
     _check(tokens, scan, share)
-    pieces, first = share.pieces, share.pieces[1]
-    comes, passes = share.continues(share.rank), share.continues(share.rank) and share.keeps(share.rank)
-    keys, (batch, _, heads, values) = tokens[scan.keys].shape[-1], tokens[scan.values].shape
-    if decay is not None:
-        out, state = _run_pieces(scan, tokens, pieces)
-        with torch.autocast(out.device.type, enabled=False):
-            read, m = _closed(decay, first, heads, accumulator_dtype(state.dtype))
-        return Local(out, read if comes else None, m, state, matrix=False, passes=passes)
-    if not comes:
-        out, state = _run_pieces(scan, tokens, pieces)
-        nothing = state.new_zeros(batch, heads, keys, keys, dtype=accumulator_dtype(state.dtype))
-        return Local(out, None, nothing, state, matrix=True, passes=False)
-    wide, state = scan.run(*_widened(scan, tokens, first))
-    (out, reads), (state, m) = (x.split([values, keys], -1) for x in (wide, state))
-    if len(pieces) > 2:
-        rest = {name: x[:, first:] for name, x in tokens.items()}
-        out_rest, state = _run_pieces(scan, rest, tuple(offset - first for offset in pieces[1:]))
-        out = torch.cat([out, out_rest], 1)
-    return Local(out, partial(_read, reads), m, state, matrix=True, passes=passes)
+    reads, carries, outs = dict[int, Read](), dict[int, Carry](), list[torch.Tensor]()
+    mine, keys, values = share.mine, tokens[scan.keys].shape[-1], tokens[scan.values].shape[-1]
+    plain = share.led[-1] + 1 if share.led and decay is None else mine.start
+    for pieces in filter(None, (range(mine.start, plain), range(plain, mine.stop))):
+        wide, runs = pieces.start < plain, [run for run in share.runs if run[0] in pieces]
+        out, states = _run_pieces(scan, tokens, share, pieces, wide=wide)
+        for run, part in zip(runs, out.split(share.lengths(runs), 1), strict=True):
+            outs.append(part[..., :values])
+            reads[run[0]] = partial(_read, part[..., values:])
+        for piece, state in states.items():
+            m = state[..., values:] if wide else state.new_zeros(1).expand(*state.shape[:3], keys)
+            carries[piece] = m, state[..., :values]
+    with torch.autocast(outs[0].device.type, enabled=False):
+        if decay is not None:
+            for piece in {*share.led, *carries}:
+                lo, hi = share.span(range(piece, piece + 1))
+                hi = hi if share.before[piece] >= 0 else lo + 1  # where nothing comes in, M only needs its shape
+                reads[piece], m = _closed(decay, lo, hi, accumulator_dtype(outs[0].dtype))
+                carries |= {piece: (m, carries[piece][1])} if piece in carries else {}
+        whole = compose(dict(sorted(carries.items())), share.before, matrix=decay is None)
+    return Local(share, outs, reads, whole, decay is None)
 
 
-def _run_pieces(scan: Scan, tokens: Tokens, pieces: Offsets) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (out, final state of the last piece) of documents of which none has a state coming in."""
-    if len(pieces) == 2:
-        return scan.run(dict(tokens), None, ())
-    if scan.packs and tokens[scan.values].shape[0] == 1:  # kernels take a pack as a batch of one
-        out, states = scan.run(dict(tokens), None, pieces)
-        return out, states[-1:]
-    found = [scan.run({name: x[:, lo:hi] for name, x in tokens.items()}, None, ()) for lo, hi in pairwise(pieces)]
-    return torch.cat([out for out, _ in found], 1), found[-1][1]
+def _run_pieces(
+    scan: Scan, tokens: Tokens, share: Share, pieces: range, *, wide: bool
+) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
+    """Return the outputs of these pieces with no state coming in, and the final states of those that are followed.
+
+    wide: on values [v, 0] from the state [0, identity].
+    """
+    outs, states = list[torch.Tensor](), dict[int, torch.Tensor]()
+    packs = scan.packs and tokens[scan.values].shape[0] == 1  # kernels take a pack as a batch of one
+    for call in share.calls(pieces, packs=packs, one_state=scan.one_state):
+        lo, hi = share.span(call)
+        taken = {name: x[:, lo:hi] for name, x in tokens.items()}
+        starts = _widened(scan, taken, len(call)) if wide else None
+        first = call.start - share.mine.start
+        offsets = share.pieces[first : first + len(call) + 1]
+        out, found = scan.run(taken, starts, tuple(offset - lo for offset in offsets) if len(call) > 1 else ())
+        outs.append(out)
+        for piece in share.followed.intersection(call):
+            row = len(found) - (call.stop - piece)
+            states[piece] = found[row : row + 1] if len(call) > 1 else found
+    return torch.cat(outs, 1) if len(outs) > 1 else outs[0], states
 
 
-def _widened(scan: Scan, tokens: Tokens, first: int) -> tuple[dict[str, torch.Tensor], torch.Tensor, Offsets]:
-    """Return the kernel's arguments for values [v, 0] from the state [0, identity], over the first tokens."""
-    taken = {name: x[:, :first] for name, x in tokens.items()}
+def _widened(scan: Scan, taken: dict[str, torch.Tensor], documents: int) -> torch.Tensor:
+    """Make the values of a kernel's arguments [v, 0], and return the states [0, identity] to begin with."""
     v, keys = taken[scan.values], taken[scan.keys].shape[-1]
     batch, _, heads, values = v.shape
-    state = v.new_zeros((batch, heads, keys, values + keys), dtype=accumulator_dtype(v.dtype))
+    state = v.new_zeros((batch * documents, heads, keys, values + keys), dtype=accumulator_dtype(v.dtype))
     state[..., values:].diagonal(dim1=-2, dim2=-1).fill_(1)
     taken[scan.values] = torch.cat([v, v.new_zeros((*v.shape[:3], keys))], -1)
-    return taken, state, ()
+    return state
 
 
 def _read(reads: torch.Tensor, incoming: torch.Tensor) -> torch.Tensor:
@@ -161,12 +183,12 @@ def _read(reads: torch.Tensor, incoming: torch.Tensor) -> torch.Tensor:
     return torch.einsum("bthk,bhkv->bthv", reads, incoming.to(reads.dtype))
 
 
-def _closed(decay: Decay, first: int, heads: int, dtype: torch.dtype) -> tuple[Read, torch.Tensor]:
-    """Return how R of the first tokens reads a state, and M after them, in float32 or float64."""
-    since = decay.log[:, :first].to(dtype).cumsum(1)
+def _closed(decay: Decay, lo: int, hi: int, dtype: torch.dtype) -> tuple[Read, torch.Tensor]:
+    """Return how R of some tokens reads a state, and M after them, in float32 or float64."""
+    since = decay.log[:, lo:hi].to(dtype).cumsum(1)
     since = since.unsqueeze(3) if since.dim() == 3 else since
     rate = since.new_ones(1, 1) if decay.rate is None else decay.rate.to(dtype)
-    read = decay.read[:, :first]
+    read = decay.read[:, lo:hi]
     return partial(_read_decayed, read, since, rate), (since[:, -1] * rate).exp().unsqueeze(3)
 
 

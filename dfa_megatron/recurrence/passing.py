@@ -6,7 +6,9 @@ so it sends nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import lru_cache
+from itertools import repeat
 from typing import Any, TypeVar
 
 import torch
@@ -15,7 +17,6 @@ from dfa_megatron.kernels.api import accumulator_dtype
 from dfa_megatron.kernels.leaf import differentiable_once
 from dfa_megatron.recurrence.agreed import Agreed, Place, agree_on
 from dfa_megatron.recurrence.fold import Carry, fold, fold_back, gradient_of_m
-from dfa_megatron.recurrence.share import Share
 from dfa_megatron.remat import active_frame
 from dfa_megatron.runtime.agreement.calls import at_layer, current_layer
 from dfa_megatron.runtime.counters import COUNTERS
@@ -30,46 +31,46 @@ def outside_graphs(function: F) -> F:
 
 
 @outside_graphs
-def pass_states(m: torch.Tensor, local: torch.Tensor, place: Place, *, matrix: bool) -> torch.Tensor:
-    """Return the state that comes into this rank's tokens: the fold of (M, S_local) over the ranks before.
+def pass_states(carries: Mapping[int, Carry], place: Place, *, matrix: bool) -> torch.Tensor:
+    """Return the states of earlier ranks that come into this rank's pieces: folds of (M, S_local) along their paths.
 
     Collective, also in the backward: the result must be part of what every rank differentiates.
 
     Args:
-        m: M of this rank's tokens. matrix: (batch, heads, keys, keys), else it broadcasts against `local`. It may be
-            anything on a rank whose first token starts a document, or inside of which one starts.
-        local: the state after this rank's tokens if none comes in, (batch, heads, keys, values); of the last document.
+        carries: (M, S_local) of this rank's last piece and of those whose states others need, by number: from the
+            state that comes from another rank, over all pieces between. matrix: M is (batch, heads, keys, keys), else
+            it broadcasts against S_local (batch, heads, keys, values). Where no state comes in it may be anything.
         place: see `Place.of`.
 
     Returns:
-        S_in like `local`, in float32 (float64 for float64): the state of the document that the first token continues,
-        zero where it starts one.
+        For each piece of `share.brought`, or one of zeros for none, its final state like S_local, in float32 (float64
+        for float64).
 
     Raises:
         DisagreementError: the ranks ask for different exchanges, or run different calls.
     """
-    dtype = accumulator_dtype(local.dtype)
-    if not place.share.crosses:
-        return torch.zeros_like(local, dtype=dtype)
+    share = place.share
+    flat = [x for piece in share.sent[share.rank] or (share.mine[-1],) for x in carries[piece]]
+    m, local = flat[:2]
     facts = {
         "state": str(tuple(local.shape)),
         "M": f"{tuple(m.shape)}, {'a matrix' if matrix else 'elementwise'}",
-        "dtype": str(dtype),
+        "dtype": str(accumulator_dtype(local.dtype)),
         "gradient": str(torch.is_grad_enabled() and (m.requires_grad or local.requires_grad)),
     }
     return _kept(
         local,
         lambda known: _States.apply(  # type: ignore[no-untyped-call]
-            m, local, agree_on("the states of a recurrence", place, facts, local.device), matrix, known
+            agree_on("the states of a recurrence", place, facts, local.device), matrix, known, *flat
         ),
     )
 
 
 @outside_graphs
 def tokens_before(x: torch.Tensor, count: int, place: Place, *, dim: int = 1) -> torch.Tensor:
-    """Return the `count` tokens before this rank's, zero where they belong to another document; collective.
+    """Return the `count` tokens before each piece of `share.leads` on its path, zeros before a root; collective.
 
-    Several ranks bring them where a rank holds fewer. Gradients go back to the ranks that hold the tokens.
+    They may be of several pieces and ranks. Gradients go back to the ranks that hold the tokens.
 
     Args:
         x: this rank's tokens along dimension `dim`.
@@ -77,25 +78,30 @@ def tokens_before(x: torch.Tensor, count: int, place: Place, *, dim: int = 1) ->
         place: see `Place.of`.
 
     Returns:
-        Like x, with `count` tokens.
+        Like x, with `count` tokens for each of these pieces.
 
     Raises:
         DisagreementError: as `pass_states`.
     """
-    if not place.share.crosses:
-        return torch.zeros_like(x.narrow(dim, 0, 1)).repeat_interleave(count, dim)
-    facts = {
-        "tokens before": str(count),
-        "shape": str(tuple(x.shape)),
-        "dtype": str(x.dtype),
-        "gradient": str(torch.is_grad_enabled() and x.requires_grad),
-    }
-    return _kept(
-        x,
-        lambda known: _Before.apply(  # type: ignore[no-untyped-call]
-            x, count, dim, agree_on("the tokens before a convolution", place, facts, x.device), known
-        ),
-    )
+    own, rows = (_on(numbers, x.device) for numbers in place.share.reach(count)[2:4])
+    found = [torch.zeros_like(x.narrow(dim, 0, 1)), x.index_select(dim, own)]
+    if place.share.crosses:
+        facts = {
+            "tokens before": str(count),
+            "shape": str(tuple(x.shape)),
+            "dtype": str(x.dtype),
+            "gradient": str(torch.is_grad_enabled() and x.requires_grad),
+        }
+        found.append(
+            _kept(
+                x,
+                lambda known: _Before.apply(  # type: ignore[no-untyped-call]
+                    x, count, dim, agree_on("the tokens before a convolution", place, facts, x.device), known
+                ),
+            )
+        )
+    # Siblings read the same tokens: their gradients are summed in float32.
+    return torch.cat(found, dim).to(accumulator_dtype(x.dtype)).index_select(dim, rows).to(x.dtype)
 
 
 def _kept(x: torch.Tensor, run: Callable[[torch.Tensor | None], torch.Tensor]) -> torch.Tensor:
@@ -111,54 +117,75 @@ def _kept(x: torch.Tensor, run: Callable[[torch.Tensor | None], torch.Tensor]) -
 
 
 class _States(torch.autograd.Function):
-    """Gather (M, S_local) and fold what came before; backward: gather (M, dS_in) and fold what came after."""
+    """Gather (M, S_local) and fold what came before; backward: gather M and the gradients, and fold what came after."""
 
     @staticmethod
     def forward(
-        ctx: Any, m: torch.Tensor, local: torch.Tensor, agreed: Agreed, matrix: bool, known: torch.Tensor | None
+        ctx: Any, agreed: Agreed, matrix: bool, known: torch.Tensor | None, *flat: torch.Tensor
     ) -> torch.Tensor:
-        share, dtype = agreed.share, accumulator_dtype(local.dtype)
-        ctx.agreed, ctx.matrix, ctx.layer, ctx.dtypes = agreed, matrix, current_layer(), (m.dtype, local.dtype)
-        wide = m.to(dtype)
-        incoming = known
-        if incoming is None:
-            carries = _gather(agreed, 0, wide, local.to(dtype))
-            with torch.autocast(local.device.type, enabled=False):
-                folded = fold([carries[rank] for rank in share.before], matrix=matrix)
-            incoming = torch.zeros_like(local, dtype=dtype) if folded is None else folded.clone()
+        share, dtype = agreed.share, accumulator_dtype(flat[1].dtype)
+        ctx.agreed, ctx.matrix, ctx.layer, ctx.dtypes = agreed, matrix, current_layer(), [x.dtype for x in flat]
+        ms, states = ([x.to(dtype) for x in some] for some in (flat[::2], flat[1::2]))
+        if known is not None:
+            incoming = known.detach()
         else:
-            incoming = incoming.detach()
-        ctx.save_for_backward(*((wide, incoming) if share.chains else ()))
+            gathered = _gather(agreed, 0, ms, states, max(map(len, share.sent)))
+            carries = {
+                piece: (m, state)
+                for pieces, (all_m, all_states) in zip(share.sent, gathered, strict=True)
+                for piece, m, state in zip(pieces, all_m or repeat(None), all_states, strict=False)
+            }
+            brought = share.brought[share.rank]
+            with torch.autocast(states[0].device.type, enabled=False):
+                folded = fold(carries, share.source, brought, matrix=matrix)
+            incoming = torch.stack([folded[piece] for piece in brought] or [torch.zeros_like(states[0])])
+        ctx.save_for_backward(*([incoming, *ms] if share.chains else []))
         return incoming
 
     @staticmethod
-    @differentiable_once("a recurrence over ranks", 0, 1)  # a rank's may depend on M of another
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor, None, None, None]:
+    @differentiable_once("a recurrence over ranks", 3, 4)  # a rank's may depend on M of another
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         agreed: Agreed = ctx.agreed
         share, matrix = agreed.share, ctx.matrix
-        m, incoming = ctx.saved_tensors if share.chains else (None, None)
+        incoming, *ms = ctx.saved_tensors or [None]
         wide = gradient.to(accumulator_dtype(gradient.dtype))
+        maps, read = dict[int, torch.Tensor | None](), dict[int, torch.Tensor]()
         with at_layer(ctx.layer), torch.autocast(wide.device.type, enabled=False):
-            carries = _gather(agreed, 1, m, wide)
-            outgoing = fold_back([carries[rank] for rank in share.after], matrix=matrix)
-            if outgoing is None:
-                outgoing = torch.zeros_like(wide)
-            of_m = None
-            if m is not None and incoming is not None and share.before and share.keeps(share.rank):
-                of_m = gradient_of_m(outgoing, incoming, m, matrix=matrix).to(ctx.dtypes[0])
-        return of_m, outgoing.to(ctx.dtypes[1]), None, None, None
+            gathered = _gather(agreed, 1, ms, [*wide], max(map(len, share.brought)))
+            for rank, (all_m, gradients) in enumerate(gathered):
+                maps |= zip(share.sent[rank], all_m or repeat(None), strict=False)
+                for piece, one in zip(share.brought[rank], gradients, strict=False):
+                    read[piece] = read[piece] + one if piece in read else one
+            outgoing = fold_back(maps, read, share.source, share.sent[share.rank], matrix=matrix)
+            found: list[torch.Tensor | None] = []
+            for at, piece in enumerate(share.sent[share.rank]):
+                source, of_m = share.source[piece], None
+                if source >= 0 and incoming is not None:
+                    came = incoming[share.brought[share.rank].index(source)]
+                    of_m = gradient_of_m(outgoing[piece], came, ms[at], matrix=matrix).to(ctx.dtypes[2 * at])
+                found += [of_m, outgoing[piece].to(ctx.dtypes[2 * at + 1])]
+        return None, None, None, *(found or [None, torch.zeros_like(wide[0]).to(ctx.dtypes[1])])
 
 
-def _gather(agreed: Agreed, phase: int, m: torch.Tensor | None, state: torch.Tensor) -> list[Carry]:
-    """Return (M, state) of every rank by one all-gather; M stays at home where no state passes through a rank."""
-    if m is None or not agreed.share.chains:
-        return [(None, theirs) for theirs in agreed.gather(phase, state)]
-    both = agreed.gather(phase, torch.cat([m.reshape(-1), state.reshape(-1)]))
-    return [(x[: m.numel()].view(m.shape), x[m.numel() :].view(state.shape)) for x in both]
+def _gather(
+    agreed: Agreed, phase: int, ms: list[torch.Tensor], states: list[torch.Tensor], most: int
+) -> list[tuple[list[torch.Tensor], list[torch.Tensor]]]:
+    """Return (M, states) of every rank, filled up to one number, by one all-gather; M stays at home if none chains."""
+    slots = max(map(len, agreed.share.sent)) if agreed.share.chains else 0
+    parts = [
+        *(ms[:slots] + [torch.zeros_like(x) for x in ms[:1]] * (slots - len(ms))),
+        *(states + [torch.zeros_like(states[0])] * (most - len(states))),
+    ]
+    sizes = [x.numel() for x in parts]
+    found = []
+    for theirs in agreed.gather(phase, torch.cat([x.reshape(-1) for x in parts])):
+        views = [y.view(x.shape) for x, y in zip(parts, theirs.split(sizes), strict=True)]
+        found.append((views[:slots], views[slots:]))
+    return found
 
 
 class _Before(torch.autograd.Function):
-    """Gather every rank's last tokens; backward: gather the gradients, and sum those of this rank's tokens."""
+    """Gather the tokens that ranks need of others; backward: gather the gradients, and sum those of this rank's."""
 
     @staticmethod
     def forward(
@@ -168,35 +195,35 @@ class _Before(torch.autograd.Function):
         ctx.agreed, ctx.dim, ctx.count, ctx.shape, ctx.layer = agreed, dim, count, x.shape, current_layer()
         if known is not None:
             return known.detach()
-        most = min(count, share.tokens)
-        tails = agreed.gather(0, x.narrow(dim, share.tokens - most, most).contiguous())
-        return _last(tails[: share.rank], share.seen(share.rank, count), count, dim, tails[0])
+        sends, brings = share.reach(count)[:2]
+        most = max(map(len, sends))
+        mine = (*sends[share.rank], *[0] * (most - len(sends[share.rank])))
+        everyone = torch.cat(agreed.gather(0, x.index_select(dim, _on(mine, x.device)).contiguous()), dim)
+        found = [
+            (rank := token // share.tokens) * most + sends[rank].index(token % share.tokens)
+            for token in brings[share.rank]
+        ]
+        found += [0] * (max(map(len, brings)) - len(found))  # as many on every rank, for the backward
+        return everyone.index_select(dim, _on(tuple(found), x.device))
 
     @staticmethod
     @differentiable_once("a convolution over ranks")
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
-        agreed, dim, count = ctx.agreed, ctx.dim, ctx.count
-        share: Share = agreed.share
+        agreed, dim = ctx.agreed, ctx.dim
+        share = agreed.share
         with at_layer(ctx.layer):
             everyone = agreed.gather(1, gradient.contiguous())
         total = gradient.new_zeros(ctx.shape, dtype=accumulator_dtype(gradient.dtype))
-        for rank in range(share.rank + 1, share.ranks):
-            # `seen` tokens end where the rank's own begin; those from `far` to `near` tokens before that are ours.
-            seen = share.seen(rank, count)
-            near = (rank - share.rank - 1) * share.tokens
-            far = min(seen, near + share.tokens)
-            if far > near:
-                theirs = everyone[rank].narrow(dim, count - far, far - near)
-                total.narrow(dim, share.tokens - (far - near), far - near).add_(theirs)
+        for theirs, tokens in zip(everyone, share.reach(ctx.count).brings, strict=True):
+            rows = tuple(at for at, token in enumerate(tokens) if token // share.tokens == share.rank)
+            if rows:
+                places = _on(tuple(tokens[at] % share.tokens for at in rows), total.device)
+                total.index_add_(dim, places, theirs.index_select(dim, _on(rows, total.device)).to(total.dtype))
         return total.to(gradient.dtype), None, None, None, None
 
 
-def _last(tails: list[torch.Tensor], seen: int, count: int, dim: int, like: torch.Tensor) -> torch.Tensor:
-    """Return the last `seen` tokens of the tails behind zeros, `count` together."""
-    shape = list(like.shape)
-    shape[dim] = count
-    found = like.new_zeros(shape)
-    if seen:
-        before = torch.cat(tails, dim)
-        found.narrow(dim, count - seen, seen).copy_(before.narrow(dim, before.shape[dim] - seen, seen))
-    return found
+@lru_cache(maxsize=256)
+@torch.inference_mode(False)  # training may save it for a backward
+def _on(numbers: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    """Return int64 numbers on a device, the same tensor for all layers."""
+    return torch.tensor(numbers, dtype=torch.int64, device=device)

@@ -1,84 +1,208 @@
-"""A rank's share of a sequence: which documents cross ranks, so which states and tokens have to travel."""
+"""A rank's share of a sequence: which segments' ends other ranks need, so which states and tokens have to travel.
+
+Segments are cut at the ends of ranks into pieces. What comes into a piece is the state at the end of the piece before
+it on its path: of the same segment on the rank before, or the last of its segment's parent. Documents have no parents.
+"""
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
+from typing import NamedTuple
 
+from dfa_megatron.errors import UnsupportedError
+from dfa_megatron.plan.language.tree import Tree
 from dfa_megatron.runtime.cu_seqlens import Offsets, check_offsets
+
+Parents = tuple[int, ...]
+"""The number of every segment's parent, -1 for a root; () where all are roots."""
+
+
+class Reach(NamedTuple):
+    """The tokens before the pieces of this rank, for a convolution.
+
+    sends: for every rank, the places in it of the tokens that others need.
+    brings: for every rank, the tokens of others that it needs, by their place in the sequence.
+    own: the places in this rank of its own tokens that are needed.
+    rows: for each of `leads`, `count` rows of [a zero, own, brought].
+    documents: the offsets of the pieces with these rows before them.
+    """
+
+    sends: tuple[tuple[int, ...], ...]
+    brings: tuple[tuple[int, ...], ...]
+    own: tuple[int, ...]
+    rows: tuple[int, ...]
+    documents: Offsets
 
 
 @dataclass(frozen=True)
 class Share:
     """The contiguous tokens of one rank: `tokens` on each of `ranks` ranks.
 
-    offsets: global starts of the documents and the length of all; () for a sequence that is one document.
+    offsets: global starts of the segments and the length of all; () for a sequence that is one document.
     """
 
     rank: int
     ranks: int
     tokens: int
     offsets: Offsets = ()
+    parents: Parents = ()
 
     def __post_init__(self) -> None:
-        """Refuse offsets that do not fit the tokens of all ranks."""
+        """Refuse offsets that do not fit the tokens of all ranks, and parents that do not fit the offsets."""
         if self.offsets:
             check_offsets(self.offsets, self.tokens * self.ranks)
+        if not self.parents:
+            return
+        try:
+            Tree(tuple(hi - lo for lo, hi in pairwise(self.offsets)), self.parents)
+        except ValueError as error:
+            raise UnsupportedError("parents", str(error), "the parents of a prompt tree beside cu_seqlens") from error
 
-    def continues(self, rank: int) -> bool:
-        """Return whether the first token of a rank belongs to a document that an earlier rank began."""
-        return self.seen(rank, 1) > 0
+    @cached_property
+    def _cut(self) -> tuple[list[int], list[int], list[int]]:
+        """The end of every piece, the piece before it or -1, and the first piece of each rank and the number of all."""
+        ends, before, last = list[int](), list[int](), list[int]()
+        firsts = [0] * (self.ranks + 1)
+        for at, (lo, hi) in enumerate(pairwise(self.offsets or (0, self.tokens * self.ranks))):
+            parent = self.parents[at] if self.parents else -1
+            comes = last[parent] if parent >= 0 else -1
+            for rank in range(lo // self.tokens, (hi - 1) // self.tokens + 1):
+                before.append(comes)
+                comes = len(ends)
+                ends.append(min(hi, (rank + 1) * self.tokens))
+                firsts[rank + 1] = len(ends)
+            last.append(comes)
+        return ends, before, firsts
 
-    def keeps(self, rank: int) -> bool:
-        """Return whether no document starts inside a rank's tokens; a start at the first of them counts not."""
-        return len(self.pieces_of(rank)) == 2
+    @property
+    def before(self) -> list[int]:
+        """The number of the piece whose final state comes into each piece of the sequence; -1 for none."""
+        return self._cut[1]
 
-    def seen(self, rank: int, most: int) -> int:
-        """Return how many tokens before a rank's first one belong to its document, `most` at most."""
-        at = rank * self.tokens
-        start = self.offsets[bisect_right(self.offsets, at, 0, len(self.offsets) - 1) - 1] if self.offsets else 0
-        return min(most, at - start)
+    def of(self, rank: int) -> range:
+        """Return the numbers of a rank's pieces."""
+        return range(*self._cut[2][rank : rank + 2])
 
-    def pieces_of(self, rank: int) -> Offsets:
-        """Return 0, the document starts inside a rank's tokens, and their number: local offsets."""
-        lo, hi = rank * self.tokens, (rank + 1) * self.tokens
-        inside = self.offsets[bisect_right(self.offsets, lo) : bisect_left(self.offsets, hi)]
-        return (0, *(offset - lo for offset in inside), self.tokens)
+    @cached_property
+    def mine(self) -> range:
+        """The numbers of this rank's pieces."""
+        return self.of(self.rank)
 
     @cached_property
     def pieces(self) -> Offsets:
-        """The local offsets of this rank's pieces of documents; the first one may continue another rank's."""
-        return self.pieces_of(self.rank)
+        """The local offsets of this rank's pieces."""
+        return (0, *(self._cut[0][piece] - self.rank * self.tokens for piece in self.mine))
+
+    @cached_property
+    def led(self) -> tuple[int, ...]:
+        """This rank's pieces that a state comes into."""
+        return tuple(piece for piece in self.mine if self.before[piece] >= 0)
+
+    @cached_property
+    def followed(self) -> frozenset[int]:
+        """This rank's pieces whose final states are read, and its last."""
+        return frozenset(piece for piece in self.before if piece in self.mine) | {self.mine[-1]}
+
+    @cached_property
+    def source(self) -> list[int]:
+        """For each piece, that of an earlier rank whose final state its own depends on first, or -1."""
+        found = list[int]()
+        for rank in range(self.ranks):
+            mine = self.of(rank)
+            for piece in mine:
+                before = self.before[piece]
+                found.append(found[before] if before in mine else before)
+        return found
+
+    @cached_property
+    def brought(self) -> list[list[int]]:
+        """The pieces of other ranks whose final states come into each rank."""
+        return [
+            sorted({before for piece in self.of(rank) if 0 <= (before := self.before[piece]) < self.of(rank)[0]})
+            for rank in range(self.ranks)
+        ]
+
+    @cached_property
+    def sent(self) -> list[list[int]]:
+        """The pieces of each rank whose final states go to others."""
+        away = {piece for pieces in self.brought for piece in pieces}
+        return [[piece for piece in self.of(rank) if piece in away] for rank in range(self.ranks)]
 
     @cached_property
     def crosses(self) -> bool:
-        """Whether any document has tokens on two ranks; otherwise nothing has to travel."""
-        return any(self.continues(rank) for rank in range(1, self.ranks))
+        """Whether any path has tokens on two ranks; otherwise nothing has to travel."""
+        return any(self.brought)
 
     @cached_property
     def chains(self) -> bool:
-        """Whether the state of a document goes through a whole rank; otherwise no M has to travel."""
-        return any(
-            self.continues(rank) and self.keeps(rank) and self.continues(rank + 1) for rank in range(1, self.ranks - 1)
-        )
+        """Whether a state goes through a whole rank; otherwise no M has to travel."""
+        return any(self.source[piece] >= 0 for pieces in self.sent for piece in pieces)
 
     @cached_property
-    def before(self) -> tuple[int, ...]:
-        """The ranks whose states come in here, oldest first; M of the oldest does not matter."""
-        oldest = self.rank
-        while self.continues(oldest):
-            oldest -= 1
-            if not self.keeps(oldest):
-                break
-        return tuple(range(oldest, self.rank))
+    def runs(self) -> list[range]:
+        """This rank's pieces: each that is led by itself, and the others between them together."""
+        return self._runs({*self.led, *(piece + 1 for piece in self.led)})
 
     @cached_property
-    def after(self) -> tuple[int, ...]:
-        """The ranks that this rank's state reaches, nearest first; M of the last does not matter."""
-        last = self.rank
-        while last + 1 < self.ranks and self.continues(last + 1):
-            last += 1
-            if not self.keeps(last):
-                break
-        return tuple(range(self.rank + 1, last + 1))
+    def leads(self) -> list[range]:
+        """This rank's pieces, cut before each that is led: a convolution gets tokens before the first of each."""
+        return self._runs({*self.led})
+
+    def _runs(self, cuts: set[int]) -> list[range]:
+        return [range(lo, hi) for lo, hi in pairwise(sorted({self.mine[0], *cuts, self.mine[-1] + 1}))]
+
+    def span(self, run: range) -> tuple[int, int]:
+        """Return the tokens of some of this rank's pieces that lie next to each other."""
+        return self.pieces[run[0] - self.mine[0]], self.pieces[run[-1] - self.mine[0] + 1]
+
+    def lengths(self, runs: Iterable[range]) -> list[int]:
+        """Return how many tokens each of these has."""
+        return [hi - lo for lo, hi in map(self.span, runs)]
+
+    def calls(self, pieces: range, *, packs: bool, one_state: bool) -> list[range]:
+        """Return these pieces by calls of a kernel.
+
+        packs: whether a call takes several. one_state: whether it returns the state of the last alone.
+        """
+        if not packs:
+            return [range(piece, piece + 1) for piece in pieces]
+        cuts = {piece + 1 for piece in self.followed if one_state and piece in pieces}
+        return [range(lo, hi) for lo, hi in pairwise(sorted({pieces.start, *cuts, pieces.stop}))]
+
+    def reach(self, count: int) -> Reach:
+        """Return where the `count` tokens before this rank's pieces are."""
+        if count not in self._reaches:
+            needed = [
+                {token for piece in self.of(rank) for token in self._behind(piece, count)} for rank in range(self.ranks)
+            ]
+            brings = [sorted(x for x in needed[r] if x // self.tokens != r) for r in range(self.ranks)]
+            away = sorted({token for tokens in brings for token in tokens})
+            sends = [tuple(x % self.tokens for x in away if x // self.tokens == r) for r in range(self.ranks)]
+            mine = brings[self.rank]
+            own = sorted(needed[self.rank] - {*mine})
+            row = {token: at for at, token in enumerate((*own, *mine), start=1)}
+            rows = list[int]()
+            for run in self.leads:
+                behind = [row[token] for token in self._behind(run[0], count)]
+                rows += [0] * (count - len(behind)) + behind[::-1]
+            local = tuple(token - self.rank * self.tokens for token in own)
+            begins = [sum(lead[0] < piece for lead in self.leads) for piece in (*self.mine, len(self.before))]
+            documents = tuple(offset + count * added for offset, added in zip(self.pieces, begins, strict=True))
+            self._reaches[count] = Reach(tuple(sends), tuple(map(tuple, brings)), local, tuple(rows), documents)
+        return self._reaches[count]
+
+    @cached_property
+    def _reaches(self) -> dict[int, Reach]:
+        return {}
+
+    def _behind(self, piece: int, count: int) -> list[int]:
+        """Return the tokens before a piece on its path, the nearest first, `count` at most."""
+        ends, before, _ = self._cut
+        found = list[int]()
+        while (piece := before[piece]) >= 0 and len(found) < count:
+            start = ends[piece - 1] if piece else 0
+            found += range(ends[piece] - 1, max(start, ends[piece] - count + len(found)) - 1, -1)
+        return found

@@ -1,13 +1,12 @@
 """Every recurrence as a loop over tokens: what the fast kernels compute, in any dtype, for tests and for reading.
 
-All take tokens (batch, tokens, heads, ...) by name, an initial state (batch, heads, keys, values) or None, and local
+All take tokens (batch, tokens, heads, ...) by name, initial states (batch, heads, keys, values) or None, and local
 offsets of documents or (); they return (out, final states), one state for each document. They are `Run`s.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from itertools import pairwise
 
 import torch
@@ -52,10 +51,11 @@ TokenStep = Callable[[torch.Tensor, ByName], torch.Tensor]
 
 
 def _scan(step: TokenStep, x: ByName, state: torch.Tensor | None, documents: Offsets) -> Scanned:
-    """Run over tokens, from zero at every document; an initial state is of the only one."""
+    """Run over tokens, from the initial state of each document or from zero."""
     if documents:
+        starts = [None] * (len(documents) - 1) if state is None else state.split(1)
         pieces = [{name: t[:, lo:hi] for name, t in x.items()} for lo, hi in pairwise(documents)]
-        found = list(map(partial(_scan, step, state=None, documents=()), pieces))
+        found = [_scan(step, piece, start, ()) for piece, start in zip(pieces, starts, strict=True)]
         return torch.cat([out for out, _ in found], 1), torch.cat([final for _, final in found])
     batch, tokens, heads, values = x["v"].shape
     dtype = accumulator_dtype(x["v"].dtype)

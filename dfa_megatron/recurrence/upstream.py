@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -152,6 +152,7 @@ def dist_mamba2(
     packs: bool = False,
     group: Group = None,
     cu_seqlens: CuSeqlens = None,
+    parents: Sequence[int] | None = None,
     config: DistAttentionConfig = DEFAULTS,
     **options: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -182,8 +183,8 @@ def dist_mamba2(
     dt = _step(tokens["dt"], options.get("dt_bias"), bool(options.get("dt_softplus")))
     dt = dt.clamp(*options.get("dt_limit", (0.0, float("inf"))))
     decay = Decay(tokens["C"], dt, a[:, None])
-    scan = Scan(run, "B", "x", packs)
-    out, final = dist_scan(scan, tokens, decay=decay, group=group, cu_seqlens=cu_seqlens, config=config)
+    where: Given = {"group": group, "cu_seqlens": cu_seqlens, "parents": parents, "config": config}
+    out, final = dist_scan(Scan(run, "B", "x", packs, one_state=True), tokens, decay=decay, **where)
     return out if z is None else out * F.silu(z), final.mT
 
 
@@ -194,6 +195,7 @@ def dist_mamba1(
     *,
     group: Group = None,
     cu_seqlens: CuSeqlens = None,
+    parents: Sequence[int] | None = None,
     config: DistAttentionConfig = DEFAULTS,
     **options: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -230,7 +232,8 @@ def dist_mamba1(
     # Every channel is a head with one value; all of them share B and C.
     turned |= {"x": turned["x"].unsqueeze(3), "B": turned["B"].unsqueeze(2), "C": turned["C"].unsqueeze(2)}
     decay = Decay(turned["C"], dt, a)
-    out, final = dist_scan(Scan(run, "B", "x"), turned, decay=decay, group=group, cu_seqlens=cu_seqlens, config=config)
+    where: Given = {"group": group, "cu_seqlens": cu_seqlens, "parents": parents, "config": config}
+    out, final = dist_scan(Scan(run, "B", "x"), turned, decay=decay, **where)
     out = out.squeeze(3).mT
     return out if z is None else out * F.silu(z), final.squeeze(3)
 

@@ -1,4 +1,4 @@
-"""Hybrids are exact over three ranks: their convolutions and states pass from rank to rank, and stop at documents."""
+"""Hybrids are exact over three ranks: their convolutions and states pass along the paths of trees, and of documents."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ if conftest.INSTALLED:
 def states(rank: int, world_size: int, kinds: tuple[str, ...]) -> dict[str, Any]:
     from tests.huggingface.sweep.attempt import attempt
 
-    sections = {kind: ("packed", "remat") if kind in AGAIN else ("packed",) for kind in kinds}
+    sections = {kind: ("tree", "packed", "remat") if kind in AGAIN else ("tree",) for kind in kinds}
     return {kind: {v.section: (v.state, v.reason) for v in attempt(kind, sections[kind])} for kind in kinds}
 
 
 @pytest.mark.support("models", "hybrids: convolutions, delta rules, state spaces; whole, packed, rematerialized")
-def test_states_and_convolutions_cross_ranks_and_stop_at_documents() -> None:
+def test_states_and_convolutions_follow_paths_over_ranks() -> None:
     for found in run_ranks(3, states, HYBRIDS, timeout=170):  # whole: in test_sweep.py
         assert {state for sections in found.values() for state in sections.values()} == {("exact", "")}, found
 

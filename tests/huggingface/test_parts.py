@@ -54,7 +54,7 @@ def built(kind: str) -> tuple[Any, dict[str, torch.Tensor]]:
     from tests.huggingface.sweep.attempt import batch_of
 
     model = images.build(kind)
-    batch = images.add_images(model, kind, batch_of(96, 40, packed=False))
+    batch = images.add_images(model, kind, batch_of(96, 40))
     return dfa_hf.distribute_attention(model), batch
 
 

@@ -89,7 +89,6 @@ def test_a_tree_that_does_not_fit_is_refused(changes: dict[str, Any], complaint:
         ("Mistral", {"sliding_window": 3}, "MistralAttention with a window"),
         ("Llama4Text", {"attention_chunk_size": 4}, "Llama4TextAttention with chunks"),
         ("Roberta", {"is_decoder": True}, "a table behind its padding"),
-        ("Mamba2", {"num_heads": 4, "head_dim": 16, "state_size": 4, "n_groups": 1}, "with a state"),
     ],
 )
 def test_a_layer_that_counts_places_is_refused(kind: str, changes: dict[str, Any], complaint: str) -> None:

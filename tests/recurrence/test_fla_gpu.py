@@ -15,6 +15,7 @@ from dfa_megatron.recurrence.local_scan import local_scan
 from dfa_megatron.recurrence.share import Share
 from dfa_megatron.recurrence.token_loop import delta_rule, linear_attention
 from tests.support.close import assert_close
+from tests.support.recurrences import by_path
 
 HEADS, DIM = 2, 64
 KERNELS = {"gated_delta_rule": "chunk_gated_delta_rule", "kda": "chunk_kda", "simple_gla": "chunk_simple_gla"}
@@ -34,25 +35,30 @@ def _tokens(kind: str, length: int) -> dict[str, torch.Tensor]:
     return {name: x if name == "g" else x.bfloat16() for name, x in tokens.items()}
 
 
-def _outputs(kind: str, tokens: list[dict[str, torch.Tensor]], offsets: tuple[int, ...]) -> torch.Tensor:
+def _outputs(
+    kind: str, tokens: list[dict[str, torch.Tensor]], offsets: tuple[int, ...], parents: tuple[int, ...]
+) -> torch.Tensor:
     """Fold over lists in place of an all-gather."""
     scan = fla_scan(getattr(importlib.import_module(f"fla.ops.{kind}"), KERNELS[kind]), scale=1.0)
-    shares = [Share(rank, len(tokens), x["q"].shape[1], offsets) for rank, x in enumerate(tokens)]
+    shares = [Share(rank, len(tokens), x["q"].shape[1], offsets, parents) for rank, x in enumerate(tokens)]
     found = []
     for x, share in zip(tokens, shares, strict=True):
         decay = Decay(x["q"], x["g"]) if kind == "simple_gla" else None
         found.append(local_scan(scan, x, share, decay))
     outs = []
     for share, local in zip(shares, found, strict=True):
-        came = fold([(found[rank].m, found[rank].state) for rank in share.before], matrix=local.matrix)
-        outs.append(local.finish(torch.zeros_like(local.state) if came is None else came)[0])
+        sent = {piece: each.carries[piece] for each in found for piece in each.share.sent[each.share.rank]}
+        came = fold(sent, share.source, brought := share.brought[share.rank], matrix=local.matrix)
+        outs.append(local.finish(torch.stack([came[piece] for piece in brought]) if brought else None)[0])
     return torch.cat(outs, 1)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", KERNELS)
-@pytest.mark.parametrize("offsets", [(), (0, 1, 200, 201, 999)])
-def test_kernels_of_fla_are_exact_over_ranks(kind: str, offsets: tuple[int, ...]) -> None:
+@pytest.mark.parametrize(
+    ("offsets", "parents"), [((), ()), ((0, 1, 200, 201, 999), ()), ((0, 1, 200, 201, 999), (-1, 0, 1, 0))]
+)
+def test_kernels_of_fla_are_exact_over_ranks(kind: str, offsets: tuple[int, ...], parents: tuple[int, ...]) -> None:
     pytest.importorskip("fla")
     ranks, size = 3, 333
     whole = _tokens(kind, ranks * size)
@@ -62,8 +68,8 @@ def test_kernels_of_fla_are_exact_over_ranks(kind: str, offsets: tuple[int, ...]
     ]
     reference: Any = linear_attention if kind == "simple_gla" else delta_rule
     wide = {name: x.double().requires_grad_() for name, x in whole.items()}
-    wanted = reference(wide, None, offsets)[0]
-    out = _outputs(kind, mine, offsets)
+    wanted = by_path(lambda x: reference(x, None, ())[0], wide, offsets or (0, ranks * size), parents)
+    out = _outputs(kind, mine, offsets, parents)
     assert_close(out, wanted, tolerance=2e-2, name="out")
     dout = torch.randn_like(out)
     gradients = torch.autograd.grad(wanted, list(wide.values()), dout.double())

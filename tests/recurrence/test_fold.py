@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from itertools import pairwise
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -18,21 +18,23 @@ from dfa_megatron.recurrence.share import Share
 from dfa_megatron.recurrence.token_loop import linear_attention
 from tests.support.close import assert_close
 from tests.support.packs import random_offsets
-from tests.support.recurrences import KINDS, Recurrence, recurrence
+from tests.support.recurrences import KINDS, Recurrence, forest, recurrence
 
 TOLERANCE = {torch.float64: 1e-11, torch.float32: 2e-4}
 
 
-def distributed(whole: Recurrence, ranks: int, offsets: tuple[int, ...]) -> None:
-    """Fold over lists in place of an all-gather, and compare; PyTorch differentiates the fold."""
-    shares = [Share(rank, ranks, whole.dout.shape[1] // ranks, offsets) for rank in range(ranks)]
+def distributed(whole: Recurrence, ranks: int, offsets: tuple[int, ...], parents: Sequence[int] = ()) -> None:
+    """Fold over dictionaries in place of an all-gather, and compare; PyTorch differentiates the fold."""
+    shares = [Share(rank, ranks, whole.dout.shape[1] // ranks, offsets, tuple(parents)) for rank in range(ranks)]
     tokens = [whole.rows(rank, ranks) for rank in range(ranks)]
     locals_ = [local_scan(whole.scan, x, share, whole.decay(x)) for x, share in zip(tokens, shares, strict=True)]
     outs = []
     for share, local in zip(shares, locals_, strict=True):
-        came = fold([(locals_[rank].m, locals_[rank].state) for rank in share.before], matrix=local.matrix)
-        outs.append(local.finish(torch.zeros_like(local.state) if came is None else came)[0])
-    out, gradients = whole.whole(offsets)
+        sent = {piece: each.carries[piece] for at, each in enumerate(locals_) for piece in share.sent[at]}
+        came = fold(sent, share.source, share.brought[share.rank], matrix=local.matrix)
+        states = [came[piece] for piece in share.brought[share.rank]] or [torch.zeros(1, dtype=whole.dout.dtype)]
+        outs.append(local.finish(torch.stack(states))[0])
+    out, gradients = whole.whole(offsets, parents)
     tolerance = TOLERANCE[whole.dout.dtype]
     assert_close(torch.cat(outs, 1), out, tolerance=tolerance, name="out")
     leaves = [x for rank in tokens for x in rank.values()]
@@ -61,25 +63,40 @@ def test_packs_with_documents_of_one_token_are_exact(kind: str) -> None:
             distributed(recurrence(kind, length, seed=ranks, packs=bool(ranks % 2)), ranks, offsets)
 
 
-@given(st.integers(1, 6), st.integers(1, 4), st.data())
-def test_a_share_follows_documents_token_by_token(ranks: int, tokens: int, data: st.DataObject) -> None:
-    length = ranks * tokens
-    cuts = data.draw(st.sets(st.integers(1, length - 1))) if length > 1 else set()
-    offsets = (0, *sorted(cuts), length)
-    document = [at for at, (lo, hi) in enumerate(pairwise(offsets)) for _ in range(lo, hi)]
-    for rank in range(ranks):
-        share, lo = Share(rank, ranks, tokens, offsets), rank * tokens
-        mine = document[lo : lo + tokens]
-        assert [hi - lo for lo, hi in pairwise(share.pieces)] == [mine.count(d) for d in sorted(set(mine))]
-        assert share.seen(rank, 99) == document[:lo].count(document[lo])
-        assert share.continues(rank) == (document[lo] in document[:lo])
-        assert share.keeps(rank) == (len(set(mine)) == 1)
-        brought = {at // tokens for at in range(lo) if document[at] == document[lo]}
-        assert set(share.before) == brought
-        last = document[lo + tokens - 1]
-        assert set(share.after) == {at // tokens for at in range(lo + tokens, length) if document[at] == last}
-        assert share.crosses == any(document[r * tokens] == document[r * tokens - 1] for r in range(1, ranks))
-    assert share.chains == any(len(Share(rank, ranks, tokens, offsets).before) > 1 for rank in range(ranks))
+@pytest.mark.parametrize("kind", KINDS)
+def test_children_begin_with_the_state_after_their_parent(kind: str) -> None:
+    draw = random.Random(KINDS.index(kind))
+    for ranks in range(1, 7):
+        for tokens in (1, 3, 7):
+            offsets, parents = forest(length := ranks * tokens, draw)
+            distributed(recurrence(kind, length, seed=tokens, packs=draw.random() < 0.5), ranks, offsets, parents)
+
+
+@given(st.integers(1, 6), st.integers(1, 5), st.integers(1, 6), st.randoms(use_true_random=False))
+def test_a_share_follows_paths_token_by_token(ranks: int, tokens: int, count: int, draw: random.Random) -> None:
+    offsets, parents = forest(length := ranks * tokens, draw)
+    above = [at - 1 for at in range(length)]
+    for at, parent in enumerate(parents):
+        above[offsets[at]] = offsets[parent + 1] - 1 if parent >= 0 else -1
+    shares = [Share(rank, ranks, tokens, offsets, tuple(parents)) for rank in range(ranks)]
+    last = [each.rank * tokens + end - 1 for each in shares for end in each.pieces[1:]]
+    for rank, share in enumerate(shares):
+        lo, mine = rank * tokens, range(rank * tokens, (rank + 1) * tokens)
+        starts = [lo + start for start in share.pieces[:-1]]
+        assert starts == [at for at in mine if at == lo or at in offsets]
+        assert [starts[piece - share.mine[0]] for piece in share.led] == [at for at in starts if above[at] >= 0]
+        assert [last[piece] for piece in share.brought[rank]] == sorted({above[at] for at in starts} & {*range(lo)})
+        reach = share.reach(count)
+        rows = [-1, *(lo + at for at in reach.own), *reach.brings[rank]]
+        for number, run in enumerate(share.leads):
+            at, want = starts[run[0] - share.mine[0]], list[int]()
+            while len(want) < count:
+                at = above[at] if at >= 0 else -1
+                want.insert(0, at)
+            assert [rows[row] for row in reach.rows[number * count : (number + 1) * count]] == want
+        others = {token for each in shares for token in each.reach(count).brings[each.rank]}
+        assert [lo + at for at in reach.sends[rank]] == sorted(others & {*mine})
+        assert share.crosses == any(each.brought[each.rank] for each in shares)
 
 
 def test_tokens_that_do_not_belong_together_are_refused() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -17,18 +17,21 @@ from dfa_megatron.recurrence import Scan, dist_conv, dist_scan
 from dfa_megatron.runtime.counters import COUNTERS
 from tests.support.close import assert_close
 from tests.support.packs import random_offsets
-from tests.support.recurrences import KINDS, Recurrence, convolve, recurrence
+from tests.support.plan_cases import some_parents
+from tests.support.recurrences import KINDS, Recurrence, by_path, convolve, forest, recurrence
 from tests.support.workers import run_ranks
 
 TOLERANCE = {torch.float64: 1e-11, torch.float32: 2e-4}
 
 
-def compare(whole: Recurrence, rank: int, ranks: int, offsets: tuple[int, ...] | None = None) -> None:
+def compare(
+    whole: Recurrence, rank: int, ranks: int, offsets: tuple[int, ...] | None = None, parents: Sequence[int] = ()
+) -> None:
     """One forward and backward of this rank's tokens, compared with its rows of one process's."""
     tokens = whole.rows(rank, ranks)
-    out, _ = dist_scan(whole.scan, tokens, decay=whole.decay(tokens), cu_seqlens=offsets)
+    out, _ = dist_scan(whole.scan, tokens, decay=whole.decay(tokens), cu_seqlens=offsets, parents=parents)
     rows = slice(rank * out.shape[1], (rank + 1) * out.shape[1])
-    wanted, of_tokens = whole.whole(offsets or ())
+    wanted, of_tokens = whole.whole(offsets or (), parents)
     tolerance = TOLERANCE[out.dtype]
     assert_close(out, wanted[:, rows], tolerance=tolerance, name="out")
     for name, got in zip(tokens, torch.autograd.grad(out, list(tokens.values()), whole.dout[:, rows]), strict=True):
@@ -42,10 +45,13 @@ def _every_kind(rank: int, ranks: int) -> None:
         length = 4 * ranks
         compare(recurrence(kind, length, seed=seed, packs=bool(seed % 2)), rank, ranks, random_offsets(length, draw))
         compare(recurrence(kind, length, seed=seed), rank, ranks, tuple(range(length + 1)))
+        fan = (*range(0, length, 2), length), [-1, 0, *[1] * (2 * ranks - 3), 0]
+        for tree in (fan, *(forest(length, draw, most=8) for _ in range(4))):
+            compare(recurrence(kind, length, seed=seed, packs=bool(seed % 2)), rank, ranks, *tree)
     compare(recurrence("kda", 3 * ranks, seed=9, dtype=torch.float32), rank, ranks)
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [2, 5])
 def test_every_recurrence_is_exact_over_gloo(ranks: int) -> None:
     run_ranks(ranks, _every_kind)
 
@@ -54,13 +60,20 @@ def _final_state(rank: int, ranks: int) -> None:
     """A loss of the last state alone, as a classifier has it; the others' results have no value in it."""
     length = 4 * ranks
     for seed, kind in enumerate(KINDS):
-        for offsets in ((0, length), (0, length - 6, length)):  # the second starts inside of the last rank but one
+        # The second document starts inside of the last rank but one; the last segment continues the first.
+        for offsets, parents in (
+            ((0, length), [-1]),
+            ((0, length - 6, length), [-1, -1]),
+            ((0, 3, 9, length), [-1, 0, 0]),
+        ):
             whole = recurrence(kind, length, seed=seed)
             mine = whole.rows(rank, ranks)
-            _, final = dist_scan(whole.scan, mine, decay=whole.decay(mine), cu_seqlens=offsets)
+            _, final = dist_scan(whole.scan, mine, decay=whole.decay(mine), cu_seqlens=offsets, parents=parents)
             got = torch.autograd.grad(final.sum() * (rank == ranks - 1), list(mine.values()), allow_unused=True)
             everything = {name: x.clone().requires_grad_() for name, x in whole.tokens.items()}
-            _, wanted = whole.scan.run({name: x[:, offsets[-2] :] for name, x in everything.items()}, None, ())
+            above = slice(0, offsets[1] * (parents[-1] == 0))
+            path = {name: torch.cat([x[:, above], x[:, offsets[-2] :]], 1) for name, x in everything.items()}
+            _, wanted = whole.scan.run(path, None, ())
             of_tokens = torch.autograd.grad(wanted.sum(), list(everything.values()), allow_unused=True)
             for name, mine_, theirs in zip(mine, got, of_tokens, strict=True):
                 want = torch.zeros_like(everything[name]) if theirs is None else theirs
@@ -79,13 +92,15 @@ def _convolutions(rank: int, ranks: int) -> None:
         length = tokens * ranks
         torch.manual_seed(tokens)
         x, dout, weight = (*torch.randn(2, 2, length, 3).double().unbind(0), torch.randn(3, width).double())
-        for offsets in (None, random_offsets(length, draw), tuple(range(length + 1))):
+        packs = [(offsets, []) for offsets in (None, random_offsets(length, draw), tuple(range(length + 1)))]
+        for offsets, parents in (*packs, forest(length, draw), (tuple(range(length + 1)), some_parents(length, draw))):
             everything = x.clone().requires_grad_(), weight.clone().requires_grad_()
-            wanted = convolve(everything[1])(everything[0], offsets or ())
+            run = convolve(everything[1])
+            wanted = by_path(lambda x, run=run: run(x["x"]), {"x": everything[0]}, offsets or (0, length), parents)
             dx, dweight = torch.autograd.grad(wanted, everything, dout)
             rows = slice(rank * tokens, (rank + 1) * tokens)
             mine, own = x[:, rows].clone().requires_grad_(), weight.clone().requires_grad_()
-            out = dist_conv(convolve(own), mine, width, packs=bool(tokens % 2), cu_seqlens=offsets)
+            out = dist_conv(convolve(own), mine, width, packs=bool(tokens % 2), cu_seqlens=offsets, parents=parents)
             assert_close(out, wanted[:, rows], tolerance=1e-11, name="out")
             got, of_weight = torch.autograd.grad(out, (mine, own), dout[:, rows])
             assert_close(got, dx[:, rows], tolerance=1e-10, name="dx")
@@ -210,6 +225,12 @@ def _disagree(what: str, rank: int, ranks: int, group: torch.distributed.Process
     if what == "documents":
         for offsets in ((0, 5, 8), (0, 5, 8) if rank else (0, 6, 8)):
             dist_scan(whole.scan, x, decay=whole.decay(x), cu_seqlens=offsets, group=group)
+    elif what == "parents":
+        parents = [-1, 0, 0] if rank else [-1, 0, 1]
+        dist_scan(whole.scan, x, decay=whole.decay(x), cu_seqlens=(0, 2, 6, 8), parents=parents, group=group)
+    elif what == "no tree":
+        parents = [-1, 1] if rank else [-1, 0]
+        dist_scan(whole.scan, x, decay=whole.decay(x), cu_seqlens=(0, 2, 8), parents=parents, group=group)
     elif what == "order":
         dist_scan(whole.scan, x, decay=whole.decay(x), group=group)
         dist_conv(lambda x, _: x, x["v"].flatten(2), 3, group=group)
@@ -229,6 +250,8 @@ def _disagree(what: str, rank: int, ranks: int, group: torch.distributed.Process
 
 DISAGREEMENTS = {
     "documents": "cu_seqlens (0, 6, 8) on rank 0",
+    "parents": "parents -1,0,1",
+    "no tree": "the parent of segment 1 is -1, 0 or an ancestor of 0, got 1",
     "order": "convolution",
     "M": "(2, 2, 3, 1), elementwise",
     "lengths": "tokens of a rank: 4 on rank 0; 3 on rank 1",

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -12,9 +12,10 @@ import torch.nn.functional as F
 from dfa_megatron.recurrence import dist_mamba1, dist_mamba2, dist_scan, fla_scan, local_scan
 from dfa_megatron.recurrence.token_loop import delta_rule, linear_attention
 from tests.support.close import assert_close
+from tests.support.recurrences import by_path
 from tests.support.workers import run_ranks
 
-LENGTH, PACK = 12, (0, 1, 7, 8, 12)
+LENGTH, PACK, TREE = 12, (0, 1, 5, 6, 8, 9, 12), (-1, 0, 1, 0, 3, 0)
 
 Named = dict[str, torch.Tensor]
 
@@ -75,17 +76,17 @@ def drawn(kind: str) -> tuple[Named, Named, int]:
     return {name: x.mT for name, x in tokens.items()}, parameters, 2
 
 
-def called(kind: str, tokens: Named, p: Named, offsets: tuple[int, ...] | None, packs: bool) -> torch.Tensor:
+def called(kind: str, tokens: Named, p: Named, where: dict[str, Any], packs: bool) -> torch.Tensor:
     """Run one kind over the ranks there are."""
     tokens = dict(tokens)
     if kind == "gated_delta":
-        return dist_scan(fla_scan(gated_delta, packs=packs, scale=0.6), tokens, cu_seqlens=offsets)[0]
+        return dist_scan(fla_scan(gated_delta, packs=packs, scale=0.6), tokens, **where)[0]
     options: dict[str, Any] = {"z": tokens.pop("z"), "D": p["D"]}
     if kind == "mamba1":
         options |= {"delta_bias": p["dt_bias"], "delta_softplus": True}
-        return dist_mamba1(mamba1, tokens, p["a"], cu_seqlens=offsets, **options)[0]
+        return dist_mamba1(mamba1, tokens, p["a"], **where, **options)[0]
     options |= {"dt_bias": p["dt_bias"], "dt_softplus": True, "dt_limit": (0.1, 0.9), "chunk_size": 4}
-    return dist_mamba2(mamba2, tokens, p["a"], packs=packs, cu_seqlens=offsets, **options)[0]
+    return dist_mamba2(mamba2, tokens, p["a"], packs=packs, **where, **options)[0]
 
 
 def graded(call: Callable[[Named, Named], torch.Tensor], tokens: Named, p: Named) -> tuple[torch.Tensor, Named]:
@@ -106,15 +107,15 @@ def exact(kind: str, rank: int, ranks: int) -> None:
     tokens, p, dim = drawn(kind)
     size = LENGTH // ranks
     mine = {n: x.narrow(dim, rank * size, size) for n, x in tokens.items()}
-    for offsets, packs in ((None, False), (PACK, True), (PACK, False)):
-        pieces = list(pairwise(offsets or (0, LENGTH)))
+    packs = ({"cu_seqlens": PACK}, {"cu_seqlens": PACK, "parents": TREE})
+    for where, packed in (({}, False), *itertools.product(packs, (True, False))):
+        path = where.get("cu_seqlens", (0, LENGTH)), where.get("parents", ()), dim
 
-        def whole(x: Named, p: Named, pieces: list[tuple[int, int]] = pieces) -> torch.Tensor:
-            cut = [{n: t.narrow(dim, lo, hi - lo) for n, t in x.items()} for lo, hi in pieces]
-            return torch.cat([_alone(kind, one, p) for one in cut], dim)
+        def whole(x: Named, p: Named, path: Any = path) -> torch.Tensor:
+            return by_path(lambda one: _alone(kind, one, p), x, *path)
 
         wanted, gradients = graded(whole, tokens, p)
-        out, got = graded(lambda x, p, o=offsets, k=packs: called(kind, x, p, o, k), mine, p)  # type: ignore[misc]
+        out, got = graded(lambda x, p, o=where, k=packed: called(kind, x, p, o, k), mine, p)  # type: ignore[misc]
         assert_close(out, wanted.narrow(dim, rank * size, size), tolerance=1e-11, name="out")
         for name, gradient in got.items():
             if name in p:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import random
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -10,6 +11,7 @@ import torch
 
 from dfa_megatron.recurrence import Decay, Scan
 from dfa_megatron.recurrence.token_loop import delta_rule, linear_attention
+from tests.support.plan_cases import ancestors, some_parents
 
 BATCH, HEADS, KEYS, VALUES = 2, 2, 3, 4
 KINDS = ("mamba2", "gla", "mamba1", "delta", "gated_delta", "kda")
@@ -35,15 +37,41 @@ class Recurrence:
         size = self.dout.shape[1] // ranks
         return {n: x[:, rank * size : (rank + 1) * size].clone().requires_grad_() for n, x in self.tokens.items()}
 
-    def whole(self, offsets: tuple[int, ...] = ()) -> tuple[torch.Tensor, Tokens]:
-        """(out, gradient by name) of one process: every document alone, token by token."""
+    def whole(self, offsets: tuple[int, ...] = (), parents: Sequence[int] = ()) -> tuple[torch.Tensor, Tokens]:
+        """(out, gradient by name) of one process: every path alone, token by token."""
         tokens = {name: x.clone().requires_grad_() for name, x in self.tokens.items()}
-        length = self.dout.shape[1]
-        pieces = pairwise(offsets or (0, length))
-        outs = [self.scan.run({n: x[:, lo:hi] for n, x in tokens.items()}, None, ())[0] for lo, hi in pieces]
-        out = torch.cat(outs, 1)
+        out = by_path(
+            lambda path: self.scan.run(path, None, ())[0], tokens, offsets or (0, self.dout.shape[1]), parents
+        )
         gradients = torch.autograd.grad(out, list(tokens.values()), self.dout)
         return out.detach(), dict(zip(tokens, gradients, strict=True))
+
+
+def by_path(
+    run: Callable[[Tokens], torch.Tensor],
+    x: Tokens,
+    offsets: tuple[int, ...],
+    parents: Sequence[int] = (),
+    dim: int = 1,
+) -> torch.Tensor:
+    """What a function of tokens along a dimension makes of every segment, at the end of its own path."""
+    spans, outs = [*pairwise(offsets)], []
+    for at, (lo, hi) in enumerate(spans):
+        path = [spans[each] for each in reversed(ancestors(at, parents or [-1] * len(spans)))]
+        tokens = {name: torch.cat([t.narrow(dim, lo, hi - lo) for lo, hi in path], dim) for name, t in x.items()}
+        out = run(tokens)
+        outs.append(out.narrow(dim, out.shape[dim] - (hi - lo), hi - lo))
+    return torch.cat(outs, dim)
+
+
+def forest(length: int, draw: random.Random, most: int = 20) -> tuple[tuple[int, ...], list[int]]:
+    """Offsets and parents of random segments, many of one or two tokens and one long."""
+    segments = draw.randint(1, min(most, length))
+    long = draw.randint(1, segments)
+    cuts = [cut + (length - segments) * (cut >= long) for cut in range(1, segments)]
+    if draw.random() < 0.5:
+        cuts = sorted(draw.sample(range(1, length), segments - 1))
+    return (0, *cuts, length), some_parents(segments, draw)
 
 
 def recurrence(

@@ -1,84 +1,48 @@
 """Lightning attention (MiniMax-01) over ranks: its states decay by a number per head that does not depend on tokens.
 
-Its layer computes all in its own forward, from zero. So that runs on each document's tokens of this rank, and what the
-state adds to the first of them is added before the layer's norm: R = q times the decay since the rank's first token.
+Its layer computes all in its own forward, from zero, in blocks. The same is written here with a recurrence between.
 """
 
 from __future__ import annotations
 
-from itertools import pairwise
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from dfa_megatron.huggingface.recurrent.stand_ins import Keywords, Real, Sequence
 from dfa_megatron.kernels.api import accumulator_dtype
-from dfa_megatron.recurrence import Place, pass_states
-
-QKV = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-"""q, k and v (batch, tokens, heads, head_dim)."""
+from dfa_megatron.recurrence import Decay, Scan, dist_scan
+from dfa_megatron.runtime.cu_seqlens import Offsets
 
 
 def lightning(real: Real, over: Sequence, given: Keywords) -> tuple[torch.Tensor, None]:
     """Compute a layer's forward, given as a function of itself and hidden_states (batch, local_seq, hidden)."""
     module = given["self"]
 
-    def of_rows(row: Keywords, options: dict[str, Any]) -> torch.Tensor:
-        hidden, others = row["hidden_states"], {name: x for name, x in row.items() if name != "self"}
-        place = Place.of(hidden, 1, options["group"], options.get("cu_seqlens"), options["config"])
-        pieces = list(pairwise(place.share.pieces))
-        last: QKV | None = None
-        outs = []
-        for lo, hi in reversed(pieces):  # the first piece comes last: it needs the state of the others' last
-            with _Piece(module, place if lo == 0 else None, last) as piece:
-                outs.append(real(module, **others | {"hidden_states": hidden[:, lo:hi]})[0])
-            last = last or piece.qkv
-        return torch.cat(outs[::-1], 1)
+    def run(x: dict[str, torch.Tensor], state: torch.Tensor | None, documents: Offsets) -> Any:
+        return _blocks(module, *(x[name].transpose(1, 2) for name in "qkv"))
 
-    return torch.cat([of_rows(row, options) for row, options in over.rows(given, "hidden_states")]), None
+    def of_rows(row: Keywords, options: Keywords) -> torch.Tensor:
+        q, k, v = row["qkv"].unbind(3)
+        log = module.slope_rate.to(accumulator_dtype(q.dtype)).flatten().neg().expand(q.shape[:3])
+        out, _ = dist_scan(Scan(run, "k", "v"), {"q": q, "k": k, "v": v}, decay=Decay(q, log), **options)
+        return out.flatten(2)
 
-
-class _Piece:
-    """Watch a layer compute one piece: keep its q, k and v, and add what comes in to its output before the norm.
-
-    place: of the piece that a state may come into, None for others.
-    last: of the rank's last piece, None if that is this one.
-    """
-
-    def __init__(self, module: Any, place: Place | None, last: QKV | None) -> None:
-        self.module, self.place, self.last = module, place, last
-        self.qkv: QKV | None = None
-
-    def __enter__(self) -> _Piece:
-        norm, linear = self.module.norm, self.module.qkv_proj
-        self.handles = [norm.register_forward_pre_hook(self._add), linear.register_forward_hook(self._keep)]
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        for handle in self.handles:
-            handle.remove()
-
-    def _keep(self, module: Any, args: Any, out: torch.Tensor) -> None:
-        heads = self.module.act_fn(out).unflatten(2, (self.module.num_attention_heads, 3, -1))
-        self.qkv = heads.unbind(3)
-
-    def _add(self, module: Any, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor] | None:
-        if self.place is None or not self.place.share.crosses:
-            return None
-        assert self.qkv is not None
-        (out,), (q, _, _), (_, k, v) = args, self.qkv, self.last or self.qkv
-        dtype = accumulator_dtype(q.dtype)
-        slope = self.module.slope_rate.to(dtype).flatten()  # (heads,)
-        with torch.autocast(out.device.type, enabled=False):
-            local = torch.einsum("bthk,th,bthv->bhkv", k.to(dtype), _decays(slope, k.shape[1]).flip(0), v.to(dtype))
-            m = torch.exp(-slope * q.shape[1])[None, :, None, None]
-            state = pass_states(m, local, self.place, matrix=False)
-            since = _decays(slope, q.shape[1]) * torch.exp(-slope)
-            added = torch.einsum("bthk,th,bhkv->bthv", q.to(dtype), since, state)
-        return (out + added.flatten(2).to(out.dtype),)
+    hidden, mask = given["hidden_states"], given.get("attention_mask")  # (batch, local_seq) or None
+    qkv = module.act_fn(module.qkv_proj(hidden)).unflatten(2, (module.num_attention_heads, 3, -1))
+    qkv = qkv if mask is None else qkv * mask[:, :, None, None, None].to(qkv.dtype)
+    out = module.norm(torch.cat([of_rows(row, options) for row, options in over.rows(given | {"qkv": qkv}, "qkv")]))
+    return module.out_proj(F.sigmoid(module.output_gate(hidden)) * out), None
 
 
-def _decays(slope: torch.Tensor, tokens: int) -> torch.Tensor:
-    """Return what is left of a state after 0, 1, ... tokens, (tokens, heads)."""
-    after = torch.arange(tokens, device=slope.device, dtype=slope.dtype)
-    return torch.exp(-after[:, None] * slope)
+def _blocks(module: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (out, state) of one document as the layer computes it; q, k and v are (batch, heads, tokens, head_dim)."""
+    outs, state = [], q.new_zeros((*q.shape[:2], q.shape[3], v.shape[3]))
+    for q_block, k_block, v_block in zip(*(x.split(module.block_size, 2) for x in (q, k, v)), strict=True):
+        tokens = q_block.shape[2]
+        near = q_block @ k_block.mT * module.diagonal_decay[:, :, :tokens, :tokens]
+        outs.append(q_block * module.query_decay[:, :tokens] @ state + near @ v_block)
+        added = (k_block * module.key_decay[:, -tokens:]).mT @ v_block
+        state = state * torch.exp(-module.slope_rate * tokens) + added
+    return torch.cat(outs, 2).transpose(1, 2), state

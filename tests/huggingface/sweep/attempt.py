@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from typing import Any
@@ -21,6 +21,7 @@ from dfa_megatron.huggingface.checks.padding import IGNORED
 from dfa_megatron.sharding import shard_sequence
 from tests.huggingface.sweep import images
 from tests.huggingface.sweep.tiny import build
+from tests.support.recurrences import by_path
 
 TOLERANCE = 1e-7
 """Of the largest entry; the labels' number is divided among ranks in float32."""
@@ -28,6 +29,8 @@ ROWS = 20
 """Tokens of a rank."""
 DOCUMENTS = (0, 1, 9, 23)
 """Where packed documents begin: one of a single token, one that reaches over two ranks."""
+TREE = (0, 9, 10, 12, 26, 27, 33), (-1, 0, 1, 2, 1, 0, -1)
+"""Where segments of a tree begin, and their parents; a single token and its parent and child are on three of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,19 +77,24 @@ def attempt(kind: str, sections: tuple[str, ...] = ("plain", "packed", "remat"))
 
 def _plain(kind: str) -> float:
     with Float64():
-        return _compare(kind, _whole, packed=False)
+        return _compare(kind, _whole)
 
 
 def _packed(kind: str) -> float:
     with Float64():
-        return _compare(kind, _one_by_one, packed=True)
+        return _compare(kind, _one_by_one, DOCUMENTS)
+
+
+def _tree(kind: str) -> float:
+    with Float64():
+        return _compare(kind, _path_by_path, *TREE)
 
 
 def _remat(kind: str) -> float:
     """Compare with the distributed model that keeps everything, because a recompute takes no function mode."""
     reference = dfa_hf.distribute_attention(build(kind))
     model = dfa_hf.distribute_attention(build(kind), config=TrainingConfig(checkpoint="remat"))
-    local = dfa_hf.shard_batch(_batch(reference, kind, packed=True))
+    local = dfa_hf.shard_batch(_batch(reference, kind, DOCUMENTS))
     labels = local.pop("shift_labels")
     for name in ("labels", "num_items_in_batch"):
         del local[name]
@@ -96,7 +104,7 @@ def _remat(kind: str) -> float:
     return max(_far(name, _gradient(mine), _gradient(theirs)) for (name, mine), (_, theirs) in pairs)
 
 
-SECTIONS: dict[str, Callable[[str], float]] = {"plain": _plain, "packed": _packed, "remat": _remat}
+SECTIONS: dict[str, Callable[[str], float]] = {"plain": _plain, "packed": _packed, "tree": _tree, "remat": _remat}
 
 
 class Float64(TorchFunctionMode):
@@ -112,11 +120,13 @@ class Float64(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def _compare(kind: str, run: Callable[[Any, Any], Any], *, packed: bool) -> float:
+def _compare(
+    kind: str, run: Callable[[Any, Any], Any], starts: Sequence[int] = (), parents: Sequence[int] = ()
+) -> float:
     """Return the largest difference of logits, loss and gradients."""
     size = dist.get_world_size()
     reference = build(kind)
-    batch = _batch(reference, kind, packed=packed)
+    batch = _batch(reference, kind, starts, parents)
     shapes = {name: x.shape for name, x in reference.state_dict().items()}
     model = dfa_hf.distribute_attention(copy.deepcopy(reference))
     local = dfa_hf.shard_batch(batch)
@@ -160,7 +170,7 @@ def _far(name: str, got: torch.Tensor, want: torch.Tensor, least: float = 0.0) -
 
 
 def _whole(reference: Any, batch: Any) -> torch.Tensor:
-    given = {name: x for name, x in batch.items() if name not in ("labels", "position_ids")}
+    given = {name: x for name, x in batch.items() if name not in ("labels", "position_ids", "prompt_tree")}
     logits: torch.Tensor = reference(**given, use_cache=False).logits
     return logits
 
@@ -171,27 +181,37 @@ def _one_by_one(reference: Any, batch: Any) -> torch.Tensor:
     return torch.cat([_whole(reference, images.part(batch, lo, hi)) for lo, hi in pairwise(starts)], 1)
 
 
+def _path_by_path(reference: Any, batch: Any) -> torch.Tensor:
+    """Return the logits of every segment, each in a call of its own behind its path."""
+    offsets = (*TREE[0], batch["input_ids"].shape[1])
+    return by_path(lambda path: _whole(reference, path), {"input_ids": batch["input_ids"]}, offsets, TREE[1])
+
+
 def _mean(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     following = torch.nn.functional.pad(labels, (0, 1), value=IGNORED)[:, 1:]
     return torch.nn.functional.cross_entropy(logits.flatten(0, 1), following.flatten(), ignore_index=IGNORED)
 
 
-def _batch(reference: Any, kind: str, *, packed: bool) -> dict[str, torch.Tensor]:
+def _batch(reference: Any, kind: str, starts: Sequence[int], parents: Sequence[int] = ()) -> dict[str, Any]:
     """Return a batch for a type, with images if its model has several parts."""
     words = reference.config.get_text_config().vocab_size
-    batch = batch_of(words, ROWS * dist.get_world_size(), packed=packed)
+    batch = batch_of(words, ROWS * dist.get_world_size(), starts, parents)
     return images.add_images(reference, kind, batch) if kind in images.WHOLE else batch
 
 
-def batch_of(words: int, length: int, *, packed: bool) -> dict[str, torch.Tensor]:
-    """Return random tokens with labels, most of them on the last rank."""
-    ids = torch.randint(4, words - 2, (1 if packed else 2, length), generator=torch.Generator().manual_seed(1))
+def batch_of(words: int, length: int, begin: Sequence[int] = (), parents: Sequence[int] = ()) -> dict[str, Any]:
+    """Return random tokens with labels, most of them on the last rank; of documents or segments, if they begin."""
+    ids = torch.randint(4, words - 2, (1 if begin else 2, length), generator=torch.Generator().manual_seed(1))
     labels = ids.clone()
     labels[:, : length // 3] = IGNORED
     labels[:, 7::5] = IGNORED
-    if not packed:
+    if not begin:
         return {"input_ids": ids, "labels": labels}
+    if parents:  # a first child follows its parent
+        labels[:, [start for at, start in enumerate(begin) if parents[at] != at - 1]] = IGNORED
+        lengths = [hi - lo for lo, hi in pairwise((*begin, length))]
+        return {"input_ids": ids, "labels": labels, "prompt_tree": (lengths, parents)}
     starts = torch.zeros(length, dtype=torch.long)
-    starts[list(DOCUMENTS)] = torch.tensor(DOCUMENTS)
-    labels[:, list(DOCUMENTS)] = IGNORED
+    starts[list(begin)] = torch.tensor(begin)
+    labels[:, list(begin)] = IGNORED
     return {"input_ids": ids, "labels": labels, "position_ids": (torch.arange(length) - starts.cummax(0).values)[None]}
