@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from dfa_megatron.huggingface.current_forward import forward_of
-from dfa_megatron.huggingface.positions.prompt_trees import refuse_in_layer
+from dfa_megatron.huggingface.positions.seen import refuse_in_layer
 from dfa_megatron.huggingface.recurrent.lightning import lightning
 from dfa_megatron.huggingface.recurrent.stand_ins import FUSED, STANDS_IN, Sequence
 from dfa_megatron.runtime.agreement.calls import at_layer
