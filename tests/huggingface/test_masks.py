@@ -49,7 +49,7 @@ def in_memory(model: Any, batch: dict[str, torch.Tensor], mask: Mask, positions:
     distance = positions[:, None] - positions
     near = seen if window is None else seen & (distance < window)
     added = {
-        kind: torch.zeros(cells.shape).double().masked_fill(~cells, -1e30)[None, None]
+        kind: torch.zeros(cells.shape, dtype=model.dtype).masked_fill(~cells, -1e30)[None, None]
         for kind, cells in (("full_attention", seen), ("sliding_attention", near))
     }
     both = added if hasattr(model.config, "layer_types") else added["sliding_attention"]
