@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from typing import Any, NoReturn
+from zlib import crc32
 
 import torch
 
@@ -11,7 +12,7 @@ from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.huggingface.checks.padding import IGNORED, check_right
 from dfa_megatron.huggingface.positions import batch_number
 from dfa_megatron.huggingface.positions import document_starts as packed
-from dfa_megatron.huggingface.positions.seen import MASK, TREE, numbers_of, seen_of, told_of
+from dfa_megatron.huggingface.positions.seen import MASK, TREE, seen_of, told_of
 from dfa_megatron.plan.language.tree import Tree
 from dfa_megatron.runtime.comm.groups import Group, group_size
 from dfa_megatron.sharding import shard_sequence
@@ -105,7 +106,7 @@ def shard_batch(batch: Mapping[str, Any], *, group: Group = None) -> dict[str, A
         local["num_items_in_batch"] = (shifted != IGNORED).sum().clamp(min=1) / size
     if size > 1:
         known = {name: x for name, x in batch.items() if name not in (TREE, MASK)}
-        known |= {} if told is None else {TREE: numbers_of(told)}
+        known |= {} if told is None else {TREE: [crc32(repr(told).encode())]}
         local[batch_number.KEY] = batch_number.number_of(known, cut=not others)
     return local
 

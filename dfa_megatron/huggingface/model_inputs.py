@@ -35,7 +35,7 @@ from dfa_megatron.huggingface.multimodal import embed_first
 from dfa_megatron.huggingface.positions import batch_number
 from dfa_megatron.huggingface.positions import document_starts as packed
 from dfa_megatron.huggingface.positions.embedded_positions import after_padding, padding_of, places
-from dfa_megatron.huggingface.positions.seen import MASK, TREE, Seen, refuse_for, refuse_in_layer, seen_of, told_of
+from dfa_megatron.huggingface.positions.seen import MASK, TREE, Seen, refuse_for, seen_of, told_of
 from dfa_megatron.huggingface.recurrent.layers import layers_of
 from dfa_megatron.huggingface.tiles.tiled_head import tile_of
 from dfa_megatron.plan.language.mask import Mask
@@ -148,7 +148,7 @@ def _check_told(told: Tree | Mask | None, decoder: Any) -> None:
     if told is not None and padding_of(decoder) is not None:
         refuse_for("a table behind its padding")
     if isinstance(told, Mask) and (layers := layers_of(decoder)):
-        refuse_in_layer(layers[0], "a state")
+        refuse_for(f"a layer of type {type(layers[0]).__name__} with a state")
 
 
 def _forward_of_part(
@@ -167,15 +167,11 @@ def _forward_of_part(
             "dfa_megatron.huggingface.shard_batch, which brings them",
         )
     number = given.get(batch_number.KEY)
-    seen: packed.Documents | Seen | None = None
-    if isinstance(told, Tree):
-        seen = seen_of(told)
-        positions = shard_sequence(seen.positions(tokens.device), group=context.group)
-        _check_stated(stated, positions, context, number)
-    elif told is not None:
-        seen, positions = _masked(told, stated, tokens, context, number)
-    else:
+    seen: packed.Documents | Seen | None
+    if told is None:
         seen, positions = _documents(given, stated, tokens, context, number)
+    else:
+        seen, positions = _told(told, stated, tokens, context, number)
     padding = padding_of(decoder)
     if padding is not None and tokens.dim() == 2:
         assert not isinstance(seen, Seen)
@@ -195,18 +191,21 @@ def _forward_of_part(
     )
 
 
-def _masked(
-    told: Mask,
+def _told(
+    told: Tree | Mask,
     stated: torch.Tensor | None,
     tokens: torch.Tensor,
     context: LayerContext,
     number: torch.Tensor | None,
 ) -> tuple[Seen, torch.Tensor]:
-    """Return a mask with the positions of whole rows, which the ranks exchange, and those of this rank's tokens."""
+    """Return what rows see, with their positions, which the ranks exchange under a mask, and those of this rank."""
+    if isinstance(told, Tree):
+        positions = shard_sequence(seen_of(told).positions(tokens.device), group=context.group)
+        _check_stated(stated, positions, context, number)
+        return seen_of(told), positions
     plain = local_positions(tokens.shape[1] * context.size, group=context.group, device=tokens.device)[None]
     positions = plain if stated is None else stated
-    fits = positions.dim() == 2 and positions.shape[1] == plain.shape[1]
-    same = fits and bool((positions == positions[:1]).all())
+    same = positions.dim() == 2 and positions.shape[1] == plain.shape[1] and bool((positions == positions[:1]).all())
     if context.options.verify != "off" and batch_number.check_same(number, context.group, tokens.device, not same):
         checks.refuse_positions(positions, context, tokens.shape[1])
     return seen_of(told, torch.cat(gathered(positions[:1], context.group), 1)), positions

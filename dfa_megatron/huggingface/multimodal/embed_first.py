@@ -17,7 +17,6 @@ from dfa_megatron.huggingface.batch import TYPE_IDS
 from dfa_megatron.huggingface.checks.call_checks import LABELS, check_by_name, equal, first_of, refuse_positions
 from dfa_megatron.huggingface.checks.padding import check_right, gathered
 from dfa_megatron.huggingface.current_forward import CONTEXT, Forward, LayerContext
-from dfa_megatron.huggingface.multimodal.image_masks import take_images
 from dfa_megatron.huggingface.positions import batch_number
 from dfa_megatron.huggingface.positions.document_starts import Documents, of_positions, single
 from dfa_megatron.huggingface.positions.embedded_positions import has_axes, refuse_axes
@@ -34,6 +33,12 @@ _OF_IMAGES = "deepstack_visual_embeds"
 
 _OF_LOSS = ("labels", "shift_labels", "num_items_in_batch")
 """Arguments that a whole model hands on to its decoder, which has no use for them."""
+
+_BOTH_WAYS = {
+    "gemma3": ("token_type_ids", (1,), {"full_attention", "sliding_attention"}),
+    "gemma4": ("mm_token_type_ids", (1, 2), {"sliding_attention"}),
+}
+"""By type of model: the argument that marks images, its values there, and the kinds of layers that see both ways."""
 
 
 def take_whole(
@@ -71,11 +76,9 @@ def take_whole(
     if is_part:
         kept |= _tokens_of_text(kept, context, told)
     positions: torch.Tensor | None = kept.get("position_ids")
-    images = take_images(model, kept)
-    if told is not None:
-        if has_axes(decoder) and (positions is None or positions.dim() != 3):
-            refuse_axes(decoder, kept["input_ids"] if positions is None else positions, embedded=True)
-        _check_images(images, told)
+    images = _take_images(model, kept, told)
+    if told is not None and has_axes(decoder) and (positions is None or positions.dim() != 3):
+        refuse_axes(decoder, kept["input_ids"] if positions is None else positions, embedded=True)
     forward = forward_of_whole(context, kept, positions, told)
     if forward.mask is not None:
         del kept["attention_mask"]
@@ -87,16 +90,35 @@ def take_whole(
     return (), kept, replace(forward, images=images)
 
 
-def _check_images(images: dict[str, tuple[Images, ...]] | None, told: Tree | Mask) -> None:
-    """Refuse images whose tokens see each other both ways where it is not known which see which."""
-    edges = [span.lo for span in told.spans] if isinstance(told, Tree) else [1]
-    found = [image for rows in (images or {}).values() for row in rows for image in row]
-    if found and (not isinstance(told, Tree) or any(lo < edge < hi for edge in edges for lo, hi in found)):
+def _take_images(model: Any, kwargs: dict[str, Any], told: Tree | Mask | None) -> dict[str, tuple[Images, ...]] | None:
+    """Take the marks of images out of a call's arguments, and return where they are, by kind of layer.
+
+    The model then makes causal masks. None if there are no images, or its masks are causal; waits for the device.
+
+    Raises:
+        UnsupportedError: it is not known which of their tokens see which.
+    """
+    name, values, kinds = _BOTH_WAYS.get(model.config.model_type, ("", (), set()))
+    causal = name == "mm_token_type_ids" and model.config.get_text_config().use_bidirectional_attention != "vision"
+    marks: torch.Tensor | None = None if causal else kwargs.pop(name, None)
+    if marks is None:
+        return None
+    seen = torch.isin(marks, torch.tensor(values, device=marks.device)).int()
+    changes = torch.nn.functional.pad(seen, (1, 1)).diff().cpu()
+    if not bool(changes.any()):
+        return None
+    found = tuple(
+        tuple(zip((row == 1).nonzero().flatten().tolist(), (row == -1).nonzero().flatten().tolist(), strict=True))
+        for row in changes
+    )
+    edges = [span.lo for span in told.spans] if isinstance(told, Tree) else []
+    if isinstance(told, Mask) or any(lo < edge < hi for row in found for lo, hi in row for edge in edges):
         raise UnsupportedError(
             "images whose tokens see each other, under a mask or over several segments of a prompt_tree",
             "a mask says by itself which tokens attend to which, and a segment's children do not see each other",
             "a mask in which images are blocks, without their marks; each image in one segment",
         )
+    return dict.fromkeys(kinds, found)
 
 
 def forward_of_whole(

@@ -84,7 +84,8 @@ def told_of(batch: Mapping[str, Any], length: int) -> Tree | Mask | None:
         raise UnsupportedError(
             f"a {found[0]} beside {', '.join(beside)}", "each says which tokens attend to which", "one of them"
         )
-    told, wrong = batch[found[0]], ""
+    told: Any = batch[found[0]]
+    wrong = ""
     try:
         if found == [TREE] and not isinstance(told, Tree):
             told = Tree(*(tuple(int(number) for number in numbers) for numbers in told))
@@ -101,40 +102,19 @@ def told_of(batch: Mapping[str, Any], length: int) -> Tree | Mask | None:
             "(lengths, parents) of a whole row, as dfa_megatron.masks.prompt_tree takes them, or a mask of "
             "dfa_megatron.masks",
         )
-    result: Tree | Mask = told
-    return result
+    return told  # type: ignore[no-any-return]
 
 
-def numbers_of(told: Tree | Mask) -> list[Any]:
-    """Return integers that tell a tree or a mask."""
-    if isinstance(told, Tree):
-        return [told.lengths, told.parents]
-    return [x for tile in told.tiles for x in (tile.q.lo, tile.q.hi, tile.kv.lo, tile.kv.hi, tile.lo, tile.hi)]
-
-
-def refuse_for(model: str) -> NoReturn:
-    """Refuse a tree or a mask for a model.
+def refuse_for(what: str) -> NoReturn:
+    """Refuse a tree or a mask for a model, or for a layer.
 
     Raises:
         UnsupportedError: always.
     """
     raise UnsupportedError(
-        f"a prompt_tree or a mask for {model}",
+        f"a prompt_tree or a mask for {what}",
         "tokens of one path would be taken for those of another",
-        "a distributed model whose positions are counted from 0",
-    )
-
-
-def refuse_in_layer(module: object, why: str) -> NoReturn:
-    """Refuse a tree or a mask in a layer that knows no such thing.
-
-    Raises:
-        UnsupportedError: always.
-    """
-    raise UnsupportedError(
-        f"a prompt_tree or a mask in a layer of type {type(module).__name__} with {why}",
-        "it takes a token's neighbours in the pack for those of its path",
-        "layers of attention; or every path as a document of its own",
+        "a distributed model of attention layers whose positions are counted from 0; or every path as a document",
     )
 
 
@@ -145,7 +125,7 @@ def mask_of(row: Offsets | Seen, images: Images, left: int, chunk: int | None = 
     Args:
         row: the offsets of its documents, or the tree or mask that all rows have.
         images: tokens that see each other both ways too; one that reaches over two documents is one in each.
-        left: a token sees no position that is this far before its own; -1 for all.
+        left: a token sees this many positions before its own; -1 for all.
         chunk: a token sees the positions of its own chunk; None for no chunks.
     """
     if not isinstance(row, Seen):

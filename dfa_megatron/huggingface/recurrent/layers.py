@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from dfa_megatron.huggingface.current_forward import forward_of
-from dfa_megatron.huggingface.positions.seen import refuse_in_layer
+from dfa_megatron.huggingface.positions.seen import refuse_for
 from dfa_megatron.huggingface.recurrent.lightning import lightning
 from dfa_megatron.huggingface.recurrent.stand_ins import FUSED, STANDS_IN, Sequence
 from dfa_megatron.runtime.agreement.calls import at_layer
@@ -89,7 +89,7 @@ def _enter(module: Any, args: tuple[Any, ...]) -> None:
     """Say what a layer computes over."""
     forward = forward_of(module)
     if forward.tree is not None:
-        refuse_in_layer(module, "a state")
+        refuse_for(f"a layer of type {type(module).__name__} with a state")
     number, context = int(getattr(module, "layer_idx", None) or 0) + 1, forward.context
     over = Sequence(number, context.group, context.options, forward.documents) if forward.distributed else None
     _RUNNING.set((*_RUNNING.get(), over))

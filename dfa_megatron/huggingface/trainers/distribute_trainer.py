@@ -144,8 +144,9 @@ def _check_loss(trainer: Any) -> None:
             "padded on the left",
             "a loop of your own: rollouts within local_attention(model), then a prompt_tree of them in shard_batch",
         )
-    fused = "fused_lm_head" in transformers_model(trainer.model).forward.__code__.co_varnames
-    if name not in _SUMS and not (name in _PREFERENCES and fused):
+    if name in _PREFERENCES and "fused_lm_head" in transformers_model(trainer.model).forward.__code__.co_varnames:
+        return
+    if name not in _SUMS:
         raise UnsupportedError(
             name,
             "what it makes of logits or log-probabilities would be of this rank's tokens alone, and training wrong",
@@ -163,10 +164,7 @@ def _name_of(trainer: Any) -> str:
 _SUMS = ("transformers.trainer.Trainer.compute_loss", "trl.trainer.sft_trainer.SFTTrainer.compute_loss")
 """The methods that sum a loss of each token, so that what the ranks make of their parts adds up."""
 
-_PREFERENCES = (
-    "trl.trainer.dpo_trainer.DPOTrainer.compute_loss",
-    "trl.trainer.kto_trainer.KTOTrainer.compute_loss",
-)
+_PREFERENCES = tuple(f"trl.trainer.{x.lower()}_trainer.{x}Trainer.compute_loss" for x in ("DPO", "KTO"))
 """The methods that compare sums of log-probabilities: each rank makes the same loss of those of all tokens."""
 
 
