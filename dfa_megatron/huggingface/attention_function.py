@@ -10,11 +10,10 @@ from dfa_megatron.attention import dist_flash_attn_func, dist_flash_attn_varlen_
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.huggingface.checks.padding import CAUSAL
 from dfa_megatron.huggingface.current_forward import CONTEXT, NAME, LayerContext, forward_of
-from dfa_megatron.huggingface.multimodal.image_masks import ImageMask, Images, mask_of
-from dfa_megatron.huggingface.positions.counting_modules import has_temperature, tempered
-from dfa_megatron.huggingface.positions.document_starts import Documents, in_chunks
-from dfa_megatron.huggingface.positions.prompt_trees import refuse_in_layer
-from dfa_megatron.huggingface.windows import OtherMask, WindowMask, chunk_of, window_of
+from dfa_megatron.huggingface.positions.counting_modules import tempered
+from dfa_megatron.huggingface.positions.document_starts import Documents
+from dfa_megatron.huggingface.positions.seen import Images, Seen, in_chunks, mask_of
+from dfa_megatron.huggingface.windows import OtherMask, WindowMask, chunk_of, type_of, window_of
 from dfa_megatron.runtime.agreement.calls import at_layer
 
 
@@ -31,7 +30,7 @@ def attention(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    attention_mask: torch.Tensor | WindowMask | ImageMask | OtherMask | None,
+    attention_mask: torch.Tensor | WindowMask | OtherMask | None,
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
@@ -65,13 +64,12 @@ def attention(
             "the layer does not know the process group",
             "dfa_megatron.huggingface.distribute_attention(model, group=...)",
         )
-    images = attention_mask.images if isinstance(attention_mask, ImageMask) else None
-    mask = attention_mask.window if isinstance(attention_mask, ImageMask) else attention_mask
     batch, whole, forward = query.shape[0], query.shape[2] * context.size, forward_of(module)
+    seen, mask = forward.seen, attention_mask
     asks = (
         mask if isinstance(mask, WindowMask) else None if mask is None else type(mask),
         sliding_window,
-        (whole, query.shape[2], key.shape[2]),
+        (max(whole, seen.longest) if isinstance(seen, Seen) else whole, query.shape[2], key.shape[2]),
         dropout,
         is_causal,
         tuple(name for name, value in (("attn_logit_softcapping", softcap), ("sinks", s_aux)) if value is None),
@@ -85,41 +83,39 @@ def attention(
         "sinks": s_aux,
         "config": context.options,
     }
-    documents = forward.documents
-    if documents is None and (chunk or images is not None):
-        documents = ((0, whole),) * batch
-    if documents is not None and chunk:
-        documents = in_chunks(documents, chunk)
-    q, k, v = (x.transpose(1, 2) for x in _autocast(tempered(module, query, forward), key, value))
+    images = (forward.images or {}).get(type_of(module) or "")
+    if seen is None and (chunk or images):
+        seen = ((0, whole),) * batch
+    if isinstance(seen, tuple) and chunk:
+        seen = in_chunks(seen, chunk)
+    qkv = tuple(x.transpose(1, 2) for x in _autocast(tempered(module, query, forward), key, value))
     number = int(getattr(module, "layer_idx", None) or 0) + 1
     # Without autocast: kernels choose their precision themselves.
     with torch.autocast(query.device.type, enabled=False), at_layer(number):
-        if forward.tree is not None:
-            counts = {"a window": window != (-1, -1), "chunks": chunk, "a temperature": has_temperature(module)}
-            if any(counts.values()):
-                refuse_in_layer(module, " and ".join(name for name, there in counts.items() if there))
-            out: Any = dist_flash_attn_func(q, k, v, mask=forward.tree.mask(), **call)
-        elif documents is None:
-            out = dist_flash_attn_func(q, k, v, causal=True, window_size=window, **call)
+        if seen is None:
+            out: Any = dist_flash_attn_func(*qkv, causal=True, window_size=window, **call)
+        elif isinstance(seen, Seen) and images is None:  # the same for all rows
+            out = dist_flash_attn_func(*qkv, mask=mask_of(seen, (), window[0], chunk), **call)
         else:
-            out = _by_rows((q, k, v), documents, images, window, call)
+            out = _by_rows(qkv, seen, images, (window, chunk), call)
         return out, None
 
 
 def _by_rows(
     qkv: tuple[torch.Tensor, ...],
-    documents: Documents,
+    seen: Documents | Seen,
     images: tuple[Images, ...] | None,
-    window: tuple[int, int],
+    near: tuple[tuple[int, int], int | None],
     call: dict[str, Any],
 ) -> torch.Tensor:
-    """Compute attention row by row: each has documents, and images, at places of its own."""
-    rows, out = zip(*qkv, strict=True), list[Any]()
-    for at, (row, offsets) in enumerate(zip(rows, documents, strict=True)):
-        if images is None:
-            out.append(dist_flash_attn_varlen_func(*row, offsets, causal=True, window_size=window, **call))
+    """Compute attention row by row: each has documents, or images, at places of its own."""
+    out = list[Any]()
+    for at, row in enumerate(zip(*qkv, strict=True)):
+        inside = seen if isinstance(seen, Seen) else seen[at]
+        if isinstance(inside, tuple) and images is None:
+            out.append(dist_flash_attn_varlen_func(*row, inside, causal=True, window_size=near[0], **call))
         else:
-            mask = mask_of(images[at], offsets, window[0])
+            mask = mask_of(inside, images[at] if images else (), near[0][0], near[1])
             out.append(dist_flash_attn_func(*(x[None] for x in row), mask=mask, **call)[0])
     return out[0][None] if len(out) == 1 else torch.stack(out)
 

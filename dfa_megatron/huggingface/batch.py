@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from typing import Any, NoReturn
+from zlib import crc32
 
 import torch
 
@@ -11,14 +12,15 @@ from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.huggingface.checks.padding import IGNORED, check_right
 from dfa_megatron.huggingface.positions import batch_number
 from dfa_megatron.huggingface.positions import document_starts as packed
-from dfa_megatron.huggingface.positions import prompt_trees as trees
+from dfa_megatron.huggingface.positions.seen import MASK, TREE, seen_of, told_of
+from dfa_megatron.plan.language.tree import Tree
 from dfa_megatron.runtime.comm.groups import Group, group_size
-from dfa_megatron.sharding import local_positions, shard_sequence
+from dfa_megatron.sharding import shard_sequence
 
 TYPE_IDS = "token_type_ids"
 """The key of a number for each token, which tokenizers bring for text, and processors with images."""
 
-KNOWN = ("input_ids", "labels", "attention_mask", "position_ids", TYPE_IDS, *packed.FLASH_KEYS, trees.KEY)
+KNOWN = ("input_ids", "labels", "attention_mask", "position_ids", TYPE_IDS, *packed.FLASH_KEYS, TREE, MASK)
 """What may be in a batch of text."""
 
 MEDIA = (
@@ -42,7 +44,8 @@ def shard_batch(batch: Mapping[str, Any], *, group: Group = None) -> dict[str, A
             seq) may be there; they restart at 0 where a document of a packed row begins. "cu_seq_lens_q",
             "cu_seq_lens_k", as transformers' padding-free collators make them, say the same. In place of both,
             "prompt_tree" may hold (lengths, parents) of segments that share prefixes, as `masks.prompt_tree` takes
-            them; all rows have these segments. "token_type_ids" (batch, seq) go with the tokens. With `MEDIA`, such as
+            them, or "mask" any value of `dfa_megatron.masks`, with any "position_ids" (1, seq), by default 0 to
+            seq - 1. All rows have them. "token_type_ids" (batch, seq) go with the tokens. With `MEDIA`, such as
             "pixel_values", the batch is for a multimodal model, which embeds whole sequences; "position_ids" may then
             have axes (4, batch, seq), the first of them places.
         group: the ranks that share the sequence; seq must be a multiple of their number.
@@ -73,31 +76,38 @@ def shard_batch(batch: Mapping[str, Any], *, group: Group = None) -> dict[str, A
         if positions.shape[0] != 4:
             _refuse_positions()
         positions = positions[0]
-    documents = _documents(batch, positions, tokens)
-    if trees.KEY in batch:
-        beside = ("position_ids", *packed.FLASH_KEYS, *others)
-        tree = trees.tree_of(batch[trees.KEY], tokens.shape[1], [name for name in beside if name in batch])
+    told, documents = told_of(batch, tokens.shape[1]), None
+    if told is not None:
+        whole = seen_of(told, positions).positions(tokens.device)
+        if positions is not None and not bool((positions == whole).all()):
+            _refuse_positions()
+        positions = whole
+    else:
+        documents = _documents(batch, positions, tokens)
+        positions = None if documents is None else packed.positions_of(documents, tokens.device)
     size = group_size(group)
     if others:
         local = {"input_ids": tokens, **types, **others}
-        if axes:
-            local["position_ids"] = batch["position_ids"]
-        elif documents is not None:
-            local["position_ids"] = packed.positions_of(documents, tokens.device)
+        if axes or positions is not None:
+            local["position_ids"] = batch["position_ids"] if axes else positions
     else:
-        local = _cut(tokens, documents, group)
-        local |= {name: shard_sequence(x, group=group) for name, x in types.items()}
+        plain = torch.arange(tokens.shape[1], device=tokens.device)[None]
+        given = {"input_ids": tokens, "position_ids": plain if positions is None else positions, **types}
+        local = {name: shard_sequence(x, group=group) for name, x in given.items()}
+    if told is not None:
+        local[TREE if isinstance(told, Tree) else MASK] = told
+    elif documents is not None and not others:
+        local["cu_seq_lens_q"] = local["cu_seq_lens_k"] = packed.offsets_of_rows(documents)
     if mask is not None and not bool(mask.all()):
         local["attention_mask"] = mask if others else shard_sequence(mask, group=group)
-    if trees.KEY in batch:
-        local |= {"position_ids": shard_sequence(trees.positions_of(tree, tokens.device), group=group)}
-        local |= {trees.KEY: (tree.lengths, tree.parents)}
     if "labels" in batch:
         shifted = torch.nn.functional.pad(batch["labels"], (0, 1), value=IGNORED)[:, 1:]
         local["labels"] = local["shift_labels"] = shard_sequence(shifted.contiguous(), group=group)
         local["num_items_in_batch"] = (shifted != IGNORED).sum().clamp(min=1) / size
     if size > 1:
-        local[batch_number.KEY] = batch_number.number_of(batch, cut=not others)
+        known = {name: x for name, x in batch.items() if name not in (TREE, MASK)}
+        known |= {} if told is None else {TREE: [crc32(repr(told).encode())]}
+        local[batch_number.KEY] = batch_number.number_of(known, cut=not others)
     return local
 
 
@@ -115,22 +125,10 @@ def refuse_batch(batch: Iterable[str]) -> NoReturn:
 
 def _refuse_positions() -> NoReturn:
     raise UnsupportedError(
-        "position_ids that are not those of documents",
+        "position_ids that are not those of documents, or of a tree, or the same in all rows of a mask",
         "each document, and so each row, must begin at 0 and go up by 1",
         "as DataCollatorWithFlattening of transformers makes them, or none for one document a sequence",
     )
-
-
-def _cut(tokens: torch.Tensor, documents: packed.Documents | None, group: Group) -> dict[str, Any]:
-    """Return this rank's tokens, their positions, and the documents."""
-    local = {
-        "input_ids": shard_sequence(tokens, group=group),
-        "position_ids": local_positions(tokens.shape[1], group=group, device=tokens.device)[None],
-    }
-    if documents is not None:
-        local["position_ids"] = shard_sequence(packed.positions_of(documents, tokens.device), group=group)
-        local["cu_seq_lens_q"] = local["cu_seq_lens_k"] = packed.offsets_of_rows(documents)
-    return local
 
 
 def _documents(

@@ -16,6 +16,7 @@ import torch
 from dfa_megatron.config import TrainingConfig
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.huggingface.positions.document_starts import Documents
+from dfa_megatron.huggingface.positions.seen import Images, Seen
 from dfa_megatron.plan.language.tree import Tree
 
 NAME = "dfa"
@@ -39,7 +40,7 @@ class LayerContext:
     multimodal: the decoder belongs to a model with towers, which embeds whole sequences.
     saving: layers that the model checkpoints save attention's output and lse.
     local: within `local_attention`.
-    varied: a forward was local, or had documents or a tree, so that a recompute needs its own.
+    varied: a forward was local, or its tokens saw something else than all before, so that a recompute needs its own.
     """
 
     group: str
@@ -70,9 +71,8 @@ class Forward:
     """Hold what the modules of one call need to know of its batch.
 
     distributed: attention is over the ranks; else it is the model's own, over whole sequences of this rank.
-    documents: of every row, None if each row is one.
-    tree: the segments of every row of a prompt tree, in place of documents.
-    images: where those are whose tokens see each other both ways, by kind of layer.
+    seen: the documents of every row, or the tree or mask that all rows have; None if each row is one document.
+    images: where those of every row are whose tokens see each other both ways, by kind of layer.
     given: the position_ids of the call.
     positions: int64 (batch or 1, local_seq), what the decoder embeds for this rank's tokens, unless along several axes.
     longest: tokens of the longest document, or path, on all ranks, without added ones.
@@ -84,9 +84,8 @@ class Forward:
 
     context: LayerContext
     distributed: bool
-    documents: Documents | None = None
-    tree: Tree | None = None
-    images: dict[str, Any] | None = None
+    seen: Documents | Seen | None = None
+    images: dict[str, tuple[Images, ...]] | None = None
     given: torch.Tensor | None = None
     positions: torch.Tensor | None = None
     longest: int = 0
@@ -94,6 +93,16 @@ class Forward:
     added: int = 0
     whole: WholeBatch | None = None
     tile: int | None = None
+
+    @property
+    def documents(self) -> Documents | None:
+        """Return the documents of every row, None if each row is one, or of a tree or a mask."""
+        return self.seen if isinstance(self.seen, tuple) else None
+
+    @property
+    def tree(self) -> Tree | None:
+        """Return the segments of every row of a prompt tree."""
+        return self.seen.told if isinstance(self.seen, Seen) and isinstance(self.seen.told, Tree) else None
 
 
 _RUNNING: ContextVar[tuple[tuple[object, Forward], ...]] = ContextVar("forwards that run", default=())

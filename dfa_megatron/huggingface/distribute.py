@@ -140,7 +140,7 @@ def _hook(inner: Any, decoder: Any, attentions: list[torch.nn.Module]) -> None:
         hook_mixer(mixer)
     counting_modules.hook(decoder)
     recurrent.hook(decoder)
-    follow_router(inner)
+    follow_router(type(inner).forward)
 
 
 @contextmanager

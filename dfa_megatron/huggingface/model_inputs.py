@@ -18,7 +18,7 @@ from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.huggingface.attention_function import nothing_hidden
 from dfa_megatron.huggingface.checkpointing import keep_forward
 from dfa_megatron.huggingface.checks import call_checks as checks
-from dfa_megatron.huggingface.checks.padding import check_right
+from dfa_megatron.huggingface.checks.padding import check_right, gathered
 from dfa_megatron.huggingface.checks.wrappers import check_adapters
 from dfa_megatron.huggingface.current_forward import (
     CONTEXT,
@@ -32,18 +32,20 @@ from dfa_megatron.huggingface.current_forward import (
 )
 from dfa_megatron.huggingface.implementation import is_distributed, set_attention
 from dfa_megatron.huggingface.multimodal import embed_first
-from dfa_megatron.huggingface.multimodal.image_masks import ImageMask
 from dfa_megatron.huggingface.positions import batch_number
 from dfa_megatron.huggingface.positions import document_starts as packed
-from dfa_megatron.huggingface.positions import prompt_trees as trees
 from dfa_megatron.huggingface.positions.embedded_positions import after_padding, padding_of, places
+from dfa_megatron.huggingface.positions.seen import MASK, TREE, Seen, refuse_for, seen_of, told_of
+from dfa_megatron.huggingface.recurrent.layers import layers_of
 from dfa_megatron.huggingface.tiles.tiled_head import tile_of
+from dfa_megatron.plan.language.mask import Mask
+from dfa_megatron.plan.language.tree import Tree
 from dfa_megatron.sharding import local_positions, shard_sequence
 
 WHOLE = "dfa_whole_batch"
 """The key of a call for the `WholeBatch` of which a model cut its arguments."""
 
-_OF_HOOKS = (trees.KEY, batch_number.KEY, WHOLE)
+_OF_HOOKS = (TREE, MASK, batch_number.KEY, WHOLE)
 """Keys of a call that a model's own forward does not know."""
 
 _ALPHA = "neftune_noise_alpha"
@@ -81,18 +83,22 @@ def begin(model: Any, args: tuple[Any, ...], kwargs: Arguments, *, alone: bool =
     try:
         checks.check_loss(model, given, context)
         checks.check_part(given, context)
+        length = _tokens(given, args).shape[1]
+        whole = context.multimodal and not batch_number.is_cut(given.get(batch_number.KEY))
+        told = told_of(given, length if whole else length * context.size)
+        _check_told(told, decoder)
         if context.multimodal and not alone:
-            args, kept, forward = embed_first.take_whole(model, decoder, args, kept, given.get(batch_number.KEY))
+            args, kept, forward = embed_first.take_whole(model, decoder, args, kept, given.get(batch_number.KEY), told)
         elif context.multimodal:
-            forward = embed_first.forward_of_whole(context, given, given.get("position_ids"))
+            forward = embed_first.forward_of_whole(context, given, given.get("position_ids"), told)
         else:
-            forward = _forward_of_part(decoder, context, given, args)
+            forward = _forward_of_part(decoder, context, given, args, told)
     except UnsupportedError:  # on this rank alone before the ranks compare their batches, and on all from then on
         if context.options.verify != "off" and not (context.multimodal and alone):
             batch_number.check_same(None, context.group, _tokens(given, args).device, batch_number.REFUSED)
         raise
     forward = _with_lengths(forward, decoder, given.get(WHOLE))
-    context.varied = context.varied or forward.documents is not None or forward.tree is not None
+    context.varied = context.varied or forward.seen is not None
     enter(model, replace(forward, tile=tile))
     return args, kept
 
@@ -127,10 +133,7 @@ def prepare(decoder: Any, args: tuple[Any, ...], kwargs: Arguments) -> ArgsAndKe
         del kept["position_ids"]
     if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters):
         kept[KEYWORD] = forward  # the decoder passes every keyword to its layers
-    if (images := forward.images) is not None:
-        assert isinstance(mask, dict)
-        kept["attention_mask"] = {k: ImageMask(m, images[k]) if k in images else m for k, m in mask.items()}
-    elif not isinstance(mask, dict) and (forward.documents or forward.tree or forward.added):
+    if not isinstance(mask, dict) and (forward.seen or forward.added):
         kept["attention_mask"] = nothing_hidden(tokens.shape[0], tokens.shape[1], tokens.device)
     return args, kept
 
@@ -140,7 +143,17 @@ def _tokens(given: Arguments, args: tuple[Any, ...]) -> torch.Tensor:
     return found
 
 
-def _forward_of_part(decoder: Any, context: LayerContext, given: Arguments, args: tuple[Any, ...]) -> Forward:
+def _check_told(told: Tree | Mask | None, decoder: Any) -> None:
+    """Refuse a tree or a mask for a model whose positions, or states, follow the tokens of the pack."""
+    if told is not None and padding_of(decoder) is not None:
+        refuse_for("a table behind its padding")
+    if isinstance(told, Mask) and (layers := layers_of(decoder)):
+        refuse_for(f"a layer of type {type(layers[0]).__name__} with a state")
+
+
+def _forward_of_part(
+    decoder: Any, context: LayerContext, given: Arguments, args: tuple[Any, ...], told: Tree | Mask | None
+) -> Forward:
     """Return the forward of this rank's part of a batch: check by the positions that it is one, and find its documents.
 
     Only a single rank may omit the positions. With several ranks they are required: code that omits them does not
@@ -153,19 +166,16 @@ def _forward_of_part(decoder: Any, context: LayerContext, given: Arguments, args
             "each rank takes its part of a sequence, and the batch does not show that it is a part",
             "dfa_megatron.huggingface.shard_batch, which brings them",
         )
-    documents, tree, number = None, None, given.get(batch_number.KEY)
-    if given.get(trees.KEY) is not None:
-        if padding_of(decoder) is not None:
-            trees.refuse_for("a table behind its padding")
-        beside = [name for name in packed.FLASH_KEYS if given.get(name) is not None]
-        tree = trees.tree_of(given[trees.KEY], tokens.shape[1] * context.size, beside)
-        positions = shard_sequence(trees.positions_of(tree, tokens.device), group=context.group)
-        _check_stated(stated, positions, context, number)
+    number = given.get(batch_number.KEY)
+    seen: packed.Documents | Seen | None
+    if told is None:
+        seen, positions = _documents(given, stated, tokens, context, number)
     else:
-        documents, positions = _documents(given, stated, tokens, context, number)
+        seen, positions = _told(told, stated, tokens, context, number)
     padding = padding_of(decoder)
     if padding is not None and tokens.dim() == 2:
-        positions = after_padding(tokens, documents, padding, context.group)
+        assert not isinstance(seen, Seen)
+        positions = after_padding(tokens, seen, padding, context.group)
     elif padding is not None:  # embeddings: none is known to be padding, as in the model itself
         positions = positions + padding + 1
     mask = given.get("attention_mask")
@@ -174,12 +184,31 @@ def _forward_of_part(decoder: Any, context: LayerContext, given: Arguments, args
     return Forward(
         context,
         distributed=True,
-        documents=documents,
-        tree=tree,
+        seen=seen,
         given=given.get("position_ids"),
         positions=positions,
         mask=mask if isinstance(mask, torch.Tensor) else None,
     )
+
+
+def _told(
+    told: Tree | Mask,
+    stated: torch.Tensor | None,
+    tokens: torch.Tensor,
+    context: LayerContext,
+    number: torch.Tensor | None,
+) -> tuple[Seen, torch.Tensor]:
+    """Return what rows see, with their positions, which the ranks exchange under a mask, and those of this rank."""
+    if isinstance(told, Tree):
+        positions = shard_sequence(seen_of(told).positions(tokens.device), group=context.group)
+        _check_stated(stated, positions, context, number)
+        return seen_of(told), positions
+    plain = local_positions(tokens.shape[1] * context.size, group=context.group, device=tokens.device)[None]
+    positions = plain if stated is None else stated
+    same = positions.dim() == 2 and positions.shape[1] == plain.shape[1] and bool((positions == positions[:1]).all())
+    if context.options.verify != "off" and batch_number.check_same(number, context.group, tokens.device, not same):
+        checks.refuse_positions(positions, context, tokens.shape[1])
+    return seen_of(told, torch.cat(gathered(positions[:1], context.group), 1)), positions
 
 
 def _documents(
@@ -231,8 +260,8 @@ def _with_lengths(forward: Forward, decoder: Any, whole: WholeBatch | None) -> F
     positions, padding = forward.positions, padding_of(decoder)
     length = positions.shape[1] * forward.context.size
     added = 0 if whole is None else length - whole.length
-    if forward.tree is not None:
-        longest = forward.tree.longest
+    if isinstance(forward.seen, Seen):
+        longest = forward.seen.longest
     else:
         ends = forward.documents or ((0, length),)
         longest = max(hi - lo for offsets in ends for lo, hi in pairwise((*offsets[:-1], offsets[-1] - added)))

@@ -22,9 +22,9 @@ _NAME = "load_balancing_loss_func"
 """The function in a model's file, the same in all of them; and the attribute that marks what stands in for it."""
 
 
-def follow_router(model: Any) -> None:
-    """Let the loss of a model's router count the tokens of all ranks; may be called again."""
-    names = inspect.unwrap(type(model).forward).__globals__
+def follow_router(forward: Callable[..., Any]) -> None:
+    """Let the loss of routers in the file of a model's forward count the tokens of all ranks; may be called again."""
+    names = inspect.unwrap(forward).__globals__
     real: Callable[..., Any] | None = names.get(_NAME)
     if real is None or hasattr(real, _NAME):
         return

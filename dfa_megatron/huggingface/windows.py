@@ -63,7 +63,7 @@ def window_of(module: torch.nn.Module, mask: WindowMask | None, named: int | Non
         UnsupportedError: mask, keyword and the layer's type in the configuration disagree.
     """
     size = whole if mask is None else min(mask.size, whole)
-    if mask is None and named is None and _type(module) == "sliding_attention":  # else it may be a leftover
+    if mask is None and named is None and type_of(module) == "sliding_attention":  # else it may be a leftover
         named = getattr(module.config, "sliding_window", None)
     if size < 1 or (named is not None and min(named, whole) != size):
         layer, mask_window = type(module).__name__, "no window" if mask is None else f"one of {mask.size}"
@@ -81,7 +81,7 @@ def chunk_of(module: torch.nn.Module, mask: WindowMask | None) -> int | None:
     Raises:
         UnsupportedError: the layer's mask has no chunks of this size.
     """
-    if _type(module) != "chunked_attention":
+    if type_of(module) != "chunked_attention":
         return None
     config: Any = module.config
     size: int = config.attention_chunk_size
@@ -95,7 +95,7 @@ def chunk_of(module: torch.nn.Module, mask: WindowMask | None) -> int | None:
     return size
 
 
-def _type(module: torch.nn.Module) -> str | None:
+def type_of(module: torch.nn.Module) -> str | None:
     """Return the layer's type in the configuration."""
     types = getattr(getattr(module, "config", None), "layer_types", None)
     number: Any = getattr(module, "layer_idx", None)  # none where layers share an attention (Zamba)

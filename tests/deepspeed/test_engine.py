@@ -10,11 +10,14 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from dfa_megatron import DistFlashAttention
+from dfa_megatron import DistFlashAttention, masks
 from dfa_megatron import deepspeed as dfa_ds
 from dfa_megatron.config import TrainingConfig
 from dfa_megatron.errors import UnsupportedError
 from tests.deepspeed import harness
+from tests.huggingface.test_masks import in_memory
+from tests.huggingface.test_parity import MODELS
+from tests.huggingface.test_trees import forest, packed, path_by_path
 from tests.support.close import assert_close
 from tests.support.models import build, text
 from tests.support.workers import run_ranks
@@ -127,8 +130,34 @@ def own_model(rank: int, world_size: int) -> None:
         assert_close(gradient, reference.grad, tolerance=1e-5, name=name)
 
 
+def trees_and_masks(rank: int, world_size: int) -> None:
+    """A prompt tree and a mask, with windows by place in the path, under ZeRO-3."""
+    from deepspeed.utils import safe_get_full_grad
+
+    harness.prepare_worker(rank)
+    (kind, changes), length = MODELS["mistral-window"], 12 * world_size
+    segments, parents = forest(length, seed=3)
+    mask, plain = masks.prefix_lm(length, 7), text(1, length, seed=5)
+    for batch in (packed(segments, parents), plain | {"mask": mask}):
+        want, model = build(kind, **changes), build(kind, **changes)
+        if "mask" in batch:
+            loss = in_memory(want, plain, mask, torch.arange(length))
+        else:
+            loss = path_by_path(want, segments, parents)
+        loss.backward()
+        config = harness.settings(3, world_size, checkpoint="remat")
+        engine, *_ = dfa_ds.initialize(model=model, model_parameters=list(model.parameters()), config=config)
+        got = engine(**dfa_ds.shard_batch(batch, group=dfa_ds.mesh_of(engine).group)).loss
+        engine.backward(got)
+        assert abs(harness.mean_over_ranks(got) - loss.item()) < 1e-5 * loss.item()
+        for (name, parameter), reference in zip(engine.module.named_parameters(), want.parameters(), strict=True):
+            gradient = safe_get_full_grad(parameter).view_as(reference)
+            assert_close(gradient, reference.grad, tolerance=1e-5, name=name)
+        engine.destroy()
+
+
 def engines(rank: int, world_size: int) -> None:
-    for each in (train, half_precision, own_model):
+    for each in (train, half_precision, own_model, trees_and_masks):
         each(rank, world_size)
 
 

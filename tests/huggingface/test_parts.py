@@ -10,8 +10,11 @@ import torch
 from dfa_megatron import huggingface as dfa_hf
 from dfa_megatron.errors import UnsupportedError
 from tests.huggingface import conftest
+from tests.huggingface.compared import assert_gradients, assert_loss
 from tests.huggingface.test_sweep import SECTIONS
+from tests.huggingface.test_trees import packed, path_by_path
 from tests.support.close import assert_close
+from tests.support.models import gradients
 from tests.support.workers import preload, run_ranks
 
 KINDS = ("gemma3", "qwen3_vl")
@@ -36,16 +39,50 @@ def test_images_lie_anywhere_and_towers_get_their_gradients() -> None:
 
 
 def causal_images(rank: int, world_size: int) -> dict[str, Any]:
-    from dfa_megatron.huggingface.multimodal import image_masks
+    from dfa_megatron.huggingface.positions import seen
 
-    real = image_masks.two_way_blocks
-    vars(image_masks)["two_way_blocks"] = lambda lengths, blocks, left: real(lengths, (), left)
+    real = seen.two_way_blocks
+    vars(seen)["two_way_blocks"] = lambda lengths, blocks, left: real(lengths, (), left)
     return states(rank, world_size, ("gemma3",), ("plain",))
 
 
 def test_images_that_do_not_see_both_ways_are_wrong() -> None:
     for found in run_ranks(2, causal_images, timeout=100):
         assert [state for _, state, _ in found["gemma3"]] == ["wrong"]
+
+
+def in_trees(rank: int, ranks: int) -> None:
+    """A tree whose prompt and second answer have an image; each path alone has one or two."""
+    from tests.huggingface.sweep import images
+
+    segments, parents = [[5 * at + own for own in range(length)] for at, length in enumerate((10, 7, 9))], [-1, 0, 0]
+    segments[0][3:7] = segments[2][2:6] = [images.TOKEN] * images.TOKENS
+    for kind in ("gemma3", "gemma4"):
+        form = images.WHOLE[kind][1]
+
+        def pixels(ids: torch.Tensor, form: str = form) -> dict[str, torch.Tensor]:
+            marks = (ids == images.TOKEN).int()
+            both, here = images._pixels(form, 2, marks), int(marks.sum()) // images.TOKENS
+            return {name: x if name.endswith("type_ids") else x[:here] for name, x in both.items()}
+
+        want, model = images.build(kind), dfa_hf.distribute_attention(images.build(kind))
+        loss = path_by_path(want, segments, parents, pixels)
+        loss.backward()
+        batch = packed(segments, parents)
+        got = model(**dfa_hf.shard_batch(batch | pixels(batch["input_ids"]))).loss
+        got.backward()
+        for name, parameter in (*want.named_parameters(), *model.named_parameters()):
+            if parameter.grad is None or name.endswith("k_proj.bias"):  # unused in a tower, or 0 but for rounding
+                parameter.grad = torch.zeros_like(parameter)
+        assert_loss(got, loss, kind, 1e-6)
+        assert_gradients(model, gradients(want), kind)
+        over = batch | pixels(batch["input_ids"]) | {"prompt_tree": ([5, 22], [-1, 0])}
+        with pytest.raises(UnsupportedError, match="images whose tokens see each other, under a mask or over several"):
+            model(**dfa_hf.shard_batch(over))
+
+
+def test_images_in_a_prompt_tree_see_both_ways() -> None:
+    run_ranks(3, in_trees, timeout=100)
 
 
 def built(kind: str) -> tuple[Any, dict[str, torch.Tensor]]:
@@ -84,6 +121,8 @@ def test_what_a_multimodal_model_cannot_be_given_is_refused() -> None:
     places = torch.arange(40)[None]
     with pytest.raises(UnsupportedError, match=r"position_ids of shape \(1, 40\) for inputs_embeds"):
         model(**batch, position_ids=places)
+    with pytest.raises(UnsupportedError, match=r"position_ids of shape \(2, 40\) for inputs_embeds"):
+        model(**batch, prompt_tree=([30, 10], [-1, 0]))
     with pytest.raises(UnsupportedError, match="inputs_embeds, or no input_ids"):
         model(inputs_embeds=torch.zeros(1, 40, 32).double())
     with pytest.raises(UnsupportedError, match="cross_attention_states for the decoder"):

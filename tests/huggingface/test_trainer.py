@@ -166,6 +166,9 @@ def together(rank: int, world_size: int, folder: str) -> Any:
     again.compute_loss = lambda model, inputs, **_: model(**inputs).logits.exp().sum()
     with pytest.raises(UnsupportedError, match=r"lambda.* of this rank's tokens alone"):
         dfa_hf.distribute_trainer(again, size=2)
+    again.compute_loss.__qualname__ = "GRPOTrainer.compute_loss"
+    with pytest.raises(UnsupportedError, match="each rank would generate rollouts of its own"):
+        dfa_hf.distribute_trainer(again, size=2)
     return found
 
 

@@ -11,8 +11,7 @@ import torch
 
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.huggingface.current_forward import LayerContext
-from dfa_megatron.huggingface.positions import batch_number
-from dfa_megatron.huggingface.positions import prompt_trees as trees
+from dfa_megatron.huggingface.positions import batch_number, seen
 from dfa_megatron.huggingface.windows import WindowMask
 from dfa_megatron.sharding import local_positions
 
@@ -56,10 +55,10 @@ def check_local(given: dict[str, Any], context: LayerContext, *, evaluation: boo
         evaluation: attention is local because the model evaluates under accelerate.
 
     Raises:
-        UnsupportedError: it is one, or a prompt tree.
+        UnsupportedError: it is one, or has a tree or a mask.
     """
-    if trees.KEY in given:
-        trees.refuse_for("a model with its own attention")
+    if first_of(given, (seen.TREE, seen.MASK)) is not None:
+        seen.refuse_for("a model with its own attention")
     if batch_number.KEY in given and context.size > 1:
         raise UnsupportedError(
             "a batch of shard_batch with local attention",
@@ -100,8 +99,6 @@ def check_part(given: dict[str, Any], context: LayerContext) -> None:
     Raises:
         UnsupportedError: it does.
     """
-    if context.multimodal and trees.KEY in given:
-        trees.refuse_for("a multimodal model")
     if not context.multimodal and batch_number.KEY in given and not batch_number.is_cut(given[batch_number.KEY]):
         raise UnsupportedError(
             "a batch with images or sound for a model of text",

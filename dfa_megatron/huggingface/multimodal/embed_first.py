@@ -17,10 +17,12 @@ from dfa_megatron.huggingface.batch import TYPE_IDS
 from dfa_megatron.huggingface.checks.call_checks import LABELS, check_by_name, equal, first_of, refuse_positions
 from dfa_megatron.huggingface.checks.padding import check_right, gathered
 from dfa_megatron.huggingface.current_forward import CONTEXT, Forward, LayerContext
-from dfa_megatron.huggingface.multimodal.image_masks import take_images
 from dfa_megatron.huggingface.positions import batch_number
-from dfa_megatron.huggingface.positions.document_starts import of_positions, single
+from dfa_megatron.huggingface.positions.document_starts import Documents, of_positions, single
 from dfa_megatron.huggingface.positions.embedded_positions import has_axes, refuse_axes
+from dfa_megatron.huggingface.positions.seen import Images, Seen, seen_of
+from dfa_megatron.plan.language.mask import Mask
+from dfa_megatron.plan.language.tree import Tree
 from dfa_megatron.sharding import local_positions, shard_sequence
 
 _ALONG = {"input_ids": 1, "inputs_embeds": 1, "position_ids": -1, "visual_pos_masks": 1, "per_layer_inputs": 1}
@@ -32,9 +34,20 @@ _OF_IMAGES = "deepstack_visual_embeds"
 _OF_LOSS = ("labels", "shift_labels", "num_items_in_batch")
 """Arguments that a whole model hands on to its decoder, which has no use for them."""
 
+_BOTH_WAYS = {
+    "gemma3": ("token_type_ids", (1,), {"full_attention", "sliding_attention"}),
+    "gemma4": ("mm_token_type_ids", (1, 2), {"sliding_attention"}),
+}
+"""By type of model: the argument that marks images, its values there, and the kinds of layers that see both ways."""
+
 
 def take_whole(
-    model: Any, decoder: Any, args: tuple[Any, ...], kwargs: dict[str, Any], number: torch.Tensor | None
+    model: Any,
+    decoder: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    number: torch.Tensor | None,
+    told: Tree | Mask | None,
 ) -> tuple[tuple[Any, ...], dict[str, Any], Forward]:
     """Check that a multimodal model is given whole sequences; the ranks compare a number made of their tokens.
 
@@ -42,7 +55,8 @@ def take_whole(
         The arguments for the model, and the forward of the call.
 
     Raises:
-        UnsupportedError: other tokens than the other ranks', embeddings, a tree, or padding that is not on the right.
+        UnsupportedError: other tokens than the other ranks', embeddings, padding that is not on the right, or images
+            that reach over the segments of a tree, or that see both ways under a mask.
     """
     context: LayerContext = getattr(model, CONTEXT)
     check_by_name(args[1:])
@@ -60,10 +74,12 @@ def take_whole(
             own = batch_number.number_of(seen, cut=False) + (0 if number is None else number.to(device))
         batch_number.check_same(own, context.group, device)
     if is_part:
-        kept |= _tokens_of_text(kept, context)
+        kept |= _tokens_of_text(kept, context, told)
     positions: torch.Tensor | None = kept.get("position_ids")
-    images = take_images(model, kept)
-    forward = forward_of_whole(context, kept, positions)
+    images = _take_images(model, kept, told)
+    if told is not None and has_axes(decoder) and (positions is None or positions.dim() != 3):
+        refuse_axes(decoder, kept["input_ids"] if positions is None else positions, embedded=True)
+    forward = forward_of_whole(context, kept, positions, told)
     if forward.mask is not None:
         del kept["attention_mask"]
     if positions is not None and positions.dim() == 2:
@@ -74,7 +90,40 @@ def take_whole(
     return (), kept, replace(forward, images=images)
 
 
-def forward_of_whole(context: LayerContext, given: dict[str, Any], positions: torch.Tensor | None) -> Forward:
+def _take_images(model: Any, kwargs: dict[str, Any], told: Tree | Mask | None) -> dict[str, tuple[Images, ...]] | None:
+    """Take the marks of images out of a call's arguments, and return where they are, by kind of layer.
+
+    The model then makes causal masks. None if there are no images, or its masks are causal; waits for the device.
+
+    Raises:
+        UnsupportedError: it is not known which of their tokens see which.
+    """
+    name, values, kinds = _BOTH_WAYS.get(model.config.model_type, ("", (), set()))
+    causal = name == "mm_token_type_ids" and model.config.get_text_config().use_bidirectional_attention != "vision"
+    marks: torch.Tensor | None = None if causal else kwargs.pop(name, None)
+    if marks is None:
+        return None
+    seen = torch.isin(marks, torch.tensor(values, device=marks.device)).int()
+    changes = torch.nn.functional.pad(seen, (1, 1)).diff().cpu()
+    if not bool(changes.any()):
+        return None
+    found = tuple(
+        tuple(zip((row == 1).nonzero().flatten().tolist(), (row == -1).nonzero().flatten().tolist(), strict=True))
+        for row in changes
+    )
+    edges = [span.lo for span in told.spans] if isinstance(told, Tree) else []
+    if isinstance(told, Mask) or any(lo < edge < hi for row in found for lo, hi in row for edge in edges):
+        raise UnsupportedError(
+            "images whose tokens see each other, under a mask or over several segments of a prompt_tree",
+            "a mask says by itself which tokens attend to which, and a segment's children do not see each other",
+            "a mask in which images are blocks, without their marks; each image in one segment",
+        )
+    return dict.fromkeys(kinds, found)
+
+
+def forward_of_whole(
+    context: LayerContext, given: dict[str, Any], positions: torch.Tensor | None, told: Tree | Mask | None = None
+) -> Forward:
     """Return the forward of whole sequences, which are the same on every rank.
 
     Args:
@@ -86,16 +135,23 @@ def forward_of_whole(context: LayerContext, given: dict[str, Any], positions: to
     """
     tokens = given["input_ids"] if given.get("inputs_embeds") is None else given["inputs_embeds"]
     rows, length = tokens.shape[:2]
-    stated, documents = positions, None
+    stated: torch.Tensor | None = positions
+    seen: Documents | Seen | None = None
     if positions is not None and positions.dim() == 3:
         stated = None if positions.shape[0] == 3 else positions[0]  # three axes of a tower's own have no places
-    if stated is None:
+    if told is not None:
+        seen = seen_of(told, stated)
+        places = seen.positions(tokens.device)
+        if stated is not None and not bool((stated == places).all()):
+            refuse_positions(stated, context, length // context.size)
+        stated = places
+    elif stated is None:
         stated = torch.arange(length, device=tokens.device)[None]
     elif context.options.verify != "off":
-        documents = of_positions(stated.expand(rows, -1))
-        if documents is None:
+        seen = of_positions(stated.expand(rows, -1))
+        if seen is None:
             refuse_positions(stated, context, length // context.size)
-        documents = None if single(documents) else documents
+        seen = None if single(seen) else seen
     mask = given.get("attention_mask")
     mask = mask if isinstance(mask, torch.Tensor) and mask.dim() == 2 else None
     if mask is not None:
@@ -104,14 +160,14 @@ def forward_of_whole(context: LayerContext, given: dict[str, Any], positions: to
     return Forward(
         context,
         distributed=True,
-        documents=documents,
+        seen=seen,
         given=positions if positions is not None and positions.dim() == 2 else None,
         positions=shard_sequence(stated, group=context.group),
         mask=mask,
     )
 
 
-def _tokens_of_text(given: dict[str, Any], context: LayerContext) -> dict[str, Any]:
+def _tokens_of_text(given: dict[str, Any], context: LayerContext, told: Tree | Mask | None) -> dict[str, Any]:
     """Return the whole sequences of a batch of text, which `shard_batch` cut; collective."""
     whole = {
         name: torch.cat(gathered(given[name], context.group), 1)
@@ -119,7 +175,7 @@ def _tokens_of_text(given: dict[str, Any], context: LayerContext) -> dict[str, A
         if given.get(name) is not None
     }
     known = dict.fromkeys({"position_ids", "cu_seq_lens_q", "cu_seq_lens_k"} & {*given})  # by positions alone
-    if given.get("cu_seq_lens_q") is not None:
+    if given.get("cu_seq_lens_q") is not None or (told is not None and given.get("position_ids") is not None):
         known["position_ids"] = torch.cat(gathered(given["position_ids"], context.group), 1)
     return whole | known
 

@@ -15,8 +15,7 @@ from typing import Any
 import torch
 
 from dfa_megatron.huggingface.current_forward import Forward, forward_of
-from dfa_megatron.huggingface.positions.document_starts import positions_of
-from dfa_megatron.sharding import local_positions, shard_sequence
+from dfa_megatron.sharding import local_positions
 
 LOCAL_ROPE = ("dynamic", "longrope")
 """Types of rotary embeddings whose frequencies depend on the longest position in the batch."""
@@ -97,12 +96,10 @@ def tempered(layer: Any, query: torch.Tensor, forward: Forward) -> torch.Tensor:
     """
     if not has_temperature(layer):
         return query
-    local, group = query.shape[2], forward.context.group
-    if forward.documents is None:
-        whole = local_positions(local * forward.context.size, group=group, device=query.device)[None]
-    else:
-        whole = shard_sequence(positions_of(forward.documents, query.device), group=group)
-    ratio = _scale(layer, whole) / _scale(layer, torch.arange(local, device=query.device)[None])
+    local, places = query.shape[2], forward.positions
+    if places is None:  # a layer that is called alone
+        places = local_positions(local * forward.context.size, group=forward.context.group, device=query.device)[None]
+    ratio = _scale(layer, places) / _scale(layer, torch.arange(local, device=query.device)[None])
     return (query * ratio[:, None, :, None]).to(query.dtype)
 
 

@@ -97,13 +97,6 @@ def single(documents: Documents) -> bool:
     return all(len(offsets) == 2 for offsets in documents)
 
 
-def in_chunks(documents: Documents, chunk: int) -> Documents:
-    """Return the documents cut every `chunk` tokens, each from its own start."""
-    return tuple(
-        (*(cut for lo, hi in pairwise(offsets) for cut in range(lo, hi, chunk)), offsets[-1]) for offsets in documents
-    )
-
-
 def of_ranks(
     positions: torch.Tensor, plain: torch.Tensor, local: int, group: str, number: torch.Tensor | None = None
 ) -> Documents | None:

@@ -13,6 +13,7 @@ from dfa_megatron.config import TrainingConfig
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.huggingface.checks.padding import IGNORED
 from dfa_megatron.huggingface.distribute import transformers_model
+from dfa_megatron.huggingface.router_loss import follow_router
 from dfa_megatron.huggingface.tiles.tiled_head import causal_loss
 from dfa_megatron.huggingface.trainers.distribute_accelerator import share_sequences
 from dfa_megatron.huggingface.trainers.group_accelerator import refuse_objects
@@ -50,7 +51,14 @@ def distribute_trainer(trainer: Any, *, size: int | None = None, config: Trainin
         trainer.label_smoother = None
     # Before the trackers, which then log its numbers with the loss.
     trainer.callback_handler.callbacks.insert(0, _stats_logger())
-    take_whole_batches(model, counts=False)  # TRL divides its loss itself, and does not hand the model a count
+    preference = _name_of(trainer) in _PREFERENCES
+    take_whole_batches(model, counts=False, scores=preference)  # TRL divides its loss itself, and hands on no count
+    if preference:
+        _share_reference(trainer, size, options)
+    if getattr(trainer, "aux_loss_enabled", False):  # TRL takes Mixtral's function for all
+        from transformers import MixtralForCausalLM
+
+        follow_router(MixtralForCausalLM.forward)
     trainer.get_cp_size = lambda: size
     trainer._prepare_context_parallel_inputs = lambda model, inputs: (nullcontext, inputs)
     flops = trainer.floating_point_ops
@@ -128,18 +136,47 @@ def _check_loss(trainer: Any) -> None:
             "in one process Trainer leaves the router's loss out of the smoothed one",
             "one of them",
         )
-    own = trainer.compute_loss
-    name = getattr(own, "__qualname__", repr(own))
-    if f"{getattr(own, '__module__', '')}.{name}" not in _LOSSES:
+    name = _name_of(trainer)
+    if name.endswith(("GRPOTrainer.compute_loss", "RLOOTrainer.compute_loss")):
+        raise UnsupportedError(
+            name,
+            "each rank would generate rollouts of its own from its share of the random numbers, and its prompts are "
+            "padded on the left",
+            "a loop of your own: rollouts within local_attention(model), then a prompt_tree of them in shard_batch",
+        )
+    if name in _PREFERENCES and "fused_lm_head" in transformers_model(trainer.model).forward.__code__.co_varnames:
+        return
+    if name not in _SUMS:
         raise UnsupportedError(
             name,
             "what it makes of logits or log-probabilities would be of this rank's tokens alone, and training wrong",
-            "Trainer or SFTTrainer, or distribute_accelerator and a loop of your own over the model's loss",
+            "Trainer, TRL's SFTTrainer, DPOTrainer or KTOTrainer, TRL of 1.16; or distribute_accelerator and a loop of "
+            "your own over the model's loss",
         )
 
 
-_LOSSES = ("transformers.trainer.Trainer.compute_loss", "trl.trainer.sft_trainer.SFTTrainer.compute_loss")
+def _name_of(trainer: Any) -> str:
+    """Return the method by which a Trainer computes its loss."""
+    own = trainer.compute_loss
+    return f"{getattr(own, '__module__', '')}.{getattr(own, '__qualname__', repr(own))}"
+
+
+_SUMS = ("transformers.trainer.Trainer.compute_loss", "trl.trainer.sft_trainer.SFTTrainer.compute_loss")
 """The methods that sum a loss of each token, so that what the ranks make of their parts adds up."""
+
+_PREFERENCES = tuple(f"trl.trainer.{x.lower()}_trainer.{x}Trainer.compute_loss" for x in ("DPO", "KTO"))
+"""The methods that compare sums of log-probabilities: each rank makes the same loss of those of all tokens."""
+
+
+def _share_reference(trainer: Any, size: int, options: TrainingConfig) -> None:
+    """Share the sequences of the model that log-probabilities are compared with, and those computed ahead."""
+    if trainer.ref_model is not None:
+        share_sequences(trainer.accelerator, trainer.ref_model, size, options, loop=False)
+        take_whole_batches(transformers_model(trainer.ref_model), counts=False, scores=True)
+        trainer.accelerator._dfa_sharing.models.remove(trainer.ref_model)  # whose mode stays as it is
+    ahead = trainer._precompute_ref_logps
+    # `gather_for_metrics` counts each group once while no model trains.
+    trainer._precompute_ref_logps = lambda *given: (trainer.model.eval(), ahead(*given))[1]
 
 
 def _count(trainer: Any, size: int, batches: Sequence[Any], device: torch.device) -> torch.Tensor | None:

@@ -27,17 +27,23 @@ from dfa_megatron.sharding import unshard_sequence
 _COUNTS = "_dfa_counts_whole_batches"
 """The attribute of a model for whether `num_items_in_batch`, where given, counts whole batches."""
 
+_SCORES = "_dfa_whole_scores"
+"""The attribute of a model for whether every rank gets the log-probabilities of all tokens."""
 
-def take_whole_batches(model: Any, *, counts: bool = True) -> None:
+
+def take_whole_batches(model: Any, *, counts: bool = True, scores: bool = False) -> None:
     """Register the hooks of a transformers model that `distribute_attention` prepared; may be called again.
 
     Args:
         counts: `num_items_in_batch`, where given, counts whole batches; Trainer's is this rank's share.
+        scores: every rank gets what TRL's head makes of all tokens, (batch, seq - 1), and computes the same loss. Its
+            gradient is P times that of this rank's tokens, so that the mean over the ranks is that of one process.
     """
     if not takes_whole_batches(model):
         model.register_forward_pre_hook(_cut, with_kwargs=True, prepend=True)  # before the checks of a part
         model.register_forward_hook(_join, prepend=True)  # before the forward ends
     setattr(model, _COUNTS, counts)
+    setattr(model, _SCORES, scores)
 
 
 def takes_whole_batches(model: Any) -> bool:
@@ -115,6 +121,8 @@ def _join(model: Any, args: Any, output: Any) -> Any:
     for name, value in list(output.items()):
         if has_loss and name == "loss":
             output[name] = loss(value)  # type: ignore[index]
+        elif name in _OF_HEAD and getattr(model, _SCORES):
+            output[name] = unshard_sequence(value, group=context.group)[:, : batch.length - 1]  # type: ignore[index]
         elif not model.training and name in _OF_TOKENS and (name != "logits" or reads_logits() is not False):
             output[name] = tree_map_only(torch.Tensor, whole, value)  # type: ignore[index]
     return output
@@ -122,6 +130,9 @@ def _join(model: Any, args: Any, output: Any) -> Any:
 
 _OF_TOKENS = ("loss", "logits", "last_hidden_state", "hidden_states")
 """The outputs that are put together; others, such as a router's or a tower's, may be as long by chance."""
+
+_OF_HEAD = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1", "label_mask")
+"""The outputs of TRL's fused head, of which None are left out."""
 
 
 def padded(batch: Mapping[str, torch.Tensor], size: int) -> dict[str, torch.Tensor]:

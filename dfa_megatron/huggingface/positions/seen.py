@@ -1,0 +1,175 @@
+"""What the tokens of rows see in place of causal documents: the segments of a prompt tree, or any mask.
+
+A batch tells one of them under its key. A layer gets it cut by its window, by its chunks, and with the images in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import pairwise
+from typing import Any, NoReturn
+
+import torch
+
+from dfa_megatron.errors import UnsupportedError
+from dfa_megatron.huggingface.positions.document_starts import FLASH_KEYS, Documents
+from dfa_megatron.plan.language.geometry import Span, Tile
+from dfa_megatron.plan.language.mask import Mask, short_name, two_way_blocks
+from dfa_megatron.plan.language.tree import Tree
+from dfa_megatron.runtime.cu_seqlens import Offsets
+
+TREE, MASK = "prompt_tree", "mask"
+"""The keys of a batch, and of a call: a `Tree` or its lengths and parents; a `Mask` of a whole row."""
+
+Images = tuple[tuple[int, int], ...]
+"""The first token of each image and the one behind its last, in the sequence of all ranks, of one row."""
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """Hold what every row of a batch sees, and where its tokens stand.
+
+    told: as the batch tells it.
+    runs: the first token of every run whose positions go up by 1, and that token's position.
+    """
+
+    told: Tree | Mask
+    runs: tuple[tuple[int, int], ...]
+
+    @property
+    def spans(self) -> list[tuple[Span, int]]:
+        """Return the tokens of each run, and the first one's position."""
+        edges = [*(lo for lo, _ in self.runs), self.told.length]
+        return [(Span(lo, hi), at) for (lo, hi), (_, at) in zip(pairwise(edges), self.runs, strict=True)]
+
+    @property
+    def longest(self) -> int:
+        """Return one more than the last position."""
+        return max(at + len(span) for span, at in self.spans)
+
+    def positions(self, device: torch.device | None = None) -> torch.Tensor:
+        """Return the position of every token, int64 (1, length)."""
+        return torch.cat([torch.arange(at, at + len(span), device=device) for span, at in self.spans])[None]
+
+
+def seen_of(told: Tree | Mask, positions: torch.Tensor | None = None) -> Seen:
+    """Return a tree with the places in its paths, or a mask with positions (1, length); waits for their device."""
+    if isinstance(told, Tree):
+        return Seen(told, tuple(zip((span.lo for span in told.spans), told.places, strict=True)))
+    if positions is None:
+        return Seen(told, ((0, 0),))
+    row = positions[0].cpu()
+    starts = [0, *((row.diff() != 1).nonzero().flatten() + 1).tolist()]
+    return Seen(told, tuple(zip(starts, row[starts].tolist(), strict=True)))
+
+
+def told_of(batch: Mapping[str, Any], length: int) -> Tree | Mask | None:
+    """Return the tree or the mask that a batch or a call tells, None if it tells neither.
+
+    Args:
+        length: the tokens of a row on all ranks.
+
+    Raises:
+        UnsupportedError: it tells documents too, or what it tells does not fit that many tokens.
+    """
+    found = [name for name in (TREE, MASK) if batch.get(name) is not None]
+    if not found:
+        return None
+    beside = [name for name in (*found[1:], *FLASH_KEYS) if batch.get(name) is not None]
+    if found == [MASK] and isinstance(padding := batch.get("attention_mask"), torch.Tensor) and not padding.all():
+        beside.append("padding")  # which a mask may show to other tokens
+    if beside:
+        raise UnsupportedError(
+            f"a {found[0]} beside {', '.join(beside)}", "each says which tokens attend to which", "one of them"
+        )
+    told: Any = batch[found[0]]
+    wrong = ""
+    try:
+        if found == [TREE] and not isinstance(told, Tree):
+            told = Tree(*(tuple(int(number) for number in numbers) for numbers in told))
+        if not isinstance(told, Tree if found == [TREE] else Mask):
+            wrong = f"it is of type {type(told).__name__}"
+        elif told.length != length:
+            wrong = f"it has {told.length} tokens, and a row has {length}"
+    except ValueError as error:
+        wrong = str(error)
+    if wrong:
+        raise UnsupportedError(
+            f"a {found[0]} that does not fit",
+            wrong,
+            "(lengths, parents) of a whole row, as dfa_megatron.masks.prompt_tree takes them, or a mask of "
+            "dfa_megatron.masks",
+        )
+    return told  # type: ignore[no-any-return]
+
+
+def refuse_for(what: str) -> NoReturn:
+    """Refuse a tree or a mask for a model, or for a layer.
+
+    Raises:
+        UnsupportedError: always.
+    """
+    raise UnsupportedError(
+        f"a prompt_tree or a mask for {what}",
+        "tokens of one path would be taken for those of another",
+        "a distributed model of attention layers whose positions are counted from 0; or every path as a document",
+    )
+
+
+@lru_cache(maxsize=64)
+def mask_of(row: Offsets | Seen, images: Images, left: int, chunk: int | None = None) -> Mask:
+    """Return what the tokens of a row see in a layer, the same object each time.
+
+    Args:
+        row: the offsets of its documents, or the tree or mask that all rows have.
+        images: tokens that see each other both ways too; one that reaches over two documents is one in each.
+        left: a token sees this many positions before its own; -1 for all.
+        chunk: a token sees the positions of its own chunk; None for no chunks.
+    """
+    if not isinstance(row, Seen):
+        cuts = list(pairwise(row))
+        blocks = [
+            (max(lo, first), min(hi, last)) for first, last in cuts for lo, hi in images if lo < last and first < hi
+        ]
+        return two_way_blocks([hi - lo for lo, hi in cuts], blocks, left)
+    told = row.told
+    mask = told.mask(left) if isinstance(told, Tree) else told
+    if chunk or (left >= 0 and mask is told):
+        mask = _near(row, mask, left, chunk)
+    if not images:
+        return mask
+    above = [tile for lo, hi in images if (tile := Tile(Span(lo, hi), Span(lo, hi), lo=1).shrink())]
+    return Mask(f"{mask.name} with images {_edges(images)}", mask.length, (*mask.tiles, *above))
+
+
+def _near(seen: Seen, mask: Mask, left: int, chunk: int | None) -> Mask:
+    """Return the pairs of a mask whose positions are near enough, or in one chunk."""
+    runs = [(span, at - span.lo, 0) for span, at in seen.spans]
+    if chunk:
+        runs = [
+            (Span(max(span.lo, cut * chunk - shift), min(span.hi, (cut + 1) * chunk - shift)), shift, cut)
+            for span, shift, _ in runs
+            for cut in range((span.lo + shift) // chunk, (span.hi - 1 + shift) // chunk + 1)
+        ]
+    tiles = []
+    for tile in mask.tiles:
+        columns = [run for run in runs if tile.kv & run[0]]
+        for q, q_shift, q_chunk in runs:
+            for kv, kv_shift, kv_chunk in columns if tile.q & q else ():
+                lo = tile.lo if left < 0 else max(tile.lo, q_shift - kv_shift - left)
+                if q_chunk == kv_chunk and (part := tile._replace(lo=lo).restrict(q, kv)):
+                    tiles.append(part)
+    return Mask(f"{mask.name} near {left}, {chunk} in {_edges(seen.runs)}", mask.length, tuple(tiles))
+
+
+def _edges(ranges: tuple[tuple[int, int], ...]) -> str:
+    return short_name([edge for each in ranges for edge in each])
+
+
+def in_chunks(documents: Documents, chunk: int) -> Documents:
+    """Return the documents cut every `chunk` tokens, each from its own start."""
+    return tuple(
+        (*(cut for lo, hi in pairwise(offsets) for cut in range(lo, hi, chunk)), offsets[-1]) for offsets in documents
+    )
