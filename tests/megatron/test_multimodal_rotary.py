@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from dfa_megatron.config import MegatronConfig
 from dfa_megatron.errors import UnsupportedError
-from tests.megatron import harness
+from tests.megatron import attends, harness
 from tests.megatron.harness import BATCH, MEGATRONS, SEQUENCE, Topology, case
 from tests.support.workers import run_ranks
 
@@ -80,7 +80,7 @@ def compare_with_one_rank(rank: int, ranks: int) -> None:
     from dfa_megatron.megatron.tokens.exchange import positions
 
     batch = {**harness.micro_batch(0, 0), "position_ids": places()}
-    pack = {**batch, "cu_seqlens": harness.documents(0, 0)}
+    pack = {**batch, "cu_seqlens": attends.documents(0, 0)}
     harness.start(Topology(dp=ranks))
     expected = {
         "rows": alone(ranks, batch, [[0, SEQUENCE]] * BATCH),

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from dfa_megatron.config import MegatronConfig
 from dfa_megatron.errors import DisagreementError, UnsupportedError
 from dfa_megatron.runtime.counters import COUNTERS
-from tests.megatron import harness, padded_packs
+from tests.megatron import attends, harness, padded_packs
 from tests.megatron.harness import Case, Topology
 from tests.megatron.kinds import LATENT, UNBALANCED
 from tests.support.workers import run_ranks
@@ -86,7 +86,7 @@ def run(model: Any, micros: tuple[Micro, ...], groups: Groups, me: int, form: st
     for micro in (micro for micro in micros if me in micro.ranks):
         batch = micro.batch()
         if model.dfa is None:
-            out = harness.one_by_one(batch, model)
+            out = attends.one_by_one(batch, model)
             weight = 1 / len(micro.ranks)  # each of its ranks computes all of it
         else:
             local = cut(batch, micro, groups, me, model, form)

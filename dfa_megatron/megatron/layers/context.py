@@ -15,7 +15,7 @@ from dfa_megatron.megatron.script.dfa_flags import packing_of_script
 from dfa_megatron.megatron.tokens.batch import check_declared
 from dfa_megatron.megatron.tokens.document_order import DocumentOrder
 from dfa_megatron.megatron.tokens.exchange import Relayout, TableCache, TokenOrder
-from dfa_megatron.megatron.tokens.packed_documents import Pack, check_samples, is_ours, read_pack
+from dfa_megatron.megatron.tokens.packed_documents import BatchParams, Pack, check_samples, read_pack
 from dfa_megatron.megatron.tokens.visit import Visit
 from dfa_megatron.runtime.comm.groups import channel_of
 from dfa_megatron.runtime.cu_seqlens import describe
@@ -97,9 +97,11 @@ class AttentionContext:
         if not checked:
             # A micro-batch of one document is cut in the same way by rows and by documents.
             several = pack is not None and (pack.group is None or len(pack.offsets) > 2)
-            ours = packed is not None and is_ours(packed)
+            ours = isinstance(packed, BatchParams)
             check_declared(group, self.options.data_layout, rows[1], packed=several, ours=ours)
             if pack is not None:
+                if pack.pairs is not None:
+                    self._check_pairs(model.config)
                 self._check_pack(model, packed, pack)
         inside: Any = self.options.layout_inside
         order: TokenOrder = inside
@@ -109,6 +111,22 @@ class AttentionContext:
             order = "zigzag" if pack is None else pack.order
         layout: Any = "contiguous" if group.size() == 1 else inside  # one rank needs no even length
         return Visit(model, group, layout, order, pack, rows, self.relayout(group))
+
+    def _check_pairs(self, config: Any) -> None:
+        """Refuse a tree or a mask that a part of the model would not follow."""
+        names = ("is_hybrid_model", "experimental_attention_variant", "linear_attention_freq")
+        if self.options.data_layout == "zigzag" and (self.hybrid or any(getattr(config, x, None) for x in names)):
+            raise UnsupportedError(
+                "a prompt_tree or a mask in a model with Mamba or gated delta net layers in layout 'zigzag'",
+                "these layers are Megatron's own, and know neither",
+                "--dfa-data-layout boundary or contiguous",
+            )
+        if getattr(config, "mtp_num_layers", None):
+            raise UnsupportedError(
+                "a prompt_tree or a mask with multi-token prediction",
+                "the token after the next is another one in every branch",
+                "mtp_num_layers=None, or documents",
+            )
 
     def _check_pack(self, model: Any, packed: Any, pack: Pack) -> None:
         """Refuse documents, or a group of their own, that a layer of the model would not follow."""
