@@ -116,16 +116,21 @@ def by_paths(batch: dict[str, Any], model: Any) -> torch.Tensor:
 
 def under_mask(batch: dict[str, Any], model: Any) -> torch.Tensor:
     """The output of a model that is told every pair, (batch, sequence); its rotary table has the rows of the tokens."""
-    mask, positions = batch["mask"], batch["position_ids"]
-    sees = torch.zeros(mask.length, mask.length, dtype=torch.bool)
+    positions = batch["position_ids"]
+    rotary = getattr(getattr(model, "module", model), "rotary_pos_emb", torch.nn.Identity())  # of learned positions
+    rows = None if type(rotary) is torch.nn.Identity else rotary(int(positions.max()) + 1)[positions[0]]
+    with patch.object(rotary, "forward", lambda *_, **__: rows):
+        out: torch.Tensor = model(batch["tokens"], positions, ~seen(batch["mask"]), labels=batch["labels"])
+    return out
+
+
+def seen(mask: Mask) -> torch.Tensor:
+    """The pairs that attend, (1, 1, tokens, tokens)."""
+    pairs = torch.zeros(mask.length, mask.length, dtype=torch.bool)
     for tile in mask.tiles:
         q, k = torch.arange(tile.q.lo, tile.q.hi)[:, None], torch.arange(tile.kv.lo, tile.kv.hi)
-        sees[tile.q.lo : tile.q.hi, tile.kv.lo : tile.kv.hi] |= (k - q >= tile.lo) & (k - q <= tile.hi)
-    rotary = getattr(model, "module", model).rotary_pos_emb
-    rows = rotary(int(positions.max()) + 1)[positions[0]]
-    with patch.object(rotary, "forward", lambda *_, **__: rows):
-        out: torch.Tensor = model(batch["tokens"], positions, ~sees[None, None], labels=batch["labels"])
-    return out
+        pairs[tile.q.lo : tile.q.hi, tile.kv.lo : tile.kv.hi] |= (k - q >= tile.lo) & (k - q <= tile.hi)
+    return pairs[None, None]
 
 
 def as_mask(tree: Tree) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from dfa_megatron.errors import DistAttentionError, UnsupportedError
 from dfa_megatron.megatron.check_config import check_config
 from dfa_megatron.megatron.layers.router import has_losses
 from dfa_megatron.megatron.script.dfa_flags import packing_of_script
-from dfa_megatron.megatron.tokens.batch import check_declared
+from dfa_megatron.megatron.tokens.batch import check_declared, check_length
 from dfa_megatron.megatron.tokens.document_order import DocumentOrder
 from dfa_megatron.megatron.tokens.exchange import Relayout, TableCache, TokenOrder
 from dfa_megatron.megatron.tokens.packed_documents import BatchParams, Pack, check_samples, read_pack
@@ -101,6 +101,7 @@ class AttentionContext:
             check_declared(group, self.options.data_layout, rows[1], packed=several, ours=ours)
             if pack is not None:
                 if pack.pairs is not None:
+                    check_length(pack.pairs, rows[1] * group.size())
                     self._check_pairs(model.config)
                 self._check_pack(model, packed, pack)
         inside: Any = self.options.layout_inside

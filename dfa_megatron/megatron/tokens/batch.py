@@ -153,6 +153,20 @@ def pairs_of(batch: Mapping[str, Any]) -> Tree | Mask | None:
         ) from error
 
 
+def check_length(pairs: Tree | Mask, tokens: int) -> None:
+    """Refuse a tree or a mask of other than the `tokens` of a whole row.
+
+    Raises:
+        UnsupportedError: says both numbers.
+    """
+    if pairs.length != tokens:
+        raise UnsupportedError(
+            f"a prompt_tree or mask of {pairs.length} tokens with rows of {tokens}",
+            "it says of every token of a row which others it sees",
+            "one of the whole row; padding may be a root segment of its own",
+        )
+
+
 def _with_positions(batch: Mapping[str, Any], pairs: Tree | Mask) -> dict[str, Any]:
     """Return a batch with the positions that its tree gives, or with those that came with its mask, whole.
 
@@ -160,12 +174,7 @@ def _with_positions(batch: Mapping[str, Any], pairs: Tree | Mask) -> dict[str, A
         UnsupportedError: rows have other lengths than the tree or the mask, or their positions differ.
     """
     rows = next(x for name, x in batch.items() if x is not None and not _stays(name, x))
-    if rows.shape[1] != pairs.length:
-        raise UnsupportedError(
-            f"a prompt_tree or mask of {pairs.length} tokens in rows of {rows.shape[1]}",
-            "it says of every token of a row which others it sees",
-            "one of the whole row; padding may be a root segment of its own",
-        )
+    check_length(pairs, rows.shape[1])
     positions = batch.get("position_ids")
     if isinstance(pairs, Tree):
         if positions is not None and _has_axes("position_ids", positions):
