@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from dfa_megatron import masks
 from dfa_megatron.config import MegatronConfig
-from dfa_megatron.errors import DisagreementError, UnsupportedError
+from dfa_megatron.errors import DisagreementError, DistAttentionError, UnsupportedError
 from tests.megatron import attends, harness
 from tests.megatron.attends import SEQUENCE
 from tests.megatron.harness import MEGATRONS, Topology, case
@@ -113,8 +113,8 @@ def own_loop(rank: int, ranks: int) -> None:
         return model(batch["tokens"], None, None, labels=batch["labels"], packed_seq_params=params)
 
     found = losses(mask=whole["mask"], mask_positions=whole["position_ids"][0])
-    with pytest.raises(UnsupportedError, match=f"a prompt_tree or mask of 24 tokens with rows of {SEQUENCE}"):
-        losses(mask=masks.full(24))
+    with pytest.raises(DistAttentionError, match=f"a prompt_tree or mask of 24 tokens with rows of {SEQUENCE}"):
+        losses(mask=masks.full(24 if rank == 1 else SEQUENCE))  # those who would wait are told
     others = {"prompt_tree": attends.forest(random.Random(8))} if rank else {"prompt_tree": TREE}
     with pytest.raises(DisagreementError, match=r"(?s)prompt tree.*prompt tree"):
         losses(**others)

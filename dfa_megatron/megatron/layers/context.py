@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
@@ -17,6 +19,7 @@ from dfa_megatron.megatron.tokens.document_order import DocumentOrder
 from dfa_megatron.megatron.tokens.exchange import Relayout, TableCache, TokenOrder
 from dfa_megatron.megatron.tokens.packed_documents import BatchParams, Pack, check_samples, read_pack
 from dfa_megatron.megatron.tokens.visit import Visit
+from dfa_megatron.runtime.comm.channel import Channel
 from dfa_megatron.runtime.comm.groups import channel_of
 from dfa_megatron.runtime.cu_seqlens import describe
 from dfa_megatron.runtime.prepare import refuse
@@ -101,7 +104,8 @@ class AttentionContext:
             check_declared(group, self.options.data_layout, rows[1], packed=several, ours=ours)
             if pack is not None:
                 if pack.pairs is not None:
-                    check_length(pack.pairs, rows[1] * group.size())
+                    with self._telling(group):
+                        check_length(pack.pairs, rows[1] * group.size())
                     self._check_pairs(model.config)
                 self._check_pack(model, packed, pack)
         inside: Any = self.options.layout_inside
@@ -158,6 +162,17 @@ class AttentionContext:
                     "moe_aux_loss_coeff=0 and no moe_z_loss_coeff, or micro-batches without local_cp_size and cp_group",
                 )
 
+    @contextlib.contextmanager
+    def _telling(self, group: dist.ProcessGroup) -> Iterator[Channel | None]:
+        """Tell the other ranks of a group of an error, which would wait; give their channel."""
+        verify = self.options.verify == "on"
+        over = channel_of(group, verify=verify)
+        try:
+            yield over
+        except DistAttentionError as error:
+            refuse(error, over, verify=verify)
+            raise
+
     def cut_pack(self, params: Any, group: dist.ProcessGroup, tokens: int) -> Pack:
         """Return the pack of a PackedSeqParams whose documents were cut one by one; ranks compare a new pack.
 
@@ -165,18 +180,13 @@ class AttentionContext:
             UnsupportedError: its offsets do not fit; every rank raises.
             DisagreementError: another rank refuses, or has other documents.
         """
-        verify = self.options.verify == "on"
-        over = channel_of(group, verify=verify)
-        try:
+        with self._telling(group) as over:
             pack = read_pack(params, group.size())
             order = pack.order
             assert isinstance(order, DocumentOrder)
             order.check_tokens(tokens * group.size())
-        except DistAttentionError as error:
-            refuse(error, over, verify=verify)
-            raise
         key = (group.group_name, order)
-        if key not in self._agreed and verify and over is not None:
+        if key not in self._agreed and self.options.verify == "on" and over is not None:
             with over.calls.preparing():
                 over.agree({"pack": describe(order.real), "with padding": describe(order.padded)})
         self._agreed[key] = None
