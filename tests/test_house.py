@@ -55,13 +55,13 @@ BUDGETS = {
     "huggingface": 4_539,
     "kernels": 3_779,
     "loss": 709,
-    "megatron": 4_643,
+    "megatron": 4_812,
     "plan": 5_432,
     "proving": 763,
     "recurrence": 1_149,
     "remat": 529,
     "runtime": 5_260,
-    "tests": 36_551,
+    "tests": 36_831,
     "top": 1_512,
 }
 """Lines of Python in a folder of the package, in its files beside them ("top"), in tests and in benchmarks.
@@ -112,7 +112,7 @@ def test_no_folder_of_the_package_holds_more_than_a_dozen_modules() -> None:
 
 
 def test_the_pages_hold_no_more_words_than_now() -> None:
-    assert house.words_of_markdown(house.ROOT) <= 21_700
+    assert house.words_of_markdown(house.ROOT) <= 21_760
 
 
 def test_no_file_name_stands_twice_but_for_the_same_thing() -> None:

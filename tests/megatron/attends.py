@@ -11,8 +11,8 @@ import torch
 
 from dfa_megatron import masks
 from dfa_megatron.masks import Mask, Span, Tile
+from dfa_megatron.megatron.tokens.batch import pairs_of
 from dfa_megatron.plan.language.tree import Tree
-from dfa_megatron.sharding import tree_positions
 
 SEQUENCE, BATCH = 48, 2
 
@@ -99,8 +99,8 @@ def one_by_one(batch: dict[str, torch.Tensor], model: Any) -> torch.Tensor:
 
 def by_paths(batch: dict[str, Any], model: Any) -> torch.Tensor:
     """The output for a tree of a model that sees each path to a leaf by itself; a token's is its first's."""
-    tree = batch["prompt_tree"]
-    tree = tree if isinstance(tree, Tree) else Tree(*(tuple(int(x) for x in given) for given in tree))
+    tree = pairs_of(batch)
+    assert isinstance(tree, Tree)
     found: list[torch.Tensor | None] = [None] * tree.length
     for leaf in set(range(len(tree.parents))) - set(tree.parents):
         path, above = list[int](), leaf
@@ -131,8 +131,3 @@ def seen(mask: Mask) -> torch.Tensor:
         q, k = torch.arange(tile.q.lo, tile.q.hi)[:, None], torch.arange(tile.kv.lo, tile.kv.hi)
         pairs[tile.q.lo : tile.q.hi, tile.kv.lo : tile.kv.hi] |= (k - q >= tile.lo) & (k - q <= tile.hi)
     return pairs[None, None]
-
-
-def as_mask(tree: Tree) -> dict[str, Any]:
-    """A tree's entries for `under_mask`."""
-    return {"mask": tree.mask(), "position_ids": tree_positions(tree.lengths, tree.parents)[None]}

@@ -101,10 +101,10 @@ REFERENCES: dict[str, Case] = {
     "heterogeneous": _alone(1, config=HETEROGENEOUS),
     "ahead": _alone(1, config=TWO_AHEAD),
     "ahead per token": _alone(1, config=(*TWO_AHEAD, *PER_TOKEN)),
-    "tree": _alone(2, config=BY_LIST, pairs="tree"),
+    "tree": _alone(1, config=BY_LIST, pairs="tree"),
     "tree yarn": _alone(1, config=YARN, pairs="tree"),
     "tree experts": _alone(1, config=(*ROUTED, *LEARNABLE), pairs="tree"),
-    "mask": _alone(2, pairs="mask"),
+    "mask": _alone(1, pairs="mask"),
     "mask balanced": _alone(1, config=(*BALANCED, *PER_TOKEN), pairs="mask"),
     **{name: _alone(1, config=config, pairs="documents") for name, config in PADDED.items()},
 }

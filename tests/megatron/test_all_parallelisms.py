@@ -65,7 +65,7 @@ AHEAD = "multi-token prediction; every layout, CP 3, TP 2 x CP 2, PP 2 x CP 2"
 PACKS = "windows; packed documents; both; CP 1, 2, 3"
 PACKS_IN_WINDOWS = "packs in windows, TP 2 x CP 2 and PP 2 x CP 2"
 CUT_ONE_BY_ONE = "documents padded to 2 x CP and cut zigzag one by one: CP 2, 3, 4, TP, PP, EP"
-TREES = "prompt trees, in windows too, and any mask; every layout, CP 1, 2, 3, TP 2 x CP 2, PP 2 x CP 2, EP 2"
+TREES = "prompt trees, any mask; CP 3, TP, PP, EP"
 OFFSETS = "learned and fixed softmax offsets; every layout, TP 2 x CP 2"
 FULLY_SHARDED = "PyTorch's and Megatron's fully sharded parameters (FSDP)"
 WHOLE_NORMS = (("sequence_parallel", False),)
@@ -130,26 +130,23 @@ GROUPS: dict[str, dict[str, list[Training]]] = {
     },
     "odd-ranks-with-packs": {
         PACKS: [
-            like("packed", CP3, "boundary", "auto", steps=2),
             asked("packed", CP3, recompute=None, schedule="greedy"),
             like("windows", CP3, "zigzag", "auto", steps=2),
             like("mixed", CP3, checkpoint="auto", steps=2),
             like("packed windows", CP3, "zigzag", "auto", steps=2),
-            like("packed mixed", CP3, steps=2),
             like("packed mixed", CP3, "boundary", "auto", steps=2),
         ],
         "latent attention, packed and not; every layout, CP 3": [
             like("latent", CP3, "boundary", "auto"),
             like("yarn", CP3, "zigzag", "auto"),
-            like("packed yarn", CP3, "boundary"),
             like("packed yarn", CP3, checkpoint="auto"),
         ],
         TREES: [
-            like("tree", CP3, checkpoint="auto", steps=2),
+            like("tree", CP3, checkpoint="auto"),
             like("tree", CP3, "boundary", recompute=FULL),
             like("tree", CP3, "zigzag", "auto"),
             like("tree yarn", CP3, "boundary", "auto"),
-            asked("mask", CP3, recompute=None, loss_tile=7),
+            asked("mask", CP3, None, 1, loss_tile=7),
             like("mask", CP3, "boundary", recompute=FULL),
             like("mask balanced", CP3, "zigzag", "auto"),
         ],
@@ -188,9 +185,9 @@ GROUPS: dict[str, dict[str, list[Training]]] = {
         AHEAD: [like("ahead", TP2_CP2, checkpoint="auto", config=(*kinds.TWO_AHEAD, *WHOLE_NORMS))],
         PACKS_IN_WINDOWS: [like("packed mixed", TP2_CP2, "boundary", "auto", steps=2)],
         TREES: [
-            like("tree", TP2_CP2, "boundary", "auto", steps=2),
+            like("tree", TP2_CP2, "boundary", "auto"),
             like("tree experts", CP2_DP2_EP2, "boundary", "auto", optimizer="distributed"),
-            asked("mask", CP4, ulysses_degree=2),
+            asked("mask", CP4, FULL, 1, ulysses_degree=2),
         ],
         CUT_ONE_BY_ONE: [padded("padded", TP2_CP2), padded("padded experts", CP2_DP2_EP2)],
     },

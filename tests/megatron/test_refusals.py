@@ -203,10 +203,7 @@ CONTIGUOUS = MegatronConfig(mlp_tile=8)
         ("offsets into each row", lambda: batch._one_row({"tokens": torch.ones(3, 4), "cu_seqlens": torch.ones(2, 2)})),
         ("mask beside .*|cu_seqlens beside mask in", lambda: batch.pairs_of({"mask": CAUSAL, "cu_seqlens": 1})),
         ("the entry mask of a batch, Tensor", lambda: batch.pairs_of({"mask": torch.ones(1, 8)})),
-        (
-            r"a prompt_tree that is none: .* the parent of segment 1 is",
-            lambda: batch.pairs_of({"prompt_tree": ((4, 4), (-1, 1))}),
-        ),
+        ("none: .*parent of segment 1 is", lambda: batch.pairs_of({"prompt_tree": ((4, 4), (-1, 1))})),
         ("position_ids that differ between rows", lambda: batch._with_positions({"position_ids": TWO_ROWS}, CAUSAL)),
         ("in a model with Mamba or gated delta", lambda: pairs_in("zigzag", linear_attention_freq=2)),
         ("with multi-token prediction", lambda: pairs_in("boundary", mtp_num_layers=1)),

@@ -34,11 +34,9 @@ _BUILT_WITH = {
 class DistributedCoreAttention(torch.nn.Module):
     """Compute self-attention over the sequence that the ranks of `pg_collection.cp` share (one rank works too).
 
-    It is causal unless the micro-batch has a tree or a mask.
-
     Layers with a sliding window (config.window_size and window_attn_skip_freq) attend within it.
 
-    The documents and ranks of a call are those of `current_visit`.
+    The ranks of a call, its documents, tree or mask are those of `current_visit`; without it is causal.
 
     With config.softmax_type "learnable" the module has one parameter: softmax_offset (heads / TP), a logit per head
     that takes part in the softmax and has no value. With "off-by-one" the offset is zero and no parameter.

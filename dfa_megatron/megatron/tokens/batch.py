@@ -45,11 +45,7 @@ class _Slicing:
 _DECLARED: WeakKeyDictionary[dist.ProcessGroup, _Slicing] = WeakKeyDictionary()
 
 
-def shard_batch(
-    batch: Mapping[str, Any],
-    cp_group: dist.ProcessGroup,
-    options: MegatronConfig,
-) -> dict[str, Any]:
+def shard_batch(batch: Mapping[str, Any], cp_group: dist.ProcessGroup, options: MegatronConfig) -> dict[str, Any]:
     """Return this rank's part of a batch that every rank of the group holds whole; it replaces Megatron's slicing:
 
         batch = shard_batch(batch, parallel_state.get_context_parallel_group(), options)
@@ -59,10 +55,9 @@ def shard_batch(
     multiple of CP tokens. Several rows become one, as in Megatron's flatten_batch_for_packed_sequences.
     `packed_seq_params` then makes the model's argument.
 
-    prompt_tree, (lengths, parents) or a Tree, describes a forest of segments that share their prefixes, and mask, a
-    value of `dfa_megatron.masks`, any other pairs. Both are of the whole row, and all rows have the same. Rotary
-    embeddings count a token's place in its path, which also becomes its position_ids. With a mask they follow the
-    position_ids that come with it. They need a length that CP divides.
+    prompt_tree, (lengths, parents) or a Tree, says which segments of the row share their prefixes. mask, a value of
+    `dfa_megatron.masks`, says any other pairs. All rows have the same. A tree makes position_ids, each token's place in
+    its path; with a mask rotary embeddings follow the batch's own.
 
     Args:
         batch: tokens, labels, loss_mask, position_ids and the like, each (batch, seq, ...); None stays None.
@@ -145,8 +140,7 @@ def pairs_of(batch: Mapping[str, Any]) -> Tree | Mask | None:
     if tree is None or isinstance(tree, Tree):
         return mask if tree is None else tree
     try:
-        lengths, parents = (tuple(int(number) for number in numbers) for numbers in tree)
-        return Tree(lengths, parents)
+        return Tree(*(tuple(int(number) for number in numbers) for numbers in tree))
     except (TypeError, ValueError) as error:
         raise UnsupportedError(
             "a prompt_tree that is none", str(error), "(lengths, parents) of dfa_megatron.masks.prompt_tree"
@@ -176,12 +170,12 @@ def _with_positions(batch: Mapping[str, Any], pairs: Tree | Mask) -> dict[str, A
     rows = next(x for name, x in batch.items() if x is not None and not _stays(name, x))
     check_length(pairs, rows.shape[1])
     positions = batch.get("position_ids")
+    if positions is not None and _has_axes("position_ids", positions):
+        return dict(batch)
     if isinstance(pairs, Tree):
-        if positions is not None and _has_axes("position_ids", positions):
-            return dict(batch)
-        places = tree_positions(pairs.lengths, pairs.parents, device=rows.device)
-        return {**batch, "position_ids": places.expand(rows.shape[:2])}
-    if positions is None or _has_axes("position_ids", positions):
+        places = tree_positions(pairs.lengths, pairs.parents).to(rows.device)
+        return {**batch, "prompt_tree": pairs, "position_ids": places.expand(rows.shape[:2])}
+    if positions is None:
         return dict(batch)
     if bool((positions != positions[:1]).any()):
         raise UnsupportedError(

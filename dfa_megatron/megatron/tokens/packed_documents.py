@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from itertools import groupby, pairwise
+from functools import cached_property
+from itertools import accumulate, groupby, pairwise
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -21,7 +22,7 @@ from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.megatron.tokens.batch import cuts_documents, pairs_of
 from dfa_megatron.megatron.tokens.document_order import DocumentOrder
 from dfa_megatron.megatron.tokens.exchange import TableCache, TokenOrder
-from dfa_megatron.plan.language.mask import Mask, Span
+from dfa_megatron.plan.language.mask import Mask
 from dfa_megatron.plan.language.tree import Tree
 from dfa_megatron.runtime.cu_seqlens import Offsets, check_offsets, offsets_of
 from dfa_megatron.sharding import local_positions, shard_sequence, tree_positions
@@ -41,8 +42,8 @@ class Pack:
     """Global token offsets of the documents, without empty ones; of a tree's segments; of a mask's whole row."""
     pairs: Tree | Mask | None = None
     """The tree or the mask; None: a token of a document sees those before it."""
-    given_positions: torch.Tensor | None = None
-    """With a mask: the caller's position of every token of the row, int64 (all tokens,); None: 0, 1, ..."""
+    places: torch.Tensor | None = None
+    """Of every token in its path, or the caller's with a mask, int64 (all tokens,); None: they count in documents."""
     rows_of_tables: list[tuple[Any, Any]] = field(default_factory=list)
     """Rotary tables as Megatron made them, each with its rows for the tokens of this rank."""
     group: dist.ProcessGroup | None = None
@@ -54,38 +55,30 @@ class Pack:
     slices: TableCache = field(default_factory=TableCache)
     """Tables that were exchanged for this micro-batch. The ranks of `group` have seen different ones before it."""
 
-    @property
+    @cached_property
     def longest(self) -> int:
         """Return how many rows a rotary table needs."""
-        if isinstance(self.pairs, Tree):
-            return self.pairs.longest
-        if self.given_positions is not None:
-            return int(self.given_positions.max()) + 1
-        return max(hi - lo for lo, hi in pairwise(self.offsets))
+        return max(hi - lo for lo, hi in pairwise(self.offsets)) if self.places is None else int(self.places.max()) + 1
 
     def positions(self, tokens: int, group: dist.ProcessGroup, layout: str, device: torch.device) -> torch.Tensor:
-        """Return the position of each of a rank's tokens in its document or path, or the caller's, int64 (tokens,).
+        """Return the place of each of a rank's tokens, int64 (tokens,), for rotary embeddings.
 
         Raises:
             UnsupportedError: the ranks hold other tokens together.
         """
         length = tokens * group.size()
         check_offsets(self.offsets, length)
-        if isinstance(self.pairs, Tree):
-            whole = tree_positions(self.pairs.lengths, self.pairs.parents)
-        elif self.given_positions is not None:
-            whole = self.given_positions
-        else:
+        if self.places is None:
             return local_positions(length, group=group, layout=layout, device=device, cu_seqlens=self.offsets)
-        return shard_sequence(whole, group=group, layout=layout, dim=0).to(device)
+        return shard_sequence(self.places, group=group, layout=layout, dim=0).to(device)
 
     def is_cut_by_documents(self, group: dist.ProcessGroup) -> bool:
         """Return whether every document was cut by itself among the ranks of `group`, which share the micro-batch.
 
         One document with a group of its own is cut in the same way by rows.
         """
-        by_rows = self.pairs is not None or (self.group is not None and len(self.offsets) == 2)
-        return not by_rows and cuts_documents(group)
+        alone = self.group is not None and len(self.offsets) == 2
+        return not alone and self.pairs is None and cuts_documents(group)
 
 
 @dataclass
@@ -214,9 +207,7 @@ def check_samples(config: Any, params: Any, pack: Pack) -> None:
 
 
 def packed_seq_params(batch: Mapping[str, Any]) -> PackedSeqParams | None:
-    """Return Megatron's PackedSeqParams for a batch from `shard_batch`, or None for causal rows.
-
-    It is how a model hears of a prompt_tree or a mask too. Every pipeline stage needs it.
+    """Return Megatron's PackedSeqParams for a batch from `shard_batch`, None for causal rows; each stage needs them.
 
         params = packed_seq_params(batch)
         loss = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"], packed_seq_params=params)
@@ -225,8 +216,8 @@ def packed_seq_params(batch: Mapping[str, Any]) -> PackedSeqParams | None:
         batch: cu_seqlens (and cu_seqlens_padded), int32 (documents + 1) or (1, documents + 1). On the CPU they
             cost no synchronisation; on a GPU they are read back once per micro-batch. local_cp_size and
             hybrid_cp_group, as Megatron's hybrid context parallelism adds them, name the micro-batch's own ranks.
-            Or prompt_tree, or mask, as `shard_batch` takes them, the latter with mask_positions, which it adds: the
-            position of every token of the row, int64 (all tokens,), 0, 1, ... without.
+            Or prompt_tree, or mask with mask_positions, which `shard_batch` adds: the position of every token of the
+            row, int64 (all tokens,), 0, 1, ... without.
 
     Raises:
         UnsupportedError: those two do not fit each other, or this rank; or a tree or a mask is none.
@@ -238,9 +229,10 @@ def packed_seq_params(batch: Mapping[str, Any]) -> PackedSeqParams | None:
         "cp_group": batch.get("hybrid_cp_group"),
     }
     if pairs is not None:
-        spans = pairs.spans if isinstance(pairs, Tree) else [Span(0, pairs.length)]
-        offsets = (0, *(span.hi for span in spans))
-        pack = Pack(offsets, pairs, batch.get("mask_positions"), group=group_of(BatchParams(**own)))
+        tree = pairs if isinstance(pairs, Tree) else Tree((pairs.length,), (-1,))
+        given = None if tree is pairs else batch.get("mask_positions")
+        places = tree_positions(tree.lengths, tree.parents) if given is None else given
+        pack = Pack((0, *accumulate(tree.lengths)), pairs, places, group=group_of(BatchParams(**own)))
         return BatchParams(max_seqlen_q=pack.longest, max_seqlen_kv=pack.longest, pack=pack, **own)
     real, padded = (_row(batch.get(name)) for name in ("cu_seqlens", "cu_seqlens_padded"))
     if real is None:
