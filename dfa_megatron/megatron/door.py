@@ -115,7 +115,8 @@ def _checked_visit(model: Any, found: _Found, given: dict[str, Any]) -> Visit | 
             "--recompute-method uniform, or --dfa-checkpoint auto",
         )
     layout = context.options.data_layout
-    if found.has_others and visit is not None and visit.group.size() > 1 and (layout != "zigzag" or visit.offsets):
+    shared = visit is not None and visit.group.size() > 1 and (layout != "zigzag" or visit.offsets)
+    if found.has_others and visit is not None and (shared or visit.pairs is not None):
         raise UnsupportedError(
             f"a layer with Megatron's own attention in a distributed model, in layout {layout!r}",
             "it assumes Megatron's zigzag order of the tokens, of every document in a pack",

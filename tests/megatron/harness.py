@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -14,12 +13,14 @@ import torch.distributed as dist
 from dfa_megatron.config import MegatronConfig
 from dfa_megatron.megatron.cpu.stand_in import use_cpu
 from dfa_megatron.runtime.counters import COUNTERS
-from tests.megatron import padded_packs
+from tests.megatron import attends, padded_packs
+from tests.megatron.attends import BATCH as BATCH
+from tests.megatron.attends import SEQUENCE as SEQUENCE
 from tests.support import megatron_model as small_model
 from tests.support.megatron_model import Parallel, config_of, global_name, mean_loss, megatrons_spec, places_of
 
 LAYERS, HIDDEN, HEADS, GROUPS, FFN = 4, 64, 4, 2, 128
-SEQUENCE, BATCH, MICRO_BATCHES, STEPS, VOCABULARY = 48, 2, 2, 6, 256
+MICRO_BATCHES, STEPS, VOCABULARY = 2, 6, 256
 LEARNING_RATE, WEIGHT = 2e-3, 0.05
 """Of Adam, and the scale of initial weights."""
 
@@ -54,8 +55,8 @@ class Case:
     config: tuple[tuple[str, Any], ...] = ()
     overlap: bool = False
     """DDP reduces gradients, and the distributed optimizer gathers parameters, beside the computation."""
-    packed: bool = False
-    """Every row is packed documents of random lengths; None as options then runs them one by one."""
+    pairs: str = ""
+    """What every micro-batch has of `attends`: "documents" in every row, a "tree", or a "mask"."""
     masked: bool = False
     """Experts get a padding_mask: other lengths in every row."""
     padded: bool = False
@@ -129,17 +130,6 @@ def loss_mask(seed: int, length: int = SEQUENCE, rows: int = BATCH) -> torch.Ten
     counts[:, hi - 1] = True
     counts[:, :lo] = counts[:, hi:] = False
     return counts.float()
-
-
-def documents(step: int, micro: int) -> torch.Tensor:
-    """Offsets of the documents of every row, int32 (batch, n): of any length, the last repeated as Megatron does it."""
-    generator = torch.Generator().manual_seed(1000 * step + micro)
-    rows = []
-    for _ in range(BATCH):
-        inner = torch.randperm(SEQUENCE - 1, generator=generator)[:4] + 1
-        rows.append(torch.cat((torch.tensor([0]), inner.sort().values, torch.tensor([SEQUENCE] * 3))))
-    rows[-1][2] = rows[-1][1] + 1  # a document of one token; with another one it may leave an empty document
-    return torch.stack([row.sort().values for row in rows]).int()
 
 
 def start(topology: Topology) -> None:
@@ -275,7 +265,7 @@ def train(topology: Topology, wanted: Case, *, load: str = "", save: str = "", f
             model=models if topology.vp else models[0],
             num_microbatches=MICRO_BATCHES // topology.dp,
             seq_length=length_of(wanted, topology),
-            micro_batch_size=1 if wanted.packed else BATCH,
+            micro_batch_size=1 if wanted.pairs == "documents" else BATCH,
             forward_only=False,
         )
         if step == 0:
@@ -304,7 +294,7 @@ def length_of(wanted: Case, topology: Topology) -> int:
     """Tokens of a row, as Megatron's schedules want to know them."""
     if wanted.padded:
         return padded_packs.total_of(torch.Size((BATCH, SEQUENCE)), topology.cp, topology.tp)
-    return SEQUENCE * BATCH if wanted.packed else SEQUENCE
+    return SEQUENCE * BATCH if wanted.pairs == "documents" else SEQUENCE
 
 
 def make_optimizer(wanted: Case, models: list[Any]) -> Any:
@@ -336,8 +326,7 @@ def batches(wanted: Case, step: int) -> Iterator[dict[str, torch.Tensor | None]]
     data_rank, data_ranks = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
     for micro in range(data_rank, MICRO_BATCHES, data_ranks):
         whole = micro_batch(step, micro)
-        if wanted.packed:
-            whole["cu_seqlens"] = documents(step, micro)
+        whole |= attends.entries(wanted.pairs, step, micro)
         if wanted.masked:
             lengths = torch.tensor([[SEQUENCE // 4 + micro], [SEQUENCE * 2 // 3]])
             whole["padding_mask"] = torch.arange(SEQUENCE) >= lengths
@@ -351,22 +340,22 @@ def batches(wanted: Case, step: int) -> Iterator[dict[str, torch.Tensor | None]]
             )
         else:
             batch = shard_batch(whole, parallel_state.get_context_parallel_group(), wanted.options)
-            yield {name: None if part is None else part.to(device()) for name, part in batch.items()}
+            yield {name: x.to(device()) if isinstance(x, torch.Tensor) else x for name, x in batch.items()}
 
 
 def forward_step(wanted: Case) -> Any:
     """Megatron's forward_step_func: the model's output and a function that makes the loss of it."""
     from dfa_megatron.megatron import packed_seq_params
 
-    mask = torch.triu(torch.ones(1, 1, SEQUENCE, SEQUENCE), 1).bool() if wanted.options is None else None
+    mask = attends.hidden_above(SEQUENCE) if wanted.options is None else None
 
     def step(iterator: Iterator[dict[str, torch.Tensor]], model: Any) -> Any:
         batch = next(iterator)
-        if wanted.packed and wanted.options is None:
-            output = one_by_one(batch, model)
+        if wanted.pairs and wanted.options is None:
+            output = attends.alone(batch, model)
         else:
             params = batch.get("params") or packed_seq_params(batch)
-            more = {"packed_seq_params": params} if wanted.packed else {}
+            more = {"packed_seq_params": params} if wanted.pairs else {}
             more |= {name: batch[name] for name in ("loss_mask", "padding_mask") if name in batch}
             chunk = getattr(model, "module", model)  # a stage gets what Megatron's scripts give it
             first, last = (getattr(chunk, name, True) for name in ("pre_process", "post_process"))
@@ -403,19 +392,6 @@ def loss_function(batch: dict[str, torch.Tensor], *, per_token: bool) -> Any:
         return total / every, reported
 
     return loss
-
-
-def one_by_one(batch: dict[str, torch.Tensor], model: Any) -> torch.Tensor:
-    """The output for packed documents, (batch, sequence), of a model that sees one at a time."""
-    parts = []
-    for row, offsets in enumerate(batch["cu_seqlens"].tolist()):
-        for lo, hi in pairwise(offsets):
-            if hi > lo:
-                part = {name: batch[name][row : row + 1, lo:hi] for name in ("tokens", "labels")}
-                mask = torch.triu(torch.ones(1, 1, hi - lo, hi - lo), 1).bool()
-                positions = torch.arange(hi - lo)[None]
-                parts.append(model(part["tokens"], positions, mask, labels=part["labels"]).flatten())
-    return torch.cat(parts).view_as(batch["tokens"])
 
 
 def save_references(rank: int, world_size: int, cases: list[tuple[str, Case]]) -> None:

@@ -28,7 +28,7 @@ def like(
 ) -> Training:
     """A training of the model of a reference."""
     model = REFERENCES[reference]
-    more = {"config": model.config, "packed": model.packed, "masked": model.masked, **how}
+    more = {"config": model.config, "pairs": model.pairs, "masked": model.masked, **how}
     return topology, case(layout, checkpoint, steps=steps, **more), reference
 
 
@@ -36,7 +36,7 @@ def asked(reference: str, topology: Topology, recompute: Any = FULL, steps: int 
     """The same with other options of attention."""
     model = REFERENCES[reference]
     wanted = Case(MegatronConfig(**options), recompute=recompute, steps=steps)
-    return topology, replace(wanted, config=model.config, packed=model.packed), reference
+    return topology, replace(wanted, config=model.config, pairs=model.pairs), reference
 
 
 def selective(reference: str, layout: str, *modules: str) -> Training:
@@ -65,6 +65,7 @@ AHEAD = "multi-token prediction; every layout, CP 3, TP 2 x CP 2, PP 2 x CP 2"
 PACKS = "windows; packed documents; both; CP 1, 2, 3"
 PACKS_IN_WINDOWS = "packs in windows, TP 2 x CP 2 and PP 2 x CP 2"
 CUT_ONE_BY_ONE = "documents padded to 2 x CP and cut zigzag one by one: CP 2, 3, 4, TP, PP, EP"
+TREES = "prompt trees, any mask; CP 3, TP, PP, EP"
 OFFSETS = "learned and fixed softmax offsets; every layout, TP 2 x CP 2"
 FULLY_SHARDED = "PyTorch's and Megatron's fully sharded parameters (FSDP)"
 WHOLE_NORMS = (("sequence_parallel", False),)
@@ -129,19 +130,25 @@ GROUPS: dict[str, dict[str, list[Training]]] = {
     },
     "odd-ranks-with-packs": {
         PACKS: [
-            like("packed", CP3, "boundary", "auto", steps=2),
             asked("packed", CP3, recompute=None, schedule="greedy"),
             like("windows", CP3, "zigzag", "auto", steps=2),
             like("mixed", CP3, checkpoint="auto", steps=2),
             like("packed windows", CP3, "zigzag", "auto", steps=2),
-            like("packed mixed", CP3, steps=2),
             like("packed mixed", CP3, "boundary", "auto", steps=2),
         ],
         "latent attention, packed and not; every layout, CP 3": [
             like("latent", CP3, "boundary", "auto"),
             like("yarn", CP3, "zigzag", "auto"),
-            like("packed yarn", CP3, "boundary"),
             like("packed yarn", CP3, checkpoint="auto"),
+        ],
+        TREES: [
+            like("tree", CP3, checkpoint="auto"),
+            like("tree", CP3, "boundary", recompute=FULL),
+            like("tree", CP3, "zigzag", "auto"),
+            like("tree yarn", CP3, "boundary", "auto"),
+            asked("mask", CP3, None, 1, loss_tile=7),
+            like("mask", CP3, "boundary", recompute=FULL),
+            like("mask balanced", CP3, "zigzag", "auto"),
         ],
         CUT_ONE_BY_ONE: [padded("padded", CP3), padded("padded latent", CP3, "none")],
         AHEAD: [
@@ -177,6 +184,11 @@ GROUPS: dict[str, dict[str, list[Training]]] = {
         ROUTERS: [like("balanced", TP2_CP2, "boundary", "auto"), like("balanced per token", TP2_CP2)],
         AHEAD: [like("ahead", TP2_CP2, checkpoint="auto", config=(*kinds.TWO_AHEAD, *WHOLE_NORMS))],
         PACKS_IN_WINDOWS: [like("packed mixed", TP2_CP2, "boundary", "auto", steps=2)],
+        TREES: [
+            like("tree", TP2_CP2, "boundary", "auto"),
+            like("tree experts", CP2_DP2_EP2, "boundary", "auto", optimizer="distributed"),
+            asked("mask", CP4, FULL, 1, ulysses_degree=2),
+        ],
         CUT_ONE_BY_ONE: [padded("padded", TP2_CP2), padded("padded experts", CP2_DP2_EP2)],
     },
     "pipelines": {
@@ -194,10 +206,15 @@ GROUPS: dict[str, dict[str, list[Training]]] = {
         "latent attention, PP 2 x CP 2 and TP 2 x CP 2": [like("latent", PP2_CP2, "boundary", "auto")],
         AHEAD: [like("ahead per token", PP2_CP2)],
         PACKS_IN_WINDOWS: [like("packed mixed", PP2_CP2, checkpoint="auto", steps=2)],
+        TREES: [
+            like("tree", PP2_CP2, recompute=FULL),
+            like("mask", Topology(pp=2, vp=2, cp=2), "boundary", "auto"),
+        ],
         CUT_ONE_BY_ONE: [padded("padded", PP2_CP2)],
     },
     "one-rank": {
         PACKS: [like("packed mixed", ALONE, checkpoint="auto", steps=2), like("windows", ALONE, "zigzag")],
+        TREES: [like("tree", ALONE, "zigzag"), like("mask", ALONE, checkpoint="auto")],
         ALIKE: [like("plain", ALONE, "boundary", steps=2)],
     },
 }

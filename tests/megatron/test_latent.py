@@ -28,12 +28,12 @@ def sequence_parallel(rank: int, ranks: int) -> None:
     alone, shared = Topology(tp=2, dp=2), Topology(tp=2, cp=2)
     harness.start(alone)
     plain = {"steps": 1, "config": (*config, ("sequence_parallel", False))}  # its PyTorch norms refuse it
-    wants = [harness.train(alone, Case(None, packed=packed, **plain)) for packed in (False, True)]  # type: ignore[arg-type]
+    wants = [harness.train(alone, Case(None, pairs=pairs, **plain)) for pairs in ("", "documents")]  # type: ignore[arg-type]
     harness.start(shared)  # padded packs first: nobody has declared yet how batches are cut
-    packed = functools.partial(full, config=config, packed=True)
+    packed = functools.partial(full, config=config, pairs="documents")
     packs = [packed("boundary", padded=True), packed("contiguous")]
     for wanted in (*packs, *(full(layout, config=config) for layout in ("zigzag", "boundary"))):
-        found, want = harness.train(shared, wanted), wants[wanted.packed]
+        found, want = harness.train(shared, wanted), wants[wanted.pairs == "documents"]
         assert found.losses == pytest.approx(want.losses, abs=1e-5)
         for name, gradient in want.gradients.items():
             # Megatron sums this one over TP ranks, each of which has the whole without sequence parallelism.

@@ -8,9 +8,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from dfa_megatron import masks
 from dfa_megatron.config import MegatronConfig
 from dfa_megatron.errors import UnsupportedError
-from tests.megatron import harness
+from tests.megatron import attends, harness
 from tests.megatron.harness import BATCH, MEGATRONS, SEQUENCE, Topology, case
 from tests.support.workers import run_ranks
 
@@ -80,11 +81,14 @@ def compare_with_one_rank(rank: int, ranks: int) -> None:
     from dfa_megatron.megatron.tokens.exchange import positions
 
     batch = {**harness.micro_batch(0, 0), "position_ids": places()}
-    pack = {**batch, "cu_seqlens": harness.documents(0, 0)}
+    pack = {**batch, "cu_seqlens": attends.documents(0, 0)}
+    images = masks.two_way_blocks((SEQUENCE,), [(10, 34)])
+    seen = {**batch, "mask": images}
     harness.start(Topology(dp=ranks))
     expected = {
         "rows": alone(ranks, batch, [[0, SEQUENCE]] * BATCH),
         "pack": alone(ranks, batch, pack["cu_seqlens"].tolist()),
+        "mask": run(Topology(dp=ranks), None, batch, ~attends.seen(images)),
     }
     plain = dict(batch, position_ids=torch.arange(SEQUENCE).expand(3, BATCH, -1))
     losses = alone(ranks, plain, [[0, SEQUENCE]] * BATCH)[0]
@@ -94,7 +98,7 @@ def compare_with_one_rank(rank: int, ranks: int) -> None:
     group = parallel_state.get_context_parallel_group()
     for layout, inside in (("zigzag", "zigzag"), ("boundary", "zigzag"), ("contiguous", "contiguous")):
         options = MegatronConfig(data_layout=layout)
-        for name, whole in (("rows", batch), ("pack", pack)):
+        for name, whole in (("rows", batch), ("pack", pack), ("mask", seen)):
             local = shard_batch(whole, group, options)
             cut = local["position_ids"].chunk(ranks, -1)[rank]
             with pytest.raises(UnsupportedError, match=rf"position_ids of {cut.shape[-1]} tokens in three axes"):

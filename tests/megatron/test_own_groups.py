@@ -13,7 +13,7 @@ import torch.distributed as dist
 from dfa_megatron.config import MegatronConfig
 from dfa_megatron.errors import DisagreementError, UnsupportedError
 from dfa_megatron.runtime.counters import COUNTERS
-from tests.megatron import harness, padded_packs
+from tests.megatron import attends, harness, padded_packs
 from tests.megatron.harness import Case, Topology
 from tests.megatron.kinds import LATENT, UNBALANCED
 from tests.support.workers import run_ranks
@@ -28,15 +28,19 @@ class Micro:
 
     ranks: tuple[int, ...]
     lengths: tuple[int, ...]
+    parents: tuple[int, ...] = ()
+    """Of the segments of a tree, in place of documents."""
 
-    def batch(self) -> dict[str, torch.Tensor]:
+    def batch(self) -> dict[str, Any]:
         """The whole micro-batch, which only its own ranks know."""
         length = sum(self.lengths)
         generator = torch.Generator().manual_seed(length * 8 + self.ranks[0])
         tokens = torch.randint(0, harness.VOCABULARY, (2, 1, length), generator=generator)
         ends = torch.tensor([[0, *accumulate(self.lengths)]], dtype=torch.int32)
         more = {"position_ids": torch.arange(length)[None], "loss_mask": torch.ones(1, length)}
-        return {"tokens": tokens[0], "labels": tokens[1], "cu_seqlens": ends, **more}
+        tree = {"prompt_tree": (self.lengths, self.parents), "at": more["position_ids"]}
+        seen = tree if self.parents else {"cu_seqlens": ends}
+        return {"tokens": tokens[0], "labels": tokens[1], **seen, **more}
 
 
 EVERY_SIZE = (
@@ -47,7 +51,10 @@ EVERY_SIZE = (
     Micro((0,), (3, 7)), Micro((1, 2), (1, 8, 3)), Micro((3,), (10,)),
     Micro((2, 3), (13, 3)), Micro((0, 1), (24,)),
 )  # fmt: skip
-TWO_SIZES = (Micro((0,), (3, 7)), Micro((1,), (8,)), Micro((0, 1), (5, 10, 1)), Micro((1,), (4,)), Micro((0,), (2, 8)))
+TWO_SIZES = (
+    Micro((0,), (3, 7)), Micro((1,), (8,)), Micro((0, 1), (5, 8, 1, 2), (-1, 0, 1, 0)), Micro((1,), (2, 2), (-1, 0)),
+    Micro((0,), (2, 8)),
+)  # fmt: skip
 WHOLE = (Micro((0,), (10,)), Micro((1,), (6,)), Micro((2, 3), (8,)), Micro((0, 1, 2, 3), (24,)))
 """One document each, in Megatron-Core 0.16's format for them, with which it slices the rotary table itself."""
 
@@ -86,7 +93,7 @@ def run(model: Any, micros: tuple[Micro, ...], groups: Groups, me: int, form: st
     for micro in (micro for micro in micros if me in micro.ranks):
         batch = micro.batch()
         if model.dfa is None:
-            out = harness.one_by_one(batch, model)
+            out = attends.alone(batch, model)
             weight = 1 / len(micro.ranks)  # each of its ranks computes all of it
         else:
             local = cut(batch, micro, groups, me, model, form)
@@ -145,9 +152,8 @@ def compare(rank: int, world_size: int, cases: list[Any]) -> None:
             assert len(dist.distributed_c10d._world.pg_map) == known, "groups are made once"
             for (got, batch), (whole, _) in zip(losses, expected[0], strict=True):
                 real = batch["loss_mask"].bool()
-                torch.testing.assert_close(
-                    got[real], whole[0, batch["position_ids"][real]], atol=1e-5, rtol=0, msg=where
-                )
+                at = batch.get("at", batch["position_ids"])[real]
+                torch.testing.assert_close(got[real], whole[0, at], atol=1e-5, rtol=0, msg=where)
             for got, want in zip(gradients, expected[1], strict=True):
                 assert (got - want).abs().max() <= 1e-5 * want.abs().max(), where
             dist.barrier()

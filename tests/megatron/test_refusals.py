@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from dfa_megatron import masks
 from dfa_megatron.config import MegatronConfig
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.megatron import check_config as configs
@@ -161,6 +162,17 @@ def pack_in(ranks: int = 2, group: Any = None, tokens_per_sample: int | None = N
     context._check_pack(Flags(config=config), Flags(tokens_per_sample=tokens_per_sample), pack)
 
 
+CAUSAL, TWO_ROWS = masks.causal(8), torch.arange(16).view(2, 8)
+
+
+def pairs_in(layout: str, **fields: Any) -> None:
+    AttentionContext(OPTIONS.replace(data_layout=layout))._check_pairs(Flags(**fields))
+
+
+def windowed() -> None:
+    build(config=make_config(Topology(), case(), window_size=(7, 0)))._attends(CAUSAL)
+
+
 def of_another_class(**parts: Any) -> Any:
     """A layer whose parts are not of the classes that are known."""
     return SimpleNamespace(**dict.fromkeys(parts, torch.nn.Linear(1, 1)))
@@ -189,6 +201,13 @@ CONTIGUOUS = MegatronConfig(mlp_tile=8)
             lambda: options_of(argparse.Namespace(moe_routing_trace_path="a", context_parallel_size=2)),
         ),
         ("offsets into each row", lambda: batch._one_row({"tokens": torch.ones(3, 4), "cu_seqlens": torch.ones(2, 2)})),
+        ("mask beside .*|cu_seqlens beside mask in", lambda: batch.pairs_of({"mask": CAUSAL, "cu_seqlens": 1})),
+        ("the entry mask of a batch, Tensor", lambda: batch.pairs_of({"mask": torch.ones(1, 8)})),
+        ("none: .*parent of segment 1 is", lambda: batch.pairs_of({"prompt_tree": ((4, 4), (-1, 1))})),
+        ("position_ids that differ between rows", lambda: batch._with_positions({"position_ids": TWO_ROWS}, CAUSAL)),
+        ("in a model with Mamba or gated delta", lambda: pairs_in("zigzag", linear_attention_freq=2)),
+        ("with multi-token prediction", lambda: pairs_in("boundary", mtp_num_layers=1)),
+        (r"a mask in a layer with window_size=\(7, 0\)", windowed),
         ("cp_partition_mode='contiguous'", lambda: documents.document_order(Flags(cp_partition_mode="contiguous"), 2)),
         ("a document of 9 tokens", lambda: DocumentOrder.of((0, 9), (0, 9), 2)),
         ("'seq_aux_loss' with 2 samples in a pack", lambda: pack_in(tokens_per_sample=4)),

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from dfa_megatron import launch
 from dfa_megatron.megatron.script.dfa_flags import add_dfa_arguments
 from dfa_megatron.runtime.counters import COUNTERS
-from tests.megatron import harness
+from tests.megatron import attends, harness
 from tests.megatron.harness import BATCH, MEGATRONS, SEQUENCE, Topology
 from tests.support.workers import run_ranks
 
@@ -159,7 +159,7 @@ def script(tmp_path: Path) -> str:
 
 
 def packed_batch(micro: int) -> dict[str, torch.Tensor]:
-    offsets = harness.documents(0, micro)
+    offsets = attends.documents(0, micro)
     longest = (offsets[:, 1:] - offsets[:, :-1]).max(1).values
     return {**harness.micro_batch(0, micro), "cu_seqlens": offsets, "max_seqlen": longest}
 
@@ -250,7 +250,7 @@ def train_by_sft(rank: int, ranks: int, script: str) -> None:
     total = torch.zeros(())
     for micro in range(harness.MICRO_BATCHES):
         batch = batch_of(micro)
-        loss = masked(harness.one_by_one(batch, model), batch)
+        loss = masked(attends.one_by_one(batch, model), batch)
         loss.backward()
         total += loss.detach()
     assert total > 0

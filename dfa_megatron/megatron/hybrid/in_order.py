@@ -83,6 +83,12 @@ class InOrder:
     def dfa_where(self) -> dict[str, Any]:
         """Return the ranks that share the sequence, the offsets of its documents, and the options."""
         visit = current_visit()
+        if visit is not None and visit.pairs is not None:
+            raise UnsupportedError(
+                "a prompt_tree or a mask in a Mamba or gated delta net layer",
+                "a state is that of all tokens of the document before it",
+                "documents, by cu_seqlens",
+            )
         group, documents = (self._dfa_group, None) if visit is None else (visit.group, visit.offsets or None)
         return {"group": group, "cu_seqlens": documents, "config": self._dfa_config}
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
@@ -12,11 +14,12 @@ from dfa_megatron.errors import DistAttentionError, UnsupportedError
 from dfa_megatron.megatron.check_config import check_config
 from dfa_megatron.megatron.layers.router import has_losses
 from dfa_megatron.megatron.script.dfa_flags import packing_of_script
-from dfa_megatron.megatron.tokens.batch import check_declared
+from dfa_megatron.megatron.tokens.batch import check_declared, check_length
 from dfa_megatron.megatron.tokens.document_order import DocumentOrder
 from dfa_megatron.megatron.tokens.exchange import Relayout, TableCache, TokenOrder
-from dfa_megatron.megatron.tokens.packed_documents import Pack, check_samples, is_ours, read_pack
+from dfa_megatron.megatron.tokens.packed_documents import BatchParams, Pack, check_samples, read_pack
 from dfa_megatron.megatron.tokens.visit import Visit
+from dfa_megatron.runtime.comm.channel import Channel
 from dfa_megatron.runtime.comm.groups import channel_of
 from dfa_megatron.runtime.cu_seqlens import describe
 from dfa_megatron.runtime.prepare import refuse
@@ -97,9 +100,13 @@ class AttentionContext:
         if not checked:
             # A micro-batch of one document is cut in the same way by rows and by documents.
             several = pack is not None and (pack.group is None or len(pack.offsets) > 2)
-            ours = packed is not None and is_ours(packed)
+            ours = isinstance(packed, BatchParams)
             check_declared(group, self.options.data_layout, rows[1], packed=several, ours=ours)
             if pack is not None:
+                if pack.pairs is not None:
+                    with self._telling(group):
+                        check_length(pack.pairs, rows[1] * group.size())
+                    self._check_pairs(model.config)
                 self._check_pack(model, packed, pack)
         inside: Any = self.options.layout_inside
         order: TokenOrder = inside
@@ -109,6 +116,22 @@ class AttentionContext:
             order = "zigzag" if pack is None else pack.order
         layout: Any = "contiguous" if group.size() == 1 else inside  # one rank needs no even length
         return Visit(model, group, layout, order, pack, rows, self.relayout(group))
+
+    def _check_pairs(self, config: Any) -> None:
+        """Refuse a tree or a mask that a part of the model would not follow."""
+        names = ("is_hybrid_model", "experimental_attention_variant", "linear_attention_freq")
+        if self.options.data_layout == "zigzag" and (self.hybrid or any(getattr(config, x, None) for x in names)):
+            raise UnsupportedError(
+                "a prompt_tree or a mask in a model with Mamba or gated delta net layers in layout 'zigzag'",
+                "these layers are Megatron's own, and know neither",
+                "--dfa-data-layout boundary or contiguous",
+            )
+        if getattr(config, "mtp_num_layers", None):
+            raise UnsupportedError(
+                "a prompt_tree or a mask with multi-token prediction",
+                "the token after the next is another one in every branch",
+                "mtp_num_layers=None, or documents",
+            )
 
     def _check_pack(self, model: Any, packed: Any, pack: Pack) -> None:
         """Refuse documents, or a group of their own, that a layer of the model would not follow."""
@@ -139,6 +162,17 @@ class AttentionContext:
                     "moe_aux_loss_coeff=0 and no moe_z_loss_coeff, or micro-batches without local_cp_size and cp_group",
                 )
 
+    @contextlib.contextmanager
+    def _telling(self, group: dist.ProcessGroup) -> Iterator[Channel | None]:
+        """Tell the other ranks of a group of an error, which would wait; give their channel."""
+        verify = self.options.verify == "on"
+        over = channel_of(group, verify=verify)
+        try:
+            yield over
+        except DistAttentionError as error:
+            refuse(error, over, verify=verify)
+            raise
+
     def cut_pack(self, params: Any, group: dist.ProcessGroup, tokens: int) -> Pack:
         """Return the pack of a PackedSeqParams whose documents were cut one by one; ranks compare a new pack.
 
@@ -146,18 +180,13 @@ class AttentionContext:
             UnsupportedError: its offsets do not fit; every rank raises.
             DisagreementError: another rank refuses, or has other documents.
         """
-        verify = self.options.verify == "on"
-        over = channel_of(group, verify=verify)
-        try:
+        with self._telling(group) as over:
             pack = read_pack(params, group.size())
             order = pack.order
             assert isinstance(order, DocumentOrder)
             order.check_tokens(tokens * group.size())
-        except DistAttentionError as error:
-            refuse(error, over, verify=verify)
-            raise
         key = (group.group_name, order)
-        if key not in self._agreed and verify and over is not None:
+        if key not in self._agreed and self.options.verify == "on" and over is not None:
             with over.calls.preparing():
                 over.agree({"pack": describe(order.real), "with padding": describe(order.padded)})
         self._agreed[key] = None

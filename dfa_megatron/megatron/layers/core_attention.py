@@ -18,6 +18,8 @@ from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.megatron.check_config import check_config
 from dfa_megatron.megatron.tokens.packed_documents import Pack
 from dfa_megatron.megatron.tokens.visit import current_visit
+from dfa_megatron.plan.language.mask import Mask
+from dfa_megatron.plan.language.tree import Tree
 from dfa_megatron.runtime.agreement.calls import at_layer
 
 _BUILT_WITH = {
@@ -30,11 +32,11 @@ _BUILT_WITH = {
 
 
 class DistributedCoreAttention(torch.nn.Module):
-    """Compute causal self-attention over the sequence that the ranks of `pg_collection.cp` share (one rank works too).
+    """Compute self-attention over the sequence that the ranks of `pg_collection.cp` share (one rank works too).
 
     Layers with a sliding window (config.window_size and window_attn_skip_freq) attend within it.
 
-    The documents and ranks of a call are those of `current_visit`.
+    The ranks of a call, its documents, tree or mask are those of `current_visit`; without it is causal.
 
     With config.softmax_type "learnable" the module has one parameter: softmax_offset (heads / TP), a logit per head
     that takes part in the softmax and has no value. With "off-by-one" the offset is zero and no parameter.
@@ -105,7 +107,7 @@ class DistributedCoreAttention(torch.nn.Module):
         packed_seq_params: Any = None,
         **others: Any,
     ) -> torch.Tensor:
-        """Compute attention of this rank's rows over all earlier rows of the same sequence or document."""
+        """Compute attention of this rank's rows over all rows that they see, of every rank."""
         visit = current_visit()
         pack = None if visit is None else visit.pack
         cached = query.shape[0] != key.shape[0]
@@ -121,16 +123,15 @@ class DistributedCoreAttention(torch.nn.Module):
         q, k, v = (x.transpose(0, 1) for x in (query, key, value))
         asked: dict[str, Any] = {
             "softmax_scale": self.softmax_scale,
-            "window_size": self.window_size,
             "sinks": self.softmax_offset,
-            "causal": True,
+            **self._attends(None if visit is None else visit.pairs),
             "group": self.cp_group if visit is None else visit.group,
             "layout": self.options.layout_inside if visit is None else visit.layout,
             "config": self.options,
         }
         out: Any
         with at_layer(self.layer_number):
-            if pack is None:
+            if pack is None or "mask" in asked:
                 out = attention.dist_flash_attn_func(q, k, v, **asked)
             else:
                 q, k, v = (x.squeeze(0) for x in (q, k, v))
@@ -138,6 +139,20 @@ class DistributedCoreAttention(torch.nn.Module):
                 out = out.unsqueeze(0)
         rows: torch.Tensor = out.transpose(0, 1).flatten(2)
         return rows
+
+    def _attends(self, pairs: Tree | Mask | None) -> dict[str, Any]:
+        """Return the arguments of the functions that say who attends to whom."""
+        if pairs is None:
+            return {"causal": True, "window_size": self.window_size}
+        if isinstance(pairs, Tree):
+            return {"mask": pairs.mask(self.window_size[0])}
+        if self.window_size != (-1, -1):
+            raise UnsupportedError(
+                f"a mask in a layer with window_size={self.window_size}",
+                "the mask alone says which tokens attend to which",
+                "a prompt_tree, or documents, whose windows count along paths; or no window_size",
+            )
+        return {"mask": pairs}
 
     def _check_call(self, given: dict[str, Any], pack: Pack | None, query: torch.Tensor, key: torch.Tensor) -> None:
         """Refuse what this attention would ignore."""
@@ -148,11 +163,11 @@ class DistributedCoreAttention(torch.nn.Module):
                 "leaving it unset; packed_seq_params are for the layers of distribute_attention, which rotate each "
                 "token by its position in its document",
             )
-        if pack is not None and query.shape[1] != 1:
+        if pack is not None and pack.pairs is None and query.shape[1] != 1:
             raise UnsupportedError(
                 f"packed documents in {query.shape[1]} rows", "a pack is one row of tokens", "a batch from shard_batch"
             )
-        if query.shape[0] != key.shape[0] and self.cp_group.size() > 1:
+        if query.shape[0] != key.shape[0] and (pack is not None or self.cp_group.size() > 1):
             raise UnsupportedError(
                 f"attention of {query.shape[0]} rows over {key.shape[0]}",
                 "there is no key cache: every rank holds as many queries as keys",

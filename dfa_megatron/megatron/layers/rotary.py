@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -14,7 +13,6 @@ from dfa_megatron.megatron.tokens.document_order import DocumentOrder, RowOrder
 from dfa_megatron.megatron.tokens.exchange import Relayout
 from dfa_megatron.megatron.tokens.packed_documents import Pack
 from dfa_megatron.megatron.tokens.visit import current_visit
-from dfa_megatron.runtime.cu_seqlens import check_offsets
 from dfa_megatron.sharding import local_positions
 
 
@@ -31,19 +29,22 @@ class OrderedRotary:
     def forward(self, max_seq_len: int, offset: int = 0, packed_seq: bool = False, cp_group: Any = None) -> Any:
         """Return the rows of this rank's tokens in max_seq_len tokens. Yarn also returns its cos/sin factor."""
         rotary: Any = self
-        visit, layout, documents = current_visit(), self.dfa_layout, None
+        visit, layout, pack = current_visit(), self.dfa_layout, None
         group = rotary.cp_group if cp_group is None else cp_group
         if visit is not None:
-            group, layout = visit.group, visit.layout
-            if visit.pack is not None:  # whose ranks Megatron may not know
-                documents, max_seq_len = visit.pack.offsets, visit.pack.offsets[-1]
-        key = (max_seq_len, offset, documents, group)
+            group, layout, pack = visit.group, visit.layout, visit.pack
+        if pack is not None:
+            max_seq_len = pack.longest
+        key = (max_seq_len, offset, pack, group)
         known = rotary.__dict__.get("_dfa_rows")
         if known is not None and known[0] == key:
             return known[1]
         made = rotary.get_emb(max_seq_len, offset)
         whole, factor = made if isinstance(made, tuple) else (made, None)
-        mine = local_positions(max_seq_len, group=group, layout=layout, device=whole.device, cu_seqlens=documents)
+        if visit is None or pack is None:
+            mine = local_positions(max_seq_len, group=group, layout=layout, device=whole.device)
+        else:
+            mine = pack.positions(visit.rows[1], group, layout, whole.device)
         rows = whole.index_select(0, mine)
         answer = rows if factor is None else (rows, factor)
         rotary.__dict__["_dfa_rows"] = (key, answer)
@@ -92,7 +93,7 @@ def _subclass(base: type) -> type:
 
 
 def rotary_rows(table: Any, pack: Pack, tokens: int, group: dist.ProcessGroup, layout: str) -> Any:
-    """Return the rotary rows of this rank's tokens by position in each document; made once per micro-batch.
+    """Return the rotary rows of this rank's tokens by position in document or path; made once per micro-batch.
 
     Args:
         table: (longest document, 1, 1, rotary_dim) as Megatron makes it for packs, a tuple of such, or None.
@@ -112,16 +113,13 @@ def rotary_rows(table: Any, pack: Pack, tokens: int, group: dist.ProcessGroup, l
     for known, rows in pack.rows_of_tables:
         if known is table:
             return rows
-    length = tokens * dist.get_world_size(group)
-    check_offsets(pack.offsets, length)
-    longest = max(hi - lo for lo, hi in pairwise(pack.offsets))
-    if longest > table.shape[0]:
+    positions = pack.positions(tokens, group, layout, table.device)
+    if (longest := pack.longest) > table.shape[0]:
         raise UnsupportedError(
             f"packed_seq_params with max_seqlen {table.shape[0]}",
             f"a document has {longest} tokens, and the last ones would have no rotary embedding",
             f"max_seqlen_q={longest}",
         )
-    positions = local_positions(length, group=group, layout=layout, device=table.device, cu_seqlens=pack.offsets)
     rows = table.index_select(0, positions)
     pack.rows_of_tables.append((table, rows))
     return rows

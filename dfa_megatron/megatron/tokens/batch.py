@@ -15,15 +15,20 @@ import torch.distributed as dist
 from dfa_megatron.config import MegatronConfig
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.megatron.script.dfa_flags import packing_of_script
-from dfa_megatron.sharding import shard_sequence
+from dfa_megatron.plan.language.mask import Mask
+from dfa_megatron.plan.language.tree import Tree
+from dfa_megatron.sharding import shard_sequence, tree_positions
 
 logger = logging.getLogger("dfa_megatron.megatron")
 
 _DATA_LAYOUT = {"contiguous": "contiguous", "boundary": "zigzag", "zigzag": "zigzag"}
 """The slicing of the data for each value of data_layout."""
 
-_WHOLE = ("cu_seqlens", "cu_seqlens_padded", "max_seqlen", "local_cp_size", "hybrid_cp_group")
-"""The entries of a batch that describe whole documents and are not sliced."""
+_PAIRS = ("cu_seqlens", "prompt_tree", "mask")
+"""The entries that say which tokens of a row attend to which; a batch has one of them, or rows are causal."""
+
+_WHOLE = (*_PAIRS, "mask_positions", "cu_seqlens_padded", "max_seqlen", "local_cp_size", "hybrid_cp_group")
+"""The entries of a batch that describe whole rows and are not sliced."""
 
 
 @dataclass(slots=True)
@@ -40,11 +45,7 @@ class _Slicing:
 _DECLARED: WeakKeyDictionary[dist.ProcessGroup, _Slicing] = WeakKeyDictionary()
 
 
-def shard_batch(
-    batch: Mapping[str, torch.Tensor | None],
-    cp_group: dist.ProcessGroup,
-    options: MegatronConfig,
-) -> dict[str, torch.Tensor | None]:
+def shard_batch(batch: Mapping[str, Any], cp_group: dist.ProcessGroup, options: MegatronConfig) -> dict[str, Any]:
     """Return this rank's part of a batch that every rank of the group holds whole; it replaces Megatron's slicing:
 
         batch = shard_batch(batch, parallel_state.get_context_parallel_group(), options)
@@ -53,6 +54,10 @@ def shard_batch(
     cu_seqlens describes packed documents. They may have any length and span ranks. Only the row is padded, to a
     multiple of CP tokens. Several rows become one, as in Megatron's flatten_batch_for_packed_sequences.
     `packed_seq_params` then makes the model's argument.
+
+    prompt_tree, (lengths, parents) or a Tree, says which segments of the row share their prefixes. mask, a value of
+    `dfa_megatron.masks`, says any other pairs. All rows have the same. A tree makes position_ids, each token's place in
+    its path; with a mask rotary embeddings follow the batch's own.
 
     Args:
         batch: tokens, labels, loss_mask, position_ids and the like, each (batch, seq, ...); None stays None.
@@ -67,21 +72,22 @@ def shard_batch(
     Raises:
         UnsupportedError: an attention_mask (attention is causal by construction), an entry without tokens, cu_seqlens
             of other rows, or a length that does not divide among the ranks: packs by CP, other rows by 2 x CP. Or the
-            ranks hold different samples in the first batch of a group.
+            ranks hold different samples in the first batch of a group. Or a tree or a mask does not fit its rows.
     """
     _check_entries(batch)
+    pairs = pairs_of(batch)
     layout = _DATA_LAYOUT[options.data_layout]
     slicing, ranks = _DECLARED.get(cp_group), dist.get_world_size(cp_group)
     is_first = slicing is None
     if slicing is None or slicing.order != layout:
         slicing = _DECLARED[cp_group] = _Slicing(layout, set())
-    batch = _one_row(batch)
+    batch = _one_row(batch) if pairs is None else _with_positions(batch, pairs)
     if ranks == 1:
         return dict(batch)
     rows = {name: x for name, x in batch.items() if x is not None and not _stays(name, x)}
     if is_first and options.verify == "on" and torch.utils.data.get_worker_info() is None:
         _compare(rows, cp_group, options)
-    for x in rows.values() if batch.get("cu_seqlens") is None else ():
+    for x in rows.values() if pairs is None and batch.get("cu_seqlens") is None else ():
         if x.shape[1] % (2 * ranks):
             raise UnsupportedError(
                 f"a row of {x.shape[1]} tokens without cu_seqlens",
@@ -110,6 +116,72 @@ def _check_entries(batch: Mapping[str, Any]) -> None:
                 "entries are cut along their tokens",
                 "tensors (batch, seq, ...), and others apart from the batch",
             )
+
+
+def pairs_of(batch: Mapping[str, Any]) -> Tree | Mask | None:
+    """Return the prompt_tree or the mask of a batch, None for documents and causal rows.
+
+    Raises:
+        UnsupportedError: it has several, or they are none.
+    """
+    tree, mask = batch.get("prompt_tree"), batch.get("mask")
+    if len(given := [name for name in _PAIRS if batch.get(name) is not None]) > 1:
+        raise UnsupportedError(
+            f"{' beside '.join(given)} in a batch",
+            "each says by itself which tokens attend to which",
+            "documents as roots of the prompt_tree, or one dfa_megatron.masks.union of all as the mask",
+        )
+    if mask is not None and not isinstance(mask, Mask):
+        raise UnsupportedError(
+            f"the entry mask of a batch, {type(mask).__name__}",
+            "it says which tokens of a whole row attend to which",
+            "a value of dfa_megatron.masks; what the tokens count is loss_mask",
+        )
+    if tree is None or isinstance(tree, Tree):
+        return mask if tree is None else tree
+    try:
+        return Tree(*(tuple(int(number) for number in numbers) for numbers in tree))
+    except (TypeError, ValueError) as error:
+        raise UnsupportedError(
+            "a prompt_tree that is none", str(error), "(lengths, parents) of dfa_megatron.masks.prompt_tree"
+        ) from error
+
+
+def check_length(pairs: Tree | Mask, tokens: int) -> None:
+    """Refuse a tree or a mask of other than the `tokens` of a whole row.
+
+    Raises:
+        UnsupportedError: says both numbers.
+    """
+    if pairs.length != tokens:
+        raise UnsupportedError(
+            f"a prompt_tree or mask of {pairs.length} tokens with rows of {tokens}",
+            "it says of every token of a row which others it sees",
+            "one of the whole row; padding may be a root segment of its own",
+        )
+
+
+def _with_positions(batch: Mapping[str, Any], pairs: Tree | Mask) -> dict[str, Any]:
+    """Return a batch with the positions that its tree gives, or with those that came with its mask, whole.
+
+    Raises:
+        UnsupportedError: rows have other lengths than the tree or the mask, or their positions differ.
+    """
+    rows = next(x for name, x in batch.items() if x is not None and not _stays(name, x))
+    check_length(pairs, rows.shape[1])
+    positions = batch.get("position_ids")
+    if positions is not None and _has_axes("position_ids", positions):
+        return dict(batch)
+    if isinstance(pairs, Tree):
+        places = tree_positions(pairs.lengths, pairs.parents).to(rows.device)
+        return {**batch, "prompt_tree": pairs, "position_ids": places.expand(rows.shape[:2])}
+    if positions is None:
+        return dict(batch)
+    if bool((positions != positions[:1]).any()):
+        raise UnsupportedError(
+            "position_ids that differ between rows of one mask", "Megatron rotates all rows alike", "a row each"
+        )
+    return {**batch, "mask_positions": positions[0]}
 
 
 def _compare(rows: Mapping[str, torch.Tensor], cp_group: dist.ProcessGroup, options: MegatronConfig) -> None:

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from itertools import groupby, pairwise
+from functools import cached_property
+from itertools import accumulate, groupby, pairwise
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -18,27 +19,31 @@ import torch.distributed as dist
 from megatron.core.packed_seq_params import PackedSeqParams
 
 from dfa_megatron.errors import UnsupportedError
-from dfa_megatron.megatron.tokens.batch import cuts_documents
+from dfa_megatron.megatron.tokens.batch import cuts_documents, pairs_of
 from dfa_megatron.megatron.tokens.document_order import DocumentOrder
 from dfa_megatron.megatron.tokens.exchange import TableCache, TokenOrder
+from dfa_megatron.plan.language.mask import Mask
+from dfa_megatron.plan.language.tree import Tree
 from dfa_megatron.runtime.cu_seqlens import Offsets, check_offsets, offsets_of
+from dfa_megatron.sharding import local_positions, shard_sequence, tree_positions
 
 _READ = "_dfa_pack"
 """The attributes, by `ranks`, of a PackedSeqParams that hold what was made of it while the micro-batch lives."""
-
-_OURS = "_dfa_ours"
-"""The attribute of a PackedSeqParams that `packed_seq_params` made."""
 
 _ALONE: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
 """The group of this rank alone, by the default group under which it was made."""
 
 
-@dataclass
+@dataclass(eq=False)
 class Pack:
-    """Describe the documents of a micro-batch to the modules of the layers, beside Megatron's own arguments."""
+    """Describe who attends to whom in a micro-batch to the modules of the layers, beside Megatron's own arguments."""
 
     offsets: Offsets
-    """Global token offsets of the documents, without empty ones."""
+    """Global token offsets of the documents, without empty ones; of a tree's segments; of a mask's whole row."""
+    pairs: Tree | Mask | None = None
+    """The tree or the mask; None: a token of a document sees those before it."""
+    places: torch.Tensor | None = None
+    """Of every token in its path, or the caller's with a mask, int64 (all tokens,); None: they count in documents."""
     rows_of_tables: list[tuple[Any, Any]] = field(default_factory=list)
     """Rotary tables as Megatron made them, each with its rows for the tokens of this rank."""
     group: dist.ProcessGroup | None = None
@@ -50,12 +55,41 @@ class Pack:
     slices: TableCache = field(default_factory=TableCache)
     """Tables that were exchanged for this micro-batch. The ranks of `group` have seen different ones before it."""
 
+    @cached_property
+    def longest(self) -> int:
+        """Return how many rows a rotary table needs."""
+        return max(hi - lo for lo, hi in pairwise(self.offsets)) if self.places is None else int(self.places.max()) + 1
+
+    def positions(self, tokens: int, group: dist.ProcessGroup, layout: str, device: torch.device) -> torch.Tensor:
+        """Return the place of each of a rank's tokens, int64 (tokens,), for rotary embeddings.
+
+        Raises:
+            UnsupportedError: the ranks hold other tokens together.
+        """
+        length = tokens * group.size()
+        check_offsets(self.offsets, length)
+        if self.places is None:
+            return local_positions(length, group=group, layout=layout, device=device, cu_seqlens=self.offsets)
+        return shard_sequence(self.places, group=group, layout=layout, dim=0).to(device)
+
     def is_cut_by_documents(self, group: dist.ProcessGroup) -> bool:
         """Return whether every document was cut by itself among the ranks of `group`, which share the micro-batch.
 
         One document with a group of its own is cut in the same way by rows.
         """
-        return not (self.group is not None and len(self.offsets) == 2) and cuts_documents(group)
+        alone = self.group is not None and len(self.offsets) == 2
+        return not alone and self.pairs is None and cuts_documents(group)
+
+
+@dataclass
+class BatchParams(PackedSeqParams):  # type: ignore[misc,unused-ignore]
+    """Hold Megatron's description of a batch that `packed_seq_params` made.
+
+    With a tree or a mask it has no cu_seqlens: attention of others fails rather than mistake the row for a document.
+    """
+
+    pack: Pack | None = None
+    """The tree or the mask, where it has one."""
 
 
 def group_of(params: Any) -> dist.ProcessGroup | None:
@@ -103,6 +137,8 @@ def read_pack(params: Any, ranks: int = 0) -> Pack:
     Raises:
         UnsupportedError: another format, a group that does not fit, or other documents for the keys.
     """
+    if isinstance(params, BatchParams) and params.pack is not None:
+        return params.pack
     group = group_of(params)
     queries, keys = (
         cumulative if padded is None else padded
@@ -171,7 +207,7 @@ def check_samples(config: Any, params: Any, pack: Pack) -> None:
 
 
 def packed_seq_params(batch: Mapping[str, Any]) -> PackedSeqParams | None:
-    """Return Megatron's PackedSeqParams for a batch from `shard_batch`, or None without documents.
+    """Return Megatron's PackedSeqParams for a batch from `shard_batch`, None for causal rows; each stage needs them.
 
         params = packed_seq_params(batch)
         loss = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"], packed_seq_params=params)
@@ -180,34 +216,39 @@ def packed_seq_params(batch: Mapping[str, Any]) -> PackedSeqParams | None:
         batch: cu_seqlens (and cu_seqlens_padded), int32 (documents + 1) or (1, documents + 1). On the CPU they
             cost no synchronisation; on a GPU they are read back once per micro-batch. local_cp_size and
             hybrid_cp_group, as Megatron's hybrid context parallelism adds them, name the micro-batch's own ranks.
+            Or prompt_tree, or mask with mask_positions, which `shard_batch` adds: the position of every token of the
+            row, int64 (all tokens,), 0, 1, ... without.
 
     Raises:
-        UnsupportedError: those two do not fit each other, or this rank.
+        UnsupportedError: those two do not fit each other, or this rank; or a tree or a mask is none.
     """
+    pairs, size = pairs_of(batch), batch.get("local_cp_size")
+    own: dict[str, Any] = {
+        "qkv_format": "thd",
+        "local_cp_size": None if size is None else int(size),
+        "cp_group": batch.get("hybrid_cp_group"),
+    }
+    if pairs is not None:
+        tree = pairs if isinstance(pairs, Tree) else Tree((pairs.length,), (-1,))
+        given = None if tree is pairs else batch.get("mask_positions")
+        places = tree_positions(tree.lengths, tree.parents) if given is None else given
+        pack = Pack((0, *accumulate(tree.lengths)), pairs, places, group=group_of(BatchParams(**own)))
+        return BatchParams(max_seqlen_q=pack.longest, max_seqlen_kv=pack.longest, pack=pack, **own)
     real, padded = (_row(batch.get(name)) for name in ("cu_seqlens", "cu_seqlens_padded"))
     if real is None:
         return None
     longest = max(hi - lo for lo, hi in pairwise(_documents(real if padded is None else padded)))
-    size = batch.get("local_cp_size")
-    params = PackedSeqParams(
-        qkv_format="thd",
+    params = BatchParams(
         cu_seqlens_q=real,
         cu_seqlens_kv=real,
         cu_seqlens_q_padded=padded,
         cu_seqlens_kv_padded=padded,
         max_seqlen_q=longest,
         max_seqlen_kv=longest,
-        local_cp_size=None if size is None else int(size),
-        cp_group=batch.get("hybrid_cp_group"),
+        **own,
     )
     group_of(params)  # Megatron's rotary embedding would fail on a group without this rank
-    setattr(params, _OURS, True)
     return params
-
-
-def is_ours(params: Any) -> bool:
-    """Return whether `packed_seq_params` made this description of a batch."""
-    return hasattr(params, _OURS)
 
 
 def _row(offsets: torch.Tensor | None) -> torch.Tensor | None:

@@ -13,6 +13,8 @@ import torch.distributed as dist
 
 from dfa_megatron.megatron.tokens.exchange import Relayout, TokenOrder
 from dfa_megatron.megatron.tokens.packed_documents import Pack
+from dfa_megatron.plan.language.mask import Mask
+from dfa_megatron.plan.language.tree import Tree
 from dfa_megatron.runtime.cu_seqlens import Offsets
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -45,6 +47,11 @@ class Visit:
     def offsets(self) -> Offsets:
         """Return the global offsets of the documents inside; () without."""
         return () if self.pack is None else self.pack.offsets
+
+    @property
+    def pairs(self) -> Tree | Mask | None:
+        """Return the tree or the mask that says who attends to whom, if any."""
+        return None if self.pack is None else self.pack.pairs
 
     @property
     def moves(self) -> bool:
