@@ -15,7 +15,7 @@ from tests.support import house
 PUBLIC = {
     "attention.py:dist_flash_attn_func",
     "attention.py:dist_flash_attn_varlen_func",
-    "pack_planner.py:__init__",
+    "planner.py:__init__",
 }
 
 FRAMEWORKS_OWN = {

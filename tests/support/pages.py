@@ -18,7 +18,7 @@ ALONE = (
     ("docs/masks.md", "mask=tree"),
     ("docs/masks.md", "union("),
     ("docs/packed.md", "dist_flash_attn_varlen_func"),
-    ("docs/packed.md", "PackPlanner"),
+    ("docs/packed.md", "AttentionPlanner"),
     ("docs/start.md", "kernel="),
 )
 """Blocks that need PyTorch alone."""
