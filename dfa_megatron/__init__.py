@@ -14,7 +14,7 @@ _HOME = {
     "DistAttentionConfig": "dfa_megatron.config",
     "DistFlashAttention": "dfa_megatron.attention",
     "MegatronConfig": "dfa_megatron.config",
-    "PackPlanner": "dfa_megatron.pack_planner",
+    "AttentionPlanner": "dfa_megatron.planner",
     "StepLog": "dfa_megatron.step_log",
     "TrainingConfig": "dfa_megatron.config",
     "check_plan": "dfa_megatron.plan.proof.check",
@@ -35,21 +35,21 @@ _HOME = {
 if TYPE_CHECKING:
     from dfa_megatron.attention import DistFlashAttention, dist_flash_attn_func, dist_flash_attn_varlen_func
     from dfa_megatron.config import DistAttentionConfig, MegatronConfig, TrainingConfig
-    from dfa_megatron.pack_planner import PackPlanner
     from dfa_megatron.plan.cost.choose import make_plan
     from dfa_megatron.plan.cost.simulate import simulate
     from dfa_megatron.plan.draw import draw
     from dfa_megatron.plan.proof.check import check_plan
     from dfa_megatron.plan.schedules import with_blocks
+    from dfa_megatron.planner import AttentionPlanner
     from dfa_megatron.runtime.counters import stats
     from dfa_megatron.sharding import local_positions, shard_sequence, tree_positions, unshard_sequence
     from dfa_megatron.step_log import StepLog, training_flops
 
 __all__ = [
+    "AttentionPlanner",
     "DistAttentionConfig",
     "DistFlashAttention",
     "MegatronConfig",
-    "PackPlanner",
     "StepLog",
     "TrainingConfig",
     "__version__",

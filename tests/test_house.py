@@ -15,7 +15,7 @@ from tests.support import house
 PUBLIC = {
     "attention.py:dist_flash_attn_func",
     "attention.py:dist_flash_attn_varlen_func",
-    "pack_planner.py:__init__",
+    "planner.py:__init__",
     "recurrence/functions.py:dist_conv",
     "recurrence/upstream.py:dist_mamba1",
     "recurrence/upstream.py:dist_mamba2",
@@ -52,20 +52,20 @@ LONG_FUNCTIONS_FOR_NOW = {
 
 BUDGETS = {
     "benchmarks": 6_165,
-    "cli": 645,
+    "cli": 672,
     "deepspeed": 1_450,
     "doctor": 1_039,
     "huggingface": 4_660,
     "kernels": 3_779,
     "loss": 709,
     "megatron": 4_812,
-    "plan": 5_432,
+    "plan": 5_554,
     "proving": 763,
     "recurrence": 1_395,
     "remat": 529,
-    "runtime": 5_260,
-    "tests": 37_534,
-    "top": 1_512,
+    "runtime": 5_280,
+    "tests": 37_582,
+    "top": 1_576,
     "trees": 305,
 }
 """Lines of Python in a folder of the package, in its files beside them ("top"), in tests and in benchmarks.

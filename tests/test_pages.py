@@ -39,7 +39,7 @@ def test_the_code_of_a_page_runs(block: pages.Block, capsys: pytest.CaptureFixtu
     shape = (16384, 1, 8) if packed else (1, 64, 4, 32)
     names: dict[str, Any] = {"group": None, "tokens": torch.arange(16384), "labels": torch.arange(16384)}
     names |= {x: torch.randn(shape) for x in "qkv"}
-    if block[1] == "PackPlanner":
+    if block[1] == "AttentionPlanner":
         names |= {"pack": _pack, "dataset": [5, 9, 2], "DataLoader": _Loader}
     found = pages.run(block, names)
     if "out" in found:

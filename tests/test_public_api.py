@@ -18,7 +18,7 @@ NAMES = {
     "DistAttentionConfig",
     "DistFlashAttention",
     "MegatronConfig",
-    "PackPlanner",
+    "AttentionPlanner",
     "StepLog",
     "TrainingConfig",
     "__version__",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,7 @@ from dfa_megatron.plan.cost.hardware import PROFILES, Hardware, profile_named
 from dfa_megatron.plan.cost.simulate import simulate
 from dfa_megatron.plan.draw import draw
 from dfa_megatron.plan.language import mask as masks
+from dfa_megatron.plan.language.geometry import UNBOUNDED, Span, Tile
 from dfa_megatron.plan.language.ir import AttentionPlan
 from dfa_megatron.plan.language.mask import Mask
 from dfa_megatron.plan.language.shape import AttentionShape, HeadSplit, split_heads, split_tokens
@@ -53,7 +55,8 @@ class PlanFlags:
     ulysses_degree: str = flag("1", "ranks that exchange heads for tokens around the schedule, or auto")
     remat: bool = flag(True, "layers are rematerialized: a backward exchanges heads once more")
     seq_length: int = flag(65536, "tokens of all ranks")
-    mask: str = flag("causal", ", ".join(MASKS), group="mask")
+    mask: str = flag("causal", ", ".join(MASKS) + ", or a .json file of tiles", group="mask")
+    tree: Path | None = flag(None, "a .json file of segments, in place of --mask", group="mask", metavar="FILE")
     window_size: tuple[int, int] = flag((4096, 0), "for masks of windows", group="mask", metavar=("LEFT", "RIGHT"))
     documents: str = flag("", "lengths, for masks of documents and segments", group="mask", metavar="N,N,...")
     parents: str = flag("", "of segments, after `=` (default: the first's children)", group="mask", metavar="-1,0,...")
@@ -104,7 +107,7 @@ def run(args: argparse.Namespace) -> int:
     plan = make_plan(mask, ranks, shape=shape, hardware=inside, **choice)
     print(report(plan, shape, inside))
     if degree > 1:
-        tokens = flags.seq_length // flags.ranks
+        tokens = mask.length // flags.ranks
         split_tokens(degree, 0, flags.ranks, plan.layout, tokens)
         print(f"\nulysses_degree=auto is {degree} here" if flags.ulysses_degree == "auto" else "")
         print(_exchange(heads, whole, tokens, flags.ranks, kept=not flags.remat))
@@ -136,6 +139,8 @@ def _degree(asked: str | int) -> int:
 
 
 def _mask(flags: PlanFlags) -> Mask:
+    if flags.tree is not None or flags.mask.endswith(".json"):
+        return _from_file(flags.tree or Path(flags.mask), is_tree=flags.tree is not None)
     if flags.mask not in MASKS:
         raise UnsupportedError(f"mask {flags.mask!r}", "there is no such mask", nearest(flags.mask, MASKS))
     try:
@@ -143,6 +148,28 @@ def _mask(flags: PlanFlags) -> Mask:
     except ValueError as error:
         what = f"mask {flags.mask!r} of {flags.seq_length} tokens"
         raise UnsupportedError(what, str(error), "other lengths") from error
+
+
+def _from_file(path: Path, *, is_tree: bool) -> Mask:
+    """Return the tree or the union of tiles that a file describes."""
+    instead = '{"lengths": [16, 8, 8], "parents": [-1, 0, 0]}, or "window" beside them'
+    if not is_tree:
+        instead = '{"length": 32, "tiles": [[q_lo, q_hi, kv_lo, kv_hi, lo or null, hi or null], ...]}'
+    try:
+        value = json.loads(path.read_text("utf-8"))
+        if is_tree:
+            return prompt_tree(value["lengths"], value["parents"], window=value.get("window", -1))
+        tiles = [
+            Tile(Span(a, b), Span(c, d), -UNBOUNDED if lo is None else lo, UNBOUNDED if hi is None else hi)
+            for a, b, c, d, lo, hi in value["tiles"]
+        ]
+        if any(type(number) is not int for tile in value["tiles"] for number in tile if number is not None):
+            raise ValueError("a number is not whole")
+        return masks.union(str(value.get("name", path.stem)), value["length"], tiles)
+    except (ValueError, TypeError, AttributeError) as error:
+        raise UnsupportedError(str(path), str(error), instead) from error
+    except KeyError as error:
+        raise UnsupportedError(str(path), f"it lacks {error}", instead) from error
 
 
 def _exchange(heads: HeadSplit, whole: AttentionShape, tokens: int, ranks: int, *, kept: bool) -> str:

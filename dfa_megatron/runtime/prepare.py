@@ -26,7 +26,7 @@ from dfa_megatron.runtime.execute.sinks_and_slopes import describe_slopes, sinks
 from dfa_megatron.runtime.execute.ulysses import HeadExchange, stand_ins
 from dfa_megatron.runtime.execute.wire_format import Format
 from dfa_megatron.runtime.problem import Inputs, Problem, degree_of, problem_of, refuse_tensors
-from dfa_megatron.runtime.rank_plan import MemoryPlan, RankPlan, rank_plan
+from dfa_megatron.runtime.rank_plan import MemoryPlan, RankPlan, degree_ahead, rank_plan
 from dfa_megatron.runtime.request import OPTIONS, Request
 
 logger = logging.getLogger(__name__)
@@ -213,7 +213,7 @@ def _build_with_degree(request: Request, over: Channel | None, inputs: Inputs) -
     degree, problem = request.config.fixed_degree, None
     if degree == 1:
         problem = problem_of(request, size, inputs, over)
-        degree = degree_of(request, problem, over, cuda=inputs.q.is_cuda)
+        degree = degree_ahead(problem) or degree_of(request, problem, size, cuda=inputs.q.is_cuda)
     if degree > 1:
         if request.plan is not None:
             why = "a plan is one of all ranks of the group"
@@ -323,8 +323,10 @@ def kinds_of(facts: Facts, prepared: Prepared) -> tuple[Kind, Kind, Kind]:
     options = [f"{name}={value!r}" for name in _COMPARED if (value := getattr(request, name)) != defaults[name].default]
     if (degree := request.config.ulysses_degree) != "auto":
         options.append(f"ulysses_degree={degree}")
-    if request.mask is not None or request.plan is not None:
-        options.append(prepared.plan.forward.mask.name)
+    if request.mask is not None:
+        options.append(request.mask.name)
+    elif request.plan is not None:
+        options.append(request.plan.forward.mask.name)
     packed = [describe(request.cu_seqlens)] if request.cu_seqlens else []
     shapes = ", ".join(f"{name} {facts[f'shape of {name}']}" for name in ("q", "k", "v"))
     text = ", ".join((shapes, facts["dtype"], facts["plan"].partition(",")[0], facts["kernel"], *options, *packed))

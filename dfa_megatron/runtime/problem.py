@@ -143,18 +143,19 @@ def refuse_tensors(inputs: Inputs) -> None:
 
 
 def problem_of(
-    request: Request, ranks: int, inputs: Inputs, over: Channel | None, *, exchanged: bool = False
-) -> Problem:
+    request: Request, ranks: int, inputs: Inputs, over: Channel | None, *, exchanged: bool = False,
+    kind: MaskKind | None = None,
+) -> Problem:  # fmt: skip
     """Return the problem of a request, for tensors like these on each of so many ranks.
 
     exchanged: the tensors are results of an exchange of heads. Then fewer ranks than `over` has run the plan, and
-    neighbours among these exchange.
+    neighbours among these exchange. kind: of the mask, in place of the request's own.
 
     Raises:
         UnsupportedError: no kernel serves.
     """
     q, k, v, *_ = inputs
-    need = _need(request, inputs, _forms(request, ranks * q.shape[1]))
+    need = _need(request, inputs, kind or kind_of(request, ranks * q.shape[1]))
     kernel = kernels.select(request.config.kernel, need)
     alone = ranks == 1 and not exchanged  # nothing is sent
     shape = AttentionShape(
@@ -183,23 +184,30 @@ def problem_of(
     )
 
 
-def _forms(request: Request, length: int) -> frozenset[Form]:
-    """Return the forms of all tiles that any rank may compute, so that all ranks choose the same kernel.
+class MaskKind(NamedTuple):
+    """What a kernel must know of a mask: the forms of all tiles that any rank may compute, and if lengths are many."""
+
+    forms: frozenset[Form]
+    packed: bool
+
+
+def kind_of(request: Request, length: int) -> MaskKind:
+    """Return the kind of a request's mask; all ranks choose the kernel by it.
 
     Ranks cut queries and keys at the same tokens. So a tile of a causal document is full or square causal again. A
-    pack's forms do not depend on its documents: a planner of packs has chosen the kernel before it sees them.
+    pack's forms do not depend on its documents: a planner has chosen the kernel before it sees them.
     """
     if request.cu_seqlens:
-        return frozenset({"full", "causal"} if request.window_size == (-1, -1) else {"full", "band"})
+        return MaskKind(frozenset({"full", "causal"} if request.window_size == (-1, -1) else {"full", "band"}), True)
     found: set[Form] = {"full"}
     for tile in filter(None, (tile.shrink() for tile in request.mask_over(length).tiles)):
         if tile.form != "full":
             is_causal = tile.lo == -UNBOUNDED and tile.hi == 0 and tile.q == tile.kv
             found.add("causal" if is_causal else "band")
-    return frozenset(found)
+    return MaskKind(frozenset(found), request.irregular)
 
 
-def _need(request: Request, inputs: Inputs, forms: frozenset[Form]) -> Need:
+def _need(request: Request, inputs: Inputs, kind: MaskKind) -> Need:
     q, k, v, *_ = inputs
     return Need(
         device=q.device.type,
@@ -208,28 +216,28 @@ def _need(request: Request, inputs: Inputs, forms: frozenset[Form]) -> Need:
         kv_heads=k.shape[2],
         head_dim=q.shape[3],
         head_dim_v=v.shape[3],
-        forms=forms,
+        forms=kind.forms,
         deterministic=request.deterministic,
         capability=torch.cuda.get_device_capability(q.device) if q.is_cuda else None,
         softcap=request.softcap,
         alibi=request.alibi,
-        packed=bool(request.cu_seqlens) or request.irregular,
+        packed=kind.packed,
     )
 
 
-def degree_of(request: Request, problem: Problem, over: Channel | None, *, cuda: bool) -> int:
+def degree_of(request: Request, problem: Problem, ranks: int, *, cuda: bool) -> int:
     """Return the degree of Ulysses to run with, 1 for no exchange of heads.
 
     problem: without an exchange. cuda: the tensors are on GPUs.
     """
     config = request.config
-    if config.ulysses_degree != "auto" or over is None or request.cu_seqlens or request.plan is not None:
+    if config.ulysses_degree != "auto" or ranks == 1 or request.cu_seqlens or request.plan is not None:
         return config.fixed_degree
     if config.hardware == "auto" and not cuda:
         return 1
     return automatic_degree(
         problem.mask,
-        over.size,
+        ranks,
         schedule=request.config.schedule,
         layout=request.layout,
         shape=problem.shape,

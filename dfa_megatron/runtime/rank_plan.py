@@ -102,7 +102,10 @@ _KEPT = 256
 
 @dataclass(frozen=True, slots=True)
 class RankPlan:
-    """One rank's programs; plain data, which travels between processes of a host by pickle."""
+    """One rank's programs; plain data, which travels between processes of a host by pickle.
+
+    asked: of a plan made ahead, the problem without an exchange of heads, of which `degree` neighbours exchange.
+    """
 
     problem: Problem
     rank: int
@@ -110,6 +113,8 @@ class RankPlan:
     digest: str
     forward: MemoryPlan
     backward: MemoryPlan
+    asked: Problem | None = None
+    degree: int = 1
 
     def use(self) -> None:
         """Register the plan in this process. Plans that no call uses are dropped when newer ones have come."""
@@ -195,6 +200,11 @@ def _placed(plan: Plan, rank: int, problem: Problem) -> MemoryPlan:
 _ahead: OrderedDict[tuple[Problem, int], RankPlan] = OrderedDict()
 
 
+def degree_ahead(problem: Problem) -> int | None:
+    """Return the number of neighbours that exchange heads in a plan made ahead of a problem; None if there is none."""
+    return next((plan.degree for plan in _ahead.values() if plan.asked == problem), None)
+
+
 def rank_plan(problem: Problem, rank: int) -> RankPlan:
     """Return the cached rank plan, or a new one; arguments and errors as for `work_out`."""
     known = _ahead.get((problem, rank))
@@ -204,7 +214,7 @@ def rank_plan(problem: Problem, rank: int) -> RankPlan:
     if ahead is not None:
         differ = [spec.name for spec in fields(Problem) if getattr(ahead, spec.name) != getattr(problem, spec.name)]
         theirs, ours = ([f"{name} {getattr(one, name)}" for name in differ] for one in (ahead, problem))
-        _say_once(f"plans made ahead are for {theirs}, and calls bring {ours}: packs are planned as they come")
+        _say_once(f"plans made ahead are for {theirs}, and calls bring {ours}: they are planned as they come")
     return work_out(problem, rank)
 
 

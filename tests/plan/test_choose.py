@@ -18,14 +18,17 @@ from dfa_megatron.plan.cost.hardware import (
     H200_NVLINK,
     H200_SLOW_LINK,
     IDEAL_LINK,
+    Hardware,
     Host,
     Link,
     computing_with,
 )
 from dfa_megatron.plan.cost.simulate import bytes_sent, simulate
-from dfa_megatron.plan.language.mask import Mask, causal, documents, full, sliding_window
+from dfa_megatron.plan.language.mask import Mask, causal, documents, full, prefix_lm, sliding_window
 from dfa_megatron.plan.language.shape import AttentionShape, split_tokens
+from dfa_megatron.plan.language.tree import prompt_tree
 from dfa_megatron.plan.schedules import OWNER_COMPUTES
+from tests.support.plan_cases import some_lengths, some_parents
 
 FEW = AttentionShape(kv_heads=8)
 
@@ -127,27 +130,28 @@ def test_what_auto_takes_for_a_pack_is_about_the_best_of_all_simulated(layout: s
     assert simulate(taken.plan, shape, H200_NVLINK).seconds <= min(seconds) * worse
 
 
-def test_a_pack_plans_only_schedules_that_may_win_and_takes_what_wins_among_all(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    about = {"layout": "contiguous", "shape": AttentionShape(heads=64, kv_heads=8), "hardware": H200_NVLINK}
-    left_out = 0
-    for seed in range(6):
-        generator, ranks = random.Random(seed), (2, 3, 4)[seed % 3]
-        ends = sorted(generator.sample(range(1, ranks * 8192), 9))
-        mask = documents([hi - lo for lo, hi in pairwise([0, *ends, ranks * 8192])])
-        some = candidates(mask, ranks, **about)  # type: ignore[arg-type]
-        with monkeypatch.context() as without_bounds:
-            without_bounds.setattr(choose, "_compute_seconds", lambda *_: 0.0)
-            choose._of_schedules.cache_clear()
-            every = candidates(mask, ranks, **about)  # type: ignore[arg-type]
-        choose._of_schedules.cache_clear()
-        left_out += sum("computes for longer" in one.refusal for one in some)
-        taken, wins = best(some), best(every)
-        assert taken is not None
-        assert wins is not None
-        assert taken.plan == wins.plan
-    assert left_out > 3
+@pytest.mark.parametrize("hardware", [H200_NVLINK, H200_SLOW_LINK, replace(H200_NIC_400G, ranks_per_node=2)])
+def test_auto_looks_only_at_what_may_win_and_takes_what_wins_among_all(hardware: Hardware) -> None:
+    shape, left_out = AttentionShape(heads=16, kv_heads=4, backward_needs="delta"), 0
+    for seed in range(4):
+        generator, ranks = random.Random(seed), (4, 6, 8, 8)[seed]
+        tokens = ranks * generator.choice([1024, 8192])
+        lengths = some_lengths(tokens, generator)
+        tree = prompt_tree(lengths, some_parents(len(lengths), generator))
+        for mask in (documents(lengths), tree, prefix_lm(tokens, tokens // 3), sliding_window(tokens, 2000, 900)):
+            about = {"layout": "contiguous", "shape": shape, "hardware": hardware}
+            every = candidates(mask, ranks, **about, degrees=True, kept=True)  # type: ignore[arg-type]
+            degree = automatic_degree(mask, ranks, schedule="auto", **about)  # type: ignore[arg-type]
+            some = choose._that_may_win(mask, ranks, "contiguous", shape, hardware)
+            alone = [one for one in every if one.ulysses_degree == 1]
+            left_out += sum(bool(one.plan) for one in alone) - sum(bool(one.plan) for one in some)
+            wins, taken, of_all = best(tuple(alone)), best(some), best(every)
+            assert wins
+            assert taken
+            assert of_all
+            assert taken.plan == wins.plan == make_plan(mask, ranks, **about)  # type: ignore[arg-type]
+            assert degree == of_all.ulysses_degree
+    assert left_out > 0
 
 
 def test_no_degree_is_taken_that_load_balanced_tokens_do_not_allow() -> None:

@@ -106,6 +106,32 @@ def test_every_mask_can_be_shown(mask: list[str], capsys: pytest.CaptureFixture[
 
 
 @pytest.mark.parametrize(
+    ("flag", "content", "said"),
+    [
+        ("--tree", '{"lengths": [16, 8, 8], "parents": [-1, 0, 0]}', "prompt tree(-1,0,0;16,8,8) over 32 tokens"),
+        (
+            "--mask",
+            '{"length": 32, "tiles": [[0, 32, 0, 9, null, null], [0, 32, 0, 32, -3, 0]]}',
+            "of a over 32 tokens",
+        ),
+        ("--mask", '{"length": 32, "tiles": [[0, 32, 0, 9]]}', "not enough values to unpack"),
+        ("--mask", '{"length": 32, "tiles": [[0, 2.5, 0, 9, null, 0]]}', "a number is not whole"),
+        ("--mask", '{"length": 32, "tile": []}', "it lacks 'tiles'. What works: {\"length\": 32"),
+        ("--tree", '{"lengths": [16, 8], "parents": [-1, 4]}', "the parent of segment 1 is -1, 0 or an ancestor of 0"),
+        ("--tree", "[1, 2", "delimiter"),
+    ],
+)
+def test_a_tree_or_a_union_of_tiles_is_read_from_a_file(
+    flag: str, content: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "a.json").write_text(content)
+    status = main(["plan", "--ranks", "2", flag, str(tmp_path / "a.json")])
+    out, error = capsys.readouterr()
+    assert said in (error if status else out)
+    assert status == (0 if "over 32 tokens" in said else 2)
+
+
+@pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
         (["--schedule", "circle"], "one of auto, ring, balanced, balanced_shared, greedy"),

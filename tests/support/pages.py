@@ -17,7 +17,7 @@ ALONE = (
     ("docs/masks.md", "mask=mask"),
     ("docs/masks.md", "union("),
     ("docs/packed.md", "dist_flash_attn_varlen_func"),
-    ("docs/packed.md", "PackPlanner"),
+    ("docs/packed.md", "AttentionPlanner"),
     ("docs/start.md", "dist_flash_attn_func(*map"),
     ("docs/trees.md", "mask=pack"),
 )

@@ -9,13 +9,14 @@ from functools import lru_cache
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.names import LAYOUTS
 from dfa_megatron.plan.cost.hardware import H200_NVLINK, Hardware
-from dfa_megatron.plan.cost.outline import estimate, outline
-from dfa_megatron.plan.language.ir import BACKWARD, FORWARD, AttentionPlan, loads, needed_pairs
-from dfa_megatron.plan.language.layout import contiguous
+from dfa_megatron.plan.cost.outline import Estimate, estimate, outline, port_seconds
+from dfa_megatron.plan.language.ir import BACKWARD, FORWARD, AttentionPlan, Block, Phase, Plan, loads, needed_pairs
+from dfa_megatron.plan.language.layout import Layout, contiguous
 from dfa_megatron.plan.language.mask import Mask, components
 from dfa_megatron.plan.language.shape import AttentionShape, split_heads
-from dfa_megatron.plan.schedules import ALL, OWNER_COMPUTES, SCHEDULES, Schedule, over_nodes, plan_named
-from dfa_megatron.plan.schedules.route import direct
+from dfa_megatron.plan.schedules import ALL, OWNER_COMPUTES, SCHEDULES, Schedule, plan_named
+from dfa_megatron.plan.schedules.route import direct, gateway
+from dfa_megatron.plan.uncollected import uncollected
 
 TIE = 0.02
 """Plans whose times differ by less than this share are a tie. The order of `schedules.ALL` decides a tie."""
@@ -26,11 +27,6 @@ EXCHANGES = 4
 COPIED = 180e9
 """Bytes per second that an exchange brings to a plan of several ranks, which reads a copy in order. Measured: degree 2
 on four ranks in benchmarks/results/2026-11-21-4xh200-ulysses-flash4.json.
-"""
-
-MANY_TILES = 4
-"""Above this many tiles a schedule is left out if its work alone takes longer than another schedule: a pack comes with
-every batch.
 """
 
 EVEN = 1.05
@@ -138,7 +134,7 @@ def make_plan(
         return plan_named(schedule, mask, ranks, hardware.node_size(ranks) if routed else None)
     if layout in OWNER_COMPUTES and hardware.node_size(ranks) is None:
         return OWNER_COMPUTES[layout].plan(mask, ranks)  # the only candidate
-    looked_at = candidates(mask, ranks, layout=layout, shape=shape, hardware=hardware)
+    looked_at = _that_may_win(mask, ranks, layout, shape or AttentionShape(), hardware)
     taken = best(looked_at)
     if taken is None or taken.plan is None:
         what = f"mask {mask.name} over {mask.length} tokens on {ranks} ranks in layout {layout!r}"
@@ -182,67 +178,120 @@ def candidates(
     return tuple(looked_at)
 
 
-@lru_cache(maxsize=8)
-def _of_schedules(
-    mask: Mask, ranks: int, layout: str, shape: AttentionShape, hardware: Hardware
+def _that_may_win(
+    mask: Mask, ranks: int, layout: str, shape: AttentionShape, hardware: Hardware, most: float = math.inf
 ) -> tuple[Candidate, ...]:
-    """Return candidates without an exchange; the choice of a degree and of a schedule both ask for them."""
+    """Return candidates without an exchange, but for those that lose to another, or take longer than `most` by TIE.
+
+    The choice of a degree and of a schedule both ask for them. What was found with a lower `most` serves where the best
+    is below that: nothing that was left out is within TIE of it.
+    """
+    known = _known(mask, ranks, layout, shape, hardware)
+    if not any(most <= lower or ((one := best(found)) and one.seconds <= lower) for lower, found in known):
+        known[:] = [(most, _of_schedules(mask, ranks, layout, shape, hardware, most * (1 + TIE)))]
+    return known[0][1]
+
+
+@lru_cache(maxsize=16)
+def _known(*about: object) -> list[tuple[float, tuple[Candidate, ...]]]:
+    """Return what `_that_may_win` keeps for these arguments."""
+    return []
+
+
+def _of_schedules(
+    mask: Mask, ranks: int, layout: str, shape: AttentionShape, hardware: Hardware, most: float | None = None
+) -> tuple[Candidate, ...]:
+    """Return candidates without an exchange: all, or those that may win and take at most so long."""
     found: dict[Schedule, list[Candidate]] = {}
-    assigned, most = {}, dict[Schedule, float]()
+    assigned, load = {}, dict[Schedule, float]()
     for schedule in ALL:
-        why, instead = _needless(schedule, mask, ranks, layout, most), ""
+        why, instead = _needless(schedule, mask, ranks, layout, load), ""
         if not why:
             try:
                 assigned[schedule] = held, blocks = schedule.assigned(mask, ranks)
-                most[schedule] = max(loads(blocks, mask, held))
+                load[schedule] = max(loads(blocks, mask, held))
             except UnsupportedError as error:
                 why, instead = error.why, error.instead
         if why:
             found[schedule] = [Candidate(schedule.name, schedule.layout, refusal=why, instead=instead)]
-    nodes, least = hardware.node_size(ranks), math.inf
-    for schedule in sorted(most, key=most.__getitem__):  # the most even first: its time may show that others lose
-        if len(mask.tiles) > MANY_TILES and _compute_seconds(most[schedule], shape, hardware) > least * (1 + TIE):
-            why = "its most loaded rank computes for longer than another schedule takes"
-            found[schedule] = [Candidate(schedule.name, schedule.layout, refusal=why)]
-            continue
-        plans = [schedule.routed(mask, *assigned[schedule])]
-        if nodes is not None and schedule.route is direct:
-            plans.append(over_nodes(plans[0], nodes))
-        found[schedule] = [_timed(plan, shape, hardware) for plan in plans]
-        least = min(least, *(one.seconds for one in found[schedule]))
+    for schedule in sorted(load, key=load.__getitem__):  # the most even first: its time may show that others lose
+        limit = math.inf if most is None else most
+        found[schedule] = _timed(schedule, mask, *assigned[schedule], load[schedule], shape, hardware, limit)
+        if most is not None:
+            most = min([most, *(one.seconds * (1 + TIE) for one in found[schedule] if one.plan)])
     return tuple(one for schedule in ALL for one in found[schedule])
 
 
-def _needless(schedule: Schedule, mask: Mask, ranks: int, layout: str, most: dict[Schedule, float]) -> str:
+def _needless(schedule: Schedule, mask: Mask, ranks: int, layout: str, loads: dict[Schedule, float]) -> str:
     """Return the reason why a schedule cannot serve or win beside those before it, or an empty string."""
     if layout not in ("auto", schedule.layout):
         return f"it needs layout {schedule.layout!r}"
-    if schedule.name == "balanced_shared" and not _has_far_pairs(mask, ranks):
-        return "the last step of balanced has no work to share"
-    has_zigzag = any(other.layout == "zigzag" for other in most)
+    if schedule.name == "balanced_shared" and (why := _why_not_shared(mask, ranks)):
+        return why
+    has_zigzag = any(other.layout == "zigzag" for other in loads)
     if schedule.layout == "load_balanced" and has_zigzag and len(components(mask)) == 1:
         return "there is one sequence, which zigzag balances"
     if schedule.name == "greedy":
         limit = EVEN * mask.area
-        even = [other.name for other, load in most.items() if other.layout == "contiguous" and load * ranks <= limit]
+        even = [other.name for other, load in loads.items() if other.layout == "contiguous" and load * ranks <= limit]
         return f"the work of {even[0]} is even" if even else ""
     return ""
 
 
-def _has_far_pairs(mask: Mask, ranks: int) -> bool:
-    """Return whether rows see keys half of the ranks away, which `balanced_shared` shares, or True for odd ranks."""
-    if ranks < 1 or ranks % 2 or mask.length % ranks:
-        return True
-    return any(2 * (q - kv) == ranks for q, kv in needed_pairs(mask, contiguous(mask.length, ranks)))
+def _why_not_shared(mask: Mask, ranks: int) -> str:
+    """Return why `balanced_shared` cannot serve, or shares nothing: no row sees keys half of the ranks away."""
+    if ranks < 1 or mask.length % ranks:
+        return ""  # it says so itself
+    pairs = needed_pairs(mask, contiguous(mask.length, ranks))
+    if any(q < kv for q, kv in pairs):
+        return "it pairs causal work only, and rows see keys of later ranks"
+    shares = ranks % 2 or any(2 * (q - kv) == ranks for q, kv in pairs)
+    return "" if shares else "the last step of balanced has no work to share"
 
 
-def _timed(plan: AttentionPlan, shape: AttentionShape, hardware: Hardware) -> Candidate:
-    parts = [estimate(outline(phase, shape.batch), shape, hardware) for phase in plan.phases]
-    device, host = sum(part.seconds for part in parts), sum(part.host_seconds for part in parts)
-    busy, sent = sum(part.busy for part in parts), max(map(sum, zip(*(part.sent for part in parts), strict=True)))
+def _timed(
+    schedule: Schedule, mask: Mask, layout: Layout, blocks: tuple[Block, ...], load: float, shape: AttentionShape,
+    hardware: Hardware, most: float,
+) -> list[Candidate]:  # fmt: skip
+    """Return the plans of these blocks, without gateways and with them, or refusals of those that take over `most`.
+
+    They are refused as soon as a bound shows it: the compute of the most loaded rank, the traffic of the fullest port,
+    then the steps so far with the compute that is left.
+    """
+    nodes = hardware.node_size(layout.ranks)
+    ways = [None, nodes] if schedule.route is direct and nodes not in (None, 1) else [None]
+    lost = Candidate(
+        schedule.name, schedule.layout, refusal="its work or its messages take longer than another schedule"
+    )
+    bounds = [_compute_seconds(load, shape, hardware, phase) for phase in (FORWARD, BACKWARD)]
+    found: dict[int | None, list[tuple[Plan, Estimate]]] = {way: [] for way in ways}
+    for number, phase in enumerate((FORWARD, BACKWARD)):
+        ports = port_seconds(blocks, layout, phase, shape, hardware, relays=schedule.route is not direct)
+        bounds[number] = max(bounds[number], ports) if most < math.inf else 0.0
+    for number, phase in enumerate((FORWARD, BACKWARD)):
+        if sum(bounds) > most or not any(len(parts) == number for parts in found.values()):
+            break
+        plain = Plan(mask, layout, phase, blocks, schedule.route(blocks, layout, phase))
+        for way, parts in found.items():
+            if len(parts) < number:
+                continue
+            plan = plain if way is None else replace(plain, transfers=gateway(plain.transfers, layout, phase, way))
+            spent = sum(part.seconds for _, part in parts) + sum(bounds[number + 1 :])
+            one = estimate(outline(plan, shape.batch), shape, hardware, most=most - spent)
+            if one.seconds < math.inf:
+                parts.append((plan, one))
+    return [_candidate(schedule, way, parts) if len(parts) == 2 else lost for way, parts in found.items()]
+
+
+def _candidate(schedule: Schedule, nodes: int | None, parts: list[tuple[Plan, Estimate]]) -> Candidate:
+    (forward, one), (backward, other) = parts
+    plan = AttentionPlan(schedule.name, schedule.layout, forward, backward, nodes)
+    device, host, busy = one.seconds + other.seconds, one.host_seconds + other.host_seconds, one.busy + other.busy
+    sent = max(map(sum, zip(one.sent, other.sent, strict=True)))
     return Candidate(plan.schedule, plan.layout, plan, device=device, host=host, busy=busy, sent=sent)
 
 
+@uncollected()
 def automatic_degree(
     mask: Mask, ranks: int, *, schedule: str, layout: str, shape: AttentionShape, hardware: Hardware
 ) -> int:
@@ -253,14 +302,17 @@ def automatic_degree(
     """
     if schedule != "auto" or len(components(mask)) > 1:
         return 1
-    looked_at = candidates(mask, ranks, layout=layout, shape=shape, hardware=hardware)
-    if (least := best(looked_at)) is None:
-        return 1
     even = _compute_seconds(mask.area / ranks, shape, hardware)  # no plan is faster than this and its exchanges
-    for degree in _degrees(ranks, shape):
-        if even + _exchange_seconds(mask, ranks, shape, hardware, degree, kept=True)[0] < least.seconds:
-            looked_at += tuple(_with_ulysses(mask, ranks, layout, shape, hardware, degree, kept=True))
-    taken = best(looked_at)
+    looked_at: dict[int, list[Candidate]] = {}
+    most, degrees, slack = math.inf, [1, *_degrees(ranks, shape)], 1.0
+    if hardware.node_size(ranks) is not None:  # plans of few ranks are soon made, and often win over several hosts
+        degrees, slack = degrees[::-1], 1 + TIE
+    for degree in degrees:
+        exchange = _exchange_seconds(mask, ranks, shape, hardware, degree, kept=True)[0] if degree > 1 else 0.0
+        if even + exchange < most:
+            looked_at[degree] = _with_ulysses(mask, ranks, layout, shape, hardware, degree, kept=True, most=most)
+            most = min([most, *(one.seconds * slack for one in looked_at[degree] if one.plan)])
+    taken = best(tuple(one for degree in sorted(looked_at) for one in looked_at[degree]))
     return taken.ulysses_degree if taken is not None else 1
 
 
@@ -268,20 +320,25 @@ def _degrees(ranks: int, shape: AttentionShape) -> list[int]:
     return [d for d in range(2, ranks + 1) if ranks % d == 0 and shape.heads % d == 0]
 
 
-def _compute_seconds(pairs: float, shape: AttentionShape, hardware: Hardware) -> float:
-    """Return the time of a forward and a backward over so many token pairs at the highest rate."""
-    phases = (FORWARD, hardware.forward), (BACKWARD, hardware.backward)
-    return sum(pairs * shape.flops_per_pair(phase) / max(rate for _, rate in curve) for phase, curve in phases)
+def _compute_seconds(pairs: float, shape: AttentionShape, hardware: Hardware, *phases: Phase) -> float:
+    """Return the time of a forward and a backward, or of one, over so many token pairs at the highest rate."""
+    curves = {FORWARD: hardware.forward, BACKWARD: hardware.backward}
+    each = phases or (FORWARD, BACKWARD)
+    return sum(pairs * shape.flops_per_pair(phase) / max(rate for _, rate in curves[phase]) for phase in each)
 
 
 def _with_ulysses(
-    mask: Mask, ranks: int, layout: str, shape: AttentionShape, hardware: Hardware, degree: int, kept: bool
-) -> list[Candidate]:
+    mask: Mask, ranks: int, layout: str, shape: AttentionShape, hardware: Hardware, degree: int, kept: bool,
+    most: float | None = None,
+) -> list[Candidate]:  # fmt: skip
     """Return candidates with fewer ranks per plan: `degree` neighbours exchange heads for tokens around it."""
+    if degree == 1:
+        return [*_that_may_win(mask, ranks, layout, shape, hardware, math.inf if most is None else most)]
     inner = split_heads(degree, ranks, shape.heads, shape.kv_heads).shape(shape), hardware.inside(degree)
     exchange, sent = _exchange_seconds(mask, ranks, shape, hardware, degree, kept=kept)
     found = []
-    for one in _of_schedules(mask, ranks // degree, layout, *inner):
+    about = mask, ranks // degree, layout, *inner
+    for one in _of_schedules(*about) if most is None else _that_may_win(*about, most - exchange):
         if one.layout == "load_balanced":
             why = "neighbours do not hold the tokens that one rank of its plan would"
             one = Candidate(one.schedule, one.layout, refusal=why)

@@ -8,12 +8,16 @@ instead; tests hold the two together. An outline also stretches to other lengths
 from __future__ import annotations
 
 import heapq
+import math
+import operator
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from dfa_megatron.plan.cost.hardware import Hardware
-from dfa_megatron.plan.language.ir import Phase, Plan, areas
+from dfa_megatron.plan.language.ir import Block, Phase, Plan, areas
+from dfa_megatron.plan.language.layout import Layout
 from dfa_megatron.plan.language.shape import AttentionShape, bytes_of
 from dfa_megatron.plan.lowering.messages import names_joined
 
@@ -86,13 +90,16 @@ def _buffer_of(owner: int, rank: int, is_joined: bool) -> int:
     return -1 if owner != rank and is_joined else owner
 
 
-def estimate(plan: Outline, shape: AttentionShape, hardware: Hardware, length: int | None = None) -> Estimate:
+def estimate(
+    plan: Outline, shape: AttentionShape, hardware: Hardware, length: int | None = None, most: float = math.inf
+) -> Estimate:
     """Time a plan on a machine, at its own length or with its mask stretched to another length.
 
     Args:
         plan: from `outline`.
         shape, hardware: as for `simulate`.
         length: tokens of the whole sequence.
+        most: seconds; what takes more is given up, with infinite seconds, as soon as the compute that is left shows it.
     """
     stretch, ranks = 1.0 if length is None else length / plan.length, range(plan.ranks)
     row = {name: bytes_of(name, 1, shape) for name in {name for parts in plan.contents for name, _ in parts}}
@@ -104,11 +111,18 @@ def estimate(plan: Outline, shape: AttentionShape, hardware: Hardware, length: i
     took = _kernel_seconds(plan, shape, hardware, stretch)
     done, ended, delivered, busy = ([0.0] * plan.ranks for _ in range(4))
     sent, calls, merges, posts = ([0] * plan.ranks, [0] * plan.ranks), *([0] * plan.ranks for _ in range(3))
+    left = [0.0] * plan.ranks
+    for work in plan.work if most < math.inf else ():
+        for rank, *call in work:
+            left[rank] += took[*call]
     for step, (work, messages) in enumerate(zip(plan.work, plan.messages, strict=True)):
+        if max(map(operator.add, done, left)) > most:
+            return Estimate(math.inf, math.inf, 0.0, (), ())
         posted = [max(pair) for pair in zip(delivered, ended, strict=True)] if step > 1 else delivered
         for rank, *call in work:
             done[rank] += took[*call]
             busy[rank] += took[*call]
+            left[rank] -= took[*call]
             calls[rank] += 1
         ended = done.copy()
         queued = [(src, dst, seconds[at][far := node[src] != node[dst]], far) for src, dst, at in messages]
@@ -123,6 +137,44 @@ def estimate(plan: Outline, shape: AttentionShape, hardware: Hardware, length: i
             busy[dst] += merged[at] * hardware.launch_overhead
     host = max(hardware.host.seconds(calls[rank], merges[rank], posts[rank]) for rank in ranks)
     return Estimate(max(done), host, sum(busy) / plan.ranks, tuple(sent[False]), tuple(sent[True]))
+
+
+def port_seconds(
+    blocks: Iterable[Block], layout: Layout, phase: Phase, shape: AttentionShape, hardware: Hardware, *, relays: bool
+) -> float:
+    """Return how long the fullest port sends or receives, by links and adapters: no estimate of these blocks is below.
+
+    A chunk crosses to a node once, as with gateways. relays: the route is `ring_relay`, else `direct`.
+    """
+    ranks, owner, nodes = layout.ranks, layout.owner, [hardware.node(rank) for rank in range(layout.ranks)]
+    ports = [[0] * ranks for _ in range(4)]  # sending and receiving: of links, of adapters
+    for at, (read, write) in enumerate(((phase.read_q, phase.write_q), (phase.read_kv, phase.write_kv)), 2):
+        there, back = bytes_of(read, 1, shape), bytes_of(write, 1, shape) if write else 0
+        if relays and at == 3:
+            steps = {block[at]: block[0] for block in sorted(blocks)}  # the last one of each chunk
+            for rank, tokens in enumerate(_relayed(steps, layout)):
+                ports[2 * (nodes[rank] != nodes[(rank + 1) % ranks])][rank] += tokens * there
+        ends = () if relays else {(b[at], b[1] if nodes[b[1]] == nodes[owner[b[at]]] else ~nodes[b[1]]) for b in blocks}
+        for chunk, end in ends:
+            home, tokens, far = owner[chunk], len(layout.chunks[chunk]), 2 * (end < 0)
+            if end != home:
+                ports[far][home] += tokens * there
+                ports[far + 1][home] += tokens * back
+            if end != home and not far:
+                ports[0][end] += tokens * back
+                ports[1][end] += tokens * there
+    rates = [link.bytes_per_second for link in (hardware.link, hardware.network or hardware.link)]
+    return max(max(port) / rates[at // 2] for at, port in enumerate(ports))
+
+
+def _relayed(steps: Mapping[int, int], layout: Layout) -> list[int]:
+    """Return the tokens that each rank sends on, if each chunk hops from its owner's rank for so many steps."""
+    change = [0] * (2 * layout.ranks + 1)
+    for chunk, last in steps.items():
+        change[layout.owner[chunk]] += len(layout.chunks[chunk])
+        change[layout.owner[chunk] + last] -= len(layout.chunks[chunk])
+    passed = [*accumulate(change)]
+    return [sum(passed[rank :: layout.ranks][:2]) for rank in range(layout.ranks)]
 
 
 def deliver(

@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import NamedTuple
 
-from dfa_megatron.plan.language.geometry import Span, Tile
+from dfa_megatron.plan.language.geometry import Tile
 from dfa_megatron.plan.language.layout import Layout
 from dfa_megatron.plan.language.mask import Mask, kept_on_mask
 
@@ -182,15 +182,20 @@ def needed_pairs(mask: Mask, layout: Layout) -> Pairs:
     order = sorted(range(len(chunks)), key=lambda chunk: (chunks[chunk].lo, chunks[chunk].hi))
     starts = [chunks[chunk].lo for chunk in order]
 
-    def overlapping(span: Span) -> list[int]:
-        first = max(0, bisect_right(starts, span.lo) - 1)
-        return order[first : bisect_left(starts, span.hi)]
+    def overlapping(lo: int, hi: int) -> list[int]:
+        return order[max(0, bisect_right(starts, lo) - 1) : bisect_left(starts, hi)]
 
     for tile in mask.tiles:
-        columns = overlapping(tile.kv)
-        for q in columns if tile.q is tile.kv else overlapping(tile.q):
-            for kv in columns:
-                if part := tile.restrict(chunks[q], chunks[kv]):
+        (first, end), lo, hi = (tile.kv.lo, tile.kv.hi), tile.lo, tile.hi
+        for q in overlapping(tile.q.lo, tile.q.hi):
+            rows = chunks[q] & tile.q
+            # Every row sees the keys from `begin` to `until`, which need no look at the diagonals.
+            begin, until = max(first, rows.hi - 1 + lo), min(end, rows.lo + hi + 1)
+            for kv in overlapping(max(first, rows.lo + lo), min(end, rows.hi + hi)):
+                keys = chunks[kv]
+                if begin <= keys.lo < keys.hi <= until and rows.lo < rows.hi:
+                    pairs[q, kv].append(Tile(rows, keys))
+                elif part := tile.restrict(rows, keys):
                     pairs[q, kv].append(part)
     return MappingProxyType({pair: tuple(pairs[pair]) for pair in sorted(pairs)})
 

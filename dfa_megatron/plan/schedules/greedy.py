@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from heapq import nsmallest
 from itertools import chain
 from math import sqrt
 from typing import NamedTuple
@@ -154,20 +155,23 @@ class _Balance:
 
     def run(self) -> Iterator[Help]:
         """Move pieces until no rank is too far above the mean, or no move helps."""
-        stuck: set[int] = set()
-        while len(stuck) < self.ranks:
-            rank = max((r for r in range(self.ranks) if r not in stuck), key=lambda r: (self.load[r], -r))
+        stuck = [0] * self.ranks
+        while sum(stuck) < self.ranks:
+            rank = max(
+                range(self.ranks),
+                key=[-1 if off else load for off, load in zip(stuck, self.load, strict=True)].__getitem__,
+            )
             if self.load[rank] <= self.mean * (1 + TOLERANCE):
                 break
             move = min(self._moves(rank), default=None)
             moved = self._take(rank, move) if move else None
             if move is None or moved is None:
-                stuck.add(rank)
+                stuck[rank] = 1
             else:
                 yield Help(moved.q, moved.kv, move.target)
 
     def _moves(self, rank: int) -> Iterator[_Move]:
-        least = min(range(self.ranks), key=lambda r: (self.load[r], r))
+        least = self.load.index(min(self.load))
         surplus, slack = self.load[rank] - self.mean, self.mean * TOLERANCE / 2
         for home, at, piece in self._candidates(rank):
             is_first, is_last = at == 0, at == len(self.pieces[rank][home]) - 1
@@ -197,11 +201,15 @@ class _Balance:
 
     def _candidates(self, rank: int) -> list[tuple[int, int, _Work]]:
         """Return (owner of the keys, place, piece) of a few pieces."""
-        all_of = [(home, at, piece) for home, row in self.pieces[rank].items() for at, piece in enumerate(row)]
-        largest = sorted(all_of, key=lambda one: (-one[2].area, one[2].q, one[0]))
+        all_of = (
+            (-piece.area, piece.q.lo, piece.q.hi, home, at, piece)
+            for home, row in self.pieces[rank].items()
+            for at, piece in enumerate(row)
+        )
+        largest = [(home, at, piece) for *_, home, at, piece in nsmallest(CANDIDATES, all_of)]
         row = self.pieces[rank][rank]
         ends = [(rank, at, row[at]) for at in sorted({0, len(row) - 1}) if row]
-        return [*largest[:CANDIDATES], *(one for one in ends if one not in largest[:CANDIDATES])]
+        return [*largest, *(one for one in ends if one[:2] not in [other[:2] for other in largest])]
 
     def _take(self, rank: int, move: _Move) -> _Work | None:
         """Give rows of a piece away and return them, or None where that does not help."""

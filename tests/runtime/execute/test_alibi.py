@@ -11,7 +11,7 @@ import torch
 
 import dfa_megatron
 from dfa_megatron.errors import DisagreementError, UnsupportedError
-from dfa_megatron.pack_planner import PackPlanner
+from dfa_megatron.planner import AttentionPlanner
 from dfa_megatron.runtime import rank_plan
 from tests.runtime.comm.test_gloo import LAYOUTS
 from tests.support.arguments import arguments
@@ -62,7 +62,7 @@ def _ahead(rank: int, ranks: int) -> None:
     whole = packed(ranks, softmax_scale=None)
     for layout in ("contiguous", "load_balanced"):
         options: dict[str, Any] = {"heads": 4, "kv_heads": 2, "head_dim": 8, "dtype": torch.float64, "device": "cpu"}
-        known = PackPlanner(16, **arguments(**options, layout=layout, alibi=True))(whole.offsets)
+        known = AttentionPlanner(16, **arguments(**options, layout=layout, alibi=True))(whole.offsets)
         rank_plan.planned.cache_clear()
         pickle.loads(pickle.dumps(known)).use()  # noqa: S301 (our own)
         compare(whole, rank, ranks, layout=layout)

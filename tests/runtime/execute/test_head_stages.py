@@ -109,7 +109,7 @@ STAGED = DistAttentionConfig(head_stages=2)
 
 
 def test_a_planner_of_packs_plans_for_one_stages_heads() -> None:
-    planner = dfa_megatron.PackPlanner(8, heads=4, head_dim=8, causal=True, config=STAGED)
-    assert planner.problem.shape.heads == 2
+    planner = dfa_megatron.AttentionPlanner(8, heads=4, head_dim=8, causal=True, config=STAGED)
+    assert planner((0, 8)).problem.shape.heads == 2
     with pytest.raises(UnsupportedError, match="head_stages=2 with 3 kv heads"):
-        dfa_megatron.PackPlanner(8, heads=3, head_dim=8, causal=True, device="cpu", config=STAGED)
+        dfa_megatron.AttentionPlanner(8, heads=3, head_dim=8, causal=True, device="cpu", config=STAGED)
