@@ -29,7 +29,7 @@ _LARGE = 64 << 20
 """Bytes of gradients from which on their memory comes late; below, the host's time counts for more."""
 
 
-class _Seen:
+class _SeenCache:
     """A cache of compiled functions that sees each launch."""
 
     def __init__(self, cache: Any, *, converts: bool) -> None:
@@ -64,7 +64,7 @@ def launches_seen(*, late: bool = False) -> Iterator[None]:
     interface = importlib.import_module("flash_attn.cute.interface")
     caches = {name: getattr(interface, name).compile_cache for name in _LAUNCHING}
     for name, cache in caches.items():
-        getattr(interface, name).compile_cache = _Seen(cache, converts=late and name == _CONVERTS)
+        getattr(interface, name).compile_cache = _SeenCache(cache, converts=late and name == _CONVERTS)
     try:
         yield
     finally:
