@@ -40,8 +40,16 @@ def documents(step: int, micro: int) -> torch.Tensor:
     return torch.stack([row.sort().values for row in rows]).int()
 
 
-def forest(draw: random.Random, segments: int = 9, length: int = SEQUENCE) -> Tree:
+def bands(draw: random.Random, length: int = SEQUENCE) -> Mask:
+    """Any bands, and each token itself."""
+    spans, whole = [sorted(draw.choices(range(length + 1), k=4)) for _ in range(5)], Span(0, length)
+    tiles = [Tile(Span(a, d), Span(b, c), draw.randint(-30, 0), draw.randint(0, 30)) for a, b, c, d in spans]
+    return masks.union(f"bands {spans}", length, [*tiles, Tile(whole, whole, 0, 0)])
+
+
+def forest(draw: random.Random, length: int = SEQUENCE) -> Tree:
     """Random trees: segments of one token and more, branches of any depth."""
+    segments = min(9, length)
     cuts = [0, *sorted(draw.sample(range(1, length), segments - 1)), length]
     parents: list[int] = []
     for at in range(segments):
@@ -65,11 +73,8 @@ def masked(draw: random.Random, which: int) -> tuple[Mask, torch.Tensor]:
         return masks.union("block diffusion", SEQUENCE, tiles), rows % half
     if which % 4 == 1:  # images that see themselves
         return masks.two_way_blocks((cut, SEQUENCE - cut), [(1, 4), (cut, cut + 7)]), rows
-    if which % 4 == 2:  # any bands, and each token itself
-        spans = [sorted(draw.sample(range(SEQUENCE + 1), 4)) for _ in range(5)]
-        bands = [Tile(Span(a, d), Span(b, c), draw.randint(-30, 0), draw.randint(0, 30)) for a, b, c, d in spans]
-        whole = Span(0, SEQUENCE)
-        return masks.union(f"bands {spans}", SEQUENCE, [*bands, Tile(whole, whole, 0, 0)]), rows + 3
+    if which % 4 == 2:
+        return bands(draw), rows + 3
     return masks.prefix_lm_documents((cut, SEQUENCE - cut), (4, 9)), rows
 
 
@@ -114,13 +119,15 @@ def by_paths(batch: dict[str, Any], model: Any) -> torch.Tensor:
     return torch.stack([loss for loss in found if loss is not None], 1)
 
 
-def under_mask(batch: dict[str, Any], model: Any) -> torch.Tensor:
+def under_mask(batch: dict[str, Any], model: Any, **more: Any) -> torch.Tensor:
     """The output of a model that is told every pair, (batch, sequence); its rotary table has the rows of the tokens."""
-    positions = batch["position_ids"]
+    pairs, positions = pairs_of(batch), batch["position_ids"]
+    assert pairs is not None
+    hidden = ~seen(pairs.mask() if isinstance(pairs, Tree) else pairs)
     rotary = getattr(getattr(model, "module", model), "rotary_pos_emb", torch.nn.Identity())  # of learned positions
     rows = None if type(rotary) is torch.nn.Identity else rotary(int(positions.max()) + 1)[positions[0]]
     with patch.object(rotary, "forward", lambda *_, **__: rows):
-        out: torch.Tensor = model(batch["tokens"], positions, ~seen(batch["mask"]), labels=batch["labels"])
+        out: torch.Tensor = model(batch["tokens"], positions, hidden, labels=batch["labels"], **more)
     return out
 
 

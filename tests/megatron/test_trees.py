@@ -61,12 +61,12 @@ def other_models(rank: int, ranks: int) -> None:
     from dfa_megatron.megatron.tokens.exchange import positions
 
     batch: dict[str, Any] = {**harness.micro_batch(0, 0), "prompt_tree": TREE}
-    as_mask = {"mask": TREE.mask(), "position_ids": tree_positions(TREE.lengths, TREE.parents)[None]}
+    places = {"position_ids": tree_positions(TREE.lengths, TREE.parents)[None]}
     wanted = {}
     harness.start(Topology(dp=ranks))
     for kind in ("learned_absolute", "*-*"):
         model = model_of(kind, Topology(dp=ranks), None)
-        losses = attends.under_mask({**batch, **as_mask}, model)
+        losses = attends.under_mask({**batch, **places}, model)
         wanted[kind] = losses.detach(), gradients_of(model, losses, batch["loss_mask"])
     harness.start(Topology(cp=ranks))
     local = shard_batch(batch, parallel_state.get_context_parallel_group(), MegatronConfig(data_layout="boundary"))

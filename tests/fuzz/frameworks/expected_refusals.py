@@ -48,6 +48,7 @@ MEGATRON: Refusals = (
         "remat_offload without",
         lambda d: d.options["remat_offload"] and d.config.get("recompute_granularity") != "full",
     ),
+    ("a schedule of causal work", "it pairs causal work only", lambda d: d.pack == "mask"),
 )
 LANGUAGE_MODELS: Refusals = (
     (

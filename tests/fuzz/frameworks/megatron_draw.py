@@ -8,8 +8,10 @@ from typing import Any
 
 import torch
 
+from dfa_megatron.sharding import tree_positions
 from tests.fuzz.frameworks import uneven
 from tests.fuzz.outcome import Draw
+from tests.megatron import attends
 from tests.support.packs import random_offsets
 
 VOCABULARY = 62
@@ -32,9 +34,9 @@ class MegatronDraw(Draw):
     """One training step of all its ranks.
 
     layout, options: of `MegatronConfig`. config: fields of TransformerConfig. model: arguments of GPTModel.
-    micro_batches: of each data-parallel rank. pack: "", "rows" (documents in rows that are cut), or "padded" (each
-    document padded and cut zigzag by itself). masks: of every micro-batch, by `uneven.counted`. padding_mask: given to
-    the model, which its experts heed.
+    micro_batches: of each data-parallel rank. pack: "", "rows" (documents in rows that are cut), "padded" (each
+    document padded and cut zigzag by itself), "tree" or "mask" of all rows. masks: of every micro-batch, by
+    `uneven.counted`. padding_mask: given to the model, which its experts heed.
     """
 
     over = "megatron"
@@ -62,6 +64,11 @@ class MegatronDraw(Draw):
     def ranks(self) -> int:
         """Return how many ranks run it."""
         return self.tp * self.pp * self.cp * self.dp
+
+    @property
+    def has_documents(self) -> bool:
+        """Return whether rows are documents, which form one row."""
+        return self.pack in ("rows", "padded")
 
     @property
     def start(self) -> tuple[int, ...]:
@@ -108,7 +115,7 @@ class MegatronDraw(Draw):
         }
         return found + [name for name, there in having.items() if there]
 
-    def global_batch(self, step: int) -> tuple[dict[str, torch.Tensor], ...]:
+    def global_batch(self, step: int) -> tuple[dict[str, Any], ...]:
         """Return every micro-batch of a step, whole: (batch, tokens) each, and offsets of documents (batch, n)."""
         return tuple(self._micro_batch(step, number) for number in range(len(self.masks)))
 
@@ -121,18 +128,27 @@ class MegatronDraw(Draw):
             longest = max(longest, sum(rooms) + unit)
         return -(-longest // (unit * self.tp)) * unit * self.tp
 
-    def _micro_batch(self, step: int, number: int) -> dict[str, torch.Tensor]:
+    def _micro_batch(self, step: int, number: int) -> dict[str, Any]:
         seed = hash((self.seed, self.number, step, number)) % 2**31
         generator, dice = torch.Generator().manual_seed(seed), random.Random(seed)
         rows = torch.randint(VOCABULARY, (self.batch, self.tokens + 1), generator=generator)
-        cuts = [random_offsets(self.tokens, dice, 24) if self.pack else (0, self.tokens) for _ in range(self.batch)]
+        cuts = [
+            random_offsets(self.tokens, dice, 24) if self.has_documents else (0, self.tokens) for _ in range(self.batch)
+        ]
         counts = uneven.counted(self.masks[number], self.batch, self.tokens, self.cp, seed)
         longest = max(map(len, cuts))
+        places, seen = uneven.positions(cuts), dict[str, Any]()
+        if self.pack == "tree":
+            seen["prompt_tree"] = tree = attends.forest(dice, self.tokens)
+            places = tree_positions(tree.lengths, tree.parents).expand(self.batch, -1)
+        elif self.pack == "mask":
+            seen["mask"], places = attends.bands(dice, self.tokens), places + dice.randint(0, 9)
         return {
+            **seen,
             "tokens": rows[:, :-1].contiguous(),
             "labels": rows[:, 1:].contiguous(),
             "loss_mask": counts.float(),
-            "position_ids": uneven.positions(cuts),
+            "position_ids": places,
             "cu_seqlens": torch.tensor([[*row, *[row[-1]] * (longest - len(row))] for row in cuts]).int(),
         }
 
@@ -144,15 +160,18 @@ def draw(seed: int, number: int) -> MegatronDraw:
     tp, vp, cp, dp = (sizes.get(name, 1) for name in ("tp", "vp", "cp", "dp"))
     layout = dice.choice(["contiguous", "contiguous", "boundary", "boundary", "zigzag"])
     config = _config(dice, sizes)
-    pack = dice.choice(["", "", "rows", "rows", "padded"])
-    if pack == "padded" and (layout != "boundary" or cp == 1):
+    pack = dice.choice(["", "", "rows", "rows", "padded", "tree", "mask"])
+    others = {"mtp_num_layers", "kv_lora_rank"} & {*config}
+    if (pack == "padded" and (layout != "boundary" or cp == 1)) or (others and pack in ("tree", "mask")):
         pack = "rows"
+    if pack in ("tree", "mask"):
+        config = {name: x for name, x in config.items() if not name.startswith("window")}
     micro_batches = dice.choice([2, 4]) if vp > 1 else dice.choice([1, 1, 2, 3])
     tokens = 2 * cp * dice.choice([1, 1, 2, 3, 4, 5, 7])
     if config.get("mtp_num_layers") or (pack and vp > 1):
         tokens = max(tokens, 8 * cp)
-    others = {"mtp_num_layers", "kv_lora_rank"} & {*config}
-    delta_nets = layout != "zigzag" and tp == 1 and not others and dice.random() < 0.15
+    takes = layout != "zigzag" and tp == 1 and not others and pack not in ("tree", "mask")
+    delta_nets = takes and dice.random() < 0.15
     if delta_nets:
         config["num_layers"] = 2 * sizes.get("pp", 1) * vp
         config |= {"recompute_method": "uniform"} if config.get("recompute_granularity") == "full" else {}

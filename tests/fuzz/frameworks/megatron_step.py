@@ -92,7 +92,7 @@ def _step(drawn: MegatronDraw, *, alone: bool) -> Found:
     config.finalize_model_grads_func = finalize_model_grads
     if drawn.overlap:
         config.no_sync_func = [model.no_sync for model in models] if len(models) > 1 else models[0].no_sync
-    with apart() if alone and drawn.pack else contextlib.nullcontext():
+    with apart() if alone and drawn.has_documents else contextlib.nullcontext():
         for number in [0] if alone else range(drawn.warm, -1, -1):  # the last is the first on one rank
             reported = _run(drawn, alone, models, number)
     loss = mean_loss(reported)
@@ -121,7 +121,7 @@ def _run(drawn: MegatronDraw, alone: bool, models: list[Any], number: int) -> An
         model=models if len(models) > 1 else models[0],
         num_microbatches=len(drawn.masks) if alone else drawn.micro_batches,
         seq_length=_length(drawn, alone),
-        micro_batch_size=1 if drawn.pack else drawn.batch,
+        micro_batch_size=1 if drawn.has_documents else drawn.batch,
         forward_only=False,
     )
 
@@ -209,7 +209,7 @@ def _predictions(config: Any, options: MegatronConfig | None, stage: int | None)
 def _length(drawn: MegatronDraw, alone: bool) -> int:
     if drawn.pack == "padded" and not alone:
         return drawn.padded
-    return drawn.tokens * drawn.batch if drawn.pack else drawn.tokens
+    return drawn.tokens * drawn.batch if drawn.has_documents else drawn.tokens
 
 
 def _batches(drawn: MegatronDraw, alone: bool, number: int) -> Iterator[dict[str, Any]]:
@@ -222,10 +222,10 @@ def _batches(drawn: MegatronDraw, alone: bool, number: int) -> Iterator[dict[str
     group = parallel_state.get_context_parallel_group()
     first, step = (0, 1) if alone else (parallel_state.get_data_parallel_rank(), drawn.dp)
     for whole in drawn.global_batch(number)[first::step]:
-        given = dict(whole) if drawn.pack else {name: x for name, x in whole.items() if name != "cu_seqlens"}
+        given = dict(whole) if drawn.has_documents else {name: x for name, x in whole.items() if name != "cu_seqlens"}
         if alone:
-            one = {name: x.reshape(1, -1) for name, x in given.items()} if drawn.pack else given
-            yield one | ({"ends": _ends(whole)} if drawn.pack else {})
+            one = {name: x.reshape(1, -1) for name, x in given.items()} if drawn.has_documents else given
+            yield one | ({"ends": _ends(whole)} if drawn.has_documents else {})
         elif drawn.pack == "padded":
             yield padded_packs.cut(given, drawn.cp, group.rank(), drawn.padded, form=drawn.number % 2)
         else:
@@ -240,6 +240,7 @@ def _ends(whole: dict[str, torch.Tensor]) -> tuple[int, ...]:
 
 def _forward(drawn: MegatronDraw, alone: bool, iterator: Iterator[dict[str, Any]], model: Any) -> Any:
     from dfa_megatron.megatron import packed_seq_params
+    from tests.megatron import attends
     from tests.support import state_kernels
 
     batch = next(iterator)
@@ -254,6 +255,8 @@ def _forward(drawn: MegatronDraw, alone: bool, iterator: Iterator[dict[str, Any]
     if drawn.padding_mask:
         more["padding_mask"] = batch["loss_mask"] == 0
     cut = state_kernels.cut((0, *ENDS)) if alone and drawn.delta_nets else contextlib.nullcontext()
+    if alone and drawn.pack in ("tree", "mask"):
+        return attends.under_mask(batch, model, **more), functools.partial(_loss, drawn, alone, batch)
     with cut:
         output = model(batch["tokens"], batch["position_ids"], mask, labels=batch["labels"], **more)
     return output, functools.partial(_loss, drawn, alone, batch)
