@@ -23,6 +23,7 @@ INSTALLED = importlib.util.find_spec("trl") is not None
 if INSTALLED:
     preload("trl.trainer.dpo_trainer", "trl.trainer.kto_trainer", "trl.trainer.sft_trainer")
 
+PACKED = {"packing": True, "packing_strategy": "bfd", "max_length": 17}
 TIMES = ("_runtime", "_per_second", "dfa/", "total_flos")
 
 
@@ -107,7 +108,8 @@ def train(rank: int, ranks: int, folder: str, name: str, size: int, changes: dic
 @pytest.mark.parametrize(
     ("name", "ranks", "size", "changes"),
     [
-        ("SFT", 2, 2, {"packing": True, "packing_strategy": "bfd", "max_length": 17, "router_aux_loss_coef": 0.5}),
+        ("SFT", 2, 2, {**PACKED, "router_aux_loss_coef": 0.5}),
+        ("SFT", 4, 2, {**PACKED, "eval_strategy": "no"}),
         ("DPO", 4, 2, {"beta": 0.3, "loss_type": ["sigmoid", "ipo"], "loss_weights": [1.0, 0.5], "ld_alpha": 0.4}),
         ("DPO", 3, 3, {"beta": 0.3, "router_aux_loss_coef": 0.5, "use_weighting": True}),
         ("DPO", 2, 2, {"loss_type": ["sigmoid", "sft"], "precompute_ref_log_probs": True}),

@@ -85,11 +85,9 @@ def share_sequences(
     distribute_attention(model, group=mesh["cp"].get_group(), config=config)
     take_whole_batches(transformers_model(model))
     if known is None:
-        known = Sharing(size, mesh, loop)
         accelerator.dataloader_config.dispatch_batches = False  # also of data without a length: every rank reads it
-        accelerator._dfa_sharing = known
+        accelerator._dfa_sharing = Sharing(size, mesh, loop)
         accelerator.__class__ = with_shared_sequences(type(accelerator))
-    known.models.add(model)
     return size
 
 

@@ -51,10 +51,11 @@ def distribute_trainer(trainer: Any, *, size: int | None = None, config: Trainin
         trainer.label_smoother = None
     # Before the trackers, which then log its numbers with the loss.
     trainer.callback_handler.callbacks.insert(0, _stats_logger())
-    preference = _name_of(trainer) in _PREFERENCES
-    take_whole_batches(model, counts=False, scores=preference)  # TRL divides its loss itself, and hands on no count
-    if preference:
-        _share_reference(trainer, size, options)
+    scores = _name_of(trainer) in _OF_SCORES
+    take_whole_batches(model, counts=False, scores=scores)
+    if (reference := getattr(trainer, "ref_model", None)) is not None:
+        share_sequences(accelerator, reference, size, options, loop=False)
+        take_whole_batches(transformers_model(reference), scores=scores)
     if getattr(trainer, "aux_loss_enabled", False):  # TRL takes Mixtral's function for all
         from transformers import MixtralForCausalLM
 
@@ -65,9 +66,7 @@ def distribute_trainer(trainer: Any, *, size: int | None = None, config: Trainin
     trainer.floating_point_ops = lambda inputs: flops(inputs) / size
     if hasattr(trainer, "_track_num_input_tokens"):
         trainer._track_num_input_tokens = functools.partial(_track, trainer, size, trainer._track_num_input_tokens)
-    if hasattr(trainer, "_tp_size"):  # by which TRL divides the tokens that all ranks count
-        trainer._tp_size = size
-    trainer._get_num_items_in_batch = functools.partial(_count, trainer, size)
+    trainer._get_num_items_in_batch = functools.partial(_count, trainer, 1 if scores else size)
     follow_trainers()
     trainer.gather_function = accelerator.gather_for_metrics
 
@@ -130,13 +129,14 @@ def _check_loss(trainer: Any) -> None:
             "it would compare the labels of all tokens with the logits of this rank's",
             "the model's own loss",
         )
-    if trainer.label_smoother is not None and getattr(trainer.model.config, "output_router_logits", False):
-        raise UnsupportedError(
-            "label_smoothing_factor with output_router_logits",
-            "in one process Trainer leaves the router's loss out of the smoothed one",
-            "one of them",
-        )
     name = _name_of(trainer)
+    routed = getattr(trainer.model.config, "output_router_logits", False)
+    if trainer.label_smoother is not None and (routed or name in _OF_SCORES):
+        raise UnsupportedError(
+            "label_smoothing_factor with output_router_logits, or in TRL's trainers",
+            "in one process Trainer leaves the router's loss out of the smoothed one; TRL's needs logits of all tokens",
+            "one of them, or Trainer",
+        )
     if name.endswith(("GRPOTrainer.compute_loss", "RLOOTrainer.compute_loss")):
         raise UnsupportedError(
             name,
@@ -144,9 +144,9 @@ def _check_loss(trainer: Any) -> None:
             "padded on the left",
             "a loop of your own: rollouts within local_attention(model), then a prompt_tree of them in shard_batch",
         )
-    if name in _PREFERENCES and "fused_lm_head" in transformers_model(trainer.model).forward.__code__.co_varnames:
+    if name in _OF_SCORES and "fused_lm_head" in transformers_model(trainer.model).forward.__code__.co_varnames:
         return
-    if name not in _SUMS:
+    if name != "transformers.trainer.Trainer.compute_loss":
         raise UnsupportedError(
             name,
             "what it makes of logits or log-probabilities would be of this rank's tokens alone, and training wrong",
@@ -161,26 +161,12 @@ def _name_of(trainer: Any) -> str:
     return f"{getattr(own, '__module__', '')}.{getattr(own, '__qualname__', repr(own))}"
 
 
-_SUMS = ("transformers.trainer.Trainer.compute_loss", "trl.trainer.sft_trainer.SFTTrainer.compute_loss")
-"""The methods that sum a loss of each token, so that what the ranks make of their parts adds up."""
-
-_PREFERENCES = tuple(f"trl.trainer.{x.lower()}_trainer.{x}Trainer.compute_loss" for x in ("DPO", "KTO"))
-"""The methods that compare sums of log-probabilities: each rank makes the same loss of those of all tokens."""
-
-
-def _share_reference(trainer: Any, size: int, options: TrainingConfig) -> None:
-    """Share the sequences of the model that log-probabilities are compared with, and those computed ahead."""
-    if trainer.ref_model is not None:
-        share_sequences(trainer.accelerator, trainer.ref_model, size, options, loop=False)
-        take_whole_batches(transformers_model(trainer.ref_model), counts=False, scores=True)
-        trainer.accelerator._dfa_sharing.models.remove(trainer.ref_model)  # whose mode stays as it is
-    ahead = trainer._precompute_ref_logps
-    # `gather_for_metrics` counts each group once while no model trains.
-    trainer._precompute_ref_logps = lambda *given: (trainer.model.eval(), ahead(*given))[1]
+_OF_SCORES = tuple(f"trl.trainer.{x.lower()}_trainer.{x}Trainer.compute_loss" for x in ("SFT", "DPO", "KTO"))
+"""TRL's methods that make a loss of each token's log-probability: every rank makes it of all tokens."""
 
 
 def _count(trainer: Any, size: int, batches: Sequence[Any], device: torch.device) -> torch.Tensor | None:
-    """Count the labels of a step, of all its micro-batches, as Trainer does; each batch is on `size` ranks."""
+    """Count the labels of a step, of all its micro-batches, as Trainer does, for losses of 1 / `size` of a batch."""
     if not batches or "labels" not in batches[0] or not trainer.model_accepts_loss_kwargs:
         return None
     count = torch.stack([(batch["labels"][..., 1:] != IGNORED).sum() for batch in batches]).sum().to(device)

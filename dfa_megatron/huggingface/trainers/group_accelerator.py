@@ -7,7 +7,7 @@ the classes of an accelerator and of its schedulers get subclasses.
 from __future__ import annotations
 
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
@@ -18,15 +18,14 @@ from dfa_megatron.errors import UnsupportedError
 
 @dataclass(frozen=True, slots=True)
 class Sharing:
-    """Hold the ranks that share sequences, and the models of an accelerator, such as a student and its teacher.
+    """Hold the ranks that share sequences.
 
-    loop: the accelerator is that of a loop. A Trainer counts ranks, and in training gathers sums over parts.
+    loop: the accelerator is that of a loop. A Trainer counts ranks.
     """
 
     size: int
     mesh: Any
     loop: bool
-    models: set[torch.nn.Module] = field(default_factory=set)
 
 
 def refuse_objects() -> NoReturn:
@@ -107,21 +106,16 @@ class _SharesSequences:
         )
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """Gather from one rank of each group, without what the loader repeated to fill the last batch.
-
-        For a Trainer whose model trains, from all ranks: TRL gathers counts and sums over this rank's part.
-        """
+        """Gather from one rank of each group, without what the loader repeated to fill the last batch."""
         if use_gather_object or not all(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(input_data)):
             refuse_objects()
         whole = super().gather(input_data)  # type: ignore[misc]
         sharing = self._dfa_sharing
-        if not sharing.loop and any(model.training for model in sharing.models):
-            return whole
         state = self.gradient_state  # type: ignore[attr-defined]
         data = getattr(state.active_dataloader, "dataset", None)
         streamed = isinstance(data, torch.utils.data.IterableDataset) and state.remainder < 0
         ranks = self.state.num_processes  # type: ignore[attr-defined]
-        if streamed and sharing.size < ranks:
+        if streamed and sharing.size < ranks and (sharing.loop or not torch.is_grad_enabled()):
             raise UnsupportedError(
                 "evaluation on data without a length, by several groups of ranks",
                 "what repeats to fill the last batch could not be told apart",
