@@ -61,7 +61,7 @@ BUDGETS = {
     "megatron": 4_812,
     "plan": 5_554,
     "proving": 763,
-    "recurrence": 1_395,
+    "recurrence": 1_386,
     "remat": 529,
     "runtime": 5_280,
     "tests": 37_582,
