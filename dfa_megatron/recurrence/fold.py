@@ -29,13 +29,10 @@ def compose(carries: Mapping[int, Carry], before: Sequence[int], *, matrix: bool
     """
     found: dict[int, Carry] = {}
     for piece, (m, local) in carries.items():
-        came = found.get(before[piece])
-        wide = m if came is None else m.to(came[1].dtype)
-        found[piece] = (
-            (m, local)
-            if came is None
-            else (apply(wide, came[0], matrix=matrix), apply(wide, came[1], matrix=matrix) + local)
-        )
+        if came := found.get(before[piece]):
+            m = m.to(came[1].dtype)
+            m, local = apply(m, came[0], matrix=matrix), apply(m, came[1], matrix=matrix) + local
+        found[piece] = m, local
     return found
 
 
@@ -52,8 +49,11 @@ def fold(
         carries: (M, S_local) of pieces, by number.
         source: for each number, that of the piece whose final state comes in; -1 for none.
     """
-    found: dict[int, torch.Tensor] = {}
-    for piece in sorted(_above(wanted, source)):
+    found, above = dict[int, torch.Tensor](), {*wanted}
+    for piece in sorted(carries, reverse=True):
+        if piece in above:
+            above.add(source[piece])
+    for piece in sorted(above - {-1}):
         m, local = carries[piece]
         came = found.get(source[piece])
         found[piece] = local if came is None or m is None else apply(m, came, matrix=matrix) + local
@@ -89,12 +89,3 @@ def fold_back(
 def gradient_of_m(outgoing: torch.Tensor, incoming: torch.Tensor, m: torch.Tensor, *, matrix: bool) -> torch.Tensor:
     """Return the gradient of M from that of the outgoing state, and the state that came in."""
     return outgoing @ incoming.mT if matrix else (outgoing * incoming).sum_to_size(m.shape)
-
-
-def _above(wanted: Iterable[int], source: Sequence[int]) -> set[int]:
-    found = set[int]()
-    for piece in wanted:
-        while piece >= 0 and piece not in found:
-            found.add(piece)
-            piece = source[piece]
-    return found

@@ -85,7 +85,7 @@ def dist_conv(
         run: convolves whole documents that have zeros before them.
         x: this rank's tokens along dimension `dim`.
         width: of the convolution, in tokens.
-        packs: whether `run` takes documents; otherwise it is called for each of them with ().
+        packs: whether `run` takes documents in a batch of one; otherwise it is called for each of them with ().
         group, cu_seqlens, parents, config: as for `dist_scan`.
 
     Raises:
@@ -106,7 +106,7 @@ def dist_conv(
         x = torch.cat([part for both in zip(before, own, strict=True) for part in both], dim)
     if len(pieces) == 2:
         out = run(x, ())
-    elif packs:
+    elif packs and x.shape[0] == 1:  # kernels take a pack as a batch of one
         out = run(x, pieces)
     else:
         out = torch.cat([run(x.narrow(dim, lo, hi - lo), ()) for lo, hi in pairwise(pieces)], dim)

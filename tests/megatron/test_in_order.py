@@ -20,10 +20,12 @@ from tests.megatron.harness import Case, Topology, case
 from tests.megatron.hybrids import DELTA, in_a_gpt, make
 from tests.megatron.kinds import ALLGATHER
 from tests.support import state_kernels
+from tests.support.recurrences import by_path
 from tests.support.workers import run_ranks
 
 LENGTH, BATCH = 12, 2
 OFFSETS = (0, 1, 2, 9, 35, 36)
+TREE = [1, 1, 7, 26, 1], [-1, 0, 1, 1, 3]
 PADDED = {1: 42, 2: 52, 3: 72}
 """Tokens with padding, by ranks; real tokens lie on several of them."""
 
@@ -36,7 +38,7 @@ class Way:
     layout: str
     checkpoint: str
     tokens: str = "rows"
-    """rows, packed (documents in a row that is cut), or padded (each padded and cut zigzag by itself)."""
+    """rows, packed (documents in a row that is cut), tree (its segments), or padded (each cut zigzag by itself)."""
     own: tuple[tuple[int, ...], ...] = ()
     """The ranks of each micro-batch, where it has a context-parallel group of its own."""
     efficient: bool = True
@@ -82,7 +84,8 @@ def part_of(way: Way, options: MegatronConfig | None, group: Any) -> Part:
     order = "zigzag" if options is not None and way.layout != "contiguous" else "contiguous"
     here = positions(order, length, ranks, rank)
     declare_batch_layout(group, order)
-    params = None if way.tokens == "rows" else packed_seq_params({"cu_seqlens": offsets, **own})
+    pack = {"prompt_tree": TREE} if way.tokens == "tree" else {"cu_seqlens": offsets}
+    params = None if way.tokens == "rows" else packed_seq_params({**pack, **own})
     return Part(group, here, torch.ones(len(here), dtype=torch.bool), params, length)
 
 
@@ -103,7 +106,15 @@ def run(way: Way, topology: Topology, options: MegatronConfig | None, groups: An
         part.here, part.real = (x.chunk(topology.tp)[tp_rank] for x in (part.here, part.real))
     table = RotaryEmbedding(harness.HIDDEN // harness.HEADS, 1.0, use_cpu_initialization=True, cp_group=models)
     hidden = whole[part.here].clone().requires_grad_()
-    if options is None:
+    if options is None and way.tokens == "tree":
+        out = by_path(
+            lambda x: made(x["h"], mask_of("rows", n := len(x["h"])), rotary_pos_emb=table(n)),
+            {"h": hidden},
+            OFFSETS,
+            TREE[1],
+            0,
+        )
+    elif options is None:
         with state_kernels.cut(OFFSETS) if part.params is not None else contextlib.nullcontext():
             out = made(hidden, mask_of(way.tokens, length), rotary_pos_emb=table(length))
     else:
@@ -161,7 +172,7 @@ def test_mamba_stacks_and_gated_delta_nets_equal_one_rank() -> None:
     # The padded ways first: nobody has declared yet how batches are cut.
     three = [Way("mamba", "boundary", "remat", "padded"), Way("delta", "boundary", "none", "padded")]
     three += [Way("mamba", "boundary", "none"), Way("mamba", "contiguous", "remat", "packed")]
-    three += [Way("delta", "contiguous", "remat"), Way("delta", "boundary", "remat", "packed")]
+    three += [Way("delta", "contiguous", "remat"), Way("delta", "boundary", "remat", "tree")]
     three += [Way("mamba", "boundary", "remat", efficient=False)]
     three += [Way("mixers", "zigzag", "remat"), Way("mixers", "zigzag", "none")]  # in Megatron's own order
     run_ranks(3, compare_with_one_rank, Topology(cp=3), three)

@@ -23,6 +23,7 @@ from tests.megatron.test_hybrid_prediction import MODEL
 from tests.support import state_kernels
 from tests.support.workers import run_ranks
 
+STATES = ("M*-",)
 TREE, OTHER = (attends.forest(random.Random(seed)) for seed in (7, 8))
 
 
@@ -54,7 +55,7 @@ def gradients_of(model: Any, losses: torch.Tensor, counts: torch.Tensor) -> dict
 
 
 def other_models(rank: int, ranks: int) -> None:
-    """Learned positions, and a hybrid model of attention, beside one rank under an attention_mask."""
+    """Learned positions, and hybrid models, beside one rank under an attention_mask, or that sees paths."""
     from megatron.core import parallel_state
 
     from dfa_megatron.megatron import packed_seq_params, shard_batch
@@ -64,9 +65,9 @@ def other_models(rank: int, ranks: int) -> None:
     places = {"position_ids": tree_positions(TREE.lengths, TREE.parents)[None]}
     wanted = {}
     harness.start(Topology(dp=ranks))
-    for kind in ("learned_absolute", "*-*"):
+    for kind in ("learned_absolute", "*-*", *STATES):
         model = model_of(kind, Topology(dp=ranks), None)
-        losses = attends.under_mask({**batch, **places}, model)
+        losses = attends.alone(batch, model) if kind in STATES else attends.under_mask({**batch, **places}, model)
         wanted[kind] = losses.detach(), gradients_of(model, losses, batch["loss_mask"])
     harness.start(Topology(cp=ranks))
     local = shard_batch(batch, parallel_state.get_context_parallel_group(), MegatronConfig(data_layout="boundary"))
@@ -81,7 +82,8 @@ def other_models(rank: int, ranks: int) -> None:
             logits = model.eval()(local["tokens"], local["position_ids"], None, **given)
         scores = logits.float().log_softmax(-1).gather(-1, local["labels"][..., None])[..., 0]
         torch.testing.assert_close(-scores, losses, rtol=1e-5, atol=1e-5)
-    with pytest.raises(UnsupportedError, match=r"a prompt_tree or a mask in a Mamba or gated delta net layer"):
+    given = {"packed_seq_params": packed_seq_params({"mask": masks.full(SEQUENCE)})}
+    with pytest.raises(UnsupportedError, match=r"a mask in a Mamba or gated delta net layer"):
         model_of("*-M", Topology(cp=ranks), "boundary")(local["tokens"], local["position_ids"], None, **given)
 
 

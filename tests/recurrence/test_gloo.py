@@ -91,7 +91,8 @@ def _convolutions(rank: int, ranks: int) -> None:
     for tokens, width in ((2, 4), (1, 5), (3, 1), (6, 4)):
         length = tokens * ranks
         torch.manual_seed(tokens)
-        x, dout, weight = (*torch.randn(2, 2, length, 3).double().unbind(0), torch.randn(3, width).double())
+        x, dout = torch.randn(2, 1 + tokens // 3, length, 3).double().unbind(0)
+        weight = torch.randn(3, width).double()
         packs = [(offsets, []) for offsets in (None, random_offsets(length, draw), tuple(range(length + 1)))]
         for offsets, parents in (*packs, forest(length, draw), (tuple(range(length + 1)), some_parents(length, draw))):
             everything = x.clone().requires_grad_(), weight.clone().requires_grad_()

@@ -21,6 +21,7 @@ from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.megatron.hybrid.convolutions import by_causal_conv1d, by_fla, by_pytorch
 from dfa_megatron.megatron.replace import replace
 from dfa_megatron.megatron.tokens.visit import current_visit
+from dfa_megatron.plan.language.mask import Mask
 from dfa_megatron.recurrence import Convolve, dist_conv, dist_mamba2, dist_scan, fla_scan
 from dfa_megatron.runtime.agreement.calls import at_layer
 
@@ -81,16 +82,23 @@ class InOrder:
         return out
 
     def dfa_where(self) -> dict[str, Any]:
-        """Return the ranks that share the sequence, the offsets of its documents, and the options."""
+        """Return the ranks that share the sequence, its documents or the segments of its tree, and the options.
+
+        Raises:
+            UnsupportedError: a mask says who attends to whom.
+        """
         visit = current_visit()
-        if visit is not None and visit.pairs is not None:
+        if visit is None:
+            return {"group": self._dfa_group, "config": self._dfa_config}
+        if isinstance(visit.pairs, Mask):
             raise UnsupportedError(
-                "a prompt_tree or a mask in a Mamba or gated delta net layer",
-                "a state is that of all tokens of the document before it",
-                "documents, by cu_seqlens",
+                "a mask in a Mamba or gated delta net layer",
+                "a state is that of all tokens of the document, or of the path in a tree, before it",
+                "documents, by cu_seqlens, or a prompt_tree",
             )
-        group, documents = (self._dfa_group, None) if visit is None else (visit.group, visit.offsets or None)
-        return {"group": group, "cu_seqlens": documents, "config": self._dfa_config}
+        parents = None if visit.pairs is None else visit.pairs.parents
+        documents = visit.offsets or None
+        return {"group": visit.group, "cu_seqlens": documents, "parents": parents, "config": self._dfa_config}
 
 
 class InOrderMamba(InOrder):
