@@ -51,7 +51,7 @@ LONG_FUNCTIONS_FOR_NOW = {
 """May only become shorter."""
 
 BUDGETS = {
-    "benchmarks": 6_165,
+    "benchmarks": 6_171,
     "cli": 672,
     "deepspeed": 1_450,
     "doctor": 1_039,
