@@ -53,7 +53,7 @@ LONG_FUNCTIONS_FOR_NOW = {
 BUDGETS = {
     "benchmarks": 6_171,
     "cli": 672,
-    "deepspeed": 1_450,
+    "deepspeed": 1_452,
     "doctor": 1_039,
     "huggingface": 4_638,
     "kernels": 3_779,
@@ -64,7 +64,7 @@ BUDGETS = {
     "recurrence": 1_386,
     "remat": 529,
     "runtime": 5_280,
-    "tests": 37_628,
+    "tests": 37_629,
     "top": 1_576,
     "trees": 305,
 }

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from dfa_megatron.deepspeed.accelerate import unpublished
 from dfa_megatron.deepspeed.engine import check_call, prepare
-from dfa_megatron.deepspeed.json_block import DeepSpeedOptions
+from dfa_megatron.deepspeed.json_block import KEY, DeepSpeedOptions
 from dfa_megatron.deepspeed.same_settings import check_same
 from dfa_megatron.deepspeed.tested_keys import check_settings
 
@@ -52,6 +52,7 @@ def initialize(
         UnsupportedError: an unknown or ill-typed key in the block, or a request that contradicts it.
     """
     import deepspeed
+    from deepspeed.accelerator import get_accelerator
 
     from dfa_megatron.deepspeed.accelerate import deepspeeds_own
 
@@ -64,6 +65,9 @@ def initialize(
         "collate_fn": collate_fn,
     }
     settings = _settings(args, config if config is not None else config_params)
+    if KEY in settings and get_accelerator().device_name() == "cpu":
+        # Or `init_distributed` compiles an operator for inference, which takes minutes.
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     if dist.is_initialized() or int(os.environ.get("WORLD_SIZE", "1")) > 1:
         deepspeed.init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
         check_same(settings)
@@ -75,7 +79,7 @@ def initialize(
     check_settings(settings, block.size)
     check_call(model, mpu=mpu, mesh_param=mesh_param, training_data=training_data)
     deepspeed.init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
-    _compile_nothing_on_cpu(settings)
+    _say_what_is_compiled(settings)
     settings, finish = prepare(model, settings, block, mpu)
     if args is not None:  # DeepSpeed takes one configuration, and ours is complete
         args = copy.copy(args)
@@ -87,14 +91,12 @@ def initialize(
     return result
 
 
-def _compile_nothing_on_cpu(settings: dict[str, Any]) -> None:
-    """Leave out DeepSpeed's operator for inference on a CPU, and say what else is compiled there: it takes minutes."""
-    import deepspeed
+def _say_what_is_compiled(settings: dict[str, Any]) -> None:
+    """Say what DeepSpeed compiles at its start on a CPU: it takes minutes."""
     from deepspeed.accelerator import get_accelerator
 
     if get_accelerator().device_name() != "cpu":
         return
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     optimizer = settings.get("optimizer") or {}
     own = not (optimizer.get("params") or {}).get("torch_adam") and str(optimizer.get("type")).lower() in _COMPILED
     if own and dist.get_rank() == 0:

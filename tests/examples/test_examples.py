@@ -50,6 +50,7 @@ def run(folder: Path, *command: str) -> str:
 def losses(folder: Path, name: str, ranks: int, *flags: str) -> list[float]:
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks))
     said = run(folder, *launcher, str(EXAMPLES / name), "--steps", "3", *flags)
+    assert "built successfully" not in said, "DeepSpeed compiles nothing"
     if ranks > 1:
         assert len(re.findall(r"dfa: \d ranks, contiguous, ", said)) >= 1, said
         assert ("'dfa/forwards': 2" in said) == (name in ("trainer_packed.py", "trl_sft.py")), "Trainer logs stats()"
