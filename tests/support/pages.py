@@ -17,6 +17,7 @@ ALONE = (
     ("docs/masks.md", "mask=mask"),
     ("docs/masks.md", "mask=tree"),
     ("docs/masks.md", "union("),
+    ("docs/migration.md", "q_ranges"),
     ("docs/packed.md", "dist_flash_attn_varlen_func"),
     ("docs/packed.md", "AttentionPlanner"),
     ("docs/start.md", "kernel="),
