@@ -173,7 +173,7 @@ def draw(seed: int, number: int, over: str, device: str = "cpu", ranks: Sequence
 
 
 def _of_many_parts(tokens: int, dice: random.Random) -> Mask:
-    """Draw trees, deep or flat, one or several, without a window or with one; or a union of bands; of up to 64 parts."""
+    """Draw trees, deep or flat, one or several, with or without a window, or a union of bands: of up to 64 parts."""
     count, turn = dice.randint(1, min(MOST_PARTS, tokens)), dice.random()
     if dice.random() < 0.6:
         edges = [0, *sorted(dice.sample(range(1, tokens), count - 1)), tokens]
