@@ -92,7 +92,7 @@ OUTSIDE: dict[str, set[str]] = {
 }
 """Packages outside the standard library that each part may import."""
 
-LAZY_ONLY = {"cli": {"torch"}}
+LAZY_ONLY = {"cli": {"torch"}, "masks": {"torch"}}
 """Packages that a part may import inside functions only, where they are not in its row above."""
 
 

@@ -64,8 +64,8 @@ BUDGETS = {
     "recurrence": 1_386,
     "remat": 529,
     "runtime": 5_280,
-    "tests": 37_629,
-    "top": 1_576,
+    "tests": 37_696,
+    "top": 1_701,
     "trees": 305,
 }
 """Lines of Python in a folder of the package, in its files beside them ("top"), in tests and in benchmarks.

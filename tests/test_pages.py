@@ -41,7 +41,15 @@ def test_the_code_of_a_page_runs(block: pages.Block, capsys: pytest.CaptureFixtu
     names |= {x: torch.randn(shape) for x in "qkv"}
     if block[1] == "AttentionPlanner":
         names |= {"pack": _pack, "dataset": [5, 9, 2], "DataLoader": _Loader}
+    if block[1] == "q_ranges":
+        names |= {"q_ranges": [(0, 9), (9, 20), (20, 30), (30, 40)], "k_ranges": [(0, 9), (0, 20), (12, 30), (26, 40)]}
+        names |= {"types": ["full", "causal", "inv_causal", "bi_causal"], "length": 40}
     found = pages.run(block, names)
+    if block[1] == "q_ranges":  # corners: causal at the bottom right, inverse causal at the top left
+        i, j = torch.arange(40)[:, None], torch.arange(40)
+        both, inverse = (j >= i - 4) & (j <= i), (j >= i - 8) & (j >= 12) & (j < 30)
+        seen = torch.where(i < 9, j < 9, torch.where(i < 20, j <= i, torch.where(i < 30, inverse, both)))
+        assert found["mask"].tiles == masks.from_dense(seen).tiles
     if "out" in found:
         assert found["out"].shape == shape
     if packed:

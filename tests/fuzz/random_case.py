@@ -5,15 +5,18 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
 
-from dfa_megatron.plan.language.mask import Mask, of_window
+from dfa_megatron.plan.language.geometry import UNBOUNDED, Span, Tile
+from dfa_megatron.plan.language.mask import Mask, of_window, union
+from dfa_megatron.plan.language.tree import prompt_tree
 from tests.fuzz.outcome import Draw
 from tests.support import attend
 from tests.support.packs import random_offsets
-from tests.support.plan_cases import every_mask, heterogeneous_masks
+from tests.support.plan_cases import ancestors, every_mask, heterogeneous_masks
 
 LAYOUTS = {
     "contiguous": ("auto", "ring", "balanced", "balanced_shared", "greedy"),
@@ -27,7 +30,7 @@ WINDOWS = ((-1, -1), (-1, -1), (-1, -1), (0, 0), (1, 1), (5, 0), (0, -1), (40, -
 CHECKPOINTS = ("none", "none", "full", "remat", "remat, not re-entrant", "remat on the host")
 CPU_KERNELS = ("auto", "reference", "cpu")
 GPU_KERNELS = ("auto", "flash4", "cudnn", "aten", "triton")
-MOST_RANKS = 9
+MOST_RANKS, MOST_PARTS = 9, 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,15 +139,16 @@ def draw(seed: int, number: int, over: str, device: str = "cpu", ranks: Sequence
     dice, on_gpu = random.Random(name), device != "cpu"
     some = random.Random(f"ranks {name}").choice([*(ranks or range(1 if over == "together" else 2, MOST_RANKS + 1))])
     public = over != "together" or some == 1
-    packed = dice.random() < 0.5
+    packed = dice.random() < 0.4
     layout = dice.choice(list(LAYOUTS) if packed else ["contiguous", "contiguous", "zigzag"])
     zigzag = layout == "zigzag"
     local = dice.choice([16, 33, 64, 130, 130 if zigzag else 256] if on_gpu else [1, 1, 2, 3, 5, 7, 12, 20, 33])
     tokens = some * local * (2 if zigzag else 1)
     shape = GPU_CLASSES[number % len(GPU_CLASSES)] if on_gpu else _shape(dice)
     sees: dict[str, Any] = {"causal": dice.random() < 0.6, "window_size": dice.choice(WINDOWS)}
-    if not packed and dice.random() < 0.4:
-        sees = {"mask": dice.choice([*every_mask(tokens, dice), *heterogeneous_masks(tokens, dice)]).mask}
+    if not packed and dice.random() < 0.7:
+        named = [case.mask for case in (*every_mask(tokens, dice), *heterogeneous_masks(tokens, dice))]
+        sees = {"mask": dice.choice(named) if dice.random() < 0.4 else _of_many_parts(tokens, dice)}
     offsets = random_offsets(tokens, dice) if packed else ()
     whole = _whole(dice, shape, tokens, offsets, **sees, seed=seed * 1_000_003 + number, device=device)
     return Case(
@@ -166,6 +170,28 @@ def draw(seed: int, number: int, over: str, device: str = "cpu", ranks: Sequence
         compiled=public and not packed and dice.random() < 0.02,
         deterministic=shape.deterministic,
     )
+
+
+def _of_many_parts(tokens: int, dice: random.Random) -> Mask:
+    """Draw trees, deep or flat, one or several, with or without a window, or a union of bands: of up to 64 parts."""
+    count, turn = dice.randint(1, min(MOST_PARTS, tokens)), dice.random()
+    if dice.random() < 0.6:
+        edges = [0, *sorted(dice.sample(range(1, tokens), count - 1)), tokens]
+        parents: list[int] = []
+        for last in range(-1, count - 1):
+            above = ancestors(last, parents)
+            parents.append(
+                -1 if not above or dice.random() < turn / 4 else dice.choice(above[: dice.choice([1, 2, count])])
+            )
+        reach = dice.choice([-1, -1, dice.randint(0, tokens)])
+        return prompt_tree([b - a for a, b in pairwise(edges)], parents, window=reach)
+    tiles = [Tile(Span(0, tokens), Span(0, tokens), 0, 0)]
+    for _ in range(count):
+        (a, b), (c, d) = (sorted(dice.choices(range(tokens + 1), k=2)) for _ in range(2))
+        lo = dice.choice([-UNBOUNDED, dice.randint(-tokens, tokens)])
+        hi = dice.choice([UNBOUNDED, max(lo, -tokens) + dice.randint(0, tokens), 0])
+        tiles.append(Tile(Span(a, b), Span(c, d), lo, hi))
+    return union("bands", tokens, tiles)
 
 
 def _whole(dice: random.Random, shape: ShapeClass, tokens: int, offsets: tuple[int, ...], **more: Any) -> attend.Case:

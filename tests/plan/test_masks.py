@@ -10,8 +10,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
+from torch.nn.attention.flex_attention import and_masks, create_block_mask, or_masks
 
 from dfa_megatron import masks
+from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.plan.language.geometry import Span, Tile
 from dfa_megatron.plan.language.ir import needed_pairs
 from dfa_megatron.plan.language.layout import contiguous
@@ -39,11 +42,40 @@ def test_the_tiles_of_a_mask_hold_each_of_its_pairs_once_and_no_other(length: in
         assert case.mask.area == case.dense.sum()
 
 
-@pytest.mark.parametrize("name", [name for name in masks.__all__ if name.islower()])
+@pytest.mark.parametrize("name", [name for name in masks.__all__ if name.islower() and name != "from_dense"])
 def test_a_public_mask_is_compared_with_its_definition_and_documented(name: str) -> None:
     root = Path(__file__).parents[2]
     assert f"masks.{name}(" in (root / "tests/support/plan_cases.py").read_text(encoding="utf-8")
     assert f"| `{name}(" in (root / "docs/masks.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_dense_mask_becomes_the_tiles_of_the_same_pairs(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = random.Random(seed)
+    n = (1, 8, 17, 30)[seed]
+    for case in [*every_mask(n, rng), *heterogeneous_masks(n, rng)]:
+        monkeypatch.setattr(masks, "_CELLS", rng.choice([1, 5 * n, 1 << 24]))
+        dense = torch.from_numpy(case.dense)
+        found = masks.from_dense(dense)
+        assert np.array_equal(counts(found), case.dense), case.mask.name
+        assert len(found.tiles) <= 2 * len(case.mask.tiles) ** 2
+        assert masks.from_dense(lambda batch, head, i, j, dense=dense: dense[i, j], n) == found
+    noise = np.random.default_rng(seed).random((n, n)) < 0.4
+    assert np.array_equal(counts(masks.from_dense(noise)), noise)
+
+
+def test_masks_of_flex_attention_become_tiles_or_name_the_first_cell_that_does_not_fit() -> None:
+    document = torch.tensor([0] * 40 + [1] * 88)
+    packed = and_masks(lambda b, h, i, j: i >= j, lambda b, h, i, j: document[i] == document[j])
+    blocks = create_block_mask(packed, None, None, 128, 128, device="cpu")
+    assert masks.from_dense(blocks, 128, name="p").tiles == masks.documents([40, 88]).tiles
+    far = or_masks(packed, lambda b, h, i, j: (i * j) % 7 == 3)
+    with pytest.raises(UnsupportedError, match=r"no union of 9 tiles: cell \(1, 59\) needs one more"):
+        masks.from_dense(far, 128, most=9)
+    with pytest.raises(UnsupportedError, match="without length"):
+        masks.from_dense(far)
+    with pytest.raises(UnsupportedError, match=r"torch\.float32"):
+        masks.from_dense(torch.ones(8, 8))
 
 
 def test_a_mask_restricted_to_a_part_holds_the_pairs_of_that_part() -> None:

@@ -16,6 +16,7 @@ ALONE = (
     ("README.md", "with_blocks"),
     ("docs/masks.md", "mask=mask"),
     ("docs/masks.md", "union("),
+    ("docs/migration.md", "q_ranges"),
     ("docs/packed.md", "dist_flash_attn_varlen_func"),
     ("docs/packed.md", "AttentionPlanner"),
     ("docs/start.md", "dist_flash_attn_func(*map"),

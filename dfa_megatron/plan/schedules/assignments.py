@@ -31,7 +31,7 @@ def balanced(mask: Mask, layout: Layout, *, share_last: bool = False) -> tuple[B
         rows, keys = owner[q], owner[kv]
         if rows < keys:
             why = f"rows of rank {rows} see keys of rank {keys}, and it pairs causal work only"
-            raise UnsupportedError("the balanced schedule on this mask", why, "schedule 'ring'")
+            raise UnsupportedError("the balanced schedule on this mask", why, "schedule 'auto'")
         distance = rows - keys
         helps = 2 * distance > ranks
         if share_last and 2 * distance == ranks:
