@@ -17,7 +17,7 @@ from dfa_megatron.errors import UnsupportedError
 from tests.deepspeed import harness
 from tests.huggingface.test_masks import in_memory
 from tests.huggingface.test_parity import MODELS
-from tests.huggingface.test_trees import forest, packed, path_by_path
+from tests.huggingface.test_trees import forest, one_by_one, packed
 from tests.support.close import assert_close
 from tests.support.models import build, text
 from tests.support.workers import run_ranks
@@ -136,14 +136,11 @@ def trees_and_masks(rank: int, world_size: int) -> None:
 
     harness.prepare_worker(rank)
     (kind, changes), length = MODELS["mistral-window"], 12 * world_size
-    segments, parents = forest(length, seed=3)
+    rollouts = forest(length, seed=3)
     mask, plain = masks.prefix_lm(length, 7), text(1, length, seed=5)
-    for batch in (packed(segments, parents), plain | {"mask": mask}):
+    for batch in (packed(rollouts, length), plain | {"mask": mask}):
         want, model = build(kind, **changes), build(kind, **changes)
-        if "mask" in batch:
-            loss = in_memory(want, plain, mask, torch.arange(length))
-        else:
-            loss = path_by_path(want, segments, parents)
+        loss = in_memory(want, plain, mask, torch.arange(length)) if "mask" in batch else one_by_one(want, rollouts)
         loss.backward()
         config = harness.settings(3, world_size, checkpoint="remat")
         engine, *_ = dfa_ds.initialize(model=model, model_parameters=list(model.parameters()), config=config)

@@ -12,7 +12,7 @@ from dfa_megatron.errors import UnsupportedError
 from tests.huggingface import conftest
 from tests.huggingface.compared import assert_gradients, assert_loss
 from tests.huggingface.test_sweep import SECTIONS
-from tests.huggingface.test_trees import packed, path_by_path
+from tests.huggingface.test_trees import one_by_one, packed
 from tests.support.close import assert_close
 from tests.support.models import gradients
 from tests.support.workers import preload, run_ranks
@@ -55,8 +55,9 @@ def in_trees(rank: int, ranks: int) -> None:
     """A tree whose prompt and second answer have an image; each path alone has one or two."""
     from tests.huggingface.sweep import images
 
-    segments, parents = [[5 * at + own for own in range(length)] for at, length in enumerate((10, 7, 9))], [-1, 0, 0]
+    segments = [[5 * at + own for own in range(length)] for at, length in enumerate((10, 7, 9))]
     segments[0][3:7] = segments[2][2:6] = [images.TOKEN] * images.TOKENS
+    rollouts = [segments[0] + answer for answer in segments[1:]]
     for kind in ("gemma3", "gemma4"):
         form = images.WHOLE[kind][1]
 
@@ -66,9 +67,9 @@ def in_trees(rank: int, ranks: int) -> None:
             return {name: x if name.endswith("type_ids") else x[:here] for name, x in both.items()}
 
         want, model = images.build(kind), dfa_hf.distribute_attention(images.build(kind))
-        loss = path_by_path(want, segments, parents, pixels)
+        loss = one_by_one(want, rollouts, pixels)
         loss.backward()
-        batch = packed(segments, parents)
+        batch = packed(rollouts, 27)
         got = model(**dfa_hf.shard_batch(batch | pixels(batch["input_ids"]))).loss
         got.backward()
         for name, parameter in (*want.named_parameters(), *model.named_parameters()):

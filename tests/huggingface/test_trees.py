@@ -1,4 +1,4 @@
-"""Prompt trees are computed as eager attention computes each path from a root to a leaf, with its prompt repeated."""
+"""Prompt trees are computed as eager attention computes each rollout, with its prompt repeated."""
 
 from __future__ import annotations
 
@@ -17,86 +17,13 @@ from dfa_megatron.runtime.counters import COUNTERS
 from tests.huggingface.compared import assert_gradients, assert_loss
 from tests.huggingface.test_parity import MODELS, NEWER
 from tests.support.models import LAYERS, build, gradients, text
-from tests.support.plan_cases import ancestors, some_parents
 from tests.support.workers import run_ranks
 
-Segments = list[list[int]]
+Rollouts = list[list[int]]
 
 
-def forest(tokens: int, seed: int) -> tuple[Segments, list[int]]:
-    """Token ids of random segments, and their parents; as many tokens when it is packed for all first tokens."""
-    rng = random.Random(seed)
-    parents = some_parents(7, rng)
-    lengths = [rng.randint(2, 4) for _ in parents]
-    more = sum(parent >= 0 for parent in parents) - sum(at in parents for at in range(len(parents)))
-    lengths[-1] += tokens - sum(lengths) - more
-    assert lengths[-1] > 0
-    return [[rng.randrange(61) for _ in range(length)] for length in lengths], parents
-
-
-def packed(segments: Segments, parents: list[int]) -> dict[str, Any]:
-    """A batch in which every first token is predicted: a parent's last token begins each of its children instead."""
-    moved = [
-        ([segments[parent][-1]] if parent >= 0 else []) + (own[:-1] if at in parents else own)
-        for at, (own, parent) in enumerate(zip(segments, parents, strict=True))
-    ]
-    labels = [
-        own if parent == at - 1 else [-100, *own[1:]]
-        for at, (own, parent) in enumerate(zip(moved, parents, strict=True))
-    ]
-    ids, labelled = (torch.tensor([[token for own in each for token in own]]) for each in (moved, labels))
-    return {"input_ids": ids, "labels": labelled, "prompt_tree": ([len(own) for own in moved], parents)}
-
-
-def path_by_path(reference: Any, segments: Segments, parents: list[int], more: Any = None) -> torch.Tensor:
-    """The mean loss of a model that sees one path at a time; a shared token counts once.
-
-    `more` returns further arguments for the tokens of a path.
-    """
-    leaves = [at for at in range(len(parents)) if at not in parents]
-    copies = [sum(at in ancestors(leaf, parents) for leaf in leaves) for at in range(len(parents))]
-    total, count = torch.zeros(()), 0.0
-    for leaf in leaves:
-        path = ancestors(leaf, parents)[::-1]
-        ids = torch.tensor([token for at in path for token in segments[at]])
-        weights = torch.tensor([1 / copies[at] for at in path for _ in segments[at]])[1:]
-        logits = reference(input_ids=ids[None], **(more(ids[None]) if more else {})).logits[0, :-1]
-        losses = torch.nn.functional.cross_entropy(logits, ids[1:], reduction="none")
-        total, count = total + (losses * weights).sum(), count + float(weights.sum())
-    return total / count
-
-
-def compare(rank: int, ranks: int) -> None:
-    segments, parents = forest(12 * ranks, seed=ranks)
-    want = build("Qwen3")
-    loss = path_by_path(want, segments, parents)
-    loss.backward()
-    for checkpoint in ("none", "full", "remat"):
-        model = dfa_hf.distribute_attention(build("Qwen3"), config=TrainingConfig(checkpoint=checkpoint))
-        COUNTERS.reset()
-        got = model(**dfa_hf.shard_batch(packed(segments, parents))).loss
-        model(**dfa_hf.shard_batch(text(1, 12 * ranks, seed=1)))  # a forward between, of no tree
-        got.backward()
-        assert COUNTERS.snapshot()["attention_forwards"] == (3 if checkpoint == "full" else 2) * LAYERS
-        assert_loss(got, loss, checkpoint)
-        assert_gradients(model, gradients(want), checkpoint)
-    for seed, name in enumerate(NEAR, ranks):
-        kind, changes = (MODELS | NEWER)[name]
-        changes = {"experts_implementation": "eager", **changes}
-        segments, parents = forest(12 * ranks, seed)
-        want = build(kind, **changes).double()
-        loss = path_by_path(want, segments, parents)
-        loss.backward()
-        model = dfa_hf.distribute_attention(build(kind, **changes).double())
-        lengths, _ = (batch := packed(segments, parents))["prompt_tree"]
-        got = model(**dfa_hf.shard_batch(batch | {"prompt_tree": Tree(tuple(lengths), tuple(parents))})).loss
-        got.backward()
-        assert_loss(got, loss, name)
-        assert_gradients(model, gradients(want), name, 1e-6)
-
-
-def some_rollouts(tokens: int, seed: int) -> list[list[int]]:
-    """Random rollouts that share prefixes, of as many tokens in all when each prefix stands once."""
+def forest(tokens: int, seed: int) -> Rollouts:
+    """Random rollouts that share prefixes, of as many tokens in all, or one or two fewer, when each stands once."""
     rng = random.Random(seed)
     rollouts = [[rng.randrange(61) for _ in range(tokens // 4)]]
     while (left := tokens - sum(pack.tree.length for pack in trees.from_rollouts(rollouts))) > 2:
@@ -106,36 +33,54 @@ def some_rollouts(tokens: int, seed: int) -> list[list[int]]:
     return rollouts
 
 
-def one_by_one(reference: Any, rollouts: list[list[int]]) -> torch.Tensor:
-    """The mean loss of a model that sees one rollout at a time; a shared token counts once."""
+def packed(rollouts: Rollouts, tokens: int) -> dict[str, Any]:
+    """A batch of them, padded to as many tokens."""
+    (pack,) = trees.from_rollouts(rollouts, multiple_of=tokens)
+    return pack.for_transformers()
+
+
+def one_by_one(reference: Any, rollouts: Rollouts, more: Any = None) -> torch.Tensor:
+    """The mean loss of a model that sees one rollout at a time; a shared token counts once.
+
+    `more` returns further arguments for the tokens of a rollout.
+    """
     total, count = torch.zeros(()), 0.0
     for own in rollouts:
         ids = torch.tensor(own)
         shares = [sum(other[:end] == own[:end] for other in rollouts) for end in range(2, len(own) + 1)]
-        weights = 1 / torch.tensor(shares)
-        losses = torch.nn.functional.cross_entropy(
-            reference(input_ids=ids[None]).logits[0, :-1], ids[1:], reduction="none"
-        )
-        total, count = total + (losses * weights).sum(), count + float(weights.sum())
+        logits = reference(input_ids=ids[None], **(more(ids[None]) if more else {})).logits[0, :-1]
+        losses = torch.nn.functional.cross_entropy(logits, ids[1:], reduction="none")
+        total, count = total + (losses / torch.tensor(shares)).sum(), count + sum(1 / share for share in shares)
     return total / count
 
 
-def compare_rollouts(rank: int, ranks: int) -> None:
-    rollouts = some_rollouts(12 * ranks, seed=ranks)
+def compare(rank: int, ranks: int) -> None:
+    rollouts = forest(12 * ranks, seed=ranks)
     want = build("Qwen3")
     loss = one_by_one(want, rollouts)
     loss.backward()
-    (pack,) = trees.from_rollouts(rollouts, multiple_of=12 * ranks)
-    assert len(pack.tree.parents) > 6
-    model = dfa_hf.distribute_attention(build("Qwen3"))
-    got = model(**dfa_hf.shard_batch(pack.for_transformers())).loss
-    got.backward()
-    assert_loss(got, loss, "rollouts")
-    assert_gradients(model, gradients(want), "rollouts")
-
-
-def test_loss_and_gradients_are_those_of_every_rollout_with_its_prompt_repeated() -> None:
-    run_ranks(3, compare_rollouts)
+    for checkpoint in ("none", "full", "remat"):
+        model = dfa_hf.distribute_attention(build("Qwen3"), config=TrainingConfig(checkpoint=checkpoint))
+        COUNTERS.reset()
+        got = model(**dfa_hf.shard_batch(packed(rollouts, 12 * ranks))).loss
+        model(**dfa_hf.shard_batch(text(1, 12 * ranks, seed=1)))  # a forward between, of no tree
+        got.backward()
+        assert COUNTERS.snapshot()["attention_forwards"] == (3 if checkpoint == "full" else 2) * LAYERS
+        assert_loss(got, loss, checkpoint)
+        assert_gradients(model, gradients(want), checkpoint)
+    for seed, name in enumerate(NEAR, ranks):
+        kind, changes = (MODELS | NEWER)[name]
+        changes = {"experts_implementation": "eager", **changes}
+        rollouts = forest(12 * ranks, seed)
+        want = build(kind, **changes).double()
+        loss = one_by_one(want, rollouts)
+        loss.backward()
+        model = dfa_hf.distribute_attention(build(kind, **changes).double())
+        batch = packed(rollouts, 12 * ranks)
+        got = model(**dfa_hf.shard_batch(batch | {"prompt_tree": Tree(*batch["prompt_tree"])})).loss
+        got.backward()
+        assert_loss(got, loss, name)
+        assert_gradients(model, gradients(want), name, 3e-6)  # their norms and losses stay in float32
 
 
 NEAR = (
@@ -149,7 +94,7 @@ NEAR = (
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_loss_and_gradients_are_those_of_every_path_with_its_prompt_repeated(ranks: int) -> None:
+def test_loss_and_gradients_are_those_of_every_rollout_with_its_prompt_repeated(ranks: int) -> None:
     run_ranks(ranks, compare, timeout=120)
 
 
