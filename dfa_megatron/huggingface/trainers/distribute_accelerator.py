@@ -86,7 +86,7 @@ def share_sequences(
     take_whole_batches(transformers_model(model))
     if known is None:
         accelerator.dataloader_config.dispatch_batches = False  # also of data without a length: every rank reads it
-        accelerator._dfa_sharing = Sharing(size, mesh, loop)
+        accelerator._dfa_sharing = Sharing(size, mesh, None if loop else model)
         accelerator.__class__ = with_shared_sequences(type(accelerator))
     return size
 

@@ -20,12 +20,17 @@ from dfa_megatron.errors import UnsupportedError
 class Sharing:
     """Hold the ranks that share sequences.
 
-    loop: the accelerator is that of a loop. A Trainer counts ranks.
+    trained: the model of a Trainer, which counts ranks. None for the accelerator of a loop.
     """
 
     size: int
     mesh: Any
-    loop: bool
+    trained: torch.nn.Module | None
+
+    @property
+    def loop(self) -> bool:
+        """Return whether the accelerator is that of a loop."""
+        return self.trained is None
 
 
 def refuse_objects() -> NoReturn:
@@ -115,7 +120,7 @@ class _SharesSequences:
         data = getattr(state.active_dataloader, "dataset", None)
         streamed = isinstance(data, torch.utils.data.IterableDataset) and state.remainder < 0
         ranks = self.state.num_processes  # type: ignore[attr-defined]
-        if streamed and sharing.size < ranks and (sharing.loop or not torch.is_grad_enabled()):
+        if streamed and sharing.size < ranks and not (sharing.trained is not None and sharing.trained.training):
             raise UnsupportedError(
                 "evaluation on data without a length, by several groups of ranks",
                 "what repeats to fill the last batch could not be told apart",
