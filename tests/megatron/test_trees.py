@@ -92,23 +92,28 @@ def own_loop(rank: int, ranks: int) -> None:
     from megatron.core import parallel_state
 
     from dfa_megatron.megatron import declare_batch_layout, packed_seq_params
+    from dfa_megatron.megatron.tokens.exchange import positions
 
-    whole = {**harness.micro_batch(0, 0), **attends.entries("mask", 0, 0)}
-    tokens, labels = (whole[name].chunk(ranks, 1)[rank] for name in ("tokens", "labels"))
-    declare_batch_layout(parallel_state.get_context_parallel_group(), "contiguous")
-    model = model_of("rope", Topology(cp=ranks), "contiguous")
+    whole, found = {**harness.micro_batch(0, 0), **attends.entries("mask", 0, 0)}, []
+    harness.start(Topology(cp=ranks))
 
     def losses(**entries: Any) -> Any:
         return model(tokens, None, None, labels=labels, packed_seq_params=packed_seq_params(entries))
 
-    found = losses(mask=whole["mask"], mask_positions=whole["position_ids"][0])
+    for layout, order in (("boundary", "zigzag"), ("contiguous", "contiguous")):
+        here, model = positions(order, SEQUENCE, ranks, rank), model_of("rope", Topology(cp=ranks), layout)
+        tokens, labels = whole["tokens"][:, here], whole["labels"][:, here]
+        if layout == "contiguous":  # the other one is Megatron's own, which nobody declares
+            declare_batch_layout(parallel_state.get_context_parallel_group(), "contiguous")
+        found.append((here, losses(mask=whole["mask"], mask_positions=whole["position_ids"][0])))
     with pytest.raises(DistAttentionError, match=f"a prompt_tree or mask of 24 tokens with rows of {SEQUENCE}"):
         losses(mask=masks.full(24 if rank == 1 else SEQUENCE))  # those who would wait are told
     with pytest.raises(DisagreementError, match=r"(?s)prompt tree.*prompt tree"):
         losses(prompt_tree=OTHER if rank else TREE)
     harness.start(Topology(dp=ranks))
     wanted = attends.under_mask(whole, model_of("rope", Topology(dp=ranks), None))
-    torch.testing.assert_close(found, wanted.chunk(ranks, 1)[rank], rtol=1e-5, atol=1e-5)
+    for here, mine in found:
+        torch.testing.assert_close(mine, wanted[:, here], rtol=1e-5, atol=1e-5)
 
 
 def each(rank: int, ranks: int) -> None:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-import runpy
 import socket
-import sys
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -50,15 +48,3 @@ def as_torchrun_starts(rank: int, world_size: int, port: int) -> None:
     sizes = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
     os.environ.update({name: str(value) for name, value in sizes.items()})
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-
-
-def run_script(rank: int, world_size: int, port: int, script: str, folder: str, flags: tuple[str, ...]) -> None:
-    """Run a script in `folder` as a rank of torchrun does, without the seconds in which each process imports."""
-    as_torchrun_starts(rank, world_size, port)
-    os.chdir(folder)
-    sys.argv = [script, *flags]
-    try:
-        runpy.run_path(script, run_name="__main__")
-    except SystemExit as end:
-        if end.code:
-            raise RuntimeError(f"{script} ended with {end.code}") from end

@@ -58,12 +58,12 @@ def _router_class(base: Any) -> Any:
 
 
 def _every(tokens: Any, group: Any) -> Any:
-    """Return the tokens of all ranks that count, at least 1; without padding every rank has as many."""
+    """Return the tokens of all ranks that count, 1 for 0; under 1 where Megatron counts per sequence of a batch."""
     if not isinstance(tokens, torch.Tensor):
         return tokens * group.size()
     every = tokens.detach().float().clone()
     dist.all_reduce(every, group=group)
-    return every.clamp(min=1)
+    return torch.where(every == 0, 1.0, every)
 
 
 def _gradient(loss: torch.Tensor, tokens: Any, group: Any) -> torch.Tensor:

@@ -181,6 +181,8 @@ def draw(seed: int, number: int) -> MegatronDraw:
         options["checkpoint"] = "auto"  # Megatron's own recomputation of prediction layers takes no packs
     if sizes.get("pp", 1) > 1 and options["kernel"] == "cpu" and config.get("v_head_dim", 12) != 12:
         options["kernel"] = "auto"  # the first stage refuses its first call, while the next one waits for hidden states
+    if sizes.get("pp", 1) > 1 and pack == "mask":
+        options["schedule"] = "auto"  # likewise, where a schedule is for causal work
     if sizes.get("pp", 1) > 1 and config.get("recompute_method") == "block" and "num_moe_experts" in config:
         options["checkpoint"] = "auto"  # as for a padding_mask that Megatron would lose
     kinds = [*uneven.MASKS] if "mtp_num_layers" in config else [*uneven.MASKS, "nothing"]
