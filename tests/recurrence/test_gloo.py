@@ -116,9 +116,10 @@ def test_a_convolution_reaches_over_ranks_that_hold_fewer_tokens_than_it_is_wide
 def _layer(whole: Recurrence, names: list[str], *tensors: torch.Tensor) -> torch.Tensor:
     tokens = dict(zip(names, tensors, strict=True))
     weight = torch.ones(tokens["v"].shape[3], 3, dtype=tokens["v"].dtype)
-    v = dist_conv(convolve(weight), tokens["v"].flatten(2)[..., : weight.shape[0]], 3)
+    tree: Any = {"cu_seqlens": (0, 2, 3, 7, whole.dout.shape[1]), "parents": [-1, 0, 1, 0]}
+    v = dist_conv(convolve(weight), tokens["v"].flatten(2)[..., : weight.shape[0]], 3, **tree)
     tokens["v"] = tokens["v"] + v[:, :, None]
-    out, _ = dist_scan(whole.scan, tokens, decay=whole.decay(tokens))
+    out, _ = dist_scan(whole.scan, tokens, decay=whole.decay(tokens), **tree)
     return out.tanh()
 
 
