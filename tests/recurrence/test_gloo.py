@@ -61,11 +61,8 @@ def _final_state(rank: int, ranks: int) -> None:
     length = 4 * ranks
     for seed, kind in enumerate(KINDS):
         # The second document starts inside of the last rank but one; the last segment continues the first.
-        for offsets, parents in (
-            ((0, length), [-1]),
-            ((0, length - 6, length), [-1, -1]),
-            ((0, 3, 9, length), [-1, 0, 0]),
-        ):
+        packs = ((0, length), [-1]), ((0, length - 6, length), [-1, -1]), ((0, 3, 9, length), [-1, 0, 0])
+        for offsets, parents in packs:
             whole = recurrence(kind, length, seed=seed)
             mine = whole.rows(rank, ranks)
             _, final = dist_scan(whole.scan, mine, decay=whole.decay(mine), cu_seqlens=offsets, parents=parents)
