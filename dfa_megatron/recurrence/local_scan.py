@@ -128,19 +128,19 @@ def local_scan(scan: Scan, tokens: Tokens, share: Share, decay: Decay | None = N
     for pieces in filter(None, (range(mine.start, plain), range(plain, mine.stop))):
         wide, runs = pieces.start < plain, [run for run in share.runs if run[0] in pieces]
         out, states = _run_pieces(scan, tokens, share, pieces, wide=wide)
-        for run, part in zip(runs, out.split(share.lengths(runs), 1), strict=True):
-            outs.append(part[..., :values])
-            reads[run[0]] = partial(_read, part[..., values:])
+        for run, part in zip(runs, out.split(share.lengths(runs), 1) if len(runs) > 1 else [out], strict=True):
+            outs.append(part[..., :values] if wide else part)
+            reads |= {run[0]: partial(_read, part[..., values:])} if wide else {}
         for piece, state in states.items():
             m = state[..., values:] if wide else state.new_zeros(1).expand(*state.shape[:3], keys)
-            carries[piece] = m, state[..., :values]
+            carries[piece] = m, state[..., :values] if wide else state
     with torch.autocast(outs[0].device.type, enabled=False):
         if decay is not None:
-            for piece in {*share.led, *carries}:
-                lo, hi = share.span(range(piece, piece + 1))
-                hi = hi if share.before[piece] >= 0 else lo + 1  # where nothing comes in, M only needs its shape
-                reads[piece], m = _closed(decay, lo, hi, accumulator_dtype(outs[0].dtype))
-                carries |= {piece: (m, carries[piece][1])} if piece in carries else {}
+            spans = [share.span(range(piece, piece + 1)) for piece in share.led] or [(0, 1)]
+            closed = [_closed(decay, *span, accumulator_dtype(outs[0].dtype)) for span in spans]
+            reads, ms = (dict(zip(share.led, found, strict=False)) for found in zip(*closed, strict=True))
+            # Where nothing comes in, M only needs its shape.
+            carries = {piece: (ms.get(piece, closed[0][1]), state) for piece, (_, state) in carries.items()}
         whole = compose(dict(sorted(carries.items())), share.before, matrix=decay is None)
     return Local(share, outs, reads, whole, decay is None)
 
@@ -156,7 +156,7 @@ def _run_pieces(
     packs = scan.packs and tokens[scan.values].shape[0] == 1  # kernels take a pack as a batch of one
     for call in share.calls(pieces, packs=packs, one_state=scan.one_state):
         lo, hi = share.span(call)
-        taken = {name: x[:, lo:hi] for name, x in tokens.items()}
+        taken = dict(tokens) if hi - lo == share.tokens else {name: x[:, lo:hi] for name, x in tokens.items()}
         starts = _widened(scan, taken, len(call)) if wide else None
         first = call.start - share.mine.start
         offsets = share.pieces[first : first + len(call) + 1]

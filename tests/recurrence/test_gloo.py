@@ -61,11 +61,8 @@ def _final_state(rank: int, ranks: int) -> None:
     length = 4 * ranks
     for seed, kind in enumerate(KINDS):
         # The second document starts inside of the last rank but one; the last segment continues the first.
-        for offsets, parents in (
-            ((0, length), [-1]),
-            ((0, length - 6, length), [-1, -1]),
-            ((0, 3, 9, length), [-1, 0, 0]),
-        ):
+        packs = ((0, length), [-1]), ((0, length - 6, length), [-1, -1]), ((0, 3, 9, length), [-1, 0, 0])
+        for offsets, parents in packs:
             whole = recurrence(kind, length, seed=seed)
             mine = whole.rows(rank, ranks)
             _, final = dist_scan(whole.scan, mine, decay=whole.decay(mine), cu_seqlens=offsets, parents=parents)
@@ -116,9 +113,10 @@ def test_a_convolution_reaches_over_ranks_that_hold_fewer_tokens_than_it_is_wide
 def _layer(whole: Recurrence, names: list[str], *tensors: torch.Tensor) -> torch.Tensor:
     tokens = dict(zip(names, tensors, strict=True))
     weight = torch.ones(tokens["v"].shape[3], 3, dtype=tokens["v"].dtype)
-    v = dist_conv(convolve(weight), tokens["v"].flatten(2)[..., : weight.shape[0]], 3)
+    tree: Any = {"cu_seqlens": (0, 2, 3, 7, whole.dout.shape[1]), "parents": [-1, 0, 1, 0]}
+    v = dist_conv(convolve(weight), tokens["v"].flatten(2)[..., : weight.shape[0]], 3, **tree)
     tokens["v"] = tokens["v"] + v[:, :, None]
-    out, _ = dist_scan(whole.scan, tokens, decay=whole.decay(tokens))
+    out, _ = dist_scan(whole.scan, tokens, decay=whole.decay(tokens), **tree)
     return out.tanh()
 
 
