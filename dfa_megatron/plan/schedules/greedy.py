@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from heapq import nsmallest
 from itertools import chain
 from math import sqrt
 from typing import NamedTuple
@@ -199,7 +198,7 @@ class _Balance:
             for home, row in self.pieces[rank].items()
             for at, piece in enumerate(row)
         )
-        largest = [(home, at, piece) for *_, home, at, piece in nsmallest(CANDIDATES, all_of)]
+        largest = [(home, at, piece) for *_, home, at, piece in sorted(all_of)[:CANDIDATES]]
         row = self.pieces[rank][rank]
         ends = [(rank, at, row[at]) for at in sorted({0, len(row) - 1}) if row]
         return [*largest, *(one for one in ends if one[:2] not in [other[:2] for other in largest])]
@@ -208,6 +207,10 @@ class _Balance:
         """Give rows of a piece away and return them, or None where that does not help."""
         (home, at), rows = move.place, move.rows
         piece = self.pieces[rank][home].pop(at)
+        most = self.mean * (1 + TOLERANCE) - self.load[move.target]
+        while rows != piece.q and len(rows) > 2 * self.aligned and (area := piece.area_in(rows)) > most:
+            few = max(1, int(len(rows) * most / area) // self.aligned) * self.aligned  # rows gain keys unevenly
+            rows = Span(rows.lo, rows.lo + few) if rows.lo == piece.q.lo else Span(rows.hi - few, rows.hi)
         taken = piece.of_rows(rows)
         if self.load[move.target] + taken.area >= self.load[rank]:
             return None
