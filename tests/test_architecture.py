@@ -40,7 +40,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "plan.cost": LANGUAGE | {"plan", "plan.schedules", "plan.lowering"},
     "plan.draw": LANGUAGE | {"plan.schedules", "plan.cost"},
     "plan": PLAN,
-    "masks": LANGUAGE,
+    "masks": LANGUAGE | {"plan.lowering"},
     "naive": LANGUAGE,
     "kernels": PLAN | {"kernels.adapters", "kernels.triton"},
     "kernels.adapters": LANGUAGE | {"kernels"},

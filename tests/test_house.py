@@ -59,13 +59,13 @@ BUDGETS = {
     "kernels": 3_779,
     "loss": 709,
     "megatron": 4_820,
-    "plan": 5_554,
+    "plan": 5_573,
     "proving": 763,
     "recurrence": 1_386,
     "remat": 529,
     "runtime": 5_280,
     "tests": 37_630,
-    "top": 1_701,
+    "top": 1_657,
     "trees": 305,
 }
 """Lines of Python in a folder of the package, in its files beside them ("top"), in tests and in benchmarks.

@@ -54,7 +54,7 @@ def test_a_dense_mask_becomes_the_tiles_of_the_same_pairs(seed: int, monkeypatch
     rng = random.Random(seed)
     n = (1, 8, 17, 30)[seed]
     for case in [*every_mask(n, rng), *heterogeneous_masks(n, rng)]:
-        monkeypatch.setattr(masks, "_CELLS", rng.choice([1, 5 * n, 1 << 24]))
+        monkeypatch.setattr(masks, "_CELLS", rng.choice([5 * n, 1 << 24]))
         dense = torch.from_numpy(case.dense)
         found = masks.from_dense(dense)
         assert np.array_equal(counts(found), case.dense), case.mask.name
@@ -70,11 +70,11 @@ def test_masks_of_flex_attention_become_tiles_or_name_the_first_cell_that_does_n
     blocks = create_block_mask(packed, None, None, 128, 128, device="cpu")
     assert masks.from_dense(blocks, 128, name="p").tiles == masks.documents([40, 88]).tiles
     far = or_masks(packed, lambda b, h, i, j: (i * j) % 7 == 3)
-    with pytest.raises(UnsupportedError, match=r"no union of 9 tiles: cell \(1, 59\) needs one more"):
+    with pytest.raises(UnsupportedError, match=r"no union of 9 pieces: cell \(1, 52\) needs one more"):
         masks.from_dense(far, 128, most=9)
     with pytest.raises(UnsupportedError, match="without length"):
         masks.from_dense(far)
-    with pytest.raises(UnsupportedError, match=r"torch\.float32"):
+    with pytest.raises(UnsupportedError, match="no matrix of bool"):
         masks.from_dense(torch.ones(8, 8))
 
 

@@ -10,7 +10,17 @@ from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.names import LAYOUTS
 from dfa_megatron.plan.cost.hardware import H200_NVLINK, Hardware
 from dfa_megatron.plan.cost.outline import Estimate, estimate, outline, port_seconds
-from dfa_megatron.plan.language.ir import BACKWARD, FORWARD, AttentionPlan, Block, Phase, Plan, loads, needed_pairs
+from dfa_megatron.plan.language.ir import (
+    BACKWARD,
+    FORWARD,
+    AttentionPlan,
+    Block,
+    Phase,
+    Plan,
+    areas,
+    loads,
+    needed_pairs,
+)
 from dfa_megatron.plan.language.layout import Layout, contiguous
 from dfa_megatron.plan.language.mask import Mask, components
 from dfa_megatron.plan.language.shape import AttentionShape, split_heads
@@ -28,6 +38,8 @@ COPIED = 180e9
 """Bytes per second that an exchange brings to a plan of several ranks, which reads a copy in order. Measured: degree 2
 on four ranks in benchmarks/results/2026-11-21-4xh200-ulysses-flash4.json.
 """
+
+LOSES = "its work or its messages take longer than another schedule"
 
 EVEN = 1.05
 """Work of the most loaded rank over the mean up to which `greedy` is not tried."""
@@ -206,6 +218,8 @@ def _of_schedules(
     assigned, load = {}, dict[Schedule, float]()
     for schedule in ALL:
         why, instead = _needless(schedule, mask, ranks, layout, load), ""
+        if not why and most and _compute_seconds(_least_load(schedule, mask, ranks), shape, hardware) > most:
+            why = LOSES
         if not why:
             try:
                 assigned[schedule] = held, blocks = schedule.assigned(mask, ranks)
@@ -249,6 +263,17 @@ def _why_not_shared(mask: Mask, ranks: int) -> str:
     return "" if shares else "the last step of balanced has no work to share"
 
 
+def _least_load(schedule: Schedule, mask: Mask, ranks: int) -> float:
+    """Return a number of pairs that the most loaded rank has at least, before any block is assigned."""
+    if schedule.layout != "contiguous" or schedule.name == "greedy" or ranks < 1 or mask.length % ranks:
+        return mask.area / max(1, ranks)
+    load, helps = [0] * ranks, schedule.name != "ring"
+    for (q, kv), pairs in areas(mask, contiguous(mask.length, ranks)).items():
+        if not helps or 2 * (q - kv) != ranks:  # which two ranks may share
+            load[kv if helps and 2 * (q - kv) > ranks else q] += pairs
+    return max(load)
+
+
 def _timed(
     schedule: Schedule, mask: Mask, layout: Layout, blocks: tuple[Block, ...], load: float, shape: AttentionShape,
     hardware: Hardware, most: float,
@@ -260,9 +285,7 @@ def _timed(
     """
     nodes = hardware.node_size(layout.ranks)
     ways = [None, nodes] if schedule.route is direct and nodes not in (None, 1) else [None]
-    lost = Candidate(
-        schedule.name, schedule.layout, refusal="its work or its messages take longer than another schedule"
-    )
+    lost = Candidate(schedule.name, schedule.layout, refusal=LOSES)
     bounds = [_compute_seconds(load, shape, hardware, phase) for phase in (FORWARD, BACKWARD)]
     found: dict[int | None, list[tuple[Plan, Estimate]]] = {way: [] for way in ways}
     for number, phase in enumerate((FORWARD, BACKWARD)):

@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from heapq import nsmallest
 from itertools import chain
 from math import sqrt
 from typing import NamedTuple
@@ -54,13 +53,13 @@ def greedy(mask: Mask, layout: Layout) -> tuple[Block, ...]:
         mask: the pairs.
         layout: from `cut_for_help`, so that help is of whole chunks.
     """
-    given: dict[int, list[Help]] = defaultdict(list)
+    given: dict[tuple[int, int], list[Help]] = defaultdict(list)
     for one in help_of(mask, layout.ranks):
-        given[one.q.lo * layout.ranks // mask.length].append(one)
+        given[one.q.lo * layout.ranks // mask.length, one.kv.lo * layout.ranks // mask.length].append(one)
     owned: list[list[tuple[int, int]]] = [[] for _ in range(layout.ranks)]
     for q, kv in needed_pairs(mask, layout):
         rows, keys, owner = layout.chunks[q], layout.chunks[kv], layout.owner[q]
-        helpers = (h.rank for h in given[owner] if h.q.holds(rows) and h.kv.holds(keys))
+        helpers = (h.rank for h in given[owner, layout.owner[kv]] if h.q.holds(rows) and h.kv.holds(keys))
         owned[next(helpers, owner)].append((q, kv))
     return assign_steps(owned, mask, layout)
 
@@ -128,8 +127,7 @@ class _Balance:
     """The work of every rank, while pieces change hands."""
 
     def __init__(self, mask: Mask, ranks: int) -> None:
-        self.spans = contiguous(mask.length, ranks).chunks
-        self.ranks = ranks
+        self.mask, self.layout, self.ranks = mask, contiguous(mask.length, ranks), ranks
         self.aligned = max(1, min(ALIGNED, mask.length // ranks // 64))
         self.pieces: list[dict[int, list[_Work]]] = [defaultdict(list) for _ in range(ranks)]
         for component in components(mask):
@@ -143,24 +141,18 @@ class _Balance:
         if component.is_document and (component.span.hi - 1) // per_rank == home:  # the usual case
             self.pieces[home][home].append(_Work(home, [*component.tiles], component.work, component.span))
             return
-        found: dict[tuple[int, int], list[Tile]] = defaultdict(list)
-        for tile in component.tiles:
-            for rank in range(tile.q.lo // per_rank, (tile.q.hi - 1) // per_rank + 1):
-                for home in range(tile.kv.lo // per_rank, (tile.kv.hi - 1) // per_rank + 1):
-                    if part := tile.restrict(self.spans[rank], self.spans[home]):
-                        found[rank, home].append(part)
-        for (rank, home), parts in found.items():
+        alone = len(component.tiles) == len(self.mask.tiles)
+        inside = self.mask if alone else Mask("", self.mask.length, component.tiles)
+        for (rank, home), parts in needed_pairs(inside, self.layout).items():
             q = Span(min(part.q.lo for part in parts), max(part.q.hi for part in parts))
-            self.pieces[rank][home].append(_Work(home, parts, sum(part.area for part in parts), q))
+            self.pieces[rank][home].append(_Work(home, [*parts], sum(part.area for part in parts), q))
 
     def run(self) -> Iterator[Help]:
         """Move pieces until no rank is too far above the mean, or no move helps."""
         stuck = [0] * self.ranks
         while sum(stuck) < self.ranks:
-            rank = max(
-                range(self.ranks),
-                key=[-1 if off else load for off, load in zip(stuck, self.load, strict=True)].__getitem__,
-            )
+            left = [-1 if off else load for off, load in zip(stuck, self.load, strict=True)]
+            rank = left.index(max(left))
             if self.load[rank] <= self.mean * (1 + TOLERANCE):
                 break
             move = min(self._moves(rank), default=None)
@@ -206,7 +198,7 @@ class _Balance:
             for home, row in self.pieces[rank].items()
             for at, piece in enumerate(row)
         )
-        largest = [(home, at, piece) for *_, home, at, piece in nsmallest(CANDIDATES, all_of)]
+        largest = [(home, at, piece) for *_, home, at, piece in sorted(all_of)[:CANDIDATES]]
         row = self.pieces[rank][rank]
         ends = [(rank, at, row[at]) for at in sorted({0, len(row) - 1}) if row]
         return [*largest, *(one for one in ends if one[:2] not in [other[:2] for other in largest])]
@@ -215,6 +207,10 @@ class _Balance:
         """Give rows of a piece away and return them, or None where that does not help."""
         (home, at), rows = move.place, move.rows
         piece = self.pieces[rank][home].pop(at)
+        most = self.mean * (1 + TOLERANCE) - self.load[move.target]
+        while rows != piece.q and len(rows) > 2 * self.aligned and (area := piece.area_in(rows)) > most:
+            few = max(1, int(len(rows) * most / area) // self.aligned) * self.aligned  # rows gain keys unevenly
+            rows = Span(rows.lo, rows.lo + few) if rows.lo == piece.q.lo else Span(rows.hi - few, rows.hi)
         taken = piece.of_rows(rows)
         if self.load[move.target] + taken.area >= self.load[rank]:
             return None
