@@ -17,6 +17,7 @@ from dfa_megatron.deepspeed.json_block import DeepSpeedOptions
 from docs import (
     fault_tables,
     house_picture,
+    mask_tables,
     model_tables,
     paper_tables,
     performance_tables,
@@ -35,6 +36,7 @@ Tables = Mapping[str, Callable[[], list[str]]]
 PAGES: dict[str, Tables] = {
     **performance_tables.PAGES,
     **paper_tables.PAGES,
+    **mask_tables.PAGES,
     "docs/huggingface.md": model_tables.TABLES,
     "docs/options.md": {"options": reference_tables.options, "meanings": reference_tables.meanings},
     "docs/planning.md": planning_tables.TABLES,

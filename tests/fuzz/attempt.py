@@ -91,7 +91,7 @@ _KERNEL_REFUSES = re.compile(r"kernel='(\w+)' for .*?: (.{1,80})")
 def legitimate(case: Case, text: str) -> str:
     """Return the name of the refusal, or "" for an unknown one."""
     on_gpu = case.whole.device != "cpu" and case.options["kernel"] != "auto"
-    if on_gpu and (told := _KERNEL_REFUSES.match(text)):
+    if on_gpu and (told := _KERNEL_REFUSES.search(text)):
         return f"kernel {told[1]}: {told[2]}"
     return next((name for name, pattern, fits in REFUSALS if fits(case) and re.search(pattern, text)), "")
 

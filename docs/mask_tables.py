@@ -1,0 +1,54 @@
+"""The tables of masks and prompt trees."""
+
+from __future__ import annotations
+
+from docs.raw_results import K, Lines, matching, row, table
+
+NAME, LONG = "11-26-{}xh100-masks", "11-26-1xh100-trees-128k"
+LAYERS = "11-26-{}xh100-tree-layers"
+OTHERS = (
+    *("causal", "full", "causal window", "full window", "causal documents", "full documents", "prefix LM"),
+    *("prefix LM documents", "causal blockwise", "block causal documents", "global window"),
+)
+
+
+def cell(name: str, mask: str, thousands: int, kind: str = "") -> str:
+    """Return TFLOP/s of a GPU, or "not run"."""
+    found = matching(name, {"mask": mask, "tokens": thousands * K})
+    return f"{found[0][f'{kind}TFLOP/s']:.0f}" if found else "not run"
+
+
+def trees() -> Lines:
+    """Return trees beside the causal mask and FlexAttention."""
+    labels = {"causal": "causal"}
+    labels |= {f"{n} rollouts, prompt {share}": f"tree {n} {share}" for n in (8, 64) for share in (0.3, 0.6, 0.9)}
+    lines = []
+    for label, mask in labels.items():
+        short = [cell(NAME.format(gpus), mask, 32) for gpus in (1, 2, 4)]
+        flex = cell(NAME.format(1), mask, 32, "flex ") if mask != "causal" else ""
+        lines.append([label, *short, flex, cell(LONG, mask, 128), cell(NAME.format(4), mask, 128)])
+    head = ["32K, 1 GPU", "2 GPUs", "4 GPUs", "FlexAttention, 1 GPU", "128K, 1 GPU", "4 GPUs"]
+    return table(["TFLOP/s of a GPU", *head], lines)
+
+
+def masks() -> Lines:
+    """Return all other masks."""
+    lines = [[name, *(cell(NAME.format(gpus), name, 32) for gpus in (1, 2))] for name in OTHERS]
+    return table(["TFLOP/s of a GPU, 32K tokens", "1 GPU", "2 GPUs"], lines)
+
+
+def tree_layers() -> Lines:
+    """Return four layers of Qwen3-4B on rollouts as a tree and as documents."""
+    lines = []
+    for share in (0.3, 0.6, 0.9):
+        for way in ("documents", "tree"):
+            found = [row(LAYERS.format(gpus), share=share, **{"packed as": way}) for gpus in (1, 2)]
+            cells = [f"{one['ms']:.0f} ms, {one['peak GiB']:.1f} GiB" for one in found]
+            lines.append([str(share) if way == "documents" else "", way, f"{found[0]['tokens']:,}", *cells])
+    return table(["prompt's share", "packed as", "tokens", "one GPU", "two GPUs"], lines)
+
+
+PAGES = {
+    "docs/trees.md": {"trees": trees, "tree-layers": tree_layers},
+    "docs/masks.md": {"masks-measured": masks},
+}
