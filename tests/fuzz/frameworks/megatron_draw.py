@@ -177,14 +177,7 @@ def draw(seed: int, number: int) -> MegatronDraw:
         config |= {"recompute_method": "uniform"} if config.get("recompute_granularity") == "full" else {}
         config |= {"moe_layer_freq": 1} if "num_moe_experts" in config else {}
     options = _options(dice, layout, config, cp)
-    if pack and "mtp_num_layers" in config and config.get("recompute_granularity") == "full":
-        options["checkpoint"] = "auto"  # Megatron's own recomputation of prediction layers takes no packs
-    if sizes.get("pp", 1) > 1 and options["kernel"] == "cpu" and config.get("v_head_dim", 12) != 12:
-        options["kernel"] = "auto"  # the first stage refuses its first call, while the next one waits for hidden states
-    if sizes.get("pp", 1) > 1 and pack == "mask":
-        options["schedule"] = "auto"  # likewise, where a schedule is for causal work
-    if sizes.get("pp", 1) > 1 and config.get("recompute_method") == "block" and "num_moe_experts" in config:
-        options["checkpoint"] = "auto"  # as for a padding_mask that Megatron would lose
+    _fit(options, config, sizes, pack)
     kinds = [*uneven.MASKS] if "mtp_num_layers" in config else [*uneven.MASKS, "nothing"]
     experts = "num_moe_experts" in config
     model, shares = _model(dice, config, sizes)
@@ -207,6 +200,18 @@ def draw(seed: int, number: int) -> MegatronDraw:
         delta_nets=delta_nets,
         warm=0 if config.get("moe_router_load_balancing_type") == "global_aux_loss" else dice.choice([0, 0, 0, 1, 2]),
     )
+
+
+def _fit(options: dict[str, Any], config: dict[str, Any], sizes: dict[str, int], pack: str) -> None:
+    """Change options that Megatron, or the first of several stages alone, would refuse."""
+    if pack and "mtp_num_layers" in config and config.get("recompute_granularity") == "full":
+        options["checkpoint"] = "auto"  # Megatron's own recomputation of prediction layers takes no packs
+    if sizes.get("pp", 1) > 1 and options["kernel"] == "cpu" and config.get("v_head_dim", 12) != 12:
+        options["kernel"] = "auto"  # the first stage refuses its first call, while the next one waits for hidden states
+    if sizes.get("pp", 1) > 1 and pack == "mask":
+        options["schedule"] = "auto"  # likewise, where a schedule is for causal work
+    if sizes.get("pp", 1) > 1 and config.get("recompute_method") == "block" and "num_moe_experts" in config:
+        options["checkpoint"] = "auto"  # as for a padding_mask that Megatron would lose
 
 
 def _model(dice: random.Random, config: dict[str, Any], sizes: dict[str, int]) -> tuple[dict[str, Any], bool]:
