@@ -116,7 +116,7 @@ def test_no_folder_of_the_package_holds_more_than_a_dozen_modules() -> None:
 
 
 def test_the_pages_hold_no_more_words_than_now() -> None:
-    assert house.words_of_markdown(house.ROOT) <= 22_050
+    assert house.words_of_markdown(house.ROOT) <= 22_200
 
 
 def test_no_file_name_stands_twice_but_for_the_same_thing() -> None:
