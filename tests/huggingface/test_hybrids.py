@@ -24,7 +24,9 @@ if conftest.INSTALLED:
 def states(rank: int, world_size: int, kinds: tuple[str, ...]) -> dict[str, Any]:
     from tests.huggingface.sweep.attempt import attempt
 
-    sections = {kind: ("tree", "packed", "remat") if kind in AGAIN else ("tree",) for kind in kinds}
+    sections = {kind: ("tree", "remat") if kind in AGAIN else ("tree",) for kind in kinds} | {
+        "lfm2": ("tree", "packed")
+    }
     return {kind: {v.section: (v.state, v.reason) for v in attempt(kind, sections[kind])} for kind in kinds}
 
 
