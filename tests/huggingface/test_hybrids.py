@@ -13,8 +13,8 @@ HYBRIDS = (
     *("bamba", "falcon_h1", "granitemoehybrid", "jamba", "kimi_linear", "lfm2", "minimax", "nemotron_h"),
     *("olmo_hybrid", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"),
 )
-AGAIN = ("jamba", "minimax", "qwen3_next")
-"""Rematerialized here; the others on two ranks, in tests/deepspeed/test_hybrids.py."""
+AGAIN = {**dict.fromkeys(("jamba", "minimax", "qwen3_next"), ("remat",)), "lfm2": ("packed",)}
+"""What else is compared than a tree. Others are packed and rematerialized on two ranks, in tests/deepspeed."""
 FILES = {name.removesuffix("_text") for name in HYBRIDS}
 
 if conftest.INSTALLED:
@@ -24,8 +24,8 @@ if conftest.INSTALLED:
 def states(rank: int, world_size: int, kinds: tuple[str, ...]) -> dict[str, Any]:
     from tests.huggingface.sweep.attempt import attempt
 
-    sections = {kind: ("tree", "packed", "remat") if kind in AGAIN else ("tree",) for kind in kinds}
-    return {kind: {v.section: (v.state, v.reason) for v in attempt(kind, sections[kind])} for kind in kinds}
+    verdicts = {kind: attempt(kind, ("tree", *AGAIN.get(kind, ()))) for kind in kinds}
+    return {kind: {v.section: (v.state, v.reason) for v in found} for kind, found in verdicts.items()}
 
 
 @pytest.mark.support("models", "hybrids: convolutions, delta rules, state spaces; whole, packed, rematerialized")
