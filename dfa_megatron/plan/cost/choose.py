@@ -288,7 +288,7 @@ def _timed(
     lost = Candidate(schedule.name, schedule.layout, refusal=LOSES)
     bounds = [_compute_seconds(load, shape, hardware, phase) for phase in (FORWARD, BACKWARD)]
     found: dict[int | None, list[tuple[Plan, Estimate]]] = {way: [] for way in ways}
-    if schedule.route is direct and most < math.inf:
+    if schedule.route is direct and sum(bounds) <= most < math.inf:
         ports = [port_seconds(blocks, layout, phase, shape, hardware) for phase in (FORWARD, BACKWARD)]
         bounds = [*map(max, bounds, ports)]
     for number, phase in enumerate((FORWARD, BACKWARD)):
