@@ -59,7 +59,7 @@ BUDGETS = {
     "kernels": 3_779,
     "loss": 709,
     "megatron": 4_820,
-    "plan": 5_573,
+    "plan": 5_554,
     "proving": 763,
     "recurrence": 1_386,
     "remat": 529,

@@ -288,9 +288,9 @@ def _timed(
     lost = Candidate(schedule.name, schedule.layout, refusal=LOSES)
     bounds = [_compute_seconds(load, shape, hardware, phase) for phase in (FORWARD, BACKWARD)]
     found: dict[int | None, list[tuple[Plan, Estimate]]] = {way: [] for way in ways}
-    for number, phase in enumerate((FORWARD, BACKWARD)):
-        ports = port_seconds(blocks, layout, phase, shape, hardware, relays=schedule.route is not direct)
-        bounds[number] = max(bounds[number], ports) if most < math.inf else 0.0
+    if schedule.route is direct and sum(bounds) <= most < math.inf:
+        ports = [port_seconds(blocks, layout, phase, shape, hardware) for phase in (FORWARD, BACKWARD)]
+        bounds = [*map(max, bounds, ports)]
     for number, phase in enumerate((FORWARD, BACKWARD)):
         if sum(bounds) > most or not any(len(parts) == number for parts in found.values()):
             break

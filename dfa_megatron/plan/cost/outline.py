@@ -11,9 +11,8 @@ import heapq
 import math
 import operator
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 
 from dfa_megatron.plan.cost.hardware import Hardware
 from dfa_megatron.plan.language.ir import Block, Phase, Plan, areas
@@ -66,7 +65,9 @@ def outline(plan: Plan, batch: int = 1) -> Outline:
     pairs: list[dict[tuple[int, ...], int]] = [defaultdict(int) for _ in range(plan.steps)]
     shared: list[dict[tuple[int, ...], set[int]]] = [defaultdict(set) for _ in range(plan.steps)]
     for at, rank, q, kv in plan.blocks:
-        call = rank, _buffer_of(owner[q], rank, joins_q), _buffer_of(owner[kv], rank, joins_kv)
+        # A chunk's buffer: the rank's own, one per source rank, or one for all other ranks.
+        rows_of, keys_of = owner[q], owner[kv]
+        call = rank, -1 if joins_q and rows_of != rank else rows_of, -1 if joins_kv and keys_of != rank else keys_of
         pairs[at][call] += area[q, kv]
         shared[at][call].add(q if is_forward else kv)
     work = [
@@ -83,11 +84,6 @@ def outline(plan: Plan, batch: int = 1) -> Outline:
         for step in sent
     ]
     return Outline(plan.phase, plan.ranks, plan.mask.length, work, messages, tuple(numbers))
-
-
-def _buffer_of(owner: int, rank: int, is_joined: bool) -> int:
-    """Return the buffer that holds a chunk: the rank's own, one per source rank, or one for all other ranks."""
-    return -1 if owner != rank and is_joined else owner
 
 
 def estimate(
@@ -140,22 +136,17 @@ def estimate(
 
 
 def port_seconds(
-    blocks: Iterable[Block], layout: Layout, phase: Phase, shape: AttentionShape, hardware: Hardware, *, relays: bool
+    blocks: Iterable[Block], layout: Layout, phase: Phase, shape: AttentionShape, hardware: Hardware
 ) -> float:
-    """Return how long the fullest port sends or receives, by links and adapters: no estimate of these blocks is below.
+    """Return how long the fullest link or adapter sends or receives, if a chunk crosses to a node once.
 
-    A chunk crosses to a node once, as with gateways. relays: the route is `ring_relay`, else `direct`.
+    No estimate of these blocks on the route `direct` is below it, with gateways or without.
     """
-    ranks, owner, nodes = layout.ranks, layout.owner, [hardware.node(rank) for rank in range(layout.ranks)]
-    ports = [[0] * ranks for _ in range(4)]  # sending and receiving: of links, of adapters
+    owner, nodes = layout.owner, [hardware.node(rank) for rank in range(layout.ranks)]
+    ports = [[0] * layout.ranks for _ in range(4)]  # sending and receiving: of links, of adapters
     for at, (read, write) in enumerate(((phase.read_q, phase.write_q), (phase.read_kv, phase.write_kv)), 2):
         there, back = bytes_of(read, 1, shape), bytes_of(write, 1, shape) if write else 0
-        if relays and at == 3:
-            steps = {block[at]: block[0] for block in sorted(blocks)}  # the last one of each chunk
-            for rank, tokens in enumerate(_relayed(steps, layout)):
-                ports[2 * (nodes[rank] != nodes[(rank + 1) % ranks])][rank] += tokens * there
-        ends = () if relays else {(b[at], b[1] if nodes[b[1]] == nodes[owner[b[at]]] else ~nodes[b[1]]) for b in blocks}
-        for chunk, end in ends:
+        for chunk, end in {(b[at], b[1] if nodes[b[1]] == nodes[owner[b[at]]] else ~nodes[b[1]]) for b in blocks}:
             home, tokens, far = owner[chunk], len(layout.chunks[chunk]), 2 * (end < 0)
             if end != home:
                 ports[far][home] += tokens * there
@@ -165,16 +156,6 @@ def port_seconds(
                 ports[1][end] += tokens * there
     rates = [link.bytes_per_second for link in (hardware.link, hardware.network or hardware.link)]
     return max(max(port) / rates[at // 2] for at, port in enumerate(ports))
-
-
-def _relayed(steps: Mapping[int, int], layout: Layout) -> list[int]:
-    """Return the tokens that each rank sends on, if each chunk hops from its owner's rank for so many steps."""
-    change = [0] * (2 * layout.ranks + 1)
-    for chunk, last in steps.items():
-        change[layout.owner[chunk]] += len(layout.chunks[chunk])
-        change[layout.owner[chunk] + last] -= len(layout.chunks[chunk])
-    passed = [*accumulate(change)]
-    return [sum(passed[rank :: layout.ranks][:2]) for rank in range(layout.ranks)]
 
 
 def deliver(
