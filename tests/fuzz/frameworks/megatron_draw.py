@@ -14,7 +14,7 @@ from tests.fuzz.outcome import Draw
 from tests.megatron import attends
 from tests.support.packs import random_offsets
 
-VOCABULARY = 62
+VOCABULARY, PAIRS = 62, ("tree", "mask")
 TOPOLOGIES: tuple[dict[str, int], ...] = (
     *({"cp": 2}, {"cp": 2}, {"cp": 2}, {"cp": 3}, {"cp": 3}, {"cp": 4}, {"cp": 2, "ep": 2}, {"cp": 3, "ep": 3}),
     *({"tp": 2}, {"pp": 2}, {"pp": 2, "vp": 2}, {"tp": 2, "cp": 2}, {"tp": 2, "cp": 2}, {"pp": 2, "cp": 2}),
@@ -160,18 +160,15 @@ def draw(seed: int, number: int) -> MegatronDraw:
     tp, vp, cp, dp = (sizes.get(name, 1) for name in ("tp", "vp", "cp", "dp"))
     layout = dice.choice(["contiguous", "contiguous", "boundary", "boundary", "zigzag"])
     config = _config(dice, sizes)
-    pack = dice.choice(["", "", "rows", "rows", "padded", "tree", "mask"])
     others = {"mtp_num_layers", "kv_lora_rank"} & {*config}
-    if (pack == "padded" and (layout != "boundary" or cp == 1)) or (others and pack in ("tree", "mask")):
+    pack = dice.choice(["", "", "rows", "rows", "padded", *(() if others or "window_size" in config else PAIRS)])
+    if pack == "padded" and (layout != "boundary" or cp == 1):
         pack = "rows"
-    if pack in ("tree", "mask"):
-        config = {name: x for name, x in config.items() if not name.startswith("window")}
     micro_batches = dice.choice([2, 4]) if vp > 1 else dice.choice([1, 1, 2, 3])
     tokens = 2 * cp * dice.choice([1, 1, 2, 3, 4, 5, 7])
     if config.get("mtp_num_layers") or (pack and vp > 1):
         tokens = max(tokens, 8 * cp)
-    takes = layout != "zigzag" and tp == 1 and not others and pack not in ("tree", "mask")
-    delta_nets = takes and dice.random() < 0.15
+    delta_nets = layout != "zigzag" and tp == 1 and not others and pack not in PAIRS and dice.random() < 0.15
     if delta_nets:
         config["num_layers"] = 2 * sizes.get("pp", 1) * vp
         config |= {"recompute_method": "uniform"} if config.get("recompute_granularity") == "full" else {}
@@ -203,12 +200,12 @@ def draw(seed: int, number: int) -> MegatronDraw:
 
 
 def _fit(options: dict[str, Any], config: dict[str, Any], sizes: dict[str, int], pack: str) -> None:
-    """Change options that Megatron, or the first of several stages alone, would refuse."""
+    """Change options that Megatron, or some ranks alone, would refuse."""
     if pack and "mtp_num_layers" in config and config.get("recompute_granularity") == "full":
         options["checkpoint"] = "auto"  # Megatron's own recomputation of prediction layers takes no packs
     if sizes.get("pp", 1) > 1 and options["kernel"] == "cpu" and config.get("v_head_dim", 12) != 12:
         options["kernel"] = "auto"  # the first stage refuses its first call, while the next one waits for hidden states
-    if sizes.get("pp", 1) > 1 and pack == "mask":
+    if sizes.get("pp", 1) * sizes.get("dp", 1) > 1 and pack == "mask":
         options["schedule"] = "auto"  # likewise, where a schedule is for causal work
     if sizes.get("pp", 1) > 1 and config.get("recompute_method") == "block" and "num_moe_experts" in config:
         options["checkpoint"] = "auto"  # as for a padding_mask that Megatron would lose
