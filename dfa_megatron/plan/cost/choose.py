@@ -218,8 +218,8 @@ def _of_schedules(
     assigned, load = {}, dict[Schedule, float]()
     for schedule in ALL:
         why, instead = _needless(schedule, mask, ranks, layout, load), ""
-        if not why and most and _compute_seconds(_least_load(schedule, mask, ranks), shape, hardware) > most:
-            why = LOSES
+        if not why and most and most < math.inf:  # where nothing was timed yet, nothing loses
+            why = LOSES if _compute_seconds(_least_load(schedule, mask, ranks), shape, hardware) > most else ""
         if not why:
             try:
                 assigned[schedule] = held, blocks = schedule.assigned(mask, ranks)
@@ -288,7 +288,7 @@ def _timed(
     lost = Candidate(schedule.name, schedule.layout, refusal=LOSES)
     bounds = [_compute_seconds(load, shape, hardware, phase) for phase in (FORWARD, BACKWARD)]
     found: dict[int | None, list[tuple[Plan, Estimate]]] = {way: [] for way in ways}
-    if schedule.route is direct and sum(bounds) <= most < math.inf:
+    if schedule.route is direct and nodes is not None and sum(bounds) <= most < math.inf:
         ports = [port_seconds(blocks, layout, phase, shape, hardware) for phase in (FORWARD, BACKWARD)]
         bounds = [*map(max, bounds, ports)]
     for number, phase in enumerate((FORWARD, BACKWARD)):

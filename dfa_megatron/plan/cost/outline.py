@@ -105,9 +105,8 @@ def estimate(
     seconds = [(link.seconds(size), network.seconds(size)) for size in nbytes]
     node = [hardware.node(rank) for rank in ranks]
     took = _kernel_seconds(plan, shape, hardware, stretch)
-    done, ended, delivered, busy = ([0.0] * plan.ranks for _ in range(4))
+    done, ended, delivered, busy, left = ([0.0] * plan.ranks for _ in range(5))
     sent, calls, merges, posts = ([0] * plan.ranks, [0] * plan.ranks), *([0] * plan.ranks for _ in range(3))
-    left = [0.0] * plan.ranks
     for work in plan.work if most < math.inf else ():
         for rank, *call in work:
             left[rank] += took[*call]

@@ -187,11 +187,12 @@ def needed_pairs(mask: Mask, layout: Layout) -> Pairs:
 
     for tile in mask.tiles:
         (first, end), lo, hi = (tile.kv.lo, tile.kv.hi), tile.lo, tile.hi
-        for q in overlapping(tile.q.lo, tile.q.hi):
+        columns = overlapping(first, end)
+        for q in columns if tile.q is tile.kv else overlapping(tile.q.lo, tile.q.hi):
             rows = chunks[q] & tile.q
             # Every row sees the keys from `begin` to `until`, which need no look at the diagonals.
             begin, until = max(first, rows.hi - 1 + lo), min(end, rows.lo + hi + 1)
-            for kv in overlapping(max(first, rows.lo + lo), min(end, rows.hi + hi)):
+            for kv in columns if len(columns) < 4 else overlapping(max(first, rows.lo + lo), min(end, rows.hi + hi)):
                 keys = chunks[kv]
                 if begin <= keys.lo < keys.hi <= until and rows.lo < rows.hi:
                     pairs[q, kv].append(Tile(rows, keys))
