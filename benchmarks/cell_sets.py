@@ -16,6 +16,7 @@ NEEDS = {
     "benchmarks.deepspeed_stress": ("deepspeed", "transformers"),
     "benchmarks.host_time": ("flash_attn.cute",),
     "benchmarks.recurrence": ("fla",),
+    "benchmarks.tree_layers": ("transformers",),
     "pytest": ("pytest", "xdist"),
 }
 """Packages without which a module is not worth starting."""
@@ -75,6 +76,11 @@ HOSTS = "torchrun -m benchmarks.own_host benchmarks.attention --preset automatic
 SOCKETS = "NCCL_P2P_DISABLE=1 NCCL_SHM_DISABLE=1 NCCL_NET=Socket"
 TINY = "--device cpu --seq-length 64 --heads 2 --head-dim 16 --repetitions 2 --seconds 0 --kernel cpu"
 
+TREES = (
+    Cell("masks", "torchrun -m benchmarks.masks --tokens 32768 131072 --out {out}.json", 200),
+    Cell("tree-layers", "torchrun -m benchmarks.tree_layers --out {out}.json", 120),
+)
+
 EVERYWHERE = (
     Cell("gpu-tests", "python -m pytest -q -m gpu -n 12 --dist loadgroup --support-report {out}.jsonl", 420),
     Cell("packages", f"{ATTENTION} --preset quick --baselines installed", 180),
@@ -121,6 +127,7 @@ ONE_GPU = (
     Cell("pack-programs-32k", f"{PROGRAMS} 32768", 150),
     Cell("pack-programs-128k", f"{PROGRAMS} 131072", 150),
     Cell("fuzz", "python -m tests.fuzz --device cuda --seconds 200 --out {out}.json", 300),
+    *TREES,
 )  # fmt: skip
 
 TWO_GPUS = (
@@ -137,6 +144,7 @@ TWO_GPUS = (
     Cell("packed-32k", f"{PACKED} 32768", 150),
     Cell("verify-cost", "torchrun -m benchmarks.verify_cost --out {out}.json", 90),
     Cell("deepspeed-stress", "torchrun -m benchmarks.deepspeed_stress --out {out}.json", 300),
+    *TREES,
 )
 
 FOUR_GPUS = (

@@ -51,7 +51,7 @@ LONG_FUNCTIONS_FOR_NOW = {
 """May only become shorter."""
 
 BUDGETS = {
-    "benchmarks": 6_171,
+    "benchmarks": 6_179,
     "cli": 672,
     "deepspeed": 1_452,
     "doctor": 1_039,
