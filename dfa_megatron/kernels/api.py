@@ -227,7 +227,7 @@ class BlockKernel(ABC):
                 part_dq, *of_keys = self.launch_backward(call.part(part), rows.take(dout), saved.rows(rows))
                 rows.put(dq, part_dq)
             for whole, one in zip((dk, dv), of_keys, strict=True):
-                if split.shares_columns and columns.index is not None:
+                if split.shares_columns and columns.spans is not None:
                     _sum_rows(one, columns, whole, add=adds)
                 else:
                     columns.put(whole, one, add=adds)

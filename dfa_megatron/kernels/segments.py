@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import accumulate, chain, pairwise
+from itertools import accumulate, pairwise
 from typing import Any, Literal
 
 import torch
@@ -125,21 +125,26 @@ class Segments:
 
 @dataclass(frozen=True, eq=False)
 class Rows:
-    """Some rows of a tensor with `length` of them: lo..hi, or the rows in `index` where they have gaps.
+    """Some rows of a tensor with `length` of them: lo..hi, or those of `spans`, in their order, where these have gaps.
 
-    A key row is in the index more than once where several segments of a launch have it.
+    A key row is in several spans where several segments of a launch have it.
     """
 
     lo: int
     hi: int
     length: int
-    index: tuple[int, ...] | None = None
+    spans: tuple[Span, ...] | None = None
     _on: dict[tuple[object, ...], torch.Tensor] = field(default_factory=dict, repr=False)
+
+    @property
+    def every(self) -> tuple[Span, ...]:
+        """The spans, one where there are no gaps."""
+        return self.spans or (Span(self.lo, self.hi),)
 
     @cached_property
     def count(self) -> int:
         """How many rows there are."""
-        return self.hi - self.lo if self.index is None else len(self.index)
+        return sum(map(len, self.every))
 
     @cached_property
     def is_all(self) -> bool:
@@ -150,13 +155,13 @@ class Rows:
         """Return these rows of x: a view, or a copy where they have gaps."""
         if self.is_all:
             return x
-        if self.index is None:
+        if self.spans is None:
             return x.narrow(dim, self.lo, self.count)
         return x.index_select(dim, self.indices(x.device))
 
     def put(self, x: torch.Tensor, value: torch.Tensor, dim: int = 1, *, add: bool = False) -> None:
         """Write these rows of x, or add to them."""
-        if self.index is not None:
+        if self.spans is not None:
             x.index_copy_(dim, self.indices(x.device), value.to(x.dtype))
         elif add:
             x.narrow(dim, self.lo, self.count).add_(value)
@@ -164,24 +169,27 @@ class Rows:
             x.narrow(dim, self.lo, self.count).copy_(value)
 
     def indices(self, device: torch.device) -> torch.Tensor:
-        """Return the index, int64 (count,)."""
+        """Return the rows, int64 (count,)."""
         key = device, stream_of(device)
         if key not in self._on:
-            assert self.index is not None
-            self._on[key] = moved(list(self.index), torch.int64, device)
+            self._on[key] = moved(self._rows(), torch.int64, device)
         return self._on[key]
 
     def sources(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return where in the index each row stands: int32 (length + 1,) offsets into the int32 places."""
+        """Return where in `indices` each row stands: int32 (length + 1,) offsets into the int32 places."""
         keys = ("starts", device, stream_of(device)), ("places", device, stream_of(device))
         if keys[0] not in self._on:
-            places: list[list[int]] = [[] for _ in range(self.length)]
-            for place, row in enumerate(self.index or range(self.lo, self.hi)):
-                places[row].append(place)
-            starts = list(accumulate(map(len, places), initial=0))
-            for key, values in zip(keys, (starts, [place for row in places for place in row]), strict=True):
+            with unrecorded():
+                rows = self._rows()
+                starts = torch.nn.functional.pad(rows.bincount(minlength=self.length).cumsum(0), (1, 0))
+                places = rows.argsort(stable=True)
+            for key, values in zip(keys, (starts, places), strict=True):
                 self._on[key] = moved(values, torch.int32, device)
         return self._on[keys[0]], self._on[keys[1]]
+
+    def _rows(self) -> torch.Tensor:
+        with unrecorded():
+            return torch.cat([torch.arange(span.lo, span.hi, device="cpu") for span in self.every])
 
 
 @dataclass(frozen=True, eq=False)
@@ -223,12 +231,8 @@ class Split:
         fills_rows = covered == segments.q_len
         alone = len(parts) == 1 and parts[0].rows.is_all
         only = parts[0] if alone and (fills_rows or parts[0].segments.window is None) else None
-        spans = sorted((p.columns.lo, p.columns.hi) for p in parts if p.columns.index is None)
+        spans = sorted((span.lo, span.hi) for p in parts for span in p.columns.every)
         shares = any(before[1] > after[0] for before, after in pairwise(spans))
-        gathered = [row for p in parts for row in p.columns.index or ()]
-        if gathered:
-            every = {*gathered, *chain.from_iterable(range(*span) for span in spans)}
-            shares = shares or len(every) < sum(p.columns.count for p in parts)
         columns = sum(p.columns.count for p in parts)
         return cls(parts, only, fills_rows, columns == segments.kv_len and not shares, shares)
 
@@ -268,7 +272,7 @@ def _rows(spans: Sequence[Span], length: int) -> Rows:
     if all(before.hi == after.lo for before, after in pairwise(spans)):
         return Rows(spans[0].lo, spans[-1].hi, length)
     lo, hi = min(span.lo for span in spans), max(span.hi for span in spans)
-    return Rows(lo, hi, length, tuple(row for span in spans for row in range(span.lo, span.hi)))
+    return Rows(lo, hi, length, tuple(spans))
 
 
 def _serves(window: Band, segment: Segment) -> bool:
@@ -279,10 +283,10 @@ def _serves(window: Band, segment: Segment) -> bool:
     return left and right
 
 
-def moved(values: list[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Copy the values to a device without waiting for it."""
+def moved(values: list[int] | torch.Tensor, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Copy the values, on the CPU, to a device without waiting for it."""
     with unrecorded():
-        tensor = torch.tensor(values, dtype=dtype, device="cpu")
+        tensor = torch.as_tensor(values, dtype=dtype, device="cpu")
         return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
 

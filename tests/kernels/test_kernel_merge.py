@@ -14,6 +14,7 @@ from dfa_megatron.kernels import merge as merging
 from dfa_megatron.kernels.merge import add, identity_, minus_delta
 from dfa_megatron.kernels.segments import Rows
 from dfa_megatron.kernels.triton.support import interpreted, triton_refusal
+from dfa_megatron.plan.language.geometry import Span
 from tests.support.close import assert_close
 
 Partial = tuple[torch.Tensor, torch.Tensor]
@@ -212,7 +213,7 @@ def test_copies_of_rows_are_summed_once_rounded_whatever_their_order(device: str
     x = torch.randn(1, 25, 3, 40, generator=generator).bfloat16().to(device)
     into = torch.full((1, 11, 3, 40), 2.0 if add else math.nan, device=device)
     want = torch.full((1, 11, 3, 40), 2.0 * add, dtype=torch.float64).index_add(1, index, x.double().cpu())
-    merging.sum_rows(x, Rows(1, 10, 11, tuple(index.tolist())), into, add=add)
+    merging.sum_rows(x, Rows(1, 10, 11, tuple(Span(row, row + 1) for row in index.tolist())), into, add=add)
     assert_close(into, want, tolerance=1e-6)
 
 

@@ -154,7 +154,11 @@ def test_keys_may_be_used_again_where_that_saves_launches() -> None:
     (one,) = launches(blocks, bands=True, repeats=True)
     assert [segment.tile for segment in one.segments] == [tile for tile, _ in blocks]
     short = tuple((tile, ()) for tile in block_causal_documents([300, 200], 100).tiles)
-    assert len(launches(short, bands=True, repeats=True)) == 3  # too many keys to copy
+    assert len(launches(short, bands=True, repeats=True)) == 3  # more keys to copy than pairs are worth
+    long = tuple((tile, ()) for tile in block_causal_documents([9000], 1000).tiles)
+    calls = [launch.segments for launch in launches(long, bands=True, repeats=True)]
+    assert 2 < len(calls) < 9  # of the blocks that see many, each has a call: their copies would take much memory
+    assert all(sum(s.kv_hi - s.kv_lo for s in x) <= 3 * sum(s.q_hi - s.q_lo for s in x) for x in calls if len(x) > 1)
 
 
 @pytest.mark.parametrize("schedule", ["ring", "greedy"])
@@ -162,6 +166,7 @@ def test_programs_whose_calls_use_keys_again_are_proved_and_right(
     schedule: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(kernel_calls, "AGAIN", 0)
+    monkeypatch.setattr(kernel_calls, "MOST_COPIES", 99)
     again = 0
     for case in (*every_mask(32, random.Random(3)), *heterogeneous_masks(32, random.Random(4))):
         plan = plan_of(schedule, case.mask, 3 if case.mask.length % 3 == 0 else 2)

@@ -105,8 +105,10 @@ GAP = 2048
 COPIED = 2048
 """Rows that a kernel copies in the time of another call. Some copy the rows of a call with gaps to be adjacent."""
 
-AGAIN = 512
-"""The pairs for each key row of a call that copies keys, from which on the copies take less time than more calls."""
+AGAIN, MOST_COPIES = 512, 3.0
+"""The pairs for each copied key row from which on copies take less time than more calls, and the most copies of a call
+for each of its query rows, as they take memory.
+"""
 
 
 class Launch(NamedTuple):
@@ -148,20 +150,24 @@ def packs(tiles: Sequence[FusedTile], *, repeats: bool = False) -> list[list[Fus
 
     Uses first fit in the order of rows, which makes few groups; tiles of consecutive documents make one.
 
-    repeats: only query rows need be so.
+    repeats: only query rows need be so, and the keys of a group are at most `MOST_COPIES` for each of them.
     """
     if len(tiles) == 1:
         return [list(tiles)]
     out: list[list[FusedTile]] = []
     within_reach: list[list[FusedTile]] = []
+    spare: dict[int, float] = {}  # by group: the keys that it may still copy
     for fused in sorted(tiles, key=lambda fused: (fused[0].q.lo, fused[0].kv.lo)):
         within_reach = [group for group in within_reach if fused[0].q.lo - group[-1][0].q.hi <= GAP]
-        group = next((group for group in within_reach if _follows(group[-1][0], fused[0], repeats)), None)
+        more = MOST_COPIES * len(fused[0].q) - len(fused[0].kv) if repeats else 0
+        fitting = (one for one in within_reach if not repeats or spare[id(one)] + more >= 0)
+        group = next((group for group in fitting if _follows(group[-1][0], fused[0], repeats)), None)
         if group is None:
             group = []
             out.append(group)
             within_reach.append(group)
         group.append(fused)
+        spare[id(group)] = spare.get(id(group), 0) + more
     return [part for group in out for part in _without_gaps(group)]
 
 
@@ -170,8 +176,8 @@ def _worth(together: list[list[FusedTile]], apart: list[list[FusedTile]]) -> boo
     parts = [part for group in together for part in _windows(group)]
     if len(parts) >= sum(len(_windows(group)) for group in apart):
         return False
-    copies = [part for part in parts if any(b.kv.lo != a.kv.hi for a, b in pairwise(part))]
-    return sum(tile.area for part in copies for tile in part) >= AGAIN * sum(len(t.kv) for part in copies for t in part)
+    copied = [tile for part in parts if any(b.kv.lo != a.kv.hi for a, b in pairwise(part)) for tile in part]
+    return sum(tile.area for tile in copied) >= AGAIN * sum(len(tile.kv) for tile in copied)
 
 
 def _windows(group: list[FusedTile]) -> list[list[Tile]]:
