@@ -149,7 +149,7 @@ class Rows:
     @cached_property
     def is_all(self) -> bool:
         """These are all rows of the tensor."""
-        return self.count == self.length
+        return self.spans is None and self.count == self.length
 
     def take(self, x: torch.Tensor, dim: int = 1) -> torch.Tensor:
         """Return these rows of x: a view, or a copy where they have gaps."""

@@ -14,12 +14,11 @@ import torch
 
 from dfa_megatron import kernels
 from dfa_megatron.doctor.dense import dense_attention
-from dfa_megatron.kernels import segments
 from dfa_megatron.kernels.adapters.reference import ReferenceKernel
 from dfa_megatron.kernels.api import BlockCall, Gradients, Partial, Saved
-from dfa_megatron.kernels.segments import Segments
+from dfa_megatron.kernels.segments import Rows, Segments
 from dfa_megatron.kernels.triton.support import interpreted
-from dfa_megatron.plan.language.geometry import CAUSAL, FULL, Band, Segment
+from dfa_megatron.plan.language.geometry import CAUSAL, FULL, Band, Segment, Span
 from tests.support.kernel_cases import (
     Case,
     apart,
@@ -161,16 +160,19 @@ class Windows(ReferenceKernel):
     takes = "window"
 
     def launch(self, call: BlockCall) -> Partial:
+        if call.segments.window is None:
+            return super().launch(call)
         out, lse = torch.full_like(call.q, math.nan), torch.full_like(call.q[..., 0].transpose(1, 2), math.nan)
         return self.launch_into(call, (out, lse))
 
     def launch_into(self, call: BlockCall, into: Partial) -> Partial:
-        assert len({s.band for s in call.segments.parts} | {call.segments.window}) == 1
         for rows, one in self.each(call):
             into[0][:, rows], into[1][:, :, rows] = super().launch(one)
         return into
 
     def launch_backward(self, call: BlockCall, dout: torch.Tensor, saved: Saved) -> Gradients:
+        if call.segments.window is None:
+            return super().launch_backward(call, dout, saved)
         return self.launch_backward_into(call, dout, saved, torch.full_like(call.q, math.nan))
 
     def launch_backward_into(self, call: BlockCall, dout: torch.Tensor, saved: Saved, dq: torch.Tensor) -> Gradients:
@@ -201,13 +203,18 @@ def test_segments_of_one_window_may_have_keys_again_and_rows_between_them(
     bands: tuple[Band, ...], skips: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Windows, "skips_rows", skips)
-    monkeypatch.setattr(segments, "_serves", lambda window, segment: window == segment.band)
     for seed, gap in itertools.product(range(4), (0, 5)):
         drawn = Pack(bands, gap=gap, again=True, square=False, longest=20, count=9).draw(seed)
         whole = Case(drawn.q_len, drawn.kv_len, FULL, batch=1, heads=4, kv_heads=2, head_dim=8)
         p = problem(whole, torch.float64, "cpu", segments=drawn)
         for _ in range(2):
             p.check("reference", run(Windows(), p.call, p.dout))
+
+
+def test_as_many_copies_as_rows_are_not_all_rows() -> None:
+    twice = Rows(0, 2, 4, (Span(0, 2), Span(0, 2)))
+    assert not twice.is_all
+    assert twice.take(torch.arange(4)[None]).tolist() == [[0, 1, 0, 1]]
 
 
 class Counted(ReferenceKernel):

@@ -8,16 +8,20 @@ from itertools import accumulate, pairwise
 import pytest
 import torch
 
-from dfa_megatron import masks, tree_positions
+from dfa_megatron import kernels, masks, tree_positions
 from dfa_megatron.doctor.dense import dense_attention
 from dfa_megatron.plan.language.ir import AttentionPlan
+from dfa_megatron.plan.lowering import kernel_calls
+from dfa_megatron.runtime.prepare import in_use
 from dfa_megatron.runtime.request import Request
+from tests.kernels.test_kernel_segments import Windows
 from tests.support.attend import backward_together, case, compare, forward_together, prepare_together, together
 from tests.support.close import assert_close
 from tests.support.plan_cases import WAYS, ancestors, every_mask, heterogeneous_masks, plan_of, some_parents
 from tests.support.workers import run_ranks
 
-KINDS = 22
+KINDS, MANY = 22, (13, 15, 16, 17, 19, 20, 21)
+"""How many kinds of masks there are, and those of which a call may use keys again."""
 
 
 def mask_of(kind: int, tokens: int, rng: random.Random) -> masks.Mask:
@@ -38,6 +42,27 @@ def test_every_mask_serves_schedules_that_look_both_ways(kind: int) -> None:
         together(
             case(mask.length, mask=mask, batch=rng.randint(1, 2), head_dim=4), ranks, schedule=schedule, kernel=kernel
         )
+
+
+@pytest.mark.parametrize("skips", [False, True], ids=["gathers rows", "skips rows"])
+def test_masks_are_dense_attention_where_launches_use_keys_again(skips: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    used = 0
+    monkeypatch.setattr(kernels, "KERNELS", {**kernels.KERNELS, "reference": Windows()})
+    monkeypatch.setattr(Windows, "skips_rows", skips)
+    monkeypatch.setattr(kernel_calls, "AGAIN", 0)
+    monkeypatch.setattr(kernel_calls, "MOST_COPIES", 99)
+    kernel_calls.launches.cache_clear()
+    rng = random.Random(5)
+    for kind in 3 * MANY:
+        ranks = rng.randint(1, 3)
+        some = case((mask := mask_of(kind, ranks * rng.randint(8, 14), rng)).length, mask=mask, batch=1, head_dim=4)
+        together(some, ranks, schedule="greedy", kernel="reference")
+        for _ in range(3):  # recorded, and replayed
+            compare(some, schedule="greedy", kernel="reference")
+        calls = [call for step in in_use()[-1].forward.program.steps for call in step.calls]
+        used += sum(b.kv_lo < a.kv_hi for call in calls for a, b in pairwise(call.segments))
+    kernel_calls.launches.cache_clear()
+    assert used > 8
 
 
 Tensors = list[torch.Tensor]
