@@ -34,7 +34,7 @@ def launched(mask: Mask, ranks: int) -> Iterator[Segments]:
     for phase in plan_named("balanced", mask, ranks).phases:
         for program in check(phase):
             for segments in (one for step in plan_memory(program, landings_of(phase), FORM).segments for one in step):
-                for part in segments.split(kernel.takes, kernel.cut, single=True).parts:
+                for part in segments.split(kernel.takes, kernel.cut, single=True, skips=kernel.skips_rows).parts:
                     q, k = (torch.empty(1, n, 1, 8, device="meta") for n in (part.segments.q_len, part.segments.kv_len))
                     yield _varlen(BlockCall(q, k, k, part.segments, 1.0)).segments
 
