@@ -106,6 +106,8 @@ TREE: dict[str, Any] = text(1, 8, seed=0) | {"prompt_tree": ([4, 2, 2], [-1, 0, 
     [
         ({"position_ids": torch.arange(8)[None]}, "position_ids that are not those of documents, or of a tree"),
         ({"prompt_tree": None, "mask": "causal"}, "a mask that does not fit: it is of type str"),
+        ({"prompt_tree": None, "mask": Tree((8,), (-1,))}, "a mask that does not fit: it is of type Tree"),
+        ({"prompt_tree": [4, 4]}, "a prompt_tree that does not fit: 'int' object is not iterable"),
         ({"prompt_tree": ([4, 2], [-1, 0])}, "it has 6 tokens, and a row has 8"),
         ({"mask": masks.causal(8)}, "a prompt_tree beside mask"),
         ({"prompt_tree": ([4, 2, 2], [-1, 0])}, "3 segments need as many parents"),

@@ -87,8 +87,7 @@ def told_of(batch: Mapping[str, Any], length: int) -> Tree | Mask | None:
     told: Any = batch[found[0]]
     wrong = ""
     try:
-        if found == [TREE] and not isinstance(told, Tree):
-            told = Tree(*(tuple(int(number) for number in numbers) for numbers in told))
+        told = Tree.of(told) if found == [TREE] else told
         if not isinstance(told, Tree if found == [TREE] else Mask):
             wrong = f"it is of type {type(told).__name__}"
         elif told.length != length:

@@ -86,35 +86,44 @@ class Flash4Kernel(BlockKernel):
         return into
 
     def launch_backward_into(self, call: BlockCall, dout: torch.Tensor, saved: Saved, dq: torch.Tensor) -> Gradients:
-        row = saved.out if saved.minus_delta is None else saved.minus_delta
-        assert row is not None, "the flash4 kernel reads delta or out"
-        pass_name = "deterministic backward" if call.deterministic else "backward"
-        known = _known(dout[0], saved.lse[0], row[0])
-        arguments = _arguments(pass_name, call) | {"deterministic": call.deterministic, "dq": dq[0]}
-        results = _differentiate(**arguments, **known)
-        return results[0].unsqueeze(0), results[1].unsqueeze(0), results[2].unsqueeze(0)
+        return _packed_backward(call, dout, saved, dq=dq[0])
 
     def launch_backward(self, call: BlockCall, dout: torch.Tensor, saved: Saved) -> Gradients:
         """See `BlockKernel.launch_backward`; a long call some heads at a time, for the package's accumulators."""
         call = _varlen(call)
-        lse, row, backward = saved.lse, saved.out if saved.minus_delta is None else saved.minus_delta, _differentiate
-        assert row is not None, "the flash4 kernel reads delta or out"
-        pass_name = "deterministic backward" if call.deterministic else "backward"
         if call.segments.window is not None:
-            known = _known(dout[0], lse[0], row[0])
-            results = backward(**_arguments(pass_name, call), **known, deterministic=call.deterministic)
-            return results[0].unsqueeze(0), results[1].unsqueeze(0), results[2].unsqueeze(0)
+            return _packed_backward(call, dout, saved)
+        lse, row, pass_name = saved.lse, _row(saved), _backward_name(call)
         q, k, v = call.q, call.k, call.v
         passes = _passes(q, k)
         if passes == 1:
             known = _known(dout, lse, row)
-            return backward(**_arguments(pass_name, call), **known, deterministic=call.deterministic)
+            return _differentiate(**_arguments(pass_name, call), **known, deterministic=call.deterministic)
         gradients = q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
         by_heads = [x.chunk(passes, x.dim() - 2) for x in (dout, q, k, v, *gradients, lse, row)]
         for dout, q, k, v, dq, dk, dv, lse, row in zip(*by_heads, strict=True):
             arguments = _arguments(pass_name, replace(call, q=q, k=k, v=v)) | _known(dout, lse, row)
-            backward(**arguments, deterministic=call.deterministic, dq=dq, dk=dk, dv=dv)
+            _differentiate(**arguments, deterministic=call.deterministic, dq=dq, dk=dk, dv=dv)
         return gradients
+
+
+def _row(saved: Saved) -> torch.Tensor:
+    """Return what the backward reads of each row beside lse: -delta, or out."""
+    row = saved.out if saved.minus_delta is None else saved.minus_delta
+    assert row is not None, "the flash4 kernel reads delta or out"
+    return row
+
+
+def _backward_name(call: BlockCall) -> str:
+    return "deterministic backward" if call.deterministic else "backward"
+
+
+def _packed_backward(call: BlockCall, dout: torch.Tensor, saved: Saved, **into: torch.Tensor) -> Gradients:
+    """Return the gradients of a varlen launch, whose tensors have no batch dimension; `into` is memory for some."""
+    known = _known(dout[0], saved.lse[0], _row(saved)[0])
+    arguments = _arguments(_backward_name(call), call) | {"deterministic": call.deterministic, **into}
+    dq, dk, dv = _differentiate(**arguments, **known)
+    return dq.unsqueeze(0), dk.unsqueeze(0), dv.unsqueeze(0)
 
 
 _HEAD_DIMS = (32, 64, 96, 128, 192, 256)

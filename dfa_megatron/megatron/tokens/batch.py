@@ -137,11 +137,9 @@ def pairs_of(batch: Mapping[str, Any]) -> Tree | Mask | None:
             "it says which tokens of a whole row attend to which",
             "a value of dfa_megatron.masks; what the tokens count is loss_mask",
         )
-    if tree is None or isinstance(tree, Tree):
-        return mask if tree is None else tree
     try:
-        return Tree(*(tuple(int(number) for number in numbers) for numbers in tree))
-    except (TypeError, ValueError) as error:
+        return mask if tree is None else Tree.of(tree)
+    except ValueError as error:
         raise UnsupportedError(
             "a prompt_tree that is none", str(error), "(lengths, parents) of dfa_megatron.masks.prompt_tree"
         ) from error

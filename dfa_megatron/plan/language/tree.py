@@ -41,6 +41,21 @@ class Tree:
                 known = "-1" + f", {at - 1} or an ancestor of {at - 1}" * (at > 0)
                 raise ValueError(f"in depth-first order the parent of segment {at} is {known}, got {parent}")
 
+    @classmethod
+    def of(cls, given: Tree | Sequence[Sequence[int]]) -> Tree:
+        """Return the tree that a batch tells: one, or lengths and parents as rows of any numbers.
+
+        Raises:
+            ValueError: they are no such rows, or no trees.
+        """
+        if isinstance(given, Tree):
+            return given
+        try:
+            lengths, parents = (tuple(int(number) for number in numbers) for numbers in given)
+        except TypeError as error:
+            raise ValueError(str(error)) from error
+        return cls(lengths, parents)
+
     @property
     def length(self) -> int:
         """Return the tokens of the sequence."""
