@@ -17,6 +17,7 @@ from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.kernels.leaf import without_functions
 from dfa_megatron.names import nearest
 from dfa_megatron.plan.language.ir import AttentionPlan
+from dfa_megatron.plan.language.layout import Layout
 from dfa_megatron.plan.language.mask import Mask
 from dfa_megatron.remat import active_frame
 from dfa_megatron.runtime.comm.groups import Group, channel_of, group_name
@@ -42,19 +43,20 @@ def dist_flash_attn_func(
     mask: Mask | None = None,
     plan: AttentionPlan | None = None,
     return_lse: bool = False,
-    layout: str = "contiguous",
+    layout: str | Layout = "contiguous",
     config: DistAttentionConfig = DEFAULTS,
     **unknown: Never,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Exact attention of this rank's queries over the whole sequence.
 
-    Names follow flash-attn. The sequence has P * local_seq tokens; every rank holds as many of them. Exactly one of
-    causal (with window_size), mask and plan says which tokens attend to which.
+    Names follow flash-attn. Every rank holds as many tokens unless `layout`, `mask` or `plan` says otherwise. Exactly
+    one of causal (with window_size), mask and plan says which tokens attend to which. Keys may be another sequence than
+    queries, of another length. Causal and windows are then aligned to the ends, as in flash-attn.
 
     Args:
         q: (batch, local_seq, heads, head_dim), float64, float32, bfloat16 or float16.
-        k: (batch, local_seq, kv_heads, head_dim); kv_heads divides heads and is never expanded on the wire.
-        v: (batch, local_seq, kv_heads, head_dim_v).
+        k: (batch, local_keys, kv_heads, head_dim); kv_heads divides heads and is never expanded on the wire.
+        v: (batch, local_keys, kv_heads, head_dim_v).
         causal: whether a token sees only itself and the tokens before it. To be given unless mask or plan is.
         group: the ranks that share the sequence, in the order of their tokens: a process group, a one-dimensional
             DeviceMesh or a group's name. None: the default group, or a single process without torch.distributed.
@@ -71,7 +73,9 @@ def dist_flash_attn_func(
         plan: who computes what and when, as `make_plan` returns it, over the whole sequence and these ranks. It is
             checked before it runs.
         return_lse: also return lse.
-        layout: the tokens a rank holds: "contiguous", or "zigzag" (chunks r and 2P-1-r of 2P).
+        layout: the tokens a rank holds: "contiguous", "zigzag" (chunks r and 2P-1-r of 2P), "load_balanced" (by the
+            work of the mask), or a value of `dfa_megatron.layouts`: numbers of tokens that differ, also none; keys of
+            another sequence.
         config: how it is computed; see docs/options.md.
 
     Returns:
@@ -118,7 +122,7 @@ def dist_flash_attn_varlen_func(
     sinks: torch.Tensor | None = None,
     alibi_slopes: torch.Tensor | None = None,
     return_lse: bool = False,
-    layout: str = "contiguous",
+    layout: str | Layout = "contiguous",
     config: DistAttentionConfig = DEFAULTS,
     **unknown: Never,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
@@ -129,10 +133,10 @@ def dist_flash_attn_varlen_func(
     compared across the ranks once; the layers of a model share that.
 
     Args:
-        q: (local_tokens, heads, head_dim), as many tokens on every rank.
+        q: (local_tokens, heads, head_dim); where the pack does not divide, the first ranks hold one token more.
         k: (local_tokens, kv_heads, head_dim).
         v: (local_tokens, kv_heads, head_dim_v).
-        cu_seqlens: int32 (documents + 1), or as many Python integers: *global* token offsets 0, ..., P * local_tokens,
+        cu_seqlens: int32 (documents + 1), or as many Python integers: *global* token offsets 0, ..., tokens of all,
             the same on every rank. Best a tuple or a CPU tensor. A CUDA tensor is read back once, and the host waits.
             It is then known by its identity and version: a write through another tensor's `.data` is not seen.
         causal, window_size: as in `dist_flash_attn_func`, within each document.

@@ -22,13 +22,13 @@ from dfa_megatron.config import DistAttentionConfig
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.plan.language.geometry import Form
 from dfa_megatron.plan.language.mask import Mask
-from dfa_megatron.plan.language.shape import split_heads, split_tokens, stages_error
+from dfa_megatron.plan.language.shape import split_heads, stages_error
 from dfa_megatron.plan.language.tree import Tree
 from dfa_megatron.runtime.comm.channel import Channel
 from dfa_megatron.runtime.comm.groups import Group, channel_of
 from dfa_megatron.runtime.cu_seqlens import check_offsets, offsets_of
 from dfa_megatron.runtime.execute.ulysses import stand_ins
-from dfa_megatron.runtime.problem import Inputs, MaskKind, Problem, degree_of, kind_of, problem_of
+from dfa_megatron.runtime.problem import Inputs, MaskKind, Problem, degree_of, kind_of, of_neighbours, problem_of
 from dfa_megatron.runtime.rank_plan import RankPlan, work_out
 from dfa_megatron.runtime.request import DEFAULTS, Request
 
@@ -120,8 +120,10 @@ class AttentionPlanner:
         try:
             if degree > 1:
                 heads = split_heads(degree, ranks, inputs.q.shape[2], inputs.k.shape[2])
-                group = split_tokens(degree, rank, ranks, asks.layout, inputs.q.shape[1]).plan_group
-                rank, ranks, inputs = group.index(rank), len(group), Inputs(*stand_ins(heads, *inputs[:3]))
+                tokens, asks = of_neighbours(asks, degree, rank, ranks, inputs.q.shape[1])
+                group = tokens.plan_group
+                rank, ranks = group.index(rank), len(group)
+                inputs = Inputs(*stand_ins(heads, sum(tokens.rows), *inputs[:3]))
             return problem_of(asks, ranks, inputs, over, exchanged=degree > 1, kind=kind), rank
         except UnsupportedError as error:
             return error

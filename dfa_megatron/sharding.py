@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from dfa_megatron.errors import DisagreementError, UnsupportedError
 from dfa_megatron.kernels.leaf import differentiable_once
+from dfa_megatron.plan.language.geometry import Span
 from dfa_megatron.plan.language.layout import Layout, by_name
 from dfa_megatron.plan.language.tree import Tree
 from dfa_megatron.plan.schedules.load_balanced import layout_of
@@ -35,7 +36,7 @@ def shard_sequence(
     x: torch.Tensor,
     *,
     group: Group = None,
-    layout: str = "contiguous",
+    layout: str | Layout = "contiguous",
     dim: int = 1,
     cu_seqlens: CuSeqlens = None,
 ) -> torch.Tensor:
@@ -44,12 +45,13 @@ def shard_sequence(
     Args:
         x: any dtype and shape; dimension `dim` is the whole sequence, the same on every rank (which is not checked).
         group: the ranks that share the sequence, in the order of their tokens.
-        layout: "contiguous", "zigzag" (chunks r and 2P-1-r of 2P), or "load_balanced" (by the work of the documents).
+        layout: "contiguous", "zigzag" (chunks r and 2P-1-r of 2P), "load_balanced" (by the work of the documents), or a
+            value of `dfa_megatron.layouts`. Where the length does not divide, the first parts are one token longer.
         cu_seqlens: the documents of a pack, as for `dist_flash_attn_varlen_func`; only "load_balanced" depends on them.
 
     Raises:
-        UnsupportedError: a length that does not divide among the ranks (names the next that does), an unknown layout, a
-            process that is not in the group, or cu_seqlens that do not fit the sequence.
+        UnsupportedError: an unknown layout or one of other tokens, a process that is not in the group, or cu_seqlens
+            that do not fit the sequence.
     """
     rank, size, _ = _membership(group)
     dim = _sequence_dim(x, dim)
@@ -61,7 +63,7 @@ def unshard_sequence(
     x: torch.Tensor,
     *,
     group: Group = None,
-    layout: str = "contiguous",
+    layout: str | Layout = "contiguous",
     dim: int = 1,
     cu_seqlens: CuSeqlens = None,
 ) -> torch.Tensor:
@@ -72,7 +74,7 @@ def unshard_sequence(
     host wait. It is not meant for the inner loop of training, where the whole sequence fits on no rank.
 
     Args:
-        x: any dtype and shape; dimension `dim` is the local sequence, equally long on every rank.
+        x: any dtype and shape; dimension `dim` is the local sequence.
         group, layout, cu_seqlens: as for `shard_sequence`.
 
     Raises:
@@ -85,8 +87,10 @@ def unshard_sequence(
         layout_of_tokens(layout, x.shape[dim], size, cu_seqlens)
         return x
     assert members is not None
-    _compare(x, dim, layout, members)
-    whole = layout_of_tokens(layout, x.shape[dim] * size, size, cu_seqlens)
+    counts = _compare(x, dim, layout, members)
+    whole = layout_of_tokens(layout, sum(counts), size, cu_seqlens)
+    if counts != [whole.tokens(rank) for rank in range(size)]:
+        raise UnsupportedError(f"parts of {counts} tokens", f"the layout gives ranks others: {whole}", "layout=")
     result: torch.Tensor = _Unshard.apply(x, whole, dim, members)  # type: ignore[no-untyped-call]
     return result
 
@@ -95,7 +99,7 @@ def local_positions(
     length: int,
     *,
     group: Group = None,
-    layout: str = "contiguous",
+    layout: str | Layout = "contiguous",
     device: torch.device | str | None = None,
     cu_seqlens: CuSeqlens = None,
 ) -> torch.Tensor:
@@ -137,12 +141,17 @@ def tree_positions(
     return torch.cat(parts)
 
 
-def layout_of_tokens(name: str, length: int, ranks: int, cu_seqlens: CuSeqlens = None) -> Layout:
+def layout_of_tokens(name: str | Layout, length: int, ranks: int, cu_seqlens: CuSeqlens = None) -> Layout:
     """Return the layout of a sequence, or of a pack of documents: the tokens of each rank.
 
     Raises:
         UnsupportedError: as for `shard_sequence`.
     """
+    if isinstance(name, Layout):
+        if (name.length, name.ranks, name.queries) != (length, ranks, None):
+            what, why = f"a layout of {name.length} tokens on {name.ranks} ranks", f"there are {length} on {ranks}"
+            raise UnsupportedError(what, why, "a layout of these tokens; of two sequences, layout.side('q') or 'kv'")
+        return name
     if cu_seqlens is None:
         return by_name(name, length, ranks)
     return layout_of(name, balancing_mask(offsets_of(cu_seqlens), length), ranks)
@@ -150,7 +159,8 @@ def layout_of_tokens(name: str, length: int, ranks: int, cu_seqlens: CuSeqlens =
 
 def positions_of(whole: Layout, rank: int, device: torch.device | str | None = None) -> torch.Tensor:
     """Return global token positions, int64 (local_seq,), of a rank's tokens in local order."""
-    return torch.cat([torch.arange(span.lo, span.hi, device=device) for span in whole.spans(rank)])
+    spans = whole.spans(rank) or (Span(0, 0),)
+    return torch.cat([torch.arange(span.lo, span.hi, device=device) for span in spans])
 
 
 class _Unshard(torch.autograd.Function):
@@ -159,7 +169,8 @@ class _Unshard(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, whole: Layout, dim: int, group: dist.ProcessGroup) -> torch.Tensor:
         ctx.whole, ctx.dim, ctx.group = whole, dim, group
-        x = x.contiguous()
+        most = max(whole.tokens(rank) for rank in range(group.size()))
+        x = _filled(x, dim, most)
         parts = [torch.empty_like(x) for _ in range(group.size())]
         dist.all_gather([_bytes(part) for part in parts], _bytes(x), group=group)
         shape = list(x.shape)
@@ -176,15 +187,24 @@ class _Unshard(torch.autograd.Function):
     @differentiable_once("a sequence that is gathered")
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
         ranks = range(ctx.group.size())
-        theirs = torch.stack([_part(grad, ctx.whole, rank, ctx.dim) for rank in ranks])
+        held = [ctx.whole.tokens(rank) for rank in ranks]
+        parts = [_filled(_part(grad, ctx.whole, rank, ctx.dim), ctx.dim, max(held)) for rank in ranks]
+        theirs = torch.stack(parts)
         mine = torch.empty_like(theirs)
         dist.all_to_all_single(_bytes(mine), _bytes(theirs), group=ctx.group)
-        return mine.sum(0), None, None, None  # PyTorch adds half precision in float32
+        # PyTorch adds half precision in float32
+        return mine.sum(0).narrow(ctx.dim, 0, held[ctx.group.rank()]), None, None, None
 
 
 def _part(x: torch.Tensor, whole: Layout, rank: int, dim: int) -> torch.Tensor:
     """Return a copy of one rank's tokens."""
-    return torch.cat([x.narrow(dim, span.lo, len(span)) for span in whole.spans(rank)], dim)
+    return torch.cat([x.narrow(dim, span.lo, len(span)) for span in whole.spans(rank) or (Span(0, 0),)], dim)
+
+
+def _filled(x: torch.Tensor, dim: int, rows: int) -> torch.Tensor:
+    """Return x, contiguous, with so many rows; collectives send as many from every rank."""
+    lack = rows - x.shape[dim]
+    return torch.cat([x, x.new_zeros((*x.shape[:dim], lack, *x.shape[dim + 1 :]))], dim) if lack else x.contiguous()
 
 
 def _bytes(x: torch.Tensor) -> torch.Tensor:
@@ -209,8 +229,8 @@ def _sequence_dim(x: torch.Tensor, dim: int) -> int:
     return dim % x.dim()
 
 
-def _compare(x: torch.Tensor, dim: int, layout: str, group: dist.ProcessGroup) -> None:
-    """Check that every rank passes the same sizes: an all-gather of other sizes would hang or corrupt memory."""
+def _compare(x: torch.Tensor, dim: int, layout: str | Layout, group: dist.ProcessGroup) -> list[int]:
+    """Check that every rank passes the same sizes but for tokens, and return these: other sizes would hang."""
     gradient = x.requires_grad and torch.is_grad_enabled()
     rest = zlib.crc32(f"{x.dtype} {dim} {layout} {x.dim()} {gradient}".encode())
     shape = (*x.shape, *(0,) * 8)[:8]
@@ -218,7 +238,8 @@ def _compare(x: torch.Tensor, dim: int, layout: str, group: dist.ProcessGroup) -
     everyone = [torch.empty_like(facts) for _ in range(group.size())]
     dist.all_gather(everyone, facts, group=group)
     rows = torch.stack(everyone).tolist()
-    if any(row != rows[0] for row in rows):
+    counts = [row[1 + dim] for row in rows]
+    if any(row[: 1 + dim] != rows[0][: 1 + dim] or row[2 + dim :] != rows[0][2 + dim :] for row in rows):
         shapes = [tuple(row[1 : 1 + x.dim()]) for row in rows]
         different = [rank for rank, row in enumerate(rows) if row[0] != rows[group.rank()][0]]
         others = (
@@ -226,5 +247,6 @@ def _compare(x: torch.Tensor, dim: int, layout: str, group: dist.ProcessGroup) -
         )
         raise DisagreementError(
             f"the ranks of the group bring different parts of a sequence: shapes by rank {shapes}{others}. "
-            f"This rank has {x.dtype}, dim={dim}, layout={layout!r}, requires_grad={gradient}"
+            f"This rank has {x.dtype}, dim={dim}, layout={str(layout)!r}, requires_grad={gradient}"
         )
+    return counts

@@ -52,20 +52,20 @@ LONG_FUNCTIONS_FOR_NOW = {
 
 BUDGETS = {
     "benchmarks": 6_179,
-    "cli": 672,
+    "cli": 671,
     "deepspeed": 1_452,
-    "doctor": 1_039,
+    "doctor": 1_040,
     "huggingface": 4_642,
     "kernels": 3_792,
     "loss": 709,
     "megatron": 4_818,
-    "plan": 5_575,
+    "plan": 5_740,
     "proving": 763,
     "recurrence": 1_386,
     "remat": 529,
-    "runtime": 5_280,
-    "tests": 37_670,
-    "top": 1_657,
+    "runtime": 5_484,
+    "tests": 37_887,
+    "top": 1_608,
     "trees": 305,
 }
 """Lines of Python in a folder of the package, in its files beside them ("top"), in tests and in benchmarks.

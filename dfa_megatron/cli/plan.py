@@ -21,7 +21,7 @@ from dfa_megatron.plan.language import mask as masks
 from dfa_megatron.plan.language.geometry import UNBOUNDED, Span, Tile
 from dfa_megatron.plan.language.ir import AttentionPlan
 from dfa_megatron.plan.language.mask import Mask
-from dfa_megatron.plan.language.shape import AttentionShape, HeadSplit, split_heads, split_tokens
+from dfa_megatron.plan.language.shape import AttentionShape, HeadSplit, split_heads
 from dfa_megatron.plan.language.text import to_text
 from dfa_megatron.plan.language.tree import prompt_tree
 from dfa_megatron.plan.lowering.lower import lower_all
@@ -108,7 +108,6 @@ def run(args: argparse.Namespace) -> int:
     print(report(plan, shape, inside))
     if degree > 1:
         tokens = mask.length // flags.ranks
-        split_tokens(degree, 0, flags.ranks, plan.layout, tokens)
         print(f"\nulysses_degree=auto is {degree} here" if flags.ulysses_degree == "auto" else "")
         print(_exchange(heads, whole, tokens, flags.ranks, kept=not flags.remat))
     looked_at: tuple[Candidate, ...] = ()

@@ -78,6 +78,7 @@ def _pairs(visible: Band | Mask | torch.Tensor, q_len: int, kv_len: int) -> torc
     ahead = torch.arange(kv_len) - torch.arange(q_len)[:, None]
     seen = torch.zeros(q_len, kv_len, dtype=torch.bool)
     for tile in visible.tiles:
+        tile = tile.shift(0, -(visible.queries or 0))
         at = slice(tile.q.lo, tile.q.hi), slice(tile.kv.lo, tile.kv.hi)
         seen[at] |= (ahead[at] >= tile.lo) & (ahead[at] <= tile.hi)
     return seen

@@ -16,7 +16,7 @@ from dfa_megatron.errors import DistAttentionError, UnsupportedError
 from dfa_megatron.kernels.api import BlockKernel
 from dfa_megatron.plan.language.grid import grid
 from dfa_megatron.plan.language.ir import AttentionPlan
-from dfa_megatron.plan.language.shape import HeadSplit, TokenSplit, split_heads, split_tokens
+from dfa_megatron.plan.language.shape import HeadSplit, TokenSplit, split_heads
 from dfa_megatron.runtime.agreement.calls import Facts, Kind
 from dfa_megatron.runtime.comm.channel import Channel
 from dfa_megatron.runtime.comm.groups import channels
@@ -25,7 +25,7 @@ from dfa_megatron.runtime.execute.bound import Bound, Captured
 from dfa_megatron.runtime.execute.sinks_and_slopes import describe_slopes, sinks_error, slopes_error
 from dfa_megatron.runtime.execute.ulysses import HeadExchange, stand_ins
 from dfa_megatron.runtime.execute.wire_format import Format
-from dfa_megatron.runtime.problem import Inputs, Problem, degree_of, problem_of, refuse_tensors
+from dfa_megatron.runtime.problem import Inputs, Problem, degree_of, of_neighbours, problem_of, refuse_tensors
 from dfa_megatron.runtime.rank_plan import MemoryPlan, RankPlan, degree_ahead, rank_plan
 from dfa_megatron.runtime.request import OPTIONS, Request
 
@@ -120,6 +120,7 @@ def build(
         UnsupportedError: the tensors do not fit together, or nothing serves the request.
     """
     _check(request, inputs)
+    request = request.settled(ranks, rank, inputs.q.shape[1], inputs.k.shape[1])
     return _built(request, problem_of(request, ranks, inputs, over, exchanged=exchanged), rank, inputs, over)
 
 
@@ -210,6 +211,7 @@ def _build_with_degree(request: Request, over: Channel | None, inputs: Inputs) -
     """Build for the degree of Ulysses; "auto" falls back to no exchange where its degree is refused."""
     rank, size = (over.rank, over.size) if over else (0, 1)
     _check(request, inputs)
+    request = request.settled(size, rank, inputs.q.shape[1], inputs.k.shape[1])
     degree, problem = request.config.fixed_degree, None
     if degree == 1:
         problem = problem_of(request, size, inputs, over)
@@ -220,11 +222,11 @@ def _build_with_degree(request: Request, over: Channel | None, inputs: Inputs) -
             raise UnsupportedError(f"ulysses_degree={degree} with a plan", why, "ulysses_degree=1, or mask=")
         try:
             heads = split_heads(degree, size, inputs.q.shape[2], inputs.k.shape[2])
-            tokens = split_tokens(degree, rank, size, request.layout, inputs.q.shape[1])
-            stands = Inputs(*stand_ins(heads, *inputs[:3]))
+            tokens, asks = of_neighbours(request, degree, rank, size, inputs.q.shape[1])
+            stands = Inputs(*stand_ins(heads, sum(tokens.rows), *inputs[:3]))
             ranks, place = len(tokens.plan_group), tokens.plan_group.index(rank)
-            built = build(request, ranks, place, stands, over, exchanged=True)
-            return replace(built, channel=None), (heads, tokens)
+            built = build(asks, ranks, place, stands, over, exchanged=True)
+            return replace(built, channel=None, request=request), (heads, tokens)
         except UnsupportedError:
             if problem is None:  # the degree was asked for
                 raise
@@ -298,12 +300,14 @@ def facts_of(prepared: Prepared, inputs: Inputs) -> Facts:
     request = prepared.request
     facts = {f"request.{name}": repr(getattr(request, name)) for name in _COMPARED}
     facts |= {f"request.{name}": repr(getattr(request.config, name)) for name in OPTIONS}
-    facts |= {f"shape of {name}": str(tuple(x.shape)) for name, x in zip("qkv", inputs[:3], strict=True)}
+    equal = isinstance(request.layout, str)  # else the layout says how many tokens each rank holds
+    for name, x in zip("qkv", inputs[:3], strict=True):
+        facts[f"shape of {name}"] = str(tuple(x.shape)) if equal else f"{x.shape[0]} sequences of {tuple(x.shape[2:])}"
     return facts | {
         "request.cu_seqlens": describe(request.cu_seqlens),
         "request.mask": str(request.mask and request.mask.name),
         "request.plan": str(request.plan),
-        "tokens of a rank": str(inputs.q.shape[1]),
+        "tokens of a rank": str(inputs.q.shape[1]) if equal else str(request.layout),
         "dtype": str(inputs.q.dtype),
         "alibi_slopes": "none" if inputs.slopes is None else describe_slopes(inputs.slopes),
         "plan": f"{prepared.rank_plan.schedule}, digest {prepared.rank_plan.digest}",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -24,8 +24,10 @@ from dfa_megatron.plan.cost.hardware import (
     profile_named,
 )
 from dfa_megatron.plan.language.geometry import UNBOUNDED, Form
+from dfa_megatron.plan.language.layout import Layout
 from dfa_megatron.plan.language.mask import Mask
-from dfa_megatron.plan.language.shape import AttentionShape
+from dfa_megatron.plan.language.shape import AttentionShape, TokenSplit, split_tokens
+from dfa_megatron.plan.schedules.load_balanced import layout_of
 from dfa_megatron.runtime.comm.channel import Channel
 from dfa_megatron.runtime.environment import Links
 from dfa_megatron.runtime.execute.wire_format import Format
@@ -55,7 +57,8 @@ class Problem:
     """All that a plan and its programs follow from; equal problems give equal plans on every rank.
 
     asks: a request with defaults for fields on which no plan depends (see `Request.for_plan`). ranks: of the plan.
-    local_length: tokens of each. shape, hardware: "auto" decides by these. kernel: computes every block, on all ranks.
+    length: tokens of the whole sequence, or of both.
+    shape, hardware: "auto" decides by these. kernel: computes every block, on all ranks.
     bands: it takes windows that are neither full nor square causal. repeats: it copies keys that several segments of a
     call have. format: of messages.
     """
@@ -63,7 +66,7 @@ class Problem:
     asks: Request
     schedule: str
     ranks: int
-    local_length: int
+    length: int
     shape: AttentionShape
     hardware: Hardware
     kernel: str
@@ -74,7 +77,7 @@ class Problem:
     @property
     def mask(self) -> Mask:
         """The mask over the whole sequence."""
-        return self.asks.mask_over(self.ranks * self.local_length)
+        return self.asks.mask_over(self.length)
 
 
 def transformed() -> UnsupportedError:
@@ -110,14 +113,14 @@ def refuse_tensors(inputs: Inputs) -> None:
     shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
     if not q.dim() == k.dim() == v.dim() == 4:
         raise UnsupportedError(shapes, "each must have 4 dimensions", "(batch, local_seq, heads, head_dim)")
-    if not (q.shape[:2] == k.shape[:2] == v.shape[:2] and k.shape[2] == v.shape[2] and q.shape[3] == k.shape[3]):
+    if not (q.shape[0] == k.shape[0] and k.shape[:3] == v.shape[:3] and q.shape[3] == k.shape[3]):
         raise UnsupportedError(
             shapes,
             "they do not fit together",
-            "one batch and local_seq for all, one kv_heads for k and v, one head_dim for q and k",
+            "one batch for all, one local_seq and kv_heads for k and v, one head_dim for q and k",
         )
-    if 0 in q.shape or 0 in v.shape:
-        raise UnsupportedError(shapes, "nothing may be empty", "at least one token, head and channel per rank")
+    if any(0 in (x.shape[0], *x.shape[2:]) for x in (q, k, v)):
+        raise UnsupportedError(shapes, "only tokens may lack on a rank", "at least one sequence, head and channel")
     if q.shape[2] > max(q.shape[1], _MANY_HEADS):
         why = "these are more heads than tokens, as if heads came before tokens, in PyTorch's order"
         raise UnsupportedError(shapes, why, "(batch, local_seq, heads, head_dim): x.transpose(1, 2)")
@@ -155,7 +158,8 @@ def problem_of(
         UnsupportedError: no kernel serves.
     """
     q, k, v, *_ = inputs
-    need = _need(request, inputs, kind or kind_of(request, ranks * q.shape[1]))
+    length = request.length(ranks, q.shape[1])
+    need = _need(request, inputs, kind or kind_of(request, length))
     kernel = kernels.select(request.config.kernel, need)
     alone = ranks == 1 and not exchanged  # nothing is sent
     shape = AttentionShape(
@@ -174,7 +178,7 @@ def problem_of(
         request.for_plan(),
         request.config.schedule,
         ranks,
-        q.shape[1],
+        length,
         shape,
         hardware if over is None else hardware.inside(over.size // ranks),
         kernel.name,
@@ -182,6 +186,22 @@ def problem_of(
         kernel.takes == "window",
         Format(q.shape[0], q.shape[2], k.shape[2], q.shape[3], v.shape[3], q.dtype, needs),
     )
+
+
+def of_neighbours(request: Request, degree: int, rank: int, ranks: int, rows: int) -> tuple[TokenSplit, Request]:
+    """Return the tokens that `degree` neighbours bring together, and what the ranks of their plan are asked.
+
+    request: settled. rows: of this rank.
+
+    Raises:
+        UnsupportedError: neighbours cannot exchange heads here.
+    """
+    held = request.layout
+    if isinstance(held, Layout):
+        return split_tokens(degree, rank, held), replace(request, layout=held.merged(degree))
+    whole = layout_of(held, request.mask_over(ranks * rows), ranks)
+    inner = whole.merged(degree) if held == "load_balanced" else held
+    return split_tokens(degree, rank, whole), replace(request, layout=inner)
 
 
 class MaskKind(NamedTuple):
@@ -231,6 +251,8 @@ def degree_of(request: Request, problem: Problem, ranks: int, *, cuda: bool) -> 
     problem: without an exchange. cuda: the tensors are on GPUs.
     """
     config = request.config
+    if isinstance(request.layout, Layout) and request.layout.queries is not None:
+        return config.fixed_degree  # an exchange brings one sequence together
     if config.ulysses_degree != "auto" or ranks == 1 or request.cu_seqlens or request.plan is not None:
         return config.fixed_degree
     if config.hardware == "auto" and not cuda:

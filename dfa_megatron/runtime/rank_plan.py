@@ -165,11 +165,11 @@ def _refuse_plan(plan: AttentionPlan, problem: Problem) -> None:
         if phase.ranks != problem.ranks:
             why = f"it is for {phase.ranks} ranks, and {problem.ranks} share the sequence"
             raise UnsupportedError(what, why, f"make_plan(mask, {problem.ranks})")
-        held = layout_of(layout, mask.balanced_by or mask, problem.ranks)
+        held = layout_of(layout, mask.balanced_by or mask, problem.ranks) if isinstance(layout, str) else layout
         if any(
             joined_spans(phase.layout.spans(rank)) != joined_spans(held.spans(rank)) for rank in range(problem.ranks)
         ):
-            why = f"it places tokens by layout {plan.layout!r}, and the ranks hold them by {layout!r}"
+            why = f"it places tokens by layout {plan.layout!r}, and the ranks hold them by {str(layout)!r}"
             raise UnsupportedError(what, why, f"layout={plan.layout!r} and tensors of such tokens")
     if problem.schedule not in ("auto", plan.schedule):
         raise UnsupportedError(f"schedule={problem.schedule!r} with a plan", "the plan says it", "schedule='auto'")

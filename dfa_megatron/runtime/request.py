@@ -14,7 +14,10 @@ from dfa_megatron.names import LAYOUTS, nearest
 from dfa_megatron.plan.language import text as plan_text
 from dfa_megatron.plan.language.geometry import Span, Tile
 from dfa_megatron.plan.language.ir import AttentionPlan
-from dfa_megatron.plan.language.mask import Mask, of_window
+from dfa_megatron.plan.language.layout import LAYOUTS as BY_LENGTH
+from dfa_megatron.plan.language.layout import Layout, by_name, cross
+from dfa_megatron.plan.language.mask import Mask, cross_documents, of_window
+from dfa_megatron.plan.schedules.load_balanced import layout_of
 from dfa_megatron.runtime.cu_seqlens import Offsets, balancing_mask, mask_of
 
 DEFAULTS = DistAttentionConfig()
@@ -33,7 +36,7 @@ class Request:
 
     sinks, alibi: whether the call brings a sink, or a slope, for each head; the ranks must agree.
     deterministic: the same gradients to the bit from run to run, as torch.use_deterministic_algorithms asks.
-    layout: the tokens that a rank holds.
+    layout: the tokens that a rank holds, by a name or as a value. `settled` keeps names where ranks hold equally many.
     cu_seqlens: global token offsets of packed documents; empty for sequences that are one document each.
     """
 
@@ -46,7 +49,7 @@ class Request:
     deterministic: bool = False
     mask: Mask | None = None
     plan: AttentionPlan | None = field(default=None, hash=False)  # thousands of blocks
-    layout: str = "contiguous"
+    layout: str | Layout = "contiguous"
     cu_seqlens: Offsets = ()
     config: DistAttentionConfig = DEFAULTS
 
@@ -73,7 +76,7 @@ class Request:
         if type(self.softmax_scale) is not float or not 0 < self.softmax_scale < math.inf:
             what, instead = f"softmax_scale={self.softmax_scale!r}", "None, which is head_dim ** -0.5"
             raise UnsupportedError(what, "it is positive and finite", instead)
-        if self.layout not in LAYOUTS:
+        if not isinstance(self.layout, Layout) and self.layout not in LAYOUTS:
             raise UnsupportedError(f"layout={self.layout!r}", "there is no such layout", nearest(self.layout, LAYOUTS))
 
     def _check_mask(self) -> None:
@@ -103,33 +106,91 @@ class Request:
             why, instead = "it is the tokens to each side", "(left, right), each -1 for no bound or at least 0"
             raise UnsupportedError(f"window_size={window!r}", why, instead)
 
+    @property
+    def _given(self) -> Mask | None:
+        return self.mask if self.plan is None else self.plan.forward.mask
+
+    def settled(self, ranks: int, rank: int, queries: int, keys: int) -> Request:
+        """Return the request with the layout of such tensors, as a value where a name means no equal lengths.
+
+        Args:
+            ranks, rank: of the group.
+            queries, keys: tokens of this rank.
+
+        Raises:
+            UnsupportedError: the layout, the mask or the documents give this rank other numbers of tokens.
+        """
+        held, given = self.layout, self._given
+        if isinstance(held, str):
+            length = given.length if given is not None else self.cu_seqlens[-1] if self.cu_seqlens else ranks * queries
+            two = (given.queries, length - given.queries) if given is not None and given.queries is not None else None
+            if given is None and not self.cu_seqlens and queries != keys:
+                two = ranks * queries, ranks * keys
+            if two is None and queries == keys and ranks * queries == length:
+                return self
+            if two is not None:
+                held = cross(by_name(held, two[0], ranks), by_name(held, two[1], ranks))
+            else:
+                held = layout_of(held, self.mask_over(length), ranks)
+        if held.ranks != ranks:
+            why = f"{ranks} share the sequence"
+            raise UnsupportedError(f"a layout of {held.ranks} ranks", why, f"a layout of {ranks} ranks")
+        for name, mine in (("q", queries), ("kv", keys)):
+            if held.tokens(rank, name) != mine:
+                why = f"its layout has {held.tokens(rank, name)} there: {held}"
+                what, instead = (
+                    f"{mine} {_ROWS[name]} on rank {rank}",
+                    "tensors of the layout's tokens, or their layout",
+                )
+                raise UnsupportedError(what, why, instead)
+        if held.queries is None and held.length == ranks * queries:
+            names = [name for name, make in BY_LENGTH.items() if make(held.length, ranks) == held]
+            held = names[0] if names else held
+        return replace(self, layout=held)
+
+    def length(self, ranks: int, queries: int) -> int:
+        """Return the tokens of the whole sequence, or of both, where a rank has so many queries; once settled."""
+        return self.layout.length if isinstance(self.layout, Layout) else ranks * queries
+
     def mask_over(self, length: int) -> Mask:
         """Return the mask over a whole sequence of that many tokens.
 
         Raises:
             UnsupportedError: documents, mask or plan have another length, or the layout needs documents.
         """
-        given = self.mask if self.plan is None else self.plan.forward.mask
+        given = self._given
+        queries = self.layout.queries if isinstance(self.layout, Layout) else None
+        if given is not None and given.queries != queries:
+            both = "of two sequences" if given.queries is not None else "of one sequence"
+            why = "queries and keys are two sequences" if queries is not None else "queries and keys are one sequence"
+            raise UnsupportedError(f"mask {given.name!r} {both}", why, "masks.cross and layouts.cross for two")
         if given is not None and given.length != length:
             what = f"a {'mask' if self.plan is None else 'plan'} over {given.length} tokens"
             why = f"the ranks hold {length} tokens together"
             raise UnsupportedError(what, why, f"one over {length} tokens, or other tensors")
         if given is not None and not given.tiles:
             raise UnsupportedError(f"mask {given.name!r}", "no token attends to any", "a mask with at least one pair")
-        if self.cu_seqlens:
+        if self.cu_seqlens and queries is None:
             mask = mask_of(self.cu_seqlens, length, causal=bool(self.causal), window_size=self.window_size)
             balanced = self.layout == "load_balanced"
             return replace(mask, balanced_by=balancing_mask(self.cu_seqlens, length)) if balanced else mask
-        if self.layout == "load_balanced" and self.plan is None:
-            why, instead = "the documents decide which rank holds a token", "dist_flash_attn_varlen_func, or a plan"
-            raise UnsupportedError("layout 'load_balanced' without cu_seqlens", why, instead)
-        return of_window(length, bool(self.causal), self.window_size) if given is None else given
+        if self.cu_seqlens:
+            why, instead = "they say where documents of one sequence end", "mask=masks.cross_documents(...)"
+            raise UnsupportedError("cu_seqlens with other keys than queries", why, instead)
+        if given is not None:
+            return given
+        if self.layout == "load_balanced":
+            why, instead = "the documents or the mask decide which rank holds a token", "cu_seqlens, a mask or a plan"
+            raise UnsupportedError("layout 'load_balanced' without documents", why, instead)
+        if queries is not None:
+            window = self.window_size
+            return cross_documents([queries], [length - queries], causal=bool(self.causal), window_size=window)
+        return of_window(length, bool(self.causal), self.window_size)
 
     @property
     def irregular(self) -> bool:
         """Whether the caller's own mask has several tiles, so that kernels meet many lengths."""
-        given = self.mask if self.plan is None else self.plan.forward.mask
-        return given is not None and len(given.tiles) > 1
+        return self._given is not None and len(self._given.tiles) > 1
 
     @property
     def verify(self) -> bool:
@@ -146,12 +207,16 @@ class Request:
         values["config"] = {name: getattr(self.config, name) for name in OPTIONS}
         if isinstance(self.mask, Mask):
             tiles = [(t.q.lo, t.q.hi, t.kv.lo, t.kv.hi, t.lo, t.hi) for t in self.mask.tiles]
-            values["mask"] = self.mask.name, self.mask.length, tiles
+            values["mask"] = self.mask.name, self.mask.length, tiles, self.mask.queries
+        if isinstance(self.layout, Layout):
+            spans = [(chunk.lo, chunk.hi) for chunk in self.layout.chunks]
+            values["layout"] = spans, self.layout.owner, self.layout.ranks, self.layout.queries
         if isinstance(self.plan, AttentionPlan):
             values["plan"] = plan_text.to_text(self.plan)
         return json.dumps(values, sort_keys=True, default=repr)
 
 
+_ROWS = {"q": "queries", "kv": "keys"}
 _PLANNED = ("causal", "window_size", "layout", "cu_seqlens", "mask", "plan")
 
 
@@ -162,8 +227,12 @@ def from_text(text: str) -> Request:
     for name in ("window_size", "cu_seqlens"):
         values[name] = tuple(values[name]) if isinstance(values[name], list) else values[name]
     if isinstance(values["mask"], list):
-        name, length, tiles = values["mask"]
-        values["mask"] = Mask(name, length, tuple(Tile(Span(a, b), Span(c, d), lo, hi) for a, b, c, d, lo, hi in tiles))
+        name, length, tiles, queries = values["mask"]
+        apart = tuple(Tile(Span(a, b), Span(c, d), lo, hi) for a, b, c, d, lo, hi in tiles)
+        values["mask"] = Mask(name, length, apart, queries=queries)
+    if isinstance(values["layout"], list):
+        spans, owner, ranks, queries = values["layout"]
+        values["layout"] = Layout(tuple(Span(*span) for span in spans), tuple(owner), ranks, queries)
     if values["plan"] is not None:
         values["plan"] = plan_text.from_text(values["plan"])
     values["config"] = DistAttentionConfig(**values["config"])

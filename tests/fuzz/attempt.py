@@ -104,7 +104,8 @@ def _together(case: Case) -> dict[str, float]:
 
 def _public(case: Case, rank: int) -> dict[str, float]:
     """This rank's part of the results against the rows that it has of the whole, of every call the worst."""
-    rows = case.whole.rows(rank, case.ranks, case.options["layout"])
+    held = case.options["layout"]
+    rows = case.whole.rows(rank, case.ranks, held), case.whole.rows(rank, case.ranks, held, "kv")
     other = replace(case.whole, seed=case.whole.seed + 1)
     # The second run is recorded, and the third replays it.
     calls = range(4 if case.number % 2 else 0)

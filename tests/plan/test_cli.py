@@ -140,7 +140,6 @@ def test_a_tree_or_a_union_of_tiles_is_read_from_a_file(
             "one of causal, full, window, documents, full-documents, window-documents, prefix, prefix-doc",
         ),
         (["--hardware", "abacus"], "one of h200-nvlink"),
-        (["--seq-length", "65537"], "positive multiple of 8"),
         (["--seq-length", "0"], "positive length, got 0"),
         (["--heads", "6", "--kv-heads", "4"], "6 heads with 4 kv_heads"),
         (["--ranks", "0"], "at least one"),

@@ -8,18 +8,17 @@ from collections import defaultdict
 
 import pytest
 
-from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.plan.cost.simulate import bytes_sent
 from dfa_megatron.plan.language import mask as masks
 from dfa_megatron.plan.language.geometry import Span
 from dfa_megatron.plan.language.ir import Plan
-from dfa_megatron.plan.language.layout import Layout
+from dfa_megatron.plan.language.layout import Layout, contiguous
 from dfa_megatron.plan.language.mask import Mask, components, documents
 from dfa_megatron.plan.language.shape import AttentionShape
 from dfa_megatron.plan.schedules import OWNER_COMPUTES, SCHEDULES
 from dfa_megatron.plan.schedules import load_balanced as balancing
 from dfa_megatron.plan.schedules.greedy import help_of
-from dfa_megatron.plan.schedules.load_balanced import layout_of, load_balanced
+from dfa_megatron.plan.schedules.load_balanced import load_balanced
 from dfa_megatron.plan.uncollected import uncollected
 from tests.support.plan_cases import every_mask, heterogeneous_masks
 
@@ -72,7 +71,7 @@ def test_greedy_moves_less_than_a_quarter_of_all_keys_and_queries_on_a_pack() ->
 def test_help_is_a_few_runs_of_rows_that_hold_all_the_work_that_moves(ranks: int) -> None:
     for seed in range(5):
         mask = documents(pack(ranks * LOCAL, seed))
-        given, plan = help_of(mask, ranks), forward("greedy", mask, ranks)
+        given, plan = help_of(mask, contiguous(mask.length, ranks)), forward("greedy", mask, ranks)
         assert len(given) <= 3 * ranks / 2
         moved = [block for block in plan.blocks if plan.layout.owner[block.q_chunk] != block.rank]
         area = sum(tile.area for block in moved for tile in plan.tiles(block))
@@ -148,8 +147,6 @@ def test_load_balanced_tokens_are_a_cover_in_order_on_every_mask() -> None:
 def test_a_length_that_does_not_divide_is_load_balanced_to_within_one_token() -> None:
     tokens, _ = held(documents([50, 53]), load_balanced(documents([50, 53]), 4))
     assert sorted(tokens) == [25, 26, 26, 26]
-    with pytest.raises(UnsupportedError, match="for example 104 tokens"):
-        layout_of("load_balanced", documents([50, 53]), 4)
 
 
 def test_short_documents_stay_on_one_rank_and_send_nothing() -> None:

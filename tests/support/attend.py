@@ -14,7 +14,9 @@ import torch.distributed as dist
 import dfa_megatron
 from dfa_megatron.doctor.dense import band_mask, band_of, dense_attention
 from dfa_megatron.plan.interpret import run_together
+from dfa_megatron.plan.language.layout import Layout
 from dfa_megatron.plan.language.mask import Mask
+from dfa_megatron.plan.schedules.load_balanced import layout_of
 from dfa_megatron.runtime.comm.transport import Arena
 from dfa_megatron.runtime.execute.sinks_and_slopes import merge_sinks, sinks_gradient
 from dfa_megatron.runtime.prepare import Prepared, build
@@ -53,6 +55,8 @@ class Case:
     tokens: int = 0
     offsets: tuple[int, ...] = ()
     """Of a pack's documents; the last is its tokens."""
+    keys: int = 0
+    """Of another sequence than the queries; 0 for one sequence."""
     batch: int = 2
     heads: int = 4
     kv_heads: int = 2
@@ -77,6 +81,11 @@ class Case:
         return self.offsets[-1] if self.offsets else self.tokens
 
     @property
+    def columns(self) -> int:
+        """The number of keys."""
+        return self.keys or self.length
+
+    @property
     def options(self) -> dict[str, Any]:
         """What the public function is asked, without tensors."""
         asked = {"causal": self.causal, "window_size": self.window_size} if self.mask is None else {"mask": self.mask}
@@ -92,7 +101,8 @@ class Case:
             return torch.randn(shape, generator=generator, device=self.device, dtype=torch.float64)
 
         sizes = (self.heads, self.head_dim), (self.kv_heads, self.head_dim), (self.kv_heads, wide), (self.heads, wide)
-        four = [random(batch, self.length, *size).to(self.dtype) for size in sizes]
+        lengths = self.length, self.columns, self.columns, self.length
+        four = [random(batch, n, *size).to(self.dtype) for n, size in zip(lengths, sizes, strict=True)]
         return (*four, 3 * random(self.heads), 2.0 ** (-2 + random(self.heads).clamp(-2, 2).float()))
 
     @property
@@ -128,14 +138,17 @@ class Case:
     def _visible(self) -> Any:
         if self.mask is not None:
             return self.mask
+        if self.keys:
+            return band_mask(self.length, self.keys, band_of(self.causal, self.window_size))
         document = torch.bucketize(torch.arange(self.length), torch.tensor(self.offsets[1:-1]), right=True)
         band = band_mask(self.length, self.length, band_of(self.causal, self.window_size))
         return band & (document[:, None] == document)
 
     @property
     def _bias(self) -> torch.Tensor | None:
-        where = torch.arange(self.length, dtype=torch.float64, device=self.device)
-        distance = (where[:, None] - where).abs()
+        where = torch.arange(self.columns, dtype=torch.float64, device=self.device)
+        here = torch.arange(self.length, dtype=torch.float64, device=self.device) + self.columns - self.length
+        distance = (here[:, None] - where).abs()
         return None if self.slopes is None else -self.slopes.double()[:, None, None] * distance
 
     @property
@@ -147,18 +160,26 @@ class Case:
         """dq, dk and dv."""
         return self.exact[2:5]
 
-    def rows(self, rank: int, ranks: int, layout: str = "contiguous") -> torch.Tensor:
-        """The places of a rank's tokens."""
-        return positions_of(layout_of_tokens(layout, self.length, ranks, self.offsets or None), rank, self.device)
+    def rows(self, rank: int, ranks: int, layout: str | Layout = "contiguous", side: str = "q") -> torch.Tensor:
+        """The places of a rank's queries, or of its keys."""
+        if isinstance(layout, str):
+            length = self.length if side == "q" else self.columns
+            if layout == "load_balanced" and self.mask is not None:
+                return positions_of(layout_of(layout, self.mask, ranks), rank, self.device)
+            return positions_of(layout_of_tokens(layout, length, ranks, self.offsets or None), rank, self.device)
+        return positions_of(layout.side(side), rank, self.device)
 
-    def held(self, rank: int, ranks: int, layout: str = "contiguous") -> list[torch.Tensor]:
+    def held(self, rank: int, ranks: int, layout: str | Layout = "contiguous") -> list[torch.Tensor]:
         """A rank's q, k, v and dout."""
         order = {"tokens": (1, 0, 2, 3), "heads": (0, 2, 1, 3)}.get(self.first_in_memory, (0, 1, 2, 3))
-        rows = self.rows(rank, ranks, layout)
+        q, kv = self.rows(rank, ranks, layout), self.rows(rank, ranks, layout, "kv")
+        parts = zip((*self.inputs, self.dout), (q, kv, kv, q), strict=True)
         # Both orders are their own inverse.
-        return [x[:, rows].permute(order).contiguous().permute(order) for x in (*self.inputs, self.dout)]
+        return [x[:, rows].permute(order).contiguous().permute(order) for x, rows in parts]
 
-    def shard(self, rank: int, ranks: int, layout: str = "contiguous") -> tuple[list[torch.Tensor], torch.Tensor]:
+    def shard(
+        self, rank: int, ranks: int, layout: str | Layout = "contiguous"
+    ) -> tuple[list[torch.Tensor], torch.Tensor]:
         """q, k and v of a rank as leaves, and its dout; a pack's as the public function takes them."""
         *qkv, dout = (x[0] if self.offsets else x for x in self.held(rank, ranks, layout))
         return [x.detach().requires_grad_() for x in qkv], dout
@@ -193,7 +214,7 @@ def results(
         way: a checkpoint, or what else calls a function of q, k, v and sinks that it is given before these.
         states: of PyTorch, around the forward and the backward.
     """
-    leaves, dout = case.shard(rank, ranks, str(options.get("layout", "contiguous")))
+    leaves, dout = case.shard(rank, ranks, options.get("layout", "contiguous"))
     leaves += [] if case.sinks is None else [case.sinks.clone().requires_grad_()]
 
     def region(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None = None) -> Any:
@@ -213,7 +234,7 @@ def results(
 
 
 def results_together(
-    case: Case, ranks: int, *, layout: str = "contiguous", deterministic: bool = False, **options: Any
+    case: Case, ranks: int, *, layout: str | Layout = "contiguous", deterministic: bool = False, **options: Any
 ) -> Results:
     """Run all ranks in this process: the same plan, kernels and wire format, no network. Tokens are in order."""
     scale = case.softmax_scale or case.head_dim**-0.5
@@ -227,20 +248,26 @@ def results_together(
     gradients = [backward_together(prepared, dout, q, k, v, outs, lses, case.slopes) for _ in range(1 + deterministic)]
     assert_same_bits(*([x for three in run for x in three] for run in gradients))
     assert {x.dtype for x in (*outs, *(x for three in gradients[0] for x in three))} == {case.dtype}
-    order = torch.cat([case.rows(rank, ranks, layout) for rank in range(ranks)]).argsort()
-    dq, dk, dv = (torch.cat(parts, 1)[:, order] for parts in zip(*gradients[0], strict=True))
+    order, columns = (
+        torch.cat([case.rows(rank, ranks, layout, side) for rank in range(ranks)]).argsort() for side in ("q", "kv")
+    )
+    dq, dk, dv = (
+        torch.cat(parts, 1)[:, its]
+        for parts, its in zip(zip(*gradients[0], strict=True), (order, columns, columns), strict=True)
+    )
     every = zip(dout, outs, lses, strict=True)
     dsinks = None if sinks is None else torch.stack([sinks_gradient(*one, sinks) for one in every]).sum(0)
     return Results(torch.cat(outs, 1)[:, order], torch.cat(lses, 2)[:, :, order], dq, dk, dv, dsinks)
 
 
 def shares(
-    case: Case, got: Results, rows: torch.Tensor | None = None, tolerance: float | None = None, *, drawn: bool = False
-) -> dict[str, float]:
+    case: Case, got: Results, rows: tuple[torch.Tensor, torch.Tensor] | None = None, tolerance: float | None = None, *,
+    drawn: bool = False,
+) -> dict[str, float]:  # fmt: skip
     """How far each result is from the exact one, as a share of what is tolerated; inf for NaN.
 
     Args:
-        rows: the tokens that `got` has; None for all.
+        rows: the queries and the keys that `got` has; None for all.
         tolerance: of all results, in place of TOLERANCE.
         drawn: the case was drawn at random, so that its gradients may be as good as 0.
     """
@@ -253,7 +280,7 @@ def shares(
             assert mine is want
             continue
         if rows is not None and name != "dsinks":
-            want = want[:, :, rows] if name == "lse" else want[:, rows]
+            want = want[:, :, rows[0]] if name == "lse" else want[:, rows[name in ("dk", "dv")]]
         least, factor = (floor, 4) if name.startswith("d") else (1.0 if name == "lse" else 0.0, 1)
         found[name] = _distance(mine, want, least) / (tolerance or factor * limit)
     return found
@@ -277,7 +304,8 @@ def assert_exact(found: dict[str, float]) -> None:
 
 def compare(case: Case, rank: int = 0, ranks: int = 1, *, tolerance: float | None = None, **options: Any) -> None:
     """A forward and backward of this rank's tokens against its rows of the whole; collective."""
-    rows = case.rows(rank, ranks, str(options.get("layout", "contiguous")))
+    layout = options.get("layout", "contiguous")
+    rows = case.rows(rank, ranks, layout), case.rows(rank, ranks, layout, "kv")
     assert_exact(shares(case, results(case, rank, ranks, **options), rows, tolerance))
 
 

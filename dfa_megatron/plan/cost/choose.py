@@ -117,7 +117,7 @@ def make_plan(
     ranks: int,
     *,
     schedule: str = "auto",
-    layout: str = "auto",
+    layout: str | Layout = "auto",
     shape: AttentionShape | None = None,
     hardware: Hardware | None = None,
 ) -> AttentionPlan:
@@ -127,8 +127,8 @@ def make_plan(
         mask: pairs of the whole sequence that attend.
         ranks: number of ranks that share the sequence.
         schedule: a name of SCHEDULES, or "auto". Layouts other than contiguous allow "auto" only.
-        layout: the tokens that a rank holds, one of LAYOUTS, or "auto". With "auto" a named schedule uses contiguous;
-            schedule "auto" compares all layouts.
+        layout: the tokens that a rank holds: one of LAYOUTS, a `Layout`, or "auto". With "auto" a named schedule uses
+            contiguous; schedule "auto" compares all layouts.
         shape, hardware: the basis of the costs that `auto` compares. None is 32 heads of 128 in 16 bits on H200s of one
             host. On hardware of several nodes a named schedule crosses to a node once if its route can.
 
@@ -136,23 +136,36 @@ def make_plan(
         UnsupportedError: an unknown name, or no schedule suits; the message lists every refusal.
     """
     hardware = hardware or H200_NVLINK
-    if layout != "auto" and layout not in LAYOUTS:
+    family, held = _family(layout), layout if isinstance(layout, Layout) else None
+    if family != "auto" and family not in LAYOUTS:
         raise UnsupportedError(f"layout {layout!r}", "there is no such layout", "one of auto, " + ", ".join(LAYOUTS))
     if schedule != "auto":
-        if layout not in ("auto", "contiguous"):
-            what = f"schedule {schedule!r} on layout {layout!r}"
+        if family not in ("auto", "contiguous"):
+            what = f"schedule {schedule!r} on layout {str(layout)!r}"
             raise UnsupportedError(what, "there every rank computes its own rows", "schedule 'auto'")
         routed = schedule in SCHEDULES and SCHEDULES[schedule].route is direct
-        return plan_named(schedule, mask, ranks, hardware.node_size(ranks) if routed else None)
-    if layout in OWNER_COMPUTES and hardware.node_size(ranks) is None:
-        return OWNER_COMPUTES[layout].plan(mask, ranks)  # the only candidate
+        return plan_named(schedule, mask, ranks, hardware.node_size(ranks) if routed else None, held)
+    if family in OWNER_COMPUTES and hardware.node_size(ranks) is None:
+        return OWNER_COMPUTES[family].plan(mask, ranks, held=held)  # the only candidate
     looked_at = _that_may_win(mask, ranks, layout, shape or AttentionShape(), hardware)
     taken = best(looked_at)
     if taken is None or taken.plan is None:
-        what = f"mask {mask.name} over {mask.length} tokens on {ranks} ranks in layout {layout!r}"
+        what = f"mask {mask.name} over {mask.length} tokens on {ranks} ranks in layout {str(layout)!r}"
         instead = dict.fromkeys(candidate.instead for candidate in looked_at if candidate.instead)
         raise UnsupportedError(what, f"no schedule suits ({_refusals(looked_at)})", "; ".join(instead))
     return taken.plan
+
+
+def _family(layout: str | Layout) -> str:
+    """Return the name of a layout that the schedules know: one that they serve where it is a value."""
+    if isinstance(layout, str):
+        return layout
+    return "contiguous" if layout.in_order else "load_balanced"
+
+
+def _in_order(mask: Mask, ranks: int, layout: str | Layout) -> Layout:
+    """Return one chunk per rank, and per side where there are two."""
+    return contiguous(mask.length, ranks) if isinstance(layout, str) else layout.joined()
 
 
 def _refusals(looked_at: tuple[Candidate, ...]) -> str:
@@ -167,7 +180,7 @@ def candidates(
     mask: Mask,
     ranks: int,
     *,
-    layout: str = "auto",
+    layout: str | Layout = "auto",
     shape: AttentionShape | None = None,
     hardware: Hardware | None = None,
     degrees: bool = False,
@@ -191,7 +204,7 @@ def candidates(
 
 
 def _that_may_win(
-    mask: Mask, ranks: int, layout: str, shape: AttentionShape, hardware: Hardware, most: float = math.inf
+    mask: Mask, ranks: int, layout: str | Layout, shape: AttentionShape, hardware: Hardware, most: float = math.inf
 ) -> tuple[Candidate, ...]:
     """Return candidates without an exchange, but for those that lose to another, or take longer than `most` by TIE.
 
@@ -211,19 +224,19 @@ def _known(*about: object) -> list[tuple[float, tuple[Candidate, ...]]]:
 
 
 def _of_schedules(
-    mask: Mask, ranks: int, layout: str, shape: AttentionShape, hardware: Hardware, most: float | None = None
+    mask: Mask, ranks: int, layout: str | Layout, shape: AttentionShape, hardware: Hardware, most: float | None = None
 ) -> tuple[Candidate, ...]:
     """Return candidates without an exchange: all, or those that may win and take at most so long."""
     found: dict[Schedule, list[Candidate]] = {}
-    assigned, load = {}, dict[Schedule, float]()
+    assigned, load, held = {}, dict[Schedule, float](), layout if isinstance(layout, Layout) else None
     for schedule in ALL:
         why, instead = _needless(schedule, mask, ranks, layout, load), ""
         if not why and most and most < math.inf:  # where nothing was timed yet, nothing loses
-            why = LOSES if _compute_seconds(_least_load(schedule, mask, ranks), shape, hardware) > most else ""
+            why = LOSES if _compute_seconds(_least_load(schedule, mask, ranks, layout), shape, hardware) > most else ""
         if not why:
             try:
-                assigned[schedule] = held, blocks = schedule.assigned(mask, ranks)
-                load[schedule] = max(loads(blocks, mask, held))
+                assigned[schedule] = chunks, blocks = schedule.assigned(mask, ranks, held)
+                load[schedule] = max(loads(blocks, mask, chunks))
             except UnsupportedError as error:
                 why, instead = error.why, error.instead
         if why:
@@ -236,11 +249,11 @@ def _of_schedules(
     return tuple(one for schedule in ALL for one in found[schedule])
 
 
-def _needless(schedule: Schedule, mask: Mask, ranks: int, layout: str, loads: dict[Schedule, float]) -> str:
+def _needless(schedule: Schedule, mask: Mask, ranks: int, layout: str | Layout, loads: dict[Schedule, float]) -> str:
     """Return the reason why a schedule cannot serve or win beside those before it, or an empty string."""
-    if layout not in ("auto", schedule.layout):
+    if _family(layout) not in ("auto", schedule.layout):
         return f"it needs layout {schedule.layout!r}"
-    if schedule.name == "balanced_shared" and (why := _why_not_shared(mask, ranks)):
+    if schedule.name == "balanced_shared" and (why := _why_not_shared(mask, ranks, layout)):
         return why
     has_zigzag = any(other.layout == "zigzag" for other in loads)
     if schedule.layout == "load_balanced" and has_zigzag and len(components(mask)) == 1:
@@ -252,23 +265,25 @@ def _needless(schedule: Schedule, mask: Mask, ranks: int, layout: str, loads: di
     return ""
 
 
-def _why_not_shared(mask: Mask, ranks: int) -> str:
+def _why_not_shared(mask: Mask, ranks: int, layout: str | Layout) -> str:
     """Return why `balanced_shared` cannot serve, or shares nothing: no row sees keys half of the ranks away."""
-    if ranks < 1 or mask.length % ranks:
+    if ranks < 1:
         return ""  # it says so itself
-    pairs = needed_pairs(mask, contiguous(mask.length, ranks))
+    held = _in_order(mask, ranks, layout)
+    pairs = [(held.owner[q], held.owner[kv]) for q, kv in needed_pairs(mask, held)]
     if any(q < kv for q, kv in pairs):
         return "it pairs causal work only, and rows see keys of later ranks"
     shares = ranks % 2 or any(2 * (q - kv) == ranks for q, kv in pairs)
     return "" if shares else "the last step of balanced has no work to share"
 
 
-def _least_load(schedule: Schedule, mask: Mask, ranks: int) -> float:
+def _least_load(schedule: Schedule, mask: Mask, ranks: int, layout: str | Layout) -> float:
     """Return a number of pairs that the most loaded rank has at least, before any block is assigned."""
-    if schedule.layout != "contiguous" or schedule.name == "greedy" or ranks < 1 or mask.length % ranks:
+    if schedule.layout != "contiguous" or schedule.name == "greedy" or ranks < 1:
         return mask.area / max(1, ranks)
-    load, helps = [0] * ranks, schedule.name != "ring"
-    for (q, kv), pairs in areas(mask, contiguous(mask.length, ranks)).items():
+    load, helps, held = [0] * ranks, schedule.name != "ring", _in_order(mask, ranks, layout)
+    for (rows, keys), pairs in areas(mask, held).items():
+        q, kv = held.owner[rows], held.owner[keys]
         if not helps or 2 * (q - kv) != ranks:  # which two ranks may share
             load[kv if helps and 2 * (q - kv) > ranks else q] += pairs
     return max(load)
@@ -316,7 +331,7 @@ def _candidate(schedule: Schedule, nodes: int | None, parts: list[tuple[Plan, Es
 
 @uncollected()
 def automatic_degree(
-    mask: Mask, ranks: int, *, schedule: str, layout: str, shape: AttentionShape, hardware: Hardware
+    mask: Mask, ranks: int, *, schedule: str, layout: str | Layout, shape: AttentionShape, hardware: Hardware
 ) -> int:
     """Return the number of neighbours that exchange heads for ulysses_degree="auto".
 
@@ -351,7 +366,7 @@ def _compute_seconds(pairs: float, shape: AttentionShape, hardware: Hardware, *p
 
 
 def _with_ulysses(
-    mask: Mask, ranks: int, layout: str, shape: AttentionShape, hardware: Hardware, degree: int, kept: bool,
+    mask: Mask, ranks: int, layout: str | Layout, shape: AttentionShape, hardware: Hardware, degree: int, kept: bool,
     most: float | None = None,
 ) -> list[Candidate]:  # fmt: skip
     """Return candidates with fewer ranks per plan: `degree` neighbours exchange heads for tokens around it."""
@@ -360,7 +375,7 @@ def _with_ulysses(
     inner = split_heads(degree, ranks, shape.heads, shape.kv_heads).shape(shape), hardware.inside(degree)
     exchange, sent = _exchange_seconds(mask, ranks, shape, hardware, degree, kept=kept)
     found = []
-    about = mask, ranks // degree, layout, *inner
+    about = mask, ranks // degree, layout if isinstance(layout, str) else layout.merged(degree), *inner
     for one in _of_schedules(*about) if most is None else _that_may_win(*about, most - exchange):
         if one.layout == "load_balanced":
             why = "neighbours do not hold the tokens that one rank of its plan would"

@@ -128,6 +128,7 @@ class Plan:
     def digest(self) -> str:
         """Return a short hash of everything in the plan; equal digests are equal plans."""
         told: list[object] = [self.phase.name, self.mask.name, self.mask.length, self.layout.owner]
+        told += [self.layout.ranks, self.layout.queries if self.layout.queries is not None else -1]
         told += [(t.q.lo, t.q.hi, t.kv.lo, t.kv.hi, t.lo, t.hi) for t in self.mask.tiles]
         told += [(chunk.lo, chunk.hi) for chunk in self.layout.chunks]
         told += map(tuple, sorted(self.blocks))

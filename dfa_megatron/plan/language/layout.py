@@ -1,10 +1,14 @@
-"""Token layouts: the chunks of the sequence, and the rank that owns each."""
+"""Token layouts: the chunks of the sequence, and the rank that owns each.
+
+Ranks may hold numbers of tokens that differ, also none. Queries and keys of two sequences have one layout together, the
+keys behind the queries.
+"""
 
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
 
 from dfa_megatron.errors import UnsupportedError
@@ -16,14 +20,21 @@ class Layout:
     """A disjoint cover of [0, length) by chunks; `owner` holds the owner of each.
 
     A rank's local sequence is its chunks one after another, in the order of their numbers.
+
+    ranks: their number, where the last ones own no chunk.
+    queries: None where a token is a query and a key. Else positions below this are those of queries, and key j is at
+        position queries + j.
     """
 
     chunks: tuple[Span, ...]
     owner: tuple[int, ...]
+    ranks: int = 0
+    queries: int | None = None
     _held: tuple[tuple[int, ...], ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        held: list[list[int]] = [[] for _ in range(max(self.owner, default=-1) + 1)]
+        object.__setattr__(self, "ranks", max(self.ranks, max(self.owner, default=-1) + 1))
+        held: list[list[int]] = [[] for _ in range(self.ranks)]
         for chunk, owner in enumerate(self.owner):
             held[owner].append(chunk)
         object.__setattr__(self, "_held", tuple(map(tuple, held)))
@@ -31,23 +42,51 @@ class Layout:
     def __hash__(self) -> int:
         return hash((len(self.chunks), self.owner))  # a layout is a key of caches, and may have hundreds of chunks
 
-    @property
-    def ranks(self) -> int:
-        """Return the number of ranks."""
-        return len(self._held)
+    def __str__(self) -> str:
+        if self.queries is not None:
+            return f"queries {self.side('q')}, keys {self.side('kv')}"
+        held = ",".join(str(self.tokens(rank)) for rank in range(self.ranks))
+        return f"{'contiguous' if self.in_order else 'chunks'} of {held} tokens"
 
     @property
     def length(self) -> int:
-        """Return the tokens of the whole sequence."""
-        return max(chunk.hi for chunk in self.chunks)
+        """Return the tokens of the whole sequence, or of both."""
+        return max((chunk.hi for chunk in self.chunks), default=0)
 
-    def of(self, rank: int) -> tuple[int, ...]:
-        """Return the chunks that a rank owns, in local order."""
-        return self._held[rank]
+    @property
+    def in_order(self) -> bool:
+        """Return whether every rank's tokens precede those of the next, of queries and of keys."""
+        sides = [self] if self.queries is None else [self.side("q"), self.side("kv")]
+        return all(a <= b for one in sides for a, b in pairwise(owner for _, owner in sorted(one._owned())))
 
-    def spans(self, rank: int) -> tuple[Span, ...]:
+    def _owned(self) -> Iterable[tuple[Span, int]]:
+        return zip(self.chunks, self.owner, strict=True)
+
+    def of(self, rank: int, side: str = "") -> tuple[int, ...]:
+        """Return the chunks that a rank owns, in local order: all, or those of its queries "q" or keys "kv"."""
+        held, queries = self._held[rank], self.queries
+        if queries is None or not side:
+            return held
+        return tuple(chunk for chunk in held if (self.chunks[chunk].lo < queries) == (side == "q"))
+
+    def rows(self, rank: int) -> dict[int, int]:
+        """Return the first row of each chunk of a rank in its tensors: q's, or k's and v's."""
+        if self.queries is None:
+            return self.offsets(self.of(rank))
+        return self.offsets(self.of(rank, "q")) | self.offsets(self.of(rank, "kv"))
+
+    def tokens(self, rank: int, side: str = "q") -> int:
+        """Return the number of tokens that a rank holds: queries "q", or keys "kv"."""
+        return sum(len(self.chunks[chunk]) for chunk in self.of(rank, side))
+
+    @property
+    def tokens_of_keys(self) -> int:
+        """Return the number of keys where they are a sequence of their own, else 0."""
+        return 0 if self.queries is None else self.length - self.queries
+
+    def spans(self, rank: int, side: str = "") -> tuple[Span, ...]:
         """Return the tokens of a rank as spans of the sequence, in local order."""
-        return tuple(self.chunks[chunk] for chunk in self.of(rank))
+        return tuple(self.chunks[chunk] for chunk in self.of(rank, side))
 
     def positions(self, rank: int) -> list[int]:
         """Return the global position of each token of a rank, in local order."""
@@ -58,26 +97,82 @@ class Layout:
         starts = accumulate((len(self.chunks[chunk]) for chunk in chunks), initial=0)
         return dict(zip(chunks, starts, strict=False))
 
+    def side(self, side: str) -> Layout:
+        """Return the layout of the queries "q" or of the keys "kv" alone, each from position 0."""
+        if self.queries is None:
+            return self
+        by = 0 if side == "q" else self.queries
+        mine = [(chunk.shift(-by), rank) for chunk, rank in self._owned() if (chunk.lo < self.queries) == (side == "q")]
+        return Layout(tuple(chunk for chunk, _ in mine), tuple(rank for _, rank in mine), self.ranks)
+
+    def owner_of(self, token: int) -> int:
+        """Return the rank that holds a token, where chunks are in the order of their tokens."""
+        return self.owner[bisect_right(self.chunks, token, key=lambda chunk: chunk.lo) - 1]
+
+    def joined(self) -> Layout:
+        """Return the layout in as few chunks as hold the same tokens in the same local order."""
+        found: list[tuple[Span, int]] = []
+        for chunk, owner in sorted(self._owned()):
+            if found and found[-1][1] == owner and chunk.lo != self.queries:
+                chunk = Span(found.pop()[0].lo, chunk.hi)
+            found.append((chunk, owner))
+        return Layout(tuple(c for c, _ in found), tuple(owner for _, owner in found), self.ranks, self.queries)
+
+    def merged(self, neighbours: int) -> Layout:
+        """Return the layout of ranks that each hold the tokens of so many neighbours."""
+        return replace(self, owner=tuple(rank // neighbours for rank in self.owner), ranks=self.ranks // neighbours)
+
+    def halved(self) -> Layout:
+        """Cut each chunk in two, so that two ranks can share a block."""
+        return cut_at(self, [(chunk.lo + chunk.hi) // 2 for chunk in self.chunks])
+
 
 def cut(length: int, parts: int) -> tuple[Span, ...]:
-    """Cut [0, length) into `parts` spans whose lengths differ by at most one."""
-    edges = [part * length // parts for part in range(parts + 1)]
-    return tuple(Span(lo, hi) for lo, hi in pairwise(edges))
+    """Cut [0, length) into `parts` spans; the first ones are one longer where it does not divide."""
+    each, more = divmod(length, parts)
+    return tuple(Span(lo, hi) for lo, hi in pairwise(part * each + min(part, more) for part in range(parts + 1)))
 
 
 def contiguous(length: int, ranks: int) -> Layout:
-    """Give rank r the r-th slice, in order."""
-    return Layout(cut(length, ranks), tuple(range(ranks)))
-
-
-def halves(length: int, ranks: int) -> Layout:
-    """Give each rank the same tokens as `contiguous`, in two chunks, so that two ranks can share a block."""
-    return Layout(cut(length, 2 * ranks), tuple(chunk // 2 for chunk in range(2 * ranks)))
+    """Give rank r the r-th slice, in order; the first ranks hold one token more where the length does not divide."""
+    return _of(cut(length, ranks), range(ranks))
 
 
 def zigzag(length: int, ranks: int) -> Layout:
     """Give rank r chunks r and 2P-1-r of 2P: equal causal work per rank, but permuted data."""
-    return Layout(cut(length, 2 * ranks), tuple(min(chunk, 2 * ranks - 1 - chunk) for chunk in range(2 * ranks)))
+    return _of(cut(length, 2 * ranks), [min(chunk, 2 * ranks - 1 - chunk) for chunk in range(2 * ranks)])
+
+
+def of_lengths(lengths: Sequence[int]) -> Layout:
+    """Give rank r the next lengths[r] tokens, in order; some may be 0."""
+    return _of([Span(lo, hi) for lo, hi in pairwise(accumulate(lengths, initial=0))], range(len(lengths)))
+
+
+def zigzag_documents(cu_seqlens: Sequence[int], ranks: int) -> Layout:
+    """Cut each document of a pack zigzag by itself, as Transformer Engine and ring-flash-attn place packed data."""
+    order = zigzag(2 * ranks, ranks).owner
+    chunks, owners = list[Span](), list[int]()
+    for lo, hi in pairwise(cu_seqlens):
+        chunks += [chunk.shift(lo) for chunk in cut(hi - lo, 2 * ranks)]
+        owners += order
+    return _of(chunks, owners)
+
+
+def cross(queries: Layout, keys: Layout) -> Layout:
+    """Return the layout of queries that attend to keys of another sequence, over the same ranks."""
+    if queries.ranks != keys.ranks:
+        why = "both sequences are sharded over the ranks of one group"
+        raise UnsupportedError(f"queries on {queries.ranks} ranks, keys on {keys.ranks}", why, "layouts of equal ranks")
+    by = queries.length
+    chunks = (*queries.chunks, *(chunk.shift(by) for chunk in keys.chunks))
+    return Layout(chunks, (*queries.owner, *keys.owner), queries.ranks, by)
+
+
+def _of(chunks: Iterable[Span], owner: Iterable[int]) -> Layout:
+    """Return the layout of these chunks but for empty ones."""
+    given = [*zip(chunks, owner, strict=True)]
+    kept = [(chunk, rank) for chunk, rank in given if len(chunk)]
+    return Layout(tuple(c for c, _ in kept), tuple(r for _, r in kept), 1 + max((r for _, r in given), default=-1))
 
 
 def cut_at(layout: Layout, tokens: Iterable[int]) -> Layout:
@@ -89,34 +184,22 @@ def cut_at(layout: Layout, tokens: Iterable[int]) -> Layout:
         parts = [Span(lo, hi) for lo, hi in pairwise([chunk.lo, *inside, chunk.hi])]
         chunks += parts
         owners += [owner] * len(parts)
-    return Layout(tuple(chunks), tuple(owners)) if len(chunks) > len(layout.chunks) else layout
+    more = Layout(tuple(chunks), tuple(owners), layout.ranks, layout.queries)
+    return more if len(chunks) > len(layout.chunks) else layout
 
 
-LAYOUTS: dict[str, tuple[Callable[[int, int], Layout], int]] = {
-    "contiguous": (contiguous, 1),
-    "halves": (halves, 1),
-    "zigzag": (zigzag, 2),
-}
-"""(layout, chunks per rank) by name. The length must be a multiple of chunks times ranks, so that all ranks hold
-equally many tokens. In `halves` every rank holds the same tokens as in `contiguous`.
-"""
+LAYOUTS: dict[str, Callable[[int, int], Layout]] = {"contiguous": contiguous, "zigzag": zigzag}
+"""The layouts that depend on the length only, by name."""
 
 
 def by_name(name: str, length: int, ranks: int) -> Layout:
     """Return the layout of that name, among those that depend on the length only.
 
     Raises:
-        UnsupportedError: no such layout, or a length that does not divide among the ranks.
+        UnsupportedError: no such layout, or no tokens.
     """
     if name not in LAYOUTS:
         raise UnsupportedError(f"layout {name!r}", "there is no such layout", "one of " + ", ".join(LAYOUTS))
-    make, per_rank = LAYOUTS[name]
-    chunks = per_rank * ranks
-    if length <= 0 or length % chunks:
-        up = max(1, -(-length // chunks)) * chunks
-        raise UnsupportedError(
-            f"a sequence of {length} tokens in layout {name!r} on {ranks} ranks",
-            f"the length must be a positive multiple of {chunks}",
-            f"for example {up} tokens",
-        )
-    return make(length, ranks)
+    if length <= 0 or ranks <= 0:
+        raise UnsupportedError(f"a sequence of {length} tokens on {ranks} ranks", "there is nothing to share", "more")
+    return LAYOUTS[name](length, ranks)

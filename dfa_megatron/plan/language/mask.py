@@ -23,12 +23,15 @@ __all__ = [
     "block_causal_documents",
     "causal",
     "causal_blockwise",
+    "cross",
+    "cross_documents",
     "documents",
     "full",
     "global_sliding",
     "prefix_lm",
     "prefix_lm_documents",
     "sliding_window",
+    "two_sequences",
     "two_way_blocks",
     "union",
 ]
@@ -41,20 +44,23 @@ class Mask:
     `name` is for people and for digests; equal masks of different names are different plans.
 
     balanced_by: the mask whose work the layout "load_balanced" balances, None for this one. It lets layers of different
-    masks share their tokens.
+        masks share their tokens.
+    queries: None where a token is a query and a key. Else that many positions are those of queries, and key j of a
+        second sequence is at position queries + j.
     """
 
     name: str
     length: int
     tiles: tuple[Tile, ...]
     balanced_by: Mask | None = None
+    queries: int | None = None
     _kept: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __hash__(self) -> int:
         return hash((self.name, self.length))  # a mask is a key of caches, and may have thousands of tiles
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Mask, (self.name, self.length, self.tiles, self.balanced_by)  # what follows from it stays
+        return Mask, (self.name, self.length, self.tiles, self.balanced_by, self.queries)  # what follows from it stays
 
     def restrict(self, q: Span, kv: Span) -> tuple[Tile, ...]:
         """Return the tiles of the mask inside q x kv, each shrunk."""
@@ -143,6 +149,49 @@ def documents(lengths: Sequence[int], *, causal: bool = True, window_size: tuple
     lo, hi = _bounds(left, right)
     kind = {(-1, 0): "causal", (-1, -1): "full"}.get((left, right), f"window({left},{right})")
     return _mask(f"documents({kind};{short_name(lengths)})", spans[-1].hi, [Tile(span, span, lo, hi) for span in spans])
+
+
+def cross(queries: int, keys: int, *, causal: bool = False, window_size: tuple[int, int] = (-1, -1)) -> Mask:
+    """Return the mask of queries over the keys of another sequence, such as cross attention or a cached prefix.
+
+    Causal and windows are aligned to the ends, as in flash-attn: query i is beside key i + keys - queries.
+    """
+    return cross_documents([queries], [keys], causal=causal, window_size=window_size)
+
+
+def cross_documents(
+    queries: Sequence[int], keys: Sequence[int], *, causal: bool = False, window_size: tuple[int, int] = (-1, -1)
+) -> Mask:
+    """Return packed pairs of documents: a query sees the keys of its pair, aligned to the ends as in `cross`.
+
+    Args:
+        queries, keys: tokens of each pair's document, in either sequence; 0 where it has none.
+        causal, window_size: as for `documents`.
+    """
+    if len(queries) != len(keys) or min([*queries, *keys], default=-1) < 0:
+        raise ValueError(f"pairs need as many lengths of queries as of keys, got {list(queries)} and {list(keys)}")
+    lo, hi = _bounds(window_size[0], 0 if causal else window_size[1])
+    rows, columns = ([Span(a, b) for a, b in pairwise(accumulate(one, initial=0))] for one in (queries, keys))
+    tiles = [Tile(q, kv, *_aligned(kv.hi - q.hi, lo, hi)) for q, kv in zip(rows, columns, strict=True)]
+    kind = "causal" if causal else "full"
+    name = f"cross({kind};{window_size[0]},{window_size[1]};{short_name(queries)};{short_name(keys)})"
+    return two_sequences(name, sum(queries), sum(keys), tiles)
+
+
+def _aligned(by: int, lo: int, hi: int) -> tuple[int, int]:
+    return (lo if lo == -UNBOUNDED else lo + by), (hi if hi == UNBOUNDED else hi + by)
+
+
+def two_sequences(name: str, queries: int, keys: int, tiles: Iterable[Tile]) -> Mask:
+    """Return any mask of queries over the keys of another sequence, as `union` does: tiles of rows and columns.
+
+    Raises:
+        ValueError: a tile reaches outside the sequences.
+    """
+    whole = union(name, max(queries, keys), tiles)
+    if any(tile.q.hi > queries or tile.kv.hi > keys for tile in whole.tiles):
+        raise ValueError(f"a tile of {name!r} is not within {queries} queries and {keys} keys")
+    return Mask(name, queries + keys, tuple(tile.shift(0, queries) for tile in whole.tiles), None, queries)
 
 
 def prefix_lm(length: int, prefix: int) -> Mask:

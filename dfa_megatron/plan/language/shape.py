@@ -7,14 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from itertools import accumulate
+from itertools import accumulate, groupby
 from math import gcd
+from operator import itemgetter
 from typing import Literal
 
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.plan.language.geometry import Span, joined_spans
 from dfa_megatron.plan.language.ir import Phase
-from dfa_megatron.plan.language.layout import by_name
+from dfa_megatron.plan.language.layout import Layout
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,55 +175,49 @@ class TokenSplit:
     exchange_group: ranks of the group that exchange heads with this one. They are neighbours, so that they share a
     node.
     plan_group: ranks of the group that run a plan with this one; all of them compute the same heads.
-    gathered: (position in `exchange_group`, its rows) in the order of the sequence, or () for the order of the ranks.
+    rows: tokens of each rank of `exchange_group`.
+    gathered: (position in `exchange_group`, its rows) in the order of the plan's tokens, or () where that is the order
+        of the ranks and all hold equally many.
     """
 
     exchange_group: range
     plan_group: range
+    rows: tuple[int, ...]
     gathered: tuple[tuple[int, Span], ...]
 
     @property
-    def returned(self) -> tuple[Span, ...]:
-        """Return the inverse of `gathered`: rows of the gathered tokens in the order of the ranks."""
+    def returned(self) -> tuple[tuple[int, Span], ...]:
+        """Return the inverse of `gathered`: (position, rows of the gathered tokens) in the order of the ranks."""
         edges = accumulate((len(rows) for _, rows in self.gathered), initial=0)
         placed = [
             (rank, rows.lo, Span(at, at + len(rows))) for (rank, rows), at in zip(self.gathered, edges, strict=False)
         ]
-        return tuple(rows for _, _, rows in sorted(placed))
+        return tuple((rank, rows) for rank, _, rows in sorted(placed))
 
 
-def split_tokens(degree: int, rank: int, ranks: int, layout: str, rows: int) -> TokenSplit:
-    """Return how the tokens of neighbours form the tokens of one rank of the plan.
+def split_tokens(degree: int, rank: int, layout: Layout) -> TokenSplit:
+    """Return how the tokens of neighbours form the tokens of one rank of the plan, whose layout is `merged(degree)`.
 
     Args:
-        degree: ranks that exchange heads with each other; it divides `ranks`.
-        rank, ranks: this rank in the group, and the group's size.
-        layout: the tokens a rank holds.
-        rows: the number of these tokens.
+        degree: ranks that exchange heads with each other; it divides the ranks of the layout.
+        rank: this rank in the group.
+        layout: the tokens that each rank of the group holds.
 
     Raises:
-        UnsupportedError: the neighbours together do not hold the tokens that a rank of the plan needs.
+        UnsupportedError: queries and keys are two sequences.
     """
+    if layout.queries is not None:
+        what, why = f"ulysses_degree={degree} for two sequences", "an exchange brings one sequence together"
+        raise UnsupportedError(what, why, "ulysses_degree=1")
     exchange_group = range(rank - rank % degree, rank - rank % degree + degree)
-    plan_group = range(rank % degree, ranks, degree)
-    if layout == "load_balanced":
-        raise _apart(degree, layout)
-    fine, coarse = by_name(layout, ranks * rows, ranks), by_name(layout, ranks * rows, ranks // degree)
-    found = []
-    for position, other in enumerate(exchange_group):
-        for chunk, at in fine.offsets(fine.of(other)).items():
-            found.append((fine.chunks[chunk], position, Span(at, at + len(fine.chunks[chunk]))))
-    found.sort()
-    if joined_spans([span for span, _, _ in found]) != joined_spans(list(coarse.spans(rank // degree))):
-        raise _apart(degree, layout)
-    gathered = tuple((position, part) for _, position, part in found)
-    in_order = gathered == tuple((position, Span(0, rows)) for position in range(degree))
-    return TokenSplit(exchange_group, plan_group, () if in_order else gathered)
-
-
-def _apart(degree: int, layout: str) -> UnsupportedError:
-    why = "neighbouring ranks do not hold tokens that one rank of the plan could"
-    return UnsupportedError(f"ulysses_degree={degree} in layout {layout!r}", why, "layout 'contiguous' or 'zigzag'")
+    at = {chunk: (position, row) for position, r in enumerate(exchange_group) for chunk, row in layout.rows(r).items()}
+    held = layout.merged(degree).of(rank // degree)
+    found = [(*at[chunk], len(layout.chunks[chunk])) for chunk in held]
+    gathered = tuple((position, Span(row, row + size)) for position, row, size in found)
+    rows = tuple(layout.tokens(other) for other in exchange_group)
+    joined = [(position, joined_spans([rows for _, rows in its])) for position, its in groupby(gathered, itemgetter(0))]
+    in_order = joined == [(position, [Span(0, rows[0])]) for position in range(degree)]
+    return TokenSplit(exchange_group, range(rank % degree, layout.ranks, degree), rows, () if in_order else gathered)
 
 
 def stages_error(number: int, kv_heads: int) -> UnsupportedError | None:

@@ -2,6 +2,8 @@
 
 plan balanced contiguous          the schedule, the layout, and "nodes of N" where routes know nodes
 mask {"name": ..., "length": ..., "tiles": [[q_lo, q_hi, kv_lo, kv_hi, lo, hi], ...]}
+                                  and "queries": N where keys are another sequence, behind N queries
+ranks 2
 chunks 0:16@0 16:32@1             first token, end, and the rank that holds them
 phase forward
 step 0
@@ -28,10 +30,12 @@ def to_text(plan: AttentionPlan) -> str:
     """Return the plan as text that `from_text` reads."""
     mask, layout = plan.forward.mask, plan.forward.layout
     tiles = [[t.q.lo, t.q.hi, t.kv.lo, t.kv.hi, t.lo, t.hi] for t in mask.tiles]
+    queries = {} if mask.queries is None else {"queries": mask.queries}
     nodes = f" nodes of {plan.ranks_per_node}" if plan.ranks_per_node is not None else ""
     lines = [
         f"plan {plan.schedule} {plan.layout}{nodes}",
-        "mask " + json.dumps({"name": mask.name, "length": mask.length, "tiles": tiles}),
+        "mask " + json.dumps({"name": mask.name, "length": mask.length, "tiles": tiles} | queries),
+        f"ranks {layout.ranks}",
         "chunks " + " ".join(f"{c.lo}:{c.hi}@{owner}" for c, owner in zip(layout.chunks, layout.owner, strict=True)),
     ]
     for phase in plan.phases:
@@ -73,6 +77,7 @@ class _Reader:
     def __init__(self) -> None:
         self.header: tuple[str, str, int | None] | None = None
         self.mask: Mask | None = None
+        self.ranks: int | None = None
         self.layout: Layout | None = None
         self.records: dict[str, tuple[list[Block], list[Transfer]]] = {}
         self.phase, self.step = "", -1
@@ -86,8 +91,10 @@ class _Reader:
                 self.header = schedule, layout, int(nodes)
             case ["mask", *_] if self.mask is None:
                 self.mask = _mask(line)
-            case ["chunks", *words] if self.layout is None:
-                self.layout = _layout(words)
+            case ["ranks", ranks] if self.ranks is None:
+                self.ranks = int(ranks)
+            case ["chunks", *words] if self.layout is None and self.mask is not None and self.ranks is not None:
+                self.layout = _layout(words, self.ranks, self.mask.queries)
             case ["phase", name] if name not in self.records:
                 self.phase, self.step = PHASES[name].name, -1
                 self.records[name] = [], []
@@ -122,17 +129,18 @@ def _mask(line: str) -> Mask:
     value = json.loads(line.split(maxsplit=1)[1])
     tiles = [Tile(Span(a, b), Span(c, d), lo, hi) for a, b, c, d, lo, hi in value["tiles"]]
     numbers = [n for t in tiles for n in (t.q.lo, t.q.hi, t.kv.lo, t.kv.hi, t.lo, t.hi)]
-    if any(type(number) is not int for number in (value["length"], *numbers)):
+    if any(type(number) is not int for number in (value["length"], value.get("queries", 0), *numbers)):
         raise ValueError("a mask's length and tiles are integers")
     whole = Span(0, value["length"])
     if any(t.q & whole != t.q or t.kv & whole != t.kv for t in tiles):
         raise ValueError(f"a tile is not within the {len(whole)} tokens")
-    return Mask(str(value["name"]), value["length"], tuple(shrunk for tile in tiles if (shrunk := tile.shrink())))
+    shrunk = tuple(less for tile in tiles if (less := tile.shrink()))
+    return Mask(str(value["name"]), value["length"], shrunk, queries=value.get("queries"))
 
 
-def _layout(words: list[str]) -> Layout:
+def _layout(words: list[str], ranks: int, queries: int | None) -> Layout:
     parts = [word.split("@") for word in words]
     spans, owners = [Span(*map(int, ends.split(":"))) for ends, _ in parts], [int(owner) for _, owner in parts]
-    if not owners or set(owners) != set(range(max(owners) + 1 if max(owners) < len(owners) else 0)):
-        raise ValueError("a chunk is written first:end@rank, and every rank from 0 on holds one at least")
-    return Layout(tuple(spans), tuple(owners))
+    if not owners or not 0 <= min(owners) <= max(owners) < ranks:
+        raise ValueError(f"a chunk is written first:end@rank, and the ranks are 0 to {ranks - 1}")
+    return Layout(tuple(spans), tuple(owners), ranks, queries)

@@ -76,7 +76,7 @@ class Landings:
     def __init__(self, plan: Plan, rank: int, rows: list[int], messages: RankMessages, joined: frozenset[str]) -> None:
         self.plan, self.rank, self.rows, self.messages, self.joined = plan, rank, rows, messages, joined
         self.own = {name: number for number, (_, name) in enumerate((*plan.phase.reads, *plan.phase.writes))}
-        self.own_rows = plan.layout.offsets(plan.layout.of(rank))
+        self.own_rows = plan.layout.rows(rank)
         self.regions: dict[tuple[int, int, int], Region] = {}
         self._parts: list[tuple[tuple[str, int], ...]] = []
         self._lives: list[Life] = []
@@ -189,13 +189,18 @@ def tokens_of(landings: Landings) -> TokensOfRows:
     """
     plan, rank = landings.plan, landings.rank
     chunks, names = plan.layout.chunks, [name for _, name in plan.phase.reads]
-    held = {(landings.own[name], name): [(0, plan.layout.spans(rank))] for name in names}
+    held = {(landings.own[name], name): [(0, plan.layout.spans(rank, side))] for side, name in plan.phase.reads}
     for (step, peer, at), region in landings.regions.items():
         name, its = landings.messages.incoming[step][peer][at]
         if name in names:  # several parts, and several messages, may share a buffer
             spans = tuple(chunks[chunk] for chunk in its)
             held.setdefault((region.buffer, name), []).append((region.lo, spans))
-    return {where: tuple(span for _, spans in sorted(parts) for span in spans) for where, parts in held.items()}
+    # The last key of two sequences is as far from a query as the last query is, as in flash-attn.
+    by = {plan.phase.read_kv: -plan.layout.tokens_of_keys}
+    return {
+        where: tuple(span.shift(by.get(where[1], 0)) for _, spans in sorted(parts) for span in spans)
+        for where, parts in held.items()
+    }
 
 
 RowBytes = Mapping[str, tuple[int, ...]]

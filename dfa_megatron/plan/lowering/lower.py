@@ -57,11 +57,11 @@ class _Lowering:
         steps = tuple(self._step(step) for step in range(self.plan.steps))
         taken = 1 + max((b.slot for b in self.landings.buffers if b.slot is not None), default=-1)
         slots = assign_slots(self.leaving, self.lives)
-        own_rows = self._rows(self.own_rows)
-        rows = {self.own[name]: own_rows for name in self.accumulators}
+        its = {name: self.layout.tokens(self.rank, side) for side, name in (*self.phase.reads, *self.phase.writes)}
+        rows = {self.own[name]: its[name] for name in self.accumulators}
         rows |= {buffer: parts[0][1] for buffer, parts in enumerate(self.leaving, self.first)}
         merges = plan_merges(steps, rows)
-        own = (Buffer(((name, own_rows),), None, merges.get(buffer)) for name, buffer in self.own.items())
+        own = (Buffer(((name, its[name]),), None, merges.get(buffer)) for name, buffer in self.own.items())
         leaving = (
             Buffer(parts, taken + slot, merges[buffer])
             for buffer, (parts, slot) in enumerate(zip(self.leaving, slots, strict=True), self.first)

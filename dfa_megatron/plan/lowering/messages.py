@@ -108,7 +108,7 @@ def _validate_layout(plan: Plan) -> None:
     length, spans = plan.mask.length, sorted([(chunk.lo, chunk.hi) for chunk in plan.layout.chunks])
     if any(end != lo or hi < lo for (_, end), (lo, hi) in pairwise([(0, 0), *spans, (length, length)])):
         raise PlanError(f"the chunks are no disjoint cover of the mask's {plan.mask.length} tokens")
-    if len(plan.layout.owner) != len(plan.layout.chunks) or min(plan.layout.owner) < 0:
+    if len(plan.layout.owner) != len(plan.layout.chunks) or min(plan.layout.owner, default=0) < 0:
         raise PlanError("every chunk needs one owner")
 
 

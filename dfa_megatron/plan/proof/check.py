@@ -94,9 +94,9 @@ def prove(algebra: Sets, messages: RankMessages, promised: Carried) -> None:
                 _compare(algebra, *part, content, tiles)
     everything = Span(0, plan.layout.length)
     for side, name in plan.phase.writes:
-        content, spans = algebra.held(program.home_buffer(name), name), plan.layout.spans(program.rank)
+        content, spans = algebra.held(program.home_buffer(name), name), plan.layout.spans(program.rank, side)
         pairs = [plan.mask.restrict(*((span, everything) if side == "q" else (everything, span))) for span in spans]
-        _compare(algebra, name, plan.layout.of(program.rank), content, pairs)
+        _compare(algebra, name, plan.layout.of(program.rank, side), content, pairs)
 
 
 def _sums(

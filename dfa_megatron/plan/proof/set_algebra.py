@@ -129,12 +129,12 @@ class Sets:
         self.side_of = {name: side for side, name in plan.phase.writes}
         self._refuse_unequal_tenants()
         self._refuse_moved()
-        for _, name in plan.phase.reads:
+        for side, name in plan.phase.reads:
             content = self.content[program.home_buffer(name), name]
-            for chunk, row in plan.layout.offsets(plan.layout.of(program.rank)).items():
+            for chunk, row in plan.layout.offsets(plan.layout.of(program.rank, side)).items():
                 span = plan.layout.chunks[chunk]
                 _append(content.tokens, Span(row, row + len(span)), span.lo - row)
-            content.valid = [Span(0, content.tokens[-1][0].hi)]
+            content.valid = [Span(0, plan.layout.tokens(program.rank, side))]
         self.accumulators = {
             number: Accumulator(buffer.merges, buffer.parts[0][1], SetMemory(self.side_of[buffer.parts[0][0]]))
             for number, buffer in enumerate(program.buffers)

@@ -25,7 +25,7 @@ class Schedule:
     Attributes:
         name: what users write; `owner_computes` follows from the layout, and nobody writes it.
         layout: the tokens that a rank must hold.
-        chunks: the layout it is planned in, with the same tokens per rank, in chunks as small as the schedule needs.
+        halved: whether it is planned in halves of the layout's chunks.
         assign: who computes which block, and when.
         route: how data reach the blocks, and results their owners.
         cut: cuts these chunks further, by the mask.
@@ -33,28 +33,33 @@ class Schedule:
 
     name: str
     layout: str
-    chunks: str
+    halved: bool
     assign: Callable[[Mask, Layout], tuple[Block, ...]]
     route: Route
     cut: Callable[[Mask, Layout], Layout] = lambda mask, layout: layout
 
-    def plan(self, mask: Mask, ranks: int, ranks_per_node: int | None = None) -> AttentionPlan:
+    def plan(
+        self, mask: Mask, ranks: int, ranks_per_node: int | None = None, held: Layout | None = None
+    ) -> AttentionPlan:
         """Plan both phases. With `ranks_per_node`, data that crosses to another node crosses once.
+
+        held: the tokens of each rank, in place of those that the schedule's own layout gives.
 
         Raises:
             UnsupportedError: the mask or the length does not suit the schedule, or its route knows no nodes.
         """
-        plan = self.routed(mask, *self.assigned(mask, ranks))
+        plan = self.routed(mask, *self.assigned(mask, ranks, held))
         if ranks_per_node is not None and self.route is not direct:
             why = "its messages hop from rank to rank, and cross to a node once already"
             raise UnsupportedError(f"schedule {self.name!r} with a gateway", why, "the same without")
         return plan if ranks_per_node is None else over_nodes(plan, ranks_per_node)
 
-    def assigned(self, mask: Mask, ranks: int) -> tuple[Layout, tuple[Block, ...]]:
+    def assigned(self, mask: Mask, ranks: int, held: Layout | None = None) -> tuple[Layout, tuple[Block, ...]]:
         """Return chunks and blocks, the same in both phases; errors as for `plan`."""
         if ranks < 1:
             raise UnsupportedError(f"a plan for {ranks} ranks", "there must be at least one", "ranks=1")
-        layout = self.cut(mask, _cut_where_needed(mask, layout_of(self.chunks, mask, ranks)))
+        layout = layout_of(self.layout, mask, ranks) if held is None else held
+        layout = self.cut(mask, _cut_where_needed(mask, layout.halved() if self.halved else layout))
         return layout, tuple(sorted(self.assign(mask, layout)))
 
     def routed(self, mask: Mask, layout: Layout, blocks: tuple[Block, ...]) -> AttentionPlan:
@@ -97,12 +102,12 @@ CUTS_PER_RANK = 4
 
 
 ALL = (
-    Schedule("balanced_shared", "contiguous", "halves", partial(balanced, share_last=True), direct),
-    Schedule("balanced", "contiguous", "contiguous", balanced, direct),
-    Schedule("owner_computes", "zigzag", "zigzag", by_distance, direct),
-    Schedule("owner_computes", "load_balanced", "load_balanced", by_memory, direct),
-    Schedule("ring", "contiguous", "contiguous", by_distance, ring_relay),
-    Schedule("greedy", "contiguous", "contiguous", greedy, direct, cut_for_help),
+    Schedule("balanced_shared", "contiguous", True, partial(balanced, share_last=True), direct),
+    Schedule("balanced", "contiguous", False, balanced, direct),
+    Schedule("owner_computes", "zigzag", False, by_distance, direct),
+    Schedule("owner_computes", "load_balanced", False, by_memory, direct),
+    Schedule("ring", "contiguous", False, by_distance, ring_relay),
+    Schedule("greedy", "contiguous", False, greedy, direct, cut_for_help),
 )
 """In the order in which "auto" prefers them where their cost is equal."""
 
@@ -113,7 +118,9 @@ OWNER_COMPUTES = {schedule.layout: schedule for schedule in ALL if schedule.layo
 """By layout: the one schedule of a layout that balances work by its tokens. Every rank computes its own rows."""
 
 
-def plan_named(name: str, mask: Mask, ranks: int, ranks_per_node: int | None = None) -> AttentionPlan:
+def plan_named(
+    name: str, mask: Mask, ranks: int, ranks_per_node: int | None = None, held: Layout | None = None
+) -> AttentionPlan:
     """Plan a schedule given by name, on contiguous tokens; other arguments as for `Schedule.plan`.
 
     Raises:
@@ -121,7 +128,7 @@ def plan_named(name: str, mask: Mask, ranks: int, ranks_per_node: int | None = N
     """
     if name not in SCHEDULES:
         raise UnsupportedError(f"schedule {name!r}", "there is no such schedule", nearest(name, names.SCHEDULES))
-    return SCHEDULES[name].plan(mask, ranks, ranks_per_node)
+    return SCHEDULES[name].plan(mask, ranks, ranks_per_node, held)
 
 
 def with_blocks(plan: AttentionPlan, blocks: Iterable[Block]) -> AttentionPlan:

@@ -25,7 +25,8 @@ def balanced(mask: Mask, layout: Layout, *, share_last: bool = False) -> tuple[B
             results that travel behind no compute are half a chunk, not a whole one.
     """
     owner, ranks = layout.owner, layout.ranks
-    middle = [(spans[0].lo + spans[-1].hi) // 2 for spans in map(layout.spans, range(ranks))]
+    queries = [layout.spans(rank, "q") for rank in range(ranks)]
+    middle = [(spans[0].lo + spans[-1].hi) // 2 if spans else 0 for spans in queries]
     blocks: list[Block] = []
     for q, kv in needed_pairs(mask, layout):
         rows, keys = owner[q], owner[kv]

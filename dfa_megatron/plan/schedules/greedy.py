@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from dfa_megatron.plan.language.geometry import Span, Tile
 from dfa_megatron.plan.language.ir import Block, needed_pairs
-from dfa_megatron.plan.language.layout import Layout, contiguous, cut_at
+from dfa_megatron.plan.language.layout import Layout, cut_at
 from dfa_megatron.plan.language.mask import Component, Mask, components, kept_on_mask
 from dfa_megatron.plan.schedules.assignments import assign_steps
 
@@ -54,8 +54,8 @@ def greedy(mask: Mask, layout: Layout) -> tuple[Block, ...]:
         layout: from `cut_for_help`, so that help is of whole chunks.
     """
     given: dict[tuple[int, int], list[Help]] = defaultdict(list)
-    for one in help_of(mask, layout.ranks):
-        given[one.q.lo * layout.ranks // mask.length, one.kv.lo * layout.ranks // mask.length].append(one)
+    for one in help_of(mask, held := layout.joined()):
+        given[held.owner_of(one.q.lo), held.owner_of(one.kv.lo)].append(one)
     owned: list[list[tuple[int, int]]] = [[] for _ in range(layout.ranks)]
     for q, kv in needed_pairs(mask, layout):
         rows, keys, owner = layout.chunks[q], layout.chunks[kv], layout.owner[q]
@@ -66,14 +66,14 @@ def greedy(mask: Mask, layout: Layout) -> tuple[Block, ...]:
 
 def cut_for_help(mask: Mask, layout: Layout) -> Layout:
     """Cut contiguous chunks where the rows or keys of a helper begin or end."""
-    given = help_of(mask, layout.ranks)
+    given = help_of(mask, layout.joined())
     return cut_at(layout, chain.from_iterable((h.q.lo, h.q.hi, h.kv.lo, h.kv.hi) for h in given))
 
 
 @kept_on_mask
-def help_of(mask: Mask, ranks: int) -> tuple[Help, ...]:
-    """Return the pairs that ranks of contiguous tokens compute for others; no two share a pair."""
-    return tuple(_Balance(mask, ranks).run())
+def help_of(mask: Mask, layout: Layout) -> tuple[Help, ...]:
+    """Return the pairs that ranks compute for others; no two share a pair. layout: in order, and joined."""
+    return tuple(_Balance(mask, layout).run())
 
 
 @dataclass(slots=True)
@@ -126,24 +126,25 @@ class _Move(NamedTuple):
 class _Balance:
     """The work of every rank, while pieces change hands."""
 
-    def __init__(self, mask: Mask, ranks: int) -> None:
-        self.mask, self.layout, self.ranks = mask, contiguous(mask.length, ranks), ranks
+    def __init__(self, mask: Mask, layout: Layout) -> None:
+        self.mask, self.layout, self.ranks = mask, layout, (ranks := layout.ranks)
         self.aligned = max(1, min(ALIGNED, mask.length // ranks // 64))
         self.pieces: list[dict[int, list[_Work]]] = [defaultdict(list) for _ in range(ranks)]
         for component in components(mask):
-            self._add(component, mask.length // ranks)
+            self._add(component)
         self.load = [sum(piece.area for row in mine.values() for piece in row) for mine in self.pieces]
         self.mean = sum(self.load) / ranks
 
-    def _add(self, component: Component, per_rank: int) -> None:
+    def _add(self, component: Component) -> None:
         """Add the pieces of a component."""
-        home = component.span.lo // per_rank
-        if component.is_document and (component.span.hi - 1) // per_rank == home:  # the usual case
+        home = self.layout.owner_of(component.span.lo)
+        if component.is_document and self.layout.owner_of(component.span.hi - 1) == home:  # the usual case
             self.pieces[home][home].append(_Work(home, [*component.tiles], component.work, component.span))
             return
         alone = len(component.tiles) == len(self.mask.tiles)
         inside = self.mask if alone else Mask("", self.mask.length, component.tiles)
-        for (rank, home), parts in needed_pairs(inside, self.layout).items():
+        for (rows, keys), parts in needed_pairs(inside, self.layout).items():
+            rank, home = self.layout.owner[rows], self.layout.owner[keys]
             q = Span(min(part.q.lo for part in parts), max(part.q.hi for part in parts))
             self.pieces[rank][home].append(_Work(home, [*parts], sum(part.area for part in parts), q))
 

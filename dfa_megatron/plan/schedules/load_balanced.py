@@ -15,6 +15,7 @@ from itertools import accumulate, pairwise
 
 from dfa_megatron.plan.language.geometry import Span
 from dfa_megatron.plan.language.layout import Layout, by_name
+from dfa_megatron.plan.language.layout import cut as cut_evenly
 from dfa_megatron.plan.language.mask import Component, Mask, components, kept_on_mask
 
 FIRST, FINER, COARSER = 1 / 8, (1 / 32,), (1.0, float("inf"))
@@ -44,7 +45,7 @@ def load_balanced(mask: Mask, ranks: int) -> Layout:
 
     Args:
         mask: pairs of the whole sequence that attend.
-        ranks: number of ranks that share it; if the length does not divide, some hold one token more.
+        ranks: number of ranks that share it; if the length does not divide, the first hold one token more.
     """
     parts = components(mask)
     even = sum(part.work for part in parts) / ranks
@@ -53,19 +54,18 @@ def load_balanced(mask: Mask, ranks: int) -> Layout:
     for share in others:
         best = min(best, _Balancing(parts, mask.length, ranks, even, share * even), key=_Balancing.cost)
     chunks = sorted((lo, hi, rank) for rank, held in enumerate(best.held) for lo, hi in _joined(held))
-    return Layout(tuple(Span(lo, hi) for lo, hi, _ in chunks), tuple(rank for _, _, rank in chunks))
+    return Layout(tuple(Span(lo, hi) for lo, hi, _ in chunks), tuple(rank for _, _, rank in chunks), ranks)
 
 
 def layout_of(name: str, mask: Mask, ranks: int) -> Layout:
     """Return the layout of that name for a mask. Only `load_balanced` depends on more of the mask than its length.
 
     Raises:
-        UnsupportedError: no such layout, or a length that does not divide among the ranks.
+        UnsupportedError: no such layout.
     """
     if name != "load_balanced":
         return by_name(name, mask.length, ranks)
-    contiguous = by_name("contiguous", mask.length, ranks)  # refuses a length that does not divide
-    return load_balanced(mask.balanced_by or mask, contiguous.ranks)
+    return load_balanced(mask.balanced_by or mask, ranks)
 
 
 class _Balancing:
@@ -77,7 +77,7 @@ class _Balancing:
 
     def __init__(self, parts: Sequence[Component], length: int, ranks: int, even: float, limit: float) -> None:
         self.ranks, self.even = ranks, even
-        self.room = [(rank + 1) * length // ranks - rank * length // ranks for rank in range(ranks)]
+        self.room = [len(part) for part in cut_evenly(length, ranks)]
         self.load, self.received = [0.0] * ranks, [0] * ranks
         self.held: list[list[tuple[int, int, int]]] = [[] for _ in range(ranks)]
         if cut := self._place_whole(parts, limit):

@@ -249,7 +249,7 @@ def different(everyone: Sequence[Facts]) -> DisagreementError:
         if len(set(values := [theirs.get(field, "(nothing)") for theirs in everyone])) > 1
     ]
     if len({theirs.get("tokens of a rank") for theirs in everyone}) > 1:
-        lines.append("What works: as many tokens on every rank. Pad the sequence to a multiple of the ranks.")
+        lines.append("What works: as many tokens on every rank, or layout=layouts.of_lengths([...]) on every rank.")
     return DisagreementError("\n".join(("the ranks of the group ask for different attentions:", *lines)))
 
 

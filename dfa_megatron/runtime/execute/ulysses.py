@@ -20,11 +20,14 @@ _ALIGNMENT = 16
 
 
 def stand_ins(
-    heads: HeadSplit, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    heads: HeadSplit, rows: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return tensors with the device, dtype and shape of the plan's q, k and v; they are views of one token."""
+    """Return tensors with the device, dtype and shape of the plan's q, k and v; they are views of one number.
+
+    rows: the tokens of the plan's rank.
+    """
     q, k, v = (
-        x[:, :1, :1].expand(x.shape[0], x.shape[1] * heads.degree, count, x.shape[3])
+        x.new_empty(()).expand(x.shape[0], rows, count, x.shape[3])
         for x, count in ((q, heads.heads), (k, heads.kv_heads), (v, heads.kv_heads))
     )
     return q, k, v
@@ -36,6 +39,8 @@ class HeadExchange:
     Before a plan, the message to each rank is a block of rows: a token with all its fields side by side, sequence
     before batch. So the receive buffer has the tokens of all ranks in order, and needs no copy. After a plan, a message
     is each field as a whole.
+
+    Where ranks hold numbers of tokens that differ, each sends as many rows as the largest, the last ones empty.
 
     A rank at an end of the exchange group copies what is for itself while messages travel. One between sends that to
     itself, because the parts that it sends would not lie together otherwise.
@@ -98,7 +103,7 @@ class HeadExchange:
 
     def _gather_tokens(self, phase: str, fields: Sequence[torch.Tensor]) -> Fields:
         """Turn (batch, local_seq, degree * heads, width) into (batch, degree * local_seq, heads, width)."""
-        parts = [x.unflatten(2, (self.heads.degree, -1)).permute(2, 1, 0, 3, 4) for x in fields]
+        parts = [self._filled(x, 1).unflatten(2, (self.heads.degree, -1)).permute(2, 1, 0, 3, 4) for x in fields]
         received = _buffer(parts, 3)
         found = _fields(received, parts)
         self._exchange(phase, parts, received[self._sent], found)
@@ -113,6 +118,18 @@ class HeadExchange:
         # A plan of several ranks reads tokens by block, and some kernels copy a block that is not dense each time.
         return whole.contiguous() if len(self.tokens.plan_group) > 1 else whole
 
+    def _in_rank_order(self, x: torch.Tensor, dim: int) -> torch.Tensor:
+        """Return the rows of a plan's result as the ranks hold them, each as many as the largest."""
+        parts: list[list[torch.Tensor]] = [[x.narrow(dim, 0, 0)] for _ in self.tokens.rows]
+        for rank, rows in self.tokens.returned:
+            parts[rank].append(x.narrow(dim, rows.lo, len(rows)))
+        return torch.cat([self._filled(torch.cat(part, dim), dim) for part in parts], dim)
+
+    def _filled(self, x: torch.Tensor, dim: int) -> torch.Tensor:
+        """Return x with as many rows as the largest rank has; no copy where they are equally many."""
+        lack = max(self.tokens.rows) - x.shape[dim]
+        return x if not lack else torch.cat([x, x.new_zeros((*x.shape[:dim], lack, *x.shape[dim + 1 :]))], dim)
+
     def _gather_heads(self, phase: str, fields: Fields) -> Fields:
         """Turn (batch, degree * local_seq, heads, width) into (batch, local_seq, degree * heads, width), contiguous.
 
@@ -122,14 +139,14 @@ class HeadExchange:
         for x in fields:
             tokens, heads = (1, 2) if x.dim() == 4 else (2, 1)
             if self.tokens.gathered:
-                x = torch.cat([x.narrow(tokens, rows.lo, len(rows)) for rows in self.tokens.returned], tokens)
+                x = self._in_rank_order(x, tokens)
             part = x.unflatten(tokens, (self.heads.degree, -1)).movedim(tokens, 0)
             shape = list(part.shape[1:])
             shape.insert(heads, self.heads.degree)
             whole = x.new_empty(shape)
             parts.append(part)
             places.append(whole.movedim(heads, 0))
-            found.append(whole.flatten(heads, heads + 1))
+            found.append(whole.flatten(heads, heads + 1).narrow(tokens, 0, self.tokens.rows[self.channel.rank]))
         received = _buffer([x[self._sent] for x in parts], 1)
         self._exchange(phase, parts, received, places)
         for place, x in zip(places, _fields(received, parts), strict=True):

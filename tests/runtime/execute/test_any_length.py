@@ -1,0 +1,159 @@
+"""Ranks that hold numbers of tokens that differ, also none, and queries over the keys of another sequence."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+import dfa_megatron
+from dfa_megatron import masks
+from dfa_megatron.errors import DistAttentionError, UnsupportedError
+from dfa_megatron.plan.language.geometry import Span, Tile
+from dfa_megatron.plan.language.layout import Layout, by_name, contiguous, cross, of_lengths, zigzag_documents
+from tests.support.attend import Case, compare, results_together, together
+from tests.support.workers import run_ranks
+
+
+def drawn_layout(draw: random.Random, ranks: int, length: int) -> Layout:
+    """Some layout of so many tokens: by a name, by lengths with zeros among them, or chunks of any owner."""
+    kind = draw.choice(["contiguous", "zigzag", "lengths", "chunks"])
+    if kind in ("contiguous", "zigzag"):
+        return by_name(kind, length, ranks)
+    edges = sorted(draw.choices(range(length + 1), k=ranks - 1 if kind == "lengths" else 2 * ranks))
+    lengths = [b - a for a, b in zip([0, *edges], [*edges, length], strict=True)]
+    if kind == "lengths":
+        return of_lengths(lengths)
+    whole = of_lengths(lengths)
+    return Layout(whole.chunks, tuple(draw.randrange(ranks) for _ in whole.chunks), ranks)
+
+
+def drawn_offsets(draw: random.Random, length: int) -> tuple[int, ...]:
+    return (0, *sorted(draw.sample(range(1, length), draw.randint(0, min(4, length - 1)))), length)
+
+
+def drawn_tiles(draw: random.Random, rows: int, columns: int) -> list[Tile]:
+    found = []
+    for _ in range(draw.randint(1, 4)):
+        q, kv = sorted(draw.choices(range(rows + 1), k=2)), sorted(draw.choices(range(columns + 1), k=2))
+        lo = draw.choice([-(1 << 60), draw.randint(-rows, columns)])
+        found.append(Tile(Span(*q), Span(*kv), lo, draw.choice([1 << 60, draw.randint(-rows, columns)])))
+    return found
+
+
+def drawn_case(draw: random.Random, ranks: int) -> tuple[Case, Layout]:
+    """One sequence or two, of any lengths, under any mask."""
+    length, keys = draw.randint(1, 8 * ranks), draw.choice([0, draw.randint(1, 9 * ranks)])
+    options = {
+        "heads": 4, "kv_heads": draw.choice([1, 2, 4]), "head_dim": 8, "head_dim_v": draw.choice([None, 16]),
+        "batch": draw.choice([1, 2]), "causal": draw.random() < 0.6, "seed": draw.randrange(10**6),
+        "window_size": draw.choice([(-1, -1), (draw.randint(0, length), 0), (2, 3)]),
+        "with_sinks": draw.random() < 0.3,
+    }  # fmt: skip
+    held = drawn_layout(draw, ranks, length)
+    kind = draw.choice(["window", "documents", "mask"])
+    if keys:
+        if kind == "mask":
+            options["mask"] = masks.two_sequences("drawn", length, keys, drawn_tiles(draw, length, keys))
+        elif kind == "documents":
+            cuts = [sorted(draw.choices(range(n + 1), k=2)) for n in (length, keys)]
+            parts = [[a, b - a, n - b] for (a, b), n in zip(cuts, (length, keys), strict=True)]
+            options["mask"] = masks.cross_documents(*parts, causal=bool(options["causal"]))
+        held = cross(held, drawn_layout(draw, ranks, keys))
+        if options.get("mask") is not None and not options["mask"].tiles:  # type: ignore[attr-defined]
+            options["mask"] = masks.cross(length, keys)
+        return Case(tokens=length, keys=keys, **options), held  # type: ignore[arg-type]
+    if kind == "documents":
+        return Case(offsets=drawn_offsets(draw, length), **options), held  # type: ignore[arg-type]
+    if kind == "mask":
+        options["mask"] = masks.union(
+            "drawn", length, [*drawn_tiles(draw, length, length), Tile(Span(0, 1), Span(0, 1))]
+        )
+    return Case(tokens=length, **options), held  # type: ignore[arg-type]
+
+
+@pytest.mark.support("runtime", "any length: ranks that hold numbers of tokens that differ, also none")
+@pytest.mark.support("runtime", "two sequences: queries over the keys of another")
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 5, 9])
+def test_random_lengths_layouts_and_masks_are_exact(ranks: int) -> None:
+    draw = random.Random(4000 + ranks)
+    for _ in range(25):
+        case, held = drawn_case(draw, ranks)
+        together(case, ranks, layout=held)
+
+
+def test_a_causal_row_before_all_keys_sees_none() -> None:
+    case = Case(tokens=9, keys=4)
+    got = results_together(case, 2, layout=cross(contiguous(9, 2), contiguous(4, 2)))
+    assert not got.out[:, :5].any()
+    assert torch.isneginf(got.lse[..., :5]).all()
+
+
+def test_documents_cut_zigzag_one_by_one_are_exact() -> None:
+    offsets = (0, 16, 19, 40)
+    for ranks in (2, 3):
+        together(Case(offsets=offsets), ranks, layout=zigzag_documents(offsets, ranks))
+
+
+@pytest.mark.support("runtime", "load_balanced layout of any mask")
+def test_any_mask_can_balance_its_tokens() -> None:
+    for ranks in (2, 3):
+        together(Case(tokens=37, mask=masks.prefix_lm(37, 11)), ranks, layout="load_balanced")
+
+
+def _over_gloo(rank: int, ranks: int) -> None:
+    draw = random.Random(77)
+    for number in range(8):
+        case, held = drawn_case(draw, ranks)
+        compare(case, rank, ranks, layout=held)
+        if number % 4 == 0:
+            compare(case, rank, ranks, layout=held, head_stages=1, verify="off")
+    for length in (10, 13, 2):
+        for layout in (contiguous(length, ranks), by_name("zigzag", length, ranks)):
+            for degree in {1, ranks}:
+                compare(Case(tokens=length, heads=12, kv_heads=4), rank, ranks, layout=layout, ulysses_degree=degree)
+    # What a mask or documents say need no layout.
+    compare(Case(tokens=11, mask=masks.prefix_lm(11, 4)), rank, ranks)
+    compare(Case(offsets=(0, 5, 11)), rank, ranks, layout="load_balanced")
+    # Keys of another number in equal parts.
+    compare(Case(tokens=2 * ranks, keys=5 * ranks), rank, ranks)
+    x = torch.arange(11.0, dtype=torch.float64).expand(3, 11).clone().requires_grad_()
+    for layout in ("contiguous", "zigzag", of_lengths([11] + [0] * (ranks - 1))):
+        part = dfa_megatron.shard_sequence(x, layout=layout)
+        whole = dfa_megatron.unshard_sequence(part, layout=layout)
+        assert torch.equal(whole, x)
+        (grad,) = torch.autograd.grad((whole * x.detach()).sum(), x)
+        mine = dfa_megatron.shard_sequence(torch.arange(11), layout=layout, dim=0)
+        want = torch.zeros_like(x)
+        want[:, mine] = ranks * x.detach()[:, mine]
+        assert torch.equal(grad, want)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_any_length_over_gloo(ranks: int) -> None:
+    run_ranks(ranks, _over_gloo)
+
+
+def _refused(rank: int, ranks: int) -> str:
+    q = torch.randn(1, 5 if rank == 0 else 4, 2, 8)
+    with pytest.raises(DistAttentionError) as caught:
+        dfa_megatron.dist_flash_attn_func(q, q, q, causal=True)
+    return str(caught.value)
+
+
+def test_lengths_that_nobody_named_are_refused_with_the_layout_that_works() -> None:
+    assert all("layouts.of_lengths" in text for text in run_ranks(3, _refused))
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    q = torch.randn(1, 6, 2, 8)
+    with pytest.raises(UnsupportedError, match="its layout has 5 there"):
+        dfa_megatron.dist_flash_attn_func(q, q, q, causal=True, layout=contiguous(5, 1))
+    with pytest.raises(UnsupportedError, match="a layout of 2 ranks"):
+        dfa_megatron.dist_flash_attn_func(q, q, q, causal=True, layout=contiguous(12, 2))
+    both = cross(contiguous(6, 1), contiguous(4, 1))
+    with pytest.raises(UnsupportedError, match="of one sequence"):
+        dfa_megatron.dist_flash_attn_func(q, q[:, :4], q[:, :4], mask=masks.causal(6), layout=both)
+    with pytest.raises(UnsupportedError, match="cu_seqlens with other keys"):
+        dfa_megatron.dist_flash_attn_varlen_func(q[0], q[0, :4], q[0, :4], (0, 6), causal=True, layout=both)
