@@ -23,6 +23,7 @@ _HOME = {
     "draw": "dfa_megatron.plan.draw",
     "local_positions": "dfa_megatron.sharding",
     "make_plan": "dfa_megatron.plan.cost.choose",
+    "max_logits": "dfa_megatron.sequence.max_logits",
     "shard_sequence": "dfa_megatron.sharding",
     "simulate": "dfa_megatron.plan.cost.simulate",
     "stats": "dfa_megatron.runtime.counters",
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
     from dfa_megatron.plan.schedules import with_blocks
     from dfa_megatron.planner import AttentionPlanner
     from dfa_megatron.runtime.counters import stats
+    from dfa_megatron.sequence.max_logits import max_logits
     from dfa_megatron.sharding import local_positions, shard_sequence, tree_positions, unshard_sequence
     from dfa_megatron.step_log import StepLog, training_flops
 
@@ -59,6 +61,7 @@ __all__ = [
     "draw",
     "local_positions",
     "make_plan",
+    "max_logits",
     "shard_sequence",
     "simulate",
     "stats",

@@ -28,6 +28,7 @@ NAMES = {
     "draw",
     "local_positions",
     "make_plan",
+    "max_logits",
     "shard_sequence",
     "simulate",
     "stats",
