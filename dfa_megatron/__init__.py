@@ -24,6 +24,8 @@ _HOME = {
     "local_positions": "dfa_megatron.sharding",
     "make_plan": "dfa_megatron.plan.cost.choose",
     "max_logits": "dfa_megatron.sequence.max_logits",
+    "reshard": "dfa_megatron.sequence.reorder",
+    "roll_sequence": "dfa_megatron.sequence.reorder",
     "shard_sequence": "dfa_megatron.sharding",
     "simulate": "dfa_megatron.plan.cost.simulate",
     "stats": "dfa_megatron.runtime.counters",
@@ -44,6 +46,7 @@ if TYPE_CHECKING:
     from dfa_megatron.planner import AttentionPlanner
     from dfa_megatron.runtime.counters import stats
     from dfa_megatron.sequence.max_logits import max_logits
+    from dfa_megatron.sequence.reorder import reshard, roll_sequence
     from dfa_megatron.sharding import local_positions, shard_sequence, tree_positions, unshard_sequence
     from dfa_megatron.step_log import StepLog, training_flops
 
@@ -62,6 +65,8 @@ __all__ = [
     "local_positions",
     "make_plan",
     "max_logits",
+    "reshard",
+    "roll_sequence",
     "shard_sequence",
     "simulate",
     "stats",

@@ -29,6 +29,8 @@ NAMES = {
     "local_positions",
     "make_plan",
     "max_logits",
+    "reshard",
+    "roll_sequence",
     "shard_sequence",
     "simulate",
     "stats",

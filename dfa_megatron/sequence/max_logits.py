@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 
 import torch
+import torch.distributed as dist
 
-from dfa_megatron.config import DistAttentionConfig
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.kernels.api import accumulator_dtype
 from dfa_megatron.kernels.segments import visible
@@ -16,14 +16,13 @@ from dfa_megatron.plan.language.geometry import Span, Tile
 from dfa_megatron.plan.language.layout import Layout
 from dfa_megatron.plan.language.mask import Mask
 from dfa_megatron.plan.schedules.load_balanced import layout_of
-from dfa_megatron.runtime.agreement.calls import Kind
-from dfa_megatron.runtime.comm.channel import Channel
-from dfa_megatron.runtime.comm.groups import Group, channel_of
-from dfa_megatron.runtime.comm.transport import Recv, Send
-from dfa_megatron.runtime.cu_seqlens import describe, offsets_of
+from dfa_megatron.runtime.comm.compared import compared, is_watched
+from dfa_megatron.runtime.comm.groups import Group, channel_of, resolve
+from dfa_megatron.runtime.cu_seqlens import offsets_of
 from dfa_megatron.runtime.prepare import refuse
 from dfa_megatron.runtime.problem import Inputs, refuse_strangers, refuse_tensors
-from dfa_megatron.runtime.request import DEFAULTS, Request
+from dfa_megatron.runtime.request import Request
+from dfa_megatron.sequence.reorder import check_tokens
 from dfa_megatron.sharding import CuSeqlens
 
 _SCORES = 1 << 25
@@ -44,14 +43,13 @@ def max_logits(
     mask: Mask | None = None,
     cu_seqlens: CuSeqlens = None,
     layout: str | Layout = "contiguous",
-    config: DistAttentionConfig = DEFAULTS,
 ) -> torch.Tensor:
     """Return the largest logit of each head over the whole sequence, float32 (heads,), on every rank; no gradient.
 
     Logits are scaled and capped, of the pairs that attend, without sinks and ALiBi. It is Transformer Engine's
     `max_logit`, by which QK-clip scales weights. Collective.
 
-    It is a pass of its own: the products of queries and keys of a forward, and the keys once around the ring. A rank
+    It is a pass of its own: the products of queries and keys of a forward, and the keys of every rank to all. A rank
     computes the rows that it holds, so "zigzag" is the layout that balances a causal mask.
 
     Args:
@@ -59,7 +57,6 @@ def max_logits(
         k: (batch, local_seq, kv_heads, head_dim).
         cu_seqlens: global offsets of packed documents, as for `dist_flash_attn_varlen_func`; None for none.
         causal, group, softmax_scale, window_size, softcap, mask, layout: as for `dist_flash_attn_func`.
-        config: its verify and timeouts are used.
 
     Raises:
         UnsupportedError: as for `dist_flash_attn_func`.
@@ -67,12 +64,10 @@ def max_logits(
 
     Source: section 2.2 of Kimi K2, arXiv 2507.20534.
     """
-    verify = config.verify == "on"
-    over = channel_of(group, verify=verify)
+    over, members = channel_of(group), resolve(group)
     rank, ranks = (0, 1) if over is None else (over.rank, over.size)
     try:
         refuse_strangers(q, k, k)
-        offsets = () if cu_seqlens is None else offsets_of(cu_seqlens, q.device)
         request = Request(
             softmax_scale=q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale,
             causal=causal,
@@ -80,22 +75,29 @@ def max_logits(
             softcap=softcap,
             mask=mask,
             layout=layout if isinstance(layout, str) else "contiguous",
-            cu_seqlens=offsets,
-            config=config,
+            cu_seqlens=() if cu_seqlens is None else offsets_of(cu_seqlens, q.device),
         )
         seen, whole = _checked(q, k, request, layout, rank, ranks)
     except UnsupportedError as error:
-        refuse(error, over, verify=verify)
+        refuse(error, over, verify=is_watched(over))
         raise
+    exchange = None
     if over is not None:
-        with _compared(q, k, request, over):
-            every, work = over.collectives(q.device).gather(_own(q, k, seen, whole, over))
-            over.wait(work.wait) if q.device.type == "cpu" else work.wait()
-        raw = torch.stack(every).amax(0)
-    else:
-        raw = _own(q, k, seen, whole, None)
+        facts = {"q": f"{q.shape[0]}, {tuple(q.shape[2:])}", "kv_heads": str(k.shape[2]), "dtype": str(q.dtype)}
+        facts |= {"scale": str(request.softmax_scale), "softcap": str(request.softcap)}
+        about = f"mask {seen.name}", f"layout {whole if isinstance(layout, Layout) else layout}"
+        exchange = compared("the largest logits", over, facts, q.device, *about, verify=is_watched(over))
+    peaks = q.new_full((q.shape[2],), -math.inf, dtype=accumulator_dtype(q.dtype))
+    with nullcontext() if exchange is None else exchange.running(0, q.device):
+        for owner in range(ranks):
+            keys = k if owner == rank else k.new_empty(k.shape[0], sum(map(len, whole.spans(owner))), *k.shape[2:])
+            if ranks > 1 and keys.numel():
+                dist.broadcast(keys.contiguous(), group=members, group_src=owner)
+            _raise(peaks, q, keys, _tiles(seen, whole, rank, owner, q.shape[0] * q.shape[2]))
+        if ranks > 1:
+            dist.all_reduce(peaks, dist.ReduceOp.MAX, group=members)
     # Both grow with the product: the largest product has the largest logit.
-    logits = raw * request.softmax_scale
+    logits = peaks * request.softmax_scale
     return (softcap * torch.tanh(logits / softcap) if softcap else logits).float()
 
 
@@ -108,99 +110,40 @@ def _checked(
     request.check()
     if not 0 <= request.softcap < math.inf:
         raise UnsupportedError(f"softcap={request.softcap}", "it is positive and finite", "0.0 for none")
-    length = q.shape[1] * ranks
-    if isinstance(layout, Layout):
-        length = layout.length
-    elif request.cu_seqlens:
-        length = request.cu_seqlens[-1]
-    elif request.mask is not None:
-        length = request.mask.length
+    length = request.cu_seqlens[-1] if request.cu_seqlens else q.shape[1] * ranks
+    length = layout.length if isinstance(layout, Layout) else request.mask.length if request.mask else length
     seen = request.mask_over(length)
     whole = layout if isinstance(layout, Layout) else layout_of(layout, seen, ranks)
-    if (wanted := sum(map(len, whole.spans(rank)))) != q.shape[1]:
-        what, why = f"{q.shape[1]} tokens on rank {rank}", f"the layout of {length} tokens has {wanted} there"
-        raise UnsupportedError(what, why, "the part of shard_sequence, or another layout")
+    check_tokens(q, 1, whole, rank, ranks)
     return seen, whole
 
 
-def _own(q: torch.Tensor, k: torch.Tensor, seen: Mask, whole: Layout, over: Channel | None) -> torch.Tensor:
-    """Return the largest product of each head over the rows of this rank, -inf for none."""
-    batch, _, heads, dim = q.shape
-    peaks = q.new_full((heads,), -math.inf, dtype=accumulator_dtype(q.dtype))
-    side = max(64, 1 << int(math.log2(_SCORES / (batch * heads)) / 2))
-    queries = q.unflatten(2, (k.shape[2], -1)).permute(0, 2, 3, 1, 4)
-    for owner, keys in _around(k, whole, over):
-        columns = keys.transpose(1, 2)
-        for tile, row, column in _tiles(seen, whole, 0 if over is None else over.rank, owner, side):
-            rows = queries[:, :, :, row : row + len(tile.q)].reshape(batch * k.shape[2], -1, dim)
-            across = columns[:, :, column : column + len(tile.kv)].reshape(batch * k.shape[2], -1, dim)
-            scores = _products(rows, across.transpose(1, 2)).view(batch, heads, len(tile.q), len(tile.kv))
-            pairs = visible(tile.band, len(tile.q), len(tile.kv), q.device)
-            scores = scores if pairs is None else scores.masked_fill_(~pairs, -math.inf)
-            torch.maximum(peaks, scores.amax((0, 2, 3)), out=peaks)
-    return peaks
-
-
-def _products(rows: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
-    """Return a batch of matrix products, summed and kept in the accumulator's dtype."""
-    wide = accumulator_dtype(rows.dtype)
-    if rows.is_cuda and rows.dtype != wide and hasattr(torch.ops.aten.bmm, "dtype"):  # since PyTorch 2.8
-        return torch.bmm(rows, columns, out_dtype=wide)
-    return torch.bmm(rows.to(wide), columns.to(wide))
-
-
-def _tiles(seen: Mask, whole: Layout, rank: int, owner: int, side: int) -> Iterator[tuple[Tile, int, int]]:
-    """Yield (tile of at most `side` x `side`, its first row in this rank, its first key in the other)."""
-    mine, theirs = whole.offsets(whole.of(rank)), whole.offsets(whole.of(owner))
-    for q_chunk, row in mine.items():
+def _tiles(seen: Mask, whole: Layout, rank: int, owner: int, heads: int) -> Iterator[tuple[Tile, int, int]]:
+    """Yield (tile of a rank's queries and an owner's keys, its first row there, its first key there)."""
+    side = max(64, 1 << int(math.log2(_SCORES / heads) / 2))
+    theirs = whole.offsets(whole.of(owner))
+    for q_chunk, row in whole.offsets(whole.of(rank)).items():
         for kv_chunk, column in theirs.items():
             q, kv = whole.chunks[q_chunk], whole.chunks[kv_chunk]
             for tile in seen.restrict(q, kv):
                 for top in range(tile.q.lo, tile.q.hi, side):
                     for left in range(tile.kv.lo, tile.kv.hi, side):
-                        part = tile.restrict(Span(top, top + side), Span(left, left + side))
-                        if part is not None:
+                        if part := tile.restrict(Span(top, top + side), Span(left, left + side)):
                             yield part, row + part.q.lo - q.lo, column + part.kv.lo - kv.lo
 
 
-def _around(k: torch.Tensor, whole: Layout, over: Channel | None) -> Iterator[tuple[int, torch.Tensor]]:
-    """Yield (rank, its keys), this rank's first. The next ones travel around the ring while the caller computes."""
-    if over is None:
-        yield 0, k
-        return
-    connections, held = over.collectives(k.device), k.contiguous()
-    for step in range(over.size):
-        coming = k.new_empty(0)
-        works = []
-        if step < over.size - 1:
-            rows = sum(map(len, whole.spans((over.rank - step - 1) % over.size)))
-            coming = k.new_empty(k.shape[0], rows, *k.shape[2:])
-            sends = [Send((over.rank + 1) % over.size, (held,))] if held.numel() else []
-            works = connections.post(sends, [Recv((over.rank - 1) % over.size, (coming,))] if rows else [])
-        yield (over.rank - step) % over.size, held
-        for work in works:
-            over.wait(work.wait) if k.device.type == "cpu" else work.wait()
-        held = coming
-
-
-def _compared(q: torch.Tensor, k: torch.Tensor, request: Request, over: Channel) -> AbstractContextManager[object]:
-    """Return what compares this call with the other ranks'; a new kind of call is agreed on first. Collective."""
-    if not request.verify:
-        return nullcontext()
-    facts = {
-        "exchange": "the largest logits",
-        "q": f"{q.shape[0]}, {tuple(q.shape[2:])}",
-        "k": f"{k.shape[0]}, {tuple(k.shape[2:])}",
-        "dtype": str(q.dtype),
-        "device": over.place(q.device),
-    }
-    facts |= {name: repr(getattr(request, name)) for name in ("causal", "window_size", "softmax_scale", "softcap")}
-    key = tuple(facts.items())
-    if key not in over.agreed:
-        with over.calls.preparing():
-            over.agree(facts | {"thread": over.calls.thread})
-        with over.collective():
-            over.collectives(q.device)
-        over.agreed[key] = None
-    kind = f"largest logits of q {facts['q']}, {request.layout}, {describe(request.cu_seqlens)}"
-    return over.running(Kind.of(f"{kind}, {request.mask and request.mask.name}", str(key)), q.device)
+def _raise(peaks: torch.Tensor, q: torch.Tensor, k: torch.Tensor, tiles: Iterator[tuple[Tile, int, int]]) -> None:
+    """Raise the peaks of the heads to the largest products in the tiles, summed in the accumulator's dtype."""
+    (batch, _, heads, dim), kv_heads, wide = q.shape, k.shape[2], peaks.dtype
+    queries, keys = q.unflatten(2, (kv_heads, -1)).permute(0, 2, 3, 1, 4), k.permute(0, 2, 3, 1)
+    for tile, row, column in tiles:
+        rows = queries[:, :, :, row : row + len(tile.q)].reshape(batch * kv_heads, -1, dim)
+        columns = keys[:, :, :, column : column + len(tile.kv)].reshape(batch * kv_heads, dim, -1)
+        if q.is_cuda and q.dtype != wide and hasattr(torch.ops.aten.bmm, "dtype"):  # since PyTorch 2.8
+            products = torch.bmm(rows, columns, out_dtype=wide)
+        else:
+            products = torch.bmm(rows.to(wide), columns.to(wide))
+        pairs = visible(tile.band, len(tile.q), len(tile.kv), q.device)
+        scores = products.view(batch, heads, len(tile.q), len(tile.kv))
+        scores = scores if pairs is None else scores.masked_fill_(~pairs, -math.inf)
+        torch.maximum(peaks, scores.amax((0, 2, 3)), out=peaks)

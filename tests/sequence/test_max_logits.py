@@ -85,9 +85,9 @@ def _many(rank: int, ranks: int) -> None:
         compare(rank, ranks, draw)
     q = torch.ones(1, 4, 2, 8)
     with pytest.raises(DisagreementError):
-        max_logits(q, q, causal=True, softcap=float(rank))
+        max_logits(q, q, causal=True, softcap=7.0 + rank)
     with pytest.raises(UnsupportedError if rank == 1 else DisagreementError, match="3 tokens on rank 1"):
-        max_logits(q[:, : 4 - (rank == 1)], q[:, : 4 - (rank == 1)], mask=masks.causal(4 * ranks))
+        max_logits(*(q[:, : 4 - (rank == 1)],) * 2, mask=masks.causal(4 * ranks), softcap=9.0)
     assert torch.equal(max_logits(q, q, causal=True), torch.full((2,), 8**0.5))
 
 
