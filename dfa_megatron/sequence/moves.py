@@ -83,11 +83,11 @@ def move_rows(
     exchange: Compared | None = None,
 ) -> torch.Tensor:
     """Run moves like `Moves.run`, and those of gradients back. exchange: compares the ranks' calls."""
-    found: torch.Tensor = _Moved.apply(x, moves, group, fill, exchange)  # type: ignore[no-untyped-call]
+    found: torch.Tensor = _MovedRows.apply(x, moves, group, fill, exchange)  # type: ignore[no-untyped-call]
     return found
 
 
-class _Moved(torch.autograd.Function):
+class _MovedRows(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
