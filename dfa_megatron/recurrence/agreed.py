@@ -9,15 +9,13 @@ from functools import lru_cache
 import torch
 
 from dfa_megatron.config import DistAttentionConfig
-from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.plan.language.mask import short_name
 from dfa_megatron.recurrence.share import Share
 from dfa_megatron.runtime.comm.channel import Channel
-from dfa_megatron.runtime.comm.compared import Compared, compared
-from dfa_megatron.runtime.comm.groups import Group, channel_of
+from dfa_megatron.runtime.comm.compared import Compared, compared, telling
+from dfa_megatron.runtime.comm.groups import Group
 from dfa_megatron.runtime.counters import COUNTERS
 from dfa_megatron.runtime.cu_seqlens import describe, offsets_of
-from dfa_megatron.runtime.prepare import refuse
 from dfa_megatron.runtime.request import DEFAULTS
 from dfa_megatron.sharding import CuSeqlens
 
@@ -56,15 +54,11 @@ class Place:
             UnsupportedError: cu_seqlens or parents do not fit the tokens, or this process is not in the group.
         """
         verify = config.verify == "on"
-        over = channel_of(group, verify=verify)
-        rank, ranks = (0, 1) if over is None else (over.rank, over.size)
-        try:
+        with telling(group, verify=verify) as over:
+            rank, ranks = (0, 1) if over is None else (over.rank, over.size)
             offsets = () if cu_seqlens is None else offsets_of(cu_seqlens, x.device)
             above = () if parents is None or max(parents, default=-1) < 0 else tuple(parents)
             return cls(over, _share(rank, ranks, x.shape[dim], offsets, above), verify)
-        except UnsupportedError as error:
-            refuse(error, over, verify=verify)
-            raise
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,10 +16,9 @@ from dfa_megatron.plan.language.geometry import Span, Tile
 from dfa_megatron.plan.language.layout import Layout
 from dfa_megatron.plan.language.mask import Mask
 from dfa_megatron.plan.schedules.load_balanced import layout_of
-from dfa_megatron.runtime.comm.compared import compared, is_watched
-from dfa_megatron.runtime.comm.groups import Group, channel_of, resolve
+from dfa_megatron.runtime.comm.compared import compared, telling
+from dfa_megatron.runtime.comm.groups import Group, resolve
 from dfa_megatron.runtime.cu_seqlens import offsets_of
-from dfa_megatron.runtime.prepare import refuse
 from dfa_megatron.runtime.problem import Inputs, refuse_strangers, refuse_tensors
 from dfa_megatron.runtime.request import Request
 from dfa_megatron.sequence.reorder import check_tokens
@@ -64,9 +63,8 @@ def max_logits(
 
     Source: section 2.2 of Kimi K2, arXiv 2507.20534.
     """
-    over, members = channel_of(group), resolve(group)
-    rank, ranks = (0, 1) if over is None else (over.rank, over.size)
-    try:
+    with telling(group) as over:
+        rank, ranks = (0, 1) if over is None else (over.rank, over.size)
         refuse_strangers(q, k, k)
         request = Request(
             softmax_scale=q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale,
@@ -78,15 +76,12 @@ def max_logits(
             cu_seqlens=() if cu_seqlens is None else offsets_of(cu_seqlens, q.device),
         )
         seen, whole = _checked(q, k, request, layout, rank, ranks)
-    except UnsupportedError as error:
-        refuse(error, over, verify=is_watched(over))
-        raise
-    exchange = None
+    exchange, members = None, resolve(group)
     if over is not None:
         facts = {"q": f"{q.shape[0]}, {tuple(q.shape[2:])}", "kv_heads": str(k.shape[2]), "dtype": str(q.dtype)}
         facts |= {"scale": str(request.softmax_scale), "softcap": str(request.softcap)}
         about = f"mask {seen.name}", f"layout {whole if isinstance(layout, Layout) else layout}"
-        exchange = compared("the largest logits", over, facts, q.device, *about, verify=is_watched(over))
+        exchange = compared("the largest logits", over, facts, q.device, *about)
     peaks = q.new_full((q.shape[2],), -math.inf, dtype=accumulator_dtype(q.dtype))
     with nullcontext() if exchange is None else exchange.running(0, q.device):
         for owner in range(ranks):

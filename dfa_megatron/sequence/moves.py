@@ -61,10 +61,9 @@ def moves_between(
     length = sum(map(len, held))
 
     def order(mine: Sequence[torch.Tensor], theirs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, list[int]]:
-        owner = torch.full((length + 1,), -1)  # the last is that of position -1
+        owner = torch.full((length + 1,), -1)  # the last stands for position -1 of `wanted`, which nobody holds
         ranks = torch.arange(len(theirs)).repeat_interleave(torch.tensor([len(x) for x in theirs]))
         owner[torch.cat(list(theirs))] = ranks
-        owner[-1] = -1
         peer = owner[mine[rank]]
         rows = (peer >= 0).nonzero().squeeze(1)
         rows = rows[torch.argsort(peer[rows] * length + mine[rank][rows])]

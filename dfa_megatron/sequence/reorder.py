@@ -9,10 +9,9 @@ import torch
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.plan.language.layout import Layout
 from dfa_megatron.runtime.comm.channel import Channel
-from dfa_megatron.runtime.comm.compared import Compared, compared, is_watched
-from dfa_megatron.runtime.comm.groups import Group, channel_of, resolve
+from dfa_megatron.runtime.comm.compared import Compared, compared, telling
+from dfa_megatron.runtime.comm.groups import Group, resolve
 from dfa_megatron.runtime.cu_seqlens import Offsets, check_offsets, describe, offsets_of
-from dfa_megatron.runtime.prepare import refuse
 from dfa_megatron.sequence.moves import Moves, move_rows, moves_between
 from dfa_megatron.sharding import CuSeqlens, layout_of_tokens
 
@@ -46,18 +45,14 @@ def roll_sequence(
         UnsupportedError: x does not hold the rank's tokens of the layout, or cu_seqlens do not fit them.
         DisagreementError: the ranks ask for different things, or run different calls.
     """
-    over = channel_of(group)
-    rank, ranks = (0, 1) if over is None else (over.rank, over.size)
-    try:
+    with telling(group) as over:
+        rank, ranks = (0, 1) if over is None else (over.rank, over.size)
         offsets = () if cu_seqlens is None else offsets_of(cu_seqlens, x.device)
         length = offsets[-1] if offsets else x.shape[dim] * ranks
         whole = layout if isinstance(layout, Layout) else layout_of_tokens(layout, length, ranks, offsets or None)
         if offsets:
             check_offsets(offsets, whole.length)
         check_tokens(x, dim, whole, rank, ranks)
-    except UnsupportedError as error:
-        refuse(error, over, verify=is_watched(over))
-        raise
     moves = _rolled(whole, shift, offsets, rank, x.device)
     exchange = _exchange(f"a roll by {shift}", x, dim, over, str(whole), describe(offsets))
     return move_rows(x.movedim(dim, 0), moves, resolve(group), fill, exchange).movedim(0, dim).contiguous()
@@ -66,8 +61,8 @@ def roll_sequence(
 @torch.compiler.disable  # type: ignore[untyped-decorator,unused-ignore]
 def reshard(
     x: torch.Tensor,
-    source: Layout,
-    target: Layout,
+    source: str | Layout,
+    target: str | Layout = "contiguous",
     *,
     group: Group = None,
     dim: int = 1,
@@ -78,22 +73,25 @@ def reshard(
 
     Args:
         x: any dtype and shape; dimension `dim` holds this rank's tokens in `source`.
+        source, target: names, which mean the length of the other, or that all ranks hold as many tokens; or layouts.
         group: the ranks that share the sequence, in the order of their tokens.
 
     Raises:
         UnsupportedError: x does not hold the rank's tokens of `source`, or `target` is of another length.
         DisagreementError: the ranks ask for different things, or run different calls.
     """
-    over = channel_of(group)
-    rank, ranks = (0, 1) if over is None else (over.rank, over.size)
-    try:
+    with telling(group) as over:
+        rank, ranks = (0, 1) if over is None else (over.rank, over.size)
+        known = (layout.length for layout in (source, target) if isinstance(layout, Layout))
+        length = next(known, x.shape[dim] * ranks)
+        source, target = (
+            layout if isinstance(layout, Layout) else layout_of_tokens(layout, length, ranks)
+            for layout in (source, target)
+        )
         check_tokens(x, dim, source, rank, ranks)
         if (source.length, ranks) != (target.length, target.ranks):
             what = f"{source.length} tokens of {ranks} ranks to a layout of {target.length} of {target.ranks}"
             raise UnsupportedError(what, "tokens change places only", "layouts of one length and as many ranks")
-    except UnsupportedError as error:
-        refuse(error, over, verify=is_watched(over))
-        raise
     moves = _between(source, target, rank, x.device)
     exchange = _exchange("tokens in another layout", x, dim, over, str(source), str(target))
     return move_rows(x.movedim(dim, 0), moves, resolve(group), 0, exchange).movedim(0, dim).contiguous()
@@ -116,7 +114,7 @@ def _exchange(what: str, x: torch.Tensor, dim: int, over: Channel | None, *varyi
         "dtype": str(x.dtype),
         "gradient": str(torch.is_grad_enabled() and x.requires_grad),
     }
-    return compared(what, over, facts, x.device, *varying, verify=is_watched(over))
+    return compared(what, over, facts, x.device, *varying)
 
 
 @lru_cache(maxsize=16)

@@ -38,6 +38,7 @@ def uneven(length: int, ranks: int, draw: random.Random) -> Layout:
     """Give ranks runs of tokens of any length, in any order, and now and then none."""
     cuts = [0, *sorted(draw.randint(0, length) for _ in range(2 * ranks - 1)), length]
     chunks = [Span(lo, hi) for lo, hi in pairwise(cuts) if hi > lo]
+    draw.shuffle(chunks)  # a rank's tokens need not be in order
     owners = [draw.randrange(ranks) for _ in chunks]
     owners[draw.randrange(len(owners))] = ranks - 1  # a layout counts its ranks by the last
     return Layout(tuple(chunks), tuple(owners))

@@ -6,9 +6,11 @@ import random
 from itertools import pairwise
 from typing import Any
 
+import pytest
 import torch
 
 from dfa_megatron import reshard, roll_sequence
+from dfa_megatron.errors import DisagreementError, UnsupportedError
 from dfa_megatron.plan.language.layout import Layout
 from dfa_megatron.sharding import layout_of_tokens
 from tests.sequence.test_max_logits import uneven
@@ -67,13 +69,22 @@ def compare_reshard(rank: int, ranks: int, draw: random.Random) -> None:
     assert torch.equal(mine.grad, weight[held(source, rank)])
 
 
-def _moves(rank: int, ranks: int) -> None:
+def _draws(rank: int, ranks: int) -> None:
     draw = random.Random(ranks)
     for _ in range(25):
         compare_roll(rank, ranks, draw)
         compare_reshard(rank, ranks, draw)
 
 
+def _all(rank: int, ranks: int) -> None:
+    _draws(rank, ranks)
+    x = torch.ones(1, 4 - (rank == 1), 2)
+    with pytest.raises(UnsupportedError if rank == 1 else DisagreementError, match="3 tokens on rank 1"):
+        roll_sequence(x, 1, cu_seqlens=(0, 4 * ranks))
+    with pytest.raises(DisagreementError, match="a roll by 7"):
+        roll_sequence(x[:, :3], 7 + rank)
+
+
 def test_rolls_and_other_layouts_are_exact_with_their_gradients() -> None:
-    _moves(0, 1)
-    run_ranks(5, _moves)
+    _draws(0, 1)
+    run_ranks(5, _all)

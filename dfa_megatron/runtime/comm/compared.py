@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
 
+from dfa_megatron.errors import DistAttentionError
 from dfa_megatron.runtime.agreement.calls import Facts, Kind
 from dfa_megatron.runtime.comm.channel import Channel
+from dfa_megatron.runtime.comm.groups import Group, channel_of
 
 _KEPT = 64
 """Kinds that a group keeps; all ranks drop the same one, because all agree on a new one."""
@@ -32,18 +34,21 @@ class Compared:
             self.over.end_of_backward()
 
 
-def compared(what: str, over: Channel, facts: Facts, device: torch.device, *varying: str, verify: bool) -> Compared:
+def compared(
+    what: str, over: Channel, facts: Facts, device: torch.device, *varying: str, verify: bool | None = None
+) -> Compared:
     """Return the exchange of that description; ranks compare its facts when they are new. Collective.
 
     Args:
         facts: by name; those of a layer that stay the same from batch to batch.
         varying: what changes with a batch, such as documents: compared at each call by its digest, so that a new pack
             costs no round of its own.
-        verify: whether anything is compared.
+        verify: as for `telling`.
 
     Raises:
         DisagreementError: the ranks ask for different exchanges; the message is a table.
     """
+    verify = is_watched(over) if verify is None else verify
     facts = {"exchange": what, **facts, "device": over.place(device)}
     key, known = tuple(facts.items()), over.agreed
     if key not in known:
@@ -60,9 +65,25 @@ def compared(what: str, over: Channel, facts: Facts, device: torch.device, *vary
     return Compared(over, _phases(", ".join((what, *named, *varying))) if verify else None)
 
 
-def is_watched(over: Channel | None) -> bool:
-    """Return whether the ranks of a group compare their calls: as its first call asked, or a later one."""
-    return over is not None and over._watched is not None
+@contextmanager
+def telling(group: Group, *, verify: bool | None = None) -> Iterator[Channel | None]:
+    """Give the channel of a group, None of one rank; tell the other ranks of an error, which would wait.
+
+    verify: whether calls are compared; None is as the group's first call asked, or a later one.
+    """
+    over = channel_of(group, verify=verify)
+    try:
+        yield over
+    except DistAttentionError as error:
+        if over is not None and (is_watched(over) if verify is None else verify):
+            with over.calls.preparing(), suppress(DistAttentionError):  # this rank's own reason is the clearer one
+                over.agree({"error": str(error)})
+        raise
+
+
+def is_watched(over: Channel) -> bool:
+    """Return whether the ranks of a group compare their calls."""
+    return over._watched is not None
 
 
 @lru_cache(maxsize=256)
