@@ -23,6 +23,9 @@ _HOME = {
     "draw": "dfa_megatron.plan.draw",
     "local_positions": "dfa_megatron.sharding",
     "make_plan": "dfa_megatron.plan.cost.choose",
+    "max_logits": "dfa_megatron.sequence.max_logits",
+    "reshard": "dfa_megatron.sequence.reorder",
+    "roll_sequence": "dfa_megatron.sequence.reorder",
     "shard_sequence": "dfa_megatron.sharding",
     "simulate": "dfa_megatron.plan.cost.simulate",
     "stats": "dfa_megatron.runtime.counters",
@@ -43,6 +46,8 @@ if TYPE_CHECKING:
     from dfa_megatron.planner import AttentionPlanner
     from dfa_megatron.runtime.counters import stats
     from dfa_megatron.runtime.step_log import StepLog, training_flops
+    from dfa_megatron.sequence.max_logits import max_logits
+    from dfa_megatron.sequence.reorder import reshard, roll_sequence
     from dfa_megatron.sharding import local_positions, shard_sequence, tree_positions, unshard_sequence
 
 __all__ = [
@@ -59,6 +64,9 @@ __all__ = [
     "draw",
     "local_positions",
     "make_plan",
+    "max_logits",
+    "reshard",
+    "roll_sequence",
     "shard_sequence",
     "simulate",
     "stats",

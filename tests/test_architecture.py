@@ -24,7 +24,7 @@ LANGUAGE = {"plan.language"}
 PLAN = {"plan", "plan.language", "plan.schedules", "plan.lowering", "plan.proof", "plan.cost", "plan.draw"}
 KERNELS = PLAN | {"kernels", "kernels.adapters", "kernels.triton"}
 RUNTIME = KERNELS | {"runtime", "runtime.agreement", "runtime.comm", "runtime.execute"}
-FUNCTIONS = RUNTIME | {"remat", "attention", "sharding", "recurrence", "loss", "trees"}
+FUNCTIONS = RUNTIME | {"remat", "attention", "sharding", "recurrence", "loss", "trees", "sequence"}
 FRAMEWORKS = {"megatron", "huggingface", "deepspeed"}
 
 MAY_IMPORT: dict[str, set[str]] = {
@@ -53,6 +53,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "attention": RUNTIME | {"remat"},
     "sharding": RUNTIME,
     "recurrence": RUNTIME | {"remat", "sharding"},
+    "sequence": RUNTIME | {"sharding"},
     "loss": RUNTIME | {"sharding"},
     "trees": RUNTIME | {"sharding", "loss"},
     "planner": RUNTIME,
@@ -80,6 +81,7 @@ OUTSIDE: dict[str, set[str]] = {
     "attention": {"torch"},
     "sharding": {"torch"},
     "recurrence": {"torch"},
+    "sequence": {"torch"},
     "loss": {"torch"},
     "trees": {"torch"},
     "planner": {"torch"},

@@ -19,6 +19,7 @@ PUBLIC = {
     "recurrence/functions.py:dist_conv",
     "recurrence/upstream.py:dist_mamba1",
     "recurrence/upstream.py:dist_mamba2",
+    "sequence/max_logits.py:max_logits",
 }
 
 FRAMEWORKS_OWN = {
@@ -58,14 +59,15 @@ BUDGETS = {
     "huggingface": 4_642,
     "kernels": 3_792,
     "loss": 709,
-    "megatron": 4_818,
+    "megatron": 4_721,
     "plan": 5_740,
     "proving": 763,
-    "recurrence": 1_386,
+    "recurrence": 1_354,
     "remat": 529,
-    "runtime": 5_484,
-    "tests": 37_887,
-    "top": 1_608,
+    "runtime": 5_575,
+    "sequence": 399,
+    "tests": 38_122,
+    "top": 1_616,
     "trees": 305,
 }
 """Lines of Python in a folder of the package, in its files beside them ("top"), in tests and in benchmarks.
@@ -116,7 +118,7 @@ def test_no_folder_of_the_package_holds_more_than_a_dozen_modules() -> None:
 
 
 def test_the_pages_hold_no_more_words_than_now() -> None:
-    assert house.words_of_markdown(house.ROOT) <= 22_200
+    assert house.words_of_markdown(house.ROOT) <= 22_350
 
 
 def test_no_file_name_stands_twice_but_for_the_same_thing() -> None:

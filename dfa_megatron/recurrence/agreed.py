@@ -3,28 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
 
 from dfa_megatron.config import DistAttentionConfig
-from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.plan.language.mask import short_name
-from dfa_megatron.recurrence.share import Parents, Share
-from dfa_megatron.runtime.agreement.calls import Kind
+from dfa_megatron.recurrence.share import Share
 from dfa_megatron.runtime.comm.channel import Channel
-from dfa_megatron.runtime.comm.groups import Group, channel_of
+from dfa_megatron.runtime.comm.compared import Compared, compared, telling
+from dfa_megatron.runtime.comm.groups import Group
 from dfa_megatron.runtime.counters import COUNTERS
-from dfa_megatron.runtime.cu_seqlens import Offsets, describe, offsets_of
-from dfa_megatron.runtime.prepare import refuse
+from dfa_megatron.runtime.cu_seqlens import describe, offsets_of
 from dfa_megatron.runtime.request import DEFAULTS
 from dfa_megatron.sharding import CuSeqlens
-
-_KEPT = 64
-"""Kinds that a group keeps; all ranks drop the same one, because all agree on a new one."""
-
 
 _share = lru_cache(maxsize=64)(Share)
 """The same object for the layers of a pack: it keeps what it finds."""
@@ -61,25 +54,19 @@ class Place:
             UnsupportedError: cu_seqlens or parents do not fit the tokens, or this process is not in the group.
         """
         verify = config.verify == "on"
-        over = channel_of(group, verify=verify)
-        rank, ranks = (0, 1) if over is None else (over.rank, over.size)
-        try:
+        with telling(group, verify=verify) as over:
+            rank, ranks = (0, 1) if over is None else (over.rank, over.size)
             offsets = () if cu_seqlens is None else offsets_of(cu_seqlens, x.device)
             above = () if parents is None or max(parents, default=-1) < 0 else tuple(parents)
             return cls(over, _share(rank, ranks, x.shape[dim], offsets, above), verify)
-        except UnsupportedError as error:
-            refuse(error, over, verify=verify)
-            raise
 
 
 @dataclass(frozen=True, slots=True)
 class Agreed:
-    """An exchange that all ranks of a place make. phases: how its forward and its backward are compared."""
+    """An exchange that all ranks of a place make."""
 
     share: Share
-    over: Channel
-    phases: tuple[Kind, Kind]
-    verify: bool
+    exchange: Compared
 
     def gather(self, phase: int, mine: torch.Tensor) -> list[torch.Tensor]:
         """Return every rank's tensor, by rank, in the forward (0) or the backward (1); collective.
@@ -87,20 +74,18 @@ class Agreed:
         Raises:
             DisagreementError: the ranks run different calls; the message is a table.
         """
-        with self.over.running(self.phases[phase], mine.device) if self.verify else nullcontext():
+        with self.exchange.running(phase, mine.device):
             sent = mine.contiguous().view(-1).view(torch.uint8)  # backends support different dtypes, but all bytes
             COUNTERS.state_exchanges += 1
             if phase:
                 COUNTERS.state_backward_bytes += sent.numel()
             else:
                 COUNTERS.state_forward_bytes += sent.numel()
-            found, work = self.over.collectives(mine.device).gather(sent)
+            found, work = self.exchange.over.collectives(mine.device).gather(sent)
             if mine.is_cuda:
                 work.wait()  # the current stream waits, not the host
             else:
-                self.over.wait(work.wait)
-        if phase and self.verify:
-            self.over.end_of_backward()
+                self.exchange.over.wait(work.wait)
         return [x.view(mine.dtype).view(mine.shape) for x in found]
 
 
@@ -112,26 +97,9 @@ def agree_on(what: str, place: Place, facts: dict[str, str], device: torch.devic
     Raises:
         DisagreementError: the ranks ask for different exchanges; the message is a table.
     """
-    share, over, verify = place.share, place.over, place.verify
-    assert over is not None, "a share that crosses ranks"
-    facts = {"exchange": what, "tokens of a rank": str(share.tokens), **facts, "device": over.place(device)}
-    key, known = tuple(facts.items()), over.agreed
-    if key not in known:
-        if verify:
-            with over.calls.preparing():
-                over.agree(facts | {"thread": over.calls.thread})
-            with over.collective():
-                over.collectives(device)
-        known[key] = None
-        if len(known) > _KEPT:
-            known.popitem(last=False)
-    known.move_to_end(key)
-    text = ", ".join((what, *(f"{name} {value}" for name, value in facts.items() if name != "exchange")))
-    return Agreed(share, over, _phases(text, share.offsets, share.parents), verify)
-
-
-@lru_cache(maxsize=256)
-def _phases(text: str, offsets: Offsets, parents: Parents) -> tuple[Kind, Kind]:
-    text = f"{text}, {describe(offsets)}" if offsets else text
-    text = f"{text}, parents {short_name(parents)}" if parents else text
-    return Kind.of(f"forward of {text}"), Kind.of(f"backward of {text}")
+    share = place.share
+    assert place.over is not None, "a share that crosses ranks"
+    facts = {"tokens of a rank": str(share.tokens), **facts}
+    varying = [describe(share.offsets)] if share.offsets else []
+    varying += [f"parents {short_name(share.parents)}"] if share.parents else []
+    return Agreed(share, compared(what, place.over, facts, device, *varying, verify=place.verify))

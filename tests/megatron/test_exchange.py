@@ -34,7 +34,7 @@ def exchange_there_and_back(rank: int, world_size: int) -> None:
 
     for end in range(1, 4 * world_size + 1):  # every pack has plans of its own
         relayout.move(rows.detach(), DocumentOrder((0, end), (0, 4 * world_size)), "contiguous")
-    held = sum(plan.send_rows.nbytes + plan.arrived_rows.nbytes for plan in relayout._plans.values())
+    held = sum(plan.sent.nbytes + plan.received.nbytes for plan in relayout._plans.values())
     assert held <= 8 * 32 * len(rows), "of eight packs"
     assert torch.equal(relayout(rows, "zigzag", "contiguous"), moved), "a plan is made again"
 

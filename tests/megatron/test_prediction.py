@@ -11,7 +11,6 @@ import torch.distributed as dist
 
 from dfa_megatron.config import MegatronConfig
 from dfa_megatron.errors import UnsupportedError
-from dfa_megatron.plan.language.layout import by_name
 from tests.megatron import harness, padded_packs
 from tests.megatron.harness import BATCH, MEGATRONS, SEQUENCE, Topology, case
 from tests.megatron.kinds import TWO_AHEAD
@@ -19,34 +18,6 @@ from tests.support.workers import run_ranks
 
 OFFSETS = (0, 1, 2, 17, 20, 60, 83, 84, 96)
 HOMES = ("megatron.core.transformer.multi_token_prediction", "megatron.core.models.gpt.gpt_model")
-
-
-def shifts(rank: int, ranks: int) -> None:
-    pair = dist.new_group([0, 1])
-    check_shifts(rank, ranks, dist.group.WORLD)
-    if rank < 2:
-        check_shifts(rank, 2, pair)
-
-
-def check_shifts(rank: int, ranks: int, group: Any) -> None:
-    from dfa_megatron.megatron.layers.prediction import shift
-
-    cases = [
-        (by_name(name, 4 * ranks, ranks), some)
-        for name in ("contiguous", "zigzag")
-        for some in ((), (3, 4, 5, 8, 4 * ranks))
-    ]
-    for layout, last in cases:
-        whole = torch.randint(1, 100, (2, layout.length))
-        dist.broadcast(whole, 0, group)
-        wanted = whole.roll(-1, -1)
-        wanted[:, [end - 1 for end in last or (layout.length,)]] = 0
-        here = layout.positions(rank)
-        assert torch.equal(shift(whole[:, here], layout, group, last), wanted[:, here])
-
-
-def test_a_shift_brings_the_next_token_from_whatever_rank_has_it() -> None:
-    run_ranks(3, shifts)
 
 
 def open_rolls(rank: int, ranks: int) -> None:

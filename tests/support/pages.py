@@ -41,6 +41,8 @@ NOT_RUN = {
     ("docs/deepspeed.md", "deepspeed_shm_comm"): _ENGINE,
     ("docs/deepspeed.md", "TrainingArguments"): _ENGINE,
     ("docs/deepspeed.md", "PipelineModule"): _ENGINE,
+    ("docs/hybrids.md", "torch.distributed.nn"): "it needs a group; tests/sequence/test_two_lines.py runs it in one",
+    ("docs/masks.md", "logsumexp"): "it needs sinks and biases; tests/sequence/test_two_lines.py has them",
     ("docs/hybrids.md", "fla_scan"): "flash-linear-attention and Mamba's kernels need a GPU",
     ("docs/megatron.md", "GPTModel("): _MEGATRON,
     ("docs/megatron.md", "packed_seq_params(batch)"): _MEGATRON,

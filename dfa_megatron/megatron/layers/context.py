@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
 from dfa_megatron.config import MegatronConfig
-from dfa_megatron.errors import DistAttentionError, UnsupportedError
+from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.megatron.check_config import check_config
 from dfa_megatron.megatron.layers.router import has_losses
 from dfa_megatron.megatron.script.dfa_flags import packing_of_script
@@ -19,10 +17,8 @@ from dfa_megatron.megatron.tokens.document_order import DocumentOrder
 from dfa_megatron.megatron.tokens.exchange import Relayout, TableCache, TokenOrder
 from dfa_megatron.megatron.tokens.packed_documents import BatchParams, Pack, check_samples, read_pack
 from dfa_megatron.megatron.tokens.visit import Visit
-from dfa_megatron.runtime.comm.channel import Channel
-from dfa_megatron.runtime.comm.groups import channel_of
+from dfa_megatron.runtime.comm.compared import telling
 from dfa_megatron.runtime.cu_seqlens import describe
-from dfa_megatron.runtime.prepare import refuse
 
 if TYPE_CHECKING:
     from dfa_megatron.megatron.layers.recompute import Recompute
@@ -104,7 +100,7 @@ class AttentionContext:
             check_declared(group, self.options.data_layout, rows[1], packed=several, ours=ours)
             if pack is not None:
                 if pack.pairs is not None:
-                    with self._telling(group):
+                    with telling(group, verify=self.options.verify == "on"):
                         check_length(pack.pairs, rows[1] * group.size())
                     self._check_pairs(model.config)
                 self._check_pack(model, packed, pack)
@@ -162,17 +158,6 @@ class AttentionContext:
                     "moe_aux_loss_coeff=0 and no moe_z_loss_coeff, or micro-batches without local_cp_size and cp_group",
                 )
 
-    @contextlib.contextmanager
-    def _telling(self, group: dist.ProcessGroup) -> Iterator[Channel | None]:
-        """Tell the other ranks of a group of an error, which would wait; give their channel."""
-        verify = self.options.verify == "on"
-        over = channel_of(group, verify=verify)
-        try:
-            yield over
-        except DistAttentionError as error:
-            refuse(error, over, verify=verify)
-            raise
-
     def cut_pack(self, params: Any, group: dist.ProcessGroup, tokens: int) -> Pack:
         """Return the pack of a PackedSeqParams whose documents were cut one by one; ranks compare a new pack.
 
@@ -180,7 +165,7 @@ class AttentionContext:
             UnsupportedError: its offsets do not fit; every rank raises.
             DisagreementError: another rank refuses, or has other documents.
         """
-        with self._telling(group) as over:
+        with telling(group, verify=self.options.verify == "on") as over:
             pack = read_pack(params, group.size())
             order = pack.order
             assert isinstance(order, DocumentOrder)

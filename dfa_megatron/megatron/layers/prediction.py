@@ -14,40 +14,9 @@ import torch.distributed as dist
 
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.megatron.tokens.visit import current_visit
-from dfa_megatron.plan.language.layout import Layout, by_name
-from dfa_megatron.runtime.cu_seqlens import Offsets
-from dfa_megatron.sharding import positions_of
+from dfa_megatron.sequence.reorder import roll_sequence
 
 _HOME = "megatron.core.transformer.multi_token_prediction"
-
-
-def shift(x: torch.Tensor, whole: Layout, group: dist.ProcessGroup, ends: Offsets = ()) -> torch.Tensor:
-    """Return what the next token holds, 0 after the last of the sequence and of each document; no autograd.
-
-    One all-gather carries the first token of every chunk.
-
-    Args:
-        x: (..., local tokens) of any dtype.
-        whole: the layout of the sequence, with as many chunks on every rank.
-        group: the ranks that share it.
-        ends: the global token offsets of the documents' ends, if any.
-    """
-    ranks, rank = dist.get_world_size(group), dist.get_rank(group)
-    mine = whole.of(rank)
-    starts = torch.tensor(list(whole.offsets(mine).values()), device=x.device)
-    firsts = x.index_select(-1, starts)
-    gathered = firsts.new_empty(ranks, *firsts.shape)
-    dist.all_gather(list(gathered), firsts, group=group)
-    every = torch.nn.functional.pad(gathered.movedim(0, -2).flatten(-2), (0, 1))  # 0 follows the last chunk
-    gathered_at = {chunk: at for at, chunk in enumerate(chunk for owner in range(ranks) for chunk in whole.of(owner))}
-    following = torch.tensor([gathered_at.get(chunk + 1, len(gathered_at)) for chunk in mine], device=x.device)
-    lengths = torch.tensor([len(whole.chunks[chunk]) for chunk in mine], device=x.device)
-    shifted = x.roll(-1, -1)
-    shifted[..., starts + lengths - 1] = every.index_select(-1, following)
-    if ends:
-        last = torch.isin(positions_of(whole, rank, x.device) + 1, torch.tensor(ends, device=x.device))
-        shifted[..., last] = 0
-    return shifted
 
 
 def rolling(megatrons: Callable[..., Any]) -> Callable[..., Any]:
@@ -70,10 +39,9 @@ def rolling(megatrons: Callable[..., Any]) -> Callable[..., Any]:
                 "tokens move by one to the left, in the last dimension, and no other argument is known",
                 "shifts=-1, dims=-1",
             )
-        ranks = visit.group.size()
-        layout = by_name(visit.layout, tensor.shape[-1] * ranks, ranks)
         # Multimodal position_ids have three dimensions: they are whole, and prediction layers do not read them.
-        rolled = tensor if tensor.dim() == 3 else shift(tensor, layout, visit.group, visit.offsets)
+        where: Any = {"group": visit.group, "layout": visit.layout, "cu_seqlens": visit.offsets or None}
+        rolled = tensor if tensor.dim() == 3 else roll_sequence(tensor, shifts, dim=-1, **where)
         return rolled, _of_group(rolled.sum(), visit.group) if others.get("return_sum", True) else None
 
     return roll_tensor

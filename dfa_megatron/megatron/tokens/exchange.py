@@ -5,7 +5,6 @@ Shapes: a tensor here is (rows, ...). The rows are this rank's tokens: length / 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -13,9 +12,9 @@ import torch.distributed as dist
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from dfa_megatron.errors import UnsupportedError
-from dfa_megatron.kernels.leaf import differentiable_once
 from dfa_megatron.megatron.tokens.document_order import DocumentOrder, RowOrder
 from dfa_megatron.plan.language.layout import by_name
+from dfa_megatron.sequence.moves import Moves, move_rows, moves_between
 from dfa_megatron.sharding import positions_of
 
 TokenOrder = Literal["contiguous", "zigzag"] | DocumentOrder | RowOrder
@@ -32,44 +31,12 @@ _KEPT = 16
 """Plans of a group that are kept, there and back: packs rarely come again, and one holds 32 bytes of a token."""
 
 
-@dataclass(frozen=True, slots=True)
-class ExchangePlan:
-    """Hold the rows that one member sends and the places of received rows; rows travel in token order."""
-
-    send_rows: torch.Tensor
-    send_counts: list[int]
-    receive_counts: list[int]
-    arrived_rows: torch.Tensor
-    """For every row of the result, its row in the receive buffer."""
-
-    def to(self, device: torch.device) -> ExchangePlan:
-        """Return the same with its rows on a device."""
-        send, arrived = self.send_rows.to(device), self.arrived_rows.to(device)
-        return ExchangePlan(send, self.send_counts, self.receive_counts, arrived)
-
-    def back(self) -> ExchangePlan:
-        """Return the exchange in the other direction; rows travel in token order there too."""
-        send, arrived = torch.argsort(self.arrived_rows), torch.argsort(self.send_rows)
-        return ExchangePlan(send, self.receive_counts, self.send_counts, arrived)
-
-
-def plan_exchange(source: TokenOrder, target: TokenOrder, length: int, ranks: int, member: int) -> ExchangePlan:
+def plan_exchange(
+    source: TokenOrder, target: TokenOrder, length: int, ranks: int, member: int, device: torch.device | None = None
+) -> Moves:
     """Return the exchange of one of the ranks."""
-    tokens_of = {
-        layout: torch.stack([positions(layout, length, ranks, rank) for rank in range(ranks)])
-        for layout in (source, target)
-    }
-
-    def order(mine: TokenOrder, theirs: TokenOrder) -> tuple[torch.Tensor, list[int]]:
-        owner = torch.empty(length, dtype=torch.int64)
-        owner[tokens_of[theirs].flatten()] = torch.arange(ranks).repeat_interleave(length // ranks)
-        here = tokens_of[mine][member]
-        peer = owner[here]
-        return torch.argsort(peer * length + here), torch.bincount(peer, minlength=ranks).tolist()
-
-    send_rows, send_counts = order(source, target)
-    filled, receive_counts = order(target, source)
-    return ExchangePlan(send_rows, send_counts, receive_counts, torch.argsort(filled))
+    held, wanted = ([positions(order, length, ranks, rank) for rank in range(ranks)] for order in (source, target))
+    return moves_between(held, wanted, member, device)
 
 
 class Relayout:
@@ -81,45 +48,28 @@ class Relayout:
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group, self.ranks, self.member = group, dist.get_world_size(group), dist.get_rank(group)
-        self._plans: dict[tuple[TokenOrder, TokenOrder, int, torch.device], ExchangePlan] = {}
+        self._plans: dict[tuple[TokenOrder, TokenOrder, int, torch.device], Moves] = {}
 
     def move(self, rows: torch.Tensor, source: TokenOrder, target: TokenOrder) -> torch.Tensor:
         """Return this rank's rows (local rows, ...) in the target layout, given its rows in the source; no autograd."""
+        return rows if (moves := self._moves(rows, source, target)) is None else moves.run(rows, self.group)
+
+    def __call__(self, rows: torch.Tensor, source: TokenOrder, target: TokenOrder) -> torch.Tensor:
+        """Move rows like `move`, and gradients in the other direction."""
+        return rows if (moves := self._moves(rows, source, target)) is None else move_rows(rows, moves, self.group)
+
+    def _moves(self, rows: torch.Tensor, source: TokenOrder, target: TokenOrder) -> Moves | None:
         if self.ranks == 1 or source == target:
-            return rows
+            return None
         count, device = rows.shape[0], rows.device
         plan = self._plans.get((source, target, count, device))
         if plan is None:
             while len(self._plans) > _KEPT - 2:
                 del self._plans[next(iter(self._plans))]
-            plan = plan_exchange(source, target, count * self.ranks, self.ranks, self.member).to(device)
+            plan = plan_exchange(source, target, count * self.ranks, self.ranks, self.member, device)
             self._plans[source, target, count, device] = plan
             self._plans[target, source, count, device] = plan.back()
-        outgoing = rows.index_select(0, plan.send_rows)
-        incoming = torch.empty_like(outgoing)
-        dist.all_to_all_single(incoming, outgoing, plan.receive_counts, plan.send_counts, group=self.group)
-        return incoming.index_select(0, plan.arrived_rows)
-
-    def __call__(self, rows: torch.Tensor, source: TokenOrder, target: TokenOrder) -> torch.Tensor:
-        """Move rows like `move`, and gradients in the other direction."""
-        if self.ranks == 1 or source == target:
-            return rows
-        out: torch.Tensor = _Exchange.apply(rows, self, source, target)  # type: ignore[no-untyped-call]
-        return out
-
-
-class _Exchange(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, rows: torch.Tensor, relayout: Relayout, source: TokenOrder, target: TokenOrder
-    ) -> torch.Tensor:
-        ctx.relayout, ctx.source, ctx.target = relayout, source, target
-        return relayout.move(rows, source, target)
-
-    @staticmethod
-    @differentiable_once("rows that change their layout")
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return ctx.relayout.move(gradients[0], ctx.target, ctx.source), None, None, None
+        return plan
 
 
 class TableCache:

@@ -1,0 +1,91 @@
+"""An exchange of another kind than attention's, which the ranks compare as they compare an attention."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+
+from dfa_megatron.errors import DistAttentionError
+from dfa_megatron.runtime.agreement.calls import Facts, Kind
+from dfa_megatron.runtime.comm.channel import Channel
+from dfa_megatron.runtime.comm.groups import Group, channel_of
+
+_KEPT = 64
+"""Kinds that a group keeps; all ranks drop the same one, because all agree on a new one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """An exchange that all ranks make. phases: how its forward and its backward are compared; None: they are not."""
+
+    over: Channel
+    phases: tuple[Kind, Kind] | None
+
+    @contextmanager
+    def running(self, phase: int, device: torch.device) -> Iterator[None]:
+        """Compare what runs inside: the forward (0) or the backward (1). Raises a DisagreementError."""
+        with nullcontext() if self.phases is None else self.over.running(self.phases[phase], device):
+            yield
+        if phase and self.phases is not None:
+            self.over.end_of_backward()
+
+
+def compared(
+    what: str, over: Channel, facts: Facts, device: torch.device, *varying: str, verify: bool | None = None
+) -> Compared:
+    """Return the exchange of that description; ranks compare its facts when they are new. Collective.
+
+    Args:
+        facts: by name; those of a layer that stay the same from batch to batch.
+        varying: what changes with a batch, such as documents: compared at each call by its digest, so that a new pack
+            costs no round of its own.
+        verify: as for `telling`.
+
+    Raises:
+        DisagreementError: the ranks ask for different exchanges; the message is a table.
+    """
+    verify = is_watched(over) if verify is None else verify
+    facts = {"exchange": what, **facts, "device": over.place(device)}
+    key, known = tuple(facts.items()), over.agreed
+    if key not in known:
+        if verify:
+            with over.calls.preparing():
+                over.agree(facts | {"thread": over.calls.thread})
+            with over.collective():
+                over.collectives(device)
+        known[key] = None
+        if len(known) > _KEPT:
+            known.popitem(last=False)
+    known.move_to_end(key)
+    named = (f"{name} {value}" for name, value in facts.items() if name != "exchange")
+    return Compared(over, _phases(", ".join((what, *named, *varying))) if verify else None)
+
+
+@contextmanager
+def telling(group: Group, *, verify: bool | None = None) -> Iterator[Channel | None]:
+    """Give the channel of a group, None of one rank; tell the other ranks of an error, which would wait.
+
+    verify: whether calls are compared; None is as the group's first call asked, or a later one.
+    """
+    over = channel_of(group, verify=verify)
+    try:
+        yield over
+    except DistAttentionError as error:
+        if over is not None and (is_watched(over) if verify is None else verify):
+            with over.calls.preparing(), suppress(DistAttentionError):  # this rank's own reason is the clearer one
+                over.agree({"error": str(error)})
+        raise
+
+
+def is_watched(over: Channel) -> bool:
+    """Return whether the ranks of a group compare their calls."""
+    return over._watched is not None
+
+
+@lru_cache(maxsize=256)
+def _phases(text: str) -> tuple[Kind, Kind]:
+    return Kind.of(f"forward of {text}"), Kind.of(f"backward of {text}")

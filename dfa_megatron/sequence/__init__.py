@@ -1,0 +1,1 @@
+"""Small functions of a sequence that is sharded across ranks."""

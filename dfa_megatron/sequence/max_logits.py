@@ -1,0 +1,144 @@
+"""The largest attention logit of every head over a sequence that is sharded across ranks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import nullcontext
+
+import torch
+import torch.distributed as dist
+
+from dfa_megatron.errors import UnsupportedError
+from dfa_megatron.kernels.api import accumulator_dtype
+from dfa_megatron.kernels.segments import visible
+from dfa_megatron.plan.language.geometry import Span, Tile
+from dfa_megatron.plan.language.layout import Layout
+from dfa_megatron.plan.language.mask import Mask
+from dfa_megatron.plan.schedules.load_balanced import layout_of
+from dfa_megatron.runtime.comm.compared import compared, telling
+from dfa_megatron.runtime.comm.groups import Group, resolve
+from dfa_megatron.runtime.cu_seqlens import offsets_of
+from dfa_megatron.runtime.problem import Inputs, refuse_strangers, refuse_tensors
+from dfa_megatron.runtime.request import Request
+from dfa_megatron.sequence.reorder import check_tokens
+from dfa_megatron.sharding import CuSeqlens
+
+_SCORES = 1 << 25
+"""Scores that are in memory at once, of all heads."""
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator,unused-ignore]
+@torch.no_grad()
+def max_logits(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    *,
+    causal: bool | None = None,
+    group: Group = None,
+    softmax_scale: float | None = None,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    mask: Mask | None = None,
+    cu_seqlens: CuSeqlens = None,
+    layout: str | Layout = "contiguous",
+) -> torch.Tensor:
+    """Return the largest logit of each head over the whole sequence, float32 (heads,), on every rank; no gradient.
+
+    Logits are scaled and capped, of the pairs that attend, without sinks and ALiBi. It is Transformer Engine's
+    `max_logit`, by which QK-clip scales weights. Collective.
+
+    It is a pass of its own: the products of queries and keys of a forward, and the keys of every rank to all. A rank
+    computes the rows that it holds, so "zigzag" is the layout that balances a causal mask.
+
+    Args:
+        q: (batch, local_seq, heads, head_dim), as for `dist_flash_attn_func`.
+        k: (batch, local_seq, kv_heads, head_dim).
+        cu_seqlens: global offsets of packed documents, as for `dist_flash_attn_varlen_func`; None for none.
+        causal, group, softmax_scale, window_size, softcap, mask, layout: as for `dist_flash_attn_func`.
+
+    Raises:
+        UnsupportedError: as for `dist_flash_attn_func`.
+        DisagreementError: the ranks ask for different things, or run different calls.
+
+    Source: section 2.2 of Kimi K2, arXiv 2507.20534.
+    """
+    with telling(group) as over:
+        rank, ranks = (0, 1) if over is None else (over.rank, over.size)
+        refuse_strangers(q, k, k)
+        request = Request(
+            softmax_scale=q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale,
+            causal=causal,
+            window_size=window_size,
+            softcap=softcap,
+            mask=mask,
+            layout=layout if isinstance(layout, str) else "contiguous",
+            cu_seqlens=() if cu_seqlens is None else offsets_of(cu_seqlens, q.device),
+        )
+        seen, whole = _checked(q, k, request, layout, rank, ranks)
+    exchange, members = None, resolve(group)
+    if over is not None:
+        facts = {"q": f"{q.shape[0]}, {tuple(q.shape[2:])}", "kv_heads": str(k.shape[2]), "dtype": str(q.dtype)}
+        facts |= {"scale": str(request.softmax_scale), "softcap": str(request.softcap)}
+        about = f"mask {seen.name}", f"layout {whole if isinstance(layout, Layout) else layout}"
+        exchange = compared("the largest logits", over, facts, q.device, *about)
+    peaks = q.new_full((q.shape[2],), -math.inf, dtype=accumulator_dtype(q.dtype))
+    with nullcontext() if exchange is None else exchange.running(0, q.device):
+        for owner in range(ranks):
+            keys = k if owner == rank else k.new_empty(k.shape[0], sum(map(len, whole.spans(owner))), *k.shape[2:])
+            if ranks > 1 and keys.numel():
+                dist.broadcast(keys.contiguous(), group=members, group_src=owner)
+            _raise(peaks, q, keys, _tiles(seen, whole, rank, owner, q.shape[0] * q.shape[2]))
+        if ranks > 1:
+            dist.all_reduce(peaks, dist.ReduceOp.MAX, group=members)
+    # Both grow with the product: the largest product has the largest logit.
+    logits = peaks * request.softmax_scale
+    return (softcap * torch.tanh(logits / softcap) if softcap else logits).float()
+
+
+def _checked(
+    q: torch.Tensor, k: torch.Tensor, request: Request, layout: str | Layout, rank: int, ranks: int
+) -> tuple[Mask, Layout]:
+    """Return the mask, and the tokens of every rank; refuse what no attention takes."""
+    if q.shape[1:2] != (0,):
+        refuse_tensors(Inputs(q, k, k))
+    request.check()
+    if not 0 <= request.softcap < math.inf:
+        raise UnsupportedError(f"softcap={request.softcap}", "it is positive and finite", "0.0 for none")
+    length = request.cu_seqlens[-1] if request.cu_seqlens else q.shape[1] * ranks
+    length = layout.length if isinstance(layout, Layout) else request.mask.length if request.mask else length
+    seen = request.mask_over(length)
+    whole = layout if isinstance(layout, Layout) else layout_of(layout, seen, ranks)
+    check_tokens(q, 1, whole, rank, ranks)
+    return seen, whole
+
+
+def _tiles(seen: Mask, whole: Layout, rank: int, owner: int, heads: int) -> Iterator[tuple[Tile, int, int]]:
+    """Yield (tile of a rank's queries and an owner's keys, its first row there, its first key there)."""
+    side = max(64, 1 << int(math.log2(_SCORES / heads) / 2))
+    theirs = whole.offsets(whole.of(owner))
+    for q_chunk, row in whole.offsets(whole.of(rank)).items():
+        for kv_chunk, column in theirs.items():
+            q, kv = whole.chunks[q_chunk], whole.chunks[kv_chunk]
+            for tile in seen.restrict(q, kv):
+                for top in range(tile.q.lo, tile.q.hi, side):
+                    for left in range(tile.kv.lo, tile.kv.hi, side):
+                        if part := tile.restrict(Span(top, top + side), Span(left, left + side)):
+                            yield part, row + part.q.lo - q.lo, column + part.kv.lo - kv.lo
+
+
+def _raise(peaks: torch.Tensor, q: torch.Tensor, k: torch.Tensor, tiles: Iterator[tuple[Tile, int, int]]) -> None:
+    """Raise the peaks of the heads to the largest products in the tiles, summed in the accumulator's dtype."""
+    (batch, _, heads, dim), kv_heads, wide = q.shape, k.shape[2], peaks.dtype
+    queries, keys = q.unflatten(2, (kv_heads, -1)).permute(0, 2, 3, 1, 4), k.permute(0, 2, 3, 1)
+    for tile, row, column in tiles:
+        rows = queries[:, :, :, row : row + len(tile.q)].reshape(batch * kv_heads, -1, dim)
+        columns = keys[:, :, :, column : column + len(tile.kv)].reshape(batch * kv_heads, dim, -1)
+        if q.is_cuda and q.dtype != wide and hasattr(torch.ops.aten.bmm, "dtype"):  # since PyTorch 2.8
+            products = torch.bmm(rows, columns, out_dtype=wide)
+        else:
+            products = torch.bmm(rows.to(wide), columns.to(wide))
+        pairs = visible(tile.band, len(tile.q), len(tile.kv), q.device)
+        scores = products.view(batch, heads, len(tile.q), len(tile.kv))
+        scores = scores if pairs is None else scores.masked_fill_(~pairs, -math.inf)
+        torch.maximum(peaks, scores.amax((0, 2, 3)), out=peaks)

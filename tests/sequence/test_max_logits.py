@@ -1,0 +1,102 @@
+"""The largest logits of every head, against dense scores: masks, windows, packs, layouts, and ranks without tokens."""
+
+from __future__ import annotations
+
+import random
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+
+from dfa_megatron import masks, max_logits
+from dfa_megatron.errors import DisagreementError, UnsupportedError
+from dfa_megatron.plan.language.geometry import Span
+from dfa_megatron.plan.language.layout import Layout
+from dfa_megatron.runtime.request import Request
+from dfa_megatron.sequence import max_logits as module
+from dfa_megatron.sharding import layout_of_tokens, positions_of
+from tests.support.packs import random_offsets
+from tests.support.workers import run_ranks
+
+
+def dense(q: torch.Tensor, k: torch.Tensor, scale: float | None, softcap: float, **mask: Any) -> torch.Tensor:
+    """From all scores of the sequence, in float64."""
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    seen = torch.zeros(q.shape[1], q.shape[1], dtype=torch.bool)
+    i, j = torch.arange(q.shape[1])[:, None], torch.arange(q.shape[1])
+    for t in Request(softmax_scale=1.0, **mask).mask_over(q.shape[1]).tiles:
+        inside = (t.q.lo <= i) & (i < t.q.hi) & (t.kv.lo <= j) & (j < t.kv.hi)
+        seen |= inside & (j - i >= t.lo) & (j - i <= t.hi)
+    keys = k.repeat_interleave(q.shape[2] // k.shape[2], 2)
+    scores = torch.einsum("bihd,bjhd->bhij", q.double(), keys.double()) * scale
+    scores = softcap * torch.tanh(scores / softcap) if softcap else scores
+    return scores.masked_fill(~seen, -torch.inf).amax((0, 2, 3))
+
+
+def uneven(length: int, ranks: int, draw: random.Random) -> Layout:
+    """Give ranks runs of tokens of any length, in any order, and now and then none."""
+    cuts = [0, *sorted(draw.randint(0, length) for _ in range(2 * ranks - 1)), length]
+    chunks = [Span(lo, hi) for lo, hi in pairwise(cuts) if hi > lo]
+    draw.shuffle(chunks)  # a rank's tokens need not be in order
+    owners = [draw.randrange(ranks) for _ in chunks]
+    owners[draw.randrange(len(owners))] = ranks - 1  # a layout counts its ranks by the last
+    return Layout(tuple(chunks), tuple(owners))
+
+
+def asked(length: int, draw: random.Random) -> dict[str, Any]:
+    """Ask for a mask."""
+    window = draw.choice([(-1, -1), (draw.randint(0, 6), draw.randint(-1, 6))])
+    lengths = draw.choice([[length], [3, length - 3], [1, 1, length - 2]])
+    ways: list[dict[str, Any]] = [
+        {"causal": draw.random() < 0.7, "window_size": window},
+        {"causal": draw.random() < 0.5, "cu_seqlens": random_offsets(length, draw)},
+        {"mask": masks.prefix_lm_documents(lengths, [min(2, x) for x in lengths])},
+        {"mask": masks.global_sliding(length, 3, 2)},
+        {"mask": masks.causal_blockwise(lengths)},
+    ]
+    return draw.choice(ways)
+
+
+def compare(rank: int, ranks: int, draw: random.Random) -> None:
+    whole: Layout | str
+    length = 2 * ranks * draw.randint(2, 5)
+    (heads, kv_heads), batch = draw.choice([(4, 2), (3, 1), (2, 2)]), draw.randint(1, 2)
+    mask = asked(length, draw)
+    layout = draw.choice(["contiguous", "zigzag", *(["load_balanced"] if "cu_seqlens" in mask else [])])
+    layout = draw.choice([layout, uneven(length, ranks, draw)])
+    whole = layout if isinstance(layout, Layout) else layout_of_tokens(layout, length, ranks, mask.get("cu_seqlens"))
+    dtype = draw.choice([torch.float64, torch.float32, torch.bfloat16])
+    scale, softcap = draw.choice([None, 0.3]), draw.choice([0.0, 2.0])
+    seed = torch.Generator().manual_seed(draw.randrange(1000))
+    q = torch.randn(batch, length, heads, 8, generator=seed, dtype=torch.float64).to(dtype) - 0.5
+    k = torch.randn(batch, length, kv_heads, 8, generator=seed, dtype=torch.float64).to(dtype) - 0.5
+    rows = positions_of(whole, rank) if whole.of(rank) else torch.zeros(0, dtype=torch.int64)
+    got = max_logits(
+        q[:, rows].requires_grad_(), k[:, rows], softmax_scale=scale, softcap=softcap, layout=layout, **mask
+    )
+    assert (got.dtype, got.shape, got.requires_grad) == (torch.float32, (heads,), False)
+    torch.testing.assert_close(got.double(), dense(q, k, scale, softcap, **mask), atol=0, rtol=3e-6)
+
+
+def _many(rank: int, ranks: int) -> None:
+    draw = random.Random(ranks)
+    module._SCORES = 1 << 10  # several tiles of a block
+    for _ in range(25):
+        compare(rank, ranks, draw)
+    q = torch.ones(1, 4, 2, 8)
+    with pytest.raises(DisagreementError):
+        max_logits(q, q, causal=True, softcap=7.0 + rank)
+    with pytest.raises(UnsupportedError if rank == 1 else DisagreementError, match="3 tokens on rank 1"):
+        max_logits(*(q[:, : 4 - (rank == 1)],) * 2, mask=masks.causal(4 * ranks), softcap=9.0)
+    assert torch.equal(max_logits(q, q, causal=True), torch.full((2,), 8**0.5))
+
+
+@pytest.mark.parametrize("ranks", [1, 5])
+def test_the_largest_logits_are_those_of_the_dense_scores(ranks: int) -> None:
+    if ranks == 1:
+        draw = random.Random(1)
+        for _ in range(20):
+            compare(0, 1, draw)
+        return
+    run_ranks(ranks, _many)
