@@ -51,7 +51,7 @@ LONG_FUNCTIONS_FOR_NOW = {
 """May only become shorter."""
 
 BUDGETS = {
-    "benchmarks": 6_179,
+    "benchmarks": 6_180,
     "cli": 672,
     "deepspeed": 1_452,
     "doctor": 1_039,
@@ -61,10 +61,10 @@ BUDGETS = {
     "megatron": 4_818,
     "plan": 5_575,
     "proving": 763,
-    "recurrence": 1_386,
+    "recurrence": 1_483,
     "remat": 529,
     "runtime": 5_280,
-    "tests": 37_670,
+    "tests": 37_742,
     "top": 1_657,
     "trees": 305,
 }

@@ -11,8 +11,9 @@ import torch
 
 from dfa_megatron.config import DistAttentionConfig
 from dfa_megatron.errors import UnsupportedError
+from dfa_megatron.plan.language.layout import Layout
 from dfa_megatron.plan.language.mask import short_name
-from dfa_megatron.recurrence.share import Parents, Share
+from dfa_megatron.recurrence.share import Parents, Share, edges_of
 from dfa_megatron.runtime.agreement.calls import Kind
 from dfa_megatron.runtime.comm.channel import Channel
 from dfa_megatron.runtime.comm.groups import Group, channel_of
@@ -26,8 +27,15 @@ _KEPT = 64
 """Kinds that a group keeps; all ranks drop the same one, because all agree on a new one."""
 
 
-_share = lru_cache(maxsize=64)(Share)
-"""The same object for the layers of a pack: it keeps what it finds."""
+@lru_cache(maxsize=64)  # the same object for the layers of a pack: it keeps what it finds
+def _share(place: tuple[int, int], tokens: int, layout: Layout | str, offsets: Offsets, parents: Parents) -> Share:
+    """Return the share of a rank of so many, which has these tokens."""
+    share = Share(place[0], edges_of(layout, tokens, place[1], offsets), offsets, parents)
+    if share.tokens != tokens:
+        what = f"{tokens} tokens on rank {share.rank} of a sequence that gives it {share.tokens}"
+        why = f"the ranks hold {share.edges[-1]} tokens together: {share.held}"
+        raise UnsupportedError(what, why, "layout=, the number of tokens of every rank")
+    return share
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,12 +55,13 @@ class Place:
         cu_seqlens: CuSeqlens,
         parents: Sequence[int] | None = None,
         *,
+        layout: Layout | str = "contiguous",
         config: DistAttentionConfig = DEFAULTS,
     ) -> Place:
-        """Return the place of tokens, which lie along dimension `dim` of x, the same number on every rank.
+        """Return the place of tokens, which lie along dimension `dim` of x.
 
         Args:
-            group: the ranks that share the sequence, in the order of their tokens.
+            group, layout: as for `dist_scan`.
             cu_seqlens: global token offsets of packed documents; None for sequences that are one document.
             parents: of the documents, the segments of a prompt tree; None for no tree.
             config: its verify is used.
@@ -66,7 +75,7 @@ class Place:
         try:
             offsets = () if cu_seqlens is None else offsets_of(cu_seqlens, x.device)
             above = () if parents is None or max(parents, default=-1) < 0 else tuple(parents)
-            return cls(over, _share(rank, ranks, x.shape[dim], offsets, above), verify)
+            return cls(over, _share((rank, ranks), x.shape[dim], layout, offsets, above), verify)
         except UnsupportedError as error:
             refuse(error, over, verify=verify)
             raise
@@ -114,7 +123,7 @@ def agree_on(what: str, place: Place, facts: dict[str, str], device: torch.devic
     """
     share, over, verify = place.share, place.over, place.verify
     assert over is not None, "a share that crosses ranks"
-    facts = {"exchange": what, "tokens of a rank": str(share.tokens), **facts, "device": over.place(device)}
+    facts = {"exchange": what, "tokens of a rank": share.held, **facts, "device": over.place(device)}
     key, known = tuple(facts.items()), over.agreed
     if key not in known:
         if verify:
