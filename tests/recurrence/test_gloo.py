@@ -13,7 +13,6 @@ from torch.utils.checkpoint import checkpoint
 
 from dfa_megatron import remat
 from dfa_megatron.errors import DisagreementError, UnsupportedError
-from dfa_megatron.plan.language.geometry import Span
 from dfa_megatron.plan.language.layout import Layout, contiguous
 from dfa_megatron.recurrence import Scan, dist_conv, dist_scan
 from dfa_megatron.runtime.counters import COUNTERS
@@ -26,6 +25,7 @@ from tests.support.recurrences import (
     by_path,
     convolve,
     forest,
+    held,
     recurrence,
     rows_of,
     uneven,
@@ -81,9 +81,8 @@ def _final_state(rank: int, ranks: int) -> None:
     for seed, kind in enumerate(KINDS):
         # The second document starts inside of the last rank but one; the last segment continues the first.
         packs = ((0, length), [-1]), ((0, length - 6, length), [-1, -1]), ((0, 3, 9, length), [-1, 0, 0])
-        for (offsets, parents), counts in itertools.product(packs, ((4, 4, 4), (0, 12, 0), (5, 0, 7), (6, 6, 0))):
-            whole, edges = recurrence(kind, length, seed=seed), [*itertools.accumulate(counts, initial=0)]
-            layout = Layout(tuple(Span(*edge) for edge in itertools.pairwise(edges)), tuple(range(ranks)))
+        for (offsets, parents), counts in itertools.product(packs, ((4, 4, 4), (0, 6, 6), (5, 0, 7), (6, 6, 0))):
+            whole, layout = recurrence(kind, length, seed=seed), held(counts)
             mine = whole.rows(rank, ranks, layout)
             where: Any = {"cu_seqlens": offsets, "parents": parents, "layout": layout}
             _, final = dist_scan(whole.scan, mine, decay=whole.decay(mine), **where)

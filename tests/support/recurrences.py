@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import torch
 
@@ -58,7 +58,12 @@ def rows_of(layout: Layout, rank: int) -> slice:
 def uneven(length: int, ranks: int, draw: random.Random) -> Layout:
     """Contiguous tokens, whose numbers are random and often zero."""
     cuts = sorted(draw.choices(range(length + 1), k=ranks - 1))
-    return Layout(tuple(Span(lo, hi) for lo, hi in pairwise((0, *cuts, length))), tuple(range(ranks)))
+    return held([hi - lo for lo, hi in pairwise((0, *cuts, length))])
+
+
+def held(counts: Sequence[int]) -> Layout:
+    """Contiguous tokens, so many on every rank."""
+    return Layout(tuple(Span(*edge) for edge in pairwise(accumulate(counts, initial=0))), tuple(range(len(counts))))
 
 
 def by_path(
