@@ -61,7 +61,7 @@ def unshard_sequence(
     x: torch.Tensor,
     *,
     group: Group = None,
-    layout: str = "contiguous",
+    layout: str | Layout = "contiguous",
     dim: int = 1,
     cu_seqlens: CuSeqlens = None,
 ) -> torch.Tensor:
@@ -137,12 +137,17 @@ def tree_positions(
     return torch.cat(parts)
 
 
-def layout_of_tokens(name: str, length: int, ranks: int, cu_seqlens: CuSeqlens = None) -> Layout:
+def layout_of_tokens(name: str | Layout, length: int, ranks: int, cu_seqlens: CuSeqlens = None) -> Layout:
     """Return the layout of a sequence, or of a pack of documents: the tokens of each rank.
 
     Raises:
         UnsupportedError: as for `shard_sequence`.
     """
+    if isinstance(name, Layout):
+        if (name.length, name.ranks) != (length, ranks):
+            what = f"a layout of {name.length} tokens on {name.ranks} ranks"
+            raise UnsupportedError(what, f"{ranks} ranks hold {length}", "the layout of the whole sequence")
+        return name
     if cu_seqlens is None:
         return by_name(name, length, ranks)
     return layout_of(name, balancing_mask(offsets_of(cu_seqlens), length), ranks)
@@ -209,7 +214,7 @@ def _sequence_dim(x: torch.Tensor, dim: int) -> int:
     return dim % x.dim()
 
 
-def _compare(x: torch.Tensor, dim: int, layout: str, group: dist.ProcessGroup) -> None:
+def _compare(x: torch.Tensor, dim: int, layout: str | Layout, group: dist.ProcessGroup) -> None:
     """Check that every rank passes the same sizes: an all-gather of other sizes would hang or corrupt memory."""
     gradient = x.requires_grad and torch.is_grad_enabled()
     rest = zlib.crc32(f"{x.dtype} {dim} {layout} {x.dim()} {gradient}".encode())
