@@ -100,13 +100,14 @@ def timed(name: str, make: Callable[[], Call], shapes: Shapes) -> float:
 
 def parts(shapes: Shapes, ranks: int) -> dict[str, Callable[[], Call]]:
     """Return what makes the forward and backward of every part, quickest to compile first."""
+    edges = tuple(rank * shapes.tokens for rank in range(ranks + 1))
     return {
         "projections ms": lambda: projections(shapes),
         "conv ms": lambda: convolution(shapes),
         "fold ms": lambda: folded(shapes, ranks),
         "attention ms": lambda: attention(shapes, ranks),
-        "scan ms": lambda: scan(shapes, Share(0, ranks, shapes.tokens)),
-        "scan, wider ms": lambda: scan(shapes, Share(1, ranks, shapes.tokens)),
+        "scan ms": lambda: scan(shapes, Share(0, edges)),
+        "scan, wider ms": lambda: scan(shapes, Share(1, edges)),
     }
 
 

@@ -52,23 +52,23 @@ LONG_FUNCTIONS_FOR_NOW = {
 """May only become shorter."""
 
 BUDGETS = {
-    "benchmarks": 6_179,
+    "benchmarks": 6_180,
     "cli": 671,
     "deepspeed": 1_452,
     "doctor": 1_040,
     "huggingface": 4_642,
     "kernels": 3_792,
-    "loss": 709,
+    "loss": 692,
     "megatron": 4_721,
     "plan": 5_740,
     "proving": 763,
-    "recurrence": 1_354,
+    "recurrence": 1_452,
     "remat": 529,
     "runtime": 5_575,
     "sequence": 399,
-    "tests": 38_122,
+    "tests": 38_221,
     "top": 1_616,
-    "trees": 305,
+    "trees": 306,
 }
 """Lines of Python in a folder of the package, in its files beside them ("top"), in tests and in benchmarks.
 

@@ -130,13 +130,14 @@ def best(
     hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, tiling: Tiling
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the largest logit of each token and its row on this rank, (tokens,) each; no autograd."""
-    found = []
+    shape = tiling.head.shards, hidden.shape[0]
+    highs = hidden.new_empty(shape, dtype=wide(hidden.dtype))
+    rows = hidden.new_empty(shape, dtype=torch.int64)
     with torch.no_grad():
         for cut in tiling.cuts(hidden.shape[0]):
             high, row = tiling.logits(tiling.gathered(hidden[cut]), weight, bias).max(dim=-1)
-            found.append((high.view(tiling.head.shards, -1), row.view(tiling.head.shards, -1)))
-    highs, rows = zip(*found, strict=True)
-    return torch.cat(highs, 1).flatten(), torch.cat(rows, 1).flatten()
+            highs[:, cut], rows[:, cut] = high.view(shape[0], -1), row.view(shape[0], -1)
+    return highs.flatten(), rows.flatten()
 
 
 def _statistics(logits: torch.Tensor, labels: torch.Tensor, tiling: Tiling) -> torch.Tensor:

@@ -9,18 +9,28 @@ from functools import lru_cache
 import torch
 
 from dfa_megatron.config import DistAttentionConfig
+from dfa_megatron.errors import UnsupportedError
+from dfa_megatron.plan.language.layout import Layout
 from dfa_megatron.plan.language.mask import short_name
-from dfa_megatron.recurrence.share import Share
+from dfa_megatron.recurrence.share import Parents, Share, edges_of
 from dfa_megatron.runtime.comm.channel import Channel
 from dfa_megatron.runtime.comm.compared import Compared, compared, telling
 from dfa_megatron.runtime.comm.groups import Group
 from dfa_megatron.runtime.counters import COUNTERS
-from dfa_megatron.runtime.cu_seqlens import describe, offsets_of
+from dfa_megatron.runtime.cu_seqlens import Offsets, describe, offsets_of
 from dfa_megatron.runtime.request import DEFAULTS
 from dfa_megatron.sharding import CuSeqlens
 
-_share = lru_cache(maxsize=64)(Share)
-"""The same object for the layers of a pack: it keeps what it finds."""
+
+@lru_cache(maxsize=64)  # the same object for the layers of a pack: it keeps what it finds
+def _share(place: tuple[int, int], tokens: int, layout: Layout | str, offsets: Offsets, parents: Parents) -> Share:
+    """Return the share of a rank of so many, which has these tokens."""
+    share = Share(place[0], edges_of(layout, tokens, place[1], offsets), offsets, parents)
+    if share.tokens != tokens:
+        what = f"{tokens} tokens on rank {share.rank} of a sequence that gives it {share.tokens}"
+        why = f"the ranks hold {share.edges[-1]} tokens together: {share.held}"
+        raise UnsupportedError(what, why, "layout=, the number of tokens of every rank")
+    return share
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,12 +50,13 @@ class Place:
         cu_seqlens: CuSeqlens,
         parents: Sequence[int] | None = None,
         *,
+        layout: Layout | str = "contiguous",
         config: DistAttentionConfig = DEFAULTS,
     ) -> Place:
-        """Return the place of tokens, which lie along dimension `dim` of x, the same number on every rank.
+        """Return the place of tokens, which lie along dimension `dim` of x.
 
         Args:
-            group: the ranks that share the sequence, in the order of their tokens.
+            group, layout: as for `dist_scan`.
             cu_seqlens: global token offsets of packed documents; None for sequences that are one document.
             parents: of the documents, the segments of a prompt tree; None for no tree.
             config: its verify is used.
@@ -58,7 +69,7 @@ class Place:
             rank, ranks = (0, 1) if over is None else (over.rank, over.size)
             offsets = () if cu_seqlens is None else offsets_of(cu_seqlens, x.device)
             above = () if parents is None or max(parents, default=-1) < 0 else tuple(parents)
-            return cls(over, _share(rank, ranks, x.shape[dim], offsets, above), verify)
+            return cls(over, _share((rank, ranks), x.shape[dim], layout, offsets, above), verify)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +110,7 @@ def agree_on(what: str, place: Place, facts: dict[str, str], device: torch.devic
     """
     share = place.share
     assert place.over is not None, "a share that crosses ranks"
-    facts = {"tokens of a rank": str(share.tokens), **facts}
+    facts = {"tokens of a rank": share.held, **facts}
     varying = [describe(share.offsets)] if share.offsets else []
     varying += [f"parents {short_name(share.parents)}"] if share.parents else []
     return Agreed(share, compared(what, place.over, facts, device, *varying, verify=place.verify))

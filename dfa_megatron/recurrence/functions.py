@@ -9,8 +9,9 @@ import torch
 
 from dfa_megatron.config import DistAttentionConfig
 from dfa_megatron.errors import UnsupportedError
+from dfa_megatron.plan.language.layout import Layout
 from dfa_megatron.recurrence.agreed import Place
-from dfa_megatron.recurrence.local_scan import Decay, Scan, Tokens, local_scan
+from dfa_megatron.recurrence.local_scan import Decay, Scan, Tokens, local_scan, zero_tokens
 from dfa_megatron.recurrence.passing import outside_graphs, pass_states, tokens_before
 from dfa_megatron.runtime.comm.groups import Group
 from dfa_megatron.runtime.cu_seqlens import Offsets
@@ -27,6 +28,7 @@ def dist_scan(
     group: Group = None,
     cu_seqlens: CuSeqlens = None,
     parents: Sequence[int] | None = None,
+    layout: Layout | str = "contiguous",
     config: DistAttentionConfig = DEFAULTS,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (out, final state) of a recurrence over contiguous tokens; collective, and exact with its gradients.
@@ -43,17 +45,19 @@ def dist_scan(
         cu_seqlens: global token offsets of packed documents. None: each sequence of the batch is one document.
         parents: for documents that are the segments of a prompt tree, depth first: the number of each one's parent, -1
             for a root. The state after the parent comes into each of its children.
+        layout: "contiguous": equal parts, or with cu_seqlens the first ranks one token more. Or a `Layout` of
+            contiguous tokens in rank order, any number on each rank, also none.
         config: its verify and timeouts are used.
 
     Returns:
-        out as the kernel gives it; the state (batch, heads, keys, values) after this rank's last document, float32 (or
-        float64) where a state came in, else as the kernel gives it.
+        out as the kernel gives it; the state (batch, heads, keys, values) after this rank's last token, float32 (or
+        float64) where a state came in, else as the kernel gives it. A rank without tokens has that of the one before.
 
     Raises:
-        UnsupportedError: tokens or cu_seqlens do not fit together.
+        UnsupportedError: tokens, cu_seqlens and layout do not fit together.
         DisagreementError: the ranks ask for different recurrences, or run different calls; the message is a table.
     """
-    place = Place.of(next(iter(tokens.values())), 1, group, cu_seqlens, parents, config=config)
+    place = Place.of(next(iter(tokens.values())), 1, group, cu_seqlens, parents, layout=layout, config=config)
     local = local_scan(scan, tokens, place.share, decay)
     crosses = place.share.crosses
     return local.finish(pass_states(local.carries, place, matrix=local.matrix) if crosses else None)
@@ -74,6 +78,7 @@ def dist_conv(
     group: Group = None,
     cu_seqlens: CuSeqlens = None,
     parents: Sequence[int] | None = None,
+    layout: Layout | str = "contiguous",
     config: DistAttentionConfig = DEFAULTS,
 ) -> torch.Tensor:
     """Return a causal convolution over contiguous tokens; collective, and exact with its gradients.
@@ -86,7 +91,7 @@ def dist_conv(
         x: this rank's tokens along dimension `dim`.
         width: of the convolution, in tokens.
         packs: whether `run` takes documents in a batch of one; otherwise it is called for each of them with ().
-        group, cu_seqlens, parents, config: as for `dist_scan`.
+        group, cu_seqlens, parents, layout, config: as for `dist_scan`.
 
     Raises:
         UnsupportedError: a width below 1, or cu_seqlens that do not fit.
@@ -95,15 +100,18 @@ def dist_conv(
     if width < 1:
         raise UnsupportedError(f"a convolution of width {width}", "it reads no token", "a width of 1 or more")
     dim %= x.dim()
-    place = Place.of(x, dim, group, cu_seqlens, parents, config=config)
+    place = Place.of(x, dim, group, cu_seqlens, parents, layout=layout, config=config)
     share, added, pieces = place.share, width - 1, place.share.pieces
-    if not added or not (share.crosses or share.led):
+    if not (added and (share.led or any(share.reach(added).brings))):
         added = 0
     else:
         pieces = share.reach(added).documents
-        before = tokens_before(x, added, place, dim=dim).split(added, dim)
-        own = x.split(share.lengths(share.leads), dim)
-        x = torch.cat([part for both in zip(before, own, strict=True) for part in both], dim)
+        before = tokens_before(x, added, place, dim=dim)
+        own = x.split(share.lengths(share.leads), dim) if share.mine else [x]
+        both = zip(before.split(added, dim), own, strict=True)
+        x = torch.cat([part for parts in both for part in parts], dim)
+    if not share.mine:  # a kernel takes no empty tensor, and its parameters need gradients
+        return run(torch.cat([x, zero_tokens(x, 1, dim)], dim), ()).narrow(dim, 0, 0)
     if len(pieces) == 2:
         out = run(x, ())
     elif packs and x.shape[0] == 1:  # kernels take a pack as a batch of one

@@ -98,11 +98,13 @@ class Local:
 
         Each of them depends on it on every rank.
         """
-        share, outs, last = self.share, list(self.outs), self.share.mine[-1]
+        share, outs, last = self.share, list(self.outs), self.share.last
         brought = share.brought[share.rank]
         with torch.autocast(outs[0].device.type, enabled=False):
             after = {} if incoming is None else dict(zip(brought, incoming, strict=False))
             for piece, (m, state) in self.carries.items():
+                if piece in after:  # of a rank without tokens, which passes it on
+                    continue
                 came = after.get(share.source[piece])
                 after[piece] = state if came is None else apply(m.to(came.dtype), came, matrix=self.matrix) + state
             for at, (piece, *_) in enumerate(share.runs):
@@ -110,8 +112,8 @@ class Local:
                     outs[at] = outs[at] + self.reads[piece](after[before]).to(outs[at].dtype)
         out, final = torch.cat(outs, 1) if len(outs) > 1 else outs[0], after[last]
         if incoming is not None:
-            out = out if brought else _tied(out, incoming)
-            final = final if share.source[last] >= 0 else _tied(final, incoming)
+            out = out if brought and share.mine else _tied(out, incoming)
+            final = final if share.mine and share.source[last] >= 0 else _tied(final, incoming)
         return out, final
 
 
@@ -122,6 +124,8 @@ def local_scan(scan: Scan, tokens: Tokens, share: Share, decay: Decay | None = N
         UnsupportedError: tokens that do not belong together.
     """
     _check(tokens, scan, share)
+    if not share.tokens:
+        return _of_none(scan, tokens, share, decay)
     reads, carries, outs = dict[int, Read](), dict[int, Carry](), list[torch.Tensor]()
     mine, keys, values = share.mine, tokens[scan.keys].shape[-1], tokens[scan.values].shape[-1]
     plain = share.led[-1] + 1 if share.led and decay is None else mine.start
@@ -143,6 +147,22 @@ def local_scan(scan: Scan, tokens: Tokens, share: Share, decay: Decay | None = N
             carries = {piece: (ms.get(piece, closed[0][1]), state) for piece, (_, state) in carries.items()}
         whole = compose(dict(sorted(carries.items())), share.before, matrix=decay is None)
     return Local(share, outs, reads, whole, decay is None)
+
+
+def _of_none(scan: Scan, tokens: Tokens, share: Share, decay: Decay | None) -> Local:
+    """Run the kernel on one token of zeros, so that shapes and gradients of parameters are those of other ranks."""
+
+    def one(x: torch.Tensor) -> torch.Tensor:
+        return torch.cat([x, zero_tokens(x, 1, 1)], 1)
+
+    decay = decay and decay._replace(read=one(decay.read), log=one(decay.log))
+    local = local_scan(scan, {name: one(x) for name, x in tokens.items()}, Share(0, (0, 1)), decay)
+    return Local(share, [out[:, :0] for out in local.outs], {}, {share.last: local.carries[0]}, local.matrix)
+
+
+def zero_tokens(x: torch.Tensor, count: int, dim: int) -> torch.Tensor:
+    """Return so many tokens of zeros along a dimension of tensors like x."""
+    return x.new_zeros((*x.shape[:dim], count, *x.shape[dim + 1 :]))
 
 
 def _run_pieces(

@@ -17,6 +17,7 @@ from dfa_megatron.kernels.api import accumulator_dtype
 from dfa_megatron.kernels.leaf import differentiable_once
 from dfa_megatron.recurrence.agreed import Agreed, Place, agree_on
 from dfa_megatron.recurrence.fold import Carry, fold, fold_back, gradient_of_m
+from dfa_megatron.recurrence.local_scan import zero_tokens
 from dfa_megatron.remat import active_frame
 from dfa_megatron.runtime.agreement.calls import at_layer, current_layer
 from dfa_megatron.runtime.counters import COUNTERS
@@ -37,7 +38,7 @@ def pass_states(carries: Mapping[int, Carry], place: Place, *, matrix: bool) -> 
     Collective, also in the backward: the result must be part of what every rank differentiates.
 
     Args:
-        carries: (M, S_local) of this rank's last piece and of those whose states others need, by number: from the
+        carries: (M, S_local) of `share.last` and of this rank's pieces whose states others need, by number: from the
             state that comes from another rank, over all pieces between. matrix: M is (batch, heads, keys, keys), else
             it broadcasts against S_local (batch, heads, keys, values). Where no state comes in it may be anything.
         place: see `Place.of`.
@@ -50,7 +51,7 @@ def pass_states(carries: Mapping[int, Carry], place: Place, *, matrix: bool) -> 
         DisagreementError: the ranks ask for different exchanges, or run different calls.
     """
     share = place.share
-    flat = [x for piece in share.sent[share.rank] or (share.mine[-1],) for x in carries[piece]]
+    flat = [x for piece in share.sent[share.rank] or (share.last,) for x in carries[piece]]
     m, local = flat[:2]
     facts = {
         "state": str(tuple(local.shape)),
@@ -83,12 +84,13 @@ def tokens_before(x: torch.Tensor, count: int, place: Place, *, dim: int = 1) ->
     Raises:
         DisagreementError: as `pass_states`.
     """
-    own, rows = (_on(numbers, x.device) for numbers in place.share.reach(count)[2:4])
-    found = [torch.zeros_like(x.narrow(dim, 0, 1)), x.index_select(dim, own)]
-    if place.share.crosses:
+    reach = place.share.reach(count)
+    own, rows = _on(reach.own, x.device), _on(reach.rows, x.device)
+    found = [zero_tokens(x, 1, dim), x.index_select(dim, own)]
+    if any(reach.brings):
         facts = {
             "tokens before": str(count),
-            "shape": str(tuple(x.shape)),
+            "shape": str((*x.shape[:dim], *x.shape[dim + 1 :])),
             "dtype": str(x.dtype),
             "gradient": str(torch.is_grad_enabled() and x.requires_grad),
         }
@@ -197,12 +199,11 @@ class _Before(torch.autograd.Function):
             return known.detach()
         sends, brings = share.reach(count)[:2]
         most = max(map(len, sends))
-        mine = (*sends[share.rank], *[0] * (most - len(sends[share.rank])))
-        everyone = torch.cat(agreed.gather(0, x.index_select(dim, _on(mine, x.device)).contiguous()), dim)
-        found = [
-            (rank := token // share.tokens) * most + sends[rank].index(token % share.tokens)
-            for token in brings[share.rank]
-        ]
+        mine = x.index_select(dim, _on(sends[share.rank], x.device))
+        if missing := most - len(sends[share.rank]):
+            mine = torch.cat([mine, zero_tokens(x, missing, dim)], dim)
+        everyone = torch.cat(agreed.gather(0, mine.contiguous()), dim)
+        found = [rank * most + sends[rank].index(place) for rank, place in brings[share.rank]]
         found += [0] * (max(map(len, brings)) - len(found))  # as many on every rank, for the backward
         return everyone.index_select(dim, _on(tuple(found), x.device))
 
@@ -215,9 +216,9 @@ class _Before(torch.autograd.Function):
             everyone = agreed.gather(1, gradient.contiguous())
         total = gradient.new_zeros(ctx.shape, dtype=accumulator_dtype(gradient.dtype))
         for theirs, tokens in zip(everyone, share.reach(ctx.count).brings, strict=True):
-            rows = tuple(at for at, token in enumerate(tokens) if token // share.tokens == share.rank)
+            rows = tuple(at for at, (rank, _) in enumerate(tokens) if rank == share.rank)
             if rows:
-                places = _on(tuple(tokens[at] % share.tokens for at in rows), total.device)
+                places = _on(tuple(tokens[at][1] for at in rows), total.device)
                 total.index_add_(dim, places, theirs.index_select(dim, _on(rows, total.device)).to(total.dtype))
         return total.to(gradient.dtype), None, None, None, None
 

@@ -6,13 +6,15 @@ it on its path: of the same segment on the rank before, or the last of its segme
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 from dfa_megatron.errors import UnsupportedError
+from dfa_megatron.plan.language.layout import Layout, contiguous
 from dfa_megatron.plan.language.tree import Tree
 from dfa_megatron.runtime.cu_seqlens import Offsets, check_offsets
 
@@ -24,14 +26,14 @@ class Reach(NamedTuple):
     """The tokens before the pieces of this rank, for a convolution.
 
     sends: for every rank, the places in it of the tokens that others need.
-    brings: for every rank, the tokens of others that it needs, by their place in the sequence.
+    brings: for every rank, the tokens of others that it needs: (the rank that holds one, the place in it).
     own: the places in this rank of its own tokens that are needed.
     rows: for each of `leads`, `count` rows of [a zero, own, brought].
     documents: the offsets of the pieces with these rows before them.
     """
 
     sends: tuple[tuple[int, ...], ...]
-    brings: tuple[tuple[int, ...], ...]
+    brings: tuple[tuple[tuple[int, int], ...], ...]
     own: tuple[int, ...]
     rows: tuple[int, ...]
     documents: Offsets
@@ -39,43 +41,64 @@ class Reach(NamedTuple):
 
 @dataclass(frozen=True)
 class Share:
-    """The contiguous tokens of one rank: `tokens` on each of `ranks` ranks.
+    """The contiguous tokens of one rank. A rank without tokens has no piece.
 
+    edges: global starts of the ranks' tokens and the length of all.
     offsets: global starts of the segments and the length of all; () for a sequence that is one document.
     """
 
     rank: int
-    ranks: int
-    tokens: int
+    edges: Offsets
     offsets: Offsets = ()
     parents: Parents = ()
 
     def __post_init__(self) -> None:
         """Refuse offsets that do not fit the tokens of all ranks, and parents that do not fit the offsets."""
-        if self.offsets:
-            check_offsets(self.offsets, self.tokens * self.ranks)
+        if self.offsets:  # segments may have no token
+            some = (*self.offsets[:1], *(hi for lo, hi in pairwise(self.offsets) if hi != lo))
+            check_offsets(some if some[1:] else self.offsets, self.edges[-1])
         if not self.parents:
             return
         try:
-            Tree(tuple(hi - lo for lo, hi in pairwise(self.offsets)), self.parents)
+            Tree(tuple(max(hi - lo, 1) for lo, hi in pairwise(self.offsets)), self.parents)
         except ValueError as error:
             raise UnsupportedError("parents", str(error), "the parents of a prompt tree beside cu_seqlens") from error
+
+    @property
+    def ranks(self) -> int:
+        """The number of ranks."""
+        return len(self.edges) - 1
+
+    @property
+    def tokens(self) -> int:
+        """The tokens of this rank."""
+        return self.edges[self.rank + 1] - self.edges[self.rank]
+
+    @property
+    def held(self) -> str:
+        """The tokens of every rank, one number where they are equal."""
+        counts = [hi - lo for lo, hi in pairwise(self.edges)]
+        return str(counts[0]) if len({*counts}) == 1 else ", ".join(map(str, counts))
+
+    def place(self, token: int) -> tuple[int, int]:
+        """Return the rank that holds a token, and the token's place in it."""
+        rank = bisect_right(self.edges, token) - 1
+        return rank, token - self.edges[rank]
 
     @cached_property
     def _cut(self) -> tuple[list[int], list[int], list[int]]:
         """The end of every piece, the piece before it or -1, and the first piece of each rank and the number of all."""
         ends, before, last = list[int](), list[int](), list[int]()
-        firsts = [0] * (self.ranks + 1)
-        for at, (lo, hi) in enumerate(pairwise(self.offsets or (0, self.tokens * self.ranks))):
+        for at, (lo, hi) in enumerate(pairwise(self.offsets or (0, self.edges[-1]))):
             parent = self.parents[at] if self.parents else -1
             comes = last[parent] if parent >= 0 else -1
-            for rank in range(lo // self.tokens, (hi - 1) // self.tokens + 1):
+            inside = self.edges[bisect_right(self.edges, lo) : bisect_left(self.edges, hi)]
+            for end in sorted({*inside, hi} - {lo}):
                 before.append(comes)
                 comes = len(ends)
-                ends.append(min(hi, (rank + 1) * self.tokens))
-                firsts[rank + 1] = len(ends)
+                ends.append(end)
             last.append(comes)
-        return ends, before, firsts
+        return ends, before, [bisect_right(ends, edge) for edge in self.edges]
 
     @property
     def before(self) -> list[int]:
@@ -94,7 +117,7 @@ class Share:
     @cached_property
     def pieces(self) -> Offsets:
         """The local offsets of this rank's pieces."""
-        return (0, *(self._cut[0][piece] - self.rank * self.tokens for piece in self.mine))
+        return (0, *(self._cut[0][piece] - self.edges[self.rank] for piece in self.mine))
 
     @cached_property
     def led(self) -> tuple[int, ...]:
@@ -104,7 +127,12 @@ class Share:
     @cached_property
     def followed(self) -> frozenset[int]:
         """This rank's pieces whose final states are read, and its last."""
-        return frozenset(piece for piece in self.before if piece in self.mine) | {self.mine[-1]}
+        return frozenset(piece for piece in self.before if piece in self.mine) | {*self.mine[-1:]}
+
+    @property
+    def last(self) -> int:
+        """The last piece up to the end of this rank: its own, or where it has no tokens an earlier rank's; or -1."""
+        return self.mine.stop - 1
 
     @cached_property
     def source(self) -> list[int]:
@@ -119,11 +147,12 @@ class Share:
 
     @cached_property
     def brought(self) -> list[list[int]]:
-        """The pieces of other ranks whose final states come into each rank."""
-        return [
-            sorted({before for piece in self.of(rank) if 0 <= (before := self.before[piece]) < self.of(rank)[0]})
-            for rank in range(self.ranks)
-        ]
+        """The pieces of other ranks whose final states come into each rank; into one without tokens the last."""
+        found = []
+        for mine in map(self.of, range(self.ranks)):
+            before = {self.before[piece] for piece in mine} if mine else {mine.stop - 1}
+            found.append(sorted(piece for piece in before if 0 <= piece < mine.start))
+        return found
 
     @cached_property
     def sent(self) -> list[list[int]]:
@@ -152,7 +181,7 @@ class Share:
         return self._runs({*self.led})
 
     def _runs(self, cuts: set[int]) -> list[range]:
-        return [range(lo, hi) for lo, hi in pairwise(sorted({self.mine[0], *cuts, self.mine[-1] + 1}))]
+        return [range(lo, hi) for lo, hi in pairwise(sorted({self.mine.start, *cuts, self.mine.stop}))]
 
     def span(self, run: range) -> tuple[int, int]:
         """Return the tokens of some of this rank's pieces that lie next to each other."""
@@ -178,20 +207,24 @@ class Share:
             needed = [
                 {token for piece in self.of(rank) for token in self._behind(piece, count)} for rank in range(self.ranks)
             ]
-            brings = [sorted(x for x in needed[r] if x // self.tokens != r) for r in range(self.ranks)]
-            away = sorted({token for tokens in brings for token in tokens})
-            sends = [tuple(x % self.tokens for x in away if x // self.tokens == r) for r in range(self.ranks)]
-            mine = brings[self.rank]
-            own = sorted(needed[self.rank] - {*mine})
+            lo, hi = self.edges[self.rank : self.rank + 2]
+            apart = [
+                sorted(token for token in tokens if self.place(token)[0] != rank) for rank, tokens in enumerate(needed)
+            ]
+            brings = tuple(tuple(map(self.place, tokens)) for tokens in apart)
+            away = sorted({found for tokens in brings for found in tokens})
+            sends = tuple(tuple(place for rank, place in away if rank == each) for each in range(self.ranks))
+            mine = apart[self.rank]
+            own = sorted(token for token in needed[self.rank] if lo <= token < hi)
             row = {token: at for at, token in enumerate((*own, *mine), start=1)}
             rows = list[int]()
             for run in self.leads:
                 behind = [row[token] for token in self._behind(run[0], count)]
                 rows += [0] * (count - len(behind)) + behind[::-1]
-            local = tuple(token - self.rank * self.tokens for token in own)
+            local = tuple(token - lo for token in own)
             begins = [sum(lead[0] < piece for lead in self.leads) for piece in (*self.mine, len(self.before))]
             documents = tuple(offset + count * added for offset, added in zip(self.pieces, begins, strict=True))
-            self._reaches[count] = Reach(tuple(sends), tuple(map(tuple, brings)), local, tuple(rows), documents)
+            self._reaches[count] = Reach(sends, brings, local, tuple(rows), documents)
         return self._reaches[count]
 
     @cached_property
@@ -206,3 +239,26 @@ class Share:
             start = ends[piece - 1] if piece else 0
             found += range(ends[piece] - 1, max(start, ends[piece] - count + len(found)) - 1, -1)
         return found
+
+
+def edges_of(layout: Layout | str, tokens: int, ranks: int, offsets: Offsets = ()) -> Offsets:
+    """Return the starts of the ranks' tokens and the length of all.
+
+    A name means the length of the offsets; without them as many tokens on every rank as there are here.
+
+    Raises:
+        UnsupportedError: the ranks do not hold contiguous tokens in their order.
+    """
+    if isinstance(layout, str):
+        held = layout == "contiguous"
+        layout = contiguous(max(offsets[-1], 0) if offsets else tokens * ranks, ranks)
+    else:
+        spans = [span for rank in range(layout.ranks) for span in layout.spans(rank) if len(span)]
+        held = layout.ranks == ranks and [span.lo for span in spans] == [0, *(span.hi for span in spans)][:-1]
+    if not held:
+        raise UnsupportedError(
+            "the layout of a recurrence or a convolution",
+            "states pass from token to token, so each rank holds contiguous tokens, in rank order",
+            "'contiguous', or a Layout of contiguous tokens with the lengths of all ranks",
+        )
+    return tuple(accumulate((sum(map(len, layout.spans(rank))) for rank in range(ranks)), initial=0))

@@ -21,6 +21,7 @@ from dfa_megatron.config import DistAttentionConfig
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.kernels.api import accumulator_dtype
 from dfa_megatron.names import nearest
+from dfa_megatron.plan.language.layout import Layout
 from dfa_megatron.recurrence.functions import dist_scan
 from dfa_megatron.recurrence.local_scan import Decay, Scan, Tokens
 from dfa_megatron.runtime.comm.groups import Group, group_size
@@ -153,6 +154,7 @@ def dist_mamba2(
     group: Group = None,
     cu_seqlens: CuSeqlens = None,
     parents: Sequence[int] | None = None,
+    layout: Layout | str = "contiguous",
     config: DistAttentionConfig = DEFAULTS,
     **options: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -183,7 +185,7 @@ def dist_mamba2(
     dt = _step(tokens["dt"], options.get("dt_bias"), bool(options.get("dt_softplus")))
     dt = dt.clamp(*options.get("dt_limit", (0.0, float("inf"))))
     decay = Decay(tokens["C"], dt, a[:, None])
-    where: Given = {"group": group, "cu_seqlens": cu_seqlens, "parents": parents, "config": config}
+    where: Given = {"group": group, "cu_seqlens": cu_seqlens, "parents": parents, "layout": layout, "config": config}
     out, final = dist_scan(Scan(run, "B", "x", packs, one_state=True), tokens, decay=decay, **where)
     return out if z is None else out * F.silu(z), final.mT
 
@@ -196,6 +198,7 @@ def dist_mamba1(
     group: Group = None,
     cu_seqlens: CuSeqlens = None,
     parents: Sequence[int] | None = None,
+    layout: Layout | str = "contiguous",
     config: DistAttentionConfig = DEFAULTS,
     **options: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -232,7 +235,7 @@ def dist_mamba1(
     # Every channel is a head with one value; all of them share B and C.
     turned |= {"x": turned["x"].unsqueeze(3), "B": turned["B"].unsqueeze(2), "C": turned["C"].unsqueeze(2)}
     decay = Decay(turned["C"], dt, a)
-    where: Given = {"group": group, "cu_seqlens": cu_seqlens, "parents": parents, "config": config}
+    where: Given = {"group": group, "cu_seqlens": cu_seqlens, "parents": parents, "layout": layout, "config": config}
     out, final = dist_scan(Scan(run, "B", "x"), turned, decay=decay, **where)
     out = out.squeeze(3).mT
     return out if z is None else out * F.silu(z), final.squeeze(3)

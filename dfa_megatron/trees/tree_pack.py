@@ -11,6 +11,7 @@ import torch.nn.functional as F
 
 from dfa_megatron.loss import by_document
 from dfa_megatron.loss.scores import IGNORED
+from dfa_megatron.plan.language.layout import Layout
 from dfa_megatron.plan.language.tree import Tree
 from dfa_megatron.runtime.comm.groups import Group
 from dfa_megatron.sharding import tree_positions
@@ -73,7 +74,7 @@ class TreePack:
         return row / self.weights.to(row).clamp(min=1) if combine == "mean" else row
 
     def by_rollout(
-        self, values: torch.Tensor, *, group: Group = None, layout: str = "contiguous"
+        self, values: torch.Tensor, *, group: Group = None, layout: str | Layout = "contiguous"
     ) -> dict[int, torch.Tensor]:
         """Return numbers of the row's places as numbers of each rollout's tokens, by its number, on every rank.
 
@@ -89,6 +90,6 @@ class TreePack:
             (..., tokens of the rollout), each from the place that predicts the token; 0 for the first token, and where
             the rollout does not count it.
         """
-        (whole,) = by_document(values, group=group, layout=layout)
+        (whole,) = by_document(values, (0, self.tree.length), group=group, layout=layout)
         found = F.pad(whole, (0, 1)).index_select(-1, self._sources.to(whole.device)).split(self._lengths, dim=-1)
         return dict(zip(self.rollouts, found, strict=True))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from itertools import pairwise
 
 import pytest
 import torch
@@ -11,22 +12,31 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dfa_megatron.errors import UnsupportedError
+from dfa_megatron.plan.language.layout import Layout, contiguous, zigzag
 from dfa_megatron.recurrence import Scan
 from dfa_megatron.recurrence.fold import fold
 from dfa_megatron.recurrence.local_scan import local_scan
-from dfa_megatron.recurrence.share import Share
+from dfa_megatron.recurrence.share import Share, edges_of
 from dfa_megatron.recurrence.token_loop import linear_attention
 from tests.support.close import assert_close
 from tests.support.packs import random_offsets
-from tests.support.recurrences import KINDS, Recurrence, forest, recurrence
+from tests.support.plan_cases import some_parents
+from tests.support.recurrences import KINDS, Recurrence, forest, recurrence, uneven, with_empty
 
 TOLERANCE = {torch.float64: 1e-11, torch.float32: 2e-4}
 
 
-def distributed(whole: Recurrence, ranks: int, offsets: tuple[int, ...], parents: Sequence[int] = ()) -> None:
+def distributed(
+    whole: Recurrence,
+    ranks: int,
+    offsets: tuple[int, ...],
+    parents: Sequence[int] = (),
+    layout: Layout | None = None,
+) -> None:
     """Fold over dictionaries in place of an all-gather, and compare; PyTorch differentiates the fold."""
-    shares = [Share(rank, ranks, whole.dout.shape[1] // ranks, offsets, tuple(parents)) for rank in range(ranks)]
-    tokens = [whole.rows(rank, ranks) for rank in range(ranks)]
+    edges = edges_of(layout or "contiguous", 0, ranks, (0, whole.dout.shape[1]))
+    shares = [Share(rank, edges, offsets, tuple(parents)) for rank in range(ranks)]
+    tokens = [whole.rows(rank, ranks, layout) for rank in range(ranks)]
     locals_ = [local_scan(whole.scan, x, share, whole.decay(x)) for x, share in zip(tokens, shares, strict=True)]
     outs = []
     for share, local in zip(shares, locals_, strict=True):
@@ -48,8 +58,8 @@ def distributed(whole: Recurrence, ranks: int, offsets: tuple[int, ...], parents
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_recurrence_is_exact_over_one_to_five_ranks(kind: str) -> None:
     for ranks in range(1, 6):
-        tokens = 7 if ranks == 3 else 5
-        distributed(recurrence(kind, ranks * tokens, seed=ranks), ranks, ())
+        distributed(recurrence(kind, 4 * ranks + 1, seed=ranks), ranks, ())
+        distributed(recurrence(kind, 7, seed=ranks), ranks, (), layout=uneven(7, ranks, random.Random(ranks)))
     distributed(recurrence(kind, 9, seed=9, dtype=torch.float32), 3, ())
 
 
@@ -58,9 +68,10 @@ def test_packs_with_documents_of_one_token_are_exact(kind: str) -> None:
     draw = random.Random(KINDS.index(kind))
     for ranks in range(1, 6):
         length = ranks * 4
-        cut = random_offsets(length, draw)
+        cut = with_empty(random_offsets(length, draw), draw)
         for offsets in (cut, (0, 1, length) if length > 1 else (0, 1), tuple(range(length + 1))):
-            distributed(recurrence(kind, length, seed=ranks, packs=bool(ranks % 2)), ranks, offsets)
+            layout = draw.choice([None, uneven(length, ranks, draw)])
+            distributed(recurrence(kind, length, seed=ranks, packs=bool(ranks % 2)), ranks, offsets, (), layout)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -68,42 +79,51 @@ def test_children_begin_with_the_state_after_their_parent(kind: str) -> None:
     draw = random.Random(KINDS.index(kind))
     for ranks in range(1, 7):
         for tokens in (1, 5):
-            offsets, parents = forest(length := ranks * tokens, draw)
-            distributed(recurrence(kind, length, seed=tokens, packs=draw.random() < 0.5), ranks, offsets, parents)
+            offsets = with_empty(forest(length := ranks * tokens, draw)[0], draw)
+            tree = offsets, some_parents(len(offsets) - 1, draw)
+            layout = draw.choice([None, uneven(length, ranks, draw)])
+            distributed(recurrence(kind, length, seed=tokens, packs=draw.random() < 0.5), ranks, *tree, layout)
 
 
 @given(st.integers(1, 6), st.integers(1, 5), st.integers(1, 6), st.randoms(use_true_random=False))
 def test_a_share_follows_paths_token_by_token(ranks: int, tokens: int, count: int, draw: random.Random) -> None:
-    offsets, parents = forest(length := ranks * tokens, draw)
-    above = [at - 1 for at in range(length)]
-    for at, parent in enumerate(parents):
-        above[offsets[at]] = offsets[parent + 1] - 1 if parent >= 0 else -1
-    shares = [Share(rank, ranks, tokens, offsets, tuple(parents)) for rank in range(ranks)]
-    last = [each.rank * tokens + end - 1 for each in shares for end in each.pieces[1:]]
+    offsets = with_empty(forest(length := ranks * tokens, draw)[0], draw)
+    parents, above, ends = some_parents(len(offsets) - 1, draw), [at - 1 for at in range(length)], list[int]()
+    for (lo, hi), parent in zip(pairwise(offsets), parents, strict=True):
+        before = ends[parent] if parent >= 0 else -1
+        ends.append(hi - 1 if lo < hi else before)
+        above[lo : lo + (lo < hi)] = [before] * (lo < hi)
+    edges = edges_of(uneven(length, ranks, draw), 0, ranks)
+    shares = [Share(rank, edges, offsets, tuple(parents)) for rank in range(ranks)]
+    last = [edges[each.rank] + end - 1 for each in shares for end in each.pieces[1:]]
     for rank, share in enumerate(shares):
-        lo, mine = rank * tokens, range(rank * tokens, (rank + 1) * tokens)
+        lo, mine = edges[rank], range(*edges[rank : rank + 2])
         starts = [lo + start for start in share.pieces[:-1]]
         assert starts == [at for at in mine if at == lo or at in offsets]
         assert [starts[piece - share.mine[0]] for piece in share.led] == [at for at in starts if above[at] >= 0]
-        assert [last[piece] for piece in share.brought[rank]] == sorted({above[at] for at in starts} & {*range(lo)})
+        before = {above[at] for at in starts} if mine else {lo - 1}
+        assert [last[piece] for piece in share.brought[rank]] == sorted(before & {*range(lo)})
         reach = share.reach(count)
-        rows = [-1, *(lo + at for at in reach.own), *reach.brings[rank]]
+        brings = [tuple(edges[owner] + place for owner, place in each) for each in reach.brings]
+        rows = [-1, *(lo + at for at in reach.own), *brings[rank]]
         for number, run in enumerate(share.leads):
             at, want = starts[run[0] - share.mine[0]], list[int]()
             while len(want) < count:
                 at = above[at] if at >= 0 else -1
                 want.insert(0, at)
             assert [rows[row] for row in reach.rows[number * count : (number + 1) * count]] == want
-        others = {token for each in shares for token in each.reach(count).brings[each.rank]}
-        assert [lo + at for at in reach.sends[rank]] == sorted(others & {*mine})
+        assert [lo + at for at in reach.sends[rank]] == sorted({token for each in brings for token in each} & {*mine})
         assert share.crosses == any(each.brought[each.rank] for each in shares)
 
 
 def test_tokens_that_do_not_belong_together_are_refused() -> None:
     x = recurrence("gla", 4, seed=0).tokens
     with pytest.raises(UnsupportedError, match="lengths"):
-        local_scan(Scan(linear_attention, "k", "v"), {**x, "v": x["v"][:, :2]}, Share(0, 1, 4))
+        local_scan(Scan(linear_attention, "k", "v"), {**x, "v": x["v"][:, :2]}, Share(0, (0, 4)))
     with pytest.raises(UnsupportedError, match="no 'key' among them"):
-        local_scan(Scan(linear_attention, "key", "v"), x, Share(0, 1, 4))
+        local_scan(Scan(linear_attention, "key", "v"), x, Share(0, (0, 4)))
     with pytest.raises(UnsupportedError, match="it ends at 4, but the ranks hold 8"):
-        Share(0, 2, 4, (0, 4))
+        Share(0, (0, 4, 8), (0, 4))
+    for layout in ("zigzag", zigzag(8, 2), contiguous(8, 4)):
+        with pytest.raises(UnsupportedError, match="contiguous tokens, in rank order"):
+            edges_of(layout, 4, 2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -12,24 +13,42 @@ from torch.utils.checkpoint import checkpoint
 
 from dfa_megatron import remat
 from dfa_megatron.errors import DisagreementError, UnsupportedError
+from dfa_megatron.plan.language.layout import Layout, contiguous
 from dfa_megatron.recurrence import Scan, dist_conv, dist_scan
 from dfa_megatron.runtime.counters import COUNTERS
 from tests.support.close import assert_close
 from tests.support.packs import random_offsets
 from tests.support.plan_cases import some_parents
-from tests.support.recurrences import KINDS, Recurrence, by_path, convolve, forest, recurrence
+from tests.support.recurrences import (
+    KINDS,
+    Recurrence,
+    by_path,
+    convolve,
+    forest,
+    held,
+    recurrence,
+    rows_of,
+    uneven,
+    with_empty,
+)
 from tests.support.workers import run_ranks
 
 TOLERANCE = {torch.float64: 1e-11, torch.float32: 2e-4}
 
 
 def compare(
-    whole: Recurrence, rank: int, ranks: int, offsets: tuple[int, ...] | None = None, parents: Sequence[int] = ()
+    whole: Recurrence,
+    rank: int,
+    ranks: int,
+    offsets: tuple[int, ...] | None = None,
+    parents: Sequence[int] = (),
+    layout: Layout | str = "contiguous",
 ) -> None:
     """One forward and backward of this rank's tokens, compared with its rows of one process's."""
-    tokens = whole.rows(rank, ranks)
-    out, _ = dist_scan(whole.scan, tokens, decay=whole.decay(tokens), cu_seqlens=offsets, parents=parents)
-    rows = slice(rank * out.shape[1], (rank + 1) * out.shape[1])
+    parts = contiguous(whole.dout.shape[1], ranks) if isinstance(layout, str) else layout
+    tokens, rows = whole.rows(rank, ranks, parts), rows_of(parts, rank)
+    where: Any = {"cu_seqlens": offsets, "parents": parents, "layout": layout}
+    out, _ = dist_scan(whole.scan, tokens, decay=whole.decay(tokens), **where)
     wanted, of_tokens = whole.whole(offsets or (), parents)
     tolerance = TOLERANCE[out.dtype]
     assert_close(out, wanted[:, rows], tolerance=tolerance, name="out")
@@ -41,12 +60,14 @@ def _every_kind(rank: int, ranks: int) -> None:
     draw = random.Random(ranks)
     for seed, kind in enumerate(KINDS):
         compare(recurrence(kind, 5 * ranks, seed=seed), rank, ranks)
-        length = 4 * ranks
-        compare(recurrence(kind, length, seed=seed, packs=bool(seed % 2)), rank, ranks, random_offsets(length, draw))
+        length = 4 * ranks + seed % 3
+        packed = recurrence(kind, length, seed=seed, packs=bool(seed % 2))
+        compare(packed, rank, ranks, with_empty(random_offsets(length, draw), draw))
         compare(recurrence(kind, length, seed=seed), rank, ranks, tuple(range(length + 1)))
-        fan = (*range(0, length, 2), length), [-1, 0, *[1] * (2 * ranks - 3), 0]
+        compare(recurrence(kind, 7, seed=seed), rank, ranks, layout=uneven(7, ranks, draw))
+        fan = (*range(0, 4 * ranks, 2), length), [-1, 0, *[1] * (2 * ranks - 3), 0]
         for tree in (fan, *(forest(length, draw, most=8) for _ in range(4))):
-            compare(recurrence(kind, length, seed=seed, packs=bool(seed % 2)), rank, ranks, *tree)
+            compare(packed, rank, ranks, *tree, draw.choice(["contiguous", uneven(length, ranks, draw)]))
     compare(recurrence("kda", 3 * ranks, seed=9, dtype=torch.float32), rank, ranks)
 
 
@@ -60,20 +81,23 @@ def _final_state(rank: int, ranks: int) -> None:
     for seed, kind in enumerate(KINDS):
         # The second document starts inside of the last rank but one; the last segment continues the first.
         packs = ((0, length), [-1]), ((0, length - 6, length), [-1, -1]), ((0, 3, 9, length), [-1, 0, 0])
-        for offsets, parents in packs:
-            whole = recurrence(kind, length, seed=seed)
-            mine = whole.rows(rank, ranks)
-            _, final = dist_scan(whole.scan, mine, decay=whole.decay(mine), cu_seqlens=offsets, parents=parents)
+        for (offsets, parents), counts in itertools.product(packs, ((4, 4, 4), (0, 6, 6), (5, 0, 7), (6, 6, 0))):
+            whole, layout = recurrence(kind, length, seed=seed), held(counts)
+            mine = whole.rows(rank, ranks, layout)
+            where: Any = {"cu_seqlens": offsets, "parents": parents, "layout": layout}
+            _, final = dist_scan(whole.scan, mine, decay=whole.decay(mine), **where)
             got = torch.autograd.grad(final.sum() * (rank == ranks - 1), list(mine.values()), allow_unused=True)
             everything = {name: x.clone().requires_grad_() for name, x in whole.tokens.items()}
             above = slice(0, offsets[1] * (parents[-1] == 0))
             path = {name: torch.cat([x[:, above], x[:, offsets[-2] :]], 1) for name, x in everything.items()}
             _, wanted = whole.scan.run(path, None, ())
+            if rank == ranks - 1:
+                assert_close(final, wanted, tolerance=1e-11, name=f"state of {kind}")
             of_tokens = torch.autograd.grad(wanted.sum(), list(everything.values()), allow_unused=True)
             for name, mine_, theirs in zip(mine, got, of_tokens, strict=True):
                 want = torch.zeros_like(everything[name]) if theirs is None else theirs
                 have = torch.zeros_like(mine[name]) if mine_ is None else mine_
-                rows = want[:, rank * 4 : rank * 4 + 4]
+                rows = want[:, rows_of(layout, rank)]
                 assert_close(have, rows, tolerance=1e-10, name=f"gradient of {name} of {kind}")
 
 
@@ -84,19 +108,22 @@ def test_a_loss_may_read_the_final_state_alone() -> None:
 def _convolutions(rank: int, ranks: int) -> None:
     draw = random.Random(7)
     for tokens, width in ((2, 4), (1, 5), (3, 1), (6, 4)):
-        length = tokens * ranks
+        length = tokens * ranks + tokens // 2
         torch.manual_seed(tokens)
         x, dout = torch.randn(2, 1 + tokens // 3, length, 3).double().unbind(0)
         weight = torch.randn(3, width).double()
-        packs = [(offsets, []) for offsets in (None, random_offsets(length, draw), tuple(range(length + 1)))]
+        some = with_empty(random_offsets(length, draw), draw)
+        packs = [(offsets, []) for offsets in (None, some, tuple(range(length + 1)))]
         for offsets, parents in (*packs, forest(length, draw), (tuple(range(length + 1)), some_parents(length, draw))):
             everything = x.clone().requires_grad_(), weight.clone().requires_grad_()
             run = convolve(everything[1])
             wanted = by_path(lambda x, run=run: run(x["x"]), {"x": everything[0]}, offsets or (0, length), parents)
             dx, dweight = torch.autograd.grad(wanted, everything, dout)
-            rows = slice(rank * tokens, (rank + 1) * tokens)
+            layout = draw.choice([contiguous, lambda n, r: uneven(n, r, draw)])(length, ranks)
+            rows = rows_of(layout, rank)
             mine, own = x[:, rows].clone().requires_grad_(), weight.clone().requires_grad_()
-            out = dist_conv(convolve(own), mine, width, packs=bool(tokens % 2), cu_seqlens=offsets, parents=parents)
+            where: Any = {"cu_seqlens": offsets, "parents": parents, "layout": layout}
+            out = dist_conv(convolve(own), mine, width, packs=bool(tokens % 2), **where)
             assert_close(out, wanted[:, rows], tolerance=1e-11, name="out")
             got, of_weight = torch.autograd.grad(out, (mine, own), dout[:, rows])
             assert_close(got, dx[:, rows], tolerance=1e-10, name="dx")
@@ -238,8 +265,10 @@ def _disagree(what: str, rank: int, ranks: int, group: torch.distributed.Process
     elif what == "lengths":
         x = {name: t[:, rank:] for name, t in x.items()}
         dist_scan(whole.scan, x, decay=whole.decay(x), group=group)
+    elif what == "another layout":
+        dist_scan(whole.scan, x, decay=whole.decay(x), layout="zigzag" if rank else "contiguous", group=group)
     elif what == "refused":
-        offsets = (0, 5, 8) if rank else (0, 5, 7)
+        offsets = (0, 5, 8) if rank else (0, 5, 6)
         dist_scan(whole.scan, x, decay=whole.decay(x), cu_seqlens=offsets, group=group)
     else:
         dist_scan(whole.scan, x, decay=whole.decay(x) if rank else None, group=group)
@@ -252,7 +281,8 @@ DISAGREEMENTS = {
     "order": "convolution",
     "M": "(2, 2, 3, 1), elementwise",
     "lengths": "tokens of a rank: 4 on rank 0; 3 on rank 1",
-    "refused": "it ends at 7, but the ranks hold 8 tokens together",
+    "refused": "tokens on rank",
+    "another layout": "'contiguous', or a Layout",
 }
 
 

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from dfa_megatron.recurrence import dist_mamba1, dist_mamba2, dist_scan, fla_scan, local_scan
 from dfa_megatron.recurrence.token_loop import delta_rule, linear_attention
 from tests.support.close import assert_close
-from tests.support.recurrences import by_path
+from tests.support.recurrences import by_path, held
 from tests.support.workers import run_ranks
 
 LENGTH, PACK, TREE = 12, (0, 1, 5, 6, 8, 9, 12), (-1, 0, 1, 0, 3, 0)
@@ -105,10 +105,13 @@ def _every_kind(rank: int, ranks: int) -> None:
 def exact(kind: str, rank: int, ranks: int) -> None:
     local_scan._CHUNK = 64  # several chunks of a few tokens
     tokens, p, dim = drawn(kind)
-    size = LENGTH // ranks
-    mine = {n: x.narrow(dim, rank * size, size) for n, x in tokens.items()}
     packs = ({"cu_seqlens": PACK}, {"cu_seqlens": PACK, "parents": TREE})
-    for where, packed in (({}, False), *itertools.product(packs, (True, False))):
+    cases: Any = (({}, False), ({}, False), *itertools.product(packs, (True, False)))
+    for number, (where, packed) in enumerate(cases):
+        counts = ((4, 4, 4), (7, 0, 5))[number % 2]
+        lo, size = sum(counts[:rank]), counts[rank]
+        mine = {n: x.narrow(dim, lo, size) for n, x in tokens.items()}
+        where = where | {"layout": held(counts)}
         path = where.get("cu_seqlens", (0, LENGTH)), where.get("parents", ()), dim
 
         def whole(x: Named, p: Named, path: Any = path) -> torch.Tensor:
@@ -116,13 +119,13 @@ def exact(kind: str, rank: int, ranks: int) -> None:
 
         wanted, gradients = graded(whole, tokens, p)
         out, got = graded(lambda x, p, o=where, k=packed: called(kind, x, p, o, k), mine, p)  # type: ignore[misc]
-        assert_close(out, wanted.narrow(dim, rank * size, size), tolerance=1e-11, name="out")
+        assert_close(out, wanted.narrow(dim, lo, size), tolerance=1e-11, name="out")
         for name, gradient in got.items():
             if name in p:
                 torch.distributed.all_reduce(gradient)
                 assert_close(gradient, gradients[name], tolerance=1e-10, name=name)
             else:
-                assert_close(gradient, gradients[name].narrow(dim, rank * size, size), tolerance=1e-10, name=name)
+                assert_close(gradient, gradients[name].narrow(dim, lo, size), tolerance=1e-10, name=name)
 
 
 def _alone(kind: str, x: Named, p: Named) -> torch.Tensor:

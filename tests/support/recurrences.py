@@ -5,10 +5,12 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import torch
 
+from dfa_megatron.plan.language.geometry import Span
+from dfa_megatron.plan.language.layout import Layout, contiguous
 from dfa_megatron.recurrence import Decay, Scan
 from dfa_megatron.recurrence.token_loop import delta_rule, linear_attention
 from tests.support.plan_cases import ancestors, some_parents
@@ -32,10 +34,10 @@ class Recurrence:
         """The closed way, for the kinds that have one."""
         return Decay(tokens["q"], tokens["g"]) if self.scan.run is linear_attention else None
 
-    def rows(self, rank: int, ranks: int) -> Tokens:
+    def rows(self, rank: int, ranks: int, layout: Layout | None = None) -> Tokens:
         """A rank's tokens, as leaves that need gradients."""
-        size = self.dout.shape[1] // ranks
-        return {n: x[:, rank * size : (rank + 1) * size].clone().requires_grad_() for n, x in self.tokens.items()}
+        mine = rows_of(layout or contiguous(self.dout.shape[1], ranks), rank)
+        return {name: x[:, mine].clone().requires_grad_() for name, x in self.tokens.items()}
 
     def whole(self, offsets: tuple[int, ...] = (), parents: Sequence[int] = ()) -> tuple[torch.Tensor, Tokens]:
         """(out, gradient by name) of one process: every path alone, token by token."""
@@ -45,6 +47,23 @@ class Recurrence:
         )
         gradients = torch.autograd.grad(out, list(tokens.values()), self.dout)
         return out.detach(), dict(zip(tokens, gradients, strict=True))
+
+
+def rows_of(layout: Layout, rank: int) -> slice:
+    """A rank's contiguous tokens."""
+    (chunk,) = layout.spans(rank)
+    return slice(chunk.lo, chunk.hi)
+
+
+def uneven(length: int, ranks: int, draw: random.Random) -> Layout:
+    """Contiguous tokens, whose numbers are random and often zero."""
+    cuts = sorted(draw.choices(range(length + 1), k=ranks - 1))
+    return held([hi - lo for lo, hi in pairwise((0, *cuts, length))])
+
+
+def held(counts: Sequence[int]) -> Layout:
+    """Contiguous tokens, so many on every rank."""
+    return Layout(tuple(Span(*edge) for edge in pairwise(accumulate(counts, initial=0))), tuple(range(len(counts))))
 
 
 def by_path(
@@ -57,6 +76,8 @@ def by_path(
     """What a function of tokens along a dimension makes of every segment, at the end of its own path."""
     spans, outs = [*pairwise(offsets)], []
     for at, (lo, hi) in enumerate(spans):
+        if lo == hi:
+            continue
         path = [spans[each] for each in reversed(ancestors(at, parents or [-1] * len(spans)))]
         tokens = {name: torch.cat([t.narrow(dim, lo, hi - lo) for lo, hi in path], dim) for name, t in x.items()}
         out = run(tokens)
@@ -72,6 +93,11 @@ def forest(length: int, draw: random.Random, most: int = 20) -> tuple[tuple[int,
     if draw.random() < 0.5:
         cuts = sorted(draw.sample(range(1, length), segments - 1))
     return (0, *cuts, length), some_parents(segments, draw)
+
+
+def with_empty(offsets: tuple[int, ...], draw: random.Random) -> tuple[int, ...]:
+    """The same offsets, with some segments of no tokens between."""
+    return tuple(sorted((*offsets, *draw.choices(offsets, k=draw.randint(0, 3)))))
 
 
 def recurrence(
