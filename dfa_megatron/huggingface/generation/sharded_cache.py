@@ -19,6 +19,7 @@ from transformers.cache_utils import (
 )
 
 from dfa_megatron.errors import UnsupportedError
+from dfa_megatron.kernels.api import accumulator_dtype
 from dfa_megatron.huggingface.generation.places import Places, Progress, Sight
 
 _ROOM = 16
@@ -114,7 +115,8 @@ class ShardedStates(LinearAttentionLayer):  # type: ignore[misc]
     ) -> torch.Tensor:
         """Keep a state; in the prefill, that of the last rank, whose tokens end the sequence."""
         if not self.progress.before:
-            recurrent_states = self.progress.gather(recurrent_states)[-1]
+            wide = recurrent_states.to(accumulator_dtype(recurrent_states.dtype))  # as it is where a state came in
+            recurrent_states = self.progress.gather(wide)[-1]
         kept: torch.Tensor = super().update_recurrent_state(recurrent_states, state_idx, **kwargs)
         return kept
 
