@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.huggingface.current_forward import CONTEXT, LayerContext
 from dfa_megatron.huggingface.generation.steps import agree_on_tokens, end_prefill, make_cache
 from dfa_megatron.huggingface.implementation import is_distributed
+from dfa_megatron.huggingface.recurrent.layers import FORWARDS
 
 __all__ = ["end_prefill", "generate", "wrap"]
 
@@ -70,6 +72,11 @@ def _check(model: Any, context: LayerContext, kwargs: dict[str, Any]) -> None:
             raise UnsupportedError(
                 f"{name}={value!r} in a generation over ranks", "greedy search and sampling with our cache are there", _LOCAL
             )
+    owns = [type(module).__name__ for module in model.modules() if type(module).__name__ in FORWARDS]
+    if owns or "past_key_values" not in inspect.signature(type(model).forward).parameters:
+        raise UnsupportedError(
+            f"generation of {type(model).__name__} over ranks", "its cache is one of its own, of states alone", _LOCAL
+        )
     if model.training:
         raise UnsupportedError("generation in training mode", "dropout would differ between the ranks", "model.eval()")
     if context.multimodal:

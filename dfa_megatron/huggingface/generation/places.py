@@ -40,6 +40,10 @@ class Progress:
         """Return this rank's tokens of the prefill."""
         return self.total // self.ranks
 
+    def slots(self, device: torch.device) -> torch.Tensor:
+        """Return the place of each of this rank's tokens of the prefill in a row with its padding, (1, local)."""
+        return torch.arange(self.local, device=device)[None].add(self.rank * self.local - self.added).clamp(min=0)
+
     def first_seen(self, sight: Sight, token: int) -> list[int]:
         """Return the first token that a token sees, for each row."""
         if sight.size is None:

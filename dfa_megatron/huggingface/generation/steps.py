@@ -33,19 +33,19 @@ def begin(context: LayerContext, cache: ShardedCache, given: dict[str, Any]) -> 
 
     Args:
         given: the arguments of the model, the same on every rank: "input_ids" (batch, tokens) and perhaps
-            "attention_mask" (batch, all tokens).
+            "attention_mask" (batch, all tokens). A model that takes no "position_ids" counts padding, as in one process.
 
     Raises:
         UnsupportedError: the mask hides something else than padding on the left.
         DisagreementError: the ranks have other tokens.
     """
     ids: torch.Tensor = given["input_ids"]
-    progress = cache.progress
+    progress, counts = cache.progress, given.get("position_ids") is None
     if progress.total:
         agree_on_tokens(context, ids)
         cache.step()
-        starts = torch.tensor(progress.starts, device=ids.device)
-        forward = Forward(context, distributed=False, positions=progress.total - 1 - starts[:, None], cache=cache)
+        first = torch.tensor([progress.added if counts else at for at in progress.starts], device=ids.device)
+        forward = Forward(context, distributed=False, positions=progress.total - 1 - first[:, None], cache=cache)
     else:
         rows, length = ids.shape
         added = -length % context.size
@@ -53,7 +53,7 @@ def begin(context: LayerContext, cache: ShardedCache, given: dict[str, Any]) -> 
         cache.prefill(starts, length + added, added)
         mine = slice(progress.rank * progress.local, (progress.rank + 1) * progress.local)
         places = torch.arange(length + added, device=ids.device)[None, mine]
-        first = torch.tensor(starts, device=ids.device)[:, None]
+        first = torch.tensor([added if counts else at for at in starts], device=ids.device)[:, None]
         forward = Forward(
             context,
             distributed=True,
