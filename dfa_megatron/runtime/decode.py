@@ -101,7 +101,7 @@ def _kind(shape: tuple[int, ...], dtype: torch.dtype) -> Kind:
 
 
 def _merged(outs: torch.Tensor, lses: torch.Tensor) -> Partial:
-    """Merge partials along the first dimension: outs (parts, batch, heads, head_dim_v), lses (parts, batch, heads, 1)."""
+    """Merge partials along the first dimension: outs (..., heads, head_dim_v), lses (..., heads, 1)."""
     lse = torch.logsumexp(lses, 0)
     weights = torch.exp(lses - lse).masked_fill_(lses == -math.inf, 0.0)  # -inf - -inf would be NaN
     return (outs * weights).sum(0), lse
@@ -153,7 +153,9 @@ def _checked(
         why = f"each of {q.shape[0]} rows needs a number from 0 to {k.shape[1]}"
         raise UnsupportedError(f"starts={tuple(starts)}", why, "None, where rows see all slots")
     if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
-        raise UnsupportedError("a gradient of decoding", "it has no backward", "torch.no_grad(), or dist_flash_attn_func")
+        raise UnsupportedError(
+            "a gradient of decoding", "there is no backward", "torch.no_grad(), or dist_flash_attn_func"
+        )
     if sinks is not None and (error := sinks_error(sinks, q)) is not None:
         raise error
     return _kernel(config.kernel, q.device, q.dtype, (q.shape[2], k.shape[2], q.shape[3], v.shape[3]), softcap)

@@ -18,9 +18,7 @@ def generated(model: Any, ids: torch.Tensor, pads: tuple[int, ...], **asked: Any
     """Return what `generate` returns, with logits, for prompts with padding."""
     mask = (torch.arange(ids.shape[1]) >= torch.tensor(pads)[:, None]).long()
     options = {"max_new_tokens": 9, "do_sample": False, "pad_token_id": 0, "eos_token_id": None} | asked
-    return model.generate(
-        ids * mask, attention_mask=mask, **options, output_logits=True, return_dict_in_generate=True
-    )
+    return model.generate(ids * mask, attention_mask=mask, **options, output_logits=True, return_dict_in_generate=True)
 
 
 def compared(kind: str, prompt: tuple[int, tuple[int, ...]], **asked: Any) -> tuple[bool, float, Any]:

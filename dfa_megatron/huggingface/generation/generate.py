@@ -70,7 +70,9 @@ def _check(model: Any, context: LayerContext, kwargs: dict[str, Any]) -> None:
         value = next((x for x in asked if x is not None), None)
         if value not in neutral:
             raise UnsupportedError(
-                f"{name}={value!r} in a generation over ranks", "greedy search and sampling with our cache are there", _LOCAL
+                f"{name}={value!r} in a generation over ranks",
+                "only greedy search and sampling are there",
+                _LOCAL,
             )
     owns = [type(module).__name__ for module in model.modules() if type(module).__name__ in FORWARDS]
     if owns or "past_key_values" not in inspect.signature(type(model).forward).parameters:

@@ -19,8 +19,8 @@ from transformers.cache_utils import (
 )
 
 from dfa_megatron.errors import UnsupportedError
-from dfa_megatron.kernels.api import accumulator_dtype
 from dfa_megatron.huggingface.generation.places import Places, Progress, Sight
+from dfa_megatron.kernels.api import accumulator_dtype
 
 _ROOM = 16
 """Slots for new tokens that a layer has beyond a sixteenth of those that it holds."""
@@ -110,9 +110,7 @@ class ShardedStates(LinearAttentionLayer):  # type: ignore[misc]
         super().update_conv_state(last, state_idx, width, **kwargs)
         return conv_states
 
-    def update_recurrent_state(
-        self, recurrent_states: torch.Tensor, state_idx: int = 0, **kwargs: Any
-    ) -> torch.Tensor:
+    def update_recurrent_state(self, recurrent_states: torch.Tensor, state_idx: int = 0, **kwargs: Any) -> torch.Tensor:
         """Keep a state; in the prefill, that of the last rank, whose tokens end the sequence."""
         if not self.progress.before:
             wide = recurrent_states.to(accumulator_dtype(recurrent_states.dtype))  # as it is where a state came in

@@ -33,7 +33,7 @@ def begin(context: LayerContext, cache: ShardedCache, given: dict[str, Any]) -> 
 
     Args:
         given: the arguments of the model, the same on every rank: "input_ids" (batch, tokens) and perhaps
-            "attention_mask" (batch, all tokens). A model that takes no "position_ids" counts padding, as in one process.
+            "attention_mask" (batch, all tokens). Without "position_ids" padding counts, as in one process.
 
     Raises:
         UnsupportedError: the mask hides something else than padding on the left.
@@ -78,7 +78,8 @@ def padding_of_rows(mask: torch.Tensor | None, rows: int, length: int) -> list[i
         return [0] * rows
     shown = mask.bool()
     padding = length - shown.sum(-1)
-    if shown.shape != (rows, length) or bool((shown != (torch.arange(length, device=mask.device) >= padding[:, None])).any()):
+    on_left = torch.arange(length, device=mask.device) >= padding[:, None]
+    if shown.shape != (rows, length) or not torch.equal(shown, on_left):
         raise UnsupportedError(
             "an attention_mask that hides other tokens than padding on the left",
             "a row of a generation ends with its last token",
