@@ -4,8 +4,8 @@
     python -m benchmarks.decode --device cpu --tokens 48 --heads 4 --kv-heads 2 --head-dim 16 --repeats 2
 
 Under torchrun with more ranks than GPUs, ranks share them. Each way is first compared with float64 attention of the
-whole cache. `aten` is FlashAttention-2 as built into PyTorch, `flash4` flash-attn-4, both over the whole cache on each rank's
-GPU, at the same time.
+whole cache. `aten` is FlashAttention-2 as built into PyTorch, `flash4` flash-attn-4: both over the whole cache on
+each rank's GPU at the same time.
 """
 
 from __future__ import annotations

@@ -69,12 +69,11 @@ def decode_attn_func(
         refuse(error, over, verify=verify)
         raise
     scale = q.shape[3] ** -0.5 if softmax_scale is None else float(softmax_scale)
-    out, lse = _partial(kernel, q, k_cache, v_cache, starts or (0,) * q.shape[0], (scale, softcap))
+    out, lse = _partial(kernel, q, (k_cache, v_cache), starts or (0,) * q.shape[0], (scale, softcap))
     if over is not None:
-        mine = torch.cat((out.squeeze(1), lse), -1)
-        parts = torch.stack(gather(over, _kind(tuple(q.shape), q.dtype), mine, verify=verify))
+        parts = torch.stack(gather(over, _kind(tuple(q.shape), q.dtype), torch.cat((out, lse), -1), verify=verify))
         out, lse = _merged(parts[..., :-1], parts[..., -1:])
-        out = out.unsqueeze(1)
+    out = out.unsqueeze(1)
     if sinks is not None:
         out, lse = merge_sinks(out, lse, sinks)
     return (out.to(q.dtype), lse) if return_lse else out.to(q.dtype)
@@ -110,27 +109,45 @@ def _merged(outs: torch.Tensor, lses: torch.Tensor) -> Partial:
 def _partial(
     kernel: BlockKernel,
     q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    cache: tuple[torch.Tensor, torch.Tensor],
     starts: Sequence[int],
     scores: tuple[float, float],
 ) -> Partial:
-    """Return (out, lse) over this rank's keys in the accumulator dtype: one call, or one for each row."""
-    if len(set(starts)) > 1:
-        rows = [
-            _partial(kernel, q[at : at + 1], k[at : at + 1], v[at : at + 1], (start,), scores)
-            for at, start in enumerate(starts)
-        ]
-        return torch.cat([out for out, _ in rows]), torch.cat([lse for _, lse in rows])
-    dtype, (batch, _, heads, _), kv_heads = accumulator_dtype(q.dtype), q.shape, k.shape[2]
-    k, v = k[:, starts[0] :], v[:, starts[0] :]
+    """Return out (batch, heads, head_dim_v) and lse (batch, heads, 1) over this rank's keys, row by row if needed."""
+    k, v = (x[:, starts[0] :] for x in cache)
+    splits = kernel.name not in _SPLIT_KEYS and k.shape[1] >= _SPLIT_FROM
+    if q.shape[0] > 1 and (splits or len(set(starts)) > 1):
+        rows = [slice(at, at + 1) for at in range(q.shape[0])]
+        found = [_partial(kernel, q[row], (cache[0][row], cache[1][row]), starts[row], scores) for row in rows]
+        return torch.cat([out for out, _ in found]), torch.cat([lse for _, lse in found])
+    if not splits:
+        return _call(kernel, q, k, v, scores)
+    each, rest = divmod(k.shape[1], _SPLITS)
+    keys, values = (x[0, rest:].unflatten(0, (_SPLITS, each)) for x in (k, v))
+    first = _call(kernel, q, k[:, :rest], v[:, :rest], scores)
+    parts = (first, _call(kernel, q.expand(_SPLITS, -1, -1, -1), keys, values, scores))
+    out, lse = (torch.cat(both).unsqueeze(1) for both in zip(*parts, strict=True))
+    return _merged(out, lse)
+
+
+_SPLIT_KEYS = ("aten", "cpu")
+"""Kernels that use the whole device for one query row; others get the parts of a long cache as a batch."""
+
+_SPLITS, _SPLIT_FROM = 32, 4096
+
+
+def _call(
+    kernel: BlockKernel, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scores: tuple[float, float]
+) -> Partial:
+    """Return what `_partial` does, by one call of the kernel."""
+    (batch, _, heads, _), kv_heads, dtype = q.shape, k.shape[2], accumulator_dtype(q.dtype)
     if not k.shape[1]:
-        out = q.new_zeros(batch, 1, heads, v.shape[3], dtype=dtype)
-        return out, q.new_full((batch, heads, 1), -math.inf, dtype=dtype)
+        lse = q.new_full((batch, heads, 1), -math.inf, dtype=dtype)
+        return q.new_zeros(batch, heads, v.shape[3], dtype=dtype), lse
     # The query heads of a group are rows of one head: its keys are read once.
-    rows_of_heads = q.view(batch, kv_heads, heads // kv_heads, -1).transpose(1, 2)
-    out, lse = kernel.forward(BlockCall.of(rows_of_heads, k, v, FULL, scores[0], softcap=scores[1]))
-    return out.transpose(1, 2).reshape(batch, 1, heads, -1).to(dtype), lse.reshape(batch, heads, 1).to(dtype)
+    rows = q.unflatten(2, (kv_heads, -1)).squeeze(1).transpose(1, 2)
+    out, lse = kernel.forward(BlockCall.of(rows, k, v, FULL, scores[0], softcap=scores[1]))
+    return out.transpose(1, 2).flatten(1, 2).to(dtype), lse.flatten(1, 2).unsqueeze(-1).to(dtype)
 
 
 def _checked(
@@ -170,6 +187,7 @@ def _kernel(
 ) -> BlockKernel:
     """Return the kernel for (heads, kv_heads, head_dim, head_dim_v)."""
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
-    return kernels.select(
-        name, Need(device.type, dtype, *dims, frozenset({"full"}), capability=capability, softcap=softcap)
-    )
+    need = Need(device.type, dtype, *dims, frozenset({"full"}), capability=capability, softcap=softcap)
+    # FlashAttention-2 splits the keys of few rows; the kernels that are faster on many rows do not.
+    fits = name == "auto" and kernels.refusal(kernels.KERNELS["aten"], need) is None
+    return kernels.select("aten" if fits else name, need)

@@ -18,6 +18,7 @@ from dfa_megatron.runtime.decode import decode_attn_func, gather
 
 _STATES = Kind.of("what all ranks of a generation need of one")
 _TOKENS = Kind.of("the tokens of a step of a generation")
+_MIX = 0x1E3779B97F4A7C15
 
 
 def make_cache(context: LayerContext, config: Any) -> ShardedCache:
@@ -50,6 +51,7 @@ def begin(context: LayerContext, cache: ShardedCache, given: dict[str, Any]) -> 
         rows, length = ids.shape
         added = -length % context.size
         starts = [pad + added for pad in padding_of_rows(given.get("attention_mask"), rows, length)]
+        agree_on_tokens(context, ids, f"prompt with padding {starts}")
         cache.prefill(starts, length + added, added)
         mine = slice(progress.rank * progress.local, (progress.rank + 1) * progress.local)
         places = torch.arange(length + added, device=ids.device)[None, mine]
@@ -132,10 +134,10 @@ def agree_on_tokens(context: LayerContext, ids: torch.Tensor, what: str = "step"
     over = channel_of(context.group)
     if over is None or context.options.verify == "off":
         return
-    digest = Kind.of(what, str(ids.tolist())).digest
-    found = gather(over, _TOKENS, torch.tensor([digest], device=ids.device), verify=True)
-    if len(set(torch.cat(found).tolist())) > 1:
+    odd = torch.arange(1, 2 * ids.numel() + 1, 2, device=ids.device)
+    digest = ((ids.flatten() + 1) * odd * _MIX).sum() + Kind.of(what).digest  # int64 that wraps around
+    if len({int(x) for x in gather(over, _TOKENS, digest, verify=True)}) > 1:
         raise DisagreementError(
-            f"the ranks of a generation have different tokens after this {what}: they must have the same weights, "
-            "prompts, options, and when sampling the same random state"
+            f"the ranks of a generation have different tokens at this {what}: they must have the same weights, "
+            "prompts, options, and when sampling the same random state (torch.manual_seed)"
         )
