@@ -17,6 +17,7 @@ PUBLIC = {
     "attention.py:dist_flash_attn_varlen_func",
     "planner.py:__init__",
     "recurrence/functions.py:dist_conv",
+    "runtime/decode.py:decode_attn_func",
     "recurrence/upstream.py:dist_mamba1",
     "recurrence/upstream.py:dist_mamba2",
     "sequence/max_logits.py:max_logits",

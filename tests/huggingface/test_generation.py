@@ -58,8 +58,8 @@ def spread(rank: int, world_size: int) -> tuple[int, int, list[int], torch.Tenso
     for ours, theirs in zip(got.scores, want.scores, strict=True):
         assert torch.allclose(ours.log_softmax(-1), theirs.log_softmax(-1), atol=1e-5)
     whole = sum(x.nbytes for layer in want.past_key_values.layers for x in (layer.keys, layer.values))
-    places = got.past_key_values.places
-    held = [each.counts[rank] for each in places.values()]
+    holdings = got.past_key_values.holdings
+    held = [each.counts[rank] for each in holdings.values()]
     return got.past_key_values.nbytes, whole, held, got.sequences
 
 

@@ -168,7 +168,7 @@ def check_decoder(args: tuple[Any, ...], kwargs: dict[str, Any], context: LayerC
         raise UnsupportedError(
             "a key cache",
             "ranks hold parts of the sequence",
-            "use_cache=False, or generation within dfa_megatron.huggingface.local_attention(model)",
+            "use_cache=False, or model.generate, which makes a cache that spans the ranks",
         )
     if kwargs.get("output_attentions"):
         raise UnsupportedError("output_attentions", "attention weights are never in memory", "output_attentions=False")

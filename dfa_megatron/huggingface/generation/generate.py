@@ -9,12 +9,9 @@ from typing import Any
 import torch
 
 from dfa_megatron.errors import UnsupportedError
-from dfa_megatron.huggingface.current_forward import CONTEXT, LayerContext
-from dfa_megatron.huggingface.generation.steps import agree_on_tokens, end_prefill, make_cache
+from dfa_megatron.huggingface.current_forward import CONTEXT, LayerContext, forward_of_context
 from dfa_megatron.huggingface.implementation import is_distributed
 from dfa_megatron.huggingface.recurrent.layers import FORWARDS
-
-__all__ = ["end_prefill", "generate", "wrap"]
 
 _LOCAL = "model.generate within dfa_megatron.huggingface.local_attention(model), on whole sequences of this rank"
 
@@ -37,7 +34,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 """Options of `generate` that are refused, but for these values."""
 
 
-def wrap(model: Any) -> None:
+def wrap_generate(model: Any) -> None:
     """Have this model's `generate` go over its group while its attention is distributed; may be called again."""
     if hasattr(model, "generate"):
         model.generate = functools.partial(generate, model)
@@ -57,6 +54,10 @@ def generate(model: Any, *args: Any, **kwargs: Any) -> Any:
     if context.local or context.accelerate or not is_distributed(model):
         return theirs(model, *args, **kwargs)
     _check(model, context, kwargs)
+    try:
+        from dfa_megatron.huggingface.generation.steps import agree_on_tokens, make_cache
+    except ImportError as error:
+        raise UnsupportedError("generation over ranks with this transformers", str(error), "5.23 of it") from error
     cache = make_cache(context, model.config.get_text_config())
     ids = theirs(model, *args, **kwargs, past_key_values=cache)
     agree_on_tokens(context, ids if isinstance(ids, torch.Tensor) else ids.sequences, "generation")
@@ -83,3 +84,12 @@ def _check(model: Any, context: LayerContext, kwargs: dict[str, Any]) -> None:
         raise UnsupportedError("generation in training mode", "dropout would differ between the ranks", "model.eval()")
     if context.multimodal:
         raise UnsupportedError("generation with a multimodal model over ranks", "its prompts have images", _LOCAL)
+
+
+def end_prefill(decoder: Any, args: tuple[Any, ...], output: Any) -> None:
+    """Give every rank the output of the sequence's last token as that of its own last token, as a forward hook."""
+    forward = forward_of_context(getattr(decoder, CONTEXT))
+    if forward is None or forward.cache is None or not forward.distributed:
+        return
+    hidden = output[0]
+    hidden[:, -1] = forward.cache.progress.gather(hidden[:, -1].contiguous())[-1]

@@ -19,7 +19,7 @@ from transformers.cache_utils import (
 )
 
 from dfa_megatron.errors import UnsupportedError
-from dfa_megatron.huggingface.generation.places import Places, Progress, Sight
+from dfa_megatron.huggingface.generation.holdings import Holdings, Progress, Sight
 from dfa_megatron.kernels.api import accumulator_dtype
 
 _ROOM = 16
@@ -29,12 +29,12 @@ _ROOM = 16
 class ShardedLayer(CacheLayerMixin):  # type: ignore[misc]
     """Hold this rank's keys and values of a layer, (batch, slots, kv_heads, head_dim) with room behind them."""
 
-    def __init__(self, places: Places) -> None:
+    def __init__(self, holdings: Holdings) -> None:
         super().__init__()
-        self.places, self.is_sliding, self._lo, self._hi = places, places.sight.size is not None, 0, 0
+        self.holdings, self.is_sliding, self._lo, self._hi = holdings, holdings.sight.size is not None, 0, 0
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Take memory for the tokens of the prefill."""
+        """Note the dtype and the device; memory is taken by `update`."""
         self.dtype, self.device, self.is_initialized = key_states.dtype, key_states.device, True
 
     def update(
@@ -46,33 +46,25 @@ class ShardedLayer(CacheLayerMixin):  # type: ignore[misc]
         all that it holds.
         """
         new = [x.transpose(1, 2) for x in (key_states, value_states)]
-        if not self.places.progress.before:
+        if not self.holdings.progress.before:
             self.lazy_initialization(key_states, value_states)
-            self._store([x[:, self.places.kept] for x in new], [])
+            self._keep([x[:, self.holdings.kept] for x in new])
             return key_states, value_states
-        self._lo += self.places.dropped
-        held = [x[:, self._lo : self._hi] for x in (self.keys, self.values)]
-        if self.places.owner == self.places.progress.rank:
+        self._lo += self.holdings.dropped
+        if self.holdings.owner == self.holdings.progress.rank:
             if self._hi == self.keys.shape[1]:
-                self._store(held, new)
-            else:
-                for x, one in zip((self.keys, self.values), new, strict=True):
-                    x[:, self._hi : self._hi + 1] = one
-                self._hi += 1
+                self._keep([x[:, self._lo :] for x in (self.keys, self.values)])
+            for x, one in zip((self.keys, self.values), new, strict=True):
+                x[:, self._hi : self._hi + 1] = one
+            self._hi += 1
         keys, values = (x[:, self._lo : self._hi].transpose(1, 2) for x in (self.keys, self.values))
         return keys, values
 
-    def _store(self, held: list[torch.Tensor], new: list[torch.Tensor]) -> None:
-        """Copy keys and values into memory with more room."""
-        count = held[0].shape[1]
-        self._lo, self._hi = 0, count + bool(new)
-        made = []
-        for at, x in enumerate(held):
-            memory = x.new_empty(x.shape[0], self._hi + self._hi // 16 + _ROOM, *x.shape[2:])
-            memory[:, :count] = x
-            memory[:, count : self._hi] = new[at] if new else memory[:, :0]
-            made.append(memory)
-        self.keys, self.values = made
+    def _keep(self, held: list[torch.Tensor]) -> None:
+        """Copy keys and values into memory with room behind them."""
+        self._lo, self._hi = 0, held[0].shape[1]
+        rooms = [x.new_empty(x.shape[0], x.shape[1] // 16 + _ROOM, *x.shape[2:]) for x in held]
+        self.keys, self.values = (torch.cat(both, 1) for both in zip(held, rooms, strict=True))
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Return the keys of a mask and the first of them; no mask is made."""
@@ -80,7 +72,7 @@ class ShardedLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def get_seq_length(self) -> int:
         """Return the tokens of a row before this forward, padding among them."""
-        progress = self.places.progress
+        progress = self.holdings.progress
         return max(progress.before - progress.added, 0)
 
     def get_max_length(self) -> int:
@@ -124,9 +116,9 @@ class ShardedBoth(ShardedStates, ShardedLayer):
 
     is_compileable = False
 
-    def __init__(self, places: Places, number_of_states: int = 1) -> None:
-        ShardedLayer.__init__(self, places)
-        ShardedStates.__init__(self, places.progress, number_of_states)
+    def __init__(self, holdings: Holdings, number_of_states: int = 1) -> None:
+        ShardedLayer.__init__(self, holdings)
+        ShardedStates.__init__(self, holdings.progress, number_of_states)
 
     def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
         """Take memory for keys, which come by position, or for states."""
@@ -138,7 +130,7 @@ class ShardedCache(Cache):  # type: ignore[misc]
 
     Attributes:
         spans_ranks: that it is one.
-        progress, places: what the ranks hold, in all layers and by how far a layer sees.
+        progress, holdings: what the ranks hold, in all layers and by how far a layer sees.
     """
 
     spans_ranks = True
@@ -152,7 +144,7 @@ class ShardedCache(Cache):  # type: ignore[misc]
             UnsupportedError: a layer caches something else than keys and values, or states.
         """
         self.progress = Progress(rank, ranks, gather)
-        self.places: dict[Sight, Places] = {}
+        self.holdings: dict[Sight, Holdings] = {}
         types = getattr(config, "layer_types", None) or ()
         made = [
             self._layer(layer, chunked=types[at : at + 1] == ["chunked_attention"])
@@ -168,17 +160,17 @@ class ShardedCache(Cache):  # type: ignore[misc]
             return ShardedStates(self.progress, theirs.number_of_states)
         sight = Sight(getattr(theirs, "sliding_window", None), chunked)
         if kind in (LinearAttentionAndFullAttentionLayer, LinearAttentionAndSlidingWindowAttentionLayer):
-            return ShardedBoth(self._places(sight), theirs.number_of_states)
+            return ShardedBoth(self._holdings(sight), theirs.number_of_states)
         if kind in (DynamicLayer, DynamicSlidingWindowLayer):
-            return ShardedLayer(self._places(sight))
+            return ShardedLayer(self._holdings(sight))
         raise UnsupportedError(
             f"generation with a cache layer of type {kind.__name__}",
             "it holds something else than keys and values, or states",
             "with dfa_megatron.huggingface.local_attention(model)",
         )
 
-    def _places(self, sight: Sight) -> Places:
-        return self.places.setdefault(sight, Places(self.progress, sight))
+    def _holdings(self, sight: Sight) -> Holdings:
+        return self.holdings.setdefault(sight, Holdings(self.progress, sight))
 
     @property
     def nbytes(self) -> int:
@@ -189,12 +181,12 @@ class ShardedCache(Cache):  # type: ignore[misc]
     def prefill(self, starts: list[int], total: int, added: int) -> None:
         """Begin a sequence of `total` tokens, `added` of them in front of each row's own, which begin at `starts`."""
         self.progress.starts, self.progress.total, self.progress.added = tuple(starts), total, added
-        for places in self.places.values():
-            places.prefill()
+        for holdings in self.holdings.values():
+            holdings.prefill()
 
     def step(self) -> None:
         """Begin a forward of one token."""
         self.progress.before = self.progress.total
         self.progress.total += 1
-        for places in self.places.values():
-            places.step()
+        for holdings in self.holdings.values():
+            holdings.step()

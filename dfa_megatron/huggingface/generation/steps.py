@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 
 from dfa_megatron.errors import DisagreementError, UnsupportedError
-from dfa_megatron.huggingface.current_forward import CONTEXT, Forward, LayerContext, forward_of_context
-from dfa_megatron.huggingface.generation.places import Sight
+from dfa_megatron.huggingface.current_forward import Forward, LayerContext
+from dfa_megatron.huggingface.generation.holdings import Sight
 from dfa_megatron.huggingface.generation.sharded_cache import ShardedCache
 from dfa_megatron.runtime.agreement.calls import Kind
 from dfa_megatron.runtime.comm.groups import channel_of
@@ -90,15 +90,6 @@ def padding_of_rows(mask: torch.Tensor | None, rows: int, length: int) -> list[i
     return [int(x) for x in padding.tolist()]
 
 
-def end_prefill(decoder: Any, args: tuple[Any, ...], output: Any) -> None:
-    """Give every rank the output of the sequence's last token as that of its own last token, as a forward hook."""
-    forward = forward_of_context(getattr(decoder, CONTEXT))
-    if forward is None or forward.cache is None or not forward.distributed:
-        return
-    hidden = output[0]
-    hidden[:, -1] = forward.cache.progress.gather(hidden[:, -1].contiguous())[-1]
-
-
 def attend(
     forward: Forward, near: tuple[tuple[int, int], int | None], qkv: tuple[torch.Tensor, ...], call: dict[str, Any]
 ) -> torch.Tensor:
@@ -112,15 +103,15 @@ def attend(
     cache: ShardedCache = forward.cache
     (left, _), chunk = near
     sight = Sight(chunk, True) if chunk else Sight(left + 1 if left >= 0 else None)
-    places = cache.places.get(sight) or cache.places.get(Sight())
-    held = None if places is None else places.counts[places.progress.rank]
-    if places is None or held != qkv[1].shape[1]:
+    holdings = cache.holdings.get(sight) or cache.holdings.get(Sight())
+    held = None if holdings is None else holdings.counts[holdings.progress.rank]
+    if holdings is None or held != qkv[1].shape[1]:
         raise UnsupportedError(
             f"a layer that attends over {qkv[1].shape[1]} tokens of a cache with {held}",
             "its configuration tells another window, or it changes the keys of its cache",
             "with dfa_megatron.huggingface.local_attention(model)",
         )
-    out = decode_attn_func(*qkv, starts=places.starts(sight), **call)
+    out = decode_attn_func(*qkv, starts=holdings.starts(sight), **call)
     assert isinstance(out, torch.Tensor)
     return out
 

@@ -54,7 +54,7 @@ class Progress:
 
 
 @dataclass(slots=True)
-class Places:
+class Holdings:
     """Hold the tokens of every rank, as spans, in the layers of one sight.
 
     kept: this rank's slots of the prefill that stay. dropped: slots at its front that the last step gave up.
