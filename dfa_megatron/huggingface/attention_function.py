@@ -89,8 +89,8 @@ def attention(
     if decodes:
         from dfa_megatron.huggingface.generation.steps import attend  # which needs transformers
 
+        qkv = tuple(x.transpose(1, 2) for x in _autocast(query, key, value))
         with torch.autocast(query.device.type, enabled=False), at_layer(number):
-            qkv = tuple(x.transpose(1, 2) for x in _autocast(query, key, value))
             return attend(forward, (window, chunk), qkv, call), None
     images = (forward.images or {}).get(type_of(module) or "")
     if seen is None and (chunk or images):

@@ -59,22 +59,19 @@ def generate(model: Any, *args: Any, **kwargs: Any) -> Any:
     except ImportError as error:
         raise UnsupportedError("generation over ranks with this transformers", str(error), "5.23 of it") from error
     cache = make_cache(context, model.config.get_text_config())
-    ids = theirs(model, *args, **kwargs, past_key_values=cache)
+    ids = theirs(model, *args, **kwargs | {"past_key_values": cache})
     agree_on_tokens(context, ids if isinstance(ids, torch.Tensor) else ids.sequences, "generation")
     return ids
 
 
 def _check(model: Any, context: LayerContext, kwargs: dict[str, Any]) -> None:
+    """Refuse what would need a whole cache on one rank, or would differ between the ranks."""
     configs = (kwargs.get("generation_config"), model.generation_config)
     for name, neutral in _NEUTRAL.items():
         asked = [kwargs.get(name), *(getattr(config, name, None) for config in configs)]
         value = next((x for x in asked if x is not None), None)
         if value not in neutral:
-            raise UnsupportedError(
-                f"{name}={value!r} in a generation over ranks",
-                "only greedy search and sampling are there",
-                _LOCAL,
-            )
+            raise UnsupportedError(f"{name}={value!r} in a generation over ranks", "it is greedy, or samples", _LOCAL)
     owns = [type(module).__name__ for module in model.modules() if type(module).__name__ in FORWARDS]
     if owns or "past_key_values" not in inspect.signature(type(model).forward).parameters:
         raise UnsupportedError(

@@ -23,7 +23,8 @@ _MIX = 0x1E3779B97F4A7C15
 
 def make_cache(context: LayerContext, config: Any) -> ShardedCache:
     """Return an empty cache for a distributed model; the first one of a group is collective."""
-    over, verify = channel_of(context.group, verify=context.options.verify == "on"), context.options.verify == "on"
+    verify = context.options.verify == "on"
+    over = channel_of(context.group, verify=verify)
     if over is None:
         return ShardedCache(config, 0, 1, lambda x: [x])
     return ShardedCache(config, over.rank, over.size, partial(gather, over, _STATES, verify=verify))
