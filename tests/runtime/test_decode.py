@@ -85,3 +85,29 @@ def test_what_does_not_fit_together_is_refused(change: dict[str, object], why: s
     given = {"q": torch.randn(1, 1, 2, 8), "k_cache": torch.randn(1, 3, 2, 8), "v_cache": torch.randn(1, 3, 2, 8)}
     with pytest.raises(UnsupportedError, match=why):
         decode_attn_func(**given | change)  # type: ignore[arg-type]
+
+
+def on_gpus(rank: int, world_size: int) -> None:
+    for kernel, kv_heads, width in (("auto", 2, 64), ("auto", 8, 32), ("triton", 2, 64)):
+        torch.manual_seed(3)
+        given = (
+            torch.randn(2, n, h, d, device="cuda")
+            for n, h, d in ((1, 8, 64), (9001, kv_heads, 64), (9001, kv_heads, width))
+        )
+        q, k, v = (x.bfloat16() for x in given)
+        own = [x.tensor_split([8500], 1)[rank] for x in (k, v)]
+        config = DistAttentionConfig(kernel=kernel)
+        starts = (7, 0) if rank == 0 else None
+        for _ in range(3):
+            found = decode_attn_func(q, *own, starts=starts, config=config)
+        wide = [x.double() for x in (q, k, v)]
+        rows = [
+            dense(*(x[at : at + 1, lo if x is not wide[0] else 0 :] for x in wide), 0.0, None)
+            for at, lo in ((0, 7), (1, 0))
+        ]
+        assert_close(found, torch.cat(rows), tolerance=2e-2, name=f"{kernel}, {kv_heads} kv_heads, {width}")
+
+
+@pytest.mark.gpu(2)
+def test_two_gpus_merge_partials_of_long_caches() -> None:
+    run_ranks(2, on_gpus, cuda=True, timeout=170)
