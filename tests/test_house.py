@@ -53,11 +53,11 @@ LONG_FUNCTIONS_FOR_NOW = {
 """May only become shorter."""
 
 BUDGETS = {
-    "benchmarks": 6_179,
+    "benchmarks": 6_283,
     "cli": 671,
     "deepspeed": 1_452,
     "doctor": 1_040,
-    "huggingface": 4_642,
+    "huggingface": 5_206,
     "kernels": 3_792,
     "loss": 709,
     "megatron": 4_721,
@@ -65,10 +65,10 @@ BUDGETS = {
     "proving": 763,
     "recurrence": 1_354,
     "remat": 529,
-    "runtime": 5_575,
+    "runtime": 5_768,
     "sequence": 399,
-    "tests": 38_122,
-    "top": 1_616,
+    "tests": 38_411,
+    "top": 1_619,
     "trees": 305,
 }
 """Lines of Python in a folder of the package, in its files beside them ("top"), in tests and in benchmarks.
@@ -119,7 +119,7 @@ def test_no_folder_of_the_package_holds_more_than_a_dozen_modules() -> None:
 
 
 def test_the_pages_hold_no_more_words_than_now() -> None:
-    assert house.words_of_markdown(house.ROOT) <= 22_350
+    assert house.words_of_markdown(house.ROOT) <= 22_562
 
 
 def test_no_file_name_stands_twice_but_for_the_same_thing() -> None:
