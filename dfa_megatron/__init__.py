@@ -18,6 +18,7 @@ _HOME = {
     "StepLog": "dfa_megatron.runtime.step_log",
     "TrainingConfig": "dfa_megatron.config",
     "check_plan": "dfa_megatron.plan.proof.check",
+    "decode_attn_func": "dfa_megatron.runtime.decode",
     "dist_flash_attn_func": "dfa_megatron.attention",
     "dist_flash_attn_varlen_func": "dfa_megatron.attention",
     "draw": "dfa_megatron.plan.draw",
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
     from dfa_megatron.plan.schedules import with_blocks
     from dfa_megatron.planner import AttentionPlanner
     from dfa_megatron.runtime.counters import stats
+    from dfa_megatron.runtime.decode import decode_attn_func
     from dfa_megatron.runtime.step_log import StepLog, training_flops
     from dfa_megatron.sequence.max_logits import max_logits
     from dfa_megatron.sequence.reorder import reshard, roll_sequence
@@ -59,6 +61,7 @@ __all__ = [
     "TrainingConfig",
     "__version__",
     "check_plan",
+    "decode_attn_func",
     "dist_flash_attn_func",
     "dist_flash_attn_varlen_func",
     "draw",

@@ -17,6 +17,7 @@ PUBLIC = {
     "attention.py:dist_flash_attn_varlen_func",
     "planner.py:__init__",
     "recurrence/functions.py:dist_conv",
+    "runtime/decode.py:decode_attn_func",
     "recurrence/upstream.py:dist_mamba1",
     "recurrence/upstream.py:dist_mamba2",
     "sequence/max_logits.py:max_logits",
@@ -52,22 +53,22 @@ LONG_FUNCTIONS_FOR_NOW = {
 """May only become shorter."""
 
 BUDGETS = {
-    "benchmarks": 6_180,
+    "benchmarks": 6_284,
     "cli": 671,
     "deepspeed": 1_452,
     "doctor": 1_040,
-    "huggingface": 4_642,
+    "huggingface": 5_206,
     "kernels": 3_792,
     "loss": 692,
     "megatron": 4_721,
     "plan": 5_740,
     "proving": 763,
-    "recurrence": 1_452,
+    "recurrence": 1_453,
     "remat": 529,
-    "runtime": 5_575,
+    "runtime": 5_768,
     "sequence": 399,
-    "tests": 38_221,
-    "top": 1_616,
+    "tests": 38_510,
+    "top": 1_619,
     "trees": 306,
 }
 """Lines of Python in a folder of the package, in its files beside them ("top"), in tests and in benchmarks.
@@ -118,7 +119,7 @@ def test_no_folder_of_the_package_holds_more_than_a_dozen_modules() -> None:
 
 
 def test_the_pages_hold_no_more_words_than_now() -> None:
-    assert house.words_of_markdown(house.ROOT) <= 22_350
+    assert house.words_of_markdown(house.ROOT) <= 22_562
 
 
 def test_no_file_name_stands_twice_but_for_the_same_thing() -> None:

@@ -23,6 +23,7 @@ NAMES = {
     "TrainingConfig",
     "__version__",
     "check_plan",
+    "decode_attn_func",
     "dist_flash_attn_func",
     "dist_flash_attn_varlen_func",
     "draw",

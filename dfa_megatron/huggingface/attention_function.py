@@ -66,10 +66,12 @@ def attention(
         )
     batch, whole, forward = query.shape[0], query.shape[2] * context.size, forward_of(module)
     seen, mask = forward.seen, attention_mask
+    decodes = forward.cache is not None and not forward.distributed
+    lengths = (max(whole, seen.longest) if isinstance(seen, Seen) else whole, query.shape[2], key.shape[2])
     asks = (
         mask if isinstance(mask, WindowMask) else None if mask is None else type(mask),
         sliding_window,
-        (max(whole, seen.longest) if isinstance(seen, Seen) else whole, query.shape[2], key.shape[2]),
+        _OF_A_CACHE if decodes else lengths,
         dropout,
         is_causal,
         tuple(name for name, value in (("attn_logit_softcapping", softcap), ("sinks", s_aux)) if value is None),
@@ -83,13 +85,19 @@ def attention(
         "sinks": s_aux,
         "config": context.options,
     }
+    number = int(getattr(module, "layer_idx", None) or 0) + 1
+    if decodes:
+        from dfa_megatron.huggingface.generation.steps import attend  # which needs transformers
+
+        qkv = tuple(x.transpose(1, 2) for x in _autocast(query, key, value))
+        with torch.autocast(query.device.type, enabled=False), at_layer(number):
+            return attend(forward, (window, chunk), qkv, call), None
     images = (forward.images or {}).get(type_of(module) or "")
     if seen is None and (chunk or images):
         seen = ((0, whole),) * batch
     if isinstance(seen, tuple) and chunk:
         seen = in_chunks(seen, chunk)
     qkv = tuple(x.transpose(1, 2) for x in _autocast(tempered(module, query, forward), key, value))
-    number = int(getattr(module, "layer_idx", None) or 0) + 1
     # Without autocast: kernels choose their precision themselves.
     with torch.autocast(query.device.type, enabled=False), at_layer(number):
         if seen is None:
@@ -119,6 +127,9 @@ def _by_rows(
             out.append(dist_flash_attn_func(*(x[None] for x in row), mask=mask, **call)[0])
     return out[0][None] if len(out) == 1 else torch.stack(out)
 
+
+_OF_A_CACHE = (1 << 60, 1, 1)
+"""Lengths of a sequence, of which every window hides something, of queries, and of keys that are another matter."""
 
 _ASKED = "_dfa_asked"  # the attribute of a layer for what it asked last
 _HIDES_NOTHING = "_dfa_hides_nothing"  # the attribute of a mask that need not be read

@@ -80,6 +80,7 @@ class Forward:
     added: tokens behind each row that only make its length divide.
     whole: the batch that the model cut itself.
     tile: tokens of a tile of the loss; None where logits are made.
+    cache: the `ShardedCache` of a generation. Its prompt is distributed; later tokens are the same on every rank.
     """
 
     context: LayerContext
@@ -93,6 +94,7 @@ class Forward:
     added: int = 0
     whole: WholeBatch | None = None
     tile: int | None = None
+    cache: Any = None
 
     @property
     def documents(self) -> Documents | None:

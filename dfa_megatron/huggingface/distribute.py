@@ -19,6 +19,7 @@ from dfa_megatron.huggingface.checks.check_model import check_model, foreign_cod
 from dfa_megatron.huggingface.checks.exact_types import EXACT
 from dfa_megatron.huggingface.checks.wrappers import check_wrappers
 from dfa_megatron.huggingface.current_forward import CONTEXT, NAME, LayerContext, end, hook_mixer
+from dfa_megatron.huggingface.generation.generate import end_prefill, wrap_generate
 from dfa_megatron.huggingface.implementation import (
     attention_of,
     copy_configs,
@@ -51,8 +52,8 @@ def distribute_attention(
     A multimodal model (images, sound) takes whole sequences and gives the logits of this rank's tokens: its
     language model alone is distributed. `shard_batch` makes the batches of both.
 
-    Attention is distributed in training and evaluation alike. For whole sequences on one rank, generation among them,
-    see `local_attention`. The call may be repeated, with another group or other options.
+    Attention is distributed in training, evaluation and generation alike. For whole sequences on one rank see
+    `local_attention`. The call may be repeated, with another group or other options.
 
     Args:
         model: a transformers model, or a module that holds one (PEFT).
@@ -131,10 +132,12 @@ def _check_loaded(model: Any) -> None:
 
 def _hook(inner: Any, decoder: Any, attentions: list[torch.nn.Module]) -> None:
     """Register the hooks of a model, its decoder and its mixers, which need a `LayerContext` when they run."""
+    wrap_generate(inner)
     if inner is not decoder:
         inner.register_forward_pre_hook(inputs.begin, with_kwargs=True)
         inner.register_forward_hook(end, always_call=True)
     decoder.register_forward_pre_hook(inputs.prepare, with_kwargs=True)
+    decoder.register_forward_hook(end_prefill)
     decoder.register_forward_hook(end, always_call=True)
     for mixer in {*attentions, *recurrent.modules_of(decoder)}:
         hook_mixer(mixer)

@@ -21,6 +21,7 @@ def test_the_code_of_a_page_runs_with_transformers(block: pages.Block) -> None:
         "model": model,
         "group": None,
         "ids": whole["input_ids"],
+        "prompts": {"input_ids": whole["input_ids"]},
         "labels": whole["labels"],
         "positions": torch.tensor([[*range(5), *range(7)]]),
         "cu_seqlens": (0, 5, 12),

@@ -18,7 +18,7 @@ from dfa_megatron.sharding import local_positions
 _LOSS = "dfa_megatron.huggingface.shard_batch, or no labels and causal_lm_loss on the logits"
 
 LABELS = ("shift_labels", "labels")
-_CACHES = ("past_key_values", "cache")  # before and since transformers 5.24
+CACHES = ("past_key_values", "cache")  # before and since transformers 5.24
 
 _MEDIA = ("pixel_values", "pixel_values_videos", "input_features")
 """Endings of the names of arguments for images and sound."""
@@ -77,7 +77,7 @@ def _check_first_positions(given: dict[str, Any]) -> None:
     The ranks do not communicate: each evaluates its own sequences, possibly another number of them.
     """
     positions: torch.Tensor | None = given.get("position_ids")
-    if positions is None or not positions.numel() or first_of(given, _CACHES) is not None:
+    if positions is None or not positions.numel() or first_of(given, CACHES) is not None:
         return
     later = positions[..., 0] > 0
     mask = given.get("attention_mask")
@@ -164,11 +164,11 @@ def check_decoder(args: tuple[Any, ...], kwargs: dict[str, Any], context: LayerC
         UnsupportedError: a cache, images or sound, attention weights, or masks of another model.
     """
     check_by_name(args[1:])
-    if kwargs.get("use_cache") or first_of(kwargs, _CACHES) is not None:
+    if kwargs.get("use_cache") or first_of(kwargs, CACHES) is not None:
         raise UnsupportedError(
             "a key cache",
             "ranks hold parts of the sequence",
-            "use_cache=False, or generation within dfa_megatron.huggingface.local_attention(model)",
+            "use_cache=False, or model.generate, which makes a cache that spans the ranks",
         )
     if kwargs.get("output_attentions"):
         raise UnsupportedError("output_attentions", "attention weights are never in memory", "output_attentions=False")

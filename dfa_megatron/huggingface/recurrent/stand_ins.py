@@ -65,35 +65,42 @@ def convolution(real: Real, over: Sequence, given: Keywords) -> torch.Tensor:
     return torch.cat([of_rows(row, options) for row, options in over.rows(given, "hidden_states")])
 
 
-def delta_rule(real: Real, over: Sequence, given: Keywords) -> tuple[torch.Tensor, None]:
+def delta_rule(real: Real, over: Sequence, given: Keywords) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute a delta rule whose states are (batch, heads, k_dim, v_dim): gated, or Kimi's with a gate per channel."""
     names = ("query", "key", "value", "g", "beta")
 
-    def of_rows(row: Keywords, options: Keywords) -> torch.Tensor:
+    def of_rows(row: Keywords, options: Keywords) -> tuple[torch.Tensor, torch.Tensor]:
         tokens = {name: row.pop(name) for name in names}
-        return dist_scan(fla_scan(real, keys="key", values="value", packs=False, **row), tokens, **options)[0]
+        return dist_scan(fla_scan(real, keys="key", values="value", packs=False, **row), tokens, **options)
 
-    return torch.cat([of_rows(dict(row), options) for row, options in over.rows(given, *names)]), None
+    return _joined([of_rows(dict(row), options) for row, options in over.rows(given, *names)])
 
 
-def mamba2(real: Real, over: Sequence, given: Keywords) -> torch.Tensor:
+def mamba2(real: Real, over: Sequence, given: Keywords) -> Any:
     """Compute Mamba-2's scan, whose states (batch, heads, head_dim, state) decay by a number per head."""
     return _state_space(dist_mamba2, real, over, given)
 
 
-def mamba(real: Real, over: Sequence, given: Keywords) -> torch.Tensor:
+def mamba(real: Real, over: Sequence, given: Keywords) -> Any:
     """Compute Mamba's selective scan of (batch, channels, local_seq), whose states are (batch, channels, state)."""
     return _state_space(dist_mamba1, real, over, given)
 
 
-def _state_space(scan: Callable[..., Any], real: Real, over: Sequence, given: Keywords) -> torch.Tensor:
-    def of_rows(row: Keywords, options: Keywords) -> torch.Tensor:
+def _state_space(scan: Callable[..., Any], real: Real, over: Sequence, given: Keywords) -> Any:
+    def of_rows(row: Keywords, options: Keywords) -> tuple[torch.Tensor, torch.Tensor]:
         tokens = {"x": row.pop("hidden_states"), **{name: row.pop(name) for name in ("dt", "B", "C")}}
-        out: torch.Tensor = scan(real, tokens, row.pop("A"), **row, **options)[0]
-        return out
+        found: tuple[torch.Tensor, torch.Tensor] = scan(real, tokens, row.pop("A"), **row, **options)
+        return found
 
     rows = over.rows(given, "hidden_states", "dt", "B", "C", "z")
-    return torch.cat([of_rows(dict(row), options) for row, options in rows])
+    out, state = _joined([of_rows(dict(row), options) for row, options in rows])
+    return (out, state) if given.get("return_final_states") or given.get("return_last_state") else out
+
+
+def _joined(rows: list[tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (out, final state) of all rows."""
+    out, state = (torch.cat(parts) for parts in zip(*rows, strict=True))
+    return out, state
 
 
 STANDS_IN: dict[str, Callable[[Real, Sequence, Keywords], Any]] = {

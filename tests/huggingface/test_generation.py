@@ -1,0 +1,117 @@
+"""A model that is distributed generates over its group, token for token as one process, and its cache is spread."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from dfa_megatron import huggingface as dfa_hf
+from dfa_megatron.errors import DisagreementError, UnsupportedError
+from tests.huggingface import conftest
+from tests.support.models import build, text
+from tests.support.workers import preload, run_ranks
+
+KINDS = ("deepseek_v3", "gemma4_text", "gpt_oss", "llama4_text", "jamba", "qwen3_next")
+"""Latent keys; windows and shared keys; sinks; chunks and temperatures; states of two kinds, with convolutions."""
+
+if conftest.INSTALLED:
+    files = {kind.removesuffix("_text") for kind in KINDS}
+    preload("tests.huggingface.generated", *(f"transformers.models.{name}.modeling_{name}" for name in files))
+
+
+def sweep(rank: int, world_size: int, kinds: tuple[str, ...], *options: dict[str, Any]) -> dict[str, float]:
+    from tests.huggingface.generated import ALONE, PADDED, compared
+
+    found = {}
+    for kind in kinds:
+        for prompt in (ALONE, PADDED):
+            for asked in options:
+                same, worst, _ = compared(kind, prompt, **asked)
+                found[f"{kind} {prompt} {asked}"] = worst if same else float("inf")
+    return found
+
+
+@pytest.mark.support("models", "generation over ranks: greedy, sampling; windows, sinks, states; padding on the left")
+def test_generations_are_those_of_one_process() -> None:
+    for found in run_ranks(3, sweep, KINDS, {"max_new_tokens": 12}, timeout=170):
+        assert {name: worst for name, worst in found.items() if not worst < 3e-9} == {}
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_any_number_of_ranks_generates_greedily_and_by_sampling(ranks: int) -> None:
+    for found in run_ranks(ranks, sweep, ("llama",), {}, {"do_sample": True, "top_k": 9}, timeout=100):
+        assert max(found.values()) < 1e-9
+
+
+def spread(rank: int, world_size: int) -> tuple[int, int, list[int], torch.Tensor]:
+    model = build(
+        "Gemma3Text", num_hidden_layers=2, layer_types=["full_attention", "sliding_attention"], sliding_window=8
+    )
+    asked: dict[str, Any] = {"max_new_tokens": 30, "do_sample": False, "return_dict_in_generate": True}
+    ids = text(2, 600, seed=4)["input_ids"] % 50 + 3
+    want = model.eval().generate(ids, **asked, output_scores=True, eos_token_id=None)
+    dfa_hf.distribute_attention(model)
+    got = model.generate(ids, **asked, output_scores=True, eos_token_id=None)
+    assert torch.equal(got.sequences, want.sequences)
+    for ours, theirs in zip(got.scores, want.scores, strict=True):
+        assert torch.allclose(ours.log_softmax(-1), theirs.log_softmax(-1), atol=1e-5)
+    whole = sum(x.nbytes for layer in want.past_key_values.layers for x in (layer.keys, layer.values))
+    holdings = got.past_key_values.holdings
+    held = [each.counts[rank] for each in holdings.values()]
+    return got.past_key_values.nbytes, whole, held, got.sequences
+
+
+def test_a_rank_holds_its_share_of_the_cache_in_float32_too() -> None:
+    found = run_ranks(3, spread, timeout=100)
+    for nbytes, whole, (full, window), ids in found:
+        assert nbytes < 1.25 * whole / 3, (nbytes, whole)
+        assert full in (209, 210), "629 tokens were seen, and new ones went to the rank with the fewest"
+        assert window in (2, 3), "the window's 8 tokens are kept, and new ones go round"
+        assert torch.equal(ids, found[0][3])
+
+
+def refused(rank: int, world_size: int) -> None:
+    ids = text(1, 5, seed=1)["input_ids"] % 50 + 3
+    model = dfa_hf.distribute_attention(build("Llama").eval())
+    asks: tuple[dict[str, Any], ...] = (
+        {"num_beams": 2},
+        {"use_cache": False},
+        {"cache_implementation": "static"},
+        {"prefill_chunk_size": 2},
+        {"output_attentions": True},
+        {"assistant_model": model},
+    )
+    for asked in asks:
+        with pytest.raises(UnsupportedError, match=next(iter(asked))):
+            model.generate(ids, max_new_tokens=2, **asked)
+    with pytest.raises(UnsupportedError, match="padding on the left"):
+        model.generate(ids, max_new_tokens=2, attention_mask=torch.tensor([[1, 1, 1, 0, 1]]))
+    with pytest.raises(UnsupportedError, match="training mode"):
+        model.train().generate(ids, max_new_tokens=2)
+    model.eval()
+    with dfa_hf.local_attention(model):
+        model.generate(ids, max_new_tokens=2, num_beams=2)
+    with pytest.raises(DisagreementError, match="different tokens at this prompt"):
+        model.generate(ids + rank, max_new_tokens=2)
+    torch.manual_seed(rank)
+    with pytest.raises(DisagreementError, match="random state"):
+        model.generate(ids, max_new_tokens=9, do_sample=True, temperature=9.0)
+    torch.manual_seed(0)
+    assert model.generate(ids, max_new_tokens=2, do_sample=True).shape == (1, 7)
+
+
+def test_what_would_differ_or_need_a_whole_cache_is_refused() -> None:
+    run_ranks(2, refused)
+
+
+def without_the_exchange(rank: int, world_size: int) -> float:
+    from dfa_megatron.runtime import decode
+
+    vars(decode)["gather"] = lambda over, kind, x, *, verify: [x]
+    return max(sweep(rank, world_size, ("llama",), {}).values())
+
+
+def test_a_rank_that_sees_its_own_keys_alone_is_wrong() -> None:
+    assert min(run_ranks(2, without_the_exchange, timeout=100)) > 1e-3

@@ -1,0 +1,113 @@
+"""One query row over keys that are spread over ranks is dense attention over all of them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from dfa_megatron import DistAttentionConfig, decode_attn_func
+from dfa_megatron.errors import DistAttentionError, UnsupportedError
+from tests.support.close import assert_close
+from tests.support.workers import run_ranks
+
+CASES = {  # keys of each rank, heads, kv_heads, head_dim_v, options
+    "uneven": ((5, 0, 9), 4, 2, 8, {}),
+    "cap and sinks": ((3, 4, 4), 4, 1, 8, {"softcap": 2.0, "kernel": "reference"}),
+    "other values, first keys hidden": ((6, 1, 2), 2, 2, 4, {"kernel": "reference", "hidden": 6}),
+    "no keys": ((0, 0, 0), 2, 1, 8, {}),
+    "long, in parts": ((4101, 2, 0), 2, 2, 8, {"kernel": "reference"}),
+}
+
+
+def dense(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softcap: float, sinks: torch.Tensor | None
+) -> torch.Tensor:
+    k, v = (x.repeat_interleave(q.shape[2] // k.shape[2], 2) for x in (k, v))
+    scores = torch.einsum("bqhd,bkhd->bhqk", q, k) * q.shape[3] ** -0.5
+    scores = softcap * torch.tanh(scores / softcap) if softcap else scores
+    sink = q.new_full((q.shape[2],), -torch.inf) if sinks is None else sinks
+    weights = torch.softmax(torch.cat((scores, sink[None, :, None, None].expand(q.shape[0], -1, 1, 1)), -1), -1)
+    return torch.einsum("bhqk,bkhd->bqhd", weights[..., :-1], v).nan_to_num()
+
+
+def whole(rank: int, world_size: int, name: str) -> None:
+    shares, heads, kv_heads, width, given = CASES[name]
+    options = dict(given)
+    config = DistAttentionConfig(kernel=options.pop("kernel", "auto"))
+    softcap, hidden = options.pop("softcap", 0.0), options.pop("hidden", 0)
+    torch.manual_seed(3)
+    q = torch.randn(2, 1, heads, 8, dtype=torch.float64)
+    k = torch.randn(2, sum(shares), kv_heads, 8, dtype=torch.float64)
+    v = torch.randn(2, sum(shares), kv_heads, width, dtype=torch.float64)
+    sinks = torch.randn(heads, dtype=torch.float64) if softcap else None
+    own = [x.split(shares, 1)[rank] for x in (k, v)]
+    starts = (0, min(hidden, shares[rank]) if rank == 0 else 0) if hidden else None
+    for dtype, tolerance in ((torch.float64, 1e-12), (torch.float32, 1e-6)):
+        more = None if sinks is None else sinks.to(dtype)
+        found = decode_attn_func(
+            q.to(dtype), *(x.to(dtype) for x in own), starts=starts, softcap=softcap, sinks=more, config=config
+        )
+        rows = [
+            dense(q[at : at + 1], k[at : at + 1, lo:], v[at : at + 1, lo:], softcap, sinks)
+            for at, lo in ((0, 0), (1, hidden))
+        ]
+        assert_close(found, torch.cat(rows), tolerance=tolerance, name=f"{name} {dtype}")
+
+
+def cases(rank: int, world_size: int) -> None:
+    for name in CASES:
+        whole(rank, world_size, name)
+    q, k = torch.randn(1, 1, 2, 8), torch.randn(1, 3 + rank, 2, 8)
+    for verify in ("on", "off"):
+        decode_attn_func(q, k, k, config=DistAttentionConfig(verify=verify))
+    with pytest.raises(DistAttentionError):  # of one rank alone
+        decode_attn_func(q, k, k[:, :, :1] if rank == 1 else k)
+
+
+def test_partials_over_any_share_of_the_keys_merge_to_the_whole() -> None:
+    run_ranks(3, cases)
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"q": torch.randn(1, 2, 2, 8)}, "one query row"),
+        ({"v_cache": torch.randn(1, 3, 1, 8)}, "one query row"),
+        ({"k_cache": torch.randn(1, 3, 2, 4)}, "one batch, head_dim"),
+        ({"q": torch.randn(1, 1, 2, 8, dtype=torch.float64)}, "one batch, head_dim"),
+        ({"starts": (4,)}, "a number from 0 to 3"),
+        ({"q": torch.randn(1, 1, 2, 8, requires_grad=True)}, "no backward"),
+        ({"sinks": torch.randn(3)}, "one number for each"),
+        ({"q": torch.randn(1, 1, 3, 8)}, "multiple of kv_heads"),
+    ],
+)
+def test_what_does_not_fit_together_is_refused(change: dict[str, object], why: str) -> None:
+    given = {"q": torch.randn(1, 1, 2, 8), "k_cache": torch.randn(1, 3, 2, 8), "v_cache": torch.randn(1, 3, 2, 8)}
+    with pytest.raises(UnsupportedError, match=why):
+        decode_attn_func(**given | change)  # type: ignore[arg-type]
+
+
+def on_gpus(rank: int, world_size: int) -> None:
+    for kernel, kv_heads, width in (("auto", 2, 64), ("auto", 8, 32), ("triton", 2, 64)):
+        torch.manual_seed(3)
+        given = (
+            torch.randn(2, n, h, d, device="cuda")
+            for n, h, d in ((1, 8, 64), (9001, kv_heads, 64), (9001, kv_heads, width))
+        )
+        q, k, v = (x.bfloat16() for x in given)
+        own = [x.tensor_split([8500], 1)[rank] for x in (k, v)]
+        config = DistAttentionConfig(kernel=kernel)
+        starts = (7, 0) if rank == 0 else None
+        for _ in range(3):
+            found = decode_attn_func(q, *own, starts=starts, config=config)
+        wide = [x.double() for x in (q, k, v)]
+        rows = [
+            dense(*(x[at : at + 1, lo if x is not wide[0] else 0 :] for x in wide), 0.0, None)
+            for at, lo in ((0, 7), (1, 0))
+        ]
+        assert_close(found, torch.cat(rows), tolerance=2e-2, name=f"{kernel}, {kv_heads} kv_heads, {width}")
+
+
+@pytest.mark.gpu(2)
+def test_two_gpus_merge_partials_of_long_caches() -> None:
+    run_ranks(2, on_gpus, cuda=True, timeout=170)
