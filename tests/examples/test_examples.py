@@ -83,8 +83,9 @@ def test_rollouts_of_two_ranks_and_their_losses_are_those_of_one(tmp_path: Path)
         assert int(own[2]) <= int(others[2]) <= int(own[2]) + 8
 
 
-def test_every_example_is_run() -> None:
+def test_every_example_is_run_and_short() -> None:
     assert {path.name for path in EXAMPLES.glob("*.py")} == FILES.keys() | SOMEWHERE_ELSE
+    assert [name for name in FILES if len((EXAMPLES / name).read_text(encoding="utf-8").splitlines()) > 80] == []
 
 
 def test_the_notebook_runs_and_compares_itself_with_pytorch(capsys: pytest.CaptureFixture[str]) -> None:
