@@ -24,6 +24,7 @@ GPUS=${GPUS:-${SLURM_GPUS_ON_NODE:-$(nvidia-smi --list-gpus | wc -l)}}
 NODES=${SLURM_JOB_NUM_NODES:-1}
 mkdir -p "$RUN" && RUN=$(realpath "$RUN")
 export CUDA_DEVICE_MAX_CONNECTIONS=1               # Megatron asks for it on Hopper and before
+export PYTHONPATH="$MEGATRON${PYTHONPATH:+:$PYTHONPATH}"  # the clone's own megatron.core, not an installed one
 
 # Tokens, once: RUN/data_text_document.bin and .idx
 if [ ! -e "$RUN/data_text_document.idx" ]; then
