@@ -16,65 +16,58 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 from dfa_megatron import StepLog, TrainingConfig, training_flops
 from dfa_megatron import huggingface as dfa_hf
 
+parser = argparse.ArgumentParser()
+parser.add_argument("--model", help="of the hub, or a folder; a tiny Llama if left out")
+parser.add_argument("--seq-length", type=int, default=512)
+parser.add_argument("--steps", type=int, default=20)
+parser.add_argument("--context-parallel-size", type=int, default=2)
+parser.add_argument("--accumulate", type=int, default=2, help="micro-batches in a step")
+parser.add_argument("--tensorboard", help="a folder for TensorBoard")
+args = parser.parse_args()
 
-def gradients(model, batches, mesh):
-    """Add up the gradients of micro-batches, whole and the same on the ranks of `cp`; return the loss of all ranks."""
-    parts = [dfa_hf.shard_batch(batch, group=mesh["cp"].get_group()) for batch in batches]
-    labels = torch.stack([(part["shift_labels"] != -100).sum() for part in parts]).sum()
+device = "cuda" if torch.cuda.is_available() else "cpu"
+if device == "cuda":
+    torch.cuda.set_device(dist.get_node_local_rank())
+dist.init_process_group()
+data = dist.get_world_size() // args.context_parallel_size
+mesh = init_device_mesh(device, (data, args.context_parallel_size), mesh_dim_names=("dp", "cp"))
+group = mesh["cp"].get_group()
+text = str(pydoc_data.topics.topics)  # Python's own manual
+torch.manual_seed(0)
+if args.model:
+    model = AutoModelForCausalLM.from_pretrained(args.model)
+    tokens = torch.tensor(AutoTokenizer.from_pretrained(args.model)(text)["input_ids"])
+else:
+    tiny = LlamaConfig(
+        vocab_size=256, hidden_size=128, intermediate_size=352, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=args.seq_length,
+    )  # fmt: skip
+    model, tokens = LlamaForCausalLM(tiny), torch.tensor(list(text.encode()))
+seen = data * args.accumulate * args.seq_length  # tokens of a step
+flops = training_flops(model.config, model.num_parameters(exclude_embeddings=True), seen, args.seq_length)
+log = StepLog(tokens=seen, flops=flops, tensorboard=args.tensorboard)
+dfa_hf.distribute_attention(model.to(device), group=group, config=TrainingConfig(checkpoint="remat"))
+ranks = mesh["dp", "cp"]._flatten("dp_cp")
+for layer in (*model.model.layers, model):
+    fully_shard(layer, mesh=ranks)
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5 if args.model else 1e-3)
+rows = tokens.to(device).split(args.seq_length)[:-1]
+for step in range(args.steps):
+    first = (step * data + mesh["dp"].get_local_rank()) * args.accumulate  # samples go by `dp` alone
+    whole = [rows[(first + index) % len(rows)][None] for index in range(args.accumulate)]
+    batches = [dfa_hf.shard_batch({"input_ids": ids, "labels": ids}, group=group) for ids in whole]
+    labels = torch.stack([(batch["shift_labels"] != -100).sum() for batch in batches]).sum()
     dist.all_reduce(labels)
-    # A loss is a sum over the labels of all. FSDP averages gradients over its ranks: their number is taken out here.
-    share, total = labels.clamp(min=1) / dist.get_world_size(), torch.zeros((), device=mesh.device_type)
-    for part in parts:
-        loss = model(**part | {"num_items_in_batch": share}, use_cache=False).loss
+    total = torch.zeros((), device=device)
+    for batch in batches:
+        # The loss of a batch is its sum over the labels of all. FSDP averages gradients over its ranks, so times those.
+        batch["num_items_in_batch"] = labels / dist.get_world_size()
+        loss = model(**batch, use_cache=False).loss
         loss.backward()
         total += loss.detach()
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).full_tensor()
+    optimizer.step()
+    optimizer.zero_grad()
     dist.all_reduce(total)
-    return total / dist.get_world_size()
-
-
-def main():
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--model", help="of the hub, or a folder; a tiny Llama if left out")
-    parser.add_argument("--seq-length", type=int, default=512)
-    parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--context-parallel-size", type=int, default=2)
-    parser.add_argument("--accumulate", type=int, default=2, help="micro-batches in a step")
-    parser.add_argument("--tensorboard", help="a folder for TensorBoard")
-    args = parser.parse_args()
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    if device == "cuda":
-        torch.cuda.set_device(dist.get_node_local_rank())
-    dist.init_process_group()
-    data = dist.get_world_size() // args.context_parallel_size
-    mesh = init_device_mesh(device, (data, args.context_parallel_size), mesh_dim_names=("dp", "cp"))
-    torch.manual_seed(0)
-    text = str(pydoc_data.topics.topics)  # Python's own manual
-    if args.model:
-        model = AutoModelForCausalLM.from_pretrained(args.model)
-        tokens = torch.tensor(AutoTokenizer.from_pretrained(args.model)(text)["input_ids"])
-    else:
-        tiny = LlamaConfig(
-            vocab_size=256, hidden_size=128, intermediate_size=352, num_hidden_layers=2, num_attention_heads=4
-        )
-        model, tokens = LlamaForCausalLM(tiny), torch.tensor(list(text.encode()))
-    rows, seen = tokens.to(device).split(args.seq_length)[:-1], data * args.accumulate * args.seq_length
-    flops = training_flops(model.config, model.num_parameters(exclude_embeddings=True), seen, args.seq_length)
-    log = StepLog(tokens=seen, flops=flops, tensorboard=args.tensorboard)
-    dfa_hf.distribute_attention(model, group=mesh["cp"].get_group(), config=TrainingConfig(checkpoint="remat"))
-    ranks = mesh["dp", "cp"]._flatten("dp_cp")
-    for layer in (*model.model.layers, model):
-        fully_shard(layer, mesh=ranks)  # and moves it to its device
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5 if args.model else 1e-3)
-    for step in range(args.steps):
-        first = (step * data + mesh["dp"].get_local_rank()) * args.accumulate  # samples go by `dp` alone
-        chosen = [rows[(first + index) % len(rows)][None] for index in range(args.accumulate)]
-        loss = gradients(model, [{"input_ids": ids, "labels": ids} for ids in chosen], mesh)
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).full_tensor()
-        optimizer.step()
-        optimizer.zero_grad()
-        log.step(loss, grad_norm=norm)
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()
+    log.step(total / dist.get_world_size(), grad_norm=norm)
+dist.destroy_process_group()
