@@ -5,7 +5,6 @@ torchrun --nproc-per-node 4 examples/deepspeed_pipeline.py                   # t
 
 import argparse
 import pydoc_data.topics
-from collections.abc import Iterator
 
 import deepspeed
 import torch
@@ -46,9 +45,7 @@ parser = argparse.ArgumentParser()
 parser.add_argument("--seq-length", type=int, default=512)
 parser.add_argument("--steps", type=int, default=20)
 parser.add_argument("--stages", type=int, default=2)
-parser.add_argument("--size", type=int, help="ranks of a stage that share a sequence; all of them if left out")
 parser.add_argument("--tensorboard", help="a folder for TensorBoard")
-parser.add_argument("--local_rank", type=int, default=-1, help="given by DeepSpeed's launcher")
 args = parser.parse_args()
 
 cuda = torch.cuda.is_available()
@@ -56,13 +53,9 @@ if not cuda:  # or DeepSpeed compiles an operator for inference, which takes min
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 deepspeed.init_distributed()
 torch.manual_seed(0)
-size = args.size or dist.get_world_size() // args.stages
-mesh = dfa_ds.make_mesh(size, stages=args.stages)  # before the layers: the loss wants its group
-module = PipelineModule(
-    [Embedding(args.seq_length), *(Layer() for _ in range(LAYERS)), nn.Linear(WIDTH, 256)],
-    num_stages=args.stages,
-    loss_fn=lambda logits, labels: dfa_ds.loss(logits, labels, group=mesh.group),
-)
+mesh = dfa_ds.make_mesh(stages=args.stages)  # all ranks of a stage share a sequence; `size=` makes smaller groups
+layers = [Embedding(args.seq_length), *(Layer() for _ in range(LAYERS)), nn.Linear(WIDTH, 256)]
+module = PipelineModule(layers, num_stages=args.stages, loss_fn=lambda *of: dfa_ds.loss(*of, group=mesh.group))
 settings = {
     "train_micro_batch_size_per_gpu": 1,
     "gradient_accumulation_steps": 2,
@@ -70,26 +63,17 @@ settings = {
     "bf16": {"enabled": cuda},
     "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
     "zero_optimization": {"stage": 1},
-    "dist_flash_attention": {"enabled": True, "size": size, "checkpoint": "remat"},
+    "dist_flash_attention": {"enabled": True, "checkpoint": "remat"},
 }
 engine, *_ = dfa_ds.initialize(model=module, config=settings)
 text = torch.tensor(list(str(pydoc_data.topics.topics).encode()))  # Python's own manual, byte by byte
-
-
-def parts() -> Iterator[tuple[tuple[torch.Tensor, torch.Tensor], torch.Tensor]]:
-    """Yield what a stage's ranks take: ((ids, positions), shifted labels) of their part of the same sequence."""
-    number = mesh.data_rank
-    while True:
-        start = number * args.seq_length % (len(text) - args.seq_length)
-        ids = text[start : start + args.seq_length][None].to(engine.device)
-        local = dfa_ds.shard_batch({"input_ids": ids, "labels": ids}, group=mesh.group)
-        yield (local["input_ids"], local["position_ids"]), local["shift_labels"]
-        number += mesh.data_size
-
-
-log = StepLog(tokens=2 * mesh.data_size * args.seq_length, tensorboard=args.tensorboard)
-iterator = parts()
-for _ in range(args.steps):
-    log.step(engine.train_batch(iterator), grad_norm=engine.get_global_grad_norm() or float("nan"))
+rows = text.to(engine.device).split(args.seq_length)
+log = StepLog(tokens=2 * args.seq_length, tensorboard=args.tensorboard)
+for step in range(args.steps):
+    batches = []
+    for row in rows[2 * step :][:2]:  # the same on all ranks of a group, which each take their part
+        part = dfa_ds.shard_batch({"input_ids": row[None], "labels": row[None]}, group=mesh.group)
+        batches.append(((part["input_ids"], part["position_ids"]), part["shift_labels"]))
+    log.step(engine.train_batch(iter(batches)), grad_norm=engine.get_global_grad_norm() or float("nan"))
 dist.barrier()
 dist.destroy_process_group()

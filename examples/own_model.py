@@ -5,13 +5,13 @@ torchrun --nproc-per-node 8 examples/own_model.py --seq-length 262144 --hidden 2
 """
 
 import argparse
-import os
 import pydoc_data.topics
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from dfa_megatron import StepLog, dist_flash_attn_func, local_positions, shard_sequence
 
@@ -54,12 +54,12 @@ parser.add_argument("--tensorboard", help="a folder for TensorBoard")
 args = parser.parse_args()
 
 cuda = torch.cuda.is_available()
-device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
+device = torch.device("cuda", dist.get_node_local_rank()) if cuda else torch.device("cpu")
 if cuda:
     torch.cuda.set_device(device)
 dist.init_process_group("nccl" if cuda else "gloo", device_id=device if cuda else None)
-torch.manual_seed(0)  # the same weights on every rank
-model = Model(256, args.seq_length, args.hidden, args.layers).to(device)
+torch.manual_seed(0)
+model = DistributedDataParallel(Model(256, args.seq_length, args.hidden, args.layers).to(device))  # averages gradients
 optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
 text = torch.tensor(list(str(pydoc_data.topics.topics).encode()))  # Python's own manual, byte by byte
 positions = local_positions(args.seq_length, device=device)  # of this rank's tokens in the whole sequence
@@ -72,9 +72,6 @@ for step in range(args.steps):
     with torch.autocast(device.type, torch.bfloat16, enabled=cuda):
         loss = F.cross_entropy(model(ids, positions).flatten(0, 1).float(), labels.flatten())
     loss.backward()
-    for parameter in model.parameters():  # or DDP, or FSDP: gradients are averaged over the ranks
-        dist.all_reduce(parameter.grad, dist.ReduceOp.SUM)
-        parameter.grad /= dist.get_world_size()
     norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
     optimizer.zero_grad()

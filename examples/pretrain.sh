@@ -6,6 +6,8 @@
 #   MEGATRON=/shared/Megatron-LM TEXT=/shared/book.jsonl sbatch --nodes 2 --gpus-per-node 8 examples/pretrain.sh
 #   WEIGHTS=/shared/qwen3-8b ... examples/pretrain.sh --train-iters 1000 --dfa-prove   # from converted weights; more flags
 #
+# Without Transformer Engine add --transformer-impl local --no-rope-fusion --no-gradient-accumulation-fusion
+# --no-persist-layer-norm; without Apex too, Megatron's distributed optimizer trains, but does not load its checkpoint.
 # Each line of TEXT is {"text": "..."}. WEIGHTS is a folder that Megatron-Bridge wrote:
 #   python Megatron-Bridge/examples/conversion/convert_checkpoints.py import --hf-model Qwen/Qwen3-8B --megatron-path /shared/qwen3-8b
 #SBATCH --job-name=dfa-pretrain
@@ -24,6 +26,7 @@ GPUS=${GPUS:-${SLURM_GPUS_ON_NODE:-$(nvidia-smi --list-gpus | wc -l)}}
 NODES=${SLURM_JOB_NUM_NODES:-1}
 mkdir -p "$RUN" && RUN=$(realpath "$RUN")
 export CUDA_DEVICE_MAX_CONNECTIONS=1               # Megatron asks for it on Hopper and before
+export PYTHONPATH="$MEGATRON${PYTHONPATH:+:$PYTHONPATH}"  # the clone's own megatron.core, not an installed one
 
 # Tokens, once: RUN/data_text_document.bin and .idx
 if [ ! -e "$RUN/data_text_document.idx" ]; then

@@ -1,8 +1,9 @@
-"""Whatever the tests, the pages' scripts and the Makefile read lies in the source distribution."""
+"""Whatever the tests, the pages' scripts and the Makefile read, and pages link to, lies in the source distribution."""
 
 from __future__ import annotations
 
 import ast
+import re
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,7 +25,7 @@ def words(path: Path) -> Iterator[str]:
     """The strings of a Python file, or the words of another one."""
     text = path.read_text(encoding="utf-8")
     if path.suffix != ".py":
-        yield from text.replace("=", " ").replace('"', " ").split()
+        yield from re.split(r'[\s="()]+', text)
         return
     yield from (
         node.value
@@ -37,7 +38,8 @@ def read_at_the_top() -> dict[str, str]:
     """Files and folders beside the package that are named somewhere, with a place that names each."""
     ignored = {line.strip("/") for line in (ROOT / ".gitignore").read_text(encoding="utf-8").splitlines()}
     top = {path.name for path in ROOT.iterdir()} - OURS_ALONE - ignored
-    readers = [*(ROOT / "tests").rglob("*.py"), *(ROOT / "docs").glob("*.py"), ROOT / "Makefile", *ROOT.glob(".ci/*")]
+    places = ("tests/**/*.py", "docs/*.py", "Makefile", ".ci/*", "*.md")
+    readers = [path for place in places for path in ROOT.glob(place)]
     found = {}
     for path in sorted(path for path in readers if path.is_file()):
         for word in words(path):

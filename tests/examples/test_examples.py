@@ -1,4 +1,4 @@
-"""Every example, started as its first line says: the losses of several ranks are those of one."""
+"""Every example, started as its first line says: the losses and gradient norms of several ranks are those of one."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ FILES = {
     "deepspeed_pipeline.py": (("deepspeed",), 4, ("--seq-length", "96")),
     "trainer_packed.py": (("transformers", "accelerate"), 2, ("--seq-length", "96")),
     "accelerate_fsdp2.py": (("transformers", "accelerate"), 3, ("--seq-length", "96")),
-    "fsdp2.py": (("transformers",), 2, ("--seq-length", "96")),
+    "fsdp2.py": (("transformers",), 4, ("--seq-length", "96")),
     "trl_sft.py": (("trl",), 2, ()),
 }
-ALONE = {"deepspeed_pipeline.py": ("--stages", "1"), "fsdp2.py": ("--context-parallel-size", "1")}
+ALONE = {"deepspeed_pipeline.py": ("--stages", "1"), "fsdp2.py": ("--context-parallel-size", "1", "--accumulate", "4")}
 """Flags of one rank beside the others."""
 
 SOMEWHERE_ELSE = {"train.py", "plan_by_hand.py", "grpo_tree.py"}
@@ -47,14 +47,14 @@ def run(folder: Path, *command: str) -> str:
     return done.stdout + done.stderr
 
 
-def losses(folder: Path, name: str, ranks: int, *flags: str) -> list[float]:
+def losses_and_norms(folder: Path, name: str, ranks: int, *flags: str) -> list[float]:
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks))
     said = run(folder, *launcher, str(EXAMPLES / name), "--steps", "3", *flags)
     assert "built successfully" not in said, "DeepSpeed compiles nothing"
     if ranks > 1:
         assert len(re.findall(r"dfa: \d ranks, contiguous, ", said)) >= 1, said
         assert ("'dfa/forwards': 2" in said) == (name in ("trainer_packed.py", "trl_sft.py")), "Trainer logs stats()"
-    return [float(loss) for loss in re.findall(r"(?<!train_)loss'?:? '?(\d+\.\d+)", said)]
+    return [float(each) for each in re.findall(r"(?:(?<!train_)loss|grad_norm)'?:? '?(\d[\d.]*)", said)]
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -64,10 +64,10 @@ def test_an_example_runs_alone_and_trains_as_on_one_rank(name: str, tmp_path: Pa
         parent = package.split(".")[0]
         if importlib.util.find_spec(parent) is None or importlib.util.find_spec(package) is None:
             pytest.skip(f"{package} is not installed")
-    found = losses(tmp_path, name, ranks, *flags)
-    assert len(found) == 3
-    assert found == pytest.approx(losses(tmp_path, name, 1, *flags, *ALONE.get(name, ())), rel=3e-4)
-    assert found[-1] < found[0]
+    found = losses_and_norms(tmp_path, name, ranks, *flags)
+    assert len(found) == 6
+    assert found == pytest.approx(losses_and_norms(tmp_path, name, 1, *flags, *ALONE.get(name, ())), rel=3e-4)
+    assert found[-2] < found[0]
 
 
 def test_rollouts_of_two_ranks_and_their_losses_are_those_of_one(tmp_path: Path) -> None:
@@ -83,8 +83,9 @@ def test_rollouts_of_two_ranks_and_their_losses_are_those_of_one(tmp_path: Path)
         assert int(own[2]) <= int(others[2]) <= int(own[2]) + 8
 
 
-def test_every_example_is_run() -> None:
+def test_every_example_is_run_and_short() -> None:
     assert {path.name for path in EXAMPLES.glob("*.py")} == FILES.keys() | SOMEWHERE_ELSE
+    assert [name for name in FILES if len((EXAMPLES / name).read_text(encoding="utf-8").splitlines()) > 80] == []
 
 
 def test_the_notebook_runs_and_compares_itself_with_pytorch(capsys: pytest.CaptureFixture[str]) -> None:

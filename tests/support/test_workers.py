@@ -89,7 +89,7 @@ def test_a_rank_that_exits_is_a_failure() -> None:
 
 def test_a_rank_that_hangs_is_killed_and_its_stack_shown() -> None:
     start = time.monotonic()
-    with pytest.raises(AssertionError, match=r"rank 1 did not end within 6 s(.|\n)*hang_on"):
+    with pytest.raises(AssertionError, match=r"rank 1 did not end (.|\n)*hang_on"):
         run_ranks(2, hang_on, 1, timeout=6)
     assert time.monotonic() - start < 40
     assert no_children_left()
