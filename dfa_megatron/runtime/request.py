@@ -144,7 +144,8 @@ class Request:
                 )
                 raise UnsupportedError(what, why, instead)
         if held.queries is None and held.length == ranks * queries:
-            names = [name for name, make in BY_LENGTH.items() if make(held.length, ranks) == held]
+            plain = held.joined() if held.chunks == tuple(sorted(held.chunks)) else held
+            names = [name for name, make in BY_LENGTH.items() if make(held.length, ranks) in (plain, held)]
             held = names[0] if names else held
         return replace(self, layout=held)
 

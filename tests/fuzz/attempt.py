@@ -69,8 +69,8 @@ REFUSALS: tuple[tuple[str, str, Callable[[Case], bool]], ...] = (
     ),
     (
         "exchanged heads of load_balanced tokens",
-        r"ulysses_degree=\d+ in layout 'load_balanced'",
-        lambda c: c.options["layout"] == "load_balanced" and c.options["ulysses_degree"] not in (1, "auto"),
+        r"ulysses_degree=\d+ for two sequences",
+        lambda c: c.whole.keys > 0 and c.options["ulysses_degree"] not in (1, "auto"),
     ),
     (
         "a degree that does not divide ranks and heads",

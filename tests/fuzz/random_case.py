@@ -11,11 +11,12 @@ from typing import Any
 import torch
 
 from dfa_megatron.plan.language.geometry import UNBOUNDED, Span, Tile
-from dfa_megatron.plan.language.mask import Mask, of_window, union
+from dfa_megatron.plan.language.layout import cross
+from dfa_megatron.plan.language.mask import Mask, cross_documents, of_window, two_sequences, union
 from dfa_megatron.plan.language.tree import prompt_tree
 from tests.fuzz.outcome import Draw
 from tests.support import attend
-from tests.support.packs import random_offsets
+from tests.support.packs import drawn_layout, random_offsets
 from tests.support.plan_cases import ancestors, every_mask, heterogeneous_masks
 
 LAYOUTS = {
@@ -88,12 +89,15 @@ class Case(Draw):
     @property
     def mask(self) -> Mask:
         """Return the pairs that attend, over the whole sequence; a pack counts as one document."""
-        return self.whole.mask or of_window(self.whole.length, self.whole.causal, self.whole.window_size)
+        whole = self.whole
+        if whole.keys and whole.mask is None:
+            return cross_documents([whole.length], [whole.keys], causal=whole.causal, window_size=whole.window_size)
+        return whole.mask or of_window(whole.length, whole.causal, whole.window_size)
 
     @property
     def looks_ahead(self) -> bool:
         """Return whether a token attends to a later one."""
-        return any(min(tile.hi, tile.kv.hi - 1 - tile.q.lo) > 0 for tile in self.mask.tiles)
+        return self.whole.keys > 0 or any(min(tile.hi, tile.kv.hi - 1 - tile.q.lo) > 0 for tile in self.mask.tiles)
 
     @property
     def public(self) -> bool:
@@ -109,7 +113,9 @@ class Case(Draw):
         """Return the names of the features that a run counts."""
         whole, options = self.whole, self.options
         found = [f"{self.ranks} ranks", str(whole.dtype).removeprefix("torch."), "pack" if whole.offsets else "plain"]
-        found += [f"{name} {options[name]}" for name in ("layout", "schedule", "kernel")]
+        found += [f"{name} {options[name]}" for name in ("schedule", "kernel")]
+        uneven = "of any lengths" if whole.keys == 0 else "of two sequences"
+        found += [f"layout {options['layout'] if isinstance(options['layout'], str) else uneven}"]
         own = whole.mask and f"mask {whole.mask.name.partition('(')[0]}"
         found += [own or ("causal" if whole.causal else "not causal")]
         having = {
@@ -142,13 +148,23 @@ def draw(seed: int, number: int, over: str, device: str = "cpu", ranks: Sequence
     packed = dice.random() < 0.4
     layout = dice.choice(list(LAYOUTS) if packed else ["contiguous", "contiguous", "zigzag"])
     zigzag = layout == "zigzag"
+    lengths, keys = dice.random() < 0.3, 0  # of the ranks differ
     local = dice.choice([16, 33, 64, 130, 130 if zigzag else 256] if on_gpu else [1, 1, 2, 3, 5, 7, 12, 20, 33])
     tokens = some * local * (2 if zigzag else 1)
+    if lengths:
+        tokens = max(1, tokens - dice.randrange(some + 1))
+        held = drawn_layout(dice, some, tokens)
+        keys = dice.choice([0, 0, tokens, max(1, tokens + dice.randint(-tokens, 2 * some))]) if not packed else 0
     shape = GPU_CLASSES[number % len(GPU_CLASSES)] if on_gpu else _shape(dice)
     sees: dict[str, Any] = {"causal": dice.random() < 0.6, "window_size": dice.choice(WINDOWS)}
     if not packed and dice.random() < 0.7:
         named = [case.mask for case in (*every_mask(tokens, dice), *heterogeneous_masks(tokens, dice))]
         sees = {"mask": dice.choice(named) if dice.random() < 0.4 else _of_many_parts(tokens, dice)}
+    if keys:
+        sees |= {"keys": keys, "mask": _of_two(tokens, keys, dice) if "mask" in sees else None}
+        held = cross(held, drawn_layout(dice, some, keys))
+    if lengths:
+        layout = "contiguous" if held.in_order else "load_balanced"
     offsets = random_offsets(tokens, dice) if packed else ()
     whole = _whole(dice, shape, tokens, offsets, **sees, seed=seed * 1_000_003 + number, device=device)
     return Case(
@@ -159,7 +175,7 @@ def draw(seed: int, number: int, over: str, device: str = "cpu", ranks: Sequence
         whole=whole,
         options={
             "schedule": dice.choice(LAYOUTS[layout]),
-            "layout": layout,
+            "layout": held if lengths else layout,
             "kernel": dice.choice(GPU_KERNELS if on_gpu else CPU_KERNELS),
             "ulysses_degree": _degree(dice, some, shape.heads) if public else 1,
             "transport": dice.choice(["auto", "p2p", "copy_engine"]) if over == "nccl" else "auto",
@@ -170,6 +186,19 @@ def draw(seed: int, number: int, over: str, device: str = "cpu", ranks: Sequence
         compiled=public and not packed and dice.random() < 0.02,
         deterministic=shape.deterministic,
     )
+
+
+def _of_two(queries: int, keys: int, dice: random.Random) -> Mask:
+    """Draw documents of queries and of keys in pairs, or a union of bands."""
+    if dice.random() < 0.5:
+        cuts = [sorted(dice.choices(range(n + 1), k=3)) for n in (queries, keys)]
+        parts = [[b - a for a, b in pairwise([0, *cut, n])] for cut, n in zip(cuts, (queries, keys), strict=True)]
+        found = cross_documents(*parts, causal=dice.random() < 0.5)
+    else:
+        square = _of_many_parts(max(queries, keys), dice)
+        near = [Tile(t.q & Span(0, queries), t.kv & Span(0, keys), t.lo, t.hi) for t in square.tiles]
+        found = two_sequences("bands of two", queries, keys, near)
+    return found if found.tiles else cross_documents([queries], [keys])
 
 
 def _of_many_parts(tokens: int, dice: random.Random) -> Mask:

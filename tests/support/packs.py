@@ -12,6 +12,7 @@ import torch
 from dfa_megatron import kernels
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.kernels.api import Need
+from dfa_megatron.plan.language.layout import Layout, by_name, of_lengths
 
 
 def random_offsets(tokens: int, draw: random.Random, most: int = 256) -> tuple[int, ...]:
@@ -46,3 +47,16 @@ def served(kernel: str, call: Callable[[], None]) -> bool:
             raise
         return False
     return True
+
+
+def drawn_layout(draw: random.Random, ranks: int, length: int) -> Layout:
+    """Some layout of so many tokens: by a name, by lengths with zeros among them, or chunks of any owner."""
+    kind = draw.choice(["contiguous", "zigzag", "lengths", "chunks"])
+    if kind in ("contiguous", "zigzag"):
+        return by_name(kind, length, ranks)
+    edges = sorted(draw.choices(range(length + 1), k=ranks - 1 if kind == "lengths" else 2 * ranks))
+    lengths = [b - a for a, b in zip([0, *edges], [*edges, length], strict=True)]
+    if kind == "lengths":
+        return of_lengths(lengths)
+    whole = of_lengths(lengths)
+    return Layout(whole.chunks, tuple(draw.randrange(ranks) for _ in whole.chunks), ranks)

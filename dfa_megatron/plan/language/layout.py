@@ -110,7 +110,7 @@ class Layout:
         return self.owner[bisect_right(self.chunks, token, key=lambda chunk: chunk.lo) - 1]
 
     def joined(self) -> Layout:
-        """Return the layout in as few chunks as hold the same tokens in the same local order."""
+        """Return the layout in as few chunks as hold the same tokens, in the order of the sequence."""
         found: list[tuple[Span, int]] = []
         for chunk, owner in sorted(self._owned()):
             if found and found[-1][1] == owner and chunk.lo != self.queries:

@@ -18,6 +18,7 @@ from dfa_megatron.kernels.api import Alibi
 from dfa_megatron.kernels.current_stream import stream_of
 from dfa_megatron.kernels.merge import minus_delta
 from dfa_megatron.kernels.tape import unrecorded
+from dfa_megatron.plan.language.geometry import Span
 from dfa_megatron.plan.language.program import Call, Region
 from dfa_megatron.runtime.rank_plan import MemoryPlan
 
@@ -104,7 +105,7 @@ class GlobalBias:
         if positions is None:
             with unrecorded():
                 positions = {
-                    where: torch.cat([torch.arange(s.lo, s.hi, dtype=torch.int32, device=slopes.device) for s in spans])
+                    where: torch.cat([_tokens(span, slopes.device) for span in spans or (Span(0, 0),)])
                     for where, spans in memory.tokens.items()
                 }
             if not (slopes.is_cuda and torch.cuda.is_current_stream_capturing()):  # a graph's memory is its own
@@ -117,3 +118,7 @@ class GlobalBias:
 
     def _rows(self, region: Region) -> torch.Tensor:
         return self.positions[region.buffer, region.name][region.lo : region.hi]
+
+
+def _tokens(span: Span, device: torch.device) -> torch.Tensor:
+    return torch.arange(span.lo, span.hi, dtype=torch.int32, device=device)

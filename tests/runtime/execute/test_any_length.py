@@ -13,20 +13,8 @@ from dfa_megatron.errors import DistAttentionError, UnsupportedError
 from dfa_megatron.plan.language.geometry import Span, Tile
 from dfa_megatron.plan.language.layout import Layout, by_name, contiguous, cross, of_lengths, zigzag_documents
 from tests.support.attend import Case, compare, results_together, together
+from tests.support.packs import drawn_layout
 from tests.support.workers import run_ranks
-
-
-def drawn_layout(draw: random.Random, ranks: int, length: int) -> Layout:
-    """Some layout of so many tokens: by a name, by lengths with zeros among them, or chunks of any owner."""
-    kind = draw.choice(["contiguous", "zigzag", "lengths", "chunks"])
-    if kind in ("contiguous", "zigzag"):
-        return by_name(kind, length, ranks)
-    edges = sorted(draw.choices(range(length + 1), k=ranks - 1 if kind == "lengths" else 2 * ranks))
-    lengths = [b - a for a, b in zip([0, *edges], [*edges, length], strict=True)]
-    if kind == "lengths":
-        return of_lengths(lengths)
-    whole = of_lengths(lengths)
-    return Layout(whole.chunks, tuple(draw.randrange(ranks) for _ in whole.chunks), ranks)
 
 
 def drawn_offsets(draw: random.Random, length: int) -> tuple[int, ...]:
