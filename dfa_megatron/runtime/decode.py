@@ -13,6 +13,7 @@ from dfa_megatron import kernels
 from dfa_megatron.config import DistAttentionConfig
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.kernels.api import BlockCall, BlockKernel, Need, Partial, accumulator_dtype
+from dfa_megatron.kernels.segments import Segments
 from dfa_megatron.plan.language.geometry import FULL
 from dfa_megatron.runtime.agreement.calls import Kind
 from dfa_megatron.runtime.comm.channel import Channel
@@ -146,8 +147,14 @@ def _call(
         return q.new_zeros(batch, heads, v.shape[3], dtype=dtype), lse
     # The query heads of a group are rows of one head: its keys are read once.
     rows = q.unflatten(2, (kv_heads, -1)).squeeze(1).transpose(1, 2)
-    out, lse = kernel.forward(BlockCall.of(rows, k, v, FULL, scores[0], softcap=scores[1]))
+    out, lse = kernel.forward(BlockCall(rows, k, v, _segments(rows.shape[1], k.shape[1]), *scores))
     return out.transpose(1, 2).flatten(1, 2).to(dtype), lse.flatten(1, 2).unsqueeze(-1).to(dtype)
+
+
+@lru_cache(maxsize=16)
+def _segments(rows: int, keys: int) -> Segments:
+    """Return the same object for all layers of a step: it keeps how the kernel is launched."""
+    return Segments.one(FULL, rows, keys)
 
 
 def _checked(
