@@ -8,9 +8,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from dfa_megatron.layouts import of_lengths
 from tests.huggingface import conftest
 from tests.support.close import assert_close
-from tests.support.recurrences import by_path, held
+from tests.support.recurrences import by_path
 from tests.support.workers import preload, run_ranks
 
 KINDS = "kimi_linear", "mamba", "mamba2", "minimax", "qwen3_next"
@@ -81,7 +82,7 @@ def stands_in(rank: int, world_size: int) -> None:
     )
     for name, (real, dim, tokens, parameters, fixed) in drawn().items():
         for documents, segments, every in wheres:
-            over = Sequence(1, group_name(None), TrainingConfig(), documents, segments, held(COUNTS))
+            over = Sequence(1, group_name(None), TrainingConfig(), documents, segments, of_lengths(COUNTS))
             one, ours = (leaves(tokens | parameters) for _ in range(2))
             rest = {each: one[each] for each in parameters} | fixed
 
