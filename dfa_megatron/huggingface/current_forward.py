@@ -17,6 +17,7 @@ from dfa_megatron.config import TrainingConfig
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.huggingface.positions.document_starts import Documents
 from dfa_megatron.huggingface.positions.seen import Images, Seen
+from dfa_megatron.plan.language.layout import Layout
 from dfa_megatron.plan.language.tree import Tree
 
 NAME = "dfa"
@@ -81,6 +82,7 @@ class Forward:
     whole: the batch that the model cut itself.
     tile: tokens of a tile of the loss; None where logits are made.
     cache: the `ShardedCache` of a generation. Its prompt is distributed; later tokens are the same on every rank.
+    layout: the tokens of a row that every rank holds, as layers with states take it; the name for equal parts.
     """
 
     context: LayerContext
@@ -95,6 +97,7 @@ class Forward:
     whole: WholeBatch | None = None
     tile: int | None = None
     cache: Any = None
+    layout: Layout | str = "contiguous"
 
     @property
     def documents(self) -> Documents | None:

@@ -7,9 +7,9 @@ from itertools import pairwise
 import torch
 
 from dfa_megatron.errors import UnsupportedError
-from dfa_megatron.plan.language.layout import Layout, zigzag
+from dfa_megatron.plan.language.layout import Layout, zigzag_documents
 from dfa_megatron.runtime.comm.groups import Group, group_size
-from dfa_megatron.runtime.cu_seqlens import Offsets, check_offsets, offsets_of
+from dfa_megatron.runtime.cu_seqlens import check_offsets, offsets_of
 from dfa_megatron.sharding import CuSeqlens, unshard_sequence
 
 BY_DOCUMENT = "zigzag_documents"
@@ -42,8 +42,10 @@ def by_document(
     """
     offsets, ranks = None if cu_seqlens is None else offsets_of(cu_seqlens), group_size(group)
     lengths = [hi - lo for lo, hi in pairwise(offsets or ())]
+    if offsets is not None:
+        check_offsets(offsets)
     if layout == BY_DOCUMENT:
-        layout = "zigzag" if offsets is None else _one_by_one(offsets, ranks)
+        layout = "zigzag" if offsets is None else zigzag_documents(offsets, ranks)
     elif layout == "zigzag" and ranks > 1 and len(lengths) > 1 and not any(n % (2 * ranks) for n in lengths):
         raise UnsupportedError(
             f"documents of multiples of {2 * ranks} tokens in layout 'zigzag'",
@@ -52,11 +54,3 @@ def by_document(
         )
     whole = unshard_sequence(values, group=group, layout=layout, dim=values.dim() - 1, cu_seqlens=offsets)
     return [whole] if offsets is None else list(whole.split(lengths, dim=-1))
-
-
-def _one_by_one(offsets: Offsets, ranks: int) -> Layout:
-    """Return the layout of documents that were cut one by one: rank r of P has chunks r and 2P-1-r of each."""
-    check_offsets(offsets)
-    parts = [(lo, zigzag(hi - lo, ranks)) for lo, hi in pairwise(offsets)]
-    chunks = tuple(chunk.shift(lo) for lo, part in parts for chunk in part.chunks)
-    return Layout(chunks, tuple(owner for _, part in parts for owner in part.owner))

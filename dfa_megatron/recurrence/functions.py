@@ -45,8 +45,8 @@ def dist_scan(
         cu_seqlens: global token offsets of packed documents. None: each sequence of the batch is one document.
         parents: for documents that are the segments of a prompt tree, depth first: the number of each one's parent, -1
             for a root. The state after the parent comes into each of its children.
-        layout: "contiguous": equal parts, or with cu_seqlens the first ranks one token more. Or a `Layout` of
-            contiguous tokens in rank order, any number on each rank, also none.
+        layout: "contiguous": equal parts, or with cu_seqlens the first ranks one token more. Or a value of
+            `dfa_megatron.layouts`: contiguous tokens in rank order, any number on each rank, also none.
         config: its verify and timeouts are used.
 
     Returns:

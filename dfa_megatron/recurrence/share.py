@@ -253,12 +253,13 @@ def edges_of(layout: Layout | str, tokens: int, ranks: int, offsets: Offsets = (
         held = layout == "contiguous"
         layout = contiguous(max(offsets[-1], 0) if offsets else tokens * ranks, ranks)
     else:
-        spans = [span for rank in range(layout.ranks) for span in layout.spans(rank) if len(span)]
-        held = layout.ranks == ranks and [span.lo for span in spans] == [0, *(span.hi for span in spans)][:-1]
+        spans = [span for rank in range(layout.ranks) for span in layout.spans(rank)]
+        together = [span.lo for span in spans] == [0, *(span.hi for span in spans)][: len(spans)]
+        held = together and (layout.ranks, layout.queries) == (ranks, None)
     if not held:
         raise UnsupportedError(
             "the layout of a recurrence or a convolution",
             "states pass from token to token, so each rank holds contiguous tokens, in rank order",
-            "'contiguous', or a Layout of contiguous tokens with the lengths of all ranks",
+            "'contiguous', or layouts.of_lengths([...]), the tokens of every rank",
         )
-    return tuple(accumulate((sum(map(len, layout.spans(rank))) for rank in range(ranks)), initial=0))
+    return tuple(accumulate(map(layout.tokens, range(ranks)), initial=0))

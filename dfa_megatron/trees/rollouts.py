@@ -35,7 +35,8 @@ def from_rollouts(
         loss_masks: for each rollout (tokens,) of 0 and 1: which of its tokens count. None: all. A first token is not
             predicted and never counts.
         length: the most tokens of a pack; None: one pack. A group that is larger becomes several trees.
-        multiple_of: each pack is padded to a multiple of this: the ranks, 2 x CP for Megatron, or `length`.
+        multiple_of: each pack is padded to a multiple of this: 2 x CP for Megatron, the ranks for transformers, or
+            `length`. The functions of this package take any number of tokens.
         pad: the token of the padding.
 
     Raises:

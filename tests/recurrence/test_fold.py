@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dfa_megatron.errors import UnsupportedError
-from dfa_megatron.plan.language.layout import Layout, contiguous, zigzag
+from dfa_megatron.layouts import Layout, contiguous, zigzag
 from dfa_megatron.recurrence import Scan
 from dfa_megatron.recurrence.fold import fold
 from dfa_megatron.recurrence.local_scan import local_scan

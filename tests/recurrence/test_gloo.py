@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from dfa_megatron import remat
 from dfa_megatron.errors import DisagreementError, UnsupportedError
-from dfa_megatron.plan.language.layout import Layout, contiguous
+from dfa_megatron.layouts import Layout, contiguous, of_lengths
 from dfa_megatron.recurrence import Scan, dist_conv, dist_scan
 from dfa_megatron.runtime.counters import COUNTERS
 from tests.support.close import assert_close
@@ -25,7 +25,6 @@ from tests.support.recurrences import (
     by_path,
     convolve,
     forest,
-    held,
     recurrence,
     rows_of,
     uneven,
@@ -82,7 +81,7 @@ def _final_state(rank: int, ranks: int) -> None:
         # The second document starts inside of the last rank but one; the last segment continues the first.
         packs = ((0, length), [-1]), ((0, length - 6, length), [-1, -1]), ((0, 3, 9, length), [-1, 0, 0])
         for (offsets, parents), counts in itertools.product(packs, ((4, 4, 4), (0, 6, 6), (5, 0, 7), (6, 6, 0))):
-            whole, layout = recurrence(kind, length, seed=seed), held(counts)
+            whole, layout = recurrence(kind, length, seed=seed), of_lengths(counts)
             mine = whole.rows(rank, ranks, layout)
             where: Any = {"cu_seqlens": offsets, "parents": parents, "layout": layout}
             _, final = dist_scan(whole.scan, mine, decay=whole.decay(mine), **where)
@@ -281,8 +280,8 @@ DISAGREEMENTS = {
     "order": "convolution",
     "M": "(2, 2, 3, 1), elementwise",
     "lengths": "tokens of a rank: 4 on rank 0; 3 on rank 1",
-    "refused": "tokens on rank",
-    "another layout": "'contiguous', or a Layout",
+    "refused": "4 tokens on rank 0 of a sequence that gives it 3",
+    "another layout": "'contiguous', or layouts.of_lengths",
 }
 
 

@@ -9,10 +9,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from dfa_megatron.layouts import of_lengths
 from dfa_megatron.recurrence import dist_mamba1, dist_mamba2, dist_scan, fla_scan, local_scan
 from dfa_megatron.recurrence.token_loop import delta_rule, linear_attention
 from tests.support.close import assert_close
-from tests.support.recurrences import by_path, held
+from tests.support.recurrences import by_path
 from tests.support.workers import run_ranks
 
 LENGTH, PACK, TREE = 12, (0, 1, 5, 6, 8, 9, 12), (-1, 0, 1, 0, 3, 0)
@@ -111,7 +112,7 @@ def exact(kind: str, rank: int, ranks: int) -> None:
         counts = ((4, 4, 4), (7, 0, 5))[number % 2]
         lo, size = sum(counts[:rank]), counts[rank]
         mine = {n: x.narrow(dim, lo, size) for n, x in tokens.items()}
-        where = where | {"layout": held(counts)}
+        where = where | {"layout": of_lengths(counts)}
         path = where.get("cu_seqlens", (0, LENGTH)), where.get("parents", ()), dim
 
         def whole(x: Named, p: Named, path: Any = path) -> torch.Tensor:

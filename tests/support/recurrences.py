@@ -5,12 +5,11 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import pairwise
 
 import torch
 
-from dfa_megatron.plan.language.geometry import Span
-from dfa_megatron.plan.language.layout import Layout, contiguous
+from dfa_megatron.layouts import Layout, contiguous, of_lengths
 from dfa_megatron.recurrence import Decay, Scan
 from dfa_megatron.recurrence.token_loop import delta_rule, linear_attention
 from tests.support.plan_cases import ancestors, some_parents
@@ -51,19 +50,14 @@ class Recurrence:
 
 def rows_of(layout: Layout, rank: int) -> slice:
     """A rank's contiguous tokens."""
-    (chunk,) = layout.spans(rank)
-    return slice(chunk.lo, chunk.hi)
+    lo = sum(map(layout.tokens, range(rank)))
+    return slice(lo, lo + layout.tokens(rank))
 
 
 def uneven(length: int, ranks: int, draw: random.Random) -> Layout:
     """Contiguous tokens, whose numbers are random and often zero."""
     cuts = sorted(draw.choices(range(length + 1), k=ranks - 1))
-    return held([hi - lo for lo, hi in pairwise((0, *cuts, length))])
-
-
-def held(counts: Sequence[int]) -> Layout:
-    """Contiguous tokens, so many on every rank."""
-    return Layout(tuple(Span(*edge) for edge in pairwise(accumulate(counts, initial=0))), tuple(range(len(counts))))
+    return of_lengths([hi - lo for lo, hi in pairwise((0, *cuts, length))])
 
 
 def by_path(

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from dfa_megatron import DistAttentionConfig, dist_flash_attn_func, shard_sequence, trees
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.loss import Head, token_scores
+from tests.support.recurrences import uneven
 from tests.support.workers import run_ranks
 
 VOCABULARY, WIDTH, LAYERS = 4, 8, 2
@@ -147,7 +148,6 @@ def compare(rank: int, ranks: int, seed: int) -> None:
     rng = random.Random(f"{seed} {ranks}")
     for _ in range(4):
         rollouts, masks = drawn(rng)
-        layout = rng.choice(["contiguous", "zigzag"])
         advantages = [rng.gauss(0, 1) for _ in rollouts]
         old = [torch.tensor([rng.gauss(-1, 0.3) for _ in own], dtype=torch.float64) for own in rollouts]
         one, ours = weights_of_model(), weights_of_model()
@@ -156,8 +156,8 @@ def compare(rank: int, ranks: int, seed: int) -> None:
         linear = -sum((wanted[at][0] * torch.tensor([0, *masks[at][1:]])).sum() * a for at, a in enumerate(advantages))
         (loss + linear).backward()
         got_loss = got_linear = torch.zeros((), dtype=torch.float64)
-        for pack in trees.from_rollouts(rollouts, masks, length=rng.choice([None, 24]), multiple_of=2 * ranks):
-            cut = {"layout": layout}
+        for pack in trees.from_rollouts(rollouts, masks, length=rng.choice([None, 24])):
+            cut = {"layout": rng.choice(["contiguous", "zigzag", uneven(pack.tree.length, ranks, rng)])}
             ids, labels, positions = (shard_sequence(x, **cut) for x in (pack.input_ids, pack.labels, pack.positions))
 
             def attend(*qkv: torch.Tensor, tree: Any = pack.tree, cut: Any = cut) -> torch.Tensor:

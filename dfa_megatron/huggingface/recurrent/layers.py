@@ -88,7 +88,7 @@ def _enter(module: Any, args: tuple[Any, ...]) -> None:
     """Say what a layer computes over."""
     forward = forward_of(module)
     number, context = int(getattr(module, "layer_idx", None) or 0) + 1, forward.context
-    where = (context.group, context.options, forward.documents, forward.tree)
+    where = (context.group, context.options, forward.documents, forward.tree, forward.layout)
     over = Sequence(number, *where) if forward.distributed else None
     _RUNNING.set((*_RUNNING.get(), over))
 

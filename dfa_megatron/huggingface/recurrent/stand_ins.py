@@ -13,6 +13,7 @@ import torch
 
 from dfa_megatron.config import TrainingConfig
 from dfa_megatron.huggingface.positions.document_starts import Documents
+from dfa_megatron.plan.language.layout import Layout
 from dfa_megatron.plan.language.tree import Tree
 from dfa_megatron.recurrence import dist_conv, dist_mamba1, dist_mamba2, dist_scan, fla_scan
 from dfa_megatron.runtime.cu_seqlens import Offsets
@@ -28,6 +29,7 @@ class Sequence:
     layer: its number, from 1, for messages.
     documents: token offsets of every row, in the sequence of all ranks; None if each row is one document.
     tree: the segments of every row, in place of documents.
+    layout: the tokens of every rank, as for `dist_scan`.
     """
 
     layer: int
@@ -35,13 +37,14 @@ class Sequence:
     config: TrainingConfig
     documents: Documents | None
     tree: Tree | None
+    layout: Layout | str = "contiguous"
 
     def rows(self, given: Keywords, *names: str) -> Iterator[tuple[Keywords, dict[str, Any]]]:
         """Yield the arguments, with those named cut to rows that share documents, and options of a recurrence.
 
         Arguments that are missing or None are left as they are.
         """
-        options: dict[str, Any] = {"group": self.group, "config": self.config}
+        options: dict[str, Any] = {"group": self.group, "layout": self.layout, "config": self.config}
         if self.tree is not None:
             options |= {"cu_seqlens": (0, *(span.hi for span in self.tree.spans)), "parents": self.tree.parents}
         if self.documents is None:
