@@ -63,12 +63,12 @@ BUDGETS = {
     "megatron": 4_721,
     "plan": 5_740,
     "proving": 763,
-    "recurrence": 1_453,
+    "recurrence": 1_454,
     "remat": 529,
-    "runtime": 5_768,
-    "sequence": 399,
-    "tests": 38_430,
-    "top": 1_619,
+    "runtime": 5_770,
+    "sequence": 416,
+    "tests": 38_469,
+    "top": 1_621,
     "trees": 306,
 }
 """Lines of Python in a folder of the package, in its files beside them ("top"), in tests and in benchmarks.
@@ -119,7 +119,7 @@ def test_no_folder_of_the_package_holds_more_than_a_dozen_modules() -> None:
 
 
 def test_the_pages_hold_no_more_words_than_now() -> None:
-    assert house.words_of_markdown(house.ROOT) <= 22_562
+    assert house.words_of_markdown(house.ROOT) <= 22_587
 
 
 def test_no_file_name_stands_twice_but_for_the_same_thing() -> None:
