@@ -22,6 +22,7 @@ _HOME = {
     "dist_flash_attn_func": "dfa_megatron.attention",
     "dist_flash_attn_varlen_func": "dfa_megatron.attention",
     "draw": "dfa_megatron.plan.draw",
+    "kept_layout": "dfa_megatron.sequence.reorder",
     "local_positions": "dfa_megatron.sharding",
     "make_plan": "dfa_megatron.plan.cost.choose",
     "max_logits": "dfa_megatron.sequence.max_logits",
@@ -49,7 +50,7 @@ if TYPE_CHECKING:
     from dfa_megatron.runtime.decode import decode_attn_func
     from dfa_megatron.runtime.step_log import StepLog, training_flops
     from dfa_megatron.sequence.max_logits import max_logits
-    from dfa_megatron.sequence.reorder import reshard, roll_sequence
+    from dfa_megatron.sequence.reorder import kept_layout, reshard, roll_sequence
     from dfa_megatron.sharding import local_positions, shard_sequence, tree_positions, unshard_sequence
 
 __all__ = [
@@ -65,6 +66,7 @@ __all__ = [
     "dist_flash_attn_func",
     "dist_flash_attn_varlen_func",
     "draw",
+    "kept_layout",
     "local_positions",
     "make_plan",
     "max_logits",

@@ -57,19 +57,19 @@ BUDGETS = {
     "cli": 671,
     "deepspeed": 1_452,
     "doctor": 1_040,
-    "huggingface": 5_206,
+    "huggingface": 5_212,
     "kernels": 3_792,
-    "loss": 692,
+    "loss": 686,
     "megatron": 4_721,
     "plan": 5_740,
     "proving": 763,
-    "recurrence": 1_453,
+    "recurrence": 1_455,
     "remat": 529,
-    "runtime": 5_781,
-    "sequence": 399,
-    "tests": 38_461,
-    "top": 1_619,
-    "trees": 306,
+    "runtime": 5_783,
+    "sequence": 416,
+    "tests": 38_617,
+    "top": 1_621,
+    "trees": 307,
 }
 """Lines of Python in a folder of the package, in its files beside them ("top"), in tests and in benchmarks.
 
@@ -119,7 +119,7 @@ def test_no_folder_of_the_package_holds_more_than_a_dozen_modules() -> None:
 
 
 def test_the_pages_hold_no_more_words_than_now() -> None:
-    assert house.words_of_markdown(house.ROOT) <= 22_562
+    assert house.words_of_markdown(house.ROOT) <= 22_587
 
 
 def test_no_file_name_stands_twice_but_for_the_same_thing() -> None:

@@ -27,6 +27,7 @@ NAMES = {
     "dist_flash_attn_func",
     "dist_flash_attn_varlen_func",
     "draw",
+    "kept_layout",
     "local_positions",
     "make_plan",
     "max_logits",

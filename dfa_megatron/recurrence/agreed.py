@@ -77,6 +77,7 @@ class Agreed:
     """An exchange that all ranks of a place make."""
 
     share: Share
+    over: Channel
     exchange: Compared
 
     def gather(self, phase: int, mine: torch.Tensor) -> list[torch.Tensor]:
@@ -92,11 +93,11 @@ class Agreed:
                 COUNTERS.state_backward_bytes += sent.numel()
             else:
                 COUNTERS.state_forward_bytes += sent.numel()
-            found, work = self.exchange.over.collectives(mine.device).gather(sent)
+            found, work = self.over.collectives(mine.device).gather(sent)
             if mine.is_cuda:
                 work.wait()  # the current stream waits, not the host
             else:
-                self.exchange.over.wait(work.wait)
+                self.over.wait(work.wait)
         return [x.view(mine.dtype).view(mine.shape) for x in found]
 
 
@@ -113,4 +114,4 @@ def agree_on(what: str, place: Place, facts: dict[str, str], device: torch.devic
     facts = {"tokens of a rank": share.held, **facts}
     varying = [describe(share.offsets)] if share.offsets else []
     varying += [f"parents {short_name(share.parents)}"] if share.parents else []
-    return Agreed(share, compared(what, place.over, facts, device, *varying, verify=place.verify))
+    return Agreed(share, place.over, compared(what, place.over, facts, device, *varying, verify=place.verify))

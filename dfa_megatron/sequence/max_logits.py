@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from contextlib import nullcontext
 
 import torch
 import torch.distributed as dist
 
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.kernels.api import accumulator_dtype
+from dfa_megatron.kernels.leaf import without_autocast
 from dfa_megatron.kernels.segments import visible
 from dfa_megatron.plan.language.geometry import Span, Tile
 from dfa_megatron.plan.language.layout import Layout
@@ -21,7 +21,6 @@ from dfa_megatron.runtime.comm.groups import Group, resolve
 from dfa_megatron.runtime.cu_seqlens import offsets_of
 from dfa_megatron.runtime.problem import Inputs, refuse_strangers, refuse_tensors
 from dfa_megatron.runtime.request import Request
-from dfa_megatron.sequence.reorder import check_tokens
 from dfa_megatron.sharding import CuSeqlens
 
 _SCORES = 1 << 25
@@ -72,20 +71,24 @@ def max_logits(
             window_size=window_size,
             softcap=softcap,
             mask=mask,
-            layout=layout if isinstance(layout, str) else "contiguous",
+            layout=layout,
             cu_seqlens=() if cu_seqlens is None else offsets_of(cu_seqlens, q.device),
         )
-        seen, whole = _checked(q, k, request, layout, rank, ranks)
-    exchange, members = None, resolve(group)
-    if over is not None:
-        facts = {"q": f"{q.shape[0]}, {tuple(q.shape[2:])}", "kv_heads": str(k.shape[2]), "dtype": str(q.dtype)}
-        facts |= {"scale": str(request.softmax_scale), "softcap": str(request.softcap)}
-        about = f"mask {seen.name}", f"layout {whole if isinstance(layout, Layout) else layout}"
-        exchange = compared("the largest logits", over, facts, q.device, *about)
+        refuse_tensors(Inputs(q, k, k))
+        request.check()
+        if not 0 <= softcap < math.inf:
+            raise UnsupportedError(f"softcap={softcap}", "it is positive and finite", "0.0 for none")
+        request = request.settled(ranks, rank, q.shape[1], k.shape[1])
+        seen = request.mask_over(request.length(ranks, q.shape[1]))
+        whole = request.layout if isinstance(request.layout, Layout) else layout_of(request.layout, seen, ranks)
+    facts = {"q": f"{q.shape[0]}, {tuple(q.shape[2:])}", "kv_heads": str(k.shape[2]), "dtype": str(q.dtype)}
+    facts |= {"scale": str(request.softmax_scale), "softcap": str(request.softcap)}
+    about = f"mask {seen.name}", f"layout {request.layout}"
+    exchange, members = compared("the largest logits", over, facts, q.device, *about), resolve(group)
     peaks = q.new_full((q.shape[2],), -math.inf, dtype=accumulator_dtype(q.dtype))
-    with nullcontext() if exchange is None else exchange.running(0, q.device):
+    with without_autocast(), exchange.running(0, q.device):
         for owner in range(ranks):
-            keys = k if owner == rank else k.new_empty(k.shape[0], sum(map(len, whole.spans(owner))), *k.shape[2:])
+            keys = k if owner == rank else k.new_empty(k.shape[0], whole.tokens(owner, "kv"), *k.shape[2:])
             if ranks > 1 and keys.numel():
                 dist.broadcast(keys.contiguous(), group=members, group_src=owner)
             _raise(peaks, q, keys, _tiles(seen, whole, rank, owner, q.shape[0] * q.shape[2]))
@@ -96,31 +99,16 @@ def max_logits(
     return (softcap * torch.tanh(logits / softcap) if softcap else logits).float()
 
 
-def _checked(
-    q: torch.Tensor, k: torch.Tensor, request: Request, layout: str | Layout, rank: int, ranks: int
-) -> tuple[Mask, Layout]:
-    """Return the mask, and the tokens of every rank; refuse what no attention takes."""
-    if q.shape[1:2] != (0,):
-        refuse_tensors(Inputs(q, k, k))
-    request.check()
-    if not 0 <= request.softcap < math.inf:
-        raise UnsupportedError(f"softcap={request.softcap}", "it is positive and finite", "0.0 for none")
-    length = request.cu_seqlens[-1] if request.cu_seqlens else q.shape[1] * ranks
-    length = layout.length if isinstance(layout, Layout) else request.mask.length if request.mask else length
-    seen = request.mask_over(length)
-    whole = layout if isinstance(layout, Layout) else layout_of(layout, seen, ranks)
-    check_tokens(q, 1, whole, rank, ranks)
-    return seen, whole
-
-
 def _tiles(seen: Mask, whole: Layout, rank: int, owner: int, heads: int) -> Iterator[tuple[Tile, int, int]]:
     """Yield (tile of a rank's queries and an owner's keys, its first row there, its first key there)."""
     side = max(64, 1 << int(math.log2(_SCORES / heads) / 2))
-    theirs = whole.offsets(whole.of(owner))
-    for q_chunk, row in whole.offsets(whole.of(rank)).items():
+    theirs = whole.offsets(whole.of(owner, "kv"))
+    for q_chunk, row in whole.offsets(whole.of(rank, "q")).items():
+        q = whole.chunks[q_chunk]
+        rows = seen.restrict(q, Span(0, seen.length))
         for kv_chunk, column in theirs.items():
-            q, kv = whole.chunks[q_chunk], whole.chunks[kv_chunk]
-            for tile in seen.restrict(q, kv):
+            kv = whole.chunks[kv_chunk]
+            for tile in filter(None, (tile.restrict(q, kv) for tile in rows)):
                 for top in range(tile.q.lo, tile.q.hi, side):
                     for left in range(tile.kv.lo, tile.kv.hi, side):
                         if part := tile.restrict(Span(top, top + side), Span(left, left + side)):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +12,8 @@ import torch.distributed as dist
 
 from dfa_megatron.kernels.leaf import differentiable_once
 from dfa_megatron.runtime.comm.compared import Compared
+
+_NOTHING = Compared()
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +80,7 @@ def move_rows(
     moves: Moves,
     group: dist.ProcessGroup | None,
     fill: float = 0,
-    exchange: Compared | None = None,
+    exchange: Compared = _NOTHING,
 ) -> torch.Tensor:
     """Run moves like `Moves.run`, and those of gradients back. exchange: compares the ranks' calls."""
     found: torch.Tensor = _MovedRows.apply(x, moves, group, fill, exchange)  # type: ignore[no-untyped-call]
@@ -94,16 +95,16 @@ class _MovedRows(torch.autograd.Function):
         moves: Moves,
         group: dist.ProcessGroup | None,
         fill: float,
-        exchange: Compared | None,
+        exchange: Compared,
     ) -> torch.Tensor:
         ctx.moves, ctx.group, ctx.exchange = moves, group, exchange
-        with nullcontext() if exchange is None else exchange.running(0, x.device):
+        with exchange.running(0, x.device):
             return moves.run(x, group, fill)
 
     @staticmethod
     @differentiable_once("rows that move between ranks")
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        with nullcontext() if ctx.exchange is None else ctx.exchange.running(1, gradient.device):
+        with ctx.exchange.running(1, gradient.device):
             return ctx.moves.back().run(gradient, ctx.group), None, None, None, None
 
 

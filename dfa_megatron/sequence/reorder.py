@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from functools import lru_cache
+from itertools import accumulate
 
 import torch
+import torch.distributed as dist
 
 from dfa_megatron.errors import UnsupportedError
+from dfa_megatron.plan.language.geometry import Span
 from dfa_megatron.plan.language.layout import Layout
 from dfa_megatron.runtime.comm.channel import Channel
 from dfa_megatron.runtime.comm.compared import Compared, compared, telling
 from dfa_megatron.runtime.comm.groups import Group, resolve
 from dfa_megatron.runtime.cu_seqlens import Offsets, check_offsets, describe, offsets_of
 from dfa_megatron.sequence.moves import Moves, move_rows, moves_between
-from dfa_megatron.sharding import CuSeqlens, layout_of_tokens
+from dfa_megatron.sharding import CuSeqlens, layout_of_tokens, positions_of
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator,unused-ignore]
@@ -46,14 +49,11 @@ def roll_sequence(
         DisagreementError: the ranks ask for different things, or run different calls.
     """
     with telling(group) as over:
-        rank, ranks = (0, 1) if over is None else (over.rank, over.size)
         offsets = () if cu_seqlens is None else offsets_of(cu_seqlens, x.device)
-        length = offsets[-1] if offsets else x.shape[dim] * ranks
-        whole = layout if isinstance(layout, Layout) else layout_of_tokens(layout, length, ranks, offsets or None)
         if offsets:
-            check_offsets(offsets, whole.length)
-        check_tokens(x, dim, whole, rank, ranks)
-    moves = _rolled(whole, shift, offsets, rank, x.device)
+            check_offsets(offsets)
+        whole = _whole(x, dim, layout, over, offsets)
+    moves = _rolled(whole, shift, offsets, 0 if over is None else over.rank, x.device)
     exchange = _exchange(f"a roll by {shift}", x, dim, over, str(whole), describe(offsets))
     return move_rows(x.movedim(dim, 0), moves, resolve(group), fill, exchange).movedim(0, dim).contiguous()
 
@@ -76,39 +76,71 @@ def reshard(
         source, target: names, which mean the length of the other, or that all ranks hold as many tokens; or layouts.
         group: the ranks that share the sequence, in the order of their tokens.
 
+    Example:
+        Layers that run on some of the tokens, shared out evenly again, as in SUBLLM (arXiv 2406.06571)::
+
+            lies = kept_layout(kept)                            # bool (local_seq,)
+            even = layouts.contiguous(lies.length, ranks)       # of the layers between
+            y = layers(reshard(x[:, kept], lies, even))
+            x = x.index_copy(1, kept.nonzero().squeeze(1), reshard(y, even, lies))
+
     Raises:
         UnsupportedError: x does not hold the rank's tokens of `source`, or `target` is of another length.
         DisagreementError: the ranks ask for different things, or run different calls.
     """
     with telling(group) as over:
-        rank, ranks = (0, 1) if over is None else (over.rank, over.size)
-        known = (layout.length for layout in (source, target) if isinstance(layout, Layout))
-        length = next(known, x.shape[dim] * ranks)
-        source, target = (
-            layout if isinstance(layout, Layout) else layout_of_tokens(layout, length, ranks)
-            for layout in (source, target)
-        )
-        check_tokens(x, dim, source, rank, ranks)
-        if (source.length, ranks) != (target.length, target.ranks):
-            what = f"{source.length} tokens of {ranks} ranks to a layout of {target.length} of {target.ranks}"
-            raise UnsupportedError(what, "tokens change places only", "layouts of one length and as many ranks")
-    moves = _between(source, target, rank, x.device)
+        if isinstance(source, str) and isinstance(target, Layout):
+            source = layout_of_tokens(source, target.length, target.ranks)
+        source = _whole(x, dim, source, over)
+        target = layout_of_tokens(target, source.length, source.ranks)
+    moves = _between(source, target, 0 if over is None else over.rank, x.device)
     exchange = _exchange("tokens in another layout", x, dim, over, str(source), str(target))
     return move_rows(x.movedim(dim, 0), moves, resolve(group), 0, exchange).movedim(0, dim).contiguous()
 
 
-def check_tokens(x: torch.Tensor, dim: int, whole: Layout, rank: int, ranks: int) -> None:
-    """Refuse a tensor that does not hold the tokens of a rank."""
-    wanted = sum(map(len, whole.spans(rank))) if whole.ranks == ranks else -1
-    if x.shape[dim] != wanted:
-        what = f"{x.shape[dim]} tokens on rank {rank} of {ranks}"
-        why = f"the layout of {whole.length} tokens over {whole.ranks} ranks has {max(wanted, 0)} there"
+@torch.compiler.disable  # type: ignore[untyped-decorator,unused-ignore]
+def kept_layout(kept: torch.Tensor, *, group: Group = None, layout: str | Layout = "contiguous") -> Layout:
+    """Return the layout of the tokens that the ranks keep, each where it is: the source of a `reshard`.
+
+    Collective; the host waits for the counts.
+
+    Args:
+        kept: bool (local_seq,), which of its tokens this rank keeps: some, all or none.
+        group, layout: as for `roll_sequence`, of the whole sequence.
+
+    Raises:
+        UnsupportedError: kept has not the rank's tokens of the layout.
+        DisagreementError: the ranks ask for different things, or run different calls.
+    """
+    with telling(group) as over:
+        whole = _whole(kept, 0, layout, over)
+    found = torch.zeros(len(whole.chunks), dtype=torch.int64, device=kept.device)
+    for chunk, row in whole.offsets(whole.of(0 if over is None else over.rank)).items():
+        found[chunk] = kept[row : row + len(whole.chunks[chunk])].sum()
+    if over is not None:
+        with _exchange("the number of kept tokens", kept, 0, over, str(whole)).running(0, kept.device):
+            dist.all_reduce(found, group=resolve(group))
+    counts = found.tolist()
+    order = sorted(range(len(counts)), key=lambda chunk: whole.chunks[chunk].lo)
+    ends = dict(zip(order, accumulate(counts[chunk] for chunk in order), strict=True))
+    some = [chunk for chunk, count in enumerate(counts) if count]
+    spans = (Span(ends[chunk] - counts[chunk], ends[chunk]) for chunk in some)
+    return Layout(tuple(spans), tuple(whole.owner[chunk] for chunk in some), whole.ranks)
+
+
+def _whole(x: torch.Tensor, dim: int, layout: str | Layout, over: Channel | None, offsets: Offsets = ()) -> Layout:
+    """Return the tokens of every rank, where x holds those of this one."""
+    rank, ranks = (0, 1) if over is None else (over.rank, over.size)
+    length = offsets[-1] if offsets else x.shape[dim] * ranks
+    length = layout.length if isinstance(layout, Layout) and not offsets else length
+    whole = layout_of_tokens(layout, length, ranks, offsets or None)
+    if (wanted := whole.tokens(rank)) != x.shape[dim]:
+        what, why = f"{x.shape[dim]} tokens on rank {rank}", f"its layout has {wanted} there: {whole}"
         raise UnsupportedError(what, why, "the part of shard_sequence, or another layout")
+    return whole
 
 
-def _exchange(what: str, x: torch.Tensor, dim: int, over: Channel | None, *varying: str) -> Compared | None:
-    if over is None:
-        return None
+def _exchange(what: str, x: torch.Tensor, dim: int, over: Channel | None, *varying: str) -> Compared:
     facts = {
         "shape": str((*x.shape[:dim], *x.shape[dim % x.dim() + 1 :])),
         "dtype": str(x.dtype),
@@ -121,7 +153,7 @@ def _exchange(what: str, x: torch.Tensor, dim: int, over: Channel | None, *varyi
 @torch.inference_mode(False)  # training may keep it for a backward
 def _rolled(whole: Layout, shift: int, offsets: Offsets, rank: int, device: torch.device) -> Moves:
     """Return the moves of a roll: for the layers and tensors of a batch they are the same."""
-    held = [_positions(whole, other) for other in range(whole.ranks)]
+    held = [positions_of(whole, other) for other in range(whole.ranks)]
     ends = torch.tensor(offsets or (0, whole.length))
     wanted = []
     for places in held:
@@ -134,9 +166,5 @@ def _rolled(whole: Layout, shift: int, offsets: Offsets, rank: int, device: torc
 @lru_cache(maxsize=16)
 @torch.inference_mode(False)
 def _between(source: Layout, target: Layout, rank: int, device: torch.device) -> Moves:
-    held, wanted = ([_positions(whole, other) for other in range(source.ranks)] for whole in (source, target))
+    held, wanted = ([positions_of(whole, other) for other in range(source.ranks)] for whole in (source, target))
     return moves_between(held, wanted, rank, device)
-
-
-def _positions(whole: Layout, rank: int) -> torch.Tensor:
-    return torch.cat([torch.arange(0), *(torch.arange(span.lo, span.hi) for span in whole.spans(rank))])

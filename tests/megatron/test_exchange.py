@@ -14,11 +14,6 @@ from dfa_megatron.megatron.tokens.exchange import Relayout, TableCache, position
 from tests.support.workers import run_ranks
 
 
-def test_a_length_that_does_not_divide_is_refused() -> None:
-    with pytest.raises(UnsupportedError, match="multiple of 6"):
-        positions("zigzag", 20, 3, 0)
-
-
 def exchange_there_and_back(rank: int, world_size: int) -> None:
     relayout = Relayout(dist.group.WORLD)
     generator = torch.Generator().manual_seed(world_size)

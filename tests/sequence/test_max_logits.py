@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from dfa_megatron import masks, max_logits
+from dfa_megatron import layouts, masks, max_logits
 from dfa_megatron.errors import DisagreementError, UnsupportedError
 from dfa_megatron.plan.language.geometry import Span
 from dfa_megatron.plan.language.layout import Layout
@@ -23,9 +23,10 @@ from tests.support.workers import run_ranks
 def dense(q: torch.Tensor, k: torch.Tensor, scale: float | None, softcap: float, **mask: Any) -> torch.Tensor:
     """From all scores of the sequence, in float64."""
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    seen = torch.zeros(q.shape[1], q.shape[1], dtype=torch.bool)
-    i, j = torch.arange(q.shape[1])[:, None], torch.arange(q.shape[1])
-    for t in Request(softmax_scale=1.0, **mask).mask_over(q.shape[1]).tiles:
+    seen = torch.zeros(q.shape[1], k.shape[1], dtype=torch.bool)
+    whole = mask["mask"] if "mask" in mask else Request(softmax_scale=1.0, **mask).mask_over(q.shape[1])
+    i, j = torch.arange(q.shape[1])[:, None], torch.arange(k.shape[1]) + (whole.queries or 0)
+    for t in whole.tiles:
         inside = (t.q.lo <= i) & (i < t.q.hi) & (t.kv.lo <= j) & (j < t.kv.hi)
         seen |= inside & (j - i >= t.lo) & (j - i <= t.hi)
     keys = k.repeat_interleave(q.shape[2] // k.shape[2], 2)
@@ -40,8 +41,7 @@ def uneven(length: int, ranks: int, draw: random.Random) -> Layout:
     chunks = [Span(lo, hi) for lo, hi in pairwise(cuts) if hi > lo]
     draw.shuffle(chunks)  # a rank's tokens need not be in order
     owners = [draw.randrange(ranks) for _ in chunks]
-    owners[draw.randrange(len(owners))] = ranks - 1  # a layout counts its ranks by the last
-    return Layout(tuple(chunks), tuple(owners))
+    return Layout(tuple(chunks), tuple(owners), ranks)
 
 
 def asked(length: int, draw: random.Random) -> dict[str, Any]:
@@ -58,25 +58,29 @@ def asked(length: int, draw: random.Random) -> dict[str, Any]:
     return draw.choice(ways)
 
 
-def compare(rank: int, ranks: int, draw: random.Random) -> None:
-    whole: Layout | str
-    length = 2 * ranks * draw.randint(2, 5)
+def compare(rank: int, ranks: int, draw: random.Random, device: str = "cpu") -> None:
+    length = draw.choice([ranks * draw.randint(4, 9), draw.randint(4, 9 * ranks)])
     (heads, kv_heads), batch = draw.choice([(4, 2), (3, 1), (2, 2)]), draw.randint(1, 2)
     mask = asked(length, draw)
-    layout = draw.choice(["contiguous", "zigzag", *(["load_balanced"] if "cu_seqlens" in mask else [])])
-    layout = draw.choice([layout, uneven(length, ranks, draw)])
-    whole = layout if isinstance(layout, Layout) else layout_of_tokens(layout, length, ranks, mask.get("cu_seqlens"))
+    name = draw.choice(["contiguous", "zigzag", *(["load_balanced"] if "cu_seqlens" in mask else [])])
+    queries = keys = layout_of_tokens(name, length, ranks, mask.get("cu_seqlens"))
+    layout: Layout | str = queries if "causal" in mask and "cu_seqlens" not in mask else name
+    if draw.random() < 0.5:
+        layout = queries = keys = uneven(length, ranks, draw)
+    if "causal" in mask and "cu_seqlens" not in mask and draw.random() < 0.5:
+        keys = uneven(draw.randint(1, 30), ranks, draw)
+        layout, mask = layouts.cross(queries, keys), {"mask": masks.cross(length, keys.length, **mask)}
     dtype = draw.choice([torch.float64, torch.float32, torch.bfloat16])
     scale, softcap = draw.choice([None, 0.3]), draw.choice([0.0, 2.0])
     seed = torch.Generator().manual_seed(draw.randrange(1000))
     q = torch.randn(batch, length, heads, 8, generator=seed, dtype=torch.float64).to(dtype) - 0.5
-    k = torch.randn(batch, length, kv_heads, 8, generator=seed, dtype=torch.float64).to(dtype) - 0.5
-    rows = positions_of(whole, rank) if whole.of(rank) else torch.zeros(0, dtype=torch.int64)
-    got = max_logits(
-        q[:, rows].requires_grad_(), k[:, rows], softmax_scale=scale, softcap=softcap, layout=layout, **mask
-    )
+    k = torch.randn(batch, keys.length, kv_heads, 8, generator=seed, dtype=torch.float64).to(dtype) - 0.5
+    mine, theirs = positions_of(queries, rank), positions_of(keys, rank)
+    here = q[:, mine].to(device).requires_grad_(), k[:, theirs].to(device)
+    with torch.autocast(device, enabled=draw.random() < 0.5):
+        got = max_logits(*here, softmax_scale=scale, softcap=softcap, layout=layout, **mask)
     assert (got.dtype, got.shape, got.requires_grad) == (torch.float32, (heads,), False)
-    torch.testing.assert_close(got.double(), dense(q, k, scale, softcap, **mask), atol=0, rtol=3e-6)
+    torch.testing.assert_close(got.double().cpu(), dense(q, k, scale, softcap, **mask), atol=0, rtol=3e-6)
 
 
 def _many(rank: int, ranks: int) -> None:
@@ -87,7 +91,7 @@ def _many(rank: int, ranks: int) -> None:
     q = torch.ones(1, 4, 2, 8)
     with pytest.raises(DisagreementError):
         max_logits(q, q, causal=True, softcap=7.0 + rank)
-    with pytest.raises(UnsupportedError if rank == 1 else DisagreementError, match="3 tokens on rank 1"):
+    with pytest.raises(UnsupportedError if rank == 1 else DisagreementError, match="3 queries on rank 1"):
         max_logits(*(q[:, : 4 - (rank == 1)],) * 2, mask=masks.causal(4 * ranks), softcap=9.0)
     assert torch.equal(max_logits(q, q, causal=True), torch.full((2,), 8**0.5))
 
@@ -100,3 +104,14 @@ def test_the_largest_logits_are_those_of_the_dense_scores(ranks: int) -> None:
             compare(0, 1, draw)
         return
     run_ranks(ranks, _many)
+
+
+def _on_gpus(rank: int, ranks: int) -> None:
+    draw = random.Random(ranks)
+    for _ in range(25):
+        compare(rank, ranks, draw, "cuda")
+
+
+@pytest.mark.gpu
+def test_the_largest_logits_on_gpus() -> None:
+    run_ranks(min(4, torch.cuda.device_count()), _on_gpus, cuda=True)

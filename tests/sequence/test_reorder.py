@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import random
 from itertools import pairwise
-from typing import Any
 
 import pytest
 import torch
 
-from dfa_megatron import reshard, roll_sequence
+from dfa_megatron import kept_layout, reshard, roll_sequence
 from dfa_megatron.errors import DisagreementError, UnsupportedError
 from dfa_megatron.plan.language.layout import Layout
 from dfa_megatron.sharding import layout_of_tokens
@@ -27,16 +26,22 @@ def rolled(whole: torch.Tensor, shift: int, offsets: tuple[int, ...], fill: floa
     return result
 
 
-def held(layout: Layout, rank: int) -> list[int]:
-    return layout.positions(rank) if rank < layout.ranks else []
+def drawn(length: int, ranks: int, draw: random.Random) -> tuple[str | Layout, Layout]:
+    """What a call is asked, and what it means: names where all ranks hold as many tokens."""
+    name = draw.choice(["contiguous", "zigzag"])
+    meant = draw.choice([layout_of_tokens(name, length, ranks), uneven(length, ranks, draw)])
+    named = meant == layout_of_tokens(name, length, ranks) and length % (2 * ranks) == 0
+    return (name if named else meant), meant
 
 
 def compare_roll(rank: int, ranks: int, draw: random.Random) -> None:
-    length = 2 * ranks * draw.randint(1, 5)
+    length = draw.choice([2 * ranks * draw.randint(1, 5), draw.randint(1, 9 * ranks)])
     offsets = draw.choice([(0, length), random_offsets(length, draw)])
-    layout: Any = draw.choice(["contiguous", "zigzag", "load_balanced", uneven(length, ranks, draw)])
-    packed = offsets if layout == "load_balanced" or len(offsets) > 2 else None
-    here = held(layout if isinstance(layout, Layout) else layout_of_tokens(layout, length, ranks, packed), rank)
+    layout, meant = drawn(length, ranks, draw)
+    packed = offsets if len(offsets) > 2 else None
+    if packed and draw.random() < 0.5:
+        layout, meant = "load_balanced", layout_of_tokens("load_balanced", length, ranks, packed)
+    here = meant.positions(rank)
     shift, dim = draw.choice([-1, 1, draw.randint(-length - 2, length + 2)]), draw.choice([1, -2])
     seed = torch.Generator().manual_seed(draw.randrange(1000))
     whole, weight = torch.randn(2, 2, length, 3, generator=seed, dtype=torch.float64)
@@ -55,18 +60,40 @@ def compare_roll(rank: int, ranks: int, draw: random.Random) -> None:
 
 
 def compare_reshard(rank: int, ranks: int, draw: random.Random) -> None:
-    length = 2 * ranks * draw.randint(1, 5)
-    source, target = (
-        draw.choice([layout_of_tokens("zigzag", length, ranks), uneven(length, ranks, draw)]) for _ in range(2)
-    )
+    length = draw.choice([2 * ranks * draw.randint(1, 5), draw.randint(1, 9 * ranks)])
+    (given, source), (wanted, target) = drawn(length, ranks, draw), drawn(length, ranks, draw)
     seed = torch.Generator().manual_seed(draw.randrange(1000))
     whole, weight = torch.randn(2, length, 2, 3, generator=seed, dtype=torch.float64)
-    mine = whole[held(source, rank)].requires_grad_()
-    there = reshard(mine, source, target, dim=0)
-    assert torch.equal(there, whole[held(target, rank)])
-    assert torch.equal(reshard(there.bool(), target, source, dim=0), mine.bool())
-    (there * weight[held(target, rank)]).sum().backward()
-    assert torch.equal(mine.grad, weight[held(source, rank)])
+    mine = whole[source.positions(rank)].requires_grad_()
+    there = reshard(mine, given, wanted, dim=0)
+    assert torch.equal(there, whole[target.positions(rank)])
+    assert torch.equal(reshard(there.bool(), wanted, given, dim=0), mine.bool())
+    (there * weight[target.positions(rank)]).sum().backward()
+    assert torch.equal(mine.grad, weight[source.positions(rank)])
+
+
+def compare_kept(rank: int, ranks: int, draw: random.Random) -> None:
+    """SUBLLM's change of length: halve what is kept, where the tokens lie evenly."""
+    length = draw.choice([2 * ranks * draw.randint(1, 5), draw.randint(1, 9 * ranks)])
+    layout, meant = drawn(length, ranks, draw)
+    here = meant.positions(rank)
+    share = [draw.choice([0.0, 0.3, 1.0]) for _ in range(ranks)]
+    kept = torch.tensor([draw.random() < share[at * ranks // length] for at in range(length)])
+    seed = torch.Generator().manual_seed(draw.randrange(1000))
+    whole, weight = torch.randn(2, 2, length, 3, generator=seed, dtype=torch.float64)
+    mine = whole[:, here].requires_grad_()
+    lies = kept_layout(kept[here], layout=layout)
+    assert (lies.length, lies.tokens(rank)) == (int(kept.sum()), int(kept[here].sum()))
+    if lies.length == 0:
+        return
+    even = reshard(mine[:, kept[here]], lies)
+    part = layout_of_tokens("contiguous", lies.length, ranks).positions(rank)
+    assert torch.equal(even, whole[:, kept][:, part])
+    back = mine.index_copy(1, kept[here].nonzero().squeeze(1), reshard(even / 2, "contiguous", lies))
+    half = torch.where(kept, 0.5, 1.0)[:, None]
+    assert torch.equal(back, (whole * half)[:, here])
+    (back * weight[:, here]).sum().backward()
+    assert torch.equal(mine.grad, (weight * half)[:, here])
 
 
 def _draws(rank: int, ranks: int) -> None:
@@ -74,6 +101,7 @@ def _draws(rank: int, ranks: int) -> None:
     for _ in range(25):
         compare_roll(rank, ranks, draw)
         compare_reshard(rank, ranks, draw)
+        compare_kept(rank, ranks, draw)
 
 
 def _all(rank: int, ranks: int) -> None:

@@ -20,22 +20,25 @@ _KEPT = 64
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """An exchange that all ranks make. phases: how its forward and its backward are compared; None: they are not."""
+    """An exchange that all ranks make. over: None for one rank, or where nothing is compared.
 
-    over: Channel
-    phases: tuple[Kind, Kind] | None
+    phases: how its forward and its backward are compared.
+    """
+
+    over: Channel | None = None
+    phases: tuple[Kind, ...] = ()
 
     @contextmanager
     def running(self, phase: int, device: torch.device) -> Iterator[None]:
         """Compare what runs inside: the forward (0) or the backward (1). Raises a DisagreementError."""
-        with nullcontext() if self.phases is None else self.over.running(self.phases[phase], device):
+        with nullcontext() if self.over is None else self.over.running(self.phases[phase], device):
             yield
-        if phase and self.phases is not None:
+        if phase and self.over is not None:
             self.over.end_of_backward()
 
 
 def compared(
-    what: str, over: Channel, facts: Facts, device: torch.device, *varying: str, verify: bool | None = None
+    what: str, over: Channel | None, facts: Facts, device: torch.device, *varying: str, verify: bool | None = None
 ) -> Compared:
     """Return the exchange of that description; ranks compare its facts when they are new. Collective.
 
@@ -48,21 +51,21 @@ def compared(
     Raises:
         DisagreementError: the ranks ask for different exchanges; the message is a table.
     """
-    verify = is_watched(over) if verify is None else verify
+    if over is None or not _verified(over, verify):
+        return Compared()
     facts = {"exchange": what, **facts, "device": over.place(device)}
     key, known = tuple(facts.items()), over.agreed
     if key not in known:
-        if verify:
-            with over.calls.preparing():
-                over.agree(facts | {"thread": over.calls.thread})
-            with over.collective():
-                over.collectives(device)
+        with over.calls.preparing():
+            over.agree(facts | {"thread": over.calls.thread})
+        with over.collective():
+            over.collectives(device)
         known[key] = None
         if len(known) > _KEPT:
             known.popitem(last=False)
     known.move_to_end(key)
     named = (f"{name} {value}" for name, value in facts.items() if name != "exchange")
-    return Compared(over, _phases(", ".join((what, *named, *varying))) if verify else None)
+    return Compared(over, _phases(", ".join((what, *named, *varying))))
 
 
 @contextmanager
@@ -75,15 +78,14 @@ def telling(group: Group, *, verify: bool | None = None) -> Iterator[Channel | N
     try:
         yield over
     except DistAttentionError as error:
-        if over is not None and (is_watched(over) if verify is None else verify):
+        if over is not None and _verified(over, verify):
             with over.calls.preparing(), suppress(DistAttentionError):  # this rank's own reason is the clearer one
                 over.agree({"error": str(error)})
         raise
 
 
-def is_watched(over: Channel) -> bool:
-    """Return whether the ranks of a group compare their calls."""
-    return over._watched is not None
+def _verified(over: Channel, verify: bool | None) -> bool:
+    return over._watched is not None if verify is None else verify
 
 
 @lru_cache(maxsize=256)
