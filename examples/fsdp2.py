@@ -10,7 +10,7 @@ import pydoc_data.topics
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from dfa_megatron import StepLog, TrainingConfig, training_flops
@@ -35,7 +35,7 @@ group = mesh["cp"].get_group()
 text = str(pydoc_data.topics.topics)  # Python's own manual
 torch.manual_seed(0)
 if args.model:
-    model = AutoModelForCausalLM.from_pretrained(args.model)
+    model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32)
     tokens = torch.tensor(AutoTokenizer.from_pretrained(args.model)(text)["input_ids"])
 else:
     tiny = LlamaConfig(
@@ -48,8 +48,9 @@ flops = training_flops(model.config, model.num_parameters(exclude_embeddings=Tru
 log = StepLog(tokens=seen, flops=flops, tensorboard=args.tensorboard)
 dfa_hf.distribute_attention(model.to(device), group=group, config=TrainingConfig(checkpoint="remat"))
 ranks = mesh["dp", "cp"]._flatten("dp_cp")
+policy = MixedPrecisionPolicy(torch.bfloat16 if device == "cuda" else None, torch.float32)
 for layer in (*model.model.layers, model):
-    fully_shard(layer, mesh=ranks)
+    fully_shard(layer, mesh=ranks, mp_policy=policy)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5 if args.model else 1e-3)
 rows = tokens.to(device).split(args.seq_length)[:-1]
 for step in range(args.steps):
@@ -61,7 +62,8 @@ for step in range(args.steps):
     total = torch.zeros((), device=device)
     for batch in batches:
         # The loss of a batch is its sum over the labels of all. FSDP averages gradients over its ranks, so times those.
-        batch["num_items_in_batch"] = labels / dist.get_world_size()
+        # A Python number: mixed precision would round a tensor.
+        batch["num_items_in_batch"] = int(labels) / dist.get_world_size()
         loss = model(**batch, use_cache=False).loss
         loss.backward()
         total += loss.detach()

@@ -52,12 +52,13 @@ def shard_batch(batch: Mapping[str, Any], *, group: Group = None) -> dict[str, A
 
     Returns:
         "input_ids" and "position_ids" (batch or 1, seq / P), and with labels: "labels" = "shift_labels", the label of
-        the *next* token, across the boundaries between ranks; "num_items_in_batch" (), the labelled tokens of all
-        ranks, divided by P. With these a transformers model computes `causal_lm_loss` by itself. Of packed documents
-        also "cu_seq_lens_q" = "cu_seq_lens_k", int32 (documents + 1) on the CPU: offsets into the whole rows, one row
-        after another. Left there they cost the layers no synchronisation. On several ranks "dfa_batch_number", by which
-        the model's forward finds that the ranks had the same batch. For a multimodal model, "input_ids" and
-        "position_ids", if documents or axes need them, are whole, and so is what else was in the batch.
+        the *next* token, across the boundaries between ranks; "num_items_in_batch", the labelled tokens of all ranks
+        divided by P: a float, since FSDP's mixed precision rounds tensors. With these a transformers model computes
+        `causal_lm_loss` by itself. Of packed documents also "cu_seq_lens_q" = "cu_seq_lens_k", int32 (documents + 1) on
+        the CPU: offsets into the whole rows, one row after another. There they cost no synchronisation. On several
+        ranks "dfa_batch_number", by which the model's forward finds that the ranks had the same batch. For a multimodal
+        model, "input_ids" and "position_ids", if documents or axes need them, are whole, and so is what else was in the
+        batch.
 
     Raises:
         UnsupportedError: padding elsewhere or with labels, positions that are not those of documents, an unknown key,
@@ -103,7 +104,7 @@ def shard_batch(batch: Mapping[str, Any], *, group: Group = None) -> dict[str, A
     if "labels" in batch:
         shifted = torch.nn.functional.pad(batch["labels"], (0, 1), value=IGNORED)[:, 1:]
         local["labels"] = local["shift_labels"] = shard_sequence(shifted.contiguous(), group=group)
-        local["num_items_in_batch"] = (shifted != IGNORED).sum().clamp(min=1) / size
+        local["num_items_in_batch"] = max(int((shifted != IGNORED).sum()), 1) / size
     if size > 1:
         known = {name: x for name, x in batch.items() if name not in (TREE, MASK)}
         known |= {} if told is None else {TREE: [crc32(repr(told).encode())]}

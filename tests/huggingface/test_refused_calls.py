@@ -162,6 +162,8 @@ def call_on_two_ranks(rank: int, world_size: int) -> None:
     with pytest.raises(UnsupportedError, match="not on the right"):
         model(input_ids=batch["input_ids"], position_ids=positions, attention_mask=hidden)
     some = {"labels": batch["input_ids"], "shift_labels": batch["input_ids"], "num_items_in_batch": torch.tensor(8)}
+    with pytest.raises(UnsupportedError, match=r"num_items_in_batch of torch\.bfloat16"):
+        model(**batch | some | {"num_items_in_batch": torch.tensor(8).bfloat16()}, position_ids=positions)
     with pytest.raises(UnsupportedError, match="labels of padded tokens"):  # of the last rank, and all raise
         model(**batch | some, position_ids=positions, attention_mask=torch.arange(8)[None] < 8 - rank)
     with pytest.raises(UnsupportedError, match="other values than 0 and 1"):  # on one rank, and all raise

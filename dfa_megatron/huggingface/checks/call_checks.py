@@ -144,7 +144,14 @@ def check_loss(model: Any, given: dict[str, Any], context: LayerContext) -> None
             "the model would shift them and lose a token at every boundary between ranks",
             _LOSS,
         )
-    if given.get("num_items_in_batch") is None and not context.accelerate:
+    count = given.get("num_items_in_batch")
+    if isinstance(count, torch.Tensor) and count.dtype in (torch.bfloat16, torch.float16):
+        raise UnsupportedError(
+            f"num_items_in_batch of {count.dtype}",
+            "mixed precision rounded it, which would scale the loss",
+            "a Python number, as shard_batch makes it",
+        )
+    if count is None and not context.accelerate:
         raise UnsupportedError(
             "labels without num_items_in_batch",
             "the model would take the mean over the tokens of this rank, not of all",
