@@ -155,12 +155,13 @@ def refused(rank: int, world_size: int) -> None:
     both, whole = dist.new_group([0, 1]), harness.micro_batch(0, 0)
     groups = copy.copy(model.pg_collection)
     groups.cp = both
-    with pytest.raises(UnsupportedError, match=r"context_parallel_size=1 .* 2 ranks"), swapped(model, groups):
+    with swapped(model, groups):
         config.context_parallel_size = 1
-        losses(model, whole, both, options)
-    config.moe_expert_capacity_factor = 1.0
-    with pytest.raises(UnsupportedError, match="moe_expert_capacity_factor"), swapped(model, groups):
-        losses(model, whole, both, options)
+        with pytest.raises(UnsupportedError, match=r"context_parallel_size=1 .* 2 ranks"):
+            losses(model, whole, both, options)
+        config.context_parallel_size, config.moe_expert_capacity_factor = 2, 1.0
+        with pytest.raises(UnsupportedError, match="moe_expert_capacity_factor"):
+            losses(model, whole, both, options)
     config.moe_expert_capacity_factor = None
     model.decoder.layers[0].self_attention.core_attention.cp_group = both
     with pytest.raises(UnsupportedError, match=r"replaced in part \(DistributedCoreAttention.cp_group"):

@@ -78,7 +78,7 @@ def _gradient(loss: torch.Tensor, tokens: Any, group: Any) -> torch.Tensor:
 
 
 def weigh_losses(layer: Any) -> None:
-    """Weigh the losses of a layer's router, if it has one, by the tokens of all ranks; a second call changes nothing."""
+    """Weigh the losses of a layer's router, if it has one, by the tokens of all ranks; once."""
     from megatron.core.transformer.moe import router as home
 
     router: Any = getattr(getattr(layer, "mlp", None), "router", None)

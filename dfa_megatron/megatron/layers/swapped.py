@@ -77,6 +77,7 @@ def check_size(config: Any, group: dist.ProcessGroup) -> None:
 
 def follow(model: torch.nn.Module, group: dist.ProcessGroup) -> None:
     """Make Megatron's rotary modules, which keep the slices of a table that they made, cut for a swapped group."""
+    module: Any
     for module in model.modules():
         if "cp_group" in vars(module) and hasattr(module.forward, "cache_clear"):
             module.cp_group = group
