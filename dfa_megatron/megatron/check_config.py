@@ -15,10 +15,6 @@ from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.plan.language.shape import check_degree
 
 _NO_FP8 = ("the block kernels compute in the input's 16- or 32-bit dtype", "fp8 for the linear layers only")
-_NO_MAXIMUM = (
-    "it needs the largest logit of every head, and the logsumexp of the kernels may exceed it by log(keys)",
-    "leaving it off",
-)
 REFUSED = {
     "attention_dropout": (
         "the block kernels have no dropout inside the softmax",
@@ -44,12 +40,10 @@ REFUSED = {
         "the schedule runs over one flat context-parallel group",
         "no --hierarchical-context-parallel-sizes",
     ),
-    "log_max_attention_logit": _NO_MAXIMUM,
     "overlap_moe_expert_parallel_comm": (
         "it calls the parts of a layer directly, and so skips rematerialization and the order of the tokens",
         "no --overlap-moe-expert-parallel-comm",
     ),
-    "qk_clip": _NO_MAXIMUM,
     "use_kitchen_attention": ("this package computes attention with kernels of its own choice", "leaving it off"),
 }
 """Fields that may not be set: the reason and the alternative."""

@@ -22,8 +22,10 @@ from torch.utils._pytree import tree_map
 
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.megatron.layers.context import AttentionContext, context_of
-from dfa_megatron.megatron.layers.layer import DistributedLayer, check_groups
+from dfa_megatron.megatron.layers.swapped import Holder, check_groups, check_size, follow, group_holders
+from dfa_megatron.megatron.layers.layer import DistributedLayer
 from dfa_megatron.megatron.layers.recompute import hide_flags
+from dfa_megatron.megatron.layers.router import weigh_losses
 from dfa_megatron.megatron.output import deferring
 from dfa_megatron.megatron.tokens.batch import check_positions
 from dfa_megatron.megatron.tokens.visit import Visit, running
@@ -36,7 +38,7 @@ _KEEPS_MASKS = importlib.util.find_spec("megatron.core.recompute") is not None
 ForwardMethod = Callable[..., Any]
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Found:
     """Hold what the first call of a model finds in it."""
 
@@ -44,6 +46,9 @@ class _Found:
     layers: list[DistributedLayer]
     has_others: bool
     """A layer has an attention that assumes another order of the tokens."""
+    holders: list[Holder]
+    group: Any
+    """The context-parallel group of the latest call, at first of the build."""
 
 
 def with_door(megatrons: Callable[..., None]) -> Callable[..., None]:
@@ -102,8 +107,7 @@ def _checked_visit(model: Any, found: _Found, given: dict[str, Any]) -> Visit | 
             "a rank would cache the keys and states of its own tokens only",
             "a static one with --context-parallel-size 1, or evaluation on whole sequences",
         )
-    for layer in found.layers:
-        check_groups(layer)
+    _follow_groups(model, found, context)
     rows = _rows(model, given)
     visit = context.visit(model, given.get("packed_seq_params"), model.cp_group, rows)
     if visit is not None:
@@ -134,7 +138,7 @@ def _look(model: Any) -> _Found:
     context, has_others = context_of(model), False
     layers = [module for module in model.modules() if isinstance(module, DistributedLayer)]
     if context is None:
-        return _Found(None, [], has_others=False)
+        return _Found(None, [], has_others=False, holders=[], group=None)
     took_over = {layer for layer in layers if layer._dfa_took_over}
     for module in model.modules():
         if isinstance(module, DistributedLayer):
@@ -146,7 +150,25 @@ def _look(model: Any) -> _Found:
         around = module is not model and not took_over.isdisjoint({*module.modules()} - {module})
         if around and "config" in vars(module):
             hide_flags(module)
-    return _Found(context, layers, has_others)
+    return _Found(context, layers, has_others, group_holders(model), None)
+
+
+def _follow_groups(model: Any, found: _Found, context: AttentionContext) -> None:
+    """Follow the groups of this call, which a trainer may have swapped since the last.
+
+    Raises:
+        UnsupportedError: a part of the model holds others, or the config does not fit the group's size.
+    """
+    group = model.cp_group
+    if found.group is not group:
+        check_size(model.config, group)
+        context.check(model.config)
+        follow(model, group)
+        for layer in found.layers if group.size() > 1 else ():
+            weigh_losses(layer)
+        found.group = group
+    context.follow(group)
+    check_groups(found.holders, group, found.layers[0]._dfa_state if found.layers else None)
 
 
 def _check_extracted(block: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

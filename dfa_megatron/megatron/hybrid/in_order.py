@@ -60,11 +60,23 @@ class InOrder:
     """Run a mixer on this rank's tokens; the first base of every class that `in_order_class` makes."""
 
     def __init__(self, config: Any, *args: Any, pg_collection: Any, options: MegatronConfig, **kwargs: Any) -> None:
-        alone = copy.copy(pg_collection)
-        alone.cp = _OneRank()
-        super().__init__(config, *args, pg_collection=alone, **kwargs)  # type: ignore[call-arg]
-        self._dfa_group = pg_collection.cp
+        super().__init__(config, *args, pg_collection=pg_collection, **kwargs)  # type: ignore[call-arg]
+        self.cp_group = pg_collection.cp
+        """The ranks that share the sequence, under the name by which trainers swap them."""
         self._dfa_config = options
+
+    @property
+    def pg_collection(self) -> Any:
+        """Return the groups that the mixer itself knows, with one context-parallel rank; a trainer may swap them."""
+        return vars(self)["_dfa_alone"]
+
+    @pg_collection.setter
+    def pg_collection(self, groups: Any) -> None:
+        vars(self)["_dfa_alone"] = alone = copy.copy(groups)
+        alone.cp = _OneRank()
+
+    cp_size = property(lambda _: 1, lambda *_: None)
+    """Megatron's gated delta net cuts its projections by this number, and trainers set it where they swap groups."""
 
     def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """Run the mixer's own forward, with the same result."""
@@ -89,7 +101,7 @@ class InOrder:
         """
         visit = current_visit()
         if visit is None:
-            return {"group": self._dfa_group, "config": self._dfa_config}
+            return {"group": self.cp_group, "config": self._dfa_config}
         if isinstance(visit.pairs, Mask):
             raise UnsupportedError(
                 "a mask in a Mamba or gated delta net layer",

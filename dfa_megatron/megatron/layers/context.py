@@ -45,7 +45,8 @@ class AttentionContext:
         self.hybrid = hybrid
         self.recompute: Recompute | None = None
         """The flags on the model's config, where each layer has a config of its own."""
-        self._checked: Any = None
+        self._checked: tuple[Any, int] = (None, 0)
+        self._group: Any = None
         self.tables = TableCache()
         self.lengths: set[int] = set()
         """The tokens of a rank in batches whose positions were looked at."""
@@ -57,10 +58,16 @@ class AttentionContext:
         return self
 
     def check(self, config: Any) -> None:
-        """Check a configuration, once: the layers of a model share it."""
-        if self._checked is not config:
+        """Check a configuration, once for a size of its groups: the layers of a model share it."""
+        (known, size), now = self._checked, getattr(config, "context_parallel_size", 1)
+        if known is not config or size != now:
             check_config(config, self.options)
-        self._checked = config
+        self._checked = config, now
+
+    def follow(self, group: dist.ProcessGroup) -> None:
+        """Forget the tables of other ranks, of which the members of this group have seen different ones."""
+        if self._group is not group:
+            self._group, self.tables, self.lengths = group, TableCache(), set()
 
     def relayout(self, group: dist.ProcessGroup) -> Relayout:
         """Return the exchange over the ranks that share a micro-batch, the same object for the same group."""

@@ -21,6 +21,7 @@ from dfa_megatron.megatron.tokens.visit import current_visit
 from dfa_megatron.plan.language.mask import Mask
 from dfa_megatron.plan.language.tree import Tree
 from dfa_megatron.runtime.agreement.calls import at_layer
+from dfa_megatron.sequence.max_logits import max_logits
 
 _BUILT_WITH = {
     "attn_mask_type": (None, "causal"),
@@ -40,6 +41,9 @@ class DistributedCoreAttention(torch.nn.Module):
 
     With config.softmax_type "learnable" the module has one parameter: softmax_offset (heads / TP), a logit per head
     that takes part in the softmax and has no value. With "off-by-one" the offset is zero and no parameter.
+
+    With config.qk_clip or log_max_attention_logit a training keeps the largest logits since Megatron's `clip_qk`,
+    current_max_attn_logits, float32 (heads / TP), by a pass of its own.
 
     `checked`: a layer has checked the config. Megatron builds it by keyword; see
     megatron.core.transformer.attention.CoreAttentionBuilder.
@@ -95,6 +99,7 @@ class DistributedCoreAttention(torch.nn.Module):
         self.softmax_scale = softmax_scale or 1.0 / math.sqrt(k_channels or config.kv_channels)
         self.window_size = _window_of(config, layer_number)
         self.softmax_offset = _softmax_offset(config)
+        self.current_max_attn_logits: torch.Tensor | None = None
 
     def forward(
         self,
@@ -131,6 +136,8 @@ class DistributedCoreAttention(torch.nn.Module):
         }
         out: Any
         with at_layer(self.layer_number):
+            if self.training and (self.config.qk_clip or self.config.log_max_attention_logit):
+                self._keep_maxima(q, k, pack, asked)
             if pack is None or "mask" in asked:
                 out = attention.dist_flash_attn_func(q, k, v, **asked)
             else:
@@ -139,6 +146,15 @@ class DistributedCoreAttention(torch.nn.Module):
                 out = out.unsqueeze(0)
         rows: torch.Tensor = out.transpose(0, 1).flatten(2)
         return rows
+
+    def _keep_maxima(self, q: torch.Tensor, k: torch.Tensor, pack: Pack | None, asked: dict[str, Any]) -> None:
+        """Raise the largest logits to those of this call, over the documents of the pack; not in a recomputation."""
+        if torch._C._current_graph_task_id() != -1:
+            return
+        offsets = None if pack is None or "mask" in asked else pack.offsets
+        given = {name: value for name, value in asked.items() if name not in ("sinks", "config")}
+        found, known = max_logits(q, k, cu_seqlens=offsets, **given), self.current_max_attn_logits
+        self.current_max_attn_logits = found if known is None else torch.maximum(known, found)
 
     def _attends(self, pairs: Tree | Mask | None) -> dict[str, Any]:
         """Return the arguments of the functions that say who attends to whom."""

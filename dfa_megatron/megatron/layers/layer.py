@@ -14,6 +14,7 @@ from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.megatron.hybrid.in_order import OTHER_ORDER, InOrder
 from dfa_megatron.megatron.layers.context import AttentionContext
 from dfa_megatron.megatron.layers.core_attention import DistributedCoreAttention
+from dfa_megatron.megatron.layers.swapped import check_groups, check_size, group_holders, state_group
 from dfa_megatron.megatron.layers.recompute import checkpoint_of, recompute_asked, tile_mlp
 from dfa_megatron.megatron.layers.rotary import image_rows, order_rotary, rotary_rows
 from dfa_megatron.megatron.layers.router import weigh_losses
@@ -37,23 +38,16 @@ class DistributedLayer:
         super().__init__(config, *args, **kwargs)  # type: ignore[call-arg]
         layer: Any = self
         self._dfa = shared
-        self._dfa_groups: Any = getattr(layer, "pg_collection", None) or kwargs["pg_collection"]
-        if (ranks := self._dfa_groups.cp.size()) != config.context_parallel_size:
-            raise UnsupportedError(
-                f"context_parallel_size={config.context_parallel_size} in the config of a layer whose context-parallel "
-                f"group has {ranks} ranks",
-                "the layers would mistake the order of the tokens",
-                "the same number in both",
-            )
+        groups: Any = getattr(layer, "pg_collection", None) or kwargs["pg_collection"]
+        self.cp_group, self._dfa_tp, self._dfa_state = groups.cp, groups.tp, state_group()
+        check_size(config, self.cp_group)
         local_layer = kwargs.get("layer_number", 1)
         self._dfa_remat = shared.options.checkpoint == "remat" or (asked is not None and asked.covers(local_layer))
         self._dfa_took_over = asked is not None
         tile_mlp(self, shared.options)
-        if ranks > 1 or config.sequence_parallel:
+        if self.cp_group.size() > 1 or config.sequence_parallel:
             weigh_losses(self)
         self._dfa_mixes = mixes(self, shared.options.layout_inside)
-        self._dfa_built = _group_holders(self)
-        """Every object that holds a group of this layer's, the attribute, and what it was when the layer was built."""
 
     def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """Run the layer's own forward, with the same result."""
@@ -65,14 +59,14 @@ class DistributedLayer:
     def _dfa_visit(self, packed: Any, hidden_states: torch.Tensor) -> Visit | None:
         """Return the call of the language model; outside of one, and in Megatron's recomputation, the layer's own."""
         visit = current_visit()
-        if visit is not None or (packed is None and self._dfa_groups.cp.size() == 1):
+        if visit is not None or (packed is None and self.cp_group.size() == 1):
             return visit
         layer: Any = self
         rows = hidden_states.shape[1], self._dfa_tokens(hidden_states)
         if torch._C._current_graph_task_id() != -1:  # Megatron recomputes what its language model has checked
-            return self._dfa.visit(layer, packed, self._dfa_groups.cp, rows, checked=True)
-        check_groups(self)
-        visit = self._dfa.visit(layer, packed, self._dfa_groups.cp, rows)
+            return self._dfa.visit(layer, packed, self.cp_group, rows, checked=True)
+        check_groups(group_holders(layer), self.cp_group, self._dfa_state)
+        visit = self._dfa.visit(layer, packed, self.cp_group, rows)
         if visit is not None and visit.moves:
             raise UnsupportedError(
                 "layers outside a language model in data_layout='boundary'",
@@ -84,7 +78,7 @@ class DistributedLayer:
     def _dfa_tokens(self, hidden_states: torch.Tensor) -> int:
         """Return the tokens of this context-parallel rank, also where sequence parallelism splits them."""
         layer: Any = self
-        return int(hidden_states.shape[0] * (self._dfa_groups.tp.size() if layer.config.sequence_parallel else 1))
+        return int(hidden_states.shape[0] * (self._dfa_tp.size() if layer.config.sequence_parallel else 1))
 
     def _dfa_run(
         self, visit: Visit | None, hidden_states: torch.Tensor, *args: Any, context: Any = None, **kwargs: Any
@@ -101,7 +95,7 @@ class DistributedLayer:
         # A re-entrant checkpoint gives the layer's parameters no gradient if the input has none.
         if not (wanted and torch.is_grad_enabled() and hidden_states.requires_grad):
             return body(hidden_states, context)
-        checkpoint = checkpoint_of(layer.config, self._dfa_groups.tp)
+        checkpoint = checkpoint_of(layer.config, self._dfa_tp)
         offload = self._dfa.options.remat_offload
         return remat_checkpoint(body, hidden_states, context, checkpoint=checkpoint, offload=offload)
 
@@ -205,30 +199,3 @@ def mixes(layer: Any, layout_inside: str) -> bool:
     if layout_inside == "contiguous" and not isinstance(layer, DistributedAttentionLayer):  # its spec was checked
         raise UnsupportedError(f"the mixer {type(mixer).__name__} where tokens are in order", *OTHER_ORDER)
     return False
-
-
-def _group_holders(layer: Any) -> list[tuple[Any, str, Any]]:
-    """Return who holds the groups of a layer: its modules, their collections of groups, and Megatron's global state."""
-    from megatron.core import parallel_state
-
-    names = ("pg_collection", "cp_group")
-    found = [(module, name, vars(module)[name]) for module in layer.modules() for name in names if name in vars(module)]
-    collections = {id(each): each for _, name, each in found if name == "pg_collection" and each is not None}
-    found += [(each, "cp", vars(each).get("cp")) for each in collections.values()]
-    state = "_CONTEXT_PARALLEL_GROUP"
-    return [*found, (parallel_state, state, vars(parallel_state)[state])]
-
-
-def check_groups(layer: DistributedLayer) -> None:
-    """Refuse a layer whose groups were replaced.
-
-    Raises:
-        UnsupportedError: names the attribute.
-    """
-    for holder, name, group in layer._dfa_built:
-        if vars(holder).get(name) is not group:
-            raise UnsupportedError(
-                f"a model whose groups were replaced after it was built ({name})",
-                "its layers would follow the new ones in part, and mistake the order of the tokens",
-                "local_cp_size and cp_group in packed_seq_params, a second model, or the groups of its construction",
-            )

@@ -32,6 +32,7 @@ def _router_class(base: Any) -> Any:
 
     class WeighingRouter(base):  # type: ignore[misc]
         tp_cp_group: Any
+        dfa_weighs = True
         calculate_per_token_loss: bool
 
         def routing(self, *args: Any, **kwargs: Any) -> Any:
@@ -77,11 +78,11 @@ def _gradient(loss: torch.Tensor, tokens: Any, group: Any) -> torch.Tensor:
 
 
 def weigh_losses(layer: Any) -> None:
-    """Weigh the losses of a layer's router, if it has one, by the tokens of all ranks."""
+    """Weigh the losses of a layer's router, if it has one, by the tokens of all ranks; once."""
     from megatron.core.transformer.moe import router as home
 
     router: Any = getattr(getattr(layer, "mlp", None), "router", None)
-    if not isinstance(router, home.TopKRouter):
+    if not isinstance(router, home.TopKRouter) or hasattr(router, "dfa_weighs"):
         return
     base: Any = type(router)
     router.__class__ = _router_class(base)

@@ -1,0 +1,84 @@
+"""The context-parallel groups of a model: trainers swap them after the build, to evaluate at another size.
+
+Megatron-Bridge does so on every module (eval_context_parallel_size). All must name one group, that of the model.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from dfa_megatron.errors import UnsupportedError
+
+_NAMES = ("pg_collection", "cp_group")
+
+Holder = tuple[Any, str]
+"""Who holds a group, or a collection of groups, and the attribute."""
+
+
+def group_holders(module: torch.nn.Module) -> list[Holder]:
+    """Return what holds a context-parallel group in a module: its modules, and the exchanges of Megatron's mixers."""
+    mixers = [vars(each).get("cp") for each in module.modules()]
+    named = [each for each in mixers if isinstance(getattr(each, "cp_group", None), dist.ProcessGroup)]
+    return [(each, name) for each in (*module.modules(), *named) for name in _NAMES if name in vars(each)]
+
+
+def state_group() -> Any:
+    """Return the context-parallel group of Megatron's global state, by which its scripts cut batches, or None."""
+    from megatron.core import parallel_state
+
+    return vars(parallel_state)["_CONTEXT_PARALLEL_GROUP"]
+
+
+def check_groups(holders: list[Holder], group: Any, built: Any = None) -> None:
+    """Refuse modules that hold another group than that of the call.
+
+    Args:
+        holders: of `group_holders`.
+        group: of the call.
+        built: what `state_group` was when the model was built; if it changed, it must be `group`.
+
+    Raises:
+        UnsupportedError: names the module and the attribute.
+    """
+    for holder, name in holders:
+        found = getattr(holder, name)
+        if (found.cp if name == "pg_collection" and found is not None else found) not in (group, None):
+            _refuse(f"{type(holder).__name__}.{name}")
+    if built is not None and state_group() not in (built, group):
+        _refuse("megatron.core.parallel_state")
+
+
+def _refuse(where: str) -> None:
+    raise UnsupportedError(
+        f"a model whose groups were replaced in part ({where} is another)",
+        "its layers would mistake the order of the tokens",
+        "the same group in every pg_collection and cp_group of the model, as Megatron-Bridge's "
+        "eval_context_parallel_size swaps them; or local_cp_size and cp_group in packed_seq_params",
+    )
+
+
+def check_size(config: Any, group: dist.ProcessGroup) -> None:
+    """Refuse a config of another context-parallel size than its group's.
+
+    Raises:
+        UnsupportedError: says both numbers.
+    """
+    if (ranks := group.size()) != config.context_parallel_size:
+        raise UnsupportedError(
+            f"context_parallel_size={config.context_parallel_size} in the config of a layer whose context-parallel "
+            f"group has {ranks} ranks",
+            "the layers would mistake the order of the tokens",
+            "the same number in both",
+        )
+
+
+def follow(model: torch.nn.Module, group: dist.ProcessGroup) -> None:
+    """Make Megatron's rotary modules, which keep the slices of a table that they made, cut for a swapped group."""
+    module: Any
+    for module in model.modules():
+        if "cp_group" in vars(module) and hasattr(module.forward, "cache_clear"):
+            module.cp_group = group
+            module.forward.cache_clear()
