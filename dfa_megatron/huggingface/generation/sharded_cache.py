@@ -6,17 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from transformers.cache_utils import (
-    Cache,
-    CacheLayerMixin,
-    DummyLayer,
-    DynamicCache,
-    DynamicLayer,
-    DynamicSlidingWindowLayer,
-    LinearAttentionAndFullAttentionLayer,
-    LinearAttentionAndSlidingWindowAttentionLayer,
-    LinearAttentionLayer,
-)
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, LinearAttentionLayer
 
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.huggingface.generation.holdings import Holdings, Progress, Sight
@@ -153,18 +143,17 @@ class ShardedCache(Cache):  # type: ignore[misc]
         super().__init__(layers=made)
 
     def _layer(self, theirs: Any, *, chunked: bool) -> Any:
-        kind = type(theirs)
-        if kind is DummyLayer:
+        kind, sight = type(theirs).__name__, Sight(getattr(theirs, "sliding_window", None), chunked)
+        if kind == "DummyLayer":
             return theirs
-        if kind is LinearAttentionLayer:
+        if kind == "LinearAttentionLayer":
             return ShardedStates(self.progress, theirs.number_of_states)
-        sight = Sight(getattr(theirs, "sliding_window", None), chunked)
-        if kind in (LinearAttentionAndFullAttentionLayer, LinearAttentionAndSlidingWindowAttentionLayer):
+        if kind in ("LinearAttentionAndFullAttentionLayer", "LinearAttentionAndSlidingWindowAttentionLayer"):
             return ShardedBoth(self._holdings(sight), theirs.number_of_states)
-        if kind in (DynamicLayer, DynamicSlidingWindowLayer):
+        if kind in ("DynamicLayer", "DynamicSlidingWindowLayer"):
             return ShardedLayer(self._holdings(sight))
         raise UnsupportedError(
-            f"generation with a cache layer of type {kind.__name__}",
+            f"generation with a cache layer of type {kind}",
             "it holds something else than keys and values, or states",
             "with dfa_megatron.huggingface.local_attention(model)",
         )
