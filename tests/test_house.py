@@ -53,7 +53,7 @@ LONG_FUNCTIONS_FOR_NOW = {
 """May only become shorter."""
 
 BUDGETS = {
-    "benchmarks": 6_284,
+    "benchmarks": 6_286,
     "cli": 671,
     "deepspeed": 1_452,
     "doctor": 1_040,
