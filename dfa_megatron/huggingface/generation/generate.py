@@ -57,7 +57,9 @@ def generate(model: Any, *args: Any, **kwargs: Any) -> Any:
     try:
         from dfa_megatron.huggingface.generation.steps import agree_on_tokens, make_cache
     except ImportError as error:
-        raise UnsupportedError("generation over ranks with this transformers", str(error), "5.17 to 5.23 of it") from error
+        raise UnsupportedError(
+            "generation over ranks with this transformers", str(error), "5.17 to 5.23 of it"
+        ) from error
     cache = make_cache(context, model.config.get_text_config())
     ids = theirs(model, *args, **kwargs | {"past_key_values": cache})
     agree_on_tokens(context, ids if isinstance(ids, torch.Tensor) else ids.sequences, "generation")
