@@ -22,10 +22,10 @@ from torch.utils._pytree import tree_map
 
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.megatron.layers.context import AttentionContext, context_of
-from dfa_megatron.megatron.layers.swapped import Holder, check_groups, check_size, follow, group_holders
 from dfa_megatron.megatron.layers.layer import DistributedLayer
 from dfa_megatron.megatron.layers.recompute import hide_flags
 from dfa_megatron.megatron.layers.router import weigh_losses
+from dfa_megatron.megatron.layers.swapped import Holder, check_groups, check_size, follow, group_holders
 from dfa_megatron.megatron.output import deferring
 from dfa_megatron.megatron.tokens.batch import check_positions
 from dfa_megatron.megatron.tokens.visit import Visit, running
