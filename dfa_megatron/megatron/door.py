@@ -105,7 +105,8 @@ def _checked_visit(model: Any, found: _Found, given: dict[str, Any]) -> Visit | 
         raise UnsupportedError(
             "an inference context of dynamic batching, or of several context-parallel ranks",
             "a rank would cache the keys and states of its own tokens only",
-            "a static one with --context-parallel-size 1, or evaluation on whole sequences",
+            "a static one with --context-parallel-size 1, or with groups of one rank that are swapped in for it (as "
+            "eval_context_parallel_size=1 does); or evaluation on whole sequences",
         )
     _follow_groups(model, found, context)
     rows = _rows(model, given)
