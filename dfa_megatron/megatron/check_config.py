@@ -12,6 +12,7 @@ import torch
 
 from dfa_megatron.config import MegatronConfig
 from dfa_megatron.errors import UnsupportedError
+from dfa_megatron.megatron.layers.router import has_losses
 from dfa_megatron.plan.language.shape import check_degree
 
 _NO_FP8 = ("the block kernels compute in the input's 16- or 32-bit dtype", "fp8 for the linear layers only")
@@ -124,6 +125,37 @@ def check_config(config: Any, options: MegatronConfig) -> None:
         _check_over_ranks(fields, options)
     heads = (fields.get("num_attention_heads") or 0) // fields.get("tensor_model_parallel_size", 1)
     check_degree(options.fixed_degree, ranks, heads)
+
+
+def check_uneven(config: Any, counts: list[int], tokens: int, rank: int) -> None:
+    """Refuse a row that the ranks do not divide where a part of Megatron takes equal parts only.
+
+    Args:
+        counts: tokens of every rank, as `shard_batch` cuts the row.
+        tokens, rank: those that this rank brings, and its rank.
+
+    Raises:
+        UnsupportedError: names the part; or this rank brings other tokens.
+    """
+    fields, total = vars(config), sum(counts)
+    tp = fields["tensor_model_parallel_size"] if fields["sequence_parallel"] else 1
+    equal = f"a row of {total} tokens on {len(counts)} context-parallel ranks"
+    divides = f"a row whose length is a multiple of {len(counts) * tp}"
+    if tokens != counts[rank]:
+        what = f"{equal}, {tokens} of them on rank {rank}"
+        raise UnsupportedError(what, f"the parts are {counts}", "a batch from shard_batch")
+    if any(count % tp for count in counts):
+        what = f"{equal} with sequence_parallel"
+        raise UnsupportedError(what, f"{tp} ranks share each of the parts {counts}", divides)
+    if fields["pipeline_model_parallel_size"] > 1 and not fields.get("variable_seq_lengths"):
+        raise UnsupportedError(
+            f"{equal} in a pipeline", "its stages expect equal parts", f"--variable-seq-lengths, or {divides}"
+        )
+    experts = fields.get("num_moe_experts")
+    if experts and (has_losses(config) or fields["expert_model_parallel_size"] > 1):
+        raise UnsupportedError(
+            f"{equal} with a router's losses or expert parallelism", "Megatron counts equal parts there", divides
+        )
 
 
 def _check_known(config: Any) -> None:

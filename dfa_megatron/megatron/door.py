@@ -22,10 +22,10 @@ from torch.utils._pytree import tree_map
 
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.megatron.layers.context import AttentionContext, context_of
-from dfa_megatron.megatron.layers.swapped import Holder, check_groups, check_size, follow, group_holders
 from dfa_megatron.megatron.layers.layer import DistributedLayer
 from dfa_megatron.megatron.layers.recompute import hide_flags
 from dfa_megatron.megatron.layers.router import weigh_losses
+from dfa_megatron.megatron.layers.swapped import Holder, check_groups, check_size, follow, group_holders
 from dfa_megatron.megatron.output import deferring
 from dfa_megatron.megatron.tokens.batch import check_positions
 from dfa_megatron.megatron.tokens.visit import Visit, running
@@ -105,7 +105,8 @@ def _checked_visit(model: Any, found: _Found, given: dict[str, Any]) -> Visit | 
         raise UnsupportedError(
             "an inference context of dynamic batching, or of several context-parallel ranks",
             "a rank would cache the keys and states of its own tokens only",
-            "a static one with --context-parallel-size 1, or evaluation on whole sequences",
+            "a static one with --context-parallel-size 1, or with groups of one rank that are swapped in for it (as "
+            "eval_context_parallel_size=1 does); or evaluation on whole sequences",
         )
     _follow_groups(model, found, context)
     rows = _rows(model, given)

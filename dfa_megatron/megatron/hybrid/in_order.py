@@ -110,7 +110,8 @@ class InOrder:
             )
         parents = None if visit.pairs is None else visit.pairs.parents
         documents = visit.offsets or None
-        return {"group": visit.group, "cu_seqlens": documents, "parents": parents, "config": self._dfa_config}
+        where = {"group": visit.group, "layout": visit.layout, "config": self._dfa_config}
+        return {**where, "cu_seqlens": documents, "parents": parents}
 
 
 class InOrderMamba(InOrder):

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from dfa_megatron.config import MegatronConfig
 from dfa_megatron.errors import UnsupportedError
-from dfa_megatron.megatron.check_config import check_config
+from dfa_megatron.megatron.check_config import check_config, check_uneven
 from dfa_megatron.megatron.layers.router import has_losses
 from dfa_megatron.megatron.script.dfa_flags import packing_of_script
 from dfa_megatron.megatron.tokens.batch import check_declared, check_length
@@ -17,6 +17,7 @@ from dfa_megatron.megatron.tokens.document_order import DocumentOrder
 from dfa_megatron.megatron.tokens.exchange import Relayout, TableCache, TokenOrder
 from dfa_megatron.megatron.tokens.packed_documents import BatchParams, Pack, check_samples, read_pack
 from dfa_megatron.megatron.tokens.visit import Visit
+from dfa_megatron.plan.language.layout import by_name, of_lengths
 from dfa_megatron.runtime.comm.compared import telling
 from dfa_megatron.runtime.cu_seqlens import describe
 
@@ -107,8 +108,9 @@ class AttentionContext:
             check_declared(group, self.options.data_layout, rows[1], packed=several, ours=ours)
             if pack is not None:
                 if pack.pairs is not None:
-                    with telling(group, verify=self.options.verify == "on"):
-                        check_length(pack.pairs, rows[1] * group.size())
+                    if pack.pairs.length % group.size() == 0:
+                        with telling(group, verify=self.options.verify == "on"):
+                            check_length(pack.pairs, rows[1] * group.size())
                     self._check_pairs(model.config)
                 self._check_pack(model, packed, pack)
         inside: Any = self.options.layout_inside
@@ -117,7 +119,13 @@ class AttentionContext:
             if pack is not None and pack.is_cut_by_documents(group):
                 pack = self.cut_pack(packed, group, rows[1])
             order = "zigzag" if pack is None else pack.order
-        layout: Any = "contiguous" if group.size() == 1 else inside  # one rank needs no even length
+        layout: Any = "contiguous" if group.size() == 1 else inside
+        if pack is not None and pack.offsets[-1] % group.size() and isinstance(order, str):
+            order = by_name(order, pack.offsets[-1], group.size())
+            counts = [order.tokens(rank) for rank in range(group.size())]
+            with telling(group, verify=self.options.verify == "on"):
+                check_uneven(model.config, counts, rows[1], group.rank())
+            layout = of_lengths(counts) if self.options.data_layout == "boundary" else order
         return Visit(model, group, layout, order, pack, rows, self.relayout(group))
 
     def _check_pairs(self, config: Any) -> None:

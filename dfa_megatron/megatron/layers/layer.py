@@ -14,10 +14,10 @@ from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.megatron.hybrid.in_order import OTHER_ORDER, InOrder
 from dfa_megatron.megatron.layers.context import AttentionContext
 from dfa_megatron.megatron.layers.core_attention import DistributedCoreAttention
-from dfa_megatron.megatron.layers.swapped import check_groups, check_size, group_holders, state_group
 from dfa_megatron.megatron.layers.recompute import checkpoint_of, recompute_asked, tile_mlp
 from dfa_megatron.megatron.layers.rotary import image_rows, order_rotary, rotary_rows
 from dfa_megatron.megatron.layers.router import weigh_losses
+from dfa_megatron.megatron.layers.swapped import check_groups, check_size, group_holders, state_group
 from dfa_megatron.megatron.tokens.document_order import DocumentOrder
 from dfa_megatron.megatron.tokens.visit import Visit, current_visit, running
 from dfa_megatron.remat import remat_checkpoint

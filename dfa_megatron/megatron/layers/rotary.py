@@ -13,6 +13,7 @@ from dfa_megatron.megatron.tokens.document_order import DocumentOrder, RowOrder
 from dfa_megatron.megatron.tokens.exchange import Relayout
 from dfa_megatron.megatron.tokens.packed_documents import Pack
 from dfa_megatron.megatron.tokens.visit import current_visit
+from dfa_megatron.plan.language.layout import Layout
 from dfa_megatron.sharding import local_positions
 
 
@@ -29,7 +30,8 @@ class OrderedRotary:
     def forward(self, max_seq_len: int, offset: int = 0, packed_seq: bool = False, cp_group: Any = None) -> Any:
         """Return the rows of this rank's tokens in max_seq_len tokens. Yarn also returns its cos/sin factor."""
         rotary: Any = self
-        visit, layout, pack = current_visit(), self.dfa_layout, None
+        layout: str | Layout = self.dfa_layout
+        visit, pack = current_visit(), None
         group = rotary.cp_group if cp_group is None else cp_group
         if visit is not None:
             group, layout, pack = visit.group, visit.layout, visit.pack
@@ -92,7 +94,7 @@ def _subclass(base: type) -> type:
     return type(f"Ordered{base.__name__}", (OrderedRotary, base), {"__module__": __name__})
 
 
-def rotary_rows(table: Any, pack: Pack, tokens: int, group: dist.ProcessGroup, layout: str) -> Any:
+def rotary_rows(table: Any, pack: Pack, tokens: int, group: dist.ProcessGroup, layout: str | Layout) -> Any:
     """Return the rotary rows of this rank's tokens by position in document or path; made once per micro-batch.
 
     Args:

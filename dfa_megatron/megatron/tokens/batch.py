@@ -51,9 +51,9 @@ def shard_batch(batch: Mapping[str, Any], cp_group: dist.ProcessGroup, options: 
         batch = shard_batch(batch, parallel_state.get_context_parallel_group(), options)
         loss = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
 
-    cu_seqlens describes packed documents. They may have any length and span ranks. Only the row is padded, to a
-    multiple of CP tokens. Several rows become one, as in Megatron's flatten_batch_for_packed_sequences.
-    `packed_seq_params` then makes the model's argument.
+    cu_seqlens describes packed documents. They may have any length and span ranks, and so may the row: where CP does
+    not divide it, the first parts are one token longer. Several rows become one, as in Megatron's
+    flatten_batch_for_packed_sequences. `packed_seq_params` then makes the model's argument.
 
     prompt_tree, (lengths, parents) or a Tree, says which segments of the row share their prefixes. mask, a value of
     `dfa_megatron.masks`, says any other pairs. All rows have the same. A tree makes position_ids, each token's place in
@@ -71,7 +71,7 @@ def shard_batch(batch: Mapping[str, Any], cp_group: dist.ProcessGroup, options: 
 
     Raises:
         UnsupportedError: an attention_mask (attention is causal by construction), an entry without tokens, cu_seqlens
-            of other rows, or a length that does not divide among the ranks: packs by CP, other rows by 2 x CP. Or the
+            of other rows, or a length of other rows that 2 x CP does not divide. Or the
             ranks hold different samples in the first batch of a group. Or a tree or a mask does not fit its rows.
     """
     _check_entries(batch)
@@ -92,7 +92,7 @@ def shard_batch(batch: Mapping[str, Any], cp_group: dist.ProcessGroup, options: 
             raise UnsupportedError(
                 f"a row of {x.shape[1]} tokens without cu_seqlens",
                 f"Megatron cuts its tables of positions into 2 x CP = {2 * ranks} parts",
-                "a length that 2 x CP divides, or packed documents",
+                "a length that 2 x CP divides, or packed documents: cu_seqlens (0, length) makes the row one",
             )
     cut = {name: shard_sequence(x, group=cp_group, layout=layout) for name, x in rows.items()}
     if slicing.tokens is not None:

@@ -13,18 +13,18 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.megatron.tokens.document_order import DocumentOrder, RowOrder
-from dfa_megatron.plan.language.layout import by_name
+from dfa_megatron.plan.language.layout import Layout, by_name
 from dfa_megatron.sequence.moves import Moves, move_rows, moves_between
 from dfa_megatron.sharding import positions_of
 
-TokenOrder = Literal["contiguous", "zigzag"] | DocumentOrder | RowOrder
+TokenOrder = Literal["contiguous", "zigzag"] | Layout | DocumentOrder | RowOrder
 
 
-def positions(layout: str | DocumentOrder | RowOrder, length: int, ranks: int, rank: int) -> torch.Tensor:
-    """Return the global positions of a rank's tokens, int64 (length / ranks,), in local order."""
-    if not isinstance(layout, str):
+def positions(layout: str | Layout | DocumentOrder | RowOrder, length: int, ranks: int, rank: int) -> torch.Tensor:
+    """Return the global positions of a rank's tokens, int64 (local tokens,), in local order."""
+    if isinstance(layout, (DocumentOrder, RowOrder)):
         return layout.positions(ranks, rank)
-    return positions_of(by_name(layout, length, ranks), rank)
+    return positions_of(by_name(layout, length, ranks) if isinstance(layout, str) else layout, rank)
 
 
 _KEPT = 16

@@ -22,6 +22,7 @@ from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.megatron.tokens.batch import cuts_documents, pairs_of
 from dfa_megatron.megatron.tokens.document_order import DocumentOrder
 from dfa_megatron.megatron.tokens.exchange import TableCache, TokenOrder
+from dfa_megatron.plan.language.layout import Layout
 from dfa_megatron.plan.language.mask import Mask
 from dfa_megatron.plan.language.tree import Tree
 from dfa_megatron.runtime.cu_seqlens import Offsets, check_offsets, offsets_of
@@ -60,13 +61,15 @@ class Pack:
         """Return how many rows a rotary table needs."""
         return max(hi - lo for lo, hi in pairwise(self.offsets)) if self.places is None else int(self.places.max()) + 1
 
-    def positions(self, tokens: int, group: dist.ProcessGroup, layout: str, device: torch.device) -> torch.Tensor:
+    def positions(
+        self, tokens: int, group: dist.ProcessGroup, layout: str | Layout, device: torch.device
+    ) -> torch.Tensor:
         """Return the place of each of a rank's tokens, int64 (tokens,), for rotary embeddings.
 
         Raises:
             UnsupportedError: the ranks hold other tokens together.
         """
-        length = tokens * group.size()
+        length = layout.length if isinstance(layout, Layout) else tokens * group.size()
         check_offsets(self.offsets, length)
         if self.places is None:
             return local_positions(length, group=group, layout=layout, device=device, cu_seqlens=self.offsets)

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from dfa_megatron.megatron.tokens.exchange import Relayout, TokenOrder
 from dfa_megatron.megatron.tokens.packed_documents import Pack
+from dfa_megatron.plan.language.layout import Layout
 from dfa_megatron.plan.language.mask import Mask
 from dfa_megatron.plan.language.tree import Tree
 from dfa_megatron.runtime.cu_seqlens import Offsets
@@ -29,8 +30,8 @@ class Visit:
     """The language model; a layer that runs outside of one."""
     group: dist.ProcessGroup
     """The ranks that share the tokens."""
-    layout: Literal["contiguous", "zigzag"]
-    """Their order inside the model: contiguous or zigzag."""
+    layout: Literal["contiguous", "zigzag"] | Layout
+    """Their order inside the model: contiguous or zigzag, by name where all ranks hold equally many tokens."""
     order: TokenOrder
     """The caller's, of `_DATA_LAYOUT` or the pack's own; another one than `layout` in layout `boundary` alone."""
     pack: Pack | None
