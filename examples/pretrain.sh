@@ -2,6 +2,7 @@
 # Megatron-LM's own pretrain_gpt.py on your text, from a Hugging Face model's weights, without containers.
 #
 #   git clone --branch core_v0.19.0 https://github.com/NVIDIA/Megatron-LM
+#   pip install -e . six pydantic pybind11 transformers tensorboard               # what its scripts need
 #   MEGATRON=Megatron-LM TEXT=book.jsonl examples/pretrain.sh                     # the GPUs of this machine
 #   MEGATRON=/shared/Megatron-LM TEXT=/shared/book.jsonl sbatch --nodes 2 --gpus-per-node 8 examples/pretrain.sh
 #   WEIGHTS=/shared/qwen3-8b ... examples/pretrain.sh --train-iters 1000 --dfa-prove   # from converted weights; more flags
