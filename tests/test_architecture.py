@@ -41,6 +41,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "plan.draw": LANGUAGE | {"plan.schedules", "plan.cost"},
     "plan": PLAN,
     "masks": LANGUAGE | {"plan.lowering"},
+    "layouts": LANGUAGE | {"plan.schedules"},
     "naive": LANGUAGE,
     "kernels": PLAN | {"kernels.adapters", "kernels.triton"},
     "kernels.adapters": LANGUAGE | {"kernels"},
