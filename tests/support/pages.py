@@ -16,6 +16,8 @@ ALONE = (
     ("README.md", "with_blocks"),
     ("docs/masks.md", "mask=mask"),
     ("docs/masks.md", "union("),
+    ("docs/masks.md", "of_lengths("),
+    ("docs/masks.md", "cross_documents("),
     ("docs/migration.md", "q_ranges"),
     ("docs/packed.md", "dist_flash_attn_varlen_func"),
     ("docs/packed.md", "AttentionPlanner"),
