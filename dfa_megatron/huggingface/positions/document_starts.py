@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from dfa_megatron.errors import UnsupportedError
-from dfa_megatron.huggingface.positions.batch_number import check_same
+from dfa_megatron.errors import DisagreementError, UnsupportedError
+from dfa_megatron.huggingface.positions.batch_number import KEY, check_same
 from dfa_megatron.plan.language.layout import Layout
 from dfa_megatron.runtime.cu_seqlens import Offsets
 from dfa_megatron.sharding import unshard_sequence
@@ -111,14 +111,23 @@ def of_ranks(
         number: of the whole batch.
 
     Raises:
-        UnsupportedError: the ranks hold parts of other batches.
+        UnsupportedError: the ranks hold parts of other batches, or of several lengths of which no number tells.
     """
     fits = positions.dim() == 2 and positions.shape[1] == plain.shape[1]
     kind = torch.full((), 2, device=plain.device) if not fits else (positions != plain).any().long()
     worst = check_same(number, group, plain.device, kind)
     if worst == 0:
         return ((0, layout.length),) * positions.shape[0]
-    whole = None if worst == 2 else of_positions(unshard_sequence(positions, group=group, layout=layout))
+    try:
+        whole = None if worst == 2 else of_positions(unshard_sequence(positions, group=group, layout=layout))
+    except DisagreementError as error:
+        if number is not None:
+            raise
+        raise UnsupportedError(
+            f"a batch without {KEY} whose parts differ",
+            f"no rank can tell the length of a row from its own part: {error}",
+            "every key of a batch of dfa_megatron.huggingface.shard_batch",
+        ) from error
     local = plain.shape[1]  # of every rank, if there is no number
     if number is None and whole is not None and all(row == (*range(0, row[-1] + 1, local),) for row in whole):
         _warn(
