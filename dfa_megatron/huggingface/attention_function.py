@@ -14,6 +14,7 @@ from dfa_megatron.huggingface.positions.counting_modules import tempered
 from dfa_megatron.huggingface.positions.document_starts import Documents
 from dfa_megatron.huggingface.positions.seen import Images, Seen, in_chunks, mask_of
 from dfa_megatron.huggingface.windows import OtherMask, WindowMask, chunk_of, type_of, window_of
+from dfa_megatron.plan.language.layout import Layout
 from dfa_megatron.runtime.agreement.calls import at_layer
 
 
@@ -64,7 +65,8 @@ def attention(
             "the layer does not know the process group",
             "dfa_megatron.huggingface.distribute_attention(model, group=...)",
         )
-    batch, whole, forward = query.shape[0], query.shape[2] * context.size, forward_of(module)
+    batch, forward = query.shape[0], forward_of(module)
+    whole = forward.layout.length if isinstance(forward.layout, Layout) else query.shape[2] * context.size
     seen, mask = forward.seen, attention_mask
     decodes = forward.cache is not None and not forward.distributed
     lengths = (max(whole, seen.longest) if isinstance(seen, Seen) else whole, query.shape[2], key.shape[2])
@@ -92,6 +94,7 @@ def attention(
         qkv = tuple(x.transpose(1, 2) for x in _autocast(query, key, value))
         with torch.autocast(query.device.type, enabled=False), at_layer(number):
             return attend(forward, (window, chunk), qkv, call), None
+    call["layout"] = forward.layout
     images = (forward.images or {}).get(type_of(module) or "")
     if seen is None and (chunk or images):
         seen = ((0, whole),) * batch

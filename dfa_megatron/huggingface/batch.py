@@ -48,10 +48,10 @@ def shard_batch(batch: Mapping[str, Any], *, group: Group = None) -> dict[str, A
             seq - 1. All rows have them. "token_type_ids" (batch, seq) go with the tokens. With `MEDIA`, such as
             "pixel_values", the batch is for a multimodal model, which embeds whole sequences; "position_ids" may then
             have axes (4, batch, seq), the first of them places.
-        group: the ranks that share the sequence; seq must be a multiple of their number.
+        group: the ranks that share the sequence. Where they do not divide seq, the first ones hold one token more.
 
     Returns:
-        "input_ids" and "position_ids" (batch or 1, seq / P), and with labels: "labels" = "shift_labels", the label of
+        "input_ids" and "position_ids" (batch or 1, local_seq), and with labels: "labels" = "shift_labels", the label of
         the *next* token, across the boundaries between ranks; "num_items_in_batch", the labelled tokens of all ranks
         divided by P: a float, since FSDP's mixed precision rounds tensors. With these a transformers model computes
         `causal_lm_loss` by itself. Of packed documents also "cu_seq_lens_q" = "cu_seq_lens_k", int32 (documents + 1) on
@@ -61,8 +61,8 @@ def shard_batch(batch: Mapping[str, Any], *, group: Group = None) -> dict[str, A
         batch.
 
     Raises:
-        UnsupportedError: padding elsewhere or with labels, positions that are not those of documents, an unknown key,
-            or a length that does not divide.
+        UnsupportedError: padding elsewhere or with labels, positions that are not those of documents, or an unknown
+            key.
     """
     if set(batch) - {*KNOWN, *MEDIA} or "input_ids" not in batch:
         refuse_batch(batch)

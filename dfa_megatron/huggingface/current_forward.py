@@ -58,12 +58,10 @@ class LayerContext:
 class WholeBatch(NamedTuple):
     """What a model that cuts its batches itself needs to put outputs together again.
 
-    length: tokens of a row, without those that made it divide.
     labelled: whether a label of it counts, on its device; None without labels.
     """
 
     rows: int
-    length: int
     labelled: torch.Tensor | None
 
 
@@ -76,13 +74,12 @@ class Forward:
     images: where those of every row are whose tokens see each other both ways, by kind of layer.
     given: the position_ids of the call.
     positions: int64 (batch or 1, local_seq), what the decoder embeds for this rank's tokens, unless along several axes.
-    longest: tokens of the longest document, or path, on all ranks, without added ones.
+    longest: tokens of the longest document, or path, on all ranks.
     mask: (batch, local_seq), 0 for padding; None without.
-    added: tokens behind each row that only make its length divide.
     whole: the batch that the model cut itself.
     tile: tokens of a tile of the loss; None where logits are made.
     cache: the `ShardedCache` of a generation. Its prompt is distributed; later tokens are the same on every rank.
-    layout: the tokens of a row that every rank holds, as layers with states take it; the name for equal parts.
+    layout: the tokens of a row that every rank holds; the name for equal parts.
     """
 
     context: LayerContext
@@ -93,7 +90,6 @@ class Forward:
     positions: torch.Tensor | None = None
     longest: int = 0
     mask: torch.Tensor | None = None
-    added: int = 0
     whole: WholeBatch | None = None
     tile: int | None = None
     cache: Any = None

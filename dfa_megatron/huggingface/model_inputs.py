@@ -18,7 +18,7 @@ from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.huggingface.attention_function import nothing_hidden
 from dfa_megatron.huggingface.checkpointing import keep_forward
 from dfa_megatron.huggingface.checks import call_checks as checks
-from dfa_megatron.huggingface.checks.padding import check_right, gathered
+from dfa_megatron.huggingface.checks.padding import check_right
 from dfa_megatron.huggingface.checks.wrappers import check_adapters
 from dfa_megatron.huggingface.current_forward import (
     CONTEXT,
@@ -26,7 +26,6 @@ from dfa_megatron.huggingface.current_forward import (
     NAME,
     Forward,
     LayerContext,
-    WholeBatch,
     enter,
     forward_of_context,
 )
@@ -38,9 +37,10 @@ from dfa_megatron.huggingface.positions.embedded_positions import after_padding,
 from dfa_megatron.huggingface.positions.seen import MASK, TREE, Seen, refuse_for, seen_of, told_of
 from dfa_megatron.huggingface.recurrent.layers import layers_of
 from dfa_megatron.huggingface.tiles.tiled_head import tile_of
+from dfa_megatron.plan.language.layout import Layout
 from dfa_megatron.plan.language.mask import Mask
 from dfa_megatron.plan.language.tree import Tree
-from dfa_megatron.sharding import local_positions, shard_sequence
+from dfa_megatron.sharding import local_positions, shard_sequence, unshard_sequence
 
 WHOLE = "dfa_whole_batch"
 """The key of a call for the `WholeBatch` of which a model cut its arguments."""
@@ -90,23 +90,24 @@ def begin(model: Any, args: tuple[Any, ...], kwargs: Arguments, *, alone: bool =
     try:
         checks.check_loss(model, given, context)
         checks.check_part(given, context)
-        length = _tokens(given, args).shape[1]
-        whole = context.multimodal and not batch_number.is_cut(given.get(batch_number.KEY))
-        told = told_of(given, length if whole else length * context.size)
+        length, number = _tokens(given, args).shape[1], given.get(batch_number.KEY)
+        whole = context.multimodal and not batch_number.is_cut(number)
+        layout = batch_number.layout_of_rows(number, length, context.size, whole=whole)
+        told = told_of(given, layout.length)
         _check_told(told, decoder)
         if context.multimodal and not alone:
-            args, kept, forward = embed_first.take_whole(model, decoder, args, kept, given.get(batch_number.KEY), told)
+            args, kept, forward = embed_first.take_whole(model, decoder, args, kept, number, told)
         elif context.multimodal:
             forward = embed_first.forward_of_whole(context, given, given.get("position_ids"), told)
         else:
-            forward = _forward_of_part(decoder, context, given, args, told)
+            forward = _forward_of_part(decoder, context, given, args, told, layout)
     except UnsupportedError:  # on this rank alone before the ranks compare their batches, and on all from then on
         if context.options.verify != "off" and not (context.multimodal and alone):
             batch_number.check_same(None, context.group, _tokens(given, args).device, batch_number.REFUSED)
         raise
-    forward = _with_lengths(forward, decoder, given.get(WHOLE))
     context.varied = context.varied or forward.seen is not None
-    enter(model, replace(forward, tile=tile))
+    longest = _longest(forward.seen, layout.length)
+    enter(model, replace(forward, tile=tile, longest=longest, whole=given.get(WHOLE), layout=layout))
     return args, kept
 
 
@@ -144,7 +145,7 @@ def prepare(decoder: Any, args: tuple[Any, ...], kwargs: Arguments) -> ArgsAndKe
         del kept["position_ids"]
     if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters):
         kept[KEYWORD] = forward  # the decoder passes every keyword to its layers
-    if not isinstance(mask, dict) and (forward.seen or forward.added):
+    if not isinstance(mask, dict) and forward.seen:
         kept["attention_mask"] = nothing_hidden(tokens.shape[0], tokens.shape[1], tokens.device)
     return args, kept
 
@@ -163,7 +164,12 @@ def _check_told(told: Tree | Mask | None, decoder: Any) -> None:
 
 
 def _forward_of_part(
-    decoder: Any, context: LayerContext, given: Arguments, args: tuple[Any, ...], told: Tree | Mask | None
+    decoder: Any,
+    context: LayerContext,
+    given: Arguments,
+    args: tuple[Any, ...],
+    told: Tree | Mask | None,
+    layout: Layout,
 ) -> Forward:
     """Return the forward of this rank's part of a batch: check by the positions that it is one, and find its documents.
 
@@ -180,13 +186,13 @@ def _forward_of_part(
     number = given.get(batch_number.KEY)
     seen: packed.Documents | Seen | None
     if told is None:
-        seen, positions = _documents(given, stated, tokens, context, number)
+        seen, positions = _documents(given, stated, tokens, context, number, layout)
     else:
-        seen, positions = _told(told, stated, tokens, context, number)
+        seen, positions = _told(told, stated, tokens, context, number, layout)
     padding = padding_of(decoder)
     if padding is not None and tokens.dim() == 2:
         assert not isinstance(seen, Seen)
-        positions = after_padding(tokens, seen, padding, context.group)
+        positions = after_padding(tokens, seen, padding, context.group, layout)
     elif padding is not None:  # embeddings: none is known to be padding, as in the model itself
         positions = positions + padding + 1
     mask = given.get("attention_mask")
@@ -208,18 +214,19 @@ def _told(
     tokens: torch.Tensor,
     context: LayerContext,
     number: torch.Tensor | None,
+    layout: Layout,
 ) -> tuple[Seen, torch.Tensor]:
     """Return what rows see, with their positions, which the ranks exchange under a mask, and those of this rank."""
     if isinstance(told, Tree):
-        positions = shard_sequence(seen_of(told).positions(tokens.device), group=context.group)
-        _check_stated(stated, positions, context, number)
+        positions = shard_sequence(seen_of(told).positions(tokens.device), group=context.group, layout=layout)
+        _check_stated(stated, positions, context, number, layout)
         return seen_of(told), positions
-    plain = local_positions(tokens.shape[1] * context.size, group=context.group, device=tokens.device)[None]
+    plain = local_positions(layout.length, group=context.group, layout=layout, device=tokens.device)[None]
     positions = plain if stated is None else stated
     same = positions.dim() == 2 and positions.shape[1] == plain.shape[1] and bool((positions == positions[:1]).all())
     if context.options.verify != "off" and batch_number.check_same(number, context.group, tokens.device, not same):
-        checks.refuse_positions(positions, context, tokens.shape[1])
-    return seen_of(told, torch.cat(gathered(positions[:1], context.group), 1)), positions
+        checks.refuse_positions(positions, context, layout)
+    return seen_of(told, unshard_sequence(positions[:1], group=context.group, layout=layout)), positions
 
 
 def _documents(
@@ -228,57 +235,50 @@ def _documents(
     tokens: torch.Tensor,
     context: LayerContext,
     number: torch.Tensor | None,
+    layout: Layout,
 ) -> tuple[packed.Documents | None, torch.Tensor]:
     """Return the documents of every row, None if each row is one, and the positions of this rank's tokens."""
-    batch, local = tokens.shape[:2]
+    batch = tokens.shape[0]
     device = tokens.device if stated is None else stated.device
-    plain = local_positions(local * context.size, group=context.group, device=device)[None]
+    plain = local_positions(layout.length, group=context.group, layout=layout, device=device)[None]
     if given.get("cu_seq_lens_q") is not None or given.get("cu_seq_lens_k") is not None:
-        found = packed.of_offsets(given, batch, local * context.size)
+        found = packed.of_offsets(given, batch, layout.length)
         if not packed.single(found):
-            plain = shard_sequence(packed.positions_of(found, device), group=context.group)
-        _check_stated(stated, plain, context, number)
+            plain = shard_sequence(packed.positions_of(found, device), group=context.group, layout=layout)
+        _check_stated(stated, plain, context, number, layout)
     elif stated is None or context.options.verify == "off":
         # A document that begins amid this rank's tokens is seen by the layers.
         if stated is not None and bool((stated[..., :1] != plain[:, :1]).any()):
-            checks.refuse_positions(stated, context, local)
+            checks.refuse_positions(stated, context, layout)
         return None, plain if stated is None else stated
     else:
-        known = packed.of_ranks(stated, plain, local, context.group, number)
+        known = packed.of_ranks(stated, plain, layout, context.group, number)
         if known is None:
-            checks.refuse_positions(stated, context, local)
+            checks.refuse_positions(stated, context, layout)
         found = known * batch if len(known) == 1 else known
     return (None if packed.single(found) else found), plain if stated is None else stated
 
 
 def _check_stated(
-    stated: torch.Tensor | None, expected: torch.Tensor, context: LayerContext, number: torch.Tensor | None
+    stated: torch.Tensor | None,
+    expected: torch.Tensor,
+    context: LayerContext,
+    number: torch.Tensor | None,
+    layout: Layout,
 ) -> None:
     """Check positions that are known: the ranks hold parts of one batch, and its positions are theirs; collective."""
     if context.options.verify == "off":
         return
     seen = expected if stated is None else stated
     if batch_number.check_same(number, context.group, expected.device, not checks.equal(seen, expected)):
-        checks.refuse_positions(seen, context, expected.shape[1])
+        checks.refuse_positions(seen, context, layout)
 
 
-def _with_lengths(forward: Forward, decoder: Any, whole: WholeBatch | None) -> Forward:
-    """Return the forward with its longest document, the tokens that were added, and no position beyond that document.
-
-    Nothing attends to added tokens, but a table may end before their positions.
-    """
-    assert forward.positions is not None
-    positions, padding = forward.positions, padding_of(decoder)
-    length = positions.shape[1] * forward.context.size
-    added = 0 if whole is None else length - whole.length
-    if isinstance(forward.seen, Seen):
-        longest = forward.seen.longest
-    else:
-        ends = forward.documents or ((0, length),)
-        longest = max(hi - lo for offsets in ends for lo, hi in pairwise((*offsets[:-1], offsets[-1] - added)))
-        if added:
-            positions = positions.clamp(max=longest + (-1 if padding is None else padding))
-    return replace(forward, longest=longest, added=added, positions=positions, whole=whole)
+def _longest(seen: packed.Documents | Seen | None, length: int) -> int:
+    """Return the tokens of the longest document, or path, of rows of a length."""
+    if isinstance(seen, Seen):
+        return seen.longest
+    return max(hi - lo for offsets in seen or ((0, length),) for lo, hi in pairwise(offsets))
 
 
 def _positions(kwargs: Arguments, forward: Forward) -> torch.Tensor:
@@ -291,7 +291,8 @@ def _positions(kwargs: Arguments, forward: Forward) -> torch.Tensor:
         return positions
     if theirs.dim() == 3:
         return theirs
-    _check_stated(theirs, positions, context, None)
+    assert isinstance(forward.layout, Layout)
+    _check_stated(theirs, positions, context, None, forward.layout)
     return positions
 
 
@@ -304,8 +305,8 @@ def _scale_noise(decoder: Any, tokens: torch.Tensor, forward: Forward) -> None:
     alpha: float | None = getattr(embeddings, _ALPHA, None)
     if alpha is None or forward.context.size == 1 or tokens.dim() != 2:
         return
-    local = tokens.shape[1]
-    setattr(embeddings, _ALPHA, alpha * math.sqrt(local / (local * forward.context.size - forward.added)))
+    assert isinstance(forward.layout, Layout)
+    setattr(embeddings, _ALPHA, alpha * math.sqrt(tokens.shape[1] / forward.layout.length))
 
     def restore(*_: Any) -> None:
         setattr(embeddings, _ALPHA, alpha)

@@ -16,7 +16,6 @@ import torch.distributed as dist
 from dfa_megatron.huggingface.current_forward import Forward, innermost
 from dfa_megatron.kernels.leaf import differentiable_once
 from dfa_megatron.runtime.comm.groups import resolve
-from dfa_megatron.sharding import local_positions
 
 _NAME = "load_balancing_loss_func"
 """The function in a model's file, the same in all of them; and the attribute that marks what stands in for it."""
@@ -63,16 +62,10 @@ def _balance(forward: Forward, gate_logits: tuple[torch.Tensor, ...], experts: i
 
 
 def _counted(forward: Forward, rows: int, device: torch.device) -> torch.Tensor:
-    """Return 1 for a token of this rank, 0 for padding and for tokens that only made the length divide; (rows,)."""
-    context, positions = forward.context, forward.positions
-    assert positions is not None
-    local = positions.shape[-1]
-    shape = rows // local, local
-    counted = torch.ones(shape, device=device) if forward.mask is None else forward.mask.to(device, torch.float32)
-    if forward.added:
-        whole = local * context.size
-        counted = counted * (local_positions(whole, group=context.group, device=device) < whole - forward.added)
-    return counted.flatten()
+    """Return 1 for a token of this rank, 0 for padding; (rows,)."""
+    if forward.mask is None:
+        return torch.ones(rows, device=device)
+    return forward.mask.to(device, torch.float32).flatten()
 
 
 class _Summed(torch.autograd.Function):

@@ -65,7 +65,7 @@ def in_memory(model: Any, batch: dict[str, torch.Tensor], mask: Mask, positions:
 
 
 def compare(rank: int, ranks: int) -> None:
-    length, rng = 12 * ranks, random.Random(ranks)
+    length, rng = 12 * ranks + 2, random.Random(ranks)
     whole, streams = torch.arange(length), torch.arange(length) % (length // 2)
     lengths = [7, length - 7]
     documents = torch.cat([torch.arange(each) for each in lengths])

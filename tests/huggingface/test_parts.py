@@ -69,7 +69,7 @@ def in_trees(rank: int, ranks: int) -> None:
         want, model = images.build(kind), dfa_hf.distribute_attention(images.build(kind))
         loss = one_by_one(want, rollouts, pixels)
         loss.backward()
-        batch = packed(rollouts, 27)
+        batch = packed(rollouts, 26)
         got = model(**dfa_hf.shard_batch(batch | pixels(batch["input_ids"]))).loss
         got.backward()
         for name, parameter in (*want.named_parameters(), *model.named_parameters()):
@@ -77,7 +77,7 @@ def in_trees(rank: int, ranks: int) -> None:
                 parameter.grad = torch.zeros_like(parameter)
         assert_loss(got, loss, kind, 1e-6)
         assert_gradients(model, gradients(want), kind)
-        over = batch | pixels(batch["input_ids"]) | {"prompt_tree": ([5, 22], [-1, 0])}
+        over = batch | pixels(batch["input_ids"]) | {"prompt_tree": ([5, 47], [-1, 0])}
         with pytest.raises(UnsupportedError, match="images whose tokens see each other, under a mask or over several"):
             model(**dfa_hf.shard_batch(over))
 

@@ -90,7 +90,7 @@ def test_under_accelerate_robertas_family_is_refused() -> None:
 
 
 LIMIT = 10
-"""Tokens up to which the tables and frequencies of these models reach; two more make the length divide by 3."""
+"""Tokens up to which the tables and frequencies of these models reach."""
 _ROPE = {"rope_theta": 1e4, "original_max_position_embeddings": LIMIT}
 _LONGROPE = _ROPE | {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [1.0, 2.0, 3.0, 5.0]}
 REACH: dict[str, dict[str, Any]] = {
@@ -100,8 +100,8 @@ REACH: dict[str, dict[str, Any]] = {
 }
 
 
-def added(rank: int, world_size: int) -> None:
-    """Whole batches whose length the ranks do not divide: tokens are added that no position may count."""
+def uneven(rank: int, world_size: int) -> None:
+    """Whole batches whose length the ranks do not divide."""
     for kind, changes in REACH.items():
         reach = {"max_position_embeddings": 64 if kind == "Phi3" else LIMIT}
         reference, model = (build(kind, **changes, **reach).double() for _ in range(2))
@@ -135,8 +135,8 @@ def added(rank: int, world_size: int) -> None:
             model.train()
 
 
-def test_tokens_that_make_a_length_divide_are_counted_by_no_position() -> None:
-    run_ranks(3, added, timeout=120)
+def test_tables_and_frequencies_reach_as_far_as_on_one_rank_at_lengths_that_ranks_do_not_divide() -> None:
+    run_ranks(3, uneven, timeout=120)
 
 
 def qwen() -> Any:

@@ -177,8 +177,11 @@ def call_on_two_ranks(rank: int, world_size: int) -> None:
     model.model.register_forward_pre_hook(_later_positions, with_kwargs=True, prepend=True)
     with pytest.raises(UnsupportedError, match="position_ids from"):
         model(input_ids=batch["input_ids"], position_ids=positions)
-    with pytest.raises(UnsupportedError, match="7"):
-        dfa_hf.shard_batch(text(1, 7, seed=0))
+    uneven, few = (dfa_hf.shard_batch(text(1, length, seed=0)) for length in (7, 1))
+    with pytest.raises(UnsupportedError, match=r"without dfa_batch_number whose parts differ.*\[\(1, 4\), \(1, 3\)\]"):
+        model(input_ids=uneven["input_ids"], position_ids=uneven["position_ids"])
+    with pytest.raises(UnsupportedError, match="rows of 1 tokens on 2 ranks"):
+        model(**few)
 
 
 def _later_positions(module: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""The loss that balances experts is that of whole sequences, with padding, packs and tokens added to divide."""
+"""The loss that balances experts is that of whole sequences, with padding and at lengths that ranks do not divide."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ def noted(model: Any) -> list[int]:
 
 def models(rank: int, ranks: int) -> None:
     for number, (kind, changes) in enumerate(MODELS):
-        whole = text(2, 7 * ranks, seed=number, unlabelled=5)
+        whole = text(2, 7 * ranks - 2, seed=number, unlabelled=5)
         one = build(kind, **changes).double()
         one(**whole).loss.backward()
         wants = gradients(one)

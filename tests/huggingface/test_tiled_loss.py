@@ -31,7 +31,7 @@ TILED = TrainingConfig(loss_tile=5)
 
 def models(rank: int, ranks: int) -> None:
     for seed, (kind, changes) in enumerate(MODELS):
-        whole = text(2, 6 * ranks, seed=seed, unlabelled=5 + seed)
+        whole = text(2, length := 6 * ranks + 1, seed=seed, unlabelled=5 + seed)
         one = build(kind, **changes).double()
         labels = F.pad(whole["labels"], (0, 1), value=-100)[:, 1:]
         logits = one(input_ids=whole["input_ids"]).logits
@@ -48,7 +48,7 @@ def models(rank: int, ranks: int) -> None:
         assert_loss(output.loss, want, kind, 1e-6)  # transformers norms in float32
         for row, (got, wanted) in enumerate(((scores.logprobs, picked), (scores.entropy, entropy))):
             torch.testing.assert_close(
-                torch.cat(by_document(got, (0, 2, 6 * ranks)), -1), wanted, rtol=1e-5, atol=1e-5, msg=f"{kind} {row}"
+                torch.cat(by_document(got, (0, 2, length)), -1), wanted, rtol=1e-5, atol=1e-5, msg=f"{kind} {row}"
             )
         assert_gradients(model, gradients(one), kind)
 

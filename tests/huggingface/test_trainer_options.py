@@ -183,7 +183,7 @@ def noisy(rank: int, world_size: int, folder: str) -> None:
 
     def step(*args: Any, **kwargs: Any) -> Any:
         if not found:  # the Trainer has registered its own hook by now
-            found.append(shares(table, lambda local: local * world_size - 1))  # 13 or 17 tokens, and one that is added
+            found.append(shares(table, lambda local: local * world_size + 2 * rank - 1))  # 13 or 17 tokens
         return own(*args, **kwargs)
 
     run.training_step = step

@@ -55,14 +55,14 @@ def one_by_one(reference: Any, rollouts: Rollouts, more: Any = None) -> torch.Te
 
 
 def compare(rank: int, ranks: int) -> None:
-    rollouts = forest(12 * ranks, seed=ranks)
+    rollouts = forest(12 * ranks - 1, seed=ranks)
     want = build("Qwen3")
     loss = one_by_one(want, rollouts)
     loss.backward()
     for checkpoint in ("none", "full", "remat"):
         model = dfa_hf.distribute_attention(build("Qwen3"), config=TrainingConfig(checkpoint=checkpoint))
         COUNTERS.reset()
-        got = model(**dfa_hf.shard_batch(packed(rollouts, 12 * ranks))).loss
+        got = model(**dfa_hf.shard_batch(packed(rollouts, 12 * ranks - 1))).loss
         model(**dfa_hf.shard_batch(text(1, 12 * ranks, seed=1)))  # a forward between, of no tree
         got.backward()
         assert COUNTERS.snapshot()["attention_forwards"] == (3 if checkpoint == "full" else 2) * LAYERS
@@ -71,12 +71,12 @@ def compare(rank: int, ranks: int) -> None:
     for seed, name in enumerate(NEAR, ranks):
         kind, changes = (MODELS | NEWER)[name]
         changes = {"experts_implementation": "eager", **changes}
-        rollouts = forest(12 * ranks, seed)
+        rollouts = forest(12 * ranks - 1, seed)
         want = build(kind, **changes).double()
         loss = one_by_one(want, rollouts)
         loss.backward()
         model = dfa_hf.distribute_attention(build(kind, **changes).double())
-        batch = packed(rollouts, 12 * ranks)
+        batch = packed(rollouts, 12 * ranks - 1)
         got = model(**dfa_hf.shard_batch(batch | {"prompt_tree": Tree(*batch["prompt_tree"])})).loss
         got.backward()
         assert_loss(got, loss, name)

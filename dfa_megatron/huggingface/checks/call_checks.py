@@ -13,6 +13,7 @@ from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.huggingface.current_forward import LayerContext
 from dfa_megatron.huggingface.positions import batch_number, seen
 from dfa_megatron.huggingface.windows import WindowMask
+from dfa_megatron.plan.language.layout import Layout
 from dfa_megatron.sharding import local_positions
 
 _LOSS = "dfa_megatron.huggingface.shard_batch, or no labels and causal_lm_loss on the logits"
@@ -206,16 +207,17 @@ def equal(given: torch.Tensor, expected: torch.Tensor) -> bool:
     return given.dim() == 2 and given.shape[1] == expected.shape[1] and bool((given == expected).all())
 
 
-def refuse_positions(given: torch.Tensor, context: LayerContext, local: int) -> NoReturn:
+def refuse_positions(given: torch.Tensor, context: LayerContext, layout: Layout) -> NoReturn:
     """Refuse positions that are not those of this rank's tokens.
 
     Raises:
         UnsupportedError: always.
     """
-    first = int(local_positions(local * context.size, group=context.group)[0])
+    mine = local_positions(layout.length, group=context.group, layout=layout).tolist()
+    held = f"the tokens {mine[0]} to {mine[-1]}" if mine else "no tokens"
     raise UnsupportedError(
         f"position_ids {_ends(given)} of shape {tuple(given.shape)}",
-        f"this rank holds the tokens {first} to {first + local - 1} of each sequence, and every sequence, "
+        f"this rank holds {held} of each sequence, and every sequence, "
         "or every document in it, must begin at position 0 and go up by 1, across the ranks",
         "the position_ids of dfa_megatron.huggingface.shard_batch, or of dfa_megatron.local_positions",
     )

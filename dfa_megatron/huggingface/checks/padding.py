@@ -46,7 +46,8 @@ def check_right(mask: torch.Tensor, group: str = "", labels: torch.Tensor | None
     contiguous = (real[:, 1:] <= real[:, :-1]).all()
     other = (mask != real.to(mask.dtype)).any()
     labelled = torch.zeros_like(other) if labels is None else ((labels != IGNORED) & ~real).any()
-    facts = torch.cat((real.sum(1), torch.stack((labelled, other, contiguous)).long()))
+    held = torch.full_like(other, mask.shape[1], dtype=torch.long)
+    facts = torch.cat((real.sum(1), torch.stack((held, labelled, other, contiguous))))
     whole = gathered(facts, group)
     if any(bool(part[-2]) for part in whole):
         raise UnsupportedError(
@@ -55,8 +56,8 @@ def check_right(mask: torch.Tensor, group: str = "", labels: torch.Tensor | None
             "what is added to scores would not be",
             "1 for tokens and 0 for padding; position_ids that begin at 0 in each document, or cu_seq_lens_q",
         )
-    counts = torch.stack([part[:-3] for part in whole])  # (ranks, batch)
-    full = counts == mask.shape[1]
+    counts = torch.stack([part[:-4] for part in whole])  # (ranks, batch)
+    full = counts == torch.stack([part[-4:-3] for part in whole])
     in_order = ((counts[1:] == 0) | full[:-1]).all()
     if not bool(in_order & torch.stack([part[-1] for part in whole]).all()):
         raise UnsupportedError(

@@ -15,15 +15,16 @@ from torch.utils._pytree import tree_leaves
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.huggingface.batch import TYPE_IDS
 from dfa_megatron.huggingface.checks.call_checks import LABELS, check_by_name, equal, first_of, refuse_positions
-from dfa_megatron.huggingface.checks.padding import check_right, gathered
+from dfa_megatron.huggingface.checks.padding import check_right
 from dfa_megatron.huggingface.current_forward import CONTEXT, Forward, LayerContext
 from dfa_megatron.huggingface.positions import batch_number
 from dfa_megatron.huggingface.positions.document_starts import Documents, of_positions, single
 from dfa_megatron.huggingface.positions.embedded_positions import has_axes, refuse_axes
 from dfa_megatron.huggingface.positions.seen import Images, Seen, seen_of
+from dfa_megatron.plan.language.layout import contiguous
 from dfa_megatron.plan.language.mask import Mask
 from dfa_megatron.plan.language.tree import Tree
-from dfa_megatron.sharding import local_positions, shard_sequence
+from dfa_megatron.sharding import local_positions, shard_sequence, unshard_sequence
 
 _ALONG = {"input_ids": 1, "inputs_embeds": 1, "position_ids": -1, "visual_pos_masks": 1, "per_layer_inputs": 1}
 """The dimension of tokens in a decoder's arguments."""
@@ -143,14 +144,14 @@ def forward_of_whole(
         seen = seen_of(told, stated)
         places = seen.positions(tokens.device)
         if stated is not None and not bool((stated == places).all()):
-            refuse_positions(stated, context, length // context.size)
+            refuse_positions(stated, context, contiguous(length, context.size))
         stated = places
     elif stated is None:
         stated = torch.arange(length, device=tokens.device)[None]
     elif context.options.verify != "off":
         seen = of_positions(stated.expand(rows, -1))
         if seen is None:
-            refuse_positions(stated, context, length // context.size)
+            refuse_positions(stated, context, contiguous(length, context.size))
         seen = None if single(seen) else seen
     mask = given.get("attention_mask")
     mask = mask if isinstance(mask, torch.Tensor) and mask.dim() == 2 else None
@@ -170,13 +171,13 @@ def forward_of_whole(
 def _tokens_of_text(given: dict[str, Any], context: LayerContext, told: Tree | Mask | None) -> dict[str, Any]:
     """Return the whole sequences of a batch of text, which `shard_batch` cut; collective."""
     whole = {
-        name: torch.cat(gathered(given[name], context.group), 1)
+        name: unshard_sequence(given[name], group=context.group)
         for name in ("input_ids", "attention_mask", TYPE_IDS)
         if given.get(name) is not None
     }
     known = dict.fromkeys({"position_ids", "cu_seq_lens_q", "cu_seq_lens_k"} & {*given})  # by positions alone
     if given.get("cu_seq_lens_q") is not None or (told is not None and given.get("position_ids") is not None):
-        known["position_ids"] = torch.cat(gathered(given["position_ids"], context.group), 1)
+        known["position_ids"] = unshard_sequence(given["position_ids"], group=context.group)
     return whole | known
 
 
@@ -210,7 +211,7 @@ def cut(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], forward: For
         if has_axes(module):
             refuse_axes(module, theirs, embedded=kwargs.get("inputs_embeds") is not None)
         if forward.given is None and not equal(theirs, torch.arange(length, device=theirs.device)[None]):
-            refuse_positions(theirs, forward.context, length // forward.context.size)
+            refuse_positions(theirs, forward.context, contiguous(length, forward.context.size))
     elif theirs is not None and theirs.shape[0] == 3:  # of a tower's own: beside them the places of tokens
         kept["position_ids"] = torch.cat((plain.expand(1, rows, -1), kept["position_ids"]))
     elif theirs is None and forward.given is None and has_axes(module):

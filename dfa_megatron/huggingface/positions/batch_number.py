@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from dfa_megatron.errors import DisagreementError, UnsupportedError
+from dfa_megatron.plan.language.layout import Layout, contiguous
 from dfa_megatron.runtime.comm.groups import resolve
 
 KEY = "dfa_batch_number"
@@ -25,10 +26,10 @@ _ODD = (-7046029254386353131, 0x2545F4914F6CDD1D)
 
 
 def number_of(batch: Mapping[str, Any], *, cut: bool) -> torch.Tensor:
-    """Return int64 (2,): a number made of the integers of a batch, which other values or places change, and `cut`.
+    """Return int64 (2,): a number made of the integers of a batch, which other values or places change, and a length.
 
     Args:
-        cut: the tokens of the part are this rank's, not whole sequences.
+        cut: the tokens of the part are this rank's; the length is that of a whole row, else 0.
     """
     tensors = {name: x if isinstance(x, torch.Tensor) else _flat(x) for name, x in batch.items()}
     device = batch["input_ids"].device
@@ -41,12 +42,30 @@ def number_of(batch: Mapping[str, Any], *, cut: bool) -> torch.Tensor:
         values = torch.cat((torch.tensor([*name.encode()], device=device), sizes, x.flatten().long()))
         mixed = (values + torch.arange(1, len(values) + 1, device=device) * _ODD[0]) * _ODD[1]
         total = total + ((mixed ^ (mixed >> 29)) * _ODD[0]).sum()
-    return torch.stack((total, total.new_full((), cut)))
+    return torch.stack((total, total.new_full((), cut * batch["input_ids"].shape[1])))
 
 
 def is_cut(number: torch.Tensor | None) -> bool:
     """Return whether the tokens of a part are this rank's; a part whose number is not known counts as whole."""
     return number is not None and bool(number[1])
+
+
+def layout_of_rows(number: torch.Tensor | None, tokens: int, ranks: int, *, whole: bool) -> Layout:
+    """Return the tokens of every rank, where this one has so many of a row: its part, or the whole row.
+
+    Without a number of the batch the ranks hold equal parts: no rank can tell the length of a row from its own part.
+
+    Raises:
+        UnsupportedError: a rank holds none.
+    """
+    length = int(number[1]) if number is not None and is_cut(number) else tokens if whole else tokens * ranks
+    if length < ranks:
+        raise UnsupportedError(
+            f"rows of {length or 'no'} tokens on {ranks} ranks",
+            "a rank would have none, of which layers of transformers make no heads",
+            "at least as many tokens as ranks",
+        )
+    return contiguous(length, ranks)
 
 
 def _flat(numbers: Any) -> torch.Tensor:

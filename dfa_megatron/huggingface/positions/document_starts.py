@@ -14,11 +14,11 @@ from typing import Any
 
 import torch
 
-from dfa_megatron.errors import UnsupportedError
-from dfa_megatron.huggingface.checks.padding import gathered
-from dfa_megatron.huggingface.positions.batch_number import check_same
-from dfa_megatron.runtime.comm.groups import group_size
+from dfa_megatron.errors import DisagreementError, UnsupportedError
+from dfa_megatron.huggingface.positions.batch_number import KEY, check_same
+from dfa_megatron.plan.language.layout import Layout
 from dfa_megatron.runtime.cu_seqlens import Offsets
+from dfa_megatron.sharding import unshard_sequence
 
 _warn = functools.cache(logging.getLogger(__name__).warning)
 
@@ -98,7 +98,7 @@ def single(documents: Documents) -> bool:
 
 
 def of_ranks(
-    positions: torch.Tensor, plain: torch.Tensor, local: int, group: str, number: torch.Tensor | None = None
+    positions: torch.Tensor, plain: torch.Tensor, layout: Layout, group: str, number: torch.Tensor | None = None
 ) -> Documents | None:
     """Return the documents of rows that are cut over the ranks of a group; None if these are no positions of documents.
 
@@ -107,18 +107,28 @@ def of_ranks(
     Args:
         positions: (batch or 1, local_seq), this rank's positions.
         plain: (1, local_seq), this rank's positions if every row is one document.
-        local: the tokens of a row that this rank holds.
+        layout: the tokens of a row that every rank holds.
         number: of the whole batch.
 
     Raises:
-        UnsupportedError: the ranks hold parts of other batches.
+        UnsupportedError: the ranks hold parts of other batches, or of several lengths of which no number tells.
     """
-    fits = positions.dim() == 2 and positions.shape[1] == local
+    fits = positions.dim() == 2 and positions.shape[1] == plain.shape[1]
     kind = torch.full((), 2, device=plain.device) if not fits else (positions != plain).any().long()
     worst = check_same(number, group, plain.device, kind)
     if worst == 0:
-        return ((0, local * group_size(group)),) * positions.shape[0]
-    whole = None if worst == 2 else of_positions(torch.cat(gathered(positions, group), 1))
+        return ((0, layout.length),) * positions.shape[0]
+    try:
+        whole = None if worst == 2 else of_positions(unshard_sequence(positions, group=group, layout=layout))
+    except DisagreementError as error:
+        if number is not None:
+            raise
+        raise UnsupportedError(
+            f"a batch without {KEY} whose parts differ",
+            f"no rank can tell the length of a row from its own part: {error}",
+            "every key of a batch of dfa_megatron.huggingface.shard_batch",
+        ) from error
+    local = plain.shape[1]  # of every rank, if there is no number
     if number is None and whole is not None and all(row == (*range(0, row[-1] + 1, local),) for row in whole):
         _warn(
             f"dfa: position_ids begin at 0 on every rank, which means documents of {local} tokens. Parts of longer "

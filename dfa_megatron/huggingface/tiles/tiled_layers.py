@@ -51,7 +51,7 @@ class TiledTokens:
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's own forward on each tile of its one tensor; a call with more arguments runs whole."""
         whole, tile = super().forward, self.dfa_tile  # type: ignore[misc]
-        if tile is None or len(args) != 1 or kwargs or args[0].dim() < 2:
+        if tile is None or len(args) != 1 or kwargs or args[0].dim() < 2 or not args[0].numel():
             return whole(*args, **kwargs)
         x: torch.Tensor = args[0]
         places = x.shape[:-1]  # (batch, tokens), perhaps with heads behind or between

@@ -13,14 +13,14 @@ import torch.distributed as dist
 from torch.utils._pytree import tree_map_only
 
 from dfa_megatron.errors import UnsupportedError
-from dfa_megatron.huggingface.batch import KNOWN, MEDIA, TYPE_IDS, refuse_batch, shard_batch
+from dfa_megatron.huggingface.batch import KNOWN, MEDIA, refuse_batch, shard_batch
 from dfa_megatron.huggingface.checks.call_checks import arguments_of
 from dfa_megatron.huggingface.checks.padding import IGNORED
 from dfa_megatron.huggingface.current_forward import CONTEXT, LayerContext, WholeBatch, forward_of
 from dfa_megatron.huggingface.implementation import is_distributed
 from dfa_megatron.huggingface.model_inputs import WHOLE
-from dfa_megatron.huggingface.positions.document_starts import FLASH_KEYS, of_offsets, positions_of
 from dfa_megatron.huggingface.trainers.read_logits import reads_logits
+from dfa_megatron.plan.language.layout import Layout
 from dfa_megatron.runtime.comm.groups import resolve
 from dfa_megatron.sharding import unshard_sequence
 
@@ -69,8 +69,8 @@ def _cut(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tup
         )
     rows, length = batch["input_ids"].shape[:2]
     labels = batch.get("labels")
-    whole = WholeBatch(rows, length, None if labels is None else (labels[..., 1:] != IGNORED).any())
-    part = shard_batch(padded(batch, context.size), group=context.group or None)
+    whole = WholeBatch(rows, None if labels is None else (labels[..., 1:] != IGNORED).any())
+    part = shard_batch(batch, group=context.group or None)
     made = part.keys() - {"num_items_in_batch"}
     of_tokens = {name for name, x in given.items() if isinstance(x, torch.Tensor) and length in x.shape}
     others = ", ".join(name for name in given if name in made | of_tokens)
@@ -95,7 +95,12 @@ def _join(model: Any, args: Any, output: Any) -> Any:
     context, batch = forward.context, forward.whole
     if batch is None or context.size == 1:
         return None
-    local = -(-batch.length // context.size)
+    assert isinstance(forward.layout, Layout)
+    assert forward.positions is not None
+    length, local = forward.layout.length, forward.positions.shape[1]
+
+    def unshard(value: torch.Tensor) -> torch.Tensor:
+        return unshard_sequence(value, group=context.group, layout=forward.layout)
 
     def whole(value: torch.Tensor) -> torch.Tensor:
         if value.dim() == 0:
@@ -104,7 +109,7 @@ def _join(model: Any, args: Any, output: Any) -> Any:
             return total / context.size
         if value.dim() < 3 or value.shape[:2] != (batch.rows, local):
             return value
-        return unshard_sequence(value, group=context.group)[:, : batch.length]
+        return unshard(value)
 
     def loss(value: torch.Tensor) -> torch.Tensor:
         assert batch.labelled is not None
@@ -122,7 +127,7 @@ def _join(model: Any, args: Any, output: Any) -> Any:
         if has_loss and name == "loss":
             output[name] = loss(value)  # type: ignore[index]
         elif name in _OF_HEAD and getattr(model, _SCORES):
-            output[name] = unshard_sequence(value, group=context.group)[:, : batch.length - 1]  # type: ignore[index]
+            output[name] = unshard(value)[:, : length - 1]  # type: ignore[index]
         elif not model.training and name in _OF_TOKENS and (name != "logits" or reads_logits() is not False):
             output[name] = tree_map_only(torch.Tensor, whole, value)  # type: ignore[index]
     return output
@@ -133,27 +138,3 @@ _OF_TOKENS = ("loss", "logits", "last_hidden_state", "hidden_states")
 
 _OF_HEAD = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1", "label_mask")
 """The outputs of TRL's fused head, of which None are left out."""
-
-
-def padded(batch: Mapping[str, torch.Tensor], size: int) -> dict[str, torch.Tensor]:
-    """Return a batch with tokens without labels behind its rows, so that `size` divides their length.
-
-    They belong to the last document of their row: causal attention hides them from all others. With images or sound
-    the batch stays as it is.
-    """
-    rows, length = batch["input_ids"].shape[:2]
-    missing = -length % size
-    if not missing or any(name in batch for name in MEDIA):
-        return dict(batch)
-    new = dict(batch)
-    for name, value in (("input_ids", 0), ("labels", IGNORED), ("attention_mask", 0), (TYPE_IDS, 0)):
-        if name in new:
-            new[name] = torch.nn.functional.pad(new[name], (0, missing), value=value)
-    positions = new.get("position_ids")
-    if positions is None and {"cu_seq_lens_q", "cu_seq_lens_k"} & set(new):
-        positions = positions_of(of_offsets(new, rows, length), new["input_ids"].device)
-    if positions is not None:
-        behind = positions[:, -1:] + torch.arange(1, missing + 1, device=positions.device)
-        new["position_ids"] = torch.cat((positions, behind), dim=1)
-        return {name: value for name, value in new.items() if name not in FLASH_KEYS}  # which say the same
-    return new

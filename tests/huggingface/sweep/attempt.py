@@ -26,7 +26,7 @@ from tests.support.recurrences import by_path
 TOLERANCE = 1e-7
 """Of the largest entry; the labels' number is divided among ranks in float32."""
 ROWS = 20
-"""Tokens of a rank."""
+"""Tokens of a rank; the last one holds one less."""
 DOCUMENTS = (0, 1, 9, 23)
 """Where packed documents begin: one of a single token, one that reaches over two ranks."""
 TREE = (0, 9, 10, 12, 26, 27, 33), (-1, 0, 1, 2, 1, 0, -1)
@@ -195,7 +195,7 @@ def _mean(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 def _batch(reference: Any, kind: str, starts: Sequence[int], parents: Sequence[int] = ()) -> dict[str, Any]:
     """Return a batch for a type, with images if its model has several parts."""
     words = reference.config.get_text_config().vocab_size
-    batch = batch_of(words, ROWS * dist.get_world_size(), starts, parents)
+    batch = batch_of(words, ROWS * dist.get_world_size() - 1, starts, parents)
     return images.add_images(reference, kind, batch) if kind in images.WHOLE else batch
 
 
