@@ -186,13 +186,13 @@ def _forward_of_part(
     number = given.get(batch_number.KEY)
     seen: packed.Documents | Seen | None
     if told is None:
-        seen, positions = _documents(given, stated, tokens, context, number, layout)
+        seen, positions = _documents(given, stated, tokens, context, number, layout.length)
     else:
-        seen, positions = _told(told, stated, tokens, context, number, layout)
+        seen, positions = _told(told, stated, tokens, context, number)
     padding = padding_of(decoder)
     if padding is not None and tokens.dim() == 2:
         assert not isinstance(seen, Seen)
-        positions = after_padding(tokens, seen, padding, context.group, layout)
+        positions = after_padding(tokens, seen, padding, context.group)
     elif padding is not None:  # embeddings: none is known to be padding, as in the model itself
         positions = positions + padding + 1
     mask = given.get("attention_mask")
@@ -214,19 +214,18 @@ def _told(
     tokens: torch.Tensor,
     context: LayerContext,
     number: torch.Tensor | None,
-    layout: Layout,
 ) -> tuple[Seen, torch.Tensor]:
     """Return what rows see, with their positions, which the ranks exchange under a mask, and those of this rank."""
     if isinstance(told, Tree):
-        positions = shard_sequence(seen_of(told).positions(tokens.device), group=context.group, layout=layout)
-        _check_stated(stated, positions, context, number, layout)
+        positions = shard_sequence(seen_of(told).positions(tokens.device), group=context.group)
+        _check_stated(stated, positions, context, number, told.length)
         return seen_of(told), positions
-    plain = local_positions(layout.length, group=context.group, layout=layout, device=tokens.device)[None]
+    plain = local_positions(told.length, group=context.group, device=tokens.device)[None]
     positions = plain if stated is None else stated
     same = positions.dim() == 2 and positions.shape[1] == plain.shape[1] and bool((positions == positions[:1]).all())
     if context.options.verify != "off" and batch_number.check_same(number, context.group, tokens.device, not same):
-        checks.refuse_positions(positions, context, layout)
-    return seen_of(told, unshard_sequence(positions[:1], group=context.group, layout=layout)), positions
+        checks.refuse_positions(positions, context, told.length)
+    return seen_of(told, unshard_sequence(positions[:1], group=context.group)), positions
 
 
 def _documents(
@@ -235,26 +234,26 @@ def _documents(
     tokens: torch.Tensor,
     context: LayerContext,
     number: torch.Tensor | None,
-    layout: Layout,
+    length: int,
 ) -> tuple[packed.Documents | None, torch.Tensor]:
     """Return the documents of every row, None if each row is one, and the positions of this rank's tokens."""
     batch = tokens.shape[0]
     device = tokens.device if stated is None else stated.device
-    plain = local_positions(layout.length, group=context.group, layout=layout, device=device)[None]
+    plain = local_positions(length, group=context.group, device=device)[None]
     if given.get("cu_seq_lens_q") is not None or given.get("cu_seq_lens_k") is not None:
-        found = packed.of_offsets(given, batch, layout.length)
+        found = packed.of_offsets(given, batch, length)
         if not packed.single(found):
-            plain = shard_sequence(packed.positions_of(found, device), group=context.group, layout=layout)
-        _check_stated(stated, plain, context, number, layout)
+            plain = shard_sequence(packed.positions_of(found, device), group=context.group)
+        _check_stated(stated, plain, context, number, length)
     elif stated is None or context.options.verify == "off":
         # A document that begins amid this rank's tokens is seen by the layers.
         if stated is not None and bool((stated[..., :1] != plain[:, :1]).any()):
-            checks.refuse_positions(stated, context, layout)
+            checks.refuse_positions(stated, context, length)
         return None, plain if stated is None else stated
     else:
-        known = packed.of_ranks(stated, plain, layout, context.group, number)
+        known = packed.of_ranks(stated, plain, length, context.group, number)
         if known is None:
-            checks.refuse_positions(stated, context, layout)
+            checks.refuse_positions(stated, context, length)
         found = known * batch if len(known) == 1 else known
     return (None if packed.single(found) else found), plain if stated is None else stated
 
@@ -264,14 +263,14 @@ def _check_stated(
     expected: torch.Tensor,
     context: LayerContext,
     number: torch.Tensor | None,
-    layout: Layout,
+    length: int,
 ) -> None:
     """Check positions that are known: the ranks hold parts of one batch, and its positions are theirs; collective."""
     if context.options.verify == "off":
         return
     seen = expected if stated is None else stated
     if batch_number.check_same(number, context.group, expected.device, not checks.equal(seen, expected)):
-        checks.refuse_positions(seen, context, layout)
+        checks.refuse_positions(seen, context, length)
 
 
 def _longest(seen: packed.Documents | Seen | None, length: int) -> int:
@@ -292,7 +291,7 @@ def _positions(kwargs: Arguments, forward: Forward) -> torch.Tensor:
     if theirs.dim() == 3:
         return theirs
     assert isinstance(forward.layout, Layout)
-    _check_stated(theirs, positions, context, None, forward.layout)
+    _check_stated(theirs, positions, context, None, forward.layout.length)
     return positions
 
 

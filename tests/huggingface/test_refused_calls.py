@@ -178,7 +178,7 @@ def call_on_two_ranks(rank: int, world_size: int) -> None:
     with pytest.raises(UnsupportedError, match="position_ids from"):
         model(input_ids=batch["input_ids"], position_ids=positions)
     uneven, few = (dfa_hf.shard_batch(text(1, length, seed=0)) for length in (7, 1))
-    with pytest.raises(UnsupportedError, match=r"without dfa_batch_number whose parts differ.*\[\(1, 4\), \(1, 3\)\]"):
+    with pytest.raises(UnsupportedError, match="rows of 7 tokens without dfa_batch_number"):
         model(input_ids=uneven["input_ids"], position_ids=uneven["position_ids"])
     with pytest.raises(UnsupportedError, match="rows of 1 tokens on 2 ranks"):
         model(**few)

@@ -13,7 +13,6 @@ from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.huggingface.current_forward import LayerContext
 from dfa_megatron.huggingface.positions import batch_number, seen
 from dfa_megatron.huggingface.windows import WindowMask
-from dfa_megatron.plan.language.layout import Layout
 from dfa_megatron.sharding import local_positions
 
 _LOSS = "dfa_megatron.huggingface.shard_batch, or no labels and causal_lm_loss on the logits"
@@ -207,13 +206,13 @@ def equal(given: torch.Tensor, expected: torch.Tensor) -> bool:
     return given.dim() == 2 and given.shape[1] == expected.shape[1] and bool((given == expected).all())
 
 
-def refuse_positions(given: torch.Tensor, context: LayerContext, layout: Layout) -> NoReturn:
+def refuse_positions(given: torch.Tensor, context: LayerContext, length: int) -> NoReturn:
     """Refuse positions that are not those of this rank's tokens.
 
     Raises:
         UnsupportedError: always.
     """
-    mine = local_positions(layout.length, group=context.group, layout=layout).tolist()
+    mine = local_positions(length, group=context.group).tolist()
     held = f"the tokens {mine[0]} to {mine[-1]}" if mine else "no tokens"
     raise UnsupportedError(
         f"position_ids {_ends(given)} of shape {tuple(given.shape)}",

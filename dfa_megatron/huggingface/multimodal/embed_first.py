@@ -21,7 +21,6 @@ from dfa_megatron.huggingface.positions import batch_number
 from dfa_megatron.huggingface.positions.document_starts import Documents, of_positions, single
 from dfa_megatron.huggingface.positions.embedded_positions import has_axes, refuse_axes
 from dfa_megatron.huggingface.positions.seen import Images, Seen, seen_of
-from dfa_megatron.plan.language.layout import contiguous
 from dfa_megatron.plan.language.mask import Mask
 from dfa_megatron.plan.language.tree import Tree
 from dfa_megatron.sharding import local_positions, shard_sequence, unshard_sequence
@@ -144,14 +143,14 @@ def forward_of_whole(
         seen = seen_of(told, stated)
         places = seen.positions(tokens.device)
         if stated is not None and not bool((stated == places).all()):
-            refuse_positions(stated, context, contiguous(length, context.size))
+            refuse_positions(stated, context, length)
         stated = places
     elif stated is None:
         stated = torch.arange(length, device=tokens.device)[None]
     elif context.options.verify != "off":
         seen = of_positions(stated.expand(rows, -1))
         if seen is None:
-            refuse_positions(stated, context, contiguous(length, context.size))
+            refuse_positions(stated, context, length)
         seen = None if single(seen) else seen
     mask = given.get("attention_mask")
     mask = mask if isinstance(mask, torch.Tensor) and mask.dim() == 2 else None
@@ -211,7 +210,7 @@ def cut(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], forward: For
         if has_axes(module):
             refuse_axes(module, theirs, embedded=kwargs.get("inputs_embeds") is not None)
         if forward.given is None and not equal(theirs, torch.arange(length, device=theirs.device)[None]):
-            refuse_positions(theirs, forward.context, contiguous(length, forward.context.size))
+            refuse_positions(theirs, forward.context, length)
     elif theirs is not None and theirs.shape[0] == 3:  # of a tower's own: beside them the places of tokens
         kept["position_ids"] = torch.cat((plain.expand(1, rows, -1), kept["position_ids"]))
     elif theirs is None and forward.given is None and has_axes(module):

@@ -14,9 +14,8 @@ from typing import Any
 
 import torch
 
-from dfa_megatron.errors import DisagreementError, UnsupportedError
+from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.huggingface.positions.batch_number import KEY, check_same
-from dfa_megatron.plan.language.layout import Layout
 from dfa_megatron.runtime.cu_seqlens import Offsets
 from dfa_megatron.sharding import unshard_sequence
 
@@ -98,7 +97,7 @@ def single(documents: Documents) -> bool:
 
 
 def of_ranks(
-    positions: torch.Tensor, plain: torch.Tensor, layout: Layout, group: str, number: torch.Tensor | None = None
+    positions: torch.Tensor, plain: torch.Tensor, length: int, group: str, number: torch.Tensor | None = None
 ) -> Documents | None:
     """Return the documents of rows that are cut over the ranks of a group; None if these are no positions of documents.
 
@@ -107,7 +106,7 @@ def of_ranks(
     Args:
         positions: (batch or 1, local_seq), this rank's positions.
         plain: (1, local_seq), this rank's positions if every row is one document.
-        layout: the tokens of a row that every rank holds.
+        length: the tokens of a row on all ranks.
         number: of the whole batch.
 
     Raises:
@@ -117,17 +116,15 @@ def of_ranks(
     kind = torch.full((), 2, device=plain.device) if not fits else (positions != plain).any().long()
     worst = check_same(number, group, plain.device, kind)
     if worst == 0:
-        return ((0, layout.length),) * positions.shape[0]
-    try:
-        whole = None if worst == 2 else of_positions(unshard_sequence(positions, group=group, layout=layout))
-    except DisagreementError as error:
-        if number is not None:
-            raise
+        return ((0, length),) * positions.shape[0]
+    every = None if worst == 2 else unshard_sequence(positions, group=group)
+    if every is not None and every.shape[1] != length:
         raise UnsupportedError(
-            f"a batch without {KEY} whose parts differ",
-            f"no rank can tell the length of a row from its own part: {error}",
+            f"rows of {every.shape[1]} tokens without {KEY}",
+            "no rank can tell the length of a row from its own part",
             "every key of a batch of dfa_megatron.huggingface.shard_batch",
-        ) from error
+        )
+    whole = None if every is None else of_positions(every)
     local = plain.shape[1]  # of every rank, if there is no number
     if number is None and whole is not None and all(row == (*range(0, row[-1] + 1, local),) for row in whole):
         _warn(

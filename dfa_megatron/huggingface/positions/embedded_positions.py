@@ -12,7 +12,6 @@ import torch
 
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.huggingface.positions import document_starts as packed
-from dfa_megatron.plan.language.layout import Layout
 from dfa_megatron.sharding import shard_sequence, unshard_sequence
 
 _SECTIONS = "mrope_section"
@@ -27,7 +26,7 @@ def padding_of(decoder: Any) -> int | None:
 
 
 def after_padding(
-    tokens: torch.Tensor, documents: packed.Documents | None, padding: int, group: str, layout: Layout
+    tokens: torch.Tensor, documents: packed.Documents | None, padding: int, group: str = ""
 ) -> torch.Tensor:
     """Return the rows of the table of positions for this rank's tokens; in a group collective, with a small message.
 
@@ -36,19 +35,18 @@ def after_padding(
         documents: the documents of every row, None if each row is one.
         padding: the id of the padding token, and its row in the table. The first other token has the next row.
         group: name of the group that shares the sequences, "" for whole sequences on this rank.
-        layout: the tokens of every rank.
 
     Returns:
         int64 (batch, local_seq).
     """
     real = (tokens != padding).to(torch.uint8)
-    whole = unshard_sequence(real, group=group, layout=layout).long()
+    whole = unshard_sequence(real, group=group).long()
     counted = whole.cumsum(1)
     if documents is not None:
         at = torch.arange(whole.shape[1], device=tokens.device)
         before = (counted - whole).gather(1, at - packed.positions_of(documents, tokens.device))
         counted = counted - before
-    return shard_sequence(counted * whole + padding, group=group, layout=layout)
+    return shard_sequence(counted * whole + padding, group=group)
 
 
 def places(decoder: Any, kwargs: dict[str, Any]) -> torch.Tensor | None:
