@@ -8,13 +8,15 @@ import torch
 
 from dfa_megatron.attention import dist_flash_attn_func, dist_flash_attn_varlen_func
 from dfa_megatron.errors import UnsupportedError
+from dfa_megatron.huggingface.checks.check_pair import SIDE, two_ways
 from dfa_megatron.huggingface.checks.padding import CAUSAL
-from dfa_megatron.huggingface.current_forward import CONTEXT, NAME, LayerContext, forward_of
+from dfa_megatron.huggingface.current_forward import CONTEXT, NAME, LayerContext, TwoSequences, forward_of
 from dfa_megatron.huggingface.positions.counting_modules import tempered
 from dfa_megatron.huggingface.positions.document_starts import Documents
 from dfa_megatron.huggingface.positions.seen import Images, Seen, in_chunks, mask_of
-from dfa_megatron.huggingface.windows import OtherMask, WindowMask, chunk_of, type_of, window_of
+from dfa_megatron.huggingface.windows import BothWays, OtherMask, WindowMask, chunk_of, type_of, window_of
 from dfa_megatron.plan.language.layout import Layout
+from dfa_megatron.plan.language.mask import cross_documents, documents
 from dfa_megatron.runtime.agreement.calls import at_layer
 
 
@@ -103,13 +105,39 @@ def attention(
     qkv = tuple(x.transpose(1, 2) for x in _autocast(tempered(module, query, forward), key, value))
     # Without autocast: kernels choose their precision themselves.
     with torch.autocast(query.device.type, enabled=False), at_layer(number):
-        if seen is None:
-            out: Any = dist_flash_attn_func(*qkv, causal=True, window_size=window, **call)
+        if hasattr(module, SIDE):
+            out: Any = _of_pair(qkv, getattr(module, SIDE), forward.pair, call)
+        elif seen is None:
+            out = dist_flash_attn_func(*qkv, causal=True, window_size=window, **call)
         elif isinstance(seen, Seen) and images is None:  # the same for all rows
             out = dist_flash_attn_func(*qkv, mask=mask_of(seen, (), window[0], chunk), **call)
         else:
             out = _by_rows(qkv, seen, images, (window, chunk), call)
         return out, None
+
+
+def _of_pair(qkv: tuple[torch.Tensor, ...], side: str, pair: TwoSequences | None, call: dict[str, Any]) -> Any:
+    """Compute attention in an encoder-decoder model; nothing sees the padding of the encoder, but for itself.
+
+    Raises:
+        UnsupportedError: the encoder or the decoder was called alone, and what it has may be whole sequences or parts.
+    """
+    if pair is None:
+        raise UnsupportedError(
+            f"a layer of the {side} of an encoder-decoder model that is called alone",
+            "the model's own call tells the tokens of both sequences",
+            "a call of the whole model; whole sequences within local_attention(model)",
+        )
+    layout, out = pair.layouts[side], list[Any]()
+    call = call | {"layout": layout}
+    if side == "decoder" or pair.real is None:
+        return dist_flash_attn_func(*qkv, causal=side == "decoder", **call)
+    for real, *row in zip(pair.real, *qkv, strict=True):
+        parts = [real, pair.layouts["encoder"].length - real]
+        crossed = side == "cross" and cross_documents([layout.queries or 0, 0], parts)
+        mask = crossed or documents([part for part in parts if part], causal=False)
+        out.append(dist_flash_attn_func(*(x[None] for x in row), mask=mask, **call)[0])
+    return torch.stack(out)
 
 
 def _by_rows(
@@ -149,7 +177,10 @@ def _checked(module: torch.nn.Module, asks: tuple[Any, ...]) -> tuple[tuple[int,
         return known[1:]
     mask, size, lengths, dropout, causal, kept, more = asks
     _check_layer(module, dropout, causal, kept, more)
-    _check_mask(mask, lengths)
+    if two_ways(module) and mask in (None, BothWays):
+        mask = None
+    else:
+        _check_mask(mask, lengths)
     chunk = chunk_of(module, mask)
     window = window_of(module, None if chunk else mask, size, lengths[0])
     setattr(module, _ASKED, (asks, window, chunk))
@@ -170,7 +201,7 @@ def _check_layer(
         raise UnsupportedError(
             f"attention dropout {dropout}", "the block kernels have no dropout", "config.attention_dropout=0.0"
         )
-    if causal is False or getattr(module, "is_causal", True) is False:
+    if not two_ways(module) and (causal is False or getattr(module, "is_causal", True) is False):
         raise UnsupportedError("attention that is not causal", "models are distributed with a causal mask", CAUSAL)
     for name in more:
         why = "the block kernels take no bias" if name == "position_bias" else "the block kernels mask no heads"
@@ -235,7 +266,7 @@ def mask(
     Raises:
         UnsupportedError: it hides a token.
     """
-    from transformers.masking_utils import causal_mask_function
+    from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
 
     if attention_mask is not None and not hasattr(attention_mask, _HIDES_NOTHING) and not bool(attention_mask.all()):
         raise UnsupportedError(
@@ -244,5 +275,5 @@ def mask(
             "padding on the right, which is checked and removed before the layers see it",
         )
     if not allow_is_causal_skip and mask_function is not causal_mask_function:
-        return OtherMask()
+        return BothWays() if mask_function is bidirectional_mask_function else OtherMask()
     return None if local_size is None else WindowMask(local_size)

@@ -65,6 +65,19 @@ class WholeBatch(NamedTuple):
     labelled: torch.Tensor | None
 
 
+class TwoSequences(NamedTuple):
+    """The two sequences of a call of an encoder-decoder model.
+
+    layouts: of the tokens that attention in the "encoder", in the "decoder" and "cross" between them is over.
+    real: tokens in front of each row's padding in the encoder; None without padding.
+    labels: (batch, local_seq) of the decoder's tokens; None without.
+    """
+
+    layouts: dict[str, Layout]
+    real: tuple[int, ...] | None
+    labels: torch.Tensor | None
+
+
 @dataclass(frozen=True, slots=True)
 class Forward:
     """Hold what the modules of one call need to know of its batch.
@@ -80,6 +93,7 @@ class Forward:
     tile: tokens of a tile of the loss; None where logits are made.
     cache: the `ShardedCache` of a generation. Its prompt is distributed; later tokens are the same on every rank.
     layout: the tokens of a row that every rank holds; the name for equal parts.
+    pair: the sequences of an encoder-decoder model, to which only `context` and `distributed` belong besides.
     """
 
     context: LayerContext
@@ -94,6 +108,7 @@ class Forward:
     tile: int | None = None
     cache: Any = None
     layout: Layout | str = "contiguous"
+    pair: TwoSequences | None = None
 
     @property
     def documents(self) -> Documents | None:

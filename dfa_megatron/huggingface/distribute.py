@@ -16,9 +16,11 @@ from dfa_megatron.huggingface import attention_function as attention
 from dfa_megatron.huggingface import model_inputs as inputs
 from dfa_megatron.huggingface.checkpointing import check_layers, check_options, set_checkpointing
 from dfa_megatron.huggingface.checks.check_model import check_model, foreign_code, kind_of
+from dfa_megatron.huggingface.checks.check_pair import is_pair
 from dfa_megatron.huggingface.checks.exact_types import EXACT
 from dfa_megatron.huggingface.checks.wrappers import check_wrappers
 from dfa_megatron.huggingface.current_forward import CONTEXT, NAME, LayerContext, end, hook_mixer
+from dfa_megatron.huggingface.encoder_decoder import pair
 from dfa_megatron.huggingface.generation.generate import end_prefill, wrap_generate
 from dfa_megatron.huggingface.implementation import (
     attention_of,
@@ -47,10 +49,13 @@ def distribute_attention(
     reentrant: bool = False,
     accelerate: bool = False,
 ) -> torch.nn.Module:
-    """Give a causal language model distributed attention; it then takes this rank's part of each sequence.
+    """Give a language model distributed attention; it then takes this rank's part of each sequence.
 
     A multimodal model (images, sound) takes whole sequences and gives the logits of this rank's tokens: its
     language model alone is distributed. `shard_batch` makes the batches of both.
+
+    An encoder-decoder model takes whole batches, the same on every rank and of any lengths. Its logits are those of
+    this rank's labels, its loss is scaled as by `causal_lm_loss`.
 
     Attention is distributed in training, evaluation and generation alike. For whole sequences on one rank see
     `local_attention`. The call may be repeated, with another group or other options.
@@ -104,7 +109,8 @@ def distribute_attention(
     decoder = inner.get_decoder()
     if known is None:
         _hook(inner, decoder, attentions)
-    for module in {inner, decoder, *attentions, *counting_modules.modules_of(decoder), *recurrent.modules_of(decoder)}:
+    others = pair.firsts_of(inner) if is_pair(inner) else counting_modules.modules_of(decoder)
+    for module in {inner, decoder, *attentions, *others, *recurrent.modules_of(decoder)}:
         setattr(module, CONTEXT, context)
     set_tile(inner, options)
     tile_layers(inner, options, kind_of(inner))
@@ -115,10 +121,10 @@ def distribute_attention(
 def _check_loaded(model: Any) -> None:
     """Refuse a model to which accelerate's loaders do not give what it needs."""
     kind = kind_of(model)
-    if is_multimodal(model):
+    if is_multimodal(model) or is_pair(model):
         raise UnsupportedError(
-            f"{kind}, a multimodal model, under accelerate",
-            "its loader cuts tokens, but images are embedded in whole sequences",
+            f"{kind}, {'a multimodal' if is_multimodal(model) else 'an encoder-decoder'} model, under accelerate",
+            "its loader cuts tokens, but whole sequences are embedded",
             "dfa_megatron.deepspeed.initialize or distribute_attention in a loop of your own, with shard_batch",
         )
     if padding_of(model.get_decoder()) is not None:
@@ -132,6 +138,9 @@ def _check_loaded(model: Any) -> None:
 
 def _hook(inner: Any, decoder: Any, attentions: list[torch.nn.Module]) -> None:
     """Register the hooks of a model, its decoder and its mixers, which need a `LayerContext` when they run."""
+    if is_pair(inner):
+        pair.hook(inner, attentions)
+        return
     wrap_generate(inner)
     if inner is not decoder:
         inner.register_forward_pre_hook(inputs.begin, with_kwargs=True)

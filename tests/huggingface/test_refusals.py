@@ -115,7 +115,6 @@ CASES: list[tuple[str, Callable[[], Any]]] = [
     ("a mask beyond causal", lambda: attend(mask=windows.OtherMask())),
     ("an attention_mask with padding", lambda: attention_function.mask(attention_mask=torch.tensor([[1, 0]]))),
     ("chunks of 8 tokens in a layer", lambda: windows.chunk_of(CHUNKED, windows.WindowMask(4))),
-    ("cross-attention is not planned", lambda: check_model(with_config(is_encoder_decoder=True))),
     ("a llama model, a multimodal model", lambda: check_model(with_config(get_text_config=dict))),
     ("a config without num_attention_heads", lambda: _heads(Small({}, Reductions(), {}), 1)),
     ("positional arguments", lambda: call_checks.check_by_name((1,))),

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from dfa_megatron.errors import UnsupportedError
+from dfa_megatron.huggingface.checks.check_pair import AT_ENCODER, check_pair, is_pair
 from dfa_megatron.huggingface.implementation import is_multimodal, text_field
 from dfa_megatron.huggingface.positions.counting_modules import LOCAL_ROPE, rotaries_of, table_of
 from dfa_megatron.huggingface.recurrent.layers import layers_of
@@ -25,9 +26,6 @@ _OWN_MASKS = ("doge",)
 _CHOOSES = re.compile("Indexer|Compressor")
 """In the names of modules that choose or compress the keys which a token attends to."""
 
-_AT_ENCODER = ("encoder_attn", "crossattention")
-"""Names of a decoder layer's attention at an encoder; without an encoder's states it does not run."""
-
 
 def check_model(model: Any) -> list[torch.nn.Module]:
     """Return the attention layers of a transformers model that can be distributed, with those at an encoder.
@@ -37,10 +35,12 @@ def check_model(model: Any) -> list[torch.nn.Module]:
     """
     _check_stack(model)
     _check_config(model)
+    if is_pair(model):
+        return check_pair(model, kind_of(model))
     decoder = model.get_decoder()
     within = decoder if is_multimodal(model) else model
     named = {n: x for n, x in within.named_modules() if hasattr(x, "is_causal") and hasattr(x, "layer_idx")}
-    layers = [module for name, module in named.items() if name.split(".")[-1] not in _AT_ENCODER]
+    layers = [module for name, module in named.items() if name.split(".")[-1] not in AT_ENCODER]
     _check_layers(model, decoder, layers)
     _check_positions(model, decoder, layers)
     return list(named.values())
@@ -55,8 +55,6 @@ def _check_stack(model: Any) -> None:
             "its decoder was not found by its configuration of the text",
             "its language model and causal_lm_loss",
         )
-    if getattr(config, "is_encoder_decoder", False):
-        raise UnsupportedError(kind, "cross-attention is not planned", "a decoder-only model")
     if not hasattr(config, "num_hidden_layers"):
         raise UnsupportedError(
             kind, "its config names no number of layers, because it has several stacks", "a model of one stack"

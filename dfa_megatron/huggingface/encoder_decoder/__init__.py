@@ -1,0 +1,1 @@
+"""Models of an encoder and a decoder that attends to it."""
