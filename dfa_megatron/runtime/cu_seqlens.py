@@ -62,12 +62,13 @@ def offsets_of(cu_seqlens: torch.Tensor | Sequence[int], device: torch.device | 
 
 @lru_cache(maxsize=8)  # layers of one pack, and the mask that balances it
 def mask_of(offsets: Offsets, length: int, *, causal: bool, window_size: tuple[int, int]) -> Mask:
-    """Return the mask of a pack's documents; a single document is a plain sequence.
+    """Return the mask of a pack's documents, those of no tokens left out; a single document is a plain sequence.
 
     Raises:
         UnsupportedError: the documents do not have `length` tokens.
     """
     check_offsets(offsets, length)
+    offsets = tuple(dict.fromkeys(offsets))
     if len(offsets) == 2:
         return of_window(length, causal, window_size)
     return documents([hi - lo for lo, hi in pairwise(offsets)], causal=causal, window_size=window_size)
@@ -85,13 +86,12 @@ def check_offsets(offsets: Offsets, length: int | None = None) -> None:
         UnsupportedError: says which offset is wrong.
     """
     why, instead = "", "0, the end of every document in order, the last of which is the pack's length"
-    if len(offsets) < 2:
-        why = "there is no document"
+    if len(offsets) < 2 or (offsets[0] == offsets[-1] == 0 and length != 0):
+        why = "there is no document of any token"
     elif offsets[0]:
         why = f"it starts at {offsets[0]}, not at 0"
-    elif wrong := [(at, lo, hi) for at, (lo, hi) in enumerate(pairwise(offsets)) if hi <= lo]:
-        why = "it must increase, but document {} would be tokens {} to {}".format(*wrong[0])
-        instead = "documents of one token or more"
+    elif wrong := [(at, lo, hi) for at, (lo, hi) in enumerate(pairwise(offsets)) if hi < lo]:
+        why = "it may not fall, but document {} would be tokens {} to {}".format(*wrong[0])
     elif length is not None and offsets[-1] != length:
         why = f"it ends at {offsets[-1]}, but the ranks hold {length} tokens together"
         instead = f"global offsets, the last of which is {length}"

@@ -53,7 +53,9 @@ def drawn_case(draw: random.Random, ranks: int) -> tuple[Case, Layout]:
             options["mask"] = masks.cross(length, keys)
         return Case(tokens=length, keys=keys, **options), held  # type: ignore[arg-type]
     if kind == "documents":
-        return Case(offsets=drawn_offsets(draw, length), **options), held  # type: ignore[arg-type]
+        offsets = drawn_offsets(draw, length)
+        offsets = tuple(sorted((*offsets, *draw.choices(offsets, k=draw.randint(0, 2)))))  # some of no tokens
+        return Case(offsets=offsets, **options), held  # type: ignore[arg-type]
     if kind == "mask":
         options["mask"] = masks.union(
             "drawn", length, [*drawn_tiles(draw, length, length), Tile(Span(0, 1), Span(0, 1))]
