@@ -61,13 +61,13 @@ BUDGETS = {
     "kernels": 3_792,
     "loss": 686,
     "megatron": 4_872,
-    "plan": 5_740,
+    "plan": 5_753,
     "proving": 763,
     "recurrence": 1_455,
     "remat": 529,
     "runtime": 5_783,
     "sequence": 416,
-    "tests": 39_172,
+    "tests": 39_184,
     "top": 1_621,
     "trees": 307,
 }
@@ -119,7 +119,7 @@ def test_no_folder_of_the_package_holds_more_than_a_dozen_modules() -> None:
 
 
 def test_the_pages_hold_no_more_words_than_now() -> None:
-    assert house.words_of_markdown(house.ROOT) <= 22_967
+    assert house.words_of_markdown(house.ROOT) <= 22_970
 
 
 def test_no_file_name_stands_twice_but_for_the_same_thing() -> None:

@@ -136,19 +136,32 @@ def sliding_window(length: int, left: int, right: int = 0) -> Mask:
     return _mask(f"window({left},{right})", length, [Tile(everything, everything, lo, hi)])
 
 
-def documents(lengths: Sequence[int], *, causal: bool = True, window_size: tuple[int, int] = (-1, -1)) -> Mask:
+def documents(
+    lengths: Sequence[int],
+    *,
+    causal: bool = True,
+    window_size: tuple[int, int] = (-1, -1),
+    room: Sequence[int] | None = None,
+) -> Mask:
     """Return packed documents: a token sees its own document.
 
     Args:
         lengths: tokens of each document.
+        room: tokens from each document's first to the next one's, for padding between them. It sees nothing and is not
+            seen. Transformer Engine's cu_seqlens_padded has these differences, and its cu_seqlens has those of lengths.
         causal: j <= i as well.
         window_size: i - left <= j <= i + right as well, as in flash-attn; -1 means no bound on that side.
     """
-    spans = _spans(lengths)
+    spans = places = _spans(lengths if room is None else room)
+    if room is not None:
+        if len(room) != len(lengths) or any(not 0 <= n <= most for n, most in zip(lengths, room, strict=True)):
+            raise ValueError(f"documents of {list(lengths)} tokens do not fit in {list(room)}")
+        places = [Span(span.lo, span.lo + n) for span, n in zip(spans, lengths, strict=True)]
     left, right = _normal_window(max(lengths), causal, window_size)
     lo, hi = _bounds(left, right)
     kind = {(-1, 0): "causal", (-1, -1): "full"}.get((left, right), f"window({left},{right})")
-    return _mask(f"documents({kind};{short_name(lengths)})", spans[-1].hi, [Tile(span, span, lo, hi) for span in spans])
+    name = f"documents({kind};{short_name(lengths)}{'' if room is None else ';' + short_name(room)})"
+    return _mask(name, spans[-1].hi, [Tile(span, span, lo, hi) for span in places])
 
 
 def cross(queries: int, keys: int, *, causal: bool = False, window_size: tuple[int, int] = (-1, -1)) -> Mask:

@@ -86,6 +86,17 @@ def test_documents_cut_zigzag_one_by_one_are_exact() -> None:
         together(Case(offsets=offsets), ranks, layout=zigzag_documents(offsets, ranks))
 
 
+def test_padding_between_documents_sees_nothing_and_is_not_seen() -> None:
+    mask = masks.documents([5, 0, 9, 8], room=[8, 4, 12, 8])
+    got = results_together(Case(tokens=32, mask=mask), 3, layout=contiguous(32, 3))
+    padding = [5, 6, 7, 8, 9, 10, 11, 21, 22, 23]
+    assert not got.out[:, padding].any()
+    assert not got.dk[:, padding].any()
+    together(Case(tokens=32, mask=mask), 3, layout=zigzag_documents((0, 8, 12, 24, 32), 3))
+    with pytest.raises(ValueError, match="do not fit"):
+        masks.documents([5, 9], room=[8, 8])
+
+
 @pytest.mark.support("runtime", "load_balanced layout of any mask")
 def test_any_mask_can_balance_its_tokens() -> None:
     for ranks in (2, 3):
