@@ -115,6 +115,9 @@ def refused_and_local(rank: int, world_size: int) -> None:
             stack(batch["input_ids"])
     del batch["decoder_input_ids"]  # made of whole labels, by the model's own function
     compared("Bart", model, tiny("Bart"), batch)
+    model.model.encoder.layers[0].register_forward_pre_hook(lambda _, args: (args[0][:, 1:], *args[1:]), prepend=True)
+    with pytest.raises(UnsupportedError, match="5 tokens in the encoder, of a batch with 6"):
+        model(**batch)
 
 
 def test_what_is_refused_and_what_is_local() -> None:
@@ -135,5 +138,9 @@ def test_models_are_refused_by_name() -> None:
     ):
         with pytest.raises(UnsupportedError, match=match):
             check_model(model)
+    model = tiny("Bart")
+    model.model.encoder.more = copy.deepcopy(model.model.encoder.layers[0].self_attn)
+    with pytest.raises(UnsupportedError, match="with 3 attentions in the 2 layers of its encoder"):
+        check_model(model)
     with pytest.raises(UnsupportedError, match="an encoder-decoder model, under accelerate"):
         dfa_hf.distribute_attention(tiny("Bart"), accelerate=True)

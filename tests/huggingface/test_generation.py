@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,6 +11,7 @@ import torch
 
 from dfa_megatron import huggingface as dfa_hf
 from dfa_megatron.errors import DisagreementError, UnsupportedError
+from dfa_megatron.huggingface.current_forward import CONTEXT
 from tests.huggingface import conftest
 from tests.support.models import build, text
 from tests.support.workers import preload, run_ranks
@@ -100,6 +103,31 @@ def refused(rank: int, world_size: int) -> None:
         model.generate(ids, max_new_tokens=9, do_sample=True, temperature=9.0)
     torch.manual_seed(0)
     assert model.generate(ids, max_new_tokens=2, do_sample=True).shape == (1, 7)
+
+
+def test_caches_and_models_of_another_kind_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    from dfa_megatron.huggingface.generation import sharded_cache, steps
+    from dfa_megatron.huggingface.recurrent.layers import FORWARDS
+
+    model, ids = dfa_hf.distribute_attention(build("Llama").eval()), text(1, 5, seed=1)["input_ids"] % 50 + 3
+    getattr(model, CONTEXT).multimodal = True
+    with pytest.raises(UnsupportedError, match="a multimodal model"):
+        model.generate(ids, max_new_tokens=2)
+    getattr(model, CONTEXT).multimodal = False
+    model.states = type(next(iter(FORWARDS)), (torch.nn.Module,), {})()
+    with pytest.raises(UnsupportedError, match="of states alone"):
+        model.generate(ids, max_new_tokens=2)
+    del model.states
+    odd: Any = type("OddLayer", (), {})()
+    with pytest.raises(UnsupportedError, match="a cache layer of type OddLayer"):
+        sharded_cache.ShardedCache._layer(odd, odd, chunked=False)
+    forward: Any = SimpleNamespace(cache=SimpleNamespace(holdings={}))
+    x = torch.zeros(1, 1, 2, 8)
+    with pytest.raises(UnsupportedError, match="attends over 1 tokens of a cache with None"):
+        steps.attend(forward, ((-1, -1), None), (x, x, x), {})
+    monkeypatch.setitem(sys.modules, "dfa_megatron.huggingface.generation.steps", None)
+    with pytest.raises(UnsupportedError, match="with this transformers"):
+        model.generate(ids, max_new_tokens=2)
 
 
 def test_what_would_differ_or_need_a_whole_cache_is_refused() -> None:
