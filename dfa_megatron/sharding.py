@@ -90,7 +90,9 @@ def unshard_sequence(
     counts = _compare(x, dim, layout, members)
     whole = layout_of_tokens(layout, sum(counts), size, cu_seqlens)
     if counts != [whole.tokens(rank) for rank in range(size)]:
-        raise UnsupportedError(f"parts of {counts} tokens", f"the layout gives ranks others: {whole}", "layout=")
+        shapes = [(*x.shape[:dim], tokens, *x.shape[dim + 1 :]) for tokens in counts]
+        why = f"the ranks of the group bring different parts of a sequence: shapes by rank {shapes}, in layout {whole}"
+        raise DisagreementError(why)
     result: torch.Tensor = _Unshard.apply(x, whole, dim, members)  # type: ignore[no-untyped-call]
     return result
 

@@ -60,15 +60,15 @@ BUDGETS = {
     "huggingface": 5_495,
     "kernels": 3_792,
     "loss": 686,
-    "megatron": 4_872,
+    "megatron": 4_874,
     "plan": 5_753,
     "proving": 763,
     "recurrence": 1_455,
     "remat": 529,
     "runtime": 5_783,
     "sequence": 416,
-    "tests": 39_184,
-    "top": 1_621,
+    "tests": 39_246,
+    "top": 1_623,
     "trees": 307,
 }
 """Lines of Python in a folder of the package, in its files beside them ("top"), in tests and in benchmarks.
@@ -119,7 +119,7 @@ def test_no_folder_of_the_package_holds_more_than_a_dozen_modules() -> None:
 
 
 def test_the_pages_hold_no_more_words_than_now() -> None:
-    assert house.words_of_markdown(house.ROOT) <= 22_970
+    assert house.words_of_markdown(house.ROOT) <= 23_013
 
 
 def test_no_file_name_stands_twice_but_for_the_same_thing() -> None:

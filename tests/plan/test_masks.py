@@ -7,6 +7,7 @@ import random
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -45,8 +46,39 @@ def test_the_tiles_of_a_mask_hold_each_of_its_pairs_once_and_no_other(length: in
 @pytest.mark.parametrize("name", [name for name in masks.__all__ if name.islower() and name != "from_dense"])
 def test_a_public_mask_is_compared_with_its_definition_and_documented(name: str) -> None:
     root = Path(__file__).parents[2]
-    assert f"masks.{name}(" in (root / "tests/support/plan_cases.py").read_text(encoding="utf-8")
+    compared = "tests/support/plan_cases.py", "tests/plan/test_masks.py"
+    assert any(f"masks.{name}(" in (root / path).read_text(encoding="utf-8") for path in compared)
     assert f"| `{name}(" in (root / "docs/masks.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_masks_of_two_sequences_hold_the_pairs_of_their_definition(seed: int) -> None:
+    rng = random.Random(seed)
+    rows, columns = [rng.randint(0, 6) for _ in range(3)] + [2], [rng.randint(0, 6) for _ in range(3)] + [3]
+    causal, left = rng.random() < 0.5, rng.choice([-1, 0, 2])
+    queries, keys = sum(rows), sum(columns)
+    i, j = np.arange(queries)[:, None], np.arange(keys)
+
+    def near(ahead: Any) -> Any:
+        return (not causal or ahead <= 0) & (left < 0 or ahead >= -left) & np.ones((queries, keys), bool)
+
+    def dense(mask: masks.Mask) -> Any:
+        assert mask.queries == queries
+        assert mask.length == queries + keys
+        return counts(mask)[:queries, queries:]
+
+    whole = masks.cross(queries, keys, causal=causal, window_size=(left, -1))
+    assert np.array_equal(dense(whole), near(j - i - (keys - queries)))
+    of_row, of_column = np.repeat(np.arange(4), rows)[:, None], np.repeat(np.arange(4), columns)
+    ends = (np.cumsum(columns) - np.cumsum(rows))[of_row]
+    pairs = masks.cross_documents(rows, columns, causal=causal, window_size=(left, -1))
+    assert np.array_equal(dense(pairs), near(j - i - ends) & (of_row == of_column))
+    tiles = [
+        masks.Tile(masks.Span(0, queries), masks.Span(0, 1)),
+        masks.Tile(masks.Span(1, 2), masks.Span(0, keys), hi=0),
+    ]
+    drawn = masks.two_sequences("two", queries, keys, tiles)
+    assert np.array_equal(dense(drawn), (j < 1) | ((i == 1) & (j - i <= 0)))
 
 
 @pytest.mark.parametrize("seed", range(4))

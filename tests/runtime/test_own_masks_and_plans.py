@@ -70,8 +70,8 @@ PLAN = make_plan(causal(LOCAL), 1, schedule="ring")
         ({"mask": causal(LOCAL), "plan": PLAN}, "mask and plan"),
         ({}, "attention without causal, mask and plan.*causal=True or causal=False"),
         ({"window_size": (3, 0)}, "attention without causal"),
-        ({"mask": causal(LOCAL + 1)}, "a mask over 9 tokens.*hold 8 tokens"),
-        ({"plan": make_plan(causal(LOCAL + 1), 1)}, "a plan over 9 tokens.*hold 8 tokens"),
+        ({"mask": causal(LOCAL + 1)}, "its layout has 9 there"),
+        ({"plan": make_plan(causal(LOCAL + 1), 1)}, "its layout has 9 there"),
         ({"mask": "causal"}, "mask of type str"),
         ({"plan": PLAN.forward}, "plan of type Plan"),
         (

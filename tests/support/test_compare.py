@@ -102,7 +102,7 @@ def test_the_distances_of_a_case_are_shares_of_what_is_tolerated() -> None:
     moved = exact._replace(out=exact.out.roll(1, 1))
     assert shares(whole, moved)["out"] > 1e10
     part = Results(*(x[:, :, 2:5] if n == 1 else x if n == 5 else x[:, 2:5] for n, x in enumerate(exact)))
-    assert set(shares(whole, part, torch.arange(2, 5)).values()) == {0.0}
+    assert set(shares(whole, part, (torch.arange(2, 5),) * 2).values()) == {0.0}
 
 
 def test_shapes_must_be_equal_and_zeros_are_compared_absolutely() -> None:

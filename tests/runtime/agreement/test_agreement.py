@@ -109,7 +109,6 @@ BAD_REQUESTS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         ("Not supported: softmax_scale=nan: it is pos",),
     ),
     "mask": ({"causal": False, "schedule": "balanced"}, ("What works: schedule 'auto'",)),
-    "zigzag": ({"local": 7, "layout": "zigzag"}, ("multiple of 4", "16 tokens")),
     "transport": ({"transport": "nccl"}, ("one of auto, p2p, copy_engine",)),
     "copy engine": (
         {"transport": "copy_engine"},
