@@ -142,29 +142,31 @@ def draw(seed: int, number: int, over: str, device: str = "cpu", ranks: Sequence
         ranks: the numbers of ranks to choose from, all up to MOST_RANKS if empty. The rest of a case depends on it.
     """
     name = f"{seed} {number} {over} {device}"
-    dice, on_gpu = random.Random(name), device != "cpu"
+    dice, apart, on_gpu = random.Random(name), random.Random(f"lengths {name}"), device != "cpu"
     some = random.Random(f"ranks {name}").choice([*(ranks or range(1 if over == "together" else 2, MOST_RANKS + 1))])
     public = over != "together" or some == 1
     packed = dice.random() < 0.4
     layout = dice.choice(list(LAYOUTS) if packed else ["contiguous", "contiguous", "zigzag"])
     zigzag = layout == "zigzag"
-    lengths, keys = dice.random() < 0.3, 0  # of the ranks differ
+    lengths, keys = apart.random() < 0.3, 0  # of the ranks differ; drawn apart, so that all else stays as it was
     local = dice.choice([16, 33, 64, 130, 130 if zigzag else 256] if on_gpu else [1, 1, 2, 3, 5, 7, 12, 20, 33])
     tokens = some * local * (2 if zigzag else 1)
     if lengths:
-        tokens = max(1, tokens - dice.randrange(some + 1))
-        held = drawn_layout(dice, some, tokens)
-        keys = dice.choice([0, 0, tokens, max(1, tokens + dice.randint(-tokens, 2 * some))]) if not packed else 0
+        tokens = max(1, tokens - apart.randrange(some + 1))
+        held = drawn_layout(apart, some, tokens)
+        keys = apart.choice([0, 0, tokens, max(1, tokens + apart.randint(-tokens, 2 * some))]) if not packed else 0
     shape = GPU_CLASSES[number % len(GPU_CLASSES)] if on_gpu else _shape(dice)
     sees: dict[str, Any] = {"causal": dice.random() < 0.6, "window_size": dice.choice(WINDOWS)}
     if not packed and dice.random() < 0.7:
         named = [case.mask for case in (*every_mask(tokens, dice), *heterogeneous_masks(tokens, dice))]
         sees = {"mask": dice.choice(named) if dice.random() < 0.4 else _of_many_parts(tokens, dice)}
     if keys:
-        sees |= {"keys": keys, "mask": _of_two(tokens, keys, dice) if "mask" in sees else None}
-        held = cross(held, drawn_layout(dice, some, keys))
+        sees |= {"keys": keys, "mask": _of_two(tokens, keys, apart) if "mask" in sees else None}
+        held = cross(held, drawn_layout(apart, some, keys))
     if lengths:
         layout = "contiguous" if held.in_order else "load_balanced"
+    # Most queries of two sequences see keys of later ranks, which the balanced schedules refuse.
+    serve = [each for each in LAYOUTS[layout] if not keys or "balanced" not in each or apart.random() < 0.1]
     offsets = random_offsets(tokens, dice) if packed else ()
     whole = _whole(dice, shape, tokens, offsets, **sees, seed=seed * 1_000_003 + number, device=device)
     return Case(
@@ -174,10 +176,10 @@ def draw(seed: int, number: int, over: str, device: str = "cpu", ranks: Sequence
         count=some,
         whole=whole,
         options={
-            "schedule": dice.choice(LAYOUTS[layout]),
+            "schedule": dice.choice(serve),
             "layout": held if lengths else layout,
             "kernel": dice.choice(GPU_KERNELS if on_gpu else CPU_KERNELS),
-            "ulysses_degree": _degree(dice, some, shape.heads) if public else 1,
+            "ulysses_degree": _degree(dice, some, shape.heads, of_two=bool(keys)) if public else 1,
             "transport": dice.choice(["auto", "p2p", "copy_engine"]) if over == "nccl" else "auto",
             "verify": dice.choice(["on", "on", "off"]),
             "cuda_graph": on_gpu and public and dice.random() < 0.1,
@@ -259,9 +261,12 @@ _ALONE: tuple[int | str, ...] = (1, 1, 1, "auto")
 """Degrees of a single rank."""
 
 
-def _degree(dice: random.Random, ranks: int, heads: int) -> int | str:
-    """Draw a degree: most often 1, else one that divides ranks and heads, or auto; in one case of fifty any."""
-    if ranks == 1:
+def _degree(dice: random.Random, ranks: int, heads: int, *, of_two: bool) -> int | str:
+    """Draw a degree: most often 1, else one that divides ranks and heads, or auto; in one case of fifty any.
+
+    of_two: queries and keys are two sequences, which exchange no heads.
+    """
+    if ranks == 1 or (of_two and dice.random() < 0.9):
         return dice.choice(_ALONE)
     if dice.random() < 0.02:
         return dice.choice([2, 3])
