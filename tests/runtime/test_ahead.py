@@ -116,8 +116,9 @@ def test_plans_that_nobody_asks_for_go(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_cannot_be_planned_is_said_where_it_is_asked_for() -> None:
     with pytest.raises(UnsupportedError, match="ulysses_degree=2"):
         AttentionPlanner(TOKENS, **arguments(ulysses_degree=2, **SHAPE))
-    with pytest.raises(UnsupportedError, match="must increase"):
-        AttentionPlanner(TOKENS, **arguments(**SHAPE))((0, 9, 9, TOKENS))
+    with pytest.raises(UnsupportedError, match="may not fall"):
+        AttentionPlanner(TOKENS, **arguments(**SHAPE))((0, 9, 7, TOKENS))
+    assert AttentionPlanner(TOKENS, **arguments(**SHAPE))((0, 9, 9, TOKENS)).schedule
     with pytest.raises(UnsupportedError, match="hold 24 tokens together"):
         AttentionPlanner(TOKENS, **arguments(**SHAPE))((0, 9, 2 * TOKENS))
     with pytest.raises(UnsupportedError, match="flash4"):
