@@ -25,6 +25,7 @@ from dfa_megatron.plan.language.shape import AttentionShape, HeadSplit, split_he
 from dfa_megatron.plan.language.text import to_text
 from dfa_megatron.plan.language.tree import prompt_tree
 from dfa_megatron.plan.lowering.lower import lower_all
+from dfa_megatron.plan.schedules.load_balanced import layout_of
 
 WIDTH = 100
 """Columns of the report."""
@@ -105,6 +106,9 @@ def run(args: argparse.Namespace) -> int:
     heads = split_heads(degree, flags.ranks, whole.heads, whole.kv_heads)
     shape, ranks, inside = heads.shape(whole), flags.ranks // degree, hardware.inside(degree)
     plan = make_plan(mask, ranks, shape=shape, hardware=inside, **choice)
+    held = layout_of(plan.layout, mask, flags.ranks).merged(degree)
+    if held.joined() != plan.forward.layout.joined():  # neighbours hold other tokens than a rank of so few would
+        plan = make_plan(mask, ranks, shape=shape, hardware=inside, schedule=flags.schedule, layout=held)
     print(report(plan, shape, inside))
     if degree > 1:
         tokens = mask.length // flags.ranks

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
+from pathlib import Path
 
 import pytest
 
@@ -82,6 +83,15 @@ def test_neighbours_of_any_layout_make_a_whole_and_two_sequences_do_not() -> Non
         ]
     with pytest.raises(UnsupportedError, match="for two sequences"):
         split_tokens(2, 0, layouts.cross(held, held))
+
+
+def test_the_command_shows_the_tokens_that_neighbours_bring_together(tmp_path: Path) -> None:
+    """Two of 14 tokens' four parts are 8 and 6, where two ranks alone would hold 7 each."""
+    text = tmp_path / "plan.txt"
+    assert main(["plan", "--ranks", "4", "--seq-length", "14", "--ulysses-degree", "2", "--text", str(text)]) == 0
+    (chunks,) = (line for line in text.read_text().splitlines() if line.startswith("chunks "))
+    assert {word.partition("@")[2] for word in chunks.split()[1:] if int(word.split(":")[0]) < 8} == {"0"}
+    assert "8:14@1" in chunks or ":14@1" in chunks
 
 
 def test_what_is_sent_is_what_the_other_ranks_compute() -> None:
