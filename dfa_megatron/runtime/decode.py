@@ -17,9 +17,9 @@ from dfa_megatron.kernels.segments import Segments
 from dfa_megatron.plan.language.geometry import FULL
 from dfa_megatron.runtime.agreement.calls import Kind
 from dfa_megatron.runtime.comm.channel import Channel
-from dfa_megatron.runtime.comm.groups import Group, channel_of
+from dfa_megatron.runtime.comm.compared import telling
+from dfa_megatron.runtime.comm.groups import Group
 from dfa_megatron.runtime.execute.sinks_and_slopes import merge_sinks, sinks_error
-from dfa_megatron.runtime.prepare import refuse
 from dfa_megatron.runtime.request import DEFAULTS
 
 
@@ -63,12 +63,8 @@ def decode_attn_func(
         DisagreementError: the ranks run different calls.
     """
     verify = config.verify == "on"
-    over = channel_of(group, verify=verify)
-    try:
+    with telling(group, verify=verify) as over:
         kernel = _checked(q, k_cache, v_cache, starts, sinks, softcap, config)
-    except UnsupportedError as error:
-        refuse(error, over, verify=verify)
-        raise
     scale = q.shape[3] ** -0.5 if softmax_scale is None else float(softmax_scale)
     out, lse = _partial(kernel, q, (k_cache, v_cache), starts or (0,) * q.shape[0], (scale, softcap))
     if over is not None:

@@ -12,13 +12,14 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from dfa_megatron import kernels
-from dfa_megatron.errors import DistAttentionError, UnsupportedError
+from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.kernels.api import BlockKernel
 from dfa_megatron.plan.language.grid import grid
 from dfa_megatron.plan.language.ir import AttentionPlan
 from dfa_megatron.plan.language.shape import HeadSplit, TokenSplit, split_heads
 from dfa_megatron.runtime.agreement.calls import Facts, Kind
 from dfa_megatron.runtime.comm.channel import Channel
+from dfa_megatron.runtime.comm.compared import refuse, tell
 from dfa_megatron.runtime.comm.groups import channels
 from dfa_megatron.runtime.cu_seqlens import describe
 from dfa_megatron.runtime.execute.bound import Bound, Captured
@@ -192,7 +193,7 @@ def _build_and_agree(request: Request, over: Channel | None, inputs: Inputs, *, 
         prepared, splits = _build_with_degree(request, over, inputs)
     except Exception as error:
         if compare and over is not None:
-            _tell(error, over)
+            tell(error, over)
         raise
     if compare and over is not None:
         # Attentions of one group must start from one thread: calls from two would have no common order.
@@ -246,19 +247,6 @@ def refuse_extras(inputs: Inputs, request: Request, over: Channel | None) -> Non
     if error is not None:
         refuse(error, over, verify=request.verify)
         raise error
-
-
-def refuse(error: DistAttentionError, over: Channel | None, *, verify: bool) -> None:
-    """Tell the other ranks that this one refuses; they hear it when they compare their requests."""
-    if verify and over is not None:
-        with over.calls.preparing():
-            _tell(error, over)
-
-
-def _tell(error: Exception, over: Channel) -> None:
-    text = str(error) if isinstance(error, DistAttentionError) else f"{type(error).__name__}: {error}"
-    with contextlib.suppress(DistAttentionError):  # this rank's own reason is the clearer one
-        over.agree({"error": text})
 
 
 def _open_transport(prepared: Prepared, device: torch.device) -> None:

@@ -78,10 +78,23 @@ def telling(group: Group, *, verify: bool | None = None) -> Iterator[Channel | N
     try:
         yield over
     except DistAttentionError as error:
-        if over is not None and _verified(over, verify):
-            with over.calls.preparing(), suppress(DistAttentionError):  # this rank's own reason is the clearer one
-                over.agree({"error": str(error)})
+        if over is not None:
+            refuse(error, over, verify=_verified(over, verify))
         raise
+
+
+def refuse(error: DistAttentionError, over: Channel | None, *, verify: bool) -> None:
+    """Tell the other ranks that this one refuses; they hear it when they compare their requests."""
+    if verify and over is not None:
+        with over.calls.preparing():
+            tell(error, over)
+
+
+def tell(error: Exception, over: Channel) -> None:
+    """Compare an error in place of facts: all ranks then end with it. Within `preparing`."""
+    text = str(error) if isinstance(error, DistAttentionError) else f"{type(error).__name__}: {error}"
+    with suppress(DistAttentionError):  # this rank's own reason is the clearer one
+        over.agree({"error": text})
 
 
 def _verified(over: Channel, verify: bool | None) -> bool:
