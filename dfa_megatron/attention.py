@@ -20,7 +20,7 @@ from dfa_megatron.plan.language.ir import AttentionPlan
 from dfa_megatron.plan.language.layout import Layout
 from dfa_megatron.plan.language.mask import Mask
 from dfa_megatron.remat import active_frame
-from dfa_megatron.runtime.comm.compared import refuse
+from dfa_megatron.runtime.comm.channel import refuse
 from dfa_megatron.runtime.comm.groups import Group, channel_of, group_name
 from dfa_megatron.runtime.cu_seqlens import check_offsets, offsets_of
 from dfa_megatron.runtime.op import DirectAttention, Pair, attention, needs_gradient

@@ -61,11 +61,11 @@ BUDGETS = {
     "kernels": 3_792,
     "loss": 686,
     "megatron": 4_874,
-    "plan": 5_753,
+    "plan": 5_749,
     "proving": 763,
     "recurrence": 1_455,
     "remat": 529,
-    "runtime": 5_781,
+    "runtime": 5_779,
     "sequence": 416,
     "tests": 39_262,
     "top": 1_623,
@@ -134,7 +134,7 @@ def test_attention_loads_no_more_than_it_needs() -> None:
     """May only fall; the aim is 13,000 lines."""
     loaded = house.import_closure("dfa_megatron.attention")
     assert len(loaded) <= 86
-    assert sum(len(path.read_text(encoding="utf-8").splitlines()) for path in loaded) <= 14_825
+    assert sum(len(path.read_text(encoding="utf-8").splitlines()) for path in loaded) <= 14_822
 
 
 def test_there_are_no_more_options_than_thirteen() -> None:

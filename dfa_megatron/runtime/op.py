@@ -11,8 +11,7 @@ from dfa_megatron.kernels.api import accumulator_dtype
 from dfa_megatron.kernels.leaf import differentiable_once
 from dfa_megatron.plan.language.shape import stages_error, stages_of
 from dfa_megatron.runtime.agreement.calls import AtLayer, current_layer
-from dfa_megatron.runtime.comm.channel import Channel
-from dfa_megatron.runtime.comm.compared import refuse
+from dfa_megatron.runtime.comm.channel import Channel, refuse
 from dfa_megatron.runtime.comm.groups import channel_of
 from dfa_megatron.runtime.counters import COUNTERS, say_how
 from dfa_megatron.runtime.execute.sinks_and_slopes import slopes_error

@@ -18,8 +18,7 @@ from dfa_megatron.plan.language.grid import grid
 from dfa_megatron.plan.language.ir import AttentionPlan
 from dfa_megatron.plan.language.shape import HeadSplit, TokenSplit, split_heads
 from dfa_megatron.runtime.agreement.calls import Facts, Kind
-from dfa_megatron.runtime.comm.channel import Channel
-from dfa_megatron.runtime.comm.compared import refuse, tell
+from dfa_megatron.runtime.comm.channel import Channel, refuse, tell
 from dfa_megatron.runtime.comm.groups import channels
 from dfa_megatron.runtime.cu_seqlens import describe
 from dfa_megatron.runtime.execute.bound import Bound, Captured

@@ -79,11 +79,6 @@ class Layout:
         """Return the number of tokens that a rank holds: queries "q", or keys "kv"."""
         return sum(len(self.chunks[chunk]) for chunk in self.of(rank, side))
 
-    @property
-    def tokens_of_keys(self) -> int:
-        """Return the number of keys where they are a sequence of their own, else 0."""
-        return 0 if self.queries is None else self.length - self.queries
-
     def spans(self, rank: int, side: str = "") -> tuple[Span, ...]:
         """Return the tokens of a rank as spans of the sequence, in local order."""
         return tuple(self.chunks[chunk] for chunk in self.of(rank, side))

@@ -196,7 +196,8 @@ def tokens_of(landings: Landings) -> TokensOfRows:
             spans = tuple(chunks[chunk] for chunk in its)
             held.setdefault((region.buffer, name), []).append((region.lo, spans))
     # The last key of two sequences is as far from a query as the last query is, as in flash-attn.
-    by = {plan.phase.read_kv: -plan.layout.tokens_of_keys}
+    queries = plan.layout.queries
+    by = {plan.phase.read_kv: 0 if queries is None else queries - plan.layout.length}
     return {
         where: tuple(span.shift(by.get(where[1], 0)) for _, spans in sorted(parts) for span in spans)
         for where, parts in held.items()

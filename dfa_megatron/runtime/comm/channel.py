@@ -291,3 +291,17 @@ class _Counted:
             self._channel.calls.end()
         else:
             self._channel.calls.fail(error)
+
+
+def refuse(error: DistAttentionError, over: Channel | None, *, verify: bool) -> None:
+    """Tell the other ranks that this one refuses; they hear it when they compare their requests."""
+    if verify and over is not None:
+        with over.calls.preparing():
+            tell(error, over)
+
+
+def tell(error: Exception, over: Channel) -> None:
+    """Compare an error in place of facts: all ranks then end with it. Within `preparing`."""
+    text = str(error) if isinstance(error, DistAttentionError) else f"{type(error).__name__}: {error}"
+    with contextlib.suppress(DistAttentionError):  # this rank's own reason is the clearer one
+        over.agree({"error": text})

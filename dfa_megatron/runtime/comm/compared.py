@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -11,7 +11,7 @@ import torch
 
 from dfa_megatron.errors import DistAttentionError
 from dfa_megatron.runtime.agreement.calls import Facts, Kind
-from dfa_megatron.runtime.comm.channel import Channel
+from dfa_megatron.runtime.comm.channel import Channel, refuse
 from dfa_megatron.runtime.comm.groups import Group, channel_of
 
 _KEPT = 64
@@ -81,20 +81,6 @@ def telling(group: Group, *, verify: bool | None = None) -> Iterator[Channel | N
         if over is not None:
             refuse(error, over, verify=_verified(over, verify))
         raise
-
-
-def refuse(error: DistAttentionError, over: Channel | None, *, verify: bool) -> None:
-    """Tell the other ranks that this one refuses; they hear it when they compare their requests."""
-    if verify and over is not None:
-        with over.calls.preparing():
-            tell(error, over)
-
-
-def tell(error: Exception, over: Channel) -> None:
-    """Compare an error in place of facts: all ranks then end with it. Within `preparing`."""
-    text = str(error) if isinstance(error, DistAttentionError) else f"{type(error).__name__}: {error}"
-    with suppress(DistAttentionError):  # this rank's own reason is the clearer one
-        over.agree({"error": text})
 
 
 def _verified(over: Channel, verify: bool | None) -> bool:
