@@ -56,6 +56,7 @@ def test_two_sequences_have_one_layout_and_each_side_its_own_rows() -> None:
         for rank in range(ranks):
             assert both.tokens(rank, "q") == queries.tokens(rank)
             assert both.tokens(rank, "kv") == keys.tokens(rank)
+            assert both.joined().tokens(rank, "q") == queries.tokens(rank), "no chunk is of both sequences"
             rows = [*both.rows(rank).values()]
             assert sum(row == 0 for row in rows) == (queries.tokens(rank) > 0) + (keys.tokens(rank) > 0)
     with pytest.raises(UnsupportedError, match="queries on 2 ranks, keys on 3"):
