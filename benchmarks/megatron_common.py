@@ -88,13 +88,13 @@ class Mode:
 MODES = {
     mode.name: mode
     for mode in (
-        Mode("remat", "auto", full=True),
-        Mode("remat-offload", "auto", full=True, offload=True),
-        Mode("remat-boundary", "auto", full=True, layout="boundary"),
+        Mode("remat", "remat", full=False),
+        Mode("remat-offload", "remat", full=False, offload=True),
+        Mode("remat-boundary", "remat", full=False, layout="boundary"),
         Mode("full", "none", full=True),
         Mode("none", "none", full=False),
-        Mode("remat-te", "auto", full=True, transformer_engine=True),
-        Mode("remat-te-fp8", "auto", full=True, transformer_engine=True, fp8=True),
+        Mode("remat-te", "remat", full=False, transformer_engine=True),
+        Mode("remat-te-fp8", "remat", full=False, transformer_engine=True, fp8=True),
         Mode("te", None, full=False, transformer_engine=True),
         Mode("te-full", None, full=True, transformer_engine=True),
         Mode("tp-te-full", None, full=True, transformer_engine=True, tensor=True),

@@ -194,8 +194,28 @@ def swapped(rank: int, world_size: int) -> None:
         assert torch.equal(loss_of(model, batch), expected)
 
 
+def block_alone(rank: int, world_size: int) -> None:
+    """Megatron's block recomputes by its flags, which only a language model hides from it."""
+    from dfa_megatron.megatron import declare_batch_layout
+
+    start(Topology(cp=world_size))
+    declare_batch_layout(dist_group(), "contiguous")
+    full = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    for options, changes in ((MegatronConfig(), full), (MegatronConfig(checkpoint="remat"), {})):
+        block = model_of(options, **changes).train().decoder
+        hidden = torch.randn(4, 1, block.config.hidden_size, requires_grad=True)
+        COUNTERS.reset()
+        out = block(hidden, None)
+        if changes:
+            with pytest.raises(UnsupportedError, match=r"full in a block of layers outside a language model.*'remat'"):
+                out.sum().backward()
+        else:
+            out.sum().backward()
+            assert COUNTERS.attention_forwards == harness.LAYERS
+
+
 def each_refusal(rank: int, world_size: int) -> None:
-    for refused in (wrong_batches, uncut_batches, foreign_packs, swapped):
+    for refused in (wrong_batches, uncut_batches, foreign_packs, swapped, block_alone):
         refused(rank, world_size)
 
 

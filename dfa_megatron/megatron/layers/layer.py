@@ -64,6 +64,12 @@ class DistributedLayer:
         layer: Any = self
         rows = hidden_states.shape[1], self._dfa_tokens(hidden_states)
         if torch._C._current_graph_task_id() != -1:  # Megatron recomputes what its language model has checked
+            if self._dfa_took_over:
+                raise UnsupportedError(
+                    "--recompute-granularity full in a block of layers outside a language model",
+                    "Megatron's block would recompute attention, which the layers rematerialize already",
+                    "a LanguageModule around it (GPTModel, ...); or checkpoint='remat' without Megatron's flag",
+                )
             return self._dfa.visit(layer, packed, self.cp_group, rows, checked=True)
         check_groups(group_holders(layer), self.cp_group, self._dfa_state)
         visit = self._dfa.visit(layer, packed, self.cp_group, rows)
