@@ -21,6 +21,7 @@ from dfa_megatron.deepspeed.tested_keys import NO_MESH, UNTESTED, check_filled_i
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.huggingface.checkpointing import set_checkpointing
 from dfa_megatron.huggingface.distribute import distribute_attention, transformers_model
+from dfa_megatron.runtime.comm.compared import exposed
 from dfa_megatron.runtime.comm.groups import group_name, resolve
 
 logger = logging.getLogger(__name__)
@@ -80,10 +81,9 @@ def prepare(
     if isinstance(model, PipelineModule):
         return _pipelined(model, settings, block, size)
     own_attention = _own_attention(model)
-    checkpoint = block.options.checkpoint
     if groups is None and own_attention and block.options.checkpoints_layers:
         raise UnsupportedError(
-            f"dist_flash_attention.checkpoint={checkpoint!r} for a model of your own",
+            f"dist_flash_attention.checkpoint={block.options.checkpoint!r} for a model of your own",
             "its layers are not known",
             "checkpoint 'auto', and dfa_megatron.deepspeed.checkpoint or dfa_megatron.remat.context_fn in the model",
         )
@@ -137,6 +137,8 @@ def _pipelined(
 
     def finish(engine: Any) -> None:
         _accept(engine, mesh, settings)
+        if block.options.verify == "on":
+            engine._exec_schedule = exposed(engine.grid.get_pipe_parallel_group())(engine._exec_schedule)
         if block.options.checkpoints_layers:
             pipeline.set_checkpointing(engine, block.options)
 
@@ -242,10 +244,9 @@ def check_call(model: Any, *, mpu: Any, mesh_param: Any, training_data: Any) -> 
     import deepspeed
     from deepspeed.moe.layer import MoE
 
-    version = deepspeed.__version__
     if (deepspeed.__version_major__, deepspeed.__version_minor__, deepspeed.__version_patch__) < OLDEST:
         raise UnsupportedError(
-            f"DeepSpeed {version}",
+            f"DeepSpeed {deepspeed.__version__}",
             "up to 0.19.4 it accumulates the gradients of micro-batches wrong at ZeRO 0 and 1 in float32, on one "
             "process already",
             "DeepSpeed 0.19.6 or later",
@@ -277,9 +278,8 @@ def _check_batch_sizes(settings: dict[str, Any], mesh: Mesh) -> None:
     if mesh.size == 1 or not all(isinstance(count, int) for count in counts):
         return
     whole, micro, accumulated = (int(count or 0) for count in counts)
-    ranks = mesh.size * mesh.data_size
     size, data_size, right = mesh.size, mesh.data_size, whole // mesh.size
-    if whole == micro * accumulated * ranks:
+    if whole == micro * accumulated * (ranks := size * data_size):
         raise UnsupportedError(
             f"train_batch_size={whole} for {data_size} sequences at a time",
             f"it counts all {ranks} ranks, but {size} of them share a sequence",

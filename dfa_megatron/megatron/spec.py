@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from megatron.core import parallel_state
 from megatron.core.models.common.language_module.language_module import LanguageModule
+from megatron.core.pipeline_parallel import schedules
 from megatron.core.transformer import multi_token_prediction, transformer_block
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
@@ -24,6 +27,7 @@ from dfa_megatron.megatron.layers.prediction import counting, rolling
 from dfa_megatron.megatron.layers.recompute import recompute_asked
 from dfa_megatron.megatron.output import tiling
 from dfa_megatron.megatron.replace import replace
+from dfa_megatron.runtime.comm.compared import exposed
 
 _NORMS = (
     "input_layernorm", "pre_cross_attn_layernorm", "pre_mlp_layernorm", "q_layernorm", "k_layernorm", "kv_layernorm",
@@ -75,7 +79,7 @@ def distribute_attention(
         UnsupportedError: the spec or the configuration would give wrong numbers silently.
     """
     options = MegatronConfig.of(config)
-    _replace_names()
+    _replace_names(options)
     context = AttentionContext(options, hybrid=is_stack(spec))
     if transformer_config is not None:
         context.check(transformer_config)
@@ -99,12 +103,25 @@ def distribute_attention(
     return block
 
 
-def _replace_names() -> None:
+def _replace_names(options: MegatronConfig) -> None:
     """Replace what Megatron's models call by name; outside of a distributed model they stay Megatron's."""
+    for name in ("with", "without") if options.verify == "on" else ():
+        replace(schedules, f"forward_backward_pipelining_{name}_interleaving", telling_stages)
     replace(LanguageModule, "__init__", with_door)
     replace(LanguageModule, "setup_embeddings_and_output_layer", tiling)
     replace(multi_token_prediction, "roll_tensor", rolling)
     replace(multi_token_prediction, "process_mtp_loss", counting)  # Megatron-Core 0.17 and later
+
+
+def telling_stages(megatrons: Callable[..., Any]) -> Callable[..., Any]:
+    """Have a stage of a pipeline that refuses a micro-batch tell the others, which wait for it in a receive."""
+
+    def run(*args: Any, pg_collection: Any = None, **kwargs: Any) -> Any:
+        stages = getattr(pg_collection, "pp", None) or parallel_state.get_pipeline_model_parallel_group()
+        with exposed(stages):
+            return megatrons(*args, pg_collection=pg_collection, **kwargs)
+
+    return run
 
 
 def _layer(spec: Any, config: Any, context: AttentionContext) -> ModuleSpec:

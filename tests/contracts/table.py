@@ -98,6 +98,8 @@ MEGATRON = (
     on(f"{CORE}.models.gpt.gpt_model:GPTModel", "megatron/door.py", attributes="set_input_tensor decoder"),
     *(on(f"{CORE}.pipeline_parallel.utils:is_{each}_stage", "megatron/door.py")
       for each in ("pp_first", "pp_last", "vp_first", "vp_last")),
+    *(on(f"{CORE}.pipeline_parallel.schedules:forward_backward_pipelining_{each}_interleaving", "megatron/spec.py",
+         passes="pg_collection") for each in ("with", "without")),
     on(f"{CORE}.tensor_parallel.mappings:gather_from_sequence_parallel_region", "megatron/tokens/visit.py",
        passes="tensor_parallel_output_grad group"),
     on(f"{CORE}.tensor_parallel.mappings:scatter_to_sequence_parallel_region", "megatron/tokens/visit.py",
@@ -275,6 +277,7 @@ DEEPSPEED = (
        attributes="averaged_gradients micro_step_id _epilogue_ran_this_backward zero_grad"),
     on("deepspeed.runtime.pipe.module:PipelineModule", "deepspeed/pipeline.py",
        attributes="topology activation_checkpoint_func activation_checkpoint_interval"),
+    on("deepspeed.runtime.pipe.engine:PipelineEngine", "deepspeed/engine.py", attributes="_exec_schedule grid"),
     on("deepspeed.runtime.activation_checkpointing.checkpointing:configure", "deepspeed/checkpointing.py",
        passes="checkpoint_in_cpu synchronize"),
     on("deepspeed.runtime.activation_checkpointing.checkpointing:non_reentrant_checkpoint", "deepspeed/pipeline.py"),

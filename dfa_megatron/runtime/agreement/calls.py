@@ -95,14 +95,14 @@ class Calls:
 
     Attributes:
         last: the call that began last.
-        doing: text of the call that is running, "" outside of attention.
+        doing: text of the running call, "" outside. exposed: outside, too, the caller waits for ranks' other messages.
         lost: the error that lost the group, if one did. told: whether the caller has seen it.
         where: returns the step that runs and the ranks that it waits for, if a transport can tell.
         when_lost: called once, when the group is lost.
     """
 
     def __init__(self) -> None:
-        self.last, self.doing, self.told = CountedCall(0, 0, 0), "", False
+        self.last, self.doing, self.exposed, self.told = CountedCall(0, 0, 0), "", False, False
         self.lost: DistAttentionError | None = None
         self.where: Callable[[], tuple[int, tuple[int, ...]]] | None = None
         self.when_lost: Callable[[], object] = nothing

@@ -238,7 +238,7 @@ class Watched:
             os._exit(EXIT_STATUS)
 
     def stuck(self) -> float:
-        """Return for how long the process is stuck in a call, or in a wait for a device that works on one.
+        """Return for how long the process is stuck in a call, where it is exposed, or in a wait for a device.
 
         A process that does something else is outside, such as one that writes a checkpoint, evaluates, stands in a
         debugger or waits for its user. So is one whose signal handler runs, and one whose other threads must end before
@@ -250,7 +250,7 @@ class Watched:
         if at is None or at != self._stuck_at:
             self._stuck_at, self._stuck_since, self._spent = at, self.now, spent
         waited = self.now - self._stuck_since
-        return waited if self.calls.doing or spent - self._spent >= _BUSY * waited else 0.0
+        return waited if self.calls.doing or self.calls.exposed or spent - self._spent >= _BUSY * waited else 0.0
 
 
 def _place(calls: Calls) -> object:
@@ -258,7 +258,7 @@ def _place(calls: Calls) -> object:
     inside, callers = bool(calls.doing), calls.threads
     handlers = {getattr(signal.getsignal(number), "__code__", None) for number in signal.valid_signals()}
     handles = any(code in handlers for code, _ in _stack(threading.main_thread()))
-    if (not inside and not calls.pending()) or handles:
+    if not (inside or calls.exposed or calls.pending()) or handles:
         return None
     # The caller's own place inside of a call says nothing: it may look for errors, or be blocked.
     waits = () if inside else [*map(_stack, callers)]
@@ -308,8 +308,7 @@ class Watchdog:
             for group in groups:
                 group.tell()
             states = _left | {group.store.key: group.state() for group in groups}
-            mine = Heartbeat(time.time_ns(), self.due, states)
-            self.client.set(own, json.dumps(mine))
+            self.client.set(own, json.dumps(Heartbeat(time.time_ns(), self.due, states)))
             ranks = sorted({group.store.members[rank] for group in groups for rank in group.asked()})
             keys = [heartbeat_of(rank) for rank in ranks] + [group.store.lost for group in groups]
             found = self.client.multi_get(keys) if keys else []
@@ -319,8 +318,9 @@ class Watchdog:
 
     def tick(self, seconds: float) -> None:
         """Let time pass in all groups, and act on what is known."""
-        numbers, idle = [group.calls.last.number for group in self.groups], self._quiet >= _QUIET
-        runs = numbers != self._numbers or any(group.calls.doing or group.calls.pending() for group in self.groups)
+        calls, idle = [group.calls for group in self.groups], self._quiet >= _QUIET
+        numbers = [each.last.number for each in calls]
+        runs = numbers != self._numbers or any(each.doing or each.exposed or each.pending() for each in calls)
         self._numbers, self._quiet = numbers, 0.0 if runs else self._quiet + seconds
         if runs and idle:
             self._news.set()

@@ -83,6 +83,28 @@ def telling(group: Group, *, verify: bool | None = None) -> Iterator[Channel | N
         raise
 
 
+@contextmanager
+def exposed(group: Group) -> Iterator[None]:
+    """Run what waits for a group's other ranks by messages that are not ours: an error of one loses it for all.
+
+    The watchdog ends a rank that stays in its wait. Raises a LostGroupError once another rank has failed. Collective.
+    """
+    if (over := channel_of(group, verify=True)) is None:
+        yield
+        return
+    with over.calls.preparing():
+        over.calls.exposed = True
+    try:
+        yield
+    except BaseException as error:
+        if not over.calls.told:
+            over.calls.check()  # what another rank has said, before this one's connection broke
+        over.calls.lose(error, told=True)
+        raise
+    finally:
+        over.calls.exposed = False
+
+
 def _verified(over: Channel, verify: bool | None) -> bool:
     return over._watched is not None if verify is None else verify
 
