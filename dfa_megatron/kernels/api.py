@@ -228,10 +228,12 @@ class BlockKernel(ABC):
                 part_dq, *of_keys = self.launch_backward(call.part(part), rows.take(dout), saved.rows(rows))
                 rows.put(dq, part_dq)
             waiting.append(of_keys)
-            for whole, one in zip((dk, dv), of_keys if copies is None else (), strict=False):
-                columns.put(whole, one, add=adds)
-        for whole, parts in zip((dk, dv), zip(*waiting, strict=True) if copies else (), strict=False):
-            _sum_rows(parts[0] if len(parts) == 1 else torch.cat(parts, 1), copies, whole)
+            if copies is None:
+                for whole, one in zip((dk, dv), waiting.pop(), strict=True):
+                    columns.put(whole, one, add=adds)
+        if copies is not None:
+            for whole, parts in zip((dk, dv), zip(*waiting, strict=True), strict=True):
+                _sum_rows(parts[0] if len(parts) == 1 else torch.cat(parts, 1), copies, whole)
         return dq, dk.to(k.dtype), dv.to(v.dtype)
 
     def _split(self, call: BlockCall) -> Split:

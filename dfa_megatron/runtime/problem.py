@@ -59,8 +59,8 @@ class Problem:
     asks: a request with defaults for fields on which no plan depends (see `Request.for_plan`). ranks: of the plan.
     length: tokens of the whole sequence, or of both.
     shape, hardware: "auto" decides by these. kernel: computes every block, on all ranks.
-    bands: it takes windows that are neither full nor square causal. repeats: the query heads that have the same keys, if it
-    copies keys that several segments of a call have, else 0. format: of messages.
+    bands: it takes windows that are neither full nor square causal. repeats: the query heads that have
+    the same keys, if it copies keys that several segments of a call have, else 0. format: of messages.
     """
 
     asks: Request

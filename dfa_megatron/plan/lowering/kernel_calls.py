@@ -119,6 +119,7 @@ TILE = 64
 MOST_COPIES = 0.75
 """The most keys that the segments of a call have together, with their heads, in query rows, as copies take memory."""
 
+
 class Launch(NamedTuple):
     """What one kernel call computes: spans of rows, the segments relative to them, their blocks and number of pairs."""
 
@@ -149,8 +150,8 @@ def launches(tiles: tuple[FusedTile, ...], bands: bool, repeats: int) -> tuple[L
     pieces = [[one] for one in fused]
     found = packs(pieces)
     if repeats and len(found) > 1:
-        ways = (found, packs(pieces, repeats), packs(joined(fused, repeats), repeats))
-        found = min(ways, key=lambda groups: _cost(groups, repeats))
+        ways = found, packs(pieces, repeats), packs(joined(fused, repeats), repeats)
+        found = min(ways, key=lambda groups: sum(_cost(one, repeats) for group in groups for one in _windows(group)))
     return tuple(map(_launch, found))
 
 
@@ -161,39 +162,30 @@ def _launch(group: Sequence[Piece]) -> Launch:
 
 
 def joined(tiles: Sequence[FusedTile], repeats: int) -> list[Piece]:
-    """Join full tiles to the tiles of their query rows, such as the prefix of answers to each of these, where it pays.
+    """Join full tiles to the tiles of their query rows, such as a prompt to each of its answers, where it pays.
 
-    The fewest rows come first, so a path is joined from its end. Rows of a full tile that have no other keys are a
-    piece, too.
+    The fewest rows come first, so a path is joined from its end. Rows of a full tile without other keys are a piece.
     """
     pieces: list[Piece] = []  # of disjoint rows, in their order
     apart: list[Piece] = []
-    for one in sorted(tiles, key=lambda one: (one[0].band.is_full, len(one[0].q), one[0].q.lo)):
-        rows = one[0].q
-        first = bisect_left(pieces, rows.lo, key=lambda piece: _rows(piece).hi - 1)
-        end = bisect_left(pieces, rows.hi, key=lambda piece: _rows(piece).lo)
-        inside = pieces[first:end]
-        if inside and not _pays(one[0], inside, repeats):
-            apart.append([one])
-            continue
-        edges = [rows.lo, *(edge for piece in inside for edge in (_rows(piece).lo, _rows(piece).hi)), rows.hi]
-        alone = [Span(lo, hi) for lo, hi in zip(edges[::2], edges[1::2], strict=True) if lo < hi]
-        part = {span: (tile, one[1]) for span in [*alone, *map(_rows, inside)] if (tile := one[0].restrict(span, one[0].kv))}
-        full = [[*sorted([part[_rows(piece)], *piece[:-1]]), piece[-1]] for piece in inside]
-        pieces[first:end] = sorted([*full, *([part[span]] for span in alone)], key=lambda piece: _rows(piece).lo)
+    for tile, blocks in sorted(tiles, key=lambda fused: (fused[0].band.is_full, len(fused[0].q), fused[0].q.lo)):
+        first = bisect_left(pieces, tile.q.lo, key=lambda piece: _rows(piece).hi - 1)
+        end = bisect_left(pieces, tile.q.hi, key=lambda piece: _rows(piece).lo)
+        inside, new, at = pieces[first:end], list[Piece](), tile.q.lo
+        fits = tile.band.is_full and all(tile.q.holds(_rows(piece)) and piece[-1][0].band.left < 0 for piece in inside)
+        for rows, piece in [*((_rows(piece), piece) for piece in inside if fits), (Span(tile.q.hi, tile.q.hi), [])]:
+            if at < rows.lo:
+                new.append([(tile._replace(q=Span(at, rows.lo)), blocks)])
+            if piece:
+                new.append([*sorted([*piece[:-1], (tile._replace(q=rows), blocks)]), piece[-1]])
+            at = rows.hi
+        if inside and not (
+            fits and _cost(new, repeats) < _cost(inside, repeats) + _cost([[(tile, blocks)]], repeats) - LAUNCH
+        ):
+            apart.append([(tile, blocks)])
+        else:
+            pieces[first:end] = new
     return [*pieces, *apart]
-
-
-def _pays(tile: Tile, pieces: Sequence[Piece], repeats: int) -> bool:
-    """Return whether to join a tile to the pieces of its rows takes less time than to compute it by itself."""
-    within = all(tile.q.holds(_rows(piece)) and piece[-1][0].lo == -UNBOUNDED for piece in pieces)
-    if not (within and tile.band.is_full):
-        return False
-    rows, keys = sum(len(_rows(piece)) for piece in pieces), len(tile.kv)
-    tall = sum(-len(_rows(piece)) % TILE for piece in pieces)
-    own = sum(len(one.kv) for piece in pieces for one, _ in piece)
-    copies = keys * len(pieces)
-    return (KEY * (copies - keys) + GATHER * (copies + own)) / repeats + tall * keys < (ROW + TILE) * rows
 
 
 def _rows(piece: Piece) -> Span:
@@ -227,17 +219,13 @@ def packs(pieces: Sequence[Piece], repeats: int = 0) -> list[list[Piece]]:
     return [part for group in out for part in _without_gaps(group)]
 
 
-def _cost(groups: list[list[Piece]], repeats: int) -> float:
-    """Return what the launches of groups take beside their pairs, in pairs."""
-    parts = [part for group in groups for part in _windows(group)]
-    cost = float(LAUNCH * len(parts))
-    for part in parts:
-        keys = sum(len(tile.kv) for piece in part for tile, _ in piece)
-        tiles = [tile for piece in part for tile, _ in piece]
-        gathered = any(b.kv.lo != a.kv.hi for a, b in pairwise(tiles))
-        cost += (KEY + GATHER * gathered) * keys / repeats + (ROW + TILE) * sum(len(_rows(piece)) for piece in part)
-        cost += sum(-len(_rows(piece)) % TILE * sum(len(tile.kv) for tile, _ in piece) for piece in part)
-    return cost
+def _cost(pieces: Sequence[Piece], repeats: int) -> float:
+    """Return what the launch of pieces takes beside their pairs, in pairs."""
+    tiles = [tile for piece in pieces for tile, _ in piece]
+    of_key = KEY + GATHER * any(before.kv.hi != tile.kv.lo for before, tile in pairwise(tiles))
+    of_rows = sum((ROW + TILE) * len(_rows(piece)) for piece in pieces)
+    in_vain = sum(-len(tile.q) % TILE * len(tile.kv) for tile in tiles)
+    return LAUNCH + of_rows + in_vain + of_key * sum(len(tile.kv) for tile in tiles) / repeats
 
 
 def _windows(group: list[Piece]) -> list[list[Piece]]:
