@@ -213,12 +213,13 @@ class BlockKernel(ABC):
         if (only := split.only) is not None and only.is_whole:
             return self.launch_backward(call if only.segments is call.segments else call.part(only), dout, saved)
         q, k, v = call.q, call.k, call.v
-        # One launch that copies keys writes all of their gradients, summed; else they are summed in memory.
-        sums = split.shares_columns and len(split.parts) == 1
-        adds = split.shares_columns and not sums
+        # The gradients of copied keys wait for those of all launches; else keys in common are summed in memory.
+        copies = split.copies
+        adds = split.shares_columns and copies is None
         key_dtype = accumulator_dtype(q.dtype) if adds else k.dtype
         dq = _memory(q, q.dtype, split.fills_rows)
-        dk, dv = (_memory(x, key_dtype, split.fills_columns or sums) for x in (k, v))
+        dk, dv = (_memory(x, key_dtype, split.fills_columns or copies is not None) for x in (k, v))
+        waiting: list[list[torch.Tensor]] = []
         for part in split.parts:
             rows, columns = part.rows, part.columns
             if self.skips_rows and part.segments.window is not None:
@@ -226,11 +227,13 @@ class BlockKernel(ABC):
             else:
                 part_dq, *of_keys = self.launch_backward(call.part(part), rows.take(dout), saved.rows(rows))
                 rows.put(dq, part_dq)
-            for whole, one in zip((dk, dv), of_keys, strict=True):
-                if split.shares_columns and columns.spans is not None:
-                    _sum_rows(one, columns, whole, add=adds)
-                else:
+            waiting.append(of_keys)
+            if copies is None:
+                for whole, one in zip((dk, dv), waiting.pop(), strict=True):
                     columns.put(whole, one, add=adds)
+        if copies is not None:
+            for whole, parts in zip((dk, dv), zip(*waiting, strict=True), strict=True):
+                _sum_rows(parts[0] if len(parts) == 1 else torch.cat(parts, 1), copies, whole)
         return dq, dk.to(k.dtype), dv.to(v.dtype)
 
     def _split(self, call: BlockCall) -> Split:
@@ -247,8 +250,8 @@ def _memory(x: torch.Tensor, dtype: torch.dtype, is_filled: bool) -> torch.Tenso
     return new(x, dtype=dtype, memory_format=torch.contiguous_format)
 
 
-def _sum_rows(x: torch.Tensor, rows: Rows, into: torch.Tensor, *, add: bool) -> None:
-    """Sum the gradients of every row's copies into it, or onto what is there."""
+def _sum_rows(x: torch.Tensor, rows: Rows, into: torch.Tensor) -> None:
+    """Sum the gradients of every row's copies into it."""
     from dfa_megatron.kernels.merge import sum_rows  # which imports this module
 
-    sum_rows(x, rows, into, add=add)
+    sum_rows(x, rows, into)

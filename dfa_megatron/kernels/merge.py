@@ -61,18 +61,18 @@ def add(parts: Sequence[torch.Tensor], into: torch.Tensor) -> None:
         into.copy_(total)
 
 
-def sum_rows(x: torch.Tensor, rows: Rows, into: torch.Tensor, *, add: bool) -> None:
+def sum_rows(x: torch.Tensor, rows: Rows, into: torch.Tensor) -> None:
     """Write to each row of `into` the sum of its copies in x, rounded once, in a fixed order; 0 for a row without any.
 
-    x (1, copies, heads, dim), into (1, rows, heads, dim), both contiguous. add: to what is there.
+    x (1, copies, heads, dim), into (1, rows, heads, dim), both contiguous.
     """
     if _fusable(x, into):
         from dfa_megatron.kernels.triton import merge as triton_merge
 
-        triton_merge.sum_rows(x.contiguous(), rows.sources(x.device), into, add=add)
+        triton_merge.sum_rows(x.contiguous(), rows.sources(x.device), into)
         return
     high = _high(x, into)
-    total = into.to(high, copy=True) if add else torch.zeros_like(into, dtype=high)
+    total = torch.zeros_like(into, dtype=high)
     total.index_add_(1, rows.indices(x.device), x.to(high))
     into.copy_(total)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import accumulate, pairwise
+from itertools import accumulate, groupby, pairwise
 from typing import Any, Literal
 
 import torch
@@ -17,6 +17,9 @@ from dfa_megatron.plan.language.geometry import UNBOUNDED, Band, Segment, Span, 
 Takes = Literal["segment", "window", "segments"]
 """What one launch of a kernel computes: one segment, several that share one window, or several of any bands."""
 
+Joined = tuple[Segment, ...]
+"""Parts of the same query rows: one segment of a launch."""
+
 Cut = Callable[[Tile], Iterable[Tile]]
 """Divide a tile without empty rows into tiles with disjoint rows whose bands a kernel can express."""
 
@@ -27,7 +30,8 @@ class Segments:
 
     There is one object per call, so derived tables are cached on it.
 
-    parts: rows increase on both sides and are disjoint; for a kernel of windows several may have the same keys.
+    parts: rows increase on both sides and are disjoint. For a kernel of windows several may have the same keys, and
+        parts of the same query rows are one segment of a launch: the keys of the full ones, then those of the last.
     window: set for a varlen launch, whose segments follow one another: the one window that serves all of them.
     ragged: calls of many other lengths come, so a kernel had better not be compiled for these.
     tables: cache of everything derived; each user chooses its keys.
@@ -100,13 +104,13 @@ class Segments:
 
         skips: a launch passes over query rows between its segments, so these are not gathered.
         """
-        left = list(self.parts)
+        left = [tuple(same) for _, same in groupby(self.parts, key=lambda s: (s.q_lo, s.q_hi))]
         out = []
         # The most constrained windows first: they serve segments with fewer bounds.
-        for window in sorted({s.band for s in left}, key=lambda b: ((b.left < 0) + (b.right < 0), b)):
-            if served := [s for s in left if _serves(window, s)]:
+        for window in sorted({same[-1].band for same in left}, key=lambda b: ((b.left < 0) + (b.right < 0), b)):
+            if served := [same for same in left if _serves(window, same)]:
                 out.append(_group(self, window, served, skips=skips))
-                left = [s for s in left if not _serves(window, s)]
+                left = [same for same in left if not _serves(window, same)]
         return tuple(out)
 
     def split(self, takes: Takes, cut: Cut | None, *, single: bool, skips: bool) -> Split:
@@ -216,6 +220,7 @@ class Split:
     only: the launch, where one has every query row.
     fills_rows, fills_columns: every query row, every key row is in a launch.
     shares_columns: a key row may be in several segments, so gradients of keys and values are summed.
+    copies: the key rows of all launches, one after another, where these are varlen launches with keys in common.
     """
 
     parts: tuple[Part, ...]
@@ -223,6 +228,7 @@ class Split:
     fills_rows: bool
     fills_columns: bool
     shares_columns: bool
+    copies: Rows | None
 
     @classmethod
     def of(cls, segments: Segments, parts: tuple[Part, ...]) -> Split:
@@ -231,10 +237,12 @@ class Split:
         fills_rows = covered == segments.q_len
         alone = len(parts) == 1 and parts[0].rows.is_all
         only = parts[0] if alone and (fills_rows or parts[0].segments.window is None) else None
-        spans = sorted((span.lo, span.hi) for p in parts for span in p.columns.every)
-        shares = any(before[1] > after[0] for before, after in pairwise(spans))
-        columns = sum(p.columns.count for p in parts)
-        return cls(parts, only, fills_rows, columns == segments.kv_len and not shares, shares)
+        spans = [span for p in parts for span in p.columns.every]
+        shares = any(before.hi > after.lo for before, after in pairwise(sorted(spans)))
+        columns, whole = sum(p.columns.count for p in parts), segments.kv_len
+        varlen = shares and all(p.segments.window is not None for p in parts)
+        copies = Rows(0, whole, whole, tuple(spans)) if varlen else None
+        return cls(parts, only, fills_rows, columns == whole and not shares, shares, copies)
 
 
 def _tiles(whole: Segments, segment: Segment, cut: Cut | None) -> Iterable[Part]:
@@ -253,15 +261,16 @@ def _part(whole: Segments, q: Span, kv: Span, band: Band) -> Part:
     return Part(rows, columns, whole if same else Segments.one(band, len(q), len(kv), ragged=whole.ragged))
 
 
-def _group(whole: Segments, window: Band, served: Sequence[Segment], *, skips: bool) -> Part:
+def _group(whole: Segments, window: Band, served: Sequence[Joined], *, skips: bool) -> Part:
     """The varlen launch of segments that one window serves."""
-    q, kv = [Span(s.q_lo, s.q_hi) for s in served], [Span(s.kv_lo, s.kv_hi) for s in served]
-    kv_at = [*accumulate(map(len, kv), initial=0)]
+    q = [Span(same[0].q_lo, same[0].q_hi) for same in served]
+    kv = [Span(s.kv_lo, s.kv_hi) for same in served for s in same]
+    kv_at = [*accumulate(map(_keys, served), initial=0)]
     q_at, q_len = [span.lo for span in q], whole.q_len
     if not skips:
         *q_at, q_len = accumulate(map(len, q), initial=0)
     parts = tuple(
-        Segment(q_at[i], q_at[i] + len(q[i]), kv_at[i], kv_at[i + 1], segment.band) for i, segment in enumerate(served)
+        Segment(q_at[i], q_at[i] + len(q[i]), kv_at[i], kv_at[i + 1], same[-1].band) for i, same in enumerate(served)
     )
     rows = Rows(0, q_len, q_len) if skips else _rows(q, whole.q_len)
     return Part(rows, _rows(kv, whole.kv_len), Segments(parts, q_len, kv_at[-1], window))
@@ -275,12 +284,16 @@ def _rows(spans: Sequence[Span], length: int) -> Rows:
     return Rows(lo, hi, length, tuple(spans))
 
 
-def _serves(window: Band, segment: Segment) -> bool:
+def _serves(window: Band, same: Joined) -> bool:
     """The window shows the same pairs of a segment as its own band: a bound that never binds may be added."""
-    band, q_len, kv_len = segment.band, segment.q_hi - segment.q_lo, segment.kv_hi - segment.kv_lo
+    band, q_len, kv_len = same[-1].band, same[0].q_hi - same[0].q_lo, _keys(same)
     left = window.left == band.left or (band.left < 0 and window.left >= kv_len - 1)
     right = window.right == band.right or (band.right < 0 and window.right >= q_len - 1)
     return left and right
+
+
+def _keys(same: Joined) -> int:
+    return sum(s.kv_hi - s.kv_lo for s in same)
 
 
 def moved(values: list[int] | torch.Tensor, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -59,8 +59,8 @@ class Problem:
     asks: a request with defaults for fields on which no plan depends (see `Request.for_plan`). ranks: of the plan.
     length: tokens of the whole sequence, or of both.
     shape, hardware: "auto" decides by these. kernel: computes every block, on all ranks.
-    bands: it takes windows that are neither full nor square causal. repeats: it copies keys that several segments of a
-    call have. format: of messages.
+    bands: it takes windows that are neither full nor square causal. repeats: the query heads that have
+    the same keys, if it copies keys that several segments of a call have, else 0. format: of messages.
     """
 
     asks: Request
@@ -71,7 +71,7 @@ class Problem:
     hardware: Hardware
     kernel: str
     bands: bool
-    repeats: bool
+    repeats: int
     format: Format
 
     @property
@@ -183,7 +183,7 @@ def problem_of(
         hardware if over is None else hardware.inside(over.size // ranks),
         kernel.name,
         kernel.refusal(dataclasses.replace(need, forms=need.forms | {"band"})) is None,
-        kernel.takes == "window",
+        shape.heads // shape.kv_heads if kernel.takes == "window" and shape.batch == 1 else 0,
         Format(q.shape[0], q.shape[2], k.shape[2], q.shape[3], v.shape[3], q.dtype, needs),
     )
 

@@ -123,13 +123,11 @@ def add(parts: Sequence[torch.Tensor], into: torch.Tensor) -> None:
 
 
 @triton.jit
-def _sum_rows(x, starts, places, into, width, ADD: tl.constexpr, BLOCK: tl.constexpr):
+def _sum_rows(x, starts, places, into, width, BLOCK: tl.constexpr):
     """One program: BLOCK elements of one row of `into`."""
     row, at = tl.program_id(0), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     there, to = at < width, into + row.to(tl.int64) * width + at
     total = tl.zeros([BLOCK], tl.float32)
-    if ADD:
-        total += tl.load(to, mask=there, other=0.0).to(tl.float32)
     number, end = tl.load(starts + row), tl.load(starts + row + 1)
     while number < end:
         place = tl.load(places + number).to(tl.int64)
@@ -138,7 +136,7 @@ def _sum_rows(x, starts, places, into, width, ADD: tl.constexpr, BLOCK: tl.const
     tl.store(to, total.to(into.dtype.element_ty), mask=there)
 
 
-def sum_rows(x: torch.Tensor, sources: tuple[torch.Tensor, torch.Tensor], into: torch.Tensor, *, add: bool) -> None:
+def sum_rows(x: torch.Tensor, sources: tuple[torch.Tensor, torch.Tensor], into: torch.Tensor) -> None:
     """Sum to each row of `into` (1, rows, heads, dim) the rows of x (1, copies, heads, dim) at its places.
 
     sources: int32 (rows + 1,) offsets into the places of all rows.
@@ -147,9 +145,8 @@ def sum_rows(x: torch.Tensor, sources: tuple[torch.Tensor, torch.Tensor], into: 
     block = min(triton.next_power_of_2(width), 1024)
     with on_device_of(into):
         launch(
-            _sum_rows, (into.shape[1], triton.cdiv(width, block)), x, *sources, into, width,
-            ADD=add, BLOCK=block, num_warps=4,
-        )  # fmt: skip
+            _sum_rows, (into.shape[1], triton.cdiv(width, block)), x, *sources, into, width, BLOCK=block, num_warps=4
+        )
 
 
 @triton.jit(do_not_specialize=_LENGTHS[:1])

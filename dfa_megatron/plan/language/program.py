@@ -106,8 +106,9 @@ class Message:
 class Call:
     """One kernel call over rows of a q and a kv buffer, and the accumulator's rows for each name of the phase.
 
-    The rows of its segments increase on both sides and are disjoint. A row between segments has the identity of the
-    merge as its result. A call of one segment has no other rows.
+    The rows of its segments increase on both sides and are disjoint. For a kernel that copies keys only query rows are
+    so, and segments of the same rows follow one another: it joins their keys, and all but the last are full.
+    A row between segments has the identity of the merge as its result. A call of one segment has no other rows.
     """
 
     q: Region

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from functools import lru_cache
@@ -105,10 +106,18 @@ GAP = 2048
 COPIED = 2048
 """Rows that a kernel copies in the time of another call. Some copy the rows of a call with gaps to be adjacent."""
 
-AGAIN, MOST_COPIES = 512, 3.0
-"""The pairs for each copied key row from which on copies take less time than more calls, and the most copies of a call
-for each of its query rows, as they take memory.
+LAUNCH, ROW, KEY, GATHER = 1 << 20, 600, 380, 280
+"""What a launch takes, forward and backward, in pairs that a kernel computes in that time, for each query head.
+
+LAUNCH: by itself. ROW: each query row, which it reads, writes and merges. KEY: each key row, for its kv heads alone,
+where gradients are summed in float32. GATHER: one more that is copied, its gradients summed. Seen on H100.
 """
+
+TILE = 64
+"""Query rows that a kernel computes together; each sees half a tile of keys, of 128, in vain."""
+
+MOST_COPIES = 0.75
+"""The most keys that the segments of a call have together, with their heads, in query rows, as copies take memory."""
 
 
 class Launch(NamedTuple):
@@ -121,86 +130,125 @@ class Launch(NamedTuple):
     area: int
 
 
+Piece = list[FusedTile]
+"""Tiles of the same query rows whose keys a kernel joins: all but the last are full."""
+
+
 @lru_cache(maxsize=16)  # a forward and its backward ask for the same
-def launches(tiles: tuple[FusedTile, ...], bands: bool, repeats: bool) -> tuple[Launch, ...]:
+def launches(tiles: tuple[FusedTile, ...], bands: bool, repeats: int) -> tuple[Launch, ...]:
     """Return the kernel calls for tiles in rows of the same buffers.
 
     Args:
         tiles: each with its block.
         bands: the kernel takes windows that are neither full nor square causal.
-        repeats: several segments of a call may have the same keys, which the kernel copies for each; those of one
-            window are one launch.
+        repeats: how many query heads have the same keys, for a kernel that copies keys: several segments of a call may
+            have the same, those of the same query rows are joined, and those of one window are one launch. Else 0.
     """
     fused = fuse(tiles)
     if not bands:
         fused = without_bands(fused, tiles)
-    apart = packs(fused)
-    together = packs(fused, repeats=True) if repeats and len(apart) > 1 else apart
-    return tuple(map(_launch, together if _worth(together, apart) else apart))
+    pieces = [[one] for one in fused]
+    found = packs(pieces)
+    if repeats and len(found) > 1:
+        ways = found, packs(pieces, repeats), packs(joined(fused, repeats), repeats)
+        found = min(ways, key=lambda groups: sum(_cost(one, repeats) for group in groups for one in _windows(group)))
+    return tuple(map(_launch, found))
 
 
-def _launch(group: Sequence[FusedTile]) -> Launch:
-    blocks = {block for _, its in group for block in its}
-    area = sum(tile.area for tile, _ in group)
-    return Launch(*segments_of(group), tuple(sorted(blocks)), area)
+def _launch(group: Sequence[Piece]) -> Launch:
+    tiles = [one for piece in group for one in piece]
+    blocks = {block for _, its in tiles for block in its}
+    return Launch(*segments_of(tiles), tuple(sorted(blocks)), sum(tile.area for tile, _ in tiles))
 
 
-def packs(tiles: Sequence[FusedTile], *, repeats: bool = False) -> list[list[FusedTile]]:
-    """Group tiles so that one kernel call can compute each group: rows increase and are disjoint on both sides.
+def joined(tiles: Sequence[FusedTile], repeats: int) -> list[Piece]:
+    """Join full tiles to the tiles of their query rows, such as a prompt to each of its answers, where it pays.
+
+    The fewest rows come first, so a path is joined from its end. Rows of a full tile without other keys are a piece.
+    """
+    pieces: list[Piece] = []  # of disjoint rows, in their order
+    apart: list[Piece] = []
+    for tile, blocks in sorted(tiles, key=lambda fused: (fused[0].band.is_full, len(fused[0].q), fused[0].q.lo)):
+        first = bisect_left(pieces, tile.q.lo, key=lambda piece: _rows(piece).hi - 1)
+        end = bisect_left(pieces, tile.q.hi, key=lambda piece: _rows(piece).lo)
+        inside, new, at = pieces[first:end], list[Piece](), tile.q.lo
+        fits = tile.band.is_full and all(tile.q.holds(_rows(piece)) and piece[-1][0].band.left < 0 for piece in inside)
+        for rows, piece in [*((_rows(piece), piece) for piece in inside if fits), (Span(tile.q.hi, tile.q.hi), [])]:
+            if at < rows.lo:
+                new.append([(tile._replace(q=Span(at, rows.lo)), blocks)])
+            if piece:
+                new.append([*sorted([*piece[:-1], (tile._replace(q=rows), blocks)]), piece[-1]])
+            at = rows.hi
+        if inside and not (
+            fits and _cost(new, repeats) < _cost(inside, repeats) + _cost([[(tile, blocks)]], repeats) - LAUNCH
+        ):
+            apart.append([(tile, blocks)])
+        else:
+            pieces[first:end] = new
+    return [*pieces, *apart]
+
+
+def _rows(piece: Piece) -> Span:
+    return piece[-1][0].q
+
+
+def packs(pieces: Sequence[Piece], repeats: int = 0) -> list[list[Piece]]:
+    """Group pieces so that one kernel call can compute each group: rows increase and are disjoint on both sides.
 
     Uses first fit in the order of rows, which makes few groups; tiles of consecutive documents make one.
 
-    repeats: only query rows need be so, and the keys of a group are at most `MOST_COPIES` for each of them.
+    repeats: as for `launches`. With it only query rows need be disjoint, up to `MOST_COPIES`.
     """
-    if len(tiles) == 1:
-        return [list(tiles)]
-    out: list[list[FusedTile]] = []
-    within_reach: list[list[FusedTile]] = []
+    if len(pieces) == 1:
+        return [list(pieces)]
+    out: list[list[Piece]] = []
+    within_reach: list[list[Piece]] = []
     spare: dict[int, float] = {}  # by group: the keys that it may still copy
-    for fused in sorted(tiles, key=lambda fused: (fused[0].q.lo, fused[0].kv.lo)):
-        within_reach = [group for group in within_reach if fused[0].q.lo - group[-1][0].q.hi <= GAP]
-        more = MOST_COPIES * len(fused[0].q) - len(fused[0].kv) if repeats else 0
+    for piece in sorted(pieces, key=lambda piece: (_rows(piece).lo, piece[0][0].kv.lo)):
+        rows = _rows(piece)
+        within_reach = [group for group in within_reach if rows.lo - _rows(group[-1]).hi <= GAP]
+        more = MOST_COPIES * repeats * len(rows) - sum(len(tile.kv) for tile, _ in piece) if repeats else 0
         fitting = (one for one in within_reach if not repeats or spare[id(one)] + more >= 0)
-        group = next((group for group in fitting if _follows(group[-1][0], fused[0], repeats)), None)
+        group = next((group for group in fitting if _follows(group[-1][-1][0], piece[0][0], repeats)), None)
         if group is None:
             group = []
             out.append(group)
             within_reach.append(group)
-        group.append(fused)
+        group.append(piece)
         spare[id(group)] = spare.get(id(group), 0) + more
     return [part for group in out for part in _without_gaps(group)]
 
 
-def _worth(together: list[list[FusedTile]], apart: list[list[FusedTile]]) -> bool:
-    """Return whether fewer launches are worth the copies of keys that they need."""
-    parts = [part for group in together for part in _windows(group)]
-    if len(parts) >= sum(len(_windows(group)) for group in apart):
-        return False
-    copied = [tile for part in parts if any(b.kv.lo != a.kv.hi for a, b in pairwise(part)) for tile in part]
-    return sum(tile.area for tile in copied) >= AGAIN * sum(len(tile.kv) for tile in copied)
+def _cost(pieces: Sequence[Piece], repeats: int) -> float:
+    """Return what the launch of pieces takes beside their pairs, in pairs."""
+    tiles = [tile for piece in pieces for tile, _ in piece]
+    of_key = KEY + GATHER * any(before.kv.hi != tile.kv.lo for before, tile in pairwise(tiles))
+    of_rows = sum((ROW + TILE) * len(_rows(piece)) for piece in pieces)
+    in_vain = sum(-len(tile.q) % TILE * len(tile.kv) for tile in tiles)
+    return LAUNCH + of_rows + in_vain + of_key * sum(len(tile.kv) for tile in tiles) / repeats
 
 
-def _windows(group: list[FusedTile]) -> list[list[Tile]]:
-    """Return the tiles of a group by the window that they need."""
+def _windows(group: list[Piece]) -> list[list[Piece]]:
+    """Return the pieces of a group by the window that they need."""
     by_window = defaultdict(list)
-    for tile, _ in group:
-        by_window[tile.band].append(tile)
+    for piece in group:
+        by_window[piece[-1][0].band].append(piece)
     return [*by_window.values()]
 
 
-def _without_gaps(group: list[FusedTile]) -> list[list[FusedTile]]:
+def _without_gaps(group: list[Piece]) -> list[list[Piece]]:
     """Split a group at the gaps between its query rows, if more calls take less time than copies of its rows."""
     runs = [group[:1]]
-    for before, fused in pairwise(group):
-        if before[0].q.hi < fused[0].q.lo:
+    for before, piece in pairwise(group):
+        if _rows(before).hi < _rows(piece).lo:
             runs.append([])
-        runs[-1].append(fused)
-    rows = sum(len(tile.q) for tile, _ in group)
+        runs[-1].append(piece)
+    rows = sum(len(_rows(piece)) for piece in group)
     return runs if rows > COPIED * (len(runs) - 1) else [group]
 
 
-def _follows(before: Tile, after: Tile, repeats: bool) -> bool:
-    return before.q.hi <= after.q.lo and (repeats or 0 <= after.kv.lo - before.kv.hi <= GAP)
+def _follows(before: Tile, after: Tile, repeats: int) -> bool:
+    return before.q.hi <= after.q.lo and (repeats > 0 or 0 <= after.kv.lo - before.kv.hi <= GAP)
 
 
 def segments_of(group: Sequence[FusedTile]) -> tuple[Span, Span, tuple[Segment, ...]]:

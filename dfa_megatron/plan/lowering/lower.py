@@ -20,7 +20,7 @@ def lower_all(plan: Plan, batch: int = 1) -> list[Program]:
     return [lower(landings) for landings in landings_of(plan, batch)]
 
 
-def lower(landings: Landings, *, bands: bool = True, repeats: bool = False) -> Program:
+def lower(landings: Landings, *, bands: bool = True, repeats: int = 0) -> Program:
     """Lower a plan for one rank.
 
     Args:
@@ -37,7 +37,7 @@ def lower(landings: Landings, *, bands: bool = True, repeats: bool = False) -> P
 class _Lowering:
     """State of one lowering: the buffers of the rank's results, and their lives."""
 
-    def __init__(self, landings: Landings, *, bands: bool, repeats: bool) -> None:
+    def __init__(self, landings: Landings, *, bands: bool, repeats: int) -> None:
         plan, self.landings, self.fits = landings.plan, landings, (bands, repeats)
         self.plan, self.rank, self.messages, self.rows = plan, landings.rank, landings.messages, landings.rows
         self.layout, self.phase = plan.layout, plan.phase

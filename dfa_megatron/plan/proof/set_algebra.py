@@ -177,8 +177,11 @@ class Sets:
     def _segments(self, call: Call) -> list[Tile]:
         """Return the call's segments as tiles in the rows of its two buffers."""
         q, kv, ends = 0, 0, (call.q.rows, call.kv.rows)
-        for segment in call.segments:
-            if not (q <= segment.q_lo < segment.q_hi and 0 <= segment.kv_lo < segment.kv_hi):
+        for before, segment in zip((*call.segments[:1], *call.segments), call.segments, strict=False):
+            joined = q > 0 and (before.q_lo, before.q_hi) == (segment.q_lo, segment.q_hi)
+            if joined and not (before.band.is_full and segment.band.left < 0):
+                raise self.fail(f"segments of {call.q} x {call.kv} with the same rows have no window together")
+            if not ((joined or q <= segment.q_lo) and 0 <= segment.kv_lo < segment.kv_hi and len(segment.tile.q)):
                 raise self.fail(f"the segments of {call.q} x {call.kv} are empty, overlap, or are out of order")
             q, kv = segment.q_hi, max(kv, segment.kv_hi)
         first, alone = call.segments[:1], len(call.segments) == 1

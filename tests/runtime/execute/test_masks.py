@@ -49,7 +49,7 @@ def test_masks_are_dense_attention_where_launches_use_keys_again(skips: bool, mo
     used = 0
     monkeypatch.setattr(kernels, "KERNELS", {**kernels.KERNELS, "reference": Windows()})
     monkeypatch.setattr(Windows, "skips_rows", skips)
-    monkeypatch.setattr(kernel_calls, "AGAIN", 0)
+    monkeypatch.setattr(kernel_calls, "ROW", 1 << 40)
     monkeypatch.setattr(kernel_calls, "MOST_COPIES", 99)
     kernel_calls.launches.cache_clear()
     rng = random.Random(5)
