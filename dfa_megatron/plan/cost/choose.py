@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from typing import cast
 
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.names import LAYOUTS
@@ -15,7 +16,6 @@ from dfa_megatron.plan.language.ir import (
     FORWARD,
     AttentionPlan,
     Block,
-    Phase,
     Plan,
     areas,
     loads,
@@ -24,7 +24,9 @@ from dfa_megatron.plan.language.ir import (
 from dfa_megatron.plan.language.layout import Layout, contiguous
 from dfa_megatron.plan.language.mask import Mask, components
 from dfa_megatron.plan.language.shape import AttentionShape, split_heads
+from dfa_megatron.plan.lowering.messages import names_joined
 from dfa_megatron.plan.schedules import ALL, OWNER_COMPUTES, SCHEDULES, Schedule, plan_named
+from dfa_megatron.plan.schedules.assignments import ROWS_PER_STEP
 from dfa_megatron.plan.schedules.route import direct, gateway
 from dfa_megatron.plan.uncollected import uncollected
 
@@ -43,6 +45,9 @@ LOSES = "its work or its messages take longer than another schedule"
 
 EVEN = 1.05
 """Work of the most loaded rank over the mean up to which `greedy` is not tried."""
+
+FEW = 8
+"""Ranks up to which the degrees are looked at in the order of what their exchange takes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +152,10 @@ def make_plan(
         return plan_named(schedule, mask, ranks, hardware.node_size(ranks) if routed else None, held)
     if family in OWNER_COMPUTES and hardware.node_size(ranks) is None:
         return OWNER_COMPUTES[family].plan(mask, ranks, held=held)  # the only candidate
-    looked_at = _that_may_win(mask, ranks, layout, shape or AttentionShape(), hardware)
+    about = ranks, layout, shape or AttentionShape(), hardware
+    if found := mask.kept.pop((automatic_degree, *about), None):
+        return cast(AttentionPlan, found)
+    looked_at = _of_schedules(mask, *about, math.inf)
     taken = best(looked_at)
     if taken is None or taken.plan is None:
         what = f"mask {mask.name} over {mask.length} tokens on {ranks} ranks in layout {str(layout)!r}"
@@ -199,28 +207,9 @@ def candidates(
     looked_at = list(_of_schedules(mask, ranks, layout, shape, hardware))
     if degrees and len(components(mask)) == 1:
         for degree in _degrees(ranks, shape):
-            looked_at += _with_ulysses(mask, ranks, layout, shape, hardware, degree, kept)
+            found = _of_schedules(mask, *_inside(degree, ranks, layout, shape, hardware))
+            looked_at += _exchanging(found, mask, ranks, shape, hardware, degree, kept)
     return tuple(looked_at)
-
-
-def _that_may_win(
-    mask: Mask, ranks: int, layout: str | Layout, shape: AttentionShape, hardware: Hardware, most: float = math.inf
-) -> tuple[Candidate, ...]:
-    """Return candidates without an exchange, but for those that lose to another, or take longer than `most` by TIE.
-
-    The choice of a degree and of a schedule both ask for them. What was found with a lower `most` serves where the best
-    is below that: nothing that was left out is within TIE of it.
-    """
-    known = _known(mask, ranks, layout, shape, hardware)
-    if not any(most <= lower or ((one := best(found)) and one.seconds <= lower) for lower, found in known):
-        known[:] = [(most, _of_schedules(mask, ranks, layout, shape, hardware, most * (1 + TIE)))]
-    return known[0][1]
-
-
-@lru_cache(maxsize=16)
-def _known(*about: object) -> list[tuple[float, tuple[Candidate, ...]]]:
-    """Return what `_that_may_win` keeps for these arguments."""
-    return []
 
 
 def _of_schedules(
@@ -231,8 +220,10 @@ def _of_schedules(
     assigned, load, held = {}, dict[Schedule, float](), layout if isinstance(layout, Layout) else None
     for schedule in ALL:
         why, instead = _needless(schedule, mask, ranks, layout, load), ""
-        if not why and most and most < math.inf:  # where nothing was timed yet, nothing loses
-            why = LOSES if _compute_seconds(_least_load(schedule, mask, ranks, layout), shape, hardware) > most else ""
+        if not why and most is not None and most < math.inf:  # where nothing was timed yet, nothing loses
+            side, least = _longest(schedule, mask, ranks, layout, shape), _least_loads(schedule, mask, ranks, layout)
+            loses = any(sum(_compute_seconds(pairs, side, shape, hardware)) > most for pairs in least)
+            why = LOSES if loses else ""
         if not why:
             try:
                 assigned[schedule] = chunks, blocks = schedule.assigned(mask, ranks, held)
@@ -255,6 +246,8 @@ def _needless(schedule: Schedule, mask: Mask, ranks: int, layout: str | Layout, 
         return f"it needs layout {schedule.layout!r}"
     if schedule.name == "balanced_shared" and (why := _why_not_shared(mask, ranks, layout)):
         return why
+    if ranks == 1 and loads:
+        return "one rank computes all of it in every schedule"
     has_zigzag = any(other.layout == "zigzag" for other in loads)
     if schedule.layout == "load_balanced" and has_zigzag and len(components(mask)) == 1:
         return "there is one sequence, which zigzag balances"
@@ -277,16 +270,30 @@ def _why_not_shared(mask: Mask, ranks: int, layout: str | Layout) -> str:
     return "" if shares else "the last step of balanced has no work to share"
 
 
-def _least_load(schedule: Schedule, mask: Mask, ranks: int, layout: str | Layout) -> float:
-    """Return a number of pairs that the most loaded rank has at least, before any block is assigned."""
-    if schedule.layout != "contiguous" or schedule.name == "greedy" or ranks < 1:
-        return mask.area / max(1, ranks)
+def _longest(schedule: Schedule, mask: Mask, ranks: int, layout: str | Layout, shape: AttentionShape) -> float:
+    """Return the side of a square of at least as many pairs as any kernel call of a schedule.
+
+    A call has the rows of one rank and the keys of another. Where steps are cut by memory and messages are joined, it
+    has what ROWS_PER_STEP allows: twice a rank's tokens beside its own, which hold at most 1.5 of these squared.
+    """
+    tokens = -(-mask.length // ranks)
+    if isinstance(layout, Layout):
+        tokens = max(sum(map(len, layout.spans(rank))) for rank in range(ranks))
+    by_memory = schedule.name == "greedy" or schedule.layout == "load_balanced"
+    return tokens * (1 + ROWS_PER_STEP / 4 if by_memory and names_joined(mask, shape.batch) else 1)
+
+
+def _least_loads(schedule: Schedule, mask: Mask, ranks: int, layout: str | Layout) -> Iterator[float]:
+    """Yield numbers of pairs that the most loaded rank has at least, before any block is assigned; the mean first."""
+    yield mask.area / ranks
+    if schedule.layout != "contiguous" or schedule.name == "greedy":
+        return
     load, helps, held = [0] * ranks, schedule.name != "ring", _in_order(mask, ranks, layout)
     for (rows, keys), pairs in areas(mask, held).items():
         q, kv = held.owner[rows], held.owner[keys]
         if not helps or 2 * (q - kv) != ranks:  # which two ranks may share
             load[kv if helps and 2 * (q - kv) > ranks else q] += pairs
-    return max(load)
+    yield max(load)
 
 
 def _timed(
@@ -301,7 +308,7 @@ def _timed(
     nodes = hardware.node_size(layout.ranks)
     ways = [None, nodes] if schedule.route is direct and nodes not in (None, 1) else [None]
     lost = Candidate(schedule.name, schedule.layout, refusal=LOSES)
-    bounds = [_compute_seconds(load, shape, hardware, phase) for phase in (FORWARD, BACKWARD)]
+    bounds = [*_compute_seconds(load, _longest(schedule, mask, layout.ranks, layout, shape), shape, hardware)]
     found: dict[int | None, list[tuple[Plan, Estimate]]] = {way: [] for way in ways}
     if schedule.route is direct and nodes is not None and sum(bounds) <= most < math.inf:
         ports = [port_seconds(blocks, layout, phase, shape, hardware) for phase in (FORWARD, BACKWARD)]
@@ -340,52 +347,67 @@ def automatic_degree(
     """
     if schedule != "auto" or len(components(mask)) > 1:
         return 1
-    even = _compute_seconds(mask.area / ranks, shape, hardware)  # no plan is faster than this and its exchanges
-    looked_at: dict[int, list[Candidate]] = {}
-    most, degrees, slack = math.inf, [1, *_degrees(ranks, shape)], 1.0
-    if hardware.node_size(ranks) is not None:  # plans of few ranks are soon made, and often win over several hosts
-        degrees, slack = degrees[::-1], 1 + TIE
-    for degree in degrees:
-        exchange = _exchange_seconds(mask, ranks, shape, hardware, degree, kept=True)[0] if degree > 1 else 0.0
-        if even + exchange < most:
-            looked_at[degree] = _with_ulysses(mask, ranks, layout, shape, hardware, degree, kept=True, most=most)
-            most = min([most, *(one.seconds * slack for one in looked_at[degree] if one.plan)])
-    taken = best(tuple(one for degree in sorted(looked_at) for one in looked_at[degree]))
-    return taken.ulysses_degree if taken is not None else 1
+    looked_at, most, plans = list[Candidate](), math.inf, {}
+    degrees = 1, *_degrees(ranks, shape)
+    exchange = {each: _exchange_seconds(mask, ranks, shape, hardware, each, kept=True)[0] for each in degrees}
+    # Plans of few ranks are soon made, and bound those of many.
+    for degree in sorted(exchange, key=lambda degree: (max(FEW, ranks // degree), exchange[degree])):
+        limit = most - exchange[degree]
+        about = _inside(degree, ranks, layout, shape, hardware)
+        found = _of_schedules(mask, *about, limit)
+        if (one := best(found)) and one.seconds * (1 + TIE) <= limit:  # no other ties with it
+            plans[degree] = about, one.plan
+        looked_at += _exchanging(found, mask, ranks, shape, hardware, degree, True)
+        most = min([most, *(one.seconds * (1 + TIE) for one in looked_at if one.plan)])
+    taken = best(tuple(sorted(looked_at, key=lambda one: one.ulysses_degree)))
+    degree = 1 if taken is None else taken.ulysses_degree
+    if degree in plans:
+        about, plan = plans[degree]
+        mask.kept[automatic_degree, *about] = plan  # until `make_plan` is asked for it
+    return degree
 
 
 def _degrees(ranks: int, shape: AttentionShape) -> list[int]:
     return [d for d in range(2, ranks + 1) if ranks % d == 0 and shape.heads % d == 0]
 
 
-def _compute_seconds(pairs: float, shape: AttentionShape, hardware: Hardware, *phases: Phase) -> float:
-    """Return the time of a forward and a backward, or of one, over so many token pairs at the highest rate."""
-    curves = {FORWARD: hardware.forward, BACKWARD: hardware.backward}
-    each = phases or (FORWARD, BACKWARD)
-    return sum(pairs * shape.flops_per_pair(phase) / max(rate for _, rate in curves[phase]) for phase in each)
+def _compute_seconds(pairs: float, side: float, shape: AttentionShape, hardware: Hardware) -> tuple[float, float]:
+    """Return the least times of a forward and a backward over so many token pairs, in calls up to a square's side."""
+    heads = shape.batch * shape.heads
+    forward, backward = (
+        pairs * shape.flops_per_pair(phase) / hardware.highest_rate(phase.name, side, heads)
+        for phase in (FORWARD, BACKWARD)
+    )
+    return forward, backward
 
 
-def _with_ulysses(
-    mask: Mask, ranks: int, layout: str | Layout, shape: AttentionShape, hardware: Hardware, degree: int, kept: bool,
-    most: float | None = None,
+def _inside(
+    degree: int, ranks: int, layout: str | Layout, shape: AttentionShape, hardware: Hardware
+) -> tuple[int, str | Layout, AttentionShape, Hardware]:
+    """Return what a plan is made for around which `degree` neighbours exchange heads for tokens."""
+    inner = split_heads(degree, ranks, shape.heads, shape.kv_heads).shape(shape)
+    return ranks // degree, layout if isinstance(layout, str) else layout.merged(degree), inner, hardware.inside(degree)
+
+
+def _exchanging(
+    found: Iterable[Candidate], mask: Mask, ranks: int, shape: AttentionShape, hardware: Hardware, degree: int,
+    kept: bool,
 ) -> list[Candidate]:  # fmt: skip
-    """Return candidates with fewer ranks per plan: `degree` neighbours exchange heads for tokens around it."""
+    """Return the candidates of `_inside` with the costs of the exchange."""
     if degree == 1:
-        return [*_that_may_win(mask, ranks, layout, shape, hardware, math.inf if most is None else most)]
-    inner = split_heads(degree, ranks, shape.heads, shape.kv_heads).shape(shape), hardware.inside(degree)
+        return [*found]
+    out = []
     exchange, sent = _exchange_seconds(mask, ranks, shape, hardware, degree, kept=kept)
-    found = []
-    about = mask, ranks // degree, layout if isinstance(layout, str) else layout.merged(degree), *inner
-    for one in _of_schedules(*about) if most is None else _that_may_win(*about, most - exchange):
+    for one in found:
         if one.layout == "load_balanced":
             why = "neighbours do not hold the tokens that one rank of its plan would"
             one = Candidate(one.schedule, one.layout, refusal=why)
         elif one.plan:
             host = one.host + EXCHANGES * hardware.host.exchange
             one = replace(one, device=one.device + exchange, host=host, sent=one.sent + sent)
-        found.append(replace(one, ulysses_degree=degree))
+        out.append(replace(one, ulysses_degree=degree))
     # With one rank per plan every schedule is the same.
-    return found if degree < ranks else [one for one in found if one.plan][:1]
+    return out if degree < ranks else [one for one in out if one.plan][:1]
 
 
 def _exchange_seconds(

@@ -54,7 +54,7 @@ class Mask:
     tiles: tuple[Tile, ...]
     balanced_by: Mask | None = None
     queries: int | None = None
-    _kept: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
+    kept: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __hash__(self) -> int:
         return hash((self.name, self.length))  # a mask is a key of caches, and may have thousands of tiles
@@ -83,9 +83,9 @@ def kept_on_mask(function: Callable[[Mask, *Args], T]) -> Callable[[Mask, *Args]
     @wraps(function)
     def kept(mask: Mask, *args: *Args) -> T:
         key = function, *args
-        if key not in mask._kept:
-            mask._kept[key] = function(mask, *args)
-        found: T = mask._kept[key]
+        if key not in mask.kept:
+            mask.kept[key] = function(mask, *args)
+        found: T = mask.kept[key]
         return found
 
     return kept

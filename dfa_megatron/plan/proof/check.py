@@ -22,7 +22,7 @@ from dfa_megatron.plan.language.program import Program
 from dfa_megatron.plan.lowering.landings import ALIGNMENT, Arenas, Landings, Places, landings_of
 from dfa_megatron.plan.lowering.lower import lower
 from dfa_megatron.plan.lowering.messages import RankMessages
-from dfa_megatron.plan.proof.set_algebra import Content, Sets, clip
+from dfa_megatron.plan.proof.set_algebra import Content, Sets
 
 
 def check_plan(plan: AttentionPlan | Plan, *, batch: int = 1, max_slots: int | None = None) -> None:
@@ -114,12 +114,11 @@ def _landed(plan: Plan, name: str, chunks: Sequence[int], tiles: Sequence[Sequen
     out, at = Content(), 0
     for chunk, sums in zip(chunks, tiles, strict=True):
         span = plan.layout.chunks[chunk]
-        if name in plan.phase.write_names:
-            out.terms += [(span.lo - at, tile) for tile in sums]
-        else:
-            out.tokens.append((Span(at, at + len(span)), span.lo - at))
+        rows, by = Span(at, at + len(span)), span.lo - at
+        out.put(rows, [(by, tile) for tile in sums])
+        if name not in plan.phase.write_names:
+            out.tokens.append((rows, by))
         at += len(span)
-    out.valid.append(Span(0, at))
     return out
 
 
@@ -145,9 +144,9 @@ def _compare(
 
 def _difference(content: Content, rows: Span, by: int, side: str, want: Sequence[Tile]) -> str:
     """Describe the error in rows that should hold these pairs, of tokens that are `by` after them; "" if none."""
-    if not covers(content.valid, rows):
+    if not content.holds(rows):
         return "has rows that were never written"
-    terms = clip(content.terms, rows, side)
+    terms = content.terms_in(rows, side)
     if any(shift != by for shift, _ in terms):
         return "holds the results of other tokens"
     got = [tile for _, tile in terms]

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import NamedTuple
 
 from dfa_megatron.errors import PlanError
 from dfa_megatron.plan.interpret import Accumulator
-from dfa_megatron.plan.language.geometry import UNBOUNDED, Span, Tile, covers
+from dfa_megatron.plan.language.geometry import Span, Tile, covers
 from dfa_megatron.plan.language.grid import plan_error
 from dfa_megatron.plan.language.ir import Plan
 from dfa_megatron.plan.language.program import Call, Merge, Message, Program, Region
@@ -22,17 +24,46 @@ Term = tuple[int, Tile]
 class Content:
     """The content of the rows of one name in one buffer.
 
-    valid: rows that hold anything. tokens: (rows, number); an input's token is its row plus the number. terms: results
-    merged into an accumulator. once: a result, whose rows are written once.
+    valid: spans of rows that hold anything, in order and apart. tokens: (rows, number); an input's token is its row
+    plus the number. terms: the results that are merged into an accumulator's rows, for each of `valid`. once: a result,
+    whose rows are written once.
     """
 
     valid: list[Span] = field(default_factory=list)
     tokens: list[tuple[Span, int]] = field(default_factory=list)
-    terms: list[Term] = field(default_factory=list)
+    terms: list[list[Term]] = field(default_factory=list)
     once: bool = False
 
+    def near(self, rows: Span) -> slice:
+        """Return which of `valid` meet some rows."""
+        first = bisect_right(self.valid, rows.lo, key=attrgetter("hi"))
+        return slice(first, bisect_left(self.valid, rows.hi, first, key=attrgetter("lo")))
 
-def clip(terms: list[Term], rows: Span, side: str) -> list[Term]:
+    def holds(self, rows: Span) -> bool:
+        """Return whether all of these rows hold something."""
+        return covers(self.valid[self.near(rows)], rows)
+
+    def terms_in(self, rows: Span, side: str) -> list[Term]:
+        """Return the part of the terms in these rows."""
+        near = self.near(rows)
+        parts = zip(self.valid[near], self.terms[near], strict=True)
+        return [term for span, terms in parts for term in (terms if rows.holds(span) else clip(terms, rows, side))]
+
+    def put(self, rows: Span, terms: list[Term], side: str = "") -> None:
+        """Let rows hold these terms, in place of those that they held."""
+        near = self.near(rows)
+        old = [*zip(self.valid[near], self.terms[near], strict=True)]
+        new = [(rows, terms)]
+        if old and old[0][0].lo < rows.lo:
+            before = Span(old[0][0].lo, rows.lo)
+            new.insert(0, (before, clip(old[0][1], before, side)))
+        if old and rows.hi < old[-1][0].hi:
+            after = Span(rows.hi, old[-1][0].hi)
+            new.append((after, clip(old[-1][1], after, side)))
+        self.valid[near], self.terms[near] = [span for span, _ in new], [terms for _, terms in new]
+
+
+def clip(terms: Iterable[Term], rows: Span, side: str) -> list[Term]:
     """Return the part of the terms in these rows."""
     by_q, out = side == "q", list[Term]()
     for term in terms:
@@ -82,33 +113,26 @@ class SetMemory:
         """Write the sum of sets in place of what the rows held.
 
         Raises:
-            LookupError: a part has rows that hold nothing.
+            LookupError: a part has rows that hold nothing, or rows of a result are written again. In a partial's memory
+                they would count twice.
         """
         terms: list[Term] = []
         for content, span in parts:
-            if not covers(content.valid, span):
+            if not content.holds(span):
                 raise LookupError("rows that hold nothing are merged")
             by = span.lo - into.span.lo
-            terms += [(shift + by, tile) for shift, tile in clip(content.terms, span, self.side)]
-        self.clear(into)
-        into.content.terms += terms
+            terms += [(shift + by, tile) for shift, tile in content.terms_in(span, self.side)]
+        self._write(into, terms)
 
     def clear(self, rows: View) -> None:
-        """Write empty sets.
+        """Write empty sets; errors as for `merge`."""
+        self._write(rows, [])
 
-        Raises:
-            LookupError: rows of a result are written again. In a partial's memory they would count twice.
-        """
+    def _write(self, rows: View, terms: list[Term]) -> None:
         content, span = rows
-        if not _meet(content.valid, span):
-            content.valid.append(span)
-            return
-        if content.once:
+        if content.once and content.valid[content.near(span)]:
             raise LookupError("rows of a result are written twice")
-        before, after = Span(0, span.lo), Span(span.hi, UNBOUNDED)
-        content.terms[:] = [term for rest in (before, after) for term in clip(content.terms, rest, self.side)]
-        if not covers(content.valid, span):
-            content.valid.append(span)
+        content.put(span, terms, self.side)
 
     def fits(self, partial: View, rows: int) -> bool:
         """Return False. The checker never takes this path; `_refuse_moved` checks its only condition."""
@@ -134,7 +158,7 @@ class Sets:
             for chunk, row in plan.layout.offsets(plan.layout.of(program.rank, side)).items():
                 span = plan.layout.chunks[chunk]
                 _append(content.tokens, Span(row, row + len(span)), span.lo - row)
-            content.valid = [Span(0, plan.layout.tokens(program.rank, side))]
+            content.put(Span(0, plan.layout.tokens(program.rank, side)), [])
         self.accumulators = {
             number: Accumulator(buffer.merges, buffer.parts[0][1], SetMemory(self.side_of[buffer.parts[0][0]]))
             for number, buffer in enumerate(program.buffers)
@@ -172,7 +196,7 @@ class Sets:
         for (side, _), into in zip(self.program.phase.writes, call.writes, strict=True):
             source, rows = (call.q if side == "q" else call.kv), Span(0, into.rows)
             terms = [((q_shift if side == "q" else kv_shift) + source.lo, tile) for q_shift, kv_shift, tile in tiles]
-            self._store(into, source.rows, View(Content(valid=[rows], terms=terms), rows))
+            self._store(into, source.rows, View(Content([rows], terms=[terms]), rows))
 
     def _segments(self, call: Call) -> list[Tile]:
         """Return the call's segments as tiles in the rows of its two buffers."""
@@ -211,11 +235,11 @@ class Sets:
             for region in regions:
                 content, by = self._read(region, sent=True), at - region.lo
                 out.tokens += [(rows.shift(by), shift - by) for rows, shift in content.tokens]
-                out.terms += [(shift - by, tile) for shift, tile in content.terms]
+                for rows, terms in zip(content.valid, content.terms, strict=True):
+                    out.put(rows.shift(by), [(shift - by, tile) for shift, tile in terms])
                 at += region.rows
                 if region.name in self.side_of:
                     self.gone.add(self._slot(region.buffer))
-            out.valid = [Span(0, at)]
             parts.append(out)
         return parts
 
@@ -226,13 +250,11 @@ class Sets:
             there, rows = self.content[region.buffer, region.name], Span(region.lo, region.hi)
             inside = region.lo >= 0 and region.hi <= dict(self.program.buffers[region.buffer].parts)[region.name]
             taken = self.tenant.get(self._slot(region.buffer)) != region.buffer
-            if len(regions) != 1 or not inside or taken or _meet(there.valid, rows):
+            if len(regions) != 1 or not inside or taken or there.valid[there.near(rows)]:
                 raise self.fail(f"R1: {region} is no place for a message to land in")
-            if there.valid and there.valid[-1].hi == rows.lo:
-                rows = Span(there.valid.pop().lo, rows.hi)
-            there.valid.append(rows)
             there.tokens += [(span.shift(region.lo), shift - region.lo) for span, shift in content.tokens]
-            there.terms += [(shift - region.lo, tile) for shift, tile in content.terms]
+            for span, terms in zip(content.valid, content.terms, strict=True):
+                there.put(span.shift(region.lo), [(shift - region.lo, tile) for shift, tile in terms])
             self.landing[self._slot(region.buffer)] -= 1
 
     # Memory.
@@ -256,7 +278,8 @@ class Sets:
     def _move_in(self, buffer: int) -> None:
         before = self.tenant.get(self._slot(buffer), buffer)
         for name, _ in self.program.buffers[before].parts:
-            self.content[before, name].valid.clear()  # who still has a view of it sees that it is gone
+            gone = self.content[before, name]  # who still has a view of it sees that it is gone
+            gone.valid, gone.terms = [], []
         self.tenant[self._slot(buffer)] = buffer
         for name, _ in self.program.buffers[buffer].parts:
             self.content[buffer, name] = Content()
@@ -275,7 +298,7 @@ class Sets:
         if self.landing.get(slot):
             raise self.fail(f"R1: {region} is read while its message is on the way")
         content = self.held(region.buffer, region.name)
-        if not covers(content.valid, rows):
+        if not content.holds(rows):
             raise self.fail(f"{region} is read before anything was stored in it")
         if not sent:
             self.touched[slot] = self.step
@@ -284,8 +307,8 @@ class Sets:
         else:
             self.sending.add(slot)
         tokens = [(span & rows, shift) for span, shift in _among(content.tokens, rows)]
-        terms = clip(content.terms, rows, self.side_of[region.name]) if content.terms else []
-        return Content([rows], tokens, terms)
+        terms = content.terms_in(rows, self.side_of[region.name]) if region.name in self.side_of else []
+        return Content([rows], tokens, [terms])
 
     def held(self, buffer: int, name: str) -> Content:
         """Return what a buffer holds of a name."""
@@ -304,10 +327,6 @@ class Sets:
             self.accumulators[into.buffer].write(partial)
         except LookupError as error:
             raise self.fail(f"a partial of {into} is not merged as planned: {error}") from error
-
-
-def _meet(spans: list[Span], rows: Span) -> bool:
-    return any(span.lo < rows.hi and rows.lo < span.hi for span in spans)
 
 
 def _among(tokens: list[tuple[Span, int]], rows: Span) -> list[tuple[Span, int]]:
