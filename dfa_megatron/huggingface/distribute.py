@@ -120,39 +120,33 @@ def distribute_attention(
 
 def _check_loaded(model: Any) -> None:
     """Refuse a model to which accelerate's loaders do not give what it needs."""
-    kind = kind_of(model)
+    why = ""
     if is_multimodal(model) or is_pair(model):
-        raise UnsupportedError(
-            f"{kind}, {'a multimodal' if is_multimodal(model) else 'an encoder-decoder'} model, under accelerate",
-            "its loader cuts tokens, but whole sequences are embedded",
-            "dfa_megatron.deepspeed.initialize or distribute_attention in a loop of your own, with shard_batch",
-        )
-    if padding_of(model.get_decoder()) is not None:
-        raise UnsupportedError(
-            f"{kind} under accelerate",
-            "its positions begin behind that of padding, but evaluation is local there and would use those of the "
-            "batches, which begin at 0",
-            "dfa_megatron.deepspeed.initialize or distribute_attention in a loop of your own, with shard_batch",
-        )
+        why = "whole sequences are embedded, and accelerate's loader cuts tokens"
+    elif padding_of(model.get_decoder()) is not None:
+        why = "positions begin behind that of padding, and evaluation, which is local there, has those of the batches"
+    if why:
+        instead = "dfa_megatron.deepspeed.initialize or distribute_attention in a loop of your own, with shard_batch"
+        raise UnsupportedError(f"{kind_of(model)} under accelerate", why, instead)
 
 
 def _hook(inner: Any, decoder: Any, attentions: list[torch.nn.Module]) -> None:
     """Register the hooks of a model, its decoder and its mixers, which need a `LayerContext` when they run."""
     if is_pair(inner):
-        pair.hook(inner, attentions)
-        return
-    wrap_generate(inner)
+        pair.hook(inner)
+    else:
+        wrap_generate(inner)
+        decoder.register_forward_pre_hook(inputs.prepare, with_kwargs=True)
+        decoder.register_forward_hook(end_prefill)
+        decoder.register_forward_hook(end, always_call=True)
+        counting_modules.hook(decoder)
+        recurrent.hook(decoder)
+        follow_router(type(inner).forward)
     if inner is not decoder:
         inner.register_forward_pre_hook(inputs.begin, with_kwargs=True)
         inner.register_forward_hook(end, always_call=True)
-    decoder.register_forward_pre_hook(inputs.prepare, with_kwargs=True)
-    decoder.register_forward_hook(end_prefill)
-    decoder.register_forward_hook(end, always_call=True)
     for mixer in {*attentions, *recurrent.modules_of(decoder)}:
         hook_mixer(mixer)
-    counting_modules.hook(decoder)
-    recurrent.hook(decoder)
-    follow_router(type(inner).forward)
 
 
 @contextmanager

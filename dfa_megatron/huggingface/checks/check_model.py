@@ -12,6 +12,7 @@ from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.huggingface.checks.check_pair import AT_ENCODER, check_pair, is_pair
 from dfa_megatron.huggingface.implementation import is_multimodal, text_field
 from dfa_megatron.huggingface.positions.counting_modules import LOCAL_ROPE, rotaries_of, table_of
+from dfa_megatron.huggingface.positions.seen import PREFIX
 from dfa_megatron.huggingface.recurrent.layers import layers_of
 
 _ATTENTIONS = {"full_attention", "sliding_attention", "chunked_attention"}
@@ -106,13 +107,14 @@ def _check_layers(model: Any, decoder: Any, attentions: list[torch.nn.Module]) -
             "a model whose layers attend to all keys, or to a window of them",
         )
     others, count = sum(not getattr(layer, "is_causal", True) for layer in attentions), len(attentions)
-    if others:
+    if others and model.config.model_type != PREFIX:
         raise UnsupportedError(
             f"{kind} with {count} attentions, {others} of them not causal",
-            "the plan is causal, and a decoder's attention at an encoder is not planned",
-            "a decoder-only model with causal layers",
+            "a stack of decoder layers sees earlier tokens alone",
+            "a model with causal layers, or one like BART, with an encoder",
         )
-    layers = _count(config, _STATES | _EACH_TOKEN)
+    types, whole = getattr(config, "layer_types", None), getattr(config, "decoder_layers", config.num_hidden_layers)
+    layers: int = whole if types is None else sum(kind not in _STATES | _EACH_TOKEN for kind in types)
     if count != layers:
         raise UnsupportedError(
             f"{kind} with attention in {count} of {layers} layers",
@@ -204,15 +206,6 @@ def _other_layers(config: Any) -> str:
 def layers_with_states(config: Any) -> int:
     """Return the number of layers whose type has a state."""
     return sum(kind in _STATES | _BOTH for kind in getattr(config, "layer_types", None) or ())
-
-
-def _count(config: Any, others: set[str]) -> int:
-    """Return the number of layers whose type is none of these."""
-    types = getattr(config, "layer_types", None)
-    if types is None:
-        count: int = getattr(config, "decoder_layers", config.num_hidden_layers)
-        return count
-    return sum(kind not in others for kind in types)
 
 
 def _local_rope(config: Any) -> str | None:
