@@ -14,9 +14,8 @@ from dfa_megatron.recurrence.agreed import Place
 from dfa_megatron.recurrence.local_scan import Decay, Scan, Tokens, local_scan, zero_tokens
 from dfa_megatron.recurrence.passing import outside_graphs, pass_states, tokens_before
 from dfa_megatron.runtime.comm.groups import Group
-from dfa_megatron.runtime.cu_seqlens import Offsets
+from dfa_megatron.runtime.cu_seqlens import CuSeqlens, Offsets
 from dfa_megatron.runtime.request import DEFAULTS
-from dfa_megatron.sharding import CuSeqlens
 
 
 @outside_graphs

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import weakref
-from collections.abc import Sequence
-from functools import lru_cache
+from collections.abc import Callable, Sequence
+from functools import lru_cache, wraps
 from itertools import pairwise
+from typing import Any, TypeVar
 
 import torch
 
@@ -16,6 +17,10 @@ from dfa_megatron.plan.language.mask import Mask, documents, of_window
 Offsets = tuple[int, ...]
 """0, the end of the first document, ..., the length of the pack."""
 
+Documents = torch.Tensor | Sequence[int]
+CuSeqlens = Documents | Sequence[Documents] | None
+"""Global token offsets of packed documents; those of every row of a batch, each from 0; or None for no documents."""
+
 _seen: list[Offsets] = [()]
 """The tuple that was checked last: the layers of a model bring the same one."""
 
@@ -23,7 +28,7 @@ _on_device: dict[int, tuple[weakref.ref[torch.Tensor], int, Offsets]] = {}
 """id of a CUDA tensor -> (the tensor, its version when it was read, what it held)."""
 
 
-def offsets_of(cu_seqlens: torch.Tensor | Sequence[int], device: torch.device | None = None) -> Offsets:
+def offsets_of(cu_seqlens: Documents | Sequence[Documents], device: torch.device | None = None) -> Offsets:
     """Return the offsets as a tuple of numbers.
 
     A CUDA tensor is read once, which waits for the device, and known again by its identity and version: layers that
@@ -41,7 +46,7 @@ def offsets_of(cu_seqlens: torch.Tensor | Sequence[int], device: torch.device | 
         return _seen[0]
     if not isinstance(x, torch.Tensor):
         if isinstance(x, Sequence) and all(isinstance(offset, int) for offset in x):
-            _seen[0] = tuple(x)
+            _seen[0] = tuple(x)  # type: ignore[arg-type]
             return _seen[0]
         raise UnsupportedError("cu_seqlens", "it must hold integers", "an int32 tensor, or a tuple of int")
     if x.dtype != torch.int32 or x.dim() != 1:
@@ -58,6 +63,46 @@ def offsets_of(cu_seqlens: torch.Tensor | Sequence[int], device: torch.device | 
         gone = weakref.ref(x, lambda _: _on_device.pop(key, None))
         known = _on_device[key] = gone, version, tuple(x.tolist())
     return known[2]
+
+
+def rows_of(cu_seqlens: CuSeqlens, device: torch.device | None = None) -> tuple[Offsets, ...]:
+    """Return the offsets of every row of a batch, () where `cu_seqlens` are those of one sequence.
+
+    Raises:
+        UnsupportedError: as `offsets_of` does.
+    """
+    if not isinstance(cu_seqlens, list | tuple) or not cu_seqlens or isinstance(cu_seqlens[0], int | float):
+        return ()
+    return tuple([offsets_of(row, device) for row in cu_seqlens])
+
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def row_by_row(function: F) -> F:
+    """Let a function of (batch, ...) take the documents of every row: it is called with each row by itself."""
+
+    @wraps(function)
+    def by_row(x: torch.Tensor, *args: Any, cu_seqlens: CuSeqlens = None, **options: Any) -> torch.Tensor:
+        if not (rows := rows_of(cu_seqlens, x.device)):
+            found: torch.Tensor = function(x, *args, cu_seqlens=cu_seqlens, **options)
+            return found
+        check_rows(len(rows), len(x))
+        each = zip(x.split(1), rows, strict=True)
+        return torch.cat([function(row, *args, cu_seqlens=offsets, **options) for row, offsets in each])
+
+    return by_row  # type: ignore[return-value]
+
+
+def check_rows(told: int, batch: int) -> None:
+    """Refuse documents, or masks, of another number of rows than a batch has.
+
+    Raises:
+        UnsupportedError: names both.
+    """
+    if told != batch:
+        what, why = f"a batch of {batch} with documents or masks of {told} rows", "each row has its own"
+        raise UnsupportedError(what, why, "a list of as many, or one for all rows")
 
 
 @lru_cache(maxsize=8)  # layers of one pack, and the mask that balances it

@@ -14,6 +14,7 @@ from dfa_megatron.plan.language.geometry import UNBOUNDED, Span, Tile
 from dfa_megatron.plan.language.layout import cross
 from dfa_megatron.plan.language.mask import Mask, cross_documents, of_window, two_sequences, union
 from dfa_megatron.plan.language.tree import prompt_tree
+from dfa_megatron.runtime.request import join_rows
 from tests.fuzz.outcome import Draw
 from tests.support import attend
 from tests.support.packs import drawn_layout, random_offsets
@@ -122,6 +123,7 @@ class Case(Draw):
             "window": whole.window_size != (-1, -1),
             "grouped heads": whole.heads != whole.kv_heads,
             "two head_dims": whole.head_dim != whole.head_dim_v,
+            "rows that differ": bool(whole.apart),
             "softcap": whole.softcap > 0,
             "sinks": whole.with_sinks,
             "ALiBi": whole.with_slopes,
@@ -161,13 +163,18 @@ def draw(seed: int, number: int, over: str, device: str = "cpu", ranks: Sequence
         named = [case.mask for case in (*every_mask(tokens, dice), *heterogeneous_masks(tokens, dice))]
         sees = {"mask": dice.choice(named) if dice.random() < 0.4 else _of_many_parts(tokens, dice)}
     if keys:
-        sees |= {"keys": keys, "mask": _of_two(tokens, keys, apart) if "mask" in sees else None}
+        sees |= {"keys": keys, "mask": of_two(tokens, keys, apart) if "mask" in sees else None}
         held = cross(held, drawn_layout(apart, some, keys))
     if lengths:
         layout = "contiguous" if held.in_order else "load_balanced"
     # Most queries of two sequences see keys of later ranks, which the balanced schedules refuse.
     serve = [each for each in LAYOUTS[layout] if not keys or "balanced" not in each or apart.random() < 0.1]
     offsets = random_offsets(tokens, dice) if packed else ()
+    beside = random.Random(f"rows {name}")
+    if offsets and beside.random() < 0.3:
+        rows = (offsets, *(random_offsets(tokens, beside) for _ in range(beside.randrange(3))))
+        sees |= {"apart": rows, "layout": held if lengths else layout}
+        offsets, held = join_rows(rows, sees["layout"], some)  # type: ignore[assignment]
     whole = _whole(dice, shape, tokens, offsets, **sees, seed=seed * 1_000_003 + number, device=device)
     return Case(
         seed=seed,
@@ -177,7 +184,7 @@ def draw(seed: int, number: int, over: str, device: str = "cpu", ranks: Sequence
         whole=whole,
         options={
             "schedule": dice.choice(serve),
-            "layout": held if lengths else layout,
+            "layout": held if lengths or "apart" in sees else layout,
             "kernel": dice.choice(GPU_KERNELS if on_gpu else CPU_KERNELS),
             "ulysses_degree": _degree(dice, some, shape.heads, of_two=bool(keys)) if public else 1,
             "transport": dice.choice(["auto", "p2p", "copy_engine"]) if over == "nccl" else "auto",
@@ -190,7 +197,7 @@ def draw(seed: int, number: int, over: str, device: str = "cpu", ranks: Sequence
     )
 
 
-def _of_two(queries: int, keys: int, dice: random.Random) -> Mask:
+def of_two(queries: int, keys: int, dice: random.Random) -> Mask:
     """Draw documents of queries and of keys in pairs, or a union of bands."""
     if dice.random() < 0.5:
         cuts = [sorted(dice.choices(range(n + 1), k=3)) for n in (queries, keys)]
