@@ -22,10 +22,10 @@ from dfa_megatron.plan.language.mask import Mask
 from dfa_megatron.remat import active_frame
 from dfa_megatron.runtime.comm.channel import refuse
 from dfa_megatron.runtime.comm.groups import Group, channel_of, group_name
-from dfa_megatron.runtime.cu_seqlens import Documents, check_offsets, check_rows, offsets_of, rows_of
+from dfa_megatron.runtime.cu_seqlens import CuSeqlens, check_offsets, offsets_of, rows_of
 from dfa_megatron.runtime.op import DirectAttention, Pair, attention, needs_gradient
-from dfa_megatron.runtime.problem import Inputs, refuse_strangers, refuse_tensors, transformed
-from dfa_megatron.runtime.request import DEFAULTS, OPTIONS, Request, join_rows
+from dfa_megatron.runtime.problem import Inputs, refuse_strangers, transformed
+from dfa_megatron.runtime.request import DEFAULTS, OPTIONS, Request
 
 
 def dist_flash_attn_func(
@@ -112,7 +112,7 @@ def dist_flash_attn_varlen_func(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    cu_seqlens: Documents | Sequence[Documents] = (),
+    cu_seqlens: CuSeqlens = (),
     *lengths: Never,
     causal: bool | None = None,
     group: Group = None,
@@ -157,7 +157,7 @@ def dist_flash_attn_varlen_func(
     try:
         if lengths or unknown:
             raise _unknown(unknown or ("cu_seqlens_k",))
-        rows = rows_of(cu_seqlens, q.device)
+        rows = rows_of(cu_seqlens, q)
         offsets = () if rows else offsets_of(cu_seqlens, q.device)
         if not rows and not q.dim() == k.dim() == v.dim() == 3:
             shapes = f"packed q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
@@ -225,7 +225,7 @@ def _attend(inputs: Inputs, group: Group, config: DistAttentionConfig, **mathema
         return _traced(inputs, group, config, mathematics)
     for name in ("mask", "cu_seqlens"):
         rows = mathematics.get(name)
-        if rows and isinstance(rows, list | tuple) and all(isinstance(row, Mask | tuple) for row in rows):
+        if isinstance(rows, list | tuple) and rows and all(isinstance(row, Mask | tuple) for row in rows):
             return _attend_rows(inputs, group, config, mathematics, name)
     try:
         request = _request(config=config, **mathematics)  # checked where it is prepared: every rank hears of errors
@@ -251,21 +251,15 @@ def _attend(inputs: Inputs, group: Group, config: DistAttentionConfig, **mathema
 
 
 def _attend_rows(inputs: Inputs, group: Group, config: DistAttentionConfig, asked: dict[str, Any], name: str) -> Pair:
-    """Attend in the rows of a batch that differ as in one sequence: a token sees none of another row."""
-    over, rows = channel_of(group, verify=config.verify == "on"), tuple(asked[name])
+    """Attend in the rows of a batch that differ as in one sequence."""
+    from dfa_megatron.rows import join  # which other calls need not load
+
+    over = channel_of(group, verify=config.verify == "on")
     try:
-        refuse_strangers(*inputs[:3])
-        refuse_tensors(inputs)
-        check_rows(len(rows), len(inputs.q))
-        joined, layout = join_rows(rows, asked["layout"], 1 if over is None else over.size)
-        if inputs.slopes is not None and layout.queries is not None:
-            why = "a key is at another distance in every row"
-            raise UnsupportedError("alibi_slopes with rows of two sequences", why, "a call for every row")
+        whole, joined, layout = join(inputs, tuple(asked[name]), asked["layout"], 1 if over is None else over.size)
     except UnsupportedError as error:
         _refuse(error, group, config)
-    q, k, v = (x.flatten(0, 1).unsqueeze(0) for x in inputs[:3])
-    joined_inputs = Inputs(q, k, v, inputs.sinks, inputs.slopes)
-    out, lse = _attend(joined_inputs, group, config, **asked | {name: joined, "layout": layout})
+    out, lse = _attend(whole, group, config, **asked | {name: joined, "layout": layout})
     sizes = inputs.q.shape[:2]
     return out[0].unflatten(0, sizes), lse[0].unflatten(1, sizes).transpose(0, 1)
 

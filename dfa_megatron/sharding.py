@@ -25,8 +25,9 @@ from dfa_megatron.plan.language.geometry import Span
 from dfa_megatron.plan.language.layout import Layout, by_name
 from dfa_megatron.plan.language.tree import Tree
 from dfa_megatron.plan.schedules.load_balanced import layout_of
+from dfa_megatron.rows import row_by_row
 from dfa_megatron.runtime.comm.groups import Group, resolve
-from dfa_megatron.runtime.cu_seqlens import CuSeqlens, balancing_mask, offsets_of, row_by_row, rows_of
+from dfa_megatron.runtime.cu_seqlens import CuSeqlens, balancing_mask, offsets_of, rows_of
 
 
 @row_by_row
@@ -118,8 +119,8 @@ def local_positions(
     """
     rank, size, _ = _membership(group)
     if rows := rows_of(cu_seqlens):
-        of_rows = [local_positions(length, group=group, layout=layout, device=device, cu_seqlens=row) for row in rows]
-        return torch.stack(of_rows)
+        alike: Any = {"group": group, "layout": layout, "device": device}
+        return torch.stack([local_positions(length, cu_seqlens=row, **alike) for row in rows])
     whole = layout_of_tokens(layout, length, size, cu_seqlens)
     positions = positions_of(whole, rank, device)
     if cu_seqlens is None:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import weakref
-from collections.abc import Callable, Sequence
-from functools import lru_cache, wraps
+from collections.abc import Sequence
+from functools import lru_cache
 from itertools import pairwise
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
@@ -17,8 +17,7 @@ from dfa_megatron.plan.language.mask import Mask, documents, of_window
 Offsets = tuple[int, ...]
 """0, the end of the first document, ..., the length of the pack."""
 
-Documents = torch.Tensor | Sequence[int]
-CuSeqlens = Documents | Sequence[Documents] | None
+CuSeqlens = torch.Tensor | Sequence[int] | Sequence[torch.Tensor | Sequence[int]] | None
 """Global token offsets of packed documents; those of every row of a batch, each from 0; or None for no documents."""
 
 _seen: list[Offsets] = [()]
@@ -28,7 +27,7 @@ _on_device: dict[int, tuple[weakref.ref[torch.Tensor], int, Offsets]] = {}
 """id of a CUDA tensor -> (the tensor, its version when it was read, what it held)."""
 
 
-def offsets_of(cu_seqlens: Documents | Sequence[Documents], device: torch.device | None = None) -> Offsets:
+def offsets_of(cu_seqlens: CuSeqlens, device: torch.device | None = None) -> Offsets:
     """Return the offsets as a tuple of numbers.
 
     A CUDA tensor is read once, which waits for the device, and known again by its identity and version: layers that
@@ -65,44 +64,24 @@ def offsets_of(cu_seqlens: Documents | Sequence[Documents], device: torch.device
     return known[2]
 
 
-def rows_of(cu_seqlens: CuSeqlens, device: torch.device | None = None) -> tuple[Offsets, ...]:
-    """Return the offsets of every row of a batch, () where `cu_seqlens` are those of one sequence.
+def rows_of(cu_seqlens: CuSeqlens, x: torch.Tensor | None = None) -> tuple[Offsets, ...]:
+    """Return the offsets of every row of a batch (of x, if given), () where `cu_seqlens` are those of one sequence.
 
     Raises:
-        UnsupportedError: as `offsets_of` does.
+        UnsupportedError: as `offsets_of` does, and where the batch has another number of rows.
     """
     if not isinstance(cu_seqlens, list | tuple) or not cu_seqlens or isinstance(cu_seqlens[0], int | float):
         return ()
-    return tuple([offsets_of(row, device) for row in cu_seqlens])
+    if x is not None:
+        check_rows(cu_seqlens, x)
+    return tuple([offsets_of(row, x if x is None else x.device) for row in cu_seqlens])
 
 
-F = TypeVar("F", bound=Callable[..., Any])
-
-
-def row_by_row(function: F) -> F:
-    """Let a function of (batch, ...) take the documents of every row: it is called with each row by itself."""
-
-    @wraps(function)
-    def by_row(x: torch.Tensor, *args: Any, cu_seqlens: CuSeqlens = None, **options: Any) -> torch.Tensor:
-        if not (rows := rows_of(cu_seqlens, x.device)):
-            found: torch.Tensor = function(x, *args, cu_seqlens=cu_seqlens, **options)
-            return found
-        check_rows(len(rows), len(x))
-        each = zip(x.split(1), rows, strict=True)
-        return torch.cat([function(row, *args, cu_seqlens=offsets, **options) for row, offsets in each])
-
-    return by_row  # type: ignore[return-value]
-
-
-def check_rows(told: int, batch: int) -> None:
-    """Refuse documents, or masks, of another number of rows than a batch has.
-
-    Raises:
-        UnsupportedError: names both.
-    """
-    if told != batch:
-        what, why = f"a batch of {batch} with documents or masks of {told} rows", "each row has its own"
-        raise UnsupportedError(what, why, "a list of as many, or one for all rows")
+def check_rows(rows: Sequence[Any], x: torch.Tensor) -> None:
+    """Refuse what rows attend to, where the batch of x has another number of them."""
+    if len(rows) != len(x):
+        what = f"documents or masks of {len(rows)} rows in a batch of {len(x)}"
+        raise UnsupportedError(what, "each row has its own", "a list of as many, or one for all rows")
 
 
 @lru_cache(maxsize=8)  # layers of one pack, and the mask that balances it

@@ -16,11 +16,9 @@ from dfa_megatron.plan.language.geometry import Span, Tile
 from dfa_megatron.plan.language.ir import AttentionPlan
 from dfa_megatron.plan.language.layout import LAYOUTS as BY_LENGTH
 from dfa_megatron.plan.language.layout import Layout, by_name, cross
-from dfa_megatron.plan.language.layout import of_rows as layouts_of_rows
 from dfa_megatron.plan.language.mask import Mask, cross_documents, of_window
-from dfa_megatron.plan.language.mask import of_rows as masks_of_rows
 from dfa_megatron.plan.schedules.load_balanced import layout_of
-from dfa_megatron.runtime.cu_seqlens import Offsets, balancing_mask, check_offsets, mask_of
+from dfa_megatron.runtime.cu_seqlens import Offsets, balancing_mask, mask_of
 
 DEFAULTS = DistAttentionConfig()
 OPTIONS = tuple(option.name for option in fields(DistAttentionConfig))
@@ -130,7 +128,7 @@ class Request:
                 two = ranks * queries, ranks * keys
             if two is None and queries == keys and ranks * queries == length:
                 return self
-            held = _of_two(held, *two, ranks) if two is not None else layout_of(held, self.mask_over(length), ranks)
+            held = two_by_name(held, *two, ranks) if two is not None else layout_of(held, self.mask_over(length), ranks)
         if held.ranks != ranks:
             why = f"{ranks} share the sequence"
             raise UnsupportedError(f"a layout of {held.ranks} ranks", why, f"a layout of {ranks} ranks")
@@ -210,41 +208,9 @@ class Request:
         return json.dumps(values, sort_keys=True, default=repr)
 
 
-def _of_two(name: str, queries: int, keys: int, ranks: int) -> Layout:
+def two_by_name(name: str, queries: int, keys: int, ranks: int) -> Layout:
+    """Return the layout of that name for queries and for keys."""
     return cross(by_name(name, queries, ranks), by_name(name, keys, ranks))
-
-
-Row = Mask | Offsets
-"""What the tokens of one row of a batch attend to."""
-
-
-@lru_cache(maxsize=16)  # the layers of a batch bring equal rows
-def join_rows(rows: tuple[Row, ...], layout: str | Layout, ranks: int) -> tuple[Row, Layout]:
-    """Return the rows of a batch as one sequence, one behind another: what its tokens attend to, and its layout.
-
-    Args:
-        rows: masks of every row, or offsets of its documents.
-        layout: of a row. "load_balanced" shares out every row by its own work, as many tokens of each to a rank.
-
-    Raises:
-        UnsupportedError: the rows are not equally long, or the offsets or the layout cannot be.
-    """
-    offsets = [row for row in rows if not isinstance(row, Mask)]
-    for row in offsets:
-        check_offsets(row)
-    masks = [row if isinstance(row, Mask) else balancing_mask(row, row[-1]) for row in rows]
-    length, queries = masks[0].length, masks[0].queries
-    if any((mask.length, mask.queries) != (length, queries) for mask in masks):
-        what, why = f"rows of {[mask.length for mask in masks]} tokens", "the rows of a batch are equally long"
-        raise UnsupportedError(what, why, "the padding of a row as a document of its own")
-    if isinstance(layout, Layout):
-        held = [layout] * len(rows)
-    elif queries is None:
-        held = [layout_of(layout, mask, ranks) for mask in masks]
-    else:
-        held = [_of_two(layout, queries, length - queries, ranks)] * len(rows)
-    joined = tuple(at * length + offset for at, row in enumerate(offsets) for offset in row)
-    return joined or masks_of_rows(masks), layouts_of_rows(held)
 
 
 _PLANNED = ("causal", "window_size", "layout", "cu_seqlens", "mask", "plan")

@@ -10,10 +10,11 @@ import torch.distributed as dist
 
 from dfa_megatron.plan.language.geometry import Span
 from dfa_megatron.plan.language.layout import Layout
+from dfa_megatron.rows import row_by_row
 from dfa_megatron.runtime.comm.channel import Channel
 from dfa_megatron.runtime.comm.compared import Compared, compared, telling
 from dfa_megatron.runtime.comm.groups import Group, resolve
-from dfa_megatron.runtime.cu_seqlens import CuSeqlens, Offsets, check_offsets, describe, offsets_of, row_by_row
+from dfa_megatron.runtime.cu_seqlens import CuSeqlens, Offsets, check_offsets, describe, offsets_of
 from dfa_megatron.sequence.moves import Moves, move_rows, moves_between
 from dfa_megatron.sharding import layout_of_tokens, positions_of
 

@@ -21,7 +21,7 @@ from dfa_megatron.runtime.comm.transport import Arena
 from dfa_megatron.runtime.execute.sinks_and_slopes import merge_sinks, sinks_gradient
 from dfa_megatron.runtime.prepare import Prepared, build
 from dfa_megatron.runtime.problem import Inputs
-from dfa_megatron.runtime.request import Request, Row
+from dfa_megatron.runtime.request import Request
 from dfa_megatron.runtime.run import backward_algebra, forward_algebra, needed_by_backward
 from dfa_megatron.sharding import layout_of_tokens, positions_of
 from tests.support.arguments import arguments
@@ -57,7 +57,7 @@ class Case:
     """Of a pack's documents; the last is its tokens."""
     keys: int = 0
     """Of another sequence than the queries; 0 for one sequence."""
-    apart: tuple[Row, ...] = ()
+    apart: tuple[Mask | tuple[int, ...], ...] = ()
     """Rows of a batch that differ: the case is of them joined, and the public functions get the rows."""
     layout: str | Layout = "contiguous"
     """Of these rows."""

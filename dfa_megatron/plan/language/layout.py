@@ -97,14 +97,10 @@ class Layout:
         return dict(zip(chunks, starts, strict=False))
 
     def check_tokens(self, rank: int, held: int, side: str = "") -> None:
-        """Refuse tensors of a rank that do not hold its tokens: queries "q", keys "kv", or those of one sequence.
-
-        Raises:
-            UnsupportedError: says how many they are, and how many the layout has there.
-        """
+        """Refuse tensors of a rank that do not hold its tokens: queries "q", keys "kv", or those of one sequence."""
         if (wanted := self.tokens(rank, side)) != held:
-            what = f"{held} {_NAMED[side]} on rank {rank}"
-            why = f"its layout has {wanted} there: {self}"
+            name = {"q": "queries", "kv": "keys"}.get(side, "tokens")
+            what, why = f"{held} {name} on rank {rank}", f"its layout has {wanted} there: {self}"
             raise UnsupportedError(what, why, "tensors of the layout's tokens, or their layout")
 
     def side(self, side: str) -> Layout:
@@ -135,9 +131,6 @@ class Layout:
     def halved(self) -> Layout:
         """Cut each chunk in two, so that two ranks can share a block."""
         return cut_at(self, [(chunk.lo + chunk.hi) // 2 for chunk in self.chunks])
-
-
-_NAMED = {"q": "queries", "kv": "keys", "": "tokens"}
 
 
 def cut(length: int, parts: int) -> tuple[Span, ...]:

@@ -207,16 +207,6 @@ def two_sequences(name: str, queries: int, keys: int, tiles: Iterable[Tile]) -> 
     return Mask(name, queries + keys, tuple(tile.shift(0, queries) for tile in whole.tiles), None, queries)
 
 
-def of_rows(rows: Sequence[Mask]) -> Mask:
-    """Return the mask of the rows of a batch as one sequence, one behind another: a token sees those of its own row."""
-    first = rows[0]
-    queries = first.length if first.queries is None else first.queries
-    keys, ahead = (queries, 0) if first.queries is None else (first.length - queries, (len(rows) - 1) * queries)
-    tiles = [tile.shift(at * queries, at * keys + ahead) for at, row in enumerate(rows) for tile in row.tiles]
-    name = f"rows({', '.join(row.name for row in rows)})"
-    return Mask(name, len(rows) * first.length, tuple(tiles), None, first.queries and len(rows) * queries)
-
-
 def prefix_lm(length: int, prefix: int) -> Mask:
     """Return a mask whose first `prefix` tokens are visible to all and that is causal beyond: j < prefix or j <= i."""
     if not 0 <= prefix <= length:
