@@ -22,7 +22,7 @@ from dfa_megatron.plan.language.mask import Mask
 from dfa_megatron.remat import active_frame
 from dfa_megatron.runtime.comm.channel import refuse
 from dfa_megatron.runtime.comm.groups import Group, channel_of, group_name
-from dfa_megatron.runtime.cu_seqlens import check_offsets, offsets_of
+from dfa_megatron.runtime.cu_seqlens import CuSeqlens, check_offsets, offsets_of, rows_of
 from dfa_megatron.runtime.op import DirectAttention, Pair, attention, needs_gradient
 from dfa_megatron.runtime.problem import Inputs, refuse_strangers, transformed
 from dfa_megatron.runtime.request import DEFAULTS, OPTIONS, Request
@@ -40,7 +40,7 @@ def dist_flash_attn_func(
     softcap: float = 0.0,
     sinks: torch.Tensor | None = None,
     alibi_slopes: torch.Tensor | None = None,
-    mask: Mask | None = None,
+    mask: Mask | Sequence[Mask] | None = None,
     plan: AttentionPlan | None = None,
     return_lse: bool = False,
     layout: str | Layout = "contiguous",
@@ -69,7 +69,7 @@ def dist_flash_attn_func(
         alibi_slopes: (heads,), float32, the same values on every rank: -slope * |i - j| is added to the (capped) score
             of tokens i and j of the whole sequence. It may require no gradient. Only the kernels `reference` and
             `triton` support it.
-        mask: any mask of `dfa_megatron.masks` over the whole sequence, in its order.
+        mask: any mask of `dfa_megatron.masks` over the whole sequence, in its order; or a list of one for each row.
         plan: who computes what and when, as `make_plan` returns it, over the whole sequence and these ranks. It is
             checked before it runs.
         return_lse: also return lse.
@@ -112,7 +112,7 @@ def dist_flash_attn_varlen_func(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    cu_seqlens: torch.Tensor | Sequence[int] = (),
+    cu_seqlens: CuSeqlens = (),
     *lengths: Never,
     causal: bool | None = None,
     group: Group = None,
@@ -139,6 +139,8 @@ def dist_flash_attn_varlen_func(
         cu_seqlens: int32 (documents + 1), or as many Python integers: *global* token offsets 0, ..., tokens of all,
             the same on every rank. Best a tuple or a CPU tensor. A CUDA tensor is read back once, and the host waits.
             It is then known by its identity and version: a write through another tensor's `.data` is not seen.
+            A list or tuple of as many for each row of a batch, where q, k, v are as in `dist_flash_attn_func`: the rows
+            run as one pack, and the work of all of them is balanced together.
         causal, window_size: as in `dist_flash_attn_func`, within each document.
         layout: "load_balanced" as well: every rank computes its own rows, and the rows are placed for equal work.
         config: as there. cuda_graph captures a graph for every new pack, so use it only for packs that come again.
@@ -146,7 +148,7 @@ def dist_flash_attn_varlen_func(
     The other arguments, and the errors, are those of `dist_flash_attn_func`.
 
     Returns:
-        out (local_tokens, heads, head_dim_v), and if asked lse (heads, local_tokens).
+        out (local_tokens, heads, head_dim_v), and if asked lse (heads, local_tokens); of a batch those of all rows.
 
     Raises:
         UnsupportedError: also where `cu_seqlens` is no pack of these tokens; on the other ranks it is a
@@ -155,16 +157,18 @@ def dist_flash_attn_varlen_func(
     try:
         if lengths or unknown:
             raise _unknown(unknown or ("cu_seqlens_k",))
-        offsets = offsets_of(cu_seqlens, q.device)
-        if not q.dim() == k.dim() == v.dim() == 3:
+        rows = rows_of(cu_seqlens, q)
+        offsets = () if rows else offsets_of(cu_seqlens, q.device)
+        if not rows and not q.dim() == k.dim() == v.dim() == 3:
             shapes = f"packed q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
             raise UnsupportedError(shapes, "each must have 3 dimensions", "(local_tokens, heads, head_dim)")
-        if not offsets:
+        if not (offsets or rows):
             check_offsets(offsets)
     except UnsupportedError as error:
         _refuse(error, group, config)
+    qkv = (q, k, v) if rows else (q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0))
     out, lse = _attend(
-        Inputs(q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0), sinks, alibi_slopes),
+        Inputs(*qkv, sinks, alibi_slopes),
         group,
         config,
         causal=causal,
@@ -172,9 +176,10 @@ def dist_flash_attn_varlen_func(
         window_size=window_size,
         softcap=softcap,
         layout=layout,
-        cu_seqlens=offsets,
+        cu_seqlens=rows or offsets,
     )
-    return (out.squeeze(0), lse.squeeze(0)) if return_lse else out.squeeze(0)
+    out, lse = (out, lse) if rows else (out.squeeze(0), lse.squeeze(0))
+    return (out, lse) if return_lse else out
 
 
 _DOCUMENTS = "cu_seqlens alone: global offsets of documents, the same for queries and keys; lengths follow from them"
@@ -218,6 +223,10 @@ def _attend(inputs: Inputs, group: Group, config: DistAttentionConfig, **mathema
     )
     if torch.compiler.is_compiling():
         return _traced(inputs, group, config, mathematics)
+    for name in ("mask", "cu_seqlens"):
+        rows = mathematics.get(name)
+        if isinstance(rows, list | tuple) and rows and all(isinstance(row, Mask | tuple) for row in rows):
+            return _attend_rows(inputs, group, config, mathematics, name)
     try:
         request = _request(config=config, **mathematics)  # checked where it is prepared: every rank hears of errors
     except TypeError:  # a value without a hash
@@ -239,6 +248,20 @@ def _attend(inputs: Inputs, group: Group, config: DistAttentionConfig, **mathema
     if frame is not None and known is None:
         frame.record(out, lse)
     return out, lse
+
+
+def _attend_rows(inputs: Inputs, group: Group, config: DistAttentionConfig, asked: dict[str, Any], name: str) -> Pair:
+    """Attend in the rows of a batch that differ as in one sequence."""
+    from dfa_megatron.rows import join  # which other calls need not load
+
+    over = channel_of(group, verify=config.verify == "on")
+    try:
+        whole, joined, layout = join(inputs, tuple(asked[name]), asked["layout"], 1 if over is None else over.size)
+    except UnsupportedError as error:
+        _refuse(error, group, config)
+    out, lse = _attend(whole, group, config, **asked | {name: joined, "layout": layout})
+    sizes = inputs.q.shape[:2]
+    return out[0].unflatten(0, sizes), lse[0].unflatten(1, sizes).transpose(0, 1)
 
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)

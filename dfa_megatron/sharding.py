@@ -25,13 +25,12 @@ from dfa_megatron.plan.language.geometry import Span
 from dfa_megatron.plan.language.layout import Layout, by_name
 from dfa_megatron.plan.language.tree import Tree
 from dfa_megatron.plan.schedules.load_balanced import layout_of
+from dfa_megatron.rows import row_by_row
 from dfa_megatron.runtime.comm.groups import Group, resolve
-from dfa_megatron.runtime.cu_seqlens import balancing_mask, offsets_of
-
-CuSeqlens = torch.Tensor | Sequence[int] | None
-"""Global token offsets of packed documents, as `dist_flash_attn_varlen_func` takes them, or None for no documents."""
+from dfa_megatron.runtime.cu_seqlens import CuSeqlens, balancing_mask, offsets_of, rows_of
 
 
+@row_by_row
 def shard_sequence(
     x: torch.Tensor,
     *,
@@ -48,6 +47,7 @@ def shard_sequence(
         layout: "contiguous", "zigzag" (chunks r and 2P-1-r of 2P), "load_balanced" (by the work of the documents), or a
             value of `dfa_megatron.layouts`. Where the length does not divide, the first parts are one token longer.
         cu_seqlens: the documents of a pack, as for `dist_flash_attn_varlen_func`; only "load_balanced" depends on them.
+            Of each row, a list: x is (batch, ...) then.
 
     Raises:
         UnsupportedError: an unknown layout or one of other tokens, a process that is not in the group, or cu_seqlens
@@ -59,6 +59,7 @@ def shard_sequence(
     return x if size == 1 else _part(x, whole, rank, dim)
 
 
+@row_by_row
 def unshard_sequence(
     x: torch.Tensor,
     *,
@@ -117,6 +118,9 @@ def local_positions(
         UnsupportedError: as for `shard_sequence`.
     """
     rank, size, _ = _membership(group)
+    if rows := rows_of(cu_seqlens):
+        alike: Any = {"group": group, "layout": layout, "device": device}
+        return torch.stack([local_positions(length, cu_seqlens=row, **alike) for row in rows])
     whole = layout_of_tokens(layout, length, size, cu_seqlens)
     positions = positions_of(whole, rank, device)
     if cu_seqlens is None:

@@ -56,19 +56,19 @@ BUDGETS = {
     "benchmarks": 6_286,
     "cli": 675,
     "deepspeed": 1_452,
-    "doctor": 1_040,
-    "huggingface": 5_535,
-    "kernels": 3_792,
+    "doctor": 1_041,
+    "huggingface": 5_462,
+    "kernels": 3_796,
     "loss": 686,
     "megatron": 4_874,
-    "plan": 5_749,
-    "proving": 775,
-    "recurrence": 1_455,
+    "plan": 5_770,
+    "proving": 763,
+    "recurrence": 1_473,
     "remat": 529,
-    "runtime": 5_801,
-    "sequence": 416,
-    "tests": 39_432,
-    "top": 1_623,
+    "runtime": 5_798,
+    "sequence": 414,
+    "tests": 39_411,
+    "top": 1_736,
     "trees": 307,
 }
 """Lines of Python in a folder of the package, in its files beside them ("top"), in tests and in benchmarks.
@@ -134,7 +134,7 @@ def test_attention_loads_no_more_than_it_needs() -> None:
     """May only fall; the aim is 13,000 lines."""
     loaded = house.import_closure("dfa_megatron.attention")
     assert len(loaded) <= 86
-    assert sum(len(path.read_text(encoding="utf-8").splitlines()) for path in loaded) <= 14_890
+    assert sum(len(path.read_text(encoding="utf-8").splitlines()) for path in loaded) <= 14_889
 
 
 def test_there_are_no_more_options_than_thirteen() -> None:

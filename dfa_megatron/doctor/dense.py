@@ -46,7 +46,7 @@ def dense_attention(
         scores = softcap * torch.tanh(scores / softcap)
     if bias is not None:
         scores = scores + bias.double()
-    scores = scores.masked_fill(~_pairs(visible, q.shape[1], k.shape[1]).to(q.device), -math.inf)
+    scores = scores.masked_fill(~pairs_of(visible, q.shape[1], k.shape[1]).to(q.device), -math.inf)
     if sinks is not None:
         scores = torch.cat([scores, sinks.double()[None, :, None, None].expand(*scores.shape[:-1], 1)], -1)
         v64 = torch.cat([v64, v64.new_zeros(v64.shape[0], 1, *v64.shape[2:])], 1)
@@ -70,7 +70,8 @@ def band_mask(q_len: int, kv_len: int, band: Band) -> torch.Tensor:
     return (ahead >= -left) & (ahead <= right)
 
 
-def _pairs(visible: Band | Mask | torch.Tensor, q_len: int, kv_len: int) -> torch.Tensor:
+def pairs_of(visible: Band | Mask | torch.Tensor, q_len: int, kv_len: int) -> torch.Tensor:
+    """Return the pairs that attend, (q_len, kv_len) of bool."""
     if isinstance(visible, Band):
         return band_mask(q_len, kv_len, visible)
     if isinstance(visible, torch.Tensor):

@@ -128,16 +128,16 @@ def _of_pair(qkv: tuple[torch.Tensor, ...], side: str, pair: TwoSequences | None
             "the model's own call tells the tokens of both sequences",
             "a call of the whole model; whole sequences within local_attention(model)",
         )
-    layout, out = pair.layouts[side], list[Any]()
+    layout = pair.layouts[side]
     call = call | {"layout": layout}
     if side == "decoder" or pair.real is None:
         return dist_flash_attn_func(*qkv, causal=side == "decoder", **call)
-    for real, *row in zip(pair.real, *qkv, strict=True):
-        parts = [real, pair.layouts["encoder"].length - real]
-        crossed = side == "cross" and cross_documents([layout.queries or 0, 0], parts)
-        mask = crossed or documents([part for part in parts if part], causal=False)
-        out.append(dist_flash_attn_func(*(x[None] for x in row), mask=mask, **call)[0])
-    return torch.stack(out)
+    parts = [(real, pair.layouts["encoder"].length - real) for real in pair.real]
+    if side == "cross":
+        rows = [cross_documents([layout.queries or 0, 0], both) for both in parts]
+    else:
+        rows = [documents([part for part in both if part], causal=False) for both in parts]
+    return dist_flash_attn_func(*qkv, mask=rows, **call)
 
 
 def _by_rows(
@@ -146,17 +146,13 @@ def _by_rows(
     images: tuple[Images, ...] | None,
     near: tuple[tuple[int, int], int | None],
     call: dict[str, Any],
-) -> torch.Tensor:
-    """Compute attention row by row: each has documents, or images, at places of its own."""
-    out = list[Any]()
-    for at, row in enumerate(zip(*qkv, strict=True)):
-        inside = seen if isinstance(seen, Seen) else seen[at]
-        if isinstance(inside, tuple) and images is None:
-            out.append(dist_flash_attn_varlen_func(*row, inside, causal=True, window_size=near[0], **call))
-        else:
-            mask = mask_of(inside, images[at] if images else (), near[0][0], near[1])
-            out.append(dist_flash_attn_func(*(x[None] for x in row), mask=mask, **call)[0])
-    return out[0][None] if len(out) == 1 else torch.stack(out)
+) -> Any:
+    """Compute attention of rows with documents, or images, at places of their own: one call for all."""
+    rows = (seen,) * len(qkv[0]) if isinstance(seen, Seen) else seen
+    if isinstance(seen, tuple) and images is None:
+        return dist_flash_attn_varlen_func(*qkv, seen, causal=True, window_size=near[0], **call)
+    masks = [mask_of(row, images[at] if images else (), near[0][0], near[1]) for at, row in enumerate(rows)]
+    return dist_flash_attn_func(*qkv, mask=masks, **call)
 
 
 _OF_A_CACHE = (1 << 60, 1, 1)

@@ -43,6 +43,12 @@ def merge(parts: Sequence[Partial], into: Partial) -> None:
     _merge_by_operations(parts, into)
 
 
+def weights_of(lses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the weights of partials, which lie along the first dimension of `lses`, and the merged lse."""
+    lse = torch.logsumexp(lses, 0)
+    return torch.exp(lses - lse).masked_fill_(lses == -math.inf, 0.0), lse  # -inf - -inf would be NaN
+
+
 def add(parts: Sequence[torch.Tensor], into: torch.Tensor) -> None:
     """Write the sum of up to four parts, (batch, rows, heads, dim) each, to `into`, rounded once.
 
@@ -88,11 +94,9 @@ def _dense_rows(x: torch.Tensor) -> bool:
 
 def _merge_by_operations(parts: Sequence[Partial], into: Partial) -> None:
     high = _high(*(x for part in (*parts, into) for x in part))
-    lses = [lse.to(high) for _, lse in parts]
-    lse = torch.logsumexp(torch.stack(lses), 0)
+    weights, lse = weights_of(torch.stack([lse.to(high) for _, lse in parts]))
     total = torch.zeros(into[0].shape, dtype=high, device=into[0].device)
-    for (out, _), part_lse in zip(parts, lses, strict=True):
-        weight = torch.exp(part_lse - lse).masked_fill_(part_lse == -math.inf, 0.0)  # -inf - -inf would be NaN
+    for (out, _), weight in zip(parts, weights, strict=True):
         total.addcmul_(out.to(high), weight.transpose(1, 2).unsqueeze(-1))
     into[0].copy_(total)
     into[1].copy_(lse)

@@ -9,8 +9,8 @@ import torch
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.plan.language.layout import Layout, zigzag_documents
 from dfa_megatron.runtime.comm.groups import Group, group_size
-from dfa_megatron.runtime.cu_seqlens import check_offsets, offsets_of
-from dfa_megatron.sharding import CuSeqlens, unshard_sequence
+from dfa_megatron.runtime.cu_seqlens import CuSeqlens, check_offsets, offsets_of
+from dfa_megatron.sharding import unshard_sequence
 
 BY_DOCUMENT = "zigzag_documents"
 """The layout of packs as Transformer Engine and Megatron cut them: every document zigzag by itself."""

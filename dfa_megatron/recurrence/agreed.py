@@ -17,9 +17,8 @@ from dfa_megatron.runtime.comm.channel import Channel
 from dfa_megatron.runtime.comm.compared import Compared, compared, telling
 from dfa_megatron.runtime.comm.groups import Group
 from dfa_megatron.runtime.counters import COUNTERS
-from dfa_megatron.runtime.cu_seqlens import Offsets, describe, offsets_of
+from dfa_megatron.runtime.cu_seqlens import CuSeqlens, Offsets, describe, offsets_of
 from dfa_megatron.runtime.request import DEFAULTS
-from dfa_megatron.sharding import CuSeqlens
 
 
 @lru_cache(maxsize=64)  # the same object for the layers of a pack: it keeps what it finds

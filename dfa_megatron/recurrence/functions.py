@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from itertools import pairwise
+from typing import Any
 
 import torch
 
@@ -13,10 +15,10 @@ from dfa_megatron.plan.language.layout import Layout
 from dfa_megatron.recurrence.agreed import Place
 from dfa_megatron.recurrence.local_scan import Decay, Scan, Tokens, local_scan, zero_tokens
 from dfa_megatron.recurrence.passing import outside_graphs, pass_states, tokens_before
+from dfa_megatron.rows import row_by_row
 from dfa_megatron.runtime.comm.groups import Group
-from dfa_megatron.runtime.cu_seqlens import Offsets
+from dfa_megatron.runtime.cu_seqlens import CuSeqlens, Offsets, rows_of
 from dfa_megatron.runtime.request import DEFAULTS
-from dfa_megatron.sharding import CuSeqlens
 
 
 @outside_graphs
@@ -42,7 +44,8 @@ def dist_scan(
         decay: for decays that multiply elementwise (Mamba-2, lightning attention, GLA): the cheaper way. None finds M
             as a matrix, by running the kernel on wider values.
         group: the ranks that share the sequence, in the order of their tokens.
-        cu_seqlens: global token offsets of packed documents. None: each sequence of the batch is one document.
+        cu_seqlens: global token offsets of packed documents; of each row a list, and rows then run one by one. None:
+            each sequence of the batch is one document.
         parents: for documents that are the segments of a prompt tree, depth first: the number of each one's parent, -1
             for a root. The state after the parent comes into each of its children.
         layout: "contiguous": equal parts, or with cu_seqlens the first ranks one token more. Or a value of
@@ -57,7 +60,20 @@ def dist_scan(
         UnsupportedError: tokens, cu_seqlens and layout do not fit together.
         DisagreementError: the ranks ask for different recurrences, or run different calls; the message is a table.
     """
-    place = Place.of(next(iter(tokens.values())), 1, group, cu_seqlens, parents, layout=layout, config=config)
+    some = next(iter(tokens.values()))
+    if rows := rows_of(cu_seqlens, some):
+        each = []
+        for at, offsets in enumerate(rows):
+            row = {name: x[at : at + 1] for name, x in tokens.items()}
+            its = decay and decay._replace(read=decay.read[at : at + 1], log=decay.log[at : at + 1])
+            alone = Place.of(row[next(iter(row))], 1, group, offsets, parents, layout=layout, config=config)
+            each.append(_scanned(scan, row, its, alone))
+        out, state = (torch.cat(parts) for parts in zip(*each, strict=True))
+        return out, state
+    return _scanned(scan, tokens, decay, Place.of(some, 1, group, cu_seqlens, parents, layout=layout, config=config))
+
+
+def _scanned(scan: Scan, tokens: Tokens, decay: Decay | None, place: Place) -> tuple[torch.Tensor, torch.Tensor]:
     local = local_scan(scan, tokens, place.share, decay)
     crosses = place.share.crosses
     return local.finish(pass_states(local.carries, place, matrix=local.matrix) if crosses else None)
@@ -99,6 +115,10 @@ def dist_conv(
     """
     if width < 1:
         raise UnsupportedError(f"a convolution of width {width}", "it reads no token", "a width of 1 or more")
+    if rows_of(cu_seqlens):
+        where: dict[str, Any] = {"parents": parents, "layout": layout, "config": config, "dim": dim, "packs": packs}
+        by_row = row_by_row(functools.partial(dist_conv, run, width=width))
+        return by_row(x, group=group, cu_seqlens=cu_seqlens, **where)
     dim %= x.dim()
     place = Place.of(x, dim, group, cu_seqlens, parents, layout=layout, config=config)
     share, added, pieces = place.share, width - 1, place.share.pieces

@@ -25,9 +25,8 @@ from dfa_megatron.plan.language.layout import Layout
 from dfa_megatron.recurrence.functions import dist_scan
 from dfa_megatron.recurrence.local_scan import Decay, Scan, Tokens
 from dfa_megatron.runtime.comm.groups import Group, group_size
-from dfa_megatron.runtime.cu_seqlens import Offsets
+from dfa_megatron.runtime.cu_seqlens import CuSeqlens, Offsets
 from dfa_megatron.runtime.request import DEFAULTS
-from dfa_megatron.sharding import CuSeqlens
 
 Given = dict[str, Any]
 

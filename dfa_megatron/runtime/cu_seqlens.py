@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Sequence
 from functools import lru_cache
 from itertools import pairwise
+from typing import Any
 
 import torch
 
@@ -16,6 +17,9 @@ from dfa_megatron.plan.language.mask import Mask, documents, of_window
 Offsets = tuple[int, ...]
 """0, the end of the first document, ..., the length of the pack."""
 
+CuSeqlens = torch.Tensor | Sequence[int] | Sequence[torch.Tensor | Sequence[int]] | None
+"""Global token offsets of packed documents; those of every row of a batch, each from 0; or None for no documents."""
+
 _seen: list[Offsets] = [()]
 """The tuple that was checked last: the layers of a model bring the same one."""
 
@@ -23,7 +27,7 @@ _on_device: dict[int, tuple[weakref.ref[torch.Tensor], int, Offsets]] = {}
 """id of a CUDA tensor -> (the tensor, its version when it was read, what it held)."""
 
 
-def offsets_of(cu_seqlens: torch.Tensor | Sequence[int], device: torch.device | None = None) -> Offsets:
+def offsets_of(cu_seqlens: CuSeqlens, device: torch.device | None = None) -> Offsets:
     """Return the offsets as a tuple of numbers.
 
     A CUDA tensor is read once, which waits for the device, and known again by its identity and version: layers that
@@ -41,7 +45,7 @@ def offsets_of(cu_seqlens: torch.Tensor | Sequence[int], device: torch.device | 
         return _seen[0]
     if not isinstance(x, torch.Tensor):
         if isinstance(x, Sequence) and all(isinstance(offset, int) for offset in x):
-            _seen[0] = tuple(x)
+            _seen[0] = tuple(x)  # type: ignore[arg-type]
             return _seen[0]
         raise UnsupportedError("cu_seqlens", "it must hold integers", "an int32 tensor, or a tuple of int")
     if x.dtype != torch.int32 or x.dim() != 1:
@@ -58,6 +62,26 @@ def offsets_of(cu_seqlens: torch.Tensor | Sequence[int], device: torch.device | 
         gone = weakref.ref(x, lambda _: _on_device.pop(key, None))
         known = _on_device[key] = gone, version, tuple(x.tolist())
     return known[2]
+
+
+def rows_of(cu_seqlens: CuSeqlens, x: torch.Tensor | None = None) -> tuple[Offsets, ...]:
+    """Return the offsets of every row of a batch (of x, if given), () where `cu_seqlens` are those of one sequence.
+
+    Raises:
+        UnsupportedError: as `offsets_of` does, and where the batch has another number of rows.
+    """
+    if not isinstance(cu_seqlens, list | tuple) or not cu_seqlens or isinstance(cu_seqlens[0], int | float):
+        return ()
+    if x is not None:
+        check_rows(cu_seqlens, x)
+    return tuple([offsets_of(row, x if x is None else x.device) for row in cu_seqlens])
+
+
+def check_rows(rows: Sequence[Any], x: torch.Tensor) -> None:
+    """Refuse what rows attend to, where the batch of x has another number of them."""
+    if len(rows) != len(x):
+        what = f"documents or masks of {len(rows)} rows in a batch of {len(x)}"
+        raise UnsupportedError(what, "each row has its own", "a list of as many, or one for all rows")
 
 
 @lru_cache(maxsize=8)  # layers of one pack, and the mask that balances it

@@ -13,6 +13,7 @@ from dfa_megatron import kernels
 from dfa_megatron.config import DistAttentionConfig
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.kernels.api import BlockCall, BlockKernel, Need, Partial, accumulator_dtype
+from dfa_megatron.kernels.merge import weights_of
 from dfa_megatron.kernels.segments import Segments
 from dfa_megatron.plan.language.geometry import FULL
 from dfa_megatron.runtime.agreement.calls import Kind
@@ -98,8 +99,7 @@ def _kind(shape: tuple[int, ...], dtype: torch.dtype) -> Kind:
 
 def _merged(outs: torch.Tensor, lses: torch.Tensor) -> Partial:
     """Merge partials along the first dimension: outs (..., heads, head_dim_v), lses (..., heads, 1)."""
-    lse = torch.logsumexp(lses, 0)
-    weights = torch.exp(lses - lse).masked_fill_(lses == -math.inf, 0.0)  # -inf - -inf would be NaN
+    weights, lse = weights_of(lses)
     return (outs * weights).sum(0), lse
 
 

@@ -128,21 +128,12 @@ class Request:
                 two = ranks * queries, ranks * keys
             if two is None and queries == keys and ranks * queries == length:
                 return self
-            if two is not None:
-                held = cross(by_name(held, two[0], ranks), by_name(held, two[1], ranks))
-            else:
-                held = layout_of(held, self.mask_over(length), ranks)
+            held = two_by_name(held, *two, ranks) if two is not None else layout_of(held, self.mask_over(length), ranks)
         if held.ranks != ranks:
             why = f"{ranks} share the sequence"
             raise UnsupportedError(f"a layout of {held.ranks} ranks", why, f"a layout of {ranks} ranks")
-        for name, mine in (("q", queries), ("kv", keys)):
-            if held.tokens(rank, name) != mine:
-                why = f"its layout has {held.tokens(rank, name)} there: {held}"
-                what, instead = (
-                    f"{mine} {_ROWS[name]} on rank {rank}",
-                    "tensors of the layout's tokens, or their layout",
-                )
-                raise UnsupportedError(what, why, instead)
+        held.check_tokens(rank, queries, "q")
+        held.check_tokens(rank, keys, "kv")
         if held.queries is None and held.length == ranks * queries:
             plain = held.joined() if held.chunks == tuple(sorted(held.chunks)) else held
             names = [name for name, make in BY_LENGTH.items() if make(held.length, ranks) in (plain, held)]
@@ -217,7 +208,11 @@ class Request:
         return json.dumps(values, sort_keys=True, default=repr)
 
 
-_ROWS = {"q": "queries", "kv": "keys"}
+def two_by_name(name: str, queries: int, keys: int, ranks: int) -> Layout:
+    """Return the layout of that name for queries and for keys."""
+    return cross(by_name(name, queries, ranks), by_name(name, keys, ranks))
+
+
 _PLANNED = ("causal", "window_size", "layout", "cu_seqlens", "mask", "plan")
 
 

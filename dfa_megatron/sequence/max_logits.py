@@ -18,10 +18,9 @@ from dfa_megatron.plan.language.mask import Mask
 from dfa_megatron.plan.schedules.load_balanced import layout_of
 from dfa_megatron.runtime.comm.compared import compared, telling
 from dfa_megatron.runtime.comm.groups import Group, resolve
-from dfa_megatron.runtime.cu_seqlens import offsets_of
+from dfa_megatron.runtime.cu_seqlens import CuSeqlens, offsets_of
 from dfa_megatron.runtime.problem import Inputs, refuse_strangers, refuse_tensors
 from dfa_megatron.runtime.request import Request
-from dfa_megatron.sharding import CuSeqlens
 
 _SCORES = 1 << 25
 """Scores that are in memory at once, of all heads."""

@@ -8,17 +8,18 @@ from itertools import accumulate
 import torch
 import torch.distributed as dist
 
-from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.plan.language.geometry import Span
 from dfa_megatron.plan.language.layout import Layout
+from dfa_megatron.rows import row_by_row
 from dfa_megatron.runtime.comm.channel import Channel
 from dfa_megatron.runtime.comm.compared import Compared, compared, telling
 from dfa_megatron.runtime.comm.groups import Group, resolve
-from dfa_megatron.runtime.cu_seqlens import Offsets, check_offsets, describe, offsets_of
+from dfa_megatron.runtime.cu_seqlens import CuSeqlens, Offsets, check_offsets, describe, offsets_of
 from dfa_megatron.sequence.moves import Moves, move_rows, moves_between
-from dfa_megatron.sharding import CuSeqlens, layout_of_tokens, positions_of
+from dfa_megatron.sharding import layout_of_tokens, positions_of
 
 
+@row_by_row
 @torch.compiler.disable  # type: ignore[untyped-decorator,unused-ignore]
 def roll_sequence(
     x: torch.Tensor,
@@ -134,9 +135,7 @@ def _whole(x: torch.Tensor, dim: int, layout: str | Layout, over: Channel | None
     length = offsets[-1] if offsets else x.shape[dim] * ranks
     length = layout.length if isinstance(layout, Layout) and not offsets else length
     whole = layout_of_tokens(layout, length, ranks, offsets or None)
-    if (wanted := whole.tokens(rank)) != x.shape[dim]:
-        what, why = f"{x.shape[dim]} tokens on rank {rank}", f"its layout has {wanted} there: {whole}"
-        raise UnsupportedError(what, why, "the part of shard_sequence, or another layout")
+    whole.check_tokens(rank, x.shape[dim])
     return whole
 
 

@@ -14,6 +14,7 @@ from dfa_megatron.plan.language.geometry import UNBOUNDED, Span, Tile
 from dfa_megatron.plan.language.layout import cross
 from dfa_megatron.plan.language.mask import Mask, cross_documents, of_window, two_sequences, union
 from dfa_megatron.plan.language.tree import prompt_tree
+from dfa_megatron.rows import join_rows
 from tests.fuzz.outcome import Draw
 from tests.support import attend
 from tests.support.packs import drawn_layout, random_offsets
@@ -122,6 +123,7 @@ class Case(Draw):
             "window": whole.window_size != (-1, -1),
             "grouped heads": whole.heads != whole.kv_heads,
             "two head_dims": whole.head_dim != whole.head_dim_v,
+            "rows that differ": bool(whole.apart),
             "softcap": whole.softcap > 0,
             "sinks": whole.with_sinks,
             "ALiBi": whole.with_slopes,
@@ -147,10 +149,11 @@ def draw(seed: int, number: int, over: str, device: str = "cpu", ranks: Sequence
     public = over != "together" or some == 1
     packed = dice.random() < 0.4
     layout = dice.choice(list(LAYOUTS) if packed else ["contiguous", "contiguous", "zigzag"])
-    zigzag = layout == "zigzag"
     lengths, keys = apart.random() < 0.3, 0  # of the ranks differ; drawn apart, so that all else stays as it was
-    local = dice.choice([16, 33, 64, 130, 130 if zigzag else 256] if on_gpu else [1, 1, 2, 3, 5, 7, 12, 20, 33])
-    tokens = some * local * (2 if zigzag else 1)
+    local = dice.choice(
+        [16, 33, 64, 130, 130 if layout == "zigzag" else 256] if on_gpu else [1, 1, 2, 3, 5, 7, 12, 20, 33]
+    )
+    tokens = some * local * (2 if layout == "zigzag" else 1)
     if lengths:
         tokens = max(1, tokens - apart.randrange(some + 1))
         held = drawn_layout(apart, some, tokens)
@@ -161,14 +164,15 @@ def draw(seed: int, number: int, over: str, device: str = "cpu", ranks: Sequence
         named = [case.mask for case in (*every_mask(tokens, dice), *heterogeneous_masks(tokens, dice))]
         sees = {"mask": dice.choice(named) if dice.random() < 0.4 else _of_many_parts(tokens, dice)}
     if keys:
-        sees |= {"keys": keys, "mask": _of_two(tokens, keys, apart) if "mask" in sees else None}
+        sees |= {"keys": keys, "mask": of_two(tokens, keys, apart) if "mask" in sees else None}
         held = cross(held, drawn_layout(apart, some, keys))
     if lengths:
         layout = "contiguous" if held.in_order else "load_balanced"
     # Most queries of two sequences see keys of later ranks, which the balanced schedules refuse.
     serve = [each for each in LAYOUTS[layout] if not keys or "balanced" not in each or apart.random() < 0.1]
     offsets = random_offsets(tokens, dice) if packed else ()
-    whole = _whole(dice, shape, tokens, offsets, **sees, seed=seed * 1_000_003 + number, device=device)
+    rows, offsets, placed = _rows_beside(f"rows {name}", offsets, held if lengths else layout, some)
+    whole = _whole(dice, shape, tokens, offsets, **sees, **rows, seed=seed * 1_000_003 + number, device=device)
     return Case(
         seed=seed,
         number=number,
@@ -177,7 +181,7 @@ def draw(seed: int, number: int, over: str, device: str = "cpu", ranks: Sequence
         whole=whole,
         options={
             "schedule": dice.choice(serve),
-            "layout": held if lengths else layout,
+            "layout": placed,
             "kernel": dice.choice(GPU_KERNELS if on_gpu else CPU_KERNELS),
             "ulysses_degree": _degree(dice, some, shape.heads, of_two=bool(keys)) if public else 1,
             "transport": dice.choice(["auto", "p2p", "copy_engine"]) if over == "nccl" else "auto",
@@ -190,7 +194,16 @@ def draw(seed: int, number: int, over: str, device: str = "cpu", ranks: Sequence
     )
 
 
-def _of_two(queries: int, keys: int, dice: random.Random) -> Mask:
+def _rows_beside(name: str, offsets: tuple[int, ...], layout: Any, ranks: int) -> tuple[dict[str, Any], Any, Any]:
+    """Draw the documents of other rows beside these in three of ten packs: what a case says of them, joined."""
+    dice = random.Random(name)
+    if not offsets or dice.random() > 0.3:
+        return {}, offsets, layout
+    rows = (offsets, *(random_offsets(offsets[-1], dice) for _ in range(dice.randrange(3))))
+    return {"apart": rows, "layout": layout}, *join_rows(rows, layout, ranks)
+
+
+def of_two(queries: int, keys: int, dice: random.Random) -> Mask:
     """Draw documents of queries and of keys in pairs, or a union of bands."""
     if dice.random() < 0.5:
         cuts = [sorted(dice.choices(range(n + 1), k=3)) for n in (queries, keys)]

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 import dfa_megatron
-from dfa_megatron.doctor.dense import band_mask, band_of, dense_attention
+from dfa_megatron.doctor.dense import band_mask, band_of, dense_attention, pairs_of
 from dfa_megatron.plan.interpret import run_together
 from dfa_megatron.plan.language.layout import Layout
 from dfa_megatron.plan.language.mask import Mask
@@ -57,6 +57,10 @@ class Case:
     """Of a pack's documents; the last is its tokens."""
     keys: int = 0
     """Of another sequence than the queries; 0 for one sequence."""
+    apart: tuple[Mask | tuple[int, ...], ...] = ()
+    """Rows of a batch that differ: the case is of them joined, and the public functions get the rows."""
+    layout: str | Layout = "contiguous"
+    """Of these rows."""
     batch: int = 2
     heads: int = 4
     kv_heads: int = 2
@@ -137,7 +141,9 @@ class Case:
     @property
     def _visible(self) -> Any:
         if self.mask is not None:
-            return self.mask
+            tokens, keys = (n // len(self.apart or "1") for n in (self.length, self.columns))
+            rows = [pairs_of(row, tokens, keys) for row in self.apart if isinstance(row, Mask)]
+            return torch.block_diag(*rows).bool() if rows else self.mask
         if self.keys:
             return band_mask(self.length, self.keys, band_of(self.causal, self.window_size))
         document = torch.bucketize(torch.arange(self.length), torch.tensor(self.offsets[1:-1]), right=True)
@@ -199,9 +205,22 @@ def attend(case: Case, *qkv: torch.Tensor, **options: Any) -> Any:
     """The public function on a rank's tokens; what is not asked for otherwise is what the case says."""
     asked = {"softmax_scale": case.softmax_scale} if "plan" in options else case.options
     asked = asked | {"sinks": case.sinks, "alibi_slopes": case.slopes} | options
+    if case.apart:
+        return _attend_rows(case, qkv, asked | {"layout": case.layout, "return_lse": True})
     if case.offsets:
         return dfa_megatron.dist_flash_attn_varlen_func(*qkv, case.offsets, **arguments(**asked))
     return dfa_megatron.dist_flash_attn_func(*qkv, **arguments(**asked))
+
+
+def _attend_rows(case: Case, qkv: Shards, asked: dict[str, Any]) -> Any:
+    rows, packs = list(case.apart), bool(case.offsets)
+    qkv = [(x if packs else x[0]).unflatten(0, (len(rows), x.shape[not packs] // len(rows))) for x in qkv]
+    if packs:
+        out, lse = dfa_megatron.dist_flash_attn_varlen_func(*qkv, rows, **arguments(**asked))
+    else:
+        out, lse = dfa_megatron.dist_flash_attn_func(*qkv, **arguments(**asked | {"mask": rows}))
+    out, lse = out.flatten(0, 1), lse.transpose(0, 1).flatten(1)
+    return (out, lse) if packs else (out[None], lse[None])
 
 
 def results(

@@ -23,16 +23,13 @@ def lightning(real: Real, over: Sequence, given: Keywords) -> tuple[torch.Tensor
     def run(x: dict[str, torch.Tensor], state: torch.Tensor | None, documents: Offsets) -> Any:
         return _blocks(module, *(x[name].transpose(1, 2) for name in "qkv"))
 
-    def of_rows(row: Keywords, options: Keywords) -> torch.Tensor:
-        q, k, v = row["qkv"].unbind(3)
-        log = module.slope_rate.to(accumulator_dtype(q.dtype)).flatten().neg().expand(q.shape[:3])
-        out, _ = dist_scan(Scan(run, "k", "v"), {"q": q, "k": k, "v": v}, decay=Decay(q, log), **options)
-        return out.flatten(2)
-
     hidden, mask = given["hidden_states"], given.get("attention_mask")  # (batch, local_seq) or None
     qkv = module.act_fn(module.qkv_proj(hidden)).unflatten(2, (module.num_attention_heads, 3, -1))
     qkv = qkv if mask is None else qkv * mask[:, :, None, None, None].to(qkv.dtype)
-    out = module.norm(torch.cat([of_rows(row, options) for row, options in over.rows(given | {"qkv": qkv}, "qkv")]))
+    q, k, v = qkv.unbind(3)
+    log = module.slope_rate.to(accumulator_dtype(q.dtype)).flatten().neg().expand(q.shape[:3])
+    out, _ = dist_scan(Scan(run, "k", "v"), {"q": q, "k": k, "v": v}, decay=Decay(q, log), **over.options)
+    out = module.norm(out.flatten(2))
     return module.out_proj(F.sigmoid(module.output_gate(hidden)) * out), None
 
 

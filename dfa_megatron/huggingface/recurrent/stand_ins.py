@@ -5,7 +5,7 @@ Each takes the function that it stands in for and that call's arguments by name,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -40,63 +40,36 @@ class Sequence:
     tree: Tree | None
     layout: Layout | str = "contiguous"
 
-    def rows(self, given: Keywords, *names: str) -> Iterator[tuple[Keywords, dict[str, Any]]]:
-        """Yield the arguments, with those named cut to rows that share documents, and options of a recurrence.
-
-        Arguments that are missing or None are left as they are.
-        """
+    @property
+    def options(self) -> dict[str, Any]:
+        """Return the options of a recurrence."""
         options: dict[str, Any] = {"group": self.group, "layout": self.layout, "config": self.config}
         if self.tree is not None:
-            options |= {"cu_seqlens": (0, *(span.hi for span in self.tree.spans)), "parents": self.tree.parents}
-        if self.documents is None:
-            yield given, options
-            return
-        present = [name for name in names if given.get(name) is not None]
-        for row, offsets in enumerate(self.documents):
-            yield given | {name: given[name][row : row + 1] for name in present}, options | {"cu_seqlens": offsets}
+            return options | {"cu_seqlens": (0, *(span.hi for span in self.tree.spans)), "parents": self.tree.parents}
+        return options | {"cu_seqlens": self.documents}
 
 
 def convolution(real: Real, over: Sequence, given: Keywords) -> torch.Tensor:
     """Compute a causal convolution of hidden_states (batch, channels, local_seq) with weight (channels, width)."""
 
-    def of_rows(row: Keywords, options: Keywords) -> torch.Tensor:
-        def run(x: torch.Tensor, documents: Offsets) -> torch.Tensor:
-            out: torch.Tensor = real(**row | {"hidden_states": x})
-            return out
+    def run(x: torch.Tensor, documents: Offsets) -> torch.Tensor:
+        out: torch.Tensor = real(**given | {"hidden_states": x})
+        return out
 
-        return dist_conv(run, row["hidden_states"], row["weight"].shape[-1], dim=2, **options)
-
-    return torch.cat([of_rows(row, options) for row, options in over.rows(given, "hidden_states")])
+    return dist_conv(run, given["hidden_states"], given["weight"].shape[-1], dim=2, **over.options)
 
 
 def delta_rule(real: Real, over: Sequence, given: Keywords) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute a delta rule whose states are (batch, heads, k_dim, v_dim): gated, or Kimi's with a gate per channel."""
-    names = ("query", "key", "value", "g", "beta")
-
-    def of_rows(row: Keywords, options: Keywords) -> tuple[torch.Tensor, torch.Tensor]:
-        tokens = {name: row.pop(name) for name in names}
-        return dist_scan(fla_scan(real, keys="key", values="value", packs=False, **row), tokens, **options)
-
-    return _joined([of_rows(dict(row), options) for row, options in over.rows(given, *names)])
+    tokens = {name: given.pop(name) for name in ("query", "key", "value", "g", "beta")}
+    return dist_scan(fla_scan(real, keys="key", values="value", packs=False, **given), tokens, **over.options)
 
 
 def _state_space(scan: Callable[..., Any], real: Real, over: Sequence, given: Keywords) -> Any:
     """Compute the scan of Mamba-2, or the selective one of Mamba."""
-
-    def of_rows(row: Keywords, options: Keywords) -> tuple[torch.Tensor, torch.Tensor]:
-        tokens = {"x": row.pop("hidden_states"), **{name: row.pop(name) for name in ("dt", "B", "C")}}
-        found: tuple[torch.Tensor, torch.Tensor] = scan(real, tokens, row.pop("A"), **row, **options)
-        return found
-
-    rows = over.rows(given, "hidden_states", "dt", "B", "C", "z")
-    out, state = _joined([of_rows(dict(row), options) for row, options in rows])
+    tokens = {"x": given.pop("hidden_states"), **{name: given.pop(name) for name in ("dt", "B", "C")}}
+    out, state = scan(real, tokens, given.pop("A"), **given, **over.options)
     return (out, state) if given.get("return_final_states") or given.get("return_last_state") else out
-
-
-def _joined(rows: list[tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (out, final state) of all rows."""
-    out, state = (torch.cat(parts) for parts in zip(*rows, strict=True))
-    return out, state
 
 
 STANDS_IN: dict[str, Callable[[Real, Sequence, Keywords], Any]] = {

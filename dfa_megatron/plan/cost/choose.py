@@ -141,7 +141,7 @@ def make_plan(
         UnsupportedError: an unknown name, or no schedule suits; the message lists every refusal.
     """
     hardware = hardware or H200_NVLINK
-    family, held = _family(layout), layout if isinstance(layout, Layout) else None
+    family, held = _family(layout, mask), layout if isinstance(layout, Layout) else None
     if family != "auto" and family not in LAYOUTS:
         raise UnsupportedError(f"layout {layout!r}", "there is no such layout", "one of auto, " + ", ".join(LAYOUTS))
     if schedule != "auto":
@@ -164,11 +164,12 @@ def make_plan(
     return taken.plan
 
 
-def _family(layout: str | Layout) -> str:
-    """Return the name of a layout that the schedules know: one that they serve where it is a value."""
-    if isinstance(layout, str):
-        return layout
-    return "contiguous" if layout.in_order else "load_balanced"
+def _family(layout: str | Layout, mask: Mask) -> str:
+    """Return the name of a layout that the schedules know; a value is in order where it is in every component."""
+    if isinstance(layout, str) or layout.in_order:
+        return layout if isinstance(layout, str) else "contiguous"
+    starts = {part.span.lo for part in components(mask)} if layout.queries is None else set()
+    return "contiguous" if layout.falls <= starts else "load_balanced"
 
 
 def _in_order(mask: Mask, ranks: int, layout: str | Layout) -> Layout:
@@ -242,7 +243,7 @@ def _of_schedules(
 
 def _needless(schedule: Schedule, mask: Mask, ranks: int, layout: str | Layout, loads: dict[Schedule, float]) -> str:
     """Return the reason why a schedule cannot serve or win beside those before it, or an empty string."""
-    if _family(layout) not in ("auto", schedule.layout):
+    if _family(layout, mask) not in ("auto", schedule.layout):
         return f"it needs layout {schedule.layout!r}"
     if schedule.name == "balanced_shared" and (why := _why_not_shared(mask, ranks, layout)):
         return why

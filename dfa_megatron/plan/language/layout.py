@@ -56,8 +56,12 @@ class Layout:
     @property
     def in_order(self) -> bool:
         """Return whether every rank's tokens precede those of the next, of queries and of keys."""
-        sides = [self] if self.queries is None else [self.side("q"), self.side("kv")]
-        return all(a <= b for one in sides for a, b in pairwise(owner for _, owner in sorted(one._owned())))
+        return self.falls <= {self.queries}
+
+    @property
+    def falls(self) -> set[int]:
+        """Return the first tokens of chunks behind one of a later rank."""
+        return {chunk.lo for (_, before), (chunk, owner) in pairwise(sorted(self._owned())) if owner < before}
 
     def _owned(self) -> Iterable[tuple[Span, int]]:
         return zip(self.chunks, self.owner, strict=True)
@@ -91,6 +95,13 @@ class Layout:
         """Return the first row of each of these chunks when they lie one after another."""
         starts = accumulate((len(self.chunks[chunk]) for chunk in chunks), initial=0)
         return dict(zip(chunks, starts, strict=False))
+
+    def check_tokens(self, rank: int, held: int, side: str = "") -> None:
+        """Refuse tensors of a rank that do not hold its tokens: queries "q", keys "kv", or those of one sequence."""
+        if (wanted := self.tokens(rank, side)) != held:
+            name = {"q": "queries", "kv": "keys"}.get(side, "tokens")
+            what, why = f"{held} {name} on rank {rank}", f"its layout has {wanted} there: {self}"
+            raise UnsupportedError(what, why, "tensors of the layout's tokens, or their layout")
 
     def side(self, side: str) -> Layout:
         """Return the layout of the queries "q" or of the keys "kv" alone, each from position 0."""
@@ -161,6 +172,15 @@ def cross(queries: Layout, keys: Layout) -> Layout:
     by = queries.length
     chunks = (*queries.chunks, *(chunk.shift(by) for chunk in keys.chunks))
     return Layout(chunks, (*queries.owner, *keys.owner), queries.ranks, by)
+
+
+def of_rows(rows: Sequence[Layout]) -> Layout:
+    """Return the layout of the rows of a batch as one sequence, one behind another: a rank holds its part of each."""
+    if rows[0].queries is not None:
+        return cross(of_rows([row.side("q") for row in rows]), of_rows([row.side("kv") for row in rows]))
+    starts = accumulate((row.length for row in rows), initial=0)
+    chunks = [chunk.shift(by) for row, by in zip(rows, starts, strict=False) for chunk in row.chunks]
+    return Layout(tuple(chunks), tuple(owner for row in rows for owner in row.owner), rows[0].ranks)
 
 
 def _of(chunks: Iterable[Span], owner: Iterable[int]) -> Layout:
