@@ -21,7 +21,9 @@ fi
 folder=$(cd "$folder" && pwd)
 
 export PYTHONPATH="$folder/$version:$PWD/.ci/megatron_latest:$PWD${PYTHONPATH:+:$PYTHONPATH}"
-export OMP_NUM_THREADS=1
+# Every second training of each kind, by turns from day to day: `make test` runs them all on the other version.
+DFA_HALF=$((10#$(date +%j) % 2))
+export OMP_NUM_THREADS=1 DFA_HALF
 found=$("$python" -W ignore -c "import megatron.core; print(megatron.core.__version__)")
 # Inside a git checkout Megatron-Core adds the checkout's commit to its version.
 [ "${found%%+*}" = "$version" ] || { echo "megatron-core $found is imported, not $version" >&2; exit 1; }

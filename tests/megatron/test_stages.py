@@ -16,8 +16,7 @@ from tests.support.workers import run_ranks
 
 def refuses(rank: int, world_size: int, windowed: list[int], chunks: int | None) -> None:
     """The stage that refuses lives on, as in a loop that catches the error, or under a launcher that ends nobody."""
-    config = (("window_size", (7, 0)), ("window_attn_skip_freq", windowed))
-    topology = Topology(pp=2, vp=chunks)
+    config, topology = (("window_size", (7, 0)), ("window_attn_skip_freq", windowed)), Topology(pp=2, vp=chunks)
     harness.start(topology)
     with patch.object(watchdog, "GRACE", 0.5), pytest.raises(UnsupportedError, match="a mask in a layer with window"):
         harness.train(topology, case(pairs="mask", config=config, steps=1))
