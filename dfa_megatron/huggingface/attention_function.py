@@ -77,7 +77,7 @@ def attention(
         sliding_window,
         _OF_A_CACHE if decodes else lengths,
         dropout,
-        is_causal,
+        is_causal is not False and (forward.images is not None or getattr(module, "is_causal", True)),
         tuple(name for name, value in (("attn_logit_softcapping", softcap), ("sinks", s_aux)) if value is None),
         tuple(name for name in ("position_bias", "head_mask") if others.get(name) is not None),
     )
@@ -188,7 +188,7 @@ def _checked(module: torch.nn.Module, asks: tuple[Any, ...]) -> tuple[tuple[int,
 
 
 def _check_layer(
-    module: torch.nn.Module, dropout: float, causal: bool | None, kept: tuple[str, ...], more: tuple[str, ...]
+    module: torch.nn.Module, dropout: float, causal: bool, kept: tuple[str, ...], more: tuple[str, ...]
 ) -> None:
     """Refuse a layer that is not causal, or whose scores the kernels would not make.
 
@@ -201,7 +201,7 @@ def _check_layer(
         raise UnsupportedError(
             f"attention dropout {dropout}", "the block kernels have no dropout", "config.attention_dropout=0.0"
         )
-    if not two_ways(module) and (causal is False or getattr(module, "is_causal", True) is False):
+    if not two_ways(module) and not causal:
         raise UnsupportedError("attention that is not causal", "models are distributed with a causal mask", CAUSAL)
     for name in more:
         why = "the block kernels take no bias" if name == "position_bias" else "the block kernels mask no heads"

@@ -286,9 +286,9 @@ def _positions(kwargs: Arguments, forward: Forward) -> torch.Tensor:
     theirs = forward.given if theirs is None else theirs
     context, positions = forward.context, forward.positions
     assert positions is not None
-    if theirs is None or (theirs is forward.given and theirs.dim() == 2) or (context.multimodal and theirs.dim() == 2):
+    if theirs is None or (theirs is forward.given and theirs.dim() == 2):
         return positions
-    if theirs.dim() == 3:
+    if theirs.dim() == 3 or context.multimodal:  # axes, or what `embed_first.cut` made
         return theirs
     assert isinstance(forward.layout, Layout)
     _check_stated(theirs, positions, context, None, forward.layout.length)

@@ -12,6 +12,7 @@ from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.huggingface.checks.check_pair import AT_ENCODER, check_pair, is_pair
 from dfa_megatron.huggingface.implementation import is_multimodal, text_field
 from dfa_megatron.huggingface.positions.counting_modules import LOCAL_ROPE, rotaries_of, table_of
+from dfa_megatron.huggingface.positions.seen import PREFIX
 from dfa_megatron.huggingface.recurrent.layers import layers_of
 
 _ATTENTIONS = {"full_attention", "sliding_attention", "chunked_attention"}
@@ -106,11 +107,11 @@ def _check_layers(model: Any, decoder: Any, attentions: list[torch.nn.Module]) -
             "a model whose layers attend to all keys, or to a window of them",
         )
     others, count = sum(not getattr(layer, "is_causal", True) for layer in attentions), len(attentions)
-    if others:
+    if others and model.config.model_type != PREFIX:
         raise UnsupportedError(
             f"{kind} with {count} attentions, {others} of them not causal",
-            "the plan is causal, and a decoder's attention at an encoder is not planned",
-            "a decoder-only model with causal layers",
+            "a stack of decoder layers sees earlier tokens alone",
+            "a model with causal layers, or one like BART, with an encoder",
         )
     layers = _count(config, _STATES | _EACH_TOKEN)
     if count != layers:

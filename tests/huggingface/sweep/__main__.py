@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from tests.huggingface.sweep import images
-from tests.huggingface.sweep.attempt import SECTIONS
+from tests.huggingface.sweep.attempt import SWEPT
 from tests.huggingface.sweep.over_ranks import sweep
 from tests.huggingface.sweep.tiny import built_as
 
@@ -48,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             states = json.loads(asked.out.read_text(encoding="utf-8"))["types"] | states
         about = {"transformers": transformers.__version__, "torch": torch.__version__, "ranks": asked.ranks}
         text = ",\n".join(f"  {json.dumps(kind)}: {json.dumps(states[kind])}" for kind in sorted(states))
-        head = json.dumps(about | {"sections": list(SECTIONS)})
+        head = json.dumps(about | {"sections": list(SWEPT)})
         asked.out.write_text(f'{head[:-1]},\n "types": {{\n{text}\n }}}}\n', encoding="utf-8")
     return 1 if counts["wrong"] + counts["crash"] else 0
 

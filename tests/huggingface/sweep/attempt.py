@@ -27,6 +27,8 @@ TOLERANCE = 1e-7
 """Of the largest entry; the labels' number is divided among ranks in float32."""
 ROWS = 20
 """Tokens of a rank; the last one holds one less."""
+SWEPT = ("plain", "packed", "remat")
+"""The sections that the command runs."""
 DOCUMENTS = (0, 1, 9, 23)
 """Where packed documents begin: one of a single token, one that reaches over two ranks."""
 TREE = (0, 9, 10, 12, 26, 27, 33), (-1, 0, 1, 2, 1, 0, -1)
@@ -55,7 +57,7 @@ class WrongError(Exception):
     """A number differs from one process's."""
 
 
-def attempt(kind: str, sections: tuple[str, ...] = ("plain", "packed", "remat")) -> list[Verdict]:
+def attempt(kind: str, sections: tuple[str, ...] = SWEPT) -> list[Verdict]:
     """Return a verdict of each section; the ranks of the default group call this together."""
     found = []
     for section in sections:
