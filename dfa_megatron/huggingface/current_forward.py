@@ -29,6 +29,11 @@ CONTEXT = "_dfa_attention"
 KEYWORD = "dfa_forward"
 """The keyword argument by which a decoder hands the `Forward` to its layers, for checkpoint functions that keep it."""
 
+WHOLE = "dfa_whole_batch"
+"""The key of a call for the `WholeBatch` of which a model cut its arguments."""
+
+Arguments = dict[str, Any]
+
 
 @dataclass(slots=True)
 class LayerContext:
@@ -59,10 +64,12 @@ class WholeBatch(NamedTuple):
     """What a model that cuts its batches itself needs to put outputs together again.
 
     labelled: whether a label of it counts, on its device; None without labels.
+    count: by which an encoder-decoder model divides its loss for a Trainer; None for none.
     """
 
     rows: int
     labelled: torch.Tensor | None
+    count: torch.Tensor | None = None
 
 
 class TwoSequences(NamedTuple):
@@ -92,8 +99,8 @@ class Forward:
     whole: the batch that the model cut itself.
     tile: tokens of a tile of the loss; None where logits are made.
     cache: the `ShardedCache` of a generation. Its prompt is distributed; later tokens are the same on every rank.
-    layout: the tokens of a row that every rank holds; the name for equal parts.
-    pair: the sequences of an encoder-decoder model, to which only `context` and `distributed` belong besides.
+    layout: the tokens of a row that every rank holds, in a decoder; the name for equal parts.
+    pair: the sequences of an encoder-decoder model, which has no documents and positions here.
     """
 
     context: LayerContext

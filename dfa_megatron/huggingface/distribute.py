@@ -139,20 +139,20 @@ def _check_loaded(model: Any) -> None:
 def _hook(inner: Any, decoder: Any, attentions: list[torch.nn.Module]) -> None:
     """Register the hooks of a model, its decoder and its mixers, which need a `LayerContext` when they run."""
     if is_pair(inner):
-        pair.hook(inner, attentions)
-        return
-    wrap_generate(inner)
+        pair.hook(inner)
+    else:
+        wrap_generate(inner)
+        decoder.register_forward_pre_hook(inputs.prepare, with_kwargs=True)
+        decoder.register_forward_hook(end_prefill)
+        decoder.register_forward_hook(end, always_call=True)
+        counting_modules.hook(decoder)
+        recurrent.hook(decoder)
+        follow_router(type(inner).forward)
     if inner is not decoder:
         inner.register_forward_pre_hook(inputs.begin, with_kwargs=True)
         inner.register_forward_hook(end, always_call=True)
-    decoder.register_forward_pre_hook(inputs.prepare, with_kwargs=True)
-    decoder.register_forward_hook(end_prefill)
-    decoder.register_forward_hook(end, always_call=True)
     for mixer in {*attentions, *recurrent.modules_of(decoder)}:
         hook_mixer(mixer)
-    counting_modules.hook(decoder)
-    recurrent.hook(decoder)
-    follow_router(type(inner).forward)
 
 
 @contextmanager

@@ -18,17 +18,21 @@ from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.huggingface.attention_function import nothing_hidden
 from dfa_megatron.huggingface.checkpointing import keep_forward
 from dfa_megatron.huggingface.checks import call_checks as checks
+from dfa_megatron.huggingface.checks.check_pair import is_pair
 from dfa_megatron.huggingface.checks.padding import check_right
 from dfa_megatron.huggingface.checks.wrappers import check_adapters
 from dfa_megatron.huggingface.current_forward import (
     CONTEXT,
     KEYWORD,
     NAME,
+    WHOLE,
+    Arguments,
     Forward,
     LayerContext,
     enter,
     forward_of_context,
 )
+from dfa_megatron.huggingface.encoder_decoder import pair
 from dfa_megatron.huggingface.implementation import is_distributed, set_attention
 from dfa_megatron.huggingface.multimodal import embed_first
 from dfa_megatron.huggingface.positions import batch_number
@@ -42,16 +46,12 @@ from dfa_megatron.plan.language.mask import Mask
 from dfa_megatron.plan.language.tree import Tree
 from dfa_megatron.sharding import local_positions, shard_sequence, unshard_sequence
 
-WHOLE = "dfa_whole_batch"
-"""The key of a call for the `WholeBatch` of which a model cut its arguments."""
-
 _OF_HOOKS = (TREE, MASK, batch_number.KEY, WHOLE)
 """Keys of a call that a model's own forward does not know."""
 
 _ALPHA = "neftune_noise_alpha"
 """The attribute of embeddings by which transformers' hook scales NEFTune's noise, over the root of length and width."""
 
-Arguments = dict[str, Any]
 ArgsAndKeywords = tuple[tuple[Any, ...], Arguments]
 
 
@@ -86,29 +86,42 @@ def begin(model: Any, args: tuple[Any, ...], kwargs: Arguments, *, alone: bool =
         given, forward = steps.begin(context, cache, given)
         enter(model, forward)
         return (), given
-    decoder = model if alone else model.get_decoder()
     try:
-        checks.check_loss(model, given, context)
-        checks.check_part(given, context)
-        length, number = _tokens(given, args).shape[1], given.get(batch_number.KEY)
-        whole = context.multimodal and not batch_number.is_cut(number)
-        layout = batch_number.layout_of_rows(number, length, context.size, whole=whole)
-        told = told_of(given, layout.length)
-        _check_told(told, decoder)
-        if context.multimodal and not alone:
-            args, kept, forward = embed_first.take_whole(model, decoder, args, kept, number, told)
-        elif context.multimodal:
-            forward = embed_first.forward_of_whole(context, given, given.get("position_ids"), told)
+        if is_pair(model):
+            kept, forward = pair.take_whole(model, given, context)
+            args = ()
         else:
-            forward = _forward_of_part(decoder, context, given, args, told, layout)
+            args, kept, forward = _shared(model, args, kept, given, alone=alone)
     except UnsupportedError:  # on this rank alone before the ranks compare their batches, and on all from then on
         if context.options.verify != "off" and not (context.multimodal and alone):
-            batch_number.check_same(None, context.group, _tokens(given, args).device, batch_number.REFUSED)
+            device = next(x.device for x in (*args, *given.values()) if isinstance(x, torch.Tensor))
+            batch_number.check_same(None, context.group, device, batch_number.REFUSED)
         raise
-    context.varied = context.varied or forward.seen is not None
-    longest = _longest(forward.seen, layout.length)
-    enter(model, replace(forward, tile=tile, longest=longest, whole=given.get(WHOLE), layout=layout))
+    context.varied = context.varied or forward.seen is not None or forward.pair is not None
+    enter(model, replace(forward, tile=tile, whole=given.get(WHOLE)))
     return args, kept
+
+
+def _shared(
+    model: Any, args: tuple[Any, ...], kept: Arguments, given: Arguments, *, alone: bool
+) -> tuple[tuple[Any, ...], Arguments, Forward]:
+    """Return the arguments for a model, or for a decoder that is called alone, and the forward of its one sequence."""
+    context: LayerContext = getattr(model, CONTEXT)
+    decoder = model if alone else model.get_decoder()
+    checks.check_loss(model, given, context)
+    checks.check_part(given, context)
+    length, number = _tokens(given, args).shape[1], given.get(batch_number.KEY)
+    whole = context.multimodal and not batch_number.is_cut(number)
+    layout = batch_number.layout_of_rows(number, length, context.size, whole=whole)
+    told = told_of(given, layout.length)
+    _check_told(told, decoder)
+    if context.multimodal and not alone:
+        args, kept, forward = embed_first.take_whole(model, decoder, args, kept, number, told)
+    elif context.multimodal:
+        forward = embed_first.forward_of_whole(context, given, given.get("position_ids"), told)
+    else:
+        forward = _forward_of_part(decoder, context, given, args, told, layout)
+    return args, kept, replace(forward, longest=_longest(forward.seen, layout.length), layout=layout)
 
 
 def prepare(decoder: Any, args: tuple[Any, ...], kwargs: Arguments) -> ArgsAndKeywords:

@@ -12,26 +12,20 @@ import torch
 
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.huggingface.attention_function import nothing_hidden
-from dfa_megatron.huggingface.checkpointing import keep_forward
-from dfa_megatron.huggingface.checks.call_checks import arguments_of, check_local
 from dfa_megatron.huggingface.checks.check_pair import SIDE
 from dfa_megatron.huggingface.checks.padding import check_right
-from dfa_megatron.huggingface.checks.wrappers import check_adapters
 from dfa_megatron.huggingface.current_forward import (
     CONTEXT,
+    WHOLE,
+    Arguments,
     Forward,
     LayerContext,
     TwoSequences,
-    end,
-    enter,
     forward_of,
-    forward_of_context,
-    hook_mixer,
 )
-from dfa_megatron.huggingface.implementation import is_distributed
-from dfa_megatron.huggingface.loss import causal_lm_loss
-from dfa_megatron.huggingface.model_inputs import ArgsAndKeywords, Arguments
+from dfa_megatron.huggingface.loss import mean_of_sequences
 from dfa_megatron.huggingface.positions import batch_number
+from dfa_megatron.huggingface.tiles.tiled_head import summed_loss
 from dfa_megatron.plan.language.layout import contiguous, cross
 from dfa_megatron.sharding import shard_sequence
 
@@ -39,15 +33,11 @@ _WHOLE = ("input_ids", "input_features", "attention_mask", "decoder_input_ids", 
 _OPTIONS = ("return_dict", "output_hidden_states", "use_cache")
 
 
-def hook(model: Any, attentions: list[torch.nn.Module]) -> None:
-    """Register the hooks of a model, its stacks' first layers and its attentions."""
-    model.register_forward_pre_hook(begin, with_kwargs=True)
-    model.register_forward_hook(_with_loss)
-    model.register_forward_hook(end, always_call=True)
+def hook(model: Any) -> None:
+    """Register the hooks of a model and of its stacks' first layers, which need a `Forward` when they run."""
+    model.register_forward_hook(lambda *call: None if forward_of(model).whole else with_loss(*call))
     for first in firsts_of(model):
         first.register_forward_pre_hook(_cut)
-    for attention in attentions:
-        hook_mixer(attention)
 
 
 def firsts_of(model: Any) -> list[torch.nn.Module]:
@@ -55,36 +45,19 @@ def firsts_of(model: Any) -> list[torch.nn.Module]:
     return [stack.layers[0] for stack in (model.get_encoder(), model.get_decoder())]
 
 
-def begin(model: Any, args: tuple[Any, ...], kwargs: Arguments) -> ArgsAndKeywords:
-    """Make the forward of a model's call with whole sequences, and enter it.
+def take_whole(model: Any, given: Arguments, context: LayerContext) -> tuple[Arguments, Forward]:
+    """Return the arguments for a model, and the forward of two whole sequences, which are the same on every rank.
 
     Raises:
         UnsupportedError: the call asks for what is wrong on parts of sequences, or the ranks' batches differ.
     """
-    context: LayerContext = getattr(model, CONTEXT)
-    check_adapters(model)
-    if torch.is_grad_enabled():
-        keep_forward(model, saving=context.saving)
-    given, context.varied = arguments_of(model, args, kwargs), True
-    if not is_distributed(model):
-        check_local(given, context, evaluation=False)
-        enter(model, Forward(context, distributed=False))
-        return args, kwargs
-    device = next(x.device for x in given.values() if isinstance(x, torch.Tensor))
-    checked = context.options.verify != "off"
-    try:
-        kept, pair = _taken(model, {name: x for name, x in given.items() if x is not None}, context)
-    except UnsupportedError:
-        if checked:
-            batch_number.check_same(None, context.group, device, batch_number.REFUSED)
-        raise
-    if checked:
-        batch = {name: given.get(name) for name in _WHOLE if name in given} | {"input_ids": kept["decoder_input_ids"]}
-        batch["encoder"] = given.get("input_ids")
-        number = batch_number.number_of({name: x for name, x in batch.items() if x is not None}, cut=False)
-        batch_number.check_same(number, context.group, device)
-    enter(model, Forward(context, distributed=True, pair=pair))
-    return (), kept
+    given = {name: x for name, x in given.items() if x is not None and name != WHOLE}
+    kept, pair = _taken(model, given, context)
+    if context.options.verify != "off":
+        batch = {name: given[name] for name in _WHOLE if name in given} | {"input_ids": kept["decoder_input_ids"]}
+        batch |= {"encoder": given["input_ids"]} if "input_ids" in given else {}
+        batch_number.check_same(batch_number.number_of(batch, cut=False), context.group, batch["input_ids"].device)
+    return kept, Forward(context, distributed=True, pair=pair, layout=pair.layouts["decoder"])
 
 
 def _taken(model: Any, given: Arguments, context: LayerContext) -> tuple[Arguments, TwoSequences]:
@@ -142,11 +115,18 @@ def _cut(layer: torch.nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | Non
     return (shard_sequence(args[0], group=context.group, layout=layout), *args[1:])
 
 
-def _with_loss(model: torch.nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-    """Return the output with the loss, as `causal_lm_loss` scales it, of labels that are those of the same tokens."""
-    forward = forward_of_context(getattr(model, CONTEXT))
-    if forward is None or forward.pair is None or forward.pair.labels is None:
+def with_loss(model: torch.nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+    """Return the output with the loss of labels that are those of the same tokens; None without labels.
+
+    It is scaled as by `causal_lm_loss`. Trainer's count divides a smoothed one in place of the number of labels.
+    """
+    forward = forward_of(model)
+    if forward.pair is None or (labels := forward.pair.labels) is None:
         return None
-    whole = isinstance(output, tuple)
-    loss = causal_lm_loss(output[0] if whole else output.logits, forward.pair.labels, group=forward.context.group)
+    whole, count = isinstance(output, tuple), None if forward.whole is None else forward.whole.count
+    smoothing = getattr(model.loss_function, "keywords", {}).get("label_smoothing", 0.0)
+    loss = summed_loss(output[0] if whole else output.logits, labels, label_smoothing=smoothing)
+    if count is None or not smoothing:
+        loss = mean_of_sequences(loss, labels, forward.context.group)
+    loss = loss if count is None else loss / count
     return (loss, *output) if whole else type(output)(loss=loss, **output)

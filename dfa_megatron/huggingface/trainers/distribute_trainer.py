@@ -11,6 +11,7 @@ import torch
 
 from dfa_megatron.config import TrainingConfig
 from dfa_megatron.errors import UnsupportedError
+from dfa_megatron.huggingface.checks.check_pair import is_pair
 from dfa_megatron.huggingface.checks.padding import IGNORED
 from dfa_megatron.huggingface.distribute import transformers_model
 from dfa_megatron.huggingface.router_loss import follow_router
@@ -66,9 +67,11 @@ def distribute_trainer(trainer: Any, *, size: int | None = None, config: Trainin
     trainer.floating_point_ops = lambda inputs: flops(inputs) / size
     if hasattr(trainer, "_track_num_input_tokens"):
         trainer._track_num_input_tokens = functools.partial(_track, trainer, size, trainer._track_num_input_tokens)
-    trainer._get_num_items_in_batch = functools.partial(_count, trainer, 1 if scores else size)
+    trainer._get_num_items_in_batch = functools.partial(
+        _count, trainer, 1 if scores else size, trainer._get_num_items_in_batch
+    )
     follow_trainers()
-    trainer.gather_function = accelerator.gather_for_metrics
+    trainer.evaluation_loop = functools.partial(_evaluate, trainer, trainer.evaluation_loop)
 
 
 def _stats_logger() -> Any:
@@ -165,14 +168,25 @@ _OF_SCORES = tuple(f"trl.trainer.{x.lower()}_trainer.{x}Trainer.compute_loss" fo
 """TRL's methods that make a loss of each token's log-probability: every rank makes it of all tokens."""
 
 
-def _count(trainer: Any, size: int, batches: Sequence[Any], device: torch.device) -> torch.Tensor | None:
+def _count(trainer: Any, size: int, own: Callable[..., Any], batches: Sequence[Any], device: torch.device) -> Any:
     """Count the labels of a step, of all its micro-batches, as Trainer does, for losses of 1 / `size` of a batch."""
     if not batches or "labels" not in batches[0] or not trainer.model_accepts_loss_kwargs:
         return None
+    average, model = trainer.args.average_tokens_across_devices, transformers_model(trainer.model)
+    if is_pair(model):  # Trainer then multiplies by all ranks what is the mean of a batch, unless labels are smoothed
+        counted = own(batches, device)
+        return counted if isinstance(model.loss_function, functools.partial) else counted * 0 + (size if average else 1)
     count = torch.stack([(batch["labels"][..., 1:] != IGNORED).sum() for batch in batches]).sum().to(device)
-    if trainer.args.average_tokens_across_devices:
+    if average:
         count = trainer.accelerator.gather(count).sum()
     return count.clamp(min=1) / size
+
+
+def _evaluate(trainer: Any, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Evaluate with what one rank of each group gathers; Seq2SeqTrainer takes what filled the last batch too."""
+    accelerator, filled = trainer.accelerator, getattr(trainer.gather_function, "__name__", "") == "gather"
+    trainer.gather_function = accelerator.gather_once if filled else accelerator.gather_for_metrics
+    return own(*args, **kwargs)
 
 
 def _track(trainer: Any, size: int, own: Callable[[Any], None], inputs: Any) -> None:

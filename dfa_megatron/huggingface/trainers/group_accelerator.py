@@ -97,8 +97,7 @@ class _SharesSequences:
 
     def gather(self, tensor: Any) -> Any:
         """Gather, in a loop from one rank of each group."""
-        whole = super().gather(tensor)  # type: ignore[misc]
-        return self._once(whole) if self._dfa_sharing.loop else whole
+        return self.gather_once(tensor) if self._dfa_sharing.loop else super().gather(tensor)  # type: ignore[misc]
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
         """Reduce, in a loop over the groups."""
@@ -114,7 +113,7 @@ class _SharesSequences:
         """Gather from one rank of each group, without what the loader repeated to fill the last batch."""
         if use_gather_object or not all(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(input_data)):
             refuse_objects()
-        whole = super().gather(input_data)  # type: ignore[misc]
+        whole = self.gather_once(input_data)
         sharing = self._dfa_sharing
         state = self.gradient_state  # type: ignore[attr-defined]
         data = getattr(state.active_dataloader, "dataset", None)
@@ -127,17 +126,17 @@ class _SharesSequences:
                 "a data set with a length, or size of all ranks",
             )
         rows = state.remainder if state.end_of_dataloader and state.remainder > 0 else None
-        return tree_map_only(torch.Tensor, lambda value: value[:rows], self._once(whole))
+        return tree_map_only(torch.Tensor, lambda value: value[:rows], whole)
 
-    def _once(self, whole: Any) -> Any:
-        """Take what was gathered from the first rank of each group."""
+    def gather_once(self, tensor: Any) -> Any:
+        """Gather from the first rank of each group."""
         size, ranks = self._dfa_sharing.size, self.state.num_processes  # type: ignore[attr-defined]
 
         def first(value: torch.Tensor) -> torch.Tensor:
             found: torch.Tensor = value.unflatten(0, (-1, size, value.shape[0] // ranks))[:, 0].flatten(0, 1)
             return found
 
-        return tree_map_only(torch.Tensor, first, whole)
+        return tree_map_only(torch.Tensor, first, super().gather(tensor))  # type: ignore[misc]
 
 
 def by_groups(scheduler: Any, groups: int) -> Any:

@@ -5,6 +5,7 @@ Hooks cut each batch into this rank's part. In evaluation they put the outputs t
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,10 +16,11 @@ from torch.utils._pytree import tree_map_only
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.huggingface.batch import KNOWN, MEDIA, refuse_batch, shard_batch
 from dfa_megatron.huggingface.checks.call_checks import arguments_of
+from dfa_megatron.huggingface.checks.check_pair import is_pair
 from dfa_megatron.huggingface.checks.padding import IGNORED
-from dfa_megatron.huggingface.current_forward import CONTEXT, LayerContext, WholeBatch, forward_of
+from dfa_megatron.huggingface.current_forward import CONTEXT, WHOLE, LayerContext, WholeBatch, forward_of
+from dfa_megatron.huggingface.encoder_decoder.pair import with_loss
 from dfa_megatron.huggingface.implementation import is_distributed
-from dfa_megatron.huggingface.model_inputs import WHOLE
 from dfa_megatron.huggingface.trainers.read_logits import reads_logits
 from dfa_megatron.plan.language.layout import Layout
 from dfa_megatron.runtime.comm.groups import resolve
@@ -57,6 +59,11 @@ def _cut(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tup
         return None
     context: LayerContext = getattr(model, CONTEXT)
     given = {name: value for name, value in arguments_of(model, args, kwargs).items() if value is not None}
+    if is_pair(model):  # which cuts it itself, and whose own loss is the mean of a batch whatever a trainer counts
+        count, labels = given.pop("num_items_in_batch", None), given.get("labels")
+        rows = next(len(x) for x in given.values() if isinstance(x, torch.Tensor))
+        labelled = None if labels is None else (labels != IGNORED).any()
+        return (), given | {WHOLE: WholeBatch(rows, labelled, None if getattr(model, _COUNTS) else count)}
     batch = {name: given.pop(name) for name in (*KNOWN, *MEDIA) if name in given}
     kept = given.get("logits_to_keep")
     if "input_ids" not in batch:
@@ -95,21 +102,20 @@ def _join(model: Any, args: Any, output: Any) -> Any:
     context, batch = forward.context, forward.whole
     if batch is None or context.size == 1:
         return None
-    assert isinstance(forward.layout, Layout)
-    assert forward.positions is not None
-    length, local = forward.layout.length, forward.positions.shape[1]
+    layout, group = forward.layout, resolve(context.group)
+    assert isinstance(layout, Layout)
+    assert group is not None
+    if forward.pair is not None:
+        output = with_loss(model, args, output) or output
 
-    def unshard(value: torch.Tensor) -> torch.Tensor:
-        return unshard_sequence(value, group=context.group, layout=forward.layout)
-
-    def whole(value: torch.Tensor) -> torch.Tensor:
+    def whole(value: torch.Tensor, layout: Layout = layout) -> torch.Tensor:
         if value.dim() == 0:
             total = value.detach().clone()
-            dist.all_reduce(total, group=resolve(context.group))
+            dist.all_reduce(total, group=group)
             return total / context.size
-        if value.dim() < 3 or value.shape[:2] != (batch.rows, local):
+        if value.dim() < 3 or value.shape[:2] != (batch.rows, layout.tokens(group.rank())):
             return value
-        return unshard(value)
+        return unshard_sequence(value, group=group, layout=layout)
 
     def loss(value: torch.Tensor) -> torch.Tensor:
         assert batch.labelled is not None
@@ -118,6 +124,8 @@ def _join(model: Any, args: Any, output: Any) -> Any:
         return torch.where(batch.labelled.to(value.device), whole(value), torch.nan)
 
     has_loss = batch.labelled is not None
+    if isinstance(output, tuple) and forward.pair is not None:
+        raise UnsupportedError("return_dict=False of shared batches", "which output is whose is not told", "True")
     if isinstance(output, tuple) and has_loss:
         others = output[1:] if model.training else tree_map_only(torch.Tensor, whole, output[1:])
         return loss(output[0]), *others
@@ -127,13 +135,17 @@ def _join(model: Any, args: Any, output: Any) -> Any:
         if has_loss and name == "loss":
             output[name] = loss(value)  # type: ignore[index]
         elif name in _OF_HEAD and getattr(model, _SCORES):
-            output[name] = unshard(value)[:, : length - 1]  # type: ignore[index]
+            output[name] = unshard_sequence(value, group=group, layout=layout)[:, :-1]  # type: ignore[index]
         elif not model.training and name in _OF_TOKENS and (name != "logits" or reads_logits() is not False):
-            output[name] = tree_map_only(torch.Tensor, whole, value)  # type: ignore[index]
+            of = forward.pair.layouts["encoder"] if forward.pair and name.startswith("encoder") else layout
+            output[name] = tree_map_only(torch.Tensor, functools.partial(whole, layout=of), value)  # type: ignore[index]
     return output
 
 
-_OF_TOKENS = ("loss", "logits", "last_hidden_state", "hidden_states")
+_OF_TOKENS = (
+    *("loss", "logits", "last_hidden_state", "hidden_states"),
+    *("decoder_hidden_states", "encoder_last_hidden_state", "encoder_hidden_states"),
+)
 """The outputs that are put together; others, such as a router's or a tower's, may be as long by chance."""
 
 _OF_HEAD = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1", "label_mask")
