@@ -18,8 +18,7 @@ from tests.support.workers import run_ranks
 CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "BART": ("Bart", "Seq2SeqTrainer", {}),
     "smoothed labels": ("Bart", "Seq2SeqTrainer", {"label_smoothing_factor": 0.2}),
-    "NLLB, counted on each device": ("M2M100", "Trainer", {"average_tokens_across_devices": False}),
-    "Whisper": ("Whisper", "Seq2SeqTrainer", {}),
+    "Whisper, counted on each device": ("Whisper", "Trainer", {"average_tokens_across_devices": False}),
 }
 
 
@@ -102,7 +101,7 @@ def alone(rank: int, world_size: int, folder: str) -> list[Any]:
 def together(rank: int, world_size: int, folder: str, size: int) -> list[Any]:
     prepare_worker(rank, world_size)
     found = []
-    for number, case in enumerate(CASES if size == world_size else [*CASES][:2]):
+    for number, case in enumerate(CASES if size == world_size else [*CASES][:1]):
         run = trainer(f"{folder}/{case}", case, world_size // size)
         dfa_hf.distribute_trainer(run, size=size, config=TrainingConfig(checkpoint=("remat", "none")[number % 2]))
         run.train()
