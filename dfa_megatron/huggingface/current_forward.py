@@ -64,12 +64,12 @@ class WholeBatch(NamedTuple):
     """What a model that cuts its batches itself needs to put outputs together again.
 
     labelled: whether a label of it counts, on its device; None without labels.
-    count: by which an encoder-decoder model divides its loss for a Trainer; None for none.
+    divisor: by which an encoder-decoder model divides its loss for a Trainer; None for none.
     """
 
     rows: int
     labelled: torch.Tensor | None
-    count: torch.Tensor | None = None
+    divisor: torch.Tensor | None = None
 
 
 class TwoSequences(NamedTuple):

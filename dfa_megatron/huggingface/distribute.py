@@ -120,20 +120,14 @@ def distribute_attention(
 
 def _check_loaded(model: Any) -> None:
     """Refuse a model to which accelerate's loaders do not give what it needs."""
-    kind = kind_of(model)
+    why = ""
     if is_multimodal(model) or is_pair(model):
-        raise UnsupportedError(
-            f"{kind}, {'a multimodal' if is_multimodal(model) else 'an encoder-decoder'} model, under accelerate",
-            "its loader cuts tokens, but whole sequences are embedded",
-            "dfa_megatron.deepspeed.initialize or distribute_attention in a loop of your own, with shard_batch",
-        )
-    if padding_of(model.get_decoder()) is not None:
-        raise UnsupportedError(
-            f"{kind} under accelerate",
-            "its positions begin behind that of padding, but evaluation is local there and would use those of the "
-            "batches, which begin at 0",
-            "dfa_megatron.deepspeed.initialize or distribute_attention in a loop of your own, with shard_batch",
-        )
+        why = "whole sequences are embedded, and accelerate's loader cuts tokens"
+    elif padding_of(model.get_decoder()) is not None:
+        why = "positions begin behind that of padding, and evaluation, which is local there, has those of the batches"
+    if why:
+        instead = "dfa_megatron.deepspeed.initialize or distribute_attention in a loop of your own, with shard_batch"
+        raise UnsupportedError(f"{kind_of(model)} under accelerate", why, instead)
 
 
 def _hook(inner: Any, decoder: Any, attentions: list[torch.nn.Module]) -> None:

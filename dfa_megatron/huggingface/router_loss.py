@@ -11,11 +11,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from dfa_megatron.huggingface.current_forward import Forward, innermost
-from dfa_megatron.kernels.leaf import differentiable_once
-from dfa_megatron.runtime.comm.groups import resolve
+from dfa_megatron.sharding import unshard_sequence
 
 _NAME = "load_balancing_loss_func"
 """The function in a model's file, the same in all of them; and the attribute that marks what stands in for it."""
@@ -54,8 +52,8 @@ def _balance(forward: Forward, gate_logits: tuple[torch.Tensor, ...], experts: i
         counts = counts.scatter_add(0, chosen.flatten(), counted.repeat_interleave(top_k))
         chances = chances + (weights.float() * counted[:, None]).sum(0)
     sums = torch.cat((counts, chances, counted.sum()[None] * len(gate_logits)))
-    if forward.context.group:
-        sums = _Summed.apply(sums, forward.context.group)  # type: ignore[no-untyped-call]
+    if forward.context.group:  # gradients are summed over the ranks too: every loss depends on the tokens of all
+        sums = unshard_sequence(sums[None], group=forward.context.group, dim=0).sum(0)
     counts, chances, rows = sums.split((experts, experts, 1))
     balance: torch.Tensor = (counts / rows * (chances / rows)).sum() * experts
     return balance
@@ -66,21 +64,3 @@ def _counted(forward: Forward, rows: int, device: torch.device) -> torch.Tensor:
     if forward.mask is None:
         return torch.ones(rows, device=device)
     return forward.mask.to(device, torch.float32).flatten()
-
-
-class _Summed(torch.autograd.Function):
-    """Sum over the ranks of a group; so are the gradients, because every rank's loss depends on every rank's tokens."""
-
-    @staticmethod
-    def forward(ctx: Any, sums: torch.Tensor, group: str) -> torch.Tensor:
-        ctx.group = group
-        whole = sums.clone()
-        dist.all_reduce(whole, group=resolve(group))
-        return whole
-
-    @staticmethod
-    @differentiable_once("the loss of a router over ranks")
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
-        whole = gradients[0].contiguous().clone()
-        dist.all_reduce(whole, group=resolve(ctx.group))
-        return whole, None

@@ -8,7 +8,7 @@ layer whose keyword disagrees is refused.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, NoReturn, Self
 
 import torch
 
@@ -70,12 +70,9 @@ def window_of(module: torch.nn.Module, mask: WindowMask | None, named: int | Non
     if mask is None and named is None and type_of(module) == "sliding_attention":  # else it may be a leftover
         named = getattr(module.config, "sliding_window", None)
     if size < 1 or (named is not None and min(named, whole) != size):
-        layer, mask_window = type(module).__name__, "no window" if mask is None else f"one of {mask.size}"
-        raise UnsupportedError(
-            f"sliding_window={named} in a layer of type {layer} whose mask has {mask_window}",
-            "attention implementations would differ in which tokens are visible",
-            "a window of one token or more that the layer's mask has, or no sliding_window",
-        )
+        seen = "no window" if mask is None else f"one of {mask.size}"
+        instead = "a window of one token or more that the layer's mask has, or no sliding_window"
+        _refuse(f"sliding_window={named}", module, seen, instead)
     return (-1, -1) if size == whole else (size - 1, 0)
 
 
@@ -90,13 +87,14 @@ def chunk_of(module: torch.nn.Module, mask: WindowMask | None) -> int | None:
     config: Any = module.config
     size: int = config.attention_chunk_size
     if mask is None or mask.size != size:
-        layer, mask_window = type(module).__name__, "none" if mask is None else f"those of {mask.size}"
-        raise UnsupportedError(
-            f"chunks of {size} tokens in a layer of type {layer} whose mask has {mask_window}",
-            "attention implementations would differ in which tokens are visible",
-            "attention_chunk_size as in the model's masks",
-        )
+        seen = "none" if mask is None else f"those of {mask.size}"
+        _refuse(f"chunks of {size} tokens", module, seen, "attention_chunk_size as in the model's masks")
     return size
+
+
+def _refuse(what: str, module: torch.nn.Module, seen: str, instead: str) -> NoReturn:
+    asked = f"{what} in a layer of type {type(module).__name__} whose mask has {seen}"
+    raise UnsupportedError(asked, "attention implementations would differ in which tokens are visible", instead)
 
 
 def type_of(module: torch.nn.Module) -> str | None:

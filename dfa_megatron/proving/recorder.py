@@ -65,9 +65,7 @@ def record(
 
 
 @contextmanager
-def _watching(
-    job: Job, found: Recording, held: tuple[Text, torch.Tensor], share: float, noise: bool
-) -> Iterator[None]:
+def _watching(job: Job, found: Recording, held: tuple[Text, torch.Tensor], share: float, noise: bool) -> Iterator[None]:
     def placed(name: str, rows: torch.Tensor) -> torch.Tensor:
         """Return a sketch for each place that this rank holds, 0 for those of another sequence."""
         whole = torch.zeros(len(held[1]) + 1, rows.shape[-1], dtype=rows.dtype)

@@ -142,5 +142,5 @@ def test_models_are_refused_by_name() -> None:
     model.model.encoder.more = copy.deepcopy(model.model.encoder.layers[0].self_attn)
     with pytest.raises(UnsupportedError, match="with 3 attentions in the 2 layers of its encoder"):
         check_model(model)
-    with pytest.raises(UnsupportedError, match="an encoder-decoder model, under accelerate"):
+    with pytest.raises(UnsupportedError, match="a bart model under accelerate"):
         dfa_hf.distribute_attention(tiny("Bart"), accelerate=True)

@@ -232,7 +232,10 @@ def test_where_nothing_is_wrong_nothing_is_found_in_any_wrapper() -> None:
 
 def pairs(rank: int, world_size: int) -> None:
     """An encoder-decoder model, clean and with a decoder that sees the padding of the encoder."""
-    model, real = dfa_hf.distribute_attention(tiny("Bart", max_position_embeddings=99).float()), attention_function._of_pair
+    model, real = (
+        dfa_hf.distribute_attention(tiny("Bart", max_position_embeddings=99).float()),
+        attention_function._of_pair,
+    )
     assert "3 ranks compute what one rank computes" in str(dfa_hf.prove(model))
     padded = {"_of_pair": lambda qkv, side, pair, call: real(qkv, side, pair._replace(real=None), call)}
     said = r"pack of 5, 150 tokens, output of layers: model.encoder.layers.0.self_attn on rank 0, token 120"

@@ -127,7 +127,7 @@ CASES: list[tuple[str, Callable[[], Any]]] = [
     ("0 layers whose state is distributed, of 1", lambda: check_model(with_config(second="conv"))),
     ("it takes no position_ids", lambda: check_model(without_positions())),
     ("prove of a LlamaModel.*no head", lambda: dfa_hf.prove(changed(build("Llama").model))),
-    ("a multimodal model", lambda: dfa_hf.prove(changed(build("Llama"), multimodal=True))),
+    ("a model of images or sound", lambda: dfa_hf.prove(changed(build("Llama"), multimodal=True))),
     ("size=3 on 2 ranks", lambda: distribute_accelerator.share_sequences(ALONE, None, 3, REMAT, loop=True)),
     ("ParallelismConfig.tp_size=2", lambda: accelerated(tp_size=2)),
     ("with DeepSpeed", lambda: accelerated(distributed_type="DEEPSPEED")),

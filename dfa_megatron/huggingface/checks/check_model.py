@@ -113,7 +113,8 @@ def _check_layers(model: Any, decoder: Any, attentions: list[torch.nn.Module]) -
             "a stack of decoder layers sees earlier tokens alone",
             "a model with causal layers, or one like BART, with an encoder",
         )
-    layers = _count(config, _STATES | _EACH_TOKEN)
+    types, whole = getattr(config, "layer_types", None), getattr(config, "decoder_layers", config.num_hidden_layers)
+    layers: int = whole if types is None else sum(kind not in _STATES | _EACH_TOKEN for kind in types)
     if count != layers:
         raise UnsupportedError(
             f"{kind} with attention in {count} of {layers} layers",
@@ -205,15 +206,6 @@ def _other_layers(config: Any) -> str:
 def layers_with_states(config: Any) -> int:
     """Return the number of layers whose type has a state."""
     return sum(kind in _STATES | _BOTH for kind in getattr(config, "layer_types", None) or ())
-
-
-def _count(config: Any, others: set[str]) -> int:
-    """Return the number of layers whose type is none of these."""
-    types = getattr(config, "layer_types", None)
-    if types is None:
-        count: int = getattr(config, "decoder_layers", config.num_hidden_layers)
-        return count
-    return sum(kind not in others for kind in types)
 
 
 def _local_rope(config: Any) -> str | None:

@@ -7,25 +7,14 @@ loss. The outputs of padded tokens differ from those of an attention that masks 
 from __future__ import annotations
 
 import torch
-import torch.distributed as dist
 
 from dfa_megatron.errors import UnsupportedError
-from dfa_megatron.runtime.comm.groups import resolve
+from dfa_megatron.sharding import unshard_sequence
 
 CAUSAL = "causal self-attention over whole, unpadded sequences"
 
 IGNORED = -100
 """The label of a token that has no loss, as everywhere in transformers."""
-
-
-def gathered(mine: torch.Tensor, group: str) -> list[torch.Tensor]:
-    """Gather a tensor from every rank of a named group, in their order; "" is this rank alone."""
-    channel = resolve(group) if group else None
-    if channel is None:
-        return [mine]
-    parts = [torch.empty_like(mine, memory_format=torch.contiguous_format) for _ in range(channel.size())]
-    dist.all_gather(parts, mine.contiguous(), group=channel)
-    return parts
 
 
 def check_right(mask: torch.Tensor, group: str = "", labels: torch.Tensor | None = None) -> None:
@@ -48,24 +37,24 @@ def check_right(mask: torch.Tensor, group: str = "", labels: torch.Tensor | None
     labelled = torch.zeros_like(other) if labels is None else ((labels != IGNORED) & ~real).any()
     held = torch.full_like(other, mask.shape[1], dtype=torch.long)
     facts = torch.cat((real.sum(1), torch.stack((held, labelled, other, contiguous))))
-    whole = gathered(facts, group)
-    if any(bool(part[-2]) for part in whole):
+    whole = unshard_sequence(facts[None], group=group, dim=0) if group else facts[None]
+    if bool(whole[:, -2].any()):
         raise UnsupportedError(
             "an attention_mask with other values than 0 and 1",
             "transformers takes each of them for a token to attend to: numbered documents would see each other, and "
             "what is added to scores would not be",
             "1 for tokens and 0 for padding; position_ids that begin at 0 in each document, or cu_seq_lens_q",
         )
-    counts = torch.stack([part[:-4] for part in whole])  # (ranks, batch)
-    full = counts == torch.stack([part[-4:-3] for part in whole])
+    counts = whole[:, :-4]  # (ranks, batch)
+    full = counts == whole[:, -4:-3]
     in_order = ((counts[1:] == 0) | full[:-1]).all()
-    if not bool(in_order & torch.stack([part[-1] for part in whole]).all()):
+    if not bool(in_order & whole[:, -1].all()):
         raise UnsupportedError(
             "an attention_mask with padding that is not on the right",
             "padded tokens would be attended to",
             "tokenizer.padding_side='right', or sequences without padding",
         )
-    if any(bool(part[-3]) for part in whole):
+    if bool(whole[:, -3].any()):
         raise UnsupportedError(
             "labels of padded tokens",
             "an attention that masks padding would give them another output",

@@ -123,10 +123,10 @@ def with_loss(model: torch.nn.Module, args: tuple[Any, ...], output: Any) -> Any
     forward = forward_of(model)
     if forward.pair is None or (labels := forward.pair.labels) is None:
         return None
-    whole, count = isinstance(output, tuple), None if forward.whole is None else forward.whole.count
+    whole, divisor = isinstance(output, tuple), None if forward.whole is None else forward.whole.divisor
     smoothing = getattr(model.loss_function, "keywords", {}).get("label_smoothing", 0.0)
     loss = summed_loss(output[0] if whole else output.logits, labels, label_smoothing=smoothing)
-    if count is None or not smoothing:
+    if divisor is None or not smoothing:
         loss = mean_of_sequences(loss, labels, forward.context.group)
-    loss = loss if count is None else loss / count
+    loss = loss if divisor is None else loss / divisor
     return (loss, *output) if whole else type(output)(loss=loss, **output)

@@ -18,18 +18,11 @@ _LOCAL = "model.generate within dfa_megatron.huggingface.local_attention(model),
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "num_beams": (None, 1),
     "use_cache": (None, True),
-    "cache_implementation": (None,),
-    "prefill_chunk_size": (None,),
-    "prompt_lookup_num_tokens": (None,),
-    "assistant_model": (None,),
-    "past_key_values": (None,),
-    "inputs_embeds": (None,),
-    "position_ids": (None,),
-    "custom_generate": (None,),
     "penalty_alpha": (None, 0),
-    "dola_layers": (None,),
-    "output_attentions": (None, False),
-    "output_hidden_states": (None, False),
+    **dict.fromkeys(("output_attentions", "output_hidden_states"), (None, False)),
+    **dict.fromkeys(("cache_implementation", "prefill_chunk_size", "prompt_lookup_num_tokens"), (None,)),
+    **dict.fromkeys(("assistant_model", "past_key_values", "inputs_embeds", "position_ids"), (None,)),
+    **dict.fromkeys(("custom_generate", "dola_layers"), (None,)),
 }
 """Options of `generate` that are refused, but for these values."""
 

@@ -77,10 +77,7 @@ def of_offsets(given: dict[str, Any], batch: int, length: int) -> Documents:
 
 def positions_of(documents: Documents, device: torch.device | None = None) -> torch.Tensor:
     """Return the position of every token in its document, int64 (batch, length)."""
-    rows = []
-    for offsets in documents:
-        starts, length = torch.tensor(offsets[:-1]), torch.arange(offsets[-1])
-        rows.append(length - starts[torch.searchsorted(starts, length, right=True) - 1])
+    rows = [torch.cat([torch.arange(hi - lo) for lo, hi in pairwise(offsets)]) for offsets in documents]
     return torch.stack(rows).to(device)
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -79,17 +80,9 @@ def delta_rule(real: Real, over: Sequence, given: Keywords) -> tuple[torch.Tenso
     return _joined([of_rows(dict(row), options) for row, options in over.rows(given, *names)])
 
 
-def mamba2(real: Real, over: Sequence, given: Keywords) -> Any:
-    """Compute Mamba-2's scan, whose states (batch, heads, head_dim, state) decay by a number per head."""
-    return _state_space(dist_mamba2, real, over, given)
-
-
-def mamba(real: Real, over: Sequence, given: Keywords) -> Any:
-    """Compute Mamba's selective scan of (batch, channels, local_seq), whose states are (batch, channels, state)."""
-    return _state_space(dist_mamba1, real, over, given)
-
-
 def _state_space(scan: Callable[..., Any], real: Real, over: Sequence, given: Keywords) -> Any:
+    """Compute the scan of Mamba-2, or the selective one of Mamba."""
+
     def of_rows(row: Keywords, options: Keywords) -> tuple[torch.Tensor, torch.Tensor]:
         tokens = {"x": row.pop("hidden_states"), **{name: row.pop(name) for name in ("dt", "B", "C")}}
         found: tuple[torch.Tensor, torch.Tensor] = scan(real, tokens, row.pop("A"), **row, **options)
@@ -110,8 +103,8 @@ STANDS_IN: dict[str, Callable[[Real, Sequence, Keywords], Any]] = {
     "causal_conv1d_fn": convolution,
     "torch_chunk_gated_delta_rule": delta_rule,
     "chunk_kimi_delta_attention": delta_rule,
-    "mamba2_chunk_scan": mamba2,
-    "mamba_selective_scan": mamba,
+    "mamba2_chunk_scan": partial(_state_space, dist_mamba2),
+    "mamba_selective_scan": partial(_state_space, dist_mamba1),
 }
 """What stands in for a function of transformers' modelling files, by its name there."""
 

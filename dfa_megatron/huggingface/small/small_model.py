@@ -81,7 +81,9 @@ def model_of(config: Any) -> Any:
     from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
     torch.manual_seed(7)
-    model = (AutoModelForSeq2SeqLM if _is_pair(config) else AutoModelForCausalLM).from_config(config, attn_implementation="eager", dtype=torch.float32)
+    model = (AutoModelForSeq2SeqLM if _is_pair(config) else AutoModelForCausalLM).from_config(
+        config, attn_implementation="eager", dtype=torch.float32
+    )
     enlarge(model)
     return model.train()
 
