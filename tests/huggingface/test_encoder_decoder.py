@@ -105,6 +105,7 @@ def refused_and_local(rank: int, world_size: int) -> None:
         (other, "batches that differ between the ranks"),
         (without, "no decoder_input_ids"),
         (left, "padding that is not on the right"),
+        ({name: x[:, :1] for name, x in batch.items()}, "rows of 1 tokens on 2 ranks"),
         (batch | {"use_cache": True}, "use_cache for an encoder-decoder"),
         (batch | {"decoder_position_ids": batch["labels"]}, "decoder_position_ids for an encoder-decoder"),
     ):
@@ -142,5 +143,7 @@ def test_models_are_refused_by_name() -> None:
     model.model.encoder.more = copy.deepcopy(model.model.encoder.layers[0].self_attn)
     with pytest.raises(UnsupportedError, match="with 3 attentions in the 2 layers of its encoder"):
         check_model(model)
+    with pytest.raises(UnsupportedError, match="loss_tile with the loss function of an encoder-decoder model"):
+        dfa_hf.distribute_attention(tiny("Bart"), config=TrainingConfig(loss_tile=4))
     with pytest.raises(UnsupportedError, match="a bart model under accelerate"):
         dfa_hf.distribute_attention(tiny("Bart"), accelerate=True)

@@ -26,7 +26,7 @@ from dfa_megatron.huggingface.current_forward import (
 from dfa_megatron.huggingface.loss import mean_of_sequences
 from dfa_megatron.huggingface.positions import batch_number
 from dfa_megatron.huggingface.tiles.tiled_head import summed_loss
-from dfa_megatron.plan.language.layout import contiguous, cross
+from dfa_megatron.plan.language.layout import cross
 from dfa_megatron.sharding import shard_sequence
 
 _WHOLE = ("input_ids", "input_features", "attention_mask", "decoder_input_ids", "decoder_attention_mask", "labels")
@@ -95,7 +95,9 @@ def _taken(model: Any, given: Arguments, context: LayerContext) -> tuple[Argumen
             check_right(mask)
             real = None if bool(mask.all()) else tuple(mask.sum(1).tolist())
     kept |= {"decoder_attention_mask": nothing_hidden(rows, length, tokens.device), "use_cache": False}
-    encoder, decoder = contiguous(of_encoder, context.size), contiguous(length, context.size)
+    encoder, decoder = (
+        batch_number.layout_of_rows(None, tokens, context.size, whole=True) for tokens in (of_encoder, length)
+    )
     mine = None if labels is None else shard_sequence(labels, group=context.group, layout=decoder)
     return kept, TwoSequences({"encoder": encoder, "decoder": decoder, "cross": cross(decoder, encoder)}, real, mine)
 

@@ -14,6 +14,7 @@ import torch
 
 from dfa_megatron.config import TrainingConfig
 from dfa_megatron.errors import UnsupportedError
+from dfa_megatron.huggingface.checks.check_pair import is_pair
 from dfa_megatron.huggingface.checks.padding import IGNORED
 from dfa_megatron.huggingface.current_forward import CONTEXT, forward_of_context
 from dfa_megatron.huggingface.tiles.tiled_layers import tiled_class
@@ -90,8 +91,8 @@ def set_tile(model: Any, options: TrainingConfig) -> None:
             setattr(model, _TILE, None)
         return
     own = getattr(model, "loss_function", None)
-    if own is not ForCausalLMLoss and getattr(own, "func", own) is not causal_loss:
-        name = getattr(own, "__name__", own)
+    if is_pair(model) or (own is not ForCausalLMLoss and getattr(own, "func", own) is not causal_loss):
+        name = "of an encoder-decoder model" if is_pair(model) else getattr(own, "__name__", own)
         raise UnsupportedError(
             f"loss_tile with the loss function {name}",
             "only transformers' ForCausalLMLoss is known to be made by tiles",
