@@ -95,8 +95,16 @@ def backward_algebra(prepared: Prepared, inputs: Fields, arena: Arena) -> Tensor
 
 
 def needed_by_backward(prepared: Prepared, dout: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    """Return out or -delta (batch, heads, rows), whichever the kernel's backward reads beside lse."""
-    return minus_delta(dout, out) if prepared.format.backward_needs == "delta" else out
+    """Return out or -delta (batch, heads, rows), whichever the kernel's backward reads beside lse.
+
+    Out, if it takes both, no rank is sent these rows, and calls read them twice at most: -delta is a pass over two.
+    """
+    program, kernel, takes_out = prepared.backward.program, prepared.kernel, False
+    if kernel.takes_out and prepared.exchange is None and "qdo" not in prepared.backward.sent:
+        home = program.home_buffer("qdo")
+        calls = [call.q.rows for step in program.steps for call in step.calls if call.q.buffer == home]
+        takes_out = sum(calls) <= 2 * dout.shape[1]
+    return out if takes_out or prepared.format.backward_needs == "out" else minus_delta(dout, out)
 
 
 def run_forward(prepared: Prepared, inputs: Inputs, *, trains: bool = True) -> Fields:

@@ -136,7 +136,7 @@ class Tensors:
             self._write(call.writes[0], self.kernel.forward(block))
             return
         dout, lse, row_stat = known
-        saved = Saved(lse, row_stat) if self.format.backward_needs == "delta" else Saved(lse, out=row_stat)
+        saved = Saved(lse, out=row_stat) if row_stat.dim() == dout.dim() else Saved(lse, row_stat)
         dq, dk, dv = self.kernel.backward(block, dout, saved)
         for region, gradients in zip(call.writes, ((dq,), (dk, dv)), strict=True):
             self._write(region, gradients)

@@ -8,6 +8,8 @@ import pytest
 import torch
 
 from dfa_megatron.kernels.adapters.reference import ReferenceKernel
+from dfa_megatron.kernels.api import Saved
+from dfa_megatron.kernels.merge import minus_delta
 from dfa_megatron.runtime.execute.bound import Bound
 from dfa_megatron.runtime.prepare import Prepared, in_use
 from tests.runtime.execute.test_bound import LOCAL, recorded
@@ -21,12 +23,22 @@ def compare_pack(rank: int, ranks: int, seed: int, offsets: tuple[int, ...], **o
 
 
 def _packs(rank: int, ranks: int) -> None:
-    """Three packs that take turns, each three times: a replay belongs to its pack."""
-    length = ranks * LOCAL
+    """Three packs that take turns, each three times: a replay belongs to its pack.
+
+    The kernel takes out in place of delta: the rank that sends no queries leaves delta to it.
+    """
+    length, real, given = ranks * LOCAL, ReferenceKernel.launch_backward, set[bool]()
+
+    def launch_backward(self: ReferenceKernel, call: Any, dout: torch.Tensor, saved: Saved) -> Any:
+        given.add(saved.out is not None)
+        return real(self, call, dout, saved if saved.out is None else Saved(saved.lse, minus_delta(dout, saved.out)))
+
+    ReferenceKernel.launch_backward, ReferenceKernel.takes_out = launch_backward, True  # type: ignore[method-assign]
     for turn in range(9):
         offsets = ((0, length), (0, 5, 17, length), (0, 1, 2, length - 3, length))[turn % 3]
-        compare_pack(rank, ranks, turn, offsets, kernel="reference")
+        compare_pack(rank, ranks, turn, offsets, kernel="reference", schedule="balanced_shared")
     assert [recorded(prepared) for prepared in in_use()] == [2, 2, 2]
+    assert given == ({True, False}, {False})[rank], "helped rows come with delta"
 
 
 def lengths(prepared: Prepared) -> list[int]:
