@@ -189,12 +189,8 @@ class Windows(ReferenceKernel):
         _, keys, _ = call.segments.offsets(call.q.device)
         for s, lo, hi in zip(call.segments.parts, keys.tolist(), keys.tolist()[1:], strict=False):
             assert (s.kv_lo, s.kv_hi) == (lo, hi)
-            yield (
-                slice(s.q_lo, s.q_hi),
-                BlockCall.of(
-                    call.q[:, s.q_lo : s.q_hi], call.k[:, lo:hi], call.v[:, lo:hi], s.band, call.softmax_scale
-                ),
-            )
+            k, v, one = call.k[:, lo:hi], call.v[:, lo:hi], Segments.one(s.band, s.q_hi - s.q_lo, hi - lo)
+            yield slice(s.q_lo, s.q_hi), replace(call, q=call.q[:, s.q_lo : s.q_hi], k=k, v=v, segments=one)
 
 
 @pytest.mark.parametrize("skips", [False, True], ids=["gathers rows", "skips rows"])

@@ -13,6 +13,7 @@ from dfa_megatron.plan.language.geometry import CAUSAL, FULL, Segment, Span, Til
 from dfa_megatron.plan.language.ir import BACKWARD, FORWARD, Phase, Plan
 from dfa_megatron.plan.language.layout import contiguous
 from dfa_megatron.plan.language.mask import block_causal_documents, documents
+from dfa_megatron.plan.language.tree import prompt_tree
 from dfa_megatron.plan.lowering import kernel_calls
 from dfa_megatron.plan.lowering.kernel_calls import COPIED, GAP, launches, packs, segments_of
 from dfa_megatron.plan.lowering.landings import landings_of
@@ -157,6 +158,20 @@ def test_keys_may_be_used_again_where_that_saves_launches() -> None:
     calls = [launch.segments for launch in launches(long, bands=True, repeats=4)]
     assert 2 < len(calls) < 9  # of the blocks that see many, each has a call: their copies would take much memory
     assert all(sum(s.kv_hi - s.kv_lo for s in x) <= 3 * sum(s.q_hi - s.q_lo for s in x) for x in calls if len(x) > 1)
+
+
+def test_a_prompt_is_joined_to_its_answers_where_copies_take_less_than_their_rows_again() -> None:
+    """Two turns of two answers each behind a prompt: one launch, where prompt and turns had one each."""
+    turns = [100, 1000, 400, 500, 1000, 400, 500], [-1, 0, 1, 1, 0, 4, 4]
+    tiles = tuple((tile, ()) for tile in prompt_tree(*turns).tiles)
+    assert len(launches(tiles, bands=True, repeats=0)) == 3
+    (one,) = launches(tiles, bands=True, repeats=4)
+    last = [segment.tile for segment in one.segments if segment.q_hi == 3900]
+    assert [(tile.kv.lo, tile.kv.hi, tile.band) for tile in last] == [
+        (0, 100, FULL), (2000, 3000, FULL), (3400, 3900, CAUSAL)
+    ]  # fmt: skip
+    long = tuple((tile, ()) for tile in prompt_tree([9000, 400, 400, 400], [-1, 0, 0, 0]).tiles)
+    assert len(launches(long, bands=True, repeats=4)) == 2
 
 
 @pytest.mark.parametrize("schedule", ["ring", "greedy"])

@@ -46,23 +46,31 @@ def test_every_mask_serves_schedules_that_look_both_ways(kind: int) -> None:
 
 @pytest.mark.parametrize("skips", [False, True], ids=["gathers rows", "skips rows"])
 def test_masks_are_dense_attention_where_launches_use_keys_again(skips: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    used = 0
+    used = joined = 0
     monkeypatch.setattr(kernels, "KERNELS", {**kernels.KERNELS, "reference": Windows()})
     monkeypatch.setattr(Windows, "skips_rows", skips)
     monkeypatch.setattr(kernel_calls, "ROW", 1 << 40)
     monkeypatch.setattr(kernel_calls, "MOST_COPIES", 99)
     kernel_calls.launches.cache_clear()
     rng = random.Random(5)
-    for kind in 3 * MANY:
-        ranks = rng.randint(1, 3)
-        some = case((mask := mask_of(kind, ranks * rng.randint(8, 14), rng)).length, mask=mask, batch=1, head_dim=4)
-        together(some, ranks, schedule="greedy", kernel="reference")
+    for kind in (*2 * MANY, *range(KINDS, KINDS + 6)):
+        ranks, softcap, sinks = rng.randint(1, 4), rng.choice([0.0, 5.0]), rng.random() < 0.5
+        if kind < KINDS:
+            mask = mask_of(kind, ranks * rng.randint(6, 12), rng)
+        else:
+            lengths = [ranks * rng.randint(1, 4) for _ in range(12)]
+            mask = masks.prompt_tree(lengths, some_parents(12, rng))
+        some = case(mask.length, mask=mask, batch=1, head_dim=4, softcap=softcap, with_sinks=sinks)
+        together(some, ranks, schedule=rng.choice(["greedy", "ring"]), kernel="reference")
         for _ in range(3):  # recorded, and replayed
             compare(some, schedule="greedy", kernel="reference")
         calls = [call for step in in_use()[-1].forward.program.steps for call in step.calls]
-        used += sum(b.kv_lo < a.kv_hi for call in calls for a, b in pairwise(call.segments))
+        pairs = [two for call in calls for two in pairwise(call.segments)]
+        joined += sum(a.q_lo == b.q_lo for a, b in pairs)
+        used += sum(a.q_lo < b.q_lo and b.kv_lo < a.kv_hi for a, b in pairs)
     kernel_calls.launches.cache_clear()
     assert used > 8
+    assert joined > 8
 
 
 Tensors = list[torch.Tensor]
