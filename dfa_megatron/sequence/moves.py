@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from operator import itemgetter
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from dfa_megatron.kernels.leaf import differentiable_once
+from dfa_megatron.plan.language.geometry import Span
 from dfa_megatron.runtime.comm.compared import Compared
 
 _NOTHING = Compared()
@@ -51,28 +55,37 @@ class Moves:
 
 
 def moves_between(
-    held: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor], rank: int, device: torch.device | None = None
+    held: Sequence[Sequence[Span]], wanted: Sequence[Sequence[Span]], rank: int, device: torch.device | None = None
 ) -> Moves:
     """Return the moves of one of the ranks, with its rows on a device.
 
     Args:
-        held: for every rank, the global position of each of its tokens, int64; together each position once.
-        wanted: for every rank, the position of the token that comes to each row, or -1; each position at most once.
+        held: for every rank, the tokens of its rows, in the order of the rows; together each token once.
+        wanted: for every rank, the tokens that come to its rows, each at most once; below 0 where none comes.
     """
-    length = sum(map(len, held))
 
-    def order(mine: Sequence[torch.Tensor], theirs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, list[int]]:
-        owner = torch.full((length + 1,), -1)  # the last stands for position -1 of `wanted`, which nobody holds
-        ranks = torch.arange(len(theirs)).repeat_interleave(torch.tensor([len(x) for x in theirs]))
-        owner[torch.cat(list(theirs))] = ranks
-        peer = owner[mine[rank]]
-        rows = (peer >= 0).nonzero().squeeze(1)
-        rows = rows[torch.argsort(peer[rows] * length + mine[rank][rows])]
-        return rows.to(device), torch.bincount(peer[rows], minlength=len(theirs)).tolist()
+    def order(mine: Sequence[Span], theirs: Sequence[Sequence[Span]]) -> tuple[torch.Tensor, list[int]]:
+        places = sorted((s.lo, s.hi, peer) for peer, its in enumerate(theirs) for s in its if 0 <= s.lo < s.hi)
+        found, counts = list[tuple[int, int, int, int]](), [0] * len(theirs)
+        for span, row in zip(mine, accumulate(map(len, mine), initial=0), strict=False):
+            first = bisect_right(places, span.lo, key=itemgetter(0))
+            for begin, end, peer in places[max(0, first - 1) : bisect_left(places, (span.hi,), first)]:
+                if (lo := max(span.lo, begin)) < (hi := min(span.hi, end)):
+                    found.append((peer, lo, row + lo - span.lo, row + hi - span.lo))
+                    counts[peer] += hi - lo
+        runs = [torch.arange(first, end) for _, _, first, end in sorted(found)] or [torch.arange(0)]
+        return torch.cat(runs).to(device), counts
 
-    sent, send_counts = order(held, wanted)
-    received, receive_counts = order(wanted, held)
-    return Moves(sent, received, send_counts, receive_counts, (len(held[rank]), len(wanted[rank])))
+    sent, send_counts = order(held[rank], wanted)
+    received, receive_counts = order(wanted[rank], held)
+    rows = sum(map(len, held[rank])), sum(map(len, wanted[rank]))
+    return Moves(sent, received, send_counts, receive_counts, rows)
+
+
+def spans_of(positions: torch.Tensor) -> list[Span]:
+    """Return int64 positions (rows,) as spans of adjacent ones, in the order of the rows."""
+    cuts = [0, *((positions.diff() != 1).nonzero().squeeze(1) + 1).tolist(), len(positions)]
+    return [Span(int(positions[at]), int(positions[end - 1]) + 1) for at, end in pairwise(cuts) if at < end]
 
 
 def move_rows(

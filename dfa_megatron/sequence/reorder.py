@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from functools import lru_cache
 from itertools import accumulate
 
@@ -9,14 +10,14 @@ import torch
 import torch.distributed as dist
 
 from dfa_megatron.plan.language.geometry import Span
-from dfa_megatron.plan.language.layout import Layout
+from dfa_megatron.plan.language.layout import Layout, cut_at
 from dfa_megatron.rows import row_by_row
 from dfa_megatron.runtime.comm.channel import Channel
 from dfa_megatron.runtime.comm.compared import Compared, compared, telling
 from dfa_megatron.runtime.comm.groups import Group, resolve
 from dfa_megatron.runtime.cu_seqlens import CuSeqlens, Offsets, check_offsets, describe, offsets_of
 from dfa_megatron.sequence.moves import Moves, move_rows, moves_between
-from dfa_megatron.sharding import layout_of_tokens, positions_of
+from dfa_megatron.sharding import layout_of_tokens
 
 
 @row_by_row
@@ -152,18 +153,16 @@ def _exchange(what: str, x: torch.Tensor, dim: int, over: Channel | None, *varyi
 @torch.inference_mode(False)  # training may keep it for a backward
 def _rolled(whole: Layout, shift: int, offsets: Offsets, rank: int, device: torch.device) -> Moves:
     """Return the moves of a roll: for the layers and tensors of a batch they are the same."""
-    held = [positions_of(whole, other) for other in range(whole.ranks)]
-    ends = torch.tensor(offsets or (0, whole.length))
-    wanted = []
-    for places in held:
-        document = torch.searchsorted(ends, places, right=True)
-        comes = places - shift
-        wanted.append(torch.where((ends[document - 1] <= comes) & (comes < ends[document]), comes, -1))
+    ends = offsets or (0, whole.length)
+    whole = cut_at(whole, (at for end in ends for at in (end, end + shift)))  # all of a chunk comes, or nothing
+    held = [whole.spans(other) for other in range(whole.ranks)]
+    inside = {s: bisect_right(ends, s.lo) == bisect_right(ends, s.lo - shift) for s in whole.chunks}
+    wanted = [[s.shift(-shift) if inside[s] else Span(-len(s), 0) for s in spans] for spans in held]
     return moves_between(held, wanted, rank, device)
 
 
 @lru_cache(maxsize=16)
 @torch.inference_mode(False)
 def _between(source: Layout, target: Layout, rank: int, device: torch.device) -> Moves:
-    held, wanted = ([positions_of(whole, other) for other in range(source.ranks)] for whole in (source, target))
+    held, wanted = ([whole.spans(other) for other in range(source.ranks)] for whole in (source, target))
     return moves_between(held, wanted, rank, device)

@@ -127,16 +127,14 @@ def test_auto_looks_only_at_what_may_win_and_takes_what_wins_among_all(hardware:
     shape, left_out = AttentionShape(heads=16, kv_heads=4, backward_needs="delta"), 0
     for seed in range(4):
         generator, ranks = random.Random(seed), (4, 6, 8, 8)[seed]
-        tokens = ranks * generator.choice([1024, 8192])
-        lengths = some_lengths(tokens, generator)
+        lengths = some_lengths(tokens := ranks * generator.choice([1024, 8192]), generator)
         tree = prompt_tree(lengths, some_parents(len(lengths), generator))
         for mask in (documents(lengths), tree, prefix_lm(tokens, tokens // 3), sliding_window(tokens, 2000, 900)):
             about = {"layout": "contiguous", "shape": shape, "hardware": hardware}
             every = candidates(mask, ranks, **about, degrees=True, kept=True)  # type: ignore[arg-type]
             degree = automatic_degree(mask, ranks, schedule="auto", **about)  # type: ignore[arg-type]
             inside = choose._inside(degree, ranks, "contiguous", shape, hardware)
-            within = best(choose._of_schedules(mask, *inside))
-            assert within
+            assert (within := best(choose._of_schedules(mask, *inside))) is not None
             assert within.plan == make_plan(mask, inside[0], shape=inside[2], hardware=inside[3], layout="contiguous")
             some = choose._of_schedules(mask, ranks, "contiguous", shape, hardware, inf)
             alone = [one for one in every if one.ulysses_degree == 1]

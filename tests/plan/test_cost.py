@@ -9,7 +9,7 @@ import pytest
 
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.plan.cost.hardware import CPU_LOOPBACK, H200_SLOW_LINK, IDEAL_LINK, Hardware, Link, flat
-from dfa_megatron.plan.cost.simulate import Timeline, bytes_received, bytes_sent, simulate
+from dfa_megatron.plan.cost.simulate import Timeline, bytes_sent, simulate
 from dfa_megatron.plan.language.ir import Plan
 from dfa_megatron.plan.language.mask import causal, full
 from dfa_megatron.plan.language.shape import AttentionShape, bytes_of
@@ -22,7 +22,7 @@ def units(plan: Plan, group: int = 1, needs: str = "out") -> tuple[list[float], 
     """Sent and received per rank in units of one rank's q: lse and delta left out, `group` query heads per kv head."""
     shape = AttentionShape(heads=8, kv_heads=8 // group, head_dim=4, accumulator_bytes=0, backward_needs=needs)  # type: ignore[arg-type]
     unit = bytes_of("q", plan.mask.length // plan.ranks, shape)
-    return [b / unit for b in bytes_sent(plan, shape)], [b / unit for b in bytes_received(plan, shape)]
+    return [b / unit for b in bytes_sent(plan, shape)], [b / unit for b in bytes_sent(plan, shape, "dst")]
 
 
 @pytest.mark.parametrize(

@@ -68,8 +68,7 @@ def _loop(rank: int, ranks: int, options: dict[str, Any]) -> int:
             plan.use()
         for kind in kinds:
             attend_and_compare(rank, ranks, sees, torch.float64, **kind)
-    asked = options.get("ulysses_degree", 1)
-    assert degrees == ({1, 2} if asked == "auto" else {asked})
+    assert degrees == ({1, 2} if (asked := options.get("ulysses_degree", 1)) == "auto" else {asked})
     return rank_plan.planned.cache_info().misses + looks.call_count
 
 

@@ -14,7 +14,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.megatron.tokens.document_order import DocumentOrder, RowOrder
 from dfa_megatron.plan.language.layout import Layout, by_name
-from dfa_megatron.sequence.moves import Moves, move_rows, moves_between
+from dfa_megatron.sequence.moves import Moves, move_rows, moves_between, spans_of
 from dfa_megatron.sharding import positions_of
 
 TokenOrder = Literal["contiguous", "zigzag"] | Layout | DocumentOrder | RowOrder
@@ -35,7 +35,7 @@ def plan_exchange(
     source: TokenOrder, target: TokenOrder, length: int, ranks: int, member: int, device: torch.device | None = None
 ) -> Moves:
     """Return the exchange of one of the ranks."""
-    held, wanted = ([positions(order, length, ranks, rank) for rank in range(ranks)] for order in (source, target))
+    held, wanted = ([spans_of(positions(order, length, ranks, r)) for r in range(ranks)] for order in (source, target))
     return moves_between(held, wanted, member, device)
 
 

@@ -10,7 +10,7 @@ from typing import cast
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.names import LAYOUTS
 from dfa_megatron.plan.cost.hardware import H200_NVLINK, Hardware
-from dfa_megatron.plan.cost.outline import Estimate, estimate, outline, port_seconds
+from dfa_megatron.plan.cost.outline import Estimate, estimate, least_seconds, outline
 from dfa_megatron.plan.language.ir import (
     BACKWARD,
     FORWARD,
@@ -77,11 +77,6 @@ class Candidate:
         return max(self.device, self.host)
 
     @property
-    def idle_share(self) -> float:
-        """Return the share of `seconds` in which devices do not compute."""
-        return 1 - self.busy / self.seconds if self.seconds else 0.0
-
-    @property
     def name(self) -> str:
         """Return the schedule, a layout other than contiguous, "gateway" if its route knows nodes, a degree above 1."""
         where = f" on {self.layout}" if self.layout != "contiguous" else ""
@@ -107,7 +102,8 @@ def explain(looked_at: tuple[Candidate, ...]) -> str:
     width = max(len(candidate.name) for candidate in looked_at) + 2
     lines = [f"  {'schedule':{width}s} {'ms':>9s} {'idle':>6s} {'MB sent':>9s}  why"]
     for one in served:
-        cost = f"{1e3 * one.seconds:9.3f} {100 * one.idle_share:5.1f}% {one.sent / 1e6:9.1f}"
+        idle = 1 - one.busy / one.seconds if one.seconds else 0.0
+        cost = f"{1e3 * one.seconds:9.3f} {100 * idle:5.1f}% {one.sent / 1e6:9.1f}"
         more = one.seconds / served[0].seconds - 1
         why = "a tie" if more <= TIE else f"{100 * more:.0f} % slower"
         if one is taken:
@@ -207,7 +203,7 @@ def candidates(
     shape, hardware = shape or AttentionShape(), hardware or H200_NVLINK
     looked_at = list(_of_schedules(mask, ranks, layout, shape, hardware))
     if degrees and len(components(mask)) == 1:
-        for degree in _degrees(ranks, shape):
+        for degree in _degrees(ranks, shape)[1:]:
             found = _of_schedules(mask, *_inside(degree, ranks, layout, shape, hardware))
             looked_at += _exchanging(found, mask, ranks, shape, hardware, degree, kept)
     return tuple(looked_at)
@@ -223,8 +219,7 @@ def _of_schedules(
         why, instead = _needless(schedule, mask, ranks, layout, load), ""
         if not why and most is not None and most < math.inf:  # where nothing was timed yet, nothing loses
             side, least = _longest(schedule, mask, ranks, layout, shape), _least_loads(schedule, mask, ranks, layout)
-            loses = any(sum(_compute_seconds(pairs, side, shape, hardware)) > most for pairs in least)
-            why = LOSES if loses else ""
+            why = LOSES * any(sum(least_seconds(pairs, side, shape, hardware)) > most for pairs in least)
         if not why:
             try:
                 assigned[schedule] = chunks, blocks = schedule.assigned(mask, ranks, held)
@@ -243,6 +238,8 @@ def _of_schedules(
 
 def _needless(schedule: Schedule, mask: Mask, ranks: int, layout: str | Layout, loads: dict[Schedule, float]) -> str:
     """Return the reason why a schedule cannot serve or win beside those before it, or an empty string."""
+    if ranks < 1:
+        return ""  # it says so itself
     if _family(layout, mask) not in ("auto", schedule.layout):
         return f"it needs layout {schedule.layout!r}"
     if schedule.name == "balanced_shared" and (why := _why_not_shared(mask, ranks, layout)):
@@ -261,8 +258,6 @@ def _needless(schedule: Schedule, mask: Mask, ranks: int, layout: str | Layout, 
 
 def _why_not_shared(mask: Mask, ranks: int, layout: str | Layout) -> str:
     """Return why `balanced_shared` cannot serve, or shares nothing: no row sees keys half of the ranks away."""
-    if ranks < 1:
-        return ""  # it says so itself
     held = _in_order(mask, ranks, layout)
     pairs = [(held.owner[q], held.owner[kv]) for q, kv in needed_pairs(mask, held)]
     if any(q < kv for q, kv in pairs):
@@ -277,9 +272,8 @@ def _longest(schedule: Schedule, mask: Mask, ranks: int, layout: str | Layout, s
     A call has the rows of one rank and the keys of another. Where steps are cut by memory and messages are joined, it
     has what ROWS_PER_STEP allows: twice a rank's tokens beside its own, which hold at most 1.5 of these squared.
     """
-    tokens = -(-mask.length // ranks)
-    if isinstance(layout, Layout):
-        tokens = max(sum(map(len, layout.spans(rank))) for rank in range(ranks))
+    held = _in_order(mask, ranks, layout)
+    tokens = max(sum(map(len, held.spans(rank))) for rank in range(ranks))
     by_memory = schedule.name == "greedy" or schedule.layout == "load_balanced"
     return tokens * (1 + ROWS_PER_STEP / 4 if by_memory and names_joined(mask, shape.batch) else 1)
 
@@ -303,17 +297,13 @@ def _timed(
 ) -> list[Candidate]:  # fmt: skip
     """Return the plans of these blocks, without gateways and with them, or refusals of those that take over `most`.
 
-    They are refused as soon as a bound shows it: the compute of the most loaded rank, the traffic of the fullest port,
-    then the steps so far with the compute that is left.
+    They are refused as soon as a bound shows it: the compute of the most loaded rank, then the steps so far with the
+    compute that is left.
     """
-    nodes = hardware.node_size(layout.ranks)
-    ways = [None, nodes] if schedule.route is direct and nodes not in (None, 1) else [None]
+    nodes = hardware.node_size(layout.ranks) if schedule.route is direct else None
     lost = Candidate(schedule.name, schedule.layout, refusal=LOSES)
-    bounds = [*_compute_seconds(load, _longest(schedule, mask, layout.ranks, layout, shape), shape, hardware)]
-    found: dict[int | None, list[tuple[Plan, Estimate]]] = {way: [] for way in ways}
-    if schedule.route is direct and nodes is not None and sum(bounds) <= most < math.inf:
-        ports = [port_seconds(blocks, layout, phase, shape, hardware) for phase in (FORWARD, BACKWARD)]
-        bounds = [*map(max, bounds, ports)]
+    bounds = [*least_seconds(load, _longest(schedule, mask, layout.ranks, layout, shape), shape, hardware)]
+    found: dict[int | None, list[tuple[Plan, Estimate]]] = {way: [] for way in (None, nodes if nodes != 1 else None)}
     for number, phase in enumerate((FORWARD, BACKWARD)):
         if sum(bounds) > most or not any(len(parts) == number for parts in found.values()):
             break
@@ -349,12 +339,11 @@ def automatic_degree(
     if schedule != "auto" or len(components(mask)) > 1:
         return 1
     looked_at, most, plans = list[Candidate](), math.inf, {}
-    degrees = 1, *_degrees(ranks, shape)
+    degrees = _degrees(ranks, shape)
     exchange = {each: _exchange_seconds(mask, ranks, shape, hardware, each, kept=True)[0] for each in degrees}
     # Plans of few ranks are soon made, and bound those of many.
     for degree in sorted(exchange, key=lambda degree: (max(FEW, ranks // degree), exchange[degree])):
-        limit = most - exchange[degree]
-        about = _inside(degree, ranks, layout, shape, hardware)
+        limit, about = most - exchange[degree], _inside(degree, ranks, layout, shape, hardware)
         found = _of_schedules(mask, *about, limit)
         if (one := best(found)) and one.seconds * (1 + TIE) <= limit:  # no other ties with it
             plans[degree] = about, one.plan
@@ -369,17 +358,7 @@ def automatic_degree(
 
 
 def _degrees(ranks: int, shape: AttentionShape) -> list[int]:
-    return [d for d in range(2, ranks + 1) if ranks % d == 0 and shape.heads % d == 0]
-
-
-def _compute_seconds(pairs: float, side: float, shape: AttentionShape, hardware: Hardware) -> tuple[float, float]:
-    """Return the least times of a forward and a backward over so many token pairs, in calls up to a square's side."""
-    heads = shape.batch * shape.heads
-    forward, backward = (
-        pairs * shape.flops_per_pair(phase) / hardware.highest_rate(phase.name, side, heads)
-        for phase in (FORWARD, BACKWARD)
-    )
-    return forward, backward
+    return [d for d in range(1, ranks + 1) if ranks % d == 0 and shape.heads % d == 0]
 
 
 def _inside(
@@ -397,18 +376,15 @@ def _exchanging(
     """Return the candidates of `_inside` with the costs of the exchange."""
     if degree == 1:
         return [*found]
-    out = []
-    exchange, sent = _exchange_seconds(mask, ranks, shape, hardware, degree, kept=kept)
+    out, (exchange, sent) = [], _exchange_seconds(mask, ranks, shape, hardware, degree, kept=kept)
     for one in found:
         if one.layout == "load_balanced":
-            why = "neighbours do not hold the tokens that one rank of its plan would"
-            one = Candidate(one.schedule, one.layout, refusal=why)
+            one = Candidate(one.schedule, one.layout, refusal="neighbours do not hold the tokens of one of its ranks")
         elif one.plan:
             host = one.host + EXCHANGES * hardware.host.exchange
             one = replace(one, device=one.device + exchange, host=host, sent=one.sent + sent)
         out.append(replace(one, ulysses_degree=degree))
-    # With one rank per plan every schedule is the same.
-    return out if degree < ranks else [one for one in out if one.plan][:1]
+    return out
 
 
 def _exchange_seconds(

@@ -15,8 +15,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from dfa_megatron.plan.cost.hardware import Hardware
-from dfa_megatron.plan.language.ir import Block, Phase, Plan, areas
-from dfa_megatron.plan.language.layout import Layout
+from dfa_megatron.plan.language.ir import BACKWARD, FORWARD, Phase, Plan, areas
 from dfa_megatron.plan.language.shape import AttentionShape, bytes_of
 from dfa_megatron.plan.lowering.messages import names_joined
 
@@ -134,27 +133,11 @@ def estimate(
     return Estimate(max(done), host, sum(busy) / plan.ranks, tuple(sent[False]), tuple(sent[True]))
 
 
-def port_seconds(
-    blocks: Iterable[Block], layout: Layout, phase: Phase, shape: AttentionShape, hardware: Hardware
-) -> float:
-    """Return how long the fullest link or adapter sends or receives, if a chunk crosses to a node once.
-
-    No estimate of these blocks on the route `direct` is below it, with gateways or without.
-    """
-    owner, nodes = layout.owner, [hardware.node(rank) for rank in range(layout.ranks)]
-    ports = [[0] * layout.ranks for _ in range(4)]  # sending and receiving: of links, of adapters
-    for at, (read, write) in enumerate(((phase.read_q, phase.write_q), (phase.read_kv, phase.write_kv)), 2):
-        there, back = bytes_of(read, 1, shape), bytes_of(write, 1, shape) if write else 0
-        for chunk, end in {(b[at], b[1] if nodes[b[1]] == nodes[owner[b[at]]] else ~nodes[b[1]]) for b in blocks}:
-            home, tokens, far = owner[chunk], len(layout.chunks[chunk]), 2 * (end < 0)
-            if end != home:
-                ports[far][home] += tokens * there
-                ports[far + 1][home] += tokens * back
-            if end != home and not far:
-                ports[0][end] += tokens * back
-                ports[1][end] += tokens * there
-    rates = [link.bytes_per_second for link in (hardware.link, hardware.network or hardware.link)]
-    return max(max(port) / rates[at // 2] for at, port in enumerate(ports))
+def least_seconds(pairs: float, side: float, shape: AttentionShape, hardware: Hardware) -> tuple[float, float]:
+    """Return the least times of a forward and a backward over so many token pairs, in calls up to a square's side."""
+    heads = shape.batch * shape.heads
+    rates = [hardware.highest_rate(phase.name, side, heads) for phase in (FORWARD, BACKWARD)]
+    return pairs * shape.flops_per_pair(FORWARD) / rates[0], pairs * shape.flops_per_pair(BACKWARD) / rates[1]
 
 
 def deliver(

@@ -15,17 +15,8 @@ from dfa_megatron.plan.language.shape import AttentionShape, bytes_of
 from dfa_megatron.plan.lowering.lower import lower_all
 
 
-def bytes_sent(plan: AttentionPlan | Plan, shape: AttentionShape) -> tuple[int, ...]:
-    """Return the bytes that each rank sends."""
-    return _bytes(plan, shape, "src")
-
-
-def bytes_received(plan: AttentionPlan | Plan, shape: AttentionShape) -> tuple[int, ...]:
-    """Return the bytes that each rank receives."""
-    return _bytes(plan, shape, "dst")
-
-
-def _bytes(plan: AttentionPlan | Plan, shape: AttentionShape, end: str) -> tuple[int, ...]:
+def bytes_sent(plan: AttentionPlan | Plan, shape: AttentionShape, end: str = "src") -> tuple[int, ...]:
+    """Return the bytes that each rank sends, or with end="dst" those that it receives."""
     total = [0] * plan.ranks
     for phase in plan.phases:
         for transfer in phase.transfers:
@@ -111,7 +102,7 @@ def _simulate(plan: Plan, shape: AttentionShape, hardware: Hardware) -> Timeline
         max((clock.done for clock in clocks), default=0.0),
         tuple(clock.busy for clock in clocks),
         bytes_sent(plan, shape),
-        bytes_received(plan, shape),
+        bytes_sent(plan, shape, "dst"),
         tuple(events),
         tuple(hardware.host.seconds(*parts_of(program)) for program in programs),
     )

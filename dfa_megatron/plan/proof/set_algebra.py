@@ -52,14 +52,10 @@ class Content:
     def put(self, rows: Span, terms: list[Term], side: str = "") -> None:
         """Let rows hold these terms, in place of those that they held."""
         near = self.near(rows)
-        old = [*zip(self.valid[near], self.terms[near], strict=True)]
-        new = [(rows, terms)]
-        if old and old[0][0].lo < rows.lo:
-            before = Span(old[0][0].lo, rows.lo)
-            new.insert(0, (before, clip(old[0][1], before, side)))
-        if old and rows.hi < old[-1][0].hi:
-            after = Span(rows.hi, old[-1][0].hi)
-            new.append((after, clip(old[-1][1], after, side)))
+        old = self.valid[near] or [rows]
+        before, after = Span(old[0].lo, rows.lo), Span(rows.hi, old[-1].hi)
+        new = [(rest, self.terms_in(rest, side)) for rest in (before, after) if len(rest)]
+        new.insert(len(before) > 0, (rows, terms))
         self.valid[near], self.terms[near] = [span for span, _ in new], [terms for _, terms in new]
 
 
@@ -122,17 +118,13 @@ class SetMemory:
                 raise LookupError("rows that hold nothing are merged")
             by = span.lo - into.span.lo
             terms += [(shift + by, tile) for shift, tile in content.terms_in(span, self.side)]
-        self._write(into, terms)
+        if into.content.once and into.content.valid[into.content.near(into.span)]:
+            raise LookupError("rows of a result are written twice")
+        into.content.put(into.span, terms, self.side)
 
     def clear(self, rows: View) -> None:
         """Write empty sets; errors as for `merge`."""
-        self._write(rows, [])
-
-    def _write(self, rows: View, terms: list[Term]) -> None:
-        content, span = rows
-        if content.once and content.valid[content.near(span)]:
-            raise LookupError("rows of a result are written twice")
-        content.put(span, terms, self.side)
+        self.merge([], rows)
 
     def fits(self, partial: View, rows: int) -> bool:
         """Return False. The checker never takes this path; `_refuse_moved` checks its only condition."""
