@@ -65,11 +65,13 @@ class WholeBatch(NamedTuple):
 
     labelled: whether a label of it counts, on its device; None without labels.
     divisor: by which an encoder-decoder model divides its loss for a Trainer; None for none.
+    padding: tokens on the left of each row that were moved behind it; None if none were looked for.
     """
 
     rows: int
     labelled: torch.Tensor | None
     divisor: torch.Tensor | None = None
+    padding: torch.Tensor | None = None
 
 
 class TwoSequences(NamedTuple):

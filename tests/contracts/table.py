@@ -238,7 +238,7 @@ TRANSFORMERS = (
     on("transformers.models.mixtral.modeling_mixtral:load_balancing_loss_func", "huggingface/router_loss.py",
        replaced="gate_logits num_experts top_k attention_mask"),
     on("transformers.training_args:TrainingArguments", "huggingface/trainers/distribute_trainer.py",
-       attributes="average_tokens_across_devices include_num_input_tokens_seen neftune_noise_alpha "
+       attributes="average_tokens_across_devices neftune_noise_alpha "
                   "gradient_checkpointing eval_use_gather_object torch_compile"),
 )  # fmt: skip
 

@@ -91,9 +91,10 @@ def refused(rank: int, world_size: int) -> None:
             model.generate(ids, max_new_tokens=2, **asked)
     with pytest.raises(UnsupportedError, match="padding on the left"):
         model.generate(ids, max_new_tokens=2, attention_mask=torch.tensor([[1, 1, 1, 0, 1]]))
+    model.train().extra = torch.nn.Dropout(0.1)
     with pytest.raises(UnsupportedError, match="training mode"):
-        model.train().generate(ids, max_new_tokens=2)
-    model.eval()
+        model.generate(ids, max_new_tokens=2)
+    del model.eval().extra
     with dfa_hf.local_attention(model):
         model.generate(ids, max_new_tokens=2, num_beams=2)
     with pytest.raises(DisagreementError, match="different tokens at this prompt"):

@@ -21,6 +21,7 @@ from dfa_megatron.huggingface.checks.check_model import check_model
 from dfa_megatron.huggingface.current_forward import CONTEXT
 from dfa_megatron.huggingface.small.shrink import _heads
 from dfa_megatron.huggingface.trainers import distribute_accelerator, distribute_trainer
+from dfa_megatron.huggingface.trainers.share_rollouts import check_rollouts, share_rollouts
 from dfa_megatron.proving.small_job import Reductions, Small
 from tests.huggingface.test_parity import NEWER
 from tests.support.models import build, text
@@ -55,7 +56,7 @@ def without_positions() -> Any:
 def trained(**given: Any) -> None:
     from transformers import Trainer
 
-    names = ("eval_use_gather_object", "include_num_input_tokens_seen", "gradient_checkpointing")
+    names = ("eval_use_gather_object", "gradient_checkpointing")
     own = dict.fromkeys(("label_smoother", "compute_loss_func", "model_init")) | given
     asked, model = Stub(**dict.fromkeys(names, False) | given), Stub(config=Stub(output_router_logits=True))
     distribute_trainer._check(Stub(**own, model=model, compute_loss=Trainer.compute_loss, args=asked), REMAT)
@@ -104,6 +105,14 @@ def several_stacks() -> Any:
 REMAT = TrainingConfig(checkpoint="remat")
 CHUNKED: Any = Stub(config=Stub(layer_types=["chunked_attention"], attention_chunk_size=8), layer_idx=0)
 ALONE = Stub(state=Stub(num_processes=2), parallelism_config=None)
+SIZES = {"per_device_train_batch_size": 5, "per_device_eval_batch_size": 3, "steps_per_generation": 1}
+ASKED = Stub(use_vllm=False, use_transformers_continuous_batching=False, eval_strategy="no", **SIZES)
+GENERATES: dict[str, Any] = {
+    "args": ASKED,
+    "accelerator": Stub(num_processes=2),
+    "_is_vlm": False,
+    "num_generations_eval": 2,
+}
 CASES: list[tuple[str, Callable[[], Any]]] = [
     ("head_mask in a layer of type LlamaAttention", lambda: attend(head_mask=torch.ones(1))),
     ("attention dropout 0.2", lambda: attend(dropout=0.2)),
@@ -135,7 +144,8 @@ CASES: list[tuple[str, Callable[[], Any]]] = [
     ("model_init", lambda: trained(model_init=build)),
     ("compute_loss_func", lambda: trained(compute_loss_func=print)),
     ("label_smoothing_factor with", lambda: trained(label_smoother=1)),
-    ("tokens_seen with", lambda: trained(include_num_input_tokens_seen="all")),
+    ("tools in .*: the ranks of a sequence", lambda: check_rollouts(Stub(**GENERATES, tools=[print]))),
+    ("10 and 0 answers by 2 groups", lambda: share_rollouts(Stub(**GENERATES, num_generations=4), 3)),
     ("gradient_checkpointing=True", lambda: trained(gradient_checkpointing=True)),
     (
         "a modernbert-decoder model: its get_decoder",

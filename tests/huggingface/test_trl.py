@@ -21,10 +21,12 @@ from tests.support.workers import preload, run_ranks
 INSTALLED = importlib.util.find_spec("trl") is not None
 
 if INSTALLED:
-    preload("trl.trainer.dpo_trainer", "trl.trainer.kto_trainer", "trl.trainer.sft_trainer")
+    preload(*(f"trl.trainer.{name}_trainer" for name in ("dpo", "grpo", "kto", "rloo", "sft")))
 
 PACKED = {"packing": True, "packing_strategy": "bfd", "max_length": 17}
-TIMES = ("_runtime", "_per_second", "dfa/", "total_flos")
+LOGGED = {"DPO": ("rewards/margins",), "KTO": ("rewards/margins",), "GRPO": ("rows", "reward_std")}
+ROLLOUTS = ("GRPO", "RLOO")
+TIMES = ("_runtime", "_per_second", "dfa/", "total_flos", "step_time", "profiling/")
 
 
 def tokenizer() -> Any:
@@ -48,33 +50,50 @@ def rows(name: str, count: int) -> list[dict[str, Any]]:
         samples = [text(1, 3 + 5 * at % 9, seed=count + at, unlabelled=at % 3) for at in range(2 * count)]
         return [{key: value[0].tolist() for key, value in sample.items()} for sample in samples]
     pairs = [{"prompt": words(1, 6), "chosen": words(1, 9), "rejected": words(1, 5)} for _ in range(count)]
-    if name == "DPO":
+    if name in ("DPO", *ROLLOUTS):
         return pairs
     return [{"prompt": row["prompt"], "completion": row["chosen"], "label": at % 3 > 0} for at, row in enumerate(pairs)]
 
 
-def save(folder: Path, name: str) -> str:
+def save(folder: Path, name: str) -> None:
     """Save data for training, evaluation and more evaluation, where all ranks find what one of them adds."""
     from datasets import Dataset
 
     for count, part in ((16, "train"), (4, "eval"), (5, "more")):
         Dataset.from_list(rows(name, count)).save_to_disk(folder / part)
-    return str(folder)
+    if name in ROLLOUTS:
+        build("Llama", seed=1).save_pretrained(folder / "reference")
 
 
-def train(rank: int, ranks: int, folder: str, name: str, size: int, changes: dict[str, Any]) -> Any:
+def train(rank: int, ranks: int, folder: str, size: int, runs: list[tuple[str, dict[str, Any]]]) -> list[Any]:
+    """What each run logs, its parameters, and the tokens that it generated."""
     if ranks > 1:
         prepare_worker(rank, ranks)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    return [trained(f"{folder}/{name}", name, ranks // size, size, changes) for name, changes in runs]
+
+
+def rewards(written: list[Any], other: int) -> Any:
+    """Count different words, and keep all; ranks that are not the first of a group add to it, which nobody uses."""
+
+    def reward(completion_ids: list[list[int]], log_metric: Any, **_: Any) -> list[float]:
+        written.append(completion_ids)
+        log_metric("rows", len(completion_ids) + other)
+        return [len(set(ids)) + ids[0] / VOCABULARY + other * random.random() for ids in completion_ids]
+
+    return reward
+
+
+def trained(folder: str, name: str, data: int, size: int, changes: dict[str, Any]) -> Any:
     import trl
     from datasets import load_from_disk
 
-    data, kind = ranks // size, "Qwen3Moe" if "router_aux_loss_coef" in changes else "Llama"
+    kind, written, per_device = "Qwen3Moe" if "router_aux_loss_coef" in changes else "Llama", list[Any](), 2 // data
+
     experts = {**EXPERTS, "num_experts_per_tok": 2} if kind == "Qwen3Moe" else {}
-    given = {
+    model, others = build(kind, **experts), {} if name == "SFT" else {"ref_model": build(kind, seed=1, **experts)}
+    given: dict[str, Any] = {
         "output_dir": folder,
-        "per_device_train_batch_size": 2 // data,
-        "per_device_eval_batch_size": 2 // data,
         "gradient_accumulation_steps": 2,
         "max_steps": 2,
         "logging_steps": 1,
@@ -87,44 +106,71 @@ def train(rank: int, ranks: int, folder: str, name: str, size: int, changes: dic
         **dict.fromkeys(("bf16", "gradient_checkpointing", "ddp_find_unused_parameters"), False),
         "report_to": [],
     }
+    if name in ROLLOUTS:
+        del others["ref_model"]
+        model.config._name_or_path = f"{folder}/reference"  # from where TRL takes it
+        others["reward_funcs"] = rewards(written, int(os.environ.get("RANK", "0")) % size)
+        per_device = 4 // data
+        given |= {"num_generations": 2, "max_completion_length": 7, "gradient_checkpointing": True}
+    given |= {f"per_device_{each}_batch_size": per_device for each in ("train", "eval")}
     run = getattr(trl, f"{name}Trainer")(
-        model=build(kind, **experts),
+        model=model,
         args=getattr(trl, f"{name}Config")(**{**given, **changes}),
         train_dataset=load_from_disk(f"{folder}/train"),
         eval_dataset=load_from_disk(f"{folder}/eval"),
         processing_class=tokenizer(),
-        **({} if name == "SFT" else {"ref_model": build(kind, seed=1, **experts)}),
+        **others,
     )
-    if ranks > 1:
-        dfa_hf.distribute_trainer(run, size=size, config=TrainingConfig(checkpoint="remat"))
+    if size > 1:
+        checkpoint = "auto" if name in ROLLOUTS else "remat"
+        dfa_hf.distribute_trainer(run, size=size, config=TrainingConfig(checkpoint=checkpoint))
     run.train()
     if getattr(run, "precompute_ref_logps", False):
         run.evaluate(load_from_disk(f"{folder}/more"))
     seen = [{k: v for k, v in entry.items() if not any(t in k for t in TIMES)} for entry in run.state.log_history]
-    return seen, parameters_of(run)
+    if name in ROLLOUTS:  # of all groups
+        written += [list(run._logs[each]) for each in ("prompt", "completion")] + [run._logs["rewards"]["reward"]]
+    return seen, parameters_of(run), written
+
+
+MIXTURE = {"router_aux_loss_coef": 0.5}
+RUNS: dict[tuple[int, int], list[tuple[str, dict[str, Any]]]] = {
+    (2, 2): [
+        ("SFT", {**PACKED, **MIXTURE}),
+        ("DPO", {"loss_type": ["sigmoid", "sft"], "precompute_ref_log_probs": True}),
+        ("GRPO", {"beta": 0.1, "loss_type": "bnpo", "entropy_coef": 0.1, "top_entropy_quantile": 0.8}),
+    ],
+    (3, 3): [
+        ("DPO", {"beta": 0.3, **MIXTURE, "use_weighting": True}),
+        ("KTO", {"beta": 0.3}),
+        ("GRPO", {"beta": 0.1, "loss_type": "grpo", "num_iterations": 2, "max_steps": 3, "eval_strategy": "no"}),
+        ("GRPO", {"loss_type": "dr_grpo", "mask_truncated_completions": True, **MIXTURE}),
+        ("RLOO", {"beta": 0.1}),
+    ],
+    (4, 2): [
+        ("SFT", {**PACKED, "eval_strategy": "no"}),
+        ("DPO", {"beta": 0.3, "loss_type": ["sigmoid", "ipo"], "loss_weights": [1.0, 0.5], "ld_alpha": 0.4}),
+        ("GRPO", {"beta": 0.1, "loss_type": "dapo", "num_generations": 4}),
+    ],
+}
 
 
 @pytest.mark.skipif(not INSTALLED, reason="TRL is not installed")
-@pytest.mark.parametrize(
-    ("name", "ranks", "size", "changes"),
-    [
-        ("SFT", 2, 2, {**PACKED, "router_aux_loss_coef": 0.5}),
-        ("SFT", 4, 2, {**PACKED, "eval_strategy": "no"}),
-        ("DPO", 4, 2, {"beta": 0.3, "loss_type": ["sigmoid", "ipo"], "loss_weights": [1.0, 0.5], "ld_alpha": 0.4}),
-        ("DPO", 3, 3, {"beta": 0.3, "router_aux_loss_coef": 0.5, "use_weighting": True}),
-        ("DPO", 2, 2, {"loss_type": ["sigmoid", "sft"], "precompute_ref_log_probs": True}),
-        ("KTO", 3, 3, {"beta": 0.3}),
-    ],
-)
-def test_losses_gradients_and_what_is_logged_are_those_of_one_process(
-    tmp_path: Path, name: str, ranks: int, size: int, changes: dict[str, Any]
+@pytest.mark.parametrize(("ranks", "size"), RUNS)
+def test_losses_gradients_and_what_is_logged_are_those_of_one_process_a_group(
+    tmp_path: Path, ranks: int, size: int
 ) -> None:
-    one, many = (save(tmp_path / folder, name) for folder in ("one", "many"))
-    ((wanted, parameters),) = run_ranks(1, train, one, name, 1, changes, timeout=120)
-    logged = {"loss", "entropy", "num_tokens", "grad_norm"} | ({"rewards/margins"} if name != "SFT" else set())
-    assert logged <= wanted[0].keys()
-    for found, mine in run_ranks(ranks, train, many, name, size, changes, timeout=170):
-        assert len(found) == len(wanted)
-        for entry, want in zip(found, wanted, strict=True):
-            assert entry == pytest.approx(want, rel=1e-4, abs=1e-6)
-        torch.testing.assert_close(mine, parameters, rtol=1e-4, atol=1e-6)
+    runs = RUNS[ranks, size]
+    one, many = (str(tmp_path / folder) for folder in ("one", "many"))
+    for folder in (one, many):
+        for name in dict(runs):
+            save(Path(folder) / name, name)
+    wanted = run_ranks(ranks // size, train, one, 1, runs, timeout=120)
+    for rank, found in enumerate(run_ranks(ranks, train, many, size, runs, timeout=170)):
+        for (name, _), (logged, mine, written), want in zip(runs, found, wanted[rank // size], strict=True):
+            assert {"loss", "entropy", "num_tokens", "grad_norm", *LOGGED.get(name, ())} <= want[0][0].keys()
+            assert len(logged) == len(want[0])
+            for entry, expected in zip(logged, want[0], strict=True):
+                assert entry == pytest.approx(expected, rel=1e-4, abs=1e-6), name
+            torch.testing.assert_close(mine, want[1], rtol=1e-4, atol=1e-6)
+            assert written == want[2], name

@@ -72,8 +72,12 @@ def _check(model: Any, context: LayerContext, kwargs: dict[str, Any]) -> None:
         raise UnsupportedError(
             f"generation of {type(model).__name__} over ranks", "its cache is one of its own, of states alone", _LOCAL
         )
-    if model.training:
-        raise UnsupportedError("generation in training mode", "dropout would differ between the ranks", "model.eval()")
+    if model.training and any(isinstance(module, torch.nn.Dropout) and module.p for module in model.modules()):
+        raise UnsupportedError(
+            "generation with dropout in training mode",
+            "it would differ between the ranks",
+            "model.eval(), or TRL's disable_dropout=True",
+        )
     if context.multimodal:
         raise UnsupportedError("generation with a multimodal model over ranks", "its prompts have images", _LOCAL)
 

@@ -19,6 +19,7 @@ from dfa_megatron.huggingface.tiles.tiled_head import causal_loss
 from dfa_megatron.huggingface.trainers.distribute_accelerator import share_sequences
 from dfa_megatron.huggingface.trainers.group_accelerator import refuse_objects
 from dfa_megatron.huggingface.trainers.read_logits import follow_trainers
+from dfa_megatron.huggingface.trainers.share_rollouts import check_rollouts, generates, share_rollouts
 from dfa_megatron.huggingface.trainers.shared_batches import take_whole_batches
 from dfa_megatron.runtime.counters import stats
 
@@ -44,7 +45,7 @@ def distribute_trainer(trainer: Any, *, size: int | None = None, config: Trainin
         # Trainer looks for them where it sees no checkpointing, which here is not its own.
         arguments.ddp_find_unused_parameters = False
     size = share_sequences(accelerator, trainer.model, size, options, loop=False)
-    if accelerator.num_processes == 1:
+    if accelerator.state.num_processes == 1:
         return
     model = transformers_model(trainer.model)
     if trainer.label_smoother is not None:  # the model's own loss is the same, and each rank has its labels' part
@@ -65,13 +66,13 @@ def distribute_trainer(trainer: Any, *, size: int | None = None, config: Trainin
     trainer._prepare_context_parallel_inputs = lambda model, inputs: (nullcontext, inputs)
     flops = trainer.floating_point_ops
     trainer.floating_point_ops = lambda inputs: flops(inputs) / size
-    if hasattr(trainer, "_track_num_input_tokens"):
-        trainer._track_num_input_tokens = functools.partial(_track, trainer, size, trainer._track_num_input_tokens)
     trainer._get_num_items_in_batch = functools.partial(
         _count, trainer, 1 if scores else size, trainer._get_num_items_in_batch
     )
+    if generates(trainer):
+        share_rollouts(trainer, size)
     follow_trainers()
-    trainer.evaluation_loop = functools.partial(_evaluate, trainer, trainer.evaluation_loop)
+    trainer.gather_function = accelerator.gather_for_metrics
 
 
 def _stats_logger() -> Any:
@@ -90,6 +91,8 @@ def _check(trainer: Any, options: TrainingConfig) -> None:
     """Refuse what a Trainer was told to do with models, losses or batches."""
     arguments, checkpoint = trainer.args, options.checkpoint
     _check_loss(trainer)
+    if generates(trainer):
+        check_rollouts(trainer)
     if arguments.eval_use_gather_object:
         refuse_objects()
     if trainer.model_init is not None:
@@ -97,12 +100,6 @@ def _check(trainer: Any, options: TrainingConfig) -> None:
             "model_init",
             "the Trainer makes another model when it trains, which would not be distributed",
             "Trainer(model=...)",
-        )
-    if arguments.include_num_input_tokens_seen not in (False, "no") and not hasattr(trainer, "_track_num_input_tokens"):
-        raise UnsupportedError(
-            "include_num_input_tokens_seen with this version of transformers",
-            "its loop counts each token once on every rank of its sequence",
-            "transformers 5.23, or include_num_input_tokens_seen='no'",
         )
     if getattr(arguments, "train_sampling_strategy", None) == "batch_rebalance":
         raise UnsupportedError(
@@ -116,11 +113,11 @@ def _check(trainer: Any, options: TrainingConfig) -> None:
             "generation needs the keys of whole sequences on one rank",
             "evaluation without it, or model.generate within dfa_megatron.huggingface.local_attention(model)",
         )
-    if arguments.gradient_checkpointing and options.checkpoints_layers:
+    if options.checkpoints_layers and (arguments.gradient_checkpointing or generates(trainer)):
         raise UnsupportedError(
-            f"gradient_checkpointing=True with checkpoint={checkpoint!r}",
-            "the Trainer would replace one by the other when it trains",
-            "gradient_checkpointing=False, or checkpoint='auto'",
+            f"checkpoint={checkpoint!r} with gradient_checkpointing=True, or with GRPO or RLOO",
+            "the Trainer would replace one by the other when it trains, or generates",
+            "checkpoint='auto'",
         )
 
 
@@ -140,21 +137,14 @@ def _check_loss(trainer: Any) -> None:
             "in one process Trainer leaves the router's loss out of the smoothed one; TRL's needs logits of all tokens",
             "one of them, or Trainer",
         )
-    if name.endswith(("GRPOTrainer.compute_loss", "RLOOTrainer.compute_loss")):
-        raise UnsupportedError(
-            name,
-            "each rank would generate rollouts of its own from its share of the random numbers, and its prompts are "
-            "padded on the left",
-            "a loop of your own: rollouts within local_attention(model), then a prompt_tree of them in shard_batch",
-        )
     if name in _OF_SCORES and "fused_lm_head" in transformers_model(trainer.model).forward.__code__.co_varnames:
         return
     if name != "transformers.trainer.Trainer.compute_loss":
         raise UnsupportedError(
             name,
             "what it makes of logits or log-probabilities would be of this rank's tokens alone, and training wrong",
-            "Trainer, TRL's SFTTrainer, DPOTrainer or KTOTrainer, TRL of 1.16; or distribute_accelerator and a loop of "
-            "your own over the model's loss",
+            "Trainer; SFT, DPO, KTO, GRPO or RLOO of TRL 1.16; distribute_accelerator and a loop of your own over the "
+            "model's loss",
         )
 
 
@@ -164,7 +154,9 @@ def _name_of(trainer: Any) -> str:
     return f"{getattr(own, '__module__', '')}.{getattr(own, '__qualname__', repr(own))}"
 
 
-_OF_SCORES = tuple(f"trl.trainer.{x.lower()}_trainer.{x}Trainer.compute_loss" for x in ("SFT", "DPO", "KTO"))
+_OF_SCORES = tuple(
+    f"trl.trainer.{x.lower()}_trainer.{x}Trainer.compute_loss" for x in ("SFT", "DPO", "KTO", "GRPO", "RLOO")
+)
 """TRL's methods that make a loss of each token's log-probability: every rank makes it of all tokens."""
 
 
@@ -173,24 +165,10 @@ def _count(trainer: Any, size: int, own: Callable[..., Any], batches: Sequence[A
     if not batches or "labels" not in batches[0] or not trainer.model_accepts_loss_kwargs:
         return None
     average, model = trainer.args.average_tokens_across_devices, transformers_model(trainer.model)
-    if is_pair(model):  # Trainer then multiplies by all ranks what is the mean of a batch, unless labels are smoothed
+    if is_pair(model):  # Trainer then multiplies by the groups what is the mean of a batch, unless labels are smoothed
         counted = own(batches, device)
-        return counted if isinstance(model.loss_function, functools.partial) else counted * 0 + (size if average else 1)
+        return counted if isinstance(model.loss_function, functools.partial) else counted * 0 + 1
     count = torch.stack([(batch["labels"][..., 1:] != IGNORED).sum() for batch in batches]).sum().to(device)
     if average:
         count = trainer.accelerator.gather(count).sum()
     return count.clamp(min=1) / size
-
-
-def _evaluate(trainer: Any, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Evaluate with what one rank of each group gathers; Seq2SeqTrainer takes what filled the last batch too."""
-    accelerator, filled = trainer.accelerator, getattr(trainer.gather_function, "__name__", "") == "gather"
-    trainer.gather_function = accelerator.gather_once if filled else accelerator.gather_for_metrics
-    return own(*args, **kwargs)
-
-
-def _track(trainer: Any, size: int, own: Callable[[Any], None], inputs: Any) -> None:
-    """Count the tokens seen, which the Trainer sums over all ranks, once for each group."""
-    before = trainer.state.num_input_tokens_seen
-    own(inputs)
-    trainer.state.num_input_tokens_seen = before + (trainer.state.num_input_tokens_seen - before) // size

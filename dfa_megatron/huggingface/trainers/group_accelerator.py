@@ -6,7 +6,8 @@ the classes of an accelerator and of its schedulers get subclasses.
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -20,17 +21,12 @@ from dfa_megatron.errors import UnsupportedError
 class Sharing:
     """Hold the ranks that share sequences.
 
-    trained: the model of a Trainer, which counts ranks. None for the accelerator of a loop.
+    trained: the model of a Trainer. None for the accelerator of a loop.
     """
 
     size: int
     mesh: Any
     trained: torch.nn.Module | None
-
-    @property
-    def loop(self) -> bool:
-        """Return whether the accelerator is that of a loop."""
-        return self.trained is None
 
 
 def refuse_objects() -> NoReturn:
@@ -55,12 +51,28 @@ class _SharesSequences:
     """Replace what accelerate counts by processes; stands before an Accelerator among the bases of a class."""
 
     _dfa_sharing: Sharing
+    _dfa_index_of_group = False
+
+    @contextmanager
+    def indexed_by_groups(self) -> Iterator[None]:
+        """Let `process_index`, by which files are named otherwise, be that of the group for a while."""
+        self._dfa_index_of_group = True
+        try:
+            yield
+        finally:
+            self._dfa_index_of_group = False
+
+    @property
+    def process_index(self) -> int:
+        """The rank, or within `indexed_by_groups` the group."""
+        rank: int = super().process_index  # type: ignore[misc]
+        return rank // self._dfa_sharing.size if self._dfa_index_of_group else rank
 
     @property
     def num_processes(self) -> int:
-        """Of a loop the groups of ranks; it scales schedules, sums and counts of labels."""
+        """The groups of ranks; it scales schedules, sums and counts of labels."""
         ranks: int = super().num_processes  # type: ignore[misc]
-        return ranks // self._dfa_sharing.size if self._dfa_sharing.loop else ranks
+        return ranks // self._dfa_sharing.size
 
     @property
     def is_last_process(self) -> bool:
@@ -92,17 +104,12 @@ class _SharesSequences:
 
     def prepare_scheduler(self, scheduler: Any) -> Any:
         """Prepare a scheduler that steps once for each group."""
-        made = super().prepare_scheduler(scheduler)  # type: ignore[misc]
-        return by_groups(made, self.num_processes) if self._dfa_sharing.loop else made
-
-    def gather(self, tensor: Any) -> Any:
-        """Gather, in a loop from one rank of each group."""
-        return self.gather_once(tensor) if self._dfa_sharing.loop else super().gather(tensor)  # type: ignore[misc]
+        return by_groups(super().prepare_scheduler(scheduler), self.num_processes)  # type: ignore[misc]
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
-        """Reduce, in a loop over the groups."""
+        """Reduce over the groups."""
         found = super().reduce(tensor, reduction, scale)  # type: ignore[misc]
-        if reduction in ("mean", "max") or not self._dfa_sharing.loop:
+        if reduction in ("mean", "max"):
             return found
         size = self._dfa_sharing.size
         return tree_map_only(
@@ -113,7 +120,7 @@ class _SharesSequences:
         """Gather from one rank of each group, without what the loader repeated to fill the last batch."""
         if use_gather_object or not all(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(input_data)):
             refuse_objects()
-        whole = self.gather_once(input_data)
+        whole = self.gather(input_data)
         sharing = self._dfa_sharing
         state = self.gradient_state  # type: ignore[attr-defined]
         data = getattr(state.active_dataloader, "dataset", None)
@@ -128,7 +135,7 @@ class _SharesSequences:
         rows = state.remainder if state.end_of_dataloader and state.remainder > 0 else None
         return tree_map_only(torch.Tensor, lambda value: value[:rows], whole)
 
-    def gather_once(self, tensor: Any) -> Any:
+    def gather(self, tensor: Any) -> Any:
         """Gather from the first rank of each group."""
         size, ranks = self._dfa_sharing.size, self.state.num_processes  # type: ignore[attr-defined]
 

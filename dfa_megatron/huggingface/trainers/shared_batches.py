@@ -40,6 +40,7 @@ def take_whole_batches(model: Any, *, counts: bool = True, scores: bool = False)
         counts: `num_items_in_batch`, where given, counts whole batches; Trainer's is this rank's share.
         scores: every rank gets what TRL's head makes of all tokens, (batch, seq - 1), and computes the same loss. Its
             gradient is P times that of this rank's tokens, so that the mean over the ranks is that of one process.
+            Padding on the left, of prompts, is moved behind the tokens meanwhile.
     """
     if not takes_whole_batches(model):
         model.register_forward_pre_hook(_cut, with_kwargs=True, prepend=True)  # before the checks of a part
@@ -64,19 +65,20 @@ def _cut(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tup
         rows = next(len(x) for x in given.values() if isinstance(x, torch.Tensor))
         labelled = None if labels is None else (labels != IGNORED).any()
         return (), given | {WHOLE: WholeBatch(rows, labelled, None if getattr(model, _COUNTS) else count)}
+    if getattr(given.get("past_key_values"), "spans_ranks", False):
+        return None  # generation takes whole prompts
     batch = {name: given.pop(name) for name in (*KNOWN, *MEDIA) if name in given}
     kept = given.get("logits_to_keep")
     if "input_ids" not in batch:
         refuse_batch((*batch, *given))
     if isinstance(kept, torch.Tensor) or kept:
         raise UnsupportedError(
-            "logits_to_keep of shared batches, which generate() asks for too",
-            "each rank would keep its own part's, and generation needs the keys of whole sequences on one rank",
-            "logits_to_keep=0; or model.generate within dfa_megatron.huggingface.local_attention(model)",
+            "logits_to_keep of shared batches", "each rank would keep its own part's", "logits_to_keep=0"
         )
     rows, length = batch["input_ids"].shape[:2]
+    batch, padding = _padding_behind(batch) if getattr(model, _SCORES) else (batch, None)
     labels = batch.get("labels")
-    whole = WholeBatch(rows, None if labels is None else (labels[..., 1:] != IGNORED).any())
+    whole = WholeBatch(rows, None if labels is None else (labels[..., 1:] != IGNORED).any(), padding=padding)
     part = shard_batch(batch, group=context.group or None)
     made = part.keys() - {"num_items_in_batch"}
     of_tokens = {name for name, x in given.items() if isinstance(x, torch.Tensor) and length in x.shape}
@@ -90,6 +92,22 @@ def _cut(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tup
     if getattr(model, _COUNTS) and (count := given.get("num_items_in_batch")) is not None:
         given["num_items_in_batch"] = count / context.size
     return (), part | given | {WHOLE: whole}
+
+
+def _padding_behind(batch: dict[str, Any]) -> tuple[dict[str, Any], torch.Tensor | None]:
+    """Return a batch with the padding that was on the left of each row on its right, and how much that was."""
+    mask = batch.get("attention_mask")
+    if mask is None or "position_ids" in batch:
+        return batch, None
+    padding = (mask.cumsum(1) == 0).sum(1)
+    whole = {name for name, x in batch.items() if isinstance(x, torch.Tensor) and x.shape == mask.shape}
+    return {name: _rolled(x, padding) if name in whole else x for name, x in batch.items()}, padding
+
+
+def _rolled(value: torch.Tensor, by: torch.Tensor) -> torch.Tensor:
+    """Move each row to the left by a number of its own; what leaves a row in front comes back behind it."""
+    places = torch.arange(value.shape[1], device=value.device) + by[:, None]
+    return value.gather(1, places % value.shape[1])
 
 
 def _join(model: Any, args: Any, output: Any) -> Any:
@@ -135,7 +153,9 @@ def _join(model: Any, args: Any, output: Any) -> Any:
         if has_loss and name == "loss":
             output[name] = loss(value)  # type: ignore[index]
         elif name in _OF_HEAD and getattr(model, _SCORES):
-            output[name] = unshard_sequence(value, group=group, layout=layout)[:, :-1]  # type: ignore[index]
+            found = unshard_sequence(value, group=group, layout=layout)
+            found = found if batch.padding is None else _rolled(found, -batch.padding)
+            output[name] = found[:, :-1]  # type: ignore[index]
         elif not model.training and name in _OF_TOKENS and (name != "logits" or reads_logits() is not False):
             of = forward.pair.layouts["encoder"] if forward.pair and name.startswith("encoder") else layout
             output[name] = tree_map_only(torch.Tensor, functools.partial(whole, layout=of), value)  # type: ignore[index]
