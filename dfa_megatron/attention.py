@@ -224,8 +224,7 @@ def _attend(inputs: Inputs, group: Group, config: DistAttentionConfig, **mathema
     if torch.compiler.is_compiling():
         return _traced(inputs, group, config, mathematics)
     for name in ("mask", "cu_seqlens"):
-        rows = mathematics.get(name)
-        if isinstance(rows, list | tuple) and rows and all(isinstance(row, Mask | tuple) for row in rows):
+        if _rows_of(mathematics, name):
             return _attend_rows(inputs, group, config, mathematics, name)
     try:
         request = _request(config=config, **mathematics)  # checked where it is prepared: every rank hears of errors
@@ -250,6 +249,12 @@ def _attend(inputs: Inputs, group: Group, config: DistAttentionConfig, **mathema
     return out, lse
 
 
+def _rows_of(asked: dict[str, Any], name: str) -> bool:
+    """Return whether each row of the batch has a value of its own."""
+    rows = asked.get(name)
+    return isinstance(rows, list | tuple) and bool(rows) and all(isinstance(row, Mask | tuple) for row in rows)
+
+
 def _attend_rows(inputs: Inputs, group: Group, config: DistAttentionConfig, asked: dict[str, Any], name: str) -> Pair:
     """Attend in the rows of a batch that differ as in one sequence."""
     from dfa_megatron.rows import join  # which other calls need not load
@@ -270,12 +275,13 @@ _request = lru_cache(maxsize=256, typed=True)(Request)
 """The same object for equal calls: comparing it with itself takes no time."""
 
 _outside_graphs = torch.compiler.disable(_attend, recursive=True)
-"""For masks and plans, which Dynamo cannot take as constants: a break in the graph."""
+"""For masks, layouts and plans, which Dynamo cannot take as constants: a break in the graph."""
 
 
 def _traced(inputs: Inputs, group: Group, config: DistAttentionConfig, mathematics: dict[str, Any]) -> Pair:
     """Return the operator's results. Dynamo takes the options of a config as constants, but not a config."""
-    if mathematics.get("mask") is not None or mathematics.get("plan") is not None:
+    named = isinstance(mathematics["layout"], str) and not _rows_of(mathematics, "cu_seqlens")
+    if not named or mathematics.get("mask") is not None or mathematics.get("plan") is not None:
         out, lse = _outside_graphs(inputs, group, config, **mathematics)
         return out, lse
     options = tuple(_constant(getattr(config, name)) for name in OPTIONS)

@@ -11,6 +11,7 @@ import torch
 import dfa_megatron
 from dfa_megatron.attention import _request
 from dfa_megatron.errors import PlanError, UnsupportedError
+from dfa_megatron.layouts import of_lengths
 from dfa_megatron.plan.cost.choose import make_plan
 from dfa_megatron.plan.language.mask import Mask, causal, prefix_lm
 from dfa_megatron.plan.schedules import with_blocks
@@ -126,11 +127,11 @@ def test_masks_that_share_a_name_are_told_apart() -> None:
         assert text.count("digest") == 2
 
 
-def test_masks_and_plans_run_beside_the_compiled_graph() -> None:
+def test_masks_layouts_and_plans_run_beside_the_compiled_graph() -> None:
     mask = prefix_lm(LOCAL, 3)
     plan = make_plan(mask, 1)
     x = torch.randn(1, LOCAL, 2, 8, requires_grad=True)
-    for given in ({"mask": mask}, {"plan": plan}):
+    for given in ({"mask": mask}, {"plan": plan}, {"layout": of_lengths([LOCAL]), "causal": True}, {"mask": [mask]}):
         run = torch.compile(lambda q, g=given: dfa_megatron.dist_flash_attn_func(q, q, q, **g), backend="aot_eager")
         want = dfa_megatron.dist_flash_attn_func(x, x, x, **given)  # type: ignore[arg-type]
         assert isinstance(want, torch.Tensor)
