@@ -49,7 +49,7 @@ def test_a_paragraph_with_a_measured_figure_names_its_source(name: str) -> None:
 def test_the_readme_counts_the_types_that_are_exact() -> None:
     types = json.loads((ROOT / "docs" / "models.json").read_text(encoding="utf-8"))["types"]
     exact = sum(states["plain"] == "exact" for states in types.values())
-    assert f"[{exact} of transformers' {len(types)} causal types]" in (ROOT / "README.md").read_text(encoding="utf-8")
+    assert f"[{exact} of {len(types)} types of transformers]" in (ROOT / "README.md").read_text(encoding="utf-8")
 
 
 def test_a_new_file_of_a_cell_of_the_paper_replaces_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

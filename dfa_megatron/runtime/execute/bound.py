@@ -146,8 +146,9 @@ def computing_first(ops: Sequence[Op], launches: Set[int], transport: int) -> li
     post = next((at for at, op in enumerate(ops) if isinstance(op.function, Post)), len(ops))
     packing = ops[post].function.packing if post < len(ops) else ()  # type: ignore[attr-defined]
     after, kernels = post, 0
+    packed = {op.writes for op in packing}  # a kernel may read what is sent, by the same view
     for at in range(post + 1, len(ops) if all(op.function in _VIEWS for op in packing) else 0):
-        if transport in ops[at].reads or kernels == KERNELS_FIRST:
+        if transport in ops[at].reads or kernels == KERNELS_FIRST or not packed.isdisjoint(ops[at].reads):
             break
         if ops[at].writes in launches:
             after, kernels = at, kernels + 1

@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import os
+import random
 import sys
 from contextlib import nullcontext
+from dataclasses import replace
+from itertools import pairwise
 from operator import methodcaller
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 
 import dfa_megatron
+from dfa_megatron import kernels, masks
 from dfa_megatron.errors import ExecutionError
 from dfa_megatron.kernels.adapters.reference import ReferenceKernel
+from dfa_megatron.kernels.api import BlockCall, Partial
 from dfa_megatron.kernels.replay import Op
+from dfa_megatron.kernels.tape import launched, unrecorded
 from dfa_megatron.runtime import run
 from dfa_megatron.runtime.comm.transport import Arena
 from dfa_megatron.runtime.comm.transports import GlooTransport
@@ -86,6 +93,38 @@ def _kept(rank: int, ranks: int) -> int:
 
 def test_replays_are_exact_in_memory_that_stays_and_after_it_has_moved() -> None:
     assert min(run_ranks(3, _kept)) >= 4, "views of each memory, forward and backward"
+
+
+class Launching(ReferenceKernel):
+    """Hands its launches to the tape, as kernels of other libraries are."""
+
+    def launch(self, call: BlockCall) -> Partial:
+        out, lse = torch.empty_like(call.q), torch.empty_like(call.q[..., 0].transpose(1, 2))
+
+        def run_it(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *into: torch.Tensor) -> None:
+            with unrecorded():
+                for memory, found in zip(into, ReferenceKernel.launch(self, replace(call, q=q, k=k, v=v)), strict=True):
+                    memory.copy_(found)
+
+        launched(run_it, call.q, call.k, call.v, out, lse)
+        return out, lse
+
+
+def _posted_late(rank: int, ranks: int) -> None:
+    """Packs whose messages and launches are of the same rows of keys, posted after the first launches."""
+    GlooTransport.beside_kernels, rng, tokens = True, random.Random(ranks), LOCAL * ranks
+    with patch.object(kernels, "KERNELS", {**kernels.KERNELS, "reference": Launching()}):
+        for number in range(6):
+            cuts = sorted(rng.sample(range(1, tokens), 3))
+            mask = masks.documents([hi - lo for lo, hi in pairwise((0, *cuts, tokens))])
+            for seed in range(3):
+                whole = attend.case(tokens, seed=seed, mask=mask, batch=1)
+                attend.compare(whole, rank, ranks, schedule=("ring", "greedy")[number % 2], kernel="reference")
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_replays_are_exact_where_messages_are_posted_after_launches(ranks: int) -> None:
+    run_ranks(ranks, _posted_late)
 
 
 def _counted(rank: int, ranks: int) -> tuple[int, int]:
