@@ -145,6 +145,10 @@ CASES: list[tuple[str, Callable[[], Any]]] = [
     ("compute_loss_func", lambda: trained(compute_loss_func=print)),
     ("label_smoothing_factor with", lambda: trained(label_smoother=1)),
     ("tools in .*: the ranks of a sequence", lambda: check_rollouts(Stub(**GENERATES, tools=[print]))),
+    (
+        "learned positions in .*: TRL counts",
+        lambda: check_rollouts(Stub(**GENERATES, model=sized("GPT2", "LMHeadModel"))),
+    ),
     ("10 and 0 answers by 2 groups", lambda: share_rollouts(Stub(**GENERATES, num_generations=4), 3)),
     ("gradient_checkpointing=True", lambda: trained(gradient_checkpointing=True)),
     (

@@ -12,7 +12,12 @@ from collections import defaultdict, deque
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from dfa_megatron.errors import UnsupportedError
+
+_LEARNED = {"wpe", "embed_positions", "position_embeddings", "position_embedding"}
+"""Names of tables of learned positions in transformers."""
 
 
 def generates(trainer: Any) -> bool:
@@ -21,7 +26,7 @@ def generates(trainer: Any) -> bool:
 
 
 def check_rollouts(trainer: Any) -> None:
-    """Refuse rollouts that others than the model itself generate, or more than text.
+    """Refuse rollouts that others than the model itself generate, or more than text, and learned positions.
 
     Raises:
         UnsupportedError: names them.
@@ -39,6 +44,13 @@ def check_rollouts(trainer: Any) -> None:
             f"{found} in {type(trainer).__name__}",
             "the ranks of a sequence would get different rollouts",
             "text that the model's own generate continues",
+        )
+    modules = trainer.model.named_modules()
+    if any(name.rpartition(".")[2] in _LEARNED and isinstance(module, torch.nn.Embedding) for name, module in modules):
+        raise UnsupportedError(
+            f"learned positions in {type(trainer).__name__}",
+            "TRL counts positions from the padding before a prompt, and these ranks count them from the prompt",
+            "a model with rotary positions",
         )
 
 
