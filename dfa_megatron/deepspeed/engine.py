@@ -278,13 +278,13 @@ def _check_batch_sizes(settings: dict[str, Any], mesh: Mesh) -> None:
     if mesh.size == 1 or not all(isinstance(count, int) for count in counts):
         return
     whole, micro, accumulated = (int(count or 0) for count in counts)
-    size, data_size, right = mesh.size, mesh.data_size, whole // mesh.size
-    if whole == micro * accumulated * (ranks := size * data_size):
+    size, ranks = mesh.size, mesh.size * mesh.data_size
+    if whole == micro * accumulated * ranks:
         raise UnsupportedError(
-            f"train_batch_size={whole} for {data_size} sequences at a time",
+            f"train_batch_size={whole} for {mesh.data_size} sequences at a time",
             f"it counts all {ranks} ranks, but {size} of them share a sequence",
-            f"train_batch_size {right}; under HF Trainer and accelerate, ParallelismConfig(sp_size={size}, "
-            f"dp_replicate_size={data_size}, sp_backend='deepspeed')",
+            f"train_batch_size {whole // size}; under HF Trainer and accelerate, ParallelismConfig(sp_size={size}, "
+            f"dp_replicate_size={mesh.data_size}, sp_backend='deepspeed')",
         )
 
 

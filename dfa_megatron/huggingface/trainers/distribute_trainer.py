@@ -164,11 +164,11 @@ def _count(trainer: Any, size: int, own: Callable[..., Any], batches: Sequence[A
     """Count the labels of a step, of all its micro-batches, as Trainer does, for losses of 1 / `size` of a batch."""
     if not batches or "labels" not in batches[0] or not trainer.model_accepts_loss_kwargs:
         return None
-    average, model = trainer.args.average_tokens_across_devices, transformers_model(trainer.model)
+    model = transformers_model(trainer.model)
     if is_pair(model):  # Trainer then multiplies by the groups what is the mean of a batch, unless labels are smoothed
         counted = own(batches, device)
-        return counted if isinstance(model.loss_function, functools.partial) else counted * 0 + 1
+        return counted if isinstance(model.loss_function, functools.partial) else torch.ones_like(counted)
     count = torch.stack([(batch["labels"][..., 1:] != IGNORED).sum() for batch in batches]).sum().to(device)
-    if average:
+    if trainer.args.average_tokens_across_devices:
         count = trainer.accelerator.gather(count).sum()
     return count.clamp(min=1) / size
