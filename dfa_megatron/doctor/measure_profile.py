@@ -28,6 +28,7 @@ from dfa_megatron.plan.cost.hardware import H200_NVLINK, Hardware, Host, Link, s
 from dfa_megatron.plan.language.geometry import CAUSAL, FULL
 from dfa_megatron.runtime.comm.groups import channel_of
 from dfa_megatron.runtime.comm.transport import Recv, Send, Transport
+from dfa_megatron.runtime.cuda_driver import Copy
 
 logger = logging.getLogger(__name__)
 
@@ -177,7 +178,9 @@ def time_exchanges(
     def exchange(outgoing: torch.Tensor) -> None:
         incoming = transport.arena(outgoing.nbytes, device).flat[: outgoing.nbytes]
         transport.start()
-        transport.post(-1, lambda _: [Send(ring[0], [outgoing], [0])], [Recv(ring[1], [incoming])])
+        transport.post(
+            -1, lambda _: [Send(ring[0], [outgoing], [Copy(0, 0, outgoing.nbytes)])], [Recv(ring[1], [incoming])]
+        )
         transport.land()
         transport.computed(0)
         transport.finish()

@@ -49,6 +49,41 @@ class Flags:
             op.value = token
 
 
+class Copy(NamedTuple):
+    """Equal runs of bytes, copied from one address on to another.
+
+    skip, offset: the first byte, from the source and from the memory that is written. width: bytes of a run. height:
+    runs. pitch, wide: bytes from run to run, in the source and in the memory that is written.
+    """
+
+    skip: int
+    offset: int
+    width: int
+    height: int = 1
+    pitch: int = 0
+    wide: int = 0
+
+
+def _side(side: str) -> list[tuple[str, Any]]:
+    names = ("x", "y", "kind", "host", "address", "array", "pitch")
+    return [(f"{side}_{name}", ctypes.c_uint32 if name == "kind" else ctypes.c_uint64) for name in names]
+
+
+class _Copy2D(ctypes.Structure):
+    """CUDA_MEMCPY2D between device addresses."""
+
+    _fields_ = (
+        *_side("source"),
+        *_side("to"),
+        ("width", ctypes.c_uint64),
+        ("height", ctypes.c_uint64),
+    )
+
+
+_UNIFIED = 4
+"""CU_MEMORYTYPE_UNIFIED: the address says where it is, on this GPU or on another."""
+
+
 class Driver:
     """Calls of libcuda: none of them takes a multiprocessor, and none makes the host wait.
 
@@ -69,6 +104,7 @@ class Driver:
         stream, address = ctypes.c_void_p, ctypes.c_uint64
         self._error = library.cuGetErrorString
         self._copy = function("cuMemcpyAsync", address, address, ctypes.c_size_t, stream)
+        self._copy_2d = function("cuMemcpy2DAsync_v2", ctypes.POINTER(_Copy2D), stream)
         self._batch = function("cuStreamBatchMemOp_v2", stream, ctypes.c_uint, ctypes.c_void_p, ctypes.c_uint)
         self._capture_mode = function("cuThreadExchangeStreamCaptureMode", ctypes.POINTER(ctypes.c_int))
 
@@ -76,9 +112,18 @@ class Driver:
         """Let this thread query events while another one captures a graph."""
         self._check(self._capture_mode(ctypes.byref(ctypes.c_int(_RELAXED))), "cuThreadExchangeStreamCaptureMode")
 
-    def copy(self, stream: int, to: int, source: int, nbytes: int) -> None:
+    def copy(self, stream: int, to: int, source: int, copy: Copy) -> None:
         """Queue a copy between device addresses; between two GPUs a copy engine runs it."""
-        self._check(self._copy(to, source, nbytes, stream), "cuMemcpyAsync")
+        skip, offset, width, height, pitch, wide = copy
+        source, to = source + skip, to + offset
+        if height == 1:
+            self._check(self._copy(to, source, width, stream), "cuMemcpyAsync")
+            return
+        runs = _Copy2D(
+            source_kind=_UNIFIED, source_address=source, source_pitch=pitch,
+            to_kind=_UNIFIED, to_address=to, to_pitch=wide, width=width, height=height,
+        )  # fmt: skip
+        self._check(self._copy_2d(ctypes.byref(runs), stream), "cuMemcpy2DAsync")
 
     def flags(self, stream: int, flags: Flags, token: int) -> None:
         """Queue operations on flags: writes after everything queued before, waits for words of the stream's own GPU."""

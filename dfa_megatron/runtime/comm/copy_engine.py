@@ -22,7 +22,7 @@ import torch
 from dfa_megatron.runtime.agreement.calls import Facts
 from dfa_megatron.runtime.comm.symmetric_memory import SUBJECT, KeptArena, Mapped, symmetric
 from dfa_megatron.runtime.comm.transport import Recv, Send, Sends, StreamTransport
-from dfa_megatron.runtime.cuda_driver import Flag, Flags, driver
+from dfa_megatron.runtime.cuda_driver import Copy, Flag, Flags, driver
 from dfa_megatron.runtime.environment import forbids_p2p, host
 
 if TYPE_CHECKING:
@@ -87,12 +87,13 @@ class CopyEngineTransport(KeptArena, StreamTransport):
         """Queue the batch on the communication stream: raise `ready` flags, write where ranks are ready, wait."""
         token, queue = self._token, self.driver
         self.wait_for_compute(after)
-        self._sending, senders = sends(self.moving), tuple([recv.peer for recv in receives])
+        self._sending, senders = sends(None), tuple([recv.peer for recv in receives])
         batch = self._flags_of(tuple([send.peer for send in self._sending]), senders)
         for flags, send in zip(batch.before, self._sending, strict=True):
             queue.flags(self._queue, flags, token)
-            for x, offset in zip(send.tensors, send.offsets, strict=True):
-                queue.copy(self._queue, self._addresses[send.peer] + offset, x.data_ptr(), x.nbytes)
+            arena = self._addresses[send.peer]
+            for x, copy in zip(send.tensors, send.copies, strict=True):
+                queue.copy(self._queue, arena, x.data_ptr(), copy)
         queue.flags(self._queue, batch.after, token)
         self.awaited[self.steps] = senders
 
@@ -127,7 +128,7 @@ class CopyEngineTransport(KeptArena, StreamTransport):
         mine = torch.arange(rank * size, (rank + 1) * size, dtype=torch.int32, device=self.device)
         landing = self._arena.flat[: size * _WORD].view(torch.int32)
         peers = [peer for peer in range(size) if peer != rank]
-        sends = [Send(peer, [mine[peer : peer + 1]], [rank * _WORD]) for peer in peers]
+        sends = [Send(peer, [mine], [Copy(peer * _WORD, rank * _WORD, _WORD)]) for peer in peers]
         self.start()
         self.post(-1, lambda _: sends, [Recv(peer, [landing[peer : peer + 1]]) for peer in peers])
         self.land()

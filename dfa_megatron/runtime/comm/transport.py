@@ -11,6 +11,7 @@ from typing import Any, ClassVar, NamedTuple, TypeVar
 import torch
 
 from dfa_megatron.kernels.current_stream import current_stream
+from dfa_megatron.runtime.cuda_driver import Copy
 
 Made = TypeVar("Made")
 
@@ -36,11 +37,14 @@ class Arena:
 
 
 class Send(NamedTuple):
-    """A message to a peer, a rank of the group: dense tensors, and their offsets in the peer's arena in bytes."""
+    """A message to a peer, a rank of the group.
+
+    tensors: dense, one behind the other; with copies those that hold the rows. copies: from each, to the peer's arena.
+    """
 
     peer: int
     tensors: Sequence[torch.Tensor]
-    offsets: Sequence[int] = ()
+    copies: Sequence[Copy] = ()
 
 
 class Recv(NamedTuple):
@@ -53,8 +57,8 @@ class Recv(NamedTuple):
 Moving = Callable[[], AbstractContextManager[object]]
 """Send PyTorch's operations inside to the queue on which messages move."""
 
-Sends = Callable[[Moving], Sequence[Send]]
-"""Return what a batch sends; tensors that are made for it are made inside of a `Moving`."""
+Sends = Callable[[Moving | None], Sequence[Send]]
+"""Return what a batch sends. Tensors that are made for it are made inside of a `Moving`; None asks for copies."""
 
 
 class Transport:

@@ -23,7 +23,9 @@ from dfa_megatron.kernels.replay import Op, OpFailed, Registers, allocating_late
 from dfa_megatron.kernels.tape import Tape, unrecorded
 from dfa_megatron.runtime.comm.channel import Channel
 from dfa_megatron.runtime.comm.transport import Arena, Moving, Recv, Send, Sends, Transport
+from dfa_megatron.runtime.cuda_driver import Copy
 from dfa_megatron.runtime.execute.wire_format import Fields
+from dfa_megatron.runtime.execute.workspace import Ready, workspace_of
 
 Failed = Callable[[int, Exception], ExecutionError]
 """Return the error to raise where a step failed."""
@@ -33,13 +35,13 @@ Failed = Callable[[int, Exception], ExecutionError]
 class Post:
     """The batch of a step.
 
-    sends: peer, the registers of the message's tensors, and their offsets in the peer's arena. receives: peer, and the
-    registers of the memory that the message lands in. packing: operations that make what is sent, on the transport's
+    sends: peer, the registers of the message's tensors, and the copies. receives: peer, and the registers of the memory
+    that the message lands in. packing: operations that make what is sent, on the transport's
     queue.
     """
 
     after: int
-    sends: tuple[tuple[int, tuple[int, ...], Sequence[int]], ...]
+    sends: tuple[tuple[int, tuple[int, ...], Sequence[Copy]], ...]
     receives: tuple[tuple[int, tuple[int, ...]], ...]
     packing: tuple[Op, ...]
 
@@ -50,13 +52,13 @@ class Post:
             receives.append(Recv(peer, list(map(read, where))))
         transport.post(self.after, partial(self._sends, registers), receives)
 
-    def _sends(self, registers: Registers, moving: Moving) -> list[Send]:
-        if self.packing:
+    def _sends(self, registers: Registers, moving: Moving | None) -> list[Send]:
+        if self.packing and moving:
             with moving():
                 replay(self.packing, registers)
         sends, read = [], registers.__getitem__
-        for peer, where, offsets in self.sends:
-            sends.append(Send(peer, list(map(read, where)), offsets))
+        for peer, where, copies in self.sends:
+            sends.append(Send(peer, list(map(read, where)), copies))
         return sends
 
     @property
@@ -96,18 +98,23 @@ class Recorder(Transport):
             return
         landing = tuple((r.peer, tuple(map(tape.register, r.tensors))) for r in receives)
         before = tape.cut()
-        bound: list[tuple[int, tuple[int, ...], Sequence[int]]] = []
+        bound: list[tuple[int, tuple[int, ...], Sequence[Copy]]] = []
 
-        def recorded(moving: Moving) -> Sequence[Send]:
+        packs = True
+
+        def recorded(moving: Moving | None) -> Sequence[Send]:
+            nonlocal packs
+            packs = moving is not None
             with tape:
                 found = sends(moving)
-            bound.extend((s.peer, tuple(map(tape.register, s.tensors)), s.offsets) for s in found)
+            bound.extend((s.peer, tuple(map(tape.register, s.tensors)), s.copies) for s in found)
             return found
 
         with unrecorded():
             self.transport.post(after, recorded, receives)
-        post = Post(after, tuple(bound), landing, tuple(tape.cut()))
-        tape.ops = before
+        made = tape.cut()  # to pack, or views of what is sent, which kernels may read too
+        post = Post(after, tuple(bound), landing, tuple(made) if packs else ())
+        tape.ops = before if packs else before + made
         self._posted = post.touched
         tape.record_call(post, (self.own, self.all), holds=self._posted)
 
@@ -138,24 +145,20 @@ class Recorder(Transport):
 def computing_first(ops: Sequence[Op], launches: Set[int], transport: int) -> list[Op]:
     """Return the same operations with the first batch posted after the first kernels, if these wait for no message.
 
-    An idle GPU need not wait while the host posts messages. The batch waits for what was computed before the run. One
-    that is packed by kernels of its own stays: they would wait until others leave a multiprocessor.
+    An idle GPU need not wait while the host posts messages. The batch waits for what was computed before the run.
 
     launches: registers that kernels write. transport: its register.
     """
     post = next((at for at, op in enumerate(ops) if isinstance(op.function, Post)), len(ops))
-    packing = ops[post].function.packing if post < len(ops) else ()  # type: ignore[attr-defined]
     after, kernels = post, 0
-    packed = {op.writes for op in packing}  # a kernel may read what is sent, by the same view
-    for at in range(post + 1, len(ops) if all(op.function in _VIEWS for op in packing) else 0):
-        if transport in ops[at].reads or kernels == KERNELS_FIRST or not packed.isdisjoint(ops[at].reads):
+    for at in range(post + 1, len(ops)):
+        if transport in ops[at].reads or kernels == KERNELS_FIRST:
             break
         if ops[at].writes in launches:
             after, kernels = at, kernels + 1
     return [*ops[:post], *ops[post + 1 : after + 1], *ops[post : post + 1], *ops[after + 1 :]]
 
 
-_VIEWS = torch.as_strided, torch.Tensor.view
 KERNELS_FIRST = 2
 """flash4's preparation of a backward, and the backward; its three conversions of results take the host longer."""
 
@@ -182,11 +185,18 @@ class Bound:
         ops = allocating_late(recorded, self._steps)
         if recorder.transport.beside_kernels:
             ops = computing_first(ops, tape.launches, recorder.own)
+        self._workspace, ops = workspace_of(ops, frozenset(self._results))
         self._ops = freeing(ops, packed, kept=frozenset(self._results))
+        self._ready = list[Ready]()
 
     def __call__(self, inputs: Fields, arena: Arena, transport: Transport, failed: Failed) -> Fields:
         """Replay. inputs: like the recorded ones, see `tape.signature`. failed: makes the error of a step."""
-        registers = (arena.kept(self, self._viewed) if self._views else self._registers).copy()
+        # A list of those that no replay uses: another thread may replay at the same time.
+        spare = arena.kept(self, _none_yet) if self._views else self._ready
+        ready = spare.pop() if spare else self._made_ready(arena.flat)
+        registers, memory = ready.registers.copy(), ready.memory
+        if memory is not None:
+            memory.resize_(self._workspace.nbytes)
         registers[: len(inputs)] = inputs
         registers[self._arena] = arena.flat
         registers[self._transport], registers[self._all] = transport, registers
@@ -197,13 +207,20 @@ class Bound:
             raise failed(bisect_right(self._steps, at.at), at.error) from at.error
         finally:
             registers.clear()  # it holds itself
+            if memory is not None:
+                memory.resize_(0)
+            spare.append(ready)
 
-    def _viewed(self, flat: torch.Tensor) -> Registers:
-        """Return the registers as a replay in that memory begins with them."""
+    def _made_ready(self, flat: torch.Tensor) -> Ready:
+        """Return the registers as a replay begins with them. flat: the memory of the arena."""
         registers = self._registers.copy()
         registers[self._arena] = flat
         replay(self._views, registers)
-        return registers
+        return self._workspace.ready(registers, flat.device)
+
+
+def _none_yet(_: torch.Tensor) -> list[Ready]:
+    return []
 
 
 logger = logging.getLogger(__name__)

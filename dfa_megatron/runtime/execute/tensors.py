@@ -16,9 +16,10 @@ from dfa_megatron.kernels.tape import call_recorded
 from dfa_megatron.plan.interpret import Accumulator, Algebra, rank_loop
 from dfa_megatron.plan.language.program import Buffer, Call, Merge, Message, Region, Step
 from dfa_megatron.runtime.comm.transport import Arena, Moving, Recv, Send, Transport
+from dfa_megatron.runtime.cuda_driver import Copy
 from dfa_megatron.runtime.execute.bound import Failed
 from dfa_megatron.runtime.execute.sinks_and_slopes import GlobalBias
-from dfa_megatron.runtime.execute.wire_format import Field, Fields, rows_of
+from dfa_megatron.runtime.execute.wire_format import Field, Fields, copy_of_rows, rows_of
 from dfa_megatron.runtime.rank_plan import MemoryPlan
 
 
@@ -154,9 +155,7 @@ class Tensors:
 
     def fields(self, region: Region) -> Fields:
         """Return the tensors of some rows of a name."""
-        there = self.read.get(region.buffer)
-        fields = there[region.name] if there is not None else self._result(region.buffer)
-        return tuple(rows_of(field, region.lo, region.hi) for field in fields)
+        return tuple(rows_of(field, region.lo, region.hi) for field in self._held(region))
 
     # Messages.
 
@@ -170,6 +169,22 @@ class Tensors:
             else:
                 tensors += (torch.cat(xs, dim=1 if xs[0].dim() == 4 else 2) for xs in zip(*fields, strict=True))
         return tensors
+
+    def copies(self, message: Message, starts: Sequence[int]) -> tuple[list[torch.Tensor], list[Copy]]:
+        """Return the tensors that hold a message's rows, and what to copy from each, so that nothing is packed.
+
+        starts: where each tensor of the message begins in the peer's arena.
+        """
+        tensors, copies, left = list[torch.Tensor](), list[Copy](), iter(starts)
+        for regions in message.parts:
+            rows = sum(region.rows for region in regions)
+            for held in zip(*(self._held(region) for region in regions), strict=True):
+                start = next(left)
+                for region, x in zip(regions, held, strict=True):
+                    tensors.append(x)
+                    copies.append(copy_of_rows(x, region.lo, region.hi, start, rows))
+                    start += copies[-1].width
+        return tensors, copies
 
     def incoming(self, message: Message) -> list[torch.Tensor]:
         """Return the memory that a message lands in, tensor by tensor."""
@@ -209,6 +224,11 @@ class Tensors:
         for at, accumulator in enumerate(accumulators):
             accumulator.write(partial[at * size : (at + 1) * size])
 
+    def _held(self, region: Region) -> Fields:
+        """Return all rows of the region's buffer and name."""
+        there = self.read.get(region.buffer)
+        return self._result(region.buffer) if there is None else there[region.name]
+
     def _result(self, buffer: int) -> Fields:
         return tuple(x for accumulator in self.write[buffer] for x in accumulator.result())
 
@@ -247,12 +267,12 @@ def execute(tensors: Tensors, algebra: Algebra, transport: Transport, failed: Fa
         raise failed(number, error) from error
 
 
-def _sends(tensors: Tensors, number: int, step: Step, moving: Moving) -> list[Send]:
+def _sends(tensors: Tensors, number: int, step: Step, moving: Moving | None) -> list[Send]:
+    if moving is None:
+        starts = tensors.memory.offsets
+        return [Send(m.peer, *tensors.copies(m, starts[number, m.peer])) for m in step.sends]
     with moving():
-        return [
-            Send(message.peer, tensors.outgoing(message), tensors.memory.offsets[number, message.peer])
-            for message in step.sends
-        ]
+        return [Send(message.peer, tensors.outgoing(message)) for message in step.sends]
 
 
 def _marked(mark: Callable[..., object] | None, *name: str) -> None:
@@ -269,5 +289,6 @@ class _Ranges(NamedTuple):
 
 
 def _ranges(device: torch.device) -> _Ranges:
-    nvtx = torch.cuda.nvtx
-    return _Ranges(nvtx.range_push, nvtx.range_pop) if device.type == "cuda" else _Ranges()
+    # Past torch.cuda.nvtx, which formats the name in each call.
+    nvtx = getattr(torch._C, "_nvtx", None) if device.type == "cuda" else None
+    return _Ranges(nvtx.rangePushA, nvtx.rangePop) if nvtx else _Ranges()

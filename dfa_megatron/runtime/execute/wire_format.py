@@ -12,6 +12,7 @@ import torch
 
 from dfa_megatron.kernels.api import accumulator_dtype
 from dfa_megatron.plan.language.shape import fields_of
+from dfa_megatron.runtime.cuda_driver import Copy
 
 Fields = tuple[torch.Tensor, ...]
 """Tensors of a name."""
@@ -103,3 +104,14 @@ def rows_of(tensor: torch.Tensor, lo: int, hi: int) -> torch.Tensor:
     if tensor.dim() == 4:
         return tensor[:, lo:hi] if hi - lo != tensor.shape[1] else tensor
     return tensor[:, :, lo:hi] if hi - lo != tensor.shape[2] else tensor
+
+
+def copy_of_rows(tensor: torch.Tensor, lo: int, hi: int, start: int, rows: int) -> Copy:
+    """Return the copy of rows lo..hi of a dense field to byte `start`, into a field of `rows` rows."""
+    assert tensor.is_contiguous(), "a rank's own rows are made dense before they are sent"
+    count = tensor.shape[1] if tensor.dim() == 4 else tensor.shape[2]
+    height = tensor.shape[0] if tensor.dim() == 4 else tensor.shape[0] * tensor.shape[1]
+    row = tensor.nbytes // max(1, height * count)
+    if (hi - lo) == count == rows:
+        return Copy(0, start, tensor.nbytes)
+    return Copy(lo * row, start, (hi - lo) * row, height, count * row, rows * row)

@@ -27,7 +27,7 @@ from dfa_megatron.runtime.agreement.calls import Calls, Kind
 from dfa_megatron.runtime.comm import copy_engine, transport
 from dfa_megatron.runtime.comm.copy_engine import CopyEngineTransport
 from dfa_megatron.runtime.comm.transport import Moving, Recv, Send
-from dfa_megatron.runtime.cuda_driver import Flag, Flags
+from dfa_megatron.runtime.cuda_driver import Copy, Flag, Flags
 from dfa_megatron.runtime.environment import without_multicast
 from dfa_megatron.runtime.execute.wire_format import Format, rows_of
 from dfa_megatron.runtime.rank_plan import MemoryPlan, plan_memory
@@ -108,7 +108,8 @@ class Driver:
     def __init__(self, world: World, rank: int) -> None:
         self.world, self.rank = world, rank
 
-    def copy(self, stream: str, to: int, source: int, nbytes: int) -> None:
+    def copy(self, stream: str, to: int, source: int, copy: Copy) -> None:
+        to, source = to + copy.offset, source + copy.skip
         content = self.world.content
         self.world.put(self.rank, stream, lambda: content.update({to: content[source]}) is None)
 
@@ -217,7 +218,7 @@ def queue_call(
                         address = world.new_address()
                         world.content[address] = (call, number, rank, message.peer, index)
                         tensors.append(SimpleNamespace(data_ptr=lambda address=address: address, nbytes=1))
-                    messages.append(Send(message.peer, tensors, offsets))  # type: ignore[arg-type]
+                    messages.append(Send(message.peer, tensors, [Copy(0, start, 1) for start in offsets]))  # type: ignore[arg-type]
                 return messages
 
             if step.sends or step.receives:
