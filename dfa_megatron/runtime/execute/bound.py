@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from dfa_megatron.errors import ExecutionError
-from dfa_megatron.kernels.replay import Op, OpFailed, Registers, allocating_late, freeing, replay, views_of
+from dfa_megatron.kernels.replay import VIEWS, Op, OpFailed, Registers, allocating_late, freeing, replay, views_of
 from dfa_megatron.kernels.tape import Tape, unrecorded
 from dfa_megatron.runtime.comm.channel import Channel
 from dfa_megatron.runtime.comm.transport import Arena, Moving, Recv, Send, Sends, Transport
@@ -100,11 +100,7 @@ class Recorder(Transport):
         before = tape.cut()
         bound: list[tuple[int, tuple[int, ...], Sequence[Copy]]] = []
 
-        packs = True
-
         def recorded(moving: Moving | None) -> Sequence[Send]:
-            nonlocal packs
-            packs = moving is not None
             with tape:
                 found = sends(moving)
             bound.extend((s.peer, tuple(map(tape.register, s.tensors)), s.copies) for s in found)
@@ -112,9 +108,15 @@ class Recorder(Transport):
 
         with unrecorded():
             self.transport.post(after, recorded, receives)
-        made = tape.cut()  # to pack, or views of what is sent, which kernels may read too
-        post = Post(after, tuple(bound), landing, tuple(made) if packs else ())
-        tape.ops = before if packs else before + made
+        packing, packed = list[Op](), set[int]()
+        for op in tape.cut():
+            if op.function in VIEWS and op.reads[0] not in packed:
+                before.append(op)  # of what was there before; kernels may read the same view
+            else:
+                packing.append(op)
+                packed.add(op.writes)
+        post = Post(after, tuple(bound), landing, tuple(packing))
+        tape.ops = before
         self._posted = post.touched
         tape.record_call(post, (self.own, self.all), holds=self._posted)
 

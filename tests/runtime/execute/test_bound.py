@@ -7,6 +7,7 @@ import random
 import sys
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from operator import methodcaller
 from typing import Any
@@ -112,22 +113,25 @@ class Launching(ReferenceKernel):
         return out, lse
 
 
-def _posted_late(rank: int, ranks: int) -> None:
-    """Packs whose messages and launches are of the same rows of keys, copied as they lie, after the first launches."""
+def _packs(rank: int, ranks: int, *, copied: bool) -> None:
+    """Packs whose messages and launches are of the same rows of keys. copied: as they lie, after the first launches."""
     rng, tokens = random.Random(ranks), LOCAL * ranks
-    patch.object(transports, "GlooTransport", CopyingGloo).start()
+    if copied:
+        patch.object(transports, "GlooTransport", CopyingGloo).start()
     with patch.object(kernels, "KERNELS", {**kernels.KERNELS, "reference": Launching()}):
         for number in range(6):
             cuts = sorted(rng.sample(range(1, tokens), 3))
             mask = masks.documents([hi - lo for lo, hi in pairwise((0, *cuts, tokens))])
             for seed in range(3):
-                whole = attend.case(tokens, seed=seed, mask=mask, batch=1 + number // 3)
-                attend.compare(whole, rank, ranks, schedule=("ring", "greedy")[number % 2], kernel="reference")
+                whole = attend.case(tokens, seed=seed, mask=mask, batch=1 + number // 3, dtype=torch.float32)
+                asked = {"schedule": ("ring", "greedy")[number % 2]} if number % 3 else {"layout": "load_balanced"}
+                attend.compare(whole, rank, ranks, kernel="reference", **asked)
 
 
+@pytest.mark.parametrize("copied", [True, False])
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_replays_are_exact_where_messages_are_posted_after_launches(ranks: int) -> None:
-    run_ranks(ranks, _posted_late)
+def test_replays_of_packs_are_exact(ranks: int, copied: bool) -> None:
+    run_ranks(ranks, partial(_packs, copied=copied))
 
 
 def _counted(rank: int, ranks: int) -> tuple[int, int]:
