@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -86,7 +86,8 @@ class BlockCall:
     """One kernel call: everything that forward and backward share.
 
     segments: which pairs are seen. softmax_scale: positive. softcap: 0 for none. alibi: None for none. deterministic:
-    whether gradients must have equal bits in every run.
+    whether gradients must have equal bits in every run. into: dense memory for out, or for dq, dk and dv, which a
+    kernel with `writes_into` fills and returns; None, or no memory at all, for its own.
     """
 
     q: torch.Tensor
@@ -97,6 +98,7 @@ class BlockCall:
     softcap: float = 0.0
     alibi: Alibi | None = None
     deterministic: bool = False
+    into: tuple[torch.Tensor | None, ...] = ()
 
     @classmethod
     def of(
@@ -154,6 +156,8 @@ class BlockKernel(ABC):
     """Which segments one launch computes; several only for a batch of one."""
     skips_rows: ClassVar[bool] = False
     """A launch of several segments takes memory for its results, and leaves the rows between them as they are there."""
+    writes_into: ClassVar[bool] = False
+    """A launch writes its results into memory of the call."""
     caps_scores: ClassVar[bool] = False
     adds_alibi: ClassVar[bool] = False
 
@@ -188,9 +192,10 @@ class BlockKernel(ABC):
         """
         split = call.segments.tables.get((type(self), call.q.shape[0] == 1)) or self._split(call)
         if (only := split.only) is not None:
-            return self.launch(call if only.segments is call.segments else call.part(only))
+            return self.launch(call if only.segments is call.segments else replace(call.part(only), into=call.into))
         q, v = call.q, call.v
-        out = q.new_empty(*q.shape[:3], v.shape[3])
+        (given,) = call.into or (None,)
+        out = q.new_empty(*q.shape[:3], v.shape[3]) if given is None else given
         lse = q.new_empty(q.shape[0], q.shape[2], q.shape[1], dtype=accumulator_dtype(q.dtype))
         if not split.fills_rows:
             out.zero_()
@@ -211,14 +216,16 @@ class BlockKernel(ABC):
         """
         split = call.segments.tables.get((type(self), call.q.shape[0] == 1)) or self._split(call)
         if (only := split.only) is not None and only.is_whole:
-            return self.launch_backward(call if only.segments is call.segments else call.part(only), dout, saved)
+            same = only.segments is call.segments
+            return self.launch_backward(call if same else replace(call.part(only), into=call.into), dout, saved)
         q, k, v = call.q, call.k, call.v
         # The gradients of copied keys wait for those of all launches; else keys in common are summed in memory.
         copies = split.copies
         adds = split.shares_columns and copies is None
         key_dtype = accumulator_dtype(q.dtype) if adds else k.dtype
-        dq = _memory(q, q.dtype, split.fills_rows)
-        dk, dv = (_memory(x, key_dtype, split.fills_columns or copies is not None) for x in (k, v))
+        into, fills = call.into or (None, None, None), split.fills_columns or copies is not None
+        dq = _memory(q, q.dtype, split.fills_rows, into[0])
+        dk, dv = (_memory(x, key_dtype, fills, given) for x, given in ((k, into[1]), (v, into[2])))
         waiting: list[list[torch.Tensor]] = []
         for part in split.parts:
             rows, columns = part.rows, part.columns
@@ -244,8 +251,10 @@ class BlockKernel(ABC):
         return split
 
 
-def _memory(x: torch.Tensor, dtype: torch.dtype, is_filled: bool) -> torch.Tensor:
-    """Allocate a gradient of x, zeroed unless every row will be written."""
+def _memory(x: torch.Tensor, dtype: torch.dtype, is_filled: bool, given: torch.Tensor | None) -> torch.Tensor:
+    """Return memory for a gradient of x, zeroed unless every row will be written."""
+    if given is not None and given.dtype == dtype:
+        return given if is_filled else given.zero_()
     new = torch.empty_like if is_filled else torch.zeros_like
     return new(x, dtype=dtype, memory_format=torch.contiguous_format)
 

@@ -139,6 +139,15 @@ class Accumulator(Generic[Values]):
                 self._memory.clear(self._memory.part(self._result, span.lo, span.hi))
         return self._result
 
+    def destination(self) -> Values | None:
+        """Return the rows of the result that the next partial fills alone, or None: a kernel may write it there."""
+        merging = self._merges.writes[self._next]
+        (first, *more) = merging.rows
+        adopted = merging.may_become_result and self._result is None
+        if adopted or more or first.saved or first.sum or first.skip or first.into is not Destination.RESULT:
+            return None
+        return self._place(first, Destination.RESULT)
+
     def write(self, partial: Values) -> None:
         """Merge the next partial. The accumulator owns a kernel's output from here on and may keep it as the result."""
         number, self._next = self._next, self._next + 1

@@ -48,7 +48,7 @@ class Flash4Kernel(BlockKernel):
 
     name = "flash4"
     backward_needs = "delta"
-    takes_out = True
+    takes_out = writes_into = True
     takes = "window"
     skips_rows = True
     caps_scores = True
@@ -74,7 +74,7 @@ class Flash4Kernel(BlockKernel):
     def launch(self, call: BlockCall) -> Partial:
         call = _varlen(call)
         with launches_seen():
-            results = _loaded()[0](**_arguments("forward", call), return_lse=True)
+            results = _loaded()[0](**_arguments("forward", call), return_lse=True, **_into(call, "out"))
         if call.segments.window is None:
             return results[0], results[1]
         return results[0].unsqueeze(0), results[1].unsqueeze(0)
@@ -97,14 +97,15 @@ class Flash4Kernel(BlockKernel):
         q, k, v = call.q, call.k, call.v
         passes = _passes(q, k)
         if passes == 1:
-            known = _known(dout, lse, row)
+            known = _known(dout, lse, row) | _into(call, "dq", "dk", "dv")
             return _differentiate(**_arguments(pass_name, call), **known, deterministic=call.deterministic)
-        gradients = q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+        into = call.into or (None, None, None)
+        gradients = [x.new_empty(x.shape) if at is None else at for x, at in zip((q, k, v), into, strict=True)]
         by_heads = [x.chunk(passes, x.dim() - 2) for x in (dout, q, k, v, *gradients, lse, row)]
         for dout, q, k, v, dq, dk, dv, lse, row in zip(*by_heads, strict=True):
             arguments = _arguments(pass_name, replace(call, q=q, k=k, v=v)) | _known(dout, lse, row)
             _differentiate(**arguments, deterministic=call.deterministic, dq=dq, dk=dk, dv=dv)
-        return gradients
+        return gradients[0], gradients[1], gradients[2]
 
 
 def _row(saved: Saved) -> torch.Tensor:
@@ -114,6 +115,13 @@ def _row(saved: Saved) -> torch.Tensor:
     return row
 
 
+def _into(call: BlockCall, *names: str) -> dict[str, torch.Tensor]:
+    """Return the memory of a call's results by the package's names; a varlen launch has no batch dimension."""
+    given = zip(names, call.into, strict=True) if call.into else ()
+    varlen = call.segments.window is not None
+    return {name: x[0] if varlen else x for name, x in given if x is not None}
+
+
 def _backward_name(call: BlockCall) -> str:
     return "deterministic backward" if call.deterministic else "backward"
 
@@ -121,6 +129,7 @@ def _backward_name(call: BlockCall) -> str:
 def _packed_backward(call: BlockCall, dout: torch.Tensor, saved: Saved, **into: torch.Tensor) -> Gradients:
     """Return the gradients of a varlen launch, whose tensors have no batch dimension; `into` is memory for some."""
     known = _known(dout[0], saved.lse[0], _row(saved)[0])
+    into = _into(call, "dq", "dk", "dv") | into
     arguments = _arguments(_backward_name(call), call) | {"deterministic": call.deterministic, **into}
     dq, dk, dv = _differentiate(**arguments, **known)
     return dq.unsqueeze(0), dk.unsqueeze(0), dv.unsqueeze(0)
@@ -271,7 +280,8 @@ _BLOCKS = 512
 
 def _differentiate(**arguments: Any) -> Gradients:
     """Call the package's backward, whose gradients get their memory late where its launches are known."""
-    late = late_gradients(*(arguments[x] for x in "qkv")) if "dq" not in arguments and _version() == READ else {}
+    free = _version() == READ and arguments.keys().isdisjoint(("dq", "dk", "dv"))
+    late = late_gradients(*(arguments[x] for x in "qkv")) if free else {}
     with launches_seen(late=bool(late)):
         results = _loaded()[1](**arguments, **late)
     if not all(map(has_memory, late.values())):

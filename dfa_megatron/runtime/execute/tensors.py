@@ -53,7 +53,8 @@ class TensorMemory:
         """Merge (out, lse); add gradients; copy a single part."""
         if len(parts) == 1:
             for x, value in zip(into, parts[0], strict=True):
-                x.copy_(value)
+                if not _is_there(value, x):
+                    x.copy_(value)
         elif len(into) == 2:
             merge([(out, lse) for out, lse in parts], (into[0], into[1]))
         else:
@@ -72,6 +73,12 @@ class TensorMemory:
             x.dtype == field.dtype and x.shape == field.shape(self.batch, rows) and x.is_contiguous()
             for x, field in zip(partial, self.results, strict=True)
         )
+
+
+def _is_there(value: torch.Tensor, x: torch.Tensor) -> bool:
+    """Return whether a kernel has written its result to where it belongs."""
+    same = value.untyped_storage()._cdata == x.untyped_storage()._cdata
+    return same and value.storage_offset() == x.storage_offset()
 
 
 class Tensors:
@@ -132,7 +139,8 @@ class Tensors:
         segments = next(self._segments)
         assert segments.parts is call.segments, "a step's calls run in their order"
         alibi = None if self.bias is None else self.bias.of(call)
-        block = BlockCall(q, k, v, segments, self.softmax_scale, self.softcap, alibi, self.deterministic)
+        into = self._destinations(call) if self.kernel.writes_into else ()
+        block = BlockCall(q, k, v, segments, self.softmax_scale, self.softcap, alibi, self.deterministic, into)
         if self.forward:
             self._write(call.writes[0], self.kernel.forward(block))
             return
@@ -217,6 +225,15 @@ class Tensors:
             )
             for at in range(0, len(results), size)
         ]
+
+    def _destinations(self, call: Call) -> tuple[torch.Tensor | None, ...]:
+        """Return memory for out, or for dq, dk and dv: None where a result is merged with others."""
+        found: list[torch.Tensor | None] = []
+        for region in call.writes:
+            for accumulator in self.write[region.buffer]:
+                place = accumulator.destination()
+                found.append(place[0] if place is not None and place[0].shape[1] == region.rows else None)
+        return tuple(found)
 
     def _write(self, into: Region, partial: Fields) -> None:
         accumulators = self.write[into.buffer]

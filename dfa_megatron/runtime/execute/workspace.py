@@ -1,4 +1,4 @@
-"""One block of memory for all that a replay allocates and does not return; its views are made once, not in each call.
+"""One block of memory for what a replay allocates and does not return; its views are made once, not in each call.
 
 The block is there only while a replay runs. PyTorch keeps the views of a storage while it has no memory.
 """
@@ -6,7 +6,7 @@ The block is there only while a replay runs. PyTorch keeps the views of a storag
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -15,8 +15,8 @@ import torch
 
 from dfa_megatron.kernels.replay import VIEWS, Op, Registers
 
-LARGEST = 1 << 30
-"""Bytes of a block. Where more is allocated a call is long, and the host's time counts for less than memory."""
+LARGEST, MOST = 48 << 20, 256 << 20
+"""Bytes of one memory in a block, and of a block: it is there for the whole call, where larger ones come and go."""
 _ALIGNMENT = 512
 """Bytes, as of PyTorch's allocator."""
 
@@ -66,14 +66,15 @@ def workspace_of(ops: Sequence[Op], returned: Set[int]) -> tuple[Workspace, list
         elif op.function in VIEWS and op.reads[0] in roots:
             roots[op.writes] = roots[op.reads[0]]
     results = {roots.get(register) for register in returned}
-    made = {op.writes: op for op in ops if op.writes in roots and _allocates(op) and op.writes not in results}
+    allocated = [op for op in ops if _allocates(op) and op.writes not in results]
+    made = {op.writes: op for op in allocated if _nbytes(op) <= LARGEST}
     lives: dict[int, list[int]] = {}
     for at, op in enumerate(ops):
         for register in (*op.reads, *op.holds, op.writes):
             if roots.get(register) in made:
                 lives.setdefault(roots[register], []).append(at)
     starts, nbytes = _packed({root: (_nbytes(made[root]), uses[0], uses[-1]) for root, uses in lives.items()})
-    if nbytes > LARGEST:
+    if nbytes > MOST:
         return Workspace((), (), 0), list(ops)
     left, views = list[Op](), list[Op]()
     for op in ops:
@@ -104,7 +105,7 @@ def _allocates(op: Op) -> bool:
     return isinstance(op.function, partial) and op.function.func in (torch.empty_strided, torch.zeros)
 
 
-def _layout(op: Op) -> tuple[tuple[int, ...], Iterable[int], torch.dtype]:
+def _layout(op: Op) -> tuple[tuple[int, ...], tuple[int, ...], torch.dtype]:
     """Return shape, strides and dtype of an allocation."""
     assert isinstance(op.function, partial), "see _allocates"
     shape, *strides = op.function.args

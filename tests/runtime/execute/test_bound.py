@@ -99,10 +99,13 @@ def test_replays_are_exact_in_memory_that_stays_and_after_it_has_moved() -> None
 
 
 class Launching(ReferenceKernel):
-    """Hands its launches to the tape, as kernels of other libraries are."""
+    """Hands its launches to the tape, and fills memory of the call, as kernels of other libraries do."""
+
+    writes_into = True
 
     def launch(self, call: BlockCall) -> Partial:
-        out, lse = torch.empty_like(call.q), torch.empty_like(call.q[..., 0].transpose(1, 2))
+        out = torch.empty_like(call.q) if call.into in ((), (None,)) else call.into[0]
+        lse = torch.empty_like(call.q[..., 0].transpose(1, 2))
 
         def run_it(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *into: torch.Tensor) -> None:
             with unrecorded():
