@@ -249,4 +249,4 @@ def _with_delta_nets(config: Any, vp_stage: int | None = None) -> Any:
 
     c = config.transformer
     spec = get_gpt_layer_local_spec(c.num_moe_experts, qk_layernorm=c.qk_layernorm, normalization=c.normalization)
-    return distribute_attention(with_delta_nets(spec, c, vp_stage), c, config=options_of(), vp_stage=vp_stage)
+    return distribute_attention(with_delta_nets(spec, c, vp_stage), c, config=options_of())

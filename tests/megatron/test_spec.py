@@ -16,7 +16,6 @@ from dfa_megatron.megatron import DistributedAttentionLayer, DistributedCoreAtte
 from dfa_megatron.megatron.layers.context import AttentionContext
 from dfa_megatron.megatron.layers.recompute import recompute_asked
 from dfa_megatron.megatron.script import script_specs
-from dfa_megatron.megatron.spec import SequenceParallelNorm
 from tests.megatron.harness import Topology, case, make_config, megatrons_spec
 
 OPTIONS = MegatronConfig(data_layout="boundary")
@@ -87,20 +86,14 @@ def test_a_block_spec_with_experts_in_some_layers() -> None:
 
 
 def test_sequence_parallelism_without_transformer_engine_gets_a_norm_that_bears_it() -> None:
-    from megatron.core.transformer import transformer_block
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
-    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
-    if transformer_block.LayerNormImpl is not WrappedTorchNorm:
-        pytest.skip("Transformer Engine or Apex is installed and brings its own norm")
-    spec = distribute_attention(local_spec(), config(Topology(tp=2)), config=OPTIONS, pp_rank=0)
-    assert isinstance(spec, TransformerBlockSubmodules)
-    assert spec.layer_norm is SequenceParallelNorm
-    assert spec.layer_specs[0].submodules.input_layernorm is SequenceParallelNorm
-    norm = SequenceParallelNorm(config(Topology(tp=2)), 8)
+    distribute_attention(local_spec(), config(), config=OPTIONS)
+    norm = WrappedTorchNorm(config(Topology(tp=2)), 8)
     assert norm.weight.sequence_parallel
+    assert not hasattr(WrappedTorchNorm(config(), 8).weight, "sequence_parallel")
     with pytest.raises(UnsupportedError, match="normalization"):
-        SequenceParallelNorm(SimpleNamespace(normalization="L2Norm", sequence_parallel=True), 8)
+        WrappedTorchNorm(SimpleNamespace(normalization="L2Norm", sequence_parallel=True), 8)
 
 
 def test_a_spec_without_core_attention_is_refused() -> None:

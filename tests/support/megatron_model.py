@@ -89,7 +89,7 @@ def build_chunk(
 
     spec = megatrons_spec(config, stage, dense=options is None)
     if options is not None:
-        spec = distribute_attention(spec, config, config=options, vp_stage=stage)
+        spec = distribute_attention(spec, config, config=options)
     chunk = GPTModel(
         config=config,
         transformer_layer_spec=spec,
