@@ -21,6 +21,7 @@ import torch
 from torch.utils._pytree import tree_map
 
 from dfa_megatron.errors import UnsupportedError
+from dfa_megatron.megatron.check_config import check_config
 from dfa_megatron.megatron.layers.context import AttentionContext, context_of
 from dfa_megatron.megatron.layers.layer import DistributedLayer
 from dfa_megatron.megatron.layers.recompute import hide_flags
@@ -163,12 +164,12 @@ def _follow_groups(model: Any, found: _Found, context: AttentionContext) -> None
     group = model.cp_group
     if found.group is not group:
         check_size(model.config, group)
-        context.check(model.config)
+        check_config(model.config, context.options)
         follow(model, group)
+        context.forget()
         for layer in found.layers if group.size() > 1 else ():
             weigh_losses(layer)
         found.group = group
-    context.follow(group)
     check_groups(found.holders, group, found.layers[0]._dfa_state if found.layers else None)
 
 

@@ -18,6 +18,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from dfa_megatron.config import MegatronConfig
 from dfa_megatron.errors import UnsupportedError
+from dfa_megatron.megatron.check_config import check_config
 from dfa_megatron.megatron.door import with_door
 from dfa_megatron.megatron.hybrid.in_order import OTHER_ORDER, in_order_class, is_delta
 from dfa_megatron.megatron.layers.context import CONTEXT, AttentionContext
@@ -70,7 +71,7 @@ def distribute_attention(
     _replace_names(options)
     context = AttentionContext(options, hybrid=is_stack(spec))
     if transformer_config is not None:
-        context.check(transformer_config)
+        check_config(transformer_config, options)
     if context.hybrid:
         return _stack(spec, context)
     if getattr(transformer_config, "heterogeneous_block_specs", False):
@@ -125,7 +126,7 @@ def _layer(spec: Any, context: AttentionContext) -> ModuleSpec:
     layer.submodules.self_attention = copy.copy(attention)
     layer.submodules.self_attention.submodules = copy.copy(attention.submodules)
     layer.submodules.self_attention.submodules.core_attention = ModuleSpec(
-        module=DistributedCoreAttention, params={"options": context.options, "checked": True}
+        module=DistributedCoreAttention, params={"options": context.options}
     )
     return layer
 
@@ -151,7 +152,7 @@ def _check_replaced(core_attention: Any) -> None:
     spec = core_attention if isinstance(core_attention, ModuleSpec) else ModuleSpec(module=core_attention)
     made: Any = spec.module
     known = str(getattr(made, "__module__", "")).startswith(("megatron.core.", "dfa_megatron."))
-    if known and made.__name__ in _REPLACED and not set(spec.params or {}) - {"options", "checked"}:
+    if known and made.__name__ in _REPLACED and not set(spec.params or {}) - {"options"}:
         return
     params = f" with params {sorted(spec.params)}" if spec.params else ""
     raise UnsupportedError(

@@ -151,7 +151,7 @@ MEGATRON = (
        attributes="_ssm_training cp d_state headdim chunk_size D_has_hdim rmsnorm norm config"),
     on(f"{CORE}.ssm.mamba_mixer:MambaMixer._ssm_training", "megatron/hybrid/in_order.py",
        replaced="zxBCdt packed_seq_params"),
-    on(f"{CORE}.ssm.mamba_mixer:MambaMixer._static_prefill {CORE}.ssm.mamba_mixer:MambaMixer._ssm_prefill",
+    on(f"{CORE}.ssm.mamba_mixer:MambaMixer._ssm_prefill",
        "megatron/hybrid/in_order.py", passes="conv_state"),
     on(f"{CORE}.ssm.mamba_mixer:causal_conv1d_fn", "megatron/hybrid/in_order.py"),
     on(f"{CORE}.ssm.mamba_mixer:mamba_chunk_scan_combined", "megatron/hybrid/in_order.py"),

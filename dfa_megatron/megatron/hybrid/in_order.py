@@ -161,12 +161,6 @@ class InOrderMamba(InOrder):
             return self._ssm_training(projected)
         return super()._ssm_prefill(projected, conv_state=conv_state, **given)  # type: ignore[misc,no-any-return]
 
-    def _static_prefill(self, projected: torch.Tensor, conv_state: Any = None, **given: Any) -> torch.Tensor:
-        """Do what `_ssm_prefill` does; its name since Megatron-Core 0.20."""
-        if conv_state is None:
-            return self._ssm_training(projected)
-        return super()._static_prefill(projected, conv_state=conv_state, **given)  # type: ignore[misc,no-any-return]
-
 
 class InOrderDelta(InOrder):
     """Compute a GatedDeltaNet's convolution and delta rule over the ranks' tokens."""

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from dfa_megatron.config import MegatronConfig
 from dfa_megatron.errors import UnsupportedError
-from dfa_megatron.megatron.check_config import check_config, check_uneven
+from dfa_megatron.megatron.check_config import check_uneven
 from dfa_megatron.megatron.layers.router import has_losses
 from dfa_megatron.megatron.script.dfa_flags import packing_of_script
 from dfa_megatron.megatron.tokens.batch import check_declared, check_length
@@ -46,11 +46,7 @@ class AttentionContext:
         self.hybrid = hybrid
         self.recompute: Recompute | None = None
         """The flags on the model's config, where each layer has a config of its own."""
-        self._checked: tuple[Any, int] = (None, 0)
-        self._group: Any = None
-        self.tables = TableCache()
-        self.lengths: set[int] = set()
-        """The tokens of a rank in batches whose positions were looked at."""
+        self.forget()
         self._relayouts: dict[dist.ProcessGroup, Relayout] = {}
         self._said = False
         self._agreed: dict[tuple[str, DocumentOrder], None] = {}
@@ -58,17 +54,11 @@ class AttentionContext:
     def __deepcopy__(self, memo: dict[int, Any]) -> AttentionContext:
         return self
 
-    def check(self, config: Any) -> None:
-        """Check a configuration, once for a size of its groups: the layers of a model share it."""
-        (known, size), now = self._checked, getattr(config, "context_parallel_size", 1)
-        if known is not config or size != now:
-            check_config(config, self.options)
-        self._checked = config, now
-
-    def follow(self, group: dist.ProcessGroup) -> None:
-        """Forget the tables of other ranks, of which the members of this group have seen different ones."""
-        if self._group is not group:
-            self._group, self.tables, self.lengths = group, TableCache(), set()
+    def forget(self) -> None:
+        """Forget the rotary tables, of which the ranks of another group have seen different ones."""
+        self.tables = TableCache()
+        self.lengths: set[int] = set()
+        """The tokens of a rank in batches whose positions were looked at."""
 
     def relayout(self, group: dist.ProcessGroup) -> Relayout:
         """Return the exchange over the ranks that share a micro-batch, the same object for the same group."""
