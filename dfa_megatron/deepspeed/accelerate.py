@@ -26,8 +26,8 @@ from dfa_megatron.deepspeed.same_settings import check_same
 from dfa_megatron.deepspeed.tested_keys import check_sizes
 from dfa_megatron.errors import UnsupportedError
 
-_MARK = "_dfa_original"
-"""The attribute of our function that holds the function of DeepSpeed that it replaces."""
+_owns: dict[tuple[Any, str], Any] = {}
+"""What stood where `install` put ours, by its owner and name; None for nothing."""
 
 _ULYSSES = "register_with_transformers"
 
@@ -44,28 +44,32 @@ def install() -> None:
 
     from dfa_megatron.deepspeed.initialize import initialize
 
-    own = deepspeeds_own()
+    if _owns:
+        return
 
-    @functools.wraps(own)
+    @functools.wraps(deepspeed.initialize)
     def instead(*args: Any, **kwargs: Any) -> Any:
         return initialize(*args, **kwargs)
 
-    setattr(instead, _MARK, own)
-    deepspeed.initialize = instead
-
-    setattr(UlyssesSPAttentionHF, _ULYSSES, _in_place_of(_own_ulysses()))
+    ours = [
+        (deepspeed, "initialize", instead),
+        (UlyssesSPAttentionHF, _ULYSSES, _in_place_of(vars(UlyssesSPAttentionHF)[_ULYSSES])),
+    ]
     if importlib.util.find_spec("accelerate") is not None:
-        group_counts.install(_shared_by)
+        ours += group_counts.replacements(_shared_by)
+    for owner, name, value in ours:
+        _owns[owner, name] = vars(owner).get(name)
+        setattr(owner, name, value)
 
 
 def uninstall() -> None:
-    """Put DeepSpeed's own functions back; may be called again."""
-    import deepspeed
-    from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
-
-    deepspeed.initialize = deepspeeds_own()
-    setattr(UlyssesSPAttentionHF, _ULYSSES, _own_ulysses())
-    group_counts.uninstall()
+    """Put DeepSpeed's and accelerate's own back; may be called again."""
+    for (owner, name), own in _owns.items():
+        if own is None:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, own)
+    _owns.clear()
     publish(None)
 
 
@@ -73,16 +77,8 @@ def deepspeeds_own() -> Callable[..., tuple[Any, Any, Any, Any]]:
     """Return DeepSpeed's own `initialize`, whether or not ours replaces it."""
     import deepspeed
 
-    own: Callable[..., tuple[Any, Any, Any, Any]] = getattr(deepspeed.initialize, _MARK, deepspeed.initialize)
+    own: Callable[..., tuple[Any, Any, Any, Any]] = _owns.get((deepspeed, "initialize"), deepspeed.initialize)
     return own
-
-
-def _own_ulysses() -> Any:
-    """Return DeepSpeed's own class method, whether or not ours replaces it."""
-    from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
-
-    present = UlyssesSPAttentionHF.__dict__[_ULYSSES]
-    return getattr(present, _MARK, present)
 
 
 def _in_place_of(ulysses: Any) -> Any:
@@ -111,9 +107,7 @@ def _in_place_of(ulysses: Any) -> Any:
             )
         return SequenceGroups(mesh)
 
-    replacement: Any = classmethod(register)
-    setattr(replacement, _MARK, ulysses)
-    return replacement
+    return classmethod(register)
 
 
 def _accelerates_settings() -> Mapping[str, Any]:

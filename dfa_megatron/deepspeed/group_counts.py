@@ -15,12 +15,9 @@ from dfa_megatron.errors import UnsupportedError
 
 _BY_RANKS: ContextVar[bool] = ContextVar("a loader is being prepared", default=False)
 
-_owns: list[tuple[type, str, Any]] = []
-"""What was replaced: the class, the name, and what stood there; None for nothing."""
 
-
-def install(shared_by: Callable[[Any], int]) -> None:
-    """Replace the count; may be called again.
+def replacements(shared_by: Callable[[Any], int]) -> list[tuple[Any, str, Any]]:
+    """Return what takes the place of accelerate's own: the class, the name, and the new value.
 
     Args:
         shared_by: returns the ranks that share a sequence, for an `AcceleratorState`.
@@ -28,8 +25,6 @@ def install(shared_by: Callable[[Any], int]) -> None:
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState
 
-    if _owns:
-        return
     own = Accelerator.prepare_data_loader
 
     def processes(state: Any) -> int:
@@ -57,20 +52,8 @@ def install(shared_by: Callable[[Any], int]) -> None:
         finally:
             _BY_RANKS.reset(token)
 
-    for kind, name, value in (
+    return [
         (AcceleratorState, "num_processes", property(processes)),
         (Accelerator, "is_last_process", property(is_last)),
         (Accelerator, "prepare_data_loader", prepare_data_loader),
-    ):
-        _owns.append((kind, name, vars(kind).get(name)))
-        setattr(kind, name, value)
-
-
-def uninstall() -> None:
-    """Put accelerate's own back; may be called again."""
-    while _owns:
-        kind, name, own = _owns.pop()
-        if own is None:
-            delattr(kind, name)
-        else:
-            setattr(kind, name, own)
+    ]
