@@ -23,11 +23,10 @@ from dfa_megatron.megatron.door import with_door
 from dfa_megatron.megatron.hybrid.in_order import OTHER_ORDER, in_order_class, is_delta
 from dfa_megatron.megatron.layers.context import CONTEXT, AttentionContext
 from dfa_megatron.megatron.layers.core_attention import DistributedCoreAttention
-from dfa_megatron.megatron.layers.layer import DistributedAttentionLayer, DistributedLayer, layer_class
+from dfa_megatron.megatron.layers.layer import DistributedAttentionLayer, DistributedLayer
 from dfa_megatron.megatron.layers.prediction import counting, rolling
-from dfa_megatron.megatron.layers.recompute import recompute_asked
 from dfa_megatron.megatron.output import tiling
-from dfa_megatron.megatron.replace import replace
+from dfa_megatron.megatron.replace import replace, with_ours
 from dfa_megatron.runtime.comm.compared import exposed
 
 _ATTENTION_SLOTS = ("attention_layer", "mla_layer")
@@ -74,8 +73,6 @@ def distribute_attention(
         check_config(transformer_config, options)
     if context.hybrid:
         return _stack(spec, context)
-    if getattr(transformer_config, "heterogeneous_block_specs", False):
-        context.recompute = recompute_asked(transformer_config, context)
     if not isinstance(spec, TransformerBlockSubmodules):
         return _layer(spec, context)
     block = copy.copy(spec)
@@ -134,7 +131,7 @@ def _layer(spec: Any, context: AttentionContext) -> ModuleSpec:
 def _wrapped(spec: Any, context: AttentionContext, mixin: type = DistributedAttentionLayer) -> ModuleSpec:
     layer = copy.copy(spec)  # the changed parts are copied, the rest is shared with the given spec
     layer.submodules = copy.copy(spec.submodules)
-    layer.module = layer_class(spec.module, mixin)
+    layer.module = with_ours(mixin, spec.module)
     layer.params = {**(spec.params or {}), "distributed_attention": context}
     return layer
 

@@ -19,7 +19,7 @@ import torch
 from dfa_megatron.config import MegatronConfig
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.megatron.hybrid.convolutions import by_causal_conv1d, by_fla, by_pytorch
-from dfa_megatron.megatron.replace import replace
+from dfa_megatron.megatron.replace import replace, with_ours
 from dfa_megatron.megatron.tokens.visit import current_visit
 from dfa_megatron.plan.language.mask import Mask
 from dfa_megatron.recurrence import Convolve, dist_conv, dist_mamba2, dist_scan, fla_scan
@@ -185,9 +185,8 @@ def is_delta(base: Any) -> bool:
     return isinstance(base, type) and issubclass(base, GatedDeltaNet)
 
 
-@functools.cache
 def in_order_class(base: type) -> type:
-    """Return the subclass of Megatron's MambaMixer or GatedDeltaNet that runs in order, made once per base.
+    """Return the subclass of Megatron's MambaMixer or GatedDeltaNet that runs in order.
 
     Raises:
         UnsupportedError: base is neither.
@@ -195,14 +194,12 @@ def in_order_class(base: type) -> type:
     from megatron.core.ssm.gated_delta_net import GatedDeltaNet
     from megatron.core.ssm.mamba_mixer import MambaMixer
 
-    if issubclass(base, InOrder):
-        return base
     if issubclass(base, MambaMixer):
-        return type(f"InOrder{base.__name__}", (InOrderMamba, base), {"__module__": __name__})
+        return with_ours(InOrderMamba, base)
     if not issubclass(base, GatedDeltaNet):
         raise UnsupportedError(f"the mixer {base.__name__} where tokens are in order", *OTHER_ORDER)
     _replace_calls()
-    return type(f"InOrder{base.__name__}", (InOrderDelta, base), {"__module__": __name__})
+    return with_ours(InOrderDelta, base)
 
 
 def _replace_calls() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch.distributed as dist
 
@@ -20,9 +20,6 @@ from dfa_megatron.megatron.tokens.visit import Visit
 from dfa_megatron.plan.language.layout import by_name, of_lengths
 from dfa_megatron.runtime.comm.compared import telling
 from dfa_megatron.runtime.cu_seqlens import describe
-
-if TYPE_CHECKING:
-    from dfa_megatron.megatron.layers.recompute import Recompute
 
 logger = logging.getLogger("dfa_megatron.megatron")
 
@@ -44,8 +41,6 @@ class AttentionContext:
     def __init__(self, options: MegatronConfig, *, hybrid: bool = False) -> None:
         self.options = options
         self.hybrid = hybrid
-        self.recompute: Recompute | None = None
-        """The flags on the model's config, where each layer has a config of its own."""
         self.forget()
         self._relayouts: dict[dist.ProcessGroup, Relayout] = {}
         self._said = False

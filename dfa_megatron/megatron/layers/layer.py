@@ -5,7 +5,6 @@ Shapes: hidden_states (seq / CP [/ TP under sequence parallelism], batch, hidden
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
@@ -24,7 +23,7 @@ from dfa_megatron.remat import remat_checkpoint
 
 
 class DistributedLayer:
-    """Run any layer of a distributed model; the first base of every class that `layer_class` makes.
+    """Run any layer of a distributed model; the first base of its class.
 
     Its modules find the documents and ranks of the call by `current_visit`, in a recomputation too. Where the layer is
     rematerialized, it runs inside Megatron's own checkpoint: the first pass saves attention's output and lse, and the
@@ -161,14 +160,6 @@ class DistributedAttentionLayer(DistributedLayer):
             rotary_pos_emb = rotary_rows(rotary_pos_emb, visit, self)
         kwargs.update(context=context, context_mask=context_mask, rotary_pos_emb=rotary_pos_emb)
         return self._dfa_run(visit, hidden_states, **kwargs)
-
-
-@functools.cache
-def layer_class(base: type, mixin: type = DistributedAttentionLayer) -> type:
-    """Return the subclass of a Megatron layer's class with a mixin of this module, made once per base."""
-    if issubclass(base, DistributedLayer):
-        return base
-    return type(f"Distributed{base.__name__}", (mixin, base), {"__module__": __name__})
 
 
 def mixes(layer: Any, layout_inside: str) -> bool:

@@ -34,30 +34,18 @@ def recompute_asked(config: Any, context: AttentionContext) -> Recompute | None:
     """Return the flags of full recomputation, None if it is off or left to Megatron by checkpoint='none'.
 
     Raises:
-        UnsupportedError: a hybrid model does not support the method, or layers have configs of their own.
+        UnsupportedError: a hybrid model does not support the method, or nothing is recomputed that could be offloaded.
     """
-    own = getattr(config, "heterogeneous_block_specs", False) and not hasattr(config, "get_config_for_layer")
-    granularity, method, layers = (vars(config).get(name) for name in _FLAGS)
-    asked = Recompute(method, layers) if granularity == "full" else None
     options = context.options
-    if (
-        options.remat_offload
-        and options.checkpoint != "remat"
-        and (not options.saves_attention or granularity != "full")
-    ):
+    granularity, method, layers = (vars(config).get(name) for name in _FLAGS)
+    taken = granularity == "full" and options.saves_attention
+    if options.remat_offload and options.checkpoint != "remat" and not taken:
         raise UnsupportedError(
             "remat_offload without --recompute-granularity full",
             "without rematerialization there is nothing to offload",
             "that flag, or checkpoint='remat'",
         )
-    if own and asked is not None and context.recompute is None and options.saves_attention:
-        raise UnsupportedError(
-            "full recomputation of layers that each have a config of their own",
-            "the flags must be taken over on the model's config",
-            "distribute_attention(spec, transformer_config), or checkpoint='none'",
-        )
-    asked = context.recompute if own else asked
-    if not options.saves_attention or asked is None:
+    if not taken:
         return None
     if context.hybrid and method == "block":
         raise UnsupportedError(
@@ -65,7 +53,7 @@ def recompute_asked(config: Any, context: AttentionContext) -> Recompute | None:
             "not every layer of its stack knows its place in the pipeline stage",
             "--recompute-method uniform --recompute-num-layers 1",
         )
-    return asked
+    return Recompute(method, layers)
 
 
 def hide_flags(block: Any) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from dfa_megatron.errors import UnsupportedError
+from dfa_megatron.megatron.replace import with_ours
 from dfa_megatron.megatron.tokens.document_order import DocumentOrder, RowOrder
 from dfa_megatron.megatron.tokens.exchange import in_order
 from dfa_megatron.megatron.tokens.packed_documents import Pack
@@ -17,7 +18,7 @@ from dfa_megatron.sharding import local_positions
 
 
 class OrderedRotary:
-    """Return this rank's rows of the table in the layout's order; the first base of every class that `_subclass` makes.
+    """Return this rank's rows of the table in the layout's order; the first base of their class.
 
     Megatron's rotary modules compute the whole table and select its zigzag rows. These select the rows of this rank's
     tokens, or of their positions in their documents, so nothing is exchanged. Each holds the rows of the latest length
@@ -82,15 +83,8 @@ def order_rotary(attention: Any, layout: str) -> None:
             "a subclass of Megatron's MultiLatentAttention that makes its table as it does",
         )
     base: Any = type(rotary)
-    rotary.__class__ = _subclass(base)
+    rotary.__class__ = with_ours(OrderedRotary, base)
     rotary.dfa_layout = layout
-
-
-@functools.cache
-def _subclass(base: type) -> type:
-    if issubclass(base, OrderedRotary):
-        return base
-    return type(f"Ordered{base.__name__}", (OrderedRotary, base), {"__module__": __name__})
 
 
 def rotary_rows(table: Any, visit: Visit, layer: Any) -> Any:
