@@ -144,7 +144,7 @@ MEGATRON = (
        replaced="max_seq_len offset packed_seq cp_group"),
     # Hybrids.
     on(f"{CORE}.models.hybrid.hybrid_block:HybridStack {CORE}.ssm.mamba_block:MambaStack",
-       "megatron/cpu/mamba.py megatron/door.py", attributes="input_tensor"),
+       "megatron/cpu/mixers.py megatron/door.py", attributes="input_tensor"),
     on(f"{CORE}.models.hybrid.hybrid_layer_specs:hybrid_stack_spec "
        f"{CORE}.models.mamba.mamba_layer_specs:mamba_stack_spec", "megatron/script/script_specs.py"),
     on(f"{CORE}.ssm.mamba_mixer:MambaMixer", "megatron/hybrid/in_order.py",
