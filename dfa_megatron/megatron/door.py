@@ -89,7 +89,7 @@ def _forward_of(base: Any) -> ForwardMethod:
             with running(visit):
                 if visit is None or not visit.moves:
                     return run(*args, **kwargs)
-                return _moved(visit, run, given, names)
+                return _moved(visit, run, given)
 
     return forward
 
@@ -239,7 +239,7 @@ def _check_positions(context: AttentionContext, positions: Any, tokens: int, vis
         check_positions(visit.group, context.options.data_layout, positions)
 
 
-def _moved(visit: Visit, run: ForwardMethod, given: dict[str, Any], names: list[str]) -> Any:
+def _moved(visit: Visit, run: ForwardMethod, given: dict[str, Any]) -> Any:
     """Run a model on tokens in its own order, and return its result in the caller's."""
     model, labelled, hook = visit.model, given.get("labels") is not None, None
     more = (given.get("extra_block_kwargs") or {}).items()
@@ -254,7 +254,7 @@ def _moved(visit: Visit, run: ForwardMethod, given: dict[str, Any], names: list[
     elif model.post_process and not labelled:
         hook = model.output_layer.register_forward_pre_hook(functools.partial(_output, visit), with_kwargs=True)
     try:
-        output = run(*[inside.pop(name) for name in names], **inside)
+        output = run(**inside)
     finally:
         if hook is not None:
             hook.remove()

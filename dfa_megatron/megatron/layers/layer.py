@@ -14,7 +14,7 @@ from dfa_megatron.megatron.check_config import check_config
 from dfa_megatron.megatron.hybrid.in_order import OTHER_ORDER, InOrder
 from dfa_megatron.megatron.layers.context import AttentionContext
 from dfa_megatron.megatron.layers.core_attention import DistributedCoreAttention
-from dfa_megatron.megatron.layers.recompute import checkpoint_of, recompute_asked, tile_mlp
+from dfa_megatron.megatron.layers.recompute import checkpoint_of, takes_over, tile_mlp
 from dfa_megatron.megatron.layers.rotary import order_rotary, rotary_rows
 from dfa_megatron.megatron.layers.router import weigh_losses
 from dfa_megatron.megatron.layers.swapped import check_groups, check_size, group_holders, state_group
@@ -33,16 +33,15 @@ class DistributedLayer:
     def __init__(self, config: Any, *args: Any, distributed_attention: AttentionContext, **kwargs: Any) -> None:
         shared = distributed_attention
         check_config(config, shared.options)
-        asked = recompute_asked(config, shared)
+        covered = takes_over(config, shared, kwargs.get("layer_number", 1))
         super().__init__(config, *args, **kwargs)  # type: ignore[call-arg]
         layer: Any = self
         self._dfa = shared
         groups: Any = getattr(layer, "pg_collection", None) or kwargs["pg_collection"]
         self.cp_group, self._dfa_tp, self._dfa_state = groups.cp, groups.tp, state_group()
         check_size(config, self.cp_group)
-        local_layer = kwargs.get("layer_number", 1)
-        self._dfa_remat = shared.options.checkpoint == "remat" or (asked is not None and asked.covers(local_layer))
-        self._dfa_took_over = asked is not None
+        self._dfa_remat = shared.options.checkpoint == "remat" or bool(covered)
+        self._dfa_took_over = covered is not None
         tile_mlp(self, shared.options)
         if self.cp_group.size() > 1 or config.sequence_parallel:
             weigh_losses(self)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,34 +17,16 @@ _FLAGS = ("recompute_granularity", "recompute_method", "recompute_num_layers")
 """The fields of a TransformerConfig that ask for recomputation."""
 
 
-@dataclass(frozen=True, slots=True)
-class Recompute:
-    """What Megatron's flags of full recomputation ask for; `hide_flags` hides them from the blocks."""
+def takes_over(config: Any, context: AttentionContext, local_layer: int) -> bool | None:
+    """Return whether Megatron's flags of full recomputation cover the local_layer-th layer (from 1) of a model chunk.
 
-    method: str | None
-    num_layers: int | None
-
-    def covers(self, local_layer: int) -> bool:
-        """Return whether the flags recompute the local_layer-th layer (from 1) of a model chunk."""
-        return self.method != "block" or local_layer <= (self.num_layers or 0)
-
-
-def recompute_asked(config: Any, context: AttentionContext) -> Recompute | None:
-    """Return the flags of full recomputation, None if it is off or left to Megatron by checkpoint='none'.
+    None: they are off, or left to Megatron by checkpoint='none'. `hide_flags` hides them from the blocks.
 
     Raises:
-        UnsupportedError: a hybrid model does not support the method, or nothing is recomputed that could be offloaded.
+        UnsupportedError: a hybrid model does not support the method.
     """
-    options = context.options
     granularity, method, layers = (vars(config).get(name) for name in _FLAGS)
-    taken = granularity == "full" and options.saves_attention
-    if options.remat_offload and options.checkpoint != "remat" and not taken:
-        raise UnsupportedError(
-            "remat_offload without --recompute-granularity full",
-            "without rematerialization there is nothing to offload",
-            "that flag, or checkpoint='remat'",
-        )
-    if not taken:
+    if granularity != "full" or not context.options.saves_attention:
         return None
     if context.hybrid and method == "block":
         raise UnsupportedError(
@@ -53,7 +34,7 @@ def recompute_asked(config: Any, context: AttentionContext) -> Recompute | None:
             "not every layer of its stack knows its place in the pipeline stage",
             "--recompute-method uniform --recompute-num-layers 1",
         )
-    return Recompute(method, layers)
+    return method != "block" or local_layer <= (layers or 0)
 
 
 def hide_flags(block: Any) -> None:
