@@ -54,7 +54,7 @@ class TiledOutput:
 
 
 def tile_output(model: Any, tile: int) -> None:
-    """Make the loss of a model that has an output layer by tiles of `tile` tokens. A second call changes the tile.
+    """Make the loss of a model that has an output layer by tiles of `tile` tokens.
 
     Raises:
         UnsupportedError: the output layer is not Megatron's ColumnParallelLinear.
@@ -62,18 +62,16 @@ def tile_output(model: Any, tile: int) -> None:
     from megatron.core.tensor_parallel import ColumnParallelLinear
 
     head = model.output_layer
-    if not isinstance(head, TiledOutput):
-        if type(head) is not ColumnParallelLinear or head.skip_bias_add:
-            raise UnsupportedError(
-                f"loss_tile with an output layer of class {type(head).__name__}",
-                "only the product of Megatron's ColumnParallelLinear is known to be made by tiles",
-                "--dfa-loss-tile off",
-            )
-        base: Any = type(head)
-        head.__class__ = with_ours(TiledOutput, base)
-        setattr(head, WATCHED, None)
-        model.compute_language_model_loss = MethodType(_loss, model)
+    if type(head) is not ColumnParallelLinear or head.skip_bias_add:
+        raise UnsupportedError(
+            f"loss_tile with an output layer of class {type(head).__name__}",
+            "only the product of Megatron's ColumnParallelLinear is known to be made by tiles",
+            "--dfa-loss-tile off",
+        )
+    head.__class__ = with_ours(TiledOutput, ColumnParallelLinear)
     head.dfa_tile = tile
+    setattr(head, WATCHED, None)
+    model.compute_language_model_loss = MethodType(_loss, model)
     say_tiled(tile)
 
 
