@@ -68,7 +68,8 @@ def tile_output(model: Any, tile: int) -> None:
             "only the product of Megatron's ColumnParallelLinear is known to be made by tiles",
             "--dfa-loss-tile off",
         )
-    head.__class__ = with_ours(TiledOutput, ColumnParallelLinear)
+    base: Any = ColumnParallelLinear
+    head.__class__ = with_ours(TiledOutput, base)
     head.dfa_tile = tile
     setattr(head, WATCHED, None)
     model.compute_language_model_loss = MethodType(_loss, model)
