@@ -105,43 +105,40 @@ def telling_stages(megatrons: Callable[..., Any]) -> Callable[..., Any]:
 
 def _layer(spec: Any, context: AttentionContext) -> ModuleSpec:
     attention: Any = getattr(getattr(spec, "submodules", None), "self_attention", None)
-    if getattr(getattr(attention, "module", None), "__name__", None) in _NO_ATTENTION:
+    kind: Any = getattr(attention, "module", None)
+    if getattr(kind, "__name__", None) in _NO_ATTENTION:
         return _wrapped(spec, context)
-    if is_delta(getattr(attention, "module", None)):
-        layer = _wrapped(spec, context)
-        layer.submodules.self_attention = _mixer(attention, context)
-        return layer
-    is_layer = isinstance(spec, ModuleSpec) and issubclass(spec.module, TransformerLayer)
-    if not is_layer or not hasattr(getattr(attention, "submodules", None), "core_attention"):
-        raise UnsupportedError(
-            f"a spec of {getattr(spec, 'module', type(spec)).__name__}",
-            "it is no layer with submodules.self_attention.submodules.core_attention to replace",
-            "the spec of one TransformerLayer, or TransformerBlockSubmodules of such",
+    if is_delta(kind):
+        attention = _changed(attention, in_order_class(kind), options=context.options)
+    else:
+        is_layer = isinstance(spec, ModuleSpec) and issubclass(spec.module, TransformerLayer)
+        if not is_layer or not hasattr(getattr(attention, "submodules", None), "core_attention"):
+            raise UnsupportedError(
+                f"a spec of {getattr(spec, 'module', type(spec)).__name__}",
+                "it is no layer with submodules.self_attention.submodules.core_attention to replace",
+                "the spec of one TransformerLayer, or TransformerBlockSubmodules of such",
+            )
+        _check_replaced(attention.submodules.core_attention)
+        attention = _changed(attention, kind)
+        attention.submodules.core_attention = ModuleSpec(
+            module=DistributedCoreAttention, params={"options": context.options}
         )
-    _check_replaced(attention.submodules.core_attention)
     layer = _wrapped(spec, context)
-    layer.submodules.self_attention = copy.copy(attention)
-    layer.submodules.self_attention.submodules = copy.copy(attention.submodules)
-    layer.submodules.self_attention.submodules.core_attention = ModuleSpec(
-        module=DistributedCoreAttention, params={"options": context.options}
-    )
+    layer.submodules.self_attention = attention
     return layer
 
 
 def _wrapped(spec: Any, context: AttentionContext, mixin: type = DistributedAttentionLayer) -> ModuleSpec:
-    layer = copy.copy(spec)  # the changed parts are copied, the rest is shared with the given spec
-    layer.submodules = copy.copy(spec.submodules)
-    layer.module = with_ours(mixin, spec.module)
-    layer.params = {**(spec.params or {}), "distributed_attention": context}
-    return layer
+    return _changed(spec, with_ours(mixin, spec.module), distributed_attention=context)
 
 
-def _mixer(spec: Any, context: AttentionContext) -> ModuleSpec:
-    mixer: ModuleSpec = copy.copy(spec)
-    mixer.module = in_order_class(spec.module)
-    mixer.params = {**(spec.params or {}), "options": context.options}
-    mixer.submodules = copy.copy(spec.submodules)
-    return mixer
+def _changed(spec: Any, module: Any, **params: Any) -> ModuleSpec:
+    """Return a copy of a spec with another module and more parameters, whose submodules may be set."""
+    made: ModuleSpec = copy.copy(spec)
+    made.module = module
+    made.params = {**(spec.params or {}), **params}
+    made.submodules = copy.copy(spec.submodules)
+    return made
 
 
 def _check_replaced(core_attention: Any) -> None:
@@ -160,8 +157,7 @@ def _check_replaced(core_attention: Any) -> None:
 
 
 def _stack(spec: Any, context: AttentionContext) -> ModuleSpec:
-    stack = copy.copy(spec)
-    stack.submodules = copy.copy(spec.submodules)
+    stack = _changed(spec, spec.module)
     for slot, layer in vars(spec.submodules).items():
         if not isinstance(layer, ModuleSpec) or slot == "mtp_block_spec":  # prediction layers consist of these layers
             continue
@@ -173,7 +169,8 @@ def _stack(spec: Any, context: AttentionContext) -> ModuleSpec:
                 mixer = getattr(made.submodules, _MIXERS[slot], None)
                 if not isinstance(mixer, ModuleSpec):
                     raise UnsupportedError(f"a hybrid stack whose {slot} has the mixer {mixer}", *OTHER_ORDER)
-                setattr(made.submodules, _MIXERS[slot], _mixer(mixer, context))
+                ours = _changed(mixer, in_order_class(mixer.module), options=context.options)
+                setattr(made.submodules, _MIXERS[slot], ours)
         setattr(stack.submodules, slot, made)
     return stack
 

@@ -113,10 +113,15 @@ class AttentionContext:
             layout = of_lengths(counts) if self.options.data_layout == "boundary" else order
         return Visit(model, group, layout, order, pack, rows, self.relayout(group))
 
+    def _leaves_mixers(self, config: Any) -> bool:
+        """Return whether Mamba or gated delta net layers are Megatron's own, because tokens stay in zigzag order."""
+        names = ("is_hybrid_model", "experimental_attention_variant", "linear_attention_freq")
+        mixers = self.hybrid or any(getattr(config, name, None) for name in names)
+        return mixers and self.options.data_layout == "zigzag"
+
     def _check_pairs(self, config: Any) -> None:
         """Refuse a tree or a mask that a part of the model would not follow."""
-        names = ("is_hybrid_model", "experimental_attention_variant", "linear_attention_freq")
-        if self.options.data_layout == "zigzag" and (self.hybrid or any(getattr(config, x, None) for x in names)):
+        if self._leaves_mixers(config):
             raise UnsupportedError(
                 "a prompt_tree or a mask in a model with Mamba or gated delta net layers in layout 'zigzag'",
                 "these layers are Megatron's own, and know neither",
@@ -131,9 +136,8 @@ class AttentionContext:
 
     def _check_pack(self, model: Any, packed: Any, pack: Pack) -> None:
         """Refuse documents, or a group of their own, that a layer of the model would not follow."""
-        config, is_zigzag = model.config, self.options.data_layout == "zigzag"
-        hybrid = self.hybrid or getattr(config, "is_hybrid_model", False)
-        if hybrid and is_zigzag and config.context_parallel_size > 1:
+        config, hybrid = model.config, self.hybrid or getattr(model.config, "is_hybrid_model", False)
+        if hybrid and self.options.data_layout == "zigzag" and config.context_parallel_size > 1:
             raise UnsupportedError(
                 "packed documents in a hybrid model in layout 'zigzag'",
                 "its other layers rely on Megatron's zigzag order of every document",
@@ -142,8 +146,7 @@ class AttentionContext:
         check_samples(config, packed, pack)
         if pack.group is None:
             return
-        names = ("experimental_attention_variant", "linear_attention_freq")
-        if is_zigzag and (hybrid or any(getattr(config, name, None) for name in names)):
+        if self._leaves_mixers(config):
             raise UnsupportedError(
                 "a cp_group of a micro-batch in layout 'zigzag' of a model with Mamba or gated delta net layers",
                 "these layers are Megatron's own, and exchange heads over the model's context-parallel group",
