@@ -210,9 +210,8 @@ def make_spec(config: Any, mode: Mode, options: MegatronConfig | None) -> Any:
     from megatron.core.models.gpt import gpt_layer_specs
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
-    from dfa_megatron.megatron import distribute_attention
     from dfa_megatron.megatron.replace import replace
-    from dfa_megatron.megatron.spec import bearing_sequence_parallelism
+    from dfa_megatron.megatron.spec import bearing_sequence_parallelism, distribute_attention
 
     if config.linear_attention_freq:
         spec = _hybrid_spec(config, transformer_engine=mode.transformer_engine)
