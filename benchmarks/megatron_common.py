@@ -208,9 +208,10 @@ def make_config(shape: Shape, layers: int, mode: Mode, *, fusion: bool) -> Any:
 def make_spec(config: Any, mode: Mode, options: MegatronConfig | None) -> Any:
     """Megatron's spec with Transformer Engine or without, and ours in it; options None leaves it as it is."""
     from megatron.core.models.gpt import gpt_layer_specs
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
-    from dfa_megatron.megatron import distribute_attention
-    from dfa_megatron.megatron.spec import SequenceParallelNorm
+    from dfa_megatron.megatron.replace import replace
+    from dfa_megatron.megatron.spec import bearing_sequence_parallelism, distribute_attention
 
     if config.linear_attention_freq:
         spec = _hybrid_spec(config, transformer_engine=mode.transformer_engine)
@@ -218,8 +219,7 @@ def make_spec(config: Any, mode: Mode, options: MegatronConfig | None) -> Any:
         spec = gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec()
     else:
         spec = gpt_layer_specs.get_gpt_layer_local_spec(normalization="RMSNorm")
-        if options is None and config.sequence_parallel:  # Megatron's norms of PyTorch refuse it
-            spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = SequenceParallelNorm
+        replace(WrappedTorchNorm, "__new__", bearing_sequence_parallelism)  # Megatron's norms of PyTorch refuse it
     return spec if options is None else distribute_attention(spec, config, config=options)
 
 

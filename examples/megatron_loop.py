@@ -18,7 +18,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from dfa_megatron import MegatronConfig, StepLog, training_flops
 from dfa_megatron.megatron import distribute_attention, shard_batch
-from dfa_megatron.megatron.cpu import mamba, stand_in
+from dfa_megatron.megatron.cpu import mixers, stand_in
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--seq-length", type=int, default=512)
@@ -47,8 +47,8 @@ if args.hybrid:  # from Megatron-Core 0.18 on also models.hybrid, HybridModel, h
     from megatron.core.models.mamba.mamba_model import MambaModel
 
     if not cuda:
-        mamba.use_mamba_stand_ins()
-    spec = distribute_attention(mamba.stack_spec(config), config, config=options)
+        mixers.use_stand_ins()
+    spec = distribute_attention(mixers.stack_spec(config), config, config=options)
     model = MambaModel(config, spec, 256, args.seq_length, hybrid_override_pattern="M*-M")
 else:
     spec = distribute_attention(get_gpt_layer_local_spec(normalization="RMSNorm"), config, config=options)

@@ -1,8 +1,8 @@
 """Honour the JSON's block in code that calls `deepspeed.initialize`, including accelerate and HF Trainer.
 
 Two names are replaced: `deepspeed.initialize`, and the function by which accelerate asks DeepSpeed for its Ulysses
-attention (`ParallelismConfig(sp_size=..., sp_backend="deepspeed")`); and accelerate's count of processes
-(`group_counts`). `uninstall` puts all back.
+attention (`ParallelismConfig(sp_size=..., sp_backend="deepspeed")`); and accelerate's count of processes. `uninstall`
+puts all back.
 
 accelerate and HF Trainer take the groups of a sequence from `deepspeed.utils.groups`, which asks an "mpu". DeepSpeed
 scales the gradients of an engine made with such an mpu by ZeRO stage. So ours is in place only while no engine is made.
@@ -15,21 +15,23 @@ import importlib.util
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch.distributed as dist
 
-from dfa_megatron.deepspeed import group_counts
 from dfa_megatron.deepspeed.json_block import DeepSpeedOptions
 from dfa_megatron.deepspeed.mesh import Mesh, make_mesh
 from dfa_megatron.deepspeed.same_settings import check_same
 from dfa_megatron.deepspeed.tested_keys import check_sizes
 from dfa_megatron.errors import UnsupportedError
 
-_MARK = "_dfa_original"
-"""The attribute of our function that holds the function of DeepSpeed that it replaces."""
+_owns: dict[tuple[Any, str], Any] = {}
+"""What stood where `install` put ours, by its owner and name; None for nothing."""
 
 _ULYSSES = "register_with_transformers"
+
+_BY_RANKS: ContextVar[bool] = ContextVar("a loader is being prepared", default=False)
 
 
 def install() -> None:
@@ -44,28 +46,32 @@ def install() -> None:
 
     from dfa_megatron.deepspeed.initialize import initialize
 
-    own = deepspeeds_own()
+    if _owns:
+        return
 
-    @functools.wraps(own)
+    @functools.wraps(deepspeed.initialize)
     def instead(*args: Any, **kwargs: Any) -> Any:
         return initialize(*args, **kwargs)
 
-    setattr(instead, _MARK, own)
-    deepspeed.initialize = instead
-
-    setattr(UlyssesSPAttentionHF, _ULYSSES, _in_place_of(_own_ulysses()))
+    ours = [
+        (deepspeed, "initialize", instead),
+        (UlyssesSPAttentionHF, _ULYSSES, _in_place_of(vars(UlyssesSPAttentionHF)[_ULYSSES])),
+    ]
     if importlib.util.find_spec("accelerate") is not None:
-        group_counts.install(_shared_by)
+        ours += _counting_groups()
+    for owner, name, value in ours:
+        _owns[owner, name] = vars(owner).get(name)
+        setattr(owner, name, value)
 
 
 def uninstall() -> None:
-    """Put DeepSpeed's own functions back; may be called again."""
-    import deepspeed
-    from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
-
-    deepspeed.initialize = deepspeeds_own()
-    setattr(UlyssesSPAttentionHF, _ULYSSES, _own_ulysses())
-    group_counts.uninstall()
+    """Put DeepSpeed's and accelerate's own back; may be called again."""
+    for (owner, name), own in _owns.items():
+        if own is None:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, own)
+    _owns.clear()
     publish(None)
 
 
@@ -73,16 +79,8 @@ def deepspeeds_own() -> Callable[..., tuple[Any, Any, Any, Any]]:
     """Return DeepSpeed's own `initialize`, whether or not ours replaces it."""
     import deepspeed
 
-    own: Callable[..., tuple[Any, Any, Any, Any]] = getattr(deepspeed.initialize, _MARK, deepspeed.initialize)
+    own: Callable[..., tuple[Any, Any, Any, Any]] = _owns.get((deepspeed, "initialize"), deepspeed.initialize)
     return own
-
-
-def _own_ulysses() -> Any:
-    """Return DeepSpeed's own class method, whether or not ours replaces it."""
-    from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
-
-    present = UlyssesSPAttentionHF.__dict__[_ULYSSES]
-    return getattr(present, _MARK, present)
 
 
 def _in_place_of(ulysses: Any) -> Any:
@@ -111,9 +109,50 @@ def _in_place_of(ulysses: Any) -> Any:
             )
         return SequenceGroups(mesh)
 
-    replacement: Any = classmethod(register)
-    setattr(replacement, _MARK, ulysses)
-    return replacement
+    return classmethod(register)
+
+
+def _counting_groups() -> list[tuple[Any, str, Any]]:
+    """Return what makes accelerate count groups of ranks as its processes: the class, the name, and the new value.
+
+    It steps prepared schedulers once for each process, and scripts multiply the length of schedules by `num_processes`.
+    Its loaders still give every rank batches of its own, of which DeepSpeed's adapter makes the parts.
+    """
+    from accelerate import Accelerator
+    from accelerate.state import AcceleratorState
+
+    own = Accelerator.prepare_data_loader
+
+    def processes(state: Any) -> int:
+        if "num_processes" not in vars(state):
+            raise AttributeError("num_processes")  # accelerate says why
+        ranks: int = vars(state)["num_processes"]
+        return ranks if _BY_RANKS.get() or ranks == 1 else ranks // _shared_by(state)  # on CPUs it may know one only
+
+    def is_last(accelerator: Any) -> bool:
+        last: bool = accelerator.state.is_last_process
+        return last
+
+    @functools.wraps(own)
+    def prepare_data_loader(accelerator: Any, *args: Any, **kwargs: Any) -> Any:
+        size = _shared_by(accelerator.state)
+        if size > 1 and accelerator.split_batches:
+            raise UnsupportedError(
+                f"split_batches with ParallelismConfig(sp_size={size})",
+                "a step would take the sequences of a batch divided by sp_size, and schedules would end too early",
+                "split_batches=False",
+            )
+        token = _BY_RANKS.set(True)
+        try:
+            return own(accelerator, *args, **kwargs)
+        finally:
+            _BY_RANKS.reset(token)
+
+    return [
+        (AcceleratorState, "num_processes", property(processes)),
+        (Accelerator, "is_last_process", property(is_last)),
+        (Accelerator, "prepare_data_loader", prepare_data_loader),
+    ]
 
 
 def _accelerates_settings() -> Mapping[str, Any]:

@@ -50,18 +50,38 @@ def before_initialize(
         UnsupportedError: as `initialize` does.
     """
     check_same(config)
-    block = DeepSpeedOptions.enabled_in(config)
+    block = checked_block(model, config, mpu=mpu, mesh_param=mesh_param, training_data=training_data)
     if block is None:
         return config, mpu, lambda engine: None
-    check_call(model, mpu=mpu, mesh_param=mesh_param, training_data=training_data)
     config, finish = prepare(model, config, block, mpu)
     return config, None, finish
+
+
+def checked_block(
+    model: Any, settings: dict[str, Any], *, mpu: Any, mesh_param: Any, training_data: Any
+) -> DeepSpeedOptions | None:
+    """Return the enabled block of a configuration, or None, and refuse what contradicts it.
+
+    Raises:
+        UnsupportedError: names the key or the argument of `initialize`.
+    """
+    block = DeepSpeedOptions.enabled_in(settings)
+    if block is not None:
+        check_settings(settings, _size(block, mpu))
+        check_filled_in(settings)
+        check_call(model, mpu=mpu, mesh_param=mesh_param, training_data=training_data)
+    return block
+
+
+def _size(block: DeepSpeedOptions, mpu: Any) -> int | None:
+    """Return the ranks that share a sequence by accelerate's groups, else by the block."""
+    return mpu.mesh.size if isinstance(mpu, SequenceGroups) else block.size
 
 
 def prepare(
     model: torch.nn.Module, settings: dict[str, Any], block: DeepSpeedOptions, mpu: Any = None
 ) -> tuple[dict[str, Any], Finish]:
-    """Distribute the model's attention.
+    """Distribute the model's attention, after `checked_block`.
 
     Args:
         settings: DeepSpeed's configuration with the block in it; it is not changed.
@@ -74,10 +94,7 @@ def prepare(
     from deepspeed.pipe import PipelineModule
 
     groups = mpu if isinstance(mpu, SequenceGroups) else None
-    size = block.size if groups is None else groups.mesh.size
-    check_settings(settings, size)
-    check_filled_in(settings)
-    size = size or settings.get("sequence_parallel_size")
+    size = _size(block, mpu) or settings.get("sequence_parallel_size")
     if isinstance(model, PipelineModule):
         return _pipelined(model, settings, block, size)
     own_attention = _own_attention(model)

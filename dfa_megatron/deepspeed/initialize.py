@@ -9,11 +9,10 @@ from typing import Any
 
 import torch.distributed as dist
 
-from dfa_megatron.deepspeed.accelerate import unpublished
-from dfa_megatron.deepspeed.engine import check_call, prepare
-from dfa_megatron.deepspeed.json_block import KEY, DeepSpeedOptions
+from dfa_megatron.deepspeed.accelerate import deepspeeds_own, unpublished
+from dfa_megatron.deepspeed.engine import Finish, checked_block, prepare
+from dfa_megatron.deepspeed.json_block import KEY
 from dfa_megatron.deepspeed.same_settings import check_same
-from dfa_megatron.deepspeed.tested_keys import check_settings
 
 logger = logging.getLogger(__name__)
 
@@ -54,16 +53,6 @@ def initialize(
     import deepspeed
     from deepspeed.accelerator import get_accelerator
 
-    from dfa_megatron.deepspeed.accelerate import deepspeeds_own
-
-    rest: dict[str, Any] = {
-        "optimizer": optimizer,
-        "model_parameters": model_parameters,
-        "lr_scheduler": lr_scheduler,
-        "distributed_port": distributed_port,
-        "dist_init_required": dist_init_required,
-        "collate_fn": collate_fn,
-    }
     settings = _settings(args, config if config is not None else config_params)
     if KEY in settings and get_accelerator().device_name() == "cpu":
         # Or `init_distributed` compiles an operator for inference, which takes minutes.
@@ -71,23 +60,35 @@ def initialize(
     if dist.is_initialized() or int(os.environ.get("WORLD_SIZE", "1")) > 1:
         deepspeed.init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
         check_same(settings)
-    block = DeepSpeedOptions.enabled_in(settings)
-    if block is None:
-        rest |= {"mpu": mpu, "mesh_param": mesh_param, "training_data": training_data}
-        with unpublished():
-            return deepspeeds_own()(args=args, model=model, config=config, config_params=config_params, **rest)
-    check_settings(settings, block.size)
-    check_call(model, mpu=mpu, mesh_param=mesh_param, training_data=training_data)
-    deepspeed.init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
-    _say_what_is_compiled(settings)
-    settings, finish = prepare(model, settings, block, mpu)
-    if args is not None:  # DeepSpeed takes one configuration, and ours is complete
-        args = copy.copy(args)
-        for name in _IN_ARGS:
-            setattr(args, name, None)
+    block = checked_block(model, settings, mpu=mpu, mesh_param=mesh_param, training_data=training_data)
+    finish: Finish | None = None
+    if block is not None:
+        deepspeed.init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
+        _say_what_is_compiled(settings)
+        config, finish = prepare(model, settings, block, mpu)
+        config_params = mpu = None
+        if args is not None:  # DeepSpeed takes one configuration, and ours is complete
+            args = copy.copy(args)
+            for name in _IN_ARGS:
+                setattr(args, name, None)
     with unpublished():
-        result = deepspeeds_own()(args=args, model=model, config=settings, **rest)
-    finish(result[0])
+        result = deepspeeds_own()(
+            args=args,
+            model=model,
+            optimizer=optimizer,
+            model_parameters=model_parameters,
+            training_data=training_data,
+            lr_scheduler=lr_scheduler,
+            distributed_port=distributed_port,
+            mpu=mpu,
+            dist_init_required=dist_init_required,
+            collate_fn=collate_fn,
+            config=config,
+            mesh_param=mesh_param,
+            config_params=config_params,
+        )
+    if finish is not None:
+        finish(result[0])
     return result
 
 

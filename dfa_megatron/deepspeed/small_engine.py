@@ -53,12 +53,8 @@ def small_job(words: Sequence[str]) -> SmallJob:
     settings[KEY] = {**asdict(options), "enabled": True, "size": ranks, "reentrant": block.reentrant}
 
     def run() -> Proof:
-        import deepspeed
-
         from dfa_megatron.deepspeed.initialize import initialize
 
-        # DeepSpeed would compile an operator for inference at its first use, which takes minutes.
-        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         model = model_of(config)
         return prove(initialize(model=model, model_parameters=list(model.parameters()), config=settings)[0])
 

@@ -210,6 +210,12 @@ def _check_recomputation(fields: dict[str, Any], options: MegatronConfig) -> Non
             "its own flags say which layers are recomputed with their attention",
             "--recompute-granularity full beside it, or checkpoint='remat'",
         )
+    if options.remat_offload and not recomputes(fields, options):
+        raise UnsupportedError(
+            "remat_offload without --recompute-granularity full",
+            "without rematerialization there is nothing to offload",
+            "that flag, or checkpoint='remat'",
+        )
     for name in RECOMPUTED if recomputes(fields, options) else ():
         if fields.get(name):
             raise UnsupportedError(f"{name} together with rematerialization", *RECOMPUTED[name])

@@ -21,6 +21,7 @@ import torch
 from torch.utils._pytree import tree_map
 
 from dfa_megatron.errors import UnsupportedError
+from dfa_megatron.megatron.check_config import check_config
 from dfa_megatron.megatron.layers.context import AttentionContext, context_of
 from dfa_megatron.megatron.layers.layer import DistributedLayer
 from dfa_megatron.megatron.layers.recompute import hide_flags
@@ -88,7 +89,7 @@ def _forward_of(base: Any) -> ForwardMethod:
             with running(visit):
                 if visit is None or not visit.moves:
                     return run(*args, **kwargs)
-                return _moved(visit, run, given, names)
+                return _moved(visit, run, given)
 
     return forward
 
@@ -163,12 +164,12 @@ def _follow_groups(model: Any, found: _Found, context: AttentionContext) -> None
     group = model.cp_group
     if found.group is not group:
         check_size(model.config, group)
-        context.check(model.config)
+        check_config(model.config, context.options)
         follow(model, group)
+        context.forget()
         for layer in found.layers if group.size() > 1 else ():
             weigh_losses(layer)
         found.group = group
-    context.follow(group)
     check_groups(found.holders, group, found.layers[0]._dfa_state if found.layers else None)
 
 
@@ -238,7 +239,7 @@ def _check_positions(context: AttentionContext, positions: Any, tokens: int, vis
         check_positions(visit.group, context.options.data_layout, positions)
 
 
-def _moved(visit: Visit, run: ForwardMethod, given: dict[str, Any], names: list[str]) -> Any:
+def _moved(visit: Visit, run: ForwardMethod, given: dict[str, Any]) -> Any:
     """Run a model on tokens in its own order, and return its result in the caller's."""
     model, labelled, hook = visit.model, given.get("labels") is not None, None
     more = (given.get("extra_block_kwargs") or {}).items()
@@ -253,7 +254,7 @@ def _moved(visit: Visit, run: ForwardMethod, given: dict[str, Any], names: list[
     elif model.post_process and not labelled:
         hook = model.output_layer.register_forward_pre_hook(functools.partial(_output, visit), with_kwargs=True)
     try:
-        output = run(*[inside.pop(name) for name in names], **inside)
+        output = run(**inside)
     finally:
         if hook is not None:
             hook.remove()

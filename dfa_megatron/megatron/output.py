@@ -7,7 +7,6 @@ constructor. A model whose config or script asks for no tiles is left as it is.
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable, Iterator, Mapping
 from types import MethodType
 from typing import Any
@@ -18,12 +17,13 @@ from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.loss.deferred import WATCHED, DeferredLogits, Scores, Use, say_tiled
 from dfa_megatron.loss.head import Head
 from dfa_megatron.megatron.layers.context import context_of
+from dfa_megatron.megatron.replace import with_ours
 from dfa_megatron.megatron.script.dfa_flags import global_args
 from dfa_megatron.megatron.tokens.visit import current_visit
 
 
 class TiledOutput:
-    """Return `DeferredLogits` from an output layer in a call with labels; the first base of `_output_class`."""
+    """Return `DeferredLogits` from an output layer in a call with labels; the first base of its class."""
 
     dfa_deferring = False
 
@@ -53,13 +53,8 @@ class TiledOutput:
         return DeferredLogits(run, layer.dfa_tile, rows.shape[0], layer), None
 
 
-@functools.cache
-def _output_class(base: type) -> type:
-    return type(f"Tiled{base.__name__}", (TiledOutput, base), {"__module__": __name__})
-
-
 def tile_output(model: Any, tile: int) -> None:
-    """Make the loss of a model that has an output layer by tiles of `tile` tokens. A second call changes the tile.
+    """Make the loss of a model that has an output layer by tiles of `tile` tokens.
 
     Raises:
         UnsupportedError: the output layer is not Megatron's ColumnParallelLinear.
@@ -67,18 +62,17 @@ def tile_output(model: Any, tile: int) -> None:
     from megatron.core.tensor_parallel import ColumnParallelLinear
 
     head = model.output_layer
-    if not isinstance(head, TiledOutput):
-        if type(head) is not ColumnParallelLinear or head.skip_bias_add:
-            raise UnsupportedError(
-                f"loss_tile with an output layer of class {type(head).__name__}",
-                "only the product of Megatron's ColumnParallelLinear is known to be made by tiles",
-                "--dfa-loss-tile off",
-            )
-        base: Any = type(head)
-        head.__class__ = _output_class(base)
-        setattr(head, WATCHED, None)
-        model.compute_language_model_loss = MethodType(_loss, model)
+    if type(head) is not ColumnParallelLinear or head.skip_bias_add:
+        raise UnsupportedError(
+            f"loss_tile with an output layer of class {type(head).__name__}",
+            "only the product of Megatron's ColumnParallelLinear is known to be made by tiles",
+            "--dfa-loss-tile off",
+        )
+    base: Any = ColumnParallelLinear
+    head.__class__ = with_ours(TiledOutput, base)
     head.dfa_tile = tile
+    setattr(head, WATCHED, None)
+    model.compute_language_model_loss = MethodType(_loss, model)
     say_tiled(tile)
 
 

@@ -1,4 +1,4 @@
-"""Replace functions of Megatron in this process, each once; nothing on disk changes."""
+"""Replace functions of Megatron in this process, and put ours before its classes; nothing on disk changes."""
 
 from __future__ import annotations
 
@@ -31,3 +31,11 @@ def replace(owner: Any, name: str, replacing: Callable[[Any], Callable[..., Any]
         for module in list(sys.modules.values()):
             if getattr(module, "__name__", "").startswith("megatron.") and vars(module).get(name) is megatrons:
                 vars(module)[name] = ours
+
+
+@functools.cache
+def with_ours(ours: type, base: type) -> type:
+    """Return the subclass of a class of Megatron's with ours before it, made once; a subclass of ours stays."""
+    if issubclass(base, ours):
+        return base
+    return type(f"{ours.__name__}{base.__name__}", (ours, base), {"__module__": ours.__module__})

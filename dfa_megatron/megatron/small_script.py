@@ -12,8 +12,7 @@ from typing import Any
 import torch
 
 from dfa_megatron.errors import UnsupportedError
-from dfa_megatron.megatron.cpu.delta_nets import use_stand_ins, with_delta_nets
-from dfa_megatron.megatron.cpu.mamba import shortest, stack_spec, use_mamba_stand_ins
+from dfa_megatron.megatron.cpu.mixers import shortest, stack_spec, use_stand_ins, with_delta_nets
 from dfa_megatron.megatron.cpu.stand_in import use_cpu
 from dfa_megatron.megatron.proved_job import prove
 from dfa_megatron.megatron.script.dfa_flags import options_of
@@ -49,32 +48,27 @@ _MOST = {
     VOCABULARY: ("vocab_size", "padded_vocab_size"),
 }  # fmt: skip
 """Sizes, by the largest that they have."""
-_SAID: dict[Any, tuple[str, ...]] = {
-    False: (
-        "bf16", "cpu_offloading", "cross_entropy_loss_fusion", "fp16", "moe_grouped_gemm", "moe_permute_fusion",
-        "moe_router_fusion", "overlap_grad_reduce", "overlap_param_gather", "te_rng_tracker", "tp_comm_overlap",
-        "use_megatron_fsdp", "use_torch_fsdp2",
-    ),
-    None: (
-        "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers", "fp4", "fp8",
-        "moe_expert_capacity_factor", "moe_input_jitter_eps", "pipeline_model_parallel_layout",
-    ),
-    "allgather": ("moe_token_dispatcher_type",),
-    "local": ("transformer_impl",),
-}  # fmt: skip
-"""What a CPU runs in place of features for GPUs, and of what depends on the number of ranks by itself."""
-_UNSAID: dict[Any, tuple[str, ...]] = {
+_INSTEAD: dict[Any, tuple[str, ...]] = {
     False: (
         "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split", "apply_rope_fusion",
-        "async_tensor_model_parallel_allreduce", "bias_dropout_fusion", "bias_gelu_fusion", "bias_swiglu_fusion",
-        "gradient_accumulation_fusion", "grad_reduce_in_bf16", "masked_softmax_fusion", "use_checkpoint_args",
+        "async_tensor_model_parallel_allreduce", "bf16", "bias_dropout_fusion", "bias_gelu_fusion",
+        "bias_swiglu_fusion", "cpu_offloading", "cross_entropy_loss_fusion", "fp16", "grad_reduce_in_bf16",
+        "gradient_accumulation_fusion", "masked_softmax_fusion", "moe_grouped_gemm", "moe_permute_fusion",
+        "moe_router_fusion", "overlap_grad_reduce", "overlap_param_gather", "te_rng_tracker", "tp_comm_overlap",
+        "use_checkpoint_args", "use_megatron_fsdp", "use_torch_fsdp2",
     ),
-    None: ("global_batch_size", "load", "rampup_batch_size", "save", "tensorboard_dir", "wandb_project"),
+    None: (
+        "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers", "fp4", "fp8", "global_batch_size",
+        "load", "moe_expert_capacity_factor", "moe_input_jitter_eps", "pipeline_model_parallel_layout",
+        "rampup_batch_size", "save", "tensorboard_dir", "wandb_project",
+    ),
     True: ("no_persist_layer_norm", "use_cpu_initialization"),
-    "gloo": ("distributed_backend",),
     "NullTokenizer": ("tokenizer_type",),
+    "allgather": ("moe_token_dispatcher_type",),
+    "gloo": ("distributed_backend",),
+    "local": ("transformer_impl",),
 }  # fmt: skip
-"""The same, not worth a line."""
+"""What a CPU runs in place of features for GPUs, of files, and of what depends on the number of ranks by itself."""
 
 
 def small_job(words: Sequence[str]) -> SmallJob:
@@ -118,10 +112,10 @@ def _shrink(args: Any, reduced: Reductions, given: set[str]) -> int:
         if hasattr(args, f"dfa_{name}"):
             setattr(args, f"dfa_{name}", getattr(options, name))
 
-    def put(name: str, value: Any, *, said: bool = True) -> None:
+    def put(name: str, value: Any) -> None:
         if hasattr(args, name):
             flag = "--" + name.replace("_", "-")
-            if said and flag in given:
+            if flag in given:
                 reduced.note(flag, getattr(args, name), value)
             setattr(args, name, value)
 
@@ -129,13 +123,11 @@ def _shrink(args: Any, reduced: Reductions, given: set[str]) -> int:
     for name, flag in _SIZES.items():
         put(flag, sizes[name])
     put("expert_model_parallel_size", math.gcd(args.expert_model_parallel_size, sizes["cp"]))
-    for table, said in ((_SAID, True), (_UNSAID, False)):
-        for value, names in table.items():
-            for name in names:
-                put(name, value, said=said)
-    put("micro_batch_size", 1, said=False)
-    put("make_vocab_size_divisible_by", 1, said=False)
-    put("hidden_dropout", 0.0, said=False)
+    for value, names in _INSTEAD.items():
+        for name in names:
+            put(name, value)
+    put("micro_batch_size", 1)
+    put("make_vocab_size_divisible_by", 1)
     _heads(args, put, options.fixed_degree, sizes["tp"])
     for most, names in _MOST.items():
         for name in names:
@@ -147,8 +139,8 @@ def _shrink(args: Any, reduced: Reductions, given: set[str]) -> int:
         put("window_size", (window_of(args.window_size[0], args.seq_length, sizes["cp"]), args.window_size[1]))
     _layers(args, put, sizes["pp"])
     length = min(args.seq_length or 1 << 12, 1 << 12)
-    put("seq_length", length, said=False)
-    put("max_position_embeddings", max(length, 2 * TOKENS * sizes["cp"]), said=False)
+    put("seq_length", length)
+    put("max_position_embeddings", max(length, 2 * TOKENS * sizes["cp"]))
     return math.prod(sizes.values())
 
 
@@ -158,8 +150,8 @@ def _heads(args: Any, put: Any, degree: int, tp: int) -> None:
     groups = args.num_query_groups if args.group_query_attention else heads
     ratio = heads // groups
     few = groups if groups % tp or (degree > 1 and groups // tp < degree) else fewest_groups(groups, ratio, degree, tp)
-    put("kv_channels", args.kv_channels or args.hidden_size // heads, said=False)
-    put("ffn_hidden_size", args.ffn_hidden_size or 4 * args.hidden_size, said=False)
+    put("kv_channels", args.kv_channels or args.hidden_size // heads)
+    put("ffn_hidden_size", args.ffn_hidden_size or 4 * args.hidden_size)
     put("num_attention_heads", few * ratio)
     if args.group_query_attention:
         put("num_query_groups", few)
@@ -178,7 +170,7 @@ def _layers(args: Any, put: Any, stages: int) -> None:
     if args.hybrid_layer_pattern:
         pattern = args.hybrid_layer_pattern.partition("/")[0].replace("|", "")
         put("hybrid_layer_pattern", shortest(pattern) if stages == 1 else pattern[: 2 * stages])
-        put("num_layers", None, said=False)
+        put("num_layers", None)
         return
     virtual = args.num_layers_per_virtual_pipeline_stage or args.num_virtual_stages_per_pipeline_rank
     if virtual and stages > 1:
@@ -207,7 +199,6 @@ def _prove(args: Any) -> Proof:
     hybrid = args.hybrid_layer_pattern is not None
     if hybrid or getattr(args, "linear_attention_freq", None):
         use_stand_ins()
-        use_mamba_stand_ins()
         args.spec = None
     device = SimpleNamespace(major=9, minor=0, name="none")
     vars(torch.cuda).update(get_device_capability=lambda *_: (9, 0), get_device_properties=lambda *_: device)
@@ -249,4 +240,4 @@ def _with_delta_nets(config: Any, vp_stage: int | None = None) -> Any:
 
     c = config.transformer
     spec = get_gpt_layer_local_spec(c.num_moe_experts, qk_layernorm=c.qk_layernorm, normalization=c.normalization)
-    return distribute_attention(with_delta_nets(spec, c, vp_stage), c, config=options_of(), vp_stage=vp_stage)
+    return distribute_attention(with_delta_nets(spec, c, vp_stage), c, config=options_of())

@@ -10,30 +10,25 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.pipeline_parallel import schedules
-from megatron.core.transformer import multi_token_prediction, transformer_block
+from megatron.core.transformer import multi_token_prediction
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from dfa_megatron.config import MegatronConfig
 from dfa_megatron.errors import UnsupportedError
+from dfa_megatron.megatron.check_config import check_config
 from dfa_megatron.megatron.door import with_door
 from dfa_megatron.megatron.hybrid.in_order import OTHER_ORDER, in_order_class, is_delta
 from dfa_megatron.megatron.layers.context import CONTEXT, AttentionContext
 from dfa_megatron.megatron.layers.core_attention import DistributedCoreAttention
-from dfa_megatron.megatron.layers.layer import DistributedAttentionLayer, DistributedLayer, layer_class
+from dfa_megatron.megatron.layers.layer import DistributedAttentionLayer, DistributedLayer
 from dfa_megatron.megatron.layers.prediction import counting, rolling
-from dfa_megatron.megatron.layers.recompute import recompute_asked
 from dfa_megatron.megatron.output import tiling
-from dfa_megatron.megatron.replace import replace
+from dfa_megatron.megatron.replace import replace, with_ours
 from dfa_megatron.runtime.comm.compared import exposed
 
-_NORMS = (
-    "input_layernorm", "pre_cross_attn_layernorm", "pre_mlp_layernorm", "q_layernorm", "k_layernorm", "kv_layernorm",
-    "norm", "out_norm",
-)  # fmt: skip
-"""The slots of layers, attentions and mixers that hold a norm."""
 _ATTENTION_SLOTS = ("attention_layer", "mla_layer")
 """The submodules of a hybrid stack that hold TransformerLayers with a core_attention."""
 _MIXERS = {"mamba_layer": "mixer", "gdn_layer": "self_attention"}
@@ -49,8 +44,6 @@ def distribute_attention(
     transformer_config: Any = None,
     *,
     config: MegatronConfig | None = None,
-    vp_stage: int | None = None,
-    pp_rank: int | None = None,
 ) -> Any:
     """Return a copy of a Megatron spec whose layers run distributed attention.
 
@@ -64,16 +57,11 @@ def distribute_attention(
         spec: a layer spec (ModuleSpec of a TransformerLayer), TransformerBlockSubmodules (for instance of a model with
             experts in some layers), or the stack spec of a hybrid model. Its modules are Transformer Engine's or
             Megatron's own.
-        transformer_config: the TransformerConfig. If given, it is checked now and not when the model is built. Sequence
-            parallelism without Transformer Engine and Apex needs it to replace the norms (see SequenceParallelNorm).
+        transformer_config: the TransformerConfig. If given, it is checked now and not when the model is built.
         config: this package's options. data_layout="contiguous" needs batches from `shard_batch`.
-        vp_stage: the virtual pipeline stage, as for Megatron's get_num_layers_to_build. It matters only if the final
-            norm is replaced.
-        pp_rank: the pipeline rank, likewise.
 
     Returns:
-        The same kind of spec. A layer spec becomes TransformerBlockSubmodules if the final norm is replaced.
-        GPTModel takes both.
+        The same kind of spec.
 
     Raises:
         UnsupportedError: the spec or the configuration would give wrong numbers silently.
@@ -82,24 +70,14 @@ def distribute_attention(
     _replace_names(options)
     context = AttentionContext(options, hybrid=is_stack(spec))
     if transformer_config is not None:
-        context.check(transformer_config)
+        check_config(transformer_config, options)
     if context.hybrid:
-        return _stack(spec, transformer_config, context)
-    if getattr(transformer_config, "heterogeneous_block_specs", False):
-        context.recompute = recompute_asked(transformer_config, context)
-    if isinstance(spec, TransformerBlockSubmodules):
-        block = copy.copy(spec)
-        setattr(block, CONTEXT, context)
-        block.layer_specs = [_layer(layer, transformer_config, context) for layer in spec.layer_specs or []]
-        block.layer_norm = _norm(spec.layer_norm, transformer_config)
-        return block
-    layer = _layer(spec, transformer_config, context)
-    final_norm = transformer_block.LayerNormImpl
-    if _norm(final_norm, transformer_config) is final_norm:
-        return layer
-    layers = get_num_layers_to_build(transformer_config, vp_stage, pp_rank)
-    block = TransformerBlockSubmodules(layer_specs=[layer] * layers, layer_norm=_norm(final_norm, transformer_config))
+        return _stack(spec, context)
+    if not isinstance(spec, TransformerBlockSubmodules):
+        return _layer(spec, context)
+    block = copy.copy(spec)
     setattr(block, CONTEXT, context)
+    block.layer_specs = [_layer(layer, context) for layer in spec.layer_specs or []]
     return block
 
 
@@ -111,6 +89,7 @@ def _replace_names(options: MegatronConfig) -> None:
     replace(LanguageModule, "setup_embeddings_and_output_layer", tiling)
     replace(multi_token_prediction, "roll_tensor", rolling)
     replace(multi_token_prediction, "process_mtp_loss", counting)  # Megatron-Core 0.17 and later
+    replace(WrappedTorchNorm, "__new__", bearing_sequence_parallelism)
 
 
 def telling_stages(megatrons: Callable[..., Any]) -> Callable[..., Any]:
@@ -124,48 +103,42 @@ def telling_stages(megatrons: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-def _layer(spec: Any, config: Any, context: AttentionContext) -> ModuleSpec:
+def _layer(spec: Any, context: AttentionContext) -> ModuleSpec:
     attention: Any = getattr(getattr(spec, "submodules", None), "self_attention", None)
-    if getattr(getattr(attention, "module", None), "__name__", None) in _NO_ATTENTION:
-        return _wrapped(spec, config, context)
-    if is_delta(getattr(attention, "module", None)):
-        layer = _wrapped(spec, config, context)
-        layer.submodules.self_attention = _mixer(attention, config, context)
-        return layer
-    is_layer = isinstance(spec, ModuleSpec) and issubclass(spec.module, TransformerLayer)
-    if not is_layer or not hasattr(getattr(attention, "submodules", None), "core_attention"):
-        raise UnsupportedError(
-            f"a spec of {getattr(spec, 'module', type(spec)).__name__}",
-            "it is no layer with submodules.self_attention.submodules.core_attention to replace",
-            "the spec of one TransformerLayer, or TransformerBlockSubmodules of such",
+    kind: Any = getattr(attention, "module", None)
+    if getattr(kind, "__name__", None) in _NO_ATTENTION:
+        return _wrapped(spec, context)
+    if is_delta(kind):
+        attention = _changed(attention, in_order_class(kind), options=context.options)
+    else:
+        is_layer = isinstance(spec, ModuleSpec) and issubclass(spec.module, TransformerLayer)
+        if not is_layer or not hasattr(getattr(attention, "submodules", None), "core_attention"):
+            raise UnsupportedError(
+                f"a spec of {getattr(spec, 'module', type(spec)).__name__}",
+                "it is no layer with submodules.self_attention.submodules.core_attention to replace",
+                "the spec of one TransformerLayer, or TransformerBlockSubmodules of such",
+            )
+        _check_replaced(attention.submodules.core_attention)
+        attention = _changed(attention, kind)
+        attention.submodules.core_attention = ModuleSpec(
+            module=DistributedCoreAttention, params={"options": context.options}
         )
-    _check_replaced(attention.submodules.core_attention)
-    layer = _wrapped(spec, config, context)
-    layer.submodules.self_attention = copy.copy(attention)
-    layer.submodules.self_attention.submodules = copy.copy(attention.submodules)
-    layer.submodules.self_attention.submodules.core_attention = ModuleSpec(
-        module=DistributedCoreAttention, params={"options": context.options, "checked": True}
-    )
-    _replace_norms(layer.submodules.self_attention.submodules, config)
+    layer = _wrapped(spec, context)
+    layer.submodules.self_attention = attention
     return layer
 
 
-def _wrapped(spec: Any, config: Any, context: AttentionContext, mixin: type = DistributedAttentionLayer) -> ModuleSpec:
-    layer = copy.copy(spec)  # the changed parts are copied, the rest is shared with the given spec
-    layer.submodules = copy.copy(spec.submodules)
-    layer.module = layer_class(spec.module, mixin)
-    layer.params = {**(spec.params or {}), "distributed_attention": context}
-    _replace_norms(layer.submodules, config)
-    return layer
+def _wrapped(spec: Any, context: AttentionContext, mixin: type = DistributedAttentionLayer) -> ModuleSpec:
+    return _changed(spec, with_ours(mixin, spec.module), distributed_attention=context)
 
 
-def _mixer(spec: Any, config: Any, context: AttentionContext) -> ModuleSpec:
-    mixer: ModuleSpec = copy.copy(spec)
-    mixer.module = in_order_class(spec.module)
-    mixer.params = {**(spec.params or {}), "options": context.options}
-    mixer.submodules = copy.copy(spec.submodules)
-    _replace_norms(mixer.submodules, config)
-    return mixer
+def _changed(spec: Any, module: Any, **params: Any) -> ModuleSpec:
+    """Return a copy of a spec with another module and more parameters, whose submodules may be set."""
+    made: ModuleSpec = copy.copy(spec)
+    made.module = module
+    made.params = {**(spec.params or {}), **params}
+    made.submodules = copy.copy(spec.submodules)
+    return made
 
 
 def _check_replaced(core_attention: Any) -> None:
@@ -173,7 +146,7 @@ def _check_replaced(core_attention: Any) -> None:
     spec = core_attention if isinstance(core_attention, ModuleSpec) else ModuleSpec(module=core_attention)
     made: Any = spec.module
     known = str(getattr(made, "__module__", "")).startswith(("megatron.core.", "dfa_megatron."))
-    if known and made.__name__ in _REPLACED and not set(spec.params or {}) - {"options", "checked"}:
+    if known and made.__name__ in _REPLACED and not set(spec.params or {}) - {"options"}:
         return
     params = f" with params {sorted(spec.params)}" if spec.params else ""
     raise UnsupportedError(
@@ -183,35 +156,23 @@ def _check_replaced(core_attention: Any) -> None:
     )
 
 
-def _stack(spec: Any, config: Any, context: AttentionContext) -> ModuleSpec:
-    stack = copy.copy(spec)
-    stack.submodules = copy.copy(spec.submodules)
+def _stack(spec: Any, context: AttentionContext) -> ModuleSpec:
+    stack = _changed(spec, spec.module)
     for slot, layer in vars(spec.submodules).items():
         if not isinstance(layer, ModuleSpec) or slot == "mtp_block_spec":  # prediction layers consist of these layers
             continue
         if slot in _ATTENTION_SLOTS:
-            made = _layer(layer, config, context)
+            made = _layer(layer, context)
         else:
-            made = _wrapped(layer, config, context, DistributedLayer)
+            made = _wrapped(layer, context, DistributedLayer)
             if slot in _MIXERS and context.options.layout_inside == "contiguous":
                 mixer = getattr(made.submodules, _MIXERS[slot], None)
                 if not isinstance(mixer, ModuleSpec):
                     raise UnsupportedError(f"a hybrid stack whose {slot} has the mixer {mixer}", *OTHER_ORDER)
-                setattr(made.submodules, _MIXERS[slot], _mixer(mixer, config, context))
+                ours = _changed(mixer, in_order_class(mixer.module), options=context.options)
+                setattr(made.submodules, _MIXERS[slot], ours)
         setattr(stack.submodules, slot, made)
     return stack
-
-
-def _norm(norm: Any, config: Any) -> Any:
-    """Return the norm to use: ours in place of Megatron's PyTorch norm, which refuses sequence parallelism."""
-    stands_in = config is not None and config.sequence_parallel and norm is WrappedTorchNorm
-    return SequenceParallelNorm if stands_in else norm
-
-
-def _replace_norms(submodules: Any, config: Any) -> None:
-    for slot in _NORMS:
-        if hasattr(submodules, slot):
-            setattr(submodules, slot, _norm(getattr(submodules, slot), config))
 
 
 def is_stack(spec: Any) -> bool:
@@ -220,21 +181,16 @@ def is_stack(spec: Any) -> bool:
     return hasattr(submodules, "attention_layer") and hasattr(submodules, "mamba_layer")
 
 
-class SequenceParallelNorm:
-    """LayerNorm or RMSNorm whose weights are marked, so that Megatron sums their gradients over tensor-parallel ranks.
+def bearing_sequence_parallelism(megatrons: Callable[..., Any]) -> Callable[..., Any]:
+    """Make Megatron's PyTorch norm, in its __new__, with sequence parallelism too, which Megatron refuses.
 
-    Megatron's own WrappedTorchNorm has no such mark and refuses sequence parallelism
-    (megatron/core/transformer/torch_norm.py). Each rank normalises its own rows, so nothing else changes. This is a
-    class because Megatron's build_module passes a function on instead of calling it.
-
-    Raises:
-        UnsupportedError: a norm that PyTorch does not have in this form.
+    Each rank normalises its own rows. Only the weights need a mark, by which Megatron sums their gradients over the
+    tensor-parallel ranks.
     """
 
-    def __new__(  # type: ignore[misc]
-        cls, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any
-    ) -> torch.nn.Module:
-        """Return the norm; its weights are (hidden_size,)."""
+    def make(cls: Any, config: Any, hidden_size: int, eps: float = 1e-5, *args: Any, **kwargs: Any) -> torch.nn.Module:
+        if not config.sequence_parallel:
+            return megatrons(cls, config, hidden_size, eps, *args, **kwargs)  # type: ignore[no-any-return]
         kinds = {"LayerNorm": torch.nn.LayerNorm, "RMSNorm": torch.nn.RMSNorm}
         if config.normalization not in kinds or getattr(config, "layernorm_zero_centered_gamma", False):
             raise UnsupportedError(
@@ -244,5 +200,7 @@ class SequenceParallelNorm:
             )
         norm: torch.nn.Module = kinds[config.normalization](hidden_size, eps=eps)
         for parameter in norm.parameters():
-            parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+            parameter.sequence_parallel = True  # type: ignore[attr-defined]
         return norm
+
+    return make

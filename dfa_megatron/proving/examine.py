@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from dfa_megatron.errors import ProofError, UnsupportedError
 from dfa_megatron.proving.job import Job, texts
 from dfa_megatron.proving.recorder import record
-from dfa_megatron.proving.untouched import untouched
 from dfa_megatron.proving.verdict import Proof, Row, judge, merged
 
 
@@ -28,7 +30,7 @@ def examine(job: Job, tokens: int | None = None) -> Proof:
     rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     proof, begin = Proof(job.title, job.ranks), time.perf_counter()
     rows: list[Row] = []
-    with untouched(job):
+    with _untouched(job):
         made = texts(job, tokens)
         for number, text in enumerate(made):
             try:
@@ -55,3 +57,42 @@ def examine(job: Job, tokens: int | None = None) -> Proof:
     if rank == 0:
         print(proof, flush=True)  # asked for, so not left to the level of a log
     return proof
+
+
+@contextmanager
+def _untouched(job: Job) -> Iterator[None]:
+    """Train without dropout inside, and leave gradients, buffers, modes, dropout and the random state as they were.
+
+    Weights never change, as nothing steps.
+    """
+    modules = [module for model in job.models for module in model.modules()]
+    modes = [(module, module.training) for module in modules]
+    rates = [
+        (module, name, value)
+        for module in modules
+        for name, value in vars(module).items()
+        if type(value) is float and value and ("drop" in name or (name == "p" and "Dropout" in type(module).__name__))
+    ]
+    buffers = [(x, x.detach().clone()) for module in modules for x in module._buffers.values() if x is not None]
+    gradients = [(x, x.grad) for _, x in job.parameters()]
+    devices = [job.device] if job.device.type == "cuda" else []
+    with torch.random.fork_rng(devices), job.kept():
+        for module in modules:
+            module.training = True
+        for module, name, _ in rates:
+            setattr(module, name, 0.0)
+        for parameter, _ in gradients:
+            parameter.grad = None
+        try:
+            yield
+        finally:
+            job.clear()
+            for module, mode in modes:
+                module.training = mode
+            for module, name, value in rates:
+                setattr(module, name, value)
+            with torch.no_grad():
+                for buffer, value in buffers:
+                    buffer.copy_(value)
+            for parameter, gradient in gradients:
+                parameter.grad = gradient

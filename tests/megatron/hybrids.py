@@ -10,8 +10,7 @@ from typing import Any
 import torch
 
 from dfa_megatron.config import MegatronConfig
-from dfa_megatron.megatron.cpu import mamba as cpu_mamba
-from dfa_megatron.megatron.cpu.delta_nets import delta_net
+from dfa_megatron.megatron.cpu import mixers
 from tests.megatron import harness
 from tests.megatron.harness import MEGATRONS, Topology, case
 from tests.support import megatron_model as small_model
@@ -33,14 +32,14 @@ def delta_spec() -> Any:
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 
     layer = get_gpt_layer_local_spec(normalization="RMSNorm")
-    layer.submodules.self_attention = delta_net()
+    layer.submodules.self_attention = mixers.delta_net()
     return layer
 
 
 def stack_spec() -> Any:
     """A stack with Megatron's Mamba mixer and, where this version has a slot for it, its gated delta net."""
     plain = {"normalization": "RMSNorm", "qk_layernorm": False, "qk_l2_norm": False, "num_moe_experts": None}
-    return cpu_mamba.stack_spec(SimpleNamespace(**plain))
+    return mixers.stack_spec(SimpleNamespace(**plain))
 
 
 def build_stack(spec: Any, config: Any) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from functools import partial
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ import torch.distributed as dist
 
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.megatron.tokens.document_order import DocumentOrder
-from dfa_megatron.megatron.tokens.exchange import Relayout, TableCache, positions
+from dfa_megatron.megatron.tokens.exchange import Relayout, TableCache, in_order, positions
 from tests.support.workers import run_ranks
 
 
@@ -34,24 +35,25 @@ def exchange_there_and_back(rank: int, world_size: int) -> None:
     assert torch.equal(relayout(rows, "zigzag", "contiguous"), moved), "a plan is made again"
 
     tables = TableCache(capacity=2)
-    first = tables.contiguous(rows.detach(), relayout, 4)
+    exchanged = partial(in_order, relayout, 4, "zigzag")
+    first = tables.rows(rows.detach(), exchanged)
     assert torch.equal(first, moved)
-    assert tables.contiguous(rows.detach(), relayout, 4) is first, "the same memory is exchanged once"
-    pair = tables.contiguous((rows.detach(), None), relayout, 4)
+    assert tables.rows(rows.detach(), exchanged) is first, "the same memory is exchanged once"
+    pair = tables.rows((rows.detach(), None), exchanged)
     assert (pair[0] is first, pair[1]) == (True, None)
     both = torch.randn(8, 1, dtype=torch.float64)
     for half in (both[:4], both[4:]):  # two tables in one memory
-        assert torch.equal(tables.contiguous(half, relayout, 4), relayout.move(half, "zigzag", "contiguous"))
+        assert torch.equal(tables.rows(half, exchanged), relayout.move(half, "zigzag", "contiguous"))
     for _ in range(5):  # older tables are let go of, and a new one is never taken for an old one
         table = torch.randn(4, 1, dtype=torch.float64) + rank
-        assert torch.equal(tables.contiguous(table, relayout, 4), relayout.move(table, "zigzag", "contiguous"))
+        assert torch.equal(tables.rows(table, exchanged), relayout.move(table, "zigzag", "contiguous"))
     assert len(tables._entries) == 2
-    kept = [weakref.ref(table), weakref.ref(tables.contiguous(table, relayout, 4))]
+    kept = [weakref.ref(table), weakref.ref(tables.rows(table, exchanged))]
     del table
-    tables.contiguous(first, relayout, 4)
+    tables.rows(first, exchanged)
     assert world_size == 1 or [each() for each in kept] == [None, None], "a table that is gone is held no longer"
     with pytest.raises(UnsupportedError, match=r"a rotary table of shape \(2, 4, 1\) for 4 tokens of a rank"):
-        tables.contiguous(torch.zeros(2, 4, 1), relayout, 4)  # local and global ones, stacked
+        tables.rows(torch.zeros(2, 4, 1), exchanged)  # local and global ones, stacked
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
@@ -60,14 +62,10 @@ def test_an_exchange_and_its_gradient_on_real_ranks(ranks: int) -> None:
 
 
 def test_a_table_that_an_evaluation_moved_serves_training() -> None:
-    class Turned:
-        def move(self, rows: torch.Tensor, source: str, target: str) -> torch.Tensor:
-            return rows.flip(0)
-
     tables, table = TableCache(), torch.randn(4, 2)
     with torch.inference_mode():
-        tables.contiguous(table, Turned(), 4)
-    moved = tables.contiguous(table, Turned(), 4)
+        tables.rows(table, lambda rows: rows.flip(0))
+    moved = tables.rows(table, lambda rows: rows.flip(0))
     x = torch.randn(4, 2, requires_grad=True)
     (x * moved).sum().backward()
     assert torch.equal(x.grad, table.flip(0))

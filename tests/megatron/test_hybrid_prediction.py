@@ -81,7 +81,7 @@ def run(topology: Topology, options: MegatronConfig | None) -> tuple[Any, Any, A
 def compare_with_one_rank(rank: int, ranks: int) -> None:
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
-    from dfa_megatron.megatron.cpu.mamba import megatrons_stack
+    from dfa_megatron.megatron.cpu.mixers import megatrons_stack
 
     state_kernels.install()
     vars(sys.modules[megatrons_stack().__module__])["TENorm"] = WrappedTorchNorm

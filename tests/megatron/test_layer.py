@@ -334,8 +334,10 @@ def one_config(rank: int, world_size: int) -> None:
     assert config.timers == "later"
     config = make_config(Topology(), case(recompute=("uniform", 1), config=HETEROGENEOUS))
     spec = distribute_attention(harness.megatrons_spec(config), config=MegatronConfig())
-    with pytest.raises(UnsupportedError, match="each have a config of their own"):
-        GPTModel(config, spec, harness.VOCABULARY, harness.SEQUENCE)
+    own = GPTModel(config, spec, harness.VOCABULARY, harness.SEQUENCE).train()
+    COUNTERS.reset()
+    loss_of(own, batch).backward()
+    assert COUNTERS.attention_forwards == sum(hasattr(x.self_attention, "core_attention") for x in own.decoder.layers)
 
 
 def test_the_config_of_a_model_is_not_written_and_other_models_of_it_recompute_as_asked() -> None:

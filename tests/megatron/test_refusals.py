@@ -82,18 +82,6 @@ def test_a_field_that_is_new_to_us_passes_while_it_is_not_set(monkeypatch: pytes
         check_config(config, OPTIONS)
 
 
-def test_a_config_is_checked_once_and_another_one_of_the_same_spec_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[Any] = []
-    monkeypatch.setattr(
-        "dfa_megatron.megatron.layers.context.check_config", lambda config, options: seen.append(config)
-    )
-    one, other = SimpleNamespace(), SimpleNamespace()
-    context = AttentionContext(OPTIONS)
-    for config in (one, one, other, other):
-        context.check(config)
-    assert seen == [one, other]
-
-
 def build(**changes: Any) -> DistributedCoreAttention:
     from megatron.core.transformer.enums import AttnMaskType
 

@@ -13,10 +13,9 @@ import pytest
 from dfa_megatron.config import MegatronConfig
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.megatron import DistributedAttentionLayer, DistributedCoreAttention, distribute_attention
-from dfa_megatron.megatron.layers.context import AttentionContext
-from dfa_megatron.megatron.layers.recompute import recompute_asked
+from dfa_megatron.megatron.check_config import check_config
+from dfa_megatron.megatron.layers.recompute import takes_over
 from dfa_megatron.megatron.script import script_specs
-from dfa_megatron.megatron.spec import SequenceParallelNorm
 from tests.megatron.harness import Topology, case, make_config, megatrons_spec
 
 OPTIONS = MegatronConfig(data_layout="boundary")
@@ -87,20 +86,14 @@ def test_a_block_spec_with_experts_in_some_layers() -> None:
 
 
 def test_sequence_parallelism_without_transformer_engine_gets_a_norm_that_bears_it() -> None:
-    from megatron.core.transformer import transformer_block
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
-    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
-    if transformer_block.LayerNormImpl is not WrappedTorchNorm:
-        pytest.skip("Transformer Engine or Apex is installed and brings its own norm")
-    spec = distribute_attention(local_spec(), config(Topology(tp=2)), config=OPTIONS, pp_rank=0)
-    assert isinstance(spec, TransformerBlockSubmodules)
-    assert spec.layer_norm is SequenceParallelNorm
-    assert spec.layer_specs[0].submodules.input_layernorm is SequenceParallelNorm
-    norm = SequenceParallelNorm(config(Topology(tp=2)), 8)
+    distribute_attention(local_spec(), config(), config=OPTIONS)
+    norm = WrappedTorchNorm(config(Topology(tp=2)), 8)
     assert norm.weight.sequence_parallel
+    assert not hasattr(WrappedTorchNorm(config(), 8).weight, "sequence_parallel")
     with pytest.raises(UnsupportedError, match="normalization"):
-        SequenceParallelNorm(SimpleNamespace(normalization="L2Norm", sequence_parallel=True), 8)
+        WrappedTorchNorm(SimpleNamespace(normalization="L2Norm", sequence_parallel=True), 8)
 
 
 def test_a_spec_without_core_attention_is_refused() -> None:
@@ -137,27 +130,23 @@ def test_full_recomputation_is_taken_over_once_for_all_chunks_of_a_model() -> No
     spec = distribute_attention(local_spec(), config(), config=OPTIONS)
     context = spec.params["distributed_attention"]
     taken = make_config(Topology(), case(recompute=("block", 2)))
-    asked = recompute_asked(taken, context)
-    assert asked is not None
-    assert [asked.covers(layer) for layer in (1, 2, 3)] == [True, True, False]
+    assert [takes_over(taken, context, layer) for layer in (1, 2, 3)] == [True, True, False]
     assert (taken.recompute_granularity, taken.recompute_method, taken.recompute_num_layers) == ("full", "block", 2)
-    assert recompute_asked(taken, context) == asked
-    assert recompute_asked(config(), context) is None
+    assert takes_over(config(), context, 1) is None
     left = make_config(Topology(), case(recompute=("uniform", 1)))
     off = distribute_attention(local_spec(), left, config=OPTIONS.replace(checkpoint="none")).params[
         "distributed_attention"
     ]
-    assert recompute_asked(left, off) is None
+    assert takes_over(left, off, 1) is None
     assert left.recompute_granularity == "full"
 
 
 def test_offloading_what_nothing_recomputes_is_refused() -> None:
-    context = AttentionContext(OPTIONS.replace(remat_offload=True))
-    full = config(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
-    assert recompute_asked(full, context) == recompute_asked(full, context)
+    offloading = OPTIONS.replace(remat_offload=True)
+    check_config(config(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1), offloading)
     with pytest.raises(UnsupportedError, match="remat_offload without --recompute-granularity full"):
-        recompute_asked(config(), context)
-    assert recompute_asked(config(), AttentionContext(OPTIONS.replace(remat_offload=True, checkpoint="remat"))) is None
+        check_config(config(), offloading)
+    check_config(config(), offloading.replace(checkpoint="remat"))
 
 
 def test_spec_for_older_scripts_is_made_of_their_global_arguments(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -119,7 +119,7 @@ def own_loop(rank: int, ranks: int) -> None:
 def each(rank: int, ranks: int) -> None:
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
-    from dfa_megatron.megatron.cpu.mamba import megatrons_stack
+    from dfa_megatron.megatron.cpu.mixers import megatrons_stack
 
     state_kernels.install()
     vars(sys.modules[megatrons_stack().__module__])["TENorm"] = WrappedTorchNorm

@@ -89,7 +89,7 @@ def build_chunk(
 
     spec = megatrons_spec(config, stage, dense=options is None)
     if options is not None:
-        spec = distribute_attention(spec, config, config=options, vp_stage=stage)
+        spec = distribute_attention(spec, config, config=options)
     chunk = GPTModel(
         config=config,
         transformer_layer_spec=spec,
@@ -136,7 +136,7 @@ def megatrons_spec(config: Any, stage: int | None = None, *, dense: bool = False
             for layer in layers:
                 layer.submodules.self_attention.submodules.core_attention = DenseAttention
     if getattr(config, "linear_attention_freq", None):
-        from dfa_megatron.megatron.cpu.delta_nets import with_delta_nets
+        from dfa_megatron.megatron.cpu.mixers import with_delta_nets
 
         return with_delta_nets(spec, config, stage)
     return spec

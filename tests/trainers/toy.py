@@ -47,7 +47,7 @@ def layers(config: Any, vp_stage: int | None = None) -> Any:
     spec = get_gpt_decoder_block_spec(config, config.transformer_impl == "transformer_engine", vp_stage=vp_stage)
     if config.context_parallel_size > 1:
         options = MegatronConfig(data_layout="boundary", checkpoint="remat")
-        return distribute_attention(spec, config, config=options, vp_stage=vp_stage)
+        return distribute_attention(spec, config, config=options)
     for layer in spec.layer_specs:
         layer.submodules.self_attention.submodules.core_attention = by_document()
     return spec

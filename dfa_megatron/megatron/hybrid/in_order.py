@@ -19,7 +19,7 @@ import torch
 from dfa_megatron.config import MegatronConfig
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.megatron.hybrid.convolutions import by_causal_conv1d, by_fla, by_pytorch
-from dfa_megatron.megatron.replace import replace
+from dfa_megatron.megatron.replace import replace, with_ours
 from dfa_megatron.megatron.tokens.visit import current_visit
 from dfa_megatron.plan.language.mask import Mask
 from dfa_megatron.recurrence import Convolve, dist_conv, dist_mamba2, dist_scan, fla_scan
@@ -161,12 +161,6 @@ class InOrderMamba(InOrder):
             return self._ssm_training(projected)
         return super()._ssm_prefill(projected, conv_state=conv_state, **given)  # type: ignore[misc,no-any-return]
 
-    def _static_prefill(self, projected: torch.Tensor, conv_state: Any = None, **given: Any) -> torch.Tensor:
-        """Do what `_ssm_prefill` does; its name since Megatron-Core 0.20."""
-        if conv_state is None:
-            return self._ssm_training(projected)
-        return super()._static_prefill(projected, conv_state=conv_state, **given)  # type: ignore[misc,no-any-return]
-
 
 class InOrderDelta(InOrder):
     """Compute a GatedDeltaNet's convolution and delta rule over the ranks' tokens."""
@@ -191,9 +185,8 @@ def is_delta(base: Any) -> bool:
     return isinstance(base, type) and issubclass(base, GatedDeltaNet)
 
 
-@functools.cache
 def in_order_class(base: type) -> type:
-    """Return the subclass of Megatron's MambaMixer or GatedDeltaNet that runs in order, made once per base.
+    """Return the subclass of Megatron's MambaMixer or GatedDeltaNet that runs in order.
 
     Raises:
         UnsupportedError: base is neither.
@@ -201,14 +194,12 @@ def in_order_class(base: type) -> type:
     from megatron.core.ssm.gated_delta_net import GatedDeltaNet
     from megatron.core.ssm.mamba_mixer import MambaMixer
 
-    if issubclass(base, InOrder):
-        return base
     if issubclass(base, MambaMixer):
-        return type(f"InOrder{base.__name__}", (InOrderMamba, base), {"__module__": __name__})
+        return with_ours(InOrderMamba, base)
     if not issubclass(base, GatedDeltaNet):
         raise UnsupportedError(f"the mixer {base.__name__} where tokens are in order", *OTHER_ORDER)
     _replace_calls()
-    return type(f"InOrder{base.__name__}", (InOrderDelta, base), {"__module__": __name__})
+    return with_ours(InOrderDelta, base)
 
 
 def _replace_calls() -> None:

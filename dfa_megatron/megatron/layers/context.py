@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch.distributed as dist
 
 from dfa_megatron.config import MegatronConfig
 from dfa_megatron.errors import UnsupportedError
-from dfa_megatron.megatron.check_config import check_config, check_uneven
+from dfa_megatron.megatron.check_config import check_uneven
 from dfa_megatron.megatron.layers.router import has_losses
 from dfa_megatron.megatron.script.dfa_flags import packing_of_script
 from dfa_megatron.megatron.tokens.batch import check_declared, check_length
@@ -20,9 +20,6 @@ from dfa_megatron.megatron.tokens.visit import Visit
 from dfa_megatron.plan.language.layout import by_name, of_lengths
 from dfa_megatron.runtime.comm.compared import telling
 from dfa_megatron.runtime.cu_seqlens import describe
-
-if TYPE_CHECKING:
-    from dfa_megatron.megatron.layers.recompute import Recompute
 
 logger = logging.getLogger("dfa_megatron.megatron")
 
@@ -44,13 +41,7 @@ class AttentionContext:
     def __init__(self, options: MegatronConfig, *, hybrid: bool = False) -> None:
         self.options = options
         self.hybrid = hybrid
-        self.recompute: Recompute | None = None
-        """The flags on the model's config, where each layer has a config of its own."""
-        self._checked: tuple[Any, int] = (None, 0)
-        self._group: Any = None
-        self.tables = TableCache()
-        self.lengths: set[int] = set()
-        """The tokens of a rank in batches whose positions were looked at."""
+        self.forget()
         self._relayouts: dict[dist.ProcessGroup, Relayout] = {}
         self._said = False
         self._agreed: dict[tuple[str, DocumentOrder], None] = {}
@@ -58,17 +49,11 @@ class AttentionContext:
     def __deepcopy__(self, memo: dict[int, Any]) -> AttentionContext:
         return self
 
-    def check(self, config: Any) -> None:
-        """Check a configuration, once for a size of its groups: the layers of a model share it."""
-        (known, size), now = self._checked, getattr(config, "context_parallel_size", 1)
-        if known is not config or size != now:
-            check_config(config, self.options)
-        self._checked = config, now
-
-    def follow(self, group: dist.ProcessGroup) -> None:
-        """Forget the tables of other ranks, of which the members of this group have seen different ones."""
-        if self._group is not group:
-            self._group, self.tables, self.lengths = group, TableCache(), set()
+    def forget(self) -> None:
+        """Forget the rotary tables, of which the ranks of another group have seen different ones."""
+        self.tables = TableCache()
+        self.lengths: set[int] = set()
+        """The tokens of a rank in batches whose positions were looked at."""
 
     def relayout(self, group: dist.ProcessGroup) -> Relayout:
         """Return the exchange over the ranks that share a micro-batch, the same object for the same group."""
@@ -128,10 +113,15 @@ class AttentionContext:
             layout = of_lengths(counts) if self.options.data_layout == "boundary" else order
         return Visit(model, group, layout, order, pack, rows, self.relayout(group))
 
+    def _leaves_mixers(self, config: Any) -> bool:
+        """Return whether Mamba or gated delta net layers are Megatron's own, because tokens stay in zigzag order."""
+        names = ("is_hybrid_model", "experimental_attention_variant", "linear_attention_freq")
+        mixers = self.hybrid or any(getattr(config, name, None) for name in names)
+        return mixers and self.options.data_layout == "zigzag"
+
     def _check_pairs(self, config: Any) -> None:
         """Refuse a tree or a mask that a part of the model would not follow."""
-        names = ("is_hybrid_model", "experimental_attention_variant", "linear_attention_freq")
-        if self.options.data_layout == "zigzag" and (self.hybrid or any(getattr(config, x, None) for x in names)):
+        if self._leaves_mixers(config):
             raise UnsupportedError(
                 "a prompt_tree or a mask in a model with Mamba or gated delta net layers in layout 'zigzag'",
                 "these layers are Megatron's own, and know neither",
@@ -146,9 +136,8 @@ class AttentionContext:
 
     def _check_pack(self, model: Any, packed: Any, pack: Pack) -> None:
         """Refuse documents, or a group of their own, that a layer of the model would not follow."""
-        config, is_zigzag = model.config, self.options.data_layout == "zigzag"
-        hybrid = self.hybrid or getattr(config, "is_hybrid_model", False)
-        if hybrid and is_zigzag and config.context_parallel_size > 1:
+        config, hybrid = model.config, self.hybrid or getattr(model.config, "is_hybrid_model", False)
+        if hybrid and self.options.data_layout == "zigzag" and config.context_parallel_size > 1:
             raise UnsupportedError(
                 "packed documents in a hybrid model in layout 'zigzag'",
                 "its other layers rely on Megatron's zigzag order of every document",
@@ -157,8 +146,7 @@ class AttentionContext:
         check_samples(config, packed, pack)
         if pack.group is None:
             return
-        names = ("experimental_attention_variant", "linear_attention_freq")
-        if is_zigzag and (hybrid or any(getattr(config, name, None) for name in names)):
+        if self._leaves_mixers(config):
             raise UnsupportedError(
                 "a cp_group of a micro-batch in layout 'zigzag' of a model with Mamba or gated delta net layers",
                 "these layers are Megatron's own, and exchange heads over the model's context-parallel group",

@@ -45,8 +45,7 @@ class DistributedCoreAttention(torch.nn.Module):
     With config.qk_clip or log_max_attention_logit a training keeps the largest logits since Megatron's `clip_qk`,
     current_max_attn_logits, float32 (heads / TP), by a pass of its own.
 
-    `checked`: a layer has checked the config. Megatron builds it by keyword; see
-    megatron.core.transformer.attention.CoreAttentionBuilder.
+    Megatron builds it by keyword; see megatron.core.transformer.attention.CoreAttentionBuilder.
 
     Raises:
         UnsupportedError: this class would not honour the request.
@@ -66,12 +65,10 @@ class DistributedCoreAttention(torch.nn.Module):
         v_channels: int | None = None,
         *,
         options: MegatronConfig,
-        checked: bool = False,
         **others: Any,
     ) -> None:
         super().__init__()
-        if not checked:
-            check_config(config, options)
+        check_config(config, options)
         kinds = {"attn_mask_type": _name_of(attn_mask_type), "attention_type": attention_type}
         given = {**kinds, "attention_dropout": attention_dropout, "cp_comm_type": cp_comm_type, **_unknown(others)}
         for name, value in given.items():
@@ -95,7 +92,6 @@ class DistributedCoreAttention(torch.nn.Module):
         self.options = options
         self.cp_group = pg_collection.cp
         self.tp_group = getattr(pg_collection, "tp", None)
-        self.cp_comm_type = cp_comm_type
         self.softmax_scale = softmax_scale or 1.0 / math.sqrt(k_channels or config.kv_channels)
         self.window_size = _window_of(config, layer_number)
         self.softmax_offset = _softmax_offset(config)

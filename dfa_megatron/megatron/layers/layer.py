@@ -5,26 +5,25 @@ Shapes: hidden_states (seq / CP [/ TP under sequence parallelism], batch, hidden
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
 
 from dfa_megatron.errors import UnsupportedError
+from dfa_megatron.megatron.check_config import check_config
 from dfa_megatron.megatron.hybrid.in_order import OTHER_ORDER, InOrder
 from dfa_megatron.megatron.layers.context import AttentionContext
 from dfa_megatron.megatron.layers.core_attention import DistributedCoreAttention
-from dfa_megatron.megatron.layers.recompute import checkpoint_of, recompute_asked, tile_mlp
-from dfa_megatron.megatron.layers.rotary import image_rows, order_rotary, rotary_rows
+from dfa_megatron.megatron.layers.recompute import checkpoint_of, takes_over, tile_mlp
+from dfa_megatron.megatron.layers.rotary import order_rotary, rotary_rows
 from dfa_megatron.megatron.layers.router import weigh_losses
 from dfa_megatron.megatron.layers.swapped import check_groups, check_size, group_holders, state_group
-from dfa_megatron.megatron.tokens.document_order import DocumentOrder
 from dfa_megatron.megatron.tokens.visit import Visit, current_visit, running
 from dfa_megatron.remat import remat_checkpoint
 
 
 class DistributedLayer:
-    """Run any layer of a distributed model; the first base of every class that `layer_class` makes.
+    """Run any layer of a distributed model; the first base of its class.
 
     Its modules find the documents and ranks of the call by `current_visit`, in a recomputation too. Where the layer is
     rematerialized, it runs inside Megatron's own checkpoint: the first pass saves attention's output and lse, and the
@@ -33,17 +32,16 @@ class DistributedLayer:
 
     def __init__(self, config: Any, *args: Any, distributed_attention: AttentionContext, **kwargs: Any) -> None:
         shared = distributed_attention
-        shared.check(config)
-        asked = recompute_asked(config, shared)
+        check_config(config, shared.options)
+        covered = takes_over(config, shared, kwargs.get("layer_number", 1))
         super().__init__(config, *args, **kwargs)  # type: ignore[call-arg]
         layer: Any = self
         self._dfa = shared
         groups: Any = getattr(layer, "pg_collection", None) or kwargs["pg_collection"]
         self.cp_group, self._dfa_tp, self._dfa_state = groups.cp, groups.tp, state_group()
         check_size(config, self.cp_group)
-        local_layer = kwargs.get("layer_number", 1)
-        self._dfa_remat = shared.options.checkpoint == "remat" or (asked is not None and asked.covers(local_layer))
-        self._dfa_took_over = asked is not None
+        self._dfa_remat = shared.options.checkpoint == "remat" or bool(covered)
+        self._dfa_took_over = covered is not None
         tile_mlp(self, shared.options)
         if self.cp_group.size() > 1 or config.sequence_parallel:
             weigh_losses(self)
@@ -62,7 +60,8 @@ class DistributedLayer:
         if visit is not None or (packed is None and self.cp_group.size() == 1):
             return visit
         layer: Any = self
-        rows = hidden_states.shape[1], self._dfa_tokens(hidden_states)
+        splits = self._dfa_tp.size() if layer.config.sequence_parallel else 1
+        rows = hidden_states.shape[1], hidden_states.shape[0] * splits
         if torch._C._current_graph_task_id() != -1:  # Megatron recomputes what its language model has checked
             if self._dfa_took_over:
                 raise UnsupportedError(
@@ -80,11 +79,6 @@ class DistributedLayer:
                 "such a model; or data_layout='contiguous' with batches of shard_batch, or 'zigzag'",
             )
         return visit
-
-    def _dfa_tokens(self, hidden_states: torch.Tensor) -> int:
-        """Return the tokens of this context-parallel rank, also where sequence parallelism splits them."""
-        layer: Any = self
-        return int(hidden_states.shape[0] * (self._dfa_tp.size() if layer.config.sequence_parallel else 1))
 
     def _dfa_run(
         self, visit: Visit | None, hidden_states: torch.Tensor, *args: Any, context: Any = None, **kwargs: Any
@@ -162,31 +156,9 @@ class DistributedAttentionLayer(DistributedLayer):
             )
         visit = self._dfa_visit(kwargs.pop("packed_seq_params", None), hidden_states)
         if visit is not None and rotary_pos_emb is not None:
-            rotary_pos_emb = self._dfa_rotary(rotary_pos_emb, visit, self._dfa_tokens(hidden_states))
+            rotary_pos_emb = rotary_rows(rotary_pos_emb, visit, self)
         kwargs.update(context=context, context_mask=context_mask, rotary_pos_emb=rotary_pos_emb)
         return self._dfa_run(visit, hidden_states, **kwargs)
-
-    def _dfa_rotary(self, table: Any, visit: Visit, tokens: int) -> Any:
-        """Return the rotary rows of this rank's tokens, of Megatron's table."""
-        layer: Any = self
-        pack = visit.pack
-        if pack is not None and not pack.table_is_sliced and getattr(layer.config, "mrope_section", None) is None:
-            return rotary_rows(table, pack, tokens, visit.group, visit.layout)
-        if self._dfa.options.data_layout == "zigzag" or visit.group.size() == 1:
-            return table
-        if pack is not None and isinstance(pack.order, DocumentOrder):
-            own = type(layer.self_attention).__module__.startswith("megatron.core.")
-            return image_rows(table, pack, visit.exchange, tokens, row_slice=own)
-        tables = self._dfa.tables if pack is None or pack.group is None else pack.slices
-        return tables.contiguous(table, visit.exchange, tokens)
-
-
-@functools.cache
-def layer_class(base: type, mixin: type = DistributedAttentionLayer) -> type:
-    """Return the subclass of a Megatron layer's class with a mixin of this module, made once per base."""
-    if issubclass(base, DistributedLayer):
-        return base
-    return type(f"Distributed{base.__name__}", (mixin, base), {"__module__": __name__})
 
 
 def mixes(layer: Any, layout_inside: str) -> bool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,46 +17,16 @@ _FLAGS = ("recompute_granularity", "recompute_method", "recompute_num_layers")
 """The fields of a TransformerConfig that ask for recomputation."""
 
 
-@dataclass(frozen=True, slots=True)
-class Recompute:
-    """What Megatron's flags of full recomputation ask for; `hide_flags` hides them from the blocks."""
+def takes_over(config: Any, context: AttentionContext, local_layer: int) -> bool | None:
+    """Return whether Megatron's flags of full recomputation cover the local_layer-th layer (from 1) of a model chunk.
 
-    method: str | None
-    num_layers: int | None
-
-    def covers(self, local_layer: int) -> bool:
-        """Return whether the flags recompute the local_layer-th layer (from 1) of a model chunk."""
-        return self.method != "block" or local_layer <= (self.num_layers or 0)
-
-
-def recompute_asked(config: Any, context: AttentionContext) -> Recompute | None:
-    """Return the flags of full recomputation, None if it is off or left to Megatron by checkpoint='none'.
+    None: they are off, or left to Megatron by checkpoint='none'. `hide_flags` hides them from the blocks.
 
     Raises:
-        UnsupportedError: a hybrid model does not support the method, or layers have configs of their own.
+        UnsupportedError: a hybrid model does not support the method.
     """
-    own = getattr(config, "heterogeneous_block_specs", False) and not hasattr(config, "get_config_for_layer")
     granularity, method, layers = (vars(config).get(name) for name in _FLAGS)
-    asked = Recompute(method, layers) if granularity == "full" else None
-    options = context.options
-    if (
-        options.remat_offload
-        and options.checkpoint != "remat"
-        and (not options.saves_attention or granularity != "full")
-    ):
-        raise UnsupportedError(
-            "remat_offload without --recompute-granularity full",
-            "without rematerialization there is nothing to offload",
-            "that flag, or checkpoint='remat'",
-        )
-    if own and asked is not None and context.recompute is None and options.saves_attention:
-        raise UnsupportedError(
-            "full recomputation of layers that each have a config of their own",
-            "the flags must be taken over on the model's config",
-            "distribute_attention(spec, transformer_config), or checkpoint='none'",
-        )
-    asked = context.recompute if own else asked
-    if not options.saves_attention or asked is None:
+    if granularity != "full" or not context.options.saves_attention:
         return None
     if context.hybrid and method == "block":
         raise UnsupportedError(
@@ -65,7 +34,7 @@ def recompute_asked(config: Any, context: AttentionContext) -> Recompute | None:
             "not every layer of its stack knows its place in the pipeline stage",
             "--recompute-method uniform --recompute-num-layers 1",
         )
-    return asked
+    return method != "block" or local_layer <= (layers or 0)
 
 
 def hide_flags(block: Any) -> None:

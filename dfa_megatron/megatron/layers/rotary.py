@@ -6,19 +6,19 @@ import functools
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from dfa_megatron.errors import UnsupportedError
+from dfa_megatron.megatron.replace import with_ours
 from dfa_megatron.megatron.tokens.document_order import DocumentOrder, RowOrder
-from dfa_megatron.megatron.tokens.exchange import Relayout
+from dfa_megatron.megatron.tokens.exchange import in_order
 from dfa_megatron.megatron.tokens.packed_documents import Pack
-from dfa_megatron.megatron.tokens.visit import current_visit
+from dfa_megatron.megatron.tokens.visit import Visit, current_visit
 from dfa_megatron.plan.language.layout import Layout
 from dfa_megatron.sharding import local_positions
 
 
 class OrderedRotary:
-    """Return this rank's rows of the table in the layout's order; the first base of every class that `_subclass` makes.
+    """Return this rank's rows of the table in the layout's order; the first base of their class.
 
     Megatron's rotary modules compute the whole table and select its zigzag rows. These select the rows of this rank's
     tokens, or of their positions in their documents, so nothing is exchanged. Each holds the rows of the latest length
@@ -83,80 +83,64 @@ def order_rotary(attention: Any, layout: str) -> None:
             "a subclass of Megatron's MultiLatentAttention that makes its table as it does",
         )
     base: Any = type(rotary)
-    rotary.__class__ = _subclass(base)
+    rotary.__class__ = with_ours(OrderedRotary, base)
     rotary.dfa_layout = layout
 
 
-@functools.cache
-def _subclass(base: type) -> type:
-    if issubclass(base, OrderedRotary):
-        return base
-    return type(f"Ordered{base.__name__}", (OrderedRotary, base), {"__module__": __name__})
+def rotary_rows(table: Any, visit: Visit, layer: Any) -> Any:
+    """Return the rotary rows of this rank's tokens, of the table that Megatron gives a layer; made once for a table.
 
-
-def rotary_rows(table: Any, pack: Pack, tokens: int, group: dist.ProcessGroup, layout: str | Layout) -> Any:
-    """Return the rotary rows of this rank's tokens by position in document or path; made once per micro-batch.
+    A pack counts in documents or paths. Without one, or where Megatron made a slice for it, that slice is exchanged.
 
     Args:
-        table: (longest document, 1, 1, rotary_dim) as Megatron makes it for packs, a tuple of such, or None.
-        tokens: number of tokens that this rank holds.
-        layout: "contiguous" or "zigzag", the layout inside the layers.
+        table: (rows, 1, 1, rotary_dim), a tuple of such, or None.
+        visit: the call.
+        layer: the `DistributedAttentionLayer`.
+    """
+    pack, shared = visit.pack, layer._dfa
+    if pack is not None and not pack.table_is_sliced and getattr(layer.config, "mrope_section", None) is None:
+        return pack.tables.rows(table, functools.partial(_rows_by_position, visit, pack))
+    if shared.options.data_layout == "zigzag" or visit.group.size() == 1:
+        return table
+    if pack is not None and isinstance(pack.order, DocumentOrder):
+        own = type(layer.self_attention).__module__.startswith("megatron.core.")
+        return pack.tables.rows(table, functools.partial(_rows_of_images, visit, pack.order, own))
+    tables = shared.tables if pack is None or pack.group is None else pack.tables
+    return tables.rows(table, functools.partial(in_order, visit.exchange, visit.rows[1], "zigzag"))
 
-    Returns:
-        (tokens, 1, 1, rotary_dim), or a tuple of such, or None.
+
+def _rows_by_position(visit: Visit, pack: Pack, table: torch.Tensor) -> torch.Tensor:
+    """Return the rows (tokens, 1, 1, rotary_dim) of a table of positions.
 
     Raises:
         UnsupportedError: the table is shorter than a document, or the pack and the ranks differ in tokens.
     """
-    if isinstance(table, (tuple, list)):
-        return tuple(rotary_rows(member, pack, tokens, group, layout) for member in table)
-    if not isinstance(table, torch.Tensor):
-        return table
-    for known, rows in pack.rows_of_tables:
-        if known is table:
-            return rows
-    positions = pack.positions(tokens, group, layout, table.device)
+    positions = pack.positions(visit.rows[1], visit.group, visit.layout, table.device)
     if (longest := pack.longest) > table.shape[0]:
         raise UnsupportedError(
             f"packed_seq_params with max_seqlen {table.shape[0]}",
             f"a document has {longest} tokens, and the last ones would have no rotary embedding",
             f"max_seqlen_q={longest}",
         )
-    rows = table.index_select(0, positions)
-    pack.rows_of_tables.append((table, rows))
-    return rows
+    return table.index_select(0, positions)
 
 
-def image_rows(table: Any, pack: Pack, exchange: Relayout, tokens: int, *, row_slice: bool) -> Any:
-    """Return the rows of this rank's tokens of a multimodal rotary table, of documents that were cut one by one.
+def _rows_of_images(visit: Visit, order: DocumentOrder, row_slice: bool, table: torch.Tensor) -> torch.Tensor:
+    """Return the rows of a multimodal table (all tokens with padding, ...), of documents that were cut one by one.
 
-    Args:
-        table: (all tokens with padding, 1, 1, rotary_dim); or (tokens, 1, 1, rotary_dim), its zigzag slice.
-        exchange: over the ranks that share the micro-batch.
-        tokens: number of tokens that this rank holds.
-        row_slice: a table of so many rows is known to be that slice, which Megatron's own module makes.
+    row_slice: a table of this rank's tokens is known to be the zigzag slice of the row, which Megatron's module makes.
 
     Raises:
         UnsupportedError: it is not known, or the table has other rows.
     """
-    order = pack.order
-    assert isinstance(order, DocumentOrder)
-    if isinstance(table, (tuple, list)):
-        return tuple(image_rows(member, pack, exchange, tokens, row_slice=row_slice) for member in table)
-    if not isinstance(table, torch.Tensor):
-        return table
-    if table.shape[0] != tokens * exchange.ranks:
-        if not row_slice:
-            raise UnsupportedError(
-                "a multimodal table of a rank's tokens, in attention not Megatron's, with documents cut one by one",
-                "nobody tells the order of its rows",
-                "the table of all tokens with padding, or dfa_megatron.megatron.shard_batch with the model's options",
-            )
-        return pack.slices.contiguous(table, exchange, tokens, RowOrder(order))
-    for known, rows in pack.rows_of_tables:
-        if known is table:
-            return rows
-    mine = torch.argsort(order.inside_of_rows())[exchange.member * tokens :][:tokens]
-    rows = table.index_select(0, mine.to(table.device))
-    pack.rows_of_tables.append((table, rows))
-    return rows
+    exchange, tokens = visit.exchange, visit.rows[1]
+    if table.shape[0] == tokens * exchange.ranks:
+        mine = torch.argsort(order.inside_of_rows())[exchange.member * tokens :][:tokens]
+        return table.index_select(0, mine.to(table.device))
+    if not row_slice:
+        raise UnsupportedError(
+            "a multimodal table of a rank's tokens, in attention not Megatron's, with documents cut one by one",
+            "nobody tells the order of its rows",
+            "the table of all tokens with padding, or dfa_megatron.megatron.shard_batch with the model's options",
+        )
+    return in_order(exchange, tokens, RowOrder(order), table)

@@ -9,8 +9,6 @@ import inspect
 from typing import Any
 
 from megatron.core.models.gpt import gpt_layer_specs
-from megatron.core.transformer import transformer_block
-from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
 from dfa_megatron.errors import UnsupportedError
@@ -41,9 +39,7 @@ def get_spec(model_cfg: Any, vp_stage: int | None = None) -> Any:
     prove_if_asked(global_args())
     _distribute_predictions()
     given = [model_cfg, vp_stage] if "vp_stage" in inspect.signature(default_layer_spec).parameters else [model_cfg]
-    return distribute_attention(
-        default_layer_spec(*given), model_cfg.transformer, config=options_of(), vp_stage=vp_stage
-    )
+    return distribute_attention(default_layer_spec(*given), model_cfg.transformer, config=options_of())
 
 
 def hybrid_stack_spec() -> Any:
@@ -89,13 +85,11 @@ def spec_from_args() -> Any:
         )
     prove_if_asked(args)
     _distribute_predictions()
-    names = [*_NOT_IN_SPEC, *(["sequence_parallel"] if transformer_block.LayerNormImpl is WrappedTorchNorm else [])]
-    on = [f"--{name.replace('_', '-')}" for name in names if getattr(args, name, None) not in (None, False)]
+    on = [f"--{name.replace('_', '-')}" for name in _NOT_IN_SPEC if getattr(args, name, None) not in (None, False)]
     if on:
         raise UnsupportedError(
             f"SPEC with {', '.join(on)}",
-            "the spec that is made here does not have it, or needs the model's config, which scripts up to "
-            "Megatron-Core 0.18 do not pass on",
+            "the spec that is made here does not have it",
             "leaving it out, distribute_attention in a model provider of your own, or Megatron-Core 0.19 and get_spec",
         )
     shared = {
@@ -134,12 +128,15 @@ def _asked_for(config: Any) -> bool:
     return asked == "dfa" or (isinstance(asked, list) and bool(asked) and set(asked) == {"dfa"})
 
 
-def layer_spec(spec: Any, config: Any, vp_stage: int | None = None) -> Any:
-    """Return the decoder spec that Megatron chose, with distributed attention if the config requests it."""
+def layer_spec(spec: Any, config: Any, _vp_stage: int | None = None) -> Any:
+    """Return the decoder spec that Megatron chose, with distributed attention if the config requests it.
+
+    The patches also pass the virtual stage on, of which nothing depends.
+    """
     if not _asked_for(config):
         return spec
     prove_if_asked(global_args())
-    return distribute_attention(spec, config, config=options_of(), vp_stage=vp_stage)
+    return distribute_attention(spec, config, config=options_of())
 
 
 def prediction_spec(spec: Any, config: Any) -> Any:

@@ -5,6 +5,7 @@ Shapes: a tensor here is (rows, ...). The rows are this rank's tokens: length / 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
@@ -72,8 +73,23 @@ class Relayout:
         return plan
 
 
+def in_order(relayout: Relayout, tokens: int, source: TokenOrder, table: torch.Tensor) -> torch.Tensor:
+    """Return the contiguous counterpart of a table (tokens, ...) in order `source`.
+
+    Raises:
+        UnsupportedError: the first dimension of the table is not the tokens of this rank.
+    """
+    if table.shape[0] != tokens:
+        raise UnsupportedError(
+            f"a rotary table of shape {tuple(table.shape)} for {tokens} tokens of a rank",
+            "its first dimension must be these tokens, because they change places",
+            "a table (tokens, 1, 1, rotary_dim) or a tuple of such, or --dfa-data-layout zigzag",
+        )
+    return relayout.move(table, source, "contiguous")
+
+
 class TableCache:
-    """Cache rotary tables in the contiguous layout: exchange each table once, not once per layer.
+    """Cache the rows of rotary tables for this rank's tokens: make them once for a table, not once per layer.
 
     The key is a table's storage, because activation checkpoints pass new tensor objects over the same memory. An entry
     whose source is gone gives up its copy, but not its place: all ranks see the same tables in the same order, and must
@@ -85,22 +101,12 @@ class TableCache:
         self._entries: dict[tuple[Any, ...], torch.Tensor | None] = {}
 
     @torch.inference_mode(False)  # training saves it for its backward
-    def contiguous(self, table: Any, relayout: Relayout, rows: int, source: TokenOrder = "zigzag") -> Any:
-        """Return the contiguous counterpart of a table (rows, ...) in order `source`, or of each member of a tuple.
-
-        Raises:
-            UnsupportedError: the first dimension of a table is not the rows of this rank.
-        """
+    def rows(self, table: Any, make: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+        """Return what `make` makes of a table, or of each member of a tuple; what is no table stays."""
         if isinstance(table, (tuple, list)):
-            return tuple(self.contiguous(member, relayout, rows, source) for member in table)
+            return tuple(self.rows(member, make) for member in table)
         if not isinstance(table, torch.Tensor):
             return table
-        if table.shape[0] != rows:
-            raise UnsupportedError(
-                f"a rotary table of shape {tuple(table.shape)} for {rows} tokens of a rank",
-                "its first dimension must be these tokens, because they change places",
-                "a table (tokens, 1, 1, rotary_dim) or a tuple of such, or --dfa-data-layout zigzag",
-            )
         memory = StorageWeakRef(table.untyped_storage())
         key = (memory, table.storage_offset(), tuple(table.shape), table.dtype)
         if key not in self._entries:
@@ -108,5 +114,5 @@ class TableCache:
             if len(self._entries) >= self.capacity:
                 del self._entries[next(iter(self._entries))]
             with torch.no_grad():
-                self._entries[key] = relayout.move(table.detach(), source, "contiguous")
+                self._entries[key] = make(table.detach())
         return self._entries[key]

@@ -45,16 +45,14 @@ class Pack:
     """The tree or the mask; None: a token of a document sees those before it."""
     places: torch.Tensor | None = None
     """Of every token in its path, or the caller's with a mask, int64 (all tokens,); None: they count in documents."""
-    rows_of_tables: list[tuple[Any, Any]] = field(default_factory=list)
-    """Rotary tables as Megatron made them, each with its rows for the tokens of this rank."""
     group: dist.ProcessGroup | None = None
     """The ranks that share the micro-batch; None: the model's context-parallel group."""
     table_is_sliced: bool = False
     """Megatron slices its rotary table as for one sequence without documents."""
     order: TokenOrder = "zigzag"
     """Megatron's order of the tokens outside the layers, in layout `boundary`."""
-    slices: TableCache = field(default_factory=TableCache)
-    """Tables that were exchanged for this micro-batch. The ranks of `group` have seen different ones before it."""
+    tables: TableCache = field(default_factory=TableCache)
+    """Rotary tables of this micro-batch. The ranks of `group` have seen different ones before it."""
 
     @cached_property
     def longest(self) -> int:

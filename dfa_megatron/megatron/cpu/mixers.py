@@ -1,17 +1,17 @@
-"""Hybrid stacks of Megatron on a CPU: their spec, and functions that stand in for mamba-ssm's kernels."""
+"""Hybrids of Megatron on a CPU: their specs, and functions that stand in for the kernels of mamba-ssm and FLA."""
 
 from __future__ import annotations
 
 import copy
+import importlib
 import sys
 from typing import Any
 
 import torch
 from torch.nn import functional as F
 
-from dfa_megatron.megatron.cpu.delta_nets import delta_net
 from dfa_megatron.megatron.hybrid.convolutions import by_pytorch
-from dfa_megatron.recurrence.token_loop import linear_attention
+from dfa_megatron.recurrence.token_loop import delta_rule, linear_attention
 
 
 def megatrons_stack() -> Any:
@@ -69,9 +69,39 @@ def stack_spec(config: Any) -> Any:
     return ModuleSpec(module=stack, submodules=submodules(**layers))
 
 
-def use_mamba_stand_ins() -> None:
-    """Put the functions below where Megatron's Mamba mixers look for mamba-ssm's and einops', which need a GPU."""
-    from megatron.core.ssm import mamba_context_parallel, mamba_mixer
+def with_delta_nets(spec: Any, config: Any, stage: int | None) -> Any:
+    """Return the spec of a stage's block, with a gated delta net in the layers that `linear_attention_freq` names.
+
+    spec: of one layer, or of the block where some layers have experts. Its modules are Megatron's own.
+    """
+    from megatron.core.models.gpt.experimental_attention_variant_module_specs import get_linear_attention_pattern
+    from megatron.core.transformer import transformer_block
+    from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+
+    count = transformer_block.get_num_layers_to_build(config, stage)
+    layers = [copy.deepcopy(layer) for layer in getattr(spec, "layer_specs", [spec] * count)]
+    first = get_transformer_layer_offset(config, stage)
+    for layer, recurrent in zip(layers, get_linear_attention_pattern(config)[first : first + count], strict=True):
+        if recurrent:
+            layer.submodules.self_attention = delta_net()
+    norm = getattr(spec, "layer_norm", None) or transformer_block.LayerNormImpl
+    return transformer_block.TransformerBlockSubmodules(layer_specs=layers, layer_norm=norm)
+
+
+def delta_net() -> Any:
+    """Return the spec of a gated delta net of Megatron's own modules."""
+    from megatron.core.ssm.gated_delta_net import GatedDeltaNet, GatedDeltaNetSubmodules
+    from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+    from megatron.core.transformer.spec_utils import ModuleSpec
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
+
+    parts = {"in_proj": ColumnParallelLinear, "out_norm": WrappedTorchNorm, "out_proj": RowParallelLinear}
+    return ModuleSpec(module=GatedDeltaNet, submodules=GatedDeltaNetSubmodules(**parts))
+
+
+def use_stand_ins() -> None:
+    """Put the functions below where Megatron's mixers look for mamba-ssm's, einops' and FLA's, which need a GPU."""
+    from megatron.core.ssm import gated_delta_net, mamba_context_parallel, mamba_mixer
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
     vars(mamba_context_parallel)["HAVE_EINOPS"] = True
@@ -85,6 +115,17 @@ def use_mamba_stand_ins() -> None:
         HAVE_EINOPS=True,
     )
     vars(sys.modules[megatrons_stack().__module__])["TENorm"] = WrappedTorchNorm
+    homes = [gated_delta_net]
+    if hasattr(gated_delta_net, "__path__"):  # a package since Megatron-Core 0.19
+        homes = [importlib.import_module(f"{gated_delta_net.__name__}.{part}") for part in ("common", "gdn")]
+    for home in homes:
+        vars(home).update(
+            chunk_gated_delta_rule=_delta_rule,
+            l2norm=_l2norm,
+            causal_conv1d=_convolve_tokens,
+            causal_conv1d_fn=None,
+            HAVE_FLA=True,
+        )
 
 
 def _scan(
@@ -119,6 +160,28 @@ def _convolve_and_scan(
 def _convolve(x: torch.Tensor, weight: torch.Tensor, bias: Any = None, seq_idx: Any = None, **_: Any) -> torch.Tensor:
     """Convolve (batch, channels, tokens) with SiLU, which is Megatron's."""
     return by_pytorch(weight, bias)(x.mT, _ends(seq_idx)).mT
+
+
+def _convolve_tokens(
+    x: torch.Tensor, weight: torch.Tensor, bias: Any = None, activation: str = "silu", **given: Any
+) -> tuple[torch.Tensor, None]:
+    """Do the same for (batch, tokens, channels)."""
+    offsets = given.get("cu_seqlens")
+    return by_pytorch(weight, bias)(x, () if offsets is None else tuple(offsets.tolist())), None
+
+
+def _delta_rule(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, **given: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compute a gated delta rule of (batch, tokens, heads, width), with queries of FLA's default scale."""
+    offsets = given.get("cu_seqlens")
+    documents = () if offsets is None else tuple(offsets.tolist())
+    tokens = {"q": q * k.shape[-1] ** -0.5, "k": k, "v": v, "g": g, "beta": beta}
+    return delta_rule(tokens, given.get("initial_state"), documents)
+
+
+def _l2norm(x: torch.Tensor, eps: float = 1e-6) -> torch.Tensor:
+    return x * (x.square().sum(-1, keepdim=True) + eps).rsqrt()
 
 
 def _ends(seq_idx: torch.Tensor | None) -> tuple[int, ...]:
