@@ -6,10 +6,11 @@ While attention is the model's own, they only say so.
 
 from __future__ import annotations
 
+import functools
 import inspect
+import logging
 import math
 from dataclasses import replace
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -38,13 +39,13 @@ from dfa_megatron.huggingface.multimodal import embed_first
 from dfa_megatron.huggingface.positions import batch_number
 from dfa_megatron.huggingface.positions import document_starts as packed
 from dfa_megatron.huggingface.positions.embedded_positions import after_padding, padding_of, places
-from dfa_megatron.huggingface.positions.seen import MASK, TREE, Seen, refuse_for, seen_of, told_of
+from dfa_megatron.huggingface.positions.seen import MASK, TREE, Seen, refuse_for, seen_in, told_of
 from dfa_megatron.huggingface.recurrent.layers import layers_of
 from dfa_megatron.huggingface.tiles.tiled_head import tile_of
 from dfa_megatron.plan.language.layout import Layout
 from dfa_megatron.plan.language.mask import Mask
 from dfa_megatron.plan.language.tree import Tree
-from dfa_megatron.sharding import local_positions, shard_sequence, unshard_sequence
+from dfa_megatron.sharding import shard_sequence, unshard_sequence
 
 _OF_HOOKS = (TREE, MASK, batch_number.KEY, WHOLE)
 """Keys of a call that a model's own forward does not know."""
@@ -116,12 +117,9 @@ def _shared(
     told = told_of(given, layout.length)
     _check_told(told, decoder)
     if context.multimodal and not alone:
-        args, kept, forward = embed_first.take_whole(model, decoder, args, kept, number, told)
-    elif context.multimodal:
-        forward = embed_first.forward_of_whole(context, given, given.get("position_ids"), told)
-    else:
-        forward = _forward_of_part(decoder, context, given, args, told, layout)
-    return args, kept, replace(forward, longest=_longest(forward.seen, layout.length), layout=layout)
+        kept, given, images = embed_first.take_whole(model, decoder, args, kept, number, told)
+        return (), kept, replace(_forward_of(decoder, context, given, (), told, layout), images=images)
+    return args, kept, _forward_of(decoder, context, given, args, told, layout)
 
 
 def prepare(decoder: Any, args: tuple[Any, ...], kwargs: Arguments) -> ArgsAndKeywords:
@@ -176,7 +174,7 @@ def _check_told(told: Tree | Mask | None, decoder: Any) -> None:
         refuse_for(f"a layer of type {type(layers[0]).__name__} with a state")
 
 
-def _forward_of_part(
+def _forward_of(
     decoder: Any,
     context: LayerContext,
     given: Arguments,
@@ -184,113 +182,114 @@ def _forward_of_part(
     told: Tree | Mask | None,
     layout: Layout,
 ) -> Forward:
-    """Return the forward of this rank's part of a batch: check by the positions that it is one, and find its documents.
+    """Return the forward of a batch: of this rank's part, or for a multimodal model of the whole sequences."""
+    tokens = _tokens(given, args)
+    stated, mask = given.get("position_ids"), given.get("attention_mask")
+    mask = mask if isinstance(mask, torch.Tensor) else None
+    if context.multimodal:
+        seen, positions = _whole_rows(context, given, tokens, told, layout.length)
+        stated = stated if stated is not None and stated.dim() == 2 else None
+        mask = shard_sequence(mask, group=context.group) if mask is not None and mask.dim() == 2 else None
+    else:
+        seen, positions = _part_of_rows(decoder, context, given, tokens, told, layout.length)
+    if mask is not None:
+        check_right(mask, context.group, checks.first_of(given, checks.LABELS))
+    longest = seen.longest if isinstance(seen, Seen) else max(map(packed.longest, seen or ((0, layout.length),)))
+    return Forward(
+        context,
+        distributed=True,
+        seen=seen,
+        given=stated,
+        positions=positions,
+        longest=longest,
+        mask=mask,
+        layout=layout,
+    )
 
-    Only a single rank may omit the positions. With several ranks they are required: code that omits them does not
-    slice sequences, and its whole batch would be treated as a part.
+
+def _whole_rows(
+    context: LayerContext, given: Arguments, tokens: torch.Tensor, told: Tree | Mask | None, length: int
+) -> tuple[packed.Documents | Seen | None, torch.Tensor]:
+    """Return what whole rows see, which are the same on every rank, and the positions of this rank's tokens."""
+    stated = embed_first.places(given)
+    checked = context.options.verify != "off" or told is not None
+    found = seen_in(given, told, stated if checked else None, tokens, length)
+    if found is None:
+        assert stated is not None
+        checks.refuse_positions(stated, context, length)
+    return found[0], shard_sequence(found[1] if stated is None else stated, group=context.group)
+
+
+def _part_of_rows(
+    decoder: Any,
+    context: LayerContext,
+    given: Arguments,
+    tokens: torch.Tensor,
+    told: Tree | Mask | None,
+    length: int,
+) -> tuple[packed.Documents | Seen | None, torch.Tensor]:
+    """Return what the rows see of which this rank holds a part, and the positions of its tokens; collective.
+
+    The ranks tell one another whether each holds the positions that the batch tells, or those of one sequence. They
+    exchange their positions only if one does not. Only a single rank may omit the positions: code that omits them does
+    not slice sequences, and its whole batch would be treated as a part.
     """
-    tokens, stated = _tokens(given, args), places(decoder, given)
+    stated, number = places(decoder, given), given.get(batch_number.KEY)
     if stated is None and context.size > 1:
         raise UnsupportedError(
             f"a batch without position_ids on {context.size} ranks",
             "each rank takes its part of a sequence, and the batch does not show that it is a part",
             "dfa_megatron.huggingface.shard_batch, which brings them",
         )
-    number = given.get(batch_number.KEY)
-    seen: packed.Documents | Seen | None
-    if told is None:
-        seen, positions = _documents(given, stated, tokens, context, number, layout.length)
+    found = seen_in(given, told, None, tokens, length)
+    assert found is not None
+    mine = shard_sequence(found[1], group=context.group)
+    stated = mine if stated is None else stated
+    if context.options.verify != "off":
+        fits = stated.dim() == 2 and stated.shape[1] == mine.shape[1]
+        other = torch.full((), 2, device=mine.device) if not fits else (stated != mine).any().long()
+        worst = batch_number.check_same(number, context.group, mine.device, other)
+        if worst == 2:
+            checks.refuse_positions(stated, context, length)
+        exchanged = worst == 1
     else:
-        seen, positions = _told(told, stated, tokens, context, number)
+        exchanged = isinstance(told, Mask)
+        # A document that begins amid this rank's tokens is seen by the layers.
+        if found[0] is None and bool((stated[..., :1] != mine[:, :1]).any()):
+            checks.refuse_positions(stated, context, length)
+    if exchanged:
+        whole = unshard_sequence(stated, group=context.group)
+        if whole.shape[1] != length:
+            raise UnsupportedError(
+                f"rows of {whole.shape[1]} tokens without {batch_number.KEY}",
+                "no rank can tell the length of a row from its own part",
+                "every key of a batch of dfa_megatron.huggingface.shard_batch",
+            )
+        found = seen_in(given, told, whole, tokens, length)
+        if found is None:
+            checks.refuse_positions(stated, context, length)
+        if told is None and number is None:
+            _warn_of_repeated(whole, mine.shape[1])
+    seen = found[0]
     padding = padding_of(decoder)
     if padding is not None and tokens.dim() == 2:
         assert not isinstance(seen, Seen)
-        positions = after_padding(tokens, seen, padding, context.group)
+        stated = after_padding(tokens, seen, padding, context.group)
     elif padding is not None:  # embeddings: none is known to be padding, as in the model itself
-        positions = positions + padding + 1
-    mask = given.get("attention_mask")
-    if isinstance(mask, torch.Tensor):
-        check_right(mask, context.group, checks.first_of(given, checks.LABELS))
-    return Forward(
-        context,
-        distributed=True,
-        seen=seen,
-        given=given.get("position_ids"),
-        positions=positions,
-        mask=mask if isinstance(mask, torch.Tensor) else None,
-    )
+        stated = stated + padding + 1
+    return seen, stated
 
 
-def _told(
-    told: Tree | Mask,
-    stated: torch.Tensor | None,
-    tokens: torch.Tensor,
-    context: LayerContext,
-    number: torch.Tensor | None,
-) -> tuple[Seen, torch.Tensor]:
-    """Return what rows see, with their positions, which the ranks exchange under a mask, and those of this rank."""
-    if isinstance(told, Tree):
-        positions = shard_sequence(seen_of(told).positions(tokens.device), group=context.group)
-        _check_stated(stated, positions, context, number, told.length)
-        return seen_of(told), positions
-    plain = local_positions(told.length, group=context.group, device=tokens.device)[None]
-    positions = plain if stated is None else stated
-    same = positions.dim() == 2 and positions.shape[1] == plain.shape[1] and bool((positions == positions[:1]).all())
-    if context.options.verify != "off" and batch_number.check_same(number, context.group, tokens.device, not same):
-        checks.refuse_positions(positions, context, told.length)
-    return seen_of(told, unshard_sequence(positions[:1], group=context.group)), positions
+def _warn_of_repeated(positions: torch.Tensor, local: int) -> None:
+    """Warn of positions (batch or 1, length) that begin at 0 on every rank, which holds so many tokens."""
+    if bool((positions == torch.arange(positions.shape[1], device=positions.device) % local).all()):
+        _warn(
+            f"dfa: position_ids begin at 0 on every rank, which means documents of {local} tokens. Parts of longer "
+            "sequences have the positions of these: dfa_megatron.huggingface.shard_batch cuts them"
+        )
 
 
-def _documents(
-    given: Arguments,
-    stated: torch.Tensor | None,
-    tokens: torch.Tensor,
-    context: LayerContext,
-    number: torch.Tensor | None,
-    length: int,
-) -> tuple[packed.Documents | None, torch.Tensor]:
-    """Return the documents of every row, None if each row is one, and the positions of this rank's tokens."""
-    batch = tokens.shape[0]
-    device = tokens.device if stated is None else stated.device
-    plain = local_positions(length, group=context.group, device=device)[None]
-    if given.get("cu_seq_lens_q") is not None or given.get("cu_seq_lens_k") is not None:
-        found = packed.of_offsets(given, batch, length)
-        if not packed.single(found):
-            plain = shard_sequence(packed.positions_of(found, device), group=context.group)
-        _check_stated(stated, plain, context, number, length)
-    elif stated is None or context.options.verify == "off":
-        # A document that begins amid this rank's tokens is seen by the layers.
-        if stated is not None and bool((stated[..., :1] != plain[:, :1]).any()):
-            checks.refuse_positions(stated, context, length)
-        return None, plain if stated is None else stated
-    else:
-        known = packed.of_ranks(stated, plain, length, context.group, number)
-        if known is None:
-            checks.refuse_positions(stated, context, length)
-        found = known * batch if len(known) == 1 else known
-    return (None if packed.single(found) else found), plain if stated is None else stated
-
-
-def _check_stated(
-    stated: torch.Tensor | None,
-    expected: torch.Tensor,
-    context: LayerContext,
-    number: torch.Tensor | None,
-    length: int,
-) -> None:
-    """Check positions that are known: the ranks hold parts of one batch, and its positions are theirs; collective."""
-    if context.options.verify == "off":
-        return
-    seen = expected if stated is None else stated
-    if batch_number.check_same(number, context.group, expected.device, not checks.equal(seen, expected)):
-        checks.refuse_positions(seen, context, length)
-
-
-def _longest(seen: packed.Documents | Seen | None, length: int) -> int:
-    """Return the tokens of the longest document, or path, of rows of a length."""
-    if isinstance(seen, Seen):
-        return seen.longest
-    return max(hi - lo for offsets in seen or ((0, length),) for lo, hi in pairwise(offsets))
+_warn = functools.cache(logging.getLogger(__name__).warning)
 
 
 def _positions(kwargs: Arguments, forward: Forward) -> torch.Tensor:
@@ -304,7 +303,10 @@ def _positions(kwargs: Arguments, forward: Forward) -> torch.Tensor:
     if theirs.dim() == 3 or context.multimodal:  # axes, or what `embed_first.cut` made
         return theirs
     assert isinstance(forward.layout, Layout)
-    _check_stated(theirs, positions, context, None, forward.layout.length)
+    if context.options.verify != "off":
+        other = not checks.equal(theirs, positions)
+        if batch_number.check_same(None, context.group, positions.device, other):
+            checks.refuse_positions(theirs, context, forward.layout.length)
     return positions
 
 

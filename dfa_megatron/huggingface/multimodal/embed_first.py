@@ -6,7 +6,6 @@ So images may lie anywhere in the sequence, across ranks too, and every rank run
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,13 +13,11 @@ from torch.utils._pytree import tree_leaves
 
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.huggingface.batch import TYPE_IDS
-from dfa_megatron.huggingface.checks.call_checks import LABELS, check_by_name, equal, first_of, refuse_positions
-from dfa_megatron.huggingface.checks.padding import check_right
+from dfa_megatron.huggingface.checks.call_checks import check_by_name, equal, refuse_positions
 from dfa_megatron.huggingface.current_forward import CONTEXT, Forward, LayerContext
 from dfa_megatron.huggingface.positions import batch_number
-from dfa_megatron.huggingface.positions.document_starts import Documents, of_positions, single
 from dfa_megatron.huggingface.positions.embedded_positions import has_axes, refuse_axes
-from dfa_megatron.huggingface.positions.seen import PREFIX, Images, Seen, seen_of
+from dfa_megatron.huggingface.positions.seen import PREFIX, Images
 from dfa_megatron.plan.language.mask import Mask
 from dfa_megatron.plan.language.tree import Tree
 from dfa_megatron.sharding import local_positions, shard_sequence, unshard_sequence
@@ -49,11 +46,12 @@ def take_whole(
     kwargs: dict[str, Any],
     number: torch.Tensor | None,
     told: Tree | Mask | None,
-) -> tuple[tuple[Any, ...], dict[str, Any], Forward]:
+) -> tuple[dict[str, Any], dict[str, Any], dict[str, tuple[Images, ...]] | None]:
     """Check that a multimodal model is given whole sequences; the ranks compare a number made of their tokens.
 
     Returns:
-        The arguments for the model, and the forward of the call.
+        The arguments for the model; the whole arguments, with masks and positions that it is not given; where images
+        are, by kind of layer.
 
     Raises:
         UnsupportedError: other tokens than the other ranks', embeddings, padding that is not on the right, or images
@@ -80,15 +78,15 @@ def take_whole(
     images = _take_images(model, kept, told)
     if told is not None and has_axes(decoder) and (positions is None or positions.dim() != 3):
         refuse_axes(decoder, kept["input_ids"] if positions is None else positions, embedded=True)
-    forward = forward_of_whole(context, kept, positions, told)
-    if forward.mask is not None:
+    whole = dict(kept)
+    if isinstance(mask := kept.get("attention_mask"), torch.Tensor) and mask.dim() == 2:
         del kept["attention_mask"]
     if positions is not None and positions.dim() == 2:
         # Models would look for documents in them, and make masks of their own.
         if has_axes(decoder):
             refuse_axes(decoder, positions, embedded=True)
         del kept["position_ids"]
-    return (), kept, replace(forward, images=images)
+    return kept, whole, images
 
 
 def _take_images(model: Any, kwargs: dict[str, Any], told: Tree | Mask | None) -> dict[str, tuple[Images, ...]] | None:
@@ -129,50 +127,12 @@ def _take_images(model: Any, kwargs: dict[str, Any], told: Tree | Mask | None) -
     return dict.fromkeys(kinds, found)
 
 
-def forward_of_whole(
-    context: LayerContext, given: dict[str, Any], positions: torch.Tensor | None, told: Tree | Mask | None = None
-) -> Forward:
-    """Return the forward of whole sequences, which are the same on every rank.
-
-    Args:
-        given: the arguments of the call, with input_ids or inputs_embeds.
-        positions: (batch or 1, length), or (4, batch, length) with places in front of axes; None for plain ones.
-
-    Raises:
-        UnsupportedError: the positions are not those of documents, or padding is not on the right.
-    """
-    tokens = given["input_ids"] if given.get("inputs_embeds") is None else given["inputs_embeds"]
-    rows, length = tokens.shape[:2]
-    stated: torch.Tensor | None = positions
-    seen: Documents | Seen | None = None
-    if positions is not None and positions.dim() == 3:
-        stated = None if positions.shape[0] == 3 else positions[0]  # three axes of a tower's own have no places
-    if told is not None:
-        seen = seen_of(told, stated)
-        places = seen.positions(tokens.device)
-        if stated is not None and not bool((stated == places).all()):
-            refuse_positions(stated, context, length)
-        stated = places
-    elif stated is None:
-        stated = torch.arange(length, device=tokens.device)[None]
-    elif context.options.verify != "off":
-        seen = of_positions(stated.expand(rows, -1))
-        if seen is None:
-            refuse_positions(stated, context, length)
-        seen = None if single(seen) else seen
-    mask = given.get("attention_mask")
-    mask = mask if isinstance(mask, torch.Tensor) and mask.dim() == 2 else None
-    if mask is not None:
-        mask = shard_sequence(mask, group=context.group)
-        check_right(mask, context.group, first_of(given, LABELS))
-    return Forward(
-        context,
-        distributed=True,
-        seen=seen,
-        given=positions if positions is not None and positions.dim() == 2 else None,
-        positions=shard_sequence(stated, group=context.group),
-        mask=mask,
-    )
+def places(given: dict[str, Any]) -> torch.Tensor | None:
+    """Return the places of whole sequences' tokens, None if these are plain: three axes of a tower's have none."""
+    positions: torch.Tensor | None = given.get("position_ids")
+    if positions is None or positions.dim() < 3:
+        return positions
+    return None if positions.shape[0] == 3 else positions[0]
 
 
 def _tokens_of_text(given: dict[str, Any], context: LayerContext, told: Tree | Mask | None) -> dict[str, Any]:
