@@ -10,13 +10,13 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from dfa_megatron.huggingface.recurrent.stand_ins import Keywords, Real, Sequence
+from dfa_megatron.huggingface.recurrent.stand_ins import Keywords, Real
 from dfa_megatron.kernels.api import accumulator_dtype
 from dfa_megatron.recurrence import Decay, Scan, dist_scan
 from dfa_megatron.runtime.cu_seqlens import Offsets
 
 
-def lightning(real: Real, over: Sequence, given: Keywords) -> tuple[torch.Tensor, None]:
+def lightning(real: Real, options: Keywords, given: Keywords) -> tuple[torch.Tensor, None]:
     """Compute a layer's forward, given as a function of itself and hidden_states (batch, local_seq, hidden)."""
     module = given["self"]
 
@@ -28,7 +28,7 @@ def lightning(real: Real, over: Sequence, given: Keywords) -> tuple[torch.Tensor
     qkv = qkv if mask is None else qkv * mask[:, :, None, None, None].to(qkv.dtype)
     q, k, v = qkv.unbind(3)
     log = module.slope_rate.to(accumulator_dtype(q.dtype)).flatten().neg().expand(q.shape[:3])
-    out, _ = dist_scan(Scan(run, "k", "v"), {"q": q, "k": k, "v": v}, decay=Decay(q, log), **over.options)
+    out, _ = dist_scan(Scan(run, "k", "v"), {"q": q, "k": k, "v": v}, decay=Decay(q, log), **options)
     out = module.norm(out.flatten(2))
     return module.out_proj(F.sigmoid(module.output_gate(hidden)) * out), None
 

@@ -1,21 +1,17 @@
 """The functions that recurrent layers of transformers call, over a sequence that is spread over ranks.
 
-Each takes the function that it stands in for and that call's arguments by name, and runs it on this rank's tokens.
+Each takes the function that it stands in for, the options of a recurrence, and that call's arguments by name. It runs
+the function on this rank's tokens.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 
-from dfa_megatron.config import TrainingConfig
-from dfa_megatron.huggingface.positions.document_starts import Documents
-from dfa_megatron.plan.language.layout import Layout
-from dfa_megatron.plan.language.tree import Tree
 from dfa_megatron.recurrence import dist_conv, dist_mamba1, dist_mamba2, dist_scan, fla_scan
 from dfa_megatron.runtime.cu_seqlens import Offsets
 
@@ -23,56 +19,30 @@ Keywords = dict[str, Any]
 Real = Callable[..., Any]
 
 
-@dataclass(frozen=True, slots=True)
-class Sequence:
-    """Hold what a layer computes over.
-
-    layer: its number, from 1, for messages.
-    documents: token offsets of every row, in the sequence of all ranks; None if each row is one document.
-    tree: the segments of every row, in place of documents.
-    layout: the tokens of every rank, as for `dist_scan`.
-    """
-
-    layer: int
-    group: str
-    config: TrainingConfig
-    documents: Documents | None
-    tree: Tree | None
-    layout: Layout | str = "contiguous"
-
-    @property
-    def options(self) -> dict[str, Any]:
-        """Return the options of a recurrence."""
-        options: dict[str, Any] = {"group": self.group, "layout": self.layout, "config": self.config}
-        if self.tree is not None:
-            return options | {"cu_seqlens": (0, *(span.hi for span in self.tree.spans)), "parents": self.tree.parents}
-        return options | {"cu_seqlens": self.documents}
-
-
-def convolution(real: Real, over: Sequence, given: Keywords) -> torch.Tensor:
+def convolution(real: Real, options: Keywords, given: Keywords) -> torch.Tensor:
     """Compute a causal convolution of hidden_states (batch, channels, local_seq) with weight (channels, width)."""
 
     def run(x: torch.Tensor, documents: Offsets) -> torch.Tensor:
         out: torch.Tensor = real(**given | {"hidden_states": x})
         return out
 
-    return dist_conv(run, given["hidden_states"], given["weight"].shape[-1], dim=2, **over.options)
+    return dist_conv(run, given["hidden_states"], given["weight"].shape[-1], dim=2, **options)
 
 
-def delta_rule(real: Real, over: Sequence, given: Keywords) -> tuple[torch.Tensor, torch.Tensor]:
+def delta_rule(real: Real, options: Keywords, given: Keywords) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute a delta rule whose states are (batch, heads, k_dim, v_dim): gated, or Kimi's with a gate per channel."""
     tokens = {name: given.pop(name) for name in ("query", "key", "value", "g", "beta")}
-    return dist_scan(fla_scan(real, keys="key", values="value", packs=False, **given), tokens, **over.options)
+    return dist_scan(fla_scan(real, keys="key", values="value", packs=False, **given), tokens, **options)
 
 
-def _state_space(scan: Callable[..., Any], real: Real, over: Sequence, given: Keywords) -> Any:
+def _state_space(scan: Callable[..., Any], real: Real, options: Keywords, given: Keywords) -> Any:
     """Compute the scan of Mamba-2, or the selective one of Mamba."""
     tokens = {"x": given.pop("hidden_states"), **{name: given.pop(name) for name in ("dt", "B", "C")}}
-    out, state = scan(real, tokens, given.pop("A"), **given, **over.options)
+    out, state = scan(real, tokens, given.pop("A"), **given, **options)
     return (out, state) if given.get("return_final_states") or given.get("return_last_state") else out
 
 
-STANDS_IN: dict[str, Callable[[Real, Sequence, Keywords], Any]] = {
+STANDS_IN: dict[str, Callable[[Real, Keywords, Keywords], Any]] = {
     "causal_conv1d_fn": convolution,
     "torch_chunk_gated_delta_rule": delta_rule,
     "chunk_kimi_delta_attention": delta_rule,
