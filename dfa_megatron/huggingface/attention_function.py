@@ -11,8 +11,8 @@ from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.huggingface.checks.check_pair import SIDE, two_ways
 from dfa_megatron.huggingface.checks.padding import CAUSAL
 from dfa_megatron.huggingface.current_forward import CONTEXT, NAME, LayerContext, TwoSequences, forward_of
-from dfa_megatron.huggingface.positions.counting_modules import tempered
 from dfa_megatron.huggingface.positions.document_starts import Documents
+from dfa_megatron.huggingface.positions.embedded_positions import tempered
 from dfa_megatron.huggingface.positions.seen import Images, Seen, in_chunks, mask_of
 from dfa_megatron.huggingface.windows import BothWays, OtherMask, WindowMask, chunk_of, type_of, window_of
 from dfa_megatron.plan.language.layout import Layout

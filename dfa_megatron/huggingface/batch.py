@@ -12,7 +12,7 @@ from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.huggingface.checks.padding import IGNORED, check_right
 from dfa_megatron.huggingface.positions import batch_number
 from dfa_megatron.huggingface.positions import document_starts as packed
-from dfa_megatron.huggingface.positions.seen import MASK, TREE, seen_in, told_of
+from dfa_megatron.huggingface.positions.seen import MASK, TREE, Seen, seen_in
 from dfa_megatron.plan.language.tree import Tree
 from dfa_megatron.runtime.comm.groups import Group, group_size
 from dfa_megatron.sharding import shard_sequence
@@ -77,8 +77,7 @@ def shard_batch(batch: Mapping[str, Any], *, group: Group = None) -> dict[str, A
         if positions.shape[0] != 4:
             _refuse_positions()
         positions = positions[0]
-    told = told_of(batch, tokens.shape[1])
-    if (found := seen_in(batch, told, positions, tokens, tokens.shape[1])) is None:
+    if (found := seen_in(batch, positions, tokens, tokens.shape[1])) is None:
         _refuse_positions()
     seen, positions = found
     size = group_size(group)
@@ -89,9 +88,9 @@ def shard_batch(batch: Mapping[str, Any], *, group: Group = None) -> dict[str, A
     else:
         given = {"input_ids": tokens, "position_ids": positions, **types}
         local = {name: shard_sequence(x, group=group) for name, x in given.items()}
-    if told is not None:
-        local[TREE if isinstance(told, Tree) else MASK] = told
-    elif isinstance(seen, tuple) and not others:
+    told = {TREE if isinstance(seen.told, Tree) else MASK: seen.told} if isinstance(seen, Seen) else {}
+    local |= told
+    if isinstance(seen, tuple) and not others:
         local["cu_seq_lens_q"] = local["cu_seq_lens_k"] = packed.offsets_of_rows(seen)
     if mask is not None and not bool(mask.all()):
         local["attention_mask"] = mask if others else shard_sequence(mask, group=group)
@@ -101,8 +100,8 @@ def shard_batch(batch: Mapping[str, Any], *, group: Group = None) -> dict[str, A
         local["num_items_in_batch"] = max(int((shifted != IGNORED).sum()), 1) / size
     if size > 1:
         known = {name: x for name, x in batch.items() if name not in (TREE, MASK)}
-        known |= {} if told is None else {TREE: [crc32(repr(told).encode())]}
-        local[batch_number.KEY] = batch_number.number_of(known, cut=not others)
+        known |= {name: [crc32(repr(each).encode())] for name, each in told.items()}
+        local[batch_number.KEY] = batch_number.number_of(known, length=0 if others else tokens.shape[1])
     return local
 
 

@@ -38,13 +38,12 @@ from dfa_megatron.huggingface.implementation import is_distributed, set_attentio
 from dfa_megatron.huggingface.multimodal import embed_first
 from dfa_megatron.huggingface.positions import batch_number
 from dfa_megatron.huggingface.positions import document_starts as packed
-from dfa_megatron.huggingface.positions.embedded_positions import after_padding, padding_of, places
-from dfa_megatron.huggingface.positions.seen import MASK, TREE, Seen, refuse_for, seen_in, told_of
+from dfa_megatron.huggingface.positions.embedded_positions import embedded, padding_of, places
+from dfa_megatron.huggingface.positions.seen import MASK, TREE, Seen, refuse_for, seen_in
 from dfa_megatron.huggingface.recurrent.layers import layers_of
 from dfa_megatron.huggingface.tiles.tiled_head import tile_of
 from dfa_megatron.plan.language.layout import Layout
 from dfa_megatron.plan.language.mask import Mask
-from dfa_megatron.plan.language.tree import Tree
 from dfa_megatron.sharding import shard_sequence, unshard_sequence
 
 _OF_HOOKS = (TREE, MASK, batch_number.KEY, WHOLE)
@@ -70,14 +69,14 @@ def begin(model: Any, args: tuple[Any, ...], kwargs: Arguments, *, alone: bool =
     if follows:
         set_attention(model, NAME if model.training else context.before)
     if torch.is_grad_enabled():
-        keep_forward(model, saving=context.saving)
+        keep_forward(model, saving=context.options.checkpoint == "auto")
     given = checks.arguments_of(model, args, kwargs)
-    tile, kept = tile_of(model, given), {name: x for name, x in kwargs.items() if name not in _OF_HOOKS}
+    tile = tile_of(model, given)
     if not is_distributed(model):
         checks.check_local(given, context, evaluation=follows)
         context.varied = True
         enter(model, Forward(context, distributed=False, tile=tile))
-        return args, kept
+        return args, {name: x for name, x in kwargs.items() if name not in _OF_HOOKS}
     if WHOLE not in given:
         checks.check_parallelism()
     cache = checks.first_of(given, checks.CACHES)
@@ -90,36 +89,35 @@ def begin(model: Any, args: tuple[Any, ...], kwargs: Arguments, *, alone: bool =
     try:
         if is_pair(model):
             kept, forward = pair.take_whole(model, given, context)
-            args = ()
         else:
-            args, kept, forward = _shared(model, args, kept, given, alone=alone)
+            kept, forward = _shared(model, given, alone=alone)
     except UnsupportedError:  # on this rank alone before the ranks compare their batches, and on all from then on
         if context.options.verify != "off" and not (context.multimodal and alone):
-            device = next(x.device for x in (*args, *given.values()) if isinstance(x, torch.Tensor))
+            device = next(x.device for x in given.values() if isinstance(x, torch.Tensor))
             batch_number.check_same(None, context.group, device, batch_number.REFUSED)
         raise
     context.varied = context.varied or forward.seen is not None or forward.pair is not None
     enter(model, replace(forward, tile=tile, whole=given.get(WHOLE)))
-    return args, kept
+    return (), kept
 
 
-def _shared(
-    model: Any, args: tuple[Any, ...], kept: Arguments, given: Arguments, *, alone: bool
-) -> tuple[tuple[Any, ...], Arguments, Forward]:
+def _shared(model: Any, given: Arguments, *, alone: bool) -> tuple[Arguments, Forward]:
     """Return the arguments for a model, or for a decoder that is called alone, and the forward of its one sequence."""
     context: LayerContext = getattr(model, CONTEXT)
     decoder = model if alone else model.get_decoder()
     checks.check_loss(model, given, context)
     checks.check_part(given, context)
-    length, number = _tokens(given, args).shape[1], given.get(batch_number.KEY)
+    length, number = _tokens(given).shape[1], given.get(batch_number.KEY)
     whole = context.multimodal and not batch_number.is_cut(number)
     layout = batch_number.layout_of_rows(number, length, context.size, whole=whole)
-    told = told_of(given, layout.length)
-    _check_told(told, decoder)
     if context.multimodal and not alone:
-        kept, given, images = embed_first.take_whole(model, decoder, args, kept, number, told)
-        return (), kept, replace(_forward_of(decoder, context, given, (), told, layout), images=images)
-    return args, kept, _forward_of(decoder, context, given, args, told, layout)
+        given = embed_first.take_whole(decoder, given, context)
+        forward = _forward_of(decoder, given, layout)
+        kept, images = embed_first.for_model(model, given, forward.seen)
+        forward = replace(forward, images=images)
+    else:
+        kept, forward = given, _forward_of(decoder, given, layout)
+    return {name: x for name, x in kept.items() if name not in _OF_HOOKS}, forward
 
 
 def prepare(decoder: Any, args: tuple[Any, ...], kwargs: Arguments) -> ArgsAndKeywords:
@@ -142,7 +140,7 @@ def prepare(decoder: Any, args: tuple[Any, ...], kwargs: Arguments) -> ArgsAndKe
     checks.check_decoder(args, kwargs, context)
     if context.multimodal:
         kwargs = embed_first.cut(decoder, args, kwargs, forward)
-    tokens = _tokens(kwargs, args)
+    tokens = _tokens(kwargs, *args)
     _scale_noise(decoder, tokens, forward)
     kept = {name: value for name, value in kwargs.items() if name not in packed.FLASH_KEYS}
     kept |= {"position_ids": _positions(kwargs, forward), "use_cache": False}
@@ -161,37 +159,33 @@ def prepare(decoder: Any, args: tuple[Any, ...], kwargs: Arguments) -> ArgsAndKe
     return args, kept
 
 
-def _tokens(given: Arguments, args: tuple[Any, ...]) -> torch.Tensor:
+def _tokens(given: Arguments, *args: torch.Tensor) -> torch.Tensor:
     found: torch.Tensor = next(x for x in (given.get("input_ids"), given.get("inputs_embeds"), *args) if x is not None)
     return found
 
 
-def _check_told(told: Tree | Mask | None, decoder: Any) -> None:
+def _check_seen(seen: packed.Documents | Seen | None, decoder: Any) -> None:
     """Refuse a tree or a mask for a model whose positions, or states, follow the tokens of the pack."""
-    if told is not None and padding_of(decoder) is not None:
+    if isinstance(seen, Seen) and padding_of(decoder) is not None:
         refuse_for("a table behind its padding")
-    if isinstance(told, Mask) and (layers := layers_of(decoder)):
+    if isinstance(seen, Seen) and isinstance(seen.told, Mask) and (layers := layers_of(decoder)):
         refuse_for(f"a layer of type {type(layers[0]).__name__} with a state")
 
 
-def _forward_of(
-    decoder: Any,
-    context: LayerContext,
-    given: Arguments,
-    args: tuple[Any, ...],
-    told: Tree | Mask | None,
-    layout: Layout,
-) -> Forward:
+def _forward_of(decoder: Any, given: Arguments, layout: Layout) -> Forward:
     """Return the forward of a batch: of this rank's part, or for a multimodal model of the whole sequences."""
-    tokens = _tokens(given, args)
+    context: LayerContext = getattr(decoder, CONTEXT)
+    tokens = _tokens(given)
     stated, mask = given.get("position_ids"), given.get("attention_mask")
     mask = mask if isinstance(mask, torch.Tensor) else None
+    find = _whole_rows if context.multimodal else _part_of_rows
+    seen, positions = find(decoder, given, tokens, layout.length)
+    _check_seen(seen, decoder)
     if context.multimodal:
-        seen, positions = _whole_rows(context, given, tokens, told, layout.length)
         stated = stated if stated is not None and stated.dim() == 2 else None
         mask = shard_sequence(mask, group=context.group) if mask is not None and mask.dim() == 2 else None
     else:
-        seen, positions = _part_of_rows(decoder, context, given, tokens, told, layout.length)
+        positions = embedded(decoder, tokens, seen, positions, context.group)
     if mask is not None:
         check_right(mask, context.group, checks.first_of(given, checks.LABELS))
     longest = seen.longest if isinstance(seen, Seen) else max(map(packed.longest, seen or ((0, layout.length),)))
@@ -208,12 +202,13 @@ def _forward_of(
 
 
 def _whole_rows(
-    context: LayerContext, given: Arguments, tokens: torch.Tensor, told: Tree | Mask | None, length: int
+    decoder: Any, given: Arguments, tokens: torch.Tensor, length: int
 ) -> tuple[packed.Documents | Seen | None, torch.Tensor]:
     """Return what whole rows see, which are the same on every rank, and the positions of this rank's tokens."""
-    stated = embed_first.places(given)
-    checked = context.options.verify != "off" or told is not None
-    found = seen_in(given, told, stated if checked else None, tokens, length)
+    context: LayerContext = getattr(decoder, CONTEXT)
+    stated = places(decoder, given, whole=True)
+    checked = context.options.verify != "off" or checks.first_of(given, (TREE, MASK)) is not None
+    found = seen_in(given, stated if checked else None, tokens, length)
     if found is None:
         assert stated is not None
         checks.refuse_positions(stated, context, length)
@@ -221,12 +216,7 @@ def _whole_rows(
 
 
 def _part_of_rows(
-    decoder: Any,
-    context: LayerContext,
-    given: Arguments,
-    tokens: torch.Tensor,
-    told: Tree | Mask | None,
-    length: int,
+    decoder: Any, given: Arguments, tokens: torch.Tensor, length: int
 ) -> tuple[packed.Documents | Seen | None, torch.Tensor]:
     """Return what the rows see of which this rank holds a part, and the positions of its tokens; collective.
 
@@ -234,14 +224,15 @@ def _part_of_rows(
     exchange their positions only if one does not. Only a single rank may omit the positions: code that omits them does
     not slice sequences, and its whole batch would be treated as a part.
     """
-    stated, number = places(decoder, given), given.get(batch_number.KEY)
+    context: LayerContext = getattr(decoder, CONTEXT)
+    stated, number = places(decoder, given, whole=False), given.get(batch_number.KEY)
     if stated is None and context.size > 1:
         raise UnsupportedError(
             f"a batch without position_ids on {context.size} ranks",
             "each rank takes its part of a sequence, and the batch does not show that it is a part",
             "dfa_megatron.huggingface.shard_batch, which brings them",
         )
-    found = seen_in(given, told, None, tokens, length)
+    found = seen_in(given, None, tokens, length)
     assert found is not None
     mine = shard_sequence(found[1], group=context.group)
     stated = mine if stated is None else stated
@@ -253,7 +244,7 @@ def _part_of_rows(
             checks.refuse_positions(stated, context, length)
         exchanged = worst == 1
     else:
-        exchanged = isinstance(told, Mask)
+        exchanged = given.get(MASK) is not None
         # A document that begins amid this rank's tokens is seen by the layers.
         if found[0] is None and bool((stated[..., :1] != mine[:, :1]).any()):
             checks.refuse_positions(stated, context, length)
@@ -265,19 +256,12 @@ def _part_of_rows(
                 "no rank can tell the length of a row from its own part",
                 "every key of a batch of dfa_megatron.huggingface.shard_batch",
             )
-        found = seen_in(given, told, whole, tokens, length)
+        found = seen_in(given, whole, tokens, length)
         if found is None:
             checks.refuse_positions(stated, context, length)
-        if told is None and number is None:
+        if number is None and isinstance(found[0], tuple):
             _warn_of_repeated(whole, mine.shape[1])
-    seen = found[0]
-    padding = padding_of(decoder)
-    if padding is not None and tokens.dim() == 2:
-        assert not isinstance(seen, Seen)
-        stated = after_padding(tokens, seen, padding, context.group)
-    elif padding is not None:  # embeddings: none is known to be padding, as in the model itself
-        stated = stated + padding + 1
-    return seen, stated
+    return found[0], stated
 
 
 def _warn_of_repeated(positions: torch.Tensor, local: int) -> None:

@@ -108,7 +108,7 @@ def refused(rank: int, world_size: int) -> None:
 
 def test_caches_and_models_of_another_kind_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     from dfa_megatron.huggingface.generation import sharded_cache, steps
-    from dfa_megatron.huggingface.recurrent.layers import FORWARDS
+    from dfa_megatron.huggingface.recurrent.stand_ins import FORWARDS
 
     model, ids = dfa_hf.distribute_attention(build("Llama").eval()), text(1, 5, seed=1)["input_ids"] % 50 + 3
     getattr(model, CONTEXT).multimodal = True

@@ -94,7 +94,7 @@ def _check_first_positions(given: dict[str, Any]) -> None:
 
 
 def check_part(given: dict[str, Any], context: LayerContext) -> None:
-    """Refuse a call whose batch belongs to another kind of model, or that accelerate would cut as well.
+    """Refuse a call whose batch belongs to another kind of model.
 
     Raises:
         UnsupportedError: it does.

@@ -11,7 +11,7 @@ import torch
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.huggingface.checks.check_pair import AT_ENCODER, check_pair, is_pair
 from dfa_megatron.huggingface.implementation import is_multimodal, text_field
-from dfa_megatron.huggingface.positions.counting_modules import LOCAL_ROPE, rotaries_of, table_of
+from dfa_megatron.huggingface.positions.embedded_positions import LOCAL_ROPE, rotaries_of, table_of
 from dfa_megatron.huggingface.positions.seen import PREFIX
 from dfa_megatron.huggingface.recurrent.layers import layers_of
 

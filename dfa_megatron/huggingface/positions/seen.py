@@ -72,15 +72,8 @@ def seen_of(told: Tree | Mask, positions: torch.Tensor | None = None) -> Seen:
     return Seen(told, tuple(zip(starts, row[starts].tolist(), strict=True)))
 
 
-def told_of(batch: Mapping[str, Any], length: int) -> Tree | Mask | None:
-    """Return the tree or the mask that a batch or a call tells, None if it tells neither.
-
-    Args:
-        length: the tokens of a row on all ranks.
-
-    Raises:
-        UnsupportedError: it tells documents too, or what it tells does not fit that many tokens.
-    """
+def _told_of(batch: Mapping[str, Any], length: int) -> Tree | Mask | None:
+    """Return the tree or the mask that a batch or a call tells, None if it tells neither; refuse it beside others."""
     found = [name for name in (TREE, MASK) if batch.get(name) is not None]
     if not found:
         return None
@@ -112,26 +105,21 @@ def told_of(batch: Mapping[str, Any], length: int) -> Tree | Mask | None:
 
 
 def seen_in(
-    given: Mapping[str, Any],
-    told: Tree | Mask | None,
-    positions: torch.Tensor | None,
-    tokens: torch.Tensor,
-    length: int,
+    given: Mapping[str, Any], positions: torch.Tensor | None, tokens: torch.Tensor, length: int
 ) -> tuple[Documents | Seen | None, torch.Tensor] | None:
     """Return what whole rows see, None if each is one document, and their positions; None if these do not fit.
 
     Args:
-        given: a batch or the arguments of a call, which may have offsets of documents.
-        told: the tree or the mask in it.
+        given: a batch or the arguments of a call, which may tell a tree, a mask, or offsets of documents.
         positions: (batch or 1, length) of the whole rows, None where nothing is to be read in them.
         tokens: whose first dimension is the rows; on the device of the positions to be returned.
         length: the tokens of a row on all ranks.
 
     Raises:
-        UnsupportedError: the offsets do not fit the rows, or the positions.
+        UnsupportedError: what is told does not fit the rows, or the positions, or is told twice.
     """
     rows, device = tokens.shape[0], tokens.device
-    if told is not None:
+    if (told := _told_of(given, length)) is not None:
         seen = seen_of(told, positions)
         places = seen.positions(device)
         fits = positions is None or bool((positions == places).all())

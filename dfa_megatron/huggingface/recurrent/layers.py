@@ -11,8 +11,7 @@ from typing import Any
 import torch
 
 from dfa_megatron.huggingface.current_forward import Forward, end, enter, forward_of, innermost
-from dfa_megatron.huggingface.recurrent.lightning import lightning
-from dfa_megatron.huggingface.recurrent.stand_ins import FUSED, STANDS_IN
+from dfa_megatron.huggingface.recurrent.stand_ins import FORWARDS, FUSED, STANDS_IN
 from dfa_megatron.runtime.agreement.calls import at_layer
 
 
@@ -53,9 +52,6 @@ def hook(model: Any) -> None:
         if type(layer).__name__ in FORWARDS and not hasattr(type(layer).forward, _REAL):
             type(layer).forward = _replacing(type(layer).__name__, type(layer).forward)
 
-
-FORWARDS = {"MiniMaxLightningAttention": lightning}
-"""What stands in for the forward of layers that call no function for their states, by their class."""
 
 _REAL = "_dfa_real"
 """The attribute of a replaced function that holds the real one."""

@@ -45,9 +45,19 @@ def distribute_accelerator(
 
 
 def share_sequences(
-    accelerator: Any, model: torch.nn.Module, size: int | None, config: TrainingConfig, *, loop: bool
+    accelerator: Any,
+    model: torch.nn.Module,
+    size: int | None,
+    config: TrainingConfig,
+    *,
+    loop: bool,
+    scores: bool = False,
 ) -> int:
-    """Prepare an accelerator and a model, for a loop or for a Trainer, which counts the ranks of a sequence itself."""
+    """Prepare an accelerator and a model, for a loop or for a Trainer, which counts the ranks of a sequence itself.
+
+    Args:
+        scores: as of `take_whole_batches`.
+    """
     world = accelerator.state.num_processes
     parallel = accelerator.parallelism_config
     theirs = 1 if parallel is None else parallel.cp_size
@@ -83,7 +93,7 @@ def share_sequences(
     if theirs == 1 and known is None:
         mesh = init_device_mesh(accelerator.device.type, (world // size, size), mesh_dim_names=("dp_replicate", "cp"))
     distribute_attention(model, group=mesh["cp"].get_group(), config=config)
-    take_whole_batches(transformers_model(model))
+    take_whole_batches(transformers_model(model), counts=loop, scores=scores)
     if known is None:
         accelerator.dataloader_config.dispatch_batches = False  # also of data without a length: every rank reads it
         accelerator._dfa_sharing = Sharing(size, mesh, None if loop else model)
