@@ -195,9 +195,10 @@ def _checked_mask(module: torch.nn.Module, mask: Any, tokens: tuple[int, int] | 
     """
     if two_ways(module) and (mask is None or isinstance(mask, BothWays)):
         return None
-    if tokens is not None and tokens[0] != tokens[1]:
+    queries, keys = tokens or (1, 1)
+    if queries != keys:
         raise UnsupportedError(
-            f"attention of {tokens[0]} tokens over {tokens[1]}",
+            f"attention of {queries} tokens over {keys}",
             "there is no key cache: every rank holds as many queries as keys",
             "with dfa_megatron.huggingface.local_attention(model), on whole sequences",
         )

@@ -15,7 +15,7 @@ from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.huggingface import attention_function as attention
 from dfa_megatron.huggingface import model_inputs as inputs
 from dfa_megatron.huggingface.checkpointing import check_layers, check_options, set_checkpointing
-from dfa_megatron.huggingface.checks.check_model import check_model, foreign_code, kind_of
+from dfa_megatron.huggingface.checks.check_model import check_model, foreign_code
 from dfa_megatron.huggingface.checks.check_pair import is_pair
 from dfa_megatron.huggingface.checks.exact_types import EXACT
 from dfa_megatron.huggingface.checks.wrappers import check_wrappers
@@ -27,6 +27,7 @@ from dfa_megatron.huggingface.implementation import (
     copy_configs,
     is_distributed,
     is_multimodal,
+    kind_of,
     set_attention,
 )
 from dfa_megatron.huggingface.positions import embedded_positions as embedded
@@ -111,7 +112,7 @@ def distribute_attention(
     for module in {inner, decoder, *attentions, *others, *recurrent.modules_of(decoder)}:
         setattr(module, CONTEXT, context)
     set_tile(inner, options)
-    tile_layers(inner, options, kind_of(inner))
+    tile_layers(inner, options)
     set_checkpointing(inner, options.checkpoint, reentrant=reentrant, offload=options.remat_offload)
     return model
 

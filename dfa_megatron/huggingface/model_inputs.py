@@ -38,6 +38,7 @@ from dfa_megatron.huggingface.implementation import is_distributed, set_attentio
 from dfa_megatron.huggingface.multimodal import embed_first
 from dfa_megatron.huggingface.positions import batch_number
 from dfa_megatron.huggingface.positions import document_starts as packed
+from dfa_megatron.huggingface.positions.batch_number import KEY
 from dfa_megatron.huggingface.positions.embedded_positions import embedded, padding_of, places
 from dfa_megatron.huggingface.positions.seen import MASK, TREE, Seen, refuse_for, seen_in
 from dfa_megatron.huggingface.recurrent.layers import layers_of
@@ -46,7 +47,7 @@ from dfa_megatron.plan.language.layout import Layout
 from dfa_megatron.plan.language.mask import Mask
 from dfa_megatron.sharding import shard_sequence, unshard_sequence
 
-_OF_HOOKS = (TREE, MASK, batch_number.KEY, WHOLE)
+_OF_HOOKS = (TREE, MASK, KEY, WHOLE)
 """Keys of a call that a model's own forward does not know."""
 
 _ALPHA = "neftune_noise_alpha"
@@ -65,15 +66,14 @@ def begin(model: Any, args: tuple[Any, ...], kwargs: Arguments, *, alone: bool =
     """
     context: LayerContext = getattr(model, CONTEXT)
     check_adapters(model)  # which may be added later than attention is distributed
-    follows = context.accelerate and not context.local
-    if follows:
+    if context.accelerate and not context.local:
         set_attention(model, NAME if model.training else context.before)
     if torch.is_grad_enabled():
         keep_forward(model, saving=context.options.checkpoint == "auto")
     given = checks.arguments_of(model, args, kwargs)
     tile = tile_of(model, given)
     if not is_distributed(model):
-        checks.check_local(given, context, evaluation=follows)
+        checks.check_local(given, context)
         context.varied = True
         enter(model, Forward(context, distributed=False, tile=tile))
         return args, {name: x for name, x in kwargs.items() if name not in _OF_HOOKS}
@@ -107,7 +107,7 @@ def _shared(model: Any, given: Arguments, *, alone: bool) -> tuple[Arguments, Fo
     decoder = model if alone else model.get_decoder()
     checks.check_loss(model, given, context)
     checks.check_part(given, context)
-    length, number = _tokens(given).shape[1], given.get(batch_number.KEY)
+    length, number = _tokens(given).shape[1], given.get(KEY)
     whole = context.multimodal and not batch_number.is_cut(number)
     layout = batch_number.layout_of_rows(number, length, context.size, whole=whole)
     if context.multimodal and not alone:
@@ -225,7 +225,7 @@ def _part_of_rows(
     not slice sequences, and its whole batch would be treated as a part.
     """
     context: LayerContext = getattr(decoder, CONTEXT)
-    stated, number = places(decoder, given, whole=False), given.get(batch_number.KEY)
+    stated, number = places(decoder, given, whole=False), given.get(KEY)
     if stated is None and context.size > 1:
         raise UnsupportedError(
             f"a batch without position_ids on {context.size} ranks",
@@ -252,7 +252,7 @@ def _part_of_rows(
         whole = unshard_sequence(stated, group=context.group)
         if whole.shape[1] != length:
             raise UnsupportedError(
-                f"rows of {whole.shape[1]} tokens without {batch_number.KEY}",
+                f"rows of {whole.shape[1]} tokens without {KEY}",
                 "no rank can tell the length of a row from its own part",
                 "every key of a batch of dfa_megatron.huggingface.shard_batch",
             )

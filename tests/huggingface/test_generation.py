@@ -62,8 +62,7 @@ def spread(rank: int, world_size: int) -> tuple[int, int, list[int], torch.Tenso
         assert torch.allclose(ours.log_softmax(-1), theirs.log_softmax(-1), atol=1e-5)
     whole = sum(x.nbytes for layer in want.past_key_values.layers for x in (layer.keys, layer.values))
     cache = got.past_key_values
-    held = [cache.progress.held(layer.sight) for layer in cache.layers]
-    return cache.nbytes, whole, held, got.sequences
+    return cache.nbytes, whole, [cache.progress.held(layer.sight) for layer in cache.layers], got.sequences
 
 
 def test_a_rank_holds_its_share_of_the_cache_in_float32_too() -> None:

@@ -35,7 +35,7 @@ _OPTIONS = ("return_dict", "output_hidden_states", "use_cache")
 
 def hook(model: Any) -> None:
     """Register the hooks of a model and of its stacks' first layers, which need a `Forward` when they run."""
-    model.register_forward_hook(lambda *call: None if forward_of(model).whole else with_loss(*call))
+    model.register_forward_hook(lambda own, *call: None if forward_of(own).whole else with_loss(own, *call))
     for first in firsts_of(model):
         first.register_forward_pre_hook(_cut)
 

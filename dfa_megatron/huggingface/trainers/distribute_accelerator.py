@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from dfa_megatron.config import TrainingConfig
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.huggingface.distribute import distribute_attention, transformers_model
-from dfa_megatron.huggingface.trainers.group_accelerator import Sharing, with_shared_sequences
+from dfa_megatron.huggingface.trainers.group_accelerator import SharesSequences, Sharing
 from dfa_megatron.huggingface.trainers.shared_batches import take_whole_batches
 
 
@@ -97,7 +97,8 @@ def share_sequences(
     if known is None:
         accelerator.dataloader_config.dispatch_batches = False  # also of data without a length: every rank reads it
         accelerator._dfa_sharing = Sharing(size, mesh, None if loop else model)
-        accelerator.__class__ = with_shared_sequences(type(accelerator))
+        kind = type(accelerator)
+        accelerator.__class__ = type(kind.__name__, (SharesSequences, kind), {})
     return size
 
 

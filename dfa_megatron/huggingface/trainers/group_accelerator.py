@@ -43,13 +43,8 @@ def refuse_objects() -> NoReturn:
     )
 
 
-def with_shared_sequences(kind: type) -> type:
-    """Return a class of accelerators that share sequences; an instance needs its `Sharing` as `_dfa_sharing`."""
-    return type(kind.__name__, (_SharesSequences, kind), {})
-
-
-class _SharesSequences:
-    """Replace what accelerate counts by processes; stands before an Accelerator among the bases of a class."""
+class SharesSequences:
+    """Replace what accelerate counts by processes; the first base of the class of an accelerator with a `Sharing`."""
 
     _dfa_sharing: Sharing
     _dfa_index_of_group = False
