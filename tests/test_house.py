@@ -57,7 +57,7 @@ BUDGETS = {
     "cli": 675,
     "deepspeed": 1_429,
     "doctor": 1_041,
-    "huggingface": 5_607,
+    "huggingface": 5_389,
     "kernels": 3_809,
     "loss": 686,
     "megatron": 4_739,

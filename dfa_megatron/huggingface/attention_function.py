@@ -11,8 +11,8 @@ from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.huggingface.checks.check_pair import SIDE, two_ways
 from dfa_megatron.huggingface.checks.padding import CAUSAL
 from dfa_megatron.huggingface.current_forward import CONTEXT, NAME, LayerContext, TwoSequences, forward_of
-from dfa_megatron.huggingface.positions.counting_modules import tempered
 from dfa_megatron.huggingface.positions.document_starts import Documents
+from dfa_megatron.huggingface.positions.embedded_positions import tempered
 from dfa_megatron.huggingface.positions.seen import Images, Seen, in_chunks, mask_of
 from dfa_megatron.huggingface.windows import BothWays, OtherMask, WindowMask, chunk_of, type_of, window_of
 from dfa_megatron.plan.language.layout import Layout
@@ -67,21 +67,15 @@ def attention(
             "the layer does not know the process group",
             "dfa_megatron.huggingface.distribute_attention(model, group=...)",
         )
-    batch, forward = query.shape[0], forward_of(module)
+    forward = forward_of(module)
+    seen, decodes = forward.seen, forward.cache is not None and not forward.distributed
     whole = forward.layout.length if isinstance(forward.layout, Layout) else query.shape[2] * context.size
-    seen, mask = forward.seen, attention_mask
-    decodes = forward.cache is not None and not forward.distributed
-    lengths = (max(whole, seen.longest) if isinstance(seen, Seen) else whole, query.shape[2], key.shape[2])
-    asks = (
-        mask if isinstance(mask, WindowMask) else None if mask is None else type(mask),
-        sliding_window,
-        _OF_A_CACHE if decodes else lengths,
-        dropout,
-        is_causal is not False and (forward.images is not None or getattr(module, "is_causal", True)),
-        tuple(name for name, value in (("attn_logit_softcapping", softcap), ("sinks", s_aux)) if value is None),
-        tuple(name for name in ("position_bias", "head_mask") if others.get(name) is not None),
-    )
-    window, chunk = _checked(module, asks)
+    _check_layer(module, dropout, causal=is_causal is not False, images=forward.images is not None)
+    _check_scores(module, {"attn_logit_softcapping": softcap, "sinks": s_aux}, others)
+    mask = _checked_mask(module, attention_mask, None if decodes else (query.shape[2], key.shape[2]))
+    chunk = chunk_of(module, mask)
+    longest = _ENDLESS if decodes else max(whole, seen.longest) if isinstance(seen, Seen) else whole
+    window = window_of(module, None if chunk else mask, sliding_window, longest)
     call: dict[str, Any] = {
         "group": context.group,
         "softmax_scale": scaling,
@@ -89,31 +83,21 @@ def attention(
         "sinks": s_aux,
         "config": context.options,
     }
-    number = int(getattr(module, "layer_idx", None) or 0) + 1
-    if decodes:
-        from dfa_megatron.huggingface.generation.steps import attend  # which needs transformers
-
-        qkv = tuple(x.transpose(1, 2) for x in _autocast(query, key, value))
-        with torch.autocast(query.device.type, enabled=False), at_layer(number):
-            return attend(forward, (window, chunk), qkv, call), None
-    call["layout"] = forward.layout
-    images = (forward.images or {}).get(type_of(module) or "")
-    if seen is None and (chunk or images):
-        seen = ((0, whole),) * batch
-    if isinstance(seen, tuple) and chunk:
-        seen = in_chunks(seen, chunk)
-    qkv = tuple(x.transpose(1, 2) for x in _autocast(tempered(module, query, forward), key, value))
+    query = query if decodes else tempered(module, query, forward)
+    qkv = tuple(x.transpose(1, 2) for x in _autocast(query, key, value))
     # Without autocast: kernels choose their precision themselves.
-    with torch.autocast(query.device.type, enabled=False), at_layer(number):
+    with torch.autocast(query.device.type, enabled=False), at_layer(int(getattr(module, "layer_idx", None) or 0) + 1):
+        if decodes:
+            from dfa_megatron.huggingface.generation.steps import attend  # which needs transformers
+
+            return attend(forward, (window, chunk), qkv, call), None
+        call["layout"] = forward.layout
         if hasattr(module, SIDE):
-            out: Any = _of_pair(qkv, getattr(module, SIDE), forward.pair, call)
-        elif seen is None:
-            out = dist_flash_attn_func(*qkv, causal=True, window_size=window, **call)
-        elif isinstance(seen, Seen) and images is None:  # the same for all rows
-            out = dist_flash_attn_func(*qkv, mask=mask_of(seen, (), window[0], chunk), **call)
-        else:
-            out = _by_rows(qkv, seen, images, (window, chunk), call)
-        return out, None
+            return _of_pair(qkv, getattr(module, SIDE), forward.pair, call), None
+        images = (forward.images or {}).get(type_of(module) or "")
+        if seen is None and (chunk or images):
+            seen = ((0, whole),) * len(query)
+        return _of_rows(qkv, seen, images, (window, chunk), call), None
 
 
 def _of_pair(qkv: tuple[torch.Tensor, ...], side: str, pair: TwoSequences | None, call: dict[str, Any]) -> Any:
@@ -140,71 +124,59 @@ def _of_pair(qkv: tuple[torch.Tensor, ...], side: str, pair: TwoSequences | None
     return dist_flash_attn_func(*qkv, mask=rows, **call)
 
 
-def _by_rows(
+def _of_rows(
     qkv: tuple[torch.Tensor, ...],
-    seen: Documents | Seen,
+    seen: Documents | Seen | None,
     images: tuple[Images, ...] | None,
     near: tuple[tuple[int, int], int | None],
     call: dict[str, Any],
 ) -> Any:
-    """Compute attention of rows with documents, or images, at places of their own: one call for all."""
-    rows = (seen,) * len(qkv[0]) if isinstance(seen, Seen) else seen
+    """Compute attention of rows, each one document or with documents, or images, of its own: one call for all."""
+    window, chunk = near
+    if isinstance(seen, tuple) and chunk:
+        seen = in_chunks(seen, chunk)
+    if seen is None:
+        return dist_flash_attn_func(*qkv, causal=True, window_size=window, **call)
     if isinstance(seen, tuple) and images is None:
-        return dist_flash_attn_varlen_func(*qkv, seen, causal=True, window_size=near[0], **call)
-    masks = [mask_of(row, images[at] if images else (), near[0][0], near[1]) for at, row in enumerate(rows)]
+        return dist_flash_attn_varlen_func(*qkv, seen, causal=True, window_size=window, **call)
+    if images is None:  # the same for all rows
+        return dist_flash_attn_func(*qkv, mask=mask_of(seen, (), window[0], chunk), **call)
+    rows = (seen,) * len(images) if isinstance(seen, Seen) else seen
+    masks = [mask_of(row, own, window[0], chunk) for row, own in zip(rows, images, strict=True)]
     return dist_flash_attn_func(*qkv, mask=masks, **call)
 
 
-_OF_A_CACHE = (1 << 60, 1, 1)
-"""Lengths of a sequence, of which every window hides something, of queries, and of keys that are another matter."""
+_ENDLESS = 1 << 60
+"""Tokens of a sequence of which every window hides something."""
 
-_ASKED = "_dfa_asked"  # the attribute of a layer for what it asked last
 _HIDES_NOTHING = "_dfa_hides_nothing"  # the attribute of a mask that need not be read
 
 
-def _checked(module: torch.nn.Module, asks: tuple[Any, ...]) -> tuple[tuple[int, int], int | None]:
-    """Return a layer's window and the tokens of its chunks; check a call that asks for other things than its last one.
-
-    Raises:
-        UnsupportedError: attention would not be what the layer asks for.
-    """
-    known: tuple[Any, tuple[int, int], int | None] | None = vars(module).get(_ASKED)
-    if known is not None and known[0] == asks:
-        return known[1:]
-    mask, size, lengths, dropout, causal, kept, more = asks
-    _check_layer(module, dropout, causal, kept, more)
-    if two_ways(module) and mask in (None, BothWays):
-        mask = None
-    else:
-        _check_mask(mask, lengths)
-    chunk = chunk_of(module, mask)
-    window = window_of(module, None if chunk else mask, size, lengths[0])
-    setattr(module, _ASKED, (asks, window, chunk))
-    return window, chunk
-
-
-def _check_layer(
-    module: torch.nn.Module, dropout: float, causal: bool, kept: tuple[str, ...], more: tuple[str, ...]
-) -> None:
-    """Refuse a layer that is not causal, or whose scores the kernels would not make.
-
-    Args:
-        kept: what a layer may have as an attribute, but did not hand over.
-        more: what no kernel takes.
-    """
-    layer = type(module).__name__
+def _check_layer(module: torch.nn.Module, dropout: float, *, causal: bool, images: bool) -> None:
+    """Refuse a layer with dropout, or one that is not causal but for images and encoders."""
     if dropout:
         raise UnsupportedError(
             f"attention dropout {dropout}", "the block kernels have no dropout", "config.attention_dropout=0.0"
         )
-    if not two_ways(module) and not causal:
+    causal = causal and (images or getattr(module, "is_causal", True))
+    if not causal and not two_ways(module):
         raise UnsupportedError("attention that is not causal", "models are distributed with a causal mask", CAUSAL)
-    for name in more:
-        why = "the block kernels take no bias" if name == "position_bias" else "the block kernels mask no heads"
-        raise UnsupportedError(f"{name} in a layer of type {layer}", why, CAUSAL)
-    for name in kept:
+
+
+def _check_scores(module: torch.nn.Module, handed: dict[str, Any], others: dict[str, Any]) -> None:
+    """Refuse a layer whose scores the kernels would not make.
+
+    Args:
+        handed: what a layer may have as an attribute, and hands over.
+        others: what else it hands over.
+    """
+    layer = type(module).__name__
+    for name, why in _UNKNOWN.items():
+        if others.get(name) is not None:
+            raise UnsupportedError(f"{name} in a layer of type {layer}", why, CAUSAL)
+    for name, value in handed.items():
         # A layer that has one of these and keeps it applies it in a way that would be lost here.
-        if getattr(module, name, None) is not None:
+        if value is None and getattr(module, name, None) is not None:
             raise UnsupportedError(
                 f"{name} in a layer of type {layer}",
                 "the layer does not hand it to its attention implementation",
@@ -212,22 +184,32 @@ def _check_layer(
             )
 
 
-def _check_mask(mask: Any, lengths: tuple[int, int, int]) -> None:
-    """Refuse a key cache, and masks that the plan does not hold."""
-    _, queries, keys = lengths
+_UNKNOWN = {"position_bias": "the block kernels take no bias", "head_mask": "the block kernels mask no heads"}
+
+
+def _checked_mask(module: torch.nn.Module, mask: Any, tokens: tuple[int, int] | None) -> WindowMask | None:
+    """Return a layer's window, None without; refuse masks that the plan does not hold, and a key cache.
+
+    Args:
+        tokens: of queries and of keys; None for a cache that spans the ranks.
+    """
+    if two_ways(module) and (mask is None or isinstance(mask, BothWays)):
+        return None
+    queries, keys = tokens or (1, 1)
     if queries != keys:
         raise UnsupportedError(
             f"attention of {queries} tokens over {keys}",
             "there is no key cache: every rank holds as many queries as keys",
             "with dfa_megatron.huggingface.local_attention(model), on whole sequences",
         )
-    if isinstance(mask, type):
+    if mask is not None and not isinstance(mask, WindowMask):
         raise UnsupportedError(
             "a mask beyond causal and sliding window",
             "prefixes and blocks are not planned, and verify='off' does not see packed documents; under torch.compile "
             "transformers asks for such a mask whatever the batch",
             f"{CAUSAL}, in a model that is not compiled",
         )
+    return mask
 
 
 def _autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:

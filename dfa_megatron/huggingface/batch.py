@@ -12,7 +12,7 @@ from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.huggingface.checks.padding import IGNORED, check_right
 from dfa_megatron.huggingface.positions import batch_number
 from dfa_megatron.huggingface.positions import document_starts as packed
-from dfa_megatron.huggingface.positions.seen import MASK, TREE, seen_of, told_of
+from dfa_megatron.huggingface.positions.seen import MASK, TREE, Seen, seen_in
 from dfa_megatron.plan.language.tree import Tree
 from dfa_megatron.runtime.comm.groups import Group, group_size
 from dfa_megatron.sharding import shard_sequence
@@ -77,28 +77,21 @@ def shard_batch(batch: Mapping[str, Any], *, group: Group = None) -> dict[str, A
         if positions.shape[0] != 4:
             _refuse_positions()
         positions = positions[0]
-    told, documents = told_of(batch, tokens.shape[1]), None
-    if told is not None:
-        whole = seen_of(told, positions).positions(tokens.device)
-        if positions is not None and not bool((positions == whole).all()):
-            _refuse_positions()
-        positions = whole
-    else:
-        documents = _documents(batch, positions, tokens)
-        positions = None if documents is None else packed.positions_of(documents, tokens.device)
+    if (found := seen_in(batch, positions, tokens, tokens.shape[1])) is None:
+        _refuse_positions()
+    seen, positions = found
     size = group_size(group)
     if others:
         local = {"input_ids": tokens, **types, **others}
-        if axes or positions is not None:
+        if axes or seen is not None:
             local["position_ids"] = batch["position_ids"] if axes else positions
     else:
-        plain = torch.arange(tokens.shape[1], device=tokens.device)[None]
-        given = {"input_ids": tokens, "position_ids": plain if positions is None else positions, **types}
+        given = {"input_ids": tokens, "position_ids": positions, **types}
         local = {name: shard_sequence(x, group=group) for name, x in given.items()}
-    if told is not None:
-        local[TREE if isinstance(told, Tree) else MASK] = told
-    elif documents is not None and not others:
-        local["cu_seq_lens_q"] = local["cu_seq_lens_k"] = packed.offsets_of_rows(documents)
+    told = {TREE if isinstance(seen.told, Tree) else MASK: seen.told} if isinstance(seen, Seen) else {}
+    local |= told
+    if isinstance(seen, tuple) and not others:
+        local["cu_seq_lens_q"] = local["cu_seq_lens_k"] = packed.offsets_of_rows(seen)
     if mask is not None and not bool(mask.all()):
         local["attention_mask"] = mask if others else shard_sequence(mask, group=group)
     if "labels" in batch:
@@ -107,8 +100,8 @@ def shard_batch(batch: Mapping[str, Any], *, group: Group = None) -> dict[str, A
         local["num_items_in_batch"] = max(int((shifted != IGNORED).sum()), 1) / size
     if size > 1:
         known = {name: x for name, x in batch.items() if name not in (TREE, MASK)}
-        known |= {} if told is None else {TREE: [crc32(repr(told).encode())]}
-        local[batch_number.KEY] = batch_number.number_of(known, cut=not others)
+        known |= {name: [crc32(repr(each).encode())] for name, each in told.items()}
+        local[batch_number.KEY] = batch_number.number_of(known, length=0 if others else tokens.shape[1])
     return local
 
 
@@ -130,20 +123,3 @@ def _refuse_positions() -> NoReturn:
         "each document, and so each row, must begin at 0 and go up by 1",
         "as DataCollatorWithFlattening of transformers makes them, or none for one document a sequence",
     )
-
-
-def _documents(
-    batch: Mapping[str, torch.Tensor], positions: torch.Tensor | None, tokens: torch.Tensor
-) -> packed.Documents | None:
-    """Return the documents of every row, or None if each row is one."""
-    rows, length = tokens.shape[:2]
-    stated = packed.of_offsets(dict(batch), rows, length) if {"cu_seq_lens_q", "cu_seq_lens_k"} & set(batch) else None
-    seen = None if positions is None else packed.of_positions(positions.expand(rows, -1))
-    if positions is not None and seen is None:
-        _refuse_positions()
-    if stated is not None and seen is not None and stated != seen:
-        raise UnsupportedError(
-            "cu_seq_lens_q that disagree with position_ids", "they say where documents begin in two ways", "one of them"
-        )
-    documents = seen if stated is None else stated
-    return None if documents is None or packed.single(documents) else documents

@@ -13,9 +13,8 @@ import torch.distributed as dist
 from dfa_megatron import remat
 from dfa_megatron.config import TrainingConfig
 from dfa_megatron.errors import UnsupportedError
-from dfa_megatron.huggingface.checks.check_model import kind_of
 from dfa_megatron.huggingface.current_forward import Forward, enter, innermost, leave
-from dfa_megatron.huggingface.implementation import attention_of, set_attention
+from dfa_megatron.huggingface.implementation import attention_of, kind_of, set_attention
 
 logger = logging.getLogger(__name__)
 

@@ -44,7 +44,6 @@ class LayerContext:
     accelerate: batches come from accelerate: in evaluation every rank has whole sequences of its own, and the loss of
         this rank's tokens is weighed by who called the model.
     multimodal: the decoder belongs to a model with towers, which embeds whole sequences.
-    saving: layers that the model checkpoints save attention's output and lse.
     local: within `local_attention`.
     varied: a forward was local, or its tokens saw something else than all before, so that a recompute needs its own.
     """
@@ -55,7 +54,6 @@ class LayerContext:
     before: str
     accelerate: bool = False
     multimodal: bool = False
-    saving: bool = False
     local: bool = False
     varied: bool = False
 

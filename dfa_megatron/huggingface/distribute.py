@@ -15,7 +15,7 @@ from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.huggingface import attention_function as attention
 from dfa_megatron.huggingface import model_inputs as inputs
 from dfa_megatron.huggingface.checkpointing import check_layers, check_options, set_checkpointing
-from dfa_megatron.huggingface.checks.check_model import check_model, foreign_code, kind_of
+from dfa_megatron.huggingface.checks.check_model import check_model, foreign_code
 from dfa_megatron.huggingface.checks.check_pair import is_pair
 from dfa_megatron.huggingface.checks.exact_types import EXACT
 from dfa_megatron.huggingface.checks.wrappers import check_wrappers
@@ -27,10 +27,10 @@ from dfa_megatron.huggingface.implementation import (
     copy_configs,
     is_distributed,
     is_multimodal,
+    kind_of,
     set_attention,
 )
-from dfa_megatron.huggingface.positions import counting_modules
-from dfa_megatron.huggingface.positions.embedded_positions import padding_of
+from dfa_megatron.huggingface.positions import embedded_positions as embedded
 from dfa_megatron.huggingface.recurrent import layers as recurrent
 from dfa_megatron.huggingface.router_loss import follow_router
 from dfa_megatron.huggingface.tiles.tiled_head import set_tile
@@ -103,17 +103,16 @@ def distribute_attention(
         before=before,
         accelerate=accelerate,
         multimodal=is_multimodal(inner),
-        saving=options.checkpoint == "auto",
         varied=known is not None and known.varied,
     )
     decoder = inner.get_decoder()
     if known is None:
         _hook(inner, decoder, attentions)
-    others = pair.firsts_of(inner) if is_pair(inner) else counting_modules.modules_of(decoder)
+    others = pair.firsts_of(inner) if is_pair(inner) else embedded.modules_of(decoder)
     for module in {inner, decoder, *attentions, *others, *recurrent.modules_of(decoder)}:
         setattr(module, CONTEXT, context)
     set_tile(inner, options)
-    tile_layers(inner, options, kind_of(inner))
+    tile_layers(inner, options)
     set_checkpointing(inner, options.checkpoint, reentrant=reentrant, offload=options.remat_offload)
     return model
 
@@ -123,7 +122,7 @@ def _check_loaded(model: Any) -> None:
     why = ""
     if is_multimodal(model) or is_pair(model):
         why = "whole sequences are embedded, and accelerate's loader cuts tokens"
-    elif padding_of(model.get_decoder()) is not None:
+    elif embedded.padding_of(model.get_decoder()) is not None:
         why = "positions begin behind that of padding, and evaluation, which is local there, has those of the batches"
     if why:
         instead = "dfa_megatron.deepspeed.initialize or distribute_attention in a loop of your own, with shard_batch"
@@ -139,7 +138,7 @@ def _hook(inner: Any, decoder: Any, attentions: list[torch.nn.Module]) -> None:
         decoder.register_forward_pre_hook(inputs.prepare, with_kwargs=True)
         decoder.register_forward_hook(end_prefill)
         decoder.register_forward_hook(end, always_call=True)
-        counting_modules.hook(decoder)
+        embedded.hook(decoder)
         recurrent.hook(decoder)
         follow_router(type(inner).forward)
     if inner is not decoder:

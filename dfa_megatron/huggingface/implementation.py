@@ -17,6 +17,11 @@ def is_multimodal(model: Any) -> bool:
     return model.config.get_text_config() is not model.config
 
 
+def kind_of(model: Any) -> str:
+    """Return the type of a model for messages: "a llama model"."""
+    return f"a {model.config.model_type} model"
+
+
 def text_field(model: Any) -> str | None:
     """Return the name of the text's configuration in that of a multimodal model; None if it is not a field."""
     config, text = model.config, model.config.get_text_config()

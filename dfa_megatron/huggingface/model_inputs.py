@@ -6,10 +6,11 @@ While attention is the model's own, they only say so.
 
 from __future__ import annotations
 
+import functools
 import inspect
+import logging
 import math
 from dataclasses import replace
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -37,16 +38,16 @@ from dfa_megatron.huggingface.implementation import is_distributed, set_attentio
 from dfa_megatron.huggingface.multimodal import embed_first
 from dfa_megatron.huggingface.positions import batch_number
 from dfa_megatron.huggingface.positions import document_starts as packed
-from dfa_megatron.huggingface.positions.embedded_positions import after_padding, padding_of, places
-from dfa_megatron.huggingface.positions.seen import MASK, TREE, Seen, refuse_for, seen_of, told_of
+from dfa_megatron.huggingface.positions.batch_number import KEY
+from dfa_megatron.huggingface.positions.embedded_positions import embedded, padding_of, places
+from dfa_megatron.huggingface.positions.seen import MASK, TREE, Seen, refuse_for, seen_in
 from dfa_megatron.huggingface.recurrent.layers import layers_of
 from dfa_megatron.huggingface.tiles.tiled_head import tile_of
 from dfa_megatron.plan.language.layout import Layout
 from dfa_megatron.plan.language.mask import Mask
-from dfa_megatron.plan.language.tree import Tree
-from dfa_megatron.sharding import local_positions, shard_sequence, unshard_sequence
+from dfa_megatron.sharding import shard_sequence, unshard_sequence
 
-_OF_HOOKS = (TREE, MASK, batch_number.KEY, WHOLE)
+_OF_HOOKS = (TREE, MASK, KEY, WHOLE)
 """Keys of a call that a model's own forward does not know."""
 
 _ALPHA = "neftune_noise_alpha"
@@ -65,18 +66,17 @@ def begin(model: Any, args: tuple[Any, ...], kwargs: Arguments, *, alone: bool =
     """
     context: LayerContext = getattr(model, CONTEXT)
     check_adapters(model)  # which may be added later than attention is distributed
-    follows = context.accelerate and not context.local
-    if follows:
+    if context.accelerate and not context.local:
         set_attention(model, NAME if model.training else context.before)
     if torch.is_grad_enabled():
-        keep_forward(model, saving=context.saving)
+        keep_forward(model, saving=context.options.checkpoint == "auto")
     given = checks.arguments_of(model, args, kwargs)
-    tile, kept = tile_of(model, given), {name: x for name, x in kwargs.items() if name not in _OF_HOOKS}
+    tile = tile_of(model, given)
     if not is_distributed(model):
-        checks.check_local(given, context, evaluation=follows)
+        checks.check_local(given, context)
         context.varied = True
         enter(model, Forward(context, distributed=False, tile=tile))
-        return args, kept
+        return args, {name: x for name, x in kwargs.items() if name not in _OF_HOOKS}
     if WHOLE not in given:
         checks.check_parallelism()
     cache = checks.first_of(given, checks.CACHES)
@@ -89,39 +89,35 @@ def begin(model: Any, args: tuple[Any, ...], kwargs: Arguments, *, alone: bool =
     try:
         if is_pair(model):
             kept, forward = pair.take_whole(model, given, context)
-            args = ()
         else:
-            args, kept, forward = _shared(model, args, kept, given, alone=alone)
+            kept, forward = _shared(model, given, alone=alone)
     except UnsupportedError:  # on this rank alone before the ranks compare their batches, and on all from then on
         if context.options.verify != "off" and not (context.multimodal and alone):
-            device = next(x.device for x in (*args, *given.values()) if isinstance(x, torch.Tensor))
+            device = next(x.device for x in given.values() if isinstance(x, torch.Tensor))
             batch_number.check_same(None, context.group, device, batch_number.REFUSED)
         raise
     context.varied = context.varied or forward.seen is not None or forward.pair is not None
     enter(model, replace(forward, tile=tile, whole=given.get(WHOLE)))
-    return args, kept
+    return (), kept
 
 
-def _shared(
-    model: Any, args: tuple[Any, ...], kept: Arguments, given: Arguments, *, alone: bool
-) -> tuple[tuple[Any, ...], Arguments, Forward]:
+def _shared(model: Any, given: Arguments, *, alone: bool) -> tuple[Arguments, Forward]:
     """Return the arguments for a model, or for a decoder that is called alone, and the forward of its one sequence."""
     context: LayerContext = getattr(model, CONTEXT)
     decoder = model if alone else model.get_decoder()
     checks.check_loss(model, given, context)
     checks.check_part(given, context)
-    length, number = _tokens(given, args).shape[1], given.get(batch_number.KEY)
+    length, number = _tokens(given).shape[1], given.get(KEY)
     whole = context.multimodal and not batch_number.is_cut(number)
     layout = batch_number.layout_of_rows(number, length, context.size, whole=whole)
-    told = told_of(given, layout.length)
-    _check_told(told, decoder)
     if context.multimodal and not alone:
-        args, kept, forward = embed_first.take_whole(model, decoder, args, kept, number, told)
-    elif context.multimodal:
-        forward = embed_first.forward_of_whole(context, given, given.get("position_ids"), told)
+        given = embed_first.take_whole(decoder, given, context)
+        forward = _forward_of(decoder, given, layout)
+        kept, images = embed_first.for_model(model, given, forward.seen)
+        forward = replace(forward, images=images)
     else:
-        forward = _forward_of_part(decoder, context, given, args, told, layout)
-    return args, kept, replace(forward, longest=_longest(forward.seen, layout.length), layout=layout)
+        kept, forward = given, _forward_of(decoder, given, layout)
+    return {name: x for name, x in kept.items() if name not in _OF_HOOKS}, forward
 
 
 def prepare(decoder: Any, args: tuple[Any, ...], kwargs: Arguments) -> ArgsAndKeywords:
@@ -144,7 +140,7 @@ def prepare(decoder: Any, args: tuple[Any, ...], kwargs: Arguments) -> ArgsAndKe
     checks.check_decoder(args, kwargs, context)
     if context.multimodal:
         kwargs = embed_first.cut(decoder, args, kwargs, forward)
-    tokens = _tokens(kwargs, args)
+    tokens = _tokens(kwargs, *args)
     _scale_noise(decoder, tokens, forward)
     kept = {name: value for name, value in kwargs.items() if name not in packed.FLASH_KEYS}
     kept |= {"position_ids": _positions(kwargs, forward), "use_cache": False}
@@ -163,134 +159,121 @@ def prepare(decoder: Any, args: tuple[Any, ...], kwargs: Arguments) -> ArgsAndKe
     return args, kept
 
 
-def _tokens(given: Arguments, args: tuple[Any, ...]) -> torch.Tensor:
+def _tokens(given: Arguments, *args: torch.Tensor) -> torch.Tensor:
     found: torch.Tensor = next(x for x in (given.get("input_ids"), given.get("inputs_embeds"), *args) if x is not None)
     return found
 
 
-def _check_told(told: Tree | Mask | None, decoder: Any) -> None:
+def _check_seen(seen: packed.Documents | Seen | None, decoder: Any) -> None:
     """Refuse a tree or a mask for a model whose positions, or states, follow the tokens of the pack."""
-    if told is not None and padding_of(decoder) is not None:
+    if isinstance(seen, Seen) and padding_of(decoder) is not None:
         refuse_for("a table behind its padding")
-    if isinstance(told, Mask) and (layers := layers_of(decoder)):
+    if isinstance(seen, Seen) and isinstance(seen.told, Mask) and (layers := layers_of(decoder)):
         refuse_for(f"a layer of type {type(layers[0]).__name__} with a state")
 
 
-def _forward_of_part(
-    decoder: Any,
-    context: LayerContext,
-    given: Arguments,
-    args: tuple[Any, ...],
-    told: Tree | Mask | None,
-    layout: Layout,
-) -> Forward:
-    """Return the forward of this rank's part of a batch: check by the positions that it is one, and find its documents.
+def _forward_of(decoder: Any, given: Arguments, layout: Layout) -> Forward:
+    """Return the forward of a batch: of this rank's part, or for a multimodal model of the whole sequences."""
+    context: LayerContext = getattr(decoder, CONTEXT)
+    tokens = _tokens(given)
+    stated, mask = given.get("position_ids"), given.get("attention_mask")
+    mask = mask if isinstance(mask, torch.Tensor) else None
+    find = _whole_rows if context.multimodal else _part_of_rows
+    seen, positions = find(decoder, given, tokens, layout.length)
+    _check_seen(seen, decoder)
+    if context.multimodal:
+        stated = stated if stated is not None and stated.dim() == 2 else None
+        mask = shard_sequence(mask, group=context.group) if mask is not None and mask.dim() == 2 else None
+    else:
+        positions = embedded(decoder, tokens, seen, positions, context.group)
+    if mask is not None:
+        check_right(mask, context.group, checks.first_of(given, checks.LABELS))
+    longest = seen.longest if isinstance(seen, Seen) else max(map(packed.longest, seen or ((0, layout.length),)))
+    return Forward(
+        context,
+        distributed=True,
+        seen=seen,
+        given=stated,
+        positions=positions,
+        longest=longest,
+        mask=mask,
+        layout=layout,
+    )
 
-    Only a single rank may omit the positions. With several ranks they are required: code that omits them does not
-    slice sequences, and its whole batch would be treated as a part.
+
+def _whole_rows(
+    decoder: Any, given: Arguments, tokens: torch.Tensor, length: int
+) -> tuple[packed.Documents | Seen | None, torch.Tensor]:
+    """Return what whole rows see, which are the same on every rank, and the positions of this rank's tokens."""
+    context: LayerContext = getattr(decoder, CONTEXT)
+    stated = places(decoder, given, whole=True)
+    checked = context.options.verify != "off" or checks.first_of(given, (TREE, MASK)) is not None
+    found = seen_in(given, stated if checked else None, tokens, length)
+    if found is None:
+        assert stated is not None
+        checks.refuse_positions(stated, context, length)
+    return found[0], shard_sequence(found[1] if stated is None else stated, group=context.group)
+
+
+def _part_of_rows(
+    decoder: Any, given: Arguments, tokens: torch.Tensor, length: int
+) -> tuple[packed.Documents | Seen | None, torch.Tensor]:
+    """Return what the rows see of which this rank holds a part, and the positions of its tokens; collective.
+
+    The ranks tell one another whether each holds the positions that the batch tells, or those of one sequence. They
+    exchange their positions only if one does not. Only a single rank may omit the positions: code that omits them does
+    not slice sequences, and its whole batch would be treated as a part.
     """
-    tokens, stated = _tokens(given, args), places(decoder, given)
+    context: LayerContext = getattr(decoder, CONTEXT)
+    stated, number = places(decoder, given, whole=False), given.get(KEY)
     if stated is None and context.size > 1:
         raise UnsupportedError(
             f"a batch without position_ids on {context.size} ranks",
             "each rank takes its part of a sequence, and the batch does not show that it is a part",
             "dfa_megatron.huggingface.shard_batch, which brings them",
         )
-    number = given.get(batch_number.KEY)
-    seen: packed.Documents | Seen | None
-    if told is None:
-        seen, positions = _documents(given, stated, tokens, context, number, layout.length)
+    found = seen_in(given, None, tokens, length)
+    assert found is not None
+    mine = shard_sequence(found[1], group=context.group)
+    stated = mine if stated is None else stated
+    if context.options.verify != "off":
+        fits = stated.dim() == 2 and stated.shape[1] == mine.shape[1]
+        other = torch.full((), 2, device=mine.device) if not fits else (stated != mine).any().long()
+        worst = batch_number.check_same(number, context.group, mine.device, other)
+        if worst == 2:
+            checks.refuse_positions(stated, context, length)
+        exchanged = worst == 1
     else:
-        seen, positions = _told(told, stated, tokens, context, number)
-    padding = padding_of(decoder)
-    if padding is not None and tokens.dim() == 2:
-        assert not isinstance(seen, Seen)
-        positions = after_padding(tokens, seen, padding, context.group)
-    elif padding is not None:  # embeddings: none is known to be padding, as in the model itself
-        positions = positions + padding + 1
-    mask = given.get("attention_mask")
-    if isinstance(mask, torch.Tensor):
-        check_right(mask, context.group, checks.first_of(given, checks.LABELS))
-    return Forward(
-        context,
-        distributed=True,
-        seen=seen,
-        given=given.get("position_ids"),
-        positions=positions,
-        mask=mask if isinstance(mask, torch.Tensor) else None,
-    )
-
-
-def _told(
-    told: Tree | Mask,
-    stated: torch.Tensor | None,
-    tokens: torch.Tensor,
-    context: LayerContext,
-    number: torch.Tensor | None,
-) -> tuple[Seen, torch.Tensor]:
-    """Return what rows see, with their positions, which the ranks exchange under a mask, and those of this rank."""
-    if isinstance(told, Tree):
-        positions = shard_sequence(seen_of(told).positions(tokens.device), group=context.group)
-        _check_stated(stated, positions, context, number, told.length)
-        return seen_of(told), positions
-    plain = local_positions(told.length, group=context.group, device=tokens.device)[None]
-    positions = plain if stated is None else stated
-    same = positions.dim() == 2 and positions.shape[1] == plain.shape[1] and bool((positions == positions[:1]).all())
-    if context.options.verify != "off" and batch_number.check_same(number, context.group, tokens.device, not same):
-        checks.refuse_positions(positions, context, told.length)
-    return seen_of(told, unshard_sequence(positions[:1], group=context.group)), positions
-
-
-def _documents(
-    given: Arguments,
-    stated: torch.Tensor | None,
-    tokens: torch.Tensor,
-    context: LayerContext,
-    number: torch.Tensor | None,
-    length: int,
-) -> tuple[packed.Documents | None, torch.Tensor]:
-    """Return the documents of every row, None if each row is one, and the positions of this rank's tokens."""
-    batch = tokens.shape[0]
-    device = tokens.device if stated is None else stated.device
-    plain = local_positions(length, group=context.group, device=device)[None]
-    if given.get("cu_seq_lens_q") is not None or given.get("cu_seq_lens_k") is not None:
-        found = packed.of_offsets(given, batch, length)
-        if not packed.single(found):
-            plain = shard_sequence(packed.positions_of(found, device), group=context.group)
-        _check_stated(stated, plain, context, number, length)
-    elif stated is None or context.options.verify == "off":
+        exchanged = given.get(MASK) is not None
         # A document that begins amid this rank's tokens is seen by the layers.
-        if stated is not None and bool((stated[..., :1] != plain[:, :1]).any()):
+        if found[0] is None and bool((stated[..., :1] != mine[:, :1]).any()):
             checks.refuse_positions(stated, context, length)
-        return None, plain if stated is None else stated
-    else:
-        known = packed.of_ranks(stated, plain, length, context.group, number)
-        if known is None:
+    if exchanged:
+        whole = unshard_sequence(stated, group=context.group)
+        if whole.shape[1] != length:
+            raise UnsupportedError(
+                f"rows of {whole.shape[1]} tokens without {KEY}",
+                "no rank can tell the length of a row from its own part",
+                "every key of a batch of dfa_megatron.huggingface.shard_batch",
+            )
+        found = seen_in(given, whole, tokens, length)
+        if found is None:
             checks.refuse_positions(stated, context, length)
-        found = known * batch if len(known) == 1 else known
-    return (None if packed.single(found) else found), plain if stated is None else stated
+        if number is None and isinstance(found[0], tuple):
+            _warn_of_repeated(whole, mine.shape[1])
+    return found[0], stated
 
 
-def _check_stated(
-    stated: torch.Tensor | None,
-    expected: torch.Tensor,
-    context: LayerContext,
-    number: torch.Tensor | None,
-    length: int,
-) -> None:
-    """Check positions that are known: the ranks hold parts of one batch, and its positions are theirs; collective."""
-    if context.options.verify == "off":
-        return
-    seen = expected if stated is None else stated
-    if batch_number.check_same(number, context.group, expected.device, not checks.equal(seen, expected)):
-        checks.refuse_positions(seen, context, length)
+def _warn_of_repeated(positions: torch.Tensor, local: int) -> None:
+    """Warn of positions (batch or 1, length) that begin at 0 on every rank, which holds so many tokens."""
+    if bool((positions == torch.arange(positions.shape[1], device=positions.device) % local).all()):
+        _warn(
+            f"dfa: position_ids begin at 0 on every rank, which means documents of {local} tokens. Parts of longer "
+            "sequences have the positions of these: dfa_megatron.huggingface.shard_batch cuts them"
+        )
 
 
-def _longest(seen: packed.Documents | Seen | None, length: int) -> int:
-    """Return the tokens of the longest document, or path, of rows of a length."""
-    if isinstance(seen, Seen):
-        return seen.longest
-    return max(hi - lo for offsets in seen or ((0, length),) for lo, hi in pairwise(offsets))
+_warn = functools.cache(logging.getLogger(__name__).warning)
 
 
 def _positions(kwargs: Arguments, forward: Forward) -> torch.Tensor:
@@ -304,7 +287,10 @@ def _positions(kwargs: Arguments, forward: Forward) -> torch.Tensor:
     if theirs.dim() == 3 or context.multimodal:  # axes, or what `embed_first.cut` made
         return theirs
     assert isinstance(forward.layout, Layout)
-    _check_stated(theirs, positions, context, None, forward.layout.length)
+    if context.options.verify != "off":
+        other = not checks.equal(theirs, positions)
+        if batch_number.check_same(None, context.group, positions.device, other):
+            checks.refuse_positions(theirs, context, forward.layout.length)
     return positions
 
 

@@ -44,7 +44,9 @@ def _balance(forward: Forward, gate_logits: tuple[torch.Tensor, ...], experts: i
         gate_logits: of every layer (batch x local_seq, experts).
     """
     device = gate_logits[0].device
-    counted = _counted(forward, len(gate_logits[0]), device)
+    counted = torch.ones(len(gate_logits[0]), device=device)
+    if forward.mask is not None:  # 0 for padding
+        counted = forward.mask.to(device, torch.float32).flatten()
     counts, chances = torch.zeros(2, experts, device=device)
     for logits in gate_logits:
         weights = torch.softmax(logits.to(device), dim=-1)
@@ -57,10 +59,3 @@ def _balance(forward: Forward, gate_logits: tuple[torch.Tensor, ...], experts: i
     counts, chances, rows = sums.split((experts, experts, 1))
     balance: torch.Tensor = (counts / rows * (chances / rows)).sum() * experts
     return balance
-
-
-def _counted(forward: Forward, rows: int, device: torch.device) -> torch.Tensor:
-    """Return 1 for a token of this rank, 0 for padding; (rows,)."""
-    if forward.mask is None:
-        return torch.ones(rows, device=device)
-    return forward.mask.to(device, torch.float32).flatten()

@@ -68,21 +68,24 @@ def drawn() -> dict[str, tuple[Callable[..., Any], int, Named, Named, dict[str, 
 
 def stands_in(rank: int, world_size: int) -> None:
     from dfa_megatron.config import TrainingConfig
-    from dfa_megatron.huggingface.recurrent.layers import FORWARDS
-    from dfa_megatron.huggingface.recurrent.stand_ins import STANDS_IN, Sequence
+    from dfa_megatron.huggingface.current_forward import Forward, LayerContext
+    from dfa_megatron.huggingface.positions.seen import seen_of
+    from dfa_megatron.huggingface.recurrent.layers import options_of
+    from dfa_megatron.huggingface.recurrent.stand_ins import FORWARDS, STANDS_IN
     from dfa_megatron.plan.language.tree import Tree
     from dfa_megatron.runtime.comm.groups import group_name
 
-    mine = slice(sum(COUNTS[:rank]), sum(COUNTS[: rank + 1]))
+    mine, layout = slice(sum(COUNTS[:rank]), sum(COUNTS[: rank + 1])), of_lengths(COUNTS)
     tree, packs = Tree((3, 4, 2, 3), (-1, 0, 1, 1)), ((0, 5, 5, LENGTH), (0, LENGTH))
     wheres = (
-        (None, None, [(0, LENGTH)] * 2),
-        (packs, None, packs),
-        (None, tree, [(0, *(span.hi for span in tree.spans))] * 2),
+        (None, (), [(0, LENGTH)] * 2),
+        (packs, (), packs),
+        (seen_of(tree), tree.parents, [(0, *(span.hi for span in tree.spans))] * 2),
     )
+    context = LayerContext(group_name(None), world_size, TrainingConfig(), "eager")
     for name, (real, dim, tokens, parameters, fixed) in drawn().items():
-        for documents, segments, every in wheres:
-            over = Sequence(1, group_name(None), TrainingConfig(), documents, segments, of_lengths(COUNTS))
+        for seen, parents, every in wheres:
+            options = options_of(Forward(context, True, seen, layout=layout))
             one, ours = (leaves(tokens | parameters) for _ in range(2))
             rest = {each: one[each] for each in parameters} | fixed
 
@@ -90,12 +93,10 @@ def stands_in(rank: int, world_size: int) -> None:
                 return first(real(**path, **rest))
 
             rows = [{each: one[each][row : row + 1] for each in tokens} for row in range(2)]
-            parents = segments.parents if segments else ()
             wanted = torch.cat([by_path(alone, row, own, parents, dim) for row, own in zip(rows, every, strict=True)])
             local = {each: x.movedim(dim, 0)[mine].movedim(0, dim) for each, x in ours.items() if each in tokens}
-            out = first(
-                (FORWARDS | STANDS_IN)[name](real, over, local | {each: ours[each] for each in parameters} | fixed)
-            )
+            given = local | {each: ours[each] for each in parameters} | fixed
+            out = first((FORWARDS | STANDS_IN)[name](real, options, given))
             cut = (slice(None),) * dim + (mine,)
             weights = torch.randn(wanted.shape)
             assert_close(out, wanted[cut], tolerance=3e-5, name=name)

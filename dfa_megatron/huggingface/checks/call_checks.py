@@ -48,11 +48,8 @@ def check_by_name(args: tuple[Any, ...]) -> None:
         )
 
 
-def check_local(given: dict[str, Any], context: LayerContext, *, evaluation: bool) -> None:
+def check_local(given: dict[str, Any], context: LayerContext) -> None:
     """Refuse a call with local attention on a part of a sequence.
-
-    Args:
-        evaluation: attention is local because the model evaluates under accelerate.
 
     Raises:
         UnsupportedError: it is one, or has a tree or a mask.
@@ -67,6 +64,7 @@ def check_local(given: dict[str, Any], context: LayerContext, *, evaluation: boo
             "whole sequences within local_attention, and in evaluation under accelerate; or distributed attention, in "
             "model.train() within torch.no_grad() under accelerate",
         )
+    evaluation = context.accelerate and not context.local
     if evaluation and context.size > 1 and context.options.verify != "off":
         _check_first_positions(given)
 
@@ -94,7 +92,7 @@ def _check_first_positions(given: dict[str, Any]) -> None:
 
 
 def check_part(given: dict[str, Any], context: LayerContext) -> None:
-    """Refuse a call whose batch belongs to another kind of model, or that accelerate would cut as well.
+    """Refuse a call whose batch belongs to another kind of model.
 
     Raises:
         UnsupportedError: it does.

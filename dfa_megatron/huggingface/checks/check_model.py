@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from dfa_megatron.errors import UnsupportedError
-from dfa_megatron.huggingface.checks.check_pair import AT_ENCODER, check_pair, is_pair
-from dfa_megatron.huggingface.implementation import is_multimodal, text_field
-from dfa_megatron.huggingface.positions.counting_modules import LOCAL_ROPE, rotaries_of, table_of
+from dfa_megatron.huggingface.checks.check_pair import AT_ENCODER, attentions_in, check_pair, is_pair
+from dfa_megatron.huggingface.implementation import is_multimodal, kind_of, text_field
+from dfa_megatron.huggingface.positions.embedded_positions import LOCAL_ROPE, rotaries_of, table_of
 from dfa_megatron.huggingface.positions.seen import PREFIX
 from dfa_megatron.huggingface.recurrent.layers import layers_of
 
@@ -37,10 +37,10 @@ def check_model(model: Any) -> list[torch.nn.Module]:
     _check_stack(model)
     _check_config(model)
     if is_pair(model):
-        return check_pair(model, kind_of(model))
+        return check_pair(model)
     decoder = model.get_decoder()
     within = decoder if is_multimodal(model) else model
-    named = {n: x for n, x in within.named_modules() if hasattr(x, "is_causal") and hasattr(x, "layer_idx")}
+    named = attentions_in(within)
     layers = [module for name, module in named.items() if name.split(".")[-1] not in AT_ENCODER]
     _check_layers(model, decoder, layers)
     _check_positions(model, decoder, layers)
@@ -181,11 +181,6 @@ def _is_of(code: Any, packages: tuple[str, ...]) -> bool:
 
 def _named(code: Any) -> str:
     return f"{code.__module__}.{code.__qualname__}"
-
-
-def kind_of(model: Any) -> str:
-    """Return the type of a model for messages: "a llama model"."""
-    return f"a {model.config.model_type} model"
 
 
 def _pooling_head(model: Any) -> str:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from dfa_megatron.errors import UnsupportedError
+from dfa_megatron.huggingface.implementation import kind_of
 
 SIDE = "_dfa_side"
 """The attribute of an attention layer, and of a stack's first layer: "encoder", "decoder", or "cross" between them."""
@@ -26,19 +27,21 @@ def two_ways(layer: torch.nn.Module) -> bool:
     return getattr(layer, SIDE, "decoder") != "decoder"
 
 
-def check_pair(model: Any, kind: str) -> list[torch.nn.Module]:
-    """Return the attention layers of an encoder-decoder model, which then have their `SIDE`.
+def attentions_in(stack: torch.nn.Module) -> dict[str, torch.nn.Module]:
+    """Return the attention layers of a stack by name."""
+    return {n: x for n, x in stack.named_modules() if hasattr(x, "is_causal") and hasattr(x, "layer_idx")}
 
-    Args:
-        kind: of the model, for messages.
+
+def check_pair(model: Any) -> list[torch.nn.Module]:
+    """Return the attention layers of an encoder-decoder model, which then have their `SIDE`.
 
     Raises:
         UnsupportedError: the model computes something that distributed attention would not; it is named.
     """
-    found = list[torch.nn.Module]()
+    found, kind = list[torch.nn.Module](), kind_of(model)
     for side, stack in (("encoder", model.get_encoder()), ("decoder", model.get_decoder())):
         _check_stack(stack, side, kind)
-        named = {n: x for n, x in stack.named_modules() if hasattr(x, "is_causal") and hasattr(x, "layer_idx")}
+        named = attentions_in(stack)
         sides = ["cross" if name.split(".")[-1] in AT_ENCODER else side for name in named]
         wrong = any(module.is_causal != (own == "decoder") for own, module in zip(sides, named.values(), strict=True))
         each = 1 if side == "encoder" else 2

@@ -18,7 +18,7 @@ IGNORED = -100
 
 
 def check_right(mask: torch.Tensor, group: str = "", labels: torch.Tensor | None = None) -> None:
-    """Check that a mask hides only the ends of the sequences; in a group this is collective, with one small message.
+    """Check that a mask hides only the ends of the sequences; in a group this is collective, with one message.
 
     Args:
         mask: (batch, local_seq), 0 for padding: this rank's part of the sequences.
@@ -32,29 +32,24 @@ def check_right(mask: torch.Tensor, group: str = "", labels: torch.Tensor | None
     if mask.dim() != 2:
         raise UnsupportedError("a ready-made attention mask", "attention is causal by construction", CAUSAL)
     real = mask.bool()
-    contiguous = (real[:, 1:] <= real[:, :-1]).all()
-    other = (mask != real.to(mask.dtype)).any()
-    labelled = torch.zeros_like(other) if labels is None else ((labels != IGNORED) & ~real).any()
-    held = torch.full_like(other, mask.shape[1], dtype=torch.long)
-    facts = torch.cat((real.sum(1), torch.stack((held, labelled, other, contiguous))))
-    whole = unshard_sequence(facts[None], group=group, dim=0) if group else facts[None]
-    if bool(whole[:, -2].any()):
+    other = mask != real.to(mask.dtype)
+    labelled = torch.zeros_like(real) if labels is None else (labels != IGNORED) & ~real
+    told = torch.stack((real, other, labelled)).to(torch.uint8)
+    real, other, labelled = (unshard_sequence(told, group=group, dim=2) if group else told).bool()
+    if bool(other.any()):
         raise UnsupportedError(
             "an attention_mask with other values than 0 and 1",
             "transformers takes each of them for a token to attend to: numbered documents would see each other, and "
             "what is added to scores would not be",
             "1 for tokens and 0 for padding; position_ids that begin at 0 in each document, or cu_seq_lens_q",
         )
-    counts = whole[:, :-4]  # (ranks, batch)
-    full = counts == whole[:, -4:-3]
-    in_order = ((counts[1:] == 0) | full[:-1]).all()
-    if not bool(in_order & whole[:, -1].all()):
+    if bool((real[:, 1:] > real[:, :-1]).any()):
         raise UnsupportedError(
             "an attention_mask with padding that is not on the right",
             "padded tokens would be attended to",
             "tokenizer.padding_side='right', or sequences without padding",
         )
-    if bool(whole[:, -3].any()):
+    if bool(labelled.any()):
         raise UnsupportedError(
             "labels of padded tokens",
             "an attention that masks padding would give them another output",

@@ -35,7 +35,7 @@ _OPTIONS = ("return_dict", "output_hidden_states", "use_cache")
 
 def hook(model: Any) -> None:
     """Register the hooks of a model and of its stacks' first layers, which need a `Forward` when they run."""
-    model.register_forward_hook(lambda *call: None if forward_of(model).whole else with_loss(*call))
+    model.register_forward_hook(lambda own, *call: None if forward_of(own).whole else with_loss(own, *call))
     for first in firsts_of(model):
         first.register_forward_pre_hook(_cut)
 
@@ -54,9 +54,9 @@ def take_whole(model: Any, given: Arguments, context: LayerContext) -> tuple[Arg
     given = {name: x for name, x in given.items() if x is not None and name != WHOLE}
     kept, pair = _taken(model, given, context)
     if context.options.verify != "off":
-        batch = {name: given[name] for name in _WHOLE if name in given} | {"input_ids": kept["decoder_input_ids"]}
-        batch |= {"encoder": given["input_ids"]} if "input_ids" in given else {}
-        batch_number.check_same(batch_number.number_of(batch, cut=False), context.group, batch["input_ids"].device)
+        ids = kept["decoder_input_ids"]
+        batch = {name: given[name] for name in _WHOLE if name in given} | {"decoder_input_ids": ids}
+        batch_number.check_same(batch_number.number_of(batch), context.group, ids.device)
     return kept, Forward(context, distributed=True, pair=pair, layout=pair.layouts["decoder"])
 
 

@@ -11,7 +11,7 @@ import torch
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.huggingface.current_forward import CONTEXT, LayerContext, forward_of_context
 from dfa_megatron.huggingface.implementation import is_distributed
-from dfa_megatron.huggingface.recurrent.layers import FORWARDS
+from dfa_megatron.huggingface.recurrent.stand_ins import FORWARDS
 
 _LOCAL = "model.generate within dfa_megatron.huggingface.local_attention(model), on whole sequences of this rank"
 

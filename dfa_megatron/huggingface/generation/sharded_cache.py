@@ -9,7 +9,7 @@ import torch
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, LinearAttentionLayer
 
 from dfa_megatron.errors import UnsupportedError
-from dfa_megatron.huggingface.generation.holdings import Holdings, Progress, Sight
+from dfa_megatron.huggingface.generation.holdings import Progress, Sight
 from dfa_megatron.kernels.api import accumulator_dtype
 
 _ROOM = 16
@@ -19,9 +19,10 @@ _ROOM = 16
 class ShardedLayer(CacheLayerMixin):  # type: ignore[misc]
     """Hold this rank's keys and values of a layer, (batch, slots, kv_heads, head_dim) with room behind them."""
 
-    def __init__(self, holdings: Holdings) -> None:
+    def __init__(self, progress: Progress, sight: Sight) -> None:
         super().__init__()
-        self.holdings, self.is_sliding, self._lo, self._hi = holdings, holdings.sight.size is not None, 0, 0
+        self.progress, self.sight = progress, sight
+        self.is_sliding, self._lo, self._hi = sight.size is not None, 0, 0
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Note the dtype and the device; memory is taken by `update`."""
@@ -36,12 +37,13 @@ class ShardedLayer(CacheLayerMixin):  # type: ignore[misc]
         all that it holds.
         """
         new = [x.transpose(1, 2) for x in (key_states, value_states)]
-        if not self.holdings.progress.before:
+        held = self.progress.held(self.sight)
+        if not self.progress.before:
             self.lazy_initialization(key_states, value_states)
-            self._keep([x[:, self.holdings.kept] for x in new])
+            self._keep([x[:, x.shape[1] - held :] for x in new])
             return key_states, value_states
-        self._lo += self.holdings.dropped
-        if self.holdings.owner == self.holdings.progress.rank:
+        self._lo = self._hi + self.progress.takes - held
+        if self.progress.takes:
             if self._hi == self.keys.shape[1]:
                 self._keep([x[:, self._lo :] for x in (self.keys, self.values)])
             for x, one in zip((self.keys, self.values), new, strict=True):
@@ -62,8 +64,7 @@ class ShardedLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def get_seq_length(self) -> int:
         """Return the tokens of a row before this forward, padding among them."""
-        progress = self.holdings.progress
-        return max(progress.before - progress.added, 0)
+        return max(self.progress.before - self.progress.added, 0)
 
     def get_max_length(self) -> int:
         """Return -1: there is no limit."""
@@ -106,9 +107,9 @@ class ShardedBoth(ShardedStates, ShardedLayer):
 
     is_compileable = False
 
-    def __init__(self, holdings: Holdings, number_of_states: int = 1) -> None:
-        ShardedLayer.__init__(self, holdings)
-        ShardedStates.__init__(self, holdings.progress, number_of_states)
+    def __init__(self, progress: Progress, sight: Sight, number_of_states: int = 1) -> None:
+        ShardedLayer.__init__(self, progress, sight)
+        ShardedStates.__init__(self, progress, number_of_states)
 
     def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
         """Take memory for keys, which come by position, or for states."""
@@ -120,7 +121,7 @@ class ShardedCache(Cache):  # type: ignore[misc]
 
     Attributes:
         spans_ranks: that it is one.
-        progress, holdings: what the ranks hold, in all layers and by how far a layer sees.
+        progress: what the ranks hold.
     """
 
     spans_ranks = True
@@ -134,7 +135,6 @@ class ShardedCache(Cache):  # type: ignore[misc]
             UnsupportedError: a layer caches something else than keys and values, or states.
         """
         self.progress = Progress(rank, ranks, gather)
-        self.holdings: dict[Sight, Holdings] = {}
         types = getattr(config, "layer_types", None) or ()
         made = [
             self._layer(layer, chunked=types[at : at + 1] == ["chunked_attention"])
@@ -149,17 +149,19 @@ class ShardedCache(Cache):  # type: ignore[misc]
         if kind == "LinearAttentionLayer":
             return ShardedStates(self.progress, theirs.number_of_states)
         if kind in ("LinearAttentionAndFullAttentionLayer", "LinearAttentionAndSlidingWindowAttentionLayer"):
-            return ShardedBoth(self._holdings(sight), theirs.number_of_states)
+            return ShardedBoth(self.progress, sight, theirs.number_of_states)
         if kind in ("DynamicLayer", "DynamicSlidingWindowLayer"):
-            return ShardedLayer(self._holdings(sight))
+            return ShardedLayer(self.progress, sight)
         raise UnsupportedError(
             f"generation with a cache layer of type {kind}",
             "it holds something else than keys and values, or states",
             "with dfa_megatron.huggingface.local_attention(model)",
         )
 
-    def _holdings(self, sight: Sight) -> Holdings:
-        return self.holdings.setdefault(sight, Holdings(self.progress, sight))
+    @property
+    def sights(self) -> set[Sight]:
+        """Return for which sights layers keep keys."""
+        return {layer.sight for layer in self.layers if isinstance(layer, ShardedLayer)}
 
     @property
     def nbytes(self) -> int:
@@ -170,12 +172,9 @@ class ShardedCache(Cache):  # type: ignore[misc]
     def prefill(self, starts: list[int], total: int, added: int) -> None:
         """Begin a sequence of `total` tokens, `added` of them in front of each row's own, which begin at `starts`."""
         self.progress.starts, self.progress.total, self.progress.added = tuple(starts), total, added
-        for holdings in self.holdings.values():
-            holdings.prefill()
+        self.progress.local = total // self.progress.ranks
 
     def step(self) -> None:
         """Begin a forward of one token."""
         self.progress.before = self.progress.total
         self.progress.total += 1
-        for holdings in self.holdings.values():
-            holdings.step()

@@ -104,15 +104,15 @@ def attend(
     cache: ShardedCache = forward.cache
     (left, _), chunk = near
     sight = Sight(chunk, True) if chunk else Sight(left + 1 if left >= 0 else None)
-    holdings = cache.holdings.get(sight) or cache.holdings.get(Sight())
-    held = None if holdings is None else holdings.counts[holdings.progress.rank]
-    if holdings is None or held != qkv[1].shape[1]:
+    kept = sight if sight in cache.sights else Sight()
+    held = cache.progress.held(kept) if kept in cache.sights else None
+    if held != qkv[1].shape[1]:
         raise UnsupportedError(
             f"a layer that attends over {qkv[1].shape[1]} tokens of a cache with {held}",
             "its configuration tells another window, or it changes the keys of its cache",
             "with dfa_megatron.huggingface.local_attention(model)",
         )
-    out = decode_attn_func(*qkv, starts=holdings.starts(sight), **call)
+    out = decode_attn_func(*qkv, starts=cache.progress.hidden(kept, sight), **call)
     assert isinstance(out, torch.Tensor)
     return out
 

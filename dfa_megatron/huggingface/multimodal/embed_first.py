@@ -6,7 +6,6 @@ So images may lie anywhere in the sequence, across ranks too, and every rank run
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,13 +13,12 @@ from torch.utils._pytree import tree_leaves
 
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.huggingface.batch import TYPE_IDS
-from dfa_megatron.huggingface.checks.call_checks import LABELS, check_by_name, equal, first_of, refuse_positions
-from dfa_megatron.huggingface.checks.padding import check_right
-from dfa_megatron.huggingface.current_forward import CONTEXT, Forward, LayerContext
+from dfa_megatron.huggingface.checks.call_checks import check_by_name, equal, first_of, refuse_positions
+from dfa_megatron.huggingface.current_forward import Forward, LayerContext
 from dfa_megatron.huggingface.positions import batch_number
-from dfa_megatron.huggingface.positions.document_starts import Documents, of_positions, single
+from dfa_megatron.huggingface.positions.document_starts import Documents
 from dfa_megatron.huggingface.positions.embedded_positions import has_axes, refuse_axes
-from dfa_megatron.huggingface.positions.seen import PREFIX, Images, Seen, seen_of
+from dfa_megatron.huggingface.positions.seen import MASK, PREFIX, TREE, Images, Seen
 from dfa_megatron.plan.language.mask import Mask
 from dfa_megatron.plan.language.tree import Tree
 from dfa_megatron.sharding import local_positions, shard_sequence, unshard_sequence
@@ -42,56 +40,53 @@ _BOTH_WAYS = {
 """By type of model: the argument that marks images, its values there, and the kinds of layers that see both ways."""
 
 
-def take_whole(
-    model: Any,
-    decoder: Any,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    number: torch.Tensor | None,
-    told: Tree | Mask | None,
-) -> tuple[tuple[Any, ...], dict[str, Any], Forward]:
-    """Check that a multimodal model is given whole sequences; the ranks compare a number made of their tokens.
-
-    Returns:
-        The arguments for the model, and the forward of the call.
+def take_whole(decoder: Any, given: dict[str, Any], context: LayerContext) -> dict[str, Any]:
+    """Return a call's arguments for whole sequences; the ranks compare a number made of their tokens.
 
     Raises:
-        UnsupportedError: other tokens than the other ranks', embeddings, padding that is not on the right, or images
-            that reach over the segments of a tree, or that see both ways under a mask.
+        UnsupportedError: other tokens than the other ranks', embeddings, or positions that lack the axes of images.
     """
-    context: LayerContext = getattr(model, CONTEXT)
-    check_by_name(args[1:])
-    kept = {"input_ids": args[0]} | kwargs if args else dict(kwargs)
-    if kept.get("input_ids") is None or kept.get("inputs_embeds") is not None:
+    if given.get("input_ids") is None or given.get("inputs_embeds") is not None:
         raise UnsupportedError(
             "inputs_embeds, or no input_ids, for a multimodal model",
             "the ranks compare their tokens, so that each is known to have the whole sequences",
             "input_ids",
         )
-    is_part, own, device = batch_number.is_cut(number), number, kept["input_ids"].device
+    number: torch.Tensor | None = given.get(batch_number.KEY)
+    is_part, own, device = batch_number.is_cut(number), number, given["input_ids"].device
     if context.options.verify != "off":  # before the ranks gather parts, which some may have and others not
         if not is_part:
-            seen = {name: kept[name] for name in ("input_ids", "position_ids") if kept.get(name) is not None}
-            own = batch_number.number_of(seen, cut=False) + (0 if number is None else number.to(device))
+            seen = {name: given[name] for name in ("input_ids", "position_ids") if given.get(name) is not None}
+            own = batch_number.number_of(seen) + (0 if number is None else number.to(device))
         batch_number.check_same(own, context.group, device)
     if is_part:
-        kept |= _tokens_of_text(kept, context, told)
-    positions: torch.Tensor | None = kept.get("position_ids")
-    images = _take_images(model, kept, told)
-    if told is not None and has_axes(decoder) and (positions is None or positions.dim() != 3):
-        refuse_axes(decoder, kept["input_ids"] if positions is None else positions, embedded=True)
-    forward = forward_of_whole(context, kept, positions, told)
-    if forward.mask is not None:
-        del kept["attention_mask"]
-    if positions is not None and positions.dim() == 2:
-        # Models would look for documents in them, and make masks of their own.
-        if has_axes(decoder):
-            refuse_axes(decoder, positions, embedded=True)
-        del kept["position_ids"]
-    return (), kept, replace(forward, images=images)
+        given = given | _tokens_of_text(given, context)
+    positions: torch.Tensor | None = given.get("position_ids")
+    told = first_of(given, (TREE, MASK)) is not None
+    if has_axes(decoder) and (told if positions is None else positions.dim() == 2):
+        refuse_axes(decoder, given["input_ids"] if positions is None else positions, embedded=True)
+    return given
 
 
-def _take_images(model: Any, kwargs: dict[str, Any], told: Tree | Mask | None) -> dict[str, tuple[Images, ...]] | None:
+def for_model(
+    model: Any, given: dict[str, Any], seen: Documents | Seen | None
+) -> tuple[dict[str, Any], dict[str, tuple[Images, ...]] | None]:
+    """Return the arguments for a model, and where images are whose tokens see each other, by kind of layer.
+
+    The model gets no padding, and no positions but those along axes: models would look for documents in them, and make
+    masks of their own.
+    """
+    kept = dict(given)
+    images = _take_images(model, kept, seen)
+    for name in ("attention_mask", "position_ids"):
+        if isinstance(kept.get(name), torch.Tensor) and kept[name].dim() == 2:
+            del kept[name]
+    return kept, images
+
+
+def _take_images(
+    model: Any, kwargs: dict[str, Any], rows: Documents | Seen | None
+) -> dict[str, tuple[Images, ...]] | None:
     """Take the marks of images out of a call's arguments, and return where they are, by kind of layer.
 
     The model then makes causal masks. None if there are no images, or its masks are causal; waits for the device.
@@ -119,6 +114,7 @@ def _take_images(model: Any, kwargs: dict[str, Any], told: Tree | Mask | None) -
         return None
     ends = [row.nonzero().flatten().tolist() for row in changes]  # in turn where one begins, and behind it
     found = tuple(tuple((lo, hi, kind == PREFIX) for lo, hi in zip(row[::2], row[1::2], strict=True)) for row in ends)
+    told = rows.told if isinstance(rows, Seen) else None
     edges = [span.lo for span in told.spans] if isinstance(told, Tree) else []
     if isinstance(told, Mask) or any(lo < edge < hi for row in found for lo, hi, _ in row for edge in edges):
         raise UnsupportedError(
@@ -129,53 +125,7 @@ def _take_images(model: Any, kwargs: dict[str, Any], told: Tree | Mask | None) -
     return dict.fromkeys(kinds, found)
 
 
-def forward_of_whole(
-    context: LayerContext, given: dict[str, Any], positions: torch.Tensor | None, told: Tree | Mask | None = None
-) -> Forward:
-    """Return the forward of whole sequences, which are the same on every rank.
-
-    Args:
-        given: the arguments of the call, with input_ids or inputs_embeds.
-        positions: (batch or 1, length), or (4, batch, length) with places in front of axes; None for plain ones.
-
-    Raises:
-        UnsupportedError: the positions are not those of documents, or padding is not on the right.
-    """
-    tokens = given["input_ids"] if given.get("inputs_embeds") is None else given["inputs_embeds"]
-    rows, length = tokens.shape[:2]
-    stated: torch.Tensor | None = positions
-    seen: Documents | Seen | None = None
-    if positions is not None and positions.dim() == 3:
-        stated = None if positions.shape[0] == 3 else positions[0]  # three axes of a tower's own have no places
-    if told is not None:
-        seen = seen_of(told, stated)
-        places = seen.positions(tokens.device)
-        if stated is not None and not bool((stated == places).all()):
-            refuse_positions(stated, context, length)
-        stated = places
-    elif stated is None:
-        stated = torch.arange(length, device=tokens.device)[None]
-    elif context.options.verify != "off":
-        seen = of_positions(stated.expand(rows, -1))
-        if seen is None:
-            refuse_positions(stated, context, length)
-        seen = None if single(seen) else seen
-    mask = given.get("attention_mask")
-    mask = mask if isinstance(mask, torch.Tensor) and mask.dim() == 2 else None
-    if mask is not None:
-        mask = shard_sequence(mask, group=context.group)
-        check_right(mask, context.group, first_of(given, LABELS))
-    return Forward(
-        context,
-        distributed=True,
-        seen=seen,
-        given=positions if positions is not None and positions.dim() == 2 else None,
-        positions=shard_sequence(stated, group=context.group),
-        mask=mask,
-    )
-
-
-def _tokens_of_text(given: dict[str, Any], context: LayerContext, told: Tree | Mask | None) -> dict[str, Any]:
+def _tokens_of_text(given: dict[str, Any], context: LayerContext) -> dict[str, Any]:
     """Return the whole sequences of a batch of text, which `shard_batch` cut; collective."""
     whole = {
         name: unshard_sequence(given[name], group=context.group)
@@ -183,7 +133,8 @@ def _tokens_of_text(given: dict[str, Any], context: LayerContext, told: Tree | M
         if given.get(name) is not None
     }
     known = dict.fromkeys({"position_ids", "cu_seq_lens_q", "cu_seq_lens_k"} & {*given})  # by positions alone
-    if given.get("cu_seq_lens_q") is not None or (told is not None and given.get("position_ids") is not None):
+    told = first_of(given, ("cu_seq_lens_q", TREE, MASK)) is not None
+    if told and given.get("position_ids") is not None:
         known["position_ids"] = unshard_sequence(given["position_ids"], group=context.group)
     return whole | known
 

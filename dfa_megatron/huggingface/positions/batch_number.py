@@ -25,14 +25,15 @@ _ODD = (-7046029254386353131, 0x2545F4914F6CDD1D)
 """Factors that spread numbers over 64 bits."""
 
 
-def number_of(batch: Mapping[str, Any], *, cut: bool) -> torch.Tensor:
+def number_of(batch: Mapping[str, Any], *, length: int = 0) -> torch.Tensor:
     """Return int64 (2,): a number made of the integers of a batch, which other values or places change, and a length.
 
     Args:
-        cut: the tokens of the part are this rank's; the length is that of a whole row, else 0.
+        batch: with one tensor at least, whose device is the number's.
+        length: the tokens of a whole row, where those of the part are this rank's, else 0.
     """
     tensors = {name: x if isinstance(x, torch.Tensor) else _flat(x) for name, x in batch.items()}
-    device = batch["input_ids"].device
+    device = next(x.device for x in batch.values() if isinstance(x, torch.Tensor))
     total = torch.zeros((), dtype=torch.int64, device=device)
     for name in sorted(tensors):
         x = tensors[name].to(device)
@@ -42,7 +43,7 @@ def number_of(batch: Mapping[str, Any], *, cut: bool) -> torch.Tensor:
         values = torch.cat((torch.tensor([*name.encode()], device=device), sizes, x.flatten().long()))
         mixed = (values + torch.arange(1, len(values) + 1, device=device) * _ODD[0]) * _ODD[1]
         total = total + ((mixed ^ (mixed >> 29)) * _ODD[0]).sum()
-    return torch.stack((total, total.new_full((), cut * batch["input_ids"].shape[1])))
+    return torch.stack((total, total.new_full((), length)))
 
 
 def is_cut(number: torch.Tensor | None) -> bool:

@@ -1,25 +1,18 @@
 """Find the packed documents of transformers' padding-free batches, once per forward: position 0 starts a document.
 
-`shard_batch` finds them in the whole batch and passes them on as `cu_seq_lens_q` of all ranks. Other loaders cut the
-positions. The ranks then tell one another whether each holds a part of one sequence. They exchange their positions only
-if one does not. Layers get the offsets as Python numbers, so they read nothing back from a device.
+Layers get the offsets as Python numbers, so they read nothing back from a device.
 """
 
 from __future__ import annotations
 
-import functools
-import logging
+from collections.abc import Mapping
 from itertools import groupby, pairwise
 from typing import Any
 
 import torch
 
 from dfa_megatron.errors import UnsupportedError
-from dfa_megatron.huggingface.positions.batch_number import KEY, check_same
 from dfa_megatron.runtime.cu_seqlens import Offsets
-from dfa_megatron.sharding import unshard_sequence
-
-_warn = functools.cache(logging.getLogger(__name__).warning)
 
 FLASH_KEYS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
 """The keys by which transformers' collators describe packed documents, with or without position_ids."""
@@ -45,8 +38,8 @@ def of_positions(positions: torch.Tensor) -> Documents | None:
     return tuple((*row.nonzero().flatten().tolist(), length) for row in seen[1:].view_as(starts))
 
 
-def of_offsets(given: dict[str, Any], batch: int, length: int) -> Documents:
-    """Return the documents of whole rows from cu_seq_lens_q, whose offsets count through all rows.
+def of_offsets(given: Mapping[str, Any], batch: int, length: int) -> Documents | None:
+    """Return the documents of whole rows from cu_seq_lens_q, whose offsets count through all rows; None without.
 
     Args:
         given: cu_seq_lens_q, an integer tensor (documents + 1) or numbers, and cu_seq_lens_k, equal to it.
@@ -57,6 +50,8 @@ def of_offsets(given: dict[str, Any], batch: int, length: int) -> Documents:
         UnsupportedError: the keys have other documents, or the offsets do not fit the rows.
     """
     queries, keys = given.get("cu_seq_lens_q"), given.get("cu_seq_lens_k")
+    if queries is None and keys is None:
+        return None
     offsets = _numbers(keys if queries is None else queries)
     both = keys is not None and queries is not None and keys is not queries
     if both and _numbers(keys) != offsets:
@@ -93,42 +88,9 @@ def single(documents: Documents) -> bool:
     return all(len(offsets) == 2 for offsets in documents)
 
 
-def of_ranks(
-    positions: torch.Tensor, plain: torch.Tensor, length: int, group: str, number: torch.Tensor | None = None
-) -> Documents | None:
-    """Return the documents of rows that are cut over the ranks of a group; None if these are no positions of documents.
-
-    Collective: the ranks exchange one small message. Only if some row has several documents, they exchange positions.
-
-    Args:
-        positions: (batch or 1, local_seq), this rank's positions.
-        plain: (1, local_seq), this rank's positions if every row is one document.
-        length: the tokens of a row on all ranks.
-        number: of the whole batch.
-
-    Raises:
-        UnsupportedError: the ranks hold parts of other batches, or of several lengths of which no number tells.
-    """
-    fits = positions.dim() == 2 and positions.shape[1] == plain.shape[1]
-    kind = torch.full((), 2, device=plain.device) if not fits else (positions != plain).any().long()
-    worst = check_same(number, group, plain.device, kind)
-    if worst == 0:
-        return ((0, length),) * positions.shape[0]
-    every = None if worst == 2 else unshard_sequence(positions, group=group)
-    if every is not None and every.shape[1] != length:
-        raise UnsupportedError(
-            f"rows of {every.shape[1]} tokens without {KEY}",
-            "no rank can tell the length of a row from its own part",
-            "every key of a batch of dfa_megatron.huggingface.shard_batch",
-        )
-    whole = None if every is None else of_positions(every)
-    local = plain.shape[1]  # of every rank, if there is no number
-    if number is None and whole is not None and all(row == (*range(0, row[-1] + 1, local),) for row in whole):
-        _warn(
-            f"dfa: position_ids begin at 0 on every rank, which means documents of {local} tokens. Parts of longer "
-            "sequences have the positions of these: dfa_megatron.huggingface.shard_batch cuts them"
-        )
-    return whole
+def longest(offsets: Offsets) -> int:
+    """Return the tokens of the longest document of a row."""
+    return max(hi - lo for lo, hi in pairwise(offsets))
 
 
 def _numbers(offsets: Any) -> Offsets:

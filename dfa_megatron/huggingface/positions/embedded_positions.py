@@ -2,17 +2,25 @@
 
 In most models position and place are equal. RoBERTa and its family do not count padding tokens, and their first
 position follows the row of the padding token. Language models for images count along three axes.
+
+Some modules would count positions in this rank's part. RoPE of the types `dynamic` and `longrope` takes its frequencies
+from the longest position that it is given: it is given that of the longest document as well. A table of positions in a
+decoder that takes no position_ids is given them. The decoder itself calls both, outside the layers that may be
+recomputed. Llama 4's layers without RoPE scale their queries by places: they get the scale of the whole document.
 """
 
 from __future__ import annotations
 
+import inspect
 from typing import Any, NoReturn
 
 import torch
 
 from dfa_megatron.errors import UnsupportedError
+from dfa_megatron.huggingface.current_forward import Forward, forward_of
 from dfa_megatron.huggingface.positions import document_starts as packed
-from dfa_megatron.sharding import shard_sequence, unshard_sequence
+from dfa_megatron.huggingface.positions.seen import Seen
+from dfa_megatron.sharding import local_positions, shard_sequence, unshard_sequence
 
 _SECTIONS = "mrope_section"
 """The field of a config, or of a rotary module, that divides a head among the axes."""
@@ -25,37 +33,44 @@ def padding_of(decoder: Any) -> int | None:
     return padding
 
 
-def after_padding(
-    tokens: torch.Tensor, documents: packed.Documents | None, padding: int, group: str = ""
+def embedded(
+    decoder: Any, tokens: torch.Tensor, seen: packed.Documents | Seen | None, positions: torch.Tensor, group: str
 ) -> torch.Tensor:
-    """Return the rows of the table of positions for this rank's tokens; in a group collective, with a small message.
+    """Return what a decoder embeds for this rank's tokens; for a table behind padding collective, with a small message.
 
     Args:
-        tokens: (batch, local_seq), this rank's token ids.
-        documents: the documents of every row, None if each row is one.
-        padding: the id of the padding token, and its row in the table. The first other token has the next row.
-        group: name of the group that shares the sequences, "" for whole sequences on this rank.
-
-    Returns:
-        int64 (batch, local_seq).
+        tokens: (batch, local_seq) ids, or embeddings, of which none is known to be padding, as in the model itself.
+        seen: what every row sees, None if each is one document.
+        positions: of the tokens, int64 (batch or 1, local_seq).
+        group: name of the group that shares the sequences.
     """
+    padding = padding_of(decoder)
+    if padding is None:
+        return positions
+    if tokens.dim() == 3:
+        return positions + padding + 1
     real = (tokens != padding).to(torch.uint8)
     whole = unshard_sequence(real, group=group).long()
     counted = whole.cumsum(1)
-    if documents is not None:
+    if seen is not None:
+        assert isinstance(seen, tuple)  # trees and masks are refused
         at = torch.arange(whole.shape[1], device=tokens.device)
-        before = (counted - whole).gather(1, at - packed.positions_of(documents, tokens.device))
+        before = (counted - whole).gather(1, at - packed.positions_of(seen, tokens.device))
         counted = counted - before
     return shard_sequence(counted * whole + padding, group=group)
 
 
-def places(decoder: Any, kwargs: dict[str, Any]) -> torch.Tensor | None:
+def places(decoder: Any, kwargs: dict[str, Any], *, whole: bool) -> torch.Tensor | None:
     """Return the places of a call's tokens: its position_ids, or their first row if there are several axes.
+
+    None without position_ids, and for the three axes of a tower's own, of whole sequences.
 
     Raises:
         UnsupportedError: position_ids without places, or embeddings, which may be of images, without axes.
     """
     given: torch.Tensor | None = kwargs.get("position_ids")
+    if whole and given is not None and given.dim() == 3:
+        return None if given.shape[0] == 3 else given[0]
     if given is None or not has_axes(decoder):
         return given
     if given.dim() == 3 and given.shape[0] == 4:
@@ -85,3 +100,97 @@ def has_axes(decoder: Any) -> bool:
     """Return whether a language model embeds positions along several axes."""
     rope = getattr(decoder.config, "rope_parameters", None) or getattr(decoder.config, "rope_scaling", None) or {}
     return bool(rope.get(_SECTIONS) or getattr(getattr(decoder, "rotary_emb", None), _SECTIONS, None))
+
+
+LOCAL_ROPE = ("dynamic", "longrope")
+"""Types of rotary embeddings whose frequencies depend on the longest position in the batch."""
+
+
+def rotaries_of(decoder: Any) -> list[torch.nn.Module]:
+    """Return the rotary embeddings that a decoder calls itself and whose frequencies depend on the batch."""
+    kinds = {child: getattr(child, "rope_type", None) for child in decoder.children()}  # one, or by kind of layer
+    return [c for c, k in kinds.items() if any(x in LOCAL_ROPE for x in (k.values() if isinstance(k, dict) else (k,)))]
+
+
+def table_of(decoder: Any) -> torch.nn.Module | None:
+    """Return the table of positions of a decoder that takes no position_ids; None for others."""
+    home = decoder if hasattr(decoder, "embed_positions") else getattr(decoder, "encoder", None)
+    table: torch.nn.Module | None = getattr(home, "embed_positions", None)
+    if _takes(decoder) or table is None or not _takes(table):
+        return None
+    return table
+
+
+def modules_of(decoder: Any) -> list[torch.nn.Module]:
+    """Return the modules of a decoder that count positions by themselves, to be hooked."""
+    table = table_of(decoder)
+    return [*rotaries_of(decoder), *([] if table is None else [table])]
+
+
+def hook(decoder: Any) -> None:
+    """Hook these modules, which need a `LayerContext` when they run."""
+    for rotary in rotaries_of(decoder):
+        rotary.register_forward_pre_hook(_with_longest, with_kwargs=True)
+        rotary.register_forward_hook(_without_longest)
+    if (table := table_of(decoder)) is not None:
+        table.register_forward_pre_hook(_with_positions, with_kwargs=True)
+        table.register_forward_hook(_of_rows)
+
+
+def _takes(module: Any) -> bool:
+    return "position_ids" in inspect.signature(type(module).forward).parameters
+
+
+def _with_longest(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if not (longest := forward_of(module).longest):
+        return None
+    given = inspect.signature(type(module).forward).bind(module, *args, **kwargs).arguments
+    del given["self"]
+    positions: torch.Tensor = given["position_ids"]
+    last = positions.new_full((*positions.shape[:-1], 1), longest - 1)
+    return (), given | {"position_ids": torch.cat((positions, last), -1)}
+
+
+def _without_longest(module: Any, args: tuple[Any, ...], output: Any) -> Any:
+    if not forward_of(module).longest:
+        return None
+    cut = [x[..., :-1, :] for x in (output if isinstance(output, tuple) else (output,))]
+    return tuple(cut) if isinstance(output, tuple) else cut[0]
+
+
+def _with_positions(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    positions = forward_of(module).positions
+    return None if positions is None else (args, kwargs | {"position_ids": positions})
+
+
+def _of_rows(module: Any, args: tuple[Any, ...], output: torch.Tensor) -> torch.Tensor | None:
+    """Return the embeddings by row: tables that expect the positions of one row add a dimension."""
+    positions = forward_of(module).positions
+    return None if positions is None else output.view(*positions.shape, -1)
+
+
+def has_temperature(layer: Any) -> bool:
+    """Return whether an attention layer scales its queries by their places."""
+    return bool(getattr(layer, "attn_temperature_tuning", False)) and not getattr(layer, "use_rope", True)
+
+
+def tempered(layer: Any, query: torch.Tensor, forward: Forward) -> torch.Tensor:
+    """Return queries (batch, heads, local_seq, head_dim), scaled by places in this rank's part, with the right scale.
+
+    A layer without a temperature gets its queries back as they are.
+    """
+    if not has_temperature(layer):
+        return query
+    local, places = query.shape[2], forward.positions
+    if forward.cache is not None:  # as in one process, where padding has places
+        places = forward.cache.progress.slots(query.device)
+    elif places is None:  # a layer that is called alone
+        places = local_positions(local * forward.context.size, group=forward.context.group, device=query.device)[None]
+    ratio = _scale(layer, places) / _scale(layer, torch.arange(local, device=query.device)[None])
+    return (query * ratio[:, None, :, None]).to(query.dtype)
+
+
+def _scale(layer: Any, places: torch.Tensor) -> torch.Tensor:
+    """Return the scale as the fields of Llama 4's configuration define it."""
+    scale: torch.Tensor = torch.log1p(((places + 1.0) / layer.floor_scale).floor()) * layer.attn_scale + 1.0
+    return scale

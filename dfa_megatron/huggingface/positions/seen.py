@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 import torch
 
 from dfa_megatron.errors import UnsupportedError
+from dfa_megatron.huggingface.positions import document_starts as packed
 from dfa_megatron.huggingface.positions.document_starts import FLASH_KEYS, Documents
 from dfa_megatron.plan.language.geometry import Span, Tile
 from dfa_megatron.plan.language.mask import Mask, short_name, two_way_blocks
@@ -71,15 +72,8 @@ def seen_of(told: Tree | Mask, positions: torch.Tensor | None = None) -> Seen:
     return Seen(told, tuple(zip(starts, row[starts].tolist(), strict=True)))
 
 
-def told_of(batch: Mapping[str, Any], length: int) -> Tree | Mask | None:
-    """Return the tree or the mask that a batch or a call tells, None if it tells neither.
-
-    Args:
-        length: the tokens of a row on all ranks.
-
-    Raises:
-        UnsupportedError: it tells documents too, or what it tells does not fit that many tokens.
-    """
+def _told_of(batch: Mapping[str, Any], length: int) -> Tree | Mask | None:
+    """Return the tree or the mask that a batch or a call tells, None if it tells neither; refuse it beside others."""
     found = [name for name in (TREE, MASK) if batch.get(name) is not None]
     if not found:
         return None
@@ -108,6 +102,40 @@ def told_of(batch: Mapping[str, Any], length: int) -> Tree | Mask | None:
             "dfa_megatron.masks",
         )
     return told  # type: ignore[no-any-return]
+
+
+def seen_in(
+    given: Mapping[str, Any], positions: torch.Tensor | None, tokens: torch.Tensor, length: int
+) -> tuple[Documents | Seen | None, torch.Tensor] | None:
+    """Return what whole rows see, None if each is one document, and their positions; None if these do not fit.
+
+    Args:
+        given: a batch or the arguments of a call, which may tell a tree, a mask, or offsets of documents.
+        positions: (batch or 1, length) of the whole rows, None where nothing is to be read in them.
+        tokens: whose first dimension is the rows; on the device of the positions to be returned.
+        length: the tokens of a row on all ranks.
+
+    Raises:
+        UnsupportedError: what is told does not fit the rows, or the positions, or is told twice.
+    """
+    rows, device = tokens.shape[0], tokens.device
+    if (told := _told_of(given, length)) is not None:
+        seen = seen_of(told, positions)
+        places = seen.positions(device)
+        fits = positions is None or bool((positions == places).all())
+        return (seen, places) if fits else None
+    stated = packed.of_offsets(given, rows, length)
+    found = None if positions is None else packed.of_positions(positions.expand(rows, -1))
+    if positions is not None and found is None:
+        return None
+    if stated is not None and found is not None and stated != found:
+        raise UnsupportedError(
+            "cu_seq_lens_q that disagree with position_ids", "they say where documents begin in two ways", "one of them"
+        )
+    documents = found if stated is None else stated
+    if documents is None or packed.single(documents):
+        return None, torch.arange(length, device=device)[None]
+    return documents, packed.positions_of(documents, device)
 
 
 def refuse_for(what: str) -> NoReturn:

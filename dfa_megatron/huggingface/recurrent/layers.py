@@ -6,18 +6,13 @@ import functools
 import inspect
 import sys
 from collections.abc import Callable
-from contextvars import ContextVar
 from typing import Any
 
 import torch
 
-from dfa_megatron.huggingface.current_forward import forward_of
-from dfa_megatron.huggingface.recurrent.lightning import lightning
-from dfa_megatron.huggingface.recurrent.stand_ins import FUSED, STANDS_IN, Sequence
+from dfa_megatron.huggingface.current_forward import Forward, end, enter, forward_of, innermost
+from dfa_megatron.huggingface.recurrent.stand_ins import FORWARDS, FUSED, STANDS_IN
 from dfa_megatron.runtime.agreement.calls import at_layer
-
-_RUNNING: ContextVar[tuple[Sequence | None, ...]] = ContextVar("recurrent layers", default=())
-"""What the layers that run compute over, the innermost last; None for a layer whose attention is local."""
 
 
 def layers_of(model: Any) -> list[torch.nn.Module]:
@@ -39,7 +34,7 @@ def modules_of(model: Any) -> list[torch.nn.Module]:
     ]
 
 
-def _called(module: torch.nn.Module) -> set[str]:
+def _called(module: Any) -> set[str]:
     """Return the names that the forward of a module's class uses."""
     code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
     return set(code.co_names if code is not None else ())
@@ -49,7 +44,7 @@ def hook(model: Any) -> None:
     """Hook these layers, which need a `LayerContext` when they run, and replace functions of their modelling files."""
     for layer in layers_of(model):
         layer.register_forward_pre_hook(_enter)
-        layer.register_forward_hook(_leave, always_call=True)
+        layer.register_forward_hook(end, always_call=True)
         names = vars(sys.modules[type(layer).__module__])
         for name in _called(layer) & {*STANDS_IN, *FUSED}:
             if not hasattr(names[name], _REAL):
@@ -57,9 +52,6 @@ def hook(model: Any) -> None:
         if type(layer).__name__ in FORWARDS and not hasattr(type(layer).forward, _REAL):
             type(layer).forward = _replacing(type(layer).__name__, type(layer).forward)
 
-
-FORWARDS = {"MiniMaxLightningAttention": lightning}
-"""What stands in for the forward of layers that call no function for their states, by their class."""
 
 _REAL = "_dfa_real"
 """The attribute of a replaced function that holds the real one."""
@@ -70,28 +62,29 @@ def _replacing(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(real)
     def replaced(*args: Any, **kwargs: Any) -> Any:
-        over = (_RUNNING.get() or (None,))[-1]
-        if over is None:
+        layer, forward = innermost() or (None, None)
+        if forward is None or not forward.distributed or name not in {type(layer).__name__, *_called(layer)}:
             return real(*args, **kwargs)
         if name in FUSED:
             return None
         given = dict(signature.bind(*args, **kwargs).arguments)
         given.pop("kwargs", None)
-        with at_layer(over.layer):
-            return {**STANDS_IN, **FORWARDS}[name](real, over, given)
+        with at_layer(int(getattr(layer, "layer_idx", None) or 0) + 1):
+            return {**STANDS_IN, **FORWARDS}[name](real, options_of(forward), given)
 
     setattr(replaced, _REAL, real)
     return replaced
 
 
-def _enter(module: Any, args: tuple[Any, ...]) -> None:
-    """Say what a layer computes over."""
-    forward = forward_of(module)
-    number, context = int(getattr(module, "layer_idx", None) or 0) + 1, forward.context
-    where = (context.group, context.options, forward.documents, forward.tree, forward.layout)
-    over = Sequence(number, *where) if forward.distributed else None
-    _RUNNING.set((*_RUNNING.get(), over))
+def _enter(layer: torch.nn.Module, args: tuple[Any, ...]) -> None:
+    """Let the functions that a layer calls find that they are called in it, and its forward."""
+    enter(layer, forward_of(layer))
 
 
-def _leave(module: Any, args: tuple[Any, ...], output: Any) -> None:
-    _RUNNING.set(_RUNNING.get()[:-1])
+def options_of(forward: Forward) -> dict[str, Any]:
+    """Return the options of a recurrence over the rows of a forward: their documents, or the segments of a tree."""
+    context, tree = forward.context, forward.tree
+    options: dict[str, Any] = {"group": context.group, "layout": forward.layout, "config": context.options}
+    if tree is not None:
+        return options | {"cu_seqlens": (0, *(span.hi for span in tree.spans)), "parents": tree.parents}
+    return options | {"cu_seqlens": forward.documents}

@@ -16,14 +16,11 @@ from dfa_megatron.config import TrainingConfig
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.huggingface.checks.check_pair import is_pair
 from dfa_megatron.huggingface.checks.padding import IGNORED
-from dfa_megatron.huggingface.current_forward import CONTEXT, forward_of_context
+from dfa_megatron.huggingface.current_forward import CONTEXT, LayerContext, forward_of_context
 from dfa_megatron.huggingface.tiles.tiled_layers import tiled_class
 from dfa_megatron.huggingface.trainers.read_logits import follow_trainers, reads_logits
 from dfa_megatron.loss.deferred import WATCHED, DeferredLogits, Use, say_tiled
 from dfa_megatron.loss.head import Head
-
-_TILE = "_dfa_tile"
-"""The attribute of a model that holds the tile of its loss, None where logits are dense."""
 
 
 class TiledLinear:
@@ -79,7 +76,7 @@ def tiled_head(head: Any) -> Any:
 
 
 def set_tile(model: Any, options: TrainingConfig) -> None:
-    """Make the model's own loss by tiles, or as transformers does for loss_tile="off".
+    """Let the model's own loss be made by tiles, but for loss_tile="off".
 
     Raises:
         UnsupportedError: the head is no linear layer, or the loss is not transformers' for causal models.
@@ -87,8 +84,6 @@ def set_tile(model: Any, options: TrainingConfig) -> None:
     from transformers.loss.loss_utils import ForCausalLMLoss
 
     if options.loss_tile == "off":
-        if hasattr(model, _TILE):
-            setattr(model, _TILE, None)
         return
     own = getattr(model, "loss_function", None)
     if is_pair(model) or (own is not ForCausalLMLoss and getattr(own, "func", own) is not causal_loss):
@@ -99,7 +94,6 @@ def set_tile(model: Any, options: TrainingConfig) -> None:
             "loss_tile='off', or dfa_megatron.loss.cross_entropy on hidden states",
         )
     tiled_head(model.get_output_embeddings())
-    setattr(model, _TILE, options.loss_tile)
     say_tiled(options.loss_tile)
     if own is ForCausalLMLoss:
         model.loss_function = causal_loss
@@ -161,8 +155,9 @@ def tile_of(model: Any, given: dict[str, Any]) -> int | None:
     Raises:
         UnsupportedError: the head was replaced since `set_tile`, by one with an adapter.
     """
-    tile: int | None = getattr(model, _TILE, None)
-    if tile is None or given.get("labels") is None or (not model.training and reads_logits()):
+    context: LayerContext = getattr(model, CONTEXT)
+    tile = context.options.loss_tile
+    if isinstance(tile, str) or given.get("labels") is None or (not model.training and reads_logits()):
         return None
-    setattr(tiled_head(model.get_output_embeddings()), CONTEXT, getattr(model, CONTEXT))
+    setattr(tiled_head(model.get_output_embeddings()), CONTEXT, context)
     return tile

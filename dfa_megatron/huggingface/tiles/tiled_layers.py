@@ -14,6 +14,7 @@ from torch import nn
 
 from dfa_megatron.config import TrainingConfig
 from dfa_megatron.errors import UnsupportedError
+from dfa_megatron.huggingface.implementation import kind_of
 from dfa_megatron.remat.by_tiles import by_tiles
 
 _MLP = re.compile(r"mlp|feed_?forward|ffn|moe", re.IGNORECASE)
@@ -60,11 +61,8 @@ class TiledTokens:
         return torch.cat(by_tiles(whole, x, max(1, tile // beside), dim=dim, random=self.training), dim)  # type: ignore[attr-defined]
 
 
-def tile_layers(model: Any, options: TrainingConfig, kind: str) -> None:
+def tile_layers(model: Any, options: TrainingConfig) -> None:
     """Make norms and MLPs of a model's decoder compute by tiles, or at once again for mlp_tile="off".
-
-    Args:
-        kind: of the model, for messages.
 
     Raises:
         UnsupportedError: the MLP of a layer has experts or takes more than hidden states, or no layer has an MLP.
@@ -79,13 +77,13 @@ def tile_layers(model: Any, options: TrainingConfig, kind: str) -> None:
     other = next((type(mlp).__name__ for mlp in mlps if not _treats_each_token_alone(mlp)), None)
     if other:
         raise UnsupportedError(
-            f"mlp_tile for {kind} with an MLP of class {other}",
+            f"mlp_tile for {kind_of(model)} with an MLP of class {other}",
             "only a dense MLP of hidden states computes each token by itself; experts are chosen over all tokens",
             "mlp_tile='off'",
         )
     if not mlps:
         raise UnsupportedError(
-            f"mlp_tile for {kind}", "its layers have no MLP in a module of its own", "mlp_tile='off'"
+            f"mlp_tile for {kind_of(model)}", "its layers have no MLP in a module of its own", "mlp_tile='off'"
         )
     norms = [module for module in decoder.modules() if _NORM.search(type(module).__name__)]
     for module in (*norms, *mlps):

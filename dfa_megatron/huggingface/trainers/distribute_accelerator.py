@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from dfa_megatron.config import TrainingConfig
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.huggingface.distribute import distribute_attention, transformers_model
-from dfa_megatron.huggingface.trainers.group_accelerator import Sharing, with_shared_sequences
+from dfa_megatron.huggingface.trainers.group_accelerator import SharesSequences, Sharing
 from dfa_megatron.huggingface.trainers.shared_batches import take_whole_batches
 
 
@@ -45,14 +45,46 @@ def distribute_accelerator(
 
 
 def share_sequences(
-    accelerator: Any, model: torch.nn.Module, size: int | None, config: TrainingConfig, *, loop: bool
+    accelerator: Any,
+    model: torch.nn.Module,
+    size: int | None,
+    config: TrainingConfig,
+    *,
+    loop: bool,
+    scores: bool = False,
 ) -> int:
-    """Prepare an accelerator and a model, for a loop or for a Trainer, which counts the ranks of a sequence itself."""
+    """Prepare an accelerator and a model, for a loop or for a Trainer, which counts the ranks of a sequence itself.
+
+    Args:
+        scores: as of `take_whole_batches`.
+    """
     world = accelerator.state.num_processes
     parallel = accelerator.parallelism_config
     theirs = 1 if parallel is None else parallel.cp_size
     size = (theirs if theirs > 1 else world) if size is None else size
     known: Sharing | None = getattr(accelerator, "_dfa_sharing", None)
+    _check_size(accelerator, size, known, loop=loop)
+    _check(accelerator)
+    if world == 1:
+        distribute_attention(model, config=config)
+        return 1
+    mesh = accelerator.torch_device_mesh if known is None else known.mesh
+    if theirs == 1 and known is None:
+        mesh = init_device_mesh(accelerator.device.type, (world // size, size), mesh_dim_names=("dp_replicate", "cp"))
+    distribute_attention(model, group=mesh["cp"].get_group(), config=config)
+    take_whole_batches(transformers_model(model), counts=loop, scores=scores)
+    if known is None:
+        accelerator.dataloader_config.dispatch_batches = False  # also of data without a length: every rank reads it
+        accelerator._dfa_sharing = Sharing(size, mesh, None if loop else model)
+        kind = type(accelerator)
+        accelerator.__class__ = type(kind.__name__, (SharesSequences, kind), {})
+    return size
+
+
+def _check_size(accelerator: Any, size: int, known: Sharing | None, *, loop: bool) -> None:
+    """Refuse a number of ranks that does not fit, or that comes too late for a loop's loaders."""
+    world, parallel = accelerator.state.num_processes, accelerator.parallelism_config
+    theirs = 1 if parallel is None else parallel.cp_size
     if size < 1 or world % size:
         raise UnsupportedError(
             f"size={size} on {world} ranks", "groups of that many ranks do not use all of them", f"a divisor of {world}"
@@ -75,20 +107,6 @@ def share_sequences(
             "its loaders would give the ranks of a sequence different batches, and schedulers step once for each rank",
             "the call before prepare",
         )
-    _check(accelerator)
-    if world == 1:
-        distribute_attention(model, config=config)
-        return 1
-    mesh = accelerator.torch_device_mesh if known is None else known.mesh
-    if theirs == 1 and known is None:
-        mesh = init_device_mesh(accelerator.device.type, (world // size, size), mesh_dim_names=("dp_replicate", "cp"))
-    distribute_attention(model, group=mesh["cp"].get_group(), config=config)
-    take_whole_batches(transformers_model(model))
-    if known is None:
-        accelerator.dataloader_config.dispatch_batches = False  # also of data without a length: every rank reads it
-        accelerator._dfa_sharing = Sharing(size, mesh, None if loop else model)
-        accelerator.__class__ = with_shared_sequences(type(accelerator))
-    return size
 
 
 def _check(accelerator: Any) -> None:

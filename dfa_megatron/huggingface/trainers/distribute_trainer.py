@@ -20,7 +20,6 @@ from dfa_megatron.huggingface.trainers.distribute_accelerator import share_seque
 from dfa_megatron.huggingface.trainers.group_accelerator import refuse_objects
 from dfa_megatron.huggingface.trainers.read_logits import follow_trainers
 from dfa_megatron.huggingface.trainers.share_rollouts import check_rollouts, generates, share_rollouts
-from dfa_megatron.huggingface.trainers.shared_batches import take_whole_batches
 from dfa_megatron.runtime.counters import stats
 
 
@@ -44,7 +43,8 @@ def distribute_trainer(trainer: Any, *, size: int | None = None, config: Trainin
     if arguments.ddp_find_unused_parameters is None:
         # Trainer looks for them where it sees no checkpointing, which here is not its own.
         arguments.ddp_find_unused_parameters = False
-    size = share_sequences(accelerator, trainer.model, size, options, loop=False)
+    scores = _name_of(trainer) in _OF_SCORES
+    size = share_sequences(accelerator, trainer.model, size, options, loop=False, scores=scores)
     if accelerator.state.num_processes == 1:
         return
     model = transformers_model(trainer.model)
@@ -53,11 +53,8 @@ def distribute_trainer(trainer: Any, *, size: int | None = None, config: Trainin
         trainer.label_smoother = None
     # Before the trackers, which then log its numbers with the loss.
     trainer.callback_handler.callbacks.insert(0, _stats_logger())
-    scores = _name_of(trainer) in _OF_SCORES
-    take_whole_batches(model, counts=False, scores=scores)
     if (reference := getattr(trainer, "ref_model", None)) is not None:
-        share_sequences(accelerator, reference, size, options, loop=False)
-        take_whole_batches(transformers_model(reference), scores=scores)
+        share_sequences(accelerator, reference, size, options, loop=False, scores=scores)
     if getattr(trainer, "aux_loss_enabled", False):  # TRL takes Mixtral's function for all
         from transformers import MixtralForCausalLM
 
@@ -166,8 +163,8 @@ def _count(trainer: Any, size: int, own: Callable[..., Any], batches: Sequence[A
         return None
     model = transformers_model(trainer.model)
     if is_pair(model):  # Trainer then multiplies by the groups what is the mean of a batch, unless labels are smoothed
-        counted = own(batches, device)
-        return counted if isinstance(model.loss_function, functools.partial) else torch.ones_like(counted)
+        smoothed = isinstance(model.loss_function, functools.partial)
+        return own(batches, device) if smoothed else torch.ones((), dtype=torch.int64, device=device)
     count = torch.stack([(batch["labels"][..., 1:] != IGNORED).sum() for batch in batches]).sum().to(device)
     if trainer.args.average_tokens_across_devices:
         count = trainer.accelerator.gather(count).sum()

@@ -6,7 +6,8 @@ the classes of an accelerator and of its schedulers get subclasses.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -42,13 +43,8 @@ def refuse_objects() -> NoReturn:
     )
 
 
-def with_shared_sequences(kind: type) -> type:
-    """Return a class of accelerators that share sequences; an instance needs its `Sharing` as `_dfa_sharing`."""
-    return type(kind.__name__, (_SharesSequences, kind), {})
-
-
-class _SharesSequences:
-    """Replace what accelerate counts by processes; stands before an Accelerator among the bases of a class."""
+class SharesSequences:
+    """Replace what accelerate counts by processes; the first base of the class of an accelerator with a `Sharing`."""
 
     _dfa_sharing: Sharing
     _dfa_index_of_group = False
@@ -103,8 +99,12 @@ class _SharesSequences:
         )
 
     def prepare_scheduler(self, scheduler: Any) -> Any:
-        """Prepare a scheduler that steps once for each group."""
-        return by_groups(super().prepare_scheduler(scheduler), self.num_processes)  # type: ignore[misc]
+        """Prepare a scheduler that steps once for each group of ranks, not for each rank."""
+        prepared = super().prepare_scheduler(scheduler)  # type: ignore[misc]
+        if not prepared.split_batches:
+            prepared.split_batches = True  # with which accelerate's own method steps once
+            prepared.step = functools.partial(_step, prepared, prepared.step, self.num_processes)
+        return prepared
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
         """Reduce over the groups."""
@@ -146,24 +146,9 @@ class _SharesSequences:
         return tree_map_only(torch.Tensor, first, super().gather(tensor))  # type: ignore[misc]
 
 
-def by_groups(scheduler: Any, groups: int) -> Any:
-    """Let a scheduler that accelerate prepared step once for each group of ranks, not for each rank."""
-    if not scheduler.split_batches and not isinstance(scheduler, _StepsByGroups):
-        scheduler.__class__ = type(type(scheduler).__name__, (_StepsByGroups, type(scheduler)), {})
-        scheduler._dfa_groups = groups
-        scheduler.split_batches = True  # with which accelerate's own method steps once
-    return scheduler
-
-
-class _StepsByGroups:
-    """Step once for each group in a call; stands before an AcceleratedScheduler among the bases of a class."""
-
-    _dfa_groups: int
-
-    def step(self, *args: Any, **kwargs: Any) -> None:
-        """Step as accelerate does, which leaves a schedule of one cycle that has ended as it is."""
-        own: Any = super()
-        inner, steps = self.scheduler, self.step_with_optimizer and self.gradient_state.sync_gradients  # type: ignore[attr-defined]
-        for _ in range(self._dfa_groups if steps else 1):
-            if not (steps and hasattr(inner, "total_steps") and inner._step_count > inner.total_steps):
-                own.step(*args, **kwargs)
+def _step(scheduler: Any, own: Callable[..., None], groups: int, *args: Any, **kwargs: Any) -> None:
+    """Step once for each group, as accelerate does, which leaves a schedule of one cycle that has ended as it is."""
+    inner, steps = scheduler.scheduler, scheduler.step_with_optimizer and scheduler.gradient_state.sync_gradients
+    for _ in range(groups if steps else 1):
+        if not (steps and hasattr(inner, "total_steps") and inner._step_count > inner.total_steps):
+            own(*args, **kwargs)

@@ -135,31 +135,29 @@ def _join(model: Any, args: Any, output: Any) -> Any:
             return value
         return unshard_sequence(value, group=group, layout=layout)
 
-    def loss(value: torch.Tensor) -> torch.Tensor:
-        assert batch.labelled is not None
-        if model.training:
-            return whole(value) + (value - value.detach())
-        return torch.where(batch.labelled.to(value.device), whole(value), torch.nan)
-
-    has_loss = batch.labelled is not None
-    if isinstance(output, tuple) and forward.pair is not None:
-        raise UnsupportedError("return_dict=False of shared batches", "which output is whose is not told", "True")
-    if isinstance(output, tuple) and has_loss:
-        others = output[1:] if model.training else tree_map_only(torch.Tensor, whole, output[1:])
-        return loss(output[0]), *others
-    if not isinstance(output, Mapping):
-        return None if model.training else tree_map_only(torch.Tensor, whole, output)
-    for name, value in list(output.items()):
-        if has_loss and name == "loss":
-            output[name] = loss(value)  # type: ignore[index]
-        elif name in _OF_HEAD and getattr(model, _SCORES):
+    def joined(name: str, value: Any) -> Any:
+        if name == "loss" and batch.labelled is not None:
+            if model.training:
+                return whole(value) + (value - value.detach())
+            return torch.where(batch.labelled.to(value.device), whole(value), torch.nan)
+        if name in _OF_HEAD and getattr(model, _SCORES):
             found = unshard_sequence(value, group=group, layout=layout)
-            found = found if batch.padding is None else _rolled(found, -batch.padding)
-            output[name] = found[:, :-1]  # type: ignore[index]
-        elif not model.training and name in _OF_TOKENS and (name != "logits" or reads_logits() is not False):
-            of = forward.pair.layouts["encoder"] if forward.pair and name.startswith("encoder") else layout
-            output[name] = tree_map_only(torch.Tensor, functools.partial(whole, layout=of), value)  # type: ignore[index]
-    return output
+            return (found if batch.padding is None else _rolled(found, -batch.padding))[:, :-1]
+        if model.training or name not in _OF_TOKENS or (name == "logits" and reads_logits() is False):
+            return value
+        of = forward.pair.layouts["encoder"] if forward.pair and name.startswith("encoder") else layout
+        return tree_map_only(torch.Tensor, functools.partial(whole, layout=of), value)
+
+    if isinstance(output, Mapping):
+        for name, value in list(output.items()):
+            output[name] = joined(name, value)  # type: ignore[index]
+        return output
+    if forward.pair is not None:
+        raise UnsupportedError("return_dict=False of shared batches", "which output is whose is not told", "True")
+    if not isinstance(output, tuple):
+        return joined("hidden_states", output)
+    first = "hidden_states" if batch.labelled is None else "loss"
+    return tuple(joined("hidden_states" if at else first, value) for at, value in enumerate(output))
 
 
 _OF_TOKENS = (
