@@ -1,12 +1,14 @@
-"""One kind of exchange over a group: the ranks compare it as they compare an attention, then gather."""
+"""The exchanges of a recurrence over a group, which the ranks compare as they compare an attention."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import lru_cache
 
 import torch
+import torch.distributed as dist
 
 from dfa_megatron.config import DistAttentionConfig
 from dfa_megatron.errors import UnsupportedError
@@ -15,7 +17,7 @@ from dfa_megatron.plan.language.mask import short_name
 from dfa_megatron.recurrence.share import Parents, Share, edges_of
 from dfa_megatron.runtime.comm.channel import Channel
 from dfa_megatron.runtime.comm.compared import Compared, compared, telling
-from dfa_megatron.runtime.comm.groups import Group
+from dfa_megatron.runtime.comm.groups import Group, resolve
 from dfa_megatron.runtime.counters import COUNTERS
 from dfa_megatron.runtime.cu_seqlens import CuSeqlens, Offsets, describe, offsets_of
 from dfa_megatron.runtime.request import DEFAULTS
@@ -32,10 +34,40 @@ def _share(place: tuple[int, int], tokens: int, layout: Layout | str, offsets: O
     return share
 
 
+@dataclass(frozen=True)
+class Agreed(Compared):
+    """An exchange of states or tokens that all ranks of a share make."""
+
+    share: Share = field(kw_only=True)
+
+    @contextmanager
+    def running(self, phase: int, device: torch.device) -> Iterator[None]:
+        """Count and compare what runs inside, as `Compared.running` does."""
+        COUNTERS.state_exchanges += 1
+        with super().running(phase, device):
+            yield
+
+    def gather(self, phase: int, mine: torch.Tensor) -> list[torch.Tensor]:
+        """Return every rank's tensor, by rank, in the forward (0) or the backward (1); collective.
+
+        Raises:
+            DisagreementError: the ranks run different calls; the message is a table.
+        """
+        assert self.over is not None, "a share that crosses ranks"
+        sent = mine.contiguous().view(-1).view(torch.uint8)  # backends support different dtypes, but all bytes
+        if phase:
+            COUNTERS.state_backward_bytes += sent.numel()
+        else:
+            COUNTERS.state_forward_bytes += sent.numel()
+        with self.running(phase, mine.device):
+            return [x.view(mine.dtype).view(mine.shape) for x in self.over.gather(sent)]
+
+
 @dataclass(frozen=True, slots=True)
 class Place:
     """Where a rank stands in a sequence. over: None for one rank. verify: whether calls are compared."""
 
+    group: dist.ProcessGroup | None
     over: Channel | None
     share: Share
     verify: bool
@@ -68,49 +100,19 @@ class Place:
             rank, ranks = (0, 1) if over is None else (over.rank, over.size)
             offsets = () if cu_seqlens is None else offsets_of(cu_seqlens, x.device)
             above = () if parents is None or max(parents, default=-1) < 0 else tuple(parents)
-            return cls(over, _share((rank, ranks), x.shape[dim], layout, offsets, above), verify)
+            return cls(resolve(group), over, _share((rank, ranks), x.shape[dim], layout, offsets, above), verify)
 
+    def agree_on(self, what: str, facts: dict[str, str], device: torch.device) -> Agreed:
+        """Return the exchange of that description; ranks compare it when it is new. Collective.
 
-@dataclass(frozen=True, slots=True)
-class Agreed:
-    """An exchange that all ranks of a place make."""
-
-    share: Share
-    over: Channel
-    exchange: Compared
-
-    def gather(self, phase: int, mine: torch.Tensor) -> list[torch.Tensor]:
-        """Return every rank's tensor, by rank, in the forward (0) or the backward (1); collective.
+        Documents are compared at each call by their digest, so that a new pack costs no round of its own.
 
         Raises:
-            DisagreementError: the ranks run different calls; the message is a table.
+            DisagreementError: the ranks ask for different exchanges; the message is a table.
         """
-        with self.exchange.running(phase, mine.device):
-            sent = mine.contiguous().view(-1).view(torch.uint8)  # backends support different dtypes, but all bytes
-            COUNTERS.state_exchanges += 1
-            if phase:
-                COUNTERS.state_backward_bytes += sent.numel()
-            else:
-                COUNTERS.state_forward_bytes += sent.numel()
-            found, work = self.over.collectives(mine.device).gather(sent)
-            if mine.is_cuda:
-                work.wait()  # the current stream waits, not the host
-            else:
-                self.over.wait(work.wait)
-        return [x.view(mine.dtype).view(mine.shape) for x in found]
-
-
-def agree_on(what: str, place: Place, facts: dict[str, str], device: torch.device) -> Agreed:
-    """Return the exchange of that description; ranks compare it when it is new. Collective.
-
-    Documents are compared at each call by their digest, so that a new pack costs no round of its own.
-
-    Raises:
-        DisagreementError: the ranks ask for different exchanges; the message is a table.
-    """
-    share = place.share
-    assert place.over is not None, "a share that crosses ranks"
-    facts = {"tokens of a rank": share.held, **facts}
-    varying = [describe(share.offsets)] if share.offsets else []
-    varying += [f"parents {short_name(share.parents)}"] if share.parents else []
-    return Agreed(share, place.over, compared(what, place.over, facts, device, *varying, verify=place.verify))
+        share = self.share
+        facts = {"tokens of a rank": share.held, **facts}
+        varying = [describe(share.offsets)] if share.offsets else []
+        varying += [f"parents {short_name(share.parents)}"] if share.parents else []
+        found = compared(what, self.over, facts, device, *varying, verify=self.verify)
+        return Agreed(found.over, found.phases, share=share)

@@ -1,26 +1,29 @@
 """The two exchanges of a recurrence, with exact gradients: states from rank to rank, and tokens before a convolution.
 
-Forward and backward are one all-gather each. A recompute of a checkpointed region takes the result of its first pass,
-so it sends nothing.
+States travel in one all-gather each way, tokens in one all-to-all. A recompute of a checkpointed region takes what its
+first pass has kept, so it sends nothing.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import lru_cache
-from itertools import repeat
+from itertools import pairwise, repeat
 from typing import Any, TypeVar
 
 import torch
 
 from dfa_megatron.kernels.api import accumulator_dtype
 from dfa_megatron.kernels.leaf import differentiable_once
-from dfa_megatron.recurrence.agreed import Agreed, Place, agree_on
+from dfa_megatron.plan.language.geometry import Span
+from dfa_megatron.recurrence.agreed import Agreed, Place
 from dfa_megatron.recurrence.fold import Carry, fold, fold_back, gradient_of_m
 from dfa_megatron.recurrence.local_scan import zero_tokens
+from dfa_megatron.recurrence.share import Share
 from dfa_megatron.remat import active_frame
 from dfa_megatron.runtime.agreement.calls import at_layer, current_layer
 from dfa_megatron.runtime.counters import COUNTERS
+from dfa_megatron.runtime.moves import Moves, move_rows, moves_between
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -62,7 +65,7 @@ def pass_states(carries: Mapping[int, Carry], place: Place, *, matrix: bool) -> 
     return _kept(
         local,
         lambda known: _States.apply(  # type: ignore[no-untyped-call]
-            agree_on("the states of a recurrence", place, facts, local.device), matrix, known, *flat
+            place.agree_on("the states of a recurrence", facts, local.device), matrix, known, *flat
         ),
     )
 
@@ -94,14 +97,10 @@ def tokens_before(x: torch.Tensor, count: int, place: Place, *, dim: int = 1) ->
             "dtype": str(x.dtype),
             "gradient": str(torch.is_grad_enabled() and x.requires_grad),
         }
-        found.append(
-            _kept(
-                x,
-                lambda known: _Before.apply(  # type: ignore[no-untyped-call]
-                    x, count, dim, agree_on("the tokens before a convolution", place, facts, x.device), known
-                ),
-            )
-        )
+        exchange = place.agree_on("the tokens before a convolution", facts, x.device)
+        tokens, moves = x.movedim(dim, 0), _moves(place.share, count, x.device)
+        brought = _kept(x, lambda known: move_rows(tokens, moves, place.group, exchange=exchange, known=known))
+        found.append(brought.movedim(0, dim))
     # Siblings read the same tokens: their gradients are summed in float32.
     return torch.cat(found, dim).to(accumulator_dtype(x.dtype)).index_select(dim, rows).to(x.dtype)
 
@@ -186,41 +185,13 @@ def _gather(
     return found
 
 
-class _Before(torch.autograd.Function):
-    """Gather the tokens that ranks need of others; backward: gather the gradients, and sum those of this rank's."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: torch.Tensor, count: int, dim: int, agreed: Agreed, known: torch.Tensor | None
-    ) -> torch.Tensor:
-        share = agreed.share
-        ctx.agreed, ctx.dim, ctx.count, ctx.shape, ctx.layer = agreed, dim, count, x.shape, current_layer()
-        if known is not None:
-            return known.detach()
-        sends, brings = share.reach(count)[:2]
-        most = max(map(len, sends))
-        mine = x.index_select(dim, _on(sends[share.rank], x.device))
-        if missing := most - len(sends[share.rank]):
-            mine = torch.cat([mine, zero_tokens(x, missing, dim)], dim)
-        everyone = torch.cat(agreed.gather(0, mine.contiguous()), dim)
-        found = [rank * most + sends[rank].index(place) for rank, place in brings[share.rank]]
-        found += [0] * (max(map(len, brings)) - len(found))  # as many on every rank, for the backward
-        return everyone.index_select(dim, _on(tuple(found), x.device))
-
-    @staticmethod
-    @differentiable_once("a convolution over ranks")
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
-        agreed, dim = ctx.agreed, ctx.dim
-        share = agreed.share
-        with at_layer(ctx.layer):
-            everyone = agreed.gather(1, gradient.contiguous())
-        total = gradient.new_zeros(ctx.shape, dtype=accumulator_dtype(gradient.dtype))
-        for theirs, tokens in zip(everyone, share.reach(ctx.count).brings, strict=True):
-            rows = tuple(at for at, (rank, _) in enumerate(tokens) if rank == share.rank)
-            if rows:
-                places = _on(tuple(tokens[at][1] for at in rows), total.device)
-                total.index_add_(dim, places, theirs.index_select(dim, _on(rows, total.device)).to(total.dtype))
-        return total.to(gradient.dtype), None, None, None, None
+@lru_cache(maxsize=64)
+@torch.inference_mode(False)  # training may keep it for a backward
+def _moves(share: Share, count: int, device: torch.device) -> Moves:
+    """Return the moves of the tokens that ranks need of others."""
+    held = [[Span(lo, hi)] for lo, hi in pairwise(share.edges)]
+    wanted = [[Span(token, token + 1) for token in tokens] for tokens in share.reach(count).brings]
+    return moves_between(held, wanted, share.rank, device)
 
 
 @lru_cache(maxsize=256)

@@ -84,12 +84,7 @@ def gather(over: Channel, kind: Kind, x: torch.Tensor, *, verify: bool) -> list[
         DisagreementError: the ranks run different calls.
     """
     with over.running(kind, x.device) if verify else nullcontext():
-        found, work = over.collectives(x.device).gather(x.contiguous())
-        if x.is_cuda:
-            work.wait()  # the current stream waits, not the host
-        else:
-            over.wait(work.wait)
-    return found
+        return over.gather(x)
 
 
 @lru_cache(maxsize=256)

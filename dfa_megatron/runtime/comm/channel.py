@@ -194,6 +194,15 @@ class Channel:
             self._collectives[place] = self.new_communicator(device)
         return self._collectives[place]
 
+    def gather(self, x: torch.Tensor) -> list[torch.Tensor]:
+        """Return every rank's tensor of this shape and dtype, by rank; collective."""
+        found, work = self.collectives(x.device).gather(x.contiguous())
+        if x.is_cuda:
+            work.wait()  # the current stream waits, not the host
+        else:
+            self.wait(work.wait)
+        return found
+
     def place(self, device: torch.device) -> str:
         """Return what ranks compare of a device: its type, and its number if this process has used others of it."""
         if device not in self._devices:

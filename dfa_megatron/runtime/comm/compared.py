@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -20,9 +20,9 @@ _KEPT = 64
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """An exchange that all ranks make. over: None for one rank, or where nothing is compared.
+    """An exchange that all ranks make. over: None for one rank.
 
-    phases: how its forward and its backward are compared.
+    phases: how its forward and its backward are compared; () where nothing is.
     """
 
     over: Channel | None = None
@@ -31,9 +31,12 @@ class Compared:
     @contextmanager
     def running(self, phase: int, device: torch.device) -> Iterator[None]:
         """Compare what runs inside: the forward (0) or the backward (1). Raises a DisagreementError."""
-        with nullcontext() if self.over is None else self.over.running(self.phases[phase], device):
+        if self.over is None or not self.phases:
             yield
-        if phase and self.over is not None:
+            return
+        with self.over.running(self.phases[phase], device):
+            yield
+        if phase:
             self.over.end_of_backward()
 
 
@@ -52,7 +55,7 @@ def compared(
         DisagreementError: the ranks ask for different exchanges; the message is a table.
     """
     if over is None or not _verified(over, verify):
-        return Compared()
+        return Compared(over)
     facts = {"exchange": what, **facts, "device": over.place(device)}
     key, known = tuple(facts.items()), over.agreed
     if key not in known:
