@@ -38,58 +38,48 @@ _HOME = {
 }
 
 if TYPE_CHECKING:
-    from dfa_megatron.attention import (
-        DistFlashAttention as DistFlashAttention,
-    )
-    from dfa_megatron.attention import (
-        dist_flash_attn_func as dist_flash_attn_func,
-    )
-    from dfa_megatron.attention import (
-        dist_flash_attn_varlen_func as dist_flash_attn_varlen_func,
-    )
-    from dfa_megatron.config import (
-        DistAttentionConfig as DistAttentionConfig,
-    )
-    from dfa_megatron.config import (
-        MegatronConfig as MegatronConfig,
-    )
-    from dfa_megatron.config import (
-        TrainingConfig as TrainingConfig,
-    )
-    from dfa_megatron.plan.cost.choose import make_plan as make_plan
-    from dfa_megatron.plan.cost.simulate import simulate as simulate
-    from dfa_megatron.plan.draw import draw as draw
-    from dfa_megatron.plan.proof.check import check_plan as check_plan
-    from dfa_megatron.plan.schedules import with_blocks as with_blocks
-    from dfa_megatron.planner import AttentionPlanner as AttentionPlanner
-    from dfa_megatron.runtime.counters import stats as stats
-    from dfa_megatron.runtime.decode import decode_attn_func as decode_attn_func
-    from dfa_megatron.sequence.max_logits import max_logits as max_logits
-    from dfa_megatron.sequence.reorder import (
-        kept_layout as kept_layout,
-    )
-    from dfa_megatron.sequence.reorder import (
-        reshard as reshard,
-    )
-    from dfa_megatron.sequence.reorder import (
-        roll_sequence as roll_sequence,
-    )
-    from dfa_megatron.sharding import (
-        local_positions as local_positions,
-    )
-    from dfa_megatron.sharding import (
-        shard_sequence as shard_sequence,
-    )
-    from dfa_megatron.sharding import (
-        tree_positions as tree_positions,
-    )
-    from dfa_megatron.sharding import (
-        unshard_sequence as unshard_sequence,
-    )
-    from dfa_megatron.step_log import StepLog as StepLog
-    from dfa_megatron.step_log import training_flops as training_flops
+    from dfa_megatron.attention import DistFlashAttention, dist_flash_attn_func, dist_flash_attn_varlen_func
+    from dfa_megatron.config import DistAttentionConfig, MegatronConfig, TrainingConfig
+    from dfa_megatron.plan.cost.choose import make_plan
+    from dfa_megatron.plan.cost.simulate import simulate
+    from dfa_megatron.plan.draw import draw
+    from dfa_megatron.plan.proof.check import check_plan
+    from dfa_megatron.plan.schedules import with_blocks
+    from dfa_megatron.planner import AttentionPlanner
+    from dfa_megatron.runtime.counters import stats
+    from dfa_megatron.runtime.decode import decode_attn_func
+    from dfa_megatron.sequence.max_logits import max_logits
+    from dfa_megatron.sequence.reorder import kept_layout, reshard, roll_sequence
+    from dfa_megatron.sharding import local_positions, shard_sequence, tree_positions, unshard_sequence
+    from dfa_megatron.step_log import StepLog, training_flops
 
-__all__ = sorted([*_HOME, "__version__"])
+__all__ = [
+    "AttentionPlanner",
+    "DistAttentionConfig",
+    "DistFlashAttention",
+    "MegatronConfig",
+    "StepLog",
+    "TrainingConfig",
+    "__version__",
+    "check_plan",
+    "decode_attn_func",
+    "dist_flash_attn_func",
+    "dist_flash_attn_varlen_func",
+    "draw",
+    "kept_layout",
+    "local_positions",
+    "make_plan",
+    "max_logits",
+    "reshard",
+    "roll_sequence",
+    "shard_sequence",
+    "simulate",
+    "stats",
+    "training_flops",
+    "tree_positions",
+    "unshard_sequence",
+    "with_blocks",
+]
 
 
 def __getattr__(name: str) -> Any:
