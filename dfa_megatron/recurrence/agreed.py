@@ -41,9 +41,13 @@ class Agreed(Compared):
     share: Share = field(kw_only=True)
 
     @contextmanager
-    def running(self, phase: int, device: torch.device) -> Iterator[None]:
+    def running(self, phase: int, device: torch.device, nbytes: int = 0) -> Iterator[None]:
         """Count and compare what runs inside, as `Compared.running` does."""
         COUNTERS.state_exchanges += 1
+        if phase:
+            COUNTERS.state_backward_bytes += nbytes
+        else:
+            COUNTERS.state_forward_bytes += nbytes
         with super().running(phase, device):
             yield
 
@@ -55,11 +59,7 @@ class Agreed(Compared):
         """
         assert self.over is not None, "a share that crosses ranks"
         sent = mine.contiguous().view(-1).view(torch.uint8)  # backends support different dtypes, but all bytes
-        if phase:
-            COUNTERS.state_backward_bytes += sent.numel()
-        else:
-            COUNTERS.state_forward_bytes += sent.numel()
-        with self.running(phase, mine.device):
+        with self.running(phase, mine.device, sent.numel()):
             return [x.view(mine.dtype).view(mine.shape) for x in self.over.gather(sent)]
 
 

@@ -42,6 +42,10 @@ class Moves:
         counts = self.receive_counts, self.send_counts
         return Moves(self.received, self.sent, *counts, self.rows[::-1], copies=self.adds, adds=self.copies)
 
+    def nbytes(self, x: torch.Tensor) -> int:
+        """Return the bytes of the rows of x that are sent."""
+        return len(self.sent) * math.prod(x.shape[1:]) * x.itemsize
+
     def run(self, x: torch.Tensor, group: dist.ProcessGroup | None, fill: float = 0) -> torch.Tensor:
         """Return the rows of the result, `fill` in those that nobody sends; no autograd. x: (rows, ...)."""
         outgoing = x.index_select(0, self.sent)
@@ -130,14 +134,15 @@ class _MovedRows(torch.autograd.Function):
         ctx.moves, ctx.group, ctx.exchange, ctx.layer = moves, group, exchange, current_layer()
         if known is not None:
             return known.detach()
-        with exchange.running(0, x.device):
+        with exchange.running(0, x.device, moves.nbytes(x)):
             return moves.run(x, group, fill)
 
     @staticmethod
     @differentiable_once("rows that move between ranks")
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        with at_layer(ctx.layer), ctx.exchange.running(1, gradient.device):
-            return ctx.moves.back().run(gradient, ctx.group), None, None, None, None, None
+        back = ctx.moves.back()
+        with at_layer(ctx.layer), ctx.exchange.running(1, gradient.device, back.nbytes(gradient)):
+            return back.run(gradient, ctx.group), None, None, None, None, None
 
 
 def _bytes(x: torch.Tensor) -> torch.Tensor:

@@ -29,8 +29,11 @@ class Compared:
     phases: tuple[Kind, ...] = ()
 
     @contextmanager
-    def running(self, phase: int, device: torch.device) -> Iterator[None]:
-        """Compare what runs inside: the forward (0) or the backward (1). Raises a DisagreementError."""
+    def running(self, phase: int, device: torch.device, nbytes: int = 0) -> Iterator[None]:
+        """Compare what runs inside: the forward (0) or the backward (1). Raises a DisagreementError.
+
+        nbytes: that this rank sends; those of some exchanges are counted.
+        """
         if self.over is None or not self.phases:
             yield
             return
