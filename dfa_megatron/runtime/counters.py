@@ -56,7 +56,7 @@ class Counters:
     state_exchanges: int = 0
     """Exchanges of recurrences: one per forward and one per backward, of states or of tokens before a convolution."""
     state_forward_bytes: int = 0
-    """Bytes that this rank brought in forwards: to the all-gathers of states, and of the tokens before a convolution."""
+    """Bytes that this rank brought in forwards: to all-gathers of states, and of tokens before a convolution."""
     state_backward_bytes: int = 0
     remat_bytes: int = 0
     """Bytes of (out, lse) and of states that frames have recorded."""
