@@ -96,7 +96,7 @@ def unshard_sequence(
         raise DisagreementError(why)
     held = [whole.spans(other) for other in range(size)]
     moves = moves_between(held, [[Span(0, whole.length)]] * size, rank, x.device)
-    return move_rows(x.movedim(dim, 0), moves, members).movedim(0, dim).contiguous()
+    return move_rows(x, moves, members, dim=dim)
 
 
 def local_positions(

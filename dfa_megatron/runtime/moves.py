@@ -110,14 +110,17 @@ def move_rows(
     group: dist.ProcessGroup | None,
     fill: float = 0,
     exchange: Compared = _NOTHING,
+    *,
+    dim: int = 0,
     known: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Run moves like `Moves.run`, and those of gradients back.
+    """Run moves of the indices of a dimension like `Moves.run`, and those of gradients back.
 
     exchange: compares the ranks' calls. known: the result, if the first pass of a checkpointed region has kept it.
     """
+    x, known = x.movedim(dim, 0), None if known is None else known.movedim(dim, 0)
     found: torch.Tensor = _MovedRows.apply(x, moves, group, fill, exchange, known)  # type: ignore[no-untyped-call]
-    return found
+    return found.movedim(0, dim).contiguous()
 
 
 class _MovedRows(torch.autograd.Function):

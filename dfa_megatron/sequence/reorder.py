@@ -57,7 +57,7 @@ def roll_sequence(
         whole = _whole(x, dim, layout, over, offsets)
     moves = _rolled(whole, shift, offsets, 0 if over is None else over.rank, x.device)
     exchange = _exchange(f"a roll by {shift}", x, dim, over, str(whole), describe(offsets))
-    return move_rows(x.movedim(dim, 0), moves, resolve(group), fill, exchange).movedim(0, dim).contiguous()
+    return move_rows(x, moves, resolve(group), fill, exchange, dim=dim)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator,unused-ignore]
@@ -97,7 +97,7 @@ def reshard(
         target = layout_of_tokens(target, source.length, source.ranks)
     moves = _between(source, target, 0 if over is None else over.rank, x.device)
     exchange = _exchange("tokens in another layout", x, dim, over, str(source), str(target))
-    return move_rows(x.movedim(dim, 0), moves, resolve(group), 0, exchange).movedim(0, dim).contiguous()
+    return move_rows(x, moves, resolve(group), exchange=exchange, dim=dim)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator,unused-ignore]

@@ -195,7 +195,7 @@ class Channel:
         return self._collectives[place]
 
     def gather(self, x: torch.Tensor) -> list[torch.Tensor]:
-        """Return every rank's tensor of this shape and dtype, by rank; collective."""
+        """Return every rank's tensor of this shape and dtype, by rank; collective. To be called in `running`."""
         found, work = self.collectives(x.device).gather(x.contiguous())
         if x.is_cuda:
             work.wait()  # the current stream waits, not the host
