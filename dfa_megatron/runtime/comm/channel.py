@@ -194,13 +194,20 @@ class Channel:
             self._collectives[place] = self.new_communicator(device)
         return self._collectives[place]
 
-    def gather(self, x: torch.Tensor) -> list[torch.Tensor]:
-        """Return every rank's tensor of this shape and dtype, by rank; collective. To be called in `running`."""
-        found, work = self.collectives(x.device).gather(x.contiguous())
-        if x.is_cuda:
-            work.wait()  # the current stream waits, not the host
-        else:
-            self.wait(work.wait)
+    def gather(self, x: torch.Tensor, kind: Kind | None = None) -> list[torch.Tensor]:
+        """Return every rank's tensor of this shape and dtype, by rank; collective.
+
+        kind: of the call, in which the ranks compare it; None where it is part of another, or not compared.
+
+        Raises:
+            DisagreementError: the ranks run different calls.
+        """
+        with contextlib.nullcontext() if kind is None else self.running(kind, x.device):
+            found, work = self.collectives(x.device).gather(x.contiguous())
+            if x.is_cuda:
+                work.wait()  # the current stream waits, not the host
+            else:
+                self.wait(work.wait)
         return found
 
     def place(self, device: torch.device) -> str:
