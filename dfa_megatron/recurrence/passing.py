@@ -29,7 +29,7 @@ from dfa_megatron.recurrence.share import Parents, Share, edges_of
 from dfa_megatron.remat import active_frame
 from dfa_megatron.runtime.agreement.calls import at_layer, current_layer
 from dfa_megatron.runtime.comm.channel import Channel
-from dfa_megatron.runtime.comm.compared import Compared, compared, telling
+from dfa_megatron.runtime.comm.compared import Compared, compared, facts_of_tokens, telling
 from dfa_megatron.runtime.comm.groups import Group, resolve
 from dfa_megatron.runtime.counters import COUNTERS
 from dfa_megatron.runtime.cu_seqlens import CuSeqlens, Offsets, describe, offsets_of
@@ -197,12 +197,7 @@ def tokens_before(x: torch.Tensor, count: int, place: Place, *, dim: int = 1) ->
     own, rows = _on(reach.own, x.device), _on(reach.rows, x.device)
     found = [zero_tokens(x, 1, dim), x.index_select(dim, own)]
     if any(reach.brings):
-        facts = {
-            "tokens before": str(count),
-            "shape": str((*x.shape[:dim], *x.shape[dim + 1 :])),
-            "dtype": str(x.dtype),
-            "gradient": str(torch.is_grad_enabled() and x.requires_grad),
-        }
+        facts = {"tokens before": str(count), **facts_of_tokens(x, dim)}
         exchange = place.agree_on("the tokens before a convolution", facts, x.device)
         moves = _moves(place.share, count, x.device)
         found.append(_kept(x, lambda known: move_rows(x, moves, place.group, 0, exchange, dim=dim, known=known)))

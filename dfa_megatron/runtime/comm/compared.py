@@ -43,6 +43,15 @@ class Compared:
             self.over.end_of_backward()
 
 
+def facts_of_tokens(x: torch.Tensor, dim: int) -> Facts:
+    """Return what ranks compare of a tensor with tokens along `dim`, of which they may hold different numbers."""
+    return {
+        "shape": str((*x.shape[:dim], *x.shape[dim % x.dim() + 1 :])),
+        "dtype": str(x.dtype),
+        "gradient": str(torch.is_grad_enabled() and x.requires_grad),
+    }
+
+
 def compared(
     what: str, over: Channel | None, facts: Facts, device: torch.device, *varying: str, verify: bool | None = None
 ) -> Compared:
