@@ -53,22 +53,22 @@ LONG_FUNCTIONS_FOR_NOW = {
 """May only become shorter."""
 
 BUDGETS = {
-    "benchmarks": 6_286,
-    "cli": 675,
+    "benchmarks": 6_265,
+    "cli": 668,
     "deepspeed": 1_452,
-    "doctor": 1_041,
+    "doctor": 1_039,
     "huggingface": 5_607,
-    "kernels": 3_809,
+    "kernels": 3_795,
     "loss": 686,
     "megatron": 4_897,
     "plan": 5_816,
     "proving": 775,
-    "recurrence": 1_473,
+    "recurrence": 1_400,
     "remat": 529,
-    "runtime": 5_829,
-    "sequence": 426,
+    "runtime": 5_850,
+    "sequence": 294,
     "tests": 39_780,
-    "top": 1_742,
+    "top": 1_791,
     "trees": 307,
 }
 """Lines of Python in a folder of the package, in its files beside them ("top"), in tests and in benchmarks.

@@ -112,8 +112,7 @@ def test_a_share_follows_paths_token_by_token(ranks: int, tokens: int, count: in
                 at = above[at] if at >= 0 else -1
                 want.insert(0, at)
             assert [rows[row] for row in reach.rows[number * count : (number + 1) * count]] == want
-        sent = {lo + at for at in _moves(share, count, torch.device("cpu")).sent.tolist()}
-        assert sent == {token for each in reach.brings for token in each} & {*mine}
+        assert {*(_moves(share, count, torch.device("cpu")).sent + lo).tolist()} == {*mine} & {*sum(reach.brings, ())}
         assert share.crosses == any(each.brought[each.rank] for each in shares)
 
 

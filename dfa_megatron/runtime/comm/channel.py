@@ -12,7 +12,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
 import torch
@@ -34,14 +34,6 @@ _CLOSING = 10.0
 """Seconds that a thread waits while another one closes the channel."""
 
 
-class Releasable(Protocol):
-    """What must go before connections do, such as a CUDA graph with messages."""
-
-    def release(self) -> object:
-        """Give it up."""
-        ...
-
-
 class Channel:
     """Own connections of a group: messages never queue behind another library's collectives. To make one is collective.
 
@@ -60,7 +52,7 @@ class Channel:
             broke, and an error that another rank or the watchdog has found meanwhile.
         ended: called once the group is destroyed; closes the channel.
         prepared: attentions that the ranks have agreed on. agreed: exchanges of other kinds. Last used, last in them.
-        graphs: CUDA graphs with messages of the group or of a part of it.
+        graphs: CUDA graphs with messages of the group or of a part of it, whose `release` gives them up.
     """
 
     def __init__(
@@ -90,7 +82,7 @@ class Channel:
         self._devices: list[torch.device] = []
         self.agreed: OrderedDict[tuple[tuple[str, str], ...], None] = OrderedDict()
         self.prepared: OrderedDict[tuple[object, ...], Prepared] = OrderedDict()
-        self.graphs: WeakSet[Releasable] = WeakSet() if whole is None else whole.graphs
+        self.graphs: WeakSet[Any] = WeakSet() if whole is None else whole.graphs
         store.interrupted = self.calls.check
         mine = {"host": host(), **process(), **links()._asdict(), "one queue": str(has_one_queue())}
         everyone = self.exchange(mine, "make contact for the first time")
