@@ -15,7 +15,7 @@ _HOME = {
     "DistFlashAttention": "dfa_megatron.attention",
     "MegatronConfig": "dfa_megatron.config",
     "AttentionPlanner": "dfa_megatron.planner",
-    "StepLog": "dfa_megatron.step_log",
+    "StepLog": "dfa_megatron.runtime.step_log",
     "TrainingConfig": "dfa_megatron.config",
     "check_plan": "dfa_megatron.plan.proof.check",
     "decode_attn_func": "dfa_megatron.runtime.decode",
@@ -31,7 +31,7 @@ _HOME = {
     "shard_sequence": "dfa_megatron.sharding",
     "simulate": "dfa_megatron.plan.cost.simulate",
     "stats": "dfa_megatron.runtime.counters",
-    "training_flops": "dfa_megatron.step_log",
+    "training_flops": "dfa_megatron.runtime.step_log",
     "tree_positions": "dfa_megatron.sharding",
     "unshard_sequence": "dfa_megatron.sharding",
     "with_blocks": "dfa_megatron.plan.schedules",
@@ -48,10 +48,10 @@ if TYPE_CHECKING:
     from dfa_megatron.planner import AttentionPlanner
     from dfa_megatron.runtime.counters import stats
     from dfa_megatron.runtime.decode import decode_attn_func
+    from dfa_megatron.runtime.step_log import StepLog, training_flops
     from dfa_megatron.sequence.max_logits import max_logits
     from dfa_megatron.sequence.reorder import kept_layout, reshard, roll_sequence
     from dfa_megatron.sharding import local_positions, shard_sequence, tree_positions, unshard_sequence
-    from dfa_megatron.step_log import StepLog, training_flops
 
 __all__ = [
     "AttentionPlanner",

@@ -27,7 +27,7 @@ from dfa_megatron.plan.schedules.load_balanced import layout_of
 from dfa_megatron.rows import row_by_row
 from dfa_megatron.runtime.comm.groups import Group, resolve
 from dfa_megatron.runtime.cu_seqlens import CuSeqlens, balancing_mask, offsets_of, rows_of
-from dfa_megatron.runtime.moves import move_rows, moves_between
+from dfa_megatron.runtime.execute.moves import move_rows, moves_between
 
 
 @row_by_row

@@ -65,10 +65,10 @@ BUDGETS = {
     "proving": 775,
     "recurrence": 1_400,
     "remat": 529,
-    "runtime": 5_850,
+    "runtime": 5_942,
     "sequence": 294,
     "tests": 39_780,
-    "top": 1_791,
+    "top": 1_699,
     "trees": 307,
 }
 """Lines of Python in a folder of the package, in its files beside them ("top"), in tests and in benchmarks.

@@ -27,13 +27,12 @@ from dfa_megatron.recurrence.fold import Carry, fold, fold_back, gradient_of_m
 from dfa_megatron.recurrence.local_scan import zero_tokens
 from dfa_megatron.recurrence.share import Parents, Share, edges_of
 from dfa_megatron.remat import active_frame
-from dfa_megatron.runtime.agreement.calls import at_layer, current_layer
 from dfa_megatron.runtime.comm.channel import Channel
 from dfa_megatron.runtime.comm.compared import Compared, compared, facts_of_tokens, telling
 from dfa_megatron.runtime.comm.groups import Group, resolve
 from dfa_megatron.runtime.counters import COUNTERS
 from dfa_megatron.runtime.cu_seqlens import CuSeqlens, Offsets, describe, offsets_of
-from dfa_megatron.runtime.moves import Moves, move_rows, moves_between
+from dfa_megatron.runtime.execute.moves import Moves, move_rows, moves_between
 from dfa_megatron.runtime.request import DEFAULTS
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -131,7 +130,7 @@ class Place:
         varying = [describe(share.offsets)] if share.offsets else []
         varying += [f"parents {short_name(share.parents)}"] if share.parents else []
         found = compared(what, self.over, facts, device, *varying, verify=self.verify)
-        return Agreed(found.over, found.phases, share=share)
+        return Agreed(found.over, found.phases, found.layer, share=share)
 
 
 def outside_graphs(function: F) -> F:
@@ -225,7 +224,7 @@ class _States(torch.autograd.Function):
         ctx: Any, agreed: Agreed, matrix: bool, known: torch.Tensor | None, *flat: torch.Tensor
     ) -> torch.Tensor:
         share, dtype = agreed.share, accumulator_dtype(flat[1].dtype)
-        ctx.agreed, ctx.matrix, ctx.layer, ctx.dtypes = agreed, matrix, current_layer(), [x.dtype for x in flat]
+        ctx.agreed, ctx.matrix, ctx.dtypes = agreed, matrix, [x.dtype for x in flat]
         ms, states = ([x.to(dtype) for x in some] for some in (flat[::2], flat[1::2]))
         if known is not None:
             incoming = known.detach()
@@ -251,7 +250,7 @@ class _States(torch.autograd.Function):
         incoming, *ms = ctx.saved_tensors or [None]
         wide = gradient.to(accumulator_dtype(gradient.dtype))
         maps, read = dict[int, torch.Tensor | None](), dict[int, torch.Tensor]()
-        with at_layer(ctx.layer), torch.autocast(wide.device.type, enabled=False):
+        with torch.autocast(wide.device.type, enabled=False):
             gathered = _gather(agreed, 1, ms, [*wide], max(map(len, share.brought)))
             for rank, (all_m, gradients) in enumerate(gathered):
                 maps |= zip(share.sent[rank], all_m or repeat(None), strict=False)

@@ -16,7 +16,7 @@ from dfa_megatron.runtime.comm.channel import Channel
 from dfa_megatron.runtime.comm.compared import compared, facts_of_tokens, telling
 from dfa_megatron.runtime.comm.groups import Group, resolve
 from dfa_megatron.runtime.cu_seqlens import CuSeqlens, Offsets, check_offsets, describe, offsets_of
-from dfa_megatron.runtime.moves import Moves, move_rows, moves_between
+from dfa_megatron.runtime.execute.moves import Moves, move_rows, moves_between
 from dfa_megatron.sharding import layout_of_tokens
 
 

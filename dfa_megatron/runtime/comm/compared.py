@@ -10,7 +10,7 @@ from functools import lru_cache
 import torch
 
 from dfa_megatron.errors import DistAttentionError
-from dfa_megatron.runtime.agreement.calls import Facts, Kind
+from dfa_megatron.runtime.agreement.calls import AtLayer, Facts, Kind, current_layer
 from dfa_megatron.runtime.comm.channel import Channel, refuse
 from dfa_megatron.runtime.comm.groups import Group, channel_of
 
@@ -22,11 +22,12 @@ _KEPT = 64
 class Compared:
     """An exchange that all ranks make. over: None for one rank.
 
-    phases: how its forward and its backward are compared; () where nothing is.
+    phases: how its forward and its backward are compared; () where nothing is. layer: to which it belongs.
     """
 
     over: Channel | None = None
     phases: tuple[Kind, ...] = ()
+    layer: int = 0
 
     @contextmanager
     def running(self, phase: int, device: torch.device, nbytes: int = 0) -> Iterator[None]:
@@ -37,7 +38,7 @@ class Compared:
         if self.over is None or not self.phases:
             yield
             return
-        with self.over.running(self.phases[phase], device):
+        with AtLayer(self.layer), self.over.running(self.phases[phase], device):
             yield
         if phase:
             self.over.end_of_backward()
@@ -80,7 +81,7 @@ def compared(
             known.popitem(last=False)
     known.move_to_end(key)
     named = (f"{name} {value}" for name, value in facts.items() if name != "exchange")
-    return Compared(over, _phases(", ".join((what, *named, *varying))))
+    return Compared(over, _phases(", ".join((what, *named, *varying))), current_layer())
 
 
 @contextmanager

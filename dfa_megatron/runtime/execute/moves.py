@@ -14,7 +14,6 @@ import torch.distributed as dist
 
 from dfa_megatron.kernels.leaf import differentiable_once
 from dfa_megatron.plan.language.geometry import Span
-from dfa_megatron.runtime.agreement.calls import at_layer, current_layer
 from dfa_megatron.runtime.comm.compared import Compared
 
 _NOTHING = Compared()
@@ -134,7 +133,7 @@ class _MovedRows(torch.autograd.Function):
         exchange: Compared,
         known: torch.Tensor | None,
     ) -> torch.Tensor:
-        ctx.moves, ctx.group, ctx.exchange, ctx.layer = moves, group, exchange, current_layer()
+        ctx.moves, ctx.group, ctx.exchange = moves, group, exchange
         if known is not None:
             return known.detach()
         with exchange.running(0, x.device, moves.nbytes(x)):
@@ -144,7 +143,7 @@ class _MovedRows(torch.autograd.Function):
     @differentiable_once("rows that move between ranks")
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         back = ctx.moves.back()
-        with at_layer(ctx.layer), ctx.exchange.running(1, gradient.device, back.nbytes(gradient)):
+        with ctx.exchange.running(1, gradient.device, back.nbytes(gradient)):
             return back.run(gradient, ctx.group), None, None, None, None, None
 
 
