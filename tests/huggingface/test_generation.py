@@ -138,7 +138,7 @@ def test_what_would_differ_or_need_a_whole_cache_is_refused() -> None:
 def without_the_exchange(rank: int, world_size: int) -> float:
     from dfa_megatron.runtime import decode
 
-    vars(decode)["gather"] = lambda over, kind, x, *, verify: [x]
+    vars(decode)["_merged"] = lambda outs, lses: (outs[rank], lses[rank])
     return max(sweep(rank, world_size, ("llama",), {}).values())
 
 

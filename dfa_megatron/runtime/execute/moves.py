@@ -117,9 +117,12 @@ def move_rows(
 
     exchange: compares the ranks' calls. known: the result, if the first pass of a checkpointed region has kept it.
     """
-    x, known = x.movedim(dim, 0), None if known is None else known.movedim(dim, 0)
+    if dim:
+        known = None if known is None else known.movedim(dim, 0)
+        rows = move_rows(x.movedim(dim, 0), moves, group, fill, exchange, known=known)
+        return rows.movedim(0, dim).contiguous()
     found: torch.Tensor = _MovedRows.apply(x, moves, group, fill, exchange, known)  # type: ignore[no-untyped-call]
-    return found.movedim(0, dim).contiguous()
+    return found
 
 
 class _MovedRows(torch.autograd.Function):
