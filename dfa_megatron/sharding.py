@@ -3,7 +3,7 @@
 Gradients follow torch.distributed's convention: the objective is the *sum* of the losses of the group's ranks.
 
 shard    no message; a rank's gradient is that of its own tokens, zero elsewhere
-unshard  all-gather forward, reduce-scatter (sum) backward; every rank has to run the backward
+unshard  all tokens to all ranks; backward: the sum of their gradients, in rank order, which every rank has to run
 
 Gradients are exact if each rank has the loss of its own tokens. They are also exact if one rank alone has the loss; the
 others multiply their output by zero and run its backward. If every rank computes the *same* loss on an unsharded
@@ -20,7 +20,6 @@ import torch
 import torch.distributed as dist
 
 from dfa_megatron.errors import DisagreementError, UnsupportedError
-from dfa_megatron.kernels.leaf import differentiable_once
 from dfa_megatron.plan.language.geometry import Span
 from dfa_megatron.plan.language.layout import Layout, by_name
 from dfa_megatron.plan.language.tree import Tree
@@ -28,6 +27,7 @@ from dfa_megatron.plan.schedules.load_balanced import layout_of
 from dfa_megatron.rows import row_by_row
 from dfa_megatron.runtime.comm.groups import Group, resolve
 from dfa_megatron.runtime.cu_seqlens import CuSeqlens, balancing_mask, offsets_of, rows_of
+from dfa_megatron.runtime.execute.moves import move_rows, moves_between
 
 
 @row_by_row
@@ -82,7 +82,7 @@ def unshard_sequence(
         UnsupportedError: as for `shard_sequence`.
         DisagreementError: shapes, dtypes, `dim`, `layout` or `requires_grad` differ between ranks; on every rank.
     """
-    _, size, members = _membership(group)
+    rank, size, members = _membership(group)
     dim = _sequence_dim(x, dim)
     if size == 1:
         layout_of_tokens(layout, x.shape[dim], size, cu_seqlens)
@@ -94,8 +94,9 @@ def unshard_sequence(
         shapes = [(*x.shape[:dim], tokens, *x.shape[dim + 1 :]) for tokens in counts]
         why = f"the ranks of the group bring different parts of a sequence: shapes by rank {shapes}, in layout {whole}"
         raise DisagreementError(why)
-    result: torch.Tensor = _Unshard.apply(x, whole, dim, members)  # type: ignore[no-untyped-call]
-    return result
+    held = [whole.spans(other) for other in range(size)]
+    moves = moves_between(held, [[Span(0, whole.length)]] * size, rank, x.device)
+    return move_rows(x, moves, members, dim=dim)
 
 
 def local_positions(
@@ -169,53 +170,9 @@ def positions_of(whole: Layout, rank: int, device: torch.device | str | None = N
     return torch.cat([torch.arange(span.lo, span.hi, device=device) for span in spans])
 
 
-class _Unshard(torch.autograd.Function):
-    """All-gather into global order; sum the gradient over ranks in rank order, the same from run to run."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, whole: Layout, dim: int, group: dist.ProcessGroup) -> torch.Tensor:
-        ctx.whole, ctx.dim, ctx.group = whole, dim, group
-        most = max(whole.tokens(rank) for rank in range(group.size()))
-        x = _filled(x, dim, most)
-        parts = [torch.empty_like(x) for _ in range(group.size())]
-        dist.all_gather([_bytes(part) for part in parts], _bytes(x), group=group)
-        shape = list(x.shape)
-        shape[dim] = whole.length
-        out = x.new_empty(shape)
-        for rank, part in enumerate(parts):
-            at = whole.offsets(whole.of(rank))
-            for chunk in whole.of(rank):
-                span = whole.chunks[chunk]
-                out.narrow(dim, span.lo, len(span)).copy_(part.narrow(dim, at[chunk], len(span)))
-        return out
-
-    @staticmethod
-    @differentiable_once("a sequence that is gathered")
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        ranks = range(ctx.group.size())
-        held = [ctx.whole.tokens(rank) for rank in ranks]
-        parts = [_filled(_part(grad, ctx.whole, rank, ctx.dim), ctx.dim, max(held)) for rank in ranks]
-        theirs = torch.stack(parts)
-        mine = torch.empty_like(theirs)
-        dist.all_to_all_single(_bytes(mine), _bytes(theirs), group=ctx.group)
-        # PyTorch adds half precision in float32
-        return mine.sum(0).narrow(ctx.dim, 0, held[ctx.group.rank()]), None, None, None
-
-
 def _part(x: torch.Tensor, whole: Layout, rank: int, dim: int) -> torch.Tensor:
     """Return a copy of one rank's tokens."""
     return torch.cat([x.narrow(dim, span.lo, len(span)) for span in whole.spans(rank) or (Span(0, 0),)], dim)
-
-
-def _filled(x: torch.Tensor, dim: int, rows: int) -> torch.Tensor:
-    """Return x, contiguous, with so many rows; collectives send as many from every rank."""
-    lack = rows - x.shape[dim]
-    return torch.cat([x, x.new_zeros((*x.shape[:dim], lack, *x.shape[dim + 1 :]))], dim) if lack else x.contiguous()
-
-
-def _bytes(x: torch.Tensor) -> torch.Tensor:
-    """Return the memory of a contiguous tensor as uint8: backends support different dtypes, but all support bytes."""
-    return x.view(-1).view(torch.uint8)
 
 
 def _membership(group: Group) -> tuple[int, int, dist.ProcessGroup | None]:

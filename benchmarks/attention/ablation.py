@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Literal
+from unittest import mock
 
-from dfa_megatron.plan.interpret import Algebra
+from dfa_megatron.runtime import run
 from dfa_megatron.runtime.comm.transport import Recv, Sends, Transport
-from dfa_megatron.runtime.run import HookedRun, hooked
 
 logger = logging.getLogger(__name__)
 
@@ -24,19 +24,9 @@ def ablation(name: Ablation) -> Iterator[None]:
     """
     if name == "no_communication":
         logger.warning("communication is left out: every distributed attention gives wrong results")
-    with nullcontext() if name == "none" else hooked(_Ablated(name)):
+    measured = {"none": None, "no_overlap": _InTurn, "no_communication": lambda _: Transport()}[name]
+    with mock.patch.object(run, "measured", measured):
         yield
-
-
-class _Ablated:
-    """The hook that leaves out overlap or communication."""
-
-    def __init__(self, name: Ablation) -> None:
-        self.name: str = name
-
-    def wrap(self, run: HookedRun) -> tuple[Algebra, Transport]:
-        """Return a transport that takes turns with compute, or one that sends nothing."""
-        return run.algebra, _InTurn(run.transport) if self.name == "no_overlap" else Transport()
 
 
 class _InTurn(Transport):

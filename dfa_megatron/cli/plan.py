@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
+from dfa_megatron.config import DistAttentionConfig
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.flags import add_flags, flag, from_flags
 from dfa_megatron.names import LAYOUTS, SCHEDULES, nearest
@@ -53,7 +54,7 @@ class PlanFlags:
     ranks: int = flag(8, "ranks that share the sequence")
     schedule: str = flag("auto", ", ".join(SCHEDULES))
     layout: str = flag("auto", "auto, " + ", ".join(LAYOUTS))
-    ulysses_degree: str = flag("1", "ranks that exchange heads for tokens around the schedule, or auto")
+    ulysses_degree: int | str = flag(1, "ranks that exchange heads for tokens around the schedule, or auto")
     remat: bool = flag(True, "layers are rematerialized: a backward exchanges heads once more")
     seq_length: int = flag(65536, "tokens of all ranks")
     mask: str = flag("causal", ", ".join(MASKS) + ", or a .json file of tiles", group="mask")
@@ -101,8 +102,9 @@ def run(args: argparse.Namespace) -> int:
     needs = cast(Any, flags.backward_needs)
     kv_heads = flags.heads if flags.kv_heads is None else flags.kv_heads
     whole = AttentionShape(flags.batch, flags.heads, kv_heads, flags.head_dim, backward_needs=needs)
-    degree = _degree(flags.ulysses_degree)
-    degree = degree or automatic_degree(mask, flags.ranks, shape=whole, hardware=hardware, **choice)
+    degree = DistAttentionConfig(ulysses_degree=flags.ulysses_degree).fixed_degree
+    if flags.ulysses_degree == "auto":
+        degree = automatic_degree(mask, flags.ranks, shape=whole, hardware=hardware, **choice)
     heads = split_heads(degree, flags.ranks, whole.heads, whole.kv_heads)
     shape, ranks, inside = heads.shape(whole), flags.ranks // degree, hardware.inside(degree)
     plan = make_plan(mask, ranks, shape=shape, hardware=inside, **choice)
@@ -130,15 +132,6 @@ def run(args: argparse.Namespace) -> int:
     if flags.text is not None:
         flags.text.write_text(to_text(plan), encoding="utf-8")
     return 0
-
-
-def _degree(asked: str | int) -> int:
-    """Return the degree, or 0 for "auto"."""
-    if asked == "auto":
-        return 0
-    if not str(asked).isdigit() or int(asked) < 1:
-        raise UnsupportedError(f"ulysses_degree={asked!r}", "it is a number of ranks", "1 or more, or auto")
-    return int(asked)
 
 
 def _mask(flags: PlanFlags) -> Mask:

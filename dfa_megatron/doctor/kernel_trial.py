@@ -64,13 +64,13 @@ class Trial:
             head_dim_v=head_dim, dtype=dtype, device=device, batch=batch,
         )  # fmt: skip
 
-    def need(self, *, deterministic: bool = False) -> Need:
+    def need(self) -> Need:
         """Return the need that a kernel must serve."""
         cuda = torch.device(self.device).type == "cuda"
         return Need(
             self.device, self.dtype, self.heads, self.kv_heads, self.head_dim, self.head_dim_v,
-            frozenset({form_of(self.band, self.q_len, self.kv_len)}), deterministic,
-            torch.cuda.get_device_capability(self.device) if cuda else None,
+            frozenset({form_of(self.band, self.q_len, self.kv_len)}),
+            capability=torch.cuda.get_device_capability(self.device) if cuda else None,
         )  # fmt: skip
 
     def inputs(self, seed: int = 0) -> TrialTensors:

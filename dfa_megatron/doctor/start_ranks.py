@@ -14,8 +14,6 @@ from dfa_megatron.errors import UnsupportedError
 USER_ERROR_STATUS = 2
 """The exit status of a rank that has already printed its user error, as in argparse."""
 
-INTERRUPTED_STATUS = 128 + signal.SIGINT
-
 
 def device_of(asked: str) -> str:
     """Return the device of a flag: "auto" is GPUs if there are any.

@@ -97,12 +97,12 @@ Mark = Any
 """A CUDA event on its stream, or seconds of the host's clock."""
 
 
-def mark(device: torch.device, stream: torch.cuda.Stream | None = None) -> Mark:
-    """Return this point in time on a stream of the device: the current one by default."""
+def mark(device: torch.device) -> Mark:
+    """Return this point in time on the device's current stream."""
     if device.type != "cuda":
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)
-    event.record(stream if stream is not None else torch.cuda.current_stream(device))
+    event.record(torch.cuda.current_stream(device))
     return event
 
 

@@ -9,9 +9,9 @@ dist_conv       a short causal convolution
 token_loop      every recurrence as a loop over tokens, for tests
 """
 
-from dfa_megatron.recurrence.agreed import Place
 from dfa_megatron.recurrence.functions import Convolve, dist_conv, dist_scan
 from dfa_megatron.recurrence.local_scan import Decay, Run, Scan
+from dfa_megatron.recurrence.passing import Place
 from dfa_megatron.recurrence.upstream import dist_mamba1, dist_mamba2, fla_scan
 
 __all__ = [

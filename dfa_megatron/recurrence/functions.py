@@ -12,9 +12,8 @@ import torch
 from dfa_megatron.config import DistAttentionConfig
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.plan.language.layout import Layout
-from dfa_megatron.recurrence.agreed import Place
 from dfa_megatron.recurrence.local_scan import Decay, Scan, Tokens, local_scan, zero_tokens
-from dfa_megatron.recurrence.passing import outside_graphs, pass_states, tokens_before
+from dfa_megatron.recurrence.passing import Place, outside_graphs, pass_states, tokens_before
 from dfa_megatron.rows import row_by_row
 from dfa_megatron.runtime.comm.groups import Group
 from dfa_megatron.runtime.cu_seqlens import CuSeqlens, Offsets, rows_of

@@ -18,14 +18,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch.utils.checkpoint import checkpoint
 
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.kernels.api import accumulator_dtype
-from dfa_megatron.kernels.leaf import differentiable_once
 from dfa_megatron.recurrence.fold import Carry, apply, compose
 from dfa_megatron.recurrence.share import Share
 from dfa_megatron.runtime.cu_seqlens import Offsets
@@ -247,17 +246,4 @@ def _check(tokens: Tokens, scan: Scan, share: Share) -> None:
 
 def _tied(result: torch.Tensor, incoming: torch.Tensor) -> torch.Tensor:
     """Return a result, and have its backward reach the exchange although nothing came in: the other ranks wait."""
-    tied: torch.Tensor = _Tie.apply(result, incoming)  # type: ignore[no-untyped-call]
-    return tied
-
-
-class _Tie(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, result: torch.Tensor, incoming: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(incoming)
-        return result.view_as(result)
-
-    @staticmethod
-    @differentiable_once("a recurrence over ranks")
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return gradient, torch.zeros_like(ctx.saved_tensors[0])
+    return result + incoming[:0].sum().to(result.dtype)  # of no element: zero, also where a state is infinite

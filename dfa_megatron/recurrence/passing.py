@@ -1,28 +1,136 @@
 """The two exchanges of a recurrence, with exact gradients: states from rank to rank, and tokens before a convolution.
 
-Forward and backward are one all-gather each. A recompute of a checkpointed region takes the result of its first pass,
-so it sends nothing.
+States travel in one all-gather each way, tokens in one all-to-all. A recompute of a checkpointed region takes what its
+first pass has kept, so it sends nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import lru_cache
-from itertools import repeat
+from itertools import pairwise, repeat
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 
+from dfa_megatron.config import DistAttentionConfig
+from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.kernels.api import accumulator_dtype
 from dfa_megatron.kernels.leaf import differentiable_once
-from dfa_megatron.recurrence.agreed import Agreed, Place, agree_on
+from dfa_megatron.plan.language.geometry import Span
+from dfa_megatron.plan.language.layout import Layout
+from dfa_megatron.plan.language.mask import short_name
 from dfa_megatron.recurrence.fold import Carry, fold, fold_back, gradient_of_m
 from dfa_megatron.recurrence.local_scan import zero_tokens
+from dfa_megatron.recurrence.share import Parents, Share, edges_of
 from dfa_megatron.remat import active_frame
-from dfa_megatron.runtime.agreement.calls import at_layer, current_layer
+from dfa_megatron.runtime.comm.channel import Channel
+from dfa_megatron.runtime.comm.compared import Compared, compared, facts_of_tokens, telling
+from dfa_megatron.runtime.comm.groups import Group, resolve
 from dfa_megatron.runtime.counters import COUNTERS
+from dfa_megatron.runtime.cu_seqlens import CuSeqlens, Offsets, describe, offsets_of
+from dfa_megatron.runtime.execute.moves import Moves, move_rows, moves_between
+from dfa_megatron.runtime.request import DEFAULTS
 
 F = TypeVar("F", bound=Callable[..., Any])
+
+
+@lru_cache(maxsize=64)  # the same object for the layers of a pack: it keeps what it finds
+def _share(place: tuple[int, int], tokens: int, layout: Layout | str, offsets: Offsets, parents: Parents) -> Share:
+    """Return the share of a rank of so many, which has these tokens."""
+    share = Share(place[0], edges_of(layout, tokens, place[1], offsets), offsets, parents)
+    if share.tokens != tokens:
+        what = f"{tokens} tokens on rank {share.rank} of a sequence that gives it {share.tokens}"
+        why = f"the ranks hold {share.edges[-1]} tokens together: {share.held}"
+        raise UnsupportedError(what, why, "layout=, the number of tokens of every rank")
+    return share
+
+
+@dataclass(frozen=True)
+class Agreed(Compared):
+    """An exchange of states or tokens that all ranks of a share make."""
+
+    share: Share = field(kw_only=True)
+
+    @contextmanager
+    def running(self, phase: int, device: torch.device, nbytes: int = 0) -> Iterator[None]:
+        """Count and compare what runs inside, as `Compared.running` does."""
+        COUNTERS.state_exchanges += 1
+        if phase:
+            COUNTERS.state_backward_bytes += nbytes
+        else:
+            COUNTERS.state_forward_bytes += nbytes
+        with super().running(phase, device):
+            yield
+
+    def gather(self, phase: int, mine: torch.Tensor) -> list[torch.Tensor]:
+        """Return every rank's tensor, by rank, in the forward (0) or the backward (1); collective.
+
+        Raises:
+            DisagreementError: the ranks run different calls; the message is a table.
+        """
+        assert self.over is not None, "a share that crosses ranks"
+        sent = mine.contiguous().view(-1).view(torch.uint8)  # backends support different dtypes, but all bytes
+        with self.running(phase, mine.device, sent.numel()):
+            return [x.view(mine.dtype).view(mine.shape) for x in self.over.gather(sent)]
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a rank stands in a sequence. over: None for one rank. verify: whether calls are compared."""
+
+    group: dist.ProcessGroup | None
+    over: Channel | None
+    share: Share
+    verify: bool
+
+    @classmethod
+    def of(
+        cls,
+        x: torch.Tensor,
+        dim: int,
+        group: Group,
+        cu_seqlens: CuSeqlens,
+        parents: Sequence[int] | None = None,
+        *,
+        layout: Layout | str = "contiguous",
+        config: DistAttentionConfig = DEFAULTS,
+    ) -> Place:
+        """Return the place of tokens, which lie along dimension `dim` of x.
+
+        Args:
+            group, layout: as for `dist_scan`.
+            cu_seqlens: global token offsets of packed documents; None for sequences that are one document.
+            parents: of the documents, the segments of a prompt tree; None for no tree.
+            config: its verify is used.
+
+        Raises:
+            UnsupportedError: cu_seqlens or parents do not fit the tokens, or this process is not in the group.
+        """
+        verify = config.verify == "on"
+        with telling(group, verify=verify) as over:
+            rank, ranks = (0, 1) if over is None else (over.rank, over.size)
+            offsets = () if cu_seqlens is None else offsets_of(cu_seqlens, x.device)
+            above = () if parents is None or max(parents, default=-1) < 0 else tuple(parents)
+            return cls(resolve(group), over, _share((rank, ranks), x.shape[dim], layout, offsets, above), verify)
+
+    def agree_on(self, what: str, facts: dict[str, str], device: torch.device) -> Agreed:
+        """Return the exchange of that description; ranks compare it when it is new. Collective.
+
+        Documents are compared at each call by their digest, so that a new pack costs no round of its own.
+
+        Raises:
+            DisagreementError: the ranks ask for different exchanges; the message is a table.
+        """
+        share = self.share
+        facts = {"tokens of a rank": share.held, **facts}
+        varying = [describe(share.offsets)] if share.offsets else []
+        varying += [f"parents {short_name(share.parents)}"] if share.parents else []
+        found = compared(what, self.over, facts, device, *varying, verify=self.verify)
+        return Agreed(found.over, found.phases, found.layer, share=share)
 
 
 def outside_graphs(function: F) -> F:
@@ -62,7 +170,7 @@ def pass_states(carries: Mapping[int, Carry], place: Place, *, matrix: bool) -> 
     return _kept(
         local,
         lambda known: _States.apply(  # type: ignore[no-untyped-call]
-            agree_on("the states of a recurrence", place, facts, local.device), matrix, known, *flat
+            place.agree_on("the states of a recurrence", facts, local.device), matrix, known, *flat
         ),
     )
 
@@ -88,20 +196,10 @@ def tokens_before(x: torch.Tensor, count: int, place: Place, *, dim: int = 1) ->
     own, rows = _on(reach.own, x.device), _on(reach.rows, x.device)
     found = [zero_tokens(x, 1, dim), x.index_select(dim, own)]
     if any(reach.brings):
-        facts = {
-            "tokens before": str(count),
-            "shape": str((*x.shape[:dim], *x.shape[dim + 1 :])),
-            "dtype": str(x.dtype),
-            "gradient": str(torch.is_grad_enabled() and x.requires_grad),
-        }
-        found.append(
-            _kept(
-                x,
-                lambda known: _Before.apply(  # type: ignore[no-untyped-call]
-                    x, count, dim, agree_on("the tokens before a convolution", place, facts, x.device), known
-                ),
-            )
-        )
+        facts = {"tokens before": str(count), **facts_of_tokens(x, dim)}
+        exchange = place.agree_on("the tokens before a convolution", facts, x.device)
+        moves = _moves(place.share, count, x.device)
+        found.append(_kept(x, lambda known: move_rows(x, moves, place.group, 0, exchange, dim=dim, known=known)))
     # Siblings read the same tokens: their gradients are summed in float32.
     return torch.cat(found, dim).to(accumulator_dtype(x.dtype)).index_select(dim, rows).to(x.dtype)
 
@@ -126,7 +224,7 @@ class _States(torch.autograd.Function):
         ctx: Any, agreed: Agreed, matrix: bool, known: torch.Tensor | None, *flat: torch.Tensor
     ) -> torch.Tensor:
         share, dtype = agreed.share, accumulator_dtype(flat[1].dtype)
-        ctx.agreed, ctx.matrix, ctx.layer, ctx.dtypes = agreed, matrix, current_layer(), [x.dtype for x in flat]
+        ctx.agreed, ctx.matrix, ctx.dtypes = agreed, matrix, [x.dtype for x in flat]
         ms, states = ([x.to(dtype) for x in some] for some in (flat[::2], flat[1::2]))
         if known is not None:
             incoming = known.detach()
@@ -152,7 +250,7 @@ class _States(torch.autograd.Function):
         incoming, *ms = ctx.saved_tensors or [None]
         wide = gradient.to(accumulator_dtype(gradient.dtype))
         maps, read = dict[int, torch.Tensor | None](), dict[int, torch.Tensor]()
-        with at_layer(ctx.layer), torch.autocast(wide.device.type, enabled=False):
+        with torch.autocast(wide.device.type, enabled=False):
             gathered = _gather(agreed, 1, ms, [*wide], max(map(len, share.brought)))
             for rank, (all_m, gradients) in enumerate(gathered):
                 maps |= zip(share.sent[rank], all_m or repeat(None), strict=False)
@@ -186,41 +284,13 @@ def _gather(
     return found
 
 
-class _Before(torch.autograd.Function):
-    """Gather the tokens that ranks need of others; backward: gather the gradients, and sum those of this rank's."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: torch.Tensor, count: int, dim: int, agreed: Agreed, known: torch.Tensor | None
-    ) -> torch.Tensor:
-        share = agreed.share
-        ctx.agreed, ctx.dim, ctx.count, ctx.shape, ctx.layer = agreed, dim, count, x.shape, current_layer()
-        if known is not None:
-            return known.detach()
-        sends, brings = share.reach(count)[:2]
-        most = max(map(len, sends))
-        mine = x.index_select(dim, _on(sends[share.rank], x.device))
-        if missing := most - len(sends[share.rank]):
-            mine = torch.cat([mine, zero_tokens(x, missing, dim)], dim)
-        everyone = torch.cat(agreed.gather(0, mine.contiguous()), dim)
-        found = [rank * most + sends[rank].index(place) for rank, place in brings[share.rank]]
-        found += [0] * (max(map(len, brings)) - len(found))  # as many on every rank, for the backward
-        return everyone.index_select(dim, _on(tuple(found), x.device))
-
-    @staticmethod
-    @differentiable_once("a convolution over ranks")
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
-        agreed, dim = ctx.agreed, ctx.dim
-        share = agreed.share
-        with at_layer(ctx.layer):
-            everyone = agreed.gather(1, gradient.contiguous())
-        total = gradient.new_zeros(ctx.shape, dtype=accumulator_dtype(gradient.dtype))
-        for theirs, tokens in zip(everyone, share.reach(ctx.count).brings, strict=True):
-            rows = tuple(at for at, (rank, _) in enumerate(tokens) if rank == share.rank)
-            if rows:
-                places = _on(tuple(tokens[at][1] for at in rows), total.device)
-                total.index_add_(dim, places, theirs.index_select(dim, _on(rows, total.device)).to(total.dtype))
-        return total.to(gradient.dtype), None, None, None, None
+@lru_cache(maxsize=64)
+@torch.inference_mode(False)  # training may keep it for a backward
+def _moves(share: Share, count: int, device: torch.device) -> Moves:
+    """Return the moves of the tokens that ranks need of others."""
+    held = [[Span(lo, hi)] for lo, hi in pairwise(share.edges)]
+    wanted = [[Span(token, token + 1) for token in tokens] for tokens in share.reach(count).brings]
+    return moves_between(held, wanted, share.rank, device)
 
 
 @lru_cache(maxsize=256)

@@ -25,15 +25,13 @@ Parents = tuple[int, ...]
 class Reach(NamedTuple):
     """The tokens before the pieces of this rank, for a convolution.
 
-    sends: for every rank, the places in it of the tokens that others need.
-    brings: for every rank, the tokens of others that it needs: (the rank that holds one, the place in it).
+    brings: for every rank, the tokens of others that it needs.
     own: the places in this rank of its own tokens that are needed.
     rows: for each of `leads`, `count` rows of [a zero, own, brought].
     documents: the offsets of the pieces with these rows before them.
     """
 
-    sends: tuple[tuple[int, ...], ...]
-    brings: tuple[tuple[tuple[int, int], ...], ...]
+    brings: tuple[tuple[int, ...], ...]
     own: tuple[int, ...]
     rows: tuple[int, ...]
     documents: Offsets
@@ -79,11 +77,6 @@ class Share:
         """The tokens of every rank, one number where they are equal."""
         counts = [hi - lo for lo, hi in pairwise(self.edges)]
         return str(counts[0]) if len({*counts}) == 1 else ", ".join(map(str, counts))
-
-    def place(self, token: int) -> tuple[int, int]:
-        """Return the rank that holds a token, and the token's place in it."""
-        rank = bisect_right(self.edges, token) - 1
-        return rank, token - self.edges[rank]
 
     @cached_property
     def _cut(self) -> tuple[list[int], list[int], list[int]]:
@@ -207,24 +200,18 @@ class Share:
             needed = [
                 {token for piece in self.of(rank) for token in self._behind(piece, count)} for rank in range(self.ranks)
             ]
-            lo, hi = self.edges[self.rank : self.rank + 2]
-            apart = [
-                sorted(token for token in tokens if self.place(token)[0] != rank) for rank, tokens in enumerate(needed)
-            ]
-            brings = tuple(tuple(map(self.place, tokens)) for tokens in apart)
-            away = sorted({found for tokens in brings for found in tokens})
-            sends = tuple(tuple(place for rank, place in away if rank == each) for each in range(self.ranks))
-            mine = apart[self.rank]
-            own = sorted(token for token in needed[self.rank] if lo <= token < hi)
-            row = {token: at for at, token in enumerate((*own, *mine), start=1)}
+            held = [range(*edges) for edges in pairwise(self.edges)]
+            brings = tuple(tuple(sorted(needed[rank].difference(held[rank]))) for rank in range(self.ranks))
+            own = sorted(needed[self.rank].intersection(held[self.rank]))
+            row = {token: at for at, token in enumerate((*own, *brings[self.rank]), start=1)}
             rows = list[int]()
             for run in self.leads:
                 behind = [row[token] for token in self._behind(run[0], count)]
                 rows += [0] * (count - len(behind)) + behind[::-1]
-            local = tuple(token - lo for token in own)
+            local = tuple(token - self.edges[self.rank] for token in own)
             begins = [sum(lead[0] < piece for lead in self.leads) for piece in (*self.mine, len(self.before))]
             documents = tuple(offset + count * added for offset, added in zip(self.pieces, begins, strict=True))
-            self._reaches[count] = Reach(sends, brings, local, tuple(rows), documents)
+            self._reaches[count] = Reach(brings, local, tuple(rows), documents)
         return self._reaches[count]
 
     @cached_property

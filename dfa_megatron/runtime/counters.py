@@ -54,9 +54,9 @@ class Counters:
     """Bytes this rank sent to others in the all-to-alls of forwards; not part of `forward_bytes`."""
     ulysses_backward_bytes: int = 0
     state_exchanges: int = 0
-    """All-gathers of recurrences: one per forward and one per backward, of states or of tokens before a convolution."""
+    """Exchanges of recurrences: one per forward and one per backward, of states or of tokens before a convolution."""
     state_forward_bytes: int = 0
-    """Bytes that this rank brought to the all-gathers of forwards; every other rank receives them."""
+    """Bytes that this rank brought in forwards: to all-gathers of states, and of tokens before a convolution."""
     state_backward_bytes: int = 0
     remat_bytes: int = 0
     """Bytes of (out, lse) and of states that frames have recorded."""

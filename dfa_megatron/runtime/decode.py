@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from contextlib import nullcontext
 from functools import lru_cache
 
 import torch
@@ -17,7 +16,6 @@ from dfa_megatron.kernels.merge import weights_of
 from dfa_megatron.kernels.segments import Segments
 from dfa_megatron.plan.language.geometry import FULL
 from dfa_megatron.runtime.agreement.calls import Kind
-from dfa_megatron.runtime.comm.channel import Channel
 from dfa_megatron.runtime.comm.compared import telling
 from dfa_megatron.runtime.comm.groups import Group
 from dfa_megatron.runtime.execute.sinks_and_slopes import merge_sinks, sinks_error
@@ -69,27 +67,13 @@ def decode_attn_func(
     scale = q.shape[3] ** -0.5 if softmax_scale is None else float(softmax_scale)
     out, lse = _partial(kernel, q, (k_cache, v_cache), starts or (0,) * q.shape[0], (scale, softcap))
     if over is not None:
-        parts = torch.stack(gather(over, _kind(tuple(q.shape), q.dtype), torch.cat((out, lse), -1), verify=verify))
+        kind = _kind(tuple(q.shape), q.dtype) if verify else None
+        parts = torch.stack(over.gather(torch.cat((out, lse), -1), kind))
         out, lse = _merged(parts[..., :-1], parts[..., -1:])
     out = out.unsqueeze(1)
     if sinks is not None:
         out, lse = merge_sinks(out, lse, sinks)
     return (out.to(q.dtype), lse) if return_lse else out.to(q.dtype)
-
-
-def gather(over: Channel, kind: Kind, x: torch.Tensor, *, verify: bool) -> list[torch.Tensor]:
-    """Return every rank's tensor of this shape and dtype, by rank; collective.
-
-    Raises:
-        DisagreementError: the ranks run different calls.
-    """
-    with over.running(kind, x.device) if verify else nullcontext():
-        found, work = over.collectives(x.device).gather(x.contiguous())
-        if x.is_cuda:
-            work.wait()  # the current stream waits, not the host
-        else:
-            over.wait(work.wait)
-    return found
 
 
 @lru_cache(maxsize=256)

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode
@@ -16,8 +14,6 @@ from dfa_megatron.errors import ExecutionError
 from dfa_megatron.kernels.leaf import without_autocast, without_functions
 from dfa_megatron.kernels.merge import minus_delta
 from dfa_megatron.kernels.tape import Tape, recordable, signature
-from dfa_megatron.plan.interpret import Algebra
-from dfa_megatron.plan.language.ir import Plan
 from dfa_megatron.runtime.comm.transport import Arena, Transport
 from dfa_megatron.runtime.counters import COUNTERS, EVERY, timed
 from dfa_megatron.runtime.execute.bound import Bound, Captured, Recorder
@@ -28,49 +24,10 @@ from dfa_megatron.runtime.prepare import Prepared
 from dfa_megatron.runtime.problem import Inputs
 from dfa_megatron.runtime.rank_plan import MemoryPlan
 
-
-@dataclass(frozen=True, slots=True)
-class HookedRun:
-    """One phase of one attention, about to run.
-
-    tensors: the memory of this rank. algebra, transport: what the loop drives, unless a hook replaces it.
-    """
-
-    plan: Plan
-    tensors: Tensors
-    algebra: Algebra
-    transport: Transport
-
-
-class Hook(Protocol):
-    """One measurement. Its name tells the CUDA graphs captured under it from others."""
-
-    name: str
-
-    def wrap(self, run: HookedRun) -> tuple[Algebra, Transport]:
-        """Return the algebra and the transport to drive instead; either may be the run's own."""
-        ...
-
-
-ACTIVE: list[Hook] = []
-"""The hooks under which attentions run now, the first one innermost."""
-
-
-@contextmanager
-def hooked(hook: Hook) -> Iterator[None]:
-    """Wrap every distributed attention that this process runs inside.
-
-    Programs then run as they stand and no run is replayed, so the host takes longer than without.
-    """
-    ACTIVE.append(hook)
-    try:
-        yield
-    finally:
-        ACTIVE.remove(hook)
-
-
 logger = logging.getLogger(__name__)
 
+measured: Callable[[Transport], Transport] | None = None
+"""Set by a measurement: what drives the messages in place of a transport. Programs then run as they stand."""
 
 SavedTensors = tuple[torch.Tensor | None, ...]
 """What every way of running saves for a backward, in this order: q, k, v, out, lse, sinks, slopes."""
@@ -165,7 +122,7 @@ def _recorded(prepared: Prepared, memory: MemoryPlan, inputs: Fields, exchanged:
     with without_autocast(), without_functions():
         transport, arena = _way(prepared, memory, inputs[0].device)
         # A mode that listens sees the operations themselves.
-        if not prepared.binds or ACTIVE or _get_current_dispatch_mode() is not None:
+        if not prepared.binds or measured or _get_current_dispatch_mode() is not None:
             return _run(prepared, memory, inputs, exchanged, arena, transport)
         # Absent: not run. None: run as it stands. A text: why it cannot be replayed. A Bound: recorded.
         found = prepared.bound.get(key)
@@ -249,8 +206,8 @@ def _captured(prepared: Prepared, memory: MemoryPlan, inputs: Fields, exchanged:
     # An arena that has moved lies elsewhere.
     transport, _ = _way(prepared, memory, inputs[0].device)
     pinned = transport.pinned
-    hooks = [hook.name for hook in ACTIVE]
-    key: tuple[str | int, ...] = memory.program.phase.name, exchanged, transport.generation, *_precision(), *hooks
+    way = transport.generation, id(measured)
+    key: tuple[str | int, ...] = memory.program.phase.name, exchanged, *way, *_precision()
     if key not in prepared.graphs:
         for stale in [other for other in prepared.graphs if other[:2] == key[:2]]:
             del prepared.graphs[stale]
@@ -303,11 +260,8 @@ def _way(prepared: Prepared, memory: MemoryPlan, device: torch.device) -> tuple[
 
 
 def _execute(prepared: Prepared, tensors: Tensors, transport: Transport) -> None:
-    driven: tuple[Algebra, Transport] = (tensors, transport)
-    for hook in ACTIVE:
-        phases = prepared.plan
-        driven = hook.wrap(HookedRun(phases.forward if tensors.forward else phases.backward, tensors, *driven))
-    execute(tensors, *driven, functools.partial(_failed, prepared, tensors.memory))
+    driven = transport if measured is None else measured(transport)
+    execute(tensors, driven, functools.partial(_failed, prepared, tensors.memory))
 
 
 def _failed(prepared: Prepared, memory: MemoryPlan, step: int, error: Exception) -> ExecutionError:

@@ -13,10 +13,10 @@ from dfa_megatron.plan.language.geometry import Span
 from dfa_megatron.plan.language.layout import Layout, cut_at
 from dfa_megatron.rows import row_by_row
 from dfa_megatron.runtime.comm.channel import Channel
-from dfa_megatron.runtime.comm.compared import Compared, compared, telling
+from dfa_megatron.runtime.comm.compared import compared, facts_of_tokens, telling
 from dfa_megatron.runtime.comm.groups import Group, resolve
 from dfa_megatron.runtime.cu_seqlens import CuSeqlens, Offsets, check_offsets, describe, offsets_of
-from dfa_megatron.sequence.moves import Moves, move_rows, moves_between
+from dfa_megatron.runtime.execute.moves import Moves, move_rows, moves_between
 from dfa_megatron.sharding import layout_of_tokens
 
 
@@ -56,8 +56,9 @@ def roll_sequence(
             check_offsets(offsets)
         whole = _whole(x, dim, layout, over, offsets)
     moves = _rolled(whole, shift, offsets, 0 if over is None else over.rank, x.device)
-    exchange = _exchange(f"a roll by {shift}", x, dim, over, str(whole), describe(offsets))
-    return move_rows(x.movedim(dim, 0), moves, resolve(group), fill, exchange).movedim(0, dim).contiguous()
+    facts, about = facts_of_tokens(x, dim), (str(whole), describe(offsets))
+    exchange = compared(f"a roll by {shift}", over, facts, x.device, *about)
+    return move_rows(x, moves, resolve(group), fill, exchange, dim=dim)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator,unused-ignore]
@@ -96,8 +97,9 @@ def reshard(
         source = _whole(x, dim, source, over)
         target = layout_of_tokens(target, source.length, source.ranks)
     moves = _between(source, target, 0 if over is None else over.rank, x.device)
-    exchange = _exchange("tokens in another layout", x, dim, over, str(source), str(target))
-    return move_rows(x.movedim(dim, 0), moves, resolve(group), 0, exchange).movedim(0, dim).contiguous()
+    facts, about = facts_of_tokens(x, dim), (str(source), str(target))
+    exchange = compared("tokens in another layout", over, facts, x.device, *about)
+    return move_rows(x, moves, resolve(group), exchange=exchange, dim=dim)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator,unused-ignore]
@@ -120,7 +122,8 @@ def kept_layout(kept: torch.Tensor, *, group: Group = None, layout: str | Layout
     for chunk, row in whole.offsets(whole.of(0 if over is None else over.rank)).items():
         found[chunk] = kept[row : row + len(whole.chunks[chunk])].sum()
     if over is not None:
-        with _exchange("the number of kept tokens", kept, 0, over, str(whole)).running(0, kept.device):
+        facts = facts_of_tokens(kept, 0)
+        with compared("the number of kept tokens", over, facts, kept.device, str(whole)).running(0, kept.device):
             dist.all_reduce(found, group=resolve(group))
     counts = found.tolist()
     order = sorted(range(len(counts)), key=lambda chunk: whole.chunks[chunk].lo)
@@ -138,15 +141,6 @@ def _whole(x: torch.Tensor, dim: int, layout: str | Layout, over: Channel | None
     whole = layout_of_tokens(layout, length, ranks, offsets or None)
     whole.check_tokens(rank, x.shape[dim])
     return whole
-
-
-def _exchange(what: str, x: torch.Tensor, dim: int, over: Channel | None, *varying: str) -> Compared:
-    facts = {
-        "shape": str((*x.shape[:dim], *x.shape[dim % x.dim() + 1 :])),
-        "dtype": str(x.dtype),
-        "gradient": str(torch.is_grad_enabled() and x.requires_grad),
-    }
-    return compared(what, over, facts, x.device, *varying)
 
 
 @lru_cache(maxsize=16)

@@ -16,6 +16,7 @@ from dfa_megatron.layouts import Layout, contiguous, zigzag
 from dfa_megatron.recurrence import Scan
 from dfa_megatron.recurrence.fold import fold
 from dfa_megatron.recurrence.local_scan import local_scan
+from dfa_megatron.recurrence.passing import _moves
 from dfa_megatron.recurrence.share import Share, edges_of
 from dfa_megatron.recurrence.token_loop import linear_attention
 from tests.support.close import assert_close
@@ -104,15 +105,14 @@ def test_a_share_follows_paths_token_by_token(ranks: int, tokens: int, count: in
         before = {above[at] for at in starts} if mine else {lo - 1}
         assert [last[piece] for piece in share.brought[rank]] == sorted(before & {*range(lo)})
         reach = share.reach(count)
-        brings = [tuple(edges[owner] + place for owner, place in each) for each in reach.brings]
-        rows = [-1, *(lo + at for at in reach.own), *brings[rank]]
+        rows = [-1, *(lo + at for at in reach.own), *reach.brings[rank]]
         for number, run in enumerate(share.leads):
             at, want = starts[run[0] - share.mine[0]], list[int]()
             while len(want) < count:
                 at = above[at] if at >= 0 else -1
                 want.insert(0, at)
             assert [rows[row] for row in reach.rows[number * count : (number + 1) * count]] == want
-        assert [lo + at for at in reach.sends[rank]] == sorted({token for each in brings for token in each} & {*mine})
+        assert {*(_moves(share, count, torch.device("cpu")).sent + lo).tolist()} == {*mine} & {*sum(reach.brings, ())}
         assert share.crosses == any(each.brought[each.rank] for each in shares)
 
 

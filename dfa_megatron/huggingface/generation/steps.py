@@ -14,7 +14,7 @@ from dfa_megatron.huggingface.generation.holdings import Sight
 from dfa_megatron.huggingface.generation.sharded_cache import ShardedCache
 from dfa_megatron.runtime.agreement.calls import Kind
 from dfa_megatron.runtime.comm.groups import channel_of
-from dfa_megatron.runtime.decode import decode_attn_func, gather
+from dfa_megatron.runtime.decode import decode_attn_func
 
 _STATES = Kind.of("what all ranks of a generation need of one")
 _TOKENS = Kind.of("the tokens of a step of a generation")
@@ -27,7 +27,7 @@ def make_cache(context: LayerContext, config: Any) -> ShardedCache:
     over = channel_of(context.group, verify=verify)
     if over is None:
         return ShardedCache(config, 0, 1, lambda x: [x])
-    return ShardedCache(config, over.rank, over.size, partial(gather, over, _STATES, verify=verify))
+    return ShardedCache(config, over.rank, over.size, partial(over.gather, kind=_STATES if verify else None))
 
 
 def begin(context: LayerContext, cache: ShardedCache, given: dict[str, Any]) -> tuple[dict[str, Any], Forward]:
@@ -128,7 +128,7 @@ def agree_on_tokens(context: LayerContext, ids: torch.Tensor, what: str = "step"
         return
     odd = torch.arange(1, 2 * ids.numel() + 1, 2, device=ids.device)
     digest = ((ids.flatten() + 1) * odd * _MIX).sum() + Kind.of(what).digest  # int64 that wraps around
-    if len({int(x) for x in gather(over, _TOKENS, digest, verify=True)}) > 1:
+    if len({int(x) for x in over.gather(digest, _TOKENS)}) > 1:
         raise DisagreementError(
             f"the ranks of a generation have different tokens at this {what}: they must have the same weights, "
             "prompts, options, and when sampling the same random state (torch.manual_seed)"

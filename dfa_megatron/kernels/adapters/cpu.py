@@ -63,42 +63,21 @@ class CpuKernel(BlockKernel):
 
     def launch(self, call: BlockCall) -> Partial:
         group = call.q.shape[2] // call.k.shape[2]
-        masking = _masking(call)
-        results = [
-            _FORWARD(query=q, key=k, value=v, dropout_p=0.0, scale=call.softmax_scale, **masking)
-            for q, k, v in zip(
-                _by_query_head(call.q, group), _by_kv_head(call.k, group), _by_kv_head(call.v, group), strict=True
-            )
-        ]
-        out, lse = _joined(results, 0, group), _joined(results, 1, group)
-        return out.transpose(1, 2), lse
+        out, lse, *_ = _FORWARD(**_inputs(call, group))
+        return _joined(out, call).transpose(1, 2), _joined(lse, call)
 
     def launch_backward(self, call: BlockCall, dout: torch.Tensor, saved: Saved) -> Gradients:
         assert saved.out is not None
-        kv_heads = call.k.shape[2]
-        group = call.q.shape[2] // kv_heads
-        masking = _masking(call)
-        lse = saved.lse.transpose(1, 2).unsqueeze(-1)
-        by_rows = [_by_query_head(x, group) for x in (dout, call.q, saved.out, lse)]
-        by_columns = [_by_kv_head(x, group) for x in (call.k, call.v)]
-        results = [
-            _BACKWARD(
-                grad_out=dout_x,
-                query=q_x,
-                key=k_x,
-                value=v_x,
-                out=out_x,
-                logsumexp=lse_x.squeeze(-1),
-                dropout_p=0.0,
-                scale=call.softmax_scale,
-                **masking,
-            )
-            for dout_x, q_x, out_x, lse_x, k_x, v_x in zip(*by_rows, *by_columns, strict=True)
-        ]
-        dq, dk, dv = _joined(results, 0, group), _joined(results, 1, group), _joined(results, 2, group)
+        group = call.q.shape[2] // call.k.shape[2]
+        dq, dk, dv = _BACKWARD(
+            grad_out=_by_query_head(dout, group),
+            out=_by_query_head(saved.out, group),
+            logsumexp=saved.lse if group == 1 else saved.lse.unflatten(1, (-1, group)).flatten(0, 1),
+            **_inputs(call, group),
+        )
         if group > 1:
-            dk, dv = (torch.unflatten(x, 1, (kv_heads, group)).sum(2) for x in (dk, dv))
-        return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
+            dk, dv = (x.unflatten(0, (len(call.k), -1)).sum(2) for x in (dk, dv))
+        return _joined(dq, call).transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
 
 
 def _wide(x: torch.Tensor) -> torch.Tensor:
@@ -111,38 +90,45 @@ def _wide_call(call: BlockCall) -> BlockCall:
     return BlockCall(_wide(call.q), _wide(call.k), _wide(call.v), call.segments, call.softmax_scale)
 
 
-def _masking(call: BlockCall) -> dict[str, object]:
-    """Return the operator's arguments for a band; its causal flag is aligned to the top left: for square calls only."""
+def _inputs(call: BlockCall, group: int) -> dict[str, object]:
+    """Return the operators' common arguments; the causal flag is aligned to the top left: for square calls only."""
+    given = {
+        "query": _by_query_head(call.q, group),
+        "key": _by_kv_head(call.k, group),
+        "value": _by_kv_head(call.v, group),
+        "dropout_p": 0.0,
+        "scale": call.softmax_scale,
+    }
     segments = call.segments
     form = form_of(segments.band, segments.q_len, segments.kv_len)
     if form != "band":
-        return {"is_causal": form == "causal", "attn_mask": None}
+        return given | {"is_causal": form == "causal", "attn_mask": None}
     seen = visible(segments.band, segments.q_len, segments.kv_len, torch.device("cpu"))
     assert seen is not None
     mask = torch.zeros(seen.shape, dtype=call.q.dtype, device="cpu").masked_fill_(~seen, -math.inf)
-    return {"is_causal": False, "attn_mask": mask}
+    return given | {"is_causal": False, "attn_mask": mask}
 
 
-def _by_query_head(x: torch.Tensor, group: int) -> list[torch.Tensor]:
-    """Return views of (batch, q_len, heads, dim) as the operator's (batch, heads, q_len, dim).
+def _by_query_head(x: torch.Tensor, group: int) -> torch.Tensor:
+    """Return (batch, q_len, heads, dim) as the operator's (batch, heads, q_len, dim).
 
-    Grouped heads become, one batch entry at a time, (kv_heads, group, q_len, dim): the operator's batch is then a key
-    and value head, which its group shares with stride 0 and no copy.
+    Grouped heads become (batch * kv_heads, group, q_len, dim), a view of one sequence and a copy of several: the
+    operator's batch is then a key and value head, which its group shares with stride 0.
     """
     if group == 1:
-        return [x.transpose(1, 2)]
-    return [torch.unflatten(entry, 1, (-1, group)).permute(1, 2, 0, 3) for entry in x]
+        return x.transpose(1, 2)
+    grouped: torch.Tensor = x.unflatten(2, (-1, group))
+    return grouped.permute(0, 2, 3, 1, 4).flatten(0, 1)
 
 
-def _by_kv_head(x: torch.Tensor, group: int) -> list[torch.Tensor]:
-    """Return views of (batch, kv_len, kv_heads, dim) to match `_by_query_head`."""
+def _by_kv_head(x: torch.Tensor, group: int) -> torch.Tensor:
+    """Return (batch, kv_len, kv_heads, dim) to match `_by_query_head`."""
     if group == 1:
-        return [x.transpose(1, 2)]
-    return [entry.transpose(0, 1).unsqueeze(1).expand(-1, group, -1, -1) for entry in x]
+        return x.transpose(1, 2)
+    return x.transpose(1, 2).flatten(0, 1).unsqueeze(1).expand(-1, group, -1, -1)
 
 
-def _joined(results: list[tuple[torch.Tensor, ...]], number: int, group: int) -> torch.Tensor:
-    """Return one result of the operator as (batch, heads, ...)."""
-    if group == 1:
-        return results[0][number]
-    return torch.stack([result[number].flatten(0, 1) for result in results])
+def _joined(x: torch.Tensor, call: BlockCall) -> torch.Tensor:
+    """Return a result of query heads as (batch, heads, ...)."""
+    batch, _, heads, _ = call.q.shape
+    return x if x.shape[1] == heads else x.unflatten(0, (batch, -1)).flatten(1, 2)

@@ -15,7 +15,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.megatron.tokens.document_order import DocumentOrder, RowOrder
 from dfa_megatron.plan.language.layout import Layout, by_name
-from dfa_megatron.sequence.moves import Moves, move_rows, moves_between, spans_of
+from dfa_megatron.runtime.execute.moves import Moves, move_rows, moves_between, spans_of
 from dfa_megatron.sharding import positions_of
 
 TokenOrder = Literal["contiguous", "zigzag"] | Layout | DocumentOrder | RowOrder

@@ -12,7 +12,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
 import torch
@@ -34,14 +34,6 @@ _CLOSING = 10.0
 """Seconds that a thread waits while another one closes the channel."""
 
 
-class Releasable(Protocol):
-    """What must go before connections do, such as a CUDA graph with messages."""
-
-    def release(self) -> object:
-        """Give it up."""
-        ...
-
-
 class Channel:
     """Own connections of a group: messages never queue behind another library's collectives. To make one is collective.
 
@@ -60,7 +52,7 @@ class Channel:
             broke, and an error that another rank or the watchdog has found meanwhile.
         ended: called once the group is destroyed; closes the channel.
         prepared: attentions that the ranks have agreed on. agreed: exchanges of other kinds. Last used, last in them.
-        graphs: CUDA graphs with messages of the group or of a part of it.
+        graphs: CUDA graphs with messages of the group or of a part of it, whose `release` gives them up.
     """
 
     def __init__(
@@ -90,7 +82,7 @@ class Channel:
         self._devices: list[torch.device] = []
         self.agreed: OrderedDict[tuple[tuple[str, str], ...], None] = OrderedDict()
         self.prepared: OrderedDict[tuple[object, ...], Prepared] = OrderedDict()
-        self.graphs: WeakSet[Releasable] = WeakSet() if whole is None else whole.graphs
+        self.graphs: WeakSet[Any] = WeakSet() if whole is None else whole.graphs
         store.interrupted = self.calls.check
         mine = {"host": host(), **process(), **links()._asdict(), "one queue": str(has_one_queue())}
         everyone = self.exchange(mine, "make contact for the first time")
@@ -193,6 +185,22 @@ class Channel:
         if place not in self._collectives:
             self._collectives[place] = self.new_communicator(device)
         return self._collectives[place]
+
+    def gather(self, x: torch.Tensor, kind: Kind | None = None) -> list[torch.Tensor]:
+        """Return every rank's tensor of this shape and dtype, by rank; collective.
+
+        kind: of the call, in which the ranks compare it; None where it is part of another, or not compared.
+
+        Raises:
+            DisagreementError: the ranks run different calls.
+        """
+        with contextlib.nullcontext() if kind is None else self.running(kind, x.device):
+            found, work = self.collectives(x.device).gather(x.contiguous())
+            if x.is_cuda:
+                work.wait()  # the current stream waits, not the host
+            else:
+                self.wait(work.wait)
+        return found
 
     def place(self, device: torch.device) -> str:
         """Return what ranks compare of a device: its type, and its number if this process has used others of it."""

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
 
 from dfa_megatron.errors import DistAttentionError
-from dfa_megatron.runtime.agreement.calls import Facts, Kind
+from dfa_megatron.runtime.agreement.calls import AtLayer, Facts, Kind, current_layer
 from dfa_megatron.runtime.comm.channel import Channel, refuse
 from dfa_megatron.runtime.comm.groups import Group, channel_of
 
@@ -20,21 +20,37 @@ _KEPT = 64
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """An exchange that all ranks make. over: None for one rank, or where nothing is compared.
+    """An exchange that all ranks make. over: None for one rank.
 
-    phases: how its forward and its backward are compared.
+    phases: how its forward and its backward are compared; () where nothing is. layer: to which it belongs.
     """
 
     over: Channel | None = None
     phases: tuple[Kind, ...] = ()
+    layer: int = 0
 
     @contextmanager
-    def running(self, phase: int, device: torch.device) -> Iterator[None]:
-        """Compare what runs inside: the forward (0) or the backward (1). Raises a DisagreementError."""
-        with nullcontext() if self.over is None else self.over.running(self.phases[phase], device):
+    def running(self, phase: int, device: torch.device, nbytes: int = 0) -> Iterator[None]:
+        """Compare what runs inside: the forward (0) or the backward (1). Raises a DisagreementError.
+
+        nbytes: that this rank sends; those of some exchanges are counted.
+        """
+        if self.over is None or not self.phases:
             yield
-        if phase and self.over is not None:
+            return
+        with AtLayer(self.layer), self.over.running(self.phases[phase], device):
+            yield
+        if phase:
             self.over.end_of_backward()
+
+
+def facts_of_tokens(x: torch.Tensor, dim: int) -> Facts:
+    """Return what ranks compare of a tensor with tokens along `dim`, of which they may hold different numbers."""
+    return {
+        "shape": str((*x.shape[:dim], *x.shape[dim % x.dim() + 1 :])),
+        "dtype": str(x.dtype),
+        "gradient": str(torch.is_grad_enabled() and x.requires_grad),
+    }
 
 
 def compared(
@@ -52,7 +68,7 @@ def compared(
         DisagreementError: the ranks ask for different exchanges; the message is a table.
     """
     if over is None or not _verified(over, verify):
-        return Compared()
+        return Compared(over)
     facts = {"exchange": what, **facts, "device": over.place(device)}
     key, known = tuple(facts.items()), over.agreed
     if key not in known:
@@ -65,7 +81,7 @@ def compared(
             known.popitem(last=False)
     known.move_to_end(key)
     named = (f"{name} {value}" for name, value in facts.items() if name != "exchange")
-    return Compared(over, _phases(", ".join((what, *named, *varying))))
+    return Compared(over, _phases(", ".join((what, *named, *varying))), current_layer())
 
 
 @contextmanager

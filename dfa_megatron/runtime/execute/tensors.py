@@ -13,7 +13,7 @@ from dfa_megatron.kernels.api import BlockCall, BlockKernel, Saved
 from dfa_megatron.kernels.merge import add, identity_, merge
 from dfa_megatron.kernels.segments import Segments
 from dfa_megatron.kernels.tape import call_recorded
-from dfa_megatron.plan.interpret import Accumulator, Algebra, rank_loop
+from dfa_megatron.plan.interpret import Accumulator, rank_loop
 from dfa_megatron.plan.language.program import Buffer, Call, Merge, Message, Region, Step
 from dfa_megatron.runtime.comm.transport import Arena, Moving, Recv, Send, Transport
 from dfa_megatron.runtime.cuda_driver import Copy
@@ -250,12 +250,11 @@ class Tensors:
         return tuple(x for accumulator in self.write[buffer] for x in accumulator.result())
 
 
-def execute(tensors: Tensors, algebra: Algebra, transport: Transport, failed: Failed) -> None:
+def execute(tensors: Tensors, transport: Transport, failed: Failed) -> None:
     """Run a program to its end.
 
     Args:
         tensors: this rank's memory, with the program.
-        algebra: does the steps' work: `tensors`, or a measurement around it.
         transport: moves the messages.
         failed: makes the error of a step.
 
@@ -266,7 +265,7 @@ def execute(tensors: Tensors, algebra: Algebra, transport: Transport, failed: Fa
     number, phase, ranges = 0, tensors.program.phase.name, _ranges(tensors.device)
     _marked(ranges.open, f"dfa {phase}")
     try:
-        for kind, number, step in rank_loop(tensors.program, algebra):
+        for kind, number, step in rank_loop(tensors.program, tensors):
             if kind == "post":
                 if number:
                     transport.computed(number - 1)

@@ -115,7 +115,7 @@ def run(memory: MemoryPlan, given: Fields, arena: Arena, transport: Transport) -
     q, k, v, *known = given
     home = {"qdo": (q, *known[:3]), "kv": (k, v)} if known else {"q": (q,), "kv": (k, v)}
     tensors = Tensors(memory, Flash4Kernel(), home, arena, softmax_scale=1.0)
-    execute(tensors, tensors, transport, lambda step, error: error)  # type: ignore[arg-type, return-value]
+    execute(tensors, transport, lambda step, error: error)  # type: ignore[arg-type, return-value]
     return tensors.result("out") if not known else (*tensors.result("dq"), *tensors.result("dkv"))
 
 

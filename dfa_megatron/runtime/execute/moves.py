@@ -7,7 +7,6 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from operator import itemgetter
 from typing import Any
 
 import torch
@@ -25,7 +24,8 @@ class Moves:
     """The rows that one rank sends, and where those that it receives go; rows travel in token order.
 
     sent, received: rows of its tensor, and of the result. send_counts, receive_counts: of them, for each rank.
-    rows: of its tensor, and of the result.
+    rows: of its tensor, and of the result. copies: some rows of the tensor go to several ranks. adds: rows of several
+    ranks that come to one place are added, in rank order.
     """
 
     sent: torch.Tensor
@@ -33,10 +33,17 @@ class Moves:
     send_counts: list[int]
     receive_counts: list[int]
     rows: tuple[int, int]
+    copies: bool = False
+    adds: bool = False
 
     def back(self) -> Moves:
         """Return the moves in the other direction."""
-        return Moves(self.received, self.sent, self.receive_counts, self.send_counts, self.rows[::-1])
+        counts = self.receive_counts, self.send_counts
+        return Moves(self.received, self.sent, *counts, self.rows[::-1], copies=self.adds, adds=self.copies)
+
+    def nbytes(self, x: torch.Tensor) -> int:
+        """Return the bytes of the rows of x that are sent."""
+        return len(self.sent) * math.prod(x.shape[1:]) * x.itemsize
 
     def run(self, x: torch.Tensor, group: dist.ProcessGroup | None, fill: float = 0) -> torch.Tensor:
         """Return the rows of the result, `fill` in those that nobody sends; no autograd. x: (rows, ...)."""
@@ -47,6 +54,12 @@ class Moves:
             dist.all_to_all_single(
                 _bytes(incoming), _bytes(outgoing), self.receive_counts, self.send_counts, group=group
             )
+        if self.adds:
+            total = x.new_zeros(self.rows[1], *x.shape[1:], dtype=torch.promote_types(x.dtype, torch.float32))
+            parts = zip(self.received.split(self.receive_counts), incoming.split(self.receive_counts), strict=True)
+            for places, part in parts:
+                total.index_add_(0, places, part.to(total.dtype))
+            return total.to(x.dtype)
         if len(self.received) == self.rows[1]:
             result = x.new_empty(self.rows[1], *x.shape[1:])
         else:
@@ -61,25 +74,27 @@ def moves_between(
 
     Args:
         held: for every rank, the tokens of its rows, in the order of the rows; together each token once.
-        wanted: for every rank, the tokens that come to its rows, each at most once; below 0 where none comes.
+        wanted: for every rank, the tokens that come to its rows, each at most once; below 0 where none comes. Several
+            ranks may want a token.
     """
 
-    def order(mine: Sequence[Span], theirs: Sequence[Sequence[Span]]) -> tuple[torch.Tensor, list[int]]:
+    def order(mine: Sequence[Span], theirs: Sequence[Sequence[Span]]) -> tuple[torch.Tensor, list[int], bool]:
         places = sorted((s.lo, s.hi, peer) for peer, its in enumerate(theirs) for s in its if 0 <= s.lo < s.hi)
+        ends = list(accumulate((end for _, end, _ in places), max))
         found, counts = list[tuple[int, int, int, int]](), [0] * len(theirs)
         for span, row in zip(mine, accumulate(map(len, mine), initial=0), strict=False):
-            first = bisect_right(places, span.lo, key=itemgetter(0))
-            for begin, end, peer in places[max(0, first - 1) : bisect_left(places, (span.hi,), first)]:
+            for begin, end, peer in places[bisect_right(ends, span.lo) : bisect_left(places, (span.hi,))]:
                 if (lo := max(span.lo, begin)) < (hi := min(span.hi, end)):
                     found.append((peer, lo, row + lo - span.lo, row + hi - span.lo))
                     counts[peer] += hi - lo
         runs = [torch.arange(first, end) for _, _, first, end in sorted(found)] or [torch.arange(0)]
-        return torch.cat(runs).to(device), counts
+        rows = sorted((first, end) for _, _, first, end in found)
+        return torch.cat(runs).to(device), counts, any(one[1] > other[0] for one, other in pairwise(rows))
 
-    sent, send_counts = order(held[rank], wanted)
-    received, receive_counts = order(wanted[rank], held)
+    sent, send_counts, copies = order(held[rank], wanted)
+    received, receive_counts, _ = order(wanted[rank], held)
     rows = sum(map(len, held[rank])), sum(map(len, wanted[rank]))
-    return Moves(sent, received, send_counts, receive_counts, rows)
+    return Moves(sent, received, send_counts, receive_counts, rows, copies)
 
 
 def spans_of(positions: torch.Tensor) -> list[Span]:
@@ -94,9 +109,19 @@ def move_rows(
     group: dist.ProcessGroup | None,
     fill: float = 0,
     exchange: Compared = _NOTHING,
+    *,
+    dim: int = 0,
+    known: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Run moves like `Moves.run`, and those of gradients back. exchange: compares the ranks' calls."""
-    found: torch.Tensor = _MovedRows.apply(x, moves, group, fill, exchange)  # type: ignore[no-untyped-call]
+    """Run moves of the indices of a dimension like `Moves.run`, and those of gradients back.
+
+    exchange: compares the ranks' calls. known: the result, if the first pass of a checkpointed region has kept it.
+    """
+    if dim:
+        known = None if known is None else known.movedim(dim, 0)
+        rows = move_rows(x.movedim(dim, 0), moves, group, fill, exchange, known=known)
+        return rows.movedim(0, dim).contiguous()
+    found: torch.Tensor = _MovedRows.apply(x, moves, group, fill, exchange, known)  # type: ignore[no-untyped-call]
     return found
 
 
@@ -109,16 +134,20 @@ class _MovedRows(torch.autograd.Function):
         group: dist.ProcessGroup | None,
         fill: float,
         exchange: Compared,
+        known: torch.Tensor | None,
     ) -> torch.Tensor:
         ctx.moves, ctx.group, ctx.exchange = moves, group, exchange
-        with exchange.running(0, x.device):
+        if known is not None:
+            return known.detach()
+        with exchange.running(0, x.device, moves.nbytes(x)):
             return moves.run(x, group, fill)
 
     @staticmethod
     @differentiable_once("rows that move between ranks")
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        with ctx.exchange.running(1, gradient.device):
-            return ctx.moves.back().run(gradient, ctx.group), None, None, None, None
+        back = ctx.moves.back()
+        with ctx.exchange.running(1, gradient.device, back.nbytes(gradient)):
+            return back.run(gradient, ctx.group), None, None, None, None, None
 
 
 def _bytes(x: torch.Tensor) -> torch.Tensor:
