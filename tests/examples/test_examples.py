@@ -10,15 +10,13 @@ import importlib.util
 import json
 import os
 import re
-import runpy
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests.support.groups import as_torchrun_starts, free_port
-from tests.support.workers import run_ranks
+from tests.support.scripts import ENVIRONMENT, of_one_rank, said_over_ranks
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -39,17 +37,13 @@ ALONE = {"deepspeed_pipeline.py": ("--stages", "1"), "fsdp2.py": ("--context-par
 SOMEWHERE_ELSE = {"train.py", "plan_by_hand.py", "grpo_tree.py"}
 
 
-OWN = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu", "TORCHDYNAMO_DISABLE": "1"}
-"""The environment of an example: nothing is compiled, so that ranks start in half the time."""
-
-
 def run(folder: Path, *command: str, **more: str) -> str:
     """What a command of Python prints."""
     path = os.pathsep.join([str(EXAMPLES.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
     done = subprocess.run(
         [sys.executable, "-W", "ignore", *command],
         cwd=folder,
-        env={**os.environ, **OWN, "PYTHONPATH": path, **more},
+        env={**os.environ, **ENVIRONMENT, "PYTHONPATH": path, **more},
         capture_output=True,
         text=True,
         timeout=170,
@@ -59,31 +53,9 @@ def run(folder: Path, *command: str, **more: str) -> str:
     return done.stdout + done.stderr
 
 
-def a_rank(rank: int, ranks: int, port: int, folder: str, name: str, flags: tuple[str, ...]) -> None:
-    """Run an example as a rank of torchrun's would; what it prints is kept in the folder."""
-    as_torchrun_starts(rank, ranks, port)
-    os.environ.update(OWN)
-    os.chdir(folder)
-    with open(f"said-{rank}", "w", encoding="utf-8") as said:
-        os.dup2(said.fileno(), 1)
-        os.dup2(said.fileno(), 2)
-    sys.argv = [name, *flags]
-    runpy.run_path(str(EXAMPLES / name), run_name="__main__")
-    sys.stdout.flush()
-
-
-def said_over_ranks(folder: Path, name: str, ranks: int, *flags: str) -> str:
-    """What an example prints on all its ranks."""
-    run_ranks(ranks, a_rank, free_port(), str(folder), name, flags, timeout=170)
-    return "".join((folder / f"said-{rank}").read_text(encoding="utf-8") for rank in range(ranks))
-
-
 def said_alone(folder: Path, name: str, *flags: str) -> str:
-    """What it prints on one rank, with the environment that torchrun would give it."""
-    names = ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "RANK", "LOCAL_RANK")
-    of_one = dict(zip(names, "1100", strict=True))
-    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    return run(folder, str(EXAMPLES / name), *flags, **of_one, **address)
+    """What an example prints on one rank."""
+    return run(folder, str(EXAMPLES / name), *flags, **of_one_rank())
 
 
 def losses_and_norms(said: str) -> list[float]:
@@ -98,7 +70,7 @@ def test_an_example_runs_alone_and_trains_as_on_one_rank(name: str, tmp_path: Pa
         parent = package.split(".")[0]
         if importlib.util.find_spec(parent) is None or importlib.util.find_spec(package) is None:
             pytest.skip(f"{package} is not installed")
-    said = said_over_ranks(tmp_path, name, ranks, "--steps", "3", *flags)
+    said = said_over_ranks(ranks, tmp_path, str(EXAMPLES / name), "--steps", "3", *flags)
     assert re.search(r"dfa: \d ranks, contiguous, ", said), said
     assert ("'dfa/forwards': 2" in said) == (name in ("trainer_packed.py", "trl_sft.py")), "Trainer logs stats()"
     found = losses_and_norms(said)
@@ -111,7 +83,8 @@ def test_an_example_runs_alone_and_trains_as_on_one_rank(name: str, tmp_path: Pa
 def test_rollouts_of_two_ranks_and_their_losses_are_those_of_one(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     flags = ("--steps", "3", "--spelling-steps", "3", "--answers", "4", "--pack-length", "150")
-    said = said_alone(tmp_path, "grpo_tree.py", *flags), said_over_ranks(tmp_path, "grpo_tree.py", 2, *flags)
+    over_two = said_over_ranks(2, tmp_path, str(EXAMPLES / "grpo_tree.py"), *flags)
+    said = said_alone(tmp_path, "grpo_tree.py", *flags), over_two
     one, two = (re.findall(r"reward (\d\.\d+)  loss (-?\d\.\d+)  (\d+) of 896 tokens", text) for text in said)
     assert [*map(len, (one, two))] == [3, 3]
     for own, others in zip(one, two, strict=True):
