@@ -53,7 +53,7 @@ LONG_FUNCTIONS_FOR_NOW = {
 """May only become shorter."""
 
 BUDGETS = {
-    "benchmarks": 6_286,
+    "benchmarks": 5_673,
     "cli": 675,
     "deepspeed": 1_452,
     "doctor": 1_041,
@@ -67,7 +67,7 @@ BUDGETS = {
     "remat": 529,
     "runtime": 5_829,
     "sequence": 426,
-    "tests": 39_780,
+    "tests": 39_692,
     "top": 1_742,
     "trees": 307,
 }
