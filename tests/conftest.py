@@ -28,8 +28,8 @@ COLLECTED = pytest.StashKey[list[pytest.Item]]()
 """Every test that was collected, also those that are left out of this run."""
 
 
-TOGETHER = {"tests/examples/test_checkpoint.py"}
-"""Files whose fixtures train: one worker of pytest-xdist makes them, for all tests of the file."""
+TOGETHER = {"tests/faults/test_ends.py", "tests/faults/test_goes_on.py"}
+"""Files whose fixtures run for all their tests: on one worker of pytest-xdist, or every worker would run them."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -53,8 +53,8 @@ LONG_FUNCTIONS_FOR_NOW = {
 """May only become shorter."""
 
 BUDGETS = {
-    "benchmarks": 6_265,
-    "cli": 668,
+    "benchmarks": 5_673,
+    "cli": 675,
     "deepspeed": 1_452,
     "doctor": 1_039,
     "huggingface": 5_607,
@@ -65,10 +65,10 @@ BUDGETS = {
     "proving": 775,
     "recurrence": 1_400,
     "remat": 529,
-    "runtime": 5_945,
-    "sequence": 294,
-    "tests": 39_779,
-    "top": 1_699,
+    "runtime": 5_829,
+    "sequence": 426,
+    "tests": 39_692,
+    "top": 1_742,
     "trees": 307,
 }
 """Lines of Python in a folder of the package, in its files beside them ("top"), in tests and in benchmarks.

@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from benchmarks import decode, verify_cost
+from benchmarks import decode, packed
 from benchmarks.attention.__main__ import STUCK_STATUS, measure
 from benchmarks.attention.job import Job, Problem
 from benchmarks.attention.local import local_attention
@@ -184,20 +184,6 @@ def test_one_rank_is_compared_with_the_bare_kernel(tmp_path: Path) -> None:
     assert (tmp_path / "tables.txt").read_text().count("ours / bare kernel") == 3
 
 
-def _verify(rank: int, ranks: int, out: str) -> None:
-    sizes = ["--tokens", "64", "--heads", "4", "--kv-heads", "2", "--head-dim", "16", "--layers", "2", "--rounds", "1"]
-    verify_cost.main([*sizes, "--transport", "auto", "--out", out])
-
-
-def test_the_cost_of_comparing_calls_is_measured_before_a_watchdog_and_with_it(tmp_path: Path) -> None:
-    run_ranks(2, _verify, str(tmp_path / "verify.json"))
-    (row,) = json.loads((tmp_path / "verify.json").read_text())["rows"]
-    assert row["ranks"] == 2
-    assert row["ms_on"] >= row["host_ms_on"] > 0
-    assert row["ms_off"] >= row["host_ms_off"] > 0
-    assert row["host_ms_before"] > 0
-
-
 def _decode(rank: int, ranks: int, out: str) -> None:
     sizes = ("--tokens", "49", "8", "--heads", "4", "--kv-heads", "2", "--head-dim", "16", "--repeats", "2")
     decode.main(["--device", "cpu", *sizes, "--out", out])
@@ -208,6 +194,18 @@ def test_decoding_is_compared_with_dense_attention_and_timed(tmp_path: Path) -> 
     rows = json.loads((tmp_path / "decode.json").read_text())["rows"]
     assert [row["tokens"] for row in rows] == [49, 8]
     assert all(row["ms"] > 0 and row["error"] < 1e-5 for row in rows)
+
+
+def _packed(rank: int, ranks: int, out: str) -> None:
+    sizes = ("--heads", "4", "--kv-heads", "2", "--head-dim", "16", "--tokens-per-rank", "96", "--check-tokens", "48")
+    packed.main(["--dtype", "float32", *sizes, "--repetitions", "1", "--out", out])
+
+
+def test_packs_are_compared_with_dense_attention_and_timed(tmp_path: Path) -> None:
+    run_ranks(2, _packed, str(tmp_path / "packs.json"))
+    rows = json.loads((tmp_path / "packs.json").read_text())["rows"]
+    assert [row["method"] for row in rows] == ["dfa auto auto auto", "dfa load_balanced auto auto"]
+    assert all(0 < max(row["errors"].values()) < 1e-5 and row["both_ms"] > 0 for row in rows)
 
 
 @pytest.mark.gpu(2, apart=True)

@@ -28,6 +28,7 @@ class Sources:
     def __init__(self, roots: Sequence[Path]) -> None:
         self.roots = tuple(roots)
         self._trees: dict[str, ast.Module | None] = {}
+        self._texts: dict[str, str | None] = {}
 
     def tree(self, module: str) -> ast.Module | None:
         """Return a module's syntax tree, None if there is no such module; an empty one without a file of its own."""
@@ -36,14 +37,29 @@ class Sources:
         return self._trees[module]
 
     def _parsed(self, module: str) -> ast.Module | None:
+        text = self._text(module)
+        return None if text is None else ast.parse(text)
+
+    def _text(self, module: str) -> str | None:
+        """Return a module's source, None if there is no such module; an empty one without a file of its own."""
+        if module not in self._texts:
+            self._texts[module] = self._read(module)
+        return self._texts[module]
+
+    def _read(self, module: str) -> str | None:
         for root in self.roots:
             place = root.joinpath(*module.split("."))
             for file in (place.with_name(place.name + ".py"), place / "__init__.py"):
                 if file.is_file():
-                    return ast.parse(file.read_text(encoding="utf-8"))
+                    return file.read_text(encoding="utf-8")
             if place.is_dir():
-                return ast.Module([], [])
+                return ""
         return None
+
+    def _may_define(self, module: str, name: str) -> bool:
+        """Return whether a module's source has the name or a star; to parse a framework's every module takes long."""
+        text = self._text(module)
+        return text is not None and (name in text or "import *" in text)
 
     def find(self, module: str, name: str, seen: frozenset[tuple[str, str]] = frozenset()) -> Found | None:
         """Return where a module's name is defined, through its imports; None if it has no such name."""
@@ -72,7 +88,7 @@ class Sources:
                         if found or self.tree(source.partition(".")[0]) is None:  # of a package that is not here
                             return found or Found(module, node)
         for source in starred:
-            if found := self._top(source, name, seen):
+            if self._may_define(source, name) and (found := self._top(source, name, seen)):
                 return found
         return self._submodule(module, name)
 

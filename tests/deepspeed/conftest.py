@@ -17,7 +17,8 @@ if not MISSING:
     # DeepSpeed chooses its device when it is imported; workers inherit the variable.
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     preload(
-        "dfa_megatron.attention",
+        "dfa_megatron.huggingface",
+        "dfa_megatron.deepspeed",
         "deepspeed",
         *(f"transformers.models.{name}.modeling_{name}" for name in ("llama", "qwen2", "qwen3")),
     )

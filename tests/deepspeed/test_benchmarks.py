@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,30 +12,19 @@ import pytest
 import torch
 
 from tests.deepspeed import harness
+from tests.support.scripts import said_over_ranks
 from tests.support.workers import run_ranks
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 
-def call(*command: str, out: Path) -> dict[str, Any]:
-    path = os.pathsep.join([str(BENCHMARKS.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", *command, "--dry-run", "--out", str(out)],
-        env={**os.environ, "PYTHONPATH": path, "DS_ACCELERATOR": "cpu", "TORCHDYNAMO_DISABLE": "1"},
-        capture_output=True, text=True, timeout=200, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
-    report: dict[str, Any] = json.loads(out.read_text())
-    shown = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-    assert shown[-len(report["results"]) :] == report["results"]
-    return report
-
-
 def test_every_method_is_compared_and_then_timed(tmp_path: Path) -> None:
-    script = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    script += ["-m", "benchmarks.deepspeed_training", "--shapes", "qwen3-4b", "33-heads", "--offload-optimizer"]
-    methods = ["dfa-remat", "ulysses-full"]
-    report = call(*script, "--methods", *methods, "--tiled", "all", out=tmp_path / "toy.json")
+    methods, out = ("dfa-remat", "ulysses-full"), tmp_path / "toy.json"
+    words = ("--shapes", "qwen3-4b", "33-heads", "--offload-optimizer", "--methods", *methods, "--tiled", "all")
+    said = said_over_ranks(2, tmp_path, "benchmarks.deepspeed_training", *words, "--dry-run", "--out", str(out))
+    report: dict[str, Any] = json.loads(out.read_text())
+    shown = [json.loads(line) for line in said.splitlines() if line.startswith("{")]
+    assert shown[-len(report["results"]) :] == report["results"]
     losses: dict[tuple[str, int], list[float]] = {}
     for result in report["results"]:
         if (result["shape"], result["method"]) == ("33-heads", "ulysses-full"):

@@ -15,7 +15,7 @@ from dfa_megatron.runtime.counters import COUNTERS
 from tests.deepspeed import harness
 from tests.huggingface.test_packed import pack
 from tests.huggingface.test_trainer import hits
-from tests.support.models import LAYERS, VOCABULARY, build
+from tests.support.models import LAYERS, TRAINING, VOCABULARY, build
 from tests.support.workers import run_ranks
 
 LENGTH = 24
@@ -87,23 +87,18 @@ def json(stage: int, **block: Any) -> dict[str, Any]:
 def trainer(folder: str, metrics: Any = None, **arguments: Any) -> Any:
     from transformers import Trainer, TrainingArguments
 
-    settled = TrainingArguments(
-        output_dir=folder,
-        per_device_train_batch_size=1,
-        per_device_eval_batch_size=2,
-        gradient_accumulation_steps=2,
-        logging_steps=1,
-        eval_strategy="steps",
-        eval_steps=1,
-        report_to=[],
-        save_strategy="no",
-        use_cpu=True,
-        learning_rate=1e-2,
-        lr_scheduler_type="constant",
-        disable_tqdm=True,
-        include_num_input_tokens_seen="all",
-        **{"max_steps": 2, **arguments},
-    )
+    given = {
+        **TRAINING,
+        "output_dir": folder,
+        "per_device_train_batch_size": 1,
+        "per_device_eval_batch_size": 2,
+        "gradient_accumulation_steps": 2,
+        "eval_steps": 1,
+        "adam_epsilon": 1e-8,
+        "lr_scheduler_type": "constant",
+        "include_num_input_tokens_seen": "all",
+    }
+    settled = TrainingArguments(**{**given, **arguments})
     mine = model()
     mine.config.use_cache = False  # with a cache transformers does not look for documents
     return Trainer(model=mine, args=settled, compute_metrics=metrics, train_dataset=Packs(), eval_dataset=Packs())

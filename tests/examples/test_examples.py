@@ -1,4 +1,8 @@
-"""Every example, started as its first line says: the losses and gradient norms of several ranks are those of one."""
+"""Every example: it starts alone, and the losses and gradient norms of several ranks are those of one.
+
+A process of its own runs it on one rank, so that nothing is imported for it. Its other ranks are workers, which have
+imported its packages before: that takes seconds for each rank. torchrun itself starts those of the main job.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +15,8 @@ import sys
 from pathlib import Path
 
 import pytest
+
+from tests.support.scripts import ENVIRONMENT, of_one_rank, said_over_ranks
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -31,13 +37,13 @@ ALONE = {"deepspeed_pipeline.py": ("--stages", "1"), "fsdp2.py": ("--context-par
 SOMEWHERE_ELSE = {"train.py", "plan_by_hand.py", "grpo_tree.py"}
 
 
-def run(folder: Path, *command: str) -> str:
+def run(folder: Path, *command: str, **more: str) -> str:
+    """What a command of Python prints."""
     path = os.pathsep.join([str(EXAMPLES.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
-    own = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": path, "DS_ACCELERATOR": "cpu"}
     done = subprocess.run(
         [sys.executable, "-W", "ignore", *command],
         cwd=folder,
-        env={**os.environ, **own, "TORCHDYNAMO_DISABLE": "1"},  # nothing is compiled: ranks start in half the time
+        env={**os.environ, **ENVIRONMENT, "PYTHONPATH": path, **more},
         capture_output=True,
         text=True,
         timeout=170,
@@ -47,13 +53,13 @@ def run(folder: Path, *command: str) -> str:
     return done.stdout + done.stderr
 
 
-def losses_and_norms(folder: Path, name: str, ranks: int, *flags: str) -> list[float]:
-    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks))
-    said = run(folder, *launcher, str(EXAMPLES / name), "--steps", "3", *flags)
+def said_alone(folder: Path, name: str, *flags: str) -> str:
+    """What an example prints on one rank."""
+    return run(folder, str(EXAMPLES / name), *flags, **of_one_rank())
+
+
+def losses_and_norms(said: str) -> list[float]:
     assert "built successfully" not in said, "DeepSpeed compiles nothing"
-    if ranks > 1:
-        assert len(re.findall(r"dfa: \d ranks, contiguous, ", said)) >= 1, said
-        assert ("'dfa/forwards': 2" in said) == (name in ("trainer_packed.py", "trl_sft.py")), "Trainer logs stats()"
     return [float(each) for each in re.findall(r"(?:(?<!train_)loss|grad_norm)'?:? '?(\d[\d.]*)", said)]
 
 
@@ -64,17 +70,21 @@ def test_an_example_runs_alone_and_trains_as_on_one_rank(name: str, tmp_path: Pa
         parent = package.split(".")[0]
         if importlib.util.find_spec(parent) is None or importlib.util.find_spec(package) is None:
             pytest.skip(f"{package} is not installed")
-    found = losses_and_norms(tmp_path, name, ranks, *flags)
+    said = said_over_ranks(ranks, tmp_path, str(EXAMPLES / name), "--steps", "3", *flags)
+    assert re.search(r"dfa: \d ranks, contiguous, ", said), said
+    assert ("'dfa/forwards': 2" in said) == (name in ("trainer_packed.py", "trl_sft.py")), "Trainer logs stats()"
+    found = losses_and_norms(said)
     assert len(found) == 6
-    assert found == pytest.approx(losses_and_norms(tmp_path, name, 1, *flags, *ALONE.get(name, ())), rel=3e-4)
+    alone = losses_and_norms(said_alone(tmp_path, name, "--steps", "3", *flags, *ALONE.get(name, ())))
+    assert found == pytest.approx(alone, rel=3e-4)
     assert found[-2] < found[0]
 
 
 def test_rollouts_of_two_ranks_and_their_losses_are_those_of_one(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     flags = ("--steps", "3", "--spelling-steps", "3", "--answers", "4", "--pack-length", "150")
-    launch = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
-    said = [run(tmp_path, *launch, f"{ranks}", str(EXAMPLES / "grpo_tree.py"), *flags) for ranks in (1, 2)]
+    over_two = said_over_ranks(2, tmp_path, str(EXAMPLES / "grpo_tree.py"), *flags)
+    said = said_alone(tmp_path, "grpo_tree.py", *flags), over_two
     one, two = (re.findall(r"reward (\d\.\d+)  loss (-?\d\.\d+)  (\d+) of 896 tokens", text) for text in said)
     assert [*map(len, (one, two))] == [3, 3]
     for own, others in zip(one, two, strict=True):

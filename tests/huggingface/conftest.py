@@ -12,7 +12,7 @@ INSTALLED = importlib.util.find_spec("transformers") is not None
 
 if INSTALLED:
     preload(
-        "dfa_megatron.attention",
+        "dfa_megatron.huggingface",
         "transformers.trainer",
         *(
             f"transformers.models.{name}.modeling_{name}"

@@ -13,6 +13,7 @@ from dfa_megatron.config import TrainingConfig
 from dfa_megatron.errors import UnsupportedError
 from tests.huggingface.test_encoder_decoder import SOUND, VOCABULARY, tiny
 from tests.huggingface.test_trainer import history, parameters_of, prepare_worker
+from tests.support.models import TRAINING
 from tests.support.workers import run_ranks
 
 CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
@@ -64,20 +65,11 @@ def trainer(folder: str, case: str, data: int) -> Any:
 
     kind, name, changes = CASES[case]
     arguments = {
+        **TRAINING,
         "output_dir": folder,
         "per_device_train_batch_size": 2,
         "per_device_eval_batch_size": 4 // data,
         "gradient_accumulation_steps": 4 // data,
-        "max_steps": 2,
-        "logging_steps": 1,
-        "eval_strategy": "steps",
-        "eval_steps": 2,
-        "save_strategy": "no",
-        "use_cpu": True,
-        "learning_rate": 1e-2,
-        "adam_epsilon": 1e-3,
-        "report_to": [],
-        "disable_tqdm": True,
         **changes,
     }
     given = "Seq2SeqTrainingArguments" if name == "Seq2SeqTrainer" else "TrainingArguments"

@@ -29,7 +29,7 @@ def sweep(rank: int, world_size: int, kinds: tuple[str, ...], *options: dict[str
 
     found = {}
     for kind in kinds:
-        for prompt in (ALONE, PADDED):
+        for prompt in (ALONE, PADDED) if kind == kinds[0] else (PADDED,):  # whose first row has no padding either
             for asked in options:
                 same, worst, _ = compared(kind, prompt, **asked)
                 found[f"{kind} {prompt} {asked}"] = worst if same else float("inf")

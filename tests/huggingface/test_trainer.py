@@ -13,7 +13,7 @@ import torch
 from dfa_megatron import huggingface as dfa_hf
 from dfa_megatron.config import TrainingConfig
 from dfa_megatron.errors import UnsupportedError
-from tests.support.models import build, text
+from tests.support.models import TRAINING, build, text
 from tests.support.workers import run_ranks
 
 STEPS = 3
@@ -63,20 +63,14 @@ def trainer(folder: str, data: int, model: Any = None, **changes: Any) -> Any:
     from transformers import Trainer, TrainingArguments
 
     arguments = {
+        **TRAINING,
         "output_dir": folder,
         "per_device_train_batch_size": 1,
         "per_device_eval_batch_size": 2 // data,
         "gradient_accumulation_steps": 4 // data,
-        "max_steps": STEPS,
-        "logging_steps": 1,
-        "eval_strategy": "steps",
-        "eval_steps": STEPS,
+        **dict.fromkeys(("max_steps", "eval_steps"), STEPS),
+        "save_strategy": "steps",
         "save_steps": STEPS - 1,
-        "use_cpu": True,
-        "learning_rate": 1e-2,
-        "adam_epsilon": 1e-3,
-        "report_to": [],
-        "disable_tqdm": True,
     }
     others = {name: changes.pop(name) for name in ("compute_metrics", "compute_loss_func") if name in changes}
     settled = TrainingArguments(**{**arguments, **changes})

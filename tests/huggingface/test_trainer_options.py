@@ -11,7 +11,7 @@ import torch
 from dfa_megatron import huggingface as dfa_hf
 from dfa_megatron.errors import UnsupportedError
 from tests.huggingface.test_trainer import Sequences, history, hits, prepare_worker
-from tests.support.models import VOCABULARY, build
+from tests.support.models import TRAINING, VOCABULARY, build
 from tests.support.workers import run_ranks
 
 ALPHA = 7.0
@@ -93,20 +93,12 @@ def trainer(folder: str, data: Any = None, kind: str = "Trainer", metrics: Any =
     import transformers
 
     arguments = {
+        **TRAINING,
         "output_dir": folder,
-        "per_device_train_batch_size": 1,
-        "per_device_eval_batch_size": 1,
-        "max_steps": 2,
-        "logging_steps": 1,
+        **dict.fromkeys(("per_device_train_batch_size", "per_device_eval_batch_size"), 1),
         "eval_strategy": "epoch",
-        "save_strategy": "no",
-        "use_cpu": True,
-        "learning_rate": 1e-2,
-        "adam_epsilon": 1e-3,
         "lr_scheduler_type": "cosine",
         "warmup_steps": 2,
-        "report_to": [],
-        "disable_tqdm": True,
     }
     settled = getattr(transformers, f"{'Seq2Seq' if 'Seq2Seq' in kind else ''}TrainingArguments")
     return getattr(transformers, kind)(

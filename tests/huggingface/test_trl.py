@@ -15,7 +15,7 @@ from dfa_megatron import huggingface as dfa_hf
 from dfa_megatron.config import TrainingConfig
 from tests.huggingface.test_router_loss import EXPERTS
 from tests.huggingface.test_trainer import parameters_of, prepare_worker
-from tests.support.models import VOCABULARY, build, text
+from tests.support.models import TRAINING, VOCABULARY, build, text
 from tests.support.workers import preload, run_ranks
 
 INSTALLED = importlib.util.find_spec("trl") is not None
@@ -93,18 +93,10 @@ def trained(folder: str, name: str, data: int, size: int, changes: dict[str, Any
     experts = {**EXPERTS, "num_experts_per_tok": 2} if kind == "Qwen3Moe" else {}
     model, others = build(kind, **experts), {} if name == "SFT" else {"ref_model": build(kind, seed=1, **experts)}
     given: dict[str, Any] = {
+        **TRAINING,
         "output_dir": folder,
         "gradient_accumulation_steps": 2,
-        "max_steps": 2,
-        "logging_steps": 1,
-        "eval_strategy": "steps",
-        "eval_steps": 2,
-        "save_strategy": "no",
-        "learning_rate": 1e-2,
-        "adam_epsilon": 1e-3,
-        **dict.fromkeys(("use_cpu", "disable_tqdm"), True),
         **dict.fromkeys(("bf16", "gradient_checkpointing", "ddp_find_unused_parameters"), False),
-        "report_to": [],
     }
     if name in ROLLOUTS:
         del others["ref_model"]

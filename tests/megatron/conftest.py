@@ -15,6 +15,7 @@ from tests.support.workers import preload, run_ranks
 # Importing a GPT model takes seconds: once in the fork server, not in every rank of every test.
 preload("megatron.core.parallel_state", "megatron.core.models.gpt.gpt_model", "megatron.core.distributed")
 preload("megatron.core.ssm.mamba_layer", "megatron.core.ssm.mamba_mixer", "megatron.core.models.mamba.mamba_model")
+preload("megatron.core.models.gpt.gpt_layer_specs", "dfa_megatron.megatron.spec", "dfa_megatron.megatron.tokens.batch")
 
 
 @pytest.fixture(autouse=True)

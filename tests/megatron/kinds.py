@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+import os
+from collections.abc import Sequence
+from typing import Any, TypeVar
 
 from tests.megatron import harness
 from tests.megatron.harness import Case, Topology
+
+T = TypeVar("T")
 
 FULL = ("uniform", 1)
 """--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"""
@@ -109,6 +113,12 @@ REFERENCES: dict[str, Case] = {
     **{name: _alone(1, config=config, pairs="documents") for name, config in PADDED.items()},
 }
 """What the fixture `references` makes: Megatron's own attention, one document at a time, on one rank."""
+
+
+def by_turns(cases: Sequence[T]) -> Sequence[T]:
+    """Every second one with DFA_HALF=0 or 1, at least one, or all without."""
+    half = os.environ.get("DFA_HALF")
+    return (cases[int(half) :: 2] if half else cases) or cases
 
 
 def expected(topology: Topology, wanted: Case) -> dict[str, int]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -225,8 +224,7 @@ GROUPS: dict[str, dict[str, list[Training]]] = {
 @pytest.mark.support("megatron", lambda params: list(GROUPS[params["group"]]))
 @pytest.mark.parametrize("group", GROUPS)
 def test_ranks_train_like_one(group: str, references: Callable[..., dict[str, str]]) -> None:
-    half = os.environ.get("DFA_HALF")
-    trainings = [each for row in GROUPS[group].values() for each in (row[int(half) :: 2] if half else row) or row]
+    trainings = [each for row in GROUPS[group].values() for each in kinds.by_turns(row)]
     paths = references(*(name for _, _, name in trainings))
     # The padded packs first: nobody has declared yet how batches are cut; pipelines, whose ranks lack groups, last.
     trainings.sort(key=lambda training: (not training[1].padded, str(training[0])))

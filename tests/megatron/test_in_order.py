@@ -18,7 +18,7 @@ from dfa_megatron.runtime.counters import COUNTERS
 from tests.megatron import harness, padded_packs
 from tests.megatron.harness import Case, Topology, case
 from tests.megatron.hybrids import DELTA, in_a_gpt, make
-from tests.megatron.kinds import ALLGATHER
+from tests.megatron.kinds import ALLGATHER, by_turns
 from tests.support import state_kernels
 from tests.support.recurrences import by_path
 from tests.support.workers import run_ranks
@@ -175,9 +175,9 @@ def test_mamba_stacks_and_gated_delta_nets_equal_one_rank() -> None:
     three += [Way("delta", "contiguous", "remat"), Way("delta", "boundary", "remat", "tree")]
     three += [Way("mamba", "boundary", "remat", efficient=False)]
     three += [Way("mixers", "zigzag", "remat"), Way("mixers", "zigzag", "none")]  # in Megatron's own order
-    run_ranks(3, compare_with_one_rank, Topology(cp=3), three)
+    run_ranks(3, compare_with_one_rank, Topology(cp=3), by_turns(three))
     four = [Way("mamba", "boundary", "none", "padded"), Way("delta", "contiguous", "none", "packed")]
-    run_ranks(4, compare_with_one_rank, Topology(tp=2, cp=2), four)
+    run_ranks(4, compare_with_one_rank, Topology(tp=2, cp=2), by_turns(four))
 
 
 @pytest.mark.support("megatron", "hybrids with a context-parallel size per micro-batch: 1, 2, 3")
@@ -185,7 +185,7 @@ def test_states_pass_among_the_ranks_that_share_a_micro_batch_while_others_run_a
     pair, every = ((0, 1), (2,)), ((0, 1, 2),)
     ways = [Way("mamba", "boundary", "remat", "padded", pair), Way("delta", "boundary", "none", "padded", every)]
     ways += [Way("mamba", "contiguous", "remat", "packed", pair), Way("delta", "contiguous", "remat", "packed", every)]
-    run_ranks(3, compare_with_one_rank, Topology(dp=3), ways)
+    run_ranks(3, compare_with_one_rank, Topology(dp=3), by_turns(ways))
 
 
 @pytest.mark.support("megatron", "GPTs with gated delta nets; PP 2 x CP 2, EP 2, distributed optimizer")

@@ -13,7 +13,7 @@ from dfa_megatron import attention
 from dfa_megatron.errors import ProofError, UnsupportedError
 from tests.megatron import harness, sharded
 from tests.megatron.harness import Topology, case
-from tests.megatron.kinds import ALLGATHER, LATENT
+from tests.megatron.kinds import ALLGATHER, LATENT, by_turns
 from tests.support.plants import attention_with, documents_lost
 from tests.support.workers import run_ranks
 
@@ -52,7 +52,7 @@ def each_case(rank: int, world_size: int, cases: list[Any]) -> list[str]:
     from dfa_megatron.megatron import prove
 
     said = []
-    for topology, layout, config, distributed in cases:
+    for topology, layout, config, distributed in by_turns(cases):
         harness.start(topology)
         said.append(str(prove(job(topology, layout, config, distributed=distributed))))
     return said

@@ -16,7 +16,7 @@ from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.megatron.tokens.exchange import positions
 from tests.megatron import attends, harness, hybrids
 from tests.megatron.harness import Case, Topology, case
-from tests.megatron.kinds import BY_LIST, LATENT, UNBALANCED, YARN
+from tests.megatron.kinds import BY_LIST, LATENT, UNBALANCED, YARN, by_turns
 from tests.support import state_kernels
 from tests.support.models import noise
 from tests.support.workers import run_ranks
@@ -116,7 +116,7 @@ def evaluate(rank: int, world_size: int, cases: tuple[tuple[int, Case], ...]) ->
 
 @pytest.mark.support("megatron", "evaluation at another context-parallel size: 1, 2, 3, 4")
 def test_losses_follow_the_groups_of_each_evaluation_and_training_goes_on_as_before() -> None:
-    run_ranks(4, evaluate, CASES, timeout=170)
+    run_ranks(4, evaluate, by_turns(CASES), timeout=170)
 
 
 def states(rank: int, world_size: int) -> None:

@@ -12,6 +12,19 @@ VOCABULARY = 61
 LAYERS = 2
 _LARGE_TOKENS = ("Phi3",)
 """Types whose special tokens lie beyond the vocabulary by default."""
+TRAINING = {
+    "max_steps": 2,
+    "logging_steps": 1,
+    "eval_strategy": "steps",
+    "eval_steps": 2,
+    "save_strategy": "no",
+    "learning_rate": 1e-2,
+    "adam_epsilon": 1e-3,
+    "use_cpu": True,
+    "disable_tqdm": True,
+    "report_to": [],
+}
+"""Arguments of a Trainer: a few steps, of which everything is told and nothing kept."""
 
 
 def build(kind: str, seed: int = 0, heads: int = 4, kv_heads: int = 2, **changes: Any) -> Any:

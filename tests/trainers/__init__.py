@@ -1,1 +1,1 @@
-"""Trainers that are not installed here: their hooks, and scripts that run their code."""
+"""Scripts that run the code of trainers that are not installed here."""

@@ -1,6 +1,6 @@
 """Compare slime's train_one_step on packs, two ranks to a sequence with our attention, with its own at CP 1.
 
-    git clone https://github.com/THUDM/slime FOLDER   # at the commit of hooks.py
+    git clone https://github.com/THUDM/slime FOLDER   # commit 624b824
     python -m tests.trainers.slime FOLDER
 
 CI does not run this: slime needs Megatron-LM's megatron.training, which is stubbed here.
