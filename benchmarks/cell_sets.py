@@ -68,6 +68,7 @@ HYBRID = f"{LAYERS} --modes te te-full remat-te remat none --warmup 1 --repeats 
 STEPS = f"{LAYERS} --vocab-size 32768 --train 131072:4:3:remat 131072:4:3:full 131072:4:3:te-full"
 LONGEST = "python -m benchmarks.deepspeed_longest --gpus {gpus} --budget {budget} --out {out}.json"
 PACKED = "torchrun -m benchmarks.packed --out {out}.json --tokens-per-rank"
+ZIGZAG = "torchrun -m benchmarks.packed_zigzag --out {out}.json --tokens-per-rank"
 RECURRENCE = "python -m benchmarks.recurrence --link-gbs 370 --out {out}.json"
 HOSTS = "torchrun -m benchmarks.own_host benchmarks.attention --preset automatic --budget {budget} --out {out}"
 SOCKETS = "NCCL_P2P_DISABLE=1 NCCL_SHM_DISABLE=1 NCCL_NET=Socket"
@@ -128,6 +129,8 @@ TWO_GPUS = (
     Cell("automatic-sockets", f"{SOCKETS} {HOSTS}", 240),
     Cell("hybrid", f"{HYBRID} --layers 65536:qwen3-next", 180),
     Cell("tiled-loss", "torchrun -m benchmarks.tiled_loss --out {out}.json", 180),
+    Cell("packed-zigzag-8k", f"{ZIGZAG} 8192", 120),
+    Cell("packed-zigzag-32k", f"{ZIGZAG} 32768", 120),
     Cell("megatron-layers", f"{LAYERS} --layers 65536:8:14336 131072:8:14336 --warmup 1 --repeats 3", 240),
     Cell("megatron-training", f"{STEPS} 524288:1:2:remat", 300),
     Cell("packed-32k", f"{PACKED} 32768", 150),

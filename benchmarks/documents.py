@@ -9,8 +9,11 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable
+from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
+
+from dfa_megatron.flags import flag
 
 Offsets = tuple[int, ...]
 Lengths = Callable[[random.Random], float]
@@ -47,3 +50,24 @@ def draw_documents(tokens: int, multiple: int, seed: int, length: Lengths) -> Of
         drawn = int(length(draw)) // multiple * multiple
         lengths.append(min(max(multiple, drawn), max(multiple, tokens // 4), left))
     return tuple(accumulate(lengths, initial=0))
+
+
+@dataclass(frozen=True)
+class PackShapes:
+    """Flags of every benchmark of packs."""
+
+    heads: int = flag(64, "of queries")
+    kv_heads: int = flag(8, "of keys and values")
+    head_dim: int = flag(128, "of all")
+    tokens_per_rank: int = flag(8192, "of the pack")
+    mean: float = flag(7.0, "of the logarithm of a document's tokens")
+    sigma: float = flag(1.2, "of the same")
+    lengths: Path | None = flag(None, "a histogram of lengths in place of these two, see benchmarks/documents.py")
+    seed: int = flag(0, "of the documents")
+    repetitions: int = flag(20, "calls of a time")
+    out: Path | None = flag(None, "where the figures go as JSON")
+
+    def documents(self, ranks: int, seed: int) -> Offsets:
+        """Return the documents of a pack, multiples of 2P tokens."""
+        lengths = log_normal(self.mean, self.sigma) if self.lengths is None else histogram(self.lengths)
+        return draw_documents(ranks * self.tokens_per_rank, 2 * ranks, seed, lengths)

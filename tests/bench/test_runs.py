@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from benchmarks import decode, packed
+from benchmarks import decode
 from benchmarks.attention.__main__ import STUCK_STATUS, measure
 from benchmarks.attention.job import Job, Problem
 from benchmarks.attention.local import local_attention
@@ -194,18 +194,6 @@ def test_decoding_is_compared_with_dense_attention_and_timed(tmp_path: Path) -> 
     rows = json.loads((tmp_path / "decode.json").read_text())["rows"]
     assert [row["tokens"] for row in rows] == [49, 8]
     assert all(row["ms"] > 0 and row["error"] < 1e-5 for row in rows)
-
-
-def _packed(rank: int, ranks: int, out: str) -> None:
-    sizes = ("--heads", "4", "--kv-heads", "2", "--head-dim", "16", "--tokens-per-rank", "96", "--check-tokens", "48")
-    packed.main(["--dtype", "float32", *sizes, "--repetitions", "1", "--out", out])
-
-
-def test_packs_are_compared_with_dense_attention_and_timed(tmp_path: Path) -> None:
-    run_ranks(2, _packed, str(tmp_path / "packs.json"))
-    rows = json.loads((tmp_path / "packs.json").read_text())["rows"]
-    assert [row["method"] for row in rows] == ["dfa auto auto auto", "dfa load_balanced auto auto"]
-    assert all(0 < max(row["errors"].values()) < 1e-5 and row["both_ms"] > 0 for row in rows)
 
 
 @pytest.mark.gpu(2, apart=True)
