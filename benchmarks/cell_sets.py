@@ -16,6 +16,7 @@ NEEDS = {
     "benchmarks.deepspeed_stress": ("deepspeed", "transformers"),
     "benchmarks.host_time": ("flash_attn.cute",),
     "benchmarks.recurrence": ("fla",),
+    "benchmarks.tree_layers": ("transformers",),
     "pytest": ("pytest", "xdist"),
 }
 """Packages without which a module is not worth starting."""
@@ -69,12 +70,16 @@ STEPS = f"{LAYERS} --vocab-size 32768 --train 131072:4:3:remat 131072:4:3:full 1
 LONGEST = "python -m benchmarks.deepspeed_longest --gpus {gpus} --budget {budget} --out {out}.json"
 PACKED = "torchrun -m benchmarks.packed --out {out}.json --tokens-per-rank"
 ZIGZAG = "torchrun -m benchmarks.packed_zigzag --out {out}.json --tokens-per-rank"
+PROGRAMS = "python -m benchmarks.pack_programs --out {out}.json --tokens-per-rank"
 RECURRENCE = "python -m benchmarks.recurrence --link-gbs 370 --out {out}.json"
 HOSTS = "torchrun -m benchmarks.own_host benchmarks.attention --preset automatic --budget {budget} --out {out}"
 SOCKETS = "NCCL_P2P_DISABLE=1 NCCL_SHM_DISABLE=1 NCCL_NET=Socket"
 TINY = "--device cpu --seq-length 64 --heads 2 --head-dim 16 --repetitions 2 --seconds 0 --kernel cpu"
 
-MASKS = Cell("masks", "torchrun -m benchmarks.masks --tokens 32768 131072 --out {out}.json", 200)
+TREES = (
+    Cell("masks", "torchrun -m benchmarks.masks --tokens 32768 131072 --out {out}.json", 200),
+    Cell("tree-layers", "torchrun -m benchmarks.tree_layers --out {out}.json", 120),
+)
 
 EVERYWHERE = (
     Cell("gpu-tests", "python -m pytest -q -m gpu -n 12 --dist loadgroup --support-report {out}.jsonl", 420),
@@ -112,14 +117,17 @@ ONE_GPU = (
     EVERYWHERE[0],
     Cell("host-time", "python -m benchmarks.host_time --kernel flash4 --out {out}.json", 120),
     Cell("tiled-loss", "torchrun -m benchmarks.tiled_loss --out {out}.json", 180),
+    Cell("pack-programs-8k", f"{PROGRAMS} 8192", 150),
     Cell("sanitize", "python -m benchmarks.sanitize", 240, programs=("compute-sanitizer",)),
     Cell("one-gpu", f"{ATTENTION} --preset one_gpu", 120),
     Cell("longest-qwen3-4b", f"{LONGEST} --shape qwen3-4b --layers 4 --offload-optimizer --memory-gib 40 "
          "--shortest 131072 --resolution 16384 --methods dfa-tiles-host-stages ulysses-full-host dfa-tiles-host", 590),
     Cell("recurrence", RECURRENCE, 150),
     Cell("recurrence-forward", f"{RECURRENCE} --no-backward", 150),
+    Cell("pack-programs-32k", f"{PROGRAMS} 32768", 150),
+    Cell("pack-programs-128k", f"{PROGRAMS} 131072", 150),
     Cell("fuzz", "python -m tests.fuzz --device cuda --seconds 200 --out {out}.json", 300),
-    MASKS,
+    *TREES,
 )  # fmt: skip
 
 TWO_GPUS = (
@@ -134,8 +142,9 @@ TWO_GPUS = (
     Cell("megatron-layers", f"{LAYERS} --layers 65536:8:14336 131072:8:14336 --warmup 1 --repeats 3", 240),
     Cell("megatron-training", f"{STEPS} 524288:1:2:remat", 300),
     Cell("packed-32k", f"{PACKED} 32768", 150),
+    Cell("verify-cost", "torchrun -m benchmarks.verify_cost --out {out}.json", 90),
     Cell("deepspeed-stress", "torchrun -m benchmarks.deepspeed_stress --out {out}.json", 300),
-    MASKS,
+    *TREES,
 )
 
 FOUR_GPUS = (

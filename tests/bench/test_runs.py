@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from benchmarks import decode
+from benchmarks import decode, verify_cost
 from benchmarks.attention.__main__ import STUCK_STATUS, measure
 from benchmarks.attention.job import Job, Problem
 from benchmarks.attention.local import local_attention
@@ -182,6 +182,20 @@ def test_one_rank_is_compared_with_the_bare_kernel(tmp_path: Path) -> None:
         (mask, kind, "timed") for mask in ("causal", "full", "window") for kind in ("ours", "kernel")
     ]
     assert (tmp_path / "tables.txt").read_text().count("ours / bare kernel") == 3
+
+
+def _verify(rank: int, ranks: int, out: str) -> None:
+    sizes = ["--tokens", "64", "--heads", "4", "--kv-heads", "2", "--head-dim", "16", "--layers", "2", "--rounds", "1"]
+    verify_cost.main([*sizes, "--transport", "auto", "--out", out])
+
+
+def test_the_cost_of_comparing_calls_is_measured_before_a_watchdog_and_with_it(tmp_path: Path) -> None:
+    run_ranks(2, _verify, str(tmp_path / "verify.json"))
+    (row,) = json.loads((tmp_path / "verify.json").read_text())["rows"]
+    assert row["ranks"] == 2
+    assert row["ms_on"] >= row["host_ms_on"] > 0
+    assert row["ms_off"] >= row["host_ms_off"] > 0
+    assert row["host_ms_before"] > 0
 
 
 def _decode(rank: int, ranks: int, out: str) -> None:
