@@ -8,6 +8,7 @@ import logging
 from collections import OrderedDict
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -21,13 +22,16 @@ from dfa_megatron.runtime.agreement.calls import Facts, Kind
 from dfa_megatron.runtime.comm.channel import Channel, refuse, tell
 from dfa_megatron.runtime.comm.groups import channels
 from dfa_megatron.runtime.cu_seqlens import describe
-from dfa_megatron.runtime.execute.bound import Bound, Captured
+from dfa_megatron.runtime.execute.bound import Bound
 from dfa_megatron.runtime.execute.sinks_and_slopes import describe_slopes, sinks_error, slopes_error
 from dfa_megatron.runtime.execute.ulysses import HeadExchange, stand_ins
 from dfa_megatron.runtime.execute.wire_format import Format
 from dfa_megatron.runtime.problem import Inputs, Problem, degree_of, of_neighbours, problem_of, refuse_tensors
 from dfa_megatron.runtime.rank_plan import MemoryPlan, RankPlan, degree_ahead, rank_plan
 from dfa_megatron.runtime.request import OPTIONS, Request
+
+if TYPE_CHECKING:
+    from dfa_megatron.runtime.execute.captured import Captured
 
 logger = logging.getLogger(__name__)
 

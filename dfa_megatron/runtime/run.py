@@ -16,7 +16,7 @@ from dfa_megatron.kernels.merge import minus_delta
 from dfa_megatron.kernels.tape import Tape, recordable, signature
 from dfa_megatron.runtime.comm.transport import Arena, Transport
 from dfa_megatron.runtime.counters import COUNTERS, EVERY, timed
-from dfa_megatron.runtime.execute.bound import Bound, Captured, Recorder
+from dfa_megatron.runtime.execute.bound import Bound, Recorder
 from dfa_megatron.runtime.execute.sinks_and_slopes import GlobalBias, merge_sinks, sinks_gradient
 from dfa_megatron.runtime.execute.tensors import Tensors, execute
 from dfa_megatron.runtime.execute.wire_format import Fields
@@ -201,6 +201,8 @@ def _run(
 
 def _captured(prepared: Prepared, memory: MemoryPlan, inputs: Fields, exchanged: bool) -> Fields:
     """Replay the graph of a phase, captured in its first run; run as it is recorded while the caller captures one."""
+    from dfa_megatron.runtime.execute.captured import Captured  # which other calls need not load
+
     if torch.cuda.is_current_stream_capturing():
         return _recorded(prepared, memory, inputs, exchanged)
     # An arena that has moved lies elsewhere.

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from dfa_megatron.errors import LostGroupError
-from dfa_megatron.runtime.execute import bound as graph
+from dfa_megatron.runtime.execute import captured as graph
 
 
 def test_a_graph_that_an_evaluation_captured_serves_training(monkeypatch: pytest.MonkeyPatch) -> None:
