@@ -54,7 +54,7 @@ def attention(
         distribute_attention(inner, group=mesh.group, config=options)
         yield
         return
-    tile_layers(inner, TrainingConfig(), "the benchmark's model")
+    tile_layers(inner, TrainingConfig())
     function = None
     if method.on_host and torch.cuda.is_available():
         checkpointing.configure(None, checkpoint_in_cpu=True)
