@@ -205,7 +205,7 @@ def _narrow(field: torch.Tensor) -> tuple[torch.Tensor, ...]:
 def _size(x: torch.Tensor, common: int) -> int:
     """Return the elements of a field without its first `common` dimensions, with what aligns the next field."""
     step = _ALIGNMENT // x.itemsize
-    return -(-math.prod(x.shape[common:]) // step) * step
+    return -(-max(1, math.prod(x.shape[common:])) // step) * step  # none have room too: views of bytes need a stride
 
 
 def _buffer(fields: Sequence[torch.Tensor], common: int) -> torch.Tensor:

@@ -131,6 +131,16 @@ def _over_gloo(rank: int, ranks: int) -> None:
         assert torch.equal(grad, want)
 
 
+def _empty_neighbours(rank: int, ranks: int) -> None:
+    for dtype in (torch.float64, torch.bfloat16):
+        case = Case(tokens=2, heads=4, kv_heads=2, dtype=dtype)
+        compare(case, rank, ranks, layout=contiguous(2, ranks), ulysses_degree=2)
+
+
+def test_neighbours_that_exchange_heads_may_all_hold_no_token() -> None:
+    run_ranks(4, _empty_neighbours)
+
+
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_any_length_over_gloo(ranks: int) -> None:
     run_ranks(ranks, _over_gloo)
