@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -16,9 +16,10 @@ from dfa_megatron.plan.language.geometry import Span, Tile
 from dfa_megatron.plan.language.layout import Layout
 from dfa_megatron.plan.language.mask import Mask
 from dfa_megatron.plan.schedules.load_balanced import layout_of
+from dfa_megatron.rows import join
 from dfa_megatron.runtime.comm.compared import compared, telling
 from dfa_megatron.runtime.comm.groups import Group, resolve
-from dfa_megatron.runtime.cu_seqlens import CuSeqlens, offsets_of
+from dfa_megatron.runtime.cu_seqlens import CuSeqlens, offsets_of, rows_of
 from dfa_megatron.runtime.problem import Inputs, refuse_strangers, refuse_tensors
 from dfa_megatron.runtime.request import Request
 
@@ -37,7 +38,7 @@ def max_logits(
     softmax_scale: float | None = None,
     window_size: tuple[int, int] = (-1, -1),
     softcap: float = 0.0,
-    mask: Mask | None = None,
+    mask: Mask | Sequence[Mask] | None = None,
     cu_seqlens: CuSeqlens = None,
     layout: str | Layout = "contiguous",
 ) -> torch.Tensor:
@@ -52,7 +53,8 @@ def max_logits(
     Args:
         q: (batch, local_seq, heads, head_dim), as for `dist_flash_attn_func`.
         k: (batch, local_seq, kv_heads, head_dim).
-        cu_seqlens: global offsets of packed documents, as for `dist_flash_attn_varlen_func`; None for none.
+        cu_seqlens: global offsets of packed documents, or a list of those of each row, as for
+            `dist_flash_attn_varlen_func`; None for none.
         causal, group, softmax_scale, window_size, softcap, mask, layout: as for `dist_flash_attn_func`.
 
     Raises:
@@ -64,6 +66,10 @@ def max_logits(
     with telling(group) as over:
         rank, ranks = (0, 1) if over is None else (over.rank, over.size)
         refuse_strangers(q, k, k)
+        if rows := tuple(mask) if isinstance(mask, Sequence) else rows_of(cu_seqlens, q):
+            (q, k, *_), joined, layout = join(Inputs(q, k, k), rows, layout, ranks)
+            mask, cu_seqlens = (joined, None) if isinstance(joined, Mask) else (None, joined)
+        assert not isinstance(mask, Sequence), "joined above"
         request = Request(
             softmax_scale=q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale,
             causal=causal,

@@ -83,11 +83,31 @@ def compare(rank: int, ranks: int, draw: random.Random, device: str = "cpu") -> 
     torch.testing.assert_close(got.double().cpu(), dense(q, k, scale, softcap, **mask), atol=0, rtol=3e-6)
 
 
+def compare_rows(rank: int, ranks: int, draw: random.Random) -> None:
+    """Documents, or masks, that differ from row to row."""
+    length = draw.randint(4, 9 * ranks)
+    name = draw.choice(["contiguous", "zigzag"])
+    q, k = (torch.randn(2, length, n, 8, dtype=torch.float64) for n in (4, 2))
+    offsets = [random_offsets(length, draw) for _ in range(2)]
+    rows: list[dict[str, Any]] = [{"causal": True, "cu_seqlens": each} for each in offsets]
+    asks: dict[str, Any] = {"causal": True, "cu_seqlens": offsets}
+    if draw.random() < 0.5:
+        rows = [{"mask": masks.causal(length)}, {"mask": masks.prefix_lm(length, 3)}]
+        asks = {"mask": [row["mask"] for row in rows]}
+    mine = positions_of(layout_of_tokens(name, length, ranks), rank)
+    got = max_logits(q[:, mine], k[:, mine], layout=name, **asks)
+    want = [dense(q[n : n + 1], k[n : n + 1], None, 0.0, **row) for n, row in enumerate(rows)]
+    torch.testing.assert_close(got.double(), torch.maximum(*want), atol=0, rtol=3e-6)
+
+
 def _many(rank: int, ranks: int) -> None:
     draw = random.Random(ranks)
     module._SCORES = 1 << 10  # several tiles of a block
-    for _ in range(25):
+    for number in range(25):
         compare(rank, ranks, draw)
+        if number % 5 == 0:
+            torch.manual_seed(number)
+            compare_rows(rank, ranks, draw)
     q = torch.ones(1, 4, 2, 8)
     with pytest.raises(DisagreementError):
         max_logits(q, q, causal=True, softcap=7.0 + rank)
