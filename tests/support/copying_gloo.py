@@ -31,7 +31,6 @@ class CopyingGloo(GlooTransport):
         super().post(after, lambda _: [Send(s.peer, [_image(s)]) for s in sends(None)], images)
 
     def land(self) -> None:
-        """Fill the memory."""
         super().land()
         for ((lo, _), recv), image in zip(self._filled, self._images, strict=True):
             for x in recv.tensors:

@@ -8,7 +8,7 @@ import sys
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
-from itertools import pairwise
+from itertools import combinations, pairwise
 from operator import methodcaller
 from typing import Any
 from unittest.mock import patch
@@ -29,6 +29,7 @@ from dfa_megatron.runtime.comm.transport import Arena
 from dfa_megatron.runtime.comm.transports import GlooTransport
 from dfa_megatron.runtime.execute import tensors as program
 from dfa_megatron.runtime.execute.bound import Bound, Post, computing_first
+from dfa_megatron.runtime.execute.workspace import _packed
 from dfa_megatron.runtime.prepare import Prepared, in_use
 from tests.fuzz.attempt import Listens
 from tests.support import attend
@@ -248,6 +249,15 @@ def test_the_first_kernel_is_launched_before_the_first_batch_is_posted() -> None
         [first],
     ):
         assert computing_first(same, launches, 0) == same
+
+
+def test_memory_that_lives_at_the_same_time_lies_apart() -> None:
+    draw = random.Random(7)
+    lives = {at: (draw.randint(0, 5000), *sorted(draw.choices(range(40), k=2))) for at in range(150)}
+    starts, _ = _packed(lives)  # type: ignore[arg-type]
+    for (a, (x, begin, end)), (b, (y, first, last)) in combinations(lives.items(), 2):
+        apart = end < first or last < begin
+        assert apart or starts[a] + x <= starts[b] or starts[b] + y <= starts[a]
 
 
 class Ranges:
