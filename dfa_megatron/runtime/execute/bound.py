@@ -191,10 +191,13 @@ class Bound:
         """Replay. inputs: like the recorded ones, see `tape.signature`. failed: makes the error of a step."""
         # A list of those that no replay uses: another thread may replay at the same time.
         spare = arena.kept(self, _none_yet) if self._views else self._ready
-        ready = spare.pop() if spare else self._made_ready(arena.flat)
-        registers, memory = ready.registers.copy(), ready.memory
-        if memory is not None:
-            memory.resize_(self._workspace.nbytes)
+        try:
+            ready = spare.pop() if spare else self._made_ready(arena.flat)
+            registers, memory = ready.registers.copy(), ready.memory
+            if memory is not None:
+                memory.resize_(self._workspace.nbytes)
+        except RuntimeError as error:  # there is no memory
+            raise failed(0, error) from error
         registers[: len(inputs)] = inputs
         registers[self._arena] = arena.flat
         registers[self._transport], registers[self._all] = transport, registers

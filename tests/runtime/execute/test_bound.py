@@ -29,7 +29,7 @@ from dfa_megatron.runtime.comm.transport import Arena
 from dfa_megatron.runtime.comm.transports import GlooTransport
 from dfa_megatron.runtime.execute import tensors as program
 from dfa_megatron.runtime.execute.bound import Bound, Post, computing_first
-from dfa_megatron.runtime.execute.workspace import _packed
+from dfa_megatron.runtime.execute.workspace import Workspace, _packed
 from dfa_megatron.runtime.prepare import Prepared, in_use
 from tests.fuzz.attempt import Listens
 from tests.support import attend
@@ -291,21 +291,19 @@ def test_replays_have_the_named_ranges_of_the_first_call() -> None:
             assert seen == first
 
 
-def _broken(rank: int, ranks: int) -> str:
-    for seed in range(3):
+def _broken(rank: int, ranks: int, place: str) -> str:
+    owner, name = {"land": (GlooTransport, "land"), "memory": (Workspace, "ready")}[place]
+    for seed in range(2):
         compare(rank, ranks, seed, schedule="ring")
-
-    def land(self: GlooTransport) -> None:
-        raise RuntimeError("the cable was pulled")
-
-    GlooTransport.land = land  # type: ignore[method-assign]
-    try:
-        compare(rank, ranks, 3, schedule="ring")
-    except ExecutionError as error:
-        return str(error)
+    with patch.object(owner, name, side_effect=RuntimeError("the cable was pulled")):
+        try:
+            compare(rank, ranks, 2, schedule="ring")
+        except ExecutionError as error:
+            return str(error)
     return "nothing was raised"
 
 
-def test_the_error_of_a_replay_names_the_step() -> None:
-    for rank, told in enumerate(run_ranks(2, _broken)):
+@pytest.mark.parametrize("place", ["land", "memory"])
+def test_the_error_of_a_replay_names_the_step(place: str) -> None:
+    for rank, told in enumerate(run_ranks(2, partial(_broken, place=place))):
         assert f"rank {rank}, step 0 of a distributed forward failed: the cable was pulled" in told
