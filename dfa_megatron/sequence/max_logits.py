@@ -90,18 +90,26 @@ def max_logits(
     facts |= {"scale": str(request.softmax_scale), "softcap": str(request.softcap)}
     about = f"mask {seen.name}", f"layout {request.layout}"
     exchange, members = compared("the largest logits", over, facts, q.device, *about), resolve(group)
-    peaks = q.new_full((q.shape[2],), -math.inf, dtype=accumulator_dtype(q.dtype))
     with without_autocast(), exchange.running(0, q.device):
-        for owner in range(ranks):
-            keys = k if owner == rank else k.new_empty(k.shape[0], whole.tokens(owner, "kv"), *k.shape[2:])
-            if ranks > 1 and keys.numel():
-                dist.broadcast(keys.contiguous(), group=members, group_src=owner)
-            _raise(peaks, q, keys, _tiles(seen, whole, rank, owner, q.shape[0] * q.shape[2]))
-        if ranks > 1:
-            dist.all_reduce(peaks, dist.ReduceOp.MAX, group=members)
+        peaks = _peaks(q, k, seen, whole, rank, members)
     # Both grow with the product: the largest product has the largest logit.
     logits = peaks * request.softmax_scale
     return (softcap * torch.tanh(logits / softcap) if softcap else logits).float()
+
+
+def _peaks(
+    q: torch.Tensor, k: torch.Tensor, seen: Mask, whole: Layout, rank: int, members: dist.ProcessGroup | None
+) -> torch.Tensor:
+    """Return the largest product of each head over all ranks, which send their keys in turn."""
+    peaks = q.new_full((q.shape[2],), -math.inf, dtype=accumulator_dtype(q.dtype))
+    for owner in range(whole.ranks):
+        keys = k if owner == rank else k.new_empty(k.shape[0], whole.tokens(owner, "kv"), *k.shape[2:])
+        if whole.ranks > 1 and keys.numel():
+            dist.broadcast(keys.contiguous(), group=members, group_src=owner)
+        _raise(peaks, q, keys, _tiles(seen, whole, rank, owner, q.shape[0] * q.shape[2]))
+    if whole.ranks > 1:
+        dist.all_reduce(peaks, dist.ReduceOp.MAX, group=members)
+    return peaks
 
 
 def _tiles(seen: Mask, whole: Layout, rank: int, owner: int, heads: int) -> Iterator[tuple[Tile, int, int]]:
