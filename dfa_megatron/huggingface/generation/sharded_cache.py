@@ -122,6 +122,7 @@ class ShardedCache(Cache):  # type: ignore[misc]
     Attributes:
         spans_ranks: that it is one.
         progress: what the ranks hold.
+        sights: for which layers keep keys.
     """
 
     spans_ranks = True
@@ -140,6 +141,7 @@ class ShardedCache(Cache):  # type: ignore[misc]
             self._layer(layer, chunked=types[at : at + 1] == ["chunked_attention"])
             for at, layer in enumerate(DynamicCache(config=config).layers)
         ]
+        self.sights = {layer.sight for layer in made if isinstance(layer, ShardedLayer)}
         super().__init__(layers=made)
 
     def _layer(self, theirs: Any, *, chunked: bool) -> Any:
@@ -157,11 +159,6 @@ class ShardedCache(Cache):  # type: ignore[misc]
             "it holds something else than keys and values, or states",
             "with dfa_megatron.huggingface.local_attention(model)",
         )
-
-    @property
-    def sights(self) -> set[Sight]:
-        """Return for which sights layers keep keys."""
-        return {layer.sight for layer in self.layers if isinstance(layer, ShardedLayer)}
 
     @property
     def nbytes(self) -> int:

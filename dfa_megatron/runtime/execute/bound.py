@@ -177,14 +177,16 @@ class Bound:
         # In memory that stays, views are made once.
         self._views = views_of(recorder.received, tape.ops) if recorder.transport.keeps_arena else []
         once = {op.writes for op in self._views}
-        self._steps = [sum(op.writes not in once for op in tape.ops[:step]) for step in recorder.steps]
+        steps = [sum(op.writes not in once for op in tape.ops[:step]) for step in recorder.steps]
         recorded = [op for op in tape.ops if op.writes not in once]
         packed = {op.writes for ops in recorded if isinstance(ops.function, Post) for op in ops.function.packing}
-        ops = allocating_late(recorded, self._steps)
+        ops = allocating_late(recorded, steps)
         if recorder.transport.beside_kernels:
             ops = computing_first(ops, tape.launches, recorder.own)
-        self._workspace, ops = workspace_of(ops, frozenset(self._results))
-        self._ops = freeing(ops, packed, kept=frozenset(self._results))
+        self._workspace, left = workspace_of(ops, frozenset(self._results))
+        kept = {op.writes for op in left}
+        self._steps = [sum(op.writes in kept for op in ops[:step]) for step in steps]
+        self._ops = freeing(left, packed, kept=frozenset(self._results))
         self._ready = list[Ready]()
 
     def __call__(self, inputs: Fields, arena: Arena, transport: Transport, failed: Failed) -> Fields:

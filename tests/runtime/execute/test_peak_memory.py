@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -111,11 +114,13 @@ def inputs(phase: str, heads: int, kv_heads: int) -> Fields:
     return q, k, v, rows(heads), lse, minus_delta, rows(heads)
 
 
-def run(memory: MemoryPlan, given: Fields, arena: Arena, transport: Transport) -> Fields:
+def run(
+    memory: MemoryPlan, given: Fields, arena: Arena, transport: Transport, failed: Any = lambda step, error: error
+) -> Fields:
     q, k, v, *known = given
     home = {"qdo": (q, *known[:3]), "kv": (k, v)} if known else {"q": (q,), "kv": (k, v)}
     tensors = Tensors(memory, Flash4Kernel(), home, arena, softmax_scale=1.0)
-    execute(tensors, transport, lambda step, error: error)  # type: ignore[arg-type, return-value]
+    execute(tensors, transport, failed)
     return tensors.result("out") if not known else (*tensors.result("dq"), *tensors.result("dkv"))
 
 
@@ -169,3 +174,36 @@ def test_a_long_attention_holds_no_more_at_once_than_its_account_of_every_tensor
         # Smaller ones are left out.
         found = Counter(size // MIB for size in highest.most if size >= MIB)
         assert replayed or found == account
+
+
+def test_a_replay_names_the_step_at_which_the_run_as_it_stands_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(f"{__name__}.LOCAL", 64)
+    plan = plan_named("ring", causal(64 * RANKS), RANKS).backward
+    form = Format(1, 8, 4, DIM, DIM, torch.bfloat16, "delta")
+    memory, transport = plan_memory(check(plan)[RANKS - 1], landings_of(plan), form), Holding()
+    given, arena = inputs(plan.phase.name, 8, 4), Arena.allocate(memory.arena_bytes, META)
+    monkeypatch.setattr(Launches, "seen", lambda: None)
+    with Tape((*given, arena.flat)) as tape:
+        recorder = Recorder(tape, transport, len(given))
+        bound = Bound(recorder, run(memory, given, arena, recorder))
+    steps = [failing_step(monkeypatch, partial(run, memory, given, arena, transport), at) for at in range(40)]
+    assert {0, 1, 2, 3} <= set(steps)
+    assert steps == [failing_step(monkeypatch, partial(bound, given, arena, transport), at) for at in range(40)]
+
+
+def failing_step(patch: pytest.MonkeyPatch, attempt: Callable[[Any], object], at: int) -> int | None:
+    """Return the step that is named where the launch of this number raises; None if there is none."""
+    numbers, steps = itertools.count(), list[int]()
+
+    def fail() -> None:
+        if next(numbers) == at:
+            raise RuntimeError("no launch")
+
+    def failed(step: int, error: Exception) -> Exception:
+        steps.append(step)
+        return error
+
+    patch.setattr(Launches, "seen", fail)
+    with suppress(RuntimeError):
+        attempt(failed)
+    return steps[0] if steps else None
