@@ -180,14 +180,18 @@ class Hardware:
     def rate(self, phase: str, pairs: float, rows: int = 0, heads: int = RATED_HEADS) -> float:
         """Return operations per second of a kernel call.
 
+        Rows cost time beside their pairs. So a pack is as fast as its documents, not as a square of all its pairs.
+
         Args:
             phase: forward or backward.
             pairs: (query, key) pairs of one head.
-            rows: of queries in a forward, of keys in a backward; a kernel shares these among multiprocessors.
+            rows: of queries in a forward, of keys in a backward; a kernel shares these among multiprocessors. 0: of a
+                square.
             heads: of queries, times batch.
         """
         curve = self.forward if phase == "forward" else self.backward
-        rate = _interpolate(curve, math.sqrt(pairs)) if len(curve) > 1 else curve[0][1]
+        side = min(math.sqrt(pairs), math.sqrt(2) * pairs / rows) if rows else math.sqrt(pairs)  # of a causal square
+        rate = _interpolate(curve, side) if len(curve) > 1 else curve[0][1]
         if heads == RATED_HEADS or self.multiprocessors is None:
             return rate
         return rate * self._used(rows, heads) / self._used(rows, RATED_HEADS)
