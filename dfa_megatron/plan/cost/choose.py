@@ -41,7 +41,8 @@ COPIED = 180e9
 on four ranks in benchmarks/results/2026-11-21-4xh200-ulysses-flash4.json.
 """
 
-LOSES = "its work or its messages take longer than another schedule"
+LOSES = "its work and its messages take longer than another schedule"
+LOSES_BY_WORK = "its work takes longer than another schedule"
 
 EVEN = 1.05
 """Work of the most loaded rank over the mean up to which `greedy` is not tried."""
@@ -219,7 +220,7 @@ def _of_schedules(
         why, instead = _needless(schedule, mask, ranks, layout, load), ""
         if not why and most is not None and most < math.inf:  # where nothing was timed yet, nothing loses
             side, least = _longest(schedule, mask, ranks, layout, shape), _least_loads(schedule, mask, ranks, layout)
-            why = LOSES * any(sum(least_seconds(pairs, side, shape, hardware)) > most for pairs in least)
+            why = LOSES_BY_WORK * any(sum(least_seconds(pairs, side, shape, hardware)) > most for pairs in least)
         if not why:
             try:
                 assigned[schedule] = chunks, blocks = schedule.assigned(mask, ranks, held)
@@ -228,6 +229,7 @@ def _of_schedules(
                 why, instead = error.why, error.instead
         if why:
             found[schedule] = [Candidate(schedule.name, schedule.layout, refusal=why, instead=instead)]
+    most = None if most is None else most * (1 + TIE)  # what ties with one that may win is kept
     for schedule in sorted(load, key=load.__getitem__):  # the most even first: its time may show that others lose
         limit = math.inf if most is None else most
         found[schedule] = _timed(schedule, mask, *assigned[schedule], load[schedule], shape, hardware, limit)
@@ -345,15 +347,18 @@ def automatic_degree(
     for degree in sorted(exchange, key=lambda degree: (max(FEW, ranks // degree), exchange[degree])):
         limit, about = most - exchange[degree], _inside(degree, ranks, layout, shape, hardware)
         found = _of_schedules(mask, *about, limit)
-        if (one := best(found)) and one.seconds * (1 + TIE) <= limit:  # no other ties with it
-            plans[degree] = about, one.plan
+        if one := best(found):
+            plans[degree] = about, one, limit, found
         looked_at += _exchanging(found, mask, ranks, shape, hardware, degree, True)
         most = min([most, *(one.seconds * (1 + TIE) for one in looked_at if one.plan)])
     taken = best(tuple(sorted(looked_at, key=lambda one: one.ulysses_degree)))
     degree = 1 if taken is None else taken.ulysses_degree
     if degree in plans:
-        about, plan = plans[degree]
-        mask.kept[automatic_degree, *about] = plan  # until `make_plan` is asked for it
+        about, one, limit, found = plans[degree]
+        if limit < one.seconds * (1 + TIE) and any(other.refusal == LOSES_BY_WORK for other in found):
+            # What ties with it may have been refused.
+            one = best(_of_schedules(mask, *about, one.seconds * (1 + TIE))) or one
+        mask.kept[automatic_degree, *about] = one.plan  # until `make_plan` is asked for it
     return degree
 
 

@@ -21,6 +21,7 @@ from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from itertools import chain
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -131,8 +132,8 @@ class Plan:
         told += [self.layout.ranks, self.layout.queries if self.layout.queries is not None else -1]
         told += [(t.q.lo, t.q.hi, t.kv.lo, t.kv.hi, t.lo, t.hi) for t in self.mask.tiles]
         told += [(chunk.lo, chunk.hi) for chunk in self.layout.chunks]
-        told += map(tuple, sorted(self.blocks))
-        told += map(tuple, sorted(self.transfers))
+        for records in (self.blocks, self.transfers):
+            told += len(records), list(chain.from_iterable(sorted(records)))
         return hashlib.sha256(marshal.dumps(told, 0)).hexdigest()[:16]  # version 0 depends on values only
 
 
@@ -212,6 +213,6 @@ def areas(mask: Mask, layout: Layout) -> Mapping[tuple[int, int], int]:
 def loads(blocks: Iterable[Block], mask: Mask, layout: Layout) -> list[int]:
     """Return the token pairs that each rank computes."""
     area, load = areas(mask, layout), [0] * layout.ranks
-    for block in blocks:
-        load[block.rank] += area[block.q_chunk, block.kv_chunk]
+    for _, rank, q, kv in blocks:
+        load[rank] += area[q, kv]
     return load

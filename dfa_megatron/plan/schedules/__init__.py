@@ -85,20 +85,28 @@ def over_nodes(plan: AttentionPlan, ranks_per_node: int) -> AttentionPlan:
 def _cut_where_needed(mask: Mask, layout: Layout) -> Layout:
     """Cut chunks where the rows end that another rank's rows or keys meet: only these travel.
 
-    A document that reaches over ranks needs its own rows, and a window the last rows of a chunk. A mask of many tiles
-    between ranks stays in whole chunks, because planning would take longer than the messages that it saves.
+    A document that reaches over ranks needs its own rows, and a window the last rows of a chunk. Chunks stay whole
+    where cuts are many or save few rows, because planning would take longer than the messages that they save.
     """
-    edges: set[int] = set()
+    edges, whole, needed = set[int](), 0, 0
     for (q, kv), tiles in needed_pairs(mask, layout).items():
         if layout.owner[q] != layout.owner[kv]:
-            for tile in tiles:
-                edges.update((tile.q.lo, tile.q.hi, tile.kv.lo, tile.kv.hi))
+            whole += len(layout.chunks[q]) + len(layout.chunks[kv])
+            for spans in ([tile.q for tile in tiles], [tile.kv for tile in tiles]):
+                lo, hi = min(span.lo for span in spans), max(span.hi for span in spans)
+                needed += hi - lo
+                edges.update(edge for span in spans for edge in (span.lo, span.hi))
+    if needed > (1 - WORTH_CUTTING) * whole:
+        return layout
     finer = cut_at(layout, edges)
     return finer if len(finer.chunks) - len(layout.chunks) <= CUTS_PER_RANK * layout.ranks else layout
 
 
 CUTS_PER_RANK = 4
 """Two for a document that begins or ends on a rank, and two for a window."""
+
+WORTH_CUTTING = 0.1
+"""Share of the rows that ranks need of each other. Cuts that save less change a run by 1 % at most."""
 
 
 ALL = (

@@ -59,8 +59,9 @@ def greedy(mask: Mask, layout: Layout) -> tuple[Block, ...]:
     owned: list[list[tuple[int, int]]] = [[] for _ in range(layout.ranks)]
     for q, kv in needed_pairs(mask, layout):
         rows, keys, owner = layout.chunks[q], layout.chunks[kv], layout.owner[q]
-        helpers = (h.rank for h in given[owner, layout.owner[kv]] if h.q.holds(rows) and h.kv.holds(keys))
-        owned[next(helpers, owner)].append((q, kv))
+        helpers = given.get((owner, layout.owner[kv]), ())
+        rank = next((h.rank for h in helpers if h.q.holds(rows) and h.kv.holds(keys)), owner) if helpers else owner
+        owned[rank].append((q, kv))
     return assign_steps(owned, mask, layout)
 
 
