@@ -8,7 +8,6 @@ Cases, each with its program replayed (`bound`) and run as it stands (`unbound`)
 
     program P         one rank's program of P ranks, with a transport that moves nothing
     function          the public function over all ranks of this run, one or more
-    cuda_graph        the same with cuda_graph=True, on GPUs
     empty function    an autograd function with the same tensors that computes and sends nothing: PyTorch's own part
 """
 
@@ -79,14 +78,11 @@ def cases(shapes: Shapes, world: World, given: Tensors) -> dict[str, Call]:
         f"program {ranks}": both_phases(prepare(given, ranks, ranks - 1, shapes.kernel), given)
         for ranks in (shapes.ranks if world.size == 1 else ())
     }
-    options = {"function": DistAttentionConfig(kernel=shapes.kernel)}
-    if world.cuda:
-        options["cuda_graph"] = DistAttentionConfig(kernel=shapes.kernel, cuda_graph=True)
-    ours = {
-        name: passes(functools.partial(dist_flash_attn_func, causal=True, config=config), given[:3], given[3])[1]
-        for name, config in options.items()
+    ours = functools.partial(dist_flash_attn_func, causal=True, config=DistAttentionConfig(kernel=shapes.kernel))
+    return alone | {
+        "function": passes(ours, given[:3], given[3])[1],
+        "empty function": passes(Empty.apply, given[:3], given[3])[1],
     }
-    return alone | ours | {"empty function": passes(Empty.apply, given[:3], given[3])[1]}
 
 
 class Empty(torch.autograd.Function):

@@ -143,7 +143,6 @@ def dist_flash_attn_varlen_func(
             run as one pack, and the work of all of them is balanced together.
         causal, window_size: as in `dist_flash_attn_func`, within each document.
         layout: "load_balanced" as well: every rank computes its own rows, and the rows are placed for equal work.
-        config: as there. cuda_graph captures a graph for every new pack, so use it only for packs that come again.
 
     The other arguments, and the errors, are those of `dist_flash_attn_func`.
 

@@ -84,11 +84,6 @@ class DistAttentionConfig:
         "and an attention's messages need no more than 5 GiB, which it keeps between calls; else p2p.",
         TRANSPORTS,
     )
-    cuda_graph: bool = _option(
-        False,
-        "Capture the forward and the backward of each attention once as a CUDA graph and replay it: for short "
-        "sequences, where launches cost more than the kernels. Costs a copy of inputs and results.",
-    )
     hardware: str = _option(
         "auto",
         "The machine on which schedule=auto and ulysses_degree=auto compare costs: the name of a shipped profile (as "

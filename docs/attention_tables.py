@@ -13,7 +13,7 @@ Column = tuple[str, Heads, int]
 """A column: the file, query and kv heads, and thousands of tokens."""
 
 Methods = tuple[str, ...]
-OURS, GRAPH = ("dfa auto flash4",), ("dfa auto flash4 graph",)
+OURS = ("dfa auto flash4",)
 ULYSSES, DEEPSPEED = ("ulysses flash4",), ("deepspeed ulysses flash4",)
 PYTORCH = ("pytorch allgather", "pytorch alltoall")
 TE_RING = ("transformer_engine p2p",)
@@ -59,7 +59,7 @@ def speeds(corner: str, methods: Mapping[str, Methods], columns: Mapping[str, Co
 
 def grid() -> Lines:
     """Return ours, Ulysses and PyTorch on four GPUs."""
-    methods = {"ours": OURS, "ours, `cuda_graph`": GRAPH, "Ulysses": ULYSSES, "PyTorch": PYTORCH}
+    methods = {"ours": OURS, "Ulysses": ULYSSES, "PyTorch": PYTORCH}
     lines: list[Line] = []
     for heads in (ALL, SOME, ODD):
         part = [[label, *(speed(some, (GRID, heads, n)) for n in (8, 16, 32, 128))] for label, some in methods.items()]
@@ -69,7 +69,7 @@ def grid() -> Lines:
 
 def short() -> Lines:
     """Return short calls on two GPUs, with the host's work replayed."""
-    methods = {"ours": OURS, "ours, `cuda_graph`": GRAPH, "Ulysses": ULYSSES}
+    methods = {"ours": OURS, "Ulysses": ULYSSES}
     columns = {f"{n}K, {h[0]} on {h[1]}": ("11-22-2xh200-short-flash4", h, n) for h in (ALL, SOME) for n in (8, 16, 32)}
     lines = bold([[label, *(speed(some, one) for one in columns.values())] for label, some in methods.items()])
     return table(["two GPUs", *columns], lines)
@@ -154,7 +154,6 @@ def readme() -> Lines:
     """Return the README's table of results."""
     methods = {
         "ours": OURS,
-        "ours, with `cuda_graph=True`": GRAPH,
         "Ulysses all-to-all, the same kernel": ULYSSES,
         "PyTorch `context_parallel`": PYTORCH,
     }

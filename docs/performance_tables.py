@@ -194,16 +194,16 @@ def qwen() -> Lines:
 def host() -> Lines:
     """Return the host's milliseconds of a call, as it stands and replayed."""
     columns = {str(n): f"program {n}" for n in (1, 2, 4, 8)} | {"2, whole call": "function"}
-    as_it_is = {"`cuda_graph`": "cuda_graph", "PyTorch's part": "empty function"}  # nothing of it is replayed by us
+    pytorchs = "empty function"  # nothing of it is replayed by us
     lines = []
     for gpus in ("11-23-{}xh200", "11-24-{}xh100"):
         one, two = (matching(gpus.format(n) + "-host-time", {}) for n in (1, 2))
         known = {x["case"]: x for x in (*one, *two)}  # a whole call is one of two ranks
         for label, way in WAYS.items():
-            shown = [*columns.values(), *(as_it_is.values() if way == "bound" else [""] * len(as_it_is))]
+            shown = [*columns.values(), pytorchs if way == "bound" else ""]
             cells = [f"{known[case][way]:.2f}" if case in known else "" for case in shown]
             lines.append([f"{gpus[-4:].upper()}, {label}", *cells])
-    return table(["host ms, forward + backward; ranks", *columns, *as_it_is], lines)
+    return table(["host ms, forward + backward; ranks", *columns, "PyTorch's part"], lines)
 
 
 def verify_cost() -> Lines:

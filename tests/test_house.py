@@ -53,7 +53,7 @@ LONG_FUNCTIONS_FOR_NOW = {
 """May only become shorter."""
 
 BUDGETS = {
-    "benchmarks": 6_265,
+    "benchmarks": 6_254,
     "cli": 668,
     "deepspeed": 1_429,
     "doctor": 1_042,
@@ -65,10 +65,10 @@ BUDGETS = {
     "proving": 770,
     "recurrence": 1_399,
     "remat": 529,
-    "runtime": 6_201,
+    "runtime": 6_082,
     "sequence": 308,
-    "tests": 39_816,
-    "top": 1_699,
+    "tests": 39_789,
+    "top": 1_693,
     "trees": 307,
 }
 """Lines of Python in a folder of the package, in its files beside them ("top"), in tests and in benchmarks.
@@ -134,11 +134,11 @@ def test_attention_loads_no_more_than_it_needs() -> None:
     """May only fall; the aim is 13,000 lines."""
     loaded = house.import_closure("dfa_megatron.attention")
     assert len(loaded) <= 87
-    assert sum(len(path.read_text(encoding="utf-8").splitlines()) for path in loaded) <= 15_146
+    assert sum(len(path.read_text(encoding="utf-8").splitlines()) for path in loaded) <= 15_085
 
 
-def test_there_are_no_more_options_than_thirteen() -> None:
-    assert len(fields(MegatronConfig)) <= 13
+def test_there_are_no_more_options_than_twelve() -> None:
+    assert len(fields(MegatronConfig)) <= 12
 
 
 def test_tests_docs_benchmarks_and_examples_import_without_a_change_of_the_path() -> None:

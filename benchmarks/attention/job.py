@@ -120,7 +120,6 @@ class Job:
     transport: tuple[str, ...] = flag(("auto",), "of ours", choices=TRANSPORTS)
     ulysses_degree: tuple[str, ...] = flag(("auto",), "of ours: auto, or ranks that exchange heads", metavar="N")
     ablation: tuple[str, ...] = flag(("none",), "what ours leaves out", choices=ABLATIONS)
-    cuda_graph: bool = flag(False, "each of ours as CUDA graphs too")
     baselines: tuple[str, ...] = flag((), f"some of these, or {INSTALLED}", choices=(INSTALLED, *BASELINES))
     passes: tuple[str, ...] = flag(PASSES, "what is timed", choices=PASSES)
     repetitions: int = flag(5, "at least", metavar="N")

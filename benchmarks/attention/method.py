@@ -72,14 +72,11 @@ class Method:
 
 def our_methods(job: Job) -> list[Method]:
     """Return every combination of the flags that describe our attention."""
-    graphs = (False, True) if job.cuda_graph else (False,)
-    many = itertools.product(job.schedule, job.kernel, job.transport, job.ulysses_degree, graphs, job.ablation)
+    many = itertools.product(job.schedule, job.kernel, job.transport, job.ulysses_degree, job.ablation)
     return [_ours(*one) for one in many]
 
 
-def _ours(
-    schedule: str, kernel: str, transport: str, ulysses_degree: str, cuda_graph: bool, ablation: Ablation
-) -> Method:
+def _ours(schedule: str, kernel: str, transport: str, ulysses_degree: str, ablation: Ablation) -> Method:
     layout = "zigzag" if schedule == "zigzag" else "contiguous"
     degree = int(ulysses_degree) if ulysses_degree.isdigit() else ulysses_degree
     options: dict[str, Any] = {"kernel": kernel, "ulysses_degree": degree}
@@ -91,9 +88,6 @@ def _ours(
         words.append(transport)
     if ulysses_degree != "auto":
         words.append(f"ulysses{ulysses_degree}")
-    if cuda_graph:
-        options["cuda_graph"] = True
-        words.append("graph")
     if ablation != "none":
         words.append(ablation)
     config = DistAttentionConfig(**options)

@@ -108,7 +108,7 @@ def _shrink(args: Any, reduced: Reductions, given: set[str]) -> int:
         )
     options = options_of(args)
     options = options.replace(**on_cpu(options, reduced))
-    for name in ("kernel", "transport", "cuda_graph", "remat_offload"):
+    for name in ("kernel", "transport", "remat_offload"):
         if hasattr(args, f"dfa_{name}"):
             setattr(args, f"dfa_{name}", getattr(options, name))
 

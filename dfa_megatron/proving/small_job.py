@@ -77,7 +77,7 @@ class SmallJob:
 
 def on_cpu(options: TrainingConfig, reduced: Reductions) -> dict[str, Any]:
     """Return the options that a CPU runs in place of those that need a GPU."""
-    instead: dict[str, Any] = {"transport": "auto", "cuda_graph": False, "remat_offload": False}
+    instead: dict[str, Any] = {"transport": "auto", "remat_offload": False}
     if options.kernel not in ("auto", "reference", "cpu"):
         instead["kernel"] = "auto"
     for name, runs in instead.items():

@@ -49,7 +49,7 @@ class Counters:
     """Bytes this rank sent in distributed forwards."""
     backward_bytes: int = 0
     ulysses_exchanges: int = 0
-    """All-to-alls of heads and tokens: two a phase, where ulysses_degree > 1; not those that a CUDA graph replays."""
+    """All-to-alls of heads and tokens: two a phase, where ulysses_degree > 1."""
     ulysses_forward_bytes: int = 0
     """Bytes this rank sent to others in the all-to-alls of forwards; not part of `forward_bytes`."""
     ulysses_backward_bytes: int = 0
@@ -119,7 +119,7 @@ def timed(run: Run, prepared: Prepared, memory: MemoryPlan, inputs: Fields, exch
     problem, watch = prepared.rank_plan.problem, _Stopwatch(device)
     flops = problem.mask.area * problem.shape.flops_per_pair(FORWARD if is_forward else BACKWARD) / problem.ranks
     watch.mark()
-    Transport.mark = None if prepared.request.config.cuda_graph else watch.mark
+    Transport.mark = watch.mark
     try:
         results = run(prepared, memory, inputs, exchanged)
     finally:
@@ -160,7 +160,7 @@ def stats() -> dict[str, float | str]:
     """Return what attention did on this rank since the last call, for `wandb.log` or a SummaryWriter.
 
     One call in 17 is timed, by events on its own stream, and the host waits for none. An exchange of heads counts as
-    computing; the waits in a captured CUDA graph are not seen.
+    computing; replays of the caller's own CUDA graph are not counted.
 
     Returns:
         dfa/forwards, dfa/backwards: attentions that ran. dfa/forward_ms, dfa/backward_ms: the mean of those timed.

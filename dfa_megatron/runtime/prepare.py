@@ -8,7 +8,6 @@ import logging
 from collections import OrderedDict
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -29,9 +28,6 @@ from dfa_megatron.runtime.execute.wire_format import Format
 from dfa_megatron.runtime.problem import Inputs, Problem, degree_of, of_neighbours, problem_of, refuse_tensors
 from dfa_megatron.runtime.rank_plan import MemoryPlan, RankPlan, degree_ahead, rank_plan
 from dfa_megatron.runtime.request import OPTIONS, Request
-
-if TYPE_CHECKING:
-    from dfa_megatron.runtime.execute.captured import Captured
 
 logger = logging.getLogger(__name__)
 
@@ -61,7 +57,6 @@ class Prepared:
     bound: recorded phases, by what they need of a call's tensors; None after a first run that was not recorded, a text
         if none can be.
     kind: what it has in common with the attention of other documents, masks and lengths.
-    graphs: captured phases, if the request asks for CUDA graphs.
     said: whether people were told how it runs, where its results are saved (False) or not (True).
     whole: the channel of the whole group, which compares calls; None if verify is off or the group has one rank.
     running: counts and compares the calls inside: a forward's, a backward's, and those of a forward that no backward
@@ -79,7 +74,6 @@ class Prepared:
     binds: bool = False
     kind: tuple[object, ...] = ()
     bound: dict[tuple[object, ...], Bound | str | None] = field(default_factory=dict, compare=False, repr=False)
-    graphs: dict[tuple[str | int, ...], Captured] = field(default_factory=dict, compare=False, repr=False)
     said: set[bool] = field(default_factory=set, compare=False, repr=False)
     whole: Channel | None = None
     running: tuple[AbstractContextManager[None], ...] = (_NOT_COUNTED,) * 3
@@ -131,8 +125,6 @@ def build(
 def _check(request: Request, inputs: Inputs) -> None:
     refuse_tensors(inputs)
     request.check()
-    if request.config.cuda_graph and not inputs.q.is_cuda:
-        raise UnsupportedError(f"cuda_graph=True on {inputs.q.device}", "it has no CUDA graphs", "cuda_graph=False")
 
 
 def _built(request: Request, problem: Problem, rank: int, inputs: Inputs, over: Channel | None) -> Prepared:

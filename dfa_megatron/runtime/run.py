@@ -76,9 +76,7 @@ def run_forward(prepared: Prepared, inputs: Inputs, *, trains: bool = True) -> F
     COUNTERS.kernel_forwards += memory.calls
     COUNTERS.forward_messages += memory.messages
     COUNTERS.forward_bytes += memory.message_bytes
-    run = _captured if prepared.request.config.cuda_graph else _recorded
-    if COUNTERS.attention_forwards % EVERY == _TIMED:
-        run = functools.partial(timed, run)
+    run = functools.partial(timed, _recorded) if COUNTERS.attention_forwards % EVERY == _TIMED else _recorded
     with prepared.running[0 if trains else 2]:
         out, lse, *exchanged = run(prepared, memory, (q, k, v) if slopes is None else (q, k, v, slopes), False)
     if sinks is not None:
@@ -100,9 +98,7 @@ def run_backward(
     COUNTERS.kernel_backwards += memory.calls
     COUNTERS.backward_messages += memory.messages
     COUNTERS.backward_bytes += memory.message_bytes
-    run = _captured if prepared.request.config.cuda_graph else _recorded
-    if COUNTERS.attention_backwards % EVERY == _TIMED:
-        run = functools.partial(timed, run)
+    run = functools.partial(timed, _recorded) if COUNTERS.attention_backwards % EVERY == _TIMED else _recorded
     inputs = (dout, q, k, v, out, lse) if slopes is None else (dout, q, k, v, out, lse, slopes)
     with prepared.running[1]:
         dq, dk, dv = run(prepared, memory, inputs, exchanged)
@@ -116,7 +112,8 @@ def _recorded(prepared: Prepared, memory: MemoryPlan, inputs: Fields, exchanged:
     """Run a phase: the first time as it stands, the second time to record it, and from then on as it was recorded.
 
     The first run of a kind compiles kernels and makes tables, which are no part of later runs. So a new pack is
-    recorded at once where another has run.
+    recorded at once where another has run. While the caller captures a CUDA graph, nothing is recorded anew: the graph
+    takes in what a replay, or a run as it stands, issues.
     """
     key = memory is prepared.forward, exchanged, signature(inputs)
     with without_autocast(), without_functions():
@@ -197,42 +194,6 @@ def _run(
     _execute(prepared, tensors, transport)
     results = *tensors.result("dq"), *tensors.result("dkv")
     return results if heads is None else heads.after_backward(*results)
-
-
-def _captured(prepared: Prepared, memory: MemoryPlan, inputs: Fields, exchanged: bool) -> Fields:
-    """Replay the graph of a phase, captured in its first run; run as it is recorded while the caller captures one."""
-    from dfa_megatron.runtime.execute.captured import Captured  # which other calls need not load
-
-    if torch.cuda.is_current_stream_capturing():
-        return _recorded(prepared, memory, inputs, exchanged)
-    # An arena that has moved lies elsewhere.
-    transport, _ = _way(prepared, memory, inputs[0].device)
-    pinned = transport.pinned
-    way = transport.generation, id(measured)
-    key: tuple[str | int, ...] = memory.program.phase.name, exchanged, *way, *_precision()
-    if key not in prepared.graphs:
-        for stale in [other for other in prepared.graphs if other[:2] == key[:2]]:
-            del prepared.graphs[stale]
-        channels = [prepared.channel, prepared.exchange and prepared.exchange.channel]
-        try:
-            prepared.graphs[key] = Captured(
-                lambda *tensors: _recorded(prepared, memory, tensors, exchanged), inputs, [c for c in channels if c]
-            )
-        finally:
-            transport.pinned = pinned  # only a caller's capture pins: this graph is captured again if the arena moves
-    with torch.cuda.nvtx.range(f"dfa {memory.program.phase.name}"):
-        return prepared.graphs[key](inputs)
-
-
-def _precision() -> tuple[str | int, ...]:
-    """Return the switches of PyTorch that a captured graph keeps; operations of a recording ask each time."""
-    matmul = torch.backends.cuda.matmul
-    return (
-        getattr(matmul, "fp32_precision", None) or matmul.allow_tf32,
-        matmul.allow_fp16_reduced_precision_reduction,
-        matmul.allow_bf16_reduced_precision_reduction,
-        torch.are_deterministic_algorithms_enabled(),
-    )
 
 
 def _algebra(

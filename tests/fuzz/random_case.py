@@ -131,7 +131,6 @@ class Case(Draw):
             "ulysses": options["ulysses_degree"] not in (1, "auto"),
             f"checkpoint {self.checkpoint}": self.checkpoint != "none",
             "torch.compile": self.compiled,
-            "CUDA graph": options["cuda_graph"],
             f"{whole.first_in_memory} first in memory": whole.first_in_memory,
         }
         return found + [name for name, there in having.items() if there]
@@ -186,7 +185,6 @@ def draw(seed: int, number: int, over: str, device: str = "cpu", ranks: Sequence
             "ulysses_degree": _degree(dice, some, shape.heads, of_two=bool(keys)) if public else 1,
             "transport": dice.choice(["auto", "p2p", "copy_engine"]) if over == "nccl" else "auto",
             "verify": dice.choice(["on", "on", "off"]),
-            "cuda_graph": on_gpu and public and dice.random() < 0.1,
         },
         checkpoint=dice.choice(CHECKPOINTS) if public else "none",
         compiled=public and not packed and dice.random() < 0.02,

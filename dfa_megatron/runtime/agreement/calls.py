@@ -231,7 +231,7 @@ class Calls:
     def token(self, captured: bool) -> int:
         """Return a token (32 bits, not 0) of the running call, equal on all ranks; 1 outside of calls.
 
-        captured: for a CUDA graph, which later calls of the same kind replay.
+        captured: for a CUDA graph of the caller, whose replays are calls of the same kind.
         """
         number = self.last.digest if captured else self.last.chain
         return (number & 0xFFFFFFFF or 1) if self.doing else 1

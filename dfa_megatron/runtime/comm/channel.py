@@ -12,8 +12,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
-from weakref import WeakSet
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -52,7 +51,6 @@ class Channel:
             broke, and an error that another rank or the watchdog has found meanwhile.
         ended: called once the group is destroyed; closes the channel.
         prepared: attentions that the ranks have agreed on. agreed: exchanges of other kinds. Last used, last in them.
-        graphs: CUDA graphs with messages of the group or of a part of it, whose `release` gives them up.
     """
 
     def __init__(
@@ -82,7 +80,6 @@ class Channel:
         self._devices: list[torch.device] = []
         self.agreed: OrderedDict[tuple[tuple[str, str], ...], None] = OrderedDict()
         self.prepared: OrderedDict[tuple[object, ...], Prepared] = OrderedDict()
-        self.graphs: WeakSet[Any] = WeakSet() if whole is None else whole.graphs
         store.interrupted = self.calls.check
         mine = {"host": host(), **process(), **links()._asdict(), "one queue": str(has_one_queue())}
         everyone = self.exchange(mine, "make contact for the first time")
@@ -253,8 +250,6 @@ class Channel:
                 if self._watched is not None:
                     self._watched.leave()
                 self.prepared.clear()
-                for graph in list(self.graphs):
-                    graph.release()
                 # A backward that is still to come would open connections of its own, and wait on them for the others.
                 self.calls.lose(LostGroupError("its process group was destroyed since its forward"), told=False)
                 self._close(abort)

@@ -176,7 +176,6 @@ class KeptArena(Transport):
             raise UnsupportedError(what, why, "one run of the largest call before any capture, or transport='p2p'")
         # The old arena goes first, even if the new one fails. Its memory is free once every rank has let go of it.
         self._take(Mapped(torch.empty(0, dtype=torch.uint8, device=self.device), []))
-        self.generation += 1
         self._calls = self._most = 0
         self.over.exchange({}, "let go of the memory for messages")
         if size:

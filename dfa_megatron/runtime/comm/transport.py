@@ -67,11 +67,10 @@ class Transport:
     Measurements wrap the methods from `start` to `finish`, which a running program calls.
 
     Attributes:
-        generation: changes when reserved memory has moved.
         beside_kernels: messages move while kernels fill the GPU.
         ranks: of the watched group, by the number of a peer; empty where they are the same.
         queued: kernels wait in queues, so it must be told where the compute of a step ends; otherwise it need not be.
-        keeps_arena: the arena is the same in every run, unless its generation changes.
+        keeps_arena: the arena is the same in every run, until it moves and is another one.
         pinned: it must not move, because a captured CUDA graph of the caller holds addresses in it.
         name: for people.
         mark: of the class, called before and after each wait for messages while a call is timed.
@@ -80,7 +79,6 @@ class Transport:
     name = "none"
     mark: ClassVar[Callable[[], None] | None] = None
 
-    generation = 0
     beside_kernels = queued = keeps_arena = pinned = False
     ranks: tuple[int, ...] = ()
 

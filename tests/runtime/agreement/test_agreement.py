@@ -114,7 +114,6 @@ BAD_REQUESTS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         {"transport": "copy_engine"},
         ("it moves between GPUs, not on cpu. What works: transport='p2p'",),
     ),
-    "graph": ({"cuda_graph": True}, ("cuda_graph=False",)),
     "integers": ({"dtype": torch.int32}, ()),
 }
 """Options that nobody can serve, and words of the error."""

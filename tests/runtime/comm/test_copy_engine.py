@@ -143,7 +143,7 @@ def transports(world: World, ranks: int, arena_bytes: int) -> list[CopyEngineTra
         one.started, one.filled = Event(world, rank), Event(world, rank)  # type: ignore[assignment]
         one.free = [Event(world, rank) for _ in range(64)]  # type: ignore[misc]
         one._place_flags(rank, flags)
-        one._addresses, one._sending, one.generation, one._batches = arenas, (), 1, {}
+        one._addresses, one._sending, one._batches = arenas, (), {}
         one._queue, one._finished_on = "moves", one.stream  # type: ignore[assignment]
         one.over = SimpleNamespace(calls=Calls())  # type: ignore[assignment]
         made.append(one)
@@ -294,6 +294,14 @@ def test_the_flags_of_another_call_are_not_taken(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(Calls, "token", lambda self, captured: 1)
     with pytest.raises(AssertionError, match="reads"):
         run()
+
+
+def test_a_call_that_the_caller_captures_pins_the_arena(monkeypatch: pytest.MonkeyPatch) -> None:
+    (alone,) = transports(World(1, one_queue=False), 1, 1)
+    for capturing in (False, True):
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda now=capturing: now)
+        alone.start()
+        assert alone.pinned == capturing
 
 
 def test_flags_are_laid_out_as_the_driver_reads_them() -> None:

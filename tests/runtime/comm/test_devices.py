@@ -24,8 +24,6 @@ FIRST, SECOND, CPU = torch.device("cuda", 2), torch.device("cuda", 0), torch.dev
 class Made:
     """Stands in for a communicator or a transport of a device."""
 
-    generation = 1
-
     def __init__(self, device: torch.device, *_: Any) -> None:
         self.device = device
 
