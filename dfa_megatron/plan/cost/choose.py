@@ -229,12 +229,11 @@ def _of_schedules(
                 why, instead = error.why, error.instead
         if why:
             found[schedule] = [Candidate(schedule.name, schedule.layout, refusal=why, instead=instead)]
-    most = None if most is None else most * (1 + TIE)  # what ties with one that may win is kept
+    limit = math.inf if most is None else most * (1 + TIE)  # what ties with one that may win is kept
     for schedule in sorted(load, key=load.__getitem__):  # the most even first: its time may show that others lose
-        limit = math.inf if most is None else most
         found[schedule] = _timed(schedule, mask, *assigned[schedule], load[schedule], shape, hardware, limit)
         if most is not None:
-            most = min([most, *(one.seconds * (1 + TIE) for one in found[schedule] if one.plan)])
+            limit = min([limit, *(one.seconds * (1 + TIE) for one in found[schedule] if one.plan)])
     return tuple(one for schedule in ALL for one in found[schedule])
 
 
@@ -356,8 +355,7 @@ def automatic_degree(
     if degree in plans:
         about, one, limit, found = plans[degree]
         if limit < one.seconds * (1 + TIE) and any(other.refusal == LOSES_BY_WORK for other in found):
-            # What ties with it may have been refused.
-            one = best(_of_schedules(mask, *about, one.seconds * (1 + TIE))) or one
+            one = best(_of_schedules(mask, *about, one.seconds * (1 + TIE))) or one  # with all that tie with it
         mask.kept[automatic_degree, *about] = one.plan  # until `make_plan` is asked for it
     return degree
 

@@ -61,14 +61,13 @@ def outline(plan: Plan, batch: int = 1) -> Outline:
     rows, owner, area = [len(chunk) for chunk in plan.layout.chunks], plan.layout.owner, areas(plan.mask, plan.layout)
     is_forward, joined = plan.phase.name == "forward", names_joined(plan.mask, batch)
     joins_q, joins_kv = plan.phase.read_q in joined, plan.phase.read_kv in joined
-    pairs: list[dict[tuple[int, ...], int]] = [{} for _ in range(plan.steps)]
+    pairs: list[dict[tuple[int, ...], int]] = [defaultdict(int) for _ in range(plan.steps)]
     shared: list[dict[tuple[int, ...], set[int]]] = [defaultdict(set) for _ in range(plan.steps)]
     for at, rank, q, kv in plan.blocks:
         # A chunk's buffer: the rank's own, one per source rank, or one for all other ranks.
         rows_of, keys_of = owner[q], owner[kv]
         call = rank, -1 if joins_q and rows_of != rank else rows_of, -1 if joins_kv and keys_of != rank else keys_of
-        step = pairs[at]
-        step[call] = step.get(call, 0) + area[q, kv]
+        pairs[at][call] += area[q, kv]
         shared[at][call].add(q if is_forward else kv)
     work = [
         [(call[0], its, sum(rows[chunk] for chunk in chunks[call])) for call, its in step.items()]

@@ -68,23 +68,14 @@ def assign_steps(owned: Sequence[Sequence[tuple[int, int]]], mask: Mask, layout:
     limit = ROWS_PER_STEP * mask.length / ranks
     blocks: list[Block] = []
     for rank, pairs in enumerate(owned):
-        local, help_first, own_rows = list[tuple[int, int]](), list[_Near](), list[_Near]()
-        for pair in pairs:
-            of_rows, of_keys = owner[pair[0]], owner[pair[1]]
-            if of_rows == rank == of_keys:
-                local.append(pair)
-            else:
-                remote = help_first if of_rows != rank else own_rows
-                remote.append(((rank - of_keys) % ranks, (rank - of_rows) % ranks, pair))
-        steps = [local]
+        steps = [[(q, kv) for q, kv in pairs if owner[q] == rank == owner[kv]]]
+        help_first = [(q, kv) for q, kv in pairs if owner[q] != rank]
+        own_rows = [(q, kv) for q, kv in pairs if owner[q] == rank != owner[kv]]
         for mine in (help_first, own_rows):
-            steps += _by_memory(rank, [pair for *_, pair in sorted(mine)], owner, rows, limit)
-        blocks += [Block(step, rank, q, kv) for step, mine in enumerate(steps) for q, kv in mine]
+            mine.sort(key=lambda pair: ((rank - owner[pair[1]]) % ranks, (rank - owner[pair[0]]) % ranks, pair))
+            steps += _by_memory(rank, mine, owner, rows, limit)
+        blocks += [Block(step, rank, *pair) for step, mine in enumerate(steps) for pair in mine]
     return tuple(blocks)
-
-
-_Near = tuple[int, int, tuple[int, int]]
-"""The distances of a pair's keys and of its rows, and the pair."""
 
 
 def _by_memory(
