@@ -24,14 +24,14 @@ from dfa_megatron.plan.lowering.messages import names_joined
 class Outline:
     """One phase, by step.
 
-    work: (rank, token pairs, rows of queries or of keys that a kernel shares out) of calls. messages: (source,
+    work: (rank, token pairs, rows of queries, rows of keys) of calls. messages: (source,
     destination, index into `contents`). contents: (name, tokens) of each part of a message.
     """
 
     phase: Phase
     ranks: int
     length: int
-    work: Sequence[Sequence[tuple[int, int, int]]]
+    work: Sequence[Sequence[tuple[int, int, int, int]]]
     messages: Sequence[Sequence[tuple[int, int, int]]]
     contents: Sequence[tuple[tuple[str, int], ...]]
 
@@ -59,19 +59,22 @@ class Estimate:
 def outline(plan: Plan, batch: int = 1) -> Outline:
     """Return the outline of a plan for `batch` sequences at once."""
     rows, owner, area = [len(chunk) for chunk in plan.layout.chunks], plan.layout.owner, areas(plan.mask, plan.layout)
-    is_forward, joined = plan.phase.name == "forward", names_joined(plan.mask, batch)
+    row = rows.__getitem__
+    joined = names_joined(plan.mask, batch)
     joins_q, joins_kv = plan.phase.read_q in joined, plan.phase.read_kv in joined
     pairs: list[dict[tuple[int, ...], int]] = [defaultdict(int) for _ in range(plan.steps)]
-    shared: list[dict[tuple[int, ...], set[int]]] = [defaultdict(set) for _ in range(plan.steps)]
+    queries: list[dict[tuple[int, ...], set[int]]] = [defaultdict(set) for _ in range(plan.steps)]
+    keys: list[dict[tuple[int, ...], set[int]]] = [defaultdict(set) for _ in range(plan.steps)]
     for at, rank, q, kv in plan.blocks:
         # A chunk's buffer: the rank's own, one per source rank, or one for all other ranks.
         rows_of, keys_of = owner[q], owner[kv]
         call = rank, -1 if joins_q and rows_of != rank else rows_of, -1 if joins_kv and keys_of != rank else keys_of
         pairs[at][call] += area[q, kv]
-        shared[at][call].add(q if is_forward else kv)
+        queries[at][call].add(q)
+        keys[at][call].add(kv)
     work = [
-        [(call[0], its, sum(rows[chunk] for chunk in chunks[call])) for call, its in step.items()]
-        for step, chunks in zip(pairs, shared, strict=True)
+        [(call[0], its, sum(map(row, q[call])), sum(map(row, kv[call]))) for call, its in step.items()]
+        for step, q, kv in zip(pairs, queries, keys, strict=True)
     ]
     sent: list[dict[tuple[int, int], dict[str, int]]] = [{} for _ in range(plan.steps)]
     for at, src, dst, what, chunk in plan.transfers:
@@ -173,11 +176,11 @@ def deliver(
 def _kernel_seconds(
     plan: Outline, shape: AttentionShape, hardware: Hardware, stretch: float
 ) -> dict[tuple[int, ...], float]:
-    """Return the seconds of one kernel call over (pairs, rows), stretched."""
+    """Return the seconds of one kernel call over (pairs, rows of queries, rows of keys), stretched."""
     flops, heads = shape.flops_per_pair(plan.phase), shape.batch * shape.heads
     found: dict[tuple[int, ...], float] = {}
-    for pairs, rows in {tuple(call) for step in plan.work for _, *call in step}:
+    for pairs, queries, keys in {tuple(call) for step in plan.work for _, *call in step}:
         area = pairs * stretch**2
-        rate = hardware.rate(plan.phase.name, area, round(rows * stretch), heads)
-        found[pairs, rows] = hardware.launch_overhead + area * flops / rate
+        rate = hardware.rate(plan.phase.name, area, round(queries * stretch), round(keys * stretch), heads)
+        found[pairs, queries, keys] = hardware.launch_overhead + area * flops / rate
     return found
