@@ -84,7 +84,7 @@ def plan_memory(program: Program, landings: Sequence[Landings], format: Format) 
         places.sent,
         tokens_of(landings[program.rank]),
         tuple(
-            tuple(Segments(call.segments, call.q.rows, call.kv.rows, ragged=ragged) for call in step.calls)
+            tuple(Segments(call.segments, call.q.rows, call.keys, ragged=ragged) for call in step.calls)
             for step in program.steps
         ),
         frozenset(sent),

@@ -27,7 +27,7 @@ class Compared(Sets):
         self.apart = 0
 
     def compute(self, call: Call) -> None:
-        q, kv = self.compared(call.q), self.compared(call.kv)
+        q, kv = self.compared(call.q), [token for region in call.kv for token in self.compared(region)]
         for s in call.segments:
             self.apart += any(
                 rows != list(range(rows[0], rows[0] + len(rows)))

@@ -13,7 +13,7 @@ from types import MappingProxyType
 from typing import Any
 
 from dfa_megatron.errors import UnsupportedError
-from dfa_megatron.plan.lowering.kernel_calls import ROW
+from dfa_megatron.plan.language.shape import ROW
 
 Curve = tuple[tuple[float, float], ...]
 """A rate by block length: (tokens, floating-point operations per second), tokens increasing."""

@@ -1,6 +1,7 @@
 """Time a plan from its blocks and transfers alone: `auto` compares candidates by it, and never lowers one.
 
-Blocks of one step that read the same buffers count as one kernel call, and each result of a message as one merge. A
+Blocks of one step that read the same buffers, or landed and own keys for the same rows, count as one kernel call, and
+each result of a message as one merge. A
 batch waits for the compute of the step before, because messages have two buffers per side. `simulate` runs the programs
 instead; tests hold the two together. An outline also stretches to other lengths, for hundreds of ranks at once.
 """
@@ -72,6 +73,13 @@ def outline(plan: Plan, batch: int = 1) -> Outline:
         pairs[at][call] += area[q, kv]
         queries[at][call].add(q)
         keys[at][call].add(kv)
+    for calls, its_q, its_kv in zip(pairs, queries, keys, strict=True):
+        for own in [call for call in calls if call[0] == call[1] == call[2]]:
+            same = (call for call in calls if call[:2] == own[:2] and call != own and its_q[call] & its_q[own])
+            if (landed := next(same, None)) is not None:  # one call reads both
+                calls[landed] += calls.pop(own)
+                its_q[landed] |= its_q[own]
+                its_kv[landed] |= its_kv[own]
     work = [
         [(call[0], its, sum(map(row, q[call])), sum(map(row, kv[call]))) for call, its in step.items()]
         for step, q, kv in zip(pairs, queries, keys, strict=True)

@@ -10,7 +10,7 @@ from dfa_megatron.plan.cost.outline import deliver
 from dfa_megatron.plan.interpret import run_together
 from dfa_megatron.plan.language.grid import cell
 from dfa_megatron.plan.language.ir import AttentionPlan, Block, Plan
-from dfa_megatron.plan.language.program import Call, Merge, Message, Program
+from dfa_megatron.plan.language.program import Call, Merge, Message, Program, rows_read
 from dfa_megatron.plan.language.shape import AttentionShape, bytes_of
 from dfa_megatron.plan.lowering.lower import lower_all
 
@@ -154,7 +154,7 @@ class _Clock:
     def compute(self, call: Call) -> None:
         """Put one kernel call on the compute queue."""
         phase, heads = self.plan.phase, self.shape.batch * self.shape.heads
-        rate = self.network.hardware.rate(phase.name, call.area, call.q.rows, call.kv.rows, heads)
+        rate = self.network.hardware.rate(phase.name, call.area, rows_read(call.segments), call.keys, heads)
         seconds = call.area * self.shape.flops_per_pair(phase) / rate
         self._work(seconds, cell(self.plan, call.blocks), blocks=call.blocks)
 

@@ -17,6 +17,13 @@ from dfa_megatron.plan.language.geometry import Span, joined_spans
 from dfa_megatron.plan.language.ir import Phase
 from dfa_megatron.plan.language.layout import Layout
 
+LAUNCH, ROW, KEY, GATHER = 1 << 20, 600, 380, 280
+"""What a launch takes, forward and backward, in pairs that a kernel computes in that time, for each query head.
+
+LAUNCH: by itself. ROW: each query row, which it reads, writes and merges. KEY: each key row, for its kv heads alone,
+where gradients are summed in float32. GATHER: one more that is copied, its gradients summed. Seen on H100.
+"""
+
 
 @dataclass(frozen=True, slots=True)
 class AttentionShape:

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from dfa_megatron.plan.language.geometry import UNBOUNDED, Segment, Span, Tile
 from dfa_megatron.plan.language.ir import Block
+from dfa_megatron.plan.language.shape import GATHER, KEY, LAUNCH, ROW
 
 FusedTile = tuple[Tile, tuple[Block, ...]]
 
@@ -105,13 +106,6 @@ GAP = 2048
 
 COPIED = 2048
 """Rows that a kernel copies in the time of another call. Some copy the rows of a call with gaps to be adjacent."""
-
-LAUNCH, ROW, KEY, GATHER = 1 << 20, 600, 380, 280
-"""What a launch takes, forward and backward, in pairs that a kernel computes in that time, for each query head.
-
-LAUNCH: by itself. ROW: each query row, which it reads, writes and merges. KEY: each key row, for its kv heads alone,
-where gradients are summed in float32. GATHER: one more that is copied, its gradients summed. Seen on H100.
-"""
 
 SLOWER = 1 / 12
 """How much longer a causal launch takes for the pairs of a full tile than a full one, whose tiles are larger."""

@@ -177,22 +177,31 @@ class Sets:
 
     def compute(self, call: Call) -> None:
         """Merge the pairs of the call's segments, as tokens, into its writes."""
-        q, kv = self._read(call.q).tokens, self._read(call.kv).tokens
-        tiles = [
-            (q_shift, kv_shift, part.shift(q_shift, kv_shift))
-            for tile in self._segments(call)
-            for q_rows, q_shift in _among(q, tile.q)
-            for kv_rows, kv_shift in _among(kv, tile.kv)
-            if (part := tile.restrict(q_rows, kv_rows))
-        ]
-        for (side, _), into in zip(self.program.phase.writes, call.writes, strict=True):
-            source, rows = (call.q if side == "q" else call.kv), Span(0, into.rows)
-            terms = [((q_shift if side == "q" else kv_shift) + source.lo, tile) for q_shift, kv_shift, tile in tiles]
-            self._store(into, source.rows, View(Content([rows], terms=[terms]), rows))
+        q, at, segments = self._read(call.q).tokens, 0, self._segments(call)
+        of_q: list[Term] = []
+        of_keys: list[list[Term]] = []
+        for region in call.kv:
+            kv, rows = self._read(region).tokens, Span(region.lo, region.hi)
+            tiles = [
+                (q_shift, kv_shift, part.shift(q_shift, kv_shift))
+                for tile in (segment.shift(call.q.lo, region.lo - at) for segment in segments)
+                for q_rows, q_shift in _among(q, tile.q)
+                for kv_rows, kv_shift in _among(kv, tile.kv)
+                if (part := tile.restrict(q_rows, kv_rows & rows))
+            ]
+            of_q += [(shift + call.q.lo, tile) for shift, _, tile in tiles]
+            of_keys.append([(shift + region.lo, tile) for _, shift, tile in tiles])
+            at += region.rows
+        sources = [(call.q.rows, of_q)]
+        if self.program.phase.write_kv:
+            sources += [(region.rows, terms) for region, terms in zip(call.kv, of_keys, strict=True)]
+        for into, (count, terms) in zip(call.writes, sources, strict=True):
+            rows = Span(0, into.rows)
+            self._store(into, count, View(Content([rows], terms=[terms]), rows))
 
     def _segments(self, call: Call) -> list[Tile]:
-        """Return the call's segments as tiles in the rows of its two buffers."""
-        q, kv, ends = 0, 0, (call.q.rows, call.kv.rows)
+        """Return the call's segments as tiles in its rows."""
+        q, kv, ends = 0, 0, (call.q.rows, call.keys)
         for before, segment in zip((*call.segments[:1], *call.segments), call.segments, strict=False):
             joined = q > 0 and (before.q_lo, before.q_hi) == (segment.q_lo, segment.q_hi)
             if joined and not (before.band.is_full and segment.band.left < 0):
@@ -204,7 +213,7 @@ class Sets:
         inside = bool(first) and q <= ends[0] and kv <= ends[1]
         if not inside or (alone and (first[0].q_lo, first[0].kv_lo, q, kv) != (0, 0, *ends)):
             raise self.fail(f"the segments of {call.q} x {call.kv} do not fit it")
-        return [segment.tile.shift(call.q.lo, call.kv.lo) for segment in call.segments]
+        return [segment.tile for segment in call.segments]
 
     def merge(self, merge: Merge) -> None:
         """Add a landed partial to an accumulator."""

@@ -12,7 +12,7 @@ from dfa_megatron.names import nearest
 from dfa_megatron.plan.language.ir import BACKWARD, FORWARD, AttentionPlan, Block, Plan, needed_pairs
 from dfa_megatron.plan.language.layout import Layout, cut_at
 from dfa_megatron.plan.language.mask import Mask, kept_on_mask
-from dfa_megatron.plan.schedules.assignments import balanced, by_distance, by_memory
+from dfa_megatron.plan.schedules.assignments import balanced, by_distance, by_memory, waiting_for_keys
 from dfa_megatron.plan.schedules.greedy import cut_for_help, greedy
 from dfa_megatron.plan.schedules.load_balanced import layout_of
 from dfa_megatron.plan.schedules.route import Route, direct, gateway, ring_relay
@@ -60,7 +60,10 @@ class Schedule:
             raise UnsupportedError(f"a plan for {ranks} ranks", "there must be at least one", "ranks=1")
         layout = layout_of(self.layout, mask, ranks) if held is None else held
         layout = self.cut(mask, _cut_where_needed(mask, layout.halved() if self.halved else layout))
-        return layout, tuple(sorted(self.assign(mask, layout)))
+        blocks = self.assign(mask, layout)
+        if layout.in_order and len(mask.tiles) > 1:
+            blocks = waiting_for_keys(blocks, mask, layout)
+        return layout, tuple(sorted(blocks))
 
     def routed(self, mask: Mask, layout: Layout, blocks: tuple[Block, ...]) -> AttentionPlan:
         """Return the plan of blocks that `assigned` returned, without nodes."""

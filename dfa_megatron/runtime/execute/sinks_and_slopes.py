@@ -114,7 +114,8 @@ class GlobalBias:
 
     def of(self, call: Call) -> Alibi:
         """Return the bias of one call."""
-        return Alibi(self.slopes, self._rows(call.q), self._rows(call.kv))
+        keys = [self._rows(region) for region in call.kv]
+        return Alibi(self.slopes, self._rows(call.q), keys[0] if len(keys) == 1 else torch.cat(keys))
 
     def _rows(self, region: Region) -> torch.Tensor:
         return self.positions[region.buffer, region.name][region.lo : region.hi]

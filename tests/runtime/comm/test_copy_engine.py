@@ -163,7 +163,8 @@ class Reader:
 
     def compute(self, call: Call) -> None:
         self.read(call.q.buffer)
-        self.read(call.kv.buffer)
+        for region in call.kv:
+            self.read(region.buffer)
 
     def merge(self, merge: Merge) -> None:
         self.read(merge.source.buffer)

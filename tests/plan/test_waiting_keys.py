@@ -1,0 +1,69 @@
+"""Own keys that wait for landed ones: one call reads the rows of a document that reaches over ranks."""
+
+from __future__ import annotations
+
+import random
+from itertools import pairwise
+
+import pytest
+
+from dfa_megatron.plan.language.layout import contiguous
+from dfa_megatron.plan.language.mask import Mask, causal, documents
+from dfa_megatron.plan.language.program import Call, rows_read
+from dfa_megatron.plan.language.tree import prompt_tree
+from dfa_megatron.plan.lowering.landings import landings_of
+from dfa_megatron.plan.lowering.lower import lower
+from dfa_megatron.plan.proof.check import check_plan
+from dfa_megatron.plan.schedules import SCHEDULES
+from dfa_megatron.plan.schedules.assignments import waiting_for_keys
+
+
+def calls(mask: Mask, ranks: int, schedule: str = "balanced", repeats: int = 0) -> list[list[Call]]:
+    """The calls of each rank, in both phases, after the proof of the plan."""
+    plan, found = SCHEDULES[schedule].plan(mask, ranks), list[list[Call]]()
+    check_plan(plan)
+    for phase in plan.phases:
+        for landings in landings_of(phase):
+            found.append([call for step in lower(landings, repeats=repeats).steps for call in step.calls])
+    return found
+
+
+def test_a_document_over_two_ranks_is_read_once() -> None:
+    mask = documents([3000, 2000, 1500, 700, 1200, 7984])
+    for its in calls(mask, 2):
+        assert sum(rows_read(call.segments) for call in its) == 8192
+    joint = [call for its in calls(mask, 2) for call in its if len(call.kv) > 1]
+    assert [call.q.rows for call in joint] == [208, 208]
+    assert all(len(call.writes) == len(call.kv) + 1 for call in joint[1:]), "gradients of landed and of own keys"
+
+
+def test_answers_of_a_prompt_on_another_rank_are_read_once() -> None:
+    mask = prompt_tree([300, *[500] * 16], [-1, *[0] * 16])
+    *_, last = calls(mask, 2, repeats=4)
+    assert sum(rows_read(call.segments) for call in last) == mask.length // 2
+    assert {len(call.kv) for call in last} == {2}
+
+
+def test_long_documents_and_single_sequences_keep_their_order() -> None:
+    for mask in (causal(1 << 16), documents([1 << 16, 1 << 16])):
+        for its in calls(mask, 4):
+            assert all(len(call.kv) == 1 for call in its)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_only_steps_of_own_keys_change_and_never_to_earlier_ones(seed: int) -> None:
+    drawn = random.Random(seed)
+    ranks, tokens = drawn.randint(2, 7), drawn.choice((2048, 16384))
+    ends = sorted(drawn.sample(range(1, ranks * tokens), 5 * ranks))
+    mask = documents([hi - lo for lo, hi in pairwise([0, *ends, ranks * tokens])], causal=drawn.random() < 0.7)
+    layout = contiguous(mask.length, ranks)
+    schedule = SCHEDULES["ring"]
+    before = tuple(sorted(schedule.assign(mask, layout)))
+    after = waiting_for_keys(before, mask, layout)
+    assert [block[1:] for block in after] == [block[1:] for block in before]
+    for old, new in zip(before, after, strict=True):
+        own = layout.owner[old.kv_chunk] == old.rank == layout.owner[old.q_chunk]
+        assert new.step == old.step or (own and new.step > old.step)
+    moved = {(new.rank, new.q_chunk) for old, new in zip(before, after, strict=True) if old != new}
+    reads = {(b.rank, b.q_chunk, b.step) for b in after if layout.owner[b.kv_chunk] != b.rank}
+    assert all((b.rank, b.q_chunk, b.step) in reads for b in after if (b.rank, b.q_chunk) in moved and b not in before)
