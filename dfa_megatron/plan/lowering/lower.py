@@ -45,7 +45,7 @@ class _Keys(NamedTuple):
     target: tuple[BufferRow, ...]
 
 
-class _Group(NamedTuple):
+class _Tiles(NamedTuple):
     """Tiles of the same buffers. target: a result's buffer, and the distance of its rows from those of queries."""
 
     q: int
@@ -53,16 +53,16 @@ class _Group(NamedTuple):
     keys: tuple[_Keys, ...]
     tiles: list[FusedTile]
 
-    def behind(self, other: _Group) -> _Group:
+    def behind(self, other: _Tiles) -> _Tiles:
         """Return this group and another of the same queries as one, with its keys behind those of the other."""
         (before,), (after,) = other.keys, self.keys
         tiles = [(tile.shift(0, -before.rows.lo), blocks) for tile, blocks in other.tiles]
         by = len(before.rows) - after.rows.lo
         tiles += [(tile.shift(0, by), blocks) for tile, blocks in self.tiles]
-        return _Group(self.q, self.target, (before._replace(at=-before.rows.lo), after._replace(at=by)), tiles)
+        return _Tiles(self.q, self.target, (before._replace(at=-before.rows.lo), after._replace(at=by)), tiles)
 
 
-_Launched = tuple[_Group, tuple[Launch, ...]]
+_Launched = tuple[_Tiles, tuple[Launch, ...]]
 
 
 def _joined(apart: list[_Launched], own: tuple[int, int], fits: tuple[bool, int]) -> list[_Launched]:
@@ -202,12 +202,12 @@ class _Lowering:
             for launch in its:
                 yield self._call(step, group, launch)
 
-    def _groups(self, tiles: dict[tuple[int, int, tuple[BufferRow, ...]], list[FusedTile]]) -> Iterator[_Group]:
+    def _groups(self, tiles: dict[tuple[int, int, tuple[BufferRow, ...]], list[FusedTile]]) -> Iterator[_Tiles]:
         for (q_buffer, kv_buffer, targets), its in tiles.items():
             keys = Span(min(tile.kv.lo for tile, _ in its), max(tile.kv.hi for tile, _ in its))
-            yield _Group(q_buffer, targets[0], (_Keys(kv_buffer, keys, 0, targets[1:]),), its)
+            yield _Tiles(q_buffer, targets[0], (_Keys(kv_buffer, keys, 0, targets[1:]),), its)
 
-    def _call(self, step: int, group: _Group, launch: Launch) -> Call:
+    def _call(self, step: int, group: _Tiles, launch: Launch) -> Call:
         q, (buffer, by) = Region(group.q, self.phase.read_q, launch.q.lo, launch.q.hi), group.target
         writes = [self._write(step, Region(buffer, self.phase.write_q, launch.q.lo + by, launch.q.hi + by))]
         kv: list[Region] = []

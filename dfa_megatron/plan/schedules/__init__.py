@@ -95,10 +95,11 @@ def _cut_where_needed(mask: Mask, layout: Layout) -> Layout:
     for (q, kv), tiles in needed_pairs(mask, layout).items():
         if layout.owner[q] != layout.owner[kv]:
             whole += len(layout.chunks[q]) + len(layout.chunks[kv])
-            for spans in ([tile.q for tile in tiles], [tile.kv for tile in tiles]):
-                lo, hi = min(span.lo for span in spans), max(span.hi for span in spans)
-                needed += hi - lo
-                edges.update(edge for span in spans for edge in (span.lo, span.hi))
+            for spans in (sorted((t.q.lo, t.q.hi) for t in tiles), sorted((t.kv.lo, t.kv.hi) for t in tiles)):
+                end = 0
+                for lo, hi in spans:
+                    needed, end = needed + max(0, hi - max(lo, end)), max(end, hi)
+                    edges.update((lo, hi))
     if needed > (1 - WORTH_CUTTING) * whole:
         return layout
     finer = cut_at(layout, edges)

@@ -8,7 +8,7 @@ from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.plan.language.ir import Block, areas, needed_pairs
 from dfa_megatron.plan.language.layout import Layout
 from dfa_megatron.plan.language.mask import Mask
-from dfa_megatron.plan.language.shape import GATHER, ROW
+from dfa_megatron.plan.language.shape import GATHER, LAUNCH, ROW
 
 
 def balanced(mask: Mask, layout: Layout, *, share_last: bool = False) -> tuple[Block, ...]:
@@ -46,8 +46,8 @@ def waiting_for_keys(blocks: Sequence[Block], mask: Mask, layout: Layout) -> tup
     """Let own keys wait for the keys that land for the same rows, where it pays: one kernel call reads the rows once.
 
     A document that reaches over ranks is then whole in one call. It pays where reading rows twice takes longer than to
-    copy the keys, to wait for messages that less work is left to hide, and a share of the work that waits: long
-    documents keep their order, in which all messages are hidden.
+    copy the keys, to wait for messages that less work is left to hide, another call where rows on both sides do not
+    wait, and a share of the work that waits: long documents keep their order, in which all messages are hidden.
     """
     owner, rows, area = layout.owner, [len(chunk) for chunk in layout.chunks], areas(mask, layout)
     mine: list[list[Block]] = [[] for _ in range(layout.ranks)]
@@ -65,7 +65,9 @@ def waiting_for_keys(blocks: Sequence[Block], mask: Mask, layout: Layout) -> tup
         landing = ARRIVAL + ARRIVAL_OF_KEY * sum(rows[kv] for kv in keys)
         shown = max(0, landing - before + less) - max(0, landing - before)
         copies = GATHER / HEADS_PER_KEY * sum(rows[kv] for kv in keys | {block.kv_chunk for block in own})
-        if ROW * sum(rows[q] for q in waiting) > shown + copies + LATE * less:
+        left = {q for at, _, q, kv in its if at < step and owner[q] == rank and q not in waiting}
+        torn = any(min(left) < q for q in waiting) and any(q < max(left) for q in waiting) if left else False
+        if ROW * sum(rows[q] for q in waiting) > shown + copies + LATE * less + LAUNCH * torn:
             waits |= {(rank, q): step for q in waiting}
     return tuple(
         block._replace(step=max(block.step, waits.get((block.rank, block.q_chunk), 0)))
