@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from docs.raw_results import K, Lines, matching, row, table
 
-NAME, LONG = "11-26-{}xh100-masks", "11-26-1xh100-trees-128k"
+NAME, BEFORE, LONG = "11-27-{}xh100-masks", "11-26-{}xh100-masks", "11-26-1xh100-trees-128k"
 LAYERS = "11-26-{}xh100-tree-layers"
 OTHERS = (
     *("causal", "full", "causal window", "full window", "causal documents", "full documents", "prefix LM"),
@@ -18,16 +18,25 @@ def cell(name: str, mask: str, thousands: int, kind: str = "") -> str:
     return f"{found[0][f'{kind}TFLOP/s']:.0f}" if found else "not run"
 
 
+TREES = {"causal": "causal"} | {
+    f"{n} rollouts, prompt {share}": f"tree {n} {share}" for n in (8, 64) for share in (0.3, 0.6, 0.9)
+}
+
+
 def trees() -> Lines:
-    """Return trees beside the causal mask and FlexAttention."""
-    labels = {"causal": "causal"}
-    labels |= {f"{n} rollouts, prompt {share}": f"tree {n} {share}" for n in (8, 64) for share in (0.3, 0.6, 0.9)}
+    """Return trees beside the causal mask."""
+    lines = [[label, *(cell(NAME.format(gpus), mask, 32) for gpus in (1, 2))] for label, mask in TREES.items()]
+    return table(["TFLOP/s of a GPU, 32K tokens", "1 GPU", "2 GPUs"], lines)
+
+
+def trees_before() -> Lines:
+    """Return trees beside FlexAttention, on four GPUs and longer, a day before."""
     lines = []
-    for label, mask in labels.items():
-        short = [cell(NAME.format(gpus), mask, 32) for gpus in (1, 2, 4)]
-        flex = cell(NAME.format(1), mask, 32, "flex ") if mask != "causal" else ""
-        lines.append([label, *short, flex, cell(LONG, mask, 128), cell(NAME.format(4), mask, 128)])
-    head = ["32K, 1 GPU", "2 GPUs", "4 GPUs", "FlexAttention, 1 GPU", "128K, 1 GPU", "4 GPUs"]
+    for label, mask in TREES.items():
+        flex = cell(BEFORE.format(1), mask, 32, "flex ") if mask != "causal" else ""
+        short, long = ([cell(BEFORE.format(4), mask, tokens)] for tokens in (32, 128))
+        lines.append([label, cell(BEFORE.format(1), mask, 32), flex, *short, cell(LONG, mask, 128), *long])
+    head = ["32K, 1 GPU", "FlexAttention, 1 GPU", "4 GPUs", "128K, 1 GPU", "4 GPUs"]
     return table(["TFLOP/s of a GPU", *head], lines)
 
 
@@ -49,6 +58,6 @@ def tree_layers() -> Lines:
 
 
 PAGES = {
-    "docs/trees.md": {"trees": trees, "tree-layers": tree_layers},
+    "docs/trees.md": {"trees": trees, "trees-before": trees_before, "tree-layers": tree_layers},
     "docs/masks.md": {"masks-measured": masks},
 }
