@@ -11,16 +11,7 @@ from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.names import LAYOUTS
 from dfa_megatron.plan.cost.hardware import H200_NVLINK, Hardware
 from dfa_megatron.plan.cost.outline import Estimate, estimate, least_seconds, outline
-from dfa_megatron.plan.language.ir import (
-    BACKWARD,
-    FORWARD,
-    AttentionPlan,
-    Block,
-    Plan,
-    areas,
-    loads,
-    needed_pairs,
-)
+from dfa_megatron.plan.language.ir import BACKWARD, FORWARD, AttentionPlan, Block, Plan, areas, loads, needed_pairs
 from dfa_megatron.plan.language.layout import Layout, contiguous
 from dfa_megatron.plan.language.mask import Mask, components
 from dfa_megatron.plan.language.shape import AttentionShape, split_heads
@@ -270,13 +261,14 @@ def _why_not_shared(mask: Mask, ranks: int, layout: str | Layout) -> str:
 def _longest(schedule: Schedule, mask: Mask, ranks: int, layout: str | Layout, shape: AttentionShape) -> float:
     """Return the side of a square of at least as many pairs as any kernel call of a schedule.
 
-    A call has the rows of one rank and the keys of another. Where steps are cut by memory and messages are joined, it
-    has what ROWS_PER_STEP allows: twice a rank's tokens beside its own, which hold at most 1.5 of these squared.
+    A call has the rows of one rank and the keys of another, and its own beside them if these wait. Where steps are cut
+    by memory and messages are joined, it has what ROWS_PER_STEP allows.
     """
     held = _in_order(mask, ranks, layout)
     tokens = max(sum(map(len, held.spans(rank))) for rank in range(ranks))
     by_memory = schedule.name == "greedy" or schedule.layout == "load_balanced"
-    return tokens * (1 + ROWS_PER_STEP / 4 if by_memory and names_joined(mask, shape.batch) else 1)
+    remote = ROWS_PER_STEP if by_memory and names_joined(mask, shape.batch) else 1
+    return tokens * math.sqrt(remote + (len(mask.tiles) > 1))
 
 
 def _least_loads(schedule: Schedule, mask: Mask, ranks: int, layout: str | Layout) -> Iterator[float]:
