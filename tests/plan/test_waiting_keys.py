@@ -67,3 +67,17 @@ def test_only_steps_of_own_keys_change_and_never_to_earlier_ones(seed: int) -> N
     moved = {(new.rank, new.q_chunk) for old, new in zip(before, after, strict=True) if old != new}
     reads = {(b.rank, b.q_chunk, b.step) for b in after if layout.owner[b.kv_chunk] != b.rank}
     assert all((b.rank, b.q_chunk, b.step) in reads for b in after if (b.rank, b.q_chunk) in moved and b not in before)
+
+
+def test_answers_send_for_the_prompt_and_the_answer_before_alone() -> None:
+    plan = SCHEDULES["balanced"].plan(prompt_tree([218, *[509] * 63, 483], [-1, *[0] * 64]), 2).forward
+    sent = [len(plan.layout.chunks[transfer.chunk]) for transfer in plan.transfers if transfer.what == "kv"]
+    assert 218 < sum(sent) < 218 + 509
+
+
+def test_rows_that_stay_on_both_sides_of_others_keep_these() -> None:
+    """Three calls would take longer than two that read some rows twice."""
+    mask = documents([1012, 60, 208, 4096, 300, 272, 68, 336, 4096, 4096, 328, 164, 1348])
+    for its in calls(mask, 2, "greedy", repeats=8):
+        assert len(its) == 2
+        assert all(len(call.kv) == 1 for call in its)
