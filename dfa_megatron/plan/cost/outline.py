@@ -1,9 +1,9 @@
 """Time a plan from its blocks and transfers alone: `auto` compares candidates by it, and never lowers one.
 
 Blocks of one step that read the same buffers, or landed and own keys for the same rows, count as one kernel call, and
-each result of a message as one merge. A
-batch waits for the compute of the step before, because messages have two buffers per side. `simulate` runs the programs
-instead; tests hold the two together. An outline also stretches to other lengths, for hundreds of ranks at once.
+each result of a message as one merge. A batch waits for the compute of the step before, because messages have two
+buffers per side. `simulate` runs the programs instead; tests hold the two together. An outline also stretches to other
+lengths, for hundreds of ranks at once.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from dfa_megatron.plan.lowering.messages import names_joined
 class Outline:
     """One phase, by step.
 
-    work: (rank, token pairs, rows of queries, rows of keys) of calls. messages: (source,
-    destination, index into `contents`). contents: (name, tokens) of each part of a message.
+    work: (rank, token pairs, rows of queries, rows of keys) of calls. messages: (source, destination, index into
+    `contents`). contents: (name, tokens) of each part of a message.
     """
 
     phase: Phase
@@ -60,8 +60,7 @@ class Estimate:
 def outline(plan: Plan, batch: int = 1) -> Outline:
     """Return the outline of a plan for `batch` sequences at once."""
     rows, owner, area = [len(chunk) for chunk in plan.layout.chunks], plan.layout.owner, areas(plan.mask, plan.layout)
-    row = rows.__getitem__
-    joined = names_joined(plan.mask, batch)
+    row, joined = rows.__getitem__, names_joined(plan.mask, batch)
     joins_q, joins_kv = plan.phase.read_q in joined, plan.phase.read_kv in joined
     pairs: list[dict[tuple[int, ...], int]] = [defaultdict(int) for _ in range(plan.steps)]
     queries: list[dict[tuple[int, ...], set[int]]] = [defaultdict(set) for _ in range(plan.steps)]
