@@ -338,14 +338,13 @@ def automatic_degree(
     for degree in sorted(exchange, key=lambda degree: (max(FEW, ranks // degree), exchange[degree])):
         limit, about = most - exchange[degree], _inside(degree, ranks, layout, shape, hardware)
         found = _of_schedules(mask, *about, limit)
-        if one := best(found):
-            plans[degree] = about, one, limit, found
+        plans[degree] = about, limit, found
         looked_at += _exchanging(found, mask, ranks, shape, hardware, degree, True)
         most = min([most, *(one.seconds * (1 + TIE) for one in looked_at if one.plan)])
     taken = best(tuple(sorted(looked_at, key=lambda one: one.ulysses_degree)))
     degree = 1 if taken is None else taken.ulysses_degree
-    if degree in plans:
-        about, one, limit, found = plans[degree]
+    about, limit, found = plans[degree]
+    if one := best(found):
         if limit < one.seconds * (1 + TIE) and any(other.refusal == LOSES_BY_WORK for other in found):
             one = best(_of_schedules(mask, *about, one.seconds * (1 + TIE))) or one  # with all that tie with it
         mask.kept[automatic_degree, *about] = one.plan  # until `make_plan` is asked for it

@@ -66,7 +66,7 @@ def waiting_for_keys(blocks: Sequence[Block], mask: Mask, layout: Layout) -> tup
         shown = max(0, landing - before + less) - max(0, landing - before)
         copies = GATHER / HEADS_PER_KEY * sum(rows[kv] for kv in keys | {block.kv_chunk for block in own})
         left = {q for at, _, q, kv in its if at < step and owner[q] == rank and q not in waiting}
-        torn = any(min(left) < q for q in waiting) and any(q < max(left) for q in waiting) if left else False
+        torn = bool(left) and min(left) < max(waiting) and min(waiting) < max(left)
         if ROW * sum(rows[q] for q in waiting) > shown + copies + LATE * less + LAUNCH * torn:
             waits |= {(rank, q): step for q in waiting}
     return tuple(
