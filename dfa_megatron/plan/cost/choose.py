@@ -33,7 +33,6 @@ on four ranks in benchmarks/results/2026-11-21-4xh200-ulysses-flash4.json.
 """
 
 LOSES = "its work and its messages take longer than another schedule"
-LOSES_BY_WORK = "its work takes longer than another schedule"
 
 EVEN = 1.05
 """Work of the most loaded rank over the mean up to which `greedy` is not tried."""
@@ -207,11 +206,12 @@ def _of_schedules(
     """Return candidates without an exchange: all, or those that may win and take at most so long."""
     found: dict[Schedule, list[Candidate]] = {}
     assigned, load, held = {}, dict[Schedule, float](), layout if isinstance(layout, Layout) else None
+    limit = math.inf if most is None else most * (1 + TIE)  # what ties with one that may win is kept
     for schedule in ALL:
         why, instead = _needless(schedule, mask, ranks, layout, load), ""
-        if not why and most is not None and most < math.inf:  # where nothing was timed yet, nothing loses
+        if not why and limit < math.inf:  # where nothing was timed yet, nothing loses
             side, least = _longest(schedule, mask, ranks, layout, shape), _least_loads(schedule, mask, ranks, layout)
-            why = LOSES_BY_WORK * any(sum(least_seconds(pairs, side, shape, hardware)) > most for pairs in least)
+            why = LOSES * any(sum(least_seconds(pairs, side, shape, hardware)) > limit for pairs in least)
         if not why:
             try:
                 assigned[schedule] = chunks, blocks = schedule.assigned(mask, ranks, held)
@@ -220,7 +220,6 @@ def _of_schedules(
                 why, instead = error.why, error.instead
         if why:
             found[schedule] = [Candidate(schedule.name, schedule.layout, refusal=why, instead=instead)]
-    limit = math.inf if most is None else most * (1 + TIE)  # what ties with one that may win is kept
     for schedule in sorted(load, key=load.__getitem__):  # the most even first: its time may show that others lose
         found[schedule] = _timed(schedule, mask, *assigned[schedule], load[schedule], shape, hardware, limit)
         if most is not None:
@@ -326,27 +325,28 @@ def automatic_degree(
 ) -> int:
     """Return the number of neighbours that exchange heads for ulysses_degree="auto".
 
-    It is the degree of the first candidate within TIE of the cheapest, so 1 wins a tie. Several documents always give
-    1, because they send little, and a schedule that is named runs over all ranks.
+    It is the lowest within TIE of the cheapest; among plans of more than FEW ranks, those of fewer win a tie. Several
+    documents always give 1, because they send little, and a schedule that is named runs over all ranks.
     """
     if schedule != "auto" or len(components(mask)) > 1:
         return 1
     looked_at, most, plans = list[Candidate](), math.inf, {}
-    degrees = _degrees(ranks, shape)
-    exchange = {each: _exchange_seconds(mask, ranks, shape, hardware, each, kept=True)[0] for each in degrees}
-    # Plans of few ranks are soon made, and bound those of many.
+    exchange = {d: _exchange_seconds(mask, ranks, shape, hardware, d, kept=True)[0] for d in _degrees(ranks, shape)}
+    # Plans of few ranks are soon made, and bound those of many. A plan of more ranks sends more behind less compute:
+    # where one loses even without its exchange, none of more ranks is looked at.
     for degree in sorted(exchange, key=lambda degree: (max(FEW, ranks // degree), exchange[degree])):
-        limit, about = most - exchange[degree], _inside(degree, ranks, layout, shape, hardware)
-        found = _of_schedules(mask, *about, limit)
-        plans[degree] = about, limit, found
-        looked_at += _exchanging(found, mask, ranks, shape, hardware, degree, True)
-        most = min([most, *(one.seconds * (1 + TIE) for one in looked_at if one.plan)])
+        is_few, about = ranks // degree <= FEW, _inside(degree, ranks, layout, shape, hardware)
+        found = _of_schedules(mask, *about, most * (1 + TIE) - exchange[degree] if is_few else most)
+        plans[degree] = about, best(found)
+        of_degree = _exchanging(found, mask, ranks, shape, hardware, degree, True)
+        looked_at += [one for one in of_degree if one.plan and (is_few or one.seconds <= most)]
+        most = min([most, *(one.seconds for one in looked_at)])
+        inner = [one.device or math.inf for one in found if one.plan or one.refusal == LOSES]
+        if inner and min(inner) >= most and not is_few:
+            break
     taken = best(tuple(sorted(looked_at, key=lambda one: one.ulysses_degree)))
-    degree = 1 if taken is None else taken.ulysses_degree
-    about, limit, found = plans[degree]
-    if one := best(found):
-        if limit < one.seconds * (1 + TIE) and any(other.refusal == LOSES_BY_WORK for other in found):
-            one = best(_of_schedules(mask, *about, one.seconds * (1 + TIE))) or one  # with all that tie with it
+    about, one = plans[degree := taken.ulysses_degree if taken else 1]
+    if one:
         mask.kept[automatic_degree, *about] = one.plan  # until `make_plan` is asked for it
     return degree
 
