@@ -61,7 +61,7 @@ BUDGETS = {
     "kernels": 3_818,
     "loss": 686,
     "megatron": 4_739,
-    "plan": 5_982,
+    "plan": 5_981,
     "proving": 770,
     "recurrence": 1_399,
     "remat": 529,

@@ -79,7 +79,7 @@ def test_no_schedule_or_degree_and_no_plain_ulysses_beats_what_auto_takes(link: 
 
 @pytest.mark.parametrize("seed", range(8))
 def test_over_many_ranks_the_degree_is_near_the_best(seed: int) -> None:
-    """A plan of more ranks that loses before its exchange ends the search: those beyond were 8 % faster at most."""
+    """A plan of more ranks is not looked at where it can save little: of 1,161 drawn ones, 3.3 % at most."""
     drawn = random.Random(seed)
     ranks, heads = drawn.choice((16, 24, 32)), drawn.choice(((32, 8), (16, 16), (40, 8), (16, 2)))
     tokens, shape = ranks * drawn.choice((2048, 8192, 16384)), of_heads(*heads)
@@ -95,7 +95,7 @@ def test_over_many_ranks_the_degree_is_near_the_best(seed: int) -> None:
             every = [one for one in candidates(mask, ranks, **about, degrees=True, kept=True) if one.plan]
             degree = automatic_degree(mask, ranks, schedule="auto", **about)
             mine = min(one.seconds for one in every if one.ulysses_degree == degree)
-            assert mine <= 1.1 * min(one.seconds for one in every), (mask.name, ranks, hardware)
+            assert mine <= 1.035 * min(one.seconds for one in every), (mask.name, ranks, hardware)
 
 
 def test_plans_of_more_ranks_than_one_that_loses_are_not_made(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import cast
 
@@ -11,7 +11,7 @@ from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.names import LAYOUTS
 from dfa_megatron.plan.cost.hardware import H200_NVLINK, Hardware
 from dfa_megatron.plan.cost.outline import Estimate, estimate, least_seconds, outline
-from dfa_megatron.plan.language.ir import BACKWARD, FORWARD, AttentionPlan, Block, Plan, areas, loads, needed_pairs
+from dfa_megatron.plan.language.ir import BACKWARD, FORWARD, AttentionPlan, Block, Plan, loads, needed_pairs
 from dfa_megatron.plan.language.layout import Layout, contiguous
 from dfa_megatron.plan.language.mask import Mask, components
 from dfa_megatron.plan.language.shape import AttentionShape, split_heads
@@ -210,8 +210,8 @@ def _of_schedules(
     for schedule in ALL:
         why, instead = _needless(schedule, mask, ranks, layout, load), ""
         if not why and limit < math.inf:  # where nothing was timed yet, nothing loses
-            side, least = _longest(schedule, mask, ranks, layout, shape), _least_loads(schedule, mask, ranks, layout)
-            why = LOSES * any(sum(least_seconds(pairs, side, shape, hardware)) > limit for pairs in least)
+            side = _longest(schedule, mask, ranks, layout, shape)
+            why = LOSES * (sum(least_seconds(mask.area / ranks, side, shape, hardware)) > limit)
         if not why:
             try:
                 assigned[schedule] = chunks, blocks = schedule.assigned(mask, ranks, held)
@@ -270,19 +270,6 @@ def _longest(schedule: Schedule, mask: Mask, ranks: int, layout: str | Layout, s
     return tokens * math.sqrt(remote + (len(mask.tiles) > 1))
 
 
-def _least_loads(schedule: Schedule, mask: Mask, ranks: int, layout: str | Layout) -> Iterator[float]:
-    """Yield numbers of pairs that the most loaded rank has at least, before any block is assigned; the mean first."""
-    yield mask.area / ranks
-    if schedule.layout != "contiguous" or schedule.name == "greedy":
-        return
-    load, helps, held = [0] * ranks, schedule.name != "ring", _in_order(mask, ranks, layout)
-    for (rows, keys), pairs in areas(mask, held).items():
-        q, kv = held.owner[rows], held.owner[keys]
-        if not helps or 2 * (q - kv) != ranks:  # which two ranks may share
-            load[kv if helps and 2 * (q - kv) > ranks else q] += pairs
-    yield max(load)
-
-
 def _timed(
     schedule: Schedule, mask: Mask, layout: Layout, blocks: tuple[Block, ...], load: float, shape: AttentionShape,
     hardware: Hardware, most: float,
@@ -330,25 +317,33 @@ def automatic_degree(
     """
     if schedule != "auto" or len(components(mask)) > 1:
         return 1
-    looked_at, most, plans = list[Candidate](), math.inf, {}
+    looked_at, most, over_alone, plans = list[Candidate](), math.inf, 0.0, {}
     exchange = {d: _exchange_seconds(mask, ranks, shape, hardware, d, kept=True)[0] for d in _degrees(ranks, shape)}
-    # Plans of few ranks are soon made, and bound those of many. A plan of more ranks sends more behind less compute:
-    # where one loses even without its exchange, none of more ranks is looked at.
+    # Plans of few ranks are soon made, and bound those of many. A plan of more ranks sends more behind less compute. So
+    # it takes longer, as its kernel alone does, than one of fewer, whose exchange it saves.
     for degree in sorted(exchange, key=lambda degree: (max(FEW, ranks // degree), exchange[degree])):
         is_few, about = ranks // degree <= FEW, _inside(degree, ranks, layout, shape, hardware)
+        if (alone := _kernel_alone(mask, *about)) * over_alone >= (1 - TIE) * most:
+            continue
         found = _of_schedules(mask, *about, most * (1 + TIE) - exchange[degree] if is_few else most)
         plans[degree] = about, best(found)
         of_degree = _exchanging(found, mask, ranks, shape, hardware, degree, True)
         looked_at += [one for one in of_degree if one.plan and (is_few or one.seconds <= most)]
         most = min([most, *(one.seconds for one in looked_at)])
         inner = [one.device or math.inf for one in found if one.plan or one.refusal == LOSES]
-        if inner and min(inner) >= most and not is_few:
-            break
+        over_alone = min(inner, default=0.0) / alone if alone and not is_few else 0.0
     taken = best(tuple(sorted(looked_at, key=lambda one: one.ulysses_degree)))
     about, one = plans[degree := taken.ulysses_degree if taken else 1]
     if one:
         mask.kept[automatic_degree, *about] = one.plan  # until `make_plan` is asked for it
     return degree
+
+
+def _kernel_alone(mask: Mask, ranks: int, layout: str | Layout, shape: AttentionShape, hardware: Hardware) -> float:
+    """Return the seconds of a rank's mean work in squares of its tokens, forward and backward."""
+    side, heads, pairs = mask.length // ranks, shape.batch * shape.heads, mask.area / ranks
+    rates = ((phase, hardware.rate(phase.name, side * side, side, side, heads)) for phase in (FORWARD, BACKWARD))
+    return sum(pairs * shape.flops_per_pair(phase) / rate for phase, rate in rates)
 
 
 def _degrees(ranks: int, shape: AttentionShape) -> list[int]:

@@ -91,16 +91,20 @@ def _cut_where_needed(mask: Mask, layout: Layout) -> Layout:
     A document that reaches over ranks needs its own rows, and a window the last rows of a chunk. Chunks stay whole
     where cuts are many or save few rows, because planning would take longer than the messages that they save.
     """
-    edges, whole, needed = set[int](), 0, 0
+    edges, whole, saved = set[int](), 0, 0
     for (q, kv), tiles in needed_pairs(mask, layout).items():
+        chunks = layout.chunks[q], layout.chunks[kv]
         if layout.owner[q] != layout.owner[kv]:
-            whole += len(layout.chunks[q]) + len(layout.chunks[kv])
-            for spans in (sorted((t.q.lo, t.q.hi) for t in tiles), sorted((t.kv.lo, t.kv.hi) for t in tiles)):
-                end = 0
-                for lo, hi in spans:
-                    needed, end = needed + max(0, hi - max(lo, end)), max(end, hi)
+            whole += len(chunks[0]) + len(chunks[1])
+            if tiles[0][:2] == chunks:
+                continue
+            for chunk, spans in zip(chunks, ([tile.q for tile in tiles], [tile.kv for tile in tiles]), strict=True):
+                end = chunk.lo
+                for lo, hi in sorted([(span.lo, span.hi) for span in spans]):
+                    saved, end = saved + max(0, lo - end), max(end, hi)
                     edges.update((lo, hi))
-    if needed > (1 - WORTH_CUTTING) * whole:
+                saved += chunk.hi - end
+    if saved < WORTH_CUTTING * whole:
         return layout
     finer = cut_at(layout, edges)
     return finer if len(finer.chunks) - len(layout.chunks) <= CUTS_PER_RANK * layout.ranks else layout
