@@ -69,12 +69,10 @@ def waiting_for_keys(blocks: Sequence[Block], mask: Mask, layout: Layout) -> tup
         torn = bool(left) and min(left) < max(waiting) and min(waiting) < max(left)
         if ROW * sum(rows[q] for q in waiting) > shown + copies + LATE * less + LAUNCH * torn:
             waits |= {(rank, q): step for q in waiting}
-    return tuple(
-        block._replace(step=max(block.step, waits.get((block.rank, block.q_chunk), 0)))
-        if owner[block.kv_chunk] == block.rank
-        else block
-        for block in blocks
-    )
+    if not waits:
+        return tuple(blocks)
+    late = [waits.get((rank, q), 0) if owner[kv] == rank else 0 for _, rank, q, kv in blocks]
+    return tuple([one._replace(step=to) if to > one.step else one for one, to in zip(blocks, late, strict=True)])
 
 
 HEADS_PER_KEY = 4
