@@ -17,7 +17,6 @@ from tests.megatron import attends, padded_packs
 from tests.megatron.attends import BATCH as BATCH
 from tests.megatron.attends import SEQUENCE as SEQUENCE
 from tests.support import megatron_model as small_model
-from tests.support.groups import work_one_by_one
 from tests.support.megatron_model import Parallel, config_of, global_name, mean_loss, megatrons_spec, places_of
 
 LAYERS, HIDDEN, HEADS, GROUPS, FFN = 4, 64, 4, 2, 128
@@ -139,7 +138,6 @@ def start(topology: Topology) -> None:
         use_cpu()
     from megatron.core import parallel_state
 
-    work_one_by_one()
     # Megatron closes the gloo groups among those it forgets: no rank may still be in a collective of one of them.
     dist.barrier()
     parallel_state.destroy_model_parallel()

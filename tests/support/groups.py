@@ -34,24 +34,6 @@ def rank_0_keeps_the_store(rank: int, ranks: int, folder: Path, seconds: float =
     dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timeout)
 
 
-def work_one_by_one() -> None:
-    """Let each gloo group made from now on have one thread.
-
-    Two, the default, write the name of the work that they completed to one string without a lock. Names of more than 15
-    letters, such as that of a coalesced all-gather, are then freed twice: PyTorch 2.13 aborts, Megatron-FSDP now and
-    then, and a loop of coalesced all-gathers alone within seconds.
-    """
-
-    class OneThread(dist.ProcessGroupGloo):
-        def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
-            options, name = self._Options(), os.environ.get("GLOO_SOCKET_IFNAME")
-            options._devices = [self.create_device(interface=name) if name else self.create_default_device()]
-            options._threads, options._timeout = 1, timeout
-            super().__init__(store, rank, size, options)
-
-    vars(dist.distributed_c10d)["ProcessGroupGloo"] = OneThread
-
-
 def free_port() -> int:
     """Return a port of this host for `as_torchrun_starts`."""
     with socket.socket() as one:
