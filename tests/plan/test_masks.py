@@ -16,10 +16,12 @@ from torch.nn.attention.flex_attention import and_masks, create_block_mask, or_m
 
 from dfa_megatron import masks
 from dfa_megatron.errors import UnsupportedError
+from dfa_megatron.plan.cost.choose import make_plan
 from dfa_megatron.plan.language.geometry import Span, Tile
 from dfa_megatron.plan.language.ir import needed_pairs
 from dfa_megatron.plan.language.layout import contiguous
 from dfa_megatron.plan.language.mask import Mask, of_window
+from dfa_megatron.plan.lowering.lower import lower_all
 from dfa_megatron.sharding import tree_positions
 from tests.support.plan_cases import ancestors, every_mask, heterogeneous_masks, of_union
 
@@ -141,6 +143,17 @@ def test_most_masks_have_few_tiles_and_no_row_twice() -> None:
         assert len(mask.tiles) == tiles
         rows = sorted((tile.q for tile in mask.tiles), key=lambda span: span.lo)
         assert all(one.hi <= other.lo for one, other in pairwise(rows)), mask.name
+
+
+def test_a_long_document_with_many_blocks_takes_a_call_for_itself_and_one_for_all_blocks() -> None:
+    """Their keys overlap where each row is in one tile: 34 images made 69 calls, and 870 merges of dk and dv."""
+    images = [(at, at + 256) for at in range(100, 32768 - 256, 950)]
+    for mask in (masks.two_way_blocks([32768], images), masks.block_causal_documents([32768], 512)):
+        for phase in make_plan(mask, 1).phases:
+            (program,) = lower_all(phase)
+            assert [len(step.calls) for step in program.steps] == [2], mask.name
+    for mask in (masks.prefix_lm(32768, 256), masks.block_causal_documents([32768], 8192)):
+        assert all(one.q.hi <= other.q.lo for one, other in pairwise(sorted(mask.tiles))), mask.name
 
 
 def test_a_tree_has_a_tile_for_each_leaf_and_each_branch() -> None:

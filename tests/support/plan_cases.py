@@ -6,11 +6,13 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
+from unittest import mock
 
 import numpy as np
 
 from dfa_megatron import masks
 from dfa_megatron.errors import UnsupportedError
+from dfa_megatron.plan.language import geometry
 from dfa_megatron.plan.language.geometry import UNBOUNDED, Span, Tile
 from dfa_megatron.plan.language.ir import AttentionPlan, Plan
 from dfa_megatron.plan.language.mask import Mask
@@ -112,10 +114,7 @@ def heterogeneous_masks(n: int, rng: random.Random) -> list[Case]:
             lambda i, j: j <= i and number[j] in ancestors(number[i], parents) and place[i] - place[j] <= reach,
         ),
         Case(masks.causal_blockwise(lengths), lambda i, j: j <= i and (alike(i, j) or number[i] == number[-1])),
-        Case(
-            masks.block_causal_documents(lengths, block),
-            lambda i, j: alike(i, j) and (j - start[j]) // block <= (i - start[i]) // block,
-        ),
+        *of_blocks(lengths, block),
         Case(masks.global_sliding(n, left, tokens), lambda i, j: i < tokens or j < tokens or abs(i - j) <= left),
         Case(
             masks.global_sliding(n, left, tokens, causal=True),
@@ -124,6 +123,23 @@ def heterogeneous_masks(n: int, rng: random.Random) -> list[Case]:
         *of_images(lengths, left, rng),
         of_union(n, rng),
     ]
+
+
+def of_blocks(lengths: Sequence[int], block: int) -> list[Case]:
+    """Documents in blocks, as short ones and as long ones have their tiles."""
+    starts = [lo for lo, length in zip(accumulate(lengths, initial=0), lengths, strict=False) for _ in range(length)]
+
+    def sees(i: int, j: int) -> bool:
+        return starts[i] == starts[j] and (j - starts[j]) // block <= (i - starts[i]) // block
+
+    made = masks.block_causal_documents(lengths, block)
+    return [Case(made, sees), Case(rows_twice(lambda: masks.block_causal_documents(lengths, block)), sees)]
+
+
+def rows_twice(make: Callable[[], Mask]) -> Mask:
+    """A mask whose rows of blocks are in two tiles each, as they are in long documents."""
+    with mock.patch.multiple(geometry, COPIED=0, ROWS_OF_A_CALL=1 << 30):
+        return make()
 
 
 def of_images(lengths: Sequence[int], left: int, rng: random.Random) -> list[Case]:
@@ -140,6 +156,10 @@ def of_images(lengths: Sequence[int], left: int, rng: random.Random) -> list[Cas
     return [
         Case(masks.two_way_blocks(lengths, blocks), sees),
         Case(masks.two_way_blocks(lengths, blocks, left), lambda i, j: sees(i, j) and i - left <= j),
+        Case(rows_twice(lambda: masks.two_way_blocks(lengths, blocks)), sees),
+        Case(
+            rows_twice(lambda: masks.two_way_blocks(lengths, blocks, left)), lambda i, j: sees(i, j) and i - left <= j
+        ),
     ]
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -222,6 +222,25 @@ class Tile(NamedTuple):
         if self.lo == -UNBOUNDED and self.hi == UNBOUNDED:
             return "full"
         return form_of(self.band, self.q.hi - self.q.lo, self.kv.hi - self.kv.lo)
+
+
+def tiles_with_blocks(span: Span, blocks: Sequence[Span], lo: int = -UNBOUNDED) -> list[Tile]:
+    """Return the tiles of a causal document in which the tokens of each block see each other, too; some are empty.
+
+    Each row is in one tile. In a long document with many blocks the rows of these are in two: one kernel call then
+    computes the document and one all blocks, where otherwise each tile takes a call, because their keys overlap.
+    """
+    edges = [span.lo, *(block.hi for block in blocks)]
+    tiles = [Tile(Span(at, block.lo), span, lo, 0) for at, block in zip(edges, blocks, strict=False) if at < block.lo]
+    tiles += [Tile(block, Span(span.lo, block.hi), lo) for block in blocks]
+    if len(span) > COPIED and sum(map(len, blocks)) < ROWS_OF_A_CALL * (len(tiles) - 1):
+        return [Tile(span, span, lo, 0), *(Tile(block, block, 1) for block in blocks)]
+    return [*tiles, Tile(Span(edges[-1], span.hi), span, lo, 0)]
+
+
+COPIED, ROWS_OF_A_CALL = 2048, 800
+"""Tokens of a document up to which kernels copy its keys, so that one call computes several of its tiles; rows that
+take half as long as a call, by LAUNCH and ROW of `shape`."""
 
 
 def _pairs_up_to(rows: int, columns: int, diagonal: int) -> int:

@@ -14,7 +14,7 @@ from functools import wraps
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple, TypeVar, TypeVarTuple
 
-from dfa_megatron.plan.language.geometry import UNBOUNDED, Span, Tile
+from dfa_megatron.plan.language.geometry import UNBOUNDED, Span, Tile, tiles_with_blocks
 
 __all__ = [
     "Mask",
@@ -211,7 +211,7 @@ def prefix_lm(length: int, prefix: int) -> Mask:
     """Return a mask whose first `prefix` tokens are visible to all and that is causal beyond: j < prefix or j <= i."""
     if not 0 <= prefix <= length:
         raise ValueError(f"the prefix must lie within the {length} tokens, got {prefix}")
-    return _mask(f"prefix({prefix})", length, _prefix_tiles(Span(0, length), prefix))
+    return _mask(f"prefix({prefix})", length, tiles_with_blocks(Span(0, length), [Span(0, prefix)]))
 
 
 def prefix_lm_documents(lengths: Sequence[int], prefix: int | Sequence[int]) -> Mask:
@@ -225,7 +225,8 @@ def prefix_lm_documents(lengths: Sequence[int], prefix: int | Sequence[int]) -> 
     prefixes = [prefix] * len(spans) if isinstance(prefix, int) else list(prefix)
     if len(prefixes) != len(spans) or min(prefixes) < 0:
         raise ValueError(f"{len(spans)} documents need as many prefixes of at least 0 tokens, got {prefixes}")
-    tiles = [tile for span, own in zip(spans, prefixes, strict=True) for tile in _prefix_tiles(span, own)]
+    firsts = [Span(span.lo, min(span.lo + own, span.hi)) for span, own in zip(spans, prefixes, strict=True)]
+    tiles = [tile for span, first in zip(spans, firsts, strict=True) for tile in tiles_with_blocks(span, [first])]
     name = f"prefix documents({short_name(prefixes)};{short_name(lengths)})"
     return _mask(name, spans[-1].hi, tiles)
 
@@ -244,12 +245,10 @@ def block_causal_documents(lengths: Sequence[int], block: int) -> Mask:
     """
     if block <= 0:
         raise ValueError(f"a block needs a positive length, got {block}")
-    spans = _spans(lengths)
-    tiles = [
-        Tile(Span(lo, min(lo + block, span.hi)), Span(span.lo, min(lo + block, span.hi)))
-        for span in spans
-        for lo in range(span.lo, span.hi, block)
-    ]
+    spans, tiles = _spans(lengths), list[Tile]()
+    for span in spans:
+        blocks = [Span(lo, min(lo + block, span.hi)) for lo in range(span.lo, span.hi, block)]
+        tiles += tiles_with_blocks(span, blocks)
     return _mask(f"block causal documents({block};{short_name(lengths)})", spans[-1].hi, tiles)
 
 
@@ -264,14 +263,13 @@ def two_way_blocks(lengths: Sequence[int], blocks: Sequence[tuple[int, int]], le
     lo, _ = _bounds(left, 0)
     tiles, waiting = list[Tile](), [Span(*block) for block in reversed(blocks)]
     for span in (spans := _spans(lengths)):
-        at = span.lo
+        at, own = span.lo, list[Span]()
         while waiting and waiting[-1].lo < span.hi:
-            block = waiting.pop()
+            own.append(block := waiting.pop())
             if not at <= block.lo <= block.hi <= span.hi:
                 raise ValueError(f"the block of tokens {block.lo} to {block.hi} overlaps another, or two documents")
-            tiles += [Tile(Span(at, block.lo), span, lo, 0), Tile(block, Span(span.lo, block.hi), lo)]
             at = block.hi
-        tiles.append(Tile(Span(at, span.hi), span, lo, 0))
+        tiles += tiles_with_blocks(span, own, lo)
     if waiting:
         raise ValueError(f"the block that begins at token {waiting[-1].lo} lies behind the {spans[-1].hi} tokens")
     inside = short_name([edge for block in blocks for edge in block])
@@ -327,11 +325,6 @@ def _spans(lengths: Sequence[int]) -> list[Span]:
     if not lengths or min(lengths) <= 0:
         raise ValueError(f"document lengths must be positive, got {list(lengths)}")
     return [Span(lo, hi) for lo, hi in pairwise(accumulate(lengths, initial=0))]
-
-
-def _prefix_tiles(span: Span, prefix: int) -> list[Tile]:
-    first = Span(span.lo, min(span.lo + prefix, span.hi))
-    return [Tile(first, first), Tile(Span(first.hi, span.hi), span, hi=0)]
 
 
 def short_name(lengths: Sequence[int]) -> str:
