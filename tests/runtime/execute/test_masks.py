@@ -20,7 +20,7 @@ from tests.support.close import assert_close
 from tests.support.plan_cases import WAYS, ancestors, every_mask, heterogeneous_masks, plan_of, some_parents
 from tests.support.workers import run_ranks
 
-KINDS, MANY = 22, (13, 15, 16, 17, 19, 20, 21)
+KINDS, MANY = 25, (13, 15, 16, 18, 20, 21, 24)
 """How many kinds of masks there are, and those of which a call may use keys again."""
 
 
