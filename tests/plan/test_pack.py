@@ -154,7 +154,7 @@ def test_keys_may_be_used_again_where_that_saves_launches() -> None:
     assert len(launches(blocks, bands=True, repeats=0)) == 3
     (one,) = launches(blocks, bands=True, repeats=4)
     assert [segment.tile for segment in one.segments] == [tile for tile, _ in blocks]
-    long = tuple((tile, ()) for tile in block_causal_documents([9000], 1000).tiles)
+    long = tuple((Tile(Span(lo, lo + 1000), Span(0, lo + 1000)), ()) for lo in range(0, 9000, 1000))
     calls = [launch.segments for launch in launches(long, bands=True, repeats=4)]
     assert 2 < len(calls) < 9  # of the blocks that see many, each has a call: their copies would take much memory
     assert all(sum(s.kv_hi - s.kv_lo for s in x) <= 3 * sum(s.q_hi - s.q_lo for s in x) for x in calls if len(x) > 1)

@@ -238,9 +238,9 @@ def tiles_with_blocks(span: Span, blocks: Sequence[Span], lo: int = -UNBOUNDED) 
     return [*tiles, Tile(Span(edges[-1], span.hi), span, lo, 0)]
 
 
-COPIED, ROWS_OF_A_CALL = 2048, 800
+COPIED, ROWS_OF_A_CALL = 2048, 1200
 """Tokens of a document up to which kernels copy its keys, so that one call computes several of its tiles; rows that
-take half as long as a call, by LAUNCH and ROW of `shape`."""
+take two thirds of the time of a call, by LAUNCH and ROW of `shape`."""
 
 
 def _pairs_up_to(rows: int, columns: int, diagonal: int) -> int:
