@@ -330,7 +330,7 @@ def automatic_degree(
         of_degree = _exchanging(found, mask, ranks, shape, hardware, degree, True)
         looked_at += [one for one in of_degree if one.plan and (is_few or one.seconds <= most)]
         most = min([most, *(one.seconds for one in looked_at)])
-        inner = [one.device or math.inf for one in found if one.plan or one.refusal == LOSES]
+        inner = [one.device if one.plan else math.inf for one in found if one.plan or one.refusal == LOSES]
         over_alone = min(inner, default=0.0) / alone if alone and not is_few else 0.0
     taken = best(tuple(sorted(looked_at, key=lambda one: one.ulysses_degree)))
     about, one = plans[degree := taken.ulysses_degree if taken else 1]

@@ -239,8 +239,8 @@ def tiles_with_blocks(span: Span, blocks: Sequence[Span], lo: int = -UNBOUNDED) 
 
 
 COPIED, ROWS_OF_A_CALL = 2048, 1200
-"""Tokens of a document up to which kernels copy its keys, so that one call computes several of its tiles; rows that
-take two thirds of the time of a call, by LAUNCH and ROW of `shape`."""
+"""COPIED: the tokens of a document up to which a call copies keys, and so computes several tiles. ROWS_OF_A_CALL: query
+rows that take two thirds of the time of a call, by LAUNCH and ROW of `shape`."""
 
 
 def _pairs_up_to(rows: int, columns: int, diagonal: int) -> int:

@@ -1,7 +1,7 @@
 """Masks: a function returns the disjoint tiles of the pairs that may attend; `dfa_megatron.masks` publishes them.
 
-In every definition i is a query and j a key. Where the choice is free, tiles share no rows, so that no two of them have
-to be merged. `components` are runs of tokens that attend only to one another, such as the documents of a pack.
+In every definition i is a query and j a key. Tiles share no rows, which would be merged, but where it saves calls.
+`components` are runs of tokens that attend only to one another, such as the documents of a pack.
 """
 
 from __future__ import annotations

@@ -93,11 +93,11 @@ def _cut_where_needed(mask: Mask, layout: Layout) -> Layout:
     """
     edges, whole, saved = set[int](), 0, 0
     for (q, kv), tiles in needed_pairs(mask, layout).items():
-        chunks = layout.chunks[q], layout.chunks[kv]
         if layout.owner[q] != layout.owner[kv]:
+            chunks = layout.chunks[q], layout.chunks[kv]
             whole += len(chunks[0]) + len(chunks[1])
             if tiles[0][:2] == chunks:
-                continue
+                continue  # all rows of both are needed
             for chunk, spans in zip(chunks, ([tile.q for tile in tiles], [tile.kv for tile in tiles]), strict=True):
                 end = chunk.lo
                 for lo, hi in sorted([(span.lo, span.hi) for span in spans]):
