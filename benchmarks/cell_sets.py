@@ -155,6 +155,8 @@ FOUR_GPUS = (
     Cell("tp2-cp2", f"{LAYERS} --layers 131072:8:14336 --tensor-model-parallel-size 2 --modes remat-te te-full "
          "--warmup 1 --repeats 3", 150),
     Cell("hybrid", f"{HYBRID} --layers 131072:qwen3-next", 180),
+    Cell("two-hosts", f"RANKS_PER_HOST=2 NCCL_NET=Socket {HOSTS} --seq-length 32768 131072 --heads 32 --kv-heads 32 8 "
+         "--schedule auto ring balanced_shared", 180),
     *EVERYWHERE,
     *PAPER,
 )  # fmt: skip
@@ -163,7 +165,7 @@ EIGHT_GPUS = (
     *EVERYWHERE,
     Cell("packed-16k", f"{PACKED} 16384", 120),
     Cell("whole-llama", f"{LONGEST} --layers 32 --shortest 1048576 --methods dfa-tiles-host ulysses-full-host", 570),
-    Cell("two-hosts", f"RANKS_PER_HOST=4 NCCL_NET=Socket {HOSTS} --transport p2p", 240),
+    Cell("two-hosts", f"RANKS_PER_HOST=4 NCCL_NET=Socket {HOSTS}", 240),
     *PAPER,
 )
 

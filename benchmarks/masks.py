@@ -44,6 +44,12 @@ def some(tokens: int) -> list[int]:
     return [hi - lo for lo, hi in pairwise(offsets)]
 
 
+def images(tokens: int) -> Mask:
+    """Return one document whose every other 256 tokens are an image."""
+    each = min(256, tokens // 16)
+    return masks.two_way_blocks([tokens], [(at, at + each) for at in range(each, tokens - each, 2 * each)])
+
+
 def tree_of(tokens: int, rollouts: int, share: float) -> tuple[list[int], list[int]]:
     """Return lengths and parents: a prompt, and answers that vary by half to both sides."""
     drawn = random.Random(rollouts)
@@ -65,6 +71,8 @@ CASES: dict[str, Build] = {
     "causal blockwise": lambda n: masks.causal_blockwise(some(n)),
     "block causal documents": lambda n: masks.block_causal_documents(some(n), max(2, n // 32)),
     "global window": lambda n: masks.global_sliding(n, n // 16, n // 16),
+    "images": images,
+    "blocks": lambda n: masks.block_causal_documents([n], min(256, n // 16)),
     **{
         f"tree {rollouts} {share}": functools.partial(
             lambda n, rollouts, share: masks.prompt_tree(*tree_of(n, rollouts, share)), rollouts=rollouts, share=share

@@ -176,11 +176,14 @@ class AttentionPlan:
         return f"{self.schedule} of {mask.name} over {mask.length} tokens on {self.ranks} ranks{nodes}"
 
 
-@kept_on_mask
 def needed_pairs(mask: Mask, layout: Layout) -> Pairs:
     """Return the tiles of every (q_chunk, kv_chunk) pair in which the mask holds at least one token pair."""
+    return _tiles_of(mask, layout.chunks)
+
+
+@kept_on_mask
+def _tiles_of(mask: Mask, chunks: tuple[Span, ...]) -> Pairs:
     pairs: dict[tuple[int, int], list[Tile]] = defaultdict(list)
-    chunks = layout.chunks
     order = sorted(range(len(chunks)), key=lambda chunk: (chunks[chunk].lo, chunks[chunk].hi))
     starts = [chunks[chunk].lo for chunk in order]
 
@@ -203,11 +206,15 @@ def needed_pairs(mask: Mask, layout: Layout) -> Pairs:
     return MappingProxyType({pair: tuple(pairs[pair]) for pair in sorted(pairs)})
 
 
-@kept_on_mask
 def areas(mask: Mask, layout: Layout) -> Mapping[tuple[int, int], int]:
     """Return the number of token pairs in every (q_chunk, kv_chunk) pair of `needed_pairs`."""
-    needed = needed_pairs(mask, layout)
-    return MappingProxyType({pair: sum(tile.area for tile in tiles) for pair, tiles in needed.items()})
+    return _areas_of(mask, layout.chunks)
+
+
+@kept_on_mask
+def _areas_of(mask: Mask, chunks: tuple[Span, ...]) -> Mapping[tuple[int, int], int]:
+    needed = _tiles_of(mask, chunks)
+    return MappingProxyType({pair: sum([tile.area for tile in tiles]) for pair, tiles in needed.items()})
 
 
 def loads(blocks: Iterable[Block], mask: Mask, layout: Layout) -> list[int]:

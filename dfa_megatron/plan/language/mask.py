@@ -70,7 +70,7 @@ class Mask:
     @property
     def area(self) -> int:
         """Return the number of pairs that attend."""
-        return sum(tile.area for tile in self.tiles)
+        return _area(self)
 
 
 Args = TypeVarTuple("Args")
@@ -89,6 +89,11 @@ def kept_on_mask(function: Callable[[Mask, *Args], T]) -> Callable[[Mask, *Args]
         return found
 
     return kept
+
+
+@kept_on_mask
+def _area(mask: Mask) -> int:
+    return sum(tile.area for tile in mask.tiles)
 
 
 def _mask(name: str, length: int, tiles: Iterable[Tile]) -> Mask:
