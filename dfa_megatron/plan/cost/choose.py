@@ -16,7 +16,7 @@ from dfa_megatron.plan.language.layout import Layout, contiguous
 from dfa_megatron.plan.language.mask import Mask, components
 from dfa_megatron.plan.language.shape import AttentionShape, split_heads
 from dfa_megatron.plan.lowering.messages import names_joined
-from dfa_megatron.plan.schedules import ALL, OWNER_COMPUTES, SCHEDULES, Schedule, plan_named
+from dfa_megatron.plan.schedules import ALL, OWNER_COMPUTES, SCHEDULES, Schedule, ordered, plan_named
 from dfa_megatron.plan.schedules.assignments import ROWS_PER_STEP
 from dfa_megatron.plan.schedules.route import direct, gateway
 from dfa_megatron.plan.uncollected import uncollected
@@ -283,6 +283,8 @@ def _timed(
     lost = Candidate(schedule.name, schedule.layout, refusal=LOSES)
     bounds = [*least_seconds(load, _longest(schedule, mask, layout.ranks, layout, shape), shape, hardware)]
     found: dict[int | None, list[tuple[Plan, Estimate]]] = {way: [] for way in (None, nodes if nodes != 1 else None)}
+    if sum(bounds) <= most:
+        blocks = ordered(blocks, mask, layout)
     for number, phase in enumerate((FORWARD, BACKWARD)):
         if sum(bounds) > most or not any(len(parts) == number for parts in found.values()):
             break

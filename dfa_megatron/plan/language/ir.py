@@ -25,7 +25,7 @@ from itertools import chain
 from types import MappingProxyType
 from typing import NamedTuple
 
-from dfa_megatron.plan.language.geometry import Tile
+from dfa_megatron.plan.language.geometry import Span, Tile
 from dfa_megatron.plan.language.layout import Layout
 from dfa_megatron.plan.language.mask import Mask, kept_on_mask
 
@@ -214,7 +214,7 @@ def areas(mask: Mask, layout: Layout) -> Mapping[tuple[int, int], int]:
 @kept_on_mask
 def _areas_of(mask: Mask, chunks: tuple[Span, ...]) -> Mapping[tuple[int, int], int]:
     needed = _tiles_of(mask, chunks)
-    return MappingProxyType({pair: sum([tile.area for tile in tiles]) for pair, tiles in needed.items()})
+    return MappingProxyType({pair: sum(tile.area for tile in tiles) for pair, tiles in needed.items()})
 
 
 def loads(blocks: Iterable[Block], mask: Mask, layout: Layout) -> list[int]:

@@ -55,20 +55,24 @@ class Schedule:
         return plan if ranks_per_node is None else over_nodes(plan, ranks_per_node)
 
     def assigned(self, mask: Mask, ranks: int, held: Layout | None = None) -> tuple[Layout, tuple[Block, ...]]:
-        """Return chunks and blocks, the same in both phases; errors as for `plan`."""
+        """Return chunks and blocks, before own keys wait, the same in both phases; errors as for `plan`."""
         if ranks < 1:
             raise UnsupportedError(f"a plan for {ranks} ranks", "there must be at least one", "ranks=1")
         layout = layout_of(self.layout, mask, ranks) if held is None else held
         layout = self.cut(mask, _cut_where_needed(mask, layout.halved() if self.halved else layout))
-        blocks = self.assign(mask, layout)
-        if layout.in_order and len(mask.tiles) > 1:
-            blocks = waiting_for_keys(blocks, mask, layout)
-        return layout, tuple(sorted(blocks))
+        return layout, self.assign(mask, layout)
 
     def routed(self, mask: Mask, layout: Layout, blocks: tuple[Block, ...]) -> AttentionPlan:
         """Return the plan of blocks that `assigned` returned, without nodes."""
-        forward, backward = _phases(mask, layout, blocks, self.route)
+        forward, backward = _phases(mask, layout, ordered(blocks, mask, layout), self.route)
         return AttentionPlan(self.name, self.layout, forward, backward)
+
+
+def ordered(blocks: tuple[Block, ...], mask: Mask, layout: Layout) -> tuple[Block, ...]:
+    """Return blocks of `Schedule.assigned` in the order of their steps, with own keys that wait where it pays."""
+    if layout.in_order and len(mask.tiles) > 1:
+        blocks = waiting_for_keys(blocks, mask, layout)
+    return tuple(sorted(blocks))
 
 
 def _phases(mask: Mask, layout: Layout, blocks: tuple[Block, ...], route: Route) -> list[Plan]:
