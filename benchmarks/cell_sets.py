@@ -72,8 +72,8 @@ PACKED = "torchrun -m benchmarks.packed --out {out}.json --tokens-per-rank"
 ZIGZAG = "torchrun -m benchmarks.packed_zigzag --out {out}.json --tokens-per-rank"
 PROGRAMS = "python -m benchmarks.pack_programs --out {out}.json --tokens-per-rank"
 RECURRENCE = "python -m benchmarks.recurrence --link-gbs 370 --out {out}.json"
-HOSTS = "torchrun -m benchmarks.own_host benchmarks.attention --preset automatic --budget {budget} --out {out}"
-SOCKETS = "NCCL_P2P_DISABLE=1 NCCL_SHM_DISABLE=1 NCCL_NET=Socket"
+HOSTS = "NCCL_NET=Socket torchrun -m benchmarks.own_host benchmarks.attention --budget {budget} --out {out}"
+SOCKETS = "NCCL_P2P_DISABLE=1 NCCL_SHM_DISABLE=1"
 TINY = "--device cpu --seq-length 64 --heads 2 --head-dim 16 --repetitions 2 --seconds 0 --kernel cpu"
 
 TREES = (
@@ -134,7 +134,7 @@ TWO_GPUS = (
     *EVERYWHERE,
     Cell("automatic-nvlink", f"{ATTENTION} --preset automatic", 180),
     Cell("automatic-no-link", f"NCCL_P2P_DISABLE=1 {ATTENTION} --preset automatic", 180),
-    Cell("automatic-sockets", f"{SOCKETS} {HOSTS}", 240),
+    Cell("automatic-sockets", f"{SOCKETS} {HOSTS} --preset automatic", 240),
     Cell("hybrid", f"{HYBRID} --layers 65536:qwen3-next", 180),
     Cell("tiled-loss", "torchrun -m benchmarks.tiled_loss --out {out}.json", 180),
     Cell("packed-zigzag-8k", f"{ZIGZAG} 8192", 120),
@@ -155,8 +155,8 @@ FOUR_GPUS = (
     Cell("tp2-cp2", f"{LAYERS} --layers 131072:8:14336 --tensor-model-parallel-size 2 --modes remat-te te-full "
          "--warmup 1 --repeats 3", 150),
     Cell("hybrid", f"{HYBRID} --layers 131072:qwen3-next", 180),
-    Cell("two-hosts", f"RANKS_PER_HOST=2 NCCL_NET=Socket {HOSTS} --seq-length 32768 131072 --heads 32 --kv-heads 32 8 "
-         "--schedule auto ring balanced_shared", 180),
+    Cell("two-hosts", f"RANKS_PER_HOST=2 {HOSTS} --kv-heads 32 8 --schedule auto ring balanced_shared --baselines "
+         "ulysses pytorch", 180),
     *EVERYWHERE,
     *PAPER,
 )  # fmt: skip
@@ -165,7 +165,7 @@ EIGHT_GPUS = (
     *EVERYWHERE,
     Cell("packed-16k", f"{PACKED} 16384", 120),
     Cell("whole-llama", f"{LONGEST} --layers 32 --shortest 1048576 --methods dfa-tiles-host ulysses-full-host", 570),
-    Cell("two-hosts", f"RANKS_PER_HOST=4 NCCL_NET=Socket {HOSTS}", 240),
+    Cell("two-hosts", f"RANKS_PER_HOST=4 {HOSTS} --preset automatic", 240),
     *PAPER,
 )
 

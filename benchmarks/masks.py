@@ -35,19 +35,11 @@ from dfa_megatron.flags import flag
 from dfa_megatron.masks import Mask
 from dfa_megatron.runtime.prepare import in_use
 
-Build = Callable[[int], Mask]
-
 
 def some(tokens: int) -> list[int]:
     """Return lengths of documents that fill so many tokens."""
     offsets = draw_documents(tokens, 2, 7, log_normal(7.0, 1.2) if tokens >= 8192 else log_normal(3.0, 1.0))
     return [hi - lo for lo, hi in pairwise(offsets)]
-
-
-def images(tokens: int) -> Mask:
-    """Return one document whose every other 256 tokens are an image."""
-    each = min(256, tokens // 16)
-    return masks.two_way_blocks([tokens], [(at, at + each) for at in range(each, tokens - each, 2 * each)])
 
 
 def tree_of(tokens: int, rollouts: int, share: float) -> tuple[list[int], list[int]]:
@@ -59,7 +51,7 @@ def tree_of(tokens: int, rollouts: int, share: float) -> tuple[list[int], list[i
     return [tokens - sum(answers), *answers], [-1, *[0] * rollouts]
 
 
-CASES: dict[str, Build] = {
+CASES: dict[str, Callable[[int], Mask]] = {
     "causal": masks.causal,
     "full": masks.full,
     "causal window": lambda n: masks.sliding_window(n, n // 8),
@@ -71,8 +63,8 @@ CASES: dict[str, Build] = {
     "causal blockwise": lambda n: masks.causal_blockwise(some(n)),
     "block causal documents": lambda n: masks.block_causal_documents(some(n), max(2, n // 32)),
     "global window": lambda n: masks.global_sliding(n, n // 16, n // 16),
-    "images": images,
-    "blocks": lambda n: masks.block_causal_documents([n], min(256, n // 16)),
+    "images": lambda n: masks.two_way_blocks([n], [(at, at + n // 128) for at in range(n // 128, n, n // 64)]),
+    "blocks": lambda n: masks.block_causal_documents([n], n // 128),
     **{
         f"tree {rollouts} {share}": functools.partial(
             lambda n, rollouts, share: masks.prompt_tree(*tree_of(n, rollouts, share)), rollouts=rollouts, share=share

@@ -20,13 +20,9 @@ def machine() -> dict[str, Any]:
 
 
 def share_gpus(rank: int, ranks: int) -> None:
-    """Choose the GPU of a rank of this machine, the same for several where there are fewer; before NCCL starts.
+    """Choose the GPU of a rank of this machine before NCCL starts.
 
-    NCCL refuses two ranks of one GPU on one host. So each is told that it is a host of its own; messages take sockets.
-
-    Args:
-        rank: on this machine, from 0 on.
-        ranks: of this machine.
+    Where there are fewer, ranks share one as hosts of their own, as NCCL demands; messages between them take sockets.
     """
     gpus = torch.cuda.device_count()
     if gpus < ranks:

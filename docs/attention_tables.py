@@ -141,6 +141,12 @@ TABLES = {
                                    "PyTorch": PYTORCH},
         {f"{n}K, 32 on {kv}": ("11-21-4xh200-p2p-off-flash4", (32, kv), n) for n in (32, 128) for kv in (32, 8)},
     ),
+    "two-hosts": partial(
+        speeds, "sockets between two hosts",
+        {"ours": ("dfa auto auto",), "ours, `ring`": ("dfa ring auto",),
+         "ours, `balanced_shared`": ("dfa balanced_shared auto",), "Ulysses": ("ulysses auto",), "PyTorch": PYTORCH},
+        {f"{n}K, 32 on {kv}": ("11-27-4xh100-two-hosts", (32, kv), n) for n in (32, 128) for kv in (32, 8)},
+    ),
     "bare-kernel": partial(
         figures, "one GPU, kv 8", {"our call": {"kind": "ours"}, "`flash4` alone": {"kind": "kernel"}},
         {f"{n}K, {label}": ("11-23-1xh200-one-gpu", {"seq_length": n * K, "kv_heads": 8}, f"{{{key}:.0f}}")

@@ -15,17 +15,14 @@ from dfa_megatron.plan.lowering.landings import landings_of
 from dfa_megatron.plan.lowering.lower import lower
 from dfa_megatron.plan.proof.check import check_plan
 from dfa_megatron.plan.schedules import SCHEDULES
-from dfa_megatron.plan.schedules.assignments import waiting_for_keys
+from dfa_megatron.plan.schedules.assignments import ordered
 
 
 def calls(mask: Mask, ranks: int, schedule: str = "balanced", repeats: int = 0) -> list[list[Call]]:
     """The calls of each rank, in both phases, after the proof of the plan."""
-    plan, found = SCHEDULES[schedule].plan(mask, ranks), list[list[Call]]()
-    check_plan(plan)
-    for phase in plan.phases:
-        for landings in landings_of(phase):
-            found.append([call for step in lower(landings, repeats=repeats).steps for call in step.calls])
-    return found
+    check_plan(plan := SCHEDULES[schedule].plan(mask, ranks))
+    programs = [lower(landings, repeats=repeats) for phase in plan.phases for landings in landings_of(phase)]
+    return [[call for step in program.steps for call in step.calls] for program in programs]
 
 
 def test_a_document_over_two_ranks_is_read_once() -> None:
@@ -57,14 +54,15 @@ def test_only_steps_of_own_keys_change_and_never_to_earlier_ones(seed: int) -> N
     ends = sorted(drawn.sample(range(1, ranks * tokens), 5 * ranks))
     mask = documents([hi - lo for lo, hi in pairwise([0, *ends, ranks * tokens])], causal=drawn.random() < 0.7)
     layout = contiguous(mask.length, ranks)
-    schedule = SCHEDULES["ring"]
-    before = tuple(sorted(schedule.assign(mask, layout)))
-    after = waiting_for_keys(before, mask, layout)
-    assert [block[1:] for block in after] == [block[1:] for block in before]
-    for old, new in zip(before, after, strict=True):
+    before = SCHEDULES["ring"].assign(mask, layout)
+    after = ordered(before, mask, layout)
+    its = {block[1:]: block for block in after}
+    pairs = [(old, its.pop(old[1:])) for old in before]
+    assert its == {}
+    for old, new in pairs:
         own = layout.owner[old.kv_chunk] == old.rank == layout.owner[old.q_chunk]
         assert new.step == old.step or (own and new.step > old.step)
-    moved = {(new.rank, new.q_chunk) for old, new in zip(before, after, strict=True) if old != new}
+    moved = {(new.rank, new.q_chunk) for old, new in pairs if old != new}
     reads = {(b.rank, b.q_chunk, b.step) for b in after if layout.owner[b.kv_chunk] != b.rank}
     assert all((b.rank, b.q_chunk, b.step) in reads for b in after if (b.rank, b.q_chunk) in moved and b not in before)
 

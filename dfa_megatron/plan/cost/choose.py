@@ -16,8 +16,8 @@ from dfa_megatron.plan.language.layout import Layout, contiguous
 from dfa_megatron.plan.language.mask import Mask, components
 from dfa_megatron.plan.language.shape import AttentionShape, split_heads
 from dfa_megatron.plan.lowering.messages import names_joined
-from dfa_megatron.plan.schedules import ALL, OWNER_COMPUTES, SCHEDULES, Schedule, ordered, plan_named
-from dfa_megatron.plan.schedules.assignments import ROWS_PER_STEP
+from dfa_megatron.plan.schedules import ALL, OWNER_COMPUTES, SCHEDULES, Schedule, plan_named
+from dfa_megatron.plan.schedules.assignments import ROWS_PER_STEP, ordered
 from dfa_megatron.plan.schedules.route import direct, gateway
 from dfa_megatron.plan.uncollected import uncollected
 
@@ -250,7 +250,7 @@ def _needless(schedule: Schedule, mask: Mask, ranks: int, layout: str | Layout, 
 def _why_not_shared(mask: Mask, ranks: int, layout: str | Layout) -> str:
     """Return why `balanced_shared` cannot serve, or shares nothing: no row sees keys half of the ranks away."""
     held = _in_order(mask, ranks, layout)
-    pairs = [(held.owner[q], held.owner[kv]) for q, kv in needed_pairs(mask, held)]
+    pairs = [(held.owner[q], held.owner[kv]) for q, kv in needed_pairs(mask, held.chunks)]
     if any(q < kv for q, kv in pairs):
         return "it pairs causal work only, and rows see keys of later ranks"
     shares = ranks % 2 or any(2 * (q - kv) == ranks for q, kv in pairs)
@@ -283,11 +283,10 @@ def _timed(
     lost = Candidate(schedule.name, schedule.layout, refusal=LOSES)
     bounds = [*least_seconds(load, _longest(schedule, mask, layout.ranks, layout, shape), shape, hardware)]
     found: dict[int | None, list[tuple[Plan, Estimate]]] = {way: [] for way in (None, nodes if nodes != 1 else None)}
-    if sum(bounds) <= most:
-        blocks = ordered(blocks, mask, layout)
     for number, phase in enumerate((FORWARD, BACKWARD)):
         if sum(bounds) > most or not any(len(parts) == number for parts in found.values()):
             break
+        blocks = blocks if number else ordered(blocks, mask, layout)
         plain = Plan(mask, layout, phase, blocks, schedule.route(blocks, layout, phase))
         for way, parts in found.items():
             if len(parts) < number:

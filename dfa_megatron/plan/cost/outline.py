@@ -59,7 +59,8 @@ class Estimate:
 
 def outline(plan: Plan, batch: int = 1) -> Outline:
     """Return the outline of a plan for `batch` sequences at once."""
-    rows, owner, area = [len(chunk) for chunk in plan.layout.chunks], plan.layout.owner, areas(plan.mask, plan.layout)
+    chunks, owner = plan.layout.chunks, plan.layout.owner
+    rows, area = [len(chunk) for chunk in chunks], areas(plan.mask, chunks)
     row, joined = rows.__getitem__, names_joined(plan.mask, batch)
     joins_q, joins_kv = plan.phase.read_q in joined, plan.phase.read_kv in joined
     pairs: list[dict[tuple[int, ...], int]] = [defaultdict(int) for _ in range(plan.steps)]

@@ -103,7 +103,7 @@ class Plan:
     steps: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "pairs", needed_pairs(self.mask, self.layout))
+        object.__setattr__(self, "pairs", needed_pairs(self.mask, self.layout.chunks))
         last = max(max([record.step for record in records], default=-1) for records in (self.blocks, self.transfers))
         object.__setattr__(self, "steps", 1 + last)
 
@@ -176,13 +176,9 @@ class AttentionPlan:
         return f"{self.schedule} of {mask.name} over {mask.length} tokens on {self.ranks} ranks{nodes}"
 
 
-def needed_pairs(mask: Mask, layout: Layout) -> Pairs:
-    """Return the tiles of every (q_chunk, kv_chunk) pair in which the mask holds at least one token pair."""
-    return _tiles_of(mask, layout.chunks)
-
-
 @kept_on_mask
-def _tiles_of(mask: Mask, chunks: tuple[Span, ...]) -> Pairs:
+def needed_pairs(mask: Mask, chunks: tuple[Span, ...]) -> Pairs:
+    """Return the tiles of every (q_chunk, kv_chunk) pair in which the mask holds at least one token pair."""
     pairs: dict[tuple[int, int], list[Tile]] = defaultdict(list)
     order = sorted(range(len(chunks)), key=lambda chunk: (chunks[chunk].lo, chunks[chunk].hi))
     starts = [chunks[chunk].lo for chunk in order]
@@ -206,20 +202,16 @@ def _tiles_of(mask: Mask, chunks: tuple[Span, ...]) -> Pairs:
     return MappingProxyType({pair: tuple(pairs[pair]) for pair in sorted(pairs)})
 
 
-def areas(mask: Mask, layout: Layout) -> Mapping[tuple[int, int], int]:
-    """Return the number of token pairs in every (q_chunk, kv_chunk) pair of `needed_pairs`."""
-    return _areas_of(mask, layout.chunks)
-
-
 @kept_on_mask
-def _areas_of(mask: Mask, chunks: tuple[Span, ...]) -> Mapping[tuple[int, int], int]:
-    needed = _tiles_of(mask, chunks)
+def areas(mask: Mask, chunks: tuple[Span, ...]) -> Mapping[tuple[int, int], int]:
+    """Return the number of token pairs in every (q_chunk, kv_chunk) pair of `needed_pairs`."""
+    needed = needed_pairs(mask, chunks)
     return MappingProxyType({pair: sum(tile.area for tile in tiles) for pair, tiles in needed.items()})
 
 
 def loads(blocks: Iterable[Block], mask: Mask, layout: Layout) -> list[int]:
     """Return the token pairs that each rank computes."""
-    area, load = areas(mask, layout), [0] * layout.ranks
+    area, load = areas(mask, layout.chunks), [0] * layout.ranks
     for _, rank, q, kv in blocks:
         load[rank] += area[q, kv]
     return load

@@ -37,6 +37,24 @@ __all__ = [
 ]
 
 
+Args = TypeVarTuple("Args")
+T = TypeVar("T")
+
+
+def kept_on_mask(function: Callable[[Mask, *Args], T]) -> Callable[[Mask, *Args], T]:
+    """Keep the results of a function of a mask and hashable arguments on that mask, as long as it lives."""
+
+    @wraps(function)
+    def kept(mask: Mask, *args: *Args) -> T:
+        key = function, *args
+        if key not in mask.kept:
+            mask.kept[key] = function(mask, *args)
+        found: T = mask.kept[key]
+        return found
+
+    return kept
+
+
 @dataclass(frozen=True, slots=True)
 class Mask:
     """The (query, key) pairs of a sequence that attend, as disjoint tiles in global positions.
@@ -68,32 +86,10 @@ class Mask:
         return tuple([part for tile in near if (part := tile.restrict(q, kv))])
 
     @property
+    @kept_on_mask
     def area(self) -> int:
         """Return the number of pairs that attend."""
-        return _area(self)
-
-
-Args = TypeVarTuple("Args")
-T = TypeVar("T")
-
-
-def kept_on_mask(function: Callable[[Mask, *Args], T]) -> Callable[[Mask, *Args], T]:
-    """Keep the results of a function of a mask and hashable arguments on that mask, as long as it lives."""
-
-    @wraps(function)
-    def kept(mask: Mask, *args: *Args) -> T:
-        key = function, *args
-        if key not in mask.kept:
-            mask.kept[key] = function(mask, *args)
-        found: T = mask.kept[key]
-        return found
-
-    return kept
-
-
-@kept_on_mask
-def _area(mask: Mask) -> int:
-    return sum(tile.area for tile in mask.tiles)
+        return sum(tile.area for tile in self.tiles)
 
 
 def _mask(name: str, length: int, tiles: Iterable[Tile]) -> Mask:

@@ -12,7 +12,7 @@ from dfa_megatron.names import nearest
 from dfa_megatron.plan.language.ir import BACKWARD, FORWARD, AttentionPlan, Block, Plan, needed_pairs
 from dfa_megatron.plan.language.layout import Layout, cut_at
 from dfa_megatron.plan.language.mask import Mask, kept_on_mask
-from dfa_megatron.plan.schedules.assignments import balanced, by_distance, by_memory, waiting_for_keys
+from dfa_megatron.plan.schedules.assignments import balanced, by_distance, by_memory, ordered
 from dfa_megatron.plan.schedules.greedy import cut_for_help, greedy
 from dfa_megatron.plan.schedules.load_balanced import layout_of
 from dfa_megatron.plan.schedules.route import Route, direct, gateway, ring_relay
@@ -48,7 +48,9 @@ class Schedule:
         Raises:
             UnsupportedError: the mask or the length does not suit the schedule, or its route knows no nodes.
         """
-        plan = self.routed(mask, *self.assigned(mask, ranks, held))
+        layout, blocks = self.assigned(mask, ranks, held)
+        forward, backward = _phases(mask, layout, ordered(blocks, mask, layout), self.route)
+        plan = AttentionPlan(self.name, self.layout, forward, backward)
         if ranks_per_node is not None and self.route is not direct:
             why = "its messages hop from rank to rank, and cross to a node once already"
             raise UnsupportedError(f"schedule {self.name!r} with a gateway", why, "the same without")
@@ -61,18 +63,6 @@ class Schedule:
         layout = layout_of(self.layout, mask, ranks) if held is None else held
         layout = self.cut(mask, _cut_where_needed(mask, layout.halved() if self.halved else layout))
         return layout, self.assign(mask, layout)
-
-    def routed(self, mask: Mask, layout: Layout, blocks: tuple[Block, ...]) -> AttentionPlan:
-        """Return the plan of blocks that `assigned` returned, without nodes."""
-        forward, backward = _phases(mask, layout, ordered(blocks, mask, layout), self.route)
-        return AttentionPlan(self.name, self.layout, forward, backward)
-
-
-def ordered(blocks: tuple[Block, ...], mask: Mask, layout: Layout) -> tuple[Block, ...]:
-    """Return blocks of `Schedule.assigned` in the order of their steps, with own keys that wait where it pays."""
-    if layout.in_order and len(mask.tiles) > 1:
-        blocks = waiting_for_keys(blocks, mask, layout)
-    return tuple(sorted(blocks))
 
 
 def _phases(mask: Mask, layout: Layout, blocks: tuple[Block, ...], route: Route) -> list[Plan]:
@@ -96,7 +86,7 @@ def _cut_where_needed(mask: Mask, layout: Layout) -> Layout:
     where cuts are many or save few rows, because planning would take longer than the messages that they save.
     """
     edges, whole, saved = set[int](), 0, 0
-    for (q, kv), tiles in needed_pairs(mask, layout).items():
+    for (q, kv), tiles in needed_pairs(mask, layout.chunks).items():
         if layout.owner[q] != layout.owner[kv]:
             chunks = layout.chunks[q], layout.chunks[kv]
             whole += len(chunks[0]) + len(chunks[1])

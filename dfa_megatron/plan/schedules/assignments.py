@@ -29,7 +29,7 @@ def balanced(mask: Mask, layout: Layout, *, share_last: bool = False) -> tuple[B
     queries = [layout.spans(rank, "q") for rank in range(ranks)]
     middle = [(spans[0].lo + spans[-1].hi) // 2 if spans else 0 for spans in queries]
     blocks: list[Block] = []
-    for q, kv in needed_pairs(mask, layout):
+    for q, kv in needed_pairs(mask, layout.chunks):
         rows, keys = owner[q], owner[kv]
         if rows < keys:
             why = f"rows of rank {rows} see keys of rank {keys}, and it pairs causal work only"
@@ -42,14 +42,18 @@ def balanced(mask: Mask, layout: Layout, *, share_last: bool = False) -> tuple[B
     return tuple(blocks)
 
 
-def waiting_for_keys(blocks: Sequence[Block], mask: Mask, layout: Layout) -> tuple[Block, ...]:
-    """Let own keys wait for the keys that land for the same rows, where it pays: one kernel call reads the rows once.
+def ordered(blocks: Sequence[Block], mask: Mask, layout: Layout) -> tuple[Block, ...]:
+    """Return blocks in the order of their steps; own keys wait for those that land for the same rows, where it pays.
+
+    One kernel call then reads the rows once.
 
     A document that reaches over ranks is then whole in one call. It pays where reading rows twice takes longer than to
     copy the keys, to wait for messages that less work is left to hide, another call where rows on both sides do not
     wait, and a share of the work that waits: long documents keep their order, in which all messages are hidden.
     """
-    owner, rows, area = layout.owner, [len(chunk) for chunk in layout.chunks], areas(mask, layout)
+    if not layout.in_order or len(mask.tiles) < 2:
+        return tuple(sorted(blocks))
+    owner, rows, area = layout.owner, [len(chunk) for chunk in layout.chunks], areas(mask, layout.chunks)
     mine: list[list[Block]] = [[] for _ in range(layout.ranks)]
     for block in blocks:
         mine[block.rank].append(block)
@@ -69,10 +73,10 @@ def waiting_for_keys(blocks: Sequence[Block], mask: Mask, layout: Layout) -> tup
         torn = bool(left) and min(left) < max(waiting) and min(waiting) < max(left)
         if ROW * sum(rows[q] for q in waiting) > shown + copies + LATE * less + LAUNCH * torn:
             waits |= {(rank, q): step for q in waiting}
-    if not waits:
-        return tuple(blocks)
-    late = [waits.get((rank, q), 0) if owner[kv] == rank else 0 for _, rank, q, kv in blocks]
-    return tuple([one._replace(step=to) if to > one.step else one for one, to in zip(blocks, late, strict=True)])
+    if waits:
+        late = [waits.get((rank, q), 0) if owner[kv] == rank else 0 for _, rank, q, kv in blocks]
+        blocks = [one._replace(step=to) if to > one.step else one for one, to in zip(blocks, late, strict=True)]
+    return tuple(sorted(blocks))
 
 
 HEADS_PER_KEY = 4
@@ -90,14 +94,14 @@ ROWS_PER_STEP = 2.0
 
 def by_distance(mask: Mask, layout: Layout) -> tuple[Block, ...]:
     """Return blocks in ring order: at step t, rank r computes its own rows against the chunks of rank r - t."""
-    owner, ranks = layout.owner, layout.ranks
-    return tuple([Block((owner[q] - owner[kv]) % ranks, owner[q], q, kv) for q, kv in needed_pairs(mask, layout)])
+    owner, ranks, needed = layout.owner, layout.ranks, needed_pairs(mask, layout.chunks)
+    return tuple([Block((owner[q] - owner[kv]) % ranks, owner[q], q, kv) for q, kv in needed])
 
 
 def by_memory(mask: Mask, layout: Layout) -> tuple[Block, ...]:
     """Return blocks in as few steps as each rank's remote work fills, for load_balanced tokens. Owners compute."""
     owned: list[list[tuple[int, int]]] = [[] for _ in range(layout.ranks)]
-    for q, kv in needed_pairs(mask, layout):
+    for q, kv in needed_pairs(mask, layout.chunks):
         owned[layout.owner[q]].append((q, kv))
     return assign_steps(owned, mask, layout)
 

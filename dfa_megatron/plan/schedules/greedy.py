@@ -57,7 +57,7 @@ def greedy(mask: Mask, layout: Layout) -> tuple[Block, ...]:
     for one in help_of(mask, held := layout.joined()):
         given[held.owner_of(one.q.lo), held.owner_of(one.kv.lo)].append(one)
     owned: list[list[tuple[int, int]]] = [[] for _ in range(layout.ranks)]
-    for q, kv in needed_pairs(mask, layout):
+    for q, kv in needed_pairs(mask, layout.chunks):
         rows, keys, owner = layout.chunks[q], layout.chunks[kv], layout.owner[q]
         helpers = given.get((owner, layout.owner[kv]), ())
         rank = next((h.rank for h in helpers if h.q.holds(rows) and h.kv.holds(keys)), owner) if helpers else owner
@@ -144,7 +144,7 @@ class _Balance:
             return
         alone = len(component.tiles) == len(self.mask.tiles)
         inside = self.mask if alone else Mask("", self.mask.length, component.tiles)
-        for (rows, keys), parts in needed_pairs(inside, self.layout).items():
+        for (rows, keys), parts in needed_pairs(inside, self.layout.chunks).items():
             rank, home = self.layout.owner[rows], self.layout.owner[keys]
             q = Span(min(part.q.lo for part in parts), max(part.q.hi for part in parts))
             self.pieces[rank][home].append(_Work(home, [*parts], sum(part.area for part in parts), q))
