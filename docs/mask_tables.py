@@ -5,6 +5,7 @@ from __future__ import annotations
 from docs.raw_results import K, Lines, matching, row, table
 
 NAME, BEFORE, LONG = "11-27-{}xh100-masks", "11-26-{}xh100-masks", "11-27-{}xh100-trees-128k"
+LATER = "11-27-{}xh100-masks-later"
 LAYERS = "11-26-{}xh100-tree-layers"
 OTHERS = (
     *("causal", "full", "causal window", "full window", "causal documents", "full documents", "prefix LM"),
@@ -53,6 +54,13 @@ def masks() -> Lines:
     return table(["TFLOP/s of a GPU, 32K tokens", "1 GPU", "2 GPUs"], lines)
 
 
+def blocks() -> Lines:
+    """Return masks whose blocks see themselves beside the causal mask of their run."""
+    names = {"causal": "causal", "every other 256 tokens are an image": "images", "blocks of 256 tokens": "blocks"}
+    lines = [[label, *(cell(LATER.format(gpus), name, 32) for gpus in (1, 2))] for label, name in names.items()]
+    return table(["TFLOP/s of a GPU, 32K tokens, a later run", "1 GPU", "2 GPUs"], lines)
+
+
 def tree_layers() -> Lines:
     """Return four layers of Qwen3-4B on rollouts as a tree and as documents."""
     lines = []
@@ -71,5 +79,5 @@ PAGES = {
         "trees-before": trees_before,
         "tree-layers": tree_layers,
     },
-    "docs/masks.md": {"masks-measured": masks},
+    "docs/masks.md": {"masks-measured": masks, "masks-blocks": blocks},
 }

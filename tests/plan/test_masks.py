@@ -148,11 +148,13 @@ def test_most_masks_have_few_tiles_and_no_row_twice() -> None:
 def test_a_long_document_with_many_blocks_takes_a_call_for_itself_and_one_for_all_blocks() -> None:
     """Their keys overlap where each row is in one tile: 34 images made 69 calls, and 870 merges of dk and dv."""
     images = [(at, at + 256) for at in range(100, 32768 - 256, 950)]
-    for mask in (masks.two_way_blocks([32768], images), masks.block_causal_documents([32768], 512)):
+    blocks = [masks.block_causal_documents(*one) for one in (([32768], 512), ([32768], 1536), ([4096] * 8, 512))]
+    for mask in (masks.two_way_blocks([32768], images), *blocks):
         for phase in make_plan(mask, 1).phases:
             (program,) = lower_all(phase)
             assert [len(step.calls) for step in program.steps] == [2], mask.name
-    for mask in (masks.prefix_lm(32768, 256), masks.block_causal_documents([32768], 8192)):
+    apart = [masks.block_causal_documents(*one) for one in (([32768], 8192), ([4096] * 8, 1024))]
+    for mask in (masks.prefix_lm(32768, 256), *apart):
         assert all(one.q.hi <= other.q.lo for one, other in pairwise(sorted(mask.tiles))), mask.name
 
 

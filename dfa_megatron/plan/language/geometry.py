@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Literal, NamedTuple
 
 UNBOUNDED = 1 << 60
@@ -225,22 +226,24 @@ class Tile(NamedTuple):
 
 
 def tiles_with_blocks(span: Span, blocks: Sequence[Span], lo: int = -UNBOUNDED) -> list[Tile]:
-    """Return the tiles of a causal document in which the tokens of each block see each other, too; some are empty.
+    """Return the tiles of a causal document in which the tokens of each block see each other, too.
 
-    Each row is in one tile. In a long document with many blocks the rows of these are in two: one kernel call then
-    computes the document and one all blocks, where otherwise each tile takes a call, because their keys overlap.
+    Each row is in one tile, and the tiles read the same keys again. Where these are many, the rows of blocks are in two
+    tiles: one kernel call computes the document, and one all blocks.
     """
-    edges = [span.lo, *(block.hi for block in blocks)]
-    tiles = [Tile(Span(at, block.lo), span, lo, 0) for at, block in zip(edges, blocks, strict=False) if at < block.lo]
-    tiles += [Tile(block, Span(span.lo, block.hi), lo) for block in blocks]
-    if len(span) > COPIED and sum(map(len, blocks)) < ROWS_OF_A_CALL * (len(tiles) - 1):
+    edges = [span.lo, *(at for block in blocks for at in (block.lo, block.hi)), span.hi]
+    rows = enumerate(pairwise(edges))  # odd ones are of blocks
+    each = [Tile(Span(q, end), Span(span.lo, end), lo, UNBOUNDED if at % 2 else 0) for at, (q, end) in rows]
+    tiles = [shrunk for tile in each if (shrunk := tile.shrink())]
+    again = sum(len(tile.kv) for tile in tiles) - len(span)
+    if len(span) > COPIED and again > KEYS_OF_A_ROW * sum(map(len, blocks)):
         return [Tile(span, span, lo, 0), *(Tile(block, block, 1) for block in blocks)]
-    return [*tiles, Tile(Span(edges[-1], span.hi), span, lo, 0)]
+    return tiles
 
 
-COPIED, ROWS_OF_A_CALL = 2048, 1200
-"""COPIED: the tokens of a document up to which a call copies keys, and so computes several tiles. ROWS_OF_A_CALL: query
-rows that take two thirds of the time of a call, by LAUNCH and ROW of `shape`."""
+COPIED, KEYS_OF_A_ROW = 2048, 3
+"""COPIED: the tokens of a document up to which a call copies keys, and so computes several tiles. KEYS_OF_A_ROW: keys
+that are read again in the time of a query row, by ROW, KEY and GATHER of `shape`; documents on an H100 agree."""
 
 
 def _pairs_up_to(rows: int, columns: int, diagonal: int) -> int:

@@ -296,18 +296,14 @@ def global_sliding(length: int, window: int, tokens: int, *, causal: bool = Fals
 def of_window(length: int, is_causal: bool, window_size: tuple[int, int]) -> Mask:
     """Return the mask of flash-attn's (causal, window_size) arguments for a sequence that attends to itself."""
     left, right = _normal_window(length, is_causal, window_size)
-    if (left, right) == (-1, -1):
-        return full(length)
-    if (left, right) == (-1, 0):
-        return causal(length)
+    if left == -1 and right in (-1, 0):
+        return full(length) if right else causal(length)
     return sliding_window(length, left, right)
 
 
 def _normal_window(length: int, is_causal: bool, window_size: tuple[int, int]) -> tuple[int, int]:
     """Normalize a window over sequences of up to `length` tokens: a bound that never binds becomes -1."""
-    left, right = window_size
-    if is_causal:
-        right = 0
+    left, right = window_size[0], 0 if is_causal else window_size[1]
     if left >= length - 1:
         left = -1
     if right >= length - 1 and right != 0:
