@@ -189,7 +189,11 @@ def needed_pairs(mask: Mask, chunks: tuple[Span, ...]) -> Pairs:
     for tile in mask.tiles:
         (first, end), lo, hi = (tile.kv.lo, tile.kv.hi), tile.lo, tile.hi
         columns = overlapping(first, end)
-        for q in columns if tile.q is tile.kv else overlapping(tile.q.lo, tile.q.hi):
+        own = columns if tile.q is tile.kv else overlapping(tile.q.lo, tile.q.hi)
+        if len(own) == len(columns) == 1:  # most documents
+            pairs[own[0], columns[0]].append(tile)
+            continue
+        for q in own:
             rows = chunks[q] & tile.q
             # Every row sees the keys from `begin` to `until`, which need no look at the diagonals.
             begin, until = max(first, rows.hi - 1 + lo), min(end, rows.lo + hi + 1)

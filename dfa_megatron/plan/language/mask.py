@@ -304,11 +304,7 @@ def of_window(length: int, is_causal: bool, window_size: tuple[int, int]) -> Mas
 def _normal_window(length: int, is_causal: bool, window_size: tuple[int, int]) -> tuple[int, int]:
     """Normalize a window over sequences of up to `length` tokens: a bound that never binds becomes -1."""
     left, right = window_size[0], 0 if is_causal else window_size[1]
-    if left >= length - 1:
-        left = -1
-    if right >= length - 1 and right != 0:
-        right = -1
-    return left, right
+    return -1 if left >= length - 1 else left, -1 if right >= max(1, length - 1) else right
 
 
 def _bounds(left: int, right: int) -> tuple[int, int]:
