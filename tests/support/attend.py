@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 import dfa_megatron
 from dfa_megatron.doctor.dense import band_mask, band_of, dense_attention, pairs_of
+from dfa_megatron.kernels.api import accumulator_dtype
 from dfa_megatron.plan.interpret import run_together
 from dfa_megatron.plan.language.layout import Layout
 from dfa_megatron.plan.language.mask import Mask
@@ -158,6 +159,15 @@ class Case:
         return None if self.slopes is None else -self.slopes.double()[:, None, None] * distance
 
     @property
+    def lost(self) -> float:
+        """The digits that a large bias takes from the scores of a row whose nearest key is far, as a share of 1."""
+        if self._bias is None:
+            return 0.0
+        seen = pairs_of(self._visible, self.length, self.columns).to(self.device)
+        nearest = torch.where(seen, self._bias, -torch.inf).amax(-1).nan_to_num(neginf=0.0)
+        return torch.finfo(accumulator_dtype(self.dtype)).eps * -nearest.min().item()
+
+    @property
     def out(self) -> torch.Tensor:
         return self.exact.out
 
@@ -290,7 +300,7 @@ def shares(
         tolerance: of all results, in place of TOLERANCE.
         drawn: the case was drawn at random, so that its gradients may be as good as 0.
     """
-    limit = (TOLERANCE if case.device == "cpu" else ON_GPU)[case.dtype]
+    limit = max((TOLERANCE if case.device == "cpu" else ON_GPU)[case.dtype], case.lost)
     # A single key has probability 1 whatever the score: dq and dk of documents of one token are rounding alone.
     floor = 0.25 * case.dout.double().norm().item() if drawn or case.offsets or case.mask else 0.0
     found = {}
