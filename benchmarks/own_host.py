@@ -3,7 +3,7 @@
     NCCL_P2P_DISABLE=1 NCCL_SHM_DISABLE=1 NCCL_NET=Socket torchrun --nproc-per-node 2 -m benchmarks.own_host \
         benchmarks.attention --preset automatic --out DIR          # sockets between the two
 
-NCCL and this package are told so. Messages between them take NCCL's network, or the loopback device.
+NCCL and this package are told so. Messages between "hosts" take NCCL's network, over loopback where there is no other.
 """
 
 from __future__ import annotations

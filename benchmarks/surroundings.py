@@ -20,9 +20,9 @@ def machine() -> dict[str, Any]:
 
 
 def share_gpus(rank: int, ranks: int) -> None:
-    """Choose the GPU of a rank of this machine before NCCL starts.
+    """Choose the GPU of a rank, one of so many on this machine, before NCCL starts.
 
-    Where there are fewer, ranks share one as hosts of their own, as NCCL demands; messages between them take sockets.
+    Ranks share GPUs where these are fewer. NCCL refuses that on one host, so each rank is then told that it is a host.
     """
     gpus = torch.cuda.device_count()
     if gpus < ranks:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from functools import partial
+
 from docs.raw_results import K, Lines, matching, row, table
 
 NAME, BEFORE, LONG = "11-27-{}xh100-masks", "11-26-{}xh100-masks", "11-27-{}xh100-trees-128k"
@@ -19,46 +22,26 @@ def cell(name: str, mask: str, thousands: int, kind: str = "") -> str:
     return f"{found[0][f'{kind}TFLOP/s']:.0f}" if found else "not run"
 
 
-TREES = {"causal": "causal"} | {
-    f"{n} rollouts, prompt {share}": f"tree {n} {share}" for n in (8, 64) for share in (0.3, 0.6, 0.9)
-}
+CAUSAL = {"causal": "causal"}
+TREES = {f"{n} rollouts, prompt {share}": f"tree {n} {share}" for n in (8, 64) for share in (0.3, 0.6, 0.9)}
+BLOCKS = {"every other 256 tokens are an image": "images", "blocks of 256 tokens": "blocks"}
 
 
-def trees() -> Lines:
-    """Return trees beside the causal mask."""
-    lines = [[label, *(cell(NAME.format(gpus), mask, 32) for gpus in (1, 2))] for label, mask in TREES.items()]
-    return table(["TFLOP/s of a GPU, 32K tokens", "1 GPU", "2 GPUs"], lines)
-
-
-def trees_long() -> Lines:
-    """Return longer trees."""
-    names = {label: mask for label, mask in TREES.items() if mask != "causal"}
-    lines = [[label, *(cell(LONG.format(gpus), mask, 128) for gpus in (1, 2))] for label, mask in names.items()]
-    return table(["TFLOP/s of a GPU, 128K tokens", "1 GPU", "2 GPUs"], lines)
+def one_and_two(name: str, masks: Mapping[str, str], thousands: int = 32, run: str = "") -> Lines:
+    """Return masks, by their labels, on one GPU and on two."""
+    lines = [[label, *(cell(name.format(gpus), mask, thousands) for gpus in (1, 2))] for label, mask in masks.items()]
+    return table([f"TFLOP/s of a GPU, {thousands}K tokens{run}", "1 GPU", "2 GPUs"], lines)
 
 
 def trees_before() -> Lines:
     """Return trees beside FlexAttention, on four GPUs and longer, a day before."""
     lines = []
-    for label, mask in TREES.items():
+    for label, mask in (CAUSAL | TREES).items():
         flex = cell(BEFORE.format(1), mask, 32, "flex ") if mask != "causal" else ""
         four = [cell(BEFORE.format(4), mask, tokens) for tokens in (32, 128)]
         lines.append([label, cell(BEFORE.format(1), mask, 32), flex, *four])
     head = ["32K, 1 GPU", "FlexAttention, 1 GPU", "4 GPUs", "128K, 4 GPUs"]
     return table(["TFLOP/s of a GPU", *head], lines)
-
-
-def masks() -> Lines:
-    """Return all other masks."""
-    lines = [[name, *(cell(NAME.format(gpus), name, 32) for gpus in (1, 2))] for name in OTHERS]
-    return table(["TFLOP/s of a GPU, 32K tokens", "1 GPU", "2 GPUs"], lines)
-
-
-def blocks() -> Lines:
-    """Return masks whose blocks see themselves beside the causal mask of their run."""
-    names = {"causal": "causal", "every other 256 tokens are an image": "images", "blocks of 256 tokens": "blocks"}
-    lines = [[label, *(cell(LATER.format(gpus), name, 32) for gpus in (1, 2))] for label, name in names.items()]
-    return table(["TFLOP/s of a GPU, 32K tokens, a later run", "1 GPU", "2 GPUs"], lines)
 
 
 def tree_layers() -> Lines:
@@ -74,10 +57,13 @@ def tree_layers() -> Lines:
 
 PAGES = {
     "docs/trees.md": {
-        "trees": trees,
-        "trees-long": trees_long,
+        "trees": partial(one_and_two, NAME, CAUSAL | TREES),
+        "trees-long": partial(one_and_two, LONG, TREES, 128),
         "trees-before": trees_before,
         "tree-layers": tree_layers,
     },
-    "docs/masks.md": {"masks-measured": masks, "masks-blocks": blocks},
+    "docs/masks.md": {
+        "masks-measured": partial(one_and_two, NAME, dict(zip(OTHERS, OTHERS, strict=True))),
+        "masks-blocks": partial(one_and_two, LATER, CAUSAL | BLOCKS, run=", a later run"),
+    },
 }

@@ -56,6 +56,7 @@ def test_only_steps_of_own_keys_change_and_never_to_earlier_ones(seed: int) -> N
     layout = contiguous(mask.length, ranks)
     before = SCHEDULES["ring"].assign(mask, layout)
     after = ordered(before, mask, layout)
+    assert [*after] == sorted(after)
     its = {block[1:]: block for block in after}
     pairs = [(old, its.pop(old[1:])) for old in before]
     assert its == {}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate, pairwise
 from unittest import mock
 
@@ -132,13 +133,13 @@ def of_blocks(lengths: Sequence[int], block: int) -> list[Case]:
     def sees(i: int, j: int) -> bool:
         return starts[i] == starts[j] and (j - starts[j]) // block <= (i - starts[i]) // block
 
-    made = masks.block_causal_documents(lengths, block)
-    return [Case(made, sees), Case(rows_twice(lambda: masks.block_causal_documents(lengths, block)), sees)]
+    make = partial(masks.block_causal_documents, lengths, block)
+    return [Case(make(), sees), Case(rows_twice(make), sees)]
 
 
 def rows_twice(make: Callable[[], Mask]) -> Mask:
     """A mask whose rows of blocks are in two tiles each, as they are in long documents."""
-    with mock.patch.multiple(geometry, COPIED=0, KEYS_OF_A_ROW=-(1 << 30)):
+    with mock.patch.multiple(geometry, LONG=0, KEYS_OF_A_ROW=-(1 << 30)):
         return make()
 
 
@@ -153,14 +154,12 @@ def of_images(lengths: Sequence[int], left: int, rng: random.Random) -> list[Cas
         alike = any(lo <= i < hi and lo <= j < hi for lo, hi in pairwise(edges))
         return alike and (j <= i or any(lo <= i < hi and lo <= j < hi for lo, hi in blocks))
 
-    return [
-        Case(masks.two_way_blocks(lengths, blocks), sees),
-        Case(masks.two_way_blocks(lengths, blocks, left), lambda i, j: sees(i, j) and i - left <= j),
-        Case(rows_twice(lambda: masks.two_way_blocks(lengths, blocks)), sees),
-        Case(
-            rows_twice(lambda: masks.two_way_blocks(lengths, blocks, left)), lambda i, j: sees(i, j) and i - left <= j
-        ),
-    ]
+    def near(i: int, j: int) -> bool:
+        return sees(i, j) and i - left <= j
+
+    make = partial(masks.two_way_blocks, lengths, blocks)
+    windowed = partial(make, left)
+    return [Case(make(), sees), Case(windowed(), near), Case(rows_twice(make), sees), Case(rows_twice(windowed), near)]
 
 
 def of_union(n: int, rng: random.Random) -> Case:

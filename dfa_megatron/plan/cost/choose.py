@@ -283,10 +283,12 @@ def _timed(
     lost = Candidate(schedule.name, schedule.layout, refusal=LOSES)
     bounds = [*least_seconds(load, _longest(schedule, mask, layout.ranks, layout, shape), shape, hardware)]
     found: dict[int | None, list[tuple[Plan, Estimate]]] = {way: [] for way in (None, nodes if nodes != 1 else None)}
+    if sum(bounds) > most:
+        return [lost] * len(found)
+    blocks = ordered(blocks, mask, layout)
     for number, phase in enumerate((FORWARD, BACKWARD)):
-        if sum(bounds) > most or not any(len(parts) == number for parts in found.values()):
+        if not any(len(parts) == number for parts in found.values()):
             break
-        blocks = blocks if number else ordered(blocks, mask, layout)
         plain = Plan(mask, layout, phase, blocks, schedule.route(blocks, layout, phase))
         for way, parts in found.items():
             if len(parts) < number:

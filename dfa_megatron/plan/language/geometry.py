@@ -236,13 +236,13 @@ def tiles_with_blocks(span: Span, blocks: Sequence[Span], lo: int = -UNBOUNDED) 
     each = [Tile(Span(q, end), Span(span.lo, end), lo, UNBOUNDED if at % 2 else 0) for at, (q, end) in rows]
     tiles = [shrunk for tile in each if (shrunk := tile.shrink())]
     again = sum(len(tile.kv) for tile in tiles) - len(span)
-    if len(span) > COPIED and again > KEYS_OF_A_ROW * sum(map(len, blocks)):
+    if len(span) > LONG and again > KEYS_OF_A_ROW * sum(map(len, blocks)):
         return [Tile(span, span, lo, 0), *(Tile(block, block, 1) for block in blocks)]
     return tiles
 
 
-COPIED, KEYS_OF_A_ROW = 2048, 3
-"""COPIED: the tokens of a document up to which a call copies keys, and so computes several tiles. KEYS_OF_A_ROW: keys
+LONG, KEYS_OF_A_ROW = 2048, 3
+"""LONG: the tokens of a document up to which a call copies keys, and so computes several tiles. KEYS_OF_A_ROW: keys
 that are read again in the time of a query row, by ROW, KEY and GATHER of `shape`; documents on an H100 agree."""
 
 

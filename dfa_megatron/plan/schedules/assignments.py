@@ -45,11 +45,9 @@ def balanced(mask: Mask, layout: Layout, *, share_last: bool = False) -> tuple[B
 def ordered(blocks: Sequence[Block], mask: Mask, layout: Layout) -> tuple[Block, ...]:
     """Return blocks in the order of their steps; own keys wait for those that land for the same rows, where it pays.
 
-    One kernel call then reads the rows once.
-
-    A document that reaches over ranks is then whole in one call. It pays where reading rows twice takes longer than to
-    copy the keys, to wait for messages that less work is left to hide, another call where rows on both sides do not
-    wait, and a share of the work that waits: long documents keep their order, in which all messages are hidden.
+    One kernel call then reads the rows once. It pays where reading them twice takes longer than to copy the keys, to
+    wait for messages that less work is left to hide, another call where rows on both sides do not wait, and a share of
+    the work that waits. So long documents keep their order, in which all messages are hidden.
     """
     if not layout.in_order or len(mask.tiles) < 2:
         return tuple(sorted(blocks))
