@@ -88,5 +88,4 @@ def median_ms(call: Call, device: torch.device, *, warmup: int = 2, repeats: int
 
 def relative(got: torch.Tensor, want: torch.Tensor) -> float:
     """Return |got - want| over |want|, in float64."""
-    got, want = got.detach().double(), want.detach()
-    return float((got - want).norm() / want.norm())
+    return float((got.detach().double() - want.detach()).norm() / want.detach().norm())

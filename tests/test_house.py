@@ -53,7 +53,7 @@ LONG_FUNCTIONS_FOR_NOW = {
 """May only become shorter."""
 
 BUDGETS = {
-    "benchmarks": 6_254,
+    "benchmarks": 6_256,
     "cli": 668,
     "deepspeed": 1_429,
     "doctor": 1_042,
@@ -61,7 +61,7 @@ BUDGETS = {
     "kernels": 3_818,
     "loss": 686,
     "megatron": 4_739,
-    "plan": 5_992,
+    "plan": 5_991,
     "proving": 770,
     "recurrence": 1_399,
     "remat": 529,

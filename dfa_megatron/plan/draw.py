@@ -59,9 +59,7 @@ ARRIVES = {"kv": "kv", "q": "q", "qdo": "q", "out": "result", "dq": "result", "d
 
 
 def picture(title: str, subtitle: str, timelines: Sequence[tuple[Plan, Timeline]]) -> str:
-    """Return an SVG of the phases, one below the other, each over its own time; it follows the viewer's light or dark
-    mode.
-    """
+    """Return an SVG of the phases, one below the other, each over its own time; it follows a viewer's dark mode."""
     out: list[str] = []
     top = HEADER
     for plan, timeline in timelines:

@@ -11,7 +11,7 @@ from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.names import LAYOUTS
 from dfa_megatron.plan.cost.hardware import H200_NVLINK, Hardware
 from dfa_megatron.plan.cost.outline import Estimate, estimate, least_seconds, outline
-from dfa_megatron.plan.language.ir import BACKWARD, FORWARD, AttentionPlan, Block, Plan, loads, needed_pairs
+from dfa_megatron.plan.language.ir import BACKWARD, FORWARD, AttentionPlan, Plan, needed_pairs
 from dfa_megatron.plan.language.layout import Layout, contiguous
 from dfa_megatron.plan.language.mask import Mask, components
 from dfa_megatron.plan.language.shape import AttentionShape, split_heads
@@ -205,23 +205,19 @@ def _of_schedules(
 ) -> tuple[Candidate, ...]:
     """Return candidates without an exchange: all, or those that may win and take at most so long."""
     found: dict[Schedule, list[Candidate]] = {}
-    assigned, load, held = {}, dict[Schedule, float](), layout if isinstance(layout, Layout) else None
+    load, held = dict[Schedule, float](), layout if isinstance(layout, Layout) else None
     limit = math.inf if most is None else most * (1 + TIE)  # what ties with one that may win is kept
     for schedule in ALL:
         why, instead = _needless(schedule, mask, ranks, layout, load), ""
-        if not why and limit < math.inf:  # where nothing was timed yet, nothing loses
-            side = _longest(schedule, mask, ranks, layout, shape)
-            why = LOSES * (sum(least_seconds(mask.area / ranks, side, shape, hardware)) > limit)
-        if not why:
-            try:
-                assigned[schedule] = chunks, blocks = schedule.assigned(mask, ranks, held)
-                load[schedule] = max(loads(blocks, mask, chunks))
-            except UnsupportedError as error:
-                why, instead = error.why, error.instead
+        try:
+            if not why:
+                load[schedule] = schedule.load(mask, ranks, held)
+        except UnsupportedError as error:
+            why, instead = error.why, error.instead
         if why:
             found[schedule] = [Candidate(schedule.name, schedule.layout, refusal=why, instead=instead)]
     for schedule in sorted(load, key=load.__getitem__):  # the most even first: its time may show that others lose
-        found[schedule] = _timed(schedule, mask, *assigned[schedule], load[schedule], shape, hardware, limit)
+        found[schedule] = _timed(schedule, mask, ranks, layout, load[schedule], shape, hardware, limit)
         if most is not None:
             limit = min([limit, *(one.seconds * (1 + TIE) for one in found[schedule] if one.plan)])
     return tuple(one for schedule in ALL for one in found[schedule])
@@ -271,29 +267,30 @@ def _longest(schedule: Schedule, mask: Mask, ranks: int, layout: str | Layout, s
 
 
 def _timed(
-    schedule: Schedule, mask: Mask, layout: Layout, blocks: tuple[Block, ...], load: float, shape: AttentionShape,
+    schedule: Schedule, mask: Mask, ranks: int, layout: str | Layout, load: float, shape: AttentionShape,
     hardware: Hardware, most: float,
 ) -> list[Candidate]:  # fmt: skip
-    """Return the plans of these blocks, without gateways and with them, or refusals of those that take over `most`.
+    """Return the plans of a schedule, without gateways and with them, or refusals of those that take over `most`.
 
     They are refused as soon as a bound shows it: the compute of the most loaded rank, then the steps so far with the
     compute that is left.
     """
-    nodes = hardware.node_size(layout.ranks) if schedule.route is direct else None
+    nodes = hardware.node_size(ranks) if schedule.route is direct else None
     lost = Candidate(schedule.name, schedule.layout, refusal=LOSES)
-    bounds = [*least_seconds(load, _longest(schedule, mask, layout.ranks, layout, shape), shape, hardware)]
+    bounds = least_seconds(load, _longest(schedule, mask, ranks, layout, shape), shape, hardware)
     found: dict[int | None, list[tuple[Plan, Estimate]]] = {way: [] for way in (None, nodes if nodes != 1 else None)}
     if sum(bounds) > most:
         return [lost] * len(found)
-    blocks = ordered(blocks, mask, layout)
+    held, blocks = schedule.assigned(mask, ranks, layout if isinstance(layout, Layout) else None)
+    blocks = ordered(blocks, mask, held)
     for number, phase in enumerate((FORWARD, BACKWARD)):
         if not any(len(parts) == number for parts in found.values()):
             break
-        plain = Plan(mask, layout, phase, blocks, schedule.route(blocks, layout, phase))
+        plain = Plan(mask, held, phase, blocks, schedule.route(blocks, held, phase))
         for way, parts in found.items():
             if len(parts) < number:
                 continue
-            plan = plain if way is None else replace(plain, transfers=gateway(plain.transfers, layout, phase, way))
+            plan = plain if way is None else replace(plain, transfers=gateway(plain.transfers, held, phase, way))
             spent = sum(part.seconds for _, part in parts) + sum(bounds[number + 1 :])
             one = estimate(outline(plan, shape.batch), shape, hardware, most=most - spent)
             if one.seconds < math.inf:

@@ -144,11 +144,10 @@ def estimate(
     return Estimate(max(done), host, sum(busy) / plan.ranks, tuple(sent[False]), tuple(sent[True]))
 
 
-def least_seconds(pairs: float, side: float, shape: AttentionShape, hardware: Hardware) -> tuple[float, float]:
+def least_seconds(pairs: float, side: float, shape: AttentionShape, hardware: Hardware) -> list[float]:
     """Return the least times of a forward and a backward over so many token pairs, in calls up to a square's side."""
-    heads = shape.batch * shape.heads
-    rates = [hardware.highest_rate(phase.name, side, heads) for phase in (FORWARD, BACKWARD)]
-    return pairs * shape.flops_per_pair(FORWARD) / rates[0], pairs * shape.flops_per_pair(BACKWARD) / rates[1]
+    rates = {phase: hardware.highest_rate(phase.name, side, shape.batch * shape.heads) for phase in (FORWARD, BACKWARD)}
+    return [pairs * shape.flops_per_pair(phase) / rate for phase, rate in rates.items()]
 
 
 def deliver(

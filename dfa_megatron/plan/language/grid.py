@@ -27,9 +27,7 @@ def _letter(place: int) -> str:
 
 
 def cell(plan: Plan, blocks: Sequence[Block]) -> str:
-    """Describe the work of a rank in a step: owners of rows . owners of keys, with a star if the rows belong to another
-    rank.
-    """
+    """Describe the work of a rank in a step: owners of rows . owners of keys, and a star for rows of another rank."""
     if not blocks:
         return "-"
     helps = any(plan.layout.owner[block.q_chunk] != block.rank for block in blocks)
@@ -38,9 +36,7 @@ def cell(plan: Plan, blocks: Sequence[Block]) -> str:
 
 
 def grid(plan: Plan, mark: tuple[int, int] | None = None, width: int = 100) -> str:
-    """Draw the grid of a plan. `mark` is a (step, rank) that gets a `<!`. Ranks that exceed the width continue in bands
-    below.
-    """
+    """Draw the grid of a plan, in bands of ranks that fit the width. `mark`, a (step, rank), gets a `<!`."""
     cells: dict[tuple[int, int], list[Block]] = defaultdict(list)
     for block in plan.blocks:
         cells[block.step, block.rank].append(block)

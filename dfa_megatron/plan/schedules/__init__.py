@@ -9,7 +9,7 @@ from functools import partial
 from dfa_megatron import names
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.names import nearest
-from dfa_megatron.plan.language.ir import BACKWARD, FORWARD, AttentionPlan, Block, Plan, needed_pairs
+from dfa_megatron.plan.language.ir import BACKWARD, FORWARD, AttentionPlan, Block, Plan, loads, needed_pairs
 from dfa_megatron.plan.language.layout import Layout, cut_at
 from dfa_megatron.plan.language.mask import Mask, kept_on_mask
 from dfa_megatron.plan.schedules.assignments import balanced, by_distance, by_memory, ordered
@@ -28,7 +28,7 @@ class Schedule:
         halved: whether it is planned in halves of the layout's chunks.
         assign: who computes which block, and when.
         route: how data reach the blocks, and results their owners.
-        cut: cuts these chunks further, by the mask.
+        cut: cuts chunks further, so that work is even; None where chunks stay as they are.
     """
 
     name: str
@@ -36,7 +36,7 @@ class Schedule:
     halved: bool
     assign: Callable[[Mask, Layout], tuple[Block, ...]]
     route: Route
-    cut: Callable[[Mask, Layout], Layout] = lambda mask, layout: layout
+    cut: Callable[[Mask, Layout], Layout] | None = None
 
     def plan(
         self, mask: Mask, ranks: int, ranks_per_node: int | None = None, held: Layout | None = None
@@ -56,13 +56,22 @@ class Schedule:
             raise UnsupportedError(f"schedule {self.name!r} with a gateway", why, "the same without")
         return plan if ranks_per_node is None else over_nodes(plan, ranks_per_node)
 
+    def load(self, mask: Mask, ranks: int, held: Layout | None = None) -> float:
+        """Return the least token pairs of the most loaded rank, before chunks are cut; errors as for `plan`."""
+        layout = self._chunks(mask, ranks, held)
+        return mask.area / ranks if self.cut else max(loads(self.assign(mask, layout), mask, layout))
+
     def assigned(self, mask: Mask, ranks: int, held: Layout | None = None) -> tuple[Layout, tuple[Block, ...]]:
         """Return chunks and blocks, before own keys wait, the same in both phases; errors as for `plan`."""
+        layout = _cut_where_needed(mask, self._chunks(mask, ranks, held))
+        layout = self.cut(mask, layout) if self.cut else layout
+        return layout, self.assign(mask, layout)
+
+    def _chunks(self, mask: Mask, ranks: int, held: Layout | None) -> Layout:
         if ranks < 1:
             raise UnsupportedError(f"a plan for {ranks} ranks", "there must be at least one", "ranks=1")
         layout = layout_of(self.layout, mask, ranks) if held is None else held
-        layout = self.cut(mask, _cut_where_needed(mask, layout.halved() if self.halved else layout))
-        return layout, self.assign(mask, layout)
+        return layout.halved() if self.halved else layout
 
 
 def _phases(mask: Mask, layout: Layout, blocks: tuple[Block, ...], route: Route) -> list[Plan]:
