@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 from docs.raw_results import Lines, figures, row, table
 
-GROUP, ONE = "11-23-2xh200-hybrid", "11-23-1xh200-recurrence"
+GROUP, HOSTS, ONE = "11-23-2xh200-hybrid", "11-27-2xh100-hybrid-two-hosts", "11-23-1xh200-recurrence"
 
 
-def group() -> Lines:
+def group(title: str, file: str) -> Lines:
     """Return a group of layers in Megatron beside its own all-to-all."""
     modes = {"Megatron's all-to-all": "te", "ours": "none", "ours, rematerialization": "remat"}
     shown = {"ms of a layer, forward and backward": "{ms_per_layer:.1f}", "GiB": "{peak_gib:.1f}"}
     return figures(
-        "two GPUs, 64K tokens",
+        title,
         {label: {"mode": mode} for label, mode in modes.items()},
-        {head: (GROUP, {}, form) for head, form in shown.items()},
+        {head: (file, {}, form) for head, form in shown.items()},
     )
 
 
@@ -36,4 +37,8 @@ def shares() -> Lines:
     return table(["one GPU as a rank, 32K tokens, a link of 370 GB/s", "of 2", "of 4", "of 8"], lines)
 
 
-TABLES: dict[str, Callable[[], Lines]] = {"group": group, "shares": shares}
+TABLES: dict[str, Callable[[], Lines]] = {
+    "group": partial(group, "two H200, 64K tokens", GROUP),
+    "hosts": partial(group, "two H100 as two hosts, 64K tokens", HOSTS),
+    "shares": shares,
+}

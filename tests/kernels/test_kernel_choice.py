@@ -94,8 +94,9 @@ def test_auto_prefers_cudnn_and_leaves_it_for_what_it_cannot_do() -> None:
     banded = dataclasses.replace(ON_HOPPER, forms=frozenset({"full", "band"}))
     assert kernels.select("auto", banded).name == "aten"
     assert kernels.select("auto", dataclasses.replace(ON_HOPPER, deterministic=True)).name == "aten"
-    assert kernels.select("auto", dataclasses.replace(ON_HOPPER, head_dim=256, head_dim_v=256)).name == "aten"
-    assert kernels.select("auto", dataclasses.replace(ON_HOPPER, head_dim=192, head_dim_v=128)).name == "cudnn"
+    for dims in ((256, 256), (192, 128), (136, 136)):
+        wide = dataclasses.replace(ON_HOPPER, head_dim=dims[0], head_dim_v=dims[1])
+        assert kernels.select("auto", wide).name == "cudnn"
     assert kernels.select("auto", dataclasses.replace(ON_HOPPER, head_dim=100, head_dim_v=100)).name == "triton"
     assert kernels.select("auto", dataclasses.replace(ON_HOPPER, dtype=torch.float32)).name == "triton"
     assert kernels.select("auto", dataclasses.replace(ON_HOPPER, dtype=torch.float64)).name == "reference"
@@ -146,7 +147,8 @@ def test_cudnn_honours_pytorchs_own_deterministic_switch() -> None:
         ("cudnn", {"forms": frozenset({"band"})}, "no sliding window"),
         ("cudnn", {"deterministic": True}, "not deterministic"),
         ("cudnn", {"head_dim": 36, "head_dim_v": 36}, "multiples of 8"),
-        ("cudnn", {"head_dim": 256, "head_dim_v": 256}, "over 128"),
+        ("cudnn", {"head_dim": 264, "head_dim_v": 264}, "over 256 on compute capability 9.0"),
+        ("cudnn", {"head_dim": 136, "head_dim_v": 136, "capability": (10, 0)}, "over 128 on compute capability 10.0"),
         ("cudnn", {"head_dim": 192, "head_dim_v": 128, "capability": (8, 0)}, "over 128 on compute capability 8.0"),
         ("cudnn", {"capability": (7, 5)}, "8.0 (Ampere) or newer, not 7.5"),
         ("aten", {"head_dim_v": 32}, "to be equal"),

@@ -113,14 +113,12 @@ _VECTOR_KERNEL = ReferenceKernel()
 
 def _head_dim_refusal(need: Need) -> str | None:
     head_dims = (need.head_dim, need.head_dim_v)
-    if max(head_dims) <= 128:
-        return None
-    hopper_or_newer = need.capability is not None and need.capability in ((9, 0), (10, 0), (10, 3))
-    if head_dims == (192, 128) and hopper_or_newer:
+    most = 256 if need.capability == (9, 0) else 128
+    if max(head_dims) <= most or (head_dims == (192, 128) and need.capability in ((10, 0), (10, 3))):
         return None
     return (
-        f"head_dim {need.head_dim} and head_dim_v {need.head_dim_v} are over 128 on compute capability "
-        f"{capability_text(need)} (192 and 128 together work on 9.0, 10.0 and 10.3)"
+        f"head_dim {need.head_dim} and head_dim_v {need.head_dim_v} are over {most} on compute capability "
+        f"{capability_text(need)} (9.0 takes up to 256; 10.0 and 10.3 take 192 and 128 together)"
     )
 
 
