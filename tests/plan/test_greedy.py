@@ -10,11 +10,12 @@ import pytest
 
 from dfa_megatron.plan.cost.simulate import bytes_sent
 from dfa_megatron.plan.language import mask as masks
-from dfa_megatron.plan.language.geometry import Span
+from dfa_megatron.plan.language.geometry import Span, Tile
 from dfa_megatron.plan.language.ir import Plan
 from dfa_megatron.plan.language.layout import Layout, contiguous
 from dfa_megatron.plan.language.mask import Mask, components, documents
 from dfa_megatron.plan.language.shape import AttentionShape
+from dfa_megatron.plan.proof.check import check_plan
 from dfa_megatron.plan.schedules import OWNER_COMPUTES, SCHEDULES
 from dfa_megatron.plan.schedules import load_balanced as balancing
 from dfa_megatron.plan.schedules.greedy import help_of
@@ -98,6 +99,17 @@ def test_greedy_evens_out_every_mask(ranks: int) -> None:
     for case in [*every_mask(ranks * 256, rng), *heterogeneous_masks(ranks * 256, rng)]:
         if case.mask.area > ranks * 256 * 16:  # beside it a single row is a large part of the work
             assert imbalance(forward("greedy", case.mask, ranks)) <= 1.04, case.mask.name
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4, 5])
+def test_rows_far_apart_with_few_keys_are_helped(ranks: int) -> None:
+    """A piece of them may have no pair in its first or last rows, once a part of it is given away."""
+    rng = random.Random(ranks)
+    for number in range(200):
+        length = rng.choice([16, 24, 33])
+        places = [(rng.randrange(length), rng.randrange(length)) for _ in range(rng.randint(2, 8))]
+        dots = [Tile(Span(q, q + 1), Span(k, min(length, k + rng.randint(1, 4)))) for q, k in places]
+        check_plan(SCHEDULES["greedy"].plan(masks.union(f"dots {number}", length, dots), ranks))
 
 
 # load_balanced tokens.

@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from itertools import chain
 from math import sqrt
 from typing import NamedTuple
 
@@ -67,8 +66,8 @@ def greedy(mask: Mask, layout: Layout) -> tuple[Block, ...]:
 
 def cut_for_help(mask: Mask, layout: Layout) -> Layout:
     """Cut contiguous chunks where the rows or keys of a helper begin or end."""
-    given = help_of(mask, layout.joined())
-    return cut_at(layout, chain.from_iterable((h.q.lo, h.q.hi, h.kv.lo, h.kv.hi) for h in given))
+    spans = (span for one in help_of(mask, layout.joined()) for span in one[:2])
+    return cut_at(layout, [at for span in spans for at in (span.lo, span.hi)])
 
 
 @kept_on_mask
@@ -89,10 +88,10 @@ class _Work:
     half: float = -1.0
     """The share of the pairs that is in the first half of the rows, once it is known."""
 
-    def of_rows(self, q: Span) -> _Work:
-        """Return the part of this piece in some of its rows."""
+    def of_rows(self, q: Span) -> _Work | None:
+        """Return the part of this piece in some of its rows, from the first with a pair to the last; None without."""
         tiles = [part for tile in self.tiles if (part := tile.restrict(q, tile.kv))]
-        return _Work(self.home, tiles, sum(tile.area for tile in tiles), q, self.helpers)
+        return _work(self.home, tiles, self.helpers) if tiles else None
 
     def area_in(self, q: Span) -> int:
         """Return the number of pairs in some of the rows."""
@@ -101,8 +100,6 @@ class _Work:
     @property
     def kv(self) -> Span:
         """Return the keys."""
-        if len(self.tiles) == 1:
-            return self.tiles[0].kv
         return Span(min(tile.kv.lo for tile in self.tiles), max(tile.kv.hi for tile in self.tiles))
 
     def rows_of(self, share: float) -> float:
@@ -113,6 +110,11 @@ class _Work:
         linear, square = 4 * half - 1, 2 - 4 * half
         root = sqrt(max(0.0, linear * linear + 4 * square * share))
         return min(1.0, 2 * share / (linear + root)) * len(self.q) if linear + root > 0 else len(self.q)
+
+
+def _work(home: int, tiles: list[Tile], helpers: set[int]) -> _Work:
+    rows = Span(min(tile.q.lo for tile in tiles), max(tile.q.hi for tile in tiles))
+    return _Work(home, tiles, sum(tile.area for tile in tiles), rows, helpers)
 
 
 class _Move(NamedTuple):
@@ -146,8 +148,7 @@ class _Balance:
         inside = self.mask if alone else Mask("", self.mask.length, component.tiles)
         for (rows, keys), parts in needed_pairs(inside, self.layout.chunks).items():
             rank, home = self.layout.owner[rows], self.layout.owner[keys]
-            q = Span(min(part.q.lo for part in parts), max(part.q.hi for part in parts))
-            self.pieces[rank][home].append(_Work(home, [*parts], sum(part.area for part in parts), q))
+            self.pieces[rank][home].append(_work(home, [*parts], set()))
 
     def run(self) -> Iterator[Help]:
         """Move pieces until no rank is too far above the mean, or no move helps."""
@@ -214,12 +215,12 @@ class _Balance:
             few = max(1, int(len(rows) * most / area) // self.aligned) * self.aligned  # rows gain keys unevenly
             rows = Span(rows.lo, rows.lo + few) if rows.lo == piece.q.lo else Span(rows.hi - few, rows.hi)
         taken = piece.of_rows(rows)
-        if self.load[move.target] + taken.area >= self.load[rank]:
+        if taken is None or self.load[move.target] + taken.area >= self.load[rank]:
             return None
         self.load[rank] -= taken.area
         self.load[move.target] += taken.area
         piece.helpers.add(move.target)
         left = Span(rows.hi, piece.q.hi) if rows.lo == piece.q.lo else Span(piece.q.lo, rows.lo)
-        if len(left) and (rest := piece.of_rows(left)).area:
+        if rest := piece.of_rows(left):
             self.pieces[rank][home].insert(at, rest)
         return taken
