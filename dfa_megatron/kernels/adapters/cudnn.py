@@ -112,13 +112,13 @@ _VECTOR_KERNEL = ReferenceKernel()
 
 
 def _head_dim_refusal(need: Need) -> str | None:
-    head_dims = (need.head_dim, need.head_dim_v)
-    most = 256 if need.capability == (9, 0) else 128
-    if max(head_dims) <= most or (head_dims == (192, 128) and need.capability in ((10, 0), (10, 3))):
+    dims, on_hopper = (need.head_dim, need.head_dim_v), need.capability == (9, 0)
+    wide = on_hopper and dims[1] <= dims[0] <= 256
+    if max(dims) <= 128 or wide or (dims == (192, 128) and need.capability in ((10, 0), (10, 3))):
         return None
     return (
-        f"head_dim {need.head_dim} and head_dim_v {need.head_dim_v} are over {most} on compute capability "
-        f"{capability_text(need)} (9.0 takes up to 256; 10.0 and 10.3 take 192 and 128 together)"
+        f"head_dim {dims[0]} and head_dim_v {dims[1]} are over 128 on compute capability {capability_text(need)} "
+        "(9.0 takes a head_dim up to 256 that is not below head_dim_v; 10.0 and 10.3 take 192 and 128)"
     )
 
 
