@@ -54,7 +54,7 @@ LANGUAGE_MODELS: Refusals = (
     (
         "layers that transformers does not checkpoint",
         "transformers does not checkpoint its layers",
-        lambda d: d.options["checkpoint"] != "none" and d.kind == "ctrl",
+        lambda d: d.options["checkpoint"] != "none" and d.kind in ("ctrl", "jetmoe"),
     ),
     (
         "padding on the left",
