@@ -62,8 +62,8 @@ def from_dense(visible: Any, length: int | None = None, *, name: str = "dense", 
                 "a mask that is no matrix of bool", "each cell says what attends", "(length, length)"
             )
         length, look = len(visible), lambda batch, head, i, j: visible[i[:, 0].numpy()]
-    if length is None:
-        raise UnsupportedError("a mask function without length", "it does not say it", "from_dense(function, 4096)")
+    if not length:
+        raise UnsupportedError("a mask without length", "nothing says it, or it is 0", "from_dense(function, 4096)")
     pieces, rows = list[Tile](), max(1, _CELLS // length)
     for top in range(0, length, rows):
         for piece in _pieces(look, length, Span(top, min(top + rows, length)), device):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
+from functools import partial
 
 import pytest
 
@@ -69,6 +71,21 @@ def test_documents_are_cut_zigzag_one_by_one() -> None:
     assert not layout.in_order
     assert isinstance(hash(layout), int)
     assert Layout(layout.chunks, layout.owner) == layout
+
+
+@pytest.mark.parametrize(
+    ("refused", "why"),
+    [
+        (lambda: of_lengths([5, -2, 4]), r"lengths \[5, -2, 4\]"),
+        (lambda: zigzag_documents((0, 8, 4), 2), "-4 tokens in 4 parts"),
+        (lambda: zigzag_documents((4, 8), 2), "the first document starts at 0"),
+        (lambda: zigzag_documents((), 2), "the first document starts at 0"),
+        *((partial(cut, 16, ranks), "16 tokens in .* parts") for cut in LAYOUTS.values() for ranks in (0, -1)),
+    ],
+)
+def test_numbers_that_are_no_counts_are_refused(refused: Callable[[], Layout], why: str) -> None:
+    with pytest.raises(UnsupportedError, match=why):
+        refused()
 
 
 @pytest.mark.parametrize(("name", "length"), [("contiguous", 0), ("zigzag", -1), ("striped", 8)])

@@ -156,8 +156,7 @@ def deliver(
     """Move the messages of one step; return when each rank has sent and received all of its own, and times by ends.
 
     On its link to the ranks of its node a rank sends one message at a time and receives one at a time. Its adapter to
-    other nodes works the same way, beside the link. The message that can start first goes first; a tie goes to the
-    lower ranks.
+    other nodes works the same way, beside it. The message that can start first goes first; lower ranks win a tie.
 
     Args:
         queued: source, destination, seconds, and whether it goes to another node.

@@ -83,9 +83,7 @@ def form_of(band: Band, q_len: int, kv_len: int) -> Form:
 
 @dataclass(frozen=True, slots=True, order=True)
 class Segment:
-    """A segment of a kernel call: query rows q_lo..q_hi see key rows kv_lo..kv_hi through a band over exactly these
-    rows.
-    """
+    """Query rows q_lo..q_hi of a kernel call, which see key rows kv_lo..kv_hi through a band over exactly these."""
 
     q_lo: int
     q_hi: int
@@ -167,8 +165,7 @@ class Tile(NamedTuple):
     def __sub__(self, other: Tile) -> tuple[Tile, ...]:
         """Return the pairs that only this tile holds, as disjoint tiles.
 
-        They are whole rows above and below the other tile, whole columns left and right of it, then both sides of its
-        band.
+        They are whole rows above and below the other tile, whole columns beside it, then both sides of its band.
         """
         both = self & other
         if both is None:

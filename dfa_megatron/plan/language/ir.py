@@ -144,8 +144,7 @@ class AttentionPlan:
     Attributes:
         schedule: its name.
         layout: the name of the layout, which says the tokens that a rank holds.
-        forward: the plan of the forward.
-        backward: the plan of the backward.
+        forward, backward: the plans of its phases.
         ranks_per_node: of the nodes that its routes cross to once, or None where the routes know no nodes.
     """
 

@@ -10,6 +10,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
+from operator import index
 
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.plan.language.geometry import Span
@@ -135,6 +136,8 @@ class Layout:
 
 def cut(length: int, parts: int) -> tuple[Span, ...]:
     """Cut [0, length) into `parts` spans; the first ones are one longer where it does not divide."""
+    if length < 0 or parts < 1:
+        raise UnsupportedError(f"{length} tokens in {parts} parts", "both are counts", "none or more, in one or more")
     each, more = divmod(length, parts)
     return tuple(Span(lo, hi) for lo, hi in pairwise(part * each + min(part, more) for part in range(parts + 1)))
 
@@ -151,14 +154,20 @@ def zigzag(length: int, ranks: int) -> Layout:
 
 def of_lengths(lengths: Sequence[int]) -> Layout:
     """Give rank r the next lengths[r] tokens, in order; some may be 0."""
-    return _of([Span(lo, hi) for lo, hi in pairwise(accumulate(lengths, initial=0))], range(len(lengths)))
+    counts = [*map(index, lengths)]
+    if min(counts, default=0) < 0:
+        raise UnsupportedError(f"lengths {counts}", "they are numbers of tokens", "0 or more for each rank")
+    return _of([Span(lo, hi) for lo, hi in pairwise(accumulate(counts, initial=0))], range(len(counts)))
 
 
 def zigzag_documents(cu_seqlens: Sequence[int], ranks: int) -> Layout:
     """Cut each document of a pack zigzag by itself, as Transformer Engine and ring-flash-attn place packed data."""
+    ends = [*map(index, cu_seqlens)]
+    if ends[:1] != [0]:
+        raise UnsupportedError(f"cu_seqlens {ends}", "the first document starts at 0", "(0, end, ...)")
     order = zigzag(2 * ranks, ranks).owner
     chunks, owners = list[Span](), list[int]()
-    for lo, hi in pairwise(cu_seqlens):
+    for lo, hi in pairwise(ends):
         chunks += [chunk.shift(lo) for chunk in cut(hi - lo, 2 * ranks)]
         owners += order
     return _of(chunks, owners)

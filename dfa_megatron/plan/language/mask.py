@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import wraps
 from itertools import accumulate, pairwise
+from operator import index
 from typing import Any, NamedTuple, TypeVar, TypeVarTuple
 
 from dfa_megatron.plan.language.geometry import UNBOUNDED, Span, Tile, tiles_with_blocks
@@ -95,7 +96,7 @@ class Mask:
 def _mask(name: str, length: int, tiles: Iterable[Tile]) -> Mask:
     if length <= 0:
         raise ValueError(f"a mask needs a positive length, got {length}")
-    return Mask(name, length, tuple(shrunk for tile in tiles if (shrunk := tile.shrink())))
+    return Mask(name, index(length), tuple(shrunk for tile in tiles if (shrunk := tile.shrink())))
 
 
 def union(name: str, length: int, tiles: Iterable[Tile]) -> Mask:
@@ -278,8 +279,7 @@ def two_way_blocks(lengths: Sequence[int], blocks: Sequence[tuple[int, int]], le
 
 
 def global_sliding(length: int, window: int, tokens: int, *, causal: bool = False) -> Mask:
-    """Return a mask whose first `tokens` tokens see all and are seen by all; the others see `window` tokens to each
-    side.
+    """Return a mask: the first `tokens` tokens see all and are seen by all, others see `window` tokens to each side.
 
     i < tokens or j < tokens or -window <= j - i <= window; with `causal`, j <= i as well (window and sink tokens).
     The benchmark takes as many global tokens as the window has on one side.
@@ -317,7 +317,7 @@ def _bounds(left: int, right: int) -> tuple[int, int]:
 def _spans(lengths: Sequence[int]) -> list[Span]:
     if not lengths or min(lengths) <= 0:
         raise ValueError(f"document lengths must be positive, got {list(lengths)}")
-    return [Span(lo, hi) for lo, hi in pairwise(accumulate(lengths, initial=0))]
+    return [Span(lo, hi) for lo, hi in pairwise(accumulate(map(index, lengths), initial=0))]
 
 
 def short_name(lengths: Sequence[int]) -> str:

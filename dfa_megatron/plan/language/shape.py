@@ -179,8 +179,7 @@ def split_heads(degree: int, ranks: int, heads: int, kv_heads: int) -> HeadSplit
 class TokenSplit:
     """The tokens of a rank of the plan, and the ranks that bring them together.
 
-    exchange_group: ranks of the group that exchange heads with this one. They are neighbours, so that they share a
-    node.
+    exchange_group: ranks of the group that exchange heads with this one: neighbours, so that they share a node.
     plan_group: ranks of the group that run a plan with this one; all of them compute the same heads.
     rows: tokens of each rank of `exchange_group`.
     gathered: (position in `exchange_group`, its rows) in the order of the plan's tokens, or () where that is the order

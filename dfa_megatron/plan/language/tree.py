@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate, pairwise
+from operator import index
 
 from dfa_megatron.plan.language.geometry import UNBOUNDED, Span, Tile
 from dfa_megatron.plan.language.mask import Mask, short_name
@@ -92,7 +93,7 @@ def prompt_tree(lengths: Sequence[int], parents: Sequence[int], *, window: int =
         parents: the index of each segment's parent, -1 for a root.
         window: a token sees only this many tokens before it, counted along its path; -1 means no bound.
     """
-    return Tree(tuple(lengths), tuple(parents)).mask(window)
+    return Tree(tuple(map(index, lengths)), tuple(map(index, parents))).mask(window)
 
 
 @lru_cache(maxsize=64)

@@ -153,8 +153,7 @@ def plan_named(
 def with_blocks(plan: AttentionPlan, blocks: Iterable[Block]) -> AttentionPlan:
     """Return a plan of the same mask and layout that computes these blocks, forward and backward.
 
-    Transfers are routed again, from owner to reader and back. Check the result with `check_plan`: blocks may be
-    missing, or twice.
+    Transfers are routed again. Check the result with `check_plan`: blocks may be missing, or twice.
 
     Args:
         plan: gives mask, layout and nodes.

@@ -15,8 +15,7 @@ def balanced(mask: Mask, layout: Layout, *, share_last: bool = False) -> tuple[B
     """Return the blocks of DISTFLASHATTN (paper, Algorithm 2, corrected for odd P), in floor(P/2) + 1 steps.
 
     At step t rank r works for itself on the keys t ranks before it while there are any (r >= t), and otherwise helps
-    rank r - t + P with its own keys. For even P the pairs of the last step are met from above only: the ranks below P/2
-    idle.
+    rank r - t + P with its own keys. For even P the last step's pairs are met from above only: ranks below P/2 idle.
 
     Args:
         mask: only causal pairs.

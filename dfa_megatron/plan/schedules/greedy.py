@@ -49,7 +49,6 @@ def greedy(mask: Mask, layout: Layout) -> tuple[Block, ...]:
     """Return blocks of nearly equal work per rank on any mask: first local, then help, then own rows.
 
     Args:
-        mask: the pairs.
         layout: from `cut_for_help`, so that help is of whole chunks.
     """
     given: dict[tuple[int, int], list[Help]] = defaultdict(list)

@@ -52,8 +52,7 @@ def gateway(transfers: Iterable[Transfer], layout: Layout, phase: Phase, ranks_p
     """Return the transfers of `direct` rerouted so that data that crosses to a node crosses once.
 
     Inside a node a chunk goes from reader to reader in the order of need. Partial results are merged on their way
-    through the node, so that one comes back. Two readers of a node that need a chunk in the same step both get it from
-    its owner.
+    through the node, so that one comes back. Two readers that need a chunk in the same step both get it from its owner.
     """
     groups: dict[tuple[str, int, int], list[Transfer]] = defaultdict(list)
     out: list[Transfer] = []
