@@ -62,8 +62,8 @@ def from_dense(visible: Any, length: int | None = None, *, name: str = "dense", 
                 "a mask that is no matrix of bool", "each cell says what attends", "(length, length)"
             )
         length, look = len(visible), lambda batch, head, i, j: visible[i[:, 0].numpy()]
-    if not length:
-        raise UnsupportedError("a mask without length", "nothing says it, or it is 0", "from_dense(function, 4096)")
+    if length is None or length < 1:
+        raise UnsupportedError("a mask without length", "it is not given, or below 1", "from_dense(function, 4096)")
     pieces, rows = list[Tile](), max(1, _CELLS // length)
     for top in range(0, length, rows):
         for piece in _pieces(look, length, Span(top, min(top + rows, length)), device):

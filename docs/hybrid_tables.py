@@ -39,6 +39,6 @@ def shares() -> Lines:
 
 TABLES: dict[str, Callable[[], Lines]] = {
     "group": partial(group, "two H200, 64K tokens", GROUP),
-    "hosts": partial(group, "two H100 as two hosts, 64K tokens", HOSTS),
+    "hosts": partial(group, "two H100 of one machine over sockets, 64K tokens", HOSTS),
     "shares": shares,
 }

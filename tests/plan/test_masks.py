@@ -106,10 +106,9 @@ def test_masks_of_flex_attention_become_tiles_or_name_the_first_cell_that_does_n
     far = or_masks(packed, lambda b, h, i, j: (i * j) % 7 == 3)
     with pytest.raises(UnsupportedError, match=r"no union of 9 pieces: cell \(1, 52\) needs one more"):
         masks.from_dense(far, 128, most=9)
-    with pytest.raises(UnsupportedError, match="without length"):
-        masks.from_dense(far)
-    with pytest.raises(UnsupportedError, match="a mask without length"):
-        masks.from_dense(torch.zeros(0, 0, dtype=torch.bool))
+    for given in ((far,), (far, -1), (torch.zeros(0, 0, dtype=torch.bool),)):
+        with pytest.raises(UnsupportedError, match="a mask without length"):
+            masks.from_dense(*given)
     with pytest.raises(UnsupportedError, match="no matrix of bool"):
         masks.from_dense(torch.ones(8, 8))
 

@@ -159,9 +159,9 @@ def _family(layout: str | Layout, mask: Mask) -> str:
     return "contiguous" if layout.falls <= starts else "load_balanced"
 
 
-def _in_order(mask: Mask, ranks: int, layout: str | Layout) -> Layout:
+def _in_order(mask: Mask, ranks: int, layout: str | Layout | None) -> Layout:
     """Return one chunk per rank, and per side where there are two."""
-    return contiguous(mask.length, ranks) if isinstance(layout, str) else layout.joined()
+    return layout.joined() if isinstance(layout, Layout) else contiguous(mask.length, ranks)
 
 
 def _refusals(looked_at: tuple[Candidate, ...]) -> str:
@@ -217,7 +217,7 @@ def _of_schedules(
         if why:
             found[schedule] = [Candidate(schedule.name, schedule.layout, refusal=why, instead=instead)]
     for schedule in sorted(load, key=load.__getitem__):  # the most even first: its time may show that others lose
-        found[schedule] = _timed(schedule, mask, ranks, layout, load[schedule], shape, hardware, limit)
+        found[schedule] = _timed(schedule, mask, ranks, held, load[schedule], shape, hardware, limit)
         if most is not None:
             limit = min([limit, *(one.seconds * (1 + TIE) for one in found[schedule] if one.plan)])
     return tuple(one for schedule in ALL for one in found[schedule])
@@ -253,21 +253,21 @@ def _why_not_shared(mask: Mask, ranks: int, layout: str | Layout) -> str:
     return "" if shares else "the last step of balanced has no work to share"
 
 
-def _longest(schedule: Schedule, mask: Mask, ranks: int, layout: str | Layout, shape: AttentionShape) -> float:
+def _longest(schedule: Schedule, mask: Mask, ranks: int, held: Layout | None, shape: AttentionShape) -> float:
     """Return the side of a square of at least as many pairs as any kernel call of a schedule.
 
     A call has the rows of one rank and the keys of another, and its own beside them if these wait. Where steps are cut
     by memory and messages are joined, it has what ROWS_PER_STEP allows.
     """
-    held = _in_order(mask, ranks, layout)
-    tokens = max(sum(map(len, held.spans(rank))) for rank in range(ranks))
+    layout = _in_order(mask, ranks, held)
+    tokens = max(sum(map(len, layout.spans(rank))) for rank in range(ranks))
     by_memory = schedule.name == "greedy" or schedule.layout == "load_balanced"
     remote = ROWS_PER_STEP if by_memory and names_joined(mask, shape.batch) else 1
     return tokens * math.sqrt(remote + (len(mask.tiles) > 1))
 
 
 def _timed(
-    schedule: Schedule, mask: Mask, ranks: int, layout: str | Layout, load: float, shape: AttentionShape,
+    schedule: Schedule, mask: Mask, ranks: int, held: Layout | None, load: float, shape: AttentionShape,
     hardware: Hardware, most: float,
 ) -> list[Candidate]:  # fmt: skip
     """Return the plans of a schedule, without gateways and with them, or refusals of those that take over `most`.
@@ -277,20 +277,20 @@ def _timed(
     """
     nodes = hardware.node_size(ranks) if schedule.route is direct else None
     lost = Candidate(schedule.name, schedule.layout, refusal=LOSES)
-    bounds = least_seconds(load, _longest(schedule, mask, ranks, layout, shape), shape, hardware)
+    bounds = least_seconds(load, _longest(schedule, mask, ranks, held, shape), shape, hardware)
     found: dict[int | None, list[tuple[Plan, Estimate]]] = {way: [] for way in (None, nodes if nodes != 1 else None)}
     if sum(bounds) > most:
         return [lost] * len(found)
-    held, blocks = schedule.assigned(mask, ranks, layout if isinstance(layout, Layout) else None)
-    blocks = ordered(blocks, mask, held)
+    layout, blocks = schedule.assigned(mask, ranks, held)
+    blocks = ordered(blocks, mask, layout)
     for number, phase in enumerate((FORWARD, BACKWARD)):
         if not any(len(parts) == number for parts in found.values()):
             break
-        plain = Plan(mask, held, phase, blocks, schedule.route(blocks, held, phase))
+        plain = Plan(mask, layout, phase, blocks, schedule.route(blocks, layout, phase))
         for way, parts in found.items():
             if len(parts) < number:
                 continue
-            plan = plain if way is None else replace(plain, transfers=gateway(plain.transfers, held, phase, way))
+            plan = plain if way is None else replace(plain, transfers=gateway(plain.transfers, layout, phase, way))
             spent = sum(part.seconds for _, part in parts) + sum(bounds[number + 1 :])
             one = estimate(outline(plan, shape.batch), shape, hardware, most=most - spent)
             if one.seconds < math.inf:

@@ -137,7 +137,7 @@ class Layout:
 def cut(length: int, parts: int) -> tuple[Span, ...]:
     """Cut [0, length) into `parts` spans; the first ones are one longer where it does not divide."""
     if length < 0 or parts < 1:
-        raise UnsupportedError(f"{length} tokens in {parts} parts", "both are counts", "none or more, in one or more")
+        raise UnsupportedError(f"{length} tokens in {parts} parts", "there are too few", "0 or more, in 1 or more")
     each, more = divmod(length, parts)
     return tuple(Span(lo, hi) for lo, hi in pairwise(part * each + min(part, more) for part in range(parts + 1)))
 
@@ -224,6 +224,6 @@ def by_name(name: str, length: int, ranks: int) -> Layout:
     """
     if name not in LAYOUTS:
         raise UnsupportedError(f"layout {name!r}", "there is no such layout", "one of " + ", ".join(LAYOUTS))
-    if length <= 0 or ranks <= 0:
+    if not length:
         raise UnsupportedError(f"a sequence of {length} tokens on {ranks} ranks", "there is nothing to share", "more")
     return LAYOUTS[name](length, ranks)
