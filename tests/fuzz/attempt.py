@@ -24,6 +24,7 @@ from dfa_megatron.kernels.adapters import shared
 from tests.fuzz.outcome import Outcome
 from tests.fuzz.random_case import Case
 from tests.support.attend import Results, States, assert_same_bits, results, results_together, shares
+from tests.support.live_bytes import held
 from tests.support.nan_memory import nan_memory
 
 MOST_RESERVED = 6 << 30
@@ -33,8 +34,10 @@ MOST_RESERVED = 6 << 30
 def attempt(case: Case, rank: int = 0, ranks: int = 1, folder: str = "") -> Outcome:
     """Run a case, or this rank's part of it, and judge."""
     try:
+        before = _before(case)
         with contextlib.nullcontext() if case.compiled else nan_memory():
             found = _public(case, rank) if case.public else _together(case)
+        found["what stays"] = _stays(case, before)
     except UnsupportedError as error:
         if case.checkpoint != "none":
             gc.collect()  # until then PyTorch 2.6 keeps the hooks of a checkpoint that ended with an error
@@ -94,6 +97,21 @@ def legitimate(case: Case, text: str) -> str:
     if on_gpu and (told := _KERNEL_REFUSES.search(text)):
         return f"kernel {told[1]}: {told[2]}"
     return next((name for name, pattern, fits in REFUSALS if fits(case) and re.search(pattern, text)), "")
+
+
+def _before(case: Case) -> dict[int, int] | None:
+    """Return the bytes of every tensor there is before the case; None if this case does not ask what it leaves."""
+    if not case.public or case.compiled or case.number % 8 != 1:
+        return None
+    case.whole.exact  # noqa: B018 -- it is kept with the case
+    return held()
+
+
+def _stays(case: Case, before: dict[int, int] | None) -> float:
+    """Return how many times a table of all tokens the largest tensor is that the case leaves; 0 up to one."""
+    left = [] if before is None else [n for storage, n in held().items() if storage not in before]
+    times = max(left, default=0) / (8 * max(case.whole.length, case.whole.columns))
+    return times if times > 1 else 0.0
 
 
 def _together(case: Case) -> dict[str, float]:

@@ -1,7 +1,8 @@
-"""Count the bytes of tensors that PyTorch's operators make and that are alive, at their peak."""
+"""Count the bytes of tensors that PyTorch's operators make and that are alive, at their peak; and what stays."""
 
 from __future__ import annotations
 
+import gc
 import weakref
 from typing import Any
 
@@ -40,3 +41,10 @@ class LiveBytes(TorchDispatchMode):
     def peak(self) -> int:
         """The most bytes at once."""
         return sum(self.most)
+
+
+def held() -> dict[int, int]:
+    """Return the bytes of every storage that a tensor of Python holds, by the storage."""
+    gc.collect()
+    tensors = [x for x in gc.get_objects() if issubclass(type(x), torch.Tensor) and x.device.type != "meta"]
+    return {x.untyped_storage()._cdata: x.untyped_storage().nbytes() for x in tensors}

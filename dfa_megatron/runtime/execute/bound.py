@@ -219,6 +219,7 @@ class Bound:
         registers = self._registers.copy()
         registers[self._arena] = flat
         replay(self._views, registers)
+        registers[self._arena] = None  # it would hold the memory of this call for as long as the program lives
         return self._workspace.ready(registers, flat.device)
 
 
