@@ -12,7 +12,6 @@ from dfa_megatron.config import MegatronConfig
 from tests.megatron import harness
 from tests.megatron.harness import Case, Topology
 from tests.megatron.kinds import FULL, LOCAL, REFERENCES, expected
-from tests.support.support_rows import by_gpus
 from tests.support.workers import run_ranks
 
 GPUS = [pytest.param(count, marks=pytest.mark.gpu(count)) for count in (2, 4)]
@@ -46,15 +45,13 @@ def two_layouts(gpus: int, four: Topology) -> tuple[tuple[Topology, str], ...]:
     return (Topology(cp=gpus), "contiguous"), (Topology(cp=2) if gpus == 2 else four, "boundary")
 
 
-@pytest.mark.support(
-    "megatron",
-    by_gpus(
-        {
-            2: "2 ranks: CP, DDP, distributed optimizer, offload, float32",
-            4: "4 ranks: CP, TP, PP, VP, DP, distributed optimizer, offload",
-        }
-    ),
-)
+def supports(two: str, four: str) -> pytest.MarkDecorator:
+    """Name the row of the support table, by the number of GPUs."""
+    rows = {2: f"2 ranks: {two}", 4: f"4 ranks: {four}"}
+    return pytest.mark.support("megatron", lambda params: rows[params["gpus"]])
+
+
+@supports("CP, DDP, distributed optimizer, offload, float32", "CP, TP, PP, VP, DP, distributed optimizer, offload")
 @pytest.mark.parametrize("gpus", GPUS)
 @pytest.mark.parametrize("connections", ["1", "8"])
 def test_every_parallelism_over_nccl_trains_like_one_rank(
@@ -66,9 +63,7 @@ def test_every_parallelism_over_nccl_trains_like_one_rank(
     run_ranks(gpus, harness.check_topologies, prepared, timeout=170, cuda=True)
 
 
-@pytest.mark.support(
-    "megatron", by_gpus({2: "2 ranks: packed documents, CP 2", 4: "4 ranks: packed documents, CP 4 and TP 2 x CP 2"})
-)
+@supports("packed documents, CP 2", "packed documents, CP 4 and TP 2 x CP 2")
 @pytest.mark.parametrize("gpus", GPUS)
 @pytest.mark.parametrize("how", ["packed", "packed mixed"])
 def test_packed_documents_over_nccl_train_like_one_rank(
@@ -82,15 +77,7 @@ def test_packed_documents_over_nccl_train_like_one_rank(
     run_ranks(gpus, harness.check_topologies, prepared, timeout=170, cuda=True)
 
 
-@pytest.mark.support(
-    "megatron",
-    by_gpus(
-        {
-            2: "2 ranks: fully sharded parameters (FSDP); latent attention",
-            4: "4 ranks: fully sharded parameters (FSDP); latent attention",
-        }
-    ),
-)
+@supports(*["fully sharded parameters (FSDP); latent attention"] * 2)
 @pytest.mark.parametrize("gpus", GPUS)
 @pytest.mark.parametrize("wrapper", ["torch_fsdp2", "megatron_fsdp:optim_grads_params", "megatron_fsdp:optim_grads"])
 def test_sharded_parameters_over_nccl_train_like_one_rank(
@@ -107,15 +94,7 @@ def test_sharded_parameters_over_nccl_train_like_one_rank(
     run_ranks(gpus, harness.check_topologies, prepared, timeout=170, cuda=True)
 
 
-@pytest.mark.support(
-    "megatron",
-    by_gpus(
-        {
-            2: "2 ranks: fully sharded parameters (FSDP); latent attention",
-            4: "4 ranks: fully sharded parameters (FSDP); latent attention",
-        }
-    ),
-)
+@supports(*["fully sharded parameters (FSDP); latent attention"] * 2)
 @pytest.mark.parametrize("gpus", GPUS)
 @pytest.mark.parametrize("kind", ["latent", "yarn"])
 def test_latent_attention_over_nccl_trains_like_one_rank(

@@ -91,8 +91,3 @@ def pack_mask(params: Params) -> str | None:
 def helped_by_causal_masks_only(params: Params) -> bool:
     """Return whether a balanced schedule refuses the mask: it needs a causal one."""
     return params["schedule"].startswith("balanced") and not re.match("causal|window", params["mask"])
-
-
-def by_gpus(rows: Mapping[int, str]) -> Callable[[Params], str]:
-    """Return the row of a number of GPUs."""
-    return lambda params: rows[params["gpus"]]

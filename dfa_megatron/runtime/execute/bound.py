@@ -192,7 +192,7 @@ class Bound:
     def __call__(self, inputs: Fields, arena: Arena, transport: Transport, failed: Failed) -> Fields:
         """Replay. inputs: like the recorded ones, see `tape.signature`. failed: makes the error of a step."""
         # A list of those that no replay uses: another thread may replay at the same time.
-        spare = arena.kept(self, _none_yet) if self._views else self._ready
+        spare = arena.kept(self, lambda _: list[Ready]()) if self._views else self._ready
         try:
             ready = spare.pop() if spare else self._made_ready(arena.flat)
             registers, memory = ready.registers.copy(), ready.memory
@@ -219,9 +219,5 @@ class Bound:
         registers = self._registers.copy()
         registers[self._arena] = flat
         replay(self._views, registers)
-        registers[self._arena] = None  # it would hold the memory of this call for as long as the program lives
+        registers[self._arena] = None  # or it would stay for as long as the program does
         return self._workspace.ready(registers, flat.device)
-
-
-def _none_yet(_: torch.Tensor) -> list[Ready]:
-    return []
