@@ -132,8 +132,9 @@ def local_scan(scan: Scan, tokens: Tokens, share: Share, decay: Decay | None = N
         wide, runs = pieces.start < plain, [run for run in share.runs if run[0] in pieces]
         out, states = _run_pieces(scan, tokens, share, pieces, wide=wide)
         for run, part in zip(runs, out.split(share.lengths(runs), 1) if len(runs) > 1 else [out], strict=True):
-            outs.append(part[..., :values] if wide else part)
-            reads |= {run[0]: partial(_read, part[..., values:])} if wide else {}
+            own, *read = part.split((values, keys), -1) if wide else [part]  # the backward of slices takes more passes
+            outs.append(own)
+            reads.update((run[0], partial(_read, x)) for x in read)
         for piece, state in states.items():
             m = state[..., values:] if wide else state.new_zeros(1).expand(*state.shape[:3], keys)
             carries[piece] = m, state[..., :values] if wide else state
@@ -238,8 +239,7 @@ def _check(tokens: Tokens, scan: Scan, share: Share) -> None:
         if name not in tokens:
             what = f"a recurrence over tokens named {', '.join(sorted(tokens))}"
             raise UnsupportedError(what, f"there is no {name!r} among them", "a Scan that names them")
-    lengths = {name: x.shape[1] for name, x in tokens.items()}
-    if set(lengths.values()) != {share.tokens}:
+    if {*(lengths := {name: x.shape[1] for name, x in tokens.items()}).values()} != {share.tokens}:
         why = f"this rank has {share.tokens} tokens"
         raise UnsupportedError(f"lengths {lengths} along dimension 1", why, "tensors with tokens along dimension 1")
 

@@ -310,7 +310,8 @@ def shares(
             continue
         if rows is not None and name != "dsinks":
             want = want[:, :, rows[0]] if name == "lse" else want[:, rows[name in ("dk", "dv")]]
-        least, factor = (floor, 4) if name.startswith("d") else (1.0 if name == "lse" else 0.0, 1)
+        subnormal = torch.finfo(case.dtype).tiny * want.numel() ** 0.5  # below, float16 has fewer digits
+        least, factor = (floor, 4) if name.startswith("d") else (1.0 if name == "lse" else subnormal, 1)
         found[name] = _distance(mine, want, least) / (tolerance or factor * limit)
     return found
 
