@@ -48,8 +48,7 @@ class Scan:
 
     Attributes:
         run: see `Run`.
-        keys, values: the names of those tokens; keys (batch, tokens, any heads, key_dim), values (batch, tokens, heads,
-            value_dim).
+        keys, values: names of tokens, (batch, tokens, any heads, key_dim) and (batch, tokens, heads, value_dim).
         packs: whether `run` takes documents in a batch of one; otherwise it is called for each of them with ().
         one_state: of several documents `run` returns the final state of the last alone, and takes none.
     """
@@ -239,7 +238,8 @@ def _check(tokens: Tokens, scan: Scan, share: Share) -> None:
         if name not in tokens:
             what = f"a recurrence over tokens named {', '.join(sorted(tokens))}"
             raise UnsupportedError(what, f"there is no {name!r} among them", "a Scan that names them")
-    if {*(lengths := {name: x.shape[1] for name, x in tokens.items()}).values()} != {share.tokens}:
+    lengths = {name: x.shape[1] for name, x in tokens.items()}
+    if set(lengths.values()) != {share.tokens}:
         why = f"this rank has {share.tokens} tokens"
         raise UnsupportedError(f"lengths {lengths} along dimension 1", why, "tensors with tokens along dimension 1")
 

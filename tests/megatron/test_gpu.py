@@ -45,9 +45,9 @@ def two_layouts(gpus: int, four: Topology) -> tuple[tuple[Topology, str], ...]:
     return (Topology(cp=gpus), "contiguous"), (Topology(cp=2) if gpus == 2 else four, "boundary")
 
 
-def supports(two: str, four: str) -> pytest.MarkDecorator:
-    """Name the row of the support table, by the number of GPUs."""
-    rows = {2: f"2 ranks: {two}", 4: f"4 ranks: {four}"}
+def supports(two: str, four: str = "") -> pytest.MarkDecorator:
+    """Name the row of the support table, by the number of GPUs; without `four` both are alike."""
+    rows = {2: f"2 ranks: {two}", 4: f"4 ranks: {four or two}"}
     return pytest.mark.support("megatron", lambda params: rows[params["gpus"]])
 
 
@@ -77,7 +77,7 @@ def test_packed_documents_over_nccl_train_like_one_rank(
     run_ranks(gpus, harness.check_topologies, prepared, timeout=170, cuda=True)
 
 
-@supports(*["fully sharded parameters (FSDP); latent attention"] * 2)
+@supports("fully sharded parameters (FSDP); latent attention")
 @pytest.mark.parametrize("gpus", GPUS)
 @pytest.mark.parametrize("wrapper", ["torch_fsdp2", "megatron_fsdp:optim_grads_params", "megatron_fsdp:optim_grads"])
 def test_sharded_parameters_over_nccl_train_like_one_rank(
@@ -94,7 +94,7 @@ def test_sharded_parameters_over_nccl_train_like_one_rank(
     run_ranks(gpus, harness.check_topologies, prepared, timeout=170, cuda=True)
 
 
-@supports(*["fully sharded parameters (FSDP); latent attention"] * 2)
+@supports("fully sharded parameters (FSDP); latent attention")
 @pytest.mark.parametrize("gpus", GPUS)
 @pytest.mark.parametrize("kind", ["latent", "yarn"])
 def test_latent_attention_over_nccl_trains_like_one_rank(

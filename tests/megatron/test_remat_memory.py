@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 from typing import Any
 
 import pytest
@@ -12,21 +11,14 @@ import torch
 from dfa_megatron import remat
 from dfa_megatron.config import MegatronConfig
 from dfa_megatron.remat import saved as kept
-from dfa_megatron.remat.saved import Kept
 from dfa_megatron.runtime.counters import COUNTERS
 from tests.megatron import harness
 from tests.megatron.harness import Topology, case, make_config, make_model, start
+from tests.support.live_bytes import living
 from tests.support.workers import run_ranks
 
 STEPS = 98
 KINDS = ("train", "evaluate", "frozen layer", "frozen embedding", "fails forward", "fails in the recompute", "re-run")
-
-
-def living() -> dict[str, int]:
-    """What the interpreter still has."""
-    gc.collect()
-    kinds = {"tensors": torch.Tensor, "frames": remat.Frame, "regions": remat._SavedRegion, "pairs": Kept}
-    return {name: sum(issubclass(type(item), kind) for item in gc.get_objects()) for name, kind in kinds.items()}
 
 
 class Failing(torch.nn.Module):

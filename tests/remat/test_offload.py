@@ -16,7 +16,8 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from dfa_megatron import dist_flash_attn_func, remat
 from dfa_megatron.errors import RematError, UnsupportedError
 from dfa_megatron.remat import saved as kept
-from dfa_megatron.remat.saved import HostKept, Kept
+from dfa_megatron.remat.saved import HostKept
+from tests.support.live_bytes import living
 
 
 @pytest.fixture
@@ -155,13 +156,6 @@ def a_step(layers: list[Layer], way: Callable[..., Any], number: int) -> None:
                 hidden.square().sum().backward()
     for layer in layers:
         layer.zero_grad(set_to_none=True)
-
-
-def living() -> dict[str, int]:
-    """Tensors, and what regions are made of, that the interpreter still has."""
-    gc.collect()
-    kinds = {"tensors": torch.Tensor, "frames": remat.Frame, "regions": remat._SavedRegion, "pairs": Kept}
-    return {name: sum(issubclass(type(item), kind) for item in gc.get_objects()) for name, kind in kinds.items()}
 
 
 @pytest.mark.support("runtime", "what is kept, in host memory (`remat_offload`)")

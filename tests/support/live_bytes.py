@@ -10,6 +10,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from dfa_megatron import remat
+from dfa_megatron.remat.saved import Kept
+
 
 class LiveBytes(TorchDispatchMode):
     """Watch the storages of results within the block that somebody still holds; `most` are their sizes at the peak."""
@@ -41,6 +44,13 @@ class LiveBytes(TorchDispatchMode):
     def peak(self) -> int:
         """The most bytes at once."""
         return sum(self.most)
+
+
+def living() -> dict[str, int]:
+    """Return how many tensors, and parts of rematerialized regions, the interpreter still has."""
+    gc.collect()
+    kinds = {"tensors": torch.Tensor, "frames": remat.Frame, "regions": remat._SavedRegion, "pairs": Kept}
+    return {name: sum(issubclass(type(item), kind) for item in gc.get_objects()) for name, kind in kinds.items()}
 
 
 def held() -> dict[int, int]:

@@ -26,7 +26,7 @@ PACKAGES = ("megatron", "transformers", "deepspeed")
 """The frameworks. The module NAME_step of each has `draw`, of (seed, number), `step`, `REFUSALS`, and `PRELOADED`,
 modules that take long to import; perhaps `documented`, of a draw: what pages say of one that is computed otherwise."""
 
-LIMITS = {"float64": 4e-6, "float64 beside float32": 1e-4, "float32": 1e-4}
+LIMITS = {"float64": 4e-6, "float64 beside float32": 5e-5, "float32": 1e-4}
 """Of a gradient's largest entry, by what a draw computes in. Frameworks make some parts in float32: Megatron its loss
 and rotary tables; transformers its norms, softmax and states, too."""
 LEAST = 0.03

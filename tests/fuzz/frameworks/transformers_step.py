@@ -63,8 +63,9 @@ class TransformersDraw(LanguageDraw):
     @property
     def dtype(self) -> str:
         """Return what it computes in: a recompute, of states and tiles too, takes no function mode."""
-        recomputed = self.options["checkpoint"] != "none" or self.options["mlp_tile"] != "off"
-        other = recomputed or self.kind in HYBRIDS or self.kind not in MODELS
+        if self.kind in HYBRIDS:  # their states are in float32
+            return "float32"
+        other = self.options["checkpoint"] != "none" or self.options["mlp_tile"] != "off" or self.kind not in MODELS
         return "float64 beside float32" if other else "float64"
 
     def features(self) -> list[str]:
