@@ -51,7 +51,7 @@ class Report:
     def __init__(self, out: Path | None, arguments: object, **more: Any) -> None:
         self.out, self.first = out, not dist.is_initialized() or dist.get_rank() == 0
         ranks = dist.get_world_size() if dist.is_initialized() else 1
-        given = {name: str(value) for name, value in vars(arguments).items()}
+        given = {name: x.name if isinstance(x, Path) else str(x) for name, x in vars(arguments).items()}
         self.content: dict[str, Any] = {"machine": {"ranks": ranks, **machine()}, "arguments": given, **more}
 
     def add(self, row: dict[str, Any], part: str = "rows", said: str = "") -> None:

@@ -100,7 +100,7 @@ def legitimate(case: Case, text: str) -> str:
 
 
 def _before(case: Case) -> dict[int, int] | None:
-    """Return the bytes of every tensor there is before the case; None if this case does not ask what it leaves."""
+    """Return what tensors hold before the case; None if this case does not ask what it leaves."""
     if not case.public or case.compiled or case.number % 4 != 1:
         return None
     case.whole.exact  # noqa: B018 -- it is kept with the case
@@ -108,7 +108,7 @@ def _before(case: Case) -> dict[int, int] | None:
 
 
 def _stays(case: Case, before: dict[int, int] | None) -> float:
-    """Return how many times a table of all tokens the largest tensor is that the case leaves; 0 up to one."""
+    """Return the bytes of the largest tensor that the case leaves, over a table of all tokens; 0 if they are fewer."""
     left = [] if before is None else [n for storage, n in held().items() if storage not in before]
     times = max(left, default=0) / (8 * max(case.whole.length, case.whole.columns))
     return times if times > 1 else 0.0

@@ -219,5 +219,5 @@ class Bound:
         registers = self._registers.copy()
         registers[self._arena] = flat
         replay(self._views, registers)
-        registers[self._arena] = None  # or it would stay for as long as the program does
+        registers[self._arena] = None  # it would keep this call's memory for later ones
         return self._workspace.ready(registers, flat.device)
