@@ -7,6 +7,7 @@ import os
 import sys
 import time
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -48,6 +49,16 @@ def hang_on(rank: int, world_size: int, bad: int) -> None:
 
 def environment(rank: int, world_size: int, name: str) -> tuple[str | None, list[str]]:
     return os.environ.get(name), sys.path
+
+
+def gloo_of_a_newer_torch(rank: int, world_size: int) -> float:
+    store = dist.PrefixStore("newer", dist.distributed_c10d._get_default_store())
+    group = dist.distributed_c10d.ProcessGroupGloo(
+        store, rank, world_size, timeout=timedelta(seconds=20), enable_reconfigure=False, named_by_no_release=1
+    )
+    total = torch.tensor([1.0])
+    group.allreduce([total]).wait()
+    return total.item()
 
 
 def leave_at_once(rank: int, world_size: int) -> None:
@@ -93,6 +104,10 @@ def test_a_rank_that_hangs_is_killed_and_its_stack_shown() -> None:
         run_ranks(2, hang_on, 1, timeout=6)
     assert time.monotonic() - start < 40
     assert no_children_left()
+
+
+def test_groups_take_keywords_that_a_newer_torch_gives() -> None:
+    assert run_ranks(2, gloo_of_a_newer_torch) == [2.0, 2.0]
 
 
 def test_workers_see_the_environment_of_the_call(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -253,7 +253,7 @@ def _work_one_by_one() -> None:
     import torch.distributed as dist
 
     class OneThread(dist.ProcessGroupGloo):
-        def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
+        def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta, **_newer: Any) -> None:
             options, name = self._Options(), os.environ.get("GLOO_SOCKET_IFNAME")
             options._devices = [self.create_device(interface=name) if name else self.create_default_device()]
             options._threads, options._timeout = 1, timeout
