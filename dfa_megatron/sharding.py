@@ -26,7 +26,7 @@ from dfa_megatron.plan.language.tree import Tree
 from dfa_megatron.plan.schedules.load_balanced import layout_of
 from dfa_megatron.rows import row_by_row
 from dfa_megatron.runtime.comm.groups import Group, resolve
-from dfa_megatron.runtime.cu_seqlens import CuSeqlens, balancing_mask, offsets_of, rows_of
+from dfa_megatron.runtime.cu_seqlens import CuSeqlens, balancing_mask, describe, offsets_of, rows_of
 from dfa_megatron.runtime.execute.moves import move_rows, moves_between
 
 
@@ -88,7 +88,8 @@ def unshard_sequence(
         layout_of_tokens(layout, x.shape[dim], size, cu_seqlens)
         return x
     assert members is not None
-    counts = _compare(x, dim, layout, members)
+    documents = "" if cu_seqlens is None else describe(offsets_of(cu_seqlens))
+    counts = _compare(x, dim, f"{layout} {documents}".strip(), members)
     whole = layout_of_tokens(layout, sum(counts), size, cu_seqlens)
     if counts != [whole.tokens(rank) for rank in range(size)]:
         shapes = [(*x.shape[:dim], tokens, *x.shape[dim + 1 :]) for tokens in counts]
@@ -192,7 +193,7 @@ def _sequence_dim(x: torch.Tensor, dim: int) -> int:
     return dim % x.dim()
 
 
-def _compare(x: torch.Tensor, dim: int, layout: str | Layout, group: dist.ProcessGroup) -> list[int]:
+def _compare(x: torch.Tensor, dim: int, layout: str, group: dist.ProcessGroup) -> list[int]:
     """Check that every rank passes the same sizes but for tokens, and return these: other sizes would hang."""
     gradient = x.requires_grad and torch.is_grad_enabled()
     rest = zlib.crc32(f"{x.dtype} {dim} {layout} {x.dim()} {gradient}".encode())
@@ -210,6 +211,6 @@ def _compare(x: torch.Tensor, dim: int, layout: str | Layout, group: dist.Proces
         )
         raise DisagreementError(
             f"the ranks of the group bring different parts of a sequence: shapes by rank {shapes}{others}. "
-            f"This rank has {x.dtype}, dim={dim}, layout={str(layout)!r}, requires_grad={gradient}"
+            f"This rank has {x.dtype}, dim={dim}, layout={layout!r}, requires_grad={gradient}"
         )
     return counts

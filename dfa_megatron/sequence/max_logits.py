@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from zlib import crc32
 
 import torch
 import torch.distributed as dist
@@ -88,7 +89,7 @@ def max_logits(
         whole = request.layout if isinstance(request.layout, Layout) else layout_of(request.layout, seen, ranks)
     facts = {"q": f"{q.shape[0]}, {tuple(q.shape[2:])}", "kv_heads": str(k.shape[2]), "dtype": str(q.dtype)}
     facts |= {"scale": str(request.softmax_scale), "softcap": str(request.softcap)}
-    about = f"mask {seen.name}", f"layout {request.layout}"
+    about = f"mask {seen.name} #{crc32(repr(seen.tiles).encode()):08x}", f"layout {request.layout}"
     exchange, members = compared("the largest logits", over, facts, q.device, *about), resolve(group)
     with without_autocast(), exchange.running(0, q.device):
         peaks = _peaks(q, k, seen, whole, rank, members)

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import random
+from functools import partial
 from itertools import pairwise
 
 import pytest
 import torch
+import torch.distributed as dist
 
-from dfa_megatron import kept_layout, reshard, roll_sequence
+from dfa_megatron import kept_layout, max_logits, reshard, roll_sequence, unshard_sequence
 from dfa_megatron.errors import DisagreementError, UnsupportedError
+from dfa_megatron.masks import Span, Tile, union
 from dfa_megatron.plan.language.layout import Layout
 from dfa_megatron.sharding import layout_of_tokens
 from tests.sequence.test_max_logits import uneven
@@ -111,6 +114,47 @@ def _all(rank: int, ranks: int) -> None:
         roll_sequence(x, 1, cu_seqlens=(0, 4 * ranks))
     with pytest.raises(DisagreementError, match="a roll by 7"):
         roll_sequence(x[:, :3], 7 + rank)
+
+
+def even(length: int, ranks: int, draw: random.Random) -> Layout:
+    """Give every rank as many tokens: some order of some blocks of the sequence."""
+    block = draw.choice([1, 2, length // ranks])
+    chunks = [Span(at, at + block) for at in range(0, length, block)]
+    owners = sorted(at % ranks for at in range(len(chunks)))
+    draw.shuffle(draw.choice([chunks, owners]))
+    return Layout(tuple(chunks), tuple(owners))
+
+
+def _differ(rank: int, ranks: int) -> None:
+    """Let one rank have another layout, mask or pack than the others, of as many tokens a rank, or the same name."""
+    draw = random.Random(ranks)
+    for _ in range(12):
+        length, odd = 4 * ranks * draw.randint(1, 4), draw.randrange(ranks) == rank
+        one, two = even(length, ranks, draw), even(length, ranks, draw)
+        alike = [one.positions(at) for at in range(ranks)] == [two.positions(at) for at in range(ranks)]
+        assert (str(one) == str(two)) == alike
+        layout, x = (two if odd else one), torch.ones(1, length // ranks, 2, 8)
+        keys = Span(0, length - odd)
+        mask, pack = union("mine", length, [Tile(Span(0, length), keys)]), (0, 1 + odd, length)
+        for what, call in {
+            "layout": partial(unshard_sequence, x, layout=layout),
+            "roll": partial(roll_sequence, x, -1, layout=layout),
+            "logits": partial(max_logits, x, x, causal=True, layout=layout),
+            "mask": partial(max_logits, x, x, mask=mask),
+            "pack": partial(unshard_sequence, x, layout="load_balanced", cu_seqlens=pack),
+        }.items():
+            group = dist.new_group(list(range(ranks)))
+            heard = alike and what not in ("mask", "pack")
+            try:
+                call(group=group)
+            except DisagreementError:
+                heard = True
+            assert heard, f"{what}: rank {rank} hears nothing of {one} and {two}"
+
+
+def test_layouts_masks_and_packs_that_differ_are_told_on_every_rank() -> None:
+    for ranks in (2, 3):
+        run_ranks(ranks, _differ)
 
 
 def test_rolls_and_other_layouts_are_exact_with_their_gradients() -> None:

@@ -11,9 +11,10 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
 from operator import index
+from zlib import crc32
 
 from dfa_megatron.errors import UnsupportedError
-from dfa_megatron.plan.language.geometry import Span
+from dfa_megatron.plan.language.geometry import Span, joined_spans
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,10 +45,14 @@ class Layout:
         return hash((len(self.chunks), self.owner))  # a layout is a key of caches, and may have hundreds of chunks
 
     def __str__(self) -> str:
+        """Say which tokens each rank holds: layouts of equal text are equal, however their chunks are cut."""
         if self.queries is not None:
             return f"queries {self.side('q')}, keys {self.side('kv')}"
         held = ",".join(str(self.tokens(rank)) for rank in range(self.ranks))
-        return f"{'contiguous' if self.in_order else 'chunks'} of {held} tokens"
+        spans = [joined_spans(self.spans(rank)) for rank in range(self.ranks)]
+        if self.in_order and all(len(joined) < 2 for joined in spans):
+            return f"contiguous of {held} tokens"
+        return f"chunks of {held} tokens #{crc32(repr(spans).encode()):08x}"
 
     @property
     def length(self) -> int:
