@@ -56,6 +56,10 @@ def from_dense(visible: Any, length: int | None = None, *, name: str = "dense", 
     look, device = getattr(visible, "mask_mod", visible), None
     if hasattr(visible, "kv_num_blocks"):
         device = visible.kv_num_blocks.device
+        if max(visible.shape[:-2], default=1) > 1:
+            what, why = f"a BlockMask of shape {visible.shape}", "one Mask is that of one row and of all its heads"
+            instead = "a list: from_dense(lambda _, h, i, j: block_mask.mask_mod(row, h, i, j), length) for each row"
+            raise UnsupportedError(what, why, instead)
     if not callable(look):
         if getattr(visible, "ndim", 0) != 2 or len(visible) != visible.shape[1] or "bool" not in str(visible.dtype):
             raise UnsupportedError(

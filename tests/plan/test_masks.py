@@ -103,6 +103,14 @@ def test_masks_of_flex_attention_become_tiles_or_name_the_first_cell_that_does_n
     packed = and_masks(lambda b, h, i, j: i >= j, lambda b, h, i, j: document[i] == document[j])
     blocks = create_block_mask(packed, None, None, 128, 128, device="cpu")
     assert masks.from_dense(blocks, 128, name="p").tiles == masks.documents([40, 88]).tiles
+    lengths = torch.tensor([[128, 40], [100, 128]])
+    for rows, heads in ((2, 1), (1, 2), (2, 2)):
+        blocks = create_block_mask(lambda b, h, i, j: (i >= j) & (j < lengths[b, h]), rows, heads, 128, 128, "cpu")
+        with pytest.raises(UnsupportedError, match=rf"a BlockMask of shape \({rows}, {heads}, 128, 128\)"):
+            masks.from_dense(blocks, 128)
+        for row in range(rows):
+            found = masks.from_dense(lambda _, h, i, j, of=blocks, b=row: of.mask_mod(b, h, i, j), 128)
+            assert found.area == sum(min(i + 1, int(lengths[row, 0])) for i in range(128))
     far = or_masks(packed, lambda b, h, i, j: (i * j) % 7 == 3)
     with pytest.raises(UnsupportedError, match=r"no union of 9 pieces: cell \(1, 52\) needs one more"):
         masks.from_dense(far, 128, most=9)
