@@ -15,7 +15,7 @@ dfa_hf.distribute_accelerator(accelerator, model, size=8)   # or a loop around a
 from dfa_megatron.huggingface.batch import shard_batch
 from dfa_megatron.huggingface.current_forward import NAME
 from dfa_megatron.huggingface.distribute import distribute_attention, local_attention
-from dfa_megatron.huggingface.loss import causal_lm_loss
+from dfa_megatron.huggingface.loss import causal_lm_loss, sums_tokens
 from dfa_megatron.huggingface.proof import prove
 from dfa_megatron.huggingface.trainers.distribute_accelerator import distribute_accelerator
 from dfa_megatron.huggingface.trainers.distribute_trainer import distribute_trainer
@@ -29,4 +29,5 @@ __all__ = [
     "local_attention",
     "prove",
     "shard_batch",
+    "sums_tokens",
 ]

@@ -6,14 +6,22 @@ The mean over the P ranks is the mean loss of the whole sequence. So a framework
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any, TypeVar
+
 import torch
 import torch.distributed as dist
 
 from dfa_megatron.huggingface.checks.padding import IGNORED
-from dfa_megatron.huggingface.tiles.tiled_head import run_in, summed_loss, tiled_head
+from dfa_megatron.huggingface.tiles.tiled_head import is_causal, run_in, summed_loss, tiled_head
 from dfa_megatron.loss.head import TILE, Head
 from dfa_megatron.loss.scores import token_scores
 from dfa_megatron.runtime.comm.groups import Group, group_name, group_size, resolve
+
+_MARK = "_dfa_sums_tokens"
+"""The attribute of a loss function that its author marked, which holds the function."""
+
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def causal_lm_loss(
@@ -37,6 +45,22 @@ def causal_lm_loss(
     """
     total = summed_loss(logits, shift_labels, ignore_index, label_smoothing)
     return mean_of_sequences(total, shift_labels, group, ignore_index)
+
+
+def sums_tokens(function: Function) -> Function:
+    """Mark a loss function of your own as a sum over this rank's tokens, divided by the count that it is given.
+
+    `model.loss_function = sums_tokens(f)`: f(logits, labels, vocab_size, num_items_in_batch, shift_labels, ...) gets
+    this rank's logits, and their labels as `shift_labels`. All that it adds must be such a sum.
+    """
+    setattr(function, _MARK, function)  # a copy, as functools.wraps makes, marks nothing
+    return function
+
+
+def adds_up(function: Any) -> bool:
+    """Return whether a loss function is known to be such a sum: transformers' causal one, or one that was marked."""
+    author = getattr(function, "__func__", function)
+    return is_causal(function) or getattr(author, _MARK, None) is author
 
 
 def mean_of_sequences(

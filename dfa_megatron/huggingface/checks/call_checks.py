@@ -10,8 +10,11 @@ from typing import Any, NoReturn
 import torch
 
 from dfa_megatron.errors import UnsupportedError
+from dfa_megatron.huggingface.checks.padding import IGNORED
 from dfa_megatron.huggingface.current_forward import LayerContext
+from dfa_megatron.huggingface.loss import adds_up
 from dfa_megatron.huggingface.positions import batch_number, seen
+from dfa_megatron.huggingface.tiles.tiled_head import causal_loss
 from dfa_megatron.huggingface.windows import WindowMask
 from dfa_megatron.sharding import local_positions
 
@@ -136,6 +139,7 @@ def check_loss(model: Any, given: dict[str, Any], context: LayerContext) -> None
             "its loss is a mean over the tokens of this rank, not of all",
             "no labels, and causal_lm_loss on its logits",
         )
+    _check_function(model, given.get("ignore_index"))
     if given.get("shift_labels") is None:
         raise UnsupportedError(
             "labels without shift_labels",
@@ -155,6 +159,23 @@ def check_loss(model: Any, given: dict[str, Any], context: LayerContext) -> None
             "the model would take the mean over the tokens of this rank, not of all",
             _LOSS,
         )
+
+
+def _check_function(model: Any, ignored: int | None) -> None:
+    """Refuse a loss function that is not known to sum over this rank's tokens, and labels that it would ignore."""
+    from transformers.loss.loss_utils import LOSS_MAPPING
+
+    own = model.loss_function
+    own = LOSS_MAPPING.get(model.loss_type, own) if own is causal_loss else own  # which stands for what the type names
+    if not adds_up(own):
+        raise UnsupportedError(
+            f"labels for the loss function {getattr(own, '__qualname__', own)}",
+            "it is given the labels of this rank's tokens, already shifted, and might shift them or take their mean",
+            "transformers' ForCausalLMLoss; a function that dfa_megatron.huggingface.sums_tokens marks; or no labels, "
+            "and causal_lm_loss on the logits",
+        )
+    if ignored not in (None, IGNORED):
+        raise UnsupportedError(f"ignore_index={ignored} in a call", f"the ranks count labels but for {IGNORED}", "-100")
 
 
 def computes_loss(model: Any) -> bool:

@@ -81,12 +81,10 @@ def set_tile(model: Any, options: TrainingConfig) -> None:
     Raises:
         UnsupportedError: the head is no linear layer, or the loss is not transformers' for causal models.
     """
-    from transformers.loss.loss_utils import ForCausalLMLoss
-
     if options.loss_tile == "off":
         return
     own = getattr(model, "loss_function", None)
-    if is_pair(model) or (own is not ForCausalLMLoss and getattr(own, "func", own) is not causal_loss):
+    if is_pair(model) or not is_causal(own):
         name = "of an encoder-decoder model" if is_pair(model) else getattr(own, "__name__", own)
         raise UnsupportedError(
             f"loss_tile with the loss function {name}",
@@ -95,9 +93,17 @@ def set_tile(model: Any, options: TrainingConfig) -> None:
         )
     tiled_head(model.get_output_embeddings())
     say_tiled(options.loss_tile)
-    if own is ForCausalLMLoss:
+    if not isinstance(own, functools.partial):  # which smooths labels
         model.loss_function = causal_loss
     follow_trainers()
+
+
+def is_causal(function: Any) -> bool:
+    """Return whether a loss function is transformers' ForCausalLMLoss, or ours in its place, not one under its name."""
+    from transformers.loss import loss_utils
+
+    theirs = getattr(function, "__globals__", None) is vars(loss_utils) and function.__name__ == "ForCausalLMLoss"
+    return theirs or getattr(function, "func", function) is causal_loss
 
 
 def causal_loss(

@@ -60,7 +60,7 @@ def distribute_trainer(trainer: Any, *, size: int | None = None, config: Trainin
 
         follow_router(MixtralForCausalLM.forward)
     trainer.get_cp_size = lambda: size
-    trainer._prepare_context_parallel_inputs = lambda model, inputs: (nullcontext, inputs)
+    trainer._prepare_context_parallel_inputs = functools.partial(_inputs, trainer)
     flops = trainer.floating_point_ops
     trainer.floating_point_ops = lambda inputs: flops(inputs) / size
     trainer._get_num_items_in_batch = functools.partial(
@@ -70,6 +70,12 @@ def distribute_trainer(trainer: Any, *, size: int | None = None, config: Trainin
         share_rollouts(trainer, size)
     follow_trainers()
     trainer.gather_function = accelerator.gather_for_metrics
+
+
+def _inputs(trainer: Any, model: Any, inputs: Any) -> tuple[Any, Any]:
+    """Leave a step's inputs whole; refuse a loss that was set since."""
+    _check_loss(trainer)
+    return nullcontext, inputs
 
 
 def _stats_logger() -> Any:
@@ -124,7 +130,7 @@ def _check_loss(trainer: Any) -> None:
         raise UnsupportedError(
             "compute_loss_func",
             "it would compare the labels of all tokens with the logits of this rank's",
-            "the model's own loss",
+            "model.loss_function = a function that dfa_megatron.huggingface.sums_tokens marks",
         )
     name = _name_of(trainer)
     routed = getattr(trainer.model.config, "output_router_logits", False)
