@@ -47,7 +47,7 @@ _NEIGHBOURS, _MORE = 8, 64
 SILENT = 2 * PERIOD + MARGIN
 """Seconds without a heartbeat after which a rank that runs attention counts as stopped."""
 GRACE = 5.0
-"""Seconds for a caller inside of attention to come back before the process is ended."""
+"""Seconds in which a caller comes back before the process is ended; inside of a call a quarter of the timeout."""
 EXIT_STATUS = 70
 """Of a process that the watchdog ended."""
 _BUSY = 0.05
@@ -82,8 +82,7 @@ class Watched:
         self._beats, self._changed, self._heard = dict[int, Heartbeat](), dict[int, float](), dict[int, float]()
         self._since, self._at, self._warned = 0.0, (0, "", -1), False
         self._looks, self._gone_at, self._begun = 0, dict[int, int](), set[str]()
-        self._stuck_at: object = None
-        self._stuck_since = self._spent = 0.0
+        self._stuck_at, self._stuck_since, self._spent = object(), 0.0, 0.0
 
     def state(self, *, ended: bool = False) -> State:
         """Return what this rank's heartbeat says of the group."""
@@ -232,10 +231,12 @@ class Watched:
         elif self.calls.lost is None:
             if (found := self.judge()) is not None:
                 self._lose(found)
-        elif not self.calls.told and self.stuck() >= GRACE and not self.calls.told:
-            lost = f"dfa_megatron ends this process, which does not come back: {self.calls.lost}"
-            print(lost, file=sys.stderr, flush=True)
-            os._exit(EXIT_STATUS)
+        elif not self.calls.told:
+            grace = max(GRACE, self.timeout / 4) if self.calls.doing else GRACE  # a kernel may compile in a call
+            if self.stuck() >= grace and not self.calls.told:
+                lost = f"dfa_megatron ends this process, which does not come back: {self.calls.lost}"
+                print(lost, file=sys.stderr, flush=True)
+                os._exit(EXIT_STATUS)
 
     def stuck(self) -> float:
         """Return for how long the process is stuck in a call, where it is exposed, or in a wait for a device.

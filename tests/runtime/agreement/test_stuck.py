@@ -9,6 +9,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 
@@ -17,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 import dfa_megatron
+from dfa_megatron import kernels
 from dfa_megatron.errors import DistAttentionError
 from dfa_megatron.runtime import run
 from dfa_megatron.runtime.agreement import watchdog
@@ -131,21 +133,53 @@ def test_a_signal_handler_that_saves_during_a_call_may_end(tmp_path: Path) -> No
 def _stuck(rank: int, ranks: int, folder: str) -> None:
     """Rank 0 never comes back from a call, and a thread of it saves."""
     watchdog.GRACE = GRACE
-    attend()
+    group = dist.new_group([0, 1], timeout=timedelta(seconds=3))
+    attend(group)
     if rank == 1:
-        fails(None)
-        time.sleep(BUSY + GRACE + 2)
+        fails(group)
+        time.sleep(BUSY + GRACE + 3)
         return
     setattr(run, "_recorded", lambda *_: time.sleep(60))  # noqa: B010
     threading.Thread(target=checkpoint, args=(Path(folder, "saved"),)).start()
     Channel._meet = lambda self: None  # type: ignore[method-assign]
-    attend()
+    attend(group)
 
 
 def test_a_process_stuck_in_a_call_is_ended_once_its_other_threads_are_done(tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match=f"exit code {watchdog.EXIT_STATUS}"):
         run_ranks(2, _stuck, str(tmp_path), timeout=60)
     assert (tmp_path / "saved").read_text() == "block\n" * BLOCKS
+
+
+def _busy(rank: int, ranks: int, phase: str) -> str:
+    """The last rank fails in its kernel; that of the others takes longer than the grace, as a first compilation may."""
+    watchdog.GRACE = GRACE
+    q = torch.randn(1, 8, 4, 16, requires_grad=True)
+    group, kernel = dist.new_group([*range(ranks)], timeout=timedelta(seconds=40)), type(kernels.get("reference"))
+    real = getattr(kernel, phase)
+
+    def slow(*given: object) -> object:
+        if rank == ranks - 1:
+            raise torch.OutOfMemoryError("out of memory in this test")
+        deadline = time.monotonic() + 2 * BUSY
+        while time.monotonic() < deadline:
+            sum(range(10_000))
+        return real(*given)
+
+    setattr(kernel, phase, slow)
+    config = arguments(causal=True, schedule="ring", kernel="reference", group=group)
+    found = told(lambda: dfa_megatron.dist_flash_attn_func(q, q, q, **config).sum().backward())
+    time.sleep(3 * BUSY * (rank == ranks - 1))  # it lives on, and so does the store
+    return found
+
+
+@pytest.mark.parametrize(("ranks", "phase"), [(2, "forward"), (3, "backward")])
+def test_a_process_busy_inside_a_call_comes_back_to_the_error_of_another_rank(ranks: int, phase: str) -> None:
+    *others, last = run_ranks(ranks, _busy, phase, timeout=60)
+    assert last.startswith("ExecutionError: ")
+    for text in others:
+        assert f"rank {ranks - 1} of the group failed in its call " in text, text
+        assert "out of memory in this test" in text
 
 
 def _watched(calls: Calls, action: Callable[[], object]) -> float:
