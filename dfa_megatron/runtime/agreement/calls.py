@@ -128,17 +128,19 @@ class Calls:
         """Begin a call; `end` or `fail` follows.
 
         Raises:
-            UnsupportedError: another thread is inside of a call, or has made the calls so far: it loses the group.
+            UnsupportedError: another thread is inside of a call, which loses the group, or has made the calls so far.
         """
         me = threading.current_thread()
         owner, autograd = self._thread, isinstance(me, threading._DummyThread)
         if owner is None or (owner is not me and not autograd and not owner.is_alive() and not self.doing):
             self._thread = owner = me
-        if self.doing or (owner is not me and not autograd):
+        stray = owner is not me and not autograd
+        if self.doing or stray:
             what = f"attention over one group from two threads, {owner.name!r} and {me.name!r}"
             instead = "one thread for all calls of a group, or a group for each thread"
             error = UnsupportedError(what, "the ranks would run their calls in different orders", instead)
-            self.lose(error, told=False)
+            if not stray:  # of which nothing was sent, on any rank
+                self.lose(error, told=False)
             raise error
         self.doing, self._caller = kind.text, me
         try:

@@ -13,7 +13,7 @@ from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 
 from dfa_megatron.errors import UnsupportedError
-from dfa_megatron.runtime.agreement.store import GroupStore
+from dfa_megatron.runtime.agreement.store import GroupStore, nothing
 from dfa_megatron.runtime.comm.channel import Channel
 
 Group = dist.ProcessGroup | DeviceMesh | str | None
@@ -162,6 +162,7 @@ def _lose_all() -> None:
     what, why = "attention in a fork of a process that has run it", "its threads and connections stay with that process"
     error = UnsupportedError(what, why, "processes that are spawned, with groups of their own")
     for known in channels():
+        known.calls.when_lost = nothing  # it takes a lock, which a thread of the parent may have held
         known.calls.lose(error, told=False)
 
 
