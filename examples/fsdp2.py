@@ -48,7 +48,7 @@ flops = training_flops(model.config, model.num_parameters(exclude_embeddings=Tru
 log = StepLog(tokens=seen, flops=flops, tensorboard=args.tensorboard)
 dfa_hf.distribute_attention(model.to(device), group=group, config=TrainingConfig(checkpoint="remat"))
 ranks = mesh["dp", "cp"]._flatten("dp_cp")
-policy = MixedPrecisionPolicy(torch.bfloat16 if device == "cuda" else None, torch.float32)
+policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
 for layer in (*model.model.layers, model):
     fully_shard(layer, mesh=ranks, mp_policy=policy)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5 if args.model else 1e-3)

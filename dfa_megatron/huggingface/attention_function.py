@@ -10,7 +10,7 @@ from dfa_megatron.attention import dist_flash_attn_func, dist_flash_attn_varlen_
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.huggingface.checks.check_pair import SIDE, two_ways
 from dfa_megatron.huggingface.checks.padding import CAUSAL
-from dfa_megatron.huggingface.current_forward import CONTEXT, NAME, LayerContext, TwoSequences, forward_of
+from dfa_megatron.huggingface.current_forward import CONTEXT, NAME, REACHED, LayerContext, TwoSequences, forward_of
 from dfa_megatron.huggingface.positions.document_starts import Documents
 from dfa_megatron.huggingface.positions.embedded_positions import tempered
 from dfa_megatron.huggingface.positions.seen import Images, Seen, in_chunks, mask_of
@@ -68,6 +68,7 @@ def attention(
             "dfa_megatron.huggingface.distribute_attention(model, group=...)",
         )
     forward = forward_of(module)
+    vars(module)[REACHED].add(NAME)
     seen, decodes = forward.seen, forward.cache is not None and not forward.distributed
     whole = forward.layout.length if isinstance(forward.layout, Layout) else query.shape[2] * context.size
     _check_layer(module, dropout, causal=is_causal is not False, images=forward.images is not None)

@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 import torch
 
 from dfa_megatron.config import TrainingConfig
-from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.huggingface.positions.document_starts import Documents
 from dfa_megatron.huggingface.positions.seen import Images, Seen
 from dfa_megatron.plan.language.layout import Layout
@@ -27,7 +26,10 @@ CONTEXT = "_dfa_attention"
 """The attribute of a module that holds its `LayerContext`."""
 
 KEYWORD = "dfa_forward"
-"""The keyword argument by which a decoder hands the `Forward` to its layers, for checkpoint functions that keep it."""
+"""The keyword argument by which a decoder hands its layers the `Forward`, for checkpoint functions that keep it."""
+
+REACHED = "_dfa_reached"
+"""The attribute of a mixer for the names of our functions that its present forward has reached."""
 
 WHOLE = "dfa_whole_batch"
 """The key of a call for the `WholeBatch` of which a model cut its arguments."""
@@ -128,6 +130,18 @@ class Forward:
         return self.seen.told if isinstance(self.seen, Seen) and isinstance(self.seen.told, Tree) else None
 
 
+class Handed:
+    """Hand a `Forward` to layers as one value: what copies, casts or moves their keywords does not look into it."""
+
+    __slots__ = ("forward",)
+
+    def __init__(self, forward: Forward) -> None:
+        self.forward = forward
+
+    def __deepcopy__(self, memo: object) -> Handed:
+        return self  # a forward is known by the context that its model has
+
+
 _RUNNING: ContextVar[tuple[tuple[object, Forward], ...]] = ContextVar("forwards that run", default=())
 """The forwards that run in this thread with who entered them, the innermost last."""
 
@@ -165,31 +179,3 @@ def forward_of(module: torch.nn.Module) -> Forward:
     """Return the forward that a module runs in; a layer that is called alone has a plain one."""
     context: LayerContext = getattr(module, CONTEXT)
     return forward_of_context(context) or Forward(context, distributed=True)
-
-
-def hook_mixer(mixer: torch.nn.Module) -> None:
-    """Let an attention or a recurrent layer find its forward in a recompute by a function that keeps its keywords."""
-    mixer.register_forward_pre_hook(_enter_again, with_kwargs=True)
-    mixer.register_forward_hook(end, always_call=True)
-
-
-def _enter_again(layer: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Enter the forward of a layer that runs again, where nothing else did.
-
-    Raises:
-        UnsupportedError: nothing tells which it was, or attention was switched since.
-    """
-    context: LayerContext = getattr(layer, CONTEXT)
-    backward = torch._C._current_graph_task_id() != -1  # in which a layer that runs was checkpointed
-    if forward_of_context(context) is not None or not backward:
-        return
-    forward: Forward | None = kwargs.get(KEYWORD)
-    present = getattr(getattr(layer, "config", None), "_attn_implementation", NAME)
-    if present == NAME and forward is not None:
-        enter(layer, forward)
-    elif context.varied or present != NAME:
-        raise UnsupportedError(
-            f"a layer of type {type(layer).__name__} that runs again in the backward",
-            "the function that checkpoints it does not tell it the documents, or whether its attention was local",
-            "checkpoint='full' or 'remat' of TrainingConfig, or gradient_checkpointing_enable, which do",
-        )

@@ -19,7 +19,7 @@ from dfa_megatron.huggingface.checks.check_model import check_model, foreign_cod
 from dfa_megatron.huggingface.checks.check_pair import is_pair
 from dfa_megatron.huggingface.checks.exact_types import EXACT
 from dfa_megatron.huggingface.checks.wrappers import check_wrappers
-from dfa_megatron.huggingface.current_forward import CONTEXT, NAME, LayerContext, end, hook_mixer
+from dfa_megatron.huggingface.current_forward import CONTEXT, NAME, LayerContext, end
 from dfa_megatron.huggingface.encoder_decoder import pair
 from dfa_megatron.huggingface.generation.generate import end_prefill, wrap_generate
 from dfa_megatron.huggingface.implementation import (
@@ -30,8 +30,8 @@ from dfa_megatron.huggingface.implementation import (
     kind_of,
     set_attention,
 )
+from dfa_megatron.huggingface.mixers import adopt
 from dfa_megatron.huggingface.positions import embedded_positions as embedded
-from dfa_megatron.huggingface.recurrent import layers as recurrent
 from dfa_megatron.huggingface.router_loss import follow_router
 from dfa_megatron.huggingface.tiles.tiled_head import set_tile
 from dfa_megatron.huggingface.tiles.tiled_layers import tile_layers
@@ -78,7 +78,7 @@ def distribute_attention(
     check_options(options, reentrant=reentrant)
     inner = transformers_model(model)
     check_wrappers(model, inner)
-    attentions = check_model(inner)
+    check_model(inner)
     check_layers(inner, options, reentrant=reentrant)
     if accelerate:
         _check_loaded(inner)
@@ -107,10 +107,11 @@ def distribute_attention(
     )
     decoder = inner.get_decoder()
     if known is None:
-        _hook(inner, decoder, attentions)
+        _hook(inner, decoder)
     others = pair.firsts_of(inner) if is_pair(inner) else embedded.modules_of(decoder)
-    for module in {inner, decoder, *attentions, *others, *recurrent.modules_of(decoder)}:
+    for module in {inner, decoder, *others}:
         setattr(module, CONTEXT, context)
+    adopt(inner, context, NAME)
     set_tile(inner, options)
     tile_layers(inner, options)
     set_checkpointing(inner, options.checkpoint, reentrant=reentrant, offload=options.remat_offload)
@@ -129,8 +130,8 @@ def _check_loaded(model: Any) -> None:
         raise UnsupportedError(f"{kind_of(model)} under accelerate", why, instead)
 
 
-def _hook(inner: Any, decoder: Any, attentions: list[torch.nn.Module]) -> None:
-    """Register the hooks of a model, its decoder and its mixers, which need a `LayerContext` when they run."""
+def _hook(inner: Any, decoder: Any) -> None:
+    """Register the hooks of a model and its decoder, which need a `LayerContext` when they run."""
     if is_pair(inner):
         pair.hook(inner)
     else:
@@ -139,13 +140,10 @@ def _hook(inner: Any, decoder: Any, attentions: list[torch.nn.Module]) -> None:
         decoder.register_forward_hook(end_prefill)
         decoder.register_forward_hook(end, always_call=True)
         embedded.hook(decoder)
-        recurrent.hook(decoder)
         follow_router(type(inner).forward)
     if inner is not decoder:
         inner.register_forward_pre_hook(inputs.begin, with_kwargs=True)
         inner.register_forward_hook(end, always_call=True)
-    for mixer in {*attentions, *recurrent.modules_of(decoder)}:
-        hook_mixer(mixer)
 
 
 @contextmanager

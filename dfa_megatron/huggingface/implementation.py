@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-from dfa_megatron.huggingface.current_forward import NAME
+from dfa_megatron.huggingface.current_forward import NAME, REACHED
 
 
 def is_multimodal(model: Any) -> bool:
@@ -43,6 +43,15 @@ def set_attention(model: Any, name: str) -> None:
     """Give a model's text an attention implementation, if it has another."""
     if attention_of(model) != name:
         model.set_attn_implementation({text_field(model): name} if is_multimodal(model) else name)
+        set_mixers(model, name)
+
+
+def set_mixers(model: Any, name: str) -> None:
+    """Give the mixers of a model an attention implementation whose configuration is not the model's: copied layers."""
+    for module in model.modules():
+        config = vars(module).get("config")
+        if config is not None and REACHED in vars(module) and config._attn_implementation != name:
+            config._attn_implementation = name
 
 
 def copy_configs(model: Any, inner: Any) -> str:

@@ -29,12 +29,14 @@ from dfa_megatron.huggingface.current_forward import (
     WHOLE,
     Arguments,
     Forward,
+    Handed,
     LayerContext,
     enter,
     forward_of_context,
 )
 from dfa_megatron.huggingface.encoder_decoder import pair
-from dfa_megatron.huggingface.implementation import is_distributed, set_attention
+from dfa_megatron.huggingface.implementation import attention_of, is_distributed, set_attention
+from dfa_megatron.huggingface.mixers import adopt, knows_all
 from dfa_megatron.huggingface.multimodal import embed_first
 from dfa_megatron.huggingface.positions import batch_number
 from dfa_megatron.huggingface.positions import document_starts as packed
@@ -68,6 +70,8 @@ def begin(model: Any, args: tuple[Any, ...], kwargs: Arguments, *, alone: bool =
     check_adapters(model)  # which may be added later than attention is distributed
     if context.accelerate and not context.local:
         set_attention(model, NAME if model.training else context.before)
+    if not (is_pair(model) or knows_all(model, context)):  # layers were copied or replaced
+        adopt(model, context, attention_of(model))
     if torch.is_grad_enabled():
         keep_forward(model, saving=context.options.checkpoint == "auto")
     given = checks.arguments_of(model, args, kwargs)
@@ -153,7 +157,7 @@ def prepare(decoder: Any, args: tuple[Any, ...], kwargs: Arguments) -> ArgsAndKe
     if not any(parameter.name == "position_ids" for parameter in parameters):
         del kept["position_ids"]
     if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters):
-        kept[KEYWORD] = forward  # the decoder passes every keyword to its layers
+        kept[KEYWORD] = Handed(forward)  # the decoder passes every keyword to its layers
     if not isinstance(mask, dict) and forward.seen:
         kept["attention_mask"] = nothing_hidden(tokens.shape[0], tokens.shape[1], tokens.device)
     return args, kept

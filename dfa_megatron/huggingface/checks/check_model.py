@@ -13,7 +13,7 @@ from dfa_megatron.huggingface.checks.check_pair import AT_ENCODER, attentions_in
 from dfa_megatron.huggingface.implementation import is_multimodal, kind_of, text_field
 from dfa_megatron.huggingface.positions.embedded_positions import LOCAL_ROPE, rotaries_of, table_of
 from dfa_megatron.huggingface.positions.seen import PREFIX
-from dfa_megatron.huggingface.recurrent.layers import layers_of
+from dfa_megatron.huggingface.recurrent.layers import layers_of, not_called
 
 _ATTENTIONS = {"full_attention", "sliding_attention", "chunked_attention"}
 _STATES = {"linear_attention", "conv"}
@@ -121,6 +121,13 @@ def _check_layers(model: Any, decoder: Any, attentions: list[torch.nn.Module]) -
             "other layers mix tokens in ways that are not distributed, or do not take attention implementations",
             "a model with causal self-attention in every layer",
         )
+    for layer in decoder.modules():
+        if missing := not_called(layer):
+            raise UnsupportedError(
+                f"{kind} whose {type(layer).__name__} does not call {', '.join(sorted(missing))}",
+                "what it calls in place of that computes from the tokens of this rank alone",
+                "a version of transformers that `dfa-megatron doctor` names",
+            )
     recurrent, states = len(layers_of(decoder)), layers_with_states(config)
     if recurrent < states:
         raise UnsupportedError(

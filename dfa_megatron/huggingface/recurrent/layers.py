@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from dfa_megatron.huggingface.current_forward import Forward, end, enter, forward_of, innermost
-from dfa_megatron.huggingface.recurrent.stand_ins import FORWARDS, FUSED, STANDS_IN
+from dfa_megatron.huggingface.current_forward import REACHED, Forward, end, enter, forward_of, innermost
+from dfa_megatron.huggingface.recurrent.stand_ins import CLASSES, FORWARDS, FUSED, STANDS_IN
 from dfa_megatron.runtime.agreement.calls import at_layer
 
 
@@ -40,17 +40,29 @@ def _called(module: Any) -> set[str]:
     return set(code.co_names if code is not None else ())
 
 
-def hook(model: Any) -> None:
-    """Hook these layers, which need a `LayerContext` when they run, and replace functions of their modelling files."""
-    for layer in layers_of(model):
-        layer.register_forward_pre_hook(_enter)
-        layer.register_forward_hook(end, always_call=True)
-        names = vars(sys.modules[type(layer).__module__])
-        for name in _called(layer) & {*STANDS_IN, *FUSED}:
-            if not hasattr(names[name], _REAL):
-                names[name] = _replacing(name, names[name])
-        if type(layer).__name__ in FORWARDS and not hasattr(type(layer).forward, _REAL):
-            type(layer).forward = _replacing(type(layer).__name__, type(layer).forward)
+def listed(module: torch.nn.Module) -> frozenset[str]:
+    """Return the names that the class of a known layer with a state must call; none for other modules."""
+    names = {cls.__name__ for cls in type(module).__mro__}
+    return frozenset(name for calls, classes in CLASSES.items() if names & {*classes.split()} for name in calls)
+
+
+def not_called(module: torch.nn.Module) -> frozenset[str]:
+    """Return the names that the class of a known layer lists, and its forward does not use."""
+    return listed(module) - _called(module)
+
+
+def hook(layer: torch.nn.Module) -> None:
+    """Hook a layer with a state, which needs a `LayerContext` when it runs, and replace what it calls in its file."""
+    if layer not in layers_of(layer):
+        return
+    layer.register_forward_pre_hook(_enter)
+    layer.register_forward_hook(end, always_call=True)
+    names = vars(sys.modules[type(layer).__module__])
+    for name in _called(layer) & {*STANDS_IN, *FUSED}:
+        if not hasattr(names[name], _REAL):
+            names[name] = _replacing(name, names[name])
+    if type(layer).__name__ in FORWARDS and not hasattr(type(layer).forward, _REAL):
+        type(layer).forward = _replacing(type(layer).__name__, type(layer).forward)
 
 
 _REAL = "_dfa_real"
@@ -69,6 +81,7 @@ def _replacing(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
             return None
         given = dict(signature.bind(*args, **kwargs).arguments)
         given.pop("kwargs", None)
+        vars(layer)[REACHED].add(name)
         with at_layer(int(getattr(layer, "layer_idx", None) or 0) + 1):
             return {**STANDS_IN, **FORWARDS}[name](real, options_of(forward), given)
 

@@ -91,3 +91,16 @@ FUSED = ("mamba2_split_conv1d_scan_combined",)
 
 FORWARDS = {"MiniMaxLightningAttention": lightning}
 """What stands in for the forward of layers that call no function for their states, by their class."""
+
+CLASSES = {
+    (
+        "causal_conv1d_fn",
+    ): "InklingShortConvolution Inkling2ShortConvolution Lfm2ShortConv Lfm2MoeShortConv Lfm3ShortConv",
+    ("causal_conv1d_fn", "chunk_kimi_delta_attention"): "BailingHybridDeltaAttention KimiLinearDeltaAttention",
+    ("causal_conv1d_fn", "mamba2_chunk_scan"): "BambaMixer FalconH1Mixer GraniteMoeHybridMambaLayer Mamba2Mixer "
+    "NemotronHMamba2Mixer Zamba2MambaMixer",
+    ("causal_conv1d_fn", "mamba_selective_scan"): "FalconMambaMixer JambaMambaMixer MambaMixer ZambaMambaMixer",
+    ("causal_conv1d_fn", "torch_chunk_gated_delta_rule"): "OlmoHybridGatedDeltaNet Qwen3_5GatedDeltaNet "
+    "Qwen3_5MoeGatedDeltaNet Qwen3NextGatedDeltaNet",
+}
+"""The classes of layers with states, by the functions that each must call to be right."""

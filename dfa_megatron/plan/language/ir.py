@@ -20,10 +20,11 @@ import marshal
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 from itertools import chain
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from dfa_megatron.plan.language.geometry import Span, Tile
 from dfa_megatron.plan.language.layout import Layout
@@ -49,7 +50,7 @@ class Transfer(NamedTuple):
     chunk: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Phase:
     """Names that one block reads and writes on its q side and its kv side; empty for a side that is not written.
 
@@ -61,15 +62,18 @@ class Phase:
     read_kv: str
     write_q: str
     write_kv: str
-    reads: tuple[tuple[str, str], ...] = field(init=False, repr=False, compare=False)
-    writes: tuple[tuple[str, str], ...] = field(init=False, repr=False, compare=False)
-    write_names: tuple[str, ...] = field(init=False, repr=False, compare=False)
 
-    def __post_init__(self) -> None:
-        writes = tuple((side, name) for side, name in (("q", self.write_q), ("kv", self.write_kv)) if name)
-        object.__setattr__(self, "reads", (("q", self.read_q), ("kv", self.read_kv)))
-        object.__setattr__(self, "writes", writes)
-        object.__setattr__(self, "write_names", tuple(name for _, name in writes))
+    @cached_property
+    def reads(self) -> tuple[tuple[str, str], ...]:  # noqa: D102
+        return ("q", self.read_q), ("kv", self.read_kv)
+
+    @cached_property
+    def writes(self) -> tuple[tuple[str, str], ...]:  # noqa: D102
+        return tuple((side, name) for side, name in (("q", self.write_q), ("kv", self.write_kv)) if name)
+
+    @cached_property
+    def write_names(self) -> tuple[str, ...]:  # noqa: D102
+        return tuple(name for _, name in self.writes)
 
 
 FORWARD = Phase("forward", read_q="q", read_kv="kv", write_q="out", write_kv="")
@@ -86,7 +90,7 @@ Pairs = Mapping[tuple[int, int], tuple[Tile, ...]]
 """(q_chunk, kv_chunk) -> the tiles of the mask in it."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Plan:
     """One phase of a distributed attention: everything that happens on every rank, as data.
 
@@ -99,13 +103,17 @@ class Plan:
     phase: Phase
     blocks: tuple[Block, ...]
     transfers: tuple[Transfer, ...]
-    pairs: Pairs = field(init=False, repr=False, compare=False)
-    steps: int = field(init=False, repr=False, compare=False)
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "pairs", needed_pairs(self.mask, self.layout.chunks))
-        last = max(max([record.step for record in records], default=-1) for records in (self.blocks, self.transfers))
-        object.__setattr__(self, "steps", 1 + last)
+    @cached_property
+    def pairs(self) -> Pairs:  # noqa: D102
+        return needed_pairs(self.mask, self.layout.chunks)
+
+    @cached_property
+    def steps(self) -> int:  # noqa: D102
+        return 1 + max((record.step for records in (self.blocks, self.transfers) for record in records), default=-1)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Plan, (self.mask, self.layout, self.phase, self.blocks, self.transfers)  # what follows from it stays
 
     def __hash__(self) -> int:
         # Every call of an attention looks its plan up, which may have thousands of blocks.

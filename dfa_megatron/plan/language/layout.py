@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import accumulate, pairwise
 from operator import index
 from zlib import crc32
@@ -17,7 +18,7 @@ from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.plan.language.geometry import Span, joined_spans
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Layout:
     """A disjoint cover of [0, length) by chunks; `owner` holds the owner of each.
 
@@ -32,14 +33,16 @@ class Layout:
     owner: tuple[int, ...]
     ranks: int = 0
     queries: int | None = None
-    _held: tuple[tuple[int, ...], ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "ranks", max(self.ranks, max(self.owner, default=-1) + 1))
+
+    @cached_property  # no field of the dataclass: torch copies those of a module's keywords by `dataclasses.replace`
+    def _held(self) -> tuple[tuple[int, ...], ...]:
         held: list[list[int]] = [[] for _ in range(self.ranks)]
         for chunk, owner in enumerate(self.owner):
             held[owner].append(chunk)
-        object.__setattr__(self, "_held", tuple(map(tuple, held)))
+        return tuple(map(tuple, held))
 
     def __hash__(self) -> int:
         return hash((len(self.chunks), self.owner))  # a layout is a key of caches, and may have hundreds of chunks

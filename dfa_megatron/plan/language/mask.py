@@ -9,8 +9,8 @@ from __future__ import annotations
 import hashlib
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
-from functools import wraps
+from dataclasses import dataclass
+from functools import cached_property, wraps
 from itertools import accumulate, pairwise
 from operator import index
 from typing import Any, NamedTuple, TypeVar, TypeVarTuple
@@ -56,7 +56,7 @@ def kept_on_mask(function: Callable[[Mask, *Args], T]) -> Callable[[Mask, *Args]
     return kept
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Mask:
     """The (query, key) pairs of a sequence that attend, as disjoint tiles in global positions.
 
@@ -73,7 +73,11 @@ class Mask:
     tiles: tuple[Tile, ...]
     balanced_by: Mask | None = None
     queries: int | None = None
-    kept: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    @cached_property
+    def kept(self) -> dict[Any, Any]:
+        """Return the results that `kept_on_mask` keeps."""
+        return {}
 
     def __hash__(self) -> int:
         return hash((self.name, self.length))  # a mask is a key of caches, and may have thousands of tiles

@@ -1,0 +1,99 @@
+"""Hook the mixers of a model: attention and layers with states, which compute from several tokens at once.
+
+A mixer that runs in a distributed forward must reach every function of ours that its class lists. One that does not has
+computed from this rank's tokens alone: its forward raises.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+
+from dfa_megatron.errors import UnsupportedError
+from dfa_megatron.huggingface.checks.check_model import check_model
+from dfa_megatron.huggingface.current_forward import (
+    CONTEXT,
+    KEYWORD,
+    NAME,
+    REACHED,
+    Handed,
+    LayerContext,
+    end,
+    enter,
+    forward_of_context,
+)
+from dfa_megatron.huggingface.implementation import set_mixers
+from dfa_megatron.huggingface.recurrent import layers as recurrent
+
+
+def adopt(model: Any, context: LayerContext, name: str) -> None:
+    """Give the mixers of a model its context, their hooks, and its attention implementation by name.
+
+    Raises:
+        UnsupportedError: as `distribute_attention` does.
+    """
+    attentions = check_model(model)
+    decoder = model.get_decoder()
+    for mixer in {*attentions, *recurrent.modules_of(decoder)}:
+        if REACHED not in vars(mixer):
+            recurrent.hook(mixer)
+            wanted = {NAME} if mixer in attentions else recurrent.listed(mixer)
+            mixer.register_forward_pre_hook(_enter_again, with_kwargs=True)
+            mixer.register_forward_hook(functools.partial(_check_reached, frozenset(wanted)))
+            mixer.register_forward_hook(end, always_call=True)
+        vars(mixer)[REACHED] = set()
+        setattr(mixer, CONTEXT, context)
+    for module in _parts(decoder):
+        setattr(module, CONTEXT, context)
+    set_mixers(model, name)
+
+
+def knows_all(model: Any, context: LayerContext) -> bool:
+    """Return whether every layer of a model is one that `adopt` saw: none was copied, added or replaced since."""
+    return all(vars(module).get(CONTEXT) is context for module in _parts(model.get_decoder()))
+
+
+def _parts(decoder: Any) -> list[torch.nn.Module]:
+    """Return the layers of a decoder and their children."""
+    stacks = (child for child in decoder.children() if isinstance(child, torch.nn.ModuleList))
+    return [part for stack in stacks for layer in stack for part in (layer, *layer.children())]
+
+
+def _enter_again(layer: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Enter the forward of a layer that runs again, where nothing else did.
+
+    Raises:
+        UnsupportedError: nothing tells which it was, or attention was switched since.
+    """
+    context: LayerContext = getattr(layer, CONTEXT)
+    vars(layer)[REACHED] = set()
+    backward = torch._C._current_graph_task_id() != -1  # in which a layer that runs was checkpointed
+    if forward_of_context(context) is not None or not backward:
+        return
+    handed: Handed | None = kwargs.get(KEYWORD)
+    present = getattr(getattr(layer, "config", None), "_attn_implementation", NAME)
+    if present == NAME and handed is not None:
+        enter(layer, handed.forward)
+    elif context.varied or present != NAME:
+        raise UnsupportedError(
+            f"a layer of type {type(layer).__name__} that runs again in the backward",
+            "the function that checkpoints it does not tell it the documents, or whether its attention was local",
+            "checkpoint='full' or 'remat' of TrainingConfig, or gradient_checkpointing_enable, which do",
+        )
+
+
+def _check_reached(wanted: frozenset[str], mixer: torch.nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    """Raise where a mixer has run in a distributed forward without reaching each of these functions.
+
+    Raises:
+        UnsupportedError: names the mixer and the functions.
+    """
+    forward = forward_of_context(getattr(mixer, CONTEXT))
+    if forward is not None and forward.distributed and (missed := wanted - getattr(mixer, REACHED)):
+        raise UnsupportedError(
+            f"a layer of type {type(mixer).__name__} that did not reach {', '.join(sorted(missed))}",
+            "it has computed from the tokens of this rank alone",
+            "distribute_attention once more, after layers were changed, and versions that `dfa-megatron doctor` names",
+        )

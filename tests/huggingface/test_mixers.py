@@ -1,0 +1,172 @@
+"""Attention and states are distributed, whatever was copied or renamed; else a forward raises."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import random
+import sys
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+from dfa_megatron import huggingface as dfa_hf
+from dfa_megatron.config import TrainingConfig
+from dfa_megatron.errors import UnsupportedError
+from dfa_megatron.huggingface.recurrent.stand_ins import CLASSES
+from tests.huggingface import conftest
+from tests.huggingface.compared import assert_gradients, assert_loss
+from tests.support.close import assert_close
+from tests.support.models import build, gradients, text
+from tests.support.workers import preload, run_ranks
+
+if conftest.INSTALLED:
+    preload("tests.huggingface.sweep.tiny", *(f"transformers.models.{n}.modeling_{n}" for n in ("lfm2", "qwen3_next")))
+
+
+def grown(dice: random.Random, layers: Any) -> None:
+    """Change the list of a model's layers in a drawn way; each attention then has a number of its own."""
+    other = build("Llama", 4).double().model.layers
+    way = dice.choice(["append", "double", "other layer", "other attention", "replace by copy", "insert"])
+    if way == "append":
+        layers.append(copy.deepcopy(layers[1]))
+    elif way == "double":
+        layers.extend([copy.deepcopy(layer) for layer in layers])
+    elif way == "insert":
+        layers.insert(1, other[0])
+    elif way == "other attention":
+        layers[1].self_attn = other[1].self_attn
+    else:
+        layers[1] = other[1] if way == "other layer" else copy.deepcopy(layers[0])
+
+
+def changed(seed: int, model: Any) -> Any:
+    grown(random.Random(seed), model.model.layers)
+    for number, layer in enumerate(model.model.layers):
+        layer.self_attn.layer_idx = number
+    model.config.num_hidden_layers = len(model.model.layers)
+    return model
+
+
+def copied_layers(rank: int, world_size: int, seed: int) -> None:
+    for number in range(seed, seed + 4):
+        dice = random.Random(number)
+        batch = text(1, 4 * world_size + dice.randint(3, 6), seed=number, unlabelled=2)
+        if dice.random() < 0.5:
+            batch["position_ids"] = torch.cat([torch.arange(3), torch.arange(batch["input_ids"].shape[1] - 3)])[None]
+        reference, model = (changed(number, build("Llama").double()), build("Llama").double())
+        want = reference(**batch, use_cache=False)
+        want.loss.backward()
+        options = TrainingConfig(checkpoint=dice.choice(["none", "full", "remat"]))
+        if number % 2:
+            model = dfa_hf.distribute_attention(changed(number, model), config=options)
+        else:
+            model = changed(number, dfa_hf.distribute_attention(model, config=options))
+        found = model(**dfa_hf.shard_batch(batch))
+        found.loss.backward()
+        assert_loss(found.loss, want.loss, str(number))
+        assert_gradients(model, gradients(reference), str(number))
+        with dfa_hf.local_attention(model):
+            assert_close(model(**batch, use_cache=False).logits, want.logits, tolerance=1e-6, name=f"{number} local")
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_layers_that_were_copied_added_or_replaced_are_exact(ranks: int) -> None:
+    run_ranks(ranks, copied_layers, 20 * ranks, timeout=170)
+
+
+def test_an_attention_that_does_not_reach_ours_raises_and_one_that_does_not_run_does_not() -> None:
+    model = dfa_hf.distribute_attention(build("Llama"))
+    batch = dfa_hf.shard_batch(text(1, 8, seed=1))
+    model.model.layers[1].forward = lambda hidden, *_, **__: hidden
+    model(**batch)
+    own = model.model.layers[0].self_attn
+    own.config = copy.deepcopy(own.config)
+    own.config._attn_implementation = "eager"
+    with pytest.raises(UnsupportedError, match="type LlamaAttention that did not reach dfa: it has computed"):
+        model(**batch)
+    with dfa_hf.local_attention(model):
+        model(**text(1, 8, seed=1))
+
+
+def renamed(layer: torch.nn.Module, name: str) -> Any:
+    """Let the forward of a layer's class call a function by another name, as a release might; return what undoes it."""
+    kind = type(layer)
+    names, was = vars(sys.modules[kind.__module__]), inspect.unwrap(kind.forward)
+    source = inspect.cleandoc("\n" + inspect.getsource(was)).replace(name, f"new_{name}")
+    names[f"new_{name}"] = getattr(names[name], "_dfa_real", names[name])
+    here: dict[str, Any] = {}
+    exec(compile(source, "<renamed>", "exec"), names, here)  # noqa: S102
+    kind.forward = here["forward"]
+    return was
+
+
+@pytest.mark.parametrize("kind", ["qwen3_next", "lfm2"])
+def test_a_state_is_never_computed_alone_because_a_function_has_another_name(kind: str) -> None:
+    from dfa_megatron.huggingface.recurrent.layers import listed
+    from tests.huggingface.sweep.tiny import build as build_type
+
+    model = build_type(kind)
+    layer = next(module for module in model.modules() if listed(module))
+    batch = dfa_hf.shard_batch({"input_ids": torch.arange(1, 9)[None]})
+    for name in sorted(listed(layer)):
+        was = renamed(layer, name)
+        try:
+            with pytest.raises(UnsupportedError, match=rf"whose {type(layer).__name__} does not call {name}"):
+                dfa_hf.distribute_attention(copy.deepcopy(model))
+        finally:
+            type(layer).forward = was
+        distributed = dfa_hf.distribute_attention(copy.deepcopy(model))
+        names = vars(sys.modules[type(layer).__module__])
+        ours, names[name] = names[name], names[name]._dfa_real  # another package put it back
+        try:
+            with pytest.raises(UnsupportedError, match=rf"{type(layer).__name__} that did not reach {name}"):
+                distributed(**batch)
+        finally:
+            names[name] = ours
+        distributed(**batch)
+
+
+def test_listed_classes_call_what_they_list() -> None:
+    from dfa_megatron.huggingface.recurrent.layers import listed, not_called
+    from tests.huggingface.sweep.tiny import build as build_type
+
+    found = [module for kind in ("qwen3_next", "lfm2") for module in build_type(kind).modules() if listed(module)]
+    assert {type(module).__name__ for module in found} <= {name for names in CLASSES.values() for name in names.split()}
+    assert not any(map(not_called, found))
+
+
+def mixed_precision(rank: int, world_size: int, seed: int) -> None:
+    mesh = init_device_mesh("cpu", (world_size,))
+    for number in range(seed, seed + 4):
+        dice = random.Random(number)
+        batch = text(1, dice.randint(5, 9) * world_size + dice.randint(0, 1), seed=number, unlabelled=2)
+        if dice.random() < 0.5:
+            batch["position_ids"] = torch.cat([torch.arange(3), torch.arange(batch["input_ids"].shape[1] - 3)])[None]
+        dtype = torch.bfloat16 if dice.random() < 0.8 else None
+        inner, outer = (
+            MixedPrecisionPolicy(dtype, torch.float32, cast_forward_inputs=dice.random() < 0.7) for _ in range(2)
+        )
+        options = TrainingConfig(checkpoint=dice.choice(["none", "full", "remat"]))
+        losses = []
+        for distributed in (False, True):
+            model = build("Llama", number)
+            if distributed:
+                dfa_hf.distribute_attention(model, config=options)
+            for layer in model.model.layers:
+                fully_shard(layer, mesh=mesh, mp_policy=inner)
+            fully_shard(model, mesh=mesh, mp_policy=outer)
+            loss = model(**(dfa_hf.shard_batch(batch) if distributed else batch), use_cache=False).loss
+            loss.backward()
+            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9).full_tensor()
+            losses.append((loss, norm))
+        assert_loss(losses[1][0], losses[0][0].detach(), str(number), tolerance=4e-3)
+        assert_close(losses[1][1], losses[0][1], tolerance=3e-2, name=f"{number} norm")
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_fsdp2_with_any_policy_of_precision_trains_as_without_us(ranks: int) -> None:
+    run_ranks(ranks, mixed_precision, 20 * ranks, timeout=170)
