@@ -226,7 +226,8 @@ def _attend(inputs: Inputs, group: Group, config: DistAttentionConfig, **mathema
         if _rows_of(mathematics, name):
             return _attend_rows(inputs, group, config, mathematics, name)
     try:
-        request = _request(config=config, **mathematics)  # checked where it is prepared: every rank hears of errors
+        # Checked where it is prepared: every rank hears of errors.
+        request = _request(repr(mathematics["window_size"]), config=config, **mathematics)
     except TypeError:  # a value without a hash
         request = Request(config=config, **mathematics)
     over = channel_of(group, verify=config.verify == "on")
@@ -270,8 +271,8 @@ def _attend_rows(inputs: Inputs, group: Group, config: DistAttentionConfig, aske
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
-_request = lru_cache(maxsize=256, typed=True)(Request)
-"""The same object for equal calls: comparing it with itself takes no time."""
+_request = lru_cache(maxsize=256, typed=True)(lambda _window, **asked: Request(**asked))
+"""The same object for equal calls: comparing it with itself takes no time. The window's text has its types."""
 
 _outside_graphs = torch.compiler.disable(_attend, recursive=True)
 """For masks, layouts and plans, which Dynamo cannot take as constants: a break in the graph."""

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, NamedTuple, Self
 
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.flags import add_flags, from_flags
-from dfa_megatron.names import CHECKPOINT, DATA_LAYOUTS, KERNELS, SCHEDULES, TRANSPORTS, VERIFY, nearest
+from dfa_megatron.names import CHECKPOINT, DATA_LAYOUTS, KERNELS, SCHEDULES, TRANSPORTS, VERIFY, nearest, plain
 
 PREFIX = "dfa_"
 """Of an option's name on a namespace; its flag begins with `--dfa-`."""
@@ -105,7 +105,9 @@ class DistAttentionConfig:
 
     def __post_init__(self) -> None:
         for name, default, choices, numbers in self.rules:
-            _check(f"{name}={getattr(self, name)!r}", getattr(self, name), default, choices, numbers)
+            if (value := plain(getattr(self, name))) is not getattr(self, name):
+                object.__setattr__(self, name, value)
+            _check(f"{name}={value!r}", value, default, choices, numbers)
 
     @classmethod
     def of(cls, given: Self | None) -> Self:

@@ -27,6 +27,7 @@ from itertools import pairwise
 from typing import Any
 
 from dfa_megatron.errors import UnsupportedError
+from dfa_megatron.names import plain
 from dfa_megatron.plan.language.geometry import UNBOUNDED
 from dfa_megatron.plan.language.mask import *  # noqa: F403 -- its `__all__` is the one list of masks
 from dfa_megatron.plan.language.mask import Mask, Span, Tile
@@ -66,6 +67,7 @@ def from_dense(visible: Any, length: int | None = None, *, name: str = "dense", 
                 "a mask that is no matrix of bool", "each cell says what attends", "(length, length)"
             )
         length, look = len(visible), lambda batch, head, i, j: visible[i[:, 0].numpy()]
+    length = plain(length)
     if length is None or length < 1:
         raise UnsupportedError("a mask without length", "it is not given, or below 1", "from_dense(function, 4096)")
     pieces, rows = list[Tile](), max(1, _CELLS // length)

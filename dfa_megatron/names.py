@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Collection
+from operator import is_
+from typing import Any
 
 SCHEDULES = ("auto", "ring", "balanced", "balanced_shared", "greedy")
 OWNER_COMPUTES = "owner_computes"
@@ -25,6 +27,14 @@ VERIFY = ("on", "off")
 
 ZIGZAG_ELSEWHERE = ("zigzag", "head_tail", "head-tail", "headtail", "striped", "stripe")
 """What others call layouts that balance a causal mask by moving tokens."""
+
+
+def plain(value: Any) -> Any:
+    """Return a number, a boolean or an array of numpy as Python's own, also inside lists and tuples."""
+    if type(value) in (list, tuple):
+        own = [plain(one) for one in value]
+        return value if all(map(is_, own, value)) else type(value)(own)
+    return value.tolist() if type(value).__module__ == "numpy" else value
 
 
 def nearest(value: object, known: Collection[str]) -> str:

@@ -144,8 +144,8 @@ def tree_positions(
     Raises:
         ValueError: they are no trees in depth-first order.
     """
-    places = Tree(tuple(lengths), tuple(parents)).places
-    parts = [torch.arange(lo, lo + length, device=device) for lo, length in zip(places, lengths, strict=True)]
+    tree = Tree.of((lengths, parents))
+    parts = [torch.arange(lo, lo + length, device=device) for lo, length in zip(tree.places, tree.lengths, strict=True)]
     return torch.cat(parts)
 
 

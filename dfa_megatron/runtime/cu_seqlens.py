@@ -7,11 +7,13 @@ import weakref
 from collections.abc import Sequence
 from functools import lru_cache
 from itertools import pairwise
+from numbers import Real
 from typing import Any
 
 import torch
 
 from dfa_megatron.errors import UnsupportedError
+from dfa_megatron.names import plain
 from dfa_megatron.plan.language.mask import Mask, documents, of_window
 
 Offsets = tuple[int, ...]
@@ -44,6 +46,7 @@ def offsets_of(cu_seqlens: CuSeqlens, device: torch.device | None = None) -> Off
     if x is _seen[0]:
         return _seen[0]
     if not isinstance(x, torch.Tensor):
+        x = plain(x)
         if isinstance(x, Sequence) and all(isinstance(offset, int) for offset in x):
             _seen[0] = tuple(x)  # type: ignore[arg-type]
             return _seen[0]
@@ -70,7 +73,7 @@ def rows_of(cu_seqlens: CuSeqlens, x: torch.Tensor | None = None) -> tuple[Offse
     Raises:
         UnsupportedError: as `offsets_of` does, and where the batch has another number of rows.
     """
-    if not isinstance(cu_seqlens, list | tuple) or not cu_seqlens or isinstance(cu_seqlens[0], int | float):
+    if not isinstance(cu_seqlens, list | tuple) or not cu_seqlens or isinstance(cu_seqlens[0], Real):
         return ()
     if x is not None:
         check_rows(cu_seqlens, x)

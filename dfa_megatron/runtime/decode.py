@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import lru_cache
+from operator import index
 
 import torch
 
@@ -63,6 +64,7 @@ def decode_attn_func(
     """
     verify = config.verify == "on"
     with telling(group, verify=verify) as over:
+        starts = None if starts is None else [*map(index, starts)]
         kernel = _checked(q, k_cache, v_cache, starts, sinks, softcap, config)
     scale = q.shape[3] ** -0.5 if softmax_scale is None else float(softmax_scale)
     out, lse = _partial(kernel, q, (k_cache, v_cache), starts or (0,) * q.shape[0], (scale, softcap))

@@ -10,7 +10,7 @@ from typing import Any
 
 from dfa_megatron.config import DistAttentionConfig
 from dfa_megatron.errors import UnsupportedError
-from dfa_megatron.names import LAYOUTS, nearest
+from dfa_megatron.names import LAYOUTS, nearest, plain
 from dfa_megatron.plan.language import text as plan_text
 from dfa_megatron.plan.language.geometry import Span, Tile
 from dfa_megatron.plan.language.ir import AttentionPlan
@@ -57,12 +57,13 @@ class Request:
         if not isinstance(self.config, DistAttentionConfig):
             instead = "DistAttentionConfig.from_mapping(...) of a dictionary"
             raise UnsupportedError(f"config={self.config!r}", "it must be a DistAttentionConfig", instead)
-        if type(self.softmax_scale) is int:
-            object.__setattr__(self, "softmax_scale", float(self.softmax_scale))
-        if type(self.softcap) is int:
-            object.__setattr__(self, "softcap", float(self.softcap))
-        if isinstance(self.window_size, list):
-            object.__setattr__(self, "window_size", tuple(self.window_size))
+        # What `check` refuses becomes text: 8.0 and True equal 8 and 1, and would find what is prepared for these.
+        kinds: dict[str, Any] = {"softmax_scale": float, "softcap": float, "causal": bool, "window_size": tuple}
+        for name, kind in kinds.items():
+            value = plain(getattr(self, name))
+            value = kind(value) if (type(value), kind) in ((int, float), (list, tuple)) else value
+            odd = type(value) is not kind or (kind is tuple and [type(side) for side in value] != [int, int])
+            object.__setattr__(self, name, repr(value) if odd and not isinstance(value, str | None) else value)
 
     def check(self) -> None:
         """Refuse values that no attention can have; a plan or a kernel refuses the rest.
@@ -72,10 +73,10 @@ class Request:
         """
         self._check_mask()
         if type(self.softcap) is not float:
-            raise UnsupportedError(f"softcap={self.softcap!r}", "it must be of type float", "0.0 for none")
+            raise UnsupportedError(f"softcap={self.softcap}", "it must be of type float", "0.0 for none")
         if type(self.softmax_scale) is not float or not 0 < self.softmax_scale < math.inf:
-            what, instead = f"softmax_scale={self.softmax_scale!r}", "None, which is head_dim ** -0.5"
-            raise UnsupportedError(what, "it is positive and finite", instead)
+            why = "it is positive and finite" if type(self.softmax_scale) is float else "it must be of type float"
+            raise UnsupportedError(f"softmax_scale={self.softmax_scale}", why, "None, which is head_dim ** -0.5")
         if not isinstance(self.layout, Layout) and self.layout not in LAYOUTS:
             raise UnsupportedError(f"layout={self.layout!r}", "there is no such layout", nearest(self.layout, LAYOUTS))
 
@@ -101,10 +102,10 @@ class Request:
             why, instead = "nothing says which tokens attend to which", "causal=True or causal=False, a mask or a plan"
             raise UnsupportedError("attention without causal, mask and plan", why, instead)
         if type(self.causal) is not bool:
-            raise UnsupportedError(f"causal={self.causal!r}", "it must be of type bool", "True or False")
-        if type(window) is not tuple or len(window) != 2 or any(type(side) is not int or side < -1 for side in window):
+            raise UnsupportedError(f"causal={self.causal}", "it must be of type bool", "True or False")
+        if type(window) is not tuple or min(window) < -1:
             why, instead = "it is the tokens to each side", "(left, right), each -1 for no bound or at least 0"
-            raise UnsupportedError(f"window_size={window!r}", why, instead)
+            raise UnsupportedError(f"window_size={window}", why, instead)
 
     @property
     def _given(self) -> Mask | None:

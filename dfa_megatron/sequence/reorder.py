@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from functools import lru_cache
 from itertools import accumulate
+from operator import index
 
 import torch
 import torch.distributed as dist
@@ -50,6 +51,7 @@ def roll_sequence(
         UnsupportedError: x does not hold the rank's tokens of the layout, or cu_seqlens do not fit them.
         DisagreementError: the ranks ask for different things, or run different calls.
     """
+    shift = index(shift)
     with telling(group) as over:
         offsets = () if cu_seqlens is None else offsets_of(cu_seqlens, x.device)
         if offsets:

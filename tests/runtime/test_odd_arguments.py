@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 import dfa_megatron
-from dfa_megatron import masks
+from dfa_megatron import DistAttentionConfig, TrainingConfig, layouts, masks
 from dfa_megatron.errors import UnsupportedError
 
 
@@ -54,3 +56,97 @@ def test_an_odd_argument_is_refused_in_words(what: str) -> None:
     action, match = REFUSED[what]
     with pytest.raises(UnsupportedError, match=match):
         action()
+
+
+def _pack(cu_seqlens: Any, **options: Any) -> torch.Tensor:
+    return dfa_megatron.dist_flash_attn_varlen_func(*(x[0] for x in tensors()), cu_seqlens, **options)
+
+
+def _decode(of: Callable[[Any], Any], **options: Any) -> torch.Tensor:
+    q, k, v = (x.detach().expand(2, -1, -1, -1) for x in tensors())
+    return dfa_megatron.decode_attn_func(q[:, :1], k, v, starts=of([3, 4]), **options)
+
+
+def _config(of: Callable[[Any], Any]) -> tuple[torch.Tensor, TrainingConfig]:
+    config = DistAttentionConfig(head_stages=of(2), ulysses_degree=of(1))
+    return attend(*tensors(), config=config), TrainingConfig(loss_tile=of(4), mlp_tile=of(4), remat_offload=of(True))
+
+
+NUMBERS: dict[str, Callable[[Callable[[Any], Any]], Any]] = {
+    "causal": lambda of: attend(*tensors(), causal=of(True), softmax_scale=of(0.25), window_size=of((3, 0))),
+    "window": lambda of: attend(*tensors(), causal=of(False), softmax_scale=of(1), window_size=of([3, 2])),
+    "softcap": lambda of: attend(*tensors(), softcap=of(3.0), config=DistAttentionConfig(kernel="reference")),
+    "pack": lambda of: _pack(of([0, 5, 8]), causal=of(True), window_size=of((2, -1))),
+    "offsets": lambda of: _pack(tuple(map(of, (0, 5, 8))), causal=of(False)),
+    "rows": lambda of: dfa_megatron.dist_flash_attn_varlen_func(*tensors(), [of([0, 3, 8])], causal=True),
+    "config": _config,
+    "logits": lambda of: dfa_megatron.max_logits(
+        *tensors()[:2], causal=of(True), softmax_scale=of(0.5), softcap=of(2.0), cu_seqlens=of((0, 5, 8))
+    ),
+    "decode": lambda of: _decode(of, softmax_scale=of(0.5)),
+    "roll": lambda of: dfa_megatron.roll_sequence(
+        tensors()[0], of(1), dim=of(1), cu_seqlens=of([0, 5, 8]), fill=of(2.0)
+    ),
+    "shard": lambda of: dfa_megatron.shard_sequence(tensors()[0], dim=of(1), cu_seqlens=of([0, 8])),
+    "positions": lambda of: dfa_megatron.local_positions(of(8), cu_seqlens=of([0, 5, 8])),
+    "tree": lambda of: dfa_megatron.tree_positions(of([3, 4]), of([-1, 0])),
+    "plan": lambda of: dfa_megatron.make_plan(masks.causal(of(64)), of(4)),
+    "full": lambda of: masks.full(of(8)),
+    "sliding": lambda of: masks.sliding_window(of(8), of(3), of(1)),
+    "documents": lambda of: masks.documents(of([5, 3]), causal=of(True), window_size=of((3, 2)), room=of([6, 4])),
+    "prefix": lambda of: masks.prefix_lm(of(8), of(3)),
+    "prefixes": lambda of: masks.prefix_lm_documents(of([5, 3]), of(2)),
+    "blockwise": lambda of: masks.causal_blockwise(of([5, 3])),
+    "blocks": lambda of: masks.block_causal_documents(of([5, 3]), of(2)),
+    "two-way": lambda of: masks.two_way_blocks(of([8]), [of((1, 4))], left=of(5)),
+    "global": lambda of: masks.global_sliding(of(8), of(2), of(2), causal=of(True)),
+    "trees": lambda of: masks.prompt_tree(of([5, 3]), of([-1, 0]), window=of(4)),
+    "cross": lambda of: masks.cross_documents(of([5, 3]), of([4, 4]), causal=of(True), window_size=of((3, 1))),
+    "union": lambda of: masks.union("mine", of(8), [masks.Tile(masks.Span(of(0), of(8)), masks.Span(of(0), of(8)))]),
+    "two": lambda of: masks.two_sequences("x", of(8), of(6), [masks.Tile(masks.Span(0, of(8)), masks.Span(0, of(6)))]),
+    "dense": lambda of: masks.from_dense(lambda b, h, i, j: j <= i, of(8), most=of(9)),
+    "layouts": lambda of: (layouts.contiguous(of(8), of(3)), layouts.of_lengths(of([8, 3]))),
+    "zigzag": lambda of: layouts.zigzag(of(120), of(70)),
+    "zigzags": lambda of: layouts.zigzag_documents(of([0, 5, 8]), of(2)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", NUMBERS)
+def test_numpys_numbers_mean_what_pythons_do(what: str) -> None:
+    """Draw their types: in lists each number by itself, or an array."""
+    draw = random.Random(what)
+
+    def of(value: Any) -> Any:
+        if isinstance(value, list | tuple):
+            mixed = type(value)(of(one) if draw.random() < 0.7 else one for one in value)
+            return np.array(value) if draw.random() < 0.3 else mixed
+        if isinstance(value, bool):
+            return np.bool_(value)
+        kinds = [np.float32, np.float64] if isinstance(value, float) else [np.int8, np.int32, np.int64, np.uint8]
+        return draw.choice(kinds[: 3 if value == -1 else 4])(value if -129 < value < 128 else np.int64(value))
+
+    want, text = NUMBERS[what](lambda value: value), repr(NUMBERS[what](lambda value: value))
+    for _ in range(8):
+        found = NUMBERS[what](of)
+        assert torch.equal(found, want) if isinstance(want, torch.Tensor) else repr(found) == text
+
+
+@pytest.mark.parametrize(
+    ("right", "odd", "why"),
+    [
+        ({"window_size": (8, 0)}, {"window_size": (8.0, 0)}, r"window_size=\(8.0, 0\): it is the tokens"),
+        ({"window_size": (1, 0)}, {"window_size": (True, False)}, r"window_size=\(True, False\): it is the tokens"),
+        ({"causal": True}, {"causal": 1}, "causal=1: it must be of type bool"),
+        ({"causal": False}, {"causal": 0.0}, "causal=0.0: it must be of type bool"),
+        ({"softmax_scale": 1.0}, {"softmax_scale": True}, "softmax_scale=True: it must be of type float"),
+        ({"softmax_scale": 0.5}, {"softmax_scale": torch.tensor(0.5)}, "0.5000.: it must be of type float"),
+        ({"softcap": 0.0}, {"softcap": False}, "softcap=False: it must be of type float"),
+    ],
+)  # fmt: skip
+def test_what_equals_a_right_value_is_refused_whatever_came_before(
+    right: dict[str, Any], odd: dict[str, Any], why: str
+) -> None:
+    for _ in range(2):
+        with pytest.raises(UnsupportedError, match=why):
+            attend(*tensors(), **odd)
+        assert attend(*tensors(), **right).shape == (1, 8, 2, 8)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from operator import index
 from typing import cast
 
 from dfa_megatron.errors import UnsupportedError
@@ -127,7 +128,7 @@ def make_plan(
     Raises:
         UnsupportedError: an unknown name, or no schedule suits; the message lists every refusal.
     """
-    hardware = hardware or H200_NVLINK
+    hardware, ranks = hardware or H200_NVLINK, index(ranks)
     family, held = _family(layout, mask), layout if isinstance(layout, Layout) else None
     if family != "auto" and family not in LAYOUTS:
         raise UnsupportedError(f"layout {layout!r}", "there is no such layout", "one of auto, " + ", ".join(LAYOUTS))

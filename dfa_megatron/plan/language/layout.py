@@ -144,6 +144,7 @@ class Layout:
 
 def cut(length: int, parts: int) -> tuple[Span, ...]:
     """Cut [0, length) into `parts` spans; the first ones are one longer where it does not divide."""
+    length, parts = index(length), index(parts)
     if length < 0 or parts < 1:
         raise UnsupportedError(f"{length} tokens in {parts} parts", "there are too few", "0 or more, in 1 or more")
     each, more = divmod(length, parts)
@@ -157,6 +158,7 @@ def contiguous(length: int, ranks: int) -> Layout:
 
 def zigzag(length: int, ranks: int) -> Layout:
     """Give rank r chunks r and 2P-1-r of 2P: equal causal work per rank, but permuted data."""
+    ranks = index(ranks)
     return _of(cut(length, 2 * ranks), [min(chunk, 2 * ranks - 1 - chunk) for chunk in range(2 * ranks)])
 
 

@@ -93,7 +93,7 @@ def prompt_tree(lengths: Sequence[int], parents: Sequence[int], *, window: int =
         parents: the index of each segment's parent, -1 for a root.
         window: a token sees only this many tokens before it, counted along its path; -1 means no bound.
     """
-    return Tree(tuple(map(index, lengths)), tuple(map(index, parents))).mask(window)
+    return Tree(tuple(map(index, lengths)), tuple(map(index, parents))).mask(index(window))
 
 
 @lru_cache(maxsize=64)
