@@ -1,12 +1,14 @@
-"""The tables of options.md: every option in a line, and what each value means."""
+"""The tables of options.md: every option in a line, and what each value means. And of README: tested releases."""
 
 from __future__ import annotations
 
 import re
+import textwrap
 from collections.abc import Iterable
 from dataclasses import fields
 
 from dfa_megatron.config import CONFIGS, MegatronConfig
+from dfa_megatron.runtime.environment import TESTED, span
 
 
 def options() -> list[str]:
@@ -34,3 +36,8 @@ def meanings() -> list[str]:
         about = " ".join(sentence for sentence in sentences if not re.match(r"\w+: ", sentence))
         lines += [f"### {spec.name}", "", about, "", *values, ""]
     return lines
+
+
+def tested() -> list[str]:
+    """Return the releases that tests pass with, in a sentence."""
+    return textwrap.wrap(f"Releases: {', '.join(f'{package} {span(package)}' for package in TESTED)}.", 120)

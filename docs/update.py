@@ -37,6 +37,7 @@ PAGES: dict[str, Tables] = {
     **performance_tables.PAGES,
     **paper_tables.PAGES,
     **mask_tables.PAGES,
+    "README.md": {**performance_tables.PAGES["README.md"], "tested": reference_tables.tested},
     "docs/huggingface.md": model_tables.TABLES,
     "docs/options.md": {"options": reference_tables.options, "meanings": reference_tables.meanings},
     "docs/planning.md": planning_tables.TABLES,

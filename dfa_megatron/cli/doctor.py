@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dfa_megatron.flags import add_flags, flag, from_flags
+from dfa_megatron.runtime.environment import TESTED, span
 
 if TYPE_CHECKING:
     from dfa_megatron.doctor.kernel_trial import Trial, Verdict
@@ -65,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
     from dfa_megatron.doctor.machine import devices, p2p_access, versions
     from dfa_megatron.doctor.start_ranks import ranks_here
 
-    machine = {"versions": versions(), "devices": devices(), "p2p_access": p2p_access()}
+    machine = {"versions": versions(), "tested": TESTED, "devices": devices(), "p2p_access": p2p_access()}
     if not flags.json:
         print(_machine(machine))
     verdicts, auto = examine(shape, flags.kernel, flags.repetitions), automatic(shape)
@@ -146,7 +147,8 @@ def _of_call(call: dict[str, Any]) -> str:
 
 
 def _machine(machine: dict[str, Any]) -> str:
-    found = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
+    tested = {name: f" (tested: {span(name)})" for name in TESTED}
+    found = ", ".join(f"{name} {version}{tested.get(name, '')}" for name, version in machine["versions"].items())
     lines = ["versions", *textwrap.wrap(found, 110, initial_indent="  ", subsequent_indent="  "), "devices"]
     for gpu in machine["devices"]:
         where = f"{gpu['gib']} GiB, {gpu['multiprocessors']} multiprocessors"

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import platform
 from typing import Any
 
 import torch
 
 from dfa_megatron import __version__
+from dfa_megatron.runtime.environment import TESTED, installed
 
 PACKAGES = (
-    "torch", "triton", "numpy", "nvidia-nccl-cu13", "nvidia-cudnn-cu13", "nvidia-cutlass-dsl", "quack-kernels",
-    "flash-attn-4", "flash_attn_3", "flash-attn", "ring-flash-attn", "yunchang", "transformer-engine",
-    "megatron-core", "deepspeed", "transformers",
+    *TESTED, "numpy", "nvidia-nccl-cu13", "nvidia-cudnn-cu13", "nvidia-cutlass-dsl", "quack-kernels", "flash_attn_3",
+    "flash-attn", "ring-flash-attn", "yunchang", "transformer-engine",
 )  # fmt: skip
 DTYPES = ("bfloat16", "float16", "float32", "float64")
 
@@ -21,11 +20,7 @@ DTYPES = ("bfloat16", "float16", "float32", "float64")
 def versions() -> dict[str, str]:
     """Return the versions of this package, Python, PyTorch's libraries and the installed optional packages."""
     found = {"dfa-megatron": __version__, "python": platform.python_version()}
-    for package in PACKAGES:
-        try:
-            found[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
+    found |= {package: version for package in PACKAGES if (version := installed(package))}
     found["torch"] = torch.__version__  # with its build
     if torch.version.cuda and torch.cuda.is_available():
         found["cuda"] = torch.version.cuda

@@ -1,13 +1,35 @@
-"""This process's machine, and the environment variables that the runtime reads; it sets one, for one call."""
+"""This process's machine, packages and the environment variables that the runtime reads; it sets one, for one call."""
 
 from __future__ import annotations
 
+import importlib.metadata
+import logging
 import os
+import re
 import socket
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
+
+logger = logging.getLogger(__name__)
+
+TESTED: Mapping[str, tuple[str, str]] = {
+    "torch": ("2.6.0", "2.14.1"),
+    "triton": ("3.2.0", "3.8.0"),
+    "flash-attn-4": ("4.0.0b36", "4.0.0b36"),
+    "megatron-core": ("0.16.1", "0.19.2"),
+    "transformers": ("5.0.0", "5.24.0"),
+    "accelerate": ("1.12.0", "1.15.0"),
+    "peft": ("0.21.2", "0.21.2"),
+    "trl": ("1.16.0", "1.16.0"),
+    "deepspeed": ("0.19.6", "0.19.8"),
+}
+"""The oldest and the newest release of each package that tests pass with."""
+
+_IMPORTED_AS = {"flash-attn-4": "flash_attn.cute", "megatron-core": "megatron.core"}
+_read: set[str] = set()
 
 _MULTICAST = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
 _INSIDE, _NETWORK = ("p2p", "memory", "network"), ("adapters", "sockets")
@@ -98,3 +120,33 @@ def has_ended(pid: int) -> bool:
         return True
     except OSError:
         return False
+
+
+def installed(package: str) -> str | None:
+    """Return the version of an installed package, None without one."""
+    if package == "megatron-core" and (core := sys.modules.get("megatron.core")):
+        return str(core.__version__)  # a clone on PYTHONPATH tells pip nothing
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def order_of(version: str) -> tuple[list[int], str, int]:
+    """Return what sorts versions: builds are alike, and "a", "b", "dev" and "rc" stand before "release"."""
+    release, stage, number = re.findall(r"^([\d.]*)(a|b|dev|rc)?(\d*)", version)[0]
+    return [int(part) for part in release.split(".") if part], stage or "release", int(number or 0)
+
+
+def span(package: str) -> str:
+    """Return the oldest and the newest tested release of a package, in words."""
+    return " to ".join(dict.fromkeys(TESTED[package]))
+
+
+def warn_of_newer() -> None:
+    """Log once a process each imported package that is newer than every release tested."""
+    for package, (_, newest) in TESTED.items():
+        if package not in _read and _IMPORTED_AS.get(package, package) in sys.modules:
+            _read.add(package)  # to read a version takes a millisecond
+            if (version := installed(package)) and order_of(version) > order_of(newest):
+                logger.warning("%s %s is newer than what was tested: %s", package, version, span(package))
