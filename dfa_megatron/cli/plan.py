@@ -141,9 +141,11 @@ def _mask(flags: PlanFlags) -> Mask:
         raise UnsupportedError(f"mask {flags.mask!r}", "there is no such mask", nearest(flags.mask, MASKS))
     try:
         return MASKS[flags.mask](flags)
+    except UnsupportedError:
+        raise
     except ValueError as error:
         what = f"mask {flags.mask!r} of {flags.seq_length} tokens"
-        raise UnsupportedError(what, str(error), "other lengths") from error
+        raise UnsupportedError(what, str(error), "other values of its flags") from error
 
 
 def _from_file(path: Path, *, is_tree: bool) -> Mask:
@@ -214,8 +216,10 @@ def _hardware(flags: PlanFlags) -> Hardware:
 
 def _documents(flags: PlanFlags) -> list[int]:
     lengths = [int(length) for length in flags.documents.split(",") if length.strip()]
-    if sum(lengths) != flags.seq_length:
-        raise ValueError(f"--documents add up to {sum(lengths)} tokens, --seq-length is {flags.seq_length}")
+    if (total := sum(lengths)) != flags.seq_length:
+        instead = f"--seq-length {total}" if lengths and min(lengths) > 0 else f"--documents {flags.seq_length}"
+        why = f"they add up to {total} tokens, --seq-length is {flags.seq_length}"
+        raise UnsupportedError("--documents", why, instead)
     return lengths
 
 

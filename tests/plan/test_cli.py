@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 from pathlib import Path
 from xml.etree import ElementTree
@@ -38,6 +39,18 @@ def test_a_tree_is_planned_by_default_one_question_with_answers(
     tree = ["--mask", "prompt-tree", "--documents", "16,8,8", *given]
     assert main(["plan", "--ranks", "2", "--seq-length", "32", *tree]) == 0
     assert f"prompt tree({parents};16,8,8) over 32 tokens" in capsys.readouterr().out
+
+
+def test_documents_of_another_length_are_refused_by_the_flag_that_works(capsys: pytest.CaptureFixture[str]) -> None:
+    draw = random.Random(0)
+    drawn = [[draw.randint(0, 9) for _ in range(draw.randint(0, 4))] for _ in range(20)]
+    for lengths in drawn:
+        mask = draw.choice(["documents", "full-documents", "prompt-tree"])
+        given = ["plan", "--ranks", "1", "--mask", mask, "--documents", ",".join(map(str, lengths))]
+        assert main(given) == 2
+        advice = capsys.readouterr().err.split("What works: ")[1].rstrip(".\n").split()
+        assert main([*given, *advice]) == 0
+        assert (advice[0] == "--seq-length") == (bool(lengths) and 0 not in lengths)
 
 
 def test_auto_says_what_it_compared(capsys: pytest.CaptureFixture[str]) -> None:
