@@ -15,12 +15,18 @@ from dfa_megatron.errors import UnsupportedError
 _PASS_ON = ("torch", "deepspeed", "accelerate", "peft", "dfa_megatron")
 """Packages whose wrappers hand tokens on as they are; PEFT's are known by their adapters."""
 
-_OVER_TOKENS = {
-    "ADAPTION_PROMPT": "its layers attend to tokens of their own",
-    "SHADOW": "a second stack attends to this rank's part of the tokens alone",
-    "XLORA": "it runs the model by itself, to scale its adapters",
-}
-"""Types of PEFT's adapters that mix tokens, and how."""
+_EACH_TOKEN = (
+    "ADALORA", "BEFT", "BOFT", "C3A", "DEFT", "DELORA", "FOURIERFT", "FROD", "GLORA", "GRALORA", "HIRA", "HRA", "IA3",
+    "LN_TUNING", "LOHA", "LOKR", "LORA", "MISS", "OFT", "OSF", "PEANUT", "PSOFT", "RANDLORA", "ROAD", "SHIRA",
+    "SUPERTUNING", "TINYLORA", "TRAINABLE_TOKENS", "UNILORA", "VBLORA", "VERA", "WAVEFT",
+)  # fmt: skip
+"""Types of PEFT's adapters that treat each token alone, and alike on every rank: each was compared with one process."""
+
+_ACROSS = (
+    *("alora_invocation_tokens", "arrow_config", "monteclora_config", "velora_config"),
+    *("boft_dropout", "module_dropout", "rank_dropout"),
+)
+"""Options by which one of these reads the tokens of this rank, or draws random weights, others on each rank."""
 
 
 def check_wrappers(model: Any, inner: Any) -> None:
@@ -45,7 +51,7 @@ def check_wrappers(model: Any, inner: Any) -> None:
 
 
 def check_adapters(model: Any) -> None:
-    """Refuse PEFT's adapters that depend on the tokens of a whole sequence.
+    """Refuse PEFT's adapters that may depend on the tokens of a whole sequence.
 
     Raises:
         UnsupportedError: a model has one; it is named.
@@ -53,14 +59,13 @@ def check_adapters(model: Any) -> None:
     configs = getattr(model, "peft_config", None)
     for config in configs.values() if isinstance(configs, dict) else ():
         kind = getattr(config.peft_type, "value", config.peft_type)
-        why = _OVER_TOKENS.get(kind)
-        if getattr(config, "is_prompt_learning", False):
-            why = "it adds tokens in front of this rank's part, on every rank"
-        elif getattr(config, "alora_invocation_tokens", None) is not None:
-            kind, why = "activated LoRA", "it looks for its invocation in this rank's part of the tokens"
-        if why:
-            asked = f"PEFT's adapter of type {kind}"
-            raise UnsupportedError(asked, why, "adapters that treat each token alone, such as LoRA and IA3")
+        asked = next((f"{kind} with {name}" for name in _ACROSS if getattr(config, name, None)), kind)
+        if asked not in _EACH_TOKEN:
+            raise UnsupportedError(
+                f"PEFT's adapter of type {asked}",
+                "it is not known to treat each token alone, and alike on every rank",
+                "an adapter that is, such as LORA and IA3 without random weights",
+            )
 
 
 def _reads_tokens(wrapper: torch.nn.Module, holder: str) -> bool:
