@@ -58,6 +58,14 @@ def test_the_code_of_a_page_runs(block: pages.Block, capsys: pytest.CaptureFixtu
         assert "3.2*" in capsys.readouterr().out
 
 
+def test_the_readme_names_the_commands_of_the_makefile_and_the_gate_runs_the_second() -> None:
+    (first,) = re.findall(
+        r"^```sh\n((?:make .*\n)+)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.MULTILINE
+    )
+    assert [line.split("#")[0].strip() for line in first.splitlines()] == ["make train", "make test"]
+    assert "make test\n" in (ROOT / ".ci" / "run").read_text(encoding="utf-8").split("step ")[-1]
+
+
 def _pack(samples: list[int]) -> dict[str, Any]:
     return {"cu_seqlens": (0, *accumulate(samples), 8192)}
 
