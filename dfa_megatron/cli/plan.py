@@ -126,7 +126,7 @@ def run(args: argparse.Namespace) -> int:
         print("\none rank computes whole sequences, of its heads: all schedules are the same")
     elif looked_at:
         title = f"the candidates on {inside.name}" if flags.explain else f"auto took {plan.schedule}"
-        print(f"\n{title}; forward and backward together, beside the host's work:\n{explain(looked_at)}")
+        print(f"\n{title}; ms of forward and backward, or of the host launching them if longer:\n{explain(looked_at)}")
     if flags.svg is not None:
         flags.svg.write_text(draw(plan, "svg", shape=shape, hardware=inside), encoding="utf-8")
     if flags.text is not None:

@@ -203,7 +203,7 @@ MEGATRON_TRAINING = (
     on("megatron.training.models.gpt:GPTModelBuilder.build_distributed_models", "megatron/small_script.py",
        passes="pg_collection ddp_config data_parallel_random_init mixed_precision_wrapper"),
 )  # fmt: skip
-"""Of megatron.training, which the wheels have since 0.19."""
+"""Of megatron.training as it is since 0.19; wheels have it since 0.17."""
 
 TRANSFORMERS = (
     on("transformers.modeling_utils:PreTrainedModel", "huggingface/distribute.py huggingface/checkpointing.py",

@@ -99,7 +99,7 @@ def explain(looked_at: tuple[Candidate, ...]) -> str:
         more = one.seconds / served[0].seconds - 1
         why = "a tie" if more <= TIE else f"{100 * more:.0f} % slower"
         if one is taken:
-            why = "taken: the cheapest" if one is served[0] else "taken: a tie with the cheapest, and simpler"
+            why = "taken: the cheapest" if one is served[0] else "taken: a tie with the cheapest, and simpler than it"
         lines.append(f"{'* ' if one is taken else '  '}{one.name:{width}s} {cost}  {why}")
     refused = [one for one in looked_at if not one.plan and one.ulysses_degree == 1]
     return "\n".join([*lines, *(f"  {one.name:{width}s} {'-':>9s} {'':16s}  {one.refusal}" for one in refused)])
