@@ -15,6 +15,7 @@ _HOME = {
     "DistFlashAttention": "dfa_megatron.attention",
     "MegatronConfig": "dfa_megatron.config",
     "AttentionPlanner": "dfa_megatron.planner",
+    "allow_more_heads_than_tokens": "dfa_megatron.runtime.problem",
     "StepLog": "dfa_megatron.runtime.step_log",
     "TrainingConfig": "dfa_megatron.config",
     "check_plan": "dfa_megatron.plan.proof.check",
@@ -48,6 +49,7 @@ if TYPE_CHECKING:
     from dfa_megatron.planner import AttentionPlanner
     from dfa_megatron.runtime.counters import stats
     from dfa_megatron.runtime.decode import decode_attn_func
+    from dfa_megatron.runtime.problem import allow_more_heads_than_tokens
     from dfa_megatron.runtime.step_log import StepLog, training_flops
     from dfa_megatron.sequence.max_logits import max_logits
     from dfa_megatron.sequence.reorder import kept_layout, reshard, roll_sequence
@@ -61,6 +63,7 @@ __all__ = [
     "StepLog",
     "TrainingConfig",
     "__version__",
+    "allow_more_heads_than_tokens",
     "check_plan",
     "decode_attn_func",
     "dist_flash_attn_func",
@@ -92,4 +95,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted(set(globals()) | set(__all__))
+    return [*__all__]

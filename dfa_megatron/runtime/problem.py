@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
@@ -33,8 +34,8 @@ from dfa_megatron.runtime.environment import Links
 from dfa_megatron.runtime.execute.wire_format import Format
 from dfa_megatron.runtime.request import Request
 
-_MANY_HEADS = 512
-"""More than models have; beside fewer tokens they are tokens."""
+_most_heads = [255]
+"""Of fewer tokens: more heads than models have are tokens."""
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -103,6 +104,14 @@ def refuse_strangers(*qkv: object) -> None:
             raise UnsupportedError(f"{name} of type {type(x).__name__}", why, f"{name}.to_local(), sharded by tokens")
 
 
+def allow_more_heads_than_tokens() -> None:
+    """Take tensors of 256 heads and more on fewer tokens a rank, for the rest of this process; on every rank.
+
+    Without it they are refused: heads before tokens, in PyTorch's order, look so.
+    """
+    _most_heads[0] = sys.maxsize
+
+
 def refuse_tensors(inputs: Inputs) -> None:
     """Refuse tensors that do not fit together.
 
@@ -121,9 +130,10 @@ def refuse_tensors(inputs: Inputs) -> None:
         )
     if any(0 in (x.shape[0], *x.shape[2:]) for x in (q, k, v)):
         raise UnsupportedError(shapes, "only tokens may lack on a rank", "at least one sequence, head and channel")
-    if q.shape[2] > max(q.shape[1], _MANY_HEADS):
+    if q.shape[2] > max(q.shape[1], _most_heads[0]):
         why = "these are more heads than tokens, as if heads came before tokens, in PyTorch's order"
-        raise UnsupportedError(shapes, why, "(batch, local_seq, heads, head_dim): x.transpose(1, 2)")
+        instead = "(batch, local_seq, heads, head_dim): x.transpose(1, 2); else allow_more_heads_than_tokens()"
+        raise UnsupportedError(shapes, why, instead)
     if q.shape[2] % k.shape[2]:
         raise UnsupportedError(
             f"{q.shape[2]} heads with {k.shape[2]} kv_heads",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import random
 from collections.abc import Callable
 from typing import Any
@@ -12,7 +13,9 @@ import torch
 
 import dfa_megatron
 from dfa_megatron import DistAttentionConfig, TrainingConfig, layouts, masks
-from dfa_megatron.errors import UnsupportedError
+from dfa_megatron.errors import DisagreementError, UnsupportedError
+from dfa_megatron.runtime import prepare
+from tests.support.workers import run_ranks
 
 
 def tensors(rows: int = 8, heads: int = 2, dim: int = 8, dim_v: int = 8) -> list[torch.Tensor]:
@@ -150,3 +153,62 @@ def test_what_equals_a_right_value_is_refused_whatever_came_before(
         with pytest.raises(UnsupportedError, match=why):
             attend(*tensors(), **odd)
         assert attend(*tensors(), **right).shape == (1, 8, 2, 8)
+
+
+def _whole_on_each(rank: int, ranks: int) -> None:
+    """Draw parts that are the same on every rank, and some that are not or say nothing."""
+    draw, heard = random.Random(ranks), list[str]()
+    handler = logging.Handler()
+    handler.emit = lambda record: heard.append(record.getMessage())  # type: ignore[method-assign]
+    prepare.logger.addHandler(handler)
+    for number in range(1, 30):
+        prepare._warn.cache_clear()
+        dtype = draw.choice([torch.float32, torch.float64, torch.bfloat16])
+        kind = draw.choice(["whole", "parts", "one", "alike", "empty"])
+        held = [0] * ranks if kind == "empty" else [number + 1] * ranks
+        held[0] += kind == "empty"
+        torch.manual_seed(number if kind == "whole" else number * ranks + rank)
+        q, k, v = (torch.randn(1, held[rank], 2, 4 * number, dtype=dtype) for _ in range(3))
+        if kind == "one":  # queries alone are the same
+            q = torch.ones_like(q).cumsum(1)
+        if kind == "alike":
+            q, k, v = (torch.full_like(x, draw.choice([0.0, 1.0, 0.1])) for x in (q, k, v))
+        if packed := draw.random() < 0.5 and kind != "empty":
+            total = ranks * held[rank]
+            dfa_megatron.dist_flash_attn_varlen_func(q[0], k[0], v[0], (0, 1, total), causal=True)
+        else:
+            attend(q, k, v, layout=layouts.of_lengths(held))
+        assert len(heard) == (kind == "whole"), (kind, packed, heard)
+        attend(
+            *(x[:, : held[rank] // 2 + 1] for x in (q, k, v)),
+            layout=layouts.of_lengths([n // 2 + (n > 0) for n in held]),
+        )
+        assert len(heard) == (kind == "whole"), "once"
+        heard.clear()
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_the_whole_sequence_on_each_rank_is_told_once(ranks: int) -> None:
+    run_ranks(ranks, _whole_on_each)
+
+
+def _many_heads(rank: int, ranks: int) -> None:
+    draw = random.Random(ranks)
+    for allowed in (False, True):
+        for _ in range(6):
+            heads = draw.choice([255, 256, 257, 512])
+            rows = [draw.choice([heads - 1, heads, 4]) for _ in range(ranks)]
+            q = torch.zeros(1, rows[rank], heads, 8)
+            k = q[:, :, : draw.choice([n for n in range(1, heads + 1) if heads % n == 0])]
+            layout = layouts.of_lengths(rows)
+            if allowed or heads < 256 or min(rows) >= heads:
+                assert attend(q, k, k, layout=layout).shape == q.shape
+                continue
+            with pytest.raises((UnsupportedError, DisagreementError), match=r"transpose.*allow_more_heads_than_tokens"):
+                attend(q, k, k, layout=layout)
+        dfa_megatron.allow_more_heads_than_tokens()
+
+
+def test_more_heads_than_tokens_are_refused_on_every_rank_until_they_are_allowed() -> None:
+    run_ranks(1, _many_heads)
+    run_ranks(2, _many_heads)

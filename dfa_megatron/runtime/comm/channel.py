@@ -98,8 +98,10 @@ class Channel:
         with self.collective():
             return [json.loads(text) for text in self._collect(json.dumps(facts), subject)]
 
-    def agree(self, facts: Facts) -> None:
+    def agree(self, facts: Facts, beside: str = "") -> list[str]:
         """Compare facts with those of the other ranks; collective. A fact "error" fails every rank.
+
+        Returns what every rank has brought beside them.
 
         Raises:
             AbsentError: a rank did not come; the group is lost.
@@ -108,8 +110,10 @@ class Channel:
         # Facts are almost always equal. Then only a digest of each rank's has travelled.
         digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
         with self.collective():
-            if len(set(self._collect(digest, _SUBJECT))) > 1 or "error" in facts:
+            notes = [note.partition(" ") for note in self._collect(f"{digest} {beside}", _SUBJECT)]
+            if len({theirs for theirs, _, _ in notes}) > 1 or "error" in facts:
                 raise different(self.exchange(facts))
+        return [more for _, _, more in notes]
 
     def _collect(self, note: str, subject: str) -> list[str]:
         return self.store.collect(note, self.timeout.total_seconds() / 4, subject)
