@@ -98,7 +98,9 @@ def _refuse(what: str, module: torch.nn.Module, seen: str, instead: str) -> NoRe
 
 
 def type_of(module: torch.nn.Module) -> str | None:
-    """Return the layer's type in the configuration."""
+    """Return the type that a layer was made as, or has in its configuration, which may list none for a copied one."""
+    if own := getattr(module, "layer_type", None):
+        return str(own)
     types = getattr(getattr(module, "config", None), "layer_types", None)
     number: Any = getattr(module, "layer_idx", None)  # none where layers share an attention (Zamba)
-    return None if types is None or number is None else str(types[number])
+    return None if types is None or number is None or number >= len(types) else str(types[number])

@@ -71,4 +71,9 @@ LANGUAGE_MODELS: Refusals = (
         r"kernel='cpu' for .* softcap",
         lambda d: d.options["kernel"] == "cpu" and d.model.get("attn_logit_softcapping"),
     ),
+    (
+        "a loss function that is not marked",
+        "labels for the loss function",
+        lambda d: getattr(d, "function", "") == "not" and d.loss != "function",
+    ),
 )

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import copy
+import functools
 import random
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 
 from dfa_megatron.config import TrainingConfig
+from dfa_megatron.huggingface.checks.padding import IGNORED
 from tests.fuzz.frameworks.expected_refusals import LANGUAGE_MODELS as REFUSALS
 from tests.fuzz.frameworks.language_models import (
     EXPERTS,
@@ -54,11 +60,17 @@ class TransformersDraw(LanguageDraw):
 
     between: what runs between each forward and its backward: "", "evaluation", distributed, or "local", on one rank.
     accelerate: batches as HF Trainer cuts them, and evaluation of whole sequences.
+    grown: layers are copied "before" attention is distributed, or "after"; "" for neither.
+    function: the loss is a function "marked" as a sum of tokens, or one that is "not"; "" for transformers'.
+    around: what holds the model: "", "wraps" around its forward, "DDP", "FSDP2" or, its inputs cast, "FSDP2 cast".
     """
 
     over = "transformers"
     between: str
     accelerate: bool
+    grown: str
+    function: str
+    around: str
 
     @property
     def dtype(self) -> str:
@@ -71,6 +83,8 @@ class TransformersDraw(LanguageDraw):
     def features(self) -> list[str]:
         """Return the names of the features that a run counts."""
         having = {f"{self.between} between": self.between, "accelerate": self.accelerate}
+        having |= {f"layers copied {self.grown}": self.grown, f"loss function {self.function}": self.function}
+        having |= {f"in {self.around}": self.around}
         return [*super().features(), *(name for name, there in having.items() if there)]
 
 
@@ -86,6 +100,14 @@ def draw(seed: int, number: int) -> TransformersDraw:
         losses = ["function"]
     if accelerate := not is_type and dice.random() < 0.2:
         losses = ["function"]  # accelerate's callers weigh it
+    own, reentrant = dice.choice(losses), checkpoint != "none" and not is_type and dice.random() < 0.4
+    plain = not is_type and kind not in HYBRIDS and not accelerate
+    around = dice.choice(["", "", "wraps", "DDP", "FSDP2", "FSDP2 cast"]) if plain and not reentrant else ""
+    function = dice.choice(["", "", "marked", "marked", "not"]) if own != "function" and plain else ""
+    if around.startswith("FSDP2"):
+        options |= {"loss_tile": "off", "mlp_tile": "off", "remat_offload": False}
+    if function:
+        options["loss_tile"] = "off"
     return TransformersDraw(
         seed=seed,
         number=number,
@@ -95,11 +117,14 @@ def draw(seed: int, number: int) -> TransformersDraw:
         model=model,
         data=draw_data(dice, seed * 100_003 + number, size, dice.choice([1, 1, 2, 3]) * sequences, kind),
         options=options,
-        reentrant=checkpoint != "none" and not is_type and dice.random() < 0.4,
-        loss=dice.choice(losses),
+        reentrant=reentrant,
+        loss=own,
         between=dice.choice(["", "", "", "", "evaluation", "local"]),
         warm=dice.choice([0, 0, 0, 1, 2]),
         accelerate=accelerate,
+        grown=dice.choice(["", "", "before", "after"]) if plain else "",
+        function=function,
+        around=around,
     )
 
 
@@ -122,6 +147,8 @@ def step(drawn: TransformersDraw, rank: int, ranks: int) -> Found:
     """Return the mean loss, and gradients averaged over the ranks as DDP does."""
     model = made(drawn.kind, drawn.model, drawn.number)
     with Float64() if ranks == 1 or drawn.dtype == "float64" else contextlib.nullcontext():
+        if drawn.grown and (ranks == 1 or drawn.grown == "before"):
+            _grow(model)
         total = _alone(drawn, model) if ranks == 1 else _together(drawn, model)
     if ranks > 1:
         dist.all_reduce(total)
@@ -129,10 +156,47 @@ def step(drawn: TransformersDraw, rank: int, ranks: int) -> Found:
     found = Found(total.item(), {}, {})
     for name, parameter in model.named_parameters():
         gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-        if ranks > 1:
+        if isinstance(gradient, DTensor):
+            gradient = gradient.full_tensor()
+        elif ranks > 1 and drawn.around != "DDP":
             dist.all_reduce(gradient)
-        found.gradients[name] = gradient / ranks
+            gradient /= ranks
+        found.gradients[name] = gradient
     return found
+
+
+def _grow(model: Any) -> None:
+    """Put a copy of each layer behind the others."""
+    layers, config = model.model.layers, model.config
+    layers.extend([copy.deepcopy(layer) for layer in layers])
+    for number, layer in enumerate(layers):
+        layer.self_attn.layer_idx = number
+    config.num_hidden_layers = len(layers)
+    if types := getattr(config, "layer_types", None):
+        config.layer_types = [*types, *types]
+
+
+def by_hand(logits: Any, labels: Any, vocab_size: int, num_items_in_batch: Any, shift_labels: Any, **_: Any) -> Any:
+    """Return the cross-entropy of the tokens that have a label, over a number of them."""
+    scores = logits.log_softmax(-1).gather(-1, shift_labels.clamp(min=0)[..., None])[..., 0]
+    return -scores[shift_labels != IGNORED].sum() / num_items_in_batch
+
+
+unmarked = functools.wraps(by_hand)(lambda *args, **kwargs: by_hand(*args, **kwargs))
+
+
+def _held(around: str, model: Any) -> Any:
+    """Return what holds a model, and is called in its place."""
+    if around == "wraps":
+        own = model.forward
+        model.forward = functools.wraps(own)(lambda *args, **kwargs: own(*args, **kwargs))
+    if around == "DDP":
+        return torch.nn.parallel.DistributedDataParallel(model, find_unused_parameters=True)
+    if around.startswith("FSDP2"):
+        policy = MixedPrecisionPolicy(torch.float64, torch.float64, cast_forward_inputs=around.endswith("cast"))
+        for module in (*model.model.layers, model):
+            fully_shard(module, mesh=init_device_mesh("cpu", (dist.get_world_size(),)), mp_policy=policy)
+    return model
 
 
 def _alone(drawn: TransformersDraw, model: Any) -> torch.Tensor:
@@ -152,6 +216,11 @@ def _together(drawn: TransformersDraw, model: Any) -> torch.Tensor:
     group = _group(drawn.size)
     more = {"reentrant": drawn.reentrant, "accelerate": drawn.accelerate}
     dfa_hf.distribute_attention(model, group=group, config=options, **more)
+    if drawn.grown == "after":
+        _grow(model)
+    if drawn.function:
+        model.loss_function = dfa_hf.sums_tokens(by_hand) if drawn.function == "marked" else unmarked
+    model = _held(drawn.around, model)
     for number in range(drawn.warm, -1, -1):  # the last is the first on one rank
         model.zero_grad()
         total = _step(drawn, model, number * len(drawn.data.masks), group)
