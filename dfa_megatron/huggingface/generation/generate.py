@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from dfa_megatron.errors import UnsupportedError
+from dfa_megatron.huggingface.checks.call_checks import CACHES
 from dfa_megatron.huggingface.current_forward import CONTEXT, LayerContext, forward_of_context
 from dfa_megatron.huggingface.implementation import is_distributed
 from dfa_megatron.huggingface.recurrent.stand_ins import FORWARDS
@@ -21,7 +22,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "penalty_alpha": (None, 0),
     **dict.fromkeys(("output_attentions", "output_hidden_states"), (None, False)),
     **dict.fromkeys(("cache_implementation", "prefill_chunk_size", "prompt_lookup_num_tokens"), (None,)),
-    **dict.fromkeys(("assistant_model", "past_key_values", "inputs_embeds", "position_ids"), (None,)),
+    **dict.fromkeys(("assistant_model", *CACHES, "inputs_embeds", "position_ids"), (None,)),
     **dict.fromkeys(("custom_generate", "dola_layers"), (None,)),
 }
 """Options of `generate` that are refused, but for these values."""
@@ -51,7 +52,7 @@ def generate(model: Any, *args: Any, **kwargs: Any) -> Any:
         from dfa_megatron.huggingface.generation.steps import agree_on_tokens, make_cache
     except ImportError as error:
         raise UnsupportedError(
-            "generation over ranks with this transformers", str(error), "5.17 to 5.23 of it"
+            "generation over ranks with this transformers", str(error), "5.17 to 5.24 of it"
         ) from error
     cache = make_cache(context, model.config.get_text_config())
     ids = theirs(model, *args, **kwargs | {"past_key_values": cache})
@@ -68,7 +69,7 @@ def _check(model: Any, context: LayerContext, kwargs: dict[str, Any]) -> None:
         if value not in neutral:
             raise UnsupportedError(f"{name}={value!r} in a generation over ranks", "it is greedy, or samples", _LOCAL)
     owns = [type(module).__name__ for module in model.modules() if type(module).__name__ in FORWARDS]
-    if owns or "past_key_values" not in inspect.signature(type(model).forward).parameters:
+    if owns or not inspect.signature(type(model).forward).parameters.keys() & set(CACHES):
         raise UnsupportedError(
             f"generation of {type(model).__name__} over ranks", "its cache is one of its own, of states alone", _LOCAL
         )
