@@ -64,6 +64,7 @@ def trained(**given: Any) -> None:
 
 def accelerated(tp_size: int = 1, distributed_type: str = "NO", dispatch_batches: bool = False) -> None:
     kinds = {"distributed_type": distributed_type, "dispatch_batches": dispatch_batches}
+    kinds["state"] = Stub(fsdp_plugin=Stub(fsdp_version=1))
     distribute_accelerator._check(Stub(parallelism_config=Stub(tp_size=tp_size), **kinds))
 
 
@@ -140,6 +141,7 @@ CASES: list[tuple[str, Callable[[], Any]]] = [
     ("size=3 on 2 ranks", lambda: distribute_accelerator.share_sequences(ALONE, None, 3, REMAT, loop=True)),
     ("ParallelismConfig.tp_size=2", lambda: accelerated(tp_size=2)),
     ("with DeepSpeed", lambda: accelerated(distributed_type="DEEPSPEED")),
+    ("FSDP1 of accelerate.*fsdp_version=2", lambda: accelerated(distributed_type="FSDP")),
     ("dispatch_batches=True", lambda: accelerated(dispatch_batches=True)),
     ("model_init", lambda: trained(model_init=build)),
     ("compute_loss_func", lambda: trained(compute_loss_func=print)),

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from dfa_megatron import huggingface as dfa_hf
+from dfa_megatron.config import TrainingConfig
 from dfa_megatron.errors import UnsupportedError
 from tests.huggingface.test_trainer import Sequences, history, hits, prepare_worker
 from tests.support.models import TRAINING, VOCABULARY, build
@@ -128,8 +129,8 @@ def train(rank: int, world_size: int, size: int, folder: str) -> dict[str, Any]:
     for name, options in runs().items():
         metrics = options.pop("compute_metrics", None)
         run = trainer(folder, options.pop("data", None), metrics=metrics, **options)
-        if size > 1:
-            dfa_hf.distribute_trainer(run, size=size)
+        for again in range(3 if size > 1 else 0):  # as in a notebook
+            dfa_hf.distribute_trainer(run, size=size, config=TrainingConfig(loss_tile=5 + again))
         if options.get("auto_find_batch_size"):
             short_of_memory(run)
         run.train()
@@ -139,6 +140,8 @@ def train(rank: int, world_size: int, size: int, folder: str) -> dict[str, Any]:
         found[name]["steps"] = [float(run.state.max_steps), float(run.state.global_step), float(run._train_batch_size)]
         rate = "train_samples_per_second"
         samples = [entry[rate] * entry["train_runtime"] for entry in logs if rate in entry]
+        callbacks = [type(each).__name__ for each in run.callback_handler.callbacks]
+        assert callbacks.count("Stats") == int(size > 1)
         found[name]["samples"] = [round(each, 1) for each in samples]
     return found
 

@@ -115,7 +115,8 @@ def trained(folder: str, name: str, data: int, size: int, changes: dict[str, Any
     )
     if size > 1:
         checkpoint = "auto" if name in ROLLOUTS else "remat"
-        dfa_hf.distribute_trainer(run, size=size, config=TrainingConfig(checkpoint=checkpoint))
+        for _ in range(2):
+            dfa_hf.distribute_trainer(run, size=size, config=TrainingConfig(checkpoint=checkpoint))
     run.train()
     if getattr(run, "precompute_ref_logps", False):
         run.evaluate(load_from_disk(f"{folder}/more"))

@@ -125,6 +125,12 @@ def _check(accelerator: Any) -> None:
             "its engine finds the ranks of a sequence in the JSON",
             "dfa_megatron.deepspeed.install() and ParallelismConfig(sp_size=..., sp_backend='deepspeed')",
         )
+    if accelerator.distributed_type == "FSDP" and accelerator.state.fsdp_plugin.fsdp_version == 1:
+        raise UnsupportedError(
+            "FSDP1 of accelerate",
+            "its flat parameters were never compared with one process",
+            "fsdp_version=2 of the FullyShardedDataParallelPlugin, or fsdp_config={'version': 2} of a Trainer",
+        )
     if accelerator.dispatch_batches:
         raise UnsupportedError(
             "dispatch_batches=True",

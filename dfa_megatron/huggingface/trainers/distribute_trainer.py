@@ -27,7 +27,8 @@ def distribute_trainer(trainer: Any, *, size: int | None = None, config: Trainin
     """Share each sequence of a Trainer among consecutive ranks, in training and evaluation; a collective call.
 
     Losses, gradients, gradient accumulation and evaluation are those of one process for each group of ranks, with
-    uneven labels and packed documents too. Call it after the Trainer is made, and before `train` or `evaluate`.
+    uneven labels and packed documents too. Call it after the Trainer is made, and before `train` or `evaluate`;
+    it may be called again, with the same size.
 
     Args:
         trainer: a `transformers.Trainer`, with DDP or FSDP2. Its data set and collator make whole sequences.
@@ -51,14 +52,16 @@ def distribute_trainer(trainer: Any, *, size: int | None = None, config: Trainin
     if trainer.label_smoother is not None:  # the model's own loss is the same, and each rank has its labels' part
         model.loss_function = functools.partial(causal_loss, label_smoothing=trainer.label_smoother.epsilon)
         trainer.label_smoother = None
-    # Before the trackers, which then log its numbers with the loss.
-    trainer.callback_handler.callbacks.insert(0, _stats_logger())
     if (reference := getattr(trainer, "ref_model", None)) is not None:
         share_sequences(accelerator, reference, size, options, loop=False, scores=scores)
     if getattr(trainer, "aux_loss_enabled", False):  # TRL takes Mixtral's function for all
         from transformers import MixtralForCausalLM
 
         follow_router(MixtralForCausalLM.forward)
+    if "get_cp_size" in vars(trainer):  # called again, and what follows counts for good
+        return
+    # Before the trackers, which then log its numbers with the loss.
+    trainer.callback_handler.callbacks.insert(0, _stats_logger())
     trainer.get_cp_size = lambda: size
     trainer._prepare_context_parallel_inputs = functools.partial(_inputs, trainer)
     flops = trainer.floating_point_ops
