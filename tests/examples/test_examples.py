@@ -76,7 +76,7 @@ def test_an_example_runs_alone_and_trains_as_on_one_rank(name: str, tmp_path: Pa
     found = losses_and_norms(said)
     assert len(found) == 6
     alone = losses_and_norms(said_alone(tmp_path, name, "--steps", "3", *flags, *ALONE.get(name, ())))
-    assert found == pytest.approx(alone, rel=3e-4)
+    assert found == pytest.approx(alone, rel=2e-3 if name == "fsdp2.py" else 3e-4)  # that one in bfloat16
     assert found[-2] < found[0]
 
 
