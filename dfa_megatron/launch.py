@@ -1,13 +1,13 @@
 """`python -m dfa_megatron.launch pretrain_gpt.py ARGS...` runs Megatron's unmodified script with the `--dfa-*` flags.
 
-    torchrun --nproc-per-node 8 -m dfa_megatron.launch pretrain_gpt.py --dfa-data-layout contiguous \\
+    torchrun --nproc-per-node 8 -m dfa_megatron.launch pretrain_gpt.py --dfa-checkpoint remat \\
         --spec dfa_megatron.megatron get_spec --context-parallel-size 8 ...
 
 `@FILE` among the arguments stands for the flags of an argument file, such as those of configs/megatron: one a line,
 with # comments, and with several values on the line of their flag.
 
-A few names of Megatron's are replaced in this process before the script runs, and nothing on disk. See
-dfa_megatron/megatron/script/launcher.py for which and why.
+Before the script runs one name of Megatron's is replaced in this process, and nothing on disk: see
+dfa_megatron/megatron/script/launcher.py. The spec replaces others.
 """
 
 from __future__ import annotations

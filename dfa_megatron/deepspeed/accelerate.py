@@ -1,8 +1,8 @@
 """Honour the JSON's block in code that calls `deepspeed.initialize`, including accelerate and HF Trainer.
 
-Two names are replaced: `deepspeed.initialize`, and the function by which accelerate asks DeepSpeed for its Ulysses
-attention (`ParallelismConfig(sp_size=..., sp_backend="deepspeed")`); and accelerate's count of processes. `uninstall`
-puts all back.
+Replaced are `deepspeed.initialize`, the function by which accelerate asks DeepSpeed for its Ulysses attention
+(`ParallelismConfig(sp_size=..., sp_backend="deepspeed")`), and three names by which accelerate counts processes.
+`uninstall` puts all back.
 
 accelerate and HF Trainer take the groups of a sequence from `deepspeed.utils.groups`, which asks an "mpu". DeepSpeed
 scales the gradients of an engine made with such an mpu by ZeRO stage. So ours is in place only while no engine is made.

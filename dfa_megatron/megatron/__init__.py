@@ -1,4 +1,4 @@
-"""Distributed attention in Megatron-Core, by layer specs and a few replaced names.
+"""Distributed attention in Megatron-Core, by layer specs and replaced names.
 
 In a Megatron script:        --context-parallel-size 8 --cp-comm-type dfa --spec dfa_megatron.megatron get_spec
                              (Megatron-Core up to 0.18: --spec dfa_megatron.megatron SPEC;

@@ -242,7 +242,7 @@ def per_token_loss(rank: int, ranks: int, reference: str) -> None:
     run = harness.train(CP2, case("boundary", steps=1, config=(*LOCAL, *kinds.PER_TOKEN), wrapper=FSDP2))
     expected = torch.load(reference, weights_only=True)["gradients"]
     off = [(gradient.norm() / expected[name].norm()).item() for name, gradient in run.gradients.items()]
-    assert min(off) > 10, "Megatron divides them now: the refusal in flags.py has no reason any more"
+    assert min(off) > 10, "Megatron divides them now: the refusal in dfa_flags.py has no reason any more"
 
 
 def test_pytorchs_fsdp_does_not_divide_by_tokens_which_is_why_that_loss_is_refused(reference: str) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from dfa_megatron import launch
+from dfa_megatron.config import MegatronConfig
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.megatron.script import launcher as script
 from tests.support.workers import run_ranks
@@ -130,6 +131,14 @@ def test_a_missing_script_and_no_script_are_refused(capsys: pytest.CaptureFixtur
 def test_flags_that_would_be_silently_wrong_are_refused_before_the_script_runs(message: str, flags: list[str]) -> None:
     with pytest.raises(UnsupportedError, match=message):
         script.prepare(flags)
+
+
+def test_the_example_of_the_help_is_not_refused() -> None:
+    _, example = (launch.__doc__ or "").rsplit("-m dfa_megatron.launch pretrain_gpt.py", maxsplit=1)
+    flags = example.split("...")[0].replace("\\", " ").split()
+    known = script._known(flags)
+    script._check(known, MegatronConfig.from_args(known))
+    assert MegatronConfig.from_args(known) != MegatronConfig.from_args(script._known(SPEC)), "it shows a flag of ours"
 
 
 def stub(monkeypatch: pytest.MonkeyPatch, **modules: dict[str, Any]) -> None:
