@@ -28,8 +28,9 @@ from dfa_megatron.megatron.layers.recompute import hide_flags
 from dfa_megatron.megatron.layers.router import weigh_losses
 from dfa_megatron.megatron.layers.swapped import Holder, check_groups, check_size, follow, group_holders
 from dfa_megatron.megatron.output import deferring
-from dfa_megatron.megatron.tokens.batch import check_positions
+from dfa_megatron.megatron.tokens.batch import check_described, check_positions
 from dfa_megatron.megatron.tokens.visit import Visit, running
+from dfa_megatron.runtime.comm.compared import telling
 
 _FOUND = "_dfa_found"
 """The attribute of a model with what its first call found."""
@@ -111,6 +112,9 @@ def _checked_visit(model: Any, found: _Found, given: dict[str, Any]) -> Visit | 
         )
     _follow_groups(model, found, context)
     rows = _rows(model, given)
+    if given.get("packed_seq_params") is None:
+        with telling(model.cp_group, verify=context.options.verify == "on"):
+            check_described(model.cp_group, rows[1], given.values())
     visit = context.visit(model, given.get("packed_seq_params"), model.cp_group, rows)
     if visit is not None:
         _check_positions(context, given.get("position_ids"), rows[1], visit)

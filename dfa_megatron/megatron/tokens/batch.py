@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Mapping
-from dataclasses import dataclass
+import threading
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -15,6 +16,7 @@ import torch.distributed as dist
 from dfa_megatron.config import MegatronConfig
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.megatron.script.dfa_flags import packing_of_script
+from dfa_megatron.plan.language.layout import by_name
 from dfa_megatron.plan.language.mask import Mask
 from dfa_megatron.plan.language.tree import Tree
 from dfa_megatron.sharding import shard_sequence, tree_positions
@@ -30,16 +32,27 @@ _PAIRS = ("cu_seqlens", "prompt_tree", "mask")
 _WHOLE = (*_PAIRS, "mask_positions", "cu_seqlens_padded", "max_seqlen", "local_cp_size", "hybrid_cp_group")
 """The entries of a batch that describe whole rows and are not sliced."""
 
+_CUT = "_dfa_cut"
+"""The attribute of a tensor from `shard_batch`: (it is a part, its row has documents, a tree or a mask)."""
+
 
 @dataclass(slots=True)
 class _Slicing:
     """How the batches of a context-parallel group are sliced, which a model cannot see in its input.
 
-    order: "contiguous" or "zigzag". tokens: of a rank, in batches that `shard_batch` cut; None where own code slices.
+    order: "contiguous" or "zigzag". tokens: of a rank, in batches that `shard_batch` cut, and whether one of them had
+    no documents; None where own code slices. compared: those that were the tokens of a whole row too.
     """
 
     order: str
-    tokens: set[int] | None
+    tokens: dict[int, bool] | None
+    compared: set[int] = field(default_factory=set)
+
+    def add(self, lengths: set[int], ranks: int, *, plain: bool) -> None:
+        """Add the tokens of every rank in rows of these lengths; plain: without documents."""
+        known = {} if self.tokens is None else self.tokens
+        for tokens in {by_name(self.order, n, ranks).tokens(rank) for n in lengths for rank in range(ranks)}:
+            known[tokens] = plain or known.get(tokens, False)
 
 
 _DECLARED: WeakKeyDictionary[dist.ProcessGroup, _Slicing] = WeakKeyDictionary()
@@ -80,23 +93,27 @@ def shard_batch(batch: Mapping[str, Any], cp_group: dist.ProcessGroup, options: 
     slicing, ranks = _DECLARED.get(cp_group), dist.get_world_size(cp_group)
     is_first = slicing is None
     if slicing is None or slicing.order != layout:
-        slicing = _DECLARED[cp_group] = _Slicing(layout, set())
+        slicing = _DECLARED[cp_group] = _Slicing(layout, {})
     batch = _one_row(batch) if pairs is None else _with_positions(batch, pairs)
-    if ranks == 1:
-        return dict(batch)
     rows = {name: x for name, x in batch.items() if x is not None and not _stays(name, x)}
-    if is_first and options.verify == "on" and torch.utils.data.get_worker_info() is None:
-        _compare(rows, cp_group, options)
-    for x in rows.values() if pairs is None and batch.get("cu_seqlens") is None else ():
-        if x.shape[1] % (2 * ranks):
+    several = pairs is not None or ((ends := batch.get("cu_seqlens")) is not None and ends.numel() > 2)
+    lengths = {x.shape[1] for x in rows.values()}
+    if ranks > 1:
+        again = lengths & {*(slicing.tokens or ())} - slicing.compared  # parts of earlier rows, perhaps
+        slicing.compared |= again
+        waits = is_first or (again and threading.current_thread() is threading.main_thread())
+        if waits and options.verify == "on" and torch.utils.data.get_worker_info() is None:
+            _compare(rows, cp_group, options)
+        if odd := [n for n in lengths if n % (2 * ranks) and pairs is None and batch.get("cu_seqlens") is None]:
             raise UnsupportedError(
-                f"a row of {x.shape[1]} tokens without cu_seqlens",
+                f"a row of {odd[0]} tokens without cu_seqlens",
                 f"Megatron cuts its tables of positions into 2 x CP = {2 * ranks} parts",
                 "a length that 2 x CP divides, or packed documents: cu_seqlens (0, length) makes the row one",
             )
-    cut = {name: shard_sequence(x, group=cp_group, layout=layout) for name, x in rows.items()}
-    if slicing.tokens is not None:
-        slicing.tokens |= {x.shape[1] for x in cut.values()}
+    slicing.add(lengths, ranks, plain=not several)
+    cut = {name: shard_sequence(x, group=cp_group, layout=layout)[:] for name, x in rows.items()}
+    for x in cut.values():
+        setattr(x, _CUT, (ranks > 1, several))
     return {**batch, **cut}
 
 
@@ -109,6 +126,12 @@ def _check_entries(batch: Mapping[str, Any]) -> None:
             "attention_mask=None (Megatron's scripts: --no-create-attention-mask-in-dataloader)",
         )
     for name, x in batch.items():
+        if getattr(x, _CUT, (False,))[0]:
+            raise UnsupportedError(
+                f"the entry {name} of a batch that `shard_batch` has cut",
+                "each rank would keep a part of its own part",
+                "shard_batch once for each batch, in the loader or in the loop",
+            )
         if x is not None and name not in _WHOLE and not (isinstance(x, torch.Tensor) and x.dim() >= 2):
             form = tuple(x.shape) if isinstance(x, torch.Tensor) else type(x).__name__
             raise UnsupportedError(
@@ -198,7 +221,7 @@ def _compare(rows: Mapping[str, torch.Tensor], cp_group: dist.ProcessGroup, opti
         raise UnsupportedError(
             "different samples on the ranks of a context-parallel group",
             "each rank would hold a part of another sequence",
-            "the same whole batch on all of them: a sampler that counts data-parallel ranks alone",
+            "the same whole batch on all of them, cut once: a sampler that counts data-parallel ranks alone",
         )
 
 
@@ -270,6 +293,20 @@ def declare_batch_layout(cp_group: dist.ProcessGroup, layout: str) -> None:
 def cuts_documents(cp_group: dist.ProcessGroup) -> bool:
     """Return whether undeclared packs of a group count as cut zigzag document by document, as by TransformerEngine."""
     return dist.get_world_size(cp_group) > 1 and cp_group not in _DECLARED and packing_of_script() != "rows"
+
+
+def check_described(cp_group: dist.ProcessGroup, tokens: int, given: Iterable[Any]) -> None:
+    """Refuse a call without packed_seq_params on a rank's `tokens`, where `shard_batch` was told of documents.
+
+    It is known by a tensor among those `given`; by the tokens where all rows so long had documents.
+    """
+    lengths = getattr(_DECLARED.get(cp_group), "tokens", None) or {}
+    if lengths.get(tokens) is False or any(getattr(x, _CUT, (False, False))[1] for x in given):
+        raise UnsupportedError(
+            f"a call without packed_seq_params on {tokens} tokens that `shard_batch` cut from a row with documents",
+            "every token would attend to all before it, in other documents too",
+            "packed_seq_params=packed_seq_params(batch), or a batch without cu_seqlens, prompt_tree and mask",
+        )
 
 
 def check_declared(
