@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.megatron.layers.core_attention import DistributedCoreAttention
+from dfa_megatron.megatron.replace import reach
 from dfa_megatron.megatron.script.dfa_flags import options_of
 from dfa_megatron.megatron.tokens import batch as batches
 from dfa_megatron.megatron.tokens.packed_documents import packed_seq_params
@@ -293,6 +294,7 @@ def _own_attention(
     **__: Any,
 ) -> torch.Tensor:
     """Compute attention of documents of one length, (tokens, 1, heads, width), each a sample of its own."""
+    reach("attention")
     visit = current_visit()
     documents = 1 if visit is None or visit.pack is None else len(visit.pack.offsets) - 1
     q, k, v = (x.unflatten(0, (documents, -1)).squeeze(2).transpose(0, 1).contiguous() for x in (query, key, value))

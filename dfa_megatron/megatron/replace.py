@@ -1,29 +1,54 @@
-"""Replace functions of Megatron in this process, and put ours before its classes; nothing on disk changes."""
+"""Replace functions of Megatron in this process, and put ours before its classes; nothing on disk changes.
+
+A name that is not there raises. So does a mixer (attention, a layer with states) whose forward ran without reaching
+every function of ours that it and its children list as `dfa_reaches`.
+"""
 
 from __future__ import annotations
 
 import functools
 import sys
+import threading
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
+from dfa_megatron.errors import UnsupportedError
+
 _MARK = "_dfa_megatron"
 """The attribute of a function of ours that holds the one in whose place it stands."""
+_TESTED = "versions that `dfa-megatron doctor` names"
 
 
-def replace(owner: Any, name: str, replacing: Callable[[Any], Callable[..., Any]]) -> None:
+class _Reached(threading.local):
+    functions: frozenset[str] = frozenset()
+
+
+_REACHED = _Reached()
+"""The functions of ours that the mixer has reached whose forward this thread runs."""
+
+
+def replace(owner: Any, name: str, replacing: Callable[[Any], Callable[..., Any]], *, optional: bool = False) -> None:
     """Replace a function of a class or module, and of every module that has imported it from there.
 
-    Nothing changes at a second call, or where this release has no such name.
+    Nothing changes at a second call.
 
     Args:
         owner: the class or the module.
         name: of the function, or of None where a package is missing.
         replacing: makes ours of Megatron's.
+        optional: this release need not have the name.
+
+    Raises:
+        UnsupportedError: there is no such name.
     """
-    if name not in vars(owner) or hasattr(vars(owner)[name], _MARK):
+    if name not in vars(owner):
+        if optional:
+            return
+        raise UnsupportedError(f"a Megatron-Core without {owner.__name__}.{name}", "ours takes its place", _TESTED)
+    if hasattr(megatrons := vars(owner)[name], _MARK):
         return
-    megatrons = vars(owner)[name]
     ours = replacing(megatrons) if megatrons is None else functools.wraps(megatrons)(replacing(megatrons))
     setattr(ours, _MARK, megatrons)
     setattr(owner, name, ours)
@@ -39,3 +64,29 @@ def with_ours(ours: type, base: type) -> type:
     if issubclass(base, ours):
         return base
     return type(f"{ours.__name__}{base.__name__}", (ours, base), {"__module__": ours.__module__})
+
+
+def watch(mixer: torch.nn.Module) -> None:
+    """Have the forward of a mixer raise where it has not reached what it and its children list."""
+    mixer.register_forward_pre_hook(_forget)
+    mixer.register_forward_hook(_check_reached, with_kwargs=True)
+
+
+def reach(function: str) -> None:
+    """Note that a function of ours runs, in the forward of a mixer."""
+    _REACHED.functions |= {function}
+
+
+def _forget(mixer: torch.nn.Module, args: tuple[Any, ...]) -> None:
+    _REACHED.functions = frozenset()
+
+
+def _check_reached(mixer: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+    """Raise where a mixer has run, not for inference, without reaching each of the listed functions."""
+    listed = {name for part in (mixer, *mixer.children()) for name in getattr(part, "dfa_reaches", ())}
+    if (missed := listed - _REACHED.functions) and kwargs.get("inference_context") is None:
+        raise UnsupportedError(
+            f"a layer of type {type(mixer).__name__} that did not reach {', '.join(sorted(missed))}",
+            "it has computed from the tokens of this rank alone",
+            _TESTED,
+        )

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from megatron.core import parallel_state
 from megatron.core.models.common.language_module.language_module import LanguageModule
+from megatron.core.package_info import MAJOR, MINOR
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.transformer import multi_token_prediction
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -90,7 +91,7 @@ def _replace_names(options: MegatronConfig) -> None:
     replace(LanguageModule, "__init__", with_door)
     replace(LanguageModule, "setup_embeddings_and_output_layer", tiling)
     replace(multi_token_prediction, "roll_tensor", rolling)
-    replace(multi_token_prediction, "process_mtp_loss", counting)  # Megatron-Core 0.17 and later
+    replace(multi_token_prediction, "process_mtp_loss", counting, optional=(MAJOR, MINOR) < (0, 17))
     replace(WrappedTorchNorm, "__new__", bearing_sequence_parallelism)
 
 

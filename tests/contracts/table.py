@@ -148,11 +148,9 @@ MEGATRON = (
     on(f"{CORE}.models.hybrid.hybrid_layer_specs:hybrid_stack_spec "
        f"{CORE}.models.mamba.mamba_layer_specs:mamba_stack_spec", "megatron/script/script_specs.py"),
     on(f"{CORE}.ssm.mamba_mixer:MambaMixer", "megatron/hybrid/in_order.py",
-       attributes="_ssm_training cp d_state headdim chunk_size D_has_hdim rmsnorm norm config"),
+       attributes="_ssm_training use_mem_eff_path cp d_state headdim chunk_size D_has_hdim rmsnorm norm config"),
     on(f"{CORE}.ssm.mamba_mixer:MambaMixer._ssm_training", "megatron/hybrid/in_order.py",
        replaced="zxBCdt packed_seq_params"),
-    on(f"{CORE}.ssm.mamba_mixer:MambaMixer._ssm_prefill",
-       "megatron/hybrid/in_order.py", passes="conv_state"),
     on(f"{CORE}.ssm.mamba_mixer:causal_conv1d_fn", "megatron/hybrid/in_order.py"),
     on(f"{CORE}.ssm.mamba_mixer:mamba_chunk_scan_combined", "megatron/hybrid/in_order.py"),
     on(f"{CORE}.ssm.mamba_context_parallel:MambaContextParallel", "megatron/hybrid/in_order.py",

@@ -3,9 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
+import random
+import re
+import sys
+import textwrap
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -18,7 +26,7 @@ from dfa_megatron.runtime.counters import COUNTERS
 from tests.megatron import harness, padded_packs
 from tests.megatron.harness import Case, Topology, case
 from tests.megatron.hybrids import DELTA, in_a_gpt, make
-from tests.megatron.kinds import ALLGATHER, by_turns
+from tests.megatron.kinds import ALLGATHER, LATENT, by_turns
 from tests.support import state_kernels
 from tests.support.recurrences import by_path
 from tests.support.workers import run_ranks
@@ -199,8 +207,6 @@ def test_a_gpt_with_gated_delta_nets_trains_like_one_rank(tmp_path: Path) -> Non
 
 def named_tokens(rank: int, ranks: int) -> None:
     """Call the replaced kernels as every release of Megatron does, and with an option that only the kernel reads."""
-    from types import SimpleNamespace
-
     from dfa_megatron.megatron.hybrid import in_order
 
     seen: list[Any] = []
@@ -239,3 +245,131 @@ def named_tokens(rank: int, ranks: int) -> None:
 
 def test_the_replaced_delta_rule_takes_tokens_by_place_and_by_every_name_of_megatrons() -> None:
     run_ranks(2, named_tokens)
+
+
+def renames() -> list[tuple[str, Any, str, str, Any]]:
+    """Model, class, what its code calls, what a release may call instead, and what that is."""
+    from megatron.core.ssm.gated_delta_net import GatedDeltaNet
+    from megatron.core.ssm.mamba_mixer import MambaMixer
+    from megatron.core.transformer.attention import Attention
+    from megatron.core.transformer.multi_latent_attention import MLASelfAttention, MultiLatentAttention
+
+    def own(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> torch.Tensor:
+        return torch.zeros(*query.shape[:2], query.shape[2] * value.shape[3])
+
+    def zigzag(rotary: Any, *args: Any, **given: Any) -> Any:
+        base: Any = type(rotary).__mro__[2]
+        return base.forward(rotary, *args, **given)
+
+    training = getattr(MambaMixer, "_ssm_training", None)
+    core = r"(apply_module\()?self\.(core_attention\)?|_run_core_attention)\("
+    by_fla = "gated_delta_net.gdn" in GatedDeltaNet.__module__
+    convolution = state_kernels.causal_conv1d if by_fla else state_kernels.causal_conv1d_fn
+    rule = state_kernels.chunk_gated_delta_rule
+    return [
+        ("mamba", MambaMixer, r"self\._ssm_training\(", "new_name(self, ", training),
+        ("mamba", MambaMixer, r"self\.use_mem_eff_path\b", "new_name", False),
+        ("delta", GatedDeltaNet, r"\bcausal_conv1d(_fn)?\(", "new_name(", convolution),
+        ("delta", GatedDeltaNet, r"(self\.|\bchunk_)gated_delta_rule\(", "new_name(", rule),
+        ("delta", Attention, core, "new_name(", own),
+        ("gpt", Attention, core, "new_name(", own),
+        ("latent", MultiLatentAttention, core, "new_name(", own),
+        ("latent", MLASelfAttention, r"self\.rotary_pos_emb\(", "new_name(self.rotary_pos_emb, ", zigzag),
+    ]
+
+
+@contextlib.contextmanager
+def renamed(owner: Any, old: str, new: str, value: Any) -> Iterator[None]:
+    """Run every method of a class that calls the old name with the new one, as another release would."""
+    home = sys.modules[owner.__module__]
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(patch.object(home, "new_name", value, create=True))
+        if owner.__name__ == "MambaMixer":  # einops is missing here, and the prefill needs all of it
+            stack.enter_context(patch.object(owner, "_ssm_prefill", local_scan, create=True))
+            stack.enter_context(patch.object(owner, "_static_prefill", local_scan, create=True))
+        changed = 0
+        for name, function in list(vars(owner).items()):
+            text = textwrap.dedent(inspect.getsource(function)) if inspect.isfunction(function) else ""
+            if name != "__init__" and re.search(old, text):
+                made: dict[str, Any] = {}
+                exec("from __future__ import annotations\n" + re.sub(old, new, text), vars(home), made)  # noqa: S102
+                stack.enter_context(patch.object(owner, name, made[name]))
+                changed += 1
+        assert changed, f"{owner} calls no {old}"
+        yield
+
+
+def local_scan(mixer: Any, projected: torch.Tensor, **_: Any) -> torch.Tensor:
+    return projected[..., : mixer.cp.d_inner_local_tpcp]
+
+
+def call_of(model: str, options: MegatronConfig, draw: random.Random) -> None:
+    """A forward and a backward, where a layer was dropped, frozen or recomputed."""
+    if model in ("mamba", "delta"):
+        run(Way(model, options.data_layout, options.checkpoint), Topology(cp=2), options)
+        return
+    from megatron.core import parallel_state
+
+    from dfa_megatron.megatron import shard_batch
+
+    config = harness.make_config(Topology(cp=2), Case(options), **dict(LATENT if model == "latent" else ()))
+    made = harness.make_model(config, options).train(draw.random() < 0.5)
+    dropped, frozen = draw.sample(list(made.decoder.layers), 2)
+    frozen.requires_grad_(False)
+    dropped.forward = lambda hidden_states, *_, **__: (hidden_states, None)
+    batch = shard_batch(harness.micro_batch(0, 0), parallel_state.get_context_parallel_group(), options)
+    made(batch["tokens"], batch["position_ids"], None, labels=batch["labels"]).sum().backward()
+
+
+def with_renames(rank: int, ranks: int, seed: int) -> None:
+    """Rename each function that a mixer calls, and see that the mixer says so; then nothing is renamed any more."""
+    state_kernels.install()
+    draw = random.Random(seed)
+    with torch.compiler.set_stance("force_eager"):
+        for model, owner, old, new, value in renames():
+            harness.start(Topology(cp=2))
+            layout, checkpoint = draw.choice(("contiguous", "boundary")), draw.choice(("none", "remat"))
+            options = MegatronConfig(data_layout=layout, checkpoint=checkpoint)
+            message = r"a layer of type \w+ that did not reach .*this rank alone"
+            with renamed(owner, old, new, value), pytest.raises(UnsupportedError, match=message):
+                call_of(model, options, draw)
+            call_of(model, options, draw)
+
+
+def test_a_mixer_that_no_longer_reaches_our_functions_is_named_and_refused() -> None:
+    run_ranks(2, with_renames, 20261128)
+
+
+def test_a_name_that_is_replaced_and_is_not_there_is_refused() -> None:
+    from megatron.core.transformer.moe.router import TopKRouter
+
+    from dfa_megatron.megatron import spec
+    from dfa_megatron.megatron.hybrid import in_order
+    from dfa_megatron.megatron.layers import router
+    from dfa_megatron.megatron.script import script_specs
+
+    known: list[tuple[Any, str]] = []
+
+    def install() -> None:
+        spec._replace_names(MegatronConfig())
+        in_order._replace_calls()
+        script_specs._distribute_predictions()
+        experts = TopKRouter.__new__(TopKRouter)
+        torch.nn.Module.__init__(experts)
+        router.weigh_losses(SimpleNamespace(mlp=SimpleNamespace(router=experts)))
+
+    with contextlib.ExitStack() as stack:
+        for module in (spec, in_order, script_specs, router):
+            note = lambda owner, name, replacing, optional=False: optional or known.append((owner, name))  # noqa: E731
+            stack.enter_context(patch.object(module, "replace", note))
+        install()
+    assert len(known) >= 10
+    for owner, name in known:
+        kept = vars(owner)[name]
+        delattr(owner, name)
+        try:
+            with pytest.raises(UnsupportedError, match=rf"without \S+\.{name}: ours takes its place"):
+                install()
+        finally:
+            setattr(owner, name, kept)
+    install()

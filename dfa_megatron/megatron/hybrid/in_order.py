@@ -19,7 +19,7 @@ import torch
 from dfa_megatron.config import MegatronConfig
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.megatron.hybrid.convolutions import by_causal_conv1d, by_fla, by_pytorch
-from dfa_megatron.megatron.replace import replace, with_ours
+from dfa_megatron.megatron.replace import reach, replace, with_ours
 from dfa_megatron.megatron.tokens.visit import current_visit
 from dfa_megatron.plan.language.mask import Mask
 from dfa_megatron.recurrence import Convolve, dist_conv, dist_mamba2, dist_scan, fla_scan
@@ -59,6 +59,8 @@ _RUNNING = _RunningMixer()
 class InOrder:
     """Run a mixer on this rank's tokens; the first base of every class that `in_order_class` makes."""
 
+    dfa_reaches = ("convolution", "scan")
+
     def __init__(self, config: Any, *args: Any, pg_collection: Any, options: MegatronConfig, **kwargs: Any) -> None:
         super().__init__(config, *args, pg_collection=pg_collection, **kwargs)  # type: ignore[call-arg]
         self.cp_group = pg_collection.cp
@@ -90,6 +92,7 @@ class InOrder:
 
     def dfa_convolve(self, run: Convolve, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """Return the convolution of (batch, tokens, channels) with a weight of (channels, width)."""
+        reach("convolution")
         out: torch.Tensor = dist_conv(run, x, weight.shape[1], packs=True, **self.dfa_where())
         return out
 
@@ -117,6 +120,9 @@ class InOrder:
 class InOrderMamba(InOrder):
     """Compute a MambaMixer's convolution and scan over the ranks' tokens."""
 
+    use_mem_eff_path = property(lambda _: True, lambda *_: None)
+    """Megatron's other way of training, whose name changes with the release, would make the same numbers."""
+
     def _ssm_training(self, projected: torch.Tensor, packed_seq_params: Any = None) -> torch.Tensor:
         """Return what the mixer's kernel and norm make of the projected z, x, B, C and dt, (tokens, batch, width).
 
@@ -133,6 +139,7 @@ class InOrderMamba(InOrder):
         convolved = self.dfa_convolve(run, convolved, weight)
         x, b, c = convolved.split([inner, groups * mixer.d_state, groups * mixer.d_state], -1)
         skip = local.get_D().float()
+        reach("scan")
         states = getattr(mixer.config, "mamba_training_ssm_states_dtype", None)
         y, _ = dist_mamba2(
             home.mamba_chunk_scan_combined,
@@ -154,12 +161,6 @@ class InOrderMamba(InOrder):
         y = y.flatten(2).transpose(0, 1)
         z = z.transpose(0, 1)
         return mixer.norm(y, z) if mixer.rmsnorm else y * torch.nn.functional.silu(z)
-
-    def _ssm_prefill(self, projected: torch.Tensor, conv_state: Any = None, **given: Any) -> torch.Tensor:
-        """Do the same where use_mamba_mem_eff_path is off; fill the cache of an inference context as Megatron does."""
-        if conv_state is None:
-            return self._ssm_training(projected)
-        return super()._ssm_prefill(projected, conv_state=conv_state, **given)  # type: ignore[misc,no-any-return]
 
 
 class InOrderDelta(InOrder):
@@ -219,6 +220,7 @@ def _ruling(kernel: Callable[..., Any]) -> Callable[..., Any]:
         mixer = _RUNNING.mixer
         if mixer is None:
             return kernel(*args, **given)
+        reach("scan")
         given = dict(zip(_TOKENS, args, strict=False)) | {_LONG_NAMES.get(name, name): x for name, x in given.items()}
         tokens = {name: given.pop(name) for name in _TOKENS}
         options = _options(given)

@@ -16,6 +16,7 @@ from dfa_megatron import attention
 from dfa_megatron.config import MegatronConfig
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.megatron.check_config import check_config
+from dfa_megatron.megatron.replace import reach
 from dfa_megatron.megatron.tokens.packed_documents import Pack
 from dfa_megatron.megatron.tokens.visit import current_visit
 from dfa_megatron.plan.language.mask import Mask
@@ -50,6 +51,8 @@ class DistributedCoreAttention(torch.nn.Module):
     Raises:
         UnsupportedError: this class would not honour the request.
     """
+
+    dfa_reaches = ("attention",)
 
     def __init__(
         self,
@@ -109,6 +112,7 @@ class DistributedCoreAttention(torch.nn.Module):
         **others: Any,
     ) -> torch.Tensor:
         """Compute attention of this rank's rows over all rows that they see, of every rank."""
+        reach("attention")
         visit = current_visit()
         pack = None if visit is None else visit.pack
         cached = query.shape[0] != key.shape[0]

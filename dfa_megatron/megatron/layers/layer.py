@@ -18,6 +18,7 @@ from dfa_megatron.megatron.layers.recompute import checkpoint_of, takes_over, ti
 from dfa_megatron.megatron.layers.rotary import order_rotary, rotary_rows
 from dfa_megatron.megatron.layers.router import weigh_losses
 from dfa_megatron.megatron.layers.swapped import check_groups, check_size, group_holders, state_group
+from dfa_megatron.megatron.replace import watch
 from dfa_megatron.megatron.tokens.visit import Visit, current_visit, running
 from dfa_megatron.remat import remat_checkpoint
 
@@ -46,6 +47,8 @@ class DistributedLayer:
         if self.cp_group.size() > 1 or config.sequence_parallel:
             weigh_losses(self)
         self._dfa_mixes = mixes(self, shared.options.layout_inside)
+        if self._dfa_mixes:
+            watch(getattr(layer, "mixer", None) or layer.self_attention)
 
     def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """Run the layer's own forward, with the same result."""
@@ -121,7 +124,8 @@ class DistributedAttentionLayer(DistributedLayer):
                 "distribute_attention of the whole hybrid stack spec, or --dfa-data-layout zigzag",
             )
         core = getattr(layer.self_attention, "core_attention", None)
-        if core is not None and not isinstance(core, DistributedCoreAttention):
+        ours = [x for x in layer.self_attention.modules() if isinstance(x, DistributedCoreAttention)]
+        if ours != [core] * (core is not None):
             raise UnsupportedError(
                 f"a distributed layer whose core_attention became {type(core).__name__}",
                 "something replaced it behind distribute_attention, and would mistake the order of the tokens",

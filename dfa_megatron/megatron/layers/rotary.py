@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from dfa_megatron.errors import UnsupportedError
-from dfa_megatron.megatron.replace import with_ours
+from dfa_megatron.megatron.replace import reach, with_ours
 from dfa_megatron.megatron.tokens.document_order import DocumentOrder, RowOrder
 from dfa_megatron.megatron.tokens.exchange import in_order
 from dfa_megatron.megatron.tokens.packed_documents import Pack
@@ -26,10 +26,12 @@ class OrderedRotary:
     """
 
     dfa_layout = "contiguous"
+    dfa_reaches = ("rotary rows",)
 
     def forward(self, max_seq_len: int, offset: int = 0, packed_seq: bool = False, cp_group: Any = None) -> Any:
         """Return the rows of this rank's tokens in max_seq_len tokens. Yarn also returns its cos/sin factor."""
         rotary: Any = self
+        reach("rotary rows")
         layout: str | Layout = self.dfa_layout
         visit, pack = current_visit(), None
         group = rotary.cp_group if cp_group is None else cp_group
