@@ -1,1 +1,0 @@
-"""Scripts that run the code of trainers that are not installed here."""
