@@ -13,7 +13,7 @@ from dfa_megatron.deepspeed.accelerate import deepspeeds_own, unpublished
 from dfa_megatron.deepspeed.engine import Finish, checked_block, prepare
 from dfa_megatron.deepspeed.json_block import KEY
 from dfa_megatron.deepspeed.same_settings import check_same
-from dfa_megatron.runtime.environment import warn_of_newer
+from dfa_megatron.runtime.environment import warn_of_untested
 
 logger = logging.getLogger(__name__)
 
@@ -55,7 +55,7 @@ def initialize(
     from deepspeed.accelerator import get_accelerator
 
     settings = _settings(args, config if config is not None else config_params)
-    warn_of_newer()
+    warn_of_untested()
     if KEY in settings and get_accelerator().device_name() == "cpu":
         # Or `init_distributed` compiles an operator for inference, which takes minutes.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False

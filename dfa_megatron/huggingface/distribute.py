@@ -37,7 +37,7 @@ from dfa_megatron.huggingface.tiles.tiled_head import set_tile
 from dfa_megatron.huggingface.tiles.tiled_layers import tile_layers
 from dfa_megatron.plan.language.shape import check_degree
 from dfa_megatron.runtime.comm.groups import Group, group_name, group_size
-from dfa_megatron.runtime.environment import warn_of_newer
+from dfa_megatron.runtime.environment import warn_of_untested
 
 logger = logging.getLogger(__name__)
 
@@ -75,7 +75,7 @@ def distribute_attention(
     Raises:
         UnsupportedError: the model needs something unsupported; the message names it.
     """
-    warn_of_newer()
+    warn_of_untested()
     options = TrainingConfig.of(config)
     check_options(options, reentrant=reentrant)
     inner = transformers_model(model)

@@ -29,7 +29,7 @@ from dfa_megatron.megatron.layers.prediction import counting, rolling
 from dfa_megatron.megatron.output import tiling
 from dfa_megatron.megatron.replace import replace, with_ours
 from dfa_megatron.runtime.comm.compared import exposed
-from dfa_megatron.runtime.environment import warn_of_newer
+from dfa_megatron.runtime.environment import warn_of_untested
 
 _ATTENTION_SLOTS = ("attention_layer", "mla_layer")
 """The submodules of a hybrid stack that hold TransformerLayers with a core_attention."""
@@ -68,7 +68,7 @@ def distribute_attention(
     Raises:
         UnsupportedError: the spec or the configuration would give wrong numbers silently.
     """
-    warn_of_newer()
+    warn_of_untested()
     options = MegatronConfig.of(config)
     _replace_names(options)
     context = AttentionContext(options, hybrid=is_stack(spec))

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from dfa_megatron.kernels.current_stream import current_stream
 from dfa_megatron.plan.language.ir import BACKWARD, FORWARD
 from dfa_megatron.runtime.comm.transport import Transport
-from dfa_megatron.runtime.environment import warn_of_newer
+from dfa_megatron.runtime.environment import warn_of_untested
 
 if TYPE_CHECKING:
     from dfa_megatron.runtime.execute.wire_format import Fields
@@ -154,7 +154,7 @@ def say_how(prepared: Prepared, device: torch.device, *, saves: bool) -> None:
     line = f"dfa: {', '.join(words + ['remat'] * saves)}"
     if line not in _said:
         _said.add(line)
-        warn_of_newer()
+        warn_of_untested()
         print(line, file=sys.stderr, flush=True)
 
 

@@ -21,7 +21,7 @@ TESTED: Mapping[str, tuple[str, str]] = {
     "flash-attn-4": ("4.0.0b36", "4.0.0b36"),
     "megatron-core": ("0.16.1", "0.19.2"),
     "transformers": ("5.0.0", "5.24.0"),
-    "accelerate": ("1.12.0", "1.15.0"),
+    "accelerate": ("1.13.0", "1.15.0"),
     "peft": ("0.21.2", "0.21.2"),
     "trl": ("1.16.0", "1.16.0"),
     "deepspeed": ("0.19.6", "0.19.8"),
@@ -143,10 +143,11 @@ def span(package: str) -> str:
     return " to ".join(dict.fromkeys(TESTED[package]))
 
 
-def warn_of_newer() -> None:
-    """Log once a process each imported package that is newer than every release tested."""
-    for package, (_, newest) in TESTED.items():
+def warn_of_untested() -> None:
+    """Log once a process each imported package that is newer, or older, than every release tested."""
+    for package, (oldest, newest) in TESTED.items():
         if package not in _read and _IMPORTED_AS.get(package, package) in sys.modules:
             _read.add(package)  # to read a version takes a millisecond
-            if (version := installed(package)) and order_of(version) > order_of(newest):
-                logger.warning("%s %s is newer than what was tested: %s", package, version, span(package))
+            version = installed(package)
+            if version and not order_of(oldest) <= order_of(version) <= order_of(newest):
+                logger.warning("%s %s is not what was tested: %s", package, version, span(package))
