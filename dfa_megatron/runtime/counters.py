@@ -147,7 +147,9 @@ def say_how(prepared: Prepared, device: torch.device, *, saves: bool) -> None:
         return
     degree = 1 if heads is None else heads.heads.degree
     ranks = prepared.rank_plan.problem.ranks * degree
-    words = [f"{ranks} ranks" if ranks > 1 else "1 rank", str(prepared.request.layout)]
+    layout = prepared.request.layout
+    layout = layout if isinstance(layout, str) else "contiguous" if layout.in_order else "chunks"
+    words = [f"{ranks} ranks" if ranks > 1 else "1 rank", layout]
     words += [how["schedule"]] if ranks > degree else []
     words += [f"heads exchanged by {degree}"] if degree > 1 else []
     words += [f"{how['kernel']} over {how['transport']}" if ranks > degree else how["kernel"]]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import random
 import re
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,11 +15,14 @@ import torch
 
 import dfa_megatron
 from dfa_megatron.config import DistAttentionConfig
+from dfa_megatron.plan.cost import choose
 from dfa_megatron.plan.cost.hardware import CPU_LOOPBACK, H200_NVLINK, H200_SLOW_LINK, computing_with, save
+from dfa_megatron.plan.language.mask import of_window
 from dfa_megatron.runtime.comm.groups import channel_of
 from dfa_megatron.runtime.environment import Links, links
 from dfa_megatron.runtime.prepare import build
-from dfa_megatron.runtime.problem import Inputs, problem_of, profile_of
+from dfa_megatron.runtime.problem import Inputs, degree_of, problem_of, profile_of
+from dfa_megatron.runtime.rank_plan import planned
 from dfa_megatron.runtime.request import Request
 from tests.support.arguments import arguments, told
 from tests.support.workers import run_ranks
@@ -40,6 +44,28 @@ def test_the_schedule_follows_the_machine(tmp_path: Path) -> None:
     file = tmp_path / "mine.json"
     save(dataclasses.replace(H200_SLOW_LINK, name="mine"), file)
     assert taken(str(file)) == "balanced"
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_every_call_is_planned_once(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    draw, timed, real = random.Random(seed), list[str](), choose._timed
+    monkeypatch.setattr(choose, "_timed", lambda schedule, *rest: timed.append(schedule.name) or real(schedule, *rest))
+    tokens, window = 1024 * draw.randint(8, 40), draw.choice([(-1, -1), (draw.randint(1, 5000), 0)])
+    causal = draw.random() < 0.7
+    mask = of_window(RANKS * tokens, causal, window)
+    found = []
+    for asked in ({"causal": causal, "window_size": window}, {"mask": mask}):
+        request, inputs = Request(**arguments(softmax_scale=1.0, **asked)), Inputs(*tensors(tokens=tokens))
+        problem = problem_of(request, RANKS, inputs, None)
+        problem = dataclasses.replace(problem, hardware=H200_NVLINK)
+        assert degree_of(request, problem, RANKS, cuda=True) == 1
+        assert timed, "schedules were compared"
+        before = len(timed)
+        assert planned(problem).forward.mask.tiles == mask.tiles
+        assert len(timed) == before
+        found.append([*timed])
+        timed.clear()
+    assert found[0] == found[1]
 
 
 def test_a_measured_profile_is_taken_as_it_is_and_a_shipped_one_at_the_rates_of_the_kernel(tmp_path: Path) -> None:

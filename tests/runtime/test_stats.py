@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
+import random
 import time
 
 import pytest
 import torch
 
-from dfa_megatron import DistAttentionConfig, dist_flash_attn_func, stats
+from dfa_megatron import (
+    DistAttentionConfig,
+    dist_flash_attn_func,
+    dist_flash_attn_varlen_func,
+    layouts,
+    stats,
+)
+from dfa_megatron.names import LAYOUTS
 from dfa_megatron.runtime import counters
 from dfa_megatron.runtime.comm.transport import Transport
+from dfa_megatron.sharding import layout_of_tokens
 from tests.support.workers import run_ranks
 
 
@@ -57,6 +68,27 @@ def test_the_line_says_how_a_new_attention_runs_and_stands_once(
     monkeypatch.setenv(counters.QUIET, "1")
     call(14, schedule="ring", kernel="aten" if torch.cuda.is_available() else "cpu", head_stages=1)
     assert capfd.readouterr().err == ""
+
+
+def pack_of_every_length(rank: int, ranks: int) -> str:
+    torch.manual_seed(rank)
+    draw = random.Random(ranks)
+    with contextlib.redirect_stderr(io.StringIO()) as said:
+        for number in range(12):
+            length = draw.randint(ranks, 40)
+            layout = draw.choice([layouts.contiguous(length, ranks), layouts.zigzag(length, ranks)])
+            given = layout if number % 2 else "load_balanced"
+            rows = layout_of_tokens(given, length, ranks, (0, length)).tokens(rank)
+            x = torch.randn(rows, 2, 8)
+            dist_flash_attn_varlen_func(x, x, x, (0, length), causal=True, layout=given)
+    return said.getvalue()
+
+
+def test_no_line_says_how_long_packs_and_parts_are() -> None:
+    said, *others = run_ranks(3, pack_of_every_length)
+    assert others == ["", ""]
+    assert {line.split(", ")[1] for line in said.splitlines()} <= {"chunks", *LAYOUTS}
+    assert len(said.splitlines()) <= 8, "each layout, with a schedule or two"
 
 
 def test_a_time_counts_the_waits_between_its_ends(monkeypatch: pytest.MonkeyPatch) -> None:
