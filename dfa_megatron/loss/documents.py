@@ -24,8 +24,8 @@ def by_document(
     They are the same with any number of ranks and in any layout. A collective call; gradients as of `unshard_sequence`.
 
     Args:
-        values: (..., local tokens) such as `TokenScores.logprobs`, one row of tokens in this rank's order. Megatron's
-            scores are (local tokens, batch): give their transpose.
+        values: (..., local tokens) such as `TokenScores.logprobs`, in the labels' shape: a row of tokens in this
+            rank's order.
         cu_seqlens: int32 (documents + 1), offsets into the whole row, with the documents' padding if they have any;
             None is one document.
         group: the ranks that share the row.

@@ -1,8 +1,9 @@
 """Run a rank's program over an algebra, in one generator for every kind of value.
 
 Sets of tiles make it the checker, and clocks the simulator. Tensors handed over in memory run all ranks in one process,
-and tensors over a network make it the runtime. The loop that is verified is the loop that runs. So are the merges: an
-`Accumulator` fills memory as planned, with sets in the checker and with tensors in a run.
+and tensors over a network make it the runtime. The loop that is verified is the loop that runs, and so is the
+`Accumulator`: it fills memory as planned. Not verified is where a partial lies in the result's memory (`fits`), and
+the order of what a recorded phase replays.
 """
 
 from __future__ import annotations
@@ -85,14 +86,11 @@ Values = TypeVar("Values")
 
 
 class Memory(Protocol[Values]):
-    """What an accumulator does with rows of results.
-
-    in_place: sums are kept in the memory of the result.
-    """
+    """What an accumulator does with rows of results."""
 
     @property
     def in_place(self) -> bool:
-        """See above."""
+        """Whether sums are kept in the memory of the result."""
 
     def new(self, rows: int, sum: bool) -> Values:
         """Return memory for so many rows of a sum, or of the result."""

@@ -49,7 +49,7 @@ def dist_scan(
             for a root. The state after the parent comes into each of its children.
         layout: "contiguous": equal parts, or with cu_seqlens the first ranks one token more. Or a value of
             `dfa_megatron.layouts`: contiguous tokens in rank order, any number on each rank, also none.
-        config: its verify and timeouts are used.
+        config: its verify is used.
 
     Returns:
         out as the kernel gives it; the state (batch, heads, keys, values) after this rank's last token, float32 (or
