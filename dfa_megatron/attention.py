@@ -10,6 +10,7 @@ from typing import Any, Never, NoReturn
 import torch
 from torch import nn
 from torch._C._functorch import peek_interpreter_stack
+from torch._compile import _disable_dynamo
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from dfa_megatron.config import DistAttentionConfig
@@ -26,6 +27,9 @@ from dfa_megatron.runtime.cu_seqlens import CuSeqlens, check_offsets, offsets_of
 from dfa_megatron.runtime.op import DirectAttention, Pair, attention, needs_gradient
 from dfa_megatron.runtime.problem import Inputs, refuse_strangers, transformed
 from dfa_megatron.runtime.request import DEFAULTS, OPTIONS, Request
+
+_outside_graphs: Any = _disable_dynamo
+"""What `torch.compiler.disable` does, but that an import loads no Dynamo, which takes seconds."""
 
 
 def dist_flash_attn_func(
@@ -107,7 +111,7 @@ def dist_flash_attn_func(
     return (out, lse) if return_lse else out
 
 
-@torch.compiler.disable(recursive=True)  # type: ignore[untyped-decorator,unused-ignore]  # a graph per pack would be compiled
+@_outside_graphs  # type: ignore[untyped-decorator,unused-ignore]  # a graph per pack would be compiled
 def dist_flash_attn_varlen_func(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -202,6 +206,7 @@ def _unknown(names: Iterable[str]) -> UnsupportedError:
     name = next(iter(names))
     known = tuple(x for x in inspect.signature(dist_flash_attn_func).parameters if x != "unknown")
     hint = f"config=DistAttentionConfig({name}=...)" if name in OPTIONS else nearest(name, known)
+    hint = f"dist_flash_attn_func({name}=...), with the documents in it" if name in known else hint
     return UnsupportedError(f"the argument {name}", "these functions have none of that name", _MEANT.get(name, hint))
 
 
@@ -274,7 +279,7 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _request = lru_cache(maxsize=256, typed=True)(lambda _window, **asked: Request(**asked))
 """The same object for equal calls: comparing it with itself takes no time. The window's text has its types."""
 
-_outside_graphs = torch.compiler.disable(_attend, recursive=True)
+_attend_outside_graphs = _outside_graphs(_attend)
 """For masks, layouts and plans, which Dynamo cannot take as constants: a break in the graph."""
 
 
@@ -282,7 +287,7 @@ def _traced(inputs: Inputs, group: Group, config: DistAttentionConfig, mathemati
     """Return the operator's results. Dynamo takes the options of a config as constants, but not a config."""
     named = isinstance(mathematics["layout"], str) and not _rows_of(mathematics, "cu_seqlens")
     if not named or mathematics.get("mask") is not None or mathematics.get("plan") is not None:
-        out, lse = _outside_graphs(inputs, group, config, **mathematics)
+        out, lse = _attend_outside_graphs(inputs, group, config, **mathematics)
         return out, lse
     options = tuple(_constant(getattr(config, name)) for name in OPTIONS)
     if isinstance(window := mathematics["window_size"], tuple | list):
@@ -302,10 +307,12 @@ def _constant(x: Any) -> Any:
     return same
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator,unused-ignore]  # JSON is not traceable
 def _text(*, config: tuple[Any, ...], **mathematics: Any) -> str:
     options = DistAttentionConfig(**dict(zip(OPTIONS, config, strict=True)))
     return Request(config=options, **mathematics).to_text()
+
+
+_text._dynamo_marked_constant = True  # type: ignore[attr-defined]  # JSON is not traceable
 
 
 class DistFlashAttention(nn.Module):

@@ -63,6 +63,21 @@ def test_a_public_name_resolves_and_explains_itself(name: str) -> None:
     assert (value.__doc__ or "").strip()
 
 
+@pytest.mark.parametrize("name", ["attention", "sharding", "planner", "loss", "recurrence", "sequence.max_logits"])
+def test_an_import_loads_no_compiler_and_takes_little_of_torchs_time(name: str) -> None:
+    code = f"""
+import sys, time
+import torch
+of_torch, before = time.process_time(), {{*sys.modules}}
+import dfa_megatron.{name}
+ours = time.process_time() - of_torch
+new = {{*sys.modules}} - before
+print([each for each in ("torch._dynamo", "sympy", "torch._inductor") if each in new], ours < 0.6 * of_torch)
+"""
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
+    assert run.stdout.split() == ["[]", "True"]
+
+
 def test_trees_are_reached_from_the_package() -> None:
     from dfa_megatron import trees
 

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch._compile import _disable_dynamo
 
 from dfa_megatron.config import DistAttentionConfig
 from dfa_megatron.errors import UnsupportedError
@@ -135,7 +136,7 @@ class Place:
 
 def outside_graphs(function: F) -> F:
     """Have Dynamo call a function as it stands, with one break of the graph."""
-    called: F = torch.compiler.disable(function)
+    called: F = _disable_dynamo(function)  # type: ignore[assignment]
     return called
 
 

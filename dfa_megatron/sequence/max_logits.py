@@ -8,6 +8,7 @@ from zlib import crc32
 
 import torch
 import torch.distributed as dist
+from torch._compile import _disable_dynamo
 
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.kernels.api import accumulator_dtype
@@ -28,7 +29,7 @@ _SCORES = 1 << 25
 """Scores that are in memory at once, of all heads."""
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator,unused-ignore]
+@_disable_dynamo
 @torch.no_grad()
 def max_logits(
     q: torch.Tensor,

@@ -9,6 +9,7 @@ from operator import index
 
 import torch
 import torch.distributed as dist
+from torch._compile import _disable_dynamo
 
 from dfa_megatron.plan.language.geometry import Span
 from dfa_megatron.plan.language.layout import Layout, cut_at
@@ -22,7 +23,7 @@ from dfa_megatron.sharding import layout_of_tokens
 
 
 @row_by_row
-@torch.compiler.disable  # type: ignore[untyped-decorator,unused-ignore]
+@_disable_dynamo
 def roll_sequence(
     x: torch.Tensor,
     shift: int,
@@ -63,7 +64,7 @@ def roll_sequence(
     return move_rows(x, moves, resolve(group), fill, exchange, dim=dim)
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator,unused-ignore]
+@_disable_dynamo
 def reshard(
     x: torch.Tensor,
     source: str | Layout,
@@ -104,7 +105,7 @@ def reshard(
     return move_rows(x, moves, resolve(group), exchange=exchange, dim=dim)
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator,unused-ignore]
+@_disable_dynamo
 def kept_layout(kept: torch.Tensor, *, group: Group = None, layout: str | Layout = "contiguous") -> Layout:
     """Return the layout of the tokens that the ranks keep, each where it is: the source of a `reshard`.
 

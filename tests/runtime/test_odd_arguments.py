@@ -35,6 +35,11 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     "sinks in a list": (lambda: attend(*tensors(), sinks=[0.0, 0.0]), "sinks of type list"),
     "slopes in a list": (lambda: attend(*tensors(), alibi_slopes=[0.5, 0.25]), "alibi_slopes of type list"),
     "an array": (lambda: attend(tensors()[0].detach().numpy(), *tensors()[1:]), "q of type ndarray"),
+    "a mask beside documents": (
+        lambda: _pack((0, 8), mask=masks.causal(8)),
+        r"the argument mask: .* What works: dist_flash_attn_func\(mask=...\)",
+    ),
+    "a plan beside documents": (lambda: _pack((0, 8), plan=None), r"What works: dist_flash_attn_func\(plan=...\)"),
     "no offsets": (
         lambda: dfa_megatron.dist_flash_attn_varlen_func(*(x[0] for x in tensors()), None, causal=True),
         "cu_seqlens",
