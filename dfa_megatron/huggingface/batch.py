@@ -46,8 +46,8 @@ def shard_batch(batch: Mapping[str, Any], *, group: Group = None) -> dict[str, A
             "prompt_tree" may hold (lengths, parents) of segments that share prefixes, as `masks.prompt_tree` takes
             them, or "mask" any value of `dfa_megatron.masks`, with any "position_ids" (1, seq), by default 0 to
             seq - 1. All rows have them. "token_type_ids" (batch, seq) go with the tokens. With `MEDIA`, such as
-            "pixel_values", the batch is for a multimodal model, which embeds whole sequences; "position_ids" may then
-            have axes (4, batch, seq), the first of them places.
+            "pixel_values", the batch is for a multimodal model, which embeds whole sequences; "position_ids" of a
+            model that embeds axes may have the shape (4, batch, seq), places first; text needs none.
         group: the ranks that share the sequence. Where they do not divide seq, the first ones hold one token more.
 
     Returns:
@@ -72,22 +72,22 @@ def shard_batch(batch: Mapping[str, Any], *, group: Group = None) -> dict[str, A
     others = {name: batch[name] for name in MEDIA if name in batch}
     types = {TYPE_IDS: batch[TYPE_IDS]} if batch.get(TYPE_IDS) is not None else {}
     positions = batch.get("position_ids")
-    if axes := bool(others) and positions is not None and positions.dim() == 3:
-        assert positions is not None
-        if positions.shape[0] != 4:
+    axes = positions if positions is not None and positions.dim() == 3 else None
+    if axes is not None:
+        if axes.shape[0] != 4:
             _refuse_positions()
-        positions = positions[0]
+        positions = axes[0]
     if (found := seen_in(batch, positions, tokens, tokens.shape[1])) is None:
         _refuse_positions()
     seen, positions = found
     size = group_size(group)
     if others:
         local = {"input_ids": tokens, **types, **others}
-        if axes or seen is not None:
-            local["position_ids"] = batch["position_ids"] if axes else positions
+        if axes is not None or seen is not None:
+            local["position_ids"] = positions if axes is None else axes
     else:
-        given = {"input_ids": tokens, "position_ids": positions, **types}
-        local = {name: shard_sequence(x, group=group) for name, x in given.items()}
+        given = {"input_ids": tokens, "position_ids": positions if axes is None else axes, **types}
+        local = {name: shard_sequence(x, group=group, dim=-1) for name, x in given.items()}
     told = {TREE if isinstance(seen.told, Tree) else MASK: seen.told} if isinstance(seen, Seen) else {}
     local |= told
     if isinstance(seen, tuple) and not others:
@@ -121,5 +121,6 @@ def _refuse_positions() -> NoReturn:
     raise UnsupportedError(
         "position_ids that are not those of documents, or of a tree, or the same in all rows of a mask",
         "each document, and so each row, must begin at 0 and go up by 1",
-        "as DataCollatorWithFlattening of transformers makes them, or none for one document a sequence",
+        "as DataCollatorWithFlattening of transformers makes them, or none for one document a sequence; for models "
+        "with axes (4, batch, seq), these first",
     )

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
+import random
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from dfa_megatron import huggingface as dfa_hf
@@ -78,6 +81,51 @@ def text_for_parts(rank: int, world_size: int) -> None:
         assert_loss(loss, model(**padded).loss, "padded")
 
 
+def packs_of_text(rank: int, world_size: int) -> None:
+    """A model that embeds axes takes packs of text alone in every way that tells documents: each is as it is alone."""
+    from tests.huggingface.sweep import images
+
+    draw = random.Random(world_size)
+    ways = ("positions", "four axes", "offsets", "roots", "whole batches", "whole call")
+    for kind in ("qwen2_5_vl", "qwen3_vl", "qwen3_5 with images"):
+        for way in draw.sample(ways, 4):
+            lengths = [draw.randrange(1, 14) for _ in range(draw.randrange(2, 5))] + [7]
+            batch = text(1, sum(lengths), seed=draw.randrange(99))
+            offsets = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
+            batch["labels"][:, offsets[:-1].long()] = -100
+            count, want = int((batch["labels"] != -100).sum()), images.build(kind)
+            alone = zip(batch["input_ids"].split(lengths, 1), batch["labels"].split(lengths, 1), strict=True)
+            losses = [want(input_ids=ids, labels=labels, num_items_in_batch=count).loss for ids, labels in alone]
+            torch.stack(losses).sum().backward()
+            positions = torch.cat([torch.arange(length) for length in lengths])[None]
+            told: dict[str, Any] = {
+                "four axes": {"position_ids": positions.expand(4, 1, -1)},
+                "offsets": {"cu_seq_lens_q": offsets, "cu_seq_lens_k": offsets},
+                "roots": {"prompt_tree": (lengths, [-1] * len(lengths))},
+            }.get(way, {"position_ids": positions})
+            model = dfa_hf.distribute_attention(images.build(kind))
+            part = dfa_hf.shard_batch(batch | told)
+            if way == "whole batches":
+                take_whole_batches(model)
+                part = batch | told
+            elif way == "whole call":
+                kept = ("labels", "shift_labels", "num_items_in_batch")
+                part = {**batch, **told, **{name: part[name] for name in kept}}
+            loss = model(**part).loss
+            loss.backward()
+            assert_loss(loss, torch.stack(losses).sum().detach(), f"{kind} {way}", 1e-6)
+            trained = {name: x.grad for name, x in want.named_parameters() if x.grad is not None}
+            for name, x in model.named_parameters():
+                if name in trained:
+                    dist.all_reduce(x.grad)
+                    assert_close(x.grad / world_size, trained[name], tolerance=1e-5, name=f"{kind} {way} {name}")
+    with pytest.raises(UnsupportedError, match=r"for models with axes \(4, batch, seq\), these first"):
+        dfa_hf.shard_batch(batch | {"position_ids": positions.expand(3, 1, -1)})
+    image = batch | {"position_ids": positions, "pixel_values": torch.ones(1, 2)}
+    with pytest.raises(UnsupportedError, match=r"position_ids of shape .*along several axes"):
+        dfa_hf.distribute_attention(images.build("qwen2_5_vl"))(**dfa_hf.shard_batch(image))
+
+
 def extras(rank: int, world_size: int) -> None:
     whole = text(2, 12, seed=1)
     model = dfa_hf.distribute_attention(build("Llama"))
@@ -129,6 +177,11 @@ def each(rank: int, world_size: int) -> None:
 def test_types_of_tokens_text_alone_extras_and_outputs_of_any_length(ranks: int) -> None:
     """Cut with the tokens, taken by multimodal models, refused by name, and left alone."""
     run_ranks(ranks, each, timeout=150)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_packs_of_text_in_models_that_embed_axes_are_exact_however_they_are_told(ranks: int) -> None:
+    run_ranks(ranks, packs_of_text, timeout=150)
 
 
 @pytest.mark.parametrize("kind", ["DeepseekV32", "GlmMoeDsa"])

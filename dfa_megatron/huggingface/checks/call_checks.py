@@ -206,13 +206,17 @@ def check_decoder(args: tuple[Any, ...], kwargs: dict[str, Any], context: LayerC
             "they may let tokens see others in ways of their own",
             "distribute_attention of the whole model, if its masks are causal but for the images of Gemma 3 and 4",
         )
-    media = ", ".join(name for name in kwargs if name.endswith(_MEDIA) and kwargs[name] is not None)
-    if media and context.size > 1:
+    if (media := media_in(kwargs)) and context.size > 1:
         raise UnsupportedError(
             f"{media} on {context.size} ranks",
             "images and sound belong to the whole sequence, and this rank holds a part of its tokens",
             "distribute_attention of the whole model, which embeds whole sequences and then cuts them",
         )
+
+
+def media_in(given: dict[str, Any]) -> str:
+    """Return the names of the images and the sound of a call."""
+    return ", ".join(name for name in given if name.endswith(_MEDIA) and given[name] is not None)
 
 
 def first_of(given: dict[str, Any], names: tuple[str, ...]) -> Any:

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.huggingface.batch import TYPE_IDS
-from dfa_megatron.huggingface.checks.call_checks import check_by_name, equal, first_of, refuse_positions
+from dfa_megatron.huggingface.checks.call_checks import check_by_name, equal, first_of, media_in, refuse_positions
 from dfa_megatron.huggingface.current_forward import Forward, LayerContext
 from dfa_megatron.huggingface.positions import batch_number
 from dfa_megatron.huggingface.positions.document_starts import Documents
@@ -64,7 +64,10 @@ def take_whole(decoder: Any, given: dict[str, Any], context: LayerContext) -> di
     positions: torch.Tensor | None = given.get("position_ids")
     told = first_of(given, (TREE, MASK)) is not None
     if has_axes(decoder) and (told if positions is None else positions.dim() == 2):
-        refuse_axes(decoder, given["input_ids"] if positions is None else positions, embedded=True)
+        if positions is None or media_in(given):
+            refuse_axes(decoder, given["input_ids"] if positions is None else positions, embedded=True)
+        # Text counts alike along all axes.
+        given = given | {"position_ids": positions.expand(4, *given["input_ids"].shape)}
     return given
 
 
@@ -134,8 +137,9 @@ def _tokens_of_text(given: dict[str, Any], context: LayerContext) -> dict[str, A
     }
     known = dict.fromkeys({"position_ids", "cu_seq_lens_q", "cu_seq_lens_k"} & {*given})  # by positions alone
     told = first_of(given, ("cu_seq_lens_q", TREE, MASK)) is not None
-    if told and given.get("position_ids") is not None:
-        known["position_ids"] = unshard_sequence(given["position_ids"], group=context.group)
+    positions: torch.Tensor | None = given.get("position_ids")
+    if positions is not None and (told or positions.dim() == 3):
+        known["position_ids"] = unshard_sequence(positions, group=context.group, dim=-1)
     return whole | known
 
 
