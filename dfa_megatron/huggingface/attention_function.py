@@ -69,13 +69,13 @@ def attention(
         )
     forward = forward_of(module)
     vars(module)[REACHED].add(NAME)
-    seen, decodes = forward.seen, forward.cache is not None and not forward.distributed
+    seen = forward.seen
     whole = forward.layout.length if isinstance(forward.layout, Layout) else query.shape[2] * context.size
     _check_layer(module, dropout, causal=is_causal is not False, images=forward.images is not None)
     _check_scores(module, {"attn_logit_softcapping": softcap, "sinks": s_aux}, others)
-    mask = _checked_mask(module, attention_mask, None if decodes else (query.shape[2], key.shape[2]))
+    mask = _checked_mask(module, attention_mask, query.shape[2], key.shape[2])
     chunk = chunk_of(module, mask)
-    longest = _ENDLESS if decodes else max(whole, seen.longest) if isinstance(seen, Seen) else whole
+    longest = max(whole, seen.longest) if isinstance(seen, Seen) else whole
     window = window_of(module, None if chunk else mask, sliding_window, longest)
     call: dict[str, Any] = {
         "group": context.group,
@@ -83,16 +83,12 @@ def attention(
         "softcap": softcap or 0.0,
         "sinks": s_aux,
         "config": context.options,
+        "layout": forward.layout,
     }
-    query = query if decodes else tempered(module, query, forward)
+    query = tempered(module, query, forward)
     qkv = tuple(x.transpose(1, 2) for x in _autocast(query, key, value))
     # Without autocast: kernels choose their precision themselves.
     with torch.autocast(query.device.type, enabled=False), at_layer(int(getattr(module, "layer_idx", None) or 0) + 1):
-        if decodes:
-            from dfa_megatron.huggingface.generation.steps import attend  # which needs transformers
-
-            return attend(forward, (window, chunk), qkv, call), None
-        call["layout"] = forward.layout
         if hasattr(module, SIDE):
             return _of_pair(qkv, getattr(module, SIDE), forward.pair, call), None
         images = (forward.images or {}).get(type_of(module) or "")
@@ -147,9 +143,6 @@ def _of_rows(
     return dist_flash_attn_func(*qkv, mask=masks, **call)
 
 
-_ENDLESS = 1 << 60
-"""Tokens of a sequence of which every window hides something."""
-
 _HIDES_NOTHING = "_dfa_hides_nothing"  # the attribute of a mask that need not be read
 
 
@@ -188,15 +181,10 @@ def _check_scores(module: torch.nn.Module, handed: dict[str, Any], others: dict[
 _UNKNOWN = {"position_bias": "the block kernels take no bias", "head_mask": "the block kernels mask no heads"}
 
 
-def _checked_mask(module: torch.nn.Module, mask: Any, tokens: tuple[int, int] | None) -> WindowMask | None:
-    """Return a layer's window, None without; refuse masks that the plan does not hold, and a key cache.
-
-    Args:
-        tokens: of queries and of keys; None for a cache that spans the ranks.
-    """
+def _checked_mask(module: torch.nn.Module, mask: Any, queries: int, keys: int) -> WindowMask | None:
+    """Return a layer's window, None without; refuse masks that the plan does not hold, and a key cache."""
     if two_ways(module) and (mask is None or isinstance(mask, BothWays)):
         return None
-    queries, keys = tokens or (1, 1)
     if queries != keys:
         raise UnsupportedError(
             f"attention of {queries} tokens over {keys}",

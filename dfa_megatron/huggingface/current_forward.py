@@ -100,7 +100,6 @@ class Forward:
     mask: (batch, local_seq), 0 for padding; None without.
     whole: the batch that the model cut itself.
     tile: tokens of a tile of the loss; None where logits are made.
-    cache: the `ShardedCache` of a generation. Its prompt is distributed; later tokens are the same on every rank.
     layout: the tokens of a row that every rank holds, in a decoder; the name for equal parts.
     pair: the sequences of an encoder-decoder model, which has no documents and positions here.
     """
@@ -115,7 +114,6 @@ class Forward:
     mask: torch.Tensor | None = None
     whole: WholeBatch | None = None
     tile: int | None = None
-    cache: Any = None
     layout: Layout | str = "contiguous"
     pair: TwoSequences | None = None
 

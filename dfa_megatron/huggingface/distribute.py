@@ -21,7 +21,6 @@ from dfa_megatron.huggingface.checks.exact_types import EXACT
 from dfa_megatron.huggingface.checks.wrappers import check_wrappers
 from dfa_megatron.huggingface.current_forward import CONTEXT, NAME, LayerContext, end
 from dfa_megatron.huggingface.encoder_decoder import pair
-from dfa_megatron.huggingface.generation.generate import end_prefill, wrap_generate
 from dfa_megatron.huggingface.implementation import (
     attention_of,
     copy_configs,
@@ -58,7 +57,7 @@ def distribute_attention(
     An encoder-decoder model takes whole batches, the same on every rank and of any lengths. Its logits are those of
     this rank's labels, its loss is scaled as by `causal_lm_loss`.
 
-    Attention is distributed in training, evaluation and generation alike. For whole sequences on one rank see
+    Attention is distributed in training and evaluation alike. For generation, and whole sequences on one rank, see
     `local_attention`. The call may be repeated, with another group or other options.
 
     Args:
@@ -137,9 +136,7 @@ def _hook(inner: Any, decoder: Any) -> None:
     if is_pair(inner):
         pair.hook(inner)
     else:
-        wrap_generate(inner)
         decoder.register_forward_pre_hook(inputs.prepare, with_kwargs=True)
-        decoder.register_forward_hook(end_prefill)
         decoder.register_forward_hook(end, always_call=True)
         embedded.hook(decoder)
         follow_router(type(inner).forward)

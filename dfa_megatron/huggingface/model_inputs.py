@@ -83,13 +83,7 @@ def begin(model: Any, args: tuple[Any, ...], kwargs: Arguments, *, alone: bool =
         return args, {name: x for name, x in kwargs.items() if name not in _OF_HOOKS}
     if WHOLE not in given:
         checks.check_parallelism()
-    cache = checks.first_of(given, checks.CACHES)
-    if getattr(cache, "spans_ranks", False):
-        from dfa_megatron.huggingface.generation import steps  # which needs transformers
-
-        given, forward = steps.begin(context, cache, given)
-        enter(model, forward)
-        return (), given
+    checks.check_generation(given, context)
     try:
         if is_pair(model):
             kept, forward = pair.take_whole(model, given, context)
@@ -135,10 +129,6 @@ def prepare(decoder: Any, args: tuple[Any, ...], kwargs: Arguments) -> ArgsAndKe
         args, kwargs = begin(decoder, args, kwargs, alone=True)
     forward = forward_of_context(context)
     assert forward is not None
-    if forward.cache is not None:
-        taken = {parameter.name for parameter in checks.parameters_of(decoder.__class__)}
-        told = {"attention_mask": None, "position_ids": forward.positions}
-        return args, kwargs | {name: value for name, value in told.items() if name in taken}
     if not forward.distributed:
         return args, kwargs
     checks.check_decoder(args, kwargs, context)

@@ -9,6 +9,7 @@ import torch
 
 from dfa_megatron import huggingface as dfa_hf
 from dfa_megatron.config import TrainingConfig
+from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.sharding import shard_sequence, unshard_sequence
 from tests.huggingface.compared import assert_gradients, assert_loss
 from tests.support.close import assert_close
@@ -198,6 +199,9 @@ def evaluate(rank: int, world_size: int) -> None:
         local = dfa_hf.shard_batch(batch)
         got = model(**local)
         assert got.past_key_values is None
+        for options in ({}, {"use_cache": False}, {"num_beams": 2}, {"do_sample": True}):
+            with pytest.raises(UnsupportedError, match=r"as model\.generate asks for.*within .*local_attention"):
+                model.generate(batch["input_ids"], max_new_tokens=4, **options)
         assert_close(unshard_sequence(got.logits), want, tolerance=1e-5, name="evaluation")
         with dfa_hf.local_attention(model):
             assert_close(model(**batch).logits, want, tolerance=0.0, name="local attention")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import os
 import random
@@ -13,6 +14,7 @@ import torch
 
 from dfa_megatron import huggingface as dfa_hf
 from dfa_megatron.config import TrainingConfig
+from dfa_megatron.huggingface.trainers import share_rollouts
 from tests.huggingface.test_router_loss import EXPERTS
 from tests.huggingface.test_trainer import parameters_of, prepare_worker
 from tests.support.models import TRAINING, VOCABULARY, build, text
@@ -84,6 +86,35 @@ def rewards(written: list[Any], other: int) -> Any:
     return reward
 
 
+class Server:
+    """A server of vLLM: its answers follow from the prompts and from how often it was asked."""
+
+    def __init__(self, **_: Any) -> None:
+        self.asked = 0
+
+    def init_communicator(self, device: torch.device) -> None:
+        pass
+
+    def get_server_info(self) -> dict[str, Any]:
+        return {"model_config": {"logprobs_mode": "processed_logprobs"}}
+
+    def update_named_params(self, metadata: list[Any], parameters: Any) -> None:
+        assert len([*parameters]) == len(metadata)
+
+    def reset_prefix_cache(self) -> None:
+        pass
+
+    def generate(self, prompts: list[list[int]], n: int, **_: Any) -> dict[str, Any]:
+        self.asked += 1
+        answers = [
+            [(7 * at + sum(ids) * (which + 3) + self.asked) % (VOCABULARY - 2) for at in range(1 + sum(ids) % 7)]
+            for ids in prompts
+            for which in range(n)
+        ]
+        scores = [[[-2.0 - word / VOCABULARY] for word in answer] for answer in answers]
+        return {"prompt_ids": prompts, "completion_ids": answers, "logprobs": scores}
+
+
 def trained(folder: str, name: str, data: int, size: int, changes: dict[str, Any]) -> Any:
     import trl
     from datasets import load_from_disk
@@ -104,6 +135,8 @@ def trained(folder: str, name: str, data: int, size: int, changes: dict[str, Any
         others["reward_funcs"] = rewards(written, int(os.environ.get("RANK", "0")) % size)
         per_device = 4 // data
         given |= {"num_generations": 2, "max_completion_length": 7, "gradient_checkpointing": True}
+        vllm: Any = importlib.import_module("trl.generation.vllm_generation")
+        vllm.is_vllm_available, vllm.VLLMClient = lambda: True, Server
     given |= {f"per_device_{each}_batch_size": per_device for each in ("train", "eval")}
     run = getattr(trl, f"{name}Trainer")(
         model=model,
@@ -144,6 +177,8 @@ RUNS: dict[tuple[int, int], list[tuple[str, dict[str, Any]]]] = {
         ("SFT", {**PACKED, "eval_strategy": "no"}),
         ("DPO", {"beta": 0.3, "loss_type": ["sigmoid", "ipo"], "loss_weights": [1.0, 0.5], "ld_alpha": 0.4}),
         ("GRPO", {"beta": 0.1, "loss_type": "dapo", "num_generations": 4}),
+        ("GRPO", {"beta": 0.1, "use_vllm": True, "vllm_mode": "server"}),
+        ("RLOO", {"beta": 0.1, "use_vllm": True, "vllm_mode": "server"}),
     ],
 }
 
@@ -167,3 +202,17 @@ def test_losses_gradients_and_what_is_logged_are_those_of_one_process_a_group(
                 assert entry == pytest.approx(expected, rel=1e-4, abs=1e-6), name
             torch.testing.assert_close(mine, want[1], rtol=1e-4, atol=1e-6)
             assert written == want[2], name
+
+
+def apart(rank: int, world_size: int) -> list[torch.Tensor]:
+    model = dfa_hf.distribute_attention(build("Llama").eval())
+    ids = text(2, 5, seed=rank)["input_ids"]
+    drawn = share_rollouts._sampled(model, lambda: torch.full((2, 4 - rank), rank))
+    return [drawn, share_rollouts._sampled(model, model.generate, ids, max_new_tokens=3, do_sample=True)]
+
+
+def test_ranks_that_sample_other_tokens_take_those_of_the_first() -> None:
+    found = run_ranks(3, apart)
+    assert torch.equal(found[0][0], torch.zeros(2, 4))
+    for drawn in found:
+        assert all(map(torch.equal, drawn, found[0]))

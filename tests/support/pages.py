@@ -27,7 +27,6 @@ ALONE = (
 """Blocks that need PyTorch alone."""
 
 WITH_TRANSFORMERS = (
-    ("docs/generation.md", "model.eval().generate"),
     ("docs/huggingface.md", "import huggingface as dfa_hf"),
     ("docs/huggingface.md", '"position_ids": positions'),
     ("docs/huggingface.md", "local_attention"),

@@ -183,6 +183,26 @@ def computes_loss(model: Any) -> bool:
     return "loss_function" in inspect.unwrap(type(model).forward).__code__.co_names
 
 
+def check_generation(given: dict[str, Any], context: LayerContext) -> None:
+    """Refuse what `model.generate` asks for in its calls: a key cache, and the logits of the last tokens.
+
+    Raises:
+        UnsupportedError: a call asks for one of them.
+    """
+    kept = given.get("logits_to_keep")
+    asked = {
+        "a key cache": given.get("use_cache") or first_of(given, CACHES) is not None,
+        "logits_to_keep": context.size > 1 and (isinstance(kept, torch.Tensor) or kept),
+    }
+    if found := " and ".join(name for name, value in asked.items() if value):
+        raise UnsupportedError(
+            f"{found}, as model.generate asks for",
+            "each rank holds, and would keep, a part of the sequence",
+            "model.generate within dfa_megatron.huggingface.local_attention(model), on whole sequences of this rank; "
+            "use_cache=False and logits_to_keep=0 in other calls",
+        )
+
+
 def check_decoder(args: tuple[Any, ...], kwargs: dict[str, Any], context: LayerContext) -> None:
     """Refuse arguments of a decoder that need a whole sequence, and arguments that these checks cannot find.
 
@@ -190,12 +210,7 @@ def check_decoder(args: tuple[Any, ...], kwargs: dict[str, Any], context: LayerC
         UnsupportedError: a cache, images or sound, attention weights, or masks of another model.
     """
     check_by_name(args[1:])
-    if kwargs.get("use_cache") or first_of(kwargs, CACHES) is not None:
-        raise UnsupportedError(
-            "a key cache",
-            "ranks hold parts of the sequence",
-            "use_cache=False, or model.generate, which makes a cache that spans the ranks",
-        )
+    check_generation(kwargs, context)
     if kwargs.get("output_attentions"):
         raise UnsupportedError("output_attentions", "attention weights are never in memory", "output_attentions=False")
     masks = kwargs.get("attention_mask")

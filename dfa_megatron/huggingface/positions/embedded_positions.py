@@ -182,9 +182,7 @@ def tempered(layer: Any, query: torch.Tensor, forward: Forward) -> torch.Tensor:
     if not has_temperature(layer):
         return query
     local, places = query.shape[2], forward.positions
-    if forward.cache is not None:  # as in one process, where padding has places
-        places = forward.cache.progress.slots(query.device)
-    elif places is None:  # a layer that is called alone
+    if places is None:  # a layer that is called alone
         places = local_positions(local * forward.context.size, group=forward.context.group, device=query.device)[None]
     ratio = _scale(layer, places) / _scale(layer, torch.arange(local, device=query.device)[None])
     return (query * ratio[:, None, :, None]).to(query.dtype)

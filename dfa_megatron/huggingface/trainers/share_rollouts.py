@@ -1,7 +1,7 @@
 """Let the ranks of a group generate and score rollouts as one process, in TRL's GRPOTrainer and RLOOTrainer.
 
-The prompts, random numbers and so the completions of a group are the same. Rewards, and all that is gathered, are of
-each group's first rank, so that rewards that are random or come from elsewhere cannot differ within a group.
+The model samples with its former attention, each rank by itself, or a server of vLLM does. The completions, rewards,
+and all that is gathered, are of each group's first rank, so that what is random cannot differ within a group.
 """
 
 from __future__ import annotations
@@ -9,12 +9,17 @@ from __future__ import annotations
 import functools
 import sys
 from collections import defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from dfa_megatron.errors import UnsupportedError
+from dfa_megatron.huggingface.current_forward import CONTEXT, LayerContext
+from dfa_megatron.huggingface.distribute import local_attention, transformers_model
+from dfa_megatron.runtime.comm.groups import resolve
 
 _LEARNED = {"wpe", "embed_positions", "position_embeddings", "position_embedding"}
 """Names of tables of learned positions in transformers."""
@@ -26,13 +31,13 @@ def generates(trainer: Any) -> bool:
 
 
 def check_rollouts(trainer: Any) -> None:
-    """Refuse rollouts that others than the model itself generate, or more than text, and learned positions.
+    """Refuse rollouts that the ranks of a group would not have in common, or of more than text, and learned positions.
 
     Raises:
         UnsupportedError: names them.
     """
     asked = {
-        "use_vllm": trainer.args.use_vllm,
+        "vllm_mode='colocate'": trainer.args.use_vllm and trainer.args.vllm_mode != "server",
         "use_transformers_continuous_batching": trainer.args.use_transformers_continuous_batching,
         "rollout_func": getattr(trainer, "rollout_func", None),
         "tools": getattr(trainer, "tools", None),
@@ -43,7 +48,7 @@ def check_rollouts(trainer: Any) -> None:
         raise UnsupportedError(
             f"{found} in {type(trainer).__name__}",
             "the ranks of a sequence would get different rollouts",
-            "text that the model's own generate continues",
+            "text that the model's own generate continues, or vllm_mode='server'",
         )
     modules = trainer.model.named_modules()
     if any(name.rpartition(".")[2] in _LEARNED and isinstance(module, torch.nn.Embedding) for name, module in modules):
@@ -82,14 +87,47 @@ def share_rollouts(trainer: Any, size: int) -> None:
 
 
 def _by_groups(trainer: Any, own: Callable[[Any], Any], inputs: Any) -> Any:
-    """Generate with the functions of accelerate that TRL has imported bound to the groups."""
-    accelerator, module = trainer.accelerator, sys.modules[trainer.compute_loss.__module__]
-    theirs = {name: getattr(module, name) for name in ("gather", "gather_object")}
+    """Generate with the functions of accelerate that TRL has imported bound to the groups, and with `_sampled`."""
+    accelerator, model = trainer.accelerator, transformers_model(trainer.model)
     first = accelerator.process_index % accelerator._dfa_sharing.size == 0
-    vars(module)["gather"] = accelerator.gather
-    vars(module)["gather_object"] = lambda objects: theirs["gather_object"](objects if first else [])
+    of_trl = vars(sys.modules[trainer.compute_loss.__module__])
+    of_vllm = vars(sys.modules[type(trainer.vllm_generation).__module__]) if trainer.use_vllm else {}
+    gather_object = of_trl["gather_object"]
+
+    def of_firsts(objects: list[Any]) -> list[Any]:
+        found: list[Any] = gather_object(objects if first else [])
+        return found
+
+    with (
+        _replaced(of_trl, gather=accelerator.gather, gather_object=of_firsts),
+        _replaced(of_vllm, gather_object=of_firsts),
+        _replaced(vars(model), generate=functools.partial(_sampled, model, model.generate)),
+        accelerator.indexed_by_groups(),
+    ):
+        return own(inputs)
+
+
+@contextmanager
+def _replaced(names: dict[str, Any], **ours: Any) -> Iterator[None]:
+    """Replace some names of a module for a while."""
+    theirs = {name: names[name] for name in ours if name in names}
+    names.update(ours)
     try:
-        with accelerator.indexed_by_groups():
-            return own(inputs)
+        yield
     finally:
-        vars(module).update(theirs)
+        for name in ours:
+            del names[name]
+        names.update(theirs)
+
+
+def _sampled(model: Any, own: Callable[..., torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tensor:
+    """Return the tokens that the first rank of a group samples: another's rounding may choose others."""
+    context: LayerContext = getattr(model, CONTEXT)
+    with local_attention(model):
+        ids = own(*args, **kwargs)
+    if context.size > 1:
+        group, length = resolve(context.group), torch.tensor(ids.shape[1], device=ids.device)
+        dist.broadcast(length, group=group, group_src=0)
+        ids = torch.nn.functional.pad(ids, (0, int(length) - ids.shape[1])).contiguous()  # or cut
+        dist.broadcast(ids, group=group, group_src=0)
+    return ids

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_map_only
 
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.huggingface.batch import KNOWN, MEDIA, refuse_batch, shard_batch
-from dfa_megatron.huggingface.checks.call_checks import CACHES, arguments_of, first_of
+from dfa_megatron.huggingface.checks.call_checks import arguments_of, check_generation
 from dfa_megatron.huggingface.checks.check_pair import is_pair
 from dfa_megatron.huggingface.checks.padding import IGNORED
 from dfa_megatron.huggingface.current_forward import CONTEXT, WHOLE, LayerContext, WholeBatch, forward_of
@@ -65,16 +65,10 @@ def _cut(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tup
         rows = next(len(x) for x in given.values() if isinstance(x, torch.Tensor))
         labelled = None if labels is None else (labels != IGNORED).any()
         return (), given | {WHOLE: WholeBatch(rows, labelled, None if getattr(model, _COUNTS) else count)}
-    if getattr(first_of(given, CACHES), "spans_ranks", False):
-        return None  # generation takes whole prompts
+    check_generation(given, context)
     batch = {name: given.pop(name) for name in (*KNOWN, *MEDIA) if name in given}
-    kept = given.get("logits_to_keep")
     if "input_ids" not in batch:
         refuse_batch((*batch, *given))
-    if isinstance(kept, torch.Tensor) or kept:
-        raise UnsupportedError(
-            "logits_to_keep of shared batches", "each rank would keep its own part's", "logits_to_keep=0"
-        )
     rows, length = batch["input_ids"].shape[:2]
     batch, padding = _padding_behind(batch) if getattr(model, _SCORES) else (batch, None)
     labels = batch.get("labels")
