@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import dis
 import functools
 import inspect
-import re
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -90,6 +91,9 @@ KNOWN = frozenset({
 })  # fmt: skip
 """What Megatron's own core attentions read of a config; ours uses it, refuses it, or it changes no number there."""
 
+_READS = ("LOAD_ATTR", "LOAD_METHOD")
+"""Instructions that read an attribute of what the one before them loaded."""
+
 
 def check_config(config: Any, options: MegatronConfig) -> None:
     """Refuse a configuration that would give wrong numbers without an error.
@@ -172,7 +176,7 @@ def _check_known(config: Any) -> None:
 
 @functools.cache
 def _read_by_megatrons() -> frozenset[str]:
-    """Return the fields that Megatron's core attention reads of a config, by its source."""
+    """Return the fields that Megatron's core attention reads of a config, by its code: a release may lack sources."""
     from megatron.core.transformer.dot_product_attention import DotProductAttention
 
     found: list[Any] = [DotProductAttention]
@@ -180,8 +184,12 @@ def _read_by_megatrons() -> frozenset[str]:
         from megatron.core.extensions.transformer_engine import TEDotProductAttention
 
         found.append(TEDotProductAttention)
-    text = "".join(inspect.getsource(each) for each in found if isinstance(each, type))  # a mock without its package
-    return frozenset(re.findall(r"\bconfig\.(\w+)", text))
+    methods = [x for each in found if isinstance(each, type) for x in vars(each).values()]  # a mock without its package
+    codes = [inspect.unwrap(x).__code__ for x in methods if inspect.isfunction(x)]
+    for code in codes:
+        codes += [x for x in code.co_consts if inspect.iscode(x)]
+    steps = (pair for code in codes for pair in pairwise(dis.get_instructions(code)))
+    return frozenset(step.argval for of, step in steps if of.argval == "config" and step.opname in _READS)
 
 
 def recomputes(fields: dict[str, Any], options: MegatronConfig) -> bool:

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.megatron.layers.core_attention import DistributedCoreAttention
-from dfa_megatron.megatron.replace import reach
+from dfa_megatron.megatron.replace import reach, replace
 from dfa_megatron.megatron.script.dfa_flags import options_of
 from dfa_megatron.megatron.tokens import batch as batches
 from dfa_megatron.megatron.tokens.packed_documents import packed_seq_params
@@ -54,17 +54,17 @@ def prove_if_asked(args: Any) -> None:
         return
     from megatron.training import training
 
-    real: Callable[..., Any] = training.train_step
-    if hasattr(real, "__wrapped__"):
-        return
+    def proving(real: Callable[..., Any]) -> Callable[..., Any]:
+        asked = [prove]
 
-    @functools.wraps(real)
-    def first(forward_step: Any, data: Any, model: Any, *others: Any, **more: Any) -> Any:
-        vars(training)["train_step"] = real
-        prove(model)
-        return real(forward_step, data, model, *others, **more)
+        def step(forward_step: Any, data: Any, model: Any, *others: Any, **more: Any) -> Any:
+            while asked:
+                asked.pop()(model)
+            return real(forward_step, data, model, *others, **more)
 
-    vars(training)["train_step"] = first
+        return step
+
+    replace(training, "train_step", proving)
 
 
 class MegatronJob(Job):

@@ -54,8 +54,8 @@ def replace(owner: Any, name: str, replacing: Callable[[Any], Callable[..., Any]
     setattr(owner, name, ours)
     if getattr(megatrons, "__module__", None) == getattr(owner, "__name__", ""):
         for module in list(sys.modules.values()):
-            if getattr(module, "__name__", "").startswith("megatron.") and vars(module).get(name) is megatrons:
-                vars(module)[name] = ours
+            for alias in [alias for alias, value in [*getattr(module, "__dict__", {}).items()] if value is megatrons]:
+                setattr(module, alias, ours)
 
 
 @functools.cache

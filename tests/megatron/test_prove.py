@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from contextlib import contextmanager, nullcontext
 from typing import Any
 from unittest.mock import patch
@@ -214,7 +215,14 @@ def asked_by_a_flag(rank: int, world_size: int) -> list[str]:
     from tests.megatron.test_scripts import FLAGS, OURS, build
 
     order: list[str] = []
-    training.train_step = lambda forward, data, model, *others, **more: order.append("step")
+
+    def train_step(forward: Any, data: Any, model: Any, *others: Any, **more: Any) -> None:
+        order.append("step")
+
+    def profiled(step: Any) -> Any:
+        return functools.wraps(step)(lambda *given, **more: step(*given, **more))
+
+    training.train_step = profiled(train_step)  # by a trainer, before the flag is read
     real = proved_job.prove
     proved_job.prove = lambda models: order.append(str(real(models)))
     _, model = build(f"{FLAGS} {OURS} --dfa-prove --mtp-num-layers 1", add_dfa_arguments)
@@ -222,6 +230,7 @@ def asked_by_a_flag(rank: int, world_size: int) -> list[str]:
     for group in model.bucket_groups:
         group.ddp_config.check_for_nan_in_grad = True  # as scripts do
     initialize_rerun_state_machine(mode=RerunMode.VALIDATE_RESULTS)
+    training.train_step = profiled(training.train_step)  # and after it
     for _ in range(2):
         training.train_step(None, None, [model], None)
     assert not MTPLossLoggingHelper.tracker, "the first step's losses would be logged with those of the proof"

@@ -16,7 +16,7 @@ from dfa_megatron.config import MegatronConfig
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.megatron import check_config as configs
 from dfa_megatron.megatron import output, small_script
-from dfa_megatron.megatron.check_config import check_config
+from dfa_megatron.megatron.check_config import KNOWN, check_config
 from dfa_megatron.megatron.hybrid import in_order
 from dfa_megatron.megatron.layers import layer, recompute
 from dfa_megatron.megatron.layers.context import AttentionContext
@@ -80,6 +80,19 @@ def test_a_field_that_is_new_to_us_passes_while_it_is_not_set(monkeypatch: pytes
     config.a_new_cap = 4.0
     with pytest.raises(UnsupportedError, match=r"a_new_cap=4\.0"):
         check_config(config, OPTIONS)
+
+
+@pytest.mark.parametrize("where", ["config.{}", "self.config.{}", "[config.{} for _ in x]", "(lambda: config.{})()"])
+def test_what_megatrons_attention_reads_is_known_without_its_sources(
+    monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    from megatron.core.transformer import dot_product_attention as home
+
+    made: dict[str, Any] = {}
+    body = f"return {where.format('a_new_cap')} + other.no_field + config_of.neither"
+    exec(f"class Newer:\n    size = 1\n    def forward(self, config, x, other, config_of):\n        {body}", made)  # noqa: S102
+    monkeypatch.setattr(home, "DotProductAttention", made["Newer"])
+    assert configs._read_by_megatrons.__wrapped__() - KNOWN == {"a_new_cap"}
 
 
 def build(**changes: Any) -> DistributedCoreAttention:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import copy
+import random
 import subprocess
 import sys
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.megatron import DistributedAttentionLayer, DistributedCoreAttention, distribute_attention
 from dfa_megatron.megatron.check_config import check_config
 from dfa_megatron.megatron.layers.recompute import takes_over
+from dfa_megatron.megatron.replace import replace
 from dfa_megatron.megatron.script import script_specs
 from tests.megatron.harness import Topology, case, make_config, megatrons_spec
 
@@ -200,3 +202,26 @@ def test_without_megatron_the_import_says_what_to_install() -> None:
     result = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, timeout=60)
     assert result.returncode != 0
     assert "needs Megatron-Core, which is not installed: pip install" in result.stderr
+
+
+def test_every_module_that_holds_a_replaced_function_gets_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Lazy(ModuleType):
+        def __getattr__(self, name: str) -> Any:
+            raise RuntimeError("nobody may ask for more than there is")
+
+    home, draw = ModuleType("megatron.core.home"), random.Random(6)
+    exec("def roll(x):\n    return x", vars(home))  # noqa: S102
+    theirs, holders = vars(home)["roll"], [home]
+    for at in range(8):
+        module = draw.choice((ModuleType, Lazy))(draw.choice(("megatron.of", "trainer.of", "of")) + str(at))
+        vars(module)[draw.choice(("roll", "roll_tensor", "_roll"))] = theirs
+        vars(module)["kept"] = at
+        holders.append(module)
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setitem(sys.modules, "none", None)  # type: ignore[arg-type]
+    for _ in range(2):
+        replace(home, "roll", lambda megatrons: lambda x: megatrons(x) + 1)
+    for module in holders:
+        held = [x for x in vars(module).values() if callable(x)]
+        assert theirs not in held
+        assert [x(1) for x in held if getattr(x, "__name__", "") == "roll"] == [2]
