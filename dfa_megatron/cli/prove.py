@@ -92,12 +92,15 @@ def _run(args: argparse.Namespace) -> int:
 
 @contextlib.contextmanager
 def _quiet() -> Any:
-    """Leave out what frameworks print, such as what they miss for GPUs."""
-    before = logging.root.manager.disable
+    """Leave out what frameworks print, such as what they miss for GPUs; not the help of a parser, which exits."""
+    before, out = logging.root.manager.disable, sys.stdout
     logging.disable(logging.WARNING)
     try:
-        with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
+        with contextlib.redirect_stdout(io.StringIO()) as said, warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
+    except SystemExit:
+        print(said.getvalue(), end="", file=out)
+        raise
     finally:
         logging.disable(before)

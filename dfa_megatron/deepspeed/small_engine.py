@@ -34,7 +34,9 @@ def small_job(words: Sequence[str]) -> SmallJob:
     parser.add_argument("settings", metavar="FILE.json", help="DeepSpeed's JSON with the block dist_flash_attention")
     parser.add_argument("--model", metavar="TYPE_OR_CONFIG", required=True, help="as in prove huggingface")
     parser.add_argument("--ranks", type=int, help="that share a sequence, if the JSON does not say it (2)")
-    parser.add_argument("--tokens", type=int, help="of your sequences, which a window is a part of")
+    parser.add_argument(
+        "--tokens", type=int, help="of your sequences, which a window is a part of; 48 a rank are checked"
+    )
     args = parser.parse_args(list(words))
     try:
         given = json.loads(Path(args.settings).read_text(encoding="utf-8"))

@@ -373,3 +373,17 @@ def test_what_is_no_config_of_a_decoder_is_refused(words: list[Any], said: str, 
     given = [written(tmp_path, MISTRAL | word) if isinstance(word, dict) else word for word in words]
     with pytest.raises(UnsupportedError, match=said):
         small_job(given)
+
+
+@pytest.mark.parametrize("framework", ["huggingface", "deepspeed"])
+def test_the_help_of_a_framework_is_printed(framework: str, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("transformers" if framework == "huggingface" else framework)
+    with pytest.raises(SystemExit, match="0"):
+        main(["prove", framework, "--help"])
+    assert "--ranks" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("tokens", [24, 64, 95, 96, 97, 4096])
+def test_tokens_are_listed_as_reduced_only_where_fewer_are_checked(tokens: int, tmp_path: Path) -> None:
+    table = str(small_job([written(tmp_path, MISTRAL), "--ranks", "2", "--tokens", str(tokens)]))
+    assert (f"tokens {tokens} 96" in " ".join(table.split())) == (tokens > 96)

@@ -161,7 +161,7 @@ def _words(small: Small) -> None:
 def _window(small: Small, length: int, tokens: int | None) -> None:
     """Keep the window at the same share of the tokens, and no shorter than a few."""
     whole = tokens or small.get("max_position_embeddings") or length
-    small.reduced.note("tokens", whole, length)
+    small.reduced.note("tokens", whole, min(whole, length))
     if type(window := small.get("sliding_window")) is not int or window < 1:
         return
     part = round(window * length / whole) if window < whole else length

@@ -29,7 +29,9 @@ def small_job(words: Sequence[str]) -> SmallJob:
     parser = argparse.ArgumentParser(prog="dfa-megatron prove huggingface", allow_abbrev=False)
     parser.add_argument("config", metavar="TYPE_OR_CONFIG", help="'qwen3', or a config.json of transformers")
     parser.add_argument("--ranks", type=int, default=2, help="that share a sequence (2)")
-    parser.add_argument("--tokens", type=int, help="of your sequences, which a window is a part of")
+    parser.add_argument(
+        "--tokens", type=int, help="of your sequences, which a window is a part of; 48 a rank are checked"
+    )
     parser.add_argument("--reentrant", action="store_true", help="as in distribute_attention")
     args = TrainingConfig.add_arguments(parser).parse_args(list(words))
     reduced = Reductions()

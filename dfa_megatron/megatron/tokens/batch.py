@@ -328,8 +328,9 @@ def check_declared(
         return
     slicing = _DECLARED.get(cp_group) or _Slicing("zigzag", None)
     if slicing.order != _DATA_LAYOUT[layout_option]:
+        known = f"are sliced {slicing.order}" if cp_group in _DECLARED else "nobody is known to have cut in order"
         raise UnsupportedError(
-            f"data_layout={layout_option!r} on batches that are sliced {slicing.order}",
+            f"data_layout={layout_option!r} on batches that {known}",
             "the layers would mistake the order of the tokens",
             "dfa_megatron.megatron.shard_batch with the model's options, declare_batch_layout where your own code "
             "slices, or data_layout='boundary' for Megatron's own batches",
