@@ -100,7 +100,7 @@ PAPER = (
          + " ".join(f"{n * 1024}:{heads}h" for n in (128, 512) for heads in (16, 8, 4, 2)), 200),
     Cell("paper-ulysses", "torchrun -m benchmarks.deepspeed_training --shapes llama-3-8b 33-heads "
          "--lengths 32768 131072 --budget 140 --out {out}.json", 200),
-    Cell("paper-longest", f"{LONGEST} --layers 1 --shortest 1048576 --methods dfa-tiles ulysses-full", 230),
+    Cell("paper-longest", f"{LONGEST} --layers 1 --shortest 1048576 --methods dfa-remat ulysses-full", 230),
     Cell("paper-rsa", f"{ATTENTION} --baselines ring_self_attention --repetitions 3 --seconds 0.2 --passes both "
          "--seq-length 8192 16384 24576 28672 32768 36864 40960 65536 131072 262144 524288", 150),
 )  # fmt: skip
@@ -121,7 +121,7 @@ ONE_GPU = (
     Cell("sanitize", "python -m benchmarks.sanitize", 240, programs=("compute-sanitizer",)),
     Cell("one-gpu", f"{ATTENTION} --preset one_gpu", 120),
     Cell("longest-qwen3-4b", f"{LONGEST} --shape qwen3-4b --layers 4 --offload-optimizer --memory-gib 40 "
-         "--shortest 131072 --resolution 16384 --methods dfa-tiles-host-stages ulysses-full-host dfa-tiles-host", 590),
+         "--shortest 131072 --resolution 16384 --methods dfa-remat-host-stages ulysses-full-host dfa-remat-host", 590),
     Cell("recurrence", RECURRENCE, 150),
     Cell("recurrence-forward", f"{RECURRENCE} --no-backward", 150),
     Cell("pack-programs-32k", f"{PROGRAMS} 32768", 150),
@@ -164,7 +164,7 @@ FOUR_GPUS = (
 EIGHT_GPUS = (
     *EVERYWHERE,
     Cell("packed-16k", f"{PACKED} 16384", 120),
-    Cell("whole-llama", f"{LONGEST} --layers 32 --shortest 1048576 --methods dfa-tiles-host ulysses-full-host", 570),
+    Cell("whole-llama", f"{LONGEST} --layers 32 --shortest 1048576 --methods dfa-remat-host ulysses-full-host", 570),
     Cell("two-hosts", f"RANKS_PER_HOST=4 {HOSTS} --preset automatic", 240),
     *PAPER,
 )

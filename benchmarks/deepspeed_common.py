@@ -34,8 +34,8 @@ ENOUGH = 20.0
 class Training(torch.nn.Module):
     """A causal language model that returns its loss, with logits and inner activations of an MLP tile by tile or not.
 
-    tiled: "none", "loss" or "all". tiles: their number; None cuts rows into tiles of `TILE`. theirs: MLPs go by ALST's
-    tiles, not by `mlp_tile`. held_before: bytes of this GPU that were taken before the model was made.
+    tiled: "none", "loss" or "all", with ALST's tiles of MLPs. tiles: their number; None cuts rows into tiles of `TILE`.
+    held_before: bytes of this GPU that were taken before the model was made.
     """
 
     def __init__(self, model: Any, tiled: str) -> None:
@@ -43,7 +43,6 @@ class Training(torch.nn.Module):
         self.model = model
         self.tiled = tiled
         self.tiles: int | None = None
-        self.theirs = True
         self.held_before = 0
         if tiled == "all":
             for layer in model.model.layers:
@@ -51,9 +50,7 @@ class Training(torch.nn.Module):
 
     def _mlp(self, mlp: Any, parameters: list[torch.nn.Parameter], x: torch.Tensor) -> torch.Tensor:
         whole: Any = type(mlp).forward
-        result: torch.Tensor = (
-            TiledMLP.apply(whole, mlp, x, self._count(x), parameters) if self.theirs else whole(mlp, x)
-        )
+        result: torch.Tensor = TiledMLP.apply(whole, mlp, x, self._count(x), parameters)
         return result
 
     def _count(self, rows: torch.Tensor) -> int:

@@ -2,15 +2,14 @@
 
     python -m benchmarks.deepspeed_longest --layers 2 --budget 540 --out longest.json      # on all GPUs there are
     python -m benchmarks.deepspeed_longest --shape qwen3-4b --layers 4 --gpus 1 --offload-optimizer --memory-gib 40 \\
-        --shortest 65536 --resolution 16384 --methods dfa-tiles-host dfa-tiles-host-stages --out longest.json
+        --shortest 65536 --resolution 16384 --methods dfa-remat-host dfa-remat-host-stages --out longest.json
     DS_ACCELERATOR=cpu python -m benchmarks.deepspeed_longest --dry-run                    # tiny, two ranks
 
-Forward, backward and optimizer, with tiled loss for all. dfa-tiles has norms and MLPs by `mlp_tile`; the others have
-ALST's tiled MLP. A method after another gets an even share of the time left. Lengths double until one runs out of
-memory or would not end in time; between the longest that ran and the shortest that ran out of memory one more is
-tried. With --resolution the next length is the one that the last peak says will fit, until two neighbors do and do
-not. Every attempt is a fresh set of processes, which takes a short step before the one that is timed. First of all,
-loss and gradients of every method are compared with one rank's.
+Forward, backward and optimizer, with tiled loss and ALST's tiled MLP for all. A method after another gets an even share
+of the time left. Lengths double until one runs out of memory or would not end in time; between the longest that ran and
+the shortest that ran out of memory one more is tried. With --resolution the next length is the one that the last peak
+says will fit, until two neighbors do and do not. Every attempt is a fresh set of processes, which takes a short step
+before the one that is timed. First of all, loss and gradients of every method are compared with one rank's.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ from benchmarks.deepspeed_memory import Step
 from benchmarks.deepspeed_shapes import METHODS, SHAPES, Method, Shape
 from dfa_megatron.flags import flag
 
-DEFAULT = ("dfa-tiles", "ulysses-full", "dfa-tiles-host", "ulysses-full-host")
+DEFAULT = ("dfa-remat", "ulysses-full", "dfa-remat-host", "ulysses-full-host")
 STOPPED = "no time left"
 COMPARE = "compare"
 
@@ -304,7 +303,7 @@ def step(job: Job, method: Method, length: int) -> dict[str, Any]:
     if ranks == 1 and method.attention == "dfa":
         moments = Step(
             shape=SHAPES[job.shape], layers=job.layers, vocabulary=SHAPES[job.shape].vocabulary, tile=TILE,
-            on_host=method.on_host, offload=job.offload_optimizer, stages=method.stages, tiled=method.tiled,
+            on_host=method.on_host, offload=job.offload_optimizer, stages=method.stages,
         ).account(length)  # fmt: skip
         found |= {"predicted_gib": max(moments.values()), "predicted_by_moment": moments}
     return found | {"resting_gib": resting, "host_gib_of_all_ranks": host.item()}

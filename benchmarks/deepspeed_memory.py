@@ -2,7 +2,7 @@
 
 Bytes of each token were counted once for every operation of a small model, as multiples of its widths; a test compares
 them, and others the peaks that were measured. Modules are transformers' own in bfloat16. The loss goes by tiles, MLPs
-by ALST's or, with the norms, by `mlp_tile`. A layer is recomputed without its attention.
+by ALST's. A layer is recomputed without its attention.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ BUCKET = 4 * 500_000_000
 _IDS = 16
 """Bytes of a token: its id and its place."""
 _LABELS = 12
-"""Bytes of a token where norms are whole: its label and a norm's number."""
+"""Bytes of a token: its label and a norm's number."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +33,6 @@ class Step:
         offload: optimizer state and gradients are there.
         stages: `head_stages`; attention's float32 gradients and messages are those of a stage.
         tile: tokens of a tile of the loss.
-        tiled: norms and MLPs go by `mlp_tile`.
         messages: bytes of a token in attention's messages, of all heads.
     """
 
@@ -45,7 +44,6 @@ class Step:
     on_host: bool = False
     offload: bool = True
     stages: int = 1
-    tiled: bool = False
     messages: int = 0
 
     def account(self, rows: int) -> dict[str, float]:
@@ -57,13 +55,13 @@ class Step:
         waiting = matrix if shape.tied else 0  # the gradient of the head waits for the embedding's
         others = rows * kept(shape) * (min(self.layers - 1, 1) if self.on_host else self.layers - 1)
         head = head_bytes(rows, self.vocabulary, shape.hidden, self.tile).together
-        at_head = kept(shape) + (8 if self.tiled else 10) * shape.hidden + 4 * shape.head_dim + _IDS + _LABELS
+        at_head = kept(shape) + 10 * shape.hidden + 4 * shape.head_dim + _IDS + _LABELS
         found = {
             "at rest": rest,
             "the head": rest + others + rows * at_head + head,
             "the optimizer": rest + (0 if self.offload else 4 * count / self.ranks),
         }
-        moments = recomputed(shape, tiled=self.tiled)
+        moments = recomputed(shape)
         moments["attention"] += of_kernel(shape) // self.stages
         if self.stages > 1:
             moments["attention"] += of_stage(shape, self.stages)
@@ -112,21 +110,12 @@ def of_stage(shape: Shape, stages: int) -> int:
     return (8 * shape.head_dim * (shape.heads + shape.kv_heads) + 4 * shape.heads) // stages
 
 
-def recomputed(shape: Shape, *, tiled: bool) -> dict[str, int]:
+def recomputed(shape: Shape) -> dict[str, int]:
     """Return the bytes of a token while a layer's backward runs, by moment, with its input and attention's output."""
     hidden, queries, keys = shape.hidden, shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     heads = 4 * (queries + keys) + 4 * shape.heads  # q, k, v, attention's output, lse
     gradients = 4 * (queries + keys)  # of attention's output, q, k and v
-    always = 4 * shape.head_dim + _IDS
-    if tiled:
-        heads += 2 * (queries + keys) if _norms_heads(shape) else 0  # the inputs of the norms
-        attention = 6 * hidden + heads + gradients + always
-        return {
-            "the norm before an MLP": 12 * hidden + heads + always,
-            "attention": attention,
-            "the rotary embedding": attention + 2 * queries - 4 * keys,  # three more like q; q, dout, k and v are gone
-        }
-    always += _LABELS
+    always = 4 * shape.head_dim + _IDS + _LABELS
     if _norms_heads(shape):
         heads += 6 * (queries + keys) + 4 * (shape.heads + shape.kv_heads)
     found = {

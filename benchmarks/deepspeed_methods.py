@@ -14,14 +14,13 @@ from deepspeed.utils import safe_get_full_grad
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from benchmarks.bench import relative
-from benchmarks.deepspeed_common import TILE, batch_of, mean, most
+from benchmarks.deepspeed_common import batch_of, mean, most
 from benchmarks.deepspeed_shapes import Method
 from dfa_megatron import deepspeed as dfa_ds
 from dfa_megatron.config import TrainingConfig
 from dfa_megatron.huggingface import distribute_attention, local_attention
 from dfa_megatron.huggingface.checkpointing import set_checkpointing
 from dfa_megatron.huggingface.distribute import transformers_model
-from dfa_megatron.huggingface.tiles.tiled_layers import tile_layers
 
 LOSS_TOLERANCE, TOLERANCE = 0.002, 0.1
 """Of the loss, and of a gradient's distance from one rank's over its norm. Rounding to bfloat16 is about a hundredth
@@ -41,7 +40,6 @@ def attention(
     inner, mesh = transformers_model(engine.module), dfa_ds.mesh_of(engine)
     # The first name is the newer one.
     (getattr(inner, "activation_checkpointing_disable", None) or inner.gradient_checkpointing_disable)()
-    engine.module.theirs = not method.tiled
     if method.attention == "dfa":
         options = TrainingConfig(
             schedule=schedule,
@@ -49,12 +47,10 @@ def attention(
             checkpoint=method.checkpoint,
             remat_offload=method.on_host,
             head_stages=method.stages,
-            mlp_tile=TILE if method.tiled else "off",
         )
         distribute_attention(inner, group=mesh.group, config=options)
         yield
         return
-    tile_layers(inner, TrainingConfig())
     function = None
     if method.on_host and torch.cuda.is_available():
         checkpointing.configure(None, checkpoint_in_cpu=True)

@@ -50,8 +50,6 @@ class Method:
     """What a checkpoint keeps: `remat_offload`, or DeepSpeed's cpu_checkpointing. The latter needs a GPU."""
     stages: int = 1
     """`head_stages`, of ours."""
-    tiled: bool = False
-    """Of ours: norms and MLPs go by `mlp_tile`, where a model with tiles has ALST's otherwise."""
 
 
 METHODS = {
@@ -60,9 +58,8 @@ METHODS = {
     "dfa-full": Method("dfa", "full"),
     "dfa-none": Method("dfa", "none"),
     "ulysses-none": Method("ulysses", "none"),
-    "dfa-tiles": Method("dfa", "remat", tiled=True),
-    "dfa-tiles-host": Method("dfa", "remat", tiled=True, on_host=True),
-    "dfa-tiles-host-stages": Method("dfa", "remat", tiled=True, on_host=True, stages=8),
+    "dfa-remat-host": Method("dfa", "remat", on_host=True),
+    "dfa-remat-host-stages": Method("dfa", "remat", on_host=True, stages=8),
     "ulysses-full-host": Method("ulysses", "full", on_host=True),
 }
 """In the order in which time is spent on them."""

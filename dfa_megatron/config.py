@@ -199,14 +199,6 @@ class TrainingConfig(DistAttentionConfig):
         ("off",),
         TOKENS,
     )
-    mlp_tile: int | str = _option(
-        "off",
-        "Compute dense MLPs, and norms of transformers, in pieces of this many tokens. The backward computes each "
-        "piece once more, so that inner activations exist for one piece only. For the longest sequences. off: all "
-        "tokens at once.",
-        ("off",),
-        TOKENS,
-    )
 
     @property
     def checkpoints_layers(self) -> bool:

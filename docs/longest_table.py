@@ -29,24 +29,22 @@ def longest() -> Lines:
     lines = []
     for model, label in (("llama-3-8b", "Llama-3-8B"), ("qwen3-4b", "Qwen3-4B")):
         for gpu, gib in GPUS.items():
-            cells = [f"{label}, {RANKS} x {gpu}"]
-            for tiled in (False, True):
-                step = step_of(model, tiled)
-                rows = step.longest(gib - FREE, UNIT // RANKS)
-                cells.append(f"{rows * RANKS / 1e6:.1f}M ({step.host_gib(rows) / 1024:.2f})")
-            lines.append(cells)
-    return table(["tokens (TiB of host memory a GPU)", "ALST's tiled MLP", "`mlp_tile`"], lines)
+            step = step_of(model)
+            rows = step.longest(gib - FREE, UNIT // RANKS)
+            cell = f"{rows * RANKS / 1e6:.1f}M ({step.host_gib(rows) / 1024:.2f})"
+            lines.append([f"{label}, {RANKS} x {gpu}", cell])
+    return table(["model, GPUs", "tokens (TiB of host memory a GPU)"], lines)
 
 
 @cache
-def step_of(model: str, tiled: bool) -> Step:
+def step_of(model: str) -> Step:
     """Return the step of a whole model with everything that saves memory."""
     shape = SHAPES[model]
     attention = AttentionShape(1, shape.heads, shape.kv_heads, shape.head_dim)
     messages = message_bytes(make_plan(causal(RANKS * ROWS), RANKS, shape=attention), attention) // ROWS
     return Step(
         shape=shape, layers=shape.layers, vocabulary=shape.vocabulary, tile=4096, ranks=RANKS,
-        on_host=True, stages=shape.kv_heads, tiled=tiled, messages=messages,
+        on_host=True, stages=shape.kv_heads, messages=messages,
     )  # fmt: skip
 
 

@@ -23,7 +23,7 @@ EXAMPLE = K * K
 
 def base() -> Step:
     """Return a step of the whole model with rematerialization and a tiled loss; messages are those of 8 ranks."""
-    step = step_of(MODEL, tiled=False)
+    step = step_of(MODEL)
     return replace(step, on_host=False, offload=False, stages=1)
 
 
@@ -36,7 +36,7 @@ def account() -> Lines:
     parts: dict[str, Callable[[int], float]] = {
         "weights, gradients, Adam: 16 N / P": lambda n: state / n,
         "kept by layers: L T (4 h + 4 heads)": lambda n: step.layers * rows[n] * kept(shape),
-        "the layer in its backward: 41 h T": lambda n: rows[n] * max(recomputed(shape, tiled=False).values()),
+        "the layer in its backward: 41 h T": lambda n: rows[n] * max(recomputed(shape).values()),
         "messages of attention: 12 h T": lambda n: rows[n] * step.messages,
         "loss by tiles of 4096, when no layer runs": lambda n: head[n],
     }
@@ -51,7 +51,6 @@ def fits() -> Lines:
     steps = {
         "`remat`, `loss_tile`": base(),
         "and `remat_offload`": replace(base(), on_host=True),
-        "and `mlp_tile`": replace(base(), on_host=True, tiled=True),
     }
     lines = []
     for gpu, gib in GPUS.items():

@@ -16,7 +16,7 @@ from dfa_megatron.plan.schedules import OWNER_COMPUTES, SCHEDULES
 
 def test_each_config_has_the_options_of_its_place_and_names_the_place_of_others() -> None:
     attention, training, megatron = known = [[field.name for field in fields(config)] for config in CONFIGS]
-    assert training == [*attention, "checkpoint", "remat_offload", "loss_tile", "mlp_tile"]
+    assert training == [*attention, "checkpoint", "remat_offload", "loss_tile"]
     assert megatron == [*training, "data_layout"]
     for config, names_of_it in zip(CONFIGS, known, strict=True):
         flags = vars(config.add_arguments(argparse.ArgumentParser()).parse_args([]))
@@ -31,7 +31,7 @@ def test_each_config_has_the_options_of_its_place_and_names_the_place_of_others(
 
 def test_attention_reads_its_own_options_of_a_frameworks_config() -> None:
     q, k, v = torch.randn(3, 1, 4, 1, 8, dtype=torch.float64)
-    ours = dist_flash_attn_func(q, k, v, causal=True, config=TrainingConfig(kernel="reference", mlp_tile=2))
+    ours = dist_flash_attn_func(q, k, v, causal=True, config=TrainingConfig(kernel="reference", loss_tile=2))
     assert torch.equal(ours, dist_flash_attn_func(q, k, v, causal=True, config=DistAttentionConfig(kernel="reference")))
 
 

@@ -128,14 +128,12 @@ def check_known(block: DeepSpeedOptions, model: str) -> None:
     Raises:
         UnsupportedError: names the option.
     """
-    for name in ("loss_tile", "mlp_tile"):
-        tile = getattr(block.options, name)
-        if tile != "off":
-            raise UnsupportedError(
-                f"dist_flash_attention.{name}={tile} for a model of your own or a pipeline",
-                "its head and its layers are not known",
-                "'off', and dfa_megatron.deepspeed.tiled_loss or dfa_megatron.remat.by_tiles in the model",
-            )
+    if block.options.loss_tile != "off":
+        raise UnsupportedError(
+            f"dist_flash_attention.loss_tile={block.options.loss_tile} for a model of your own or a pipeline",
+            "its head is not known",
+            "'off', and dfa_megatron.deepspeed.tiled_loss in the model",
+        )
     if block.prove:
         raise UnsupportedError(
             f"dist_flash_attention.prove for {model}",

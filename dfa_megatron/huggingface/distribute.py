@@ -33,7 +33,6 @@ from dfa_megatron.huggingface.mixers import adopt
 from dfa_megatron.huggingface.positions import embedded_positions as embedded
 from dfa_megatron.huggingface.router_loss import follow_router
 from dfa_megatron.huggingface.tiles.tiled_head import set_tile
-from dfa_megatron.huggingface.tiles.tiled_layers import tile_layers
 from dfa_megatron.plan.language.shape import check_degree
 from dfa_megatron.runtime.comm.groups import Group, group_name, group_size
 from dfa_megatron.runtime.environment import warn_of_untested
@@ -114,7 +113,6 @@ def distribute_attention(
         setattr(module, CONTEXT, context)
     adopt(inner, context, NAME)
     set_tile(inner, options)
-    tile_layers(inner, options)
     set_checkpointing(inner, options.checkpoint, reentrant=reentrant, offload=options.remat_offload)
     return model
 

@@ -242,13 +242,6 @@ def _check_tiles(fields: dict[str, Any], options: MegatronConfig) -> None:
             "Megatron would keep the gradients of all logits until the pipeline is empty",
             "one of the two",
         )
-    for name in ("fp8", "num_moe_experts") if options.mlp_tile != "off" else ():
-        if value := fields.get(name):  # of the config: alike on stages of a pipeline without experts
-            raise UnsupportedError(
-                f"mlp_tile together with {name}={value!r}",
-                "experts are balanced, and scales of fp8 follow, over all tokens and not over those of a tile",
-                "--dfa-mlp-tile off",
-            )
 
 
 def _check_over_ranks(fields: dict[str, Any], options: MegatronConfig) -> None:

@@ -216,7 +216,7 @@ TRANSFORMERS = (
     on("transformers.masking_utils:causal_mask_function transformers.masking_utils:bidirectional_mask_function",
        "huggingface/attention_function.py"),
     on("transformers.modeling_layers:GradientCheckpointingLayer",
-       "huggingface/checkpointing.py huggingface/recurrent/layers.py huggingface/tiles/tiled_layers.py",
+       "huggingface/checkpointing.py huggingface/recurrent/layers.py",
        attributes="gradient_checkpointing"),
     on("transformers.loss.loss_utils:ForCausalLMLoss", "huggingface/tiles/tiled_head.py",
        replaced="logits labels vocab_size num_items_in_batch ignore_index shift_labels"),

@@ -19,15 +19,12 @@ TILES = 3
 
 
 class Tiled(torch.nn.Module):
-    """A causal language model that never has the logits, nor the inner activations of an MLP, of more than a tile.
+    """A causal language model that never has the logits, nor the inner activations of an MLP, of more than a tile."""
 
-    theirs: ALST's tiled MLP, in place of `mlp_tile`.
-    """
-
-    def __init__(self, model: Any, theirs: bool) -> None:
+    def __init__(self, model: Any) -> None:
         super().__init__()
         self.model = model
-        for layer in model.model.layers if theirs else ():
+        for layer in model.model.layers:
             layer.mlp.forward = self._tiled(layer.mlp)
 
     @staticmethod
@@ -55,9 +52,8 @@ def tiled(rank: int, world_size: int, tied: bool) -> None:
     wholes = [text(2, 10 * world_size, seed=seed, unlabelled=11 + seed) for seed in range(2)]
     want_loss, want = harness.reference("Llama", wholes, tie_word_embeddings=tied)
     for stage in (0, 3) if tied else (1, 2):
-        model = Tiled(build("Llama", tie_word_embeddings=tied), theirs=not tied)
-        tile = 7 if tied else "off"
-        config = harness.settings(stage, world_size, checkpoint="remat", loss_tile=7, mlp_tile=tile)
+        model = Tiled(build("Llama", tie_word_embeddings=tied))
+        config = harness.settings(stage, world_size, checkpoint="remat", loss_tile=7)
         config |= {"gradient_accumulation_steps": 2, "train_micro_batch_size_per_gpu": 2}
         engine, *_ = dfa_ds.initialize(model=model, model_parameters=list(model.parameters()), config=config)
         group = dfa_ds.mesh_of(engine).group

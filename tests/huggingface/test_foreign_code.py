@@ -91,12 +91,10 @@ def said(caplog: pytest.LogCaptureFixture) -> Callable[[Any], list[str]]:
         (hook, "hook"),
     ],
 )
-@pytest.mark.parametrize("options", [{}, {"loss_tile": 4, "mlp_tile": 4, "checkpoint": "remat"}])
+@pytest.mark.parametrize("options", [{}, {"loss_tile": 4, "checkpoint": "remat"}])
 def test_code_that_is_not_of_transformers_is_named_once(
     change: Callable[[Any], None], name: str, options: dict[str, Any], said: Callable[..., list[str]]
 ) -> None:
-    if change is inside_a_container and options:
-        pytest.skip("mlp_tile refuses containers")
     model = build("Llama")
     change(model)
     (message,) = said(model, **options)
@@ -118,7 +116,7 @@ def test_a_patched_class_is_named(said: Callable[..., list[str]], monkeypatch: p
 def test_what_was_compared_says_nothing(kind: str, said: Callable[..., list[str]]) -> None:
     assert said(build(kind, **({"attn_logit_softcapping": None} if kind == "Gemma2" else {}))) == []
     model = build("Llama")
-    assert said(model, loss_tile=4, mlp_tile=4, checkpoint="remat") == []
+    assert said(model, loss_tile=4, checkpoint="remat") == []
     assert said(model) == []
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 from typing import Any
 
 import pytest
@@ -101,6 +102,17 @@ def test_tiles_end_with_the_option_and_logits_without_labels_are_whole() -> None
     best = whole.logits.max(dim=-1)
     torch.testing.assert_close(tuple(tiled.logits.max(dim=-1)), tuple(best))
     assert torch.equal(torch.argmax(tiled.logits, dim=-1), best.indices)
+
+
+def test_a_model_whose_loss_goes_by_tiles_is_saved_whole() -> None:
+    model, file = dfa_hf.distribute_attention(build("Llama"), config=TILED), io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=False)
+    batch = dfa_hf.shard_batch(text(1, 8, seed=1))
+    assert isinstance(loaded(**batch).logits, DeferredLogits)
+    assert torch.equal(model(**batch).loss, loaded(**batch).loss)
+    assert [type(one) for one in model.modules()] == [type(one) for one in loaded.modules()]
 
 
 @pytest.mark.parametrize("way", [{"target_modules": ["lm_head"]}, {"modules_to_save": ["lm_head"]}])

@@ -18,7 +18,7 @@ from dfa_megatron.megatron import check_config as configs
 from dfa_megatron.megatron import output, small_script
 from dfa_megatron.megatron.check_config import KNOWN, check_config
 from dfa_megatron.megatron.hybrid import in_order
-from dfa_megatron.megatron.layers import layer, recompute
+from dfa_megatron.megatron.layers import layer
 from dfa_megatron.megatron.layers.context import AttentionContext
 from dfa_megatron.megatron.layers.core_attention import DistributedCoreAttention
 from dfa_megatron.megatron.script.dfa_flags import add_dfa_arguments, options_of
@@ -52,7 +52,6 @@ CONFIGS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("deterministic_mode=True without torch", {"deterministic_mode": True}, {}),
     ("offloading core_attn", {"fine_grained_activation_offloading": True, "offload_modules": ["core_attn"]}, {}),
     ("loss_tile together with", {"defer_embedding_wgrad_compute": True}, {"loss_tile": 4096}),
-    ("mlp_tile together with fp8='hybrid'", {"fp8": "hybrid"}, {"mlp_tile": 4096}),
     ("moe_enable_routing_replay in", {"moe_enable_routing_replay": True}, {}),
     ("gated delta net among the layers", {"linear_attention_freq": 4}, {"data_layout": "zigzag"}),
     ("ulysses_degree=4 on a group of 2", {}, {"ulysses_degree": 4}),
@@ -180,7 +179,6 @@ def of_another_class(**parts: Any) -> Any:
 
 
 TWO = {"context_parallel_size": 2}
-CONTIGUOUS = MegatronConfig(mlp_tile=8)
 
 
 @pytest.mark.parametrize(
@@ -189,7 +187,6 @@ CONTIGUOUS = MegatronConfig(mlp_tile=8)
         ("delta net with", lambda: in_order.InOrderDelta(SimpleNamespace(deterministic_mode=True))),
         ("the mixer Linear where tokens are in", lambda: in_order.in_order_class(torch.nn.Linear)),
         ("the mixer Linear where tokens", lambda: layer.mixes(of_another_class(mixer=1), "contiguous")),
-        ("mlp_tile with an MLP of class Linear", lambda: recompute.tile_mlp(of_another_class(mlp=1), CONTIGUOUS)),
         ("loss_tile with an output layer of", lambda: output.tile_output(of_another_class(output_layer=1), 8)),
         ("--no-create-att", lambda: options_of(argparse.Namespace(create_attention_mask_in_dataloader=1, **TWO))),
         ("--reset-attention-mask", lambda: options_of(argparse.Namespace(reset_attention_mask=True))),

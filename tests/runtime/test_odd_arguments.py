@@ -77,7 +77,7 @@ def _decode(of: Callable[[Any], Any], **options: Any) -> torch.Tensor:
 
 def _config(of: Callable[[Any], Any]) -> tuple[torch.Tensor, TrainingConfig]:
     config = DistAttentionConfig(head_stages=of(2), ulysses_degree=of(1))
-    return attend(*tensors(), config=config), TrainingConfig(loss_tile=of(4), mlp_tile=of(4), remat_offload=of(True))
+    return attend(*tensors(), config=config), TrainingConfig(loss_tile=of(4), remat_offload=of(True))
 
 
 NUMBERS: dict[str, Callable[[Callable[[Any], Any]], Any]] = {

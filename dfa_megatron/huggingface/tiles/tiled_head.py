@@ -6,6 +6,7 @@ losses. So hooks that gather the weight (ZeRO 3, FSDP) run around the work, in t
 
 from __future__ import annotations
 
+import copyreg
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -17,7 +18,6 @@ from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.huggingface.checks.check_pair import is_pair
 from dfa_megatron.huggingface.checks.padding import IGNORED
 from dfa_megatron.huggingface.current_forward import CONTEXT, LayerContext, forward_of_context
-from dfa_megatron.huggingface.tiles.tiled_layers import tiled_class
 from dfa_megatron.huggingface.trainers.read_logits import follow_trainers, reads_logits
 from dfa_megatron.loss.deferred import WATCHED, DeferredLogits, Use, say_tiled
 from dfa_megatron.loss.head import Head
@@ -26,7 +26,7 @@ from dfa_megatron.loss.head import Head
 class TiledLinear:
     """Defer the logits of a linear layer, or give its hidden states and weight to a function.
 
-    The first base of a `tiled_class`.
+    The first base of a `_tiled_class`.
     """
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -43,6 +43,26 @@ class TiledLinear:
     def forward(self, hidden: torch.Tensor, dfa_use: Callable[[torch.Tensor, Any], Any] | None = None) -> Any:
         """Run the layer's own forward, or a function in its place."""
         return super().forward(hidden) if dfa_use is None else dfa_use(hidden, self)  # type: ignore[misc]
+
+
+@functools.cache
+def _tiled_class(base: type) -> type:
+    """Return the class of both, made once, for a linear layer to get in place of its own.
+
+    Its instances pickle by the base, which is found by its name; it has no name of its own.
+    """
+    made = type(f"Tiled{base.__name__}", (TiledLinear, base), {"__module__": __name__})
+    copyreg.pickle(made, _reduced)
+    return made
+
+
+def _reduced(module: Any) -> tuple[Any, ...]:
+    return (_empty, type(module).__bases__[1:], *module.__reduce_ex__(2)[2:])
+
+
+def _empty(base: type) -> Any:
+    made: Any = _tiled_class(base)
+    return made.__new__(made)
 
 
 def run_in(layer: Any, hidden: torch.Tensor, use: Use, scale: float, softcap: float | None) -> Any:
@@ -70,7 +90,7 @@ def tiled_head(head: Any) -> Any:
                 "loss_tile='off' and causal_lm_loss, or a head without an adapter",
             )
         base: Any = type(head)
-        head.__class__ = tiled_class(TiledLinear, base)
+        head.__class__ = _tiled_class(base)
         setattr(head, WATCHED, None)
     return head
 

@@ -14,7 +14,7 @@ from dfa_megatron.megatron.check_config import check_config
 from dfa_megatron.megatron.hybrid.in_order import OTHER_ORDER, InOrder
 from dfa_megatron.megatron.layers.context import AttentionContext
 from dfa_megatron.megatron.layers.core_attention import DistributedCoreAttention
-from dfa_megatron.megatron.layers.recompute import checkpoint_of, takes_over, tile_mlp
+from dfa_megatron.megatron.layers.recompute import checkpoint_of, takes_over
 from dfa_megatron.megatron.layers.rotary import order_rotary, rotary_rows
 from dfa_megatron.megatron.layers.router import weigh_losses
 from dfa_megatron.megatron.layers.swapped import check_groups, check_size, group_holders, state_group
@@ -43,7 +43,6 @@ class DistributedLayer:
         check_size(config, self.cp_group)
         self._dfa_remat = shared.options.checkpoint == "remat" or bool(covered)
         self._dfa_took_over = covered is not None
-        tile_mlp(self, shared.options)
         if self.cp_group.size() > 1 or config.sequence_parallel:
             weigh_losses(self)
         self._dfa_mixes = mixes(self, shared.options.layout_inside)

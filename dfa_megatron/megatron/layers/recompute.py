@@ -6,12 +6,8 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-import torch
-
-from dfa_megatron.config import MegatronConfig
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.megatron.layers.context import AttentionContext
-from dfa_megatron.remat.by_tiles import by_tiles
 
 _FLAGS = ("recompute_granularity", "recompute_method", "recompute_num_layers")
 """The fields of a TransformerConfig that ask for recomputation."""
@@ -68,34 +64,3 @@ def checkpoint_of(config: Any, tp_group: Any) -> Callable[..., Any]:
         tracker = tensor_parallel.random.get_cuda_rng_tracker
         return lambda run, *args: te_checkpoint(run, distribute, tracker, tp_group, *args)
     return lambda run, *args: tensor_parallel.checkpoint(run, distribute, *args)
-
-
-def tile_mlp(layer: Any, options: MegatronConfig) -> None:
-    """Make a layer's MLP compute `mlp_tile` tokens at a time, each tile again in the backward.
-
-    Under sequence parallelism a tile is of this rank's tokens, and every tile has its own collectives.
-
-    Raises:
-        UnsupportedError: the layer has experts, or another module in the place of the MLP.
-    """
-    from megatron.core.transformer.identity_op import IdentityOp
-    from megatron.core.transformer.mlp import MLP
-
-    mlp, tile = getattr(layer, "mlp", None), options.mlp_tile
-    if not isinstance(tile, int) or mlp is None or isinstance(mlp, IdentityOp):
-        return
-    if not isinstance(mlp, MLP):
-        raise UnsupportedError(
-            f"mlp_tile with an MLP of class {type(mlp).__name__}",
-            "only Megatron's dense MLP is known to compute each token by itself",
-            "--dfa-mlp-tile off",
-        )
-    whole = mlp.forward
-
-    def forward(hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
-        rows = max(1, tile // hidden_states.shape[1])  # of (tokens, batch, hidden)
-        # Megatron's own MLP draws nothing; an adapter's dropout in it does.
-        found = by_tiles(lambda part: whole(part, *args, **kwargs), hidden_states, rows, random=mlp.training)
-        return torch.cat([output for output, _ in found]), found[-1][1]
-
-    mlp.forward = forward

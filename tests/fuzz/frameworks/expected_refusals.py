@@ -6,8 +6,6 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from tests.fuzz.frameworks.language_models import EXPERTS
-
 Refusals = Sequence[tuple[str, str, Callable[[Any], Any]]]
 """Of each a name, a pattern of the message, and a test that the draw must pass."""
 
@@ -27,11 +25,6 @@ MEGATRON: Refusals = (
         "padding_mask that Megatron's own recomputation loses",
         "padding_mask beside experts with --recompute-method block",
         lambda d: d.padding_mask and d.options["checkpoint"] == "none",
-    ),
-    (
-        "mlp_tile with experts",
-        "mlp_tile together with num_moe_experts",
-        lambda d: d.options["mlp_tile"] != "off" and "num_moe_experts" in d.config,
     ),
     (
         "a degree that does not divide the heads",
@@ -60,11 +53,6 @@ LANGUAGE_MODELS: Refusals = (
         "padding on the left",
         "padding that is not on the right",
         lambda d: d.data.padding == "left",
-    ),
-    (
-        "mlp_tile with experts",
-        r"mlp_tile for a \w+ model with an MLP of class",
-        lambda d: d.options["mlp_tile"] != "off" and d.kind in EXPERTS,
     ),
     (
         "capped scores on the cpu kernel",

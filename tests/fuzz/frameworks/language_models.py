@@ -51,7 +51,6 @@ MODELS: dict[str, dict[str, Any]] = {
 """Types, and the values that a field of each is drawn from."""
 
 HYBRIDS = ("Qwen3Next", "Lfm2")
-EXPERTS = ("GptOss", "Mixtral", "Qwen2Moe", "Qwen3Moe", "Qwen3Next")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -183,7 +182,6 @@ class LanguageDraw(Draw):
             f"padding {self.data.padding}": self.data.padding,
             "re-entrant": self.reentrant,
             "loss_tile": self.options["loss_tile"] != "off",
-            "mlp_tile": self.options["mlp_tile"] != "off",
             "accumulation": len(self.data.masks) > self.sequences,
             f"after {self.warm} steps": self.warm,
         }

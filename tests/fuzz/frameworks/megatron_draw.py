@@ -107,7 +107,6 @@ class MegatronDraw(Draw):
             "grouped heads": self.config["num_query_groups"] < self.config["num_attention_heads"],
             "tied": self.model["share_embeddings_and_output_weights"],
             "loss_tile": self.options["loss_tile"] != "off",
-            "mlp_tile": self.options["mlp_tile"] != "off",
             "accumulation": self.micro_batches > 1,
             f"after {self.warm} steps": self.warm,
             "gated delta nets": self.delta_nets,
@@ -320,14 +319,12 @@ def _options(dice: random.Random, layout: str, config: dict[str, Any], cp: int) 
     checkpoint = dice.choice(["auto", "auto", "none"] if selective else ["auto", "auto", "none", "remat"])
     full = config.get("recompute_granularity") == "full" or checkpoint == "remat"
     schedules = ["auto", "auto", "ring", "balanced", "balanced_shared", "greedy"]
-    tiled = "num_moe_experts" not in config or dice.random() < 0.05
     return {
         "data_layout": layout,
         "schedule": "auto" if layout == "zigzag" else dice.choice(schedules),
         "checkpoint": checkpoint,
         "remat_offload": full and checkpoint != "none" and dice.random() < 0.2,
         "loss_tile": dice.choice(["off", "off", 1, 3, 4096]),
-        "mlp_tile": dice.choice(["off", "off", 1, 3, 4096]) if tiled else "off",
         "kernel": dice.choice(["auto", "auto", "reference", "cpu"]),
         "verify": dice.choice(["on", "on", "off"]),
         "ulysses_degree": dice.choice([1, "auto", "auto", cp if config["num_attention_heads"] % cp == 0 else 1]),

@@ -19,7 +19,6 @@ from dfa_megatron.config import TrainingConfig
 from dfa_megatron.huggingface.checks.padding import IGNORED
 from tests.fuzz.frameworks.expected_refusals import LANGUAGE_MODELS as REFUSALS
 from tests.fuzz.frameworks.language_models import (
-    EXPERTS,
     HYBRIDS,
     MODELS,
     LanguageDraw,
@@ -74,10 +73,10 @@ class TransformersDraw(LanguageDraw):
 
     @property
     def dtype(self) -> str:
-        """Return what it computes in: a recompute, of states and tiles too, takes no function mode."""
+        """Return what it computes in: a recompute, of states too, takes no function mode."""
         if self.kind in HYBRIDS:  # their states are in float32
             return "float32"
-        other = self.options["checkpoint"] != "none" or self.options["mlp_tile"] != "off" or self.kind not in MODELS
+        other = self.options["checkpoint"] != "none" or self.kind not in MODELS
         return "float64 beside float32" if other else "float64"
 
     def features(self) -> list[str]:
@@ -96,7 +95,7 @@ def draw(seed: int, number: int) -> TransformersDraw:
     checkpoint = dice.choice(["none", "none", "full", "remat", "remat"])
     options, losses = draw_options(dice, checkpoint, kind, model["heads"], size), ["own", "items", "function"]
     if is_type := kind not in MODELS:
-        options |= {"kernel": "auto", "ulysses_degree": "auto", "loss_tile": "off", "mlp_tile": "off"}
+        options |= {"kernel": "auto", "ulysses_degree": "auto", "loss_tile": "off"}
         losses = ["function"]
     if accelerate := not is_type and dice.random() < 0.2:
         losses = ["function"]  # accelerate's callers weigh it
@@ -105,7 +104,7 @@ def draw(seed: int, number: int) -> TransformersDraw:
     around = dice.choice(["", "", "wraps", "DDP", "FSDP2", "FSDP2 cast"]) if plain and not reentrant else ""
     function = dice.choice(["", "", "marked", "marked", "not"]) if own != "function" and plain else ""
     if around.startswith("FSDP2"):
-        options |= {"loss_tile": "off", "mlp_tile": "off", "remat_offload": False}
+        options |= {"loss_tile": "off", "remat_offload": False}
     if function:
         options["loss_tile"] = "off"
     return TransformersDraw(
@@ -130,13 +129,11 @@ def draw(seed: int, number: int) -> TransformersDraw:
 
 def draw_options(dice: random.Random, checkpoint: str, kind: str, heads: int, ranks: int) -> dict[str, Any]:
     """Draw options of `TrainingConfig` that transformers models and DeepSpeed's block take."""
-    tiled = kind not in EXPERTS or dice.random() < 0.05
     return {
         "checkpoint": checkpoint,
         "schedule": dice.choice(["auto", "auto", "ring", "balanced", "balanced_shared", "greedy"]),
         "kernel": dice.choice(["auto", "auto", "auto", "reference", "cpu"]),
         "loss_tile": dice.choice(["off", "off", 1, 3, 4096]),
-        "mlp_tile": dice.choice(["off", "off", "off", 1, 3, 4096]) if tiled else "off",
         "remat_offload": checkpoint != "none" and dice.random() < 0.15,
         "ulysses_degree": dice.choice([1, "auto", "auto", ranks if heads % ranks == 0 else 1]),
         "verify": dice.choice(["on", "on", "off"]),
