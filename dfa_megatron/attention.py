@@ -21,8 +21,8 @@ from dfa_megatron.plan.language.ir import AttentionPlan
 from dfa_megatron.plan.language.layout import Layout
 from dfa_megatron.plan.language.mask import Mask
 from dfa_megatron.remat import active_frame
-from dfa_megatron.runtime.comm.channel import refuse
-from dfa_megatron.runtime.comm.groups import Group, channel_of, group_name
+from dfa_megatron.runtime.comm.channel import Channel, refuse
+from dfa_megatron.runtime.comm.groups import Group, channel_of, group_name, group_size
 from dfa_megatron.runtime.cu_seqlens import CuSeqlens, check_offsets, offsets_of, rows_of
 from dfa_megatron.runtime.op import DirectAttention, Pair, attention, needs_gradient
 from dfa_megatron.runtime.problem import Inputs, refuse_strangers, transformed
@@ -167,7 +167,7 @@ def dist_flash_attn_varlen_func(
             raise UnsupportedError(shapes, "each must have 3 dimensions", "(local_tokens, heads, head_dim)")
         if not (offsets or rows):
             check_offsets(offsets)
-    except UnsupportedError as error:
+    except Exception as error:  # noqa: BLE001 -- it is raised again
         _refuse(error, group, config)
     qkv = (q, k, v) if rows else (q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0))
     out, lse = _attend(
@@ -210,15 +210,14 @@ def _unknown(names: Iterable[str]) -> UnsupportedError:
     return UnsupportedError(f"the argument {name}", "these functions have none of that name", _MEANT.get(name, hint))
 
 
-def _refuse(error: UnsupportedError, group: Group, config: DistAttentionConfig) -> NoReturn:
-    verify = config.verify == "on"
-    refuse(error, channel_of(group, verify=verify), verify=verify)
+def _refuse(error: Exception, group: Group, config: DistAttentionConfig) -> NoReturn:
+    refuse(error, channel_of(group, verify=config.verify == "on"))
     raise error
 
 
 def _attend(inputs: Inputs, group: Group, config: DistAttentionConfig, **mathematics: Any) -> Pair:
     """Make the request of a call and run it: past PyTorch's dispatcher, unless a compiler or a mode listens there."""
-    if mathematics["softmax_scale"] is None:
+    if mathematics["softmax_scale"] is None and isinstance(inputs.q, torch.Tensor):
         mathematics["softmax_scale"] = inputs.q.shape[-1] ** -0.5
     mathematics.update(
         sinks=inputs.sinks is not None,
@@ -227,6 +226,18 @@ def _attend(inputs: Inputs, group: Group, config: DistAttentionConfig, **mathema
     )
     if torch.compiler.is_compiling():
         return _traced(inputs, group, config, mathematics)
+    over = channel_of(group, verify=config.verify == "on")
+    since = 0 if over is None else over.calls.last.number
+    try:
+        return _attend_over(inputs, group, over, config, mathematics)
+    except Exception as error:  # of this rank alone, perhaps, and the others wait
+        refuse(error, over, since)
+        raise
+
+
+def _attend_over(
+    inputs: Inputs, group: Group, over: Channel | None, config: DistAttentionConfig, mathematics: dict[str, Any]
+) -> Pair:
     for name in ("mask", "cu_seqlens"):
         if _rows_of(mathematics, name):
             return _attend_rows(inputs, group, config, mathematics, name)
@@ -235,7 +246,6 @@ def _attend(inputs: Inputs, group: Group, config: DistAttentionConfig, **mathema
         request = _request(repr(mathematics["window_size"]), config=config, **mathematics)
     except TypeError:  # a value without a hash
         request = Request(config=config, **mathematics)
-    over = channel_of(group, verify=config.verify == "on")
     frame = active_frame()
     known = None if frame is None or frame.recording else frame.take()
     plain = _get_current_dispatch_mode() is None and type(inputs.q) in _PLAIN
@@ -264,11 +274,7 @@ def _attend_rows(inputs: Inputs, group: Group, config: DistAttentionConfig, aske
     """Attend in the rows of a batch that differ as in one sequence."""
     from dfa_megatron.rows import join  # which other calls need not load
 
-    over = channel_of(group, verify=config.verify == "on")
-    try:
-        whole, joined, layout = join(inputs, tuple(asked[name]), asked["layout"], 1 if over is None else over.size)
-    except UnsupportedError as error:
-        _refuse(error, group, config)
+    whole, joined, layout = join(inputs, tuple(asked[name]), asked["layout"], group_size(group))
     out, lse = _attend(whole, group, config, **asked | {name: joined, "layout": layout})
     sizes = inputs.q.shape[:2]
     return out[0].unflatten(0, sizes), lse[0].unflatten(1, sizes).transpose(0, 1)

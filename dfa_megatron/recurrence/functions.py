@@ -15,12 +15,14 @@ from dfa_megatron.plan.language.layout import Layout
 from dfa_megatron.recurrence.local_scan import Decay, Scan, Tokens, local_scan, zero_tokens
 from dfa_megatron.recurrence.passing import Place, outside_graphs, pass_states, tokens_before
 from dfa_megatron.rows import row_by_row
+from dfa_megatron.runtime.comm.compared import together
 from dfa_megatron.runtime.comm.groups import Group
 from dfa_megatron.runtime.cu_seqlens import CuSeqlens, Offsets, rows_of
 from dfa_megatron.runtime.request import DEFAULTS
 
 
 @outside_graphs
+@together
 def dist_scan(
     scan: Scan,
     tokens: Tokens,
@@ -83,6 +85,7 @@ Convolve = Callable[[torch.Tensor, Offsets], torch.Tensor]
 
 
 @outside_graphs
+@together
 def dist_conv(
     run: Convolve,
     x: torch.Tensor,

@@ -67,26 +67,25 @@ class Agreed(Compared):
         with super().running(phase, device):
             yield
 
-    def gather(self, phase: int, mine: torch.Tensor) -> list[torch.Tensor]:
-        """Return every rank's tensor, by rank, in the forward (0) or the backward (1); collective.
+    def gather(self, phase: int, parts: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Return every rank's tensors as one, by rank, in the forward (0) or the backward (1); collective.
 
         Raises:
             DisagreementError: the ranks run different calls; the message is a table.
         """
         assert self.over is not None, "a share that crosses ranks"
-        sent = mine.contiguous().view(-1).view(torch.uint8)  # backends support different dtypes, but all bytes
-        with self.running(phase, mine.device, sent.numel()):
-            return [x.view(mine.dtype).view(mine.shape) for x in self.over.gather(sent)]
+        with self.running(phase, parts[0].device, sum(x.nbytes for x in parts)):
+            mine = torch.cat([x.reshape(-1) for x in parts])
+            return [x.view(mine.dtype) for x in self.over.gather(mine.view(torch.uint8))]  # which all backends support
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a rank stands in a sequence. over: None for one rank. verify: whether calls are compared."""
+    """Where a rank stands in a sequence. over: None for one rank."""
 
     group: dist.ProcessGroup | None
     over: Channel | None
     share: Share
-    verify: bool
 
     @classmethod
     def of(
@@ -111,12 +110,11 @@ class Place:
         Raises:
             UnsupportedError: cu_seqlens or parents do not fit the tokens, or this process is not in the group.
         """
-        verify = config.verify == "on"
-        with telling(group, verify=verify) as over:
+        with telling(group, verify=config.verify == "on") as over:
             rank, ranks = (0, 1) if over is None else (over.rank, over.size)
             offsets = () if cu_seqlens is None else offsets_of(cu_seqlens, x.device)
             above = () if parents is None or max(parents, default=-1) < 0 else tuple(parents)
-            return cls(resolve(group), over, _share((rank, ranks), x.shape[dim], layout, offsets, above), verify)
+            return cls(resolve(group), over, _share((rank, ranks), x.shape[dim], layout, offsets, above))
 
     def agree_on(self, what: str, facts: dict[str, str], device: torch.device) -> Agreed:
         """Return the exchange of that description; ranks compare it when it is new. Collective.
@@ -130,7 +128,7 @@ class Place:
         facts = {"tokens of a rank": share.held, **facts}
         varying = [describe(share.offsets)] if share.offsets else []
         varying += [f"parents {short_name(share.parents)}"] if share.parents else []
-        found = compared(what, self.over, facts, device, *varying, verify=self.verify)
+        found = compared(what, self.over, facts, device, *varying)
         return Agreed(found.over, found.phases, found.layer, share=share)
 
 
@@ -279,7 +277,7 @@ def _gather(
     ]
     sizes = [x.numel() for x in parts]
     found = []
-    for theirs in agreed.gather(phase, torch.cat([x.reshape(-1) for x in parts])):
+    for theirs in agreed.gather(phase, parts):
         views = [y.view(x.shape) for x, y in zip(parts, theirs.split(sizes), strict=True)]
         found.append((views[:slots], views[slots:]))
     return found

@@ -24,6 +24,7 @@ from dfa_megatron.names import nearest
 from dfa_megatron.plan.language.layout import Layout
 from dfa_megatron.recurrence.functions import dist_scan
 from dfa_megatron.recurrence.local_scan import Decay, Scan, Tokens
+from dfa_megatron.runtime.comm.compared import together
 from dfa_megatron.runtime.comm.groups import Group, group_size
 from dfa_megatron.runtime.cu_seqlens import CuSeqlens, Offsets
 from dfa_megatron.runtime.request import DEFAULTS
@@ -144,6 +145,7 @@ def fla_scan(
     return Scan(run, keys, values, packs)
 
 
+@together
 def dist_mamba2(
     function: Callable[..., Any],
     tokens: Tokens,
@@ -189,6 +191,7 @@ def dist_mamba2(
     return out if z is None else out * F.silu(z), final.mT
 
 
+@together
 def dist_mamba1(
     function: Callable[..., Any],
     tokens: Tokens,

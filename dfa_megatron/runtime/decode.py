@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from contextlib import nullcontext
 from functools import lru_cache
 from operator import index
 
@@ -62,16 +63,16 @@ def decode_attn_func(
         UnsupportedError: shapes, dtypes or devices do not fit together, a gradient is asked for, or no kernel serves.
         DisagreementError: the ranks run different calls.
     """
-    verify = config.verify == "on"
-    with telling(group, verify=verify) as over:
+    with telling(group, verify=config.verify == "on") as over:
         starts = None if starts is None else [*map(index, starts)]
         kernel = _checked(q, k_cache, v_cache, starts, sinks, softcap, config)
-    scale = q.shape[3] ** -0.5 if softmax_scale is None else float(softmax_scale)
-    out, lse = _partial(kernel, q, (k_cache, v_cache), starts or (0,) * q.shape[0], (scale, softcap))
-    if over is not None:
-        kind = _kind(tuple(q.shape), q.dtype) if verify else None
-        parts = torch.stack(over.gather(torch.cat((out, lse), -1), kind))
-        out, lse = _merged(parts[..., :-1], parts[..., -1:])
+        scale = q.shape[3] ** -0.5 if softmax_scale is None else float(softmax_scale)
+        kind, starts = _kind(tuple(q.shape), q.dtype), (0,) * q.shape[0] if starts is None else starts
+    with over.running(kind, q.device) if over is not None and over.verified else nullcontext():
+        out, lse = _partial(kernel, q, (k_cache, v_cache), starts, (scale, softcap))
+        if over is not None:
+            parts = torch.stack(over.gather(torch.cat((out, lse), -1)))
+            out, lse = _merged(parts[..., :-1], parts[..., -1:])
     out = out.unsqueeze(1)
     if sinks is not None:
         out, lse = merge_sinks(out, lse, sinks)

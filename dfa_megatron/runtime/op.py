@@ -45,7 +45,7 @@ def _forward(inputs: Inputs, request: Request, over: Channel | None, trains: boo
         return out, lse
     refuse_extras(inputs, request, over)
     if (error := stages_error(number, k.shape[2])) is not None:
-        refuse(error, over, verify=request.verify)
+        refuse(error, over)
         raise error
     out = q.new_empty((*q.shape[:3], v.shape[3]))
     lse = q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=accumulator_dtype(q.dtype))
@@ -129,15 +129,20 @@ class DirectAttention(torch.autograd.Function):
     @_once
     def backward(ctx: Any, dout: torch.Tensor | None, _dlse: None) -> tuple[Any, ...]:
         """Return the gradients of the inputs, and None for the rest."""
-        saved = ctx.saved_tensors
-        dout = torch.zeros_like(saved[3]) if dout is None else dout
-        if is_batchedtensor(dout) or is_legacy_batchedtensor(dout):
-            raise transformed()
-        with AtLayer(ctx.layer):
-            if ctx.prepared is None:
-                gradients = _backward_of(dout, saved, ctx.request, ctx.over)
-            else:
-                gradients = run_backward(ctx.prepared, dout, saved, exchanged=ctx.exchanged)
+        since = 0 if ctx.over is None else ctx.over.calls.last.number
+        try:
+            saved = ctx.saved_tensors
+            dout = torch.zeros_like(saved[3]) if dout is None else dout
+            if is_batchedtensor(dout) or is_legacy_batchedtensor(dout):
+                raise transformed()
+            with AtLayer(ctx.layer):
+                if ctx.prepared is None:
+                    gradients = _backward_of(dout, saved, ctx.request, ctx.over)
+                else:
+                    gradients = run_backward(ctx.prepared, dout, saved, exchanged=ctx.exchanged)
+        except Exception as error:
+            refuse(error, ctx.over, since)
+            raise
         return *gradients, *(None,) * 6
 
 

@@ -170,7 +170,7 @@ def prepare(request: Request, over: Channel | None, inputs: Inputs, *, trains: b
     if prepared is not None:
         known.move_to_end(key)
         return prepared
-    with over.calls.preparing() if over is not None and request.verify else contextlib.nullcontext():
+    with over.calls.preparing() if over is not None and over.verified else contextlib.nullcontext():
         prepared = _build_and_agree(request, over, inputs, trains=trains)
         with over.collective() if over is not None else contextlib.nullcontext():
             _open_transport(prepared, q.device)
@@ -198,23 +198,23 @@ _Splits = tuple[HeadSplit, TokenSplit]
 
 def _build_and_agree(request: Request, over: Channel | None, inputs: Inputs, *, trains: bool) -> Prepared:
     """Build, and let every rank know of an error on any: nobody is left waiting."""
-    compare = over is not None and request.verify
     try:
         prepared, splits = _build_with_degree(request, over, inputs)
         part = _digest(prepared, inputs, over)
     except Exception as error:
-        if compare and over is not None:
+        if over is not None and over.verified:
             tell(error, over)
         raise
-    if compare and over is not None:
+    if over is not None and over.verified:
         # Attentions of one group must start from one thread: calls from two would have no common order.
         own = {"thread": over.calls.thread, "device": over.place(inputs.q.device)}
         facts = facts_of(prepared, inputs) | own
         parts = over.agree(facts | {"requires_grad": f"{trains}, for any of the inputs"}, part)
         if part and {*parts} == {part}:
             _warn("q, k and v are the same on all ranks of a group: each takes its own part, as of shard_sequence")
-        running = tuple([over.running(kind, inputs.q.device) for kind in kinds_of(facts, prepared)])
-        prepared = replace(prepared, whole=over, running=running)
+        if request.verify:
+            running = tuple([over.running(kind, inputs.q.device) for kind in kinds_of(facts, prepared)])
+            prepared = replace(prepared, whole=over, running=running)
     if splits is None or over is None:
         return prepared
     with over.collective():
@@ -258,7 +258,7 @@ def refuse_extras(inputs: Inputs, request: Request, over: Channel | None) -> Non
     error = None if sinks is None else sinks_error(sinks, q)
     error = error or (None if slopes is None else slopes_error(slopes, q))
     if error is not None:
-        refuse(error, over, verify=request.verify)
+        refuse(error, over)
         raise error
 
 

@@ -7,7 +7,6 @@ from collections.abc import Iterator, Sequence
 from zlib import crc32
 
 import torch
-import torch.distributed as dist
 from torch._compile import _disable_dynamo
 
 from dfa_megatron.errors import UnsupportedError
@@ -19,8 +18,9 @@ from dfa_megatron.plan.language.layout import Layout
 from dfa_megatron.plan.language.mask import Mask
 from dfa_megatron.plan.schedules.load_balanced import layout_of
 from dfa_megatron.rows import join
+from dfa_megatron.runtime.comm.channel import Channel
 from dfa_megatron.runtime.comm.compared import compared, telling
-from dfa_megatron.runtime.comm.groups import Group, resolve
+from dfa_megatron.runtime.comm.groups import Group
 from dfa_megatron.runtime.cu_seqlens import CuSeqlens, offsets_of, rows_of
 from dfa_megatron.runtime.problem import Inputs, refuse_strangers, refuse_tensors
 from dfa_megatron.runtime.request import Request
@@ -91,27 +91,24 @@ def max_logits(
     facts = {"q": f"{q.shape[0]}, {tuple(q.shape[2:])}", "kv_heads": str(k.shape[2]), "dtype": str(q.dtype)}
     facts |= {"scale": str(request.softmax_scale), "softcap": str(request.softcap)}
     about = f"mask {seen.name} #{crc32(repr(seen.tiles).encode()):08x}", f"layout {request.layout}"
-    exchange, members = compared("the largest logits", over, facts, q.device, *about), resolve(group)
+    exchange = compared("the largest logits", over, facts, q.device, *about)
     with without_autocast(), exchange.running(0, q.device):
-        peaks = _peaks(q, k, seen, whole, rank, members)
+        peaks = _peaks(q, k, seen, whole, over)
     # Both grow with the product: the largest product has the largest logit.
     logits = peaks * request.softmax_scale
     return (softcap * torch.tanh(logits / softcap) if softcap else logits).float()
 
 
-def _peaks(
-    q: torch.Tensor, k: torch.Tensor, seen: Mask, whole: Layout, rank: int, members: dist.ProcessGroup | None
-) -> torch.Tensor:
+def _peaks(q: torch.Tensor, k: torch.Tensor, seen: Mask, whole: Layout, over: Channel | None) -> torch.Tensor:
     """Return the largest product of each head over all ranks, which send their keys in turn."""
     peaks = q.new_full((q.shape[2],), -math.inf, dtype=accumulator_dtype(q.dtype))
+    rank = 0 if over is None else over.rank
     for owner in range(whole.ranks):
         keys = k if owner == rank else k.new_empty(k.shape[0], whole.tokens(owner, "kv"), *k.shape[2:])
-        if whole.ranks > 1 and keys.numel():
-            dist.broadcast(keys.contiguous(), group=members, group_src=owner)
+        if over is not None and keys.numel():
+            over.finish(over.collectives(q.device).broadcast(keys.contiguous(), owner), q.device)
         _raise(peaks, q, keys, _tiles(seen, whole, rank, owner, q.shape[0] * q.shape[2]))
-    if whole.ranks > 1:
-        dist.all_reduce(peaks, dist.ReduceOp.MAX, group=members)
-    return peaks
+    return peaks if over is None else torch.stack(over.gather(peaks)).amax(0)
 
 
 def _tiles(seen: Mask, whole: Layout, rank: int, owner: int, heads: int) -> Iterator[tuple[Tile, int, int]]:

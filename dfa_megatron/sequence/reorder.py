@@ -8,22 +8,22 @@ from itertools import accumulate
 from operator import index
 
 import torch
-import torch.distributed as dist
 from torch._compile import _disable_dynamo
 
 from dfa_megatron.plan.language.geometry import Span
 from dfa_megatron.plan.language.layout import Layout, cut_at
 from dfa_megatron.rows import row_by_row
 from dfa_megatron.runtime.comm.channel import Channel
-from dfa_megatron.runtime.comm.compared import compared, facts_of_tokens, telling
+from dfa_megatron.runtime.comm.compared import compared, facts_of_tokens, telling, together
 from dfa_megatron.runtime.comm.groups import Group, resolve
 from dfa_megatron.runtime.cu_seqlens import CuSeqlens, Offsets, check_offsets, describe, offsets_of
 from dfa_megatron.runtime.execute.moves import Moves, move_rows, moves_between
 from dfa_megatron.sharding import layout_of_tokens
 
 
-@row_by_row
 @_disable_dynamo
+@together
+@row_by_row
 def roll_sequence(
     x: torch.Tensor,
     shift: int,
@@ -127,7 +127,7 @@ def kept_layout(kept: torch.Tensor, *, group: Group = None, layout: str | Layout
     if over is not None:
         facts = facts_of_tokens(kept, 0)
         with compared("the number of kept tokens", over, facts, kept.device, str(whole)).running(0, kept.device):
-            dist.all_reduce(found, group=resolve(group))
+            found = torch.stack(over.gather(found)).sum(0)
     counts = found.tolist()
     order = sorted(range(len(counts)), key=lambda chunk: whole.chunks[chunk].lo)
     ends = dict(zip(order, accumulate(counts[chunk] for chunk in order), strict=True))

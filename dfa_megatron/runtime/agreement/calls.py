@@ -106,7 +106,7 @@ class Calls:
         self.lost: DistAttentionError | None = None
         self.where: Callable[[], tuple[int, tuple[int, ...]]] | None = None
         self.when_lost: Callable[[], object] = nothing
-        self._log, self._texts = [self.last] * KEPT, dict[int, str]()
+        self._log, self._texts, self._refused = [self.last] * KEPT, dict[int, str](), (0, "")
         self._done: dict[torch.device, torch.cuda.Event] = {}
         self._thread: threading.Thread | None = None
         self._caller: threading.Thread | None = None
@@ -181,6 +181,15 @@ class Calls:
         finally:
             self.doing = ""
 
+    def refuse(self, why: str) -> None:
+        """Show other ranks why this one refuses in the call that runs, if their calls differ."""
+        self._refused = self.last.number, f"refuses: {why}"
+
+    @property
+    def refused(self) -> bool:
+        """Whether the last call was to tell the others of an error."""
+        return self.last.number == self._refused[0]
+
     def on_device(self, device: torch.device) -> None:
         """Let `pending` follow a GPU too, which works on after the host has issued a call."""
         if device.type == "cuda" and device not in self._done:
@@ -228,7 +237,9 @@ class Calls:
     def shown(self) -> str:
         """Return (number, text, digest) of the last calls, as JSON."""
         found = (self.at(number) for number in range(max(1, self.last.number - _SHOWN + 1), self.last.number + 1))
-        return json.dumps([(call.number, self._texts[call.digest], call.digest) for call in found if call is not None])
+        at, why = self._refused
+        texts = [(x.number, why if x.number == at else self._texts[x.digest], x.digest) for x in found if x is not None]
+        return json.dumps(texts)
 
     def token(self, captured: bool) -> int:
         """Return a token (32 bits, not 0) of the running call, equal on all ranks; 1 outside of calls.

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
+from torch.utils.checkpoint import _StopRecomputationError
 
 from dfa_megatron.errors import AbsentError, DistAttentionError, LostGroupError, UnsupportedError
 from dfa_megatron.runtime.agreement.calls import BACKWARD_ENDS, Calls, Facts, Kind, current_layer, different
@@ -82,12 +83,19 @@ class Channel:
         self.prepared: OrderedDict[tuple[object, ...], Prepared] = OrderedDict()
         store.interrupted = self.calls.check
         mine = {"host": host(), **process(), **links()._asdict(), "one queue": str(has_one_queue())}
-        everyone = self.exchange(mine, "make contact for the first time")
+        everyone = self.exchange(mine | {"verify": "on" if verify else "off"}, "make contact for the first time")
+        if len({facts["verify"] for facts in everyone}) > 1:
+            raise different([{"request.verify": facts["verify"]} for facts in everyone])
         self.hosts, self.links = len({facts["host"] for facts in everyone}), slowest(everyone)
         self.one_queue = any(facts["one queue"] == "True" for facts in everyone)
         self._processes = [(facts["space"], int(facts["pid"])) for facts in everyone]
         if verify and whole is None:
             self.watch()
+
+    @property
+    def verified(self) -> bool:
+        """Whether the ranks watch over each other, and compare what is new."""
+        return self._watched is not None
 
     def exchange(self, facts: Facts, subject: str = _SUBJECT) -> list[Facts]:
         """Return every rank's facts, by rank; collective. subject: an infinitive for errors.
@@ -197,11 +205,15 @@ class Channel:
         """
         with contextlib.nullcontext() if kind is None else self.running(kind, x.device):
             found, work = self.collectives(x.device).gather(x.contiguous())
-            if x.is_cuda:
-                work.wait()  # the current stream waits, not the host
-            else:
-                self.wait(work.wait)
+            self.finish(work, x.device)
         return found
+
+    def finish(self, work: dist.Work, device: torch.device) -> None:
+        """Wait for messages between tensors on a device, unless another rank fails."""
+        if device.type == "cuda":
+            work.wait()  # the current stream waits, not the host
+        else:
+            self.wait(work.wait)
 
     def place(self, device: torch.device) -> str:
         """Return what ranks compare of a device: its type, and its number if this process has used others of it."""
@@ -300,15 +312,24 @@ class _Counted:
             self._channel.calls.fail(error)
 
 
-def refuse(error: DistAttentionError, over: Channel | None, *, verify: bool) -> None:
-    """Tell the other ranks that this one refuses; they hear it when they compare their requests."""
-    if verify and over is not None:
+def refuse(error: Exception, over: Channel | None, since: int = -1) -> None:
+    """Tell the other ranks that this one refuses; they hear it when they compare their requests, or their calls.
+
+    since: the number of calls before what failed. Of an error in a later one the others have heard, unless it came
+    between calls: then it loses the group, as one in a kernel does.
+    """
+    if over is None or not over.verified or over.calls.lost is not None or isinstance(error, _StopRecomputationError):
+        return
+    if since in (-1, over.calls.last.number):
         with over.calls.preparing():
             tell(error, over)
+    elif not isinstance(error, DistAttentionError) and not over.calls.refused:
+        over.calls.lose(error, told=True)
 
 
 def tell(error: Exception, over: Channel) -> None:
     """Compare an error in place of facts: all ranks then end with it. Within `preparing`."""
     text = str(error) if isinstance(error, DistAttentionError) else f"{type(error).__name__}: {error}"
+    over.calls.refuse(text)
     with contextlib.suppress(DistAttentionError):  # this rank's own reason is the clearer one
         over.agree({"error": text})

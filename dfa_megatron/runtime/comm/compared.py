@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import lru_cache
+from typing import Any, TypeVar
 
 import torch
 
-from dfa_megatron.errors import DistAttentionError
 from dfa_megatron.runtime.agreement.calls import AtLayer, Facts, Kind, current_layer
 from dfa_megatron.runtime.comm.channel import Channel, refuse
 from dfa_megatron.runtime.comm.groups import Group, channel_of
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 _KEPT = 64
 """Kinds that a group keeps; all ranks drop the same one, because all agree on a new one."""
@@ -53,21 +55,18 @@ def facts_of_tokens(x: torch.Tensor, dim: int) -> Facts:
     }
 
 
-def compared(
-    what: str, over: Channel | None, facts: Facts, device: torch.device, *varying: str, verify: bool | None = None
-) -> Compared:
+def compared(what: str, over: Channel | None, facts: Facts, device: torch.device, *varying: str) -> Compared:
     """Return the exchange of that description; ranks compare its facts when they are new. Collective.
 
     Args:
         facts: by name; those of a layer that stay the same from batch to batch.
         varying: what changes with a batch, such as documents: compared at each call by its digest, so that a new pack
             costs no round of its own.
-        verify: as for `telling`.
 
     Raises:
         DisagreementError: the ranks ask for different exchanges; the message is a table.
     """
-    if over is None or not _verified(over, verify):
+    if over is None or not over.verified:
         return Compared(over)
     facts = {"exchange": what, **facts, "device": over.place(device)}
     key, known = tuple(facts.items()), over.agreed
@@ -91,12 +90,24 @@ def telling(group: Group, *, verify: bool | None = None) -> Iterator[Channel | N
     verify: whether calls are compared; None is as the group's first call asked, or a later one.
     """
     over = channel_of(group, verify=verify)
+    since = 0 if over is None else over.calls.last.number
     try:
         yield over
-    except DistAttentionError as error:
-        if over is not None:
-            refuse(error, over, verify=_verified(over, verify))
+    except Exception as error:
+        refuse(error, over, since)
         raise
+
+
+def together(function: F) -> F:
+    """Have a function that all ranks call tell the others of an error of this one, which would wait."""
+
+    @functools.wraps(function)
+    def tells(*args: Any, **options: Any) -> Any:
+        verify = getattr(options.get("config"), "verify", None)
+        with telling(options.get("group"), verify=verify and verify == "on"):
+            return function(*args, **options)
+
+    return tells  # type: ignore[return-value]
 
 
 @contextmanager
@@ -121,10 +132,6 @@ def exposed(group: Group) -> Iterator[None]:
         over.calls.exposed = False
 
 
-def _verified(over: Channel, verify: bool | None) -> bool:
-    return over._watched is not None if verify is None else verify
-
-
-@lru_cache(maxsize=256)
+@functools.lru_cache(maxsize=256)
 def _phases(text: str) -> tuple[Kind, Kind]:
     return Kind.of(f"forward of {text}"), Kind.of(f"backward of {text}")

@@ -84,8 +84,14 @@ class Communicator:
         found = list(x.new_empty((self._group.size(), *x.shape)).unbind())
         return found, self._group.allgather([found], [x])
 
-    def all_to_all(self, received: torch.Tensor, send: torch.Tensor, counts: list[int]) -> dist.Work:
-        """Send the rows of `send` to the ranks in their order, counts[i] to rank i, and receive as many from each.
+    def broadcast(self, x: torch.Tensor, rank: int) -> dist.Work:
+        """Write that rank's tensor into every rank's."""
+        return self._group.broadcast(x, rank)
+
+    def all_to_all(
+        self, received: torch.Tensor, send: torch.Tensor, counts: list[int], sent: list[int] | None = None
+    ) -> dist.Work:
+        """Receive rows from the ranks in their order, counts[i] from rank i, and send it sent[i], or as many.
 
         Raises:
             AbsentError: NCCL reports a broken connection.
@@ -94,7 +100,9 @@ class Communicator:
             received, send = received.view(torch.uint8), send.view(torch.uint8)
         try:
             # Past PyTorch's dispatcher: the host's time until a message leaves is on a short call's critical path.
-            work: dist.Work = self._backend.alltoall_base(received, send, counts, counts, dist.AllToAllOptions())
+            work: dist.Work = self._backend.alltoall_base(
+                received, send, counts, sent or counts, dist.AllToAllOptions()
+            )
         except dist.DistBackendError as error:
             raise self._broken(error) from error
         return work

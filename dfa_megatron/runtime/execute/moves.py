@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from dfa_megatron.kernels.leaf import differentiable_once
 from dfa_megatron.plan.language.geometry import Span
+from dfa_megatron.runtime.comm.channel import Channel
 from dfa_megatron.runtime.comm.compared import Compared
 
 _NOTHING = Compared()
@@ -45,15 +46,19 @@ class Moves:
         """Return the bytes of the rows of x that are sent."""
         return len(self.sent) * math.prod(x.shape[1:]) * x.itemsize
 
-    def run(self, x: torch.Tensor, group: dist.ProcessGroup | None, fill: float = 0) -> torch.Tensor:
-        """Return the rows of the result, `fill` in those that nobody sends; no autograd. x: (rows, ...)."""
+    def run(
+        self, x: torch.Tensor, group: dist.ProcessGroup | None, fill: float = 0, over: Channel | None = None
+    ) -> torch.Tensor:
+        """Return rows by the group's connections, or those of `over`, `fill` where nobody sends. x: (rows, ...)."""
         outgoing = x.index_select(0, self.sent)
         incoming = outgoing
         if group is not None and group.size() > 1:
             incoming = outgoing.new_empty(len(self.received), *x.shape[1:])
-            dist.all_to_all_single(
-                _bytes(incoming), _bytes(outgoing), self.receive_counts, self.send_counts, group=group
-            )
+            given = _bytes(incoming), _bytes(outgoing), self.receive_counts, self.send_counts
+            if over is None:
+                dist.all_to_all_single(*given, group=group)
+            else:
+                over.finish(over.collectives(x.device).all_to_all(*given), x.device)
         if self.adds:
             total = x.new_zeros(self.rows[1], *x.shape[1:], dtype=torch.promote_types(x.dtype, torch.float32))
             parts = zip(self.received.split(self.receive_counts), incoming.split(self.receive_counts), strict=True)
@@ -140,14 +145,14 @@ class _MovedRows(torch.autograd.Function):
         if known is not None:
             return known.detach()
         with exchange.running(0, x.device, moves.nbytes(x)):
-            return moves.run(x, group, fill)
+            return moves.run(x, group, fill, exchange.over)
 
     @staticmethod
     @differentiable_once("rows that move between ranks")
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         back = ctx.moves.back()
         with ctx.exchange.running(1, gradient.device, back.nbytes(gradient)):
-            return back.run(gradient, ctx.group), None, None, None, None, None
+            return back.run(gradient, ctx.group, over=ctx.exchange.over), None, None, None, None, None
 
 
 def _bytes(x: torch.Tensor) -> torch.Tensor:

@@ -186,10 +186,7 @@ class HeadExchange:
         """Wait for the messages; until then both buffers live."""
         work, self._work = self._work, None
         assert work is not None, "posted before"
-        if received.is_cuda:
-            work.wait()  # the current stream waits, not the host
-        else:
-            self.channel.wait(work.wait)
+        self.channel.finish(work, received.device)
 
 
 def _wide(*statistics: torch.Tensor) -> torch.Tensor:
