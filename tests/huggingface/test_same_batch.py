@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import logging
+import time
 from contextlib import nullcontext
+from datetime import timedelta
+from io import StringIO
 from typing import Any
 
 import pytest
@@ -12,10 +16,11 @@ import torch.distributed as dist
 from dfa_megatron import huggingface as dfa_hf
 from dfa_megatron.config import TrainingConfig
 from dfa_megatron.errors import UnsupportedError
+from tests.support.arguments import told
 from tests.support.models import VOCABULARY, build, text
 from tests.support.workers import run_ranks
 
-LENGTH = 12
+LENGTH, TIMEOUT = 12, 5.0
 
 
 class Rows(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
@@ -103,6 +108,33 @@ def sampled(rank: int, world_size: int, size: int) -> None:
         wrong = pytest.raises(UnsupportedError, match="batches that differ between the ranks")
         with nullcontext() if ranks else wrong:
             model(**dfa_hf.shard_batch(batch, group=group)).loss.backward()
+
+
+def absent_ranks(rank: int, world_size: int, absent: list[int], steps: int) -> tuple[str, float, str]:
+    """Some ranks evaluate alone, after so many steps of all."""
+    group = dist.new_group([*range(world_size)], timeout=timedelta(seconds=TIMEOUT))
+    model = dfa_hf.distribute_attention(build("Llama"), group=group)
+    part, said = dfa_hf.shard_batch(text(2, LENGTH, seed=0), group=group), StringIO()
+    for _ in range(steps):
+        model(**part).loss.backward()
+    logging.getLogger("dfa_megatron").addHandler(logging.StreamHandler(said))
+    began = time.monotonic()
+    if rank in absent:
+        time.sleep(2 * TIMEOUT)
+        return "", 0.0, ""
+    return told(lambda: model(**part)), time.monotonic() - began, said.getvalue()
+
+
+@pytest.mark.parametrize(("ranks", "absent", "steps"), [(2, [1], 2), (3, [0, 2], 1), (3, [1], 0)])
+def test_ranks_that_evaluate_alone_are_told_who_does_not_come(ranks: int, absent: list[int], steps: int) -> None:
+    for rank, (error, seconds, said) in enumerate(run_ranks(ranks, absent_ranks, absent, steps, timeout=120)):
+        if rank not in absent:
+            assert error.startswith("AbsentError: "), error
+            assert all(f"rank {one}" in error or f"ranks {absent[0]}, {absent[-1]}" in error for one in absent), error
+            assert seconds < 2 * TIMEOUT
+            if steps:
+                assert "compares its batch with those of the other ranks" in error, error
+                assert "of the group lives, after " in said, "the warning after a quarter"
 
 
 def test_ranks_that_hold_parts_of_other_batches_are_refused() -> None:

@@ -9,17 +9,20 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from dfa_megatron.errors import DisagreementError, UnsupportedError
 from dfa_megatron.plan.language.layout import Layout, contiguous
-from dfa_megatron.runtime.comm.groups import resolve
+from dfa_megatron.runtime.agreement.calls import Kind
+from dfa_megatron.runtime.agreement.store import listed
+from dfa_megatron.runtime.comm.groups import channel_of
 
 KEY = "dfa_batch_number"
 """The key of a part of a batch, and of a call."""
 
 REFUSED = 3
 """The `kind` of a call that its rank refuses: `check_same` tells those that wait in theirs."""
+
+_COMPARES = Kind.of("compares its batch with those of the other ranks")
 
 _ODD = (-7046029254386353131, 0x2545F4914F6CDD1D)
 """Factors that spread numbers over 64 bits."""
@@ -87,21 +90,22 @@ def check_same(number: torch.Tensor | None, group: str, device: torch.device, ki
 
     Raises:
         UnsupportedError: they had other batches; all raise it.
-        DisagreementError: another rank refuses its call.
+        DisagreementError: another rank refuses its call; AbsentError: one does not come.
     """
-    facts = torch.zeros(3, dtype=torch.int64, device=device)
+    facts = torch.zeros(2, dtype=torch.int64, device=device)
     facts[0] = kind
     if number is not None:
-        kept = number[0].to(device) >> 2  # room for the sign
-        facts[1], facts[2] = kept, -kept
-    if group:
-        dist.all_reduce(facts, op=dist.ReduceOp.MAX, group=resolve(group))
-    worst, most, least = facts.tolist()
+        facts[1] = number[0].to(device)
+    over, mine = channel_of(group, verify=True) if group else None, facts.cpu()  # where a wait can be given up
+    rows = [mine] if over is None else over.gather(mine, _COMPARES)
+    kinds, numbers = torch.stack(rows).T.tolist()
+    worst = max(kinds)
     if worst == REFUSED:
         if kind == REFUSED:
             return REFUSED
-        raise DisagreementError("another rank of the group refuses its part of this batch; its error says why")
-    if most + least:
+        who = listed([rank for rank, theirs in enumerate(kinds) if theirs == REFUSED])
+        raise DisagreementError(f"rank {who} of the group refuses its part of this batch; the error there says why")
+    if len({*numbers}) > 1:
         raise UnsupportedError(
             "batches that differ between the ranks of a sequence",
             "each rank takes its part of one batch, and finds another than the others'",
