@@ -8,15 +8,13 @@ import torch
 
 from dfa_megatron.attention import dist_flash_attn_func, dist_flash_attn_varlen_func
 from dfa_megatron.errors import UnsupportedError
-from dfa_megatron.huggingface.checks.check_pair import SIDE, two_ways
 from dfa_megatron.huggingface.checks.padding import CAUSAL
-from dfa_megatron.huggingface.current_forward import CONTEXT, NAME, REACHED, LayerContext, TwoSequences, forward_of
+from dfa_megatron.huggingface.current_forward import CONTEXT, NAME, REACHED, LayerContext, forward_of
 from dfa_megatron.huggingface.positions.document_starts import Documents
 from dfa_megatron.huggingface.positions.embedded_positions import tempered
 from dfa_megatron.huggingface.positions.seen import Images, Seen, in_chunks, mask_of
-from dfa_megatron.huggingface.windows import BothWays, OtherMask, WindowMask, chunk_of, type_of, window_of
+from dfa_megatron.huggingface.windows import OtherMask, WindowMask, chunk_of, type_of, window_of
 from dfa_megatron.plan.language.layout import Layout
-from dfa_megatron.plan.language.mask import cross_documents, documents
 from dfa_megatron.runtime.agreement.calls import at_layer
 
 
@@ -73,7 +71,7 @@ def attention(
     whole = forward.layout.length if isinstance(forward.layout, Layout) else query.shape[2] * context.size
     _check_layer(module, dropout, causal=is_causal is not False, images=forward.images is not None)
     _check_scores(module, {"attn_logit_softcapping": softcap, "sinks": s_aux}, others)
-    mask = _checked_mask(module, attention_mask, query.shape[2], key.shape[2])
+    mask = _checked_mask(attention_mask, query.shape[2], key.shape[2])
     chunk = chunk_of(module, mask)
     longest = max(whole, seen.longest) if isinstance(seen, Seen) else whole
     window = window_of(module, None if chunk else mask, sliding_window, longest)
@@ -89,36 +87,10 @@ def attention(
     qkv = tuple(x.transpose(1, 2) for x in _autocast(query, key, value))
     # Without autocast: kernels choose their precision themselves.
     with torch.autocast(query.device.type, enabled=False), at_layer(int(getattr(module, "layer_idx", None) or 0) + 1):
-        if hasattr(module, SIDE):
-            return _of_pair(qkv, getattr(module, SIDE), forward.pair, call), None
         images = (forward.images or {}).get(type_of(module) or "")
         if seen is None and (chunk or images):
             seen = ((0, whole),) * len(query)
         return _of_rows(qkv, seen, images, (window, chunk), call), None
-
-
-def _of_pair(qkv: tuple[torch.Tensor, ...], side: str, pair: TwoSequences | None, call: dict[str, Any]) -> Any:
-    """Compute attention in an encoder-decoder model; nothing sees the padding of the encoder, but for itself.
-
-    Raises:
-        UnsupportedError: the encoder or the decoder was called alone, and what it has may be whole sequences or parts.
-    """
-    if pair is None:
-        raise UnsupportedError(
-            f"a layer of the {side} of an encoder-decoder model that is called alone",
-            "the model's own call tells the tokens of both sequences",
-            "a call of the whole model; whole sequences within local_attention(model)",
-        )
-    layout = pair.layouts[side]
-    call = call | {"layout": layout}
-    if side == "decoder" or pair.real is None:
-        return dist_flash_attn_func(*qkv, causal=side == "decoder", **call)
-    parts = [(real, pair.layouts["encoder"].length - real) for real in pair.real]
-    if side == "cross":
-        rows = [cross_documents([layout.queries or 0, 0], both) for both in parts]
-    else:
-        rows = [documents([part for part in both if part], causal=False) for both in parts]
-    return dist_flash_attn_func(*qkv, mask=rows, **call)
 
 
 def _of_rows(
@@ -147,13 +119,12 @@ _HIDES_NOTHING = "_dfa_hides_nothing"  # the attribute of a mask that need not b
 
 
 def _check_layer(module: torch.nn.Module, dropout: float, *, causal: bool, images: bool) -> None:
-    """Refuse a layer with dropout, or one that is not causal but for images and encoders."""
+    """Refuse a layer with dropout, or one that is not causal but for images."""
     if dropout:
         raise UnsupportedError(
             f"attention dropout {dropout}", "the block kernels have no dropout", "config.attention_dropout=0.0"
         )
-    causal = causal and (images or getattr(module, "is_causal", True))
-    if not causal and not two_ways(module):
+    if not (causal and (images or getattr(module, "is_causal", True))):
         raise UnsupportedError("attention that is not causal", "models are distributed with a causal mask", CAUSAL)
 
 
@@ -181,10 +152,8 @@ def _check_scores(module: torch.nn.Module, handed: dict[str, Any], others: dict[
 _UNKNOWN = {"position_bias": "the block kernels take no bias", "head_mask": "the block kernels mask no heads"}
 
 
-def _checked_mask(module: torch.nn.Module, mask: Any, queries: int, keys: int) -> WindowMask | None:
+def _checked_mask(mask: Any, queries: int, keys: int) -> WindowMask | None:
     """Return a layer's window, None without; refuse masks that the plan does not hold, and a key cache."""
-    if two_ways(module) and (mask is None or isinstance(mask, BothWays)):
-        return None
     if queries != keys:
         raise UnsupportedError(
             f"attention of {queries} tokens over {keys}",
@@ -233,7 +202,7 @@ def mask(
     Raises:
         UnsupportedError: it hides a token.
     """
-    from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
+    from transformers.masking_utils import causal_mask_function
 
     if attention_mask is not None and not hasattr(attention_mask, _HIDES_NOTHING) and not bool(attention_mask.all()):
         raise UnsupportedError(
@@ -242,5 +211,5 @@ def mask(
             "padding on the right, which is checked and removed before the layers see it",
         )
     if not allow_is_causal_skip and mask_function is not causal_mask_function:
-        return BothWays() if mask_function is bidirectional_mask_function else OtherMask()
+        return OtherMask()
     return None if local_size is None else WindowMask(local_size)

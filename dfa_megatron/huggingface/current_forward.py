@@ -64,27 +64,12 @@ class WholeBatch(NamedTuple):
     """What a model that cuts its batches itself needs to put outputs together again.
 
     labelled: whether a label of it counts, on its device; None without labels.
-    divisor: by which an encoder-decoder model divides its loss for a Trainer; None for none.
     padding: tokens on the left of each row that were moved behind it; None if none were looked for.
     """
 
     rows: int
     labelled: torch.Tensor | None
-    divisor: torch.Tensor | None = None
     padding: torch.Tensor | None = None
-
-
-class TwoSequences(NamedTuple):
-    """The two sequences of a call of an encoder-decoder model.
-
-    layouts: of the tokens that attention in the "encoder", in the "decoder" and "cross" between them is over.
-    real: tokens in front of each row's padding in the encoder; None without padding.
-    labels: (batch, local_seq) of the decoder's tokens; None without.
-    """
-
-    layouts: dict[str, Layout]
-    real: tuple[int, ...] | None
-    labels: torch.Tensor | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,8 +85,7 @@ class Forward:
     mask: (batch, local_seq), 0 for padding; None without.
     whole: the batch that the model cut itself.
     tile: tokens of a tile of the loss; None where logits are made.
-    layout: the tokens of a row that every rank holds, in a decoder; the name for equal parts.
-    pair: the sequences of an encoder-decoder model, which has no documents and positions here.
+    layout: the tokens of a row that every rank holds; the name for equal parts.
     """
 
     context: LayerContext
@@ -115,7 +99,6 @@ class Forward:
     whole: WholeBatch | None = None
     tile: int | None = None
     layout: Layout | str = "contiguous"
-    pair: TwoSequences | None = None
 
     @property
     def documents(self) -> Documents | None:

@@ -16,11 +16,9 @@ from dfa_megatron.huggingface import attention_function as attention
 from dfa_megatron.huggingface import model_inputs as inputs
 from dfa_megatron.huggingface.checkpointing import check_layers, check_options, set_checkpointing
 from dfa_megatron.huggingface.checks.check_model import check_model, foreign_code
-from dfa_megatron.huggingface.checks.check_pair import is_pair
 from dfa_megatron.huggingface.checks.exact_types import EXACT
 from dfa_megatron.huggingface.checks.wrappers import check_wrappers
 from dfa_megatron.huggingface.current_forward import CONTEXT, NAME, LayerContext, end
-from dfa_megatron.huggingface.encoder_decoder import pair
 from dfa_megatron.huggingface.implementation import (
     attention_of,
     copy_configs,
@@ -52,9 +50,6 @@ def distribute_attention(
 
     A multimodal model (images, sound) takes whole sequences and gives the logits of this rank's tokens: its
     language model alone is distributed. `shard_batch` makes the batches of both.
-
-    An encoder-decoder model takes whole batches, the same on every rank and of any lengths. Its logits are those of
-    this rank's labels, its loss is scaled as by `causal_lm_loss`.
 
     Attention is distributed in training and evaluation alike. For generation, and whole sequences on one rank, see
     `local_attention`. The call may be repeated, with another group or other options.
@@ -108,8 +103,7 @@ def distribute_attention(
     decoder = inner.get_decoder()
     if known is None:
         _hook(inner, decoder)
-    others = pair.firsts_of(inner) if is_pair(inner) else embedded.modules_of(decoder)
-    for module in {inner, decoder, *others}:
+    for module in {inner, decoder, *embedded.modules_of(decoder)}:
         setattr(module, CONTEXT, context)
     adopt(inner, context, NAME)
     set_tile(inner, options)
@@ -120,7 +114,7 @@ def distribute_attention(
 def _check_loaded(model: Any) -> None:
     """Refuse a model to which accelerate's loaders do not give what it needs."""
     why = ""
-    if is_multimodal(model) or is_pair(model):
+    if is_multimodal(model):
         why = "whole sequences are embedded, and accelerate's loader cuts tokens"
     elif embedded.padding_of(model.get_decoder()) is not None:
         why = "positions begin behind that of padding, and evaluation, which is local there, has those of the batches"
@@ -131,13 +125,10 @@ def _check_loaded(model: Any) -> None:
 
 def _hook(inner: Any, decoder: Any) -> None:
     """Register the hooks of a model and its decoder, which need a `LayerContext` when they run."""
-    if is_pair(inner):
-        pair.hook(inner)
-    else:
-        decoder.register_forward_pre_hook(inputs.prepare, with_kwargs=True)
-        decoder.register_forward_hook(end, always_call=True)
-        embedded.hook(decoder)
-        follow_router(type(inner).forward)
+    decoder.register_forward_pre_hook(inputs.prepare, with_kwargs=True)
+    decoder.register_forward_hook(end, always_call=True)
+    embedded.hook(decoder)
+    follow_router(type(inner).forward)
     if inner is not decoder:
         inner.register_forward_pre_hook(inputs.begin, with_kwargs=True)
         inner.register_forward_hook(end, always_call=True)

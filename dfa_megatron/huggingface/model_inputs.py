@@ -19,7 +19,6 @@ from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.huggingface.attention_function import nothing_hidden
 from dfa_megatron.huggingface.checkpointing import keep_forward
 from dfa_megatron.huggingface.checks import call_checks as checks
-from dfa_megatron.huggingface.checks.check_pair import is_pair
 from dfa_megatron.huggingface.checks.padding import check_right
 from dfa_megatron.huggingface.checks.wrappers import check_adapters
 from dfa_megatron.huggingface.current_forward import (
@@ -34,7 +33,6 @@ from dfa_megatron.huggingface.current_forward import (
     enter,
     forward_of_context,
 )
-from dfa_megatron.huggingface.encoder_decoder import pair
 from dfa_megatron.huggingface.implementation import attention_of, is_distributed, set_attention
 from dfa_megatron.huggingface.mixers import adopt, knows_all
 from dfa_megatron.huggingface.multimodal import embed_first
@@ -70,7 +68,7 @@ def begin(model: Any, args: tuple[Any, ...], kwargs: Arguments, *, alone: bool =
     check_adapters(model)  # which may be added later than attention is distributed
     if context.accelerate and not context.local:
         set_attention(model, NAME if model.training else context.before)
-    if not (is_pair(model) or knows_all(model, context)):  # layers were copied or replaced
+    if not knows_all(model, context):  # layers were copied or replaced
         adopt(model, context, attention_of(model))
     if torch.is_grad_enabled():
         keep_forward(model, saving=context.options.checkpoint == "auto")
@@ -85,16 +83,13 @@ def begin(model: Any, args: tuple[Any, ...], kwargs: Arguments, *, alone: bool =
         checks.check_parallelism()
     checks.check_generation(given, context)
     try:
-        if is_pair(model):
-            kept, forward = pair.take_whole(model, given, context)
-        else:
-            kept, forward = _shared(model, given, alone=alone)
+        kept, forward = _shared(model, given, alone=alone)
     except UnsupportedError:  # on this rank alone before the ranks compare their batches, and on all from then on
         if context.options.verify != "off" and not (context.multimodal and alone):
             device = next(x.device for x in given.values() if isinstance(x, torch.Tensor))
             batch_number.check_same(None, context.group, device, batch_number.REFUSED)
         raise
-    context.varied = context.varied or forward.seen is not None or forward.pair is not None
+    context.varied = context.varied or forward.seen is not None
     enter(model, replace(forward, tile=tile, whole=given.get(WHOLE)))
     return (), kept
 

@@ -12,13 +12,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.huggingface.batch import shard_batch
-from dfa_megatron.huggingface.checks.check_pair import is_pair
 from dfa_megatron.huggingface.current_forward import CONTEXT, LayerContext
 from dfa_megatron.huggingface.distribute import local_attention, transformers_model
 from dfa_megatron.huggingface.trainers.shared_batches import takes_whole_batches
 from dfa_megatron.proving import Job, Proof, Text, examine
 from dfa_megatron.runtime.comm.groups import resolve
-from dfa_megatron.sharding import local_positions, shard_sequence
+from dfa_megatron.sharding import local_positions
 
 
 def prove(model: torch.nn.Module, *, tokens: int | None = None) -> Proof:
@@ -39,7 +38,7 @@ def prove(model: torch.nn.Module, *, tokens: int | None = None) -> Proof:
         ProofError: something differs; the first layer, rank and token are named.
         UnsupportedError: attention is not distributed, or the model is multimodal.
     """
-    return examine((PairJob if is_pair(transformers_model(model)) else ModelJob)(model), tokens)
+    return examine(ModelJob(model), tokens)
 
 
 class ModelJob(Job):
@@ -56,7 +55,7 @@ class ModelJob(Job):
                 "its attention is not distributed, so there is nothing to compare",
                 "distribute_attention before it",
             )
-        if context.multimodal or self.inner.main_input_name != "input_ids":
+        if context.multimodal:
             raise UnsupportedError(
                 f"prove of a {kind}, a model of images or sound",
                 "its texts have none",
@@ -124,32 +123,3 @@ class ModelJob(Job):
         config = self.inner.config.get_text_config()
         window = getattr(config, "sliding_window", None)
         return [window] if window and getattr(config, "use_sliding_window", True) else []
-
-
-class PairJob(ModelJob):
-    """An encoder-decoder model: documents are rows, each a shorter source and a target; the last has padding."""
-
-    def sides(self, text: Text) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return the tokens of sources and of targets by row, and those of padding."""
-        rows = text.rows(torch.arange(len(text.ids)))
-        source, target = rows.tensor_split([2 * rows.shape[1] // 5], 1)
-        return source, target, source[max(text.documents - 1, 1) :, (2 * source.shape[1] + 2) // 3 :]
-
-    def places(self, text: Text, *, alone: bool) -> torch.Tensor:
-        """Return this rank's tokens of the sources, and of the targets behind them."""
-        sides = self.sides(text)[:2]
-        mine = sides if alone else [shard_sequence(side, group=self.name or None) for side in sides]
-        return torch.cat([side.flatten() for side in mine])
-
-    def rows_of(self, name: str, text: Text, places: torch.Tensor) -> torch.Tensor:
-        """Return the places of the sources for a module of the encoder, but for padding, else of the targets."""
-        source, _, padding = self.sides(text)
-        encodes = self.inner.get_submodule(name) in {*self.inner.get_encoder().modules()}
-        at = (torch.isin(places, source) == encodes).nonzero().flatten()
-        return torch.where(torch.isin(places[at], padding), len(places), at)
-
-    def batch(self, text: Text, *, alone: bool) -> dict[str, Any]:
-        """Return the arguments of the call, which are the same on every rank."""
-        source, target, padding = (side.to(text.ids.device) for side in self.sides(text))
-        labels, mask = text.labels[target], (~torch.isin(source, padding)).long()
-        return {"input_ids": text.ids[source], "attention_mask": mask, "labels": labels, "use_cache": False}

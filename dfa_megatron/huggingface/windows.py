@@ -27,10 +27,6 @@ class OtherMask:
         return self
 
 
-class BothWays(OtherMask):
-    """Replace the mask of an encoder, or of attention at it: nothing but padding is hidden."""
-
-
 @dataclass(frozen=True, slots=True)
 class WindowMask(OtherMask):
     """Replace a causal mask with a sliding window or chunks.

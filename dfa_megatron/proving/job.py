@@ -85,10 +85,6 @@ class Job(ABC):
     def places(self, text: Text, *, alone: bool) -> torch.Tensor:
         """Return which tokens of the text this rank's rows of hidden states are, in their order."""
 
-    def rows_of(self, name: str, text: Text, places: torch.Tensor) -> torch.Tensor:
-        """Return to which of the places each row of a watched module belongs, int64; their number for none."""
-        return torch.arange(len(places))
-
     @abstractmethod
     def step(self, text: Text, *, alone: bool) -> torch.Tensor | None:
         """Run forward and backward as the job does, and return the mean loss of the text, or None of other stages."""

@@ -50,7 +50,7 @@ def record(
     found = Recording()
     places = job.places(text, alone=alone).cpu()
     share = 1.0 if alone else job.share
-    with _watching(job, found, (text, places), share, noise), routing(job.models, places, found.choices, choices):
+    with _watching(job, found, len(places), share, noise), routing(job.models, places, found.choices, choices):
         loss = job.step(text, alone=alone)
     found.loss = None if loss is None else float(loss.detach())
     found.weights = {name: sketch(gradient) for name, gradient in job.gradients()}
@@ -65,27 +65,19 @@ def record(
 
 
 @contextmanager
-def _watching(job: Job, found: Recording, held: tuple[Text, torch.Tensor], share: float, noise: bool) -> Iterator[None]:
-    def placed(name: str, rows: torch.Tensor) -> torch.Tensor:
-        """Return a sketch for each place that this rank holds, 0 for those of another sequence."""
-        whole = torch.zeros(len(held[1]) + 1, rows.shape[-1], dtype=rows.dtype)
-        whole[job.rows_of(name, *held)] = rows
-        return whole[:-1]
-
+def _watching(job: Job, found: Recording, rows: int, share: float, noise: bool) -> Iterator[None]:
     def hook(name: str, attention: bool) -> Callable[..., Any]:
-        rows = len(job.rows_of(name, *held))
-
         def after(module: torch.nn.Module, args: Any, output: Any) -> Any:
             out = output[0] if isinstance(output, tuple) else output
             if not isinstance(out, torch.Tensor) or out.dim() < 2 or out.shape[:-1].numel() != rows:
                 return None
             if noise and attention:
                 out = noisy(out, name)
-            found.hidden[name] = placed(name, sketch(out.flatten(0, -2)))
+            found.hidden[name] = sketch(out.flatten(0, -2))
             if out.requires_grad:
 
                 def take(gradient: torch.Tensor) -> None:
-                    found.backward[name] = placed(name, sketch(gradient.flatten(0, -2)) * share)
+                    found.backward[name] = sketch(gradient.flatten(0, -2)) * share
 
                 out.register_hook(take)
             if noise and attention:

@@ -205,7 +205,7 @@ MEGATRON_TRAINING = (
 
 TRANSFORMERS = (
     on("transformers.modeling_utils:PreTrainedModel", "huggingface/distribute.py huggingface/checkpointing.py",
-       attributes="set_attn_implementation get_decoder get_encoder get_input_embeddings get_output_embeddings "
+       attributes="set_attn_implementation get_decoder get_input_embeddings get_output_embeddings "
                   "loss_function gradient_checkpointing_enable enable_input_require_grads config "
                   "supports_gradient_checkpointing"),
     on("transformers.configuration_utils:PreTrainedConfig transformers.configuration_utils:PretrainedConfig",
@@ -213,8 +213,7 @@ TRANSFORMERS = (
        attributes="get_text_config sub_configs _attn_implementation _attn_implementation_internal model_type"),
     on("transformers.modeling_utils:AttentionInterface", "huggingface/attention_function.py", attributes="register"),
     on("transformers.masking_utils:AttentionMaskInterface", "huggingface/attention_function.py", attributes="register"),
-    on("transformers.masking_utils:causal_mask_function transformers.masking_utils:bidirectional_mask_function",
-       "huggingface/attention_function.py"),
+    on("transformers.masking_utils:causal_mask_function", "huggingface/attention_function.py"),
     on("transformers.modeling_layers:GradientCheckpointingLayer",
        "huggingface/checkpointing.py huggingface/recurrent/layers.py",
        attributes="gradient_checkpointing"),

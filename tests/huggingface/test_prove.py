@@ -20,7 +20,6 @@ from dfa_megatron.config import TrainingConfig
 from dfa_megatron.errors import DisagreementError, ProofError, UnsupportedError
 from dfa_megatron.huggingface import attention_function
 from dfa_megatron.huggingface.small.small_model import small_job
-from tests.huggingface.test_encoder_decoder import tiny
 from tests.huggingface.test_foreign_code import shifted
 from tests.huggingface.test_trainer import prepare_worker
 from tests.support.models import build, text
@@ -228,25 +227,6 @@ def test_where_nothing_is_wrong_nothing_is_found_in_any_wrapper() -> None:
             assert len(rows) == 8, table
             assert "2 ranks compute what one rank computes" in table
         assert "a sequence, 12 tokens" in found["remat, dropout, 10 tokens"]
-
-
-def pairs(rank: int, world_size: int) -> None:
-    """An encoder-decoder model, clean and with a decoder that sees the padding of the encoder."""
-    model, real = (
-        dfa_hf.distribute_attention(tiny("Bart", max_position_embeddings=99).float()),
-        attention_function._of_pair,
-    )
-    assert "3 ranks compute what one rank computes" in str(dfa_hf.prove(model))
-    padded = {"_of_pair": lambda qkv, side, pair, call: real(qkv, side, pair._replace(real=None), call)}
-    said = r"pack of 5, 150 tokens, output of layers: model.encoder.layers.0.self_attn on rank 0, token 120"
-    with patch.multiple(attention_function, **padded), pytest.raises(ProofError, match=f"first difference: a {said}"):
-        dfa_hf.prove(model)
-    with pytest.raises(UnsupportedError, match="a WhisperForConditionalGeneration, a model of images or sound"):
-        dfa_hf.prove(dfa_hf.distribute_attention(tiny("Whisper")))
-
-
-def test_an_encoder_decoder_model_is_proved_with_the_padding_of_its_encoder() -> None:
-    run_ranks(3, pairs)
 
 
 def faults_of_ranks(rank: int, world_size: int) -> None:

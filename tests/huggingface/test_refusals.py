@@ -94,6 +94,13 @@ def headed(head: str) -> None:
         assert asked(decoder) is decoder
 
 
+def two_stacks(kind: str) -> Any:
+    layers = {"encoder_layers": 1, "decoder_layers": 1, "num_layers": 1, "encoder_ffn_dim": 24, "decoder_ffn_dim": 24}
+    tokens = {"bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 2}
+    heads = dict.fromkeys(("encoder_attention_heads", "decoder_attention_heads"), 4)
+    return sized(kind, "ForConditionalGeneration", **layers, **heads, **tokens, d_model=32, d_ff=24, d_kv=8)
+
+
 def several_stacks() -> Any:
     part = {"hidden_size": 32, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 4}
     names = ("patcher_config", "encoder_config", "decoder_config", "global_config")
@@ -159,6 +166,10 @@ CASES: list[tuple[str, Callable[[], Any]]] = [
     ),
     ("a blt model: its config names no number of layers", lambda: asked(several_stacks())),
     ("a falcon model.*code of their own", lambda: asked(sized("Falcon"))),
+    *(
+        (f"a {kind.lower()} model, an encoder and a decoder", partial(lambda k: asked(two_stacks(k)), kind))
+        for kind in ("Bart", "T5", "Whisper")
+    ),
     ("GPT2DoubleHeadsModel: its head", lambda: asked(sized("GPT2", "DoubleHeadsModel"))),
     *(
         (

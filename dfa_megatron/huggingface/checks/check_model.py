@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from dfa_megatron.errors import UnsupportedError
-from dfa_megatron.huggingface.checks.check_pair import AT_ENCODER, attentions_in, check_pair, is_pair
 from dfa_megatron.huggingface.implementation import is_multimodal, kind_of, text_field
 from dfa_megatron.huggingface.positions.embedded_positions import LOCAL_ROPE, rotaries_of, table_of
 from dfa_megatron.huggingface.positions.seen import PREFIX
@@ -24,24 +23,25 @@ _EACH_TOKEN = {"mlp", "moe"}
 _OWN_MASKS = ("doge",)
 """Types whose layers derive a mask of their own from the one that their model gives them."""
 
+_AT_ENCODER = ("encoder_attn", "crossattention")
+"""Names of a decoder layer's attention at an encoder; in a decoder-only model it does not run."""
+
 _CHOOSES = re.compile("Indexer|Compressor")
 """In the names of modules that choose or compress the keys which a token attends to."""
 
 
 def check_model(model: Any) -> list[torch.nn.Module]:
-    """Return the attention layers of a transformers model that can be distributed, with those at an encoder.
+    """Return the attention layers of a transformers model that can be distributed.
 
     Raises:
         UnsupportedError: the model computes something that distributed attention would not; it is named.
     """
     _check_stack(model)
     _check_config(model)
-    if is_pair(model):
-        return check_pair(model)
     decoder = model.get_decoder()
     within = decoder if is_multimodal(model) else model
-    named = attentions_in(within)
-    layers = [module for name, module in named.items() if name.split(".")[-1] not in AT_ENCODER]
+    named = {n: x for n, x in within.named_modules() if hasattr(x, "is_causal") and hasattr(x, "layer_idx")}
+    layers = [module for name, module in named.items() if name.split(".")[-1] not in _AT_ENCODER]
     _check_layers(model, decoder, layers)
     _check_positions(model, decoder, layers)
     return list(named.values())
@@ -55,6 +55,12 @@ def _check_stack(model: Any) -> None:
             f"{kind}, a multimodal model",
             "its decoder was not found by its configuration of the text",
             "its language model and causal_lm_loss",
+        )
+    if getattr(config, "is_encoder_decoder", False):
+        raise UnsupportedError(
+            f"{kind}, an encoder and a decoder",
+            "its decoder attends to a second sequence, of another length",
+            "a causal language model; dfa_megatron.masks.cross_documents for attention between two sequences",
         )
     if not hasattr(config, "num_hidden_layers"):
         raise UnsupportedError(
@@ -111,7 +117,7 @@ def _check_layers(model: Any, decoder: Any, attentions: list[torch.nn.Module]) -
         raise UnsupportedError(
             f"{kind} with {count} attentions, {others} of them not causal",
             "a stack of decoder layers sees earlier tokens alone",
-            "a model with causal layers, or one like BART, with an encoder",
+            "a model with causal layers",
         )
     types, whole = getattr(config, "layer_types", None), getattr(config, "decoder_layers", config.num_hidden_layers)
     layers: int = whole if types is None else sum(kind not in _STATES | _EACH_TOKEN for kind in types)

@@ -24,7 +24,7 @@ from dfa_megatron.proving.small_job import (
 _WIDTHS = (
     "intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size", "intermediate_size_mlp", "ffn_dim",
     "n_inner", "ffn_hidden_size", "shared_intermediate_size", "moe_shared_expert_intermediate_size",
-    "hidden_size_per_layer_input", "q_lora_rank", "kv_lora_rank", "encoder_ffn_dim", "decoder_ffn_dim",
+    "hidden_size_per_layer_input", "q_lora_rank", "kv_lora_rank",
 )  # fmt: skip
 _HEADS = ("head_dim", "global_head_dim", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
@@ -71,8 +71,6 @@ def shrink(config: Any, length: int, degree: int, tokens: int | None, reduced: R
         _states(small)
     _experts(small)
     _layers(small)
-    for name in ("num_attention_heads", "num_hidden_layers"):  # an encoder's, where there is one
-        small.set(f"decoder_{name.removeprefix('num_').removeprefix('hidden_')}", small.get(name))
     _words(small)
     _window(small, length, tokens)
     for name, value in small.values.items():

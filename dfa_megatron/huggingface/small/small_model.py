@@ -68,8 +68,7 @@ def small_config(
         what = f"{source} with model_type {kind!r}"
         raise UnsupportedError(what, "transformers has no such type", "a config of a type that it has")
     config = CONFIG_MAPPING[kind].from_dict(values)
-    decodes = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING and config.get_text_config() is config
-    if not decodes and not _is_pair(config):
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING or config.get_text_config() is not config:
         what, why = f"a {kind} model", "it is no causal language model, or is multimodal"
         raise UnsupportedError(what, why, "a decoder's config, such as the text_config in the file")
     few = max(1, min(ranks, MOST_RANKS))
@@ -80,18 +79,9 @@ def small_config(
 
 def model_of(config: Any) -> Any:
     """Return the model in float32, in training mode, with eager attention, the same on every rank."""
-    from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
+    from transformers import AutoModelForCausalLM
 
     torch.manual_seed(7)
-    model = (AutoModelForSeq2SeqLM if _is_pair(config) else AutoModelForCausalLM).from_config(
-        config, attn_implementation="eager", dtype=torch.float32
-    )
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32)
     enlarge(model)
     return model.train()
-
-
-def _is_pair(config: Any) -> bool:
-    """Return whether transformers has an encoder and a decoder of tokens for a configuration."""
-    from transformers import MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING
-
-    return bool(config.is_encoder_decoder) and type(config) in MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING

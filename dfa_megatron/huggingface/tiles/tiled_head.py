@@ -15,7 +15,6 @@ import torch
 
 from dfa_megatron.config import TrainingConfig
 from dfa_megatron.errors import UnsupportedError
-from dfa_megatron.huggingface.checks.check_pair import is_pair
 from dfa_megatron.huggingface.checks.padding import IGNORED
 from dfa_megatron.huggingface.current_forward import CONTEXT, LayerContext, forward_of_context
 from dfa_megatron.huggingface.trainers.read_logits import follow_trainers, reads_logits
@@ -104,10 +103,9 @@ def set_tile(model: Any, options: TrainingConfig) -> None:
     if options.loss_tile == "off":
         return
     own = getattr(model, "loss_function", None)
-    if is_pair(model) or not is_causal(own):
-        name = "of an encoder-decoder model" if is_pair(model) else getattr(own, "__name__", own)
+    if not is_causal(own):
         raise UnsupportedError(
-            f"loss_tile with the loss function {name}",
+            f"loss_tile with the loss function {getattr(own, '__name__', own)}",
             "only transformers' ForCausalLMLoss is known to be made by tiles",
             "loss_tile='off', or dfa_megatron.loss.cross_entropy on hidden states",
         )

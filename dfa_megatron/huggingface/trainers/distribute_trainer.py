@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -11,7 +11,6 @@ import torch
 
 from dfa_megatron.config import TrainingConfig
 from dfa_megatron.errors import UnsupportedError
-from dfa_megatron.huggingface.checks.check_pair import is_pair
 from dfa_megatron.huggingface.checks.padding import IGNORED
 from dfa_megatron.huggingface.distribute import transformers_model
 from dfa_megatron.huggingface.router_loss import follow_router
@@ -66,9 +65,7 @@ def distribute_trainer(trainer: Any, *, size: int | None = None, config: Trainin
     trainer._prepare_context_parallel_inputs = functools.partial(_inputs, trainer)
     flops = trainer.floating_point_ops
     trainer.floating_point_ops = lambda inputs: flops(inputs) / size
-    trainer._get_num_items_in_batch = functools.partial(
-        _count, trainer, 1 if scores else size, trainer._get_num_items_in_batch
-    )
+    trainer._get_num_items_in_batch = functools.partial(_count, trainer, 1 if scores else size)
     if generates(trainer):
         share_rollouts(trainer, size)
     follow_trainers()
@@ -166,14 +163,10 @@ _OF_SCORES = tuple(
 """TRL's methods that make a loss of each token's log-probability: every rank makes it of all tokens."""
 
 
-def _count(trainer: Any, size: int, own: Callable[..., Any], batches: Sequence[Any], device: torch.device) -> Any:
+def _count(trainer: Any, size: int, batches: Sequence[Any], device: torch.device) -> Any:
     """Count the labels of a step, of all its micro-batches, as Trainer does, for losses of 1 / `size` of a batch."""
     if not batches or "labels" not in batches[0] or not trainer.model_accepts_loss_kwargs:
         return None
-    model = transformers_model(trainer.model)
-    if is_pair(model):  # Trainer then multiplies by the groups what is the mean of a batch, unless labels are smoothed
-        smoothed = isinstance(model.loss_function, functools.partial)
-        return own(batches, device) if smoothed else torch.ones((), dtype=torch.int64, device=device)
     count = torch.stack([(batch["labels"][..., 1:] != IGNORED).sum() for batch in batches]).sum().to(device)
     if trainer.args.average_tokens_across_devices:
         count = trainer.accelerator.gather(count).sum()

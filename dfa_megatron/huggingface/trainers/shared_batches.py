@@ -5,7 +5,6 @@ Hooks cut each batch into this rank's part. In evaluation they put the outputs t
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,10 +15,8 @@ from torch.utils._pytree import tree_map_only
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.huggingface.batch import KNOWN, MEDIA, refuse_batch, shard_batch
 from dfa_megatron.huggingface.checks.call_checks import arguments_of, check_generation
-from dfa_megatron.huggingface.checks.check_pair import is_pair
 from dfa_megatron.huggingface.checks.padding import IGNORED
 from dfa_megatron.huggingface.current_forward import CONTEXT, WHOLE, LayerContext, WholeBatch, forward_of
-from dfa_megatron.huggingface.encoder_decoder.pair import with_loss
 from dfa_megatron.huggingface.implementation import is_distributed
 from dfa_megatron.huggingface.trainers.read_logits import reads_logits
 from dfa_megatron.plan.language.layout import Layout
@@ -60,11 +57,6 @@ def _cut(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tup
         return None
     context: LayerContext = getattr(model, CONTEXT)
     given = {name: value for name, value in arguments_of(model, args, kwargs).items() if value is not None}
-    if is_pair(model):  # which cuts it itself, and whose own loss is the mean of a batch whatever a trainer counts
-        count, labels = given.pop("num_items_in_batch", None), given.get("labels")
-        rows = next(len(x) for x in given.values() if isinstance(x, torch.Tensor))
-        labelled = None if labels is None else (labels != IGNORED).any()
-        return (), given | {WHOLE: WholeBatch(rows, labelled, None if getattr(model, _COUNTS) else count)}
     check_generation(given, context)
     batch = {name: given.pop(name) for name in (*KNOWN, *MEDIA) if name in given}
     if "input_ids" not in batch:
@@ -117,10 +109,8 @@ def _join(model: Any, args: Any, output: Any) -> Any:
     layout, group = forward.layout, resolve(context.group)
     assert isinstance(layout, Layout)
     assert group is not None
-    if forward.pair is not None:
-        output = with_loss(model, args, output) or output
 
-    def whole(value: torch.Tensor, layout: Layout = layout) -> torch.Tensor:
+    def whole(value: torch.Tensor) -> torch.Tensor:
         if value.dim() == 0:
             total = value.detach().clone()
             dist.all_reduce(total, group=group)
@@ -139,25 +129,19 @@ def _join(model: Any, args: Any, output: Any) -> Any:
             return (found if batch.padding is None else _rolled(found, -batch.padding))[:, :-1]
         if model.training or name not in _OF_TOKENS or (name == "logits" and reads_logits() is False):
             return value
-        of = forward.pair.layouts["encoder"] if forward.pair and name.startswith("encoder") else layout
-        return tree_map_only(torch.Tensor, functools.partial(whole, layout=of), value)
+        return tree_map_only(torch.Tensor, whole, value)
 
     if isinstance(output, Mapping):
         for name, value in list(output.items()):
             output[name] = joined(name, value)  # type: ignore[index]
         return output
-    if forward.pair is not None:
-        raise UnsupportedError("return_dict=False of shared batches", "which output is whose is not told", "True")
     if not isinstance(output, tuple):
         return joined("hidden_states", output)
     first = "hidden_states" if batch.labelled is None else "loss"
     return tuple(joined("hidden_states" if at else first, value) for at, value in enumerate(output))
 
 
-_OF_TOKENS = (
-    *("loss", "logits", "last_hidden_state", "hidden_states"),
-    *("decoder_hidden_states", "encoder_last_hidden_state", "encoder_hidden_states"),
-)
+_OF_TOKENS = ("loss", "logits", "last_hidden_state", "hidden_states")
 """The outputs that are put together; others, such as a router's or a tower's, may be as long by chance."""
 
 _OF_HEAD = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1", "label_mask")

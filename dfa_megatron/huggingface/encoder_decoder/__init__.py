@@ -1,1 +1,0 @@
-"""Models of an encoder and a decoder that attends to it."""
