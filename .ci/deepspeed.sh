@@ -10,13 +10,14 @@ python=${PYTHON:-$python}
 folder=${1:-.venv/deepspeed}
 
 packages=(deepspeed transformers accelerate peft trl)
-if [ "$(cat "$folder/.ready" 2>/dev/null)" != "${packages[*]}" ]; then
+wanted=$(cat constraints.txt && echo "${packages[*]}")
+if [ "$(cat "$folder/.ready" 2>/dev/null)" != "$wanted" ]; then
   "$python" -m venv "$folder"
   site=$("$folder/bin/python" -c "import sysconfig; print(sysconfig.get_path('purelib'))")
   "$python" -c "import sysconfig; print(sysconfig.get_path('purelib'))" > "$site/first.pth"
   DS_BUILD_OPS=0 "$folder/bin/python" -m pip install --quiet --disable-pip-version-check --constraint constraints.txt \
     "${packages[@]}"
-  echo "${packages[*]}" > "$folder/.ready"
+  echo "$wanted" > "$folder/.ready"
 fi
 [ -z "${ONLY_SET_UP:-}" ] || exit 0
 
