@@ -10,6 +10,7 @@ import re
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -108,9 +109,15 @@ def _before(case: Case) -> dict[int, int] | None:
 
 
 def _stays(case: Case, before: dict[int, int] | None) -> float:
-    """Return the bytes of the largest tensor that the case leaves, over a table of all tokens; 0 if they are fewer."""
-    left = [] if before is None else [n for storage, n in held().items() if storage not in before]
-    times = max(left, default=0) / (8 * max(case.whole.length, case.whole.columns))
+    """Return the bytes of the largest tensor that the case leaves, over a table of all tokens, or of the segments.
+
+    The triton kernel's table of segments has up to 7 int32 for every block of 16 tokens of each. 0 if they are fewer.
+    """
+    left, whole = [] if before is None else [n for storage, n in held().items() if storage not in before], case.whole
+    sides = [hi - lo for lo, hi in pairwise(whole.offsets)] or [max(len(t.q), len(t.kv)) for t in case.mask.tiles]
+    has_table = case.options["kernel"] in ("triton", "triton" if whole.device == "cpu" else "auto")
+    blocks = sum(-(-side // 16) for side in sides) if has_table else 0
+    times = max(left, default=0) / max(8 * whole.length, 8 * whole.columns, 28 * blocks)
     return times if times > 1 else 0.0
 
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import random
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -84,3 +86,34 @@ def test_an_environment_without_the_interpreter_is_refused_on_cpu() -> None:
         command, cwd=HERE.parents[1], env=environment, capture_output=True, text=True, timeout=120, check=True
     )
     assert run.stdout.strip() == "it runs on CUDA, not on cpu"
+
+
+def stays_of_short_documents() -> None:
+    """Judge packs of a few tokens each as the random cases are judged on a GPU, and one that leaves its output."""
+    import torch
+
+    from dfa_megatron.kernels.triton.adapter import TritonKernel
+    from tests.fuzz import attempt
+    from tests.fuzz.random_case import draw
+
+    TritonKernel.replays = lambda self, **_: False  # type: ignore[method-assign]  # no tape sees the interpreter
+    case, dice, kept, call = draw(20261128, 121, "together", "cuda", [1]), random.Random(1), [], attempt._call
+    sizes = {"device": "cpu", "dtype": torch.float32, "heads": 1, "kv_heads": 1, "head_dim": 16, "head_dim_v": 16}
+    for left in ("", "output"):
+        length = dice.randint(5, 8)
+        cuts = sorted(dice.sample(range(1, length), length - 1 - dice.choice([0, 1])))
+        whole = replace(case.whole, offsets=(0, *cuts, length), tokens=length, **sizes)
+        one = replace(case, whole=whole, options=case.options | {"layout": "contiguous"}, checkpoint="none")
+        if left:
+            attempt._call = lambda *args: kept.append(found := call(*args)) or found
+        outcome = attempt.attempt(one)
+        assert outcome.kind == ("wrong" if left else "right"), outcome
+        assert outcome.reason.startswith("in units of the tolerance: what stays" if left else "")
+
+
+@pytest.mark.timeout(420)
+def test_a_table_of_segments_may_stay_and_no_more() -> None:
+    command = [sys.executable, "-c", f"from {__name__} import *; stays_of_short_documents()"]
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(HERE.parents[1])}
+    run = subprocess.run(command, cwd=HERE.parents[1], env=environment, capture_output=True, text=True, timeout=400)
+    assert run.returncode == 0, run.stderr
