@@ -48,6 +48,7 @@ class LayerContext:
     multimodal: the decoder belongs to a model with towers, which embeds whole sequences.
     local: within `local_attention`.
     varied: a forward was local, or its tokens saw something else than all before, so that a recompute needs its own.
+    compared: the ranks have compared their weights, which is done once.
     """
 
     group: str
@@ -58,6 +59,7 @@ class LayerContext:
     multimodal: bool = False
     local: bool = False
     varied: bool = False
+    compared: bool = False
 
 
 class WholeBatch(NamedTuple):

@@ -99,6 +99,7 @@ def distribute_attention(
         accelerate=accelerate,
         multimodal=is_multimodal(inner),
         varied=known is not None and known.varied,
+        compared=known is not None and known.compared,
     )
     decoder = inner.get_decoder()
     if known is None:

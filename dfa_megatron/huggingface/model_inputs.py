@@ -45,6 +45,7 @@ from dfa_megatron.huggingface.recurrent.layers import layers_of
 from dfa_megatron.huggingface.tiles.tiled_head import tile_of
 from dfa_megatron.plan.language.layout import Layout
 from dfa_megatron.plan.language.mask import Mask
+from dfa_megatron.runtime.comm.weights import check_weights
 from dfa_megatron.sharding import shard_sequence, unshard_sequence
 
 _OF_HOOKS = (TREE, MASK, KEY, WHOLE)
@@ -63,6 +64,7 @@ def begin(model: Any, args: tuple[Any, ...], kwargs: Arguments, *, alone: bool =
 
     Raises:
         UnsupportedError: the call asks for what is wrong on parts of sequences, or its batch is not this rank's part.
+        DisagreementError: the ranks hold other weights.
     """
     context: LayerContext = getattr(model, CONTEXT)
     check_adapters(model)  # which may be added later than attention is distributed
@@ -82,6 +84,9 @@ def begin(model: Any, args: tuple[Any, ...], kwargs: Arguments, *, alone: bool =
     if WHOLE not in given:
         checks.check_parallelism()
     checks.check_generation(given, context)
+    if context.group and not context.compared and context.options.verify != "off":
+        check_weights(model, context.group)
+        context.compared = True
     try:
         kept, forward = _shared(model, given, alone=alone)
     except UnsupportedError:  # on this rank alone before the ranks compare their batches, and on all from then on

@@ -31,6 +31,7 @@ from dfa_megatron.megatron.output import deferring
 from dfa_megatron.megatron.tokens.batch import check_described, check_positions
 from dfa_megatron.megatron.tokens.visit import Visit, running
 from dfa_megatron.runtime.comm.compared import telling
+from dfa_megatron.runtime.comm.weights import check_weights
 
 _FOUND = "_dfa_found"
 """The attribute of a model with what its first call found."""
@@ -72,7 +73,10 @@ def _forward_of(base: Any) -> ForwardMethod:
         cls: Any = type(model)
         run = functools.partial(cls.forward, model)
         if _FOUND not in vars(model):
-            vars(model)[_FOUND] = _look(model)
+            looked = _look(model)
+            if looked.context is not None and looked.context.options.verify == "on":
+                check_weights(model, model.cp_group)
+            vars(model)[_FOUND] = looked
         found: _Found = vars(model)[_FOUND]
         names = _names(cls, cls.forward)[: len(args)]
         given = {**dict(zip(names, args, strict=False)), **kwargs}

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import random
+import re
 import time
 from contextlib import nullcontext
 from datetime import timedelta
@@ -15,7 +17,8 @@ import torch.distributed as dist
 
 from dfa_megatron import huggingface as dfa_hf
 from dfa_megatron.config import TrainingConfig
-from dfa_megatron.errors import UnsupportedError
+from dfa_megatron.errors import DisagreementError, UnsupportedError
+from dfa_megatron.runtime.comm.weights import digests
 from tests.support.arguments import told
 from tests.support.models import VOCABULARY, build, text
 from tests.support.workers import run_ranks
@@ -135,6 +138,56 @@ def test_ranks_that_evaluate_alone_are_told_who_does_not_come(ranks: int, absent
             if steps:
                 assert "compares its batch with those of the other ranks" in error, error
                 assert "of the group lives, after " in said, "the warning after a quarter"
+
+
+def other_weights(rank: int, world_size: int) -> None:
+    """Draw a parameter that the ranks of a group hold differently; another group may, and shards must."""
+    from torch.distributed.fsdp import fully_shard
+
+    draw, half = random.Random(3), world_size // 2
+    mine = [dist.new_group([*range(lo, lo + half)]) for lo in (0, half)][rank // half]
+    part = dfa_hf.shard_batch(text(2, LENGTH, seed=0), group=mine)
+
+    def model(seed: int = 0, kind: str = "Llama", verify: str = "on") -> Any:
+        made = build(kind, seed=seed, head_dim=8).bfloat16() if draw.random() < 0.5 else build(kind, seed=seed)
+        return dfa_hf.distribute_attention(made, group=mine, config=TrainingConfig(verify=verify))
+
+    for kind in ("Llama", "Qwen3", "Mixtral"):
+        one = model(rank // half, kind)  # each group its own weights
+        named = dict(one.named_parameters())
+        for name in draw.sample(sorted(named), 3):
+            place = tuple(draw.choice((0, size // 2, size - 1)) for size in named[name].shape[:-1])
+            change, which = draw.choice((0.25, float("nan"))), draw.randrange(half)
+            before = named[name].detach().clone()
+            named[name].data[place] += change if rank % half == which else 0
+            said = rf"other weights: {re.escape(name)} is the first that differs"
+            with pytest.raises(DisagreementError, match=said):
+                one(**part)
+            named[name].data.copy_(before)
+        one(**part).loss.backward()
+        named[name].data[place] += rank
+        one(**part)  # compared once
+        assert all(parameter.untyped_storage().resizable() for parameter in one.parameters())
+        dfa_hf.distribute_attention(one, group=mine)(**part)
+    with pytest.raises(DisagreementError, match=r"What works: one seed .*broadcast"):
+        model(rank)(**part)
+    model(rank, verify="off")(**part)
+    for mark in ("allreduce", "ds_id", "_fsdp_flattened", "_is_flat_param"):  # experts, ZeRO 3, FSDP1
+        marked = model(rank)
+        for parameter in marked.parameters():
+            setattr(parameter, mark, mark != "allreduce")
+        assert digests(marked) == {}, mark
+    assert digests(model(rank).to("meta")) == digests(model(rank).to(torch.float8_e4m3fn)) == {}
+    sharded = model(rank)
+    fully_shard(sharded)
+    assert digests(sharded) == {}
+    whole = build("Llama", seed=rank)
+    fully_shard(whole)
+    dfa_hf.distribute_attention(whole)(**dfa_hf.shard_batch(text(2, LENGTH, seed=0))).loss.backward()
+
+
+def test_ranks_of_a_group_with_other_weights_hear_which() -> None:
+    run_ranks(4, other_weights, timeout=150)
 
 
 def test_ranks_that_hold_parts_of_other_batches_are_refused() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import random
+import re
 from contextlib import nullcontext
 from typing import Any
 
@@ -11,10 +13,11 @@ import torch
 import torch.distributed as dist
 
 from dfa_megatron.config import MegatronConfig
-from dfa_megatron.errors import UnsupportedError
+from dfa_megatron.errors import DisagreementError, UnsupportedError
 from dfa_megatron.megatron import door
 from tests.megatron import harness
 from tests.megatron.harness import BATCH, HIDDEN, MEGATRONS, SEQUENCE, VOCABULARY, Topology, case
+from tests.megatron.kinds import ALLGATHER
 from tests.support.workers import run_ranks
 
 BOUNDARY = MegatronConfig(data_layout="boundary")
@@ -187,3 +190,35 @@ def refused(rank: int, ranks: int) -> None:
 
 def test_what_crosses_the_door_is_counted_and_what_cannot_is_refused() -> None:
     run_ranks(2, refused)
+
+
+def other_weights(rank: int, ranks: int, layout: str) -> None:
+    """Draw weights that the second rank changes; experts are other ones on every rank."""
+    topology, draw = Topology(cp=ranks, ep=ranks), random.Random(layout)
+    harness.start(topology)
+    model = model_of(topology, MegatronConfig(data_layout=layout), **dict(ALLGATHER))
+    held = {name: x for name, x in model.named_parameters() if getattr(x, "allreduce", True)}
+    experts = [x for name, x in model.named_parameters() if name not in held]
+    batch = {name: cut(x, 1) for name, x in harness.micro_batch(0, 0).items()}
+    for name in draw.sample(sorted(held), 5):
+        parameter = held[name]
+        row, change = draw.choice((0, -1)), draw.choice((1e-3, float("nan")))
+        parameter.data[row] += change if rank else 0
+        said = rf"other weights: {re.escape(name)} is the first that differs, between rank 0 and rank 1"
+        with pytest.raises(DisagreementError, match=said):
+            model(batch["tokens"], batch["position_ids"], None)
+        dist.broadcast(parameter.data, 0)
+    assert experts, "experts over ranks"
+    for expert in experts:
+        expert.data += rank
+    model(batch["tokens"], batch["position_ids"], None)
+    held[name].data += rank
+    model(batch["tokens"], batch["position_ids"], None)  # compared once
+    unseen = model_of(topology, MegatronConfig(data_layout=layout, verify="off"), **dict(ALLGATHER))
+    unseen.decoder.layers[0].mlp.linear_fc1.weight.data += rank
+    unseen(batch["tokens"], batch["position_ids"], None)
+
+
+@pytest.mark.parametrize("layout", ["boundary", "zigzag"])
+def test_ranks_of_a_group_with_other_weights_hear_which(layout: str) -> None:
+    run_ranks(2, other_weights, layout, timeout=120)

@@ -1,0 +1,63 @@
+"""Compare the weights of a model between the ranks of a group, by a few rows of each parameter."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+from zlib import crc32
+
+import torch
+
+from dfa_megatron.errors import DisagreementError
+from dfa_megatron.runtime.agreement.calls import Facts
+from dfa_megatron.runtime.agreement.store import listed
+from dfa_megatron.runtime.comm.groups import Group, channel_of
+
+_SHARDS = ("ds_id", "_fsdp_flattened", "_is_flat_param")
+"""The attributes by which ZeRO 3 and FSDP1 mark parameters of which a rank holds a part."""
+
+
+def digests(model: torch.nn.Module) -> Facts:
+    """Return a digest of the first, the middle and the last rows of each parameter, by name.
+
+    Left out are shards, quantized weights, those whose values are elsewhere, and experts that ranks hold by themselves.
+    """
+    found = {}
+    for name, parameter in model.named_parameters():
+        x: Any = parameter.detach()
+        plain = type(parameter.data) is torch.Tensor and x.is_floating_point() and x.dtype.itemsize > 1
+        whole = getattr(parameter, "allreduce", True) and not any(hasattr(parameter, mark) for mark in _SHARDS)
+        if plain and whole and x.numel() and x.device.type != "meta" and parameter.untyped_storage().nbytes():
+            for dim, size in enumerate(x.shape[:-1]):
+                rows = torch.tensor(sorted({0, size // 2, size - 1}), device=x.device)
+                x = x.index_select(dim, rows)
+            copied = x.flatten().to("cpu", copy=True)  # numpy would keep FSDP from resizing the parameter's storage
+            found[name] = f"{crc32(copied.view(torch.uint8).numpy()):x}"
+    return found
+
+
+def number_of_weights(model: torch.nn.Module) -> int:
+    """Return a positive number of 56 bits made of the digests."""
+    return int.from_bytes(hashlib.sha256(repr(sorted(digests(model).items())).encode()).digest()[:7]) | 1
+
+
+def check_weights(model: torch.nn.Module, group: Group) -> None:
+    """Compare weights; collective.
+
+    Raises:
+        DisagreementError: they differ; all ranks raise it.
+    """
+    over = channel_of(group, verify=True)
+    if over is None:
+        return
+    with over.calls.preparing():
+        totals = over.exchange({"weights": str(number_of_weights(model))}, "compare their weights")
+        if all(total == totals[0] for total in totals):
+            return
+        everyone = over.exchange(digests(model), "compare their weights")
+    name = next(name for each in everyone for name in each if len({theirs.get(name) for theirs in everyone}) > 1)
+    ranks = [rank for rank, theirs in enumerate(everyone) if theirs.get(name) != everyone[0].get(name)]
+    raise DisagreementError(
+        f"the ranks of a group hold other weights: {name} is the first that differs, between rank 0 and rank "
+        f"{listed(ranks)}. What works: one seed before the model is made, one checkpoint, or a broadcast, as DDP does"
+    )
