@@ -19,6 +19,7 @@ from dfa_megatron.huggingface.checks.check_model import check_model, foreign_cod
 from dfa_megatron.huggingface.checks.exact_types import EXACT
 from dfa_megatron.huggingface.checks.wrappers import check_wrappers
 from dfa_megatron.huggingface.current_forward import CONTEXT, NAME, LayerContext, end
+from dfa_megatron.huggingface.hook_mixers import adopt
 from dfa_megatron.huggingface.implementation import (
     attention_of,
     copy_configs,
@@ -27,7 +28,6 @@ from dfa_megatron.huggingface.implementation import (
     kind_of,
     set_attention,
 )
-from dfa_megatron.huggingface.mixers import adopt
 from dfa_megatron.huggingface.positions import embedded_positions as embedded
 from dfa_megatron.huggingface.router_loss import follow_router
 from dfa_megatron.huggingface.tiles.tiled_head import set_tile

@@ -33,8 +33,8 @@ from dfa_megatron.huggingface.current_forward import (
     enter,
     forward_of_context,
 )
+from dfa_megatron.huggingface.hook_mixers import adopt, knows_all
 from dfa_megatron.huggingface.implementation import attention_of, is_distributed, set_attention
-from dfa_megatron.huggingface.mixers import adopt, knows_all
 from dfa_megatron.huggingface.multimodal import embed_first
 from dfa_megatron.huggingface.positions import batch_number
 from dfa_megatron.huggingface.positions import document_starts as packed
