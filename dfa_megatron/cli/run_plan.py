@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,8 +18,10 @@ from dfa_megatron.plan.language.ir import AttentionPlan
 from dfa_megatron.plan.language.text import from_text
 from dfa_megatron.plan.proof.check import check_plan
 
-_LONGEST = 8192
-"""Tokens whose scores a machine can hold at once."""
+_COPIES = 7
+"""Matrices of all scores, float64, that dense attention and its gradients hold at once; measured."""
+_PROCESS = 1 << 29
+"""Bytes of a rank beside them."""
 
 
 @dataclass(frozen=True)
@@ -59,19 +63,10 @@ def run(args: argparse.Namespace) -> int:
         plan = from_text(path.read_text(encoding="utf-8"))
     except (PlanError, UnicodeDecodeError) as error:
         raise PlanError(f"{path}: {error}") from error
-    length = plan.forward.mask.length
-    if length > _LONGEST:
-        dense = flags.batch * flags.heads * length**2 * 8 / 2**30
-        what, why = (
-            f"a plan over {length:,} tokens",
-            f"dense attention, which it is compared with, takes {dense:,.0f} GiB",
-        )
-        raise UnsupportedError(
-            what, why, f"the same plan over {_LONGEST} tokens: dfa-megatron plan --seq-length {_LONGEST}"
-        )
-    check_plan(plan, batch=flags.batch)
     from dfa_megatron.doctor import start_ranks, world
 
+    _refuse_beyond(_free(start_ranks.device_of(flags.device)), plan, flags)
+    check_plan(plan, batch=flags.batch)
     if "RANK" not in os.environ:
         ranks = start_ranks.ranks_here(plan.ranks, start_ranks.device_of(flags.device))
         return start_ranks.start(["-m", "dfa_megatron.cli.main", *args.argv], ranks)
@@ -85,6 +80,33 @@ def run(args: argparse.Namespace) -> int:
         print(f"{flags.dtype} against dense float64, relative: {shown}: {f'WRONG: {far}' if far else 'right'}")
     here.leave()
     return int(bool(far))
+
+
+def _free(device: str) -> int:
+    """Return the bytes that may still be taken, on the GPU or on this machine."""
+    import torch
+
+    if device == "cuda":
+        return torch.cuda.mem_get_info()[0]
+    try:
+        return 1024 * int(Path("/proc/meminfo").read_text().partition("MemAvailable:")[2].split()[0])
+    except (OSError, IndexError):
+        return sys.maxsize
+
+
+def _refuse_beyond(free: int, plan: AttentionPlan, flags: RunFlags) -> None:
+    """Refuse a plan whose comparison takes more than these bytes: a CPU's ranks share them."""
+    ranks, length = plan.ranks if flags.device == "cpu" else 1, plan.forward.mask.length
+    free -= 0 if "RANK" in os.environ else ranks * _PROCESS
+    square = ranks * _COPIES * 8 * flags.batch * flags.heads
+    if square * length**2 > free:
+        most = math.isqrt(max(0, free) * 9 // 10 // square) // (2 * plan.ranks) * 2 * plan.ranks
+        what, taken = f"a plan over {length:,} tokens", square * length**2 / 2**30
+        why = (
+            f"dense attention, which every rank compares with, takes {taken:,.1f} GiB, and {free / 2**30:,.1f} are free"
+        )
+        instead = f"the same plan over {most} tokens: dfa-megatron plan --seq-length {most}"
+        raise UnsupportedError(what, why, instead if most else "fewer heads, or a machine with more memory")
 
 
 def compared(plan: AttentionPlan, flags: RunFlags, world: Any) -> tuple[dict[str, float], str]:

@@ -85,6 +85,7 @@ def _tell_of(failures: Mapping[int, Any]) -> int:
     if code == USER_ERROR_STATUS:
         return code
     how = f"ended with exit status {code}" if code > 0 else f"was ended by {signal.Signals(-code).name}"
+    how += ": perhaps the machine is out of memory" if code == -signal.SIGKILL else ""
     who = "a rank" if code == -signal.SIGTERM and len(codes) > 1 else f"rank {rank}"
     print(f"{who} {how}; the other ranks were ended too", file=sys.stderr)
     return code if code > 0 else 128 - code

@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import contextlib
 import io
+import random
+import resource
 import runpy
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from dfa_megatron.cli import run_plan
 from dfa_megatron.cli.main import main
 from dfa_megatron.cli.run_plan import RunFlags, compared
-from dfa_megatron.doctor import distributed_call
+from dfa_megatron.doctor import distributed_call, start_ranks
+from dfa_megatron.doctor.kernel_trial import Trial, exact
 from dfa_megatron.doctor.world import World
+from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.masks import prefix_lm
 from dfa_megatron.plan.language.mask import causal
 from dfa_megatron.plan.language.text import from_text, to_text
@@ -85,6 +91,44 @@ def test_ranks_that_the_plan_does_not_have_are_refused(
     path.write_bytes(b"\xff\xfe")
     assert main(["run", "--plan", str(path)]) == 2
     assert main(["run", "--plan", str(tmp_path / "none")]) == 2
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_plan_whose_comparison_does_not_fit_is_refused_and_what_is_advised_fits(seed: int) -> None:
+    draw = random.Random(seed)
+    ranks, length = draw.randint(1, 5), draw.randint(64, 3000)
+    flags = RunFlags(batch=draw.randint(1, 3), heads=draw.choice([1, 2, 4]), kv_heads=1)
+    needed = ranks * (run_plan._PROCESS + 7 * 8 * flags.batch * flags.heads * length**2)
+    run_plan._refuse_beyond(needed, plan_of("ring", causal(length), ranks), flags)
+    with pytest.raises(UnsupportedError, match=f"a plan over {length:,} tokens: dense") as told:
+        run_plan._refuse_beyond(needed - 1, plan_of("ring", causal(length), ranks), flags)
+    most = int(str(told.value).split("--seq-length ")[1].rstrip("."))
+    assert 0.8 * length - 2 * ranks < most < length
+    run_plan._refuse_beyond(needed - 1, plan_of("ring", causal(most), ranks), flags)
+    with pytest.raises(UnsupportedError, match="fewer heads, or a machine with more memory"):
+        run_plan._refuse_beyond(0, plan_of("ring", causal(length), ranks), flags)
+
+
+def test_the_command_looks_at_the_memory_that_is_free(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "a.plan"
+    path.write_text(to_text(plan_of("ring", causal(1 << 20), 2)))
+    assert main(["run", "--plan", str(path)]) == 2
+    assert "a plan over 1,048,576 tokens: dense attention" in capsys.readouterr().err
+    start_ranks._tell_of({0: SimpleNamespace(exitcode=-15), 1: SimpleNamespace(exitcode=-9)})
+    assert "rank 1 was ended by SIGKILL: perhaps the machine is out of memory" in capsys.readouterr().err
+
+
+def peak_of(rank: int, ranks: int, heads: int) -> float:
+    trial = Trial.square(1024, heads, 1, 32, torch.float32, "cpu", 1)
+    inputs, before = trial.inputs(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    exact(inputs, causal(1024), 0.0)
+    return (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024 / (8 * heads * 1024**2)
+
+
+def test_dense_attention_holds_no_more_matrices_than_are_counted() -> None:
+    assert 4 < run_ranks(1, peak_of, 4)[0] < run_plan._COPIES
 
 
 def said_by_a_rank(rank: int, world_size: int, port: int) -> str:
