@@ -97,14 +97,13 @@ def _free(device: str) -> int:
 def _refuse_beyond(free: int, plan: AttentionPlan, flags: RunFlags) -> None:
     """Refuse a plan whose comparison takes more than these bytes: a CPU's ranks share them."""
     ranks, length = plan.ranks if flags.device == "cpu" else 1, plan.forward.mask.length
-    free -= 0 if "RANK" in os.environ else ranks * _PROCESS
+    free = max(0, free - (0 if "RANK" in os.environ else ranks * _PROCESS))
     square = ranks * _COPIES * 8 * flags.batch * flags.heads
     if square * length**2 > free:
-        most = math.isqrt(max(0, free) * 9 // 10 // square) // (2 * plan.ranks) * 2 * plan.ranks
-        what, taken = f"a plan over {length:,} tokens", square * length**2 / 2**30
-        why = (
-            f"dense attention, which every rank compares with, takes {taken:,.1f} GiB, and {free / 2**30:,.1f} are free"
-        )
+        most = math.isqrt(free * 9 // 10 // square) // (2 * plan.ranks) * 2 * plan.ranks
+        taken, left = (nbytes / 2**30 for nbytes in (square * length**2, free))
+        what, which = f"a plan over {length:,} tokens", "dense attention, which every rank compares with,"
+        why = f"{which} takes {taken:,.1f} GiB, and {left:,.1f} are free"
         instead = f"the same plan over {most} tokens: dfa-megatron plan --seq-length {most}"
         raise UnsupportedError(what, why, instead if most else "fewer heads, or a machine with more memory")
 
