@@ -105,7 +105,7 @@ def test_a_plan_whose_comparison_does_not_fit_is_refused_and_what_is_advised_fit
     most = int(str(told.value).split("--seq-length ")[1].rstrip("."))
     assert 0.8 * length - 2 * ranks < most < length
     run_plan._refuse_beyond(needed - 1, plan_of("ring", causal(most), ranks), flags)
-    with pytest.raises(UnsupportedError, match="and 0.0 are free.*fewer heads, or a machine with more memory"):
+    with pytest.raises(UnsupportedError, match=r"and 0.0 are free.*fewer heads, or a machine with more memory"):
         run_plan._refuse_beyond(-1, plan_of("ring", causal(length), ranks), flags)
 
 
