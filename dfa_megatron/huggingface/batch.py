@@ -111,10 +111,11 @@ def refuse_batch(batch: Iterable[str]) -> NoReturn:
     Raises:
         UnsupportedError: always.
     """
-    keys = ", ".join(batch) or "nothing"
-    raise UnsupportedError(
-        f"a batch of {keys}", "it is not known how to cut it", "input_ids and labels; others by hand"
-    )
+    keys, why, instead = ", ".join(batch) or "nothing", "it is not known how to cut it", "input_ids and labels"
+    if {batch_number.KEY, "shift_labels"} & {*batch}:
+        why = "it is a part already, which shard_batch has made"
+        instead = "the model, given the part; distribute_trainer and distribute_accelerator take whole batches"
+    raise UnsupportedError(f"a batch of {keys}", why, instead)
 
 
 def _refuse_positions() -> NoReturn:

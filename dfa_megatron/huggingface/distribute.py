@@ -182,7 +182,7 @@ def _outermost(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
     if isinstance(module, PreTrainedModel):
         yield module
         return
-    for child in module.children():
+    for child in module.children() if isinstance(module, torch.nn.Module) else ():
         yield from _outermost(child)
 
 

@@ -224,7 +224,7 @@ def _part_of_rows(
         raise UnsupportedError(
             f"a batch without position_ids on {context.size} ranks",
             "each rank takes its part of a sequence, and the batch does not show that it is a part",
-            "dfa_megatron.huggingface.shard_batch, which brings them",
+            checks.CUT,
         )
     found = seen_in(given, None, tokens, length)
     assert found is not None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -252,3 +253,46 @@ def test_several_models_in_one_module_are_refused() -> None:
     one = Two(torch.nn.Linear(1, 1))
     assert dfa_hf.distribute_attention(one) is one
     assert one.alias.config._attn_implementation == dfa_hf.NAME
+
+
+def stacked(change: Callable[[Any], Any]) -> Any:
+    """A model of four layers, changed, that is distributed then."""
+    model = build("Qwen2", num_hidden_layers=4)
+    change(model)
+    return dfa_hf.distribute_attention(model)
+
+
+def repeat(model: Any, copied: Callable[[Any], Any] = lambda layer: layer) -> None:
+    model.model.layers[3] = copied(model.model.layers[1])
+
+
+def cut_off(model: Any, layers: int = 2) -> None:
+    model.model.layers = model.model.layers[:layers]
+
+
+def renamed(model: Any, layers: int) -> None:
+    cut_off(model, layers)
+    model.config.num_hidden_layers, model.config.layer_types = layers, model.config.layer_types[:layers]
+
+
+@pytest.mark.parametrize("layers", [1, 2, 3])
+def test_a_stack_that_its_config_does_not_know_is_refused_by_what_it_is(layers: int) -> None:
+    said = r"of 4 layers, 3 of them different, whose config names 4.*deepcopy of each"
+    with pytest.raises(UnsupportedError, match=said):
+        stacked(repeat)
+    said = rf"of {layers} layers, {layers} of them different, whose config names 4.*num_hidden_layers, with layer_types"
+    with pytest.raises(UnsupportedError, match=said):
+        stacked(partial(cut_off, layers=layers))
+    for works in (partial(repeat, copied=copy.deepcopy), partial(renamed, layers=layers)):
+        batch = text(1, 8, seed=0)
+        stacked(works)(**batch)
+
+
+def test_what_is_no_trainer_no_accelerator_and_no_model_is_named() -> None:
+    model = build("Llama")
+    with pytest.raises(UnsupportedError, match=r"distribute_trainer of a LlamaForCausalLM: .*distribute_attention"):
+        dfa_hf.distribute_trainer(model)
+    with pytest.raises(UnsupportedError, match=r"distribute_accelerator of a LlamaForCausalLM: .*distribute_attention"):
+        dfa_hf.distribute_accelerator(model, model)
+    with pytest.raises(UnsupportedError, match="a model of type SimpleNamespace: no transformers model"):
+        dfa_hf.distribute_attention(Stub())

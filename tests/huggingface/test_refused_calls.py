@@ -144,15 +144,26 @@ def call_on_two_ranks(rank: int, world_size: int) -> None:
     context: LayerContext = getattr(model, CONTEXT)
     assert context.size == 2
     batch = text(1, 8, seed=0)
-    with pytest.raises(UnsupportedError, match="labels without shift_labels"):
+    with pytest.raises(UnsupportedError, match=r"labels without shift_labels.*or distribute_trainer where a Trainer"):
         model(**batch)
+    part = dfa_hf.shard_batch(batch)
+    for again in (part, {"input_ids": part["input_ids"], "dfa_batch_number": part["dfa_batch_number"]}):
+        with pytest.raises(UnsupportedError, match=r"it is a part already, .*distribute_trainer"):
+            dfa_hf.shard_batch(again)
+    shared = dfa_hf.distribute_attention(build("Llama"))
+    take_whole_batches(shared)
+    for packed in (batch, {**batch, "position_ids": torch.cat((torch.arange(5), torch.arange(11)))[None][:, :8]}):
+        with pytest.raises(UnsupportedError, match="it is a part already"):
+            shared(**dfa_hf.shard_batch(packed))
+        shared(**packed)  # what works
+    model(**part)
     with pytest.raises(UnsupportedError, match="labels without num_items_in_batch"):
         model(**batch, shift_labels=batch["labels"])
     with pytest.raises(UnsupportedError, match="labels without shift_labels"):
         _positional(model, batch["input_ids"], position_ids=torch.arange(8)[None], labels=batch["labels"])
     with pytest.raises(UnsupportedError, match=f"holds the tokens {8 * rank} to {8 * rank + 7}"):
         model(input_ids=batch["input_ids"], position_ids=torch.arange(8)[None] + 8 * (1 - rank))
-    with pytest.raises(UnsupportedError, match="without position_ids on 2 ranks"):
+    with pytest.raises(UnsupportedError, match=r"without position_ids on 2 ranks.*distribute_trainer"):
         model(input_ids=batch["input_ids"])
     positions = torch.arange(8 * rank, 8 * rank + 8)[None]
     with pytest.raises(UnsupportedError, match="image_pixel_values on 2 ranks: images and"):
@@ -168,7 +179,7 @@ def call_on_two_ranks(rank: int, world_size: int) -> None:
         model(**batch | some, position_ids=positions, attention_mask=torch.arange(8)[None] < 8 - rank)
     with pytest.raises(UnsupportedError, match="other values than 0 and 1"):  # on one rank, and all raise
         model(input_ids=batch["input_ids"], position_ids=positions, attention_mask=torch.ones(1, 8) + rank)
-    own, words = (UnsupportedError, "labels without") if rank else (DisagreementError, "another rank of the group")
+    own, words = (UnsupportedError, "labels without") if rank else (DisagreementError, "rank 1 of the group refuses")
     with pytest.raises(own, match=words):
         model(input_ids=batch["input_ids"], position_ids=positions, labels=batch["labels"] if rank else None)
     documents = torch.tensor([0, 16])

@@ -18,7 +18,10 @@ from dfa_megatron.huggingface.tiles.tiled_head import causal_loss
 from dfa_megatron.huggingface.windows import WindowMask
 from dfa_megatron.sharding import local_positions
 
-_LOSS = "dfa_megatron.huggingface.shard_batch, or no labels and causal_lm_loss on the logits"
+CUT = "shard_batch of dfa_megatron.huggingface, or distribute_trainer where a Trainer calls the model"
+"""What makes a part of a batch."""
+
+_LOSS = f"{CUT}; or no labels and causal_lm_loss on the logits"
 
 LABELS = ("shift_labels", "labels")
 CACHES = ("past_key_values", "cache")  # before and since transformers 5.24

@@ -121,6 +121,13 @@ def _check_layers(model: Any, decoder: Any, attentions: list[torch.nn.Module]) -
         )
     types, whole = getattr(config, "layer_types", None), getattr(config, "decoder_layers", config.num_hidden_layers)
     layers: int = whole if types is None else sum(kind not in _STATES | _EACH_TOKEN for kind in types)
+    held = max((list(x) for x in decoder.children() if isinstance(x, torch.nn.ModuleList)), key=len, default=[])
+    if count != layers and (len({*held}) < len(held) or whole != len(held) > 0):
+        raise UnsupportedError(
+            f"{kind} of {len(held)} layers, {len({*held})} of them different, whose config names {whole}",
+            "layers are compared with its config, one by one",
+            "a copy.deepcopy of each layer, and num_hidden_layers, with layer_types, of the config",
+        )
     if count != layers:
         raise UnsupportedError(
             f"{kind} with attention in {count} of {layers} layers",

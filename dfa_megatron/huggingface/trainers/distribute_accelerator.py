@@ -41,7 +41,19 @@ def distribute_accelerator(
     Raises:
         UnsupportedError: the accelerator or the model needs something unsupported; the message names it.
     """
+    check_given("distribute_accelerator", accelerator, "prepare")
     return share_sequences(accelerator, model, size, TrainingConfig.of(config), loop=True)
+
+
+def check_given(function: str, given: Any, method: str) -> None:
+    """Refuse a first argument without a method of what it should be.
+
+    Raises:
+        UnsupportedError: it has none.
+    """
+    if not hasattr(given, method):
+        instead = f"{function}({function.removeprefix('distribute_')}), or distribute_attention(model)"
+        raise UnsupportedError(f"{function} of a {type(given).__name__}", f"it has no method {method}", instead)
 
 
 def share_sequences(

@@ -15,7 +15,7 @@ from dfa_megatron.huggingface.checks.padding import IGNORED
 from dfa_megatron.huggingface.distribute import transformers_model
 from dfa_megatron.huggingface.router_loss import follow_router
 from dfa_megatron.huggingface.tiles.tiled_head import causal_loss
-from dfa_megatron.huggingface.trainers.distribute_accelerator import share_sequences
+from dfa_megatron.huggingface.trainers.distribute_accelerator import check_given, share_sequences
 from dfa_megatron.huggingface.trainers.group_accelerator import refuse_objects
 from dfa_megatron.huggingface.trainers.read_logits import follow_trainers
 from dfa_megatron.huggingface.trainers.share_rollouts import check_rollouts, generates, share_rollouts
@@ -38,6 +38,7 @@ def distribute_trainer(trainer: Any, *, size: int | None = None, config: Trainin
         UnsupportedError: the Trainer or its model needs something unsupported; the message names it.
     """
     options = TrainingConfig.of(config)
+    check_given("distribute_trainer", trainer, "compute_loss")
     _check(trainer, options)
     accelerator, arguments = trainer.accelerator, trainer.args
     if arguments.ddp_find_unused_parameters is None:

@@ -18,6 +18,7 @@ from dfa_megatron.huggingface.checks.call_checks import arguments_of, check_gene
 from dfa_megatron.huggingface.checks.padding import IGNORED
 from dfa_megatron.huggingface.current_forward import CONTEXT, WHOLE, LayerContext, WholeBatch, forward_of
 from dfa_megatron.huggingface.implementation import is_distributed
+from dfa_megatron.huggingface.positions import batch_number
 from dfa_megatron.huggingface.trainers.read_logits import reads_logits
 from dfa_megatron.plan.language.layout import Layout
 from dfa_megatron.runtime.comm.groups import resolve
@@ -59,7 +60,7 @@ def _cut(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tup
     given = {name: value for name, value in arguments_of(model, args, kwargs).items() if value is not None}
     check_generation(given, context)
     batch = {name: given.pop(name) for name in (*KNOWN, *MEDIA) if name in given}
-    if "input_ids" not in batch:
+    if "input_ids" not in batch or batch_number.KEY in given:
         refuse_batch((*batch, *given))
     rows, length = batch["input_ids"].shape[:2]
     batch, padding = _padding_behind(batch) if getattr(model, _SCORES) else (batch, None)
