@@ -22,7 +22,6 @@ import torch.distributed as dist
 
 from dfa_megatron.deepspeed.json_block import DeepSpeedOptions
 from dfa_megatron.deepspeed.mesh import Mesh, make_mesh
-from dfa_megatron.deepspeed.same_settings import check_same
 from dfa_megatron.deepspeed.tested_keys import check_sizes
 from dfa_megatron.errors import UnsupportedError
 
@@ -91,7 +90,6 @@ def _in_place_of(ulysses: Any) -> Any:
         import deepspeed
 
         settings = _accelerates_settings()
-        check_same(settings)
         block = DeepSpeedOptions.enabled_in(settings)
         if block is None:
             return ulysses.__get__(None, cls)(model_name_or_path, *args, **kwargs)

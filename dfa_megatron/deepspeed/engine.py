@@ -16,7 +16,6 @@ from dfa_megatron.deepspeed.checkpointing import deepspeeds_function
 from dfa_megatron.deepspeed.json_block import KEY, DeepSpeedOptions
 from dfa_megatron.deepspeed.mesh import ATTRIBUTE, Mesh, make_mesh
 from dfa_megatron.deepspeed.proved_engine import prove
-from dfa_megatron.deepspeed.same_settings import check_same
 from dfa_megatron.deepspeed.tested_keys import NO_MESH, UNTESTED, check_filled_in, check_settings
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.huggingface.checkpointing import set_checkpointing
@@ -49,7 +48,6 @@ def before_initialize(
     Raises:
         UnsupportedError: as `initialize` does.
     """
-    check_same(config)
     block = checked_block(model, config, mpu=mpu, mesh_param=mesh_param, training_data=training_data)
     if block is None:
         return config, mpu, lambda engine: None

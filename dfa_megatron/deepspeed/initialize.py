@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import logging
-import os
 from typing import Any
 
 import torch.distributed as dist
@@ -12,7 +11,6 @@ import torch.distributed as dist
 from dfa_megatron.deepspeed.accelerate import deepspeeds_own, unpublished
 from dfa_megatron.deepspeed.engine import Finish, checked_block, prepare
 from dfa_megatron.deepspeed.json_block import KEY
-from dfa_megatron.deepspeed.same_settings import check_same
 from dfa_megatron.runtime.environment import warn_of_untested
 
 logger = logging.getLogger(__name__)
@@ -59,9 +57,6 @@ def initialize(
     if KEY in settings and get_accelerator().device_name() == "cpu":
         # Or `init_distributed` compiles an operator for inference, which takes minutes.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    if dist.is_initialized() or int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        deepspeed.init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
-        check_same(settings)
     block = checked_block(model, settings, mpu=mpu, mesh_param=mesh_param, training_data=training_data)
     finish: Finish | None = None
     if block is not None:

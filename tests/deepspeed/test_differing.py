@@ -8,8 +8,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
-import torch.distributed as dist
 
 from dfa_megatron import deepspeed as dfa_ds
 from dfa_megatron.deepspeed.json_block import KEY, DeepSpeedOptions
@@ -19,38 +17,6 @@ from dfa_megatron.errors import UnsupportedError
 from tests.deepspeed import harness
 from tests.support.models import build
 from tests.support.workers import run_ranks
-
-DIFFERING: dict[str, Any] = {  # what the last rank's JSON has of its own; None takes a key away
-    f"{KEY}={{.*size.* on rank 0, .* on rank 3": {KEY: {"size": 2, "enabled": True}},
-    "no dist_flash_attention on rank 3": {KEY: None},
-    '"enabled": false.* on rank 3': {KEY: {"enabled": False}},
-    "shedule": {KEY: {"size": 4, "shedule": "ring"}},
-    "on rank 0, no dist_flash_attention on rank 3": {KEY: None, "dist_flash_atention": {"size": 4}},
-    "sequence_parallel_size=4 on rank 3": {"sequence_parallel_size": 4},
-    "gradient_accumulation_steps=3 on rank 3": {"gradient_accumulation_steps": 3},
-    "zero_optimization.stage=0 on rank 0": {"zero_optimization": {"stage": 2}},
-}
-
-
-def differ(rank: int, world_size: int) -> None:
-    harness.prepare_worker(rank)
-    made: list[Any] = []
-    own, dist.new_group = dist.new_group, lambda *args, **kwargs: made.append(args)
-    try:
-        for said, changes in DIFFERING.items():
-            settings = harness.settings(0, 4)
-            for key, value in changes.items() if rank == world_size - 1 else ():
-                settings[key] = value
-            settings = {key: value for key, value in settings.items() if value is not None}
-            with pytest.raises(UnsupportedError, match=said):
-                dfa_ds.initialize(model=torch.nn.Linear(1, 1), config=settings)
-    finally:
-        dist.new_group = own
-    assert not made
-
-
-def test_blocks_that_differ_between_ranks_are_refused_before_a_group_is_made() -> None:
-    run_ranks(4, differ, timeout=120)
 
 
 @pytest.mark.parametrize(
