@@ -105,15 +105,16 @@ def _checked_visit(model: Any, found: _Found, given: dict[str, Any]) -> Visit | 
     Raises:
         UnsupportedError: the tokens are in another order than the model's layout believes, or a layer does not follow.
     """
-    context, cache = found.context, given.get("inference_context")
+    context = found.context
     assert context is not None
-    if cache is not None and not (model.cp_group.size() == 1 and cache.is_static_batching()):
-        raise UnsupportedError(
-            "an inference context of dynamic batching, or of several context-parallel ranks",
-            "a rank would cache the keys and states of its own tokens only",
-            "a static one with --context-parallel-size 1, or with groups of one rank that are swapped in for it (as "
-            "eval_context_parallel_size=1 does); or evaluation on whole sequences",
-        )
+    for name in ("inference_context", "inference_params"):  # Megatron's older name
+        if given.get(name) is not None:
+            raise UnsupportedError(
+                f"{name} in a distributed model",
+                "a rank would cache the keys and states of its own tokens only",
+                "evaluation forwards of whole sequences over the ranks; or inference in a job of its own with "
+                "--context-parallel-size 1, where Megatron's own attention loads the checkpoint",
+            )
     _follow_groups(model, found, context)
     rows = _rows(model, given)
     if given.get("packed_seq_params") is None:

@@ -69,7 +69,7 @@ def with_ours(ours: type, base: type) -> type:
 def watch(mixer: torch.nn.Module) -> None:
     """Have the forward of a mixer raise where it has not reached what it and its children list."""
     mixer.register_forward_pre_hook(_forget)
-    mixer.register_forward_hook(_check_reached, with_kwargs=True)
+    mixer.register_forward_hook(_check_reached)
 
 
 def reach(function: str) -> None:
@@ -81,10 +81,10 @@ def _forget(mixer: torch.nn.Module, args: tuple[Any, ...]) -> None:
     _REACHED.functions = frozenset()
 
 
-def _check_reached(mixer: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-    """Raise where a mixer has run, not for inference, without reaching each of the listed functions."""
+def _check_reached(mixer: torch.nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    """Raise where a mixer has run without reaching each of the listed functions."""
     listed = {name for part in (mixer, *mixer.children()) for name in getattr(part, "dfa_reaches", ())}
-    if (missed := listed - _REACHED.functions) and kwargs.get("inference_context") is None:
+    if missed := listed - _REACHED.functions:
         raise UnsupportedError(
             f"a layer of type {type(mixer).__name__} that did not reach {', '.join(sorted(missed))}",
             "it has computed from the tokens of this rank alone",

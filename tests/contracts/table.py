@@ -43,7 +43,7 @@ MEGATRON = (
     on(LAYER, "megatron/layers/layer.py",
        attributes="layer_number self_attention mlp pg_collection tp_group config"),
     on(f"{LAYER}.forward", "megatron/layers/layer.py",
-       passes="context context_mask rotary_pos_emb inference_context packed_seq_params attention_mask"),
+       passes="context context_mask rotary_pos_emb packed_seq_params attention_mask"),
     on(f"{LAYER}.__init__", "megatron/layers/layer.py",
        passes="config submodules layer_number pg_collection"),
     on(ATTENTION, "megatron/layers/prediction.py megatron/layers/layer.py", attributes="core_attention"),
@@ -92,9 +92,11 @@ MEGATRON = (
     on(f"{CORE}.models.common.language_module.language_module:LanguageModule", "megatron/door.py",
        attributes="cp_group pg_collection pp_group vp_stage vp_size"),
     on(f"{CORE}.models.gpt.gpt_model:GPTModel.forward", "megatron/door.py megatron/output.py",
-       passes="labels input_ids position_ids decoder_input packed_seq_params extra_block_kwargs padding_mask"),
+       passes="labels input_ids position_ids decoder_input packed_seq_params extra_block_kwargs padding_mask "
+              "inference_context"),
     on(f"{CORE}.models.hybrid.hybrid_model:HybridModel.forward {CORE}.models.mamba.mamba_model:MambaModel.forward",
-       "megatron/door.py", passes="labels input_ids position_ids decoder_input packed_seq_params padding_mask"),
+       "megatron/door.py",
+       passes="labels input_ids position_ids decoder_input packed_seq_params padding_mask inference_context"),
     on(f"{CORE}.models.gpt.gpt_model:GPTModel", "megatron/door.py", attributes="set_input_tensor decoder"),
     *(on(f"{CORE}.pipeline_parallel.utils:is_{each}_stage", "megatron/door.py")
       for each in ("pp_first", "pp_last", "vp_first", "vp_last")),

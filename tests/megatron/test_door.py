@@ -155,6 +155,9 @@ def refused(rank: int, ranks: int) -> None:
     def call(**more: Any) -> Any:
         return model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"], **more)
 
+    for name in ("inference_context", "inference_params"):
+        with pytest.raises(UnsupportedError, match=f"{name} in a distributed model.*--context-parallel-size 1"):
+            call(**{name: object()})
     with pytest.raises(UnsupportedError, match="the block's argument extract_layer_indices"):
         call(extra_block_kwargs={"extract_layer_indices": {0}})
     with pytest.raises(UnsupportedError, match="moe_enable_routing_replay in data_layout='boundary'"):

@@ -83,7 +83,7 @@ class InOrder:
     def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """Run the mixer's own forward, with the same result."""
         mixer: Any = self
-        before, _RUNNING.mixer = _RUNNING.mixer, None if kwargs.get("inference_context") is not None else self
+        before, _RUNNING.mixer = _RUNNING.mixer, self
         try:
             with at_layer(mixer.layer_number):
                 return super().forward(hidden_states, *args, **kwargs)  # type: ignore[misc]

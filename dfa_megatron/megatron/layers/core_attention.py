@@ -115,15 +115,11 @@ class DistributedCoreAttention(torch.nn.Module):
         reach("attention")
         visit = current_visit()
         pack = None if visit is None else visit.pack
-        cached = query.shape[0] != key.shape[0]
         given = {"attention_mask": attention_mask, "attention_bias": attention_bias, **_unknown(others)}
         given["packed_seq_params"] = packed_seq_params
-        if not cached and _name_of(attn_mask_type) != "causal":  # Megatron says no_mask past the prompt
+        if _name_of(attn_mask_type) != "causal":
             given["attn_mask_type"] = attn_mask_type
         self._check_call(given, pack, query, key)
-        if cached:
-            rest = (self.softmax_scale, self.window_size, self.softmax_offset)
-            return _attend_over_cache(query, key, value, *rest)
         # Views only: the functions take any strides.
         q, k, v = (x.transpose(0, 1) for x in (query, key, value))
         asked: dict[str, Any] = {
@@ -183,7 +179,7 @@ class DistributedCoreAttention(torch.nn.Module):
             raise UnsupportedError(
                 f"packed documents in {query.shape[1]} rows", "a pack is one row of tokens", "a batch from shard_batch"
             )
-        if query.shape[0] != key.shape[0] and (pack is not None or self.cp_group.size() > 1):
+        if query.shape[0] != key.shape[0]:
             raise UnsupportedError(
                 f"attention of {query.shape[0]} rows over {key.shape[0]}",
                 "there is no key cache: every rank holds as many queries as keys",
@@ -235,36 +231,3 @@ def _name_of(attn_mask_type: Any) -> Any:
 def _unknown(others: dict[str, Any]) -> dict[str, Any]:
     """Return the arguments that Megatron set and this class does not know. `name` is allowed: it has no effect."""
     return {name: value for name, value in others.items() if value is not None and name != "name"}
-
-
-def _attend_over_cache(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    scale: float,
-    window: tuple[int, int],
-    sinks: torch.Tensor | None,
-) -> torch.Tensor:
-    """Return causal attention of the last rows of a sequence, with all scores in memory, in float32 or wider.
-
-    Args:
-        query: (rows, batch, heads, head_dim), the last of the sequence.
-        key, value: (all rows, batch, kv_heads, head_dim or value_dim).
-        scale: of the scores.
-        window: tokens that a row sees to its left and right, -1 for no bound.
-        sinks: a logit per head that takes part in the softmax and has no value, or None.
-
-    Returns:
-        (rows, batch, heads * value_dim) in the query's dtype.
-    """
-    groups = query.shape[2] // key.shape[2]
-    q, k, v = (x.permute(1, 2, 0, 3).to(torch.promote_types(x.dtype, torch.float32)) for x in (query, key, value))
-    scores = q @ k.repeat_interleave(groups, 1).mT * scale
-    rows, columns = scores.shape[-2:]
-    behind = torch.arange(columns - rows, columns, device=q.device)[:, None] - torch.arange(columns, device=q.device)
-    hidden = behind < 0 if window[0] < 0 else (behind < 0) | (behind > window[0])
-    scores = scores.masked_fill(hidden, -torch.inf)
-    if sinks is not None:
-        scores = torch.cat([scores, sinks.to(scores.dtype)[:, None, None].expand(*scores.shape[:2], rows, 1)], -1)
-    weights = scores.softmax(-1)[..., :columns]
-    return (weights @ v.repeat_interleave(groups, 1)).permute(2, 0, 1, 3).flatten(2).to(query.dtype)

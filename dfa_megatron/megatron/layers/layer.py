@@ -93,7 +93,7 @@ class DistributedLayer:
             with running(visit):
                 return super(DistributedLayer, layer).forward(hidden_states, *args, **more, **kwargs)  # type: ignore[misc]
 
-        wanted = self._dfa_remat and layer.training and kwargs.get("inference_context") is None
+        wanted = self._dfa_remat and layer.training
         # A re-entrant checkpoint gives the layer's parameters no gradient if the input has none.
         if not (wanted and torch.is_grad_enabled() and hidden_states.requires_grad):
             return body(hidden_states, context)
