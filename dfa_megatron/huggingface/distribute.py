@@ -104,7 +104,7 @@ def distribute_attention(
     decoder = inner.get_decoder()
     if known is None:
         _hook(inner, decoder)
-    for module in {inner, decoder, *embedded.modules_of(decoder)}:
+    for module in {inner, decoder, *embedded.rotaries_of(decoder)}:
         setattr(module, CONTEXT, context)
     adopt(inner, context, NAME)
     set_tile(inner, options)
@@ -114,14 +114,12 @@ def distribute_attention(
 
 def _check_loaded(model: Any) -> None:
     """Refuse a model to which accelerate's loaders do not give what it needs."""
-    why = ""
     if is_multimodal(model):
-        why = "whole sequences are embedded, and accelerate's loader cuts tokens"
-    elif embedded.padding_of(model.get_decoder()) is not None:
-        why = "positions begin behind that of padding, and evaluation, which is local there, has those of the batches"
-    if why:
-        instead = "dfa_megatron.deepspeed.initialize or distribute_attention in a loop of your own, with shard_batch"
-        raise UnsupportedError(f"{kind_of(model)} under accelerate", why, instead)
+        raise UnsupportedError(
+            f"{kind_of(model)} under accelerate",
+            "whole sequences are embedded, and accelerate's loader cuts tokens",
+            "dfa_megatron.deepspeed.initialize or distribute_attention in a loop of your own, with shard_batch",
+        )
 
 
 def _hook(inner: Any, decoder: Any) -> None:

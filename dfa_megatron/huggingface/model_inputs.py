@@ -39,7 +39,7 @@ from dfa_megatron.huggingface.multimodal import embed_first
 from dfa_megatron.huggingface.positions import batch_number
 from dfa_megatron.huggingface.positions import document_starts as packed
 from dfa_megatron.huggingface.positions.batch_number import KEY
-from dfa_megatron.huggingface.positions.embedded_positions import embedded, padding_of, places
+from dfa_megatron.huggingface.positions.embedded_positions import places
 from dfa_megatron.huggingface.positions.seen import MASK, TREE, Seen, refuse_for, seen_in
 from dfa_megatron.huggingface.recurrent.layers import layers_of
 from dfa_megatron.huggingface.tiles.tiled_head import tile_of
@@ -159,9 +159,7 @@ def _tokens(given: Arguments, *args: torch.Tensor) -> torch.Tensor:
 
 
 def _check_seen(seen: packed.Documents | Seen | None, decoder: Any) -> None:
-    """Refuse a tree or a mask for a model whose positions, or states, follow the tokens of the pack."""
-    if isinstance(seen, Seen) and padding_of(decoder) is not None:
-        refuse_for("a table behind its padding")
+    """Refuse a mask for a model whose states follow the tokens of the pack."""
     if isinstance(seen, Seen) and isinstance(seen.told, Mask) and (layers := layers_of(decoder)):
         refuse_for(f"a layer of type {type(layers[0]).__name__} with a state")
 
@@ -178,8 +176,6 @@ def _forward_of(decoder: Any, given: Arguments, layout: Layout) -> Forward:
     if context.multimodal:
         stated = stated if stated is not None and stated.dim() == 2 else None
         mask = shard_sequence(mask, group=context.group) if mask is not None and mask.dim() == 2 else None
-    else:
-        positions = embedded(decoder, tokens, seen, positions, context.group)
     if mask is not None:
         check_right(mask, context.group, checks.first_of(given, checks.LABELS))
     longest = seen.longest if isinstance(seen, Seen) else max(map(packed.longest, seen or ((0, layout.length),)))

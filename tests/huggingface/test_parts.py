@@ -17,11 +17,11 @@ from tests.support.close import assert_close
 from tests.support.models import gradients
 from tests.support.workers import preload, run_ranks
 
-KINDS = ("gemma3", "paligemma of gemma2", "qwen3_vl")
+KINDS = ("gemma3", "qwen3_vl")
 """More in `make models`."""
 
 if conftest.INSTALLED:
-    names = ("gemma3", "paligemma", "qwen3_vl", "siglip")
+    names = ("gemma3", "qwen3_vl", "siglip")
     preload("tests.huggingface.sweep.attempt", *(f"transformers.models.{name}.modeling_{name}" for name in names))
 
 
@@ -52,20 +52,18 @@ def test_images_that_do_not_see_both_ways_are_wrong() -> None:
 
 
 def in_trees(rank: int, ranks: int) -> None:
-    """A tree whose prompt and second answer have an image; each path alone has one or two, or a prefix."""
+    """A tree whose prompt and second answer have an image; each path alone has one or two."""
     from tests.huggingface.sweep import images
 
     segments = [[5 * at + own for own in range(length)] for at, length in enumerate((10, 7, 9))]
     segments[0][3:7] = segments[2][2:6] = [images.TOKEN] * images.TOKENS
     rollouts = [segments[0] + answer for answer in segments[1:]]
-    for kind in ("gemma3", "gemma4", "paligemma of gemma2"):
+    for kind in ("gemma3", "gemma4"):
         form = images.WHOLE[kind][1]
 
         def pixels(ids: torch.Tensor, form: str = form) -> dict[str, torch.Tensor]:
             marks = (ids == images.TOKEN).int()
             here = int(marks.sum()) // images.TOKENS
-            if form == "prefix":
-                marks = (torch.arange(ids.shape[1]) >= 8).int().expand(ids.shape)
             both = images._pixels(form, 2, marks)
             return {name: x if name.endswith("type_ids") else x[:here] for name, x in both.items()}
 
@@ -131,14 +129,6 @@ def test_what_a_multimodal_model_cannot_be_given_is_refused() -> None:
         model(inputs_embeds=torch.zeros(1, 40, 32).double())
     with pytest.raises(UnsupportedError, match="cross_attention_states for the decoder"):
         model(**batch, cross_attention_states=torch.zeros(1, 3, 32))
-    with_prefix, other = built("paligemma")
-    del other["labels"]
-    with pytest.raises(UnsupportedError, match="a paligemma model without token_type_ids"):
-        with_prefix(**{name: x for name, x in other.items() if name != "token_type_ids"})
-    with pytest.raises(UnsupportedError, match="a prefix that begins amid a document or a path"):
-        with_prefix(**other | {"token_type_ids": 1 - other["token_type_ids"]})
-    with pytest.raises(UnsupportedError, match="attention that is not causal"):
-        with_prefix.get_decoder()(inputs_embeds=torch.zeros(1, 40, 32).double())
     with pytest.raises(UnsupportedError, match="a qwen3_vl model under accelerate"):
         dfa_hf.distribute_attention(model, accelerate=True)
     with dfa_hf.local_attention(model):

@@ -11,83 +11,11 @@ import torch
 from dfa_megatron import huggingface as dfa_hf
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.huggingface.trainers.shared_batches import take_whole_batches
-from dfa_megatron.sharding import local_positions, shard_sequence
-from tests.huggingface.compared import check
-from tests.huggingface.test_packed import one_by_one, pack
 from tests.support.close import assert_close
 from tests.support.models import VOCABULARY, build, text
 from tests.support.workers import run_ranks
 
-FAMILY = ("Roberta", "Xmod", "Data2VecText")
-PADDING = 3
 _SIZES = {"hidden_size": 32, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4}
-_DROPOUTS = {"attention_probs_dropout_prob": 0.0, "hidden_dropout_prob": 0.0}
-
-
-def roberta(kind: str) -> Any:
-    """A decoder of RoBERTa's family in float64, the same on every rank."""
-    import transformers
-
-    torch.manual_seed(1)
-    config = getattr(transformers, f"{kind}Config")(
-        vocab_size=VOCABULARY,
-        **_SIZES,
-        **_DROPOUTS,
-        max_position_embeddings=100,
-        pad_token_id=PADDING,
-        is_decoder=True,
-        attn_implementation="eager",
-        **({"languages": ["en_XX"], "default_language": "en_XX"} if kind == "Xmod" else {}),
-    )
-    model = getattr(transformers, f"{kind}ForCausalLM")(config)
-    for name, parameter in model.named_parameters():
-        torch.nn.init.normal_(parameter, std=0.3)
-        parameter.requires_grad_(not name.endswith("key.bias"))  # softmax leaves it none but rounding
-    return model.double().train()  # its gradients are small
-
-
-def family(rank: int, world_size: int, kinds: tuple[str, ...]) -> None:
-    for seed, kind in enumerate(kinds):
-        batch = text(2, 12 * world_size, seed=seed, unlabelled=5)
-        batch["input_ids"][0, [4, 11, 15]] = PADDING  # not counted, on either rank
-        reference = roberta(kind)
-        want = reference(**batch)
-        want.loss.backward()
-        model = dfa_hf.distribute_attention(roberta(kind))
-        check(model, dfa_hf.shard_batch(batch), reference, (want.logits, want.loss), kind)
-
-
-def test_positions_begin_behind_that_of_padding_in_robertas_family() -> None:
-    run_ranks(2, family, FAMILY, timeout=120)
-
-
-def packed_and_embedded(rank: int, world_size: int) -> None:
-    batch = pack(12 * world_size, seed=2, rows=2)
-    batch["input_ids"][0, 7] = PADDING
-    reference = roberta("Roberta")
-    want = one_by_one(reference, batch)
-    want[1].backward()
-    model = dfa_hf.distribute_attention(roberta("Roberta"))
-    check(model, dfa_hf.shard_batch(batch), reference, want, "documents")
-
-    embedded = reference.get_input_embeddings()(text(1, 12 * world_size, seed=3)["input_ids"])
-    whole = reference(inputs_embeds=embedded).logits
-    places = local_positions(12 * world_size)[None]
-    got = model(inputs_embeds=shard_sequence(embedded), position_ids=places).logits
-    assert_close(got, shard_sequence(whole), tolerance=1e-5, name="embeddings")
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_documents_and_embeddings_begin_behind_padding_too(ranks: int) -> None:
-    run_ranks(ranks, packed_and_embedded, timeout=120)
-
-
-def test_under_accelerate_robertas_family_is_refused() -> None:
-    model = roberta("Roberta")
-    with pytest.raises(UnsupportedError, match=r"a roberta model under accelerate.*evaluation"):
-        dfa_hf.distribute_attention(model, accelerate=True)
-    assert model.config._attn_implementation == "eager"
-
 
 LIMIT = 10
 """Tokens up to which the tables and frequencies of these models reach."""
@@ -96,7 +24,7 @@ _LONGROPE = _ROPE | {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_f
 REACH: dict[str, dict[str, Any]] = {
     "Llama": {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}},
     "Phi3": {"rope_parameters": _LONGROPE, "original_max_position_embeddings": LIMIT, "pad_token_id": 0},
-    "OPT": {"word_embed_proj_dim": 32, "ffn_dim": 24, "dropout": 0.0},
+    "GPTBigCode": dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0),
 }
 
 
@@ -107,8 +35,7 @@ def uneven(rank: int, world_size: int) -> None:
         reference, model = (build(kind, **changes, **reach).double() for _ in range(2))
         dfa_hf.distribute_attention(model)
         take_whole_batches(model)
-        packs = [] if kind == "OPT" else [(14, (4,))]  # the last document is the longest
-        for length, starts in ((LIMIT, ()), (LIMIT - 1, ()), *packs):
+        for length, starts in ((LIMIT, ()), (LIMIT - 1, ()), (14, (4,))):  # the last document is the longest
             batch = text(2, length, seed=length)
             if starts:
                 batch |= {"position_ids": torch.cat([torch.arange(4), torch.arange(length - 4)]).expand(2, -1)}

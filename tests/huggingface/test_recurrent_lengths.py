@@ -14,7 +14,7 @@ from tests.support.close import assert_close
 from tests.support.recurrences import by_path
 from tests.support.workers import preload, run_ranks
 
-KINDS = "kimi_linear", "mamba", "mamba2", "minimax", "qwen3_next"
+KINDS = "kimi_linear", "mamba", "mamba2", "qwen3_next"
 if conftest.INSTALLED:
     preload(*(f"transformers.models.{kind}.modeling_{kind}" for kind in KINDS))
 
@@ -27,19 +27,13 @@ def drawn() -> dict[str, tuple[Callable[..., Any], int, Named, Named, dict[str, 
     from transformers.models.kimi_linear.modeling_kimi_linear import chunk_kimi_delta_attention
     from transformers.models.mamba.modeling_mamba import causal_conv1d_fn, mamba_selective_scan
     from transformers.models.mamba2.modeling_mamba2 import mamba2_chunk_scan
-    from transformers.models.minimax.modeling_minimax import MiniMaxConfig, MiniMaxLightningAttention
     from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated_delta_rule
 
     torch.manual_seed(3)
-    config = MiniMaxConfig(hidden_size=8, num_attention_heads=2, num_hidden_layers=2, head_dim=4, block_size=4)
 
     def rows(*shape: int) -> torch.Tensor:
         return torch.randn(2, LENGTH, *shape)
 
-    def forward(self: Any, hidden_states: torch.Tensor) -> Any:
-        return self(hidden_states, None, None)
-
-    lightning = MiniMaxLightningAttention(config, 0)
     delta = {"query": rows(2, 4), "key": rows(2, 4), "value": rows(2, 4), "beta": rows(2).sigmoid()}
     x, dt, b, c = rows(4, 3), rows(4), rows(2, 5), rows(2, 5)
     a, bias = -torch.rand(4), torch.randn(4)
@@ -62,7 +56,6 @@ def drawn() -> dict[str, tuple[Callable[..., Any], int, Named, Named, dict[str, 
             *(mamba_selective_scan, 2, flat, {"A": -torch.rand(4, 3), "delta_bias": bias}),
             {"delta_softplus": True},
         ),
-        "MiniMaxLightningAttention": (forward, 1, {"hidden_states": rows(8)}, {}, {"self": lightning}),
     }
 
 
@@ -71,7 +64,7 @@ def stands_in(rank: int, world_size: int) -> None:
     from dfa_megatron.huggingface.current_forward import Forward, LayerContext
     from dfa_megatron.huggingface.positions.seen import seen_of
     from dfa_megatron.huggingface.recurrent.layers import options_of
-    from dfa_megatron.huggingface.recurrent.stand_ins import FORWARDS, STANDS_IN
+    from dfa_megatron.huggingface.recurrent.stand_ins import STANDS_IN
     from dfa_megatron.plan.language.tree import Tree
     from dfa_megatron.runtime.comm.groups import group_name
 
@@ -96,7 +89,7 @@ def stands_in(rank: int, world_size: int) -> None:
             wanted = torch.cat([by_path(alone, row, own, parents, dim) for row, own in zip(rows, every, strict=True)])
             local = {each: x.movedim(dim, 0)[mine].movedim(0, dim) for each, x in ours.items() if each in tokens}
             given = local | {each: ours[each] for each in parameters} | fixed
-            out = first((FORWARDS | STANDS_IN)[name](real, options, given))
+            out = first(STANDS_IN[name](real, options, given))
             cut = (slice(None),) * dim + (mine,)
             weights = torch.randn(wanted.shape)
             assert_close(out, wanted[cut], tolerance=3e-5, name=name)

@@ -17,7 +17,6 @@ from dfa_megatron.config import MegatronConfig, TrainingConfig
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.huggingface import attention_function, windows
 from dfa_megatron.huggingface.checks import call_checks
-from dfa_megatron.huggingface.checks.call_checks import computes_loss
 from dfa_megatron.huggingface.checks.check_model import check_model
 from dfa_megatron.huggingface.current_forward import CONTEXT
 from dfa_megatron.huggingface.small.shrink import _heads
@@ -111,6 +110,24 @@ def several_stacks() -> Any:
     return transformers.BltForCausalLM(config)
 
 
+def prefixed(kind: str) -> Any:
+    part = {"hidden_size": 32, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4}
+    text_config = {**part, "model_type": kind, "vocab_size": 61, "num_key_value_heads": 2, "head_dim": 8}
+    tower = {**part, "image_size": 8, "patch_size": 4}
+    config = transformers.PaliGemmaConfig(text_config=text_config, vision_config=tower, image_token_index=60)
+    return transformers.PaliGemmaForConditionalGeneration(config)
+
+
+DECODER = {"is_decoder": True, "attention_probs_dropout_prob": 0.0}
+AT_ENCODER = {"model": "LMHeadModel", "add_cross_attention": True}
+OF_BART = {"decoder_layers": 2, "decoder_attention_heads": 4, "decoder_ffn_dim": 24, "is_encoder_decoder": False}
+WITH_TABLES: tuple[tuple[str, str, dict[str, Any]], ...] = (
+    ("opt", "OPT", {"ffn_dim": 24, "word_embed_proj_dim": 32}),
+    ("biogpt", "BioGpt", {"attention_probs_dropout_prob": 0.0}),
+    ("roberta", "Roberta", DECODER),
+    ("xlm-roberta", "XLMRoberta", DECODER),
+    ("data2vec-text", "Data2VecText", DECODER),
+)
 REMAT = TrainingConfig(checkpoint="remat")
 CHUNKED: Any = Stub(config=Stub(layer_types=["chunked_attention"], attention_chunk_size=8), layer_idx=0)
 ALONE = Stub(state=Stub(num_processes=2), parallelism_config=None)
@@ -125,6 +142,7 @@ GENERATES: dict[str, Any] = {
 CASES: list[tuple[str, Callable[[], Any]]] = [
     ("head_mask in a layer of type LlamaAttention", lambda: attend(head_mask=torch.ones(1))),
     ("attention dropout 0.2", lambda: attend(dropout=0.2)),
+    ("attention that is not causal", lambda: attend(is_causal=False)),
     ("sinks in a layer of type LlamaAttention", lambda: attend(sinks=torch.ones(4))),
     ("sliding_window=None in a layer.*one of 0", lambda: attend(mask=windows.WindowMask(0))),
     ("no transformers model", lambda: dfa_hf.distribute_attention(torch.nn.Linear(1, 1))),
@@ -167,6 +185,17 @@ CASES: list[tuple[str, Callable[[], Any]]] = [
     ),
     ("a blt model: its config names no number of layers", lambda: asked(several_stacks())),
     ("a falcon model.*code of their own", lambda: asked(sized("Falcon"))),
+    ("a bert model with 4 attentions, 2 of them not causal", lambda: asked(sized("Bert", **DECODER, **AT_ENCODER))),
+    ("a bart model with 4 attentions, 2 of them not causal", lambda: asked(sized("Bart", **OF_BART))),
+    ("a minimax model with 0 layers whose state", lambda: asked(sized("MiniMax", num_local_experts=2))),
+    *(
+        ("a paligemma model with 2 attentions, 2 of them not causal", partial(lambda k: asked(prefixed(k)), kind))
+        for kind in ("gemma", "gemma2")
+    ),
+    *(
+        (f"a {name} model with a table of positions", partial(lambda k, f: asked(sized(k, **f)), kind, fields))
+        for name, kind, fields in WITH_TABLES
+    ),
     *(
         (f"a {kind.lower()} model, an encoder and a decoder", partial(lambda k: asked(two_stacks(k)), kind))
         for kind in ("Bart", "T5", "Whisper")
@@ -198,18 +227,6 @@ def test_labels_for_a_loss_of_its_own_are_refused(monkeypatch: pytest.MonkeyPatc
     model = changed(build("Llama"), size=2)
     with pytest.raises(UnsupportedError, match="labels for a model of type LlamaForCausalLM"):
         call_checks.check_loss(model, {"labels": torch.ones(1, 8)}, getattr(model, CONTEXT))
-
-
-def test_a_decoder_is_refused_attention_over_an_encoder_and_its_own_loss() -> None:
-    from transformers import BartConfig, BartForCausalLM
-
-    sizes = {"d_model": 32, "decoder_layers": 2, "decoder_attention_heads": 4, "decoder_ffn_dim": 24}
-    tokens = {"vocab_size": 61, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 2}
-    model = BartForCausalLM(BartConfig(**sizes, **tokens, attn_implementation="eager"))
-    dfa_hf.distribute_attention(model)
-    assert not computes_loss(model)
-    with pytest.raises(UnsupportedError, match="not causal"):
-        model(input_ids=text(1, 8, seed=0)["input_ids"], encoder_hidden_states=torch.randn(1, 8, 32))
 
 
 @pytest.mark.parametrize("checkpoint", ["remat", "full"])

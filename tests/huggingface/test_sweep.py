@@ -12,7 +12,7 @@ from tests.support.workers import preload, run_ranks
 POPULAR = (
     *("cohere2", "deepseek_v3", "ernie4_5", "exaone4", "gemma", "glm4", "glm4_moe", "gpt2"),
     *("gpt_neox", "granite", "granitemoe", "lfm2", "minimax_m2", "mixtral", "nemotron_h", "olmo2"),
-    *("olmo3", "opt", "phi", "phi4_multimodal", "qwen3", "qwen3_moe", "qwen3_next", "smollm3", "starcoder2"),
+    *("olmo3", "phi", "phi4_multimodal", "qwen3", "qwen3_moe", "qwen3_next", "smollm3", "starcoder2"),
 )
 """The other popular types are in test_parity.py, test_packed.py, test_hybrids.py and test_parts.py."""
 

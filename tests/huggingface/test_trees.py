@@ -118,18 +118,6 @@ def test_a_tree_that_does_not_fit_is_refused(changes: dict[str, Any], complaint:
         dfa_hf.shard_batch(TREE | changes)
 
 
-@pytest.mark.parametrize(
-    ("kind", "changes", "complaint"),
-    [
-        ("Roberta", {"is_decoder": True}, "a table behind its padding"),
-    ],
-)
-def test_a_model_that_counts_places_in_the_pack_is_refused(kind: str, changes: dict[str, Any], complaint: str) -> None:
-    model = dfa_hf.distribute_attention(build(kind, **changes))
-    with pytest.raises(UnsupportedError, match=complaint):
-        model(**dfa_hf.shard_batch(TREE))
-
-
 def test_a_model_with_its_own_attention_and_wrong_positions_are_refused() -> None:
     model, local = dfa_hf.distribute_attention(build("Llama")), dfa_hf.shard_batch(TREE)
     with pytest.raises(UnsupportedError, match="position_ids from 0 to 7"):

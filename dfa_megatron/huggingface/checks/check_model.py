@@ -10,8 +10,7 @@ import torch
 
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.huggingface.implementation import is_multimodal, kind_of, text_field
-from dfa_megatron.huggingface.positions.embedded_positions import LOCAL_ROPE, rotaries_of, table_of
-from dfa_megatron.huggingface.positions.seen import PREFIX
+from dfa_megatron.huggingface.positions.embedded_positions import LOCAL_ROPE, rotaries_of
 from dfa_megatron.huggingface.recurrent.layers import layers_of, not_called
 
 _ATTENTIONS = {"full_attention", "sliding_attention", "chunked_attention"}
@@ -22,9 +21,6 @@ _EACH_TOKEN = {"mlp", "moe"}
 """Types of layers that treat every token alone."""
 _OWN_MASKS = ("doge",)
 """Types whose layers derive a mask of their own from the one that their model gives them."""
-
-_AT_ENCODER = ("encoder_attn", "crossattention")
-"""Names of a decoder layer's attention at an encoder; in a decoder-only model it does not run."""
 
 _CHOOSES = re.compile("Indexer|Compressor")
 """In the names of modules that choose or compress the keys which a token attends to."""
@@ -40,11 +36,10 @@ def check_model(model: Any) -> list[torch.nn.Module]:
     _check_config(model)
     decoder = model.get_decoder()
     within = decoder if is_multimodal(model) else model
-    named = {n: x for n, x in within.named_modules() if hasattr(x, "is_causal") and hasattr(x, "layer_idx")}
-    layers = [module for name, module in named.items() if name.split(".")[-1] not in _AT_ENCODER]
+    layers = [x for x in within.modules() if hasattr(x, "is_causal") and hasattr(x, "layer_idx")]
     _check_layers(model, decoder, layers)
     _check_positions(model, decoder, layers)
-    return list(named.values())
+    return layers
 
 
 def _check_stack(model: Any) -> None:
@@ -113,13 +108,13 @@ def _check_layers(model: Any, decoder: Any, attentions: list[torch.nn.Module]) -
             "a model whose layers attend to all keys, or to a window of them",
         )
     others, count = sum(not getattr(layer, "is_causal", True) for layer in attentions), len(attentions)
-    if others and model.config.model_type != PREFIX:
+    if others:
         raise UnsupportedError(
             f"{kind} with {count} attentions, {others} of them not causal",
             "a stack of decoder layers sees earlier tokens alone",
             "a model with causal layers",
         )
-    types, whole = getattr(config, "layer_types", None), getattr(config, "decoder_layers", config.num_hidden_layers)
+    types, whole = getattr(config, "layer_types", None), config.num_hidden_layers
     layers: int = whole if types is None else sum(kind not in _STATES | _EACH_TOKEN for kind in types)
     held = max((list(x) for x in decoder.children() if isinstance(x, torch.nn.ModuleList)), key=len, default=[])
     if count != layers and (len({*held}) < len(held) or whole != len(held) > 0):
@@ -165,8 +160,15 @@ def _check_positions(model: Any, decoder: Any, attentions: list[torch.nn.Module]
             "its frequencies depend on the longest position in the batch, and its layers embed positions themselves",
             "rope_type 'default', 'linear', 'yarn' or 'llama3'",
         )
+    table = getattr(getattr(decoder, "embeddings", None), "position_embeddings", None)
+    if hasattr(decoder, "embed_positions") or getattr(table, "padding_idx", None) is not None:
+        raise UnsupportedError(
+            f"{kind} with a table of positions, as OPT or RoBERTa have",
+            "it begins behind rows for padding, and ends at 2,048 tokens or before",
+            "a model with rotary embeddings, or position_ids that count from row 0, as GPT-2 has",
+        )
     takes = "position_ids" in inspect.signature(type(decoder).forward).parameters
-    if attentions and not takes and table_of(decoder) is None:
+    if attentions and not takes:
         raise UnsupportedError(
             kind,
             "it takes no position_ids, and counts positions in this rank's part",

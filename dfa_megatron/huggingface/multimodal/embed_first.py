@@ -18,7 +18,7 @@ from dfa_megatron.huggingface.current_forward import Forward, LayerContext
 from dfa_megatron.huggingface.positions import batch_number
 from dfa_megatron.huggingface.positions.document_starts import Documents
 from dfa_megatron.huggingface.positions.embedded_positions import has_axes, refuse_axes
-from dfa_megatron.huggingface.positions.seen import MASK, PREFIX, TREE, Images, Seen
+from dfa_megatron.huggingface.positions.seen import MASK, TREE, Images, Seen
 from dfa_megatron.plan.language.mask import Mask
 from dfa_megatron.plan.language.tree import Tree
 from dfa_megatron.sharding import local_positions, shard_sequence, unshard_sequence
@@ -35,7 +35,6 @@ _OF_LOSS = ("labels", "shift_labels", "num_items_in_batch")
 _BOTH_WAYS = {
     "gemma3": ("token_type_ids", (1,), {"full_attention", "sliding_attention"}),
     "gemma4": ("mm_token_type_ids", (1, 2), {"sliding_attention"}),
-    PREFIX: ("token_type_ids", (0,), {"full_attention", "sliding_attention", ""}),
 }
 """By type of model: the argument that marks images, its values there, and the kinds of layers that see both ways."""
 
@@ -97,29 +96,22 @@ def _take_images(
     Raises:
         UnsupportedError: it is not known which of their tokens see which.
     """
-    kind = model.config.model_type
-    name, values, kinds = _BOTH_WAYS.get(kind, ("", (), set()))
+    name, values, kinds = _BOTH_WAYS.get(model.config.model_type, ("", (), set()))
     causal = name == "mm_token_type_ids" and model.config.get_text_config().use_bidirectional_attention != "vision"
     marks: torch.Tensor | None = None if causal else kwargs.pop(name, None)
-    if marks is None and kind == PREFIX:
-        raise UnsupportedError(
-            f"a {kind} model without token_type_ids",
-            "they tell its prefix, without which attention implementations of transformers differ",
-            "token_type_ids, 0 in the prefix and 1 in the suffix, as its processor makes them",
-        )
     if marks is None:
         return None
     seen = torch.isin(marks, torch.tensor(values, device=marks.device))
     if isinstance(mask := kwargs.get("attention_mask"), torch.Tensor) and mask.dim() == 2:
         seen = seen & mask.bool()
     changes = torch.nn.functional.pad(seen.int(), (1, 1)).diff().cpu()
-    if kind != PREFIX and not bool(changes.any()):
+    if not bool(changes.any()):
         return None
     ends = [row.nonzero().flatten().tolist() for row in changes]  # in turn where one begins, and behind it
-    found = tuple(tuple((lo, hi, kind == PREFIX) for lo, hi in zip(row[::2], row[1::2], strict=True)) for row in ends)
+    found = tuple(tuple(zip(row[::2], row[1::2], strict=True)) for row in ends)
     told = rows.told if isinstance(rows, Seen) else None
     edges = [span.lo for span in told.spans] if isinstance(told, Tree) else []
-    if isinstance(told, Mask) or any(lo < edge < hi for row in found for lo, hi, _ in row for edge in edges):
+    if isinstance(told, Mask) or any(lo < edge < hi for row in found for lo, hi in row for edge in edges):
         raise UnsupportedError(
             "images whose tokens see each other, under a mask or over several segments of a prompt_tree",
             "a mask says by itself which tokens attend to which, and a segment's children do not see each other",
@@ -172,11 +164,9 @@ def cut(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], forward: For
     if theirs is not None and theirs.dim() == 2:
         if has_axes(module):
             refuse_axes(module, theirs, embedded=kwargs.get("inputs_embeds") is not None)
-        first = theirs[:, :1]  # PaliGemma counts from 1
-        if forward.given is None and not equal(theirs - first, torch.arange(length, device=theirs.device)[None]):
+        if forward.given is None and not equal(theirs, torch.arange(length, device=theirs.device)[None]):
             refuse_positions(theirs, forward.context, length)
-        assert forward.positions is not None
-        kept["position_ids"] = forward.positions + first
+        kept["position_ids"] = forward.positions
     elif theirs is not None and theirs.shape[0] == 3:  # of a tower's own: beside them the places of tokens
         kept["position_ids"] = torch.cat((plain.expand(1, rows, -1), kept["position_ids"]))
     elif theirs is None and forward.given is None and has_axes(module):

@@ -1,12 +1,10 @@
 """Compute the positions that a model embeds from the places of its tokens in their sequence or document.
 
-In most models position and place are equal. RoBERTa and its family do not count padding tokens, and their first
-position follows the row of the padding token. Language models for images count along three axes.
+In most models position and place are equal. Language models for images count along three axes.
 
-Some modules would count positions in this rank's part. RoPE of the types `dynamic` and `longrope` takes its frequencies
-from the longest position that it is given: it is given that of the longest document as well. A table of positions in a
-decoder that takes no position_ids is given them. The decoder itself calls both, outside the layers that may be
-recomputed. Llama 4's layers without RoPE scale their queries by places: they get the scale of the whole document.
+RoPE of the types `dynamic` and `longrope` takes its frequencies from the longest position that it is given: it is given
+that of the longest document as well. The decoder itself calls it, outside the layers that may be recomputed. Llama 4's
+layers without RoPE scale their queries by places: they get the scale of the whole document.
 """
 
 from __future__ import annotations
@@ -18,46 +16,10 @@ import torch
 
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.huggingface.current_forward import Forward, forward_of
-from dfa_megatron.huggingface.positions import document_starts as packed
-from dfa_megatron.huggingface.positions.seen import Seen
-from dfa_megatron.sharding import local_positions, shard_sequence, unshard_sequence
+from dfa_megatron.sharding import local_positions
 
 _SECTIONS = "mrope_section"
 """The field of a config, or of a rotary module, that divides a head among the axes."""
-
-
-def padding_of(decoder: Any) -> int | None:
-    """Return the padding row of a table of learned positions, as in RoBERTa's family; None if there is none."""
-    table = getattr(getattr(decoder, "embeddings", None), "position_embeddings", None)
-    padding: int | None = getattr(table, "padding_idx", None)
-    return padding
-
-
-def embedded(
-    decoder: Any, tokens: torch.Tensor, seen: packed.Documents | Seen | None, positions: torch.Tensor, group: str
-) -> torch.Tensor:
-    """Return what a decoder embeds for this rank's tokens; for a table behind padding collective, with a small message.
-
-    Args:
-        tokens: (batch, local_seq) ids, or embeddings, of which none is known to be padding, as in the model itself.
-        seen: what every row sees, None if each is one document.
-        positions: of the tokens, int64 (batch or 1, local_seq).
-        group: name of the group that shares the sequences.
-    """
-    padding = padding_of(decoder)
-    if padding is None:
-        return positions
-    if tokens.dim() == 3:
-        return positions + padding + 1
-    real = (tokens != padding).to(torch.uint8)
-    whole = unshard_sequence(real, group=group).long()
-    counted = whole.cumsum(1)
-    if seen is not None:
-        assert isinstance(seen, tuple)  # trees and masks are refused
-        at = torch.arange(whole.shape[1], device=tokens.device)
-        before = (counted - whole).gather(1, at - packed.positions_of(seen, tokens.device))
-        counted = counted - before
-    return shard_sequence(counted * whole + padding, group=group)
 
 
 def places(decoder: Any, kwargs: dict[str, Any], *, whole: bool) -> torch.Tensor | None:
@@ -112,33 +74,11 @@ def rotaries_of(decoder: Any) -> list[torch.nn.Module]:
     return [c for c, k in kinds.items() if any(x in LOCAL_ROPE for x in (k.values() if isinstance(k, dict) else (k,)))]
 
 
-def table_of(decoder: Any) -> torch.nn.Module | None:
-    """Return the table of positions of a decoder that takes no position_ids; None for others."""
-    home = decoder if hasattr(decoder, "embed_positions") else getattr(decoder, "encoder", None)
-    table: torch.nn.Module | None = getattr(home, "embed_positions", None)
-    if _takes(decoder) or table is None or not _takes(table):
-        return None
-    return table
-
-
-def modules_of(decoder: Any) -> list[torch.nn.Module]:
-    """Return the modules of a decoder that count positions by themselves, to be hooked."""
-    table = table_of(decoder)
-    return [*rotaries_of(decoder), *([] if table is None else [table])]
-
-
 def hook(decoder: Any) -> None:
     """Hook these modules, which need a `LayerContext` when they run."""
     for rotary in rotaries_of(decoder):
         rotary.register_forward_pre_hook(_with_longest, with_kwargs=True)
         rotary.register_forward_hook(_without_longest)
-    if (table := table_of(decoder)) is not None:
-        table.register_forward_pre_hook(_with_positions, with_kwargs=True)
-        table.register_forward_hook(_of_rows)
-
-
-def _takes(module: Any) -> bool:
-    return "position_ids" in inspect.signature(type(module).forward).parameters
 
 
 def _with_longest(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -156,17 +96,6 @@ def _without_longest(module: Any, args: tuple[Any, ...], output: Any) -> Any:
         return None
     cut = [x[..., :-1, :] for x in (output if isinstance(output, tuple) else (output,))]
     return tuple(cut) if isinstance(output, tuple) else cut[0]
-
-
-def _with_positions(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    positions = forward_of(module).positions
-    return None if positions is None else (args, kwargs | {"position_ids": positions})
-
-
-def _of_rows(module: Any, args: tuple[Any, ...], output: torch.Tensor) -> torch.Tensor | None:
-    """Return the embeddings by row: tables that expect the positions of one row add a dimension."""
-    positions = forward_of(module).positions
-    return None if positions is None else output.view(*positions.shape, -1)
 
 
 def has_temperature(layer: Any) -> bool:

@@ -24,14 +24,8 @@ from dfa_megatron.runtime.cu_seqlens import Offsets
 TREE, MASK = "prompt_tree", "mask"
 """The keys of a batch, and of a call: a `Tree` or its lengths and parents; a `Mask` of a whole row."""
 
-Images = tuple[tuple[int, int, bool], ...]
-"""The first token of each image and the one behind its last, in the sequence of all ranks, of one row.
-
-The third is whether it is a prefix, such as PaliGemma's: it begins a document, and sees itself beyond a window too.
-"""
-
-PREFIX = "paligemma"
-"""The type of models whose images are prefixes."""
+Images = tuple[tuple[int, int], ...]
+"""The first token of each image and the one behind its last, in the sequence of all ranks, of one row."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,34 +154,16 @@ def mask_of(row: Offsets | Seen, images: Images, left: int, chunk: int | None = 
         images: tokens that see each other both ways too; one that reaches over two documents is one in each.
         left: a token sees this many positions before its own; -1 for all.
         chunk: a token sees the positions of its own chunk; None for no chunks.
-
-    Raises:
-        UnsupportedError: a prefix begins amid a document, or a path.
     """
     if not isinstance(row, Seen):
-        cuts, begins = list(pairwise(row)), {*row}
-        images = tuple(
-            (max(lo, first), min(hi, last), prefix)
-            for first, last in cuts
-            for lo, hi, prefix in images
-            if lo < last and first < hi
-        )
-        mask = two_way_blocks([hi - lo for lo, hi in cuts], [(lo, hi) for lo, hi, _ in images], left)
-        more = list[Tile | None]()
-    else:
-        told, begins = row.told, {lo for lo, at in row.runs if at == 0}
-        mask = told.mask(left) if isinstance(told, Tree) else told
-        if chunk or (left >= 0 and mask is told):
-            mask = _near(row, mask, left, chunk)
-        more = [Tile(Span(lo, hi), Span(lo, hi), lo=1).shrink() for lo, hi, _ in images]
-    if any(prefix and lo not in begins for lo, _, prefix in images):
-        raise UnsupportedError(
-            "a prefix that begins amid a document or a path",
-            "versions of transformers differ in which tokens of two prefixes see each other",
-            "token_type_ids of 0 in front of those of 1 in every document, and an attention_mask of the padding",
-        )
-    far = [(lo, hi) for lo, hi, prefix in images if prefix and left >= 0]
-    more += [Tile(Span(lo, hi), Span(lo, hi), hi=-left - 1).shrink() for lo, hi in far]
+        cuts = list(pairwise(row))
+        within = [(max(lo, at), min(hi, end)) for at, end in cuts for lo, hi in images if lo < end and at < hi]
+        return two_way_blocks([hi - lo for lo, hi in cuts], within, left)
+    told = row.told
+    mask = told.mask(left) if isinstance(told, Tree) else told
+    if chunk or (left >= 0 and mask is told):
+        mask = _near(row, mask, left, chunk)
+    more = [Tile(Span(lo, hi), Span(lo, hi), lo=1).shrink() for lo, hi in images]
     tiles = (*mask.tiles, *(tile for tile in more if tile))
     return mask if tiles == mask.tiles else Mask(f"{mask.name} with images {_edges(images)}", mask.length, tiles)
 

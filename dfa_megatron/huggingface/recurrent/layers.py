@@ -11,15 +11,13 @@ from typing import Any
 import torch
 
 from dfa_megatron.huggingface.current_forward import REACHED, Forward, end, enter, forward_of, innermost
-from dfa_megatron.huggingface.recurrent.stand_ins import CLASSES, FORWARDS, FUSED, STANDS_IN
+from dfa_megatron.huggingface.recurrent.stand_ins import CLASSES, FUSED, STANDS_IN
 from dfa_megatron.runtime.agreement.calls import at_layer
 
 
 def layers_of(model: Any) -> list[torch.nn.Module]:
-    """Return the layers that call one of the functions that can be replaced, or whose forward can be."""
-    return [
-        module for module in model.modules() if _called(module) & set(STANDS_IN) or type(module).__name__ in FORWARDS
-    ]
+    """Return the layers that call one of the functions that can be replaced."""
+    return [module for module in model.modules() if _called(module) & set(STANDS_IN)]
 
 
 def modules_of(model: Any) -> list[torch.nn.Module]:
@@ -61,8 +59,6 @@ def hook(layer: torch.nn.Module) -> None:
     for name in _called(layer) & {*STANDS_IN, *FUSED}:
         if not hasattr(names[name], _REAL):
             names[name] = _replacing(name, names[name])
-    if type(layer).__name__ in FORWARDS and not hasattr(type(layer).forward, _REAL):
-        type(layer).forward = _replacing(type(layer).__name__, type(layer).forward)
 
 
 _REAL = "_dfa_real"
@@ -75,7 +71,7 @@ def _replacing(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(real)
     def replaced(*args: Any, **kwargs: Any) -> Any:
         layer, forward = innermost() or (None, None)
-        if forward is None or not forward.distributed or name not in {type(layer).__name__, *_called(layer)}:
+        if forward is None or not forward.distributed or name not in _called(layer):
             return real(*args, **kwargs)
         if name in FUSED:
             return None
@@ -83,7 +79,7 @@ def _replacing(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
         given.pop("kwargs", None)
         vars(layer)[REACHED].add(name)
         with at_layer(int(getattr(layer, "layer_idx", None) or 0) + 1):
-            return {**STANDS_IN, **FORWARDS}[name](real, options_of(forward), given)
+            return STANDS_IN[name](real, options_of(forward), given)
 
     setattr(replaced, _REAL, real)
     return replaced

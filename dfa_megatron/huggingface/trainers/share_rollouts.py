@@ -21,7 +21,7 @@ from dfa_megatron.huggingface.current_forward import CONTEXT, LayerContext
 from dfa_megatron.huggingface.distribute import local_attention, transformers_model
 from dfa_megatron.runtime.comm.groups import resolve
 
-_LEARNED = {"wpe", "embed_positions", "position_embeddings", "position_embedding"}
+_LEARNED = {"wpe", "position_embeddings", "position_embedding"}
 """Names of tables of learned positions in transformers."""
 
 

@@ -102,22 +102,6 @@ WHOLE: dict[str, tuple[str, str, dict[str, Any]]] = {
             "image_token_index": TOKEN,
         },
     ),
-    **{
-        kind: (
-            "PaliGemma",
-            "prefix",
-            {
-                "text_config": {**_TEXT, **own},
-                "vision_config": _SIGLIP,
-                "image_token_index": TOKEN,
-                "projection_dim": 32,
-            },
-        )
-        for kind, own in {
-            "paligemma": {"model_type": "gemma"},
-            "paligemma of gemma2": {**_GEMMA, "model_type": "gemma2"},
-        }.items()
-    },
     "llava": (
         "Llava",
         "picture",
@@ -193,8 +177,6 @@ def add_images(model: Any, kind: str, batch: dict[str, torch.Tensor]) -> dict[st
     for row, at in rows:
         ids[row, at : at + TOKENS], labels[row, at : at + TOKENS] = TOKEN, IGNORED
     form, marks = WHOLE[kind][1], (ids == TOKEN).int()
-    if form == "prefix":  # which ends amid documents and images, and in the second row on another rank than it begins
-        marks = suffixes(batch.get("position_ids", torch.arange(ids.shape[1])[None]).expand(ids.shape))
     found = {"input_ids": ids, "labels": labels, **_pixels(form, len(rows), marks)}
     if (places := batch.get("position_ids")) is None:
         return found
@@ -203,11 +185,6 @@ def add_images(model: Any, kind: str, batch: dict[str, torch.Tensor]) -> dict[st
     starts = [*(places[0] == 0).nonzero().flatten().tolist(), ids.shape[1]]
     axes = [_axes(model, part(found, lo, hi)) for lo, hi in pairwise(starts)]
     return found | {"position_ids": torch.cat((places[None], torch.cat(axes, 2)))}
-
-
-def suffixes(places: torch.Tensor) -> torch.Tensor:
-    """Return PaliGemma's token_type_ids for places (rows, length) in documents: 0 in a prefix, and then 1."""
-    return (places >= 10 + 15 * torch.arange(len(places))[:, None]).int()
 
 
 def part(batch: dict[str, torch.Tensor], lo: int, hi: int) -> dict[str, torch.Tensor]:
@@ -242,7 +219,7 @@ def _pixels(form: str, images: int, marks: torch.Tensor) -> dict[str, torch.Tens
 
     if form in SIZES:
         return {"pixel_values": random(images, *SIZES[form])}
-    if form in ("image", "prefix"):
+    if form == "image":
         return {"pixel_values": random(images, 3, 8, 8), "token_type_ids": marks}
     if form.endswith("patches"):
         side = 4 if form == "patches" else 2

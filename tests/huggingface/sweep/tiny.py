@@ -71,6 +71,7 @@ FIRST: dict[str, dict[str, Any]] = {
 
 THEN: dict[str, dict[str, Any]] = {
     "marian": {"decoder_vocab_size": 96},
+    **_each(("plbart", "whisper"), {"decoder_attention_heads": 4}),
     "xglm": {"use_cache": False},
     "codegen": {"n_head": 4, "rotary_dim": 8},
     "llama4_text": {"attention_chunk_size": 7, "floor_scale": 4, "attn_scale": 0.5},
