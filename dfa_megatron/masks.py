@@ -22,7 +22,8 @@ The twelve static masks of the Long-Context Attention Benchmark (arXiv 2510.1789
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import wraps
 from itertools import pairwise
 from typing import Any
 
@@ -36,6 +37,20 @@ from dfa_megatron.plan.language.tree import prompt_tree as prompt_tree
 from dfa_megatron.plan.lowering.kernel_calls import fuse
 
 __all__ = [*_most, "from_dense", "prompt_tree"]
+
+
+def _taking_numpy(function: Callable[..., Mask]) -> Callable[..., Mask]:
+    """Let a function take numpy's numbers, which overflow and have other text than Python's."""
+
+    @wraps(function)
+    def taking(*args: Any, **options: Any) -> Mask:
+        return function(*plain(args), **{name: plain(value) for name, value in options.items()})
+
+    return taking
+
+
+for _name in (*_most[3:], "prompt_tree"):
+    globals()[_name] = _taking_numpy(globals()[_name])
 
 _CELLS = 1 << 24
 """Cells that are looked at together."""

@@ -15,7 +15,6 @@ from itertools import accumulate, pairwise
 from operator import index
 from typing import Any, NamedTuple, TypeVar, TypeVarTuple
 
-from dfa_megatron.names import plain
 from dfa_megatron.plan.language.geometry import UNBOUNDED, Span, Tile, tiles_with_blocks
 
 __all__ = [
@@ -388,17 +387,3 @@ def _component(lo: int, hi: int, tiles: list[Tile]) -> Component:
         if only.hi == 0 and only.lo == -UNBOUNDED and only.q == only.kv:
             return Component(only.q, (only,), rows * (rows + 1) // 2, True)
     return Component(Span(lo, hi), tuple(tiles), sum(tile.area for tile in tiles))
-
-
-def taking_numpy(function: Callable[..., Mask]) -> Callable[..., Mask]:
-    """Let a function take numpy's numbers, which overflow and have other text than Python's."""
-
-    @wraps(function)
-    def taking(*args: Any, **options: Any) -> Mask:
-        return function(*plain(args), **{name: plain(value) for name, value in options.items()})
-
-    return taking
-
-
-for _name in __all__[3:]:
-    globals()[_name] = taking_numpy(globals()[_name])
