@@ -43,7 +43,7 @@ config = TransformerConfig(
     recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1,  # attention still runs once
 )  # fmt: skip
 options = MegatronConfig(data_layout="contiguous")
-if args.hybrid:  # from Megatron-Core 0.18 on also models.hybrid, HybridModel, hybrid_layer_pattern
+if args.hybrid:  # since Megatron-Core 0.19 also models.hybrid, HybridModel, hybrid_layer_pattern
     from megatron.core.models.mamba.mamba_model import MambaModel
 
     if not cuda:

@@ -1,6 +1,6 @@
 """Lets Python 3.11 without triton import the newest megatron-core: a second leg of the tests, not a promise to users.
 
-megatron-core 0.17 and later declare Python 3.12 (typing.override), and import triton at the top of a module of experts
+megatron-core 0.19 declares Python 3.12 (typing.override), and imports triton at the top of a module of experts
 that no test here runs.
 """
 

@@ -1,7 +1,7 @@
 """Distributed attention in Megatron-Core, by layer specs and replaced names.
 
 In a Megatron script:        --context-parallel-size 8 --cp-comm-type dfa --spec dfa_megatron.megatron get_spec
-                             (Megatron-Core up to 0.18: --spec dfa_megatron.megatron SPEC;
+                             (Megatron-Core 0.16: --spec dfa_megatron.megatron SPEC;
                              hybrid models: --spec dfa_megatron.megatron hybrid_stack_spec)
 In a loop of your own:       distribute_attention(spec, config, config=options) returns the spec,
                              shard_batch(batch, cp_group, options) slices the data

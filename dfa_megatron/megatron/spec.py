@@ -69,6 +69,8 @@ def distribute_attention(
         UnsupportedError: the spec or the configuration would give wrong numbers silently.
     """
     warn_of_untested()
+    if (MAJOR, MINOR) in ((0, 17), (0, 18)):
+        raise UnsupportedError(f"Megatron-Core 0.{MINOR}", "it is not tested", "0.16.1, or 0.19 and later")
     options = MegatronConfig.of(config)
     _replace_names(options)
     context = AttentionContext(options, hybrid=is_stack(spec))
@@ -91,7 +93,7 @@ def _replace_names(options: MegatronConfig) -> None:
     replace(LanguageModule, "__init__", with_door)
     replace(LanguageModule, "setup_embeddings_and_output_layer", tiling)
     replace(multi_token_prediction, "roll_tensor", rolling)
-    replace(multi_token_prediction, "process_mtp_loss", counting, optional=(MAJOR, MINOR) < (0, 17))
+    replace(multi_token_prediction, "process_mtp_loss", counting, optional=(MAJOR, MINOR) < (0, 19))
     replace(WrappedTorchNorm, "__new__", bearing_sequence_parallelism)
 
 
@@ -179,7 +181,7 @@ def _stack(spec: Any, context: AttentionContext) -> ModuleSpec:
 
 
 def is_stack(spec: Any) -> bool:
-    """Return whether a spec is for a HybridStack (called MambaStack up to Megatron-Core 0.17)."""
+    """Return whether a spec is for a HybridStack (called MambaStack in Megatron-Core 0.16)."""
     submodules = getattr(spec, "submodules", None)
     return hasattr(submodules, "attention_layer") and hasattr(submodules, "mamba_layer")
 

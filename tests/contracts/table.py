@@ -115,7 +115,7 @@ MEGATRON = (
     # Multi-token prediction.
     on(f"{CORE}.transformer.multi_token_prediction:roll_tensor", "megatron/layers/prediction.py",
        replaced="tensor shifts dims cp_group packed_seq_params return_sum"),
-    on(f"{CORE}.transformer.multi_token_prediction:process_mtp_loss "  # from 0.17 on
+    on(f"{CORE}.transformer.multi_token_prediction:process_mtp_loss "  # since 0.19
        f"{CORE}.transformer.multi_token_prediction:roll_tensor", "megatron/layers/prediction.py",
        passes="cp_group packed_seq_params"),
     # Recomputation.
@@ -203,7 +203,7 @@ MEGATRON_TRAINING = (
     on("megatron.training.models.gpt:GPTModelBuilder.build_distributed_models", "megatron/small_script.py",
        passes="pg_collection ddp_config data_parallel_random_init mixed_precision_wrapper"),
 )  # fmt: skip
-"""Of megatron.training as it is since 0.19; wheels have it since 0.17."""
+"""Of megatron.training, which wheels have since 0.19."""
 
 TRANSFORMERS = (
     on("transformers.modeling_utils:PreTrainedModel", "huggingface/distribute.py huggingface/checkpointing.py",

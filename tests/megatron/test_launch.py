@@ -33,7 +33,7 @@ CLONE = {
 import argparse
 
 def add_megatron_arguments(parser):
-    parser.add_argument("--spec", nargs="*", help="a bare % (as 10%) is in the help of 0.18 and 0.19")
+    parser.add_argument("--spec", nargs="*", help="a bare % (as 10%) is in the help of 0.19")
     return parser
 
 def parse_args(extra_args_provider=None):

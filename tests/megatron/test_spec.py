@@ -14,6 +14,7 @@ import pytest
 from dfa_megatron.config import MegatronConfig
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.megatron import DistributedAttentionLayer, DistributedCoreAttention, distribute_attention
+from dfa_megatron.megatron import spec as package_spec
 from dfa_megatron.megatron.check_config import check_config
 from dfa_megatron.megatron.layers.recompute import takes_over
 from dfa_megatron.megatron.replace import replace
@@ -180,6 +181,13 @@ def test_spec_for_older_scripts_is_made_of_their_global_arguments(monkeypatch: p
     args.num_experts = 8
     with pytest.raises(UnsupportedError, match="SPEC with --mla-down-proj-fusion, --num-experts:"):
         script_specs.spec_from_args()
+
+
+@pytest.mark.parametrize("minor", [17, 18])
+def test_releases_between_the_tested_ones_are_refused(minor: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(package_spec, "MINOR", minor)
+    with pytest.raises(UnsupportedError, match=f"Megatron-Core 0.{minor}"):
+        distribute_attention(megatrons_spec(of_clone("dfa")))
 
 
 def test_every_public_name_is_there() -> None:

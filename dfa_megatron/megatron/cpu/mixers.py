@@ -15,7 +15,7 @@ from dfa_megatron.recurrence.token_loop import delta_rule, linear_attention
 
 
 def megatrons_stack() -> Any:
-    """Return Megatron's class of hybrid stacks (called MambaStack up to Megatron-Core 0.17)."""
+    """Return Megatron's class of hybrid stacks (called MambaStack in Megatron-Core 0.16)."""
     try:
         from megatron.core.models.hybrid.hybrid_block import HybridStack
     except ModuleNotFoundError:

@@ -81,7 +81,7 @@ class AttentionContext:
             raise UnsupportedError(
                 "a pipeline stage that was given no packed_seq_params",
                 "the script's data are packed documents, and attention here would not stop at their ends",
-                "at most two pipeline stages, or scripts of Megatron-Core 0.17 and later",
+                "at most two pipeline stages, or scripts of Megatron-Core 0.19 and later",
             )
         if pack is None and cp_group.size() == 1:
             return None

@@ -44,7 +44,7 @@ def _check(args: argparse.Namespace, options: MegatronConfig) -> None:
         raise UnsupportedError(
             f"dfa_megatron.launch with{f' --spec {args.spec[0]}' if args.spec else 'out --spec'}",
             "Megatron would build its own attention and ignore the --dfa flags",
-            "--spec dfa_megatron.megatron get_spec (up to Megatron-Core 0.18: SPEC), or a spec of your own made by "
+            "--spec dfa_megatron.megatron get_spec (in Megatron-Core 0.16: SPEC), or a spec of your own made by "
             "distribute_attention; --transformer-impl local for Megatron's own modules",
         )
     if options.data_layout == "contiguous":
@@ -79,7 +79,7 @@ def _add_flags() -> None:
         raise UnsupportedError(
             f"megatron.training.arguments.add_megatron_arguments of Megatron-Core {megatron.core.__version__}",
             f"it cannot be imported: {error}",
-            "a script in a Megatron-LM clone, or a megatron-core wheel from 0.17 on, which have megatron.training; "
+            "a script in a Megatron-LM clone, or a megatron-core wheel from 0.19 on, which have megatron.training; "
             "distribute_attention and shard_batch in a loop of your own need neither",
         ) from error
     replace(arguments, "add_megatron_arguments", _with_ours)
@@ -90,7 +90,7 @@ def _with_ours(megatrons: Parser) -> Parser:
 
 
 def _with_printable_help(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Escape a bare % in a help text of Megatron-Core 0.18 and 0.19, which makes --help fail in argparse."""
+    """Escape a bare % in a help text of Megatron-Core 0.19, which makes --help fail in argparse."""
     formatter = parser._get_formatter()
     for action in parser._actions:
         if action.help:

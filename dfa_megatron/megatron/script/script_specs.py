@@ -21,7 +21,7 @@ _NOT_IN_SPEC = (
     "kitchen_config_file", "kitchen_recipe_number", "mla_down_proj_fusion", "num_experts",
     "use_grouped_gemm_for_dense_mlp", "use_kitchen", "use_te_activation_func",
 )  # fmt: skip
-"""Flags that Megatron's default spec honours in some versions up to 0.18, and the one that is made here does not."""
+"""Flags that Megatron's default spec honours in some versions, and the one that is made here does not."""
 
 
 def get_spec(model_cfg: Any, vp_stage: int | None = None) -> Any:
@@ -49,7 +49,7 @@ def hybrid_stack_spec() -> Any:
 
 
 def default_stack_spec() -> Any:
-    """Return Megatron's own hybrid_stack_spec (called mamba_stack_spec up to 0.17).
+    """Return Megatron's own hybrid_stack_spec (called mamba_stack_spec in 0.16).
 
     Raises:
         UnsupportedError: the spec needs a package that is not installed (Transformer Engine, mamba-ssm, Triton).
@@ -71,7 +71,7 @@ def default_stack_spec() -> Any:
 
 
 def spec_from_args() -> Any:
-    """Return the object for `--spec dfa_megatron.megatron SPEC` (scripts up to Megatron-Core 0.18 take no function).
+    """Return the object for `--spec dfa_megatron.megatron SPEC` (scripts of Megatron-Core 0.16 take no function).
 
     Raises:
         UnsupportedError: not in a Megatron script, or the model's default spec has more than one kind of layer.
