@@ -19,6 +19,7 @@ from dfa_megatron.config import TrainingConfig
 from dfa_megatron.huggingface.checks.padding import IGNORED
 from tests.fuzz.frameworks.expected_refusals import LANGUAGE_MODELS as REFUSALS
 from tests.fuzz.frameworks.language_models import (
+    DELTA_RULES,
     HYBRIDS,
     MODELS,
     LanguageDraw,
@@ -74,7 +75,7 @@ class TransformersDraw(LanguageDraw):
     @property
     def dtype(self) -> str:
         """Return what it computes in: a recompute, of states too, takes no function mode."""
-        if self.kind in HYBRIDS:  # their states are in float32
+        if self.kind in HYBRIDS or any(name in self.kind for name in DELTA_RULES):  # their states are in float32
             return "float32"
         other = self.options["checkpoint"] != "none" or self.kind not in MODELS
         return "float64 beside float32" if other else "float64"
@@ -188,7 +189,7 @@ def _held(around: str, model: Any) -> Any:
         own = model.forward
         model.forward = functools.wraps(own)(lambda *args, **kwargs: own(*args, **kwargs))
     if around == "DDP":
-        return torch.nn.parallel.DistributedDataParallel(model, find_unused_parameters=True)
+        return torch.nn.parallel.DistributedDataParallel(model, broadcast_buffers=False, find_unused_parameters=True)
     if around.startswith("FSDP2"):
         policy = MixedPrecisionPolicy(torch.float64, torch.float64, cast_forward_inputs=around.endswith("cast"))
         for module in (*model.model.layers, model):
