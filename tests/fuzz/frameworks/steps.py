@@ -124,7 +124,7 @@ def _distances(found: Found, want: Mapping[str, Any]) -> dict[str, float]:
     largest = max((float(x.abs().max()) for x in want["gradients"].values()), default=0.0)
     for name, gradient in found.gradients.items():
         whole = want["gradients"][name]
-        least = max(float(whole.abs().max()), LEAST * largest, 1e-9)  # all below is rounding
+        least = max(float(whole.abs().max()), LEAST * largest, 1e-9) if largest > 1e-8 else 1.0  # all below is rounding
         for dimension, held in found.places.get(name, {}).items():
             whole = whole.index_select(dimension, held)
         shares[name] = _far(float((gradient.double() - whole.double()).abs().max()) / least)
