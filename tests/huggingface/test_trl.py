@@ -172,13 +172,13 @@ RUNS: dict[tuple[int, int], list[tuple[str, dict[str, Any]]]] = {
         ("GRPO", {"beta": 0.1, "loss_type": "grpo", "num_iterations": 2, "max_steps": 3, "eval_strategy": "no"}),
         ("GRPO", {"loss_type": "dr_grpo", "mask_truncated_completions": True, **MIXTURE}),
         ("RLOO", {"beta": 0.1}),
+        ("RLOO", {"use_vllm": True, "vllm_mode": "server", "max_steps": 2, "eval_strategy": "no"}),
     ],
     (4, 2): [
         ("SFT", {**PACKED, "eval_strategy": "no"}),
         ("DPO", {"beta": 0.3, "loss_type": ["sigmoid", "ipo"], "loss_weights": [1.0, 0.5], "ld_alpha": 0.4}),
         ("GRPO", {"beta": 0.1, "loss_type": "dapo", "num_generations": 4}),
         ("GRPO", {"beta": 0.1, "use_vllm": True, "vllm_mode": "server"}),
-        ("RLOO", {"beta": 0.1, "use_vllm": True, "vllm_mode": "server"}),
     ],
 }
 
