@@ -139,13 +139,8 @@ def test_a_batch_that_cannot_be_cut_is_refused(batch: dict[str, torch.Tensor], m
         dfa_hf.shard_batch(batch)
 
 
-def call_on_two_ranks(rank: int, world_size: int) -> None:
-    model = dfa_hf.distribute_attention(build("Llama"))
-    context: LayerContext = getattr(model, CONTEXT)
-    assert context.size == 2
-    batch = text(1, 8, seed=0)
-    with pytest.raises(UnsupportedError, match=r"labels without shift_labels.*or distribute_trainer where a Trainer"):
-        model(**batch)
+def cut_twice(rank: int, world_size: int) -> None:
+    model, batch = dfa_hf.distribute_attention(build("Llama")), text(1, 8, seed=0)
     part = dfa_hf.shard_batch(batch)
     for again in (part, {"input_ids": part["input_ids"], "dfa_batch_number": part["dfa_batch_number"]}):
         with pytest.raises(UnsupportedError, match=r"it is a part already, .*distribute_trainer"):
@@ -157,6 +152,15 @@ def call_on_two_ranks(rank: int, world_size: int) -> None:
             shared(**dfa_hf.shard_batch(packed))
         shared(**packed)  # what works
     model(**part)
+
+
+def call_on_two_ranks(rank: int, world_size: int) -> None:
+    model = dfa_hf.distribute_attention(build("Llama"))
+    context: LayerContext = getattr(model, CONTEXT)
+    assert context.size == 2
+    batch = text(1, 8, seed=0)
+    with pytest.raises(UnsupportedError, match=r"labels without shift_labels.*or distribute_trainer where a Trainer"):
+        model(**batch)
     with pytest.raises(UnsupportedError, match="labels without num_items_in_batch"):
         model(**batch, shift_labels=batch["labels"])
     with pytest.raises(UnsupportedError, match="labels without shift_labels"):
@@ -239,3 +243,7 @@ def test_a_part_of_a_sequence_in_local_evaluation_is_refused_and_generation_is_n
 
 def test_on_two_ranks_labels_and_positions_of_a_whole_sequence_are_refused() -> None:
     run_ranks(2, call_on_two_ranks, timeout=120)
+
+
+def test_a_part_is_not_cut_again_by_hand_or_by_a_trainers_model() -> None:
+    run_ranks(2, cut_twice, timeout=120)
