@@ -1,7 +1,7 @@
 """Train a GPTModel or a HybridModel of Megatron-Core in a loop of your own, with distributed attention.
 
 torchrun --nproc-per-node 2 examples/megatron_loop.py             # CPU ranks, or one GPU each
-torchrun --nproc-per-node 2 examples/megatron_loop.py --hybrid    # needs triton, and on GPUs mamba-ssm
+torchrun --nproc-per-node 2 examples/megatron_loop.py --hybrid    # GPUs, Transformer Engine, mamba-ssm
 """
 
 import argparse
@@ -18,7 +18,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from dfa_megatron import MegatronConfig, StepLog, training_flops
 from dfa_megatron.megatron import distribute_attention, shard_batch
-from dfa_megatron.megatron.cpu import mixers, stand_in
+from dfa_megatron.megatron.cpu import stand_in
+from dfa_megatron.megatron.script.script_specs import default_stack_spec
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--seq-length", type=int, default=512)
@@ -46,9 +47,7 @@ options = MegatronConfig(data_layout="contiguous")
 if args.hybrid:  # since Megatron-Core 0.19 also models.hybrid, HybridModel, hybrid_layer_pattern
     from megatron.core.models.mamba.mamba_model import MambaModel
 
-    if not cuda:
-        mixers.use_stand_ins()
-    spec = distribute_attention(mixers.stack_spec(config), config, config=options)
+    spec = distribute_attention(default_stack_spec(), config, config=options)
     model = MambaModel(config, spec, 256, args.seq_length, hybrid_override_pattern="M*-M")
 else:
     spec = distribute_attention(get_gpt_layer_local_spec(normalization="RMSNorm"), config, config=options)

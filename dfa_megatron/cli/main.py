@@ -14,7 +14,6 @@ _COMMANDS = {
     "plan": "dfa_megatron.cli.plan",
     "run": "dfa_megatron.cli.run_plan",
     "doctor": "dfa_megatron.cli.doctor",
-    "prove": "dfa_megatron.cli.prove",
 }
 """Each module has `add_parser(subparsers)`, which sets `run`, a function of the parsed arguments, as a default."""
 
@@ -32,6 +31,10 @@ def build_parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one sub-command; return the exit status: 0, or 2 for a request that cannot be served."""
     given = sys.argv[1:] if argv is None else list(argv)
+    if given[:1] == ["prove"]:
+        said = "a job proves itself: --dfa-prove in Megatron, prove=true in DeepSpeed's block, or prove(model)"
+        print(f"dfa-megatron prove: {said}", file=sys.stderr)
+        return 2
     args = build_parser().parse_args(given, argparse.Namespace(argv=given))
     try:
         return int(args.run(args) or 0)

@@ -189,7 +189,7 @@ def _note_untested(model: Any) -> None:
     if model.config.model_type not in EXACT:
         _warn(
             f"models of type {model.config.model_type!r} pass the checks of distribute_attention, but their gradients "
-            "have not been compared with eager attention; `dfa-megatron prove huggingface CONFIG` compares them"
+            "have not been compared with eager attention; dfa_megatron.huggingface.prove(model) compares them"
         )
     for name in foreign_code(model):
         _warn(

@@ -146,7 +146,7 @@ MEGATRON = (
        replaced="max_seq_len offset packed_seq cp_group"),
     # Hybrids.
     on(f"{CORE}.models.hybrid.hybrid_block:HybridStack {CORE}.ssm.mamba_block:MambaStack",
-       "megatron/cpu/mixers.py megatron/door.py", attributes="input_tensor"),
+       "megatron/door.py", attributes="input_tensor"),
     on(f"{CORE}.models.hybrid.hybrid_layer_specs:hybrid_stack_spec "
        f"{CORE}.models.mamba.mamba_layer_specs:mamba_stack_spec", "megatron/script/script_specs.py"),
     on(f"{CORE}.ssm.mamba_mixer:MambaMixer", "megatron/hybrid/in_order.py",
@@ -194,14 +194,6 @@ MEGATRON_TRAINING = (
         "megatron/proved_job.py",
         passes="forward_step_func data_iterator model",
     ),
-    on("megatron.training.arguments:parse_args", "megatron/small_script.py"),
-    on("megatron.training.arguments:validate_args", "megatron/small_script.py"),
-    on("megatron.training.global_vars:set_args", "megatron/small_script.py"),
-    on("megatron.training.argument_utils:gpt_config_from_args", "megatron/small_script.py"),
-    on("megatron.training.argument_utils:hybrid_config_from_args", "megatron/small_script.py"),
-    on("megatron.training.training:get_megatron_ddp_config", "megatron/small_script.py"),
-    on("megatron.training.models.gpt:GPTModelBuilder.build_distributed_models", "megatron/small_script.py",
-       passes="pg_collection ddp_config data_parallel_random_init mixed_precision_wrapper"),
 )  # fmt: skip
 """Of megatron.training, which wheels have since 0.19."""
 

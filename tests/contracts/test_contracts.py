@@ -107,4 +107,4 @@ def test_the_packages_imports_are_found_with_whether_they_may_be_missing() -> No
     found = {(each.module, each.name): each.optional for each in imports(tuple(TABLE))}
     assert len(found) > 60
     assert found["megatron.core.packed_seq_params", "PackedSeqParams"] is False
-    assert found["megatron.core.models.hybrid.hybrid_block", "HybridStack"] is True
+    assert found["megatron.core.models.hybrid.hybrid_layer_specs", "hybrid_stack_spec"] is True

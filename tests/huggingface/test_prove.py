@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -15,11 +13,9 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from dfa_megatron import huggingface as dfa_hf
-from dfa_megatron.cli.main import main
 from dfa_megatron.config import TrainingConfig
 from dfa_megatron.errors import DisagreementError, ProofError, UnsupportedError
 from dfa_megatron.huggingface import attention_function
-from dfa_megatron.huggingface.small.small_model import small_job
 from tests.huggingface.test_foreign_code import shifted
 from tests.huggingface.test_trainer import prepare_worker
 from tests.support.models import build, text
@@ -300,70 +296,3 @@ def test_odd_ranks_and_several_groups_are_proved(ranks: int) -> None:
     for clean, faulty in run_ranks(ranks, on_three, timeout=120):
         assert "ranks compute what one rank computes" in clean
         assert "gradient at layers: model.layers.1 on rank" in faulty.partition("first difference: ")[2]
-
-
-MISTRAL = {
-    "model_type": "mistral",
-    "hidden_size": 4096,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "num_hidden_layers": 32,
-    "intermediate_size": 14336,
-    "vocab_size": 32000,
-    "sliding_window": 10240,
-    "max_position_embeddings": 32768,
-    "torch_dtype": "bfloat16",
-}
-
-
-def written(folder: Path, values: dict[str, Any]) -> str:
-    path = folder / "config.json"
-    path.write_text(json.dumps(values), encoding="utf-8")
-    return str(path)
-
-
-def test_sizes_of_a_config_shrink_and_what_attention_depends_on_stays(tmp_path: Path) -> None:
-    path = written(tmp_path, MISTRAL)
-    table = [" ".join(line.split()) for line in str(small_job([path, "--ranks", "16"])).splitlines()]
-    assert {"num_attention_heads 32 8", "num_key_value_heads 8 2", "sliding_window 10240 120"} <= {*table}
-    assert "ranks that share a sequence 16 8" in table
-
-
-def test_the_command_starts_ranks_and_what_it_cannot_prove_is_one_line(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    words = [written(tmp_path, MISTRAL), "--ranks", "2", "--dfa-checkpoint", "remat"]
-    assert main(["prove", "huggingface", *words]) == 0
-    said = capfd.readouterr().out
-    assert "MistralForCausalLM in float32, 2 ranks" in said
-    assert "2 ranks compute what one rank computes" in said
-    assert main(["prove", "huggingface", "vit"]) == 2
-    assert capfd.readouterr().err.startswith("dfa-megatron prove: Not supported: a vit model")
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["vit"], "a vit model.*no causal language model"),
-        ([__file__], "it is no JSON"),
-        ([{"model_type": "no-such-type"}], "no-such-type"),
-    ],
-)
-def test_what_is_no_config_of_a_decoder_is_refused(words: list[Any], said: str, tmp_path: Path) -> None:
-    given = [written(tmp_path, MISTRAL | word) if isinstance(word, dict) else word for word in words]
-    with pytest.raises(UnsupportedError, match=said):
-        small_job(given)
-
-
-@pytest.mark.parametrize("framework", ["huggingface", "deepspeed"])
-def test_the_help_of_a_framework_is_printed(framework: str, capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("transformers" if framework == "huggingface" else framework)
-    with pytest.raises(SystemExit, match="0"):
-        main(["prove", framework, "--help"])
-    assert "--ranks" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("tokens", [24, 64, 95, 96, 97, 4096])
-def test_tokens_are_listed_as_reduced_only_where_fewer_are_checked(tokens: int, tmp_path: Path) -> None:
-    table = str(small_job([written(tmp_path, MISTRAL), "--ranks", "2", "--tokens", str(tokens)]))
-    assert (f"tokens {tokens} 96" in " ".join(table.split())) == (tokens > 96)

@@ -19,10 +19,8 @@ from dfa_megatron.huggingface import attention_function, windows
 from dfa_megatron.huggingface.checks import call_checks
 from dfa_megatron.huggingface.checks.check_model import check_model
 from dfa_megatron.huggingface.current_forward import CONTEXT
-from dfa_megatron.huggingface.small.shrink import _heads
 from dfa_megatron.huggingface.trainers import distribute_accelerator, distribute_trainer
 from dfa_megatron.huggingface.trainers.share_rollouts import check_rollouts, share_rollouts
-from dfa_megatron.proving.small_job import Reductions, Small
 from tests.huggingface.test_parity import NEWER
 from tests.support.models import build, text
 
@@ -152,7 +150,6 @@ CASES: list[tuple[str, Callable[[], Any]]] = [
     ("an attention_mask with padding", lambda: attention_function.mask(attention_mask=torch.tensor([[1, 0]]))),
     ("chunks of 8 tokens in a layer", lambda: windows.chunk_of(CHUNKED, windows.WindowMask(4))),
     ("a llama model, a multimodal model", lambda: check_model(with_config(get_text_config=dict))),
-    ("a config without num_attention_heads", lambda: _heads(Small({}, Reductions(), {}), 1)),
     ("positional arguments", lambda: call_checks.check_by_name((1,))),
     ("1 attentions, 1 of them not causal", lambda: check_model(with_config(causal=False))),
     ("attention dropout 0.1", lambda: check_model(with_config(attention_dropout=0.1))),

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import copy
 import inspect
-from types import SimpleNamespace
+import sys
 from typing import Any
 
 import torch
 
 from dfa_megatron.config import MegatronConfig
-from dfa_megatron.megatron.cpu import mixers
 from tests.megatron import harness
 from tests.megatron.harness import MEGATRONS, Topology, case
 from tests.support import megatron_model as small_model
@@ -27,19 +26,58 @@ DELTA = (
 )  # fmt: skip
 
 
+def delta_net() -> Any:
+    """Return the spec of a gated delta net of Megatron's own modules."""
+    from megatron.core.ssm.gated_delta_net import GatedDeltaNet, GatedDeltaNetSubmodules
+    from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+    from megatron.core.transformer.spec_utils import ModuleSpec
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
+
+    parts = {"in_proj": ColumnParallelLinear, "out_norm": WrappedTorchNorm, "out_proj": RowParallelLinear}
+    return ModuleSpec(module=GatedDeltaNet, submodules=GatedDeltaNetSubmodules(**parts))
+
+
 def delta_spec() -> Any:
     """A TransformerLayer with a gated delta net, of Megatron's own modules."""
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 
     layer = get_gpt_layer_local_spec(normalization="RMSNorm")
-    layer.submodules.self_attention = mixers.delta_net()
+    layer.submodules.self_attention = delta_net()
     return layer
 
 
 def stack_spec() -> Any:
     """A stack with Megatron's Mamba mixer and, where this version has a slot for it, its gated delta net."""
-    plain = {"normalization": "RMSNorm", "qk_layernorm": False, "qk_l2_norm": False, "num_moe_experts": None}
-    return mixers.stack_spec(SimpleNamespace(**plain))
+    from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.ssm.mamba_layer import MambaLayer, MambaLayerSubmodules
+    from megatron.core.ssm.mamba_mixer import MambaMixer, MambaMixerSubmodules
+    from megatron.core.ssm.mlp_layer import MLPLayer
+    from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+    from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
+    from megatron.core.transformer.spec_utils import ModuleSpec
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
+
+    stack = state_kernels.megatrons_stack()
+    submodules = sys.modules[stack.__module__].MambaStackSubmodules
+
+    def part(module: Any, *nothing: str) -> Any:
+        layer = get_gpt_layer_local_spec(normalization="RMSNorm")
+        layer.module = layer.module if module is None else module
+        for name in nothing:
+            setattr(layer.submodules, name, IdentityFuncOp if name.endswith("bda") else IdentityOp)
+        return layer
+
+    attention = part(None, "pre_mlp_layernorm", "mlp", "mlp_bda")
+    without = ("input_layernorm", "self_attention", "self_attn_bda")
+    mixer = ModuleSpec(MambaMixer, submodules=MambaMixerSubmodules(ColumnParallelLinear, RowParallelLinear))
+    mamba = MambaLayerSubmodules(norm=WrappedTorchNorm, mixer=mixer, mamba_bda=get_bias_dropout_add)
+    layers = {"attention_layer": attention, "mamba_layer": ModuleSpec(MambaLayer, submodules=mamba)}
+    layers["mlp_layer"] = part(MLPLayer, *without)
+    if hasattr(submodules(), "gdn_layer"):
+        layers["gdn_layer"] = copy.deepcopy(attention)
+        layers["gdn_layer"].submodules.self_attention = delta_net()
+    return ModuleSpec(module=stack, submodules=submodules(**layers))
 
 
 def build_stack(spec: Any, config: Any) -> Any:

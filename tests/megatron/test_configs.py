@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from dfa_megatron.launch import read_arguments
+from dfa_megatron.launch import expand, read_arguments
 from dfa_megatron.megatron.script.dfa_flags import add_dfa_arguments, options_of
 from tests.support.workers import run_ranks
 
@@ -42,6 +42,26 @@ def parse_and_validate(rank: int, world_size: int) -> list[str]:
             assert options_of(args).data_layout == layout
         taken.append(path.name)
     return taken
+
+
+def on_the_page(rank: int, world_size: int) -> None:
+    """Parse the command of docs/prove.md with Megatron's own parser."""
+    from megatron.training.arguments import parse_args, validate_args
+
+    torch.cuda.get_device_capability = lambda *_: (9, 0)
+    torch.cuda.get_device_properties = lambda *_: SimpleNamespace(major=9, minor=0, name="none")
+    page = (CONFIGS.parents[1] / "docs" / "prove.md").read_text(encoding="utf-8")
+    words = page.partition("pretrain_gpt.py")[2].partition("```")[0].replace("\\\n", " ")
+    sys.argv = ["pretrain_gpt.py", *expand(words.replace("$args", str(CONFIGS)).split())]
+    os.environ.update(RANK="0", WORLD_SIZE="8", CUDA_DEVICE_MAX_CONNECTIONS="1")
+    args = parse_args(add_dfa_arguments)
+    validate_args(args, {})
+    assert args.dfa_prove
+    assert (args.num_layers, args.context_parallel_size, args.seq_length) == (2, 8, 4096)
+
+
+def test_megatrons_parser_takes_the_small_model_of_the_page() -> None:
+    run_ranks(1, on_the_page)
 
 
 def test_megatrons_parser_and_checks_take_every_argument_file() -> None:

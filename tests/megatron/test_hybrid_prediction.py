@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 import torch
@@ -29,7 +28,7 @@ except ModuleNotFoundError:
 LENGTH, VOCABULARY = 36, 64
 
 
-def model_of(topology: Topology, options: MegatronConfig | None) -> Any:
+def model_of(topology: Topology, options: MegatronConfig | None, ahead: int | None = AHEAD) -> Any:
     from megatron.core.tensor_parallel import ColumnParallelLinear
     from megatron.core.transformer import multi_token_prediction as prediction
     from megatron.core.transformer.spec_utils import ModuleSpec
@@ -38,17 +37,18 @@ def model_of(topology: Topology, options: MegatronConfig | None) -> Any:
     from dfa_megatron.megatron import distribute_attention
 
     wanted = MEGATRONS if options is None else case(options.data_layout)
-    more = {"mtp_num_layers": AHEAD, "sequence_parallel": False, "calculate_per_token_loss": True}
+    more = {"mtp_num_layers": ahead, "sequence_parallel": False, "calculate_per_token_loss": True}
     config = harness.make_config(topology, wanted, num_layers=3, **more, **dict((*MAMBA, *DELTA)))
     norms = dict.fromkeys(("enorm", "hnorm", "layer_norm"), WrappedTorchNorm)
     parts = prediction.MultiTokenPredictionLayerSubmodules(**norms, eh_proj=ColumnParallelLinear)
     layer = ModuleSpec(prediction.MultiTokenPredictionLayer, submodules=parts)
     block = prediction.MultiTokenPredictionBlockSubmodules(layer_specs=[layer])
     spec = stack_spec()
-    spec.submodules.mtp_block_spec = ModuleSpec(prediction.MultiTokenPredictionBlock, submodules=block)
+    if ahead:
+        spec.submodules.mtp_block_spec = ModuleSpec(prediction.MultiTokenPredictionBlock, submodules=block)
     if options is not None:
         spec = distribute_attention(spec, config, config=options)
-    pattern = {"hybrid_layer_pattern": "M*M/M*"} if AHEAD else {"hybrid_override_pattern": "M*M"}
+    pattern = {"hybrid_layer_pattern": "M*M/M*" if ahead else "M*M"} if AHEAD else {"hybrid_override_pattern": "M*M"}
     model = MODEL(config, spec, VOCABULARY, LENGTH, **pattern, position_embedding_type="rope")
     for name, parameter in model.named_parameters():
         parameter.data.copy_(noise(name, tuple(parameter.shape)) * 0.2 + ("norm" in name))
@@ -79,12 +79,7 @@ def run(topology: Topology, options: MegatronConfig | None) -> tuple[Any, Any, A
 
 
 def compare_with_one_rank(rank: int, ranks: int) -> None:
-    from megatron.core.transformer.torch_norm import WrappedTorchNorm
-
-    from dfa_megatron.megatron.cpu.mixers import megatrons_stack
-
     state_kernels.install()
-    vars(sys.modules[megatrons_stack().__module__])["TENorm"] = WrappedTorchNorm
     with torch.compiler.set_stance("force_eager"):
         _, whole, wanted = run(Topology(dp=ranks), None)
         places, out, gradients = run(Topology(cp=ranks), MegatronConfig(data_layout="boundary", checkpoint="remat"))

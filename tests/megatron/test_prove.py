@@ -15,7 +15,8 @@ from dfa_megatron.errors import ProofError, UnsupportedError
 from tests.megatron import harness, sharded
 from tests.megatron.harness import Topology, case
 from tests.megatron.kinds import ALLGATHER, LATENT, by_turns
-from tests.support.plants import attention_with, documents_lost
+from tests.support import state_kernels
+from tests.support.plants import attention_with, documents_lost, states_dropped
 from tests.support.workers import run_ranks
 
 WINDOW = (("window_size", (9, 0)),)
@@ -202,6 +203,29 @@ def test_every_planted_fault_is_found_and_training_goes_on_as_if_there_had_been_
     for said, expected in zip(one[:-1], FOUND.values(), strict=True):
         assert expected in said.partition("first difference: ")[2], said
     assert "2 ranks compute what one rank computes" in one[-1]
+
+
+def hybrid(rank: int, world_size: int) -> list[str]:
+    from dfa_megatron.megatron import prove
+    from tests.megatron.test_hybrid_prediction import model_of
+
+    topology = Topology(cp=world_size)
+    harness.start(topology)
+    state_kernels.install()
+    with torch.compiler.set_stance("force_eager"):
+        model = model_of(topology, case("boundary").options, ahead=None)
+        models = [sharded.wrap("ddp", model.config, model)]
+        clean = str(prove(models))
+        with states_dropped(), pytest.raises(ProofError) as caught:
+            prove(models)
+    return [clean, str(caught.value)]
+
+
+def test_a_hybrid_model_is_proved_and_states_that_are_not_passed_on_are_found() -> None:
+    for clean, faulty in run_ranks(2, hybrid, timeout=120):
+        assert "2 ranks compute what one rank computes" in clean
+        found = faulty.partition("first difference: ")[2]
+        assert "output of layers: decoder.layers.0.mixer" in found, faulty
 
 
 def asked_by_a_flag(rank: int, world_size: int) -> list[str]:

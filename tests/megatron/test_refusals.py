@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +14,7 @@ from dfa_megatron import masks
 from dfa_megatron.config import MegatronConfig
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.megatron import check_config as configs
-from dfa_megatron.megatron import output, small_script
+from dfa_megatron.megatron import output
 from dfa_megatron.megatron.check_config import KNOWN, check_config
 from dfa_megatron.megatron.hybrid import in_order
 from dfa_megatron.megatron.layers import layer
@@ -25,7 +24,6 @@ from dfa_megatron.megatron.script.dfa_flags import add_dfa_arguments, options_of
 from dfa_megatron.megatron.tokens import batch
 from dfa_megatron.megatron.tokens import packed_documents as documents
 from dfa_megatron.megatron.tokens.document_order import DocumentOrder
-from dfa_megatron.proving.small_job import Reductions
 from dfa_megatron.runtime.comm.symmetric_memory import KeptArena
 from tests.megatron.harness import Case, Topology, case, make_config
 
@@ -211,10 +209,6 @@ TWO = {"context_parallel_size": 2}
         ("'seq_aux_loss' with 2 samples in a pack", lambda: pack_in(tokens_per_sample=4)),
         ("packed documents in a hybrid model", lambda: pack_in(is_hybrid_model=True)),
         ("a cp_group .*Mamba or gated delta net", lambda: pack_in(1, group=True, linear_attention_freq=2)),
-        (
-            "prove megatron without --num-layers",
-            lambda: small_script._shrink(Flags(), Reductions(), set()),
-        ),
     ],
 )
 def test_a_request_is_refused_by_name(message: str, refused: Callable[[], Any]) -> None:
@@ -259,10 +253,3 @@ def test_an_entry_that_has_no_tokens_is_named(entry: Any, form: str) -> None:
     group: Any = SimpleNamespace()
     with pytest.raises(UnsupportedError, match=form):
         shard_batch({"tokens": torch.zeros(2, 8), "sample_id": entry}, group, MegatronConfig())
-
-
-def test_a_megatron_without_builders_cannot_prove_flags(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(small_script, "prepare", lambda words: None)
-    monkeypatch.setitem(sys.modules, "megatron.training.argument_utils", None)
-    with pytest.raises(UnsupportedError, match="prove megatron without Megatron's own parser and builders"):
-        small_script.small_job(())

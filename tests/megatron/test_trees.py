@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import sys
 from typing import Any
 
 import pytest
@@ -117,12 +116,7 @@ def own_loop(rank: int, ranks: int) -> None:
 
 
 def each(rank: int, ranks: int) -> None:
-    from megatron.core.transformer.torch_norm import WrappedTorchNorm
-
-    from dfa_megatron.megatron.cpu.mixers import megatrons_stack
-
     state_kernels.install()
-    vars(sys.modules[megatrons_stack().__module__])["TENorm"] = WrappedTorchNorm
     with torch.compiler.set_stance("force_eager"):
         other_models(rank, ranks)
         own_loop(rank, ranks)

@@ -25,6 +25,13 @@ def test_the_command_shows_the_grid_and_the_costs(capsys: pytest.CaptureFixture[
     assert plan_of("balanced", causal(65536), 8).digest in out
 
 
+def test_prove_is_of_a_job_and_one_line_says_how(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["prove", "megatron", "--num-layers", "2"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "--dfa-prove" in line
+    assert "prove=true" in line
+
+
 def test_the_report_of_many_ranks_fits_the_width(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--ranks", "16", "--schedule", "balanced_shared", "--ulysses-degree", "1"]) == 0
     lines = capsys.readouterr().out.splitlines()

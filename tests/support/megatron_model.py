@@ -135,10 +135,6 @@ def megatrons_spec(config: Any, stage: int | None = None, *, dense: bool = False
         if dense:
             for layer in layers:
                 layer.submodules.self_attention.submodules.core_attention = DenseAttention
-    if getattr(config, "linear_attention_freq", None):
-        from dfa_megatron.megatron.cpu.mixers import with_delta_nets
-
-        return with_delta_nets(spec, config, stage)
     return spec
 
 

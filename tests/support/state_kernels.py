@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import Any
@@ -172,12 +173,25 @@ def rearrange(x: torch.Tensor, pattern: str, **sizes: int) -> torch.Tensor:
     return done[pattern]()
 
 
+def megatrons_stack() -> Any:
+    """Return Megatron's class of hybrid stacks (called MambaStack in Megatron-Core 0.16)."""
+    try:
+        from megatron.core.models.hybrid.hybrid_block import HybridStack
+    except ModuleNotFoundError:
+        from megatron.core.ssm.mamba_block import MambaStack
+
+        return MambaStack
+    return HybridStack
+
+
 @functools.cache
 def install() -> None:
     """Put these functions where Megatron's mixers look for the packages'."""
     from megatron.core.ssm import mamba_context_parallel, mamba_mixer
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
     here = globals()
+    vars(sys.modules[megatrons_stack().__module__])["TENorm"] = WrappedTorchNorm
     vars(mamba_context_parallel)["HAVE_EINOPS"] = True
     for name in ("mamba_chunk_scan_combined", "mamba_split_conv1d_scan_combined", "causal_conv1d_fn", "rearrange"):
         vars(mamba_mixer)[name] = here[name]

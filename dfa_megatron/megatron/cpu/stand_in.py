@@ -1,4 +1,4 @@
-"""Let Megatron-Core train on CPU with gloo (tests, `dfa-megatron prove`, quick start) by replacing its CUDA calls.
+"""Let Megatron-Core train on CPU with gloo (tests, quick start) by replacing its CUDA calls.
 
     from dfa_megatron.megatron.cpu.stand_in import use_cpu
     use_cpu()          # before the first model is built; refuses where CUDA is available

@@ -7,10 +7,9 @@ from typing import Any
 
 import torch
 
-from dfa_megatron.huggingface.small.shrink import shrink
-from dfa_megatron.proving.small_job import Reductions
 from tests.huggingface.sweep import images
 from tests.support.models import with_noise
+from tests.support.shrink import shrink
 
 _DECODER = {"is_decoder": True}
 _MAMBA = {
@@ -276,7 +275,7 @@ def build(kind: str) -> Any:
         config = model.config_class(**OWN.get(kind, FIRST.get(kind, {})))
     several = config.get_text_config(decoder=True).model_type != config.model_type
     if not several and kind not in OWN:
-        config = type(config).from_dict({**shrink(config, 32, 0, None, Reductions()), **THEN.get(kind, {})})
+        config = type(config).from_dict({**shrink(config, 32), **THEN.get(kind, {})})
     for name in list(vars(config)):
         if ("drop" in name or name.endswith("noise")) and isinstance(getattr(config, name), float):
             setattr(config, name, 0.0)

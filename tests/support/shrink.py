@@ -1,26 +1,17 @@
-"""Shrink a transformers config to laptop size, without changing the work of attention."""
+"""Shrink a transformers config, without changing the work of attention."""
 
 from __future__ import annotations
 
 import math
-import re
+from collections.abc import Mapping
 from typing import Any
 
-from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.huggingface.checks.check_model import layers_with_states
-from dfa_megatron.proving.small_job import (
-    EXPERTS,
-    FFN,
-    HEAD,
-    HIDDEN,
-    LAYERS,
-    LEAST_WINDOW,
-    VOCABULARY,
-    Reductions,
-    Small,
-    fewest_groups,
-)
 
+HEAD, HIDDEN, FFN, VOCABULARY, LAYERS, EXPERTS = 16, 64, 96, 96, 8, 8
+"""Head dimension, width, width of MLPs, vocabulary, layers and experts, where a config's are more."""
+LEAST_WINDOW = 5
+"""A window is no shorter."""
 _WIDTHS = (
     "intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size", "intermediate_size_mlp", "ffn_dim",
     "n_inner", "ffn_hidden_size", "shared_intermediate_size", "moe_shared_expert_intermediate_size",
@@ -36,8 +27,6 @@ _STEPS = ("decoder_sparse_step", "interleave_moe_layer_step", "moe_layer_freq", 
 _FIRSTS = ("first_k_dense_replace", "attn_layer_offset", "expert_layer_offset")
 """Numbers of the first layer of another kind."""
 _LEFT_OUT = ("quantization_config", "auto_map", "dtype", "torch_dtype", "_name_or_path", "transformers_version")
-_OTHER_ATTENTIONS = re.compile(r"attn|attention")
-"""Names of dropout inside attention, which the package refuses and the check must therefore leave in place."""
 STATE_EPS = 1e-2
 """Of norms: a state that few tokens have filled is small, and a smaller eps would enlarge its rounding."""
 MOST = 8
@@ -52,45 +41,50 @@ _GROUPS = ("mamba_n_groups", "mamba_ngroups", "n_groups")
 _EPS = ("layer_norm_epsilon", "norm_eps", "rms_norm_eps")
 
 
-def shrink(config: Any, length: int, degree: int, tokens: int | None, reduced: Reductions) -> dict[str, Any]:
-    """Return the config of the small model, in its class's form.
+class Small:
+    """Hold a configuration as a dictionary; `names` has an entry's own name by its common one, where they differ."""
 
-    Args:
-        length: of the sequences that run.
-        degree: of Ulysses, which must divide the heads.
-        tokens: of the user's sequences; None for the longest that the config names.
-        reduced: takes what was reduced.
-    """
-    small = Small(config.to_dict(), reduced, type(config).attribute_map)
-    reduced.note("dtype", small.get("dtype") or "float32", "float32")
-    reduced.note("quantization_config", "yes" if small.get("quantization_config") else "no", "no")
+    def __init__(self, values: dict[str, Any], names: Mapping[str, str]) -> None:
+        self.values, self.names = values, names
+
+    def get(self, name: str) -> Any:
+        """Return the entry, or None."""
+        return self.values.get(self.names.get(name, name))
+
+    def set(self, name: str, value: Any) -> None:
+        """Change an entry that is there."""
+        key = self.names.get(name, name)
+        if key in self.values:
+            self.values[key] = value
+
+    def most(self, *names: str, most: int) -> None:
+        """Bound numbers."""
+        for name in names:
+            if type(given := self.get(name)) is int and given > most:
+                self.set(name, most)
+
+
+def shrink(config: Any, length: int) -> dict[str, Any]:
+    """Return the config of the small model, in its class's form, for sequences of that length."""
+    small = Small(config.to_dict(), type(config).attribute_map)
     small.values = {key: value for key, value in small.values.items() if key not in _LEFT_OUT}
-    _heads(small, max(1, degree))
+    _heads(small)
     small.most(*_WIDTHS, most=FFN)
     if layers_with_states(config):
         _states(small)
     _experts(small)
     _layers(small)
     _words(small)
-    _window(small, length, tokens)
-    for name, value in small.values.items():
-        noise = "drop" in name or name.endswith("_noise")
-        if noise and isinstance(value, float) and value and not _OTHER_ATTENTIONS.search(name):
-            reduced.note(name, value, "0: random numbers differ between rank counts")
-            small.values[name] = 0.0
+    _window(small, length)
     return small.values
 
 
-def _heads(small: Small, degree: int) -> None:
-    """Take as few key/value heads as the ranks need, at the ratio of the user's."""
+def _heads(small: Small) -> None:
+    """Take two key/value heads where there are more, at the ratio of the user's."""
     heads = small.get("num_attention_heads")
-    if type(heads) is not int:
-        raise UnsupportedError(
-            "a config without num_attention_heads", "the number of heads is unknown", "the config of a decoder"
-        )
     groups = small.get("num_key_value_heads") or heads
     ratio = heads // groups
-    few = fewest_groups(groups, ratio, degree)
+    few = min(2, groups)
     width = small.get("head_dim")
     axes = (small.get("rope_parameters") or small.get("rope_scaling") or {}).get("mrope_section")
     head = HEAD if not axes else 2 * sum(axes)
@@ -156,12 +150,11 @@ def _words(small: Small) -> None:
             small.values[name] = value if type(value) is int and value < words else words - 1
 
 
-def _window(small: Small, length: int, tokens: int | None) -> None:
+def _window(small: Small, length: int) -> None:
     """Keep the window at the same share of the tokens, and no shorter than a few."""
-    whole = tokens or small.get("max_position_embeddings") or length
-    small.reduced.note("tokens", whole, min(whole, length))
     if type(window := small.get("sliding_window")) is not int or window < 1:
         return
+    whole = small.get("max_position_embeddings") or length
     part = round(window * length / whole) if window < whole else length
     small.set("sliding_window", min(window, max(LEAST_WINDOW, part)))
 

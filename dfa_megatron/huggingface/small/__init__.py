@@ -1,1 +1,0 @@
-"""Make a transformers config small, without changing the work of attention, and prove its model."""
