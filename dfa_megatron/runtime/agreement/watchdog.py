@@ -369,11 +369,13 @@ class Watchdog:
     def _judge(self) -> None:
         from dfa_megatron.runtime.cuda_driver import driver
 
+        relaxed, seconds = False, PERIOD
         try:
-            with contextlib.suppress(OSError):  # no GPU here
-                driver().relax_captures()  # this thread queries events while another one captures a graph
-            seconds = PERIOD
             while not self._over.wait(seconds):
+                if not relaxed:
+                    with contextlib.suppress(OSError, RuntimeError):  # no GPU here, none that is visible, or none yet
+                        driver().relax_captures()  # this thread queries events while another one captures a graph
+                        relaxed = True
                 self.tick(seconds)
                 lost = any(group.calls.lost is not None and not group.calls.told for group in self.groups)
                 seconds = LOOKS if lost else PERIOD

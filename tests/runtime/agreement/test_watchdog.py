@@ -244,3 +244,31 @@ def test_the_thread_that_waits_keeps_nothing_of_a_wait_that_is_over() -> None:
     del message
     assert alive() is None
     waiter.stop()
+
+
+def test_a_driver_that_is_not_ready_ends_no_watchdog(monkeypatch: pytest.MonkeyPatch) -> None:
+    from dfa_megatron.runtime import cuda_driver
+    from dfa_megatron.runtime.agreement import watchdog
+
+    class Driver:
+        asked = 0
+
+        def relax_captures(self) -> None:
+            self.asked += 1
+            if self.asked < 3:
+                raise RuntimeError("initialization error")
+
+    late, ticks = Driver(), list[float]()
+    monkeypatch.setattr(watchdog, "PERIOD", 0.01)
+    monkeypatch.setattr(cuda_driver, "driver", lambda: late)
+    _, here, _ = watch_of_two()
+    monkeypatch.setattr(here, "tick", ticks.append)
+    thread = threading.Thread(target=here._judge)
+    thread.start()
+    deadline = time.monotonic() + 20
+    while len(ticks) < 6 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    here._over.set()
+    thread.join(20)
+    assert len(ticks) >= 6
+    assert late.asked == 3
