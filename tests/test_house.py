@@ -65,9 +65,9 @@ BUDGETS = {
     "proving": 643,
     "recurrence": 1_404,
     "remat": 499,
-    "runtime": 6_307,
+    "runtime": 6_305,
     "sequence": 310,
-    "tests": 40_598,
+    "tests": 40_599,
     "top": 1_736,
     "trees": 307,
 }
@@ -134,7 +134,7 @@ def test_attention_loads_no_more_than_it_needs() -> None:
     """May only fall; the aim is 13,000 lines."""
     loaded = house.import_closure("dfa_megatron.attention")
     assert len(loaded) <= 87
-    assert sum(len(path.read_text(encoding="utf-8").splitlines()) for path in loaded) <= 15_447
+    assert sum(len(path.read_text(encoding="utf-8").splitlines()) for path in loaded) <= 15_446
 
 
 def test_there_are_no_more_options_than_eleven() -> None:

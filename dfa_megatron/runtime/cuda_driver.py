@@ -108,9 +108,10 @@ class Driver:
         self._batch = function("cuStreamBatchMemOp_v2", stream, ctypes.c_uint, ctypes.c_void_p, ctypes.c_uint)
         self._capture_mode = function("cuThreadExchangeStreamCaptureMode", ctypes.POINTER(ctypes.c_int))
 
-    def relax_captures(self) -> None:
-        """Let this thread query events while another one captures a graph."""
+    def relax_captures(self) -> bool:
+        """Let this thread query events while another one captures a graph; True."""
         self._check(self._capture_mode(ctypes.byref(ctypes.c_int(_RELAXED))), "cuThreadExchangeStreamCaptureMode")
+        return True
 
     def copy(self, stream: int, to: int, source: int, copy: Copy) -> None:
         """Queue a copy between device addresses; between two GPUs a copy engine runs it."""

@@ -59,10 +59,10 @@ def check_adapters(model: Any) -> None:
     configs = getattr(model, "peft_config", None)
     for config in configs.values() if isinstance(configs, dict) else ():
         kind = getattr(config.peft_type, "value", config.peft_type)
-        asked = next((f"{kind} with {name}" for name in _ACROSS if getattr(config, name, None)), kind)
-        if asked not in _EACH_TOKEN:
+        kind = next((f"{kind} with {name}" for name in _ACROSS if getattr(config, name, None)), kind)
+        if kind not in _EACH_TOKEN:
             raise UnsupportedError(
-                f"PEFT's adapter of type {asked}",
+                f"PEFT's adapter of type {kind}",
                 "it is not known to treat each token alone, and alike on every rank",
                 "an adapter that is, such as LORA and IA3 without random weights",
             )

@@ -228,14 +228,13 @@ class Watched:
         self.now += seconds
         if not self.alive():
             self._apart("closes a group", self.close)
-        elif self.calls.lost is None:
-            if (found := self.judge()) is not None:
-                self._lose(found)
-        elif not self.calls.told:
+        elif self.calls.lost is None and (found := self.judge()) is not None:
+            self._lose(found)
+        elif self.calls.lost is not None and not self.calls.told:
             grace = max(GRACE, self.timeout / 4) if self.calls.doing else GRACE  # a kernel may compile in a call
             if self.stuck() >= grace and not self.calls.told:
-                lost = f"dfa_megatron ends this process, which does not come back: {self.calls.lost}"
-                print(lost, file=sys.stderr, flush=True)
+                print(f"dfa_megatron ends this process, which does not come back: {self.calls.lost}", file=sys.stderr)
+                sys.stderr.flush()
                 os._exit(EXIT_STATUS)
 
     def stuck(self) -> float:
@@ -372,10 +371,8 @@ class Watchdog:
         relaxed, seconds = False, PERIOD
         try:
             while not self._over.wait(seconds):
-                if not relaxed:
-                    with contextlib.suppress(OSError, RuntimeError):  # no GPU here, none that is visible, or none yet
-                        driver().relax_captures()  # this thread queries events while another one captures a graph
-                        relaxed = True
+                with contextlib.suppress(OSError, RuntimeError):  # no GPU here, none that is visible, or none yet
+                    relaxed = relaxed or driver().relax_captures()  # to query events while another thread captures
                 self.tick(seconds)
                 lost = any(group.calls.lost is not None and not group.calls.told for group in self.groups)
                 seconds = LOOKS if lost else PERIOD

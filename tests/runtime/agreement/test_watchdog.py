@@ -253,10 +253,11 @@ def test_a_driver_that_is_not_ready_ends_no_watchdog(monkeypatch: pytest.MonkeyP
     class Driver:
         asked = 0
 
-        def relax_captures(self) -> None:
+        def relax_captures(self) -> bool:
             self.asked += 1
             if self.asked < 3:
                 raise RuntimeError("initialization error")
+            return True
 
     late, ticks = Driver(), list[float]()
     monkeypatch.setattr(watchdog, "PERIOD", 0.01)
