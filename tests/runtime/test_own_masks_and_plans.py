@@ -145,4 +145,4 @@ def test_a_plan_is_found_again_without_a_look_at_its_blocks(monkeypatch: pytest.
         monkeypatch.setattr(record, "__hash__", lambda self: pytest.fail("the blocks were hashed"))
     assert found[plan] == 1
     assert found[other] == 2
-    assert _request(softmax_scale=1.0, plan=plan) is _request(softmax_scale=1.0, plan=plan)
+    assert _request("", softmax_scale=1.0, plan=plan) is _request("", softmax_scale=1.0, plan=plan)
