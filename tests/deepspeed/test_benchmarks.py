@@ -78,7 +78,7 @@ def longest_methods(ranks: int) -> None:
     os.environ["WORLD_SIZE"] = str(ranks)
     deepspeed_common.join = lambda seconds: None  # type: ignore[assignment]
     found = deepspeed_longest.agreement(
-        deepspeed_longest.parse(["--dry-run", "--methods", "dfa-tiles", "ulysses-full"])
+        deepspeed_longest.parse(["--dry-run", "--methods", "dfa-remat", "ulysses-full"])
     )
     assert all(0 < one["gradients"] < 0.05 for one in found["agreement"].values())
 
