@@ -211,7 +211,7 @@ def _unknown(names: Iterable[str]) -> UnsupportedError:
 
 
 def _refuse(error: Exception, group: Group, config: DistAttentionConfig) -> NoReturn:
-    refuse(error, channel_of(group, verify=config.verify == "on"))
+    refuse(error, channel_of(group, verify=getattr(config, "verify", "on") == "on"))
     raise error
 
 
@@ -226,7 +226,7 @@ def _attend(inputs: Inputs, group: Group, config: DistAttentionConfig, **mathema
     )
     if torch.compiler.is_compiling():
         return _traced(inputs, group, config, mathematics)
-    over = channel_of(group, verify=config.verify == "on")
+    over = channel_of(group, verify=getattr(config, "verify", "on") == "on")  # what is no config is refused below
     since = 0 if over is None else over.calls.last.number
     try:
         return _attend_over(inputs, group, over, config, mathematics)
