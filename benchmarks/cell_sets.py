@@ -13,7 +13,6 @@ NEEDS = {
     "benchmarks.tiled_loss": ("megatron.core",),
     "benchmarks.deepspeed_training": ("deepspeed", "transformers"),
     "benchmarks.deepspeed_longest": ("deepspeed", "transformers"),
-    "benchmarks.deepspeed_stress": ("deepspeed", "transformers"),
     "benchmarks.host_time": ("flash_attn.cute",),
     "benchmarks.recurrence": ("fla",),
     "benchmarks.tree_layers": ("transformers",),
@@ -33,14 +32,12 @@ class Cell:
             cell's own path in the folder of results, `{budget}` the seconds less half a minute.
         seconds: after which it is ended.
         gpus: that it uses.
-        programs: that it starts.
     """
 
     name: str
     text: str
     seconds: float
     gpus: int = 0
-    programs: tuple[str, ...] = ()
 
     @cached_property
     def environment(self) -> dict[str, str]:
@@ -118,7 +115,6 @@ ONE_GPU = (
     Cell("host-time", "python -m benchmarks.host_time --kernel flash4 --out {out}.json", 120),
     Cell("tiled-loss", "torchrun -m benchmarks.tiled_loss --out {out}.json", 180),
     Cell("pack-programs-8k", f"{PROGRAMS} 8192", 150),
-    Cell("sanitize", "python -m benchmarks.sanitize", 240, programs=("compute-sanitizer",)),
     Cell("one-gpu", f"{ATTENTION} --preset one_gpu", 120),
     Cell("longest-qwen3-4b", f"{LONGEST} --shape qwen3-4b --layers 4 --offload-optimizer --memory-gib 40 "
          "--shortest 131072 --resolution 16384 --methods dfa-remat-host-stages ulysses-full-host dfa-remat-host", 590),
@@ -143,7 +139,6 @@ TWO_GPUS = (
     Cell("megatron-training", f"{STEPS} 524288:1:2:remat", 300),
     Cell("packed-32k", f"{PACKED} 32768", 150),
     Cell("verify-cost", "torchrun -m benchmarks.verify_cost --out {out}.json", 90),
-    Cell("deepspeed-stress", "torchrun -m benchmarks.deepspeed_stress --out {out}.json", 300),
     *TREES,
 )
 

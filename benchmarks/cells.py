@@ -17,7 +17,6 @@ import contextlib
 import importlib.util
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -108,9 +107,6 @@ def lacking(cell: Cell) -> str | None:
     for name in cell.packages:
         if not installed(name):
             return f"{name} is not installed"
-    for name in cell.programs:
-        if not shutil.which(name) and not shutil.which(name, path="/usr/local/cuda/bin"):
-            return f"{name} is not on the PATH"
     return None
 
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from benchmarks import decode, verify_cost
+from benchmarks import verify_cost
 from benchmarks.attention.__main__ import STUCK_STATUS, measure
 from benchmarks.attention.job import Job, Problem
 from benchmarks.attention.local import local_attention
@@ -196,18 +196,6 @@ def test_the_cost_of_comparing_calls_is_measured_before_a_watchdog_and_with_it(t
     assert row["ms_on"] >= row["host_ms_on"] > 0
     assert row["ms_off"] >= row["host_ms_off"] > 0
     assert row["host_ms_before"] > 0
-
-
-def _decode(rank: int, ranks: int, out: str) -> None:
-    sizes = ("--tokens", "49", "8", "--heads", "4", "--kv-heads", "2", "--head-dim", "16", "--repeats", "2")
-    decode.main(["--device", "cpu", *sizes, "--out", out])
-
-
-def test_decoding_is_compared_with_dense_attention_and_timed(tmp_path: Path) -> None:
-    run_ranks(2, _decode, str(tmp_path / "decode.json"))
-    rows = json.loads((tmp_path / "decode.json").read_text())["rows"]
-    assert [row["tokens"] for row in rows] == [49, 8]
-    assert all(row["ms"] > 0 and row["error"] < 1e-5 for row in rows)
 
 
 @pytest.mark.gpu(2, apart=True)

@@ -1,6 +1,6 @@
 """Runs our Triton kernels under NVIDIA's compute-sanitizer: no access out of bounds, no race in shared memory.
 
-    python -m benchmarks.sanitize                     # memcheck and racecheck, about a minute on one GPU
+    python .ci/sanitize.py                            # memcheck and racecheck, about a minute on one GPU
 
 The kernels (forward, dk and dv, dq, merge, add, minus_delta) run on a few short attentions whose sizes divide nothing:
 once to compile, and once under each tool. Their results are compared with float64 on the host. Exit status 0 if the
@@ -55,7 +55,7 @@ def main() -> int:
     sanitizer = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
     # Without a caching allocator every tensor is an allocation of its own, whose end the tool knows.
     environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
-    script = [sys.executable, "-m", "benchmarks.sanitize", "--bare"]
+    script = [sys.executable, __file__, "--bare"]
     commands = {"bare": script}
     for tool in args.tool:
         commands[tool] = [sanitizer, "--tool", tool, "--error-exitcode", str(FOUND), *TOOLS[tool], *script]
