@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from docs import attention_tables, paper_tables, raw_results, update
+from docs import measured, paper, update
 
 ROOT = Path(__file__).parents[1]
 FOLDER = "performance measurements planning paper packed kernels megatron deepspeed trust"
@@ -53,8 +53,8 @@ def test_the_readme_counts_the_types_that_are_exact() -> None:
 
 
 def test_a_new_file_of_a_cell_of_the_paper_replaces_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(raw_results, "RESULTS", tmp_path)
-    asked = partial(paper_tables.end_to_end, "paper-33h", 33, 33, "tp-te-full")
+    monkeypatch.setattr(measured, "RESULTS", tmp_path)
+    asked = partial(paper.end_to_end, "paper-33h", 33, 33, "tp-te-full")
     assert asked() == "not run"
     shape = {"heads": 33, "groups": 33}
     cases = [("remat", 32, {"ms_per_layer": 2.0}), ("tp-te-full", 32, {"ms_per_layer": 3.0}),
@@ -68,4 +68,24 @@ def test_a_new_file_of_a_cell_of_the_paper_replaces_not_run(tmp_path: Path, monk
 def test_a_cell_that_stands_for_two_rows_or_none_is_an_error() -> None:
     for where in ({"seq_length": 131072}, {"seq_length": 1}):
         with pytest.raises(LookupError, match="rows of"):
-            raw_results.row(attention_tables.GRID, **where)
+            measured.row(measured.GRID, **where)
+        with pytest.raises(LookupError, match="rows of"):
+            measured.cell({"file": measured.GRID, "show": "{both_ms}"} | where)
+
+
+def test_every_raw_file_is_read_by_a_table_or_named_where_its_figure_stands(monkeypatch: pytest.MonkeyPatch) -> None:
+    read, results = set[str](), measured.results
+    monkeypatch.setattr(measured, "results", lambda name: read.add(f"2026-{name}") or results(name))
+    for tables in (*measured.PAGES.values(), *paper.PAGES.values()):
+        for make in tables.values():
+            make()
+    readers = [
+        *ROOT.glob("docs/*.md"),
+        *ROOT.glob("docs/*.py"),
+        *ROOT.glob("tests/**/*.py"),
+        *ROOT.glob("dfa_megatron/plan/**/*.py"),
+    ]
+    texts = "\n".join(path.read_text(encoding="utf-8") for path in readers if path != Path(__file__))
+    files = [path for path in measured.RESULTS.iterdir() if path.name != "README.md"]
+    unused = [path.name for path in files if path.stem not in read and path.stem.removeprefix("2026-") not in texts]
+    assert unused == [], "no figure is of these"

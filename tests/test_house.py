@@ -56,6 +56,7 @@ BUDGETS = {
     "benchmarks": 5_731,
     "cli": 595,
     "deepspeed": 1_283,
+    "docs": 1_295,
     "doctor": 1_038,
     "huggingface": 4_303,
     "kernels": 3_816,
@@ -67,11 +68,11 @@ BUDGETS = {
     "remat": 499,
     "runtime": 6_305,
     "sequence": 310,
-    "tests": 40_584,
+    "tests": 40_580,
     "top": 1_736,
     "trees": 307,
 }
-"""Lines of Python in a folder of the package, in its files beside them ("top"), in tests and in benchmarks.
+"""Lines of Python in a folder of the package, in its files beside them ("top"), in tests, docs and benchmarks.
 
 May only fall: who must raise one says why in the same commit.
 """
@@ -102,7 +103,7 @@ def test_no_file_is_longer_than_400_lines() -> None:
 
 def test_no_folder_holds_more_lines_than_its_budget() -> None:
     held: Counter[str] = Counter()
-    for name, lines in house.lines_by_file(house.ROOT, house.PACKAGE, "benchmarks", "tests").items():
+    for name, lines in house.lines_by_file(house.ROOT, house.PACKAGE, "benchmarks", "docs", "tests").items():
         whole, *inner = name.split("/")
         held[whole if whole != house.PACKAGE else inner[0] if len(inner) > 1 else "top"] += lines
     assert {folder: lines for folder, lines in held.items() if lines > BUDGETS.get(folder, 0)} == {}
@@ -119,7 +120,7 @@ def test_no_folder_of_the_package_holds_more_than_a_dozen_modules() -> None:
 
 
 def test_the_pages_hold_no_more_words_than_now() -> None:
-    assert house.words_of_markdown(house.ROOT) <= 22_746
+    assert house.words_of_markdown(house.ROOT) <= 22_743
 
 
 def test_no_file_name_stands_twice_but_for_the_same_thing() -> None:

@@ -66,6 +66,14 @@ def test_the_readme_names_the_commands_of_the_makefile_and_the_gate_runs_the_sec
     assert "make test\n" in (ROOT / ".ci" / "run").read_text(encoding="utf-8").split("step ")[-1]
 
 
+def test_every_file_of_the_walk_from_a_call_to_a_kernel_is_there() -> None:
+    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    walk = text.split("## From a call to a kernel")[1].split("**Who owns what.**")[0]
+    names = set(re.findall(r"\b((?:runtime|plan|kernels)/[\w/]*\w+\.py)", walk)) | {"attention.py"}
+    assert len(names) >= 10
+    assert [name for name in names if not (ROOT / "dfa_megatron" / name).is_file()] == []
+
+
 def _pack(samples: list[int]) -> dict[str, Any]:
     return {"cu_seqlens": (0, *accumulate(samples), 8192)}
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from dfa_megatron import names
-from docs import support_tables as script
+from docs import support as script
 
 ROOT = Path(__file__).parents[1]
 FLOAT64 = "kernels | float64 | `{}`"

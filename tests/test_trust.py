@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from docs import fault_tables as script
+from docs import support as script
 
 
 def test_the_results_are_those_of_exactly_the_fault_tests_that_are_there(every_test: list[dict[str, Any]]) -> None:
     there = {test["id"]: test["gpu"] for test in every_test if test["fault"]}
-    listed = set(json.loads(script.RESULTS.read_text(encoding="utf-8")))
+    listed = set(json.loads(script.FAULTS.read_text(encoding="utf-8")))
     assert listed <= set(there), "results of tests that are gone: delete their lines of docs/trust.json"
     assert {test for test, gpu in there.items() if not gpu} <= listed, "run them with --support-report"
 
@@ -22,6 +22,6 @@ def test_a_failed_test_is_not_taken_in_and_a_later_result_replaces_the_earlier()
         {"id": "one", "outcome": outcome, "fault": {**fault, "seconds": seconds}}
         for outcome, seconds in (("passed", 1.0), ("failed", 9.0), ("passed", 2.5))
     ]
-    found = script.read(map(json.dumps, lines))
+    found = script.read_faults(map(json.dumps, lines))
     assert [result["seconds"] for result in found.values()] == [2.5]
-    assert "| kill -9 | forward | 1 | ends | 2.5 s | gloo |" in script.table(found, whole=True)
+    assert "| kill -9 | forward | ends | 2.5 s | gloo |" in script.fault_table([*found.values()])

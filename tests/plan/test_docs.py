@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from docs import schedule_tables
+from docs import schedules
 
 DOCS = Path(__file__).parents[2] / "docs"
 
 
 def test_the_pictures_are_those_of_the_code_and_all_are_shown() -> None:
     text = (DOCS / "schedules.md").read_text(encoding="utf-8")
-    for name, svg in schedule_tables.pictures().items():
+    for name, svg in schedules.pictures().items():
         assert (DOCS / "pictures" / name).read_text(encoding="utf-8") == svg, "run `python -m docs.update`"
         assert f"pictures/{name}" in text
 

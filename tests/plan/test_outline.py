@@ -26,7 +26,7 @@ from dfa_megatron.plan.cost.outline import estimate, outline
 from dfa_megatron.plan.cost.simulate import simulate
 from dfa_megatron.plan.language.mask import causal, documents, full, prefix_lm, sliding_window
 from dfa_megatron.plan.language.shape import AttentionShape
-from docs import scale_tables
+from docs import scale
 from tests.support.plan_cases import WAYS, plan_of
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -92,8 +92,8 @@ def test_bytes_are_those_of_the_plan_by_link_class() -> None:
 
 def test_the_points_of_the_page_are_those_of_the_code() -> None:
     points = json.loads((DOCS / "scale.json").read_text(encoding="utf-8"))
-    assert {point["ranks"] for point in points} == set(scale_tables.RANKS)
+    assert {point["ranks"] for point in points} == set(scale.RANKS)
     for ranks in (8, 16):
-        for schedule, gateway in scale_tables.LINES:
+        for schedule, gateway in scale.LINES:
             kept = [p for p in points if (p["ranks"], p["schedule"], p["gateway"]) == (ranks, schedule, gateway)]
-            assert scale_tables.rows(ranks, schedule, gateway) == kept, "run `python -m docs.scale_tables`"
+            assert scale.rows(ranks, schedule, gateway) == kept, "run `python -m docs.scale`"

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from dfa_megatron.errors import UnsupportedError
-from docs.refusal_tables import PACKAGE, statements
+from docs.reference import PACKAGE, statements
 
 VARIABLE = "DFA_REACHED"
 FRAMEWORKS = ("deepspeed", "huggingface", "megatron")
