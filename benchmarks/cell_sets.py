@@ -66,7 +66,6 @@ HYBRID = f"{LAYERS} --modes te te-full remat-te remat none --warmup 1 --repeats 
 STEPS = f"{LAYERS} --vocab-size 32768 --train 131072:4:3:remat 131072:4:3:full 131072:4:3:te-full"
 LONGEST = "python -m benchmarks.deepspeed_longest --gpus {gpus} --budget {budget} --out {out}.json"
 PACKED = "torchrun -m benchmarks.packed --out {out}.json --tokens-per-rank"
-ZIGZAG = "torchrun -m benchmarks.packed_zigzag --out {out}.json --tokens-per-rank"
 PROGRAMS = "python -m benchmarks.pack_programs --out {out}.json --tokens-per-rank"
 RECURRENCE = "python -m benchmarks.recurrence --link-gbs 370 --out {out}.json"
 HOSTS = "NCCL_NET=Socket torchrun -m benchmarks.own_host benchmarks.attention --budget {budget} --out {out}"
@@ -116,8 +115,6 @@ ONE_GPU = (
     Cell("tiled-loss", "torchrun -m benchmarks.tiled_loss --out {out}.json", 180),
     Cell("pack-programs-8k", f"{PROGRAMS} 8192", 150),
     Cell("one-gpu", f"{ATTENTION} --preset one_gpu", 120),
-    Cell("longest-qwen3-4b", f"{LONGEST} --shape qwen3-4b --layers 4 --offload-optimizer --memory-gib 40 "
-         "--shortest 131072 --resolution 16384 --methods dfa-remat-host-stages ulysses-full-host dfa-remat-host", 590),
     Cell("recurrence", RECURRENCE, 150),
     Cell("recurrence-forward", f"{RECURRENCE} --no-backward", 150),
     Cell("pack-programs-32k", f"{PROGRAMS} 32768", 150),
@@ -133,8 +130,6 @@ TWO_GPUS = (
     Cell("automatic-sockets", f"{SOCKETS} {HOSTS} --preset automatic", 240),
     Cell("hybrid", f"{HYBRID} --layers 65536:qwen3-next", 180),
     Cell("tiled-loss", "torchrun -m benchmarks.tiled_loss --out {out}.json", 180),
-    Cell("packed-zigzag-8k", f"{ZIGZAG} 8192", 120),
-    Cell("packed-zigzag-32k", f"{ZIGZAG} 32768", 120),
     Cell("megatron-layers", f"{LAYERS} --layers 65536:8:14336 131072:8:14336 --warmup 1 --repeats 3", 240),
     Cell("megatron-training", f"{STEPS} 524288:1:2:remat", 300),
     Cell("packed-32k", f"{PACKED} 32768", 150),

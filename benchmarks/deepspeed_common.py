@@ -76,16 +76,17 @@ def join(seconds: float) -> World:
     return world
 
 
-def optimizer(offload: bool, dry: bool, lr: float = 1e-6) -> tuple[dict[str, Any], str]:
-    """DeepSpeed's section for the optimizer, and which it is: its own on the CPU, else PyTorch's."""
+def optimizer(offload: bool, dry: bool) -> tuple[dict[str, Any], str]:
+    """Return DeepSpeed's section for the optimizer, and which it is: its own on the CPU, else PyTorch's."""
+    rate = {"lr": 1e-6}
     if not offload or dry:
         why = " on the CPU; a dry run compiles nothing" if offload else ""
-        return {"type": "AdamW", "params": {"lr": lr, "torch_adam": True}}, f"torch.optim.AdamW{why}"
+        return {"type": "AdamW", "params": {**rate, "torch_adam": True}}, f"torch.optim.AdamW{why}"
     # torchrun gives a process one thread; libraries read this when they are loaded, which is later.
     threads = max(1, (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     os.environ["OMP_NUM_THREADS"] = str(threads)
     torch.set_num_threads(threads)
-    return {"type": "AdamW", "params": {"lr": lr}}, "DeepSpeedCPUAdam"
+    return {"type": "AdamW", "params": rate}, "DeepSpeedCPUAdam"
 
 
 def model_of(shape: Shape, *, layers: int, vocabulary: int, longest: int) -> Any:
@@ -112,23 +113,6 @@ def model_of(shape: Shape, *, layers: int, vocabulary: int, longest: int) -> Any
     return model
 
 
-def engine_of(model: torch.nn.Module, section: dict[str, Any], zero: dict[str, Any], **block: Any) -> Any:
-    """Return a ZeRO-3 engine, with more options of ZeRO and of our block."""
-    settings = {
-        "train_micro_batch_size_per_gpu": 1,
-        "gradient_clipping": 1.0,
-        "bf16": {"enabled": True},
-        "optimizer": section,
-        "zero_force_ds_cpu_optimizer": False,
-        "zero_optimization": {"stage": 3, **zero},
-        "activation_checkpointing": block.pop("activation_checkpointing", {}),
-        "dist_flash_attention": {"enabled": True, **block},
-    }
-    engine, *_ = dfa_ds.initialize(model=model, model_parameters=list(model.parameters()), config=settings)
-    engine.train()
-    return engine
-
-
 def build(
     shape: Shape, *, layers: int, vocabulary: int, longest: int, tiled: str, offload: bool, dry: bool
 ) -> tuple[Any, str]:
@@ -140,8 +124,18 @@ def build(
     training = Training(model, tiled)
     training.held_before = before
     section, name = optimizer(offload, dry)
-    zero = {"offload_optimizer": {"device": "cpu", "pin_memory": not dry}} if offload else {}
-    engine = engine_of(training, section, zero)
+    host = {"offload_optimizer": {"device": "cpu", "pin_memory": not dry}} if offload else {}
+    settings = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_clipping": 1.0,
+        "bf16": {"enabled": True},
+        "optimizer": section,
+        "zero_force_ds_cpu_optimizer": False,
+        "zero_optimization": {"stage": 3, **host},
+        "dist_flash_attention": {"enabled": True},
+    }
+    engine, *_ = dfa_ds.initialize(model=training, model_parameters=list(training.parameters()), config=settings)
+    engine.train()
     rotary.inv_freq = exact.float()  # in bfloat16 positions of long sequences would be far from right
     return engine, name
 

@@ -1,15 +1,12 @@
 """Finds the longest sequence that one ZeRO-3 step takes: ours beside DeepSpeed's ALST.
 
     python -m benchmarks.deepspeed_longest --layers 2 --budget 540 --out longest.json      # on all GPUs there are
-    python -m benchmarks.deepspeed_longest --shape qwen3-4b --layers 4 --gpus 1 --offload-optimizer --memory-gib 40 \\
-        --shortest 65536 --resolution 16384 --methods dfa-remat-host dfa-remat-host-stages --out longest.json
     DS_ACCELERATOR=cpu python -m benchmarks.deepspeed_longest --dry-run                    # tiny, two ranks
 
 Forward, backward and optimizer, with tiled loss and ALST's tiled MLP for all. A method after another gets an even share
 of the time left. Lengths double until one runs out of memory or would not end in time; between the longest that ran and
-the shortest that ran out of memory one more is tried. With --resolution the next length is the one that the last peak
-says will fit, until two neighbors do and do not. Every attempt is a fresh set of processes, which takes a short step
-before the one that is timed. First of all, loss and gradients of every method are compared with one rank's.
+the shortest that ran out of memory one more is tried. Every attempt is a fresh set of processes, which takes a short
+step before the one that is timed. First of all, loss and gradients of every method are compared with one rank's.
 """
 
 from __future__ import annotations
@@ -34,7 +31,6 @@ import torch.distributed as dist
 from benchmarks.attention.failures import OUT_OF_MEMORY as MEMORY
 from benchmarks.attention.failures import failure_of
 from benchmarks.bench import Report, flags_of
-from benchmarks.deepspeed_memory import Step
 from benchmarks.deepspeed_shapes import METHODS, SHAPES, Method, Shape
 from dfa_megatron.flags import flag
 
@@ -54,8 +50,6 @@ class Job:
     layers: int = flag(2, "of it")
     shortest: int = flag(0, "the first length, of whole sequences; 0: 262144")
     methods: tuple[str, ...] = flag(DEFAULT, "to compare", choices=tuple(METHODS))
-    resolution: int | None = flag(None, "tokens to which the longest is found")
-    memory_gib: float | None = flag(None, "of a smaller GPU: PyTorch takes no more")
     offload_optimizer: bool = flag(False, "to the CPU")
     budget: float = flag(540.0, "seconds for all")
     kernel: str = flag("auto", "of ours")
@@ -71,11 +65,6 @@ class Job:
         """Return the shape, narrow in a dry run."""
         shape = SHAPES[self.shape]
         return replace(shape.toy(), vocabulary=128) if self.dry_run else shape
-
-    def method(self, name: str) -> Method:
-        """Return a method; narrow shapes have two kv heads."""
-        found = METHODS[name]
-        return replace(found, stages=min(found.stages, 2)) if self.dry_run else found
 
     @property
     def choices(self) -> dict[str, str]:
@@ -94,61 +83,28 @@ def parse(arguments: Sequence[str] | None = None) -> Job:
 # Which lengths are tried.
 
 
-def search(
-    methods: Sequence[str],
-    shortest: int,
-    attempt: Attempt,
-    left: Callable[[], float],
-    resolution: int | None = None,
-    memory_gib: float | None = None,
-) -> None:
-    """Find each method's longest length, one method after another, each in its share of the time left.
-
-    resolution: come nearer until the shortest length that ran out of memory is at most so many tokens from the longest
-        that ran; None: half of the longest that ran.
-    memory_gib: of a GPU; with it and a resolution, the next length is the one that the last peak says will fit.
-    """
+def search(methods: Sequence[str], shortest: int, attempt: Attempt, left: Callable[[], float]) -> None:
+    """Find each method's longest length, one method after another, each in its share of the time left."""
     for number, method in enumerate(methods):
         later = left() * (1 - 1 / (len(methods) - number))
-        approach(method, shortest, attempt, lambda later=later: left() - later, resolution, memory_gib)  # type: ignore[misc]
+        approach(method, shortest, attempt, lambda later=later: left() - later)  # type: ignore[misc]
 
 
-def approach(
-    method: str,
-    shortest: int,
-    attempt: Attempt,
-    left: Callable[[], float],
-    resolution: int | None,
-    memory: float | None,
-) -> None:
-    """Try lengths of one method, `shortest` and multiples of `resolution` more, until neighbors fit and do not."""
+def approach(method: str, shortest: int, attempt: Attempt, left: Callable[[], float]) -> None:
+    """Double the length of one method until memory ends, and try one between."""
     fit: dict[str, Any] | None = None
-    full, failures, length = 0, 0, shortest
+    full, length = 0, shortest
     while True:
         result = attempt(method, length, left() if ends(length, fit) < left() else 0.0)
         if "failed" not in result:
-            fit, failures = result, 0
+            fit = result
         elif result["failed"].startswith(MEMORY):
-            full, failures = length, failures + 1
+            full = length
         else:
             return
-        if fit is None or 0 < full <= fit["length"] + (resolution or fit["length"] // 2):
+        if fit is None or 0 < full <= fit["length"] * 3 // 2:
             return
-        low, middle = fit["length"], (fit["length"] + full) // 2
-        if resolution is None:
-            length = middle if full else 2 * low
-            continue
-        length = expected(fit, memory) or 2 * low
-        if full:
-            length = max(min(length, full - resolution * 2 ** max(failures - 1, 0)), middle) if memory else middle
-        length = max(length - (length - shortest) % resolution, low + resolution)
-
-
-def expected(fit: dict[str, Any], memory_gib: float | None) -> int | None:
-    """Return the length whose peak is `memory_gib`: what is above the memory at rest grows with the length."""
-    if not memory_gib or fit.get("peak_gib", 0.0) <= fit.get("resting_gib", 0.0):
-        return None
-    return int(fit["length"] * (memory_gib - fit["resting_gib"]) / (fit["peak_gib"] - fit["resting_gib"]))
+        length = (fit["length"] + full) // 2 if full else 2 * fit["length"]
 
 
 def ends(length: int, before: dict[str, Any] | None) -> float:
@@ -202,8 +158,7 @@ def main() -> int:
     if job.rank_of:
         rank_main(job, *job.rank_of)
         return 0
-    begin, gpus = time.perf_counter(), torch.cuda.is_available()
-    ranks = job.gpus or (torch.cuda.device_count() if gpus else 2)
+    begin, ranks = time.perf_counter(), job.gpus or torch.cuda.device_count() or 2
     note = f"{job.layers} layers" + (", and tiny" if job.dry_run else "")
     compared = launch(job, ranks, COMPARE, 0, job.budget)
     about = {key: value for key, value in compared.items() if key not in ("method", "length")}
@@ -222,10 +177,7 @@ def main() -> int:
         return result
 
     able = [method for method in job.methods if "refused" not in report.content["agreement"][method]]
-    memory = job.memory_gib
-    if memory is None and gpus and not job.dry_run:
-        memory = torch.cuda.get_device_properties(0).total_memory / 2**30
-    search(able, job.shortest, attempt, lambda: begin + job.budget - time.perf_counter(), job.resolution, memory)
+    search(able, job.shortest, attempt, lambda: begin + job.budget - time.perf_counter())
     failed = [one.get("failed", MEMORY) for one in report.content["results"]]
     return int(not all(why.startswith((MEMORY, STOPPED)) for why in failed))
 
@@ -237,7 +189,7 @@ def rank_main(job: Job, method: str, length: str, folder: str) -> None:
     """Run as a rank; write the result, or the error that ended it, to a file in the folder."""
     end = Path(folder, f"rank{os.environ['RANK']}.json")
     try:
-        result = agreement(job) if method == COMPARE else step(job, job.method(method), int(length))
+        result = agreement(job) if method == COMPARE else step(job, METHODS[method], int(length))
     except Exception as error:  # noqa: BLE001 -- whatever it is goes to the parent, and the other ranks are ended
         traceback.print_exc()
         failure = failure_of(error)
@@ -256,9 +208,6 @@ def engine_for(job: Job, longest: int) -> tuple[Any, str]:
     from benchmarks import deepspeed_common as common
 
     common.join(max(job.budget, 60.0))  # a collective waits for the computation before it
-    if job.memory_gib and torch.cuda.is_available():
-        whole = torch.cuda.get_device_properties(0).total_memory / 2**30
-        torch.cuda.set_per_process_memory_fraction(min(1.0, job.memory_gib / whole))
     return common.build(
         job.sizes, layers=job.layers, vocabulary=job.sizes.vocabulary, longest=longest, tiled="all",
         offload=job.offload_optimizer, dry=job.dry_run,
@@ -276,7 +225,7 @@ def agreement(job: Job) -> dict[str, Any]:
 
     length = (16 if job.dry_run else 1024) * int(os.environ["WORLD_SIZE"])
     engine, optimizer = engine_for(job, length)
-    methods = {name: job.method(name) for name in job.methods}
+    methods = {name: METHODS[name] for name in job.methods}
     report = compare(engine, methods, length, job.sizes.vocabulary, **job.choices)
     return {"agreement": report, "optimizer": optimizer, **made_with()}
 
@@ -286,7 +235,7 @@ def step(job: Job, method: Method, length: int) -> dict[str, Any]:
 
     ZeRO-3 learns from that one in which order it gathers parameters, tile by tile.
     """
-    from benchmarks.deepspeed_common import TILE, held, measure
+    from benchmarks.deepspeed_common import TILE, measure
     from benchmarks.deepspeed_methods import attention
 
     engine, _ = engine_for(job, length)
@@ -295,18 +244,11 @@ def step(job: Job, method: Method, length: int) -> dict[str, Any]:
         raise torch.OutOfMemoryError("in a dry run")
     engine.module.tiles = tiles = math.ceil(length / ranks / (16 if job.dry_run else TILE))
     warmup = min(length, tiles * ranks * (8 if job.dry_run else math.ceil(4096 / tiles)))
-    resting = (held() - engine.module.held_before) / 2**30
     with attention(engine, method, **job.choices):
         found = measure(engine, method, length, job.sizes.vocabulary, steps=2, warmup=warmup)
     host = torch.tensor(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20, device=engine.device)
     dist.all_reduce(host)
-    if ranks == 1 and method.attention == "dfa":
-        moments = Step(
-            shape=SHAPES[job.shape], layers=job.layers, vocabulary=SHAPES[job.shape].vocabulary, tile=TILE,
-            on_host=method.on_host, offload=job.offload_optimizer, stages=method.stages,
-        ).account(length)  # fmt: skip
-        found |= {"predicted_gib": max(moments.values()), "predicted_by_moment": moments}
-    return found | {"resting_gib": resting, "host_gib_of_all_ranks": host.item()}
+    return found | {"host_gib_of_all_ranks": host.item()}
 
 
 if __name__ == "__main__":

@@ -46,7 +46,6 @@ def attention(
             kernel=kernel,
             checkpoint=method.checkpoint,
             remat_offload=method.on_host,
-            head_stages=method.stages,
         )
         distribute_attention(inner, group=mesh.group, config=options)
         yield

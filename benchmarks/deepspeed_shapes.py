@@ -48,8 +48,6 @@ class Method:
     checkpoint: str
     on_host: bool = False
     """What a checkpoint keeps: `remat_offload`, or DeepSpeed's cpu_checkpointing. The latter needs a GPU."""
-    stages: int = 1
-    """`head_stages`, of ours."""
 
 
 METHODS = {
@@ -59,7 +57,6 @@ METHODS = {
     "dfa-none": Method("dfa", "none"),
     "ulysses-none": Method("ulysses", "none"),
     "dfa-remat-host": Method("dfa", "remat", on_host=True),
-    "dfa-remat-host-stages": Method("dfa", "remat", on_host=True, stages=8),
     "ulysses-full-host": Method("ulysses", "full", on_host=True),
 }
 """In the order in which time is spent on them."""

@@ -23,13 +23,14 @@ from typing import Any
 import torch
 
 from benchmarks.attention.clock import Timer, take_turns
-from benchmarks.attention.correctness import NAMES, too_far
-from benchmarks.bench import Report, flags_of, leave, ranks_or_one, relative
+from benchmarks.attention.correctness import Truth, exact_of, squares, verdict
+from benchmarks.attention.job import FLOPS_OF, Problem
+from benchmarks.attention.method import Attention, Method, contiguous
+from benchmarks.bench import Report, flags_of, leave, ranks_or_one
 from benchmarks.documents import draw_documents, log_normal
-from benchmarks.packs import BOTH, ROW, TOLERANCE, Attend, in_a_row
-from benchmarks.programs import draw, passes
+from benchmarks.packed import ROW, in_a_row
+from benchmarks.programs import Tensors, draw, passes
 from dfa_megatron import DistAttentionConfig, dist_flash_attn_func, masks
-from dfa_megatron.doctor.dense import dense_attention
 from dfa_megatron.doctor.world import World
 from dfa_megatron.flags import flag
 from dfa_megatron.masks import Mask
@@ -92,13 +93,13 @@ class Shapes:
     out: Path | None = flag(None, "where the figures go as JSON")
 
 
-def ours(shapes: Shapes, mask: Mask) -> Attend:
+def ours(shapes: Shapes, mask: Mask) -> Attention:
     """Return our function with a mask."""
     config = DistAttentionConfig(kernel=shapes.kernel, schedule=shapes.schedule)
     return lambda q, k, v: dist_flash_attn_func(q, k, v, mask=mask, config=config)  # type: ignore[return-value]
 
 
-def flex(tokens: int, tree: tuple[list[int], list[int]], device: torch.device) -> Attend:
+def flex(tokens: int, tree: tuple[list[int], list[int]], device: torch.device) -> Attention:
     """Return FlexAttention with a tree: j <= i, and i is in the subtree of j's segment."""
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
@@ -118,29 +119,22 @@ def flex(tokens: int, tree: tuple[list[int], list[int]], device: torch.device) -
     return attend
 
 
-def inputs(shapes: Shapes, tokens: int, world: World) -> list[torch.Tensor]:
+def inputs(shapes: Shapes, tokens: int, world: World) -> Tensors:
     """Return q, k, v and dout of all tokens, the same on every rank."""
     where = {"generator": torch.Generator(world.device).manual_seed(1), "device": world.device}
     dtype = torch.bfloat16 if world.device.type == "cuda" else torch.float32
-    return list(draw(tokens, shapes.heads, shapes.kv_heads, shapes.head_dim, dtype=dtype, **where))
+    return draw(tokens, shapes.heads, shapes.kv_heads, shapes.head_dim, dtype=dtype, **where)
 
 
-def mine(x: torch.Tensor, world: World) -> torch.Tensor:
-    """Return a rank's tokens."""
-    return x.chunk(world.size, 1)[world.rank].contiguous()
-
-
-def errors_of(attend: Attend, shapes: Shapes, mask: Mask, world: World) -> str:
-    """Return what of out, dq, dk and dv is too far from float64 on any rank, or ""."""
-    whole = inputs(shapes, mask.length, world)
-    leaves = [mine(x, world).requires_grad_() for x in whole[:3]]
-    out = attend(*leaves)
-    got = out, *torch.autograd.grad(out, leaves, mine(whole[3], world))
-    exact = [x.double().requires_grad_() for x in whole[:3]]
-    want = dense_attention(*exact, visible=mask)[0]
-    wanted = want, *torch.autograd.grad(want, exact, whole[3].double())
-    found = [relative(g, mine(w, world)) for g, w in zip(got, wanted, strict=True)]
-    return too_far(dict(zip(NAMES, world.slowest(found), strict=True)), TOLERANCE[whole[0].dtype])
+def wrong(shapes: Shapes, mask: Mask, world: World) -> str:
+    """Return what of out, dq, dk and dv of one kv head is too far from float64, or ""."""
+    thin = replace(shapes, heads=shapes.heads // shapes.kv_heads, kv_heads=1)
+    drawn = inputs(thin, mask.length, world)
+    dtype = "bfloat16" if world.cuda else "float32"
+    problem = Problem(thin.heads, thin.kv_heads, thin.head_dim, "full", dtype)
+    exact = Truth(problem, drawn, tuple(x[None] for x in exact_of([x[0] for x in drawn], mask)))
+    found = squares(Method("ours", "ours", lambda *_: ours(shapes, mask)), exact, world).tolist()
+    return verdict(world.sums(found) if world.size > 1 else found, dtype)[1]
 
 
 def measure(shapes: Shapes, name: str, tokens: int, world: World) -> dict[str, Any]:
@@ -148,10 +142,9 @@ def measure(shapes: Shapes, name: str, tokens: int, world: World) -> dict[str, A
     mask = CASES[name](tokens)
     few = CASES[name](min(tokens, 8192 - 8192 % world.size))  # long documents have other tiles than short ones
     row: dict[str, Any] = {"mask": name, "tokens": tokens, "tiles": len(mask.tiles)}
-    thin = replace(shapes, heads=shapes.heads // shapes.kv_heads, kv_heads=1)
-    if wrong := errors_of(ours(shapes, few), thin, few, world):
-        return row | {"wrong": wrong}
-    given = [mine(x, world) for x in inputs(shapes, tokens, world)]
+    if said := wrong(shapes, few, world):
+        return row | {"wrong": said}
+    given = [contiguous(x, world).contiguous() for x in inputs(shapes, tokens, world)]
     calls = {"": passes(ours(shapes, mask), given[:3], given[3])[1]}
     calls[""]()
     row |= {"schedule": (last := in_use()[-1]).plan.schedule, "kernel": last.kernel.name}
@@ -164,7 +157,7 @@ def measure(shapes: Shapes, name: str, tokens: int, world: World) -> dict[str, A
     for call in calls.values():
         in_a_row(call)
     take_turns(world, list(timers.values()))
-    flops = BOTH * 4 * mask.area * shapes.heads * shapes.head_dim / world.size / 1e9
+    flops = FLOPS_OF["both"] * 4 * mask.area * shapes.heads * shapes.head_dim / world.size / 1e9
     for one, timer in timers.items():
         row |= {f"{one}ms": timer.median / ROW, f"{one}host ms": statistics.median(timer.host) / ROW}
         row[f"{one}TFLOP/s"] = flops * ROW / timer.median

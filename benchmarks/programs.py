@@ -23,15 +23,10 @@ def draw(tokens: int, heads: int, kv_heads: int, head_dim: int, **where: Any) ->
     return q, k, v, dout
 
 
-def passes(
-    attend: Callable[..., Any], leaves: Sequence[torch.Tensor], dout: torch.Tensor, *, used: int = 3
-) -> tuple[Call, Call]:
-    """Return the forward, and the forward and backward, of a function of q, k and v.
-
-    used: how many of them, from the first, have gradients.
-    """
+def passes(attend: Callable[..., Any], leaves: Sequence[torch.Tensor], dout: torch.Tensor) -> tuple[Call, Call]:
+    """Return the forward, and the forward and backward, of a function of q, k and v."""
     leaves = [x.detach().requires_grad_() for x in leaves]
-    return torch.no_grad()(lambda: attend(*leaves)), lambda: torch.autograd.grad(attend(*leaves), leaves[:used], dout)
+    return torch.no_grad()(lambda: attend(*leaves)), lambda: torch.autograd.grad(attend(*leaves), leaves, dout)
 
 
 def prepare(given: Tensors, ranks: int, rank: int, kernel: str, **more: Any) -> Prepared:

@@ -53,7 +53,7 @@ LONG_FUNCTIONS_FOR_NOW = {
 """May only become shorter."""
 
 BUDGETS = {
-    "benchmarks": 5_731,
+    "benchmarks": 5_396,
     "cli": 595,
     "deepspeed": 1_283,
     "docs": 1_295,
@@ -68,7 +68,7 @@ BUDGETS = {
     "remat": 499,
     "runtime": 6_305,
     "sequence": 310,
-    "tests": 40_581,
+    "tests": 40_548,
     "top": 1_736,
     "trees": 307,
 }
@@ -120,7 +120,7 @@ def test_no_folder_of_the_package_holds_more_than_a_dozen_modules() -> None:
 
 
 def test_the_pages_hold_no_more_words_than_now() -> None:
-    assert house.words_of_markdown(house.ROOT) <= 22_743
+    assert house.words_of_markdown(house.ROOT) <= 22_730
 
 
 def test_no_file_name_stands_twice_but_for_the_same_thing() -> None:

@@ -16,6 +16,7 @@ from benchmarks.programs import draw
 from dfa_megatron.doctor.dense import band_of, dense_attention
 from dfa_megatron.doctor.world import World
 from dfa_megatron.plan.language.geometry import Band
+from dfa_megatron.plan.language.mask import Mask
 
 TOLERANCE = {"bfloat16": 1e-2, "float16": 2e-3, "float32": 1e-5, "float64": 1e-12}
 """Largest |got - exact| / |exact| (Frobenius norms over the whole sequence)."""
@@ -35,25 +36,24 @@ class Truth:
 def truth(problem: Problem, world: World) -> Truth:
     """Draw a sequence of 256 tokens a rank (32 on a CPU) and compute its attention as the definition says."""
     length = world.size * (256 if world.cuda else 32)
-    short = dataclasses.replace(problem, window=min(problem.window, length // 3))
     generator = torch.Generator(world.device).manual_seed(length + 100 * problem.heads + problem.kv_heads)
     where = {"generator": generator, "device": world.device, "dtype": getattr(torch, problem.dtype)}
     drawn = draw(length, problem.heads, problem.kv_heads, problem.head_dim, **where)
-    wanted = exact_of([x[0] for x in drawn], band_of(short.causal, short.window_size))
-    return Truth(short, drawn, tuple(x[None] for x in wanted))
+    wanted = exact_of([x[0] for x in drawn], band_of(problem.causal))
+    return Truth(problem, drawn, tuple(x[None] for x in wanted))
 
 
 def exact_of(
-    inputs: Sequence[torch.Tensor], band: Band, offsets: tuple[int, ...] | None = None
+    inputs: Sequence[torch.Tensor], visible: Band | Mask, offsets: tuple[int, ...] | None = None
 ) -> tuple[torch.Tensor, ...]:
     """Return out, dq, dk and dv of q, k, v and dout (tokens, heads, head_dim) in float64.
 
-    offsets: of documents, each by itself; behind the last all is 0.
+    offsets: of documents, each by itself.
     """
     leaves = [x.double().requires_grad_() for x in inputs[:3]]
     offsets = offsets or (0, len(leaves[0]))
-    outs = [dense_attention(*(x[None, lo:hi] for x in leaves), band)[0][0] for lo, hi in pairwise(offsets)]
-    out = torch.cat([*outs, leaves[0][offsets[-1] :] * 0])
+    outs = [dense_attention(*(x[None, lo:hi] for x in leaves), visible)[0][0] for lo, hi in pairwise(offsets)]
+    out = torch.cat(outs)
     return out.detach(), *torch.autograd.grad(out, leaves, inputs[3].double())
 
 

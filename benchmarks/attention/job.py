@@ -10,7 +10,7 @@ from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.flags import flag
 from dfa_megatron.names import KERNELS, SCHEDULES, TRANSPORTS
 
-MASKS = ("causal", "full", "window")
+MASKS = ("causal", "full")
 DTYPES = ("bfloat16", "float16", "float32", "float64")
 BASELINES = (
     "pytorch", "ulysses", "deepspeed", "ring_flash_attn", "yunchang", "transformer_engine", "ring_self_attention"
@@ -31,14 +31,7 @@ class Problem:
     kv_heads: int
     head_dim: int
     mask: str
-    window: int
-    """Tokens that a token sees before itself, for the mask "window"."""
     dtype: str
-
-    @property
-    def window_size(self) -> tuple[int, int]:
-        """Return the window as flash-attn takes it."""
-        return (self.window, 0) if self.mask == "window" else (-1, -1)
 
     @property
     def causal(self) -> bool:
@@ -47,12 +40,7 @@ class Problem:
 
     def flops(self, length: int) -> float:
         """Return the FLOP of a forward: two products over the pairs of the mask (half of all if causal)."""
-        pairs = float(length) ** 2
-        if self.mask == "causal":
-            pairs /= 2
-        elif self.mask == "window" and self.window < length:
-            pairs = (self.window + 1) * length - self.window * (self.window + 1) / 2
-        return 4.0 * pairs * self.heads * self.head_dim
+        return (2.0 if self.causal else 4.0) * float(length) ** 2 * self.heads * self.head_dim
 
     def __str__(self) -> str:
         return f"{self.heads}:{self.kv_heads}x{self.head_dim} {self.mask}"
@@ -113,7 +101,6 @@ class Job:
     )
     head_dim: int = flag(128, "of a head", metavar="N")
     mask: tuple[str, ...] = flag(("causal",), "which tokens a token sees", choices=MASKS)
-    window: int = flag(4096, "tokens back, for the mask window", metavar="N")
     dtype: str = flag("", "default: bfloat16, float32 on a CPU", choices=DTYPES)
     schedule: tuple[str, ...] = flag(("auto",), "of ours; zigzag: zigzag tokens", choices=(*SCHEDULES, "zigzag"))
     kernel: tuple[str, ...] = flag(("auto",), "of ours, and of the all-to-all baselines", choices=KERNELS)
@@ -132,7 +119,7 @@ class Job:
         """Return every attention to measure."""
         dtype = self.dtype or ("bfloat16" if self.device == "cuda" else "float32")
         return tuple(
-            Problem(heads, kv_heads, self.head_dim, mask, self.window, dtype)
+            Problem(heads, kv_heads, self.head_dim, mask, dtype)
             for mask in self.mask
             for heads, kv_heads in head_pairs(self.heads, self.kv_heads)
         )

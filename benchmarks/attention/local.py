@@ -11,7 +11,7 @@ from benchmarks.attention.job import Problem
 from dfa_megatron import kernels
 from dfa_megatron.kernels.api import BlockCall, BlockKernel, Need, Saved
 from dfa_megatron.kernels.merge import minus_delta
-from dfa_megatron.plan.language.geometry import CAUSAL, FULL, Band, Form
+from dfa_megatron.plan.language.geometry import CAUSAL, FULL, Band
 
 Local = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -26,7 +26,6 @@ def local_attention(kernel: str, problem: Problem, device: torch.device, share: 
     Raises:
         UnsupportedError: the kernel does not serve the problem.
     """
-    form: Form = {"causal": "causal", "full": "full"}.get(problem.mask, "band")  # type: ignore[assignment]
     need = Need(
         device=device.type,
         dtype=getattr(torch, problem.dtype),
@@ -34,11 +33,11 @@ def local_attention(kernel: str, problem: Problem, device: torch.device, share: 
         kv_heads=max(1, problem.kv_heads // share),
         head_dim=problem.head_dim,
         head_dim_v=problem.head_dim,
-        forms=frozenset({form}),
+        forms=frozenset({"causal" if problem.causal else "full"}),
         capability=torch.cuda.get_device_capability(device) if device.type == "cuda" else None,
     )
     chosen = kernels.select(kernel, need)
-    band = {"causal": CAUSAL, "full": FULL}.get(problem.mask, Band(*problem.window_size))
+    band = CAUSAL if problem.causal else FULL
     scale = float(problem.head_dim**-0.5)
 
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:

@@ -100,8 +100,7 @@ class Run:
         self.report.add(asdict(row), said=line(row))
 
     def _row(self, method: Method, problem: Problem, length: int) -> Row:
-        shape = asdict(problem) | {"window": problem.window if problem.mask == "window" else 0}
-        return Row(method.name, method.kind, self.world.size, **shape, seq_length=length, note=method.note)
+        return Row(method.name, method.kind, self.world.size, **asdict(problem), seq_length=length, note=method.note)
 
     def _guess(self, problem: Problem, length: int, methods: int) -> float:
         call = FLOPS_OF["both"] * problem.flops(length) / self.world.size / _GUESS[self.world.device.type]

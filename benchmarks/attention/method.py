@@ -94,8 +94,7 @@ def _ours(schedule: str, kernel: str, transport: str, ulysses_degree: str, ablat
 
     def start(problem: Problem, local_seq: int, world: World, stack: ExitStack) -> Attention:
         def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-            mask: dict[str, Any] = {"causal": problem.causal, "window_size": problem.window_size}
-            out = dist_flash_attn_func(q, k, v, **mask, layout=layout, config=config)
+            out = dist_flash_attn_func(q, k, v, causal=problem.causal, layout=layout, config=config)
             assert isinstance(out, torch.Tensor)
             return out
 

@@ -31,7 +31,6 @@ class Row:
     kv_heads: int
     head_dim: int
     mask: str
-    window: int
     dtype: str
     seq_length: int
     state: str = ""
@@ -53,9 +52,9 @@ class Row:
     times: dict[str, list[float]] = field(default_factory=dict)
 
     @property
-    def shape(self) -> tuple[int, int, int, str, int, str]:
+    def shape(self) -> tuple[int, int, int, str, str]:
         """Return a key that is equal for the rows of one table."""
-        return self.heads, self.kv_heads, self.head_dim, self.mask, self.window, self.dtype
+        return self.heads, self.kv_heads, self.head_dim, self.mask, self.dtype
 
     @property
     def speed(self) -> float:
@@ -104,10 +103,9 @@ def _table(rows: Sequence[Row]) -> str:
         pairs = [(_best(column, "ours"), _best(column, kind)) for column in columns.values()]
         ratios = [f"{ours / theirs:.3f}" if ours and theirs else "" for ours, theirs in pairs]
         lines += [[name, *ratios, "", ""]] if any(ratios) else []
-    window = f" of {first.window}" if first.window else ""
     title = (
         f"{first.ranks} ranks, {first.heads} heads, {first.kv_heads} kv_heads of {first.head_dim}, "
-        f"{first.mask}{window}, {first.dtype}: {prefix}FLOP/s per rank, forward and backward (forward alone)"
+        f"{first.mask}, {first.dtype}: {prefix}FLOP/s per rank, forward and backward (forward alone)"
     )
     return "\n".join([title, *_aligned(lines), *_notes(rows), ""])
 

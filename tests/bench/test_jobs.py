@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import replace
 
 import pytest
 
 from benchmarks.attention.__main__ import job_of, main
 from benchmarks.attention.clock import repetitions
-from benchmarks.attention.job import Job, Problem, head_pairs
+from benchmarks.attention.job import Job, head_pairs
 from dfa_megatron.errors import UnsupportedError
 
 
@@ -44,16 +43,6 @@ def test_heads_are_paired_where_there_are_as_many_and_combined_otherwise() -> No
 def test_short_sequences_come_first_because_long_ones_may_run_out_of_memory() -> None:
     job = Job(seq_length=(512, 128, 512), heads=(4,), kv_heads=(4, 2))
     assert [(length, problem.kv_heads) for problem, length in job.cells] == [(128, 4), (128, 2), (512, 4), (512, 2)]
-
-
-@pytest.mark.parametrize(("length", "window"), [*itertools.product((1, 7, 50), (0, 3, 6, 60))])
-def test_a_window_counts_the_pairs_that_it_lets_through(length: int, window: int) -> None:
-    pairs = sum(0 <= row - column <= window for row in range(length) for column in range(length))
-    problem = Problem(heads=3, kv_heads=3, head_dim=5, mask="window", window=window, dtype="float32")
-    if window < length:
-        assert problem.flops(length) == 4 * pairs * 15
-    else:
-        assert problem.flops(length) == 4 * length**2 * 15
 
 
 def test_calls_are_repeated_until_some_time_is_spent_and_long_ones_three_times() -> None:

@@ -8,7 +8,7 @@ from benchmarks.attention.report import Row, line, tables
 
 
 def row(method: str, kind: str, length: int, both: float, **more: Any) -> Row:
-    fields = {"ranks": 4, "heads": 8, "kv_heads": 2, "head_dim": 64, "mask": "causal", "window": 0, "dtype": "bfloat16"}
+    fields = {"ranks": 4, "heads": 8, "kv_heads": 2, "head_dim": 64, "mask": "causal", "dtype": "bfloat16"}
     timed = {"state": "timed", "both_tflops": both, "forward_tflops": both / 2, "both_ms": 9.0, "forward_ms": 3.0}
     return Row(**fields | timed | {"method": method, "kind": kind, "seq_length": length} | more)
 

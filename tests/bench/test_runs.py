@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from benchmarks import verify_cost
+from benchmarks import masks, packed, verify_cost
 from benchmarks.attention.__main__ import STUCK_STATUS, measure
 from benchmarks.attention.job import Job, Problem
 from benchmarks.attention.local import local_attention
@@ -171,7 +171,7 @@ def test_a_budget_leaves_out_what_would_exceed_it_and_names_it(tmp_path: Path) -
 
 
 def _alone(rank: int, ranks: int, folder: str) -> int:
-    job = replace(JOB, seq_length=(64,), mask=("causal", "full", "window"), window=10, out=folder)
+    job = replace(JOB, seq_length=(64,), mask=("causal", "full"), out=folder)
     return measure(job, world(), [*our_methods(job), *kernel_methods(job)])
 
 
@@ -179,9 +179,9 @@ def test_one_rank_is_compared_with_the_bare_kernel(tmp_path: Path) -> None:
     assert run_ranks(1, _alone, str(tmp_path)) == [0]
     rows = rows_in(tmp_path)
     assert [(row["mask"], row["kind"], row["state"]) for row in rows] == [
-        (mask, kind, "timed") for mask in ("causal", "full", "window") for kind in ("ours", "kernel")
+        (mask, kind, "timed") for mask in ("causal", "full") for kind in ("ours", "kernel")
     ]
-    assert (tmp_path / "tables.txt").read_text().count("ours / bare kernel") == 3
+    assert (tmp_path / "tables.txt").read_text().count("ours / bare kernel") == 2
 
 
 def _verify(rank: int, ranks: int, out: str) -> None:
@@ -196,6 +196,25 @@ def test_the_cost_of_comparing_calls_is_measured_before_a_watchdog_and_with_it(t
     assert row["ms_on"] >= row["host_ms_on"] > 0
     assert row["ms_off"] >= row["host_ms_off"] > 0
     assert row["host_ms_before"] > 0
+
+
+def _packs_and_masks(rank: int, ranks: int, folder: str) -> None:
+    sizes = ("--heads", "4", "--kv-heads", "2", "--head-dim", "16", "--device", "cpu")
+    packs = ("--dtype", "float32", "--tokens-per-rank", "96", "--check-tokens", "48", "--repetitions", "1")
+    packed.main([*sizes, *packs, "--schedule", "auto", "load_balanced", "zigzag", "--out", f"{folder}/packs.json"])
+    dist.init_process_group("gloo", init_method=f"file://{folder}/again", rank=rank, world_size=ranks)
+    chosen = ("--masks", "causal documents", "tree 8 0.6", "--repetitions", "1", "--tokens", "512")
+    masks.main([*sizes, *chosen, "--out", f"{folder}/masks.json"])
+
+
+def test_packs_and_masks_are_compared_with_dense_attention_and_timed(tmp_path: Path) -> None:
+    run_ranks(2, _packs_and_masks, str(tmp_path))
+    rows = json.loads((tmp_path / "packs.json").read_text())["rows"]
+    assert [row["method"] for row in rows] == [f"dfa {name} auto auto" for name in ("auto", "load_balanced", "zigzag")]
+    assert all(0 < row["error"] < 1e-5 and row["both_ms"] > row["forward_ms"] > 0 for row in rows)
+    rows = json.loads((tmp_path / "masks.json").read_text())["rows"]
+    assert [row["mask"] for row in rows] == ["causal documents", "tree 8 0.6"]
+    assert all(row["ms"] > 0 and row["schedule"] for row in rows)
 
 
 @pytest.mark.gpu(2, apart=True)

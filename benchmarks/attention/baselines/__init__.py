@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 
-from benchmarks.attention.job import BASELINES, INSTALLED, Job, Problem
+from benchmarks.attention.job import BASELINES, INSTALLED, Job
 from benchmarks.attention.method import Method
 from dfa_megatron.errors import UnsupportedError
 
@@ -41,13 +41,3 @@ def version_of(package: str) -> str:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         raise UnsupportedError(package, "it is not installed", f"pip install {package}") from None
-
-
-def refuse_windows(problem: Problem, who: str) -> None:
-    """Refuse a sliding window, for methods that split none.
-
-    Raises:
-        UnsupportedError: the mask is a window.
-    """
-    if problem.mask == "window":
-        raise UnsupportedError(f"{who} of a sliding window", "it does not split one", "masks causal and full")

@@ -9,7 +9,6 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from benchmarks.attention.baselines import refuse_windows
 from benchmarks.attention.job import Job, Problem
 from benchmarks.attention.method import Attention, Method, zigzag
 from dfa_megatron.doctor.world import World
@@ -29,7 +28,6 @@ def methods(job: Job) -> list[Method]:
 
 def _rotating(rotate: str) -> Method:
     def start(problem: Problem, local_seq: int, world: World, stack: ExitStack) -> Attention:
-        refuse_windows(problem, "context_parallel")
         from torch.distributed.device_mesh import DeviceMesh
         from torch.distributed.tensor.experimental._attention import _cp_options, context_parallel, set_rotate_method
 

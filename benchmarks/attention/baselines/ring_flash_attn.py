@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks.attention.baselines import refuse_windows, version_of
+from benchmarks.attention.baselines import version_of
 from benchmarks.attention.job import Job, Problem
 from benchmarks.attention.method import Attention, Method, zigzag
 from dfa_megatron.doctor.world import World
@@ -39,7 +39,6 @@ Algorithm = Callable[[Any, Problem, int, World], Attention]
 
 def _start(algorithm: Algorithm) -> Callable[[Problem, int, World, ExitStack], Attention]:
     def start(problem: Problem, local_seq: int, world: World, stack: ExitStack) -> Attention:
-        refuse_windows(problem, "ring-flash-attn")
         return algorithm(_package(), problem, local_seq, world)
 
     return start

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks.attention.baselines import refuse_windows
 from benchmarks.attention.job import Job, Problem
 from benchmarks.attention.method import Attention, Method
 from dfa_megatron.doctor.world import World
@@ -26,7 +25,6 @@ def methods(job: Job) -> list[Method]:
 
 
 def _start(problem: Problem, local_seq: int, world: World, stack: ExitStack) -> Attention:
-    refuse_windows(problem, "Ring Self-Attention")
     if problem.kv_heads != problem.heads:
         raise UnsupportedError(
             f"Ring Self-Attention of {problem.heads} heads on {problem.kv_heads}",

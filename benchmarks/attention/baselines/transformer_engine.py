@@ -31,8 +31,6 @@ def methods(job: Job) -> list[Method]:
 
 def _communicating(kind: str) -> Method:
     def start(problem: Problem, local_seq: int, world: World, stack: ExitStack) -> Attention:
-        if problem.mask == "window" and kind in ("p2p", "a2a+p2p"):
-            raise UnsupportedError(f"{kind} of a sliding window", "its ring splits none", "all_gather, a2a")
         if kind == "a2a+p2p" and (world.size % 2 or world.size == 2):
             raise UnsupportedError(f"a2a+p2p over {world.size} ranks", "pairs in a ring take 4, 6, ...", "p2p or a2a")
         refuse_heads(problem, {"a2a": world.size, "a2a+p2p": 2}.get(kind, 1))
@@ -45,7 +43,6 @@ def _communicating(kind: str) -> Method:
             attention_dropout=0.0,
             qkv_format="bshd",
             attn_mask_type="causal" if problem.causal else "no_mask",
-            window_size=problem.window_size if problem.mask == "window" else None,
         )
         groups, stream = communicators(kind, world)
         attention.set_context_parallel_group(groups, list(range(world.size)), stream, kind)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks.attention.baselines import refuse_windows, version_of
+from benchmarks.attention.baselines import version_of
 from benchmarks.attention.baselines.ulysses import refuse_heads
 from benchmarks.attention.job import Job, Problem
 from benchmarks.attention.method import Attention, Method, zigzag
@@ -35,7 +35,6 @@ def methods(job: Job) -> list[Method]:
 
 def _usp(name: str, ulysses: Callable[[int], int]) -> Method:
     def start(problem: Problem, local_seq: int, world: World, stack: ExitStack) -> Attention:
-        refuse_windows(problem, "yunchang")
         degree = ulysses(world.size)
         if name == "2 x ring" and (world.size % 2 or world.size == 2):
             raise UnsupportedError(f"pairs in a ring of {world.size} ranks", "it takes 4, 6, 8, ...", "yunchang ring")
