@@ -146,14 +146,16 @@ def refused() -> Lines:
 
 
 def types() -> Lines:
-    """Return the table of the types that run."""
-    found = stored("models.json")
-    lines = [
-        [kind, *(states.get(section, "") for section in found["sections"]), states.get("reason", "").replace("|", " ")]
-        for kind, states in found["types"].items()
-        if states["plain"] == "exact"
-    ]
-    return table(["type", *found["sections"], "reason"], lines)
+    """Return the types that are exact however they are called, and a table of those that are not."""
+    found, whole, lines = stored("models.json"), list[str](), list[list[str]]()
+    for kind, states in found["types"].items():
+        cells = [states.get(section, "") for section in found["sections"]]
+        if set(cells) == {"exact"}:
+            whole.append(kind)
+        elif states["plain"] == "exact":
+            lines.append([kind, *cells, states.get("reason", "").replace("|", " ")])
+    text = textwrap.fill(", ".join(whole) + ".", 120, break_on_hyphens=False)
+    return [text, "", *table(["type", *found["sections"], "reason"], lines)]
 
 
 def list_of_types() -> str:
@@ -161,10 +163,8 @@ def list_of_types() -> str:
     types = stored("models.json")["types"]
     exact = {found.get("as", kind) for kind, found in types.items() if found["plain"] == "exact"}
     names = textwrap.fill(", ".join(f'"{kind}"' for kind in sorted(exact)), 116, break_on_hyphens=False)
-    return (
-        '"""List the model types that `make models` found exact; `python -m docs.update` writes this file."""\n\n'
-        f"EXACT = (\n{textwrap.indent(names, '    ')},\n)  # fmt: skip\n"
-    )
+    about = '"""List the model types that `make models` found exact; `python -m docs.update` writes this file."""'
+    return f"{about}\n\nEXACT = (\n{textwrap.indent(names, '    ')},\n)  # fmt: skip\n"
 
 
 # The house.
