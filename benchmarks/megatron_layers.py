@@ -212,7 +212,8 @@ def build_layers(job: Job, shape: Shape, mode: Mode, length: int, device: torch.
         pg_collection=ProcessGroupCollection.use_mpu_process_groups(),
     ).to(device, config.params_dtype)
     rotary = RotaryEmbedding(shape.head_dim, 1.0, rotary_base=500000, use_cpu_initialization=True, cp_group=group)
-    return block, rotary.to(device)(length)
+    # Distributed layers outside of a language model take their rows of the whole table.
+    return block, rotary.to(device)(length, packed_seq=options is not None)
 
 
 def attention_errors(block: Any, shape: Shape, mode: Mode, tokens: int) -> dict[str, float]:

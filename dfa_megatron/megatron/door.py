@@ -25,8 +25,9 @@ from dfa_megatron.megatron.check_config import check_config
 from dfa_megatron.megatron.layers.context import AttentionContext, context_of
 from dfa_megatron.megatron.layers.layer import DistributedLayer
 from dfa_megatron.megatron.layers.recompute import hide_flags
+from dfa_megatron.megatron.layers.rotary import order_rotary
 from dfa_megatron.megatron.layers.router import weigh_losses
-from dfa_megatron.megatron.layers.swapped import Holder, check_groups, check_size, follow, group_holders
+from dfa_megatron.megatron.layers.swapped import Holder, check_groups, check_size, group_holders
 from dfa_megatron.megatron.output import deferring
 from dfa_megatron.megatron.tokens.batch import check_described, check_positions
 from dfa_megatron.megatron.tokens.visit import Visit, running
@@ -150,6 +151,8 @@ def _look(model: Any) -> _Found:
     layers = [module for module in model.modules() if isinstance(module, DistributedLayer)]
     if context is None:
         return _Found(None, [], has_others=False, holders=[], group=None)
+    if getattr(model, "rotary_pos_emb", None) is not None:
+        order_rotary(model)
     took_over = {layer for layer in layers if layer._dfa_took_over}
     for module in model.modules():
         if isinstance(module, DistributedLayer):
@@ -174,8 +177,6 @@ def _follow_groups(model: Any, found: _Found, context: AttentionContext) -> None
     if found.group is not group:
         check_size(model.config, group)
         check_config(model.config, context.options)
-        follow(model, group)
-        context.forget()
         for layer in found.layers if group.size() > 1 else ():
             weigh_losses(layer)
         found.group = group
@@ -240,11 +241,11 @@ def _check_positions(context: AttentionContext, positions: Any, tokens: int, vis
         if positions.shape[2] != (every := tokens * visit.group.size()):
             raise UnsupportedError(
                 f"position_ids of {positions.shape[2]} tokens in three axes",
-                f"Megatron's module slices the table that it makes of all {every} tokens of the ranks",
+                f"each rank takes the rows of its tokens from a table of all {every} tokens",
                 f"position_ids (3, batch, {every}), as shard_batch leaves them",
             )
-    elif visit.pack is None and (positions.device.type == "cpu" or tokens not in context.lengths):
-        context.lengths.add(tokens)
+    elif visit.pack is None and (positions.device.type == "cpu" or (visit.group, tokens) not in context.lengths):
+        context.lengths.add((visit.group, tokens))
         check_positions(visit.group, context.options.data_layout, positions)
 
 

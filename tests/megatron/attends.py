@@ -12,9 +12,16 @@ import torch
 from dfa_megatron import masks
 from dfa_megatron.masks import Mask, Span, Tile
 from dfa_megatron.megatron.tokens.batch import pairs_of
+from dfa_megatron.plan.language.layout import by_name
 from dfa_megatron.plan.language.tree import Tree
+from dfa_megatron.sharding import positions_of
 
 SEQUENCE, BATCH = 48, 2
+
+
+def positions(layout: str, length: int, ranks: int, rank: int) -> torch.Tensor:
+    """The places of a rank's tokens in a row, int64 (local tokens,)."""
+    return positions_of(by_name(layout, length, ranks), rank)
 
 
 def entries(kind: str, step: int, micro: int) -> dict[str, Any]:

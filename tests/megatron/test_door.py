@@ -33,7 +33,7 @@ def cut(whole: torch.Tensor, dim: int) -> torch.Tensor:
     """This rank's rows, as Megatron cuts them over the context-parallel ranks."""
     from megatron.core import parallel_state
 
-    from dfa_megatron.megatron.tokens.exchange import positions
+    from tests.megatron.attends import positions
 
     ranks, rank = (getattr(parallel_state, f"get_context_parallel_{n}")() for n in ("world_size", "rank"))
     return whole.index_select(dim, positions("zigzag", whole.shape[dim], ranks, rank))

@@ -21,9 +21,9 @@ import torch.distributed as dist
 
 from dfa_megatron.config import MegatronConfig
 from dfa_megatron.errors import UnsupportedError
-from dfa_megatron.megatron.tokens.exchange import positions
 from dfa_megatron.runtime.counters import COUNTERS
 from tests.megatron import harness, padded_packs
+from tests.megatron.attends import positions
 from tests.megatron.harness import Case, Topology, case
 from tests.megatron.hybrids import DELTA, in_a_gpt, make
 from tests.megatron.kinds import ALLGATHER, LATENT, by_turns

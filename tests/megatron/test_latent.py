@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import pytest
 import torch
@@ -10,8 +11,8 @@ import torch.distributed as dist
 
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.megatron.cpu.stand_in import use_cpu
-from dfa_megatron.megatron.layers.rotary import OrderedRotary, order_rotary
-from dfa_megatron.megatron.tokens.exchange import Relayout
+from dfa_megatron.megatron.layers.rotary import order_rotary
+from dfa_megatron.megatron.tokens.exchange import Exchange
 from dfa_megatron.megatron.tokens.packed_documents import Pack
 from dfa_megatron.megatron.tokens.visit import Visit, running
 from tests.megatron import harness
@@ -47,7 +48,21 @@ def test_tensor_and_sequence_parallelism_train_like_megatron() -> None:
     run_ranks(4, sequence_parallel)
 
 
-def _check_tables(rank: int, ranks: int) -> None:
+class Numbers(torch.nn.Module):
+    """A table of token numbers."""
+
+    def forward(self, length: int, offset: int = 0) -> torch.Tensor:
+        return torch.arange(offset, offset + length)
+
+
+def call(tokens: int, pack: Pack | None = None) -> Any:
+    """The call of a model whose ranks hold so many tokens each."""
+    group = dist.group.WORLD
+    assert group is not None
+    return running(Visit(None, group, "contiguous", "contiguous", pack, (1, tokens), Exchange(group)))
+
+
+def _rows_of_lengths_and_offsets(rank: int, ranks: int) -> list[list[int]]:
     use_cpu()
     from megatron.core.models.common.embeddings import YarnRotaryEmbedding
 
@@ -57,53 +72,43 @@ def _check_tables(rank: int, ranks: int) -> None:
         )
         for group in (dist.new_group([0, 1]), dist.new_group([rank], use_local_synchronization=True))
     ]
-    attention, whole = torch.nn.Module(), made[1]
-    attention.rotary_pos_emb = made[0]
-    order_rotary(attention, "contiguous")
-    order_rotary(attention, "contiguous")  # as often as one likes
+    owner, whole = torch.nn.Module(), made[1]
+    owner.rotary_pos_emb = made[0]
+    for _ in range(2):  # as often as one likes
+        order_rotary(owner)
     for length in (8, 48, 24, 24, 48):  # shorter and longer than what it was built for, and than the last
-        table, factor = attention.rotary_pos_emb(length)
+        with call(length // ranks):
+            table, factor = owner.rotary_pos_emb(length)
+            parts = owner.rotary_pos_emb.get_cached_cos_sin(length, dtype=torch.float64)
+        expected = whole(length)[0].chunk(ranks)[rank]
         assert factor == whole(length)[1]
-        assert torch.equal(table, whole(length)[0].chunk(ranks)[rank]), length
-        expected_table = whole(length)[0].chunk(ranks)[rank]
-        for part, expected_part in zip(
-            attention.rotary_pos_emb.get_cached_cos_sin(length, dtype=torch.float64),
-            ((expected_table.cos() * factor).double(), (expected_table.sin() * factor).double()),
-            strict=True,
-        ):
-            assert torch.equal(part, expected_part), length
+        assert torch.equal(table, expected), length
+        for part, wanted in zip(parts, (expected.cos() * factor, expected.sin() * factor), strict=True):
+            assert torch.equal(part, wanted.double()), length
+    assert torch.equal(owner.rotary_pos_emb(48)[0], whole(48)[0]), "outside of a call it is whole"
+    with torch.inference_mode(), call(8):
+        owner.rotary_pos_emb(16)
+    with call(8):  # the rows that an evaluation made serve training
+        (torch.ones(8, 1, 1, 8, requires_grad=True) * owner.rotary_pos_emb(16)[0]).sum().backward()
 
-
-def test_an_attention_that_makes_its_table_in_another_way_is_refused() -> None:
-    attention = torch.nn.Module()
-    attention.rotary_pos_emb = torch.nn.Identity()
-    with pytest.raises(UnsupportedError, match="order of tokens can be chosen"):
-        order_rotary(attention, "zigzag")
-
-
-class Counting(OrderedRotary):
-    """A table of token numbers."""
-
-    def get_emb(self, length: int, offset: int) -> torch.Tensor:
-        return torch.arange(offset, offset + length)
-
-    @property
-    def cp_group(self) -> dist.ProcessGroup | None:
-        return dist.group.WORLD
-
-
-def _rows_of_lengths_and_offsets(rank: int, ranks: int) -> list[list[int]]:
-    _check_tables(rank, ranks)
-    rotary = Counting()
-    rows = [rotary.forward(length, offset).tolist() for length, offset in ((4, 0), (4, 6), (4, 6), (8, 6))]
-    group = dist.group.WORLD
-    assert group is not None
-    with running(Visit(None, group, "contiguous", "contiguous", Pack((0, 3, 8)), (1, 4), Relayout(group))):
-        return [*rows, rotary.forward(8, 6).tolist()]
+    owner.rotary_pos_emb = Numbers()
+    order_rotary(owner)
+    rows = []
+    for length, offset, pack in ((4, 0, None), (4, 6, None), (4, 6, None), (8, 6, None), (8, 0, Pack((0, 3, 8)))):
+        with call(length // ranks, pack):
+            rows.append(owner.rotary_pos_emb(length, offset=offset).tolist())
+    with call(4), pytest.raises(UnsupportedError, match=r"a rotary table of shape \(4,\) for 8 positions"):
+        owner.rotary_pos_emb(4)
+    return rows
 
 
 def test_a_rotary_table_is_of_this_ranks_tokens_and_known_by_its_length_its_offset_and_its_documents() -> None:
     assert run_ranks(2, _rows_of_lengths_and_offsets) == [
-        [[0, 1], [6, 7], [6, 7], [6, 7, 8, 9], [6, 7, 8, 6]],
-        [[2, 3], [8, 9], [8, 9], [10, 11, 12, 13], [7, 8, 9, 10]],
+        [[0, 1], [6, 7], [6, 7], [6, 7, 8, 9], [0, 1, 2, 0]],
+        [[2, 3], [8, 9], [8, 9], [10, 11, 12, 13], [1, 2, 3, 4]],
     ]
+
+
+def test_an_attention_without_a_module_for_its_table_is_refused() -> None:
+    with pytest.raises(UnsupportedError, match="whose rows could be chosen"):
+        order_rotary(torch.nn.Module())

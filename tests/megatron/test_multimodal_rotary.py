@@ -34,8 +34,6 @@ def run(
     options: MegatronConfig | None,
     batch: dict[str, Any],
     mask: torch.Tensor | None = None,
-    *,
-    whole_table: bool = False,
 ) -> tuple[torch.Tensor, Any]:
     """Losses of this rank's tokens, and gradients summed over the context-parallel ranks."""
     from megatron.core import parallel_state
@@ -55,8 +53,6 @@ def run(
         share_embeddings_and_output_weights=False,
     )
     harness.set_weights(model)
-    if whole_table:  # as of Megatron-Bridge's module
-        model.rotary_pos_emb.cp_group = parallel_state.get_tensor_model_parallel_group()
     packed = {} if options is None else {"packed_seq_params": batch.get("params") or packed_seq_params(batch)}
     losses = model(batch["tokens"], batch["position_ids"], mask, labels=batch["labels"], **packed)
     (losses * batch["loss_mask"]).sum().backward()
@@ -78,7 +74,7 @@ def compare_with_one_rank(rank: int, ranks: int) -> None:
     from megatron.core import parallel_state
 
     from dfa_megatron.megatron import shard_batch
-    from dfa_megatron.megatron.tokens.exchange import positions
+    from tests.megatron.attends import positions
 
     batch = {**harness.micro_batch(0, 0), "position_ids": places()}
     pack = {**batch, "cu_seqlens": attends.documents(0, 0)}
@@ -115,7 +111,7 @@ def compare_with_one_rank(rank: int, ranks: int) -> None:
 
 
 def compare_padded(rank: int, ranks: int, pack: dict[str, Any], expected: tuple[torch.Tensor, Any]) -> None:
-    """Documents that are padded and cut zigzag one by one; their table is Megatron's slice of rows, or whole."""
+    """Documents that are padded and cut zigzag one by one."""
     from tests.megatron import padded_packs
 
     harness.start(Topology(cp=ranks))  # nobody declares how batches are sliced
@@ -128,18 +124,11 @@ def compare_padded(rank: int, ranks: int, pack: dict[str, Any], expected: tuple[
     padded[:, 0, torch.arange(BATCH * SEQUENCE) + shift] = pack["position_ids"].flatten(1)
     real = local["loss_mask"][0].bool()
     options = MegatronConfig(data_layout="boundary")
-    for whole_table in (False, True):
-        batch = {**local, "position_ids": padded}
-        losses, gradients = run(Topology(cp=ranks), options, batch, whole_table=whole_table)
-        torch.testing.assert_close(losses[0, real], expected[0].flatten()[held[real]], rtol=1e-5, atol=1e-5)
-        for parameter, gradient in expected[1].items():
-            error = (gradients[parameter] - gradient).abs().max() / gradient.abs().max()
-            assert error <= 1e-5, f"padded: the gradient of {parameter} is off by {error:.2e}"
-    from megatron.core.transformer.attention import SelfAttention
-
-    SelfAttention.__module__ = "a_trainers.own"
-    with pytest.raises(UnsupportedError, match="table of a rank's tokens"):
-        run(Topology(cp=ranks), options, batch)
+    losses, gradients = run(Topology(cp=ranks), options, {**local, "position_ids": padded})
+    torch.testing.assert_close(losses[0, real], expected[0].flatten()[held[real]], rtol=1e-5, atol=1e-5)
+    for parameter, gradient in expected[1].items():
+        error = (gradients[parameter] - gradient).abs().max() / gradient.abs().max()
+        assert error <= 1e-5, f"padded: the gradient of {parameter} is off by {error:.2e}"
 
 
 @pytest.mark.support("megatron", "multimodal rotary embeddings, packed and not; every layout, CP 3")

@@ -1,36 +1,23 @@
-"""Packs in Transformer Engine's order of tokens: where each token stands, and what is no such pack."""
+"""Packs that are cut zigzag document by document: where documents end, and what is no such pack."""
 
 from __future__ import annotations
-
-from itertools import pairwise
 
 import pytest
 import torch
 
 from dfa_megatron.config import MegatronConfig
 from dfa_megatron.errors import DisagreementError, UnsupportedError
-from dfa_megatron.megatron.tokens.document_order import DocumentOrder
+from dfa_megatron.megatron.tokens.packed_documents import with_long_padding_apart
 from tests.megatron import harness
 from tests.megatron.harness import Topology
 from tests.megatron.test_refused_packs import forward, pack
 from tests.support.workers import run_ranks
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-def test_every_real_token_stands_in_order_and_padding_behind_them_in_documents_within_a_rank(ranks: int) -> None:
-    step, lengths = 2 * ranks, (5, 1, 0, 4 * ranks, 3)
-    rooms = [-(-n // step) * step + step * (n == 1) for n in lengths]
-    offsets = [[0, *torch.tensor(sizes).cumsum(0).tolist()] for sizes in (lengths, rooms)]
-    order = DocumentOrder.of((*offsets[0], offsets[0][-1]), (*offsets[1], offsets[1][-1]), ranks)
-    held = torch.cat([order.positions(ranks, rank) for rank in range(ranks)])
-    assert held.sort().values.tolist() == list(range(sum(rooms)))
-    inside, share = order.inside(ranks), sum(rooms) // ranks
-    real = [offset for offset in inside if offset <= sum(lengths)]
-    assert real == sorted(set(offsets[0]))
-    assert inside[-1] == sum(rooms)
-    padding = inside[len(real) - 1 :]
-    assert all(lo // share == (hi - 1) // share for lo, hi in pairwise(padding))
-    assert max(hi - lo for lo, hi in pairwise(inside)) == max(lengths)
+def test_short_padding_belongs_to_its_document_and_long_padding_is_documents_of_its_own() -> None:
+    real, padded = (0, 5, 6, 6, 14, 14), (0, 8, 16, 16, 24, 1624)
+    assert with_long_padding_apart(real, padded, 2) == (0, 8, 16, 24, 536, 1048, 1560, 1624)
+    assert with_long_padding_apart((0, 100), (0, 1624), 2) == (0, 100, 612, 1124, 1624)
 
 
 def refused(rank: int, world_size: int) -> None:
@@ -46,7 +33,7 @@ def refused(rank: int, world_size: int) -> None:
         ("with and without padding", ([0, 5, 10],)),
         ("with and without padding", ([0, 3, 6, 9],)),
         ("a document of 5 tokens, padding included", ([0, 5, 12], None)),
-        ("packed documents of 12 tokens, padding included", ([0, 3, 10], ends, 8)),
+        ("it ends at 12, but the ranks hold 16 tokens", ([0, 3, 10], ends, 8)),
     ):
         with pytest.raises(UnsupportedError, match=message):
             run(*arguments)  # type: ignore[arg-type]

@@ -23,7 +23,7 @@ HOMES = ("megatron.core.transformer.multi_token_prediction", "megatron.core.mode
 def open_rolls(rank: int, ranks: int) -> None:
     """Call the replaced roll_tensor as every release does; a newer one asks for no sum, or for what nobody knows."""
     from dfa_megatron.megatron.layers.prediction import rolling
-    from dfa_megatron.megatron.tokens.exchange import Relayout
+    from dfa_megatron.megatron.tokens.exchange import Exchange
     from dfa_megatron.megatron.tokens.visit import Visit, running
 
     seen: list[Any] = []
@@ -37,7 +37,7 @@ def open_rolls(rank: int, ranks: int) -> None:
     for others in ({}, {"return_sum": False}, {"return_sum": True, "new_argument": 7}):
         roll(tokens, -1, -1, group, None, **others)  # outside a distributed model
         assert seen[-1:] == [others]
-    with running(Visit(None, group, "contiguous", "contiguous", None, (1, 4), Relayout(group))):
+    with running(Visit(None, group, "contiguous", "contiguous", None, (1, 4), Exchange(group))):
         assert roll(tokens, cp_group=group, return_sum=False)[1] is None
         assert roll(tokens, cp_group=group, return_sum=True)[1] is not None
         with pytest.raises(UnsupportedError, match="roll_tensor with new_argument"):
@@ -95,7 +95,7 @@ def compare_packs(rank: int, ranks: int) -> None:
     from megatron.core import parallel_state
 
     from dfa_megatron.megatron import shard_batch
-    from dfa_megatron.megatron.tokens.exchange import positions
+    from tests.megatron.attends import positions
 
     apart, together = Topology(dp=ranks), Topology(cp=ranks)
     rows = {name: x.reshape(1, -1) for name, x in harness.micro_batch(0, 0).items()}

@@ -23,7 +23,6 @@ from dfa_megatron.megatron.layers.core_attention import DistributedCoreAttention
 from dfa_megatron.megatron.script.dfa_flags import add_dfa_arguments, options_of
 from dfa_megatron.megatron.tokens import batch
 from dfa_megatron.megatron.tokens import packed_documents as documents
-from dfa_megatron.megatron.tokens.document_order import DocumentOrder
 from dfa_megatron.runtime.comm.symmetric_memory import KeptArena
 from tests.megatron.harness import Case, Topology, case, make_config
 
@@ -145,6 +144,16 @@ def test_core_attention_refuses_what_it_would_ignore_at_a_call() -> None:
             attention(**{"query": q, "key": k, "value": k, **changes})
 
 
+def cut_otherwise() -> Any:
+    """Documents that Megatron says to have cut in another way."""
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    ends = torch.tensor([0, 8], dtype=torch.int32)
+    params = PackedSeqParams("thd", cu_seqlens_q=ends, cu_seqlens_kv=ends)
+    params.cp_partition_mode = "contiguous"
+    return params
+
+
 class Flags(SimpleNamespace):
     """Facts of which the others are None."""
 
@@ -204,8 +213,8 @@ TWO = {"context_parallel_size": 2}
         ("in a model with Mamba or gated delta", lambda: pairs_in("zigzag", linear_attention_freq=2)),
         ("with multi-token prediction", lambda: pairs_in("boundary", mtp_num_layers=1)),
         (r"a mask in a layer with window_size=\(7, 0\)", windowed),
-        ("cp_partition_mode='contiguous'", lambda: documents.document_order(Flags(cp_partition_mode="contiguous"), 2)),
-        ("a document of 9 tokens", lambda: DocumentOrder.of((0, 9), (0, 9), 2)),
+        ("cp_partition_mode='contiguous'", lambda: documents.read_pack(cut_otherwise(), 2)),
+        ("a document of 9 tokens", lambda: documents.with_long_padding_apart((0, 9), (0, 9), 2)),
         ("'seq_aux_loss' with 2 samples in a pack", lambda: pack_in(tokens_per_sample=4)),
         ("packed documents in a hybrid model", lambda: pack_in(is_hybrid_model=True)),
         ("a cp_group .*Mamba or gated delta net", lambda: pack_in(1, group=True, linear_attention_freq=2)),

@@ -13,8 +13,8 @@ import torch.distributed as dist
 
 from dfa_megatron.config import MegatronConfig
 from dfa_megatron.errors import UnsupportedError
-from dfa_megatron.megatron.tokens.exchange import positions
 from tests.megatron import attends, harness, hybrids
+from tests.megatron.attends import positions
 from tests.megatron.harness import Case, Topology, case
 from tests.megatron.kinds import BY_LIST, LATENT, UNBALANCED, YARN, by_turns
 from tests.support import state_kernels

@@ -66,7 +66,7 @@ def _results(block: Any, hidden: torch.Tensor, gradient: torch.Tensor) -> dict[s
     from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 
     group = parallel_state.get_context_parallel_group()
-    table = RotaryEmbedding(HIDDEN // HEADS, 1.0, rotary_base=10000, cp_group=group)(TOKENS)
+    table = RotaryEmbedding(HIDDEN // HEADS, 1.0, rotary_base=10000, cp_group=group)(TOKENS, packed_seq=True)
     hidden = hidden.clone().requires_grad_()
     out = block(hidden, None, rotary_pos_emb=table)
     out.backward(gradient)

@@ -58,7 +58,7 @@ def other_models(rank: int, ranks: int) -> None:
     from megatron.core import parallel_state
 
     from dfa_megatron.megatron import packed_seq_params, shard_batch
-    from dfa_megatron.megatron.tokens.exchange import positions
+    from tests.megatron.attends import positions
 
     batch: dict[str, Any] = {**harness.micro_batch(0, 0), "prompt_tree": TREE}
     places = {"position_ids": tree_positions(TREE.lengths, TREE.parents)[None]}
@@ -91,7 +91,7 @@ def own_loop(rank: int, ranks: int) -> None:
     from megatron.core import parallel_state
 
     from dfa_megatron.megatron import declare_batch_layout, packed_seq_params
-    from dfa_megatron.megatron.tokens.exchange import positions
+    from tests.megatron.attends import positions
 
     whole, found = {**harness.micro_batch(0, 0), **attends.entries("mask", 0, 0)}, []
     harness.start(Topology(cp=ranks))

@@ -19,6 +19,7 @@ import torch
 from dfa_megatron.config import MegatronConfig
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.megatron.hybrid.convolutions import by_causal_conv1d, by_fla, by_pytorch
+from dfa_megatron.megatron.layers.swapped import OneRank
 from dfa_megatron.megatron.replace import reach, replace, with_ours
 from dfa_megatron.megatron.tokens.visit import current_visit
 from dfa_megatron.plan.language.mask import Mask
@@ -36,16 +37,6 @@ _TOKENS = ("q", "k", "v", "g", "beta")
 """The first arguments of FLA's delta rule, which Megatron passes by place or by name."""
 _LONG_NAMES = {"query": "q", "key": "k", "value": "v"}
 """Those of Megatron's own function."""
-
-
-class _OneRank:
-    """Stand in for a context-parallel group of one rank; Megatron's mixers ask it for nothing else."""
-
-    def size(self) -> int:
-        return 1
-
-    def rank(self) -> int:
-        return 0
 
 
 class _RunningMixer(threading.local):
@@ -75,7 +66,7 @@ class InOrder:
     @pg_collection.setter
     def pg_collection(self, groups: Any) -> None:
         vars(self)["_dfa_alone"] = alone = copy.copy(groups)
-        alone.cp = _OneRank()
+        alone.cp = OneRank()
 
     cp_size = property(lambda _: 1, lambda *_: None)
     """Megatron's gated delta net cuts its projections by this number, and trainers set it where they swap groups."""

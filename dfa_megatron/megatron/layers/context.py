@@ -1,4 +1,4 @@
-"""State that the layers of one model share: options, the exchange of layouts, rotary tables; checks of its calls."""
+"""State that the layers of one model share: options and the exchange of layouts; checks of its calls."""
 
 from __future__ import annotations
 
@@ -13,13 +13,12 @@ from dfa_megatron.megatron.check_config import check_uneven
 from dfa_megatron.megatron.layers.router import has_losses
 from dfa_megatron.megatron.script.dfa_flags import packing_of_script
 from dfa_megatron.megatron.tokens.batch import check_declared, check_length
-from dfa_megatron.megatron.tokens.document_order import DocumentOrder
-from dfa_megatron.megatron.tokens.exchange import Relayout, TableCache, TokenOrder
+from dfa_megatron.megatron.tokens.exchange import Exchange
 from dfa_megatron.megatron.tokens.packed_documents import BatchParams, Pack, check_samples, read_pack
 from dfa_megatron.megatron.tokens.visit import Visit
-from dfa_megatron.plan.language.layout import by_name, of_lengths
+from dfa_megatron.plan.language.layout import Layout, by_name, of_lengths
 from dfa_megatron.runtime.comm.compared import telling
-from dfa_megatron.runtime.cu_seqlens import describe
+from dfa_megatron.runtime.cu_seqlens import Offsets, check_offsets, describe
 
 logger = logging.getLogger("dfa_megatron.megatron")
 
@@ -41,25 +40,20 @@ class AttentionContext:
     def __init__(self, options: MegatronConfig, *, hybrid: bool = False) -> None:
         self.options = options
         self.hybrid = hybrid
-        self.forget()
-        self._relayouts: dict[dist.ProcessGroup, Relayout] = {}
+        self.lengths: set[tuple[dist.ProcessGroup, int]] = set()
+        """The tokens of a rank in batches whose positions were looked at."""
+        self._exchanges: dict[dist.ProcessGroup, Exchange] = {}
         self._said = False
-        self._agreed: dict[tuple[str, DocumentOrder], None] = {}
+        self._agreed: dict[tuple[str, Offsets, Offsets], None] = {}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> AttentionContext:
         return self
 
-    def forget(self) -> None:
-        """Forget the rotary tables, of which the ranks of another group have seen different ones."""
-        self.tables = TableCache()
-        self.lengths: set[int] = set()
-        """The tokens of a rank in batches whose positions were looked at."""
-
-    def relayout(self, group: dist.ProcessGroup) -> Relayout:
+    def exchange(self, group: dist.ProcessGroup) -> Exchange:
         """Return the exchange over the ranks that share a micro-batch, the same object for the same group."""
-        if group not in self._relayouts:
-            self._relayouts[group] = Relayout(group)
-        return self._relayouts[group]
+        if group not in self._exchanges:
+            self._exchanges[group] = Exchange(group)
+        return self._exchanges[group]
 
     def visit(
         self, model: Any, packed: Any, cp_group: dist.ProcessGroup, rows: tuple[int, int], *, checked: bool = False
@@ -98,20 +92,19 @@ class AttentionContext:
                             check_length(pack.pairs, rows[1] * group.size())
                     self._check_pairs(model.config)
                 self._check_pack(model, packed, pack)
-        inside: Any = self.options.layout_inside
-        order: TokenOrder = inside
+        outside: str | Layout = self.options.layout_inside
         if self.options.data_layout == "boundary":
             if pack is not None and pack.is_cut_by_documents(group):
                 pack = self.cut_pack(packed, group, rows[1])
-            order = "zigzag" if pack is None else pack.order
-        layout: Any = "contiguous" if group.size() == 1 else inside
-        if pack is not None and pack.offsets[-1] % group.size() and isinstance(order, str):
-            order = by_name(order, pack.offsets[-1], group.size())
-            counts = [order.tokens(rank) for rank in range(group.size())]
+            outside = "zigzag" if pack is None else pack.layout(group)
+        layout: str | Layout = "contiguous" if group.size() == 1 else self.options.layout_inside
+        if pack is not None and pack.offsets[-1] % group.size() and isinstance(outside, str):
+            outside = by_name(outside, pack.offsets[-1], group.size())
+            counts = [outside.tokens(rank) for rank in range(group.size())]
             with telling(group, verify=self.options.verify == "on"):
                 check_uneven(model.config, counts, rows[1], group.rank())
-            layout = of_lengths(counts) if self.options.data_layout == "boundary" else order
-        return Visit(model, group, layout, order, pack, rows, self.relayout(group))
+            layout = of_lengths(counts) if self.options.data_layout == "boundary" else outside
+        return Visit(model, group, layout, outside, pack, rows, self.exchange(group))
 
     def _leaves_mixers(self, config: Any) -> bool:
         """Return whether Mamba or gated delta net layers are Megatron's own, because tokens stay in zigzag order."""
@@ -170,13 +163,11 @@ class AttentionContext:
         """
         with telling(group, verify=self.options.verify == "on") as over:
             pack = read_pack(params, group.size())
-            order = pack.order
-            assert isinstance(order, DocumentOrder)
-            order.check_tokens(tokens * group.size())
-        key = (group.group_name, order)
+            check_offsets(pack.padded, tokens * group.size())
+        key = (group.group_name, pack.offsets, pack.padded)
         if key not in self._agreed and self.options.verify == "on" and over is not None:
             with over.calls.preparing():
-                over.agree({"pack": describe(order.real), "with padding": describe(order.padded)})
+                over.agree({"pack": describe(pack.offsets), "with padding": describe(pack.padded)})
         self._agreed[key] = None
         if len(self._agreed) > _KEPT:
             del self._agreed[next(iter(self._agreed))]

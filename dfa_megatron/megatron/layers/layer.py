@@ -15,7 +15,7 @@ from dfa_megatron.megatron.hybrid.in_order import OTHER_ORDER, InOrder
 from dfa_megatron.megatron.layers.context import AttentionContext
 from dfa_megatron.megatron.layers.core_attention import DistributedCoreAttention
 from dfa_megatron.megatron.layers.recompute import checkpoint_of, takes_over
-from dfa_megatron.megatron.layers.rotary import order_rotary, rotary_rows
+from dfa_megatron.megatron.layers.rotary import order_rotary, rows_of
 from dfa_megatron.megatron.layers.router import weigh_losses
 from dfa_megatron.megatron.layers.swapped import check_groups, check_size, group_holders, state_group
 from dfa_megatron.megatron.replace import watch
@@ -45,6 +45,7 @@ class DistributedLayer:
         self._dfa_took_over = covered is not None
         if self.cp_group.size() > 1 or config.sequence_parallel:
             weigh_losses(self)
+        self._dfa_got_rows = False
         self._dfa_mixes = mixes(self, shared.options.layout_inside)
         if self._dfa_mixes:
             watch(getattr(layer, "mixer", None) or layer.self_attention)
@@ -71,7 +72,10 @@ class DistributedLayer:
                     "Megatron's block would recompute attention, which the layers rematerialize already",
                     "a LanguageModule around it (GPTModel, ...); or checkpoint='remat' without Megatron's flag",
                 )
-            return self._dfa.visit(layer, packed, self.cp_group, rows, checked=True)
+            visit = self._dfa.visit(layer, packed, self.cp_group, rows, checked=True)
+            if visit is not None:
+                visit.has_rotated = self._dfa_got_rows
+            return visit
         check_groups(group_holders(layer), self.cp_group, self._dfa_state)
         visit = self._dfa.visit(layer, packed, self.cp_group, rows)
         if visit is not None and visit.moves:
@@ -105,10 +109,8 @@ class DistributedLayer:
 class DistributedAttentionLayer(DistributedLayer):
     """Run a TransformerLayer with distributed attention.
 
-    - Layouts `boundary` and `contiguous`: Megatron's zigzag slice of the rotary table is exchanged once, a multimodal
-      one once per micro-batch. In multi-latent attention every layer makes its own table, which is sliced in order.
-    - Packed documents, in every layout: each token gets the rotary row of its position in its document. A multimodal
-      table follows `position_ids`.
+    Each token gets the rotary row of its position in its document, by the rotary module of the language model or of a
+    latent attention. A layer outside of a language model takes these rows itself, of a whole table.
     """
 
     def __init__(self, config: Any, *args: Any, distributed_attention: AttentionContext, **kwargs: Any) -> None:
@@ -131,7 +133,7 @@ class DistributedAttentionLayer(DistributedLayer):
                 "leaving the spec as it is (attention_backend other than 'local')",
             )
         if core is not None and getattr(layer.config, "multi_latent_attention", False):
-            order_rotary(layer.self_attention, shared.options.layout_inside)
+            order_rotary(layer.self_attention)
         shared.say_once(
             "dfa: distributed attention over %d context-parallel ranks, layout %s, schedule %s; %s",
             config.context_parallel_size,
@@ -159,7 +161,8 @@ class DistributedAttentionLayer(DistributedLayer):
             )
         visit = self._dfa_visit(kwargs.pop("packed_seq_params", None), hidden_states)
         if visit is not None and rotary_pos_emb is not None:
-            rotary_pos_emb = rotary_rows(rotary_pos_emb, visit, self)
+            self._dfa_got_rows = visit.has_rotated
+            rotary_pos_emb = rotary_pos_emb if visit.has_rotated else rows_of(rotary_pos_emb, visit)
         kwargs.update(context=context, context_mask=context_mask, rotary_pos_emb=rotary_pos_emb)
         return self._dfa_run(visit, hidden_states, **kwargs)
 

@@ -1,58 +1,58 @@
-"""Rotary rows of this rank's tokens: of Megatron's table, and of the tables that latent attentions make by layer."""
+"""Rotary rows of this rank's tokens: of the table of a language model, and of those that latent attentions make."""
 
 from __future__ import annotations
 
-import functools
+import inspect
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_map
 
 from dfa_megatron.errors import UnsupportedError
+from dfa_megatron.megatron.layers.swapped import OneRank
 from dfa_megatron.megatron.replace import reach, with_ours
-from dfa_megatron.megatron.tokens.document_order import DocumentOrder, RowOrder
-from dfa_megatron.megatron.tokens.exchange import in_order
-from dfa_megatron.megatron.tokens.packed_documents import Pack
 from dfa_megatron.megatron.tokens.visit import Visit, current_visit
-from dfa_megatron.plan.language.layout import Layout
-from dfa_megatron.sharding import local_positions
 
 
 class OrderedRotary:
-    """Return this rank's rows of the table in the layout's order; the first base of their class.
+    """Return this rank's rows of a rotary table; the first base of the class of Megatron's modules.
 
-    Megatron's rotary modules compute the whole table and select its zigzag rows. These select the rows of this rank's
-    tokens, or of their positions in their documents, so nothing is exchanged. Each holds the rows of the latest length
-    and pack, (length / CP, 1, 1, rotary_dim) float32.
+    Megatron's modules make the whole table and select its zigzag rows, in a pack none. These select the row of each
+    token of this rank: of its position in its document, in a multimodal table of its place in the batch's row. Each
+    holds the rows of the latest length and pack, (length / CP, 1, 1, rotary_dim) float32.
     """
 
-    dfa_layout = "contiguous"
     dfa_reaches = ("rotary rows",)
 
-    def forward(self, max_seq_len: int, offset: int = 0, packed_seq: bool = False, cp_group: Any = None) -> Any:
-        """Return the rows of this rank's tokens in max_seq_len tokens. Yarn also returns its cos/sin factor."""
-        rotary: Any = self
+    cp_group = property(lambda _: OneRank(), lambda *_: None)
+    """The group by which Megatron's module selects rows, and which trainers swap: it is to make the whole table."""
+
+    @torch.inference_mode(False)  # training saves the rows for its backward
+    def forward(self, length: Any, *args: Any, cp_group: Any = None, **how: Any) -> Any:
+        """Return the rows of this rank's tokens, in yarn with the factor of its cosines and sines.
+
+        Args:
+            length: tokens of the sequence; or the position_ids (3, batch, tokens) of multimodal tables.
+            args, how: as of Megatron's module.
+            cp_group: not read; the call of the model says who shares its tokens.
+        """
         reach("rotary rows")
-        layout: str | Layout = self.dfa_layout
-        visit, pack = current_visit(), None
-        group = rotary.cp_group if cp_group is None else cp_group
+        visit = current_visit()
+        of_images = isinstance(length, torch.Tensor)
         if visit is not None:
-            group, layout, pack = visit.group, visit.layout, visit.pack
-        if pack is not None:
-            max_seq_len = pack.longest
-        key = (max_seq_len, offset, pack, group)
-        known = rotary.__dict__.get("_dfa_rows")
-        if known is not None and known[0] == key:
+            visit.has_rotated = True
+            length = length if of_images or visit.pack is None else visit.pack.longest
+        where = None if visit is None else (visit.pack, visit.group, visit.layout)
+        key = None if of_images else (length, args, how.get("offset"), where)
+        known = vars(self).get("_dfa_rows")
+        if known is not None and key is not None and known[0] == key:
             return known[1]
-        made = rotary.get_emb(max_seq_len, offset)
-        whole, factor = made if isinstance(made, tuple) else (made, None)
-        if visit is None or pack is None:
-            mine = local_positions(max_seq_len, group=group, layout=layout, device=whole.device)
-        else:
-            mine = pack.positions(visit.rows[1], group, layout, whole.device)
-        rows = whole.index_select(0, mine)
-        answer = rows if factor is None else (rows, factor)
-        rotary.__dict__["_dfa_rows"] = (key, answer)
-        return answer
+        how.update({"packed_seq": True} if "packed_seq" in how else {})  # modules in this one select nothing either
+        whole = inspect.unwrap(super(OrderedRotary, type(self)).forward)(self, length, *args, **how)  # type: ignore[misc]
+        rows = whole if visit is None else rows_of(whole, visit, of_images=of_images)
+        if key is not None:
+            vars(self)["_dfa_rows"] = (key, rows)
+        return rows
 
     def get_cached_cos_sin(
         self, seq_len: int, offset: int = 0, dtype: torch.dtype | None = None, packed_seq: bool = False
@@ -62,87 +62,52 @@ class OrderedRotary:
         Megatron's function reuses the first rows of a longer table. If ranks share a table, these rows belong to other
         tokens, so this function always computes the given length.
         """
-        rows, factor = self.forward(seq_len, offset, packed_seq)
+        rows, factor = self.forward(seq_len, offset, packed_seq=packed_seq)
         dtype = torch.get_default_dtype() if dtype is None else dtype
         return (rows.cos() * factor).to(dtype).contiguous(), (rows.sin() * factor).to(dtype).contiguous()
 
 
-def order_rotary(attention: Any, layout: str) -> None:
-    """Make the rotary table of a Megatron MultiLatentAttention follow this rank's tokens; nothing else changes.
-
-    Args:
-        attention: the module, whose rotary_pos_emb gets another class.
-        layout: "contiguous" or "zigzag", the layout inside the layers.
+def order_rotary(owner: Any) -> None:
+    """Have the rotary module of a language model, or of a latent attention, return this rank's rows.
 
     Raises:
-        UnsupportedError: this attention does not make its table as in Megatron-Core 0.16 to 0.19.
+        UnsupportedError: it has none.
     """
-    rotary: Any = getattr(attention, "rotary_pos_emb", None)
-    if not (callable(getattr(rotary, "get_emb", None)) and hasattr(rotary, "cp_group")):
+    rotary: Any = getattr(owner, "rotary_pos_emb", None)
+    if not isinstance(rotary, torch.nn.Module):
         raise UnsupportedError(
-            f"latent attention of class {type(attention).__name__}",
-            "its rotary table is not made by a module whose order of tokens can be chosen",
+            f"latent attention of class {type(owner).__name__}",
+            "its rotary table is not made by a module of its own, whose rows could be chosen",
             "a subclass of Megatron's MultiLatentAttention that makes its table as it does",
         )
     base: Any = type(rotary)
     rotary.__class__ = with_ours(OrderedRotary, base)
-    rotary.dfa_layout = layout
+    vars(rotary).pop("cp_group", None)
 
 
-def rotary_rows(table: Any, visit: Visit, layer: Any) -> Any:
-    """Return the rotary rows of this rank's tokens, of the table that Megatron gives a layer; made once for a table.
-
-    A pack counts in documents or paths. Without one, or where Megatron made a slice for it, that slice is exchanged.
+def rows_of(table: Any, visit: Visit, *, of_images: bool = False) -> Any:
+    """Return the rows of this rank's tokens in a whole table, or in each of several.
 
     Args:
-        table: (rows, 1, 1, rotary_dim), a tuple of such, or None.
+        table: (rows, ...), a tuple of such; what is no tensor stays.
         visit: the call.
-        layer: the `DistributedAttentionLayer`.
-    """
-    pack, shared = visit.pack, layer._dfa
-    if pack is not None and not pack.table_is_sliced and getattr(layer.config, "mrope_section", None) is None:
-        return pack.tables.rows(table, functools.partial(_rows_by_position, visit, pack))
-    if shared.options.data_layout == "zigzag" or visit.group.size() == 1:
-        return table
-    if pack is not None and isinstance(pack.order, DocumentOrder):
-        own = type(layer.self_attention).__module__.startswith("megatron.core.")
-        return pack.tables.rows(table, functools.partial(_rows_of_images, visit, pack.order, own))
-    tables = shared.tables if pack is None or pack.group is None else pack.tables
-    return tables.rows(table, functools.partial(in_order, visit.exchange, visit.rows[1], "zigzag"))
-
-
-def _rows_by_position(visit: Visit, pack: Pack, table: torch.Tensor) -> torch.Tensor:
-    """Return the rows (tokens, 1, 1, rotary_dim) of a table of positions.
+        of_images: a row is of a place in the batch's row, not of a position in a document.
 
     Raises:
-        UnsupportedError: the table is shorter than a document, or the pack and the ranks differ in tokens.
+        UnsupportedError: the table has fewer rows than there are places.
     """
-    positions = pack.positions(visit.rows[1], visit.group, visit.layout, table.device)
-    if (longest := pack.longest) > table.shape[0]:
-        raise UnsupportedError(
-            f"packed_seq_params with max_seqlen {table.shape[0]}",
-            f"a document has {longest} tokens, and the last ones would have no rotary embedding",
-            f"max_seqlen_q={longest}",
-        )
-    return table.index_select(0, positions)
+    pack = None if of_images else visit.pack
+    needed = visit.tokens if pack is None else pack.longest
 
+    def pick(rows: Any) -> Any:
+        if not isinstance(rows, torch.Tensor):
+            return rows
+        if rows.shape[0] < needed:
+            raise UnsupportedError(
+                f"a rotary table of shape {tuple(rows.shape)} for {needed} positions",
+                "its first dimension must be the positions of the whole sequence, or of the longest document",
+                f"a table ({needed}, 1, 1, rotary_dim), of which each rank takes the rows of its own tokens",
+            )
+        return rows.index_select(0, visit.positions(rows.device, in_documents=not of_images))
 
-def _rows_of_images(visit: Visit, order: DocumentOrder, row_slice: bool, table: torch.Tensor) -> torch.Tensor:
-    """Return the rows of a multimodal table (all tokens with padding, ...), of documents that were cut one by one.
-
-    row_slice: a table of this rank's tokens is known to be the zigzag slice of the row, which Megatron's module makes.
-
-    Raises:
-        UnsupportedError: it is not known, or the table has other rows.
-    """
-    exchange, tokens = visit.exchange, visit.rows[1]
-    if table.shape[0] == tokens * exchange.ranks:
-        mine = torch.argsort(order.inside_of_rows())[exchange.member * tokens :][:tokens]
-        return table.index_select(0, mine.to(table.device))
-    if not row_slice:
-        raise UnsupportedError(
-            "a multimodal table of a rank's tokens, in attention not Megatron's, with documents cut one by one",
-            "nobody tells the order of its rows",
-            "the table of all tokens with padding, or dfa_megatron.megatron.shard_batch with the model's options",
-        )
-    return in_order(exchange, tokens, RowOrder(order), table)
+    return tree_map(pick, table)

@@ -18,6 +18,18 @@ Holder = tuple[Any, str]
 """Who holds a group, or a collection of groups, and the attribute."""
 
 
+class OneRank:
+    """Stand in for a context-parallel group of one rank, in modules of Megatron that ask it for nothing else."""
+
+    def size(self) -> int:
+        """Return 1."""
+        return 1
+
+    def rank(self) -> int:
+        """Return 0."""
+        return 0
+
+
 def group_holders(module: torch.nn.Module) -> list[Holder]:
     """Return what holds a context-parallel group in a module: its modules, and the exchanges of Megatron's mixers."""
     mixers = [vars(each).get("cp") for each in module.modules()]
@@ -44,8 +56,6 @@ def check_groups(holders: list[Holder], group: Any, built: Any = None) -> None:
         UnsupportedError: names the module and the attribute.
     """
     for holder, name in holders:
-        if type(holder).__name__ == "MultimodalRotaryEmbedding":
-            continue  # its table's number of rows tells whether it cuts, and models of images have it cut nothing
         found = getattr(holder, name)
         if (found.cp if name == "pg_collection" and found is not None else found) not in (group, None):
             _refuse(f"{type(holder).__name__}.{name}")
@@ -75,12 +85,3 @@ def check_size(config: Any, group: dist.ProcessGroup) -> None:
             "the layers would mistake the order of the tokens",
             "the same number in both",
         )
-
-
-def follow(model: torch.nn.Module, group: dist.ProcessGroup) -> None:
-    """Make Megatron's rotary modules, which keep the slices of a table that they made, cut for a swapped group."""
-    module: Any
-    for module in model.modules():
-        if "cp_group" in vars(module) and hasattr(module.forward, "cache_clear"):
-            module.cp_group = group
-            module.forward.cache_clear()

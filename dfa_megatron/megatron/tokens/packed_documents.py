@@ -8,8 +8,8 @@ Megatron's attention receives an ordinary sequence of one row and no PackedSeqPa
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from functools import cached_property
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
 from itertools import accumulate, groupby, pairwise
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -20,16 +20,17 @@ from megatron.core.packed_seq_params import PackedSeqParams
 
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.megatron.tokens.batch import cuts_documents, pairs_of
-from dfa_megatron.megatron.tokens.document_order import DocumentOrder
-from dfa_megatron.megatron.tokens.exchange import TableCache, TokenOrder
-from dfa_megatron.plan.language.layout import Layout
+from dfa_megatron.plan.language.layout import Layout, zigzag_documents
 from dfa_megatron.plan.language.mask import Mask
 from dfa_megatron.plan.language.tree import Tree
-from dfa_megatron.runtime.cu_seqlens import Offsets, check_offsets, offsets_of
-from dfa_megatron.sharding import local_positions, shard_sequence, tree_positions
+from dfa_megatron.runtime.cu_seqlens import Offsets, check_offsets, describe, offsets_of
+from dfa_megatron.sharding import tree_positions
 
 _READ = "_dfa_pack"
 """The attributes, by `ranks`, of a PackedSeqParams that hold what was made of it while the micro-batch lives."""
+
+_BELONGS = 512
+"""Padding of so many tokens at most is part of its document; longer padding is documents of so many."""
 
 _ALONE: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
 """The group of this rank alone, by the default group under which it was made."""
@@ -47,31 +48,17 @@ class Pack:
     """Of every token in its path, or the caller's with a mask, int64 (all tokens,); None: they count in documents."""
     group: dist.ProcessGroup | None = None
     """The ranks that share the micro-batch; None: the model's context-parallel group."""
-    table_is_sliced: bool = False
-    """Megatron slices its rotary table as for one sequence without documents."""
-    order: TokenOrder = "zigzag"
-    """Megatron's order of the tokens outside the layers, in layout `boundary`."""
-    tables: TableCache = field(default_factory=TableCache)
-    """Rotary tables of this micro-batch. The ranks of `group` have seen different ones before it."""
+    padded: Offsets = ()
+    """Of the documents with their padding, each of which was cut zigzag by itself; () where rows were cut."""
 
     @cached_property
     def longest(self) -> int:
         """Return how many rows a rotary table needs."""
         return max(hi - lo for lo, hi in pairwise(self.offsets)) if self.places is None else int(self.places.max()) + 1
 
-    def positions(
-        self, tokens: int, group: dist.ProcessGroup, layout: str | Layout, device: torch.device
-    ) -> torch.Tensor:
-        """Return the place of each of a rank's tokens, int64 (tokens,), for rotary embeddings.
-
-        Raises:
-            UnsupportedError: the ranks hold other tokens together.
-        """
-        length = layout.length if isinstance(layout, Layout) else tokens * group.size()
-        check_offsets(self.offsets, length)
-        if self.places is None:
-            return local_positions(length, group=group, layout=layout, device=device, cu_seqlens=self.offsets)
-        return shard_sequence(self.places, group=group, layout=layout, dim=0).to(device)
+    def layout(self, group: dist.ProcessGroup) -> str | Layout:
+        """Return how the ranks share the tokens outside of a model, in layout `boundary`."""
+        return _by_documents(self.padded, group.size()) if self.padded else "zigzag"
 
     def is_cut_by_documents(self, group: dist.ProcessGroup) -> bool:
         """Return whether every document was cut by itself among the ranks of `group`, which share the micro-batch.
@@ -80,6 +67,11 @@ class Pack:
         """
         alone = self.group is not None and len(self.offsets) == 2
         return not alone and self.pairs is None and cuts_documents(group)
+
+
+@lru_cache(maxsize=16)
+def _by_documents(padded: Offsets, ranks: int) -> Layout:
+    return zigzag_documents(padded, ranks)
 
 
 @dataclass
@@ -132,8 +124,7 @@ def read_pack(params: Any, ranks: int = 0) -> Pack:
 
     Args:
         params: a PackedSeqParams in format thd with offsets of whole documents, before any slicing.
-        ranks: of context parallelism, if each document was cut by itself; its padding then goes to the end of the row.
-            0: rows were cut.
+        ranks: of context parallelism, if each document was cut by itself. 0: rows were cut.
 
     Raises:
         UnsupportedError: another format, a group that does not fit, or other documents for the keys.
@@ -162,33 +153,50 @@ def read_pack(params: Any, ranks: int = 0) -> Pack:
             "every pack is one row of tokens",
             "format 'thd'; 'sbhd' is for one document with a cp_group of its own",
         )
-    order: TokenOrder = "zigzag"
+    padded: Offsets = ()
     if ranks:
-        order = document_order(params, ranks)
-        offsets = order.inside(ranks)
+        if (mode := getattr(params, "cp_partition_mode", None)) not in (None, "zigzag"):
+            raise UnsupportedError(
+                f"packed_seq_params with cp_partition_mode={mode!r} that nobody is known to have sliced",
+                "documents are taken as cut zigzag one by one",
+                "cp_partition_mode='zigzag'",
+            )
+        padded = offsets
+        with_padding = params.cu_seqlens_q if params.cu_seqlens_q_padded is None else params.cu_seqlens_q_padded
+        offsets = with_long_padding_apart(offsets_of(params.cu_seqlens_q), offsets_of(with_padding), ranks)
     kept = f"{_READ}_{ranks}"
     known: Pack | None = getattr(params, kept, None)
-    if known is None or (known.offsets, known.group, known.order) != (offsets, group, order):
-        known = Pack(offsets, group=group, table_is_sliced=params.qkv_format == "sbhd", order=order)
+    if known is None or (known.offsets, known.group, known.padded) != (offsets, group, padded):
+        known = Pack(offsets, group=group, padded=padded)
         setattr(params, kept, known)
     return known
 
 
-def document_order(params: Any, ranks: int) -> DocumentOrder:
-    """Return the order of the tokens of a PackedSeqParams whose documents were cut zigzag one by one.
+@lru_cache(maxsize=64)
+def with_long_padding_apart(real: Offsets, padded: Offsets, ranks: int) -> Offsets:
+    """Return the documents of a pack that `ranks` ranks cut zigzag one by one; trainers fill packs by long padding.
 
     Raises:
-        UnsupportedError: the offsets fit neither each other nor the ranks, or the documents were cut otherwise.
+        UnsupportedError: the offsets fit neither each other nor the ranks.
     """
-    if (mode := getattr(params, "cp_partition_mode", None)) not in (None, "zigzag"):
+    lengths, rooms = ([hi - lo for lo, hi in pairwise(offsets)] for offsets in (real, padded))
+    if len(real) != len(padded) or not all(0 <= length <= room for length, room in zip(lengths, rooms, strict=True)):
         raise UnsupportedError(
-            f"packed_seq_params with cp_partition_mode={mode!r} that nobody is known to have sliced",
-            "documents are taken as cut zigzag one by one",
-            "cp_partition_mode='zigzag'",
+            f"packed_seq_params with and without padding: {describe(real)} and {describe(padded)}",
+            "every document must fit its padded length",
+            "as many offsets in both, with no document longer than it is padded",
         )
-    real = offsets_of(params.cu_seqlens_q)
-    padded = real if params.cu_seqlens_q_padded is None else offsets_of(params.cu_seqlens_q_padded)
-    return DocumentOrder.of(real, padded, ranks)
+    if uneven := next((room for room in rooms if room % (2 * ranks)), None):
+        raise UnsupportedError(
+            f"a document of {uneven} tokens, padding included, cut zigzag by itself",
+            f"its length must be a multiple of 2 x CP = {2 * ranks}",
+            "cu_seqlens_q_padded; or declare_batch_layout(cp_group, 'zigzag') where whole rows are cut",
+        )
+    ends = {*padded}
+    for lo, hi, length in zip(padded, padded[1:], lengths, strict=False):
+        if hi - lo - length > _BELONGS:
+            ends.update(range(lo + length, hi, _BELONGS))
+    return tuple(sorted(ends))
 
 
 def check_samples(config: Any, params: Any, pack: Pack) -> None:

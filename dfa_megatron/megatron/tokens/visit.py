@@ -6,17 +6,18 @@ import contextlib
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from dfa_megatron.megatron.tokens.exchange import Relayout, TokenOrder
+from dfa_megatron.megatron.tokens.exchange import Exchange
 from dfa_megatron.megatron.tokens.packed_documents import Pack
 from dfa_megatron.plan.language.layout import Layout
 from dfa_megatron.plan.language.mask import Mask
 from dfa_megatron.plan.language.tree import Tree
-from dfa_megatron.runtime.cu_seqlens import Offsets
+from dfa_megatron.runtime.cu_seqlens import Offsets, check_offsets
+from dfa_megatron.sharding import local_positions, shard_sequence
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """By the bytes of an element: integers that hold any of them."""
@@ -30,19 +31,21 @@ class Visit:
     """The language model; a layer that runs outside of one."""
     group: dist.ProcessGroup
     """The ranks that share the tokens."""
-    layout: Literal["contiguous", "zigzag"] | Layout
-    """Their order inside the model: contiguous or zigzag, by name where all ranks hold equally many tokens."""
-    order: TokenOrder
-    """The caller's, of `_DATA_LAYOUT` or the pack's own; another one than `layout` in layout `boundary` alone."""
+    layout: str | Layout
+    """How they share them inside the model: contiguous or zigzag, by name where all ranks hold equally many tokens."""
+    outside: str | Layout
+    """How the caller's batch is cut; another one than `layout` in layout `boundary` alone."""
     pack: Pack | None
     """The documents."""
     rows: tuple[int, int]
     """Batch and tokens of this rank."""
-    exchange: Relayout
+    exchange: Exchange
     predicting: bool = False
     """The output layer is called for prediction layers, whose labels are inside."""
     outputs: int = 0
     """How often hidden states went back before the output layer."""
+    has_rotated: bool = False
+    """The model's rotary module has returned this rank's rows."""
 
     @property
     def offsets(self) -> Offsets:
@@ -57,7 +60,28 @@ class Visit:
     @property
     def moves(self) -> bool:
         """Return whether tokens change their order."""
-        return self.order != self.layout and self.group.size() > 1
+        return self.outside != self.layout and self.group.size() > 1
+
+    @property
+    def tokens(self) -> int:
+        """Return the tokens of all ranks."""
+        return self.layout.length if isinstance(self.layout, Layout) else self.rows[1] * self.group.size()
+
+    def positions(self, device: torch.device, *, in_documents: bool = True) -> torch.Tensor:
+        """Return the position of each token of this rank in its document or path, or in the row; int64 (tokens,).
+
+        Raises:
+            UnsupportedError: the ranks hold other tokens together than the documents have.
+        """
+        pack = self.pack if in_documents else None
+        if pack is None:
+            return local_positions(self.tokens, group=self.group, layout=self.layout, device=device)
+        check_offsets(pack.offsets, self.tokens)
+        if pack.places is not None:
+            return shard_sequence(pack.places, group=self.group, layout=self.layout, dim=0).to(device)
+        return local_positions(
+            self.tokens, group=self.group, layout=self.layout, device=device, cu_seqlens=pack.offsets
+        )
 
     def of_tokens(self, x: Any) -> bool:
         """Return whether a tensor is (batch or 1, tokens, ...)."""
@@ -67,27 +91,27 @@ class Visit:
     def enter(self, tokens: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return tensors (batch, tokens, ...) in the model's order: all of two dimensions by one all-to-all."""
         flat = {name: x for name, x in tokens.items() if x.dim() == 2 and not x.requires_grad}
-        moved = {name: self._by_token(x, self.order, self.layout) for name, x in tokens.items() if name not in flat}
+        moved = {name: self._by_token(x, self.outside, self.layout) for name, x in tokens.items() if name not in flat}
         if not flat:
             return moved
         bits = [x.contiguous().view(_INTEGERS[x.element_size()]).long() for x in flat.values()]
-        rows = self.exchange.move(torch.cat(bits).mT, self.order, self.layout).mT
+        rows = self.exchange.move(torch.cat(bits).mT, self.outside, self.layout).mT
         for (name, x), part in zip(flat.items(), rows.split([len(x) for x in bits]), strict=True):
             moved[name] = part.to(_INTEGERS[x.element_size()]).contiguous().view(x.dtype)
         return moved
 
     def leave(self, x: torch.Tensor) -> torch.Tensor:
         """Return (batch, tokens, ...) in the caller's order; gradients go the other way."""
-        return self._by_token(x, self.layout, self.order)
+        return self._by_token(x, self.layout, self.outside)
 
-    def _by_token(self, x: torch.Tensor, source: TokenOrder, target: TokenOrder) -> torch.Tensor:
+    def _by_token(self, x: torch.Tensor, source: str | Layout, target: str | Layout) -> torch.Tensor:
         return self.exchange(x.transpose(0, 1).contiguous(), source, target).transpose(0, 1).contiguous()
 
     def hidden(self, x: torch.Tensor, *, back: bool) -> torch.Tensor:
         """Return hidden states (tokens [/ TP under sequence parallelism], batch, hidden) in the other order."""
         from megatron.core.tensor_parallel import mappings
 
-        way = (self.layout, self.order) if back else (self.order, self.layout)
+        way = (self.layout, self.outside) if back else (self.outside, self.layout)
         if not self.model.config.sequence_parallel:
             return self.exchange(x, *way)
         tp = self.model.pg_collection.tp
