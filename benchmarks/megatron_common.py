@@ -137,7 +137,7 @@ def join() -> World:
     """Join the process group: NCCL with a GPU per rank, gloo on CPU."""
     world = join_ranks(patience=120.0)
     if not world.cuda:
-        from dfa_megatron.megatron.cpu.stand_in import use_cpu
+        from dfa_megatron.megatron.stand_in import use_cpu
 
         use_cpu()
     return world

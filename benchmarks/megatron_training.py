@@ -120,13 +120,13 @@ def batches(vocabulary: int, length: int, step: int, options: Any, device: torch
     }
     zigzag = MegatronConfig(data_layout="zigzag")  # Megatron's own batches, for its own attention
     sharded = shard_batch(whole, parallel_state.get_context_parallel_group(), options or zigzag)
-    yield {name: part.contiguous().to(device) for name, part in sharded.items() if part is not None}
+    yield {name: part if part is None else part.contiguous().to(device) for name, part in sharded.items()}
 
 
 def forward_step(iterator: Iterator[dict[str, Any]], model: Any) -> Any:
     """Return the model's output, and a function that makes the loss of it."""
     batch = next(iterator)
-    output = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
+    output = model(**batch)
 
     def loss(output: torch.Tensor, **_: Any) -> Any:
         total = output.float().sum()

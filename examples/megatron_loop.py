@@ -17,8 +17,7 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from dfa_megatron import MegatronConfig, StepLog, training_flops
-from dfa_megatron.megatron import distribute_attention, shard_batch
-from dfa_megatron.megatron.cpu import stand_in
+from dfa_megatron.megatron import distribute_attention, shard_batch, stand_in
 from dfa_megatron.megatron.script.script_specs import default_stack_spec
 
 parser = argparse.ArgumentParser()
@@ -63,10 +62,9 @@ for step in range(args.steps):
     row = text[step * args.seq_length :][: args.seq_length + 1][None].cuda()
     places = torch.arange(args.seq_length)[None].cuda()
     whole = {"tokens": row[:, :-1], "labels": row[:, 1:], "position_ids": places}
-    batch = shard_batch(whole, parallel_state.get_context_parallel_group(), options)
     model.zero_grad_buffer()
     optimizer.zero_grad()
-    losses = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"]).float()
+    losses = model(**shard_batch(whole, parallel_state.get_context_parallel_group(), options)).float()
     losses.sum().backward()
     # Adds up gradients and tokens of all ranks, and divides: right with uneven loss masks too.
     finalize_model_grads([model], torch.tensor(losses.numel()).cuda())

@@ -119,13 +119,13 @@ def batches(args: argparse.Namespace, device: torch.device) -> Iterator[dict[str
         row = tokens[first : first + args.seq_length + 1][None]
         whole = {"tokens": row[:, :-1], "labels": row[:, 1:], "position_ids": places}
         cut = shard_batch(whole, group, MegatronConfig.from_args(args))
-        yield {name: x.to(device) for name, x in cut.items() if x is not None}
+        yield {name: x if x is None else x.to(device) for name, x in cut.items()}
 
 
 def forward_step(iterator: Iterator[dict[str, Any]], model: Any) -> tuple[torch.Tensor, Any]:
     """Return the losses, and what makes their sum and count: Megatron's forward_step_func."""
     batch = next(iterator)
-    losses = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
+    losses = model(**batch)
 
     def loss_of(losses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
         total, count = losses.float().sum(), torch.tensor(losses.numel(), device=losses.device)
@@ -138,7 +138,7 @@ def train(args: argparse.Namespace) -> None:
     """Train as one rank; the first one reports."""
     device = own_device()
     if device.type == "cpu":
-        from dfa_megatron.megatron.cpu.stand_in import use_cpu
+        from dfa_megatron.megatron.stand_in import use_cpu
 
         use_cpu()
     from megatron.core import parallel_state

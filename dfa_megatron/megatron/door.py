@@ -23,13 +23,12 @@ from torch.utils._pytree import tree_map
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.megatron.check_config import check_config
 from dfa_megatron.megatron.layers.context import AttentionContext, context_of
-from dfa_megatron.megatron.layers.layer import DistributedLayer
-from dfa_megatron.megatron.layers.recompute import hide_flags
+from dfa_megatron.megatron.layers.layer import DistributedLayer, hide_flags
 from dfa_megatron.megatron.layers.rotary import order_rotary
 from dfa_megatron.megatron.layers.router import weigh_losses
 from dfa_megatron.megatron.layers.swapped import Holder, check_groups, check_size, group_holders
 from dfa_megatron.megatron.output import deferring
-from dfa_megatron.megatron.tokens.batch import check_described, check_positions
+from dfa_megatron.megatron.tokens.cuts import check_described, check_positions
 from dfa_megatron.megatron.tokens.visit import Visit, running
 from dfa_megatron.runtime.comm.compared import telling
 from dfa_megatron.runtime.comm.weights import check_weights
@@ -120,7 +119,7 @@ def _checked_visit(model: Any, found: _Found, given: dict[str, Any]) -> Visit | 
     rows = _rows(model, given)
     if given.get("packed_seq_params") is None:
         with telling(model.cp_group, verify=context.options.verify == "on"):
-            check_described(model.cp_group, rows[1], given.values())
+            check_described(given.values())
     visit = context.visit(model, given.get("packed_seq_params"), model.cp_group, rows)
     if visit is not None:
         _check_positions(context, given.get("position_ids"), rows[1], visit)
@@ -233,18 +232,11 @@ def _rows(model: Any, given: dict[str, Any]) -> tuple[int, int]:
 def _check_positions(context: AttentionContext, positions: Any, tokens: int, visit: Visit) -> None:
     """Refuse the positions of an uncut batch; those on a device once for each length, as the host must wait.
 
-    A pack counts its positions in documents. Those of multimodal rotary embeddings, (3, batch, all tokens), stay whole.
+    A pack counts its positions in documents, and those of multimodal rotary embeddings stay whole.
     """
-    if positions is None:
+    if positions is None or positions.dim() == 3 or visit.pack is not None:
         return
-    if positions.dim() == 3:
-        if positions.shape[2] != (every := tokens * visit.group.size()):
-            raise UnsupportedError(
-                f"position_ids of {positions.shape[2]} tokens in three axes",
-                f"each rank takes the rows of its tokens from a table of all {every} tokens",
-                f"position_ids (3, batch, {every}), as shard_batch leaves them",
-            )
-    elif visit.pack is None and (positions.device.type == "cpu" or (visit.group, tokens) not in context.lengths):
+    if positions.device.type == "cpu" or (visit.group, tokens) not in context.lengths:
         context.lengths.add((visit.group, tokens))
         check_positions(visit.group, context.options.data_layout, positions)
 

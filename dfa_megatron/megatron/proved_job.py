@@ -17,7 +17,7 @@ from dfa_megatron.megatron.layers.core_attention import DistributedCoreAttention
 from dfa_megatron.megatron.replace import reach, replace
 from dfa_megatron.megatron.script.dfa_flags import options_of
 from dfa_megatron.megatron.tokens import batch as batches
-from dfa_megatron.megatron.tokens.packed_documents import packed_seq_params
+from dfa_megatron.megatron.tokens.cuts import DECLARED
 from dfa_megatron.megatron.tokens.visit import current_visit
 from dfa_megatron.proving import Job, Proof, Text, examine
 from dfa_megatron.sharding import shard_sequence
@@ -137,8 +137,7 @@ class MegatronJob(Job):
             return mine / total, {}
 
         def forward(data: Any, model: Any) -> Any:
-            more = {"packed_seq_params": given["params"]} if given["params"] is not None else {}
-            return model(given["tokens"], given["position_ids"], None, labels=given["labels"], **more), loss
+            return model(**{name: x for name, x in given.items() if name != "loss_mask"}), loss
 
         get_forward_backward_func()(
             forward_step_func=forward,
@@ -156,7 +155,7 @@ class MegatronJob(Job):
         return counted[-1] / total
 
     def _batch(self, text: Text, *, alone: bool) -> dict[str, Any]:
-        """Return what the model takes: this rank's part, cut as the layout asks for, or all of it."""
+        """Return what the model takes, and the loss mask: this rank's part, or all of it."""
         targets = text.targets[None]
         whole = {
             "tokens": text.ids[None],
@@ -170,10 +169,7 @@ class MegatronJob(Job):
             pack["local_cp_size"] = torch.tensor(1)
         elif text.documents == 1:
             pack = {}
-        cut: dict[str, Any] = {**whole}
-        if not alone:
-            cut = dict(batches.shard_batch({**whole, **pack}, self.cp, self.options))
-        return {**cut, "params": packed_seq_params({**cut, **pack}) if pack else None}
+        return batches.shard_batch({**whole, **pack}, self.cp, self.options)
 
     @contextmanager
     def alone(self) -> Iterator[None]:
@@ -238,7 +234,7 @@ class MegatronJob(Job):
         from megatron.core.transformer.moe import moe_utils
         from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
-        machine, tracker, declared = get_rerun_state_machine(), get_cuda_rng_tracker(), dict(batches._DECLARED)
+        machine, tracker, declared = get_rerun_state_machine(), get_cuda_rng_tracker(), dict(DECLARED)
         mode, machine.mode = machine.mode, RerunMode.DISABLED
         states, finish = tracker.get_states(), self.config.finalize_model_grads_func
         if finish is None:
@@ -250,8 +246,8 @@ class MegatronJob(Job):
             tracker.set_states(states)
             moe_utils.clear_aux_losses_tracker()
             MTPLossLoggingHelper.tracker.clear()
-            batches._DECLARED.clear()
-            batches._DECLARED.update(declared)
+            DECLARED.clear()
+            DECLARED.update(declared)
 
 
 def _inside(model: Any) -> Any:

@@ -52,8 +52,7 @@ def distribute_attention(
         options = MegatronConfig(data_layout="contiguous", checkpoint="remat")
         spec = distribute_attention(get_gpt_layer_local_spec(), transformer_config, config=options)
         model = GPTModel(transformer_config, spec, vocab_size, max_sequence_length, ...)
-        batch = shard_batch(batch, parallel_state.get_context_parallel_group(), options)
-        loss = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
+        losses = model(**shard_batch(batch, parallel_state.get_context_parallel_group(), options))
 
     Args:
         spec: a layer spec (ModuleSpec of a TransformerLayer), TransformerBlockSubmodules (for instance of a model with
@@ -76,14 +75,14 @@ def distribute_attention(
     context = AttentionContext(options, hybrid=is_stack(spec))
     if transformer_config is not None:
         check_config(transformer_config, options)
-    if context.hybrid:
-        return _stack(spec, context)
-    if not isinstance(spec, TransformerBlockSubmodules):
-        return _layer(spec, context)
-    block = copy.copy(spec)
-    setattr(block, CONTEXT, context)
-    block.layer_specs = [_layer(layer, context) for layer in spec.layer_specs or []]
-    return block
+    made: Any
+    if isinstance(spec, TransformerBlockSubmodules):
+        made = copy.copy(spec)
+        made.layer_specs = [_layer(layer, context) for layer in spec.layer_specs or []]
+    else:
+        made = _stack(spec, context) if context.hybrid else _layer(spec, context)
+    setattr(made, CONTEXT, context)
+    return made
 
 
 def _replace_names(options: MegatronConfig) -> None:
@@ -101,8 +100,7 @@ def telling_stages(megatrons: Callable[..., Any]) -> Callable[..., Any]:
     """Have a stage of a pipeline that refuses a micro-batch tell the others, which wait for it in a receive."""
 
     def run(*args: Any, pg_collection: Any = None, **kwargs: Any) -> Any:
-        stages = getattr(pg_collection, "pp", None) or parallel_state.get_pipeline_model_parallel_group()
-        with exposed(stages):
+        with exposed(getattr(pg_collection, "pp", None) or parallel_state.get_pipeline_model_parallel_group()):
             return megatrons(*args, pg_collection=pg_collection, **kwargs)
 
     return run

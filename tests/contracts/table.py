@@ -57,7 +57,7 @@ MEGATRON = (
     on(f"{CORE}.transformer.dot_product_attention:DotProductAttention", "megatron/layers/core_attention.py",
        attributes="sharded_state_dict softmax_offset"),
     on(f"{CORE}.transformer.transformer_config:TransformerConfig",
-       "megatron/layers/core_attention.py megatron/layers/recompute.py megatron/layers/context.py",
+       "megatron/layers/core_attention.py megatron/layers/layer.py megatron/layers/context.py",
        attributes="context_parallel_size tensor_model_parallel_size pipeline_model_parallel_size sequence_parallel "
                   "num_layers num_attention_heads kv_channels normalization window_size window_attn_skip_freq "
                   "softmax_type perform_initialization init_method params_dtype deterministic_mode "
@@ -67,7 +67,7 @@ MEGATRON = (
     on(f"{CORE}.process_groups_config:ProcessGroupCollection",
        "megatron/layers/core_attention.py megatron/layers/context.py",
        attributes="use_mpu_process_groups tp cp"),
-    on(f"{CORE}.packed_seq_params:PackedSeqParams", "megatron/tokens/packed_documents.py",
+    on(f"{CORE}.packed_seq_params:PackedSeqParams", "megatron/tokens/packs.py",
        attributes="qkv_format cu_seqlens_q cu_seqlens_kv cu_seqlens_q_padded cu_seqlens_kv_padded max_seqlen_q "
                   "max_seqlen_kv local_cp_size cp_group"),
     on(f"{CORE}.transformer.utils:is_layer_window_attention", "megatron/layers/core_attention.py"),
@@ -107,7 +107,11 @@ MEGATRON = (
     on(f"{CORE}.tensor_parallel.mappings:scatter_to_sequence_parallel_region", "megatron/tokens/visit.py",
        passes="group"),
     on(f"{CORE}.models.gpt.gpt_model:GPTModel", "megatron/output.py",
-       attributes="output_layer pre_process post_process transformer_layer_spec"),
+       attributes="output_layer pre_process post_process"),
+    on(f"{CORE}.models.gpt.gpt_model:GPTModel", "megatron/layers/context.py", attributes="transformer_layer_spec"),
+    on(f"{CORE}.models.hybrid.hybrid_model:HybridModel {CORE}.models.mamba.mamba_model:MambaModel",
+       "megatron/layers/context.py"),
+
     on(f"{CORE}.tensor_parallel.layers:ColumnParallelLinear", "megatron/output.py",
        attributes="gather_output weight bias skip_bias_add sequence_parallel tp_group"),
     on(f"{CORE}.tensor_parallel.layers:ColumnParallelLinear.forward", "megatron/output.py",
@@ -119,11 +123,11 @@ MEGATRON = (
        f"{CORE}.transformer.multi_token_prediction:roll_tensor", "megatron/layers/prediction.py",
        passes="cp_group packed_seq_params"),
     # Recomputation.
-    on(f"{CORE}.tensor_parallel.random:checkpoint", "megatron/layers/recompute.py",
+    on(f"{CORE}.tensor_parallel.random:checkpoint", "megatron/layers/layer.py",
        replaced="function distribute_saved_activations"),
-    on(f"{CORE}.tensor_parallel.random:get_cuda_rng_tracker", "megatron/layers/recompute.py"),
-    on(f"{CORE}.extensions.transformer_engine:te_checkpoint", "megatron/layers/recompute.py"),
-    on(f"{CORE}.transformer.mlp:MLP.forward", "megatron/layers/recompute.py"),
+    on(f"{CORE}.tensor_parallel.random:get_cuda_rng_tracker", "megatron/layers/layer.py"),
+    on(f"{CORE}.extensions.transformer_engine:te_checkpoint", "megatron/layers/layer.py"),
+    on(f"{CORE}.transformer.mlp:MLP.forward", "megatron/layers/layer.py"),
     # Experts.
     on(f"{CORE}.transformer.moe.router:TopKRouter", "megatron/layers/router.py",
        attributes="tp_cp_group routing calculate_per_token_loss config"),
@@ -135,15 +139,18 @@ MEGATRON = (
        replaced="routing_map reduce_group topk with_padding_mask"),
     # The groups that a layer was built with.
     on(f"{CORE}.parallel_state:_CONTEXT_PARALLEL_GROUP", "megatron/layers/layer.py"),
-    # Latent attention's rotary tables.
+    # Rotary tables.
     on(f"{CORE}.models.common.embeddings.yarn_rotary_pos_embedding:YarnRotaryEmbedding", "megatron/layers/rotary.py",
-       attributes="get_emb cp_group get_cached_cos_sin"),
+       attributes="cp_group get_cached_cos_sin"),
     on(f"{CORE}.models.common.embeddings.yarn_rotary_pos_embedding:YarnRotaryEmbedding.forward",
        "megatron/layers/rotary.py", replaced="max_seq_len offset packed_seq cp_group"),
     on(f"{CORE}.models.common.embeddings.rotary_pos_embedding:RotaryEmbedding", "megatron/layers/rotary.py",
-       attributes="get_emb cp_group"),
+       attributes="cp_group"),
     on(f"{CORE}.models.common.embeddings.rotary_pos_embedding:RotaryEmbedding.forward", "megatron/layers/rotary.py",
        replaced="max_seq_len offset packed_seq cp_group"),
+    on(f"{CORE}.models.common.embeddings.rotary_pos_embedding:MultimodalRotaryEmbedding", "megatron/layers/rotary.py",
+       attributes="cp_group"),
+    on(f"{CORE}.models.gpt.gpt_model:GPTModel", "megatron/door.py", attributes="rotary_pos_emb"),
     # Hybrids.
     on(f"{CORE}.models.hybrid.hybrid_block:HybridStack {CORE}.ssm.mamba_block:MambaStack",
        "megatron/door.py", attributes="input_tensor"),

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from dfa_megatron.config import MegatronConfig
-from dfa_megatron.megatron.cpu.stand_in import use_cpu
+from dfa_megatron.megatron.stand_in import use_cpu
 from dfa_megatron.runtime.counters import COUNTERS
 from tests.megatron import attends, padded_packs
 from tests.megatron.attends import BATCH as BATCH
@@ -345,8 +345,6 @@ def batches(wanted: Case, step: int) -> Iterator[dict[str, torch.Tensor | None]]
 
 def forward_step(wanted: Case) -> Any:
     """Megatron's forward_step_func: the model's output and a function that makes the loss of it."""
-    from dfa_megatron.megatron import packed_seq_params
-
     mask = attends.hidden_above(SEQUENCE) if wanted.options is None else None
 
     def step(iterator: Iterator[dict[str, torch.Tensor]], model: Any) -> Any:
@@ -354,18 +352,23 @@ def forward_step(wanted: Case) -> Any:
         if wanted.pairs and wanted.options is None:
             output = attends.alone(batch, model)
         else:
-            params = batch.get("params") or packed_seq_params(batch)
-            more = {"packed_seq_params": params} if wanted.pairs else {}
-            more |= {name: batch[name] for name in ("loss_mask", "padding_mask") if name in batch}
+            given = taken(batch, attention_mask=mask)
             chunk = getattr(model, "module", model)  # a stage gets what Megatron's scripts give it
             first, last = (getattr(chunk, name, True) for name in ("pre_process", "post_process"))
-            asks = first or (last and chunk.config.mtp_num_layers)
-            tokens, positions = (batch[name] if asks else None for name in ("tokens", "position_ids"))
-            output = model(tokens, positions, mask, labels=batch["labels"] if last else None, **more)
+            if not (first or (last and chunk.config.mtp_num_layers)):
+                given |= {"input_ids": None, "position_ids": None}
+            output = model(**(given if last else {**given, "labels": None}))
 
         return output, loss_function(batch, per_token="calculate_per_token_loss" in dict(wanted.config))
 
     return step
+
+
+def taken(batch: dict[str, Any], **more: Any) -> dict[str, Any]:
+    """What a model takes of a batch: of `shard_batch`, of Megatron's own, or of `padded_packs.cut`."""
+    named = {"input_ids": batch.get("tokens"), "packed_seq_params": batch.get("params"), "attention_mask": None}
+    names = ("position_ids", "labels", "loss_mask", "padding_mask", *named)
+    return {**named, **{name: batch[name] for name in names if name in batch}, **more}
 
 
 def share_of_loss(losses: torch.Tensor, batch: dict[str, Any]) -> torch.Tensor:

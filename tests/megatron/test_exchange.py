@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dfa_megatron.megatron.tokens.exchange import Exchange
+from dfa_megatron.megatron.tokens.visit import Exchange
 from dfa_megatron.plan.language.layout import zigzag_documents
 from tests.megatron.attends import positions
 from tests.support.workers import run_ranks

@@ -69,8 +69,10 @@ def run(topology: Topology, options: MegatronConfig | None) -> tuple[Any, Any, A
     mask = torch.ones(1, 1, LENGTH, LENGTH).triu(1).bool() if options is None else None
     batch = batch if options is None else shard_batch(batch, group, options)
     places = batch["position_ids"]
-    more = {"loss_mask": batch["loss_mask"]} if AHEAD else {}
-    out = model(batch["tokens"], places, mask, labels=batch["labels"], **more)
+    given = harness.taken(batch, attention_mask=mask)
+    if not AHEAD:
+        del given["loss_mask"]
+    out = model(**given)
     out.sum().backward()
     gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
     for gradient in gradients.values():

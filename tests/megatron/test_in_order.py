@@ -76,7 +76,7 @@ def mask_of(tokens: str, length: int) -> torch.Tensor:
 
 def part_of(way: Way, options: MegatronConfig | None, group: Any) -> Part:
     """This rank's tokens, as the way cuts them."""
-    from dfa_megatron.megatron import declare_batch_layout, packed_seq_params
+    from dfa_megatron.megatron import declare_batch_layout, shard_batch
 
     length = LENGTH if way.tokens == "rows" else OFFSETS[-1]
     ranks, rank = dist.get_world_size(group), dist.get_rank(group)
@@ -93,7 +93,8 @@ def part_of(way: Way, options: MegatronConfig | None, group: Any) -> Part:
     here = positions(order, length, ranks, rank)
     declare_batch_layout(group, order)
     pack = {"prompt_tree": TREE} if way.tokens == "tree" else {"cu_seqlens": offsets}
-    params = None if way.tokens == "rows" else packed_seq_params({**pack, **own})
+    entries = {} if way.tokens == "rows" else {**pack, **own}
+    params = shard_batch(entries, group, options or MegatronConfig())["packed_seq_params"]
     return Part(group, here, torch.ones(len(here), dtype=torch.bool), params, length)
 
 
@@ -126,7 +127,7 @@ def run(way: Way, topology: Topology, options: MegatronConfig | None, groups: An
         with state_kernels.cut(OFFSETS) if part.params is not None else contextlib.nullcontext():
             out = made(hidden, mask_of(way.tokens, length), rotary_pos_emb=table(length))
     else:
-        rows = table(part.length, packed_seq=part.params is not None)
+        rows = table(part.length, packed_seq=True)  # all of them
         out = made(hidden, None, rotary_pos_emb=rows, packed_seq_params=part.params)
     (out * weights[part.here] * part.real[:, None, None]).sum().backward()
     gradients = {name: p.grad.clone() for name, p in made.named_parameters()}
@@ -319,7 +320,7 @@ def call_of(model: str, options: MegatronConfig, draw: random.Random) -> None:
     frozen.requires_grad_(False)
     dropped.forward = lambda hidden_states, *_, **__: (hidden_states, None)
     batch = shard_batch(harness.micro_batch(0, 0), parallel_state.get_context_parallel_group(), options)
-    made(batch["tokens"], batch["position_ids"], None, labels=batch["labels"]).sum().backward()
+    made(**batch).sum().backward()
 
 
 def with_renames(rank: int, ranks: int, seed: int) -> None:

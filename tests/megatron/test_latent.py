@@ -10,11 +10,10 @@ import torch
 import torch.distributed as dist
 
 from dfa_megatron.errors import UnsupportedError
-from dfa_megatron.megatron.cpu.stand_in import use_cpu
 from dfa_megatron.megatron.layers.rotary import order_rotary
-from dfa_megatron.megatron.tokens.exchange import Exchange
-from dfa_megatron.megatron.tokens.packed_documents import Pack
-from dfa_megatron.megatron.tokens.visit import Visit, running
+from dfa_megatron.megatron.stand_in import use_cpu
+from dfa_megatron.megatron.tokens.packs import Pack
+from dfa_megatron.megatron.tokens.visit import Exchange, Visit, running
 from tests.megatron import harness
 from tests.megatron.harness import Case, Topology, case
 from tests.megatron.kinds import LATENT

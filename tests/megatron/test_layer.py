@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from dfa_megatron.config import MegatronConfig
 from dfa_megatron.errors import UnsupportedError
-from dfa_megatron.megatron.cpu.stand_in import use_cpu
+from dfa_megatron.megatron.stand_in import use_cpu
 from dfa_megatron.runtime.counters import COUNTERS
 from tests.megatron import harness, padded_packs
 from tests.megatron.harness import Topology, case, make_config, make_model, start
@@ -25,7 +25,8 @@ def model_of(options: MegatronConfig, **changes: Any) -> Any:
 
 
 def loss_of(model: Any, batch: Any) -> torch.Tensor:
-    return model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"]).mean()
+    loss: torch.Tensor = model(**harness.taken(batch)).mean()
+    return loss
 
 
 def dist_group() -> dist.ProcessGroup:
@@ -47,21 +48,26 @@ def wrong_batches(rank: int, world_size: int) -> None:
     declare_batch_layout(dist_group(), "contiguous")
     expected = loss_of(model_of(contiguous), mine)
     assert torch.equal(expected, loss_of(model_of(contiguous), shard_batch(whole, dist_group(), contiguous)))
-    with pytest.raises(UnsupportedError, match="data_layout='boundary' on batches that are sliced contiguous"):
+    with pytest.raises(UnsupportedError, match="data_layout='boundary' on batches that are cut contiguous"):
         loss_of(model_of(boundary), mine)
     with pytest.raises(UnsupportedError, match="contiguous or zigzag"):
         declare_batch_layout(dist_group(), "boundary")
     with pytest.raises(UnsupportedError, match="attention_mask in a batch"):
         shard_batch({**whole, "attention_mask": torch.ones(1)}, dist_group(), contiguous)
-    with pytest.raises(UnsupportedError, match=r"a row of 6 tokens without cu_seqlens.* 2 x CP = 4 parts"):
+    with pytest.raises(UnsupportedError, match=r"a row of 6 tokens without cu_seqlens.* 2 x CP = 4 chunks"):
         shard_batch({"tokens": torch.zeros(1, 6)}, dist_group(), contiguous)
     packed = {"cu_seqlens": torch.tensor([[0, 4, 7]], dtype=torch.int32)}
-    part = shard_batch({"tokens": torch.zeros(1, 7), **packed}, dist_group(), contiguous)["tokens"]
-    assert part.shape == (1, 4 - dist.get_rank())
-    assert shard_batch({"tokens": torch.zeros(1, 6), **packed}, dist_group(), contiguous)["tokens"].shape == (1, 3)
+    for length, held in ((7, 4 - dist.get_rank()), (6, 3)):
+        part = shard_batch({"tokens": torch.zeros(1, length), **packed}, dist_group(), contiguous)
+        assert part["input_ids"].shape == (1, held)
+        for again in (part, {"tokens": part["input_ids"]}):
+            with pytest.raises(UnsupportedError, match="a batch that `shard_batch` has cut"):
+                shard_batch(again, dist_group(), contiguous)
+    with pytest.raises(UnsupportedError, match="local_cp_size or hybrid_cp_group in a batch without cu_seqlens"):
+        shard_batch({**whole, "local_cp_size": 1}, dist_group(), contiguous)
     model = model_of(contiguous)
     loss_of(model, shard_batch(whole, dist_group(), contiguous))
-    with pytest.raises(UnsupportedError, match="data_layout='contiguous' on batches that are sliced zigzag"):
+    with pytest.raises(UnsupportedError, match="data_layout='contiguous' on batches that are cut zigzag"):
         loss_of(model, shard_batch(whole, dist_group(), boundary))  # the model has taken a batch of the right order
     other_size = make_config(Topology(cp=1), case())
     with pytest.raises(UnsupportedError, match=r"context_parallel_size=1 in the config of a layer whose .* 2 ranks"):
@@ -88,7 +94,7 @@ def uncut_batches(rank: int, world_size: int) -> None:
         expected = loss_of(model, mine)
     declare_batch_layout(dist_group(), "zigzag")
     assert torch.equal(loss_of(model, mine), expected)
-    assert shard_batch(whole, dist_group(), options)["tokens"].equal(mine["tokens"])
+    assert shard_batch(whole, dist_group(), options)["input_ids"].equal(mine["input_ids"])
     loss_of(model, short)  # own code slices, and is believed
 
 
@@ -96,7 +102,7 @@ def foreign_packs(rank: int, world_size: int) -> None:
     """A trainer's own packs, cut document by document, beside batches of `shard_batch` that are as long."""
     from megatron.core.packed_seq_params import PackedSeqParams
 
-    from dfa_megatron.megatron import declare_batch_layout, packed_seq_params, shard_batch
+    from dfa_megatron.megatron import declare_batch_layout, shard_batch
 
     start(Topology(cp=world_size))
     whole = harness.micro_batch(0, 0)
@@ -108,27 +114,21 @@ def foreign_packs(rank: int, world_size: int) -> None:
         options = MegatronConfig(data_layout=layout)
         model = model_of(options)
         ours = shard_batch(packed, dist_group(), options)
-        params = packed_seq_params(ours)
-        want = pack_loss(model, ours, params)
+        want, params = loss_of(model, ours), ours["packed_seq_params"]
         shard_batch({name: x[:1].repeat(1, 8) for name, x in whole.items()}, dist_group(), options)  # any length
         shard_batch({name: theirs[name].repeat(1, world_size) for name in whole}, dist_group(), options)
         by_hand = PackedSeqParams("thd", **{name: getattr(params, name) for name in OFFSETS})
         for batch, described in ((theirs, theirs["params"]), (ours, by_hand)):
-            with pytest.raises(UnsupportedError, match="documents that `packed_seq_params` did not make"):
-                pack_loss(model, batch, described)
-        assert torch.equal(pack_loss(model, ours, params), want)
+            with pytest.raises(UnsupportedError, match="packed_seq_params that `shard_batch` did not make"):
+                loss_of(model, {**batch, "packed_seq_params": described})
+        with pytest.raises(UnsupportedError, match="a call without the packed_seq_params of a batch"):
+            loss_of(model, {**ours, "packed_seq_params": None})
+        assert torch.equal(loss_of(model, ours), want)
     declare_batch_layout(dist_group(), "zigzag")
-    pack_loss(model, ours, by_hand)  # own code slices whole rows, and is believed
+    loss_of(model, {**ours, "packed_seq_params": by_hand})  # own code cuts whole rows, and is believed
 
 
 OFFSETS = ("cu_seqlens_q", "cu_seqlens_kv", "max_seqlen_q", "max_seqlen_kv")
-
-
-def pack_loss(model: Any, batch: Any, params: Any) -> torch.Tensor:
-    loss: torch.Tensor = model(
-        batch["tokens"], batch["position_ids"], None, labels=batch["labels"], packed_seq_params=params
-    )
-    return loss.mean()
 
 
 def whole_batches(rank: int, world_size: int) -> None:

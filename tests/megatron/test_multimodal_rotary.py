@@ -39,7 +39,7 @@ def run(
     from megatron.core import parallel_state
     from megatron.core.models.gpt.gpt_model import GPTModel
 
-    from dfa_megatron.megatron import distribute_attention, packed_seq_params
+    from dfa_megatron.megatron import distribute_attention
 
     wanted = MEGATRONS if options is None else case(options.data_layout)
     config = harness.make_config(topology, wanted, num_layers=2, mrope_section=SECTIONS)
@@ -53,8 +53,7 @@ def run(
         share_embeddings_and_output_weights=False,
     )
     harness.set_weights(model)
-    packed = {} if options is None else {"packed_seq_params": batch.get("params") or packed_seq_params(batch)}
-    losses = model(batch["tokens"], batch["position_ids"], mask, labels=batch["labels"], **packed)
+    losses = model(**harness.taken(batch, attention_mask=mask))
     (losses * batch["loss_mask"]).sum().backward()
     for parameter in model.parameters():
         dist.all_reduce(parameter.grad, group=parallel_state.get_context_parallel_group())
@@ -97,9 +96,10 @@ def compare_with_one_rank(rank: int, ranks: int) -> None:
         for name, whole in (("rows", batch), ("pack", pack), ("mask", seen)):
             local = shard_batch(whole, group, options)
             cut = local["position_ids"].chunk(ranks, -1)[rank]
-            with pytest.raises(UnsupportedError, match=rf"position_ids of {cut.shape[-1]} tokens in three axes"):
+            short = rf"a rotary table of shape \({cut.shape[-1]}, .* for {cut.shape[-1] * ranks} positions"
+            with pytest.raises(UnsupportedError, match=short):
                 run(Topology(cp=ranks), options, {**local, "position_ids": cut})
-            assert local["position_ids"].shape[-1] == local["tokens"].shape[1] * ranks
+            assert local["position_ids"].shape[-1] == local["input_ids"].shape[1] * ranks
             losses, gradients = run(Topology(cp=ranks), options, local)
             wanted = expected[name][0].reshape(len(losses), -1)
             here = positions(inside, wanted.shape[1], ranks, rank)

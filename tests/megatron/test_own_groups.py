@@ -60,28 +60,34 @@ WHOLE = (Micro((0,), (10,)), Micro((1,), (6,)), Micro((2, 3), (8,)), Micro((0, 1
 
 
 def params_of(batch: dict[str, Any], micro: Micro, groups: Groups, form: str) -> Any:
-    from dfa_megatron.megatron import packed_seq_params
+    from megatron.core.packed_seq_params import PackedSeqParams
 
     size = len(micro.ranks)
-    named = {"local_cp_size": torch.tensor(size), "hybrid_cp_group": groups[micro.ranks] if size > 1 else None}
-    if form == "padded":
-        batch["params"].local_cp_size, batch["params"].cp_group = size, named["hybrid_cp_group"]
-        return batch["params"]
-    params = packed_seq_params({**batch, **named})
-    assert params is not None
-    params.qkv_format = form
-    return params
+    named = {"local_cp_size": size, "cp_group": groups[micro.ranks] if size > 1 else None}
+    if "params" not in batch:
+        ends = batch["cu_seqlens"][0]
+        longest = max(micro.lengths)
+        cu_seqlens = {"cu_seqlens_q": ends, "cu_seqlens_kv": ends, "max_seqlen_q": longest, "max_seqlen_kv": longest}
+        return PackedSeqParams(form, **cu_seqlens, **named)
+    vars(batch["params"]).update(named)
+    return batch["params"]
 
 
 def cut(batch: dict[str, Any], micro: Micro, groups: Groups, me: int, model: Any, form: str) -> dict[str, Any]:
     """This rank's tokens: of rows, or of every document by itself."""
+    from megatron.core import parallel_state
+
     from dfa_megatron.megatron import shard_batch
 
     size = len(micro.ranks)
     if form == "padded":
         total = padded_packs.total_of(batch["tokens"].shape, size, 1)
-        return padded_packs.cut(batch, size, micro.ranks.index(me), total, sum(micro.lengths) % 2)
-    return batch if size == 1 else shard_batch(batch, groups[micro.ranks], model.dfa)
+        local = padded_packs.cut(batch, size, micro.ranks.index(me), total, sum(micro.lengths) % 2)
+        params_of(local, micro, groups, form)
+        return local
+    named = {"local_cp_size": torch.tensor(size), "hybrid_cp_group": groups[micro.ranks] if size > 1 else None}
+    local = shard_batch({**batch, **named}, parallel_state.get_context_parallel_group(), model.dfa)
+    return local if form == "thd" else {**local, "packed_seq_params": params_of(batch, micro, groups, form)}
 
 
 def run(model: Any, micros: tuple[Micro, ...], groups: Groups, me: int, form: str) -> tuple[list[Any], list[Any]]:
@@ -96,9 +102,8 @@ def run(model: Any, micros: tuple[Micro, ...], groups: Groups, me: int, form: st
             out = attends.alone(batch, model)
             weight = 1 / len(micro.ranks)  # each of its ranks computes all of it
         else:
-            local = cut(batch, micro, groups, me, model, form)
-            params, batch = params_of({**batch, **local}, micro, groups, form), local
-            out, weight = model(batch["tokens"], None, None, labels=batch["labels"], packed_seq_params=params), 1.0
+            batch, weight = cut(batch, micro, groups, me, model, form), 1.0
+            out = model(**harness.taken(batch, position_ids=None))
         MoEAuxLossAutoScaler.set_loss_scale(torch.tensor(weight))
         ((out * batch["loss_mask"]).sum() * weight).backward()
         losses.append((out.detach(), batch))

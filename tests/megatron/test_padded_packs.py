@@ -7,7 +7,7 @@ import torch
 
 from dfa_megatron.config import MegatronConfig
 from dfa_megatron.errors import DisagreementError, UnsupportedError
-from dfa_megatron.megatron.tokens.packed_documents import with_long_padding_apart
+from dfa_megatron.megatron.tokens.packs import with_long_padding_apart
 from tests.megatron import harness
 from tests.megatron.harness import Topology
 from tests.megatron.test_refused_packs import forward, pack

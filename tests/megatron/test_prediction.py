@@ -23,8 +23,7 @@ HOMES = ("megatron.core.transformer.multi_token_prediction", "megatron.core.mode
 def open_rolls(rank: int, ranks: int) -> None:
     """Call the replaced roll_tensor as every release does; a newer one asks for no sum, or for what nobody knows."""
     from dfa_megatron.megatron.layers.prediction import rolling
-    from dfa_megatron.megatron.tokens.exchange import Exchange
-    from dfa_megatron.megatron.tokens.visit import Visit, running
+    from dfa_megatron.megatron.tokens.visit import Exchange, Visit, running
 
     seen: list[Any] = []
 
@@ -50,8 +49,6 @@ def run(
     """Losses of this rank's tokens, and gradients summed over the ranks that share them."""
     from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler
 
-    from dfa_megatron.megatron import packed_seq_params
-
     wanted = MEGATRONS if options is None else case(options.data_layout)
     grouped = {"hybrid_context_parallel": options is not None and topology.cp == 1}
     grouped["calculate_per_token_loss"] = per_token
@@ -61,9 +58,7 @@ def run(
     document = torch.bucketize(torch.arange(OFFSETS[-1]), torch.tensor(OFFSETS[1:]), right=True)
     apart = (document[:, None] != document) | torch.ones(OFFSETS[-1], OFFSETS[-1]).triu(1).bool()
     mask = apart[None, None] if options is None else None
-    packed = {} if options is None else {"packed_seq_params": batch.get("params") or packed_seq_params(batch)}
-    given = {"labels": batch["labels"], "loss_mask": batch["loss_mask"], **packed}
-    losses = model(batch["tokens"], batch["position_ids"], mask, **given)
+    losses = model(**harness.taken(batch, attention_mask=mask))
     (losses * batch["loss_mask"]).sum().backward()
     for parameter in model.parameters() if options else ():
         dist.all_reduce(parameter.grad)
@@ -72,7 +67,7 @@ def run(
 
 def alone(ranks: int, batch: dict[str, Any], *, per_token: bool) -> tuple[torch.Tensor, Any]:
     """What one rank comes to, with Megatron's own shift in documents and a mask that keeps them apart."""
-    from dfa_megatron.megatron import packed_seq_params
+    from megatron.core.packed_seq_params import PackedSeqParams
 
     modules = [module for module in map(importlib.import_module, HOMES) if hasattr(module, "roll_tensor")]
     kept = [module.roll_tensor for module in modules]
@@ -81,7 +76,7 @@ def alone(ranks: int, batch: dict[str, Any], *, per_token: bool) -> tuple[torch.
     def in_documents(tensor: Any, shifts: int, dims: int, cp_group: Any, packed_seq_params: Any) -> Any:
         return megatrons(tensor, shifts, dims, cp_group, pack)
 
-    pack = packed_seq_params(batch)
+    pack = PackedSeqParams("thd", cu_seqlens_q=batch["cu_seqlens"], cu_seqlens_kv=batch["cu_seqlens"])
     for module in modules:
         module.roll_tensor = in_documents
     try:
@@ -182,7 +177,7 @@ def other_attention(rank: int, ranks: int) -> None:
     )
     batch = shard_batch(harness.micro_batch(0, 0), parallel_state.get_context_parallel_group(), options)
     with pytest.raises(UnsupportedError, match=r"own attention in a distributed model, in layout 'contiguous'"):
-        model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
+        model(**batch)
 
 
 def each(rank: int, ranks: int) -> None:

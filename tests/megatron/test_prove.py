@@ -12,6 +12,7 @@ import torch
 
 from dfa_megatron import attention
 from dfa_megatron.errors import ProofError, UnsupportedError
+from dfa_megatron.megatron.layers import rotary
 from tests.megatron import harness, sharded
 from tests.megatron.harness import Topology, case
 from tests.megatron.kinds import ALLGATHER, LATENT, by_turns
@@ -93,15 +94,13 @@ def lost_documents(models: Any) -> Any:
     return documents_lost(attention)
 
 
-@contextmanager
 def local_rope(models: Any) -> Any:
-    from megatron.core.models.common.embeddings import rotary_pos_embedding as rotary
+    """Every rank takes the first rows of the table."""
 
-    def wrong(table: torch.Tensor, seq_dim: int, cp_group: Any) -> torch.Tensor:
-        return table.chunk(cp_group.size(), seq_dim)[0]
+    def wrong(table: torch.Tensor, visit: Any, **_: Any) -> torch.Tensor:
+        return table[torch.arange(visit.rows[1]) % len(table)]
 
-    with patch.object(rotary, "get_pos_emb_on_this_cp_rank", wrong):
-        yield
+    return patch.object(rotary, "rows_of", wrong)
 
 
 def labels_of_chunks(models: Any) -> Any:
@@ -112,7 +111,7 @@ def labels_of_chunks(models: Any) -> Any:
 
     def wrong(*args: Any) -> Any:
         cut = real(*args)
-        return {**cut, "labels": cut["tokens"].unflatten(1, (2, -1)).roll(-1, 2).flatten(1)}
+        return {**cut, "labels": cut["input_ids"].unflatten(1, (2, -1)).roll(-1, 2).flatten(1)}
 
     return patch.object(proved_job.batches, "shard_batch", wrong)
 

@@ -54,7 +54,7 @@ def clip(rank: int, world_size: int, cases: Any) -> None:
     from megatron.core import parallel_state
     from megatron.core.optimizer.qk_clip import clip_qk
 
-    from dfa_megatron.megatron import packed_seq_params, shard_batch
+    from dfa_megatron.megatron import shard_batch
 
     def clipped(model: Any, **how: Any) -> float:
         return float(clip_qk([SimpleNamespace(module=SimpleNamespace(module=model))], **how))
@@ -72,9 +72,7 @@ def clip(rank: int, world_size: int, cases: Any) -> None:
         cores = [layer.self_attention.core_attention for layer in model.decoder.layers]
         for whole in wholes:
             batch = shard_batch(whole, parallel_state.get_context_parallel_group(), wanted.options)
-            more = {"packed_seq_params": packed_seq_params(batch)} if wanted.pairs else {}
-            out = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"], **more)
-            out.sum().backward()
+            model(**batch).sum().backward()
         heads = slice(None) if topology.tp == 1 else slice(2 * rank, 2 * rank + 2)
         for core, expected in zip(cores, maxima, strict=True):
             torch.testing.assert_close(core.current_max_attn_logits, expected[heads], rtol=1e-5, atol=0)
@@ -86,7 +84,7 @@ def clip(rank: int, world_size: int, cases: Any) -> None:
         for name, parameter in model.named_parameters():
             torch.testing.assert_close(parameter, own.get_parameter(name), rtol=1e-5, atol=1e-7)
         assert all(core.current_max_attn_logits is None for core in cores)
-        model.eval()(batch["tokens"], batch["position_ids"], None, labels=batch["labels"], **more)
+        model.eval()(**batch)
         assert all(core.current_max_attn_logits is None for core in cores), "an evaluation is not part of a step"
         dist.barrier()
 

@@ -22,7 +22,7 @@ from dfa_megatron.megatron.layers.context import AttentionContext
 from dfa_megatron.megatron.layers.core_attention import DistributedCoreAttention
 from dfa_megatron.megatron.script.dfa_flags import add_dfa_arguments, options_of
 from dfa_megatron.megatron.tokens import batch
-from dfa_megatron.megatron.tokens import packed_documents as documents
+from dfa_megatron.megatron.tokens import packs as documents
 from dfa_megatron.runtime.comm.symmetric_memory import KeptArena
 from tests.megatron.harness import Case, Topology, case, make_config
 
@@ -163,17 +163,14 @@ class Flags(SimpleNamespace):
         return None
 
 
-def pack_in(ranks: int = 2, group: Any = None, tokens_per_sample: int | None = None, **fields: Any) -> None:
+def pack_in(ranks: int = 2, pairs: Any = None, layout: str = "zigzag", **fields: Any) -> None:
     config = Flags(context_parallel_size=ranks, moe_router_load_balancing_type="seq_aux_loss", **fields)
-    context, pack = AttentionContext(OPTIONS.replace(data_layout="zigzag")), documents.Pack((0, 8), group=group)
-    context._check_pack(Flags(config=config), Flags(tokens_per_sample=tokens_per_sample), pack)
+    context, model = AttentionContext(OPTIONS.replace(data_layout=layout)), Flags(config=config)
+    packed, group = Flags(tokens_per_sample=fields.get("tokens_per_sample")), SimpleNamespace(size=lambda: 1)
+    context._check_pack(model, packed, documents.Pack((0, 8), pairs), group)  # type: ignore[arg-type]
 
 
 CAUSAL, TWO_ROWS = masks.causal(8), torch.arange(16).view(2, 8)
-
-
-def pairs_in(layout: str, **fields: Any) -> None:
-    AttentionContext(OPTIONS.replace(data_layout=layout))._check_pairs(Flags(**fields))
 
 
 def windowed() -> None:
@@ -210,14 +207,13 @@ TWO = {"context_parallel_size": 2}
         ("the entry mask of a batch, Tensor", lambda: batch.pairs_of({"mask": torch.ones(1, 8)})),
         ("none: .*parent of segment 1 is", lambda: batch.pairs_of({"prompt_tree": ((4, 4), (-1, 1))})),
         ("position_ids that differ between rows", lambda: batch._with_positions({"position_ids": TWO_ROWS}, CAUSAL)),
-        ("in a model with Mamba or gated delta", lambda: pairs_in("zigzag", linear_attention_freq=2)),
-        ("with multi-token prediction", lambda: pairs_in("boundary", mtp_num_layers=1)),
+        ("in a model with Mamba or gated delta", lambda: pack_in(1, CAUSAL, linear_attention_freq=2)),
+        ("with multi-token prediction", lambda: pack_in(2, CAUSAL, "boundary", mtp_num_layers=1)),
         (r"a mask in a layer with window_size=\(7, 0\)", windowed),
         ("cp_partition_mode='contiguous'", lambda: documents.read_pack(cut_otherwise(), 2)),
         ("a document of 9 tokens", lambda: documents.with_long_padding_apart((0, 9), (0, 9), 2)),
         ("'seq_aux_loss' with 2 samples in a pack", lambda: pack_in(tokens_per_sample=4)),
-        ("packed documents in a hybrid model", lambda: pack_in(is_hybrid_model=True)),
-        ("a cp_group .*Mamba or gated delta net", lambda: pack_in(1, group=True, linear_attention_freq=2)),
+        ("packs.* in a model with Mamba or gated delta", lambda: pack_in(is_hybrid_model=True)),
     ],
 )
 def test_a_request_is_refused_by_name(message: str, refused: Callable[[], Any]) -> None:

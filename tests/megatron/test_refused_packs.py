@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
@@ -75,7 +74,7 @@ def refused_on_two_ranks(rank: int, world_size: int) -> None:
 
     from dfa_megatron.megatron import declare_batch_layout
 
-    with pytest.raises(UnsupportedError, match="data_layout='zigzag' that nobody is known to have sliced by rows"):
+    with pytest.raises(UnsupportedError, match="data_layout='zigzag' that nobody is known to have cut by rows"):
         forward(MegatronConfig(data_layout="zigzag"), pack([0, 5, 12]), tokens=6)
     forward(MegatronConfig(data_layout="zigzag"), None, tokens=6)
     declare_batch_layout(parallel_state.get_context_parallel_group(), "zigzag")
@@ -124,78 +123,3 @@ def on_one_rank(rank: int, world_size: int) -> None:
 
 def test_packs_that_are_not_clear_stages_that_are_told_none_and_attention_put_back_are_refused() -> None:
     run_ranks(1, on_one_rank)
-
-
-def drawn_batch(draw: random.Random, length: int) -> dict[str, Any]:
-    """A batch of causal rows, or a row, of packed documents or of a tree in one row."""
-    kind = draw.choice(("rows", "row", "pack", "pack", "tree"))
-    length += draw.choice((0, 1)) if kind == "pack" else 0
-    tokens = torch.Generator().manual_seed(draw.randrange(1 << 30))
-    ids = torch.randint(0, harness.VOCABULARY, (1 + (kind == "rows"), length), generator=tokens)
-    ends = [0, *sorted(draw.sample(range(1, length), draw.choice((1, 3)))), length]
-    tree = [hi - lo for lo, hi in pairwise(ends)], [-1, *range(len(ends) - 2)]
-    pairs = {"pack": {"cu_seqlens": torch.tensor(ends, dtype=torch.int32)}, "tree": {"prompt_tree": tree}}.get(kind, {})
-    return {"tokens": ids, "labels": ids.roll(-1, 1), "position_ids": torch.arange(length).expand_as(ids), **pairs}
-
-
-def drawn_loop(ranks: int, seed: int) -> None:
-    """Call a model on batches in another order than they were cut, and make one of two mistakes now and then."""
-    from megatron.core import parallel_state
-
-    from dfa_megatron.megatron import packed_seq_params, shard_batch
-
-    draw = random.Random(seed)
-    harness.start(Topology(cp=ranks))  # new groups
-    group = parallel_state.get_context_parallel_group()
-    options = MegatronConfig(data_layout=draw.choice(("contiguous", "boundary", "zigzag")))
-    model = harness.make_model(harness.make_config(Topology(cp=ranks), Case(options), num_layers=1), options)
-    halves = draw.random() < 0.5  # a whole row may be as long as a part of another, which was cut rightly
-    sizes = [4 * ranks, 4 * ranks * ranks] if halves else [10 * ranks, 14 * ranks]
-    held: list[tuple[dict[str, Any], bool, bool, int]] = []
-    plain: set[int] = set()
-    losses: dict[int, torch.Tensor] = {}
-
-    def loss(part: dict[str, Any], params: Any) -> torch.Tensor:
-        given = {} if params is None and draw.random() < 0.5 else {"packed_seq_params": params}
-        out: torch.Tensor = model(part["tokens"], part["position_ids"], None, labels=part["labels"], **given)
-        return out.sum()
-
-    for _ in range(16):
-        at = draw.randrange(len(held)) if held else 0
-        event = draw.choice(("cut", "call", "call", "forget", "twice")) if held else "cut"
-        if event == "cut":
-            whole = drawn_batch(draw, draw.choice(sizes))
-            part, moved = shard_batch(whole, group, options), draw.random() < 0.5
-            if moved:  # as .cuda() does
-                part = {name: x.clone() if isinstance(x, torch.Tensor) else x for name, x in part.items()}
-            described = not part.keys().isdisjoint(("cu_seqlens", "prompt_tree"))
-            held.append((part, described, moved, whole["tokens"].shape[1]))
-            plain |= set() if described else {whole["tokens"].shape[1]}
-            continue
-        part, described, moved, length = held[at]
-        if event == "call":
-            found = loss(part, packed_seq_params(part))
-            assert torch.equal(losses.setdefault(at, found.detach()), found), (seed, at)
-            if draw.random() < 0.5:
-                found.backward()
-        elif event == "forget" and described and not (moved and length in {*plain, *(n + 1 for n in plain)}):
-            with pytest.raises(UnsupportedError, match="a call without packed_seq_params on"):
-                loss(part, None)
-        elif event == "twice" and ranks > 1 and not (moved and halves):
-            message = "different samples|of the whole row" if moved else "that `shard_batch` has cut"
-            with pytest.raises(UnsupportedError, match=message):
-                shard_batch(part, group, options)
-            if moved:
-                break  # a group compares each length once
-
-
-def drawn_loops(rank: int, world_size: int, seeds: range) -> None:
-    for seed in seeds:
-        drawn_loop(world_size, seed)
-
-
-@pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_documents_that_a_call_forgets_and_batches_that_are_cut_twice_are_refused_and_no_right_loop_is(
-    ranks: int,
-) -> None:
-    run_ranks(ranks, drawn_loops, range(100 * ranks, 100 * ranks + 12), timeout=170)

@@ -84,7 +84,7 @@ def train_from_flags(rank: int, world_size: int, flags: str, provider: Any, layo
     total, group = torch.zeros(()), parallel_state.get_context_parallel_group()
     for micro in range(harness.MICRO_BATCHES):
         batch = shard_batch(harness.micro_batch(0, micro), group, options)
-        loss = harness.share_of_loss(model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"]), batch)
+        loss = harness.share_of_loss(model(**batch), batch)
         loss.backward()
         total += loss.detach()
     assert model.decoder.config.recompute_granularity is None, "full recomputation is taken over"

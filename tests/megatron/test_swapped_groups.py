@@ -75,13 +75,12 @@ def swapped(model: Any, groups: Any) -> Iterator[Any]:
 
 def losses(model: Any, whole: dict[str, Any], group: Any, options: MegatronConfig) -> tuple[torch.Tensor, Any]:
     """This rank's losses, and where its tokens are in the whole batch."""
-    from dfa_megatron.megatron import packed_seq_params, shard_batch
+    from dfa_megatron.megatron import shard_batch
 
     at = torch.arange(whole["tokens"].numel()).view_as(whole["tokens"])
     batch = shard_batch({**whole, "at": at}, group, options)
-    params = packed_seq_params(batch)
-    more = {} if params is None else {"packed_seq_params": params}
-    return model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"], **more), batch["at"]
+    at = batch.pop("at")
+    return model(**batch), at
 
 
 def evaluate(rank: int, world_size: int, cases: tuple[tuple[int, Case], ...]) -> None:

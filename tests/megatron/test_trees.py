@@ -57,7 +57,7 @@ def other_models(rank: int, ranks: int) -> None:
     """Learned positions, and hybrid models, beside one rank under an attention_mask, or that sees paths."""
     from megatron.core import parallel_state
 
-    from dfa_megatron.megatron import packed_seq_params, shard_batch
+    from dfa_megatron.megatron import shard_batch
     from tests.megatron.attends import positions
 
     batch: dict[str, Any] = {**harness.micro_batch(0, 0), "prompt_tree": TREE}
@@ -69,35 +69,37 @@ def other_models(rank: int, ranks: int) -> None:
         losses = attends.alone(batch, model) if kind in STATES else attends.under_mask({**batch, **places}, model)
         wanted[kind] = losses.detach(), gradients_of(model, losses, batch["loss_mask"])
     harness.start(Topology(cp=ranks))
-    local = shard_batch(batch, parallel_state.get_context_parallel_group(), MegatronConfig(data_layout="boundary"))
-    given = {"packed_seq_params": packed_seq_params(local)}
+    options, group = MegatronConfig(data_layout="boundary"), parallel_state.get_context_parallel_group()
+    local = shard_batch(batch, group, options)
+    counts = local.pop("loss_mask")
     for kind, (every, expected) in wanted.items():
         model = model_of(kind, Topology(cp=ranks), "boundary")
-        losses = model(local["tokens"], local["position_ids"], None, labels=local["labels"], **given)
+        losses = model(**local)
         torch.testing.assert_close(losses, every[:, positions("zigzag", SEQUENCE, ranks, rank)], rtol=1e-5, atol=1e-5)
-        for name, gradient in gradients_of(model, losses, local["loss_mask"]).items():
+        for name, gradient in gradients_of(model, losses, counts).items():
             assert (gradient - expected[name]).abs().max() <= 1e-5 * expected[name].abs().max(), f"{kind}: {name}"
         with torch.no_grad():  # evaluation, without labels
-            logits = model.eval()(local["tokens"], local["position_ids"], None, **given)
+            logits = model.eval()(**{**local, "labels": None})
         scores = logits.float().log_softmax(-1).gather(-1, local["labels"][..., None])[..., 0]
         torch.testing.assert_close(-scores, losses, rtol=1e-5, atol=1e-5)
-    given = {"packed_seq_params": packed_seq_params({"mask": masks.full(SEQUENCE)})}
+    seen = shard_batch({"mask": masks.full(SEQUENCE)}, group, options)
     with pytest.raises(UnsupportedError, match=r"a mask in a Mamba or gated delta net layer"):
-        model_of("*-M", Topology(cp=ranks), "boundary")(local["tokens"], local["position_ids"], None, **given)
+        model_of("*-M", Topology(cp=ranks), "boundary")(**{**local, **seen})
 
 
 def own_loop(rank: int, ranks: int) -> None:
     """A loop that cuts its rows itself; then ranks whose masks do not fit, or that bring different trees."""
     from megatron.core import parallel_state
 
-    from dfa_megatron.megatron import declare_batch_layout, packed_seq_params
+    from dfa_megatron.megatron import declare_batch_layout, shard_batch
     from tests.megatron.attends import positions
 
     whole, found = {**harness.micro_batch(0, 0), **attends.entries("mask", 0, 0)}, []
     harness.start(Topology(cp=ranks))
 
     def losses(**entries: Any) -> Any:
-        return model(tokens, None, None, labels=labels, packed_seq_params=packed_seq_params(entries))
+        seen = shard_batch(entries, parallel_state.get_context_parallel_group(), MegatronConfig(data_layout=layout))
+        return model(tokens, None, None, labels=labels, **seen)
 
     for layout, order in (("boundary", "zigzag"), ("contiguous", "contiguous")):
         here, model = positions(order, SEQUENCE, ranks, rank), model_of("rope", Topology(cp=ranks), layout)

@@ -39,7 +39,7 @@ def row(length: int, pairs: str) -> dict[str, Any]:
 def train(rank: int, world_size: int, cases: tuple[tuple[int, Case], ...]) -> None:
     from megatron.core import parallel_state
 
-    from dfa_megatron.megatron import packed_seq_params, shard_batch
+    from dfa_megatron.megatron import shard_batch
 
     for length, wanted in cases:
         assert wanted.options is not None
@@ -52,9 +52,9 @@ def train(rank: int, world_size: int, cases: tuple[tuple[int, Case], ...]) -> No
         group = parallel_state.get_context_parallel_group()
         model = harness.make_model(harness.make_config(topology, wanted), wanted.options).train()
         batch = shard_batch({**whole, "at": torch.arange(length)[None]}, group, wanted.options)
-        params = packed_seq_params(batch)
-        out = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"], packed_seq_params=params)
-        torch.testing.assert_close(out, expected[:, batch["at"][0]], rtol=0, atol=1e-5)
+        at = batch.pop("at")[0]
+        out = model(**batch)
+        torch.testing.assert_close(out, expected[:, at], rtol=0, atol=1e-5)
         (out * batch["loss_mask"]).sum().backward()
         for name, parameter in model.named_parameters():
             dist.all_reduce(parameter.grad)
@@ -87,7 +87,7 @@ def refused(rank: int, world_size: int) -> None:
     harness.start(Topology(cp=2))
     from megatron.core import parallel_state
 
-    from dfa_megatron.megatron import packed_seq_params, shard_batch
+    from dfa_megatron.megatron import shard_batch
 
     options, whole = MegatronConfig(), row(7, "documents")
     config = harness.make_config(Topology(cp=2), case(), num_layers=2)
@@ -95,7 +95,7 @@ def refused(rank: int, world_size: int) -> None:
     config.num_moe_experts, config.expert_model_parallel_size = 4, 2
     batch = shard_batch(whole, parallel_state.get_context_parallel_group(), options)
     with pytest.raises(UnsupportedError, match="expert parallelism"):
-        model(batch["tokens"], None, None, labels=batch["labels"], packed_seq_params=packed_seq_params(batch))
+        model(**batch)
 
 
 def test_parts_of_megatron_that_take_equal_parts_are_refused() -> None:

@@ -47,7 +47,7 @@ NOT_RUN = {
     ("docs/masks.md", "logsumexp"): "it needs sinks and biases; tests/sequence/test_two_lines.py has them",
     ("docs/hybrids.md", "fla_scan"): "flash-linear-attention and Mamba's kernels need a GPU",
     ("docs/megatron.md", "GPTModel("): _MEGATRON,
-    ("docs/megatron.md", "packed_seq_params(batch)"): _MEGATRON,
+    ("docs/megatron.md", 'batch["cu_seqlens"]'): _MEGATRON,
     ("docs/megatron.md", "mtp_spec"): _MEGATRON,
     ("docs/megatron.md", "hybrid_stack_spec"): _MEGATRON,
     ("docs/monitor.md", "StepLog("): "it stands for a loop",

@@ -10,21 +10,26 @@ from __future__ import annotations
 import copy
 import functools
 import importlib
+import logging
 import threading
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import torch
+from torch.nn import functional as F
 
 from dfa_megatron.config import MegatronConfig
 from dfa_megatron.errors import UnsupportedError
-from dfa_megatron.megatron.hybrid.convolutions import by_causal_conv1d, by_fla, by_pytorch
 from dfa_megatron.megatron.layers.swapped import OneRank
 from dfa_megatron.megatron.replace import reach, replace, with_ours
 from dfa_megatron.megatron.tokens.visit import current_visit
 from dfa_megatron.plan.language.mask import Mask
 from dfa_megatron.recurrence import Convolve, dist_conv, dist_mamba2, dist_scan, fla_scan
 from dfa_megatron.runtime.agreement.calls import at_layer
+from dfa_megatron.runtime.cu_seqlens import Offsets
+
+logger = logging.getLogger("dfa_megatron.megatron")
 
 OTHER_ORDER = (
     "it is neither Megatron's MambaMixer nor its GatedDeltaNet, and may assume zigzag order of the tokens",
@@ -261,3 +266,54 @@ def _convolving_channels(kernel: Callable[..., Any] | None) -> Callable[..., Any
         return by_pytorch(weight, bias)(x.mT, ()).mT
 
     return convolution
+
+
+def by_causal_conv1d(kernel: Callable[..., Any] | None, weight: torch.Tensor, bias: Any) -> Convolve:
+    """Return causal-conv1d's convolution with SiLU, or PyTorch's where that package is missing."""
+    if kernel is None:
+        _say_missing()
+        return by_pytorch(weight, bias)
+    convolve = kernel
+
+    def run(x: torch.Tensor, documents: Offsets) -> torch.Tensor:
+        ids = None
+        if documents:
+            lengths = torch.tensor(_lengths(documents, x))
+            ids = torch.arange(len(lengths), dtype=torch.int32).repeat_interleave(lengths)[None].to(x.device)
+        # With ids the channels must lie next to each other, as they do in x.
+        out: torch.Tensor = convolve(x=x.mT, weight=weight, bias=bias, seq_idx=ids, activation="silu")
+        return out.mT
+
+    return run
+
+
+def by_fla(kernel: Callable[..., Any], weight: torch.Tensor, bias: Any, activation: str) -> Convolve:
+    """Return FLA's convolution."""
+
+    def run(x: torch.Tensor, documents: Offsets) -> torch.Tensor:
+        offsets = {"cu_seqlens": torch.tensor(documents, device=x.device)} if documents else {}
+        out: torch.Tensor = kernel(x=x, weight=weight, bias=bias, activation=activation, **offsets)[0]
+        return out
+
+    return run
+
+
+def by_pytorch(weight: torch.Tensor, bias: Any) -> Convolve:
+    """Return PyTorch's convolution with SiLU."""
+    channels, width = weight.shape
+
+    def run(x: torch.Tensor, documents: Offsets) -> torch.Tensor:
+        parts = [F.pad(part, (width - 1, 0)) for part in x.mT.split(_lengths(documents, x), 2)]
+        out = torch.cat([F.conv1d(part, weight[:, None], bias, groups=channels) for part in parts], 2)
+        return F.silu(out).mT
+
+    return run
+
+
+def _lengths(documents: Offsets, x: torch.Tensor) -> list[int]:
+    return [hi - lo for lo, hi in pairwise(documents or (0, x.shape[1]))]
+
+
+@functools.cache
+def _say_missing() -> None:
+    logger.warning("dfa: causal-conv1d is not installed, so the short convolutions of mixers run in PyTorch")

@@ -12,10 +12,10 @@ from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.megatron.check_config import check_uneven
 from dfa_megatron.megatron.layers.router import has_losses
 from dfa_megatron.megatron.script.dfa_flags import packing_of_script
-from dfa_megatron.megatron.tokens.batch import check_declared, check_length
-from dfa_megatron.megatron.tokens.exchange import Exchange
-from dfa_megatron.megatron.tokens.packed_documents import BatchParams, Pack, check_samples, read_pack
-from dfa_megatron.megatron.tokens.visit import Visit
+from dfa_megatron.megatron.tokens.batch import check_length
+from dfa_megatron.megatron.tokens.cuts import check_declared
+from dfa_megatron.megatron.tokens.packs import BatchParams, Pack, check_samples, read_pack
+from dfa_megatron.megatron.tokens.visit import Exchange, Visit
 from dfa_megatron.plan.language.layout import Layout, by_name, of_lengths
 from dfa_megatron.runtime.comm.compared import telling
 from dfa_megatron.runtime.cu_seqlens import Offsets, check_offsets, describe
@@ -23,7 +23,10 @@ from dfa_megatron.runtime.cu_seqlens import Offsets, check_offsets, describe
 logger = logging.getLogger("dfa_megatron.megatron")
 
 CONTEXT = "dfa_context"
-"""The attribute of a stack's or a block's submodules that holds the model's context."""
+"""The attribute of a spec that holds the context of the models that are built of it."""
+
+_SPECS = ("transformer_layer_spec", "hybrid_stack_spec", "mamba_stack_spec")
+"""The attributes of Megatron's models that hold the spec of their layers."""
 
 _KEPT = 256
 """Packs that a model remembers to have compared."""
@@ -86,12 +89,10 @@ class AttentionContext:
             ours = isinstance(packed, BatchParams)
             check_declared(group, self.options.data_layout, rows[1], packed=several, ours=ours)
             if pack is not None:
-                if pack.pairs is not None:
-                    if pack.pairs.length % group.size() == 0:
-                        with telling(group, verify=self.options.verify == "on"):
-                            check_length(pack.pairs, rows[1] * group.size())
-                    self._check_pairs(model.config)
-                self._check_pack(model, packed, pack)
+                if pack.pairs is not None and pack.pairs.length % group.size() == 0:
+                    with telling(group, verify=self.options.verify == "on"):
+                        check_length(pack.pairs, rows[1] * group.size())
+                self._check_pack(model, packed, pack, group)
         outside: str | Layout = self.options.layout_inside
         if self.options.data_layout == "boundary":
             if pack is not None and pack.is_cut_by_documents(group):
@@ -106,46 +107,26 @@ class AttentionContext:
             layout = of_lengths(counts) if self.options.data_layout == "boundary" else outside
         return Visit(model, group, layout, outside, pack, rows, self.exchange(group))
 
-    def _leaves_mixers(self, config: Any) -> bool:
-        """Return whether Mamba or gated delta net layers are Megatron's own, because tokens stay in zigzag order."""
+    def _check_pack(self, model: Any, packed: Any, pack: Pack, group: dist.ProcessGroup) -> None:
+        """Refuse documents, a tree, a mask or a group of their own that a part of the model would not follow."""
+        config, zigzag = model.config, self.options.data_layout == "zigzag"
         names = ("is_hybrid_model", "experimental_attention_variant", "linear_attention_freq")
         mixers = self.hybrid or any(getattr(config, name, None) for name in names)
-        return mixers and self.options.data_layout == "zigzag"
-
-    def _check_pairs(self, config: Any) -> None:
-        """Refuse a tree or a mask that a part of the model would not follow."""
-        if self._leaves_mixers(config):
+        if mixers and zigzag and (pack.pairs is not None or max(group.size(), config.context_parallel_size) > 1):
             raise UnsupportedError(
-                "a prompt_tree or a mask in a model with Mamba or gated delta net layers in layout 'zigzag'",
-                "these layers are Megatron's own, and know neither",
+                "packs, trees and masks in a model with Mamba or gated delta net layers in layout 'zigzag'",
+                "these layers are Megatron's own: they know its zigzag order of rows, and exchange heads over the "
+                "model's context-parallel group",
                 "--dfa-data-layout boundary or contiguous",
             )
-        if getattr(config, "mtp_num_layers", None):
+        if pack.pairs is not None and getattr(config, "mtp_num_layers", None):
             raise UnsupportedError(
                 "a prompt_tree or a mask with multi-token prediction",
                 "the token after the next is another one in every branch",
                 "mtp_num_layers=None, or documents",
             )
-
-    def _check_pack(self, model: Any, packed: Any, pack: Pack) -> None:
-        """Refuse documents, or a group of their own, that a layer of the model would not follow."""
-        config, hybrid = model.config, self.hybrid or getattr(model.config, "is_hybrid_model", False)
-        if hybrid and self.options.data_layout == "zigzag" and config.context_parallel_size > 1:
-            raise UnsupportedError(
-                "packed documents in a hybrid model in layout 'zigzag'",
-                "its other layers rely on Megatron's zigzag order of every document",
-                "--dfa-data-layout boundary or contiguous",
-            )
         check_samples(config, packed, pack)
-        if pack.group is None:
-            return
-        if self._leaves_mixers(config):
-            raise UnsupportedError(
-                "a cp_group of a micro-batch in layout 'zigzag' of a model with Mamba or gated delta net layers",
-                "these layers are Megatron's own, and exchange heads over the model's context-parallel group",
-                "--dfa-data-layout boundary or contiguous, or micro-batches without local_cp_size and cp_group",
-            )
-        if has_losses(config) or config.moe_expert_capacity_factor is not None:
+        if pack.group is not None and (has_losses(config) or config.moe_expert_capacity_factor is not None):
             groups = [module.tp_cp_group for module in model.modules() if hasattr(module, "tp_cp_group")]
             if pack.group.size() > 1 or any(x.size() > config.tensor_model_parallel_size for x in groups):
                 raise UnsupportedError(
@@ -181,12 +162,10 @@ class AttentionContext:
 
 
 def context_of(model: Any) -> AttentionContext | None:
-    """Return the context of a distributed model, None of another; from its spec, since a stage may hold no layer."""
-    for spec in vars(model).values():
-        parts = getattr(spec, "submodules", None)
-        for part in (spec, *(getattr(spec, "layer_specs", None) or ()), *(vars(parts) if parts else {}).values()):
-            params = getattr(part, "params", None) or {}
-            found = params.get("distributed_attention") if isinstance(params, dict) else None
-            if found is not None or (found := getattr(part, CONTEXT, None)) is not None:
-                return found  # type: ignore[no-any-return]
-    return next((layer._dfa for layer in model.modules() if hasattr(layer, "_dfa")), None)
+    """Return the context of a distributed model, None of another: its layers', or its spec's where a stage has none."""
+    layer = next((module for module in model.modules() if hasattr(module, "_dfa")), None)
+    if layer is not None:
+        return layer._dfa  # type: ignore[no-any-return]
+    spec = next((vars(model)[name] for name in _SPECS if name in vars(model)), None)
+    each = [spec, *(getattr(spec, "layer_specs", None) or ())]
+    return next((vars(one)[CONTEXT] for one in each if CONTEXT in getattr(one, "__dict__", ())), None)

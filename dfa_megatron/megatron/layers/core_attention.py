@@ -17,7 +17,7 @@ from dfa_megatron.config import MegatronConfig
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.megatron.check_config import check_config
 from dfa_megatron.megatron.replace import reach
-from dfa_megatron.megatron.tokens.packed_documents import Pack
+from dfa_megatron.megatron.tokens.packs import Pack
 from dfa_megatron.megatron.tokens.visit import current_visit
 from dfa_megatron.plan.language.mask import Mask
 from dfa_megatron.plan.language.tree import Tree

@@ -127,14 +127,14 @@ def _run(drawn: MegatronDraw, alone: bool, models: list[Any], number: int) -> An
 
 
 def _start(drawn: MegatronDraw, alone: bool) -> None:
-    from dfa_megatron.megatron.cpu.stand_in import use_cpu
+    from dfa_megatron.megatron.stand_in import use_cpu
 
     use_cpu()
     from megatron.core import parallel_state, tensor_parallel
 
-    from dfa_megatron.megatron.tokens import batch
+    from dfa_megatron.megatron.tokens.cuts import DECLARED
 
-    batch._DECLARED.clear()  # a script cuts its batches in one way
+    DECLARED.clear()  # a script cuts its batches in one way
     _forget_logs()
     wanted = () if alone else drawn.start
     if [wanted] != _STANDING:
@@ -229,7 +229,7 @@ def _batches(drawn: MegatronDraw, alone: bool, number: int) -> Iterator[dict[str
         elif drawn.pack == "padded":
             yield padded_packs.cut(given, drawn.cp, group.rank(), drawn.padded, form=drawn.number % 2)
         else:
-            yield dict(shard_batch(given, group, MegatronConfig(**drawn.options)))
+            yield shard_batch(given, group, MegatronConfig(**drawn.options))
 
 
 def _ends(whole: dict[str, torch.Tensor]) -> tuple[int, ...]:
@@ -239,8 +239,7 @@ def _ends(whole: dict[str, torch.Tensor]) -> tuple[int, ...]:
 
 
 def _forward(drawn: MegatronDraw, alone: bool, iterator: Iterator[dict[str, Any]], model: Any) -> Any:
-    from dfa_megatron.megatron import packed_seq_params
-    from tests.megatron import attends
+    from tests.megatron import attends, harness
     from tests.support import state_kernels
 
     batch = next(iterator)
@@ -250,15 +249,13 @@ def _forward(drawn: MegatronDraw, alone: bool, iterator: Iterator[dict[str, Any]
         tokens = batch["tokens"].shape[1]
         ENDS[:] = batch.get("ends", (tokens,))
         mask = hidden(tokens)[None, None]
-    elif drawn.pack:
-        more["packed_seq_params"] = batch.get("params") or packed_seq_params(batch)
     if drawn.padding_mask:
         more["padding_mask"] = batch["loss_mask"] == 0
     cut = state_kernels.cut((0, *ENDS)) if alone and drawn.delta_nets else contextlib.nullcontext()
     if alone and drawn.pack in ("tree", "mask"):
         return attends.under_mask(batch, model, **more), functools.partial(_loss, drawn, alone, batch)
     with cut:
-        output = model(batch["tokens"], batch["position_ids"], mask, labels=batch["labels"], **more)
+        output = model(**harness.taken(batch, attention_mask=mask, **more))
     return output, functools.partial(_loss, drawn, alone, batch)
 
 

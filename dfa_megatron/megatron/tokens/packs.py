@@ -7,10 +7,9 @@ Megatron's attention receives an ordinary sequence of one row and no PackedSeqPa
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from itertools import accumulate, groupby, pairwise
+from itertools import groupby, pairwise
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -19,12 +18,11 @@ import torch.distributed as dist
 from megatron.core.packed_seq_params import PackedSeqParams
 
 from dfa_megatron.errors import UnsupportedError
-from dfa_megatron.megatron.tokens.batch import cuts_documents, pairs_of
+from dfa_megatron.megatron.tokens.cuts import cuts_documents
 from dfa_megatron.plan.language.layout import Layout, zigzag_documents
 from dfa_megatron.plan.language.mask import Mask
 from dfa_megatron.plan.language.tree import Tree
 from dfa_megatron.runtime.cu_seqlens import Offsets, check_offsets, describe, offsets_of
-from dfa_megatron.sharding import tree_positions
 
 _READ = "_dfa_pack"
 """The attributes, by `ranks`, of a PackedSeqParams that hold what was made of it while the micro-batch lives."""
@@ -76,13 +74,10 @@ def _by_documents(padded: Offsets, ranks: int) -> Layout:
 
 @dataclass
 class BatchParams(PackedSeqParams):  # type: ignore[misc,unused-ignore]
-    """Hold Megatron's description of a batch that `packed_seq_params` made.
+    """Hold Megatron's description of a batch that `shard_batch` cut."""
 
-    With a tree or a mask it has no cu_seqlens: attention of others fails rather than mistake the row for a document.
-    """
-
-    pack: Pack | None = None
-    """The tree or the mask, where it has one."""
+    pack: Any = None
+    """The `Pack`."""
 
 
 def group_of(params: Any) -> dist.ProcessGroup | None:
@@ -129,8 +124,9 @@ def read_pack(params: Any, ranks: int = 0) -> Pack:
     Raises:
         UnsupportedError: another format, a group that does not fit, or other documents for the keys.
     """
-    if isinstance(params, BatchParams) and params.pack is not None:
-        return params.pack
+    if isinstance(params, BatchParams):
+        pack: Pack = params.pack
+        return pack
     group = group_of(params)
     queries, keys = (
         cumulative if padded is None else padded
@@ -139,7 +135,7 @@ def read_pack(params: Any, ranks: int = 0) -> Pack:
             (params.cu_seqlens_kv, params.cu_seqlens_kv_padded),
         )
     )
-    offsets = () if queries is None else _documents(queries)
+    offsets = () if queries is None else documents_of(queries)
     if not offsets or keys is None or (keys is not queries and _without_empty(keys) != offsets):
         raise UnsupportedError(
             "packed_seq_params without cu_seqlens_q, or with a cu_seqlens_kv other than that",
@@ -215,56 +211,8 @@ def check_samples(config: Any, params: Any, pack: Pack) -> None:
         )
 
 
-def packed_seq_params(batch: Mapping[str, Any]) -> PackedSeqParams | None:
-    """Return Megatron's PackedSeqParams for a batch from `shard_batch`, None for causal rows; each stage needs them.
-
-        params = packed_seq_params(batch)
-        loss = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"], packed_seq_params=params)
-
-    Args:
-        batch: cu_seqlens (and cu_seqlens_padded), int32 (documents + 1) or (1, documents + 1). On the CPU they
-            cost no synchronisation; on a GPU they are read back once per micro-batch. local_cp_size and
-            hybrid_cp_group, as Megatron's hybrid context parallelism adds them, name the micro-batch's own ranks.
-            Or prompt_tree, or mask with mask_positions, which `shard_batch` adds: the position of every token of the
-            row, int64 (all tokens,), 0, 1, ... without.
-
-    Raises:
-        UnsupportedError: those two do not fit each other, or this rank; or a tree or a mask is none.
-    """
-    pairs, size = pairs_of(batch), batch.get("local_cp_size")
-    own: dict[str, Any] = {
-        "qkv_format": "thd",
-        "local_cp_size": None if size is None else int(size),
-        "cp_group": batch.get("hybrid_cp_group"),
-    }
-    if pairs is not None:
-        tree = pairs if isinstance(pairs, Tree) else Tree((pairs.length,), (-1,))
-        given = None if tree is pairs else batch.get("mask_positions")
-        places = tree_positions(tree.lengths, tree.parents) if given is None else given
-        pack = Pack((0, *accumulate(tree.lengths)), pairs, places, group=group_of(BatchParams(**own)))
-        return BatchParams(max_seqlen_q=pack.longest, max_seqlen_kv=pack.longest, pack=pack, **own)
-    real, padded = (_row(batch.get(name)) for name in ("cu_seqlens", "cu_seqlens_padded"))
-    if real is None:
-        return None
-    longest = max(hi - lo for lo, hi in pairwise(_documents(real if padded is None else padded)))
-    params = BatchParams(
-        cu_seqlens_q=real,
-        cu_seqlens_kv=real,
-        cu_seqlens_q_padded=padded,
-        cu_seqlens_kv_padded=padded,
-        max_seqlen_q=longest,
-        max_seqlen_kv=longest,
-        **own,
-    )
-    group_of(params)  # Megatron's rotary embedding would fail on a group without this rank
-    return params
-
-
-def _row(offsets: torch.Tensor | None) -> torch.Tensor | None:
-    return offsets[0] if offsets is not None and offsets.dim() == 2 and offsets.shape[0] == 1 else offsets
-
-
-def _documents(cu_seqlens: Any) -> Offsets:
+def documents_of(cu_seqlens: Any) -> Offsets:
+    """Return the offsets of documents of at least one token."""
     offsets = _without_empty(cu_seqlens)
     check_offsets(offsets)
     return offsets

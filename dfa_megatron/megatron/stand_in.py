@@ -1,6 +1,6 @@
 """Let Megatron-Core train on CPU with gloo (tests, quick start) by replacing its CUDA calls.
 
-    from dfa_megatron.megatron.cpu.stand_in import use_cpu
+    from dfa_megatron.megatron.stand_in import use_cpu
     use_cpu()          # before the first model is built; refuses where CUDA is available
 
 Every patch is a function below whose docstring names the Megatron-Core code that needs it (versions 0.16.1 and 0.19.2).
