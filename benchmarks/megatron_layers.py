@@ -212,8 +212,7 @@ def build_layers(job: Job, shape: Shape, mode: Mode, length: int, device: torch.
         pg_collection=ProcessGroupCollection.use_mpu_process_groups(),
     ).to(device, config.params_dtype)
     rotary = RotaryEmbedding(shape.head_dim, 1.0, rotary_base=500000, use_cpu_initialization=True, cp_group=group)
-    # Distributed layers outside of a language model take their rows of the whole table.
-    return block, rotary.to(device)(length, packed_seq=options is not None)
+    return block, rotary.to(device)(length, packed_seq=options is not None)  # distributed layers take the whole table
 
 
 def attention_errors(block: Any, shape: Shape, mode: Mode, tokens: int) -> dict[str, float]:

@@ -79,23 +79,23 @@ def scores(rank: int, world_size: int) -> None:
         config = harness.make_config(Topology(cp=world_size), Case(options))
         model = tied(config, options)
         batch = next(harness.batches(Case(options), 0))
-        given = batch["tokens"], batch["position_ids"], None
+        labels = batch.pop("labels")
         if tile == "off":
             with (
                 pytest.raises(UnsupportedError, match="scores_of a GPTModel with 0 losses made by tiles"),
                 scores_of(model),
             ):
                 pass
-            logp = model(*given).log_softmax(-1)
-            logprobs = logp.gather(-1, batch["labels"][..., None])[..., 0]
+            logp = model(**batch).log_softmax(-1)
+            logprobs = logp.gather(-1, labels[..., None])[..., 0]
             entropy = -(logp.exp() * logp).sum(-1)
         else:
             with scores_of(model) as seen:
-                losses = model(*given, labels=batch["labels"])
+                losses = model(**batch, labels=labels)
             logprobs, entropy = seen.logprobs, seen.entropy
-            assert logprobs.shape == entropy.shape == batch["labels"].shape
+            assert logprobs.shape == entropy.shape == labels.shape
             assert torch.equal(losses, -logprobs)
-            assert model(*given).shape == (BATCH, SEQUENCE // world_size, harness.VOCABULARY)
+            assert model(**batch).shape == (BATCH, SEQUENCE // world_size, harness.VOCABULARY)
         (logprobs.sum() - 2 * entropy.sum()).backward()
         gradients = [p.grad for p in model.parameters()]
         for each in gradients:

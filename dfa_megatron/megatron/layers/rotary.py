@@ -1,4 +1,4 @@
-"""Rotary rows of this rank's tokens: of the table of a language model, and of those that latent attentions make."""
+"""Rotary rows of this rank's tokens."""
 
 from __future__ import annotations
 

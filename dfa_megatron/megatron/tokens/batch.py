@@ -1,4 +1,4 @@
-"""Cut a whole batch over the context-parallel ranks, and say who sees whom, by one call."""
+"""Cut a whole batch over the context-parallel ranks."""
 
 from __future__ import annotations
 

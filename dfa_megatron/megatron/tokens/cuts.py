@@ -1,4 +1,4 @@
-"""How the batches of a context-parallel group are cut, which a model cannot see in its input.
+"""How the batches of a context-parallel group are cut.
 
 `shard_batch` declares its own batches. Undeclared ones count as Megatron's: rows are cut zigzag, and packs document by
 document, unless the flags of the script cut whole rows.
