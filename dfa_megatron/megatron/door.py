@@ -27,7 +27,7 @@ from dfa_megatron.megatron.layers.layer import DistributedLayer, hide_flags
 from dfa_megatron.megatron.layers.rotary import order_rotary
 from dfa_megatron.megatron.layers.router import weigh_losses
 from dfa_megatron.megatron.layers.swapped import Holder, check_groups, check_size, group_holders
-from dfa_megatron.megatron.output import deferring
+from dfa_megatron.megatron.output import deferring, tile_of
 from dfa_megatron.megatron.tokens.cuts import check_described, check_positions
 from dfa_megatron.megatron.tokens.visit import Visit, running
 from dfa_megatron.runtime.comm.compared import telling
@@ -52,6 +52,8 @@ class _Found:
     holders: list[Holder]
     group: Any
     """The context-parallel group of the latest call, at first of the build."""
+    tile: int | None = None
+    """The tokens of a tile of the loss."""
 
 
 def with_door(megatrons: Callable[..., None]) -> Callable[..., None]:
@@ -76,11 +78,12 @@ def _forward_of(base: Any) -> ForwardMethod:
             looked = _look(model)
             if looked.context is not None and looked.context.options.verify == "on":
                 check_weights(model, model.cp_group)
+            looked.tile = tile_of(model)
             vars(model)[_FOUND] = looked
         found: _Found = vars(model)[_FOUND]
         names = _names(cls, cls.forward)[: len(args)]
         given = {**dict(zip(names, args, strict=False)), **kwargs}
-        with deferring(model, given):
+        with deferring(model, found.tile, given):
             if found.context is None:
                 with running(None):  # not even within the call of a distributed model
                     return run(*args, **kwargs)

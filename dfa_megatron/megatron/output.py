@@ -1,14 +1,14 @@
 """Make the loss of a Megatron language model by tiles of tokens, between its output layer and its loss function.
 
-`tiling` stands in the place of LanguageModule.setup_embeddings_and_output_layer, with which every model ends its
-constructor. A model whose config or script asks for no tiles is left as it is.
+In a call with labels the output layer returns `DeferredLogits`. A model whose config or script asks for no tiles is
+left as it is.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
-from types import MethodType
+import functools
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -17,50 +17,40 @@ from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.loss.deferred import WATCHED, DeferredLogits, Scores, Use, say_tiled
 from dfa_megatron.loss.head import Head
 from dfa_megatron.megatron.layers.context import context_of
-from dfa_megatron.megatron.replace import with_ours
 from dfa_megatron.megatron.script.dfa_flags import global_args
 from dfa_megatron.megatron.tokens.visit import current_visit
 
 
-class TiledOutput:
-    """Return `DeferredLogits` from an output layer in a call with labels; the first base of its class."""
-
-    dfa_deferring = False
-
-    def forward(
-        self, input_: torch.Tensor, weight: torch.Tensor | None = None, runtime_gather_output: bool | None = None
-    ) -> tuple[Any, Any]:
-        """Run ColumnParallelLinear.forward; only logits that nobody gathers are deferred."""
-        layer: Any = self
-        gathers = layer.gather_output if runtime_gather_output is None else runtime_gather_output
-        ranks = layer.tp_group.size()
-        if not self.dfa_deferring or (gathers and ranks > 1):
-            return super().forward(input_, weight, runtime_gather_output)  # type: ignore[misc,no-any-return]
-        rows = layer.weight if weight is None else weight
-
-        def run(use: Use, scale: float, softcap: float | None) -> Any:
-            head = Head(
-                weight=rows,
-                bias=layer.bias,
-                scale=scale,
-                softcap=softcap,
-                group=layer.tp_group if ranks > 1 else None,
-                sequence_parallel=layer.sequence_parallel,
-                partition=(rows.shape[0],) * ranks,
-            )
-            return use(input_, head)
-
-        return DeferredLogits(run, layer.dfa_tile, rows.shape[0], layer), None
+def tile_of(model: Any) -> int | None:
+    """Return the tokens of a tile; None for a model that has no loss, or makes it of all logits."""
+    context = context_of(model)
+    tile = getattr(global_args(), "dfa_loss_tile", "off") if context is None else context.options.loss_tile
+    return tile if isinstance(tile, int) and getattr(model, "post_process", False) else None
 
 
-def tile_output(model: Any, tile: int) -> None:
-    """Make the loss of a model that has an output layer by tiles of `tile` tokens.
+def _scores(model: Any) -> Scores | None:
+    if tile_of(model) is None:
+        raise AttributeError(WATCHED)
+    found: Scores | None = vars(model).get(WATCHED)
+    return found
+
+
+scores = property(_scores, lambda model, found: vars(model).update({WATCHED: found}))
+"""What `scores_of` reads of a LanguageModule whose loss is made by tiles; others do not have it."""
+
+
+@contextlib.contextmanager
+def deferring(model: Any, tile: int | None, given: Mapping[str, Any]) -> Iterator[None]:
+    """Defer the logits of a call with labels, unless code of the caller's reads them.
 
     Raises:
         UnsupportedError: the output layer is not Megatron's ColumnParallelLinear.
     """
     from megatron.core.tensor_parallel import ColumnParallelLinear
 
+    if tile is None or given.get("labels") is None or given.get("output_processor") is not None:
+        yield
+        return
     head = model.output_layer
     if type(head) is not ColumnParallelLinear or head.skip_bias_add:
         raise UnsupportedError(
@@ -68,25 +58,45 @@ def tile_output(model: Any, tile: int) -> None:
             "only the product of Megatron's ColumnParallelLinear is known to be made by tiles",
             "--dfa-loss-tile off",
         )
-    base: Any = ColumnParallelLinear
-    head.__class__ = with_ours(TiledOutput, base)
-    head.dfa_tile = tile
-    setattr(head, WATCHED, None)
-    model.compute_language_model_loss = MethodType(_loss, model)
     say_tiled(tile)
+    ours = {"forward": functools.partial(_forward, head, model, tile)}
+    kept = {name: vars(head)[name] for name in ours if name in vars(head)}
+    vars(head).update(ours)
+    model.compute_language_model_loss = functools.partial(_loss, model)
+    try:
+        yield
+    finally:
+        del vars(head)["forward"], model.compute_language_model_loss
+        vars(head).update(kept)
 
 
-def tiling(megatrons: Callable[[Any], None]) -> Callable[[Any], None]:
-    """Make models tile their loss where their options, or the flags, ask; in setup_embeddings_and_output_layer."""
+def _forward(
+    layer: Any,
+    model: Any,
+    tile: int,
+    input_: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    runtime_gather_output: bool | None = None,
+) -> tuple[Any, Any]:
+    """Run ColumnParallelLinear.forward; only logits that nobody gathers are deferred."""
+    ranks = layer.tp_group.size()
+    if ranks > 1 and (layer.gather_output if runtime_gather_output is None else runtime_gather_output):
+        return type(layer).forward(layer, input_, weight, runtime_gather_output)  # type: ignore[no-any-return]
+    rows = layer.weight if weight is None else weight
 
-    def setup(self: Any) -> None:
-        megatrons(self)
-        context = context_of(self)
-        tile = getattr(global_args(), "dfa_loss_tile", "off") if context is None else context.options.loss_tile
-        if isinstance(tile, int) and getattr(self, "post_process", False):
-            tile_output(self, tile)
+    def run(use: Use, scale: float, softcap: float | None) -> Any:
+        head = Head(
+            weight=rows,
+            bias=layer.bias,
+            scale=scale,
+            softcap=softcap,
+            group=layer.tp_group if ranks > 1 else None,
+            sequence_parallel=layer.sequence_parallel,
+            partition=(rows.shape[0],) * ranks,
+        )
+        return use(input_, head)
 
-    return setup
+    return DeferredLogits(run, tile, rows.shape[0], model), None
 
 
 def _loss(model: Any, labels: torch.Tensor, logits: Any) -> torch.Tensor:
@@ -96,23 +106,9 @@ def _loss(model: Any, labels: torch.Tensor, logits: Any) -> torch.Tensor:
         return dense
     by_token = labels.transpose(0, 1).clamp(min=-1).contiguous()
     losses = logits.losses(by_token, ignore_index=-1).transpose(0, 1).contiguous()
-    scores: Scores | None = getattr(model.output_layer, WATCHED)
-    if scores is not None and scores.logprobs is not None and scores.entropy is not None:
+    found: Scores | None = getattr(model, WATCHED)
+    if found is not None and found.logprobs is not None and found.entropy is not None:
         visit = current_visit()
-        by_row = [x.transpose(0, 1) for x in (scores.logprobs, scores.entropy)]
-        scores.logprobs, scores.entropy = by_row if visit is None or not visit.moves else map(visit.leave, by_row)
+        by_row = [x.transpose(0, 1) for x in (found.logprobs, found.entropy)]
+        found.logprobs, found.entropy = by_row if visit is None or not visit.moves else map(visit.leave, by_row)
     return losses
-
-
-@contextlib.contextmanager
-def deferring(model: Any, given: Mapping[str, Any]) -> Iterator[None]:
-    """Defer the logits of a call with labels, unless code of the caller's reads them."""
-    head = getattr(model, "output_layer", None)
-    if not isinstance(head, TiledOutput):
-        yield
-        return
-    head.dfa_deferring = given.get("labels") is not None and given.get("output_processor") is None
-    try:
-        yield
-    finally:
-        head.dfa_deferring = False

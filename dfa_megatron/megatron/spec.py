@@ -19,6 +19,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from dfa_megatron.config import MegatronConfig
 from dfa_megatron.errors import UnsupportedError
+from dfa_megatron.loss.deferred import WATCHED
 from dfa_megatron.megatron.check_config import check_config
 from dfa_megatron.megatron.door import with_door
 from dfa_megatron.megatron.hybrid.in_order import OTHER_ORDER, in_order_class, is_delta
@@ -26,7 +27,7 @@ from dfa_megatron.megatron.layers.context import CONTEXT, AttentionContext
 from dfa_megatron.megatron.layers.core_attention import DistributedCoreAttention
 from dfa_megatron.megatron.layers.layer import DistributedAttentionLayer, DistributedLayer
 from dfa_megatron.megatron.layers.prediction import counting, rolling
-from dfa_megatron.megatron.output import tiling
+from dfa_megatron.megatron.output import scores
 from dfa_megatron.megatron.replace import replace, with_ours
 from dfa_megatron.runtime.comm.compared import exposed
 from dfa_megatron.runtime.environment import warn_of_untested
@@ -90,7 +91,7 @@ def _replace_names(options: MegatronConfig) -> None:
     for name in ("with", "without") if options.verify == "on" else ():
         replace(schedules, f"forward_backward_pipelining_{name}_interleaving", telling_stages)
     replace(LanguageModule, "__init__", with_door)
-    replace(LanguageModule, "setup_embeddings_and_output_layer", tiling)
+    setattr(LanguageModule, WATCHED, scores)
     replace(multi_token_prediction, "roll_tensor", rolling)
     replace(multi_token_prediction, "process_mtp_loss", counting, optional=(MAJOR, MINOR) < (0, 19))
     replace(WrappedTorchNorm, "__new__", bearing_sequence_parallelism)

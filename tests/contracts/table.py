@@ -88,7 +88,7 @@ MEGATRON = (
     on(f"{CORE}.models.gpt.gpt_layer_specs:get_gpt_mtp_block_spec", "megatron/script/script_specs.py"),
     # The model's end: losses by tiles.
     on(f"{CORE}.models.common.language_module.language_module:LanguageModule", "megatron/output.py",
-       attributes="setup_embeddings_and_output_layer compute_language_model_loss"),
+       attributes="compute_language_model_loss"),
     on(f"{CORE}.models.common.language_module.language_module:LanguageModule", "megatron/door.py",
        attributes="cp_group pg_collection pp_group vp_stage vp_size"),
     on(f"{CORE}.models.gpt.gpt_model:GPTModel.forward", "megatron/door.py megatron/output.py",

@@ -173,6 +173,11 @@ def pack_in(ranks: int = 2, pairs: Any = None, layout: str = "zigzag", **fields:
 CAUSAL, TWO_ROWS = masks.causal(8), torch.arange(16).view(2, 8)
 
 
+def tiled_by_another_class() -> None:
+    with output.deferring(of_another_class(output_layer=1), 8, {"labels": CAUSAL}):
+        pass
+
+
 def windowed() -> None:
     build(config=make_config(Topology(), case(), window_size=(7, 0)))._attends(CAUSAL)
 
@@ -191,7 +196,7 @@ TWO = {"context_parallel_size": 2}
         ("delta net with", lambda: in_order.InOrderDelta(SimpleNamespace(deterministic_mode=True))),
         ("the mixer Linear where tokens are in", lambda: in_order.in_order_class(torch.nn.Linear)),
         ("the mixer Linear where tokens", lambda: layer.mixes(of_another_class(mixer=1), "contiguous")),
-        ("loss_tile with an output layer of", lambda: output.tile_output(of_another_class(output_layer=1), 8)),
+        ("loss_tile with an output layer of", tiled_by_another_class),
         ("--no-create-att", lambda: options_of(argparse.Namespace(create_attention_mask_in_dataloader=1, **TWO))),
         ("--reset-attention-mask", lambda: options_of(argparse.Namespace(reset_attention_mask=True))),
         (

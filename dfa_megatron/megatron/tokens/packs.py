@@ -124,7 +124,7 @@ def read_pack(params: Any, ranks: int = 0) -> Pack:
     Raises:
         UnsupportedError: another format, a group that does not fit, or other documents for the keys.
     """
-    if isinstance(params, BatchParams):
+    if isinstance(params, BatchParams) and not ranks:
         pack: Pack = params.pack
         return pack
     group = group_of(params)
