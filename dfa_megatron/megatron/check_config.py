@@ -101,9 +101,6 @@ def check_config(config: Any, options: MegatronConfig) -> None:
     Args:
         config: Megatron's TransformerConfig, or any object with its fields; a missing one counts as unset.
         options: of this package.
-
-    Raises:
-        UnsupportedError: naming the field, the reason and an alternative.
     """
     fields = vars(config)
     for name in REFUSED:
@@ -134,12 +131,7 @@ def check_config(config: Any, options: MegatronConfig) -> None:
 def check_uneven(config: Any, counts: list[int], tokens: int, rank: int) -> None:
     """Refuse a row that the ranks do not divide where a part of Megatron takes equal parts only.
 
-    Args:
-        counts: tokens of every rank, as `shard_batch` cuts the row.
-        tokens, rank: those that this rank brings, and its rank.
-
-    Raises:
-        UnsupportedError: names the part; or this rank brings other tokens.
+    counts: tokens of every rank, as `shard_batch` cuts the row. tokens: those that this rank brings.
     """
     fields, total = vars(config), sum(counts)
     tp = fields["tensor_model_parallel_size"] if fields["sequence_parallel"] else 1

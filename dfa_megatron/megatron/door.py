@@ -103,11 +103,7 @@ def _forward_of(base: Any) -> ForwardMethod:
 
 
 def _checked_visit(model: Any, found: _Found, given: dict[str, Any]) -> Visit | None:
-    """Return what a call needs to know, None where one rank has a sequence without documents.
-
-    Raises:
-        UnsupportedError: the tokens are in another order than the model's layout believes, or a layer does not follow.
-    """
+    """Return what a call needs to know, None where one rank has a sequence without documents."""
     context = found.context
     assert context is not None
     for name in ("inference_context", "inference_params"):  # Megatron's older name
@@ -162,7 +158,7 @@ def _look(model: Any) -> _Found:
         elif isinstance(module, TransformerLayer):
             has_others |= isinstance(module.self_attention, Attention)
         elif isinstance(module, TransformerBlock) and context.options.data_layout == "boundary":
-            module.register_forward_pre_hook(_check_extracted, with_kwargs=True)
+            module.register_forward_pre_hook(_check_extracted, with_kwargs=True)  # their order would be mistaken
         around = module is not model and not took_over.isdisjoint({*module.modules()} - {module})
         if around and "config" in vars(module):
             hide_flags(module)
@@ -170,11 +166,7 @@ def _look(model: Any) -> _Found:
 
 
 def _follow_groups(model: Any, found: _Found, context: AttentionContext) -> None:
-    """Follow the groups of this call, which a trainer may have swapped since the last.
-
-    Raises:
-        UnsupportedError: a part of the model holds others, or the config does not fit the group's size.
-    """
+    """Follow the groups of this call, which a trainer may have swapped since the last."""
     group = model.cp_group
     if found.group is not group:
         check_size(model.config, group)
@@ -186,7 +178,6 @@ def _follow_groups(model: Any, found: _Found, context: AttentionContext) -> None
 
 
 def _check_extracted(block: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Refuse to give back hidden states between layers, whose order the caller would mistake."""
     _check_extra([name for name in ("extract_layer_indices",) if kwargs.get(name)])
 
 

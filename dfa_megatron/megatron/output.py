@@ -41,11 +41,7 @@ scores = property(_scores, lambda model, found: vars(model).update({WATCHED: fou
 
 @contextlib.contextmanager
 def deferring(model: Any, tile: int | None, given: Mapping[str, Any]) -> Iterator[None]:
-    """Defer the logits of a call with labels, unless code of the caller's reads them.
-
-    Raises:
-        UnsupportedError: the output layer is not Megatron's ColumnParallelLinear.
-    """
+    """Defer the logits of a call with labels, unless code of the caller's reads them."""
     from megatron.core.tensor_parallel import ColumnParallelLinear
 
     if tile is None or given.get("labels") is None or given.get("output_processor") is not None:

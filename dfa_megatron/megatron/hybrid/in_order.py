@@ -93,11 +93,7 @@ class InOrder:
         return out
 
     def dfa_where(self) -> dict[str, Any]:
-        """Return the ranks that share the sequence, its documents or the segments of its tree, and the options.
-
-        Raises:
-            UnsupportedError: a mask says who attends to whom.
-        """
+        """Return the ranks that share the sequence, its documents or the segments of its tree, and the options."""
         visit = current_visit()
         if visit is None:
             return {"group": self.cp_group, "config": self._dfa_config}
@@ -183,11 +179,7 @@ def is_delta(base: Any) -> bool:
 
 
 def in_order_class(base: type) -> type:
-    """Return the subclass of Megatron's MambaMixer or GatedDeltaNet that runs in order.
-
-    Raises:
-        UnsupportedError: base is neither.
-    """
+    """Return the subclass of Megatron's MambaMixer or GatedDeltaNet that runs in order."""
     from megatron.core.ssm.gated_delta_net import GatedDeltaNet
     from megatron.core.ssm.mamba_mixer import MambaMixer
 
@@ -226,11 +218,7 @@ def _ruling(kernel: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _options(given: dict[str, Any]) -> dict[str, Any]:
-    """Return what a call of Megatron's asks of a kernel beside the states, which this package passes.
-
-    Raises:
-        UnsupportedError: it brings a state, or wants one.
-    """
+    """Return what a call of Megatron's asks of a kernel beside the states, which this package passes."""
     if given.get("initial_state") is not None or given.get("output_final_state"):
         raise UnsupportedError(
             "a state from, or for, another call of a gated delta net on several context-parallel ranks",

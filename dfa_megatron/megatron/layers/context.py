@@ -69,9 +69,6 @@ class AttentionContext:
             cp_group: of the model; a micro-batch may name its own.
             rows: the batch and the tokens of this rank.
             checked: the same call was checked before.
-
-        Raises:
-            UnsupportedError: the documents, their group or the order of the tokens do not fit the model.
         """
         pack = None if packed is None else read_pack(packed)
         if pack is None and packing_of_script():  # Megatron-Core 0.16 tells the first and the last stage only

@@ -172,11 +172,7 @@ class DistributedAttentionLayer(DistributedLayer):
 
 
 def mixes(layer: Any, layout_inside: str) -> bool:
-    """Return whether tokens meet in a layer by a module of this package, which reads the documents of the call.
-
-    Raises:
-        UnsupportedError: tokens are in order, and the layer has a mixer that assumes another.
-    """
+    """Return whether tokens meet in a layer by a module of this package, which reads the documents of the call."""
     from megatron.core.transformer.identity_op import IdentityOp
 
     mixer = getattr(layer, "mixer", getattr(layer, "self_attention", None))
@@ -193,9 +189,6 @@ def takes_over(config: Any, context: AttentionContext, local_layer: int) -> bool
     """Return whether Megatron's flags of full recomputation cover the local_layer-th layer (from 1) of a model chunk.
 
     None: they are off, or left to Megatron by checkpoint='none'. `hide_flags` hides them from the blocks.
-
-    Raises:
-        UnsupportedError: a hybrid model does not support the method.
     """
     granularity, method, layers = (vars(config).get(name) for name in _FLAGS)
     if granularity != "full" or not context.options.saves_attention:

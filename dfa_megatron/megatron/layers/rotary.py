@@ -68,11 +68,7 @@ class OrderedRotary:
 
 
 def order_rotary(owner: Any) -> None:
-    """Have the rotary module of a language model, or of a latent attention, return this rank's rows.
-
-    Raises:
-        UnsupportedError: it has none.
-    """
+    """Have the rotary module of a language model, or of a latent attention, return this rank's rows."""
     rotary: Any = getattr(owner, "rotary_pos_emb", None)
     if not isinstance(rotary, torch.nn.Module):
         raise UnsupportedError(
@@ -92,9 +88,6 @@ def rows_of(table: Any, visit: Visit, *, of_images: bool = False) -> Any:
         table: (rows, ...), a tuple of such; what is no tensor stays.
         visit: the call.
         of_images: a row is of a place in the batch's row, not of a position in a document.
-
-    Raises:
-        UnsupportedError: the table has fewer rows than there are places.
     """
     pack = None if of_images else visit.pack
     needed = visit.tokens if pack is None else pack.longest

@@ -47,13 +47,7 @@ def state_group() -> Any:
 def check_groups(holders: list[Holder], group: Any, built: Any = None) -> None:
     """Refuse modules that hold another group than that of the call.
 
-    Args:
-        holders: of `group_holders`.
-        group: of the call.
-        built: what `state_group` was when the model was built; if it changed, it must be `group`.
-
-    Raises:
-        UnsupportedError: names the module and the attribute.
+    built: what `state_group` was when the model was built; if it changed, it must be `group`.
     """
     for holder, name in holders:
         found = getattr(holder, name)
@@ -73,11 +67,7 @@ def _refuse(where: str) -> None:
 
 
 def check_size(config: Any, group: dist.ProcessGroup) -> None:
-    """Refuse a config of another context-parallel size than its group's.
-
-    Raises:
-        UnsupportedError: says both numbers.
-    """
+    """Refuse a config of another context-parallel size than its group's."""
     if (ranks := group.size()) != config.context_parallel_size:
         raise UnsupportedError(
             f"context_parallel_size={config.context_parallel_size} in the config of a layer whose context-parallel "

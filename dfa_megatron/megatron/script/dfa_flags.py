@@ -46,11 +46,7 @@ def options_of(args: Any = None) -> MegatronConfig:
 
 
 def _check(args: Any, options: MegatronConfig) -> None:
-    """Refuse flags of a script that would be silently wrong.
-
-    Raises:
-        UnsupportedError: naming the flag.
-    """
+    """Refuse flags of a script that would be silently wrong."""
     asked = vars(args)
     ranks = asked.get("context_parallel_size", 1)
     if asked.get("create_attention_mask_in_dataloader") and ranks > 1:

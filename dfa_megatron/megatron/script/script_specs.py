@@ -9,6 +9,7 @@ import inspect
 from typing import Any
 
 from megatron.core.models.gpt import gpt_layer_specs
+from megatron.core.package_info import MAJOR, MINOR
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
 from dfa_megatron.errors import UnsupportedError
@@ -49,18 +50,12 @@ def hybrid_stack_spec() -> Any:
 
 
 def default_stack_spec() -> Any:
-    """Return Megatron's own hybrid_stack_spec (called mamba_stack_spec in 0.16).
-
-    Raises:
-        UnsupportedError: the spec needs a package that is not installed (Transformer Engine, mamba-ssm, Triton).
-    """
+    """Return Megatron's own hybrid_stack_spec (called mamba_stack_spec in 0.16)."""
     try:
-        try:
-            from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec as spec
-        except ModuleNotFoundError as error:
-            if error.name is None or not error.name.startswith("megatron"):
-                raise
+        if (MAJOR, MINOR) < (0, 19):
             from megatron.core.models.mamba.mamba_layer_specs import mamba_stack_spec as spec
+        else:
+            from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec as spec
     except ImportError as error:
         raise UnsupportedError(
             "Megatron's hybrid stack spec",
@@ -71,11 +66,7 @@ def default_stack_spec() -> Any:
 
 
 def spec_from_args() -> Any:
-    """Return the object for `--spec dfa_megatron.megatron SPEC` (scripts of Megatron-Core 0.16 take no function).
-
-    Raises:
-        UnsupportedError: not in a Megatron script, or the model's default spec has more than one kind of layer.
-    """
+    """Return the object for `--spec dfa_megatron.megatron SPEC` (scripts of Megatron-Core 0.16 take no function)."""
     args = global_args()
     if args is None:
         raise UnsupportedError(

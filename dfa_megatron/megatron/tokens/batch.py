@@ -121,11 +121,7 @@ def _check_entries(batch: Mapping[str, Any]) -> None:
 
 
 def pairs_of(batch: Mapping[str, Any]) -> Tree | Mask | None:
-    """Return the prompt_tree or the mask of a batch, None for documents and causal rows.
-
-    Raises:
-        UnsupportedError: it has several, or they are none.
-    """
+    """Return the prompt_tree or the mask of a batch, None for documents and causal rows; refuse several."""
     tree, mask = batch.get("prompt_tree"), batch.get("mask")
     if len(given := [name for name in _PAIRS if batch.get(name) is not None]) > 1:
         raise UnsupportedError(
@@ -148,11 +144,7 @@ def pairs_of(batch: Mapping[str, Any]) -> Tree | Mask | None:
 
 
 def check_length(pairs: Tree | Mask, tokens: int) -> None:
-    """Refuse a tree or a mask of other than the `tokens` of a whole row.
-
-    Raises:
-        UnsupportedError: says both numbers.
-    """
+    """Refuse a tree or a mask of other than the `tokens` of a whole row."""
     if pairs.length != tokens:
         raise UnsupportedError(
             f"a prompt_tree or mask of {pairs.length} tokens with rows of {tokens}",
@@ -162,11 +154,7 @@ def check_length(pairs: Tree | Mask, tokens: int) -> None:
 
 
 def _with_positions(batch: Mapping[str, Any], pairs: Tree | Mask) -> dict[str, Any]:
-    """Return a batch with the positions that its tree gives, or with those that came with its mask, whole.
-
-    Raises:
-        UnsupportedError: rows have other lengths than the tree or the mask, or their positions differ.
-    """
+    """Return a batch with the positions that its tree gives, or with those that came with its mask, whole."""
     rows = next((x for name, x in batch.items() if x is not None and not _stays(name, x)), None)
     positions = batch.get("position_ids")
     if rows is None:
@@ -190,9 +178,6 @@ def _params_of(batch: Mapping[str, Any], pairs: Tree | Mask | None) -> BatchPara
     """Return Megatron's description of a batch of one row, None for causal rows.
 
     With a tree or a mask it has no cu_seqlens: attention of others fails rather than mistake the row for a document.
-
-    Raises:
-        UnsupportedError: the ranks that it names do not fit each other, or this one.
     """
     ends = batch.get("cu_seqlens") if batch.get("cu_seqlens_padded") is None else batch["cu_seqlens_padded"]
     size, group = batch.get("local_cp_size"), batch.get("hybrid_cp_group")

@@ -56,11 +56,7 @@ def cuts_documents(cp_group: dist.ProcessGroup) -> bool:
 
 
 def check_described(given: Iterable[Any]) -> None:
-    """Refuse a call without packed_seq_params on tensors of a row that has documents.
-
-    Raises:
-        UnsupportedError: `shard_batch` has cut one of them.
-    """
+    """Refuse a call without packed_seq_params on tensors that `shard_batch` cut from a row with documents."""
     if any(getattr(x, DESCRIBED, False) for x in given):
         raise UnsupportedError(
             "a call without the packed_seq_params of a batch that `shard_batch` cut from a row with documents",
@@ -73,9 +69,6 @@ def check_positions(cp_group: dist.ProcessGroup, data_layout: str, positions: to
     """Refuse positions (batch, tokens) of a whole batch, where a rank's own would be two pieces of them.
 
     Only where nobody has declared how batches are cut: `shard_batch` knows their lengths.
-
-    Raises:
-        UnsupportedError: they count from 0 to this rank's tokens.
     """
     if data_layout == "contiguous" or cp_group.size() == 1 or cp_group in DECLARED:
         return
@@ -92,17 +85,9 @@ def check_positions(cp_group: dist.ProcessGroup, data_layout: str, positions: to
 def check_declared(
     cp_group: dist.ProcessGroup, data_layout: str, tokens: int, *, packed: bool = False, ours: bool = False
 ) -> None:
-    """Refuse tokens in another layout than the model expects.
+    """Refuse tokens of this rank that are cut for another layout than the model's, or not at all.
 
-    Args:
-        cp_group: the ranks that share the micro-batch.
-        data_layout: the model's option.
-        tokens: of this rank.
-        packed: there are documents.
-        ours: `shard_batch` described them.
-
-    Raises:
-        UnsupportedError: the batches are cut for another layout, or this one is not cut at all.
+    packed: there are documents. ours: `shard_batch` described them.
     """
     if cp_group.size() == 1:
         return

@@ -1,8 +1,7 @@
 """Read and check Megatron's packed documents (PackedSeqParams, THD), and the ranks that a micro-batch names itself.
 
-Megatron applies rotary embeddings in zigzag order of each document, so its documents need lengths that are multiples of
-2 x CP. Here tokens follow the layout, documents have any length, and each token gets its own row of the rotary table.
-Megatron's attention receives an ordinary sequence of one row and no PackedSeqParams.
+Megatron's documents need lengths that are multiples of 2 x CP. Here they have any length: Megatron's attention receives
+an ordinary sequence of one row and no PackedSeqParams.
 """
 
 from __future__ import annotations
@@ -84,9 +83,6 @@ def group_of(params: Any) -> dist.ProcessGroup | None:
     """Return the process group that a PackedSeqParams names, or None for the model's context-parallel group.
 
     local_cp_size=1 without cp_group is this rank alone, as in Megatron.
-
-    Raises:
-        UnsupportedError: the group does not hold this rank, or its size is not local_cp_size.
     """
     group, size = params.cp_group, params.local_cp_size
     if group is None and size in (None, 1):
@@ -120,9 +116,6 @@ def read_pack(params: Any, ranks: int = 0) -> Pack:
     Args:
         params: a PackedSeqParams in format thd with offsets of whole documents, before any slicing.
         ranks: of context parallelism, if each document was cut by itself. 0: rows were cut.
-
-    Raises:
-        UnsupportedError: another format, a group that does not fit, or other documents for the keys.
     """
     if isinstance(params, BatchParams) and not ranks:
         pack: Pack = params.pack
@@ -170,11 +163,7 @@ def read_pack(params: Any, ranks: int = 0) -> Pack:
 
 @lru_cache(maxsize=64)
 def with_long_padding_apart(real: Offsets, padded: Offsets, ranks: int) -> Offsets:
-    """Return the documents of a pack that `ranks` ranks cut zigzag one by one; trainers fill packs by long padding.
-
-    Raises:
-        UnsupportedError: the offsets fit neither each other nor the ranks.
-    """
+    """Return the documents of a pack that `ranks` ranks cut zigzag one by one; trainers fill packs by long padding."""
     lengths, rooms = ([hi - lo for lo, hi in pairwise(offsets)] for offsets in (real, padded))
     if len(real) != len(padded) or not all(0 <= length <= room for length, room in zip(lengths, rooms, strict=True)):
         raise UnsupportedError(
@@ -196,11 +185,7 @@ def with_long_padding_apart(real: Offsets, padded: Offsets, ranks: int) -> Offse
 
 
 def check_samples(config: Any, params: Any, pack: Pack) -> None:
-    """Refuse a router's loss per sample if several samples of a micro-batch form one pack.
-
-    Raises:
-        UnsupportedError: names the loss and an alternative.
-    """
+    """Refuse a router's loss per sample if several samples of a micro-batch form one pack."""
     kinds, sample = getattr(config, "moe_router_load_balancing_type", None), getattr(params, "tokens_per_sample", None)
     tokens = pack.offsets[-1]
     if sample is not None and sample < tokens and "seq_aux_loss" in (kinds or ()):

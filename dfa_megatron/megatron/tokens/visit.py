@@ -108,11 +108,7 @@ class Visit:
         return self.layout.length if isinstance(self.layout, Layout) else self.rows[1] * self.group.size()
 
     def positions(self, device: torch.device, *, in_documents: bool = True) -> torch.Tensor:
-        """Return the position of each token of this rank in its document or path, or in the row; int64 (tokens,).
-
-        Raises:
-            UnsupportedError: the ranks hold other tokens together than the documents have.
-        """
+        """Return the position of each token of this rank in its document or path, or in the row; int64 (tokens,)."""
         pack = self.pack if in_documents else None
         if pack is None:
             return local_positions(self.tokens, group=self.group, layout=self.layout, device=device)
