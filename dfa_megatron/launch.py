@@ -7,7 +7,7 @@
 with # comments, and with several values on the line of their flag.
 
 Before the script runs one name of Megatron's is replaced in this process, and nothing on disk: see
-dfa_megatron/megatron/script/launcher.py. The spec replaces others.
+dfa_megatron/megatron/script/dfa_flags.py. The spec replaces others.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     sys.path.insert(0, str(script.resolve().parent))
     try:
         given[1:] = expand(given[1:])
-        from dfa_megatron.megatron.script.launcher import prepare
+        from dfa_megatron.megatron.script.dfa_flags import prepare
 
         prepare(given[1:])
     except (DistAttentionError, ImportError, OSError) as error:

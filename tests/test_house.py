@@ -61,7 +61,7 @@ BUDGETS = {
     "huggingface": 4_303,
     "kernels": 3_816,
     "loss": 686,
-    "megatron": 3_916,
+    "megatron": 3_850,
     "plan": 6_013,
     "proving": 643,
     "recurrence": 1_404,

@@ -31,8 +31,7 @@ def tile_of(model: Any) -> int | None:
 def _scores(model: Any) -> Scores | None:
     if tile_of(model) is None:
         raise AttributeError(WATCHED)
-    found: Scores | None = vars(model).get(WATCHED)
-    return found
+    return vars(model).get(WATCHED)  # type: ignore[no-any-return]
 
 
 scores = property(_scores, lambda model, found: vars(model).update({WATCHED: found}))

@@ -27,7 +27,7 @@ _MIXERS = ("self_attention", "mixer")
 
 
 def prove(models: Any, *, tokens: int | None = None) -> Proof:
-    """Compare a job on its context-parallel ranks with itself on each of them alone, with Megatron's own attention.
+    """Compare a job on its context-parallel ranks with each of them alone, with Megatron's own attention; `print` it.
 
     A random sequence and a pack run through Megatron's schedule, over the same tensor- and pipeline-parallel ranks both
     times. Compared are the loss, the output of every attention and MLP for each token, and every gradient as Megatron's
@@ -37,9 +37,6 @@ def prove(models: Any, *, tokens: int | None = None) -> Proof:
     Args:
         models: the model in Megatron's DistributedDataParallel, or its chunks of a virtual pipeline.
         tokens: of the sequence, at least; None is 48 for each rank, or twice the smallest window up to 2048.
-
-    Returns:
-        What was compared, as a table: `print(proof)`.
 
     Raises:
         ProofError: something differs; the first layer, rank and token are named.

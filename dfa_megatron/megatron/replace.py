@@ -34,14 +34,8 @@ def replace(owner: Any, name: str, replacing: Callable[[Any], Callable[..., Any]
 
     Nothing changes at a second call.
 
-    Args:
-        owner: the class or the module.
-        name: of the function, or of None where a package is missing.
-        replacing: makes ours of Megatron's.
-        optional: this release need not have the name.
-
-    Raises:
-        UnsupportedError: there is no such name.
+    name: of the function, or of None where a package is missing. replacing: makes ours of Megatron's. optional: this
+    release need not have the name.
     """
     if name not in vars(owner):
         if optional:

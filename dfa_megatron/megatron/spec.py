@@ -48,7 +48,7 @@ def distribute_attention(
     *,
     config: MegatronConfig | None = None,
 ) -> Any:
-    """Return a copy of a Megatron spec whose layers run distributed attention.
+    """Return a copy of a Megatron spec, of the same kind, whose layers run distributed attention.
 
         options = MegatronConfig(data_layout="contiguous", checkpoint="remat")
         spec = distribute_attention(get_gpt_layer_local_spec(), transformer_config, config=options)
@@ -57,13 +57,9 @@ def distribute_attention(
 
     Args:
         spec: a layer spec (ModuleSpec of a TransformerLayer), TransformerBlockSubmodules (for instance of a model with
-            experts in some layers), or the stack spec of a hybrid model. Its modules are Transformer Engine's or
-            Megatron's own.
+            experts in some layers), or the stack spec of a hybrid model.
         transformer_config: the TransformerConfig. If given, it is checked now and not when the model is built.
         config: this package's options. data_layout="contiguous" needs batches from `shard_batch`.
-
-    Returns:
-        The same kind of spec.
 
     Raises:
         UnsupportedError: the spec or the configuration would give wrong numbers silently.

@@ -193,7 +193,7 @@ MEGATRON = (
 """Of megatron.core."""
 
 MEGATRON_TRAINING = (
-    on("megatron.training.arguments:add_megatron_arguments", "megatron/script/launcher.py", replaced="parser"),
+    on("megatron.training.arguments:add_megatron_arguments", "megatron/script/dfa_flags.py", replaced="parser"),
     on("megatron.training:get_args megatron.training.global_vars:get_args", "megatron/script/dfa_flags.py"),
     on("megatron.training.models.gpt:default_layer_spec", "megatron/script/script_specs.py"),
     on(

@@ -16,7 +16,7 @@ import pytest
 from dfa_megatron import launch
 from dfa_megatron.config import MegatronConfig
 from dfa_megatron.errors import UnsupportedError
-from dfa_megatron.megatron.script import launcher as script
+from dfa_megatron.megatron.script import dfa_flags as script
 from tests.support.workers import run_ranks
 
 ROOT = Path(__file__).parents[2]
@@ -137,7 +137,7 @@ def test_the_example_of_the_help_is_not_refused() -> None:
     _, example = (launch.__doc__ or "").rsplit("-m dfa_megatron.launch pretrain_gpt.py", maxsplit=1)
     flags = example.split("...")[0].replace("\\", " ").split()
     known = script._known(flags)
-    script._check(known, MegatronConfig.from_args(known))
+    script._check_script(known, MegatronConfig.from_args(known))
     assert MegatronConfig.from_args(known) != MegatronConfig.from_args(script._known(SPEC)), "it shows a flag of ours"
 
 

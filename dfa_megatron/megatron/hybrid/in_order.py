@@ -21,7 +21,7 @@ from torch.nn import functional as F
 
 from dfa_megatron.config import MegatronConfig
 from dfa_megatron.errors import UnsupportedError
-from dfa_megatron.megatron.layers.swapped import OneRank
+from dfa_megatron.megatron.layers.swapped import ONE_RANK
 from dfa_megatron.megatron.replace import reach, replace, with_ours
 from dfa_megatron.megatron.tokens.visit import current_visit
 from dfa_megatron.plan.language.mask import Mask
@@ -71,7 +71,7 @@ class InOrder:
     @pg_collection.setter
     def pg_collection(self, groups: Any) -> None:
         vars(self)["_dfa_alone"] = alone = copy.copy(groups)
-        alone.cp = OneRank()
+        alone.cp = ONE_RANK
 
     cp_size = property(lambda _: 1, lambda *_: None)
     """Megatron's gated delta net cuts its projections by this number, and trainers set it where they swap groups."""
@@ -235,7 +235,13 @@ def _convolving_tokens(kernel: Callable[..., Any]) -> Callable[..., Any]:
         mixer = _RUNNING.mixer
         if mixer is None:
             return kernel(x=x, weight=weight, bias=bias, activation=activation, **given)
-        run = by_fla(functools.partial(kernel, **_options(given)), weight, bias, activation)
+        fixed = {"weight": weight, "bias": bias, "activation": activation, **_options(given)}
+
+        def run(x: torch.Tensor, documents: Offsets) -> torch.Tensor:
+            offsets = {"cu_seqlens": torch.tensor(documents, device=x.device)} if documents else {}
+            out: torch.Tensor = kernel(x=x, **fixed, **offsets)[0]
+            return out
+
         return mixer.dfa_convolve(run, x, weight), None
 
     return convolution
@@ -271,17 +277,6 @@ def by_causal_conv1d(kernel: Callable[..., Any] | None, weight: torch.Tensor, bi
         # With ids the channels must lie next to each other, as they do in x.
         out: torch.Tensor = convolve(x=x.mT, weight=weight, bias=bias, seq_idx=ids, activation="silu")
         return out.mT
-
-    return run
-
-
-def by_fla(kernel: Callable[..., Any], weight: torch.Tensor, bias: Any, activation: str) -> Convolve:
-    """Return FLA's convolution."""
-
-    def run(x: torch.Tensor, documents: Offsets) -> torch.Tensor:
-        offsets = {"cu_seqlens": torch.tensor(documents, device=x.device)} if documents else {}
-        out: torch.Tensor = kernel(x=x, weight=weight, bias=bias, activation=activation, **offsets)[0]
-        return out
 
     return run
 

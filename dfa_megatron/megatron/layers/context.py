@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from typing import Any
 
@@ -18,7 +19,7 @@ from dfa_megatron.megatron.tokens.packs import BatchParams, Pack, check_samples,
 from dfa_megatron.megatron.tokens.visit import Exchange, Visit
 from dfa_megatron.plan.language.layout import Layout, by_name, of_lengths
 from dfa_megatron.runtime.comm.compared import telling
-from dfa_megatron.runtime.cu_seqlens import Offsets, check_offsets, describe
+from dfa_megatron.runtime.cu_seqlens import check_offsets, describe
 
 logger = logging.getLogger("dfa_megatron.megatron")
 
@@ -29,7 +30,7 @@ _SPECS = ("transformer_layer_spec", "hybrid_stack_spec", "mamba_stack_spec")
 """The attributes of Megatron's models that hold the spec of their layers."""
 
 _KEPT = 256
-"""Packs that a model remembers to have compared."""
+"""Packs of a group that a model remembers to have compared."""
 
 
 class AttentionContext:
@@ -45,18 +46,12 @@ class AttentionContext:
         self.hybrid = hybrid
         self.lengths: set[tuple[dist.ProcessGroup, int]] = set()
         """The tokens of a rank in batches whose positions were looked at."""
-        self._exchanges: dict[dist.ProcessGroup, Exchange] = {}
+        self.exchange = functools.cache(Exchange)
+        """Returns the exchange over the ranks that share a micro-batch."""
         self._said = False
-        self._agreed: dict[tuple[str, Offsets, Offsets], None] = {}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> AttentionContext:
         return self
-
-    def exchange(self, group: dist.ProcessGroup) -> Exchange:
-        """Return the exchange over the ranks that share a micro-batch, the same object for the same group."""
-        if group not in self._exchanges:
-            self._exchanges[group] = Exchange(group)
-        return self._exchanges[group]
 
     def visit(
         self, model: Any, packed: Any, cp_group: dist.ProcessGroup, rows: tuple[int, int], *, checked: bool = False
@@ -133,22 +128,17 @@ class AttentionContext:
                 )
 
     def cut_pack(self, params: Any, group: dist.ProcessGroup, tokens: int) -> Pack:
-        """Return the pack of a PackedSeqParams whose documents were cut one by one; ranks compare a new pack.
-
-        Raises:
-            UnsupportedError: its offsets do not fit; every rank raises.
-            DisagreementError: another rank refuses, or has other documents.
-        """
+        """Return the pack of a PackedSeqParams whose documents were cut one by one; ranks compare a new pack."""
         with telling(group, verify=self.options.verify == "on") as over:
             pack = read_pack(params, group.size())
             check_offsets(pack.padded, tokens * group.size())
-        key = (group.group_name, pack.offsets, pack.padded)
-        if key not in self._agreed and self.options.verify == "on" and over is not None:
+        key, agreed = (pack.offsets, pack.padded), self.exchange(group).agreed
+        if key not in agreed and self.options.verify == "on" and over is not None:
             with over.calls.preparing():
                 over.agree({"pack": describe(pack.offsets), "with padding": describe(pack.padded)})
-        self._agreed[key] = None
-        if len(self._agreed) > _KEPT:
-            del self._agreed[next(iter(self._agreed))]
+        agreed[key] = None
+        if len(agreed) > _KEPT:
+            del agreed[next(iter(agreed))]
         return pack
 
     def say_once(self, message: str, *args: Any) -> None:

@@ -36,8 +36,6 @@ _BUILT_WITH = {
 class DistributedCoreAttention(torch.nn.Module):
     """Compute self-attention over the sequence that the ranks of `pg_collection.cp` share (one rank works too).
 
-    Layers with a sliding window (config.window_size and window_attn_skip_freq) attend within it.
-
     The ranks of a call, its documents, tree or mask are those of `current_visit`; without it is causal.
 
     With config.softmax_type "learnable" the module has one parameter: softmax_offset (heads / TP), a logit per head
@@ -47,9 +45,6 @@ class DistributedCoreAttention(torch.nn.Module):
     current_max_attn_logits, float32 (heads / TP), by a pass of its own.
 
     Megatron builds it by keyword; see megatron.core.transformer.attention.CoreAttentionBuilder.
-
-    Raises:
-        UnsupportedError: this class would not honour the request.
     """
 
     dfa_reaches = ("attention",)

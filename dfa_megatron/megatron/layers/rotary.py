@@ -9,7 +9,7 @@ import torch
 from torch.utils._pytree import tree_map
 
 from dfa_megatron.errors import UnsupportedError
-from dfa_megatron.megatron.layers.swapped import OneRank
+from dfa_megatron.megatron.layers.swapped import ONE_RANK
 from dfa_megatron.megatron.replace import reach, with_ours
 from dfa_megatron.megatron.tokens.visit import Visit, current_visit
 
@@ -24,17 +24,15 @@ class OrderedRotary:
 
     dfa_reaches = ("rotary rows",)
 
-    cp_group = property(lambda _: OneRank(), lambda *_: None)
+    cp_group = property(lambda _: ONE_RANK, lambda *_: None)
     """The group by which Megatron's module selects rows, and which trainers swap: it is to make the whole table."""
 
     @torch.inference_mode(False)  # training saves the rows for its backward
     def forward(self, length: Any, *args: Any, cp_group: Any = None, **how: Any) -> Any:
         """Return the rows of this rank's tokens, in yarn with the factor of its cosines and sines.
 
-        Args:
-            length: tokens of the sequence; or the position_ids (3, batch, tokens) of multimodal tables.
-            args, how: as of Megatron's module.
-            cp_group: not read; the call of the model says who shares its tokens.
+        length: tokens of the sequence; or the position_ids (3, batch, tokens) of multimodal tables. The call of the
+        model says who shares its tokens, not cp_group.
         """
         reach("rotary rows")
         visit = current_visit()
@@ -82,12 +80,9 @@ def order_rotary(owner: Any) -> None:
 
 
 def rows_of(table: Any, visit: Visit, *, of_images: bool = False) -> Any:
-    """Return the rows of this rank's tokens in a whole table, or in each of several.
+    """Return the rows of this rank's tokens in a whole table (rows, ...), or in each of several.
 
-    Args:
-        table: (rows, ...), a tuple of such; what is no tensor stays.
-        visit: the call.
-        of_images: a row is of a place in the batch's row, not of a position in a document.
+    of_images: a row is of a place in the batch's row, not of a position in a document.
     """
     pack = None if of_images else visit.pack
     needed = visit.tokens if pack is None else pack.longest

@@ -5,6 +5,7 @@ Megatron-Bridge does so on every module (eval_context_parallel_size). All must n
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -18,16 +19,8 @@ Holder = tuple[Any, str]
 """Who holds a group, or a collection of groups, and the attribute."""
 
 
-class OneRank:
-    """Stand in for a context-parallel group of one rank, in modules of Megatron that ask it for nothing else."""
-
-    def size(self) -> int:
-        """Return 1."""
-        return 1
-
-    def rank(self) -> int:
-        """Return 0."""
-        return 0
+ONE_RANK: Any = SimpleNamespace(size=lambda: 1, rank=lambda: 0)
+"""A stand-in for a context-parallel group of one rank, in modules of Megatron that ask it for nothing else."""
 
 
 def group_holders(module: torch.nn.Module) -> list[Holder]:
@@ -49,21 +42,20 @@ def check_groups(holders: list[Holder], group: Any, built: Any = None) -> None:
 
     built: what `state_group` was when the model was built; if it changed, it must be `group`.
     """
+    others = []
     for holder, name in holders:
         found = getattr(holder, name)
         if (found.cp if name == "pg_collection" and found is not None else found) not in (group, None):
-            _refuse(f"{type(holder).__name__}.{name}")
+            others.append(f"{type(holder).__name__}.{name}")
     if built is not None and state_group() not in (built, group):
-        _refuse("megatron.core.parallel_state")
-
-
-def _refuse(where: str) -> None:
-    raise UnsupportedError(
-        f"a model whose groups were replaced in part ({where} is another)",
-        "its layers would mistake the order of the tokens",
-        "the same group in every pg_collection and cp_group of the model, as Megatron-Bridge's "
-        "eval_context_parallel_size swaps them; or local_cp_size and cp_group in packed_seq_params",
-    )
+        others.append("megatron.core.parallel_state")
+    if others:
+        raise UnsupportedError(
+            f"a model whose groups were replaced in part ({others[0]} is another)",
+            "its layers would mistake the order of the tokens",
+            "the same group in every pg_collection and cp_group of the model, as Megatron-Bridge's "
+            "eval_context_parallel_size swaps them; or local_cp_size and cp_group in packed_seq_params",
+        )
 
 
 def check_size(config: Any, group: dist.ProcessGroup) -> None:

@@ -1,15 +1,19 @@
-"""Add the `--dfa-*` flags to Megatron's argument parser, and read them back."""
+"""Add the `--dfa-*` flags to Megatron's argument parser, in a script of its own too, and read them back."""
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from dfa_megatron.config import MegatronConfig
 from dfa_megatron.errors import UnsupportedError
+from dfa_megatron.megatron.replace import replace
 
 _BY_PLACE = {"logits_load_dir": "contiguous", "logits_save_dir": "contiguous", "moe_routing_trace_path": "boundary"}
 """Flags of files that identify tokens by their place on a rank, and the layout in which it is not the batch's."""
+
+Parser = Callable[[argparse.ArgumentParser], argparse.ArgumentParser]
 
 
 def add_dfa_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -94,3 +98,79 @@ def packing_of_script() -> str:
     if getattr(args, "sft", False):
         return "documents"
     return "rows" if getattr(args, "dataloader_inter_document_masking", False) else ""
+
+
+def prepare(flags: Sequence[str]) -> MegatronConfig:
+    """Put our flags into Megatron's parser, and return the options in a script's flags.
+
+    With -h or --help nothing is refused: the script prints its help.
+    """
+    args = _known(flags)
+    options = MegatronConfig.from_args(args)
+    if not {"-h", "--help"} & set(flags):
+        _check_script(args, options)
+    _add_flags()
+    return options
+
+
+def _check_script(args: argparse.Namespace, options: MegatronConfig) -> None:
+    if not args.spec or args.spec[0] == "local":
+        raise UnsupportedError(
+            f"dfa_megatron.launch with{f' --spec {args.spec[0]}' if args.spec else 'out --spec'}",
+            "Megatron would build its own attention and ignore the --dfa flags",
+            "--spec dfa_megatron.megatron get_spec (in Megatron-Core 0.16: SPEC), or a spec of your own made by "
+            "distribute_attention; --transformer-impl local for Megatron's own modules",
+        )
+    if options.data_layout == "contiguous":
+        raise UnsupportedError(
+            "--dfa-data-layout contiguous in a script",
+            "Megatron slices its batches in zigzag order; contiguous is for loops that slice their own by shard_batch",
+            "--dfa-data-layout boundary: tokens come in order where they enter the model",
+        )
+    if args.yaml_cfg is not None:
+        why = "Megatron then takes its settings from the file alone and drops every flag, the --dfa flags as well"
+        raise UnsupportedError("--yaml-cfg with dfa_megatron.launch", why, "the same settings as flags")
+    if args.use_legacy_models:
+        raise UnsupportedError(
+            "--use-legacy-models", "those models have no layer specs", "Megatron-Core models, the default"
+        )
+
+
+def _known(flags: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="dfa_megatron.launch", add_help=False, allow_abbrev=False)
+    parser.add_argument("--spec", nargs="*")
+    parser.add_argument("--yaml-cfg")
+    parser.add_argument("--use-legacy-models", action="store_true")
+    return add_dfa_arguments(parser).parse_known_args(list(flags))[0]
+
+
+def _add_flags() -> None:
+    import megatron.core
+
+    try:
+        from megatron.training import arguments
+        from megatron.training.arguments import add_megatron_arguments  # noqa: F401 - must be there
+    except ImportError as error:
+        raise UnsupportedError(
+            f"megatron.training.arguments.add_megatron_arguments of Megatron-Core {megatron.core.__version__}",
+            f"it cannot be imported: {error}",
+            "a script in a Megatron-LM clone, or a megatron-core wheel from 0.19 on, which have megatron.training; "
+            "distribute_attention and shard_batch in a loop of your own need neither",
+        ) from error
+    replace(arguments, "add_megatron_arguments", _with_ours)
+
+
+def _with_ours(megatrons: Parser) -> Parser:
+    return lambda parser: _with_printable_help(add_dfa_arguments(megatrons(parser)))
+
+
+def _with_printable_help(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Escape a bare % in a help text of Megatron-Core 0.19, which makes --help fail in argparse."""
+    formatter = parser._get_formatter()
+    for action in parser._actions:
+        if action.help:
+            try:
+                formatter._expand_help(action)
+            except (KeyError, TypeError, ValueError):
+                action.help = action.help.replace("%", "%%")
+    return parser

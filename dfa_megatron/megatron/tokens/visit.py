@@ -36,6 +36,8 @@ class Exchange:
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
+        self.agreed: dict[tuple[Offsets, Offsets], None] = {}
+        """The packs that its ranks have compared."""
         self._plans: dict[tuple[str | Layout, str | Layout, int, torch.device], Moves] = {}
 
     def move(self, rows: torch.Tensor, source: str | Layout, target: str | Layout) -> torch.Tensor:
