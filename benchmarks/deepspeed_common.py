@@ -19,6 +19,7 @@ from benchmarks.attention.method import symmetric_bytes
 from benchmarks.bench import wait
 from benchmarks.deepspeed_shapes import Method, Shape
 from dfa_megatron import deepspeed as dfa_ds
+from dfa_megatron import shard_sequence
 from dfa_megatron.doctor.world import World, own_device, slowest
 from dfa_megatron.doctor.world import join as join_ranks
 from dfa_megatron.runtime.prepare import in_use
@@ -56,15 +57,16 @@ class Training(torch.nn.Module):
     def _count(self, rows: torch.Tensor) -> int:
         return self.tiles or math.ceil(rows.shape[1] / TILE)
 
-    def forward(
-        self, input_ids: torch.Tensor, position_ids: torch.Tensor, shift_labels: torch.Tensor, group: Any
-    ) -> torch.Tensor:
-        """Return the loss of this rank's tokens; its mean over the ranks is that of the sequence."""
-        hidden = self.model.model(input_ids=input_ids, position_ids=position_ids).last_hidden_state
+    def forward(self, labels: torch.Tensor, group: Any, **tokens: torch.Tensor) -> torch.Tensor:
+        """Return the loss of a whole sequence; without a group that of this rank alone."""
+        hidden = self.model.model(**tokens).last_hidden_state
+        if group is None:
+            logits = self.model.lm_head(hidden)[:, :-1].float()
+            return torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten())
         if self.tiled == "none":
-            return dfa_ds.loss(self.model.lm_head(hidden), shift_labels, group=group)
-        tile = math.ceil(shift_labels.numel() / self._count(hidden))
-        return dfa_ds.tiled_loss(self.model.lm_head, hidden, shift_labels, group=group, tile=tile)
+            return dfa_ds.loss(self.model.lm_head(hidden), labels, group=group)
+        tile = math.ceil(hidden.shape[:2].numel() / self._count(hidden))
+        return dfa_ds.tiled_loss(self.model.lm_head, hidden, labels, group=group, tile=tile)
 
 
 def join(seconds: float) -> World:
@@ -140,16 +142,14 @@ def build(
     return engine, name
 
 
-def batch_of(engine: Any, length: int, vocabulary: int, *, whole: bool = False) -> dict[str, Any]:
-    """Return this rank's tokens of a random sequence, or all of them, as arguments for the engine."""
+def batch_of(engine: Any, length: int, vocabulary: int, attention: str) -> dict[str, Any]:
+    """Return a random sequence as arguments for the engine, whole but for Ulysses, whose users cut it."""
     ids = torch.randint(0, vocabulary, (1, length), generator=torch.Generator().manual_seed(0)).to(engine.device)
-    group = dfa_ds.mesh_of(engine).group
-    if whole:  # every rank has the same one, so each one's mean over its tokens is that over all ranks' tokens
-        shifted = torch.nn.functional.pad(ids, (0, 1), value=-100)[:, 1:]
-        place = torch.arange(length, device=ids.device)[None]
-        return {"input_ids": ids, "position_ids": place, "shift_labels": shifted, "group": group}
-    local = dfa_ds.shard_batch({"input_ids": ids, "labels": ids}, group=group)
-    return {name: local[name] for name in ("input_ids", "position_ids", "shift_labels")} | {"group": group}
+    group, places = dfa_ds.mesh_of(engine).group, torch.arange(length, device=ids.device)[None]
+    tokens = {"input_ids": ids} if attention == "dfa" else {"input_ids": ids, "position_ids": places}
+    if attention == "ulysses":
+        tokens = {name: shard_sequence(x, group=group) for name, x in tokens.items()}
+    return {**tokens, "labels": ids, "group": None if attention == "local" else group}
 
 
 def synchronize() -> None:
@@ -177,10 +177,10 @@ def measure(
     steps: one is enough if it takes longer than `ENOUGH`.
     warmup: tokens of the step before them, which makes what is made once; by default as many.
     """
-    take_step(engine, batch_of(engine, warmup or length, vocabulary))
+    take_step(engine, batch_of(engine, warmup or length, vocabulary, method.attention))
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
-    batch, times = batch_of(engine, length, vocabulary), list[float]()
+    batch, times = batch_of(engine, length, vocabulary, method.attention), list[float]()
     while len(times) < steps and (not times or times[0] < ENOUGH):
         seconds, loss = take_step(engine, batch)
         times.append(most(seconds))

@@ -18,7 +18,7 @@ from benchmarks.deepspeed_common import batch_of, mean, most
 from benchmarks.deepspeed_shapes import Method
 from dfa_megatron import deepspeed as dfa_ds
 from dfa_megatron.config import TrainingConfig
-from dfa_megatron.huggingface import distribute_attention, local_attention
+from dfa_megatron.huggingface import distribute_attention
 from dfa_megatron.huggingface.checkpointing import set_checkpointing
 from dfa_megatron.huggingface.distribute import transformers_model
 
@@ -56,7 +56,8 @@ def attention(
         function = checkpointing.checkpoint
     set_checkpointing(inner, method.checkpoint, function=function)
     own = ALL_ATTENTION_FUNCTIONS["sdpa"]
-    with local_attention(inner), _fast_sdpa(sdpa):
+    inner.set_attn_implementation("sdpa")
+    with _fast_sdpa(sdpa):
         try:
             if method.attention == "ulysses":
                 # The groups of a process are made once; here for every case.
@@ -94,10 +95,10 @@ def compare(engine: Any, methods: dict[str, Method], length: int, vocabulary: in
     """
     training, report = engine.module, {}
     before, training.tiles = training.tiles, 4
-    want_loss, want = _gradients(engine, Method("local", "none"), batch_of(engine, length, vocabulary, whole=True))
+    want_loss, want = _gradients(engine, Method("local", "none"), batch_of(engine, length, vocabulary, "local"))
     for name, method in methods.items():
         try:
-            loss, got = _gradients(engine, method, batch_of(engine, length, vocabulary), **choices)
+            loss, got = _gradients(engine, method, batch_of(engine, length, vocabulary, method.attention), **choices)
         except ValueError as error:  # Ulysses refuses a number of heads
             if method.attention != "ulysses" or "divisible" not in str(error):
                 raise

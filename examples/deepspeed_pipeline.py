@@ -12,7 +12,7 @@ import torch.distributed as dist
 from deepspeed.pipe import PipelineModule
 from torch import nn
 
-from dfa_megatron import DistFlashAttention, StepLog
+from dfa_megatron import DistFlashAttention, StepLog, local_positions, shard_sequence
 from dfa_megatron import deepspeed as dfa_ds
 
 WIDTH, HEADS, LAYERS = 128, 4, 4
@@ -72,8 +72,9 @@ log = StepLog(tokens=2 * args.seq_length, tensorboard=args.tensorboard)
 for step in range(args.steps):
     batches = []
     for row in rows[2 * step :][:2]:  # the same on all ranks of a group, which each take their part
-        part = dfa_ds.shard_batch({"input_ids": row[None], "labels": row[None]}, group=mesh.group)
-        batches.append(((part["input_ids"], part["position_ids"]), part["shift_labels"]))
+        ids = shard_sequence(row[None], group=mesh.group)
+        places = local_positions(len(row), group=mesh.group, device=row.device)
+        batches.append(((ids, places.expand_as(ids)), row[None]))
     log.step(engine.train_batch(iter(batches)), grad_norm=engine.get_global_grad_norm() or float("nan"))
 dist.barrier()
 dist.destroy_process_group()

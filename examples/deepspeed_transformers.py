@@ -61,9 +61,7 @@ log = StepLog(tokens=seen, flops=flops, tensorboard=args.tensorboard)
 for step in range(args.steps):
     start = (step * mesh.data_size + mesh.data_rank) * args.seq_length % (len(tokens) - args.seq_length)
     ids = tokens[start : start + args.seq_length][None].to(engine.device)
-    # The ranks of a group bring the same whole sequences; labels are shifted, then everything is cut.
-    batch = dfa_ds.shard_batch({"input_ids": ids, "labels": ids}, group=mesh.group)
-    loss = engine(**batch).loss
+    loss = engine(input_ids=ids, labels=ids).loss  # the ranks of a group bring the same whole sequences
     engine.backward(loss)
     engine.step()
     dist.all_reduce(loss.detach_())

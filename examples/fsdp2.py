@@ -56,20 +56,20 @@ rows = tokens.to(device).split(args.seq_length)[:-1]
 for step in range(args.steps):
     first = (step * data + mesh["dp"].get_local_rank()) * args.accumulate  # samples go by `dp` alone
     whole = [rows[(first + index) % len(rows)][None] for index in range(args.accumulate)]
-    batches = [dfa_hf.shard_batch({"input_ids": ids, "labels": ids}, group=group) for ids in whole]
-    labels = torch.stack([(batch["shift_labels"] != -100).sum() for batch in batches]).sum()
-    dist.all_reduce(labels)
+    batches = [{"input_ids": ids, "labels": ids} for ids in whole]
+    labels = torch.stack([(batch["labels"][:, 1:] != -100).sum() for batch in batches]).sum()
+    dist.all_reduce(labels, group=mesh["dp"].get_group())
     total = torch.zeros((), device=device)
     for batch in batches:
-        # The loss of a batch is its sum over the labels of all. FSDP averages gradients over its ranks, so times those.
+        # The loss of a batch is its sum over the labels of all. FSDP averages gradients over `dp` too, so times that.
         # A Python number: mixed precision would round a tensor.
-        batch["num_items_in_batch"] = int(labels) / dist.get_world_size()
+        batch["num_items_in_batch"] = int(labels) / data
         loss = model(**batch, use_cache=False).loss
         loss.backward()
         total += loss.detach()
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).full_tensor()
     optimizer.step()
     optimizer.zero_grad()
-    dist.all_reduce(total)
-    log.step(total / dist.get_world_size(), grad_norm=norm)
+    dist.all_reduce(total, group=mesh["dp"].get_group())
+    log.step(total / data, grad_norm=norm)
 dist.destroy_process_group()

@@ -84,14 +84,14 @@ def log_probabilities(packs: list[trees.TreePack]) -> dict[int, torch.Tensor]:
     found = {}
     for pack in packs:
         with scores_of(model) as scores:
-            model(**on_device(dfa_hf.shard_batch(pack.for_transformers())), use_cache=False)
+            model(**on_device(pack.for_transformers()), use_cache=False)
         found |= pack.by_rollout(scores.logprobs[0])
     return found
 
 
 for _ in range(args.spelling_steps):
     rows = torch.stack([text[at : at + 128] for at in torch.randint(len(text) - 128, (16,))])
-    model(**on_device(dfa_hf.shard_batch({"input_ids": rows, "labels": rows})), use_cache=False).loss.backward()
+    model(**on_device({"input_ids": rows, "labels": rows}), use_cache=False).loss.backward()
     update()
 
 start = time.perf_counter()

@@ -11,10 +11,9 @@ import torch.distributed as dist
 
 from dfa_megatron.attention import DistFlashAttention
 from dfa_megatron.deepspeed import pipeline
-from dfa_megatron.deepspeed.accelerate import SequenceGroups, publish
 from dfa_megatron.deepspeed.checkpointing import deepspeeds_function
+from dfa_megatron.deepspeed.engine_mesh import ATTRIBUTE
 from dfa_megatron.deepspeed.json_block import KEY, DeepSpeedOptions
-from dfa_megatron.deepspeed.mesh import ATTRIBUTE, Mesh, make_mesh
 from dfa_megatron.deepspeed.proved_engine import prove
 from dfa_megatron.deepspeed.tested_keys import NO_MESH, UNTESTED, check_filled_in, check_settings
 from dfa_megatron.errors import UnsupportedError
@@ -22,6 +21,7 @@ from dfa_megatron.huggingface.checkpointing import set_checkpointing
 from dfa_megatron.huggingface.distribute import distribute_attention, transformers_model
 from dfa_megatron.runtime.comm.compared import exposed
 from dfa_megatron.runtime.comm.groups import group_name, resolve
+from dfa_megatron.runtime.comm.mesh import Mesh, make_mesh
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +51,7 @@ def before_initialize(
     block = checked_block(model, config, mpu=mpu, mesh_param=mesh_param, training_data=training_data)
     if block is None:
         return config, mpu, lambda engine: None
-    config, finish = prepare(model, config, block, mpu)
+    config, finish = prepare(model, config, block)
     return config, None, finish
 
 
@@ -65,55 +65,44 @@ def checked_block(
     """
     block = DeepSpeedOptions.enabled_in(settings)
     if block is not None:
-        check_settings(settings, _size(block, mpu))
+        check_settings(settings, block.size)
         check_filled_in(settings)
         check_call(model, mpu=mpu, mesh_param=mesh_param, training_data=training_data)
     return block
 
 
-def _size(block: DeepSpeedOptions, mpu: Any) -> int | None:
-    """Return the ranks that share a sequence by accelerate's groups, else by the block."""
-    return mpu.mesh.size if isinstance(mpu, SequenceGroups) else block.size
-
-
-def prepare(
-    model: torch.nn.Module, settings: dict[str, Any], block: DeepSpeedOptions, mpu: Any = None
-) -> tuple[dict[str, Any], Finish]:
+def prepare(model: torch.nn.Module, settings: dict[str, Any], block: DeepSpeedOptions) -> tuple[dict[str, Any], Finish]:
     """Distribute the model's attention, after `checked_block`.
 
     Args:
         settings: DeepSpeed's configuration with the block in it; it is not changed.
         block: that block, which is enabled.
-        mpu: None, or the `SequenceGroups` that accelerate was given.
 
     Returns:
         The configuration for DeepSpeed, to be used without an mpu, and the function to call with the engine.
     """
     from deepspeed.pipe import PipelineModule
 
-    groups = mpu if isinstance(mpu, SequenceGroups) else None
-    size = _size(block, mpu) or settings.get("sequence_parallel_size")
+    size = block.size or settings.get("sequence_parallel_size")
     if isinstance(model, PipelineModule):
         return _pipelined(model, settings, block, size)
     own_attention = _own_attention(model)
-    if groups is None and own_attention and block.options.checkpoints_layers:
+    if own_attention and block.options.checkpoints_layers:
         raise UnsupportedError(
             f"dist_flash_attention.checkpoint={block.options.checkpoint!r} for a model of your own",
             "its layers are not known",
             "checkpoint 'auto', and dfa_megatron.deepspeed.checkpoint or dfa_megatron.remat.context_fn in the model",
         )
-    mesh = make_mesh(size) if groups is None else groups.mesh
+    mesh = make_mesh(size)
     _check_batch_sizes(settings, mesh)
     if own_attention:
         check_known(block, "a model of your own")
     _set_group(own_attention, mesh, block)
     if not own_attention:
-        _distribute(model, settings, mesh, block, accelerate=groups is not None)
+        _distribute(model, settings, mesh, block)
 
     def finish(engine: Any) -> None:
         _accept(engine, mesh, settings)
-        if groups is not None:
-            publish(groups)
         if block.prove:
             prove(engine)
 
@@ -201,7 +190,7 @@ def _deepspeed_io(*_args: Any, **_kwargs: Any) -> None:
     raise UnsupportedError(
         "engine.deepspeed_io with distributed attention",
         OTHER_SAMPLES,
-        "a DataLoader of your own whose sampler takes data_rank and data_size of mesh_of(engine), and shard_batch",
+        "a DataLoader of your own whose sampler takes data_rank and data_size of mesh_of(engine)",
     )
 
 
@@ -227,17 +216,10 @@ def _set_group(attention: list[DistFlashAttention], mesh: Mesh, block: DeepSpeed
             module.config = block.options
 
 
-def _distribute(
-    model: torch.nn.Module, settings: dict[str, Any], mesh: Mesh, block: DeepSpeedOptions, accelerate: bool
-) -> None:
+def _distribute(model: torch.nn.Module, settings: dict[str, Any], mesh: Mesh, block: DeepSpeedOptions) -> None:
     function = deepspeeds_function(settings, block.options)
-    distribute_attention(
-        model,
-        group=mesh.group,
-        config=block.options,
-        reentrant=block.reentrant or function is not None,
-        accelerate=accelerate,
-    )
+    reentrant = block.reentrant or function is not None
+    distribute_attention(model, group=mesh.group, config=block.options, reentrant=reentrant)
     if function is not None:
         offload = block.options.remat_offload
         set_checkpointing(transformers_model(model), block.options.checkpoint, offload=offload, function=function)
@@ -264,13 +246,13 @@ def check_call(model: Any, *, mpu: Any, mesh_param: Any, training_data: Any) -> 
             "process already",
             "DeepSpeed 0.19.6 or later",
         )
-    if mpu is not None and not isinstance(mpu, SequenceGroups):
+    if mpu is not None:
         raise UnsupportedError(
             "mpu with dist_flash_attention",
             "with an mpu that knows of sequences DeepSpeed scales gradients by ZeRO stage: summed at 0, 1 and 2, "
             "averaged at 3",
-            "no mpu (nor UlyssesSPAttentionHF.register_with_transformers, which makes one); the groups are made from "
-            "dist_flash_attention.size",
+            "no mpu (nor UlyssesSPAttentionHF.register_with_transformers, or ParallelismConfig(sp_size), which make "
+            "one); the groups are made from dist_flash_attention.size",
         )
     if mesh_param is not None:
         raise UnsupportedError("mesh_param with dist_flash_attention", NO_MESH, "no mesh_param")
@@ -278,7 +260,7 @@ def check_call(model: Any, *, mpu: Any, mesh_param: Any, training_data: Any) -> 
         raise UnsupportedError(
             "training_data with dist_flash_attention",
             OTHER_SAMPLES,
-            "a loader of your own for rank mesh_of(engine).data_rank of .data_size, and shard_batch",
+            "a loader of your own for rank mesh_of(engine).data_rank of .data_size",
         )
     if any(isinstance(module, MoE) for module in model.modules()):
         raise UnsupportedError("DeepSpeed's MoE layers", UNTESTED, "a model without them")
@@ -296,8 +278,8 @@ def _check_batch_sizes(settings: dict[str, Any], mesh: Mesh) -> None:
         raise UnsupportedError(
             f"train_batch_size={whole} for {mesh.data_size} sequences at a time",
             f"it counts all {ranks} ranks, but {size} of them share a sequence",
-            f"train_batch_size {whole // size}; under HF Trainer and accelerate, ParallelismConfig(sp_size={size}, "
-            f"dp_replicate_size={mesh.data_size}, sp_backend='deepspeed')",
+            f"train_batch_size {whole // size}; HF Trainer and accelerate count groups after distribute_trainer or "
+            "distribute_accelerator",
         )
 
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from dfa_megatron.deepspeed.accelerate import deepspeeds_own, unpublished
 from dfa_megatron.deepspeed.engine import Finish, checked_block, prepare
+from dfa_megatron.deepspeed.install import deepspeeds_own
 from dfa_megatron.deepspeed.json_block import KEY
 from dfa_megatron.runtime.environment import warn_of_untested
 
@@ -40,8 +40,8 @@ def initialize(
 
     The model is a transformers causal language model, or any module or pipeline whose attention is
     `DistFlashAttention`; those that were made without a group get the one of their sequence. Gradients are right at
-    every ZeRO stage for `dfa_megatron.deepspeed.loss`, or a transformers model's own loss on a batch of `shard_batch`.
-    Its mean over all ranks is the loss of the whole batch.
+    every ZeRO stage for `dfa_megatron.deepspeed.loss`, or a transformers model's own loss. A transformers model takes
+    whole batches, the same on every rank of a group: see `dfa_megatron.huggingface.distribute_attention`.
 
     Returns:
         DeepSpeed's engine, optimizer, training_dataloader and lr_scheduler; see also `mesh_of(engine)`.
@@ -62,28 +62,27 @@ def initialize(
     if block is not None:
         deepspeed.init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
         _say_what_is_compiled(settings)
-        config, finish = prepare(model, settings, block, mpu)
+        config, finish = prepare(model, settings, block)
         config_params = mpu = None
         if args is not None:  # DeepSpeed takes one configuration, and ours is complete
             args = copy.copy(args)
             for name in _IN_ARGS:
                 setattr(args, name, None)
-    with unpublished():
-        result = deepspeeds_own()(
-            args=args,
-            model=model,
-            optimizer=optimizer,
-            model_parameters=model_parameters,
-            training_data=training_data,
-            lr_scheduler=lr_scheduler,
-            distributed_port=distributed_port,
-            mpu=mpu,
-            dist_init_required=dist_init_required,
-            collate_fn=collate_fn,
-            config=config,
-            mesh_param=mesh_param,
-            config_params=config_params,
-        )
+    result = deepspeeds_own()(
+        args=args,
+        model=model,
+        optimizer=optimizer,
+        model_parameters=model_parameters,
+        training_data=training_data,
+        lr_scheduler=lr_scheduler,
+        distributed_port=distributed_port,
+        mpu=mpu,
+        dist_init_required=dist_init_required,
+        collate_fn=collate_fn,
+        config=config,
+        mesh_param=mesh_param,
+        config_params=config_params,
+    )
     if finish is not None:
         finish(result[0])
     return result

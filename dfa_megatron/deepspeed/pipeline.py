@@ -15,8 +15,8 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from dfa_megatron import remat
 from dfa_megatron.config import TrainingConfig
 from dfa_megatron.deepspeed.json_block import DeepSpeedOptions
-from dfa_megatron.deepspeed.mesh import Mesh, make_mesh
 from dfa_megatron.errors import UnsupportedError
+from dfa_megatron.runtime.comm.mesh import Mesh, make_mesh
 
 
 def pipeline_mesh(module: Any, size: int | None) -> Mesh:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from dfa_megatron.deepspeed.mesh import mesh_of
+from dfa_megatron.deepspeed.engine_mesh import mesh_of
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.huggingface.proof import ModelJob
 from dfa_megatron.proving import Proof, examine

@@ -125,7 +125,7 @@ def check_filled_in(settings: Mapping[str, Any], before: str = "") -> None:
             raise UnsupportedError(
                 f"{before}{key}='auto'",
                 "only HF Trainer and accelerate fill it in",
-                "a number, or HF Trainer with dfa_megatron.deepspeed.install()",
+                "a number, or HF Trainer with dfa_megatron.huggingface.distribute_trainer",
             )
         if isinstance(value, Mapping) and (before or key in ("optimizer", "scheduler")):
             check_filled_in(value, f"{before}{key}.")

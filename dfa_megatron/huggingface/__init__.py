@@ -1,10 +1,9 @@
-"""Distributed attention for Hugging Face models: the attention implementation `dfa`, batches and the loss.
+"""Distributed attention for Hugging Face models: the attention implementation `dfa`, and the loss.
 
 from dfa_megatron import huggingface as dfa_hf
 
 dfa_hf.distribute_attention(model, group=group, config=TrainingConfig(checkpoint="remat"))
-batch = dfa_hf.shard_batch({"input_ids": ids, "labels": ids}, group=group)
-model(**batch).loss.backward()              # then average the gradients over all ranks
+model(input_ids=ids, labels=ids).loss.backward()   # whole batches; then average gradients over all ranks
 
 dfa_hf.prove(model)                         # the ranks compared with one, before training: less than a minute
 
@@ -12,7 +11,6 @@ dfa_hf.distribute_trainer(trainer, size=8)  # or let HF Trainer, TRL's SFTTraine
 dfa_hf.distribute_accelerator(accelerator, model, size=8)   # or a loop around accelerate
 """
 
-from dfa_megatron.huggingface.batch import shard_batch
 from dfa_megatron.huggingface.current_forward import NAME
 from dfa_megatron.huggingface.distribute import distribute_attention, local_attention
 from dfa_megatron.huggingface.loss import causal_lm_loss, sums_tokens
@@ -28,6 +26,5 @@ __all__ = [
     "distribute_trainer",
     "local_attention",
     "prove",
-    "shard_batch",
     "sums_tokens",
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
@@ -9,7 +10,16 @@ import torch
 from dfa_megatron.attention import dist_flash_attn_func, dist_flash_attn_varlen_func
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.huggingface.checks.padding import CAUSAL
-from dfa_megatron.huggingface.current_forward import CONTEXT, NAME, REACHED, LayerContext, forward_of
+from dfa_megatron.huggingface.current_forward import (
+    CONTEXT,
+    KEYWORD,
+    NAME,
+    REACHED,
+    Forward,
+    LayerContext,
+    forward_of,
+    innermost,
+)
 from dfa_megatron.huggingface.positions.document_starts import Documents
 from dfa_megatron.huggingface.positions.embedded_positions import tempered
 from dfa_megatron.huggingface.positions.seen import Images, Seen, in_chunks, mask_of
@@ -32,25 +42,16 @@ def attention(
     key: torch.Tensor,
     value: torch.Tensor,
     attention_mask: torch.Tensor | WindowMask | OtherMask | None,
-    scaling: float | None = None,
-    dropout: float = 0.0,
-    sliding_window: int | None = None,
-    is_causal: bool | None = None,
-    softcap: float | None = None,
-    s_aux: torch.Tensor | None = None,
-    **others: Any,
-) -> tuple[torch.Tensor, None]:
-    """Compute attention of this rank's queries over the whole sequence, for transformers; autocast is honoured.
+    **given: Any,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Compute attention for transformers: over the ranks, or in a local forward by the model's former implementation.
 
     Args:
         module: the attention layer; `distribute_attention` has put a context on it.
         query: (batch, heads, local_seq, head_dim), any strides.
         key, value: (batch, kv_heads, local_seq, head_dim); grouped heads stay as few as they are.
         attention_mask: what `mask` returned.
-        scaling: of the scores; head_dim ** -0.5 if None.
-        sliding_window: tokens that a token sees, itself among them; None where the mask alone tells.
-        softcap: scores become softcap * tanh(scores / softcap); None for no cap.
-        s_aux: (heads,), the layer's attention sinks.
+        given: of `_distributed`, or what the former implementation takes.
 
     Returns:
         out (batch, local_seq, heads, head_dim), and None for the weights.
@@ -65,8 +66,49 @@ def attention(
             "the layer does not know the process group",
             "dfa_megatron.huggingface.distribute_attention(model, group=...)",
         )
+    given.pop(KEYWORD, None)
     forward = forward_of(module)
+    if not forward.distributed:
+        out: tuple[torch.Tensor, torch.Tensor | None] = _former(module, context.before)(
+            module, query, key, value, attention_mask, **given
+        )
+        return out
     vars(module)[REACHED].add(NAME)
+    return _distributed(module, (query, key, value), attention_mask, forward, **given)
+
+
+def _former(module: torch.nn.Module, name: str) -> Any:
+    """Return the function of an attention implementation; eager attention is one of each model's file."""
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    files = (vars(sys.modules[cls.__module__]) for cls in type(module).__mro__)
+    eager = next((names["eager_attention_forward"] for names in files if "eager_attention_forward" in names), None)
+    return eager if name == "eager" else ALL_ATTENTION_FUNCTIONS[name]
+
+
+def _distributed(
+    module: torch.nn.Module,
+    qkv: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    attention_mask: torch.Tensor | WindowMask | OtherMask | None,
+    forward: Forward,
+    *,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    is_causal: bool | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    **others: Any,
+) -> tuple[torch.Tensor, None]:
+    """Compute attention of this rank's queries over the whole sequence; autocast is honoured.
+
+    Args:
+        scaling: of the scores; head_dim ** -0.5 if None.
+        sliding_window: tokens that a token sees, itself among them; None where the mask alone tells.
+        softcap: scores become softcap * tanh(scores / softcap); None for no cap.
+        s_aux: (heads,), the layer's attention sinks.
+    """
+    (query, key, value), context = qkv, forward.context
     seen = forward.seen
     whole = forward.layout.length if isinstance(forward.layout, Layout) else query.shape[2] * context.size
     _check_layer(module, dropout, causal=is_causal is not False, images=forward.images is not None)
@@ -84,13 +126,13 @@ def attention(
         "layout": forward.layout,
     }
     query = tempered(module, query, forward)
-    qkv = tuple(x.transpose(1, 2) for x in _autocast(query, key, value))
+    states = tuple(x.transpose(1, 2) for x in _autocast(query, key, value))
     # Without autocast: kernels choose their precision themselves.
     with torch.autocast(query.device.type, enabled=False), at_layer(int(getattr(module, "layer_idx", None) or 0) + 1):
         images = (forward.images or {}).get(type_of(module) or "")
         if seen is None and (chunk or images):
             seen = ((0, whole),) * len(query)
-        return _of_rows(qkv, seen, images, (window, chunk), call), None
+        return _of_rows(states, seen, images, (window, chunk), call), None
 
 
 def _of_rows(
@@ -185,7 +227,18 @@ def nothing_hidden(batch: int, length: int, device: torch.device) -> torch.Tenso
     return everything
 
 
-def mask(
+def mask(**given: Any) -> Any:
+    """Return what a layer gets as its mask: once per forward, and in a local one by the former implementation."""
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+
+    call = innermost()
+    if call is None or call[1].distributed:
+        return _planned(**given)
+    former = call[1].context.before
+    return ALL_MASK_ATTENTION_FUNCTIONS[former](**given) if former in ALL_MASK_ATTENTION_FUNCTIONS else None
+
+
+def _planned(
     *,
     attention_mask: torch.Tensor | None = None,
     allow_is_causal_skip: bool = True,
@@ -193,7 +246,7 @@ def mask(
     mask_function: Any = None,
     **others: Any,
 ) -> WindowMask | OtherMask | None:
-    """Return no mask tensor, because the plan holds causality and the window; called once per forward.
+    """Return no mask tensor, because the plan holds causality and the window.
 
     attention_mask: (batch, local_seq) as the user gave it, or `nothing_hidden`.
     mask_function: what it hides; models that make a mask whatever the batch may still mean a causal one.

@@ -1,127 +1,165 @@
-"""From a batch of whole sequences to this rank's part: labels are shifted before they are cut."""
+"""From a whole batch, the same on every rank of a group, to this rank's part: labels are shifted before they are cut.
+
+The model does it at its door. A multimodal model embeds whole sequences: of its batch the labels alone are cut here.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Any, NoReturn
-from zlib import crc32
+from typing import Any
 
 import torch
 
 from dfa_megatron.errors import UnsupportedError
+from dfa_megatron.huggingface.checks import call_checks as checks
 from dfa_megatron.huggingface.checks.padding import IGNORED, check_right
-from dfa_megatron.huggingface.positions import batch_number
+from dfa_megatron.huggingface.current_forward import Arguments, Forward, LayerContext
 from dfa_megatron.huggingface.positions import document_starts as packed
-from dfa_megatron.huggingface.positions.seen import MASK, TREE, Seen, seen_in
-from dfa_megatron.plan.language.tree import Tree
-from dfa_megatron.runtime.comm.groups import Group, group_size
+from dfa_megatron.huggingface.positions.embedded_positions import places, refuse_positions
+from dfa_megatron.huggingface.positions.seen import MASK, TREE, Seen, refuse_for, seen_in
+from dfa_megatron.huggingface.recurrent.layers import layers_of
+from dfa_megatron.huggingface.same_batch import EMBEDDED
+from dfa_megatron.plan.language.layout import Layout, contiguous
+from dfa_megatron.plan.language.mask import Mask
 from dfa_megatron.sharding import shard_sequence
+
+OF_HOOKS = (TREE, MASK, *packed.FLASH_KEYS)
+"""Keys of a batch that say what its tokens see, and that a model does not get."""
 
 TYPE_IDS = "token_type_ids"
 """The key of a number for each token, which tokenizers bring for text, and processors with images."""
 
-KNOWN = ("input_ids", "labels", "attention_mask", "position_ids", TYPE_IDS, *packed.FLASH_KEYS, TREE, MASK)
-"""What may be in a batch of text."""
-
-MEDIA = (
+OF_TOKENS = (
+    *("input_ids", EMBEDDED, *checks.LABELS, "attention_mask", "position_ids", TYPE_IDS, *OF_HOOKS),
     *("pixel_values", "pixel_values_videos", "pixel_attention_mask", "image_grid_thw", "video_grid_thw", "image_sizes"),
     *("second_per_grid_ts", "image_position_ids", "video_position_ids", "mm_token_type_ids"),
-    *("input_features", "input_features_mask", "feature_attention_mask"),
+    *("input_features", "input_features_mask", "feature_attention_mask", "num_items_in_batch"),
 )
-"""What processors of images, video and sound bring beside the tokens; it stays whole."""
+"""What a batch says of its tokens, images and sound, which the ranks compare."""
+
+_OF_TEXT = ("input_ids", EMBEDDED, TYPE_IDS)
+"""The keys of a text model's batch that are cut as they are, along their second dimension."""
+
+LARGEST = 2**30
+"""Bytes of whole `inputs_embeds`: beyond, every rank would hold what the ranks are to share."""
 
 
-def shard_batch(batch: Mapping[str, Any], *, group: Group = None) -> dict[str, Any]:
-    """Return this rank's model inputs from a batch that is the same on every rank of the group.
+def tokens_of(given: Arguments, *args: torch.Tensor) -> torch.Tensor:
+    """Return input_ids (batch, seq) or inputs_embeds (batch, seq, hidden) of a call."""
+    found = next((x for x in (given.get("input_ids"), given.get(EMBEDDED), *args) if x is not None), None)
+    if found is None:
+        raise UnsupportedError("a call without tokens", "there is nothing to attend to", "input_ids")
+    return found
 
-    A DistributedSampler, which gives each rank other samples, must count groups in place of ranks.
 
-    Args:
-        batch: "input_ids" (batch, seq) and, if wanted, "labels" (batch, seq), not shifted, -100 where there is no loss.
-            As in transformers, the last token of a document is trained on the next one's first, unless that label is
-            -100. "attention_mask" may be there with padding on the right, whose labels are -100; it is checked, and
-            kept only for losses that count tokens, because a causal mask hides padding. "position_ids" (batch or 1,
-            seq) may be there; they restart at 0 where a document of a packed row begins. "cu_seq_lens_q",
-            "cu_seq_lens_k", as transformers' padding-free collators make them, say the same. In place of both,
-            "prompt_tree" may hold (lengths, parents) of segments that share prefixes, as `masks.prompt_tree` takes
-            them, or "mask" any value of `dfa_megatron.masks`, with any "position_ids" (1, seq), by default 0 to
-            seq - 1. All rows have them. "token_type_ids" (batch, seq) go with the tokens. With `MEDIA`, such as
-            "pixel_values", the batch is for a multimodal model, which embeds whole sequences; "position_ids" of a
-            model that embeds axes may have the shape (4, batch, seq), places first; text needs none.
-        group: the ranks that share the sequence. Where they do not divide seq, the first ones hold one token more.
-
-    Returns:
-        "input_ids" and "position_ids" (batch or 1, local_seq), and with labels: "labels" = "shift_labels", the label of
-        the *next* token, across the boundaries between ranks; "num_items_in_batch", the labelled tokens of all ranks
-        divided by P: a float, since FSDP's mixed precision rounds tensors. With these a transformers model computes
-        `causal_lm_loss` by itself. Of packed documents also "cu_seq_lens_q" = "cu_seq_lens_k", int32 (documents + 1) on
-        the CPU: offsets into the whole rows, one row after another. There they cost no synchronisation. On several
-        ranks "dfa_batch_number", by which the model's forward finds that the ranks had the same batch. For a multimodal
-        model, "input_ids" and "position_ids", if documents or axes need them, are whole, and so is what else was in the
-        batch.
+def forward_of_batch(decoder: Any, given: Arguments, context: LayerContext) -> Forward:
+    """Return the forward of a whole batch. Nothing is exchanged.
 
     Raises:
-        UnsupportedError: padding elsewhere or with labels, positions that are not those of documents, or an unknown
-            key.
+        UnsupportedError: padding elsewhere than on the right or with labels; positions that are not those of documents;
+            a tree or a mask that does not fit.
     """
-    if set(batch) - {*KNOWN, *MEDIA} or "input_ids" not in batch:
-        refuse_batch(batch)
-    tokens = batch["input_ids"]
-    if (mask := batch.get("attention_mask")) is not None:
-        check_right(mask, labels=batch.get("labels"))
-    others = {name: batch[name] for name in MEDIA if name in batch}
-    types = {TYPE_IDS: batch[TYPE_IDS]} if batch.get(TYPE_IDS) is not None else {}
-    positions = batch.get("position_ids")
-    axes = positions if positions is not None and positions.dim() == 3 else None
-    if axes is not None:
-        if axes.shape[0] != 4:
-            _refuse_positions()
-        positions = axes[0]
-    if (found := seen_in(batch, positions, tokens, tokens.shape[1])) is None:
-        _refuse_positions()
+    tokens = tokens_of(given)
+    rows, length = tokens.shape[:2]
+    if tokens.is_floating_point() and context.size > 1 and (size := tokens.nbytes) > LARGEST:
+        raise UnsupportedError(
+            f"inputs_embeds of {size / LARGEST:.1f} GiB",
+            "every rank would hold those of the whole batch",
+            "input_ids, of which the model embeds this rank's part; or a smaller batch",
+        )
+    layout = _layout(length, context.size)
+    mask = given.get("attention_mask")
+    mask = mask if isinstance(mask, torch.Tensor) and (mask.dim() == 2 or not context.multimodal) else None
+    if mask is not None:
+        check_right(mask, given.get("labels"))
+    stated = places(decoder, given, whole=context.multimodal)
+    if stated is not None and stated.dim() != 2:
+        refuse_positions(stated)
+    found = seen_in(given, stated, tokens, length)
+    if found is None:
+        refuse_positions(stated)
     seen, positions = found
-    size = group_size(group)
-    if others:
-        local = {"input_ids": tokens, **types, **others}
-        if axes is not None or seen is not None:
-            local["position_ids"] = positions if axes is None else axes
-    else:
-        given = {"input_ids": tokens, "position_ids": positions if axes is None else axes, **types}
-        local = {name: shard_sequence(x, group=group, dim=-1) for name, x in given.items()}
-    told = {TREE if isinstance(seen.told, Tree) else MASK: seen.told} if isinstance(seen, Seen) else {}
-    local |= told
-    if isinstance(seen, tuple) and not others:
-        local["cu_seq_lens_q"] = local["cu_seq_lens_k"] = packed.offsets_of_rows(seen)
-    if mask is not None and not bool(mask.all()):
-        local["attention_mask"] = mask if others else shard_sequence(mask, group=group)
-    if "labels" in batch:
-        shifted = torch.nn.functional.pad(batch["labels"], (0, 1), value=IGNORED)[:, 1:]
-        local["labels"] = local["shift_labels"] = shard_sequence(shifted.contiguous(), group=group)
-        local["num_items_in_batch"] = max(int((shifted != IGNORED).sum()), 1) / size
-    if size > 1:
-        known = {name: x for name, x in batch.items() if name not in (TREE, MASK)}
-        known |= {name: [crc32(repr(each).encode())] for name, each in told.items()}
-        local[batch_number.KEY] = batch_number.number_of(known, length=0 if others else tokens.shape[1])
-    return local
+    if isinstance(seen, Seen) and isinstance(seen.told, Mask) and (layers := layers_of(decoder)):
+        refuse_for(f"a layer of type {type(layers[0]).__name__} with a state")
+    mine = shard_sequence(positions, group=context.group)
+    handed: torch.Tensor | None = given.get("position_ids")
+    if not context.multimodal:
+        handed = mine if handed is None or handed.dim() == 2 else shard_sequence(handed, group=context.group, dim=-1)
+    elif handed is not None and handed.dim() == 3:  # along axes, which the model hands on
+        handed = None
+    labels = checks.first_of(given, checks.LABELS)
+    return Forward(
+        context,
+        distributed=True,
+        seen=seen,
+        given=handed,
+        positions=mine,
+        longest=seen.longest if isinstance(seen, Seen) else max(map(packed.longest, seen or ((0, length),))),
+        mask=None if mask is None else shard_sequence(mask, group=context.group),
+        layout=layout,
+        rows=rows,
+        labelled=None if labels is None else (_shifted(given) != IGNORED).any(),
+    )
 
 
-def refuse_batch(batch: Iterable[str]) -> NoReturn:
-    """Refuse a batch with these keys.
+def part_of(model: Any, given: Arguments, forward: Forward) -> Arguments:
+    """Return the arguments of a text model for this rank's part of a batch.
 
     Raises:
-        UnsupportedError: always.
+        UnsupportedError: an argument that may have tokens of the whole sequence is not known.
     """
-    keys, why, instead = ", ".join(batch) or "nothing", "it is not known how to cut it", "input_ids and labels"
-    if {batch_number.KEY, "shift_labels"} & {*batch}:
-        why = "it is a part already, which shard_batch has made"
-        instead = "the model, given the part; distribute_trainer and distribute_accelerator take whole batches"
-    raise UnsupportedError(f"a batch of {keys}", why, instead)
+    group, length = forward.context.group, tokens_of(given).shape[1]
+    kept = {name: x for name, x in given.items() if name not in OF_HOOKS}
+    known = {*_OF_TEXT, *checks.LABELS, "attention_mask", "position_ids"}
+    whole = [
+        name for name, x in kept.items() if isinstance(x, torch.Tensor) and length in x.shape and name not in known
+    ]
+    if whole:
+        raise UnsupportedError(
+            f"{', '.join(whole)} beside the tokens of a batch",
+            "it would stay whole, and the model has this rank's part of the tokens",
+            "what docs/huggingface.md lists",
+        )
+    for name in {*_OF_TEXT} & {*kept}:
+        if kept[name] is not None:
+            kept[name] = shard_sequence(kept[name], group=group)
+    if isinstance(mask := kept.get("attention_mask"), torch.Tensor):
+        kept["attention_mask"] = None if bool(mask.all()) else forward.mask  # for losses that count tokens
+    if checks.takes(model, "position_ids"):
+        kept["position_ids"] = forward.given
+    return kept
 
 
-def _refuse_positions() -> NoReturn:
-    raise UnsupportedError(
-        "position_ids that are not those of documents, or of a tree, or the same in all rows of a mask",
-        "each document, and so each row, must begin at 0 and go up by 1",
-        "as DataCollatorWithFlattening of transformers makes them, or none for one document a sequence; for models "
-        "with axes (4, batch, seq), these first",
-    )
+def cut_labels(given: Arguments, context: LayerContext) -> Arguments:
+    """Return the arguments with this rank's part of the next tokens' labels, and its share of their number.
+
+    Mixed precision of FSDP rounds tensors, so the number is Python's.
+    """
+    if checks.first_of(given, checks.LABELS) is None:
+        return given
+    shifted, count = _shifted(given), given.get("num_items_in_batch")
+    count = (shifted != IGNORED).sum() if count is None else count
+    part = shard_sequence(shifted, group=context.group)
+    count = max(float(count), 1.0) / context.size
+    return given | {"labels": part, "shift_labels": part, "num_items_in_batch": count}
+
+
+def _shifted(given: Arguments) -> torch.Tensor:
+    """Return the label of the next token (batch, seq), as a batch has it or made of its labels."""
+    if (shifted := given.get("shift_labels")) is not None:
+        return shifted  # type: ignore[no-any-return]
+    return torch.nn.functional.pad(given["labels"], (0, 1), value=IGNORED)[:, 1:].contiguous()
+
+
+def _layout(length: int, ranks: int) -> Layout:
+    """Return the tokens of a row that every rank holds; the first ones hold one more.
+
+    Raises:
+        UnsupportedError: a rank holds none.
+    """
+    if length < ranks:
+        raise UnsupportedError(
+            f"rows of {length or 'no'} tokens on {ranks} ranks",
+            "a rank would have none, of which layers of transformers make no heads",
+            "at least as many tokens as ranks",
+        )
+    return contiguous(length, ranks)

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from dfa_megatron import remat
 from dfa_megatron.config import TrainingConfig
 from dfa_megatron.errors import UnsupportedError
-from dfa_megatron.huggingface.current_forward import Forward, enter, innermost, leave
-from dfa_megatron.huggingface.implementation import attention_of, kind_of, set_attention
+from dfa_megatron.huggingface.current_forward import KEYWORD, Handed, innermost
+from dfa_megatron.huggingface.implementation import kind_of
 
 logger = logging.getLogger(__name__)
 
@@ -103,11 +103,10 @@ def check_options(options: TrainingConfig, *, reentrant: bool) -> None:
 
 
 def keep_forward(model: torch.nn.Module, *, saving: bool) -> None:
-    """Let the checkpoint functions of a model's layers, whoever set them, run a layer again in its own forward.
+    """Let the checkpoint functions of a model's layers, whoever set them, hand a layer its forward.
 
     saving: they save attention's output and lse too.
     """
-    # The keyword and `_enter_again` serve checkpoint functions that this does not see.
     for module in model.modules():
         own = vars(module).get(_FUNCTION)
         if own is not None and getattr(own, "func", None) is not _checkpoint:
@@ -135,18 +134,8 @@ def _saving(own: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _checkpoint(own: Callable[..., Any], layer: Callable[..., Any], *inputs: Any, **more: Any) -> Any:
+    """Run a checkpoint function with the forward among the keywords of a layer that its decoder hands none."""
     call = innermost()
-    if call is None:
-        return own(layer, *inputs, **more)
-    return own(functools.partial(_run, *call, attention_of(call[0]), layer), *inputs, **more)
-
-
-def _run(model: Any, forward: Forward, attention: str, layer: Callable[..., Any], *inputs: Any, **more: Any) -> Any:
-    present = attention_of(model)
-    set_attention(model, attention)
-    enter(model, forward)
-    try:
-        return layer(*inputs, **more)
-    finally:
-        leave(model)
-        set_attention(model, present)
+    if call is not None and KEYWORD not in getattr(layer, "keywords", {}):
+        layer = functools.partial(layer, **{KEYWORD: Handed(call[1])})
+    return own(layer, *inputs, **more)

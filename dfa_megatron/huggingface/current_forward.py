@@ -2,14 +2,14 @@
 
 A `Forward` is made once, by the hooks in model_inputs.py, and never changes. What runs in the call reads it here:
 attention, rotary embeddings, recurrent layers, losses. A layer that is checkpointed runs again in the backward, perhaps
-in another thread and after other calls: its checkpoint function brings the `Forward` back (checkpointing.py).
+in another thread and after other calls: it finds the `Forward` in a keyword of its own (hook_mixers.py).
 """
 
 from __future__ import annotations
 
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -26,13 +26,10 @@ CONTEXT = "_dfa_attention"
 """The attribute of a module that holds its `LayerContext`."""
 
 KEYWORD = "dfa_forward"
-"""The keyword argument by which a decoder hands its layers the `Forward`, for checkpoint functions that keep it."""
+"""The keyword argument of layers that holds the `Forward`, which checkpoint functions keep for the recompute."""
 
 REACHED = "_dfa_reached"
 """The attribute of a mixer for the names of our functions that its present forward has reached."""
-
-WHOLE = "dfa_whole_batch"
-"""The key of a call for the `WholeBatch` of which a model cut its arguments."""
 
 Arguments = dict[str, Any]
 
@@ -43,11 +40,8 @@ class LayerContext:
 
     group: name of the process group that shares the sequence, "" for a single process.
     before: the attention implementation that the model had.
-    accelerate: batches come from accelerate: in evaluation every rank has whole sequences of its own, and the loss of
-        this rank's tokens is weighed by who called the model.
     multimodal: the decoder belongs to a model with towers, which embeds whole sequences.
     local: within `local_attention`.
-    varied: a forward was local, or its tokens saw something else than all before, so that a recompute needs its own.
     compared: the ranks have compared their weights, which is done once.
     """
 
@@ -55,23 +49,9 @@ class LayerContext:
     size: int
     options: TrainingConfig
     before: str
-    accelerate: bool = False
     multimodal: bool = False
     local: bool = False
-    varied: bool = False
     compared: bool = False
-
-
-class WholeBatch(NamedTuple):
-    """What a model that cuts its batches itself needs to put outputs together again.
-
-    labelled: whether a label of it counts, on its device; None without labels.
-    padding: tokens on the left of each row that were moved behind it; None if none were looked for.
-    """
-
-    rows: int
-    labelled: torch.Tensor | None
-    padding: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,11 +61,12 @@ class Forward:
     distributed: attention is over the ranks; else it is the model's own, over whole sequences of this rank.
     seen: the documents of every row, or the tree or mask that all rows have; None if each row is one document.
     images: where those of every row are whose tokens see each other both ways, by kind of layer.
-    given: the position_ids of the call.
+    given: the position_ids that the decoder is to be handed.
     positions: int64 (batch or 1, local_seq), what the decoder embeds for this rank's tokens, unless along several axes.
     longest: tokens of the longest document, or path, on all ranks.
     mask: (batch, local_seq), 0 for padding; None without.
-    whole: the batch that the model cut itself.
+    rows: the rows of the batch.
+    labelled: whether the batch has a label that counts, on its device; None without labels.
     tile: tokens of a tile of the loss; None where logits are made.
     layout: the tokens of a row that every rank holds; the name for equal parts.
     """
@@ -98,7 +79,8 @@ class Forward:
     positions: torch.Tensor | None = None
     longest: int = 0
     mask: torch.Tensor | None = None
-    whole: WholeBatch | None = None
+    rows: int = 0
+    labelled: torch.Tensor | None = None
     tile: int | None = None
     layout: Layout | str = "contiguous"
 
@@ -161,4 +143,4 @@ def forward_of_context(context: LayerContext | None) -> Forward | None:
 def forward_of(module: torch.nn.Module) -> Forward:
     """Return the forward that a module runs in; a layer that is called alone has a plain one."""
     context: LayerContext = getattr(module, CONTEXT)
-    return forward_of_context(context) or Forward(context, distributed=True)
+    return forward_of_context(context) or Forward(context, distributed=not context.local)

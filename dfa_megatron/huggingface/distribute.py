@@ -23,10 +23,9 @@ from dfa_megatron.huggingface.hook_mixers import adopt
 from dfa_megatron.huggingface.implementation import (
     attention_of,
     copy_configs,
-    is_distributed,
+    distribute,
     is_multimodal,
     kind_of,
-    set_attention,
 )
 from dfa_megatron.huggingface.positions import embedded_positions as embedded
 from dfa_megatron.huggingface.router_loss import follow_router
@@ -44,23 +43,34 @@ def distribute_attention(
     group: Group = None,
     config: TrainingConfig | None = None,
     reentrant: bool = False,
-    accelerate: bool = False,
 ) -> torch.nn.Module:
-    """Give a language model distributed attention; it then takes this rank's part of each sequence.
+    """Give a language model distributed attention. It still takes whole batches, the same on every rank of the group.
 
-    A multimodal model (images, sound) takes whole sequences and gives the logits of this rank's tokens: its
-    language model alone is distributed. `shard_batch` makes the batches of both.
+    The model cuts a batch at its door. Its loss is the whole batch's; gradients, averaged over the ranks, are those of
+    one process. Logits and hidden states are of this rank's tokens, which `dfa_megatron.local_positions` names. A
+    multimodal model (images, sound) embeds whole sequences: its language model alone is distributed.
 
-    Attention is distributed in training and evaluation alike. For generation, and whole sequences on one rank, see
-    `local_attention`. The call may be repeated, with another group or other options.
+    A batch has "input_ids" (batch, seq), or "inputs_embeds" up to 1 GiB, and if wanted:
+
+    - "labels" (batch, seq), not shifted, -100 where there is no loss. As in transformers, the last token of a document
+      is trained on the next one's first, unless that label is -100. "num_items_in_batch" counts those of the whole
+      batch, or of a whole step's.
+    - "attention_mask" with padding on the right, whose labels are -100.
+    - "position_ids" (batch or 1, seq) that restart at 0 where a document of a packed row begins, or "cu_seq_lens_q" and
+      "cu_seq_lens_k" of transformers' padding-free collators. A model that embeds axes takes (4, batch, seq), places
+      first.
+    - in place of both "prompt_tree": (lengths, parents) of segments that share prefixes, or "mask": any value of
+      `dfa_megatron.masks`, with any "position_ids" (1, seq). All rows have them.
+    - what processors of images, video and sound make, for a multimodal model.
 
     Args:
         model: a transformers model, or a module that holds one (PEFT).
         group: the ranks that share a sequence, in the order of their tokens; None is the default group.
         config: schedule, kernel, checkpoint and the like.
         reentrant: checkpoint with PyTorch's re-entrant form; see `set_checkpointing`.
-        accelerate: batches come from HF Trainer or accelerate. In evaluation, every rank then has whole sequences of
-            its own and attention is local; in training, whoever called the model weighs the loss of this rank's tokens.
+
+    Attention is distributed in training and evaluation alike. For generation, and other sequences on each rank, see
+    `local_attention`. The call may be repeated, with another group or other options.
 
     Returns:
         The same model.
@@ -75,8 +85,6 @@ def distribute_attention(
     check_wrappers(model, inner)
     check_model(inner)
     check_layers(inner, options, reentrant=reentrant)
-    if accelerate:
-        _check_loaded(inner)
     _note_untested(inner)
     attention.register()
     name = group_name(group)
@@ -84,8 +92,8 @@ def distribute_attention(
         check_degree(options.fixed_degree, group_size(name), inner.config.get_text_config().num_attention_heads)
     known: LayerContext | None = getattr(inner, CONTEXT, None)
     before = copy_configs(model, inner) if known is None else known.before
-    set_attention(inner, NAME)
-    if not is_distributed(inner):  # transformers only warns
+    distribute(inner)
+    if attention_of(inner) != NAME:  # transformers only warns
         raise UnsupportedError(
             kind_of(inner),
             "its layers compute attention in code of their own, whatever implementation is set",
@@ -96,9 +104,7 @@ def distribute_attention(
         size=group_size(name),
         options=options,
         before=before,
-        accelerate=accelerate,
         multimodal=is_multimodal(inner),
-        varied=known is not None and known.varied,
         compared=known is not None and known.compared,
     )
     decoder = inner.get_decoder()
@@ -112,25 +118,16 @@ def distribute_attention(
     return model
 
 
-def _check_loaded(model: Any) -> None:
-    """Refuse a model to which accelerate's loaders do not give what it needs."""
-    if is_multimodal(model):
-        raise UnsupportedError(
-            f"{kind_of(model)} under accelerate",
-            "whole sequences are embedded, and accelerate's loader cuts tokens",
-            "dfa_megatron.deepspeed.initialize or distribute_attention in a loop of your own, with shard_batch",
-        )
-
-
 def _hook(inner: Any, decoder: Any) -> None:
     """Register the hooks of a model and its decoder, which need a `LayerContext` when they run."""
     decoder.register_forward_pre_hook(inputs.prepare, with_kwargs=True)
-    decoder.register_forward_hook(end, always_call=True)
-    embedded.hook(decoder)
-    follow_router(type(inner).forward)
     if inner is not decoder:
         inner.register_forward_pre_hook(inputs.begin, with_kwargs=True)
-        inner.register_forward_hook(end, always_call=True)
+    inner.register_forward_hook(inputs.finish)
+    for module in {inner, decoder}:
+        module.register_forward_hook(end, always_call=True)
+    embedded.hook(decoder)
+    follow_router(type(inner).forward)
 
 
 @contextmanager
@@ -141,12 +138,10 @@ def local_attention(model: torch.nn.Module) -> Iterator[None]:
     if context is None:
         yield
         return
-    before, present, context.local = context.local, attention_of(inner), True
-    set_attention(inner, context.before)
+    before, context.local = context.local, True
     try:
         yield
     finally:
-        set_attention(inner, present)
         context.local = before
 
 

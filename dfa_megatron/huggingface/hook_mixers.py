@@ -1,5 +1,6 @@
-"""Hook the mixers of a model: attention and layers with states, which compute from several tokens at once.
+"""Hook the layers of a model, and their mixers: attention and layers with states, which compute from several tokens.
 
+A layer, or a mixer, that is checkpointed runs again in the backward. It enters the `Forward` that its keyword holds.
 A mixer that runs in a distributed forward must reach every function of ours that its class lists. One that does not has
 computed from this rank's tokens alone: its forward raises.
 """
@@ -12,6 +13,7 @@ from typing import Any
 import torch
 
 from dfa_megatron.errors import UnsupportedError
+from dfa_megatron.huggingface.checks.call_checks import takes
 from dfa_megatron.huggingface.checks.check_model import check_model
 from dfa_megatron.huggingface.current_forward import (
     CONTEXT,
@@ -36,18 +38,25 @@ def adopt(model: Any, context: LayerContext, name: str) -> None:
     """
     attentions = check_model(model)
     decoder = model.get_decoder()
-    for mixer in {*attentions, *recurrent.modules_of(decoder)}:
+    recurrents = recurrent.modules_of(decoder)
+    for mixer in {*attentions, *recurrents}:
         if REACHED not in vars(mixer):
             recurrent.hook(mixer)
             wanted = {NAME} if mixer in attentions else recurrent.listed(mixer)
-            mixer.register_forward_pre_hook(_enter_again, with_kwargs=True)
             mixer.register_forward_hook(functools.partial(_check_reached, frozenset(wanted)))
-            mixer.register_forward_hook(end, always_call=True)
         vars(mixer)[REACHED] = set()
-        setattr(mixer, CONTEXT, context)
-    for module in _parts(decoder):
+    for module in {*_parts(decoder), *attentions, *recurrents}:
+        if module in _layers(decoder) or REACHED in vars(module):
+            _hook(module)
         setattr(module, CONTEXT, context)
     set_mixers(model, name)
+
+
+def _hook(layer: Any) -> None:
+    """Let a layer or a mixer that runs again enter its forward; once."""
+    if not any(hook is _enter_again for hook in layer._forward_pre_hooks.values()):
+        layer.register_forward_pre_hook(_enter_again, with_kwargs=True, prepend=True)
+        layer.register_forward_hook(end, always_call=True)
 
 
 def knows_all(model: Any, context: LayerContext) -> bool:
@@ -55,33 +64,39 @@ def knows_all(model: Any, context: LayerContext) -> bool:
     return all(vars(module).get(CONTEXT) is context for module in _parts(model.get_decoder()))
 
 
+def _layers(decoder: Any) -> list[torch.nn.Module]:
+    """Return the layers of a decoder."""
+    return [x for child in decoder.children() if isinstance(child, torch.nn.ModuleList) for x in child]
+
+
 def _parts(decoder: Any) -> list[torch.nn.Module]:
     """Return the layers of a decoder and their children."""
-    stacks = (child for child in decoder.children() if isinstance(child, torch.nn.ModuleList))
-    return [part for stack in stacks for layer in stack for part in (layer, *layer.children())]
+    return [part for layer in _layers(decoder) for part in (layer, *layer.children())]
 
 
-def _enter_again(layer: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Enter the forward of a layer that runs again, where nothing else did.
+def _enter_again(layer: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Enter the forward of a layer that runs again in the backward, which its keyword holds.
 
     Raises:
-        UnsupportedError: nothing tells which it was, or attention was switched since.
+        UnsupportedError: nothing tells which it was.
     """
-    context: LayerContext = getattr(layer, CONTEXT)
-    vars(layer)[REACHED] = set()
-    backward = torch._C._current_graph_task_id() != -1  # in which a layer that runs was checkpointed
-    if forward_of_context(context) is not None or not backward:
-        return
     handed: Handed | None = kwargs.get(KEYWORD)
-    present = getattr(getattr(layer, "config", None), "_attn_implementation", NAME)
-    if present == NAME and handed is not None:
-        enter(layer, handed.forward)
-    elif context.varied or present != NAME:
-        raise UnsupportedError(
-            f"a layer of type {type(layer).__name__} that runs again in the backward",
-            "the function that checkpoints it does not tell it the documents, or whether its attention was local",
-            "checkpoint='full' or 'remat' of TrainingConfig, or gradient_checkpointing_enable, which do",
-        )
+    mixes = REACHED in vars(layer)
+    if mixes:
+        vars(layer)[REACHED] = set()
+    backward = torch._C._current_graph_task_id() != -1  # in which a layer that runs was checkpointed
+    if backward and forward_of_context(getattr(layer, CONTEXT)) is None:
+        if handed is not None:
+            enter(layer, handed.forward)
+        elif mixes and getattr(getattr(layer, "config", None), "_attn_implementation", NAME) == NAME:
+            raise UnsupportedError(
+                f"a layer of type {type(layer).__name__} that runs again in the backward",
+                "the function that checkpoints it does not tell it the documents, or whether its attention was local",
+                "checkpoint='full' or 'remat' of TrainingConfig, or gradient_checkpointing_enable, which do",
+            )
+    if handed is None or takes(layer, KEYWORD):
+        return None
+    return args, {name: value for name, value in kwargs.items() if name != KEYWORD}
 
 
 def _check_reached(wanted: frozenset[str], mixer: torch.nn.Module, args: tuple[Any, ...], output: Any) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-from dfa_megatron.huggingface.current_forward import NAME, REACHED
+from dfa_megatron.huggingface.current_forward import CONTEXT, NAME, REACHED
 
 
 def is_multimodal(model: Any) -> bool:
@@ -35,15 +35,14 @@ def attention_of(model: Any) -> str:
 
 
 def is_distributed(model: Any) -> bool:
-    """Return whether a model's attention is distributed at present."""
-    return attention_of(model) == NAME
+    """Return whether a model's attention is distributed at present; a user may have set another implementation."""
+    return attention_of(model) == NAME and not getattr(model, CONTEXT).local
 
 
-def set_attention(model: Any, name: str) -> None:
-    """Give a model's text an attention implementation, if it has another."""
-    if attention_of(model) != name:
-        model.set_attn_implementation({text_field(model): name} if is_multimodal(model) else name)
-        set_mixers(model, name)
+def distribute(model: Any) -> None:
+    """Give a model's text the attention implementation `dfa`, which also serves what is local."""
+    if attention_of(model) != NAME:
+        model.set_attn_implementation({text_field(model): NAME} if is_multimodal(model) else NAME)
 
 
 def set_mixers(model: Any, name: str) -> None:

@@ -1,7 +1,8 @@
-"""Scale the loss by one rule: P times the summed loss of this rank, over the labelled tokens of all P ranks.
+"""Scale the loss by one rule: P times the summed loss of this rank, over the labelled tokens of the whole batch.
 
-The mean over the P ranks is the mean loss of the whole sequence. So a framework that averages gradients over all ranks
-(DeepSpeed at every ZeRO stage, DDP, FSDP) gets the gradients of one process, wherever the labels are.
+The mean over the P ranks is the loss of the whole batch, which every rank gets. Its gradient is that of this rank's
+term. So a framework that averages gradients over all ranks (DeepSpeed at every ZeRO stage, DDP, FSDP) gets the
+gradients of one process, wherever the labels are.
 """
 
 from __future__ import annotations
@@ -12,11 +13,13 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.huggingface.checks.padding import IGNORED
 from dfa_megatron.huggingface.tiles.tiled_head import is_causal, run_in, summed_loss, tiled_head
 from dfa_megatron.loss.head import TILE, Head
 from dfa_megatron.loss.scores import token_scores
 from dfa_megatron.runtime.comm.groups import Group, group_name, group_size, resolve
+from dfa_megatron.sharding import shard_sequence
 
 _MARK = "_dfa_sums_tokens"
 """The attribute of a loss function that its author marked, which holds the function."""
@@ -26,25 +29,58 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 def causal_lm_loss(
     logits: torch.Tensor,
-    shift_labels: torch.Tensor,
+    labels: torch.Tensor,
     *,
     group: Group = None,
     ignore_index: int = IGNORED,
     label_smoothing: float = 0.0,
 ) -> torch.Tensor:
-    """Return the cross-entropy of this rank's tokens, scaled so that the mean over ranks is the whole batch's loss.
+    """Return the cross-entropy of a whole batch from the logits of this rank's tokens; a collective call.
 
-    The group's labelled tokens are counted with one all-reduce of a number. Without any, the loss is 0 with gradient 0.
+    Without a label that counts, the loss is 0 with gradient 0.
 
     Args:
         logits: (batch, local_seq, vocabulary); the loss is computed in float32, or float64 for float64.
-        shift_labels: (batch, local_seq), the label of the next token (`shard_batch`), ignore_index where there is none.
+        labels: (batch, seq) of the whole batch, the same on every rank, not shifted; ignore_index where there is none.
         group: the ranks that share the sequence.
         ignore_index: the label of a token that has no loss.
         label_smoothing: ε of PyTorch's `cross_entropy`.
+
+    Returns:
+        The same number on every rank. The mean of its gradients over the ranks is the whole batch's.
+
+    Raises:
+        UnsupportedError: labels of another number of tokens, such as those of this rank's tokens alone.
     """
-    total = summed_loss(logits, shift_labels, ignore_index, label_smoothing)
-    return mean_of_sequences(total, shift_labels, group, ignore_index)
+    mine, share = _of_this_rank(logits, labels, group, ignore_index)
+    return as_whole(summed_loss(logits, mine, ignore_index, label_smoothing) * share, group)
+
+
+def _of_this_rank(
+    x: torch.Tensor, labels: torch.Tensor, group: Group, ignore_index: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the labels of the next tokens of this rank's tokens, and P over the number of those of all ranks.
+
+    x: (batch, local_seq, ...).
+    """
+    shifted = torch.nn.functional.pad(labels, (0, 1), value=ignore_index)[:, 1:].contiguous()
+    mine, size = shard_sequence(shifted, group=group), group_size(group)
+    if mine.shape != x.shape[:2]:
+        raise UnsupportedError(
+            f"labels of shape {tuple(labels.shape)} for {tuple(x.shape[:2])} tokens on each of {size} ranks",
+            "they are shifted, and then cut, here",
+            "labels (batch, seq) of the whole batch, the same on every rank, not shifted",
+        )
+    return mine, size / (shifted != ignore_index).sum().clamp(min=1)
+
+
+def as_whole(loss: torch.Tensor, group: Group) -> torch.Tensor:
+    """Return the mean of a loss over the ranks, whose gradient is that of this rank's loss; a collective call."""
+    total = loss.detach().clone()
+    if name := group_name(group):
+        dist.all_reduce(total, group=resolve(name))
+        total /= group_size(group)
+    return total + (loss - loss.detach())
 
 
 def sums_tokens(function: Function) -> Function:
@@ -63,27 +99,16 @@ def adds_up(function: Any) -> bool:
     return is_causal(function) or getattr(author, _MARK, None) is author
 
 
-def mean_of_sequences(
-    total: torch.Tensor, shift_labels: torch.Tensor, group: Group = None, ignore_index: int = IGNORED
-) -> torch.Tensor:
-    """Scale the summed loss of this rank's tokens by the rule; a collective call of the group."""
-    name = group_name(group)
-    count = (shift_labels != ignore_index).sum()
-    if name:
-        dist.all_reduce(count, group=resolve(name))
-    return total * group_size(name) / count.clamp(min=1)
-
-
 def tiled_loss(
     head: torch.nn.Module,
     hidden: torch.Tensor,
-    shift_labels: torch.Tensor,
+    labels: torch.Tensor,
     *,
     group: Group = None,
     tile: int = TILE,
     ignore_index: int = IGNORED,
 ) -> torch.Tensor:
-    """Return `causal_lm_loss(head(hidden), shift_labels)` with the logits of one tile at a time.
+    """Return `causal_lm_loss(head(hidden), labels)` with the logits of one tile at a time.
 
     The head is called once, and all gradients of its weight are one sum. So ZeRO reduces a weight that is shared with
     the embeddings when it is complete. DeepSpeed's `SequenceTiledCompute` lets ZeRO 2 and 3 reduce it too early. Its
@@ -92,7 +117,7 @@ def tiled_loss(
     Args:
         head: PyTorch's linear layer from hidden states to logits.
         hidden: (batch, local_seq, hidden size).
-        shift_labels: (batch, local_seq), the label of the next token, ignore_index where there is none.
+        labels: as of `causal_lm_loss`.
         group: the ranks that share the sequence.
         tile: tokens whose logits exist at a time.
 
@@ -100,8 +125,10 @@ def tiled_loss(
         UnsupportedError: another kind of head, or a tile that is no positive integer.
     """
 
+    mine, share = _of_this_rank(hidden, labels, group, ignore_index)
+
     def use(hidden: torch.Tensor, head: Head) -> tuple[torch.Tensor, ...]:
-        return (token_scores(hidden, head, shift_labels, tile=tile, ignore_index=ignore_index).logprobs,)
+        return (token_scores(hidden, head, mine, tile=tile, ignore_index=ignore_index).logprobs,)
 
     (logprobs,) = run_in(tiled_head(head), hidden, use, 1.0, None)
-    return mean_of_sequences(-logprobs.sum(), shift_labels, group, ignore_index)
+    return as_whole(-logprobs.sum() * share, group)

@@ -7,14 +7,11 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from dfa_megatron.errors import UnsupportedError
-from dfa_megatron.huggingface.batch import shard_batch
 from dfa_megatron.huggingface.current_forward import CONTEXT, LayerContext
 from dfa_megatron.huggingface.distribute import local_attention, transformers_model
-from dfa_megatron.huggingface.trainers.shared_batches import takes_whole_batches
 from dfa_megatron.proving import Job, Proof, Text, examine
 from dfa_megatron.runtime.comm.groups import resolve
 from dfa_megatron.sharding import local_positions
@@ -95,11 +92,7 @@ class ModelJob(Job):
         batch = self.batch(text, alone=alone)
         loss: torch.Tensor = self.model(**batch).loss
         self.backward(loss)
-        total = loss.detach().clone()
-        if not alone and self.group is not None:
-            dist.all_reduce(total, group=self.group)
-            total /= self.ranks
-        return total
+        return loss.detach()
 
     def batch(self, text: Text, *, alone: bool) -> dict[str, Any]:
         """Return the arguments of the call."""
@@ -108,7 +101,7 @@ class ModelJob(Job):
         batch = {"input_ids": text.ids[None], "labels": text.labels[None]}
         if text.documents > 1:
             batch["position_ids"] = text.positions[None]
-        return batch if takes_whole_batches(self.inner) else shard_batch(batch, group=self.name or None)
+        return batch
 
     def backward(self, loss: torch.Tensor) -> None:
         """Run the backward."""

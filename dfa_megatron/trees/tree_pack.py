@@ -47,7 +47,7 @@ class TreePack:
         return tree_positions(self.tree.lengths, self.tree.parents)[None]
 
     def for_transformers(self) -> dict[str, Any]:
-        """Return the batch for `dfa_megatron.huggingface.shard_batch`, whose labels are not shifted.
+        """Return the batch for a transformers model, whose labels are not shifted.
 
         The model's own loss counts a shared token once; `weights` or `by_rollout` give the sum over rollouts.
         """

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from dfa_megatron import deepspeed as dfa_ds
 from dfa_megatron.runtime.counters import COUNTERS
@@ -36,13 +35,12 @@ class Tiled(torch.nn.Module):
         return lambda x: TiledMLP.apply(whole, mlp, x, TILES, parameters)
 
     def forward(self, batch: dict[str, torch.Tensor], group: Any, own_loss: bool) -> torch.Tensor:
-        """The loss of this rank's tokens, of `loss_tile` or of `tiled_loss`."""
+        """The loss of the whole batch, of `loss_tile` or of `tiled_loss`."""
         if own_loss:
             loss: torch.Tensor = self.model(**batch).loss
             return loss
-        shift_labels = batch["shift_labels"]
-        hidden = self.model.model(input_ids=batch["input_ids"], position_ids=batch["position_ids"]).last_hidden_state
-        return dfa_ds.tiled_loss(self.model.lm_head, hidden, shift_labels, group=group, tile=7)
+        hidden = self.model.model(input_ids=batch["input_ids"]).last_hidden_state
+        return dfa_ds.tiled_loss(self.model.lm_head, hidden, batch["labels"], group=group, tile=7)
 
 
 def tiled(rank: int, world_size: int, tied: bool) -> None:
@@ -60,9 +58,8 @@ def tiled(rank: int, world_size: int, tied: bool) -> None:
         for own_loss in (False, True):
             losses = []
             for whole in wholes:
-                batch = dfa_ds.shard_batch(whole, group=group)
                 COUNTERS.reset()
-                loss = engine(batch, group, own_loss)
+                loss = engine(whole, group, own_loss)
                 engine.backward(loss)
                 counts = COUNTERS.snapshot()
                 assert counts["attention_forwards"] == counts["replays"] == LAYERS
@@ -76,40 +73,11 @@ def tiled(rank: int, world_size: int, tied: bool) -> None:
         engine.destroy()
 
 
-def loader(rank: int, world_size: int) -> None:
-    from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPDataLoaderAdapter
-
-    harness.prepare_worker(rank)
-    wholes = [text(1, 12, seed=index, unlabelled=index) for index in range(4)]
-    mine = [
-        {**batch, "position_ids": torch.arange(12)[None]} for batch in wholes[rank % 2 :: 2]
-    ]  # every rank loads samples of its own
-    model = build("Llama")
-    config = harness.settings(2, 2)
-    engine, *_ = dfa_ds.initialize(model=model, model_parameters=list(model.parameters()), config=config)
-    mesh = dfa_ds.mesh_of(engine)
-    adapted = UlyssesSPDataLoaderAdapter(
-        mine, sp_rank=mesh.sequence_rank, sp_group=mesh.group, sp_world_size=mesh.size, device=engine.device
-    )
-    assert dist.get_world_size(mesh.group) == 2
-    seen = 0
-    for index, batch in enumerate(adapted):
-        ours = dfa_ds.shard_batch(wholes[index], group=mesh.group)
-        for name in ("input_ids", "position_ids", "shift_labels"):
-            assert torch.equal(batch[name], ours[name])
-        labels = batch.pop("shift_labels")
-        loss = dfa_ds.loss(engine(**batch).logits, labels, group=mesh.group)
-        assert harness.mean_over_ranks(loss) == pytest.approx(build("Llama")(**wholes[index]).loss.item(), rel=1e-5)
-        seen += 1
-    assert seen == 4
-
-
 def each(rank: int, world_size: int) -> None:
     for tied in (False, True):
         tiled(rank, world_size, tied)
-    loader(rank, world_size)
 
 
 @pytest.mark.support("deepspeed", "ALST's tiled MLP, and the loss by tiles, as option and function")
-def test_tiled_mlp_and_tiled_loss_have_the_gradients_of_one_process_and_the_loader_cuts_as_shard_batch() -> None:
+def test_tiled_mlp_and_tiled_loss_have_the_gradients_of_one_process() -> None:
     run_ranks(2, each, timeout=170)

@@ -56,7 +56,7 @@ def two_steps(make: Any, stage: int, world_size: int, block: dict[str, Any]) -> 
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     config = harness.settings(stage, world_size, **block)
     engine, *_ = dfa_ds.initialize(model=model, model_parameters=trained, config=config)
-    batch = dfa_ds.shard_batch(text(1, 10 * world_size, seed=5), group=dfa_ds.mesh_of(engine).group)
+    batch = text(1, 10 * world_size, seed=5)
     for _ in range(2):
         COUNTERS.reset()
         engine.backward(engine(**batch).loss)

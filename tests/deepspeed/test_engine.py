@@ -14,6 +14,7 @@ from dfa_megatron import DistFlashAttention, masks
 from dfa_megatron import deepspeed as dfa_ds
 from dfa_megatron.config import TrainingConfig
 from dfa_megatron.errors import UnsupportedError
+from dfa_megatron.sharding import shard_sequence
 from tests.deepspeed import harness
 from tests.huggingface.test_masks import in_memory
 from tests.huggingface.test_parity import MODELS
@@ -32,7 +33,7 @@ def step(engine: Any, seed: int) -> float:
     """One micro-batch, the same for all of a sequence's ranks and another for each sequence."""
     mesh = dfa_ds.mesh_of(engine)
     whole = text(1, 10 * mesh.size, seed=1000 * mesh.data_rank + seed, unlabelled=3)
-    loss = engine(**dfa_ds.shard_batch(whole, group=mesh.group)).loss
+    loss = engine(**whole).loss
     engine.backward(loss)
     engine.step()
     return harness.mean_over_ranks(loss)
@@ -71,7 +72,7 @@ def half_precision(rank: int, world_size: int) -> None:
         config = harness.settings(stage, world_size) | {"bf16": {"enabled": True}}
         engine, *_ = dfa_ds.initialize(model=model, model_parameters=list(model.parameters()), config=config)
         assert engine.communication_data_type == torch.float32
-        batch = dfa_ds.shard_batch(batches[0], group=dfa_ds.mesh_of(engine).group)
+        batch = batches[0]
         engine.backward(engine(**batch).loss)
         for name, parameter in engine.module.named_parameters():
             gradient = safe_get_full_grad(parameter).float()
@@ -120,8 +121,7 @@ def own_model(rank: int, world_size: int) -> None:
     mesh = dfa_ds.mesh_of(engine)
     assert engine.module.attention.config.schedule == "ring"  # a config of the model's own overrides the block
     tokens = torch.randint(0, 31, (1, 16), generator=torch.Generator().manual_seed(1))
-    batch = dfa_ds.shard_batch({"input_ids": tokens, "labels": tokens}, group=mesh.group)
-    engine.backward(dfa_ds.loss(engine(batch["input_ids"]), batch["shift_labels"], group=mesh.group))
+    engine.backward(dfa_ds.loss(engine(shard_sequence(tokens, group=mesh.group)), tokens, group=mesh.group))
 
     want.attention.group_name = alone.group_name
     F.cross_entropy(want(tokens)[0, :-1], tokens[0, 1:]).backward()
@@ -144,7 +144,7 @@ def trees_and_masks(rank: int, world_size: int) -> None:
         loss.backward()
         config = harness.settings(3, world_size, checkpoint="remat")
         engine, *_ = dfa_ds.initialize(model=model, model_parameters=list(model.parameters()), config=config)
-        got = engine(**dfa_ds.shard_batch(batch, group=dfa_ds.mesh_of(engine).group)).loss
+        got = engine(**batch).loss
         engine.backward(got)
         assert abs(harness.mean_over_ranks(got) - loss.item()) < 1e-5 * loss.item()
         for (name, parameter), reference in zip(engine.module.named_parameters(), want.parameters(), strict=True):

@@ -81,15 +81,15 @@ def check(rank: int, world_size: int, jobs: list[Job]) -> None:
             mesh = dfa_ds.mesh_of(engine)
             assert (mesh.size, mesh.data_size) == (job.size, world_size // job.size)
             assert engine.train_batch_size() == mesh.data_size
-            batch = dfa_ds.shard_batch(batches[mesh.data_rank], group=mesh.group)
+            batch = batches[mesh.data_rank]
             # The second step finds ZeRO-3's gathers in their steady state.
             for own_loss in (True,) if job.is_hybrid else (True, job.packed):
                 COUNTERS.reset()
                 if own_loss:
                     loss = engine(**batch).loss
                 else:
-                    logits = engine(input_ids=batch["input_ids"], position_ids=batch["position_ids"]).logits
-                    loss = dfa_ds.loss(logits, batch["shift_labels"], group=mesh.group)
+                    logits = engine(**{name: x for name, x in batch.items() if name != "labels"}).logits
+                    loss = dfa_ds.loss(logits, batch["labels"], group=mesh.group)
                 engine.backward(loss)
                 counts = COUNTERS.snapshot()
                 assert job.is_hybrid or counts["attention_forwards"] == LAYERS

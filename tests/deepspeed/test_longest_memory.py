@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -58,7 +59,7 @@ def peaks(rank: int, ranks: int) -> float:
     for rows in (512, 512, 1024):
         ids = torch.arange(rows)[None] % WORDS
         with Held() as held:
-            loss = training(input_ids=ids, position_ids=torch.arange(rows)[None], shift_labels=ids, group=None)
+            loss = training(input_ids=ids, labels=ids, group=dist.group.WORLD)
             loss.backward()
         found[rows] = held.peak
         training.zero_grad()

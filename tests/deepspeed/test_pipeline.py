@@ -18,6 +18,7 @@ from dfa_megatron import deepspeed as dfa_ds
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.runtime.agreement import watchdog
 from dfa_megatron.runtime.counters import COUNTERS
+from dfa_megatron.sharding import local_positions, shard_sequence
 from tests.deepspeed import harness
 from tests.support.close import assert_close
 from tests.support.workers import run_ranks
@@ -128,8 +129,9 @@ def train(rank: int, world_size: int, stages: int, size: int) -> None:
 
         def parts() -> Iterator[tuple[tuple[torch.Tensor, torch.Tensor], torch.Tensor]]:
             for whole in sequences(mesh.data_rank, 2 * steps):
-                local = dfa_ds.shard_batch(whole, group=mesh.group)
-                yield (local["input_ids"], local["position_ids"]), local["shift_labels"]
+                ids = shard_sequence(whole["input_ids"], group=mesh.group)
+                places = local_positions(whole["input_ids"].shape[1], group=mesh.group)[None]
+                yield (ids, places.expand_as(ids)), whole["labels"]
 
         stream = parts()
         COUNTERS.reset()

@@ -25,7 +25,7 @@ def engine_of(stage: int, dtype: str, prove: bool) -> Any:
 def trained(engine: Any, steps: int = 2) -> list[float]:
     losses = []
     for seed in range(2 * steps):
-        loss = engine(**dfa_ds.shard_batch(text(1, 20, seed=seed), group=dfa_ds.mesh_of(engine).group)).loss
+        loss = engine(**text(1, 20, seed=seed)).loss
         engine.backward(loss)
         engine.step()
         losses.append(loss.item())
@@ -50,7 +50,7 @@ def proved_at(stage: int, dtype: str) -> list[str]:
         said.append(str(caught.value))
     assert trained(other, 1) == trained(plain, 1)
     if stage == 1:
-        batch = dfa_ds.shard_batch(text(1, 20, seed=1), group=dfa_ds.mesh_of(other).group)
+        batch = text(1, 20, seed=1)
         other.backward(other(**batch).loss)
         other.step()
         with pytest.raises(UnsupportedError, match="after 1 of a step's 2 micro-batches"):

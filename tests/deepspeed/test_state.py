@@ -38,7 +38,7 @@ def step(engine: Any, number: int) -> float:
     """One step over the same sequences for any mesh."""
     mesh, losses = dfa_ds.mesh_of(engine), []
     for index in range(mesh.data_rank, SEQUENCES, mesh.data_size):
-        batch = dfa_ds.shard_batch(text(1, 24, seed=10 * number + index, unlabelled=3), group=mesh.group)
+        batch = text(1, 24, seed=10 * number + index, unlabelled=3)
         loss = engine(**batch).loss
         engine.backward(loss)
         engine.step()

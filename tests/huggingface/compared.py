@@ -14,10 +14,8 @@ from tests.support.models import gradients
 
 
 def assert_loss(loss: torch.Tensor, want: torch.Tensor, name: str, tolerance: float = 1e-5) -> None:
-    """The mean of the ranks' losses is that of the whole batch."""
-    mean = loss.detach().clone()
-    dist.all_reduce(mean)
-    assert_close(mean / dist.get_world_size(), want, tolerance=tolerance, name=f"{name} loss")
+    """Every rank has the loss of the whole batch."""
+    assert_close(loss.detach(), want, tolerance=tolerance, name=f"{name} loss")
 
 
 def summed(model: Any) -> dict[str, torch.Tensor]:
@@ -36,13 +34,13 @@ def assert_gradients(model: Any, wanted: Mapping[str, torch.Tensor], name: str, 
         assert_close(found[key] / dist.get_world_size(), want, tolerance=tolerance, name=f"{name} {key}")
 
 
-def check(model: Any, local: dict[str, torch.Tensor], reference: Any, want: Any, name: str) -> None:
-    """Logits, loss and gradients of a part of a batch are those of `reference`, whose backward has run.
+def check(model: Any, batch: dict[str, torch.Tensor], reference: Any, want: Any, name: str) -> None:
+    """Logits, loss and gradients of a batch are those of `reference`, whose backward has run.
 
     `want` has its logits and its loss.
     """
     model.zero_grad()
-    got = model(**local)
+    got = model(**batch)
     got.loss.backward()
     assert_close(got.logits, shard_sequence(want[0]), tolerance=1e-5, name=f"{name} logits")
     assert_loss(got.loss, want[1], name)

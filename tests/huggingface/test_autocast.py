@@ -36,7 +36,7 @@ def compare(rank: int, world_size: int, kind: str, kernel: str, checkpoint: str)
     want = step(reference, batch)
     model = dfa_hf.distribute_attention(build(kind), config=TrainingConfig(kernel=kernel, checkpoint=checkpoint))
     COUNTERS.reset()
-    got = step(model, dfa_hf.shard_batch(batch))
+    got = step(model, batch)
     assert COUNTERS.attention_forwards == LAYERS * (2 if checkpoint == "full" else 1)
     assert got.logits.dtype is want.logits.dtype is torch.bfloat16
     assert_close(got.logits, shard_sequence(want.logits), tolerance=TOLERANCE, name=f"{kind} logits")

@@ -15,30 +15,10 @@ from tests.support.models import LAYERS, build, gradients, text
 from tests.support.workers import run_ranks
 
 
-def cut(rank: int, world_size: int) -> dict[str, torch.Tensor]:
-    ids = torch.arange(24).view(2, 12)
-    labels = ids.clone()
-    labels[0, :5] = -100
-    return dfa_hf.shard_batch({"input_ids": ids, "labels": labels, "attention_mask": torch.ones(2, 12)})
-
-
-def test_labels_are_those_of_the_next_token_across_ranks() -> None:
-    first, second, third = run_ranks(3, cut)
-    assert first["input_ids"].tolist() == [[0, 1, 2, 3], [12, 13, 14, 15]]
-    assert first["labels"].tolist() == [[-100, -100, -100, -100], [13, 14, 15, 16]]
-    assert second["labels"].tolist() == [[5, 6, 7, 8], [17, 18, 19, 20]]
-    assert third["labels"].tolist() == [[9, 10, 11, -100], [21, 22, 23, -100]]
-    for place, part in enumerate((first, second, third)):
-        assert part["position_ids"].tolist() == [[*range(4 * place, 4 * place + 4)]]
-        assert torch.equal(part["labels"], part["shift_labels"])
-        assert part["num_items_in_batch"] == pytest.approx((7 + 11) / 3)
-        assert isinstance(part["num_items_in_batch"], float), "FSDP's mixed precision would round a tensor"
-
-
 def no_label_at_all(rank: int, world_size: int) -> None:
     model = dfa_hf.distribute_attention(build("Llama"))
-    batch = dfa_hf.shard_batch(text(1, 12, seed=3, unlabelled=12))
-    for loss in (model(**batch).loss, dfa_hf.causal_lm_loss(model(**batch).logits, batch["shift_labels"])):
+    batch = text(1, 12, seed=3, unlabelled=12)
+    for loss in (model(**batch).loss, dfa_hf.causal_lm_loss(model(**batch).logits, batch["labels"])):
         assert loss.item() == 0.0
         model.zero_grad()
         loss.backward()
@@ -49,15 +29,14 @@ def groups_of_two(rank: int, world_size: int) -> None:
     pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     own = pairs[rank // 2]
     whole = text(1, 12, seed=rank // 2, unlabelled=2 + rank // 2)
-    batch = dfa_hf.shard_batch(whole, group=own)
+    batch = whole
     logits = torch.zeros(1, 6, 61)
-    loss = dfa_hf.causal_lm_loss(logits, batch["shift_labels"], group=own)
-    dist.all_reduce(loss, group=own)
-    assert loss.item() / 2 == pytest.approx(torch.tensor(61.0).log().item(), rel=1e-6)
+    loss = dfa_hf.causal_lm_loss(logits, batch["labels"], group=own)
+    assert loss.item() == pytest.approx(torch.tensor(61.0).log().item(), rel=1e-6)
 
 
 def checkpointed(rank: int, world_size: int) -> None:
-    batch = dfa_hf.shard_batch(text(1, 12, seed=3))
+    batch = text(1, 12, seed=3)
     seen = {}
     for checkpoint in ("none", "full", "remat"):
         model = dfa_hf.distribute_attention(build("Qwen2"), config=TrainingConfig(checkpoint=checkpoint))
@@ -91,7 +70,7 @@ def test_a_batch_without_a_label_has_gradient_zero_and_labels_are_counted_in_the
 
 def test_a_copy_of_a_model_is_distributed_as_well() -> None:
     model = dfa_hf.distribute_attention(build("Llama"))
-    batch = dfa_hf.shard_batch(text(1, 8, seed=1))
+    batch = text(1, 8, seed=1)
     other = copy.deepcopy(model)
     assert torch.equal(other(**batch).logits, model(**batch).logits)
     dfa_hf.distribute_attention(other, config=TrainingConfig(checkpoint="remat"))  # once more: hooks are not doubled

@@ -13,7 +13,7 @@ from torch import nn
 
 from dfa_megatron import huggingface as dfa_hf
 from dfa_megatron.errors import UnsupportedError
-from dfa_megatron.huggingface.trainers.shared_batches import take_whole_batches
+from dfa_megatron.huggingface.trainers.join_outputs import join_outputs
 from dfa_megatron.sharding import unshard_sequence
 from tests.huggingface.compared import assert_loss
 from tests.support.close import assert_close
@@ -42,23 +42,19 @@ def token_types(rank: int, world_size: int) -> None:
         whole |= {"position_ids": positions} if packed else {}
         for types in (torch.zeros_like(whole["input_ids"]), (whole["input_ids"] % 3)):
             batch = {**whole, "token_type_ids": types}
-            part = dfa_hf.shard_batch(batch)
-            assert part["input_ids"].shape == part["token_type_ids"].shape == part["labels"].shape
             model = dfa_hf.distribute_attention(gpt2())
-            logits = unshard_sequence(model(**part).logits)
+            logits = unshard_sequence(model(**batch).logits)
             if not packed:
                 inputs = {name: batch[name] for name in ("input_ids", "token_type_ids")}
                 assert_close(logits, gpt2()(**inputs).logits, tolerance=1e-9, name="logits")
-            shared = dfa_hf.distribute_attention(gpt2())
-            take_whole_batches(shared)
-            assert_close(shared(**batch).logits, logits, tolerance=1e-9, name="of a shared batch")
             uneven = {name: x[:, :-1] for name, x in batch.items()}
-            assert_close(shared(**uneven).logits, logits[:, :-1], tolerance=1e-9, name="of an uneven length")
+            found = unshard_sequence(model(**uneven).logits)
+            assert_close(found, logits[:, :-1], tolerance=1e-9, name="of an uneven length")
     llama = dfa_hf.distribute_attention(build("Llama"))
-    loss = llama(**dfa_hf.shard_batch({**text(2, length, seed=1), "token_type_ids": types})).loss
+    loss = llama(**{**text(2, length, seed=1), "token_type_ids": types}).loss
     assert_loss(loss, build("Llama")(**text(2, length, seed=1)).loss, "text")
-    with pytest.raises(UnsupportedError, match="a batch with images or sound for a model of text"):
-        llama(**dfa_hf.shard_batch({**text(2, length, seed=1), "mm_token_type_ids": types}))
+    with pytest.raises(UnsupportedError, match="mm_token_type_ids beside the tokens of a batch"):
+        llama(**{**text(2, length, seed=1), "mm_token_type_ids": types})
 
 
 def text_for_parts(rank: int, world_size: int) -> None:
@@ -71,12 +67,12 @@ def text_for_parts(rank: int, world_size: int) -> None:
         model = images.build(kind)
         want = model(**whole, **more, use_cache=False)
         model = dfa_hf.distribute_attention(model)
-        got = model(**dfa_hf.shard_batch({**whole, **more}))
+        got = model(**{**whole, **more})
         assert_close(unshard_sequence(got.logits), want.logits, tolerance=1e-6, name=f"{kind} logits")
         assert_loss(got.loss, want.loss, kind)
     mask = (torch.arange(12) < torch.tensor([[4], [12]])).long()  # beyond windows transformers' own losses are NaN
     padded = {**whole, "attention_mask": mask, "labels": whole["labels"].where(mask.bool(), -100)}
-    loss = model(**dfa_hf.shard_batch(padded)).loss
+    loss = model(**padded).loss
     with dfa_hf.local_attention(model):
         assert_loss(loss, model(**padded).loss, "padded")
 
@@ -86,7 +82,7 @@ def packs_of_text(rank: int, world_size: int) -> None:
     from tests.huggingface.sweep import images
 
     draw = random.Random(world_size)
-    ways = ("positions", "four axes", "offsets", "roots", "whole batches", "whole call")
+    ways = ("positions", "four axes", "offsets", "roots")
     for kind in ("qwen2_5_vl", "qwen3_vl", "qwen3_5 with images"):
         for way in draw.sample(ways, 4):
             lengths = [draw.randrange(1, 14) for _ in range(draw.randrange(2, 5))] + [7]
@@ -104,14 +100,7 @@ def packs_of_text(rank: int, world_size: int) -> None:
                 "roots": {"prompt_tree": (lengths, [-1] * len(lengths))},
             }.get(way, {"position_ids": positions})
             model = dfa_hf.distribute_attention(images.build(kind))
-            part = dfa_hf.shard_batch(batch | told)
-            if way == "whole batches":
-                take_whole_batches(model)
-                part = batch | told
-            elif way == "whole call":
-                kept = ("labels", "shift_labels", "num_items_in_batch")
-                part = {**batch, **told, **{name: part[name] for name in kept}}
-            loss = model(**part).loss
+            loss = model(**batch, **told).loss
             loss.backward()
             assert_loss(loss, torch.stack(losses).sum().detach(), f"{kind} {way}", 1e-6)
             trained = {name: x.grad for name, x in want.named_parameters() if x.grad is not None}
@@ -120,24 +109,20 @@ def packs_of_text(rank: int, world_size: int) -> None:
                     dist.all_reduce(x.grad)
                     assert_close(x.grad / world_size, trained[name], tolerance=1e-5, name=f"{kind} {way} {name}")
     with pytest.raises(UnsupportedError, match=r"for models with axes \(4, batch, seq\), these first"):
-        dfa_hf.shard_batch(batch | {"position_ids": positions.expand(3, 1, -1)})
+        dfa_hf.distribute_attention(build("Llama"))(**batch, position_ids=positions.expand(3, 1, -1))
     image = batch | {"position_ids": positions, "pixel_values": torch.ones(1, 2)}
     with pytest.raises(UnsupportedError, match=r"position_ids of shape .*along several axes"):
-        dfa_hf.distribute_attention(images.build("qwen2_5_vl"))(**dfa_hf.shard_batch(image))
+        dfa_hf.distribute_attention(images.build("qwen2_5_vl"))(**image)
 
 
 def extras(rank: int, world_size: int) -> None:
     whole = text(2, 12, seed=1)
     model = dfa_hf.distribute_attention(build("Llama"))
-    take_whole_batches(model)
     for more in (
-        {"shift_labels": whole["labels"]},
-        {"shift_labels": whole["labels"][:, :6]},
         {"weights": torch.ones(2, 12)},
-        {"inputs_embeds": torch.ones(2, 12, 32)},
         {"times": torch.ones(12)},
     ):
-        with pytest.raises(UnsupportedError, match=f"{next(iter(more))} beside the tokens of a shared batch"):
+        with pytest.raises(UnsupportedError, match=f"{next(iter(more))} beside the tokens of a batch"):
             model(**whole, **more)
     model(**whole, num_items_in_batch=torch.tensor(5), use_cache=False, step=torch.tensor(3))
 
@@ -145,7 +130,7 @@ def extras(rank: int, world_size: int) -> None:
 def joined(rank: int, world_size: int) -> None:
     local, rows = 6, 4
     model = dfa_hf.distribute_attention(build("Llama")).eval()
-    take_whole_batches(model)
+    join_outputs(model)
 
     def add(module: Any, args: Any, output: Any) -> Any:
         output["router_logits"] = (torch.full((rows * local, local), float(rank)), torch.ones(rows, local))

@@ -71,7 +71,7 @@ def marked(rank: int, world_size: int) -> None:
         want.loss_function = model.loss_function = own
         loss = want(**whole).loss
         loss.backward()
-        got = model(**dfa_hf.shard_batch(whole)).loss
+        got = model(**whole).loss
         got.backward()
         assert_loss(got, loss.detach(), str(own), 1e-7)
         assert_gradients(model, gradients(want), str(own), 1e-6)
@@ -117,21 +117,20 @@ def refused(rank: int, world_size: int) -> None:
             model = dfa_hf.distribute_attention(build("Llama"), config=TrainingConfig(loss_tile=tile))
             change(model)
             with pytest.raises(UnsupportedError, match=f"labels for the loss function .*{said}.*sums_tokens marks"):
-                model(**dfa_hf.shard_batch(whole))
-            part = dfa_hf.shard_batch(whole)  # what works: the logits, and our loss of them
-            kept = {name: x for name, x in part.items() if name not in ("labels", "shift_labels", "num_items_in_batch")}
-            loss = dfa_hf.causal_lm_loss(model(**kept).logits, part["shift_labels"])
+                model(**whole)
+            # What works: the logits, and our loss of them.
+            loss = dfa_hf.causal_lm_loss(model(input_ids=whole["input_ids"]).logits, whole["labels"])
             assert_loss(loss, build("Llama")(**whole).loss.detach(), said)
     model = dfa_hf.distribute_attention(build("Llama"))
     with pytest.raises(UnsupportedError, match="ignore_index=0 in a call"):
-        model(**dfa_hf.shard_batch(whole), ignore_index=0)
+        model(**whole, ignore_index=0)
     with pytest.MonkeyPatch.context() as patch:  # as packages of faster losses do
         patch.setattr(loss_utils, "ForCausalLMLoss", patched)
         patch.setitem(loss_utils.LOSS_MAPPING, "ForCausalLM", patched)
         with pytest.raises(UnsupportedError, match="labels for the loss function ForCausalLMLoss"):
-            model(**dfa_hf.shard_batch(whole))
+            model(**whole)
     model.loss_type = "ForOdours"  # which transformers takes for its causal one
-    model(**dfa_hf.shard_batch(whole))
+    model(**whole)
 
 
 def test_a_loss_that_is_not_known_to_be_a_sum_is_refused_however_it_was_set() -> None:

@@ -87,7 +87,7 @@ def compare(rank: int, ranks: int) -> None:
         loss.backward()
         dfa_hf.distribute_attention(model)
         given = batch | {"mask": mask} | ({} if positions is whole else {"position_ids": positions[None]})
-        got = model(**dfa_hf.shard_batch(given)).loss
+        got = model(**given).loss
         got.backward()
         name = f"{kind} {mask.name}"
         assert_loss(got, loss, name)
@@ -104,16 +104,13 @@ def test_loss_and_gradients_are_those_of_the_mask_in_memory(ranks: int) -> None:
 
 
 def test_masks_beside_padding_and_for_layers_with_states_are_refused() -> None:
-    batch = text(1, 8, seed=0) | {"mask": masks.prefix_lm(8, 3)}
+    model, batch = dfa_hf.distribute_attention(build("Llama")), text(1, 8, seed=0) | {"mask": masks.prefix_lm(8, 3)}
     padding = (torch.arange(8) < 6).long()[None]
     with pytest.raises(UnsupportedError, match="a mask beside padding"):
-        dfa_hf.shard_batch(batch | {"attention_mask": padding, "labels": batch["labels"].where(padding.bool(), -100)})
+        model(**batch | {"attention_mask": padding, "labels": batch["labels"].where(padding.bool(), -100)})
     rows = {name: x.expand(2, -1) for name, x in batch.items() if name != "mask"}
     with pytest.raises(UnsupportedError, match="the same in all rows of a mask"):
-        dfa_hf.shard_batch(batch | rows | {"position_ids": torch.stack((torch.arange(8), torch.arange(8) % 4))})
+        model(**batch | rows | {"position_ids": torch.stack((torch.arange(8), torch.arange(8) % 4))})
     states = dfa_hf.distribute_attention(build("Mamba2", num_heads=4, head_dim=16, state_size=4, n_groups=1))
     with pytest.raises(UnsupportedError, match="with a state"):
-        states(**dfa_hf.shard_batch(batch))
-    model, positions = dfa_hf.distribute_attention(build("Llama")), torch.arange(4)[None]
-    with pytest.raises(UnsupportedError, match="position_ids from 0 to 3"):
-        model(**dfa_hf.shard_batch(batch) | {"position_ids": positions})
+        states(**batch)

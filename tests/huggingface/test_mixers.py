@@ -65,7 +65,7 @@ def copied_layers(rank: int, world_size: int, seed: int) -> None:
             model = dfa_hf.distribute_attention(changed(number, model), config=options)
         else:
             model = changed(number, dfa_hf.distribute_attention(model, config=options))
-        found = model(**dfa_hf.shard_batch(batch))
+        found = model(**batch)
         found.loss.backward()
         assert_loss(found.loss, want.loss, str(number))
         assert_gradients(model, gradients(reference), str(number))
@@ -80,7 +80,7 @@ def test_layers_that_were_copied_added_or_replaced_are_exact(ranks: int) -> None
 
 def test_an_attention_that_does_not_reach_ours_raises_and_one_that_does_not_run_does_not() -> None:
     model = dfa_hf.distribute_attention(build("Llama"))
-    batch = dfa_hf.shard_batch(text(1, 8, seed=1))
+    batch = text(1, 8, seed=1)
     model.model.layers[1].forward = lambda hidden, *_, **__: hidden
     model(**batch)
     own = model.model.layers[0].self_attn
@@ -111,7 +111,7 @@ def test_a_state_is_never_computed_alone_because_a_function_has_another_name(kin
 
     model = build_type(kind)
     layer = next(module for module in model.modules() if listed(module))
-    batch = dfa_hf.shard_batch({"input_ids": torch.arange(1, 9)[None]})
+    batch = {"input_ids": torch.arange(1, 9)[None]}
     for name in sorted(listed(layer)):
         was = renamed(layer, name)
         try:
@@ -159,7 +159,7 @@ def mixed_precision(rank: int, world_size: int, seed: int) -> None:
             for layer in model.model.layers:
                 fully_shard(layer, mesh=mesh, mp_policy=inner)
             fully_shard(model, mesh=mesh, mp_policy=outer)
-            loss = model(**(dfa_hf.shard_batch(batch) if distributed else batch), use_cache=False).loss
+            loss = model(**batch, use_cache=False).loss
             loss.backward()
             losses.append((loss, torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9).full_tensor()))
         near, norm = (1e-5, 1e-5) if dtype is None else (4e-3, 3e-2)  # bfloat16 rounds to 4e-3

@@ -30,13 +30,13 @@ KINDS: tuple[tuple[str, dict[str, Any]], ...] = (
 
 
 def evaluate(model: Any) -> None:
-    """Evaluate as under accelerate: each rank by itself, and in a thread of its own."""
+    """Evaluate each rank by itself, in a thread of its own."""
     ThreadPoolExecutor(1).submit(_evaluate, model).result()
 
 
 def _evaluate(model: Any) -> None:
     model.eval()
-    with torch.no_grad():
+    with torch.no_grad(), dfa_hf.local_attention(model):
         model(**text(1, 10, seed=7))
     model.train()
 
@@ -49,8 +49,8 @@ def generate(model: Any) -> None:
 
 def fail(model: Any) -> None:
     model.eval()
-    with pytest.raises(UnsupportedError):
-        model(**text(1, 8, seed=7), position_ids=torch.arange(1, 9)[None])
+    with pytest.raises(UnsupportedError), dfa_hf.local_attention(model):
+        model(**text(1, 8, seed=7), prompt_tree=([8], [-1]))
     model.train()
 
 
@@ -59,17 +59,17 @@ BETWEEN: tuple[Callable[[Any], None], ...] = (evaluate, generate, fail)
 
 def evaluation_between(rank: int, world_size: int) -> None:
     for number, (kind, changes) in enumerate(KINDS):
-        part = dfa_hf.shard_batch(text(2, 6 * world_size, seed=number, unlabelled=3))
+        part = text(2, 6 * world_size, seed=number, unlabelled=3)
         wanted: dict[str, torch.Tensor] = {}
         ways = (("none", False), ("full", True), ("remat", True), ("full", False), ("auto", bool(number % 2)))
         for checkpoint, reentrant in ways:
             model = build(kind, number, **changes).double()
             options = TrainingConfig(checkpoint=checkpoint)
             if checkpoint == "auto":
-                dfa_hf.distribute_attention(model, config=options, accelerate=True)
+                dfa_hf.distribute_attention(model, config=options)
                 model.gradient_checkpointing_enable({"use_reentrant": reentrant})
             else:
-                dfa_hf.distribute_attention(model, config=options, reentrant=reentrant, accelerate=True)
+                dfa_hf.distribute_attention(model, config=options, reentrant=reentrant)
             loss = model(**part).loss
             if checkpoint != "none":
                 BETWEEN[(number + rank) % 3](model)
@@ -89,15 +89,14 @@ def local_forward(rank: int, world_size: int) -> None:
         model = build("Llama").double()
         options = TrainingConfig(checkpoint="full")
         dfa_hf.distribute_attention(model, config=options, reentrant=reentrant)
-        part = dfa_hf.shard_batch(whole)
         with dfa_hf.local_attention(model):
             loss = model(**whole).loss
-        model(**part)
+        model(**whole)
         loss.backward()
         for name, gradient in gradients(model).items():
             assert_close(gradient, gradients(want)[name], tolerance=1e-6, name=f"local {name}")
         model.zero_grad()
-        loss = model(**part).loss
+        loss = model(**whole).loss
         with dfa_hf.local_attention(model):
             loss.backward()
         for name, gradient in summed(model).items():
@@ -113,8 +112,8 @@ def shared_config(rank: int, world_size: int) -> None:
     for model in (first, second):
         model.load_state_dict(build("Llama").state_dict())
     want = build("Llama").double()(**whole).loss
-    part = dfa_hf.shard_batch(whole)
-    dfa_hf.distribute_attention(first, accelerate=True)
+    part = whole
+    dfa_hf.distribute_attention(first)
     assert_close(second(**whole).loss, want, tolerance=1e-6, name="the other model, as it was")
     dfa_hf.distribute_attention(second, config=TrainingConfig(checkpoint="full"), reentrant=True)
     third = kind(first.config).double()
@@ -136,15 +135,13 @@ def shared_config(rank: int, world_size: int) -> None:
 
 def called_alone(rank: int, world_size: int) -> None:
     model = build("Llama").double()
-    dfa_hf.distribute_attention(model, accelerate=True)
-    whole = text(1, 12, seed=3)
-    part = dfa_hf.shard_batch(whole)
-    inputs = {name: part[name] for name in ("input_ids", "position_ids")}
+    dfa_hf.distribute_attention(model)
+    inputs = {"input_ids": text(1, 12, seed=3)["input_ids"]}
     want = model.model(**inputs).last_hidden_state
     evaluate(model)
     assert torch.equal(model.model(**inputs).last_hidden_state, want)
-    model.eval()
-    local = model.model(input_ids=whole["input_ids"]).last_hidden_state
+    with dfa_hf.local_attention(model):
+        local = model.model(**inputs).last_hidden_state
     assert_close(want, shard_sequence(local), tolerance=1e-6, name="the decoder alone, in evaluation")
 
 
@@ -156,8 +153,8 @@ def test_a_recompute_in_another_thread_has_its_documents(reentrant: bool) -> Non
         model = build("Llama").double()
         options = TrainingConfig(checkpoint=checkpoint)
         dfa_hf.distribute_attention(model, config=options, reentrant=reentrant and checkpoint != "none")
-        loss = model(**dfa_hf.shard_batch(pack)).loss
-        model(**dfa_hf.shard_batch(text(1, 12, seed=4)))
+        loss = model(**pack).loss
+        model(**text(1, 12, seed=4))
         ThreadPoolExecutor(1).submit(loss.backward).result()
         found.append(gradients(model))
     for name, gradient in found[0].items():
@@ -178,12 +175,12 @@ def own_checkpoint(model: Any, keeps: bool) -> Any:
 def two_models(rank: int, world_size: int) -> None:
     whole = text(1, 12, seed=3)
     pack = whole | {"position_ids": torch.tensor([[0, 1, 2, 3, 4, 0, 1, 0, 1, 2, 3, 4]])}
-    parts = [dfa_hf.shard_batch(batch) for batch in (pack, whole)]
+    parts = (pack, whole)
     wanted = []
     for checkpointed in (False, True):
-        models = [dfa_hf.distribute_attention(build(kind).double(), accelerate=True) for kind in ("Llama", "Qwen3")]
-        for model, keeps in zip(models, (True, False), strict=True) if checkpointed else ():
-            own_checkpoint(model, keeps)
+        models = [dfa_hf.distribute_attention(build(kind).double()) for kind in ("Llama", "Qwen3")]
+        for model in models if checkpointed else ():
+            own_checkpoint(model, keeps=True)
         losses = [model(**part).loss for model, part in zip(models, parts, strict=True)]
         for loss in losses:
             loss.backward()
@@ -191,11 +188,9 @@ def two_models(rank: int, world_size: int) -> None:
     for found, want in zip(wanted[1], wanted[0], strict=True):
         for name, gradient in want.items():
             assert_close(found[name], gradient, tolerance=1e-12, name=name)
-    losses = [model(**part).loss for model, part in zip(models, parts, strict=True)]
-    for model, loss in zip(models, losses, strict=True):
-        evaluate(model)
-        with pytest.raises(UnsupportedError, match=r"a layer of type .*Attention that runs again in the backward"):
-            loss.backward()
+    model = own_checkpoint(dfa_hf.distribute_attention(build("Llama")), keeps=False)
+    with pytest.raises(UnsupportedError, match=r"a layer of type .*Attention that runs again in the backward"):
+        model(**whole).loss.backward()
 
 
 def each(rank: int, world_size: int) -> None:
@@ -216,5 +211,5 @@ def test_checkpoints_that_run_attention_twice_are_told_once(caplog: pytest.LogCa
     model.train()
     ids = torch.arange(12)[None]
     for _ in range(2):
-        model(**dfa_hf.shard_batch({"input_ids": ids, "labels": ids})).loss.backward()
+        model(input_ids=ids, labels=ids).loss.backward()
     assert caplog.text.count("checkpoint='none' runs their attention twice") == 1

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 from itertools import pairwise
 from typing import Any
 
@@ -55,11 +53,14 @@ def compare(rank: int, world_size: int, names: list[str], rows: int) -> None:
         want = one_by_one(reference, batch)
         want[1].backward()
         model = dfa_hf.distribute_attention(build(kind, seed, **changes))
-        local = dfa_hf.shard_batch(batch)
-        assert local["cu_seq_lens_q"].tolist()[-1] == (12 * world_size - 1) * rows
-        check(model, local, reference, want, name)
-        cut = {key: value for key, value in local.items() if key not in packed.FLASH_KEYS}
-        check(model, cut, reference, want, f"{name}, cut by another loader")
+        check(model, batch, reference, want, name)
+        documents = packed.of_positions(batch["position_ids"])
+        assert documents is not None
+        length = 12 * world_size - 1
+        offsets = [0, *(row * length + end for row, ends in enumerate(documents) for end in ends[1:])]
+        told = {key: value for key, value in batch.items() if key != "position_ids"}
+        told |= dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), torch.tensor(offsets, dtype=torch.int32))
+        check(model, told, reference, want, f"{name}, told by offsets")
 
 
 @pytest.mark.support("models", "the same, packed documents")
@@ -80,8 +81,8 @@ def checkpointed(rank: int, world_size: int) -> None:
         if "auto" in checkpoint:  # asked for as transformers does, before or after
             model.gradient_checkpointing_enable({"use_reentrant": checkpoint != "auto"})
         COUNTERS.reset()
-        plain = model(**dfa_hf.shard_batch(other)).loss
-        loss = model(**dfa_hf.shard_batch(batch)).loss  # before the other's backward, whose recompute is of no pack
+        plain = model(**other).loss
+        loss = model(**batch).loss  # before the other's backward, whose recompute is of no pack
         loss.backward()
         plain.backward()
         seen[checkpoint] = (gradients(model), COUNTERS.snapshot())
@@ -103,16 +104,8 @@ def ends_between_ranks(rank: int, world_size: int) -> None:
     batch["position_ids"] = packed.positions_of(((0, 12, 24),))
     want = build("Llama")(**batch, use_cache=False)
     model = dfa_hf.distribute_attention(build("Llama"))
-    for keys in (("position_ids",), ("position_ids", "cu_seq_lens_q", "cu_seq_lens_k")):
-        local = dfa_hf.shard_batch(batch)
-        with contextlib.redirect_stderr(io.StringIO()) as said:
-            got = model(input_ids=local["input_ids"], **{key: local[key] for key in keys})
-        assert ("position_ids begin at 0 on every rank" in said.getvalue()) == (len(keys) == 1)
-        assert_close(got.logits, shard_sequence(want.logits), tolerance=1e-5, name=f"told by {keys}")
-    unchecked = dfa_hf.distribute_attention(build("Llama"), config=TrainingConfig(verify="off"))
-    if rank:  # alone: the first one would wait
-        with pytest.raises(UnsupportedError, match="position_ids from 0 to 11"):
-            unchecked(input_ids=local["input_ids"], position_ids=local["position_ids"])
+    got = model(input_ids=batch["input_ids"], position_ids=batch["position_ids"])
+    assert_close(got.logits, shard_sequence(want.logits), tolerance=1e-5, name="logits")
 
 
 def each(rank: int, world_size: int) -> None:
@@ -130,13 +123,12 @@ def test_collators_of_transformers_tell_documents_in_two_ways() -> None:
     ids = text(1, 12, seed=3)["input_ids"]
     lengths = {"max_length_q": 6, "max_length_k": 6}
     flash = {"cu_seq_lens_q": offsets, "cu_seq_lens_k": offsets.clone(), **lengths}
-    for given in ({"position_ids": positions}, flash, {"position_ids": positions, **flash}):
-        local = dfa_hf.shard_batch({"input_ids": ids, **given})
-        assert torch.equal(local["cu_seq_lens_q"], offsets)
-        assert torch.equal(local["position_ids"], positions)
-        assert "max_length_q" not in local
-    plain = dfa_hf.shard_batch({"input_ids": ids, "cu_seq_lens_q": offsets[[0, -1]], "cu_seq_lens_k": offsets[[0, -1]]})
-    assert "cu_seq_lens_q" not in plain
+    model = dfa_hf.distribute_attention(build("Llama"))
+    want = model(input_ids=ids, position_ids=positions).logits
+    for given in (flash, {"position_ids": positions, **flash}):
+        assert torch.equal(model(input_ids=ids, **given).logits, want)
+    plain = {"input_ids": ids, "cu_seq_lens_q": offsets[[0, -1]], "cu_seq_lens_k": offsets[[0, -1]]}
+    assert torch.equal(model(**plain).logits, model(input_ids=ids).logits)
 
 
 @pytest.mark.parametrize(
@@ -155,4 +147,4 @@ def test_collators_of_transformers_tell_documents_in_two_ways() -> None:
 )
 def test_a_batch_whose_documents_are_not_clear_is_refused(given: dict[str, torch.Tensor], message: str) -> None:
     with pytest.raises(UnsupportedError, match=message):
-        dfa_hf.shard_batch({"input_ids": torch.ones(1, 8), **given})
+        dfa_hf.distribute_attention(build("Llama"))(input_ids=torch.ones(1, 8, dtype=torch.long), **given)

@@ -30,7 +30,7 @@ def test_the_code_of_a_page_runs_with_transformers(block: pages.Block) -> None:
     }
     if block == ("docs/loss.md", "by_document"):
         dfa_hf.distribute_attention(model, config=TrainingConfig(loss_tile=4))
-        names["batch"] = dfa_hf.shard_batch(whole)
+        names["batch"] = whole
         names |= {"hidden": torch.randn(1, 12, 8), "weight": torch.randn(VOCABULARY, 8), "tp_group": None}
     elif block == ("docs/huggingface.md", "local_attention"):
         dfa_hf.distribute_attention(model)

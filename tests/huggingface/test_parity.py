@@ -111,12 +111,10 @@ def compare(rank: int, world_size: int, names: list[str], schedule: str) -> None
 
         model = build(kind, seed, **changes)
         assert dfa_hf.distribute_attention(model, config=TrainingConfig(schedule=schedule)) is model
-        local = dfa_hf.shard_batch(batch)
-        alone = {name: x for name, x in local.items() if "labels" not in name and name != "num_items_in_batch"}
         for own_loss in (True, False):
             model.zero_grad()
-            got = model(**(local if own_loss else alone))
-            loss = got.loss if own_loss else dfa_hf.causal_lm_loss(got.logits, local["shift_labels"])
+            got = model(**batch) if own_loss else model(input_ids=batch["input_ids"])
+            loss = got.loss if own_loss else dfa_hf.causal_lm_loss(got.logits, batch["labels"])
             loss.backward()
             assert_close(got.logits, shard_sequence(want.logits), tolerance=1e-5, name=f"{name} logits")
             assert_loss(loss, want.loss, name)
@@ -175,10 +173,8 @@ def padded(rank: int, world_size: int) -> None:
     reference = build("Qwen2")
     want = reference(**batch)
     want.loss.backward()
-    local = dfa_hf.shard_batch(batch)
-    mask = local["attention_mask"]
-    assert torch.equal(mask, shard_sequence(batch["attention_mask"]))
-    for given in (local, {name: x for name, x in local.items() if name != "attention_mask"}):
+    mask = shard_sequence(batch["attention_mask"])
+    for given in (batch, {name: x for name, x in batch.items() if name != "attention_mask"}):
         model = dfa_hf.distribute_attention(build("Qwen2"))
         got = model(**given)
         got.loss.backward()
@@ -196,8 +192,7 @@ def evaluate(rank: int, world_size: int) -> None:
         want = model(**batch).logits
         generated = model.generate(batch["input_ids"], max_new_tokens=4, do_sample=False)
         dfa_hf.distribute_attention(model)
-        local = dfa_hf.shard_batch(batch)
-        got = model(**local)
+        got = model(**batch)
         assert got.past_key_values is None
         for options in ({}, {"use_cache": False}, {"num_beams": 2}, {"do_sample": True}):
             with pytest.raises(UnsupportedError, match=r"as model\.generate asks for.*within .*local_attention"):
@@ -206,7 +201,7 @@ def evaluate(rank: int, world_size: int) -> None:
         with dfa_hf.local_attention(model):
             assert_close(model(**batch).logits, want, tolerance=0.0, name="local attention")
             assert torch.equal(model.generate(batch["input_ids"], max_new_tokens=4, do_sample=False), generated)
-        assert_close(unshard_sequence(model(**local).logits), want, tolerance=1e-5, name="evaluation again")
+        assert_close(unshard_sequence(model(**batch).logits), want, tolerance=1e-5, name="evaluation again")
 
 
 def padded_and_evaluated(rank: int, world_size: int) -> None:

@@ -16,6 +16,7 @@ from dfa_megatron import huggingface as dfa_hf
 from dfa_megatron.config import TrainingConfig
 from dfa_megatron.errors import DisagreementError, ProofError, UnsupportedError
 from dfa_megatron.huggingface import attention_function
+from dfa_megatron.sharding import shard_sequence
 from tests.huggingface.test_foreign_code import shifted
 from tests.huggingface.test_trainer import prepare_worker
 from tests.support.models import build, text
@@ -47,15 +48,15 @@ def made(kind: str = "Mistral", dtype: str = "float32", **changes: Any) -> Any:
 
 @contextmanager
 def _batches_with(change: Callable[[dict[str, Any]], dict[str, Any]]) -> Iterator[None]:
-    from dfa_megatron.huggingface import proof
+    from dfa_megatron.huggingface import model_inputs
 
-    real = proof.shard_batch
+    real = model_inputs.cut_labels
 
-    def other(*args: Any, **kwargs: Any) -> Any:
-        batch = real(*args, **kwargs)
-        return {**batch, **change(batch)}
+    def other(*args: Any) -> Any:
+        given = real(*args)
+        return {**given, **change(given)}
 
-    with patch.object(proof, "shard_batch", other):
+    with patch.object(model_inputs, "cut_labels", other):
         yield
 
 
@@ -97,8 +98,8 @@ def lost_mask(model: Any) -> Any:
 
 
 def labels_of_chunks(model: Any) -> Any:
-    def change(batch: dict[str, Any]) -> dict[str, Any]:
-        labels = torch.where(batch["labels"] == -100, -100, batch["input_ids"].roll(-1, 1))
+    def change(given: dict[str, Any]) -> dict[str, Any]:
+        labels = torch.where(given["labels"] == -100, -100, shard_sequence(given["input_ids"]).roll(-1, 1))
         return {"labels": labels, "shift_labels": labels}
 
     return _batches_with(change)
@@ -254,7 +255,7 @@ def keeps_everything(rank: int, world_size: int) -> None:
     model = dfa_hf.distribute_attention(made("Phi3", resid_pdrop=0.3))
     model.model.register_buffer("count", torch.zeros(()))
     model.model.register_forward_hook(lambda module, args, output: module.count.add_(1) and None)
-    model(**dfa_hf.shard_batch(text(1, 16, seed=1))).loss.backward()
+    model(**text(1, 16, seed=1)).loss.backward()
     model.model.norm.eval()
     before = {name: x.clone() for name, x in model.state_dict().items()}
     gradients = {name: (x.grad, x.grad.clone()) for name, x in model.named_parameters()}

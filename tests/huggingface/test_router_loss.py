@@ -9,7 +9,6 @@ import torch
 
 from dfa_megatron import huggingface as dfa_hf
 from dfa_megatron.config import TrainingConfig
-from dfa_megatron.huggingface.trainers.shared_batches import take_whole_batches
 from tests.huggingface.compared import assert_gradients, assert_loss
 from tests.support.close import assert_close
 from tests.support.models import build, gradients, text
@@ -30,9 +29,7 @@ def compared(rank: int, ranks: int, kind: str, checkpoint: str) -> None:
         reference = want(**whole)
         reference.loss.backward()
         dfa_hf.distribute_attention(model, config=TrainingConfig(checkpoint=checkpoint))
-        if number == 2:
-            take_whole_batches(model)
-        found = model(**whole if number == 2 else dfa_hf.shard_batch(whole))
+        found = model(**whole)
         assert_close(found.aux_loss, reference.aux_loss, tolerance=1e-6, name="the router's loss")
         found.loss.backward()
         assert_loss(found.loss, reference.loss, f"{kind} {number}", 1e-6)

@@ -66,37 +66,20 @@ def other_batches(rank: int, world_size: int) -> None:
         "a tree": ({**same, **tree}, {**same, "prompt_tree": ((4, 4, 4), (-1, 0, 1))}),
     }
     for theirs, mine in draws.values():
-        model(**without_labels(theirs))
-        part = without_labels(mine if last else theirs)
+        model(**theirs)
+        part = mine if last else theirs
         with pytest.raises(UnsupportedError, match=r"batches that differ between the ranks.*DistributedSampler"):
             model(**part)
-    for given in (same, text(2, LENGTH, seed=1)):  # with labels, which training has
-        if last or given is same:
-            part = dfa_hf.shard_batch(given)
-    with pytest.raises(UnsupportedError, match="batches that differ"):
-        model(**part)
-    whole, number = text(2, LENGTH, seed=rank), "dfa_batch_number"
+    whole = text(2, LENGTH, seed=rank)
     unchecked = dfa_hf.distribute_attention(build("Llama"), config=TrainingConfig(verify="off"))
-    unchecked(**dfa_hf.shard_batch(whole))
+    unchecked(**whole)
     with dfa_hf.local_attention(model):
         model(**whole)
-        for one in (model, model.model):
-            with pytest.raises(UnsupportedError, match="a batch of shard_batch with local attention"):
-                one(**{name: x for name, x in without_labels(whole).items() if name in ("input_ids", number)})
-    undone = dfa_hf.distribute_attention(build("Llama"))
-    undone.set_attn_implementation("eager")
-    with pytest.raises(UnsupportedError, match="a batch of shard_batch with local attention"):
-        undone(**without_labels(same))
     model.eval()
-    model(**without_labels(same))
-    model.model(**without_labels(same))
+    model(**same)
+    model.model(input_ids=ids)
     with pytest.raises(UnsupportedError, match="batches that differ"):
-        model.model(**without_labels(whole))
-
-
-def without_labels(batch: dict[str, Any]) -> dict[str, Any]:
-    part = dfa_hf.shard_batch(batch)
-    return {name: x for name, x in part.items() if "labels" not in name and name != "num_items_in_batch"}
+        model.model(input_ids=whole["input_ids"])
 
 
 def sampled(rank: int, world_size: int, size: int) -> None:
@@ -110,14 +93,14 @@ def sampled(rank: int, world_size: int, size: int) -> None:
         model = dfa_hf.distribute_attention(build("Llama"), group=group)
         wrong = pytest.raises(UnsupportedError, match="batches that differ between the ranks")
         with nullcontext() if ranks else wrong:
-            model(**dfa_hf.shard_batch(batch, group=group)).loss.backward()
+            model(**batch).loss.backward()
 
 
 def absent_ranks(rank: int, world_size: int, absent: list[int], steps: int) -> tuple[str, float, str]:
     """Some ranks evaluate alone, after so many steps of all."""
     group = dist.new_group([*range(world_size)], timeout=timedelta(seconds=TIMEOUT))
     model = dfa_hf.distribute_attention(build("Llama"), group=group)
-    part, said = dfa_hf.shard_batch(text(2, LENGTH, seed=0), group=group), StringIO()
+    part, said = text(2, LENGTH, seed=0), StringIO()
     for _ in range(steps):
         model(**part).loss.backward()
     logging.getLogger("dfa_megatron").addHandler(logging.StreamHandler(said))
@@ -146,7 +129,7 @@ def other_weights(rank: int, world_size: int) -> None:
 
     draw, half = random.Random(3), world_size // 2
     mine = [dist.new_group([*range(lo, lo + half)]) for lo in (0, half)][rank // half]
-    part = dfa_hf.shard_batch(text(2, LENGTH, seed=0), group=mine)
+    part = text(2, LENGTH, seed=0)
 
     def model(seed: int = 0, kind: str = "Llama", verify: str = "on") -> Any:
         made = build(kind, seed=seed, head_dim=8).bfloat16() if draw.random() < 0.5 else build(kind, seed=seed)
@@ -183,7 +166,7 @@ def other_weights(rank: int, world_size: int) -> None:
     assert digests(sharded) == {}
     whole = build("Llama", seed=rank)
     fully_shard(whole)
-    dfa_hf.distribute_attention(whole)(**dfa_hf.shard_batch(text(2, LENGTH, seed=0))).loss.backward()
+    dfa_hf.distribute_attention(whole)(**text(2, LENGTH, seed=0)).loss.backward()
 
 
 def test_ranks_of_a_group_with_other_weights_hear_which() -> None:

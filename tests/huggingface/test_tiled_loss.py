@@ -43,7 +43,7 @@ def models(rank: int, ranks: int) -> None:
         picked = logp.gather(-1, labels.clamp(min=0)[..., None])[..., 0].masked_fill(labels == -100, 0)
         model = copy.deepcopy(dfa_hf.distribute_attention(build(kind, **changes).double(), config=TILED))
         with scores_of(model) as scores:
-            output = model(**dfa_hf.shard_batch(whole))
+            output = model(**whole)
         output.loss.backward()
         assert isinstance(output.logits, DeferredLogits)
         assert_loss(output.loss, want, kind, 1e-6)  # transformers norms in float32
@@ -66,7 +66,7 @@ def sharded(rank: int, ranks: int) -> None:
         tail = [] if tied else [model.lm_head] if own_shard else [[model.model.norm, model.lm_head]]
         for module in (*model.model.layers, *tail, model):  # norm and head together: as accelerate does
             fully_shard(module, mesh=mesh)
-        output = model(**dfa_hf.shard_batch(whole))
+        output = model(**whole)
         assert isinstance(output.logits, DeferredLogits)
         output.loss.backward()
         wants = gradients(one)
@@ -85,8 +85,8 @@ def test_loss_by_tiles_has_the_gradients_of_one_process_also_of_parameters_shard
 
 def test_tiles_end_with_the_option_and_logits_without_labels_are_whole() -> None:
     model = dfa_hf.distribute_attention(build("Llama"), config=TILED)
-    batch = dfa_hf.shard_batch(text(1, 8, seed=1))
-    assert model(input_ids=batch["input_ids"], position_ids=batch["position_ids"]).logits.shape == (1, 8, 61)
+    batch = text(1, 8, seed=1)
+    assert model(input_ids=batch["input_ids"]).logits.shape == (1, 8, 61)
     tiled = model(**batch)
     with pytest.raises(AttributeError, match="shape of the logits of a call with labels"):
         _ = tiled.logits.shape
@@ -95,7 +95,7 @@ def test_tiles_end_with_the_option_and_logits_without_labels_are_whole() -> None
             refused(tiled.logits)
     whole = dfa_hf.distribute_attention(model)(**batch)
     torch.testing.assert_close(tiled.loss, whole.loss)
-    labels = batch["shift_labels"]
+    labels = F.pad(batch["labels"][:, 1:], (0, 1), value=-100)
     want = F.cross_entropy(whole.logits.flatten(0, 1), labels.flatten(), label_smoothing=0.3)
     for one in (tiled, whole):
         torch.testing.assert_close(causal_loss(one.logits, None, 61, shift_labels=labels, label_smoothing=0.3), want)
@@ -109,7 +109,7 @@ def test_a_model_whose_loss_goes_by_tiles_is_saved_whole() -> None:
     torch.save(model, file)
     file.seek(0)
     loaded = torch.load(file, weights_only=False)
-    batch = dfa_hf.shard_batch(text(1, 8, seed=1))
+    batch = text(1, 8, seed=1)
     assert isinstance(loaded(**batch).logits, DeferredLogits)
     assert torch.equal(model(**batch).loss, loaded(**batch).loss)
     assert [type(one) for one in model.modules()] == [type(one) for one in loaded.modules()]
@@ -121,11 +121,11 @@ def test_a_head_that_gets_an_adapter_after_loss_tile_is_set_is_refused_and_anoth
 ) -> None:
     peft = pytest.importorskip("peft")
     model = dfa_hf.distribute_attention(build("Llama"), config=TILED)
-    batch = dfa_hf.shard_batch(text(1, 8, seed=1))
+    batch = text(1, 8, seed=1)
     model.lm_head = torch.nn.Linear(32, 61)
     assert isinstance(model(**batch).logits, DeferredLogits)
     adapted = peft.get_peft_model(model, peft.LoraConfig(**{"target_modules": ["q_proj"], **way}))
-    assert adapted(input_ids=batch["input_ids"], position_ids=batch["position_ids"]).logits.shape == (1, 8, 61)
+    assert adapted(input_ids=batch["input_ids"]).logits.shape == (1, 8, 61)
     with pytest.raises(UnsupportedError, match="a head of type peft"):
         adapted(**batch)
     dfa_hf.distribute_attention(adapted)

@@ -195,13 +195,13 @@ def noisy(rank: int, world_size: int, folder: str) -> None:
     noise = shares(table, lambda local: length)
     ids = torch.randint(VOCABULARY, (3, length))
     for _ in range(2):
-        model(**dfa_hf.shard_batch({"input_ids": ids, "labels": ids})).loss.backward()
+        model(input_ids=ids, labels=ids).loss.backward()
     with dfa_hf.local_attention(model):
         model(ids)
     assert len(noise) == 3
     assert all(0.9 < share <= 1.001 for share in noise), noise
     with pytest.raises(IndexError):
-        model(**dfa_hf.shard_batch({"input_ids": ids + VOCABULARY}))
+        model(input_ids=ids + VOCABULARY)
     assert table.neftune_noise_alpha == ALPHA
 
 

@@ -62,8 +62,8 @@ def compare(rank: int, ranks: int) -> None:
     for checkpoint in ("none", "full", "remat"):
         model = dfa_hf.distribute_attention(build("Qwen3"), config=TrainingConfig(checkpoint=checkpoint))
         COUNTERS.reset()
-        got = model(**dfa_hf.shard_batch(packed(rollouts, 12 * ranks - 1))).loss
-        model(**dfa_hf.shard_batch(text(1, 12 * ranks, seed=1)))  # a forward between, of no tree
+        got = model(**packed(rollouts, 12 * ranks - 1)).loss
+        model(**text(1, 12 * ranks, seed=1))  # a forward between, of no tree
         got.backward()
         assert COUNTERS.snapshot()["attention_forwards"] == (3 if checkpoint == "full" else 2) * LAYERS
         assert_loss(got, loss, checkpoint)
@@ -77,7 +77,7 @@ def compare(rank: int, ranks: int) -> None:
         loss.backward()
         model = dfa_hf.distribute_attention(build(kind, **changes).double())
         batch = packed(rollouts, 12 * ranks - 1)
-        got = model(**dfa_hf.shard_batch(batch | {"prompt_tree": Tree(*batch["prompt_tree"])})).loss
+        got = model(**(batch | {"prompt_tree": Tree(*batch["prompt_tree"])})).loss
         got.backward()
         assert_loss(got, loss, name)
         assert_gradients(model, gradients(want), name, 3e-6)  # their norms and losses stay in float32
@@ -115,11 +115,11 @@ TREE: dict[str, Any] = text(1, 8, seed=0) | {"prompt_tree": ([4, 2, 2], [-1, 0, 
 )
 def test_a_tree_that_does_not_fit_is_refused(changes: dict[str, Any], complaint: str) -> None:
     with pytest.raises(UnsupportedError, match=complaint):
-        dfa_hf.shard_batch(TREE | changes)
+        dfa_hf.distribute_attention(build("Llama"))(**TREE | changes)
 
 
 def test_a_model_with_its_own_attention_and_wrong_positions_are_refused() -> None:
-    model, local = dfa_hf.distribute_attention(build("Llama")), dfa_hf.shard_batch(TREE)
+    model, local = dfa_hf.distribute_attention(build("Llama")), TREE
     with pytest.raises(UnsupportedError, match="position_ids from 0 to 7"):
         model(**local | {"position_ids": torch.arange(8)[None]})
     with dfa_hf.local_attention(model), pytest.raises(UnsupportedError, match="a model with its own attention"):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
@@ -13,15 +13,12 @@ from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.huggingface.checks.padding import IGNORED
 from dfa_megatron.huggingface.current_forward import LayerContext
 from dfa_megatron.huggingface.loss import adds_up
-from dfa_megatron.huggingface.positions import batch_number, seen
+from dfa_megatron.huggingface.positions import seen
 from dfa_megatron.huggingface.tiles.tiled_head import causal_loss
 from dfa_megatron.huggingface.windows import WindowMask
-from dfa_megatron.sharding import local_positions
 
-CUT = "shard_batch of dfa_megatron.huggingface, or distribute_trainer where a Trainer calls the model"
-"""What makes a part of a batch."""
-
-_LOSS = f"{CUT}; or no labels and causal_lm_loss on the logits"
+LEFT_OUT = "_dfa_left_out"
+"""The attribute of accelerate's ParallelismConfig by which `distribute_accelerator` says that it leaves cp out."""
 
 LABELS = ("shift_labels", "labels")
 CACHES = ("past_key_values", "cache")  # before and since transformers 5.24
@@ -54,61 +51,20 @@ def check_by_name(args: tuple[Any, ...]) -> None:
         )
 
 
-def check_local(given: dict[str, Any], context: LayerContext) -> None:
-    """Refuse a call with local attention on a part of a sequence.
+def takes(model: Any, name: str) -> bool:
+    """Return whether the forward of a module's class takes an argument of that name."""
+    kinds = {parameter.name: parameter.kind for parameter in parameters_of(model.__class__)}
+    return name in kinds or inspect.Parameter.VAR_KEYWORD in kinds.values()
+
+
+def check_local(given: dict[str, Any]) -> None:
+    """Refuse a tree or a mask for local attention.
 
     Raises:
-        UnsupportedError: it is one, or has a tree or a mask.
+        UnsupportedError: a call has one.
     """
     if first_of(given, (seen.TREE, seen.MASK)) is not None:
         seen.refuse_for("a model with its own attention")
-    if batch_number.KEY in given and context.size > 1:
-        raise UnsupportedError(
-            "a batch of shard_batch with local attention",
-            f"it is this rank's part of sequences that {context.size} ranks share, and attention would end with the "
-            "part",
-            "whole sequences within local_attention, and in evaluation under accelerate; or distributed attention, in "
-            "model.train() within torch.no_grad() under accelerate",
-        )
-    evaluation = context.accelerate and not context.local
-    if evaluation and context.size > 1 and context.options.verify != "off":
-        _check_first_positions(given)
-
-
-def _check_first_positions(given: dict[str, Any]) -> None:
-    """Refuse a batch in which a sequence begins at a later position: the first rank's part of one goes unseen.
-
-    The ranks do not communicate: each evaluates its own sequences, possibly another number of them.
-    """
-    positions: torch.Tensor | None = given.get("position_ids")
-    if positions is None or not positions.numel() or first_of(given, CACHES) is not None:
-        return
-    later = positions[..., 0] > 0
-    mask = given.get("attention_mask")
-    if isinstance(mask, torch.Tensor) and mask.dim() == 2:  # generation gives padding on the left any position
-        later = later & mask[:, 0].bool()
-    if bool(later.any()):
-        raise UnsupportedError(
-            f"position_ids {_ends(positions)} in evaluation",
-            "attention is local there under accelerate, and this is a part of a sequence that was cut over the ranks, "
-            "as by loaders that are prepared together with the model",
-            "the evaluation loader prepared alone, accelerator.prepare(loader), which leaves sequences whole; or "
-            "model.train() within torch.no_grad(), for a model without dropout",
-        )
-
-
-def check_part(given: dict[str, Any], context: LayerContext) -> None:
-    """Refuse a call whose batch belongs to another kind of model.
-
-    Raises:
-        UnsupportedError: it does.
-    """
-    if not context.multimodal and batch_number.KEY in given and not batch_number.is_cut(given[batch_number.KEY]):
-        raise UnsupportedError(
-            "a batch with images or sound for a model of text",
-            "shard_batch leaves the tokens of such a batch whole, for a multimodal model",
-            "a batch of text alone, or distribute_attention of the whole multimodal model",
-        )
 
 
 def check_parallelism() -> None:
@@ -120,7 +76,7 @@ def check_parallelism() -> None:
     state = sys.modules.get("accelerate.state")
     config = None if state is None else state.AcceleratorState._shared_state.get("parallelism_config")
     size = getattr(config, "cp_size", 1)
-    if size > 1:
+    if size > 1 and not hasattr(config, LEFT_OUT):
         raise UnsupportedError(
             f"distribute_attention beside ParallelismConfig(cp_size={size}) of accelerate",
             "accelerate would drop the masks of layers, and cut batches a second time",
@@ -132,35 +88,30 @@ def check_loss(model: Any, given: dict[str, Any], context: LayerContext) -> None
     """Refuse the ways in which a model's own loss would be wrong on a part of a sequence.
 
     Raises:
-        UnsupportedError: labels that the model would shift by itself, or a mean over the tokens of this rank.
+        UnsupportedError: a loss that is no sum over this rank's tokens, or labels and a number that do not fit.
     """
-    if given.get("labels") is None or context.size == 1:
+    if first_of(given, LABELS) is None or context.size == 1:
         return
     if not computes_loss(model):
         raise UnsupportedError(
             f"labels for a model of type {type(model).__name__}",
             "its loss is a mean over the tokens of this rank, not of all",
-            "no labels, and causal_lm_loss on its logits",
+            "no labels in the call, and causal_lm_loss on its logits",
         )
     _check_function(model, given.get("ignore_index"))
-    if given.get("shift_labels") is None:
-        raise UnsupportedError(
-            "labels without shift_labels",
-            "the model would shift them and lose a token at every boundary between ranks",
-            _LOSS,
-        )
     count = given.get("num_items_in_batch")
     if isinstance(count, torch.Tensor) and count.dtype in (torch.bfloat16, torch.float16):
         raise UnsupportedError(
             f"num_items_in_batch of {count.dtype}",
             "mixed precision rounded it, which would scale the loss",
-            "a Python number, as shard_batch makes it",
+            "a Python number or an integer tensor: the labels of the whole batch",
         )
-    if count is None and not context.accelerate:
+    wrong = first_of(given, LABELS).shape != first_of(given, ("input_ids", "inputs_embeds")).shape[:2]
+    if wrong:
         raise UnsupportedError(
-            "labels without num_items_in_batch",
-            "the model would take the mean over the tokens of this rank, not of all",
-            _LOSS,
+            f"labels of shape {tuple(first_of(given, LABELS).shape)}",
+            "each token of the batch has one, and the model cuts them alike",
+            "labels (batch, seq) of whole sequences, not shifted, or shift_labels",
         )
 
 
@@ -240,29 +191,3 @@ def media_in(given: dict[str, Any]) -> str:
 def first_of(given: dict[str, Any], names: tuple[str, ...]) -> Any:
     """Return the first of some arguments that a call brings, None if it brings none of them."""
     return next((given[name] for name in names if given.get(name) is not None), None)
-
-
-def equal(given: torch.Tensor, expected: torch.Tensor) -> bool:
-    """Return whether positions (batch or 1, local_seq) are those expected; waits for the device."""
-    return given.dim() == 2 and given.shape[1] == expected.shape[1] and bool((given == expected).all())
-
-
-def refuse_positions(given: torch.Tensor, context: LayerContext, length: int) -> NoReturn:
-    """Refuse positions that are not those of this rank's tokens.
-
-    Raises:
-        UnsupportedError: always.
-    """
-    mine = local_positions(length, group=context.group).tolist()
-    held = f"the tokens {mine[0]} to {mine[-1]}" if mine else "no tokens"
-    raise UnsupportedError(
-        f"position_ids {_ends(given)} of shape {tuple(given.shape)}",
-        f"this rank holds {held} of each sequence, and every sequence, "
-        "or every document in it, must begin at position 0 and go up by 1, across the ranks",
-        "the position_ids of dfa_megatron.huggingface.shard_batch, or of dfa_megatron.local_positions",
-    )
-
-
-def _ends(positions: torch.Tensor) -> str:
-    flat = positions.flatten()
-    return f"from {int(flat[0])} to {int(flat[-1])}" if flat.numel() else "without a token"

@@ -9,7 +9,6 @@ from __future__ import annotations
 import torch
 
 from dfa_megatron.errors import UnsupportedError
-from dfa_megatron.sharding import unshard_sequence
 
 CAUSAL = "causal self-attention over whole, unpadded sequences"
 
@@ -17,25 +16,22 @@ IGNORED = -100
 """The label of a token that has no loss, as everywhere in transformers."""
 
 
-def check_right(mask: torch.Tensor, group: str = "", labels: torch.Tensor | None = None) -> None:
-    """Check that a mask hides only the ends of the sequences; in a group this is collective, with one message.
+def check_right(mask: torch.Tensor, labels: torch.Tensor | None = None) -> None:
+    """Check that a mask hides only the ends of whole sequences.
 
     Args:
-        mask: (batch, local_seq), 0 for padding: this rank's part of the sequences.
-        group: name of the group that shares the sequences, "" for whole sequences on this rank.
-        labels: as the mask, of the tokens or, shifted, of the next ones; None without.
+        mask: (batch, seq), 0 for padding.
+        labels: of the tokens, as the mask; None without.
 
     Raises:
         UnsupportedError: a padded token comes before a token that is not padding, or has a label; a mask holds other
-            numbers than 0 and 1, or it has other dimensions. All ranks raise it.
+            numbers than 0 and 1, or it has other dimensions.
     """
     if mask.dim() != 2:
         raise UnsupportedError("a ready-made attention mask", "attention is causal by construction", CAUSAL)
     real = mask.bool()
     other = mask != real.to(mask.dtype)
     labelled = torch.zeros_like(real) if labels is None else (labels != IGNORED) & ~real
-    told = torch.stack((real, other, labelled)).to(torch.uint8)
-    real, other, labelled = (unshard_sequence(told, group=group, dim=2) if group else told).bool()
     if bool(other.any()):
         raise UnsupportedError(
             "an attention_mask with other values than 0 and 1",

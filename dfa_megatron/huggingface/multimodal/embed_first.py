@@ -12,16 +12,14 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from dfa_megatron.errors import UnsupportedError
-from dfa_megatron.huggingface.batch import TYPE_IDS
-from dfa_megatron.huggingface.checks.call_checks import check_by_name, equal, first_of, media_in, refuse_positions
-from dfa_megatron.huggingface.current_forward import Forward, LayerContext
-from dfa_megatron.huggingface.positions import batch_number
-from dfa_megatron.huggingface.positions.document_starts import Documents
-from dfa_megatron.huggingface.positions.embedded_positions import has_axes, refuse_axes
-from dfa_megatron.huggingface.positions.seen import MASK, TREE, Images, Seen
+from dfa_megatron.huggingface.checks.call_checks import check_by_name, first_of, media_in
+from dfa_megatron.huggingface.current_forward import Forward
+from dfa_megatron.huggingface.positions.document_starts import FLASH_KEYS, Documents
+from dfa_megatron.huggingface.positions.embedded_positions import has_axes, refuse_axes, refuse_positions
+from dfa_megatron.huggingface.positions.seen import MASK, TREE, Images, Seen, seen_in
 from dfa_megatron.plan.language.mask import Mask
 from dfa_megatron.plan.language.tree import Tree
-from dfa_megatron.sharding import local_positions, shard_sequence, unshard_sequence
+from dfa_megatron.sharding import local_positions, shard_sequence
 
 _ALONG = {"input_ids": 1, "inputs_embeds": 1, "position_ids": -1, "visual_pos_masks": 1, "per_layer_inputs": 1}
 """The dimension of tokens in a decoder's arguments."""
@@ -39,34 +37,29 @@ _BOTH_WAYS = {
 """By type of model: the argument that marks images, its values there, and the kinds of layers that see both ways."""
 
 
-def take_whole(decoder: Any, given: dict[str, Any], context: LayerContext) -> dict[str, Any]:
-    """Return a call's arguments for whole sequences; the ranks compare a number made of their tokens.
+def take_whole(decoder: Any, given: dict[str, Any]) -> dict[str, Any]:
+    """Return a call's arguments for whole sequences, with the axes of their positions.
 
     Raises:
-        UnsupportedError: other tokens than the other ranks', embeddings, or positions that lack the axes of images.
+        UnsupportedError: embeddings, which may be of images, or positions that lack the axes of images.
     """
     if given.get("input_ids") is None or given.get("inputs_embeds") is not None:
         raise UnsupportedError(
             "inputs_embeds, or no input_ids, for a multimodal model",
-            "the ranks compare their tokens, so that each is known to have the whole sequences",
+            "where its images are is found by their tokens",
             "input_ids",
         )
-    number: torch.Tensor | None = given.get(batch_number.KEY)
-    is_part, own, device = batch_number.is_cut(number), number, given["input_ids"].device
-    if context.options.verify != "off":  # before the ranks gather parts, which some may have and others not
-        if not is_part:
-            seen = {name: given[name] for name in ("input_ids", "position_ids") if given.get(name) is not None}
-            own = batch_number.number_of(seen) + (0 if number is None else number.to(device))
-        batch_number.check_same(own, context.group, device)
-    if is_part:
-        given = given | _tokens_of_text(given, context)
+    tokens: torch.Tensor = given["input_ids"]
     positions: torch.Tensor | None = given.get("position_ids")
-    told = first_of(given, (TREE, MASK)) is not None
-    if has_axes(decoder) and (told if positions is None else positions.dim() == 2):
-        if positions is None or media_in(given):
-            refuse_axes(decoder, given["input_ids"] if positions is None else positions, embedded=True)
-        # Text counts alike along all axes.
-        given = given | {"position_ids": positions.expand(4, *given["input_ids"].shape)}
+    told = positions is None and first_of(given, (TREE, MASK, *FLASH_KEYS)) is not None
+    if has_axes(decoder) and (told or (positions is not None and positions.dim() == 2)):
+        if media_in(given):
+            refuse_axes(decoder, tokens if positions is None else positions, embedded=True)
+        if positions is None:
+            found = seen_in(given, None, tokens, tokens.shape[1])
+            assert found is not None
+            positions = found[1]
+        given = given | {"position_ids": positions.expand(4, *tokens.shape)}  # text counts alike along all axes
     return given
 
 
@@ -120,21 +113,6 @@ def _take_images(
     return dict.fromkeys(kinds, found)
 
 
-def _tokens_of_text(given: dict[str, Any], context: LayerContext) -> dict[str, Any]:
-    """Return the whole sequences of a batch of text, which `shard_batch` cut; collective."""
-    whole = {
-        name: unshard_sequence(given[name], group=context.group)
-        for name in ("input_ids", "attention_mask", TYPE_IDS)
-        if given.get(name) is not None
-    }
-    known = dict.fromkeys({"position_ids", "cu_seq_lens_q", "cu_seq_lens_k"} & {*given})  # by positions alone
-    told = first_of(given, ("cu_seq_lens_q", TREE, MASK)) is not None
-    positions: torch.Tensor | None = given.get("position_ids")
-    if positions is not None and (told or positions.dim() == 3):
-        known["position_ids"] = unshard_sequence(positions, group=context.group, dim=-1)
-    return whole | known
-
-
 def cut(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], forward: Forward) -> dict[str, Any]:
     """Return this rank's part of a decoder's arguments, which are of whole sequences.
 
@@ -164,8 +142,8 @@ def cut(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], forward: For
     if theirs is not None and theirs.dim() == 2:
         if has_axes(module):
             refuse_axes(module, theirs, embedded=kwargs.get("inputs_embeds") is not None)
-        if forward.given is None and not equal(theirs, torch.arange(length, device=theirs.device)[None]):
-            refuse_positions(theirs, forward.context, length)
+        if forward.given is None and not bool((theirs == torch.arange(length, device=theirs.device)).all()):
+            refuse_positions(theirs)
         kept["position_ids"] = forward.positions
     elif theirs is not None and theirs.shape[0] == 3:  # of a tower's own: beside them the places of tokens
         kept["position_ids"] = torch.cat((plain.expand(1, rows, -1), kept["position_ids"]))

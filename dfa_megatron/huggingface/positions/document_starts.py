@@ -6,7 +6,7 @@ Layers get the offsets as Python numbers, so they read nothing back from a devic
 from __future__ import annotations
 
 from collections.abc import Mapping
-from itertools import groupby, pairwise
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -65,7 +65,7 @@ def of_offsets(given: Mapping[str, Any], batch: int, length: int) -> Documents |
         raise UnsupportedError(
             f"cu_seq_lens_q {ends_of}",
             f"it must hold the offsets of documents in {batch} rows of {length} tokens, those of all ranks",
-            "the batches of dfa_megatron.huggingface.shard_batch, which makes it of position_ids",
+            "as transformers' padding-free collators make it of a whole batch, or position_ids",
         )
     return tuple(tuple(offset - lo for offset in offsets if lo <= offset <= hi) for lo, hi in pairwise(ends))
 
@@ -74,13 +74,6 @@ def positions_of(documents: Documents, device: torch.device | None = None) -> to
     """Return the position of every token in its document, int64 (batch, length)."""
     rows = [torch.cat([torch.arange(hi - lo) for lo, hi in pairwise(offsets)]) for offsets in documents]
     return torch.stack(rows).to(device)
-
-
-def offsets_of_rows(documents: Documents) -> torch.Tensor:
-    """Return cu_seq_lens_q: int32 offsets that count through all rows, on the CPU."""
-    length = documents[0][-1]
-    whole = [row * length + offset for row, offsets in enumerate(documents) for offset in offsets]
-    return torch.tensor([offset for offset, _ in groupby(whole)], dtype=torch.int32)
 
 
 def single(documents: Documents) -> bool:

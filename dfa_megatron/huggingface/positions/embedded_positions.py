@@ -42,6 +42,25 @@ def places(decoder: Any, kwargs: dict[str, Any], *, whole: bool) -> torch.Tensor
     return given
 
 
+def refuse_positions(given: torch.Tensor | None) -> NoReturn:
+    """Refuse positions that are not those of the tokens of a batch.
+
+    Raises:
+        UnsupportedError: always.
+    """
+    ends = ""
+    if given is not None:
+        flat = given.flatten()
+        first = f"from {int(flat[0])} to {int(flat[-1])}" if flat.numel() else "without a token"
+        ends = f"position_ids {first} of shape {tuple(given.shape)}: "
+    raise UnsupportedError(
+        "position_ids that are not those of documents, or of a tree, or the same in all rows of a mask",
+        f"{ends}each document, and so each row, must begin at 0 and go up by 1",
+        "as DataCollatorWithFlattening of transformers makes them for a whole batch, or none for one document a "
+        "sequence; for models with axes (4, batch, seq), these first",
+    )
+
+
 def refuse_axes(decoder: Any, given: torch.Tensor, *, embedded: bool) -> NoReturn:
     """Refuse position_ids without places or axes.
 
@@ -53,8 +72,7 @@ def refuse_axes(decoder: Any, given: torch.Tensor, *, embedded: bool) -> NoRetur
         f"position_ids of shape {shape} for {of}a {kind} model",
         "the tokens of images have positions along several axes, and beside them a token's place in the sequence must "
         "be known",
-        "position_ids (4, batch, seq): the places, as shard_batch cuts them, and the axes, cut alike; or input_ids of "
-        "text",
+        "position_ids (4, batch, seq) of the whole batch: the places, then the axes; or input_ids of text",
     )
 
 

@@ -1,7 +1,7 @@
-"""Let a loop around accelerate train and evaluate with sequences that ranks share, without DeepSpeed.
+"""Let a loop around accelerate train and evaluate with sequences that ranks share, with DDP, FSDP2 or DeepSpeed.
 
-accelerate's loaders give the ranks of a group the same batches, as for its own context parallelism. That itself is left
-out: it cuts tensors in place, drops masks, and computes causal SDPA only.
+accelerate's loaders give the ranks of a group the same batches. Its own context parallelism is left out: it cuts
+tensors in place, drops masks, and computes causal SDPA only.
 """
 
 from __future__ import annotations
@@ -9,13 +9,14 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.distributed.device_mesh import init_device_mesh
 
 from dfa_megatron.config import TrainingConfig
 from dfa_megatron.errors import UnsupportedError
+from dfa_megatron.huggingface.checks.call_checks import LEFT_OUT
 from dfa_megatron.huggingface.distribute import distribute_attention, transformers_model
 from dfa_megatron.huggingface.trainers.group_accelerator import SharesSequences, Sharing
-from dfa_megatron.huggingface.trainers.shared_batches import take_whole_batches
+from dfa_megatron.huggingface.trainers.join_outputs import join_outputs
+from dfa_megatron.runtime.comm.mesh import make_mesh
 
 
 def distribute_accelerator(
@@ -27,13 +28,14 @@ def distribute_accelerator(
     model takes such a batch whole and cuts it. Every rank gets the loss of the whole batch, and in evaluation the
     logits of all tokens. `num_processes`, `gather`, `reduce` and `gather_for_metrics` count a group once, and prepared
     schedulers step once for each group: call this before `num_processes` is read. `accelerate.state.PartialState` still
-    knows all ranks.
+    knows all ranks. It may be called again.
 
     Args:
-        accelerator: an `accelerate.Accelerator`, with DDP or FSDP2.
+        accelerator: an `accelerate.Accelerator`, with DDP, FSDP2 or DeepSpeed.
         model: a transformers model, or a module that holds one (PEFT).
-        size: the ranks that share a sequence; None is `ParallelismConfig.cp_size` where that is more than 1, else all.
-        config: schedule, kernel, checkpoint and the like.
+        size: the ranks that share a sequence; None is that of DeepSpeed's JSON, or `ParallelismConfig.cp_size` where
+            that is more than 1, else all.
+        config: schedule, kernel, checkpoint and the like; with DeepSpeed, None is the block of its JSON.
 
     Returns:
         The ranks that share a sequence.
@@ -42,7 +44,7 @@ def distribute_accelerator(
         UnsupportedError: the accelerator or the model needs something unsupported; the message names it.
     """
     check_given("distribute_accelerator", accelerator, "prepare")
-    return share_sequences(accelerator, model, size, TrainingConfig.of(config), loop=True)
+    return share_sequences(accelerator, model, size, config, loop=True)
 
 
 def check_given(function: str, given: Any, method: str) -> None:
@@ -60,7 +62,7 @@ def share_sequences(
     accelerator: Any,
     model: torch.nn.Module,
     size: int | None,
-    config: TrainingConfig,
+    config: TrainingConfig | None,
     *,
     loop: bool,
     scores: bool = False,
@@ -68,26 +70,29 @@ def share_sequences(
     """Prepare an accelerator and a model, for a loop or for a Trainer, which counts the ranks of a sequence itself.
 
     Args:
-        scores: as of `take_whole_batches`.
+        scores: as of `join_outputs`.
     """
-    world = accelerator.state.num_processes
-    parallel = accelerator.parallelism_config
-    theirs = 1 if parallel is None else parallel.cp_size
-    size = (theirs if theirs > 1 else world) if size is None else size
+    world, parallel = accelerator.state.num_processes, accelerator.parallelism_config
     known: Sharing | None = getattr(accelerator, "_dfa_sharing", None)
-    _check_size(accelerator, size, known, loop=loop)
     _check(accelerator)
+    options, theirs = TrainingConfig.of(config), 1 if parallel is None else parallel.cp_size
+    if accelerator.distributed_type == "DEEPSPEED":
+        from dfa_megatron.deepspeed.accelerate import block_of  # which imports this package
+
+        block = block_of(accelerator, size, config)
+        size, options = block.size, block.options
+    size = (theirs if theirs > 1 else world) if size is None else size
+    _check_size(accelerator, size, known, loop=loop)
     if world == 1:
-        distribute_attention(model, config=config)
+        distribute_attention(model, config=options)
         return 1
-    mesh = accelerator.torch_device_mesh if known is None else known.mesh
-    if theirs == 1 and known is None:
-        mesh = init_device_mesh(accelerator.device.type, (world // size, size), mesh_dim_names=("dp_replicate", "cp"))
-    distribute_attention(model, group=mesh["cp"].get_group(), config=config)
-    take_whole_batches(transformers_model(model), counts=loop, scores=scores)
+    if parallel is not None:
+        setattr(parallel, LEFT_OUT, True)
+    distribute_attention(model, group=make_mesh(size).group, config=options)
+    join_outputs(transformers_model(model), scores=scores)
     if known is None:
         accelerator.dataloader_config.dispatch_batches = False  # also of data without a length: every rank reads it
-        accelerator._dfa_sharing = Sharing(size, mesh, None if loop else model)
+        accelerator._dfa_sharing = Sharing(size, None if loop else model)
         kind = type(accelerator)
         accelerator.__class__ = type(kind.__name__, (SharesSequences, kind), {})
     return size
@@ -127,16 +132,10 @@ def _check(accelerator: Any) -> None:
         theirs = getattr(accelerator.parallelism_config, name, 1)
         if theirs > 1:
             raise UnsupportedError(
-                f"ParallelismConfig({name}={theirs}) without DeepSpeed",
+                f"ParallelismConfig({name}={theirs})",
                 "accelerate would cut the batches or the model too",
-                "a ParallelismConfig of cp_size and dp sizes, or none",
+                "size=, and a ParallelismConfig of cp_size and dp sizes, or none",
             )
-    if accelerator.distributed_type == "DEEPSPEED":
-        raise UnsupportedError(
-            "distribute_accelerator or distribute_trainer with DeepSpeed",
-            "its engine finds the ranks of a sequence in the JSON",
-            "dfa_megatron.deepspeed.install() and ParallelismConfig(sp_size=..., sp_backend='deepspeed')",
-        )
     if accelerator.distributed_type == "FSDP" and accelerator.state.fsdp_plugin.fsdp_version == 1:
         raise UnsupportedError(
             "FSDP1 of accelerate",

@@ -1,4 +1,4 @@
-"""Let HF Trainer, or a subclass such as TRL's SFTTrainer, train with sequences that ranks share, without DeepSpeed."""
+"""Let HF Trainer, or a subclass such as TRL's SFTTrainer, train with sequences that ranks share."""
 
 from __future__ import annotations
 
@@ -30,22 +30,20 @@ def distribute_trainer(trainer: Any, *, size: int | None = None, config: Trainin
     it may be called again, with the same size.
 
     Args:
-        trainer: a `transformers.Trainer`, with DDP or FSDP2. Its data set and collator make whole sequences.
-        size: as of `distribute_accelerator`.
-        config: schedule, kernel, checkpoint and the like.
+        trainer: a `transformers.Trainer`, with DDP, FSDP2 or DeepSpeed. Its data set and collator make whole sequences.
+        size, config: as of `distribute_accelerator`.
 
     Raises:
         UnsupportedError: the Trainer or its model needs something unsupported; the message names it.
     """
-    options = TrainingConfig.of(config)
     check_given("distribute_trainer", trainer, "compute_loss")
-    _check(trainer, options)
+    _check(trainer, TrainingConfig.of(config))
     accelerator, arguments = trainer.accelerator, trainer.args
     if arguments.ddp_find_unused_parameters is None:
         # Trainer looks for them where it sees no checkpointing, which here is not its own.
         arguments.ddp_find_unused_parameters = False
     scores = _name_of(trainer) in _OF_SCORES
-    size = share_sequences(accelerator, trainer.model, size, options, loop=False, scores=scores)
+    size = share_sequences(accelerator, trainer.model, size, config, loop=False, scores=scores)
     if accelerator.state.num_processes == 1:
         return
     model = transformers_model(trainer.model)
@@ -53,7 +51,7 @@ def distribute_trainer(trainer: Any, *, size: int | None = None, config: Trainin
         model.loss_function = functools.partial(causal_loss, label_smoothing=trainer.label_smoother.epsilon)
         trainer.label_smoother = None
     if (reference := getattr(trainer, "ref_model", None)) is not None:
-        share_sequences(accelerator, reference, size, options, loop=False, scores=scores)
+        share_sequences(accelerator, reference, size, config, loop=False, scores=scores)
     if getattr(trainer, "aux_loss_enabled", False):  # TRL takes Mixtral's function for all
         from transformers import MixtralForCausalLM
 
@@ -66,7 +64,7 @@ def distribute_trainer(trainer: Any, *, size: int | None = None, config: Trainin
     trainer._prepare_context_parallel_inputs = functools.partial(_inputs, trainer)
     flops = trainer.floating_point_ops
     trainer.floating_point_ops = lambda inputs: flops(inputs) / size
-    trainer._get_num_items_in_batch = functools.partial(_count, trainer, 1 if scores else size)
+    trainer._get_num_items_in_batch = functools.partial(_count, trainer)
     if generates(trainer):
         share_rollouts(trainer, size)
     follow_trainers()
@@ -164,11 +162,11 @@ _OF_SCORES = tuple(
 """TRL's methods that make a loss of each token's log-probability: every rank makes it of all tokens."""
 
 
-def _count(trainer: Any, size: int, batches: Sequence[Any], device: torch.device) -> Any:
-    """Count the labels of a step, of all its micro-batches, as Trainer does, for losses of 1 / `size` of a batch."""
+def _count(trainer: Any, batches: Sequence[Any], device: torch.device) -> Any:
+    """Count the labels of a step, of all its micro-batches and groups, as Trainer does."""
     if not batches or "labels" not in batches[0] or not trainer.model_accepts_loss_kwargs:
         return None
     count = torch.stack([(batch["labels"][..., 1:] != IGNORED).sum() for batch in batches]).sum().to(device)
     if trainer.args.average_tokens_across_devices:
         count = trainer.accelerator.gather(count).sum()
-    return count.clamp(min=1) / size
+    return count.clamp(min=1)

@@ -26,7 +26,6 @@ class Sharing:
     """
 
     size: int
-    mesh: Any
     trained: torch.nn.Module | None
 
 
@@ -52,11 +51,11 @@ class SharesSequences:
     @contextmanager
     def indexed_by_groups(self) -> Iterator[None]:
         """Let `process_index`, by which files are named otherwise, be that of the group for a while."""
-        self._dfa_index_of_group = True
+        before, self._dfa_index_of_group = self._dfa_index_of_group, True
         try:
             yield
         finally:
-            self._dfa_index_of_group = False
+            self._dfa_index_of_group = before
 
     @property
     def process_index(self) -> int:
@@ -76,8 +75,22 @@ class SharesSequences:
         last: bool = self.state.is_last_process  # type: ignore[attr-defined]
         return last
 
-    def _prepare_device_mesh(self) -> Any:
-        return self._dfa_sharing.mesh  # loaders take the same batches along "cp"
+    def prepare_data_loader(self, *args: Any, **kwargs: Any) -> Any:
+        """Prepare a loader that gives the ranks of a group the same batches."""
+        with self.indexed_by_groups():
+            return super().prepare_data_loader(*args, **kwargs)  # type: ignore[misc]
+
+    def _prepare_device_mesh(self) -> None:
+        """Return no mesh: loaders count processes."""
+
+    def _prepare_deepspeed(self, *args: Any) -> Any:
+        from dfa_megatron.deepspeed.install import installed  # which imports this package
+
+        with installed():
+            prepared = super()._prepare_deepspeed(*args)  # type: ignore[misc]
+        for scheduler in self._schedulers:  # type: ignore[attr-defined]
+            self._step_by_groups(scheduler)
+        return prepared
 
     def _prepare_cp(self, *prepared: Any) -> tuple[Any, ...]:
         return prepared
@@ -100,7 +113,9 @@ class SharesSequences:
 
     def prepare_scheduler(self, scheduler: Any) -> Any:
         """Prepare a scheduler that steps once for each group of ranks, not for each rank."""
-        prepared = super().prepare_scheduler(scheduler)  # type: ignore[misc]
+        return self._step_by_groups(super().prepare_scheduler(scheduler))  # type: ignore[misc]
+
+    def _step_by_groups(self, prepared: Any) -> Any:
         if not prepared.split_batches:
             prepared.split_batches = True  # with which accelerate's own method steps once
             prepared.step = functools.partial(_step, prepared, prepared.step, self.num_processes)

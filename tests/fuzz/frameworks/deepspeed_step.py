@@ -115,10 +115,9 @@ def _loss(drawn: DeepspeedDraw, engine: Any, micro: int) -> torch.Tensor:
     from dfa_megatron import deepspeed as dfa_ds
 
     mesh = dfa_ds.mesh_of(engine)
-    given = dict(dfa_ds.shard_batch(drawn.data.batch(micro * drawn.sequences + mesh.data_rank), group=mesh.group))
+    given = dict(drawn.data.batch(micro * drawn.sequences + mesh.data_rank))
     if drawn.loss == "own":
         own: torch.Tensor = engine(**given).loss
         return own
-    labels = given.pop("shift_labels")
-    del given["labels"], given["num_items_in_batch"]
+    labels = given.pop("labels")
     return dfa_ds.loss(engine(**given).logits, labels, group=mesh.group)

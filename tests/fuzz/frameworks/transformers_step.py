@@ -59,7 +59,6 @@ class TransformersDraw(LanguageDraw):
     """A step of a model.
 
     between: what runs between each forward and its backward: "", "evaluation", distributed, or "local", on one rank.
-    accelerate: batches as HF Trainer cuts them, and evaluation of whole sequences.
     grown: layers are copied "before" attention is distributed, or "after"; "" for neither.
     function: the loss is a function "marked" as a sum of tokens, or one that is "not"; "" for transformers'.
     around: what holds the model: "", "wraps" around its forward, "DDP", "FSDP2" or, its inputs cast, "FSDP2 cast".
@@ -67,7 +66,6 @@ class TransformersDraw(LanguageDraw):
 
     over = "transformers"
     between: str
-    accelerate: bool
     grown: str
     function: str
     around: str
@@ -82,7 +80,7 @@ class TransformersDraw(LanguageDraw):
 
     def features(self) -> list[str]:
         """Return the names of the features that a run counts."""
-        having = {f"{self.between} between": self.between, "accelerate": self.accelerate}
+        having = {f"{self.between} between": self.between}
         having |= {f"layers copied {self.grown}": self.grown, f"loss function {self.function}": self.function}
         having |= {f"in {self.around}": self.around}
         return [*super().features(), *(name for name, there in having.items() if there)]
@@ -98,10 +96,8 @@ def draw(seed: int, number: int) -> TransformersDraw:
     if is_type := kind not in MODELS:
         options |= {"kernel": "auto", "ulysses_degree": "auto", "loss_tile": "off"}
         losses = ["function"]
-    if accelerate := not is_type and dice.random() < 0.2:
-        losses = ["function"]  # accelerate's callers weigh it
     own, reentrant = dice.choice(losses), checkpoint != "none" and not is_type and dice.random() < 0.4
-    plain = not is_type and kind not in HYBRIDS and not accelerate
+    plain = not is_type and kind not in HYBRIDS
     around = dice.choice(["", "", "wraps", "DDP", "FSDP2", "FSDP2 cast"]) if plain and not reentrant else ""
     function = dice.choice(["", "", "marked", "marked", "not"]) if own != "function" and plain else ""
     if around.startswith("FSDP2"):
@@ -121,7 +117,6 @@ def draw(seed: int, number: int) -> TransformersDraw:
         loss=own,
         between=dice.choice(["", "", "", "", "evaluation", "local"]),
         warm=dice.choice([0, 0, 0, 1, 2]),
-        accelerate=accelerate,
         grown=dice.choice(["", "", "before", "after"]) if plain else "",
         function=function,
         around=around,
@@ -212,8 +207,7 @@ def _together(drawn: TransformersDraw, model: Any) -> torch.Tensor:
 
     options = TrainingConfig(**drawn.options)
     group = _group(drawn.size)
-    more = {"reentrant": drawn.reentrant, "accelerate": drawn.accelerate}
-    dfa_hf.distribute_attention(model, group=group, config=options, **more)
+    dfa_hf.distribute_attention(model, group=group, config=options, reentrant=drawn.reentrant)
     if drawn.grown == "after":
         _grow(model)
     if drawn.function:
@@ -245,23 +239,22 @@ def _step(drawn: TransformersDraw, model: Any, first: int, group: Any) -> torch.
     losses, count = [], len(drawn.data.masks) // drawn.sequences
     mine = first + dist.get_rank() // drawn.size
     for number in range(mine, mine + len(drawn.data.masks), drawn.sequences):
-        given = dict(dfa_hf.shard_batch(drawn.data.batch(number), group=group))
+        given = dict(drawn.data.batch(number))
         if drawn.loss == "items":
-            given["num_items_in_batch"] = torch.tensor(max(drawn.data.labels, 1)) / dist.get_world_size()
+            given["num_items_in_batch"] = torch.tensor(drawn.data.labels) / drawn.sequences
             loss = model(**given).loss
         elif drawn.loss == "own":
             loss = model(**given).loss / count
         else:
-            labels = given.pop("shift_labels")
-            del given["labels"], given["num_items_in_batch"]
+            labels = given.pop("labels")
             loss = dfa_hf.causal_lm_loss(model(**given).logits, labels, group=group) / count
-        _between(drawn, model, number, group)
+        _between(drawn, model, number)
         loss.backward()
         losses.append(loss.detach())
     return torch.stack(losses).sum()
 
 
-def _between(drawn: TransformersDraw, model: Any, number: int, group: Any) -> None:
+def _between(drawn: TransformersDraw, model: Any, number: int) -> None:
     """Evaluate another batch before the backward."""
     from dfa_megatron import huggingface as dfa_hf
 
@@ -270,7 +263,7 @@ def _between(drawn: TransformersDraw, model: Any, number: int, group: Any) -> No
         model.eval()
         with torch.no_grad():
             if drawn.between == "evaluation":
-                model(**(whole if drawn.accelerate else dfa_hf.shard_batch(whole, group=group)))
+                model(**whole)
             else:
                 with dfa_hf.local_attention(model):
                     model(**whole)

@@ -10,9 +10,6 @@ import torch.distributed as dist
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.runtime.comm.groups import timeout_of
 
-ATTRIBUTE = "_dfa_mesh"
-"""The attribute of an engine that holds its mesh."""
-
 
 @dataclass(frozen=True, slots=True)
 class Mesh:
@@ -69,19 +66,3 @@ def _group(size: int) -> dist.ProcessGroup:
     own: dist.ProcessGroup = dist.new_subgroups(size, timeout=timeout_of(dist.group.WORLD))[0]
     _groups[size] = (dist.group.WORLD, own)
     return own
-
-
-def mesh_of(engine: Any) -> Mesh:
-    """Return the mesh of an engine that `initialize` made with the block enabled.
-
-    Raises:
-        UnsupportedError: the engine was made without the block.
-    """
-    mesh: Mesh | None = getattr(engine, ATTRIBUTE, None)
-    if mesh is None:
-        raise UnsupportedError(
-            "mesh_of an engine without distributed attention",
-            "the block dist_flash_attention was missing or not enabled",
-            "dfa_megatron.deepspeed.initialize with the block",
-        )
-    return mesh

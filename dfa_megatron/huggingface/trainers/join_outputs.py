@@ -1,0 +1,99 @@
+"""Put a model's outputs together again for trainers, which read those of all tokens: hooks around the model's own.
+
+In evaluation every rank gets logits and hidden states of all tokens. TRL's trainers get the log-probabilities of all
+tokens in training too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_map_only
+
+from dfa_megatron.huggingface.checks.call_checks import arguments_of
+from dfa_megatron.huggingface.current_forward import forward_of
+from dfa_megatron.huggingface.implementation import is_distributed
+from dfa_megatron.huggingface.trainers.read_logits import reads_logits
+from dfa_megatron.plan.language.layout import Layout
+from dfa_megatron.runtime.comm.groups import resolve
+from dfa_megatron.sharding import unshard_sequence
+
+_PADDING = "_dfa_padding"
+"""The attribute of a model whose scores are joined for what was padded on the left of its present call's rows."""
+
+
+def join_outputs(model: Any, *, scores: bool = False) -> None:
+    """Register the hooks of a transformers model that `distribute_attention` prepared; may be called again.
+
+    Args:
+        scores: every rank gets what TRL's head makes of all tokens, (batch, seq - 1), and computes the same loss. Its
+            gradient is P times that of this rank's tokens, so that the mean over the ranks is that of one process.
+            Padding on the left, of prompts, is moved behind the tokens meanwhile.
+    """
+    if any(hook is _join for hook in model._forward_hooks.values()):
+        return
+    model.register_forward_hook(_join, prepend=True)  # before the forward ends
+    if scores:
+        setattr(model, _PADDING, None)
+        model.register_forward_pre_hook(_padding_behind, with_kwargs=True, prepend=True)  # before the batch is cut
+
+
+def _padding_behind(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Move the padding on the left of each row of a batch behind its tokens."""
+    setattr(model, _PADDING, None)
+    batch = arguments_of(model, args, kwargs)
+    mask = batch.get("attention_mask")
+    if not is_distributed(model) or mask is None or batch.get("position_ids") is not None:
+        return None
+    padding = (mask.cumsum(1) == 0).sum(1)
+    setattr(model, _PADDING, padding)
+    whole = {name for name, x in batch.items() if isinstance(x, torch.Tensor) and x.shape == mask.shape}
+    return (), {name: _rolled(x, padding) if name in whole else x for name, x in batch.items()}
+
+
+def _rolled(value: torch.Tensor, by: torch.Tensor) -> torch.Tensor:
+    """Move each row to the left by a number of its own; what leaves a row in front comes back behind it."""
+    places = torch.arange(value.shape[1], device=value.device) + by[:, None]
+    return value.gather(1, places % value.shape[1])
+
+
+def _join(model: Any, args: Any, output: Any) -> Any:
+    """Give every rank the outputs of all tokens: TRL's scores, and in evaluation all that has the tokens of a rank."""
+    forward = forward_of(model)
+    context, layout = forward.context, forward.layout
+    if not forward.distributed or context.size == 1:
+        return None
+    group = resolve(context.group)
+    assert isinstance(layout, Layout)
+    assert group is not None
+
+    def whole(value: torch.Tensor) -> torch.Tensor:
+        if value.dim() < 3 or value.shape[:2] != (forward.rows, layout.tokens(group.rank())):
+            return value
+        return unshard_sequence(value, group=group, layout=layout)
+
+    def joined(name: str, value: Any) -> Any:
+        if name in _OF_HEAD and hasattr(model, _PADDING):
+            found = unshard_sequence(value, group=group, layout=layout)
+            padding = getattr(model, _PADDING)
+            return (found if padding is None else _rolled(found, -padding))[:, :-1]
+        if model.training or name not in _OF_TOKENS or (name == "logits" and reads_logits() is False):
+            return value
+        return tree_map_only(torch.Tensor, whole, value)
+
+    if isinstance(output, Mapping):
+        for name, value in list(output.items()):
+            output[name] = joined(name, value)  # type: ignore[index]
+        return output
+    if not isinstance(output, tuple):
+        return joined("hidden_states", output)
+    return tuple(joined("hidden_states", value) for value in output)
+
+
+_OF_TOKENS = ("logits", "last_hidden_state", "hidden_states")
+"""The outputs that are put together; others, such as a router's or a tower's, may be as long by chance."""
+
+_OF_HEAD = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1", "label_mask")
+"""The outputs of TRL's fused head, of which None are left out."""
