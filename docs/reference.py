@@ -122,7 +122,7 @@ def _everywhere() -> dict[str, ast.expr]:
 
 # Types of transformers.
 
-EXACT = PACKAGE / "huggingface" / "checks" / "exact_types.py"
+TRIED = PACKAGE / "huggingface" / "checks" / "tried.py"
 
 
 def counts() -> Lines:
@@ -159,12 +159,25 @@ def types() -> Lines:
 
 
 def list_of_types() -> str:
-    """Return the text of the package's list: the types as the configurations of such models name them."""
-    types = stored("models.json")["types"]
-    exact = {found.get("as", kind) for kind, found in types.items() if found["plain"] == "exact"}
-    names = textwrap.fill(", ".join(f'"{kind}"' for kind in sorted(exact)), 116, break_on_hyphens=False)
-    about = '"""List the model types that `make models` found exact; `python -m docs.update` writes this file."""'
-    return f"{about}\n\nEXACT = (\n{textwrap.indent(names, '    ')},\n)  # fmt: skip\n"
+    """Return the text of the package's list: the types as the configurations of such models name them, by layers."""
+    layers: dict[str, set[str]] = {}
+    for kind, found in stored("models.json")["types"].items():
+        if found["plain"] == "exact":
+            layers.setdefault(found.get("as", kind), set()).update(found.get("layers", ()))
+    kinds: dict[str, list[str]] = {}
+    for kind, tried in sorted(layers.items()):
+        kinds.setdefault(" ".join(sorted(tried)), []).append(kind)
+    lines = [
+        '"""List the model types that `make models` found exact, by types of layers; docs.update writes it."""',
+        "",
+    ]
+    lines += ["_BY_LAYERS = {"]
+    for tried_of, names in sorted(kinds.items()):
+        wrapped = textwrap.wrap(" ".join(names), 104, break_on_hyphens=False)
+        lines += [f'    "{tried_of}": (', *(f'        "{part} "' for part in wrapped), "    ),"]
+    by_kind = "for layers, kinds in _BY_LAYERS.items() for kind in kinds.split()"
+    lines += ["}  # fmt: skip", "", f"TRIED = {{kind: frozenset(layers.split()) {by_kind}}}"]
+    return "\n".join(lines) + "\n"
 
 
 # The house.

@@ -25,7 +25,7 @@ PUBLIC = {
 
 FRAMEWORKS_OWN = {
     "deepspeed/initialize.py:initialize",
-    "huggingface/attention_function.py:attention",
+    "huggingface/attention_function.py:_distributed",
     "megatron/layers/core_attention.py:__init__",
 }
 """Signatures that a framework calls: theirs are ours."""

@@ -18,7 +18,7 @@ from dfa_megatron.deepspeed.proved_engine import prove
 from dfa_megatron.huggingface.distribute import local_attention
 from dfa_megatron.huggingface.loss import causal_lm_loss as loss
 from dfa_megatron.huggingface.loss import tiled_loss
-from dfa_megatron.runtime.comm.mesh import Mesh, make_mesh
+from dfa_megatron.huggingface.mesh import Mesh, make_mesh
 
 __all__ = [
     "KEY",

@@ -11,7 +11,7 @@ from dfa_megatron.deepspeed.tested_keys import check_sizes
 from dfa_megatron.errors import UnsupportedError
 
 
-def block_of(accelerator: Any, size: int | None, config: TrainingConfig | None) -> DeepSpeedOptions:
+def block_of(accelerator: Any, size: int | None, config: TrainingConfig | None, *, unlisted: bool) -> DeepSpeedOptions:
     """Return the block of the JSON, or one of the arguments, with the ranks that share a sequence; and write it.
 
     The sizes of batches in the JSON count groups then, not ranks.
@@ -30,7 +30,7 @@ def block_of(accelerator: Any, size: int | None, config: TrainingConfig | None) 
             "config beside the block dist_flash_attention of DeepSpeed's JSON", "they differ", "one of them"
         )
     size = size or block.size or settings.get("sequence_parallel_size") or world
-    block = dataclasses.replace(block, size=size)
+    block = dataclasses.replace(block, size=size, unlisted=unlisted or block.unlisted)
     if world % size == 0:
         _write(plugin, block, world)
     return block

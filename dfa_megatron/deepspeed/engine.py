@@ -21,7 +21,7 @@ from dfa_megatron.huggingface.checkpointing import set_checkpointing
 from dfa_megatron.huggingface.distribute import distribute_attention, transformers_model
 from dfa_megatron.runtime.comm.compared import exposed
 from dfa_megatron.runtime.comm.groups import group_name, resolve
-from dfa_megatron.runtime.comm.mesh import Mesh, make_mesh
+from dfa_megatron.huggingface.mesh import Mesh, make_mesh
 
 logger = logging.getLogger(__name__)
 
@@ -219,7 +219,7 @@ def _set_group(attention: list[DistFlashAttention], mesh: Mesh, block: DeepSpeed
 def _distribute(model: torch.nn.Module, settings: dict[str, Any], mesh: Mesh, block: DeepSpeedOptions) -> None:
     function = deepspeeds_function(settings, block.options)
     reentrant = block.reentrant or function is not None
-    distribute_attention(model, group=mesh.group, config=block.options, reentrant=reentrant)
+    distribute_attention(model, group=mesh.group, config=block.options, reentrant=reentrant, unlisted=block.unlisted)
     if function is not None:
         offload = block.options.remat_offload
         set_checkpointing(transformers_model(model), block.options.checkpoint, offload=offload, function=function)

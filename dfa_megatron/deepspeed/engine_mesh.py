@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from dfa_megatron.errors import UnsupportedError
-from dfa_megatron.runtime.comm.mesh import Mesh
+from dfa_megatron.huggingface.mesh import Mesh
 
 ATTRIBUTE = "_dfa_mesh"
 """The attribute of an engine that holds its mesh."""

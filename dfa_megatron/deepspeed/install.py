@@ -7,8 +7,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-_own: Callable[..., Any] | None = None
-"""DeepSpeed's `initialize`, while ours stands in its place."""
+from dfa_megatron.hooks import put_back, replace
+
+_OWN = "_dfa_own"
+"""The attribute of ours that holds DeepSpeed's `initialize`."""
 
 
 def install() -> None:
@@ -17,40 +19,39 @@ def install() -> None:
     Code that calls `deepspeed.initialize(...)` gets ours. Code that imported the name before keeps DeepSpeed's. For HF
     Trainer and accelerate there are `distribute_trainer` and `distribute_accelerator` of dfa_megatron.huggingface.
     """
-    global _own
     import deepspeed
 
     from dfa_megatron.deepspeed.initialize import initialize
 
-    if _own is not None:
+    if hasattr(deepspeed.initialize, _OWN):
         return
-    _own = deepspeed.initialize
 
     @functools.wraps(deepspeed.initialize)
     def instead(*args: Any, **kwargs: Any) -> Any:
         return initialize(*args, **kwargs)
 
-    deepspeed.initialize = instead
+    setattr(instead, _OWN, deepspeed.initialize)
+    replace(deepspeed, "initialize", instead)
 
 
 def uninstall() -> None:
     """Put DeepSpeed's own back; may be called again."""
-    global _own
     import deepspeed
 
-    if _own is not None:
-        deepspeed.initialize, _own = _own, None
+    put_back(deepspeed, "initialize")
 
 
 @contextmanager
 def installed() -> Iterator[None]:
     """Replace the name for a while."""
-    before = _own
+    import deepspeed
+
+    before = deepspeed.initialize
     install()
     try:
         yield
     finally:
-        if before is None:
+        if deepspeed.initialize is not before:
             uninstall()
 
 
@@ -58,5 +59,5 @@ def deepspeeds_own() -> Callable[..., tuple[Any, Any, Any, Any]]:
     """Return DeepSpeed's own `initialize`, whether or not ours replaces it."""
     import deepspeed
 
-    own: Callable[..., tuple[Any, Any, Any, Any]] = deepspeed.initialize if _own is None else _own
+    own: Callable[..., tuple[Any, Any, Any, Any]] = getattr(deepspeed.initialize, _OWN, deepspeed.initialize)
     return own

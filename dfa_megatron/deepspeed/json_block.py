@@ -52,6 +52,10 @@ class DeepSpeedOptions:
         "Checkpoint a Hugging Face model's layers with PyTorch's re-entrant form. activation_checkpointing's "
         "cpu_checkpointing, which keeps their inputs on the host, always does.",
     )
+    unlisted: bool = _key(
+        False,
+        "Take a Hugging Face model whose type, class or layers no test compared with one process; then use `prove`.",
+    )
     prove: bool = _key(
         False,
         "When the engine is made, compare its ranks with each rank alone on a short random text: loss, outputs of "

@@ -16,7 +16,7 @@ from dfa_megatron import remat
 from dfa_megatron.config import TrainingConfig
 from dfa_megatron.deepspeed.json_block import DeepSpeedOptions
 from dfa_megatron.errors import UnsupportedError
-from dfa_megatron.runtime.comm.mesh import Mesh, make_mesh
+from dfa_megatron.huggingface.mesh import Mesh, make_mesh
 
 
 def pipeline_mesh(module: Any, size: int | None) -> Mesh:

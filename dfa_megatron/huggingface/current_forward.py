@@ -41,6 +41,7 @@ class LayerContext:
     group: name of the process group that shares the sequence, "" for a single process.
     before: the attention implementation that the model had.
     multimodal: the decoder belongs to a model with towers, which embeds whole sequences.
+    unlisted: the model need not be on the list of what was tried.
     local: within `local_attention`.
     compared: the ranks have compared their weights, which is done once.
     """
@@ -50,6 +51,7 @@ class LayerContext:
     options: TrainingConfig
     before: str
     multimodal: bool = False
+    unlisted: bool = False
     local: bool = False
     compared: bool = False
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -15,9 +13,8 @@ from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.huggingface import attention_function as attention
 from dfa_megatron.huggingface import model_inputs as inputs
 from dfa_megatron.huggingface.checkpointing import check_layers, check_options, set_checkpointing
-from dfa_megatron.huggingface.checks.check_model import check_model, foreign_code
-from dfa_megatron.huggingface.checks.exact_types import EXACT
-from dfa_megatron.huggingface.checks.wrappers import check_wrappers
+from dfa_megatron.huggingface.checks.adapters import check_adapters
+from dfa_megatron.huggingface.checks.check_model import check_model
 from dfa_megatron.huggingface.current_forward import CONTEXT, NAME, LayerContext, end
 from dfa_megatron.huggingface.hook_mixers import adopt
 from dfa_megatron.huggingface.implementation import (
@@ -34,8 +31,6 @@ from dfa_megatron.plan.language.shape import check_degree
 from dfa_megatron.runtime.comm.groups import Group, group_name, group_size
 from dfa_megatron.runtime.environment import warn_of_untested
 
-logger = logging.getLogger(__name__)
-
 
 def distribute_attention(
     model: torch.nn.Module,
@@ -43,6 +38,7 @@ def distribute_attention(
     group: Group = None,
     config: TrainingConfig | None = None,
     reentrant: bool = False,
+    unlisted: bool = False,
 ) -> torch.nn.Module:
     """Give a language model distributed attention. It still takes whole batches, the same on every rank of the group.
 
@@ -68,6 +64,7 @@ def distribute_attention(
         group: the ranks that share a sequence, in the order of their tokens; None is the default group.
         config: schedule, kernel, checkpoint and the like.
         reentrant: checkpoint with PyTorch's re-entrant form; see `set_checkpointing`.
+        unlisted: take a type, a class or layers that no test compared with one process; then run `prove`.
 
     Attention is distributed in training and evaluation alike. For generation, and other sequences on each rank, see
     `local_attention`. The call may be repeated, with another group or other options.
@@ -82,10 +79,10 @@ def distribute_attention(
     options = TrainingConfig.of(config)
     check_options(options, reentrant=reentrant)
     inner = transformers_model(model)
-    check_wrappers(model, inner)
-    check_model(inner)
+    for holder in (model, inner):
+        check_adapters(holder)
+    check_model(inner, unlisted=unlisted)
     check_layers(inner, options, reentrant=reentrant)
-    _note_untested(inner)
     attention.register()
     name = group_name(group)
     if options.fixed_degree > 1:  # "auto" takes one that divides
@@ -105,6 +102,7 @@ def distribute_attention(
         options=options,
         before=before,
         multimodal=is_multimodal(inner),
+        unlisted=unlisted,
         compared=known is not None and known.compared,
     )
     decoder = inner.get_decoder()
@@ -177,21 +175,3 @@ def _outermost(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
         return
     for child in module.children() if isinstance(module, torch.nn.Module) else ():
         yield from _outermost(child)
-
-
-def _note_untested(model: Any) -> None:
-    """Warn once of a type, and of code, that no test compared with one rank."""
-    if model.config.model_type not in EXACT:
-        _warn(
-            f"models of type {model.config.model_type!r} pass the checks of distribute_attention, but their gradients "
-            "have not been compared with eager attention; dfa_megatron.huggingface.prove(model) compares them"
-        )
-    for name in foreign_code(model):
-        _warn(
-            f"{name} is not of transformers itself, so it was never compared with one rank: what it computes from "
-            "several tokens at once would see those of one rank alone. dfa_megatron.huggingface.prove(model) compares "
-            "them with one rank"
-        )
-
-
-_warn = functools.cache(logger.warning)

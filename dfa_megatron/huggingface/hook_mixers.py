@@ -36,7 +36,7 @@ def adopt(model: Any, context: LayerContext, name: str) -> None:
     Raises:
         UnsupportedError: as `distribute_attention` does.
     """
-    attentions = check_model(model)
+    attentions = check_model(model, unlisted=context.unlisted)
     decoder = model.get_decoder()
     recurrents = recurrent.modules_of(decoder)
     for mixer in {*attentions, *recurrents}:

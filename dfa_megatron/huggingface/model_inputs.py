@@ -23,8 +23,8 @@ from dfa_megatron.huggingface.attention_function import nothing_hidden
 from dfa_megatron.huggingface.batch import OF_HOOKS, OF_TOKENS, cut_labels, forward_of_batch, part_of, tokens_of
 from dfa_megatron.huggingface.checkpointing import keep_forward
 from dfa_megatron.huggingface.checks import call_checks as checks
+from dfa_megatron.huggingface.checks.adapters import check_adapters
 from dfa_megatron.huggingface.checks.padding import CAUSAL
-from dfa_megatron.huggingface.checks.wrappers import check_adapters
 from dfa_megatron.huggingface.current_forward import (
     CONTEXT,
     KEYWORD,

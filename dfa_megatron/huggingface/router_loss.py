@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from dfa_megatron.hooks import replace
 from dfa_megatron.huggingface.current_forward import Forward, innermost
 from dfa_megatron.sharding import unshard_sequence
 
@@ -21,8 +23,8 @@ _NAME = "load_balancing_loss_func"
 
 def follow_router(forward: Callable[..., Any]) -> None:
     """Let the loss of routers in the file of a model's forward count the tokens of all ranks; may be called again."""
-    names = inspect.unwrap(forward).__globals__
-    real: Callable[..., Any] | None = names.get(_NAME)
+    home = sys.modules[inspect.unwrap(forward).__module__]
+    real: Callable[..., Any] | None = vars(home).get(_NAME)
     if real is None or hasattr(real, _NAME):
         return
 
@@ -34,7 +36,7 @@ def follow_router(forward: Callable[..., Any]) -> None:
         return _balance(call[1], gate_logits, num_experts, top_k)
 
     setattr(loss, _NAME, real)
-    names[_NAME] = loss
+    replace(home, _NAME, loss)
 
 
 def _balance(forward: Forward, gate_logits: tuple[torch.Tensor, ...], experts: int, top_k: int) -> torch.Tensor:

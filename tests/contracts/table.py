@@ -235,27 +235,24 @@ TRANSFORMERS = (
 
 ACCELERATE = (
     on("accelerate.accelerator:Accelerator", "huggingface/trainers/distribute_accelerator.py",
-       attributes="_prepare_device_mesh _prepare_cp maybe_context_parallel gather_for_metrics gather torch_device_mesh "
+       attributes="_prepare_device_mesh _prepare_cp _prepare_deepspeed prepare_data_loader maybe_context_parallel "
+                  "gather_for_metrics gather _schedulers "
                   "dataloader_config parallelism_config dispatch_batches distributed_type gradient_state "
                   "num_processes device"),
     on("accelerate.accelerator:Accelerator.gather_for_metrics", "huggingface/trainers/distribute_accelerator.py",
        replaced="input_data use_gather_object"),
     on("accelerate.parallelism_config:ParallelismConfig", "huggingface/trainers/distribute_accelerator.py",
        attributes="cp_size sp_size tp_size"),
-    on("accelerate.state:AcceleratorState", "deepspeed/accelerate.py huggingface/trainers/shared_batches.py",
+    on("accelerate.state:AcceleratorState", "huggingface/checks/call_checks.py",
        attributes="_shared_state"),
     on("accelerate.state:GradientState", "huggingface/trainers/distribute_accelerator.py",
        attributes="active_dataloader remainder end_of_dataloader"),
 )  # fmt: skip
 
 DEEPSPEED = (
-    on("deepspeed:initialize", "deepspeed/initialize.py deepspeed/accelerate.py",
+    on("deepspeed:initialize", "deepspeed/initialize.py deepspeed/install.py",
        replaced="args model optimizer model_parameters training_data lr_scheduler distributed_port mpu "
                 "dist_init_required collate_fn config mesh_param config_params"),
-    on("deepspeed.runtime.sequence_parallel.ulysses_sp:UlyssesSPAttentionHF.register_with_transformers",
-       "deepspeed/accelerate.py", passes="sequence_parallel_size"),
-    on("deepspeed.utils.groups:mpu", "deepspeed/accelerate.py"),
-    on("deepspeed.utils.groups:_clone_world_group", "deepspeed/accelerate.py"),
     on("deepspeed.runtime.engine:DeepSpeedEngine", "deepspeed/engine.py",
        attributes="sequence_parallel_size seq_data_parallel_group compile deepspeed_io"),
     on("deepspeed.runtime.engine:DeepSpeedEngine", "deepspeed/proved_engine.py",

@@ -1,4 +1,4 @@
-"""A model's type is no proof for code that is not transformers' own: it is named in a warning, once."""
+"""A model's type is no proof for code that is not transformers' own: classes are refused, what is patched is named."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from torch import nn
 
 from dfa_megatron import huggingface as dfa_hf
 from dfa_megatron.config import TrainingConfig
-from dfa_megatron.huggingface import distribute
+from dfa_megatron.errors import UnsupportedError
+from dfa_megatron.huggingface.checks import check_model
 from tests.support.models import build
 
 
@@ -67,38 +68,46 @@ def hook(model: Any) -> None:
 
 @pytest.fixture
 def said(caplog: pytest.LogCaptureFixture) -> Callable[[Any], list[str]]:
-    distribute._warn.cache_clear()
+    check_model._warn.cache_clear()
 
-    def of(model: Any, **options: Any) -> list[str]:
+    def of(model: Any, unlisted: bool = False, **options: Any) -> list[str]:
         caplog.clear()
         with caplog.at_level(logging.WARNING, logger="dfa_megatron"):
-            dfa_hf.distribute_attention(model, config=TrainingConfig(**options))
+            dfa_hf.distribute_attention(model, config=TrainingConfig(**options), unlisted=unlisted)
         return [record.getMessage() for record in caplog.records]
 
     return of
 
 
-@pytest.mark.parametrize(
-    ("change", "name"),
-    [
-        *(
-            (derived(path), "Mixing")
-            for path in ("model.layers.1.mlp", "model.layers.0.self_attn", "model.layers.0", "")
-        ),
-        (remote_code, "transformers_modules.x.y.Mixing"),
-        (inside_a_container, "Shift"),
-        (forward_of_an_instance, "forward_of_an_instance"),
-        (hook, "hook"),
-    ],
-)
+CLASSES: list[tuple[Callable[[Any], None], str]] = [
+    *((derived(path), "Mixing") for path in ("model.layers.1.mlp", "model.layers.0.self_attn", "model.layers.0", "")),
+    (remote_code, "transformers_modules.x.y.Mixing"),
+    (inside_a_container, "Shift"),
+]
+
+
+@pytest.mark.parametrize(("change", "name"), CLASSES)
+def test_a_class_that_is_not_of_transformers_is_refused_but_for_one_word(
+    change: Callable[[Any], None], name: str, said: Callable[..., list[str]]
+) -> None:
+    model = build("Llama")
+    change(model)
+    with pytest.raises(UnsupportedError, match=rf"a llama model with modules of .*{name}.*unlisted=True"):
+        dfa_hf.distribute_attention(model)
+    (message,) = said(model, unlisted=True)
+    assert name in message
+    assert "prove(model)" in message
+
+
+@pytest.mark.parametrize("change", [forward_of_an_instance, hook])
 @pytest.mark.parametrize("options", [{}, {"loss_tile": 4, "checkpoint": "remat"}])
-def test_code_that_is_not_of_transformers_is_named_once(
-    change: Callable[[Any], None], name: str, options: dict[str, Any], said: Callable[..., list[str]]
+def test_code_that_was_patched_in_is_named_once(
+    change: Callable[[Any], None], options: dict[str, Any], said: Callable[..., list[str]]
 ) -> None:
     model = build("Llama")
     change(model)
     (message,) = said(model, **options)
-    assert name in message
+    assert change.__name__ in message
     assert "prove(model)" in message
     assert said(model) == []
 

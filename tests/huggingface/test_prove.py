@@ -52,9 +52,9 @@ def _batches_with(change: Callable[[dict[str, Any]], dict[str, Any]]) -> Iterato
 
     real = model_inputs.cut_labels
 
-    def other(*args: Any) -> Any:
-        given = real(*args)
-        return {**given, **change(given)}
+    def other(given: dict[str, Any], context: Any) -> Any:
+        cut = real(given, context)
+        return {**cut, **change(cut | {"input_ids": shard_sequence(given["input_ids"], group=context.group)})}
 
     with patch.object(model_inputs, "cut_labels", other):
         yield
@@ -99,7 +99,7 @@ def lost_mask(model: Any) -> Any:
 
 def labels_of_chunks(model: Any) -> Any:
     def change(given: dict[str, Any]) -> dict[str, Any]:
-        labels = torch.where(given["labels"] == -100, -100, shard_sequence(given["input_ids"]).roll(-1, 1))
+        labels = torch.where(given["labels"] == -100, -100, given["input_ids"].roll(-1, 1))
         return {"labels": labels, "shift_labels": labels}
 
     return _batches_with(change)

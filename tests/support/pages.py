@@ -28,7 +28,7 @@ ALONE = (
 
 WITH_TRANSFORMERS = (
     ("docs/huggingface.md", "import huggingface as dfa_hf"),
-    ("docs/huggingface.md", '"position_ids": positions'),
+    ("docs/huggingface.md", "position_ids=positions"),
     ("docs/huggingface.md", "local_attention"),
     ("docs/loss.md", "by_document"),
     ("docs/trees.md", "from_rollouts(rollouts"),
@@ -41,7 +41,6 @@ _RANKS = "it needs as many ranks as it names"
 NOT_RUN = {
     ("docs/deepspeed.md", "mesh_of(engine)"): _ENGINE,
     ("docs/deepspeed.md", "deepspeed_shm_comm"): _ENGINE,
-    ("docs/deepspeed.md", "TrainingArguments"): _ENGINE,
     ("docs/deepspeed.md", "PipelineModule"): _ENGINE,
     ("docs/hybrids.md", "torch.distributed.nn"): "it needs a group; tests/sequence/test_two_lines.py runs it in one",
     ("docs/masks.md", "logsumexp"): "it needs sinks and biases; tests/sequence/test_two_lines.py has them",

@@ -1,133 +1,109 @@
-"""Read from a transformers model the facts that decide whether its attention can be distributed."""
+"""Refuse a transformers model that no test compared with one process: the list of what was tried.
+
+`make models` writes the list: types of models, each with its types of layers. What a user sets on a listed type is
+checked here: dropout, RoPE, layers that were copied.
+"""
 
 from __future__ import annotations
 
+import functools
 import inspect
-import re
+import logging
 from typing import Any
 
 import torch
 
 from dfa_megatron.errors import UnsupportedError
-from dfa_megatron.huggingface.implementation import is_multimodal, kind_of, text_field
+from dfa_megatron.huggingface.checks.tried import TRIED
+from dfa_megatron.huggingface.implementation import is_multimodal, kind_of
 from dfa_megatron.huggingface.positions.embedded_positions import LOCAL_ROPE, rotaries_of
-from dfa_megatron.huggingface.recurrent.layers import layers_of, not_called
+from dfa_megatron.huggingface.recurrent.layers import not_called
 
-_ATTENTIONS = {"full_attention", "sliding_attention", "chunked_attention"}
 _STATES = {"linear_attention", "conv"}
 _BOTH = {"hybrid", "hybrid_sliding"}
 """Types of layers that have an attention and a state."""
 _EACH_TOKEN = {"mlp", "moe"}
 """Types of layers that treat every token alone."""
-_OWN_MASKS = ("doge",)
-"""Types whose layers derive a mask of their own from the one that their model gives them."""
-
-_CHOOSES = re.compile("Indexer|Compressor")
-"""In the names of modules that choose or compress the keys which a token attends to."""
 
 
-def check_model(model: Any) -> list[torch.nn.Module]:
+def check_model(model: Any, *, unlisted: bool) -> list[torch.nn.Module]:
     """Return the attention layers of a transformers model that can be distributed.
 
+    unlisted: the model need not be on the list.
+
     Raises:
-        UnsupportedError: the model computes something that distributed attention would not; it is named.
+        UnsupportedError: the model is not on the list, or a user has set what distributed attention does not compute.
     """
-    _check_stack(model)
-    _check_config(model)
+    if strange := _unlisted(model):
+        if not unlisted:
+            raise UnsupportedError(
+                f"{kind_of(model)} with {strange}",
+                "no test compared that with one process",
+                "unlisted=True, and then dfa_megatron.huggingface.prove(model), which compares it; or what "
+                "docs/huggingface.md lists",
+            )
+        _warn(f"{kind_of(model)} with {strange}: compare it with one process, by dfa_megatron.huggingface.prove(model)")
+    for name in patched(model):
+        _warn(
+            f"{name} is not of transformers itself, so it was never compared with one rank: what it computes from "
+            "several tokens at once sees those of one rank alone. dfa_megatron.huggingface.prove(model) compares it"
+        )
     decoder = model.get_decoder()
     within = decoder if is_multimodal(model) else model
     layers = [x for x in within.modules() if hasattr(x, "is_causal") and hasattr(x, "layer_idx")]
+    _check_config(model, decoder)
     _check_layers(model, decoder, layers)
-    _check_positions(model, decoder, layers)
     return layers
 
 
-def _check_stack(model: Any) -> None:
-    """Refuse a model that is no single stack of decoder layers with a head of a language model."""
-    config, kind = model.config.get_text_config(), kind_of(model)
-    if is_multimodal(model) and (text_field(model) is None or model.get_decoder().config is not config):
-        raise UnsupportedError(
-            f"{kind}, a multimodal model",
-            "its decoder was not found by its configuration of the text",
-            "its language model and causal_lm_loss",
-        )
-    if getattr(config, "is_encoder_decoder", False):
-        raise UnsupportedError(
-            f"{kind}, an encoder and a decoder",
-            "its decoder attends to a second sequence, of another length",
-            "a causal language model; dfa_megatron.masks.cross_documents for attention between two sequences",
-        )
-    if not hasattr(config, "num_hidden_layers"):
-        raise UnsupportedError(
-            kind, "its config names no number of layers, because it has several stacks", "a model of one stack"
-        )
-    head = _pooling_head(model)
-    if head:
-        raise UnsupportedError(
-            f"a model of type {head}",
-            "its head or its loss reads across tokens of the whole sequence, and a rank has a part of them",
-            "a causal language model, or the bare decoder with a head of your own that treats each token alone",
-        )
+_warn = functools.cache(logging.getLogger(__name__).warning)
 
 
-def _check_config(model: Any) -> None:
-    """Refuse what a configuration asks for."""
+def _unlisted(model: Any) -> str:
+    """Return what of a model is not on the list: its type, its class, types of layers or classes in it; or ""."""
+    kind, name = model.config.model_type, type(model).__name__
+    if kind not in TRIED:
+        return f"a type, {kind}, that is not on the list"
+    language = model.get_output_embeddings() is not None or name.endswith("ForCausalLM")
+    if model is not model.get_decoder() and ("DoubleHeads" in name or not language):
+        return f"a class, {name}, whose head or loss may read several tokens"
+    layers = {*(getattr(model.config.get_text_config(), "layer_types", None) or ())} - TRIED[kind]
+    if layers:
+        return f"layers of type {', '.join(sorted(layers))}"
+    classes = {cls for module in model.modules() for cls in type(module).__mro__}
+    others = sorted(_named(cls) for cls in classes if not _is_of(cls, (*_COMPARED, *_PYTHONS)))
+    return f"modules of {', '.join(others)}" if others else ""
+
+
+def _check_config(model: Any, decoder: Any) -> None:
+    """Refuse what a user may set in the configuration of a listed type."""
     config, kind = model.config.get_text_config(), kind_of(model)
-    others = _other_layers(config)
-    if others:
-        raise UnsupportedError(
-            f"{kind} with layers of type {others}",
-            "it is not known how to distribute them",
-            "layers of type full_attention, sliding_attention, chunked_attention, linear_attention and conv",
-        )
-    if config.model_type in _OWN_MASKS:
-        raise UnsupportedError(
-            kind, "its layers mask tokens by their values", "a model whose layers pass their mask on unchanged"
-        )
-    if getattr(config, "ple_layer_ids", None):
-        raise UnsupportedError(
-            f"{kind} with embeddings of n-grams (ple_layer_ids)",
-            "they read tokens before this rank's part",
-            "no ple_layer_ids",
-        )
     dropout = getattr(config, "attention_dropout", 0.0) or getattr(config, "attn_pdrop", 0.0)
     if dropout:
         raise UnsupportedError(
             f"{kind} with attention dropout {dropout}", "the block kernels have no dropout", "attention_dropout=0.0"
         )
+    rope = _local_rope(config)
+    if rope and not rotaries_of(decoder):
+        raise UnsupportedError(
+            f"{kind} with rope_type={rope!r}",
+            "its frequencies depend on the longest position in the batch, and its layers embed positions themselves",
+            "rope_type 'default', 'linear', 'yarn' or 'llama3'",
+        )
 
 
 def _check_layers(model: Any, decoder: Any, attentions: list[torch.nn.Module]) -> None:
-    """Refuse a decoder whose layers mix tokens in other ways than causal attention and states."""
+    """Refuse layers that were copied without their config, and layers that do not call what is replaced."""
     config, kind = model.config.get_text_config(), kind_of(model)
-    indexer = next((type(x).__name__ for x in decoder.modules() if _CHOOSES.search(type(x).__name__)), None)
-    if indexer:
-        raise UnsupportedError(
-            f"{kind} with {indexer} in its layers",
-            "it chooses the keys of each token among those of this rank, whatever the layers' type is called",
-            "a model whose layers attend to all keys, or to a window of them",
-        )
-    others, count = sum(not getattr(layer, "is_causal", True) for layer in attentions), len(attentions)
-    if others:
-        raise UnsupportedError(
-            f"{kind} with {count} attentions, {others} of them not causal",
-            "a stack of decoder layers sees earlier tokens alone",
-            "a model with causal layers",
-        )
-    types, whole = getattr(config, "layer_types", None), config.num_hidden_layers
+    types, whole = getattr(config, "layer_types", None), getattr(config, "num_hidden_layers", 0)
     layers: int = whole if types is None else sum(kind not in _STATES | _EACH_TOKEN for kind in types)
     held = max((list(x) for x in decoder.children() if isinstance(x, torch.nn.ModuleList)), key=len, default=[])
-    if count != layers and (len({*held}) < len(held) or whole != len(held) > 0):
+    if len(attentions) != layers:
         raise UnsupportedError(
-            f"{kind} of {len(held)} layers, {len({*held})} of them different, whose config names {whole}",
+            f"{kind} with {len(attentions)} attentions in {len(held)} layers, {len({*held})} of them different, whose "
+            f"config names {whole} layers, {layers} of them with attention",
             "layers are compared with its config, one by one",
             "a copy.deepcopy of each layer, and num_hidden_layers, with layer_types, of the config",
-        )
-    if count != layers:
-        raise UnsupportedError(
-            f"{kind} with attention in {count} of {layers} layers",
-            "other layers mix tokens in ways that are not distributed, or do not take attention implementations",
-            "a model with causal self-attention in every layer",
         )
     for layer in decoder.modules():
         if missing := not_called(layer):
@@ -136,54 +112,13 @@ def _check_layers(model: Any, decoder: Any, attentions: list[torch.nn.Module]) -
                 "what it calls in place of that computes from the tokens of this rank alone",
                 "a version of transformers that `dfa-megatron doctor` names",
             )
-    recurrent, states = len(layers_of(decoder)), layers_with_states(config)
-    if recurrent < states:
-        raise UnsupportedError(
-            f"{kind} with {recurrent} layers whose state is distributed, of {states} that have one",
-            "the others do not call the functions of convolutions, delta rules and state spaces that are replaced",
-            "a model of transformers 5.23 whose layers do",
-        )
 
 
-def _check_positions(model: Any, decoder: Any, attentions: list[torch.nn.Module]) -> None:
-    """Refuse a decoder that cannot be told where this rank's part of a sequence begins."""
-    kind, rope = kind_of(model), _local_rope(model.config.get_text_config())
-    if not hasattr(decoder, "config"):
-        raise UnsupportedError(
-            kind,
-            "its get_decoder() is not its stack of layers, whose inputs are checked",
-            "a model whose get_decoder() is its stack",
-        )
-    if rope and not rotaries_of(decoder):
-        raise UnsupportedError(
-            f"{kind} with rope_type={rope!r}",
-            "its frequencies depend on the longest position in the batch, and its layers embed positions themselves",
-            "rope_type 'default', 'linear', 'yarn' or 'llama3'",
-        )
-    table = getattr(getattr(decoder, "embeddings", None), "position_embeddings", None)
-    if hasattr(decoder, "embed_positions") or getattr(table, "padding_idx", None) is not None:
-        raise UnsupportedError(
-            f"{kind} with a table of positions, as OPT or RoBERTa have",
-            "it begins behind rows for padding, and ends at 2,048 tokens or before",
-            "a model with rotary embeddings, or position_ids that count from row 0, as GPT-2 has",
-        )
-    takes = "position_ids" in inspect.signature(type(decoder).forward).parameters
-    if attentions and not takes:
-        raise UnsupportedError(
-            kind,
-            "it takes no position_ids, and counts positions in this rank's part",
-            "a model that takes position_ids",
-        )
-
-
-def foreign_code(model: torch.nn.Module) -> list[str]:
-    """Return the classes of a model's modules, their forwards and hooks that no test has seen, by name, sorted."""
+def patched(model: torch.nn.Module) -> list[str]:
+    """Return the forwards and hooks of a model's modules that are not of transformers, by name, sorted."""
     found = set()
     for module in model.modules():
-        classes = [_named(cls) for cls in type(module).__mro__ if not _is_of(cls, (*_COMPARED, *_PYTHONS))]
-        found |= {*classes}
-        hooks = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
-        for function in hooks if classes else (module.forward, *hooks):
+        for function in (module.forward, *module._forward_pre_hooks.values(), *module._forward_hooks.values()):
             code = inspect.unwrap(getattr(function, "func", function))
             if not _is_of(code, (*_COMPARED, *_WRAPPING)):
                 found.add(_named(code if hasattr(code, "__qualname__") else type(code)))
@@ -203,21 +138,6 @@ def _is_of(code: Any, packages: tuple[str, ...]) -> bool:
 
 def _named(code: Any) -> str:
     return f"{code.__module__}.{code.__qualname__}"
-
-
-def _pooling_head(model: Any) -> str:
-    """Return the class of a model whose head pools, as those of classifiers and reward models do; "" for others."""
-    name = type(model).__name__
-    language = model.get_output_embeddings() is not None or name.endswith("ForCausalLM")
-    pools = "DoubleHeads" in name  # GPT-2's second head reads one token of each sequence
-    return name if model is not model.get_decoder() and (pools or not language) else ""
-
-
-def _other_layers(config: Any) -> str:
-    types = getattr(config, "layer_types", None)
-    if types is None:  # a model without types of layers has no chunks in training, but generates with them
-        return "chunked_attention" if getattr(config, "attention_chunk_size", None) else ""
-    return ", ".join(sorted({*types} - {*_ATTENTIONS, *_STATES, *_BOTH, *_EACH_TOKEN}))
 
 
 def layers_with_states(config: Any) -> int:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from dfa_megatron.hooks import replace
 from dfa_megatron.huggingface.current_forward import REACHED, Forward, end, enter, forward_of, innermost
 from dfa_megatron.huggingface.recurrent.stand_ins import CLASSES, FUSED, STANDS_IN
 from dfa_megatron.runtime.agreement.calls import at_layer
@@ -55,10 +56,10 @@ def hook(layer: torch.nn.Module) -> None:
         return
     layer.register_forward_pre_hook(_enter)
     layer.register_forward_hook(end, always_call=True)
-    names = vars(sys.modules[type(layer).__module__])
+    home = sys.modules[type(layer).__module__]
     for name in _called(layer) & {*STANDS_IN, *FUSED}:
-        if not hasattr(names[name], _REAL):
-            names[name] = _replacing(name, names[name])
+        if not hasattr(real := vars(home)[name], _REAL):
+            replace(home, name, _replacing(name, real))
 
 
 _REAL = "_dfa_real"

@@ -6,6 +6,7 @@ tensors in place, drops masks, and computes causal SDPA only.
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
 import torch
@@ -16,11 +17,16 @@ from dfa_megatron.huggingface.checks.call_checks import LEFT_OUT
 from dfa_megatron.huggingface.distribute import distribute_attention, transformers_model
 from dfa_megatron.huggingface.trainers.group_accelerator import SharesSequences, Sharing
 from dfa_megatron.huggingface.trainers.join_outputs import join_outputs
-from dfa_megatron.runtime.comm.mesh import make_mesh
+from dfa_megatron.huggingface.mesh import make_mesh
 
 
 def distribute_accelerator(
-    accelerator: Any, model: torch.nn.Module, *, size: int | None = None, config: TrainingConfig | None = None
+    accelerator: Any,
+    model: torch.nn.Module,
+    *,
+    size: int | None = None,
+    config: TrainingConfig | None = None,
+    unlisted: bool = False,
 ) -> int:
     """Share each sequence of an accelerate loop among consecutive ranks; a collective call before `prepare`.
 
@@ -36,6 +42,7 @@ def distribute_accelerator(
         size: the ranks that share a sequence; None is that of DeepSpeed's JSON, or `ParallelismConfig.cp_size` where
             that is more than 1, else all.
         config: schedule, kernel, checkpoint and the like; with DeepSpeed, None is the block of its JSON.
+        unlisted: as of `distribute_attention`.
 
     Returns:
         The ranks that share a sequence.
@@ -44,7 +51,7 @@ def distribute_accelerator(
         UnsupportedError: the accelerator or the model needs something unsupported; the message names it.
     """
     check_given("distribute_accelerator", accelerator, "prepare")
-    return share_sequences(accelerator, model, size, config, loop=True)
+    return share_sequences(accelerator, model, size, config, loop=True, unlisted=unlisted)
 
 
 def check_given(function: str, given: Any, method: str) -> None:
@@ -66,6 +73,7 @@ def share_sequences(
     *,
     loop: bool,
     scores: bool = False,
+    unlisted: bool = False,
 ) -> int:
     """Prepare an accelerator and a model, for a loop or for a Trainer, which counts the ranks of a sequence itself.
 
@@ -77,18 +85,17 @@ def share_sequences(
     _check(accelerator)
     options, theirs = TrainingConfig.of(config), 1 if parallel is None else parallel.cp_size
     if accelerator.distributed_type == "DEEPSPEED":
-        from dfa_megatron.deepspeed.accelerate import block_of  # which imports this package
-
-        block = block_of(accelerator, size, config)
-        size, options = block.size, block.options
+        accelerate = importlib.import_module("dfa_megatron.deepspeed.accelerate")  # which imports this package
+        block = accelerate.block_of(accelerator, size, config, unlisted=unlisted)
+        size, options, unlisted = block.size, block.options, block.unlisted
     size = (theirs if theirs > 1 else world) if size is None else size
     _check_size(accelerator, size, known, loop=loop)
     if world == 1:
-        distribute_attention(model, config=options)
+        distribute_attention(model, config=options, unlisted=unlisted)
         return 1
     if parallel is not None:
         setattr(parallel, LEFT_OUT, True)
-    distribute_attention(model, group=make_mesh(size).group, config=options)
+    distribute_attention(model, group=make_mesh(size).group, config=options, unlisted=unlisted)
     join_outputs(transformers_model(model), scores=scores)
     if known is None:
         accelerator.dataloader_config.dispatch_batches = False  # also of data without a length: every rank reads it

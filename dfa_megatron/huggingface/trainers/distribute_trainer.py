@@ -22,7 +22,9 @@ from dfa_megatron.huggingface.trainers.share_rollouts import check_rollouts, gen
 from dfa_megatron.runtime.counters import stats
 
 
-def distribute_trainer(trainer: Any, *, size: int | None = None, config: TrainingConfig | None = None) -> None:
+def distribute_trainer(
+    trainer: Any, *, size: int | None = None, config: TrainingConfig | None = None, unlisted: bool = False
+) -> None:
     """Share each sequence of a Trainer among consecutive ranks, in training and evaluation; a collective call.
 
     Losses, gradients, gradient accumulation and evaluation are those of one process for each group of ranks, with
@@ -31,7 +33,7 @@ def distribute_trainer(trainer: Any, *, size: int | None = None, config: Trainin
 
     Args:
         trainer: a `transformers.Trainer`, with DDP, FSDP2 or DeepSpeed. Its data set and collator make whole sequences.
-        size, config: as of `distribute_accelerator`.
+        size, config, unlisted: as of `distribute_accelerator`.
 
     Raises:
         UnsupportedError: the Trainer or its model needs something unsupported; the message names it.
@@ -43,7 +45,8 @@ def distribute_trainer(trainer: Any, *, size: int | None = None, config: Trainin
         # Trainer looks for them where it sees no checkpointing, which here is not its own.
         arguments.ddp_find_unused_parameters = False
     scores = _name_of(trainer) in _OF_SCORES
-    size = share_sequences(accelerator, trainer.model, size, config, loop=False, scores=scores)
+    share = functools.partial(share_sequences, accelerator, config=config, loop=False, scores=scores, unlisted=unlisted)
+    size = share(trainer.model, size)
     if accelerator.state.num_processes == 1:
         return
     model = transformers_model(trainer.model)
@@ -51,7 +54,7 @@ def distribute_trainer(trainer: Any, *, size: int | None = None, config: Trainin
         model.loss_function = functools.partial(causal_loss, label_smoothing=trainer.label_smoother.epsilon)
         trainer.label_smoother = None
     if (reference := getattr(trainer, "ref_model", None)) is not None:
-        share_sequences(accelerator, reference, size, config, loop=False, scores=scores)
+        share(reference, size)
     if getattr(trainer, "aux_loss_enabled", False):  # TRL takes Mixtral's function for all
         from transformers import MixtralForCausalLM
 

@@ -7,6 +7,7 @@ the classes of an accelerator and of its schedulers get subclasses.
 from __future__ import annotations
 
 import functools
+import importlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -84,9 +85,8 @@ class SharesSequences:
         """Return no mesh: loaders count processes."""
 
     def _prepare_deepspeed(self, *args: Any) -> Any:
-        from dfa_megatron.deepspeed.install import installed  # which imports this package
-
-        with installed():
+        install = importlib.import_module("dfa_megatron.deepspeed.install")  # which imports this package
+        with install.installed():
             prepared = super()._prepare_deepspeed(*args)  # type: ignore[misc]
         for scheduler in self._schedulers:  # type: ignore[attr-defined]
             self._step_by_groups(scheduler)

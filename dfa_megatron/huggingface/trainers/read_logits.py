@@ -6,6 +6,8 @@ import functools
 from contextvars import ContextVar
 from typing import Any
 
+from dfa_megatron.hooks import replace
+
 _READS: ContextVar[bool | None] = ContextVar("whether the Trainer that predicts reads logits", default=None)
 
 _FOLLOWED = "_dfa_followed"
@@ -31,7 +33,7 @@ def follow_trainers() -> None:
             _READS.reset(token)
 
     setattr(prediction_step, _FOLLOWED, True)
-    Trainer.prediction_step = prediction_step
+    replace(Trainer, "prediction_step", prediction_step)
 
 
 def reads_logits() -> bool | None:

@@ -8,8 +8,8 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-
 from dfa_megatron.huggingface.checks.exact_types import EXACT
+
 from dfa_megatron.huggingface.checks.padding import IGNORED
 from tests.fuzz.frameworks import uneven
 from tests.fuzz.outcome import Draw

@@ -12,10 +12,11 @@ from pathlib import Path
 
 import torch
 
+from dfa_megatron.huggingface.checks.tried import TRIED
 from tests.huggingface.sweep import images
-from tests.huggingface.sweep.attempt import SWEPT
+from tests.huggingface.sweep.attempt import SWEPT, Verdict
 from tests.huggingface.sweep.over_ranks import sweep
-from tests.huggingface.sweep.tiny import built_as
+from tests.huggingface.sweep.tiny import built_as, layers_of
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -35,6 +36,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     began, states, counts = time.monotonic(), {}, Counter[str]()
     for kind, verdicts in sweep(asked.types or sorted(every), asked.ranks):
         first = verdicts[0]
+        if first.state in ("wrong", "crash") and built_as(kind) not in TRIED:  # and so it is refused
+            reason = f"not on the list: {first.state}, {first.reason.strip().splitlines()[-1]}"
+            verdicts = [first] = [Verdict(kind, "refused", "plain", reason)]
         counts[first.state] += 1
         said = " ".join(f"{v.section}: {v.state}{f' ({v.worst:.0e})' if v.worst else ''}" for v in verdicts)
         reasons = [v.reason.strip().splitlines()[-1] for v in verdicts if v.reason]
@@ -42,6 +46,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sections = {v.section: v.state for v in verdicts}
         built = built_as(kind)
         states[kind] = sections | ({"reason": reasons[0]} if reasons else {}) | ({"as": built} if built != kind else {})
+        if first.state == "exact" and (layers := layers_of(kind)):
+            states[kind]["layers"] = layers
     print(f"{dict(counts)} of {counts.total()} types in {time.monotonic() - began:.0f} s")
     if asked.out:
         if asked.types and asked.out.exists():

@@ -94,8 +94,8 @@ def _tree(kind: str) -> float:
 
 def _remat(kind: str) -> float:
     """Compare with the distributed model that keeps everything, because a recompute takes no function mode."""
-    reference = dfa_hf.distribute_attention(build(kind))
-    model = dfa_hf.distribute_attention(build(kind), config=TrainingConfig(checkpoint="remat"))
+    reference = dfa_hf.distribute_attention(build(kind), unlisted=True)
+    model = dfa_hf.distribute_attention(build(kind), config=TrainingConfig(checkpoint="remat"), unlisted=True)
     batch = _batch(reference, kind, DOCUMENTS)
     labels = batch.pop("labels")
     for each in (reference, model):
@@ -128,7 +128,7 @@ def _compare(
     reference = build(kind)
     batch = _batch(reference, kind, starts, parents)
     shapes = {name: x.shape for name, x in reference.state_dict().items()}
-    model = dfa_hf.distribute_attention(copy.deepcopy(reference))
+    model = dfa_hf.distribute_attention(copy.deepcopy(reference), unlisted=True)
     logits = run(reference, batch)
     loss = _mean(logits, batch["labels"])
     loss.backward()

@@ -78,6 +78,15 @@ THEN: dict[str, dict[str, Any]] = {
     "granitemoehybrid": {**_MAMBA, "layer_types": ["mamba", "attention", "mamba"], "num_hidden_layers": 3},
     **_each(("kimi_linear", "bailing_hybrid"), {"linear_head_dim": 8, "linear_num_heads": 2}),
     "gpt_neo": {"window_size": 7},
+    **_each(
+        ("dots1", "laguna", "mellum", "ministral", "qwen2", "qwen2_moe", "qwen3", "smollm3"),
+        {
+            "layer_types": ["sliding_attention", "full_attention"],
+            "num_hidden_layers": 2,
+            "sliding_window": 7,
+            "use_sliding_window": True,
+        },
+    ),
     "helium": {"head_dim": 16, "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 4},
     **_each(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid"), _DELTA),
     "falcon_h1": {
@@ -248,6 +257,13 @@ NOT_RUN = {
         ("gemma4_assistant", "gemma4_unified_assistant"),
         "drafts for another model, whose keys and values it is given",
     ),
+    **_each(
+        (
+            *("biogpt", "camembert", "data2vec-text", "opt", "roberta", "roberta-prelayernorm", "xlm-roberta"),
+            *("xlm-roberta-xl", "xmod"),
+        ),
+        "its table of positions ends at 2,048 tokens or before",
+    ),
 }
 """Types that make no model alone, and why."""
 
@@ -260,6 +276,11 @@ def built_as(kind: str) -> str:
         return kind.split()[0]
     name: str = MODEL_FOR_CAUSAL_LM_MAPPING[CONFIG_MAPPING[kind]].config_class.model_type
     return name
+
+
+def layers_of(kind: str) -> list[str]:
+    """Return the types of layers in the model of a type."""
+    return sorted({*(getattr(build(kind).config.get_text_config(), "layer_types", None) or ())})
 
 
 def build(kind: str) -> Any:

@@ -1,4 +1,4 @@
-"""Modules around a model that compute from whole sequences are refused by name; those that hand tokens on are not."""
+"""Adapters that treat each token alone are exact; others are refused by name."""
 
 from __future__ import annotations
 
@@ -7,70 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 from dfa_megatron import huggingface as dfa_hf
 from dfa_megatron.errors import UnsupportedError
-from dfa_megatron.huggingface.checks.wrappers import _EACH_TOKEN
+from dfa_megatron.huggingface.checks.adapters import _EACH_TOKEN
 from tests.huggingface.compared import assert_gradients
 from tests.support.models import build, gradients, text
 from tests.support.workers import run_ranks
-
-
-class HandsOn(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.lm = build("Llama")
-
-    def forward(self, input_ids: torch.Tensor, **others: Any) -> Any:
-        return self.lm(input_ids=input_ids, **others)
-
-
-class Blind(HandsOn):
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.lm(*args, **kwargs).logits
-
-
-class LooksForToken(HandsOn):
-    def forward(self, input_ids: torch.Tensor, **others: Any) -> Any:
-        found = (input_ids == 3).any(1)
-        return self.lm(input_ids=input_ids, **others).logits * found[:, None, None]
-
-
-class Prefixes(HandsOn):
-    def forward(self, input_ids: torch.Tensor, **others: Any) -> Any:
-        return self.lm(inputs_embeds=self.lm.get_input_embeddings()(input_ids), **others)
-
-
-class FromKeywords(HandsOn):
-    def forward(self, **kwargs: Any) -> Any:
-        self.seen = kwargs["input_ids"].float().mean()
-        return self.lm(**kwargs)
-
-
-class Deep(nn.Module):
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.inner(*args, **kwargs)
-
-
-@pytest.mark.parametrize("wrapper", [LooksForToken, Prefixes, FromKeywords])
-@pytest.mark.parametrize("deep", [False, True])
-def test_a_wrapper_that_reads_tokens_is_refused(wrapper: type[HandsOn], deep: bool) -> None:
-    model = wrapper()
-    with pytest.raises(UnsupportedError, match=f"a {wrapper.__name__} around a transformers model"):
-        dfa_hf.distribute_attention(Deep(model) if deep else model)
-    assert model.lm.config._attn_implementation == "eager"
-    dfa_hf.distribute_attention(model.lm)  # who knows better says so
-
-
-@pytest.mark.parametrize("wrapper", [HandsOn, Blind])
-def test_a_wrapper_that_hands_tokens_on_is_not(wrapper: type[HandsOn]) -> None:
-    dfa_hf.distribute_attention(Deep(wrapper()))
-    dfa_hf.distribute_attention(nn.Sequential(build("Llama")))
 
 
 def _adapters() -> dict[str, tuple[Any, str]]:

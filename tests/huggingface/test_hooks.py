@@ -1,0 +1,49 @@
+"""Every name that is replaced stands on its page, and can be put back."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import pytest
+import torch
+
+import dfa_megatron
+from dfa_megatron import hooks
+from dfa_megatron import huggingface as dfa_hf
+from dfa_megatron.errors import UnsupportedError
+from dfa_megatron.huggingface.recurrent.stand_ins import FUSED, STANDS_IN
+from dfa_megatron.huggingface.trainers.read_logits import follow_trainers
+from tests.support.models import build, text
+from tests.support.pages import ROOT
+
+KINDS: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2, "output_router_logits": True}),
+    ("Mamba2", {"num_heads": 4, "head_dim": 16, "state_size": 4, "n_groups": 1}),
+)
+
+
+def test_names_that_are_replaced_stand_on_the_page_and_are_put_back() -> None:
+    page = (ROOT / "docs" / "hooks.md").read_text(encoding="utf-8")
+    batch, models = text(1, 12, seed=1), [build(kind, **changes) for kind, changes in KINDS]
+    homes = [vars(sys.modules[type(model).__module__]) for model in models]
+    hooks.restore()
+    before = [dict(home) for home in homes]
+    wanted = [model(**batch).loss for model in models]
+    distributed = [dfa_hf.distribute_attention(build(kind, **changes)) for kind, changes in KINDS]
+    follow_trainers()
+    names = {name.rpartition(".")[2] for name in hooks.replaced()}
+    assert {"load_balancing_loss_func", "prediction_step", "mamba2_chunk_scan"} <= names
+    every = {*STANDS_IN, *FUSED, "load_balancing_loss_func", "prediction_step"}
+    assert names <= every
+    assert len(every) == 8
+    assert all(f"`{name}`" in page for name in every)
+    dfa_megatron.restore()
+    assert hooks.replaced() == []
+    assert all(home[name] is own for home, names in zip(homes, before, strict=True) for name, own in names.items())
+    for model, want in zip(models, wanted, strict=True):
+        assert torch.equal(model(**batch).loss, want)
+    with pytest.raises(UnsupportedError, match="that did not reach"):
+        distributed[1](**batch)
+    again = dfa_hf.distribute_attention(distributed[1])
+    assert torch.isfinite(again(**batch).loss)
