@@ -145,8 +145,9 @@ def build(
 def batch_of(engine: Any, length: int, vocabulary: int, attention: str) -> dict[str, Any]:
     """Return a random sequence as arguments for the engine, whole but for Ulysses, whose users cut it."""
     ids = torch.randint(0, vocabulary, (1, length), generator=torch.Generator().manual_seed(0)).to(engine.device)
-    group, places = dfa_ds.mesh_of(engine).group, torch.arange(length, device=ids.device)[None]
-    tokens = {"input_ids": ids} if attention == "dfa" else {"input_ids": ids, "position_ids": places}
+    group, tokens = dfa_ds.mesh_of(engine).group, {"input_ids": ids}
+    if attention != "dfa":
+        tokens["position_ids"] = torch.arange(length, device=ids.device)[None]
     if attention == "ulysses":
         tokens = {name: shard_sequence(x, group=group) for name, x in tokens.items()}
     return {**tokens, "labels": ids, "group": None if attention == "local" else group}

@@ -83,8 +83,7 @@ def as_documents(rollouts: list[torch.Tensor], world: World) -> tuple[dict[str, 
 
 def batch_of(whole: dict[str, Any], world: World) -> dict[str, Any]:
     """Return a rank's inputs on its device."""
-    there = {name: x.to(world.device) if isinstance(x, torch.Tensor) else x for name, x in whole.items()}
-    return there
+    return {name: x.to(world.device) if isinstance(x, torch.Tensor) else x for name, x in whole.items()}
 
 
 def difference(model: Any, world: World) -> float:
@@ -93,8 +92,8 @@ def difference(model: Any, world: World) -> float:
     for batch, weights in (as_tree(rollouts, world), as_documents(rollouts, world)):
         model.zero_grad()
         logits = model(**batch).logits[0].float()
-        labels = shard_sequence(F.pad(batch["labels"][:, 1:], (0, 1), value=-100))
-        loss = (F.cross_entropy(logits, labels[0], reduction="none") * weights[0]).sum()
+        labels = shard_sequence(F.pad(batch["labels"][:, 1:], (0, 1), value=-100))[0]
+        loss = (F.cross_entropy(logits, labels, reduction="none") * weights[0]).sum()
         loss.backward()
         grads = [x.grad.float() for x in model.parameters()]
         for x in (loss, *grads):

@@ -6,9 +6,10 @@ import ast
 import functools
 import re
 import textwrap
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import fields
+from itertools import groupby
 from pathlib import Path
 
 from dfa_megatron.config import CONFIGS, MegatronConfig
@@ -122,7 +123,7 @@ def _everywhere() -> dict[str, ast.expr]:
 
 # Types of transformers.
 
-TRIED = PACKAGE / "huggingface" / "checks" / "tried.py"
+TRIED = PACKAGE / "huggingface" / "tried.py"
 
 
 def counts() -> Lines:
@@ -160,24 +161,16 @@ def types() -> Lines:
 
 def list_of_types() -> str:
     """Return the text of the package's list: the types as the configurations of such models name them, by layers."""
-    layers: dict[str, set[str]] = {}
+    layers = defaultdict[str, set[str]](set)
     for kind, found in stored("models.json")["types"].items():
         if found["plain"] == "exact":
-            layers.setdefault(found.get("as", kind), set()).update(found.get("layers", ()))
-    kinds: dict[str, list[str]] = {}
-    for kind, tried in sorted(layers.items()):
-        kinds.setdefault(" ".join(sorted(tried)), []).append(kind)
-    lines = [
-        '"""List the model types that `make models` found exact, by types of layers; docs.update writes it."""',
-        "",
-    ]
-    lines += ["_BY_LAYERS = {"]
-    for tried_of, names in sorted(kinds.items()):
-        wrapped = textwrap.wrap(" ".join(names), 104, break_on_hyphens=False)
-        lines += [f'    "{tried_of}": (', *(f'        "{part} "' for part in wrapped), "    ),"]
-    by_kind = "for layers, kinds in _BY_LAYERS.items() for kind in kinds.split()"
-    lines += ["}  # fmt: skip", "", f"TRIED = {{kind: frozenset(layers.split()) {by_kind}}}"]
-    return "\n".join(lines) + "\n"
+            layers[found.get("as", kind)] |= {*found.get("layers", ())}
+    rows, text = sorted((" ".join(sorted(tried)), kind) for kind, tried in layers.items()), "_LAYERS = {\n"
+    for tried_of, group in groupby(rows, lambda row: row[0]):
+        names = textwrap.fill(" ".join(x for _, x in group), 120, break_on_hyphens=False)
+        text += f'"{tried_of}": """\n{names}\n""",\n'
+    text += "}\n\nTRIED = {kind: {*layers.split()} for layers, kinds in _LAYERS.items() for kind in kinds.split()}\n"
+    return f'"""List the types that `make models` found exact, by their layers."""\n\n{text}'
 
 
 # The house.

@@ -55,10 +55,10 @@ LONG_FUNCTIONS_FOR_NOW = {
 BUDGETS = {
     "benchmarks": 5_396,
     "cli": 595,
-    "deepspeed": 1_283,
-    "docs": 1_295,
+    "deepspeed": 1_091,
+    "docs": 1_301,
     "doctor": 1_038,
-    "huggingface": 4_303,
+    "huggingface": 4_129,
     "kernels": 3_816,
     "loss": 686,
     "megatron": 3_850,
@@ -68,8 +68,8 @@ BUDGETS = {
     "remat": 499,
     "runtime": 6_305,
     "sequence": 310,
-    "tests": 40_445,
-    "top": 1_736,
+    "tests": 40_198,
+    "top": 1_772,
     "trees": 307,
 }
 """Lines of Python in a folder of the package, in its files beside them ("top"), in tests, docs and benchmarks.
@@ -120,7 +120,7 @@ def test_no_folder_of_the_package_holds_more_than_25_modules() -> None:
 
 
 def test_the_pages_hold_no_more_words_than_now() -> None:
-    assert house.words_of_markdown(house.ROOT) <= 22_730
+    assert house.words_of_markdown(house.ROOT) <= 22_960
 
 
 def test_no_file_name_stands_twice_but_for_the_same_thing() -> None:

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_map
 from dfa_megatron import layouts, make_plan, masks
 from dfa_megatron.config import TrainingConfig
 from dfa_megatron.huggingface.current_forward import Forward, Handed, LayerContext
-from dfa_megatron.huggingface.positions.seen import Seen
+from dfa_megatron.huggingface.seen import Seen
 from dfa_megatron.huggingface.windows import WindowMask
 from dfa_megatron.plan.language.tree import Tree
 

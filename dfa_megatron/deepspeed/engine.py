@@ -19,9 +19,9 @@ from dfa_megatron.deepspeed.tested_keys import NO_MESH, UNTESTED, check_filled_i
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.huggingface.checkpointing import set_checkpointing
 from dfa_megatron.huggingface.distribute import distribute_attention, transformers_model
+from dfa_megatron.huggingface.mesh import Mesh, make_mesh
 from dfa_megatron.runtime.comm.compared import exposed
 from dfa_megatron.runtime.comm.groups import group_name, resolve
-from dfa_megatron.huggingface.mesh import Mesh, make_mesh
 
 logger = logging.getLogger(__name__)
 

@@ -9,7 +9,6 @@ import torch
 
 from dfa_megatron.attention import dist_flash_attn_func, dist_flash_attn_varlen_func
 from dfa_megatron.errors import UnsupportedError
-from dfa_megatron.huggingface.checks.padding import CAUSAL
 from dfa_megatron.huggingface.current_forward import (
     CONTEXT,
     KEYWORD,
@@ -20,9 +19,10 @@ from dfa_megatron.huggingface.current_forward import (
     forward_of,
     innermost,
 )
-from dfa_megatron.huggingface.positions.document_starts import Documents
-from dfa_megatron.huggingface.positions.embedded_positions import tempered
-from dfa_megatron.huggingface.positions.seen import Images, Seen, in_chunks, mask_of
+from dfa_megatron.huggingface.document_starts import Documents
+from dfa_megatron.huggingface.embedded_positions import tempered
+from dfa_megatron.huggingface.padding import CAUSAL
+from dfa_megatron.huggingface.seen import Images, Seen, in_chunks, mask_of
 from dfa_megatron.huggingface.windows import OtherMask, WindowMask, chunk_of, type_of, window_of
 from dfa_megatron.plan.language.layout import Layout
 from dfa_megatron.runtime.agreement.calls import at_layer

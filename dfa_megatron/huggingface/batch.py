@@ -10,14 +10,14 @@ from typing import Any
 import torch
 
 from dfa_megatron.errors import UnsupportedError
-from dfa_megatron.huggingface.checks import call_checks as checks
-from dfa_megatron.huggingface.checks.padding import IGNORED, check_right
+from dfa_megatron.huggingface import call_checks as checks
+from dfa_megatron.huggingface import document_starts as packed
 from dfa_megatron.huggingface.current_forward import Arguments, Forward, LayerContext
-from dfa_megatron.huggingface.positions import document_starts as packed
-from dfa_megatron.huggingface.positions.embedded_positions import places, refuse_positions
-from dfa_megatron.huggingface.positions.seen import MASK, TREE, Seen, refuse_for, seen_in
+from dfa_megatron.huggingface.embedded_positions import places, refuse_positions
+from dfa_megatron.huggingface.padding import IGNORED, check_right
 from dfa_megatron.huggingface.recurrent.layers import layers_of
 from dfa_megatron.huggingface.same_batch import EMBEDDED
+from dfa_megatron.huggingface.seen import MASK, TREE, Seen, refuse_for, seen_in
 from dfa_megatron.plan.language.layout import Layout, contiguous
 from dfa_megatron.plan.language.mask import Mask
 from dfa_megatron.sharding import shard_sequence

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from dfa_megatron import remat
 from dfa_megatron.config import TrainingConfig
 from dfa_megatron.errors import UnsupportedError
-from dfa_megatron.huggingface.current_forward import KEYWORD, Handed, innermost
+from dfa_megatron.huggingface.current_forward import Forward, enter, innermost, leave
 from dfa_megatron.huggingface.implementation import kind_of
 
 logger = logging.getLogger(__name__)
@@ -103,7 +103,7 @@ def check_options(options: TrainingConfig, *, reentrant: bool) -> None:
 
 
 def keep_forward(model: torch.nn.Module, *, saving: bool) -> None:
-    """Let the checkpoint functions of a model's layers, whoever set them, hand a layer its forward.
+    """Let the checkpoint functions of a model's layers, whoever set them, run a layer again in its own forward.
 
     saving: they save attention's output and lse too.
     """
@@ -134,8 +134,14 @@ def _saving(own: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _checkpoint(own: Callable[..., Any], layer: Callable[..., Any], *inputs: Any, **more: Any) -> Any:
-    """Run a checkpoint function with the forward among the keywords of a layer that its decoder hands none."""
+    """Run a checkpoint function, whose recompute enters the forward: it runs no hooks of the layer."""
     call = innermost()
-    if call is not None and KEYWORD not in getattr(layer, "keywords", {}):
-        layer = functools.partial(layer, **{KEYWORD: Handed(call[1])})
-    return own(layer, *inputs, **more)
+    return own(layer if call is None else functools.partial(_run, call, layer), *inputs, **more)
+
+
+def _run(call: tuple[object, Forward], layer: Callable[..., Any], *inputs: Any, **more: Any) -> Any:
+    enter(*call)
+    try:
+        return layer(*inputs, **more)
+    finally:
+        leave(call[0])

@@ -2,7 +2,7 @@
 
 A `Forward` is made once, by the hooks in model_inputs.py, and never changes. What runs in the call reads it here:
 attention, rotary embeddings, recurrent layers, losses. A layer that is checkpointed runs again in the backward, perhaps
-in another thread and after other calls: it finds the `Forward` in a keyword of its own (hook_mixers.py).
+in another thread and after other calls: it finds the `Forward` again (hook_mixers.py).
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from dfa_megatron.config import TrainingConfig
-from dfa_megatron.huggingface.positions.document_starts import Documents
-from dfa_megatron.huggingface.positions.seen import Images, Seen
+from dfa_megatron.huggingface.document_starts import Documents
+from dfa_megatron.huggingface.seen import Images, Seen
 from dfa_megatron.plan.language.layout import Layout
 from dfa_megatron.plan.language.tree import Tree
 

@@ -11,10 +11,11 @@ import torch
 from dfa_megatron.config import TrainingConfig
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.huggingface import attention_function as attention
+from dfa_megatron.huggingface import embedded_positions as embedded
 from dfa_megatron.huggingface import model_inputs as inputs
+from dfa_megatron.huggingface.adapters import check_adapters
+from dfa_megatron.huggingface.check_model import check_model
 from dfa_megatron.huggingface.checkpointing import check_layers, check_options, set_checkpointing
-from dfa_megatron.huggingface.checks.adapters import check_adapters
-from dfa_megatron.huggingface.checks.check_model import check_model
 from dfa_megatron.huggingface.current_forward import CONTEXT, NAME, LayerContext, end
 from dfa_megatron.huggingface.hook_mixers import adopt
 from dfa_megatron.huggingface.implementation import (
@@ -24,9 +25,8 @@ from dfa_megatron.huggingface.implementation import (
     is_multimodal,
     kind_of,
 )
-from dfa_megatron.huggingface.positions import embedded_positions as embedded
 from dfa_megatron.huggingface.router_loss import follow_router
-from dfa_megatron.huggingface.tiles.tiled_head import set_tile
+from dfa_megatron.huggingface.tiled_head import set_tile
 from dfa_megatron.plan.language.shape import check_degree
 from dfa_megatron.runtime.comm.groups import Group, group_name, group_size
 from dfa_megatron.runtime.environment import warn_of_untested

@@ -1,6 +1,7 @@
 """Hook the layers of a model, and their mixers: attention and layers with states, which compute from several tokens.
 
-A layer, or a mixer, that is checkpointed runs again in the backward. It enters the `Forward` that its keyword holds.
+A layer, or a mixer, that is checkpointed runs again in the backward. It finds its `Forward` in a closure of
+transformers' checkpoint functions (checkpointing.py), and elsewhere in its keyword, which it then enters.
 A mixer that runs in a distributed forward must reach every function of ours that its class lists. One that does not has
 computed from this rank's tokens alone: its forward raises.
 """
@@ -13,8 +14,8 @@ from typing import Any
 import torch
 
 from dfa_megatron.errors import UnsupportedError
-from dfa_megatron.huggingface.checks.call_checks import takes
-from dfa_megatron.huggingface.checks.check_model import check_model
+from dfa_megatron.huggingface.call_checks import takes
+from dfa_megatron.huggingface.check_model import check_model
 from dfa_megatron.huggingface.current_forward import (
     CONTEXT,
     KEYWORD,
@@ -44,6 +45,7 @@ def adopt(model: Any, context: LayerContext, name: str) -> None:
             recurrent.hook(mixer)
             wanted = {NAME} if mixer in attentions else recurrent.listed(mixer)
             mixer.register_forward_hook(functools.partial(_check_reached, frozenset(wanted)))
+        recurrent.replace_calls(mixer)
         vars(mixer)[REACHED] = set()
     for module in {*_parts(decoder), *attentions, *recurrents}:
         if module in _layers(decoder) or REACHED in vars(module):

@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 
 from dfa_megatron.errors import UnsupportedError
-from dfa_megatron.huggingface.checks.padding import IGNORED
-from dfa_megatron.huggingface.tiles.tiled_head import is_causal, run_in, summed_loss, tiled_head
+from dfa_megatron.huggingface.padding import IGNORED
+from dfa_megatron.huggingface.tiled_head import is_causal, run_in, summed_loss, tiled_head
 from dfa_megatron.loss.head import TILE, Head
 from dfa_megatron.loss.scores import token_scores
 from dfa_megatron.runtime.comm.groups import Group, group_name, group_size, resolve

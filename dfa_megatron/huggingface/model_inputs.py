@@ -19,12 +19,12 @@ from typing import Any
 import torch
 
 from dfa_megatron.errors import UnsupportedError
+from dfa_megatron.huggingface import call_checks as checks
+from dfa_megatron.huggingface import embed_first
+from dfa_megatron.huggingface.adapters import check_adapters
 from dfa_megatron.huggingface.attention_function import nothing_hidden
 from dfa_megatron.huggingface.batch import OF_HOOKS, OF_TOKENS, cut_labels, forward_of_batch, part_of, tokens_of
 from dfa_megatron.huggingface.checkpointing import keep_forward
-from dfa_megatron.huggingface.checks import call_checks as checks
-from dfa_megatron.huggingface.checks.adapters import check_adapters
-from dfa_megatron.huggingface.checks.padding import CAUSAL
 from dfa_megatron.huggingface.current_forward import (
     CONTEXT,
     KEYWORD,
@@ -37,15 +37,15 @@ from dfa_megatron.huggingface.current_forward import (
     forward_of,
     forward_of_context,
 )
+from dfa_megatron.huggingface.document_starts import FLASH_KEYS
+from dfa_megatron.huggingface.embedded_positions import refuse_positions
 from dfa_megatron.huggingface.hook_mixers import adopt, knows_all
 from dfa_megatron.huggingface.implementation import attention_of, is_distributed
 from dfa_megatron.huggingface.loss import as_whole
-from dfa_megatron.huggingface.multimodal import embed_first
-from dfa_megatron.huggingface.positions.document_starts import FLASH_KEYS
-from dfa_megatron.huggingface.positions.embedded_positions import refuse_positions
-from dfa_megatron.huggingface.positions.seen import MASK, TREE
+from dfa_megatron.huggingface.padding import CAUSAL
 from dfa_megatron.huggingface.same_batch import check_same
-from dfa_megatron.huggingface.tiles.tiled_head import tile_of
+from dfa_megatron.huggingface.seen import MASK, TREE
+from dfa_megatron.huggingface.tiled_head import tile_of
 from dfa_megatron.plan.language.layout import Layout
 from dfa_megatron.runtime.comm.weights import check_weights
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from dfa_megatron import hooks
 from dfa_megatron.errors import UnsupportedError
 
 _MARK = "_dfa_megatron"
@@ -32,10 +33,8 @@ _REACHED = _Reached()
 def replace(owner: Any, name: str, replacing: Callable[[Any], Callable[..., Any]], *, optional: bool = False) -> None:
     """Replace a function of a class or module, and of every module that has imported it from there.
 
-    Nothing changes at a second call.
-
-    name: of the function, or of None where a package is missing. replacing: makes ours of Megatron's. optional: this
-    release need not have the name.
+    name: of the function, or of None where a package is missing. replacing: makes ours of Megatron's; once.
+    optional: this release need not have the name.
     """
     if name not in vars(owner):
         if optional:
@@ -45,11 +44,11 @@ def replace(owner: Any, name: str, replacing: Callable[[Any], Callable[..., Any]
         return
     ours = replacing(megatrons) if megatrons is None else functools.wraps(megatrons)(replacing(megatrons))
     setattr(ours, _MARK, megatrons)
-    setattr(owner, name, ours)
+    hooks.replace(owner, name, ours)
     if getattr(megatrons, "__module__", None) == getattr(owner, "__name__", ""):
         for module in list(sys.modules.values()):
             for alias in [alias for alias, value in [*getattr(module, "__dict__", {}).items()] if value is megatrons]:
-                setattr(module, alias, ours)
+                hooks.replace(module, alias, ours)
 
 
 @functools.cache

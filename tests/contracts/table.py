@@ -218,7 +218,7 @@ TRANSFORMERS = (
     on("transformers.modeling_layers:GradientCheckpointingLayer",
        "huggingface/checkpointing.py huggingface/recurrent/layers.py",
        attributes="gradient_checkpointing"),
-    on("transformers.loss.loss_utils:ForCausalLMLoss", "huggingface/tiles/tiled_head.py",
+    on("transformers.loss.loss_utils:ForCausalLMLoss", "huggingface/tiled_head.py",
        replaced="logits labels vocab_size num_items_in_batch ignore_index shift_labels"),
     on("transformers.trainer:Trainer", "huggingface/trainers/distribute_trainer.py",
        attributes="compute_loss prediction_step _get_num_items_in_batch _prepare_context_parallel_inputs get_cp_size "
@@ -243,7 +243,7 @@ ACCELERATE = (
        replaced="input_data use_gather_object"),
     on("accelerate.parallelism_config:ParallelismConfig", "huggingface/trainers/distribute_accelerator.py",
        attributes="cp_size sp_size tp_size"),
-    on("accelerate.state:AcceleratorState", "huggingface/checks/call_checks.py",
+    on("accelerate.state:AcceleratorState", "huggingface/call_checks.py",
        attributes="_shared_state"),
     on("accelerate.state:GradientState", "huggingface/trainers/distribute_accelerator.py",
        attributes="active_dataloader remainder end_of_dataloader"),

@@ -11,7 +11,7 @@ import torch
 from dfa_megatron import huggingface as dfa_hf
 from dfa_megatron.config import TrainingConfig
 from dfa_megatron.errors import UnsupportedError
-from dfa_megatron.huggingface.checks.call_checks import LEFT_OUT
+from dfa_megatron.huggingface.call_checks import LEFT_OUT
 from tests.huggingface.test_trainer import Sequences, prepare_worker
 from tests.support.close import assert_close
 from tests.support.models import build, gradients

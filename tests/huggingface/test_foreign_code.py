@@ -13,7 +13,7 @@ from torch import nn
 from dfa_megatron import huggingface as dfa_hf
 from dfa_megatron.config import TrainingConfig
 from dfa_megatron.errors import UnsupportedError
-from dfa_megatron.huggingface.checks import check_model
+from dfa_megatron.huggingface import check_model
 from tests.support.models import build
 
 

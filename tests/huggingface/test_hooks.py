@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-import dfa_megatron
 from dfa_megatron import hooks
 from dfa_megatron import huggingface as dfa_hf
 from dfa_megatron.errors import UnsupportedError
@@ -38,7 +37,7 @@ def test_names_that_are_replaced_stand_on_the_page_and_are_put_back() -> None:
     assert names <= every
     assert len(every) == 8
     assert all(f"`{name}`" in page for name in every)
-    dfa_megatron.restore()
+    hooks.restore()
     assert hooks.replaced() == []
     assert all(home[name] is own for home, names in zip(homes, before, strict=True) for name, own in names.items())
     for model, want in zip(models, wanted, strict=True):

@@ -39,7 +39,7 @@ def test_images_lie_anywhere_and_towers_get_their_gradients() -> None:
 
 
 def causal_images(rank: int, world_size: int) -> dict[str, Any]:
-    from dfa_megatron.huggingface.positions import seen
+    from dfa_megatron.huggingface import seen
 
     real = seen.two_way_blocks
     vars(seen)["two_way_blocks"] = lambda lengths, blocks, left: real(lengths, (), left)

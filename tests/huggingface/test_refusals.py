@@ -15,8 +15,7 @@ import torch
 from dfa_megatron import huggingface as dfa_hf
 from dfa_megatron.config import MegatronConfig, TrainingConfig
 from dfa_megatron.errors import UnsupportedError
-from dfa_megatron.huggingface import attention_function, windows
-from dfa_megatron.huggingface.checks import call_checks
+from dfa_megatron.huggingface import attention_function, call_checks, windows
 from dfa_megatron.huggingface.current_forward import CONTEXT
 from dfa_megatron.huggingface.trainers import distribute_accelerator, distribute_trainer
 from dfa_megatron.huggingface.trainers.share_rollouts import check_rollouts, share_rollouts
@@ -87,7 +86,12 @@ def headed(head: str) -> None:
 
 REMAT = TrainingConfig(checkpoint="remat")
 CHUNKED: Any = Stub(config=Stub(layer_types=["chunked_attention"], attention_chunk_size=8), layer_idx=0)
-ALONE = Stub(state=Stub(num_processes=2), parallelism_config=None)
+ALONE = Stub(
+    state=Stub(num_processes=2, dynamo_plugin=Stub(backend="NO")),
+    parallelism_config=None,
+    distributed_type="NO",
+    dispatch_batches=False,
+)
 SIZES = {"per_device_train_batch_size": 5, "per_device_eval_batch_size": 3, "steps_per_generation": 1}
 ASKED = Stub(use_vllm=False, use_transformers_continuous_batching=False, eval_strategy="no", **SIZES)
 GENERATES: dict[str, Any] = {
@@ -110,7 +114,7 @@ CASES: list[tuple[str, Callable[[], Any]]] = [
     ("chunks of 8 tokens in a layer", lambda: windows.chunk_of(CHUNKED, windows.WindowMask(4))),
     ("positional arguments", lambda: call_checks.check_by_name((1,))),
     ("attention dropout 0.1", lambda: asked(build("Llama", attention_dropout=0.1))),
-    ("rope_type='dynamic'", lambda: asked(with_config(rope_parameters={"rope_type": "dynamic"}))),
+    ("rope_type='dynamic'", lambda: asked(with_config(rope_parameters={"rope_type": "dynamic"}), True)),
     ("prove of a LlamaModel.*no head", lambda: dfa_hf.prove(changed(build("Llama").model))),
     ("a model of images or sound", lambda: dfa_hf.prove(changed(build("Llama"), multimodal=True))),
     ("size=3 on 2 ranks", lambda: distribute_accelerator.share_sequences(ALONE, None, 3, REMAT, loop=True)),

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from dfa_megatron import huggingface as dfa_hf
 from dfa_megatron.config import TrainingConfig
 from dfa_megatron.errors import UnsupportedError
-from dfa_megatron.huggingface.tiles.tiled_head import causal_loss
+from dfa_megatron.huggingface.tiled_head import causal_loss
 from dfa_megatron.loss import by_document, scores_of
 from dfa_megatron.loss.deferred import DeferredLogits
 from tests.huggingface.compared import assert_gradients, assert_loss
@@ -140,7 +140,7 @@ def test_another_head_or_loss_is_refused() -> None:
     model = build("Llama")
     model.lm_head = Adapted(32, 61)
     with pytest.raises(UnsupportedError, match=r"a head of type .*Adapted"):
-        dfa_hf.distribute_attention(model, config=TILED)
+        dfa_hf.distribute_attention(model, config=TILED, unlisted=True)
     model = build("Llama")
     model.loss_function = F.cross_entropy
     with pytest.raises(UnsupportedError, match="the loss function cross_entropy"):

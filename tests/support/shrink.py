@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from dfa_megatron.huggingface.checks.check_model import layers_with_states
+from dfa_megatron.huggingface.check_model import layers_with_states
 
 HEAD, HIDDEN, FFN, VOCABULARY, LAYERS, EXPERTS = 16, 64, 96, 96, 8, 8
 """Head dimension, width, width of MLPs, vocabulary, layers and experts, where a config's are more."""

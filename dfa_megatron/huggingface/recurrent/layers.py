@@ -51,11 +51,14 @@ def not_called(module: torch.nn.Module) -> frozenset[str]:
 
 
 def hook(layer: torch.nn.Module) -> None:
-    """Hook a layer with a state, which needs a `LayerContext` when it runs, and replace what it calls in its file."""
-    if layer not in layers_of(layer):
-        return
-    layer.register_forward_pre_hook(_enter)
-    layer.register_forward_hook(end, always_call=True)
+    """Hook a layer with a state, which needs a `LayerContext` when it runs."""
+    if layer in layers_of(layer):
+        layer.register_forward_pre_hook(_enter)
+        layer.register_forward_hook(end, always_call=True)
+
+
+def replace_calls(layer: torch.nn.Module) -> None:
+    """Replace what a layer with a state calls in its file; nothing changes at a second call."""
     home = sys.modules[type(layer).__module__]
     for name in _called(layer) & {*STANDS_IN, *FUSED}:
         if not hasattr(real := vars(home)[name], _REAL):

@@ -13,11 +13,11 @@ import torch
 
 from dfa_megatron.config import TrainingConfig
 from dfa_megatron.errors import UnsupportedError
-from dfa_megatron.huggingface.checks.call_checks import LEFT_OUT
+from dfa_megatron.huggingface.call_checks import LEFT_OUT
 from dfa_megatron.huggingface.distribute import distribute_attention, transformers_model
+from dfa_megatron.huggingface.mesh import make_mesh
 from dfa_megatron.huggingface.trainers.group_accelerator import SharesSequences, Sharing
 from dfa_megatron.huggingface.trainers.join_outputs import join_outputs
-from dfa_megatron.huggingface.mesh import make_mesh
 
 
 def distribute_accelerator(

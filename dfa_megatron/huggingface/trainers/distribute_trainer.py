@@ -11,10 +11,10 @@ import torch
 
 from dfa_megatron.config import TrainingConfig
 from dfa_megatron.errors import UnsupportedError
-from dfa_megatron.huggingface.checks.padding import IGNORED
 from dfa_megatron.huggingface.distribute import transformers_model
+from dfa_megatron.huggingface.padding import IGNORED
 from dfa_megatron.huggingface.router_loss import follow_router
-from dfa_megatron.huggingface.tiles.tiled_head import causal_loss
+from dfa_megatron.huggingface.tiled_head import causal_loss
 from dfa_megatron.huggingface.trainers.distribute_accelerator import check_given, share_sequences
 from dfa_megatron.huggingface.trainers.group_accelerator import refuse_objects
 from dfa_megatron.huggingface.trainers.read_logits import follow_trainers

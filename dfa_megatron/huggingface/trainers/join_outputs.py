@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map_only
 
-from dfa_megatron.huggingface.checks.call_checks import arguments_of
+from dfa_megatron.huggingface.call_checks import arguments_of
 from dfa_megatron.huggingface.current_forward import forward_of
 from dfa_megatron.huggingface.implementation import is_distributed
 from dfa_megatron.huggingface.trainers.read_logits import reads_logits

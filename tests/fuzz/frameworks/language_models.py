@@ -8,9 +8,9 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-from dfa_megatron.huggingface.checks.exact_types import EXACT
 
-from dfa_megatron.huggingface.checks.padding import IGNORED
+from dfa_megatron.huggingface.padding import IGNORED
+from dfa_megatron.huggingface.tried import TRIED
 from tests.fuzz.frameworks import uneven
 from tests.fuzz.outcome import Draw
 from tests.huggingface.sweep import images, tiny
@@ -220,7 +220,7 @@ def draw_type(dice: random.Random) -> tuple[str, dict[str, Any]]:
     """Draw one of all types that are exact and make a model alone, of fixed shapes."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as ALONE
 
-    return dice.choice([kind for kind in EXACT if kind in ALONE and kind not in images.WHOLE]), {"heads": 4}
+    return dice.choice([kind for kind in TRIED if kind in ALONE and kind not in images.WHOLE]), {"heads": 4}
 
 
 def made(kind: str, changes: dict[str, Any], seed: int, experts: str = "eager") -> Any:

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from dfa_megatron.config import TrainingConfig
-from dfa_megatron.huggingface.checks.padding import IGNORED
+from dfa_megatron.huggingface.padding import IGNORED
 from tests.fuzz.frameworks.expected_refusals import LANGUAGE_MODELS as REFUSALS
 from tests.fuzz.frameworks.language_models import (
     DELTA_RULES,

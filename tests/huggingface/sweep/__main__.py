@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from dfa_megatron.huggingface.checks.tried import TRIED
+from dfa_megatron.huggingface.tried import TRIED
 from tests.huggingface.sweep import images
 from tests.huggingface.sweep.attempt import SWEPT, Verdict
 from tests.huggingface.sweep.over_ranks import sweep

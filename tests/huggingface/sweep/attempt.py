@@ -16,8 +16,8 @@ from torch.overrides import TorchFunctionMode
 from dfa_megatron import huggingface as dfa_hf
 from dfa_megatron.config import TrainingConfig
 from dfa_megatron.errors import UnsupportedError
-from dfa_megatron.huggingface.checks.call_checks import computes_loss
-from dfa_megatron.huggingface.checks.padding import IGNORED
+from dfa_megatron.huggingface.call_checks import computes_loss
+from dfa_megatron.huggingface.padding import IGNORED
 from dfa_megatron.sharding import shard_sequence
 from tests.huggingface.sweep import images
 from tests.huggingface.sweep.tiny import build

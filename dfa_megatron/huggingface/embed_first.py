@@ -12,11 +12,11 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from dfa_megatron.errors import UnsupportedError
-from dfa_megatron.huggingface.checks.call_checks import check_by_name, first_of, media_in
+from dfa_megatron.huggingface.call_checks import check_by_name, first_of, media_in
 from dfa_megatron.huggingface.current_forward import Forward
-from dfa_megatron.huggingface.positions.document_starts import FLASH_KEYS, Documents
-from dfa_megatron.huggingface.positions.embedded_positions import has_axes, refuse_axes, refuse_positions
-from dfa_megatron.huggingface.positions.seen import MASK, TREE, Images, Seen, seen_in
+from dfa_megatron.huggingface.document_starts import FLASH_KEYS, Documents
+from dfa_megatron.huggingface.embedded_positions import has_axes, refuse_axes, refuse_positions
+from dfa_megatron.huggingface.seen import MASK, TREE, Images, Seen, seen_in
 from dfa_megatron.plan.language.mask import Mask
 from dfa_megatron.plan.language.tree import Tree
 from dfa_megatron.sharding import local_positions, shard_sequence

@@ -14,8 +14,8 @@ from typing import Any, NoReturn
 import torch
 
 from dfa_megatron.errors import UnsupportedError
-from dfa_megatron.huggingface.positions import document_starts as packed
-from dfa_megatron.huggingface.positions.document_starts import FLASH_KEYS, Documents
+from dfa_megatron.huggingface import document_starts as packed
+from dfa_megatron.huggingface.document_starts import FLASH_KEYS, Documents
 from dfa_megatron.plan.language.geometry import Span, Tile
 from dfa_megatron.plan.language.mask import Mask, short_name, two_way_blocks
 from dfa_megatron.plan.language.tree import Tree

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 
 from dfa_megatron.errors import UnsupportedError
-from dfa_megatron.huggingface.checks.tried import TRIED
+from dfa_megatron.huggingface.embedded_positions import LOCAL_ROPE, rotaries_of
 from dfa_megatron.huggingface.implementation import is_multimodal, kind_of
-from dfa_megatron.huggingface.positions.embedded_positions import LOCAL_ROPE, rotaries_of
 from dfa_megatron.huggingface.recurrent.layers import not_called
+from dfa_megatron.huggingface.tried import TRIED
 
 _STATES = {"linear_attention", "conv"}
 _BOTH = {"hybrid", "hybrid_sliding"}
@@ -67,7 +67,7 @@ def _unlisted(model: Any) -> str:
     language = model.get_output_embeddings() is not None or name.endswith("ForCausalLM")
     if model is not model.get_decoder() and ("DoubleHeads" in name or not language):
         return f"a class, {name}, whose head or loss may read several tokens"
-    layers = {*(getattr(model.config.get_text_config(), "layer_types", None) or ())} - TRIED[kind]
+    layers = {*(getattr(model.config.get_text_config(), "layer_types", None) or ())} - TRIED[kind] - {"full_attention"}
     if layers:
         return f"layers of type {', '.join(sorted(layers))}"
     classes = {cls for module in model.modules() for cls in type(module).__mro__}
@@ -118,14 +118,22 @@ def patched(model: torch.nn.Module) -> list[str]:
     """Return the forwards and hooks of a model's modules that are not of transformers, by name, sorted."""
     found = set()
     for module in model.modules():
-        for function in (module.forward, *module._forward_pre_hooks.values(), *module._forward_hooks.values()):
+        hooks = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
+        listed = all(_is_of(cls, (*_COMPARED, *_PYTHONS)) for cls in type(module).__mro__)
+        for function in (module.forward, *hooks) if listed else hooks:
             code = inspect.unwrap(getattr(function, "func", function))
             if not _is_of(code, (*_COMPARED, *_WRAPPING)):
                 found.add(_named(code if hasattr(code, "__qualname__") else type(code)))
     return sorted(found)
 
 
-_COMPARED = ("transformers", "torch", "dfa_megatron", "peft.tuners")  # those that check_adapters lets pass
+_COMPARED = (
+    "transformers",
+    "torch",
+    "dfa_megatron",
+    "peft.tuners",
+    "peft.utils",
+)  # those that check_adapters lets pass
 _PYTHONS = ("builtins", "abc", "typing", "collections")
 _WRAPPING = ("accelerate", "deepspeed", "peft")
 """Packages whose functions run a module's own forward."""

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 
 from dfa_megatron.errors import UnsupportedError
-from dfa_megatron.huggingface.checks.padding import IGNORED
+from dfa_megatron.huggingface import seen
 from dfa_megatron.huggingface.current_forward import LayerContext
 from dfa_megatron.huggingface.loss import adds_up
-from dfa_megatron.huggingface.positions import seen
-from dfa_megatron.huggingface.tiles.tiled_head import causal_loss
+from dfa_megatron.huggingface.padding import IGNORED
+from dfa_megatron.huggingface.tiled_head import causal_loss
 from dfa_megatron.huggingface.windows import WindowMask
 
 LEFT_OUT = "_dfa_left_out"

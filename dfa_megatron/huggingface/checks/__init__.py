@@ -1,1 +1,0 @@
-"""What is refused: models, modules around them, calls, and padding that is not on the right."""

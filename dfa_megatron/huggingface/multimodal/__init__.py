@@ -1,1 +1,0 @@
-"""Multimodal models: towers for images, video and sound, and a language model whose attention is distributed."""

@@ -1,1 +1,0 @@
-"""Where a token stands: in its document, in the tables that models embed, and in RoPE that knows the length."""
