@@ -61,8 +61,7 @@ class Training(torch.nn.Module):
         """Return the loss of a whole sequence; without a group that of this rank alone."""
         hidden = self.model.model(**tokens).last_hidden_state
         if group is None:
-            logits = self.model.lm_head(hidden)[:, :-1].float()
-            return torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten())
+            return torch.nn.functional.cross_entropy(self.model.lm_head(hidden)[0, :-1].float(), labels[0, 1:])
         if self.tiled == "none":
             return dfa_ds.loss(self.model.lm_head(hidden), labels, group=group)
         tile = math.ceil(hidden.shape[:2].numel() / self._count(hidden))
@@ -146,9 +145,8 @@ def batch_of(engine: Any, length: int, vocabulary: int, attention: str) -> dict[
     """Return a random sequence as arguments for the engine, whole but for Ulysses, whose users cut it."""
     ids = torch.randint(0, vocabulary, (1, length), generator=torch.Generator().manual_seed(0)).to(engine.device)
     group, tokens = dfa_ds.mesh_of(engine).group, {"input_ids": ids}
-    if attention != "dfa":
-        tokens["position_ids"] = torch.arange(length, device=ids.device)[None]
     if attention == "ulysses":
+        tokens["position_ids"] = torch.arange(length, device=ids.device)[None]
         tokens = {name: shard_sequence(x, group=group) for name, x in tokens.items()}
     return {**tokens, "labels": ids, "group": None if attention == "local" else group}
 
