@@ -168,7 +168,7 @@ def list_of_types() -> str:
     rows, text = sorted((" ".join(sorted(tried)), kind) for kind, tried in layers.items()), "_LAYERS = {\n"
     for tried_of, group in groupby(rows, lambda row: row[0]):
         names = textwrap.fill(" ".join(x for _, x in group), 120, break_on_hyphens=False)
-        text += f'"{tried_of}": """\n{names}\n""",\n'
+        text += f'    "{tried_of}": """\n{names}\n""",\n'
     text += "}\n\nTRIED = {kind: {*layers.split()} for layers, kinds in _LAYERS.items() for kind in kinds.split()}\n"
     return f'"""List the types that `make models` found exact, by their layers."""\n\n{text}'
 
