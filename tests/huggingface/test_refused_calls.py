@@ -126,6 +126,18 @@ def test_a_batch_that_cannot_be_cut_is_refused(more: dict[str, torch.Tensor], me
         dfa_hf.distribute_attention(build("Llama"))(input_ids=torch.ones(1, 8, dtype=torch.long), **more)
 
 
+def test_a_mask_that_the_model_makes_itself_is_refused() -> None:
+    model = dfa_hf.distribute_attention(build("Llama"))
+    hidden = torch.arange(8)[None] < 6
+
+    def masked(module: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        return args, kwargs | {"attention_mask": hidden}
+
+    model.model.register_forward_pre_hook(masked, with_kwargs=True, prepend=True)
+    with pytest.raises(UnsupportedError, match="an attention_mask that the model has made"):
+        model(input_ids=text(1, 8, seed=0)["input_ids"])
+
+
 def call_on_two_ranks(rank: int, world_size: int) -> None:
     model = dfa_hf.distribute_attention(build("Llama"))
     context: LayerContext = getattr(model, CONTEXT)
