@@ -167,21 +167,3 @@ def test_types_of_tokens_text_alone_extras_and_outputs_of_any_length(ranks: int)
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_packs_of_text_in_models_that_embed_axes_are_exact_however_they_are_told(ranks: int) -> None:
     run_ranks(ranks, packs_of_text, timeout=150)
-
-
-@pytest.mark.parametrize("kind", ["DeepseekV32", "GlmMoeDsa"])
-def test_layers_that_choose_keys_are_refused_whatever_their_type_is_called(kind: str) -> None:
-    import transformers
-
-    if not hasattr(transformers, f"{kind}Config"):
-        pytest.skip(f"transformers has no {kind}")
-    sizes = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 24, "moe_intermediate_size": 8}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "q_lora_rank": 8, "kv_lora_rank": 8}
-    dims = {"qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8, "n_routed_experts": 4, "n_group": 1}
-    experts = {"topk_group": 1, "num_experts_per_tok": 2, "num_hidden_layers": 2}
-    config = getattr(transformers, f"{kind}Config")(
-        **sizes, **heads, **dims, **experts, index_n_heads=2, index_head_dim=16, layer_types=["full_attention"] * 2
-    )
-    model = getattr(transformers, f"{kind}ForCausalLM")(config)
-    with pytest.raises(UnsupportedError, match="a type, [a-z0-9_]+, that is not on the list"):
-        dfa_hf.distribute_attention(model)
