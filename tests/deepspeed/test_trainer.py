@@ -150,7 +150,7 @@ def contradictions(rank: int, world_size: int, folder: str) -> None:
         (json(1) | {"sequence_parallel_size": 1}, {"size": 2}, {}, "sequence_parallel_size=1 beside"),
         (json(1, checkpoint="full"), {"config": TrainingConfig()}, {}, "config beside the block"),
         (json(1), {}, ulysses, r"ParallelismConfig\(sp_size=2\)"),
-        (json(1, sise=2), {}, {}, "sise"),
+        (json(1, sizes=2), {}, {}, "sizes"),
     ):
         run = trainer(folder, deepspeed=settings, **more)
         with pytest.raises(UnsupportedError, match=said):
