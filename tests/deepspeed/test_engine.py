@@ -102,6 +102,9 @@ def own_model(rank: int, world_size: int) -> None:
     torch.manual_seed(0)
     model, want = OwnModel(), OwnModel()
     want.load_state_dict(model.state_dict())
+    counted = harness.settings(2, 2) | {"train_batch_size": 2, "gradient_accumulation_steps": 1}
+    with pytest.raises(UnsupportedError, match="it counts all 2 ranks"):
+        dfa_ds.initialize(model=model, config=counted)
     with pytest.raises(UnsupportedError, match="its layers are not known"):
         dfa_ds.initialize(model=model, config=harness.settings(2, world_size, checkpoint="remat"))
     alone = [dist.new_group([member]) for member in range(world_size)][rank]
