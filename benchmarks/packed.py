@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from benchmarks.attention.baselines import ring_flash_attn, version_of
-from benchmarks.attention.baselines.transformer_engine import communicators
+from benchmarks.attention.baselines.transformer_engine import context_parallel
 from benchmarks.attention.clock import Timer, take_turns
 from benchmarks.attention.correctness import Truth, exact_of, squares, verdict
 from benchmarks.attention.failures import Failure, together
@@ -110,18 +110,8 @@ def engine_methods(shapes: Shapes, offsets: Offsets, world: World) -> list[Metho
         raise UnsupportedError("TransformerEngine on a CPU", "its kernels are CUDA", "GPUs")
 
     def attention(kind: str) -> Attention:
-        from transformer_engine.pytorch import DotProductAttention
-
-        attention = DotProductAttention(
-            shapes.heads,
-            shapes.head_dim,
-            num_gqa_groups=shapes.kv_heads,
-            attention_dropout=0.0,
-            qkv_format="thd",
-            attn_mask_type="padding_causal" if shapes.causal else "padding",
-        )
-        group, stream = communicators(kind, world)
-        attention.set_context_parallel_group(group, list(range(world.size)), stream, kind)
+        mask = "padding_causal" if shapes.causal else "padding"
+        attention = context_parallel(shapes, kind, world, "thd", mask)
         ends = torch.tensor(offsets, dtype=torch.int32, device=world.device)
         longest = max(hi - lo for lo, hi in pairwise(offsets))
         documents: dict[str, Any] = {f"cu_seqlens_{side}{of}": ends for side in ("q", "kv") for of in ("", "_padded")}

@@ -32,5 +32,4 @@ def restore() -> None:
 
 def replaced() -> list[str]:
     """Return the names that are replaced now, such as "deepspeed.initialize"."""
-    names = (getattr(owner, "__qualname__", None) or owner.__name__ for owner, _, _ in _REPLACED)
-    return sorted({f"{own}.{name}" for own, (_, name, _) in zip(names, _REPLACED, strict=True)})
+    return sorted({f"{owner.__name__}.{name}" for owner, name, _ in _REPLACED})

@@ -37,10 +37,13 @@ def block_of(accelerator: Any, size: int | None, config: TrainingConfig | None, 
 
 
 def _write(plugin: Any, block: DeepSpeedOptions, world: int) -> None:
-    given = {spec.name: getattr(own, spec.name) for own in (block, block.options) for spec in dataclasses.fields(own)}
-    defaults = {spec.name: spec.default for own in (block, block.options) for spec in dataclasses.fields(own)}
-    # Without "auto", which accelerate would fill in, and which are defaults.
-    written = {name: x for name, x in given.items() if name != "options" and x != defaults[name]}
+    # Without defaults, such as "auto", which accelerate would want to fill in.
+    written = {
+        spec.name: getattr(own, spec.name)
+        for own in (block, block.options)
+        for spec in dataclasses.fields(own)
+        if spec.name != "options" and getattr(own, spec.name) != spec.default
+    }
     for settings in (plugin.deepspeed_config, plugin.hf_ds_config.config):
         settings[KEY] = written
         counts = [settings.get(key) for key in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps")]

@@ -26,10 +26,7 @@ def install() -> None:
     if hasattr(deepspeed.initialize, _OWN):
         return
 
-    @functools.wraps(deepspeed.initialize)
-    def instead(*args: Any, **kwargs: Any) -> Any:
-        return initialize(*args, **kwargs)
-
+    instead = functools.wraps(deepspeed.initialize)(lambda *args, **kwargs: initialize(*args, **kwargs))
     setattr(instead, _OWN, deepspeed.initialize)
     replace(deepspeed, "initialize", instead)
 

@@ -14,7 +14,7 @@ from dfa_megatron.huggingface import call_checks as checks
 from dfa_megatron.huggingface import document_starts as packed
 from dfa_megatron.huggingface.current_forward import Arguments, Forward, LayerContext
 from dfa_megatron.huggingface.embedded_positions import places, refuse_positions
-from dfa_megatron.huggingface.padding import IGNORED, check_right
+from dfa_megatron.huggingface.padding import IGNORED, check_right, next_labels
 from dfa_megatron.huggingface.recurrent.layers import layers_of
 from dfa_megatron.huggingface.same_batch import EMBEDDED
 from dfa_megatron.huggingface.seen import MASK, TREE, Seen, refuse_for, seen_in
@@ -145,9 +145,8 @@ def cut_labels(given: Arguments, context: LayerContext) -> Arguments:
 
 def _shifted(given: Arguments) -> torch.Tensor:
     """Return the label of the next token (batch, seq), as a batch has it or made of its labels."""
-    if (shifted := given.get("shift_labels")) is not None:
-        return shifted  # type: ignore[no-any-return]
-    return torch.nn.functional.pad(given["labels"], (0, 1), value=IGNORED)[:, 1:].contiguous()
+    shifted: torch.Tensor | None = given.get("shift_labels")
+    return next_labels(given["labels"]) if shifted is None else shifted
 
 
 def _layout(length: int, ranks: int) -> Layout:

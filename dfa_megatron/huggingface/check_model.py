@@ -19,11 +19,8 @@ from dfa_megatron.huggingface.implementation import is_multimodal, kind_of
 from dfa_megatron.huggingface.recurrent.layers import not_called
 from dfa_megatron.huggingface.tried import TRIED
 
-_STATES = {"linear_attention", "conv"}
-_BOTH = {"hybrid", "hybrid_sliding"}
-"""Types of layers that have an attention and a state."""
-_EACH_TOKEN = {"mlp", "moe"}
-"""Types of layers that treat every token alone."""
+_WITHOUT = {"linear_attention", "conv", "mlp", "moe"}
+"""Types of layers without an attention."""
 
 
 def check_model(model: Any, *, unlisted: bool) -> list[torch.nn.Module]:
@@ -71,7 +68,7 @@ def _unlisted(model: Any) -> str:
     if layers:
         return f"layers of type {', '.join(sorted(layers))}"
     classes = {cls for module in model.modules() for cls in type(module).__mro__}
-    others = sorted(_named(cls) for cls in classes if not _is_of(cls, (*_COMPARED, *_PYTHONS)))
+    others = sorted(_named(cls) for cls in classes if not _is_of(cls, _CLASSES))
     return f"modules of {', '.join(others)}" if others else ""
 
 
@@ -96,7 +93,7 @@ def _check_layers(model: Any, decoder: Any, attentions: list[torch.nn.Module]) -
     """Refuse layers that were copied without their config, and layers that do not call what is replaced."""
     config, kind = model.config.get_text_config(), kind_of(model)
     types, whole = getattr(config, "layer_types", None), getattr(config, "num_hidden_layers", 0)
-    layers: int = whole if types is None else sum(kind not in _STATES | _EACH_TOKEN for kind in types)
+    layers: int = whole if types is None else sum(kind not in _WITHOUT for kind in types)
     held = max((list(x) for x in decoder.children() if isinstance(x, torch.nn.ModuleList)), key=len, default=[])
     if len(attentions) != layers:
         raise UnsupportedError(
@@ -119,7 +116,7 @@ def patched(model: torch.nn.Module) -> list[str]:
     found = set()
     for module in model.modules():
         hooks = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
-        listed = all(_is_of(cls, (*_COMPARED, *_PYTHONS)) for cls in type(module).__mro__)
+        listed = all(_is_of(cls, _CLASSES) for cls in type(module).__mro__)
         for function in (module.forward, *hooks) if listed else hooks:
             code = inspect.unwrap(getattr(function, "func", function))
             if not _is_of(code, (*_COMPARED, *_WRAPPING)):
@@ -127,14 +124,10 @@ def patched(model: torch.nn.Module) -> list[str]:
     return sorted(found)
 
 
-_COMPARED = (
-    "transformers",
-    "torch",
-    "dfa_megatron",
-    "peft.tuners",
-    "peft.utils",
-)  # those that check_adapters lets pass
-_PYTHONS = ("builtins", "abc", "typing", "collections")
+_COMPARED = ("transformers", "torch", "dfa_megatron", "peft.tuners", "peft.utils")
+"""Packages whose code is known; of PEFT's what `check_adapters` lets pass."""
+_CLASSES = (*_COMPARED, "builtins", "abc", "typing", "collections")
+"""Packages of the classes that modules may have, and their bases."""
 _WRAPPING = ("accelerate", "deepspeed", "peft")
 """Packages whose functions run a module's own forward."""
 
@@ -146,11 +139,6 @@ def _is_of(code: Any, packages: tuple[str, ...]) -> bool:
 
 def _named(code: Any) -> str:
     return f"{code.__module__}.{code.__qualname__}"
-
-
-def layers_with_states(config: Any) -> int:
-    """Return the number of layers whose type has a state."""
-    return sum(kind in _STATES | _BOTH for kind in getattr(config, "layer_types", None) or ())
 
 
 def _local_rope(config: Any) -> str | None:

@@ -79,9 +79,9 @@ def distribute_attention(
     options = TrainingConfig.of(config)
     check_options(options, reentrant=reentrant)
     inner = transformers_model(model)
-    for holder in (model, inner):
-        check_adapters(holder)
-    check_model(inner, unlisted=unlisted)
+    for module in model.modules():  # of wrappers within wrappers too
+        check_adapters(module)
+    attentions = check_model(inner, unlisted=unlisted)
     check_layers(inner, options, reentrant=reentrant)
     attention.register()
     name = group_name(group)
@@ -110,7 +110,8 @@ def distribute_attention(
         _hook(inner, decoder)
     for module in {inner, decoder, *embedded.rotaries_of(decoder)}:
         setattr(module, CONTEXT, context)
-    adopt(inner, context, NAME)
+    adopt(inner, context, attentions)
+    follow_router(type(inner).forward)
     set_tile(inner, options)
     set_checkpointing(inner, options.checkpoint, reentrant=reentrant, offload=options.remat_offload)
     return model
@@ -125,7 +126,6 @@ def _hook(inner: Any, decoder: Any) -> None:
     for module in {inner, decoder}:
         module.register_forward_hook(end, always_call=True)
     embedded.hook(decoder)
-    follow_router(type(inner).forward)
 
 
 @contextmanager

@@ -15,7 +15,6 @@ import torch
 
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.huggingface.call_checks import takes
-from dfa_megatron.huggingface.check_model import check_model
 from dfa_megatron.huggingface.current_forward import (
     CONTEXT,
     KEYWORD,
@@ -27,17 +26,12 @@ from dfa_megatron.huggingface.current_forward import (
     enter,
     forward_of_context,
 )
-from dfa_megatron.huggingface.implementation import set_mixers
+from dfa_megatron.huggingface.implementation import attention_of, set_mixers
 from dfa_megatron.huggingface.recurrent import layers as recurrent
 
 
-def adopt(model: Any, context: LayerContext, name: str) -> None:
-    """Give the mixers of a model its context, their hooks, and its attention implementation by name.
-
-    Raises:
-        UnsupportedError: as `distribute_attention` does.
-    """
-    attentions = check_model(model, unlisted=context.unlisted)
+def adopt(model: Any, context: LayerContext, attentions: list[torch.nn.Module]) -> None:
+    """Give the layers of a model and their mixers, its attentions among them, its context, hooks and implementation."""
     decoder = model.get_decoder()
     recurrents = recurrent.modules_of(decoder)
     for mixer in {*attentions, *recurrents}:
@@ -47,11 +41,11 @@ def adopt(model: Any, context: LayerContext, name: str) -> None:
             mixer.register_forward_hook(functools.partial(_check_reached, frozenset(wanted)))
         recurrent.replace_calls(mixer)
         vars(mixer)[REACHED] = set()
+    for module in {*_layers(decoder), *attentions, *recurrents}:
+        _hook(module)
     for module in {*_parts(decoder), *attentions, *recurrents}:
-        if module in _layers(decoder) or REACHED in vars(module):
-            _hook(module)
         setattr(module, CONTEXT, context)
-    set_mixers(model, name)
+    set_mixers(model, attention_of(model))
 
 
 def _hook(layer: Any) -> None:

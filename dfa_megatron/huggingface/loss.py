@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from dfa_megatron.errors import UnsupportedError
-from dfa_megatron.huggingface.padding import IGNORED
+from dfa_megatron.huggingface.padding import IGNORED, next_labels
 from dfa_megatron.huggingface.tiled_head import is_causal, run_in, summed_loss, tiled_head
 from dfa_megatron.loss.head import TILE, Head
 from dfa_megatron.loss.scores import token_scores
@@ -63,7 +63,7 @@ def _of_this_rank(
 
     x: (batch, local_seq, ...).
     """
-    shifted = torch.nn.functional.pad(labels, (0, 1), value=ignore_index)[:, 1:].contiguous()
+    shifted = next_labels(labels, ignore_index)
     mine, size = shard_sequence(shifted, group=group), group_size(group)
     if mine.shape != x.shape[:2]:
         raise UnsupportedError(

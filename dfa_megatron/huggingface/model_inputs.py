@@ -10,7 +10,6 @@ A decoder may be called alone. While attention is the model's own, the hooks onl
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Mapping
 from dataclasses import replace
@@ -24,6 +23,7 @@ from dfa_megatron.huggingface import embed_first
 from dfa_megatron.huggingface.adapters import check_adapters
 from dfa_megatron.huggingface.attention_function import nothing_hidden
 from dfa_megatron.huggingface.batch import OF_HOOKS, OF_TOKENS, cut_labels, forward_of_batch, part_of, tokens_of
+from dfa_megatron.huggingface.check_model import check_model
 from dfa_megatron.huggingface.checkpointing import keep_forward
 from dfa_megatron.huggingface.current_forward import (
     CONTEXT,
@@ -43,6 +43,7 @@ from dfa_megatron.huggingface.hook_mixers import adopt, knows_all
 from dfa_megatron.huggingface.implementation import attention_of, is_distributed
 from dfa_megatron.huggingface.loss import as_whole
 from dfa_megatron.huggingface.padding import CAUSAL
+from dfa_megatron.huggingface.router_loss import check_router
 from dfa_megatron.huggingface.same_batch import check_same
 from dfa_megatron.huggingface.seen import MASK, TREE
 from dfa_megatron.huggingface.tiled_head import tile_of
@@ -65,7 +66,7 @@ def begin(model: Any, args: tuple[Any, ...], kwargs: Arguments, *, alone: bool =
     context: LayerContext = getattr(model, CONTEXT)
     check_adapters(model)  # which may be added later than attention is distributed
     if not knows_all(model, context):  # layers were copied or replaced
-        adopt(model, context, attention_of(model))
+        adopt(model, context, check_model(model, unlisted=context.unlisted))
     if torch.is_grad_enabled():
         keep_forward(model, saving=context.options.checkpoint == "auto")
     given = checks.arguments_of(model, args, kwargs)
@@ -75,6 +76,7 @@ def begin(model: Any, args: tuple[Any, ...], kwargs: Arguments, *, alone: bool =
         enter(model, Forward(context, distributed=False, tile=tile))
         return args, {name: x for name, x in kwargs.items() if name not in (TREE, MASK)}
     checks.check_parallelism()
+    check_router(model)
     verified = bool(context.group) and context.options.verify != "off"
     if verified and not context.compared:
         check_weights(model, context.group)
@@ -144,10 +146,8 @@ def prepare(decoder: Any, args: tuple[Any, ...], kwargs: Arguments) -> ArgsAndKe
         args, kwargs = begin(decoder, args, kwargs, alone=True)
     forward = forward_of_context(context)
     assert forward is not None
-    parameters = checks.parameters_of(decoder.__class__)
-    told: Arguments = {}
-    if attention_of(decoder) == NAME and any(x.kind is inspect.Parameter.VAR_KEYWORD for x in parameters):
-        told = {KEYWORD: Handed(forward)}  # the decoder passes every keyword to its layers
+    passes_on = attention_of(decoder) == NAME and checks.takes(decoder, KEYWORD)  # every keyword, to its layers
+    told: Arguments = {KEYWORD: Handed(forward)} if passes_on else {}
     if not forward.distributed:
         return args, kwargs | told
     checks.check_decoder(args, kwargs, context)
@@ -163,7 +163,7 @@ def prepare(decoder: Any, args: tuple[Any, ...], kwargs: Arguments) -> ArgsAndKe
         if mask.dim() != 2 or (mask is not forward.mask and not bool((mask == wanted).all())):
             raise UnsupportedError("an attention_mask that the model has made", "attention is causal", CAUSAL)
         kept["attention_mask"] = None
-    if not any(parameter.name == "position_ids" for parameter in parameters):
+    if not any(parameter.name == "position_ids" for parameter in checks.parameters_of(decoder.__class__)):
         del kept["position_ids"]
     if not isinstance(mask, dict) and forward.seen:
         kept["attention_mask"] = nothing_hidden(tokens.shape[0], tokens.shape[1], tokens.device)

@@ -16,6 +16,11 @@ IGNORED = -100
 """The label of a token that has no loss, as everywhere in transformers."""
 
 
+def next_labels(labels: torch.Tensor, ignored: int = IGNORED) -> torch.Tensor:
+    """Return the label of the next token of each token, (batch, seq); `ignored` for the last."""
+    return torch.nn.functional.pad(labels, (0, 1), value=ignored)[..., 1:].contiguous()
+
+
 def check_right(mask: torch.Tensor, labels: torch.Tensor | None = None) -> None:
     """Check that a mask hides only the ends of whole sequences.
 

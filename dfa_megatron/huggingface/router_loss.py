@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.hooks import replace
 from dfa_megatron.huggingface.current_forward import Forward, innermost
 from dfa_megatron.sharding import unshard_sequence
@@ -23,9 +24,7 @@ _NAME = "load_balancing_loss_func"
 
 def follow_router(forward: Callable[..., Any]) -> None:
     """Let the loss of routers in the file of a model's forward count the tokens of all ranks; may be called again."""
-    home = sys.modules[inspect.unwrap(forward).__module__]
-    real: Callable[..., Any] | None = vars(home).get(_NAME)
-    if real is None or hasattr(real, _NAME):
+    if (real := _own(forward)) is None:
         return
 
     @functools.wraps(real)
@@ -36,7 +35,22 @@ def follow_router(forward: Callable[..., Any]) -> None:
         return _balance(call[1], gate_logits, num_experts, top_k)
 
     setattr(loss, _NAME, real)
-    replace(home, _NAME, loss)
+    replace(sys.modules[inspect.unwrap(forward).__module__], _NAME, loss)
+
+
+def _own(forward: Callable[..., Any]) -> Callable[..., Any] | None:
+    """Return that function in the file of a model's forward; None where it is ours, or there is none."""
+    found: Callable[..., Any] | None = vars(sys.modules[inspect.unwrap(forward).__module__]).get(_NAME)
+    return None if hasattr(found, _NAME) else found
+
+
+def check_router(model: Any) -> None:
+    """Refuse a model whose loss of routers would count the tokens of this rank alone: the name was put back."""
+    if _own(type(model).forward) is not None:
+        name = type(model).__name__
+        raise UnsupportedError(
+            f"a {name} whose router's loss did not reach ours", "its name was put back", "distribute_attention again"
+        )
 
 
 def _balance(forward: Forward, gate_logits: tuple[torch.Tensor, ...], experts: int, top_k: int) -> torch.Tensor:

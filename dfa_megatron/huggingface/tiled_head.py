@@ -16,7 +16,7 @@ import torch
 from dfa_megatron.config import TrainingConfig
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.huggingface.current_forward import CONTEXT, LayerContext, forward_of_context
-from dfa_megatron.huggingface.padding import IGNORED
+from dfa_megatron.huggingface.padding import IGNORED, next_labels
 from dfa_megatron.huggingface.trainers.read_logits import follow_trainers, reads_logits
 from dfa_megatron.loss.deferred import WATCHED, DeferredLogits, Use, say_tiled
 from dfa_megatron.loss.head import Head
@@ -148,7 +148,7 @@ def causal_loss(
         return dense
     if shift_labels is None:
         assert labels is not None
-        shift_labels = torch.nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:].contiguous()
+        shift_labels = next_labels(labels, ignore_index)
     total: torch.Tensor
     if deferred:
         total = logits.losses(shift_labels, ignore_index, label_smoothing).sum()

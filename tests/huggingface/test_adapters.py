@@ -52,7 +52,9 @@ def test_adapters_that_are_not_known_to_treat_each_token_alone_are_refused(name:
     config, said = _adapters()[name]
     assert tuple(_adapters()) == REFUSED
     with pytest.raises(UnsupportedError, match=f"PEFT's adapter of type {said}:"):
-        dfa_hf.distribute_attention(peft.get_peft_model(build("Llama"), config))
+        dfa_hf.distribute_attention(
+            torch.nn.Sequential(torch.nn.Sequential(peft.get_peft_model(build("Llama"), config)))
+        )
     if name in ("activated", "router"):  # seen where it comes later, too
         model = dfa_hf.distribute_attention(build("Llama"))
         later = peft.get_peft_model(model, config)

@@ -6,8 +6,6 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from dfa_megatron.huggingface.check_model import layers_with_states
-
 HEAD, HIDDEN, FFN, VOCABULARY, LAYERS, EXPERTS = 16, 64, 96, 96, 8, 8
 """Head dimension, width, width of MLPs, vocabulary, layers and experts, where a config's are more."""
 LEAST_WINDOW = 5
@@ -70,7 +68,7 @@ def shrink(config: Any, length: int) -> dict[str, Any]:
     small.values = {key: value for key, value in small.values.items() if key not in _LEFT_OUT}
     _heads(small)
     small.most(*_WIDTHS, most=FFN)
-    if layers_with_states(config):
+    if {"linear_attention", "conv", "hybrid", "hybrid_sliding"} & {*(getattr(config, "layer_types", None) or ())}:
         _states(small)
     _experts(small)
     _layers(small)

@@ -29,23 +29,32 @@ def methods(job: Job) -> list[Method]:
     return [_communicating(kind) for kind in ("p2p", "all_gather", "a2a", "a2a+p2p")]
 
 
+def context_parallel(sizes: Any, kind: str, world: World, form: str, mask: str) -> Any:
+    """Return Transformer Engine's attention over the ranks, by its cp_comm_type, qkv_format and attn_mask_type.
+
+    sizes: with heads, kv_heads and head_dim.
+    """
+    from transformer_engine.pytorch import DotProductAttention
+
+    attention = DotProductAttention(
+        sizes.heads,
+        sizes.head_dim,
+        num_gqa_groups=sizes.kv_heads,
+        attention_dropout=0.0,
+        qkv_format=form,
+        attn_mask_type=mask,
+    )
+    group, stream = communicators(kind, world)
+    attention.set_context_parallel_group(group, list(range(world.size)), stream, kind)
+    return attention
+
+
 def _communicating(kind: str) -> Method:
     def start(problem: Problem, local_seq: int, world: World, stack: ExitStack) -> Attention:
         if kind == "a2a+p2p" and (world.size % 2 or world.size == 2):
             raise UnsupportedError(f"a2a+p2p over {world.size} ranks", "pairs in a ring take 4, 6, ...", "p2p or a2a")
         refuse_heads(problem, {"a2a": world.size, "a2a+p2p": 2}.get(kind, 1))
-        from transformer_engine.pytorch import DotProductAttention
-
-        attention = DotProductAttention(
-            problem.heads,
-            problem.head_dim,
-            num_gqa_groups=problem.kv_heads,
-            attention_dropout=0.0,
-            qkv_format="bshd",
-            attn_mask_type="causal" if problem.causal else "no_mask",
-        )
-        groups, stream = communicators(kind, world)
-        attention.set_context_parallel_group(groups, list(range(world.size)), stream, kind)
+        attention = context_parallel(problem, kind, world, "bshd", "causal" if problem.causal else "no_mask")
 
         def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
             out: torch.Tensor = attention(q, k, v)
