@@ -22,7 +22,7 @@ from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.loss.deferred import WATCHED
 from dfa_megatron.megatron.check_config import check_config
 from dfa_megatron.megatron.door import with_door
-from dfa_megatron.megatron.hybrid.in_order import OTHER_ORDER, in_order_class, is_delta
+from dfa_megatron.megatron.in_order import OTHER_ORDER, in_order_class, is_delta
 from dfa_megatron.megatron.layers.context import CONTEXT, AttentionContext
 from dfa_megatron.megatron.layers.core_attention import DistributedCoreAttention
 from dfa_megatron.megatron.layers.layer import DistributedAttentionLayer, DistributedLayer

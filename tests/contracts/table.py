@@ -156,20 +156,20 @@ MEGATRON = (
        "megatron/door.py", attributes="input_tensor"),
     on(f"{CORE}.models.hybrid.hybrid_layer_specs:hybrid_stack_spec "
        f"{CORE}.models.mamba.mamba_layer_specs:mamba_stack_spec", "megatron/script/script_specs.py"),
-    on(f"{CORE}.ssm.mamba_mixer:MambaMixer", "megatron/hybrid/in_order.py",
+    on(f"{CORE}.ssm.mamba_mixer:MambaMixer", "megatron/in_order.py",
        attributes="_ssm_training use_mem_eff_path cp d_state headdim chunk_size D_has_hdim rmsnorm norm config"),
-    on(f"{CORE}.ssm.mamba_mixer:MambaMixer._ssm_training", "megatron/hybrid/in_order.py",
+    on(f"{CORE}.ssm.mamba_mixer:MambaMixer._ssm_training", "megatron/in_order.py",
        replaced="zxBCdt packed_seq_params"),
-    on(f"{CORE}.ssm.mamba_mixer:causal_conv1d_fn", "megatron/hybrid/in_order.py"),
-    on(f"{CORE}.ssm.mamba_mixer:mamba_chunk_scan_combined", "megatron/hybrid/in_order.py"),
-    on(f"{CORE}.ssm.mamba_context_parallel:MambaContextParallel", "megatron/hybrid/in_order.py",
+    on(f"{CORE}.ssm.mamba_mixer:causal_conv1d_fn", "megatron/in_order.py"),
+    on(f"{CORE}.ssm.mamba_mixer:mamba_chunk_scan_combined", "megatron/in_order.py"),
+    on(f"{CORE}.ssm.mamba_context_parallel:MambaContextParallel", "megatron/in_order.py",
        attributes="d_inner_local_tpcp ngroups_local_tpcp nheads_local_tpcp get_conv1d_weight get_conv1d_bias "
                   "get_dt_bias get_D get_A_log"),
-    on(f"{CORE}.ssm.gated_delta_net:GatedDeltaNet", "megatron/hybrid/in_order.py", attributes="forward config"),
+    on(f"{CORE}.ssm.gated_delta_net:GatedDeltaNet", "megatron/in_order.py", attributes="forward config"),
     on(f"{CORE}.ssm.gated_delta_net.gdn:chunk_gated_delta_rule {CORE}.ssm.gated_delta_net:chunk_gated_delta_rule",
-       "megatron/hybrid/in_order.py"),
+       "megatron/in_order.py"),
     on(f"{CORE}.ssm.gated_delta_net.gdn:causal_conv1d {CORE}.ssm.gated_delta_net:causal_conv1d "
-       f"{CORE}.ssm.gated_delta_net:causal_conv1d_fn", "megatron/hybrid/in_order.py"),
+       f"{CORE}.ssm.gated_delta_net:causal_conv1d_fn", "megatron/in_order.py"),
     # The proof of a job.
     on(f"{CORE}.distributed.distributed_data_parallel:DistributedDataParallel", "megatron/proved_job.py",
        attributes="bucket_groups expert_parallel_bucket_groups zero_grad_buffer module"),

@@ -28,8 +28,7 @@ def test_every_name_that_is_replaced_stands_on_the_page() -> None:
 def test_names_that_were_replaced_are_put_back() -> None:
     from megatron.core.models.common.language_module.language_module import LanguageModule
 
-    from dfa_megatron.megatron import spec
-    from dfa_megatron.megatron.hybrid import in_order
+    from dfa_megatron.megatron import in_order, spec
 
     hooks.restore()
     modules: dict[str, Any] = {name: module for name, module in sys.modules.items() if name.startswith("megatron.")}

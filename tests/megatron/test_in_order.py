@@ -209,7 +209,7 @@ def test_a_gpt_with_gated_delta_nets_trains_like_one_rank(tmp_path: Path) -> Non
 
 def named_tokens(rank: int, ranks: int) -> None:
     """Call the replaced kernels as every release of Megatron does, and with an option that only the kernel reads."""
-    from dfa_megatron.megatron.hybrid import in_order
+    from dfa_megatron.megatron import in_order
 
     seen: list[Any] = []
 
@@ -345,8 +345,7 @@ def test_a_mixer_that_no_longer_reaches_our_functions_is_named_and_refused() -> 
 def test_a_name_that_is_replaced_and_is_not_there_is_refused() -> None:
     from megatron.core.transformer.moe.router import TopKRouter
 
-    from dfa_megatron.megatron import spec
-    from dfa_megatron.megatron.hybrid import in_order
+    from dfa_megatron.megatron import in_order, spec
     from dfa_megatron.megatron.layers import router
     from dfa_megatron.megatron.script import script_specs
 

@@ -14,9 +14,8 @@ from dfa_megatron import masks
 from dfa_megatron.config import MegatronConfig
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.megatron import check_config as configs
-from dfa_megatron.megatron import output
+from dfa_megatron.megatron import in_order, output
 from dfa_megatron.megatron.check_config import KNOWN, check_config
-from dfa_megatron.megatron.hybrid import in_order
 from dfa_megatron.megatron.layers import layer
 from dfa_megatron.megatron.layers.context import AttentionContext
 from dfa_megatron.megatron.layers.core_attention import DistributedCoreAttention

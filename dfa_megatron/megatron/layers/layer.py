@@ -13,7 +13,7 @@ import torch
 
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.megatron.check_config import check_config
-from dfa_megatron.megatron.hybrid.in_order import OTHER_ORDER, InOrder
+from dfa_megatron.megatron.in_order import OTHER_ORDER, InOrder
 from dfa_megatron.megatron.layers.context import AttentionContext
 from dfa_megatron.megatron.layers.core_attention import DistributedCoreAttention
 from dfa_megatron.megatron.layers.rotary import order_rotary, rows_of
