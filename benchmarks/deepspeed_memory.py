@@ -31,7 +31,7 @@ class Step:
         ranks: share the sequence and the model.
         on_host: what a layer keeps is in host memory, but for the layer that is fetched next.
         offload: optimizer state and gradients are there.
-        stages: `head_stages`; attention's float32 gradients and messages are those of a stage.
+        stages: parts of the heads that attend one after another; float32 gradients and messages are those of a part.
         tile: tokens of a tile of the loss.
         messages: bytes of a token in attention's messages, of all heads.
     """

@@ -12,7 +12,7 @@ One device plays a rank in the middle of `ranks`. Times are of a forward and a b
     attention     one rank's program of the balanced schedule, with a transport that moves nothing
 
 Bytes are exact: what a rank receives per layer, forward and backward together. Their time is bytes over `--link-gbs`,
-which `dfa-megatron doctor --profile` measures. Beside them stand what moves if hidden states are brought to zigzag and
+which `dfa-megatron doctor` measures. Beside them stand what moves if hidden states are brought to zigzag and
 back around the attention, and if heads are exchanged for tokens around each gated delta net.
 """
 

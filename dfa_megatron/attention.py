@@ -43,7 +43,6 @@ def dist_flash_attn_func(
     window_size: tuple[int, int] = (-1, -1),
     softcap: float = 0.0,
     sinks: torch.Tensor | None = None,
-    alibi_slopes: torch.Tensor | None = None,
     mask: Mask | Sequence[Mask] | None = None,
     plan: AttentionPlan | None = None,
     return_lse: bool = False,
@@ -70,9 +69,6 @@ def dist_flash_attn_func(
             `reference`, `triton` and `flash4` support it.
         sinks: (heads,), any floating dtype, the same values on every rank: a logit per query head that takes part in
             the softmax and has no value. Its gradient is that of this rank's rows: sum it over the group.
-        alibi_slopes: (heads,), float32, the same values on every rank: -slope * |i - j| is added to the (capped) score
-            of tokens i and j of the whole sequence. It may require no gradient. Only the kernels `reference` and
-            `triton` support it.
         mask: any mask of `dfa_megatron.masks` over the whole sequence, in its order; or a list of one for each row.
         plan: who computes what and when, as `make_plan` returns it, over the whole sequence and these ranks. It is
             checked before it runs.
@@ -97,7 +93,7 @@ def dist_flash_attn_func(
     if unknown:
         _refuse(_unknown(unknown), group, config)
     out, lse = _attend(
-        Inputs(q, k, v, sinks, alibi_slopes),
+        Inputs(q, k, v, sinks),
         group,
         config,
         causal=causal,
@@ -124,7 +120,6 @@ def dist_flash_attn_varlen_func(
     window_size: tuple[int, int] = (-1, -1),
     softcap: float = 0.0,
     sinks: torch.Tensor | None = None,
-    alibi_slopes: torch.Tensor | None = None,
     return_lse: bool = False,
     layout: str | Layout = "contiguous",
     config: DistAttentionConfig = DEFAULTS,
@@ -171,7 +166,7 @@ def dist_flash_attn_varlen_func(
         _refuse(error, group, config)
     qkv = (q, k, v) if rows else (q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0))
     out, lse = _attend(
-        Inputs(*qkv, sinks, alibi_slopes),
+        Inputs(*qkv, sinks),
         group,
         config,
         causal=causal,
@@ -186,11 +181,12 @@ def dist_flash_attn_varlen_func(
 
 
 _DOCUMENTS = "cu_seqlens alone: global offsets of documents, the same for queries and keys; lengths follow from them"
-_MASKS = "mask=, a value of dfa_megatron.masks; alibi_slopes= for ALiBi"
+_MASKS = "mask=, a value of dfa_megatron.masks"
 _MEANT = {
     **dict.fromkeys(("dropout_p", "attention_dropout", "dropout"), "no dropout of attention, and dropout elsewhere"),
     **dict.fromkeys(("attn_mask", "attention_mask", "attn_bias", "bias", "block_mask", "score_mod"), _MASKS),
     **dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k", "cu_seqlens_kv", "max_seqlen_q", "max_seqlen_k"), _DOCUMENTS),
+    "alibi_slopes": "rotary embeddings, which turn q and k before the call; no kernel here adds a bias to scores",
     "is_causal": "causal=",
     **dict.fromkeys(("scale", "sm_scale"), "softmax_scale="),
     "enable_gqa": "leaving it out: k and v may have fewer heads",
@@ -221,7 +217,6 @@ def _attend(inputs: Inputs, group: Group, config: DistAttentionConfig, **mathema
         mathematics["softmax_scale"] = inputs.q.shape[-1] ** -0.5
     mathematics.update(
         sinks=inputs.sinks is not None,
-        alibi=inputs.slopes is not None,
         deterministic=torch.are_deterministic_algorithms_enabled(),
     )
     if torch.compiler.is_compiling():
@@ -331,7 +326,7 @@ class DistFlashAttention(nn.Module):
     """
 
     def __init__(self, *, group: Group = None, config: DistAttentionConfig | None = None, **mathematics: Any) -> None:
-        """Take the keywords of `dist_flash_attn_func`, but for sinks and alibi_slopes."""
+        """Take the keywords of `dist_flash_attn_func`, but for sinks."""
         super().__init__()
         self.group_name: str | None = None if group is None else group_name(group)
         self.config, self.mathematics = config, mathematics
@@ -343,11 +338,10 @@ class DistFlashAttention(nn.Module):
         v: torch.Tensor,
         *,
         sinks: torch.Tensor | None = None,
-        alibi_slopes: torch.Tensor | None = None,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """See `dist_flash_attn_func`."""
-        given = {**self.mathematics, "sinks": sinks, "alibi_slopes": alibi_slopes}
-        return dist_flash_attn_func(q, k, v, group=self.group_name, config=self.config or DEFAULTS, **given)
+        config = self.config or DEFAULTS
+        return dist_flash_attn_func(q, k, v, sinks=sinks, group=self.group_name, config=config, **self.mathematics)
 
     def extra_repr(self) -> str:
         """Return the arguments that were given."""

@@ -24,7 +24,6 @@ class Numbers(NamedTuple):
 
 
 RANKS = Numbers("it is a number of ranks", "1, which exchanges nothing, more, or 'auto'")
-STAGES = Numbers("it is a number of stages", "1, which runs all heads at once, or more")
 TOKENS = Numbers("it is a number of tokens", "4096, another number from 1, or 'off'")
 
 
@@ -66,13 +65,6 @@ class DistAttentionConfig:
         ("auto",),
         numbers=RANKS,
     )
-    head_stages: int = _option(
-        1,
-        "Number of stages in which an attention runs its heads, one after another. Memory for received rows, partial "
-        "results and float32 gradients is divided by it; the same bytes are sent in as many more messages. It must "
-        "divide the kv heads of a rank. For the longest sequences.",
-        numbers=STAGES,
-    )
     kernel: str = _option(
         "auto", "Which kernel computes a block. auto: the fastest that can do the request on this device.", KERNELS
     )
@@ -83,12 +75,6 @@ class DistAttentionConfig:
         "host. auto: copy_engine where every rank can reach every other's memory, CUDA_DEVICE_MAX_CONNECTIONS is not 1 "
         "and an attention's messages need no more than 5 GiB, which it keeps between calls; else p2p.",
         TRANSPORTS,
-    )
-    hardware: str = _option(
-        "auto",
-        "The machine on which schedule=auto and ulysses_degree=auto compare costs: the name of a shipped profile (as "
-        "`dfa-megatron plan --help` lists them), or a .json file that `dfa-megatron doctor --profile` wrote, the same "
-        "on every rank. auto: the shipped profile that is nearest to what the ranks see.",
     )
     verify: str = _option(
         "on",

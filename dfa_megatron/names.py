@@ -17,7 +17,7 @@ LAYOUTS = ("contiguous", "zigzag", "load_balanced")
 DATA_LAYOUTS = ("contiguous", "boundary", "zigzag")
 """Which tokens a framework's batches bring to a rank."""
 
-KERNELS = ("auto", "flash4", "flash3", "cudnn", "flash2", "aten", "cpu", "triton", "reference")
+KERNELS = ("auto", "flash4", "cudnn", "aten", "cpu", "triton", "reference")
 """In the order in which "auto" prefers them."""
 
 TRANSPORTS = ("auto", "p2p", "copy_engine")

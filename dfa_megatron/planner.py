@@ -22,7 +22,7 @@ from dfa_megatron.config import DistAttentionConfig
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.plan.language.geometry import Form
 from dfa_megatron.plan.language.mask import Mask
-from dfa_megatron.plan.language.shape import split_heads, stages_error
+from dfa_megatron.plan.language.shape import split_heads
 from dfa_megatron.plan.language.tree import Tree
 from dfa_megatron.runtime.comm.channel import Channel
 from dfa_megatron.runtime.comm.groups import Group, channel_of
@@ -50,7 +50,6 @@ class AttentionPlanner:
         batch: sequences of a call with a mask; a pack is one.
         causal, window_size: of packs, as for `dist_flash_attn_varlen_func`; a mask says it itself.
         group, softcap, layout, config: as for the functions.
-        alibi: whether calls bring slopes.
 
     Raises:
         UnsupportedError: no kernel serves the shape.
@@ -71,11 +70,10 @@ class AttentionPlanner:
         group: Group = None,
         window_size: tuple[int, int] = (-1, -1),
         softcap: float = 0.0,
-        alibi: bool = False,
         layout: str = "contiguous",
         config: DistAttentionConfig = DEFAULTS,
     ) -> None:
-        over, stages = channel_of(group), config.head_stages
+        over = channel_of(group)
         self._rank, self._ranks = (over.rank, over.size) if over else (0, 1)
         self._tokens, self._packs = self._ranks * local_tokens, causal is not None
         self._asks = Request(
@@ -83,16 +81,13 @@ class AttentionPlanner:
             causal=bool(causal),
             window_size=window_size,
             softcap=softcap,
-            alibi=alibi,
             layout=layout,
             cu_seqlens=(0, self._tokens),
             config=config,
         )
         self._asks.check()
         place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-        if error := stages_error(stages, kv_heads or heads):
-            raise error
-        counts = heads // stages, (kv_heads or heads) // stages
+        counts = heads, kv_heads or heads
         q, k = (torch.empty((), dtype=dtype, device=place).expand(1, local_tokens, n, head_dim) for n in counts)
         inputs = Inputs(q, k, k[..., :1].expand(*k.shape[:3], head_dim_v or head_dim))
         self._cuda, self._problems = q.is_cuda, self._all(inputs, batch, over)

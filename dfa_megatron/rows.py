@@ -47,11 +47,8 @@ def join(
     refuse_tensors(inputs)
     check_rows(rows, inputs.q)
     joined, whole = join_rows(rows, layout, ranks)
-    if inputs.slopes is not None and whole.queries is not None:
-        why = "a key is at another distance in every row"
-        raise UnsupportedError("alibi_slopes with rows of two sequences", why, "a call for every row")
     q, k, v = (x.flatten(0, 1).unsqueeze(0) for x in inputs[:3])
-    return Inputs(q, k, v, inputs.sinks, inputs.slopes), joined, whole
+    return Inputs(q, k, v, inputs.sinks), joined, whole
 
 
 @lru_cache(maxsize=16)  # the layers of a batch bring equal rows

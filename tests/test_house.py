@@ -87,7 +87,7 @@ def ours(folders: Iterable[str] = ALL) -> list[house.Function]:
         for function in house.functions(house.ROOT, *folders)
         if not function.triton
         and function.where not in FRAMEWORKS_OWN
-        and not function.where.rpartition(":")[2].startswith(("_flash_attn", "flash2_"))
+        and not function.where.rpartition(":")[2].startswith("_flash_attn")
     ]
 
 

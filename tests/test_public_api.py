@@ -101,7 +101,6 @@ def test_attention_has_the_keywords_of_flash_attn_and_a_group() -> None:
         "window_size": (-1, -1),
         "softcap": 0.0,
         "sinks": None,
-        "alibi_slopes": None,
         "mask": None,
         "plan": None,
         "return_lse": False,

@@ -6,7 +6,6 @@ import argparse
 import json
 import textwrap
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dfa_megatron.flags import add_flags, flag, from_flags
@@ -33,11 +32,6 @@ class DoctorFlags:
     repetitions: int = flag(7, "timed calls; the median counts")
     call: bool = flag(True, "also run one distributed call on all GPUs, or on two CPU ranks")
     json: bool = flag(False, "print JSON in place of tables")
-    profile: str | None = flag(
-        None,
-        "under torchrun: measure a hardware profile for schedule='auto' and `plan --hardware`, and save it as JSON",
-        metavar="FILE",
-    )
 
 
 def add_parser(subparsers: Any) -> None:
@@ -57,10 +51,6 @@ def run(args: argparse.Namespace) -> int:
     """Serve the parsed arguments; return the exit status."""
     flags = from_flags(DoctorFlags, args)
     shape = shape_of(flags)
-    if flags.profile is not None:
-        from dfa_megatron.doctor.measure_profile import measure_and_save
-
-        return measure_and_save(shape, Path(flags.profile), flags.kernel)
     from dfa_megatron.doctor.distributed_call import call_on_ranks
     from dfa_megatron.doctor.kernel_trial import automatic, examine
     from dfa_megatron.doctor.machine import devices, p2p_access, versions

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -69,7 +70,7 @@ class PlanFlags:
     kv_heads: int | None = flag(None, "key and value heads (default: as many as query heads)", group="attention")
     head_dim: int = flag(128, "of a head", group="attention")
     backward_needs: str = flag("out", "what a helped pair's backward sends: out, delta", group="attention")
-    hardware: str = flag("h200-nvlink", ", ".join(PROFILES) + ", or a .json file of doctor --profile", group="machine")
+    hardware: str = flag("h200-nvlink", ", ".join(PROFILES), group="machine")
     link: float | None = flag(
         None, "bytes per second each way, in place of the profile's", group="machine", metavar="GB/S"
     )
@@ -210,6 +211,8 @@ def _hardware(flags: PlanFlags) -> Hardware:
     hardware = profile_named(flags.hardware)
     if flags.link is None:
         return hardware
+    if not 0 < flags.link < math.inf:
+        raise UnsupportedError(f"--link {flags.link:g}", "it must be positive and finite", "for example 25")
     link = dataclasses.replace(hardware.link, bytes_per_second=1e9 * flags.link)
     return dataclasses.replace(hardware, name=f"{hardware.name} at {flags.link:g} GB/s", links=(link,), all_to_all=None)
 

@@ -18,7 +18,6 @@ def dense_attention(
     *,
     softmax_scale: float | None = None,
     softcap: float = 0.0,
-    bias: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute attention by its definition, in float64 and differentiable, with all scores in memory.
@@ -29,7 +28,6 @@ def dense_attention(
             kv_len).
         softmax_scale: default 1 / sqrt(head_dim).
         softcap: scores are softcap * tanh(scores / softcap), 0 for no cap.
-        bias: added to the (capped) scores, broadcastable to (batch, heads, q_len, kv_len).
         sinks: (heads,), one more score in every row of a head, of a token whose value is 0.
 
     Returns:
@@ -44,8 +42,6 @@ def dense_attention(
     scores = torch.einsum("bqhd,bkhd->bhqk", q.double(), k64) * scale
     if softcap:
         scores = softcap * torch.tanh(scores / softcap)
-    if bias is not None:
-        scores = scores + bias.double()
     scores = scores.masked_fill(~pairs_of(visible, q.shape[1], k.shape[1]).to(q.device), -math.inf)
     if sinks is not None:
         scores = torch.cat([scores, sinks.double()[None, :, None, None].expand(*scores.shape[:-1], 1)], -1)

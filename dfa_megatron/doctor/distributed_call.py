@@ -19,16 +19,20 @@ import torch
 from dfa_megatron.attention import dist_flash_attn_func, dist_flash_attn_varlen_func
 from dfa_megatron.doctor.dense import band_of
 from dfa_megatron.doctor.kernel_trial import Trial, distances, exact, wrong
-from dfa_megatron.doctor.measure_profile import open_transports, time_exchanges
 from dfa_megatron.doctor.start_ranks import USER_ERROR_STATUS, start
 from dfa_megatron.doctor.world import World, join, stopwatch
 from dfa_megatron.errors import DistAttentionError, UnsupportedError
 from dfa_megatron.plan.language.geometry import CAUSAL, FULL, Band
 from dfa_megatron.plan.language.layout import Layout
 from dfa_megatron.plan.language.mask import Mask, documents
+from dfa_megatron.runtime.comm.groups import channel_of
+from dfa_megatron.runtime.comm.transport import Recv, Send, Transport
 from dfa_megatron.runtime.counters import QUIET, describe
+from dfa_megatron.runtime.cuda_driver import Copy
 from dfa_megatron.runtime.prepare import in_use
 from dfa_megatron.sharding import layout_of_tokens, positions_of
+
+logger = logging.getLogger(__name__)
 
 MESSAGE = {"cuda": 1 << 26, "cpu": 1 << 20}
 """Bytes of the message whose rate is reported, by kind of device."""
@@ -135,12 +139,43 @@ def _rates(world: World) -> dict[str, float]:
     """Return bytes per second of a large message to the next rank, by transport; empty on one rank."""
     if world.size == 1:
         return {}
-    ring = ((world.rank + 1) % world.size, (world.rank - 1) % world.size)
     size = MESSAGE[world.device.type]
-    return {
-        name: size / time_exchanges(transport, world.device, ring, (size,))[0][1]
-        for name, transport in open_transports(world.device, size).items()
-    }
+    transports = open_transports(world.device, size)
+    return {name: size / _seconds_of_message(transport, world, size) for name, transport in transports.items()}
+
+
+def open_transports(device: torch.device, largest: int) -> dict[str, Transport]:
+    """Return every transport that works between all ranks of the default group, for messages of so many bytes."""
+    over = channel_of(None)
+    assert over is not None, "several ranks"
+    found = {}
+    for kind in ("p2p", "copy_engine") if device.type == "cuda" else ("p2p",):
+        try:
+            found[kind] = over.transports.get(device, kind)
+        except UnsupportedError as error:
+            logger.warning("%s is not measured: %s", kind, error.why)
+            continue
+        found[kind].reserve(largest)
+    return found
+
+
+def _seconds_of_message(transport: Transport, world: World, nbytes: int) -> float:
+    """Send to the next rank and receive from the previous one, all at once; return the slowest rank's median."""
+    following, previous = (world.rank + 1) % world.size, (world.rank - 1) % world.size
+    outgoing = torch.zeros(nbytes, dtype=torch.uint8, device=world.device)
+
+    def exchange() -> None:
+        incoming = transport.arena(nbytes, world.device).flat[:nbytes]
+        transport.start()
+        sends, receives = [Send(following, [outgoing], [Copy(0, 0, nbytes)])], [Recv(previous, [incoming])]
+        transport.post(-1, lambda _: sends, receives)
+        transport.land()
+        transport.computed(0)
+        transport.finish()
+
+    world.slowest([0.0])  # all ranks start together
+    taken = [stopwatch(exchange, world.device, times=3, behind=True) for _ in range(7)][2:]
+    return world.slowest([statistics.median(taken)])[0]
 
 
 def main() -> int:

@@ -13,7 +13,6 @@ from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.kernels.adapters.aten import AtenFlashKernel
 from dfa_megatron.kernels.adapters.cpu import CpuKernel
 from dfa_megatron.kernels.adapters.cudnn import CudnnKernel
-from dfa_megatron.kernels.adapters.flash2_flash3 import Flash2Kernel, Flash3Kernel
 from dfa_megatron.kernels.adapters.flash4 import Flash4Kernel
 from dfa_megatron.kernels.adapters.reference import ReferenceKernel
 from dfa_megatron.kernels.api import BlockKernel, Need
@@ -27,9 +26,7 @@ KERNELS: Mapping[str, BlockKernel] = MappingProxyType(
         kernel.name: kernel
         for kernel in (
             Flash4Kernel(),
-            Flash3Kernel(),
             CudnnKernel(),
-            Flash2Kernel(),
             AtenFlashKernel(),
             CpuKernel(),
             TritonKernel(),
@@ -40,9 +37,6 @@ KERNELS: Mapping[str, BlockKernel] = MappingProxyType(
 """Every kernel by name, the preferred one first."""
 
 assert ("auto", *KERNELS) == names.KERNELS, "the kernels are not those of dfa_megatron.names"
-
-BY_NAME_ONLY = frozenset({"flash3", "flash2"})
-"""Kernels that "auto" passes over: they have not been through the whole conformance suite on a GPU yet."""
 
 COMPILES_EACH_LENGTH = frozenset({"cudnn"})
 """Kernels that "auto" passes over where documents are packed: they compile a graph for each new length."""
@@ -60,7 +54,7 @@ def get(name: str) -> BlockKernel:
 
 
 def select(name: str, need: Need) -> BlockKernel:
-    """Return the kernel of that name, or for "auto" the first proven one that does not refuse the need; logged once.
+    """Return the kernel of that name, or for "auto" the first one that does not refuse the need; logged once.
 
     Raises:
         UnsupportedError: the named kernel refuses (its reason, and which kernels would do), or every kernel does.
@@ -84,21 +78,17 @@ def select(name: str, need: Need) -> BlockKernel:
 
 def _passed_over(name: str, need: Need) -> str | None:
     """Return why "auto" does not take a kernel that can serve the need, or None."""
-    if name in BY_NAME_ONLY:
-        return f"it is taken by name only (kernel={name!r}), until the whole suite has passed on a GPU"
     if need.packed and name in COMPILES_EACH_LENGTH:
         return f"it compiles every new document length, so for packs it is taken by name only (kernel={name!r})"
     return None
 
 
 def refusal(kernel: BlockKernel, need: Need) -> str | None:
-    """Return why a kernel cannot serve the need, or None; a softcap and ALiBi are checked here for all kernels."""
+    """Return why a kernel cannot serve the need, or None; a softcap is checked here for all kernels."""
     if not 0 <= need.softcap < math.inf:
         return f"a softcap is positive and finite, or 0 for none, not {need.softcap}"
     if need.softcap and not kernel.caps_scores:
         return "it caps no scores"
-    if need.alibi and not kernel.adds_alibi:
-        return "it adds no ALiBi bias by global positions"
     return kernel.refusal(need)
 
 
@@ -110,9 +100,8 @@ def _describe(need: Need) -> str:
     dtype = str(need.dtype).removeprefix("torch.")
     deterministic = ", deterministic" if need.deterministic else ""
     softcap = f", softcap {need.softcap:g}" if need.softcap else ""
-    alibi = ", ALiBi" if need.alibi else ""
     packed = ", packed" if need.packed else ""
-    more = f"{packed}{softcap}{alibi}{deterministic}"
+    more = f"{packed}{softcap}{deterministic}"
     return f"{dtype} on {need.device}{capability}, {heads}, {head_dim}, {forms} blocks{more}"
 
 

@@ -50,8 +50,6 @@ class Need:
     """CUDA compute capability, None on CPU."""
     softcap: float = 0.0
     """Scores are softcap * tanh(scores / softcap); 0 leaves them as they are."""
-    alibi: bool = False
-    """-slope * |i - j| is added to the (capped) scores of tokens i and j."""
     packed: bool = False
     """Calls have several segments, whose lengths differ in every batch."""
 
@@ -62,30 +60,10 @@ class Need:
 
 
 @dataclass(frozen=True, slots=True)
-class Alibi:
-    """The bias -slope * |i - j| of one call, for tokens i and j.
-
-    slopes: (heads,), float32, contiguous. q_positions (q_len,), kv_positions (kv_len,): the token of each row, int32,
-        contiguous. Row numbers are not enough: neighbouring rows may be tokens far apart.
-
-    The distance is an integer, so float32 is exact where it matters, however long the sequence is.
-    Source: Press, Smith, Lewis 2022, arXiv 2108.12409; flash-attn's `alibi_slopes`.
-    """
-
-    slopes: torch.Tensor
-    q_positions: torch.Tensor
-    kv_positions: torch.Tensor
-
-    def part(self, part: Part) -> Alibi:
-        """Return the bias of one launch."""
-        return Alibi(self.slopes, part.rows.take(self.q_positions, 0), part.columns.take(self.kv_positions, 0))
-
-
-@dataclass(frozen=True, slots=True)
 class BlockCall:
     """One kernel call: everything that forward and backward share.
 
-    segments: which pairs are seen. softmax_scale: positive. softcap: 0 for none. alibi: None for none. deterministic:
+    segments: which pairs are seen. softmax_scale: positive. softcap: 0 for none. deterministic:
     whether gradients must have equal bits in every run. into: dense memory for out, or for dq, dk and dv, which a
     kernel with `writes_into` fills and returns; None, or no memory at all, for its own.
     """
@@ -96,7 +74,6 @@ class BlockCall:
     segments: Segments
     softmax_scale: float
     softcap: float = 0.0
-    alibi: Alibi | None = None
     deterministic: bool = False
     into: tuple[torch.Tensor | None, ...] = ()
 
@@ -110,10 +87,8 @@ class BlockCall:
     def part(self, part: Part) -> BlockCall:
         """Return one launch of this call."""
         k, v = part.columns.take(self.k), part.columns.take(self.v)
-        alibi = None if self.alibi is None else self.alibi.part(part)
-        return BlockCall(
-            part.rows.take(self.q), k, v, part.segments, self.softmax_scale, self.softcap, alibi, self.deterministic
-        )
+        q = part.rows.take(self.q)
+        return BlockCall(q, k, v, part.segments, self.softmax_scale, self.softcap, self.deterministic)
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +134,6 @@ class BlockKernel(ABC):
     writes_into: ClassVar[bool] = False
     """A launch writes its results into memory of the call."""
     caps_scores: ClassVar[bool] = False
-    adds_alibi: ClassVar[bool] = False
 
     @abstractmethod
     def refusal(self, need: Need) -> str | None:

@@ -20,7 +20,7 @@ from dfa_megatron.plan.language.geometry import FULL
 from dfa_megatron.runtime.agreement.calls import Kind
 from dfa_megatron.runtime.comm.compared import telling
 from dfa_megatron.runtime.comm.groups import Group
-from dfa_megatron.runtime.execute.sinks_and_slopes import merge_sinks, sinks_error
+from dfa_megatron.runtime.execute.sinks import merge_sinks, sinks_error
 from dfa_megatron.runtime.request import DEFAULTS
 
 

@@ -9,16 +9,14 @@ from torch._C._functorch import is_batchedtensor, is_legacy_batchedtensor
 
 from dfa_megatron.kernels.api import accumulator_dtype
 from dfa_megatron.kernels.leaf import differentiable_once
-from dfa_megatron.plan.language.shape import stages_error, stages_of
 from dfa_megatron.runtime.agreement.calls import AtLayer, current_layer
 from dfa_megatron.runtime.comm.channel import Channel, refuse
 from dfa_megatron.runtime.comm.groups import channel_of
 from dfa_megatron.runtime.counters import COUNTERS, say_how
-from dfa_megatron.runtime.execute.sinks_and_slopes import slopes_error
-from dfa_megatron.runtime.prepare import prepare, refuse_extras
+from dfa_megatron.runtime.prepare import prepare
 from dfa_megatron.runtime.problem import Inputs, transformed
 from dfa_megatron.runtime.request import Request, from_text
-from dfa_megatron.runtime.run import InputGradients, SavedTensors, run_backward, run_forward
+from dfa_megatron.runtime.run import run_backward, run_forward
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 """out like q with v's head_dim, and lse (batch, heads, rows) in the accumulator's dtype."""
@@ -26,7 +24,7 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 
 def needs_gradient(inputs: Inputs) -> bool:
     """Return whether a backward may follow. Ranks must be alike in it: each takes part in the others' gradients."""
-    q, k, v, sinks, _ = inputs
+    q, k, v, sinks = inputs
     try:
         some = q.requires_grad or k.requires_grad or v.requires_grad or (sinks is not None and sinks.requires_grad)
     except AttributeError:  # no tensor, which is refused in words
@@ -34,61 +32,12 @@ def needs_gradient(inputs: Inputs) -> bool:
     return some and torch.is_grad_enabled()
 
 
-def _forward(inputs: Inputs, request: Request, over: Channel | None, trains: bool, *, saves: bool = False) -> Pair:
-    """Return (out, lse), in as many stages of heads as the request asks for. saves: see `say_how`."""
-    q, k, v, sinks, slopes = inputs
-    number = request.config.head_stages
-    if number == 1 or k.dim() != 4:
-        prepared = prepare(request, over, inputs, trains=trains)
-        say_how(prepared, q.device, saves=saves)
-        out, lse, *_ = run_forward(prepared, inputs, trains=trains)
-        return out, lse
-    refuse_extras(inputs, request, over)
-    if (error := stages_error(number, k.shape[2])) is not None:
-        refuse(error, over)
-        raise error
-    out = q.new_empty((*q.shape[:3], v.shape[3]))
-    lse = q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=accumulator_dtype(q.dtype))
-    for heads, kv_heads in stages_of(number, q.shape[2], k.shape[2]):
-        some_q, some_k, some_v, _, _, *more = _of_stage((q, k, v, None, None, sinks, slopes), heads, kv_heads)
-        some = Inputs(some_q, some_k, some_v, *more)
-        prepared = prepare(request, over, some, trains=trains)
-        say_how(prepared, q.device, saves=saves)
-        out[:, :, heads], lse[:, heads], *_ = run_forward(prepared, some, trains=trains)
+def _forward(inputs: Inputs, request: Request, over: Channel | None, trains: bool) -> Pair:
+    """Return (out, lse) of an operator's call."""
+    prepared = prepare(request, over, inputs, trains=trains)
+    say_how(prepared, inputs.q.device, saves=False)
+    out, lse, *_ = run_forward(prepared, inputs, trains=trains)
     return out, lse
-
-
-def _backward_of(dout: torch.Tensor, saved: SavedTensors, request: Request, over: Channel | None) -> InputGradients:
-    """Return the gradients of q, k, v and sinks, in as many stages of heads as the forward had."""
-    q, k, v, _, _, sinks, slopes = saved
-    assert q is not None and k is not None and v is not None  # noqa: PT018
-    number = request.config.head_stages
-    if number == 1:
-        return run_backward(prepare(request, over, Inputs(q, k, v, slopes=slopes)), dout, saved)
-    dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
-    dsinks = None if sinks is None else sinks.new_empty(sinks.shape)
-    for heads, kv_heads in stages_of(number, q.shape[2], k.shape[2]):
-        some = _of_stage(saved, heads, kv_heads)
-        prepared = prepare(request, over, Inputs(some[0], some[1], some[2], slopes=some[6]))
-        part = dout[:, :, heads].contiguous()
-        # Unpacked at once: no gradient of a stage is held while the next one runs.
-        dq[:, :, heads], dk[:, :, kv_heads], dv[:, :, kv_heads], of_sinks = run_backward(prepared, part, some)
-        if dsinks is not None and of_sinks is not None:
-            dsinks[heads] = of_sinks
-    return dq, dk, dv, dsinks
-
-
-_HEADS = (2, 2, 2, 2, 1, 0, 0)
-"""The dimension of heads in each tensor of `SavedTensors`."""
-
-
-def _of_stage(saved: SavedTensors, heads: slice, kv_heads: slice) -> tuple[Any, ...]:
-    """Return a stage's heads of each tensor, copied to memory of their own; None of None."""
-    whose = heads, kv_heads, kv_heads, heads, heads, heads, heads
-    return tuple(
-        None if x is None else x.narrow(dim, which.start, which.stop - which.start).contiguous()
-        for x, which, dim in zip(saved, whose, _HEADS, strict=True)
-    )
 
 
 _once = differentiable_once("attention", *(Inputs._fields.index(name) for name in ("q", "k", "sinks")))
@@ -106,13 +55,11 @@ class DirectAttention(torch.autograd.Function):
         them, and whether the backward may save q, k and v as they are after an exchange of heads.
         """
         *tensors, request, over, trains, known, may_keep = given
-        q, k, v, sinks, slopes = inputs = Inputs(*tensors)
+        q, k, v, sinks = inputs = Inputs(*tensors)
         ctx.request, ctx.over, ctx.prepared, ctx.exchanged, ctx.layer = request, over, None, False, current_layer()
         if known is not None:
             COUNTERS.replays += 1
             out, lse = (x.detach() for x in known)
-        elif request.config.head_stages > 1:
-            out, lse = _forward(inputs, request, over, trains, saves=not may_keep)
         else:
             ctx.prepared = prepare(request, over, inputs, trains=trains)
             if may_keep not in ctx.prepared.said:
@@ -122,7 +69,7 @@ class DirectAttention(torch.autograd.Function):
             if may_keep and exchanged:
                 ctx.exchanged = True
                 q, k, v = exchanged
-        _save(ctx, q, k, v, out, lse, sinks, slopes)
+        _save(ctx, q, k, v, out, lse, sinks)
         return out, lse
 
     @staticmethod
@@ -136,14 +83,12 @@ class DirectAttention(torch.autograd.Function):
             if is_batchedtensor(dout) or is_legacy_batchedtensor(dout):
                 raise transformed()
             with AtLayer(ctx.layer):
-                if ctx.prepared is None:
-                    gradients = _backward_of(dout, saved, ctx.request, ctx.over)
-                else:
-                    gradients = run_backward(ctx.prepared, dout, saved, exchanged=ctx.exchanged)
+                prepared = ctx.prepared or prepare(ctx.request, ctx.over, Inputs(*saved[:3]))
+                gradients = run_backward(prepared, dout, saved, exchanged=ctx.exchanged)
         except Exception as error:
             refuse(error, ctx.over, since)
             raise
-        return *gradients, *(None,) * 6
+        return *gradients, *(None,) * 5
 
 
 def _save(ctx: Any, *saved: torch.Tensor | None) -> None:
@@ -163,7 +108,6 @@ def attention(
     k: torch.Tensor,
     v: torch.Tensor,
     sinks: torch.Tensor | None,
-    slopes: torch.Tensor | None,
     request: str,
     group: str,
     trains: bool = True,
@@ -174,7 +118,7 @@ def attention(
     lse carries no gradient.
     """
     asked = from_text(request)
-    return _forward(Inputs(q, k, v, sinks, slopes), asked, channel_of(group, verify=asked.verify), trains)
+    return _forward(Inputs(q, k, v, sinks), asked, channel_of(group, verify=asked.verify), trains)
 
 
 @attention.register_fake
@@ -183,11 +127,8 @@ def _(
     k: torch.Tensor,
     v: torch.Tensor,
     sinks: torch.Tensor | None,
-    slopes: torch.Tensor | None,
     *constants: str | bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    if slopes is not None and (error := slopes_error(slopes, q)) is not None:
-        raise error  # here: a compiled region forgets that slopes require a gradient
     batch, rows, heads, _ = q.shape
     lse = q.new_empty((batch, heads, rows), dtype=accumulator_dtype(q.dtype))
     return q.new_empty((batch, rows, heads, v.shape[3])), lse
@@ -202,13 +143,13 @@ def attention_backward(
     out: torch.Tensor,
     lse: torch.Tensor,
     sinks: torch.Tensor | None,
-    slopes: torch.Tensor | None,
     request: str,
     group: str,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return (dq, dk, dv) of this rank's rows, and dsinks (heads,), which is (0,) without sinks."""
-    saved, asked = (q, k, v, out, lse, sinks, slopes), from_text(request)
-    dq, dk, dv, dsinks = _backward_of(dout, saved, asked, channel_of(group, verify=asked.verify))
+    asked = from_text(request)
+    prepared = prepare(asked, channel_of(group, verify=asked.verify), Inputs(q, k, v))
+    dq, dk, dv, dsinks = run_backward(prepared, dout, (q, k, v, out, lse, sinks))
     return dq, dk, dv, lse.new_empty(0) if dsinks is None else dsinks
 
 
@@ -220,8 +161,8 @@ def _(dout: torch.Tensor, *others: Any) -> tuple[torch.Tensor, torch.Tensor, tor
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Pair) -> None:
-    q, k, v, sinks, slopes, ctx.request, ctx.group, _ = inputs
-    _save(ctx, q, k, v, *output, sinks, slopes)
+    q, k, v, sinks, ctx.request, ctx.group, _ = inputs
+    _save(ctx, q, k, v, *output, sinks)
 
 
 @_once
@@ -229,7 +170,7 @@ def _backward(ctx: Any, dout: torch.Tensor | None, _dlse: None) -> tuple[Any, ..
     saved = ctx.saved_tensors
     dout = torch.zeros_like(saved[3]) if dout is None else dout
     *gradients, dsinks = attention_backward(dout, *saved, ctx.request, ctx.group)
-    return *gradients, None if saved[5] is None else dsinks, None, None, None, None
+    return *gradients, None if saved[5] is None else dsinks, None, None, None
 
 
 attention.register_autograd(_backward, setup_context=_setup_context)

@@ -24,7 +24,7 @@ from dfa_megatron.runtime.comm.channel import Channel, refuse, tell
 from dfa_megatron.runtime.comm.groups import channels
 from dfa_megatron.runtime.cu_seqlens import describe
 from dfa_megatron.runtime.execute.bound import Bound
-from dfa_megatron.runtime.execute.sinks_and_slopes import describe_slopes, sinks_error, slopes_error
+from dfa_megatron.runtime.execute.sinks import sinks_error
 from dfa_megatron.runtime.execute.ulysses import HeadExchange, stand_ins
 from dfa_megatron.runtime.execute.wire_format import Format
 from dfa_megatron.runtime.problem import Inputs, Problem, degree_of, of_neighbours, problem_of, refuse_tensors
@@ -151,16 +151,17 @@ def prepare(request: Request, over: Channel | None, inputs: Inputs, *, trains: b
 
     Args:
         over: the channel of the ranks; None for one rank.
-        inputs: the tensors; the slopes of ALiBi are compared across the ranks when the request is new.
+        inputs: the tensors.
         trains: whether a backward may follow, compared then and in each call.
 
     Raises:
         UnsupportedError: nothing serves the request.
         DisagreementError: the ranks ask for different things, or one of them refused.
     """
-    q, k, v, sinks, slopes = inputs
-    if sinks is not None or slopes is not None:
-        refuse_extras(inputs, request, over)
+    q, k, v, sinks = inputs
+    if sinks is not None and (error := sinks_error(sinks, q)) is not None:
+        refuse(error, over)
+        raise error
     known = _ALONE if over is None else over.prepared
     key = (request, q.device, q.dtype, k.dtype, v.dtype, q.shape, k.shape, v.shape)
     try:
@@ -248,20 +249,6 @@ def _build_with_degree(request: Request, over: Channel | None, inputs: Inputs) -
     return _built(request, problem, rank, inputs, over), None
 
 
-def refuse_extras(inputs: Inputs, request: Request, over: Channel | None) -> None:
-    """Refuse sinks or slopes that do not fit the queries.
-
-    Raises:
-        UnsupportedError: says what would fit.
-    """
-    q, _, _, sinks, slopes = inputs
-    error = None if sinks is None else sinks_error(sinks, q)
-    error = error or (None if slopes is None else slopes_error(slopes, q))
-    if error is not None:
-        refuse(error, over)
-        raise error
-
-
 def _open_transport(prepared: Prepared, device: torch.device) -> None:
     """Open the transport and reserve its memory. Both are collective, so all ranks have agreed before.
 
@@ -310,7 +297,6 @@ def facts_of(prepared: Prepared, inputs: Inputs) -> Facts:
         "request.plan": str(request.plan),
         "tokens of a rank": str(inputs.q.shape[1]) if equal else str(request.layout),
         "dtype": str(inputs.q.dtype),
-        "alibi_slopes": "none" if inputs.slopes is None else describe_slopes(inputs.slopes),
         "plan": f"{prepared.rank_plan.schedule}, digest {prepared.rank_plan.digest}",
         "kernel": prepared.kernel.name,
         "torch": torch.__version__,
@@ -318,7 +304,7 @@ def facts_of(prepared: Prepared, inputs: Inputs) -> Facts:
     }
 
 
-_COMPARED = ("causal", "softmax_scale", "window_size", "softcap", "sinks", "alibi", "deterministic", "layout")
+_COMPARED = ("causal", "softmax_scale", "window_size", "softcap", "sinks", "deterministic", "layout")
 """Fields of a request that print in a few words."""
 
 

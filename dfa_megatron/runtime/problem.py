@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import sys
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -22,7 +21,6 @@ from dfa_megatron.plan.cost.hardware import (
     H200_SOCKETS,
     Hardware,
     computing_with,
-    profile_named,
 )
 from dfa_megatron.plan.language.geometry import UNBOUNDED, Form
 from dfa_megatron.plan.language.layout import Layout
@@ -43,14 +41,13 @@ DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 class Inputs(NamedTuple):
     """The tensors of one call.
 
-    q (batch, rows, heads, head_dim), k and v with kv_heads, v with head_dim_v; sinks, slopes (heads,).
+    q (batch, rows, heads, head_dim), k and v with kv_heads, v with head_dim_v; sinks (heads,).
     """
 
     q: torch.Tensor
     k: torch.Tensor
     v: torch.Tensor
     sinks: torch.Tensor | None = None
-    slopes: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,7 +180,7 @@ def problem_of(
         backward_needs=kernel.backward_needs,
     )
     needs = "out" if alone and kernel.takes_out else kernel.backward_needs
-    hardware = profile_of(request.config.hardware, q.is_cuda, over, kernel.name)
+    hardware = profile_of(q.is_cuda, over, kernel.name)
     return Problem(
         request.for_plan(),
         request.config.schedule,
@@ -250,7 +247,6 @@ def _need(request: Request, inputs: Inputs, kind: MaskKind) -> Need:
         deterministic=request.deterministic,
         capability=torch.cuda.get_device_capability(q.device) if q.is_cuda else None,
         softcap=request.softcap,
-        alibi=request.alibi,
         packed=kind.packed,
     )
 
@@ -265,7 +261,7 @@ def degree_of(request: Request, problem: Problem, ranks: int, *, cuda: bool) -> 
         return config.fixed_degree  # an exchange brings one sequence together
     if config.ulysses_degree != "auto" or ranks == 1 or request.cu_seqlens or request.plan is not None:
         return config.fixed_degree
-    if config.hardware == "auto" and not cuda:
+    if not cuda:
         return 1
     return automatic_degree(
         problem.mask,
@@ -277,25 +273,16 @@ def degree_of(request: Request, problem: Problem, ranks: int, *, cuda: bool) -> 
     )
 
 
-_named = lru_cache(maxsize=8)(profile_named)  # a file, read again for every new pack
-
-
-def profile_of(hardware: str, cuda: bool, over: Channel | None, kernel: str) -> Hardware:
+def profile_of(cuda: bool, over: Channel | None, kernel: str) -> Hardware:
     """Return the machine that "auto" simulates: a CPU's loopback, one host with or without NVLink, or several hosts.
 
     Several hosts have adapters or sockets between them. The links are those that the ranks told each other.
 
     Args:
-        hardware: the option of that name; a profile that it names overrides what the ranks see.
         cuda: the tensors are on GPUs.
         over: the channel of the ranks, None for one rank.
         kernel: computes the blocks.
-
-    Raises:
-        UnsupportedError: there is no such profile or file, or the file is none.
     """
-    if hardware != "auto":
-        return computing_with(kernel, _named(hardware))
     if not cuda:
         return CPU_LOOPBACK
     hosts, (inside, network) = (1, Links()) if over is None else (over.hosts, over.links)

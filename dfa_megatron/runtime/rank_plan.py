@@ -16,7 +16,7 @@ from dfa_megatron.plan.cost.choose import make_plan
 from dfa_megatron.plan.language.geometry import joined_spans
 from dfa_megatron.plan.language.ir import BACKWARD, FORWARD, AttentionPlan, Plan
 from dfa_megatron.plan.language.program import Program
-from dfa_megatron.plan.lowering.landings import Arenas, Landings, TokensOfRows, landings_of, place, tokens_of
+from dfa_megatron.plan.lowering.landings import Arenas, Landings, landings_of, place
 from dfa_megatron.plan.lowering.lower import lower
 from dfa_megatron.plan.proof.check import check_plan, check_programs, prove_places
 from dfa_megatron.plan.schedules.load_balanced import layout_of
@@ -32,7 +32,6 @@ class MemoryPlan:
     arena_bytes: the largest arena that any rank needs for what lands there: equal on all ranks.
     landings: buffer -> where its tensors lie in the arena, by name.
     offsets: (step, peer) of a message that this rank sends -> where in the peer's arena each of its tensors goes.
-    tokens: what the rows are that kernels read, for kernels that must know.
     segments: of each step's calls, in their order, as kernels take them.
     sent: names of which this rank sends its own rows.
     calls, messages, message_bytes: how many kernel calls this rank makes, and what it sends.
@@ -43,7 +42,6 @@ class MemoryPlan:
     arena_bytes: int
     landings: dict[int, dict[str, tuple[Placed, ...]]]
     offsets: dict[tuple[int, int], tuple[int, ...]]
-    tokens: TokensOfRows
     segments: tuple[tuple[Segments, ...], ...]
     sent: frozenset[str]
     calls: int
@@ -82,7 +80,6 @@ def plan_memory(program: Program, landings: Sequence[Landings], format: Format) 
             for number in places.starts
         },
         places.sent,
-        tokens_of(landings[program.rank]),
         tuple(
             tuple(Segments(call.segments, call.q.rows, call.keys, ragged=ragged) for call in step.calls)
             for step in program.steps

@@ -34,7 +34,7 @@ class Request:
 
     Exactly one of causal (with window_size), mask and plan says which tokens attend to which.
 
-    sinks, alibi: whether the call brings a sink, or a slope, for each head; the ranks must agree.
+    sinks: whether the call brings a sink for each head; the ranks must agree.
     deterministic: the same gradients to the bit from run to run, as torch.use_deterministic_algorithms asks.
     layout: the tokens that a rank holds, by a name or as a value. `settled` keeps names where ranks hold equally many.
     cu_seqlens: global token offsets of packed documents; empty for sequences that are one document each.
@@ -45,7 +45,6 @@ class Request:
     window_size: tuple[int, int] = (-1, -1)
     softcap: float = 0.0
     sinks: bool = False
-    alibi: bool = False
     deterministic: bool = False
     mask: Mask | None = None
     plan: AttentionPlan | None = field(default=None, hash=False)  # thousands of blocks

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable
 
 import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode
@@ -17,7 +16,7 @@ from dfa_megatron.kernels.tape import Tape, recordable, signature
 from dfa_megatron.runtime.comm.transport import Arena, Transport
 from dfa_megatron.runtime.counters import COUNTERS, EVERY, timed
 from dfa_megatron.runtime.execute.bound import Bound, Recorder
-from dfa_megatron.runtime.execute.sinks_and_slopes import GlobalBias, merge_sinks, sinks_gradient
+from dfa_megatron.runtime.execute.sinks import merge_sinks, sinks_gradient
 from dfa_megatron.runtime.execute.tensors import Tensors, execute
 from dfa_megatron.runtime.execute.wire_format import Fields
 from dfa_megatron.runtime.prepare import Prepared
@@ -30,7 +29,7 @@ measured: Callable[[Transport], Transport] | None = None
 """Set by a measurement: what drives the messages in place of a transport. Programs then run as they stand."""
 
 SavedTensors = tuple[torch.Tensor | None, ...]
-"""What every way of running saves for a backward, in this order: q, k, v, out, lse, sinks, slopes."""
+"""What every way of running saves for a backward, in this order: q, k, v, out, lse, sinks."""
 
 _TIMED = 3
 """The first call that is timed: the first replay."""
@@ -40,15 +39,15 @@ InputGradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | 
 
 
 def forward_algebra(prepared: Prepared, inputs: Fields, arena: Arena) -> Tensors:
-    """Return the memory of one rank's forward. inputs: q, k, v, and with ALiBi the slopes of q's heads."""
-    q, k, v, *slopes = inputs
-    return _algebra(prepared, prepared.forward, {"q": (q,), "kv": (k, v)}, slopes, arena)
+    """Return the memory of one rank's forward. inputs: q, k, v."""
+    q, k, v = inputs
+    return _algebra(prepared, prepared.forward, {"q": (q,), "kv": (k, v)}, arena)
 
 
 def backward_algebra(prepared: Prepared, inputs: Fields, arena: Arena) -> Tensors:
-    """Return the memory of one rank's backward. inputs: dout, q, k, v, out or -delta, lse, and with ALiBi slopes."""
-    dout, q, k, v, needed, lse, *slopes = inputs
-    return _algebra(prepared, prepared.backward, {"qdo": (q, dout, lse, needed), "kv": (k, v)}, slopes, arena)
+    """Return the memory of one rank's backward. inputs: dout, q, k, v, out or -delta, lse."""
+    dout, q, k, v, needed, lse = inputs
+    return _algebra(prepared, prepared.backward, {"qdo": (q, dout, lse, needed), "kv": (k, v)}, arena)
 
 
 def needed_by_backward(prepared: Prepared, dout: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
@@ -70,7 +69,7 @@ def run_forward(prepared: Prepared, inputs: Inputs, *, trains: bool = True) -> F
     Where heads are exchanged, q, k and v as they are after it may follow: a backward that gets them exchanges less.
     trains: whether a backward may follow.
     """
-    q, k, v, sinks, slopes = inputs
+    q, k, v, sinks = inputs
     memory = prepared.forward
     COUNTERS.attention_forwards += 1
     COUNTERS.kernel_forwards += memory.calls
@@ -78,7 +77,7 @@ def run_forward(prepared: Prepared, inputs: Inputs, *, trains: bool = True) -> F
     COUNTERS.forward_bytes += memory.message_bytes
     run = functools.partial(timed, _recorded) if COUNTERS.attention_forwards % EVERY == _TIMED else _recorded
     with prepared.running[0 if trains else 2]:
-        out, lse, *exchanged = run(prepared, memory, (q, k, v) if slopes is None else (q, k, v, slopes), False)
+        out, lse, *exchanged = run(prepared, memory, (q, k, v), False)
     if sinks is not None:
         out, lse = merge_sinks(out, lse, sinks)
     return out.contiguous(), lse.contiguous(), *exchanged
@@ -91,7 +90,7 @@ def run_backward(
 
     exchanged: the saved q, k and v are those that a forward returned after its exchange of heads.
     """
-    q, k, v, out, lse, sinks, slopes = saved
+    q, k, v, out, lse, sinks = saved
     assert q is not None and k is not None and v is not None and out is not None and lse is not None  # noqa: PT018
     memory = prepared.backward
     COUNTERS.attention_backwards += 1
@@ -99,9 +98,8 @@ def run_backward(
     COUNTERS.backward_messages += memory.messages
     COUNTERS.backward_bytes += memory.message_bytes
     run = functools.partial(timed, _recorded) if COUNTERS.attention_backwards % EVERY == _TIMED else _recorded
-    inputs = (dout, q, k, v, out, lse) if slopes is None else (dout, q, k, v, out, lse, slopes)
     with prepared.running[1]:
-        dq, dk, dv = run(prepared, memory, inputs, exchanged)
+        dq, dk, dv = run(prepared, memory, (dout, q, k, v, out, lse), exchanged)
     if prepared.whole is not None:
         prepared.whole.end_of_backward()
     dsinks = None if sinks is None else sinks_gradient(dout, out, lse, sinks)
@@ -176,38 +174,35 @@ def _run(
     heads = prepared.exchange
     if memory is prepared.forward:
         if heads is not None:
-            q, k, v, *slopes = inputs
-            inputs = (*heads.before_forward(q, k, v), *map(heads.own_heads, slopes))
+            inputs = heads.before_forward(*inputs)
         tensors = forward_algebra(prepared, inputs, arena)
         _execute(prepared, tensors, transport)
         results = tensors.result("out")
         if heads is None:
             return results
         return (*heads.after_forward(*results), *(inputs[:3] if heads.keeps else ()))
-    dout, q, k, v, out, lse, *slopes = inputs
+    dout, q, k, v, out, lse = inputs
     needed = needed_by_backward(prepared, dout, out)
     if heads is not None:
         dout, *qkv, needed, lse = heads.before_backward(dout, () if exchanged else (q, k, v), needed, lse)
         q, k, v = qkv or (q, k, v)
-        slopes = list(map(heads.own_heads, slopes))
-    tensors = backward_algebra(prepared, (dout, q, k, v, needed, lse, *slopes), arena)
+    tensors = backward_algebra(prepared, (dout, q, k, v, needed, lse), arena)
     _execute(prepared, tensors, transport)
     results = *tensors.result("dq"), *tensors.result("dkv")
     return results if heads is None else heads.after_backward(*results)
 
 
-def _algebra(
-    prepared: Prepared, memory: MemoryPlan, home: dict[str, Fields], slopes: Sequence[torch.Tensor], arena: Arena
-) -> Tensors:
+def _algebra(prepared: Prepared, memory: MemoryPlan, home: dict[str, Fields], arena: Arena) -> Tensors:
     request = prepared.request
-    options: dict[str, Any] = {
-        "softmax_scale": request.softmax_scale,
-        "softcap": request.softcap,
-        "deterministic": request.deterministic,
-    }
-    if slopes:
-        options["bias"] = GlobalBias(slopes[0], memory)
-    return Tensors(memory, prepared.kernel, home, arena, **options)
+    return Tensors(
+        memory,
+        prepared.kernel,
+        home,
+        arena,
+        softmax_scale=request.softmax_scale,
+        softcap=request.softcap,
+        deterministic=request.deterministic,
+    )
 
 
 _ALONE = Transport()

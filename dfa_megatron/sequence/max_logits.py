@@ -46,7 +46,7 @@ def max_logits(
 ) -> torch.Tensor:
     """Return the largest logit of each head over the whole sequence, float32 (heads,), on every rank; no gradient.
 
-    Logits are scaled and capped, of the pairs that attend, without sinks and ALiBi. It is Transformer Engine's
+    Logits are scaled and capped, of the pairs that attend, without sinks. It is Transformer Engine's
     `max_logit`, by which QK-clip scales weights. Collective.
 
     It is a pass of its own: the products of queries and keys of a forward, and the keys of every rank to all. A rank

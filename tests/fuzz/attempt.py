@@ -60,7 +60,6 @@ def attempt(case: Case, rank: int = 0, ranks: int = 1, folder: str = "") -> Outc
 REFUSALS: tuple[tuple[str, str, Callable[[Case], bool]], ...] = (
     ("two head_dims on the cpu kernel", r"it needs head_dim \(", lambda c: c.whole.head_dim != c.whole.head_dim_v),
     ("a softcap on a kernel that caps no scores", r"it caps no scores", lambda c: c.whole.softcap > 0),
-    ("ALiBi on a kernel that adds no bias", r"it adds no ALiBi bias", lambda c: c.whole.with_slopes),
     (
         "a balanced schedule of a mask that looks ahead",
         r"the balanced schedule on this mask.* pairs causal work only",

@@ -126,7 +126,6 @@ class Case(Draw):
             "rows that differ": bool(whole.apart),
             "softcap": whole.softcap > 0,
             "sinks": whole.with_sinks,
-            "ALiBi": whole.with_slopes,
             "deterministic": self.deterministic,
             "ulysses": options["ulysses_degree"] not in (1, "auto"),
             f"checkpoint {self.checkpoint}": self.checkpoint != "none",
@@ -249,7 +248,6 @@ def _whole(dice: random.Random, shape: ShapeClass, tokens: int, offsets: tuple[i
         softmax_scale=dice.choice([None, None, 0.3]),
         softcap=shape.softcap,
         with_sinks=dice.random() < 0.3,
-        with_slopes=not shape.softcap and dice.random() < 0.2,
         first_in_memory=dice.choice(["", "", "tokens", "heads"]),
         **more,
     )

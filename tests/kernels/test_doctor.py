@@ -1,12 +1,10 @@
-"""`dfa-megatron doctor`: what it prints, when it fails, and the profile that it measures over gloo."""
+"""`dfa-megatron doctor`: what it prints, and when it fails."""
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import types
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -16,17 +14,13 @@ import torch.distributed as dist
 
 from dfa_megatron import dist_flash_attn_func, kernels
 from dfa_megatron.cli import doctor
-from dfa_megatron.cli.main import build_parser, main
+from dfa_megatron.cli.main import main
 from dfa_megatron.doctor import distributed_call
 from dfa_megatron.doctor import kernel_trial as examine
-from dfa_megatron.doctor import measure_profile as profile
 from dfa_megatron.doctor.kernel_trial import Trial
 from dfa_megatron.doctor.machine import devices, p2p_access
-from dfa_megatron.doctor.measure_profile import fit, neighbours
 from dfa_megatron.doctor.world import World
-from dfa_megatron.flags import from_flags
 from dfa_megatron.kernels.adapters.reference import ReferenceKernel
-from dfa_megatron.plan.cost.hardware import Hardware, Host, profile_named, save
 from tests.support import plants
 from tests.support.workers import run_ranks
 
@@ -154,7 +148,6 @@ def test_gpus_and_their_links_are_shown(monkeypatch: pytest.MonkeyPatch) -> None
         (["--kernel", "cuddn"], "perhaps 'cudnn'"),
         (["--heads", "6", "--kv-heads", "4"], "heads must be a multiple of kv_heads"),
         (["--seq-length", "-3"], "must be positive"),
-        (["--profile", "a.json"], "torchrun --nproc-per-node 2 --no-python dfa-megatron doctor --profile a.json"),
     ],
 )
 def test_what_cannot_be_served_is_one_line(
@@ -165,64 +158,3 @@ def test_what_cannot_be_served_is_one_line(
     error = capsys.readouterr().err
     assert said in error
     assert len(error.splitlines()) == 1
-
-
-def _measure(rank: int, ranks: int) -> Hardware:
-    args: argparse.Namespace = build_parser().parse_args([*TINY, "--kernel", "cpu"])
-    profile.LENGTHS = {"cpu": (16, 32)}
-    shape = doctor.shape_of(from_flags(doctor.DoctorFlags, args))
-    return profile.measure(kernels.get("cpu"), shape, "here")
-
-
-def test_ranks_measure_one_profile_that_the_planner_reads(tmp_path: Path) -> None:
-    first, second, third = run_ranks(3, _measure)
-    assert first.links == second.links == third.links
-    assert [link.transport for link in first.links] == ["p2p"]
-    assert 1e6 < first.link.bytes_per_second < 1e12
-    assert first.network is None
-    assert [tokens for tokens, _ in first.forward] == pytest.approx([136**0.5, 16, 528**0.5, 32])
-    assert first.forward == second.forward
-    assert first.launch_overhead > 0
-    assert first.all_to_all == second.all_to_all
-    assert 1e6 < (first.all_to_all or 0) < 1e12
-    save(first, tmp_path / "here.json")
-    assert profile_named(str(tmp_path / "here.json")) == first
-
-
-def _host(rank: int, ranks: int) -> Host:
-    args: argparse.Namespace = build_parser().parse_args([*TINY, "--kernel", "cpu"])
-    return profile.measure_host("cpu", doctor.shape_of(from_flags(doctor.DoctorFlags, args)))
-
-
-def test_ranks_measure_one_host_and_its_times_are_seconds() -> None:
-    first, second = run_ranks(2, _host)
-    assert first == second
-    assert 0 < first.seconds(calls=4, merges=2, messages=7) < 1
-
-
-def test_rings_stay_on_a_node_or_go_from_node_to_node() -> None:
-    for size, node in ((4, 4), (8, 2), (6, 3), (4, 1)):
-        both = [neighbours(rank, size, node) for rank in range(size)]
-        for which in (0, 1):
-            ring = [pair[which] for pair in both]
-            if ring[0] is None:
-                assert set(ring) == {None}
-                continue
-            for rank, (to, _) in enumerate(ring):
-                assert to != rank
-                assert ring[to][1] == rank
-                assert (to // node == rank // node) is (which == 0)
-
-
-def test_the_fit_finds_latency_and_rate() -> None:
-    sizes = [4096, 1 << 16, 1 << 20, 1 << 26]
-    rate, latency = fit([(n, 2e-5 + n / 3e11) for n in sizes])
-    assert latency == pytest.approx(2e-5)
-    assert rate == pytest.approx(3e11)
-    rate, latency = fit([(n, n / 3e11) for n in sizes])
-    assert latency == pytest.approx(0, abs=1e-12)
-    assert rate == pytest.approx(3e11)
-    assert fit([(1000, 1e-3)]) == (pytest.approx(1e6), 0.0)
-    rate, latency = fit([(1000, 1e-6), (2000, 4e-6)])  # faster for its size when small: no latency explains it
-    assert latency == 0
-    assert 5e8 < rate < 1e9

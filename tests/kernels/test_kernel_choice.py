@@ -7,7 +7,6 @@ import logging
 import math
 import subprocess
 import sys
-import types
 from typing import Any
 
 import pytest
@@ -15,7 +14,7 @@ import torch
 
 from dfa_megatron import kernels, names
 from dfa_megatron.errors import UnsupportedError
-from dfa_megatron.kernels.adapters import flash2_flash3, flash4
+from dfa_megatron.kernels.adapters import flash4
 from dfa_megatron.kernels.adapters.cudnn import CudnnKernel
 from dfa_megatron.kernels.api import BlockCall, BlockKernel, Need, Saved
 from dfa_megatron.kernels.triton import adapter as triton_attention
@@ -41,9 +40,6 @@ def hopper_build(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
     monkeypatch.setattr(triton_attention, "triton_refusal", lambda: None)
     monkeypatch.setattr(flash4, "_functions", lambda: "flash-attn-4 is not installed")
-    for name, package in (("flash2", flash2_flash3.FLASH2), ("flash3", flash2_flash3.FLASH3)):
-        absent = types.SimpleNamespace(refusal=lambda package=package: f"{package.name} is not installed")
-        monkeypatch.setattr(kernels.get(name), "operators", (absent, absent))
 
 
 @pytest.fixture
@@ -57,8 +53,6 @@ def test_every_kernel_keeps_the_contract_and_has_its_name_in_the_options() -> No
     assert ("auto", *kernels.KERNELS) == names.KERNELS
     assert {name: kernel.backward_needs for name, kernel in kernels.KERNELS.items()} == {
         "flash4": "delta",
-        "flash3": "out",
-        "flash2": "out",
         "cudnn": "out",
         "aten": "out",
         "cpu": "out",
@@ -103,18 +97,6 @@ def test_auto_prefers_cudnn_and_leaves_it_for_what_it_cannot_do() -> None:
     packed = dataclasses.replace(ON_HOPPER, packed=True)
     assert kernels.select("auto", packed).name == "aten"
     assert kernels.select("cudnn", packed).name == "cudnn"
-
-
-@pytest.mark.usefixtures("flash4_present")
-def test_auto_passes_over_kernels_that_are_not_proven_and_says_so(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(kernels, "BY_NAME_ONLY", frozenset({"flash4"}))
-    kernels._log_choice.cache_clear()
-    with caplog.at_level(logging.INFO, logger="dfa_megatron.kernels"):
-        assert kernels.select("auto", ON_HOPPER).name == "cudnn"
-    assert "flash4 refused: it is taken by name only (kernel='flash4')" in caplog.records[0].message
-    assert kernels.select("flash4", ON_HOPPER).name == "flash4"
 
 
 @pytest.mark.usefixtures("flash4_present")
@@ -165,16 +147,6 @@ def test_cudnn_honours_pytorchs_own_deterministic_switch() -> None:
         ("flash4", {"head_dim": 112, "head_dim_v": 112}, "wrong for 80: 112 is none of them"),
         ("flash4", {"head_dim_v": 128}, "head_dim (64) and head_dim_v (128) to be equal"),
         ("flash4", {"head_dim": 192, "head_dim_v": 128}, "work without grouped heads"),
-        ("flash3", {}, "flash_attn_3 is not installed"),
-        ("flash3", {"device": "cpu"}, "runs on CUDA, not on cpu"),
-        ("flash3", {"capability": (10, 0)}, "9.0 (Hopper), not 10.0"),
-        ("flash3", {"head_dim_v": 128}, "head_dim (64) and head_dim_v (128) to be equal"),
-        ("flash3", {"head_dim": 264, "head_dim_v": 264}, "head_dim 264 is over 256"),
-        ("flash3", {"head_dim": 256, "head_dim_v": 256, "deterministic": True}, "not deterministic for head_dim 256"),
-        ("flash2", {}, "flash-attn is not installed"),
-        ("flash2", {"dtype": torch.float32}, "not torch.float32"),
-        ("flash2", {"head_dim_v": 32}, "to be equal"),
-        ("flash2", {"head_dim": 264, "head_dim_v": 264}, "head_dim 264 is over 256"),
         ("triton", {"device": "cpu"}, "runs on CUDA, not on cpu"),
         ("triton", {"dtype": torch.float64}, "not torch.float64"),
         ("triton", {"head_dim_v": 257}, "head_dim 64 or head_dim_v 257 is over 256"),
@@ -217,7 +189,7 @@ def test_a_named_kernel_that_refuses_says_which_would_do() -> None:
 def test_an_unknown_kernel_names_the_known_ones() -> None:
     with pytest.raises(
         UnsupportedError,
-        match="perhaps 'cudnn'; one of auto, flash4, flash3, cudnn, flash2, aten, cpu, triton, reference",
+        match="perhaps 'cudnn'; one of auto, flash4, cudnn, aten, cpu, triton, reference",
     ):
         kernels.select("cuddn", ON_CPU)
     with pytest.raises(UnsupportedError):
@@ -232,24 +204,6 @@ def test_a_need_that_no_kernel_serves_lists_every_reason() -> None:
         kernels.select("cpu", dataclasses.replace(ON_CPU, dtype=torch.int32))
 
 
-def test_flash3_refuses_what_its_build_left_out(hopper_build: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    there = types.SimpleNamespace(refusal=lambda: None)
-    monkeypatch.setattr(kernels.get("flash3"), "operators", (there, there))
-    prefix = "FLASHATTENTION_DISABLE_"
-
-    def refusal(flags: list[str], **changes: object) -> str | None:
-        monkeypatch.setattr(flash2_flash3, "_build_flags", lambda: {prefix + flag: True for flag in flags})
-        return kernels.get("flash3").refusal(dataclasses.replace(ON_HOPPER, **changes))
-
-    assert refusal([]) is None
-    assert f"built with {prefix}BACKWARD" in str(refusal(["BACKWARD"]))
-    assert refusal(["LOCAL", "FP16"]) is None
-    assert f"built with {prefix}LOCAL" in str(refusal(["LOCAL"], forms=frozenset({"band"})))
-    assert f"built with {prefix}FP16" in str(refusal(["FP16"], dtype=torch.float16))
-    assert refusal(["HDIM64"]) is None
-    assert f"{prefix}HDIM192, {prefix}HDIM256" in str(refusal(["HDIM192", "HDIM256"], head_dim=192, head_dim_v=192))
-
-
 def test_importing_the_kernels_asks_nothing_of_a_gpu_and_loads_no_compiler() -> None:
     code = (
         "import torch, sys\n"
@@ -258,41 +212,26 @@ def test_importing_the_kernels_asks_nothing_of_a_gpu_and_loads_no_compiler() -> 
         "torch.backends.cudnn.version = torch.cuda.get_device_capability = ask\n"
         "before = set(sys.modules)\n"
         "import dfa_megatron.kernels\n"
-        "assert not {'triton', 'flash_attn', 'flash_attn_3'} & (set(sys.modules) - before)\n"
+        "assert not {'triton', 'flash_attn'} & (set(sys.modules) - before)\n"
     )
     assert subprocess.run([sys.executable, "-c", code], timeout=120, check=False).returncode == 0
 
 
-CAPPED, BIASED = dataclasses.replace(ON_CPU, softcap=30.0), dataclasses.replace(ON_CPU, alibi=True)
-of_kernels = [
-    pytest.mark.support("kernels", row, f"`{name}`", refuses=True)
-    for row, names in (("softcap", "cpu aten cudnn flash3 flash2"), ("ALiBi", "cpu aten cudnn flash4 flash3 flash2"))
-    for name in names.split()
-]
+CAPPED = dataclasses.replace(ON_CPU, softcap=30.0)
 
 
-def refusing(test: object) -> object:
-    """Mark the cells of all kernels that cap no scores, or add no bias."""
-    for mark in of_kernels:
-        test = mark(test)
-    return test
-
-
-@refusing
-def test_kernels_that_cap_nothing_or_add_no_bias_refuse_and_name_those_that_can(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    for need, why, able in (
-        (CAPPED, "it caps no scores", {"flash4", "triton", "reference"}),
-        (BIASED, "it adds no ALiBi bias by global positions", {"triton", "reference"}),
-    ):
-        with pytest.raises(UnsupportedError, match=rf"{why}.*'reference'"):
-            kernels.select("cpu", need)
-        assert {name for name in kernels.KERNELS if kernels.refusal(kernels.get(name), need) != why} == able
-        with monkeypatch.context() as patch:
-            for name in ("triton", "cudnn", "flash4"):
-                patch.setattr(type(kernels.get(name)), "refusal", lambda self, need: None)
-            assert kernels.select("auto", need).name == next(name for name in kernels.KERNELS if name in able)
+@pytest.mark.support("kernels", "softcap", "`cpu`", refuses=True)
+@pytest.mark.support("kernels", "softcap", "`aten`", refuses=True)
+@pytest.mark.support("kernels", "softcap", "`cudnn`", refuses=True)
+def test_kernels_that_cap_nothing_refuse_and_name_those_that_can(monkeypatch: pytest.MonkeyPatch) -> None:
+    why, able = "it caps no scores", {"flash4", "triton", "reference"}
+    with pytest.raises(UnsupportedError, match=rf"{why}.*'reference'"):
+        kernels.select("cpu", CAPPED)
+    assert {name for name in kernels.KERNELS if kernels.refusal(kernels.get(name), CAPPED) != why} == able
+    with monkeypatch.context() as patch:
+        for name in ("triton", "cudnn", "flash4"):
+            patch.setattr(type(kernels.get(name)), "refusal", lambda self, need: None)
+        assert kernels.select("auto", CAPPED).name == next(name for name in kernels.KERNELS if name in able)
     for wrong in (-1.0, math.inf, math.nan):
         with pytest.raises(UnsupportedError, match="positive and finite"):
             kernels.select("auto", dataclasses.replace(CAPPED, softcap=wrong))

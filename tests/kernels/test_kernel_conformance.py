@@ -15,8 +15,6 @@ from tests.support.close import assert_close
 from tests.support.kernel_cases import (
     TOLERANCE,
     Case,
-    apart,
-    every_biasing,
     every_capping,
     every_dtype,
     every_target,
@@ -288,39 +286,3 @@ def test_a_block_of_capped_scores_is_exact(
     p = problem(BENT[rows], dtype, device, scale=1.2, softcap=softcap)
     # flash4's tanh is the hardware's approximation, which is off by up to 5e-4 of the capped score.
     p.check(name, run(kernel, p.call, p.dout), tanh=2e-2 if name == "flash4" else 0.0)
-
-
-def in_order(q_len: int, kv_len: int) -> tuple[list[int], list[int]]:
-    """The tokens of rows of one stretch, aligned to the bottom right."""
-    return [kv_len - q_len + 500 + i for i in range(q_len)], [500 + j for j in range(kv_len)]
-
-
-POSITIONS = {"in order": in_order, "apart": apart}
-
-
-@pytest.mark.support("kernels", in_bfloat16("ALiBi"), of_kernel)
-@every_biasing
-@every_dtype
-@pytest.mark.parametrize("rows", BENT)
-@pytest.mark.parametrize("where", POSITIONS)
-@pytest.mark.parametrize("softcap", [0.0, 2.0])
-def test_a_block_with_alibi_is_exact(
-    name: str, device: str, dtype: torch.dtype, rows: str, where: str, softcap: float
-) -> None:
-    case = BENT[rows]
-    kernel = usable(name, device, dtype, case)
-    p = problem(case, dtype, device, scale=1.2, softcap=softcap, rows=POSITIONS[where](case.q_len, case.kv_len))
-    p.check(name, run(kernel, p.call, p.dout))
-
-
-@every_biasing
-def test_a_bias_is_the_same_however_late_in_the_sequence(name: str, device: str) -> None:
-    case = BENT["causal"]
-    kernel = usable(name, device, torch.float32, case)
-    p = problem(case, torch.float32, device, rows=apart(case.q_len, case.kv_len))
-    alibi = p.call.alibi
-    assert alibi is not None
-    late = dataclasses.replace(alibi, q_positions=alibi.q_positions + 2**30, kv_positions=alibi.kv_positions + 2**30)
-    results = (run(kernel, call, p.dout) for call in (p.call, dataclasses.replace(p.call, alibi=late)))
-    for first, second in zip(*results, strict=True):
-        assert torch.equal(first, second)

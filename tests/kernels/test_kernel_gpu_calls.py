@@ -11,7 +11,6 @@ import torch
 from dfa_megatron.kernels.adapters import aten, cudnn, flash4, flash4_launches
 from dfa_megatron.kernels.adapters.aten import AtenFlashKernel
 from dfa_megatron.kernels.adapters.cudnn import CudnnKernel
-from dfa_megatron.kernels.adapters.flash2_flash3 import Flash2Kernel, Flash3Kernel
 from dfa_megatron.kernels.adapters.flash4 import Flash4Kernel
 from dfa_megatron.kernels.adapters.reference import ReferenceKernel
 from dfa_megatron.kernels.api import BlockCall, BlockKernel, Saved
@@ -38,8 +37,6 @@ class Named:
         "flash4",
         "flash4, some heads at a time",
         "flash4, memory that comes late",
-        "flash3",
-        "flash2",
         "aten",
         "cudnn, lse of 4 dimensions",
         "cudnn, lse of 3 dimensions",
@@ -57,11 +54,6 @@ def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> B
             functions = stand_in.forward, late(stand_in.backward, monkeypatch)
         monkeypatch.setattr(flash4, "_functions", lambda: functions)
         return Flash4Kernel()
-    if name in ("flash2", "flash3"):
-        kernel = Flash2Kernel() if name == "flash2" else Flash3Kernel()
-        named = (Named(known.arguments, f) for known, f in zip(kernel.operators, functions, strict=True))
-        monkeypatch.setattr(kernel, "operators", tuple(named))
-        return kernel
     module: Any = aten if name == "aten" else cudnn
     for attribute, function in zip(("_FORWARD", "_BACKWARD"), functions, strict=True):
         monkeypatch.setattr(module, attribute, Named(getattr(module, attribute).arguments, function))

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import sys
-import types
-from collections.abc import Iterator
-
 import pytest
 import torch
 
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.kernels.adapters import aten, cpu, cudnn, flash4, shared
 from dfa_megatron.kernels.adapters.cudnn import CudnnKernel
-from dfa_megatron.kernels.adapters.shared import Operator, Package, dense, vectorised
+from dfa_megatron.kernels.adapters.shared import Operator, dense, vectorised
 from dfa_megatron.kernels.api import BlockCall, Saved
 from dfa_megatron.plan.language.geometry import CAUSAL, FULL, Band
 
@@ -81,46 +77,6 @@ def test_flash4_refuses_changed_functions_with_the_version_found_and_one_that_wo
         (OSError("no libcuda"), "flash-attn-4 4.9.9 cannot be imported (OSError: no libcuda)"),
     ):
         assert said in str(flash4_functions(monkeypatch, interface))
-
-
-@pytest.fixture
-def fake_package(monkeypatch: pytest.MonkeyPatch) -> Iterator[Package]:
-    """A package with one operator, `dfa_fake::attend(Tensor q, bool causal)`."""
-    library = torch.library.Library("dfa_fake", "FRAGMENT")
-    library.define("attend(Tensor q, bool causal, Tensor? slopes) -> Tensor")
-    for name in ("dfa_fake", "dfa_fake.interface"):
-        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
-    monkeypatch.setattr(shared.importlib.metadata, "version", {"dfa-fake": "1.9"}.__getitem__)
-    yield Package("dfa-fake", "dfa_fake.interface", "2.0 to 2.4")
-    library._destroy()
-
-
-def test_an_operator_of_a_package_is_refused_with_the_version_found_and_those_that_work(fake_package: Package) -> None:
-    def refusal(name: str, *arguments: str, results: int = 1) -> str | None:
-        return Operator(name, arguments, results=results, package=fake_package).refusal()
-
-    assert refusal("dfa_fake::attend", "q", "causal", "slopes") is None
-    assert refusal("dfa_fake::gone") == "dfa-fake 1.9 has no operator dfa_fake::gone; it works with 2.0 to 2.4"
-    for said, arguments, results in (
-        ("has no argument window", ("q", "causal", "slopes", "window"), 1),
-        ("needs slopes, not known here", ("q", "causal"), 1),
-        ("returns too little", ("q", "causal", "slopes"), 2),
-    ):
-        why = str(refusal("dfa_fake::attend", *arguments, results=results))
-        assert f"dfa_fake::attend of dfa-fake 1.9 {said}" in why
-        assert why.endswith("it works with 2.0 to 2.4")
-
-
-def test_a_package_that_is_not_there_and_one_that_is_broken_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    package = Package("dfa-fake", "dfa_fake.interface", "2.0")
-    assert package.refusal() == "dfa-fake is not installed"
-    for error in (OSError("undefined symbol"), ModuleNotFoundError("No module named 'einops'", name="einops")):
-
-        def load(name: str, error: Exception = error) -> None:
-            raise error
-
-        monkeypatch.setattr(shared.importlib, "import_module", load)
-        assert package.refusal() == f"dfa-fake of unknown version cannot be imported ({type(error).__name__}: {error})"
 
 
 def test_an_operator_that_changed_is_refused_with_the_version_found() -> None:

@@ -16,8 +16,8 @@ from dfa_megatron.kernels.triton.support import triton_refusal
 pytestmark = pytest.mark.skipif(triton_refusal() is not None, reason=str(triton_refusal()))
 
 POINTERS = {"q": "*bf16", "k": "*bf16", "v": "*bf16", "dout": "*bf16", "out": "*bf16", "lse": "*fp32",
-            "minus_delta": "*fp32", "dq": "*bf16", "dk": "*bf16", "dv": "*bf16", "table": "*i32", "scale": "fp32",
-            "slopes": "*fp32", "q_positions": "*i32", "kv_positions": "*i32"}  # fmt: skip
+            "minus_delta": "*fp32", "dq": "*bf16", "dk": "*bf16", "dv": "*bf16", "table": "*i32",
+            "scale": "fp32"}  # fmt: skip
 SHARED = {90: 227 * 1024, 80: 99 * 1024}
 
 
@@ -42,10 +42,10 @@ def compiled(kernel: Any, types: dict[str, str], constants: dict[str, Any], capa
 @pytest.mark.support("kernels", "compiled for 8.0 and 9.0 without a GPU", "`triton`")
 @pytest.mark.parametrize("name", ["_forward", "_dk_dv", "_dq"])
 @pytest.mark.parametrize(
-    ("packed", "cap", "alibi", "bounded", "capability"),
-    [(True, 0.0, False, True, 90), (False, 30.0, True, False, 80)],
+    ("packed", "cap", "bounded", "capability"),
+    [(True, 0.0, True, 90), (False, 30.0, False, 80)],
 )
-def test_attention_compiles(name: str, packed: bool, cap: float, alibi: bool, bounded: bool, capability: int) -> None:
+def test_attention_compiles(name: str, packed: bool, cap: float, bounded: bool, capability: int) -> None:
     from dfa_megatron.kernels.triton import backward as triton_backward
     from dfa_megatron.kernels.triton import forward as triton_forward
 
@@ -53,11 +53,9 @@ def test_attention_compiles(name: str, packed: bool, cap: float, alibi: bool, bo
     block_m, block_n, warps, stages = getattr(sizes, {"_forward": "forward", "_dk_dv": "dk_dv", "_dq": "dq"}[name])
     constants: dict[str, Any] = dict.fromkeys(("DIM", "DIM_V", "BLOCK_D", "BLOCK_DV"), 128)
     constants |= {"BLOCK_M": block_m, "BLOCK_N": block_n, "HAS_LO": False, "HAS_HI": bounded, "EVEN": False}
-    constants |= {"UPCAST": False, "PACKED": packed, "CAP": cap, "ALIBI": alibi}
+    constants |= {"UPCAST": False, "PACKED": packed, "CAP": cap}
     if not packed:
         constants["table"] = None
-    if not alibi:
-        constants |= dict.fromkeys(("slopes", "q_positions", "kv_positions"))
     kernel = getattr(triton_forward if name == "_forward" else triton_backward, name)
     shared = shared_bytes(kernel, POINTERS, constants, capability, num_warps=warps, num_stages=stages)
     assert shared <= SHARED[capability]

@@ -29,12 +29,10 @@ CHOSEN = {
         "longer and float32": ["see"],
         "logits and float32": ["64x64-band9"],
         "inputs_are_left": [],
-        "float32 and alibi": ["2.0 and apart and window"],
         "float32 and capped": ["0.7 and window"],
     },
     "test_kernel_segments.py": {
         "float32 and several": ["kinds", "windows and sides"],
-        "float32 and distances": ["launch"],
     },
     "test_kernel_merge.py": {
         "several or minus_delta or memory_order or saw_nothing": [],

@@ -1,11 +1,8 @@
-"""Machines: rates by length, links by transport, nodes, and profiles that go through a file unchanged."""
+"""Machines: rates by length, links by transport, and nodes."""
 
 from __future__ import annotations
 
 import dataclasses
-import json
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,14 +14,10 @@ from dfa_megatron.plan.cost.hardware import (
     H200_SLOW_LINK,
     PROFILES,
     Hardware,
-    Host,
     Link,
     computing_with,
     flat,
-    from_json,
     profile_named,
-    save,
-    to_json,
 )
 from dfa_megatron.plan.cost.outline import deliver
 from dfa_megatron.plan.cost.simulate import simulate
@@ -63,54 +56,6 @@ def test_a_network_slower_than_the_links_makes_a_run_slower() -> None:
     assert simulate(plan, hardware=one_node).makespan == simulate(plan, hardware=H200_NVLINK).makespan
 
 
-@pytest.mark.parametrize("name", PROFILES)
-def test_a_profile_goes_through_a_file_unchanged(name: str, tmp_path: Path) -> None:
-    path = tmp_path / "a.json"
-    save(PROFILES[name], path)
-    assert PROFILES[name] == profile_named(name) == profile_named(str(path))
-    assert json.loads(path.read_text())["name"] == name
-
-
-def edited(change: Callable[[dict[str, Any]], object]) -> str:
-    values = json.loads(to_json(H200_NIC_400G))
-    change(values)
-    return json.dumps(values)
-
-
-@pytest.mark.parametrize(
-    ("change", "complaint"),
-    [
-        (lambda v: v.pop("backward"), "does not know backward"),
-        (lambda v: v.update(speed=3, colour=4), "does not know colour, speed"),
-        (lambda v: v.update(format="2"), "format '2'"),
-        (lambda v: v.update(name=""), "is no name"),
-        (lambda v: v.update(forward=[[4096, 1e14], [1024, 1e14]]), "must be positive and increase"),
-        (lambda v: v.update(backward=[[4096, 0]]), "backward=0.*must be positive"),
-        (lambda v: v.update(backward=[[4096, "fast"]]), "'fast' is no finite number"),
-        (lambda v: v.update(launch_overhead=-1), "launch_overhead=-1"),
-        (lambda v: v.update(ranks_per_node=8.0), "no whole number"),
-        (lambda v: v.update(ranks_per_node=None), "nodes need a network"),
-        (lambda v: v.update(network={"transport": "p2p"}), "network.*does not know bytes_per_second, latency"),
-        (lambda v: v.update(links=[]), "at least one"),
-        (lambda v: v.update(links=v["links"] * 2), "one per transport"),
-        (lambda v: v["links"][0].update(latency=None), "links, latency.*None is no finite number"),
-        (lambda v: v["links"][0].update(transport=3), "3 is no name"),
-        (lambda v: v["host"].update(call=-1), "host, call=-1"),
-        (lambda v: v.update(all_to_all=0), "all_to_all=0.*must be positive"),
-    ],
-)
-def test_a_profile_that_makes_no_sense_is_refused_with_the_key(change: Callable[..., object], complaint: str) -> None:
-    with pytest.raises(UnsupportedError, match=complaint) as refusal:
-        from_json(edited(change), "the profile x.json")
-    assert str(refusal.value).startswith("Not supported: the profile x.json")
-
-
-def test_a_file_from_before_a_key_was_measured_is_read() -> None:
-    for key, value in (("all_to_all", None), ("host", Host()), ("multiprocessors", None)):
-        older = edited(lambda v, key=key: v.pop(key))  # type: ignore[misc]
-        assert from_json(older) == dataclasses.replace(H200_NIC_400G, **{key: value})
-
-
 def test_few_heads_with_few_rows_leave_multiprocessors_idle() -> None:
     flash = computing_with("flash4", H200_NVLINK)
     even = dataclasses.replace(flash, forward=flat(600e12))
@@ -142,14 +87,7 @@ def test_an_exchange_takes_the_rate_of_where_it_goes() -> None:
     assert H200_NIC_400G.seconds_of_exchange(16, 45 * 10**9) == pytest.approx(1, abs=1e-3)
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{", "3", '{"name": NaN}'])
-def test_what_is_no_profile_at_all_is_refused(text: str) -> None:
-    with pytest.raises(UnsupportedError, match="the profile"):
-        from_json(text)
-
-
-def test_an_unknown_machine_is_refused_with_the_known_ones(tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedError, match=r"h200-nvlink, h100-nvlink, h200-slow-link, .* or a .json file"):
+def test_an_unknown_machine_is_refused_with_the_known_ones() -> None:
+    assert {name: profile_named(name) for name in PROFILES} == PROFILES
+    with pytest.raises(UnsupportedError, match=r"one of h200-nvlink, h100-nvlink, h200-slow-link, "):
         profile_named("abacus")
-    with pytest.raises(UnsupportedError, match="No such file"):
-        profile_named(str(tmp_path / "nowhere.json"))

@@ -25,19 +25,18 @@ CONFIGS = {name: DistAttentionConfig(schedule=name) for name in ("ring", "balanc
 
 
 class Layer(torch.nn.Module):
-    """Two attentions with sinks and slopes of their own, in float64."""
+    """Two attentions with sinks of their own, in float64."""
 
     def __init__(self) -> None:
         super().__init__()
         self.qkv = torch.nn.Linear(16, 48, dtype=torch.float64)
         self.sinks = torch.nn.Parameter(torch.randn(2, 2, dtype=torch.float64))
-        self.register_buffer("slopes", torch.tensor([[0.5, 0.25], [0.125, 1.0]]))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for sinks, slopes, schedule in zip(self.sinks, self.slopes, ("ring", "balanced"), strict=True):
+        for sinks, schedule in zip(self.sinks, ("ring", "balanced"), strict=True):
             q, k, v = (part.unflatten(-1, (2, 8)) for part in self.qkv(x).chunk(3, -1))
             x = x + dfa_megatron.dist_flash_attn_func(
-                q, k, v, causal=True, sinks=sinks, alibi_slopes=slopes, config=CONFIGS[schedule]
+                q, k, v, causal=True, sinks=sinks, config=CONFIGS[schedule]
             ).flatten(-2)
         return x
 
@@ -133,8 +132,6 @@ def test_the_operator_passes_the_checks_of_torch_library() -> None:
     whole = case(12)
     q, k, v = (x.requires_grad_() for x in whole.inputs)
     text = Request(**arguments(softmax_scale=0.25, kernel="reference")).to_text()
-    torch.library.opcheck(attention, (q, k, v, None, None, text, ""))
+    torch.library.opcheck(attention, (q, k, v, None, text, ""))
     sinks = torch.randn(q.shape[2], dtype=torch.float32, requires_grad=True)
-    torch.library.opcheck(attention, (q, k, v, sinks, None, text, ""))
-    text = Request(**arguments(softmax_scale=0.25, kernel="reference", alibi=True)).to_text()
-    torch.library.opcheck(attention, (q, k, v, sinks, torch.rand(q.shape[2]), text, ""))
+    torch.library.opcheck(attention, (q, k, v, sinks, text, ""))

@@ -74,7 +74,6 @@ CALLS: dict[str, Callable[[], torch.Tensor]] = {
     "attention": attend,
     "pack": packed,
     "mask": lambda: attend(mask=masks.prefix_lm(12, 5), kernel="reference"),
-    "ALiBi": lambda: attend(alibi_slopes=torch.tensor([0.5, 0.25])),
     "sinks": lambda: attend(sinks=torch.zeros(2, requires_grad=True), kernel="reference"),
 }
 

@@ -1,11 +1,10 @@
-"""The option `hardware`: what `auto` compares costs on, from a shipped profile or a measured one."""
+"""The machine on which `auto` compares costs."""
 
 from __future__ import annotations
 
 import dataclasses
 import os
 import random
-import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,18 +12,17 @@ from typing import Any
 import pytest
 import torch
 
-import dfa_megatron
-from dfa_megatron.config import DistAttentionConfig
 from dfa_megatron.plan.cost import choose
-from dfa_megatron.plan.cost.hardware import CPU_LOOPBACK, H200_NVLINK, H200_SLOW_LINK, computing_with, save
+from dfa_megatron.plan.cost.hardware import CPU_LOOPBACK, H200_NVLINK, H200_SLOW_LINK, computing_with
 from dfa_megatron.plan.language.mask import of_window
+from dfa_megatron.runtime import problem as of_problems
 from dfa_megatron.runtime.comm.groups import channel_of
 from dfa_megatron.runtime.environment import Links, links
 from dfa_megatron.runtime.prepare import build
 from dfa_megatron.runtime.problem import Inputs, degree_of, problem_of, profile_of
 from dfa_megatron.runtime.rank_plan import planned
 from dfa_megatron.runtime.request import Request
-from tests.support.arguments import arguments, told
+from tests.support.arguments import arguments
 from tests.support.workers import run_ranks
 
 RANKS = 8
@@ -34,16 +32,11 @@ def tensors(heads: int = 32, tokens: int = 4096) -> list[torch.Tensor]:
     return [torch.empty((), dtype=torch.bfloat16).expand(1, tokens, heads, 128) for _ in range(3)]
 
 
-def taken(hardware: str) -> str:
-    return build(Request(**arguments(softmax_scale=1.0, hardware=hardware)), RANKS, 0, Inputs(*tensors())).plan.schedule
-
-
-def test_the_schedule_follows_the_machine(tmp_path: Path) -> None:
-    assert taken("h200-nvlink") == "balanced_shared"
-    assert taken("h200-slow-link") == "balanced"
-    file = tmp_path / "mine.json"
-    save(dataclasses.replace(H200_SLOW_LINK, name="mine"), file)
-    assert taken(str(file)) == "balanced"
+def test_the_schedule_follows_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    for machine, schedule in ((H200_NVLINK, "balanced_shared"), (H200_SLOW_LINK, "balanced")):
+        monkeypatch.setattr(of_problems, "profile_of", lambda *_, machine=machine: machine)
+        request = Request(**arguments(softmax_scale=1.0, softcap=float(machine.link.latency)))
+        assert build(request, RANKS, 0, Inputs(*tensors())).plan.schedule == schedule
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -68,12 +61,9 @@ def test_every_call_is_planned_once(seed: int, monkeypatch: pytest.MonkeyPatch) 
     assert found[0] == found[1]
 
 
-def test_a_measured_profile_is_taken_as_it_is_and_a_shipped_one_at_the_rates_of_the_kernel(tmp_path: Path) -> None:
-    mine = dataclasses.replace(H200_NVLINK, name="mine", forward=((1, 1e12),))
-    save(mine, tmp_path / "mine.json")
-    assert profile_of(str(tmp_path / "mine.json"), True, None, "flash4") == mine
-    assert profile_of("h200-nvlink", True, None, "flash4") == computing_with("flash4", H200_NVLINK)
-    assert profile_of("auto", False, None, "cpu") == CPU_LOOPBACK
+def test_rates_are_those_of_the_kernel_and_a_cpu_is_one() -> None:
+    assert profile_of(True, None, "flash4") == computing_with("flash4", H200_NVLINK)
+    assert profile_of(False, None, "cpu") == CPU_LOOPBACK
     assert problem_of(Request(**arguments(softmax_scale=1.0)), RANKS, Inputs(*tensors()), None).hardware == CPU_LOOPBACK
 
 
@@ -115,7 +105,7 @@ def test_auto_simulates_the_links_that_the_ranks_told(
     hosts: int, found: Links, machine: str, per_node: int | None
 ) -> None:
     over: Any = SimpleNamespace(hosts=hosts, links=found, size=8)
-    hardware = profile_of("auto", True, over, None)
+    hardware = profile_of(True, over, "reference")
     assert (hardware.name, hardware.ranks_per_node) == (machine, per_node)
 
 
@@ -129,21 +119,3 @@ def _links(rank: int, ranks: int) -> tuple[Links, bool]:
 
 def test_every_rank_plans_for_the_slowest_links_of_all() -> None:
     assert [(found.inside, one_queue) for found, one_queue in run_ranks(2, _links)] == [("memory", True)] * 2
-
-
-def _attend(rank: int, ranks: int, names: tuple[str, str]) -> str:
-    x, config = torch.randn(1, 8, 2, 16), DistAttentionConfig(hardware=names[rank])
-    return told(lambda: dfa_megatron.dist_flash_attn_func(x, x, x, causal=True, config=config))
-
-
-@pytest.mark.parametrize(
-    ("names", "wanted"),
-    [
-        (("h200-nvlnk", "h200-nvlnk"), "UnsupportedError.*one of h200-nvlink"),
-        (("auto", "/nowhere/mine.json"), "mine.json"),
-        (("h200-nvlink", "h200-slow-link"), "DisagreementError.*hardware"),
-    ],
-)
-def test_a_profile_that_is_not_there_or_differs_is_an_error_on_every_rank(names: tuple[str, str], wanted: str) -> None:
-    for found in run_ranks(2, _attend, names):
-        assert re.search(wanted, found, re.DOTALL), found

@@ -33,7 +33,7 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     "a number as group": (lambda: attend(*tensors(), group=0), "group=0"),
     "ranks as group": (lambda: attend(*tensors(), group=[0, 1]), r"group=\[0, 1\]"),
     "sinks in a list": (lambda: attend(*tensors(), sinks=[0.0, 0.0]), "sinks of type list"),
-    "slopes in a list": (lambda: attend(*tensors(), alibi_slopes=[0.5, 0.25]), "alibi_slopes of type list"),
+    "slopes": (lambda: attend(*tensors(), alibi_slopes=torch.ones(2)), "the argument alibi_slopes: .*rotary"),
     "an array": (lambda: attend(tensors()[0].detach().numpy(), *tensors()[1:]), "q of type ndarray"),
     "a mask beside documents": (
         lambda: _pack((0, 8), mask=masks.causal(8)),
@@ -76,7 +76,7 @@ def _decode(of: Callable[[Any], Any], **options: Any) -> torch.Tensor:
 
 
 def _config(of: Callable[[Any], Any]) -> tuple[torch.Tensor, TrainingConfig]:
-    config = DistAttentionConfig(head_stages=of(2), ulysses_degree=of(1))
+    config = DistAttentionConfig(ulysses_degree=of(1))
     return attend(*tensors(), config=config), TrainingConfig(loss_tile=of(4), remat_offload=of(True))
 
 

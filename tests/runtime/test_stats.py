@@ -63,10 +63,10 @@ def test_the_line_says_how_a_new_attention_runs_and_stands_once(
     for rows in (11, 12, 11):
         call(rows)
     assert capfd.readouterr().err.splitlines() == ["dfa: 1 rank, contiguous, cpu"]
-    call(13, kernel="reference", head_stages=2)  # past the way that warm calls take, as the operator is
+    call(13, kernel="reference")
     assert capfd.readouterr().err.splitlines() == ["dfa: 1 rank, contiguous, reference"]
     monkeypatch.setenv(counters.QUIET, "1")
-    call(14, schedule="ring", kernel="aten" if torch.cuda.is_available() else "cpu", head_stages=1)
+    call(14, schedule="ring", kernel="aten" if torch.cuda.is_available() else "cpu")
     assert capfd.readouterr().err == ""
 
 

@@ -13,13 +13,12 @@ import torch.distributed as dist
 
 import dfa_megatron
 from dfa_megatron.doctor.dense import band_mask, band_of, dense_attention, pairs_of
-from dfa_megatron.kernels.api import accumulator_dtype
 from dfa_megatron.plan.interpret import run_together
 from dfa_megatron.plan.language.layout import Layout
 from dfa_megatron.plan.language.mask import Mask
 from dfa_megatron.plan.schedules.load_balanced import layout_of
 from dfa_megatron.runtime.comm.transport import Arena
-from dfa_megatron.runtime.execute.sinks_and_slopes import merge_sinks, sinks_gradient
+from dfa_megatron.runtime.execute.sinks import merge_sinks, sinks_gradient
 from dfa_megatron.runtime.prepare import Prepared, build
 from dfa_megatron.runtime.problem import Inputs
 from dfa_megatron.runtime.request import Request
@@ -75,7 +74,6 @@ class Case:
     softmax_scale: float | None = None
     softcap: float = 0.0
     with_sinks: bool = False
-    with_slopes: bool = False
     first_in_memory: str = ""
     """A rank's q, k, v and dout are contiguous, or have "tokens" or "heads" first in memory."""
     seed: int = 0
@@ -98,7 +96,7 @@ class Case:
 
     @cached_property
     def _drawn(self) -> tuple[torch.Tensor, ...]:
-        """q, k, v and dout; sinks from negligible to overwhelming; slopes from hardly felt to a few tokens' reach."""
+        """q, k, v and dout; sinks from negligible to overwhelming."""
         generator = torch.Generator(self.device).manual_seed(self.seed)
         batch, wide = 1 if self.offsets else self.batch, self.head_dim_v or self.head_dim
 
@@ -108,7 +106,7 @@ class Case:
         sizes = (self.heads, self.head_dim), (self.kv_heads, self.head_dim), (self.kv_heads, wide), (self.heads, wide)
         lengths = self.length, self.columns, self.columns, self.length
         four = [random(batch, n, *size).to(self.dtype) for n, size in zip(lengths, sizes, strict=True)]
-        return (*four, 3 * random(self.heads), 2.0 ** (-2 + random(self.heads).clamp(-2, 2).float()))
+        return (*four, 3 * random(self.heads))
 
     @property
     def inputs(self) -> tuple[torch.Tensor, ...]:
@@ -124,16 +122,11 @@ class Case:
         """(heads,), float64."""
         return self._drawn[4] if self.with_sinks else None
 
-    @property
-    def slopes(self) -> torch.Tensor | None:
-        """(heads,), float32."""
-        return self._drawn[5] if self.with_slopes else None
-
     @cached_property
     def exact(self) -> Results:
         leaves = [x.to(torch.float64, copy=True).requires_grad_() for x in self.inputs]
         leaves += [self.sinks.clone().requires_grad_()] if self.sinks is not None else []
-        more: dict[str, Any] = {"softmax_scale": self.softmax_scale, "softcap": self.softcap, "bias": self._bias}
+        more: dict[str, Any] = {"softmax_scale": self.softmax_scale, "softcap": self.softcap}
         more |= {"sinks": leaves[3] if self.with_sinks else None}
         out, lse = dense_attention(leaves[0], leaves[1], leaves[2], self._visible, **more)
         dq, dk, dv, *dsinks = torch.autograd.grad(out, leaves, self.dout.double())
@@ -150,22 +143,6 @@ class Case:
         document = torch.bucketize(torch.arange(self.length), torch.tensor(self.offsets[1:-1]), right=True)
         band = band_mask(self.length, self.length, band_of(self.causal, self.window_size))
         return band & (document[:, None] == document)
-
-    @property
-    def _bias(self) -> torch.Tensor | None:
-        where = torch.arange(self.columns, dtype=torch.float64, device=self.device)
-        here = torch.arange(self.length, dtype=torch.float64, device=self.device) + self.columns - self.length
-        distance = (here[:, None] - where).abs()
-        return None if self.slopes is None else -self.slopes.double()[:, None, None] * distance
-
-    @property
-    def lost(self) -> float:
-        """The digits that a large bias takes from the scores of a row whose nearest key is far, as a share of 1."""
-        if self._bias is None:
-            return 0.0
-        seen = pairs_of(self._visible, self.length, self.columns).to(self.device)
-        nearest = torch.where(seen, self._bias, -torch.inf).amax(-1).nan_to_num(neginf=0.0)
-        return torch.finfo(accumulator_dtype(self.dtype)).eps * -nearest.min().item()
 
     @property
     def out(self) -> torch.Tensor:
@@ -214,7 +191,7 @@ def pack(offsets: tuple[int, ...], **options: Any) -> Case:
 def attend(case: Case, *qkv: torch.Tensor, **options: Any) -> Any:
     """The public function on a rank's tokens; what is not asked for otherwise is what the case says."""
     asked = {"softmax_scale": case.softmax_scale} if "plan" in options else case.options
-    asked = asked | {"sinks": case.sinks, "alibi_slopes": case.slopes} | options
+    asked = asked | {"sinks": case.sinks} | options
     if case.apart:
         return _attend_rows(case, qkv, asked | {"layout": case.layout, "return_lse": True})
     if case.offsets:
@@ -268,13 +245,13 @@ def results_together(
     """Run all ranks in this process: the same plan, kernels and wire format, no network. Tokens are in order."""
     scale = case.softmax_scale or case.head_dim**-0.5
     asked = case.options | {"softmax_scale": scale, "layout": layout, "cu_seqlens": case.offsets} | options
-    request = Request(**arguments(**asked), sinks=case.with_sinks, alibi=case.with_slopes, deterministic=deterministic)
+    request = Request(**arguments(**asked), sinks=case.with_sinks, deterministic=deterministic)
     q, k, v, dout = zip(*(case.held(rank, ranks, layout) for rank in range(ranks)), strict=True)
     prepared = prepare_together(request, q, k, v)
     assert len({(p.kernel.name, p.rank_plan.digest) for p in prepared}) == 1, "ranks chose other kernels or plans"
-    found, sinks = forward_together(prepared, q, k, v, case.slopes), case.sinks
+    found, sinks = forward_together(prepared, q, k, v), case.sinks
     outs, lses = zip(*(one if sinks is None else merge_sinks(*one, sinks) for one in found), strict=True)
-    gradients = [backward_together(prepared, dout, q, k, v, outs, lses, case.slopes) for _ in range(1 + deterministic)]
+    gradients = [backward_together(prepared, dout, q, k, v, outs, lses) for _ in range(1 + deterministic)]
     assert_same_bits(*([x for three in run for x in three] for run in gradients))
     assert {x.dtype for x in (*outs, *(x for three in gradients[0] for x in three))} == {case.dtype}
     order, columns = (
@@ -300,7 +277,7 @@ def shares(
         tolerance: of all results, in place of TOLERANCE.
         drawn: the case was drawn at random, so that its gradients may be as good as 0.
     """
-    limit = max((TOLERANCE if case.device == "cpu" else ON_GPU)[case.dtype], case.lost)
+    limit = (TOLERANCE if case.device == "cpu" else ON_GPU)[case.dtype]
     # A single key has probability 1 whatever the score: dq and dk of documents of one token are rounding alone.
     floor = 0.25 * case.dout.double().norm().item() if drawn or case.offsets or case.mask else 0.0
     found = {}
@@ -358,12 +335,11 @@ def prepare_together(request: Request, q: Shards, k: Shards, v: Shards) -> list[
 
 @torch.no_grad()
 def forward_together(
-    prepared: Sequence[Prepared], q: Shards, k: Shards, v: Shards, slopes: torch.Tensor | None = None
+    prepared: Sequence[Prepared], q: Shards, k: Shards, v: Shards
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Return (out, lse) of every rank."""
-    more = () if slopes is None else (slopes,)
     algebras = [
-        forward_algebra(p, (q[rank], k[rank], v[rank], *more), Arena.allocate(p.forward.arena_bytes, q[0].device))
+        forward_algebra(p, (q[rank], k[rank], v[rank]), Arena.allocate(p.forward.arena_bytes, q[0].device))
         for rank, p in enumerate(prepared)
     ]
     run_together([p.forward.program for p in prepared], algebras)
@@ -373,13 +349,12 @@ def forward_together(
 @torch.no_grad()
 def backward_together(
     prepared: Sequence[Prepared], dout: Shards, q: Shards, k: Shards, v: Shards, out: Shards, lse: Shards,
-    slopes: torch.Tensor | None = None,
 ) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:  # fmt: skip
     """Return (dq, dk, dv) of every rank."""
     algebras = []
     for rank, p in enumerate(prepared):
         needed = needed_by_backward(p, dout[rank], out[rank])
-        given = (dout[rank], q[rank], k[rank], v[rank], needed, lse[rank], *(() if slopes is None else (slopes,)))
+        given = (dout[rank], q[rank], k[rank], v[rank], needed, lse[rank])
         algebras.append(backward_algebra(p, given, Arena.allocate(p.backward.arena_bytes, q[0].device)))
     run_together([p.backward.program for p in prepared], algebras)
     return [(*algebra.result("dq"), *algebra.result("dkv")) for algebra in algebras]  # type: ignore[misc]

@@ -11,7 +11,7 @@ import torch
 
 from dfa_megatron import kernels
 from dfa_megatron.doctor.dense import dense_attention
-from dfa_megatron.kernels.api import Alibi, BlockCall, BlockKernel, Need, Saved, accumulator_dtype
+from dfa_megatron.kernels.api import BlockCall, BlockKernel, Need, Saved, accumulator_dtype
 from dfa_megatron.kernels.segments import Segments
 from dfa_megatron.kernels.triton.support import interpreted
 from dfa_megatron.plan.language.geometry import FULL, Band, Form, form_of
@@ -25,8 +25,6 @@ TARGETS = [
     ("aten", "cuda"),
     ("cudnn", "cuda"),
     ("flash4", "cuda"),
-    ("flash3", "cuda"),
-    ("flash2", "cuda"),
 ]
 if interpreted():
     TARGETS = [("triton", "cpu")]
@@ -61,7 +59,6 @@ def _of_targets(targets: list[tuple[str, str]]) -> pytest.MarkDecorator:
 
 every_target = _of_targets(TARGETS)
 every_capping = _of_targets([target for target in TARGETS if kernels.get(target[0]).caps_scores])
-every_biasing = _of_targets([target for target in TARGETS if kernels.get(target[0]).adds_alibi])
 every_dtype = pytest.mark.parametrize("dtype", list(TOLERANCE), ids=lambda dtype: str(dtype).removeprefix("torch."))
 
 
@@ -114,14 +111,11 @@ class Problem:
         """Compare in relative Frobenius norms.
 
         Args:
-            tanh: what an approximate one may add; a score is rounded to the accumulator, so a large bias costs more.
+            tanh: what an approximate one may add.
         """
-        dtype, alibi = self.call.q.dtype, self.call.alibi
+        dtype = self.call.q.dtype
         exact = name in ROUND_ONCE or dtype not in COARSE
         of_out, of_gradients = (TOLERANCE[dtype],) * 2 if exact else COARSE[dtype]
-        if alibi is not None:
-            rounding = 2 * torch.finfo(accumulator_dtype(dtype)).eps * bias_of(alibi).abs().max().item()
-            of_out, of_gradients = of_out + rounding, of_gradients + 2 * rounding
         of_lse = 1e-12 if dtype == torch.float64 else 1e-5
         limits = (max(of_out, tanh), max(of_lse, tanh / 10), *(max(of_gradients, tanh),) * 3)
         for label, g, w, limit in zip(NAMES, got, self.want, limits, strict=True):
@@ -131,12 +125,6 @@ class Problem:
 
 
 NAMES = ("out", "lse", "dq", "dk", "dv")
-
-
-def bias_of(alibi: Alibi) -> torch.Tensor:
-    """(heads, q_len, kv_len), as the definition says, in float64."""
-    distance = (alibi.q_positions[:, None].double() - alibi.kv_positions[None, :].double()).abs()
-    return -alibi.slopes.double()[:, None, None] * distance
 
 
 def visible(segments: Segments, device: str = "cpu") -> torch.Tensor:
@@ -150,15 +138,15 @@ def visible(segments: Segments, device: str = "cpu") -> torch.Tensor:
 
 def problem(
     case: Case, dtype: torch.dtype, device: str, *, gain: float = 1.0, scale: float = 0.7, softcap: float = 0.0,
-    segments: Segments | None = None, rows: tuple[list[int], list[int]] | None = None,
+    segments: Segments | None = None,
 ) -> Problem:  # fmt: skip
     """Fresh inputs, seeded by what they are for.
 
     Args:
         gain: of q. scale: of scores, times sqrt(head_dim).
-        segments: in place of the case's band. rows: the tokens of queries and keys, for a call with ALiBi.
+        segments: in place of the case's band.
     """
-    more = f"{softcap}{rows}" if softcap or rows else ""
+    more = f"{softcap}" if softcap else ""
     generator = torch.Generator().manual_seed(zlib.crc32(f"{case}{dtype}{gain}{more}".encode()))
     head_dim_v = case.head_dim_v or case.head_dim
 
@@ -170,25 +158,13 @@ def problem(
     k = draw(case.kv_len, case.kv_heads, case.head_dim)
     v = draw(case.kv_len, case.kv_heads, head_dim_v)
     dout = draw(case.q_len, case.heads, head_dim_v)
-    alibi = None
-    if rows is not None:
-        slopes = (torch.rand(case.heads, generator=generator) * 0.4 + 0.01).to(device)
-        alibi = Alibi(slopes, *(torch.tensor(x, dtype=torch.int32, device=device) for x in rows))
     scale = scale / math.sqrt(case.head_dim)
     sees = case.band if segments is None else visible(segments, device)
     leaves = tuple(x.to(torch.float64, copy=True).requires_grad_() for x in (q, k, v))
-    bias = None if alibi is None else bias_of(alibi)
-    out, lse = dense_attention(*leaves, sees, softmax_scale=scale, softcap=softcap, bias=bias)
+    out, lse = dense_attention(*leaves, sees, softmax_scale=scale, softcap=softcap)
     gradients = torch.autograd.grad(out, leaves, dout.double())
     segments = segments or Segments.one(case.band, case.q_len, case.kv_len)
-    return Problem(BlockCall(q, k, v, segments, scale, softcap, alibi), dout, (out.detach(), lse.detach(), *gradients))
-
-
-def apart(q_len: int, kv_len: int) -> tuple[list[int], list[int]]:
-    """Rows as a fused call has them: neighbours in memory, and tokens of stretches that lie apart."""
-    q = [(20 if i < q_len // 3 else 90) + i for i in range(q_len)]
-    kv = [(3 if j < kv_len // 2 else 60) + j for j in range(kv_len)]
-    return q, kv
+    return Problem(BlockCall(q, k, v, segments, scale, softcap), dout, (out.detach(), lse.detach(), *gradients))
 
 
 def saved_for(kernel: BlockKernel, dout: torch.Tensor, out: torch.Tensor, lse: torch.Tensor) -> Saved:

@@ -14,16 +14,12 @@ from dfa_megatron.doctor.dense import dense_attention
 ARGUMENTS = {
     "aten": "query key value out grad_out logsumexp scale is_causal cum_seq_q cum_seq_k max_q max_k",
     "cudnn": "query key value out grad_out logsumexp scale is_causal cum_seq_q cum_seq_k max_q max_k",
-    "flash2": "q k v out dout softmax_lse softmax_scale causal - - - -",
-    "flash3": "q k v out dout softmax_lse softmax_scale is_causal - - - -",
     "flash4": "q k v out dout lse softmax_scale causal cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k",
 }
 """The operators' names of these, in one order."""
 FIXED = {
     "aten": {"dropout_p": 0.0, "return_debug_mask": False},
     "cudnn": {"dropout_p": 0.0, "attn_bias": None, "compute_log_sumexp": True, "return_debug_mask": False},
-    "flash2": {"dropout_p": 0.0, "softcap": 0.0, "alibi_slopes": None, "return_softmax": False, "deterministic": False},
-    "flash3": {"num_splits": 1, "deterministic": False},
     "flash4": {"softcap": 0.0, "return_lse": True, "deterministic": False},
 }
 """Arguments that have one value in every call of these tests, where they are given."""
@@ -67,13 +63,8 @@ class StandIn:
     def seen(self, a: dict[str, Any], q_len: int, kv_len: int, max_k: int) -> torch.Tensor:
         """The pairs that the vendor's kernel computes for these bounds."""
         left, right = (a.get(f"window_size_{side}") for side in ("left", "right"))
-        if self.name in ("flash2", "flash3"):
-            left, right = (None if bound == -1 else bound for bound in (left, right))
         assert all(bound is None or bound >= 0 for bound in (left, right))
-        if self.name in (
-            "aten",
-            "flash2",
-        ):  # a bound of max_k or more is none; one side alone bounds the other by max_k
+        if self.name == "aten":  # a bound of max_k or more is none; one side alone bounds the other by max_k
             left, right = (None if bound is None or bound >= max_k else bound for bound in (left, right))
             right = 0 if a[self.named["causal"]] else right
             if left is not None or right is not None:
@@ -84,7 +75,7 @@ class StandIn:
         seen = torch.ones(q_len, kv_len, dtype=torch.bool)
         seen &= distance >= -left if left is not None else seen
         seen &= distance <= right if right is not None else seen
-        if self.name in ("flash3", "flash4"):
+        if self.name == "flash4":
             assert seen.any(1).all(), "a row is blind"
             assert seen.any(0).all(), "a column is unseen: its gradient may stay unwritten"
         return seen
@@ -182,4 +173,4 @@ class StandIn:
             if a.get(name) is not None:
                 readable(a[name])
                 a[name].copy_(g)
-        return [None] * 5 if self.name in ("flash2", "flash3") else gradients
+        return gradients

@@ -23,7 +23,6 @@ class ReferenceKernel(BlockKernel):
     name = "reference"
     backward_needs = "delta"
     caps_scores = True
-    adds_alibi = True
 
     def refusal(self, need: Need) -> str | None:
         """Refuse dtypes without a meaning here."""
@@ -79,10 +78,7 @@ def _scores(call: BlockCall) -> torch.Tensor:
 
 
 def _seen(scores: torch.Tensor, call: BlockCall) -> torch.Tensor:
-    """Add the bias to the scores in place, and set a pair that the band hides to -inf."""
-    if (alibi := call.alibi) is not None:
-        distance = (alibi.q_positions[:, None] - alibi.kv_positions[None, :]).abs().to(scores.dtype)
-        scores -= _by_kv_head(alibi.slopes.to(scores.dtype), call.k.shape[2], dim=0)[..., None, None] * distance
+    """Set a pair that the band hides to -inf, in place."""
     segments = call.segments
     seen = visible(segments.band, segments.q_len, segments.kv_len, scores.device)
     return scores if seen is None else scores.masked_fill_(~seen, -math.inf)

@@ -81,7 +81,6 @@ class TritonKernel(BlockKernel):
     backward_needs = "delta"
     takes = "segments"
     caps_scores = True
-    adds_alibi = True
 
     def refusal(self, need: Need) -> str | None:
         device = torch.device(need.device).type

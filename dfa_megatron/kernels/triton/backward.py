@@ -8,7 +8,6 @@ import triton.language as tl
 from dfa_megatron.kernels.triton.tiles import (
     LOG2_E,
     SIZES,
-    biased,
     cap_slope,
     capped,
     dot,
@@ -23,10 +22,10 @@ from dfa_megatron.kernels.triton.tiles import (
 @triton.jit
 def _merge_rows(
     dk, dv, k_tile, v_tile, q, dout, lse, minus_delta, q_row, dout_row, columns, begin, end,
-    q_len, kv_len, lo, hi, scale, slope, q_positions, column_positions,
+    q_len, kv_len, lo, hi, scale,
     DIM: tl.constexpr, DIM_V: tl.constexpr, HAS_LO: tl.constexpr, HAS_HI: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, MASKED: tl.constexpr, UPCAST: tl.constexpr,
-    CAP: tl.constexpr, ALIBI: tl.constexpr,
+    CAP: tl.constexpr,
 ):  # fmt: skip
     """Add what the query blocks from begin to end give dk (over softmax_scale) and dv; the scores are transposed."""
     dims = tl.arange(0, BLOCK_D)
@@ -45,11 +44,7 @@ def _merge_rows(
             scores, unit = capped(scores, scale, CAP), 1.0
         else:
             unit = scale
-        logits = scores * unit
-        if ALIBI:
-            row_positions = tl.load(q_positions + rows, mask=rows < q_len, other=0)
-            logits = biased(logits, slope, row_positions[None, :], column_positions[:, None])
-        p = tl.math.exp2(logits - row_lse[None, :])
+        p = tl.math.exp2(scores * unit - row_lse[None, :])
         if MASKED:
             p = tl.where(visible(rows[None, :], columns[:, None], q_len, kv_len, lo, hi, HAS_LO, HAS_HI), p, 0.0)
         dout_tile = load_rows(dout + dout_offsets, rows, q_len, dims_v, DIM_V, MASKED)
@@ -67,12 +62,12 @@ def _merge_rows(
 
 @triton.jit(do_not_specialize=SIZES)
 def _dk_dv(
-    q, k, v, dout, lse, minus_delta, dk, dv, table, slopes, q_positions, kv_positions, scale, q_len, kv_len, lo, hi,
+    q, k, v, dout, lse, minus_delta, dk, dv, table, scale, q_len, kv_len, lo, hi,
     heads, group, share,
     q_batch, q_row, q_head, k_batch, k_row, k_head, v_batch, v_row, v_head, dout_batch, dout_row, dout_head,
     DIM: tl.constexpr, DIM_V: tl.constexpr, HAS_LO: tl.constexpr, HAS_HI: tl.constexpr, EVEN: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, UPCAST: tl.constexpr,
-    PACKED: tl.constexpr, CAP: tl.constexpr, ALIBI: tl.constexpr,
+    PACKED: tl.constexpr, CAP: tl.constexpr,
 ):  # fmt: skip
     """One program: BLOCK_N rows of one kv head, from `share` heads of its group; dk, dv (batch, kv_len, parts, ...).
 
@@ -93,9 +88,6 @@ def _dk_dv(
         v += kv_start * v_row
         dk += kv_start * tl.num_programs(1) * DIM
         dv += kv_start * tl.num_programs(1) * DIM_V
-        if ALIBI:
-            q_positions += q_start
-            kv_positions += kv_start
     batch = tl.program_id(2).to(tl.int64)
     first_head = part * share
     kv_head = (first_head // group).to(tl.int64)
@@ -113,22 +105,20 @@ def _dk_dv(
     dv_tile = tl.zeros((BLOCK_N, BLOCK_DV), tl.float32)
     last = tl.minimum(first + BLOCK_N, kv_len) - 1
     begin, full_begin, full_end, end = spans(first, last, q_len, -hi, -lo, HAS_HI, HAS_LO, BLOCK_M)
-    column_positions = tl.load(kv_positions + columns, mask=columns < kv_len, other=0) if ALIBI else None
     for head in range(first_head, first_head + share):
         wide_head = tl.full((), 0, tl.int64) + head
         head_q = q + batch * q_batch + wide_head * q_head
         head_dout = dout + batch * dout_batch + wide_head * dout_head
         head_lse = lse + (batch * heads + head) * all_rows
         head_minus_delta = minus_delta + (batch * heads + head) * all_rows
-        slope = tl.load(slopes + head) * LOG2_E if ALIBI else 0.0
         for third in tl.static_range(3):  # the rows that see some keys, those that see all, and some keys again
             lower = begin if third == 0 else full_begin if third == 1 else full_end
             upper = full_begin if third == 0 else full_end if third == 1 else end
             if third == 1 or (HAS_HI if third == 0 else (HAS_LO or not EVEN)):
                 dk_tile, dv_tile = _merge_rows(
                     dk_tile, dv_tile, k_tile, v_tile, head_q, head_dout, head_lse, head_minus_delta, q_row, dout_row,
-                    columns, lower, upper, q_len, kv_len, lo, hi, scale * LOG2_E, slope, q_positions, column_positions,
-                    DIM, DIM_V, HAS_LO, HAS_HI, BLOCK_M, BLOCK_D, BLOCK_DV, third != 1, UPCAST, CAP, ALIBI,
+                    columns, lower, upper, q_len, kv_len, lo, hi, scale * LOG2_E,
+                    DIM, DIM_V, HAS_LO, HAS_HI, BLOCK_M, BLOCK_D, BLOCK_DV, third != 1, UPCAST, CAP,
                 )  # fmt: skip
     place = ((batch * all_columns + wide) * tl.num_programs(1)) + part
     there = (columns < kv_len)[:, None]
@@ -142,10 +132,10 @@ def _dk_dv(
 @triton.jit
 def _merge_columns(
     dq, q_tile, dout_tile, row_lse, row_minus_delta, k, v, k_row, v_row, rows, begin, end,
-    q_len, kv_len, lo, hi, scale, slope, row_positions, kv_positions,
+    q_len, kv_len, lo, hi, scale,
     DIM: tl.constexpr, DIM_V: tl.constexpr, HAS_LO: tl.constexpr, HAS_HI: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, MASKED: tl.constexpr, UPCAST: tl.constexpr,
-    CAP: tl.constexpr, ALIBI: tl.constexpr,
+    CAP: tl.constexpr,
 ):  # fmt: skip
     """Add what the key blocks from begin to end give dq (over softmax_scale)."""
     dims = tl.arange(0, BLOCK_D)
@@ -165,11 +155,7 @@ def _merge_columns(
             scores, unit = capped(scores, scale, CAP), 1.0
         else:
             unit = scale
-        logits = scores * unit
-        if ALIBI:
-            column_positions = tl.load(kv_positions + columns, mask=columns < kv_len, other=0)
-            logits = biased(logits, slope, row_positions[:, None], column_positions[None, :])
-        p = tl.math.exp2(logits - row_lse[:, None])
+        p = tl.math.exp2(scores * unit - row_lse[:, None])
         if MASKED:
             p = tl.where(visible(rows[:, None], columns[None, :], q_len, kv_len, lo, hi, HAS_LO, HAS_HI), p, 0.0)
         ds = p * (dp + row_minus_delta[:, None])
@@ -183,11 +169,11 @@ def _merge_columns(
 
 @triton.jit(do_not_specialize=SIZES)
 def _dq(
-    q, k, v, dout, lse, minus_delta, dq, table, slopes, q_positions, kv_positions, scale, q_len, kv_len, lo, hi, group,
+    q, k, v, dout, lse, minus_delta, dq, table, scale, q_len, kv_len, lo, hi, group,
     q_batch, q_row, q_head, k_batch, k_row, k_head, v_batch, v_row, v_head, dout_batch, dout_row, dout_head,
     DIM: tl.constexpr, DIM_V: tl.constexpr, HAS_LO: tl.constexpr, HAS_HI: tl.constexpr, EVEN: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, UPCAST: tl.constexpr,
-    PACKED: tl.constexpr, CAP: tl.constexpr, ALIBI: tl.constexpr,
+    PACKED: tl.constexpr, CAP: tl.constexpr,
 ):  # fmt: skip
     """One program: BLOCK_M rows of one head. EVEN: BLOCK_N divides kv_len. PACKED: of the segment in its table."""
     block = tl.program_id(0)
@@ -201,9 +187,6 @@ def _dq(
         k += kv_start * k_row
         v += kv_start * v_row
         dq += q_start * tl.num_programs(1) * DIM
-        if ALIBI:
-            q_positions += q_start
-            kv_positions += kv_start
     elif HAS_HI:
         block = tl.num_programs(0) - 1 - block
     head = tl.program_id(1).to(tl.int64)
@@ -222,8 +205,6 @@ def _dq(
     row_minus_delta = tl.load(minus_delta + place * all_rows + rows, mask=rows < q_len, other=0.0)
     k += batch * k_batch + kv_head * k_head
     v += batch * v_batch + kv_head * v_head
-    slope = tl.load(slopes + head) * LOG2_E if ALIBI else 0.0
-    row_positions = tl.load(q_positions + rows, mask=rows < q_len, other=0) if ALIBI else None
     dq_tile = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
     last = tl.minimum(first + BLOCK_M, q_len) - 1
     begin, full_begin, full_end, end = spans(first, last, kv_len, lo, hi, HAS_LO, HAS_HI, BLOCK_N)
@@ -233,8 +214,8 @@ def _dq(
         if third == 1 or (HAS_LO if third == 0 else (HAS_HI or not EVEN)):
             dq_tile = _merge_columns(
                 dq_tile, q_tile, dout_tile, row_lse, row_minus_delta, k, v, k_row, v_row, rows,
-                lower, upper, q_len, kv_len, lo, hi, scale * LOG2_E, slope, row_positions, kv_positions,
-                DIM, DIM_V, HAS_LO, HAS_HI, BLOCK_N, BLOCK_D, BLOCK_DV, third != 1, UPCAST, CAP, ALIBI,
+                lower, upper, q_len, kv_len, lo, hi, scale * LOG2_E,
+                DIM, DIM_V, HAS_LO, HAS_HI, BLOCK_N, BLOCK_D, BLOCK_DV, third != 1, UPCAST, CAP,
             )  # fmt: skip
     place = (batch * all_rows + wide) * tl.num_programs(1) + head
     dq_tile = (dq_tile * scale).to(dq.dtype.element_ty)

@@ -9,7 +9,6 @@ from dfa_megatron.kernels.triton.tiles import (
     LN_2,
     LOG2_E,
     SIZES,
-    biased,
     capped,
     dot,
     load_rows,
@@ -22,14 +21,13 @@ from dfa_megatron.kernels.triton.tiles import (
 @triton.jit
 def _merge_parts(
     acc, total, peak, q, k, v, k_row, v_row, rows, begin, end, q_len, kv_len, lo, hi, scale,
-    slope, row_positions, kv_positions,
     DIM: tl.constexpr, DIM_V: tl.constexpr, HAS_LO: tl.constexpr, HAS_HI: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, MASKED: tl.constexpr, UPCAST: tl.constexpr,
-    CAP: tl.constexpr, ALIBI: tl.constexpr,
+    CAP: tl.constexpr,
 ):  # fmt: skip
     """Merge the key blocks from begin to end into (acc, total, peak); scale is in units of log 2, and not negative.
 
-    CAP: of the scores, 0 for none. ALIBI: the scores get the bias of slope, in units of log 2, and the positions.
+    CAP: of the scores, 0 for none.
     """
     dims = tl.arange(0, BLOCK_D)
     dims_v = tl.arange(0, BLOCK_DV)
@@ -46,9 +44,6 @@ def _merge_parts(
             scores, unit = capped(scores, scale, CAP), 1.0
         else:
             unit = scale
-        if ALIBI:
-            column_positions = tl.load(kv_positions + columns, mask=columns < kv_len, other=0)
-            scores, unit = biased(scores * unit, slope, row_positions[:, None], column_positions[None, :]), 1.0
         if MASKED:
             seen = visible(rows[:, None], columns[None, :], q_len, kv_len, lo, hi, HAS_LO, HAS_HI)
             scores = tl.where(seen, scores * unit, -float("inf"))
@@ -71,11 +66,11 @@ def _merge_parts(
 
 @triton.jit(do_not_specialize=SIZES)
 def _forward(
-    q, k, v, out, lse, table, slopes, q_positions, kv_positions, scale, q_len, kv_len, lo, hi, group,
+    q, k, v, out, lse, table, scale, q_len, kv_len, lo, hi, group,
     q_batch, q_row, q_head, k_batch, k_row, k_head, v_batch, v_row, v_head, out_batch, out_row, out_head,
     DIM: tl.constexpr, DIM_V: tl.constexpr, HAS_LO: tl.constexpr, HAS_HI: tl.constexpr, EVEN: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, UPCAST: tl.constexpr,
-    PACKED: tl.constexpr, CAP: tl.constexpr, ALIBI: tl.constexpr,
+    PACKED: tl.constexpr, CAP: tl.constexpr,
 ):  # fmt: skip
     """One program: BLOCK_M rows of one head. EVEN: BLOCK_N divides kv_len. PACKED: of the segment in its table."""
     block = tl.program_id(0)
@@ -87,9 +82,6 @@ def _forward(
         v += kv_start * v_row
         out += q_start * out_row
         lse += q_start
-        if ALIBI:
-            q_positions += q_start
-            kv_positions += kv_start
     elif HAS_HI:
         block = tl.num_programs(0) - 1 - block  # the rows that see most first, so that none of them is last
     head = tl.program_id(1)
@@ -106,8 +98,6 @@ def _forward(
     acc = tl.zeros((BLOCK_M, BLOCK_DV), tl.float32)
     total = tl.zeros((BLOCK_M,), tl.float32)
     peak = tl.full((BLOCK_M,), -float("inf"), tl.float32)
-    slope = tl.load(slopes + head) * LOG2_E if ALIBI else 0.0
-    row_positions = tl.load(q_positions + rows, mask=rows < q_len, other=0) if ALIBI else None
     scale = scale * LOG2_E
     last = tl.minimum(first + BLOCK_M, q_len) - 1
     begin, full_begin, full_end, end = spans(first, last, kv_len, lo, hi, HAS_LO, HAS_HI, BLOCK_N)
@@ -117,8 +107,8 @@ def _forward(
         if third == 1 or (HAS_LO if third == 0 else (HAS_HI or not EVEN)):
             acc, total, peak = _merge_parts(
                 acc, total, peak, q_tile, k, v, k_row, v_row, rows, lower, upper,
-                q_len, kv_len, lo, hi, scale, slope, row_positions, kv_positions,
-                DIM, DIM_V, HAS_LO, HAS_HI, BLOCK_N, BLOCK_D, BLOCK_DV, third != 1, UPCAST, CAP, ALIBI,
+                q_len, kv_len, lo, hi, scale,
+                DIM, DIM_V, HAS_LO, HAS_HI, BLOCK_N, BLOCK_D, BLOCK_DV, third != 1, UPCAST, CAP,
             )  # fmt: skip
     blind = total == 0.0
     total = tl.where(blind, 1.0, total)

@@ -101,7 +101,6 @@ def constants(call: BlockCall, programs: Programs, blocks: Blocks, *, even: bool
         "EVEN": even and programs.table is None,
         "PACKED": programs.table is not None,
         "CAP": call.softcap,
-        "ALIBI": call.alibi is not None,
         "BLOCK_M": block_m,
         "BLOCK_N": block_n,
         "BLOCK_D": _padded(dim),
@@ -110,12 +109,6 @@ def constants(call: BlockCall, programs: Programs, blocks: Blocks, *, even: bool
         "num_warps": warps,
         "num_stages": stages,
     }
-
-
-def alibi_pointers(call: BlockCall) -> tuple[torch.Tensor | None, ...]:
-    """Return slopes, q_positions and kv_positions as the kernels take them."""
-    alibi = call.alibi
-    return (None, None, None) if alibi is None else (alibi.slopes, alibi.q_positions, alibi.kv_positions)
 
 
 def outer_strides(*tensors: torch.Tensor) -> tuple[int, ...]:
@@ -148,7 +141,7 @@ def launch_forward(call: BlockCall, blocks: Blocks) -> Partial:
         lse.fill_(-math.inf)
     launch(
         _forward, (programs.count, heads, batch),
-        q, k, v, out, lse, programs.table, *alibi_pointers(call), call.softmax_scale, q_len, kv_len,
+        q, k, v, out, lse, programs.table, call.softmax_scale, q_len, kv_len,
         programs.diagonals.lo, programs.diagonals.hi, heads // kv_heads, *outer_strides(q, k, v, out),
         **constants(call, programs, blocks, even=kv_len % blocks[1] == 0),
     )  # fmt: skip
@@ -168,7 +161,7 @@ def launch_dk_dv(
     dv = _gradient(call, (batch, kv_len, summed, dim_v), dtype)
     launch(
         _dk_dv, (programs.count, summed, batch),
-        call.q, call.k, call.v, dout, saved.lse, saved.minus_delta, dk, dv, programs.table, *alibi_pointers(call),
+        call.q, call.k, call.v, dout, saved.lse, saved.minus_delta, dk, dv, programs.table,
         call.softmax_scale, q_len, kv_len, programs.diagonals.lo, programs.diagonals.hi, heads, group, share,
         *outer_strides(call.q, call.k, call.v, dout),
         **constants(call, programs, blocks, even=q_len % blocks[0] == 0),
@@ -186,7 +179,7 @@ def launch_dq(call: BlockCall, dout: torch.Tensor, saved: Saved, blocks: Blocks)
     dq = _gradient(call, call.q.shape, call.q.dtype)
     launch(
         _dq, (programs.count, heads, batch),
-        call.q, call.k, call.v, dout, saved.lse, saved.minus_delta, dq, programs.table, *alibi_pointers(call),
+        call.q, call.k, call.v, dout, saved.lse, saved.minus_delta, dq, programs.table,
         call.softmax_scale, q_len, kv_len, programs.diagonals.lo, programs.diagonals.hi, heads // kv_heads,
         *outer_strides(call.q, call.k, call.v, dout),
         **constants(call, programs, blocks, even=kv_len % blocks[1] == 0),

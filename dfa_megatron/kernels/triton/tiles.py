@@ -1,4 +1,4 @@
-"""The common parts of the Triton kernels of attention: loads, matrix products, bands, and changes of scores."""
+"""The common parts of the Triton kernels of attention: loads, matrix products, bands, and capped scores."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import triton.language as tl
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
 
-SIZES = ("q_len", "kv_len", "lo", "hi", "heads", "group", "share", "slopes", "q_positions", "kv_positions")
+SIZES = ("q_len", "kv_len", "lo", "hi", "heads", "group", "share")
 """Arguments whose values compile no new kernel: a training run meets many lengths and offsets."""
 
 
@@ -69,12 +69,6 @@ def cap_slope(scores, CAP: tl.constexpr):
     """What a capped score, in units of log 2, changes by where the score does: 1 - tanh^2."""
     share = scores / (CAP * LOG2_E)
     return 1.0 - share * share
-
-
-@triton.jit
-def biased(scores, slope, row_positions, column_positions):
-    """The scores with ALiBi's bias, slope and scores in units of log 2; the positions are broadcastable."""
-    return scores - slope * tl.abs(row_positions - column_positions).to(tl.float32)
 
 
 @triton.jit

@@ -1,14 +1,11 @@
-"""Describe machines for the cost model: kernel rates, links within and between nodes; read and write them as JSON."""
+"""Describe machines for the cost model: kernel rates, links within and between nodes."""
 
 from __future__ import annotations
 
-import json
 import math
-import sys
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -26,30 +23,6 @@ TILE = 128
 """Rows of one head that a multiprocessor computes at once."""
 
 
-def _refuse_name(name: str, value: object) -> None:
-    if not isinstance(value, str) or not value:
-        raise UnsupportedError(f"{name}={value!r}", f"{value!r} is no name", "some text")
-
-
-def _refuse(name: str, value: Any, *, positive: bool = False, most: float = sys.float_info.max) -> None:
-    """Refuse what is no number, beyond `most`, or negative; 0 too if it must be positive."""
-    if type(value) not in (int, float) or not abs(value) <= most:
-        raise UnsupportedError(f"{name}={value}", f"{value!r} is no finite number", "a number")
-    if value < 0 or (positive and not value):
-        why = "it must be positive" if positive else "it must not be negative"
-        raise UnsupportedError(f"{name}={value}", why, "a number above 0")
-
-
-def _refuse_curve(name: str, curve: Curve) -> None:
-    for point in curve:
-        for value in point:
-            _refuse(name, value, positive=True)
-    lengths = [tokens for tokens, _ in curve]
-    if not curve or any(b <= a for a, b in pairwise(lengths)):
-        what, why = f"{name} rates at {lengths} tokens", "lengths must be positive and increase"
-        raise UnsupportedError(what, why, "for example 4096, 32768")
-
-
 @dataclass(frozen=True, slots=True)
 class Host:
     """Seconds of the host, which issues the work of a rank ahead of its device.
@@ -63,10 +36,6 @@ class Host:
     merge: float = 0.0
     message: float = 0.0
     exchange: float = 0.0
-
-    def __post_init__(self) -> None:
-        for name in ("run", "call", "merge", "message", "exchange"):
-            _refuse(name, getattr(self, name))
 
     def seconds(self, calls: int, merges: int, messages: int) -> float:
         """Return the seconds of one run with so many parts."""
@@ -86,11 +55,6 @@ class Link:
     transport: str
     bytes_per_second: float
     latency: float = 0.0
-
-    def __post_init__(self) -> None:
-        _refuse_name("transport", self.transport)
-        _refuse("bytes_per_second", self.bytes_per_second, positive=True, most=math.inf)
-        _refuse("latency", self.latency)
 
     def seconds(self, nbytes: int) -> float:
         """Return the seconds that one message takes."""
@@ -115,9 +79,6 @@ class Hardware:
         host: what a rank's host takes for each part of a run.
         multiprocessors: of a GPU. Each computes TILE rows of a head at once, so few heads with few rows leave some
             idle. None: any work uses all of the device.
-
-    Raises:
-        UnsupportedError: no name, a rate that is not positive, a negative time, or nodes without a network.
     """
 
     name: str
@@ -130,25 +91,6 @@ class Hardware:
     all_to_all: float | None = None
     host: Host = Host()
     multiprocessors: int | None = None
-
-    def __post_init__(self) -> None:
-        _refuse_name("name", self.name)
-        _refuse_curve("forward", self.forward)
-        _refuse_curve("backward", self.backward)
-        _refuse("launch_overhead", self.launch_overhead)
-        names = [link.transport for link in self.links]
-        if not names or len(set(names)) < len(names):
-            raise UnsupportedError(f"links {names}", "one per transport is needed, at least one", "for example p2p")
-        if (self.ranks_per_node is None) != (self.network is None):
-            what = f"ranks_per_node={self.ranks_per_node} with network={self.network}"
-            why = "nodes need a network between them, and a network needs nodes"
-            raise UnsupportedError(what, why, "both, or neither")
-        if self.all_to_all is not None:
-            _refuse("all_to_all", self.all_to_all, positive=True)
-        for which in ("ranks_per_node", "multiprocessors"):
-            count = getattr(self, which)
-            if count is not None and (type(count) is not int or count < 1):
-                raise UnsupportedError(f"{which}={count}", "no whole number above 0", "for example 8")
 
     @property
     def link(self) -> Link:
@@ -255,7 +197,7 @@ are not measured: they lose as much as those of flash4.
 
 
 def computing_with(kernel: str | None, hardware: Hardware) -> Hardware:
-    """Return a Hopper profile of this file with the rates of another kernel; return any other profile unchanged."""
+    """Return a Hopper profile with the rates of another kernel; return any other profile unchanged."""
     if kernel is None or kernel not in RATES or (hardware.forward, hardware.backward) not in RATES.values():
         return hardware
     forward, backward = RATES[kernel]
@@ -302,75 +244,12 @@ _ALL = (H200_NVLINK, H100_NVLINK, H200_SLOW_LINK, H200_NIC_400G, H200_SOCKETS, *
 PROFILES: Mapping[str, Hardware] = MappingProxyType({profile.name: profile for profile in _ALL})
 
 
-FORMAT = "dfa_megatron hardware profile 1"
-
-_WRITTEN = "a file that doctor --profile wrote"
-
-
-def to_json(hardware: Hardware) -> str:
-    """Return a profile as JSON; an unbounded rate is Infinity, as Python's json reads it."""
-    return json.dumps({"format": FORMAT, **asdict(hardware)}, indent=1) + "\n"
-
-
-def from_json(text: str, where: str = "the profile") -> Hardware:
-    """Return the profile that this or an earlier version of `to_json` wrote; refuse other keys.
-
-    Args:
-        where: the name of the file in messages.
-
-    Raises:
-        UnsupportedError: the JSON is malformed or a value makes no sense; the message names the key.
-    """
-    try:
-        values = {"all_to_all": None, "host": asdict(Host()), "multiprocessors": None} | json.loads(text)
-        if (found := values.pop("format", None)) != FORMAT:
-            raise UnsupportedError(f"{where}, format {found!r}", "another format is known", repr(FORMAT))
-        for key in {"forward", "backward"} & values.keys():
-            values[key] = tuple((tokens, rate) for tokens, rate in values[key])
-        values["links"] = tuple(_made(Link, link, f"{where}, links") for link in values["links"])
-        values["network"] = values["network"] and _made(Link, values["network"], f"{where}, network")
-        values["host"] = _made(Host, values["host"], f"{where}, host")
-        made: Hardware = _made(Hardware, values, where)
-    except (ValueError, TypeError, KeyError) as error:
-        if isinstance(error, UnsupportedError):
-            raise
-        raise UnsupportedError(where, f"{type(error).__name__}: {error}", _WRITTEN) from error
-    return made
-
-
-def save(hardware: Hardware, path: Path) -> None:
-    """Write a profile to a file.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
-    path.write_text(to_json(hardware), encoding="utf-8")
-
-
 def profile_named(name: str) -> Hardware:
-    """Return a shipped profile by its name, or one from a file if the name ends in .json.
+    """Return a shipped profile by its name.
 
     Raises:
-        UnsupportedError: no such profile, with the known ones; or the file is missing or is no profile.
+        UnsupportedError: no such profile, with the known ones.
     """
-    if name.endswith(".json"):
-        try:
-            return from_json(Path(name).read_text(encoding="utf-8"), f"the profile {name}")
-        except (OSError, UnicodeDecodeError) as error:
-            raise UnsupportedError(f"the profile {name}", str(error), _WRITTEN) from error
     if name not in PROFILES:
-        known = ", ".join(PROFILES)
-        raise UnsupportedError(f"hardware {name!r}", "there is no such profile", f"one of {known}, or a .json file")
+        raise UnsupportedError(f"hardware {name!r}", "there is no such profile", "one of " + ", ".join(PROFILES))
     return PROFILES[name]
-
-
-def _made(cls: Any, values: Any, where: str) -> Any:
-    """Make a record of an object that has exactly its fields."""
-    names = [field.name for field in fields(cls)]
-    if not isinstance(values, dict) or values.keys() != set(names):
-        odd = ", ".join(sorted(values.keys() ^ set(names))) if isinstance(values, dict) else repr(values)
-        raise UnsupportedError(where, f"it lacks or does not know {odd}", "exactly " + ", ".join(names))
-    try:
-        return cls(**values)
-    except UnsupportedError as error:
-        raise UnsupportedError(f"{where}, {error.what}", error.why, error.instead) from error

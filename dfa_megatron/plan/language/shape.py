@@ -5,7 +5,6 @@ Neighbours that exchange heads (Ulysses) split heads and tokens among themselves
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import accumulate, groupby
 from math import gcd
@@ -224,25 +223,3 @@ def split_tokens(degree: int, rank: int, layout: Layout) -> TokenSplit:
     joined = [(position, joined_spans([rows for _, rows in its])) for position, its in groupby(gathered, itemgetter(0))]
     in_order = joined == [(position, [Span(0, rows[0])]) for position in range(degree)]
     return TokenSplit(exchange_group, range(rank % degree, layout.ranks, degree), rows, () if in_order else gathered)
-
-
-def stages_error(number: int, kv_heads: int) -> UnsupportedError | None:
-    """Return why this number of stages cannot be run over these kv heads, None if it can."""
-    if kv_heads % number == 0:
-        return None
-    divisors = [str(n) for n in range(1, kv_heads + 1) if kv_heads % n == 0]
-    what, why = f"head_stages={number} with {kv_heads} kv heads", "every stage has as many kv heads"
-    return UnsupportedError(what, why, f"one of {', '.join(divisors)}")
-
-
-def stages_of(number: int, heads: int, kv_heads: int) -> Iterator[tuple[slice, slice]]:
-    """Yield the heads of q, and those of k and v, of each stage in order.
-
-    What a distributed attention needs beside its inputs and results is proportional to the heads: received rows,
-    partial results, gradients in float32. Stages that run one after another divide it by their number, and send the
-    same bytes in as many more messages. Untied Ulysses (arXiv 2602.21196) does so for the exchange of heads.
-    """
-    for stage in range(number):
-        begin, end = stage * kv_heads // number, (stage + 1) * kv_heads // number
-        group = heads // kv_heads
-        yield slice(begin * group, end * group), slice(begin, end)

@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from dfa_megatron.plan.language.geometry import Span
 from dfa_megatron.plan.language.grid import plan_error
 from dfa_megatron.plan.language.ir import Plan
 from dfa_megatron.plan.language.program import Buffer, Program, Region
@@ -175,33 +174,6 @@ def landings_of(plan: Plan, batch: int = 1) -> tuple[Landings, ...]:
     """
     joined, rows = names_joined(plan.mask, batch), [len(chunk) for chunk in plan.layout.chunks]
     return tuple(Landings(plan, rank, rows, its, joined) for rank, its in enumerate(rank_messages(plan, batch)))
-
-
-TokensOfRows = dict[tuple[int, str], tuple[Span, ...]]
-"""(buffer, name that is read) -> the spans of the sequence that its rows hold, in order."""
-
-
-def tokens_of(landings: Landings) -> TokensOfRows:
-    """Return the tokens of every buffer that a rank's kernels read.
-
-    Adjacent rows need not be adjacent tokens, even within one kernel call. A rank's chunks may lie far apart, and their
-    tiles are fused wherever their bands allow.
-    """
-    plan, rank = landings.plan, landings.rank
-    chunks, names = plan.layout.chunks, [name for _, name in plan.phase.reads]
-    held = {(landings.own[name], name): [(0, plan.layout.spans(rank, side))] for side, name in plan.phase.reads}
-    for (step, peer, at), region in landings.regions.items():
-        name, its = landings.messages.incoming[step][peer][at]
-        if name in names:  # several parts, and several messages, may share a buffer
-            spans = tuple(chunks[chunk] for chunk in its)
-            held.setdefault((region.buffer, name), []).append((region.lo, spans))
-    # The last key of two sequences is as far from a query as the last query is, as in flash-attn.
-    queries = plan.layout.queries
-    by = {plan.phase.read_kv: 0 if queries is None else queries - plan.layout.length}
-    return {
-        where: tuple(span.shift(by.get(where[1], 0)) for _, spans in sorted(parts) for span in spans)
-        for where, parts in held.items()
-    }
 
 
 RowBytes = Mapping[str, tuple[int, ...]]

@@ -287,7 +287,7 @@ def first_difference(everyone: Sequence[str | None]) -> str:
         if len({calls.get(number) for calls in there}) > 1:
             ran = [calls.get(number, ("has not come so far" if calls else "does not answer", 0)) for calls in shown]
             texts = [text for text, _ in ran]
-            if len(set(texts)) < len(set(ran)):  # they differ in what takes no words: slopes, a mask's tiles
+            if len(set(texts)) < len(set(ran)):  # they differ in what takes no words: a mask's tiles
                 texts = [f"{text} (digest {digest:016x})" if digest else text for text, digest in ran]
             return f"{head}, after {number - 1} equal calls:\n  call {number}: {by_rank(texts)}\n{tail}"
     last = [f"{calls[max(calls)][0]} (call {max(calls)})" if calls else "does not answer" for calls in shown]

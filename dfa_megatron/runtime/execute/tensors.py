@@ -18,7 +18,6 @@ from dfa_megatron.plan.language.program import Buffer, Call, Merge, Message, Reg
 from dfa_megatron.runtime.comm.transport import Arena, Moving, Recv, Send, Transport
 from dfa_megatron.runtime.cuda_driver import Copy
 from dfa_megatron.runtime.execute.bound import Failed
-from dfa_megatron.runtime.execute.sinks_and_slopes import GlobalBias
 from dfa_megatron.runtime.execute.wire_format import Field, Fields, copy_of_rows, rows_of
 from dfa_megatron.runtime.rank_plan import MemoryPlan
 
@@ -90,7 +89,6 @@ class Tensors:
         home: this rank's own rows by read name, as `Format.fields` orders them.
         arena: where messages land, at least `memory.arena_bytes` large.
         softmax_scale, softcap, deterministic: of every call; see `BlockCall`.
-        bias: of ALiBi, or None.
     """
 
     def __init__(
@@ -103,11 +101,9 @@ class Tensors:
         softmax_scale: float,
         softcap: float = 0.0,
         deterministic: bool = False,
-        bias: GlobalBias | None = None,
     ) -> None:
         self.memory, self.program, self.format, self.kernel = memory, memory.program, memory.format, kernel
         self.softmax_scale, self.softcap, self.deterministic = softmax_scale, softcap, deterministic
-        self.bias = bias
         self._segments: Iterator[Segments] = iter(())
         self.forward = self.program.phase.name == "forward"
         self.device = arena.flat.device
@@ -138,9 +134,8 @@ class Tensors:
         (q, *known), (k, v) = self.fields(call.q), self._keys(call)
         segments = next(self._segments)
         assert segments.parts is call.segments, "a step's calls run in their order"
-        alibi = None if self.bias is None else self.bias.of(call)
         into = self._destinations(call) if self.kernel.writes_into else ()
-        block = BlockCall(q, k, v, segments, self.softmax_scale, self.softcap, alibi, self.deterministic, into)
+        block = BlockCall(q, k, v, segments, self.softmax_scale, self.softcap, self.deterministic, into)
         if self.forward:
             self._write(call.writes[0], self.kernel.forward(block))
             return

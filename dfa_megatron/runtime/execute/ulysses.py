@@ -93,11 +93,6 @@ class HeadExchange:
             dk, dv = dk.unflatten(2, (-1, copies)).sum(3), dv.unflatten(2, (-1, copies)).sum(3)
         return dq, dk, dv
 
-    def own_heads(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the entries of x (heads,) for the query heads that this rank computes."""
-        own: torch.Tensor = x.unflatten(0, (self.heads.degree, -1))[self.channel.rank]
-        return own
-
     def _repeated(self, x: torch.Tensor) -> torch.Tensor:
         return x if self.heads.copies == 1 else x.repeat_interleave(self.heads.copies, 2)
 

@@ -79,7 +79,6 @@ def _without_gradients(rank: int, ranks: int) -> dict[str, str]:
         "no_grad": told(lambda: attend(tensors(8), torch.no_grad if odd else None)),
         "inference_mode": told(lambda: attend(tensors(10), torch.inference_mode if odd else None)),
         "sinks": told(lambda: attend(tensors(12, ""), sinks=sinks)),
-        "heads in stages": told(lambda: attend(tensors(14, "" if odd else "k"), head_stages=2)),
         "heads travel": told(lambda: attend(tensors(16, "" if odd else "q"), ulysses_degree=2)) if ranks == 2 else "",
         "a pack": told(lambda: packed(tensors(18, "" if odd else "q"), ranks)),
         "a recurrence": told(lambda: scan(odd, ranks, rank)),

@@ -37,7 +37,6 @@ def drawn_rows(draw: random.Random, ranks: int) -> tuple[Case, Layout]:
     if kind == "documents":
         apart: tuple[Mask | Offsets, ...] = tuple(random_offsets(tokens, draw) for _ in range(count))
         options |= {"causal": draw.random() < 0.6, "window_size": draw.choice([(-1, -1), (3, 0), (2, 3)])}
-        options |= {"with_slopes": draw.random() < 0.3}
     elif kind == "masks":
         apart = tuple(draw.choice([case.mask for case in every_mask(tokens, draw)]) for _ in range(count))
     else:
@@ -81,8 +80,6 @@ def test_public_functions_take_rows_that_differ(ranks: int) -> None:
 
 def _wrong(rank: int, ranks: int) -> dict[str, str]:
     qkv = [torch.randn(2, 8, heads, 16) for heads in (4, 2, 2)]
-    keys = [torch.randn(2, 16, 2, 16) for _ in "kv"]
-    two = [masks.cross(8 * ranks, n) for n in (16 * ranks, 16 * ranks)]
 
     def attempt(rows: Any, *x: torch.Tensor, packs: bool = True, **options: Any) -> str:
         x = x or tuple(qkv)
@@ -95,7 +92,6 @@ def _wrong(rank: int, ranks: int) -> dict[str, str]:
         "other lengths": attempt([(0, 16), (0, 9, 18)]),
         "one rank's": attempt([(0, 16), (0, 9 - rank, 16)]),
         "no masks": attempt([masks.causal(16), 7], packs=False),
-        "slopes": attempt(two, qkv[0], *keys, packs=False, alibi_slopes=torch.ones(4)),
     }
 
 
@@ -104,7 +100,6 @@ WRONG = {
     "other lengths": "the rows of a batch are equally long",
     "one rank's": "rank 1",
     "no masks": "mask of type list",
-    "slopes": "alibi_slopes with rows of two sequences",
 }
 
 

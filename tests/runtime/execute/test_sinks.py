@@ -38,7 +38,7 @@ def test_sinks_and_their_summed_gradient_are_exact(ranks: int) -> None:
 
 
 def test_a_row_that_sees_nothing_gives_all_its_probability_to_the_sink() -> None:
-    from dfa_megatron.runtime.execute.sinks_and_slopes import merge_sinks, sinks_gradient
+    from dfa_megatron.runtime.execute.sinks import merge_sinks, sinks_gradient
 
     out, lse = torch.zeros(1, 3, 2, 4), torch.full((1, 2, 3), -math.inf)
     out[0, 2], lse[0, :, 2] = 1.0, 0.5
@@ -74,9 +74,7 @@ def test_wrong_sinks_are_an_error_on_every_rank() -> None:
     run_ranks(2, _wrong)
 
 
-def test_the_module_takes_sinks_and_slopes_when_it_is_called() -> None:
-    for which in ("with_sinks", "with_slopes"):
-        whole = case(6, seed=1, **{which: True})
-        module = dfa_megatron.DistFlashAttention(causal=True)
-        found = module(*whole.inputs, sinks=whole.sinks, alibi_slopes=whole.slopes)
-        assert_close(found, whole.out, tolerance=1e-12)
+def test_the_module_takes_sinks_when_it_is_called() -> None:
+    whole = case(6, seed=1, with_sinks=True)
+    found = dfa_megatron.DistFlashAttention(causal=True)(*whole.inputs, sinks=whole.sinks)
+    assert_close(found, whole.out, tolerance=1e-12)

@@ -24,7 +24,6 @@ KERNEL = "triton" if interpreted() else "reference"
 """The file is run again in Triton's interpreter."""
 SMALL: dict[str, Any] = {"heads": 2, "batch": 1, "dtype": torch.float32} if interpreted() else {}
 RANKS = (3,) if interpreted() else (3, 4, 1, 2, 5, 8)
-"""The first two with ALiBi."""
 SCHEDULES = (
     ("ring", "contiguous"),
     ("balanced", "contiguous"),
@@ -47,15 +46,6 @@ PACK_MASKS = {
     "window": (False, (5, 2)),
     "left window": (False, (3, -1)),
 }
-ALIBI = "ALiBi with every schedule and layout, plain and packed"
-
-
-def of_plain(params: dict[str, Any]) -> list[str]:
-    return [] if params["slopes"] else [schedule(params)]
-
-
-def of_alibi(params: dict[str, Any]) -> list[str]:
-    return [ALIBI] if params["slopes"] else []
 
 
 def looks_ahead(schedule: str, mask: str) -> bool:
@@ -63,27 +53,18 @@ def looks_ahead(schedule: str, mask: str) -> bool:
     return schedule.startswith("balanced") and mask in ("full", "two sides", "left window")
 
 
-def refused(params: dict[str, Any]) -> bool:
-    return not params["slopes"] and helped_by_causal_masks_only(params)
-
-
-both = pytest.mark.parametrize("slopes", [False, True], ids=["plain", "alibi"])
-
-
-@pytest.mark.support("schedules", of_plain, mask, refuses=refused)
-@pytest.mark.support("runtime", of_alibi)
+@pytest.mark.support("schedules", schedule, mask, refuses=helped_by_causal_masks_only)
 @pytest.mark.usefixtures("nan_memory")
-@both
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize(("schedule", "layout"), SCHEDULES[:5])
-def test_every_schedule_is_exact_on_odd_and_even_ranks(schedule: str, layout: str, mask: str, slopes: bool) -> None:
+def test_every_schedule_is_exact_on_odd_and_even_ranks(schedule: str, layout: str, mask: str) -> None:
     causal, window = MASKS[mask]
     served = 0
-    for ranks in RANKS[:2] if slopes else RANKS:
+    for ranks in RANKS:
         draw = random.Random(f"{schedule} {mask} {ranks}")
         local = draw.randrange(2, 6) * 2 + (draw.randrange(2) if layout == "contiguous" else 0)
         shape = {"kv_heads": draw.choice([1, 2, 4])} | SMALL | ({"kv_heads": 1} if SMALL else {})
-        asked: dict[str, Any] = {"causal": causal, "window_size": window, "softmax_scale": 0.3, "with_slopes": slopes}
+        asked: dict[str, Any] = {"causal": causal, "window_size": window, "softmax_scale": 0.3}
         whole = case(ranks * local, seed=ranks, **asked, **shape)
         try:
             together(whole, ranks, schedule=schedule, layout=layout, kernel=KERNEL)
@@ -94,22 +75,20 @@ def test_every_schedule_is_exact_on_odd_and_even_ranks(schedule: str, layout: st
     assert served >= (0 if looks_ahead(schedule, mask) else len(RANKS[:2]))
 
 
-@pytest.mark.support("schedules", of_plain, pack_mask, refuses=refused)
-@pytest.mark.support("runtime", of_alibi)
+@pytest.mark.support("schedules", schedule, pack_mask, refuses=helped_by_causal_masks_only)
 @pytest.mark.usefixtures("nan_memory")
-@both
 @pytest.mark.parametrize("mask", PACK_MASKS)
 @pytest.mark.parametrize(("schedule", "layout"), SCHEDULES)
-def test_random_packs_are_exact_on_one_to_sixteen_ranks(schedule: str, layout: str, mask: str, slopes: bool) -> None:
+def test_random_packs_are_exact_on_one_to_sixteen_ranks(schedule: str, layout: str, mask: str) -> None:
     causal, window = PACK_MASKS[mask]
-    draw = random.Random(f"{schedule} {mask} {slopes}")
-    counts = RANKS if SMALL else (3, draw.choice([8, 11, 16]), 1, 2, 4, draw.choice([5, 6, 7]))[: 2 if slopes else 6]
+    draw = random.Random(f"{schedule} {mask}")
+    counts = RANKS if SMALL else (3, draw.choice([8, 11, 16]), 1, 2, 4, draw.choice([5, 6, 7]))
     served = 0
     for ranks in counts:
         offsets = random_offsets(ranks * 2 * draw.randint(1, 7), draw)
-        kernel = KERNEL if slopes else draw.choice([KERNEL, "cpu"])
+        kernel = KERNEL if SMALL else draw.choice([KERNEL, "cpu"])
         heads, kv_heads = (2, 1) if SMALL else draw.choice([(4, 4), (4, 2), (6, 1), (3, 3)])
-        asked: dict[str, Any] = {"causal": causal, "window_size": window, "with_slopes": slopes, "seed": ranks}
+        asked: dict[str, Any] = {"causal": causal, "window_size": window, "seed": ranks}
         whole = pack(offsets, **SMALL | {"heads": heads, "kv_heads": kv_heads}, **asked)
         try:
             together(whole, ranks, schedule=schedule, layout=layout, kernel=kernel)
@@ -123,7 +102,7 @@ def test_random_packs_are_exact_on_one_to_sixteen_ranks(schedule: str, layout: s
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 @pytest.mark.skipif(interpreted(), reason="this is the run in the interpreter")
 def test_the_triton_kernels_are_exact_too_in_the_interpreter() -> None:
-    chosen = "alibi and (odd and zigzag and sides or packs and load_balanced and left)"
+    chosen = "odd and zigzag and sides or packs and load_balanced and left"
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__, "-k", chosen]
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
     run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=170, check=False)
