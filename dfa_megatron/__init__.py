@@ -23,12 +23,10 @@ _HOME = {
     "dist_flash_attn_func": "dfa_megatron.attention",
     "dist_flash_attn_varlen_func": "dfa_megatron.attention",
     "draw": "dfa_megatron.plan.draw",
-    "kept_layout": "dfa_megatron.sequence.reorder",
     "local_positions": "dfa_megatron.sharding",
     "make_plan": "dfa_megatron.plan.cost.choose",
     "max_logits": "dfa_megatron.sequence.max_logits",
-    "reshard": "dfa_megatron.sequence.reorder",
-    "roll_sequence": "dfa_megatron.sequence.reorder",
+    "roll_sequence": "dfa_megatron.sequence.roll",
     "shard_sequence": "dfa_megatron.sharding",
     "simulate": "dfa_megatron.plan.cost.simulate",
     "stats": "dfa_megatron.runtime.counters",
@@ -52,7 +50,7 @@ if TYPE_CHECKING:
     from dfa_megatron.runtime.problem import allow_more_heads_than_tokens
     from dfa_megatron.runtime.step_log import StepLog, training_flops
     from dfa_megatron.sequence.max_logits import max_logits
-    from dfa_megatron.sequence.reorder import kept_layout, reshard, roll_sequence
+    from dfa_megatron.sequence.roll import roll_sequence
     from dfa_megatron.sharding import local_positions, shard_sequence, tree_positions, unshard_sequence
 
 __all__ = [
@@ -69,11 +67,9 @@ __all__ = [
     "dist_flash_attn_func",
     "dist_flash_attn_varlen_func",
     "draw",
-    "kept_layout",
     "local_positions",
     "make_plan",
     "max_logits",
-    "reshard",
     "roll_sequence",
     "shard_sequence",
     "simulate",

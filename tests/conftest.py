@@ -87,12 +87,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """@pytest.mark.gpu needs a GPU. With a number, as many ranks have one each or share one, unless `apart=True`."""
+    """@pytest.mark.gpu needs a GPU. With a number, as many ranks have one each or share one.
+
+    With `apart=True` or over copy engines each has its own.
+    """
     marker = item.get_closest_marker("gpu")
     if marker is None:
         return
-    ranks = marker.args[0] if marker.args else 1
-    if torch.cuda.device_count() < (needed := ranks if marker.kwargs.get("apart") else min(ranks, 1)):
+    ranks, params = marker.args[0] if marker.args else 1, getattr(item, "callspec", None)
+    apart = marker.kwargs.get("apart") or (params and params.params.get("transport") == "copy_engine")
+    if torch.cuda.device_count() < (needed := ranks if apart else min(ranks, 1)):
         pytest.skip(f"needs {needed} CUDA devices")
 
 

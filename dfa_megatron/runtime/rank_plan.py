@@ -81,7 +81,7 @@ def plan_memory(program: Program, landings: Sequence[Landings], format: Format) 
         },
         places.sent,
         tuple(
-            tuple(Segments(call.segments, call.q.rows, call.keys, ragged=ragged) for call in step.calls)
+            tuple(Segments(call.segments, call.q.rows, call.kv.rows, ragged=ragged) for call in step.calls)
             for step in program.steps
         ),
         frozenset(sent),

@@ -20,6 +20,7 @@ from dfa_megatron.plan.lowering.landings import landings_of
 from dfa_megatron.plan.lowering.lower import lower, lower_all
 from dfa_megatron.plan.lowering.messages import rank_messages
 from dfa_megatron.plan.proof.check import check, check_programs
+from dfa_megatron.plan.schedules import SCHEDULES
 from dfa_megatron.plan.schedules.assignments import by_memory
 from dfa_megatron.plan.schedules.route import direct
 from tests.support import arrays
@@ -194,3 +195,9 @@ def test_programs_whose_calls_use_keys_again_are_proved_and_right(
                 for before, after in pairwise(call.segments)
             )  # fmt: skip
     assert again > 20
+
+
+def test_answers_send_for_the_prompt_and_the_answer_before_alone() -> None:
+    plan = SCHEDULES["balanced"].plan(prompt_tree([218, *[509] * 63, 483], [-1, *[0] * 64]), 2).forward
+    sent = [len(plan.layout.chunks[transfer.chunk]) for transfer in plan.transfers if transfer.what == "kv"]
+    assert 218 < sum(sent) < 218 + 509

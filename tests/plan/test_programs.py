@@ -181,12 +181,12 @@ def shift_region(programs: list[Program], rng: random.Random) -> list[Program] |
     def shift(record: Any) -> Any:
         if isinstance(record, Call):
             side = rng.choice(["q", "kv", "writes"])
-            if side == "q":
-                return replace(record, q=_shift(record.q, rng))
-            regions = list(getattr(record, side))
+            if side != "writes":
+                return replace(record, **{side: _shift(getattr(record, side), rng)})
+            regions = list(record.writes)
             at = rng.randrange(len(regions))
             regions[at] = _shift(regions[at], rng)
-            return replace(record, **{side: tuple(regions)})
+            return replace(record, writes=tuple(regions))
         if rng.random() < 0.5:
             return replace(record, source=_shift(record.source, rng))
         return replace(record, write=_shift(record.write, rng))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import random
 from collections.abc import Sequence
 
@@ -88,14 +87,12 @@ class Memory:
         return rows[region.lo : region.hi]
 
     def compute(self, call: Call) -> None:
-        q, kv = self.rows(call.q), np.concatenate([self.rows(region) for region in call.kv])
+        q, kv = self.rows(call.q), self.rows(call.kv)
         sees = np.zeros((len(q), len(kv)), dtype=bool)
         for s in call.segments:
             sees[s.q_lo : s.q_hi, s.kv_lo : s.kv_hi] = _window(s.band, s.q_hi - s.q_lo, s.kv_hi - s.kv_lo)
         forward = self.program.phase.name == "forward"
         results = (dense.forward(q, kv, sees),) if forward else dense.backward(q, kv, sees)
-        ends = list(itertools.accumulate(region.rows for region in call.kv))[:-1]
-        results = (results[0], *np.split(results[1], ends)) if len(results) > 1 else results
         for into, result in zip(call.writes, results, strict=True):
             self.accumulators[into.buffer].write(result)
 

@@ -60,6 +60,13 @@ def preload(*modules: str) -> None:
     multiprocessing.get_context("forkserver").set_forkserver_preload(names)
 
 
+def transports(ranks: int) -> list[str]:
+    """Return the transports between so many ranks on GPUs; copy engines need a GPU for each."""
+    import torch
+
+    return ["p2p", *(["copy_engine"] if torch.cuda.device_count() >= ranks else [])]
+
+
 def run_ranks(
     world_size: int,
     function: Callable[..., Any],

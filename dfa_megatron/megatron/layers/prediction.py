@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.megatron.tokens.visit import current_visit
-from dfa_megatron.sequence.reorder import roll_sequence
+from dfa_megatron.sequence.roll import roll_sequence
 
 _HOME = "megatron.core.transformer.multi_token_prediction"
 

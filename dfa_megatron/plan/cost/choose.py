@@ -18,7 +18,7 @@ from dfa_megatron.plan.language.mask import Mask, components
 from dfa_megatron.plan.language.shape import AttentionShape, split_heads
 from dfa_megatron.plan.lowering.messages import names_joined
 from dfa_megatron.plan.schedules import ALL, OWNER_COMPUTES, SCHEDULES, Schedule, plan_named
-from dfa_megatron.plan.schedules.assignments import ROWS_PER_STEP, ordered
+from dfa_megatron.plan.schedules.assignments import ROWS_PER_STEP
 from dfa_megatron.plan.schedules.route import direct, gateway
 from dfa_megatron.plan.uncollected import uncollected
 
@@ -257,14 +257,14 @@ def _why_not_shared(mask: Mask, ranks: int, layout: str | Layout) -> str:
 def _longest(schedule: Schedule, mask: Mask, ranks: int, held: Layout | None, shape: AttentionShape) -> float:
     """Return the side of a square of at least as many pairs as any kernel call of a schedule.
 
-    A call has the rows of one rank and the keys of another, and its own beside them if these wait. Where steps are cut
-    by memory and messages are joined, it has what ROWS_PER_STEP allows.
+    A call has the rows of one rank and the keys of another. Where steps are cut by memory and messages are joined, it
+    has what ROWS_PER_STEP allows.
     """
     layout = _in_order(mask, ranks, held)
     tokens = max(sum(map(len, layout.spans(rank))) for rank in range(ranks))
     by_memory = schedule.name == "greedy" or schedule.layout == "load_balanced"
     remote = ROWS_PER_STEP if by_memory and names_joined(mask, shape.batch) else 1
-    return tokens * math.sqrt(remote + (len(mask.tiles) > 1))
+    return tokens * math.sqrt(remote)
 
 
 def _timed(
@@ -283,7 +283,7 @@ def _timed(
     if sum(bounds) > most:
         return [lost] * len(found)
     layout, blocks = schedule.assigned(mask, ranks, held)
-    blocks = ordered(blocks, mask, layout)
+    blocks = tuple(sorted(blocks))
     for number, phase in enumerate((FORWARD, BACKWARD)):
         if not any(len(parts) == number for parts in found.values()):
             break

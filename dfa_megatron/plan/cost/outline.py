@@ -73,13 +73,6 @@ def outline(plan: Plan, batch: int = 1) -> Outline:
         pairs[at][call] += area[q, kv]
         queries[at][call].add(q)
         keys[at][call].add(kv)
-    for calls, its_q, its_kv in zip(pairs, queries, keys, strict=True):
-        for own in [call for call in calls if call[0] == call[1] == call[2]]:
-            same = (call for call in calls if call[:2] == own[:2] and call != own and its_q[call] & its_q[own])
-            if (landed := next(same, None)) is not None:  # one call reads both
-                calls[landed] += calls.pop(own)
-                its_q[landed] |= its_q[own]
-                its_kv[landed] |= its_kv[own]
     work = [
         [(call[0], its, sum(map(row, q[call])), sum(map(row, kv[call]))) for call, its in step.items()]
         for step, q, kv in zip(pairs, queries, keys, strict=True)

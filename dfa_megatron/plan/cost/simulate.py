@@ -154,7 +154,7 @@ class _Clock:
     def compute(self, call: Call) -> None:
         """Put one kernel call on the compute queue."""
         phase, heads = self.plan.phase, self.shape.batch * self.shape.heads
-        rate = self.network.hardware.rate(phase.name, call.area, rows_read(call.segments), call.keys, heads)
+        rate = self.network.hardware.rate(phase.name, call.area, rows_read(call.segments), call.kv.rows, heads)
         seconds = call.area * self.shape.flops_per_pair(phase) / rate
         self._work(seconds, cell(self.plan, call.blocks), blocks=call.blocks)
 

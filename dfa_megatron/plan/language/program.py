@@ -105,25 +105,20 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One kernel call over rows of a q and of kv buffers, and the accumulator's rows for each name of the phase.
+    """One kernel call over rows of a q and of a kv buffer, and the accumulator's rows for each name of the phase.
 
-    kv: landed and own keys may be read by one call, one behind the other. writes: of q, then one for each of kv.
+    writes: of q, then of kv.
     The rows of its segments increase on both sides and are disjoint. For a kernel that copies keys only query rows are
     so, and segments of the same rows follow one another: it joins their keys, and all but the last are full.
     A row between segments has the identity of the merge as its result. A call of one segment has no other rows.
     """
 
     q: Region
-    kv: tuple[Region, ...]
+    kv: Region
     segments: tuple[Segment, ...]
     writes: tuple[Region, ...]
     blocks: tuple[Block, ...]
     area: int
-
-    @property
-    def keys(self) -> int:
-        """Return the number of key rows."""
-        return sum(region.rows for region in self.kv)
 
 
 def rows_read(segments: Iterable[Segment]) -> int:

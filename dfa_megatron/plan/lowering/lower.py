@@ -7,10 +7,9 @@ from collections.abc import Iterable, Iterator
 from itertools import chain
 from typing import NamedTuple
 
-from dfa_megatron.plan.language.geometry import Span
 from dfa_megatron.plan.language.grid import plan_error
 from dfa_megatron.plan.language.ir import Plan, chunk_of
-from dfa_megatron.plan.language.program import Buffer, Call, Merge, Message, Program, Region, Step, rows_read
+from dfa_megatron.plan.language.program import Buffer, Call, Merge, Message, Program, Region, Step
 from dfa_megatron.plan.lowering.kernel_calls import FusedTile, Launch, launches
 from dfa_megatron.plan.lowering.landings import BufferRow, Landings, Life, assign_slots, landings_of
 from dfa_megatron.plan.lowering.merges import plan_merges
@@ -36,53 +35,13 @@ def lower(landings: Landings, *, bands: bool = True, repeats: int = 0) -> Progra
     return _Lowering(landings, bands=bands, repeats=repeats).program()
 
 
-class _Keys(NamedTuple):
-    """Key rows of a buffer. Row r is row r + at of a call. target: of their gradients, as of queries, or empty."""
-
-    buffer: int
-    rows: Span
-    at: int
-    target: tuple[BufferRow, ...]
-
-
 class _Tiles(NamedTuple):
-    """Tiles of the same buffers. target: a result's buffer, and the distance of its rows from those of queries."""
+    """Tiles of the same buffers. targets: the buffer of each result, and the distance of its rows from those read."""
 
     q: int
-    target: BufferRow
-    keys: tuple[_Keys, ...]
+    kv: int
+    targets: tuple[BufferRow, ...]
     tiles: list[FusedTile]
-
-    def behind(self, other: _Tiles) -> _Tiles:
-        """Return this group and another of the same queries as one, with its keys behind those of the other."""
-        (before,), (after,) = other.keys, self.keys
-        tiles = [(tile.shift(0, -before.rows.lo), blocks) for tile, blocks in other.tiles]
-        by = len(before.rows) - after.rows.lo
-        tiles += [(tile.shift(0, by), blocks) for tile, blocks in self.tiles]
-        return _Tiles(self.q, self.target, (before._replace(at=-before.rows.lo), after._replace(at=by)), tiles)
-
-
-_Launched = tuple[_Tiles, tuple[Launch, ...]]
-
-
-def _joined(apart: list[_Launched], own: tuple[int, int], fits: tuple[bool, int]) -> list[_Launched]:
-    """Join the group of a rank's own queries and keys to one with landed keys, where a kernel reads fewer rows then.
-
-    own: the buffers of the rank's own queries and keys. fits: as for `launches`.
-    """
-    for mine in apart:
-        for landed in apart:
-            keys = mine[0].keys[0].buffer, landed[0].keys[0].buffer
-            if mine[0][:2] == landed[0][:2] and mine[0].q == own[0] and keys[0] == own[1] != keys[1]:
-                for group in (mine[0].behind(landed[0]), landed[0].behind(mine[0])):
-                    its = launches(tuple(group.tiles), *fits)
-                    if _read(its) < _read((*mine[1], *landed[1])):
-                        return [*(one for one in apart if one not in (mine, landed)), (group, its)]
-    return apart
-
-
-def _read(its: Iterable[Launch]) -> int:
-    return sum(rows_read(launch.segments) for launch in its)
 
 
 class _Lowering:
@@ -197,29 +156,18 @@ class _Lowering:
             by = q_row - self.layout.chunks[block.q_chunk].lo, kv_row - self.layout.chunks[block.kv_chunk].lo
             for tile in self.plan.tiles(block):
                 groups[q_buffer, kv_buffer, tuple(written)].append((tile.shift(*by), (block,)))
-        apart = [(group, launches(tuple(group.tiles), *self.fits)) for group in self._groups(groups)]
-        for group, its in _joined(apart, (self.own[self.phase.read_q], self.own[self.phase.read_kv]), self.fits):
-            for launch in its:
-                yield self._call(step, group, launch)
-
-    def _groups(self, tiles: dict[tuple[int, int, tuple[BufferRow, ...]], list[FusedTile]]) -> Iterator[_Tiles]:
-        for (q_buffer, kv_buffer, targets), its in tiles.items():
-            keys = Span(min(tile.kv.lo for tile, _ in its), max(tile.kv.hi for tile, _ in its))
-            yield _Tiles(q_buffer, targets[0], (_Keys(kv_buffer, keys, 0, targets[1:]),), its)
+        for (q_buffer, kv_buffer, targets), tiles in groups.items():
+            for launch in launches(tuple(tiles), *self.fits):
+                yield self._call(step, _Tiles(q_buffer, kv_buffer, targets, tiles), launch)
 
     def _call(self, step: int, group: _Tiles, launch: Launch) -> Call:
-        q, (buffer, by) = Region(group.q, self.phase.read_q, launch.q.lo, launch.q.hi), group.target
-        writes = [self._write(step, Region(buffer, self.phase.write_q, launch.q.lo + by, launch.q.hi + by))]
-        kv: list[Region] = []
-        for keys in group.keys:
-            span = keys.rows.shift(keys.at) & launch.kv
-            if len(span):
-                region = Region(keys.buffer, self.phase.read_kv, span.lo - keys.at, span.hi - keys.at)
-                kv.append(region)
-                for buffer, by in keys.target:
-                    into = Region(buffer, self.phase.write_kv, region.lo + by, region.hi + by)
-                    writes.append(self._write(step, into))
-        return Call(q, tuple(kv), launch.segments, tuple(writes), launch.blocks, launch.area)
+        q = Region(group.q, self.phase.read_q, launch.q.lo, launch.q.hi)
+        kv = Region(group.kv, self.phase.read_kv, launch.kv.lo, launch.kv.hi)
+        writes = []
+        for (side, name), (buffer, by) in zip(self.writes, group.targets, strict=True):
+            rows = q if side == "q" else kv
+            writes.append(self._write(step, Region(buffer, name, rows.lo + by, rows.hi + by)))
+        return Call(q, kv, launch.segments, tuple(writes), launch.blocks, launch.area)
 
     def _merges(self, step: int, peer: int, parts: Parts) -> Iterator[Merge]:
         """Merge landed partials into the rank's accumulators; adjacent rows form one merge."""

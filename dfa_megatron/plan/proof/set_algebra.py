@@ -177,31 +177,24 @@ class Sets:
 
     def compute(self, call: Call) -> None:
         """Merge the pairs of the call's segments, as tokens, into its writes."""
-        q, at, segments = self._read(call.q).tokens, 0, self._segments(call)
-        of_q: list[Term] = []
-        of_keys: list[list[Term]] = []
-        for region in call.kv:
-            kv, rows = self._read(region).tokens, Span(region.lo, region.hi)
-            tiles = [
-                (q_shift, kv_shift, part.shift(q_shift, kv_shift))
-                for tile in (segment.shift(call.q.lo, region.lo - at) for segment in segments)
-                for q_rows, q_shift in _among(q, tile.q)
-                for kv_rows, kv_shift in _among(kv, tile.kv)
-                if (part := tile.restrict(q_rows, kv_rows & rows))
-            ]
-            of_q += [(shift + call.q.lo, tile) for shift, _, tile in tiles]
-            of_keys.append([(shift + region.lo, tile) for _, shift, tile in tiles])
-            at += region.rows
-        sources = [(call.q.rows, of_q)]
+        q, kv = self._read(call.q).tokens, self._read(call.kv).tokens
+        tiles = [
+            (q_shift, kv_shift, part.shift(q_shift, kv_shift))
+            for tile in (segment.shift(call.q.lo, call.kv.lo) for segment in self._segments(call))
+            for q_rows, q_shift in _among(q, tile.q)
+            for kv_rows, kv_shift in _among(kv, tile.kv)
+            if (part := tile.restrict(q_rows, kv_rows))
+        ]
+        sources = [(call.q.rows, [(shift + call.q.lo, tile) for shift, _, tile in tiles])]
         if self.program.phase.write_kv:
-            sources += [(region.rows, terms) for region, terms in zip(call.kv, of_keys, strict=True)]
+            sources.append((call.kv.rows, [(shift + call.kv.lo, tile) for _, shift, tile in tiles]))
         for into, (count, terms) in zip(call.writes, sources, strict=True):
             rows = Span(0, into.rows)
             self._store(into, count, View(Content([rows], terms=[terms]), rows))
 
     def _segments(self, call: Call) -> list[Tile]:
         """Return the call's segments as tiles in its rows."""
-        q, kv, ends = 0, 0, (call.q.rows, call.keys)
+        q, kv, ends = 0, 0, (call.q.rows, call.kv.rows)
         for before, segment in zip((*call.segments[:1], *call.segments), call.segments, strict=False):
             joined = q > 0 and (before.q_lo, before.q_hi) == (segment.q_lo, segment.q_hi)
             if joined and not (before.band.is_full and segment.band.left < 0):

@@ -12,7 +12,7 @@ from dfa_megatron.names import nearest
 from dfa_megatron.plan.language.ir import BACKWARD, FORWARD, AttentionPlan, Block, Plan, loads, needed_pairs
 from dfa_megatron.plan.language.layout import Layout, cut_at
 from dfa_megatron.plan.language.mask import Mask, kept_on_mask
-from dfa_megatron.plan.schedules.assignments import balanced, by_distance, by_memory, ordered
+from dfa_megatron.plan.schedules.assignments import balanced, by_distance, by_memory
 from dfa_megatron.plan.schedules.greedy import cut_for_help, greedy
 from dfa_megatron.plan.schedules.load_balanced import layout_of
 from dfa_megatron.plan.schedules.route import Route, direct, gateway, ring_relay
@@ -49,7 +49,7 @@ class Schedule:
             UnsupportedError: the mask or the length does not suit the schedule, or its route knows no nodes.
         """
         layout, blocks = self.assigned(mask, ranks, held)
-        forward, backward = _phases(mask, layout, ordered(blocks, mask, layout), self.route)
+        forward, backward = _phases(mask, layout, tuple(sorted(blocks)), self.route)
         plan = AttentionPlan(self.name, self.layout, forward, backward)
         if ranks_per_node is not None and self.route is not direct:
             why = "its messages hop from rank to rank, and cross to a node once already"

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from dfa_megatron.errors import UnsupportedError
-from dfa_megatron.plan.language.ir import Block, areas, needed_pairs
+from dfa_megatron.plan.language.ir import Block, needed_pairs
 from dfa_megatron.plan.language.layout import Layout
 from dfa_megatron.plan.language.mask import Mask
-from dfa_megatron.plan.language.shape import GATHER, LAUNCH, ROW
 
 
 def balanced(mask: Mask, layout: Layout, *, share_last: bool = False) -> tuple[Block, ...]:
@@ -40,50 +39,6 @@ def balanced(mask: Mask, layout: Layout, *, share_last: bool = False) -> tuple[B
         blocks.append(Block(ranks - distance, keys, q, kv) if helps else Block(distance, rows, q, kv))
     return tuple(blocks)
 
-
-def ordered(blocks: Sequence[Block], mask: Mask, layout: Layout) -> tuple[Block, ...]:
-    """Return blocks in the order of their steps; own keys wait for those that land for the same rows, where it pays.
-
-    One kernel call then reads the rows once. It pays where reading them twice takes longer than to copy the keys, to
-    wait for messages that less work is left to hide, another call where rows on both sides do not wait, and a share of
-    the work that waits. So long documents keep their order, in which all messages are hidden.
-    """
-    if not layout.in_order or len(mask.tiles) < 2:
-        return tuple(sorted(blocks))
-    owner, rows, area = layout.owner, [len(chunk) for chunk in layout.chunks], areas(mask, layout.chunks)
-    mine: list[list[Block]] = [[] for _ in range(layout.ranks)]
-    for block in blocks:
-        mine[block.rank].append(block)
-    waits: dict[tuple[int, int], int] = {}
-    for rank, its in enumerate(mine):
-        landed = [block for block in its if owner[block.q_chunk] == rank != owner[block.kv_chunk]]
-        step = min((block.step for block in landed), default=0)
-        keys = {block.kv_chunk for block in landed if block.step == step}
-        waiting = {block.q_chunk for block in landed if block.step == step}
-        own = [block for block in its if block.q_chunk in waiting and owner[block.kv_chunk] == rank]
-        before = sum(area[q, kv] for at, _, q, kv in its if at < step)
-        less = sum(area[q, kv] for _, _, q, kv in own)
-        landing = ARRIVAL + ARRIVAL_OF_KEY * sum(rows[kv] for kv in keys)
-        shown = max(0, landing - before + less) - max(0, landing - before)
-        copies = GATHER / HEADS_PER_KEY * sum(rows[kv] for kv in keys | {block.kv_chunk for block in own})
-        left = {q for at, _, q, kv in its if at < step and owner[q] == rank and q not in waiting}
-        torn = bool(left) and min(left) < max(waiting) and min(waiting) < max(left)
-        if ROW * sum(rows[q] for q in waiting) > shown + copies + LATE * less + LAUNCH * torn:
-            waits |= {(rank, q): step for q in waiting}
-    if waits:
-        late = [waits.get((rank, q), 0) if owner[kv] == rank else 0 for _, rank, q, kv in blocks]
-        blocks = [one._replace(step=to) if to > one.step else one for one, to in zip(blocks, late, strict=True)]
-    return tuple(sorted(blocks))
-
-
-HEADS_PER_KEY = 4
-"""Query heads of a kv head, as most models have."""
-
-ARRIVAL, ARRIVAL_OF_KEY = 300_000, 240
-"""Pairs of a query head that a kernel computes, forward and backward, while a message lands, and while a key does."""
-
-LATE = 1 / 16
-"""What work that waits costs, as a share of it."""
 
 ROWS_PER_STEP = 2.0
 """Limit of remote rows and keys that a rank reads in one step, in rows of its own. It bounds memory."""

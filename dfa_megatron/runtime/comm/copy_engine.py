@@ -43,15 +43,15 @@ class _Batch(NamedTuple):
 class CopyEngineTransport(KeptArena, StreamTransport):
     """Moves messages with the GPUs' copy engines; all ranks on one host, each GPU able to reach all others.
 
-    over: the channel of the ranks. device: this rank's GPU. shared: some ranks have the same GPU, which is for tests.
+    over: the channel of the ranks. device: this rank's GPU.
     """
 
     name, beside_kernels = "copy_engine", True
 
-    def __init__(self, over: Channel, device: torch.device, *, shared: bool) -> None:
+    def __init__(self, over: Channel, device: torch.device) -> None:
         KeptArena.__init__(self, over, device)
         StreamTransport.__init__(self, device)
-        self.driver, self._shared = driver(), shared
+        self.driver = driver()
         self._flags = self.allocate(2 * over.size * _WORD)
         self._place_flags(over.rank, self._flags.addresses)
         self._sending: Sequence[Send] = ()
@@ -69,7 +69,7 @@ class CopyEngineTransport(KeptArena, StreamTransport):
         self._their_filled = [address + (size + rank) * _WORD for address in addresses]
 
     def allocate(self, nbytes: int) -> Mapped:
-        return symmetric(nbytes, self.over, self.device, shared=self._shared)
+        return symmetric(nbytes, self.over, self.device)
 
     def settle(self) -> None:
         torch.cuda.synchronize(self.device)
@@ -150,12 +150,9 @@ def open_transport(over: Channel, device: torch.device) -> CopyEngineTransport |
     everyone = over.exchange(mine, SUBJECT)
     if (why := refusal(over, device, everyone)) is not None:
         return why
-    shared = len({facts["gpu"] for facts in everyone}) < over.size
-    if shared:
-        logger.warning("ranks share a GPU, which takes them in turns: right for tests, and slow")
     transport, failed = None, ""
     try:
-        transport = CopyEngineTransport(over, device, shared=shared)
+        transport = CopyEngineTransport(over, device)
         transport.trial()
     except Exception as error:  # noqa: BLE001 -- drivers, fabric and permissions fail in many ways; p2p still works
         failed = f"{type(error).__name__}: {error}"
@@ -168,6 +165,8 @@ def refusal(over: Channel, device: torch.device, everyone: list[Facts]) -> str |
         return "the ranks are on several hosts"
     if (why := _first_reason(everyone)) is not None:
         return why
+    if len({facts["gpu"] for facts in everyone}) < over.size:
+        return "ranks share a GPU"
     devices, blind = {int(facts["device"]) for facts in everyone}, list[int]()
     # A number means one GPU in every process; else each process sees some of them, and the trial shows what it reaches.
     if len(devices) == len({facts["gpu"] for facts in everyone}) <= torch.cuda.device_count():

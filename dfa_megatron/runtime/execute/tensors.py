@@ -131,7 +131,7 @@ class Tensors:
 
     def compute(self, call: Call) -> None:
         """Run one kernel call and write its results."""
-        (q, *known), (k, v) = self.fields(call.q), self._keys(call)
+        (q, *known), (k, v) = self.fields(call.q), self.fields(call.kv)
         segments = next(self._segments)
         assert segments.parts is call.segments, "a step's calls run in their order"
         into = self._destinations(call) if self.kernel.writes_into else ()
@@ -142,13 +142,9 @@ class Tensors:
         dout, lse, row_stat = known
         saved = Saved(lse, out=row_stat) if row_stat.dim() == dout.dim() else Saved(lse, row_stat)
         dq, dk, dv = self.kernel.backward(block, dout, saved)
-        of_q, *of_keys = call.writes
+        of_q, of_keys = call.writes
         self._write(of_q, (dq,))
-        at = 0
-        for region in of_keys:
-            end = at + region.rows
-            self._write(region, (rows_of(dk, at, end), rows_of(dv, at, end)))
-            at = end
+        self._write(of_keys, (dk, dv))
 
     def merge(self, merge: Merge) -> None:
         """Merge a landed partial into an accumulator."""
@@ -226,19 +222,14 @@ class Tensors:
             for at in range(0, len(results), size)
         ]
 
-    def _keys(self, call: Call) -> Fields:
-        """Return k and v of a call, those of several buffers one behind the other."""
-        held = [self.fields(region) for region in call.kv]
-        return held[0] if len(held) == 1 else tuple(torch.cat(parts, 1) for parts in zip(*held, strict=True))
-
     def _destinations(self, call: Call) -> tuple[torch.Tensor | None, ...]:
         """Return memory for out, or for dq, dk and dv: None where a result is merged with others, or divided."""
         found: list[torch.Tensor | None] = []
-        for region in call.writes if len(call.kv) == 1 else call.writes[:1]:
+        for region in call.writes:
             for accumulator in self.write[region.buffer]:
                 place = accumulator.destination()
                 found.append(place[0] if place is not None and place[0].shape[1] == region.rows else None)
-        return tuple(found) if self.forward or len(call.kv) == 1 else (*found, None, None)
+        return tuple(found)
 
     def _write(self, into: Region, partial: Fields) -> None:
         accumulators = self.write[into.buffer]

@@ -24,7 +24,7 @@ from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.recurrence import dist_conv, dist_mamba2, dist_scan
 from dfa_megatron.runtime.comm.transports import Communicator
 from dfa_megatron.sequence.max_logits import max_logits
-from dfa_megatron.sequence.reorder import roll_sequence
+from dfa_megatron.sequence.roll import roll_sequence
 from dfa_megatron.sharding import unshard_sequence
 from tests.recurrence.test_upstream import mamba2
 from tests.support.arguments import arguments, told

@@ -163,8 +163,7 @@ class Reader:
 
     def compute(self, call: Call) -> None:
         self.read(call.q.buffer)
-        for region in call.kv:
-            self.read(region.buffer)
+        self.read(call.kv.buffer)
 
     def merge(self, merge: Merge) -> None:
         self.read(merge.source.buffer)

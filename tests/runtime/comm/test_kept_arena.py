@@ -197,6 +197,6 @@ def _on_gpus(rank: int, ranks: int) -> None:
     assert not engine.pinned
 
 
-@pytest.mark.gpu(2)
+@pytest.mark.gpu(2, apart=True)
 def test_the_copy_engines_give_memory_back_and_take_it_again_beside_replays() -> None:
     run_ranks(2, _on_gpus, cuda=True, timeout=120)

@@ -15,7 +15,7 @@ from dfa_megatron.runtime.counters import COUNTERS
 from tests.support import attend
 from tests.support.attend import Case, case
 from tests.support.close import assert_close
-from tests.support.workers import run_ranks
+from tests.support.workers import run_ranks, transports
 
 TOLERANCE = 1e-2
 """bfloat16 inputs and outputs: 2 to 4e-3 is usual for attention and its gradients."""
@@ -40,7 +40,7 @@ def _exact(rank: int, ranks: int) -> None:
             for schedule in ("ring", "balanced", "balanced_shared"):
                 compare(whole, rank, ranks, schedule=schedule, kernel=kernel)
             compare(whole, rank, ranks, layout="zigzag", kernel=kernel)
-        for transport in ("p2p", "copy_engine"):
+        for transport in transports(ranks):
             compare(whole, rank, ranks, schedule="balanced_shared", transport=transport)
             compare(whole, rank, ranks, schedule="ring", kernel="cudnn", transport=transport)
     window = gpu_case(ranks * 256, heads=4, kv_heads=2, head_dim=64, causal=True, window_size=(300, 0))
@@ -102,7 +102,7 @@ def _stress(rank: int, ranks: int) -> None:
         noise = torch.randn(1024, 1024, device=DEVICE)
         for _ in range(draw.randrange(4)):
             noise = noise @ noise * 1e-3
-        compare(whole, rank, ranks, schedule=schedule, transport=draw.choice(["p2p", "copy_engine"]))
+        compare(whole, rank, ranks, schedule=schedule, transport=draw.choice(transports(ranks)))
 
 
 @pytest.mark.support("runtime", "random shapes under load, NCCL and copy engines")

@@ -18,7 +18,7 @@ from tests.support import attend
 from tests.support.attend import Case
 from tests.support.close import assert_close
 from tests.support.packs import random_offsets, served, skip_unless_it_serves_this_gpu
-from tests.support.workers import run_ranks
+from tests.support.workers import run_ranks, transports
 
 TOLERANCE = 1e-2
 """bfloat16 inputs and outputs: 2 to 4e-3 is usual for attention and its gradients."""
@@ -40,7 +40,7 @@ def _exact(rank: int, ranks: int, kernel: str) -> None:
         offsets = random_offsets(ranks * draw.choice([64, 130, 256, 384]), draw)
         heads, kv_heads = draw.choice([(8, 2), (4, 4), (6, 1)])
         whole = gpu_pack(offsets, heads=heads, kv_heads=kv_heads, seed=round_)
-        options = {"kernel": kernel, "transport": draw.choice(["p2p", "copy_engine"])}
+        options = {"kernel": kernel, "transport": draw.choice(transports(ranks))}
         for schedule, layout in (("ring", "contiguous"), ("greedy", "contiguous"), ("auto", "load_balanced")):
             call = functools.partial(compare, whole, rank, ranks, schedule=schedule, layout=layout, **options)
             done += served(kernel, call)

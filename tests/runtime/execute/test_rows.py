@@ -14,7 +14,7 @@ from dfa_megatron.plan.language.layout import Layout, cross
 from dfa_megatron.plan.language.mask import Mask
 from dfa_megatron.rows import join_rows
 from dfa_megatron.runtime.cu_seqlens import Offsets
-from dfa_megatron.sequence.reorder import roll_sequence
+from dfa_megatron.sequence.roll import roll_sequence
 from dfa_megatron.sharding import local_positions, shard_sequence, unshard_sequence
 from tests.fuzz.random_case import of_two
 from tests.support.arguments import arguments, told

@@ -1,4 +1,4 @@
-"""Tokens that move between ranks: rolls and other layouts with their gradients, and what pages say in two lines."""
+"""Rolls between ranks with their gradients, and ranks whose layouts differ."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dfa_megatron import kept_layout, max_logits, reshard, roll_sequence, unshard_sequence
+from dfa_megatron import max_logits, roll_sequence, unshard_sequence
 from dfa_megatron.errors import DisagreementError, UnsupportedError
 from dfa_megatron.masks import Span, Tile, union
 from dfa_megatron.plan.language.layout import Layout
@@ -62,49 +62,10 @@ def compare_roll(rank: int, ranks: int, draw: random.Random) -> None:
     assert torch.equal(ours, rolled(labels, shift, offsets, -100)[:, here])
 
 
-def compare_reshard(rank: int, ranks: int, draw: random.Random) -> None:
-    length = draw.choice([2 * ranks * draw.randint(1, 5), draw.randint(1, 9 * ranks)])
-    (given, source), (wanted, target) = drawn(length, ranks, draw), drawn(length, ranks, draw)
-    seed = torch.Generator().manual_seed(draw.randrange(1000))
-    whole, weight = torch.randn(2, length, 2, 3, generator=seed, dtype=torch.float64)
-    mine = whole[source.positions(rank)].requires_grad_()
-    there = reshard(mine, given, wanted, dim=0)
-    assert torch.equal(there, whole[target.positions(rank)])
-    assert torch.equal(reshard(there.bool(), wanted, given, dim=0), mine.bool())
-    (there * weight[target.positions(rank)]).sum().backward()
-    assert torch.equal(mine.grad, weight[source.positions(rank)])
-
-
-def compare_kept(rank: int, ranks: int, draw: random.Random) -> None:
-    """SUBLLM's change of length: halve what is kept, where the tokens lie evenly."""
-    length = draw.choice([2 * ranks * draw.randint(1, 5), draw.randint(1, 9 * ranks)])
-    layout, meant = drawn(length, ranks, draw)
-    here = meant.positions(rank)
-    share = [draw.choice([0.0, 0.3, 1.0]) for _ in range(ranks)]
-    kept = torch.tensor([draw.random() < share[at * ranks // length] for at in range(length)])
-    seed = torch.Generator().manual_seed(draw.randrange(1000))
-    whole, weight = torch.randn(2, 2, length, 3, generator=seed, dtype=torch.float64)
-    mine = whole[:, here].requires_grad_()
-    lies = kept_layout(kept[here], layout=layout)
-    assert (lies.length, lies.tokens(rank)) == (int(kept.sum()), int(kept[here].sum()))
-    if lies.length == 0:
-        return
-    even = reshard(mine[:, kept[here]], lies)
-    part = layout_of_tokens("contiguous", lies.length, ranks).positions(rank)
-    assert torch.equal(even, whole[:, kept][:, part])
-    back = mine.index_copy(1, kept[here].nonzero().squeeze(1), reshard(even / 2, "contiguous", lies))
-    half = torch.where(kept, 0.5, 1.0)[:, None]
-    assert torch.equal(back, (whole * half)[:, here])
-    (back * weight[:, here]).sum().backward()
-    assert torch.equal(mine.grad, (weight * half)[:, here])
-
-
 def _draws(rank: int, ranks: int) -> None:
     draw = random.Random(ranks)
     for _ in range(25):
         compare_roll(rank, ranks, draw)
-        compare_reshard(rank, ranks, draw)
-        compare_kept(rank, ranks, draw)
 
 
 def _all(rank: int, ranks: int) -> None:
@@ -157,6 +118,6 @@ def test_layouts_masks_and_packs_that_differ_are_told_on_every_rank() -> None:
         run_ranks(ranks, _differ)
 
 
-def test_rolls_and_other_layouts_are_exact_with_their_gradients() -> None:
+def test_rolls_are_exact_with_their_gradients() -> None:
     _draws(0, 1)
     run_ranks(5, _all)
