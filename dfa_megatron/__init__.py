@@ -16,21 +16,19 @@ _HOME = {
     "MegatronConfig": "dfa_megatron.config",
     "AttentionPlanner": "dfa_megatron.planner",
     "allow_more_heads_than_tokens": "dfa_megatron.runtime.problem",
-    "StepLog": "dfa_megatron.runtime.step_log",
     "TrainingConfig": "dfa_megatron.config",
     "check_plan": "dfa_megatron.plan.proof.check",
-    "decode_attn_func": "dfa_megatron.runtime.decode",
+    "decode_attn_func": "dfa_megatron.sequence.decode",
     "dist_flash_attn_func": "dfa_megatron.attention",
     "dist_flash_attn_varlen_func": "dfa_megatron.attention",
-    "draw": "dfa_megatron.plan.draw",
+    "draw": "dfa_megatron.cli.draw",
     "local_positions": "dfa_megatron.sharding",
     "make_plan": "dfa_megatron.plan.cost.choose",
     "max_logits": "dfa_megatron.sequence.max_logits",
     "roll_sequence": "dfa_megatron.sequence.roll",
     "shard_sequence": "dfa_megatron.sharding",
-    "simulate": "dfa_megatron.plan.cost.simulate",
+    "simulate": "dfa_megatron.cli.simulate",
     "stats": "dfa_megatron.runtime.counters",
-    "training_flops": "dfa_megatron.runtime.step_log",
     "tree_positions": "dfa_megatron.sharding",
     "unshard_sequence": "dfa_megatron.sharding",
     "with_blocks": "dfa_megatron.plan.schedules",
@@ -38,17 +36,16 @@ _HOME = {
 
 if TYPE_CHECKING:
     from dfa_megatron.attention import DistFlashAttention, dist_flash_attn_func, dist_flash_attn_varlen_func
+    from dfa_megatron.cli.draw import draw
+    from dfa_megatron.cli.simulate import simulate
     from dfa_megatron.config import DistAttentionConfig, MegatronConfig, TrainingConfig
     from dfa_megatron.plan.cost.choose import make_plan
-    from dfa_megatron.plan.cost.simulate import simulate
-    from dfa_megatron.plan.draw import draw
     from dfa_megatron.plan.proof.check import check_plan
     from dfa_megatron.plan.schedules import with_blocks
     from dfa_megatron.planner import AttentionPlanner
     from dfa_megatron.runtime.counters import stats
-    from dfa_megatron.runtime.decode import decode_attn_func
     from dfa_megatron.runtime.problem import allow_more_heads_than_tokens
-    from dfa_megatron.runtime.step_log import StepLog, training_flops
+    from dfa_megatron.sequence.decode import decode_attn_func
     from dfa_megatron.sequence.max_logits import max_logits
     from dfa_megatron.sequence.roll import roll_sequence
     from dfa_megatron.sharding import local_positions, shard_sequence, tree_positions, unshard_sequence
@@ -58,7 +55,6 @@ __all__ = [
     "DistAttentionConfig",
     "DistFlashAttention",
     "MegatronConfig",
-    "StepLog",
     "TrainingConfig",
     "__version__",
     "allow_more_heads_than_tokens",
@@ -74,7 +70,6 @@ __all__ = [
     "shard_sequence",
     "simulate",
     "stats",
-    "training_flops",
     "tree_positions",
     "unshard_sequence",
     "with_blocks",

@@ -188,7 +188,7 @@ def imports() -> dict[str, set[str]]:
             if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "dfa_megatron":
                 parts = (node.module or "").split(".")
                 targets |= {parts[1]} if len(parts) > 1 else {alias.name for alias in node.names}
-    boxes = found.keys() - GROUND - {"__init__", "launch", "step_log"}
+    boxes = found.keys() - GROUND - {"__init__", "launch"}
     return {here: (targets & boxes) - {here} for here, targets in found.items() if here in boxes}
 
 

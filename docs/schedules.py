@@ -5,10 +5,10 @@ from __future__ import annotations
 import random
 from functools import partial
 
+from dfa_megatron.cli.draw import draw
+from dfa_megatron.cli.simulate import bytes_sent, simulate
 from dfa_megatron.plan.cost.choose import make_plan
 from dfa_megatron.plan.cost.hardware import H200_NVLINK, H200_SLOW_LINK, IDEAL_LINK
-from dfa_megatron.plan.cost.simulate import bytes_sent, simulate
-from dfa_megatron.plan.draw import draw
 from dfa_megatron.plan.language.ir import AttentionPlan, Plan, loads
 from dfa_megatron.plan.language.mask import Mask, causal, documents
 from dfa_megatron.plan.language.shape import AttentionShape

@@ -14,8 +14,9 @@ import torch
 from accelerate import Accelerator
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from dfa_megatron import StepLog, TrainingConfig, training_flops
+from dfa_megatron import TrainingConfig
 from dfa_megatron import huggingface as dfa_hf
+from step_log import StepLog, training_flops
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--model", help="of the hub, or a folder; a tiny Llama if left out")

@@ -12,8 +12,9 @@ import torch.distributed as dist
 from deepspeed.pipe import PipelineModule
 from torch import nn
 
-from dfa_megatron import DistFlashAttention, StepLog, local_positions, shard_sequence
+from dfa_megatron import DistFlashAttention, local_positions, shard_sequence
 from dfa_megatron import deepspeed as dfa_ds
+from step_log import StepLog
 
 WIDTH, HEADS, LAYERS = 128, 4, 4
 

@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from dfa_megatron import StepLog, training_flops
 from dfa_megatron import deepspeed as dfa_ds
+from step_log import StepLog, training_flops
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--model", help="of the hub, or a folder; a tiny Llama if left out")

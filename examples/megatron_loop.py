@@ -16,9 +16,10 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from dfa_megatron import MegatronConfig, StepLog, training_flops
+from dfa_megatron import MegatronConfig
 from dfa_megatron.megatron import distribute_attention, shard_batch, stand_in
 from dfa_megatron.megatron.script.script_specs import default_stack_spec
+from step_log import StepLog, training_flops
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--seq-length", type=int, default=512)

@@ -13,7 +13,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from dfa_megatron import StepLog, dist_flash_attn_func, local_positions, shard_sequence
+from dfa_megatron import dist_flash_attn_func, local_positions, shard_sequence
+from step_log import StepLog
 
 
 class Layer(nn.Module):

@@ -25,11 +25,12 @@ warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.")
 import torch
 import torch.distributed as dist
 
-from dfa_megatron import MegatronConfig, StepLog, draw, training_flops
+from dfa_megatron import MegatronConfig, draw
 from dfa_megatron.doctor.start_ranks import ranks_here, start
 from dfa_megatron.doctor.world import own_device
 from dfa_megatron.runtime.counters import COUNTERS
 from dfa_megatron.runtime.prepare import in_use
+from step_log import StepLog, training_flops
 
 LAST = 20
 """The final loss is the mean of so many steps, because each step sees another text."""

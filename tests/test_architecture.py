@@ -21,7 +21,7 @@ ROOMS = {"plan", "runtime", "kernels"}
 """Parts whose folders are rooms with a row of their own."""
 
 LANGUAGE = {"plan.language"}
-PLAN = {"plan", "plan.language", "plan.schedules", "plan.lowering", "plan.proof", "plan.cost", "plan.draw"}
+PLAN = {"plan", "plan.language", "plan.schedules", "plan.lowering", "plan.proof", "plan.cost"}
 KERNELS = PLAN | {"kernels", "kernels.adapters", "kernels.triton"}
 RUNTIME = KERNELS | {"runtime", "runtime.agreement", "runtime.comm", "runtime.execute"}
 FUNCTIONS = RUNTIME | {"remat", "attention", "sharding", "recurrence", "loss", "trees", "sequence"}
@@ -32,13 +32,12 @@ MAY_IMPORT: dict[str, set[str]] = {
     "flags": set(),
     "config": {"flags", "names"},
     "names": set(),
-    # A plan: the language, then what writes plans, lowers, proves, times and draws them. The loop is `plan.interpret`.
+    # A plan: the language, then what writes plans, lowers, proves and prices them. The loop is `plan.interpret`.
     "plan.language": set(),
     "plan.schedules": LANGUAGE,
     "plan.lowering": LANGUAGE,
     "plan.proof": LANGUAGE | {"plan", "plan.lowering"},
     "plan.cost": LANGUAGE | {"plan", "plan.schedules", "plan.lowering"},
-    "plan.draw": LANGUAGE | {"plan.schedules", "plan.cost"},
     "plan": PLAN,
     "masks": LANGUAGE | {"plan.lowering"},
     "layouts": LANGUAGE | {"plan.schedules"},
@@ -59,7 +58,6 @@ MAY_IMPORT: dict[str, set[str]] = {
     "loss": RUNTIME | {"sharding"},
     "trees": RUNTIME | {"sharding", "loss"},
     "planner": RUNTIME,
-    "step_log": set(),
     "hooks": set(),
     "proving": set(),
     "megatron": FUNCTIONS | {"proving", "hooks"},
@@ -90,7 +88,6 @@ OUTSIDE: dict[str, set[str]] = {
     "trees": {"torch"},
     "planner": {"torch"},
     "proving": {"torch"},
-    "step_log": {"torch"},
     "doctor": {"torch"},
     "megatron": {"torch", "megatron", "packaging", "transformer_engine"},
     "huggingface": {"torch", "transformers"},

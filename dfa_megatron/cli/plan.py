@@ -11,14 +11,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
+from dfa_megatron.cli.draw import draw
+from dfa_megatron.cli.simulate import simulate
 from dfa_megatron.config import DistAttentionConfig
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.flags import add_flags, flag, from_flags
 from dfa_megatron.names import LAYOUTS, SCHEDULES, nearest
 from dfa_megatron.plan.cost.choose import Candidate, automatic_degree, candidates, explain, make_plan
 from dfa_megatron.plan.cost.hardware import PROFILES, Hardware, profile_named
-from dfa_megatron.plan.cost.simulate import simulate
-from dfa_megatron.plan.draw import draw
 from dfa_megatron.plan.language import mask as masks
 from dfa_megatron.plan.language.geometry import UNBOUNDED, Span, Tile
 from dfa_megatron.plan.language.ir import AttentionPlan

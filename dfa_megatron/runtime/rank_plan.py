@@ -18,7 +18,6 @@ from dfa_megatron.plan.language.ir import BACKWARD, FORWARD, AttentionPlan, Plan
 from dfa_megatron.plan.language.program import Program
 from dfa_megatron.plan.lowering.landings import Arenas, Landings, landings_of, place
 from dfa_megatron.plan.lowering.lower import lower
-from dfa_megatron.plan.proof.check import check_plan, check_programs, prove_places
 from dfa_megatron.plan.schedules.load_balanced import layout_of
 from dfa_megatron.plan.uncollected import uncollected
 from dfa_megatron.runtime.execute.wire_format import Format, Placed
@@ -59,6 +58,8 @@ class MemoryPlan:
 def plan_memory(program: Program, landings: Sequence[Landings], format: Format) -> MemoryPlan:
     """Plan the memory of one rank's program, and prove where its messages lie. landings: of all ranks."""
     plan = landings[0].plan
+    from dfa_megatron.plan.proof.check import prove_places
+
     row_bytes = {name: format.row_bytes(name) for _, name in (*plan.phase.reads, *plan.phase.writes)}
     arenas = Arenas(landings, row_bytes)
     places = place(program, arenas)
@@ -135,6 +136,8 @@ def planned(problem: Problem) -> AttentionPlan:
     """
     asks, mask = problem.asks, problem.mask
     if asks.plan is not None:
+        from dfa_megatron.plan.proof.check import check_plan
+
         _refuse_plan(asks.plan, problem)
         check_plan(asks.plan, batch=problem.shape.batch)
         return asks.plan
@@ -188,6 +191,8 @@ def work_out(problem: Problem, rank: int) -> RankPlan:
 
 
 def _placed(plan: Plan, rank: int, problem: Problem) -> MemoryPlan:
+    from dfa_megatron.plan.proof.check import check_programs
+
     landings = landings_of(plan, problem.format.batch)
     program = lower(landings[rank], bands=problem.bands, repeats=problem.repeats)
     check_programs(landings, [program])

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from dfa_megatron.cli.simulate import simulate
 from dfa_megatron.plan.cost import choose
 from dfa_megatron.plan.cost.choose import TIE, Candidate, automatic_degree, candidates, make_plan
 from dfa_megatron.plan.cost.hardware import (
@@ -22,7 +23,6 @@ from dfa_megatron.plan.cost.hardware import (
     Hardware,
     computing_with,
 )
-from dfa_megatron.plan.cost.simulate import simulate
 from dfa_megatron.plan.language.mask import block_causal_documents, causal, global_sliding, prefix_lm, sliding_window
 from dfa_megatron.plan.language.shape import AttentionShape, split_heads
 

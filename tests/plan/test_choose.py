@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from dfa_megatron import names
+from dfa_megatron.cli.simulate import bytes_sent, simulate
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.plan.cost import choose
 from dfa_megatron.plan.cost.choose import TIE, automatic_degree, best, candidates, make_plan
@@ -24,7 +25,6 @@ from dfa_megatron.plan.cost.hardware import (
     Link,
     computing_with,
 )
-from dfa_megatron.plan.cost.simulate import bytes_sent, simulate
 from dfa_megatron.plan.language.mask import Mask, causal, documents, full, prefix_lm, sliding_window
 from dfa_megatron.plan.language.shape import AttentionShape
 from dfa_megatron.plan.language.tree import prompt_tree

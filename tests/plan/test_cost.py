@@ -7,9 +7,9 @@ from itertools import pairwise
 
 import pytest
 
+from dfa_megatron.cli.simulate import Timeline, bytes_sent, simulate
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.plan.cost.hardware import CPU_LOOPBACK, H200_SLOW_LINK, IDEAL_LINK, Hardware, Link, flat
-from dfa_megatron.plan.cost.simulate import Timeline, bytes_sent, simulate
 from dfa_megatron.plan.language.ir import Plan
 from dfa_megatron.plan.language.mask import causal, full
 from dfa_megatron.plan.language.shape import AttentionShape, bytes_of

@@ -8,7 +8,7 @@ from collections import defaultdict
 
 import pytest
 
-from dfa_megatron.plan.cost.simulate import bytes_sent
+from dfa_megatron.cli.simulate import bytes_sent
 from dfa_megatron.plan.language import mask as masks
 from dfa_megatron.plan.language.geometry import Span, Tile
 from dfa_megatron.plan.language.ir import Plan

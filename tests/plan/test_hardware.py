@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from dfa_megatron.cli.simulate import simulate
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.plan.cost.hardware import (
     H200_NIC_400G,
@@ -20,7 +21,6 @@ from dfa_megatron.plan.cost.hardware import (
     profile_named,
 )
 from dfa_megatron.plan.cost.outline import deliver
-from dfa_megatron.plan.cost.simulate import simulate
 from dfa_megatron.plan.language.mask import causal
 from tests.support.plan_cases import plan_of
 

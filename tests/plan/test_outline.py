@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from dfa_megatron.cli.simulate import simulate
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.plan.cost.hardware import (
     CPU_LOOPBACK,
@@ -23,7 +24,6 @@ from dfa_megatron.plan.cost.hardware import (
     computing_with,
 )
 from dfa_megatron.plan.cost.outline import estimate, outline
-from dfa_megatron.plan.cost.simulate import simulate
 from dfa_megatron.plan.language.mask import causal, documents, full, prefix_lm, sliding_window
 from dfa_megatron.plan.language.shape import AttentionShape
 from docs import scale

@@ -19,6 +19,7 @@ ALONE = (
     ("docs/masks.md", "of_lengths("),
     ("docs/masks.md", "cross_documents("),
     ("docs/migration.md", "q_ranges"),
+    ("docs/remat.md", "q.chunk(4, 2)"),
     ("docs/packed.md", "dist_flash_attn_varlen_func"),
     ("docs/packed.md", "AttentionPlanner"),
     ("docs/start.md", "dist_flash_attn_func(*map"),

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from html import escape
 from typing import Literal
 
+from dfa_megatron.cli.simulate import Event, Timeline, simulate
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.plan.cost.hardware import H200_NVLINK, Hardware
-from dfa_megatron.plan.cost.simulate import Event, Timeline, simulate
 from dfa_megatron.plan.language.grid import grid, whose
 from dfa_megatron.plan.language.ir import PHASES, AttentionPlan, Block, Plan
 from dfa_megatron.plan.language.shape import AttentionShape
