@@ -14,7 +14,6 @@ _HOME = {
     "DistAttentionConfig": "dfa_megatron.config",
     "DistFlashAttention": "dfa_megatron.attention",
     "MegatronConfig": "dfa_megatron.config",
-    "AttentionPlanner": "dfa_megatron.planner",
     "allow_more_heads_than_tokens": "dfa_megatron.runtime.problem",
     "TrainingConfig": "dfa_megatron.config",
     "check_plan": "dfa_megatron.plan.proof.check",
@@ -42,7 +41,6 @@ if TYPE_CHECKING:
     from dfa_megatron.plan.cost.choose import make_plan
     from dfa_megatron.plan.proof.check import check_plan
     from dfa_megatron.plan.schedules import with_blocks
-    from dfa_megatron.planner import AttentionPlanner
     from dfa_megatron.runtime.counters import stats
     from dfa_megatron.runtime.problem import allow_more_heads_than_tokens
     from dfa_megatron.sequence.decode import decode_attn_func
@@ -51,7 +49,6 @@ if TYPE_CHECKING:
     from dfa_megatron.sharding import local_positions, shard_sequence, tree_positions, unshard_sequence
 
 __all__ = [
-    "AttentionPlanner",
     "DistAttentionConfig",
     "DistFlashAttention",
     "MegatronConfig",

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
-from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -39,8 +37,6 @@ def test_the_code_of_a_page_runs(block: pages.Block, capsys: pytest.CaptureFixtu
     shape = (16384, 1, 8) if packed else (1, 64, 4, 32)
     names: dict[str, Any] = {"group": None, "tokens": torch.arange(16384), "labels": torch.arange(16384)}
     names |= {x: torch.randn(shape) for x in "qkv"}
-    if block[1] == "AttentionPlanner":
-        names |= {"pack": _pack, "dataset": [5, 9, 2], "DataLoader": _Loader}
     if block[1] == "q_ranges":
         names |= {"q_ranges": [(0, 9), (9, 20), (20, 30), (30, 40)], "k_ranges": [(0, 9), (0, 20), (12, 30), (26, 40)]}
         names |= {"types": ["full", "causal", "inv_causal", "bi_causal"], "length": 40}
@@ -72,20 +68,6 @@ def test_every_file_of_the_walk_from_a_call_to_a_kernel_is_there() -> None:
     names = set(re.findall(r"\b((?:runtime|plan|kernels)/[\w/]*\w+\.py)", walk)) | {"attention.py"}
     assert len(names) >= 10
     assert [name for name in names if not (ROOT / "dfa_megatron" / name).is_file()] == []
-
-
-def _pack(samples: list[int]) -> dict[str, Any]:
-    return {"cu_seqlens": (0, *accumulate(samples), 8192)}
-
-
-class _Loader:
-    """A loader without workers: they would need the page's function in a module."""
-
-    def __init__(self, dataset: list[int], collate_fn: Callable[[list[int]], Any], num_workers: int) -> None:
-        self.batches = [collate_fn(dataset)]
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self.batches)
 
 
 def test_every_block_of_code_runs_or_is_listed_with_the_reason() -> None:

@@ -28,7 +28,7 @@ from dfa_megatron.runtime.execute.sinks import sinks_error
 from dfa_megatron.runtime.execute.ulysses import HeadExchange, stand_ins
 from dfa_megatron.runtime.execute.wire_format import Format
 from dfa_megatron.runtime.problem import Inputs, Problem, degree_of, of_neighbours, problem_of, refuse_tensors
-from dfa_megatron.runtime.rank_plan import MemoryPlan, RankPlan, degree_ahead, rank_plan
+from dfa_megatron.runtime.rank_plan import MemoryPlan, RankPlan, rank_plan
 from dfa_megatron.runtime.request import OPTIONS, Request
 
 logger = logging.getLogger(__name__)
@@ -230,7 +230,7 @@ def _build_with_degree(request: Request, over: Channel | None, inputs: Inputs) -
     degree, problem = request.config.fixed_degree, None
     if degree == 1:
         problem = problem_of(request, size, inputs, over)
-        degree = degree_ahead(problem) or degree_of(request, problem, size, cuda=inputs.q.is_cuda)
+        degree = degree_of(request, problem, size, cuda=inputs.q.is_cuda)
     if degree > 1:
         if request.plan is not None:
             why = "a plan is one of all ranks of the group"

@@ -153,20 +153,19 @@ def refuse_tensors(inputs: Inputs) -> None:
 
 
 def problem_of(
-    request: Request, ranks: int, inputs: Inputs, over: Channel | None, *, exchanged: bool = False,
-    kind: MaskKind | None = None,
-) -> Problem:  # fmt: skip
+    request: Request, ranks: int, inputs: Inputs, over: Channel | None, *, exchanged: bool = False
+) -> Problem:
     """Return the problem of a request, for tensors like these on each of so many ranks.
 
     exchanged: the tensors are results of an exchange of heads. Then fewer ranks than `over` has run the plan, and
-    neighbours among these exchange. kind: of the mask, in place of the request's own.
+    neighbours among these exchange.
 
     Raises:
         UnsupportedError: no kernel serves.
     """
     q, k, v, *_ = inputs
     length = request.length(ranks, q.shape[1])
-    need = _need(request, inputs, kind or kind_of(request, length))
+    need = _need(request, inputs, length)
     kernel = kernels.select(request.config.kernel, need)
     alone = ranks == 1 and not exchanged  # nothing is sent
     shape = AttentionShape(
@@ -211,30 +210,23 @@ def of_neighbours(request: Request, degree: int, rank: int, ranks: int, rows: in
     return split_tokens(degree, rank, whole), replace(request, layout=inner)
 
 
-class MaskKind(NamedTuple):
-    """What a kernel must know of a mask: the forms of all tiles that any rank may compute, and if lengths are many."""
-
-    forms: frozenset[Form]
-    packed: bool
-
-
-def kind_of(request: Request, length: int) -> MaskKind:
-    """Return the kind of a request's mask; all ranks choose the kernel by it.
+def _forms_of(request: Request, length: int) -> frozenset[Form]:
+    """Return the forms of all tiles that any rank may compute; all ranks choose the kernel by them.
 
     Ranks cut queries and keys at the same tokens. So a tile of a causal document is full or square causal again. A
-    pack's forms do not depend on its documents: a planner has chosen the kernel before it sees them.
+    pack's forms do not depend on its documents: all packs of a job take one kernel.
     """
     if request.cu_seqlens:
-        return MaskKind(frozenset({"full", "causal"} if request.window_size == (-1, -1) else {"full", "band"}), True)
+        return frozenset({"full", "causal"} if request.window_size == (-1, -1) else {"full", "band"})
     found: set[Form] = {"full"}
     for tile in filter(None, (tile.shrink() for tile in request.mask_over(length).tiles)):
         if tile.form != "full":
             is_causal = tile.lo == -UNBOUNDED and tile.hi == 0 and tile.q == tile.kv
             found.add("causal" if is_causal else "band")
-    return MaskKind(frozenset(found), request.irregular)
+    return frozenset(found)
 
 
-def _need(request: Request, inputs: Inputs, kind: MaskKind) -> Need:
+def _need(request: Request, inputs: Inputs, length: int) -> Need:
     q, k, v, *_ = inputs
     return Need(
         device=q.device.type,
@@ -243,11 +235,11 @@ def _need(request: Request, inputs: Inputs, kind: MaskKind) -> Need:
         kv_heads=k.shape[2],
         head_dim=q.shape[3],
         head_dim_v=v.shape[3],
-        forms=kind.forms,
+        forms=_forms_of(request, length),
         deterministic=request.deterministic,
         capability=torch.cuda.get_device_capability(q.device) if q.is_cuda else None,
         softcap=request.softcap,
-        packed=kind.packed,
+        packed=bool(request.cu_seqlens) or request.irregular,
     )
 
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import logging
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
@@ -92,18 +91,9 @@ def plan_memory(program: Program, landings: Sequence[Landings], format: Format) 
     )
 
 
-logger = logging.getLogger(__name__)
-
-_KEPT = 256
-"""Rank plans that were made ahead and are kept per process: a few packs ahead, and for each a few kinds of layers."""
-
-
 @dataclass(frozen=True, slots=True)
 class RankPlan:
-    """One rank's programs; plain data, which travels between processes of a host by pickle.
-
-    asked: of a plan made ahead, the problem without an exchange of heads, of which `degree` neighbours exchange.
-    """
+    """One rank's programs."""
 
     problem: Problem
     rank: int
@@ -111,14 +101,6 @@ class RankPlan:
     digest: str
     forward: MemoryPlan
     backward: MemoryPlan
-    asked: Problem | None = None
-    degree: int = 1
-
-    def use(self) -> None:
-        """Register the plan in this process. Plans that no call uses are dropped when newer ones have come."""
-        _ahead[self.problem, self.rank] = self
-        if len(_ahead) > _KEPT:
-            _ahead.popitem(last=False)
 
     @property
     def plan(self) -> AttentionPlan:
@@ -175,7 +157,7 @@ def _refuse_plan(plan: AttentionPlan, problem: Problem) -> None:
         raise UnsupportedError(f"schedule={problem.schedule!r} with a plan", "the plan says it", "schedule='auto'")
 
 
-def work_out(problem: Problem, rank: int) -> RankPlan:
+def rank_plan(problem: Problem, rank: int) -> RankPlan:
     """Plan for all ranks; lower, prove and place for one.
 
     The proof covers the plan, and this rank's programs. All ranks hear of an error on any when they agree.
@@ -197,29 +179,3 @@ def _placed(plan: Plan, rank: int, problem: Problem) -> MemoryPlan:
     program = lower(landings[rank], bands=problem.bands, repeats=problem.repeats)
     check_programs(landings, [program])
     return plan_memory(program, landings, problem.format)
-
-
-_ahead: OrderedDict[tuple[Problem, int], RankPlan] = OrderedDict()
-
-
-def degree_ahead(problem: Problem) -> int | None:
-    """Return the number of neighbours that exchange heads in a plan made ahead of a problem; None if there is none."""
-    return next((plan.degree for plan in _ahead.values() if plan.asked == problem), None)
-
-
-def rank_plan(problem: Problem, rank: int) -> RankPlan:
-    """Return the cached rank plan, or a new one; arguments and errors as for `work_out`."""
-    known = _ahead.get((problem, rank))
-    if known is not None:
-        return known
-    ahead = next((other for other, whose in _ahead if whose == rank and other.asks == problem.asks), None)
-    if ahead is not None:
-        differ = [spec.name for spec in fields(Problem) if getattr(ahead, spec.name) != getattr(problem, spec.name)]
-        theirs, ours = ([f"{name} {getattr(one, name)}" for name in differ] for one in (ahead, problem))
-        _say_once(f"plans made ahead are for {theirs}, and calls bring {ours}: they are planned as they come")
-    return work_out(problem, rank)
-
-
-@lru_cache(maxsize=16)
-def _say_once(message: str) -> None:
-    logger.warning(message)

@@ -21,7 +21,6 @@ ALONE = (
     ("docs/migration.md", "q_ranges"),
     ("docs/remat.md", "q.chunk(4, 2)"),
     ("docs/packed.md", "dist_flash_attn_varlen_func"),
-    ("docs/packed.md", "AttentionPlanner"),
     ("docs/start.md", "dist_flash_attn_func(*map"),
     ("docs/trees.md", "mask=pack"),
 )
