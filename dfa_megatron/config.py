@@ -124,7 +124,7 @@ class DistAttentionConfig:
             if name not in known:
                 whose = [kind.__name__ for kind in CONFIGS if name in kind.__dataclass_fields__]
                 why = f"it is an option of {' and '.join(whose)} alone" if whose else "no option has that name"
-                instead = "leaving it out here" if whose else nearest(name, known)
+                instead = "leaving it out here" if whose else _WENT.get(name) or nearest(name, known)
                 raise UnsupportedError(f"{what} {name!r}", why, instead)
 
     @classmethod
@@ -158,6 +158,13 @@ class DistAttentionConfig:
     def fixed_degree(self) -> int:
         """`ulysses_degree` where it is a number; 1 for "auto"."""
         return 1 if isinstance(self.ulysses_degree, str) else self.ulysses_degree
+
+
+_WENT = {
+    "head_stages": "q.chunk, k.chunk, v.chunk and a call for each: docs/remat.md",
+    "hardware": "schedule and ulysses_degree by name",
+}
+"""Options that went, and what works in their place."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -153,6 +153,8 @@ def test_a_layout_that_is_given_as_a_schedule_is_named(name: str) -> None:
 
 
 def test_an_option_that_there_is_not_is_refused_with_the_nearest_one() -> None:
+    with pytest.raises(UnsupportedError, match=r"'head_stages': no option has that name.*q.chunk"):
+        dfa_megatron.DistAttentionConfig.from_mapping({"head_stages": 2})
     with pytest.raises(UnsupportedError, match=r"'shedule': no option has that name.*perhaps 'schedule'"):
         dfa_megatron.DistAttentionConfig(shedule="ring")  # type: ignore[call-arg]
     with pytest.raises(UnsupportedError, match="an option of MegatronConfig alone"):

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import random
-from dataclasses import replace
 from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
 
 from dfa_megatron.cli.main import main
-from dfa_megatron.plan.cost.hardware import H200_NIC_400G, save
 from dfa_megatron.plan.language.mask import causal
 from dfa_megatron.plan.language.text import from_text
 from tests.support.plan_cases import plan_of
@@ -81,17 +79,14 @@ def test_the_explanation_has_every_candidate_with_its_cost_and_reason(capsys: py
     assert "is even" in rows["greedy"]
 
 
-def test_a_profile_from_a_file_and_nodes_can_be_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "mine.json"
-    save(replace(H200_NIC_400G, name="mine", ranks_per_node=2), path)
-    flags = ["plan", "--ranks", "4", "--seq-length", "16384", "--ulysses-degree", "1", "--hardware"]
-    assert main([*flags, str(path)]) == 0
+def test_nodes_can_be_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["plan", "--ranks", "16", "--seq-length", "65536", "--ulysses-degree", "1"]
+    assert main([*flags, "--hardware", "h200-nic-400g"]) == 0
     out = capsys.readouterr().out
-    assert "simulated on mine" in out
-    assert "balanced_shared, gateway" in out
-    path.write_text("{}")
-    assert main(["plan", "--hardware", str(path)]) == 2
-    assert "format None" in capsys.readouterr().err
+    assert "simulated on h200-nic-400g" in out
+    assert ", gateway" in out
+    assert main([*flags, "--hardware", "mine.json"]) == 2
+    assert "one of h200-nvlink" in capsys.readouterr().err
 
 
 def test_files_are_written_and_the_plan_reads_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -166,7 +161,7 @@ def test_a_tree_or_a_union_of_tiles_is_read_from_a_file(
         (["--mask", "full", "--schedule", "balanced"], "pairs causal work only"),
         (["--mask", "documents", "--documents", "1,2"], "add up to 3 tokens, --seq-length is 65536"),
         (["--mask", "documents", "--documents", "1,b"], "invalid literal"),
-        (["--link", "0"], "bytes_per_second=0.0"),
+        (["--link", "0"], "--link 0: it must be positive and finite"),
         (["--svg", "/nowhere/at/all.svg"], "No such file or directory"),
     ],
 )

@@ -66,7 +66,7 @@ def _ways(rank: int, ranks: int) -> None:
         with contextlib.redirect_stderr(io.StringIO()) as said:
             way(x).square().sum().backward()
         if name == "compiled" and rank == 0:
-            lines = [f"dfa: 2 ranks, contiguous, {schedule}, reference over gloo" for schedule in CONFIGS]
+            lines = [f"dfa: 2 ranks, contiguous, {schedule}, cpu over gloo" for schedule in CONFIGS]
             assert said.getvalue().splitlines() == lines
         got = [x.grad, layer.sinks.grad, *(p.grad for p in layer.qkv.parameters())]
         want = want or [g.clone() for g in got]

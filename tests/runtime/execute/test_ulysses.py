@@ -243,7 +243,7 @@ def _opcheck(rank: int, ranks: int) -> None:
 
     q, k, v = (x[:, rank * 3 : rank * 3 + 3].clone().requires_grad_() for x in case(ranks * 3).inputs)
     text = Request(**arguments(softmax_scale=0.25, kernel="reference", ulysses_degree=2)).to_text()
-    torch.library.opcheck(attention, (q, k, v, None, None, text, group_name(None)))
+    torch.library.opcheck(attention, (q, k, v, None, text, group_name(None)))
 
 
 def test_the_operator_passes_the_checks_of_torch_library() -> None:
