@@ -120,13 +120,13 @@ def batch_of_rows(micro: int) -> dict[str, torch.Tensor]:
 
 def share_of_loss(losses: torch.Tensor, batch: dict[str, Any]) -> torch.Tensor:
     """This rank's part of the mean loss, where every micro-batch counts alike."""
-    count = [int(PLAIN.global_batch(0)[micro]["loss_mask"].sum()) for micro in range(MICRO_BATCHES)]
+    count = [int(whole["loss_mask"].sum()) for whole in HERE.row.global_batch(0)]
     share: torch.Tensor = (losses.float() * batch["loss_mask"]).sum() / sum(count)
     return share
 
 
-HERE = SimpleNamespace(batch_of=None, loss_of=share_of_loss, total=None, model=None, args=None)
-"""The script's data and loss, and its total loss, model and arguments."""
+HERE = SimpleNamespace(row=PLAIN, batch_of=None, loss_of=share_of_loss, total=None, model=None, args=None)
+"""The row that the script trains on, its data and loss, and its total loss, model and arguments."""
 
 # What pretrain_gpt.py of Megatron-LM 0.19 does between its loader and its model, without CUDA and an optimizer. The
 # slicing is called as that script calls it.
@@ -190,7 +190,7 @@ def train_through_scripts(rank: int, ranks: int, script: str) -> str:
     for row, more, batch_of in ((PLAIN, plain, batch_of_rows), (PACKED, packed, packed_batch)):
         wanted = harness.step(row.alone()).loss
         as_launched()
-        HERE.batch_of = batch_of
+        HERE.row, HERE.batch_of = row, batch_of
         assert launch.main([script, *FLAGS.split(), *OURS.split(), *FULL.split(), *more]) == 0
         assert HERE.args.dfa_data_layout == "boundary"
         assert tile_of(HERE.model) == (7 if row is PLAIN else None)
@@ -230,7 +230,10 @@ def conversations(ranks: int) -> Any:
     sft_dataset.MegatronDataset.__init__ = keep
     config = SimpleNamespace(context_parallel_size=ranks, tokenizer=Tokenizer(), sequence_length=SEQUENCE)
     config.reset_position_ids = config.create_attention_mask = config.reset_attention_mask = False
-    samples = [[{"role": "system", "content": "A tokenizer!" * length} for length in row] for row in LENGTHS]
+    digits = "".join(map(str, torch.randint(10, (100,), generator=torch.Generator().manual_seed(4)).tolist()))
+    samples = [
+        [{"role": "system", "content": digits[at : at + length]} for at, length in enumerate(row)] for row in LENGTHS
+    ]
     made = sft_dataset.SFTDataset(samples, None, list(range(len(samples))), len(samples), None, config=config)
     assert config.context_parallel_size == ranks
     return made
