@@ -1,21 +1,16 @@
-"""The reference run that every parallel run is compared with: Megatron-Core's own attention on one rank."""
+"""What takes long to import is imported once; worker processes of tests that are not for GPUs see none."""
 
 from __future__ import annotations
-
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
 pytest.importorskip("megatron.core")
 
-from tests.megatron import harness, kinds
-from tests.support.workers import preload, run_ranks
+from tests.support.workers import preload
 
-# Importing a GPT model takes seconds: once in the fork server, not in every rank of every test.
 preload("megatron.core.parallel_state", "megatron.core.models.gpt.gpt_model", "megatron.core.distributed")
 preload("megatron.core.ssm.mamba_layer", "megatron.core.ssm.mamba_mixer", "megatron.core.models.mamba.mamba_model")
-preload("megatron.core.models.gpt.gpt_layer_specs", "dfa_megatron.megatron.spec", "dfa_megatron.megatron.tokens.batch")
+preload("megatron.core.models.gpt.gpt_layer_specs", "dfa_megatron.megatron.spec", "tests.frameworks.megatron_harness")
 
 
 @pytest.fixture(autouse=True)
@@ -23,26 +18,3 @@ def on_cpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
     """The worker processes of tests that are not for GPUs see none."""
     if request.node.get_closest_marker("gpu") is None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-
-
-@pytest.fixture(scope="session")
-def references(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., dict[str, str]]:
-    """Give the paths of the losses and first gradients of one rank, by their names in kinds.py; each is made once."""
-    folder = tmp_path_factory.mktemp("references")
-
-    def made(*names: str) -> dict[str, str]:
-        paths = {name: str(folder / f"{name}.pt") for name in names}
-        missing = [(path, kinds.REFERENCES[name]) for name, path in paths.items() if not Path(path).exists()]
-        with pytest.MonkeyPatch.context() as environment:
-            environment.setenv("CUDA_VISIBLE_DEVICES", "")
-            if missing:
-                run_ranks(1, harness.save_references, missing, timeout=170)
-        return paths
-
-    return made
-
-
-@pytest.fixture(scope="session")
-def reference(references: Callable[..., dict[str, str]]) -> str:
-    """The path of the plain model's."""
-    return references("plain")["plain"]

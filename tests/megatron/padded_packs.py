@@ -30,11 +30,17 @@ def cut(batch: dict[str, torch.Tensor], ranks: int, rank: int, total: int, form:
     rooms[-1] += total - sum(rooms)
     generator = torch.Generator().manual_seed(rooms[0])
     cut: dict[str, Any] = {}
-    for name in ("tokens", "labels", "loss_mask", "position_ids"):
+    for name in [name for name in ("tokens", "labels", "loss_mask", "position_ids", "at") if name in batch]:
         parts = []
+        if batch[name].dim() == 3:  # places of images, which stay whole
+            documents = zip(batch[name].flatten(1).split(lengths, 1), rooms, strict=True)
+            parts = [torch.nn.functional.pad(document, (0, room - document.shape[1])) for document, room in documents]
+            cut[name] = torch.cat(parts, 1)[:, None]
+            continue
         for document, room in zip(batch[name].flatten().split(lengths), rooms, strict=True):
             filling = torch.randint(1, 40, (room - len(document),), generator=generator).to(document.dtype)
-            chunks = torch.cat((document, filling * (name != "loss_mask"))).chunk(2 * ranks)
+            filling = {"loss_mask": filling * 0, "at": filling * 0 - 1}.get(name, filling)
+            chunks = torch.cat((document, filling)).chunk(2 * ranks)
             parts += [chunks[rank], chunks[2 * ranks - 1 - rank]]
         cut[name] = torch.cat(parts)[None]
     padded = torch.tensor([0, *accumulate(rooms)], dtype=torch.int32)

@@ -1,4 +1,4 @@
-"""Megatron's three wrappers of a model, on CPU too: its DDP, PyTorch's FSDP2 as Megatron uses it, and Megatron-FSDP."""
+"""Megatron's three wrappers of a model, on CPU too: DDP, PyTorch's FSDP2 and Megatron-FSDP; and its optimizers."""
 
 from __future__ import annotations
 
@@ -7,13 +7,15 @@ from typing import Any
 
 import torch
 
+from tests.frameworks.compare import NORM, Found
+
 
 def wrap(kind: str, config: Any, chunk: Any, **ddp: Any) -> Any:
     """A model chunk in `kind`: ddp, torch_fsdp2, or megatron_fsdp:STRATEGY; ddp are fields of Megatron's DDP config."""
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 
     if kind == "ddp":
-        return DistributedDataParallel(config, DistributedDataParallelConfig(grad_reduce_in_fp32=True, **ddp), chunk)
+        return DistributedDataParallel(config, DistributedDataParallelConfig(**ddp), chunk)
     if kind == "torch_fsdp2":
         return _torch_fsdp2(config, DistributedDataParallelConfig(), chunk)
     given = DistributedDataParallelConfig(
@@ -23,6 +25,39 @@ def wrap(kind: str, config: Any, chunk: Any, **ddp: Any) -> Any:
         **ddp,
     )
     return _megatron_fsdp(config, given, chunk)
+
+
+def optimizer_of(kind: str, models: list[Any], *, overlap: bool = False) -> Any:
+    """Return Adam: of PyTorch, Megatron's around it, or spread over data ranks; None for ""."""
+    if kind in ("", "torch"):
+        every = [p for model in models for p in model.parameters()]
+        return torch.optim.Adam(every, lr=2e-3, eps=1e-6) if kind else None
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+
+    chosen = OptimizerConfig(
+        optimizer="adam",
+        lr=2e-3,
+        min_lr=2e-3,
+        weight_decay=0.0,
+        adam_beta2=0.999,
+        adam_eps=1e-6,
+        clip_grad=1e9,  # clips nothing, but asks for the norm
+        use_distributed_optimizer=kind == "distributed",
+        overlap_param_gather=overlap,
+    )
+    return get_megatron_optimizer(chosen, models)
+
+
+def move(optimizer: Any, models: list[Any], found: Found) -> None:
+    """Move the weights, and add the norm that Megatron's optimizers find over all ranks."""
+    parameters = [p for model in models for p in model.parameters()]
+    for p in parameters if isinstance(optimizer, torch.optim.Optimizer) else ():
+        p.grad = p.main_grad if hasattr(p, "main_grad") else p.grad
+    stepped = optimizer.step()
+    if stepped:
+        found.gradients[NORM] = torch.tensor(stepped[1])
+    for p in parameters:
+        p.grad = None  # left in place, autograd would add the next gradient to main_grad, and DDP once more
 
 
 def finalizes(model: Any) -> bool:

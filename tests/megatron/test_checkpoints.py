@@ -9,74 +9,85 @@ from typing import Any
 import pytest
 import torch
 
-from dfa_megatron.config import MegatronConfig
-from tests.megatron import checkpoints, harness
-from tests.megatron.harness import Case, Topology, case
-from tests.megatron.hybrids import DELTA, in_a_gpt, make
-from tests.megatron.kinds import LEARNABLE
-from tests.support import state_kernels
+from tests.frameworks import megatron_harness as harness
+from tests.frameworks.compare import Found
+from tests.frameworks.megatron_rows import FULL, MEGATRONS, TWO, like
+from tests.fuzz.frameworks.megatron_draw import MegatronDraw
+from tests.megatron import checkpoints, sharded
 from tests.support.workers import run_ranks
 
-ALONE, SHARED = Topology(dp=2), Topology(cp=2)
-"""Megatron's own layers with whole sequences, and ours with shared ones."""
-HYBRID = (*DELTA, ("num_layers", 2), ("mtp_num_layers", 1), ("hetereogenous_dist_checkpoint", True))
+CP2 = {"cp": 2}
+HYBRID = {"mtp_num_layers": 1, "hetereogenous_dist_checkpoint": True}
 
 
-def ours(layout: str, config: Any, steps: int = 3) -> Case:
-    return case(layout, "auto", steps=steps, optimizer="megatron", config=config)
+def trained(row: MegatronDraw, *numbers: int, load: str = "", save: str = "") -> Found:
+    """The last of a row's steps, which count down to 0, from or to a checkpoint of model and optimizer."""
+    with torch.compiler.set_stance("force_eager"), harness.with_layers(row):
+        harness.start(row)
+        models = harness.wrapped(row)
+        optimizer = sharded.optimizer_of(row.optimizer, models)
+        if load:
+            checkpoints.load(load, models[0].module, optimizer)
+        found = harness.train(row, models, optimizer, numbers)
+        if save:
+            checkpoints.save(save, models[0].module, optimizer)
+        return found
 
 
-def resume(rank: int, ranks: int, folder: str, config: Any, shared: Topology) -> list[float]:
+def resume(rank: int, ranks: int, folder: str, row: MegatronDraw) -> dict[int, float]:
     """Stop after a step and go on with the other's layers; the last checkpoint is ours."""
-    megatrons = Case(None, steps=3, optimizer="megatron", config=config)
-    harness.start(ALONE)
-    losses = harness.train(ALONE, megatrons).losses
-    ways = [(ALONE, megatrons, shared, ours("boundary", config))] if shared.tp == 1 else []
-    for source, first, target, then in (*ways, (shared, ours("contiguous", config), ALONE, megatrons)):
-        harness.start(source)
-        place = f"{folder}/{len(first.config)}-{first.options is None}"
-        harness.train(source, replace(first, steps=1), save=place)
-        harness.start(target)
-        resumed: Any = harness.train(target, then, load=place, first_step=1).losses
-        assert resumed == pytest.approx(losses[1:], abs=1e-4)
-    return losses
+    alone = replace(row.alone(), optimizer=row.optimizer)
+    whole = trained(alone, 2, 1, 0).tokens
+    boundary = replace(row, options={**(row.options or {}), "data_layout": "boundary"})
+    ways = [(alone, boundary)] if row.tp == 1 else []
+    for source, target in (*ways, (row, alone)):
+        place = f"{folder}/{row.name.partition(':')[0]}-{source.options is None}"
+        trained(source, 2, save=place)
+        resumed = trained(target, 1, 0, load=place).tokens
+        assert resumed == {at: pytest.approx(whole[at], abs=1e-4) for at in resumed}
+    return whole
 
 
-def on_other_ranks(rank: int, ranks: int, folder: str) -> list[float]:
-    harness.start(Topology(cp=ranks))
-    return harness.train(Topology(cp=ranks), ours("contiguous", ()), load=f"{folder}/0-False", first_step=1).losses
+def on_other_ranks(rank: int, ranks: int, folder: str) -> dict[int, float]:
+    row = like("plain", {"cp": ranks}, checkpoint="auto", config=FULL, **MEGATRONS)
+    return trained(row, 1, 0, load=f"{folder}/plain-False").tokens
 
 
 @pytest.mark.support("megatron", "checkpoints to and from Megatron's own attention")
 def test_training_goes_on_with_megatrons_attention_and_back_and_on_another_number_of_ranks(tmp_path: Path) -> None:
-    losses = run_ranks(2, resume, str(tmp_path), (), SHARED)[0]
-    assert run_ranks(3, on_other_ranks, str(tmp_path))[0] == pytest.approx(losses[1:], abs=1e-4)
-    run_ranks(2, resume, str(tmp_path), LEARNABLE, Topology(tp=2))  # each rank has the logits of its heads
+    plain = like("plain", CP2, checkpoint="auto", config=FULL, **MEGATRONS)
+    losses = run_ranks(2, resume, str(tmp_path), plain)[0]
+    for tokens in run_ranks(3, on_other_ranks, str(tmp_path)):
+        assert tokens == {at: pytest.approx(losses[at], abs=1e-4) for at in tokens}
+    learnable = like("learnable", {"tp": 2}, checkpoint="auto", config=FULL, **MEGATRONS)
+    run_ranks(2, resume, str(tmp_path), learnable)  # each rank has the logits of its heads
 
 
 @pytest.mark.support("megatron", "checkpoints of hybrids and prediction layers, CP 2 to CP 1 and back")
 def test_gated_delta_nets_with_prediction_layers_train_on_from_each_others_checkpoints(tmp_path: Path) -> None:
-    run_ranks(2, in_a_gpt, resume, str(tmp_path), HYBRID, SHARED)
+    states = like("packed delta", CP2, checkpoint="auto", config=FULL | TWO | HYBRID, pack="", batch=2, **MEGATRONS)
+    run_ranks(2, resume, str(tmp_path), states)
 
 
 def exchange_states(rank: int, ranks: int, folder: str) -> None:
-    state_kernels.install()
-    options = MegatronConfig(data_layout="contiguous")
-    for source, theirs, target, mine in ((SHARED, options, ALONE, None), (ALONE, None, SHARED, options)):
-        harness.start(source)
-        saved = make("mamba", source, theirs, 0)
-        checkpoints.save(f"{folder}/{theirs is None}", saved)
-        harness.start(target)
-        loaded, plain = (make("mamba", target, mine, 0) for _ in range(2))
-        for parameter in (*loaded.parameters(), *plain.parameters()):
-            parameter.data.zero_()
-        checkpoints.load(f"{folder}/{theirs is None}", loaded)
-        plain.load_state_dict(saved.state_dict())
-        wanted = dict(saved.named_parameters())
-        for model in (loaded, plain):
-            found = dict(model.named_parameters())
-            assert found.keys() == wanted.keys()
-            assert [name for name in wanted if not torch.equal(found[name], wanted[name])] == []
+    row = like("stack", CP2)
+    with harness.with_layers(row):
+        for source, target in ((row, row.alone()), (row.alone(), row)):
+            place = f"{folder}/{source.options is None}"
+            harness.start(source)
+            saved = harness.model_of(source)
+            checkpoints.save(place, saved)
+            harness.start(target)
+            loaded, plain = (harness.model_of(target) for _ in range(2))
+            for parameter in (*loaded.parameters(), *plain.parameters()):
+                parameter.data.zero_()
+            checkpoints.load(place, loaded)
+            plain.load_state_dict(saved.state_dict())
+            wanted: dict[str, Any] = dict(saved.named_parameters())
+            for model in (loaded, plain):
+                found = dict(model.named_parameters())
+                assert found.keys() == wanted.keys()
+                assert [name for name in wanted if not torch.equal(found[name], wanted[name])] == []
 
 
 @pytest.mark.support("megatron", "checkpoints of hybrids and prediction layers, CP 2 to CP 1 and back")

@@ -12,21 +12,17 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dfa_megatron.config import MegatronConfig
 from dfa_megatron.errors import DisagreementError, UnsupportedError
 from dfa_megatron.megatron import door
-from tests.megatron import harness
-from tests.megatron.harness import BATCH, HIDDEN, MEGATRONS, SEQUENCE, VOCABULARY, Topology, case
-from tests.megatron.kinds import ALLGATHER
+from tests.frameworks import megatron_harness as harness
+from tests.frameworks.compare import assert_gradients, gradients_of
+from tests.frameworks.megatron_rows import BLOCK, TWO, like
+from tests.fuzz.frameworks.megatron_draw import VOCABULARY, MegatronDraw
 from tests.support.workers import run_ranks
 
-BOUNDARY = MegatronConfig(data_layout="boundary")
+BATCH, SEQUENCE, HIDDEN = 2, 48, 64
 ROWS = SEQUENCE // 2 * BATCH
-
-
-def model_of(topology: Topology, options: MegatronConfig | None, **changes: Any) -> Any:
-    wanted = MEGATRONS if options is None else case(options.data_layout)
-    return harness.make_model(harness.make_config(topology, wanted, **changes), options).train()
+WHOLE = like("plain").global_batch(0)[0]
 
 
 def cut(whole: torch.Tensor, dim: int) -> torch.Tensor:
@@ -46,32 +42,28 @@ def split(rows: torch.Tensor, model: Any) -> torch.Tensor:
     return rows.chunk(model.pg_collection.tp.size())[model.pg_collection.tp.rank()]
 
 
-def step(model: Any, topology: Topology, way: str) -> tuple[torch.Tensor, torch.Tensor | None, dict[str, torch.Tensor]]:
+def step(
+    row: MegatronDraw, way: str, model: Any = None
+) -> tuple[torch.Tensor, torch.Tensor | None, dict[str, torch.Tensor]]:
     """Result of this rank's tokens; gradients of its embeddings, and of parameters, summed over the sequence."""
-    from megatron.core import parallel_state
-
-    batch = {name: cut(x, 1) for name, x in harness.micro_batch(0, 0).items()}
-    ones = torch.ones(1, 1, SEQUENCE, SEQUENCE).triu(1).bool() if topology.ranks == topology.dp else None
+    model = model or harness.model_of(row)
+    batch = {name: cut(x, 1) for name, x in WHOLE.items()}
+    ones = torch.ones(1, 1, SEQUENCE, SEQUENCE).triu(1).bool() if row.options is None and row.tp == 1 else None
     given: dict[str, Any] = {"labels": batch["labels"]} if way in ("labels", "embeddings") else {}
     if way == "embeddings":
-        whole = torch.randn(SEQUENCE, BATCH, HIDDEN, generator=torch.Generator().manual_seed(5))
+        draw = torch.Generator().manual_seed(5)
+        whole = torch.randn(SEQUENCE, BATCH, HIDDEN, generator=draw, dtype=torch.float64)
         given["decoder_input"] = split(cut(whole, 0), model).clone().requires_grad_()
     if way == "processor":
         given |= {"labels": batch["labels"], "output_processor": processed, "output_processor_context": batch}
     model.post_process = way != "states"
     out = model(batch["tokens"], batch["position_ids"], ones, **given)
-    weight = torch.randn(SEQUENCE, BATCH, VOCABULARY, generator=torch.Generator().manual_seed(7))
+    weight = torch.randn(SEQUENCE, BATCH, HIDDEN, generator=torch.Generator().manual_seed(7))
     rows = out if way == "states" else out.transpose(0, 1)
     weights = cut(weight[..., : out.shape[-1]] if rows.dim() == 3 else weight[..., 0], 0)
     (rows * (split(weights, model) if way == "states" else weights)).sum().backward()
-    gradients = {}
-    for name, parameter in model.named_parameters():
-        if parameter.grad is None:
-            continue
-        gradients[name] = parameter.grad.clone()
-        dist.all_reduce(gradients[name], group=parallel_state.get_context_parallel_group())
     given = {} if "decoder_input" not in given else {"embeddings": given["decoder_input"].grad}
-    return rows.detach(), given.get("embeddings"), gradients
+    return rows.detach(), given.get("embeddings"), gradients_of(model, model.cp_group)
 
 
 def processed(
@@ -83,57 +75,58 @@ def processed(
     return output_layer(hidden_states)[0].transpose(0, 1)
 
 
-def in_order(rank: int, ranks: int, topology: Topology) -> None:
+def in_order(rank: int, ranks: int, row: MegatronDraw) -> None:
     """Compare what a caller sees of every way with Megatron's own model on one rank."""
     from megatron.core.models.gpt.gpt_model import GPTModel
 
     ways = ["logits", "embeddings", "states", "labels"]
     ways += ["processor"] if "output_processor" in inspect.signature(GPTModel.forward).parameters else []
-    alone = Topology(tp=topology.tp, dp=ranks // topology.tp)
+    alone = row.alone(tp=row.tp)
     harness.start(alone)
-    wanted = {way: step(model_of(alone, None, sequence_parallel=False), alone, way) for way in ways}
-    harness.start(topology)
+    wanted = {way: step(alone, way) for way in ways}
+    harness.start(row)
     for way in ways:
-        rows, embeddings, gradients = step(model_of(topology, BOUNDARY), topology, way)
+        rows, embeddings, gradients = step(row, way)
         whole, whole_embeddings, whole_gradients = wanted[way]
         for mine, theirs in ((rows, whole), (embeddings, whole_embeddings)):
             if mine is None or theirs is None:
                 continue
             expected = cut(theirs, 0)
             if len(mine) < len(expected):
-                expected = expected.chunk(topology.tp)[dist.get_rank() % topology.tp]
+                expected = expected.chunk(row.tp)[dist.get_rank() % row.tp]
             error = (mine - expected).abs().max() / expected.abs().max()
-            assert error <= 1e-5, f"{topology} {way}: {tuple(mine.shape)} is off by {error:.2e}"
+            assert error <= 1e-5, f"{row.name} {way}: {tuple(mine.shape)} is off by {error:.2e}"
         assert gradients.keys() == whole_gradients.keys()
-        for name, gradient in gradients.items() if topology.tp == 1 else ():
-            error = (gradient - whole_gradients[name]).abs().max() / whole_gradients[name].abs().max()
-            assert error <= 1e-5, f"{topology} {way}: the gradient of {name} is off by {error:.2e}"
+        if row.tp == 1:
+            assert_gradients(gradients, whole_gradients, f"{row.name} {way}")
 
 
 @pytest.mark.support("megatron", "logits, given embeddings, hidden states and losses in the caller's order, CP 2, TP 2")
-@pytest.mark.parametrize("topology", [Topology(cp=2), Topology(tp=2, cp=2)], ids=["cp2", "tp2-cp2-sequence-parallel"])
-def test_a_caller_finds_its_own_order_in_all_that_a_model_returns(topology: Topology) -> None:
-    run_ranks(topology.ranks, in_order, topology)
+@pytest.mark.parametrize("sizes", [{"cp": 2}, {"tp": 2, "cp": 2}], ids=["cp2", "tp2-cp2-sequence-parallel"])
+def test_a_caller_finds_its_own_order_in_all_that_a_model_returns(sizes: dict[str, int]) -> None:
+    row = like("plain", sizes, "boundary")
+    run_ranks(row.ranks, in_order, row)
 
 
 def sent(rank: int, ranks: int) -> None:
     """Count the bytes of every all-to-all: three integers of a token in, one float out, one back."""
-    harness.start(Topology(cp=ranks))
-    model, moved = model_of(Topology(cp=ranks), BOUNDARY), []
+    row = like("plain", {"cp": ranks}, "boundary", dtype="float32 of few layers")
+    harness.start(row)
+    model, moved = harness.model_of(row), []
     real = dist.all_to_all_single
 
     def counting(out: Any, rows: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         moved.append(rows.nbytes)
         return real(out, rows, *args, **kwargs)
 
-    step(model, Topology(cp=ranks), "labels")  # rotary tables are exchanged once
+    step(row, "labels", model)  # rotary tables are exchanged once
     dist.all_to_all_single = counting
     try:
-        step(model, Topology(cp=ranks), "labels")
+        step(row, "labels", model)
         assert moved == [3 * ROWS * 8, ROWS * 4, ROWS * 4]
         moved.clear()
         with torch.no_grad():
-            tokens = cut(harness.micro_batch(0, 0)["tokens"], 1)
+            tokens = cut(WHOLE["tokens"], 1)
             assert model(tokens, None, None).shape == (BATCH, SEQUENCE // 2, VOCABULARY)
         assert moved == [ROWS * 8, ROWS * HIDDEN * 4]
     finally:
@@ -144,13 +137,12 @@ def refused(rank: int, ranks: int) -> None:
     from megatron.core.models.gpt.gpt_model import GPTModel
 
     sent(rank, ranks)
-    topology = Topology(cp=ranks)
-    model = model_of(topology, BOUNDARY)
-    bare = model_of(topology, BOUNDARY).decoder
-    rows = torch.randn(SEQUENCE // ranks, BATCH, HIDDEN)
+    row = like("plain", {"cp": ranks}, "boundary")
+    model, bare = harness.model_of(row), harness.model_of(row).decoder
+    rows = torch.randn(SEQUENCE // ranks, BATCH, HIDDEN, dtype=torch.float64)
     with pytest.raises(UnsupportedError, match=r"layers outside a language model.*LanguageModule"):
         bare(rows, None)
-    batch = {name: cut(x, 1) for name, x in harness.micro_batch(0, 0).items()}
+    batch = {name: cut(x, 1) for name, x in WHOLE.items()}
 
     def call(**more: Any) -> Any:
         return model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"], **more)
@@ -161,9 +153,8 @@ def refused(rank: int, ranks: int) -> None:
     with pytest.raises(UnsupportedError, match="the block's argument extract_layer_indices"):
         call(extra_block_kwargs={"extract_layer_indices": {0}})
     with pytest.raises(UnsupportedError, match="moe_enable_routing_replay in data_layout='boundary'"):
-        model_of(topology, BOUNDARY, num_moe_experts=2, moe_enable_routing_replay=True)
-    some = {"num_moe_experts": 2, "recompute_granularity": "full", "recompute_method": "block"}
-    some_kept = model_of(topology, BOUNDARY.replace(checkpoint="none"), num_layers=2, recompute_num_layers=1, **some)
+        harness.model_of(row, harness.config_of(row, num_moe_experts=2, moe_enable_routing_replay=True))
+    some_kept = harness.model_of(like("plain", {"cp": ranks}, "boundary", config={"num_moe_experts": 2} | TWO | BLOCK))
     with nullcontext() if door._KEEPS_MASKS else pytest.raises(UnsupportedError, match="padding_mask beside experts"):
         some_kept(batch["tokens"], batch["position_ids"], None, padding_mask=batch["tokens"] == 0)
     losses = call()
@@ -197,12 +188,12 @@ def test_what_crosses_the_door_is_counted_and_what_cannot_is_refused() -> None:
 
 def other_weights(rank: int, ranks: int, layout: str) -> None:
     """Draw weights that the second rank changes; experts are other ones on every rank."""
-    topology, draw = Topology(cp=ranks, ep=ranks), random.Random(layout)
-    harness.start(topology)
-    model = model_of(topology, MegatronConfig(data_layout=layout), **dict(ALLGATHER))
+    row, draw = like("experts", {"cp": ranks, "ep": ranks}, layout), random.Random(layout)
+    harness.start(row)
+    model = harness.model_of(row)
     held = {name: x for name, x in model.named_parameters() if getattr(x, "allreduce", True)}
     experts = [x for name, x in model.named_parameters() if name not in held]
-    batch = {name: cut(x, 1) for name, x in harness.micro_batch(0, 0).items()}
+    batch = {name: cut(x, 1) for name, x in WHOLE.items()}
     for name in draw.sample(sorted(held), 5):
         parameter = held[name]
         row, change = draw.choice((0, -1)), draw.choice((1e-3, float("nan")))
@@ -217,7 +208,7 @@ def other_weights(rank: int, ranks: int, layout: str) -> None:
     model(batch["tokens"], batch["position_ids"], None)
     held[name].data += rank
     model(batch["tokens"], batch["position_ids"], None)  # compared once
-    unseen = model_of(topology, MegatronConfig(data_layout=layout, verify="off"), **dict(ALLGATHER))
+    unseen = harness.model_of(like("experts", {"cp": ranks, "ep": ranks}, layout, options={"verify": "off"}))
     unseen.decoder.layers[0].mlp.linear_fc1.weight.data += rank
     unseen(batch["tokens"], batch["position_ids"], None)
 

@@ -10,9 +10,10 @@ import torch
 
 from dfa_megatron.config import MegatronConfig
 from dfa_megatron.errors import UnsupportedError
-from tests.megatron import harness
-from tests.megatron.harness import Topology, case, make_config
-from tests.megatron.hybrids import PATTERN, build, stack_spec
+from tests.frameworks import megatron_harness as harness
+from tests.frameworks.megatron_rows import BLOCK, like
+from tests.megatron.hybrids import build, stack_spec
+from tests.support.megatron_model import megatrons_spec
 from tests.support.workers import run_ranks
 
 
@@ -39,21 +40,19 @@ def refuse(rank: int, world_size: int) -> None:
 
     from dfa_megatron.megatron import distribute_attention
 
-    harness.start(Topology(cp=2))
+    harness.start(like("stack", {"cp": 2}))
     groups = ProcessGroupCollection.use_mpu_process_groups()
     boundary, zigzag = (MegatronConfig(data_layout=layout) for layout in ("boundary", "zigzag"))
     spec = stack_spec()
     spec.submodules.mamba_layer = ModuleSpec(module=torch.nn.Identity)
     with pytest.raises(UnsupportedError, match=r"whose mamba_layer has the mixer None.*data_layout='zigzag'"):
         distribute_attention(spec, config=boundary)
-    config = make_config(Topology(cp=2), case("zigzag", recompute=("block", 1)), num_layers=len(PATTERN))
+    config = harness.config_of(like("stack", {"cp": 2}, "zigzag", config=BLOCK))
     with pytest.raises(UnsupportedError, match=r"'block' in a hybrid model.*uniform"):
         build(distribute_attention(spec, config, config=zigzag), config, groups)
-    config = make_config(Topology(cp=2), case("boundary"), is_hybrid_model=True)
+    config = harness.config_of(like("plain", {"cp": 2}), is_hybrid_model=True)
     with pytest.raises(UnsupportedError, match=r"by itself in a hybrid model.*whole hybrid stack spec"):
-        distribute_attention(harness.megatrons_spec(config), config, config=boundary)(
-            config=config, pg_collection=groups
-        )
+        distribute_attention(megatrons_spec(config), config, config=boundary)(config=config, pg_collection=groups)
 
 
 def test_what_would_be_in_another_order_than_other_layers_believe_is_refused() -> None:

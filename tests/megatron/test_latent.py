@@ -1,8 +1,7 @@
-"""Multi-latent attention, which makes its rotary table inside its layers: its tables, and tensor parallelism."""
+"""The rotary table of multi-latent attention, which makes it inside its layers."""
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import pytest
@@ -14,37 +13,7 @@ from dfa_megatron.megatron.layers.rotary import order_rotary
 from dfa_megatron.megatron.stand_in import use_cpu
 from dfa_megatron.megatron.tokens.packs import Pack
 from dfa_megatron.megatron.tokens.visit import Exchange, Visit, running
-from tests.megatron import harness
-from tests.megatron.harness import Case, Topology, case
-from tests.megatron.kinds import LATENT
 from tests.support.workers import run_ranks
-
-full = functools.partial(case, checkpoint="auto", steps=1)
-
-
-def sequence_parallel(rank: int, ranks: int) -> None:
-    """One rank is no reference of TP: Megatron's own projection of the shared rotary key loses a gradient there."""
-    config = (*LATENT, ("calculate_per_token_loss", True))
-    alone, shared = Topology(tp=2, dp=2), Topology(tp=2, cp=2)
-    harness.start(alone)
-    plain = {"steps": 1, "config": (*config, ("sequence_parallel", False))}  # its PyTorch norms refuse it
-    wants = [harness.train(alone, Case(None, pairs=pairs, **plain)) for pairs in ("", "documents")]  # type: ignore[arg-type]
-    harness.start(shared)  # padded packs first: nobody has declared yet how batches are cut
-    packed = functools.partial(full, config=config, pairs="documents")
-    packs = [packed("boundary", padded=True), packed("contiguous")]
-    for wanted in (*packs, *(full(layout, config=config) for layout in ("zigzag", "boundary"))):
-        found, want = harness.train(shared, wanted), wants[wanted.pairs == "documents"]
-        assert found.losses == pytest.approx(want.losses, abs=1e-5)
-        for name, gradient in want.gradients.items():
-            # Megatron sums this one over TP ranks, each of which has the whole without sequence parallelism.
-            expected_gradient = gradient / (2 if "q_layernorm" in name else 1)
-            error = (found.gradients[name] - expected_gradient).abs().max()
-            assert error <= 1e-5 * gradient.abs().max(), f"{wanted}: {name}"
-
-
-@pytest.mark.support("megatron", "latent attention, PP 2 x CP 2 and TP 2 x CP 2")
-def test_tensor_and_sequence_parallelism_train_like_megatron() -> None:
-    run_ranks(4, sequence_parallel)
 
 
 class Numbers(torch.nn.Module):

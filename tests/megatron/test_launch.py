@@ -117,22 +117,6 @@ def test_a_missing_script_and_no_script_are_refused(capsys: pytest.CaptureFixtur
     assert "pretrain_gpt.py" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("message", "flags"),
-    [
-        ("without --spec", ["--dfa-data-layout", "zigzag"]),
-        ("contiguous in a script.*boundary", [*SPEC, "--dfa-data-layout", "contiguous"]),
-        ("without --spec", ["--spec"]),
-        ("--spec local", ["--spec", "local"]),
-        ("--yaml-cfg", [*SPEC, "--yaml-cfg", "a.yaml"]),
-        ("--use-legacy-models", [*SPEC, "--use-legacy-models"]),
-    ],
-)
-def test_flags_that_would_be_silently_wrong_are_refused_before_the_script_runs(message: str, flags: list[str]) -> None:
-    with pytest.raises(UnsupportedError, match=message):
-        script.prepare(flags)
-
-
 def test_the_example_of_the_help_is_not_refused() -> None:
     _, example = (launch.__doc__ or "").rsplit("-m dfa_megatron.launch pretrain_gpt.py", maxsplit=1)
     flags = example.split("...")[0].replace("\\", " ").split()

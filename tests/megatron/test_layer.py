@@ -15,14 +15,24 @@ from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.loss.deferred import WATCHED
 from dfa_megatron.megatron.stand_in import use_cpu
 from dfa_megatron.runtime.counters import COUNTERS
-from tests.megatron import harness, padded_packs
-from tests.megatron.harness import Topology, case, make_config, make_model, start
-from tests.megatron.kinds import HETEROGENEOUS
+from tests.frameworks import megatron_harness as harness
+from tests.frameworks.megatron_rows import FULL, TWO, like
+from tests.fuzz.frameworks.megatron_draw import VOCABULARY, MegatronDraw
+from tests.megatron import padded_packs
+from tests.support.megatron_model import megatrons_spec
 from tests.support.workers import run_ranks
 
+LAYERS = 2
 
-def model_of(options: MegatronConfig, **changes: Any) -> Any:
-    return make_model(make_config(Topology(cp=dist.get_world_size()), case(), **changes), options)
+
+def whole_batch(step: int = 0) -> dict[str, Any]:
+    """A global micro-batch of the plain model."""
+    return {name: x for name, x in like("plain").global_batch(step)[1].items() if name != "cu_seqlens"}
+
+
+def plain(layout: str = "contiguous", checkpoint: str = "auto", **how: Any) -> MegatronDraw:
+    """A model of two layers over all ranks."""
+    return like("plain", {"cp": dist.get_world_size()}, layout, checkpoint, **{"config": TWO, **how})
 
 
 def loss_of(model: Any, batch: Any) -> torch.Tensor:
@@ -40,17 +50,17 @@ def dist_group() -> dist.ProcessGroup:
 def wrong_batches(rank: int, world_size: int) -> None:
     from dfa_megatron.megatron import declare_batch_layout, shard_batch
 
-    start(Topology(cp=world_size))
+    harness.start(plain())
     contiguous, boundary = MegatronConfig(), MegatronConfig(data_layout="boundary")
-    whole = harness.micro_batch(0, 0)
+    whole = whole_batch()
     mine = {name: part.chunk(world_size, 1)[rank] for name, part in whole.items()}
     with pytest.raises(UnsupportedError, match=r"batches that nobody is known to have cut in order.*shard_batch"):
-        loss_of(model_of(contiguous), mine)  # nobody said how these were sliced
+        loss_of(harness.model_of(plain()), mine)  # nobody said how these were sliced
     declare_batch_layout(dist_group(), "contiguous")
-    expected = loss_of(model_of(contiguous), mine)
-    assert torch.equal(expected, loss_of(model_of(contiguous), shard_batch(whole, dist_group(), contiguous)))
+    expected = loss_of(harness.model_of(plain()), mine)
+    assert torch.equal(expected, loss_of(harness.model_of(plain()), shard_batch(whole, dist_group(), contiguous)))
     with pytest.raises(UnsupportedError, match="data_layout='boundary' on batches that are cut contiguous"):
-        loss_of(model_of(boundary), mine)
+        loss_of(harness.model_of(plain("boundary")), mine)
     with pytest.raises(UnsupportedError, match="contiguous or zigzag"):
         declare_batch_layout(dist_group(), "boundary")
     with pytest.raises(UnsupportedError, match="attention_mask in a batch"):
@@ -66,13 +76,13 @@ def wrong_batches(rank: int, world_size: int) -> None:
                 shard_batch(again, dist_group(), contiguous)
     with pytest.raises(UnsupportedError, match="local_cp_size or hybrid_cp_group in a batch without cu_seqlens"):
         shard_batch({**whole, "local_cp_size": 1}, dist_group(), contiguous)
-    model = model_of(contiguous)
+    model = harness.model_of(plain())
     loss_of(model, shard_batch(whole, dist_group(), contiguous))
     with pytest.raises(UnsupportedError, match="data_layout='contiguous' on batches that are cut zigzag"):
         loss_of(model, shard_batch(whole, dist_group(), boundary))  # the model has taken a batch of the right order
-    other_size = make_config(Topology(cp=1), case())
+    other_size = harness.config_of(like("plain"))
     with pytest.raises(UnsupportedError, match=r"context_parallel_size=1 in the config of a layer whose .* 2 ranks"):
-        make_model(other_size, boundary)
+        harness.model_of(plain("boundary"), other_size)
     shard_batch(whole, dist_group(), contiguous)
     with pytest.raises(UnsupportedError, match="an attention_mask tensor"):
         model(mine["tokens"], mine["position_ids"], torch.ones(1, 1, 4, 4, dtype=torch.bool), labels=mine["labels"])
@@ -82,10 +92,10 @@ def uncut_batches(rank: int, world_size: int) -> None:
     """A loop that forgets to cut one batch among others, in training and in evaluation of another length."""
     from dfa_megatron.megatron import declare_batch_layout, shard_batch
 
-    start(Topology(cp=world_size))
+    harness.start(plain())
     for layout in ("contiguous", "boundary"):
         options = MegatronConfig(data_layout=layout)
-        model, whole = model_of(options), harness.micro_batch(0, 0)
+        model, whole = harness.model_of(plain(layout)), whole_batch()
         short = {name: x[:, : x.shape[1] // 2] for name, x in whole.items()}
         loss_of(model, shard_batch(whole, dist_group(), options))
         with pytest.raises(UnsupportedError, match=rf"a batch of {whole['tokens'].shape[1]} tokens .*did not cut"):
@@ -105,15 +115,15 @@ def foreign_packs(rank: int, world_size: int) -> None:
 
     from dfa_megatron.megatron import declare_batch_layout, shard_batch
 
-    start(Topology(cp=world_size))
-    whole = harness.micro_batch(0, 0)
+    harness.start(plain())
+    whole = whole_batch()
     rows, length = whole["tokens"].shape
     offsets = torch.tensor([0, 4 * world_size, length], dtype=torch.int32)
     packed = {**whole, "cu_seqlens": offsets.expand(rows, -1)}
     theirs = padded_packs.cut(packed, world_size, rank, padded_packs.total_of(whole["tokens"].shape, world_size, 1), 1)
     for layout in ("boundary", "contiguous", "zigzag"):
         options = MegatronConfig(data_layout=layout)
-        model = model_of(options)
+        model = harness.model_of(plain(layout))
         ours = shard_batch(packed, dist_group(), options)
         want, params = loss_of(model, ours), ours["packed_seq_params"]
         shard_batch({name: x[:1].repeat(1, 8) for name, x in whole.items()}, dist_group(), options)  # any length
@@ -140,8 +150,8 @@ def whole_batches(rank: int, world_size: int) -> None:
     from dfa_megatron.megatron import declare_batch_layout, shard_batch
 
     for layout in ("boundary", "zigzag"):
-        start(Topology(cp=world_size))  # new groups: nobody has declared anything
-        model, whole = model_of(MegatronConfig(data_layout=layout)), harness.micro_batch(0, 0)
+        harness.start(plain())  # nobody has declared anything
+        model, whole = harness.model_of(plain(layout)), whole_batch()
         more = {"is_hybrid_cp": False} if "is_hybrid_cp" in signature(get_batch_on_this_cp_rank).parameters else {}
         loss_of(model, get_batch_on_this_cp_rank(dict(whole), cp_group=dist_group(), **more))
         for uncut in (whole, {name: x[:, : x.shape[1] // world_size] for name, x in whole.items()}):
@@ -151,7 +161,7 @@ def whole_batches(rank: int, world_size: int) -> None:
         declare_batch_layout(dist_group(), "zigzag")
         loss_of(model, whole)  # own code slices, and is believed
     for layout in ("contiguous", "boundary"):
-        start(Topology(cp=world_size))
+        harness.start(plain())
         options, group = MegatronConfig(data_layout=layout), parallel_state.get_context_parallel_group()
         for name in ("tokens", "loss_mask"):
             other = {**whole, name: whole[name].roll(rank, 1)}
@@ -171,14 +181,10 @@ def swapped(rank: int, world_size: int) -> None:
 
     from megatron.core import parallel_state
 
-    from dfa_megatron.megatron import shard_batch
-
-    start(Topology(cp=world_size))
+    harness.start(plain())
     other, same = dist.new_group([rank], use_local_synchronization=True), dist.new_group(list(range(world_size)))
     for layout in ("boundary", "contiguous"):
-        options = MegatronConfig(data_layout=layout)
-        model = model_of(options, num_layers=2)
-        batch = shard_batch(harness.micro_batch(0, 0), dist_group(), options)
+        model, batch = harness.model_of(plain(layout)), next(harness.batches(plain(layout)))
         layer = model.decoder.layers[1]
         expected = loss_of(model, batch)
         places = [(layer.pg_collection, "cp"), (layer.self_attention.core_attention, "cp_group")]
@@ -199,20 +205,19 @@ def block_alone(rank: int, world_size: int) -> None:
     """Megatron's block recomputes by its flags, which only a language model hides from it."""
     from dfa_megatron.megatron import declare_batch_layout
 
-    start(Topology(cp=world_size))
+    harness.start(plain())
     declare_batch_layout(dist_group(), "contiguous")
-    full = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-    for options, changes in ((MegatronConfig(), full), (MegatronConfig(checkpoint="remat"), {})):
-        block = model_of(options, **changes).train().decoder
-        hidden = torch.randn(4, 1, block.config.hidden_size, requires_grad=True)
+    for row in (plain(config=TWO | FULL), plain(checkpoint="remat")):
+        block = harness.model_of(row).decoder
+        hidden = torch.randn(4, 1, block.config.hidden_size, dtype=torch.float64, requires_grad=True)
         COUNTERS.reset()
         out = block(hidden, None)
-        if changes:
+        if "recompute_method" in row.config:
             with pytest.raises(UnsupportedError, match=r"full in a block of layers outside a language model.*'remat'"):
                 out.sum().backward()
         else:
             out.sum().backward()
-            assert COUNTERS.attention_forwards == harness.LAYERS
+            assert COUNTERS.attention_forwards == LAYERS
 
 
 def each_refusal(rank: int, world_size: int) -> None:
@@ -225,25 +230,22 @@ def test_batches_in_another_order_or_uncut_foreign_packs_and_other_groups_are_re
 
 
 def evaluate_and_freeze(rank: int, world_size: int) -> None:
-    from dfa_megatron.megatron import shard_batch
-
-    start(Topology(cp=world_size))
     for layout in ("contiguous", "boundary"):
-        options = MegatronConfig(data_layout=layout, checkpoint="remat")
-        batch = shard_batch(harness.micro_batch(0, 0), dist_group(), options)
-        model = model_of(options)
+        row = plain(layout, "remat")
+        harness.start(row)
+        batch, model = next(harness.batches(row)), harness.model_of(row)
         COUNTERS.reset()
-        trained = loss_of(model.train(), batch)
+        trained = loss_of(model, batch)
         assert COUNTERS.remat_bytes > 0
         COUNTERS.reset()
         with torch.no_grad():
             evaluated = loss_of(model.eval(), batch)
         assert torch.equal(trained, evaluated)
-        assert (COUNTERS.attention_forwards, COUNTERS.remat_bytes) == (harness.LAYERS, 0)
+        assert (COUNTERS.attention_forwards, COUNTERS.remat_bytes) == (LAYERS, 0)
 
         gradients = {}
         for checkpoint in ("remat", "none"):
-            model = model_of(options.replace(checkpoint=checkpoint)).train()
+            model = harness.model_of(plain(layout, checkpoint))
             for parameter in model.embedding.parameters():
                 parameter.requires_grad_(False)
             loss_of(model, batch).backward()
@@ -258,19 +260,17 @@ def test_evaluation_keeps_nothing_and_frozen_embeddings_cut_nothing_off() -> Non
 
 
 def says(rank: int, world_size: int) -> list[str]:
-    from dfa_megatron.megatron import shard_batch
-
-    start(Topology(cp=world_size))
+    row = plain(config=TWO | FULL)
+    harness.start(row)
     lines: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
     log = logging.getLogger("dfa_megatron.megatron")
     log.setLevel(logging.INFO)
     log.addHandler(handler)
-    options = MegatronConfig()
-    model = make_model(make_config(Topology(cp=world_size), case("contiguous", "auto")), options)
+    model = harness.model_of(row)
     for step in range(2):
-        loss_of(model, shard_batch(harness.micro_batch(step, 0), dist_group(), options)).backward()
+        loss_of(model, next(harness.batches(row, step))).backward()
     return lines
 
 
@@ -304,10 +304,11 @@ def one_config(rank: int, world_size: int) -> None:
 
     from dfa_megatron.megatron import distribute_attention
 
-    start(Topology())
-    config = make_config(Topology(), case(recompute=("uniform", 1)), mtp_num_layers=1)
+    row = plain(config=TWO | FULL | {"mtp_num_layers": 1})
+    harness.start(row)
+    config = harness.config_of(row)
     before = dict(vars(config))
-    batch = harness.micro_batch(0, 0)
+    batch = whole_batch()
     checkpoint, calls = tensor_parallel.checkpoint, []
 
     def counted(*args: Any) -> Any:
@@ -318,25 +319,25 @@ def one_config(rank: int, world_size: int) -> None:
     try:
         for asked, forwards in (("auto", 1), ("none", 2), ("auto", 1)):
             COUNTERS.reset()
-            ours = make_model(config, MegatronConfig(checkpoint=asked, loss_tile=8)).train()
+            ours = harness.model_of(plain("contiguous", asked, options={"loss_tile": 8}), config)
             loss_of(ours, batch).backward()
-            assert COUNTERS.snapshot()["attention_forwards"] == forwards * (harness.LAYERS + 1)
+            assert COUNTERS.snapshot()["attention_forwards"] == forwards * (LAYERS + 1)
         del calls[:]
-        mask = torch.ones(1, 1, harness.SEQUENCE, harness.SEQUENCE).triu(1).bool()
-        plain = make_model(config, None).train()
-        plain(batch["tokens"], batch["position_ids"], mask, labels=batch["labels"]).mean().backward()
-        assert len(calls) == harness.LAYERS + 1
-        assert not hasattr(plain.decoder.layers[0], "dfa_check_positions")
+        mask = torch.ones(1, 1, 48, 48).triu(1).bool()
+        own = harness.model_of(row.alone(), config)
+        own(batch["tokens"], batch["position_ids"], mask, labels=batch["labels"]).mean().backward()
+        assert len(calls) == LAYERS + 1
+        assert not hasattr(own.decoder.layers[0], "dfa_check_positions")
     finally:
         tensor_parallel.checkpoint = checkpoint
     assert dict(vars(config)) == before
     assert hasattr(ours, WATCHED)
-    assert not hasattr(plain, WATCHED)
+    assert not hasattr(own, WATCHED)
     ours.decoder.config.timers = "later"  # of the same fields
     assert config.timers == "later"
-    config = make_config(Topology(), case(recompute=("uniform", 1), config=HETEROGENEOUS))
-    spec = distribute_attention(harness.megatrons_spec(config), config=MegatronConfig())
-    own = GPTModel(config, spec, harness.VOCABULARY, harness.SEQUENCE).train()
+    config = harness.config_of(like("heterogeneous", config=FULL))
+    spec = distribute_attention(megatrons_spec(config), config=MegatronConfig())
+    own = GPTModel(config, spec, VOCABULARY, 48).double().train()
     COUNTERS.reset()
     loss_of(own, batch).backward()
     assert COUNTERS.attention_forwards == sum(hasattr(x.self_attention, "core_attention") for x in own.decoder.layers)

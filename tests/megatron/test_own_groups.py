@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -10,12 +12,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dfa_megatron.config import MegatronConfig
 from dfa_megatron.errors import DisagreementError, UnsupportedError
 from dfa_megatron.runtime.counters import COUNTERS
-from tests.megatron import attends, harness, padded_packs
-from tests.megatron.harness import Case, Topology
-from tests.megatron.kinds import LATENT, UNBALANCED
+from tests.frameworks import compare
+from tests.frameworks import megatron_harness as harness
+from tests.frameworks.megatron_rows import TWO, UNBALANCED, like
+from tests.fuzz.frameworks.megatron_draw import VOCABULARY, MegatronDraw
+from tests.fuzz.frameworks.one_rank import apart
+from tests.megatron import padded_packs
+from tests.megatron.test_all_parallelisms import by_turns
 from tests.support.workers import run_ranks
 
 OURS = {"hybrid_context_parallel": True}
@@ -35,12 +40,11 @@ class Micro:
         """The whole micro-batch, which only its own ranks know."""
         length = sum(self.lengths)
         generator = torch.Generator().manual_seed(length * 8 + self.ranks[0])
-        tokens = torch.randint(0, harness.VOCABULARY, (2, 1, length), generator=generator)
+        tokens = torch.randint(0, VOCABULARY, (2, 1, length), generator=generator)
         ends = torch.tensor([[0, *accumulate(self.lengths)]], dtype=torch.int32)
         more = {"position_ids": torch.arange(length)[None], "loss_mask": torch.ones(1, length)}
-        tree = {"prompt_tree": (self.lengths, self.parents), "at": more["position_ids"]}
-        seen = tree if self.parents else {"cu_seqlens": ends}
-        return {"tokens": tokens[0], "labels": tokens[1], **seen, **more}
+        seen: dict[str, Any] = {"prompt_tree": (self.lengths, self.parents)} if self.parents else {"cu_seqlens": ends}
+        return {"tokens": tokens[0], "labels": tokens[1], "at": more["position_ids"], **seen, **more}
 
 
 EVERY_SIZE = (
@@ -59,6 +63,9 @@ WHOLE = (Micro((0,), (10,)), Micro((1,), (6,)), Micro((2, 3), (8,)), Micro((0, 1
 """One document each, in Megatron-Core 0.16's format for them, with which it slices the rotary table itself."""
 
 
+THREE = (Micro((0, 1), (1, 1, 7, 26, 1)), Micro((2,), (5, 9)), Micro((0, 1, 2), (2, 19, 15)))
+
+
 def params_of(batch: dict[str, Any], micro: Micro, groups: Groups, form: str) -> Any:
     from megatron.core.packed_seq_params import PackedSeqParams
 
@@ -73,7 +80,7 @@ def params_of(batch: dict[str, Any], micro: Micro, groups: Groups, form: str) ->
     return batch["params"]
 
 
-def cut(batch: dict[str, Any], micro: Micro, groups: Groups, me: int, model: Any, form: str) -> dict[str, Any]:
+def cut(batch: dict[str, Any], micro: Micro, groups: Groups, me: int, row: MegatronDraw, form: str) -> dict[str, Any]:
     """This rank's tokens: of rows, or of every document by itself."""
     from megatron.core import parallel_state
 
@@ -86,44 +93,41 @@ def cut(batch: dict[str, Any], micro: Micro, groups: Groups, me: int, model: Any
         params_of(local, micro, groups, form)
         return local
     named = {"local_cp_size": torch.tensor(size), "hybrid_cp_group": groups[micro.ranks] if size > 1 else None}
-    local = shard_batch({**batch, **named}, parallel_state.get_context_parallel_group(), model.dfa)
+    options = harness.options_of(row)
+    local = shard_batch({**batch, **named}, parallel_state.get_context_parallel_group(), options)
     return local if form == "thd" else {**local, "packed_seq_params": params_of(batch, micro, groups, form)}
 
 
-def run(model: Any, micros: tuple[Micro, ...], groups: Groups, me: int, form: str) -> tuple[list[Any], list[Any]]:
+def run(model: Any, row: MegatronDraw, micros: tuple[Micro, ...], groups: Groups, form: str) -> tuple[Any, Any]:
     """This rank's losses of tokens in each of its micro-batches, and the sum of all ranks' gradients."""
-    from megatron.core import parallel_state
     from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+    from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler
 
-    losses = []
+    losses, me = [], dist.get_rank() // row.tp
     for micro in (micro for micro in micros if me in micro.ranks):
         batch = micro.batch()
-        if model.dfa is None:
-            out = attends.alone(batch, model)
-            weight = 1 / len(micro.ranks)  # each of its ranks computes all of it
-        else:
-            batch, weight = cut(batch, micro, groups, me, model, form), 1.0
-            out = model(**harness.taken(batch, position_ids=None))
+        weight = 1 / len(micro.ranks) if row.options is None else 1.0  # each of its ranks computes all of it
         MoEAuxLossAutoScaler.set_loss_scale(torch.tensor(weight))
-        ((out * batch["loss_mask"]).sum() * weight).backward()
+        # Megatron's DDP divides the gradients by the ranks, unless the loss is per token.
+        summed = row.options is not None and row.config.get("calculate_per_token_loss")
+        MTPLossAutoScaler.set_loss_scale(torch.tensor(1.0 if summed else 1 / len(micro.ranks)))
+        if row.options is None:
+            pack = "tree" if micro.parents else "rows"
+            with apart() if pack == "rows" else contextlib.nullcontext():
+                given = {**batch, "ends": tuple(accumulate(micro.lengths))}
+                out = harness.alone(dataclasses.replace(row, pack=pack), given, model)
+                ((out * batch["loss_mask"]).sum() * weight).backward()
+        else:
+            batch = cut(batch, micro, groups, me, row, form)
+            places = {} if model.config.mtp_num_layers else {"position_ids": None}
+            out = model(**harness.taken(batch, model, **places))
+            (out * batch["loss_mask"]).sum().backward()
         losses.append((out.detach(), batch))
-    gradients = []
-    for parameter in model.parameters():
-        dist.all_reduce(parameter.grad, group=groups[()])
+    gradients = compare.gradients_of(model, groups[()])
+    for name, parameter in model.named_parameters():
         if getattr(parameter, "sequence_parallel", False):  # as Megatron does for norms, which see a part of the tokens
-            dist.all_reduce(parameter.grad, group=parallel_state.get_tensor_model_parallel_group())
-        gradients.append(parameter.grad)
+            dist.all_reduce(gradients[name], group=model.pg_collection.tp)
     return losses, gradients
-
-
-def model_of(topology: Topology, options: MegatronConfig | None, config: Any) -> Any:
-    """The harness's model; `dfa` holds our options."""
-    harness.seed()
-    changes = {"num_layers": 2, **(OURS if options else {"sequence_parallel": False}), **dict(config)}
-    model = harness.make_model(harness.make_config(topology, Case(options), **changes), options)
-    model.train()
-    model.dfa = options
-    return model
 
 
 def groups_of(micros: tuple[Micro, ...], tp: int) -> Groups:
@@ -138,55 +142,62 @@ def groups_of(micros: tuple[Micro, ...], tp: int) -> Groups:
     return found
 
 
-def compare(rank: int, world_size: int, cases: list[Any]) -> None:
-    for topology, micros, config, ways in cases:
-        apart = Topology(tp=topology.tp, dp=world_size // topology.tp)
-        harness.start(apart)
-        groups, me = groups_of(micros, topology.tp), rank // topology.tp
-        expected = run(model_of(apart, None, config), micros, groups, me, "thd")
-        if topology.cp > 1:
-            harness.start(topology)
-        known = 0
-        for layout, checkpoint, form in ways:
-            options = MegatronConfig(data_layout=layout, checkpoint=checkpoint)
-            COUNTERS.reset()
-            where = f"{topology} {layout} {checkpoint} {form} on rank {rank}"
-            losses, gradients = run(model_of(topology, options, config), micros, groups, me, form)
-            assert (COUNTERS.snapshot()["replays"] > 0) == (checkpoint == "remat"), where
-            known = known or len(dist.distributed_c10d._world.pg_map)
-            assert len(dist.distributed_c10d._world.pg_map) == known, "groups are made once"
-            for (got, batch), (whole, _) in zip(losses, expected[0], strict=True):
-                real = batch["loss_mask"].bool()
-                at = batch.get("at", batch["position_ids"])[real]
-                torch.testing.assert_close(got[real], whole[0, at], atol=1e-5, rtol=0, msg=where)
-            for got, want in zip(gradients, expected[1], strict=True):
-                assert (got - want).abs().max() <= 1e-5 * want.abs().max(), where
-            dist.barrier()
+def check(rank: int, world_size: int, cases: list[Any]) -> None:
+    for first, micros, ways in cases:
+        alone, known = first.alone(tp=first.tp), 0
+        harness.start(alone)
+        groups = groups_of(micros, first.tp)
+        with harness.with_layers(first), torch.compiler.set_stance("force_eager"):
+            expected = run(harness.model_of(alone), alone, micros, groups, "thd")
+            for layout, checkpoint, form in ways:
+                asked = {"data_layout": layout, "checkpoint": checkpoint}
+                row = dataclasses.replace(first, options=asked, name=f"{first.name} {asked} {form} on rank {rank}")
+                harness.start(row)
+                COUNTERS.reset()
+                model = harness.model_of(row, harness.config_of(row, **OURS))
+                losses, gradients = run(model, row, micros, groups, form)
+                assert (COUNTERS.snapshot()["replays"] > 0) == (checkpoint == "remat"), row.name
+                known = known or len(dist.distributed_c10d._world.pg_map)
+                assert len(dist.distributed_c10d._world.pg_map) == known, "groups are made once"
+                for (got, batch), (whole, _) in zip(losses, expected[0], strict=True):
+                    real = batch["at"] >= 0
+                    torch.testing.assert_close(got[real], whole[0, batch["at"][real]], atol=1e-5, rtol=0, msg=row.name)
+                compare.assert_gradients(gradients, expected[1], row.name)
+                dist.barrier()
 
 
 @pytest.mark.support("megatron", "context-parallel size per micro-batch: 1, 2, 3, 4")
 def test_sizes_alternate_from_micro_batch_to_micro_batch_while_other_ranks_run_others() -> None:
-    rows = [("boundary", "remat", "thd"), ("zigzag", "remat", "thd")]
+    four, rows = {"dp": 4}, [("boundary", "remat", "thd"), ("zigzag", "remat", "thd")]
     sliced = [("contiguous", "none", "sbhd"), ("boundary", "remat", "sbhd"), ("zigzag", "remat", "sbhd")]
+    both = [("boundary", "none", "padded"), ("contiguous", "remat", "thd")]
     cases = [
-        # The padded way first: nobody has declared yet how batches are cut.
-        (Topology(dp=4), EVERY_SIZE, (), [("boundary", "remat", "padded"), ("contiguous", "remat", "thd")]),
-        (Topology(cp=2, dp=2), EVERY_SIZE[4:10], (), rows),
-        (Topology(dp=4), EVERY_SIZE[4:10], LATENT, [("contiguous", "remat", "thd")]),
-        (Topology(dp=4), WHOLE, (), sliced),
-        (Topology(dp=4), WHOLE, UNBALANCED, [("boundary", "remat", "thd")]),
-        (Topology(tp=2, dp=2), TWO_SIZES, (), [("contiguous", "remat", "thd")]),
+        (like("plain", four, config=TWO), EVERY_SIZE, [("boundary", "remat", "padded"), both[1]]),
+        (like("plain", {"cp": 2, "dp": 2}, config=TWO), EVERY_SIZE[4:10], rows),
+        (like("latent", four), EVERY_SIZE[4:10], both[1:]),
+        (like("ahead", four), EVERY_SIZE[4:10], both),
+        (like("ahead per token", four), EVERY_SIZE[4:10], both[:1]),
+        (like("plain", four, config=TWO), WHOLE, sliced),
+        (like("packed experts", four), WHOLE, rows[:1]),
+        (like("plain", {"tp": 2, "dp": 2}, config=TWO), TWO_SIZES, both[1:]),
     ]
-    run_ranks(4, compare, cases, timeout=170)
+    run_ranks(4, check, cases, timeout=170)
+
+
+@pytest.mark.support("megatron", "hybrids with a context-parallel size per micro-batch: 1, 2, 3")
+def test_states_pass_among_the_ranks_that_share_a_micro_batch_while_others_run_another() -> None:
+    ways = [("boundary", "remat", "padded"), ("contiguous", "remat", "thd"), ("boundary", "none", "padded")]
+    cases = [(like(name, {"dp": 3}), THREE, by_turns(ways)) for name in ("stack", "packed delta")]
+    run_ranks(3, check, cases, timeout=120)
 
 
 def refused(rank: int, world_size: int) -> None:
     from dfa_megatron.megatron import declare_batch_layout
 
-    harness.start(Topology(dp=3))
+    row = like("plain", {"dp": 3}, config=TWO)
+    harness.start(row)
     pair, others = dist.new_group([0, 1]), dist.new_group([1, 2])
-    options = MegatronConfig(data_layout="contiguous")
-    model = model_of(Topology(dp=3), options, ())
+    model = harness.model_of(row, harness.config_of(row, **OURS))
     declare_batch_layout(pair if rank < 2 else others, "contiguous")
     groups = {(0, 1): pair if rank < 2 else others, (): dist.group.WORLD}
     cut = {"tokens": torch.zeros(1, 6, dtype=torch.long), "labels": torch.zeros(1, 6, dtype=torch.long)}
@@ -206,7 +217,7 @@ def refused(rank: int, world_size: int) -> None:
     if rank != 1:
         with pytest.raises(UnsupportedError, match="this rank has none of its tokens"):
             forward((5, 7), groups={(0, 1): others if rank == 0 else pair})
-    losing = model_of(Topology(dp=3), options, (*UNBALANCED, ("moe_z_loss_coeff", 0.1)))
+    losing = harness.model_of(row, harness.config_of(row, **OURS, **UNBALANCED | {"moe_z_loss_coeff": 0.1}))
     with pytest.raises(UnsupportedError, match="a router's losses"):
         forward((5, 7), on=losing)
     dist.barrier()

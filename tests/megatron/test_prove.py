@@ -13,69 +13,61 @@ import torch
 from dfa_megatron import attention
 from dfa_megatron.errors import ProofError, UnsupportedError
 from dfa_megatron.megatron.layers import rotary
-from tests.megatron import harness, sharded
-from tests.megatron.harness import Topology, case
-from tests.megatron.kinds import ALLGATHER, LATENT, by_turns
-from tests.support import state_kernels
+from dfa_megatron.runtime.counters import COUNTERS
+from tests.frameworks import megatron_harness as harness
+from tests.frameworks.megatron_rows import ALLGATHER, FULL, PER_TOKEN, TRAINS, like
+from tests.fuzz.frameworks.megatron_draw import MegatronDraw
+from tests.megatron import sharded
+from tests.megatron.test_all_parallelisms import by_turns
 from tests.support.plants import attention_with, documents_lost, states_dropped
 from tests.support.workers import run_ranks
 
-WINDOW = (("window_size", (9, 0)),)
-EXPERTS = (
-    *(*ALLGATHER, ("moe_layer_freq", [0, 1, 0, 1]), ("moe_z_loss_coeff", 0.1)),
-    *(("moe_router_load_balancing_type", "aux_loss"), ("moe_aux_loss_coeff", 0.5)),
-)
-BF16 = (("params_dtype", torch.bfloat16), ("pipeline_dtype", torch.bfloat16), ("bf16", True))
+WINDOW = {"window_size": (9, 0)}
+EXPERTS = {
+    **ALLGATHER, "moe_z_loss_coeff": 0.1, "moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.5,
+}  # fmt: skip
+BF16 = {"params_dtype": torch.bfloat16, "pipeline_dtype": torch.bfloat16, "bf16": True}
+CP2 = {"cp": 2}
 
 
-def job(topology: Topology, layout: str, config: Any, *, distributed: bool = False) -> list[Any]:
-    """The model's chunks in Megatron's DDP."""
-    wanted = case(layout, "auto", config=config)  # rematerialized
-    harness.seed()
-    made = harness.make_config(topology, wanted)
-    chunks = [harness.make_model(made, wanted.options, v) for v in (range(topology.vp) if topology.vp else [None])]
-    if made.bf16:
-        chunks = [chunk.bfloat16() for chunk in chunks]
-    return [sharded.wrap("ddp", made, chunk, use_distributed_optimizer=distributed) for chunk in chunks]
+def job(
+    sizes: dict[str, int], layout: str, config: dict[str, Any], optimizer: str = "", name: str = ""
+) -> MegatronDraw:
+    """A job that rematerializes."""
+    more = {"optimizer": optimizer, "dtype": "float32 of few layers"}
+    return like(name or "plain", sizes, layout, "auto", config=FULL | config, **more)
 
 
 CASES = [
-    (Topology(cp=2), "boundary", WINDOW, False),
-    (Topology(cp=2), "contiguous", BF16, False),
-    (Topology(cp=2), "contiguous", LATENT, False),
-    (Topology(cp=2), "zigzag", (*WINDOW, ("calculate_per_token_loss", True)), True),
-    (Topology(cp=2), "boundary", (*EXPERTS, *BF16), False),
-    (Topology(pp=2), "boundary", WINDOW, False),
-    (Topology(cp=2), "boundary", (*WINDOW, ("mtp_num_layers", 2)), False),
-    (Topology(cp=2), "zigzag", (*WINDOW, ("mtp_num_layers", 1), ("calculate_per_token_loss", True)), True),
+    job(CP2, "boundary", WINDOW),
+    job(CP2, "contiguous", BF16),
+    job(CP2, "contiguous", {"num_layers": 4}, name="latent"),
+    job(CP2, "zigzag", WINDOW | PER_TOKEN, "distributed"),
+    job(CP2, "boundary", EXPERTS | BF16),
+    job({"pp": 2}, "boundary", WINDOW),
+    job(CP2, "boundary", WINDOW | {"mtp_num_layers": 2}),
+    job(CP2, "zigzag", WINDOW | PER_TOKEN | {"mtp_num_layers": 1}, "distributed"),
+]
+FOUR = [
+    job({"tp": 2, "cp": 2}, "boundary", WINDOW, "distributed"),
+    job({"pp": 2, "cp": 2, "vp": 2}, "boundary", {}),
+    job({"cp": 2, "dp": 2, "ep": 2}, "boundary", EXPERTS),
 ]
 
 
-def each_case(rank: int, world_size: int, cases: list[Any]) -> list[str]:
+def each_case(rank: int, world_size: int, cases: list[MegatronDraw]) -> list[str]:
     from dfa_megatron.megatron import prove
 
     said = []
-    for topology, layout, config, distributed in by_turns(cases):
-        harness.start(topology)
-        said.append(str(prove(job(topology, layout, config, distributed=distributed))))
+    for row in by_turns(cases):
+        harness.start(row)
+        said.append(str(prove(harness.wrapped(row))))
     return said
 
 
-@pytest.mark.parametrize(
-    "cases",
-    [
-        CASES,
-        [
-            (Topology(tp=2, cp=2), "boundary", WINDOW, True),
-            (Topology(pp=2, cp=2, vp=2), "boundary", (), False),
-            (Topology(cp=2, dp=2, ep=2), "boundary", EXPERTS, False),
-        ],
-    ],
-    ids=["2", "4"],
-)
-def test_nothing_is_found_where_nothing_is_wrong(cases: list[Any]) -> None:
-    ranks = cases[0][0].ranks
-    for said in zip(*run_ranks(ranks, each_case, cases, timeout=120), strict=True):
+@pytest.mark.parametrize("cases", [CASES, FOUR], ids=["2", "4"])
+def test_nothing_is_found_where_nothing_is_wrong(cases: list[MegatronDraw]) -> None:
+    for said in zip(*run_ranks(cases[0].ranks, each_case, cases, timeout=120), strict=True):
         for table in said:
             assert table == said[0]
             assert "compute what one rank computes" in table
@@ -147,11 +139,11 @@ FOUND = {
 def with_each_fault(rank: int, world_size: int) -> list[str]:
     from dfa_megatron.megatron import prove
 
-    topology = Topology(cp=2)
-    harness.start(topology)
+    row = job(CP2, "boundary", WINDOW)
+    harness.start(row)
     said = []
     for fault in (*FOUND, lambda models: nullcontext()):
-        models = job(topology, "boundary", WINDOW)
+        models = harness.wrapped(row)
         with fault(models):
             try:
                 said.append(str(prove(models)))
@@ -163,14 +155,13 @@ def with_each_fault(rank: int, world_size: int) -> list[str]:
 
 
 def trains_on(rank: int, world_size: int) -> None:
-    """The harness's training, with a proof before its first step or without."""
+    """A training, with a proof before its first step or without."""
     from megatron.core.pipeline_parallel import schedules
 
     from dfa_megatron.megatron import prove
 
-    topology, wanted = Topology(cp=2), case("boundary", steps=2, dropout=0.1)
-    harness.start(topology)
-    plain = harness.train(topology, wanted)
+    row = like("plain", CP2, "boundary", config={"hidden_dropout": 0.1}, **TRAINS)
+    plain = harness.step(row)
     real, proofs = schedules.get_forward_backward_func, []
 
     def proving() -> Any:
@@ -180,14 +171,15 @@ def trains_on(rank: int, world_size: int) -> None:
             if not proofs:
                 proofs.append(None)
                 proofs.append(prove(given["model"]))
+                COUNTERS.reset()
             return run(**given)
 
         return first
 
     with patch.object(schedules, "get_forward_backward_func", proving):
-        proved = harness.train(topology, wanted)
+        proved = harness.step(row)
     assert len(proofs) == 2
-    assert plain.losses == proved.losses
+    assert plain.tokens == proved.tokens
     assert all(torch.equal(x, proved.gradients[name]) for name, x in plain.gradients.items())
 
 
@@ -206,14 +198,11 @@ def test_every_planted_fault_is_found_and_training_goes_on_as_if_there_had_been_
 
 def hybrid(rank: int, world_size: int) -> list[str]:
     from dfa_megatron.megatron import prove
-    from tests.megatron.test_hybrid_prediction import model_of
 
-    topology = Topology(cp=world_size)
-    harness.start(topology)
-    state_kernels.install()
-    with torch.compiler.set_stance("force_eager"):
-        model = model_of(topology, case("boundary").options, ahead=None)
-        models = [sharded.wrap("ddp", model.config, model)]
+    row = like("mask stack", {"cp": world_size}, "boundary", layers="M*M", dtype="float32 of few layers")
+    harness.start(row)
+    with torch.compiler.set_stance("force_eager"), harness.with_layers(row):
+        models = harness.wrapped(row)
         clean = str(prove(models))
         with states_dropped(), pytest.raises(ProofError) as caught:
             prove(models)

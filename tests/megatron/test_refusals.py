@@ -4,70 +4,55 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.spec_utils import ModuleSpec
 
 from dfa_megatron import masks
 from dfa_megatron.config import MegatronConfig
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.megatron import check_config as configs
-from dfa_megatron.megatron import in_order, output
+from dfa_megatron.megatron import distribute_attention, in_order, output, shard_batch
 from dfa_megatron.megatron.check_config import KNOWN, check_config
 from dfa_megatron.megatron.layers import layer
 from dfa_megatron.megatron.layers.context import AttentionContext
 from dfa_megatron.megatron.layers.core_attention import DistributedCoreAttention
-from dfa_megatron.megatron.script.dfa_flags import add_dfa_arguments, options_of
+from dfa_megatron.megatron.script.dfa_flags import add_dfa_arguments, options_of, prepare
 from dfa_megatron.megatron.tokens import batch
 from dfa_megatron.megatron.tokens import packs as documents
 from dfa_megatron.runtime.comm.symmetric_memory import KeptArena
-from tests.megatron.harness import Case, Topology, case, make_config
+from tests.frameworks import megatron_harness as harness
+from tests.frameworks.megatron_rows import FULL, like
 
 OPTIONS = MegatronConfig(data_layout="boundary")
 
 
-def test_megatrons_real_config_is_read() -> None:
-    check_config(make_config(Topology(), case()), OPTIONS)
-    with pytest.raises(UnsupportedError, match=r"attention_dropout=0\.2.*--attention-dropout 0\.0"):
-        check_config(make_config(Topology(), Case(None), attention_dropout=0.2), OPTIONS)
+def config_of(**changes: Any) -> Any:
+    return harness.config_of(like("plain"), **changes)
 
 
-CONFIGS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
-    *((f"{name}=True", {name: True}, {}) for name in configs.REFUSED),
-    *((f"{name}=.* over several", {name: "sinkhorn"}, {}) for name in configs.OVER_RANKS),
-    *((f"{name} together with remat", {name: 1}, {"checkpoint": "remat"}) for name in configs.RECOMPUTED),
-    ("cpu_offloading together", {"cpu_offloading": True, "recompute_granularity": "full"}, {}),
-    ("cuda_graph_impl='local'", {"cuda_graph_impl": "local"}, {}),
-    ("experimental_attention_variant='dsa'.*allgather", {"experimental_attention_variant": "dsa"}, {}),
-    (r"window_size=\(128, 4\)", {"window_size": (128, 4)}, {}),
-    ("selective recomputation of", {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}, {}),
-    ("together with selective recomputation", {"recompute_granularity": "selective"}, {"checkpoint": "remat"}),
-    ("checkpoint='full' in Megatron", {}, {"checkpoint": "full"}),
-    ("deterministic_mode=True without torch", {"deterministic_mode": True}, {}),
-    ("offloading core_attn", {"fine_grained_activation_offloading": True, "offload_modules": ["core_attn"]}, {}),
-    ("loss_tile together with", {"defer_embedding_wgrad_compute": True}, {"loss_tile": 4096}),
-    ("moe_enable_routing_replay in", {"moe_enable_routing_replay": True}, {}),
-    ("gated delta net among the layers", {"linear_attention_freq": 4}, {"data_layout": "zigzag"}),
-    ("ulysses_degree=4 on a group of 2", {}, {"ulysses_degree": 4}),
-    ("ulysses_degree=2 with 5 heads", {"num_attention_heads": 5}, {"ulysses_degree": 2}),
-]
-
-
-@pytest.mark.support("megatron", "what is not supported is refused by name")
-@pytest.mark.parametrize(("message", "fields", "options"), CONFIGS, ids=[str(n) for n in range(len(CONFIGS))])
-def test_a_config_that_would_give_wrong_numbers_is_refused_by_name(
-    message: str, fields: dict[str, Any], options: dict[str, Any]
-) -> None:
+def check(fields: dict[str, Any], **options: Any) -> None:
     plain = {"context_parallel_size": 2, "num_attention_heads": 8}
-    check_config(SimpleNamespace(**plain), OPTIONS)
-    with pytest.raises(UnsupportedError, match=message):
-        check_config(SimpleNamespace(**plain | fields), OPTIONS.replace(**options))
+    check_config(SimpleNamespace(**plain | fields), OPTIONS.replace(**options))
+
+
+def test_what_is_not_set_is_not_refused() -> None:
+    check({})
+    check_config(config_of(), OPTIONS)
+    check_config(config_of(**FULL), OPTIONS.replace(remat_offload=True))
+    check_config(config_of(), OPTIONS.replace(remat_offload=True, checkpoint="remat"))
+    build(cp_comm_type="dfa", softmax_scale=0.5, k_channels=24, v_channels=16)
 
 
 def test_a_field_that_is_new_to_us_passes_while_it_is_not_set(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = make_config(Topology(), case())
+    config = config_of()
     assert "softmax_type" in configs._read_by_megatrons()
     monkeypatch.setattr(type(config), "a_new_cap", 3.0, raising=False)
     monkeypatch.setattr(configs, "_read_by_megatrons", lambda: frozenset({"a_new_cap", "no_field"}))
@@ -91,10 +76,8 @@ def test_what_megatrons_attention_reads_is_known_without_its_sources(
 
 
 def build(**changes: Any) -> DistributedCoreAttention:
-    from megatron.core.transformer.enums import AttnMaskType
-
     arguments: dict[str, Any] = {
-        "config": make_config(Topology(), case()),
+        "config": config_of(),
         "layer_number": 1,
         "attn_mask_type": AttnMaskType.causal,
         "attention_type": "self",
@@ -108,39 +91,15 @@ def test_stages_of_a_pipeline_keep_the_memory_for_messages(monkeypatch: pytest.M
     monkeypatch.setattr(KeptArena, "gives_back", True)
     for stages in (1, 2):
         changes = {"pipeline_model_parallel_size": stages, "pipeline_dtype": torch.float32}
-        build(config=make_config(Topology(), case(), **changes))
+        build(config=config_of(**changes))
         assert KeptArena.gives_back is (stages == 1)
 
 
-def test_core_attention_refuses_what_it_is_not_built_for() -> None:
-    from megatron.core.transformer.enums import AttnMaskType
-
-    build(cp_comm_type="dfa", softmax_scale=0.5, k_channels=24, v_channels=16)
-    for changes, message in (
-        ({"attn_mask_type": AttnMaskType.padding}, "attn_mask_type='padding'"),
-        ({"attention_type": "cross"}, "attention_type='cross'"),
-        ({"attention_dropout": 0.1}, "attention_dropout=0.1"),
-        ({"cp_comm_type": "a2a"}, "cp_comm_type='a2a'"),
-        ({"num_splits": 4}, "num_splits=4"),
-    ):
-        with pytest.raises(UnsupportedError, match=message):
-            build(**changes)
-
-
-def test_core_attention_refuses_what_it_would_ignore_at_a_call() -> None:
-    attention, (q, k) = (
-        build(pg_collection=SimpleNamespace(cp=SimpleNamespace(size=lambda: 2))),
-        torch.zeros(2, 4, 1, 2, 8),
+def call(**changes: Any) -> None:
+    q, k = torch.zeros(2, 4, 1, 2, 8)
+    build(pg_collection=SimpleNamespace(cp=SimpleNamespace(size=lambda: 2)))(
+        **{"query": q, "key": k, "value": k, **changes}
     )
-    for changes, message in (
-        ({"attention_bias": q}, "called with attention_bias=tensor"),
-        ({"attn_mask_type": "padding"}, "attn_mask_type='padding'"),
-        ({"num_splits": 4}, "num_splits=4"),
-        ({"packed_seq_params": object()}, "called with packed_seq_params=<object"),
-        ({"query": q[:1]}, "attention of 1 rows over 4"),
-    ):
-        with pytest.raises(UnsupportedError, match=message):
-            attention(**{"query": q, "key": k, "value": k, **changes})
 
 
 def cut_otherwise() -> Any:
@@ -178,7 +137,7 @@ def tiled_by_another_class() -> None:
 
 
 def windowed() -> None:
-    build(config=make_config(Topology(), case(), window_size=(7, 0)))._attends(CAUSAL)
+    build(config=config_of(window_size=(7, 0)))._attends(CAUSAL)
 
 
 def of_another_class(**parts: Any) -> Any:
@@ -186,40 +145,108 @@ def of_another_class(**parts: Any) -> Any:
     return SimpleNamespace(**dict.fromkeys(parts, torch.nn.Linear(1, 1)))
 
 
-TWO = {"context_parallel_size": 2}
+def flags(**given: Any) -> None:
+    options_of(argparse.Namespace(**given))
 
 
-@pytest.mark.parametrize(
-    ("message", "refused"),
-    [
-        ("delta net with", lambda: in_order.InOrderDelta(SimpleNamespace(deterministic_mode=True))),
-        ("the mixer Linear where tokens are in", lambda: in_order.in_order_class(torch.nn.Linear)),
-        ("the mixer Linear where tokens", lambda: layer.mixes(of_another_class(mixer=1), "contiguous")),
-        ("loss_tile with an output layer of", tiled_by_another_class),
-        ("--no-create-att", lambda: options_of(argparse.Namespace(create_attention_mask_in_dataloader=1, **TWO))),
-        ("--reset-attention-mask", lambda: options_of(argparse.Namespace(reset_attention_mask=True))),
-        (
-            "fsdp2 with --calc",
-            lambda: options_of(argparse.Namespace(use_torch_fsdp2=True, calculate_per_token_loss=True)),
-        ),
-        (
-            "moe-routing-trace-path",
-            lambda: options_of(argparse.Namespace(moe_routing_trace_path="a", context_parallel_size=2)),
-        ),
-        ("offsets into each row", lambda: batch._one_row({"tokens": torch.ones(3, 4), "cu_seqlens": torch.ones(2, 2)})),
-        ("mask beside .*|cu_seqlens beside mask in", lambda: batch.pairs_of({"mask": CAUSAL, "cu_seqlens": 1})),
-        ("the entry mask of a batch, Tensor", lambda: batch.pairs_of({"mask": torch.ones(1, 8)})),
-        ("none: .*parent of segment 1 is", lambda: batch.pairs_of({"prompt_tree": ((4, 4), (-1, 1))})),
-        ("position_ids that differ between rows", lambda: batch._with_positions({"position_ids": TWO_ROWS}, CAUSAL)),
-        ("in a model with Mamba or gated delta", lambda: pack_in(1, CAUSAL, linear_attention_freq=2)),
-        ("with multi-token prediction", lambda: pack_in(2, CAUSAL, "boundary", mtp_num_layers=1)),
-        (r"a mask in a layer with window_size=\(7, 0\)", windowed),
-        ("cp_partition_mode='contiguous'", lambda: documents.read_pack(cut_otherwise(), 2)),
-        ("a document of 9 tokens", lambda: documents.with_long_padding_apart((0, 9), (0, 9), 2)),
-        ("'seq_aux_loss' with 2 samples in a pack", lambda: pack_in(tokens_per_sample=4)),
-        ("packs.* in a model with Mamba or gated delta", lambda: pack_in(is_hybrid_model=True)),
-    ],
-)
+def core_of(core_attention: Any) -> None:
+    """Distribute a layer with an attention that does more than the config says."""
+    spec = get_gpt_layer_local_spec()
+    spec.submodules.self_attention.submodules.core_attention = core_attention
+    distribute_attention(spec, config_of(), config=OPTIONS)
+
+
+def entry_of(entry: Any) -> None:
+    group: Any = SimpleNamespace()
+    shard_batch({"tokens": torch.zeros(2, 8), "sample_id": entry}, group, MegatronConfig())
+
+
+class Capped(DotProductAttention):  # type: ignore[misc,unused-ignore]
+    """As of models with capped scores."""
+
+
+ELSEWHERE = type("DotProductAttention", (), {})
+"""Another package's attention by the same name."""
+OFFLOADED = {"fine_grained_activation_offloading": True, "offload_modules": ["core_attn"]}
+CORE = {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
+SPEC = ["--spec", "dfa_megatron.megatron", "get_spec"]
+ENDS = {"tokens": torch.ones(3, 4), "cu_seqlens": torch.ones(2, 2)}
+
+REFUSED: list[tuple[str, Callable[[], Any]]] = [
+    *((f"{name}=True", partial(check, {name: True})) for name in configs.REFUSED),
+    *((f"{name}=.* over several", partial(check, {name: "sinkhorn"})) for name in configs.OVER_RANKS),
+    *((f"{name} together with remat", partial(check, {name: 1}, checkpoint="remat")) for name in configs.RECOMPUTED),
+    ("cpu_offloading together", lambda: check({"cpu_offloading": True, "recompute_granularity": "full"})),
+    ("cuda_graph_impl='local'", lambda: check({"cuda_graph_impl": "local"})),
+    ("experimental_attention_variant='dsa'.*allgather", lambda: check({"experimental_attention_variant": "dsa"})),
+    (r"window_size=\(128, 4\)", lambda: check({"window_size": (128, 4)})),
+    ("selective recomputation of", lambda: check(CORE)),
+    ("together with selective", lambda: check({"recompute_granularity": "selective"}, checkpoint="remat")),
+    ("checkpoint='full' in Megatron", lambda: check({}, checkpoint="full")),
+    ("deterministic_mode=True without torch", lambda: check({"deterministic_mode": True})),
+    ("offloading core_attn", lambda: check(OFFLOADED)),
+    ("loss_tile together with", lambda: check({"defer_embedding_wgrad_compute": True}, loss_tile=4096)),
+    ("moe_enable_routing_replay in", lambda: check({"moe_enable_routing_replay": True})),
+    ("gated delta net among the layers", lambda: check({"linear_attention_freq": 4}, data_layout="zigzag")),
+    ("ulysses_degree=4 on a group of 2", lambda: check({}, ulysses_degree=4)),
+    ("ulysses_degree=2 with 5 heads", lambda: check({"num_attention_heads": 5}, ulysses_degree=2)),
+    ("remat_offload without --recompute-granularity full", lambda: check({}, remat_offload=True)),
+    (
+        r"attention_dropout=0\.2.*--attention-dropout 0\.0",
+        lambda: check(vars(config_of(attention_dropout=0.2))),
+    ),
+    ("attn_mask_type='padding'", lambda: build(attn_mask_type=AttnMaskType.padding)),
+    ("attention_type='cross'", lambda: build(attention_type="cross")),
+    ("attention_dropout=0.1", lambda: build(attention_dropout=0.1)),
+    ("cp_comm_type='a2a'", lambda: build(cp_comm_type="a2a")),
+    ("num_splits=4", lambda: build(num_splits=4)),
+    ("called with attention_bias=tensor", lambda: call(attention_bias=torch.ones(1))),
+    ("attn_mask_type='padding'", lambda: call(attn_mask_type="padding")),
+    ("num_splits=4", lambda: call(num_splits=4)),
+    ("called with packed_seq_params=<object", lambda: call(packed_seq_params=object())),
+    ("attention of 1 rows over 4", lambda: call(query=torch.zeros(1, 1, 2, 8))),
+    ("core_attention to replace", lambda: distribute_attention(object(), config_of(), config=OPTIONS)),
+    ("core_attention to replace", lambda: distribute_attention(ModuleSpec(object), config_of(), config=OPTIONS)),
+    (
+        "core_attention to replace",
+        lambda: distribute_attention(ModuleSpec(dict, submodules=get_gpt_layer_local_spec().submodules), config_of()),
+    ),
+    ("core_attention is .*would be dropped", lambda: core_of(Capped)),
+    ("core_attention is .*would be dropped", lambda: core_of(ELSEWHERE)),
+    ("is .*would be dropped", lambda: core_of(ModuleSpec(DotProductAttention, params={"softmax_scale": 0.1}))),
+    ("delta net with", lambda: in_order.InOrderDelta(SimpleNamespace(deterministic_mode=True))),
+    ("the mixer Linear where tokens are in", lambda: in_order.in_order_class(torch.nn.Linear)),
+    ("the mixer Linear where tokens", lambda: layer.mixes(of_another_class(mixer=1), "contiguous")),
+    ("loss_tile with an output layer of", tiled_by_another_class),
+    ("--no-create-att", lambda: flags(create_attention_mask_in_dataloader=1, context_parallel_size=2)),
+    ("--reset-attention-mask", lambda: flags(reset_attention_mask=True)),
+    ("fsdp2 with --calc", lambda: flags(use_torch_fsdp2=True, calculate_per_token_loss=True)),
+    ("moe-routing-trace-path", lambda: flags(moe_routing_trace_path="a", context_parallel_size=2)),
+    ("without --spec", lambda: prepare(["--dfa-data-layout", "zigzag"])),
+    ("contiguous in a script.*boundary", lambda: prepare([*SPEC, "--dfa-data-layout", "contiguous"])),
+    ("without --spec", lambda: prepare(["--spec"])),
+    ("--spec local", lambda: prepare(["--spec", "local"])),
+    ("--yaml-cfg", lambda: prepare([*SPEC, "--yaml-cfg", "a.yaml"])),
+    ("--use-legacy-models", lambda: prepare([*SPEC, "--use-legacy-models"])),
+    ("offsets into each row", lambda: batch._one_row(ENDS)),
+    ("mask beside .*|cu_seqlens beside mask in", lambda: batch.pairs_of({"mask": CAUSAL, "cu_seqlens": 1})),
+    ("the entry mask of a batch, Tensor", lambda: batch.pairs_of({"mask": torch.ones(1, 8)})),
+    ("none: .*parent of segment 1 is", lambda: batch.pairs_of({"prompt_tree": ((4, 4), (-1, 1))})),
+    ("position_ids that differ between rows", lambda: batch._with_positions({"position_ids": TWO_ROWS}, CAUSAL)),
+    (r"sample_id of a batch, \(2,\)", lambda: entry_of(torch.arange(2))),
+    ("sample_id of a batch, list", lambda: entry_of(["a", "b"])),
+    ("in a model with Mamba or gated delta", lambda: pack_in(1, CAUSAL, linear_attention_freq=2)),
+    ("with multi-token prediction", lambda: pack_in(2, CAUSAL, "boundary", mtp_num_layers=1)),
+    (r"a mask in a layer with window_size=\(7, 0\)", windowed),
+    ("cp_partition_mode='contiguous'", lambda: documents.read_pack(cut_otherwise(), 2)),
+    ("a document of 9 tokens", lambda: documents.with_long_padding_apart((0, 9), (0, 9), 2)),
+    ("'seq_aux_loss' with 2 samples in a pack", lambda: pack_in(tokens_per_sample=4)),
+    ("packs.* in a model with Mamba or gated delta", lambda: pack_in(is_hybrid_model=True)),
+]
+
+
+@pytest.mark.support("megatron", "what is not supported is refused by name")
+@pytest.mark.parametrize(("message", "refused"), REFUSED, ids=[str(n) for n in range(len(REFUSED))])
 def test_a_request_is_refused_by_name(message: str, refused: Callable[[], Any]) -> None:
     with pytest.raises(UnsupportedError, match=message):
         refused()
@@ -251,14 +278,3 @@ def test_flags_become_options_and_scripts_default_to_their_own_data_order() -> N
     assert options_of() == MegatronConfig(data_layout="boundary")
     options = options_of(parse("--dfa-data-layout", "contiguous", "--dfa-schedule", "ring"))
     assert options == MegatronConfig(data_layout="contiguous", schedule="ring")
-
-
-@pytest.mark.parametrize(
-    ("entry", "form"), [(torch.arange(2), r"sample_id of a batch, \(2,\)"), (["a", "b"], "sample_id of a batch, list")]
-)
-def test_an_entry_that_has_no_tokens_is_named(entry: Any, form: str) -> None:
-    from dfa_megatron.megatron import shard_batch
-
-    group: Any = SimpleNamespace()
-    with pytest.raises(UnsupportedError, match=form):
-        shard_batch({"tokens": torch.zeros(2, 8), "sample_id": entry}, group, MegatronConfig())

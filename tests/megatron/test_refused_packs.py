@@ -1,4 +1,4 @@
-"""Packed documents that are not clear, or that not everything is told of, are refused."""
+"""Packed documents that are not clear, that not everything is told of, or that ranks tell differently, are refused."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from dfa_megatron.config import MegatronConfig
-from dfa_megatron.errors import UnsupportedError
-from tests.megatron import harness
+from dfa_megatron.errors import DisagreementError, UnsupportedError
+from dfa_megatron.megatron.tokens.packs import with_long_padding_apart
+from tests.frameworks import megatron_harness as harness
+from tests.frameworks.megatron_rows import TWO, like
+from tests.fuzz.frameworks.megatron_draw import VOCABULARY
 from tests.megatron.attends import positions
-from tests.megatron.harness import Case, Topology
 from tests.support.workers import run_ranks
 
 
@@ -27,93 +28,70 @@ def pack(offsets: list[int], **changes: Any) -> Any:
     return PackedSeqParams(**{"qkv_format": "thd", **given, **changes})
 
 
-def forward(options: MegatronConfig, params: Any, tokens: int, rows: int = 1, **config: Any) -> torch.Tensor:
-    """A model on tokens that are the same for the same seed, whatever the pack."""
+def forward(layout: str, params: Any, tokens: int, rows: int = 1) -> torch.Tensor:
+    """A model on tokens that are the same whatever the pack."""
     from megatron.core import parallel_state
 
-    topology = Topology(cp=parallel_state.get_context_parallel_world_size())
-    harness.seed()
-    model = harness.make_model(harness.make_config(topology, Case(options), **config), options)
-    ids = torch.randint(0, harness.VOCABULARY, (rows, tokens), generator=torch.Generator().manual_seed(0))
-    held = positions("zigzag", tokens * topology.cp, topology.cp, parallel_state.get_context_parallel_rank())
+    ranks, rank = (getattr(parallel_state, f"get_context_parallel_{n}")() for n in ("world_size", "rank"))
+    model = harness.model_of(like("plain", {"cp": ranks}, layout, config=TWO))
+    ids = torch.randint(0, VOCABULARY, (rows, tokens), generator=torch.Generator().manual_seed(0))
+    held = positions("zigzag", tokens * ranks, ranks, rank)
     out: torch.Tensor = model(ids, held[None], None, packed_seq_params=params)
     return out
 
 
 def refused_on_one_rank(rank: int, world_size: int) -> None:
-    harness.start(Topology())
-    options = MegatronConfig(data_layout="contiguous")
+    harness.start(like("plain"))
     ends = torch.tensor([0, 5, 12], dtype=torch.int32)
     other = torch.tensor([0, 4, 12], dtype=torch.int32)
-    for params, message in (
-        (pack([0, 5, 12], qkv_format="sbhd"), "format 'sbhd'"),
-        (pack([0, 5, 12], local_cp_size=2), "local_cp_size=2 and no cp_group"),
-        (pack([0, 5, 12], cu_seqlens_kv=other), "a cu_seqlens_kv other than that"),
-        (pack([0, 5, 12], cu_seqlens_q=None), "without cu_seqlens_q"),
-        (pack([0, 5, 11]), "it ends at 11"),
-        (pack([0, 8, 5, 12]), "it may not fall"),
+    for params, message, rows in (
+        (pack([0, 5, 12], qkv_format="sbhd"), "format 'sbhd'", 1),
+        (pack([0, 5, 12], local_cp_size=2), "local_cp_size=2 and no cp_group", 1),
+        (pack([0, 5, 12], cu_seqlens_kv=other), "a cu_seqlens_kv other than that", 1),
+        (pack([0, 5, 12], cu_seqlens_q=None), "without cu_seqlens_q", 1),
+        (pack([0, 5, 11]), "it ends at 11", 1),
+        (pack([0, 8, 5, 12]), "it may not fall", 1),
+        (pack([0, 5, 12]), "packed documents in 2 rows", 2),
     ):
         with pytest.raises(UnsupportedError, match=message):
-            forward(options, params, tokens=12)
-    with pytest.raises(UnsupportedError, match="packed documents in 2 rows"):
-        forward(options, pack([0, 5, 6]), tokens=6, rows=2)
-    want = forward(options, pack([0, 5, 12]), tokens=12)
-    assert torch.equal(forward(options, pack([0, 5, 5, 12, 12]), tokens=12), want)  # empty documents
+            forward("contiguous", params, 12, rows)
+    want = forward("contiguous", pack([0, 5, 12]), 12)
+    assert torch.equal(forward("contiguous", pack([0, 5, 5, 12, 12]), 12), want)  # empty documents
     padded = pack([0, 4, 10], cu_seqlens_q_padded=ends, cu_seqlens_kv_padded=ends, max_seqlen_q=7)
-    assert torch.equal(forward(options, padded, tokens=12), want)
+    assert torch.equal(forward("contiguous", padded, 12), want)
     params = pack([0, 5, 12])
-    assert torch.equal(forward(options, params, tokens=12), want)
+    assert torch.equal(forward("contiguous", params, 12), want)
     params.cu_seqlens_q[1] = 4  # and cu_seqlens_kv, which is the same tensor
     params.max_seqlen_q = 8
-    assert not torch.equal(forward(options, params, tokens=12), want)
+    assert not torch.equal(forward("contiguous", params, 12), want)
 
 
-def refused_on_two_ranks(rank: int, world_size: int) -> None:
-    harness.start(Topology(cp=2))
-    from megatron.core import parallel_state
+def stage_without_documents(rank: int, world_size: int) -> None:
+    from dfa_megatron.megatron.script import dfa_flags
 
-    from dfa_megatron.megatron import declare_batch_layout
-
-    with pytest.raises(UnsupportedError, match="data_layout='zigzag' that nobody is known to have cut by rows"):
-        forward(MegatronConfig(data_layout="zigzag"), pack([0, 5, 12]), tokens=6)
-    forward(MegatronConfig(data_layout="zigzag"), None, tokens=6)
-    declare_batch_layout(parallel_state.get_context_parallel_group(), "zigzag")
-    forward(MegatronConfig(data_layout="boundary"), pack([0, 5, 12]), tokens=6)
-
-
-def test_packs_that_megatron_may_have_sliced_one_by_one_are_refused() -> None:
-    run_ranks(2, refused_on_two_ranks)
+    harness.start(like("plain"))
+    with patch.object(dfa_flags, "global_args", lambda: SimpleNamespace(sft=True)):
+        forward("contiguous", pack([0, 5, 12]), 12)
+        with pytest.raises(UnsupportedError, match="a pipeline stage that was given no packed_seq_params"):
+            forward("contiguous", None, 12)
 
 
 def attention_put_back(rank: int, world_size: int) -> None:
-    harness.start(Topology())
     from megatron.core.transformer.dot_product_attention import DotProductAttention
 
     from dfa_megatron.megatron import spec as specs
 
+    harness.start(like("plain"))
     ours = specs.distribute_attention
 
     def replaced(*args: Any, **kwargs: Any) -> Any:
         spec = ours(*args, **kwargs)
-        for layer in getattr(spec, "layer_specs", [spec]):
-            layer.submodules.self_attention.submodules.core_attention = DotProductAttention
+        spec.submodules.self_attention.submodules.core_attention = DotProductAttention
         return spec
 
-    specs.distribute_attention = replaced
-    options = MegatronConfig(data_layout="boundary")
-    with pytest.raises(UnsupportedError, match="a distributed layer whose core_attention became DotProductAttention"):
-        forward(options, None, tokens=12)
-
-
-def stage_without_documents(rank: int, world_size: int) -> None:
-    harness.start(Topology())
-    from dfa_megatron.megatron.script import dfa_flags
-
-    options = MegatronConfig(data_layout="contiguous")
-    with patch.object(dfa_flags, "global_args", lambda: SimpleNamespace(sft=True)):
-        forward(options, pack([0, 5, 12]), tokens=12)
-        with pytest.raises(UnsupportedError, match="a pipeline stage that was given no packed_seq_params"):
-            forward(options, None, tokens=12)
+    message = "a distributed layer whose core_attention became DotProductAttention"
+    with patch.object(specs, "distribute_attention", replaced), pytest.raises(UnsupportedError, match=message):
+        forward("boundary", None, 12)
 
 
 def on_one_rank(rank: int, world_size: int) -> None:
@@ -123,3 +101,45 @@ def on_one_rank(rank: int, world_size: int) -> None:
 
 def test_packs_that_are_not_clear_stages_that_are_told_none_and_attention_put_back_are_refused() -> None:
     run_ranks(1, on_one_rank)
+
+
+def refused_on_two_ranks(rank: int, world_size: int) -> None:
+    """Packs that Megatron may have sliced one by one, and that fit neither padding nor tokens nor other ranks."""
+    from megatron.core import parallel_state
+
+    from dfa_megatron.megatron import declare_batch_layout
+
+    harness.start(like("plain", {"cp": 2}))
+    ends = torch.tensor([0, 4, 12], dtype=torch.int32)
+
+    def run(real: list[int], padded: torch.Tensor | None = ends, tokens: int = 6) -> None:
+        forward("boundary", pack(real, cu_seqlens_q_padded=padded, cu_seqlens_kv_padded=padded), tokens)
+
+    run([0, 3, 10])
+    for message, arguments in (
+        ("with and without padding", ([0, 5, 10],)),
+        ("with and without padding", ([0, 3, 6, 9],)),
+        ("a document of 5 tokens, padding included", ([0, 5, 12], None)),
+        ("it ends at 12, but the ranks hold 16 tokens", ([0, 3, 10], ends, 8)),
+    ):
+        with pytest.raises(UnsupportedError, match=message):
+            run(*arguments)  # type: ignore[arg-type]
+    with pytest.raises(UnsupportedError if rank else DisagreementError, match="a document of 5 tokens"):
+        run([0, 5, 12] if rank else [0, 4, 12], None)
+    with pytest.raises(DisagreementError, match="with padding"):
+        run([0, 4, 12] if rank else [0, 8, 12], None)
+    with pytest.raises(UnsupportedError, match="data_layout='zigzag' that nobody is known to have cut by rows"):
+        forward("zigzag", pack([0, 5, 12]), 6)
+    forward("zigzag", None, 6)
+    declare_batch_layout(parallel_state.get_context_parallel_group(), "zigzag")
+    forward("boundary", pack([0, 5, 12]), 6)
+
+
+def test_packs_that_may_have_been_sliced_otherwise_and_offsets_that_do_not_fit_are_refused_on_every_rank() -> None:
+    run_ranks(2, refused_on_two_ranks)
+
+
+def test_short_padding_belongs_to_its_document_and_long_padding_is_documents_of_its_own() -> None:
+    real, padded = (0, 5, 6, 6, 14, 14), (0, 8, 16, 16, 24, 1624)
+    assert with_long_padding_apart(real, padded, 2) == (0, 8, 16, 24, 536, 1048, 1560, 1624)
+    assert with_long_padding_apart((0, 100), (0, 1624), 2) == (0, 100, 612, 1124, 1624)

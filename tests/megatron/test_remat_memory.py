@@ -9,16 +9,18 @@ import pytest
 import torch
 
 from dfa_megatron import remat
-from dfa_megatron.config import MegatronConfig
 from dfa_megatron.remat import saved as kept
 from dfa_megatron.runtime.counters import COUNTERS
-from tests.megatron import harness
-from tests.megatron.harness import Topology, case, make_config, make_model, start
+from tests.frameworks import megatron_harness as harness
+from tests.frameworks.megatron_rows import TWO, like
 from tests.support.live_bytes import living
 from tests.support.workers import run_ranks
 
 STEPS = 98
 KINDS = ("train", "evaluate", "frozen layer", "frozen embedding", "fails forward", "fails in the recompute", "re-run")
+
+
+ROW = like("plain")
 
 
 class Failing(torch.nn.Module):
@@ -37,7 +39,7 @@ class Failing(torch.nn.Module):
 
 
 def loss_of(model: Any, step: int) -> torch.Tensor:
-    batch = harness.micro_batch(step % 8, 0)
+    batch = ROW.global_batch(step % 8)[0]
     loss: torch.Tensor = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"]).mean()
     return loss
 
@@ -84,10 +86,10 @@ def a_step(model: Any, step: int) -> None:
 def many_steps(rank: int, world_size: int, offload: bool) -> None:
     from megatron.core.rerun_state_machine import RerunMode, initialize_rerun_state_machine
 
-    start(Topology())
+    row = like("plain", checkpoint="remat", config=TWO, options={"remat_offload": offload})
+    harness.start(row)
     initialize_rerun_state_machine(mode=RerunMode.VALIDATE_RESULTS)
-    options = MegatronConfig(checkpoint="remat", remat_offload=offload)
-    model = make_model(make_config(Topology(), case(), num_layers=2), options)
+    model = harness.model_of(row)
     for layer in model.decoder.layers:
         layer.mlp = Failing(layer.mlp)
     counts = []

@@ -7,7 +7,6 @@ import io
 import os
 import runpy
 import sys
-from collections.abc import Callable
 from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
@@ -22,8 +21,10 @@ from dfa_megatron import launch
 from dfa_megatron.megatron.output import tile_of
 from dfa_megatron.megatron.script.dfa_flags import add_dfa_arguments
 from dfa_megatron.runtime.counters import COUNTERS
-from tests.megatron import attends, harness
-from tests.megatron.harness import BATCH, MEGATRONS, SEQUENCE, Topology
+from tests.frameworks import megatron_harness as harness
+from tests.frameworks.megatron_rows import like
+from tests.fuzz.frameworks.one_rank import apart
+from tests.support.megatron_model import set_weights
 from tests.support.workers import run_ranks
 
 pytestmark = pytest.mark.skipif(find_spec("megatron.training") is None, reason="no training package is installed")
@@ -35,26 +36,30 @@ FLAGS = """
 --position-embedding-type rope --normalization RMSNorm --disable-bias-linear --untie-embeddings-and-output-weights
 --no-persist-layer-norm --use-cpu-initialization --no-gradient-accumulation-fusion --no-bias-dropout-fusion
 --no-masked-softmax-fusion --no-rope-fusion --no-create-attention-mask-in-dataloader --tokenizer-type NullTokenizer
---vocab-size 256 --make-vocab-size-divisible-by 1 --distributed-backend gloo
+--vocab-size 62 --make-vocab-size-divisible-by 1 --distributed-backend gloo
 """
 OURS = "--cp-comm-type dfa --spec dfa_megatron.megatron get_spec"
 FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 
 
-def as_launched(topology: Topology) -> None:
+PLAIN, PACKED = (like(name, {"cp": 2}, batch=2, dtype="float32 of few layers") for name in ("plain", "packed"))
+MICRO_BATCHES, SEQUENCE = len(PLAIN.masks), PLAIN.tokens
+
+
+def as_launched() -> None:
     """What a launcher would have set, and the device queries that CPU cannot answer."""
     from megatron.training import global_vars
 
     global_vars.unset_global_variables()
     os.environ.update(RANK=str(dist.get_rank()), WORLD_SIZE=str(dist.get_world_size()), CUDA_DEVICE_MAX_CONNECTIONS="1")
-    harness.start(topology)
+    harness.start(PLAIN)
     torch.cuda.get_device_capability = lambda *_: (9, 0)
     torch.cuda.get_device_properties = lambda *_: SimpleNamespace(major=9, minor=0, name="none")
 
 
 def build(flags: str, provider: Any) -> tuple[Any, Any]:
     """What pretrain_gpt.py does up to the model."""
-    as_launched(Topology(cp=2))
+    as_launched()
     sys.argv = ["pretrain_gpt.py", *flags.split()]
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.training.argument_utils import gpt_config_from_args
@@ -66,11 +71,12 @@ def build(flags: str, provider: Any) -> tuple[Any, Any]:
     return args, builder.build_model(ProcessGroupCollection.use_mpu_process_groups())
 
 
-def train_from_flags(rank: int, world_size: int, flags: str, provider: Any, layout: str, path: str) -> None:
+def train_from_flags(rank: int, world_size: int, flags: str, provider: Any, layout: str) -> None:
     from megatron.core import parallel_state
 
     from dfa_megatron.megatron import DistributedAttentionLayer, DistributedCoreAttention, options_of, shard_batch
 
+    wanted = harness.step(PLAIN.alone()).loss
     args, model = build(f"{FLAGS} {OURS} {FULL} {flags}", provider)
     options = options_of()
     assert options.data_layout == layout
@@ -80,18 +86,18 @@ def train_from_flags(rank: int, world_size: int, flags: str, provider: Any, layo
         assert layer.self_attention.core_attention.options == options
     assert args.recompute_granularity == "full"
     assert model.config.recompute_granularity == "full", "the config is the caller's"
-    harness.set_weights(model)
+    set_weights(model)
     COUNTERS.reset()
     total, group = torch.zeros(()), parallel_state.get_context_parallel_group()
-    for micro in range(harness.MICRO_BATCHES):
-        batch = shard_batch(harness.micro_batch(0, micro), group, options)
-        loss = harness.share_of_loss(model(**batch), batch)
+    for micro in range(MICRO_BATCHES):
+        batch = shard_batch(batch_of_rows(micro), group, options)
+        loss = share_of_loss(model(**batch), batch)
         loss.backward()
         total += loss.detach()
     assert model.decoder.config.recompute_granularity is None, "full recomputation is taken over"
     dist.all_reduce(total)
-    assert abs(total.item() - torch.load(path, weights_only=True)["losses"][0]) <= 1e-5
-    attentions = harness.LAYERS * harness.MICRO_BATCHES
+    assert abs(total.item() - wanted) <= 1e-5
+    attentions = 4 * MICRO_BATCHES
     assert (COUNTERS.attention_forwards, COUNTERS.replays) == (attentions, attentions)
 
 
@@ -104,12 +110,23 @@ def train_from_flags(rank: int, world_size: int, flags: str, provider: Any, layo
     ],
     ids=["an unmodified script", "zigzag", "contiguous"],
 )
-def test_flags_build_a_model_that_trains_like_one_rank(flags: str, provider: Any, layout: str, reference: str) -> None:
-    run_ranks(2, train_from_flags, flags, provider, layout, reference)
+def test_flags_build_a_model_that_trains_like_one_rank(flags: str, provider: Any, layout: str) -> None:
+    run_ranks(2, train_from_flags, flags, provider, layout)
 
 
-HERE = SimpleNamespace(batch_of=None, loss_of=harness.share_of_loss, total=None, model=None, args=None)
-"""The script's data and loss, and its total loss, model and arguments."""
+def batch_of_rows(micro: int) -> dict[str, torch.Tensor]:
+    return {name: x for name, x in PLAIN.global_batch(0)[micro].items() if name != "cu_seqlens"}
+
+
+def share_of_loss(losses: torch.Tensor, batch: dict[str, Any]) -> torch.Tensor:
+    """This rank's part of the mean loss, where every micro-batch counts alike."""
+    count = [int(whole["loss_mask"].sum()) for whole in HERE.row.global_batch(0)]
+    share: torch.Tensor = (losses.float() * batch["loss_mask"]).sum() / sum(count)
+    return share
+
+
+HERE = SimpleNamespace(row=PLAIN, batch_of=None, loss_of=share_of_loss, total=None, model=None, args=None)
+"""The row that the script trains on, its data and loss, and its total loss, model and arguments."""
 
 # What pretrain_gpt.py of Megatron-LM 0.19 does between its loader and its model, without CUDA and an optimizer. The
 # slicing is called as that script calls it.
@@ -121,7 +138,8 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import flatten_batch_for_packed_sequences, get_batch_on_this_cp_rank
 from megatron.training.argument_utils import gpt_config_from_args
 from megatron.training.arguments import parse_and_validate_args
-from tests.megatron import harness, test_scripts
+from tests.megatron import test_scripts
+from tests.support.megatron_model import set_weights
 
 ABSENT = ("cu_seqlens", "cu_seqlens_padded", "max_seqlen", "local_cp_size", "hybrid_cp_group", "attention_mask")
 
@@ -129,10 +147,10 @@ if __name__ == "__main__":
     args = parse_and_validate_args()
     config = gpt_config_from_args(args)
     model = config.get_builder_cls()(config).build_model(ProcessGroupCollection.use_mpu_process_groups())
-    harness.set_weights(model)
+    set_weights(model)
     here = test_scripts.HERE
     total = torch.zeros(())
-    for micro in range(harness.MICRO_BATCHES):
+    for micro in range(test_scripts.MICRO_BATCHES):
         batch = {**dict.fromkeys(ABSENT), **here.batch_of(micro)}
         packed = batch["cu_seqlens"] is not None
         batch = get_batch_on_this_cp_rank(
@@ -160,35 +178,30 @@ def script(tmp_path: Path) -> str:
 
 
 def packed_batch(micro: int) -> dict[str, torch.Tensor]:
-    offsets = attends.documents(0, micro)
-    longest = (offsets[:, 1:] - offsets[:, :-1]).max(1).values
-    return {**harness.micro_batch(0, micro), "cu_seqlens": offsets, "max_seqlen": longest}
+    whole = PACKED.global_batch(0)[micro]
+    return {**whole, "max_seqlen": whole["cu_seqlens"].diff(dim=1).max(1).values}
 
 
-def train_through_scripts(rank: int, ranks: int, script: str, paths: dict[str, str]) -> str:
+def train_through_scripts(rank: int, ranks: int, script: str) -> str:
     """What the script's help says; it trains on rows and on packs."""
     with contextlib.redirect_stdout(io.StringIO()) as shown, pytest.raises(SystemExit, match="0"):
         launch.main([script, "--help"])
     plain, packed = ["--dfa-loss-tile", "7"], ["--dataloader-inter-document-masking"]
-    for kind, more, batch_of in (
-        ("plain", plain, lambda micro: harness.micro_batch(0, micro)),
-        ("packed", packed, packed_batch),
-    ):
-        as_launched(Topology(cp=ranks))
-        HERE.batch_of = batch_of
+    for row, more, batch_of in ((PLAIN, plain, batch_of_rows), (PACKED, packed, packed_batch)):
+        wanted = harness.step(row.alone()).loss
+        as_launched()
+        HERE.row, HERE.batch_of = row, batch_of
         assert launch.main([script, *FLAGS.split(), *OURS.split(), *FULL.split(), *more]) == 0
         assert HERE.args.dfa_data_layout == "boundary"
-        assert tile_of(HERE.model) == (7 if kind == "plain" else None)
-        assert abs(HERE.total - torch.load(paths[kind], weights_only=True)["losses"][0]) <= 1e-5
+        assert tile_of(HERE.model) == (7 if row is PLAIN else None)
+        assert abs(HERE.total - wanted) <= 1e-5
     return shown.getvalue()
 
 
 @pytest.mark.support("megatron", "Megatron's training package through the launcher")
 @pytest.mark.support("megatron", "packed data of Megatron's scripts and datasets")
-def test_a_script_through_the_launcher_trains_like_one_rank_on_rows_and_packs(
-    script: str, references: Callable[..., dict[str, str]]
-) -> None:
-    shown = run_ranks(2, train_through_scripts, script, references("plain", "packed"), timeout=120)[0]
+def test_a_script_through_the_launcher_trains_like_one_rank_on_rows_and_packs(script: str) -> None:
+    shown = run_ranks(2, train_through_scripts, script, timeout=120)[0]
     assert "--context-parallel-size" in shown
     assert "--dfa-data-layout {contiguous,boundary,zigzag}" in shown
 
@@ -217,9 +230,9 @@ def conversations(ranks: int) -> Any:
     sft_dataset.MegatronDataset.__init__ = keep
     config = SimpleNamespace(context_parallel_size=ranks, tokenizer=Tokenizer(), sequence_length=SEQUENCE)
     config.reset_position_ids = config.create_attention_mask = config.reset_attention_mask = False
-    prose = bytes(harness.text()[:1000].tolist()).decode()
+    digits = "".join(map(str, torch.randint(10, (100,), generator=torch.Generator().manual_seed(4)).tolist()))
     samples = [
-        [{"role": "system", "content": prose[n : n + length]} for n, length in enumerate(row)] for row in LENGTHS
+        [{"role": "system", "content": digits[at : at + length]} for at, length in enumerate(row)] for row in LENGTHS
     ]
     made = sft_dataset.SFTDataset(samples, None, list(range(len(samples))), len(samples), None, config=config)
     assert config.context_parallel_size == ranks
@@ -244,19 +257,22 @@ def train_by_sft(rank: int, ranks: int, script: str) -> None:
 
     def batch_of(micro: int) -> Any:
         samples = conversations(ranks)
-        return torch.utils.data.default_collate([samples[micro * BATCH + row] for row in range(BATCH)])
+        return torch.utils.data.default_collate([samples[micro * PACKED.batch + row] for row in range(PACKED.batch)])
 
-    harness.start(Topology(dp=ranks))
-    model = harness.make_model(harness.make_config(Topology(), MEGATRONS, sequence_parallel=False), None)
+    alone = PACKED.alone()
+    harness.start(alone)
+    model = harness.model_of(alone)
     total = torch.zeros(())
-    for micro in range(harness.MICRO_BATCHES):
+    for micro in range(MICRO_BATCHES):
         batch = batch_of(micro)
-        loss = masked(attends.one_by_one(batch, model), batch)
-        loss.backward()
+        flat = {name: batch[name].reshape(1, -1) for name in ("tokens", "labels", "position_ids", "loss_mask")}
+        with apart():
+            loss = masked(harness.alone(alone, {**flat, "ends": harness.ends_of(batch)}, model), batch)
+            loss.backward()
         total += loss.detach()
     assert total > 0
 
-    as_launched(Topology(cp=ranks))
+    as_launched()
     megatron.core.utils.tex = SimpleNamespace(thd_get_partitioned_indices=partitioned)
     HERE.batch_of, HERE.loss_of = batch_of, masked
     sys.argv = [script, *FLAGS.split(), *OURS.split(), *FULL.split(), "--sft"]

@@ -15,11 +15,12 @@ from dfa_megatron.config import MegatronConfig
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.megatron import DistributedAttentionLayer, DistributedCoreAttention, distribute_attention
 from dfa_megatron.megatron import spec as package_spec
-from dfa_megatron.megatron.check_config import check_config
 from dfa_megatron.megatron.layers.layer import takes_over
 from dfa_megatron.megatron.replace import replace
 from dfa_megatron.megatron.script import script_specs
-from tests.megatron.harness import Topology, case, make_config, megatrons_spec
+from tests.frameworks import megatron_harness as harness
+from tests.frameworks.megatron_rows import BLOCK, FULL, like
+from tests.support.megatron_model import megatrons_spec
 
 OPTIONS = MegatronConfig(data_layout="boundary")
 
@@ -30,8 +31,8 @@ def local_spec(**arguments: Any) -> Any:
     return get_gpt_layer_local_spec(**arguments)
 
 
-def config(topology: Topology | None = None, **changes: Any) -> Any:
-    return make_config(topology or Topology(), case(), **changes)
+def config(sizes: dict[str, int] | None = None, **changes: Any) -> Any:
+    return harness.config_of(like("plain", sizes), **changes)
 
 
 def of_clone(comm_type: Any) -> Any:
@@ -92,37 +93,17 @@ def test_sequence_parallelism_without_transformer_engine_gets_a_norm_that_bears_
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
     distribute_attention(local_spec(), config(), config=OPTIONS)
-    norm = WrappedTorchNorm(config(Topology(tp=2)), 8)
+    norm = WrappedTorchNorm(config({"tp": 2}), 8)
     assert norm.weight.sequence_parallel
     assert not hasattr(WrappedTorchNorm(config(), 8).weight, "sequence_parallel")
     with pytest.raises(UnsupportedError, match="normalization"):
         WrappedTorchNorm(SimpleNamespace(normalization="L2Norm", sequence_parallel=True), 8)
 
 
-def test_a_spec_without_core_attention_is_refused() -> None:
-    from megatron.core.transformer.spec_utils import ModuleSpec
-
-    for spec in (object(), ModuleSpec(module=object), ModuleSpec(module=dict, submodules=local_spec().submodules)):
-        with pytest.raises(UnsupportedError, match="core_attention to replace"):
-            distribute_attention(spec, config(), config=OPTIONS)
-
-
-def test_a_core_attention_that_does_more_than_the_config_says_is_not_dropped() -> None:
+def test_megatrons_own_attention_by_a_spec_is_replaced_once() -> None:
     from megatron.core.transformer.dot_product_attention import DotProductAttention
     from megatron.core.transformer.spec_utils import ModuleSpec
 
-    class Capped(DotProductAttention):  # type: ignore[misc,unused-ignore]
-        """As of models with capped scores."""
-
-    class Elsewhere:
-        """Another package's attention by the same name."""
-
-    Elsewhere.__name__ = "DotProductAttention"
-    for refused in (Capped, Elsewhere, ModuleSpec(module=DotProductAttention, params={"softmax_scale": 0.1})):
-        spec = local_spec()
-        spec.submodules.self_attention.submodules.core_attention = refused
-        with pytest.raises(UnsupportedError, match=r"core_attention is .*would be dropped"):
-            distribute_attention(spec, config(), config=OPTIONS)
     taken = local_spec()
     taken.submodules.self_attention.submodules.core_attention = ModuleSpec(module=DotProductAttention)
     once = distribute_attention(taken, config(), config=OPTIONS)
@@ -132,24 +113,16 @@ def test_a_core_attention_that_does_more_than_the_config_says_is_not_dropped() -
 def test_full_recomputation_is_taken_over_once_for_all_chunks_of_a_model() -> None:
     spec = distribute_attention(local_spec(), config(), config=OPTIONS)
     context = spec.params["distributed_attention"]
-    taken = make_config(Topology(), case(recompute=("block", 2)))
+    taken = config(**BLOCK | {"recompute_num_layers": 2})
     assert [takes_over(taken, context, layer) for layer in (1, 2, 3)] == [True, True, False]
     assert (taken.recompute_granularity, taken.recompute_method, taken.recompute_num_layers) == ("full", "block", 2)
     assert takes_over(config(), context, 1) is None
-    left = make_config(Topology(), case(recompute=("uniform", 1)))
+    left = config(**FULL)
     off = distribute_attention(local_spec(), left, config=OPTIONS.replace(checkpoint="none")).params[
         "distributed_attention"
     ]
     assert takes_over(left, off, 1) is None
     assert left.recompute_granularity == "full"
-
-
-def test_offloading_what_nothing_recomputes_is_refused() -> None:
-    offloading = OPTIONS.replace(remat_offload=True)
-    check_config(config(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1), offloading)
-    with pytest.raises(UnsupportedError, match="remat_offload without --recompute-granularity full"):
-        check_config(config(), offloading)
-    check_config(config(), offloading.replace(checkpoint="remat"))
 
 
 def test_spec_for_older_scripts_is_made_of_their_global_arguments(monkeypatch: pytest.MonkeyPatch) -> None:

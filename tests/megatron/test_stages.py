@@ -9,17 +9,16 @@ import pytest
 
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.runtime.agreement import watchdog
-from tests.megatron import harness
-from tests.megatron.harness import Topology, case
+from tests.frameworks import megatron_harness as harness
+from tests.frameworks.megatron_rows import like
 from tests.support.workers import run_ranks
 
 
 def refuses(rank: int, world_size: int, windowed: list[int], chunks: int | None) -> None:
     """The stage that refuses lives on, as in a loop that catches the error, or under a launcher that ends nobody."""
-    config, topology = (("window_size", (7, 0)), ("window_attn_skip_freq", windowed)), Topology(pp=2, vp=chunks)
-    harness.start(topology)
+    row = like("mask", {"pp": 2, "vp": chunks}, config={"window_size": (7, 0), "window_attn_skip_freq": windowed})
     with patch.object(watchdog, "GRACE", 0.5), pytest.raises(UnsupportedError, match="a mask in a layer with window"):
-        harness.train(topology, case(pairs="mask", config=config, steps=1))
+        harness.step(row)
     time.sleep(30)
 
 

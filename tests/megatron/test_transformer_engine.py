@@ -10,8 +10,8 @@ import torch.distributed as dist
 
 from dfa_megatron.config import MegatronConfig
 from dfa_megatron.runtime.counters import COUNTERS
-from tests.megatron import harness
-from tests.megatron.harness import Topology
+from tests.frameworks import megatron_harness as harness
+from tests.frameworks.megatron_rows import like
 from tests.support.close import assert_close
 from tests.support.workers import run_ranks
 
@@ -28,7 +28,7 @@ def _block(cp: int, dp: int, fp8: str | None, checkpoint: str | None) -> Any:
 
     from dfa_megatron.megatron import declare_batch_layout, distribute_attention
 
-    harness.start(Topology(cp=cp, dp=dp))
+    harness.start(like("plain", {"cp": cp, "dp": dp}))
     full = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     config = TransformerConfig(
         num_layers=LAYERS,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from dataclasses import dataclass
 from typing import Any
@@ -33,32 +34,42 @@ TOPOLOGIES: tuple[dict[str, int], ...] = (
 class MegatronDraw(Draw):
     """One training step of all its ranks.
 
-    layout, options: of `MegatronConfig`. config: fields of TransformerConfig. model: arguments of GPTModel.
+    options: of `MegatronConfig`, None for Megatron's own attention. config: fields of TransformerConfig. model:
+    arguments of its class. layers: "" of a GPT, "delta" of one with gated delta nets, or a hybrid model's pattern.
     micro_batches: of each data-parallel rank. pack: "", "rows" (documents in rows that are cut), "padded" (each
     document padded and cut zigzag by itself), "tree" or "mask" of all rows. masks: of every micro-batch, by
-    `uneven.counted`. padding_mask: given to the model, which its experts heed.
+    `uneven.counted`, for so many `parts`. padding_mask: given to the model, which its experts heed. warm: steps
+    before the one that counts, after each of which the optimizer moves the weights, where there is one. optimizer:
+    "", "torch" (PyTorch's Adam), "megatron", or "distributed" (over data ranks). wrapper: see `sharded.wrap`.
+    dtype: what it computes in, of `compare.LIMITS`. name: of one that nobody drew.
     """
 
     over = "megatron"
+    seed: int = 0
+    number: int = 0
     tp: int = 1
     pp: int = 1
     vp: int | None = None
     cp: int = 1
     dp: int = 1
     ep: int = 1
-    layout: str
-    options: dict[str, Any]
+    options: dict[str, Any] | None
     config: dict[str, Any]
     model: dict[str, Any]
-    batch: int
-    tokens: int
-    micro_batches: int
-    pack: str
-    masks: tuple[str, ...]
-    padding_mask: bool
-    overlap: bool
-    warm: int
-    delta_nets: bool
+    layers: str = ""
+    batch: int = 2
+    tokens: int = 48
+    micro_batches: int = 1
+    pack: str = ""
+    masks: tuple[str, ...] = ("holes",)
+    parts: int = 2
+    padding_mask: bool = False
+    overlap: bool = False
+    warm: int = 0
+    optimizer: str = ""
+    wrapper: str = "ddp"
+    dtype: str = "float64"
+    name: str = ""
 
     @property
     def ranks(self) -> int:
@@ -76,9 +87,25 @@ class MegatronDraw(Draw):
         return self.tp, self.pp, self.vp or 0, self.cp, self.dp, self.ep
 
     @property
-    def dtype(self) -> str:
-        """Return what it computes in."""
-        return "float64"
+    def layout(self) -> str:
+        """Return the layout of its tokens."""
+        return str((self.options or {}).get("data_layout", "contiguous"))
+
+    @property
+    def line(self) -> str:
+        """Return the command that runs it again, or its name."""
+        return self.name or super().line
+
+    def alone(self, **beside: int) -> MegatronDraw:
+        """Return the same step of Megatron's own attention on one rank, or with the sizes `beside`."""
+        ours = ("recompute", "distribute_saved", "use_mamba_mem_eff_path")
+        config = {name: x for name, x in self.config.items() if not name.startswith(ours)}
+        sizes = {**dict.fromkeys(("tp", "pp", "cp", "dp", "ep"), 1), "vp": None, **beside}
+        micro_batches = len(self.masks) // sizes["dp"]  # type: ignore[operator]
+        plain = {"overlap": False, "wrapper": "ddp", "optimizer": self.optimizer and "torch"}
+        changes: dict[str, Any] = {**sizes, **plain, "micro_batches": micro_batches, "options": None}
+        name = self.name and f"{self.name.partition(':')[0]} alone"  # the same for all that are compared with it
+        return dataclasses.replace(self, config={**config, "sequence_parallel": False}, name=name, **changes)
 
     def features(self) -> list[str]:
         """Return the names of the features that a run counts."""
@@ -100,16 +127,16 @@ class MegatronDraw(Draw):
             "padding_mask": self.padding_mask,
             "multi-token prediction": "mtp_num_layers" in self.config,
             f"recompute {self.config.get('recompute_granularity')}": "recompute_granularity" in self.config,
-            f"remat {self.options['checkpoint']}": True,
+            f"remat {(self.options or {}).get('checkpoint')}": True,
             "loss per token": self.config["calculate_per_token_loss"],
             "windows": "window_size" in self.config,
             "softmax offset": "softmax_type" in self.config,
             "grouped heads": self.config["num_query_groups"] < self.config["num_attention_heads"],
             "tied": self.model["share_embeddings_and_output_weights"],
-            "loss_tile": self.options["loss_tile"] != "off",
+            "loss_tile": (self.options or {}).get("loss_tile", "off") != "off",
             "accumulation": self.micro_batches > 1,
             f"after {self.warm} steps": self.warm,
-            "gated delta nets": self.delta_nets,
+            "gated delta nets": self.layers == "delta",
             "latent attention": "kv_lora_rank" in self.config,
         }
         return found + [name for name, there in having.items() if there]
@@ -127,25 +154,34 @@ class MegatronDraw(Draw):
             longest = max(longest, sum(rooms) + unit)
         return -(-longest // (unit * self.tp)) * unit * self.tp
 
+    def _offsets(self, dice: random.Random) -> tuple[int, ...]:
+        if not self.name:
+            return random_offsets(self.tokens, dice, 24)
+        inner = dice.sample(range(1, self.tokens), 4)
+        inner[1] = inner[0] + 1  # a document of one token; with another one it may leave an empty document
+        return (0, *sorted(inner), self.tokens, self.tokens)
+
     def _micro_batch(self, step: int, number: int) -> dict[str, Any]:
         seed = hash((self.seed, self.number, step, number)) % 2**31
         generator, dice = torch.Generator().manual_seed(seed), random.Random(seed)
-        rows = torch.randint(VOCABULARY, (self.batch, self.tokens + 1), generator=generator)
-        cuts = [
-            random_offsets(self.tokens, dice, 24) if self.has_documents else (0, self.tokens) for _ in range(self.batch)
-        ]
-        counts = uneven.counted(self.masks[number], self.batch, self.tokens, self.cp, seed)
+        text = torch.randint(VOCABULARY, (self.batch, self.tokens + 1), generator=generator)
+        cuts = [self._offsets(dice) if self.has_documents else (0, self.tokens) for _ in range(self.batch)]
+        counts = uneven.counted(self.masks[number], self.batch, self.tokens, self.parts, seed)
         longest = max(map(len, cuts))
         places, seen = uneven.positions(cuts), dict[str, Any]()
         if self.pack == "tree":
-            seen["prompt_tree"] = tree = attends.forest(dice, self.tokens)
+            tree = attends.forest(dice, self.tokens)
+            seen["prompt_tree"] = tree if number % 2 else (list(tree.lengths), torch.tensor(tree.parents))
             places = tree_positions(tree.lengths, tree.parents).expand(self.batch, -1)
         elif self.pack == "mask":
-            seen["mask"], places = attends.bands(dice, self.tokens), places + dice.randint(0, 9)
+            seen["mask"], rows = attends.masked(dice, self.tokens, dice.randint(0, 3))
+            places = rows.expand(self.batch, -1).contiguous()
+        if self.model["position_embedding_type"] == "mrope":
+            places = attends.image_places(self.batch, self.tokens)
         return {
             **seen,
-            "tokens": rows[:, :-1].contiguous(),
-            "labels": rows[:, 1:].contiguous(),
+            "tokens": text[:, :-1].contiguous(),
+            "labels": text[:, 1:].contiguous(),
             "loss_mask": counts.float(),
             "position_ids": places,
             "cu_seqlens": torch.tensor([[*row, *[row[-1]] * (longest - len(row))] for row in cuts]).int(),
@@ -181,8 +217,8 @@ def draw(seed: int, number: int) -> MegatronDraw:
         seed=seed,
         number=number,
         **sizes,
-        layout=layout,
         options=options,
+        layers="delta" if delta_nets else "",
         config=config,
         model=model,
         batch=dice.choice([1, 2, 2, 3]),
@@ -190,10 +226,10 @@ def draw(seed: int, number: int) -> MegatronDraw:
         micro_batches=micro_batches,
         pack=pack,
         masks=tuple(dice.choice(kinds) for _ in range(micro_batches * dp)),
+        parts=cp,
         padding_mask=experts and (pack == "padded" or dice.random() < 0.5),
         # Megatron's overlapped reduction fails at a second step where stages share embeddings so.
         overlap=dice.random() < 0.2 and not shares,
-        delta_nets=delta_nets,
         warm=0 if config.get("moe_router_load_balancing_type") == "global_aux_loss" else dice.choice([0, 0, 0, 1, 2]),
     )
 

@@ -8,7 +8,6 @@ import math
 import tempfile
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 from types import ModuleType
@@ -17,6 +16,8 @@ from typing import Any
 import torch
 
 from dfa_megatron.errors import UnsupportedError
+from tests.frameworks.compare import LIMITS, distances
+from tests.frameworks.compare import Found as Found
 from tests.fuzz.frameworks.expected_refusals import name_of
 from tests.fuzz.outcome import Draw, Outcome
 from tests.fuzz.serve import DRAWS_OF_A_GROUP, run_all
@@ -25,22 +26,6 @@ from tests.support.workers import preload
 PACKAGES = ("megatron", "transformers", "deepspeed")
 """The frameworks. The module NAME_step of each has `draw`, of (seed, number), `step`, `REFUSALS`, and `PRELOADED`,
 modules that take long to import; perhaps `documented`, of a draw: what pages say of one that is computed otherwise."""
-
-LIMITS = {"float64": 4e-6, "float64 beside float32": 5e-5, "float32": 1e-4}
-"""Of a gradient's largest entry, by what a draw computes in. Frameworks make some parts in float32: Megatron its loss
-and rotary tables; transformers its norms, softmax and states, too."""
-LEAST = 0.03
-"""Gradients smaller than this share of the model's largest are compared with it: some are 0 but for rounding."""
-
-
-@dataclass(slots=True)
-class Found:
-    """Hold what a step came to: the mean loss, None on ranks that have none, and named gradients."""
-
-    loss: float | None
-    gradients: dict[str, torch.Tensor]
-    places: dict[str, Mapping[int, torch.Tensor]]
-    """Where each gradient is in the whole one: indices by dimension; empty if it is whole."""
 
 
 def module_of(framework: str) -> ModuleType:
@@ -94,7 +79,7 @@ def _attempt(framework: str, draw: Any, rank: int, ranks: int, folder: str) -> O
         found = module.step(draw, rank, ranks)
         if ranks > 1:
             return _judge(draw, found, torch.load(kept, weights_only=True))
-        torch.save({"loss": found.loss, "gradients": found.gradients}, kept)
+        torch.save(found.whole(), kept)
         finite = all(gradient.isfinite().all() for gradient in found.gradients.values())
         kind = ("right", "") if finite else ("refused", "no finite numbers on one rank")
         return Outcome(draw.number, *kind)
@@ -109,27 +94,9 @@ def _attempt(framework: str, draw: Any, rank: int, ranks: int, folder: str) -> O
 def _judge(draw: Any, found: Found, want: Mapping[str, Any]) -> Outcome:
     """Compare with one rank's loss and gradients."""
     limit = LIMITS[draw.dtype]
-    shares = {name: share / limit for name, share in _distances(found, want).items()}
+    shares = {name: share / limit for name, share in distances(found, want).items()}
     worst = max(shares.values(), default=0.0)
     if worst <= 1:
         return Outcome(draw.number, "right", worst=worst)
     off = [f"{name} {share * limit:.1e}" for name, share in sorted(shares.items(), key=lambda x: -x[1]) if share > 1]
     return Outcome(draw.number, "wrong", f"{len(off)} of {len(shares)} differ: {', '.join(off[:6])}", worst)
-
-
-def _distances(found: Found, want: Mapping[str, Any]) -> dict[str, float]:
-    shares = {}
-    if found.loss is not None:
-        shares["loss"] = _far(abs(found.loss - want["loss"]) / max(abs(want["loss"]), 1e-30))
-    largest = max((float(x.abs().max()) for x in want["gradients"].values()), default=0.0)
-    for name, gradient in found.gradients.items():
-        whole = want["gradients"][name]
-        least = max(float(whole.abs().max()), LEAST * largest, 1e-9) if largest > 1e-8 else 1.0  # all below is rounding
-        for dimension, held in found.places.get(name, {}).items():
-            whole = whole.index_select(dimension, held)
-        shares[name] = _far(float((gradient.double() - whole.double()).abs().max()) / least)
-    return shares
-
-
-def _far(share: float) -> float:
-    return share if share < float("inf") else 1e9
