@@ -8,7 +8,7 @@ import math
 import tempfile
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
 from types import ModuleType
@@ -41,6 +41,8 @@ class Found:
     gradients: dict[str, torch.Tensor]
     places: dict[str, Mapping[int, torch.Tensor]]
     """Where each gradient is in the whole one: indices by dimension; empty if it is whole."""
+    outputs: dict[str, torch.Tensor] = field(default_factory=dict)
+    """What else is compared, each by its own largest entry, with its places."""
 
 
 def module_of(framework: str) -> ModuleType:
@@ -76,12 +78,17 @@ def run(framework: str, draws: Sequence[Draw], limit: float, deadline: float) ->
 
 def check(framework: str, draws: int, seed: int = 0) -> None:
     """Assert that none of the first draws of a seed is wrong, fails or hangs, and that most of them run."""
-    drawn = [module_of(framework).draw(seed, number) for number in range(draws)]
-    outcomes = [(draw.line, outcome) for draw, outcome in run(framework, drawn, 60.0, math.inf)]
-    off = [f"{o.kind.upper()} {line}\n{o.reason}" for line, o in outcomes if o.kind not in ("right", "refused")]
+    kinds = check_each(framework, [module_of(framework).draw(seed, number) for number in range(draws)], "refused")
+    assert kinds.count("right") > draws / 2
+
+
+def check_each(framework: str, draws: Sequence[Draw], *allowed: str) -> list[str]:
+    """Assert that every draw is right, or of an allowed kind; return the kinds."""
+    outcomes = [(draw.line, outcome) for draw, outcome in run(framework, draws, 60.0, math.inf)]
+    off = [f"{o.kind.upper()} {line}\n{o.reason}" for line, o in outcomes if o.kind not in ("right", *allowed)]
     assert not off, "\n".join(off)
-    assert len(outcomes) == draws
-    assert sum(outcome.kind == "right" for _, outcome in outcomes) > draws / 2
+    assert len(outcomes) == len(draws)
+    return [outcome.kind for _, outcome in outcomes]
 
 
 def _attempt(framework: str, draw: Any, rank: int, ranks: int, folder: str) -> Outcome:
@@ -94,13 +101,14 @@ def _attempt(framework: str, draw: Any, rank: int, ranks: int, folder: str) -> O
         found = module.step(draw, rank, ranks)
         if ranks > 1:
             return _judge(draw, found, torch.load(kept, weights_only=True))
-        torch.save({"loss": found.loss, "gradients": found.gradients}, kept)
+        torch.save({"loss": found.loss, "gradients": found.gradients, "outputs": found.outputs}, kept)
         finite = all(gradient.isfinite().all() for gradient in found.gradients.values())
         kind = ("right", "") if finite else ("refused", "no finite numbers on one rank")
         return Outcome(draw.number, *kind)
     except UnsupportedError as error:
         known = name_of(module.REFUSALS, draw, str(error))
-        kind = ("refused", known) if known and ranks > 1 else ("failed", f"{where}refused: {known or error}")
+        expected = known and (ranks > 1 or known == str(error))  # whatever it is, in the sweep
+        kind = ("refused", known) if expected else ("failed", f"{where}refused: {known or error}")
         return Outcome(draw.number, *kind)
     except Exception:  # noqa: BLE001  # whatever it is, the run goes on and reports it
         return Outcome(draw.number, "failed", where + traceback.format_exc(limit=-8))
@@ -108,7 +116,7 @@ def _attempt(framework: str, draw: Any, rank: int, ranks: int, folder: str) -> O
 
 def _judge(draw: Any, found: Found, want: Mapping[str, Any]) -> Outcome:
     """Compare with one rank's loss and gradients."""
-    limit = LIMITS[draw.dtype]
+    limit = draw.limit if hasattr(draw, "limit") else LIMITS[draw.dtype]
     shares = {name: share / limit for name, share in _distances(found, want).items()}
     worst = max(shares.values(), default=0.0)
     if worst <= 1:
@@ -125,10 +133,17 @@ def _distances(found: Found, want: Mapping[str, Any]) -> dict[str, float]:
     for name, gradient in found.gradients.items():
         whole = want["gradients"][name]
         least = max(float(whole.abs().max()), LEAST * largest, 1e-9) if largest > 1e-8 else 1.0  # all below is rounding
-        for dimension, held in found.places.get(name, {}).items():
-            whole = whole.index_select(dimension, held)
-        shares[name] = _far(float((gradient.double() - whole.double()).abs().max()) / least)
+        shares[name] = _apart(found, name, gradient, whole) / least
+    for name, output in found.outputs.items():
+        whole = want["outputs"][name]
+        shares[name] = _apart(found, name, output, whole) / max(float(whole.abs().max()), 1e-9)
     return shares
+
+
+def _apart(found: Found, name: str, held: torch.Tensor, whole: torch.Tensor) -> float:
+    for dimension, places in found.places.get(name, {}).items():
+        whole = whole.index_select(dimension, places)
+    return _far(float((held.double() - whole.double()).abs().max())) if held.numel() else 0.0
 
 
 def _far(share: float) -> float:
