@@ -20,6 +20,7 @@ if not MISSING:
         "dfa_megatron.huggingface",
         "dfa_megatron.deepspeed",
         "deepspeed",
+        "tests.fuzz.frameworks.deepspeed_step",
         *(f"transformers.models.{name}.modeling_{name}" for name in ("llama", "qwen2", "qwen3")),
     )
 

@@ -7,9 +7,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
-
-from tests.support.models import build, gradients, text
 
 
 def prepare_worker(rank: int) -> None:
@@ -45,23 +42,6 @@ def settings(stage: int, size: int | None = None, **block: Any) -> dict[str, Any
         "optimizer": {"type": "SGD", "params": {"lr": 0.0}},
         "dist_flash_attention": {"enabled": True, **block},
     }
-
-
-def samples(count: int, length: int, unlabelled: int = 0) -> list[dict[str, torch.Tensor]]:
-    """One sequence for each data-parallel group, each with more tokens that have no label."""
-    return [text(1, length, seed=100 + index, unlabelled=unlabelled + 3 * index) for index in range(count)]
-
-
-def reference(kind: str, batches: list[dict[str, torch.Tensor]], **changes: Any) -> tuple[float, dict[str, Any]]:
-    """Loss and gradients of one process with eager attention: the mean over the batches' mean losses."""
-    model = build(kind, **changes)
-    losses = []
-    for batch in batches:
-        logits = model(input_ids=batch["input_ids"]).logits[:, :-1]
-        losses.append(F.cross_entropy(logits.flatten(0, 1), batch["labels"][:, 1:].flatten(), ignore_index=-100))
-    loss = torch.stack(losses).mean()
-    loss.backward()
-    return loss.item(), gradients(model)
 
 
 def mean_over_ranks(value: torch.Tensor) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,7 +12,6 @@ import torch
 
 from dfa_megatron import deepspeed as dfa_ds
 from dfa_megatron import dist_flash_attn_func
-from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.remat import saved
 from dfa_megatron.runtime.counters import COUNTERS
 from tests.deepspeed import harness
@@ -26,6 +26,7 @@ FORMS: dict[str, dict[str, Any]] = {
     "all on the host": {"checkpoint": "remat", "remat_offload": True},
     "inputs on the host": {"checkpoint": "full", "remat_offload": True},
 }
+WITH_ADAPTERS = ("remat", "re-entrant remat", "re-entrant full")
 
 
 def adapted() -> Any:
@@ -69,11 +70,13 @@ def two_steps(make: Any, stage: int, world_size: int, block: dict[str, Any]) -> 
 
 def forms(rank: int, world_size: int, stage: int, peft: bool) -> None:
     harness.prepare_worker(rank)
-    make = adapted if peft else lambda: build("Qwen3")
+    make = adapted if peft else functools.partial(build, "Qwen3")
     want, plain = two_steps(make, stage, world_size, {})
     assert plain["attention_forwards"] == LAYERS
     assert all(bool(gradient.any()) for gradient in want)
     for name, block in FORMS.items():
+        if peft and name not in WITH_ADAPTERS:
+            continue
         with moves() as moved:
             got, counts = two_steps(make, stage, world_size, block)
         assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True)), name
@@ -110,30 +113,7 @@ def drop_in(rank: int, world_size: int) -> None:
         assert torch.equal(dfa_ds.checkpoint(region, x, weight=weight), region(x, weight=weight))
 
 
-def refusals(rank: int, world_size: int) -> None:
-    harness.prepare_worker(rank)
-    for block, section, message in (
-        ({}, {"cpu_checkpointing": True}, "no layer is checkpointed"),
-        ({"checkpoint": "remat"}, {"cpu_checkpointing": True}, "on a CPU"),
-        ({"checkpoint": "remat", "remat_offload": True}, {"cpu_checkpointing": True}, "both keep"),
-        ({"reentrant": True}, {}, "reentrant with checkpoint='auto'"),
-        ({"remat_offload": True}, {}, "remat_offload with checkpoint='auto'"),
-        ({"checkpoint": "remat"}, {"partition_activations": True}, "partition_activations"),
-        ({"checkpoint": "remat", "reentrant": 1}, {}, "must be of type bool"),
-    ):
-        config = harness.settings(1, 2, **block) | {"activation_checkpointing": section}
-        with pytest.raises(UnsupportedError, match=message):
-            dfa_ds.initialize(model=build("Llama"), config=config)
-    model = build("Llama")
-    engine, *_ = dfa_ds.initialize(model=model, model_parameters=list(model.parameters()), config=harness.settings(1))
-    with pytest.raises(UnsupportedError, match=r"engine\.compile"):
-        engine.compile()
-    with pytest.raises(UnsupportedError, match=r"engine\.deepspeed_io.*data_rank and data_size"):
-        engine.deepspeed_io([0, 1])
-
-
 def each(rank: int, world_size: int) -> None:
-    refusals(rank, world_size)
     drop_in(rank, world_size)
     for peft in (False, True):
         forms(rank, world_size, 3, peft)
@@ -141,5 +121,5 @@ def each(rank: int, world_size: int) -> None:
 
 @pytest.mark.support("deepspeed", "every form of checkpointing, to the bit; with PEFT")
 @pytest.mark.support("deepspeed", "rematerialization under ZeRO 3")
-def test_every_form_has_the_same_bits_remat_runs_attention_once_and_what_would_do_nothing_is_refused() -> None:
+def test_every_form_has_the_same_bits_and_remat_runs_attention_once() -> None:
     run_ranks(2, each, timeout=170)

@@ -13,9 +13,9 @@ from dfa_megatron.config import TrainingConfig
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.runtime.counters import COUNTERS
 from tests.deepspeed import harness
-from tests.huggingface.test_packed import pack
-from tests.huggingface.test_trainer import hits
-from tests.support.models import LAYERS, TRAINING, VOCABULARY, build
+from tests.fuzz.frameworks.language_models import Data
+from tests.huggingface.test_trainer import built, history, hits
+from tests.support.models import LAYERS, VOCABULARY, build
 from tests.support.workers import run_ranks
 
 LENGTH = 24
@@ -44,7 +44,8 @@ class Packs(Sequences):
     """
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        sample = {name: rows[0] for name, rows in pack(LENGTH, seed=index).items()}
+        rows = Data(seed=index, rows=1, tokens=LENGTH, parts=2, pack="position_ids", starts=(0, 5, 9, 10)).batch(0)
+        sample = {name: row[0] for name, row in rows.items()}
         if index % 2:
             sample["position_ids"] = torch.cat((torch.arange(12), torch.arange(12)))
         inside = sample["position_ids"].nonzero().flatten()
@@ -64,13 +65,8 @@ def json(stage: int, **block: Any) -> dict[str, Any]:
     return settings | ({"dist_flash_attention": block} if block else {})
 
 
-def trainer(folder: str, metrics: Any = None, **arguments: Any) -> Any:
-    from transformers import Trainer, TrainingArguments
-
+def trainer(folder: str, **arguments: Any) -> Any:
     given = {
-        **TRAINING,
-        "output_dir": folder,
-        "per_device_train_batch_size": 1,
         "per_device_eval_batch_size": 2,
         "gradient_accumulation_steps": 2,
         "eval_steps": 1,
@@ -78,36 +74,35 @@ def trainer(folder: str, metrics: Any = None, **arguments: Any) -> Any:
         "lr_scheduler_type": "linear",
         "include_num_input_tokens_seen": "all",
     }
-    settled = TrainingArguments(**{**given, **arguments})
-    mine = build("Llama")
-    mine.config.use_cache = False  # with a cache transformers does not look for documents
-    return Trainer(model=mine, args=settled, compute_metrics=metrics, train_dataset=Packs(), eval_dataset=Packs())
+    model = build("Llama")
+    model.config.use_cache = False  # with a cache transformers does not look for documents
+    return built(folder, model=model, train=Packs(), eval_dataset=Packs(), **{**given, **arguments})
 
 
 KEYS = ("loss", "eval_loss", "grad_norm", "eval_hits", "num_input_tokens_seen", "learning_rate")
 
 
-def history(of: Any) -> list[list[float]]:
-    return [[float(entry[key]) for entry in of.state.log_history if key in entry] for key in KEYS]
-
-
-def alone(rank: int, world_size: int, folder: str) -> list[list[float]]:
+def alone(rank: int, world_size: int, folder: str) -> dict[str, list[float]]:
     harness.prepare_worker(rank)  # for DDP, of several
-    run = trainer(folder, hits)
+    run = trainer(folder, compute_metrics=hits)
     run.train()
-    return history(run)
+    return history(run, KEYS)
 
 
-def together(rank: int, world_size: int, folder: str, size: int) -> dict[int, list[list[float]]]:
+STAGES = {2: (0, 1, 2), 4: (3,)}
+"""Of ZeRO, by the number of ranks."""
+
+
+def together(rank: int, world_size: int, folder: str, size: int) -> dict[int, dict[str, list[float]]]:
     harness.prepare_worker(rank)
     from accelerate.state import AcceleratorState
 
     found = {}
-    for stage in (0, 1, 2, 3) if size == world_size else (3,):
+    for stage in STAGES[world_size]:
         block = {"checkpoint": "remat", "loss_tile": 5 if stage in (1, 3) else "off"}
         # With metrics the Trainer reads the logits, which tiles do not make: ZeRO 1. At ZeRO 3 it reads the loss alone.
         settings = json(stage, **block | {"size": size}) if stage % 2 else json(stage)
-        run = trainer(folder, hits if stage < 3 else None, deepspeed=settings)
+        run = trainer(folder, compute_metrics=hits if stage < 3 else None, deepspeed=settings)
         options = None if stage % 2 else TrainingConfig(**block)
         for _ in range(2):
             dfa_hf.distribute_trainer(run, size=None if stage % 2 else size, config=options)
@@ -116,31 +111,16 @@ def together(rank: int, world_size: int, folder: str, size: int) -> dict[int, li
         counts = COUNTERS.snapshot()
         assert counts["replays"] == 2 * 2 * LAYERS  # once for each micro-batch and layer
         assert dfa_ds.mesh_of(run.model_wrapped).size == size
-        found[stage] = history(run)
+        found[stage] = history(run, KEYS)
         AcceleratorState._reset_state()
+    if size == world_size:
+        contradictions(folder)
+    else:
+        loops(rank, world_size, size)
     return found
 
 
-@pytest.mark.support("deepspeed", "Hugging Face Trainer, every ZeRO stage")
-@pytest.mark.support("deepspeed", "packed documents")
-@pytest.mark.parametrize(("ranks", "size"), [(2, 2), (4, 2)])
-def test_trainer_has_the_losses_norms_and_rates_of_one_process_for_each_group_at_every_zero_stage(
-    ranks: int, size: int, tmp_path: Any
-) -> None:
-    losses, evaluations, norms, right, tokens, rates = run_ranks(ranks // size, alone, str(tmp_path), timeout=120)[0]
-    for found in run_ranks(ranks, together, str(tmp_path), size, timeout=170):
-        for stage, (mine, evaluated, mine_norms, mine_right, mine_tokens, mine_rates) in found.items():
-            assert mine == pytest.approx(losses, rel=1e-5), f"ZeRO {stage}"
-            assert evaluated == pytest.approx(evaluations, rel=1e-5), f"ZeRO {stage}"
-            assert mine_right == (right if stage < 3 else [])
-            assert mine_tokens == tokens
-            assert mine_rates == rates
-            if stage > 0:  # DeepSpeed knows no norm at stage 0
-                assert mine_norms == pytest.approx(norms, rel=1e-5), f"ZeRO {stage}"
-
-
-def contradictions(rank: int, world_size: int, folder: str) -> None:
-    harness.prepare_worker(rank)
+def contradictions(folder: str) -> None:
     from accelerate import ParallelismConfig
     from accelerate.state import AcceleratorState
 
@@ -160,10 +140,6 @@ def contradictions(rank: int, world_size: int, folder: str) -> None:
     dfa_hf.distribute_trainer(run)
     with pytest.raises(UnsupportedError, match=r"fp16\.enabled"):
         run.train()
-
-
-def test_what_contradicts_the_block_is_refused(tmp_path: Any) -> None:
-    run_ranks(2, contradictions, str(tmp_path), timeout=170)
 
 
 class Loop:
@@ -204,7 +180,7 @@ class Loop:
 
 
 def loops(rank: int, world_size: int, size: int) -> None:
-    harness.prepare_worker(rank)
+    """An accelerate loop counts groups, and its schedule ends with its epoch."""
     groups = world_size // size
     loop = Loop(size)
     assert loop.accelerator.num_processes == groups
@@ -221,6 +197,22 @@ def loops(rank: int, world_size: int, size: int) -> None:
     assert evaluated == pytest.approx(wanted, rel=1e-5)
 
 
+@pytest.mark.support("deepspeed", "Hugging Face Trainer, every ZeRO stage")
+@pytest.mark.support("deepspeed", "packed documents")
 @pytest.mark.parametrize(("ranks", "size"), [(2, 2), (4, 2)])
-def test_an_accelerate_loop_counts_groups_and_its_schedule_ends_with_its_epoch(ranks: int, size: int) -> None:
-    run_ranks(ranks, loops, size, timeout=170)
+def test_trainer_and_loops_are_those_of_one_process_for_each_group_at_every_zero_stage(
+    ranks: int, size: int, tmp_path: Any
+) -> None:
+    """Losses, norms, rates and evaluations are; what contradicts the block is refused."""
+    want = run_ranks(ranks // size, alone, str(tmp_path), timeout=120)[0]
+    for found in run_ranks(ranks, together, str(tmp_path), size, timeout=170):
+        for stage, mine in found.items():
+            assert mine["num_input_tokens_seen"] == want["num_input_tokens_seen"]
+            assert mine["learning_rate"] == want["learning_rate"]
+            assert mine["eval_hits"] == (want["eval_hits"] if stage < 3 else [])
+            for name in (
+                "loss",
+                "eval_loss",
+                *(("grad_norm",) if stage > 0 else ()),
+            ):  # DeepSpeed knows none at stage 0
+                assert mine[name] == pytest.approx(want[name], rel=1e-5), f"ZeRO {stage} {name}"

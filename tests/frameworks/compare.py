@@ -34,10 +34,12 @@ class Found:
     """Where each gradient is in the whole one: indices by dimension; empty if it is whole."""
     tokens: dict[int, float] = field(default_factory=dict)
     """The losses of this rank's tokens, by their numbers in the global batch, where a framework tells them."""
+    outputs: dict[str, torch.Tensor] = field(default_factory=dict)
+    """What else is compared, each by its own largest entry, with its places."""
 
     def whole(self) -> dict[str, Any]:
         """Return what one process is compared by."""
-        return {"loss": self.loss, "gradients": self.gradients, "tokens": self.tokens}
+        return {"loss": self.loss, "gradients": self.gradients, "tokens": self.tokens, "outputs": self.outputs}
 
 
 def distances(found: Found, want: Mapping[str, Any]) -> dict[str, float]:
@@ -53,10 +55,17 @@ def distances(found: Found, want: Mapping[str, Any]) -> dict[str, float]:
     for name, gradient in found.gradients.items():
         whole = torch.cat([x.flatten() for x in wholes.values()]).norm() if name == NORM else wholes[name]
         least = max(float(whole.abs().max()), LEAST * largest, 1e-9) if largest > 1e-8 else 1.0  # all below is rounding
-        for dimension, held in found.places.get(name, {}).items():
-            whole = whole.index_select(dimension, held)
-        shares[name] = _far(float((gradient.double() - whole.double()).abs().max()) / least)
+        shares[name] = _apart(found, name, gradient, whole) / least
+    for name, output in found.outputs.items():
+        whole = want["outputs"][name]
+        shares[name] = _apart(found, name, output, whole) / max(float(whole.abs().max()), 1e-9)
     return shares
+
+
+def _apart(found: Found, name: str, held: torch.Tensor, whole: torch.Tensor) -> float:
+    for dimension, places in found.places.get(name, {}).items():
+        whole = whole.index_select(dimension, places)
+    return _far(float((held.double() - whole.double()).abs().max())) if held.numel() else 0.0
 
 
 def _far(share: float) -> float:

@@ -8,9 +8,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from dfa_megatron.sharding import shard_sequence
 from tests.support.close import assert_close
 from tests.support.models import gradients
+
+Gradients = Mapping[str, torch.Tensor]
+
+
+def assert_same(found: Gradients, wanted: Gradients, name: str, tolerance: float) -> None:
+    """Two models have the same gradients, for every parameter."""
+    assert found.keys() == wanted.keys()
+    for key, want in wanted.items():
+        assert_close(found[key], want, tolerance=tolerance, name=f"{name} {key}")
 
 
 def assert_loss(loss: torch.Tensor, want: torch.Tensor, name: str, tolerance: float = 1e-5) -> None:
@@ -26,22 +34,7 @@ def summed(model: Any) -> dict[str, torch.Tensor]:
     return found
 
 
-def assert_gradients(model: Any, wanted: Mapping[str, torch.Tensor], name: str, tolerance: float = 1e-5) -> None:
+def assert_gradients(model: Any, wanted: Gradients, name: str, tolerance: float = 1e-5) -> None:
     """The mean of the ranks' gradients is that of one process, for every parameter."""
-    found = summed(model)
-    assert found.keys() == wanted.keys()
-    for key, want in wanted.items():
-        assert_close(found[key] / dist.get_world_size(), want, tolerance=tolerance, name=f"{name} {key}")
-
-
-def check(model: Any, batch: dict[str, torch.Tensor], reference: Any, want: Any, name: str) -> None:
-    """Logits, loss and gradients of a batch are those of `reference`, whose backward has run.
-
-    `want` has its logits and its loss.
-    """
-    model.zero_grad()
-    got = model(**batch)
-    got.loss.backward()
-    assert_close(got.logits, shard_sequence(want[0]), tolerance=1e-5, name=f"{name} logits")
-    assert_loss(got.loss, want[1], name)
-    assert_gradients(model, gradients(reference), name)
+    found = {key: gradient / dist.get_world_size() for key, gradient in summed(model).items()}
+    assert_same(found, wanted, name, tolerance)

@@ -14,24 +14,14 @@ if INSTALLED:
     preload(
         "dfa_megatron.huggingface",
         "transformers.trainer",
+        "tests.fuzz.frameworks.transformers_step",
         *(
             f"transformers.models.{name}.modeling_{name}"
             for name in (
-                "gemma",
-                "gemma2",
-                "gemma3",
-                "gemma4",
-                "gpt_oss",
-                "llama",
-                "llama4",
-                "mistral",
-                "mixtral",
-                "phi3",
-                "phimoe",
-                "qwen2",
-                "qwen2_moe",
-                "qwen3",
-                "qwen3_moe",
+                *("bamba", "falcon_h1", "gemma", "gemma2", "gemma3", "gemma4", "gpt2", "gpt_bigcode", "gpt_oss"),
+                *("granitemoehybrid", "jamba", "kimi_linear", "lfm2", "llama", "llama4", "mistral", "mixtral"),
+                *("nemotron_h", "olmo_hybrid", "phi3", "phimoe", "qwen2", "qwen2_moe", "qwen3", "qwen3_5"),
+                *("qwen3_5_moe", "qwen3_moe", "qwen3_next", "qwen3_vl", "siglip"),
             )
         ),
     )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import random
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +15,6 @@ from dfa_megatron import huggingface as dfa_hf
 from dfa_megatron.config import TrainingConfig
 from dfa_megatron.errors import UnsupportedError
 from tests.huggingface.compared import assert_gradients, assert_loss
-from tests.huggingface.test_trainer import history, prepare_worker, trainer
 from tests.support.models import build, gradients, text
 from tests.support.workers import run_ranks
 
@@ -135,27 +133,3 @@ def refused(rank: int, world_size: int) -> None:
 
 def test_a_loss_that_is_not_known_to_be_a_sum_is_refused_however_it_was_set() -> None:
     run_ranks(2, refused, timeout=120)
-
-
-def train(rank: int, world_size: int, size: int, folder: str) -> dict[str, list[float]]:
-    prepare_worker(rank, world_size)
-    run = trainer(folder, 1)
-    run.model.loss_function = dfa_hf.sums_tokens(functools.partial(weighed, z=0.1))
-    if size > 1:
-        dfa_hf.distribute_trainer(run)
-    run.train()
-    for name, said in (("compute_loss_func", "compute_loss_func"), ("compute_loss", "weighed")) if size > 1 else ():
-        later = trainer(folder, 1)
-        dfa_hf.distribute_trainer(later)
-        setattr(later, name, weighed)
-        for step in (later.train, later.evaluate):
-            with pytest.raises(UnsupportedError, match=said):
-                step()
-    return history(run)
-
-
-def test_a_trainer_takes_a_marked_loss_and_refuses_another_whenever_it_was_set(tmp_path: Path) -> None:
-    (want,) = run_ranks(1, train, 1, str(tmp_path), timeout=120)
-    for found in run_ranks(2, train, 2, str(tmp_path), timeout=120):
-        for name, values in want.items():
-            assert found[name] == pytest.approx(values, rel=1e-5), name

@@ -17,65 +17,16 @@ from dfa_megatron import huggingface as dfa_hf
 from dfa_megatron.config import TrainingConfig
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.huggingface.recurrent.stand_ins import CLASSES
-from tests.huggingface import conftest
-from tests.huggingface.compared import assert_gradients, assert_loss
+from tests.fuzz.frameworks.steps import check_each
+from tests.huggingface import rows
+from tests.huggingface.compared import assert_loss
 from tests.support.close import assert_close
-from tests.support.models import build, gradients, text
-from tests.support.workers import preload, run_ranks
-
-if conftest.INSTALLED:
-    preload("tests.huggingface.sweep.tiny", *(f"transformers.models.{n}.modeling_{n}" for n in ("lfm2", "qwen3_next")))
+from tests.support.models import build, text
+from tests.support.workers import run_ranks
 
 
-def grown(dice: random.Random, layers: Any) -> None:
-    """Change the list of a model's layers in a drawn way; each attention then has a number of its own."""
-    other = build("Llama", 4).double().model.layers
-    way = dice.choice(["append", "double", "other layer", "other attention", "replace by copy", "insert"])
-    if way == "append":
-        layers.append(copy.deepcopy(layers[1]))
-    elif way == "double":
-        layers.extend([copy.deepcopy(layer) for layer in layers])
-    elif way == "insert":
-        layers.insert(1, other[0])
-    elif way == "other attention":
-        layers[1].self_attn = other[1].self_attn
-    else:
-        layers[1] = other[1] if way == "other layer" else copy.deepcopy(layers[0])
-
-
-def changed(seed: int, model: Any) -> Any:
-    grown(random.Random(seed), model.model.layers)
-    for number, layer in enumerate(model.model.layers):
-        layer.self_attn.layer_idx = number
-    model.config.num_hidden_layers = len(model.model.layers)
-    return model
-
-
-def copied_layers(rank: int, world_size: int, seed: int) -> None:
-    for number in range(seed, seed + 4):
-        dice = random.Random(number)
-        batch = text(1, 4 * world_size + dice.randint(3, 6), seed=number, unlabelled=2)
-        if dice.random() < 0.5:
-            batch["position_ids"] = torch.cat([torch.arange(3), torch.arange(batch["input_ids"].shape[1] - 3)])[None]
-        reference, model = (changed(number, build("Llama").double()), build("Llama").double())
-        want = reference(**batch, use_cache=False)
-        want.loss.backward()
-        options = TrainingConfig(checkpoint=dice.choice(["none", "full", "remat"]))
-        if number % 2:
-            model = dfa_hf.distribute_attention(changed(number, model), config=options)
-        else:
-            model = changed(number, dfa_hf.distribute_attention(model, config=options))
-        found = model(**batch)
-        found.loss.backward()
-        assert_loss(found.loss, want.loss, str(number))
-        assert_gradients(model, gradients(reference), str(number))
-        with dfa_hf.local_attention(model):
-            assert_close(model(**batch, use_cache=False).logits, want.logits, tolerance=1e-6, name=f"{number} local")
-
-
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_layers_that_were_copied_added_or_replaced_are_exact(ranks: int) -> None:
-    run_ranks(ranks, copied_layers, 20 * ranks, timeout=170)
+def test_layers_that_were_copied_added_or_replaced_are_exact() -> None:
+    check_each("transformers", rows.grown())
 
 
 def test_an_attention_that_does_not_reach_ours_raises_and_one_that_does_not_run_does_not() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -16,68 +15,25 @@ from dfa_megatron.config import TrainingConfig
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.huggingface import checkpointing
 from dfa_megatron.huggingface.current_forward import KEYWORD
-from dfa_megatron.sharding import shard_sequence
-from tests.huggingface.compared import summed
+from dfa_megatron.runtime.counters import COUNTERS
+from dfa_megatron.sharding import shard_sequence, unshard_sequence
+from tests.fuzz.frameworks.steps import check_each
+from tests.huggingface import rows
+from tests.huggingface.compared import assert_same, summed
 from tests.support.close import assert_close
-from tests.support.models import build, gradients, text
+from tests.support.models import LAYERS, build, gradients, text
 from tests.support.workers import run_ranks
 
-KINDS: tuple[tuple[str, dict[str, Any]], ...] = (
-    ("Llama", {}),
-    ("Mistral", {"sliding_window": 5}),
-    ("Gemma3Text", {"sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]}),
-)
+PACK = text(1, 12, seed=3) | {"position_ids": torch.tensor([[0, 1, 2, 3, 4, 0, 1, 0, 1, 2, 3, 4]])}
 
 
-def evaluate(model: Any) -> None:
-    """Evaluate each rank by itself, in a thread of its own."""
-    ThreadPoolExecutor(1).submit(_evaluate, model).result()
+def of_double(checkpoint: str = "none", reentrant: bool = False, kind: str = "Llama") -> Any:
+    options = TrainingConfig(checkpoint=checkpoint)
+    return dfa_hf.distribute_attention(build(kind).double(), config=options, reentrant=reentrant)
 
 
-def _evaluate(model: Any) -> None:
-    model.eval()
-    with torch.no_grad(), dfa_hf.local_attention(model):
-        model(**text(1, 10, seed=7))
-    model.train()
-
-
-def generate(model: Any) -> None:
-    with dfa_hf.local_attention(model):
-        model.generate(text(1, 6, seed=8)["input_ids"], max_new_tokens=2, do_sample=False)
-    model.train()
-
-
-def fail(model: Any) -> None:
-    model.eval()
-    with pytest.raises(UnsupportedError), dfa_hf.local_attention(model):
-        model(**text(1, 8, seed=7), prompt_tree=([8], [-1]))
-    model.train()
-
-
-BETWEEN: tuple[Callable[[Any], None], ...] = (evaluate, generate, fail)
-
-
-def evaluation_between(rank: int, world_size: int) -> None:
-    for number, (kind, changes) in enumerate(KINDS):
-        part = text(2, 6 * world_size, seed=number, unlabelled=3)
-        wanted: dict[str, torch.Tensor] = {}
-        ways = (("none", False), ("full", True), ("remat", True), ("full", False), ("auto", bool(number % 2)))
-        for checkpoint, reentrant in ways:
-            model = build(kind, number, **changes).double()
-            options = TrainingConfig(checkpoint=checkpoint)
-            if checkpoint == "auto":
-                dfa_hf.distribute_attention(model, config=options)
-                model.gradient_checkpointing_enable({"use_reentrant": reentrant})
-            else:
-                dfa_hf.distribute_attention(model, config=options, reentrant=reentrant)
-            loss = model(**part).loss
-            if checkpoint != "none":
-                BETWEEN[(number + rank) % 3](model)
-            loss.backward()
-            found = summed(model)
-            wanted = wanted or found
-            for name, gradient in wanted.items():
-                assert_close(found[name], gradient, tolerance=1e-12, name=f"{kind} {checkpoint} {name}")
+def test_what_runs_between_a_forward_and_its_backward_changes_nothing() -> None:
+    check_each("transformers", rows.interrupted())
 
 
 def local_forward(rank: int, world_size: int) -> None:
@@ -86,21 +42,18 @@ def local_forward(rank: int, world_size: int) -> None:
     want = build("Llama").double()
     want(**whole).loss.backward()
     for reentrant in (True, False):
-        model = build("Llama").double()
-        options = TrainingConfig(checkpoint="full")
-        dfa_hf.distribute_attention(model, config=options, reentrant=reentrant)
+        model = of_double("full", reentrant)
         with dfa_hf.local_attention(model):
             loss = model(**whole).loss
         model(**whole)
         loss.backward()
-        for name, gradient in gradients(model).items():
-            assert_close(gradient, gradients(want)[name], tolerance=1e-6, name=f"local {name}")
+        assert_same(gradients(model), gradients(want), "local", 1e-6)
         model.zero_grad()
         loss = model(**whole).loss
         with dfa_hf.local_attention(model):
             loss.backward()
-        for name, gradient in summed(model).items():
-            assert_close(gradient / world_size, gradients(want)[name], tolerance=1e-6, name=f"distributed {name}")
+        found = {name: gradient / world_size for name, gradient in summed(model).items()}
+        assert_same(found, gradients(want), "distributed", 1e-6)
 
 
 def shared_config(rank: int, world_size: int) -> None:
@@ -112,21 +65,21 @@ def shared_config(rank: int, world_size: int) -> None:
     for model in (first, second):
         model.load_state_dict(build("Llama").state_dict())
     want = build("Llama").double()(**whole).loss
-    part = whole
     dfa_hf.distribute_attention(first)
     assert_close(second(**whole).loss, want, tolerance=1e-6, name="the other model, as it was")
     dfa_hf.distribute_attention(second, config=TrainingConfig(checkpoint="full"), reentrant=True)
     third = kind(first.config).double()
     third.load_state_dict(second.state_dict())
     dfa_hf.distribute_attention(third)
-    second(**part).loss.backward()
+    second(**whole).loss.backward()
     once = summed(second)
     second.zero_grad()
-    loss = second(**part).loss
-    evaluate(first)
+    loss = second(**whole).loss
+    first.eval()
+    with torch.no_grad(), dfa_hf.local_attention(first):
+        first(**text(1, 10, seed=7))
     loss.backward()
-    for name, gradient in summed(second).items():
-        assert_close(gradient, once[name], tolerance=1e-12, name=name)
+    assert_same(summed(second), once, "after the other's evaluation", 1e-12)
     for model in (first, second, third):
         with dfa_hf.local_attention(model):
             assert_close(model(**whole).loss, want, tolerance=1e-6, name="local")
@@ -134,31 +87,14 @@ def shared_config(rank: int, world_size: int) -> None:
 
 
 def called_alone(rank: int, world_size: int) -> None:
-    model = build("Llama").double()
-    dfa_hf.distribute_attention(model)
+    model = of_double()
     inputs = {"input_ids": text(1, 12, seed=3)["input_ids"]}
     want = model.model(**inputs).last_hidden_state
-    evaluate(model)
+    model.eval()
     assert torch.equal(model.model(**inputs).last_hidden_state, want)
     with dfa_hf.local_attention(model):
         local = model.model(**inputs).last_hidden_state
     assert_close(want, shard_sequence(local), tolerance=1e-6, name="the decoder alone, in evaluation")
-
-
-@pytest.mark.parametrize("reentrant", [True, False])
-def test_a_recompute_in_another_thread_has_its_documents(reentrant: bool) -> None:
-    pack = text(1, 12, seed=3) | {"position_ids": torch.tensor([[0, 1, 2, 3, 4, 0, 1, 0, 1, 2, 3, 4]])}
-    found = []
-    for checkpoint in ("none", "full"):
-        model = build("Llama").double()
-        options = TrainingConfig(checkpoint=checkpoint)
-        dfa_hf.distribute_attention(model, config=options, reentrant=reentrant and checkpoint != "none")
-        loss = model(**pack).loss
-        model(**text(1, 12, seed=4))
-        ThreadPoolExecutor(1).submit(loss.backward).result()
-        found.append(gradients(model))
-    for name, gradient in found[0].items():
-        assert_close(found[1][name], gradient, tolerance=1e-12, name=name)
 
 
 def own_checkpoint(model: Any, keeps: bool) -> Any:
@@ -174,42 +110,103 @@ def own_checkpoint(model: Any, keeps: bool) -> Any:
 
 def two_models(rank: int, world_size: int) -> None:
     whole = text(1, 12, seed=3)
-    pack = whole | {"position_ids": torch.tensor([[0, 1, 2, 3, 4, 0, 1, 0, 1, 2, 3, 4]])}
-    parts = (pack, whole)
     wanted = []
     for checkpointed in (False, True):
-        models = [dfa_hf.distribute_attention(build(kind).double()) for kind in ("Llama", "Qwen3")]
+        models = [of_double(kind=kind) for kind in ("Llama", "Qwen3")]
         for model in models if checkpointed else ():
             own_checkpoint(model, keeps=True)
-        losses = [model(**part).loss for model, part in zip(models, parts, strict=True)]
+        losses = [model(**batch).loss for model, batch in zip(models, (PACK, whole), strict=True)]
         for loss in losses:
             loss.backward()
         wanted.append([summed(model) for model in models])
     for found, want in zip(wanted[1], wanted[0], strict=True):
-        for name, gradient in want.items():
-            assert_close(found[name], gradient, tolerance=1e-12, name=name)
+        assert_same(found, want, "two models", 1e-12)
     model = own_checkpoint(dfa_hf.distribute_attention(build("Llama")), keeps=False)
     with pytest.raises(UnsupportedError, match=r"a layer of type .*Attention that runs again in the backward"):
         model(**whole).loss.backward()
 
 
+def each_form(rank: int, world_size: int) -> None:
+    """Packs beside plain text: the same bits however layers are checkpointed, and remat runs attention once."""
+    seen = {}
+    for checkpoint in ("none", "full", "remat", "auto", "auto, re-entrant"):
+        model = dfa_hf.distribute_attention(build("Qwen2"), config=TrainingConfig(checkpoint=checkpoint.split(",")[0]))
+        if "auto" in checkpoint:  # asked for as transformers does
+            model.gradient_checkpointing_enable({"use_reentrant": checkpoint != "auto"})
+        COUNTERS.reset()
+        plain = model(**text(1, 12, seed=12)).loss
+        loss = model(**PACK).loss  # before the other's backward, whose recompute is of no pack
+        loss.backward()
+        plain.backward()
+        seen[checkpoint] = (gradients(model), COUNTERS.snapshot())
+    want, once = seen["none"]
+    assert (once["attention_forwards"], once["replays"]) == (2 * LAYERS, 0)
+    assert seen["full"][1]["attention_forwards"] == 4 * LAYERS
+    for checkpoint in ("remat", "auto", "auto, re-entrant"):
+        for count in ("attention_forwards", "kernel_forwards", "forward_messages", "forward_bytes"):
+            assert seen[checkpoint][1][count] == once[count]
+        assert seen[checkpoint][1]["replays"] == 2 * LAYERS
+    for found, _ in seen.values():
+        assert all(torch.equal(found[name], gradient) for name, gradient in want.items())
+
+
+def evaluated(rank: int, world_size: int) -> None:
+    """Evaluation is distributed, and generation local."""
+    batch = text(1, 10 * world_size, seed=7)
+    model = build("Llama", seed=7).eval()
+    with torch.no_grad():
+        want = model(**batch).logits
+        generated = model.generate(batch["input_ids"], max_new_tokens=4, do_sample=False)
+        dfa_hf.distribute_attention(model)
+        got = model(**batch)
+        assert got.past_key_values is None
+        for options in ({}, {"use_cache": False}, {"num_beams": 2}, {"do_sample": True}):
+            with pytest.raises(UnsupportedError, match=r"as model\.generate asks for.*within .*local_attention"):
+                model.generate(batch["input_ids"], max_new_tokens=4, **options)
+        assert_close(unshard_sequence(got.logits), want, tolerance=1e-5, name="evaluation")
+        with dfa_hf.local_attention(model):
+            assert_close(model(**batch).logits, want, tolerance=0.0, name="local attention")
+            assert torch.equal(model.generate(batch["input_ids"], max_new_tokens=4, do_sample=False), generated)
+        assert_close(unshard_sequence(model(**batch).logits), want, tolerance=1e-5, name="evaluation again")
+
+
 def each(rank: int, world_size: int) -> None:
-    for check in (evaluation_between, local_forward, shared_config, called_alone, two_models):
+    for check in (local_forward, shared_config, called_alone, two_models, each_form, evaluated):
         check(rank, world_size)
 
 
+@pytest.mark.support("models", "rematerialization")
 def test_a_forward_keeps_its_attention_whatever_runs_or_is_set_before_its_backward() -> None:
-    """Evaluations between, other modes, models of one config, decoders alone, and a recompute that nothing tells."""
+    """Other modes, models of one config, decoders alone, forms of checkpointing, evaluation."""
     run_ranks(3, each, timeout=170)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_recompute_in_another_thread_has_its_documents(reentrant: bool) -> None:
+    found = []
+    for checkpoint in ("none", "full"):
+        model = of_double(checkpoint, reentrant and checkpoint != "none")
+        loss = model(**PACK).loss
+        model(**text(1, 12, seed=4))
+        ThreadPoolExecutor(1).submit(loss.backward).result()
+        found.append(gradients(model))
+    assert_same(found[1], found[0], "in another thread", 1e-12)
 
 
 def test_checkpoints_that_run_attention_twice_are_told_once(caplog: pytest.LogCaptureFixture) -> None:
     checkpointing._say_twice.cache_clear()
-    model = build("Llama")
-    dfa_hf.distribute_attention(model, config=TrainingConfig(checkpoint="none"))
+    model = dfa_hf.distribute_attention(build("Llama"), config=TrainingConfig(checkpoint="none"))
     model.gradient_checkpointing_enable()
-    model.train()
-    ids = torch.arange(12)[None]
     for _ in range(2):
-        model(input_ids=ids, labels=ids).loss.backward()
+        model(**text(1, 12, seed=0)).loss.backward()
     assert caplog.text.count("checkpoint='none' runs their attention twice") == 1
+
+
+def test_a_copy_of_a_model_is_distributed_as_well() -> None:
+    model = dfa_hf.distribute_attention(build("Llama"))
+    batch = text(1, 8, seed=1)
+    other = copy.deepcopy(model)
+    assert torch.equal(other(**batch).logits, model(**batch).logits)
+    dfa_hf.distribute_attention(other, config=TrainingConfig(checkpoint="remat"))  # once more: hooks are not doubled
+    assert len(other.model._forward_pre_hooks) == 1
+    assert torch.equal(other(**batch).loss, model(**batch).loss)

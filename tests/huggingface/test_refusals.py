@@ -19,7 +19,7 @@ from dfa_megatron.huggingface import attention_function, call_checks, windows
 from dfa_megatron.huggingface.current_forward import CONTEXT
 from dfa_megatron.huggingface.trainers import distribute_accelerator, distribute_trainer
 from dfa_megatron.huggingface.trainers.share_rollouts import check_rollouts, share_rollouts
-from tests.huggingface.test_parity import NEWER
+from tests.huggingface.rows import GEMMA4
 from tests.support.models import build, text
 
 transformers: Any = pytest.importorskip("transformers")
@@ -188,15 +188,11 @@ def test_a_model_that_transformers_does_not_checkpoint_is_refused_as_it_was(chec
         dfa_hf.distribute_attention(model)
 
 
-def test_layers_that_share_keys_are_refused_what_would_lose_their_gradients_or_rows() -> None:
-    kind, changes = NEWER["gemma4-shared-keys-window-in-half-of-the-layers"]
-    model = build(kind, **changes)
+def test_layers_that_share_keys_are_refused_what_would_lose_their_gradients() -> None:
+    model = build(GEMMA4[0], **GEMMA4[1])
     with pytest.raises(UnsupportedError, match="re-entrant checkpointing of a gemma4_text model whose layers share"):
         dfa_hf.distribute_attention(model, config=TrainingConfig(checkpoint="full"), reentrant=True)
     assert model.config._attn_implementation == "eager"
-    dfa_hf.distribute_attention(model)
-    with pytest.raises(UnsupportedError, match="logits_to_keep in a model whose layers share keys"):
-        model(input_ids=text(1, 8, seed=0)["input_ids"], logits_to_keep=3)
 
 
 class Two(torch.nn.Module):

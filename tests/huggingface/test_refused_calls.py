@@ -9,49 +9,129 @@ import pytest
 import torch
 
 from dfa_megatron import huggingface as dfa_hf
+from dfa_megatron import masks
 from dfa_megatron.errors import DisagreementError, UnsupportedError
-from dfa_megatron.huggingface.current_forward import CONTEXT, LayerContext
+from dfa_megatron.plan.language.tree import Tree
+from tests.huggingface.rows import GEMMA4
+from tests.huggingface.sweep import images
 from tests.support.models import build, text
 from tests.support.workers import run_ranks
 
 pytestmark = pytest.mark.support("models", "models that are not supported are refused")
 
-
-def test_a_model_that_was_only_switched_by_name_says_what_is_missing() -> None:
-    dfa_hf.distribute_attention(build("Llama"))  # transformers knows the name now
-    model = build("Llama")
-    model.set_attn_implementation(dfa_hf.NAME)
-    with pytest.raises(UnsupportedError, match="distribute_attention"):
-        model(input_ids=text(1, 8, seed=0)["input_ids"])
-
-
-def _padding(right: bool) -> torch.Tensor:
-    mask = torch.ones(1, 8, dtype=torch.long)
-    mask[0, -1 if right else 0] = 0
-    return mask
+BATCH = text(1, 8, seed=0)
+IDS, LABELS = BATCH["input_ids"], BATCH["labels"]
+ONES = torch.ones(1, 8, dtype=torch.long)
+PLACES = torch.arange(8)[None]
+LEFT, RIGHT = (PLACES > 0).long(), (PLACES < 7).long()
+TREE = {"prompt_tree": ([4, 2, 2], [-1, 0, 0])}
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"attention_mask": _padding(right=False)}, "padding that is not on the right"),
-        ({"attention_mask": torch.ones(1, 1, 8, 8)}, "ready-made attention mask"),
-        ({"position_ids": torch.tensor([[0, 1, 2, 3, 5, 6, 7, 8]])}, "position_ids from 0 to 8"),
-        ({"position_ids": torch.arange(8, 16)[None]}, "position_ids from 8 to 15"),
-        ({"use_cache": True}, "a key cache"),
-        ({"past_key_values": object()}, "a key cache"),
-        ({"cache": object()}, "a key cache"),
-        ({"output_attentions": True}, "output_attentions"),
-        ({"cu_seq_lens_q": torch.tensor([0, 4, 7])}, "cu_seq_lens_q from 0 to 7"),
-        ({"position_bias": torch.zeros(1, 4, 8, 8)}, "position_bias"),
-    ],
-)
-def test_a_call_that_asks_for_more_is_refused(arguments: dict[str, Any], message: str) -> None:
+def offsets(*places: int) -> dict[str, torch.Tensor]:
+    return {"cu_seq_lens_q": torch.tensor(places)}
+
+
+def places(*found: int) -> dict[str, torch.Tensor]:
+    return {"position_ids": torch.tensor([found])}
+
+
+CALLS: list[tuple[str, dict[str, Any]]] = [
+    ("padding that is not on the right", {"attention_mask": LEFT}),
+    ("labels of padded tokens", {"labels": ONES, "attention_mask": RIGHT}),
+    ("ready-made attention mask", {"attention_mask": torch.ones(1, 1, 8, 8)}),
+    ("position_ids from 0 to 8", places(0, 1, 2, 3, 5, 6, 7, 8)),
+    ("position_ids from 8 to 15", {"position_ids": PLACES + 8}),
+    ("not those of documents", places(0, 1, 2, 3, 4, 5, 6, 9)),
+    ("not those of documents", places(3, 4, 0, 1, 2, 3, 4, 5)),
+    ("not those of doc", places(0, 1, 2, 1, 2, 3, 4, 5)),
+    ("cu_seq_lens_q from 0 to 7", offsets(0, 4, 7)),
+    ("cu_seq_lens_q from 0 to 9", offsets(0, 4, 9)),
+    ("cu_seq_lens_q from 0 to 8", offsets(0, 6, 4, 8)),
+    ("cu_seq_lens_k other than cu_seq_lens_q", offsets(0, 4, 8) | {"cu_seq_lens_k": torch.tensor([0, 5, 8])}),
+    ("disagree", offsets(0, 4, 8) | {"position_ids": PLACES}),
+    ("a key cache", {"use_cache": True}),
+    ("a key cache", {"past_key_values": object()}),
+    ("a key cache", {"cache": object()}),
+    ("output_attentions", {"output_attentions": True}),
+    ("position_bias", {"position_bias": torch.zeros(1, 4, 8, 8)}),
+    ("odours beside the tokens of a batch", {"odours": torch.ones(1, 8)}),
+    ("times beside the tokens of a batch", {"times": torch.ones(8)}),
+    ("mm_token_type_ids beside the tokens of a batch", {"mm_token_type_ids": ONES}),
+    (r"for models with axes \(4, batch, seq\), these first", {"position_ids": PLACES.expand(3, 1, -1)}),
+    ("position_ids that are not those of documents, or of a tree", TREE | {"position_ids": PLACES}),
+    ("position_ids from 0 to 7", TREE | {"position_ids": PLACES}),
+    ("a mask that does not fit: it is of type str", {"mask": "causal"}),
+    ("a mask that does not fit: it is of type Tree", {"mask": Tree((8,), (-1,))}),
+    ("a prompt_tree that does not fit: 'int' object is not iterable", {"prompt_tree": [4, 4]}),
+    ("it has 6 tokens, and a row has 8", {"prompt_tree": ([4, 2], [-1, 0])}),
+    ("a prompt_tree beside mask", TREE | {"mask": masks.causal(8)}),
+    ("3 segments need as many parents", {"prompt_tree": ([4, 2, 2], [-1, 0])}),
+    ("a mask beside padding", {"mask": masks.prefix_lm(8, 3), "attention_mask": RIGHT}),
+    (
+        "the same in all rows of a mask",
+        {
+            "input_ids": IDS.expand(2, -1),
+            "mask": masks.prefix_lm(8, 3),
+            "position_ids": torch.cat((PLACES, PLACES % 4)),
+        },
+    ),
+]
+
+
+@pytest.mark.parametrize(("message", "arguments"), CALLS)
+def test_a_call_that_asks_for_more_is_refused(message: str, arguments: dict[str, Any]) -> None:
     model = dfa_hf.distribute_attention(build("Llama"))
-    tokens = text(1, 8, seed=0)["input_ids"]
-    model(input_ids=tokens, attention_mask=torch.ones(1, 8), position_ids=torch.arange(8)[None])
+    model(input_ids=IDS, attention_mask=torch.ones(1, 8), position_ids=PLACES)
     with pytest.raises(UnsupportedError, match=message):
-        model(input_ids=tokens, **arguments)
+        model(**{"input_ids": IDS} | arguments)
+
+
+SHORT: dict[str, Any] = {"input_ids": torch.ones(1, 40, dtype=torch.long), "labels": None}
+OTHERS: list[tuple[str, Any, dict[str, Any]]] = [
+    (
+        "a mask.*with a state",
+        ("Mamba2", {"num_heads": 4, "head_dim": 16, "state_size": 4, "n_groups": 1}),
+        {"input_ids": IDS, "mask": masks.prefix_lm(8, 3)},
+    ),
+    ("logits_to_keep in a model whose layers share keys", GEMMA4, {"input_ids": IDS, "logits_to_keep": 3}),
+    (
+        "several axes",
+        "qwen2_5_vl",
+        {"input_ids": IDS, "position_ids": PLACES, "pixel_values": torch.ones(1, 2)},
+    ),
+    ("cross_attention_states for the decoder", "qwen3_vl", {"cross_attention_states": torch.zeros(1, 3, 32)}),
+    (r"position_ids of shape \(1, 40\) for inputs_embeds", "qwen3_vl", {"position_ids": torch.arange(40)[None]}),
+    (r"position_ids of shape \(2, 40\) for inputs_embeds", "qwen3_vl", {"prompt_tree": ([30, 10], [-1, 0])}),
+    (
+        "inputs_embeds, or no input_ids",
+        "qwen3_vl",
+        {"input_ids": None, "inputs_embeds": torch.zeros(1, 40, 32).double()},
+    ),
+    (
+        "images whose tokens see each other, under a mask or over several",
+        "gemma3",
+        {"prompt_tree": ([5, 35], [-1, 0])},
+    ),
+]
+
+
+def with_images(kind: str) -> tuple[Any, dict[str, Any]]:
+    """A model of several parts, distributed, and a batch for it."""
+    model = images.build(kind)
+    batch = images.add_images(model, kind, {name: x.clone() for name, x in text(2, 40, seed=0).items()})
+    return dfa_hf.distribute_attention(model), batch
+
+
+@pytest.mark.parametrize(("message", "kind", "arguments"), OTHERS, ids=[message for message, *_ in OTHERS])
+def test_a_call_of_another_model_is_refused(message: str, kind: Any, arguments: dict[str, Any]) -> None:
+    if isinstance(kind, str):
+        model, batch = with_images(kind)
+        batch = {name: x for name, x in (batch | arguments).items() if x is not None and name != "labels"}
+        batch = arguments if kind == "qwen2_5_vl" else batch
+    else:
+        model, batch = dfa_hf.distribute_attention(build(kind[0], **kind[1])), arguments
+    with pytest.raises(UnsupportedError, match=message):
+        model(**batch)
 
 
 ODD_MASKS = (
@@ -64,124 +144,113 @@ ODD_MASKS = (
 )
 
 
-@pytest.mark.parametrize("mask", ODD_MASKS)
-@pytest.mark.parametrize("packed", [False, True])
-def test_a_mask_of_other_values_than_0_and_1_is_refused_in_every_way_in(mask: torch.Tensor, packed: bool) -> None:
-    ids = text(1, 8, seed=0)["input_ids"]
-    batch = {"input_ids": ids, "attention_mask": mask}
-    if packed:
-        batch["position_ids"] = torch.tensor([[0, 1, 0, 1, 0, 1, 2, 3]])
+@pytest.mark.parametrize("packed", [{}, {"position_ids": torch.tensor([[0, 1, 0, 1, 0, 1, 2, 3]])}])
+def test_a_mask_of_other_values_than_0_and_1_is_refused_in_every_way_in(packed: dict[str, torch.Tensor]) -> None:
     message = "attention_mask with other values than 0 and 1.*position_ids that begin at 0 in each document"
     model = dfa_hf.distribute_attention(build("Llama"))
     for called in (model, model.model):
-        with pytest.raises(UnsupportedError, match=message):
-            called(**batch)
-    for same in (torch.ones(1, 8), torch.ones(1, 8, dtype=torch.bool), torch.ones(1, 8, dtype=torch.uint8)):
-        model(**batch | {"attention_mask": same})
+        for mask in ODD_MASKS:
+            with pytest.raises(UnsupportedError, match=message):
+                called(input_ids=IDS, attention_mask=mask, **packed)
+    for dtype in (torch.float32, torch.bool, torch.uint8):
+        model(input_ids=IDS, attention_mask=ONES.to(dtype), **packed)
 
 
 _WINDOWS = {"use_sliding_window": True, "sliding_window": 5, "layer_types": ["full_attention", "sliding_attention"]}
 
 
-def test_a_layer_that_names_another_window_than_its_mask_is_refused() -> None:
+def test_a_layer_with_another_window_than_its_mask_is_refused() -> None:
     model = dfa_hf.distribute_attention(build("Qwen2", **_WINDOWS))
-    layers = model.model.layers
-    tokens = text(1, 8, seed=0)["input_ids"]
-    model(input_ids=tokens)
-    layers[1].self_attn.sliding_window = 3
-    with pytest.raises(
-        UnsupportedError, match="sliding_window=3 in a layer of type Qwen2Attention whose mask has one of"
-    ):
-        model(input_ids=tokens)
-    layers[1].self_attn.sliding_window = 5
-    layers[0].self_attn.sliding_window = 5
-    with pytest.raises(UnsupportedError, match="sliding_window=5 in a layer of type Qwen2Attention whose mask has no"):
-        model(input_ids=tokens)
-    model(input_ids=tokens[:, :5])  # a window that hides nothing
-
-
-def test_a_sliding_layer_that_is_not_told_its_window_is_refused() -> None:
-    model = dfa_hf.distribute_attention(build("Qwen2", **_WINDOWS))
-    layer = model.model.layers[1].self_attn
-    layer.sliding_window = None
-    tokens = text(1, 8, seed=0)["input_ids"]
-    model(input_ids=tokens)  # the mask tells it
-    forward = layer.forward
-    layer.forward = lambda *args, **kwargs: forward(*args, **kwargs | {"attention_mask": None})
-    with pytest.raises(UnsupportedError, match="sliding_window=5 in a layer of type Qwen2Attention whose mask has no"):
-        model(input_ids=tokens)
-
-
-@pytest.mark.parametrize(
-    ("more", "message"),
-    [
-        ({"odours": torch.ones(1, 8)}, "odours beside the tokens of a batch"),
-        ({"attention_mask": _padding(right=False)}, "padding that is not on the right"),
-        ({"labels": torch.ones(1, 8), "attention_mask": _padding(right=True)}, "labels of padded tokens"),
-        ({"position_ids": torch.tensor([[0, 1, 2, 1, 2, 3, 4, 5]])}, "not those of doc"),
-    ],
-)
-def test_a_batch_that_cannot_be_cut_is_refused(more: dict[str, torch.Tensor], message: str) -> None:
-    with pytest.raises(UnsupportedError, match=message):
-        dfa_hf.distribute_attention(build("Llama"))(input_ids=torch.ones(1, 8, dtype=torch.long), **more)
+    full, sliding = (layer.self_attn for layer in model.model.layers)
+    model(input_ids=IDS)
+    said = "sliding_window={} in a layer of type Qwen2Attention whose mask has {}"
+    sliding.sliding_window = 3
+    with pytest.raises(UnsupportedError, match=said.format(3, "one of")):
+        model(input_ids=IDS)
+    sliding.sliding_window, full.sliding_window = 5, 5
+    with pytest.raises(UnsupportedError, match=said.format(5, "no")):
+        model(input_ids=IDS)
+    model(input_ids=IDS[:, :5])  # a window that hides nothing
+    sliding.sliding_window = full.sliding_window = None
+    model(input_ids=IDS)  # the mask tells it
+    forward = sliding.forward
+    sliding.forward = lambda *args, **kwargs: forward(*args, **kwargs | {"attention_mask": None})
+    with pytest.raises(UnsupportedError, match=said.format(5, "no")):
+        model(input_ids=IDS)
 
 
 def test_a_mask_that_the_model_makes_itself_is_refused() -> None:
     model = dfa_hf.distribute_attention(build("Llama"))
-    hidden = torch.arange(8)[None] < 6
 
     def masked(module: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        return args, kwargs | {"attention_mask": hidden}
+        return args, kwargs | {"attention_mask": RIGHT.bool()}
 
     model.model.register_forward_pre_hook(masked, with_kwargs=True, prepend=True)
     with pytest.raises(UnsupportedError, match="an attention_mask that the model has made"):
-        model(input_ids=text(1, 8, seed=0)["input_ids"])
+        model(input_ids=IDS)
+
+
+def test_a_model_that_was_only_switched_by_name_says_what_is_missing() -> None:
+    dfa_hf.distribute_attention(build("Llama"))  # transformers knows the name now
+    model = build("Llama")
+    model.set_attn_implementation(dfa_hf.NAME)
+    with pytest.raises(UnsupportedError, match="distribute_attention"):
+        model(input_ids=IDS)
+    model = dfa_hf.distribute_attention(model)
+    with dfa_hf.local_attention(model), pytest.raises(UnsupportedError, match="a model with its own attention"):
+        model(input_ids=IDS, **TREE)
 
 
 def call_on_two_ranks(rank: int, world_size: int) -> None:
     model = dfa_hf.distribute_attention(build("Llama"))
-    context: LayerContext = getattr(model, CONTEXT)
-    assert context.size == 2
-    batch = text(1, 8, seed=0)
-    ids, labels = batch["input_ids"], batch["labels"]
     half = slice(4 * rank, 4 * rank + 4)
     differ = r"batches that differ between the ranks.*(\n    rank [01]: 1 x \d tokens, number [0-9a-f]{8}){2}"
-    cut = {name: x[:, half] for name, x in batch.items()}
-    for part in (cut, cut | {"shift_labels": cut["labels"]}, cut | {"position_ids": torch.arange(8)[None, half]}):
+    cut = {name: x[:, half] for name, x in BATCH.items()}
+    for part in (cut, cut | {"shift_labels": cut["labels"]}, cut | {"position_ids": PLACES[:, half]}):
         with pytest.raises((UnsupportedError, DisagreementError), match=f"{differ}|refuses|position_ids from 4"):
             model(**part)
-    own, words = (UnsupportedError, "labels of shape") if rank else (DisagreementError, "rank 1 of the group refuses")
-    with pytest.raises(own, match=words):
-        model(input_ids=ids, labels=labels[:, half] if rank else labels)
-    with pytest.raises(UnsupportedError, match="image_pixel_values on 2 ranks: images and"):
-        model(input_ids=ids, image_pixel_values=torch.ones(1, 3, 4, 4))
-    with pytest.raises(UnsupportedError, match=r"num_items_in_batch of torch\.bfloat16"):
-        model(**batch, num_items_in_batch=torch.tensor(8).bfloat16())
-    own, words = (UnsupportedError, "other values than") if rank else (DisagreementError, "rank 1 of the group refuses")
-    with pytest.raises(own, match=words):
-        model(input_ids=ids, attention_mask=torch.ones(1, 8) + rank)
-    want = model(**batch)
-    whole = _positional(model, ids, position_ids=torch.arange(8)[None], labels=labels)
-    assert torch.equal(whole.loss, want.loss)
-    shifted = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=-100)
-    assert torch.equal(model(**batch, shift_labels=shifted).loss, want.loss)
-    assert torch.equal(model(**batch, num_items_in_batch=(shifted != -100).sum()).loss, want.loss)
-    embedded = model(inputs_embeds=model.get_input_embeddings()(ids), labels=labels)
-    assert torch.equal(embedded.loss, want.loss)
-    with pytest.raises(UnsupportedError, match=differ):
-        model(inputs_embeds=model.get_input_embeddings()(ids) + rank)
-    with pytest.raises(UnsupportedError, match=r"inputs_embeds of 1\.5 GiB.*What works: input_ids"):
-        model(inputs_embeds=torch.empty(1, 3 * 2**22, 32, device="meta"))
-    with pytest.raises(UnsupportedError, match="a call without tokens"):
-        model(labels=labels)
-    with pytest.raises(UnsupportedError, match="rows of 1 tokens on 2 ranks"):
-        model(**text(1, 1, seed=0))
+    one_sided: list[tuple[str, dict[str, Any]]] = [
+        ("labels of shape", {"labels": LABELS[:, half] if rank else LABELS}),
+        ("other values than", {"attention_mask": torch.ones(1, 8) + rank}),
+    ]
+    for words, arguments in one_sided:
+        with expected(rank, words):
+            model(input_ids=IDS, **arguments)
+    both: list[tuple[str, dict[str, Any]]] = [
+        ("image_pixel_values on 2 ranks: images and", {"input_ids": IDS, "image_pixel_values": torch.ones(1, 3, 4, 4)}),
+        (r"num_items_in_batch of torch\.bfloat16", {**BATCH, "num_items_in_batch": torch.tensor(8).bfloat16()}),
+        (differ, {"inputs_embeds": model.get_input_embeddings()(IDS) + rank}),
+        (
+            r"inputs_embeds of 1\.5 GiB.*What works: input_ids",
+            {"inputs_embeds": torch.empty(1, 3 * 2**22, 32, device="meta")},
+        ),
+        ("a call without tokens", {"labels": LABELS}),
+        ("rows of 1 tokens on 2 ranks", text(1, 1, seed=0)),
+    ]
+    for words, arguments in both:
+        with pytest.raises(UnsupportedError, match=words):
+            model(**arguments)
+    want = model(**BATCH)
     with pytest.raises(UnsupportedError, match=r"labels of shape \(1, 4\) for \(1, 4\) tokens on each of 2 ranks"):
-        dfa_hf.causal_lm_loss(want.logits, labels[:, half])
+        dfa_hf.causal_lm_loss(want.logits, LABELS[:, half])
+    shifted = torch.nn.functional.pad(LABELS[:, 1:], (0, 1), value=-100)
+    alike = (
+        _positional(model, IDS, position_ids=PLACES, labels=LABELS),
+        model(**BATCH, shift_labels=shifted),
+        model(**BATCH, num_items_in_batch=(shifted != -100).sum()),
+        model(inputs_embeds=model.get_input_embeddings()(IDS), labels=LABELS),
+    )
+    assert all(torch.equal(found.loss, want.loss) for found in alike)
+    model(**BATCH, num_items_in_batch=torch.tensor(5), use_cache=False, step=torch.tensor(3))
     model.model.register_forward_pre_hook(_later_positions, with_kwargs=True, prepend=True)
-    own, words = (UnsupportedError, "position_ids from") if rank else (DisagreementError, "rank 1 of the group refuses")
-    with pytest.raises(own, match=words):
-        model(input_ids=ids)
+    with expected(rank, "position_ids from"):
+        model(input_ids=IDS)
+
+
+def expected(rank: int, words: str) -> Any:
+    """The second rank is refused by its own words, and the first one hears of it."""
+    own, words = (UnsupportedError, words) if rank else (DisagreementError, "rank 1 of the group refuses")
+    return pytest.raises(own, match=words)
 
 
 def _later_positions(module: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
@@ -196,5 +265,24 @@ def _positional(model: Any, tokens: torch.Tensor, **named: torch.Tensor) -> Any:
     return model(tokens, *(named.get(name) for name in names[1 : last + 1]))
 
 
+def images_on_two_ranks(rank: int, world_size: int) -> None:
+    model, batch = with_images("llava")
+    cut = {"input_ids": batch["input_ids"].tensor_split(world_size, 1)[rank], "pixel_values": batch["pixel_values"]}
+    alone = {"input_ids": batch["input_ids"]} | ({"pixel_values": batch["pixel_values"]} if rank else {})
+    for given in (cut, alone):
+        with pytest.raises(UnsupportedError, match="batches that differ between the ranks"):
+            model(**given)
+    batch["labels"][:, 30:] = -100
+    batch["attention_mask"] = (torch.arange(40) < 30).long().expand(2, 40)
+    assert model(**batch).logits.shape[1] == 20
+    with pytest.raises(UnsupportedError, match="padding that is not on the right"):
+        model(input_ids=batch["input_ids"], attention_mask=1 - batch["attention_mask"])
+
+
+def each(rank: int, world_size: int) -> None:
+    call_on_two_ranks(rank, world_size)
+    images_on_two_ranks(rank, world_size)
+
+
 def test_on_two_ranks_parts_and_what_does_not_fit_are_refused_and_whole_batches_told_in_any_way_are_not() -> None:
-    run_ranks(2, call_on_two_ranks, timeout=120)
+    run_ranks(2, each, timeout=120)

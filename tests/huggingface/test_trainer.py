@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -58,36 +58,40 @@ def hits(found: Any) -> dict[str, float]:
     return {"hits": float((predictions == labels)[labels != -100].sum()), "rows": float(len(labels))}
 
 
-def trainer(folder: str, data: int, model: Any = None, **changes: Any) -> Any:
-    """A Trainer whose steps see the same samples with any number of data-parallel groups."""
-    from transformers import Trainer, TrainingArguments
+def built(folder: str, kind: str = "Trainer", model: Any = None, train: Any = None, **more: Any) -> Any:
+    """A Trainer of a kind; `more` are its arguments, what it is given beside them, or data for "evaluation"."""
+    import transformers
 
+    names = ("compute_metrics", "compute_loss_func", "eval_dataset")
+    others = {name: more.pop(name) for name in names if name in more}
+    settled = getattr(transformers, f"{kind.removesuffix('Trainer')}TrainingArguments")
+    return getattr(transformers, kind)(
+        model=build("Llama") if model is None else model,
+        args=settled(**{**TRAINING, "output_dir": folder, "per_device_train_batch_size": 1, **more}),
+        train_dataset=train or Sequences(4 * STEPS),
+        **others,
+    )
+
+
+def trainer(folder: str, data: int, **changes: Any) -> Any:
+    """A Trainer whose steps see the same samples with any number of data-parallel groups."""
     arguments = {
-        **TRAINING,
-        "output_dir": folder,
-        "per_device_train_batch_size": 1,
         "per_device_eval_batch_size": 2 // data,
         "gradient_accumulation_steps": 4 // data,
         **dict.fromkeys(("max_steps", "eval_steps"), STEPS),
         "save_strategy": "steps",
         "save_steps": STEPS - 1,
+        "eval_dataset": Sequences(6, seed=50),
     }
-    others = {name: changes.pop(name) for name in ("compute_metrics", "compute_loss_func") if name in changes}
-    settled = TrainingArguments(**{**arguments, **changes})
-    return Trainer(
-        model=build("Llama") if model is None else model,
-        args=settled,
-        train_dataset=Sequences(4 * STEPS),
-        eval_dataset=Sequences(6, seed=50),
-        **others,
-    )
+    return built(folder, **{**arguments, **changes})
 
 
-def history(run: Any, resumed: bool = False) -> dict[str, list[float]]:
-    """Losses, norms of gradients, and evaluation, of the last step alone or of all."""
-    names = ("loss", "grad_norm", "eval_loss", "eval_hits", "eval_rows")
-    lists = {name: [entry[name] for entry in run.state.log_history if name in entry] for name in names}
-    return {name: values[-1:] if resumed else values for name, values in lists.items()}
+NAMES = ("loss", "grad_norm", "eval_loss", "eval_hits", "eval_rows")
+
+
+def history(run: Any, names: Sequence[str] = NAMES) -> dict[str, list[float]]:
+    """Losses, norms of gradients, evaluation, and what else is asked for, of all steps."""
+    return {name: [float(entry[name]) for entry in run.state.log_history if name in entry] for name in names}
 
 
 def prepare_worker(rank: int, world_size: int) -> None:
@@ -136,7 +140,13 @@ def together(rank: int, world_size: int, folder: str) -> Any:
         dfa_hf.distribute_trainer(again, size=size, config=TrainingConfig(loss_tile=5))
         again.train(resume_from_checkpoint=f"{folder}/{size}/checkpoint-{STEPS - 1}")
         predicted = (run.predict(Stream()) if data == 1 else again.predict(Sequences(3, seed=70))).predictions
-        seen = history(run), history(again, resumed=True), parameters_of(run), parameters_of(again), predicted
+        seen = (
+            history(run),
+            {name: values[-1:] for name, values in history(again).items()},
+            parameters_of(run),
+            parameters_of(again),
+            predicted,
+        )
         found.append((*seen, [one.evaluate(HalfUnlabelled(4))["eval_loss"] for one in (run, again)]))
     again.model.eval()
     sample = {name: value[None] for name, value in Sequences(1, seed=rank)[0].items()}

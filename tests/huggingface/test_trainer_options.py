@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +12,14 @@ import torch
 from dfa_megatron import huggingface as dfa_hf
 from dfa_megatron.config import TrainingConfig
 from dfa_megatron.errors import UnsupportedError
-from tests.huggingface.test_trainer import Sequences, history, hits, prepare_worker
-from tests.support.models import TRAINING, VOCABULARY, build
+from tests.huggingface.test_loss_functions import weighed
+from tests.huggingface.test_trainer import NAMES, Sequences, built, history, hits, prepare_worker
+from tests.support.models import VOCABULARY, build
 from tests.support.workers import run_ranks
 
 ALPHA = 7.0
-KEYS = ("num_input_tokens_seen", "train_loss", "epoch", "total_flos")
+COUNTED = {"include_num_input_tokens_seen": "all", "gradient_accumulation_steps": 2}
+KEYS = ("num_input_tokens_seen", "train_loss", "epoch", "total_flos", "learning_rate")
 
 
 class Finite(Sequences):
@@ -68,8 +71,7 @@ def runs() -> dict[str, dict[str, Any]]:
         "by length": {
             "train_sampling_strategy": "group_by_length",
             "label_smoothing_factor": 0.2,
-            "include_num_input_tokens_seen": "all",
-            "gradient_accumulation_steps": 2,
+            **COUNTED,
             "max_steps": -1,
             "num_train_epochs": 2,
             "eval_accumulation_steps": 1,
@@ -87,28 +89,14 @@ def runs() -> dict[str, dict[str, Any]]:
             "batch_eval_metrics": True,
             "compute_metrics": Batches(),
         },
+        "marked loss": {"loss": dfa_hf.sums_tokens(functools.partial(weighed, z=0.1)), **COUNTED},
     }
 
 
-def trainer(folder: str, data: Any = None, kind: str = "Trainer", metrics: Any = None, **changes: Any) -> Any:
-    import transformers
-
-    arguments = {
-        **TRAINING,
-        "output_dir": folder,
-        **dict.fromkeys(("per_device_train_batch_size", "per_device_eval_batch_size"), 1),
-        "eval_strategy": "epoch",
-        "lr_scheduler_type": "cosine",
-        "warmup_steps": 2,
-    }
-    settled = getattr(transformers, f"{'Seq2Seq' if 'Seq2Seq' in kind else ''}TrainingArguments")
-    return getattr(transformers, kind)(
-        model=build("Llama"),
-        args=settled(**{**arguments, **changes}),
-        train_dataset=data or Finite(12),
-        eval_dataset=data or Finite(6, seed=50),
-        compute_metrics=metrics,
-    )
+def trainer(folder: str, data: Any = None, **changes: Any) -> Any:
+    data = {"train": data or Finite(12), "eval_dataset": data or Finite(6, seed=50), "per_device_eval_batch_size": 1}
+    rates = {"eval_strategy": "epoch", "lr_scheduler_type": "cosine", "warmup_steps": 2}
+    return built(folder, **{**data, **rates, **changes})
 
 
 def short_of_memory(run: Any) -> None:
@@ -127,28 +115,34 @@ def train(rank: int, world_size: int, size: int, folder: str) -> dict[str, Any]:
     prepare_worker(rank, world_size)
     found: dict[str, Any] = {}
     for name, options in runs().items():
-        metrics = options.pop("compute_metrics", None)
-        run = trainer(folder, options.pop("data", None), metrics=metrics, **options)
+        loss = options.pop("loss", None)
+        run = trainer(folder, **options)
+        run.model.loss_function = loss or run.model.loss_function
         for again in range(3 if size > 1 else 0):  # as in a notebook
-            dfa_hf.distribute_trainer(run, size=size, config=TrainingConfig(loss_tile=5 + again))
+            dfa_hf.distribute_trainer(run, size=size, config=TrainingConfig(loss_tile="off" if loss else 5 + again))
         if options.get("auto_find_batch_size"):
             short_of_memory(run)
         run.train()
-        found[name] = history(run)
-        logs = run.state.log_history
-        found[name] |= {key: [float(entry[key]) for entry in logs if key in entry] for key in (*KEYS, "learning_rate")}
+        logs, found[name] = run.state.log_history, history(run, (*NAMES, *KEYS))
         found[name]["steps"] = [float(run.state.max_steps), float(run.state.global_step), float(run._train_batch_size)]
         rate = "train_samples_per_second"
         samples = [entry[rate] * entry["train_runtime"] for entry in logs if rate in entry]
         callbacks = [type(each).__name__ for each in run.callback_handler.callbacks]
         assert callbacks.count("Stats") == int(size > 1)
         found[name]["samples"] = [round(each, 1) for each in samples]
+    for name, said in (("compute_loss_func", "compute_loss_func"), ("compute_loss", "weighed")) if size > 1 else ():
+        later = trainer(folder)
+        dfa_hf.distribute_trainer(later)
+        setattr(later, name, weighed)
+        for step in (later.train, later.evaluate):
+            with pytest.raises(UnsupportedError, match=said):
+                step()
     return found
 
 
 def test_options_that_count_or_group_by_length_are_those_of_one_process_a_group(tmp_path: Path) -> None:
     wanted = run_ranks(2, train, 1, str(tmp_path), timeout=120)[0]
-    for found in run_ranks(4, train, 2, str(tmp_path), timeout=120):
+    for found in run_ranks(4, train, 2, str(tmp_path), timeout=170):
         for name, values in wanted.items():
             for key, value in values.items():
                 tolerance = {"rel": 1e-2} if key == "samples" else {"rel": 1e-5, "abs": 1e-7}

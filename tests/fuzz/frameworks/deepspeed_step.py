@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from dfa_megatron.runtime.counters import COUNTERS
+from dfa_megatron.sharding import shard_sequence
 from tests.fuzz.frameworks.expected_refusals import LANGUAGE_MODELS as REFUSALS
 from tests.fuzz.frameworks.language_models import LanguageDraw, draw_data, draw_model, made
 from tests.fuzz.frameworks.steps import Found
 from tests.fuzz.frameworks.transformers_step import PRELOADED as TRANSFORMERS
 from tests.fuzz.frameworks.transformers_step import draw_options
-from tests.huggingface.sweep.attempt import Float64
+from tests.huggingface.one_process import total_loss
 
 __all__ = ["PRELOADED", "REFUSALS", "draw", "step"]
 
@@ -23,18 +26,35 @@ MESHES = ((2, 1), (2, 1), (2, 2), (3, 1), (4, 1))
 """Ranks of a sequence, and sequences."""
 
 
+LIMITS = {"float64 beside float32": 5e-6, "float32": 1e-5, "states in float32": 1e-4, "bfloat16": 0.1}
+
+
 @dataclass(frozen=True, kw_only=True)
 class DeepspeedDraw(LanguageDraw):
-    """A step of an engine at a stage of ZeRO."""
+    """A step of an engine at a stage of ZeRO.
+
+    zero, more: further settings, of the section `zero_optimization` and of the file.
+    """
 
     over = "deepspeed"
     stage: int
-    accumulated: int
+    accumulated: int = 1
+    zero: Mapping[str, Any] = field(default_factory=dict)
+    more: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def dtype(self) -> str:
         """Return what it computes in: DeepSpeed sums no float64 at ZeRO 0."""
+        if "bf16" in self.more:
+            return "bfloat16"
+        if self.has_states:
+            return "states in float32"
         return "float64 beside float32" if self.stage else "float32"
+
+    @property
+    def limit(self) -> float:
+        """Return how far a number may be off, as a share of the largest."""
+        return LIMITS[self.dtype]
 
     def features(self) -> list[str]:
         """Return the names of the features that a run counts."""
@@ -70,18 +90,18 @@ def step(drawn: DeepspeedDraw, rank: int, ranks: int) -> Found:
     """Return the loss of the whole batch, and the gradients that DeepSpeed applies."""
     # ZeRO 3 wants every rank to run the same modules, whatever its tokens.
     model = made(drawn.kind, drawn.model, drawn.number, experts="batched_mm")
-    if ranks > 1 and drawn.dtype == "float32":
+    if drawn.dtype != "float64 beside float32":
         model.float()
     return _alone(drawn, model) if ranks == 1 else _together(drawn, model, rank)
 
 
 def _alone(drawn: DeepspeedDraw, model: Any) -> Found:
-    with Float64():
-        every = [drawn.data.summed(model, number) for number in range(len(drawn.data.masks))]
-        loss = torch.stack([total / max(count, 1) for total, count in every]).mean()
+    every = [total_loss(model, drawn.batch(model, number)) for number in range(len(drawn.data.masks))]
+    loss = torch.stack([total / max(count, 1) for _, total, count in every]).mean()
     loss.backward()
     gradients = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in model.named_parameters()}
-    return Found(loss.item(), gradients, {})
+    outputs = {f"logits {number}": found[0] for number, found in enumerate(every)}
+    return Found(loss.item(), gradients, {}, outputs=outputs)
 
 
 def _together(drawn: DeepspeedDraw, model: Any, rank: int) -> Found:
@@ -92,32 +112,47 @@ def _together(drawn: DeepspeedDraw, model: Any, rank: int) -> Found:
 
     harness.prepare_worker(rank)
     settings = harness.settings(drawn.stage, drawn.size, **drawn.options, reentrant=drawn.reentrant)
-    settings["gradient_accumulation_steps"] = drawn.accumulated
+    settings |= {"gradient_accumulation_steps": drawn.accumulated, **drawn.more}
+    settings["zero_optimization"] |= drawn.zero
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
     engine, *_ = dfa_ds.initialize(model=model, model_parameters=list(model.parameters()), config=settings)
+    mesh = dfa_ds.mesh_of(engine)
+    assert (mesh.size, mesh.data_size, engine.train_batch_size()) == (
+        *(drawn.size, drawn.sequences),
+        drawn.sequences * drawn.accumulated,
+    )
     for number in range(drawn.warm, -1, -1):  # the last is the first on one rank
-        total = torch.zeros((), dtype=torch.float64)
+        COUNTERS.reset()
+        found, total = Found(None, {}, {}), torch.zeros((), dtype=torch.float64)
         for micro in range(drawn.accumulated):
-            loss = _loss(drawn, engine, number * drawn.accumulated + micro)
+            loss = _loss(drawn, engine, number * drawn.accumulated + micro, found)
             engine.backward(loss)
             total += loss.detach().double() / drawn.accumulated
             if (number, micro) == (0, drawn.accumulated - 1):
-                applied = {name: safe_get_full_grad(parameter) for name, parameter in engine.module.named_parameters()}
-                gradients = {name: gradient.view(shapes[name]).clone() for name, gradient in applied.items()}
+                for name, parameter in engine.module.named_parameters():
+                    gradient = safe_get_full_grad(parameter)
+                    whole = torch.zeros(shapes[name]) if gradient is None else gradient.view(shapes[name]).clone()
+                    found.gradients[name] = whole
             engine.step()
+    drawn.asserts_counts(COUNTERS.snapshot(), model)
     engine.destroy()
     dist.all_reduce(total)
-    return Found(total.item() / dist.get_world_size(), gradients, {})
+    found.loss = total.item() / dist.get_world_size()
+    return found
 
 
-def _loss(drawn: DeepspeedDraw, engine: Any, micro: int) -> torch.Tensor:
-    """Return the loss of a micro-batch of this rank's sequence."""
+def _loss(drawn: DeepspeedDraw, engine: Any, micro: int, found: Found) -> torch.Tensor:
+    """Return the loss of a micro-batch of this rank's sequence, and keep its logits."""
     from dfa_megatron import deepspeed as dfa_ds
 
     mesh = dfa_ds.mesh_of(engine)
-    given = dict(drawn.data.batch(micro * drawn.sequences + mesh.data_rank))
-    if drawn.loss == "own":
-        own: torch.Tensor = engine(**given).loss
-        return own
-    labels = given.pop("labels")
-    return dfa_ds.loss(engine(**given).logits, labels, group=mesh.group)
+    number = micro * drawn.sequences + mesh.data_rank
+    given = drawn.batch(engine.module, number)
+    labels = given["labels"] if drawn.loss == "own" else given.pop("labels")
+    out = engine(**given)
+    if drawn.options["loss_tile"] == "off" and not drawn.data.padding:
+        found.outputs[f"logits {number}"] = out.logits.detach()
+        places = shard_sequence(torch.arange(drawn.data.tokens)[None], group=mesh.group)
+        found.places[f"logits {number}"] = {1: places[0]}
+    own: torch.Tensor = out.loss if drawn.loss == "own" else dfa_ds.loss(out.logits, labels, group=mesh.group)
+    return own

@@ -7,12 +7,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 Refusals = Sequence[tuple[str, str, Callable[[Any], Any]]]
-"""Of each a name, a pattern of the message, and a test that the draw must pass."""
+"""Of each a name, "" for the message itself, a pattern of it, and a test that the draw must pass."""
 
 
 def name_of(refusals: Refusals, draw: Any, text: str) -> str:
     """Return the name of a refusal, or "" for an unexpected one."""
-    return next((name for name, pattern, fits in refusals if fits(draw) and re.search(pattern, text)), "")
+    return next((name or text for name, pattern, fits in refusals if fits(draw) and re.search(pattern, text)), "")
 
 
 def _degree(draw: Any) -> int:
@@ -64,4 +64,5 @@ LANGUAGE_MODELS: Refusals = (
         "labels for the loss function",
         lambda d: getattr(d, "function", "") == "not" and d.loss != "function",
     ),
+    ("", "", lambda d: getattr(d, "unlisted", False)),
 )

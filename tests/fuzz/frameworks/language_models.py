@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
@@ -13,9 +15,11 @@ from dfa_megatron.huggingface.padding import IGNORED
 from dfa_megatron.huggingface.tried import TRIED
 from tests.fuzz.frameworks import uneven
 from tests.fuzz.outcome import Draw
+from tests.huggingface.one_process import segments
 from tests.huggingface.sweep import images, tiny
 from tests.support.models import VOCABULARY, build
 from tests.support.packs import random_offsets
+from tests.support.plan_cases import heterogeneous_masks, some_parents
 
 _MIXED = ["sliding_attention", "full_attention"]
 _EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
@@ -51,47 +55,50 @@ MODELS: dict[str, dict[str, Any]] = {
 """Types, and the values that a field of each is drawn from."""
 
 HYBRIDS = ("Qwen3Next", "Lfm2")
-DELTA_RULES = ("kimi_linear", "olmo_hybrid", "qwen3_5", "qwen3_next")
-"""In the names of types that make rules in float32, which differ from float64 by 1e-4 without us, too."""
+STATES = {kind for kind, layers in TRIED.items() if layers & {"conv", "hybrid", "linear_attention"}}
+"""Types that make some layers in float32, which differ from float64 by 1e-4 without us, too."""
+PLAIN = {*MODELS} - {*HYBRIDS}
+"""Types of which every layer has an attention."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Data:
     """Whole batches, one for each micro-batch of each sequence.
 
-    pack: "", "position_ids", "cu_seq_lens" or "both". padding: "", "right" or "left", beside an attention mask.
-    masks: of the batches, by `uneven.counted`.
+    pack: "", "position_ids", "cu_seq_lens" or "both" for documents; "tree"; or "mask", any.
+    padding: "", "right" or "left", beside an attention mask.
+    masks: of the losses, by `uneven.counted`.
+    starts, parents: where documents or segments begin, and what is above each segment; drawn if there are none.
+    told: what all batches say beside this.
     """
 
     seed: int
     rows: int
     tokens: int
     parts: int
-    pack: str
-    padding: str
-    masks: tuple[str, ...]
+    pack: str = ""
+    padding: str = ""
+    masks: tuple[str, ...] = ("holes",)
+    starts: tuple[int, ...] = ()
+    parents: tuple[int, ...] = ()
+    told: Mapping[str, Any] = field(default_factory=dict)
 
-    @property
-    def batches(self) -> tuple[dict[str, torch.Tensor], ...]:
-        """Return those of the step, as transformers' collators make them."""
-        return tuple(self.batch(number) for number in range(len(self.masks)))
-
-    def batch(self, number: int) -> dict[str, torch.Tensor]:
-        """Return the batch of a number; of earlier steps, too."""
+    def batch(self, number: int) -> dict[str, Any]:
+        """Return the batch of a number, as transformers' collators make them; of earlier steps, too."""
         seed = (self.seed * 1009 + number) % 2**31
         generator, dice = torch.Generator().manual_seed(seed), random.Random(seed)
         ids = torch.randint(3, VOCABULARY, (self.rows, self.tokens), generator=generator)
         counts = uneven.counted(self.masks[number % len(self.masks)], self.rows, self.tokens, self.parts, seed)
-        found = {"input_ids": ids, "labels": ids.masked_fill(~counts, IGNORED)}
-        if self.pack:
-            cuts = [random_offsets(self.tokens, dice, 24) for _ in range(self.rows)]
-            places = uneven.positions(cuts)
-            found["labels"][places == 0] = IGNORED
-            if self.pack != "cu_seq_lens":
-                found["position_ids"] = places
-            if self.pack != "position_ids":
-                every = [0] + [row * self.tokens + end for row, cut in enumerate(cuts) for end in cut[1:]]
-                found |= dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), torch.tensor(every).int())
+        found: dict[str, Any] = {"input_ids": ids, "labels": ids.masked_fill(~counts, IGNORED)}
+        if self.pack == "mask":
+            every = [case.mask for case in heterogeneous_masks(self.tokens, dice) if case.dense.diagonal().all()]
+            found["mask"] = dice.choice(every)
+        elif self.pack:
+            found |= self._documents(dice)
+        found |= self.told
+        for row, (offsets, parents) in enumerate(segments(found)):
+            apart = [at for at, start in enumerate(offsets[:-1]) if at and (not parents or parents[at] != at - 1)]
+            found["labels"][row, [offsets[at] for at in apart]] = IGNORED
         if self.padding:
             ends = torch.tensor([dice.randint(1, self.tokens) for _ in range(self.rows)])[:, None]
             real = torch.arange(self.tokens) < ends
@@ -101,69 +108,71 @@ class Data:
         self._count_one(found, number)
         return found
 
-    def _count_one(self, found: dict[str, torch.Tensor], number: int) -> None:
+    @property
+    def labels(self) -> int:
+        """Return how many tokens of all batches have a label that follows them."""
+        every = (self.batch(number)["labels"][:, 1:] for number in range(len(self.masks)))
+        return sum(int((labels != IGNORED).sum()) for labels in every)
+
+    def _documents(self, dice: random.Random) -> dict[str, Any]:
+        """Return what tells the documents of all rows, or the tree."""
+        ends = (*self.starts, self.tokens)
+        cuts = [ends if self.starts else random_offsets(self.tokens, dice, 24) for _ in range(self.rows)]
+        if self.pack == "tree":
+            lengths = [hi - lo for lo, hi in pairwise(cuts[0])]
+            return {"prompt_tree": (lengths, self.parents or some_parents(len(lengths), dice))}
+        every = [0] + [row * self.tokens + end for row, cut in enumerate(cuts) for end in cut[1:]]
+        offsets = dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), torch.tensor(every).int())
+        places = {"position_ids": uneven.positions(cuts)}
+        return {"position_ids": places, "cu_seq_lens": offsets, "both": places | offsets}[self.pack]
+
+    def _count_one(self, found: dict[str, Any], number: int) -> None:
         """Label a token, if there is none and the mask is not of nothing."""
         if self.masks[number % len(self.masks)] == "nothing" or (found["labels"][:, 1:] != IGNORED).any():
             return
         follows = found["attention_mask"].bool() if self.padding else torch.ones_like(found["labels"], dtype=torch.bool)
-        follows[:, 0] = False
-        for row, first, _ in self.documents(number):
-            follows[row, first] = False
+        for row, (offsets, _) in enumerate(segments(found)):
+            follows[row, list(offsets[:-1])] = False
         if len(places := follows.nonzero()):
             row, token = places[len(places) // 2].tolist()
             found["labels"][row, token] = found["input_ids"][row, token]
 
-    @property
-    def labels(self) -> int:
-        """Return how many tokens of all batches have a label that follows them."""
-        return sum(int((batch["labels"][:, 1:] != IGNORED).sum()) for batch in self.batches)
 
-    def documents(self, number: int) -> list[tuple[int, int, int]]:
-        """Return the row, the first token and the end of each document."""
-        if not self.pack:
-            return [(row, 0, self.tokens) for row in range(self.rows)]
-        seed = (self.seed * 1009 + number) % 2**31
-        dice = random.Random(seed)
-        cuts = [random_offsets(self.tokens, dice, 24) for _ in range(self.rows)]
-        return [(row, lo, hi) for row, cut in enumerate(cuts) for lo, hi in pairwise(cut)]
-
-    def summed(self, model: Any, number: int) -> tuple[torch.Tensor, int]:
-        """Return the summed loss of one batch on one rank, one document after another, and how many tokens count."""
-        batch = self.batches[number]
-        labels = torch.nn.functional.pad(batch["labels"], (0, 1), value=IGNORED)[:, 1:]
-        if self.pack:
-            parts = [
-                model(input_ids=batch["input_ids"][row : row + 1, lo:hi], use_cache=False).logits
-                for row, lo, hi in self.documents(number)
-            ]
-            logits = torch.cat(parts, 1)
-        else:
-            more = {"attention_mask": batch["attention_mask"]} if self.padding else {}
-            logits = model(input_ids=batch["input_ids"], use_cache=False, **more).logits
-        loss = torch.nn.functional.cross_entropy(
-            logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="sum"
-        )
-        return loss, int((labels != IGNORED).sum())
+OPTIONS: dict[str, Any] = {
+    "checkpoint": "none",
+    "schedule": "auto",
+    "kernel": "auto",
+    "loss_tile": "off",
+    "remat_offload": False,
+    "ulysses_degree": "auto",
+    "verify": "on",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
 class LanguageDraw(Draw):
     """One step of all its ranks: `size` of them share each of the `sequences`.
 
-    kind, model: of `made`. data: a batch for each micro-batch of each sequence. options: of `TrainingConfig`.
+    name: of a draw by hand. kind, model: of `made`. data: a batch for each micro-batch of each sequence.
+    options: of `TrainingConfig`.
     loss: "own", of the model; "items", the same with one number of items for all micro-batches; or "function", ours.
     warm: other steps before this one, after which attentions are replayed.
+    images: a model of several parts gets some. plant: makes a fault on several ranks.
     """
 
+    seed: int = 0
+    name: str = ""
     size: int
-    sequences: int
+    sequences: int = 1
     kind: str
-    model: dict[str, Any]
+    model: Mapping[str, Any] = field(default_factory=dict)
     data: Data
-    options: dict[str, Any]
-    reentrant: bool
-    loss: str
-    warm: int
+    options: Mapping[str, Any] = field(default_factory=lambda: OPTIONS)
+    reentrant: bool = False
+    loss: str = "own"
+    warm: int = 0
+    images: bool = True
+    plant: Callable[[], AbstractContextManager[Any]] | None = None
 
     @property
     def ranks(self) -> int:
@@ -174,6 +183,16 @@ class LanguageDraw(Draw):
     def start(self) -> tuple[int, ...]:
         """Return what a mesh of ranks depends on."""
         return (self.size,)
+
+    @property
+    def line(self) -> str:
+        """Return its name, or the command that runs it again."""
+        return self.name or super().line
+
+    @property
+    def has_states(self) -> bool:
+        """Return whether some layers have states, which they make in float32."""
+        return self.kind in HYBRIDS or self.kind.split()[0] in STATES
 
     def features(self) -> list[str]:
         """Return the names of the features that a run counts."""
@@ -189,17 +208,33 @@ class LanguageDraw(Draw):
         }
         return found + [name for name, there in having.items() if there]
 
+    def batch(self, model: Any, number: int) -> dict[str, Any]:
+        """Return a whole batch, with images if the model has several parts."""
+        batch = self.data.batch(number)
+        return images.add_images(model, self.kind, batch) if self.images and self.kind in images.WHOLE else batch
+
+    def asserts_counts(self, counts: Mapping[str, int], model: Any) -> None:
+        """Assert that every attention of the step ran once, or again in a recompute that keeps nothing of it."""
+        if self.kind not in PLAIN:
+            return
+        each = len(self.data.masks) // self.sequences * model.config.num_hidden_layers
+        checkpoint, more = self.options["checkpoint"], getattr(self, "between", "") == "evaluation"
+        assert counts["attention_forwards"] == each * (1 + (checkpoint == "full") + more), counts
+        assert counts["replays"] == each * (checkpoint == "remat"), counts
+
 
 def draw_data(dice: random.Random, seed: int, parts: int, batches: int, kind: str) -> Data:
     """Draw batches for a sequence that `parts` ranks share."""
-    pack = dice.choice(["", "", "position_ids", "position_ids", "cu_seq_lens", "both"])
-    padding = dice.choice(["", "", "right", "right"]) if not pack and kind in MODELS and kind not in HYBRIDS else ""
+    pack = dice.choice(["", "", "position_ids", "position_ids", "cu_seq_lens", "both", "tree"])
+    if kind in PLAIN and not pack and dice.random() < 0.3:
+        pack = "mask"
+    padding = dice.choice(["", "", "right", "right"]) if not pack and kind in PLAIN else ""
     padding = "left" if padding and dice.random() < 0.1 else padding
     rows = dice.choice([1, 1, 2, 3])
     return Data(
         seed=seed,
         rows=rows,
-        tokens=parts * dice.choice([2, 3, 5, 8, 13]),
+        tokens=parts * dice.choice([2, 3, 5, 8, 13]) + dice.choice([0, 0, 1]),
         parts=parts,
         pack=pack,
         padding=padding,
@@ -223,8 +258,8 @@ def draw_type(dice: random.Random) -> tuple[str, dict[str, Any]]:
     return dice.choice([kind for kind in TRIED if kind in ALONE and kind not in images.WHOLE]), {"heads": 4}
 
 
-def made(kind: str, changes: dict[str, Any], seed: int, experts: str = "eager") -> Any:
-    """Return the model in float64."""
-    if kind not in MODELS:
+def made(kind: str, changes: Mapping[str, Any], seed: int, experts: str = "eager") -> Any:
+    """Return the model in float64; a lower-case kind is a type of the sweep."""
+    if kind.islower():
         return tiny.build(kind)
-    return build(kind, seed, experts_implementation=experts, **changes).double()
+    return build(kind, seed, **{"experts_implementation": experts, **changes}).double()

@@ -4,24 +4,32 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import functools
 import random
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+from dfa_megatron import huggingface as dfa_hf
 from dfa_megatron.config import TrainingConfig
+from dfa_megatron.errors import UnsupportedError
+from dfa_megatron.huggingface.call_checks import computes_loss
+from dfa_megatron.huggingface.distribute import transformers_model
 from dfa_megatron.huggingface.padding import IGNORED
+from dfa_megatron.runtime.counters import COUNTERS
+from dfa_megatron.sharding import shard_sequence
 from tests.fuzz.frameworks.expected_refusals import LANGUAGE_MODELS as REFUSALS
 from tests.fuzz.frameworks.language_models import (
-    DELTA_RULES,
-    HYBRIDS,
     MODELS,
+    PLAIN,
     LanguageDraw,
     draw_data,
     draw_model,
@@ -29,7 +37,8 @@ from tests.fuzz.frameworks.language_models import (
     made,
 )
 from tests.fuzz.frameworks.steps import Found
-from tests.huggingface.sweep.attempt import Float64
+from tests.huggingface.one_process import Float64, total_loss
+from tests.support.close import assert_close
 
 __all__ = ["PRELOADED", "REFUSALS", "draw", "draw_options", "step"]
 
@@ -54,29 +63,42 @@ PRELOADED = (
 )
 
 
+LIMITS = {"float64": 1e-7, "float64 beside float32": 1e-5, "float32": 1e-4}
+"""The number of labels is divided among ranks in float32."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class TransformersDraw(LanguageDraw):
     """A step of a model.
 
-    between: what runs between each forward and its backward: "", "evaluation", distributed, or "local", on one rank.
-    grown: layers are copied "before" attention is distributed, or "after"; "" for neither.
+    between: what runs between each forward and its backward: "", a name of `BETWEEN`, or "anything".
+    grown: layers are copied or replaced "before" attention is distributed, or "after"; "" for neither.
     function: the loss is a function "marked" as a sum of tokens, or one that is "not"; "" for transformers'.
     around: what holds the model: "", "wraps" around its forward, "DDP", "FSDP2" or, its inputs cast, "FSDP2 cast".
+    unlisted: the type was not tried before. as_kept: gradients are compared with those of a run that keeps all, too.
+    near: how far a number may be off, if that is not the limit of what it computes in.
     """
 
     over = "transformers"
-    between: str
-    grown: str
-    function: str
-    around: str
+    between: str = ""
+    grown: str = ""
+    function: str = ""
+    around: str = ""
+    unlisted: bool = False
+    as_kept: bool = False
+    near: float = 0.0
 
     @property
     def dtype(self) -> str:
-        """Return what it computes in: a recompute, of states too, takes no function mode."""
-        if self.kind in HYBRIDS or any(name in self.kind for name in DELTA_RULES):  # their states are in float32
-            return "float32"
-        other = self.options["checkpoint"] != "none" or self.kind not in MODELS
-        return "float64 beside float32" if other else "float64"
+        """Return what it computes in: recomputes, of states too, and routers' losses take no function mode."""
+        if self.options["checkpoint"] == "none" and "output_router_logits" not in self.model:
+            return "float64"
+        return "float32" if self.has_states else "float64 beside float32"
+
+    @property
+    def limit(self) -> float:
+        """Return how far a number may be off, as a share of the largest."""
+        return self.near or LIMITS[self.dtype]
 
     def features(self) -> list[str]:
         """Return the names of the features that a run counts."""
@@ -97,7 +119,7 @@ def draw(seed: int, number: int) -> TransformersDraw:
         options |= {"kernel": "auto", "ulysses_degree": "auto", "loss_tile": "off"}
         losses = ["function"]
     own, reentrant = dice.choice(losses), checkpoint != "none" and not is_type and dice.random() < 0.4
-    plain = not is_type and kind not in HYBRIDS
+    plain = kind in PLAIN
     around = dice.choice(["", "", "wraps", "DDP", "FSDP2", "FSDP2 cast"]) if plain and not reentrant else ""
     function = dice.choice(["", "", "marked", "marked", "not"]) if own != "function" and plain else ""
     if around.startswith("FSDP2"):
@@ -115,7 +137,7 @@ def draw(seed: int, number: int) -> TransformersDraw:
         options=options,
         reentrant=reentrant,
         loss=own,
-        between=dice.choice(["", "", "", "", "evaluation", "local"]),
+        between=dice.choice(["", "", "", "", "evaluation", "anything" if plain and not around else "local"]),
         warm=dice.choice([0, 0, 0, 1, 2]),
         grown=dice.choice(["", "", "before", "after"]) if plain else "",
         function=function,
@@ -137,16 +159,26 @@ def draw_options(dice: random.Random, checkpoint: str, kind: str, heads: int, ra
 
 
 def step(drawn: TransformersDraw, rank: int, ranks: int) -> Found:
-    """Return the mean loss, and gradients averaged over the ranks as DDP does."""
+    """Return the mean loss, logits, and gradients averaged over the ranks as DDP does."""
+    with drawn.plant() if drawn.plant and ranks > 1 else contextlib.nullcontext():
+        found = _step(drawn, ranks, drawn.dtype)
+    if drawn.as_kept and ranks > 1:
+        options = {**drawn.options, "checkpoint": "none"}
+        kept = _step(dataclasses.replace(drawn, options=options, reentrant=False, between=""), ranks, drawn.dtype)
+        near = 0.0 if drawn.kind in PLAIN else 1e-7  # to the bit
+        for name, gradient in kept.gradients.items():
+            assert_close(found.gradients[name], gradient, tolerance=near, name=f"{name} of a run that keeps all")
+    return found
+
+
+def _step(drawn: TransformersDraw, ranks: int, dtype: str) -> Found:
     model = made(drawn.kind, drawn.model, drawn.number)
-    with Float64() if ranks == 1 or drawn.dtype == "float64" else contextlib.nullcontext():
+    if drawn.unlisted and ranks == 1:  # a refusal, before one process may fail
+        dfa_hf.distribute_attention(copy.deepcopy(model), unlisted=True)
+    with Float64() if dtype == "float64" else contextlib.nullcontext():
         if drawn.grown and (ranks == 1 or drawn.grown == "before"):
-            _grow(model)
-        total = _alone(drawn, model) if ranks == 1 else _together(drawn, model)
-    if ranks > 1:
-        dist.all_reduce(total)
-        total /= ranks
-    found = Found(total.item(), {}, {})
+            _grow(model, drawn.number % WAYS)
+        found = _alone(drawn, model) if ranks == 1 else _together(drawn, model)
     for name, parameter in model.named_parameters():
         gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
         if isinstance(gradient, DTensor):
@@ -158,15 +190,34 @@ def step(drawn: TransformersDraw, rank: int, ranks: int) -> Found:
     return found
 
 
-def _grow(model: Any) -> None:
-    """Put a copy of each layer behind the others."""
+def _grow(model: Any, way: int) -> None:
+    """Change the list of layers in the way of a number; each attention then has a number of its own."""
     layers, config = model.model.layers, model.config
-    layers.extend([copy.deepcopy(layer) for layer in layers])
+    types, other = [*(getattr(config, "layer_types", None) or ())], copy.deepcopy(layers[1])
+    for parameter in other.parameters():
+        parameter.data.neg_()
+    if way == 0:
+        layers.extend([copy.deepcopy(layer) for layer in layers])
+        types += types
+    elif way == 1:
+        layers.append(copy.deepcopy(layers[1]))
+        types += types[1:2]
+    elif way == 2:
+        layers.insert(1, other)
+        types[1:1] = types[1:2]
+    elif way == 3:
+        layers[1].self_attn = other.self_attn
+    else:
+        layers[1] = other
     for number, layer in enumerate(layers):
         layer.self_attn.layer_idx = number
     config.num_hidden_layers = len(layers)
-    if types := getattr(config, "layer_types", None):
-        config.layer_types = [*types, *types]
+    if types:
+        config.layer_types = types
+
+
+WAYS = 5
+"""In which layers are grown."""
 
 
 def by_hand(logits: Any, labels: Any, vocab_size: int, num_items_in_batch: Any, shift_labels: Any, **_: Any) -> Any:
@@ -192,31 +243,41 @@ def _held(around: str, model: Any) -> Any:
     return model
 
 
-def _alone(drawn: TransformersDraw, model: Any) -> torch.Tensor:
-    every = [drawn.data.summed(model, number) for number in range(len(drawn.data.masks))]
+def _alone(drawn: TransformersDraw, model: Any) -> Found:
+    every = {number: drawn.batch(model, number) for number in range(len(drawn.data.masks))}
+    found = {number: total_loss(model, batch) for number, batch in every.items()}
     if drawn.loss == "items":
-        loss = torch.stack([total for total, _ in every]).sum() / max(sum(count for _, count in every), 1)
+        loss = torch.stack([total for _, total, _ in found.values()]).sum() / max(drawn.data.labels, 1)
     else:
-        loss = torch.stack([total / max(count, 1) for total, count in every]).mean()
+        loss = torch.stack([total / max(count, 1) for _, total, count in found.values()]).mean()
     loss.backward()
-    return loss.detach()
+    outputs = {f"logits {number}": _real(logits, every[number]) for number, (logits, _, _) in found.items()}
+    return Found(loss.item(), {}, {}, outputs=outputs)
 
 
-def _together(drawn: TransformersDraw, model: Any) -> torch.Tensor:
-    from dfa_megatron import huggingface as dfa_hf
+def _real(logits: torch.Tensor, batch: Any) -> torch.Tensor:
+    """Return logits with zeros where there is padding."""
+    mask = batch.get("attention_mask")
+    return logits.detach() if mask is None else logits.detach() * mask[..., None]
 
+
+def _together(drawn: TransformersDraw, model: Any) -> Found:
+    group, inner = _group(drawn.size), model
+    shapes = {name: x.shape for name, x in model.state_dict().items()}
     options = TrainingConfig(**drawn.options)
-    group = _group(drawn.size)
-    dfa_hf.distribute_attention(model, group=group, config=options, reentrant=drawn.reentrant)
+    dfa_hf.distribute_attention(model, group=group, config=options, reentrant=drawn.reentrant, unlisted=drawn.unlisted)
+    assert shapes == {name: x.shape for name, x in model.state_dict().items()}, "a checkpoint of it is another one"
     if drawn.grown == "after":
-        _grow(model)
+        _grow(model, drawn.number % WAYS)
     if drawn.function:
         model.loss_function = dfa_hf.sums_tokens(by_hand) if drawn.function == "marked" else unmarked
     model = _held(drawn.around, model)
     for number in range(drawn.warm, -1, -1):  # the last is the first on one rank
         model.zero_grad()
-        total = _step(drawn, model, number * len(drawn.data.masks), group)
-    return total
+        COUNTERS.reset()
+        found = _micro_batches(drawn, model, number * len(drawn.data.masks), group)
+    drawn.asserts_counts(COUNTERS.snapshot(), inner)
+    return found
 
 
 def _group(size: int) -> Any:
@@ -232,39 +293,73 @@ def _group(size: int) -> Any:
 _GROUPS: dict[int, Any] = {}
 
 
-def _step(drawn: TransformersDraw, model: Any, first: int, group: Any) -> torch.Tensor:
-    """Run this sequence's micro-batches of the step that begins at a number, and return their loss."""
-    from dfa_megatron import huggingface as dfa_hf
-
+def _micro_batches(drawn: TransformersDraw, model: Any, first: int, group: Any) -> Found:
+    """Run this sequence's micro-batches of the step that begins at a number."""
     losses, count = [], len(drawn.data.masks) // drawn.sequences
-    mine = first + dist.get_rank() // drawn.size
+    found, mine = Found(None, {}, {}), first + dist.get_rank() // drawn.size
     for number in range(mine, mine + len(drawn.data.masks), drawn.sequences):
-        given = dict(drawn.data.batch(number))
+        batch = drawn.batch(model, number)
+        given, own = dict(batch), drawn.loss != "function" and computes_loss(transformers_model(model))
+        labels = given["labels"] if own else given.pop("labels")
         if drawn.loss == "items":
             given["num_items_in_batch"] = torch.tensor(drawn.data.labels) / drawn.sequences
-            loss = model(**given).loss
-        elif drawn.loss == "own":
-            loss = model(**given).loss / count
-        else:
-            labels = given.pop("labels")
-            loss = dfa_hf.causal_lm_loss(model(**given).logits, labels, group=group) / count
+        out = model(**given)
+        loss = out.loss if own else dfa_hf.causal_lm_loss(out.logits, labels, group=group)
+        loss = loss if drawn.loss == "items" else loss / count
+        if drawn.options["loss_tile"] == "off":
+            held = {name: shard_sequence(x, group=group) for name, x in batch.items() if name == "attention_mask"}
+            found.outputs[f"logits {number}"] = _real(out.logits, held)
+            found.places[f"logits {number}"] = {
+                1: shard_sequence(torch.arange(drawn.data.tokens)[None], group=group)[0]
+            }
         _between(drawn, model, number)
         loss.backward()
         losses.append(loss.detach())
-    return torch.stack(losses).sum()
+    total = torch.stack(losses).sum()
+    dist.all_reduce(total)
+    found.loss = total.item() / dist.get_world_size()
+    return found
 
 
 def _between(drawn: TransformersDraw, model: Any, number: int) -> None:
-    """Evaluate another batch before the backward."""
-    from dfa_megatron import huggingface as dfa_hf
+    """Run something else before the backward, in "anything" not the same on every rank."""
+    if not drawn.between:
+        return
+    doings = [*BETWEEN][1:] if drawn.between == "anything" else [drawn.between]
+    model.eval()
+    BETWEEN[doings[(number + dist.get_rank()) % len(doings)]](model, drawn.data.batch(number)["input_ids"].flip(1))
+    model.train()
 
-    whole = {"input_ids": drawn.data.batch(number)["input_ids"].flip(1)}
-    if drawn.between:
-        model.eval()
-        with torch.no_grad():
-            if drawn.between == "evaluation":
-                model(**whole)
-            else:
-                with dfa_hf.local_attention(model):
-                    model(**whole)
-        model.train()
+
+@torch.no_grad()
+def _evaluate(model: Any, ids: torch.Tensor) -> None:
+    model(input_ids=ids)
+
+
+def _alone_here(model: Any, ids: torch.Tensor) -> None:
+    with dfa_hf.local_attention(model):
+        _evaluate(model, ids)
+
+
+def _in_a_thread(model: Any, ids: torch.Tensor) -> None:
+    ThreadPoolExecutor(1).submit(_alone_here, model, ids).result()
+
+
+def _generate(model: Any, ids: torch.Tensor) -> None:
+    with dfa_hf.local_attention(model):
+        model.generate(ids, max_new_tokens=2, do_sample=False)
+
+
+def _fail(model: Any, ids: torch.Tensor) -> None:
+    with pytest.raises(UnsupportedError), dfa_hf.local_attention(model):
+        model(input_ids=ids, prompt_tree=([ids.shape[1]], [-1]))
+
+
+BETWEEN = {
+    "evaluation": _evaluate,
+    "local": _alone_here,
+    "thread": _in_a_thread,
+    "generation": _generate,
+    "failure": _fail,
+}
+"""All but the first are of a rank by itself."""

@@ -1,0 +1,76 @@
+"""Types of the sweep are exact over ranks: popular ones, hybrids, and models of several parts; a fault is noticed."""
+
+from __future__ import annotations
+
+import math
+from contextlib import AbstractContextManager
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+
+from tests.fuzz.frameworks.steps import check_each, run
+from tests.huggingface.rows import of_type
+from tests.support.plants import attention_with
+
+POPULAR = (
+    *("cohere2", "deepseek_v3", "ernie4_5", "exaone4", "gemma", "glm4", "glm4_moe", "gpt2"),
+    *("gpt_neox", "granite", "granitemoe", "lfm2", "minimax_m2", "mixtral", "nemotron_h", "olmo2"),
+    *("olmo3", "phi", "phi4_multimodal", "qwen3", "qwen3_moe", "qwen3_next", "smollm3", "starcoder2"),
+)
+"""The other popular types are in rows.py, and below."""
+HYBRIDS = (
+    *("bamba", "falcon_h1", "granitemoehybrid", "jamba", "kimi_linear", "lfm2", "nemotron_h"),
+    *("olmo_hybrid", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"),
+)
+AGAIN = (("jamba", "remat"), ("qwen3_next", "remat"), ("lfm2", "packed"))
+"""What else is compared than a tree. Others are packed and rematerialized on two ranks, in tests/deepspeed."""
+IMAGES = ("gemma3", "qwen3_vl")
+"""More in `make models`."""
+
+
+@pytest.mark.support("models", "the popular types of the sweep: whole and packed")
+@pytest.mark.parametrize("section", ["plain", "packed"])
+def test_popular_types_are_exact_whole_and_packed(section: str) -> None:
+    check_each("transformers", [of_type(kind, section, 2) for kind in POPULAR])
+
+
+@pytest.mark.support("models", "hybrids: convolutions, delta rules, state spaces; whole, packed, rematerialized")
+def test_states_and_convolutions_follow_paths_over_ranks() -> None:
+    check_each("transformers", [of_type(*what, 3) for what in (*((kind, "tree") for kind in HYBRIDS), *AGAIN)])
+
+
+@pytest.mark.support("models", "images anywhere in the sequence; whole, packed, rematerialized")
+def test_images_lie_anywhere_and_towers_get_their_gradients() -> None:
+    sections = ("plain", "packed", "remat")
+    check_each("transformers", [of_type(kind, section, 3) for kind in IMAGES for section in sections])
+
+
+def another_scale() -> AbstractContextManager[Any]:
+    from dfa_megatron.huggingface import attention_function
+
+    return attention_with(attention_function, softmax_scale=0.9)
+
+
+def images_are_causal() -> AbstractContextManager[Any]:
+    from dfa_megatron.huggingface import seen
+
+    real = seen.two_way_blocks
+    return patch.object(seen, "two_way_blocks", lambda lengths, blocks, left: real(lengths, (), left))
+
+
+def states_stay() -> AbstractContextManager[Any]:
+    from dfa_megatron.huggingface.recurrent import stand_ins
+
+    return patch.object(stand_ins, "dist_scan", lambda scan, tokens, **_: scan.run(dict(tokens), None, ()))
+
+
+def test_a_fault_is_noticed() -> None:
+    """Another scale, images that do not see both ways, and states that stay on their ranks."""
+    draws = [
+        of_type("llama", "plain", 2, plant=another_scale),
+        of_type("llama", "packed", 2, plant=another_scale),
+        of_type("gemma3", "plain", 2, plant=images_are_causal),
+        of_type("olmo_hybrid", "tree", 2, plant=states_stay),
+    ]
+    assert [outcome.kind for _, outcome in run("transformers", draws, 60.0, math.inf)] == ["wrong"] * len(draws)
