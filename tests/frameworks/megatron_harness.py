@@ -358,6 +358,13 @@ def _check_counts(drawn: MegatronDraw, models: list[Any]) -> None:
     states = COUNTERS.replays > replays * drawn.micro_batches and ours and drawn.layers  # mixers replay theirs
     assert states or COUNTERS.replays == replays * drawn.micro_batches, f"{drawn.line}: {COUNTERS}"
     assert (COUNTERS.remat_bytes > 0) == (COUNTERS.replays > 0), f"{drawn.line}: {COUNTERS}"
+    odd = drawn.layers or drawn.pack == "padded" or drawn.batch * drawn.tokens % drawn.cp
+    if not odd and "heterogeneous_block_specs" not in asked:
+        heads, config = asked["num_attention_heads"] // drawn.tp, chunks[0].config
+        rows = drawn.batch * drawn.tokens // drawn.cp * heads * COUNTERS.replays
+        width = asked.get("v_head_dim") or config.kv_channels  # of out, and one lse
+        kept = rows * (width + 1) * config.params_dtype.itemsize
+        assert kept == COUNTERS.remat_bytes, f"{drawn.line}: {COUNTERS}, not {kept}"
     if drawn.options.get("ulysses_degree") == 2:
         assert COUNTERS.ulysses_exchanges == 4 * sum(every) * drawn.micro_batches, f"{drawn.line}: {COUNTERS}"
     is_shared = drawn.cp > 1 and drawn.layout != "zigzag" and any(map(_has_states, chunks))

@@ -75,6 +75,9 @@ def uncut_images(rank: int, ranks: int) -> None:
         harness.start(row)
         batch, model = next(harness.batches(row)), harness.model_of(row)
         assert batch["position_ids"].shape[-1] == batch["input_ids"].shape[1] * ranks
+        plain = {**batch, "position_ids": torch.zeros_like(batch["position_ids"])}
+        losses = (model(**harness.taken(given)) for given in (batch, plain))
+        assert (next(losses) - next(losses)).abs().max() > 1e-3, "the places tell"
         batch["position_ids"] = cut = batch["position_ids"].chunk(ranks, -1)[rank]
         short = rf"a rotary table of shape \({cut.shape[-1]}, .* for {cut.shape[-1] * ranks} positions"
         with pytest.raises(UnsupportedError, match=short):
