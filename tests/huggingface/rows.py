@@ -263,7 +263,7 @@ WINDOWS: dict[str, Shape] = {
 
 def interrupted() -> list[Any]:
     """Return rows of forwards whose backwards come after anything else, checkpointed in every way."""
-    ways = [(kept, reentrant) for kept in FORMS[1:] for reentrant in (False, True)]
+    ways = [(kept, reentrant) for kept in (*FORMS[1:], "auto") for reentrant in (False, True)]
     return [
         row(name, shape, 3, 18, rows=2, checkpoint=kept, reentrant=reentrant, between="anything", as_kept=True)
         for name, shape in WINDOWS.items()

@@ -55,6 +55,7 @@ CALLS: list[tuple[str, dict[str, Any]]] = [
     ("output_attentions", {"output_attentions": True}),
     ("position_bias", {"position_bias": torch.zeros(1, 4, 8, 8)}),
     ("odours beside the tokens of a batch", {"odours": torch.ones(1, 8)}),
+    ("weights beside the tokens of a batch", {"weights": torch.ones(1, 8)}),
     ("times beside the tokens of a batch", {"times": torch.ones(8)}),
     ("mm_token_type_ids beside the tokens of a batch", {"mm_token_type_ids": ONES}),
     (r"for models with axes \(4, batch, seq\), these first", {"position_ids": PLACES.expand(3, 1, -1)}),

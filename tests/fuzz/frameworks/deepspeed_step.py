@@ -116,6 +116,8 @@ def _together(drawn: DeepspeedDraw, model: Any, rank: int) -> Found:
     settings["zero_optimization"] |= drawn.zero
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
     engine, *_ = dfa_ds.initialize(model=model, model_parameters=list(model.parameters()), config=settings)
+    if "bf16" in drawn.more:
+        assert engine.communication_data_type == torch.float32
     mesh = dfa_ds.mesh_of(engine)
     assert (mesh.size, mesh.data_size, engine.train_batch_size()) == (
         *(drawn.size, drawn.sequences),

@@ -265,7 +265,11 @@ def _together(drawn: TransformersDraw, model: Any) -> Found:
     group, inner = _group(drawn.size), model
     shapes = {name: x.shape for name, x in model.state_dict().items()}
     options = TrainingConfig(**drawn.options)
-    dfa_hf.distribute_attention(model, group=group, config=options, reentrant=drawn.reentrant, unlisted=drawn.unlisted)
+    theirs = options.checkpoint == "auto"  # the framework says which layers are checkpointed, and how
+    own = drawn.reentrant and not theirs
+    dfa_hf.distribute_attention(model, group=group, config=options, reentrant=own, unlisted=drawn.unlisted)
+    if theirs:
+        model.gradient_checkpointing_enable({"use_reentrant": drawn.reentrant})
     assert shapes == {name: x.shape for name, x in model.state_dict().items()}, "a checkpoint of it is another one"
     if drawn.grown == "after":
         _grow(model, drawn.number % WAYS)
