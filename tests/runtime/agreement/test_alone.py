@@ -146,7 +146,7 @@ def written(bad: bool, group: Any) -> None:
 
 def decode(bad: bool, group: Any, broken: str = "", k: Any = None) -> None:
     q, cache = torch.randn(1, 1, 2, 8), torch.randn(1, 4, 2, 8)
-    with breaks(bad and bool(broken), f"runtime.decode.{broken}"):
+    with breaks(bad and bool(broken), f"sequence.decode.{broken}"):
         dfa_megatron.decode_attn_func(q, cache if k is None or not bad else k, cache, group=group)
 
 
