@@ -67,12 +67,13 @@ settings = {
     "dist_flash_attention": {"enabled": True, "checkpoint": "remat"},
 }
 engine, *_ = dfa_ds.initialize(model=module, config=settings)
-text = torch.tensor(list(str(pydoc_data.topics.topics).encode()))  # Python's own manual, byte by byte
-rows = text.to(engine.device).split(args.seq_length)
+text = torch.tensor(list(str(pydoc_data.topics.topics).encode()), device=engine.device)  # Python's manual, by bytes
 log = StepLog(tokens=2 * args.seq_length, tensorboard=args.tensorboard)
 for step in range(args.steps):
     batches = []
-    for row in rows[2 * step :][:2]:  # the same on all ranks of a group, which each take their part
+    for row in text.split(args.seq_length)[2 * step :][
+        :2
+    ]:  # the same on all ranks of a group, which each take their part
         ids = shard_sequence(row[None], group=mesh.group)
         places = local_positions(len(row), group=mesh.group, device=row.device)
         batches.append(((ids, places.expand_as(ids)), row[None]))

@@ -9,7 +9,6 @@ import pydoc_data.topics
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -71,7 +70,7 @@ for step in range(args.steps):
     whole = text[start : start + args.seq_length + 1].to(device)  # every rank takes the SAME sequence ...
     ids, labels = (shard_sequence(x[None]) for x in (whole[:-1], whole[1:]))  # ... and its part: shift labels first
     with torch.autocast(device.type, torch.bfloat16, enabled=cuda):
-        loss = F.cross_entropy(model(ids, positions).flatten(0, 1).float(), labels.flatten())
+        loss = nn.functional.cross_entropy(model(ids, positions).flatten(0, 1).float(), labels.flatten())
     loss.backward()
     norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
