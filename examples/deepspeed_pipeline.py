@@ -71,9 +71,7 @@ text = torch.tensor(list(str(pydoc_data.topics.topics).encode()), device=engine.
 log = StepLog(tokens=2 * args.seq_length, tensorboard=args.tensorboard)
 for step in range(args.steps):
     batches = []
-    for row in text.split(args.seq_length)[2 * step :][
-        :2
-    ]:  # the same on all ranks of a group, which each take their part
+    for row in text.split(args.seq_length)[2 * step : 2 * step + 2]:  # the same on all ranks of a group, which cut it
         ids = shard_sequence(row[None], group=mesh.group)
         places = local_positions(len(row), group=mesh.group, device=row.device)
         batches.append(((ids, places.expand_as(ids)), row[None]))
