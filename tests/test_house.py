@@ -52,16 +52,16 @@ BUDGETS = {
     "cli": 1_032,
     "deepspeed": 1_091,
     "docs": 1_301,
-    "doctor": 832,
+    "doctor": 828,
     "huggingface": 4_129,
     "kernels": 3_533,
     "loss": 686,
     "megatron": 3_849,
-    "plan": 5_281,
+    "plan": 5_280,
     "proving": 643,
     "recurrence": 1_404,
     "remat": 499,
-    "runtime": 5_756,
+    "runtime": 5_750,
     "sequence": 413,
     "tests": 37_294,
     "top": 1_571,
@@ -130,7 +130,7 @@ def test_attention_loads_no_more_than_it_needs() -> None:
     """May only fall; the aim is 13,000 lines."""
     loaded = house.import_closure("dfa_megatron.attention")
     assert len(loaded) <= 83
-    assert sum(len(path.read_text(encoding="utf-8").splitlines()) for path in loaded) <= 14_012
+    assert sum(len(path.read_text(encoding="utf-8").splitlines()) for path in loaded) <= 14_011
 
 
 def test_there_are_no_more_options_than_eleven() -> None:

@@ -114,20 +114,16 @@ def seconds_between(start: Mark, end: Mark) -> float:
     return float(start.elapsed_time(end)) / 1e3
 
 
-def stopwatch(
-    call: Callable[[], object], device: torch.device, *, times: int = 1, behind: bool = False, before: int = 1
-) -> float:
+def stopwatch(call: Callable[[], object], device: torch.device, *, times: int = 1, behind: bool = False) -> float:
     """Return the seconds of a call by the device's clock, the mean of several in a row.
 
     Args:
-        behind: let the device pause until the host has queued all calls, so that only the device's part counts.
-        before: calls that are queued first and not counted. With them ranks that wait for one another start together,
-            and a rested GPU leaves the clock that it cannot keep; that takes a tenth of a second.
+        behind: let the device pause until the host has queued all calls, so that only the device's part counts. One
+            call before them is not counted: with it ranks that wait for one another start together.
     """
     if behind and device.type == "cuda":
-        torch.cuda._sleep(int(2e6) * (before + times))  # clock cycles, about 1 ms a call
-        for _ in range(before):
-            call()
+        torch.cuda._sleep(int(2e6) * (1 + times))  # clock cycles, about 1 ms a call
+        call()
     start = mark(device)
     for _ in range(times):
         call()

@@ -15,9 +15,6 @@ import torch.distributed as dist
 
 from tests.support.workers import run_ranks
 
-LIMITS = {"float64": 4e-6, "float64 beside float32": 5e-5, "float32": 1e-4, "float32 of few layers": 1e-5}
-"""Of a gradient's largest entry, by what a draw computes in. Frameworks make some parts in float32: Megatron its loss
-and rotary tables; transformers its norms, softmax and states, too."""
 LEAST = 0.03
 """Gradients smaller than this share of the model's largest are compared with it: some are 0 but for rounding."""
 NORM = "norm of all gradients"
@@ -107,7 +104,7 @@ def _compare(rank: int, ranks: int, step: Callable[[Any], Found], draws: Sequenc
 def assert_alike(found: Found, want: Mapping[str, Any], draw: Any) -> None:
     """Assert that what this rank found is what one process wants."""
     assert found.gradients or found.tokens, f"{draw.line}: nothing was compared"
-    limit = LIMITS[draw.dtype]
+    limit = draw.limit
     off = {name: share for name, share in distances(found, want).items() if share > limit}
     worst = sorted(off.items(), key=lambda item: -item[1])[:6]
     assert not off, f"{draw.line}: {len(off)} differ: {', '.join(f'{name} {share:.1e}' for name, share in worst)}"

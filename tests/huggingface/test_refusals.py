@@ -137,7 +137,7 @@ CASES: list[tuple[str, Callable[[], Any]]] = [
     *(
         (
             f"a class, Llama{head}, whose head or loss may read",
-            partial(lambda h: asked(sized("Llama", h)), head),
+            partial(headed, head),
         )
         for head in ("ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering")
     ),

@@ -13,8 +13,9 @@ import torch
 import torch.distributed as dist
 
 from dfa_megatron.errors import UnsupportedError
+from tests.frameworks.compare import Found
 from tests.fuzz import serve
-from tests.fuzz.frameworks.steps import Found, run
+from tests.fuzz.frameworks.steps import run
 from tests.fuzz.outcome import Draw, Tally
 
 PRELOADED = ()
@@ -41,7 +42,7 @@ class Imitation(Draw):
     over = "imitated"
     seed: int = 0
     ranks: int = 2  # type: ignore[misc]
-    dtype: str = "float64"
+    limit: float = 4e-6
 
     def features(self) -> list[str]:
         return ["odd"] if self.number % 2 else ["even"]

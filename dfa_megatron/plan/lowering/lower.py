@@ -35,13 +35,12 @@ def lower(landings: Landings, *, bands: bool = True, repeats: int = 0) -> Progra
     return _Lowering(landings, bands=bands, repeats=repeats).program()
 
 
-class _Tiles(NamedTuple):
-    """Tiles of the same buffers. targets: the buffer of each result, and the distance of its rows from those read."""
+class _Buffers(NamedTuple):
+    """What tiles read and write. targets: the buffer of each result, and the distance of its rows from those read."""
 
     q: int
     kv: int
     targets: tuple[BufferRow, ...]
-    tiles: list[FusedTile]
 
 
 class _Lowering:
@@ -145,7 +144,7 @@ class _Lowering:
     def _calls(self, step: int) -> Iterator[Call]:
         # A write's rows lie at a fixed distance from the rows it is computed from. Blocks that read and write the same
         # buffers at the same distances can share a kernel call.
-        groups: dict[tuple[int, int, tuple[BufferRow, ...]], list[FusedTile]] = defaultdict(list)
+        groups: dict[_Buffers, list[FusedTile]] = defaultdict(list)
         for block in self.messages.blocks.get(step, ()):
             q_buffer, q_row = self.landings.read_place(self.phase.read_q, block.q_chunk, step)
             kv_buffer, kv_row = self.landings.read_place(self.phase.read_kv, block.kv_chunk, step)
@@ -155,16 +154,16 @@ class _Lowering:
                 written.append((buffer, row - (q_row if side == "q" else kv_row)))
             by = q_row - self.layout.chunks[block.q_chunk].lo, kv_row - self.layout.chunks[block.kv_chunk].lo
             for tile in self.plan.tiles(block):
-                groups[q_buffer, kv_buffer, tuple(written)].append((tile.shift(*by), (block,)))
-        for (q_buffer, kv_buffer, targets), tiles in groups.items():
+                groups[_Buffers(q_buffer, kv_buffer, tuple(written))].append((tile.shift(*by), (block,)))
+        for buffers, tiles in groups.items():
             for launch in launches(tuple(tiles), *self.fits):
-                yield self._call(step, _Tiles(q_buffer, kv_buffer, targets, tiles), launch)
+                yield self._call(step, buffers, launch)
 
-    def _call(self, step: int, group: _Tiles, launch: Launch) -> Call:
-        q = Region(group.q, self.phase.read_q, launch.q.lo, launch.q.hi)
-        kv = Region(group.kv, self.phase.read_kv, launch.kv.lo, launch.kv.hi)
+    def _call(self, step: int, buffers: _Buffers, launch: Launch) -> Call:
+        q = Region(buffers.q, self.phase.read_q, launch.q.lo, launch.q.hi)
+        kv = Region(buffers.kv, self.phase.read_kv, launch.kv.lo, launch.kv.hi)
         writes = []
-        for (side, name), (buffer, by) in zip(self.writes, group.targets, strict=True):
+        for (side, name), (buffer, by) in zip(self.writes, buffers.targets, strict=True):
             rows = q if side == "q" else kv
             writes.append(self._write(step, Region(buffer, name, rows.lo + by, rows.hi + by)))
         return Call(q, kv, launch.segments, tuple(writes), launch.blocks, launch.area)

@@ -102,12 +102,6 @@ def moves_between(
     return Moves(sent, received, send_counts, receive_counts, rows, copies)
 
 
-def spans_of(positions: torch.Tensor) -> list[Span]:
-    """Return int64 positions (rows,) as spans of adjacent ones, in the order of the rows."""
-    cuts = [0, *((positions.diff() != 1).nonzero().squeeze(1) + 1).tolist(), len(positions)]
-    return [Span(int(positions[at]), int(positions[end - 1]) + 1) for at, end in pairwise(cuts) if at < end]
-
-
 def move_rows(
     x: torch.Tensor,
     moves: Moves,

@@ -12,9 +12,9 @@ import torch.distributed as dist
 
 from dfa_megatron.runtime.counters import COUNTERS
 from dfa_megatron.sharding import shard_sequence
+from tests.frameworks.compare import Found
 from tests.fuzz.frameworks.expected_refusals import LANGUAGE_MODELS as REFUSALS
 from tests.fuzz.frameworks.language_models import LanguageDraw, draw_data, draw_model, made
-from tests.fuzz.frameworks.steps import Found
 from tests.fuzz.frameworks.transformers_step import PRELOADED as TRANSFORMERS
 from tests.fuzz.frameworks.transformers_step import draw_options
 from tests.huggingface.one_process import total_loss

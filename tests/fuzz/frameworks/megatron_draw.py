@@ -30,6 +30,10 @@ TOPOLOGIES: tuple[dict[str, int], ...] = (
 """On 2 to 4 ranks; sizes that are not named are 1."""
 
 
+LIMITS = {"float64": 4e-6, "float64 beside float32": 5e-5, "float32": 1e-4, "float32 of few layers": 1e-5}
+"""By what a draw computes in. Megatron makes its loss and rotary tables in float32."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class MegatronDraw(Draw):
     """One training step of all its ranks.
@@ -41,7 +45,7 @@ class MegatronDraw(Draw):
     `uneven.counted`, for so many `parts`. padding_mask: given to the model, which its experts heed. warm: steps
     before the one that counts, after each of which the optimizer moves the weights, where there is one. optimizer:
     "", "torch" (PyTorch's Adam), "megatron", or "distributed" (over data ranks). wrapper: see `sharded.wrap`.
-    dtype: what it computes in, of `compare.LIMITS`. name: of one that nobody drew.
+    dtype: what it computes in, of `LIMITS`. name: of one that nobody drew.
     """
 
     over = "megatron"
@@ -90,6 +94,11 @@ class MegatronDraw(Draw):
     def layout(self) -> str:
         """Return the layout of its tokens."""
         return str((self.options or {}).get("data_layout", "contiguous"))
+
+    @property
+    def limit(self) -> float:
+        """Return how far a number may be off, as a share of the largest."""
+        return LIMITS[self.dtype]
 
     @property
     def line(self) -> str:

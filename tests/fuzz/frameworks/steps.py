@@ -16,8 +16,7 @@ from typing import Any
 import torch
 
 from dfa_megatron.errors import UnsupportedError
-from tests.frameworks.compare import LIMITS, distances
-from tests.frameworks.compare import Found as Found
+from tests.frameworks.compare import Found, distances
 from tests.fuzz.frameworks.expected_refusals import name_of
 from tests.fuzz.outcome import Draw, Outcome
 from tests.fuzz.serve import DRAWS_OF_A_GROUP, run_all
@@ -99,7 +98,7 @@ def _attempt(framework: str, draw: Any, rank: int, ranks: int, folder: str) -> O
 
 def _judge(draw: Any, found: Found, want: Mapping[str, Any]) -> Outcome:
     """Compare with one rank's loss and gradients."""
-    limit = draw.limit if hasattr(draw, "limit") else LIMITS[draw.dtype]
+    limit = draw.limit
     shares = {name: share / limit for name, share in distances(found, want).items()}
     worst = max(shares.values(), default=0.0)
     if worst <= 1:

@@ -26,6 +26,7 @@ from dfa_megatron.huggingface.distribute import transformers_model
 from dfa_megatron.huggingface.padding import IGNORED
 from dfa_megatron.runtime.counters import COUNTERS
 from dfa_megatron.sharding import shard_sequence
+from tests.frameworks.compare import Found
 from tests.fuzz.frameworks.expected_refusals import LANGUAGE_MODELS as REFUSALS
 from tests.fuzz.frameworks.language_models import (
     MODELS,
@@ -36,30 +37,16 @@ from tests.fuzz.frameworks.language_models import (
     draw_type,
     made,
 )
-from tests.fuzz.frameworks.steps import Found
 from tests.huggingface.one_process import Float64, total_loss
 from tests.support.close import assert_close
 
 __all__ = ["PRELOADED", "REFUSALS", "draw", "draw_options", "step"]
 
+_MODULES = "llama mistral qwen2 qwen3 gemma2 gemma3 gpt_oss mixtral qwen3_moe qwen3_next"
 PRELOADED = (
     "transformers",
     "tests.fuzz.frameworks.transformers_step",
-    *(
-        f"transformers.models.{name}.modeling_{name}"
-        for name in (
-            "llama",
-            "mistral",
-            "qwen2",
-            "qwen3",
-            "gemma2",
-            "gemma3",
-            "gpt_oss",
-            "mixtral",
-            "qwen3_moe",
-            "qwen3_next",
-        )
-    ),
+    *(f"transformers.models.{name}.modeling_{name}" for name in _MODULES.split()),
 )
 
 

@@ -39,7 +39,6 @@ _DELTA = {
     "layer_types": ["linear_attention", "full_attention"],
 }
 EAGER = {"attn_implementation": "eager", "experts_implementation": "eager"}
-_SIGLIP = {**_TOWER, "model_type": "siglip_vision_model", "image_size": 8, "patch_size": 4}
 _GEMMA = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 3}
 
 WHOLE: dict[str, tuple[str, str, dict[str, Any]]] = {

@@ -317,6 +317,14 @@ def test_a_machine_without_gpus_says_why(monkeypatch: pytest.MonkeyPatch) -> Non
     assert "NCCL_P2P_DISABLE=1" in copy_engine._local_refusal(torch.device("cuda", 0))
 
 
+def test_ranks_on_several_hosts_or_of_one_gpu_are_refused() -> None:
+    device, over = torch.device("cuda", 0), SimpleNamespace(size=2)
+    facts = [{"host": "a", "device": "0", "gpu": "one", "why": ""} for _ in range(2)]
+    assert copy_engine.refusal(over, device, facts) == "ranks share a GPU"
+    facts[1]["host"] = "b"
+    assert copy_engine.refusal(over, device, facts) == "the ranks are on several hosts"
+
+
 def test_multicast_is_off_while_memory_is_mapped_and_the_environment_is_as_before(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
