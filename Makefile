@@ -25,7 +25,7 @@ QUICK := $(PLAN:%=tests/plan/test_%.py) $(KERNELS:%=tests/kernels/test_kernel_%.
 	"tests/runtime/comm/test_gloo.py::test_every_schedule_and_dtype_is_exact_over_gloo[2]" \
 	"tests/runtime/comm/test_gloo_varlen.py::test_random_packs_are_exact_over_gloo[2]" \
 	"tests/runtime/execute/test_bound.py::test_replays_on_one_rank_are_exact" \
-	"tests/runtime/execute/test_ulysses.py::test_every_count_of_heads_is_exact[3-3]" \
+	"tests/runtime/test_heads.py::test_every_count_of_heads_is_exact[3-3]" \
 	"tests/runtime/execute/test_sinks.py::test_sinks_and_their_summed_gradient_are_exact[2]"
 
 ifeq ($(strip $(VENV)),)

@@ -60,8 +60,8 @@ class DistAttentionConfig:
         "auto",
         "Number of neighbouring ranks that exchange heads for tokens, all-to-all, around the schedule. The schedule "
         "then runs over the ranks divided by it, with the heads divided by it. It must divide both; kv heads that "
-        "several ranks need are copied. 1: no exchange. auto: the fastest in the planner's simulation, which is more "
-        "than 1 over slow links and for short calls of many ranks; 1 for packed documents and for a named schedule.",
+        "several ranks need are copied. 1: no exchange. auto: by link, ranks and tokens. That is more than 1 over slow "
+        "links and for short slices of 8 ranks or more; 1 for packed documents, windows, masks and named schedules.",
         ("auto",),
         numbers=RANKS,
     )

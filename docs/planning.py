@@ -106,7 +106,7 @@ def network() -> Lines:
     for gigabits in (400, 200, 100, 25):
         link = Link("p2p", 0.9e9 * gigabits / 8, 30e-6)
         hardware = computing_with("flash4", replace(H200_NIC_400G, network=link))
-        about = {"layout": "contiguous", "shape": shape, "hardware": hardware, "degrees": True}
+        about = {"layout": "contiguous", "shape": shape, "hardware": hardware}
         found = [best(candidates(causal(16 * K * tokens), 16, **about)) for tokens in lengths]
         lines.append([f"{gigabits} Gb/s", *(f"{100 * (1 - one.busy / one.device):.0f} %" for one in found if one)])
     return table(["adapter of each GPU", *(f"{tokens}K a rank" for tokens in lengths)], lines)

@@ -49,7 +49,7 @@ LONG_FUNCTIONS_FOR_NOW: set[str] = set()
 
 BUDGETS = {
     "benchmarks": 5_395,
-    "cli": 1_032,
+    "cli": 1_016,
     "deepspeed": 1_091,
     "docs": 1_301,
     "doctor": 828,
@@ -57,13 +57,13 @@ BUDGETS = {
     "kernels": 3_533,
     "loss": 686,
     "megatron": 3_849,
-    "plan": 5_280,
+    "plan": 5_069,
     "proving": 643,
     "recurrence": 1_404,
     "remat": 499,
-    "runtime": 5_750,
+    "runtime": 5_705,
     "sequence": 413,
-    "tests": 37_294,
+    "tests": 37_072,
     "top": 1_571,
     "trees": 307,
 }
@@ -115,7 +115,7 @@ def test_no_folder_of_the_package_holds_more_than_25_modules() -> None:
 
 
 def test_the_pages_hold_no_more_words_than_now() -> None:
-    assert house.words_of_markdown(house.ROOT) <= 22_559
+    assert house.words_of_markdown(house.ROOT) <= 22_570
 
 
 def test_no_file_name_stands_twice_but_for_the_same_thing() -> None:
@@ -130,7 +130,7 @@ def test_attention_loads_no_more_than_it_needs() -> None:
     """May only fall; the aim is 13,000 lines."""
     loaded = house.import_closure("dfa_megatron.attention")
     assert len(loaded) <= 83
-    assert sum(len(path.read_text(encoding="utf-8").splitlines()) for path in loaded) <= 14_011
+    assert sum(len(path.read_text(encoding="utf-8").splitlines()) for path in loaded) <= 13_755
 
 
 def test_there_are_no_more_options_than_eleven() -> None:

@@ -17,13 +17,14 @@ from dfa_megatron.config import DistAttentionConfig
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.flags import add_flags, flag, from_flags
 from dfa_megatron.names import LAYOUTS, SCHEDULES, nearest
-from dfa_megatron.plan.cost.choose import Candidate, automatic_degree, candidates, explain, make_plan
+from dfa_megatron.plan.cost.choose import candidates, explain, make_plan
 from dfa_megatron.plan.cost.hardware import PROFILES, Hardware, profile_named
+from dfa_megatron.plan.degree import automatic_degree, split_heads
 from dfa_megatron.plan.language import mask as masks
 from dfa_megatron.plan.language.geometry import UNBOUNDED, Span, Tile
 from dfa_megatron.plan.language.ir import AttentionPlan
 from dfa_megatron.plan.language.mask import Mask
-from dfa_megatron.plan.language.shape import AttentionShape, HeadSplit, split_heads
+from dfa_megatron.plan.language.shape import AttentionShape
 from dfa_megatron.plan.language.text import to_text
 from dfa_megatron.plan.language.tree import prompt_tree
 from dfa_megatron.plan.lowering.lower import lower_all
@@ -56,7 +57,6 @@ class PlanFlags:
     schedule: str = flag("auto", ", ".join(SCHEDULES))
     layout: str = flag("auto", "auto, " + ", ".join(LAYOUTS))
     ulysses_degree: int | str = flag(1, "ranks that exchange heads for tokens around the schedule, or auto")
-    remat: bool = flag(True, "layers are rematerialized: a backward exchanges heads once more")
     seq_length: int = flag(65536, "tokens of all ranks")
     mask: str = flag("causal", ", ".join(MASKS) + ", or a .json file of tiles", group="mask")
     tree: Path | None = flag(None, "a .json file of segments, in place of --mask", group="mask", metavar="FILE")
@@ -74,11 +74,7 @@ class PlanFlags:
     link: float | None = flag(
         None, "bytes per second each way, in place of the profile's", group="machine", metavar="GB/S"
     )
-    explain: bool = flag(
-        False,
-        "compare all candidates, with every degree of Ulysses (auto compares the schedules anyway)",
-        group="output",
-    )
+    explain: bool = flag(False, "compare all candidates of a named schedule, too", group="output")
     svg: Path | None = flag(None, "write a picture of the simulated run", group="output", metavar="FILE")
     text: Path | None = flag(None, "write the plan itself, for `dfa-megatron run`", group="output", metavar="FILE")
 
@@ -103,33 +99,32 @@ def run(args: argparse.Namespace) -> int:
     needs = cast(Any, flags.backward_needs)
     kv_heads = flags.heads if flags.kv_heads is None else flags.kv_heads
     whole = AttentionShape(flags.batch, flags.heads, kv_heads, flags.head_dim, backward_needs=needs)
-    degree = DistAttentionConfig(ulysses_degree=flags.ulysses_degree).fixed_degree
-    if flags.ulysses_degree == "auto":
-        degree = automatic_degree(mask, flags.ranks, shape=whole, hardware=hardware, **choice)
-    heads = split_heads(degree, flags.ranks, whole.heads, whole.kv_heads)
-    shape, ranks, inside = heads.shape(whole), flags.ranks // degree, hardware.inside(degree)
-    plan = make_plan(mask, ranks, shape=shape, hardware=inside, **choice)
+    degree = DistAttentionConfig(ulysses_degree=flags.ulysses_degree).ulysses_degree
+    if isinstance(degree, str):
+        degree = automatic_degree(flags.ranks, mask.length // flags.ranks, whole.heads, kv_heads, hardware)
+    heads, ranks = split_heads(degree, flags.ranks, whole.heads, kv_heads), flags.ranks // degree
+    shape = dataclasses.replace(whole, heads=heads.heads, kv_heads=heads.kv_heads)
+    if (nodes := hardware.ranks_per_node) is not None:
+        hardware = dataclasses.replace(hardware, ranks_per_node=max(1, nodes // degree))
+    plan = make_plan(mask, ranks, shape=shape, hardware=hardware, **choice)
     held = layout_of(plan.layout, mask, flags.ranks).merged(degree)
     if held.joined() != plan.forward.layout.joined():  # neighbours hold other tokens than a rank of so few would
-        plan = make_plan(mask, ranks, shape=shape, hardware=inside, schedule=flags.schedule, layout=held)
-    print(report(plan, shape, inside))
+        plan = make_plan(mask, ranks, shape=shape, hardware=hardware, schedule=flags.schedule, layout=held)
+    print(report(plan, shape, hardware))
+    if flags.ulysses_degree == "auto":
+        print(f"\nulysses_degree=auto is {degree} here")
     if degree > 1:
-        tokens = mask.length // flags.ranks
-        print(f"\nulysses_degree=auto is {degree} here" if flags.ulysses_degree == "auto" else "")
-        print(_exchange(heads, whole, tokens, flags.ranks, kept=not flags.remat))
-    looked_at: tuple[Candidate, ...] = ()
-    if flags.explain:
-        every: dict[str, Any] = {"degrees": True, "kept": not flags.remat, "layout": flags.layout}
-        looked_at = candidates(mask, flags.ranks, shape=whole, hardware=hardware, **every)
-    elif flags.schedule == "auto":
-        looked_at = candidates(mask, ranks, shape=shape, layout=flags.layout, hardware=inside)
-    if ranks == 1 and not flags.explain:
+        of = f"{ranks} rank{'s' * (ranks > 1)} with {heads.heads} heads and {heads.kv_heads} kv heads"
+        print(f"\naround it, not simulated: {degree} neighbours each of {flags.ranks} ranks exchange heads for tokens")
+        print(f"the plan    is of {of}")
+    if ranks == 1:
         print("\none rank computes whole sequences, of its heads: all schedules are the same")
-    elif looked_at:
-        title = f"the candidates on {inside.name}" if flags.explain else f"auto took {plan.schedule}"
+    elif flags.explain or flags.schedule == "auto":
+        looked_at = candidates(mask, ranks, shape=shape, layout=flags.layout, hardware=hardware)
+        title = f"auto took {plan.schedule}" if flags.schedule == "auto" else f"the candidates on {hardware.name}"
         print(f"\n{title}; ms of forward and backward, or of the host launching them if longer:\n{explain(looked_at)}")
     if flags.svg is not None:
-        flags.svg.write_text(draw(plan, "svg", shape=shape, hardware=inside), encoding="utf-8")
+        flags.svg.write_text(draw(plan, "svg", shape=shape, hardware=hardware), encoding="utf-8")
     if flags.text is not None:
         flags.text.write_text(to_text(plan), encoding="utf-8")
     return 0
@@ -171,17 +166,6 @@ def _from_file(path: Path, *, is_tree: bool) -> Mask:
         raise UnsupportedError(str(path), f"it lacks {error}", instead) from error
 
 
-def _exchange(heads: HeadSplit, whole: AttentionShape, tokens: int, ranks: int, *, kept: bool) -> str:
-    """Describe the head exchange around a plan."""
-    forward, backward = heads.sent(whole, tokens, kept=kept)
-    count = ranks // heads.degree
-    return (
-        f"around it, not simulated: {heads.degree} neighbours each of {ranks} ranks exchange heads for tokens\n"
-        f"the plan    is of {count} rank{'s' * (count > 1)} with {heads.heads} heads and {heads.kv_heads} kv heads\n"
-        f"MB sent     {forward / 1e6:.1f} by every rank around the forward, {backward / 1e6:.1f} around the backward"
-    )
-
-
 def report(plan: AttentionPlan, shape: AttentionShape, hardware: Hardware) -> str:
     """Return the grid of each phase and its cost."""
     lines = [f"{plan}, layout {plan.layout}, digest {plan.digest}"]
@@ -214,7 +198,7 @@ def _hardware(flags: PlanFlags) -> Hardware:
     if not 0 < flags.link < math.inf:
         raise UnsupportedError(f"--link {flags.link:g}", "it must be positive and finite", "for example 25")
     link = dataclasses.replace(hardware.link, bytes_per_second=1e9 * flags.link)
-    return dataclasses.replace(hardware, name=f"{hardware.name} at {flags.link:g} GB/s", links=(link,), all_to_all=None)
+    return dataclasses.replace(hardware, name=f"{hardware.name} at {flags.link:g} GB/s", links=(link,))
 
 
 def _documents(flags: PlanFlags) -> list[int]:

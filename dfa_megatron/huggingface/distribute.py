@@ -27,7 +27,7 @@ from dfa_megatron.huggingface.implementation import (
 )
 from dfa_megatron.huggingface.router_loss import follow_router
 from dfa_megatron.huggingface.tiled_head import set_tile
-from dfa_megatron.plan.language.shape import check_degree
+from dfa_megatron.plan.degree import check_degree
 from dfa_megatron.runtime.comm.groups import Group, group_name, group_size
 from dfa_megatron.runtime.environment import warn_of_untested
 

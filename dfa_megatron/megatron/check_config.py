@@ -14,7 +14,7 @@ import torch
 from dfa_megatron.config import MegatronConfig
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.megatron.layers.router import has_losses
-from dfa_megatron.plan.language.shape import check_degree
+from dfa_megatron.plan.degree import check_degree
 
 _NO_FP8 = ("the block kernels compute in the input's 16- or 32-bit dtype", "fp8 for the linear layers only")
 REFUSED = {

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from dfa_megatron.runtime.prepare import Prepared
     from dfa_megatron.runtime.rank_plan import MemoryPlan
 
-    Run = Callable[[Prepared, MemoryPlan, Fields, bool], Fields]
+    Run = Callable[[Prepared, MemoryPlan, Fields], Fields]
 
 EVERY = 17
 """One forward and one backward of so many is timed; a prime, so that it is another layer's in each step."""
@@ -107,22 +107,21 @@ class _Sample(NamedTuple):
 _samples: deque[_Sample] = deque(maxlen=256)
 _counts_before: dict[str, int] = {}
 _how: dict[str, str] = {}
-"""Schedule, kernel and transport of the attention that began last among the new ones and the timed ones."""
+"""Schedule, kernel and transport of the attention that was new last."""
 _said: set[str] = set()
 
 
-def timed(run: Run, prepared: Prepared, memory: MemoryPlan, inputs: Fields, exchanged: bool) -> Fields:
+def timed(run: Run, prepared: Prepared, memory: MemoryPlan, inputs: Fields) -> Fields:
     """Run a phase, and note the time that it takes and that its stream waits for messages."""
     device, is_forward = inputs[0].device, memory is prepared.forward
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():  # events in a graph cannot be read
-        return run(prepared, memory, inputs, exchanged)
-    describe(prepared, device)
+        return run(prepared, memory, inputs)
     problem, watch = prepared.rank_plan.problem, _Stopwatch(device)
     flops = problem.mask.area * problem.shape.flops_per_pair(FORWARD if is_forward else BACKWARD) / problem.ranks
     watch.mark()
     Transport.mark = watch.mark
     try:
-        results = run(prepared, memory, inputs, exchanged)
+        results = run(prepared, memory, inputs)
     finally:
         Transport.mark = None
     watch.mark()
@@ -170,7 +169,7 @@ def stats() -> dict[str, float | str]:
         dfa/forwards, dfa/backwards: attentions that ran. dfa/forward_ms, dfa/backward_ms: the mean of those timed.
         dfa/tflops: of this rank, while attention runs. dfa/waiting_percent: of that time, waiting for messages.
         dfa/sent_mib: sent by this rank. dfa/kept_mib: saved for recomputes. dfa/schedule, dfa/kernel, dfa/transport:
-        text, of the attention that was new or timed last. What was not measured is left out.
+        text, of the attention that was new last. What was not measured is left out.
     """
     counts, over = COUNTERS.snapshot(), list[tuple[_Sample, float, float]]()
     done = {name: n - (before if (before := _counts_before.get(name, 0)) <= n else 0) for name, n in counts.items()}

@@ -13,10 +13,9 @@ from dfa_megatron.runtime.agreement.calls import AtLayer, current_layer
 from dfa_megatron.runtime.comm.channel import Channel, refuse
 from dfa_megatron.runtime.comm.groups import channel_of
 from dfa_megatron.runtime.counters import COUNTERS, say_how
-from dfa_megatron.runtime.prepare import prepare
+from dfa_megatron.runtime.heads import prepare, run_backward, run_forward
 from dfa_megatron.runtime.problem import Inputs, transformed
 from dfa_megatron.runtime.request import Request, from_text
-from dfa_megatron.runtime.run import run_backward, run_forward
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 """out like q with v's head_dim, and lse (batch, heads, rows) in the accumulator's dtype."""
@@ -56,7 +55,7 @@ class DirectAttention(torch.autograd.Function):
         """
         *tensors, request, over, trains, known, may_keep = given
         q, k, v, sinks = inputs = Inputs(*tensors)
-        ctx.request, ctx.over, ctx.prepared, ctx.exchanged, ctx.layer = request, over, None, False, current_layer()
+        ctx.request, ctx.over, ctx.prepared, ctx.layer = request, over, None, current_layer()
         if known is not None:
             COUNTERS.replays += 1
             out, lse = (x.detach() for x in known)
@@ -67,7 +66,6 @@ class DirectAttention(torch.autograd.Function):
                 say_how(ctx.prepared, q.device, saves=not may_keep)
             out, lse, *exchanged = run_forward(ctx.prepared, inputs, trains=trains)
             if may_keep and exchanged:
-                ctx.exchanged = True
                 q, k, v = exchanged
         _save(ctx, q, k, v, out, lse, sinks)
         return out, lse
@@ -84,7 +82,7 @@ class DirectAttention(torch.autograd.Function):
                 raise transformed()
             with AtLayer(ctx.layer):
                 prepared = ctx.prepared or prepare(ctx.request, ctx.over, Inputs(*saved[:3]))
-                gradients = run_backward(prepared, dout, saved, exchanged=ctx.exchanged)
+                gradients = run_backward(prepared, dout, saved)
         except Exception as error:
             refuse(error, ctx.over, since)
             raise

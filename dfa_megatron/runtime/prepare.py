@@ -7,29 +7,31 @@ import hashlib
 import json
 import logging
 from collections import OrderedDict
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from typing import TYPE_CHECKING
 
 import torch
 
 from dfa_megatron import kernels
-from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.kernels.api import BlockKernel
 from dfa_megatron.plan.language.grid import grid
 from dfa_megatron.plan.language.ir import AttentionPlan
-from dfa_megatron.plan.language.shape import HeadSplit, TokenSplit, split_heads
 from dfa_megatron.runtime.agreement.calls import Facts, Kind
 from dfa_megatron.runtime.comm.channel import Channel, refuse, tell
 from dfa_megatron.runtime.comm.groups import channels
 from dfa_megatron.runtime.cu_seqlens import describe
 from dfa_megatron.runtime.execute.bound import Bound
 from dfa_megatron.runtime.execute.sinks import sinks_error
-from dfa_megatron.runtime.execute.ulysses import HeadExchange, stand_ins
 from dfa_megatron.runtime.execute.wire_format import Format
-from dfa_megatron.runtime.problem import Inputs, Problem, degree_of, of_neighbours, problem_of, refuse_tensors
+from dfa_megatron.runtime.problem import Inputs, problem_of, refuse_tensors
 from dfa_megatron.runtime.rank_plan import MemoryPlan, RankPlan, rank_plan
 from dfa_megatron.runtime.request import OPTIONS, Request
+
+if TYPE_CHECKING:
+    from dfa_megatron.runtime.heads import HeadExchange
 
 logger = logging.getLogger(__name__)
 
@@ -49,12 +51,28 @@ Larger calls take seconds, so NCCL's messages cost them little, and NCCL's memor
 _NOT_COUNTED = contextlib.nullcontext()
 
 
+def open_transport(prepared: Prepared, over: Channel, device: torch.device) -> Prepared:
+    """Open the transport over a channel and reserve its memory.
+
+    Raises:
+        UnsupportedError: the transport that was asked for cannot serve these ranks.
+    """
+    asked, nbytes = prepared.request.config.transport, prepared.arena_bytes
+    if prepared.transport != asked and device.type == "cuda":
+        logger.info(
+            "messages go point to point: they need %.1f GiB, which the copy engines would keep between calls",
+            nbytes / 2**30,
+        )
+    over.transports.reserve(device, prepared.transport, nbytes)
+    return replace(prepared, channel=over)
+
+
 @dataclass(frozen=True, slots=True)
 class Prepared:
     """Everything that running one attention needs beside its tensors.
 
-    exchange: set if ulysses_degree > 1. It converts the caller's tensors to the plan's and back. Then `channel`
-        connects the ranks with the same heads, and all other fields count the plan's ranks, tokens and heads.
+    exchange: set if ulysses_degree > 1: see `runtime.heads`. Then all other fields but whole and running are those of
+        the plan's ranks, tokens and heads.
     binds: whether the kernel's work can be recorded and replayed.
     bound: recorded phases, by what they need of a call's tensors; None after a first run that was not recorded, a text
         if none can be.
@@ -64,6 +82,7 @@ class Prepared:
     running: counts and compares the calls inside: a forward's, a backward's, and those of a forward that no backward
         follows.
     forward, backward: this rank's programs, and their memory.
+    connect: opens what it sends by; collective, after all ranks have agreed.
     arena_bytes: of receive memory: the larger of forward and backward. Equal on all ranks.
     transport: the transport to request. "auto" becomes "p2p" if the messages need more than LARGEST_ARENA.
     """
@@ -79,6 +98,7 @@ class Prepared:
     said: set[bool] = field(default_factory=set, compare=False, repr=False)
     whole: Channel | None = None
     running: tuple[AbstractContextManager[None], ...] = (_NOT_COUNTED,) * 3
+    connect: Callable[[Prepared, Channel, torch.device], Prepared] = open_transport
     forward: MemoryPlan = field(init=False)
     backward: MemoryPlan = field(init=False)
     arena_bytes: int = field(init=False)
@@ -109,32 +129,43 @@ class Prepared:
         return grid(plan, mark=(step, self.forward.program.rank))
 
 
-def build(
-    request: Request, ranks: int, rank: int, inputs: Inputs, over: Channel | None = None, *, exchanged: bool = False
-) -> Prepared:
-    """Prepare without asking the other ranks.
+Make = Callable[[Request, Channel | None, Inputs], Prepared]
+"""Prepares an attention without asking the other ranks."""
 
-    exchanged: the tensors are results of an exchange of heads.
+
+def build(request: Request, ranks: int, rank: int, inputs: Inputs, over: Channel | None = None) -> Prepared:
+    """Prepare for one of so many ranks without asking the others.
 
     Raises:
         UnsupportedError: the tensors do not fit together, or nothing serves the request.
     """
-    _check(request, inputs)
-    request = request.settled(ranks, rank, inputs.q.shape[1], inputs.k.shape[1])
-    return _built(request, problem_of(request, ranks, inputs, over, exchanged=exchanged), rank, inputs, over)
+    return built(settled(request, ranks, rank, inputs), ranks, rank, inputs, over)
 
 
-def _check(request: Request, inputs: Inputs) -> None:
+def settled(request: Request, ranks: int, rank: int, inputs: Inputs) -> Request:
+    """Check a request with its tensors, and return it with the layout that they have.
+
+    Raises:
+        UnsupportedError: they do not fit together, or the request has a value that it cannot have.
+    """
     refuse_tensors(inputs)
     request.check()
+    return request.settled(ranks, rank, inputs.q.shape[1], inputs.k.shape[1])
 
 
-def _built(request: Request, problem: Problem, rank: int, inputs: Inputs, over: Channel | None) -> Prepared:
+def built(request: Request, ranks: int, rank: int, inputs: Inputs, over: Channel | None) -> Prepared:
+    """Do what `build` does, for a settled request."""
+    problem = problem_of(request, ranks, inputs, over)
     kernel = kernels.get(problem.kernel)
     binds = kernel.replays(deterministic=request.deterministic)
     common = replace(request, cu_seqlens=(), mask=None, plan=None)
     kind = common, problem.ranks, inputs.q.device, *[(x.dtype, x.shape[0], x.shape[2:]) for x in inputs[:3]]
     return Prepared(request, rank_plan(problem, rank), kernel, over, binds=binds, kind=kind)
+
+
+def _of_all(request: Request, over: Channel | None, inputs: Inputs) -> Prepared:
+    rank, size = (over.rank, over.size) if over else (0, 1)
+    return build(request, size, rank, inputs, over)
 
 
 _ALONE: OrderedDict[tuple[object, ...], Prepared] = OrderedDict()
@@ -146,13 +177,16 @@ def in_use() -> tuple[Prepared, ...]:
     return (*_ALONE.values(), *(prepared for over in channels() for prepared in list(over.prepared.values())))
 
 
-def prepare(request: Request, over: Channel | None, inputs: Inputs, *, trains: bool = True) -> Prepared:
+def prepare(
+    request: Request, over: Channel | None, inputs: Inputs, *, trains: bool = True, make: Make = _of_all
+) -> Prepared:
     """Return the prepared attention of a request on tensors like these; collective over the group if it is new.
 
     Args:
         over: the channel of the ranks; None for one rank.
         inputs: the tensors.
         trains: whether a backward may follow, compared then and in each call.
+        make: what a new one is prepared by.
 
     Raises:
         UnsupportedError: nothing serves the request.
@@ -172,9 +206,10 @@ def prepare(request: Request, over: Channel | None, inputs: Inputs, *, trains: b
         known.move_to_end(key)
         return prepared
     with over.calls.preparing() if over is not None and over.verified else contextlib.nullcontext():
-        prepared = _build_and_agree(request, over, inputs, trains=trains)
-        with over.collective() if over is not None else contextlib.nullcontext():
-            _open_transport(prepared, q.device)
+        prepared = _build_and_agree(make, request, over, inputs, trains=trains)
+        if over is not None:
+            with over.collective():
+                prepared = prepared.connect(prepared, over, q.device)
     known[key] = prepared
     if len(known) > _KEPT:
         known.popitem(last=False)
@@ -194,13 +229,11 @@ def _digest(prepared: Prepared, inputs: Inputs, over: Channel | None) -> str:
 
 _warn = lru_cache(maxsize=16)(logger.warning)
 
-_Splits = tuple[HeadSplit, TokenSplit]
 
-
-def _build_and_agree(request: Request, over: Channel | None, inputs: Inputs, *, trains: bool) -> Prepared:
+def _build_and_agree(make: Make, request: Request, over: Channel | None, inputs: Inputs, *, trains: bool) -> Prepared:
     """Build, and let every rank know of an error on any: nobody is left waiting."""
     try:
-        prepared, splits = _build_with_degree(request, over, inputs)
+        prepared = make(request, over, inputs)
         part = _digest(prepared, inputs, over)
     except Exception as error:
         if over is not None and over.verified:
@@ -216,69 +249,13 @@ def _build_and_agree(request: Request, over: Channel | None, inputs: Inputs, *, 
         if request.verify:
             running = tuple([over.running(kind, inputs.q.device) for kind in kinds_of(facts, prepared)])
             prepared = replace(prepared, whole=over, running=running)
-    if splits is None or over is None:
-        return prepared
-    with over.collective():
-        return _connected(prepared, *splits, over, inputs.q.device)
-
-
-def _build_with_degree(request: Request, over: Channel | None, inputs: Inputs) -> tuple[Prepared, _Splits | None]:
-    """Build for the degree of Ulysses; "auto" falls back to no exchange where its degree is refused."""
-    rank, size = (over.rank, over.size) if over else (0, 1)
-    _check(request, inputs)
-    request = request.settled(size, rank, inputs.q.shape[1], inputs.k.shape[1])
-    degree, problem = request.config.fixed_degree, None
-    if degree == 1:
-        problem = problem_of(request, size, inputs, over)
-        degree = degree_of(request, problem, size, cuda=inputs.q.is_cuda)
-    if degree > 1:
-        if request.plan is not None:
-            why = "a plan is one of all ranks of the group"
-            raise UnsupportedError(f"ulysses_degree={degree} with a plan", why, "ulysses_degree=1, or mask=")
-        try:
-            heads = split_heads(degree, size, inputs.q.shape[2], inputs.k.shape[2])
-            tokens, asks = of_neighbours(request, degree, rank, size, inputs.q.shape[1])
-            stands = Inputs(*stand_ins(heads, sum(tokens.rows), *inputs[:3]))
-            ranks, place = len(tokens.plan_group), tokens.plan_group.index(rank)
-            built = build(asks, ranks, place, stands, over, exchanged=True)
-            return replace(built, channel=None, request=request), (heads, tokens)
-        except UnsupportedError:
-            if problem is None:  # the degree was asked for
-                raise
-    assert problem is not None
-    return _built(request, problem, rank, inputs, over), None
-
-
-def _open_transport(prepared: Prepared, device: torch.device) -> None:
-    """Open the transport and reserve its memory. Both are collective, so all ranks have agreed before.
-
-    Raises:
-        UnsupportedError: the transport that was asked for cannot serve these ranks.
-    """
-    if prepared.channel is not None:
-        asked, nbytes = prepared.request.config.transport, prepared.arena_bytes
-        if prepared.transport != asked and device.type == "cuda":
-            logger.info(
-                "messages go point to point: they need %.1f GiB, which the copy engines would keep between calls",
-                nbytes / 2**30,
-            )
-        prepared.channel.transports.reserve(device, prepared.transport, nbytes)
+    return prepared
 
 
 def _roomy(nbytes: int) -> int:
     """Round up by at most half: every pack needs a little more or less, and growing is collective."""
     step = 1 << max(0, nbytes.bit_length() - 2)
     return -(-nbytes // step) * step
-
-
-def _connected(
-    prepared: Prepared, heads: HeadSplit, tokens: TokenSplit, over: Channel, device: torch.device
-) -> Prepared:
-    """Add the exchange and the channel of the plan's ranks; collective, after all ranks have agreed."""
-    inner = over.subgroup(tokens.exchange_group)
-    inner.collectives(device)
-    outer = over.subgroup(tokens.plan_group) if len(tokens.plan_group) > 1 else None
-    return replace(prepared, exchange=HeadExchange(heads, tokens, inner), channel=outer)
 
 
 def facts_of(prepared: Prepared, inputs: Inputs) -> Facts:

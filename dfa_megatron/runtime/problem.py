@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -12,7 +12,6 @@ import torch
 from dfa_megatron import kernels
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.kernels.api import Need, accumulator_dtype
-from dfa_megatron.plan.cost.choose import automatic_degree
 from dfa_megatron.plan.cost.hardware import (
     CPU_LOOPBACK,
     H200_NIC_400G,
@@ -23,10 +22,8 @@ from dfa_megatron.plan.cost.hardware import (
     computing_with,
 )
 from dfa_megatron.plan.language.geometry import UNBOUNDED, Form
-from dfa_megatron.plan.language.layout import Layout
 from dfa_megatron.plan.language.mask import Mask
-from dfa_megatron.plan.language.shape import AttentionShape, TokenSplit, split_tokens
-from dfa_megatron.plan.schedules.load_balanced import layout_of
+from dfa_megatron.plan.language.shape import AttentionShape
 from dfa_megatron.runtime.comm.channel import Channel
 from dfa_megatron.runtime.environment import Links
 from dfa_megatron.runtime.execute.wire_format import Format
@@ -152,13 +149,10 @@ def refuse_tensors(inputs: Inputs) -> None:
         )
 
 
-def problem_of(
-    request: Request, ranks: int, inputs: Inputs, over: Channel | None, *, exchanged: bool = False
-) -> Problem:
+def problem_of(request: Request, ranks: int, inputs: Inputs, over: Channel | None) -> Problem:
     """Return the problem of a request, for tensors like these on each of so many ranks.
 
-    exchanged: the tensors are results of an exchange of heads. Then fewer ranks than `over` has run the plan, and
-    neighbours among these exchange.
+    over: the channel of these ranks, or of a multiple of them.
 
     Raises:
         UnsupportedError: no kernel serves.
@@ -167,7 +161,6 @@ def problem_of(
     length = request.length(ranks, q.shape[1])
     need = _need(request, inputs, length)
     kernel = kernels.select(request.config.kernel, need)
-    alone = ranks == 1 and not exchanged  # nothing is sent
     shape = AttentionShape(
         batch=q.shape[0],
         heads=q.shape[2],
@@ -178,36 +171,19 @@ def problem_of(
         accumulator_bytes=accumulator_dtype(q.dtype).itemsize,
         backward_needs=kernel.backward_needs,
     )
-    needs = "out" if alone and kernel.takes_out else kernel.backward_needs
-    hardware = profile_of(q.is_cuda, over, kernel.name)
+    needs = "out" if ranks == 1 and kernel.takes_out else kernel.backward_needs
     return Problem(
         request.for_plan(),
         request.config.schedule,
         ranks,
         length,
         shape,
-        hardware if over is None else hardware.inside(over.size // ranks),
+        profile_of(q.is_cuda, over, kernel.name, ranks),
         kernel.name,
         kernel.refusal(dataclasses.replace(need, forms=need.forms | {"band"})) is None,
         shape.heads // shape.kv_heads if kernel.takes == "window" and shape.batch == 1 else 0,
         Format(q.shape[0], q.shape[2], k.shape[2], q.shape[3], v.shape[3], q.dtype, needs),
     )
-
-
-def of_neighbours(request: Request, degree: int, rank: int, ranks: int, rows: int) -> tuple[TokenSplit, Request]:
-    """Return the tokens that `degree` neighbours bring together, and what the ranks of their plan are asked.
-
-    request: settled. rows: of this rank.
-
-    Raises:
-        UnsupportedError: neighbours cannot exchange heads here.
-    """
-    held = request.layout
-    if isinstance(held, Layout):
-        return split_tokens(degree, rank, held), replace(request, layout=held.merged(degree))
-    whole = layout_of(held, request.mask_over(ranks * rows), ranks)
-    inner = whole.merged(degree) if held == "load_balanced" else held
-    return split_tokens(degree, rank, whole), replace(request, layout=inner)
 
 
 def _forms_of(request: Request, length: int) -> frozenset[Form]:
@@ -243,29 +219,7 @@ def _need(request: Request, inputs: Inputs, length: int) -> Need:
     )
 
 
-def degree_of(request: Request, problem: Problem, ranks: int, *, cuda: bool) -> int:
-    """Return the degree of Ulysses to run with, 1 for no exchange of heads.
-
-    problem: without an exchange. cuda: the tensors are on GPUs.
-    """
-    config = request.config
-    if isinstance(request.layout, Layout) and request.layout.queries is not None:
-        return config.fixed_degree  # an exchange brings one sequence together
-    if config.ulysses_degree != "auto" or ranks == 1 or request.cu_seqlens or request.plan is not None:
-        return config.fixed_degree
-    if not cuda:
-        return 1
-    return automatic_degree(
-        problem.mask,
-        ranks,
-        schedule=request.config.schedule,
-        layout=request.layout,
-        shape=problem.shape,
-        hardware=problem.hardware,
-    )
-
-
-def profile_of(cuda: bool, over: Channel | None, kernel: str) -> Hardware:
+def profile_of(cuda: bool, over: Channel | None, kernel: str, ranks: int) -> Hardware:
     """Return the machine that "auto" simulates: a CPU's loopback, one host with or without NVLink, or several hosts.
 
     Several hosts have adapters or sockets between them. The links are those that the ranks told each other.
@@ -274,12 +228,13 @@ def profile_of(cuda: bool, over: Channel | None, kernel: str) -> Hardware:
         cuda: the tensors are on GPUs.
         over: the channel of the ranks, None for one rank.
         kernel: computes the blocks.
+        ranks: of the plan; an equal number is on each host.
     """
     if not cuda:
         return CPU_LOOPBACK
     hosts, (inside, network) = (1, Links()) if over is None else (over.hosts, over.links)
     if over is not None and (hosts > 1 or inside == "network"):
-        nodes = 1 if inside == "network" else max(1, over.size // hosts)
+        nodes = 1 if inside == "network" else max(1, ranks // hosts)
         found = dataclasses.replace(H200_SOCKETS if network == "sockets" else H200_NIC_400G, ranks_per_node=nodes)
     else:
         found = H200_NVLINK if inside == "p2p" else H200_SLOW_LINK

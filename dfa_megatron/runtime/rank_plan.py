@@ -18,7 +18,6 @@ from dfa_megatron.plan.language.program import Program
 from dfa_megatron.plan.lowering.landings import Arenas, Landings, landings_of, place
 from dfa_megatron.plan.lowering.lower import lower
 from dfa_megatron.plan.schedules.load_balanced import layout_of
-from dfa_megatron.plan.uncollected import uncollected
 from dfa_megatron.runtime.execute.wire_format import Format, Placed
 from dfa_megatron.runtime.problem import Problem
 
@@ -166,9 +165,8 @@ def rank_plan(problem: Problem, rank: int) -> RankPlan:
         UnsupportedError: no schedule serves the problem.
         PlanError: the plan, or a program, is wrong.
     """
-    with uncollected():
-        plan = planned(problem)
-        forward, backward = (_placed(phase, rank, problem) for phase in plan.phases)
+    plan = planned(problem)
+    forward, backward = (_placed(phase, rank, problem) for phase in plan.phases)
     return RankPlan(problem, rank, plan.schedule, plan.digest, forward, backward)
 
 

@@ -54,9 +54,12 @@ def needed_by_backward(prepared: Prepared, dout: torch.Tensor, out: torch.Tensor
     """Return out or -delta (batch, heads, rows), whichever the kernel's backward reads beside lse.
 
     Out, if it takes both, no rank is sent these rows, and calls read them twice at most: -delta is a pass over two.
+    In place of out it may have been given.
     """
+    if out.dim() == 3:
+        return out
     program, kernel, takes_out = prepared.backward.program, prepared.kernel, False
-    if kernel.takes_out and prepared.exchange is None and "qdo" not in prepared.backward.sent:
+    if kernel.takes_out and "qdo" not in prepared.backward.sent:
         home = program.home_buffer("qdo")
         calls = [call.q.rows for step in program.steps for call in step.calls if call.q.buffer == home]
         takes_out = sum(calls) <= 2 * dout.shape[1]
@@ -66,7 +69,6 @@ def needed_by_backward(prepared: Prepared, dout: torch.Tensor, out: torch.Tensor
 def run_forward(prepared: Prepared, inputs: Inputs, *, trains: bool = True) -> Fields:
     """Return (out, lse) of this rank's rows: out in q's dtype, lse in the accumulator's.
 
-    Where heads are exchanged, q, k and v as they are after it may follow: a backward that gets them exchanges less.
     trains: whether a backward may follow.
     """
     q, k, v, sinks = inputs
@@ -77,19 +79,14 @@ def run_forward(prepared: Prepared, inputs: Inputs, *, trains: bool = True) -> F
     COUNTERS.forward_bytes += memory.message_bytes
     run = functools.partial(timed, _recorded) if COUNTERS.attention_forwards % EVERY == _TIMED else _recorded
     with prepared.running[0 if trains else 2]:
-        out, lse, *exchanged = run(prepared, memory, (q, k, v), False)
+        out, lse = run(prepared, memory, (q, k, v))
     if sinks is not None:
         out, lse = merge_sinks(out, lse, sinks)
-    return out.contiguous(), lse.contiguous(), *exchanged
+    return out.contiguous(), lse.contiguous()
 
 
-def run_backward(
-    prepared: Prepared, dout: torch.Tensor, saved: SavedTensors, *, exchanged: bool = False
-) -> InputGradients:
-    """Return the gradients of q, k, v and sinks of this rank's rows, in their dtypes.
-
-    exchanged: the saved q, k and v are those that a forward returned after its exchange of heads.
-    """
+def run_backward(prepared: Prepared, dout: torch.Tensor, saved: SavedTensors) -> InputGradients:
+    """Return the gradients of q, k, v and sinks of this rank's rows, in their dtypes."""
     q, k, v, out, lse, sinks = saved
     assert q is not None and k is not None and v is not None and out is not None and lse is not None  # noqa: PT018
     memory = prepared.backward
@@ -99,26 +96,26 @@ def run_backward(
     COUNTERS.backward_bytes += memory.message_bytes
     run = functools.partial(timed, _recorded) if COUNTERS.attention_backwards % EVERY == _TIMED else _recorded
     with prepared.running[1]:
-        dq, dk, dv = run(prepared, memory, (dout, q, k, v, out, lse), exchanged)
+        dq, dk, dv = run(prepared, memory, (dout, q, k, v, out, lse))
     if prepared.whole is not None:
         prepared.whole.end_of_backward()
     dsinks = None if sinks is None else sinks_gradient(dout, out, lse, sinks)
     return dq.contiguous(), dk.contiguous(), dv.contiguous(), dsinks
 
 
-def _recorded(prepared: Prepared, memory: MemoryPlan, inputs: Fields, exchanged: bool) -> Fields:
+def _recorded(prepared: Prepared, memory: MemoryPlan, inputs: Fields) -> Fields:
     """Run a phase: the first time as it stands, the second time to record it, and from then on as it was recorded.
 
     The first run of a kind compiles kernels and makes tables, which are no part of later runs. So a new pack is
     recorded at once where another has run. While the caller captures a CUDA graph, nothing is recorded anew: the graph
     takes in what a replay, or a run as it stands, issues.
     """
-    key = memory is prepared.forward, exchanged, signature(inputs)
+    key = memory is prepared.forward, signature(inputs)
     with without_autocast(), without_functions():
         transport, arena = _way(prepared, memory, inputs[0].device)
         # A mode that listens sees the operations themselves.
         if not prepared.binds or measured or _get_current_dispatch_mode() is not None:
-            return _run(prepared, memory, inputs, exchanged, arena, transport)
+            return _run(prepared, memory, inputs, arena, transport)
         # Absent: not run. None: run as it stands. A text: why it cannot be replayed. A Bound: recorded.
         found = prepared.bound.get(key)
         if isinstance(found, Bound):
@@ -126,13 +123,13 @@ def _recorded(prepared: Prepared, memory: MemoryPlan, inputs: Fields, exchanged:
         kind, is_new = (prepared.kind, key[0]), key not in prepared.bound
         if is_new and len(prepared.bound) == _MOST_BOUND:
             _tell_many()
-            return _run(prepared, memory, inputs, exchanged, arena, transport)
+            return _run(prepared, memory, inputs, arena, transport)
         if found is not None or not recordable(inputs[0].device) or (is_new and kind not in _HAVE_RUN):
-            results = _run(prepared, memory, inputs, exchanged, arena, transport)
+            results = _run(prepared, memory, inputs, arena, transport)
             prepared.bound[key] = found
             _HAVE_RUN.add(kind)
             return results
-        results, recorded = _record(prepared, memory, inputs, exchanged, arena, transport)
+        results, recorded = _record(prepared, memory, inputs, arena, transport)
     if isinstance(recorded, str) and not is_new:
         logger.info("this attention's host work is not recorded: %s", recorded)
     # A first run may fail to record because it compiles: the next one tries again.
@@ -141,13 +138,13 @@ def _recorded(prepared: Prepared, memory: MemoryPlan, inputs: Fields, exchanged:
 
 
 def _record(
-    prepared: Prepared, memory: MemoryPlan, inputs: Fields, exchanged: bool, arena: Arena, transport: Transport
+    prepared: Prepared, memory: MemoryPlan, inputs: Fields, arena: Arena, transport: Transport
 ) -> tuple[Fields, Bound | str]:
     """Run a phase as it stands; return its results and the recorded run, or why it cannot be replayed."""
     given = tuple(x.detach() for x in (*inputs, arena.flat))  # the tape tells tensors apart as objects
     with Tape(given) as tape:
         recorder = Recorder(tape, transport, arena=len(inputs))
-        results = _run(prepared, memory, given[:-1], exchanged, Arena(given[-1]), recorder)
+        results = _run(prepared, memory, given[:-1], Arena(given[-1]), recorder)
     return results, tape.why_not or Bound(recorder, results)
 
 
@@ -162,34 +159,16 @@ def _tell_many() -> None:
     logger.info("an attention meets more than %d layouts of its tensors; the others are not replayed", _MOST_BOUND)
 
 
-def _run(
-    prepared: Prepared,
-    memory: MemoryPlan,
-    inputs: Fields,
-    exchanged: bool,
-    arena: Arena,
-    transport: Transport,
-) -> Fields:
-    """Run a phase as it stands, with the exchange of heads around it."""
-    heads = prepared.exchange
+def _run(prepared: Prepared, memory: MemoryPlan, inputs: Fields, arena: Arena, transport: Transport) -> Fields:
+    """Run a phase as it stands."""
     if memory is prepared.forward:
-        if heads is not None:
-            inputs = heads.before_forward(*inputs)
         tensors = forward_algebra(prepared, inputs, arena)
         _execute(prepared, tensors, transport)
-        results = tensors.result("out")
-        if heads is None:
-            return results
-        return (*heads.after_forward(*results), *(inputs[:3] if heads.keeps else ()))
+        return tensors.result("out")
     dout, q, k, v, out, lse = inputs
-    needed = needed_by_backward(prepared, dout, out)
-    if heads is not None:
-        dout, *qkv, needed, lse = heads.before_backward(dout, () if exchanged else (q, k, v), needed, lse)
-        q, k, v = qkv or (q, k, v)
-    tensors = backward_algebra(prepared, (dout, q, k, v, needed, lse), arena)
+    tensors = backward_algebra(prepared, (dout, q, k, v, needed_by_backward(prepared, dout, out), lse), arena)
     _execute(prepared, tensors, transport)
-    results = *tensors.result("dq"), *tensors.result("dkv")
-    return results if heads is None else heads.after_backward(*results)
+    return *tensors.result("dq"), *tensors.result("dkv")
 
 
 def _algebra(prepared: Prepared, memory: MemoryPlan, home: dict[str, Fields], arena: Arena) -> Tensors:

@@ -13,8 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from dfa_megatron.plan.cost.choose import automatic_degree, best, candidates
+from dfa_megatron.plan.cost.choose import best, candidates
 from dfa_megatron.plan.cost.hardware import PROFILES
+from dfa_megatron.plan.degree import automatic_degree
 from dfa_megatron.plan.language.mask import Mask, causal, documents, full, sliding_window
 from dfa_megatron.plan.language.shape import AttentionShape
 
@@ -47,10 +48,7 @@ def test_no_schedule_is_worse_than_the_saved_choice() -> None:
 def test_no_degree_is_worse_than_the_saved_choice(profile: str) -> None:
     worse = []
     for _, ranks, tokens, heads, kv_heads, taken, seconds in (c for c in SAVED["degrees"] if c[0] == profile):
-        mask = causal(ranks * tokens)
-        shape = AttentionShape(heads=heads, kv_heads=kv_heads, backward_needs="delta")
-        about = {"layout": "contiguous", "shape": shape, "hardware": PROFILES[profile]}
-        degree = automatic_degree(mask, ranks, schedule="auto", **about)
+        degree = automatic_degree(ranks, tokens, heads, kv_heads, PROFILES[profile])
         if seconds[str(degree)] > WORSE * seconds[str(taken)]:
             worse.append((ranks, tokens, heads, kv_heads, taken, degree))
     assert worse == []

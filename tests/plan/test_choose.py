@@ -11,19 +11,17 @@ from typing import Any
 import pytest
 
 from dfa_megatron import names
-from dfa_megatron.cli.simulate import bytes_sent, simulate
+from dfa_megatron.cli.simulate import simulate
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.plan.cost import choose
-from dfa_megatron.plan.cost.choose import TIE, automatic_degree, best, candidates, make_plan
+from dfa_megatron.plan.cost.choose import TIE, best, candidates, make_plan
 from dfa_megatron.plan.cost.hardware import (
     H200_NIC_400G,
     H200_NVLINK,
     H200_SLOW_LINK,
     IDEAL_LINK,
     Hardware,
-    Host,
     Link,
-    computing_with,
 )
 from dfa_megatron.plan.language.mask import Mask, causal, documents, full, prefix_lm, sliding_window
 from dfa_megatron.plan.language.shape import AttentionShape
@@ -67,18 +65,6 @@ def test_nodes_bring_gateways_that_a_slow_network_needs() -> None:
     assert make_plan(mask, 32, schedule="balanced", hardware=hardware).ranks_per_node == 8
     assert make_plan(mask, 32, schedule="ring", hardware=hardware).ranks_per_node is None
     assert make_plan(causal(8 * 4096), 8, hardware=hardware).ranks_per_node is None, "one node"
-
-
-def test_degrees_of_ulysses_are_candidates_where_they_divide() -> None:
-    shape = AttentionShape(heads=12, kv_heads=2)
-    looked_at = candidates(causal(8 * 4096), 8, shape=shape, degrees=True)
-    assert {c.ulysses_degree for c in looked_at} == {1, 2, 4}
-    assert all(c.plan.ranks == 8 // c.ulysses_degree for c in looked_at if c.plan)
-    cost = {(c.layout, c.ulysses_degree): c for c in looked_at}
-    exchanged = cost["zigzag", 2]
-    assert exchanged.plan is not None
-    assert exchanged.sent > max(bytes_sent(exchanged.plan, replace(shape, heads=6, kv_heads=1)))
-    assert best(looked_at) in looked_at
 
 
 @pytest.mark.parametrize("layout", OWNER_COMPUTES)
@@ -131,80 +117,11 @@ def test_auto_looks_only_at_what_may_win_and_takes_what_wins_among_all(hardware:
         tree = prompt_tree(lengths, some_parents(len(lengths), generator))
         for mask in (documents(lengths), tree, prefix_lm(tokens, tokens // 3), sliding_window(tokens, 2000, 900)):
             about = {"layout": "contiguous", "shape": shape, "hardware": hardware}
-            every = candidates(mask, ranks, **about, degrees=True, kept=True)  # type: ignore[arg-type]
-            degree = automatic_degree(mask, ranks, schedule="auto", **about)  # type: ignore[arg-type]
-            inside = choose._inside(degree, ranks, "contiguous", shape, hardware)
-            assert (within := best(choose._of_schedules(mask, *inside))) is not None
-            assert within.plan == make_plan(mask, inside[0], shape=inside[2], hardware=inside[3], layout="contiguous")
+            every = candidates(mask, ranks, **about)  # type: ignore[arg-type]
             some = choose._of_schedules(mask, ranks, "contiguous", shape, hardware, inf)
-            alone = [one for one in every if one.ulysses_degree == 1]
-            left_out += sum(bool(one.plan) for one in alone) - sum(bool(one.plan) for one in some)
-            wins, taken, of_all = best(tuple(alone)), best(some), best(every)
+            left_out += sum(bool(one.plan) for one in every) - sum(bool(one.plan) for one in some)
+            wins, taken = best(every), best(some)
             assert wins
             assert taken
-            assert of_all
             assert taken.plan == wins.plan == make_plan(mask, ranks, **about)  # type: ignore[arg-type]
-            assert degree == of_all.ulysses_degree
     assert left_out > 0
-
-
-def test_no_degree_is_taken_that_load_balanced_tokens_do_not_allow() -> None:
-    """Exchanging heads would be cheapest here, and ranks that exchange them hold tokens of other documents."""
-    mask, shape = documents([21], causal=True), AttentionShape(heads=3, kv_heads=1, head_dim=8, head_dim_v=1)
-    degree = automatic_degree(mask, 3, schedule="auto", layout="load_balanced", shape=shape, hardware=H200_NVLINK)
-    assert degree == 1
-    looked_at = candidates(mask, 3, shape=shape, hardware=H200_NVLINK, degrees=True)
-    assert all(not one.plan for one in looked_at if one.layout == "load_balanced" and one.ulysses_degree > 1)
-
-
-@pytest.mark.parametrize("kv_heads", [32, 8])
-@pytest.mark.parametrize(("ranks", "from_length"), [(2, 2048), (4, 2048), (8, 65536)])
-def test_over_nvlink_the_automatic_degree_is_1_where_the_host_is_not_the_slower(
-    ranks: int, from_length: int, kv_heads: int
-) -> None:
-    shape, hardware = AttentionShape(kv_heads=kv_heads, backward_needs="delta"), computing_with("flash4", H200_NVLINK)
-    for length in (2048, 8192, 32768, 65536, 131072, 524288):
-        degree = automatic_degree(
-            causal(length), ranks, schedule="auto", layout="contiguous", shape=shape, hardware=hardware
-        )
-        assert length < from_length or degree == 1, length
-
-
-def test_eight_short_ranks_exchange_heads_because_the_host_posts_fewer_messages() -> None:
-    shape, hardware = AttentionShape(kv_heads=8, backward_needs="delta"), computing_with("flash4", H200_NVLINK)
-    about = {"schedule": "auto", "layout": "contiguous", "shape": shape}
-    assert automatic_degree(causal(8192), 8, hardware=hardware, **about) == 8  # type: ignore[arg-type]
-    named = about | {"schedule": "balanced"}
-    assert automatic_degree(causal(8192), 8, hardware=hardware, **named) == 1  # type: ignore[arg-type]
-    free = replace(hardware, host=Host())
-    assert automatic_degree(causal(8192), 8, hardware=free, **about) == 1  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(
-    ("ranks", "length", "kv_heads", "degree"),
-    [
-        (4, 32768, 32, 4),  # measured: 0.79 of the time
-        (4, 131072, 32, 1),  # 1.10
-        (4, 131072, 8, 1),  # 1.10
-        (4, 32768, 8, 4),  # 0.91
-        (2, 32768, 32, 1),  # 1.09 with a plain Ulysses
-        (8, 32768, 32, 8),
-    ],
-)
-def test_on_a_slow_link_the_automatic_degree_exchanges_heads_where_ranks_wait(
-    ranks: int, length: int, kv_heads: int, degree: int
-) -> None:
-    shape = AttentionShape(kv_heads=kv_heads, backward_needs="delta")
-    found = automatic_degree(
-        causal(length), ranks, schedule="auto", layout="contiguous", shape=shape,
-        hardware=computing_with("flash4", H200_SLOW_LINK),
-    )  # fmt: skip
-    assert found == degree
-
-
-def test_documents_exchange_no_heads_automatically() -> None:
-    for mask, degree in ((causal(8192), 8), (documents([4096, 4096]), 1)):
-        found = automatic_degree(
-            mask, 8, schedule="auto", layout="contiguous", shape=AttentionShape(), hardware=H200_SLOW_LINK
-        )
-        assert found == degree

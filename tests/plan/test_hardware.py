@@ -12,7 +12,6 @@ from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.plan.cost.hardware import (
     H200_NIC_400G,
     H200_NVLINK,
-    H200_SLOW_LINK,
     PROFILES,
     Hardware,
     Link,
@@ -76,15 +75,6 @@ def test_a_pack_is_as_fast_as_its_documents() -> None:
         forward, backward = (flash.rate(phase, pairs, 32768, 32768) / 1e12 for phase in ("forward", "backward"))
         assert 7 / (2 / forward + 5 / backward) == pytest.approx(rate, rel=0.1)
         assert flash.rate("backward", pairs, 8192) > flash.rate("backward", pairs, 32768), "rows of longer documents"
-
-
-def test_an_exchange_takes_the_rate_of_where_it_goes() -> None:
-    assert H200_SLOW_LINK.seconds_of_exchange(2, 26 * 10**9) == pytest.approx(1, abs=1e-3)
-    assert H200_SLOW_LINK.seconds_of_exchange(4, 30 * 10**9) == pytest.approx(1, abs=1e-3)
-    assert H200_NVLINK.seconds_of_exchange(2, 180 * 10**9) == pytest.approx(1, abs=1e-3), "the copies, not the link"
-    assert dataclasses.replace(H200_SLOW_LINK, all_to_all=None).seconds_of_exchange(4, 26 * 10**9) > 1
-    assert H200_NIC_400G.seconds_of_exchange(8, 180 * 10**9) == pytest.approx(1, abs=1e-3)
-    assert H200_NIC_400G.seconds_of_exchange(16, 45 * 10**9) == pytest.approx(1, abs=1e-3)
 
 
 def test_an_unknown_machine_is_refused_with_the_known_ones() -> None:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import itertools
-import re
+import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from dfa_megatron.cli.main import main
 from dfa_megatron.errors import UnsupportedError
+from dfa_megatron.plan.cost.hardware import H200_NIC_400G, H200_NVLINK, H200_SLOW_LINK, H200_SOCKETS
+from dfa_megatron.plan.degree import automatic_degree, check_degree, split_heads
 from dfa_megatron.plan.language import layout as layouts
-from dfa_megatron.plan.language.shape import AttentionShape, check_degree, split_heads, split_tokens
+from dfa_megatron.runtime.heads import rows_in_order
 
 
 @pytest.mark.parametrize("degree", [1, 2, 3, 4, 6])
@@ -33,25 +36,31 @@ def test_every_query_head_finds_its_kv_head(degree: int) -> None:
             assert split.kv_heads == 1
 
 
-def tokens_of(layout: str, length: int, ranks: int, rank: int) -> list[int]:
-    return [token for span in layouts.by_name(layout, length, ranks).spans(rank) for token in range(span.lo, span.hi)]
+def drawn_layout(draw: random.Random, ranks: int) -> layouts.Layout:
+    """Return contiguous or zigzag tokens, unequal parts, or chunks in any order; a rank may hold none."""
+    length = draw.randint(ranks, 12 * ranks)
+    match draw.randrange(4):
+        case 0:
+            return layouts.contiguous(length, ranks)
+        case 1:
+            return layouts.zigzag(length, ranks)
+        case 2:
+            return layouts.of_lengths([draw.choice((0, 1, 7)) for _ in range(ranks - 1)] + [3])
+    chunks = layouts.cut(length, min(length, 3 * ranks))
+    return layouts.Layout(chunks, tuple(draw.randrange(ranks) for _ in chunks), ranks)
 
 
-@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
-@pytest.mark.parametrize(("ranks", "degree"), [(2, 2), (4, 2), (6, 2), (6, 3), (8, 4), (5, 5), (7, 1)])
-def test_gathered_tokens_are_those_of_a_rank_of_the_plan(layout: str, ranks: int, degree: int) -> None:
-    rows = 6
-    for rank in range(ranks):
-        split = split_tokens(degree, rank, layouts.by_name(layout, ranks * rows, ranks))
-        theirs = [tokens_of(layout, ranks * rows, ranks, other) for other in split.exchange_group]
-        in_order = [token for one in theirs for token in one]
-        gathered = [token for at, part in split.gathered for token in theirs[at][part.lo : part.hi]] or in_order
-        assert gathered == tokens_of(layout, ranks * rows, len(split.plan_group), split.plan_group.index(rank))
-        if split.gathered:
-            back = [token for _, part in split.returned for token in gathered[part.lo : part.hi]]
-            assert back == in_order, "and they find their way back"
-        else:
-            assert layout == "contiguous" or degree == 1
+@pytest.mark.parametrize("seed", range(40))
+def test_rows_that_come_are_put_in_the_order_of_the_plan(seed: int) -> None:
+    draw = random.Random(seed)
+    degree = draw.choice((2, 3, 4))
+    ranks = degree * draw.choice((1, 2, 3))
+    held = drawn_layout(draw, ranks)
+    for first in range(0, ranks, degree):
+        near = range(first, first + degree)
+        most = max(held.tokens(rank) for rank in near)
+        sent = [token for rank in near for token in (*held.positions(rank), *[-1] * (most - held.tokens(rank)))]
+        assert [sent[at] for at in rows_in_order(held, near)] == held.merged(degree).positions(first // degree)
 
 
 @pytest.mark.parametrize(
@@ -71,20 +80,6 @@ def test_a_degree_that_does_not_divide_is_refused_with_those_that_do(
         check_degree(degree, ranks, heads)
 
 
-def test_neighbours_of_any_layout_make_a_whole_and_two_sequences_do_not() -> None:
-    held = layouts.Layout(layouts.cut(23, 8), tuple(3 * chunk % 4 for chunk in range(8)))
-    for rank in range(4):
-        split = split_tokens(2, rank, held)
-        theirs = [held.positions(other) for other in split.exchange_group]
-        gathered = [token for at, part in split.gathered for token in theirs[at][part.lo : part.hi]]
-        assert gathered == held.merged(2).positions(rank // 2)
-        assert [token for _, part in split.returned for token in gathered[part.lo : part.hi]] == [
-            token for one in theirs for token in one
-        ]
-    with pytest.raises(UnsupportedError, match="for two sequences"):
-        split_tokens(2, 0, layouts.cross(held, held))
-
-
 def test_the_command_shows_the_tokens_that_neighbours_bring_together(tmp_path: Path) -> None:
     """Two of 14 tokens' four parts are 8 and 6, where two ranks alone would hold 7 each."""
     text = tmp_path / "plan.txt"
@@ -94,62 +89,58 @@ def test_the_command_shows_the_tokens_that_neighbours_bring_together(tmp_path: P
     assert "8:14@1" in chunks or ":14@1" in chunks
 
 
-def test_what_is_sent_is_what_the_other_ranks_compute() -> None:
-    whole = AttentionShape(batch=3, heads=8, kv_heads=2, head_dim=16, head_dim_v=12)
-    split = split_heads(4, 8, 8, 2)
-    assert split.shape(whole) == AttentionShape(batch=3, heads=2, kv_heads=1, head_dim=16, head_dim_v=12)
-    row = 2 * (16 * 2 + 16 + 12)  # q, k and v of two query heads and a kv head, in 2 bytes
-    out = 2 * 12 * 2
-    assert split.sent(whole, 10) == (3 * 3 * 10 * (row + out + 8), 3 * 3 * 10 * (row + 2 * out + 8 + row))
-    assert split.sent(whole, 10, kept=True) == split.sent(whole, 10), "copies of kv heads are not kept"
-    dense = split_heads(2, 8, 8, 2)
-    assert dense.sent(whole, 10, kept=True)[1] < dense.sent(whole, 10)[1]
-    assert split_heads(1, 8, 8, 2).sent(whole, 10) == (0, 0)
-
-
-def test_the_command_shows_the_plan_inside_and_what_the_exchange_costs(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_shows_the_plan_inside(capsys: pytest.CaptureFixture[str]) -> None:
     shape = ["--heads", "32", "--kv-heads", "2", "--seq-length", "8192", "--schedule", "balanced"]
     assert main(["plan", "--ranks", "8", "--ulysses-degree", "4", *shape]) == 0
     out = capsys.readouterr().out
     assert "balanced of causal over 8192 tokens on 2 ranks" in out
     assert "4 neighbours each of 8 ranks" in out
     assert "of 2 ranks with 8 heads and 1 kv heads" in out
-    forward = 3 * 1024 * ((8 + 1 + 1 + 8) * 256 + 8 * 4)
-    assert f"MB sent     {forward / 1e6:.1f} by every rank around the forward" in out
-    shape[3] = "32"
-    for remat, again in (("--remat", 3 * 8), ("--no-remat", 0)):  # q, k and v, unless they were kept
-        assert main(["plan", "--ranks", "8", "--ulysses-degree", "4", *shape, remat]) == 0
-        backward = 3 * 1024 * ((again + 8 + 8 + 3 * 8) * 256 + 8 * 4)
-        assert f"{backward / 1e6:.1f} around the backward" in capsys.readouterr().out
     assert main(["plan", "--ranks", "8", "--ulysses-degree", "1", *shape]) == 0
     assert "neighbours" not in capsys.readouterr().out
 
 
-def cheapest_degree(out: str) -> int:
-    """Return the degree in the first row of the table of --explain."""
-    row = out.partition("the candidates on ")[2].splitlines()[2]
-    found = re.search(r"ulysses (\d+)", row)
-    return int(found[1]) if found else 1
-
-
 def test_the_command_takes_a_degree_chooses_one_and_refuses_wrong_ones(capsys: pytest.CaptureFixture[str]) -> None:
-    flags = ["plan", "--ranks", "4", "--seq-length", "4096", "--heads", "8", "--head-dim", "64", "--ulysses-degree"]
+    flags = ["plan", "--ranks", "4", "--heads", "8", "--head-dim", "64", "--ulysses-degree", "auto"]
     for length, hardware, degree in (("131072", "h200-nvlink-flash4", 1), ("32768", "h200-slow-link-flash4", 4)):
-        given = ["--no-remat", "--layout", "contiguous", "--seq-length", length, "--hardware", hardware, "--explain"]
-        assert main([*flags, "auto", *given]) == 0
+        assert main([*flags, "--layout", "contiguous", "--seq-length", length, "--hardware", hardware]) == 0
         out = capsys.readouterr().out
-        assert cheapest_degree(out) == degree
-        assert ("neighbours each of" in out, f"ulysses_degree=auto is {degree} here" in out) == (degree > 1, degree > 1)
-    slow = ["--ranks", "4", "--seq-length", "32768", "--hardware", "h200-slow-link-flash4", "--backward-needs", "delta"]
-    slow += ["--kv-heads", "8"]
-    for remat, degree in (("--remat", 1), ("--no-remat", 4)):  # heads that are exchanged once more cost what they save
-        assert main(["plan", *slow, "--layout", "contiguous", "--explain", remat]) == 0
-        assert cheapest_degree(capsys.readouterr().out) == degree
-    # A link of that rate is one for all-to-alls too.
-    longer = ["plan", *slow, "--seq-length", "65536", "--kv-heads", "32", "--layout", "contiguous", "--explain"]
-    for link, degree in (([], 4), (["--link", "24"], 1)):
-        assert main([*longer, "--no-remat", *link]) == 0
-        assert cheapest_degree(capsys.readouterr().out) == degree
-    for arguments, said in ((["--ulysses-degree", "3"], "divides both 8 ranks and 32 heads: 1, 2, 4, 8"),):
-        assert main(["plan", "--ranks", "8", *arguments]) != 0
-        assert said in capsys.readouterr().err
+        assert ("neighbours each of" in out) == (degree > 1)
+        assert f"ulysses_degree=auto is {degree} here" in out
+    assert main(["plan", "--ranks", "8", "--ulysses-degree", "3"]) != 0
+    assert "divides both 8 ranks and 32 heads: 1, 2, 4, 8" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("ranks", "length", "kv_heads", "degree"),
+    [
+        (4, 32768, 32, 4),  # measured: 0.79 of the time
+        (4, 131072, 32, 1),  # 1.10
+        (4, 131072, 8, 1),  # 1.10
+        (4, 32768, 8, 4),  # 0.91
+        (2, 32768, 32, 1),  # 1.09 with a plain Ulysses
+        (8, 32768, 32, 8),
+    ],
+)
+def test_on_a_slow_link_ranks_exchange_heads_where_they_wait(
+    ranks: int, length: int, kv_heads: int, degree: int
+) -> None:
+    assert automatic_degree(ranks, length // ranks, 32, kv_heads, H200_SLOW_LINK) == degree
+
+
+def test_over_nvlink_only_many_short_ranks_exchange_heads() -> None:
+    for ranks, length, degree in ((2, 2048, 1), (4, 2048, 1), (8, 8192, 8), (8, 16384, 8), (8, 65536, 1)):
+        assert automatic_degree(ranks, length // ranks, 32, 8, H200_NVLINK) == degree
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_every_automatic_degree_can_be_run(seed: int) -> None:
+    draw = random.Random(seed)
+    ranks, kv_heads = draw.randint(1, 64), draw.randint(1, 40)
+    heads = kv_heads * draw.choice((1, 2, 5))
+    nodes = draw.choice((None, 1, 2, 3, 8))
+    for profile in (H200_NVLINK, H200_SLOW_LINK, H200_SOCKETS, H200_NIC_400G):
+        hardware = profile if nodes is None else replace(profile, ranks_per_node=nodes)
+        degree = automatic_degree(ranks, draw.choice((1, 500, 5000, 10**6)), heads, kv_heads, hardware)
+        check_degree(degree, ranks, heads)
+        assert degree == 1 or profile is not H200_SLOW_LINK or degree <= kv_heads

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from operator import index
-from typing import cast
 
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.names import LAYOUTS
@@ -15,31 +13,19 @@ from dfa_megatron.plan.cost.outline import Estimate, estimate, least_seconds, ou
 from dfa_megatron.plan.language.ir import BACKWARD, FORWARD, AttentionPlan, Plan, needed_pairs
 from dfa_megatron.plan.language.layout import Layout, contiguous
 from dfa_megatron.plan.language.mask import Mask, components
-from dfa_megatron.plan.language.shape import AttentionShape, split_heads
+from dfa_megatron.plan.language.shape import AttentionShape
 from dfa_megatron.plan.lowering.messages import names_joined
 from dfa_megatron.plan.schedules import ALL, OWNER_COMPUTES, SCHEDULES, Schedule, plan_named
 from dfa_megatron.plan.schedules.assignments import ROWS_PER_STEP
 from dfa_megatron.plan.schedules.route import direct, gateway
-from dfa_megatron.plan.uncollected import uncollected
 
 TIE = 0.02
 """Plans whose times differ by less than this share are a tie. The order of `schedules.ALL` decides a tie."""
-
-EXCHANGES = 4
-"""All-to-alls of a degree above 1: before and after a forward and a backward."""
-
-COPIED = 180e9
-"""Bytes per second that an exchange brings to a plan of several ranks, which reads a copy in order. Measured: degree 2
-on four ranks in benchmarks/results/2026-11-21-4xh200-ulysses-flash4.json.
-"""
 
 LOSES = "its work and its messages take longer than another schedule"
 
 EVEN = 1.05
 """Work of the most loaded rank over the mean up to which `greedy` is not tried."""
-
-FEW = 8
-"""Ranks up to which the degrees are looked at in the order of what their exchange takes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +34,6 @@ class Candidate:
 
     device, host: seconds of forward and backward together, of the slowest rank; the two work at the same time.
     busy: mean seconds of compute. sent: the most bytes that one rank sends in both phases.
-    ulysses_degree: number of neighbours that exchange heads around the plan; times and `sent` include the exchange.
     refusal, instead: set in place of a plan; the reason, and an alternative.
     """
 
@@ -61,7 +46,6 @@ class Candidate:
     host: float = 0.0
     busy: float = 0.0
     sent: int = 0
-    ulysses_degree: int = 1
 
     @property
     def seconds(self) -> float:
@@ -70,11 +54,10 @@ class Candidate:
 
     @property
     def name(self) -> str:
-        """Return the schedule, a layout other than contiguous, "gateway" if its route knows nodes, a degree above 1."""
+        """Return the schedule, a layout other than contiguous, and "gateway" if its route knows nodes."""
         where = f" on {self.layout}" if self.layout != "contiguous" else ""
         nodes = ", gateway" if self.plan is not None and self.plan.ranks_per_node is not None else ""
-        degree = f", ulysses {self.ulysses_degree}" if self.ulysses_degree > 1 else ""
-        return f"{self.schedule}{where}{nodes}{degree}"
+        return f"{self.schedule}{where}{nodes}"
 
 
 def best(looked_at: tuple[Candidate, ...]) -> Candidate | None:
@@ -101,7 +84,7 @@ def explain(looked_at: tuple[Candidate, ...]) -> str:
         if one is taken:
             why = "taken: the cheapest" if one is served[0] else "taken: a tie with the cheapest, and simpler than it"
         lines.append(f"{'* ' if one is taken else '  '}{one.name:{width}s} {cost}  {why}")
-    refused = [one for one in looked_at if not one.plan and one.ulysses_degree == 1]
+    refused = [one for one in looked_at if not one.plan]
     return "\n".join([*lines, *(f"  {one.name:{width}s} {'-':>9s} {'':16s}  {one.refusal}" for one in refused)])
 
 
@@ -140,10 +123,7 @@ def make_plan(
         return plan_named(schedule, mask, ranks, hardware.node_size(ranks) if routed else None, held)
     if family in OWNER_COMPUTES and hardware.node_size(ranks) is None:
         return OWNER_COMPUTES[family].plan(mask, ranks, held=held)  # the only candidate
-    about = ranks, layout, shape or AttentionShape(), hardware
-    if found := mask.kept.pop((automatic_degree, *about), None):
-        return cast(AttentionPlan, found)
-    looked_at = _of_schedules(mask, *about, math.inf)
+    looked_at = _of_schedules(mask, ranks, layout, shape or AttentionShape(), hardware, math.inf)
     taken = best(looked_at)
     if taken is None or taken.plan is None:
         what = f"mask {mask.name} over {mask.length} tokens on {ranks} ranks in layout {str(layout)!r}"
@@ -180,31 +160,20 @@ def candidates(
     layout: str | Layout = "auto",
     shape: AttentionShape | None = None,
     hardware: Hardware | None = None,
-    degrees: bool = False,
-    kept: bool = False,
 ) -> tuple[Candidate, ...]:
     """Return every schedule with its cost or its refusal, in the order of `schedules.ALL`.
 
     On hardware of several nodes a schedule comes with and without gateways.
 
-    Args:
-        mask, ranks, layout, shape, hardware: as for `make_plan`.
-        degrees: append every degree of Ulysses that divides ranks and heads, for one sequence.
-        kept: with Ulysses, the backward reuses the exchanged q, k, v where it can; nothing is rematerialized.
+    The arguments are those of `make_plan`.
     """
-    shape, hardware = shape or AttentionShape(), hardware or H200_NVLINK
-    looked_at = list(_of_schedules(mask, ranks, layout, shape, hardware))
-    if degrees and len(components(mask)) == 1:
-        for degree in _degrees(ranks, shape)[1:]:
-            found = _of_schedules(mask, *_inside(degree, ranks, layout, shape, hardware))
-            looked_at += _exchanging(found, mask, ranks, shape, hardware, degree, kept)
-    return tuple(looked_at)
+    return _of_schedules(mask, ranks, layout, shape or AttentionShape(), hardware or H200_NVLINK)
 
 
 def _of_schedules(
     mask: Mask, ranks: int, layout: str | Layout, shape: AttentionShape, hardware: Hardware, most: float | None = None
 ) -> tuple[Candidate, ...]:
-    """Return candidates without an exchange: all, or those that may win and take at most so long."""
+    """Return candidates: all, or those that may win and take at most so long."""
     found: dict[Schedule, list[Candidate]] = {}
     load, held = dict[Schedule, float](), layout if isinstance(layout, Layout) else None
     limit = math.inf if most is None else most * (1 + TIE)  # what ties with one that may win is kept
@@ -305,83 +274,3 @@ def _candidate(schedule: Schedule, nodes: int | None, parts: list[tuple[Plan, Es
     device, host, busy = one.seconds + other.seconds, one.host_seconds + other.host_seconds, one.busy + other.busy
     sent = max(map(sum, zip(one.sent, other.sent, strict=True)))
     return Candidate(plan.schedule, plan.layout, plan, device=device, host=host, busy=busy, sent=sent)
-
-
-@uncollected()
-def automatic_degree(
-    mask: Mask, ranks: int, *, schedule: str, layout: str | Layout, shape: AttentionShape, hardware: Hardware
-) -> int:
-    """Return the number of neighbours that exchange heads for ulysses_degree="auto".
-
-    It is the lowest within TIE of the cheapest; among plans of more than FEW ranks, those of fewer win a tie. Several
-    documents always give 1, because they send little, and a schedule that is named runs over all ranks.
-    """
-    if schedule != "auto" or len(components(mask)) > 1:
-        return 1
-    looked_at, most, over_alone, plans = list[Candidate](), math.inf, 0.0, {}
-    exchange = {d: _exchange_seconds(mask, ranks, shape, hardware, d, kept=True)[0] for d in _degrees(ranks, shape)}
-    # Plans of few ranks are soon made, and bound those of many. A plan of more ranks sends more behind less compute. So
-    # it takes longer, as its kernel alone does, than one of fewer, whose exchange it saves.
-    for degree in sorted(exchange, key=lambda degree: (max(FEW, ranks // degree), exchange[degree])):
-        is_few, about = ranks // degree <= FEW, _inside(degree, ranks, layout, shape, hardware)
-        if (alone := _kernel_alone(mask, *about)) * over_alone >= (1 - TIE) * most:
-            continue
-        found = _of_schedules(mask, *about, most * (1 + TIE) - exchange[degree] if is_few else most)
-        plans[degree] = about, best(found)
-        of_degree = _exchanging(found, mask, ranks, shape, hardware, degree, True)
-        looked_at += [one for one in of_degree if one.plan and (is_few or one.seconds <= most)]
-        most = min([most, *(one.seconds for one in looked_at)])
-        inner = [one.device if one.plan else math.inf for one in found if one.plan or one.refusal == LOSES]
-        over_alone = min(inner, default=0.0) / alone if alone and not is_few else 0.0
-    taken = best(tuple(sorted(looked_at, key=lambda one: one.ulysses_degree)))
-    about, one = plans[degree := taken.ulysses_degree if taken else 1]
-    if one:
-        mask.kept[automatic_degree, *about] = one.plan  # until `make_plan` is asked for it
-    return degree
-
-
-def _kernel_alone(mask: Mask, ranks: int, layout: str | Layout, shape: AttentionShape, hardware: Hardware) -> float:
-    """Return the seconds of a rank's mean work in squares of its tokens, forward and backward."""
-    side, heads, pairs = mask.length // ranks, shape.batch * shape.heads, mask.area / ranks
-    rates = ((phase, hardware.rate(phase.name, side * side, side, side, heads)) for phase in (FORWARD, BACKWARD))
-    return sum(pairs * shape.flops_per_pair(phase) / rate for phase, rate in rates)
-
-
-def _degrees(ranks: int, shape: AttentionShape) -> list[int]:
-    return [d for d in range(1, ranks + 1) if ranks % d == 0 and shape.heads % d == 0]
-
-
-def _inside(
-    degree: int, ranks: int, layout: str | Layout, shape: AttentionShape, hardware: Hardware
-) -> tuple[int, str | Layout, AttentionShape, Hardware]:
-    """Return what a plan is made for around which `degree` neighbours exchange heads for tokens."""
-    inner = split_heads(degree, ranks, shape.heads, shape.kv_heads).shape(shape)
-    return ranks // degree, layout if isinstance(layout, str) else layout.merged(degree), inner, hardware.inside(degree)
-
-
-def _exchanging(
-    found: Iterable[Candidate], mask: Mask, ranks: int, shape: AttentionShape, hardware: Hardware, degree: int,
-    kept: bool,
-) -> list[Candidate]:  # fmt: skip
-    """Return the candidates of `_inside` with the costs of the exchange."""
-    if degree == 1:
-        return [*found]
-    out, (exchange, sent) = [], _exchange_seconds(mask, ranks, shape, hardware, degree, kept=kept)
-    for one in found:
-        if one.layout == "load_balanced":
-            one = Candidate(one.schedule, one.layout, refusal="neighbours do not hold the tokens of one of its ranks")
-        elif one.plan:
-            host = one.host + EXCHANGES * hardware.host.exchange
-            one = replace(one, device=one.device + exchange, host=host, sent=one.sent + sent)
-        out.append(replace(one, ulysses_degree=degree))
-    return out
-
-
-def _exchange_seconds(
-    mask: Mask, ranks: int, shape: AttentionShape, hardware: Hardware, degree: int, *, kept: bool
-) -> tuple[float, int]:
-    """Return (seconds, bytes that a rank sends) of all exchanges of a forward and a backward; no compute overlaps."""
-    split = split_heads(degree, ranks, shape.heads, shape.kv_heads)
-    nbytes = split.exchanges(shape, mask.length // ranks, kept=kept)
-    copied = sum(nbytes) / COPIED if degree < ranks else 0.0
-    return copied + sum(hardware.seconds_of_exchange(degree, each) for each in nbytes), sum(nbytes)

@@ -28,14 +28,13 @@ class Host:
     """Seconds of the host, which issues the work of a rank ahead of its device.
 
     run: one forward or backward, from the call to the return. call: a kernel call. merge: the merge of a partial.
-    message: to post or to receive one. exchange: an all-to-all of heads, with its copies.
+    message: to post or to receive one.
     """
 
     run: float = 0.0
     call: float = 0.0
     merge: float = 0.0
     message: float = 0.0
-    exchange: float = 0.0
 
     def seconds(self, calls: int, merges: int, messages: int) -> float:
         """Return the seconds of one run with so many parts."""
@@ -74,8 +73,6 @@ class Hardware:
         launch_overhead: seconds of the device that every kernel call costs beside its arithmetic.
         ranks_per_node: rank r is on node r // ranks_per_node; None puts all ranks on one node.
         network: the link between nodes. Each rank has its own adapter, which works beside its link.
-        all_to_all: bytes per second that a rank sends to the others of its node at once, copies included, as in
-            Ulysses; None: the rate of the link.
         host: what a rank's host takes for each part of a run.
         multiprocessors: of a GPU. Each computes TILE rows of a head at once, so few heads with few rows leave some
             idle. None: any work uses all of the device.
@@ -88,7 +85,6 @@ class Hardware:
     launch_overhead: float = 0.0
     ranks_per_node: int | None = None
     network: Link | None = None
-    all_to_all: float | None = None
     host: Host = Host()
     multiprocessors: int | None = None
 
@@ -96,20 +92,6 @@ class Hardware:
     def link(self) -> Link:
         """Return the link in use between ranks of one node."""
         return self.links[0]
-
-    def seconds_of_exchange(self, ranks: int, nbytes: int) -> float:
-        """Return the seconds of an all-to-all among `ranks` neighbours; each sends `nbytes` to the others together."""
-        if self.network is not None and self.ranks_per_node is not None and ranks > self.ranks_per_node:
-            return (ranks - 1) * self.network.latency + nbytes / self.network.bytes_per_second
-        rate = self.all_to_all or self.link.bytes_per_second
-        if ranks == 2:  # one message, and the same copies
-            rate = min(rate, self.link.bytes_per_second)
-        return (ranks - 1) * self.link.latency + nbytes / rate
-
-    def inside(self, degree: int) -> Hardware:
-        """Return the machine as a plan sees it around which `degree` neighbours exchange heads: with smaller nodes."""
-        nodes = self.ranks_per_node
-        return self if nodes is None else replace(self, ranks_per_node=max(1, nodes // degree))
 
     def node_size(self, ranks: int) -> int | None:
         """Return the ranks per node if so many ranks are on several nodes, else None."""
@@ -206,25 +188,24 @@ def computing_with(kernel: str | None, hardware: Hardware) -> Hardware:
 
 _HOPPER = RATES["cudnn"]
 
-_HOST = Host(run=364e-6, call=51e-6, merge=24e-6, message=95e-6, exchange=550e-6)
+_HOST = Host(run=364e-6, call=51e-6, merge=24e-6, message=95e-6)
 """Replayed runs. call and merge: least squares over benchmarks/results/2026-11-23-1xh200-host-time.json at commit
 508b9ec; a later run is within 0.1 ms. message: the seven of 2026-11-22-2xh200-host-time.json. run: what is left of
-2026-11-23-2xh200-host-time.json, which has three. exchange: a degree of 4 in
-2026-11-21-4xh200-ulysses-flash4.json, less one rank's run.
+2026-11-23-2xh200-host-time.json, which has three.
 """
 
 _GPU: dict[str, Any] = {"launch_overhead": 15e-6, "host": _HOST, "multiprocessors": 132}
 
 _NVLINK = (Link("p2p", 340e9, 15e-6), Link("copy_engine", 390e9, 15e-6))
 
-H200_NVLINK = Hardware("h200-nvlink", *_HOPPER, _NVLINK, all_to_all=180e9, **_GPU)
-"""H200s of one host, measured: NCCL send and receive, copy-engine writes, and an all-to-all among four."""
+H200_NVLINK = Hardware("h200-nvlink", *_HOPPER, _NVLINK, **_GPU)
+"""H200s of one host, measured: NCCL send and receive, and copy-engine writes."""
 
 H100_NVLINK = replace(H200_NVLINK, name="h100-nvlink")
 """H100 SXM of one host. Uses the H200's figures, because multiprocessors and links are the same; not measured."""
 
-H200_SLOW_LINK = Hardware("h200-slow-link", *_HOPPER, (Link("p2p", 26e9, 30e-6),), all_to_all=30e9, **_GPU)
-"""H200s of one host with the direct link off: what fits benchmarks/results/*-p2p-off-*, and an all-to-all of four."""
+H200_SLOW_LINK = Hardware("h200-slow-link", *_HOPPER, (Link("p2p", 26e9, 30e-6),), **_GPU)
+"""H200s of one host with the direct link off: what fits benchmarks/results/*-p2p-off-*."""
 
 H200_NIC_400G = replace(H200_NVLINK, name="h200-nic-400g", ranks_per_node=8, network=Link("p2p", 45e9, 30e-6))
 """Nodes of 8 H200s with a 400 Gb/s adapter per GPU at nine tenths of its 50 GB/s, a usual figure; not measured."""

@@ -1,20 +1,12 @@
-"""Sizes of an attention that its plan does not fix: bytes of messages, and heads split around a plan.
-
-Neighbours that exchange heads (Ulysses) split heads and tokens among themselves; stages split heads over time.
-"""
+"""Sizes of an attention that its plan does not fix, and the bytes of its messages."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from itertools import accumulate, groupby
-from math import gcd
-from operator import itemgetter
+from dataclasses import dataclass
 from typing import Literal
 
 from dfa_megatron.errors import UnsupportedError
-from dfa_megatron.plan.language.geometry import Span, joined_spans
 from dfa_megatron.plan.language.ir import Phase
-from dfa_megatron.plan.language.layout import Layout
 
 LAUNCH, ROW, KEY, GATHER = 1 << 20, 600, 380, 280
 """What a launch takes, forward and backward, in pairs that a kernel computes in that time, for each query head.
@@ -102,124 +94,3 @@ def fields_of(
         case "dkv":
             return ("dk", kv_heads, dim), ("dv", kv_heads, dim_v)
     raise ValueError(f"no name {name!r} travels: q, kv, out, qdo, dq, dkv do")
-
-
-def check_degree(degree: int, ranks: int, heads: int) -> None:
-    """Refuse a degree that does not divide both the ranks of the group and the query heads of each rank.
-
-    Raises:
-        UnsupportedError: the message lists the degrees that would work.
-    """
-    works = [str(d) for d in range(1, ranks + 1) if ranks % d == 0 and heads % d == 0]
-    instead = f"a degree that divides both {ranks} ranks and {heads} heads: {', '.join(works)}"
-    what = f"ulysses_degree={degree}"
-    if degree < 1 or ranks % degree:
-        raise UnsupportedError(f"{what} on a group of {ranks} ranks", "the degree must divide the ranks", instead)
-    if heads % degree:
-        raise UnsupportedError(f"{what} with {heads} heads", "every rank must get as many heads as the others", instead)
-
-
-@dataclass(frozen=True, slots=True)
-class HeadSplit:
-    """The heads that each rank of an exchange group computes.
-
-    degree: number of ranks that exchange heads with each other.
-    heads, kv_heads: of each rank.
-    copies: number of places that hold each of the caller's kv heads; above 1 if several ranks have query heads of it.
-        Place t of rank r is the (r * kv_heads + t) // copies-th kv head.
-    """
-
-    degree: int
-    heads: int
-    kv_heads: int
-    copies: int
-
-    def shape(self, whole: AttentionShape) -> AttentionShape:
-        """Return the shape that one rank of the plan computes."""
-        return replace(whole, heads=self.heads, kv_heads=self.kv_heads)
-
-    @property
-    def keeps(self) -> bool:
-        """Return whether the exchanged q, k and v take no more memory than the originals, and can be saved instead."""
-        return self.copies == 1
-
-    def exchanges(self, whole: AttentionShape, tokens: int, *, kept: bool = False) -> tuple[int, ...]:
-        """Return bytes, without padding, that a rank sends before and after a forward, then around a backward.
-
-        Args:
-            whole: the shape of the call.
-            tokens: of the rank.
-            kept: the backward reuses the exchanged q, k, v of the forward if `keeps`; nothing is rematerialized.
-        """
-        q, kv, out, qdo = (bytes_of(name, tokens, self.shape(whole)) for name in ("q", "kv", "out", "qdo"))
-        backward = qdo - q if kept and self.keeps else qdo + kv
-        return tuple((self.degree - 1) * nbytes for nbytes in (q + kv, out, backward, q + kv))
-
-    def sent(self, whole: AttentionShape, tokens: int, *, kept: bool = False) -> tuple[int, int]:
-        """Return bytes that a rank with `tokens` tokens sends around a forward, and around a backward."""
-        nbytes = self.exchanges(whole, tokens, kept=kept)
-        return sum(nbytes[:2]), sum(nbytes[2:])
-
-
-def split_heads(degree: int, ranks: int, heads: int, kv_heads: int) -> HeadSplit:
-    """Return the split of heads over each `degree` of `ranks` ranks.
-
-    Raises:
-        UnsupportedError: the heads cannot be split that way.
-    """
-    check_degree(degree, ranks, heads)
-    mine, group = heads // degree, heads // kv_heads
-    # Query heads in blocks of this many belong to one rank and to one kv head; a block gets its own copy of that.
-    block = gcd(mine, group)
-    return HeadSplit(degree, mine, mine // block, group // block)
-
-
-@dataclass(frozen=True, slots=True)
-class TokenSplit:
-    """The tokens of a rank of the plan, and the ranks that bring them together.
-
-    exchange_group: ranks of the group that exchange heads with this one: neighbours, so that they share a node.
-    plan_group: ranks of the group that run a plan with this one; all of them compute the same heads.
-    rows: tokens of each rank of `exchange_group`.
-    gathered: (position in `exchange_group`, its rows) in the order of the plan's tokens, or () where that is the order
-        of the ranks and all hold equally many.
-    """
-
-    exchange_group: range
-    plan_group: range
-    rows: tuple[int, ...]
-    gathered: tuple[tuple[int, Span], ...]
-
-    @property
-    def returned(self) -> tuple[tuple[int, Span], ...]:
-        """Return the inverse of `gathered`: (position, rows of the gathered tokens) in the order of the ranks."""
-        edges = accumulate((len(rows) for _, rows in self.gathered), initial=0)
-        placed = [
-            (rank, rows.lo, Span(at, at + len(rows))) for (rank, rows), at in zip(self.gathered, edges, strict=False)
-        ]
-        return tuple((rank, rows) for rank, _, rows in sorted(placed))
-
-
-def split_tokens(degree: int, rank: int, layout: Layout) -> TokenSplit:
-    """Return how the tokens of neighbours form the tokens of one rank of the plan, whose layout is `merged(degree)`.
-
-    Args:
-        degree: ranks that exchange heads with each other; it divides the ranks of the layout.
-        rank: this rank in the group.
-        layout: the tokens that each rank of the group holds.
-
-    Raises:
-        UnsupportedError: queries and keys are two sequences.
-    """
-    if layout.queries is not None:
-        what, why = f"ulysses_degree={degree} for two sequences", "an exchange brings one sequence together"
-        raise UnsupportedError(what, why, "ulysses_degree=1")
-    exchange_group = range(rank - rank % degree, rank - rank % degree + degree)
-    at = {chunk: (position, row) for position, r in enumerate(exchange_group) for chunk, row in layout.rows(r).items()}
-    held = layout.merged(degree).of(rank // degree)
-    found = [(*at[chunk], len(layout.chunks[chunk])) for chunk in held]
-    gathered = tuple((position, Span(row, row + size)) for position, row, size in found)
-    rows = tuple(layout.tokens(other) for other in exchange_group)
-    joined = [(position, joined_spans([rows for _, rows in its])) for position, its in groupby(gathered, itemgetter(0))]
-    in_order = joined == [(position, [Span(0, rows[0])]) for position in range(degree)]
-    return TokenSplit(exchange_group, range(rank % degree, layout.ranks, degree), rows, () if in_order else gathered)

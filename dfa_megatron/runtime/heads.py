@@ -1,0 +1,265 @@
+"""Heads exchanged for tokens around an attention (Ulysses): all-to-all, attention of every degree-th rank, all-to-all.
+
+    4 ranks, degree 2        rank 0           rank 1           rank 2           rank 3
+    a caller's tensors       tokens 0         tokens 1         tokens 2         tokens 3        all heads
+    all-to-all               <----- neighbours ----->          <----- neighbours ----->
+    one plan of ranks 0, 2   tokens 0, 1                       tokens 2, 3                      the first half of heads
+    another of ranks 1, 3                     tokens 0, 1                       tokens 2, 3     the second half
+    all-to-all               tokens 0         tokens 1         tokens 2         tokens 3        all heads
+
+Neither a plan nor what runs it knows of the exchange. All ranks of the group compare a call before its first message.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from dfa_megatron.errors import UnsupportedError
+from dfa_megatron.kernels.leaf import without_autocast, without_functions
+from dfa_megatron.kernels.merge import minus_delta
+from dfa_megatron.plan.degree import HeadSplit, automatic_degree, split_heads
+from dfa_megatron.plan.language.layout import LAYOUTS as BY_LENGTH
+from dfa_megatron.plan.language.layout import Layout
+from dfa_megatron.plan.schedules.load_balanced import layout_of
+from dfa_megatron.runtime import prepare as preparation
+from dfa_megatron.runtime import run
+from dfa_megatron.runtime.comm.channel import Channel
+from dfa_megatron.runtime.counters import COUNTERS
+from dfa_megatron.runtime.execute.sinks import merge_sinks, sinks_gradient
+from dfa_megatron.runtime.execute.wire_format import Fields
+from dfa_megatron.runtime.prepare import Prepared, built, open_transport, settled
+from dfa_megatron.runtime.problem import Inputs, profile_of
+from dfa_megatron.runtime.request import Request
+from dfa_megatron.runtime.run import InputGradients, SavedTensors
+
+_ALIGNMENT = 16
+"""Bytes. Kernels load 16 at a time, and read q, k and v where they landed."""
+
+
+def rows_in_order(layout: Layout, neighbours: range) -> torch.Tensor:
+    """Return where each token of a rank of the plan lies in the rows that neighbours send, of each the largest number.
+
+    The layout of the plan is `layout.merged(len(neighbours))`.
+    """
+    most, first = max(layout.tokens(rank) for rank in neighbours), neighbours[0]
+    at = {chunk: (r - first) * most + row for r in neighbours for chunk, row in layout.rows(r).items()}
+    held = layout.merged(len(neighbours)).of(first // len(neighbours))
+    return torch.cat([torch.arange(0), *(torch.arange(len(layout.chunks[chunk])) + at[chunk] for chunk in held)])
+
+
+@dataclass(frozen=True, slots=True)
+class HeadExchange:
+    """The all-to-alls around one attention, on the caller's stream.
+
+    A message before a plan is a block of rows: a token with all its fields side by side, sequence before batch. A
+    message after a plan is each field as a whole. Every rank sends as many rows as the largest has.
+
+    near: the neighbours, this rank among them. rows, most: tokens of this rank, and of the largest neighbour.
+    order: where each of the plan's tokens lies in the rows that come, and the inverse; None where they come in order.
+    inner: the attention of the plan's ranks; neither counted nor compared by itself.
+    channel: of the neighbours, once they are connected.
+    """
+
+    heads: HeadSplit
+    near: range
+    rows: int
+    most: int
+    order: tuple[torch.Tensor, torch.Tensor] | None
+    inner: Prepared
+    channel: Channel | None = None
+
+    def copied(self, x: torch.Tensor) -> torch.Tensor:
+        """Return k or v with a kv head for each place."""
+        return x if self.heads.copies == 1 else x.repeat_interleave(self.heads.copies, 2)
+
+    def to_heads(self, phase: str, fields: Sequence[torch.Tensor]) -> Fields:
+        """Turn (batch, rows, degree * heads, width) of this rank's tokens into all tokens of this rank's heads."""
+        if lack := self.most - self.rows:
+            fields = [torch.cat([x, x.new_zeros((x.shape[0], lack, *x.shape[2:]))], 1) for x in fields]
+        parts = [x.unflatten(2, (self.heads.degree, -1)).permute(2, 1, 0, 3, 4) for x in fields]
+        came = [x.flatten(0, 1) for x in self._exchange(phase, parts, 2)]
+        if self.order is not None:
+            came = [x.index_select(0, self.order[0]) for x in came]
+        # A plan of several ranks reads tokens by block, and some kernels copy a block that is not dense each time.
+        dense = self.inner.channel is not None
+        return tuple(x.transpose(0, 1).contiguous() if dense else x.transpose(0, 1) for x in came)
+
+    def to_tokens(self, phase: str, fields: Fields) -> Fields:
+        """Turn (batch, tokens, heads, width) of this rank's heads into this rank's rows of all heads.
+
+        A statistic is (batch, heads, tokens).
+        """
+        parts, found = list[torch.Tensor](), list[torch.Tensor]()
+        for x in fields:
+            tokens = 1 if x.dim() == 4 else 2
+            x = x if self.order is None else x.index_select(tokens, self.order[1])
+            parts.append(x.unflatten(tokens, (self.heads.degree, self.most)).movedim(tokens, 0))
+        for x in self._exchange(phase, parts, 1):
+            tokens, heads = (1, 2) if x.dim() == 5 else (2, 1)
+            whole = x.movedim(0, heads).flatten(heads, heads + 1)
+            found.append(whole.narrow(tokens, 0, self.rows))
+        return tuple(found)
+
+    def summed(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the gradient of k or v: the sum over copies, which PyTorch adds in float32."""
+        return x if self.heads.copies == 1 else x.unflatten(2, (-1, self.heads.copies)).sum(3)
+
+    def _exchange(self, phase: str, parts: Sequence[torch.Tensor], common: int) -> list[torch.Tensor]:
+        """Send part i of each field (degree, ...) to neighbour i, in one message; return what they sent.
+
+        common: the first dimensions, in which fields are alike; behind them they lie side by side.
+        """
+        assert self.channel is not None, "connected when it was prepared"
+        sizes = [_bytes(x, common) for x in parts]
+        send = parts[0].new_empty((*parts[0].shape[:common], sum(sizes)), dtype=torch.uint8)
+        received = torch.empty_like(send)
+        for field, part in zip(_fields(send, parts, sizes), parts, strict=True):
+            field.copy_(part)
+        sent = send.nbytes // self.heads.degree * (self.heads.degree - 1)
+        COUNTERS.ulysses_exchanges += 1
+        if phase == "forward":
+            COUNTERS.ulysses_forward_bytes += sent
+        else:
+            COUNTERS.ulysses_backward_bytes += sent
+        work = self.channel.collectives(send.device).all_to_all(received, send, [1] * self.heads.degree)
+        self.channel.finish(work, send.device)
+        return _fields(received, parts, sizes)
+
+
+def _bytes(x: torch.Tensor, common: int) -> int:
+    """Return the bytes of a field without its first `common` dimensions, with what aligns the next field."""
+    row = max(1, math.prod(x.shape[common:])) * x.itemsize  # none have room too: views of bytes need a stride
+    return -(-row // _ALIGNMENT) * _ALIGNMENT
+
+
+def _fields(buffer: torch.Tensor, like: Sequence[torch.Tensor], sizes: Sequence[int]) -> list[torch.Tensor]:
+    """Return the fields of a buffer of bytes (..., row), shaped as those of `like`."""
+    common, found, at = buffer.dim() - 1, list[torch.Tensor](), 0
+    for x, size in zip(like, sizes, strict=True):
+        shape = x.shape[common:]
+        rows = buffer.view(x.dtype).narrow(common, at // x.itemsize, math.prod(shape))
+        found.append(rows.unflatten(common, shape))
+        at += size
+    return found
+
+
+def prepare(request: Request, over: Channel | None, inputs: Inputs, *, trains: bool = True) -> Prepared:
+    """Do what `runtime.prepare.prepare` does, for the degree that the request names or that suits it."""
+    return preparation.prepare(request, over, inputs, trains=trains, make=_make)
+
+
+def degree_of(request: Request, over: Channel | None, inputs: Inputs) -> int:
+    """Return the number of neighbours that exchange heads; 1 where none do. request: settled."""
+    config, (q, k, *_) = request.config, inputs
+    if not isinstance(config.ulysses_degree, str):
+        return config.ulysses_degree
+    one_sequence = not request.cu_seqlens and request.mask is None and request.plan is None
+    if over is None or not q.is_cuda or config.schedule != "auto" or request.window_size != (-1, -1):
+        return 1
+    if not one_sequence or q.shape[1] != k.shape[1]:
+        return 1
+    tokens = request.length(over.size, q.shape[1]) // over.size
+    hardware = profile_of(q.is_cuda, over, "auto", over.size)
+    return automatic_degree(over.size, tokens, q.shape[2], k.shape[2], hardware)
+
+
+def _make(request: Request, over: Channel | None, inputs: Inputs) -> Prepared:
+    """Build without asking the other ranks.
+
+    Raises:
+        UnsupportedError: neighbours cannot exchange heads here, or nothing serves the request.
+    """
+    rank, size = (over.rank, over.size) if over is not None else (0, 1)
+    request = settled(request, size, rank, inputs)
+    if (degree := degree_of(request, over, inputs)) == 1:
+        return built(request, size, rank, inputs, over)
+    what = f"ulysses_degree={degree}"
+    if request.plan is not None:
+        why, instead = "a plan is one of all ranks of the group", "ulysses_degree=1, or mask="
+        raise UnsupportedError(f"{what} with a plan", why, instead)
+    heads, held = split_heads(degree, size, inputs.q.shape[2], inputs.k.shape[2]), request.layout
+    if isinstance(held, Layout) and held.queries is not None:
+        why = "an exchange brings one sequence together"
+        raise UnsupportedError(f"{what} for two sequences", why, "ulysses_degree=1")
+    if isinstance(held, str):
+        held = layout_of(held, request.mask_over(size * inputs.q.shape[1]), size)
+    merged, near = held.merged(degree), range(rank - rank % degree, rank - rank % degree + degree)
+    asks = request if request.layout in BY_LENGTH else replace(request, layout=merged)
+    tokens, counts = merged.tokens(rank // degree), (heads.heads, heads.kv_heads, heads.kv_heads)
+    like = [  # the plan's tensors: views of one number
+        x.new_empty(()).expand(x.shape[0], tokens, count, x.shape[3])
+        for x, count in zip(inputs[:3], counts, strict=True)
+    ]
+    inner = replace(built(asks, size // degree, rank // degree, Inputs(*like), over), request=request, channel=None)
+    order, most = rows_in_order(held, near), max(held.tokens(each) for each in near)
+    back = order.new_zeros(degree * most)
+    back[order] = torch.arange(tokens)
+    moved = not torch.equal(order, torch.arange(degree * most))
+    order, back = (x.to(inputs.q.device) for x in (order, back))
+    exchange = HeadExchange(heads, near, held.tokens(rank), most, (order, back) if moved else None, inner)
+    return replace(inner, exchange=exchange, connect=_connect)
+
+
+def _connect(prepared: Prepared, over: Channel, device: torch.device) -> Prepared:
+    """Connect the neighbours, and the ranks of the plan."""
+    exchange = prepared.exchange
+    assert exchange is not None, "else nothing sets this"
+    channel, degree = over.subgroup(exchange.near), exchange.heads.degree
+    channel.collectives(device)
+    inner = exchange.inner
+    if over.size > degree:
+        inner = open_transport(inner, over.subgroup(range(over.rank % degree, over.size, degree)), device)
+    return replace(prepared, channel=inner.channel, exchange=replace(exchange, inner=inner, channel=channel))
+
+
+def run_forward(prepared: Prepared, inputs: Inputs, *, trains: bool = True) -> Fields:
+    """Do what `run.run_forward` does.
+
+    Where heads are exchanged, q, k and v as they are after it may follow: a backward that gets them exchanges less.
+    """
+    exchange = prepared.exchange
+    if exchange is None:
+        return run.run_forward(prepared, inputs, trains=trains)
+    q, k, v, sinks = inputs
+    with prepared.running[0 if trains else 2], without_autocast(), without_functions():
+        qkv = exchange.to_heads("forward", (q, exchange.copied(k), exchange.copied(v)))
+        out, lse = exchange.to_tokens("forward", run.run_forward(exchange.inner, Inputs(*qkv), trains=trains))
+    if sinks is not None:
+        out, lse = merge_sinks(out, lse, sinks)
+    return out.contiguous(), lse.contiguous(), *(qkv if exchange.heads.copies == 1 else ())
+
+
+def run_backward(prepared: Prepared, dout: torch.Tensor, saved: SavedTensors) -> InputGradients:
+    """Do what `run.run_backward` does. q, k and v may be those that a forward returned after its exchange."""
+    exchange = prepared.exchange
+    if exchange is None:
+        return run.run_backward(prepared, dout, saved)
+    q, k, v, out, lse, sinks = saved
+    assert q is not None and k is not None and v is not None and out is not None and lse is not None  # noqa: PT018
+    with prepared.running[1], without_autocast(), without_functions():
+        is_delta = prepared.kernel.backward_needs == "delta"
+        needed = _wide(minus_delta(dout, out)) if is_delta else out
+        given = () if q.shape[2] < dout.shape[2] else (q, exchange.copied(k), exchange.copied(v))
+        dheads, needed, wide, *qkv = exchange.to_heads("backward", (dout, needed, _wide(lse), *given))
+        q, k, v = qkv or (q, k, v)
+        inner = (q, k, v, _narrow(needed) if is_delta else needed, _narrow(wide), None)
+        gradients = exchange.to_tokens("backward", run.run_backward(exchange.inner, dheads, inner)[:3])
+        dq, dk, dv = gradients[0], *map(exchange.summed, gradients[1:])
+    if prepared.whole is not None:
+        prepared.whole.end_of_backward()
+    dsinks = None if sinks is None else sinks_gradient(dout, out, lse, sinks)
+    return dq.contiguous(), dk.contiguous(), dv.contiguous(), dsinks
+
+
+def _wide(statistic: torch.Tensor) -> torch.Tensor:
+    """Return a statistic (batch, heads, rows) as a field (batch, rows, heads, 1)."""
+    return statistic.transpose(1, 2).unsqueeze(3)
+
+
+def _narrow(field: torch.Tensor) -> torch.Tensor:
+    """Return the statistic of a field, contiguous."""
+    return field.squeeze(3).transpose(1, 2).contiguous()
