@@ -13,7 +13,7 @@ from dfa_megatron.plan.cost.choose import best, candidates, make_plan
 from dfa_megatron.plan.cost.hardware import H200_NIC_400G, Link, computing_with
 from dfa_megatron.plan.language.ir import AttentionPlan
 from dfa_megatron.plan.language.mask import causal
-from dfa_megatron.plan.language.shape import AttentionShape, bytes_of
+from dfa_megatron.plan.language.sizes import Sizes
 from dfa_megatron.plan.lowering.lower import lower_all
 from docs.measured import K, Lines, table
 
@@ -34,22 +34,22 @@ EXAMPLE = K * K
 def step_of(model: str) -> Step:
     """Return the step of a whole model on eight GPUs with everything that saves memory."""
     shape = SHAPES[model]
-    attention = AttentionShape(1, shape.heads, shape.kv_heads, shape.head_dim)
-    messages = message_bytes(make_plan(causal(ONE_HOST * ROWS), ONE_HOST, shape=attention), attention) // ROWS
+    attention = Sizes(1, shape.heads, shape.kv_heads, shape.head_dim)
+    messages = message_bytes(make_plan(causal(ONE_HOST * ROWS), ONE_HOST, sizes=attention), attention) // ROWS
     return Step(
         shape=shape, layers=shape.layers, vocabulary=shape.vocabulary, tile=4096, ranks=ONE_HOST,
         on_host=True, stages=shape.kv_heads, messages=messages,
     )  # fmt: skip
 
 
-def message_bytes(plan: AttentionPlan, shape: AttentionShape) -> int:
+def message_bytes(plan: AttentionPlan, shape: Sizes) -> int:
     """Return the most bytes of a rank's slots over both phases; a slot counts as a whole chunk."""
     most = 0
     for one in plan.phases:
         tokens = max(len(chunk) for chunk in one.layout.chunks)
         for program in lower_all(one, shape.batch):
             slots = program.peak_slots().items()
-            most = max(most, sum(count * bytes_of(name, tokens, shape) for name, count in slots))
+            most = max(most, sum(count * tokens * sum(shape.row_bytes(name)) for name, count in slots))
     return most
 
 
@@ -102,11 +102,11 @@ def fits() -> Lines:
 
 def network() -> Lines:
     """Return the share of the time in which two hosts of eight GPUs compute nothing, by the rate of the network."""
-    shape, lengths, lines = AttentionShape(kv_heads=8, backward_needs="delta"), (4, 8, 16, 32, 64), []
+    shape, lengths, lines = Sizes(kv_heads=8, backward_needs="delta"), (4, 8, 16, 32, 64), []
     for gigabits in (400, 200, 100, 25):
         link = Link("p2p", 0.9e9 * gigabits / 8, 30e-6)
         hardware = computing_with("flash4", replace(H200_NIC_400G, network=link))
-        about = {"layout": "contiguous", "shape": shape, "hardware": hardware}
+        about = {"layout": "contiguous", "sizes": shape, "hardware": hardware}
         found = [best(candidates(causal(16 * K * tokens), 16, **about)) for tokens in lengths]
         lines.append([f"{gigabits} Gb/s", *(f"{100 * (1 - one.busy / one.device):.0f} %" for one in found if one)])
     return table(["adapter of each GPU", *(f"{tokens}K a rank" for tokens in lengths)], lines)

@@ -16,7 +16,7 @@ from typing import Any
 from dfa_megatron.plan.cost.hardware import H200_NIC_400G
 from dfa_megatron.plan.cost.outline import Outline, estimate, outline
 from dfa_megatron.plan.language.mask import causal
-from dfa_megatron.plan.language.shape import AttentionShape
+from dfa_megatron.plan.language.sizes import Sizes
 from dfa_megatron.plan.schedules import OWNER_COMPUTES, SCHEDULES
 from docs.measured import K, Lines, row, specification, stored, table
 
@@ -38,14 +38,14 @@ def rows(ranks: int, schedule: str, gateway: bool) -> list[Row]:
     phases = [outline(attention.forward), outline(attention.backward)]
     return [
         {"ranks": ranks, "schedule": schedule, "gateway": gateway, "heads": heads, "length": length}
-        | timed(phases, AttentionShape(kv_heads=HEADS[heads]), length)
+        | timed(phases, Sizes(kv_heads=HEADS[heads]), length)
         for heads in HEADS
         for length in LENGTHS
         if length >= SHORTEST * ranks
     ]
 
 
-def timed(outlines: Iterable[Outline], shape: AttentionShape, length: int) -> Row:
+def timed(outlines: Iterable[Outline], shape: Sizes, length: int) -> Row:
     """Return one point."""
     phases = [estimate(phase, shape, H200_NIC_400G, length) for phase in outlines]
     seconds = sum(phase.seconds for phase in phases)

@@ -11,14 +11,14 @@ from dfa_megatron.plan.cost.choose import make_plan
 from dfa_megatron.plan.cost.hardware import H200_NVLINK, H200_SLOW_LINK, IDEAL_LINK
 from dfa_megatron.plan.language.ir import AttentionPlan, Plan, loads
 from dfa_megatron.plan.language.mask import Mask, causal, documents
-from dfa_megatron.plan.language.shape import AttentionShape
+from dfa_megatron.plan.language.sizes import Sizes
 from dfa_megatron.plan.lowering.lower import lower_all
 from dfa_megatron.plan.schedules import ALL, OWNER_COMPUTES, SCHEDULES, Schedule
 from docs.measured import Lines, table
 
 TOKENS = 65536
-SHAPE = AttentionShape(kv_heads=8)
-PACK_SHAPE = AttentionShape(heads=64, kv_heads=8)
+SHAPE = Sizes(kv_heads=8)
+PACK_SHAPE = Sizes(heads=64, kv_heads=8)
 FOR_PACKS = (OWNER_COMPUTES["load_balanced"], SCHEDULES["greedy"])
 
 
@@ -28,7 +28,7 @@ def label(schedule: Schedule | AttentionPlan) -> str:
     return f"`{name}`" + (f" on {schedule.layout}" if schedule.layout != "contiguous" else "")
 
 
-def sent(plan: Plan | AttentionPlan, shape: AttentionShape) -> str:
+def sent(plan: Plan | AttentionPlan, shape: Sizes) -> str:
     """Return the megabytes that ranks send: their mean, and the most."""
     found = bytes_sent(plan, shape)
     return f"{sum(found) / len(found) / 1e6:.0f} ({max(found) / 1e6:.0f})"
@@ -62,7 +62,7 @@ def choices(ranks: int) -> Lines:
         taken = list[list[str]]()
         for tokens in (16384, 65536, 262144):
             for kv_heads in (32, 8):
-                about = {"shape": AttentionShape(kv_heads=kv_heads), "hardware": hardware}
+                about = {"sizes": Sizes(kv_heads=kv_heads), "hardware": hardware}
                 plans = (make_plan(causal(tokens), ranks, layout=one, **about) for one in ("contiguous", "auto"))
                 taken.append([f"{tokens // 1024}K", str(kv_heads), *map(label, plans)])
         if len({(*one[2:],) for one in taken}) == 1:
@@ -100,7 +100,7 @@ def pictures() -> dict[str, str]:
     for schedule in ALL:
         mask, shape = (pack(8, 2), PACK_SHAPE) if schedule in FOR_PACKS else (causal(TOKENS), SHAPE)
         name = schedule.layout if schedule.name == "owner_computes" else schedule.name
-        found[f"{name}_p8.svg"] = draw(schedule.plan(mask, 8), "svg", phase="forward", shape=shape)
+        found[f"{name}_p8.svg"] = draw(schedule.plan(mask, 8), "svg", phase="forward", sizes=shape)
     return found
 
 

@@ -11,7 +11,7 @@ from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.plan.cost.hardware import H200_NVLINK, Hardware
 from dfa_megatron.plan.language.grid import grid, whose
 from dfa_megatron.plan.language.ir import PHASES, AttentionPlan, Block, Plan
-from dfa_megatron.plan.language.shape import AttentionShape
+from dfa_megatron.plan.language.sizes import Sizes
 
 WIDTH, LEFT, RIGHT = 1120, 76, 148
 HEADER, HEADING, FOOTER = 62, 44, 46
@@ -213,7 +213,7 @@ def draw(
     style: Style = "text",
     *,
     phase: Literal["forward", "backward", "both"] = "both",
-    shape: AttentionShape | None = None,
+    sizes: Sizes | None = None,
     hardware: Hardware = H200_NVLINK,
     width: int = 100,
 ) -> str:
@@ -223,7 +223,7 @@ def draw(
         plan: both phases, or one.
         style: "text" is a row per step and a column per rank; "svg" a row per rank over simulated time.
         phase: which phases of an AttentionPlan.
-        shape, hardware: what "svg" simulates.
+        sizes, hardware: what "svg" simulates.
         width: of the text, in characters; more ranks than fit merge into bands.
 
     Raises:
@@ -237,10 +237,10 @@ def draw(
         return "\n\n".join(grid(one, width=width) for one in phases)
     if style != "svg":
         raise UnsupportedError(f"style {style!r}", "there is no such style", "one of text, svg")
-    shape = shape or AttentionShape()
+    sizes = sizes or Sizes()
     name = f"{plan.schedule} schedule, " if isinstance(plan, AttentionPlan) else ""
     mask = phases[0].mask
     title = f"{name}{mask.name} mask, {mask.length:,} tokens, {plan.ranks} ranks"
-    timelines = [(one, simulate(one, shape, hardware)) for one in phases]
-    heads = f"{shape.heads} heads, {shape.kv_heads} kv heads of {shape.head_dim}"
+    timelines = [(one, simulate(one, sizes, hardware)) for one in phases]
+    heads = f"{sizes.heads} heads, {sizes.kv_heads} kv heads of {sizes.head_dim}"
     return picture(title, f"{heads}, {hardware.name}", timelines)

@@ -24,7 +24,7 @@ from dfa_megatron.plan.language import mask as masks
 from dfa_megatron.plan.language.geometry import UNBOUNDED, Span, Tile
 from dfa_megatron.plan.language.ir import AttentionPlan
 from dfa_megatron.plan.language.mask import Mask
-from dfa_megatron.plan.language.shape import AttentionShape
+from dfa_megatron.plan.language.sizes import Sizes
 from dfa_megatron.plan.language.text import to_text
 from dfa_megatron.plan.language.tree import prompt_tree
 from dfa_megatron.plan.lowering.lower import lower_all
@@ -98,19 +98,19 @@ def run(args: argparse.Namespace) -> int:
     choice: dict[str, Any] = {"schedule": flags.schedule, "layout": flags.layout}
     needs = cast(Any, flags.backward_needs)
     kv_heads = flags.heads if flags.kv_heads is None else flags.kv_heads
-    whole = AttentionShape(flags.batch, flags.heads, kv_heads, flags.head_dim, backward_needs=needs)
+    whole = Sizes(flags.batch, flags.heads, kv_heads, flags.head_dim, backward_needs=needs)
     degree = DistAttentionConfig(ulysses_degree=flags.ulysses_degree).ulysses_degree
     if isinstance(degree, str):
         degree = automatic_degree(flags.ranks, mask.length // flags.ranks, whole.heads, kv_heads, hardware)
     heads, ranks = split_heads(degree, flags.ranks, whole.heads, kv_heads), flags.ranks // degree
-    shape = dataclasses.replace(whole, heads=heads.heads, kv_heads=heads.kv_heads)
+    sizes = dataclasses.replace(whole, heads=heads.heads, kv_heads=heads.kv_heads)
     if (nodes := hardware.ranks_per_node) is not None:
         hardware = dataclasses.replace(hardware, ranks_per_node=max(1, nodes // degree))
-    plan = make_plan(mask, ranks, shape=shape, hardware=hardware, **choice)
+    plan = make_plan(mask, ranks, sizes=sizes, hardware=hardware, **choice)
     held = layout_of(plan.layout, mask, flags.ranks).merged(degree)
     if held.joined() != plan.forward.layout.joined():  # neighbours hold other tokens than a rank of so few would
-        plan = make_plan(mask, ranks, shape=shape, hardware=hardware, schedule=flags.schedule, layout=held)
-    print(report(plan, shape, hardware))
+        plan = make_plan(mask, ranks, sizes=sizes, hardware=hardware, schedule=flags.schedule, layout=held)
+    print(report(plan, sizes, hardware))
     if flags.ulysses_degree == "auto":
         print(f"\nulysses_degree=auto is {degree} here")
     if degree > 1:
@@ -120,11 +120,11 @@ def run(args: argparse.Namespace) -> int:
     if ranks == 1:
         print("\none rank computes whole sequences, of its heads: all schedules are the same")
     elif flags.explain or flags.schedule == "auto":
-        looked_at = candidates(mask, ranks, shape=shape, layout=flags.layout, hardware=hardware)
+        looked_at = candidates(mask, ranks, sizes=sizes, layout=flags.layout, hardware=hardware)
         title = f"auto took {plan.schedule}" if flags.schedule == "auto" else f"the candidates on {hardware.name}"
         print(f"\n{title}; ms of forward and backward, or of the host launching them if longer:\n{explain(looked_at)}")
     if flags.svg is not None:
-        flags.svg.write_text(draw(plan, "svg", shape=shape, hardware=hardware), encoding="utf-8")
+        flags.svg.write_text(draw(plan, "svg", sizes=sizes, hardware=hardware), encoding="utf-8")
     if flags.text is not None:
         flags.text.write_text(to_text(plan), encoding="utf-8")
     return 0
@@ -166,12 +166,12 @@ def _from_file(path: Path, *, is_tree: bool) -> Mask:
         raise UnsupportedError(str(path), f"it lacks {error}", instead) from error
 
 
-def report(plan: AttentionPlan, shape: AttentionShape, hardware: Hardware) -> str:
+def report(plan: AttentionPlan, sizes: Sizes, hardware: Hardware) -> str:
     """Return the grid of each phase and its cost."""
     lines = [f"{plan}, layout {plan.layout}, digest {plan.digest}"]
     for one in plan.phases:
-        timeline = simulate(one, shape, hardware)
-        slots = [program.peak_slots() for program in lower_all(one, shape.batch)]
+        timeline = simulate(one, sizes, hardware)
+        slots = [program.peak_slots() for program in lower_all(one, sizes.batch)]
         peak = {name: max(slot.get(name, 0) for slot in slots) for name in sorted({n for slot in slots for n in slot})}
         lines += [
             "",

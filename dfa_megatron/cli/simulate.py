@@ -11,16 +11,18 @@ from dfa_megatron.plan.interpret import run_together
 from dfa_megatron.plan.language.grid import cell
 from dfa_megatron.plan.language.ir import AttentionPlan, Block, Plan
 from dfa_megatron.plan.language.program import Call, Merge, Message, Program, rows_read
-from dfa_megatron.plan.language.shape import AttentionShape, bytes_of
+from dfa_megatron.plan.language.sizes import Sizes
 from dfa_megatron.plan.lowering.lower import lower_all
 
 
-def bytes_sent(plan: AttentionPlan | Plan, shape: AttentionShape, end: str = "src") -> tuple[int, ...]:
+def bytes_sent(plan: AttentionPlan | Plan, sizes: Sizes, end: str = "src") -> tuple[int, ...]:
     """Return the bytes that each rank sends, or with end="dst" those that it receives."""
     total = [0] * plan.ranks
     for phase in plan.phases:
         for transfer in phase.transfers:
-            total[getattr(transfer, end)] += bytes_of(transfer.what, len(phase.layout.chunks[transfer.chunk]), shape)
+            total[getattr(transfer, end)] += len(phase.layout.chunks[transfer.chunk]) * sum(
+                sizes.row_bytes(transfer.what)
+            )
     return tuple(total)
 
 
@@ -75,9 +77,7 @@ class Timeline:
         return Timeline(late + after.makespan, busy, sent, received, (*self.events, *moved), host)
 
 
-def simulate(
-    plan: AttentionPlan | Plan, shape: AttentionShape | None = None, hardware: Hardware = H200_NVLINK
-) -> Timeline:
+def simulate(plan: AttentionPlan | Plan, sizes: Sizes | None = None, hardware: Hardware = H200_NVLINK) -> Timeline:
     """Run a plan over clocks. The programs, the loop and the order are those of a real run.
 
     Each rank has a compute queue and a communication queue. A step's batch starts after the previous batch and after
@@ -89,20 +89,20 @@ def simulate(
     Raises:
         PlanError: the plan breaks a rule of the language.
     """
-    timelines = [_simulate(phase, shape or AttentionShape(), hardware) for phase in plan.phases]
+    timelines = [_simulate(phase, sizes or Sizes(), hardware) for phase in plan.phases]
     return timelines[0] if len(timelines) == 1 else timelines[0].then(timelines[1])
 
 
-def _simulate(plan: Plan, shape: AttentionShape, hardware: Hardware) -> Timeline:
-    programs, clocks, events = lower_all(plan, shape.batch), list[_Clock](), list[Event]()
+def _simulate(plan: Plan, sizes: Sizes, hardware: Hardware) -> Timeline:
+    programs, clocks, events = lower_all(plan, sizes.batch), list[_Clock](), list[Event]()
     network = _Network(hardware, clocks)
-    clocks += [_Clock(plan, program, shape, network, events) for program in programs]
+    clocks += [_Clock(plan, program, sizes, network, events) for program in programs]
     run_together(programs, clocks)
     return Timeline(
         max((clock.done for clock in clocks), default=0.0),
         tuple(clock.busy for clock in clocks),
-        bytes_sent(plan, shape),
-        bytes_sent(plan, shape, "dst"),
+        bytes_sent(plan, sizes),
+        bytes_sent(plan, sizes, "dst"),
         tuple(events),
         tuple(hardware.host.seconds(*parts_of(program)) for program in programs),
     )
@@ -139,10 +139,8 @@ class _Network:
 class _Clock:
     """An algebra whose values are times: one rank's compute queue, and its end of the network."""
 
-    def __init__(
-        self, plan: Plan, program: Program, shape: AttentionShape, network: _Network, events: list[Event]
-    ) -> None:
-        self.plan, self.program, self.shape, self.network, self.events = plan, program, shape, network, events
+    def __init__(self, plan: Plan, program: Program, sizes: Sizes, network: _Network, events: list[Event]) -> None:
+        self.plan, self.program, self.sizes, self.network, self.events = plan, program, sizes, network, events
         self.done = self.posted = self.delivered = self.busy = 0.0
         self.step, self.ended = 0, list[float]()
 
@@ -153,9 +151,9 @@ class _Clock:
 
     def compute(self, call: Call) -> None:
         """Put one kernel call on the compute queue."""
-        phase, heads = self.plan.phase, self.shape.batch * self.shape.heads
+        phase, heads = self.plan.phase, self.sizes.batch * self.sizes.heads
         rate = self.network.hardware.rate(phase.name, call.area, rows_read(call.segments), call.kv.rows, heads)
-        seconds = call.area * self.shape.flops_per_pair(phase) / rate
+        seconds = call.area * self.sizes.flops_per_pair(phase) / rate
         self._work(seconds, cell(self.plan, call.blocks), blocks=call.blocks)
 
     def merge(self, merge: Merge) -> None:
@@ -168,7 +166,7 @@ class _Clock:
 
     def take(self, step: int, message: Message) -> int:
         """Queue a message and return its size in bytes."""
-        nbytes = sum(bytes_of(name, rows, self.shape) for name, rows in message.signature)
+        nbytes = sum(rows * sum(self.sizes.row_bytes(name)) for name, rows in message.signature)
         self.network.send(self.program.rank, message.peer, nbytes)
         return nbytes
 

@@ -20,8 +20,8 @@ from dfa_megatron.runtime.environment import warn_of_untested
 
 if TYPE_CHECKING:
     from dfa_megatron.runtime.execute.wire_format import Fields
+    from dfa_megatron.runtime.memory_plan import MemoryPlan
     from dfa_megatron.runtime.prepare import Prepared
-    from dfa_megatron.runtime.rank_plan import MemoryPlan
 
     Run = Callable[[Prepared, MemoryPlan, Fields], Fields]
 
@@ -116,8 +116,8 @@ def timed(run: Run, prepared: Prepared, memory: MemoryPlan, inputs: Fields) -> F
     device, is_forward = inputs[0].device, memory is prepared.forward
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():  # events in a graph cannot be read
         return run(prepared, memory, inputs)
-    problem, watch = prepared.rank_plan.problem, _Stopwatch(device)
-    flops = problem.mask.area * problem.shape.flops_per_pair(FORWARD if is_forward else BACKWARD) / problem.ranks
+    watch = _Stopwatch(device)
+    flops = prepared.pairs * prepared.sizes.flops_per_pair(FORWARD if is_forward else BACKWARD)
     watch.mark()
     Transport.mark = watch.mark
     try:
@@ -131,11 +131,11 @@ def timed(run: Run, prepared: Prepared, memory: MemoryPlan, inputs: Fields) -> F
 
 def describe(prepared: Prepared, device: torch.device) -> dict[str, str]:
     """Return schedule, kernel and transport of a prepared attention, and keep them for `stats`."""
-    channel, plan = prepared.channel, prepared.rank_plan
+    channel = prepared.channel
     transport = Transport.name if channel is None else channel.transports.name_of(device, prepared.transport)
     alone = "one rank" if prepared.exchange is None else "head exchange"
-    schedule = alone if plan.problem.ranks == 1 else plan.schedule
-    _how.update(schedule=schedule, kernel=plan.problem.kernel, transport=transport)
+    schedule = alone if prepared.ranks == 1 else prepared.schedule
+    _how.update(schedule=schedule, kernel=prepared.kernel.name, transport=transport)
     return _how
 
 
@@ -145,7 +145,7 @@ def say_how(prepared: Prepared, device: torch.device, *, saves: bool) -> None:
     if os.environ.get(QUIET) == "1" or (dist.is_initialized() and dist.get_rank()):
         return
     degree = 1 if heads is None else heads.heads.degree
-    ranks = prepared.rank_plan.problem.ranks * degree
+    ranks = prepared.ranks * degree
     layout = prepared.request.layout
     layout = layout if isinstance(layout, str) else "contiguous" if layout.in_order else "chunks"
     words = [f"{ranks} ranks" if ranks > 1 else "1 rank", layout]

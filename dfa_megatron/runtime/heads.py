@@ -25,14 +25,14 @@ from dfa_megatron.plan.degree import HeadSplit, automatic_degree, split_heads
 from dfa_megatron.plan.language.layout import LAYOUTS as BY_LENGTH
 from dfa_megatron.plan.language.layout import Layout
 from dfa_megatron.plan.schedules.load_balanced import layout_of
-from dfa_megatron.runtime import prepare as preparation
 from dfa_megatron.runtime import run
 from dfa_megatron.runtime.comm.channel import Channel
 from dfa_megatron.runtime.counters import COUNTERS
 from dfa_megatron.runtime.execute.sinks import merge_sinks, sinks_gradient
 from dfa_megatron.runtime.execute.wire_format import Fields
+from dfa_megatron.runtime.inputs import Inputs
+from dfa_megatron.runtime.planning import profile_of
 from dfa_megatron.runtime.prepare import Prepared, built, open_transport, settled
-from dfa_megatron.runtime.problem import Inputs, profile_of
 from dfa_megatron.runtime.request import Request
 from dfa_megatron.runtime.run import InputGradients, SavedTensors
 
@@ -147,11 +147,6 @@ def _fields(buffer: torch.Tensor, like: Sequence[torch.Tensor], sizes: Sequence[
     return found
 
 
-def prepare(request: Request, over: Channel | None, inputs: Inputs, *, trains: bool = True) -> Prepared:
-    """Do what `runtime.prepare.prepare` does, for the degree that the request names or that suits it."""
-    return preparation.prepare(request, over, inputs, trains=trains, make=_make)
-
-
 def degree_of(request: Request, over: Channel | None, inputs: Inputs) -> int:
     """Return the number of neighbours that exchange heads; 1 where none do. request: settled."""
     config, (q, k, *_) = request.config, inputs
@@ -167,8 +162,8 @@ def degree_of(request: Request, over: Channel | None, inputs: Inputs) -> int:
     return automatic_degree(over.size, tokens, q.shape[2], k.shape[2], hardware)
 
 
-def _make(request: Request, over: Channel | None, inputs: Inputs) -> Prepared:
-    """Build without asking the other ranks.
+def make(request: Request, over: Channel | None, inputs: Inputs) -> Prepared:
+    """Build without asking the other ranks, for the degree that the request names or that suits it.
 
     Raises:
         UnsupportedError: neighbours cannot exchange heads here, or nothing serves the request.
@@ -194,14 +189,14 @@ def _make(request: Request, over: Channel | None, inputs: Inputs) -> Prepared:
         x.new_empty(()).expand(x.shape[0], tokens, count, x.shape[3])
         for x, count in zip(inputs[:3], counts, strict=True)
     ]
-    inner = replace(built(asks, size // degree, rank // degree, Inputs(*like), over), request=request, channel=None)
+    inner = replace(built(asks, size // degree, rank // degree, Inputs(*like), over), channel=None)
     order, most = rows_in_order(held, near), max(held.tokens(each) for each in near)
     back = order.new_zeros(degree * most)
     back[order] = torch.arange(tokens)
     moved = not torch.equal(order, torch.arange(degree * most))
     order, back = (x.to(inputs.q.device) for x in (order, back))
     exchange = HeadExchange(heads, near, held.tokens(rank), most, (order, back) if moved else None, inner)
-    return replace(inner, exchange=exchange, connect=_connect)
+    return replace(inner, request=request, exchange=exchange, connect=_connect)
 
 
 def _connect(prepared: Prepared, over: Channel, device: torch.device) -> Prepared:
@@ -217,14 +212,12 @@ def _connect(prepared: Prepared, over: Channel, device: torch.device) -> Prepare
 
 
 def run_forward(prepared: Prepared, inputs: Inputs, *, trains: bool = True) -> Fields:
-    """Do what `run.run_forward` does.
+    """Do what `run.run_forward` does, around which neighbours exchange heads.
 
-    Where heads are exchanged, q, k and v as they are after it may follow: a backward that gets them exchanges less.
+    q, k and v as they are after the exchange may follow: a backward that gets them exchanges less.
     """
-    exchange = prepared.exchange
-    if exchange is None:
-        return run.run_forward(prepared, inputs, trains=trains)
-    q, k, v, sinks = inputs
+    exchange, (q, k, v, sinks) = prepared.exchange, inputs
+    assert exchange is not None, "others are run by `runtime.run`"
     with prepared.running[0 if trains else 2], without_autocast(), without_functions():
         qkv = exchange.to_heads("forward", (q, exchange.copied(k), exchange.copied(v)))
         out, lse = exchange.to_tokens("forward", run.run_forward(exchange.inner, Inputs(*qkv), trains=trains))
@@ -234,11 +227,9 @@ def run_forward(prepared: Prepared, inputs: Inputs, *, trains: bool = True) -> F
 
 
 def run_backward(prepared: Prepared, dout: torch.Tensor, saved: SavedTensors) -> InputGradients:
-    """Do what `run.run_backward` does. q, k and v may be those that a forward returned after its exchange."""
-    exchange = prepared.exchange
-    if exchange is None:
-        return run.run_backward(prepared, dout, saved)
-    q, k, v, out, lse, sinks = saved
+    """Do what `run.run_backward` does. q, k and v may be those that `run_forward` returned after its exchange."""
+    exchange, (q, k, v, out, lse, sinks) = prepared.exchange, saved
+    assert exchange is not None, "others are run by `runtime.run`"
     assert q is not None and k is not None and v is not None and out is not None and lse is not None  # noqa: PT018
     with prepared.running[1], without_autocast(), without_functions():
         is_delta = prepared.kernel.backward_needs == "delta"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -9,12 +10,13 @@ from torch._C._functorch import is_batchedtensor, is_legacy_batchedtensor
 
 from dfa_megatron.kernels.api import accumulator_dtype
 from dfa_megatron.kernels.leaf import differentiable_once
+from dfa_megatron.runtime import heads, run
 from dfa_megatron.runtime.agreement.calls import AtLayer, current_layer
 from dfa_megatron.runtime.comm.channel import Channel, refuse
 from dfa_megatron.runtime.comm.groups import channel_of
 from dfa_megatron.runtime.counters import COUNTERS, say_how
-from dfa_megatron.runtime.heads import prepare, run_backward, run_forward
-from dfa_megatron.runtime.problem import Inputs, transformed
+from dfa_megatron.runtime.inputs import Inputs, transformed
+from dfa_megatron.runtime.prepare import Prepared, prepare
 from dfa_megatron.runtime.request import Request, from_text
 
 Pair = tuple[torch.Tensor, torch.Tensor]
@@ -31,11 +33,16 @@ def needs_gradient(inputs: Inputs) -> bool:
     return some and torch.is_grad_enabled()
 
 
+def _runs(prepared: Prepared) -> ModuleType:
+    """Return the module that runs an attention."""
+    return run if prepared.exchange is None else heads
+
+
 def _forward(inputs: Inputs, request: Request, over: Channel | None, trains: bool) -> Pair:
     """Return (out, lse) of an operator's call."""
-    prepared = prepare(request, over, inputs, trains=trains)
+    prepared = prepare(request, over, inputs, trains=trains, make=heads.make)
     say_how(prepared, inputs.q.device, saves=False)
-    out, lse, *_ = run_forward(prepared, inputs, trains=trains)
+    out, lse, *_ = _runs(prepared).run_forward(prepared, inputs, trains=trains)
     return out, lse
 
 
@@ -60,11 +67,11 @@ class DirectAttention(torch.autograd.Function):
             COUNTERS.replays += 1
             out, lse = (x.detach() for x in known)
         else:
-            ctx.prepared = prepare(request, over, inputs, trains=trains)
+            ctx.prepared = prepare(request, over, inputs, trains=trains, make=heads.make)
             if may_keep not in ctx.prepared.said:
                 ctx.prepared.said.add(may_keep)
                 say_how(ctx.prepared, q.device, saves=not may_keep)
-            out, lse, *exchanged = run_forward(ctx.prepared, inputs, trains=trains)
+            out, lse, *exchanged = _runs(ctx.prepared).run_forward(ctx.prepared, inputs, trains=trains)
             if may_keep and exchanged:
                 q, k, v = exchanged
         _save(ctx, q, k, v, out, lse, sinks)
@@ -81,8 +88,8 @@ class DirectAttention(torch.autograd.Function):
             if is_batchedtensor(dout) or is_legacy_batchedtensor(dout):
                 raise transformed()
             with AtLayer(ctx.layer):
-                prepared = ctx.prepared or prepare(ctx.request, ctx.over, Inputs(*saved[:3]))
-                gradients = run_backward(prepared, dout, saved)
+                prepared = ctx.prepared or prepare(ctx.request, ctx.over, Inputs(*saved[:3]), make=heads.make)
+                gradients = _runs(prepared).run_backward(prepared, dout, saved)
         except Exception as error:
             refuse(error, ctx.over, since)
             raise
@@ -146,8 +153,8 @@ def attention_backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return (dq, dk, dv) of this rank's rows, and dsinks (heads,), which is (0,) without sinks."""
     asked = from_text(request)
-    prepared = prepare(asked, channel_of(group, verify=asked.verify), Inputs(q, k, v))
-    dq, dk, dv, dsinks = run_backward(prepared, dout, (q, k, v, out, lse, sinks))
+    prepared = prepare(asked, channel_of(group, verify=asked.verify), Inputs(q, k, v), make=heads.make)
+    dq, dk, dv, dsinks = _runs(prepared).run_backward(prepared, dout, (q, k, v, out, lse, sinks))
     return dq, dk, dv, lse.new_empty(0) if dsinks is None else dsinks
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import json
 import logging
@@ -15,19 +16,19 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from dfa_megatron import kernels
 from dfa_megatron.kernels.api import BlockKernel
 from dfa_megatron.plan.language.grid import grid
 from dfa_megatron.plan.language.ir import AttentionPlan
+from dfa_megatron.plan.language.sizes import Sizes
 from dfa_megatron.runtime.agreement.calls import Facts, Kind
 from dfa_megatron.runtime.comm.channel import Channel, refuse, tell
 from dfa_megatron.runtime.comm.groups import channels
 from dfa_megatron.runtime.cu_seqlens import describe
 from dfa_megatron.runtime.execute.bound import Bound
 from dfa_megatron.runtime.execute.sinks import sinks_error
-from dfa_megatron.runtime.execute.wire_format import Format
-from dfa_megatron.runtime.problem import Inputs, problem_of, refuse_tensors
-from dfa_megatron.runtime.rank_plan import MemoryPlan, RankPlan, rank_plan
+from dfa_megatron.runtime.inputs import Inputs, refuse_tensors
+from dfa_megatron.runtime.memory_plan import MemoryPlan, placed
+from dfa_megatron.runtime.planning import kernel_of, plan_of, profile_of, sizes_of
 from dfa_megatron.runtime.request import OPTIONS, Request
 
 if TYPE_CHECKING:
@@ -71,6 +72,8 @@ def open_transport(prepared: Prepared, over: Channel, device: torch.device) -> P
 class Prepared:
     """Everything that running one attention needs beside its tensors.
 
+    ranks: of the plan. schedule, digest: of the plan, which `plan_again` makes. pairs: a rank's mean work, in token
+        pairs of a head.
     exchange: set if ulysses_degree > 1: see `runtime.heads`. Then all other fields but whole and running are those of
         the plan's ranks, tokens and heads.
     binds: whether the kernel's work can be recorded and replayed.
@@ -88,9 +91,16 @@ class Prepared:
     """
 
     request: Request
-    rank_plan: RankPlan
+    ranks: int
+    sizes: Sizes
     kernel: BlockKernel
-    channel: Channel | None
+    schedule: str
+    digest: str
+    forward: MemoryPlan
+    backward: MemoryPlan
+    pairs: float
+    plan_again: Callable[[], AttentionPlan]
+    channel: Channel | None = None
     exchange: HeadExchange | None = None
     binds: bool = False
     kind: tuple[object, ...] = ()
@@ -99,29 +109,20 @@ class Prepared:
     whole: Channel | None = None
     running: tuple[AbstractContextManager[None], ...] = (_NOT_COUNTED,) * 3
     connect: Callable[[Prepared, Channel, torch.device], Prepared] = open_transport
-    forward: MemoryPlan = field(init=False)
-    backward: MemoryPlan = field(init=False)
     arena_bytes: int = field(init=False)
     transport: str = field(init=False)
 
     def __post_init__(self) -> None:
         """Work out once what every call asks for."""
-        object.__setattr__(self, "forward", self.rank_plan.forward)
-        object.__setattr__(self, "backward", self.rank_plan.backward)
         needed, asked = max(self.forward.arena_bytes, self.backward.arena_bytes), self.request.config.transport
         needed = _roomy(needed) if self.request.cu_seqlens else needed
         object.__setattr__(self, "arena_bytes", needed)
         object.__setattr__(self, "transport", "p2p" if asked == "auto" and needed > LARGEST_ARENA else asked)
 
     @property
-    def format(self) -> Format:
-        """The sizes and dtypes of messages."""
-        return self.rank_plan.problem.format
-
-    @property
     def plan(self) -> AttentionPlan:
-        """The whole plan, for pictures and reports."""
-        return self.rank_plan.plan
+        """The whole plan, for pictures and reports; made again, because it may have thousands of blocks."""
+        return self.plan_again()
 
     def picture(self, phase: str, step: int) -> str:
         """The grid of a phase with a step of this rank marked."""
@@ -155,12 +156,30 @@ def settled(request: Request, ranks: int, rank: int, inputs: Inputs) -> Request:
 
 def built(request: Request, ranks: int, rank: int, inputs: Inputs, over: Channel | None) -> Prepared:
     """Do what `build` does, for a settled request."""
-    problem = problem_of(request, ranks, inputs, over)
-    kernel = kernels.get(problem.kernel)
+    length = request.length(ranks, inputs.q.shape[1])
+    kernel, bands = kernel_of(request, inputs, length)
+    sizes, hardware = sizes_of(inputs, kernel, ranks), profile_of(inputs.q.is_cuda, over, kernel.name, ranks)
+    again = functools.partial(plan_of, request, ranks, length, sizes, hardware)
+    plan, repeats = again(), sizes.heads // sizes.kv_heads if kernel.takes == "window" and sizes.batch == 1 else 0
+    forward, backward = (placed(phase, rank, sizes, bands=bands, repeats=repeats) for phase in plan.phases)
     binds = kernel.replays(deterministic=request.deterministic)
     common = replace(request, cu_seqlens=(), mask=None, plan=None)
-    kind = common, problem.ranks, inputs.q.device, *[(x.dtype, x.shape[0], x.shape[2:]) for x in inputs[:3]]
-    return Prepared(request, rank_plan(problem, rank), kernel, over, binds=binds, kind=kind)
+    kind = common, ranks, inputs.q.device, *[(x.dtype, x.shape[0], x.shape[2:]) for x in inputs[:3]]
+    return Prepared(
+        request,
+        ranks,
+        sizes,
+        kernel,
+        plan.schedule,
+        plan.digest,
+        forward,
+        backward,
+        plan.forward.mask.area / ranks,
+        again,
+        channel=over,
+        binds=binds,
+        kind=kind,
+    )
 
 
 def _of_all(request: Request, over: Channel | None, inputs: Inputs) -> Prepared:
@@ -274,7 +293,7 @@ def facts_of(prepared: Prepared, inputs: Inputs) -> Facts:
         "request.plan": str(request.plan),
         "tokens of a rank": str(inputs.q.shape[1]) if equal else str(request.layout),
         "dtype": str(inputs.q.dtype),
-        "plan": f"{prepared.rank_plan.schedule}, digest {prepared.rank_plan.digest}",
+        "plan": f"{prepared.schedule}, digest {prepared.digest}",
         "kernel": prepared.kernel.name,
         "torch": torch.__version__,
         "dfa_megatron": __version__,

@@ -19,9 +19,9 @@ from dfa_megatron.runtime.execute.bound import Bound, Recorder
 from dfa_megatron.runtime.execute.sinks import merge_sinks, sinks_gradient
 from dfa_megatron.runtime.execute.tensors import Tensors, execute
 from dfa_megatron.runtime.execute.wire_format import Fields
+from dfa_megatron.runtime.inputs import Inputs
+from dfa_megatron.runtime.memory_plan import MemoryPlan
 from dfa_megatron.runtime.prepare import Prepared
-from dfa_megatron.runtime.problem import Inputs
-from dfa_megatron.runtime.rank_plan import MemoryPlan
 
 logger = logging.getLogger(__name__)
 
@@ -63,7 +63,7 @@ def needed_by_backward(prepared: Prepared, dout: torch.Tensor, out: torch.Tensor
         home = program.home_buffer("qdo")
         calls = [call.q.rows for step in program.steps for call in step.calls if call.q.buffer == home]
         takes_out = sum(calls) <= 2 * dout.shape[1]
-    return out if takes_out or prepared.format.backward_needs == "out" else minus_delta(dout, out)
+    return out if takes_out or prepared.sizes.backward_needs == "out" else minus_delta(dout, out)
 
 
 def run_forward(prepared: Prepared, inputs: Inputs, *, trains: bool = True) -> Fields:

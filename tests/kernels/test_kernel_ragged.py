@@ -17,15 +17,15 @@ from dfa_megatron.kernels.api import BlockCall, Saved
 from dfa_megatron.kernels.segments import Segments
 from dfa_megatron.plan.language.geometry import FULL
 from dfa_megatron.plan.language.mask import Mask, causal, documents
+from dfa_megatron.plan.language.sizes import Sizes
 from dfa_megatron.plan.lowering.landings import landings_of
 from dfa_megatron.plan.proof.check import check
 from dfa_megatron.plan.schedules import plan_named
-from dfa_megatron.runtime.execute.wire_format import Format
-from dfa_megatron.runtime.rank_plan import plan_memory
+from dfa_megatron.runtime.memory_plan import plan_memory
 from tests.support.close import assert_close
 from tests.support.kernel_operators import StandIn
 
-FORM = Format(1, 2, 1, 8, 8, torch.bfloat16, "delta")
+FORM = Sizes(1, 2, 1, 8, 8, "bfloat16", "delta")
 
 
 def launched(mask: Mask, ranks: int) -> Iterator[Segments]:

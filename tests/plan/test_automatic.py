@@ -19,7 +19,7 @@ from dfa_megatron.plan.cost.hardware import (
     computing_with,
 )
 from dfa_megatron.plan.language.mask import causal
-from dfa_megatron.plan.language.shape import AttentionShape
+from dfa_megatron.plan.language.sizes import Sizes
 
 RESULTS = Path(__file__).parents[2] / "benchmarks/results"
 LENGTHS = tuple(1024 * k for k in (8, 16, 32, 64, 128, 512))
@@ -36,8 +36,8 @@ def rows_of(name: str) -> list[dict[str, Any]]:
     return [row for row in rows if row["state"] == "timed" and row["mask"] == "causal"]
 
 
-def of_heads(heads: int, kv_heads: int) -> AttentionShape:
-    return AttentionShape(heads=heads, kv_heads=kv_heads, backward_needs="delta")
+def of_heads(heads: int, kv_heads: int) -> Sizes:
+    return Sizes(heads=heads, kv_heads=kv_heads, backward_needs="delta")
 
 
 @pytest.mark.parametrize("link", LINKS)
@@ -46,7 +46,7 @@ def test_no_schedule_beats_what_auto_takes(link: str, ranks: int) -> None:
     hardware = LINKS[link]
     for heads in HEADS:
         for length in LENGTHS:
-            about: dict[str, Any] = {"layout": "contiguous", "shape": of_heads(*heads), "hardware": hardware}
+            about: dict[str, Any] = {"layout": "contiguous", "sizes": of_heads(*heads), "hardware": hardware}
             plan = make_plan(causal(length), ranks, **about)
             every = [one for one in candidates(causal(length), ranks, **about) if one.plan]
             tied = [one for one in every if one.seconds <= (1 + TIE) * min(one.seconds for one in every)]
@@ -99,7 +99,7 @@ def cells() -> list[dict[str, tuple[float, float]]]:
                 cell = (row["ranks"], row["heads"], row["kv_heads"], row["seq_length"])
                 by_cell.setdefault(cell, {})[method] = row["both_ms"]
         for (ranks, heads, kv_heads, length), measured in by_cell.items():
-            about: dict[str, Any] = {"shape": of_heads(heads, kv_heads), "hardware": LINKS[link]}
+            about: dict[str, Any] = {"sizes": of_heads(heads, kv_heads), "hardware": LINKS[link]}
             looked_at = candidates(causal(length), ranks, **about)
             both = {method: (ms, simulated(looked_at, method)) for method, ms in measured.items()}
             found.append({method: (ms, model) for method, (ms, model) in both.items() if model is not None})

@@ -17,7 +17,7 @@ from dfa_megatron.plan.cost.choose import best, candidates
 from dfa_megatron.plan.cost.hardware import PROFILES
 from dfa_megatron.plan.degree import automatic_degree
 from dfa_megatron.plan.language.mask import Mask, causal, documents, full, sliding_window
-from dfa_megatron.plan.language.shape import AttentionShape
+from dfa_megatron.plan.language.sizes import Sizes
 
 SAVED = json.loads(Path(__file__).with_name("choices.json").read_text(encoding="utf-8"))
 WORSE = 1.03
@@ -36,8 +36,8 @@ def test_no_schedule_is_worse_than_the_saved_choice() -> None:
     draw, worse = random.Random(1), []
     for profile, ranks, tokens, heads, kv_heads, name, taken, seconds in SAVED["cells"]:
         mask = mask_of(name, ranks * tokens, draw)
-        shape = AttentionShape(heads=heads, kv_heads=kv_heads, backward_needs="delta")
-        chosen = best(candidates(mask, ranks, layout="contiguous", shape=shape, hardware=PROFILES[profile]))
+        shape = Sizes(heads=heads, kv_heads=kv_heads, backward_needs="delta")
+        chosen = best(candidates(mask, ranks, layout="contiguous", sizes=shape, hardware=PROFILES[profile]))
         assert chosen is not None
         if seconds[chosen.name] > WORSE * seconds[taken]:
             worse.append((profile, ranks, tokens, heads, kv_heads, name, taken, chosen.name))

@@ -24,24 +24,24 @@ from dfa_megatron.plan.cost.hardware import (
     Link,
 )
 from dfa_megatron.plan.language.mask import Mask, causal, documents, full, prefix_lm, sliding_window
-from dfa_megatron.plan.language.shape import AttentionShape
+from dfa_megatron.plan.language.sizes import Sizes
 from dfa_megatron.plan.language.tree import prompt_tree
 from dfa_megatron.plan.schedules import OWNER_COMPUTES
 from tests.support.plan_cases import some_lengths, some_parents
 
-FEW = AttentionShape(kv_heads=8)
+FEW = Sizes(kv_heads=8)
 
 
 @pytest.mark.parametrize(
     ("mask", "ranks", "about", "wanted"),
     [
         (causal(8 * 4096), 8, {"hardware": IDEAL_LINK}, ("balanced_shared",)),
-        (causal(8 * 4096), 8, {"shape": AttentionShape(kv_heads=1), "hardware": H200_SLOW_LINK}, ("zigzag",)),
+        (causal(8 * 4096), 8, {"sizes": Sizes(kv_heads=1), "hardware": H200_SLOW_LINK}, ("zigzag",)),
         (full(4 * 8192), 4, {"layout": "contiguous"}, ("ring",)),
         (sliding_window(48, 5, 5), 4, {"layout": "contiguous"}, ("ring", "greedy")),
         (documents([20, 28], causal=False), 4, {"layout": "contiguous"}, ("ring", "greedy")),
-        (documents([4 * 8192, *[512] * 64]), 8, {"layout": "contiguous", "shape": FEW}, ("greedy",)),
-        (documents([2 * 8192, 3 * 8192, *[256] * 96]), 8, {"shape": replace(FEW, heads=64)}, ("load_balanced",)),
+        (documents([4 * 8192, *[512] * 64]), 8, {"layout": "contiguous", "sizes": FEW}, ("greedy",)),
+        (documents([2 * 8192, 3 * 8192, *[256] * 96]), 8, {"sizes": replace(FEW, heads=64)}, ("load_balanced",)),
     ],
 )
 def test_auto_takes_the_schedule_or_layout_that_fits(
@@ -59,8 +59,8 @@ def test_auto_does_not_ask_for_help_where_work_is_even() -> None:
 
 def test_nodes_bring_gateways_that_a_slow_network_needs() -> None:
     hardware = replace(H200_NIC_400G, network=Link("p2p", 10e9, 3e-5))
-    mask, shape = causal(32 * 4096), AttentionShape()
-    chosen = make_plan(mask, 32, shape=shape, hardware=hardware)
+    mask, shape = causal(32 * 4096), Sizes()
+    chosen = make_plan(mask, 32, sizes=shape, hardware=hardware)
     assert chosen.ranks_per_node == 8
     assert make_plan(mask, 32, schedule="balanced", hardware=hardware).ranks_per_node == 8
     assert make_plan(mask, 32, schedule="ring", hardware=hardware).ranks_per_node is None
@@ -100,8 +100,8 @@ def test_what_auto_takes_for_a_pack_is_about_the_best_of_all_simulated(layout: s
     generator = random.Random(seed)
     ends = sorted(generator.sample(range(1, 4 * 4096), 11))
     mask = documents([hi - lo for lo, hi in pairwise([0, *ends, 4 * 4096])])
-    shape = AttentionShape(heads=16, kv_heads=4)
-    looked_at = candidates(mask, 4, layout=layout, shape=shape, hardware=H200_NVLINK)
+    shape = Sizes(heads=16, kv_heads=4)
+    looked_at = candidates(mask, 4, layout=layout, sizes=shape, hardware=H200_NVLINK)
     taken = best(looked_at)
     assert taken is not None
     seconds = [simulate(one.plan, shape, H200_NVLINK).seconds for one in looked_at if one.plan]
@@ -110,13 +110,13 @@ def test_what_auto_takes_for_a_pack_is_about_the_best_of_all_simulated(layout: s
 
 @pytest.mark.parametrize("hardware", [H200_NVLINK, H200_SLOW_LINK, replace(H200_NIC_400G, ranks_per_node=2)])
 def test_auto_looks_only_at_what_may_win_and_takes_what_wins_among_all(hardware: Hardware) -> None:
-    shape, left_out = AttentionShape(heads=16, kv_heads=4, backward_needs="delta"), 0
+    shape, left_out = Sizes(heads=16, kv_heads=4, backward_needs="delta"), 0
     for seed in range(4):
         generator, ranks = random.Random(seed), (4, 6, 8, 8)[seed]
         lengths = some_lengths(tokens := ranks * generator.choice([1024, 8192]), generator)
         tree = prompt_tree(lengths, some_parents(len(lengths), generator))
         for mask in (documents(lengths), tree, prefix_lm(tokens, tokens // 3), sliding_window(tokens, 2000, 900)):
-            about = {"layout": "contiguous", "shape": shape, "hardware": hardware}
+            about = {"layout": "contiguous", "sizes": shape, "hardware": hardware}
             every = candidates(mask, ranks, **about)  # type: ignore[arg-type]
             some = choose._of_schedules(mask, ranks, "contiguous", shape, hardware, inf)
             left_out += sum(bool(one.plan) for one in every) - sum(bool(one.plan) for one in some)

@@ -12,7 +12,7 @@ from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.plan.cost.hardware import CPU_LOOPBACK, H200_SLOW_LINK, IDEAL_LINK, Hardware, Link, flat
 from dfa_megatron.plan.language.ir import Plan
 from dfa_megatron.plan.language.mask import causal, full
-from dfa_megatron.plan.language.shape import AttentionShape, bytes_of
+from dfa_megatron.plan.language.sizes import Sizes
 from tests.support.plan_cases import WAYS, plan_of
 
 TOKENS = 16
@@ -20,9 +20,10 @@ TOKENS = 16
 
 def units(plan: Plan, group: int = 1, needs: str = "out") -> tuple[list[float], list[float]]:
     """Sent and received per rank in units of one rank's q: lse and delta left out, `group` query heads per kv head."""
-    shape = AttentionShape(heads=8, kv_heads=8 // group, head_dim=4, accumulator_bytes=0, backward_needs=needs)  # type: ignore[arg-type]
-    unit = bytes_of("q", plan.mask.length // plan.ranks, shape)
-    return [b / unit for b in bytes_sent(plan, shape)], [b / unit for b in bytes_sent(plan, shape, "dst")]
+    shape = Sizes(heads=8, kv_heads=8 // group, head_dim=1 << 20, backward_needs=needs)  # type: ignore[arg-type]
+    unit = plan.mask.length // plan.ranks * sum(shape.row_bytes("q"))
+    sent, received = ([round(b / unit, 3) for b in bytes_sent(plan, shape, end)] for end in ("src", "dst"))
+    return sent, received
 
 
 @pytest.mark.parametrize(
@@ -73,17 +74,17 @@ def test_a_full_ring_moves_every_key_past_every_rank(ranks: int) -> None:
 
 
 def test_a_name_weighs_what_its_fields_weigh() -> None:
-    shape = AttentionShape(batch=2, heads=6, kv_heads=3, head_dim=8, head_dim_v=4)
+    shape = Sizes(batch=2, heads=6, kv_heads=3, head_dim=8, head_dim_v=4)
     q, k, v, o, statistic = 6 * 8 * 2, 3 * 8 * 2, 3 * 4 * 2, 6 * 4 * 2, 6 * 4
-    rows = 2 * 5
-    assert bytes_of("q", 5, shape) == rows * q
-    assert bytes_of("kv", 5, shape) == rows * (k + v)
-    assert bytes_of("out", 5, shape) == rows * (o + statistic)
-    assert bytes_of("qdo", 5, shape) == rows * (q + o + statistic + o)
-    assert bytes_of("dq", 5, shape) == rows * q
-    assert bytes_of("dkv", 5, shape) == rows * (k + v)
+    bytes_of = {name: sum(shape.row_bytes(name)) for name in ("q", "kv", "out", "qdo", "dq", "dkv")}
+    assert bytes_of["q"] == 2 * q
+    assert bytes_of["kv"] == 2 * (k + v)
+    assert bytes_of["out"] == 2 * (o + statistic)
+    assert bytes_of["qdo"] == 2 * (q + o + statistic + o)
+    assert bytes_of["dq"] == 2 * q
+    assert bytes_of["dkv"] == 2 * (k + v)
     with pytest.raises(ValueError, match="no name 'x' travels"):
-        bytes_of("x", 5, shape)
+        shape.row_bytes("x")
 
 
 # Time.
@@ -109,7 +110,7 @@ def test_compute_alone_uses_the_ranks_as_the_closed_forms_say(ranks: int) -> Non
 def test_the_idle_of_balanced_is_exact_in_pairs_of_tokens(ranks: int) -> None:
     rows = 6
     pair = Hardware("a pair a second", flat(1.0), flat(1.0), (Link("p2p", math.inf),))
-    shape = AttentionShape(heads=1, kv_heads=1, head_dim=1)
+    shape = Sizes(heads=1, kv_heads=1, head_dim=1)
     timeline = simulate(plan_of("balanced", causal(ranks * rows), ranks).forward, shape, pair)
     seconds = shape.flops_per_pair(plan_of("ring", causal(4), 1).forward.phase)
     assert timeline.makespan == seconds * (rows * (rows + 1) // 2 + ranks // 2 * rows * rows)
@@ -123,7 +124,7 @@ def spans(timeline: Timeline, rank: int, *kinds: str) -> list[tuple[float, float
 @pytest.mark.parametrize("schedule", WAYS)
 @pytest.mark.parametrize("hardware", [H200_SLOW_LINK, CPU_LOOPBACK])
 def test_a_rank_computes_sends_and_receives_one_thing_at_a_time(schedule: str, hardware: Hardware) -> None:
-    timeline = simulate(plan_of(schedule, causal(8192), 8), AttentionShape(kv_heads=8), hardware)
+    timeline = simulate(plan_of(schedule, causal(8192), 8), Sizes(kv_heads=8), hardware)
     for rank in range(8):
         for kinds in (("compute", "wait"), ("send",), ("receive",)):
             for (_, end), (start, _) in pairwise(spans(timeline, rank, *kinds)):
@@ -135,7 +136,7 @@ def test_a_rank_computes_sends_and_receives_one_thing_at_a_time(schedule: str, h
 
 
 def test_a_message_occupies_both_ends_for_its_bytes() -> None:
-    timeline = simulate(plan_of("balanced", causal(4096), 4).forward, AttentionShape(), H200_SLOW_LINK)
+    timeline = simulate(plan_of("balanced", causal(4096), 4).forward, Sizes(), H200_SLOW_LINK)
     sends = {(e.rank, e.peer, e.step): (e.start, e.end) for e in timeline.events if e.kind == "send"}
     receives = {(e.peer, e.rank, e.step): (e.start, e.end) for e in timeline.events if e.kind == "receive"}
     assert sends == receives
@@ -147,7 +148,7 @@ def test_a_message_occupies_both_ends_for_its_bytes() -> None:
 
 def test_nothing_is_computed_before_what_it_reads_has_landed() -> None:
     plan = plan_of("balanced", causal(4096), 4).forward
-    timeline = simulate(plan, AttentionShape(), H200_SLOW_LINK)
+    timeline = simulate(plan, Sizes(), H200_SLOW_LINK)
     landed = {(t.dst, t.what, t.chunk): t.step for t in plan.transfers}
     for e in timeline.events:
         for b in e.blocks:
@@ -184,4 +185,4 @@ def test_a_slower_link_never_makes_a_run_faster() -> None:
 )
 def test_a_shape_that_makes_no_sense_is_refused(sizes: dict[str, int], complaint: str) -> None:
     with pytest.raises(UnsupportedError, match=complaint):
-        AttentionShape(**sizes)  # type: ignore[arg-type]
+        Sizes(**sizes)  # type: ignore[arg-type]

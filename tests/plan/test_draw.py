@@ -13,7 +13,7 @@ from dfa_megatron.cli.simulate import simulate
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.plan.cost.hardware import IDEAL_LINK
 from dfa_megatron.plan.language.mask import causal, sliding_window
-from dfa_megatron.plan.language.shape import AttentionShape
+from dfa_megatron.plan.language.sizes import Sizes
 from tests.support.plan_cases import WAYS, plan_of
 
 GOLDEN = Path(__file__).parent.parent / "golden"
@@ -40,7 +40,7 @@ def test_a_grid_fits_the_width_it_is_given(width: int, ranks: int) -> None:
 @pytest.mark.parametrize("schedule", WAYS)
 @pytest.mark.parametrize("ranks", [1, 3, 8])
 def test_a_picture_is_valid_and_needs_nothing_from_outside(schedule: str, ranks: int) -> None:
-    text = draw(plan_of(schedule, causal(ranks * 4096), ranks), "svg", shape=AttentionShape(kv_heads=8))
+    text = draw(plan_of(schedule, causal(ranks * 4096), ranks), "svg", sizes=Sizes(kv_heads=8))
     root = ElementTree.fromstring(text)  # noqa: S314 we wrote it ourselves
     assert root.tag == f"{SVG}svg"
     assert "http" not in text.replace("http://www.w3.org/2000/svg", "")

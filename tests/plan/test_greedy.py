@@ -15,7 +15,7 @@ from dfa_megatron.plan.language.geometry import Span, Tile
 from dfa_megatron.plan.language.ir import Plan
 from dfa_megatron.plan.language.layout import Layout, contiguous
 from dfa_megatron.plan.language.mask import Mask, components, documents
-from dfa_megatron.plan.language.shape import AttentionShape
+from dfa_megatron.plan.language.sizes import Sizes
 from dfa_megatron.plan.proof.check import check_plan
 from dfa_megatron.plan.schedules import OWNER_COMPUTES, SCHEDULES
 from dfa_megatron.plan.schedules import load_balanced as balancing
@@ -61,7 +61,7 @@ def test_greedy_evens_out_log_normal_packs_where_the_fixed_pairing_is_above_two_
 
 def test_greedy_moves_less_than_a_quarter_of_all_keys_and_queries_on_a_pack() -> None:
     """The price of even work: bytes of all ranks beside those of the whole pack's q, k, v and out."""
-    shape = AttentionShape(heads=64, kv_heads=8)
+    shape = Sizes(heads=64, kv_heads=8)
     for seed in range(4):
         mask = documents(pack(8 * LOCAL, seed))
         whole = 8 * LOCAL * (2 * 64 + 2 * 8) * 128 * 2

@@ -25,7 +25,7 @@ from dfa_megatron.plan.cost.hardware import (
 )
 from dfa_megatron.plan.cost.outline import estimate, outline
 from dfa_megatron.plan.language.mask import causal, documents, full, prefix_lm, sliding_window
-from dfa_megatron.plan.language.shape import AttentionShape
+from dfa_megatron.plan.language.sizes import Sizes
 from docs import scale
 from tests.support.plan_cases import WAYS, plan_of
 
@@ -52,7 +52,7 @@ def drawn(seed: int) -> Iterator[tuple[float, float, float]]:
     window = sliding_window(tokens, tokens // draw.choice((3, 5, 20)))
     mask = draw.choice((causal(tokens), full(tokens), window, pack, pack, prefix_lm(tokens, tokens // 3)))
     heads, kv_heads = draw.choice(((32, 32), (32, 8), (32, 1), (2, 2), (16, 4)))
-    shape = AttentionShape(batch, heads, kv_heads, backward_needs=draw.choice(("delta", "out")))
+    shape = Sizes(batch, heads, kv_heads, backward_needs=draw.choice(("delta", "out")))
     for name in WAYS:
         with suppress(UnsupportedError):
             node = hardware.node_size(ranks) if name != "ring" and draw.random() < 0.5 else None
@@ -75,14 +75,14 @@ def test_an_outline_takes_as_long_as_the_programs() -> None:
 
 def test_an_outline_stretches_to_other_lengths() -> None:
     long, short = (plan_of("balanced_shared", causal(8 * tokens), 8).backward for tokens in (8192, 2048))
-    stretched = estimate(outline(long), AttentionShape(), H200_NIC_400G, length=8 * 2048)
-    own = estimate(outline(short), AttentionShape(), H200_NIC_400G)
+    stretched = estimate(outline(long), Sizes(), H200_NIC_400G, length=8 * 2048)
+    own = estimate(outline(short), Sizes(), H200_NIC_400G)
     assert stretched.seconds == pytest.approx(own.seconds, rel=0.01)
     assert stretched.sent == pytest.approx(own.sent)
 
 
 def test_bytes_are_those_of_the_plan_by_link_class() -> None:
-    plan, shape = plan_of("zigzag", causal(16 * 512), 16).forward, AttentionShape(kv_heads=8)
+    plan, shape = plan_of("zigzag", causal(16 * 512), 16).forward, Sizes(kv_heads=8)
     timeline = simulate(plan, shape, H200_NIC_400G)
     split = estimate(outline(plan), shape, H200_NIC_400G)
     whole = estimate(outline(plan), shape, replace(H200_NIC_400G, ranks_per_node=16))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import random
 from pathlib import Path
@@ -15,12 +14,12 @@ import torch
 from dfa_megatron.plan.cost import choose
 from dfa_megatron.plan.cost.hardware import CPU_LOOPBACK, H200_NVLINK, H200_SLOW_LINK, computing_with
 from dfa_megatron.plan.language.mask import of_window
-from dfa_megatron.runtime import problem as of_problems
+from dfa_megatron.runtime import prepare
 from dfa_megatron.runtime.comm.groups import channel_of
 from dfa_megatron.runtime.environment import Links, links
+from dfa_megatron.runtime.inputs import Inputs
+from dfa_megatron.runtime.planning import profile_of
 from dfa_megatron.runtime.prepare import build
-from dfa_megatron.runtime.problem import Inputs, problem_of, profile_of
-from dfa_megatron.runtime.rank_plan import planned
 from dfa_megatron.runtime.request import Request
 from tests.support.arguments import arguments
 from tests.support.workers import run_ranks
@@ -34,7 +33,7 @@ def tensors(heads: int = 32, tokens: int = 4096) -> list[torch.Tensor]:
 
 def test_the_schedule_follows_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     for machine, schedule in ((H200_NVLINK, "balanced_shared"), (H200_SLOW_LINK, "balanced")):
-        monkeypatch.setattr(of_problems, "profile_of", lambda *_, machine=machine: machine)
+        monkeypatch.setattr(prepare, "profile_of", lambda *_, machine=machine: machine)
         found = build(Request(**arguments(softmax_scale=1.0)), RANKS, 0, Inputs(*tensors()))
         assert found.plan.schedule == schedule
 
@@ -46,15 +45,15 @@ def test_every_call_is_planned_once(seed: int, monkeypatch: pytest.MonkeyPatch) 
     tokens, window = 1024 * draw.randint(8, 40), draw.choice([(-1, -1), (draw.randint(1, 5000), 0)])
     causal = draw.random() < 0.7
     mask = of_window(RANKS * tokens, causal, window)
+    monkeypatch.setattr(prepare, "profile_of", lambda *_: H200_NVLINK)
     found = []
     for asked in ({"causal": causal, "window_size": window}, {"mask": mask}):
-        request, inputs = Request(**arguments(softmax_scale=1.0, **asked)), Inputs(*tensors(tokens=tokens))
-        problem = problem_of(request, RANKS, inputs, None)
-        problem = dataclasses.replace(problem, hardware=H200_NVLINK)
-        assert planned(problem).forward.mask.tiles == mask.tiles
+        made = build(Request(**arguments(softmax_scale=1.0, **asked)), RANKS, 0, Inputs(*tensors(tokens=tokens)))
         assert timed, "schedules were compared"
         assert len({*timed}) == len(timed), "each once"
         found.append([*timed])
+        timed.clear()
+        assert made.plan.forward.mask.tiles == mask.tiles
         timed.clear()
     assert found[0] == found[1]
 
@@ -62,7 +61,6 @@ def test_every_call_is_planned_once(seed: int, monkeypatch: pytest.MonkeyPatch) 
 def test_rates_are_those_of_the_kernel_and_a_cpu_is_one() -> None:
     assert profile_of(True, None, "flash4", 1) == computing_with("flash4", H200_NVLINK)
     assert profile_of(False, None, "cpu", 1) == CPU_LOOPBACK
-    assert problem_of(Request(**arguments(softmax_scale=1.0)), RANKS, Inputs(*tensors()), None).hardware == CPU_LOOPBACK
 
 
 @pytest.mark.parametrize(

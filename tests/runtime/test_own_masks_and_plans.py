@@ -16,9 +16,8 @@ from dfa_megatron.plan.cost.choose import make_plan
 from dfa_megatron.plan.language.mask import Mask, causal, prefix_lm
 from dfa_megatron.plan.proof import check
 from dfa_megatron.plan.schedules import with_blocks
-from dfa_megatron.runtime import rank_plan
+from dfa_megatron.runtime.inputs import Inputs
 from dfa_megatron.runtime.prepare import build, in_use
-from dfa_megatron.runtime.problem import Inputs
 from dfa_megatron.runtime.request import Request
 from tests.support.arguments import told
 from tests.support.attend import case, compare
@@ -102,7 +101,6 @@ def test_a_plan_is_proved_for_all_ranks_and_each_program_on_its_own(
     blind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Either proof alone finds what lowering does not see: the last rank's block is missing, or comes twice."""
-    rank_plan.planned.cache_clear()
     real = check.check_programs
     rank_alone = {"check_programs": lambda landings, programs: len(programs) == 1 or real(landings, programs)}
     monkeypatch.setattr(check, blind, rank_alone.get(blind, lambda *_, **__: None))

@@ -19,8 +19,8 @@ from dfa_megatron.plan.language.mask import Mask
 from dfa_megatron.plan.schedules.load_balanced import layout_of
 from dfa_megatron.runtime.comm.transport import Arena
 from dfa_megatron.runtime.execute.sinks import merge_sinks, sinks_gradient
+from dfa_megatron.runtime.inputs import Inputs
 from dfa_megatron.runtime.prepare import Prepared, build
-from dfa_megatron.runtime.problem import Inputs
 from dfa_megatron.runtime.request import Request
 from dfa_megatron.runtime.run import backward_algebra, forward_algebra, needed_by_backward
 from dfa_megatron.sharding import layout_of_tokens, positions_of
@@ -248,7 +248,7 @@ def results_together(
     request = Request(**arguments(**asked), sinks=case.with_sinks, deterministic=deterministic)
     q, k, v, dout = zip(*(case.held(rank, ranks, layout) for rank in range(ranks)), strict=True)
     prepared = prepare_together(request, q, k, v)
-    assert len({(p.kernel.name, p.rank_plan.digest) for p in prepared}) == 1, "ranks chose other kernels or plans"
+    assert len({(p.kernel.name, p.digest) for p in prepared}) == 1, "ranks chose other kernels or plans"
     found, sinks = forward_together(prepared, q, k, v), case.sinks
     outs, lses = zip(*(one if sinks is None else merge_sinks(*one, sinks) for one in found), strict=True)
     gradients = [backward_together(prepared, dout, q, k, v, outs, lses) for _ in range(1 + deterministic)]

@@ -13,7 +13,7 @@ from dfa_megatron.plan.cost.outline import Estimate, estimate, least_seconds, ou
 from dfa_megatron.plan.language.ir import BACKWARD, FORWARD, AttentionPlan, Plan, needed_pairs
 from dfa_megatron.plan.language.layout import Layout, contiguous
 from dfa_megatron.plan.language.mask import Mask, components
-from dfa_megatron.plan.language.shape import AttentionShape
+from dfa_megatron.plan.language.sizes import Sizes
 from dfa_megatron.plan.lowering.messages import names_joined
 from dfa_megatron.plan.schedules import ALL, OWNER_COMPUTES, SCHEDULES, Schedule, plan_named
 from dfa_megatron.plan.schedules.assignments import ROWS_PER_STEP
@@ -94,7 +94,7 @@ def make_plan(
     *,
     schedule: str = "auto",
     layout: str | Layout = "auto",
-    shape: AttentionShape | None = None,
+    sizes: Sizes | None = None,
     hardware: Hardware | None = None,
 ) -> AttentionPlan:
     """Plan a distributed attention. Equal arguments give an equal plan on every rank.
@@ -105,7 +105,7 @@ def make_plan(
         schedule: a name of SCHEDULES, or "auto". Layouts other than contiguous allow "auto" only.
         layout: the tokens that a rank holds: one of LAYOUTS, a `Layout`, or "auto". With "auto" a named schedule uses
             contiguous; schedule "auto" compares all layouts.
-        shape, hardware: the basis of the costs that `auto` compares. None is 32 heads of 128 in 16 bits on H200s of one
+        sizes, hardware: the basis of the costs that `auto` compares. None is 32 heads of 128 in 16 bits on H200s of one
             host. On hardware of several nodes a named schedule crosses to a node once if its route can.
 
     Raises:
@@ -123,7 +123,7 @@ def make_plan(
         return plan_named(schedule, mask, ranks, hardware.node_size(ranks) if routed else None, held)
     if family in OWNER_COMPUTES and hardware.node_size(ranks) is None:
         return OWNER_COMPUTES[family].plan(mask, ranks, held=held)  # the only candidate
-    looked_at = _of_schedules(mask, ranks, layout, shape or AttentionShape(), hardware, math.inf)
+    looked_at = _of_schedules(mask, ranks, layout, sizes or Sizes(), hardware, math.inf)
     taken = best(looked_at)
     if taken is None or taken.plan is None:
         what = f"mask {mask.name} over {mask.length} tokens on {ranks} ranks in layout {str(layout)!r}"
@@ -158,7 +158,7 @@ def candidates(
     ranks: int,
     *,
     layout: str | Layout = "auto",
-    shape: AttentionShape | None = None,
+    sizes: Sizes | None = None,
     hardware: Hardware | None = None,
 ) -> tuple[Candidate, ...]:
     """Return every schedule with its cost or its refusal, in the order of `schedules.ALL`.
@@ -167,11 +167,11 @@ def candidates(
 
     The arguments are those of `make_plan`.
     """
-    return _of_schedules(mask, ranks, layout, shape or AttentionShape(), hardware or H200_NVLINK)
+    return _of_schedules(mask, ranks, layout, sizes or Sizes(), hardware or H200_NVLINK)
 
 
 def _of_schedules(
-    mask: Mask, ranks: int, layout: str | Layout, shape: AttentionShape, hardware: Hardware, most: float | None = None
+    mask: Mask, ranks: int, layout: str | Layout, sizes: Sizes, hardware: Hardware, most: float | None = None
 ) -> tuple[Candidate, ...]:
     """Return candidates: all, or those that may win and take at most so long."""
     found: dict[Schedule, list[Candidate]] = {}
@@ -187,7 +187,7 @@ def _of_schedules(
         if why:
             found[schedule] = [Candidate(schedule.name, schedule.layout, refusal=why, instead=instead)]
     for schedule in sorted(load, key=load.__getitem__):  # the most even first: its time may show that others lose
-        found[schedule] = _timed(schedule, mask, ranks, held, load[schedule], shape, hardware, limit)
+        found[schedule] = _timed(schedule, mask, ranks, held, load[schedule], sizes, hardware, limit)
         if most is not None:
             limit = min([limit, *(one.seconds * (1 + TIE) for one in found[schedule] if one.plan)])
     return tuple(one for schedule in ALL for one in found[schedule])
@@ -223,7 +223,7 @@ def _why_not_shared(mask: Mask, ranks: int, layout: str | Layout) -> str:
     return "" if shares else "the last step of balanced has no work to share"
 
 
-def _longest(schedule: Schedule, mask: Mask, ranks: int, held: Layout | None, shape: AttentionShape) -> float:
+def _longest(schedule: Schedule, mask: Mask, ranks: int, held: Layout | None, sizes: Sizes) -> float:
     """Return the side of a square of at least as many pairs as any kernel call of a schedule.
 
     A call has the rows of one rank and the keys of another. Where steps are cut by memory and messages are joined, it
@@ -232,12 +232,12 @@ def _longest(schedule: Schedule, mask: Mask, ranks: int, held: Layout | None, sh
     layout = _in_order(mask, ranks, held)
     tokens = max(sum(map(len, layout.spans(rank))) for rank in range(ranks))
     by_memory = schedule.name == "greedy" or schedule.layout == "load_balanced"
-    remote = ROWS_PER_STEP if by_memory and names_joined(mask, shape.batch) else 1
+    remote = ROWS_PER_STEP if by_memory and names_joined(mask, sizes.batch) else 1
     return tokens * math.sqrt(remote)
 
 
 def _timed(
-    schedule: Schedule, mask: Mask, ranks: int, held: Layout | None, load: float, shape: AttentionShape,
+    schedule: Schedule, mask: Mask, ranks: int, held: Layout | None, load: float, sizes: Sizes,
     hardware: Hardware, most: float,
 ) -> list[Candidate]:  # fmt: skip
     """Return the plans of a schedule, without gateways and with them, or refusals of those that take over `most`.
@@ -247,7 +247,7 @@ def _timed(
     """
     nodes = hardware.node_size(ranks) if schedule.route is direct else None
     lost = Candidate(schedule.name, schedule.layout, refusal=LOSES)
-    bounds = least_seconds(load, _longest(schedule, mask, ranks, held, shape), shape, hardware)
+    bounds = least_seconds(load, _longest(schedule, mask, ranks, held, sizes), sizes, hardware)
     found: dict[int | None, list[tuple[Plan, Estimate]]] = {way: [] for way in (None, nodes if nodes != 1 else None)}
     if sum(bounds) > most:
         return [lost] * len(found)
@@ -262,7 +262,7 @@ def _timed(
                 continue
             plan = plain if way is None else replace(plain, transfers=gateway(plain.transfers, layout, phase, way))
             spent = sum(part.seconds for _, part in parts) + sum(bounds[number + 1 :])
-            one = estimate(outline(plan, shape.batch), shape, hardware, most=most - spent)
+            one = estimate(outline(plan, sizes.batch), sizes, hardware, most=most - spent)
             if one.seconds < math.inf:
                 parts.append((plan, one))
     return [_candidate(schedule, way, parts) if len(parts) == 2 else lost for way, parts in found.items()]

@@ -10,7 +10,7 @@ from types import MappingProxyType
 from typing import Any
 
 from dfa_megatron.errors import UnsupportedError
-from dfa_megatron.plan.language.shape import ROW
+from dfa_megatron.plan.language.sizes import ROW
 
 Curve = tuple[tuple[float, float], ...]
 """A rate by block length: (tokens, floating-point operations per second), tokens increasing."""

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from dfa_megatron.plan.cost.hardware import Hardware
 from dfa_megatron.plan.language.ir import BACKWARD, FORWARD, Phase, Plan, areas
-from dfa_megatron.plan.language.shape import AttentionShape, bytes_of
+from dfa_megatron.plan.language.sizes import Sizes
 from dfa_megatron.plan.lowering.messages import names_joined
 
 
@@ -90,24 +90,24 @@ def outline(plan: Plan, batch: int = 1) -> Outline:
 
 
 def estimate(
-    plan: Outline, shape: AttentionShape, hardware: Hardware, length: int | None = None, most: float = math.inf
+    plan: Outline, sizes: Sizes, hardware: Hardware, length: int | None = None, most: float = math.inf
 ) -> Estimate:
     """Time a plan on a machine, at its own length or with its mask stretched to another length.
 
     Args:
         plan: from `outline`.
-        shape, hardware: as for `simulate`.
+        sizes, hardware: as for `simulate`.
         length: tokens of the whole sequence.
         most: seconds; what takes more is given up, with infinite seconds, as soon as the compute that is left shows it.
     """
     stretch, ranks = 1.0 if length is None else length / plan.length, range(plan.ranks)
-    row = {name: bytes_of(name, 1, shape) for name in {name for parts in plan.contents for name, _ in parts}}
+    row = {name: sum(sizes.row_bytes(name)) for name in {name for parts in plan.contents for name, _ in parts}}
     nbytes = [round(stretch * sum(row[name] * tokens for name, tokens in parts)) for parts in plan.contents]
     merged = [sum(name in plan.phase.write_names for name, _ in parts) for parts in plan.contents]
     link, network = hardware.link, hardware.network or hardware.link
     seconds = [(link.seconds(size), network.seconds(size)) for size in nbytes]
     node = [hardware.node(rank) for rank in ranks]
-    took = _kernel_seconds(plan, shape, hardware, stretch)
+    took = _kernel_seconds(plan, sizes, hardware, stretch)
     done, ended, delivered, busy, left = ([0.0] * plan.ranks for _ in range(5))
     sent, calls, merges, posts = ([0] * plan.ranks, [0] * plan.ranks), *([0] * plan.ranks for _ in range(3))
     for work in plan.work if most < math.inf else ():
@@ -137,10 +137,10 @@ def estimate(
     return Estimate(max(done), host, sum(busy) / plan.ranks, tuple(sent[False]), tuple(sent[True]))
 
 
-def least_seconds(pairs: float, side: float, shape: AttentionShape, hardware: Hardware) -> list[float]:
+def least_seconds(pairs: float, side: float, sizes: Sizes, hardware: Hardware) -> list[float]:
     """Return the least times of a forward and a backward over so many token pairs, in calls up to a square's side."""
-    rates = {phase: hardware.highest_rate(phase.name, side, shape.batch * shape.heads) for phase in (FORWARD, BACKWARD)}
-    return [pairs * shape.flops_per_pair(phase) / rate for phase, rate in rates.items()]
+    rates = {phase: hardware.highest_rate(phase.name, side, sizes.batch * sizes.heads) for phase in (FORWARD, BACKWARD)}
+    return [pairs * sizes.flops_per_pair(phase) / rate for phase, rate in rates.items()]
 
 
 def deliver(
@@ -172,11 +172,9 @@ def deliver(
     return [max(ends) for ends in zip(*ports[0], *ports[1], strict=True)], times
 
 
-def _kernel_seconds(
-    plan: Outline, shape: AttentionShape, hardware: Hardware, stretch: float
-) -> dict[tuple[int, ...], float]:
+def _kernel_seconds(plan: Outline, sizes: Sizes, hardware: Hardware, stretch: float) -> dict[tuple[int, ...], float]:
     """Return the seconds of one kernel call over (pairs, rows of queries, rows of keys), stretched."""
-    flops, heads = shape.flops_per_pair(plan.phase), shape.batch * shape.heads
+    flops, heads = sizes.flops_per_pair(plan.phase), sizes.batch * sizes.heads
     found: dict[tuple[int, ...], float] = {}
     for pairs, queries, keys in {tuple(call) for step in plan.work for _, *call in step}:
         area = pairs * stretch**2

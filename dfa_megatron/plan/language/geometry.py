@@ -240,7 +240,7 @@ def tiles_with_blocks(span: Span, blocks: Sequence[Span], lo: int = -UNBOUNDED) 
 
 LONG, KEYS_OF_A_ROW = 2048, 3
 """LONG: the tokens of a document up to which a call copies keys, and so computes several tiles. KEYS_OF_A_ROW: keys
-that are read again in the time of a query row, by ROW, KEY and GATHER of `shape`; documents on an H100 agree."""
+that are read again in the time of a query row, by ROW, KEY and GATHER of `sizes`; documents on an H100 agree."""
 
 
 def _pairs_up_to(rows: int, columns: int, diagonal: int) -> int:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from dfa_megatron.plan.language.geometry import UNBOUNDED, Segment, Span, Tile
 from dfa_megatron.plan.language.ir import Block
-from dfa_megatron.plan.language.shape import GATHER, KEY, LAUNCH, ROW
+from dfa_megatron.plan.language.sizes import GATHER, KEY, LAUNCH, ROW
 
 FusedTile = tuple[Tile, tuple[Block, ...]]
 

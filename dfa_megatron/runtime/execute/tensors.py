@@ -18,8 +18,8 @@ from dfa_megatron.plan.language.program import Buffer, Call, Merge, Message, Reg
 from dfa_megatron.runtime.comm.transport import Arena, Moving, Recv, Send, Transport
 from dfa_megatron.runtime.cuda_driver import Copy
 from dfa_megatron.runtime.execute.bound import Failed
-from dfa_megatron.runtime.execute.wire_format import Field, Fields, copy_of_rows, rows_of
-from dfa_megatron.runtime.rank_plan import MemoryPlan
+from dfa_megatron.runtime.execute.wire_format import Field, Fields, copy_of_rows, fields_of, rows_of, sums_of
+from dfa_megatron.runtime.memory_plan import MemoryPlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +86,7 @@ class Tensors:
     Args:
         memory: the program and the memory it needs.
         kernel: computes the calls.
-        home: this rank's own rows by read name, as `Format.fields` orders them.
+        home: this rank's own rows by read name, as `Sizes.fields` orders them.
         arena: where messages land, at least `memory.arena_bytes` large.
         softmax_scale, softcap, deterministic: of every call; see `BlockCall`.
     """
@@ -102,7 +102,7 @@ class Tensors:
         softcap: float = 0.0,
         deterministic: bool = False,
     ) -> None:
-        self.memory, self.program, self.format, self.kernel = memory, memory.program, memory.format, kernel
+        self.memory, self.program, self.sizes, self.kernel = memory, memory.program, memory.sizes, kernel
         self.softmax_scale, self.softcap, self.deterministic = softmax_scale, softcap, deterministic
         self._segments: Iterator[Segments] = iter(())
         self.forward = self.program.phase.name == "forward"
@@ -211,13 +211,13 @@ class Tensors:
         """Return one for (out, lse), or one for each gradient: its partials are freed before the next needs a sum."""
         ((name, rows),) = buffer.parts
         assert buffer.merges is not None
-        sums, results = self.format.sums(name), self.format.fields(name)
+        partials, results = sums_of(self.sizes, name), fields_of(self.sizes, name)
         size = len(results) if self.forward else 1
         return [
             Accumulator(
                 buffer.merges,
                 rows,
-                TensorMemory(self.format.batch, sums[at : at + size], results[at : at + size], self.device),
+                TensorMemory(self.sizes.batch, partials[at : at + size], results[at : at + size], self.device),
             )
             for at in range(0, len(results), size)
         ]

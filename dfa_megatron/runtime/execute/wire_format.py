@@ -6,12 +6,10 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Literal
 
 import torch
 
-from dfa_megatron.kernels.api import accumulator_dtype
-from dfa_megatron.plan.language.shape import fields_of
+from dfa_megatron.plan.language.sizes import Sizes
 from dfa_megatron.runtime.cuda_driver import Copy
 
 Fields = tuple[torch.Tensor, ...]
@@ -31,50 +29,34 @@ class Field:
         """Return the tensor's shape for that many rows."""
         return (batch, rows, self.heads, self.width) if self.width else (batch, self.heads, rows)
 
-    def nbytes(self, batch: int, rows: int) -> int:
-        """Return the bytes of the tensor, without padding."""
-        return batch * rows * self.heads * max(1, self.width) * self.dtype.itemsize
 
+@lru_cache(maxsize=4096)
+def fields_of(sizes: Sizes, name: str) -> tuple[Field, ...]:
+    """Return the tensors of a name: in q's dtype, statistics in the accumulator's.
 
-@dataclass(frozen=True, slots=True)
-class Format:
-    """The sizes and dtypes of one attention, which define every name's tensors in memory and on the wire.
-
-    backward_needs: sent to a rank that helps in the backward: delta or out (paper, section 3.2 and appendix D).
+    They travel so, and the call returns them so. Only `ring` rounds a sum at every rank on its way; a wider wire takes
+    15 % off the error of its dk and dv, and half as many bytes again.
     """
+    return _typed(sizes, name, sizes.dtype)
 
-    batch: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    head_dim_v: int
-    dtype: torch.dtype
-    backward_needs: Literal["delta", "out"]
 
-    def fields(self, name: str) -> tuple[Field, ...]:
-        """Return the tensors of a name: in q's dtype, lse in the accumulator's.
+@lru_cache(maxsize=4096)
+def sums_of(sizes: Sizes, name: str) -> tuple[Field, ...]:
+    """Return the tensors in which partials of a name are merged, in the accumulator's dtype."""
+    return _typed(sizes, name, sizes.accumulator)
 
-        They travel so, and the call returns them so. Only `ring` rounds a sum at every rank on its way; a wider wire
-        takes 15 % off the error of its dk and dv, and half as many bytes again.
-        """
-        return _fields(self, name, self.dtype)
 
-    def sums(self, name: str) -> tuple[Field, ...]:
-        """Return the tensors in which partials of a name are merged, in the accumulator's dtype."""
-        return _fields(self, name, accumulator_dtype(self.dtype))
+def _typed(sizes: Sizes, name: str, dtype: str) -> tuple[Field, ...]:
+    number, statistic = getattr(torch, dtype), getattr(torch, sizes.accumulator)
+    return tuple(
+        Field(field, heads, width, number if width else statistic) for field, heads, width in sizes.fields(name)
+    )
 
-    def nbytes(self, names: Sequence[tuple[str, int]]) -> int:
-        """Return the bytes of (name, rows) pairs on the wire."""
-        return sum(field.nbytes(self.batch, rows) for name, rows in names for field in self.fields(name))
 
-    def row_bytes(self, name: str) -> tuple[int, ...]:
-        """Return the bytes of a row of each tensor of a name."""
-        return tuple(field.nbytes(self.batch, 1) for field in self.fields(name))
-
-    def placed(self, name: str, rows: int, starts: Sequence[int]) -> tuple[Placed, ...]:
-        """Return the tensors of so many rows of a name that begin at these bytes."""
-        fields = zip(self.fields(name), starts, strict=True)
-        return tuple(Placed(start, field.dtype, field.shape(self.batch, rows)) for field, start in fields)
+def placed_at(sizes: Sizes, name: str, rows: int, starts: Sequence[int]) -> tuple[Placed, ...]:
+    """Return the tensors of so many rows of a name that begin at these bytes."""
+    pairs = zip(fields_of(sizes, name), starts, strict=True)
+    return tuple(Placed(start, field.dtype, field.shape(sizes.batch, rows)) for field, start in pairs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,14 +71,6 @@ class Placed:
         """Return the tensor as a view of a flat tensor of bytes."""
         end = self.start + math.prod(self.shape) * self.dtype.itemsize
         return flat[self.start : end].view(self.dtype).view(self.shape)
-
-
-@lru_cache(maxsize=4096)
-def _fields(format: Format, name: str, partial: torch.dtype) -> tuple[Field, ...]:
-    statistic, dtype = accumulator_dtype(format.dtype), partial if name in ("out", "dq", "dkv") else format.dtype
-    sizes, needs = (format.heads, format.kv_heads, format.head_dim, format.head_dim_v), format.backward_needs
-    fields = fields_of(name, *sizes, needs_delta=needs == "delta")
-    return tuple(Field(field, heads, width, dtype if width else statistic) for field, heads, width in fields)
 
 
 def rows_of(tensor: torch.Tensor, lo: int, hi: int) -> torch.Tensor:

@@ -21,6 +21,7 @@ import torch
 from dfa_megatron.plan.interpret import rank_loop
 from dfa_megatron.plan.language.mask import causal, documents, full
 from dfa_megatron.plan.language.program import Call, Merge, Program
+from dfa_megatron.plan.language.sizes import Sizes
 from dfa_megatron.plan.lowering.landings import landings_of
 from dfa_megatron.plan.proof.check import check
 from dfa_megatron.runtime.agreement.calls import Calls, Kind
@@ -29,13 +30,13 @@ from dfa_megatron.runtime.comm.copy_engine import CopyEngineTransport
 from dfa_megatron.runtime.comm.transport import Moving, Recv, Send
 from dfa_megatron.runtime.cuda_driver import Copy, Flag, Flags
 from dfa_megatron.runtime.environment import without_multicast
-from dfa_megatron.runtime.execute.wire_format import Format, rows_of
-from dfa_megatron.runtime.rank_plan import MemoryPlan, plan_memory
+from dfa_megatron.runtime.execute.wire_format import rows_of
+from dfa_megatron.runtime.memory_plan import MemoryPlan, plan_memory
 from tests.support.plan_cases import plan_of
 
 Operation = Callable[[], bool]
 """Does it and says True, or says False where it has to wait."""
-FORM = Format(1, 2, 1, 8, 8, torch.bfloat16, "delta")
+FORM = Sizes(1, 2, 1, 8, 8, "bfloat16", "delta")
 
 
 @pytest.fixture(autouse=True)

@@ -19,6 +19,7 @@ from dfa_megatron.kernels.adapters.flash4 import Flash4Kernel
 from dfa_megatron.kernels.tape import Tape, launched
 from dfa_megatron.plan.language.ir import Plan
 from dfa_megatron.plan.language.mask import causal
+from dfa_megatron.plan.language.sizes import Sizes
 from dfa_megatron.plan.lowering.landings import landings_of
 from dfa_megatron.plan.proof.check import check
 from dfa_megatron.plan.schedules import plan_named
@@ -26,8 +27,7 @@ from dfa_megatron.runtime.comm.transport import Arena, Recv, Send, Sends, Transp
 from dfa_megatron.runtime.execute import tensors as tensors_module
 from dfa_megatron.runtime.execute.bound import Bound, Fields, Recorder
 from dfa_megatron.runtime.execute.tensors import Tensors, execute
-from dfa_megatron.runtime.execute.wire_format import Format
-from dfa_megatron.runtime.rank_plan import MemoryPlan, plan_memory
+from dfa_megatron.runtime.memory_plan import MemoryPlan, plan_memory
 from tests.support.live_bytes import LiveBytes
 
 RANKS, LENGTH, DIM = 4, 131072, 128
@@ -126,7 +126,7 @@ def run(
 
 def peaks(plan: Plan, heads: int, kv_heads: int, *, replayed: bool) -> list[LiveBytes]:
     """What lives on each rank: the phase's inputs, the arena, accumulators, results, and what the kernel takes."""
-    form, found = Format(1, heads, kv_heads, DIM, DIM, torch.bfloat16, "delta"), []
+    form, found = Sizes(1, heads, kv_heads, DIM, DIM, "bfloat16", "delta"), []
     programs, transport = check(plan), Holding()
     for rank in range(RANKS):
         memory = plan_memory(programs[rank], landings_of(plan), form)
@@ -179,7 +179,7 @@ def test_a_long_attention_holds_no_more_at_once_than_its_account_of_every_tensor
 def test_a_replay_names_the_step_at_which_the_run_as_it_stands_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(f"{__name__}.LOCAL", 64)
     plan = plan_named("ring", causal(64 * RANKS), RANKS).backward
-    form = Format(1, 8, 4, DIM, DIM, torch.bfloat16, "delta")
+    form = Sizes(1, 8, 4, DIM, DIM, "bfloat16", "delta")
     memory, transport = plan_memory(check(plan)[RANKS - 1], landings_of(plan), form), Holding()
     given, arena = inputs(plan.phase.name, 8, 4), Arena.allocate(memory.arena_bytes, META)
     monkeypatch.setattr(Launches, "seen", lambda: None)

@@ -13,7 +13,7 @@ from dfa_megatron.plan.language.mask import causal
 from dfa_megatron.plan.lowering.landings import landings_of
 from dfa_megatron.plan.proof.check import check
 from dfa_megatron.plan.schedules.route import direct
-from dfa_megatron.runtime.rank_plan import plan_memory
+from dfa_megatron.runtime.memory_plan import plan_memory
 from dfa_megatron.runtime.request import Request
 from tests.support.arguments import arguments
 from tests.support.attend import (
@@ -60,11 +60,8 @@ def test_rows_that_lie_apart_travel_as_one_message(batch: int) -> None:
     prepared = [
         dataclasses.replace(
             one,
-            rank_plan=dataclasses.replace(
-                one.rank_plan,
-                forward=plan_memory(forward[rank], landings_of(phases[0], one.format.batch), one.format),
-                backward=plan_memory(backward[rank], landings_of(phases[1], one.format.batch), one.format),
-            ),
+            forward=plan_memory(forward[rank], landings_of(phases[0], batch), one.sizes),
+            backward=plan_memory(backward[rank], landings_of(phases[1], batch), one.sizes),
         )
         for rank, one in enumerate(
             prepare_together(Request(**arguments(softmax_scale=0.25, kernel="reference")), *inputs)

@@ -1,0 +1,148 @@
+"""Choose what serves a request on these tensors: the kernel, the machine that is simulated, the plan."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+
+from dfa_megatron import kernels
+from dfa_megatron.errors import UnsupportedError
+from dfa_megatron.kernels.api import BlockKernel, Need
+from dfa_megatron.plan.cost.choose import make_plan
+from dfa_megatron.plan.cost.hardware import (
+    CPU_LOOPBACK,
+    H200_NIC_400G,
+    H200_NVLINK,
+    H200_SLOW_LINK,
+    H200_SOCKETS,
+    Hardware,
+    computing_with,
+)
+from dfa_megatron.plan.language.geometry import UNBOUNDED, Form, joined_spans
+from dfa_megatron.plan.language.ir import BACKWARD, FORWARD, AttentionPlan
+from dfa_megatron.plan.language.sizes import Sizes
+from dfa_megatron.plan.schedules.load_balanced import layout_of
+from dfa_megatron.runtime.comm.channel import Channel
+from dfa_megatron.runtime.environment import Links
+from dfa_megatron.runtime.inputs import Inputs
+from dfa_megatron.runtime.request import Request
+
+
+def kernel_of(request: Request, inputs: Inputs, length: int) -> tuple[BlockKernel, bool]:
+    """Return the kernel of a settled request, and whether it takes windows that are neither full nor square causal.
+
+    length: tokens of the whole sequence, or of both.
+
+    Raises:
+        UnsupportedError: no kernel serves.
+    """
+    need = _need(request, inputs, length)
+    kernel = kernels.select(request.config.kernel, need)
+    return kernel, kernel.refusal(dataclasses.replace(need, forms=need.forms | {"band"})) is None
+
+
+def sizes_of(inputs: Inputs, kernel: BlockKernel, ranks: int) -> Sizes:
+    """Return the sizes of tensors on each of so many ranks."""
+    q, k, v, *_ = inputs
+    dtype = str(q.dtype).removeprefix("torch.")
+    needs = "out" if ranks == 1 and kernel.takes_out else kernel.backward_needs
+    return Sizes(q.shape[0], q.shape[2], k.shape[2], q.shape[3], v.shape[3], dtype, needs)
+
+
+def plan_of(request: Request, ranks: int, length: int, sizes: Sizes, hardware: Hardware) -> AttentionPlan:
+    """Return the plan of a settled request; equal arguments give equal plans on every rank. A caller's plan is proved.
+
+    Raises:
+        UnsupportedError: no schedule serves it, or the caller's plan does not fit it.
+        PlanError: the caller's plan is wrong; shows where.
+    """
+    mask = request.mask_over(length)
+    if request.plan is not None:
+        from dfa_megatron.plan.proof.check import check_plan
+
+        _refuse_plan(request.plan, request, ranks)
+        check_plan(request.plan, batch=sizes.batch)
+        return request.plan
+    return make_plan(
+        mask, ranks, schedule=request.config.schedule, layout=request.layout, sizes=sizes, hardware=hardware
+    )
+
+
+def _refuse_plan(plan: AttentionPlan, request: Request, ranks: int) -> None:
+    """Refuse a caller's plan that is not one of these ranks and tokens; `check` then proves that it is right.
+
+    Raises:
+        UnsupportedError: says what does not fit.
+    """
+    what, layout, mask = f"the plan {plan}", request.layout, plan.forward.mask
+    if (plan.forward.phase, plan.backward.phase) != (FORWARD, BACKWARD) or plan.backward.mask != mask:
+        why = "its phases are not a forward and the backward of the same mask"
+        raise UnsupportedError(what, why, "both phases of one make_plan")
+    for phase in (plan.forward, plan.backward):
+        if phase.ranks != ranks:
+            why = f"it is for {phase.ranks} ranks, and {ranks} share the sequence"
+            raise UnsupportedError(what, why, f"make_plan(mask, {ranks})")
+        held = layout_of(layout, mask.balanced_by or mask, ranks) if isinstance(layout, str) else layout
+        if any(joined_spans(phase.layout.spans(rank)) != joined_spans(held.spans(rank)) for rank in range(ranks)):
+            why = f"it places tokens by layout {plan.layout!r}, and the ranks hold them by {str(layout)!r}"
+            raise UnsupportedError(what, why, f"layout={plan.layout!r} and tensors of such tokens")
+    if request.config.schedule not in ("auto", plan.schedule):
+        raise UnsupportedError(
+            f"schedule={request.config.schedule!r} with a plan", "the plan says it", "schedule='auto'"
+        )
+
+
+def _forms_of(request: Request, length: int) -> frozenset[Form]:
+    """Return the forms of all tiles that any rank may compute; all ranks choose the kernel by them.
+
+    Ranks cut queries and keys at the same tokens. So a tile of a causal document is full or square causal again. A
+    pack's forms do not depend on its documents: all packs of a job take one kernel.
+    """
+    if request.cu_seqlens:
+        return frozenset({"full", "causal"} if request.window_size == (-1, -1) else {"full", "band"})
+    found: set[Form] = {"full"}
+    for tile in filter(None, (tile.shrink() for tile in request.mask_over(length).tiles)):
+        if tile.form != "full":
+            is_causal = tile.lo == -UNBOUNDED and tile.hi == 0 and tile.q == tile.kv
+            found.add("causal" if is_causal else "band")
+    return frozenset(found)
+
+
+def _need(request: Request, inputs: Inputs, length: int) -> Need:
+    q, k, v, *_ = inputs
+    return Need(
+        device=q.device.type,
+        dtype=q.dtype,
+        heads=q.shape[2],
+        kv_heads=k.shape[2],
+        head_dim=q.shape[3],
+        head_dim_v=v.shape[3],
+        forms=_forms_of(request, length),
+        deterministic=request.deterministic,
+        capability=torch.cuda.get_device_capability(q.device) if q.is_cuda else None,
+        softcap=request.softcap,
+        packed=bool(request.cu_seqlens) or request.irregular,
+    )
+
+
+def profile_of(cuda: bool, over: Channel | None, kernel: str, ranks: int) -> Hardware:
+    """Return the machine that "auto" simulates: a CPU's loopback, one host with or without NVLink, or several hosts.
+
+    Several hosts have adapters or sockets between them. The links are those that the ranks told each other.
+
+    Args:
+        cuda: the tensors are on GPUs.
+        over: the channel of the ranks, None for one rank.
+        kernel: computes the blocks.
+        ranks: of the plan; an equal number is on each host.
+    """
+    if not cuda:
+        return CPU_LOOPBACK
+    hosts, (inside, network) = (1, Links()) if over is None else (over.hosts, over.links)
+    if over is not None and (hosts > 1 or inside == "network"):
+        nodes = 1 if inside == "network" else max(1, ranks // hosts)
+        found = dataclasses.replace(H200_SOCKETS if network == "sockets" else H200_NIC_400G, ranks_per_node=nodes)
+    else:
+        found = H200_NVLINK if inside == "p2p" else H200_SLOW_LINK
+    return computing_with(kernel, found)
