@@ -9,9 +9,8 @@ import torch
 
 from benchmarks.bench import Call
 from dfa_megatron import DistAttentionConfig
-from dfa_megatron.runtime.inputs import Inputs
 from dfa_megatron.runtime.prepare import Prepared, build
-from dfa_megatron.runtime.request import Request
+from dfa_megatron.runtime.request import Inputs, Request
 from dfa_megatron.runtime.run import run_backward, run_forward
 
 Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]

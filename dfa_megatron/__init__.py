@@ -14,7 +14,7 @@ _HOME = {
     "DistAttentionConfig": "dfa_megatron.config",
     "DistFlashAttention": "dfa_megatron.attention",
     "MegatronConfig": "dfa_megatron.config",
-    "allow_more_heads_than_tokens": "dfa_megatron.runtime.inputs",
+    "allow_more_heads_than_tokens": "dfa_megatron.runtime.request",
     "TrainingConfig": "dfa_megatron.config",
     "check_plan": "dfa_megatron.plan.proof.check",
     "decode_attn_func": "dfa_megatron.sequence.decode",
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from dfa_megatron.plan.proof.check import check_plan
     from dfa_megatron.plan.schedules import with_blocks
     from dfa_megatron.runtime.counters import stats
-    from dfa_megatron.runtime.inputs import allow_more_heads_than_tokens
+    from dfa_megatron.runtime.request import allow_more_heads_than_tokens
     from dfa_megatron.sequence.decode import decode_attn_func
     from dfa_megatron.sequence.max_logits import max_logits
     from dfa_megatron.sequence.roll import roll_sequence

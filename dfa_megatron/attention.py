@@ -24,9 +24,8 @@ from dfa_megatron.remat import active_frame
 from dfa_megatron.runtime.comm.channel import Channel, refuse
 from dfa_megatron.runtime.comm.groups import Group, channel_of, group_name, group_size
 from dfa_megatron.runtime.cu_seqlens import CuSeqlens, check_offsets, offsets_of, rows_of
-from dfa_megatron.runtime.inputs import Inputs, refuse_strangers, transformed
 from dfa_megatron.runtime.op import DirectAttention, Pair, attention, needs_gradient
-from dfa_megatron.runtime.request import DEFAULTS, OPTIONS, Request
+from dfa_megatron.runtime.request import DEFAULTS, OPTIONS, Inputs, Request, refuse_strangers, transformed
 
 _outside_graphs: Any = _disable_dynamo
 """What `torch.compiler.disable` does, but that an import loads no Dynamo, which takes seconds."""

@@ -30,10 +30,9 @@ from dfa_megatron.runtime.comm.channel import Channel
 from dfa_megatron.runtime.counters import COUNTERS
 from dfa_megatron.runtime.execute.sinks import merge_sinks, sinks_gradient
 from dfa_megatron.runtime.execute.wire_format import Fields
-from dfa_megatron.runtime.inputs import Inputs
 from dfa_megatron.runtime.planning import profile_of
 from dfa_megatron.runtime.prepare import Prepared, built, open_transport, settled
-from dfa_megatron.runtime.request import Request
+from dfa_megatron.runtime.request import Inputs, Request
 from dfa_megatron.runtime.run import InputGradients, SavedTensors
 
 _ALIGNMENT = 16

@@ -15,9 +15,8 @@ from dfa_megatron.runtime.agreement.calls import AtLayer, current_layer
 from dfa_megatron.runtime.comm.channel import Channel, refuse
 from dfa_megatron.runtime.comm.groups import channel_of
 from dfa_megatron.runtime.counters import COUNTERS, say_how
-from dfa_megatron.runtime.inputs import Inputs, transformed
 from dfa_megatron.runtime.prepare import Prepared, prepare
-from dfa_megatron.runtime.request import Request, from_text
+from dfa_megatron.runtime.request import Inputs, Request, from_text, transformed
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 """out like q with v's head_dim, and lse (batch, heads, rows) in the accumulator's dtype."""

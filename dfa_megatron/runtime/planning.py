@@ -25,8 +25,7 @@ from dfa_megatron.plan.language.sizes import Sizes
 from dfa_megatron.plan.schedules.load_balanced import layout_of
 from dfa_megatron.runtime.comm.channel import Channel
 from dfa_megatron.runtime.environment import Links
-from dfa_megatron.runtime.inputs import Inputs
-from dfa_megatron.runtime.request import Request
+from dfa_megatron.runtime.request import Inputs, Request
 
 
 def kernel_of(request: Request, inputs: Inputs, length: int) -> tuple[BlockKernel, bool]:

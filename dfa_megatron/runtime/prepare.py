@@ -26,10 +26,9 @@ from dfa_megatron.runtime.comm.groups import channels
 from dfa_megatron.runtime.cu_seqlens import describe
 from dfa_megatron.runtime.execute.bound import Bound
 from dfa_megatron.runtime.execute.sinks import sinks_error
-from dfa_megatron.runtime.inputs import Inputs, refuse_tensors
 from dfa_megatron.runtime.memory_plan import MemoryPlan, placed
 from dfa_megatron.runtime.planning import kernel_of, plan_of, profile_of, sizes_of
-from dfa_megatron.runtime.request import OPTIONS, Request
+from dfa_megatron.runtime.request import OPTIONS, Inputs, Request, refuse_tensors
 
 if TYPE_CHECKING:
     from dfa_megatron.runtime.heads import HeadExchange

@@ -19,9 +19,9 @@ from dfa_megatron.runtime.execute.bound import Bound, Recorder
 from dfa_megatron.runtime.execute.sinks import merge_sinks, sinks_gradient
 from dfa_megatron.runtime.execute.tensors import Tensors, execute
 from dfa_megatron.runtime.execute.wire_format import Fields
-from dfa_megatron.runtime.inputs import Inputs
 from dfa_megatron.runtime.memory_plan import MemoryPlan
 from dfa_megatron.runtime.prepare import Prepared
+from dfa_megatron.runtime.request import Inputs
 
 logger = logging.getLogger(__name__)
 

@@ -22,8 +22,7 @@ from dfa_megatron.runtime.comm.channel import Channel
 from dfa_megatron.runtime.comm.compared import compared, telling
 from dfa_megatron.runtime.comm.groups import Group
 from dfa_megatron.runtime.cu_seqlens import CuSeqlens, offsets_of, rows_of
-from dfa_megatron.runtime.inputs import Inputs, refuse_strangers, refuse_tensors
-from dfa_megatron.runtime.request import Request
+from dfa_megatron.runtime.request import Inputs, Request, refuse_strangers, refuse_tensors
 
 _SCORES = 1 << 25
 """Scores that are in memory at once, of all heads."""

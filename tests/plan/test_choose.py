@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 from itertools import pairwise
-from math import inf
 from typing import Any
 
 import pytest
@@ -13,7 +12,6 @@ import pytest
 from dfa_megatron import names
 from dfa_megatron.cli.simulate import simulate
 from dfa_megatron.errors import UnsupportedError
-from dfa_megatron.plan.cost import choose
 from dfa_megatron.plan.cost.choose import TIE, best, candidates, make_plan
 from dfa_megatron.plan.cost.hardware import (
     H200_NIC_400G,
@@ -54,7 +52,6 @@ def test_auto_takes_the_schedule_or_layout_that_fits(
 def test_auto_does_not_ask_for_help_where_work_is_even() -> None:
     looked_at = {c.name: c for c in candidates(causal(8 * 4096), 8)}
     assert looked_at["greedy"].refusal == "the work of balanced_shared is even"
-    assert "zigzag balances" in looked_at["owner_computes on load_balanced"].refusal
 
 
 def test_nodes_bring_gateways_that_a_slow_network_needs() -> None:
@@ -109,19 +106,14 @@ def test_what_auto_takes_for_a_pack_is_about_the_best_of_all_simulated(layout: s
 
 
 @pytest.mark.parametrize("hardware", [H200_NVLINK, H200_SLOW_LINK, replace(H200_NIC_400G, ranks_per_node=2)])
-def test_auto_looks_only_at_what_may_win_and_takes_what_wins_among_all(hardware: Hardware) -> None:
-    shape, left_out = Sizes(heads=16, kv_heads=4, backward_needs="delta"), 0
+def test_auto_takes_what_wins_among_all(hardware: Hardware) -> None:
+    shape = Sizes(heads=16, kv_heads=4, backward_needs="delta")
     for seed in range(4):
         generator, ranks = random.Random(seed), (4, 6, 8, 8)[seed]
         lengths = some_lengths(tokens := ranks * generator.choice([1024, 8192]), generator)
         tree = prompt_tree(lengths, some_parents(len(lengths), generator))
         for mask in (documents(lengths), tree, prefix_lm(tokens, tokens // 3), sliding_window(tokens, 2000, 900)):
             about = {"layout": "contiguous", "sizes": shape, "hardware": hardware}
-            every = candidates(mask, ranks, **about)  # type: ignore[arg-type]
-            some = choose._of_schedules(mask, ranks, "contiguous", shape, hardware, inf)
-            left_out += sum(bool(one.plan) for one in every) - sum(bool(one.plan) for one in some)
-            wins, taken = best(every), best(some)
-            assert wins
-            assert taken
-            assert taken.plan == wins.plan == make_plan(mask, ranks, **about)  # type: ignore[arg-type]
-    assert left_out > 0
+            wins = best(candidates(mask, ranks, **about))  # type: ignore[arg-type]
+            assert wins is not None
+            assert wins.plan == make_plan(mask, ranks, **about)  # type: ignore[arg-type]

@@ -17,10 +17,9 @@ from dfa_megatron.plan.language.mask import of_window
 from dfa_megatron.runtime import prepare
 from dfa_megatron.runtime.comm.groups import channel_of
 from dfa_megatron.runtime.environment import Links, links
-from dfa_megatron.runtime.inputs import Inputs
 from dfa_megatron.runtime.planning import profile_of
 from dfa_megatron.runtime.prepare import build
-from dfa_megatron.runtime.request import Request
+from dfa_megatron.runtime.request import Inputs, Request
 from tests.support.arguments import arguments
 from tests.support.workers import run_ranks
 
@@ -40,8 +39,8 @@ def test_the_schedule_follows_the_machine(monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.mark.parametrize("seed", range(4))
 def test_every_call_is_planned_once(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    draw, timed, real = random.Random(seed), list[str](), choose._timed
-    monkeypatch.setattr(choose, "_timed", lambda schedule, *rest: timed.append(schedule.name) or real(schedule, *rest))
+    draw, timed, real = random.Random(seed), list[tuple[str, str]](), choose._priced
+    monkeypatch.setattr(choose, "_priced", lambda way, *rest: timed.append((way.name, way.layout)) or real(way, *rest))
     tokens, window = 1024 * draw.randint(8, 40), draw.choice([(-1, -1), (draw.randint(1, 5000), 0)])
     causal = draw.random() < 0.7
     mask = of_window(RANKS * tokens, causal, window)

@@ -16,9 +16,8 @@ from dfa_megatron.plan.cost.choose import make_plan
 from dfa_megatron.plan.language.mask import Mask, causal, prefix_lm
 from dfa_megatron.plan.proof import check
 from dfa_megatron.plan.schedules import with_blocks
-from dfa_megatron.runtime.inputs import Inputs
 from dfa_megatron.runtime.prepare import build, in_use
-from dfa_megatron.runtime.request import Request
+from dfa_megatron.runtime.request import Inputs, Request
 from tests.support.arguments import told
 from tests.support.attend import case, compare
 from tests.support.workers import run_ranks

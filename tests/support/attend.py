@@ -19,9 +19,8 @@ from dfa_megatron.plan.language.mask import Mask
 from dfa_megatron.plan.schedules.load_balanced import layout_of
 from dfa_megatron.runtime.comm.transport import Arena
 from dfa_megatron.runtime.execute.sinks import merge_sinks, sinks_gradient
-from dfa_megatron.runtime.inputs import Inputs
 from dfa_megatron.runtime.prepare import Prepared, build
-from dfa_megatron.runtime.request import Request
+from dfa_megatron.runtime.request import Inputs, Request
 from dfa_megatron.runtime.run import backward_algebra, forward_algebra, needed_by_backward
 from dfa_megatron.sharding import layout_of_tokens, positions_of
 from tests.support.arguments import arguments

@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from operator import index
 
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.names import LAYOUTS
 from dfa_megatron.plan.cost.hardware import H200_NVLINK, Hardware
-from dfa_megatron.plan.cost.outline import Estimate, estimate, least_seconds, outline
-from dfa_megatron.plan.language.ir import BACKWARD, FORWARD, AttentionPlan, Plan, needed_pairs
+from dfa_megatron.plan.cost.outline import estimate, outline
+from dfa_megatron.plan.language.ir import AttentionPlan, loads, needed_pairs
 from dfa_megatron.plan.language.layout import Layout, contiguous
 from dfa_megatron.plan.language.mask import Mask, components
 from dfa_megatron.plan.language.sizes import Sizes
-from dfa_megatron.plan.lowering.messages import names_joined
-from dfa_megatron.plan.schedules import ALL, OWNER_COMPUTES, SCHEDULES, Schedule, plan_named
-from dfa_megatron.plan.schedules.assignments import ROWS_PER_STEP
-from dfa_megatron.plan.schedules.route import direct, gateway
+from dfa_megatron.plan.schedules import ALL, OWNER_COMPUTES, SCHEDULES, Schedule, over_nodes, plan_named
+from dfa_megatron.plan.schedules.route import direct
 
 TIE = 0.02
 """Plans whose times differ by less than this share are a tie. The order of `schedules.ALL` decides a tie."""
 
-LOSES = "its work and its messages take longer than another schedule"
 
 EVEN = 1.05
 """Work of the most loaded rank over the mean up to which `greedy` is not tried."""
@@ -123,7 +119,7 @@ def make_plan(
         return plan_named(schedule, mask, ranks, hardware.node_size(ranks) if routed else None, held)
     if family in OWNER_COMPUTES and hardware.node_size(ranks) is None:
         return OWNER_COMPUTES[family].plan(mask, ranks, held=held)  # the only candidate
-    looked_at = _of_schedules(mask, ranks, layout, sizes or Sizes(), hardware, math.inf)
+    looked_at = candidates(mask, ranks, layout=layout, sizes=sizes, hardware=hardware)
     taken = best(looked_at)
     if taken is None or taken.plan is None:
         what = f"mask {mask.name} over {mask.length} tokens on {ranks} ranks in layout {str(layout)!r}"
@@ -167,49 +163,33 @@ def candidates(
 
     The arguments are those of `make_plan`.
     """
-    return _of_schedules(mask, ranks, layout, sizes or Sizes(), hardware or H200_NVLINK)
-
-
-def _of_schedules(
-    mask: Mask, ranks: int, layout: str | Layout, sizes: Sizes, hardware: Hardware, most: float | None = None
-) -> tuple[Candidate, ...]:
-    """Return candidates: all, or those that may win and take at most so long."""
-    found: dict[Schedule, list[Candidate]] = {}
-    load, held = dict[Schedule, float](), layout if isinstance(layout, Layout) else None
-    limit = math.inf if most is None else most * (1 + TIE)  # what ties with one that may win is kept
+    found, held = list[Candidate](), layout if isinstance(layout, Layout) else None
     for schedule in ALL:
-        why, instead = _needless(schedule, mask, ranks, layout, load), ""
+        why, instead = _needless(schedule, mask, ranks, layout) or _even(schedule, mask, ranks, found), ""
         try:
-            if not why:
-                load[schedule] = schedule.load(mask, ranks, held)
+            found += [] if why else _priced(schedule, mask, ranks, held, sizes or Sizes(), hardware or H200_NVLINK)
         except UnsupportedError as error:
             why, instead = error.why, error.instead
-        if why:
-            found[schedule] = [Candidate(schedule.name, schedule.layout, refusal=why, instead=instead)]
-    for schedule in sorted(load, key=load.__getitem__):  # the most even first: its time may show that others lose
-        found[schedule] = _timed(schedule, mask, ranks, held, load[schedule], sizes, hardware, limit)
-        if most is not None:
-            limit = min([limit, *(one.seconds * (1 + TIE) for one in found[schedule] if one.plan)])
-    return tuple(one for schedule in ALL for one in found[schedule])
+        found += [Candidate(schedule.name, schedule.layout, refusal=why, instead=instead)] if why else []
+    return tuple(found)
 
 
-def _needless(schedule: Schedule, mask: Mask, ranks: int, layout: str | Layout, loads: dict[Schedule, float]) -> str:
-    """Return the reason why a schedule cannot serve or win beside those before it, or an empty string."""
-    if ranks < 1:
-        return ""  # it says so itself
+def _needless(schedule: Schedule, mask: Mask, ranks: int, layout: str | Layout) -> str:
+    """Return the reason why a schedule cannot serve, or is another one by another name; or an empty string."""
     if _family(layout, mask) not in ("auto", schedule.layout):
         return f"it needs layout {schedule.layout!r}"
-    if schedule.name == "balanced_shared" and (why := _why_not_shared(mask, ranks, layout)):
-        return why
-    if ranks == 1 and loads:
-        return "one rank computes all of it in every schedule"
-    has_zigzag = any(other.layout == "zigzag" for other in loads)
-    if schedule.layout == "load_balanced" and has_zigzag and len(components(mask)) == 1:
-        return "there is one sequence, which zigzag balances"
-    if schedule.name == "greedy":
-        limit = EVEN * mask.area
-        even = [other.name for other, load in loads.items() if other.layout == "contiguous" and load * ranks <= limit]
-        return f"the work of {even[0]} is even" if even else ""
+    if schedule.name == "balanced_shared" and ranks > 0:  # else it says so itself
+        return _why_not_shared(mask, ranks, layout)
+    return ""
+
+
+def _even(schedule: Schedule, mask: Mask, ranks: int, found: list[Candidate]) -> str:
+    """Return why `greedy`, which gives work away, is needless beside what was found; or an empty string."""
+    for one in found if schedule.name == "greedy" else ():
+        if one.plan is not None and one.layout == "contiguous":
+            forward = one.plan.forward
+            if ranks * max(loads(forward.blocks, mask, forward.layout)) <= EVEN * mask.area:
+                return f"the work of {one.schedule} is even"
     return ""
 
 
@@ -223,54 +203,22 @@ def _why_not_shared(mask: Mask, ranks: int, layout: str | Layout) -> str:
     return "" if shares else "the last step of balanced has no work to share"
 
 
-def _longest(schedule: Schedule, mask: Mask, ranks: int, held: Layout | None, sizes: Sizes) -> float:
-    """Return the side of a square of at least as many pairs as any kernel call of a schedule.
+def _priced(
+    schedule: Schedule, mask: Mask, ranks: int, held: Layout | None, sizes: Sizes, hardware: Hardware
+) -> list[Candidate]:
+    """Return the plans of a schedule with their costs, without gateways and with them.
 
-    A call has the rows of one rank and the keys of another. Where steps are cut by memory and messages are joined, it
-    has what ROWS_PER_STEP allows.
+    Raises:
+        UnsupportedError: the schedule does not suit the mask or the ranks.
     """
-    layout = _in_order(mask, ranks, held)
-    tokens = max(sum(map(len, layout.spans(rank))) for rank in range(ranks))
-    by_memory = schedule.name == "greedy" or schedule.layout == "load_balanced"
-    remote = ROWS_PER_STEP if by_memory and names_joined(mask, sizes.batch) else 1
-    return tokens * math.sqrt(remote)
+    plans = [schedule.plan(mask, ranks, held=held)]
+    if schedule.route is direct and (nodes := hardware.node_size(ranks)) is not None and nodes > 1:
+        plans.append(over_nodes(plans[0], nodes))
+    return [_candidate(plan, sizes, hardware) for plan in plans]
 
 
-def _timed(
-    schedule: Schedule, mask: Mask, ranks: int, held: Layout | None, load: float, sizes: Sizes,
-    hardware: Hardware, most: float,
-) -> list[Candidate]:  # fmt: skip
-    """Return the plans of a schedule, without gateways and with them, or refusals of those that take over `most`.
-
-    They are refused as soon as a bound shows it: the compute of the most loaded rank, then the steps so far with the
-    compute that is left.
-    """
-    nodes = hardware.node_size(ranks) if schedule.route is direct else None
-    lost = Candidate(schedule.name, schedule.layout, refusal=LOSES)
-    bounds = least_seconds(load, _longest(schedule, mask, ranks, held, sizes), sizes, hardware)
-    found: dict[int | None, list[tuple[Plan, Estimate]]] = {way: [] for way in (None, nodes if nodes != 1 else None)}
-    if sum(bounds) > most:
-        return [lost] * len(found)
-    layout, blocks = schedule.assigned(mask, ranks, held)
-    blocks = tuple(sorted(blocks))
-    for number, phase in enumerate((FORWARD, BACKWARD)):
-        if not any(len(parts) == number for parts in found.values()):
-            break
-        plain = Plan(mask, layout, phase, blocks, schedule.route(blocks, layout, phase))
-        for way, parts in found.items():
-            if len(parts) < number:
-                continue
-            plan = plain if way is None else replace(plain, transfers=gateway(plain.transfers, layout, phase, way))
-            spent = sum(part.seconds for _, part in parts) + sum(bounds[number + 1 :])
-            one = estimate(outline(plan, sizes.batch), sizes, hardware, most=most - spent)
-            if one.seconds < math.inf:
-                parts.append((plan, one))
-    return [_candidate(schedule, way, parts) if len(parts) == 2 else lost for way, parts in found.items()]
-
-
-def _candidate(schedule: Schedule, nodes: int | None, parts: list[tuple[Plan, Estimate]]) -> Candidate:
-    (forward, one), (backward, other) = parts
-    plan = AttentionPlan(schedule.name, schedule.layout, forward, backward, nodes)
+def _candidate(plan: AttentionPlan, sizes: Sizes, hardware: Hardware) -> Candidate:
+    one, other = (estimate(outline(phase, sizes.batch), sizes, hardware) for phase in plan.phases)
     device, host, busy = one.seconds + other.seconds, one.host_seconds + other.host_seconds, one.busy + other.busy
     sent = max(map(sum, zip(one.sent, other.sent, strict=True)))
     return Candidate(plan.schedule, plan.layout, plan, device=device, host=host, busy=busy, sent=sent)

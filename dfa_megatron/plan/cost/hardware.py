@@ -127,14 +127,6 @@ class Hardware:
         rows = queries if phase == "forward" else keys
         return rate * self._used(rows, heads) / self._used(rows, RATED_HEADS)
 
-    def highest_rate(self, phase: str, side: float, heads: int = RATED_HEADS) -> float:
-        """Return the rate above which no kernel call is with as many pairs as a square of this side, or fewer."""
-        curve = self.forward if phase == "forward" else self.backward
-        rate = max([self.rate(phase, side * side), *(rate for tokens, rate in curve if tokens <= side)])
-        if RATED_HEADS % heads == 0 or self.multiprocessors is None:
-            return rate
-        return rate * (1 + self.multiprocessors * TILE / (RATED_HEADS * max(side, TILE)))  # at best all are used
-
     def _used(self, rows: int, heads: int) -> float:
         """Return the share of the multiprocessors' time that tiles use."""
         assert self.multiprocessors is not None

@@ -9,14 +9,12 @@ lengths, for hundreds of ranks at once.
 from __future__ import annotations
 
 import heapq
-import math
-import operator
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from dfa_megatron.plan.cost.hardware import Hardware
-from dfa_megatron.plan.language.ir import BACKWARD, FORWARD, Phase, Plan, areas
+from dfa_megatron.plan.language.ir import Phase, Plan, areas
 from dfa_megatron.plan.language.sizes import Sizes
 from dfa_megatron.plan.lowering.messages import names_joined
 
@@ -89,16 +87,13 @@ def outline(plan: Plan, batch: int = 1) -> Outline:
     return Outline(plan.phase, plan.ranks, plan.mask.length, work, messages, tuple(numbers))
 
 
-def estimate(
-    plan: Outline, sizes: Sizes, hardware: Hardware, length: int | None = None, most: float = math.inf
-) -> Estimate:
+def estimate(plan: Outline, sizes: Sizes, hardware: Hardware, length: int | None = None) -> Estimate:
     """Time a plan on a machine, at its own length or with its mask stretched to another length.
 
     Args:
         plan: from `outline`.
         sizes, hardware: as for `simulate`.
         length: tokens of the whole sequence.
-        most: seconds; what takes more is given up, with infinite seconds, as soon as the compute that is left shows it.
     """
     stretch, ranks = 1.0 if length is None else length / plan.length, range(plan.ranks)
     row = {name: sum(sizes.row_bytes(name)) for name in {name for parts in plan.contents for name, _ in parts}}
@@ -108,19 +103,13 @@ def estimate(
     seconds = [(link.seconds(size), network.seconds(size)) for size in nbytes]
     node = [hardware.node(rank) for rank in ranks]
     took = _kernel_seconds(plan, sizes, hardware, stretch)
-    done, ended, delivered, busy, left = ([0.0] * plan.ranks for _ in range(5))
+    done, ended, delivered, busy = ([0.0] * plan.ranks for _ in range(4))
     sent, calls, merges, posts = ([0] * plan.ranks, [0] * plan.ranks), *([0] * plan.ranks for _ in range(3))
-    for work in plan.work if most < math.inf else ():
-        for rank, *call in work:
-            left[rank] += took[*call]
     for step, (work, messages) in enumerate(zip(plan.work, plan.messages, strict=True)):
-        if max(map(operator.add, done, left)) > most:
-            return Estimate(math.inf, math.inf, 0.0, (), ())
         posted = [max(pair) for pair in zip(delivered, ended, strict=True)] if step > 1 else delivered
         for rank, *call in work:
             done[rank] += took[*call]
             busy[rank] += took[*call]
-            left[rank] -= took[*call]
             calls[rank] += 1
         ended = done.copy()
         queued = [(src, dst, seconds[at][far := node[src] != node[dst]], far) for src, dst, at in messages]
@@ -135,12 +124,6 @@ def estimate(
             busy[dst] += merged[at] * hardware.launch_overhead
     host = max(hardware.host.seconds(calls[rank], merges[rank], posts[rank]) for rank in ranks)
     return Estimate(max(done), host, sum(busy) / plan.ranks, tuple(sent[False]), tuple(sent[True]))
-
-
-def least_seconds(pairs: float, side: float, sizes: Sizes, hardware: Hardware) -> list[float]:
-    """Return the least times of a forward and a backward over so many token pairs, in calls up to a square's side."""
-    rates = {phase: hardware.highest_rate(phase.name, side, sizes.batch * sizes.heads) for phase in (FORWARD, BACKWARD)}
-    return [pairs * sizes.flops_per_pair(phase) / rate for phase, rate in rates.items()]
 
 
 def deliver(

@@ -9,7 +9,7 @@ from functools import partial
 from dfa_megatron import names
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.names import nearest
-from dfa_megatron.plan.language.ir import BACKWARD, FORWARD, AttentionPlan, Block, Plan, loads, needed_pairs
+from dfa_megatron.plan.language.ir import BACKWARD, FORWARD, AttentionPlan, Block, Plan, needed_pairs
 from dfa_megatron.plan.language.layout import Layout, cut_at
 from dfa_megatron.plan.language.mask import Mask, kept_on_mask
 from dfa_megatron.plan.schedules.assignments import balanced, by_distance, by_memory
@@ -48,24 +48,14 @@ class Schedule:
         Raises:
             UnsupportedError: the mask or the length does not suit the schedule, or its route knows no nodes.
         """
-        layout, blocks = self.assigned(mask, ranks, held)
-        forward, backward = _phases(mask, layout, tuple(sorted(blocks)), self.route)
+        layout = _cut_where_needed(mask, self._chunks(mask, ranks, held))
+        layout = self.cut(mask, layout) if self.cut else layout
+        forward, backward = _phases(mask, layout, tuple(sorted(self.assign(mask, layout))), self.route)
         plan = AttentionPlan(self.name, self.layout, forward, backward)
         if ranks_per_node is not None and self.route is not direct:
             why = "its messages hop from rank to rank, and cross to a node once already"
             raise UnsupportedError(f"schedule {self.name!r} with a gateway", why, "the same without")
         return plan if ranks_per_node is None else over_nodes(plan, ranks_per_node)
-
-    def load(self, mask: Mask, ranks: int, held: Layout | None = None) -> float:
-        """Return the least token pairs of the most loaded rank, before chunks are cut; errors as for `plan`."""
-        layout = self._chunks(mask, ranks, held)
-        return mask.area / ranks if self.cut else max(loads(self.assign(mask, layout), mask, layout))
-
-    def assigned(self, mask: Mask, ranks: int, held: Layout | None = None) -> tuple[Layout, tuple[Block, ...]]:
-        """Return chunks and blocks, before own keys wait, the same in both phases; errors as for `plan`."""
-        layout = _cut_where_needed(mask, self._chunks(mask, ranks, held))
-        layout = self.cut(mask, layout) if self.cut else layout
-        return layout, self.assign(mask, layout)
 
     def _chunks(self, mask: Mask, ranks: int, held: Layout | None) -> Layout:
         if ranks < 1:
