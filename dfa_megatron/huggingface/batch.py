@@ -139,7 +139,7 @@ def cut_labels(given: Arguments, context: LayerContext) -> Arguments:
     shifted, count = _shifted(given), given.get("num_items_in_batch")
     count = (shifted != IGNORED).sum() if count is None else count
     part = shard_sequence(shifted, group=context.group)
-    count = max(float(count), 1.0) / context.size
+    count = (float(count) or 1.0) / context.size
     return given | {"labels": part, "shift_labels": part, "num_items_in_batch": count}
 
 

@@ -71,7 +71,7 @@ def _of_this_rank(
             "they are shifted, and then cut, here",
             "labels (batch, seq) of the whole batch, the same on every rank, not shifted",
         )
-    return mine, size / (shifted != ignore_index).sum().clamp(min=1)
+    return mine, size / (shifted != ignore_index).sum().clamp(min=1).double()
 
 
 def as_whole(loss: torch.Tensor, group: Group) -> torch.Tensor:

@@ -25,7 +25,7 @@ Blocks = tuple[int, int, int, int]
 
 
 @dataclass(frozen=True, slots=True)
-class Sizes:
+class BlockSizes:
     """The blocks of a program of each of the three kernels."""
 
     forward: Blocks
@@ -33,39 +33,39 @@ class Sizes:
     dq: Blocks
 
 
-LARGE: Mapping[int, Mapping[int, Sizes]] = MappingProxyType(
+LARGE: Mapping[int, Mapping[int, BlockSizes]] = MappingProxyType(
     {
         2: {
-            64: Sizes((128, 128, 8, 3), (64, 128, 8, 3), (128, 64, 8, 3)),
-            128: Sizes((128, 128, 8, 2), (64, 128, 8, 2), (128, 64, 8, 2)),
-            256: Sizes((128, 64, 8, 2), (32, 64, 8, 2), (64, 32, 8, 2)),
+            64: BlockSizes((128, 128, 8, 3), (64, 128, 8, 3), (128, 64, 8, 3)),
+            128: BlockSizes((128, 128, 8, 2), (64, 128, 8, 2), (128, 64, 8, 2)),
+            256: BlockSizes((128, 64, 8, 2), (32, 64, 8, 2), (64, 32, 8, 2)),
         },
         4: {
-            64: Sizes((128, 64, 8, 2), (32, 64, 8, 2), (64, 32, 8, 2)),
-            128: Sizes((64, 32, 4, 2), (32, 64, 8, 2), (64, 32, 8, 2)),
-            256: Sizes((32, 32, 4, 1), (16, 16, 4, 1), (16, 16, 4, 1)),
+            64: BlockSizes((128, 64, 8, 2), (32, 64, 8, 2), (64, 32, 8, 2)),
+            128: BlockSizes((64, 32, 4, 2), (32, 64, 8, 2), (64, 32, 8, 2)),
+            256: BlockSizes((32, 32, 4, 1), (16, 16, 4, 1), (16, 16, 4, 1)),
         },
     }
 )
-"""Sizes by bytes of an element and by head_dim at most, for over 200 KiB of shared memory (Hopper, Blackwell)."""
+"""BlockSizes by bytes of an element and by head_dim at most, for over 200 KiB of shared memory (Hopper, Blackwell)."""
 
-SMALL: Mapping[int, Mapping[int, Sizes]] = MappingProxyType(
+SMALL: Mapping[int, Mapping[int, BlockSizes]] = MappingProxyType(
     {
         2: {
-            64: Sizes((128, 64, 4, 2), (32, 64, 4, 2), (64, 32, 4, 2)),
-            128: Sizes((64, 64, 4, 2), (32, 64, 4, 2), (64, 32, 4, 2)),
-            256: Sizes((64, 32, 4, 1), (16, 32, 4, 1), (32, 16, 4, 1)),
+            64: BlockSizes((128, 64, 4, 2), (32, 64, 4, 2), (64, 32, 4, 2)),
+            128: BlockSizes((64, 64, 4, 2), (32, 64, 4, 2), (64, 32, 4, 2)),
+            256: BlockSizes((64, 32, 4, 1), (16, 32, 4, 1), (32, 16, 4, 1)),
         },
         4: {
-            64: Sizes((64, 32, 4, 1), (16, 32, 4, 1), (32, 16, 4, 1)),
-            128: Sizes((64, 32, 4, 1), (16, 32, 4, 1), (32, 16, 4, 1)),
-            256: Sizes((16, 16, 4, 1), (16, 16, 4, 1), (16, 16, 4, 1)),
+            64: BlockSizes((64, 32, 4, 1), (16, 32, 4, 1), (32, 16, 4, 1)),
+            128: BlockSizes((64, 32, 4, 1), (16, 32, 4, 1), (32, 16, 4, 1)),
+            256: BlockSizes((16, 16, 4, 1), (16, 16, 4, 1), (16, 16, 4, 1)),
         },
     }
 )
 """The same for 99 KiB, the least that a GPU has from Ampere on."""
 
-INTERPRETED = Sizes((32, 16, 1, 1), (16, 32, 1, 1), (32, 16, 1, 1))
+INTERPRETED = BlockSizes((32, 16, 1, 1), (16, 32, 1, 1), (32, 16, 1, 1))
 """Small, so that small tests go through every loop."""
 
 
@@ -122,7 +122,7 @@ def _readable(call: BlockCall) -> BlockCall:
     return replace(call, q=with_unit_stride(q), k=with_unit_stride(k), v=with_unit_stride(v))
 
 
-def _sizes(call: BlockCall) -> Sizes:
+def _sizes(call: BlockCall) -> BlockSizes:
     if interpreted():
         return INTERPRETED
     by_dim = (LARGE if large_shared_memory(call.q.device) else SMALL)[call.q.element_size()]

@@ -64,5 +64,6 @@ LANGUAGE_MODELS: Refusals = (
         "labels for the loss function",
         lambda d: getattr(d, "function", "") == "not" and d.loss != "function",
     ),
+    ("a schedule of causal work", "it pairs causal work only", lambda d: d.data.pack == "mask"),
     ("", "", lambda d: getattr(d, "unlisted", False)),
 )

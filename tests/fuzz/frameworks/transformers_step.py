@@ -50,8 +50,7 @@ PRELOADED = (
 )
 
 
-LIMITS = {"float64": 1e-7, "float64 beside float32": 1e-5, "float32": 1e-4}
-"""The number of labels is divided among ranks in float32."""
+LIMITS = {"float64": 1e-10, "float64 beside float32": 1e-5, "float32": 1e-4}
 
 
 @dataclass(frozen=True, kw_only=True)
