@@ -53,7 +53,7 @@ def causal_lm_loss(
         UnsupportedError: labels of another number of tokens, such as those of this rank's tokens alone.
     """
     mine, share = _of_this_rank(logits, labels, group, ignore_index)
-    return as_whole(summed_loss(logits, mine, ignore_index, label_smoothing) * share, group)
+    return as_whole(_times(summed_loss(logits, mine, ignore_index, label_smoothing), share), group)
 
 
 def _of_this_rank(
@@ -72,6 +72,11 @@ def _of_this_rank(
             "labels (batch, seq) of the whole batch, the same on every rank, not shifted",
         )
     return mine, size / (shifted != ignore_index).sum().clamp(min=1).double()
+
+
+def _times(loss: torch.Tensor, share: torch.Tensor) -> torch.Tensor:
+    """Return a loss times a share, which is in float64 and would make it so."""
+    return (loss * share).to(loss.dtype)
 
 
 def as_whole(loss: torch.Tensor, group: Group) -> torch.Tensor:
@@ -131,4 +136,4 @@ def tiled_loss(
         return (token_scores(hidden, head, mine, tile=tile, ignore_index=ignore_index).logprobs,)
 
     (logprobs,) = run_in(tiled_head(head), hidden, use, 1.0, None)
-    return as_whole(-logprobs.sum() * share, group)
+    return as_whole(_times(-logprobs.sum(), share), group)

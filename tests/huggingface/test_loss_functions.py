@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from dfa_megatron import huggingface as dfa_hf
 from dfa_megatron.config import TrainingConfig
 from dfa_megatron.errors import UnsupportedError
+from dfa_megatron.huggingface.loss import tiled_loss
 from tests.huggingface.compared import assert_gradients, assert_loss
 from tests.support.models import build, gradients, text
 from tests.support.workers import run_ranks
@@ -133,3 +134,11 @@ def refused(rank: int, world_size: int) -> None:
 
 def test_a_loss_that_is_not_known_to_be_a_sum_is_refused_however_it_was_set() -> None:
     run_ranks(2, refused, timeout=120)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_a_loss_has_the_dtype_that_it_is_computed_in(dtype: torch.dtype) -> None:
+    head, labels = torch.nn.Linear(8, 5, bias=False, dtype=dtype), torch.randint(5, (1, 7))
+    hidden = torch.randn(1, 7, 8, dtype=dtype)
+    for loss in (dfa_hf.causal_lm_loss(head(hidden), labels), tiled_loss(head, hidden, labels, tile=3)):
+        assert loss.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
