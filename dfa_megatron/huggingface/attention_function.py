@@ -1,14 +1,21 @@
-"""The attention implementation `dfa` of transformers: what a layer calls, and what stands in for its mask."""
+"""The attention implementation `dfa` of transformers: what a layer calls, and what stands in for its mask.
+
+Models pass windows to their layers in masks. Many layers also pass a keyword to the attention implementation. Flash
+attention honours the keyword only, eager attention the mask only. `WindowMask` replaces a mask and keeps its window. A
+layer whose keyword disagrees is refused.
+"""
 
 from __future__ import annotations
 
 import sys
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NoReturn, Self
 
 import torch
 
 from dfa_megatron.attention import dist_flash_attn_func, dist_flash_attn_varlen_func
 from dfa_megatron.errors import UnsupportedError
+from dfa_megatron.huggingface.batch import CAUSAL
 from dfa_megatron.huggingface.current_forward import (
     CONTEXT,
     KEYWORD,
@@ -19,13 +26,46 @@ from dfa_megatron.huggingface.current_forward import (
     forward_of,
     innermost,
 )
-from dfa_megatron.huggingface.document_starts import Documents
 from dfa_megatron.huggingface.embedded_positions import tempered
-from dfa_megatron.huggingface.padding import CAUSAL
-from dfa_megatron.huggingface.seen import Images, Seen, in_chunks, mask_of
-from dfa_megatron.huggingface.windows import OtherMask, WindowMask, chunk_of, type_of, window_of
+from dfa_megatron.huggingface.seen import Documents, Images, Seen, in_chunks, mask_of
 from dfa_megatron.plan.language.layout import Layout
 from dfa_megatron.runtime.agreement.calls import at_layer
+
+
+class OtherMask:
+    """Replace a mask beyond causality and windows, for a layer that may never run. Models do not copy it: no tensor."""
+
+    def __getitem__(self, index: Any) -> Self:
+        """Return itself for any slice."""
+        return self
+
+    def to(self, *_: Any) -> Self:
+        """Return itself for any dtype."""
+        return self
+
+
+@dataclass(frozen=True, slots=True)
+class WindowMask(OtherMask):
+    """Replace a causal mask with a sliding window or chunks.
+
+    size: tokens that a token sees, including itself; of layers with chunks, the tokens of a chunk.
+    """
+
+    size: int
+
+    def __getitem__(self, index: tuple[slice, ...]) -> Self:
+        """Return itself for a slice of all rows, which models with shared keys take (Gemma 4).
+
+        Raises:
+            UnsupportedError: a slice of some rows.
+        """
+        if any(part not in (slice(None), slice(0, None)) for part in index):
+            raise UnsupportedError(
+                "logits_to_keep in a model whose layers share keys",
+                "the layers that share them would have fewer queries than keys",
+                "logits_to_keep=0",
+            )
+        return self
 
 
 def register() -> None:
@@ -73,7 +113,7 @@ def attention(
             module, query, key, value, attention_mask, **given
         )
         return out
-    vars(module)[REACHED].add(NAME)
+    vars(module)[REACHED][NAME] = True
     return _distributed(module, (query, key, value), attention_mask, forward, **given)
 
 
@@ -116,7 +156,7 @@ def _distributed(
     mask = _checked_mask(attention_mask, query.shape[2], key.shape[2])
     chunk = chunk_of(module, mask)
     longest = max(whole, seen.longest) if isinstance(seen, Seen) else whole
-    window = window_of(module, None if chunk else mask, sliding_window, longest)
+    window = _window_of(module, None if chunk else mask, sliding_window, longest)
     call: dict[str, Any] = {
         "group": context.group,
         "softmax_scale": scaling,
@@ -129,7 +169,7 @@ def _distributed(
     states = tuple(x.transpose(1, 2) for x in _autocast(query, key, value))
     # Without autocast: kernels choose their precision themselves.
     with torch.autocast(query.device.type, enabled=False), at_layer(int(getattr(module, "layer_idx", None) or 0) + 1):
-        images = (forward.images or {}).get(type_of(module) or "")
+        images = (forward.images or {}).get(_type_of(module) or "")
         if seen is None and (chunk or images):
             seen = ((0, whole),) * len(query)
         return _of_rows(states, seen, images, (window, chunk), call), None
@@ -155,9 +195,6 @@ def _of_rows(
     rows = (seen,) * len(images) if isinstance(seen, Seen) else seen
     masks = [mask_of(row, own, window[0], chunk) for row, own in zip(rows, images, strict=True)]
     return dist_flash_attn_func(*qkv, mask=masks, **call)
-
-
-_HIDES_NOTHING = "_dfa_hides_nothing"  # the attribute of a mask that need not be read
 
 
 def _check_layer(module: torch.nn.Module, dropout: float, *, causal: bool, images: bool) -> None:
@@ -212,6 +249,49 @@ def _checked_mask(mask: Any, queries: int, keys: int) -> WindowMask | None:
     return mask
 
 
+def _window_of(module: torch.nn.Module, mask: WindowMask | None, named: int | None, whole: int) -> tuple[int, int]:
+    """Return a layer's window as (left, right), (-1, -1) for none.
+
+    mask: the layer's mask; None for a causal mask without a window.
+    named: the layer's keyword `sliding_window`.
+    whole: length of the sequence; a window of this length hides nothing.
+    """
+    size = whole if mask is None else min(mask.size, whole)
+    if mask is None and named is None and _type_of(module) == "sliding_attention":  # else it may be a leftover
+        named = getattr(module.config, "sliding_window", None)
+    if size < 1 or (named is not None and min(named, whole) != size):
+        seen = "no window" if mask is None else f"one of {mask.size}"
+        instead = "a window of one token or more that the layer's mask has, or no sliding_window"
+        _refuse_window(f"sliding_window={named}", module, seen, instead)
+    return (-1, -1) if size == whole else (size - 1, 0)
+
+
+def chunk_of(module: torch.nn.Module, mask: WindowMask | None) -> int | None:
+    """Return the tokens of a chunk, if the layer's type is chunked attention; None for other layers."""
+    if _type_of(module) != "chunked_attention":
+        return None
+    config: Any = module.config
+    size: int = config.attention_chunk_size
+    if mask is None or mask.size != size:
+        seen = "none" if mask is None else f"those of {mask.size}"
+        _refuse_window(f"chunks of {size} tokens", module, seen, "attention_chunk_size as in the model's masks")
+    return size
+
+
+def _refuse_window(what: str, module: torch.nn.Module, seen: str, instead: str) -> NoReturn:
+    asked = f"{what} in a layer of type {type(module).__name__} whose mask has {seen}"
+    raise UnsupportedError(asked, "attention implementations would differ in which tokens are visible", instead)
+
+
+def _type_of(module: torch.nn.Module) -> str | None:
+    """Return the type that a layer was made as, or has in its configuration, which may list none for a copied one."""
+    if own := getattr(module, "layer_type", None):
+        return str(own)
+    types = getattr(getattr(module, "config", None), "layer_types", None)
+    number: Any = getattr(module, "layer_idx", None)  # none where layers share an attention (Zamba)
+    return None if types is None or number is None or number >= len(types) else str(types[number])
+
+
 def _autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Cast attention's inputs as autocast would: rotary embeddings leave q and k in float32, but not v."""
     device = tensors[0].device.type
@@ -220,9 +300,12 @@ def _autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return tuple(x if x.dtype is torch.float64 else x.to(torch.get_autocast_dtype(device)) for x in tensors)
 
 
-def nothing_hidden(batch: int, length: int, device: torch.device) -> torch.Tensor:
+_HIDES_NOTHING = "_dfa_hides_nothing"  # the attribute of a mask that need not be read
+
+
+def nothing_hidden(tokens: torch.Tensor) -> torch.Tensor:
     """Return a mask that hides nothing; given one, transformers does not look for documents in the positions."""
-    everything = torch.ones(batch, length, dtype=torch.bool, device=device)
+    everything = torch.ones(tokens.shape[:2], dtype=torch.bool, device=tokens.device)
     setattr(everything, _HIDES_NOTHING, True)
     return everything
 

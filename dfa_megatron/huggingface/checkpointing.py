@@ -13,8 +13,8 @@ import torch.distributed as dist
 from dfa_megatron import remat
 from dfa_megatron.config import TrainingConfig
 from dfa_megatron.errors import UnsupportedError
+from dfa_megatron.huggingface.check_model import kind_of
 from dfa_megatron.huggingface.current_forward import Forward, enter, innermost, leave
-from dfa_megatron.huggingface.implementation import kind_of
 
 logger = logging.getLogger(__name__)
 

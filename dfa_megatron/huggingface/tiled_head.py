@@ -9,15 +9,16 @@ from __future__ import annotations
 import copyreg
 import functools
 from collections.abc import Callable
+from contextvars import ContextVar
 from typing import Any
 
 import torch
 
 from dfa_megatron.config import TrainingConfig
 from dfa_megatron.errors import UnsupportedError
+from dfa_megatron.hooks import replace
+from dfa_megatron.huggingface.batch import IGNORED, next_labels
 from dfa_megatron.huggingface.current_forward import CONTEXT, LayerContext, forward_of_context
-from dfa_megatron.huggingface.padding import IGNORED, next_labels
-from dfa_megatron.huggingface.trainers.read_logits import follow_trainers, reads_logits
 from dfa_megatron.loss.deferred import WATCHED, DeferredLogits, Use, say_tiled
 from dfa_megatron.loss.head import Head
 
@@ -185,3 +186,36 @@ def tile_of(model: Any, given: dict[str, Any]) -> int | None:
         return None
     setattr(tiled_head(model.get_output_embeddings()), CONTEXT, context)
     return tile
+
+
+_READS: ContextVar[bool | None] = ContextVar("whether the Trainer that predicts reads logits", default=None)
+
+_FOLLOWED = "_dfa_followed"
+"""The attribute of the replaced method."""
+
+
+def follow_trainers() -> None:
+    """Let `Trainer.prediction_step` of transformers say what it reads; may be called again."""
+    from transformers import Trainer
+
+    own = Trainer.prediction_step
+    if hasattr(own, _FOLLOWED):
+        return
+
+    @functools.wraps(own)
+    def prediction_step(
+        self: Any, model: Any, inputs: Any, prediction_loss_only: bool, *more: Any, **named: Any
+    ) -> Any:
+        token = _READS.set(not prediction_loss_only)
+        try:
+            return own(self, model, inputs, prediction_loss_only, *more, **named)
+        finally:
+            _READS.reset(token)
+
+    setattr(prediction_step, _FOLLOWED, True)
+    replace(Trainer, "prediction_step", prediction_step)
+
+
+def reads_logits() -> bool | None:
+    """Return whether the Trainer that predicts reads logits; None outside of its steps."""
+    return _READS.get()

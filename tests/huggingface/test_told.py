@@ -11,8 +11,8 @@ import torch
 from dfa_megatron import huggingface as dfa_hf
 from dfa_megatron import trees
 from dfa_megatron.errors import UnsupportedError
-from dfa_megatron.huggingface.document_starts import positions_of
-from dfa_megatron.huggingface.trainers.join_outputs import join_outputs
+from dfa_megatron.huggingface.join_outputs import join_outputs
+from dfa_megatron.huggingface.seen import positions_of
 from tests.huggingface.compared import assert_gradients, assert_loss
 from tests.huggingface.sweep import images
 from tests.support.close import assert_close
