@@ -60,11 +60,7 @@ def distribute_accelerator(
 
 
 def check_given(function: str, given: Any, method: str) -> None:
-    """Refuse a first argument without a method of what it should be.
-
-    Raises:
-        UnsupportedError: it has none.
-    """
+    """Refuse a first argument without a method of what it should be."""
     if not hasattr(given, method):
         instead = f"{function}({function.removeprefix('distribute_')}), or distribute_attention(model)"
         raise UnsupportedError(f"{function} of a {type(given).__name__}", f"it has no method {method}", instead)
@@ -180,11 +176,7 @@ class Sharing:
 
 
 def refuse_objects() -> NoReturn:
-    """Refuse to gather what is no tensor.
-
-    Raises:
-        UnsupportedError: always.
-    """
+    """Refuse to gather what is no tensor."""
     raise UnsupportedError(
         "gather_for_metrics of objects (use_gather_object, eval_use_gather_object)",
         "what the ranks of a sequence hold in common could not be told apart",
@@ -249,11 +241,7 @@ class SharesSequences:
         return nullcontext()
 
     def split_between_processes(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Refuse to give the ranks of a group different inputs.
-
-        Raises:
-            UnsupportedError: always.
-        """
+        """Refuse to give the ranks of a group different inputs."""
         raise UnsupportedError(
             "split_between_processes of an accelerator whose ranks share sequences",
             "the ranks of a sequence would get different inputs",
@@ -284,7 +272,6 @@ class SharesSequences:
         """Gather from one rank of each group, without what the loader repeated to fill the last batch."""
         if use_gather_object or not all(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(input_data)):
             refuse_objects()
-        whole = self.gather(input_data)
         sharing = self._dfa_sharing
         state = self.gradient_state  # type: ignore[attr-defined]
         data = getattr(state.active_dataloader, "dataset", None)
@@ -296,8 +283,7 @@ class SharesSequences:
                 "what repeats to fill the last batch could not be told apart",
                 "a data set with a length, or size of all ranks",
             )
-        rows = state.remainder if state.end_of_dataloader and state.remainder > 0 else None
-        return tree_map_only(torch.Tensor, lambda value: value[:rows], whole)
+        return super().gather_for_metrics(input_data)  # type: ignore[misc]
 
     def gather(self, tensor: Any) -> Any:
         """Gather from the first rank of each group."""

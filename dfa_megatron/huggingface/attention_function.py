@@ -54,11 +54,7 @@ class WindowMask(OtherMask):
     size: int
 
     def __getitem__(self, index: tuple[slice, ...]) -> Self:
-        """Return itself for a slice of all rows, which models with shared keys take (Gemma 4).
-
-        Raises:
-            UnsupportedError: a slice of some rows.
-        """
+        """Return itself for a slice of all rows, which models with shared keys take (Gemma 4)."""
         if any(part not in (slice(None), slice(0, None)) for part in index):
             raise UnsupportedError(
                 "logits_to_keep in a model whose layers share keys",
@@ -95,9 +91,6 @@ def attention(
 
     Returns:
         out (batch, local_seq, heads, head_dim), and None for the weights.
-
-    Raises:
-        UnsupportedError: this function would not honour the layer's request.
     """
     context: LayerContext | None = getattr(module, CONTEXT, None)
     if context is None:
@@ -151,8 +144,9 @@ def _distributed(
     (query, key, value), context = qkv, forward.context
     seen = forward.seen
     whole = forward.layout.length if isinstance(forward.layout, Layout) else query.shape[2] * context.size
-    _check_layer(module, dropout, causal=is_causal is not False, images=forward.images is not None)
-    _check_scores(module, {"attn_logit_softcapping": softcap, "sinks": s_aux}, others)
+    causal = is_causal is not False and (forward.images is not None or getattr(module, "is_causal", True))
+    others |= {"attention dropout": dropout or None, "attention that is not causal": None if causal else True}
+    _check_layer(module, others, {"attn_logit_softcapping": softcap, "sinks": s_aux})
     mask = _checked_mask(attention_mask, query.shape[2], key.shape[2])
     chunk = chunk_of(module, mask)
     longest = max(whole, seen.longest) if isinstance(seen, Seen) else whole
@@ -197,27 +191,24 @@ def _of_rows(
     return dist_flash_attn_func(*qkv, mask=masks, **call)
 
 
-def _check_layer(module: torch.nn.Module, dropout: float, *, causal: bool, images: bool) -> None:
-    """Refuse a layer with dropout, or one that is not causal but for images."""
-    if dropout:
-        raise UnsupportedError(
-            f"attention dropout {dropout}", "the block kernels have no dropout", "config.attention_dropout=0.0"
-        )
-    if not (causal and (images or getattr(module, "is_causal", True))):
-        raise UnsupportedError("attention that is not causal", "models are distributed with a causal mask", CAUSAL)
+_NEVER = {
+    "attention dropout": "the block kernels have no dropout",
+    "attention that is not causal": "models are distributed with a causal mask",
+    "position_bias": "the block kernels take no bias",
+    "head_mask": "the block kernels mask no heads",
+}
 
 
-def _check_scores(module: torch.nn.Module, handed: dict[str, Any], others: dict[str, Any]) -> None:
+def _check_layer(module: torch.nn.Module, asked: dict[str, Any], handed: dict[str, Any]) -> None:
     """Refuse a layer whose scores the kernels would not make.
 
-    Args:
-        handed: what a layer may have as an attribute, and hands over.
-        others: what else it hands over.
+    asked: what it asks for, of which some is never done; None for what it does not.
+    handed: what it may have as an attribute, and hands over.
     """
     layer = type(module).__name__
-    for name, why in _UNKNOWN.items():
-        if others.get(name) is not None:
-            raise UnsupportedError(f"{name} in a layer of type {layer}", why, CAUSAL)
+    for name, why in _NEVER.items():
+        if asked.get(name) is not None:
+            raise UnsupportedError(f"{name} in a layer of type {layer}", why, f"attention_dropout=0.0, and {CAUSAL}")
     for name, value in handed.items():
         # A layer that has one of these and keeps it applies it in a way that would be lost here.
         if value is None and getattr(module, name, None) is not None:
@@ -226,9 +217,6 @@ def _check_scores(module: torch.nn.Module, handed: dict[str, Any], others: dict[
                 "the layer does not hand it to its attention implementation",
                 "a layer that passes softcap and s_aux, as those of Gemma 2 and GPT-OSS do",
             )
-
-
-_UNKNOWN = {"position_bias": "the block kernels take no bias", "head_mask": "the block kernels mask no heads"}
 
 
 def _checked_mask(mask: Any, queries: int, keys: int) -> WindowMask | None:
@@ -334,9 +322,6 @@ def _planned(
     attention_mask: (batch, local_seq) as the user gave it, or `nothing_hidden`.
     mask_function: what it hides; models that make a mask whatever the batch may still mean a causal one.
     local_size: the sliding window of the layers that this mask is for, or their chunk; None for those without.
-
-    Raises:
-        UnsupportedError: it hides a token.
     """
     from transformers.masking_utils import causal_mask_function
 

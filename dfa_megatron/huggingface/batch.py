@@ -105,12 +105,7 @@ def tokens_of(given: Arguments) -> torch.Tensor:
 
 
 def forward_of_batch(decoder: Any, given: Arguments, context: LayerContext) -> Forward:
-    """Return the forward of a whole batch. Nothing is exchanged.
-
-    Raises:
-        UnsupportedError: padding elsewhere than on the right or with labels; positions that are not those of documents;
-            a tree or a mask that does not fit.
-    """
+    """Return the forward of a whole batch. Nothing is exchanged."""
     tokens = tokens_of(given)
     rows, length = tokens.shape[:2]
     if tokens.is_floating_point() and context.size > 1 and (size := tokens.nbytes) > LARGEST:
@@ -171,11 +166,7 @@ def _check_right(mask: torch.Tensor, labels: torch.Tensor | None) -> None:
 
 
 def part_of(model: Any, given: Arguments, forward: Forward) -> Arguments:
-    """Return the arguments of a text model for this rank's part of a batch.
-
-    Raises:
-        UnsupportedError: an argument that may have tokens of the whole sequence is not known.
-    """
+    """Return the arguments of a text model for this rank's part of a batch."""
     context, length = forward.context, tokens_of(given).shape[1]
     kept = {name: x for name, x in cut_labels(given, context).items() if name not in OF_HOOKS}
     known = {*_OF_TEXT, *LABELS, "attention_mask", "position_ids"}
@@ -221,11 +212,7 @@ def next_labels(labels: torch.Tensor, ignored: int = IGNORED) -> torch.Tensor:
 
 
 def _layout(length: int, ranks: int) -> Layout:
-    """Return the tokens of a row that every rank holds; the first ones hold one more.
-
-    Raises:
-        UnsupportedError: a rank holds none.
-    """
+    """Return the tokens of a row that every rank holds; the first ones hold one more."""
     if length < ranks:
         raise UnsupportedError(
             f"rows of {length or 'no'} tokens on {ranks} ranks",

@@ -106,9 +106,6 @@ def check_model(model: Any, *, unlisted: bool) -> list[torch.nn.Module]:
     """Return the attention layers of a transformers model that can be distributed.
 
     unlisted: the model need not be on the list.
-
-    Raises:
-        UnsupportedError: the model is not on the list, or a user has set what distributed attention does not compute.
     """
     if strange := _unlisted(model):
         if not unlisted:
@@ -203,11 +200,7 @@ def _named(code: Any) -> str:
 
 
 def check_adapters(model: Any) -> None:
-    """Refuse PEFT's adapters that may depend on the tokens of a whole sequence.
-
-    Raises:
-        UnsupportedError: a model has one; it is named.
-    """
+    """Refuse PEFT's adapters that may depend on the tokens of a whole sequence."""
     configs = getattr(model, "peft_config", None)
     for config in configs.values() if isinstance(configs, dict) else ():
         kind = getattr(config.peft_type, "value", config.peft_type)

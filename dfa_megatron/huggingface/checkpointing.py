@@ -67,11 +67,7 @@ def set_checkpointing(
 
 
 def check_layers(model: Any, options: TrainingConfig, *, reentrant: bool) -> None:
-    """Refuse layers that transformers cannot checkpoint, before the model is changed.
-
-    Raises:
-        UnsupportedError: transformers does not checkpoint these layers, or would lose gradients.
-    """
+    """Refuse layers that transformers cannot checkpoint, before the model is changed."""
     able = model.supports_gradient_checkpointing and any(hasattr(x, "gradient_checkpointing") for x in model.modules())
     kind, checkpoint = kind_of(model), options.checkpoint
     if not able and options.checkpoints_layers:
@@ -87,11 +83,7 @@ def check_layers(model: Any, options: TrainingConfig, *, reentrant: bool) -> Non
 
 
 def check_options(options: TrainingConfig, *, reentrant: bool) -> None:
-    """Refuse options of checkpoints that nothing makes.
-
-    Raises:
-        UnsupportedError: names the option.
-    """
+    """Refuse options of checkpoints that nothing makes."""
     if options.checkpoints_layers:
         return
     what = f"with checkpoint={options.checkpoint!r}"

@@ -168,11 +168,7 @@ def local_attention(model: torch.nn.Module) -> Iterator[None]:
 
 
 def transformers_model(model: torch.nn.Module) -> Any:
-    """Return the transformers model that `model` is or holds.
-
-    Raises:
-        UnsupportedError: there is none, or more than one.
-    """
+    """Return the transformers model that `model` is or holds."""
     found = list(dict.fromkeys(_outermost(model)))
     kind, kinds = type(model).__name__, ", ".join(type(each).__name__ for each in found)
     if not found:

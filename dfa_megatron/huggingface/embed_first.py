@@ -37,11 +37,7 @@ _BOTH_WAYS = {
 
 
 def take_whole(decoder: Any, given: Arguments) -> Arguments:
-    """Return a call's arguments for whole sequences, with the axes of their positions.
-
-    Raises:
-        UnsupportedError: embeddings, which may be of images, or positions that lack the axes of images.
-    """
+    """Return a call's arguments for whole sequences, with the axes of their positions."""
     if given.get("input_ids") is None or given.get("inputs_embeds") is not None:
         raise UnsupportedError(
             "inputs_embeds, or no input_ids, for a multimodal model",
@@ -67,9 +63,6 @@ def for_model(
 
     The model gets no padding, no marks of such images, and no positions but those along axes: it would look for
     documents in them, and make masks of its own. Waits for the device if there are marks.
-
-    Raises:
-        UnsupportedError: it is not known which of their tokens see which.
     """
     kept = dict(given)
     name, values, kinds = _BOTH_WAYS.get(model.config.model_type, ("", (), set()))
@@ -100,11 +93,7 @@ def for_model(
 
 
 def cut(decoder: Any, given: Arguments, forward: Forward) -> Arguments:
-    """Return this rank's part of a decoder's arguments, which are of whole sequences.
-
-    Raises:
-        UnsupportedError: an argument that may have tokens of the whole sequence is not known.
-    """
+    """Return this rank's part of a decoder's arguments, which are of whole sequences."""
     known = (*_ALONG, *_OF_LOSS, _OF_IMAGES)
     tensors = {name for name, x in given.items() if any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(x))}
     if uncut := ", ".join(name for name in given if name in tensors and name not in known):

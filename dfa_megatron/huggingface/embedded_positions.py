@@ -27,9 +27,6 @@ def places(decoder: Any, given: Arguments, *, whole: bool) -> torch.Tensor | Non
     """Return the places of a call's tokens (batch or 1, seq): its position_ids, or their first row if these are axes.
 
     None without position_ids, and for the three axes of a tower's own, of a whole model.
-
-    Raises:
-        UnsupportedError: position_ids without places, or embeddings, which may be of images, without axes.
     """
     positions: torch.Tensor | None = given.get("position_ids")
     if positions is None or (whole and positions.dim() == 3):
@@ -45,11 +42,7 @@ def places(decoder: Any, given: Arguments, *, whole: bool) -> torch.Tensor | Non
 
 
 def refuse_axes(decoder: Any, given: torch.Tensor, *, embedded: bool) -> NoReturn:
-    """Refuse position_ids without places or axes.
-
-    Raises:
-        UnsupportedError: always.
-    """
+    """Refuse position_ids without places or axes."""
     shape, of, kind = tuple(given.shape), "inputs_embeds in " if embedded else "", decoder.config.model_type
     raise UnsupportedError(
         f"position_ids of shape {shape} for {of}a {kind} model",

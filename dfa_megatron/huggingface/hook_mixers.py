@@ -110,11 +110,7 @@ def _enter(layer: torch.nn.Module, args: tuple[Any, ...], kwargs: Arguments) -> 
 
 
 def _check_reached(layer: torch.nn.Module, args: tuple[Any, ...], output: Any) -> None:
-    """Raise where a mixer has run in a distributed forward without reaching each function that its class lists.
-
-    Raises:
-        UnsupportedError: names the mixer and the functions.
-    """
+    """Raise where a mixer has run in a distributed forward without reaching each function that its class lists."""
     missed = sorted(name for name, was_reached in vars(layer).get(REACHED, {}).items() if not was_reached)
     if missed and forward_of(layer).distributed:
         raise UnsupportedError(

@@ -143,11 +143,7 @@ def tiled_loss(
 
 
 def check_loss(model: Any, given: Arguments, context: LayerContext) -> None:
-    """Refuse the ways in which a model's own loss would be wrong on a part of a sequence.
-
-    Raises:
-        UnsupportedError: a loss that is no sum over this rank's tokens, or labels and a number that do not fit.
-    """
+    """Refuse the ways in which a model's own loss would be wrong on a part of a sequence."""
     if first_of(given, LABELS) is None or context.size == 1:
         return
     if not computes_loss(model):

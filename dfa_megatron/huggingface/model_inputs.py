@@ -20,7 +20,7 @@ import torch
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.huggingface import batch as whole
 from dfa_megatron.huggingface import embed_first
-from dfa_megatron.huggingface.attention_function import WindowMask, nothing_hidden
+from dfa_megatron.huggingface.attention_function import nothing_hidden
 from dfa_megatron.huggingface.batch import check_same, first_of, tokens_of
 from dfa_megatron.huggingface.check_model import check_adapters, check_model
 from dfa_megatron.huggingface.checkpointing import keep_forward
@@ -107,11 +107,7 @@ def _cut(model: Any, given: Arguments, *, alone: bool) -> tuple[Arguments, Forwa
 
 
 def _check_call(given: Arguments, context: LayerContext) -> None:
-    """Refuse attention weights, and what `model.generate` asks for in its calls: a key cache, the last tokens' logits.
-
-    Raises:
-        UnsupportedError: a call asks for one of them.
-    """
+    """Refuse attention weights, and what `model.generate` asks for: a key cache, the last tokens' logits."""
     if given.get("output_attentions"):
         raise UnsupportedError("output_attentions", "attention weights are never in memory", "output_attentions=False")
     kept = given.get("logits_to_keep")
@@ -150,11 +146,7 @@ def finish(model: Any, args: Any, output: Any) -> Any:
 
 
 def prepare(decoder: Any, args: tuple[Any, ...], kwargs: Arguments) -> ArgsAndKeywords:
-    """Give a decoder the positions of this rank's tokens, and its layers the forward.
-
-    Raises:
-        UnsupportedError: as `begin` does, or the model changed what it was given.
-    """
+    """Give a decoder the positions of this rank's tokens, and its layers the forward."""
     context: LayerContext = getattr(decoder, CONTEXT)
     if forward_of_context(context) is None:
         args, kwargs = begin(decoder, args, kwargs, alone=True)
@@ -164,8 +156,6 @@ def prepare(decoder: Any, args: tuple[Any, ...], kwargs: Arguments) -> ArgsAndKe
     if not forward.distributed:
         return args, kwargs | told
     given = whole.arguments_of(decoder, args, kwargs)
-    mask = given.get("attention_mask")
-    _check_mask(mask, forward)
     if context.multimodal:
         given = embed_first.cut(decoder, given, forward)
     else:
@@ -176,26 +166,14 @@ def prepare(decoder: Any, args: tuple[Any, ...], kwargs: Arguments) -> ArgsAndKe
     tokens = tokens_of(given)
     _scale_noise(decoder, tokens, forward)
     given["use_cache"] = False
-    if not isinstance(mask, dict) and (mask is not None or forward.seen):
+    mask = given.get("attention_mask")  # of the model itself, if it is another one: layers refuse what it hides
+    if mask is None and forward.seen:
+        given["attention_mask"] = nothing_hidden(tokens)
+    elif mask is forward.mask and mask is not None:
         given["attention_mask"] = nothing_hidden(tokens) if forward.seen else None
     if not any(parameter.name == "position_ids" for parameter in whole.parameters_of(decoder.__class__)):
         del given["position_ids"]
     return (), given | told
-
-
-def _check_mask(mask: Any, forward: Forward) -> None:
-    """Refuse masks that a model has made, but for those of causal layers with windows."""
-    plain = isinstance(mask, dict) and all(each is None or isinstance(each, WindowMask) for each in mask.values())
-    if isinstance(mask, dict) and not (forward.context.multimodal and plain):
-        raise UnsupportedError(
-            "masks made by the model around this one",
-            "they may let tokens see others in ways of their own",
-            "distribute_attention of the whole model, if its masks are causal but for the images of Gemma 3 and 4",
-        )
-    if isinstance(mask, torch.Tensor) and mask is not forward.mask:
-        wanted = 1 if forward.mask is None else forward.mask
-        if mask.dim() != 2 or not bool((mask == wanted).all()):
-            raise UnsupportedError("an attention_mask that the model has made", "attention is causal", whole.CAUSAL)
 
 
 def _scale_noise(decoder: Any, tokens: torch.Tensor, forward: Forward) -> None:

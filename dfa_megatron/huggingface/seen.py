@@ -112,9 +112,6 @@ def seen_in(
         given: a batch, which may tell a tree, a mask, or offsets of documents.
         positions: (batch or 1, seq) as the batch tells them; None without.
         tokens: (batch, seq, ...), on the device of the positions to be returned.
-
-    Raises:
-        UnsupportedError: what is told does not fit the rows, or the positions, or is told twice.
     """
     (rows, length), device = tokens.shape[:2], tokens.device
     if (told := _told_of(given, length)) is not None:
@@ -192,11 +189,7 @@ def longest_of(seen: Documents | Seen | None, length: int) -> int:
 
 
 def refuse_positions(given: torch.Tensor) -> NoReturn:
-    """Refuse positions that are not those of the tokens of a batch.
-
-    Raises:
-        UnsupportedError: always.
-    """
+    """Refuse positions that are not those of the tokens of a batch."""
     flat = given.flatten()
     ends = f"from {int(flat[0])} to {int(flat[-1])}" if flat.numel() else "without a token"
     told = f"position_ids {ends} of shape {tuple(given.shape)}"
@@ -209,11 +202,7 @@ def refuse_positions(given: torch.Tensor) -> NoReturn:
 
 
 def refuse_for(what: str) -> NoReturn:
-    """Refuse a tree or a mask for a model, or for a layer.
-
-    Raises:
-        UnsupportedError: always.
-    """
+    """Refuse a tree or a mask for a model, or for a layer."""
     raise UnsupportedError(
         f"a prompt_tree or a mask for {what}",
         "tokens of one path would be taken for those of another",

@@ -75,11 +75,7 @@ def run_in(layer: Any, hidden: torch.Tensor, use: Use, scale: float, softcap: fl
 
 
 def tiled_head(head: Any) -> Any:
-    """Return the same linear layer, which can then make losses by tiles; its own forward stays as it was.
-
-    Raises:
-        UnsupportedError: it is not PyTorch's linear layer, for instance one with an adapter.
-    """
+    """Return the same linear layer, which can then make losses by tiles; its own forward stays as it was."""
     if not isinstance(head, TiledLinear):
         plain = isinstance(head, torch.nn.Linear) and type(head).forward is torch.nn.Linear.forward
         if not plain:
@@ -96,11 +92,7 @@ def tiled_head(head: Any) -> Any:
 
 
 def set_tile(model: Any, options: TrainingConfig) -> None:
-    """Let the model's own loss be made by tiles, but for loss_tile="off".
-
-    Raises:
-        UnsupportedError: the head is no linear layer, or the loss is not transformers' for causal models.
-    """
+    """Let the model's own loss be made by tiles, but for loss_tile="off"."""
     if options.loss_tile == "off":
         return
     own = getattr(model, "loss_function", None)
@@ -175,11 +167,7 @@ def summed_loss(
 
 
 def tile_of(model: Any, given: dict[str, Any]) -> int | None:
-    """Return the tokens of a tile for the loss of a call, None for one whose logits are made.
-
-    Raises:
-        UnsupportedError: the head was replaced since `set_tile`, by one with an adapter.
-    """
+    """Return the tokens of a tile for the loss of a call, None for one whose logits are made."""
     context: LayerContext = getattr(model, CONTEXT)
     tile = context.options.loss_tile
     if isinstance(tile, str) or given.get("labels") is None or (not model.training and reads_logits()):

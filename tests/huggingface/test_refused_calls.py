@@ -187,7 +187,7 @@ def test_a_mask_that_the_model_makes_itself_is_refused() -> None:
         return args, kwargs | {"attention_mask": RIGHT.bool()}
 
     model.model.register_forward_pre_hook(masked, with_kwargs=True, prepend=True)
-    with pytest.raises(UnsupportedError, match="an attention_mask that the model has made"):
+    with pytest.raises(UnsupportedError, match="an attention_mask with padding"):
         model(input_ids=IDS)
 
 
