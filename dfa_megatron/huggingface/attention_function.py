@@ -28,7 +28,6 @@ from dfa_megatron.huggingface.current_forward import (
 )
 from dfa_megatron.huggingface.embedded_positions import tempered
 from dfa_megatron.huggingface.seen import Documents, Images, Seen, in_chunks, mask_of
-from dfa_megatron.plan.language.layout import Layout
 from dfa_megatron.runtime.agreement.calls import at_layer
 
 
@@ -143,7 +142,7 @@ def _distributed(
     """
     (query, key, value), context = qkv, forward.context
     seen = forward.seen
-    whole = forward.layout.length if isinstance(forward.layout, Layout) else query.shape[2] * context.size
+    whole = forward.layout.length
     causal = is_causal is not False and (forward.images is not None or getattr(module, "is_causal", True))
     others |= {"attention dropout": dropout or None, "attention that is not causal": None if causal else True}
     _check_layer(module, others, {"attn_logit_softcapping": softcap, "sinks": s_aux})

@@ -14,8 +14,9 @@ from typing import Any
 import torch
 
 from dfa_megatron.config import TrainingConfig
+from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.huggingface.seen import Documents, Images, Seen
-from dfa_megatron.plan.language.layout import Layout
+from dfa_megatron.plan.language.layout import Layout, contiguous
 from dfa_megatron.plan.language.tree import Tree
 
 NAME = "dfa"
@@ -69,7 +70,7 @@ class Forward:
     rows: the rows of the batch.
     labelled: whether the batch has a label that counts, on its device; None without labels.
     tile: tokens of a tile of the loss; None where logits are made.
-    layout: the tokens of a row that every rank holds; the name for equal parts, of a layer that is called alone.
+    layout: the tokens of a row that every rank holds; not read where attention is local.
     """
 
     context: LayerContext
@@ -83,7 +84,7 @@ class Forward:
     rows: int = 0
     labelled: torch.Tensor | None = None
     tile: int | None = None
-    layout: Layout | str = "contiguous"
+    layout: Layout = contiguous(1, 1)  # noqa: RUF009
 
     @property
     def documents(self) -> Documents | None:
@@ -142,6 +143,17 @@ def forward_of_context(context: LayerContext | None) -> Forward | None:
 
 
 def forward_of(module: torch.nn.Module) -> Forward:
-    """Return the forward that a module runs in; a layer that is called alone has a plain one."""
-    context: LayerContext = getattr(module, CONTEXT)
-    return forward_of_context(context) or Forward(context, distributed=not context.local)
+    """Return the forward that a module runs in.
+
+    Raises:
+        UnsupportedError: a layer is called alone, or runs again in the backward and lost its keyword.
+    """
+    forward = forward_of_context(getattr(module, CONTEXT))
+    if forward is None:
+        raise UnsupportedError(
+            f"a layer of type {type(module).__name__} outside of a call of its model",
+            "nothing tells it the documents, or whether its attention is local",
+            "a call of the model. Where a function of your own checkpoints layers: one that hands on their keywords, "
+            "checkpoint='full' or 'remat' of TrainingConfig, or gradient_checkpointing_enable",
+        )
+    return forward

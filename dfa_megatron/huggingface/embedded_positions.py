@@ -17,7 +17,6 @@ import torch
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.huggingface.current_forward import Arguments, Forward, forward_of
 from dfa_megatron.huggingface.seen import refuse_positions
-from dfa_megatron.sharding import local_positions
 
 _SECTIONS = "mrope_section"
 """The field of a config, or of a rotary module, that divides a head among the axes."""
@@ -105,10 +104,8 @@ def tempered(layer: Any, query: torch.Tensor, forward: Forward) -> torch.Tensor:
     """
     if not has_temperature(layer):
         return query
-    local, places = query.shape[2], forward.positions
-    if places is None:  # a layer that is called alone
-        places = local_positions(local * forward.context.size, group=forward.context.group, device=query.device)[None]
-    ratio = _scale(layer, places) / _scale(layer, torch.arange(local, device=query.device)[None])
+    assert forward.positions is not None
+    ratio = _scale(layer, forward.positions) / _scale(layer, torch.arange(query.shape[2], device=query.device)[None])
     return (query * ratio[:, None, :, None]).to(query.dtype)
 
 

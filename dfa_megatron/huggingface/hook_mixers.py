@@ -82,23 +82,10 @@ def _parts(decoder: Any) -> list[torch.nn.Module]:
 
 
 def _enter(layer: torch.nn.Module, args: tuple[Any, ...], kwargs: Arguments) -> Any:
-    """Enter the forward of a layer: the one that runs, or in the backward the one that its keyword holds.
-
-    Raises:
-        UnsupportedError: a mixer runs again in the backward, and nothing tells which forward it was.
-    """
+    """Enter the forward of a layer: the one that runs, or in a recompute the one that its keyword holds."""
     handed: Handed | None = kwargs.get(KEYWORD)
     reached = vars(layer).get(REACHED)
-    forward = forward_of_context(getattr(layer, CONTEXT))
-    if forward is None and torch._C._current_graph_task_id() != -1:  # in the backward: it was checkpointed
-        if handed is not None:
-            forward = handed.forward
-        elif reached is not None:
-            raise UnsupportedError(
-                f"a layer of type {type(layer).__name__} that runs again in the backward",
-                "the function that checkpoints it does not tell it the documents, or whether its attention was local",
-                "checkpoint='full' or 'remat' of TrainingConfig, or gradient_checkpointing_enable, which do",
-            )
+    forward = forward_of_context(getattr(layer, CONTEXT)) or (handed.forward if handed is not None else None)
     if reached is not None:
         reached.update(dict.fromkeys(reached, False))
         forward = forward or forward_of(layer)

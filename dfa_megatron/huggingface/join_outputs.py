@@ -15,7 +15,6 @@ from torch.utils._pytree import tree_map_only
 from dfa_megatron.huggingface.batch import arguments_of
 from dfa_megatron.huggingface.current_forward import CONTEXT, forward_of
 from dfa_megatron.huggingface.tiled_head import reads_logits
-from dfa_megatron.plan.language.layout import Layout
 from dfa_megatron.runtime.comm.groups import resolve
 from dfa_megatron.sharding import unshard_sequence
 
@@ -65,7 +64,6 @@ def _join(model: Any, args: Any, output: Any) -> Any:
     if not forward.distributed or context.size == 1:
         return None
     group = resolve(context.group)
-    assert isinstance(layout, Layout)
     assert group is not None
 
     def whole(value: torch.Tensor) -> torch.Tensor:

@@ -39,7 +39,6 @@ from dfa_megatron.huggingface.hook_mixers import adopt, knows_all
 from dfa_megatron.huggingface.loss import as_whole, check_loss, check_router
 from dfa_megatron.huggingface.seen import MASK, TREE, refuse_for, refuse_positions
 from dfa_megatron.huggingface.tiled_head import tile_of
-from dfa_megatron.plan.language.layout import Layout
 from dfa_megatron.runtime.comm.weights import check_weights
 
 _ALPHA = "neftune_noise_alpha"
@@ -185,7 +184,6 @@ def _scale_noise(decoder: Any, tokens: torch.Tensor, forward: Forward) -> None:
     alpha: float | None = getattr(embeddings, _ALPHA, None)
     if alpha is None or forward.context.size == 1 or tokens.dim() != 2:
         return
-    assert isinstance(forward.layout, Layout)
     setattr(embeddings, _ALPHA, alpha * math.sqrt(tokens.shape[1] / forward.layout.length))
 
     def restore(*_: Any) -> None:

@@ -20,6 +20,7 @@ from dfa_megatron.huggingface import attention_function, loss
 from dfa_megatron.huggingface import trainer as trainers
 from dfa_megatron.huggingface.current_forward import CONTEXT
 from dfa_megatron.huggingface.share_rollouts import check_rollouts, share_rollouts
+from tests.huggingface.compared import called
 from tests.huggingface.rows import GEMMA4
 from tests.support.models import build, text
 
@@ -62,7 +63,8 @@ def accelerated(tp_size: int = 1, distributed_type: str = "NO", dispatch_batches
 def attend(keys: int = 8, mask: Any = None, sinks: Any = None, **more: Any) -> None:
     layer = changed(build("Llama")).model.layers[0].self_attn
     layer.sinks = sinks
-    attention_function.attention(layer, torch.zeros(1, 4, 8, 8), *[torch.zeros(1, 4, keys, 8)] * 2, mask, **more)
+    with called(layer, 8):
+        attention_function.attention(layer, torch.zeros(1, 4, 8, 8), *[torch.zeros(1, 4, keys, 8)] * 2, mask, **more)
 
 
 def asked(model: Any, unlisted: bool = False, **options: Any) -> Any:
