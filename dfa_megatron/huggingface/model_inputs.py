@@ -49,7 +49,7 @@ _CACHES = ("past_key_values", "cache")  # before and since transformers 5.24
 ArgsAndKeywords = tuple[tuple[Any, ...], Arguments]
 
 
-def begin(model: Any, args: tuple[Any, ...], kwargs: Arguments, *, alone: bool = False) -> ArgsAndKeywords:
+def begin(model: Any, args: tuple[Any, ...], kwargs: Arguments) -> ArgsAndKeywords:
     """Make the forward of a model's call, or of a decoder's that is called alone, enter it, and cut the batch.
 
     Raises:
@@ -75,7 +75,7 @@ def begin(model: Any, args: tuple[Any, ...], kwargs: Arguments, *, alone: bool =
         check_weights(model, context.group)
         context.compared = True
     try:
-        kept, forward = _cut(model, given, alone=alone)
+        kept, forward = _cut(model, given)
     except Exception:
         if verified:  # the others wait for this rank's number
             check_same(context.group, None, None)
@@ -87,15 +87,15 @@ def begin(model: Any, args: tuple[Any, ...], kwargs: Arguments, *, alone: bool =
     return (), kept
 
 
-def _cut(model: Any, given: Arguments, *, alone: bool) -> tuple[Arguments, Forward]:
+def _cut(model: Any, given: Arguments) -> tuple[Arguments, Forward]:
     """Return the arguments for a model, or for a decoder that is called alone, and the forward of a whole batch."""
     context: LayerContext = getattr(model, CONTEXT)
     given = {name: x for name, x in given.items() if x is not None}
     tokens_of(given)
     _check_call(given, context)
     check_loss(model, given, context)
-    decoder = model if alone else model.get_decoder()
-    if context.multimodal and not alone:
+    decoder = model.get_decoder()
+    if context.multimodal and model is not decoder:
         given = embed_first.take_whole(decoder, given)
     forward = whole.forward_of_batch(decoder, given, context)
     if not context.multimodal:
@@ -148,7 +148,7 @@ def prepare(decoder: Any, args: tuple[Any, ...], kwargs: Arguments) -> ArgsAndKe
     """Give a decoder the positions of this rank's tokens, and its layers the forward."""
     context: LayerContext = getattr(decoder, CONTEXT)
     if forward_of_context(context) is None:
-        args, kwargs = begin(decoder, args, kwargs, alone=True)
+        args, kwargs = begin(decoder, args, kwargs)
     forward = forward_of_context(context)
     assert forward is not None
     told: Arguments = {KEYWORD: Handed(forward)} if whole.takes(decoder, KEYWORD) else {}  # which layers get too

@@ -139,10 +139,7 @@ CASES: list[tuple[str, Callable[[], Any]]] = [
     ("a llama model with layers of type sparse", lambda: asked(with_config(second="sparse"))),
     ("a class, GPT2DoubleHeadsModel, whose head", lambda: asked(sized("GPT2", "DoubleHeadsModel"))),
     *(
-        (
-            f"a class, Llama{head}, whose head or loss may read",
-            partial(headed, head),
-        )
+        (f"a class, Llama{head}, whose head or loss may read", partial(headed, head))
         for head in ("ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering")
     ),
     (
