@@ -81,10 +81,10 @@ def share_sequences(
     Args:
         scores: as of `join_outputs`.
     """
-    world, parallel = accelerator.state.num_processes, accelerator.parallelism_config
+    world, theirs = accelerator.state.num_processes, getattr(accelerator.parallelism_config, "cp_size", 1)
     known: Sharing | None = getattr(accelerator, "_dfa_sharing", None)
     _check(accelerator)
-    options, theirs = TrainingConfig.of(config), 1 if parallel is None else parallel.cp_size
+    options = TrainingConfig.of(config)
     if accelerator.distributed_type == "DEEPSPEED":
         accelerate = importlib.import_module("dfa_megatron.deepspeed.accelerate")  # which imports this package
         block = accelerate.block_of(accelerator, size, config, unlisted=unlisted)
@@ -106,8 +106,7 @@ def share_sequences(
 
 def _check_size(accelerator: Any, size: int, known: Sharing | None, *, loop: bool) -> None:
     """Refuse a number of ranks that does not fit, or that comes too late for a loop's loaders."""
-    world, parallel = accelerator.state.num_processes, accelerator.parallelism_config
-    theirs = 1 if parallel is None else parallel.cp_size
+    world, theirs = accelerator.state.num_processes, getattr(accelerator.parallelism_config, "cp_size", 1)
     if size < 1 or world % size:
         raise UnsupportedError(
             f"size={size} on {world} ranks", "groups of that many ranks do not use all of them", f"a divisor of {world}"

@@ -92,17 +92,12 @@ def _without_longest(module: Any, args: tuple[Any, ...], output: Any) -> Any:
     return tuple(cut) if isinstance(output, tuple) else cut[0]
 
 
-def has_temperature(layer: Any) -> bool:
-    """Return whether an attention layer scales its queries by their places."""
-    return bool(getattr(layer, "attn_temperature_tuning", False)) and not getattr(layer, "use_rope", True)
-
-
 def tempered(layer: Any, query: torch.Tensor, forward: Forward) -> torch.Tensor:
     """Return queries (batch, heads, local_seq, head_dim), scaled by places in this rank's part, with the right scale.
 
     A layer without a temperature gets its queries back as they are.
     """
-    if not has_temperature(layer):
+    if not getattr(layer, "attn_temperature_tuning", False) or getattr(layer, "use_rope", True):
         return query
     assert forward.positions is not None
     ratio = _scale(layer, forward.positions) / _scale(layer, torch.arange(query.shape[2], device=query.device)[None])

@@ -144,16 +144,22 @@ def tiled_loss(
 
 def check_loss(model: Any, given: Arguments, context: LayerContext) -> None:
     """Refuse the ways in which a model's own loss would be wrong on a part of a sequence."""
+    from transformers.loss.loss_utils import LOSS_MAPPING
+
     if first_of(given, LABELS) is None or context.size == 1:
         return
-    if not computes_loss(model):
+    own = model.loss_function if computes_loss(model) else f"in {type(model).__name__}.forward"
+    own = LOSS_MAPPING.get(model.loss_type, own) if own is causal_loss else own  # which stands for what the type names
+    if not adds_up(own):
         raise UnsupportedError(
-            f"labels for a model of type {type(model).__name__}",
-            "its loss is a mean over the tokens of this rank, not of all",
-            "no labels in the call, and causal_lm_loss on its logits",
+            f"labels for the loss function {getattr(own, '__qualname__', own)}",
+            "it is given the labels of this rank's tokens, already shifted, and might shift them or take their mean",
+            "transformers' ForCausalLMLoss; a function that dfa_megatron.huggingface.sums_tokens marks; or no labels, "
+            "and causal_lm_loss on the logits",
         )
-    _check_function(model, given.get("ignore_index"))
-    count = given.get("num_items_in_batch")
+    ignored, count = given.get("ignore_index"), given.get("num_items_in_batch")
+    if ignored not in (None, IGNORED):
+        raise UnsupportedError(f"ignore_index={ignored} in a call", f"the ranks count labels but for {IGNORED}", "-100")
     if isinstance(count, torch.Tensor) and count.dtype in (torch.bfloat16, torch.float16):
         raise UnsupportedError(
             f"num_items_in_batch of {count.dtype}",
@@ -166,23 +172,6 @@ def check_loss(model: Any, given: Arguments, context: LayerContext) -> None:
             "each token of the batch has one, and the model cuts them alike",
             "labels (batch, seq) of whole sequences, not shifted, or shift_labels",
         )
-
-
-def _check_function(model: Any, ignored: int | None) -> None:
-    """Refuse a loss function that is not known to sum over this rank's tokens, and labels that it would ignore."""
-    from transformers.loss.loss_utils import LOSS_MAPPING
-
-    own = model.loss_function
-    own = LOSS_MAPPING.get(model.loss_type, own) if own is causal_loss else own  # which stands for what the type names
-    if not adds_up(own):
-        raise UnsupportedError(
-            f"labels for the loss function {getattr(own, '__qualname__', own)}",
-            "it is given the labels of this rank's tokens, already shifted, and might shift them or take their mean",
-            "transformers' ForCausalLMLoss; a function that dfa_megatron.huggingface.sums_tokens marks; or no labels, "
-            "and causal_lm_loss on the logits",
-        )
-    if ignored not in (None, IGNORED):
-        raise UnsupportedError(f"ignore_index={ignored} in a call", f"the ranks count labels but for {IGNORED}", "-100")
 
 
 def computes_loss(model: Any) -> bool:

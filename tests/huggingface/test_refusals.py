@@ -173,7 +173,7 @@ def test_a_type_that_was_not_tried_is_refused_and_one_word_lets_it_pass_to_prove
 def test_labels_for_a_loss_of_its_own_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loss, "computes_loss", lambda model: False)
     model = changed(build("Llama"), size=2)
-    with pytest.raises(UnsupportedError, match="labels for a model of type LlamaForCausalLM"):
+    with pytest.raises(UnsupportedError, match="labels for the loss function in LlamaForCausalLM"):
         loss.check_loss(model, {"labels": torch.ones(1, 8)}, getattr(model, CONTEXT))
 
 
