@@ -53,7 +53,7 @@ BUDGETS = {
     "deepspeed": 1_091,
     "docs": 1_301,
     "doctor": 828,
-    "huggingface": 3_587,
+    "huggingface": 3_578,
     "kernels": 3_533,
     "loss": 686,
     "megatron": 3_849,

@@ -17,12 +17,10 @@ from dfa_megatron.attention import dist_flash_attn_func, dist_flash_attn_varlen_
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.huggingface.batch import CAUSAL
 from dfa_megatron.huggingface.current_forward import (
-    CONTEXT,
     KEYWORD,
     NAME,
     REACHED,
     Forward,
-    LayerContext,
     forward_of,
     innermost,
 )
@@ -91,17 +89,10 @@ def attention(
     Returns:
         out (batch, local_seq, heads, head_dim), and None for the weights.
     """
-    context: LayerContext | None = getattr(module, CONTEXT, None)
-    if context is None:
-        raise UnsupportedError(
-            "attention implementation 'dfa' on a model that was not prepared",
-            "the layer does not know the process group",
-            "dfa_megatron.huggingface.distribute_attention(model, group=...)",
-        )
     given.pop(KEYWORD, None)
     forward = forward_of(module)
     if not forward.distributed:
-        out: tuple[torch.Tensor, torch.Tensor | None] = _former(module, context.before)(
+        out: tuple[torch.Tensor, torch.Tensor | None] = _former(module, forward.context.before)(
             module, query, key, value, attention_mask, **given
         )
         return out

@@ -146,14 +146,14 @@ def forward_of(module: torch.nn.Module) -> Forward:
     """Return the forward that a module runs in.
 
     Raises:
-        UnsupportedError: a layer is called alone, or runs again in the backward and lost its keyword.
+        UnsupportedError: its model is not distributed; or a layer is called alone, or lost its keyword in a recompute.
     """
-    forward = forward_of_context(getattr(module, CONTEXT))
+    forward = forward_of_context(getattr(module, CONTEXT, None))
     if forward is None:
         raise UnsupportedError(
-            f"a layer of type {type(module).__name__} outside of a call of its model",
+            f"a layer of type {type(module).__name__} outside of a call of its distributed model",
             "nothing tells it the documents, or whether its attention is local",
-            "a call of the model. Where a function of your own checkpoints layers: one that hands on their keywords, "
-            "checkpoint='full' or 'remat' of TrainingConfig, or gradient_checkpointing_enable",
+            "distribute_attention(model), and a call of it. Where a function of your own checkpoints layers: one that "
+            "hands on their keywords, or checkpoint='full' or 'remat' of TrainingConfig",
         )
     return forward
