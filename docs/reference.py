@@ -123,7 +123,7 @@ def _everywhere() -> dict[str, ast.expr]:
 
 # Types of transformers.
 
-TRIED = PACKAGE / "huggingface" / "tried.py"
+TRIED = PACKAGE / "huggingface" / "check_model.py"
 
 
 def counts() -> Lines:
@@ -160,7 +160,7 @@ def types() -> Lines:
 
 
 def list_of_types() -> str:
-    """Return the text of the package's list: the types as the configurations of such models name them, by layers."""
+    """Return `TRIED` with its list written again: the types as the configurations of such models name them."""
     layers = defaultdict[str, set[str]](set)
     for kind, found in stored("models.json")["types"].items():
         if found["plain"] == "exact":
@@ -169,8 +169,8 @@ def list_of_types() -> str:
     for tried_of, group in groupby(rows, lambda row: row[0]):
         names = textwrap.fill(" ".join(x for _, x in group), 120, break_on_hyphens=False)
         text += f'    "{tried_of}": """\n{names}\n""",\n'
-    text += "}\n\nTRIED = {kind: {*layers.split()} for layers, kinds in _LAYERS.items() for kind in kinds.split()}\n"
-    return f'"""List the types that `make models` found exact, by their layers."""\n\n{text}'
+    before, rest = TRIED.read_text(encoding="utf-8").split("_LAYERS = {\n")
+    return f"{before}{text}{rest[rest.index('}') :]}"
 
 
 # The house.

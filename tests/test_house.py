@@ -53,7 +53,7 @@ BUDGETS = {
     "deepspeed": 1_091,
     "docs": 1_301,
     "doctor": 828,
-    "huggingface": 4_134,
+    "huggingface": 3_583,
     "kernels": 3_533,
     "loss": 686,
     "megatron": 3_849,

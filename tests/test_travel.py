@@ -16,9 +16,9 @@ from torch.utils._pytree import tree_map
 
 from dfa_megatron import layouts, make_plan, masks
 from dfa_megatron.config import TrainingConfig
+from dfa_megatron.huggingface.attention_function import WindowMask
 from dfa_megatron.huggingface.current_forward import Forward, Handed, LayerContext
 from dfa_megatron.huggingface.seen import Seen
-from dfa_megatron.huggingface.windows import WindowMask
 from dfa_megatron.plan.language.tree import Tree
 
 

@@ -11,12 +11,12 @@ dfa_hf.distribute_trainer(trainer, size=8)  # or let HF Trainer, TRL's SFTTraine
 dfa_hf.distribute_accelerator(accelerator, model, size=8)   # or a loop around accelerate
 """
 
+from dfa_megatron.huggingface.accelerator import distribute_accelerator
 from dfa_megatron.huggingface.current_forward import NAME
 from dfa_megatron.huggingface.distribute import distribute_attention, local_attention
 from dfa_megatron.huggingface.loss import causal_lm_loss, sums_tokens
 from dfa_megatron.huggingface.proof import prove
-from dfa_megatron.huggingface.trainers.distribute_accelerator import distribute_accelerator
-from dfa_megatron.huggingface.trainers.distribute_trainer import distribute_trainer
+from dfa_megatron.huggingface.trainer import distribute_trainer
 
 __all__ = [
     "NAME",

@@ -1,31 +1,64 @@
-"""The attention implementation `dfa` of transformers: what a layer calls, and what stands in for its mask."""
+"""The attention implementation `dfa` of transformers: what a layer calls, and what stands in for its mask.
+
+Models pass windows to their layers in masks. Many layers also pass a keyword to the attention implementation. Flash
+attention honours the keyword only, eager attention the mask only. `WindowMask` replaces a mask and keeps its window. A
+layer whose keyword disagrees is refused.
+"""
 
 from __future__ import annotations
 
 import sys
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NoReturn, Self
 
 import torch
 
 from dfa_megatron.attention import dist_flash_attn_func, dist_flash_attn_varlen_func
 from dfa_megatron.errors import UnsupportedError
+from dfa_megatron.huggingface.batch import CAUSAL
 from dfa_megatron.huggingface.current_forward import (
-    CONTEXT,
     KEYWORD,
     NAME,
     REACHED,
     Forward,
-    LayerContext,
     forward_of,
     innermost,
 )
-from dfa_megatron.huggingface.document_starts import Documents
 from dfa_megatron.huggingface.embedded_positions import tempered
-from dfa_megatron.huggingface.padding import CAUSAL
-from dfa_megatron.huggingface.seen import Images, Seen, in_chunks, mask_of
-from dfa_megatron.huggingface.windows import OtherMask, WindowMask, chunk_of, type_of, window_of
-from dfa_megatron.plan.language.layout import Layout
+from dfa_megatron.huggingface.seen import Documents, Images, Seen, in_chunks, mask_of
 from dfa_megatron.runtime.agreement.calls import at_layer
+
+
+class OtherMask:
+    """Replace a mask beyond causality and windows, for a layer that may never run. Models do not copy it: no tensor."""
+
+    def __getitem__(self, index: Any) -> Self:
+        """Return itself for any slice."""
+        return self
+
+    def to(self, *_: Any) -> Self:
+        """Return itself for any dtype."""
+        return self
+
+
+@dataclass(frozen=True, slots=True)
+class WindowMask(OtherMask):
+    """Replace a causal mask with a sliding window or chunks.
+
+    size: tokens that a token sees, including itself; of layers with chunks, the tokens of a chunk.
+    """
+
+    size: int
+
+    def __getitem__(self, index: tuple[slice, ...]) -> Self:
+        """Return itself for a slice of all rows, which models with shared keys take (Gemma 4)."""
+        if any(part not in (slice(None), slice(0, None)) for part in index):
+            raise UnsupportedError(
+                "logits_to_keep in a model whose layers share keys",
+                "the layers that share them would have fewer queries than keys",
+                "logits_to_keep=0",
+            )
+        return self
 
 
 def register() -> None:
@@ -55,25 +88,15 @@ def attention(
 
     Returns:
         out (batch, local_seq, heads, head_dim), and None for the weights.
-
-    Raises:
-        UnsupportedError: this function would not honour the layer's request.
     """
-    context: LayerContext | None = getattr(module, CONTEXT, None)
-    if context is None:
-        raise UnsupportedError(
-            "attention implementation 'dfa' on a model that was not prepared",
-            "the layer does not know the process group",
-            "dfa_megatron.huggingface.distribute_attention(model, group=...)",
-        )
     given.pop(KEYWORD, None)
     forward = forward_of(module)
     if not forward.distributed:
-        out: tuple[torch.Tensor, torch.Tensor | None] = _former(module, context.before)(
+        out: tuple[torch.Tensor, torch.Tensor | None] = _former(module, forward.context.before)(
             module, query, key, value, attention_mask, **given
         )
         return out
-    vars(module)[REACHED].add(NAME)
+    vars(module)[REACHED][NAME] = True
     return _distributed(module, (query, key, value), attention_mask, forward, **given)
 
 
@@ -110,13 +133,14 @@ def _distributed(
     """
     (query, key, value), context = qkv, forward.context
     seen = forward.seen
-    whole = forward.layout.length if isinstance(forward.layout, Layout) else query.shape[2] * context.size
-    _check_layer(module, dropout, causal=is_causal is not False, images=forward.images is not None)
-    _check_scores(module, {"attn_logit_softcapping": softcap, "sinks": s_aux}, others)
+    whole = forward.layout.length
+    causal = is_causal is not False and (forward.images is not None or getattr(module, "is_causal", True))
+    others |= {"attention dropout": dropout or None, "attention that is not causal": None if causal else True}
+    _check_layer(module, others, {"attn_logit_softcapping": softcap, "sinks": s_aux})
     mask = _checked_mask(attention_mask, query.shape[2], key.shape[2])
     chunk = chunk_of(module, mask)
     longest = max(whole, seen.longest) if isinstance(seen, Seen) else whole
-    window = window_of(module, None if chunk else mask, sliding_window, longest)
+    window = _window_of(module, None if chunk else mask, sliding_window, longest)
     call: dict[str, Any] = {
         "group": context.group,
         "softmax_scale": scaling,
@@ -129,7 +153,7 @@ def _distributed(
     states = tuple(x.transpose(1, 2) for x in _autocast(query, key, value))
     # Without autocast: kernels choose their precision themselves.
     with torch.autocast(query.device.type, enabled=False), at_layer(int(getattr(module, "layer_idx", None) or 0) + 1):
-        images = (forward.images or {}).get(type_of(module) or "")
+        images = (forward.images or {}).get(_type_of(module) or "")
         if seen is None and (chunk or images):
             seen = ((0, whole),) * len(query)
         return _of_rows(states, seen, images, (window, chunk), call), None
@@ -157,30 +181,24 @@ def _of_rows(
     return dist_flash_attn_func(*qkv, mask=masks, **call)
 
 
-_HIDES_NOTHING = "_dfa_hides_nothing"  # the attribute of a mask that need not be read
+_NEVER = {
+    "attention dropout": "the block kernels have no dropout",
+    "attention that is not causal": "models are distributed with a causal mask",
+    "position_bias": "the block kernels take no bias",
+    "head_mask": "the block kernels mask no heads",
+}
 
 
-def _check_layer(module: torch.nn.Module, dropout: float, *, causal: bool, images: bool) -> None:
-    """Refuse a layer with dropout, or one that is not causal but for images."""
-    if dropout:
-        raise UnsupportedError(
-            f"attention dropout {dropout}", "the block kernels have no dropout", "config.attention_dropout=0.0"
-        )
-    if not (causal and (images or getattr(module, "is_causal", True))):
-        raise UnsupportedError("attention that is not causal", "models are distributed with a causal mask", CAUSAL)
-
-
-def _check_scores(module: torch.nn.Module, handed: dict[str, Any], others: dict[str, Any]) -> None:
+def _check_layer(module: torch.nn.Module, asked: dict[str, Any], handed: dict[str, Any]) -> None:
     """Refuse a layer whose scores the kernels would not make.
 
-    Args:
-        handed: what a layer may have as an attribute, and hands over.
-        others: what else it hands over.
+    asked: what it asks for, of which some is never done; None for what it does not.
+    handed: what it may have as an attribute, and hands over.
     """
     layer = type(module).__name__
-    for name, why in _UNKNOWN.items():
-        if others.get(name) is not None:
-            raise UnsupportedError(f"{name} in a layer of type {layer}", why, CAUSAL)
+    for name, why in _NEVER.items():
+        if asked.get(name) is not None:
+            raise UnsupportedError(f"{name} in a layer of type {layer}", why, f"attention_dropout=0.0, and {CAUSAL}")
     for name, value in handed.items():
         # A layer that has one of these and keeps it applies it in a way that would be lost here.
         if value is None and getattr(module, name, None) is not None:
@@ -189,9 +207,6 @@ def _check_scores(module: torch.nn.Module, handed: dict[str, Any], others: dict[
                 "the layer does not hand it to its attention implementation",
                 "a layer that passes softcap and s_aux, as those of Gemma 2 and GPT-OSS do",
             )
-
-
-_UNKNOWN = {"position_bias": "the block kernels take no bias", "head_mask": "the block kernels mask no heads"}
 
 
 def _checked_mask(mask: Any, queries: int, keys: int) -> WindowMask | None:
@@ -212,6 +227,49 @@ def _checked_mask(mask: Any, queries: int, keys: int) -> WindowMask | None:
     return mask
 
 
+def _window_of(module: torch.nn.Module, mask: WindowMask | None, named: int | None, whole: int) -> tuple[int, int]:
+    """Return a layer's window as (left, right), (-1, -1) for none.
+
+    mask: the layer's mask; None for a causal mask without a window.
+    named: the layer's keyword `sliding_window`.
+    whole: length of the sequence; a window of this length hides nothing.
+    """
+    size = whole if mask is None else min(mask.size, whole)
+    if mask is None and named is None and _type_of(module) == "sliding_attention":  # else it may be a leftover
+        named = getattr(module.config, "sliding_window", None)
+    if size < 1 or (named is not None and min(named, whole) != size):
+        seen = "no window" if mask is None else f"one of {mask.size}"
+        instead = "a window of one token or more that the layer's mask has, or no sliding_window"
+        _refuse_window(f"sliding_window={named}", module, seen, instead)
+    return (-1, -1) if size == whole else (size - 1, 0)
+
+
+def chunk_of(module: torch.nn.Module, mask: WindowMask | None) -> int | None:
+    """Return the tokens of a chunk, if the layer's type is chunked attention; None for other layers."""
+    if _type_of(module) != "chunked_attention":
+        return None
+    config: Any = module.config
+    size: int = config.attention_chunk_size
+    if mask is None or mask.size != size:
+        seen = "none" if mask is None else f"those of {mask.size}"
+        _refuse_window(f"chunks of {size} tokens", module, seen, "attention_chunk_size as in the model's masks")
+    return size
+
+
+def _refuse_window(what: str, module: torch.nn.Module, seen: str, instead: str) -> NoReturn:
+    asked = f"{what} in a layer of type {type(module).__name__} whose mask has {seen}"
+    raise UnsupportedError(asked, "attention implementations would differ in which tokens are visible", instead)
+
+
+def _type_of(module: torch.nn.Module) -> str | None:
+    """Return the type that a layer was made as, or has in its configuration, which may list none for a copied one."""
+    if own := getattr(module, "layer_type", None):
+        return str(own)
+    types = getattr(getattr(module, "config", None), "layer_types", None)
+    number: Any = getattr(module, "layer_idx", None)  # none where layers share an attention (Zamba)
+    return None if types is None or number is None or number >= len(types) else str(types[number])
+
+
 def _autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Cast attention's inputs as autocast would: rotary embeddings leave q and k in float32, but not v."""
     device = tensors[0].device.type
@@ -220,9 +278,12 @@ def _autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return tuple(x if x.dtype is torch.float64 else x.to(torch.get_autocast_dtype(device)) for x in tensors)
 
 
-def nothing_hidden(batch: int, length: int, device: torch.device) -> torch.Tensor:
+_HIDES_NOTHING = "_dfa_hides_nothing"  # the attribute of a mask that need not be read
+
+
+def nothing_hidden(tokens: torch.Tensor) -> torch.Tensor:
     """Return a mask that hides nothing; given one, transformers does not look for documents in the positions."""
-    everything = torch.ones(batch, length, dtype=torch.bool, device=device)
+    everything = torch.ones(tokens.shape[:2], dtype=torch.bool, device=tokens.device)
     setattr(everything, _HIDES_NOTHING, True)
     return everything
 
@@ -251,9 +312,6 @@ def _planned(
     attention_mask: (batch, local_seq) as the user gave it, or `nothing_hidden`.
     mask_function: what it hides; models that make a mask whatever the batch may still mean a causal one.
     local_size: the sliding window of the layers that this mask is for, or their chunk; None for those without.
-
-    Raises:
-        UnsupportedError: it hides a token.
     """
     from transformers.masking_utils import causal_mask_function
 

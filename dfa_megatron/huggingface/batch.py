@@ -1,63 +1,111 @@
 """From a whole batch, the same on every rank of a group, to this rank's part: labels are shifted before they are cut.
 
 The model does it at its door. A multimodal model embeds whole sequences: of its batch the labels alone are cut here.
+The ranks compare their batches once a forward, by a number of its integers and of the bits of its embeddings.
+
+Padding is on the right and needs no mask: under a causal mask later tokens do not affect a token. Its outputs differ
+from those of an attention that masks it; nobody uses them.
 """
 
 from __future__ import annotations
 
+import functools
+import inspect
+from collections.abc import Mapping
 from typing import Any
+from zlib import crc32
 
 import torch
 
-from dfa_megatron.errors import UnsupportedError
-from dfa_megatron.huggingface import call_checks as checks
-from dfa_megatron.huggingface import document_starts as packed
+from dfa_megatron.errors import DisagreementError, UnsupportedError
 from dfa_megatron.huggingface.current_forward import Arguments, Forward, LayerContext
-from dfa_megatron.huggingface.embedded_positions import places, refuse_positions
-from dfa_megatron.huggingface.padding import IGNORED, check_right, next_labels
-from dfa_megatron.huggingface.recurrent.layers import layers_of
-from dfa_megatron.huggingface.same_batch import EMBEDDED
-from dfa_megatron.huggingface.seen import MASK, TREE, Seen, refuse_for, seen_in
+from dfa_megatron.huggingface.embedded_positions import places
+from dfa_megatron.huggingface.seen import FLASH_KEYS, MASK, TREE, longest_of, seen_in
 from dfa_megatron.plan.language.layout import Layout, contiguous
 from dfa_megatron.plan.language.mask import Mask
+from dfa_megatron.plan.language.tree import Tree
+from dfa_megatron.runtime.agreement.calls import Kind
+from dfa_megatron.runtime.agreement.store import listed
+from dfa_megatron.runtime.comm.groups import channel_of
 from dfa_megatron.sharding import shard_sequence
 
-OF_HOOKS = (TREE, MASK, *packed.FLASH_KEYS)
+CAUSAL = "causal self-attention over whole, unpadded sequences"
+
+_COMPARES = Kind.of("compares its batch with those of the other ranks")
+
+_ODD = (-7046029254386353131, 0x2545F4914F6CDD1D)
+"""Factors that spread numbers over 64 bits."""
+
+EMBEDDED = "inputs_embeds"
+"""The only floating-point tensor of a batch whose values are compared."""
+
+IGNORED = -100
+"""The label of a token that has no loss, as everywhere in transformers."""
+
+LABELS = ("shift_labels", "labels")
+
+OF_HOOKS = (TREE, MASK, *FLASH_KEYS)
 """Keys of a batch that say what its tokens see, and that a model does not get."""
 
-TYPE_IDS = "token_type_ids"
+_TYPE_IDS = "token_type_ids"
 """The key of a number for each token, which tokenizers bring for text, and processors with images."""
 
 OF_TOKENS = (
-    *("input_ids", EMBEDDED, *checks.LABELS, "attention_mask", "position_ids", TYPE_IDS, *OF_HOOKS),
+    *("input_ids", EMBEDDED, *LABELS, "attention_mask", "position_ids", _TYPE_IDS, *OF_HOOKS),
     *("pixel_values", "pixel_values_videos", "pixel_attention_mask", "image_grid_thw", "video_grid_thw", "image_sizes"),
     *("second_per_grid_ts", "image_position_ids", "video_position_ids", "mm_token_type_ids"),
     *("input_features", "input_features_mask", "feature_attention_mask", "num_items_in_batch"),
 )
 """What a batch says of its tokens, images and sound, which the ranks compare."""
 
-_OF_TEXT = ("input_ids", EMBEDDED, TYPE_IDS)
+_OF_TEXT = ("input_ids", EMBEDDED, _TYPE_IDS)
 """The keys of a text model's batch that are cut as they are, along their second dimension."""
+
+_MEDIA = ("pixel_values", "pixel_values_videos", "input_features")
+"""Endings of the names of arguments for images and sound."""
 
 LARGEST = 2**30
 """Bytes of whole `inputs_embeds`: beyond, every rank would hold what the ranks are to share."""
 
 
-def tokens_of(given: Arguments, *args: torch.Tensor) -> torch.Tensor:
+@functools.cache
+def parameters_of(model: Any) -> tuple[inspect.Parameter, ...]:
+    """Return the parameters of a class's forward."""
+    return tuple(inspect.signature(model.forward).parameters.values())
+
+
+def arguments_of(module: Any, args: tuple[Any, ...], kwargs: Arguments) -> Arguments:
+    """Return the arguments of a call, positional ones too, by their names in the forward of the module's class."""
+    names = [parameter.name for parameter in parameters_of(module.__class__)[1:]]  # without self
+    return dict(zip(names, args, strict=False)) | kwargs
+
+
+def takes(module: Any, name: str) -> bool:
+    """Return whether the forward of a module's class takes an argument of that name."""
+    kinds = {parameter.name: parameter.kind for parameter in parameters_of(module.__class__)}
+    return name in kinds or inspect.Parameter.VAR_KEYWORD in kinds.values()
+
+
+def first_of(given: Arguments, names: tuple[str, ...]) -> Any:
+    """Return the first of some arguments that a call brings, None if it brings none of them."""
+    return next((given[name] for name in names if given.get(name) is not None), None)
+
+
+def media_in(given: Arguments) -> list[str]:
+    """Return the names of the images and the sound of a call."""
+    return [name for name in given if name.endswith(_MEDIA) and given[name] is not None]
+
+
+def tokens_of(given: Arguments) -> torch.Tensor:
     """Return input_ids (batch, seq) or inputs_embeds (batch, seq, hidden) of a call."""
-    found = next((x for x in (given.get("input_ids"), given.get(EMBEDDED), *args) if x is not None), None)
+    found: torch.Tensor | None = first_of(given, ("input_ids", EMBEDDED))
     if found is None:
         raise UnsupportedError("a call without tokens", "there is nothing to attend to", "input_ids")
     return found
 
 
 def forward_of_batch(decoder: Any, given: Arguments, context: LayerContext) -> Forward:
-    """Return the forward of a whole batch. Nothing is exchanged.
-
-    Raises:
-        UnsupportedError: padding elsewhere than on the right or with labels; positions that are not those of documents;
-            a tree or a mask that does not fit.
-    """
+    """Return the forward of a whole batch. Nothing is exchanged."""
     tokens = tokens_of(given)
     rows, length = tokens.shape[:2]
     if tokens.is_floating_point() and context.size > 1 and (size := tokens.nbytes) > LARGEST:
@@ -70,62 +118,71 @@ def forward_of_batch(decoder: Any, given: Arguments, context: LayerContext) -> F
     mask = given.get("attention_mask")
     mask = mask if isinstance(mask, torch.Tensor) and (mask.dim() == 2 or not context.multimodal) else None
     if mask is not None:
-        check_right(mask, given.get("labels"))
-    stated = places(decoder, given, whole=context.multimodal)
-    if stated is not None and stated.dim() != 2:
-        refuse_positions(stated)
-    found = seen_in(given, stated, tokens, length)
-    if found is None:
-        refuse_positions(stated)
-    seen, positions = found
-    if isinstance(seen, Seen) and isinstance(seen.told, Mask) and (layers := layers_of(decoder)):
-        refuse_for(f"a layer of type {type(layers[0]).__name__} with a state")
+        _check_right(mask, given.get("labels"))
+    seen, positions = seen_in(given, places(decoder, given, whole=context.multimodal), tokens)
     mine = shard_sequence(positions, group=context.group)
     handed: torch.Tensor | None = given.get("position_ids")
-    if not context.multimodal:
-        handed = mine if handed is None or handed.dim() == 2 else shard_sequence(handed, group=context.group, dim=-1)
-    elif handed is not None and handed.dim() == 3:  # along axes, which the model hands on
-        handed = None
-    labels = checks.first_of(given, checks.LABELS)
+    axes = handed if handed is not None and handed.dim() == 3 else None
     return Forward(
         context,
         distributed=True,
         seen=seen,
-        given=handed,
         positions=mine,
-        longest=seen.longest if isinstance(seen, Seen) else max(map(packed.longest, seen or ((0, length),))),
+        embedded=mine if axes is None else shard_sequence(axes, group=context.group, dim=-1),
+        longest=longest_of(seen, length),
         mask=None if mask is None else shard_sequence(mask, group=context.group),
         layout=layout,
         rows=rows,
-        labelled=None if labels is None else (_shifted(given) != IGNORED).any(),
+        labelled=None if first_of(given, LABELS) is None else (_shifted(given) != IGNORED).any(),
     )
 
 
-def part_of(model: Any, given: Arguments, forward: Forward) -> Arguments:
-    """Return the arguments of a text model for this rank's part of a batch.
-
-    Raises:
-        UnsupportedError: an argument that may have tokens of the whole sequence is not known.
-    """
-    group, length = forward.context.group, tokens_of(given).shape[1]
-    kept = {name: x for name, x in given.items() if name not in OF_HOOKS}
-    known = {*_OF_TEXT, *checks.LABELS, "attention_mask", "position_ids"}
-    whole = [
-        name for name, x in kept.items() if isinstance(x, torch.Tensor) and length in x.shape and name not in known
-    ]
-    if whole:
+def _check_right(mask: torch.Tensor, labels: torch.Tensor | None) -> None:
+    """Refuse a mask (batch, seq), 0 for padding, that hides other tokens than the unlabelled ends of sequences."""
+    if mask.dim() != 2:
+        raise UnsupportedError("a ready-made attention mask", "attention is causal by construction", CAUSAL)
+    real = mask.bool()
+    other = mask != real.to(mask.dtype)
+    labelled = torch.zeros_like(real) if labels is None else (labels != IGNORED) & ~real
+    if bool(other.any()):
         raise UnsupportedError(
-            f"{', '.join(whole)} beside the tokens of a batch",
+            "an attention_mask with other values than 0 and 1",
+            "transformers takes each of them for a token to attend to: numbered documents would see each other, and "
+            "what is added to scores would not be",
+            "1 for tokens and 0 for padding; position_ids that begin at 0 in each document, or cu_seq_lens_q",
+        )
+    if bool((real[:, 1:] > real[:, :-1]).any()):
+        raise UnsupportedError(
+            "an attention_mask with padding that is not on the right",
+            "padded tokens would be attended to",
+            "tokenizer.padding_side='right', or sequences without padding",
+        )
+    if bool(labelled.any()):
+        raise UnsupportedError(
+            "labels of padded tokens",
+            "an attention that masks padding would give them another output",
+            "the label -100 for padding, as transformers' collators write it",
+        )
+
+
+def part_of(model: Any, given: Arguments, forward: Forward) -> Arguments:
+    """Return the arguments of a text model for this rank's part of a batch."""
+    context, length = forward.context, tokens_of(given).shape[1]
+    kept = {name: x for name, x in cut_labels(given, context).items() if name not in OF_HOOKS}
+    known = {*_OF_TEXT, *LABELS, "attention_mask", "position_ids"}
+    whole = {name for name, x in kept.items() if isinstance(x, torch.Tensor) and length in x.shape} - known
+    if whole := whole | {*(media_in(kept) if context.size > 1 else ())}:
+        raise UnsupportedError(
+            f"{', '.join(sorted(whole))} beside the tokens of a batch",
             "it would stay whole, and the model has this rank's part of the tokens",
-            "what docs/huggingface.md lists",
+            "what docs/huggingface.md lists; with images or sound, distribute_attention of the whole model",
         )
     for name in {*_OF_TEXT} & {*kept}:
-        if kept[name] is not None:
-            kept[name] = shard_sequence(kept[name], group=group)
+        kept[name] = shard_sequence(kept[name], group=context.group)
     if isinstance(mask := kept.get("attention_mask"), torch.Tensor):
         kept["attention_mask"] = None if bool(mask.all()) else forward.mask  # for losses that count tokens
-    if checks.takes(model, "position_ids"):
-        kept["position_ids"] = forward.given
+    if takes(model, "position_ids"):
+        kept["position_ids"] = forward.embedded
     return kept
 
 
@@ -134,7 +191,7 @@ def cut_labels(given: Arguments, context: LayerContext) -> Arguments:
 
     Mixed precision of FSDP rounds tensors, so the number is Python's.
     """
-    if checks.first_of(given, checks.LABELS) is None:
+    if first_of(given, LABELS) is None:
         return given
     shifted, count = _shifted(given), given.get("num_items_in_batch")
     count = (shifted != IGNORED).sum() if count is None else count
@@ -149,12 +206,13 @@ def _shifted(given: Arguments) -> torch.Tensor:
     return next_labels(given["labels"]) if shifted is None else shifted
 
 
-def _layout(length: int, ranks: int) -> Layout:
-    """Return the tokens of a row that every rank holds; the first ones hold one more.
+def next_labels(labels: torch.Tensor, ignored: int = IGNORED) -> torch.Tensor:
+    """Return the label of the next token of each token, (batch, seq); `ignored` for the last."""
+    return torch.nn.functional.pad(labels, (0, 1), value=ignored)[..., 1:].contiguous()
 
-    Raises:
-        UnsupportedError: a rank holds none.
-    """
+
+def _layout(length: int, ranks: int) -> Layout:
+    """Return the tokens of a row that every rank holds; the first ones hold one more."""
     if length < ranks:
         raise UnsupportedError(
             f"rows of {length or 'no'} tokens on {ranks} ranks",
@@ -162,3 +220,73 @@ def _layout(length: int, ranks: int) -> Layout:
             "at least as many tokens as ranks",
         )
     return contiguous(length, ranks)
+
+
+def _number_of(batch: Mapping[str, Any], device: torch.device) -> torch.Tensor:
+    """Return an int64 that other values of a batch, or other places of them, change."""
+    total = torch.zeros((), dtype=torch.int64, device=device)
+    for name in sorted(batch):
+        x = _flat(batch[name]).to(device)
+        sizes = torch.tensor(x.shape, dtype=torch.int64, device=device)
+        if x.is_floating_point():
+            x = _bits(x) if name == EMBEDDED else x.new_zeros(0)  # images and sound go with their tokens
+        values = torch.cat((torch.tensor([*name.encode()], device=device), sizes, x.flatten().long()))
+        mixed = (values + torch.arange(1, len(values) + 1, device=device) * _ODD[0]) * _ODD[1]
+        total = total + ((mixed ^ (mixed >> 29)) * _ODD[0]).sum()
+    return total
+
+
+def _bits(x: torch.Tensor) -> torch.Tensor:
+    """Return a sum of the bits of each token, (batch, seq)."""
+    whole = x.detach().contiguous().view({8: torch.int64, 4: torch.int32, 2: torch.int16}[x.element_size()])
+    return whole.sum(-1, dtype=torch.int64)
+
+
+def _flat(value: Any) -> torch.Tensor:
+    """Return a tensor as it is, integers in lists of any depth as one tensor, and a number of a tree or a mask."""
+    if isinstance(value, Tree | Mask):
+        return torch.tensor([crc32(repr(value).encode())])
+    if not isinstance(value, list | tuple):
+        return torch.as_tensor(value)
+    return torch.cat([torch.zeros(0, dtype=torch.int64), *(_flat(each).flatten() for each in value)])
+
+
+def check_same(group: str, batch: Mapping[str, Any] | None, tokens: torch.Tensor | None) -> None:
+    """Check that the ranks of a group have the same batch; collective, with one small message.
+
+    Args:
+        batch: of which a number is made. None where this rank refuses its call, which it tells the others.
+        tokens: (batch, seq) or (batch, seq, hidden) of the batch, for the message.
+
+    Raises:
+        UnsupportedError: they have other batches; all raise it.
+        DisagreementError: another rank refuses its call; AbsentError: one does not come.
+    """
+    over = channel_of(group, verify=True) if group else None  # where a wait can be given up
+    if over is None:
+        return
+    facts = torch.zeros(4, dtype=torch.int64)
+    if batch is None or tokens is None:
+        facts[0] = 1
+    else:
+        facts[1], facts[2], facts[3] = _number_of(batch, tokens.device).cpu(), tokens.shape[0], tokens.shape[1]
+    every = torch.stack(over.gather(facts, _COMPARES)).tolist()
+    refusing = [rank for rank, facts_of_rank in enumerate(every) if facts_of_rank[0]]
+    if refusing:
+        if batch is None:
+            return
+        raise DisagreementError(
+            f"rank {listed(refusing)} of the group refuses its part of this batch; the error there says why"
+        )
+    if len({tuple(facts_of_rank) for facts_of_rank in every}) > 1:
+        table = "".join(
+            f"\n    rank {rank}: {rows} x {length} tokens, number {number & 0xFFFFFFFF:08x}"
+            for rank, (_, number, rows, length) in enumerate(every)
+        )
+        raise UnsupportedError(
+            "batches that differ between the ranks of a sequence",
+            "each rank must give the whole batch, of which the model takes its part",
+            "the same samples on every rank of a group, not cut: a DistributedSampler with num_replicas and rank of "
+            "the groups, not of all ranks; loaders prepared after distribute_accelerator; the same data set, collator "
+            f"and seed. The ranks have:{table}",
+        )

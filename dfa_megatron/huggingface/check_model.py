@@ -1,7 +1,7 @@
-"""Refuse a transformers model that no test compared with one process: the list of what was tried.
+"""Refuse a transformers model that no test compared with one process: the lists of what was tried.
 
-`make models` writes the list: types of models, each with its types of layers. What a user sets on a listed type is
-checked here: dropout, RoPE, layers that were copied.
+`make models` tries types of models, each with its types of layers. What a user sets on a listed type is checked here:
+RoPE, layers that were copied, adapters. Dropout is refused where a layer asks for it.
 """
 
 from __future__ import annotations
@@ -14,22 +14,98 @@ from typing import Any
 import torch
 
 from dfa_megatron.errors import UnsupportedError
-from dfa_megatron.huggingface.embedded_positions import LOCAL_ROPE, rotaries_of
-from dfa_megatron.huggingface.implementation import is_multimodal, kind_of
-from dfa_megatron.huggingface.recurrent.layers import not_called
-from dfa_megatron.huggingface.tried import TRIED
+from dfa_megatron.huggingface.embedded_positions import local_ropes
+
+_LAYERS = {
+    "": """
+apertus arcee aria_text axk1 bert bert-generation bitnet cohere ctrl dbrx deepseek_v2 deepseek_v3 diffllama electra
+emu3_text_model ernie ernie4_5 ernie4_5_moe flex_olmo fuyu gemma glm glm4 glm4_moe glm4_moe_lite gpt2 gpt_bigcode
+gpt_neox granite granitemoe granitemoeshared helium hunyuan_v1_dense hunyuan_v1_moe hy_v3 hyperclovax jais2 jetmoe llama
+llava longcat_flash minicpm3 minimax_m2 ministral3 mistral mixtral mllama_text_model moshi nanochat nemotron olmo olmo2
+olmoe persimmon phi phi3 phi4_multimodal phimoe qwen3_moe qwen3_vl qwen3_vl_moe roc_bert seed_oss solar_open stablelm
+starcoder2 youtu
+""",
+    "chunked_attention full_attention": """
+llama4_text
+""",
+    "conv full_attention": """
+lfm2 lfm2_moe
+""",
+    "conv full_attention sliding_attention": """
+lfm3
+""",
+    "full_attention": """
+cohere_compass_text got_ocr2 minimax_m3_vl_text qwen2_5_vl qwen2_vl
+""",
+    "full_attention linear_attention": """
+bailing_hybrid bamba granitemoehybrid jamba kimi_linear olmo_hybrid qwen3_5 qwen3_5_moe_text qwen3_5_text qwen3_next
+""",
+    "full_attention linear_attention mlp moe": """
+nemotron_h
+""",
+    "full_attention sliding_attention": """
+afmoe beam cohere2 cohere2_moe cwm dots1 exaone4 exaone_moe flint gemma2 gemma3 gemma3_text gemma3n_text gemma4
+gemma4_text gemma4_unified_text gpt_oss granite_swa granitemoe_swa kolibri1 laguna mellum mimo_v2_flash ministral olmo3
+qwen2 qwen2_moe qwen3 smollm3 vaultgemma
+""",
+    "hybrid": """
+falcon_h1
+""",
+    "hybrid linear_attention": """
+zamba zamba2
+""",
+    "linear_attention": """
+falcon_mamba mamba mamba2
+""",
+}
+
+TRIED = {kind: {*layers.split()} for layers, kinds in _LAYERS.items() for kind in kinds.split()}
+"""The types of layers of each type that was found exact, beside attention."""
+
+CLASSES = {
+    (
+        "causal_conv1d_fn",
+    ): "InklingShortConvolution Inkling2ShortConvolution Lfm2ShortConv Lfm2MoeShortConv Lfm3ShortConv",
+    ("causal_conv1d_fn", "chunk_kimi_delta_attention"): "BailingHybridDeltaAttention KimiLinearDeltaAttention",
+    ("causal_conv1d_fn", "mamba2_chunk_scan"): "BambaMixer FalconH1Mixer GraniteMoeHybridMambaLayer Mamba2Mixer "
+    "NemotronHMamba2Mixer Zamba2MambaMixer",
+    ("causal_conv1d_fn", "mamba_selective_scan"): "FalconMambaMixer JambaMambaMixer MambaMixer ZambaMambaMixer",
+    ("causal_conv1d_fn", "torch_chunk_gated_delta_rule"): "OlmoHybridGatedDeltaNet Qwen3_5GatedDeltaNet "
+    "Qwen3_5MoeGatedDeltaNet Qwen3NextGatedDeltaNet",
+}
+"""The classes of layers with states, by the functions that each must call to be right."""
+
+_EACH_TOKEN = (
+    "ADALORA", "BEFT", "BOFT", "C3A", "DEFT", "DELORA", "FOURIERFT", "FROD", "GLORA", "GRALORA", "HIRA", "HRA", "IA3",
+    "LN_TUNING", "LOHA", "LOKR", "LORA", "MISS", "OFT", "OSF", "PEANUT", "PSOFT", "RANDLORA", "ROAD", "SHIRA",
+    "SUPERTUNING", "TINYLORA", "TRAINABLE_TOKENS", "UNILORA", "VBLORA", "VERA", "WAVEFT",
+)  # fmt: skip
+"""Types of PEFT's adapters that treat each token alone, and alike on every rank: each was compared with one process."""
+
+_ACROSS = (
+    *("alora_invocation_tokens", "arrow_config", "monteclora_config", "velora_config"),
+    *("boft_dropout", "module_dropout", "rank_dropout"),
+)
+"""Options by which one of these reads the tokens of this rank, or draws random weights, others on each rank."""
 
 _WITHOUT = {"linear_attention", "conv", "mlp", "moe"}
 """Types of layers without an attention."""
+
+
+def is_multimodal(model: Any) -> bool:
+    """Return whether a model has towers beside its language model, so that its configuration has one for the text."""
+    return model.config.get_text_config() is not model.config
+
+
+def kind_of(model: Any) -> str:
+    """Return the type of a model for messages: "a llama model"."""
+    return f"a {model.config.model_type} model"
 
 
 def check_model(model: Any, *, unlisted: bool) -> list[torch.nn.Module]:
     """Return the attention layers of a transformers model that can be distributed.
 
     unlisted: the model need not be on the list.
-
-    Raises:
-        UnsupportedError: the model is not on the list, or a user has set what distributed attention does not compute.
     """
     if strange := _unlisted(model):
         if not unlisted:
@@ -48,7 +124,6 @@ def check_model(model: Any, *, unlisted: bool) -> list[torch.nn.Module]:
     decoder = model.get_decoder()
     within = decoder if is_multimodal(model) else model
     layers = [x for x in within.modules() if hasattr(x, "is_causal") and hasattr(x, "layer_idx")]
-    _check_config(model, decoder)
     _check_layers(model, decoder, layers)
     return layers
 
@@ -72,25 +147,8 @@ def _unlisted(model: Any) -> str:
     return f"modules of {', '.join(others)}" if others else ""
 
 
-def _check_config(model: Any, decoder: Any) -> None:
-    """Refuse what a user may set in the configuration of a listed type."""
-    config, kind = model.config.get_text_config(), kind_of(model)
-    dropout = getattr(config, "attention_dropout", 0.0) or getattr(config, "attn_pdrop", 0.0)
-    if dropout:
-        raise UnsupportedError(
-            f"{kind} with attention dropout {dropout}", "the block kernels have no dropout", "attention_dropout=0.0"
-        )
-    rope = _local_rope(config)
-    if rope and not rotaries_of(decoder):
-        raise UnsupportedError(
-            f"{kind} with rope_type={rope!r}",
-            "its frequencies depend on the longest position in the batch, and its layers embed positions themselves",
-            "rope_type 'default', 'linear', 'yarn' or 'llama3'",
-        )
-
-
 def _check_layers(model: Any, decoder: Any, attentions: list[torch.nn.Module]) -> None:
-    """Refuse layers that were copied without their config, and layers that do not call what is replaced."""
+    """Refuse layers that were copied without their config, or that embed positions by the longest one in a batch."""
     config, kind = model.config.get_text_config(), kind_of(model)
     types, whole = getattr(config, "layer_types", None), getattr(config, "num_hidden_layers", 0)
     layers: int = whole if types is None else sum(kind not in _WITHOUT for kind in types)
@@ -102,13 +160,13 @@ def _check_layers(model: Any, decoder: Any, attentions: list[torch.nn.Module]) -
             "layers are compared with its config, one by one",
             "a copy.deepcopy of each layer, and num_hidden_layers, with layer_types, of the config",
         )
-    for layer in decoder.modules():
-        if missing := not_called(layer):
-            raise UnsupportedError(
-                f"{kind} whose {type(layer).__name__} does not call {', '.join(sorted(missing))}",
-                "what it calls in place of that computes from the tokens of this rank alone",
-                "a version of transformers that `dfa-megatron doctor` names",
-            )
+    inside = {*decoder.modules()} - {*decoder.children()}
+    if ropes := {rope for rotary in inside for rope in local_ropes(rotary)}:
+        raise UnsupportedError(
+            f"{kind} with rope_type={', '.join(sorted(ropes))}",
+            "its frequencies depend on the longest position in the batch, and its layers embed positions themselves",
+            "rope_type 'default', 'linear', 'yarn' or 'llama3'",
+        )
 
 
 def patched(model: torch.nn.Module) -> list[str]:
@@ -141,9 +199,15 @@ def _named(code: Any) -> str:
     return f"{code.__module__}.{code.__qualname__}"
 
 
-def _local_rope(config: Any) -> str | None:
-    """Return the first type of rotary embedding that depends on the batch; there is one, or one per layer type."""
-    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
-    sets = [rope, *(value for value in rope.values() if isinstance(value, dict))]
-    kinds = (one.get("rope_type", one.get("type")) for one in sets)
-    return next((kind for kind in kinds if kind in LOCAL_ROPE), None)
+def check_adapters(model: Any) -> None:
+    """Refuse PEFT's adapters that may depend on the tokens of a whole sequence."""
+    configs = getattr(model, "peft_config", None)
+    for config in configs.values() if isinstance(configs, dict) else ():
+        kind = getattr(config.peft_type, "value", config.peft_type)
+        kind = next((f"{kind} with {name}" for name in _ACROSS if getattr(config, name, None)), kind)
+        if kind not in _EACH_TOKEN:
+            raise UnsupportedError(
+                f"PEFT's adapter of type {kind}",
+                "it is not known to treat each token alone, and alike on every rank",
+                "an adapter that is, such as LORA and IA3 without random weights",
+            )

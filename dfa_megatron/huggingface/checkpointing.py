@@ -13,8 +13,8 @@ import torch.distributed as dist
 from dfa_megatron import remat
 from dfa_megatron.config import TrainingConfig
 from dfa_megatron.errors import UnsupportedError
+from dfa_megatron.huggingface.check_model import kind_of
 from dfa_megatron.huggingface.current_forward import Forward, enter, innermost, leave
-from dfa_megatron.huggingface.implementation import kind_of
 
 logger = logging.getLogger(__name__)
 
@@ -47,19 +47,14 @@ def set_checkpointing(
         return
     setattr(model, _SET, True)
     reentrant = reentrant or function is not None
-    keywords: dict[str, Any] = {"use_reentrant": reentrant}
-    if checkpoint == "remat" and not reentrant:
-        keywords["context_fn"] = functools.partial(remat.context_fn, offload=offload)
     # The first name is the newer one; the second warns that it is deprecated where both exist.
     enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
-    enable(keywords)
+    enable({"use_reentrant": reentrant})
     for module in model.modules():
         own = getattr(module, _FUNCTION, None)
         if own is not None:
-            chosen = function or own
-            if checkpoint == "remat" and reentrant:
-                chosen = functools.partial(remat.remat_checkpoint, checkpoint=chosen, offload=offload)
-            elif offload:
+            chosen = _saving(function or own, offload=offload) if checkpoint == "remat" else function or own
+            if offload and not (checkpoint == "remat" and reentrant):  # whose function has taken the inputs
                 chosen = remat.keeping_inputs_on_host(chosen)
             setattr(module, _FUNCTION, chosen)
     if reentrant and not any(parameter.requires_grad for parameter in model.get_input_embeddings().parameters()):
@@ -67,11 +62,7 @@ def set_checkpointing(
 
 
 def check_layers(model: Any, options: TrainingConfig, *, reentrant: bool) -> None:
-    """Refuse layers that transformers cannot checkpoint, before the model is changed.
-
-    Raises:
-        UnsupportedError: transformers does not checkpoint these layers, or would lose gradients.
-    """
+    """Refuse layers that transformers cannot checkpoint, before the model is changed."""
     able = model.supports_gradient_checkpointing and any(hasattr(x, "gradient_checkpointing") for x in model.modules())
     kind, checkpoint = kind_of(model), options.checkpoint
     if not able and options.checkpoints_layers:
@@ -87,11 +78,7 @@ def check_layers(model: Any, options: TrainingConfig, *, reentrant: bool) -> Non
 
 
 def check_options(options: TrainingConfig, *, reentrant: bool) -> None:
-    """Refuse options of checkpoints that nothing makes.
-
-    Raises:
-        UnsupportedError: names the option.
-    """
+    """Refuse options of checkpoints that nothing makes."""
     if options.checkpoints_layers:
         return
     what = f"with checkpoint={options.checkpoint!r}"
@@ -123,14 +110,14 @@ def _say_twice() -> None:
         logger.warning("dfa: layers are checkpointed and checkpoint='none' runs their attention twice; 'auto' saves it")
 
 
-def _saving(own: Callable[..., Any]) -> Callable[..., Any]:
+def _saving(own: Callable[..., Any], *, offload: bool = False) -> Callable[..., Any]:
     """Return a checkpoint function that saves attention's output and lse."""
     keywords = getattr(own, "keywords", {})
     if "context_fn" in keywords:
         return own
     if keywords.get("use_reentrant") is False:
-        return functools.partial(own, context_fn=remat.context_fn)
-    return functools.partial(remat.remat_checkpoint, checkpoint=own)
+        return functools.partial(own, context_fn=functools.partial(remat.context_fn, offload=offload))
+    return functools.partial(remat.remat_checkpoint, checkpoint=own, offload=offload)
 
 
 def _checkpoint(own: Callable[..., Any], layer: Callable[..., Any], *inputs: Any, **more: Any) -> Any:

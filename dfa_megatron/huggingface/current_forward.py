@@ -14,9 +14,9 @@ from typing import Any
 import torch
 
 from dfa_megatron.config import TrainingConfig
-from dfa_megatron.huggingface.document_starts import Documents
-from dfa_megatron.huggingface.seen import Images, Seen
-from dfa_megatron.plan.language.layout import Layout
+from dfa_megatron.errors import UnsupportedError
+from dfa_megatron.huggingface.seen import Documents, Images, Seen
+from dfa_megatron.plan.language.layout import Layout, contiguous
 from dfa_megatron.plan.language.tree import Tree
 
 NAME = "dfa"
@@ -29,7 +29,7 @@ KEYWORD = "dfa_forward"
 """The keyword argument of layers that holds the `Forward`, which checkpoint functions keep for the recompute."""
 
 REACHED = "_dfa_reached"
-"""The attribute of a mixer for the names of our functions that its present forward has reached."""
+"""The attribute of a mixer for the names of functions that it must reach, each with whether its forward has done so."""
 
 Arguments = dict[str, Any]
 
@@ -63,28 +63,28 @@ class Forward:
     distributed: attention is over the ranks; else it is the model's own, over whole sequences of this rank.
     seen: the documents of every row, or the tree or mask that all rows have; None if each row is one document.
     images: where those of every row are whose tokens see each other both ways, by kind of layer.
-    given: the position_ids that the decoder is to be handed.
-    positions: int64 (batch or 1, local_seq), what the decoder embeds for this rank's tokens, unless along several axes.
+    positions: int64 (batch or 1, local_seq), the places of this rank's tokens in their documents or paths.
+    embedded: the position_ids that a text model's decoder is to be handed: positions, or axes (4, batch, local_seq).
     longest: tokens of the longest document, or path, on all ranks.
     mask: (batch, local_seq), 0 for padding; None without.
     rows: the rows of the batch.
     labelled: whether the batch has a label that counts, on its device; None without labels.
     tile: tokens of a tile of the loss; None where logits are made.
-    layout: the tokens of a row that every rank holds; the name for equal parts.
+    layout: the tokens of a row that every rank holds; not read where attention is local.
     """
 
     context: LayerContext
     distributed: bool
     seen: Documents | Seen | None = None
     images: dict[str, tuple[Images, ...]] | None = None
-    given: torch.Tensor | None = None
     positions: torch.Tensor | None = None
+    embedded: torch.Tensor | None = None
     longest: int = 0
     mask: torch.Tensor | None = None
     rows: int = 0
     labelled: torch.Tensor | None = None
     tile: int | None = None
-    layout: Layout | str = "contiguous"
+    layout: Layout = contiguous(1, 1)  # noqa: RUF009
 
     @property
     def documents(self) -> Documents | None:
@@ -143,6 +143,17 @@ def forward_of_context(context: LayerContext | None) -> Forward | None:
 
 
 def forward_of(module: torch.nn.Module) -> Forward:
-    """Return the forward that a module runs in; a layer that is called alone has a plain one."""
-    context: LayerContext = getattr(module, CONTEXT)
-    return forward_of_context(context) or Forward(context, distributed=not context.local)
+    """Return the forward that a module runs in.
+
+    Raises:
+        UnsupportedError: its model is not distributed; or a layer is called alone, or lost its keyword in a recompute.
+    """
+    forward = forward_of_context(getattr(module, CONTEXT, None))
+    if forward is None:
+        raise UnsupportedError(
+            f"a layer of type {type(module).__name__} outside of a call of its distributed model",
+            "nothing tells it the documents, or whether its attention is local",
+            "distribute_attention(model), and a call of it. Where a function of your own checkpoints layers: one that "
+            "hands on their keywords, or checkpoint='full' or 'remat' of TrainingConfig",
+        )
+    return forward

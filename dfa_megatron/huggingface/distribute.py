@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -13,19 +14,11 @@ from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.huggingface import attention_function as attention
 from dfa_megatron.huggingface import embedded_positions as embedded
 from dfa_megatron.huggingface import model_inputs as inputs
-from dfa_megatron.huggingface.adapters import check_adapters
-from dfa_megatron.huggingface.check_model import check_model
+from dfa_megatron.huggingface.check_model import check_adapters, check_model, is_multimodal, kind_of
 from dfa_megatron.huggingface.checkpointing import check_layers, check_options, set_checkpointing
 from dfa_megatron.huggingface.current_forward import CONTEXT, NAME, LayerContext, end
 from dfa_megatron.huggingface.hook_mixers import adopt
-from dfa_megatron.huggingface.implementation import (
-    attention_of,
-    copy_configs,
-    distribute,
-    is_multimodal,
-    kind_of,
-)
-from dfa_megatron.huggingface.router_loss import follow_router
+from dfa_megatron.huggingface.loss import follow_router
 from dfa_megatron.huggingface.tiled_head import set_tile
 from dfa_megatron.plan.degree import check_degree
 from dfa_megatron.runtime.comm.groups import Group, group_name, group_size
@@ -88,9 +81,9 @@ def distribute_attention(
     if options.fixed_degree > 1:  # "auto" takes one that divides
         check_degree(options.fixed_degree, group_size(name), inner.config.get_text_config().num_attention_heads)
     known: LayerContext | None = getattr(inner, CONTEXT, None)
-    before = copy_configs(model, inner) if known is None else known.before
-    distribute(inner)
-    if attention_of(inner) != NAME:  # transformers only warns
+    before = _copy_configs(model, inner) if known is None else known.before
+    _set_attention(inner)
+    if _attention_of(inner) != NAME:  # transformers only warns
         raise UnsupportedError(
             kind_of(inner),
             "its layers compute attention in code of their own, whatever implementation is set",
@@ -115,6 +108,37 @@ def distribute_attention(
     set_tile(inner, options)
     set_checkpointing(inner, options.checkpoint, reentrant=reentrant, offload=options.remat_offload)
     return model
+
+
+def _attention_of(model: Any) -> str:
+    """Return the attention implementation of a model's text."""
+    name: str = model.config.get_text_config()._attn_implementation
+    return name
+
+
+def _set_attention(model: Any) -> None:
+    """Give a model's text the attention implementation `dfa`, which also serves what is local; towers keep theirs."""
+    config, text = model.config, model.config.get_text_config()
+    field = next((name for name in config.sub_configs if getattr(config, name, None) is text), None)
+    if _attention_of(model) != NAME:
+        model.set_attn_implementation(NAME if text is config else {field: NAME})
+
+
+def _copy_configs(model: Any, inner: Any) -> str:
+    """Give the modules of a model, and those around it, copies of their configurations; return its attention.
+
+    The configuration holds the implementation, and models may share it. A model made from the configuration of one that
+    is distributed has transformers' default.
+    """
+    from transformers import PretrainedConfig
+
+    before = _attention_of(inner)
+    copies: dict[int, Any] = {}
+    for module in model.modules():
+        for name, value in [*vars(module).items()]:
+            if isinstance(value, PretrainedConfig):
+                setattr(module, name, copy.deepcopy(value, copies))
+    return before if before != NAME else "sdpa" if inner._supports_sdpa else "eager"
 
 
 def _hook(inner: Any, decoder: Any) -> None:
@@ -144,11 +168,7 @@ def local_attention(model: torch.nn.Module) -> Iterator[None]:
 
 
 def transformers_model(model: torch.nn.Module) -> Any:
-    """Return the transformers model that `model` is or holds.
-
-    Raises:
-        UnsupportedError: there is none, or more than one.
-    """
+    """Return the transformers model that `model` is or holds."""
     found = list(dict.fromkeys(_outermost(model)))
     kind, kinds = type(model).__name__, ", ".join(type(each).__name__ for each in found)
     if not found:

@@ -12,11 +12,10 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from dfa_megatron.errors import UnsupportedError
-from dfa_megatron.huggingface.call_checks import check_by_name, first_of, media_in
-from dfa_megatron.huggingface.current_forward import Forward
-from dfa_megatron.huggingface.document_starts import FLASH_KEYS, Documents
-from dfa_megatron.huggingface.embedded_positions import has_axes, refuse_axes, refuse_positions
-from dfa_megatron.huggingface.seen import MASK, TREE, Images, Seen, seen_in
+from dfa_megatron.huggingface.batch import OF_HOOKS, first_of, media_in, tokens_of
+from dfa_megatron.huggingface.current_forward import Arguments, Forward
+from dfa_megatron.huggingface.embedded_positions import has_axes, refuse_axes
+from dfa_megatron.huggingface.seen import Documents, Images, Seen, refuse_positions, seen_in
 from dfa_megatron.plan.language.mask import Mask
 from dfa_megatron.plan.language.tree import Tree
 from dfa_megatron.sharding import local_positions, shard_sequence
@@ -37,12 +36,8 @@ _BOTH_WAYS = {
 """By type of model: the argument that marks images, its values there, and the kinds of layers that see both ways."""
 
 
-def take_whole(decoder: Any, given: dict[str, Any]) -> dict[str, Any]:
-    """Return a call's arguments for whole sequences, with the axes of their positions.
-
-    Raises:
-        UnsupportedError: embeddings, which may be of images, or positions that lack the axes of images.
-    """
+def take_whole(decoder: Any, given: Arguments) -> Arguments:
+    """Return a call's arguments for whole sequences, with the axes of their positions."""
     if given.get("input_ids") is None or given.get("inputs_embeds") is not None:
         raise UnsupportedError(
             "inputs_embeds, or no input_ids, for a multimodal model",
@@ -51,55 +46,39 @@ def take_whole(decoder: Any, given: dict[str, Any]) -> dict[str, Any]:
         )
     tokens: torch.Tensor = given["input_ids"]
     positions: torch.Tensor | None = given.get("position_ids")
-    told = positions is None and first_of(given, (TREE, MASK, *FLASH_KEYS)) is not None
+    told = positions is None and first_of(given, OF_HOOKS) is not None
     if has_axes(decoder) and (told or (positions is not None and positions.dim() == 2)):
         if media_in(given):
             refuse_axes(decoder, tokens if positions is None else positions, embedded=True)
         if positions is None:
-            found = seen_in(given, None, tokens, tokens.shape[1])
-            assert found is not None
-            positions = found[1]
+            _, positions = seen_in(given, None, tokens)
         given = given | {"position_ids": positions.expand(4, *tokens.shape)}  # text counts alike along all axes
     return given
 
 
 def for_model(
-    model: Any, given: dict[str, Any], seen: Documents | Seen | None
-) -> tuple[dict[str, Any], dict[str, tuple[Images, ...]] | None]:
+    model: Any, given: Arguments, rows: Documents | Seen | None
+) -> tuple[Arguments, dict[str, tuple[Images, ...]] | None]:
     """Return the arguments for a model, and where images are whose tokens see each other, by kind of layer.
 
-    The model gets no padding, and no positions but those along axes: models would look for documents in them, and make
-    masks of their own.
+    The model gets no padding, no marks of such images, and no positions but those along axes: it would look for
+    documents in them, and make masks of its own. Waits for the device if there are marks.
     """
     kept = dict(given)
-    images = _take_images(model, kept, seen)
-    for name in ("attention_mask", "position_ids"):
-        if isinstance(kept.get(name), torch.Tensor) and kept[name].dim() == 2:
-            del kept[name]
-    return kept, images
-
-
-def _take_images(
-    model: Any, kwargs: dict[str, Any], rows: Documents | Seen | None
-) -> dict[str, tuple[Images, ...]] | None:
-    """Take the marks of images out of a call's arguments, and return where they are, by kind of layer.
-
-    The model then makes causal masks. None if there are no images, or its masks are causal; waits for the device.
-
-    Raises:
-        UnsupportedError: it is not known which of their tokens see which.
-    """
     name, values, kinds = _BOTH_WAYS.get(model.config.model_type, ("", (), set()))
     causal = name == "mm_token_type_ids" and model.config.get_text_config().use_bidirectional_attention != "vision"
-    marks: torch.Tensor | None = None if causal else kwargs.pop(name, None)
+    marks: torch.Tensor | None = None if causal else kept.pop(name, None)
+    for each in ("attention_mask", "position_ids"):
+        if isinstance(kept.get(each), torch.Tensor) and kept[each].dim() == 2:
+            del kept[each]
     if marks is None:
-        return None
+        return kept, None
     seen = torch.isin(marks, torch.tensor(values, device=marks.device))
-    if isinstance(mask := kwargs.get("attention_mask"), torch.Tensor) and mask.dim() == 2:
+    if isinstance(mask := given.get("attention_mask"), torch.Tensor) and mask.dim() == 2:
         seen = seen & mask.bool()
     changes = torch.nn.functional.pad(seen.int(), (1, 1)).diff().cpu()
     if not bool(changes.any()):
-        return None
+        return kept, None
     ends = [row.nonzero().flatten().tolist() for row in changes]  # in turn where one begins, and behind it
     found = tuple(tuple(zip(row[::2], row[1::2], strict=True)) for row in ends)
     told = rows.told if isinstance(rows, Seen) else None
@@ -110,47 +89,39 @@ def _take_images(
             "a mask says by itself which tokens attend to which, and a segment's children do not see each other",
             "a mask in which images are blocks, without their marks; each image in one segment",
         )
-    return dict.fromkeys(kinds, found)
+    return kept, dict.fromkeys(kinds, found)
 
 
-def cut(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], forward: Forward) -> dict[str, Any]:
-    """Return this rank's part of a decoder's arguments, which are of whole sequences.
-
-    Raises:
-        UnsupportedError: an argument that may have tokens of the whole sequence is not known.
-    """
-    check_by_name(args)
+def cut(decoder: Any, given: Arguments, forward: Forward) -> Arguments:
+    """Return this rank's part of a decoder's arguments, which are of whole sequences."""
     known = (*_ALONG, *_OF_LOSS, _OF_IMAGES)
-    tensors = {name for name, x in kwargs.items() if any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(x))}
-    uncut = ", ".join(name for name in kwargs if name in tensors and name not in known)
-    if uncut:
+    tensors = {name for name, x in given.items() if any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(x))}
+    if uncut := ", ".join(name for name in given if name in tensors and name not in known):
         raise UnsupportedError(
             f"{uncut} for the decoder of a multimodal model",
             "it is not known whether they have the tokens of the whole sequence",
             "a model that hands on inputs_embeds, position_ids and the features of images alone",
         )
-    group = forward.context.group
-    tokens = kwargs["input_ids"] if kwargs.get("inputs_embeds") is None else kwargs["inputs_embeds"]
-    rows, length = tokens.shape[:2]
-    kept = kwargs | {
-        name: shard_sequence(kwargs[name], group=group, dim=dim)
+    group, (rows, length) = forward.context.group, tokens_of(given).shape[:2]
+    kept = given | {
+        name: shard_sequence(given[name], group=group, dim=dim)
         for name, dim in _ALONG.items()
-        if kwargs.get(name) is not None
+        if given.get(name) is not None
     }
-    plain = local_positions(length, group=group, device=tokens.device)[None]
-    theirs: torch.Tensor | None = kwargs.get("position_ids")
-    if theirs is not None and theirs.dim() == 2:
-        if has_axes(module):
-            refuse_axes(module, theirs, embedded=kwargs.get("inputs_embeds") is not None)
-        if forward.given is None and not bool((theirs == torch.arange(length, device=theirs.device)).all()):
+    theirs: torch.Tensor | None = given.get("position_ids")
+    if theirs is None or theirs.dim() == 2:
+        if theirs is not None and has_axes(decoder):
+            refuse_axes(decoder, theirs, embedded=given.get("inputs_embeds") is not None)
+        if theirs is not None and not bool((theirs == torch.arange(length, device=theirs.device)).all()):
             refuse_positions(theirs)
-        kept["position_ids"] = forward.positions
-    elif theirs is not None and theirs.shape[0] == 3:  # of a tower's own: beside them the places of tokens
+        positions = forward.positions
+        assert positions is not None
+        kept["position_ids"] = positions.expand(4, rows, -1) if has_axes(decoder) else positions
+    elif len(theirs) == 3:  # of a tower's own: beside them the places of tokens
+        plain = local_positions(length, group=group, device=theirs.device)
         kept["position_ids"] = torch.cat((plain.expand(1, rows, -1), kept["position_ids"]))
-    elif theirs is None and forward.given is None and has_axes(module):
-        kept["position_ids"] = plain.expand(4, rows, -1)
-    if (features := kwargs.get(_OF_IMAGES)) is not None:
-        marked = kwargs["visual_pos_masks"]
+    if (features := given.get(_OF_IMAGES)) is not None:
+        marked = given["visual_pos_masks"]
         mine = torch.zeros_like(marked)
         mine[:, local_positions(length, group=group, device=marked.device)] = True
         kept[_OF_IMAGES] = [x[mine[marked]] for x in features]

@@ -15,58 +15,33 @@ from typing import Any, NoReturn
 import torch
 
 from dfa_megatron.errors import UnsupportedError
-from dfa_megatron.huggingface.current_forward import Forward, forward_of
-from dfa_megatron.sharding import local_positions
+from dfa_megatron.huggingface.current_forward import Arguments, Forward, forward_of
+from dfa_megatron.huggingface.seen import refuse_positions
 
 _SECTIONS = "mrope_section"
 """The field of a config, or of a rotary module, that divides a head among the axes."""
 
 
-def places(decoder: Any, kwargs: dict[str, Any], *, whole: bool) -> torch.Tensor | None:
-    """Return the places of a call's tokens: its position_ids, or their first row if there are several axes.
+def places(decoder: Any, given: Arguments, *, whole: bool) -> torch.Tensor | None:
+    """Return the places of a call's tokens (batch or 1, seq): its position_ids, or their first row if these are axes.
 
-    None without position_ids, and for the three axes of a tower's own, of whole sequences.
-
-    Raises:
-        UnsupportedError: position_ids without places, or embeddings, which may be of images, without axes.
+    None without position_ids, and for the three axes of a tower's own, of a whole model.
     """
-    given: torch.Tensor | None = kwargs.get("position_ids")
-    if whole and given is not None and given.dim() == 3:
-        return None if given.shape[0] == 3 else given[0]
-    if given is None or not has_axes(decoder):
-        return given
-    if given.dim() == 3 and given.shape[0] == 4:
-        return given[0]
-    if given.dim() == 3 or kwargs.get("inputs_embeds") is not None:
-        refuse_axes(decoder, given, embedded=given.dim() == 2)
-    return given
-
-
-def refuse_positions(given: torch.Tensor | None) -> NoReturn:
-    """Refuse positions that are not those of the tokens of a batch.
-
-    Raises:
-        UnsupportedError: always.
-    """
-    ends = ""
-    if given is not None:
-        flat = given.flatten()
-        first = f"from {int(flat[0])} to {int(flat[-1])}" if flat.numel() else "without a token"
-        ends = f"position_ids {first} of shape {tuple(given.shape)}: "
-    raise UnsupportedError(
-        "position_ids that are not those of documents, or of a tree, or the same in all rows of a mask",
-        f"{ends}each document, and so each row, must begin at 0 and go up by 1",
-        "as DataCollatorWithFlattening of transformers makes them for a whole batch, or none for one document a "
-        "sequence; for models with axes (4, batch, seq), these first",
-    )
+    positions: torch.Tensor | None = given.get("position_ids")
+    if positions is None or (whole and positions.dim() == 3):
+        return None if positions is None or len(positions) == 3 else positions[0]
+    if has_axes(decoder):
+        if positions.dim() == 3 and len(positions) == 4:
+            return positions[0]
+        if positions.dim() == 3 or given.get("inputs_embeds") is not None:
+            refuse_axes(decoder, positions, embedded=positions.dim() == 2)
+    if positions.dim() != 2:
+        refuse_positions(positions)
+    return positions
 
 
 def refuse_axes(decoder: Any, given: torch.Tensor, *, embedded: bool) -> NoReturn:
-    """Refuse position_ids without places or axes.
-
-    Raises:
-        UnsupportedError: always.
-    """
+    """Refuse position_ids without places or axes."""
     shape, of, kind = tuple(given.shape), "inputs_embeds in " if embedded else "", decoder.config.model_type
     raise UnsupportedError(
         f"position_ids of shape {shape} for {of}a {kind} model",
@@ -82,14 +57,15 @@ def has_axes(decoder: Any) -> bool:
     return bool(rope.get(_SECTIONS) or getattr(getattr(decoder, "rotary_emb", None), _SECTIONS, None))
 
 
-LOCAL_ROPE = ("dynamic", "longrope")
-"""Types of rotary embeddings whose frequencies depend on the longest position in the batch."""
+def local_ropes(rotary: Any) -> set[str]:
+    """Return the types of a rotary embedding whose frequencies depend on the longest position in the batch."""
+    kinds = getattr(rotary, "rope_type", None)  # one, or by kind of layer
+    return {"dynamic", "longrope"} & {*(kinds.values() if isinstance(kinds, dict) else (kinds,))}
 
 
 def rotaries_of(decoder: Any) -> list[torch.nn.Module]:
     """Return the rotary embeddings that a decoder calls itself and whose frequencies depend on the batch."""
-    kinds = {child: getattr(child, "rope_type", None) for child in decoder.children()}  # one, or by kind of layer
-    return [c for c, k in kinds.items() if any(x in LOCAL_ROPE for x in (k.values() if isinstance(k, dict) else (k,)))]
+    return [child for child in decoder.children() if local_ropes(child)]
 
 
 def hook(decoder: Any) -> None:
@@ -116,22 +92,15 @@ def _without_longest(module: Any, args: tuple[Any, ...], output: Any) -> Any:
     return tuple(cut) if isinstance(output, tuple) else cut[0]
 
 
-def has_temperature(layer: Any) -> bool:
-    """Return whether an attention layer scales its queries by their places."""
-    return bool(getattr(layer, "attn_temperature_tuning", False)) and not getattr(layer, "use_rope", True)
-
-
 def tempered(layer: Any, query: torch.Tensor, forward: Forward) -> torch.Tensor:
     """Return queries (batch, heads, local_seq, head_dim), scaled by places in this rank's part, with the right scale.
 
     A layer without a temperature gets its queries back as they are.
     """
-    if not has_temperature(layer):
+    if not getattr(layer, "attn_temperature_tuning", False) or getattr(layer, "use_rope", True):
         return query
-    local, places = query.shape[2], forward.positions
-    if places is None:  # a layer that is called alone
-        places = local_positions(local * forward.context.size, group=forward.context.group, device=query.device)[None]
-    ratio = _scale(layer, places) / _scale(layer, torch.arange(local, device=query.device)[None])
+    assert forward.positions is not None
+    ratio = _scale(layer, forward.positions) / _scale(layer, torch.arange(query.shape[2], device=query.device)[None])
     return (query * ratio[:, None, :, None]).to(query.dtype)
 
 

@@ -1,7 +1,10 @@
 """Hook the layers of a model, and their mixers: attention and layers with states, which compute from several tokens.
 
-A layer, or a mixer, that is checkpointed runs again in the backward. It finds its `Forward` in a closure of
-transformers' checkpoint functions (checkpointing.py), and elsewhere in its keyword, which it then enters.
+    a layer, or a mixer, runs       _enter: in the forward that runs; in a recompute, the one in its keyword
+      attention                     attention_function.py
+      causal_conv1d_fn, ...         in its file, replaced by what stands in for it over the ranks
+    it ends                         _check_reached, end
+
 A mixer that runs in a distributed forward must reach every function of ours that its class lists. One that does not has
 computed from this rank's tokens alone: its forward raises.
 """
@@ -9,50 +12,58 @@ computed from this rank's tokens alone: its forward raises.
 from __future__ import annotations
 
 import functools
+import inspect
+import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from dfa_megatron.errors import UnsupportedError
-from dfa_megatron.huggingface.call_checks import takes
+from dfa_megatron.hooks import replace
+from dfa_megatron.huggingface.batch import takes
+from dfa_megatron.huggingface.check_model import CLASSES
 from dfa_megatron.huggingface.current_forward import (
     CONTEXT,
     KEYWORD,
     NAME,
     REACHED,
+    Arguments,
+    Forward,
     Handed,
     LayerContext,
     end,
     enter,
+    forward_of,
     forward_of_context,
+    innermost,
 )
-from dfa_megatron.huggingface.implementation import attention_of, set_mixers
-from dfa_megatron.huggingface.recurrent import layers as recurrent
+from dfa_megatron.huggingface.seen import Seen, refuse_for
+from dfa_megatron.recurrence import dist_conv, dist_mamba1, dist_mamba2, dist_scan, fla_scan
+from dfa_megatron.runtime.agreement.calls import at_layer
+from dfa_megatron.runtime.cu_seqlens import Offsets
+
+Real = Callable[..., Any]
 
 
 def adopt(model: Any, context: LayerContext, attentions: list[torch.nn.Module]) -> None:
     """Give the layers of a model and their mixers, its attentions among them, its context, hooks and implementation."""
     decoder = model.get_decoder()
-    recurrents = recurrent.modules_of(decoder)
-    for mixer in {*attentions, *recurrents}:
-        if REACHED not in vars(mixer):
-            recurrent.hook(mixer)
-            wanted = {NAME} if mixer in attentions else recurrent.listed(mixer)
-            mixer.register_forward_hook(functools.partial(_check_reached, frozenset(wanted)))
-        recurrent.replace_calls(mixer)
-        vars(mixer)[REACHED] = set()
-    for module in {*_layers(decoder), *attentions, *recurrents}:
-        _hook(module)
-    for module in {*_parts(decoder), *attentions, *recurrents}:
+    wanted = {module: listed(module) for module in decoder.modules() if listed(module) or _replaceable(module)}
+    wanted |= dict.fromkeys(attentions, frozenset({NAME}))
+    for mixer, names in wanted.items():
+        vars(mixer)[REACHED] = dict.fromkeys(names, False)
+        _replace_calls(mixer)
+        config = vars(mixer).get("config")
+        if config is not None and config._attn_implementation != NAME:  # a copied layer's is not the model's
+            config._attn_implementation = NAME
+    for module in {*_layers(decoder), *wanted}:
+        if not any(hook is _enter for hook in module._forward_pre_hooks.values()):
+            module.register_forward_pre_hook(_enter, with_kwargs=True, prepend=True)
+            module.register_forward_hook(_check_reached)
+            module.register_forward_hook(end, always_call=True)
+    for module in {*_parts(decoder), *wanted}:
         setattr(module, CONTEXT, context)
-    set_mixers(model, attention_of(model))
-
-
-def _hook(layer: Any) -> None:
-    """Let a layer or a mixer that runs again enter its forward; once."""
-    if not any(hook is _enter_again for hook in layer._forward_pre_hooks.values()):
-        layer.register_forward_pre_hook(_enter_again, with_kwargs=True, prepend=True)
-        layer.register_forward_hook(end, always_call=True)
 
 
 def knows_all(model: Any, context: LayerContext) -> bool:
@@ -70,41 +81,122 @@ def _parts(decoder: Any) -> list[torch.nn.Module]:
     return [part for layer in _layers(decoder) for part in (layer, *layer.children())]
 
 
-def _enter_again(layer: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Enter the forward of a layer that runs again in the backward, which its keyword holds.
-
-    Raises:
-        UnsupportedError: nothing tells which it was.
-    """
+def _enter(layer: torch.nn.Module, args: tuple[Any, ...], kwargs: Arguments) -> Any:
+    """Enter the forward of a layer: the one that runs, or in a recompute the one that its keyword holds."""
     handed: Handed | None = kwargs.get(KEYWORD)
-    mixes = REACHED in vars(layer)
-    if mixes:
-        vars(layer)[REACHED] = set()
-    backward = torch._C._current_graph_task_id() != -1  # in which a layer that runs was checkpointed
-    if backward and forward_of_context(getattr(layer, CONTEXT)) is None:
-        if handed is not None:
-            enter(layer, handed.forward)
-        elif mixes and getattr(getattr(layer, "config", None), "_attn_implementation", NAME) == NAME:
-            raise UnsupportedError(
-                f"a layer of type {type(layer).__name__} that runs again in the backward",
-                "the function that checkpoints it does not tell it the documents, or whether its attention was local",
-                "checkpoint='full' or 'remat' of TrainingConfig, or gradient_checkpointing_enable, which do",
-            )
+    reached = vars(layer).get(REACHED)
+    forward = forward_of_context(getattr(layer, CONTEXT)) or (handed.forward if handed is not None else None)
+    if reached is not None:
+        reached.update(dict.fromkeys(reached, False))
+        forward = forward or forward_of(layer)
+    if forward is not None:
+        enter(layer, forward)
     if handed is None or takes(layer, KEYWORD):
         return None
     return args, {name: value for name, value in kwargs.items() if name != KEYWORD}
 
 
-def _check_reached(wanted: frozenset[str], mixer: torch.nn.Module, args: tuple[Any, ...], output: Any) -> None:
-    """Raise where a mixer has run in a distributed forward without reaching each of these functions.
-
-    Raises:
-        UnsupportedError: names the mixer and the functions.
-    """
-    forward = forward_of_context(getattr(mixer, CONTEXT))
-    if forward is not None and forward.distributed and (missed := wanted - getattr(mixer, REACHED)):
+def _check_reached(layer: torch.nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    """Raise where a mixer has run in a distributed forward without reaching each function that its class lists."""
+    missed = sorted(name for name, was_reached in vars(layer).get(REACHED, {}).items() if not was_reached)
+    if missed and forward_of(layer).distributed:
         raise UnsupportedError(
-            f"a layer of type {type(mixer).__name__} that did not reach {', '.join(sorted(missed))}",
+            f"a layer of type {type(layer).__name__} that did not reach {', '.join(missed)}",
             "it has computed from the tokens of this rank alone",
             "distribute_attention once more, after layers were changed, and versions that `dfa-megatron doctor` names",
         )
+
+
+def listed(module: torch.nn.Module) -> frozenset[str]:
+    """Return the names that the class of a known layer with a state must call; none for other modules."""
+    names = {cls.__name__ for cls in type(module).__mro__}
+    return frozenset(name for calls, classes in CLASSES.items() if names & {*classes.split()} for name in calls)
+
+
+def _replaceable(module: Any) -> set[str]:
+    """Return the names of functions to be replaced that the forward of a module's class uses."""
+    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+    return {*STANDS_IN, *FUSED} & {*(code.co_names if code is not None else ())}
+
+
+_REAL = "_dfa_real"
+"""The attribute of a replaced function that holds the real one."""
+
+
+def _replace_calls(layer: torch.nn.Module) -> None:
+    """Replace what a layer with a state calls in its file; nothing changes at a second call."""
+    home = sys.modules[type(layer).__module__]
+    for name in _replaceable(layer):
+        if not hasattr(real := vars(home)[name], _REAL):
+            replace(home, name, _replacing(name, real))
+
+
+def _replacing(name: str, real: Real) -> Real:
+    signature = inspect.signature(real)
+
+    @functools.wraps(real)
+    def replaced(*args: Any, **kwargs: Any) -> Any:
+        layer, forward = innermost() or (None, None)
+        if forward is None or not forward.distributed or name not in _replaceable(layer):
+            return real(*args, **kwargs)
+        if name in FUSED:
+            return None
+        if isinstance(forward.seen, Seen) and forward.tree is None:
+            refuse_for(f"a layer of type {type(layer).__name__} with a state")
+        given = dict(signature.bind(*args, **kwargs).arguments)
+        given.pop("kwargs", None)
+        if name in (reached := vars(layer)[REACHED]):
+            reached[name] = True
+        with at_layer(int(getattr(layer, "layer_idx", None) or 0) + 1):
+            return STANDS_IN[name](real, options_of(forward), given)
+
+    setattr(replaced, _REAL, real)
+    return replaced
+
+
+def options_of(forward: Forward) -> Arguments:
+    """Return the options of a recurrence over the rows of a forward: their documents, or the segments of a tree."""
+    context, tree = forward.context, forward.tree
+    options: Arguments = {"group": context.group, "layout": forward.layout, "config": context.options}
+    if tree is not None:
+        return options | {"cu_seqlens": (0, *(span.hi for span in tree.spans)), "parents": tree.parents}
+    return options | {"cu_seqlens": forward.documents}
+
+
+# What stands in takes the real function, the options of a recurrence, and the call's arguments by name.
+
+
+def convolution(real: Real, options: Arguments, given: Arguments) -> torch.Tensor:
+    """Compute a causal convolution of hidden_states (batch, channels, local_seq) with weight (channels, width)."""
+
+    def run(x: torch.Tensor, documents: Offsets) -> torch.Tensor:
+        out: torch.Tensor = real(**given | {"hidden_states": x})
+        return out
+
+    return dist_conv(run, given["hidden_states"], given["weight"].shape[-1], dim=2, **options)
+
+
+def delta_rule(real: Real, options: Arguments, given: Arguments) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compute a delta rule whose states are (batch, heads, k_dim, v_dim): gated, or Kimi's with a gate per channel."""
+    tokens = {name: given.pop(name) for name in ("query", "key", "value", "g", "beta")}
+    return dist_scan(fla_scan(real, keys="key", values="value", packs=False, **given), tokens, **options)
+
+
+def _state_space(scan: Real, real: Real, options: Arguments, given: Arguments) -> Any:
+    """Compute the scan of Mamba-2, or the selective one of Mamba."""
+    tokens = {"x": given.pop("hidden_states"), **{name: given.pop(name) for name in ("dt", "B", "C")}}
+    out, state = scan(real, tokens, given.pop("A"), **given, **options)
+    return (out, state) if given.get("return_final_states") or given.get("return_last_state") else out
+
+
+STANDS_IN: dict[str, Callable[[Real, Arguments, Arguments], Any]] = {
+    "causal_conv1d_fn": convolution,
+    "torch_chunk_gated_delta_rule": delta_rule,
+    "chunk_kimi_delta_attention": delta_rule,
+    "mamba2_chunk_scan": functools.partial(_state_space, dist_mamba2),
+    "mamba_selective_scan": functools.partial(_state_space, dist_mamba1),
+}
+"""What stands in for a function of transformers' modelling files, by its name there."""
+
+FUSED = ("mamba2_split_conv1d_scan_combined",)
+"""Functions that compute several of these at once, or return None where they cannot, as they do here."""

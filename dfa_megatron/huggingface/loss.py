@@ -3,10 +3,16 @@
 The mean over the P ranks is the loss of the whole batch, which every rank gets. Its gradient is that of this rank's
 term. So a framework that averages gradients over all ranks (DeepSpeed at every ZeRO stage, DDP, FSDP) gets the
 gradients of one process, wherever the labels are.
+
+The loss by which models balance their experts (output_router_logits) is a product of sums over tokens, so the mean of
+the ranks' own would be another: the ranks add up these sums.
 """
 
 from __future__ import annotations
 
+import functools
+import inspect
+import sys
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -14,12 +20,14 @@ import torch
 import torch.distributed as dist
 
 from dfa_megatron.errors import UnsupportedError
-from dfa_megatron.huggingface.padding import IGNORED, next_labels
-from dfa_megatron.huggingface.tiled_head import is_causal, run_in, summed_loss, tiled_head
+from dfa_megatron.hooks import replace
+from dfa_megatron.huggingface.batch import IGNORED, LABELS, first_of, next_labels, tokens_of
+from dfa_megatron.huggingface.current_forward import Arguments, Forward, LayerContext, innermost
+from dfa_megatron.huggingface.tiled_head import causal_loss, is_causal, run_in, summed_loss, tiled_head
 from dfa_megatron.loss.head import TILE, Head
 from dfa_megatron.loss.scores import token_scores
 from dfa_megatron.runtime.comm.groups import Group, group_name, group_size, resolve
-from dfa_megatron.sharding import shard_sequence
+from dfa_megatron.sharding import shard_sequence, unshard_sequence
 
 _MARK = "_dfa_sums_tokens"
 """The attribute of a loss function that its author marked, which holds the function."""
@@ -137,3 +145,99 @@ def tiled_loss(
 
     (logprobs,) = run_in(tiled_head(head), hidden, use, 1.0, None)
     return as_whole(_times(-logprobs.sum(), share), group)
+
+
+def check_loss(model: Any, given: Arguments, context: LayerContext) -> None:
+    """Refuse the ways in which a model's own loss would be wrong on a part of a sequence."""
+    from transformers.loss.loss_utils import LOSS_MAPPING
+
+    if first_of(given, LABELS) is None or context.size == 1:
+        return
+    own = model.loss_function if computes_loss(model) else f"in {type(model).__name__}.forward"
+    own = LOSS_MAPPING.get(model.loss_type, own) if own is causal_loss else own  # which stands for what the type names
+    if not adds_up(own):
+        raise UnsupportedError(
+            f"labels for the loss function {getattr(own, '__qualname__', own)}",
+            "it is given the labels of this rank's tokens, already shifted, and might shift them or take their mean",
+            "transformers' ForCausalLMLoss; a function that dfa_megatron.huggingface.sums_tokens marks; or no labels, "
+            "and causal_lm_loss on the logits",
+        )
+    ignored, count = given.get("ignore_index"), given.get("num_items_in_batch")
+    if ignored not in (None, IGNORED):
+        raise UnsupportedError(f"ignore_index={ignored} in a call", f"the ranks count labels but for {IGNORED}", "-100")
+    if isinstance(count, torch.Tensor) and count.dtype in (torch.bfloat16, torch.float16):
+        raise UnsupportedError(
+            f"num_items_in_batch of {count.dtype}",
+            "mixed precision rounded it, which would scale the loss",
+            "a Python number or an integer tensor: the labels of the whole batch",
+        )
+    if first_of(given, LABELS).shape != tokens_of(given).shape[:2]:
+        raise UnsupportedError(
+            f"labels of shape {tuple(first_of(given, LABELS).shape)}",
+            "each token of the batch has one, and the model cuts them alike",
+            "labels (batch, seq) of whole sequences, not shifted, or shift_labels",
+        )
+
+
+def computes_loss(model: Any) -> bool:
+    """Return whether a model computes its loss by transformers' loss function, which takes the number of labels."""
+    return "loss_function" in inspect.unwrap(type(model).forward).__code__.co_names
+
+
+_BALANCE = "load_balancing_loss_func"
+"""The function in a model's file, the same in all of them; and the attribute that marks what stands in for it."""
+
+
+def follow_router(forward: Callable[..., Any]) -> None:
+    """Let the loss of routers in the file of a model's forward count the tokens of all ranks; may be called again."""
+    if (real := _own(forward)) is None:
+        return
+
+    @functools.wraps(real)
+    def loss(gate_logits: Any, num_experts: int | None = None, top_k: int = 2, *masks: Any, **more: Any) -> Any:
+        call = innermost()
+        if call is None or not call[1].distributed or not isinstance(gate_logits, tuple) or num_experts is None:
+            return real(gate_logits, num_experts, top_k, *masks, **more)
+        return _balance(call[1], gate_logits, num_experts, top_k)
+
+    setattr(loss, _BALANCE, real)
+    replace(sys.modules[inspect.unwrap(forward).__module__], _BALANCE, loss)
+
+
+def _own(forward: Callable[..., Any]) -> Callable[..., Any] | None:
+    """Return that function in the file of a model's forward; None where it is ours, or there is none."""
+    found: Callable[..., Any] | None = vars(sys.modules[inspect.unwrap(forward).__module__]).get(_BALANCE)
+    return None if hasattr(found, _BALANCE) else found
+
+
+def check_router(model: Any) -> None:
+    """Refuse a model whose loss of routers would count the tokens of this rank alone: the name was put back."""
+    if _own(type(model).forward) is not None:
+        name = type(model).__name__
+        raise UnsupportedError(
+            f"a {name} whose router's loss did not reach ours", "its name was put back", "distribute_attention again"
+        )
+
+
+def _balance(forward: Forward, gate_logits: tuple[torch.Tensor, ...], experts: int, top_k: int) -> torch.Tensor:
+    """Return the loss of Switch Transformer's equations 4 to 6 as transformers computes it, of the whole sequences.
+
+    Args:
+        gate_logits: of every layer (batch x local_seq, experts).
+    """
+    device = gate_logits[0].device
+    counted = torch.ones(len(gate_logits[0]), device=device)
+    if forward.mask is not None:  # 0 for padding
+        counted = forward.mask.to(device, torch.float32).flatten()
+    counts, chances = torch.zeros(2, experts, device=device)
+    for logits in gate_logits:
+        weights = torch.softmax(logits.to(device), dim=-1)
+        chosen = torch.topk(weights, top_k, dim=-1).indices
+        counts = counts.scatter_add(0, chosen.flatten(), counted.repeat_interleave(top_k))
+        chances = chances + (weights.float() * counted[:, None]).sum(0)
+    sums = torch.cat((counts, chances, counted.sum()[None] * len(gate_logits)))
+    if forward.context.group:  # gradients are summed over the ranks too: every loss depends on the tokens of all
+        sums = unshard_sequence(sums[None], group=forward.context.group, dim=0).sum(0)
+    counts, chances, rows = sums.split((experts, experts, 1))
+    balance: torch.Tensor = (counts / rows * (chances / rows)).sum() * experts
+    return balance

@@ -18,17 +18,15 @@ from typing import Any
 import torch
 
 from dfa_megatron.errors import UnsupportedError
-from dfa_megatron.huggingface import call_checks as checks
+from dfa_megatron.huggingface import batch as whole
 from dfa_megatron.huggingface import embed_first
-from dfa_megatron.huggingface.adapters import check_adapters
 from dfa_megatron.huggingface.attention_function import nothing_hidden
-from dfa_megatron.huggingface.batch import OF_HOOKS, OF_TOKENS, cut_labels, forward_of_batch, part_of, tokens_of
-from dfa_megatron.huggingface.check_model import check_model
+from dfa_megatron.huggingface.batch import check_same, first_of, tokens_of
+from dfa_megatron.huggingface.check_model import check_adapters, check_model
 from dfa_megatron.huggingface.checkpointing import keep_forward
 from dfa_megatron.huggingface.current_forward import (
     CONTEXT,
     KEYWORD,
-    NAME,
     Arguments,
     Forward,
     Handed,
@@ -37,26 +35,21 @@ from dfa_megatron.huggingface.current_forward import (
     forward_of,
     forward_of_context,
 )
-from dfa_megatron.huggingface.document_starts import FLASH_KEYS
-from dfa_megatron.huggingface.embedded_positions import refuse_positions
 from dfa_megatron.huggingface.hook_mixers import adopt, knows_all
-from dfa_megatron.huggingface.implementation import attention_of, is_distributed
-from dfa_megatron.huggingface.loss import as_whole
-from dfa_megatron.huggingface.padding import CAUSAL
-from dfa_megatron.huggingface.router_loss import check_router
-from dfa_megatron.huggingface.same_batch import check_same
-from dfa_megatron.huggingface.seen import MASK, TREE
+from dfa_megatron.huggingface.loss import as_whole, check_loss, check_router
+from dfa_megatron.huggingface.seen import MASK, TREE, refuse_for, refuse_positions
 from dfa_megatron.huggingface.tiled_head import tile_of
-from dfa_megatron.plan.language.layout import Layout
 from dfa_megatron.runtime.comm.weights import check_weights
 
 _ALPHA = "neftune_noise_alpha"
 """The attribute of embeddings by which transformers' hook scales NEFTune's noise, over the root of length and width."""
 
+_CACHES = ("past_key_values", "cache")  # before and since transformers 5.24
+
 ArgsAndKeywords = tuple[tuple[Any, ...], Arguments]
 
 
-def begin(model: Any, args: tuple[Any, ...], kwargs: Arguments, *, alone: bool = False) -> ArgsAndKeywords:
+def begin(model: Any, args: tuple[Any, ...], kwargs: Arguments) -> ArgsAndKeywords:
     """Make the forward of a model's call, or of a decoder's that is called alone, enter it, and cut the batch.
 
     Raises:
@@ -69,49 +62,65 @@ def begin(model: Any, args: tuple[Any, ...], kwargs: Arguments, *, alone: bool =
         adopt(model, context, check_model(model, unlisted=context.unlisted))
     if torch.is_grad_enabled():
         keep_forward(model, saving=context.options.checkpoint == "auto")
-    given = checks.arguments_of(model, args, kwargs)
+    given = whole.arguments_of(model, args, kwargs)
     tile = tile_of(model, given)
-    if not is_distributed(model):
-        checks.check_local(given)
+    if context.local:
+        if first_of(given, (TREE, MASK)) is not None:
+            refuse_for("a model with its own attention")
         enter(model, Forward(context, distributed=False, tile=tile))
         return args, {name: x for name, x in kwargs.items() if name not in (TREE, MASK)}
-    checks.check_parallelism()
     check_router(model)
     verified = bool(context.group) and context.options.verify != "off"
     if verified and not context.compared:
         check_weights(model, context.group)
         context.compared = True
     try:
-        kept, forward = _cut(model, given, alone=alone)
+        kept, forward = _cut(model, given)
     except Exception:
         if verified:  # the others wait for this rank's number
             check_same(context.group, None, None)
         raise
     if verified:
-        batch = {name: x for name, x in given.items() if name in OF_TOKENS and x is not None}
+        batch = {name: x for name, x in given.items() if name in whole.OF_TOKENS and x is not None}
         check_same(context.group, batch, tokens_of(given))
     enter(model, replace(forward, tile=tile))
     return (), kept
 
 
-def _cut(model: Any, given: Arguments, *, alone: bool) -> tuple[Arguments, Forward]:
+def _cut(model: Any, given: Arguments) -> tuple[Arguments, Forward]:
     """Return the arguments for a model, or for a decoder that is called alone, and the forward of a whole batch."""
     context: LayerContext = getattr(model, CONTEXT)
     given = {name: x for name, x in given.items() if x is not None}
     tokens_of(given)
-    checks.check_generation(given, context)
-    checks.check_loss(model, given, context)
-    decoder = model if alone else model.get_decoder()
-    if context.multimodal and not alone:
+    _check_call(given, context)
+    check_loss(model, given, context)
+    decoder = model.get_decoder()
+    if context.multimodal and model is not decoder:
         given = embed_first.take_whole(decoder, given)
-    forward = forward_of_batch(decoder, given, context)
+    forward = whole.forward_of_batch(decoder, given, context)
     if not context.multimodal:
-        return part_of(model, cut_labels(given, context), forward), forward
-    kept = {name: x for name, x in cut_labels(given, context).items() if name not in OF_HOOKS}
-    if alone:
-        return kept, forward
+        return whole.part_of(model, given, forward), forward
+    kept = {name: x for name, x in whole.cut_labels(given, context).items() if name not in whole.OF_HOOKS}
     kept, images = embed_first.for_model(model, kept, forward.seen)
     return kept, replace(forward, images=images)
+
+
+def _check_call(given: Arguments, context: LayerContext) -> None:
+    """Refuse attention weights, and what `model.generate` asks for: a key cache, the last tokens' logits."""
+    if given.get("output_attentions"):
+        raise UnsupportedError("output_attentions", "attention weights are never in memory", "output_attentions=False")
+    kept = given.get("logits_to_keep")
+    asked = {
+        "a key cache": given.get("use_cache") or first_of(given, _CACHES) is not None,
+        "logits_to_keep": context.size > 1 and (isinstance(kept, torch.Tensor) or kept),
+    }
+    if found := " and ".join(name for name, value in asked.items() if value):
+        raise UnsupportedError(
+            f"{found}, as model.generate asks for",
+            "each rank holds, and would keep, a part of the sequence",
+            "model.generate within dfa_megatron.huggingface.local_attention(model), on whole sequences of this rank; "
+            "use_cache=False and logits_to_keep=0 in other calls",
+        )
 
 
 def finish(model: Any, args: Any, output: Any) -> Any:
@@ -136,56 +145,34 @@ def finish(model: Any, args: Any, output: Any) -> Any:
 
 
 def prepare(decoder: Any, args: tuple[Any, ...], kwargs: Arguments) -> ArgsAndKeywords:
-    """Give a decoder the positions of this rank's tokens, and its layers the forward.
-
-    Raises:
-        UnsupportedError: as `begin` does, or the model changed what it was given.
-    """
+    """Give a decoder the positions of this rank's tokens, and its layers the forward."""
     context: LayerContext = getattr(decoder, CONTEXT)
     if forward_of_context(context) is None:
-        args, kwargs = begin(decoder, args, kwargs, alone=True)
+        args, kwargs = begin(decoder, args, kwargs)
     forward = forward_of_context(context)
     assert forward is not None
-    passes_on = attention_of(decoder) == NAME and checks.takes(decoder, KEYWORD)  # every keyword, to its layers
-    told: Arguments = {KEYWORD: Handed(forward)} if passes_on else {}
+    told: Arguments = {KEYWORD: Handed(forward)} if whole.takes(decoder, KEYWORD) else {}  # which layers get too
     if not forward.distributed:
         return args, kwargs | told
-    checks.check_decoder(args, kwargs, context)
+    given = whole.arguments_of(decoder, args, kwargs)
     if context.multimodal:
-        kwargs = embed_first.cut(decoder, args, kwargs, forward)
-    tokens = tokens_of(kwargs, *args)
+        given = embed_first.cut(decoder, given, forward)
+    else:
+        handed: torch.Tensor | None = given.get("position_ids")
+        if handed is not None and handed is not forward.embedded:
+            refuse_positions(handed)
+        given["position_ids"] = forward.embedded
+    tokens = tokens_of(given)
     _scale_noise(decoder, tokens, forward)
-    kept = {name: value for name, value in kwargs.items() if name not in FLASH_KEYS}
-    kept |= {"position_ids": _positions(kwargs, forward), "use_cache": False}
-    mask = kwargs.get("attention_mask")
-    if isinstance(mask, torch.Tensor):
-        wanted = 1 if forward.mask is None else forward.mask
-        if mask.dim() != 2 or (mask is not forward.mask and not bool((mask == wanted).all())):
-            raise UnsupportedError("an attention_mask that the model has made", "attention is causal", CAUSAL)
-        kept["attention_mask"] = None
-    if not any(parameter.name == "position_ids" for parameter in checks.parameters_of(decoder.__class__)):
-        del kept["position_ids"]
-    if not isinstance(mask, dict) and forward.seen:
-        kept["attention_mask"] = nothing_hidden(tokens.shape[0], tokens.shape[1], tokens.device)
-    return args, kept | told
-
-
-def _positions(kwargs: Arguments, forward: Forward) -> torch.Tensor:
-    """Return the positions that a decoder embeds: those of the forward, or the axes that it was given."""
-    theirs: torch.Tensor | None = kwargs.get("position_ids")
-    theirs = forward.given if theirs is None else theirs
-    context, positions = forward.context, forward.positions
-    assert positions is not None
-    if theirs is None or (theirs is forward.given and theirs.dim() == 2):
-        return positions
-    if theirs.dim() == 3 or context.multimodal:  # axes, or what `embed_first.cut` made
-        return theirs
-    same = theirs.dim() == 2 and theirs.shape[1] == positions.shape[1] and bool((theirs == positions).all())
-    if context.group and context.options.verify != "off":  # of one rank they may be right by chance
-        check_same(context.group, {} if same else None, theirs[:, :0])
-    if not same:
-        refuse_positions(theirs)
-    return positions
+    given["use_cache"] = False
+    mask = given.get("attention_mask")  # of the model itself, if it is another one: layers refuse what it hides
+    if mask is None and forward.seen:
+        given["attention_mask"] = nothing_hidden(tokens)
+    elif mask is forward.mask and mask is not None:
+        given["attention_mask"] = nothing_hidden(tokens) if forward.seen else None
+    if not any(parameter.name == "position_ids" for parameter in whole.parameters_of(decoder.__class__)):
+        del given["position_ids"]
+    return (), given | told
 
 
 def _scale_noise(decoder: Any, tokens: torch.Tensor, forward: Forward) -> None:
@@ -197,7 +184,6 @@ def _scale_noise(decoder: Any, tokens: torch.Tensor, forward: Forward) -> None:
     alpha: float | None = getattr(embeddings, _ALPHA, None)
     if alpha is None or forward.context.size == 1 or tokens.dim() != 2:
         return
-    assert isinstance(forward.layout, Layout)
     setattr(embeddings, _ALPHA, alpha * math.sqrt(tokens.shape[1] / forward.layout.length))
 
     def restore(*_: Any) -> None:

@@ -1,6 +1,7 @@
-"""What the tokens of rows see in place of causal documents: the segments of a prompt tree, or any mask.
+"""What the tokens of whole rows see: causal documents, the segments of a prompt tree, or any mask.
 
-A batch tells one of them under its key. A layer gets it cut by its window, by its chunks, and with the images in it.
+A batch tells them by positions, where 0 starts a document, by offsets, or under a key. They are read once per forward,
+as Python numbers. A layer gets them cut by its window, by its chunks, and with the images in them.
 """
 
 from __future__ import annotations
@@ -14,8 +15,6 @@ from typing import Any, NoReturn
 import torch
 
 from dfa_megatron.errors import UnsupportedError
-from dfa_megatron.huggingface import document_starts as packed
-from dfa_megatron.huggingface.document_starts import FLASH_KEYS, Documents
 from dfa_megatron.plan.language.geometry import Span, Tile
 from dfa_megatron.plan.language.mask import Mask, short_name, two_way_blocks
 from dfa_megatron.plan.language.tree import Tree
@@ -23,6 +22,12 @@ from dfa_megatron.runtime.cu_seqlens import Offsets
 
 TREE, MASK = "prompt_tree", "mask"
 """The keys of a batch, and of a call: a `Tree` or its lengths and parents; a `Mask` of a whole row."""
+
+FLASH_KEYS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
+"""The keys by which transformers' collators describe packed documents, with or without position_ids."""
+
+Documents = tuple[Offsets, ...]
+"""The token offsets of the documents of every row: 0, ..., the row's length."""
 
 Images = tuple[tuple[int, int], ...]
 """The first token of each image and the one behind its last, in the sequence of all ranks, of one row."""
@@ -99,45 +104,105 @@ def _told_of(batch: Mapping[str, Any], length: int) -> Tree | Mask | None:
 
 
 def seen_in(
-    given: Mapping[str, Any], positions: torch.Tensor | None, tokens: torch.Tensor, length: int
-) -> tuple[Documents | Seen | None, torch.Tensor] | None:
-    """Return what whole rows see, None if each is one document, and their positions; None if these do not fit.
+    given: Mapping[str, Any], positions: torch.Tensor | None, tokens: torch.Tensor
+) -> tuple[Documents | Seen | None, torch.Tensor]:
+    """Return what whole rows see, None if each is one document, and their positions.
 
     Args:
-        given: a batch or the arguments of a call, which may tell a tree, a mask, or offsets of documents.
-        positions: (batch or 1, length) of the whole rows, None where nothing is to be read in them.
-        tokens: whose first dimension is the rows; on the device of the positions to be returned.
-        length: the tokens of a row on all ranks.
-
-    Raises:
-        UnsupportedError: what is told does not fit the rows, or the positions, or is told twice.
+        given: a batch, which may tell a tree, a mask, or offsets of documents.
+        positions: (batch or 1, seq) as the batch tells them; None without.
+        tokens: (batch, seq, ...), on the device of the positions to be returned.
     """
-    rows, device = tokens.shape[0], tokens.device
+    (rows, length), device = tokens.shape[:2], tokens.device
     if (told := _told_of(given, length)) is not None:
         seen = seen_of(told, positions)
         places = seen.positions(device)
-        fits = positions is None or bool((positions == places).all())
-        return (seen, places) if fits else None
-    stated = packed.of_offsets(given, rows, length)
-    found = None if positions is None else packed.of_positions(positions.expand(rows, -1))
-    if positions is not None and found is None:
-        return None
+        if positions is not None and not bool((positions == places).all()):
+            refuse_positions(positions)
+        return seen, places
+    stated = _of_offsets(given, rows, length)
+    found = None if positions is None else _of_positions(positions.expand(rows, -1))
     if stated is not None and found is not None and stated != found:
         raise UnsupportedError(
             "cu_seq_lens_q that disagree with position_ids", "they say where documents begin in two ways", "one of them"
         )
     documents = found if stated is None else stated
-    if documents is None or packed.single(documents):
+    if documents is None or all(len(offsets) == 2 for offsets in documents):
         return None, torch.arange(length, device=device)[None]
-    return documents, packed.positions_of(documents, device)
+    return documents, positions_of(documents, device)
+
+
+def _of_positions(positions: torch.Tensor) -> Documents:
+    """Return the documents of rows (batch, seq), or refuse other positions; waits for the device once."""
+    at = torch.arange(positions.shape[1], device=positions.device)
+    starts = positions == 0
+    begin = torch.where(starts, at, 0).cummax(1).values
+    valid = starts[:, 0].all() & (positions == at - begin).all()
+    seen = torch.cat((valid[None], starts.flatten())).cpu()
+    if not bool(seen[0]):
+        refuse_positions(positions)
+    length: int = positions.shape[1]
+    return tuple((*row.nonzero().flatten().tolist(), length) for row in seen[1:].view_as(starts))
+
+
+def _of_offsets(given: Mapping[str, Any], batch: int, length: int) -> Documents | None:
+    """Return the documents of rows from cu_seq_lens_q and the equal cu_seq_lens_k, (documents + 1); None without.
+
+    Their offsets count through all rows.
+    """
+    queries, keys = given.get("cu_seq_lens_q"), given.get("cu_seq_lens_k")
+    if queries is None and keys is None:
+        return None
+    offsets = _numbers(keys if queries is None else queries)
+    both = keys is not None and queries is not None and keys is not queries
+    if both and _numbers(keys) != offsets:
+        raise UnsupportedError(
+            "cu_seq_lens_k other than cu_seq_lens_q", "queries and keys must be of the same documents", "the same"
+        )
+    ends = [row * length for row in range(batch + 1)]
+    increasing = all(lo < hi for lo, hi in pairwise(offsets))
+    if not offsets or offsets[0] or offsets[-1] != ends[-1] or not increasing or not {*ends} <= {*offsets}:
+        ends_of = f"from {offsets[0]} to {offsets[-1]}" if offsets else "without any"
+        raise UnsupportedError(
+            f"cu_seq_lens_q {ends_of}",
+            f"it must hold the offsets of documents in {batch} rows of {length} tokens, of the whole batch",
+            "as transformers' padding-free collators make it of a whole batch, or position_ids",
+        )
+    return tuple(tuple(offset - lo for offset in offsets if lo <= offset <= hi) for lo, hi in pairwise(ends))
+
+
+def _numbers(offsets: Any) -> Offsets:
+    return tuple(offsets.flatten().tolist() if isinstance(offsets, torch.Tensor) else offsets)
+
+
+def positions_of(documents: Documents, device: torch.device | None = None) -> torch.Tensor:
+    """Return the position of every token in its document, int64 (batch, length)."""
+    rows = [torch.cat([torch.arange(hi - lo) for lo, hi in pairwise(offsets)]) for offsets in documents]
+    return torch.stack(rows).to(device)
+
+
+def longest_of(seen: Documents | Seen | None, length: int) -> int:
+    """Return the tokens of the longest document of rows of some length, or of the longest path."""
+    if isinstance(seen, Seen):
+        return seen.longest
+    return max(hi - lo for offsets in seen or ((0, length),) for lo, hi in pairwise(offsets))
+
+
+def refuse_positions(given: torch.Tensor) -> NoReturn:
+    """Refuse positions that are not those of the tokens of a batch."""
+    flat = given.flatten()
+    ends = f"from {int(flat[0])} to {int(flat[-1])}" if flat.numel() else "without a token"
+    told = f"position_ids {ends} of shape {tuple(given.shape)}"
+    raise UnsupportedError(
+        "position_ids that are not those of documents, or of a tree, or the same in all rows of a mask",
+        f"{told}: each document, and so each row, must begin at 0 and go up by 1",
+        "as DataCollatorWithFlattening of transformers makes them for a whole batch, or none for one document a "
+        "sequence; for models with axes (4, batch, seq), these first",
+    )
 
 
 def refuse_for(what: str) -> NoReturn:
-    """Refuse a tree or a mask for a model, or for a layer.
-
-    Raises:
-        UnsupportedError: always.
-    """
+    """Refuse a tree or a mask for a model, or for a layer."""
     raise UnsupportedError(
         f"a prompt_tree or a mask for {what}",
         "tokens of one path would be taken for those of another",

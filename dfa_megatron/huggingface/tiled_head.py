@@ -9,15 +9,16 @@ from __future__ import annotations
 import copyreg
 import functools
 from collections.abc import Callable
+from contextvars import ContextVar
 from typing import Any
 
 import torch
 
 from dfa_megatron.config import TrainingConfig
 from dfa_megatron.errors import UnsupportedError
+from dfa_megatron.hooks import replace
+from dfa_megatron.huggingface.batch import IGNORED, next_labels
 from dfa_megatron.huggingface.current_forward import CONTEXT, LayerContext, forward_of_context
-from dfa_megatron.huggingface.padding import IGNORED, next_labels
-from dfa_megatron.huggingface.trainers.read_logits import follow_trainers, reads_logits
 from dfa_megatron.loss.deferred import WATCHED, DeferredLogits, Use, say_tiled
 from dfa_megatron.loss.head import Head
 
@@ -74,11 +75,7 @@ def run_in(layer: Any, hidden: torch.Tensor, use: Use, scale: float, softcap: fl
 
 
 def tiled_head(head: Any) -> Any:
-    """Return the same linear layer, which can then make losses by tiles; its own forward stays as it was.
-
-    Raises:
-        UnsupportedError: it is not PyTorch's linear layer, for instance one with an adapter.
-    """
+    """Return the same linear layer, which can then make losses by tiles; its own forward stays as it was."""
     if not isinstance(head, TiledLinear):
         plain = isinstance(head, torch.nn.Linear) and type(head).forward is torch.nn.Linear.forward
         if not plain:
@@ -95,11 +92,7 @@ def tiled_head(head: Any) -> Any:
 
 
 def set_tile(model: Any, options: TrainingConfig) -> None:
-    """Let the model's own loss be made by tiles, but for loss_tile="off".
-
-    Raises:
-        UnsupportedError: the head is no linear layer, or the loss is not transformers' for causal models.
-    """
+    """Let the model's own loss be made by tiles, but for loss_tile="off"."""
     if options.loss_tile == "off":
         return
     own = getattr(model, "loss_function", None)
@@ -174,14 +167,43 @@ def summed_loss(
 
 
 def tile_of(model: Any, given: dict[str, Any]) -> int | None:
-    """Return the tokens of a tile for the loss of a call, None for one whose logits are made.
-
-    Raises:
-        UnsupportedError: the head was replaced since `set_tile`, by one with an adapter.
-    """
+    """Return the tokens of a tile for the loss of a call, None for one whose logits are made."""
     context: LayerContext = getattr(model, CONTEXT)
     tile = context.options.loss_tile
     if isinstance(tile, str) or given.get("labels") is None or (not model.training and reads_logits()):
         return None
     setattr(tiled_head(model.get_output_embeddings()), CONTEXT, context)
     return tile
+
+
+_READS: ContextVar[bool | None] = ContextVar("whether the Trainer that predicts reads logits", default=None)
+
+_FOLLOWED = "_dfa_followed"
+"""The attribute of the replaced method."""
+
+
+def follow_trainers() -> None:
+    """Let `Trainer.prediction_step` of transformers say what it reads; may be called again."""
+    from transformers import Trainer
+
+    own = Trainer.prediction_step
+    if hasattr(own, _FOLLOWED):
+        return
+
+    @functools.wraps(own)
+    def prediction_step(
+        self: Any, model: Any, inputs: Any, prediction_loss_only: bool, *more: Any, **named: Any
+    ) -> Any:
+        token = _READS.set(not prediction_loss_only)
+        try:
+            return own(self, model, inputs, prediction_loss_only, *more, **named)
+        finally:
+            _READS.reset(token)
+
+    setattr(prediction_step, _FOLLOWED, True)
+    replace(Trainer, "prediction_step", prediction_step)
+
+
+def reads_logits() -> bool | None:
+    """Return whether the Trainer that predicts reads logits; None outside of its steps."""
+    return _READS.get()

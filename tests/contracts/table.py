@@ -210,42 +210,40 @@ TRANSFORMERS = (
                   "loss_function gradient_checkpointing_enable enable_input_require_grads config "
                   "supports_gradient_checkpointing"),
     on("transformers.configuration_utils:PreTrainedConfig transformers.configuration_utils:PretrainedConfig",
-       "huggingface/implementation.py",
+       "huggingface/distribute.py",
        attributes="get_text_config sub_configs _attn_implementation _attn_implementation_internal model_type"),
     on("transformers.modeling_utils:AttentionInterface", "huggingface/attention_function.py", attributes="register"),
     on("transformers.masking_utils:AttentionMaskInterface", "huggingface/attention_function.py", attributes="register"),
     on("transformers.masking_utils:causal_mask_function", "huggingface/attention_function.py"),
     on("transformers.modeling_layers:GradientCheckpointingLayer",
-       "huggingface/checkpointing.py huggingface/recurrent/layers.py",
+       "huggingface/checkpointing.py huggingface/hook_mixers.py",
        attributes="gradient_checkpointing"),
     on("transformers.loss.loss_utils:ForCausalLMLoss", "huggingface/tiled_head.py",
        replaced="logits labels vocab_size num_items_in_batch ignore_index shift_labels"),
-    on("transformers.trainer:Trainer", "huggingface/trainers/distribute_trainer.py",
+    on("transformers.trainer:Trainer", "huggingface/trainer.py",
        attributes="compute_loss prediction_step _get_num_items_in_batch _prepare_context_parallel_inputs get_cp_size "
                   "floating_point_ops gather_function accelerator label_smoother compute_loss_func model_init "
                   "model_accepts_loss_kwargs args"),
-    on("transformers.trainer:Trainer.prediction_step", "huggingface/trainers/read_logits.py",
+    on("transformers.trainer:Trainer.prediction_step", "huggingface/tiled_head.py",
        replaced="model inputs prediction_loss_only ignore_keys"),
-    on("transformers.models.mixtral.modeling_mixtral:load_balancing_loss_func", "huggingface/router_loss.py",
+    on("transformers.models.mixtral.modeling_mixtral:load_balancing_loss_func", "huggingface/loss.py",
        replaced="gate_logits num_experts top_k attention_mask"),
-    on("transformers.training_args:TrainingArguments", "huggingface/trainers/distribute_trainer.py",
+    on("transformers.training_args:TrainingArguments", "huggingface/trainer.py",
        attributes="average_tokens_across_devices neftune_noise_alpha "
                   "gradient_checkpointing eval_use_gather_object torch_compile"),
 )  # fmt: skip
 
 ACCELERATE = (
-    on("accelerate.accelerator:Accelerator", "huggingface/trainers/distribute_accelerator.py",
+    on("accelerate.accelerator:Accelerator", "huggingface/accelerator.py",
        attributes="_prepare_device_mesh _prepare_cp _prepare_deepspeed prepare_data_loader maybe_context_parallel "
                   "gather_for_metrics gather _schedulers "
                   "dataloader_config parallelism_config dispatch_batches distributed_type gradient_state "
                   "num_processes device"),
-    on("accelerate.accelerator:Accelerator.gather_for_metrics", "huggingface/trainers/distribute_accelerator.py",
+    on("accelerate.accelerator:Accelerator.gather_for_metrics", "huggingface/accelerator.py",
        replaced="input_data use_gather_object"),
-    on("accelerate.parallelism_config:ParallelismConfig", "huggingface/trainers/distribute_accelerator.py",
+    on("accelerate.parallelism_config:ParallelismConfig", "huggingface/accelerator.py",
        attributes="cp_size sp_size tp_size"),
-    on("accelerate.state:AcceleratorState", "huggingface/call_checks.py",
-       attributes="_shared_state"),
-    on("accelerate.state:GradientState", "huggingface/trainers/distribute_accelerator.py",
+    on("accelerate.state:GradientState", "huggingface/accelerator.py",
        attributes="active_dataloader remainder end_of_dataloader"),
 )  # fmt: skip
 

@@ -2,16 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from dfa_megatron.huggingface.current_forward import CONTEXT, Forward, enter, leave
+from dfa_megatron.layouts import contiguous
 from tests.support.close import assert_close
 from tests.support.models import gradients
 
 Gradients = Mapping[str, torch.Tensor]
+
+
+@contextmanager
+def called(layer: torch.nn.Module, tokens: int) -> Iterator[None]:
+    """A layer's model is called on one rank with so many tokens."""
+    enter(layer, Forward(getattr(layer, CONTEXT), distributed=True, layout=contiguous(tokens, 1)))
+    try:
+        yield
+    finally:
+        leave(layer)
 
 
 def assert_same(found: Gradients, wanted: Gradients, name: str, tolerance: float) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from dfa_megatron.huggingface.padding import IGNORED
+from dfa_megatron.huggingface.batch import IGNORED
 from dfa_megatron.masks import Mask
 from tests.huggingface.sweep import images
 from tests.support.recurrences import by_path

@@ -10,7 +10,7 @@ import torch
 
 from dfa_megatron import huggingface as dfa_hf
 from dfa_megatron.errors import UnsupportedError
-from dfa_megatron.huggingface.adapters import _EACH_TOKEN
+from dfa_megatron.huggingface.check_model import _EACH_TOKEN
 from tests.huggingface.compared import assert_gradients
 from tests.support.models import build, gradients, text
 from tests.support.workers import run_ranks

@@ -13,6 +13,7 @@ from dfa_megatron.config import TrainingConfig
 from dfa_megatron.huggingface.attention_function import attention
 from dfa_megatron.runtime.counters import COUNTERS
 from dfa_megatron.sharding import shard_sequence
+from tests.huggingface.compared import called
 from tests.support.close import assert_close
 from tests.support.models import LAYERS, build, gradients, text
 from tests.support.workers import run_ranks
@@ -63,8 +64,9 @@ def test_kernels_do_within_autocast_what_they_do_outside(kernel: str) -> None:
     layer = model.model.layers[0].self_attn
     q, k, v = (torch.randn(1, heads, 12, 8, generator=torch.Generator().manual_seed(heads)) for heads in (4, 2, 2))
     low = (q.bfloat16(), k.bfloat16(), v.bfloat16())
-    want, _ = attention(layer, *low, None)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
+    with called(layer, 12):
+        want, _ = attention(layer, *low, None)
+    with called(layer, 12), torch.autocast("cpu", dtype=torch.bfloat16):
         got, _ = attention(layer, q, k, low[2], None)  # as rotary embeddings leave them
         double, _ = attention(layer, q.double(), k.double(), v.double(), None)
     assert torch.equal(got, want)

@@ -11,8 +11,8 @@ import torch
 from dfa_megatron import hooks
 from dfa_megatron import huggingface as dfa_hf
 from dfa_megatron.errors import UnsupportedError
-from dfa_megatron.huggingface.recurrent.stand_ins import FUSED, STANDS_IN
-from dfa_megatron.huggingface.trainers.read_logits import follow_trainers
+from dfa_megatron.huggingface.hook_mixers import FUSED, STANDS_IN
+from dfa_megatron.huggingface.tiled_head import follow_trainers
 from tests.support.close import assert_close
 from tests.support.models import build, text
 from tests.support.pages import ROOT

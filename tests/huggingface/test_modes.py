@@ -122,7 +122,7 @@ def two_models(rank: int, world_size: int) -> None:
     for found, want in zip(wanted[1], wanted[0], strict=True):
         assert_same(found, want, "two models", 1e-12)
     model = own_checkpoint(dfa_hf.distribute_attention(build("Llama")), keeps=False)
-    with pytest.raises(UnsupportedError, match=r"a layer of type .*Attention that runs again in the backward"):
+    with pytest.raises(UnsupportedError, match=r"a layer of type .*Attention outside of a call of its distributed"):
         model(**whole).loss.backward()
 
 

@@ -48,15 +48,15 @@ def made(kind: str = "Mistral", dtype: str = "float32", **changes: Any) -> Any:
 
 @contextmanager
 def _batches_with(change: Callable[[dict[str, Any]], dict[str, Any]]) -> Iterator[None]:
-    from dfa_megatron.huggingface import model_inputs
+    from dfa_megatron.huggingface import batch
 
-    real = model_inputs.cut_labels
+    real = batch.cut_labels
 
     def other(given: dict[str, Any], context: Any) -> Any:
         cut = real(given, context)
         return {**cut, **change(cut | {"input_ids": shard_sequence(given["input_ids"], group=context.group)})}
 
-    with patch.object(model_inputs, "cut_labels", other):
+    with patch.object(batch, "cut_labels", other):
         yield
 
 

@@ -62,8 +62,7 @@ def drawn() -> dict[str, tuple[Callable[..., Any], int, Named, Named, dict[str, 
 def stands_in(rank: int, world_size: int) -> None:
     from dfa_megatron.config import TrainingConfig
     from dfa_megatron.huggingface.current_forward import Forward, LayerContext
-    from dfa_megatron.huggingface.recurrent.layers import options_of
-    from dfa_megatron.huggingface.recurrent.stand_ins import STANDS_IN
+    from dfa_megatron.huggingface.hook_mixers import STANDS_IN, options_of
     from dfa_megatron.huggingface.seen import seen_of
     from dfa_megatron.plan.language.tree import Tree
     from dfa_megatron.runtime.comm.groups import group_name

@@ -15,10 +15,12 @@ import torch
 from dfa_megatron import huggingface as dfa_hf
 from dfa_megatron.config import MegatronConfig, TrainingConfig
 from dfa_megatron.errors import UnsupportedError
-from dfa_megatron.huggingface import attention_function, call_checks, windows
+from dfa_megatron.huggingface import accelerator as accelerators
+from dfa_megatron.huggingface import attention_function, loss
+from dfa_megatron.huggingface import trainer as trainers
 from dfa_megatron.huggingface.current_forward import CONTEXT
-from dfa_megatron.huggingface.trainers import distribute_accelerator, distribute_trainer
-from dfa_megatron.huggingface.trainers.share_rollouts import check_rollouts, share_rollouts
+from dfa_megatron.huggingface.share_rollouts import check_rollouts, share_rollouts
+from tests.huggingface.compared import called
 from tests.huggingface.rows import GEMMA4
 from tests.support.models import build, text
 
@@ -49,19 +51,20 @@ def trained(**given: Any) -> None:
     names = ("eval_use_gather_object", "gradient_checkpointing")
     own = dict.fromkeys(("label_smoother", "compute_loss_func", "model_init")) | given
     asked, model = Stub(**dict.fromkeys(names, False) | given), Stub(config=Stub(output_router_logits=True))
-    distribute_trainer._check(Stub(**own, model=model, compute_loss=Trainer.compute_loss, args=asked), REMAT)
+    trainers._check(Stub(**own, model=model, compute_loss=Trainer.compute_loss, args=asked), REMAT)
 
 
 def accelerated(tp_size: int = 1, distributed_type: str = "NO", dispatch_batches: bool = False) -> None:
     kinds = {"distributed_type": distributed_type, "dispatch_batches": dispatch_batches}
     kinds["state"] = Stub(fsdp_plugin=Stub(fsdp_version=1))
-    distribute_accelerator._check(Stub(parallelism_config=Stub(tp_size=tp_size), **kinds))
+    accelerators._check(Stub(parallelism_config=Stub(tp_size=tp_size), **kinds))
 
 
 def attend(keys: int = 8, mask: Any = None, sinks: Any = None, **more: Any) -> None:
     layer = changed(build("Llama")).model.layers[0].self_attn
     layer.sinks = sinks
-    attention_function.attention(layer, torch.zeros(1, 4, 8, 8), *[torch.zeros(1, 4, keys, 8)] * 2, mask, **more)
+    with called(layer, 8):
+        attention_function.attention(layer, torch.zeros(1, 4, 8, 8), *[torch.zeros(1, 4, keys, 8)] * 2, mask, **more)
 
 
 def asked(model: Any, unlisted: bool = False, **options: Any) -> Any:
@@ -84,6 +87,8 @@ def headed(head: str) -> None:
         assert asked(decoder) is decoder
 
 
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+WORDS = text(1, 8, seed=0)
 REMAT = TrainingConfig(checkpoint="remat")
 CHUNKED: Any = Stub(config=Stub(layer_types=["chunked_attention"], attention_chunk_size=8), layer_idx=0)
 ALONE = Stub(
@@ -102,22 +107,21 @@ GENERATES: dict[str, Any] = {
 }
 CASES: list[tuple[str, Callable[[], Any]]] = [
     ("head_mask in a layer of type LlamaAttention", lambda: attend(head_mask=torch.ones(1))),
-    ("attention dropout 0.2", lambda: attend(dropout=0.2)),
+    ("attention dropout in a layer of type LlamaAttention", lambda: attend(dropout=0.2)),
     ("attention that is not causal", lambda: attend(is_causal=False)),
     ("sinks in a layer of type LlamaAttention", lambda: attend(sinks=torch.ones(4))),
-    ("sliding_window=None in a layer.*one of 0", lambda: attend(mask=windows.WindowMask(0))),
+    ("sliding_window=None in a layer.*one of 0", lambda: attend(mask=attention_function.WindowMask(0))),
     ("no transformers model", lambda: dfa_hf.distribute_attention(torch.nn.Linear(1, 1))),
     ("1 attentions in 2 layers, 2 of them different", lambda: asked(with_config(second="full_attention"))),
     ("attention of 8 tokens over 9", lambda: attend(keys=9)),
-    ("a mask beyond causal", lambda: attend(mask=windows.OtherMask())),
+    ("a mask beyond causal", lambda: attend(mask=attention_function.OtherMask())),
     ("an attention_mask with padding", lambda: attention_function.mask(attention_mask=torch.tensor([[1, 0]]))),
-    ("chunks of 8 tokens in a layer", lambda: windows.chunk_of(CHUNKED, windows.WindowMask(4))),
-    ("positional arguments", lambda: call_checks.check_by_name((1,))),
-    ("attention dropout 0.1", lambda: asked(build("Llama", attention_dropout=0.1))),
-    ("rope_type='dynamic'", lambda: asked(with_config(rope_parameters={"rope_type": "dynamic"}), True)),
+    ("chunks of 8 tokens in a layer", lambda: attention_function.chunk_of(CHUNKED, attention_function.WindowMask(4))),
+    ("dropout in a layer.*attention_dropout=0.0", lambda: asked(build("Llama", attention_dropout=0.1))(**WORDS)),
+    ("a moshi model with rope_type=dynamic", lambda: asked(sized("Moshi", rope_parameters=DYNAMIC))),
     ("prove of a LlamaModel.*no head", lambda: dfa_hf.prove(changed(build("Llama").model))),
     ("a model of images or sound", lambda: dfa_hf.prove(changed(build("Llama"), multimodal=True))),
-    ("size=3 on 2 ranks", lambda: distribute_accelerator.share_sequences(ALONE, None, 3, REMAT, loop=True)),
+    ("size=3 on 2 ranks", lambda: accelerators.share_sequences(ALONE, None, 3, REMAT, loop=True)),
     ("ParallelismConfig.tp_size=2", lambda: accelerated(tp_size=2)),
     ("FSDP1 of accelerate.*fsdp_version=2", lambda: accelerated(distributed_type="FSDP")),
     ("dispatch_batches=True", lambda: accelerated(dispatch_batches=True)),
@@ -135,10 +139,7 @@ CASES: list[tuple[str, Callable[[], Any]]] = [
     ("a llama model with layers of type sparse", lambda: asked(with_config(second="sparse"))),
     ("a class, GPT2DoubleHeadsModel, whose head", lambda: asked(sized("GPT2", "DoubleHeadsModel"))),
     *(
-        (
-            f"a class, Llama{head}, whose head or loss may read",
-            partial(headed, head),
-        )
+        (f"a class, Llama{head}, whose head or loss may read", partial(headed, head))
         for head in ("ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering")
     ),
     (
@@ -170,10 +171,10 @@ def test_a_type_that_was_not_tried_is_refused_and_one_word_lets_it_pass_to_prove
 
 
 def test_labels_for_a_loss_of_its_own_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(call_checks, "computes_loss", lambda model: False)
+    monkeypatch.setattr(loss, "computes_loss", lambda model: False)
     model = changed(build("Llama"), size=2)
-    with pytest.raises(UnsupportedError, match="labels for a model of type LlamaForCausalLM"):
-        call_checks.check_loss(model, {"labels": torch.ones(1, 8)}, getattr(model, CONTEXT))
+    with pytest.raises(UnsupportedError, match="labels for the loss function in LlamaForCausalLM"):
+        loss.check_loss(model, {"labels": torch.ones(1, 8)}, getattr(model, CONTEXT))
 
 
 @pytest.mark.parametrize("checkpoint", ["remat", "full"])

@@ -11,8 +11,8 @@ import torch
 from dfa_megatron import huggingface as dfa_hf
 from dfa_megatron import trees
 from dfa_megatron.errors import UnsupportedError
-from dfa_megatron.huggingface.document_starts import positions_of
-from dfa_megatron.huggingface.trainers.join_outputs import join_outputs
+from dfa_megatron.huggingface.join_outputs import join_outputs
+from dfa_megatron.huggingface.seen import positions_of
 from tests.huggingface.compared import assert_gradients, assert_loss
 from tests.huggingface.sweep import images
 from tests.support.close import assert_close
@@ -164,8 +164,8 @@ def test_a_whole_model_around_a_distributed_tower_is_refused() -> None:
         assert_close(text_alone, whole(input_ids=ids).last_hidden_state, tolerance=1e-5, name="text")
     gemma = images.build("gemma3").model
     dfa_hf.distribute_attention(gemma.language_model)
-    with pytest.raises(UnsupportedError, match="masks made by the model around this one"):
-        gemma(input_ids=text(1, 8, seed=0)["input_ids"])
+    with pytest.raises(UnsupportedError, match="a mask beyond causal"):
+        gemma(input_ids=ids)
 
 
 def test_a_model_of_several_parts_has_its_own_attention_locally_and_in_its_tower() -> None:

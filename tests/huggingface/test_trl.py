@@ -14,7 +14,7 @@ import torch
 
 from dfa_megatron import huggingface as dfa_hf
 from dfa_megatron.config import TrainingConfig
-from dfa_megatron.huggingface.trainers import share_rollouts
+from dfa_megatron.huggingface import share_rollouts
 from tests.huggingface.rows import EXPERTS
 from tests.huggingface.test_trainer import parameters_of, prepare_worker
 from tests.support.models import TRAINING, VOCABULARY, build, text

@@ -60,9 +60,9 @@ def images_are_causal() -> AbstractContextManager[Any]:
 
 
 def states_stay() -> AbstractContextManager[Any]:
-    from dfa_megatron.huggingface.recurrent import stand_ins
+    from dfa_megatron.huggingface import hook_mixers
 
-    return patch.object(stand_ins, "dist_scan", lambda scan, tokens, **_: scan.run(dict(tokens), None, ()))
+    return patch.object(hook_mixers, "dist_scan", lambda scan, tokens, **_: scan.run(dict(tokens), None, ()))
 
 
 def test_a_fault_is_noticed() -> None:

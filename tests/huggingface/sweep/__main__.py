@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from dfa_megatron.huggingface.tried import TRIED
+from dfa_megatron.huggingface.check_model import TRIED
 from tests.fuzz.frameworks import steps
 from tests.fuzz.outcome import Outcome
 from tests.huggingface.rows import of_type

@@ -12,11 +12,9 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map_only
 
-from dfa_megatron.huggingface.call_checks import arguments_of
-from dfa_megatron.huggingface.current_forward import forward_of
-from dfa_megatron.huggingface.implementation import is_distributed
-from dfa_megatron.huggingface.trainers.read_logits import reads_logits
-from dfa_megatron.plan.language.layout import Layout
+from dfa_megatron.huggingface.batch import arguments_of
+from dfa_megatron.huggingface.current_forward import CONTEXT, forward_of
+from dfa_megatron.huggingface.tiled_head import reads_logits
 from dfa_megatron.runtime.comm.groups import resolve
 from dfa_megatron.sharding import unshard_sequence
 
@@ -45,7 +43,7 @@ def _padding_behind(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     setattr(model, _PADDING, None)
     batch = arguments_of(model, args, kwargs)
     mask = batch.get("attention_mask")
-    if not is_distributed(model) or mask is None or batch.get("position_ids") is not None:
+    if getattr(model, CONTEXT).local or mask is None or batch.get("position_ids") is not None:
         return None
     padding = (mask.cumsum(1) == 0).sum(1)
     setattr(model, _PADDING, padding)
@@ -66,7 +64,6 @@ def _join(model: Any, args: Any, output: Any) -> Any:
     if not forward.distributed or context.size == 1:
         return None
     group = resolve(context.group)
-    assert isinstance(layout, Layout)
     assert group is not None
 
     def whole(value: torch.Tensor) -> torch.Tensor:

@@ -31,11 +31,7 @@ def generates(trainer: Any) -> bool:
 
 
 def check_rollouts(trainer: Any) -> None:
-    """Refuse rollouts that the ranks of a group would not have in common, or of more than text, and learned positions.
-
-    Raises:
-        UnsupportedError: names them.
-    """
+    """Refuse rollouts that the ranks of a group would not have in common, or of images, and learned positions."""
     asked = {
         "vllm_mode='colocate'": trainer.args.use_vllm and trainer.args.vllm_mode != "server",
         "use_transformers_continuous_batching": trainer.args.use_transformers_continuous_batching,
@@ -60,11 +56,7 @@ def check_rollouts(trainer: Any) -> None:
 
 
 def share_rollouts(trainer: Any, size: int) -> None:
-    """Let groups of `size` ranks count as one process each, in what TRL has counted when the Trainer was made.
-
-    Raises:
-        UnsupportedError: the answers to a prompt would not fit into the batches of all groups.
-    """
+    """Let groups of `size` ranks count as one process each, in what TRL has counted when the Trainer was made."""
     from transformers import set_seed
 
     args, accelerator = trainer.args, trainer.accelerator

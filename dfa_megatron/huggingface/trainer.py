@@ -11,14 +11,12 @@ import torch
 
 from dfa_megatron.config import TrainingConfig
 from dfa_megatron.errors import UnsupportedError
+from dfa_megatron.huggingface.accelerator import check_given, refuse_objects, share_sequences
+from dfa_megatron.huggingface.batch import IGNORED
 from dfa_megatron.huggingface.distribute import transformers_model
-from dfa_megatron.huggingface.padding import IGNORED
-from dfa_megatron.huggingface.router_loss import follow_router
-from dfa_megatron.huggingface.tiled_head import causal_loss
-from dfa_megatron.huggingface.trainers.distribute_accelerator import check_given, share_sequences
-from dfa_megatron.huggingface.trainers.group_accelerator import refuse_objects
-from dfa_megatron.huggingface.trainers.read_logits import follow_trainers
-from dfa_megatron.huggingface.trainers.share_rollouts import check_rollouts, generates, share_rollouts
+from dfa_megatron.huggingface.loss import follow_router
+from dfa_megatron.huggingface.share_rollouts import check_rollouts, generates, share_rollouts
+from dfa_megatron.huggingface.tiled_head import causal_loss, follow_trainers
 from dfa_megatron.runtime.counters import stats
 
 

@@ -1,1 +1,0 @@
-"""Trainers whose ranks share sequences: HF Trainer and its subclasses, without DeepSpeed."""
