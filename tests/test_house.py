@@ -54,16 +54,16 @@ BUDGETS = {
     "docs": 1_301,
     "doctor": 828,
     "huggingface": 3_583,
-    "kernels": 3_533,
+    "kernels": 3_521,
     "loss": 686,
     "megatron": 3_849,
     "plan": 4_984,
     "proving": 643,
     "recurrence": 1_404,
     "remat": 499,
-    "runtime": 5_623,
+    "runtime": 5_426,
     "sequence": 412,
-    "tests": 37_066,
+    "tests": 37_025,
     "top": 1_569,
     "trees": 307,
 }
@@ -129,8 +129,8 @@ def test_one_name_of_a_class_means_one_thing() -> None:
 def test_attention_loads_no_more_than_it_needs() -> None:
     """May only fall; the aim is 13,000 lines."""
     loaded = house.import_closure("dfa_megatron.attention")
-    assert len(loaded) <= 83
-    assert sum(len(path.read_text(encoding="utf-8").splitlines()) for path in loaded) <= 13_587
+    assert len(loaded) <= 82
+    assert sum(len(path.read_text(encoding="utf-8").splitlines()) for path in loaded) <= 13_378
 
 
 def test_there_are_no_more_options_than_eleven() -> None:

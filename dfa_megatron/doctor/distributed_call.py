@@ -165,7 +165,7 @@ def _seconds_of_message(transport: Transport, world: World, nbytes: int) -> floa
     outgoing = torch.zeros(nbytes, dtype=torch.uint8, device=world.device)
 
     def exchange() -> None:
-        incoming = transport.arena(nbytes, world.device).flat[:nbytes]
+        incoming = transport.arena(nbytes, world.device)[:nbytes]
         transport.start()
         sends, receives = [Send(following, [outgoing], [Copy(0, 0, nbytes)])], [Recv(previous, [incoming])]
         transport.post(-1, lambda _: sends, receives)

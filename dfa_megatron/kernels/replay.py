@@ -54,16 +54,6 @@ VIEWS = torch.as_strided, torch.Tensor.view
 """The functions by which a tape makes views."""
 
 
-def views_of(memory: int, ops: Sequence[Op]) -> list[Op]:
-    """Return the operations that make views of the memory in a register, and views of these."""
-    known, views = {memory}, list[Op]()
-    for op in ops:
-        if op.function in VIEWS and op.reads[0] in known:
-            known.add(op.writes)
-            views.append(op)
-    return views
-
-
 def allocating_late(ops: Sequence[Op], starts: Sequence[int] = ()) -> list[Op]:
     """Return the same operations, each allocation right before the first that reads it.
 

@@ -38,14 +38,12 @@ class Tape(TorchDispatchMode):
     Attributes:
         ops: recorded since the last `cut`.
         why_not: why the run cannot be replayed, or "".
-        launches: the registers that launches write, one each.
     """
 
     def __init__(self, inputs: Sequence[torch.Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.ops: list[Op] = []
         self.why_not = ""
-        self.launches: set[int] = set()
         self._values: Registers = [None] * (len(inputs) + 1)
         self._sink = len(inputs)
         self._known: dict[int, _Tracked] = {}  # by the id of a tensor, which another may have after its end
@@ -83,7 +81,7 @@ class Tape(TorchDispatchMode):
     def launch(self, function: Callable[..., object], *args: Any) -> None:
         """Record a launch that was just made; it writes into its arguments and returns nothing."""
         if not self.why_not:
-            self.launches.add(self._emit(function, args))
+            self._emit(function, args)
 
     def reserve(self) -> int:
         """Return a register that a replay fills with a value of its own; `record_call` may read it."""

@@ -17,7 +17,7 @@ from dfa_megatron.plan.lowering.lower import lower
 from dfa_megatron.runtime.execute.wire_format import Placed, placed_at
 
 
-@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class MemoryPlan:
     """The memory of one rank's program.
 

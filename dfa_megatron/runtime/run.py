@@ -13,7 +13,7 @@ from dfa_megatron.errors import ExecutionError
 from dfa_megatron.kernels.leaf import without_autocast, without_functions
 from dfa_megatron.kernels.merge import minus_delta
 from dfa_megatron.kernels.tape import Tape, recordable, signature
-from dfa_megatron.runtime.comm.transport import Arena, Transport
+from dfa_megatron.runtime.comm.transport import Transport
 from dfa_megatron.runtime.counters import COUNTERS, EVERY, timed
 from dfa_megatron.runtime.execute.bound import Bound, Recorder
 from dfa_megatron.runtime.execute.sinks import merge_sinks, sinks_gradient
@@ -38,13 +38,13 @@ InputGradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | 
 """Of q, k, v and sinks; the last is None without sinks."""
 
 
-def forward_algebra(prepared: Prepared, inputs: Fields, arena: Arena) -> Tensors:
+def forward_algebra(prepared: Prepared, inputs: Fields, arena: torch.Tensor) -> Tensors:
     """Return the memory of one rank's forward. inputs: q, k, v."""
     q, k, v = inputs
     return _algebra(prepared, prepared.forward, {"q": (q,), "kv": (k, v)}, arena)
 
 
-def backward_algebra(prepared: Prepared, inputs: Fields, arena: Arena) -> Tensors:
+def backward_algebra(prepared: Prepared, inputs: Fields, arena: torch.Tensor) -> Tensors:
     """Return the memory of one rank's backward. inputs: dout, q, k, v, out or -delta, lse."""
     dout, q, k, v, needed, lse = inputs
     return _algebra(prepared, prepared.backward, {"qdo": (q, dout, lse, needed), "kv": (k, v)}, arena)
@@ -138,13 +138,13 @@ def _recorded(prepared: Prepared, memory: MemoryPlan, inputs: Fields) -> Fields:
 
 
 def _record(
-    prepared: Prepared, memory: MemoryPlan, inputs: Fields, arena: Arena, transport: Transport
+    prepared: Prepared, memory: MemoryPlan, inputs: Fields, arena: torch.Tensor, transport: Transport
 ) -> tuple[Fields, Bound | str]:
     """Run a phase as it stands; return its results and the recorded run, or why it cannot be replayed."""
-    given = tuple(x.detach() for x in (*inputs, arena.flat))  # the tape tells tensors apart as objects
+    given = tuple(x.detach() for x in (*inputs, arena))  # the tape tells tensors apart as objects
     with Tape(given) as tape:
         recorder = Recorder(tape, transport, arena=len(inputs))
-        results = _run(prepared, memory, given[:-1], Arena(given[-1]), recorder)
+        results = _run(prepared, memory, given[:-1], given[-1], recorder)
     return results, tape.why_not or Bound(recorder, results)
 
 
@@ -159,7 +159,7 @@ def _tell_many() -> None:
     logger.info("an attention meets more than %d layouts of its tensors; the others are not replayed", _MOST_BOUND)
 
 
-def _run(prepared: Prepared, memory: MemoryPlan, inputs: Fields, arena: Arena, transport: Transport) -> Fields:
+def _run(prepared: Prepared, memory: MemoryPlan, inputs: Fields, arena: torch.Tensor, transport: Transport) -> Fields:
     """Run a phase as it stands."""
     if memory is prepared.forward:
         tensors = forward_algebra(prepared, inputs, arena)
@@ -171,7 +171,7 @@ def _run(prepared: Prepared, memory: MemoryPlan, inputs: Fields, arena: Arena, t
     return *tensors.result("dq"), *tensors.result("dkv")
 
 
-def _algebra(prepared: Prepared, memory: MemoryPlan, home: dict[str, Fields], arena: Arena) -> Tensors:
+def _algebra(prepared: Prepared, memory: MemoryPlan, home: dict[str, Fields], arena: torch.Tensor) -> Tensors:
     request = prepared.request
     return Tensors(
         memory,
@@ -187,7 +187,7 @@ def _algebra(prepared: Prepared, memory: MemoryPlan, home: dict[str, Fields], ar
 _ALONE = Transport()
 
 
-def _way(prepared: Prepared, memory: MemoryPlan, device: torch.device) -> tuple[Transport, Arena]:
+def _way(prepared: Prepared, memory: MemoryPlan, device: torch.device) -> tuple[Transport, torch.Tensor]:
     """Return the transport, and the memory that receives messages."""
     channel, transport = prepared.channel, _ALONE
     if channel is not None:

@@ -17,7 +17,6 @@ from dfa_megatron.plan.interpret import run_together
 from dfa_megatron.plan.language.layout import Layout
 from dfa_megatron.plan.language.mask import Mask
 from dfa_megatron.plan.schedules.load_balanced import layout_of
-from dfa_megatron.runtime.comm.transport import Arena
 from dfa_megatron.runtime.execute.sinks import merge_sinks, sinks_gradient
 from dfa_megatron.runtime.prepare import Prepared, build
 from dfa_megatron.runtime.request import Inputs, Request
@@ -333,12 +332,16 @@ def prepare_together(request: Request, q: Shards, k: Shards, v: Shards) -> list[
 
 
 @torch.no_grad()
+def _bytes(count: int, device: torch.device) -> torch.Tensor:
+    return torch.empty(count, dtype=torch.uint8, device=device)
+
+
 def forward_together(
     prepared: Sequence[Prepared], q: Shards, k: Shards, v: Shards
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Return (out, lse) of every rank."""
     algebras = [
-        forward_algebra(p, (q[rank], k[rank], v[rank]), Arena.allocate(p.forward.arena_bytes, q[0].device))
+        forward_algebra(p, (q[rank], k[rank], v[rank]), _bytes(p.forward.arena_bytes, q[0].device))
         for rank, p in enumerate(prepared)
     ]
     run_together([p.forward.program for p in prepared], algebras)
@@ -354,6 +357,6 @@ def backward_together(
     for rank, p in enumerate(prepared):
         needed = needed_by_backward(p, dout[rank], out[rank])
         given = (dout[rank], q[rank], k[rank], v[rank], needed, lse[rank])
-        algebras.append(backward_algebra(p, given, Arena.allocate(p.backward.arena_bytes, q[0].device)))
+        algebras.append(backward_algebra(p, given, _bytes(p.backward.arena_bytes, q[0].device)))
     run_together([p.backward.program for p in prepared], algebras)
     return [(*algebra.result("dq"), *algebra.result("dkv")) for algebra in algebras]  # type: ignore[misc]

@@ -6,21 +6,21 @@ from collections.abc import Sequence
 
 import torch
 
-from dfa_megatron.runtime.comm.transport import Arena, Recv, Send, Sends
+from dfa_megatron.runtime.comm.transport import Recv, Send, Sends
 from dfa_megatron.runtime.comm.transports import GlooTransport
 
 
 class CopyingGloo(GlooTransport):
     """A message is the bytes of the peer's memory from the first to the last that it fills; it fills no others."""
 
-    beside_kernels = keeps_arena = True
-    kept: Arena | None = None
+    keeps_arena = True
+    kept: torch.Tensor | None = None
 
-    def arena(self, nbytes: int, device: torch.device) -> Arena:
+    def arena(self, nbytes: int, device: torch.device) -> torch.Tensor:
         """Return the same memory in every call."""
         if self.kept is None:
-            self.kept = Arena.allocate(1 << 22, device)
-        assert nbytes <= self.kept.flat.numel()
+            self.kept = torch.empty(1 << 22, dtype=torch.uint8, device=device)
+        assert nbytes <= self.kept.numel()
         return self.kept
 
     def post(self, after: int, sends: Sends, receives: Sequence[Recv]) -> None:

@@ -46,7 +46,7 @@ class CopyEngineTransport(KeptArena, StreamTransport):
     over: the channel of the ranks. device: this rank's GPU.
     """
 
-    name, beside_kernels = "copy_engine", True
+    name = "copy_engine"
 
     def __init__(self, over: Channel, device: torch.device) -> None:
         KeptArena.__init__(self, over, device)
@@ -126,7 +126,7 @@ class CopyEngineTransport(KeptArena, StreamTransport):
         rank, size = self.over.rank, self.over.size
         self.reserve(size * _WORD)
         mine = torch.arange(rank * size, (rank + 1) * size, dtype=torch.int32, device=self.device)
-        landing = self._arena.flat[: size * _WORD].view(torch.int32)
+        landing = self._arena[: size * _WORD].view(torch.int32)
         peers = [peer for peer in range(size) if peer != rank]
         sends = [Send(peer, [mine], [Copy(peer * _WORD, rank * _WORD, _WORD)]) for peer in peers]
         self.start()

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from dfa_megatron.errors import UnsupportedError
-from dfa_megatron.runtime.comm.transport import Arena, Transport
+from dfa_megatron.runtime.comm.transport import Transport
 from dfa_megatron.runtime.environment import without_multicast
 
 if TYPE_CHECKING:
@@ -112,7 +112,7 @@ class KeptArena(Transport):
         Raises:
             UnsupportedError: on every rank if one has no memory for it, or it may not move.
         """
-        size = self._arena.flat.numel()
+        size = self._arena.numel()
         if nbytes > size:
             self._move(nbytes)
         elif 2 * nbytes >= size or self.pinned or not self.gives_back:
@@ -122,18 +122,18 @@ class KeptArena(Transport):
             if self._calls >= PATIENCE and not self._stays():
                 self._give_back()
 
-    def arena(self, nbytes: int, device: torch.device) -> Arena:
+    def arena(self, nbytes: int, device: torch.device) -> torch.Tensor:
         """Return the arena; it belongs to one call at a time."""
         return self._arena
 
     def _give_back(self) -> None:
-        if _aligned(self._most) < self._arena.flat.numel():
+        if _aligned(self._most) < self._arena.numel():
             self._move(self._most)
         self._calls = self._most = 0
 
     def _move(self, nbytes: int) -> None:
         """Let go of the arena and make one of that size; collective."""
-        before, size, why = self._arena.flat.numel(), _aligned(nbytes), self._stays()
+        before, size, why = self._arena.numel(), _aligned(nbytes), self._stays()
         if not why:
             self.settle()
         self.over.agree({"call": "move the memory for messages", "bytes": str(size), "why not": why})
@@ -149,7 +149,7 @@ class KeptArena(Transport):
         logger.info("memory for messages: %.2f GiB, was %.2f", size / 2**30, before / 2**30)
 
     def _take(self, mapped: Mapped) -> None:
-        self._mapped, self._arena, self._addresses = mapped, Arena(mapped.memory), mapped.addresses
+        self._mapped, self._arena, self._addresses = mapped, mapped.memory, mapped.addresses
 
     def _stays(self) -> str:
         """Return why the arena may not move, or ""."""

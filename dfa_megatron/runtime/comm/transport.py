@@ -3,37 +3,14 @@
 from __future__ import annotations
 
 import functools
-import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, ClassVar, NamedTuple, TypeVar
+from typing import ClassVar, NamedTuple
 
 import torch
 
 from dfa_megatron.kernels.current_stream import current_stream
 from dfa_megatron.runtime.cuda_driver import Copy
-
-Made = TypeVar("Made")
-
-
-class Arena:
-    """Flat memory that receives messages, and what its users made of it."""
-
-    def __init__(self, flat: torch.Tensor) -> None:
-        self.flat = flat
-        self._kept: weakref.WeakKeyDictionary[object, Any] = weakref.WeakKeyDictionary()
-
-    @classmethod
-    def allocate(cls, nbytes: int, device: torch.device) -> Arena:
-        """Allocate that many bytes with PyTorch's allocator."""
-        return cls(torch.empty(nbytes, dtype=torch.uint8, device=device))
-
-    def kept(self, owner: object, make: Callable[[torch.Tensor], Made]) -> Made:
-        """Return what `make` makes of this memory, once for each owner. It ends with the owner or the arena."""
-        if owner not in self._kept:
-            self._kept[owner] = make(self.flat)
-        made: Made = self._kept[owner]
-        return made
 
 
 class Send(NamedTuple):
@@ -67,7 +44,6 @@ class Transport:
     Measurements wrap the methods from `start` to `finish`, which a running program calls.
 
     Attributes:
-        beside_kernels: messages move while kernels fill the GPU.
         ranks: of the watched group, by the number of a peer; empty where they are the same.
         queued: kernels wait in queues, so it must be told where the compute of a step ends; otherwise it need not be.
         keeps_arena: the arena is the same in every run, until it moves and is another one.
@@ -79,15 +55,15 @@ class Transport:
     name = "none"
     mark: ClassVar[Callable[[], None] | None] = None
 
-    beside_kernels = queued = keeps_arena = pinned = False
+    queued = keeps_arena = pinned = False
     ranks: tuple[int, ...] = ()
 
     def reserve(self, nbytes: int) -> None:
         """Have memory for the next call; all ranks of the group say the same number, at set-up and before each call."""
 
-    def arena(self, nbytes: int, device: torch.device) -> Arena:
-        """Return the memory into which one run receives, equally large on every rank; its content is garbage."""
-        return Arena.allocate(nbytes, device) if nbytes else _no_bytes(device)
+    def arena(self, nbytes: int, device: torch.device) -> torch.Tensor:
+        """Return the bytes into which one run receives, as many on every rank; their content is garbage."""
+        return torch.empty(nbytes, dtype=torch.uint8, device=device) if nbytes else _no_bytes(device)
 
     def where(self) -> tuple[int, tuple[int, ...]]:
         """Return the step that runs now (-1: none) and the ranks that it waits for; another thread may call this."""
@@ -111,8 +87,8 @@ class Transport:
 
 @functools.cache
 @torch.inference_mode(False)  # it outlives the call that asks for it
-def _no_bytes(device: torch.device) -> Arena:
-    return Arena.allocate(0, device)
+def _no_bytes(device: torch.device) -> torch.Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=device)
 
 
 class _Switch:

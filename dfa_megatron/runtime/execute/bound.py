@@ -7,7 +7,7 @@ A replay fills in the call's tensors: it looks nothing up, and computes no shape
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from operator import methodcaller
@@ -16,12 +16,11 @@ from typing import Any
 import torch
 
 from dfa_megatron.errors import ExecutionError
-from dfa_megatron.kernels.replay import VIEWS, Op, OpFailed, Registers, allocating_late, freeing, replay, views_of
+from dfa_megatron.kernels.replay import VIEWS, Op, OpFailed, Registers, allocating_late, freeing, replay
 from dfa_megatron.kernels.tape import Tape, unrecorded
-from dfa_megatron.runtime.comm.transport import Arena, Moving, Recv, Send, Sends, Transport
+from dfa_megatron.runtime.comm.transport import Moving, Recv, Send, Sends, Transport
 from dfa_megatron.runtime.cuda_driver import Copy
 from dfa_megatron.runtime.execute.wire_format import Fields
-from dfa_megatron.runtime.execute.workspace import Ready, workspace_of
 
 Failed = Callable[[int, Exception], ExecutionError]
 """Return the error to raise where a step failed."""
@@ -140,27 +139,6 @@ class Recorder(Transport):
         self.tape.record_call(call, (self.own,), holds)
 
 
-def computing_first(ops: Sequence[Op], launches: Set[int], transport: int) -> list[Op]:
-    """Return the same operations with the first batch posted after the first kernels, if these wait for no message.
-
-    An idle GPU need not wait while the host posts messages. The batch waits for what was computed before the run.
-
-    launches: registers that kernels write. transport: its register.
-    """
-    post = next((at for at, op in enumerate(ops) if isinstance(op.function, Post)), len(ops))
-    after, kernels = post, 0
-    for at in range(post + 1, len(ops)):
-        if transport in ops[at].reads or kernels == KERNELS_FIRST:
-            break
-        if ops[at].writes in launches:
-            after, kernels = at, kernels + 1
-    return [*ops[:post], *ops[post + 1 : after + 1], *ops[post : post + 1], *ops[after + 1 :]]
-
-
-KERNELS_FIRST = 2
-"""flash4's preparation of a backward, and the backward; its three conversions of results take the host longer."""
-
-
 class Bound:
     """A recorded run of one phase.
 
@@ -173,35 +151,15 @@ class Bound:
         tape = recorder.tape
         self._results = tuple(map(tape.register, results))
         self._arena, self._transport, self._all = recorder.received, recorder.own, recorder.all
-        self._registers = tape.registers()
-        # In memory that stays, views are made once.
-        self._views = views_of(recorder.received, tape.ops) if recorder.transport.keeps_arena else []
-        once = {op.writes for op in self._views}
-        steps = [sum(op.writes not in once for op in tape.ops[:step]) for step in recorder.steps]
-        recorded = [op for op in tape.ops if op.writes not in once]
-        packed = {op.writes for ops in recorded if isinstance(ops.function, Post) for op in ops.function.packing}
-        ops = allocating_late(recorded, steps)
-        if recorder.transport.beside_kernels:
-            ops = computing_first(ops, tape.launches, recorder.own)
-        self._workspace, left = workspace_of(ops, frozenset(self._results))
-        kept = {op.writes for op in left}
-        self._steps = [sum(op.writes in kept for op in ops[:step]) for step in steps]
-        self._ops = freeing(left, packed, kept=frozenset(self._results))
-        self._ready = list[Ready]()
+        self._registers, self._steps = tape.registers(), recorder.steps
+        packed = {op.writes for ops in tape.ops if isinstance(ops.function, Post) for op in ops.function.packing}
+        self._ops = freeing(allocating_late(tape.ops, recorder.steps), packed, kept=frozenset(self._results))
 
-    def __call__(self, inputs: Fields, arena: Arena, transport: Transport, failed: Failed) -> Fields:
+    def __call__(self, inputs: Fields, arena: torch.Tensor, transport: Transport, failed: Failed) -> Fields:
         """Replay. inputs: like the recorded ones, see `tape.signature`. failed: makes the error of a step."""
-        # A list of those that no replay uses: another thread may replay at the same time.
-        spare = arena.kept(self, lambda _: list[Ready]()) if self._views else self._ready
-        try:
-            ready = spare.pop() if spare else self._made_ready(arena.flat)
-            registers, memory = ready.registers.copy(), ready.memory
-            if memory is not None:
-                memory.resize_(self._workspace.nbytes)
-        except RuntimeError as error:  # there is no memory
-            raise failed(0, error) from error
+        registers = self._registers.copy()
         registers[: len(inputs)] = inputs
-        registers[self._arena] = arena.flat
+        registers[self._arena] = arena
         registers[self._transport], registers[self._all] = transport, registers
         try:
             replay(self._ops, registers)
@@ -210,14 +168,3 @@ class Bound:
             raise failed(bisect_right(self._steps, at.at), at.error) from at.error
         finally:
             registers.clear()  # it holds itself
-            if memory is not None:
-                memory.resize_(0)
-            spare.append(ready)
-
-    def _made_ready(self, flat: torch.Tensor) -> Ready:
-        """Return the registers as a replay begins with them. flat: the memory of the arena."""
-        registers = self._registers.copy()
-        registers[self._arena] = flat
-        replay(self._views, registers)
-        registers[self._arena] = None  # it would keep this call's memory for later ones
-        return self._workspace.ready(registers, flat.device)

@@ -15,7 +15,7 @@ from dfa_megatron.kernels.segments import Segments
 from dfa_megatron.kernels.tape import call_recorded
 from dfa_megatron.plan.interpret import Accumulator, rank_loop
 from dfa_megatron.plan.language.program import Buffer, Call, Merge, Message, Region, Step
-from dfa_megatron.runtime.comm.transport import Arena, Moving, Recv, Send, Transport
+from dfa_megatron.runtime.comm.transport import Moving, Recv, Send, Transport
 from dfa_megatron.runtime.cuda_driver import Copy
 from dfa_megatron.runtime.execute.bound import Failed
 from dfa_megatron.runtime.execute.wire_format import Field, Fields, copy_of_rows, fields_of, rows_of, sums_of
@@ -96,7 +96,7 @@ class Tensors:
         memory: MemoryPlan,
         kernel: BlockKernel,
         home: dict[str, Fields],
-        arena: Arena,
+        arena: torch.Tensor,
         *,
         softmax_scale: float,
         softcap: float = 0.0,
@@ -106,13 +106,13 @@ class Tensors:
         self.softmax_scale, self.softcap, self.deterministic = softmax_scale, softcap, deterministic
         self._segments: Iterator[Segments] = iter(())
         self.forward = self.program.phase.name == "forward"
-        self.device = arena.flat.device
+        self.device = arena.device
         self.read: dict[int, dict[str, Fields]] = {}
         for name, fields in home.items():
             # A message must be dense: make it so once for all receivers.
             dense = tuple(x.contiguous() for x in fields) if name in memory.sent else fields
             self.read[self.program.home_buffer(name)] = {name: dense}
-        self.read.update(arena.kept(memory, memory.landed))
+        self.read.update(memory.landed(arena))
         self.write = {
             number: self._accumulators(buffer)
             for number, buffer in enumerate(self.program.buffers)

@@ -52,14 +52,14 @@ class KeptGloo(KeptArena, GlooTransport):
         pass
 
     def post(self, after: int, sends: Callable[[], Sequence[Send]], receives: Sequence[Recv]) -> None:
-        first = self._arena.flat.data_ptr()
+        first = self._arena.data_ptr()
         for x in (x for recv in receives for x in recv.tensors):
             assert first <= x.data_ptr() <= first + self.size - x.nbytes, "a message lands where the arena was"
         GlooTransport.post(self, after, sends, receives)
 
     @property
     def size(self) -> int:
-        return self._arena.flat.numel()
+        return self._arena.numel()
 
 
 def keep() -> None:
@@ -91,7 +91,7 @@ def _given_back(rank: int, ranks: int) -> list[int]:
 
     run(BIG, 3)
     assert recorded(in_use()[-1]) == 2
-    before = weakref.ref(kept_by()._arena.flat.untyped_storage())
+    before = weakref.ref(kept_by()._arena.untyped_storage())
     run(SMALL, 4)
     assert before() is None, "something holds the old arena, such as a list that could be replayed"
     run(BIG, 1)
@@ -191,7 +191,7 @@ def _on_gpus(rank: int, ranks: int) -> None:
         compare_on_gpu(whole, rank, ranks, kernel="aten", transport="copy_engine")
         (engine,) = channel_of(None).transports._open.values()
         assert isinstance(engine, CopyEngineTransport)
-        sizes.append(engine._arena.flat.numel())
+        sizes.append(engine._arena.numel())
     assert {*sizes[:3], *sizes[-2:]} == {max(sizes)}
     assert min(sizes) == symmetric_memory._ALIGNMENT
     assert not engine.pinned

@@ -85,7 +85,7 @@ def _full(rank: int, ranks: int) -> tuple[list[str], int, str]:
             errors.append(str(error))
     return (
         errors,
-        engine._arena.flat.numel() + len(engine._addresses),
+        engine._arena.numel() + len(engine._addresses),
         type(over.transports.get(device, "auto")).__name__,
     )
 

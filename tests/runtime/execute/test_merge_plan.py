@@ -2,24 +2,16 @@
 
 from __future__ import annotations
 
-import gc
 import random
 
 import pytest
 import torch
 
 from dfa_megatron.plan.interpret import Accumulator
-from dfa_megatron.plan.language.mask import causal
 from dfa_megatron.plan.language.program import Destination, Region
-from dfa_megatron.plan.language.sizes import Sizes
-from dfa_megatron.plan.lowering.landings import landings_of
 from dfa_megatron.plan.lowering.merges import MOST_PARTS, merges_of
-from dfa_megatron.plan.proof.check import check
-from dfa_megatron.plan.schedules import plan_named
-from dfa_megatron.runtime.comm.transport import Arena
 from dfa_megatron.runtime.execute.tensors import TensorMemory
 from dfa_megatron.runtime.execute.wire_format import Field, Fields
-from dfa_megatron.runtime.memory_plan import plan_memory
 from tests.support.close import assert_close
 
 ROWS = 12
@@ -140,16 +132,3 @@ def test_rows_of_a_partial_that_becomes_the_result_are_not_copied() -> None:
     assert whole[0, :, 0, 0].tolist() == [1.0] * 4 + [2.0] * 4 + [1.0] * 4
     landed = ones(ROWS)
     assert merged([(0, ROWS)], [landed], landed=1).result()[0] is not landed, "landed memory is used again"
-
-
-def test_an_arena_forgets_the_plans_that_nobody_keeps() -> None:
-    """One lives as long as its group, and every new pack brings a plan."""
-    plan = plan_named("balanced", causal(16), 2)
-    form = Sizes(1, 2, 1, 8, 8, "float32", "out")
-    memory = plan_memory(check(plan.forward)[1], landings_of(plan.forward), form)
-    arena = Arena.allocate(memory.arena_bytes, torch.device("cpu"))
-    assert arena.kept(memory, list) is arena.kept(memory, list)
-    assert len(arena._kept) == 1
-    del memory
-    gc.collect()
-    assert len(arena._kept) == 0

@@ -23,7 +23,7 @@ from dfa_megatron.plan.language.sizes import Sizes
 from dfa_megatron.plan.lowering.landings import landings_of
 from dfa_megatron.plan.proof.check import check
 from dfa_megatron.plan.schedules import plan_named
-from dfa_megatron.runtime.comm.transport import Arena, Recv, Send, Sends, Transport
+from dfa_megatron.runtime.comm.transport import Recv, Send, Sends, Transport
 from dfa_megatron.runtime.execute import tensors as tensors_module
 from dfa_megatron.runtime.execute.bound import Bound, Fields, Recorder
 from dfa_megatron.runtime.execute.tensors import Tensors, execute
@@ -91,8 +91,7 @@ class Holding(Transport):
     """Moves nothing, and holds what a step sends until its messages have landed."""
 
     sending: Sequence[Send] = ()
-    beside_kernels = queued = True
-    keeps_arena = False
+    queued = True
 
     def post(self, after: int, sends: Sends, receives: Sequence[Recv]) -> None:
         self.sending = sends(None)
@@ -114,8 +113,16 @@ def inputs(phase: str, heads: int, kv_heads: int) -> Fields:
     return q, k, v, rows(heads), lse, minus_delta, rows(heads)
 
 
+def arena_of(memory: MemoryPlan) -> torch.Tensor:
+    return torch.empty(memory.arena_bytes, dtype=torch.uint8, device=META)
+
+
 def run(
-    memory: MemoryPlan, given: Fields, arena: Arena, transport: Transport, failed: Any = lambda step, error: error
+    memory: MemoryPlan,
+    given: Fields,
+    arena: torch.Tensor,
+    transport: Transport,
+    failed: Any = lambda step, error: error,
 ) -> Fields:
     q, k, v, *known = given
     home = {"qdo": (q, *known[:3]), "kv": (k, v)} if known else {"q": (q,), "kv": (k, v)}
@@ -132,14 +139,14 @@ def peaks(plan: Plan, heads: int, kv_heads: int, *, replayed: bool) -> list[Live
         memory = plan_memory(programs[rank], landings_of(plan), form)
         bound: Bound | None = None
         if replayed:
-            given, arena = inputs(plan.phase.name, heads, kv_heads), Arena.allocate(memory.arena_bytes, META)
-            with Tape((*given, arena.flat)) as tape:
+            given, arena = inputs(plan.phase.name, heads, kv_heads), arena_of(memory)
+            with Tape((*given, arena)) as tape:
                 recorder = Recorder(tape, transport, len(given))
                 bound = Bound(recorder, run(memory, given, arena, recorder))
             assert not tape.why_not
         with LiveBytes() as live:
             Launches.seen = live.look  # type: ignore[method-assign]
-            given, arena = inputs(plan.phase.name, heads, kv_heads), Arena.allocate(memory.arena_bytes, META)
+            given, arena = inputs(plan.phase.name, heads, kv_heads), arena_of(memory)
             if bound is None:
                 run(memory, given, arena, transport)
             else:
@@ -181,9 +188,9 @@ def test_a_replay_names_the_step_at_which_the_run_as_it_stands_fails(monkeypatch
     plan = plan_named("ring", causal(64 * RANKS), RANKS).backward
     form = Sizes(1, 8, 4, DIM, DIM, "bfloat16", "delta")
     memory, transport = plan_memory(check(plan)[RANKS - 1], landings_of(plan), form), Holding()
-    given, arena = inputs(plan.phase.name, 8, 4), Arena.allocate(memory.arena_bytes, META)
+    given, arena = inputs(plan.phase.name, 8, 4), arena_of(memory)
     monkeypatch.setattr(Launches, "seen", lambda: None)
-    with Tape((*given, arena.flat)) as tape:
+    with Tape((*given, arena)) as tape:
         recorder = Recorder(tape, transport, len(given))
         bound = Bound(recorder, run(memory, given, arena, recorder))
     steps = [failing_step(monkeypatch, partial(run, memory, given, arena, transport), at) for at in range(40)]
