@@ -16,6 +16,12 @@ def balanced(mask: Mask, layout: Layout, *, share_last: bool = False) -> tuple[B
     At step t rank r works for itself on the keys t ranks before it while there are any (r >= t), and otherwise helps
     rank r - t + P with its own keys. For even P the last step's pairs are met from above only: ranks below P/2 idle.
 
+        P = 4     rank 0      rank 1      rank 2      rank 3      (rows of a rank, keys of a rank)
+        step 0    (0, 0)      (1, 1)      (2, 2)      (3, 3)      own, causal
+        step 1    (3, 0) *    (1, 0)      (2, 1)      (3, 2)      keys come from the rank before
+        step 2    idle        idle        (2, 0)      (3, 1)      share_last: ranks 0 and 1 take half of each
+        * helps: queries come from rank 3, and the partial result goes back.
+
     Args:
         mask: only causal pairs.
         layout: contiguous; halves of it to share the last step.
