@@ -199,7 +199,7 @@ class Request:
         if queries is not None:
             window = self.window_size
             return cross_documents([queries], [length - queries], causal=bool(self.causal), window_size=window)
-        return _of_window(length, bool(self.causal), self.window_size)
+        return of_window(length, bool(self.causal), self.window_size)
 
     @property
     def irregular(self) -> bool:
@@ -228,10 +228,6 @@ class Request:
         if isinstance(self.plan, AttentionPlan):
             values["plan"] = plan_text.to_text(self.plan)
         return json.dumps(values, sort_keys=True, default=repr)
-
-
-_of_window = lru_cache(maxsize=8)(of_window)
-"""The same mask for one request: what is planned for a degree is kept on it."""
 
 
 def two_by_name(name: str, queries: int, keys: int, ranks: int) -> Layout:

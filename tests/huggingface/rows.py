@@ -228,7 +228,7 @@ def typed() -> list[Any]:
         {"pack": "position_ids"},
         {"told": {"position_ids": axes}},
         {"pack": "cu_seq_lens"},
-        {"pack": "tree", "parents": (-1, -1, -1)},
+        {"pack": "tree", "parents": (-1, 0, 0)},
     )
     found = []
     for size in (2, 3):

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.utils import _apply_to_tensors
 
 from dfa_megatron import huggingface as dfa_hf
 from dfa_megatron.config import TrainingConfig
@@ -101,7 +102,8 @@ def own_checkpoint(model: Any, keeps: bool) -> Any:
     for layer in model.model.layers:
 
         def forward(*args: Any, own: Any = layer.forward, **kwargs: Any) -> Any:
-            kept = {name: value for name, value in kwargs.items() if keeps or name != KEYWORD}
+            given = _apply_to_tensors(lambda x: x, kwargs)  # as FSDP casts keywords: it copies every dataclass
+            kept = {name: value for name, value in given.items() if keeps or name != KEYWORD}
             return torch.utils.checkpoint.checkpoint(functools.partial(own, **kept), *args, use_reentrant=True)
 
         layer.forward = forward

@@ -5,7 +5,10 @@ from __future__ import annotations
 import re
 import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
+
+import pytest
 
 import dfa_megatron.megatron
 from dfa_megatron import hooks
@@ -43,3 +46,15 @@ def test_names_that_were_replaced_are_put_back() -> None:
     assert LanguageModule.__init__ is own
     for home, names in before.items():
         assert all(vars(modules[home]).get(name) is value for name, value in names.items()), home
+
+
+@pytest.mark.parametrize("kind", ["module", "class", "subclass"])
+def test_a_name_that_is_not_there_is_never_put_there(kind: str) -> None:
+    base = type("Base", (), {"there": 1})
+    owner, name = {"module": (ModuleType("theirs"), "gone"), "class": (base, "gone")}.get(
+        kind, (type("Sub", (base,), {}), "there")
+    )
+    before, listed = dict(vars(owner)), hooks.replaced()
+    with pytest.raises(KeyError, match=name):
+        hooks.replace(owner, name, print)
+    assert (dict(vars(owner)), hooks.replaced()) == (before, listed)
