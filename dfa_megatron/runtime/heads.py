@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 import torch
 
@@ -22,6 +23,7 @@ from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.kernels.leaf import without_autocast, without_functions
 from dfa_megatron.kernels.merge import minus_delta
 from dfa_megatron.plan.degree import HeadSplit, automatic_degree, split_heads
+from dfa_megatron.plan.language.geometry import Span
 from dfa_megatron.plan.language.layout import LAYOUTS as BY_LENGTH
 from dfa_megatron.plan.language.layout import Layout
 from dfa_megatron.plan.schedules.load_balanced import layout_of
@@ -39,15 +41,20 @@ _ALIGNMENT = 16
 """Bytes. Kernels load 16 at a time, and read q, k and v where they landed."""
 
 
-def rows_in_order(layout: Layout, neighbours: range) -> torch.Tensor:
-    """Return where each token of a rank of the plan lies in the rows that neighbours send, of each the largest number.
+def rows_in_order(layout: Layout, neighbours: range) -> tuple[Span, ...]:
+    """Return where the tokens of a rank of the plan lie in the rows that neighbours send, of each the largest number.
 
     The layout of the plan is `layout.merged(len(neighbours))`.
     """
     most, first = max(layout.tokens(rank) for rank in neighbours), neighbours[0]
     at = {chunk: (r - first) * most + row for r in neighbours for chunk, row in layout.rows(r).items()}
-    held = layout.merged(len(neighbours)).of(first // len(neighbours))
-    return torch.cat([torch.arange(0), *(torch.arange(len(layout.chunks[chunk])) + at[chunk] for chunk in held)])
+    found: list[Span] = []
+    for chunk in layout.merged(len(neighbours)).of(first // len(neighbours)):
+        lo = hi = at[chunk]
+        if found and found[-1].hi == lo:
+            lo = found.pop().lo
+        found.append(Span(lo, hi + len(layout.chunks[chunk])))
+    return tuple(found)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +65,7 @@ class HeadExchange:
     message after a plan is each field as a whole. Every rank sends as many rows as the largest has.
 
     near: the neighbours, this rank among them. rows, most: tokens of this rank, and of the largest neighbour.
-    order: where each of the plan's tokens lies in the rows that come, and the inverse; None where they come in order.
+    order: where the plan's tokens lie in the rows that come.
     inner: the attention of the plan's ranks; neither counted nor compared by itself.
     channel: of the neighbours, once they are connected.
     """
@@ -67,7 +74,7 @@ class HeadExchange:
     near: range
     rows: int
     most: int
-    order: tuple[torch.Tensor, torch.Tensor] | None
+    order: tuple[Span, ...]
     inner: Prepared
     channel: Channel | None = None
 
@@ -81,8 +88,8 @@ class HeadExchange:
             fields = [torch.cat([x, x.new_zeros((x.shape[0], lack, *x.shape[2:]))], 1) for x in fields]
         parts = [x.unflatten(2, (self.heads.degree, -1)).permute(2, 1, 0, 3, 4) for x in fields]
         came = [x.flatten(0, 1) for x in self._exchange(phase, parts, 2)]
-        if self.order is not None:
-            came = [x.index_select(0, self.order[0]) for x in came]
+        if len(self.order) != 1 or len(self.order[0]) != self.most * self.heads.degree:
+            came = [torch.cat([x[:0], *(x[rows.lo : rows.hi] for rows in self.order)]) for x in came]
         # A plan of several ranks reads tokens by block, and some kernels copy a block that is not dense each time.
         dense = self.inner.channel is not None
         return tuple(x.transpose(0, 1).contiguous() if dense else x.transpose(0, 1) for x in came)
@@ -95,13 +102,26 @@ class HeadExchange:
         parts, found = list[torch.Tensor](), list[torch.Tensor]()
         for x in fields:
             tokens = 1 if x.dim() == 4 else 2
-            x = x if self.order is None else x.index_select(tokens, self.order[1])
-            parts.append(x.unflatten(tokens, (self.heads.degree, self.most)).movedim(tokens, 0))
+            parts.append(self._as_sent(x, tokens).unflatten(tokens, (self.heads.degree, self.most)).movedim(tokens, 0))
         for x in self._exchange(phase, parts, 1):
-            tokens, heads = (1, 2) if x.dim() == 5 else (2, 1)
-            whole = x.movedim(0, heads).flatten(heads, heads + 1)
-            found.append(whole.narrow(tokens, 0, self.rows))
+            tokens, heads = (1, 2) if x.dim() == 5 else (3, 1)
+            whole = x.movedim(0, heads).narrow(tokens, 0, self.rows)
+            # In memory of its own: a view would hold the whole message.
+            found.append(whole.clone(memory_format=torch.contiguous_format).flatten(heads, heads + 1))
         return tuple(found)
+
+    def _as_sent(self, x: torch.Tensor, dim: int) -> torch.Tensor:
+        """Return the plan's tokens as neighbours hold them, each as many as the largest."""
+        edges = [*accumulate(map(len, self.order), initial=0)]
+        held = sorted(zip(self.order, edges, strict=False))
+        if [at for _, at in held] == edges[:-1] and edges[-1] == self.most * self.heads.degree:
+            return x
+        parts, end = list[torch.Tensor](), 0
+        for rows, at in [*held, (Span(self.most * self.heads.degree, self.most * self.heads.degree), 0)]:
+            shape = (*x.shape[:dim], rows.lo - end, *x.shape[dim + 1 :])
+            parts += [x.new_zeros(shape), x.narrow(dim, at, len(rows))]
+            end = rows.hi
+        return torch.cat(parts, dim)
 
     def summed(self, x: torch.Tensor) -> torch.Tensor:
         """Return the gradient of k or v: the sum over copies, which PyTorch adds in float32."""
@@ -189,12 +209,8 @@ def make(request: Request, over: Channel | None, inputs: Inputs) -> Prepared:
         for x, count in zip(inputs[:3], counts, strict=True)
     ]
     inner = replace(built(asks, size // degree, rank // degree, Inputs(*like), over), channel=None)
-    order, most = rows_in_order(held, near), max(held.tokens(each) for each in near)
-    back = order.new_zeros(degree * most)
-    back[order] = torch.arange(tokens)
-    moved = not torch.equal(order, torch.arange(degree * most))
-    order, back = (x.to(inputs.q.device) for x in (order, back))
-    exchange = HeadExchange(heads, near, held.tokens(rank), most, (order, back) if moved else None, inner)
+    most = max(held.tokens(each) for each in near)
+    exchange = HeadExchange(heads, near, held.tokens(rank), most, rows_in_order(held, near), inner)
     return replace(inner, request=request, exchange=exchange, connect=_connect)
 
 

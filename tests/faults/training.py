@@ -25,7 +25,7 @@ from dfa_megatron.config import DistAttentionConfig
 from dfa_megatron.doctor.dense import dense_attention
 from dfa_megatron.errors import DisagreementError
 from dfa_megatron.plan.language.geometry import CAUSAL
-from dfa_megatron.runtime import op, prepare
+from dfa_megatron.runtime import prepare, run
 from dfa_megatron.runtime.agreement.calls import at_layer
 from dfa_megatron.runtime.execute import bound
 from tests.support.groups import rank_0_keeps_the_store
@@ -131,9 +131,9 @@ class Rank:
             for method in ("forward", "backward"):
                 _before(type(kernels.get(name)), method, lambda method=method: self.meet(method))
         for name, phase in (("run_forward", "forward"), ("run_backward", "backward")):
-            _before(op, name, lambda phase=phase: setattr(self, "phase", phase))
+            _before(run, name, lambda phase=phase: setattr(self, "phase", phase))
         _before(bound.Post, "__call__", lambda: self.meet(self.phase))  # of a replay, which enters no kernel's method
-        _before(prepare, "_built", lambda: self.meet("agreement"))
+        _before(prepare, "kernel_of", lambda: self.meet("agreement"))
 
     def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         with at_layer(layer + 1):

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import random
 from datetime import timedelta
 from typing import Any, Literal
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import dfa_megatron
-from dfa_megatron import remat
+from dfa_megatron import layouts, remat
 from dfa_megatron.config import DistAttentionConfig
 from dfa_megatron.errors import DisagreementError, UnsupportedError
 from dfa_megatron.plan.cost.hardware import H200_SLOW_LINK
@@ -102,6 +105,35 @@ def _subgroups(rank: int, ranks: int) -> None:
 
 def test_subgroups_exchange_among_themselves_and_gradients_are_equal_to_the_bit_from_run_to_run() -> None:
     run_ranks(4, _subgroups)
+
+
+def _own_memory(rank: int, ranks: int) -> None:
+    """Of whatever parts, also none: a result that is a view would hold a message, and an operator may return none."""
+    draw = random.Random(ranks)
+    for number in range(6):
+        counts = [draw.choice((0, 3, 5)) for _ in range(ranks - 1)] + [4]
+        held = layouts.of_lengths(draw.sample(counts, ranks)) if number % 3 else layouts.zigzag(8 * ranks, ranks)
+        tokens, generator = held.tokens(rank), torch.Generator().manual_seed(rank)
+        qkv = [torch.randn(1, tokens, 2, 8, generator=generator, requires_grad=True) for _ in range(3)]
+        config = DistAttentionConfig(ulysses_degree=2)
+        with Listening() if number % 2 else contextlib.nullcontext():
+            out, lse = dfa_megatron.dist_flash_attn_func(*qkv, causal=True, layout=held, config=config, return_lse=True)
+            found = [out.detach(), lse, *torch.autograd.grad(out.sum(), qkv)]
+        storages = {x.untyped_storage().data_ptr() for x in found if x.numel()}
+        assert len(storages) == sum(x.numel() > 0 for x in found)
+        assert [x.untyped_storage().nbytes() for x in found] == [x.numel() * x.element_size() for x in found]
+
+
+class Listening(TorchDispatchMode):
+    """A mode that sees every operator, whose results must be its own."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+def test_results_have_memory_of_their_own_in_uneven_and_empty_parts() -> None:
+    run_ranks(4, _own_memory)
+    run_ranks(2, _own_memory)
 
 
 def _communicators(rank: int, ranks: int) -> None:
