@@ -53,6 +53,7 @@ def expression(file: str) -> str:
 @pytest.mark.support("kernels", "a part of these in Triton's interpreter", "`triton`")
 @pytest.mark.timeout(420)
 def test_the_triton_kernels_pass_in_the_interpreter() -> None:
+    """With DFA_HALF=0 or 1 every second one (tests/kernels/conftest.py)."""
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *(str(HERE / file) for file in CHOSEN)]
     run = subprocess.run(
         [*command, "-k", " or ".join(map(expression, CHOSEN))],
@@ -66,7 +67,7 @@ def test_the_triton_kernels_pass_in_the_interpreter() -> None:
     assert run.returncode == 0, run.stdout[-4000:] + run.stderr[-2000:]
     passed = re.search(r"(\d+) passed", run.stdout)
     assert passed is not None, run.stdout
-    assert int(passed[1]) >= 49, run.stdout
+    assert int(passed[1]) >= (24 if os.environ.get("DFA_HALF") else 49), run.stdout
 
 
 def test_an_environment_without_the_interpreter_is_refused_on_cpu() -> None:
