@@ -18,7 +18,7 @@ from benchmarks.deepspeed_common import batch_of, mean, most
 from benchmarks.deepspeed_shapes import Method
 from dfa_megatron import deepspeed as dfa_ds
 from dfa_megatron.config import TrainingConfig
-from dfa_megatron.huggingface import distribute_attention
+from dfa_megatron.huggingface import distribute_attention, local_attention
 from dfa_megatron.huggingface.checkpointing import set_checkpointing
 from dfa_megatron.huggingface.distribute import transformers_model
 
@@ -57,7 +57,7 @@ def attention(
     set_checkpointing(inner, method.checkpoint, function=function)
     own = ALL_ATTENTION_FUNCTIONS["sdpa"]
     inner.set_attn_implementation("sdpa")
-    with _fast_sdpa(sdpa):
+    with local_attention(inner), _fast_sdpa(sdpa):
         try:
             if method.attention == "ulysses":
                 # The groups of a process are made once; here for every case.
