@@ -216,7 +216,7 @@ def _value_error(rank: int, ranks: int) -> tuple[str, str, float]:
     if rank == 1:
         import dfa_megatron.runtime.request as request
 
-        request._of_window = impossible  # type: ignore[assignment]
+        request.of_window = impossible  # type: ignore[assignment]
     assert mask
     try:
         return told(lambda: dfa_megatron.dist_flash_attn_func(*tensors(), causal=True))
