@@ -1,7 +1,7 @@
 """Refuse a transformers model that no test compared with one process: the lists of what was tried.
 
 `make models` tries types of models, each with its types of layers. What a user sets on a listed type is checked here:
-RoPE, layers that were copied, adapters. Dropout is refused where a layer asks for it.
+dropout, RoPE, layers that were copied, adapters.
 """
 
 from __future__ import annotations
@@ -148,8 +148,12 @@ def _unlisted(model: Any) -> str:
 
 
 def _check_layers(model: Any, decoder: Any, attentions: list[torch.nn.Module]) -> None:
-    """Refuse layers that were copied without their config, or that embed positions by the longest one in a batch."""
+    """Refuse dropout, and layers that were copied without their config or embed positions by a batch's longest one."""
     config, kind = model.config.get_text_config(), kind_of(model)
+    if dropout := getattr(config, "attention_dropout", 0.0) or getattr(config, "attn_pdrop", 0.0):
+        raise UnsupportedError(
+            f"{kind} with attention dropout {dropout}", "the block kernels have no dropout", "attention_dropout=0.0"
+        )
     types, whole = getattr(config, "layer_types", None), getattr(config, "num_hidden_layers", 0)
     layers: int = whole if types is None else sum(kind not in _WITHOUT for kind in types)
     held = max((list(x) for x in decoder.children() if isinstance(x, torch.nn.ModuleList)), key=len, default=[])

@@ -11,6 +11,7 @@ A decoder may be called alone. While attention is the model's own, the hooks onl
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -46,6 +47,9 @@ _ALPHA = "neftune_noise_alpha"
 
 _CACHES = ("past_key_values", "cache")  # before and since transformers 5.24
 
+LEFT_OUT = "_dfa_left_out"
+"""The attribute of accelerate's ParallelismConfig by which `distribute_accelerator` says that it leaves cp out."""
+
 ArgsAndKeywords = tuple[tuple[Any, ...], Arguments]
 
 
@@ -69,6 +73,7 @@ def begin(model: Any, args: tuple[Any, ...], kwargs: Arguments) -> ArgsAndKeywor
             refuse_for("a model with its own attention")
         enter(model, Forward(context, distributed=False, tile=tile))
         return args, {name: x for name, x in kwargs.items() if name not in (TREE, MASK)}
+    _check_parallelism()
     check_router(model)
     verified = bool(context.group) and context.options.verify != "off"
     if verified and not context.compared:
@@ -123,6 +128,19 @@ def _check_call(given: Arguments, context: LayerContext) -> None:
         )
 
 
+def _check_parallelism() -> None:
+    """Refuse accelerate's own context parallelism, where `distribute_accelerator` did not leave it out."""
+    state = sys.modules.get("accelerate.state")
+    config = None if state is None else state.AcceleratorState._shared_state.get("parallelism_config")
+    size = getattr(config, "cp_size", 1)
+    if size > 1 and not hasattr(config, LEFT_OUT):
+        raise UnsupportedError(
+            f"distribute_attention beside ParallelismConfig(cp_size={size}) of accelerate",
+            "accelerate would drop the masks of layers, and cut batches a second time",
+            "distribute_accelerator(accelerator, model), or distribute_trainer(trainer)",
+        )
+
+
 def finish(model: Any, args: Any, output: Any) -> Any:
     """Give every rank the loss of the whole batch; its gradient stays that of this rank's tokens, times the ranks.
 
@@ -135,12 +153,12 @@ def finish(model: Any, args: Any, output: Any) -> Any:
     loss: torch.Tensor | None = output.get("loss") if named else output[0]
     if loss is None:
         return None
-    whole = as_whole(loss, forward.context.group) if forward.context.size > 1 else loss
+    total = as_whole(loss, forward.context.group) if forward.context.size > 1 else loss
     if not model.training:
-        whole = torch.where(forward.labelled.to(whole.device), whole, torch.nan)
+        total = torch.where(forward.labelled.to(total.device), total, torch.nan)
     if not named:
-        return (whole, *output[1:])
-    output["loss"] = whole
+        return (total, *output[1:])
+    output["loss"] = total
     return output
 
 

@@ -243,6 +243,8 @@ ACCELERATE = (
        replaced="input_data use_gather_object"),
     on("accelerate.parallelism_config:ParallelismConfig", "huggingface/accelerator.py",
        attributes="cp_size sp_size tp_size"),
+    on("accelerate.state:AcceleratorState", "huggingface/model_inputs.py",
+       attributes="_shared_state"),
     on("accelerate.state:GradientState", "huggingface/accelerator.py",
        attributes="active_dataloader remainder end_of_dataloader"),
 )  # fmt: skip

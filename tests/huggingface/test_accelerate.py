@@ -11,6 +11,7 @@ import torch
 from dfa_megatron import huggingface as dfa_hf
 from dfa_megatron.config import TrainingConfig
 from dfa_megatron.errors import UnsupportedError
+from dfa_megatron.huggingface.model_inputs import LEFT_OUT
 from tests.huggingface.test_trainer import Sequences, prepare_worker
 from tests.support.close import assert_close
 from tests.support.models import build, gradients
@@ -153,6 +154,11 @@ def compare(rank: int, world_size: int, context: int, folder: str) -> None:
         if data > 1:
             with pytest.raises(UnsupportedError, match=r"size=4 (beside ParallelismConfig|for a second model)"):
                 dfa_hf.distribute_accelerator(loop.accelerator, build("Llama"), size=4)
+    if (parallel := loop.accelerator.parallelism_config) is not None:
+        delattr(parallel, LEFT_OUT)  # as where accelerate alone has it
+        beside = dfa_hf.distribute_attention(build("Llama"))
+        with pytest.raises(UnsupportedError, match="distribute_attention beside ParallelismConfig"):
+            beside(input_ids=torch.arange(4)[None])
 
 
 @pytest.mark.parametrize(("ranks", "context"), [(4, 2), (3, 3)])
