@@ -53,17 +53,17 @@ BUDGETS = {
     "deepspeed": 1_091,
     "docs": 1_301,
     "doctor": 828,
-    "huggingface": 3_583,
+    "huggingface": 3_608,
     "kernels": 3_521,
     "loss": 686,
     "megatron": 3_849,
-    "plan": 4_990,
+    "plan": 4_996,
     "proving": 643,
     "recurrence": 1_404,
     "remat": 499,
-    "runtime": 5_438,
+    "runtime": 5_419,
     "sequence": 412,
-    "tests": 37_142,
+    "tests": 37_169,
     "top": 1_569,
     "trees": 307,
 }
@@ -130,7 +130,7 @@ def test_attention_loads_no_more_than_it_needs() -> None:
     """May only fall; the aim is 13,000 lines."""
     loaded = house.import_closure("dfa_megatron.attention")
     assert len(loaded) <= 82
-    assert sum(len(path.read_text(encoding="utf-8").splitlines()) for path in loaded) <= 13_396
+    assert sum(len(path.read_text(encoding="utf-8").splitlines()) for path in loaded) <= 13_383
 
 
 def test_there_are_no_more_options_than_eleven() -> None:

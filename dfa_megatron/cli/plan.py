@@ -101,7 +101,7 @@ def run(args: argparse.Namespace) -> int:
     whole = Sizes(flags.batch, flags.heads, kv_heads, flags.head_dim, backward_needs=needs)
     degree = DistAttentionConfig(ulysses_degree=flags.ulysses_degree).ulysses_degree
     if isinstance(degree, str):
-        degree = automatic_degree(flags.ranks, mask.length // flags.ranks, whole.heads, kv_heads, hardware)
+        degree = automatic_degree(mask, flags.ranks, whole.heads, kv_heads, flags.schedule, hardware)
     heads, ranks = split_heads(degree, flags.ranks, whole.heads, kv_heads), flags.ranks // degree
     sizes = dataclasses.replace(whole, heads=heads.heads, kv_heads=heads.kv_heads)
     if (nodes := hardware.ranks_per_node) is not None:

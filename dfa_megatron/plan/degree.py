@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.plan.cost.hardware import Hardware
+from dfa_megatron.plan.language.geometry import UNBOUNDED, Span
+from dfa_megatron.plan.language.mask import Mask
 
 
 def check_degree(degree: int, ranks: int, heads: int) -> None:
@@ -63,10 +65,10 @@ _SHORT = {"nvlink": 2048, "adapters": 8192}
 """Tokens of a rank up to which eight ranks and more exchange, because their hosts issue fewer messages; simulated."""
 
 
-def automatic_degree(ranks: int, tokens: int, heads: int, kv_heads: int, hardware: Hardware) -> int:
+def automatic_degree(mask: Mask, ranks: int, heads: int, kv_heads: int, schedule: str, hardware: Hardware) -> int:
     """Return the number of neighbours that exchange heads for ulysses_degree="auto"; 1 exchanges nothing.
 
-    It is for one causal or full sequence of which every rank has so many tokens. Packs, windows and masks send less.
+    A schedule that is named runs over all ranks. Masks but for one causal or full sequence send less.
 
         link            neighbours
         NVLink          all of 8 ranks or more, for short slices; else none
@@ -74,6 +76,10 @@ def automatic_degree(ranks: int, tokens: int, heads: int, kv_heads: int, hardwar
         adapters        those of a host, of 8 ranks or more, for short slices
         sockets         those of a host; all of more than two hosts with as many key heads as query heads
     """
+    whole = Span(0, mask.length)
+    if schedule != "auto" or [tile[:3] for tile in mask.tiles] != [(whole, whole, -UNBOUNDED)]:
+        return 1
+    tokens = mask.length // ranks
     grouped, host = kv_heads < heads, hardware.node_size(ranks) or ranks
     if hardware.network is None and hardware.link.bytes_per_second < 100e9:
         table = [sides for least, sides in _SLOW.items() if least <= ranks]

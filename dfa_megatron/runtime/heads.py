@@ -44,7 +44,7 @@ _ALIGNMENT = 16
 def rows_in_order(layout: Layout, neighbours: range) -> tuple[Span, ...]:
     """Return where the tokens of a rank of the plan lie in the rows that neighbours send, of each the largest number.
 
-    The layout of the plan is `layout.merged(len(neighbours))`.
+    Nothing where they lie in order. The layout of the plan is `layout.merged(len(neighbours))`.
     """
     most, first = max(layout.tokens(rank) for rank in neighbours), neighbours[0]
     at = {chunk: (r - first) * most + row for r in neighbours for chunk, row in layout.rows(r).items()}
@@ -54,7 +54,7 @@ def rows_in_order(layout: Layout, neighbours: range) -> tuple[Span, ...]:
         if found and found[-1].hi == lo:
             lo = found.pop().lo
         found.append(Span(lo, hi + len(layout.chunks[chunk])))
-    return tuple(found)
+    return tuple(found) if found != [Span(0, most * len(neighbours))] else ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,7 @@ class HeadExchange:
     message after a plan is each field as a whole. Every rank sends as many rows as the largest has.
 
     near: the neighbours, this rank among them. rows, most: tokens of this rank, and of the largest neighbour.
-    order: where the plan's tokens lie in the rows that come.
+    order: where the plan's tokens lie in the rows that come; nothing where they lie in order.
     inner: the attention of the plan's ranks; neither counted nor compared by itself.
     channel: of the neighbours, once they are connected.
     """
@@ -88,8 +88,8 @@ class HeadExchange:
             fields = [torch.cat([x, x.new_zeros((x.shape[0], lack, *x.shape[2:]))], 1) for x in fields]
         parts = [x.unflatten(2, (self.heads.degree, -1)).permute(2, 1, 0, 3, 4) for x in fields]
         came = [x.flatten(0, 1) for x in self._exchange(phase, parts, 2)]
-        if len(self.order) != 1 or len(self.order[0]) != self.most * self.heads.degree:
-            came = [torch.cat([x[:0], *(x[rows.lo : rows.hi] for rows in self.order)]) for x in came]
+        if self.order:
+            came = [torch.cat([x[rows.lo : rows.hi] for rows in self.order]) for x in came]
         # A plan of several ranks reads tokens by block, and some kernels copy a block that is not dense each time.
         dense = self.inner.channel is not None
         return tuple(x.transpose(0, 1).contiguous() if dense else x.transpose(0, 1) for x in came)
@@ -112,12 +112,12 @@ class HeadExchange:
 
     def _as_sent(self, x: torch.Tensor, dim: int) -> torch.Tensor:
         """Return the plan's tokens as neighbours hold them, each as many as the largest."""
-        edges = [*accumulate(map(len, self.order), initial=0)]
-        held = sorted(zip(self.order, edges, strict=False))
-        if [at for _, at in held] == edges[:-1] and edges[-1] == self.most * self.heads.degree:
+        if not self.order:
             return x
+        edges, last = accumulate(map(len, self.order), initial=0), self.most * self.heads.degree
+        held = sorted(zip(self.order, edges, strict=False))
         parts, end = list[torch.Tensor](), 0
-        for rows, at in [*held, (Span(self.most * self.heads.degree, self.most * self.heads.degree), 0)]:
+        for rows, at in [*held, (Span(last, last), 0)]:
             shape = (*x.shape[:dim], rows.lo - end, *x.shape[dim + 1 :])
             parts += [x.new_zeros(shape), x.narrow(dim, at, len(rows))]
             end = rows.hi
@@ -171,14 +171,11 @@ def degree_of(request: Request, over: Channel | None, inputs: Inputs) -> int:
     config, (q, k, *_) = request.config, inputs
     if not isinstance(config.ulysses_degree, str):
         return config.ulysses_degree
-    one_sequence = not request.cu_seqlens and request.mask is None and request.plan is None
-    if over is None or not q.is_cuda or config.schedule != "auto" or request.window_size != (-1, -1):
+    if over is None or not q.is_cuda or request.cu_seqlens or request.mask is not None or request.plan is not None:
         return 1
-    if not one_sequence or q.shape[1] != k.shape[1]:
-        return 1
-    tokens = request.length(over.size, q.shape[1]) // over.size
+    mask = request.mask_over(request.length(over.size, q.shape[1]))
     hardware = profile_of(q.is_cuda, over, "auto", over.size)
-    return automatic_degree(over.size, tokens, q.shape[2], k.shape[2], hardware)
+    return automatic_degree(mask, over.size, q.shape[2], k.shape[2], config.schedule, hardware)
 
 
 def make(request: Request, over: Channel | None, inputs: Inputs) -> Prepared:
@@ -208,7 +205,7 @@ def make(request: Request, over: Channel | None, inputs: Inputs) -> Prepared:
         x.new_empty(()).expand(x.shape[0], tokens, count, x.shape[3])
         for x, count in zip(inputs[:3], counts, strict=True)
     ]
-    inner = replace(built(asks, size // degree, rank // degree, Inputs(*like), over), channel=None)
+    inner = built(asks, size // degree, rank // degree, Inputs(*like), over)
     most = max(held.tokens(each) for each in near)
     exchange = HeadExchange(heads, near, held.tokens(rank), most, rows_in_order(held, near), inner)
     return replace(inner, request=request, exchange=exchange, connect=_connect)

@@ -84,7 +84,7 @@ class Prepared:
     running: counts and compares the calls inside: a forward's, a backward's, and those of a forward that no backward
         follows.
     forward, backward: this rank's programs, and their memory.
-    connect: opens what it sends by; collective, after all ranks have agreed.
+    channel: what it sends by, once it is connected. connect: opens that; collective, after all ranks have agreed.
     arena_bytes: of receive memory: the larger of forward and backward. Equal on all ranks.
     transport: the transport to request. "auto" becomes "p2p" if the messages need more than LARGEST_ARENA.
     """
@@ -121,7 +121,7 @@ class Prepared:
     @property
     def plan(self) -> AttentionPlan:
         """The whole plan, for pictures and reports; made again, because it may have thousands of blocks."""
-        return self.plan_again()
+        return self.request.plan or self.plan_again()
 
     def picture(self, phase: str, step: int) -> str:
         """The grid of a phase with a step of this rank marked."""
@@ -175,15 +175,9 @@ def built(request: Request, ranks: int, rank: int, inputs: Inputs, over: Channel
         backward,
         plan.forward.mask.area / ranks,
         again,
-        channel=over,
         binds=binds,
         kind=kind,
     )
-
-
-def _of_all(request: Request, over: Channel | None, inputs: Inputs) -> Prepared:
-    rank, size = (over.rank, over.size) if over else (0, 1)
-    return build(request, size, rank, inputs, over)
 
 
 _ALONE: OrderedDict[tuple[object, ...], Prepared] = OrderedDict()
@@ -195,16 +189,14 @@ def in_use() -> tuple[Prepared, ...]:
     return (*_ALONE.values(), *(prepared for over in channels() for prepared in list(over.prepared.values())))
 
 
-def prepare(
-    request: Request, over: Channel | None, inputs: Inputs, *, trains: bool = True, make: Make = _of_all
-) -> Prepared:
+def prepare(request: Request, over: Channel | None, inputs: Inputs, *, make: Make, trains: bool = True) -> Prepared:
     """Return the prepared attention of a request on tensors like these; collective over the group if it is new.
 
     Args:
         over: the channel of the ranks; None for one rank.
         inputs: the tensors.
-        trains: whether a backward may follow, compared then and in each call.
         make: what a new one is prepared by.
+        trains: whether a backward may follow, compared then and in each call.
 
     Raises:
         UnsupportedError: nothing serves the request.

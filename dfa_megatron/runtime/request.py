@@ -211,10 +211,6 @@ class Request:
         """Whether the ranks compare their calls, and are watched."""
         return self.config.verify == "on"
 
-    def for_plan(self) -> Request:
-        """Return the request with defaults for fields on which no plan depends, so that layers share plans."""
-        return Request(softmax_scale=1.0, **{name: getattr(self, name) for name in _PLANNED})
-
     def to_text(self) -> str:
         """Return JSON; equal requests give equal text. A value that no check has passed yet is written as repr."""
         values: dict[str, Any] = {name: getattr(self, name) for name in self.__dataclass_fields__}
@@ -233,9 +229,6 @@ class Request:
 def two_by_name(name: str, queries: int, keys: int, ranks: int) -> Layout:
     """Return the layout of that name for queries and for keys."""
     return cross(by_name(name, queries, ranks), by_name(name, keys, ranks))
-
-
-_PLANNED = ("causal", "window_size", "layout", "cu_seqlens", "mask", "plan")
 
 
 @lru_cache(maxsize=256)

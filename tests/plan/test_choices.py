@@ -48,7 +48,7 @@ def test_no_schedule_is_worse_than_the_saved_choice() -> None:
 def test_no_degree_is_worse_than_the_saved_choice(profile: str) -> None:
     worse = []
     for _, ranks, tokens, heads, kv_heads, taken, seconds in (c for c in SAVED["degrees"] if c[0] == profile):
-        degree = automatic_degree(ranks, tokens, heads, kv_heads, PROFILES[profile])
+        degree = automatic_degree(causal(ranks * tokens), ranks, heads, kv_heads, "auto", PROFILES[profile])
         if seconds[str(degree)] > WORSE * seconds[str(taken)]:
             worse.append((ranks, tokens, heads, kv_heads, taken, degree))
     assert worse == []

@@ -14,6 +14,8 @@ from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.plan.cost.hardware import H200_NIC_400G, H200_NVLINK, H200_SLOW_LINK, H200_SOCKETS
 from dfa_megatron.plan.degree import automatic_degree, check_degree, split_heads
 from dfa_megatron.plan.language import layout as layouts
+from dfa_megatron.plan.language.geometry import Span
+from dfa_megatron.plan.language.mask import causal, documents, full, prefix_lm, sliding_window
 from dfa_megatron.runtime.heads import rows_in_order
 
 
@@ -60,7 +62,8 @@ def test_rows_that_come_are_put_in_the_order_of_the_plan(seed: int) -> None:
         near = range(first, first + degree)
         most = max(held.tokens(rank) for rank in near)
         sent = [token for rank in near for token in (*held.positions(rank), *[-1] * (most - held.tokens(rank)))]
-        came = [token for rows in rows_in_order(held, near) for token in sent[rows.lo : rows.hi]]
+        order = rows_in_order(held, near) or (Span(0, len(sent)),)
+        came = [token for rows in order for token in sent[rows.lo : rows.hi]]
         assert came == held.merged(degree).positions(first // degree)
 
 
@@ -126,12 +129,27 @@ def test_the_command_takes_a_degree_chooses_one_and_refuses_wrong_ones(capsys: p
 def test_on_a_slow_link_ranks_exchange_heads_where_they_wait(
     ranks: int, length: int, kv_heads: int, degree: int
 ) -> None:
-    assert automatic_degree(ranks, length // ranks, 32, kv_heads, H200_SLOW_LINK) == degree
+    assert automatic_degree(causal(length), ranks, 32, kv_heads, "auto", H200_SLOW_LINK) == degree
 
 
 def test_over_nvlink_only_many_short_ranks_exchange_heads() -> None:
     for ranks, length, degree in ((2, 2048, 1), (4, 2048, 1), (8, 8192, 8), (8, 16384, 8), (8, 65536, 1)):
-        assert automatic_degree(ranks, length // ranks, 32, 8, H200_NVLINK) == degree
+        assert automatic_degree(causal(length), ranks, 32, 8, "auto", H200_NVLINK) == degree
+
+
+def test_packs_windows_masks_and_named_schedules_exchange_no_heads(capsys: pytest.CaptureFixture[str]) -> None:
+    for mask, schedule, degree in (
+        (causal(32768), "auto", 4),
+        (full(32768), "auto", 4),
+        (causal(32768), "ring", 1),
+        (documents([16384, 16384]), "auto", 1),
+        (sliding_window(32768, 4096), "auto", 1),
+        (prefix_lm(32768, 100), "auto", 1),
+    ):
+        assert automatic_degree(mask, 4, 32, 32, schedule, H200_SLOW_LINK) == degree, mask.name
+    flags = ["plan", "--ranks", "4", "--seq-length", "32768", "--hardware", "h200-slow-link", "--mask", "window"]
+    assert main([*flags, "--ulysses-degree", "auto"]) == 0
+    assert "ulysses_degree=auto is 1 here" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("seed", range(60))
@@ -142,6 +160,7 @@ def test_every_automatic_degree_can_be_run(seed: int) -> None:
     nodes = draw.choice((None, 1, 2, 3, 8))
     for profile in (H200_NVLINK, H200_SLOW_LINK, H200_SOCKETS, H200_NIC_400G):
         hardware = profile if nodes is None else replace(profile, ranks_per_node=nodes)
-        degree = automatic_degree(ranks, draw.choice((1, 500, 5000, 10**6)), heads, kv_heads, hardware)
+        mask = draw.choice((causal, full))(ranks * draw.choice((1, 500, 5000, 10**6)))
+        degree = automatic_degree(mask, ranks, heads, kv_heads, "auto", hardware)
         check_degree(degree, ranks, heads)
         assert degree == 1 or profile is not H200_SLOW_LINK or degree <= kv_heads

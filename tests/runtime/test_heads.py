@@ -20,6 +20,7 @@ from dfa_megatron.config import DistAttentionConfig
 from dfa_megatron.errors import DisagreementError, UnsupportedError
 from dfa_megatron.plan.cost.hardware import H200_SLOW_LINK
 from dfa_megatron.plan.degree import automatic_degree
+from dfa_megatron.plan.language.mask import causal
 from dfa_megatron.runtime.agreement.store import GroupStore
 from dfa_megatron.runtime.comm.channel import Channel
 from dfa_megatron.runtime.counters import COUNTERS
@@ -192,7 +193,7 @@ def _automatic(rank: int, ranks: int) -> dict[str, int]:
     from dfa_megatron.runtime import heads as of_heads
 
     of_heads.degree_of = lambda _request, over, x: automatic_degree(
-        over.size, 8192, x.q.shape[2], x.k.shape[2], H200_SLOW_LINK
+        causal(8192 * over.size), over.size, x.q.shape[2], x.k.shape[2], "auto", H200_SLOW_LINK
     )
     exchanges = {}
     counts = (("many", 8, 8), ("grouped", 28, 4), ("two", 2, 2), ("thirty-three", 33, 33), ("one", 1, 1))

@@ -30,7 +30,6 @@ class Field:
         return (batch, rows, self.heads, self.width) if self.width else (batch, self.heads, rows)
 
 
-@lru_cache(maxsize=4096)
 def fields_of(sizes: Sizes, name: str) -> tuple[Field, ...]:
     """Return the tensors of a name: in q's dtype, statistics in the accumulator's.
 
@@ -40,12 +39,12 @@ def fields_of(sizes: Sizes, name: str) -> tuple[Field, ...]:
     return _typed(sizes, name, sizes.dtype)
 
 
-@lru_cache(maxsize=4096)
 def sums_of(sizes: Sizes, name: str) -> tuple[Field, ...]:
     """Return the tensors in which partials of a name are merged, in the accumulator's dtype."""
     return _typed(sizes, name, sizes.accumulator)
 
 
+@lru_cache(maxsize=4096)
 def _typed(sizes: Sizes, name: str, dtype: str) -> tuple[Field, ...]:
     number, statistic = getattr(torch, dtype), getattr(torch, sizes.accumulator)
     return tuple(
