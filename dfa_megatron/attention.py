@@ -10,12 +10,11 @@ from typing import Any, Never, NoReturn
 import torch
 from torch import nn
 from torch._C._functorch import peek_interpreter_stack
-from torch._compile import _disable_dynamo
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from dfa_megatron.config import DistAttentionConfig
 from dfa_megatron.errors import UnsupportedError
-from dfa_megatron.kernels.leaf import without_functions
+from dfa_megatron.kernels.leaf import outside_graphs, without_functions
 from dfa_megatron.names import nearest
 from dfa_megatron.plan.language.ir import AttentionPlan
 from dfa_megatron.plan.language.layout import Layout
@@ -26,9 +25,6 @@ from dfa_megatron.runtime.comm.groups import Group, channel_of, group_name, grou
 from dfa_megatron.runtime.cu_seqlens import CuSeqlens, check_offsets, offsets_of, rows_of
 from dfa_megatron.runtime.op import DirectAttention, Pair, attention, needs_gradient
 from dfa_megatron.runtime.request import DEFAULTS, OPTIONS, Inputs, Request, refuse_strangers, transformed
-
-_outside_graphs: Any = _disable_dynamo
-"""What `torch.compiler.disable` does, but that an import loads no Dynamo, which takes seconds."""
 
 
 def dist_flash_attn_func(
@@ -106,7 +102,7 @@ def dist_flash_attn_func(
     return (out, lse) if return_lse else out
 
 
-@_outside_graphs  # type: ignore[untyped-decorator,unused-ignore]  # a graph per pack would be compiled
+@outside_graphs  # a graph per pack would be compiled
 def dist_flash_attn_varlen_func(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -279,7 +275,7 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _request = lru_cache(maxsize=256, typed=True)(lambda _window, **asked: Request(**asked))
 """The same object for equal calls: comparing it with itself takes no time. The window's text has its types."""
 
-_attend_outside_graphs = _outside_graphs(_attend)
+_attend_outside_graphs = outside_graphs(_attend)
 """For masks, layouts and plans, which Dynamo cannot take as constants: a break in the graph."""
 
 

@@ -73,6 +73,25 @@ print([each for each in ("torch._dynamo", "sympy", "torch._inductor") if each in
     assert run.stdout.split() == ["[]", "True"]
 
 
+def test_no_call_loads_a_compiler() -> None:
+    """It takes seconds, and modules that it loads keep the default group that there is, past its destruction."""
+    code = """
+import sys
+import torch, dfa_megatron
+from dfa_megatron.recurrence import dist_conv
+from dfa_megatron.sequence.max_logits import max_logits
+x = torch.randn(1, 8, 4, 16, requires_grad=True)
+dfa_megatron.dist_flash_attn_func(x, x, x, causal=True).sum().backward()
+dfa_megatron.dist_flash_attn_varlen_func(x[0], x[0], x[0], (0, 5, 8), causal=True).sum().backward()
+dfa_megatron.roll_sequence(x, -1)
+max_logits(x, x, causal=True)
+dist_conv(lambda x, cu_seqlens: x, x[:, :, 0], 2)
+print([name for name in ("torch._dynamo", "torch.distributed.nn") if name in sys.modules])
+"""
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
+    assert run.stdout.split("\n")[-2] == "[]"
+
+
 def test_trees_are_reached_from_the_package() -> None:
     from dfa_megatron import trees
 

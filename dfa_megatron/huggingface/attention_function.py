@@ -173,7 +173,8 @@ def _of_rows(
     if seen is None:
         return dist_flash_attn_func(*qkv, causal=True, window_size=window, **call)
     if isinstance(seen, tuple) and images is None:
-        return dist_flash_attn_varlen_func(*qkv, seen, causal=True, window_size=window, **call)
+        q, k, v = qkv
+        return dist_flash_attn_varlen_func(q, k, v, seen, causal=True, window_size=window, **call)
     if images is None:  # the same for all rows
         return dist_flash_attn_func(*qkv, mask=mask_of(seen, (), window[0], chunk), **call)
     rows = (seen,) * len(images) if isinstance(seen, Seen) else seen

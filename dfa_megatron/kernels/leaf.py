@@ -1,13 +1,14 @@
-"""What PyTorch may not do inside of this package's functions: differentiate them twice, or round their products."""
+"""What PyTorch may not do with this package's functions: trace them, differentiate them twice, round their products."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+from torch._compile import _disable_dynamo
 
 from dfa_megatron.errors import UnsupportedError
 
@@ -16,6 +17,23 @@ without_autocast: Callable[[], AbstractContextManager[None]] = torch._C._Disable
 
 without_functions: Callable[[], AbstractContextManager[None]] = torch._C.DisableTorchFunction
 """A context in which no function mode sees a call, such as that of a default device."""
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def outside_graphs(function: F) -> F:
+    """Have a compiler call a function as it stands, with one break of the graph.
+
+    PyTorch's own decorator loads Dynamo with the first call: seconds, and modules that keep the default group alive.
+    """
+    uncompiled = _disable_dynamo(function)
+
+    @functools.wraps(function)
+    def called(*args: Any, **options: Any) -> Any:
+        return (uncompiled if torch.compiler.is_compiling() else function)(*args, **options)
+
+    return called  # type: ignore[return-value]
+
 
 Backward = Callable[..., Any]
 

@@ -11,9 +11,10 @@ import torch
 
 from dfa_megatron.config import DistAttentionConfig
 from dfa_megatron.errors import UnsupportedError
+from dfa_megatron.kernels.leaf import outside_graphs
 from dfa_megatron.plan.language.layout import Layout
 from dfa_megatron.recurrence.local_scan import Decay, Scan, Tokens, local_scan, zero_tokens
-from dfa_megatron.recurrence.passing import Place, outside_graphs, pass_states, tokens_before
+from dfa_megatron.recurrence.passing import Place, pass_states, tokens_before
 from dfa_megatron.rows import row_by_row
 from dfa_megatron.runtime.comm.compared import together
 from dfa_megatron.runtime.comm.groups import Group

@@ -11,16 +11,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import pairwise, repeat
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._compile import _disable_dynamo
 
 from dfa_megatron.config import DistAttentionConfig
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.kernels.api import accumulator_dtype
-from dfa_megatron.kernels.leaf import differentiable_once
+from dfa_megatron.kernels.leaf import differentiable_once, outside_graphs
 from dfa_megatron.plan.language.geometry import Span
 from dfa_megatron.plan.language.layout import Layout
 from dfa_megatron.plan.language.mask import short_name
@@ -35,8 +34,6 @@ from dfa_megatron.runtime.counters import COUNTERS
 from dfa_megatron.runtime.cu_seqlens import CuSeqlens, Offsets, describe, offsets_of
 from dfa_megatron.runtime.execute.moves import Moves, move_rows, moves_between
 from dfa_megatron.runtime.request import DEFAULTS
-
-F = TypeVar("F", bound=Callable[..., Any])
 
 
 @lru_cache(maxsize=64)  # the same object for the layers of a pack: it keeps what it finds
@@ -130,12 +127,6 @@ class Place:
         varying += [f"parents {short_name(share.parents)}"] if share.parents else []
         found = compared(what, self.over, facts, device, *varying)
         return Agreed(found.over, found.phases, found.layer, share=share)
-
-
-def outside_graphs(function: F) -> F:
-    """Have Dynamo call a function as it stands, with one break of the graph."""
-    called: F = _disable_dynamo(function)  # type: ignore[assignment]
-    return called
 
 
 @outside_graphs

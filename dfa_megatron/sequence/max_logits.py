@@ -7,11 +7,10 @@ from collections.abc import Iterator, Sequence
 from zlib import crc32
 
 import torch
-from torch._compile import _disable_dynamo
 
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.kernels.api import accumulator_dtype
-from dfa_megatron.kernels.leaf import without_autocast
+from dfa_megatron.kernels.leaf import outside_graphs, without_autocast
 from dfa_megatron.kernels.segments import visible
 from dfa_megatron.plan.language.geometry import Span, Tile
 from dfa_megatron.plan.language.layout import Layout
@@ -28,7 +27,7 @@ _SCORES = 1 << 25
 """Scores that are in memory at once, of all heads."""
 
 
-@_disable_dynamo
+@outside_graphs
 @torch.no_grad()
 def max_logits(
     q: torch.Tensor,

@@ -7,8 +7,8 @@ from functools import lru_cache
 from operator import index
 
 import torch
-from torch._compile import _disable_dynamo
 
+from dfa_megatron.kernels.leaf import outside_graphs
 from dfa_megatron.plan.language.geometry import Span
 from dfa_megatron.plan.language.layout import Layout, cut_at
 from dfa_megatron.rows import row_by_row
@@ -20,7 +20,7 @@ from dfa_megatron.runtime.execute.moves import Moves, move_rows, moves_between
 from dfa_megatron.sharding import layout_of_tokens
 
 
-@_disable_dynamo
+@outside_graphs
 @together
 @row_by_row
 def roll_sequence(

@@ -60,8 +60,8 @@ def _attend(ranks: int) -> None:
 
 
 def _soon(left: Callable[[], int]) -> int:
-    """How many are left once a destroyed group has been noticed, or after five seconds."""
-    deadline = time.monotonic() + 5
+    """How many are left once a destroyed group has been noticed, or after twenty seconds."""
+    deadline = time.monotonic() + 20
     while left() and time.monotonic() < deadline:
         gc.collect()
         time.sleep(0.02)
