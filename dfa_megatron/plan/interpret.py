@@ -2,8 +2,7 @@
 
 Sets of tiles make it the checker, and clocks the simulator. Tensors handed over in memory run all ranks in one process,
 and tensors over a network make it the runtime. The loop that is verified is the loop that runs, and so is the
-`Accumulator`: it fills memory as planned. Not verified is where a partial lies in the result's memory (`fits`), and
-the order of what a recorded phase replays.
+`Accumulator`: it fills memory as planned. Not verified is the order of what a recorded phase replays.
 """
 
 from __future__ import annotations
@@ -114,11 +113,13 @@ class Accumulator(Generic[Values]):
     Args:
         merges: as planned; the writes must come in their order.
         rows: of the whole accumulator.
+
+    Attributes:
         memory: holds and merges them.
     """
 
     def __init__(self, merges: BufferMerges, rows: int, memory: Memory[Values]) -> None:
-        self._merges, self._count, self._memory = merges, rows, memory
+        self._merges, self._count, self.memory = merges, rows, memory
         self._sum: Values | None = None
         self._result: Values | None = None
         self._saved: dict[int, tuple[int, Values]] = {}
@@ -132,24 +133,26 @@ class Accumulator(Generic[Values]):
         A partial of all rows that came first has given its own memory. Values that no write reaches have the identity.
         """
         if self._result is None:
-            self._result = self._memory.new(self._count, sum=False)
+            self._result = self.memory.new(self._count, sum=False)
             for span in self._merges.empty:
-                self._memory.clear(self._memory.part(self._result, span.lo, span.hi))
+                self.memory.clear(self.memory.part(self._result, span.lo, span.hi))
         return self._result
 
     def destination(self) -> Values | None:
         """Return the rows of the result that the next partial fills alone, or None: a kernel may write it there."""
         merging = self._merges.writes[self._next]
-        (first, *more) = merging.rows
         adopted = merging.may_become_result and self._result is None
-        if adopted or more or first.saved or first.sum or first.skip or first.into is not Destination.RESULT:
+        if adopted or len(merging.rows) != 1:
             return None
-        return self._place(first, Destination.RESULT)
+        (only,) = merging.rows
+        if only.saved or only.sum or only.skip or only.into is not Destination.RESULT:
+            return None
+        return self._place(only, Destination.RESULT)
 
     def write(self, partial: Values) -> None:
         """Merge the next partial. The accumulator owns a kernel's output from here on and may keep it as the result."""
         number, self._next = self._next, self._next + 1
-        merging, memory = self._merges.writes[number], self._memory
+        merging, memory = self._merges.writes[number], self.memory
         if merging.may_become_result and self._result is None and memory.fits(partial, self._count):
             self._result, self._write_of_result = partial, number
         if any(rows.into is Destination.SAVED for rows in merging.rows):
@@ -163,10 +166,10 @@ class Accumulator(Generic[Values]):
 
     def _merge(self, number: int, to: RowsMerge, rows: Values) -> None:
         into = self._place(to, to.into)
-        in_result = to.into is Destination.RESULT or self._memory.in_place
+        in_result = to.into is Destination.RESULT or self.memory.in_place
         parts: list[Values] = []
         if to.sum:
-            same = to.into is Destination.SUM or self._memory.in_place
+            same = to.into is Destination.SUM or self.memory.in_place
             parts.append(into if same else self._place(to, Destination.SUM))
         for other in (*to.saved, number):
             if other == self._write_of_result and in_result:  # it lies in `into` already, and must come first
@@ -175,17 +178,17 @@ class Accumulator(Generic[Values]):
                 parts.append(rows)
             else:
                 start, saved = self._saved[other]
-                parts.append(self._memory.part(saved, to.lo - start, to.hi - start))
+                parts.append(self.memory.part(saved, to.lo - start, to.hi - start))
         if len(parts) > 1 or parts[0] is not into:
-            self._memory.merge(parts, into)
+            self.memory.merge(parts, into)
         for other in to.freed:
             del self._saved[other]
 
     def _place(self, to: RowsMerge, into: Destination) -> Values:
         """Return the rows of the result or of the sum, as whose memory the result serves where it can."""
-        if into is Destination.RESULT or self._memory.in_place:
-            return self._memory.part(self.result(), to.lo, to.hi)
+        if into is Destination.RESULT or self.memory.in_place:
+            return self.memory.part(self.result(), to.lo, to.hi)
         span = self._merges.sum
         if self._sum is None:
-            self._sum = self._memory.new(len(span), sum=True)
-        return self._memory.part(self._sum, to.lo - span.lo, to.hi - span.lo)
+            self._sum = self.memory.new(len(span), sum=True)
+        return self.memory.part(self._sum, to.lo - span.lo, to.hi - span.lo)

@@ -91,13 +91,15 @@ def prove(algebra: Sets, messages: RankMessages, promised: Carried) -> None:
             if not sends:
                 algebra.land(message, [_landed(plan, *part, tiles) for part, tiles in zip(parts, sums, strict=True)])
                 continue
-            for part, content, tiles in zip(parts, algebra.take(message), sums, strict=True):
-                _compare(algebra, *part, content, tiles)
+            for part, contents, tiles in zip(parts, algebra.take(message), sums, strict=True):
+                for content in contents:
+                    _compare(algebra, *part, content, tiles)
     everything = Span(0, plan.layout.length)
     for side, name in plan.phase.writes:
-        content, spans = algebra.held(program.home_buffer(name), name), plan.layout.spans(program.rank, side)
+        spans, home = plan.layout.spans(program.rank, side), program.home_buffer(name)
         pairs = [plan.mask.restrict(*((span, everything) if side == "q" else (everything, span))) for span in spans]
-        _compare(algebra, name, plan.layout.of(program.rank, side), content, pairs)
+        for content in algebra.held(home, name):
+            _compare(algebra, name, plan.layout.of(program.rank, side), content, pairs)
 
 
 def _sums(

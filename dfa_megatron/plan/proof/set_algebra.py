@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from typing import NamedTuple
 
@@ -85,15 +85,17 @@ class View(NamedTuple):
 class SetMemory:
     """The memory of an accumulator of sets, see `plan.interpret`.
 
-    Sum and result are apart, so one is never taken for the other. side: q or kv, whose rows they are.
+    side: q or kv, whose rows they are. in_place: a sum lies in the result. adopts: a partial's memory may become the
+    result, and a kernel writes where the accumulator says.
     """
 
     side: str
-    in_place: bool = False
+    in_place: bool
+    adopts: bool
 
     def new(self, rows: int, sum: bool) -> View:
         """Return rows that hold nothing yet."""
-        return View(Content(once=not sum), Span(0, rows))
+        return View(Content(once=not (sum or self.in_place)), Span(0, rows))
 
     def part(self, rows: View, lo: int, hi: int) -> View:
         """Return fewer rows.
@@ -106,12 +108,14 @@ class SetMemory:
         return View(rows.content, Span(rows.span.lo + lo, rows.span.lo + hi))
 
     def merge(self, parts: list[View], into: View) -> None:
-        """Write the sum of sets in place of what the rows held.
+        """Write the sum of sets in place of what the rows held; a single part may lie there already.
 
         Raises:
             LookupError: a part has rows that hold nothing, or rows of a result are written again. In a partial's memory
                 they would count twice.
         """
+        if [(id(content), span) for content, span in parts] == [(id(into.content), into.span)]:
+            return
         terms: list[Term] = []
         for content, span in parts:
             if not content.holds(span):
@@ -127,12 +131,16 @@ class SetMemory:
         self.merge([], rows)
 
     def fits(self, partial: View, rows: int) -> bool:
-        """Return False. The checker never takes this path; `_refuse_moved` checks its only condition."""
-        return False
+        """Return whether the partial's memory becomes the result."""
+        return self.adopts and partial.span == Span(0, rows)
+
+
+WAYS = ((False, False), (False, True), (True, True))
+"""(in_place, adopts) of results whose sums have another dtype, and of those whose sums have theirs."""
 
 
 class Sets:
-    """One rank of the checker."""
+    """One rank of the checker. Every accumulator is filled in each of `WAYS`."""
 
     def __init__(self, plan: Plan, program: Program) -> None:
         self.plan, self.program, self.step = plan, program, 0
@@ -144,7 +152,6 @@ class Sets:
         self.touched: dict[int, int] = {}
         self.side_of = {name: side for side, name in plan.phase.writes}
         self._refuse_unequal_tenants()
-        self._refuse_moved()
         for side, name in plan.phase.reads:
             content = self.content[program.home_buffer(name), name]
             for chunk, row in plan.layout.offsets(plan.layout.of(program.rank, side)).items():
@@ -152,7 +159,10 @@ class Sets:
                 _append(content.tokens, Span(row, row + len(span)), span.lo - row)
             content.put(Span(0, plan.layout.tokens(program.rank, side)), [])
         self.accumulators = {
-            number: Accumulator(buffer.merges, buffer.parts[0][1], SetMemory(self.side_of[buffer.parts[0][0]]))
+            number: [
+                Accumulator(buffer.merges, buffer.parts[0][1], SetMemory(self.side_of[buffer.parts[0][0]], *way))
+                for way in WAYS
+            ]
             for number, buffer in enumerate(program.buffers)
             if buffer.merges is not None
         }
@@ -177,7 +187,7 @@ class Sets:
 
     def compute(self, call: Call) -> None:
         """Merge the pairs of the call's segments, as tokens, into its writes."""
-        q, kv = self._read(call.q).tokens, self._read(call.kv).tokens
+        q, kv = (self._read(region)[0].tokens for region in (call.q, call.kv))
         tiles = [
             (q_shift, kv_shift, part.shift(q_shift, kv_shift))
             for tile in (segment.shift(call.q.lo, call.kv.lo) for segment in self._segments(call))
@@ -190,7 +200,7 @@ class Sets:
             sources.append((call.kv.rows, [(shift + call.kv.lo, tile) for _, shift, tile in tiles]))
         for into, (count, terms) in zip(call.writes, sources, strict=True):
             rows = Span(0, into.rows)
-            self._store(into, count, View(Content([rows], terms=[terms]), rows))
+            self._store(into, count, View(Content([rows], terms=[terms]), rows), of_kernel=True)
 
     def _segments(self, call: Call) -> list[Tile]:
         """Return the call's segments as tiles in its rows."""
@@ -221,20 +231,21 @@ class Sets:
             self.tenant.pop(slot, None)
         self.gone = set()
 
-    def take(self, message: Message) -> list[Content]:
-        """Return what each part of a message that is sent carries, from row 0 on."""
+    def take(self, message: Message) -> list[list[Content]]:
+        """Return what each part of a message that is sent carries, from row 0 on; a result's in each of `WAYS`."""
         parts = []
         for regions in message.parts:
-            out, at = Content(), 0
+            outs, at = [Content() for _ in (WAYS if regions[0].name in self.side_of else "1")], 0
             for region in regions:
-                content, by = self._read(region, sent=True), at - region.lo
-                out.tokens += [(rows.shift(by), shift - by) for rows, shift in content.tokens]
-                for rows, terms in zip(content.valid, content.terms, strict=True):
-                    out.put(rows.shift(by), [(shift - by, tile) for shift, tile in terms])
+                by = at - region.lo
+                for out, content in zip(outs, self._read(region, sent=True), strict=True):
+                    out.tokens += [(rows.shift(by), shift - by) for rows, shift in content.tokens]
+                    for rows, terms in zip(content.valid, content.terms, strict=True):
+                        out.put(rows.shift(by), [(shift - by, tile) for shift, tile in terms])
                 at += region.rows
                 if region.name in self.side_of:
                     self.gone.add(self._slot(region.buffer))
-            parts.append(out)
+            parts.append(outs)
         return parts
 
     def land(self, message: Message, contents: Sequence[Content]) -> None:
@@ -259,12 +270,6 @@ class Sets:
         if shared := (messages & results) - {None}:
             raise self.fail(f"slots {shared} are shared by accumulators and messages")
 
-    def _refuse_moved(self) -> None:
-        for number, buffer in enumerate(self.program.buffers):
-            for write in buffer.merges.writes if buffer.merges else ():
-                if write.may_become_result and any(rows.skip != rows.lo for rows in write.rows):
-                    raise self.fail(f"a partial that may become buffer {number} has its rows elsewhere")
-
     def _slot(self, buffer: int) -> int:
         slot = self.program.buffers[buffer].slot
         return -1 - buffer if slot is None else slot
@@ -284,15 +289,15 @@ class Sets:
         if self.landing.get(self._slot(buffer)):
             raise self.fail(f"R1: buffer {buffer} is {how} while a message is landing in it")
 
-    def _read(self, region: Region, sent: bool = False) -> Content:
-        """Return the part of a content that lies in a region; row numbers stay those of the buffer."""
+    def _read(self, region: Region, sent: bool = False) -> list[Content]:
+        """Return the part of a buffer's contents that lies in a region; row numbers stay those of the buffer."""
         slot, rows = self._slot(region.buffer), Span(region.lo, region.hi)
         if self.program.buffers[region.buffer].slot is not None and self.tenant.get(slot) != region.buffer:
             raise self.fail(f"R2: {region} was overwritten, or is not there yet")
         if self.landing.get(slot):
             raise self.fail(f"R1: {region} is read while its message is on the way")
-        content = self.held(region.buffer, region.name)
-        if not content.holds(rows):
+        contents = self.held(region.buffer, region.name)
+        if not all(content.holds(rows) for content in contents):
             raise self.fail(f"{region} is read before anything was stored in it")
         if not sent:
             self.touched[slot] = self.step
@@ -300,16 +305,22 @@ class Sets:
             raise self.fail(f"{region} is sent while step {self.touched[slot]} may still write it")
         else:
             self.sending.add(slot)
-        tokens = [(span & rows, shift) for span, shift in _among(content.tokens, rows)]
-        terms = content.terms_in(rows, self.side_of[region.name]) if region.name in self.side_of else []
-        return Content([rows], tokens, [terms])
+        side = self.side_of.get(region.name)
+        return [
+            Content(
+                [rows],
+                [(span & rows, shift) for span, shift in _among(content.tokens, rows)],
+                [content.terms_in(rows, side) if side else []],
+            )
+            for content in contents
+        ]
 
-    def held(self, buffer: int, name: str) -> Content:
-        """Return what a buffer holds of a name."""
-        accumulator = self.accumulators.get(buffer)
-        return self.content[buffer, name] if accumulator is None else accumulator.result().content
+    def held(self, buffer: int, name: str) -> list[Content]:
+        """Return what a buffer holds of a name; of an accumulator in each of `WAYS`."""
+        filled = self.accumulators.get(buffer)
+        return [self.content[buffer, name]] if filled is None else [one.result().content for one in filled]
 
-    def _store(self, into: Region, rows: int, partial: View) -> None:
+    def _store(self, into: Region, rows: int, partial: View, *, of_kernel: bool = False) -> None:
         slot, buffer = self._slot(into.buffer), self.program.buffers[into.buffer]
         if into.rows != rows or into.lo < 0 or into.hi > dict(buffer.parts).get(into.name, 0):
             raise self.fail(f"{into} is no place for a result of {rows} rows")
@@ -318,9 +329,24 @@ class Sets:
             self._move_in(into.buffer)
         self.touched[slot] = self.step
         try:
-            self.accumulators[into.buffer].write(partial)
+            for accumulator in self.accumulators[into.buffer]:
+                self._write(accumulator, partial, of_kernel=of_kernel)
         except LookupError as error:
             raise self.fail(f"a partial of {into} is not merged as planned: {error}") from error
+
+    def _write(self, accumulator: Accumulator[View], partial: View, *, of_kernel: bool) -> None:
+        """Write one partial; a kernel's own memory, or where the accumulator tells the kernel to write."""
+        memory = accumulator.memory
+        assert isinstance(memory, SetMemory)
+        if of_kernel and memory.adopts:
+            place = accumulator.destination()
+            if place is not None and len(place.span) == len(partial.span):
+                memory.merge([partial], place)
+                partial = place
+            else:
+                content = partial.content
+                partial = View(replace(content, valid=[*content.valid], terms=[*content.terms]), partial.span)
+        accumulator.write(partial)
 
 
 def _among(tokens: list[tuple[Span, int]], rows: Span) -> list[tuple[Span, int]]:
