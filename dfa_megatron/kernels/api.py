@@ -7,6 +7,7 @@ views.
 
 from __future__ import annotations
 
+import functools
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
@@ -15,8 +16,10 @@ from typing import Any, ClassVar, Literal
 import torch
 
 from dfa_megatron.errors import UnsupportedError
-from dfa_megatron.kernels.segments import Cut, Part, Rows, Segments, Split, Takes
+from dfa_megatron.kernels.launches import Cut, Takes, launches
+from dfa_megatron.kernels.segments import Part, Rows, Segments, Split
 from dfa_megatron.plan.language.geometry import Band, Form
+from dfa_megatron.plan.lowering.kernel_calls import Launching
 
 Partial = tuple[torch.Tensor, torch.Tensor]
 """(out, lse) of some rows."""
@@ -127,8 +130,8 @@ class BlockKernel(ABC):
     """The backward takes out in place of delta, too: one rank sends nothing, and leaves delta to the kernel."""
     cut: Cut | None = None
     """Divides the tile of a segment into tiles that a launch takes; None where it takes any band."""
-    takes: Takes = "segment"
-    """Which segments one launch computes; several only for a batch of one."""
+    takes: Literal["segment", "window", "segments"] = "segment"
+    """Which segments one launch computes: see `Takes`."""
     skips_rows: ClassVar[bool] = False
     """A launch of several segments takes memory for its results, and leaves the rows between them as they are there."""
     writes_into: ClassVar[bool] = False
@@ -164,9 +167,9 @@ class BlockKernel(ABC):
 
         A row that sees nothing has out 0 and lse -inf.
         """
-        split = call.segments.tables.get((type(self), call.q.shape[0] == 1)) or self._split(call)
+        split = self._split(call)
         if (only := split.only) is not None:
-            return self.launch(call if only.segments is call.segments else replace(call.part(only), into=call.into))
+            return self.launch(replace(call.part(only), into=call.into))
         q, v = call.q, call.v
         (given,) = call.into or (None,)
         out = q.new_empty(*q.shape[:3], v.shape[3]) if given is None else given
@@ -188,10 +191,9 @@ class BlockKernel(ABC):
 
         Source: section 3.1 of the paper; FlashAttention-2.
         """
-        split = call.segments.tables.get((type(self), call.q.shape[0] == 1)) or self._split(call)
+        split = self._split(call)
         if (only := split.only) is not None and only.is_whole:
-            same = only.segments is call.segments
-            return self.launch_backward(call if same else replace(call.part(only), into=call.into), dout, saved)
+            return self.launch_backward(replace(call, segments=only.segments), dout, saved)
         q, k, v = call.q, call.k, call.v
         # The gradients of copied keys wait for those of all launches; else keys in common are summed in memory.
         copies = split.copies
@@ -217,11 +219,30 @@ class BlockKernel(ABC):
                 _sum_rows(parts[0] if len(parts) == 1 else torch.cat(parts, 1), copies, whole)
         return dq, dk.to(k.dtype), dv.to(v.dtype)
 
+    def launching(self, *, batch: int, group: int, bands: bool) -> Launching:
+        """Return what decides the calls and launches of an attention.
+
+        Args:
+            batch: sequences at once.
+            group: query heads that have the same keys.
+            bands: this kernel takes windows that are neither full nor square causal.
+        """
+        return functools.partial(launches, self._takes(batch, group, bands=bands))
+
+    def _takes(self, batch: int, group: int = 0, *, bands: bool = True) -> Takes:
+        kind = self.takes if batch == 1 else "segment"
+        return Takes(kind, self.cut, self.skips_rows, bands, group if kind == "window" else 0)
+
     def _split(self, call: BlockCall) -> Split:
-        """Return the launches of a call, and cache them on its segments."""
-        single = call.q.shape[0] == 1
-        split = call.segments.split(self.takes, self.cut, single=single, skips=self.skips_rows)
-        call.segments.tables[type(self), single] = split
+        """Return the launches of a call: as prepared, or decided here for a call that was not, and cached on it."""
+        segments, batch = call.segments, call.q.shape[0]
+        if segments.split is not None:
+            return segments.split
+        key = type(self), batch == 1
+        if key not in segments.tables:
+            found = self._takes(batch).divide(segments.parts, segments.q_len, segments.kv_len)
+            segments.tables[key] = Split.of(found, segments.q_len, segments.kv_len, ragged=segments.ragged)
+        split: Split = segments.tables[key]
         return split
 
 

@@ -1,39 +1,32 @@
-"""The attentions of one call, and how a call is divided into parts that a kernel can launch."""
+"""The segments of a call or launch, and the rows that a launch takes of tensors."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import accumulate, groupby, pairwise
-from typing import Any, Literal
+from itertools import accumulate, pairwise
+from typing import Any
 
 import torch
 
 from dfa_megatron.kernels.current_stream import stream_of
 from dfa_megatron.kernels.tape import unrecorded
-from dfa_megatron.plan.language.geometry import UNBOUNDED, Band, Segment, Span, Tile
-
-Takes = Literal["segment", "window", "segments"]
-"""What one launch of a kernel computes: one segment, several that share one window, or several of any bands."""
-
-Joined = tuple[Segment, ...]
-"""Parts of the same query rows: one segment of a launch."""
-
-Cut = Callable[[Tile], Iterable[Tile]]
-"""Divide a tile without empty rows into tiles with disjoint rows whose bands a kernel can express."""
+from dfa_megatron.plan.language.geometry import Band, Segment, Span
+from dfa_megatron.plan.language.program import Launch
 
 
 @dataclass(frozen=True, eq=False)
 class Segments:
     """The segments of one call over q_len x kv_len rows.
 
-    There is one object per call, so derived tables are cached on it.
+    There is one object per call or launch, so derived tables are cached on it.
 
-    parts: rows increase on both sides and are disjoint. For a kernel of windows several may have the same keys, and
-        parts of the same query rows are one segment of a launch: the keys of the full ones, then those of the last.
-    window: set for a varlen launch, whose segments follow one another: the one window that serves all of them.
+    parts: in the order of their query rows. Those of a launch are disjoint on both sides; key rows of a varlen launch
+        follow one another.
+    window: set for a varlen launch: the one window that serves all of them.
     ragged: calls of many other lengths come, so a kernel had better not be compiled for these.
+    split: the launches of a call, decided when it was prepared; None where the kernel still has to divide it.
     tables: cache of everything derived; each user chooses its keys.
     """
 
@@ -42,6 +35,7 @@ class Segments:
     kv_len: int
     window: Band | None = None
     ragged: bool = False
+    split: Split | None = None
     tables: dict[object, Any] = field(default_factory=dict, repr=False)
 
     @classmethod
@@ -99,33 +93,6 @@ class Segments:
         found: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None] = self.tables[key]
         return found
 
-    def groups(self, *, skips: bool) -> tuple[Part, ...]:
-        """As few varlen launches as the windows allow; rows that do not follow one another are gathered.
-
-        skips: a launch passes over query rows between its segments, so these are not gathered.
-        """
-        left = [tuple(same) for _, same in groupby(self.parts, key=lambda s: (s.q_lo, s.q_hi))]
-        out = []
-        # The most constrained windows first: they serve segments with fewer bounds.
-        for window in sorted({same[-1].band for same in left}, key=lambda b: ((b.left < 0) + (b.right < 0), b)):
-            if served := [same for same in left if _serves(window, same)]:
-                out.append(_group(self, window, served, skips=skips))
-                left = [same for same in left if not _serves(window, same)]
-        return tuple(out)
-
-    def split(self, takes: Takes, cut: Cut | None, *, single: bool, skips: bool) -> Split:
-        """Return the launches of a kernel: one segment each, or several where the kernel takes them.
-
-        takes: the segments of one launch.
-        cut: divides the tile of a single segment; None where a launch takes any band, blind rows included.
-        single: the batch is one. A launch of several segments has no batch dimension.
-        skips: as for `groups`.
-        """
-        if len(self.parts) > 1 and single and takes != "segment":
-            whole = Part(Rows(0, self.q_len, self.q_len), Rows(0, self.kv_len, self.kv_len), self)
-            return Split.of(self, (whole,) if takes == "segments" else self.groups(skips=skips))
-        return Split.of(self, tuple(part for s in self.parts for part in _tiles(self, s, cut)))
-
 
 @dataclass(frozen=True, eq=False)
 class Rows:
@@ -139,6 +106,13 @@ class Rows:
     length: int
     spans: tuple[Span, ...] | None = None
     _on: dict[tuple[object, ...], torch.Tensor] = field(default_factory=dict, repr=False)
+
+    @classmethod
+    def of(cls, spans: Sequence[Span], length: int) -> Rows:
+        """Return the rows of spans, in their order."""
+        if len(spans) == 1:
+            return cls(spans[0].lo, spans[0].hi, length)
+        return cls(min(span.lo for span in spans), max(span.hi for span in spans), length, tuple(spans))
 
     @property
     def every(self) -> tuple[Span, ...]:
@@ -198,14 +172,18 @@ class Rows:
 
 @dataclass(frozen=True, eq=False)
 class Part:
-    """One launch of a call: its rows, and their segments in the launch's own row numbers.
-
-    segments: the call's own object where the launch is the call as it stands.
-    """
+    """One launch of a call: its rows, and their segments in the launch's own row numbers."""
 
     rows: Rows
     columns: Rows
     segments: Segments
+
+    @classmethod
+    def of(cls, launch: Launch, q_len: int, kv_len: int, *, ragged: bool) -> Part:
+        """Return a launch over tensors of so many rows."""
+        rows, columns = Rows.of(launch.q, q_len), Rows.of(launch.kv, kv_len)
+        segments = Segments(launch.segments, rows.count, columns.count, launch.window, ragged=ragged)
+        return cls(rows, columns, segments)
 
     @cached_property
     def is_whole(self) -> bool:
@@ -215,7 +193,7 @@ class Part:
 
 @dataclass(frozen=True, eq=False)
 class Split:
-    """The launches of a call; no query row is in two of them.
+    """The launches of a call over tensors; no query row is in two of them.
 
     only: the launch, where one has every query row.
     fills_rows, fills_columns: every query row, every key row is in a launch.
@@ -231,69 +209,19 @@ class Split:
     copies: Rows | None
 
     @classmethod
-    def of(cls, segments: Segments, parts: tuple[Part, ...]) -> Split:
-        """Find out what the launches cover."""
+    def of(cls, launches: Sequence[Launch], q_len: int, kv_len: int, *, ragged: bool = False) -> Split:
+        """Find out what launches cover in so many rows."""
+        parts = tuple(Part.of(launch, q_len, kv_len, ragged=ragged) for launch in launches)
         covered = sum(p.rows.count if p.segments.window is None else p.segments.q_covered for p in parts)
-        fills_rows = covered == segments.q_len
+        fills_rows = covered == q_len
         alone = len(parts) == 1 and parts[0].rows.is_all
         only = parts[0] if alone and (fills_rows or parts[0].segments.window is None) else None
         spans = [span for p in parts for span in p.columns.every]
         shares = any(before.hi > after.lo for before, after in pairwise(sorted(spans)))
-        columns, whole = sum(p.columns.count for p in parts), segments.kv_len
+        columns = sum(p.columns.count for p in parts)
         varlen = shares and all(p.segments.window is not None for p in parts)
-        copies = Rows(0, whole, whole, tuple(spans)) if varlen else None
-        return cls(parts, only, fills_rows, columns == whole and not shares, shares, copies)
-
-
-def _tiles(whole: Segments, segment: Segment, cut: Cut | None) -> Iterable[Part]:
-    """Yield the launches of one segment."""
-    if cut is None:
-        yield _part(whole, Span(segment.q_lo, segment.q_hi), Span(segment.kv_lo, segment.kv_hi), segment.band)
-        return
-    tile = segment.tile.shrink()
-    for one in () if tile is None else cut(tile):
-        yield _part(whole, one.q, one.kv, one.band)
-
-
-def _part(whole: Segments, q: Span, kv: Span, band: Band) -> Part:
-    rows, columns = Rows(q.lo, q.hi, whole.q_len), Rows(kv.lo, kv.hi, whole.kv_len)
-    same = rows.is_all and columns.is_all and len(whole.parts) == 1 and whole.band == band
-    return Part(rows, columns, whole if same else Segments.one(band, len(q), len(kv), ragged=whole.ragged))
-
-
-def _group(whole: Segments, window: Band, served: Sequence[Joined], *, skips: bool) -> Part:
-    """The varlen launch of segments that one window serves."""
-    q = [Span(same[0].q_lo, same[0].q_hi) for same in served]
-    kv = [Span(s.kv_lo, s.kv_hi) for same in served for s in same]
-    kv_at = [*accumulate(map(_keys, served), initial=0)]
-    q_at, q_len = [span.lo for span in q], whole.q_len
-    if not skips:
-        *q_at, q_len = accumulate(map(len, q), initial=0)
-    parts = tuple(
-        Segment(q_at[i], q_at[i] + len(q[i]), kv_at[i], kv_at[i + 1], same[-1].band) for i, same in enumerate(served)
-    )
-    rows = Rows(0, q_len, q_len) if skips else _rows(q, whole.q_len)
-    return Part(rows, _rows(kv, whole.kv_len), Segments(parts, q_len, kv_at[-1], window))
-
-
-def _rows(spans: Sequence[Span], length: int) -> Rows:
-    """The rows of several spans, in their order."""
-    if all(before.hi == after.lo for before, after in pairwise(spans)):
-        return Rows(spans[0].lo, spans[-1].hi, length)
-    lo, hi = min(span.lo for span in spans), max(span.hi for span in spans)
-    return Rows(lo, hi, length, tuple(spans))
-
-
-def _serves(window: Band, same: Joined) -> bool:
-    """The window shows the same pairs of a segment as its own band: a bound that never binds may be added."""
-    band, q_len, kv_len = same[-1].band, same[0].q_hi - same[0].q_lo, _keys(same)
-    left = window.left == band.left or (band.left < 0 and window.left >= kv_len - 1)
-    right = window.right == band.right or (band.right < 0 and window.right >= q_len - 1)
-    return left and right
-
-
-def _keys(same: Joined) -> int:
-    return sum(s.kv_hi - s.kv_lo for s in same)
+        copies = Rows(0, kv_len, kv_len, tuple(spans)) if varlen else None
+        return cls(parts, only, fills_rows, columns == kv_len and not shares, shares, copies)
 
 
 def moved(values: list[int] | torch.Tensor, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -316,36 +244,3 @@ def visible(band: Band, q_len: int, kv_len: int, device: torch.device) -> torch.
     if band.right >= 0:
         seen &= distance <= band.right
     return seen
-
-
-def uncut(tile: Tile) -> tuple[Tile, ...]:
-    """Do not divide: for kernels that take any band in which every row sees a key, as in the shrunk tile given here."""
-    return (tile,)
-
-
-def cut_rows(tile: Tile, rows: int) -> Iterator[Tile]:
-    """Cut into tiles of at most `rows` rows, each shrunk to the columns that its rows see."""
-    for start in range(tile.q.lo, tile.q.hi, rows):
-        cut = tile.restrict(Span(start, start + rows), tile.kv)
-        assert cut is not None, "a shrunk tile has no empty row"
-        yield cut
-
-
-def cut_tall(whole: Tile) -> Iterator[Tile]:
-    """Cut into at most three tiles, each of them full or with no more rows than columns.
-
-    FlashAttention-2 ignores a right bound of kv_len or more, and adds a right bound of kv_len to a left bound that
-    stands alone. Both change the result only if rows outnumber columns. The right bound hides pairs only in the first
-    kv_len - 1 rows, the left bound only in the last kv_len - 1. So cut those rows off; the middle is full.
-    """
-    tile: Tile | None = whole
-    while tile is not None:
-        columns = len(tile.kv)
-        if tile.band.is_full or len(tile.q) <= columns:
-            yield tile
-            return
-        cut = tile.q.lo + columns if tile.hi != UNBOUNDED else tile.q.hi - columns  # tile.hi bounds j - i
-        head = tile.restrict(Span(tile.q.lo, cut), tile.kv)
-        assert head is not None, "a shrunk tile has no empty row"
-        yield head
-        tile = tile.restrict(Span(cut, tile.q.hi), tile.kv)

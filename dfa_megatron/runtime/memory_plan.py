@@ -8,10 +8,11 @@ from dataclasses import dataclass
 
 import torch
 
-from dfa_megatron.kernels.segments import Segments
+from dfa_megatron.kernels.segments import Segments, Split
 from dfa_megatron.plan.language.ir import Plan
-from dfa_megatron.plan.language.program import Program
+from dfa_megatron.plan.language.program import Call, Program
 from dfa_megatron.plan.language.sizes import Sizes
+from dfa_megatron.plan.lowering.kernel_calls import Launching
 from dfa_megatron.plan.lowering.landings import Arenas, Landings, landings_of, place
 from dfa_megatron.plan.lowering.lower import lower
 from dfa_megatron.runtime.execute.wire_format import Placed, placed_at
@@ -74,10 +75,7 @@ def plan_memory(program: Program, landings: Sequence[Landings], sizes: Sizes) ->
             for number in places.starts
         },
         places.sent,
-        tuple(
-            tuple(Segments(call.segments, call.q.rows, call.kv.rows, ragged=ragged) for call in step.calls)
-            for step in program.steps
-        ),
+        tuple(tuple(_segments(call, ragged=ragged) for call in step.calls) for step in program.steps),
         frozenset(sent),
         sum(len(step.calls) for step in program.steps),
         len(program.sends),
@@ -85,16 +83,20 @@ def plan_memory(program: Program, landings: Sequence[Landings], sizes: Sizes) ->
     )
 
 
-def placed(plan: Plan, rank: int, sizes: Sizes, *, bands: bool, repeats: int) -> MemoryPlan:
+def _segments(call: Call, *, ragged: bool) -> Segments:
+    q_len, kv_len = call.q.rows, call.kv.rows
+    split = Split.of(call.launches, q_len, kv_len, ragged=ragged)
+    return Segments(call.segments, q_len, kv_len, ragged=ragged, split=split)
+
+
+def placed(plan: Plan, rank: int, sizes: Sizes, launching: Launching) -> MemoryPlan:
     """Lower a phase for one rank, prove its program and place its messages. All ranks hear of an error on any.
 
     Args:
         plan: the phase for all ranks.
         rank: this one.
         sizes: of its tensors.
-        bands: the kernel takes windows that are neither full nor square causal.
-        repeats: the query heads that have the same keys, if the kernel copies keys that several segments of a call
-            have, else 0.
+        launching: decides the calls of the kernel, and their launches.
 
     Raises:
         PlanError: the plan, or the program, is wrong.
@@ -102,6 +104,6 @@ def placed(plan: Plan, rank: int, sizes: Sizes, *, bands: bool, repeats: int) ->
     from dfa_megatron.plan.proof.check import check_programs
 
     landings = landings_of(plan, sizes.batch)
-    program = lower(landings[rank], bands=bands, repeats=repeats)
+    program = lower(landings[rank], launching)
     check_programs(landings, [program])
     return plan_memory(program, landings, sizes)

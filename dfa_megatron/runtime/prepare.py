@@ -159,8 +159,9 @@ def built(request: Request, ranks: int, rank: int, inputs: Inputs, over: Channel
     kernel, bands = kernel_of(request, inputs, length)
     sizes, hardware = sizes_of(inputs, kernel, ranks), profile_of(inputs.q.is_cuda, over, kernel.name, ranks)
     again = functools.partial(plan_of, request, ranks, length, sizes, hardware)
-    plan, repeats = again(), sizes.heads // sizes.kv_heads if kernel.takes == "window" and sizes.batch == 1 else 0
-    forward, backward = (placed(phase, rank, sizes, bands=bands, repeats=repeats) for phase in plan.phases)
+    plan = again()
+    launching = kernel.launching(batch=sizes.batch, group=sizes.heads // sizes.kv_heads, bands=bands)
+    forward, backward = (placed(phase, rank, sizes, launching) for phase in plan.phases)
     binds = kernel.replays(deterministic=request.deterministic)
     common = replace(request, cu_seqlens=(), mask=None, plan=None)
     kind = common, ranks, inputs.q.device, *[(x.dtype, x.shape[0], x.shape[2:]) for x in inputs[:3]]

@@ -18,10 +18,8 @@ from dfa_megatron.kernels.segments import Segments
 from dfa_megatron.plan.language.geometry import FULL
 from dfa_megatron.plan.language.mask import Mask, causal, documents
 from dfa_megatron.plan.language.sizes import Sizes
-from dfa_megatron.plan.lowering.landings import landings_of
-from dfa_megatron.plan.proof.check import check
 from dfa_megatron.plan.schedules import plan_named
-from dfa_megatron.runtime.memory_plan import plan_memory
+from dfa_megatron.runtime.memory_plan import placed
 from tests.support.close import assert_close
 from tests.support.kernel_operators import StandIn
 
@@ -32,9 +30,11 @@ def launched(mask: Mask, ranks: int) -> Iterator[Segments]:
     """Yield what flash4 launches for a mask, on every rank, forward and backward."""
     kernel = Flash4Kernel()
     for phase in plan_named("balanced", mask, ranks).phases:
-        for program in check(phase):
-            for segments in (one for step in plan_memory(program, landings_of(phase), FORM).segments for one in step):
-                for part in segments.split(kernel.takes, kernel.cut, single=True, skips=kernel.skips_rows).parts:
+        for rank in range(ranks):
+            memory = placed(phase, rank, FORM, kernel.launching(batch=1, group=2, bands=True))
+            for segments in (one for step in memory.segments for one in step):
+                assert segments.split is not None
+                for part in segments.split.parts:
                     q, k = (torch.empty(1, n, 1, 8, device="meta") for n in (part.segments.q_len, part.segments.kv_len))
                     yield _varlen(BlockCall(q, k, k, part.segments, 1.0)).segments
 

@@ -16,6 +16,7 @@ from dfa_megatron import kernels
 from dfa_megatron.doctor.dense import dense_attention
 from dfa_megatron.kernels.adapters.reference import ReferenceKernel
 from dfa_megatron.kernels.api import BlockCall, Gradients, Partial, Saved
+from dfa_megatron.kernels.launches import by_window
 from dfa_megatron.kernels.segments import Rows, Segments
 from dfa_megatron.kernels.triton.support import interpreted
 from dfa_megatron.plan.language.geometry import CAUSAL, FULL, Band, Segment, Span
@@ -117,13 +118,13 @@ def test_a_deterministic_backward_of_segments_is_right(name: str, device: str, r
 
 def test_equal_windows_are_one_group_and_bounds_that_never_bind_do_not_matter() -> None:
     causal = Segment(0, 5, 0, 5, CAUSAL), Segment(5, 6, 5, 9, FULL), Segment(6, 16, 9, 19, CAUSAL)
-    (group,) = Segments(causal, 16, 19).groups(skips=False)
-    assert group.segments.window == CAUSAL
-    assert group.segments.parts == causal
+    (launch,) = by_window(causal, 16, skips=False)
+    assert launch.window == CAUSAL
+    assert launch.segments == causal
     windows = Segment(0, 30, 0, 30, Band(7, 0)), Segment(30, 35, 30, 35, CAUSAL), Segment(35, 36, 35, 36, FULL)
-    assert [group.segments.window for group in Segments(windows, 36, 36).groups(skips=False)] == [Band(7, 0)]
+    assert [launch.window for launch in by_window(windows, 36, skips=False)] == [Band(7, 0)]
     mixed = Segment(0, 4, 0, 4, CAUSAL), Segment(4, 8, 4, 9, FULL), Segment(8, 20, 9, 21, Band(3, 0))
-    assert {group.segments.window for group in Segments(mixed, 20, 21).groups(skips=False)} == {Band(3, 0), FULL}
+    assert {launch.window for launch in by_window(mixed, 20, skips=False)} == {Band(3, 0), FULL}
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -131,14 +132,14 @@ def test_groups_hold_every_segment_once_and_mean_what_its_band_means(seed: int) 
     bands = CAUSAL, FULL, Band(4, 0), Band(9, 0), Band(-1, 6), Band(5, 5)
     segments = Pack(bands, longest=12, gap=2, square=False, count=30).draw(seed)
     grouped = []
-    for group in segments.groups(skips=False):
-        rows, columns = (x.indices(torch.device("cpu")).tolist() for x in (group.rows, group.columns))
-        assert group.segments.window is not None
-        for s in group.segments.parts:
+    for launch in by_window(segments.parts, segments.q_len, skips=False):
+        rows, columns = ([at for x in spans for at in range(x.lo, x.hi)] for spans in (launch.q, launch.kv))
+        assert launch.window is not None
+        for s in launch.segments:
             at = Segment(rows[s.q_lo], rows[s.q_hi - 1] + 1, columns[s.kv_lo], columns[s.kv_hi - 1] + 1, s.band)
             assert rows[s.q_lo : s.q_hi] == list(range(at.q_lo, at.q_hi))
             assert columns[s.kv_lo : s.kv_hi] == list(range(at.kv_lo, at.kv_hi))
-            assert replace(at, band=group.segments.window).tile.shrink() == at.tile.shrink()
+            assert replace(at, band=launch.window).tile.shrink() == at.tile.shrink()
             grouped.append(at)
     assert sorted(grouped) == sorted(segments.parts)
 

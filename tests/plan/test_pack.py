@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 from dataclasses import replace
 from itertools import accumulate, pairwise
@@ -9,13 +10,15 @@ from itertools import accumulate, pairwise
 import pytest
 
 from dfa_megatron.errors import PlanError
+from dfa_megatron.kernels import launches as of_kernels
+from dfa_megatron.kernels.launches import Takes, launches, uncut
 from dfa_megatron.plan.language.geometry import CAUSAL, FULL, Segment, Span, Tile
 from dfa_megatron.plan.language.ir import BACKWARD, FORWARD, Phase, Plan
 from dfa_megatron.plan.language.layout import contiguous
 from dfa_megatron.plan.language.mask import block_causal_documents, documents
 from dfa_megatron.plan.language.tree import prompt_tree
 from dfa_megatron.plan.lowering import kernel_calls
-from dfa_megatron.plan.lowering.kernel_calls import COPIED, GAP, launches, packs, segments_of
+from dfa_megatron.plan.lowering.kernel_calls import COPIED, GAP, Planned, packs, segments_of
 from dfa_megatron.plan.lowering.landings import landings_of
 from dfa_megatron.plan.lowering.lower import lower, lower_all
 from dfa_megatron.plan.lowering.messages import rank_messages
@@ -26,6 +29,16 @@ from dfa_megatron.plan.schedules.route import direct
 from tests.support import arrays
 from tests.support import plan_dense as dense
 from tests.support.plan_cases import every_mask, heterogeneous_masks, plan_of
+
+
+def copying(repeats: int) -> Takes:
+    """A kernel of windows with so many query heads to a kv head; 0 for one that copies no keys."""
+    return Takes("window", uncut, repeats=repeats)
+
+
+def segments_in(call: Planned) -> list[Segment]:
+    tiles = (tile for launch in call.launches for tile in launch.tiles())
+    return sorted(Segment(t.q.lo, t.q.hi, t.kv.lo, t.kv.hi, t.band) for t in tiles)
 
 
 def square(lo: int, hi: int) -> Tile:
@@ -152,11 +165,11 @@ def test_what_lands_for_several_sequences_fills_its_tensor_and_is_proved(schedul
 def test_keys_may_be_used_again_where_that_saves_launches() -> None:
     """Blocks of video see the blocks before them: one call, where each had its own."""
     blocks = tuple((tile, ()) for tile in block_causal_documents([3000, 2000], 1000).tiles)
-    assert len(launches(blocks, bands=True, repeats=0)) == 3
-    (one,) = launches(blocks, bands=True, repeats=4)
-    assert [segment.tile for segment in one.segments] == [tile for tile, _ in blocks]
+    assert len(launches(copying(0), blocks)) == 3
+    (one,) = launches(copying(4), blocks)
+    assert [segment.tile for segment in segments_in(one)] == [tile for tile, _ in blocks]
     long = tuple((Tile(Span(lo, lo + 1000), Span(0, lo + 1000)), ()) for lo in range(0, 9000, 1000))
-    calls = [launch.segments for launch in launches(long, bands=True, repeats=4)]
+    calls = [segments_in(call) for call in launches(copying(4), long)]
     assert 2 < len(calls) < 9  # of the blocks that see many, each has a call: their copies would take much memory
     assert all(sum(s.kv_hi - s.kv_lo for s in x) <= 3 * sum(s.q_hi - s.q_lo for s in x) for x in calls if len(x) > 1)
 
@@ -165,28 +178,28 @@ def test_a_prompt_is_joined_to_its_answers_where_copies_take_less_than_their_row
     """Two turns of two answers each behind a prompt: one launch, where prompt and turns had one each."""
     turns = [100, 1000, 400, 500, 1000, 400, 500], [-1, 0, 1, 1, 0, 4, 4]
     tiles = tuple((tile, ()) for tile in prompt_tree(*turns).tiles)
-    assert len(launches(tiles, bands=True, repeats=0)) == 3
-    (one,) = launches(tiles, bands=True, repeats=4)
-    last = [segment.tile for segment in one.segments if segment.q_hi == 3900]
+    assert len(launches(copying(0), tiles)) == 3
+    (one,) = launches(copying(4), tiles)
+    last = [segment.tile for segment in segments_in(one) if segment.q_hi == 3900]
     assert [(tile.kv.lo, tile.kv.hi, tile.band) for tile in last] == [
         (0, 100, FULL), (2000, 3000, FULL), (3400, 3900, CAUSAL)
     ]  # fmt: skip
     long = tuple((tile, ()) for tile in prompt_tree([9000, 400, 400, 400], [-1, 0, 0, 0]).tiles)
-    assert len(launches(long, bands=True, repeats=4)) == 2
+    assert len(launches(copying(4), long)) == 2
 
 
 @pytest.mark.parametrize("schedule", ["ring", "greedy"])
 def test_programs_whose_calls_use_keys_again_are_proved_and_right(
     schedule: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kernel_calls, "ROW", 1 << 40)
+    monkeypatch.setattr(of_kernels, "ROW", 1 << 40)
     monkeypatch.setattr(kernel_calls, "MOST_COPIES", 99)
     again = 0
     for case in (*every_mask(32, random.Random(3)), *heterogeneous_masks(32, random.Random(4))):
         plan = plan_of(schedule, case.mask, 3 if case.mask.length % 3 == 0 else 2)
         for phase in (plan.forward, plan.backward):
             landings = landings_of(phase)
-            programs = [lower(one, repeats=4) for one in landings]
+            programs = [lower(one, functools.partial(launches, copying(4))) for one in landings]
             check_programs(landings, programs)
             assert arrays.is_right(phase, programs, dense.reference(case.dense, seed=3), "random")
             again += sum(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -11,11 +12,13 @@ from typing import Any
 import pytest
 
 from dfa_megatron.errors import PlanError
-from dfa_megatron.plan.language.geometry import Band
+from dfa_megatron.kernels.launches import Takes, launches, uncut
+from dfa_megatron.plan.language.geometry import Band, Span
 from dfa_megatron.plan.language.mask import causal
-from dfa_megatron.plan.language.program import BufferMerges, Call, Destination, Program, Region, Step
+from dfa_megatron.plan.language.program import BufferMerges, Call, Destination, Launch, Program, Region, Step
+from dfa_megatron.plan.lowering.kernel_calls import in_packs
 from dfa_megatron.plan.lowering.landings import ALIGNMENT, Arenas, Places, landings_of, place
-from dfa_megatron.plan.lowering.lower import lower_all
+from dfa_megatron.plan.lowering.lower import lower, lower_all
 from dfa_megatron.plan.proof.check import check, check_plan, check_programs, prove_places
 from tests.support import arrays
 from tests.support.plan_cases import every_mask, plan_of, plans
@@ -54,7 +57,8 @@ def test_every_rank_finds_its_own_wrong_results_and_together_they_find_all() -> 
     programs = lower_all(plan)
     first, *rest = programs[1].steps
     (call,) = first.calls
-    worse = replace(call, segments=(replace(call.segments[0], band=Band(0, 0)),))
+    (launch,) = call.launches
+    worse = replace(call, launches=(launch._replace(segments=(replace(launch.segments[0], band=Band(0, 0)),)),))
     programs[1] = replace(programs[1], steps=(replace(first, calls=(worse,)), *rest))
     check_programs(landings_of(plan), [programs[0], programs[2]])
     for some in (programs[1:2], programs):
@@ -202,13 +206,45 @@ def shift_message(programs: list[Program], rng: random.Random) -> list[Program] 
     return _edit_one(programs, rng, rng.choice(["sends", "receives"]), shift)
 
 
+def _some_launch(call: Any, rng: random.Random) -> tuple[Launch, Callable[[Launch], Any]]:
+    """A launch of a call, and what puts another one in its place."""
+    at = rng.randrange(len(call.launches))
+
+    def put(launch: Launch) -> Any:
+        return replace(call, launches=(*call.launches[:at], launch, *call.launches[at + 1 :]))
+
+    return call.launches[at], put
+
+
+def change_launches(programs: list[Program], rng: random.Random) -> list[Program] | None:
+    """One has another window, other rows or keys, or is left out or doubled."""
+
+    def change(call: Any) -> Any:
+        launch, put = _some_launch(call, rng)
+        kind = rng.choice(["window", "q", "kv", "drop", "double"])
+        if kind == "window":
+            return put(launch._replace(window=rng.choice([None, Band(-1, -1), Band(-1, 0), Band(2, 0)])))
+        if kind == "drop":
+            return replace(call, launches=tuple(x for x in call.launches if x is not launch))
+        if kind == "double":
+            return replace(call, launches=(*call.launches, launch))
+        spans = [*getattr(launch, kind)]
+        at, by = rng.randrange(len(spans)), rng.choice([-1, 1])
+        ways = [spans[at].shift(by), Span(spans[at].lo + by, spans[at].hi), Span(spans[at].lo, spans[at].hi + by)]
+        spans[at] = rng.choice(ways)
+        return put(launch._replace(**{kind: tuple(spans)}))
+
+    return _edit_one(programs, rng, "calls", change)
+
+
 def change_band(programs: list[Program], rng: random.Random) -> list[Program] | None:
     def change(call: Any) -> Any:
-        at, segment = rng.choice(list(enumerate(call.segments)))
+        launch, put = _some_launch(call, rng)
+        at, segment = rng.choice(list(enumerate(launch.segments)))
         left, right = segment.band.left, segment.band.right
         bands = [Band(-1, -1), Band(-1, 0), Band(left, right + 1), Band(max(-1, left - 1), right), Band(left, 1)]
         other = replace(segment, band=rng.choice(bands))
-        return replace(call, segments=(*call.segments[:at], other, *call.segments[at + 1 :]))
+        return put(launch._replace(segments=(*launch.segments[:at], other, *launch.segments[at + 1 :])))
 
     return _edit_one(programs, rng, "calls", change)
 
@@ -217,7 +253,8 @@ def change_segments(programs: list[Program], rng: random.Random) -> list[Program
     """One is left out, moved, stretched, doubled or swapped with another, or two are made one."""
 
     def change(call: Any) -> Any:
-        segments = list(call.segments)
+        launch, put = _some_launch(call, rng)
+        segments = list(launch.segments)
         at = rng.randrange(len(segments))
         one, by = segments[at], rng.choice([-1, 1])
         edges = rng.choice([("q_lo",), ("q_hi",), ("kv_lo",), ("kv_hi",), ("q_lo", "q_hi"), ("kv_lo", "kv_hi")])
@@ -232,7 +269,7 @@ def change_segments(programs: list[Program], rng: random.Random) -> list[Program
             rng.shuffle(segments)
         elif at:
             segments[at - 1 : at + 1] = [replace(one, q_lo=segments[at - 1].q_lo, kv_lo=segments[at - 1].kv_lo)]
-        return replace(call, segments=tuple(segments))
+        return put(launch._replace(segments=tuple(segments)))
 
     return _edit_one(programs, rng, "calls", change)
 
@@ -256,6 +293,7 @@ EDITS: tuple[Edit, ...] = (
     shift_message,
     change_band,
     change_segments,
+    change_launches,
     drop_record,
 )
 
@@ -267,7 +305,12 @@ def test_a_broken_program_is_refused_or_right_in_every_order(edit: Edit) -> None
     for ranks in (2, 3, 4, 5):
         for case in every_mask(2 * ranks * rng.randint(1, 2), rng):
             expected = reference(case.dense, seed=ranks)
-            candidates = [(name, plan, lower_all(plan)) for name, plan in plans(case, ranks)]
+            takes = Takes("window", uncut, skips=rng.random() < 0.5, repeats=rng.choice([0, 4]))
+            windows = functools.partial(launches, takes)
+            candidates = [
+                (name, plan, [lower(one, rng.choice([in_packs, windows])) for one in landings_of(plan)])
+                for name, plan in plans(case, ranks)
+            ]
             for _ in range(12):
                 name, plan, programs = rng.choice(candidates)
                 mutant = edit(programs, rng)

@@ -88,9 +88,14 @@ class Memory:
 
     def compute(self, call: Call) -> None:
         q, kv = self.rows(call.q), self.rows(call.kv)
-        sees = np.zeros((len(q), len(kv)), dtype=bool)
-        for s in call.segments:
-            sees[s.q_lo : s.q_hi, s.kv_lo : s.kv_hi] = _window(s.band, s.q_hi - s.q_lo, s.kv_hi - s.kv_lo)
+        times = np.zeros((len(q), len(kv)), dtype=int)
+        for launch in call.launches:
+            rows, columns = (np.concatenate([np.arange(x.lo, x.hi) for x in spans]) for spans in (launch.q, launch.kv))
+            for s in launch.segments:
+                of_q, of_kv = rows[s.q_lo : s.q_hi], columns[s.kv_lo : s.kv_hi]
+                np.add.at(times, np.ix_(of_q, of_kv), _window(launch.window or s.band, len(of_q), len(of_kv)))
+        assert times.max(initial=0) <= 1, "a pair is computed twice"
+        sees = times > 0
         forward = self.program.phase.name == "forward"
         results = (dense.forward(q, kv, sees),) if forward else dense.backward(q, kv, sees)
         for into, result in zip(call.writes, results, strict=True):

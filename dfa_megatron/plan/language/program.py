@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import NamedTuple
 
-from dfa_megatron.plan.language.geometry import Segment, Span
+from dfa_megatron.plan.language.geometry import Band, Segment, Span, Tile
 from dfa_megatron.plan.language.ir import Block, Phase
 
 
@@ -103,22 +104,73 @@ class Message:
         return tuple((regions[0].name, sum(region.rows for region in regions)) for regions in self.parts)
 
 
+_Places = list[tuple[Span, int]]
+"""Rows of a launch, and the distance of the call's rows from them."""
+
+
+def _placed(spans: Sequence[Span]) -> _Places:
+    out, at = list[tuple[Span, int]](), 0
+    for span in spans:
+        out.append((Span(at, at + len(span)), span.lo - at))
+        at += len(span)
+    return out
+
+
+def _among(places: _Places, rows: Span) -> _Places:
+    """Return the places that meet some rows."""
+    first = bisect_right(places, rows.lo, key=lambda place: place[0].hi)
+    return places[first : bisect_left(places, rows.hi, first, key=lambda place: place[0].lo)]
+
+
+class Launch(NamedTuple):
+    """One launch of a kernel call: rows of the call, and segments in the launch's own row numbers.
+
+    q, kv: spans of the call's rows, which the launch has one after another. A key row is in several where segments
+    share it. window: serves all segments of a varlen launch; None where each has its band.
+    """
+
+    q: tuple[Span, ...]
+    kv: tuple[Span, ...]
+    segments: tuple[Segment, ...]
+    window: Band | None = None
+
+    def tiles(self) -> Iterator[Tile]:
+        """Yield the pairs that the launch computes, in the call's rows."""
+        rows, keys = _placed(self.q), _placed(self.kv)
+        for segment in self.segments:
+            tile = (segment if self.window is None else replace(segment, band=self.window)).tile
+            for q, by_q in _among(rows, tile.q):
+                for kv, by_kv in _among(keys, tile.kv):
+                    if part := tile.restrict(q, kv):
+                        yield part.shift(by_q, by_kv)
+
+    def written(self) -> list[Span]:
+        """Return the query rows of the segments, in the call's rows."""
+        rows = _placed(self.q)
+        spans = (Span(segment.q_lo, segment.q_hi) for segment in self.segments)
+        return [(part & span).shift(by) for span in spans for part, by in _among(rows, span)]
+
+
 @dataclass(frozen=True, slots=True)
 class Call:
     """One kernel call over rows of a q and of a kv buffer, and the accumulator's rows for each name of the phase.
 
+    launches: no query row is in two of them. A row in none has the identity of the merge as its result.
     writes: of q, then of kv.
-    The rows of its segments increase on both sides and are disjoint. For a kernel that copies keys only query rows are
-    so, and segments of the same rows follow one another: it joins their keys, and all but the last are full.
-    A row between segments has the identity of the merge as its result. A call of one segment has no other rows.
     """
 
     q: Region
     kv: Region
-    segments: tuple[Segment, ...]
+    launches: tuple[Launch, ...]
     writes: tuple[Region, ...]
     blocks: tuple[Block, ...]
     area: int
+
+    @property
+    def segments(self) -> tuple[Segment, ...]:
+        """Return what is computed, as segments in the call's rows."""
+        tiles = (tile for launch in self.launches for tile in launch.tiles())
+        return tuple(sorted(Segment(t.q.lo, t.q.hi, t.kv.lo, t.kv.hi, t.band) for t in tiles))
 
 
 def rows_read(segments: Iterable[Segment]) -> int:

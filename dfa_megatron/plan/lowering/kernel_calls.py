@@ -1,17 +1,17 @@
-"""Turn the tiles that one rank computes in one step into few kernel calls: fuse tiles, then pack them into segments."""
+"""Turn the tiles that one rank computes in one step into few kernel calls: fuse tiles, then pack them into segments.
+
+The launches of each call are the kernel's choice (`dfa_megatron.kernels.launches`).
+"""
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections import defaultdict
 from collections.abc import Callable, Sequence
-from functools import lru_cache
 from itertools import pairwise
 from typing import Any, NamedTuple
 
 from dfa_megatron.plan.language.geometry import UNBOUNDED, Segment, Span, Tile
 from dfa_megatron.plan.language.ir import Block
-from dfa_megatron.plan.language.sizes import GATHER, KEY, LAUNCH, ROW
+from dfa_megatron.plan.language.program import Launch
 
 FusedTile = tuple[Tile, tuple[Block, ...]]
 
@@ -49,15 +49,6 @@ def fuse(tiles: Sequence[FusedTile]) -> list[FusedTile]:
         tiles = _along(tiles, lambda fused: (fused[0].q.lo, fused[0].kv.lo))
         tiles = _along(tiles, lambda fused: (fused[0].kv.lo, fused[0].q.lo))
     return _pair_by_pair(tiles) if len(tiles) <= _FEW else tiles
-
-
-def without_bands(fused: Sequence[FusedTile], tiles: Sequence[FusedTile]) -> list[FusedTile]:
-    """Return fused tiles, with those that became a band taken apart again into the tiles that they were fused from."""
-    out: list[FusedTile] = []
-    for one in fused:
-        inside = [part for part in tiles if one[0].restrict(part[0].q, part[0].kv) == part[0]]
-        out += inside if one[0].form == "band" else [one]
-    return out
 
 
 def _along(tiles: list[FusedTile], order: Callable[[FusedTile], Any]) -> list[FusedTile]:
@@ -107,86 +98,51 @@ GAP = 2048
 COPIED = 2048
 """Rows that a kernel copies in the time of another call. Some copy the rows of a call with gaps to be adjacent."""
 
-SLOWER = 1 / 12
-"""How much longer a causal launch takes for the pairs of a full tile than a full one, whose tiles are larger."""
-
-TILE = 64
-"""Query rows that a kernel computes together; each sees half a tile of keys, of 128, in vain."""
-
 MOST_COPIES = 0.75
 """The most keys that the segments of a call have together, with their heads, in query rows, as copies take memory."""
 
 
-class Launch(NamedTuple):
-    """What one kernel call computes: spans of rows, the segments relative to them, their blocks and number of pairs."""
+class Planned(NamedTuple):
+    """What one kernel call computes: spans of rows, the launches relative to them, their blocks and number of pairs."""
 
     q: Span
     kv: Span
-    segments: tuple[Segment, ...]
+    launches: tuple[Launch, ...]
     blocks: tuple[Block, ...]
     area: int
 
+
+Launching = Callable[[tuple[FusedTile, ...]], Sequence[Planned]]
+"""Decide the kernel calls for tiles, each with its block, in rows of the same buffers, and the launches of each."""
+
+Divide = Callable[[Sequence[Segment], int, int], tuple[Launch, ...]]
+"""Decide the launches of segments in so many rows of q and of kv."""
 
 Piece = list[FusedTile]
 """Tiles of the same query rows whose keys a kernel joins: all but the last are full."""
 
 
-@lru_cache(maxsize=16)  # a forward and its backward ask for the same
-def launches(tiles: tuple[FusedTile, ...], bands: bool, repeats: int) -> tuple[Launch, ...]:
-    """Return the kernel calls for tiles in rows of the same buffers.
-
-    Args:
-        tiles: each with its block.
-        bands: the kernel takes windows that are neither full nor square causal.
-        repeats: how many query heads have the same keys, for a kernel that copies keys: several segments of a call may
-            have the same, those of the same query rows are joined, and those of one window are one launch. Else 0.
-    """
-    fused = fuse(tiles)
-    if not bands:
-        fused = without_bands(fused, tiles)
-    pieces = [[one] for one in fused]
-    found = packs(pieces)
-    if repeats and len(found) > 1:
-        ways = found, packs(pieces, repeats), packs(joined(fused, repeats), repeats)
-        found = min(ways, key=lambda groups: sum(_cost(one, repeats) for group in groups for one in _windows(group)))
-    return tuple(map(_launch, found))
+def rows_of(piece: Piece) -> Span:
+    """Return the query rows of a piece."""
+    return piece[-1][0].q
 
 
-def _launch(group: Sequence[Piece]) -> Launch:
+def in_packs(tiles: tuple[FusedTile, ...]) -> list[Planned]:
+    """Return few calls, each one launch of segments that have bands of their own: those of no kernel in particular."""
+    return [planned(group, as_it_stands) for group in packs([[one] for one in fuse(tiles)])]
+
+
+def planned(group: Sequence[Piece], divide: Divide) -> Planned:
+    """Return the call of a group."""
     tiles = [one for piece in group for one in piece]
     blocks = {block for _, its in tiles for block in its}
-    return Launch(*segments_of(tiles), tuple(sorted(blocks)), sum(tile.area for tile, _ in tiles))
+    q, kv, segments = segments_of(tiles)
+    return Planned(q, kv, divide(segments, len(q), len(kv)), tuple(sorted(blocks)), sum(tile.area for tile, _ in tiles))
 
 
-def joined(tiles: Sequence[FusedTile], repeats: int) -> list[Piece]:
-    """Join full tiles to the tiles of their query rows, such as a prompt to each of its answers, where it pays.
-
-    The fewest rows come first, so a path is joined from its end. Rows of a full tile without other keys are a piece.
-    """
-    pieces: list[Piece] = []  # of disjoint rows, in their order
-    apart: list[Piece] = []
-    for tile, blocks in sorted(tiles, key=lambda fused: (fused[0].band.is_full, len(fused[0].q), fused[0].q.lo)):
-        first = bisect_left(pieces, tile.q.lo, key=lambda piece: _rows(piece).hi - 1)
-        end = bisect_left(pieces, tile.q.hi, key=lambda piece: _rows(piece).lo)
-        inside, new, at = pieces[first:end], list[Piece](), tile.q.lo
-        fits = tile.band.is_full and all(tile.q.holds(_rows(piece)) and piece[-1][0].band.left < 0 for piece in inside)
-        for rows, piece in [*((_rows(piece), piece) for piece in inside if fits), (Span(tile.q.hi, tile.q.hi), [])]:
-            if at < rows.lo:
-                new.append([(tile._replace(q=Span(at, rows.lo)), blocks)])
-            if piece:
-                new.append([*sorted([*piece[:-1], (tile._replace(q=rows), blocks)]), piece[-1]])
-            at = rows.hi
-        if inside and not (
-            fits and _cost(new, repeats) < _cost(inside, repeats) + _cost([[(tile, blocks)]], repeats) - LAUNCH
-        ):
-            apart.append([(tile, blocks)])
-        else:
-            pieces[first:end] = new
-    return [*pieces, *apart]
-
-
-def _rows(piece: Piece) -> Span:
-    return piece[-1][0].q
+def as_it_stands(segments: Sequence[Segment], q_len: int, kv_len: int) -> tuple[Launch, ...]:
+    """Return one launch of all segments."""
+    return (Launch((Span(0, q_len),), (Span(0, kv_len),), tuple(segments)),)
 
 
 def packs(pieces: Sequence[Piece], repeats: int = 0) -> list[list[Piece]]:
@@ -194,16 +150,17 @@ def packs(pieces: Sequence[Piece], repeats: int = 0) -> list[list[Piece]]:
 
     Uses first fit in the order of rows, which makes few groups; tiles of consecutive documents make one.
 
-    repeats: as for `launches`. With it only query rows need be disjoint, up to `MOST_COPIES`.
+    repeats: how many query heads have the same keys, for a kernel that copies keys: then only query rows need be
+        disjoint, up to `MOST_COPIES`. Else 0.
     """
     if len(pieces) == 1:
         return [list(pieces)]
     out: list[list[Piece]] = []
     within_reach: list[list[Piece]] = []
     spare: dict[int, float] = {}  # by group: the keys that it may still copy
-    for piece in sorted(pieces, key=lambda piece: (_rows(piece).lo, piece[0][0].kv.lo)):
-        rows = _rows(piece)
-        within_reach = [group for group in within_reach if rows.lo - _rows(group[-1]).hi <= GAP]
+    for piece in sorted(pieces, key=lambda piece: (rows_of(piece).lo, piece[0][0].kv.lo)):
+        rows = rows_of(piece)
+        within_reach = [group for group in within_reach if rows.lo - rows_of(group[-1]).hi <= GAP]
         more = MOST_COPIES * repeats * len(rows) - sum(len(tile.kv) for tile, _ in piece) if repeats else 0
         fitting = (one for one in within_reach if not repeats or spare[id(one)] + more >= 0)
         group = next((group for group in fitting if _follows(group[-1][-1][0], piece[0][0], repeats)), None)
@@ -216,32 +173,14 @@ def packs(pieces: Sequence[Piece], repeats: int = 0) -> list[list[Piece]]:
     return [part for group in out for part in _without_gaps(group)]
 
 
-def _cost(pieces: Sequence[Piece], repeats: int) -> float:
-    """Return what the launch of pieces takes beside their pairs, in pairs."""
-    tiles = [tile for piece in pieces for tile, _ in piece]
-    of_key = KEY + GATHER * any(before.kv.hi != tile.kv.lo for before, tile in pairwise(tiles))
-    of_rows = sum((ROW + TILE) * len(_rows(piece)) for piece in pieces)
-    in_vain: float = sum(-len(tile.q) % TILE * len(tile.kv) for tile in tiles)
-    in_vain += SLOWER * sum(tile.area for piece in pieces if not piece[-1][0].band.is_full for tile, _ in piece[:-1])
-    return LAUNCH + of_rows + in_vain + of_key * sum(len(tile.kv) for tile in tiles) / repeats
-
-
-def _windows(group: list[Piece]) -> list[list[Piece]]:
-    """Return the pieces of a group by the window that they need."""
-    by_window = defaultdict(list)
-    for piece in group:
-        by_window[piece[-1][0].band].append(piece)
-    return [*by_window.values()]
-
-
 def _without_gaps(group: list[Piece]) -> list[list[Piece]]:
     """Split a group at the gaps between its query rows, if more calls take less time than copies of its rows."""
     runs = [group[:1]]
     for before, piece in pairwise(group):
-        if _rows(before).hi < _rows(piece).lo:
+        if rows_of(before).hi < rows_of(piece).lo:
             runs.append([])
         runs[-1].append(piece)
-    rows = sum(len(_rows(piece)) for piece in group)
+    rows = sum(len(rows_of(piece)) for piece in group)
     return runs if rows > COPIED * (len(runs) - 1) else [group]
 
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from dfa_megatron.plan.language.grid import plan_error
 from dfa_megatron.plan.language.ir import Plan, chunk_of
 from dfa_megatron.plan.language.program import Buffer, Call, Merge, Message, Program, Region, Step
-from dfa_megatron.plan.lowering.kernel_calls import FusedTile, Launch, launches
+from dfa_megatron.plan.lowering.kernel_calls import FusedTile, Launching, Planned, in_packs
 from dfa_megatron.plan.lowering.landings import BufferRow, Landings, Life, assign_slots, landings_of
 from dfa_megatron.plan.lowering.merges import plan_merges
 from dfa_megatron.plan.lowering.messages import Parts
@@ -21,18 +21,17 @@ def lower_all(plan: Plan, batch: int = 1) -> list[Program]:
     return [lower(landings) for landings in landings_of(plan, batch)]
 
 
-def lower(landings: Landings, *, bands: bool = True, repeats: int = 0) -> Program:
+def lower(landings: Landings, launching: Launching = in_packs) -> Program:
     """Lower a plan for one rank.
 
     Args:
         landings: of the plan and the rank.
-        bands: fuse tiles into windows that are neither full nor square causal; False for a kernel without them.
-        repeats: as for `launches`.
+        launching: decides the calls of a kernel, and their launches.
 
     Raises:
         PlanError: the plan breaks a rule of the language.
     """
-    return _Lowering(landings, bands=bands, repeats=repeats).program()
+    return _Lowering(landings, launching).program()
 
 
 class _Buffers(NamedTuple):
@@ -46,8 +45,8 @@ class _Buffers(NamedTuple):
 class _Lowering:
     """State of one lowering: the buffers of the rank's results, and their lives."""
 
-    def __init__(self, landings: Landings, *, bands: bool, repeats: int) -> None:
-        plan, self.landings, self.fits = landings.plan, landings, (bands, repeats)
+    def __init__(self, landings: Landings, launching: Launching) -> None:
+        plan, self.landings, self.launching = landings.plan, landings, launching
         self.plan, self.rank, self.messages, self.rows = plan, landings.rank, landings.messages, landings.rows
         self.layout, self.phase = plan.layout, plan.phase
         self.writes = plan.phase.writes
@@ -156,17 +155,17 @@ class _Lowering:
             for tile in self.plan.tiles(block):
                 groups[_Buffers(q_buffer, kv_buffer, tuple(written))].append((tile.shift(*by), (block,)))
         for buffers, tiles in groups.items():
-            for launch in launches(tuple(tiles), *self.fits):
-                yield self._call(step, buffers, launch)
+            for planned in self.launching(tuple(tiles)):
+                yield self._call(step, buffers, planned)
 
-    def _call(self, step: int, buffers: _Buffers, launch: Launch) -> Call:
-        q = Region(buffers.q, self.phase.read_q, launch.q.lo, launch.q.hi)
-        kv = Region(buffers.kv, self.phase.read_kv, launch.kv.lo, launch.kv.hi)
+    def _call(self, step: int, buffers: _Buffers, planned: Planned) -> Call:
+        q = Region(buffers.q, self.phase.read_q, planned.q.lo, planned.q.hi)
+        kv = Region(buffers.kv, self.phase.read_kv, planned.kv.lo, planned.kv.hi)
         writes = []
         for (side, name), (buffer, by) in zip(self.writes, buffers.targets, strict=True):
             rows = q if side == "q" else kv
             writes.append(self._write(step, Region(buffer, name, rows.lo + by, rows.hi + by)))
-        return Call(q, kv, launch.segments, tuple(writes), launch.blocks, launch.area)
+        return Call(q, kv, planned.launches, tuple(writes), planned.blocks, planned.area)
 
     def _merges(self, step: int, peer: int, parts: Parts) -> Iterator[Merge]:
         """Merge landed partials into the rank's accumulators; adjacent rows form one merge."""

@@ -6,6 +6,7 @@ from bisect import bisect_left, bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from operator import attrgetter
 from typing import NamedTuple
 
@@ -14,7 +15,7 @@ from dfa_megatron.plan.interpret import Accumulator
 from dfa_megatron.plan.language.geometry import Span, Tile, covers
 from dfa_megatron.plan.language.grid import plan_error
 from dfa_megatron.plan.language.ir import Plan
-from dfa_megatron.plan.language.program import Call, Merge, Message, Program, Region
+from dfa_megatron.plan.language.program import Call, Launch, Merge, Message, Program, Region
 
 Term = tuple[int, Tile]
 """A set of pairs merged into rows of a buffer: the token on the name's own side is the row plus this number."""
@@ -190,7 +191,7 @@ class Sets:
         q, kv = (self._read(region)[0].tokens for region in (call.q, call.kv))
         tiles = [
             (q_shift, kv_shift, part.shift(q_shift, kv_shift))
-            for tile in (segment.shift(call.q.lo, call.kv.lo) for segment in self._segments(call))
+            for tile in (each.shift(call.q.lo, call.kv.lo) for each in self._launched(call))
             for q_rows, q_shift in _among(q, tile.q)
             for kv_rows, kv_shift in _among(kv, tile.kv)
             if (part := tile.restrict(q_rows, kv_rows))
@@ -202,21 +203,18 @@ class Sets:
             rows = Span(0, into.rows)
             self._store(into, count, View(Content([rows], terms=[terms]), rows), of_kernel=True)
 
-    def _segments(self, call: Call) -> list[Tile]:
-        """Return the call's segments as tiles in its rows."""
-        q, kv, ends = 0, 0, (call.q.rows, call.kv.rows)
-        for before, segment in zip((*call.segments[:1], *call.segments), call.segments, strict=False):
-            joined = q > 0 and (before.q_lo, before.q_hi) == (segment.q_lo, segment.q_hi)
-            if joined and not (before.band.is_full and segment.band.left < 0):
-                raise self.fail(f"segments of {call.q} x {call.kv} with the same rows have no window together")
-            if not ((joined or q <= segment.q_lo) and 0 <= segment.kv_lo < segment.kv_hi and len(segment.tile.q)):
-                raise self.fail(f"the segments of {call.q} x {call.kv} are empty, overlap, or are out of order")
-            q, kv = segment.q_hi, max(kv, segment.kv_hi)
-        first, alone = call.segments[:1], len(call.segments) == 1
-        inside = bool(first) and q <= ends[0] and kv <= ends[1]
-        if not inside or (alone and (first[0].q_lo, first[0].kv_lo, q, kv) != (0, 0, *ends)):
-            raise self.fail(f"the segments of {call.q} x {call.kv} do not fit it")
-        return [segment.tile for segment in call.segments]
+    def _launched(self, call: Call) -> list[Tile]:
+        """Return what the call's launches compute, as tiles in its rows."""
+        where, written, rows, keys = f"{call.q} x {call.kv}", list[Span](), Span(0, call.q.rows), Span(0, call.kv.rows)
+        for launch in call.launches:
+            if not (_inside(launch.q, rows) and _inside(launch.kv, keys, apart=False)):
+                raise self.fail(f"a launch of {where} has other rows, or some of them twice")
+            if not _in_order(launch):
+                raise self.fail(f"the segments of {where} are empty, overlap, are out of order, or do not fit it")
+            written += launch.written()
+        if not _inside(sorted(written), rows):
+            raise self.fail(f"query rows of {where} are in two launches")
+        return [tile for launch in call.launches for tile in launch.tiles()]
 
     def merge(self, merge: Merge) -> None:
         """Add a landed partial to an accumulator."""
@@ -347,6 +345,29 @@ class Sets:
                 content = partial.content
                 partial = View(replace(content, valid=[*content.valid], terms=[*content.terms]), partial.span)
         accumulator.write(partial)
+
+
+def _in_order(launch: Launch) -> bool:
+    """Return whether segments follow one another in a launch. A single one has all rows, varlen ones have all keys."""
+    q_len, kv_len = (sum(map(len, spans)) for spans in (launch.q, launch.kv))
+    q = kv = 0
+    varlen = launch.window is not None
+    for segment in launch.segments:
+        if not (q <= segment.q_lo < segment.q_hi and kv <= segment.kv_lo < segment.kv_hi):
+            return False
+        if varlen and kv != segment.kv_lo:
+            return False
+        q, kv = segment.q_hi, segment.kv_hi
+    if len(launch.segments) == 1 and not varlen:
+        return launch.segments[0].tile[:2] == (Span(0, q_len), Span(0, kv_len))
+    return q <= q_len and (kv == kv_len if varlen else kv <= kv_len)
+
+
+def _inside(spans: Sequence[Span], rows: Span, *, apart: bool = True) -> bool:
+    """Return whether spans lie in some rows and, if asked, one after another without common rows."""
+    if any(not len(span) or not rows.holds(span) for span in spans):
+        return False
+    return not apart or all(before.hi <= after.lo for before, after in pairwise(spans))
 
 
 def _among(tokens: list[tuple[Span, int]], rows: Span) -> list[tuple[Span, int]]:
