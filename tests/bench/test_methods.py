@@ -17,7 +17,7 @@ from benchmarks.attention.method import contiguous, our_methods, zigzag
 from dfa_megatron.doctor.world import World
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.sharding import shard_sequence
-from tests.support.workers import run_ranks
+from tests.support.workers import over_ranks, run_ranks
 
 JOB = Job(seq_length=(64,), heads=(4,), head_dim=16, dtype="bfloat16", kernel=("cpu",))
 
@@ -26,15 +26,12 @@ def world() -> World:
     return World(dist.get_rank(), dist.get_world_size(), torch.device("cpu"), dist.group.WORLD)  # type: ignore[arg-type]
 
 
-def _splits(rank: int, ranks: int) -> None:
+@over_ranks(3)
+def test_a_rank_gets_the_tokens_that_the_layouts_say(rank: int, ranks: int) -> None:
     x = torch.arange(48.0).view(1, 48, 1, 1)
     assert torch.equal(contiguous(x, world()), shard_sequence(x, layout="contiguous"))
     assert torch.equal(zigzag(x, world()), shard_sequence(x, layout="zigzag"))
     assert torch.equal(zigzag(x, world(), together=ranks), contiguous(x, world()))
-
-
-def test_a_rank_gets_the_tokens_that_the_layouts_say() -> None:
-    run_ranks(3, _splits)
 
 
 def _check(rank: int, ranks: int, baseline: str, mask: str, heads: int, kv_heads: int, dtype: str) -> dict[str, str]:

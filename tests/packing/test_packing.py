@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from dfa_megatron.errors import DisagreementError, UnsupportedError
 from dfa_megatron.sharding import local_positions, shard_sequence, unshard_sequence
-from tests.support.workers import run_ranks
+from tests.support.workers import over_ranks, run_ranks
 
 LAYOUTS = ("contiguous", "zigzag")
 DTYPES = (
@@ -41,7 +41,8 @@ def sample(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> torch.Tenso
     return (torch.rand(shape, generator=generator) * 200).to(dtype)
 
 
-def round_trips(rank: int, world_size: int) -> None:
+@over_ranks(1, 2, 3)
+def test_unshard_inverts_shard_for_every_layout_dtype_and_dimension(rank: int, world_size: int) -> None:
     length = 12 * world_size
     for seed, dtype in enumerate(DTYPES):
         for layout in LAYOUTS:
@@ -123,7 +124,9 @@ def half_gradients(rank: int, world_size: int) -> torch.Tensor:
     return local.grad.float()
 
 
-def on_gpus(rank: int, world_size: int) -> None:
+@pytest.mark.gpu(2)
+@over_ranks(2, cuda=True)
+def test_gpus_shard_and_unshard_over_nccl(rank: int, world_size: int) -> None:
     x = sample((2, 8 * world_size, 3), torch.float32, 1)
     for layout in LAYOUTS:
         leaf = x.cuda().requires_grad_()
@@ -137,7 +140,8 @@ def on_gpus(rank: int, world_size: int) -> None:
         assert leaf.grad.count_nonzero() == local.numel()
 
 
-def sub_groups(rank: int, world_size: int) -> None:
+@over_ranks(4)
+def test_group_ranks_decide_not_global_ranks(rank: int, world_size: int) -> None:
     """Two groups of two whose group ranks are not the global ranks, used at the same time."""
     groups = [dist.new_group([3, 1]), dist.new_group([0, 2])]
     mine = groups[0] if rank in (1, 3) else groups[1]
@@ -172,11 +176,6 @@ def disagreements(rank: int, world_size: int) -> list[str]:
     return told
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_unshard_inverts_shard_for_every_layout_dtype_and_dimension(ranks: int) -> None:
-    run_ranks(ranks, round_trips)
-
-
 @pytest.mark.parametrize(("ranks", "layout"), [(2, "contiguous"), (3, "zigzag")])
 def test_gradients_are_those_of_the_dense_loss_in_every_convention(ranks: int, layout: str) -> None:
     for result in run_ranks(ranks, gradients, layout):
@@ -189,19 +188,10 @@ def test_gradients_in_half_precision_are_summed_in_float32() -> None:
     assert all(grad.eq(260).all() for grad in run_ranks(4, half_gradients))
 
 
-def test_group_ranks_decide_not_global_ranks() -> None:
-    run_ranks(4, sub_groups)
-
-
 def test_ranks_that_differ_are_all_told_how() -> None:
     for told in run_ranks(2, disagreements):
         assert "shapes by rank [(1, 2), (1, 4)]" in told[0]
         assert all("differ from this rank's on ranks" in text for text in told[1:])
-
-
-@pytest.mark.gpu(2)
-def test_gpus_shard_and_unshard_over_nccl() -> None:
-    run_ranks(2, on_gpus, cuda=True)
 
 
 def test_without_torch_distributed_there_is_one_rank() -> None:
@@ -212,7 +202,8 @@ def test_without_torch_distributed_there_is_one_rank() -> None:
         assert local_positions(6, layout=layout).tolist() == list(range(6))
 
 
-def refusals(rank: int, world_size: int) -> None:
+@over_ranks(3)
+def test_what_cannot_be_sharded_is_refused_with_what_works(rank: int, world_size: int) -> None:
     with pytest.raises(UnsupportedError, match="there is nothing to share"):
         shard_sequence(torch.zeros(1, 0))
     with pytest.raises(UnsupportedError, match="no such layout"):
@@ -223,7 +214,3 @@ def refusals(rank: int, world_size: int) -> None:
         unshard_sequence(torch.zeros(1, 3), cu_seqlens=(0, 8))
     with pytest.raises(UnsupportedError, match="dim=2 of a tensor with 2 dimensions"):
         shard_sequence(torch.zeros(1, 9), dim=2)
-
-
-def test_what_cannot_be_sharded_is_refused_with_what_works() -> None:
-    run_ranks(3, refusals)

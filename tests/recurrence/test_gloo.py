@@ -30,7 +30,7 @@ from tests.support.recurrences import (
     uneven,
     with_empty,
 )
-from tests.support.workers import run_ranks
+from tests.support.workers import over_ranks, run_ranks
 
 TOLERANCE = {torch.float64: 1e-11, torch.float32: 2e-4}
 
@@ -55,7 +55,8 @@ def compare(
         assert_close(got, of_tokens[name][:, rows], tolerance=8 * tolerance, name=f"gradient of {name}")
 
 
-def _every_kind(rank: int, ranks: int) -> None:
+@over_ranks(5)
+def test_every_recurrence_is_exact_over_gloo(rank: int, ranks: int) -> None:
     draw = random.Random(ranks)
     for seed, kind in enumerate(KINDS):
         compare(recurrence(kind, 5 * ranks, seed=seed), rank, ranks)
@@ -70,11 +71,8 @@ def _every_kind(rank: int, ranks: int) -> None:
     compare(recurrence("kda", 3 * ranks, seed=9, dtype=torch.float32), rank, ranks)
 
 
-def test_every_recurrence_is_exact_over_gloo() -> None:
-    run_ranks(5, _every_kind)
-
-
-def _final_state(rank: int, ranks: int) -> None:
+@over_ranks(3, timeout=60)
+def test_a_loss_may_read_the_final_state_alone(rank: int, ranks: int) -> None:
     """A loss of the last state alone, as a classifier has it; the others' results have no value in it."""
     length = 4 * ranks
     for seed, kind in enumerate(KINDS):
@@ -100,11 +98,8 @@ def _final_state(rank: int, ranks: int) -> None:
                 assert_close(have, rows, tolerance=1e-10, name=f"gradient of {name} of {kind}")
 
 
-def test_a_loss_may_read_the_final_state_alone() -> None:
-    run_ranks(3, _final_state, timeout=60)
-
-
-def _convolutions(rank: int, ranks: int) -> None:
+@over_ranks(4)
+def test_a_convolution_reaches_over_ranks_that_hold_fewer_tokens_than_it_is_wide(rank: int, ranks: int) -> None:
     draw = random.Random(7)
     for tokens, width in ((2, 4), (1, 5), (3, 1), (6, 4)):
         length = tokens * ranks + tokens // 2
@@ -128,10 +123,6 @@ def _convolutions(rank: int, ranks: int) -> None:
             assert_close(got, dx[:, rows], tolerance=1e-10, name="dx")
             torch.distributed.all_reduce(of_weight)
             assert_close(of_weight, dweight, tolerance=1e-10, name="dweight")
-
-
-def test_a_convolution_reaches_over_ranks_that_hold_fewer_tokens_than_it_is_wide() -> None:
-    run_ranks(4, _convolutions)
 
 
 def _layer(whole: Recurrence, names: list[str], *tensors: torch.Tensor) -> torch.Tensor:
@@ -190,7 +181,8 @@ def test_a_recompute_sends_nothing() -> None:
                 assert again[name] == plain[name] > 0
 
 
-def _autocast(rank: int, ranks: int) -> None:
+@over_ranks(3)
+def test_states_stay_float32_under_autocast(rank: int, ranks: int) -> None:
     for kind in ("gated_delta", "mamba2"):
         whole = recurrence(kind, 4 * ranks, seed=2, dtype=torch.float32)
         tokens = whole.rows(rank, ranks)
@@ -213,11 +205,8 @@ def _without_autocast(scan: Scan) -> Scan:
     return Scan(run, scan.keys, scan.values)
 
 
-def test_states_stay_float32_under_autocast() -> None:
-    run_ranks(3, _autocast)
-
-
-def _bytes(rank: int, ranks: int) -> None:
+@over_ranks(3)
+def test_only_states_that_cross_ranks_travel_and_m_only_where_they_go_through_one(rank: int, ranks: int) -> None:
     whole = recurrence("gated_delta", 4 * ranks, seed=3)
     for offsets, with_m in ((None, True), (tuple(range(0, 4 * ranks + 1, 4)), None), ((0, 6, 10, 12), False)):
         COUNTERS.reset()
@@ -225,10 +214,6 @@ def _bytes(rank: int, ranks: int) -> None:
             dist_scan(whole.scan, whole.rows(rank, ranks), cu_seqlens=offsets)
         state, m = 2 * 2 * 3 * 4 * 8, 2 * 2 * 3 * 3 * 8
         assert COUNTERS.state_forward_bytes == (0 if with_m is None else state + m * with_m)
-
-
-def test_only_states_that_cross_ranks_travel_and_m_only_where_they_go_through_one() -> None:
-    run_ranks(3, _bytes)
 
 
 def _differ(rank: int, ranks: int) -> dict[str, str]:

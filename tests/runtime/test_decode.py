@@ -8,7 +8,7 @@ import torch
 from dfa_megatron import DistAttentionConfig, decode_attn_func
 from dfa_megatron.errors import DistAttentionError, UnsupportedError
 from tests.support.close import assert_close
-from tests.support.workers import run_ranks
+from tests.support.workers import over_ranks
 
 CASES = {  # keys of each rank, heads, kv_heads, head_dim_v, options
     "uneven": ((5, 0, 9), 4, 2, 8, {}),
@@ -54,7 +54,8 @@ def whole(rank: int, world_size: int, name: str) -> None:
         assert_close(found, torch.cat(rows), tolerance=tolerance, name=f"{name} {dtype}")
 
 
-def cases(rank: int, world_size: int) -> None:
+@over_ranks(3)
+def test_partials_over_any_share_of_the_keys_merge_to_the_whole(rank: int, world_size: int) -> None:
     for name in CASES:
         whole(rank, world_size, name)
     q, k = torch.randn(1, 1, 2, 8), torch.randn(1, 3 + rank, 2, 8)
@@ -62,10 +63,6 @@ def cases(rank: int, world_size: int) -> None:
         decode_attn_func(q, k, k, config=DistAttentionConfig(verify=verify))
     with pytest.raises(DistAttentionError):  # of one rank alone
         decode_attn_func(q, k, k[:, :, :1] if rank == 1 else k)
-
-
-def test_partials_over_any_share_of_the_keys_merge_to_the_whole() -> None:
-    run_ranks(3, cases)
 
 
 @pytest.mark.parametrize(
@@ -87,7 +84,9 @@ def test_what_does_not_fit_together_is_refused(change: dict[str, object], why: s
         decode_attn_func(**given | change)  # type: ignore[arg-type]
 
 
-def on_gpus(rank: int, world_size: int) -> None:
+@pytest.mark.gpu(2)
+@over_ranks(2, cuda=True, timeout=170)
+def test_two_gpus_merge_partials_of_long_caches(rank: int, world_size: int) -> None:
     for kernel, kv_heads, width in (("auto", 2, 64), ("auto", 8, 32), ("triton", 2, 64)):
         torch.manual_seed(3)
         given = (
@@ -106,8 +105,3 @@ def on_gpus(rank: int, world_size: int) -> None:
             for at, lo in ((0, 7), (1, 0))
         ]
         assert_close(found, torch.cat(rows), tolerance=2e-2, name=f"{kernel}, {kv_heads} kv_heads, {width}")
-
-
-@pytest.mark.gpu(2)
-def test_two_gpus_merge_partials_of_long_caches() -> None:
-    run_ranks(2, on_gpus, cuda=True, timeout=170)

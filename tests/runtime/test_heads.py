@@ -29,7 +29,7 @@ from tests.support.arguments import arguments
 from tests.support.attend import Case, assert_same_bits, attend, case, compare, results
 from tests.support.close import assert_close
 from tests.support.nan_memory import nan_memory
-from tests.support.workers import run_ranks
+from tests.support.workers import over_ranks, run_ranks
 
 HEADS = ((4, 4), (8, 2), (8, 1), (12, 4), (12, 6), (12, 12))
 """(heads, kv_heads): multi-head, grouped, multi-query; 12 and 6 on 4 ranks give ranks unlike shares of kv heads."""
@@ -48,7 +48,11 @@ def test_groups_whose_ranks_do_not_ascend_are_refused() -> None:
 # Real processes over gloo.
 
 
-def _exact(rank: int, ranks: int, degree: int) -> None:
+@pytest.mark.support("runtime", "heads exchanged around a schedule (`ulysses_degree`)")
+@pytest.mark.parametrize(("ranks", "degree"), [(3, 3), (4, 2), (4, 4)])
+@over_ranks(timeout=120)
+def test_every_count_of_heads_is_exact(rank: int, ranks: int, degree: int) -> None:
+    """In every schedule, layout and mask."""
     with nan_memory():
         for seed, (heads, kv_heads) in enumerate(HEADS):
             if heads % degree == 0:
@@ -70,14 +74,8 @@ def _exact(rank: int, ranks: int, degree: int) -> None:
         compare(whole, rank, ranks, ulysses_degree=degree, kernel="reference")
 
 
-@pytest.mark.support("runtime", "heads exchanged around a schedule (`ulysses_degree`)")
-@pytest.mark.parametrize(("ranks", "degree"), [(3, 3), (4, 2), (4, 4)])
-def test_every_count_of_heads_is_exact(ranks: int, degree: int) -> None:
-    """In every schedule, layout and mask."""
-    run_ranks(ranks, _exact, degree, timeout=120)
-
-
-def _again(rank: int, ranks: int) -> None:
+@over_ranks(4)
+def test_exchanges_are_recorded_and_exact_when_they_are_replayed(rank: int, ranks: int) -> None:
     from dfa_megatron.runtime.execute.bound import Bound
     from dfa_megatron.runtime.prepare import in_use
 
@@ -88,10 +86,6 @@ def _again(rank: int, ranks: int) -> None:
     for prepared in in_use():
         assert prepared.exchange is not None
         assert [type(recorded) for recorded in prepared.bound.values()] == [Bound, Bound]
-
-
-def test_exchanges_are_recorded_and_exact_when_they_are_replayed() -> None:
-    run_ranks(4, _again)
 
 
 def _subgroups(rank: int, ranks: int) -> None:
@@ -137,7 +131,8 @@ def test_results_have_memory_of_their_own_in_uneven_and_empty_parts() -> None:
     run_ranks(2, _own_memory)
 
 
-def _communicators(rank: int, ranks: int) -> None:
+@over_ranks(4)
+def test_communicators_are_made_once_and_for_a_degree_above_one_only(rank: int, ranks: int) -> None:
     from dfa_megatron.runtime.comm.groups import channel_of
     from dfa_megatron.runtime.prepare import in_use
 
@@ -155,10 +150,6 @@ def _communicators(rank: int, ranks: int) -> None:
     for schedule in ("ring", "balanced"):
         compare(case(ranks * 10), rank, ranks, schedule=schedule, ulysses_degree=2)
     assert count() == made, "the parts of a group serve every attention of it"
-
-
-def test_communicators_are_made_once_and_for_a_degree_above_one_only() -> None:
-    run_ranks(4, _communicators)
 
 
 def _counted(rank: int, ranks: int, kernel: str, kv_heads: int) -> dict[str, int]:
@@ -214,7 +205,8 @@ def test_the_automatic_degree_is_one_that_the_heads_allow() -> None:
 # Agreement.
 
 
-def _other_degrees(rank: int, ranks: int) -> None:
+@over_ranks(4)
+def test_ranks_whose_degrees_differ_or_do_not_divide_are_told_and_can_go_on(rank: int, ranks: int) -> None:
     with pytest.raises(DisagreementError, match=r"request.ulysses_degree: 1 on rank 0; 2 on ranks 1, 2, 3"):
         compare(case(ranks * 8), rank, ranks, ulysses_degree=1 if rank == 0 else 2)
     with pytest.raises(DisagreementError, match=r"request.ulysses_degree: 2 on ranks 0, 1, 2; 4 on rank 3"):
@@ -227,10 +219,6 @@ def _other_degrees(rank: int, ranks: int) -> None:
     compare(case(ranks * 8), rank, ranks, ulysses_degree=2)
 
 
-def test_ranks_whose_degrees_differ_or_do_not_divide_are_told_and_can_go_on() -> None:
-    run_ranks(4, _other_degrees)
-
-
 # Rematerialization and compilers.
 
 
@@ -240,7 +228,9 @@ def _region(*qkv: torch.Tensor) -> torch.Tensor:
     )
 
 
-def _remat(rank: int, ranks: int, kv_heads: int) -> None:
+@pytest.mark.parametrize("kv_heads", [1, 4])
+@over_ranks(4)
+def test_rematerialization_repeats_no_exchange(rank: int, ranks: int, kv_heads: int) -> None:
     whole = case(ranks * 8, heads=4, kv_heads=kv_heads)
     rows, (shard, _) = whole.rows(rank, ranks), whole.shard(rank, ranks)
     COUNTERS.reset()
@@ -262,12 +252,8 @@ def _remat(rank: int, ranks: int, kv_heads: int) -> None:
     assert more == (0 if kv_heads == 1 else (2 + kv_heads // 2 * 2) * 8 * 16 * 8 * 2)
 
 
-@pytest.mark.parametrize("kv_heads", [1, 4])
-def test_rematerialization_repeats_no_exchange(kv_heads: int) -> None:
-    run_ranks(4, _remat, kv_heads)
-
-
-def _opcheck(rank: int, ranks: int) -> None:
+@over_ranks(2, timeout=120)
+def test_the_operator_passes_the_checks_of_torch_library(rank: int, ranks: int) -> None:
     from dfa_megatron.runtime.comm.groups import group_name
     from dfa_megatron.runtime.op import attention
     from dfa_megatron.runtime.request import Request
@@ -275,10 +261,6 @@ def _opcheck(rank: int, ranks: int) -> None:
     q, k, v = (x[:, rank * 3 : rank * 3 + 3].clone().requires_grad_() for x in case(ranks * 3).inputs)
     text = Request(**arguments(softmax_scale=0.25, kernel="reference", ulysses_degree=2)).to_text()
     torch.library.opcheck(attention, (q, k, v, None, text, group_name(None)))
-
-
-def test_the_operator_passes_the_checks_of_torch_library() -> None:
-    run_ranks(2, _opcheck, timeout=120)
 
 
 # GPUs over NCCL.
@@ -292,7 +274,10 @@ def _gpu_compare(whole: Case, rank: int, ranks: int, **options: Any) -> None:
     compare(whole, rank, ranks, tolerance=1e-2, **options)
 
 
-def _exact_on_gpus(rank: int, ranks: int) -> None:
+@pytest.mark.support("runtime", "heads exchanged around a schedule (`ulysses_degree`)")
+@pytest.mark.gpu(2)
+@over_ranks(2, 4, cuda=True, timeout=170)
+def test_it_is_exact_over_nccl(rank: int, ranks: int) -> None:
     for degree in (d for d in (2, 4) if ranks % d == 0):
         for seed, (heads, kv_heads) in enumerate(((4, 4), (8, 2), (8, 1), (12, 6))):
             whole = _gpu_case(ranks * 256, heads=heads, kv_heads=kv_heads, seed=seed)
@@ -303,13 +288,6 @@ def _exact_on_gpus(rank: int, ranks: int) -> None:
             _gpu_compare(whole, rank, ranks, layout="zigzag", ulysses_degree=degree)
         window = _gpu_case(ranks * 256, heads=4, kv_heads=2, window_size=(300, 0))
         _gpu_compare(window, rank, ranks, ulysses_degree=degree)
-
-
-@pytest.mark.support("runtime", "heads exchanged around a schedule (`ulysses_degree`)")
-@pytest.mark.gpu(2)
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_it_is_exact_over_nccl(ranks: int) -> None:
-    run_ranks(ranks, _exact_on_gpus, cuda=True, timeout=170)
 
 
 def _steady_on_gpus(rank: int, ranks: int) -> None:

@@ -15,7 +15,7 @@ import dfa_megatron
 from dfa_megatron import DistAttentionConfig, TrainingConfig, layouts, masks
 from dfa_megatron.errors import DisagreementError, UnsupportedError
 from dfa_megatron.runtime import prepare
-from tests.support.workers import run_ranks
+from tests.support.workers import over_ranks, run_ranks
 
 
 def tensors(rows: int = 8, heads: int = 2, dim: int = 8, dim_v: int = 8) -> list[torch.Tensor]:
@@ -160,7 +160,8 @@ def test_what_equals_a_right_value_is_refused_whatever_came_before(
         assert attend(*tensors(), **right).shape == (1, 8, 2, 8)
 
 
-def _whole_on_each(rank: int, ranks: int) -> None:
+@over_ranks(2, 3)
+def test_the_whole_sequence_on_each_rank_is_told_once(rank: int, ranks: int) -> None:
     """Draw parts that are the same on every rank, and some that are not or say nothing."""
     draw, heard = random.Random(ranks), list[str]()
     handler = logging.Handler()
@@ -190,11 +191,6 @@ def _whole_on_each(rank: int, ranks: int) -> None:
         )
         assert len(heard) == (kind == "whole"), "once"
         heard.clear()
-
-
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_the_whole_sequence_on_each_rank_is_told_once(ranks: int) -> None:
-    run_ranks(ranks, _whole_on_each)
 
 
 def _many_heads(rank: int, ranks: int) -> None:

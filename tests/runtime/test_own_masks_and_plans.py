@@ -20,7 +20,7 @@ from dfa_megatron.runtime.prepare import build, in_use
 from dfa_megatron.runtime.request import Inputs, Request
 from tests.support.arguments import told
 from tests.support.attend import case, compare
-from tests.support.workers import run_ranks
+from tests.support.workers import over_ranks, run_ranks
 
 LOCAL = 8
 
@@ -30,7 +30,8 @@ def attend_and_compare(rank: int, ranks: int, truth: Mask, **given: Any) -> None
     compare(case(ranks * LOCAL, mask=truth, seed=ranks), rank, ranks, **given)
 
 
-def _plans(rank: int, ranks: int) -> None:
+@over_ranks(3)
+def test_a_mask_a_plan_and_an_edited_plan_run_as_they_are(rank: int, ranks: int) -> None:
     """A mask; a plan as it is made, and one in which another rank computes the last block."""
     mask = prefix_lm(ranks * LOCAL, 5)
     attend_and_compare(rank, ranks, mask, mask=mask, layout="zigzag")
@@ -40,10 +41,6 @@ def _plans(rank: int, ranks: int) -> None:
     edited = with_blocks(plan, [*blocks, last._replace(rank=(last.rank + 1) % ranks, step=last.step + 1)])
     attend_and_compare(rank, ranks, causal(ranks * LOCAL), plan=edited)
     assert in_use()[-1].plan == edited
-
-
-def test_a_mask_a_plan_and_an_edited_plan_run_as_they_are() -> None:
-    run_ranks(3, _plans)
 
 
 def _one_is_odd(rank: int, ranks: int) -> str:

@@ -21,7 +21,7 @@ from dfa_megatron.names import LAYOUTS
 from dfa_megatron.runtime import counters
 from dfa_megatron.runtime.comm.transport import Transport
 from dfa_megatron.sharding import layout_of_tokens
-from tests.support.workers import run_ranks
+from tests.support.workers import over_ranks, run_ranks
 
 
 def call(rows: int, **options: object) -> None:
@@ -29,7 +29,8 @@ def call(rows: int, **options: object) -> None:
     dist_flash_attn_func(q, q, q, causal=True, config=DistAttentionConfig(**options)).sum().backward()
 
 
-def measure(rank: int, world_size: int) -> None:
+@over_ranks(2, 3)
+def test_stats_count_what_ran_since_and_find_a_rank_that_waits(rank: int, world_size: int) -> None:
     stats()
     for number in range(2 * counters.EVERY):
         if rank == 0 and number % counters.EVERY == 2:
@@ -49,11 +50,6 @@ def measure(rank: int, world_size: int) -> None:
     again = stats()
     assert "dfa/forward_ms" not in again
     assert again["dfa/forwards"] == 0
-
-
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_stats_count_what_ran_since_and_find_a_rank_that_waits(ranks: int) -> None:
-    run_ranks(ranks, measure)
 
 
 def test_the_line_says_how_a_new_attention_runs_and_stands_once(

@@ -30,7 +30,7 @@ from tests.recurrence.test_upstream import mamba2
 from tests.support.arguments import arguments, told
 from tests.support.attend import case
 from tests.support.recurrences import convolve, recurrence
-from tests.support.workers import run_ranks
+from tests.support.workers import over_ranks, run_ranks
 
 
 def tensors(local: int, gradients: str = "qkv") -> list[torch.Tensor]:
@@ -102,7 +102,8 @@ def test_a_rank_whose_inputs_need_no_gradient_is_told_in_the_forward(ranks: int)
             assert f"on rank {ranks - 1}" in text or name == "unshard", (name, text)
 
 
-def _some_gradients(rank: int, ranks: int) -> None:
+@over_ranks(3, timeout=60)
+def test_ranks_may_need_gradients_of_other_inputs(rank: int, ranks: int) -> None:
     """Each rank needs the gradients of other inputs: all of them are exact."""
     whole = case(5 * ranks)
     rows = whole.rows(rank, ranks)
@@ -112,10 +113,6 @@ def _some_gradients(rank: int, ranks: int) -> None:
         out = dfa_megatron.dist_flash_attn_func(*shard, **arguments(causal=True))
         (got,) = torch.autograd.grad(out, shard[mine], whole.dout[:, rows])
         torch.testing.assert_close(got, whole.gradients[mine][:, rows], rtol=1e-10, atol=1e-10)
-
-
-def test_ranks_may_need_gradients_of_other_inputs() -> None:
-    run_ranks(3, _some_gradients, timeout=60)
 
 
 WORDS, QUARTER = "an accident of this test", 5.0
@@ -291,7 +288,8 @@ def test_a_rank_that_alone_compares_nothing_is_named_on_every_rank(ranks: int, o
                 assert text == "", "small exchanges are compared once the ranks compare"
 
 
-def _stops_early(rank: int, ranks: int) -> None:
+@over_ranks(2, timeout=60)
+def test_a_recompute_that_stops_early_is_no_error(rank: int, ranks: int) -> None:
     """What is last in a checkpointed region is left by an exception as soon as its tensors are saved again."""
     offsets = (0, 4 * ranks)
     regions: list[tuple[Callable[..., Any], list[torch.Tensor]]] = [
@@ -305,10 +303,6 @@ def _stops_early(rank: int, ranks: int) -> None:
             expected = torch.autograd.grad(region(*leaves).sum(), leaves)
             found = checkpoint(region, *leaves, use_reentrant=False)
             torch.testing.assert_close(torch.autograd.grad(found.sum(), leaves), expected)
-
-
-def test_a_recompute_that_stops_early_is_no_error() -> None:
-    run_ranks(2, _stops_early, timeout=60)
 
 
 def _opening_fails(rank: int, ranks: int) -> dict[str, tuple[str, float]]:

@@ -13,12 +13,14 @@ from tests.support.arguments import arguments, told
 from tests.support.attend import attend, compare, pack
 from tests.support.nan_memory import nan_memory
 from tests.support.packs import random_offsets
-from tests.support.workers import run_ranks
+from tests.support.workers import over_ranks, run_ranks
 
 MASKS = ((True, (-1, -1)), (False, (-1, -1)), (True, (3, 0)), (False, (4, 2)))
 
 
-def _random_packs(rank: int, ranks: int) -> None:
+@pytest.mark.support("runtime", "packed documents between processes")
+@over_ranks(1, 2, 3, 4)
+def test_random_packs_are_exact_over_gloo(rank: int, ranks: int) -> None:
     draw = random.Random(ranks)
     with nan_memory():
         for causal, window_size in MASKS:
@@ -33,12 +35,6 @@ def _random_packs(rank: int, ranks: int) -> None:
         compare(whole, rank, ranks, layout="load_balanced")
         for degree in (2, 4) if ranks == 4 else ():
             compare(pack(random_offsets(ranks * 8, draw)), rank, ranks, ulysses_degree=degree)
-
-
-@pytest.mark.support("runtime", "packed documents between processes")
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-def test_random_packs_are_exact_over_gloo(ranks: int) -> None:
-    run_ranks(ranks, _random_packs)
 
 
 def _nothing_between_short_documents(rank: int, ranks: int) -> tuple[int, int, int]:

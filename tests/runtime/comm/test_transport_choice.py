@@ -17,7 +17,7 @@ from dfa_megatron.runtime.comm.symmetric_memory import Mapped
 from dfa_megatron.runtime.comm.transport import Transport
 from dfa_megatron.runtime.comm.transports import Transports
 from tests.support.attend import case
-from tests.support.workers import run_ranks
+from tests.support.workers import over_ranks, run_ranks
 
 
 def _asked_for(rank: int, ranks: int) -> list[set[str]]:
@@ -49,7 +49,9 @@ def test_auto_leaves_the_copy_engines_where_their_memory_would_be_too_large() ->
         assert found == [{"auto"}, {"p2p"}, {"copy_engine"}, {"p2p"}]
 
 
-def _on_gpus(rank: int, ranks: int) -> None:
+@pytest.mark.gpu(2)
+@over_ranks(2, cuda=True)
+def test_large_messages_between_gpus_take_no_symmetric_memory(rank: int, ranks: int) -> None:
     whole = case(ranks * 256, dtype=torch.bfloat16, device="cuda", heads=4, kv_heads=2, head_dim=64)
     rows, (shard, _) = whole.rows(rank, ranks), whole.shard(rank, ranks)
     prepare.LARGEST_ARENA = 0
@@ -114,8 +116,3 @@ def test_pytorchs_cache_is_emptied_only_where_the_driver_has_no_memory(monkeypat
     full.append(False)
     symmetric_memory._zeros(8, torch.device("cpu"))
     assert emptied == [True]
-
-
-@pytest.mark.gpu(2)
-def test_large_messages_between_gpus_take_no_symmetric_memory() -> None:
-    run_ranks(2, _on_gpus, cuda=True)

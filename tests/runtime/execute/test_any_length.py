@@ -14,7 +14,7 @@ from dfa_megatron.plan.language.geometry import Span, Tile
 from dfa_megatron.plan.language.layout import Layout, by_name, contiguous, cross, of_lengths, zigzag_documents
 from tests.support.attend import Case, compare, results_together, together
 from tests.support.packs import drawn_layout
-from tests.support.workers import run_ranks
+from tests.support.workers import over_ranks, run_ranks
 
 
 def drawn_offsets(draw: random.Random, length: int) -> tuple[int, ...]:
@@ -103,7 +103,8 @@ def test_any_mask_can_balance_its_tokens() -> None:
         together(Case(tokens=37, mask=masks.prefix_lm(37, 11)), ranks, layout="load_balanced")
 
 
-def _over_gloo(rank: int, ranks: int) -> None:
+@over_ranks(2, 3)
+def test_any_length_over_gloo(rank: int, ranks: int) -> None:
     draw = random.Random(77)
     for number in range(8):
         case, held = drawn_case(draw, ranks)
@@ -131,19 +132,11 @@ def _over_gloo(rank: int, ranks: int) -> None:
         assert torch.equal(grad, want)
 
 
-def _empty_neighbours(rank: int, ranks: int) -> None:
+@over_ranks(4)
+def test_neighbours_that_exchange_heads_may_all_hold_no_token(rank: int, ranks: int) -> None:
     for dtype in (torch.float64, torch.bfloat16):
         case = Case(tokens=2, heads=4, kv_heads=2, dtype=dtype)
         compare(case, rank, ranks, layout=contiguous(2, ranks), ulysses_degree=2)
-
-
-def test_neighbours_that_exchange_heads_may_all_hold_no_token() -> None:
-    run_ranks(4, _empty_neighbours)
-
-
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_any_length_over_gloo(ranks: int) -> None:
-    run_ranks(ranks, _over_gloo)
 
 
 def _refused(rank: int, ranks: int) -> str:

@@ -31,7 +31,7 @@ from tests.fuzz.attempt import Listens
 from tests.support import attend
 from tests.support.arguments import arguments
 from tests.support.copying_gloo import CopyingGloo
-from tests.support.workers import run_ranks
+from tests.support.workers import over_ranks, run_ranks
 
 LOCAL = 12
 
@@ -64,18 +64,15 @@ def test_replays_on_one_rank_are_exact(kernel: str) -> None:
     _again(0, 1, group="", kernel=kernel)
 
 
-def _schedules(rank: int, ranks: int) -> None:
+@over_ranks(2, 3)
+def test_replays_over_gloo_are_exact_in_every_schedule(rank: int, ranks: int) -> None:
     two = ({"schedule": "ring"}, {"schedule": "balanced_shared", "kernel": "reference"})
     for options in two if ranks == 2 else ({"schedule": "greedy"}, {"layout": "zigzag"}):
         _again(rank, ranks, **options)
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_replays_over_gloo_are_exact_in_every_schedule(ranks: int) -> None:
-    run_ranks(ranks, _schedules)
-
-
-def _stays(rank: int, ranks: int) -> None:
+@over_ranks(3)
+def test_replays_are_exact_in_memory_that_stays_and_after_it_has_moved(rank: int, ranks: int) -> None:
     """Replays in memory that stays, and then in other memory."""
     arenas: list[torch.Tensor] = []
 
@@ -88,10 +85,6 @@ def _stays(rank: int, ranks: int) -> None:
     for seed in range(9):
         compare(rank, ranks, seed, schedule="balanced_shared")
         assert arenas[-1].fill_(255).numel()
-
-
-def test_replays_are_exact_in_memory_that_stays_and_after_it_has_moved() -> None:
-    run_ranks(3, _stays)
 
 
 class Launching(ReferenceKernel):

@@ -16,7 +16,7 @@ from tests.runtime.comm.test_nccl import compare, gpu_case
 from tests.runtime.execute.test_bound import recorded
 from tests.runtime.execute.test_bound_packs import lengths
 from tests.support.arguments import arguments
-from tests.support.workers import run_ranks
+from tests.support.workers import over_ranks, run_ranks
 
 KERNELS = ("flash4", "triton", "cudnn", "aten")
 
@@ -51,18 +51,15 @@ def test_replays_on_one_gpu_are_exact(kernel: str) -> None:
         _again(0, 1, group="", kernel=kernel, causal=True, window_size=(100, 0))
 
 
-def _kernels(rank: int, ranks: int, transport: str) -> None:
+@pytest.mark.support("runtime", "replays of recorded programs, over NCCL and copy engines")
+@pytest.mark.gpu(2)
+@pytest.mark.parametrize("transport", ["p2p", "copy_engine"])
+@over_ranks(2, cuda=True, timeout=170)
+def test_replays_between_gpus_are_exact(rank: int, ranks: int, transport: str) -> None:
     for kernel in filter(served, KERNELS):
         _again(rank, ranks, kernel=kernel, transport=transport, schedule="balanced_shared", ulysses_degree=1)
     for options in ({"schedule": "ring"}, {"layout": "zigzag"}, {"schedule": "balanced_shared", "ulysses_degree": 2}):
         _again(rank, ranks, transport=transport, **options)
-
-
-@pytest.mark.support("runtime", "replays of recorded programs, over NCCL and copy engines")
-@pytest.mark.gpu(2)
-@pytest.mark.parametrize("transport", ["p2p", "copy_engine"])
-def test_replays_between_gpus_are_exact(transport: str) -> None:
-    run_ranks(2, _kernels, transport, cuda=True, timeout=170)
 
 
 def _packs(rank: int, ranks: int, kernel: str) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from typing import Any
 
-import pytest
 import torch
 
 import dfa_megatron
@@ -21,7 +20,7 @@ from tests.support.arguments import arguments, told
 from tests.support.attend import Case, compare, together
 from tests.support.packs import drawn_layout, random_offsets
 from tests.support.plan_cases import every_mask
-from tests.support.workers import run_ranks
+from tests.support.workers import over_ranks, run_ranks
 
 
 def drawn_rows(draw: random.Random, ranks: int) -> tuple[Case, Layout]:
@@ -55,7 +54,8 @@ def test_rows_that_differ_are_exact() -> None:
         together(case, ranks, layout=held)
 
 
-def _public(rank: int, ranks: int) -> None:
+@over_ranks(1, 3)
+def test_public_functions_take_rows_that_differ(rank: int, ranks: int) -> None:
     draw = random.Random(ranks)
     for _ in range(16):
         case, held = drawn_rows(draw, ranks)
@@ -71,11 +71,6 @@ def _public(rank: int, ranks: int) -> None:
             starts = torch.tensor(case.offsets)
             starts = starts[torch.searchsorted(starts, mine, right=True) - 1]
             assert torch.equal(local_positions(whole.shape[1], **asked), mine - starts)
-
-
-@pytest.mark.parametrize("ranks", [1, 3])
-def test_public_functions_take_rows_that_differ(ranks: int) -> None:
-    run_ranks(ranks, _public)
 
 
 def _wrong(rank: int, ranks: int) -> dict[str, str]:
