@@ -17,7 +17,7 @@ from benchmarks.attention.method import contiguous, our_methods, zigzag
 from dfa_megatron.doctor.world import World
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.sharding import shard_sequence
-from tests.support.workers import over_ranks, run_ranks
+from tests.support.workers import over_ranks
 
 JOB = Job(seq_length=(64,), heads=(4,), head_dim=16, dtype="bfloat16", kernel=("cpu",))
 
@@ -51,34 +51,31 @@ def _check(rank: int, ranks: int, baseline: str, mask: str, heads: int, kv_heads
     return found
 
 
-def _check_all(rank: int, ranks: int, cases: list[tuple[str, int, int]]) -> dict[tuple[str, int, int], dict[str, str]]:
-    return {case: _check(rank, ranks, "ulysses", *case, "float64") for case in cases}
+@over_ranks(4)
+def test_ulysses_is_exact_and_copies_key_value_heads_that_are_too_few(rank: int, ranks: int) -> None:
+    for mask in ("causal", "full"):
+        for heads, kv_heads in ((4, 4), (8, 2), (4, 1)):
+            found = _check(rank, ranks, "ulysses", mask, heads, kv_heads, "float64")
+            assert found == {"ulysses cpu": ""}, (mask, heads, kv_heads)
 
 
-def test_ulysses_is_exact_and_copies_key_value_heads_that_are_too_few() -> None:
-    heads = ((4, 4), (8, 2), (4, 1))
-    cases = [(mask, h, kv_heads) for mask in ("causal", "full") for h, kv_heads in heads]
-    assert run_ranks(4, _check_all, cases)[0] == {case: {"ulysses cpu": ""} for case in cases}
+@over_ranks(1, 2, 3)
+def test_ring_self_attention_is_exact(rank: int, ranks: int) -> None:
+    for mask in ("causal", "full"):
+        found = _check(rank, ranks, "ring_self_attention", mask, 4, 4, "float64")
+        assert found == {"ring_self_attention": ""}, mask
 
 
-def _check_ring(rank: int, ranks: int) -> dict[str, dict[str, str]]:
-    return {mask: _check(rank, ranks, "ring_self_attention", mask, 4, 4, "float64") for mask in ("causal", "full")}
-
-
-@pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_ring_self_attention_is_exact(ranks: int) -> None:
-    exact = {"ring_self_attention": ""}
-    assert run_ranks(ranks, _check_ring)[0] == {"causal": exact, "full": exact}
-
-
-def test_ulysses_refuses_heads_that_do_not_divide() -> None:
-    (found,) = run_ranks(2, _check, "ulysses", "causal", 33, 33, "float32")[0].values()
+@over_ranks(2)
+def test_ulysses_refuses_heads_that_do_not_divide(rank: int, ranks: int) -> None:
+    (found,) = _check(rank, ranks, "ulysses", "causal", 33, 33, "float32").values()
     assert "33 heads and 33 kv_heads: it divides both" in found
 
 
 @pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed")
-def test_deepspeeds_attention_is_exact_around_a_kernel_of_ours() -> None:
-    assert run_ranks(2, _check, "deepspeed", "causal", 4, 2, "float32", timeout=120)[0] == {"deepspeed ulysses cpu": ""}
+@over_ranks(2, timeout=120)
+def test_deepspeeds_attention_is_exact_around_a_kernel_of_ours(rank: int, ranks: int) -> None:
+    assert _check(rank, ranks, "deepspeed", "causal", 4, 2, "float32") == {"deepspeed ulysses cpu": ""}
 
 
 def test_a_baseline_that_is_named_and_does_not_run_here_is_refused_and_otherwise_left_out() -> None:

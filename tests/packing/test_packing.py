@@ -14,16 +14,7 @@ from dfa_megatron.sharding import local_positions, shard_sequence, unshard_seque
 from tests.support.workers import over_ranks, run_ranks
 
 LAYOUTS = ("contiguous", "zigzag")
-DTYPES = (
-    torch.float64,
-    torch.float32,
-    torch.bfloat16,
-    torch.float16,
-    torch.int64,
-    torch.int32,
-    torch.uint8,
-    torch.bool,
-)
+DTYPES = "float64 float32 bfloat16 float16 int64 int32 uint8 bool"
 
 
 def brute_force(layout: str, length: int, ranks: int, rank: int) -> list[int]:
@@ -44,7 +35,7 @@ def sample(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> torch.Tenso
 @over_ranks(1, 2, 3)
 def test_unshard_inverts_shard_for_every_layout_dtype_and_dimension(rank: int, world_size: int) -> None:
     length = 12 * world_size
-    for seed, dtype in enumerate(DTYPES):
+    for seed, dtype in enumerate(getattr(torch, name) for name in DTYPES.split()):
         for layout in LAYOUTS:
             for dim in (0, 1, -1):
                 shape = [2, 3, 5]
@@ -116,14 +107,6 @@ def gradients(rank: int, world_size: int, layout: str) -> dict[str, torch.Tensor
     return {"dense": dense.grad, "same": same.grad / world_size, "one": one.grad, "mine": mine.grad}
 
 
-def half_gradients(rank: int, world_size: int) -> torch.Tensor:
-    """Sums of many bfloat16 gradients that would be off if they were added in bfloat16."""
-    local = torch.ones(1, 2, dtype=torch.bfloat16, requires_grad=True)
-    (unshard_sequence(local) * (256.0 if rank == 0 else 1.0)).sum().backward()
-    assert local.grad is not None
-    return local.grad.float()
-
-
 @pytest.mark.gpu(2)
 @over_ranks(2, cuda=True)
 def test_gpus_shard_and_unshard_over_nccl(rank: int, world_size: int) -> None:
@@ -158,7 +141,8 @@ def test_group_ranks_decide_not_global_ranks(rank: int, world_size: int) -> None
         shard_sequence(whole, group=other)
 
 
-def disagreements(rank: int, world_size: int) -> list[str]:
+@over_ranks(2)
+def test_ranks_that_differ_are_all_told_how(rank: int, world_size: int) -> None:
     """What this rank is told for each way to differ; the group works on afterwards."""
     told = []
     cases: list[tuple[torch.Tensor, dict[str, Any]]] = [
@@ -173,7 +157,8 @@ def disagreements(rank: int, world_size: int) -> list[str]:
             unshard_sequence(x, **options)
         told.append(str(caught.value))
     assert torch.equal(unshard_sequence(torch.full((1, 1), float(rank))), torch.arange(float(world_size))[None])
-    return told
+    assert "shapes by rank [(1, 2), (1, 4)]" in told[0]
+    assert all("differ from this rank's on ranks" in text for text in told[1:])
 
 
 @pytest.mark.parametrize(("ranks", "layout"), [(2, "contiguous"), (3, "zigzag")])
@@ -183,15 +168,13 @@ def test_gradients_are_those_of_the_dense_loss_in_every_convention(ranks: int, l
             torch.testing.assert_close(result[convention], result["dense"], rtol=1e-13, atol=1e-13)
 
 
-def test_gradients_in_half_precision_are_summed_in_float32() -> None:
-    # 256 + 1 + 1 + 1 is 259, nearest bfloat16 260; adding one at a time in bfloat16 stays at 256
-    assert all(grad.eq(260).all() for grad in run_ranks(4, half_gradients))
-
-
-def test_ranks_that_differ_are_all_told_how() -> None:
-    for told in run_ranks(2, disagreements):
-        assert "shapes by rank [(1, 2), (1, 4)]" in told[0]
-        assert all("differ from this rank's on ranks" in text for text in told[1:])
+@over_ranks(4)
+def test_gradients_in_half_precision_are_summed_in_float32(rank: int, world_size: int) -> None:
+    """256 + 1 + 1 + 1 is 259, nearest bfloat16 260; adding one at a time in bfloat16 stays at 256."""
+    local = torch.ones(1, 2, dtype=torch.bfloat16, requires_grad=True)
+    (unshard_sequence(local) * (256.0 if rank == 0 else 1.0)).sum().backward()
+    assert local.grad is not None
+    assert local.grad.float().eq(260).all()
 
 
 def test_without_torch_distributed_there_is_one_rank() -> None:

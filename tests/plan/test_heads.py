@@ -13,10 +13,10 @@ from dfa_megatron.cli.main import main
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.plan.cost.hardware import H200_NIC_400G, H200_NVLINK, H200_SLOW_LINK, H200_SOCKETS
 from dfa_megatron.plan.degree import automatic_degree, check_degree, split_heads
-from dfa_megatron.plan.language import layout as layouts
 from dfa_megatron.plan.language.geometry import Span
 from dfa_megatron.plan.language.mask import causal, documents, full, prefix_lm, sliding_window
 from dfa_megatron.runtime.heads import rows_in_order
+from tests.support.packs import drawn_layout
 
 
 @pytest.mark.parametrize("degree", [1, 2, 3, 4, 6])
@@ -38,26 +38,12 @@ def test_every_query_head_finds_its_kv_head(degree: int) -> None:
             assert split.kv_heads == 1
 
 
-def drawn_layout(draw: random.Random, ranks: int) -> layouts.Layout:
-    """Return contiguous or zigzag tokens, unequal parts, or chunks in any order; a rank may hold none."""
-    length = draw.randint(ranks, 12 * ranks)
-    match draw.randrange(4):
-        case 0:
-            return layouts.contiguous(length, ranks)
-        case 1:
-            return layouts.zigzag(length, ranks)
-        case 2:
-            return layouts.of_lengths([draw.choice((0, 1, 7)) for _ in range(ranks - 1)] + [3])
-    chunks = layouts.cut(length, min(length, 3 * ranks))
-    return layouts.Layout(chunks, tuple(draw.randrange(ranks) for _ in chunks), ranks)
-
-
 @pytest.mark.parametrize("seed", range(40))
 def test_rows_that_come_are_put_in_the_order_of_the_plan(seed: int) -> None:
     draw = random.Random(seed)
     degree = draw.choice((2, 3, 4))
     ranks = degree * draw.choice((1, 2, 3))
-    held = drawn_layout(draw, ranks)
+    held = drawn_layout(draw, ranks, draw.randint(ranks, 12 * ranks))
     for first in range(0, ranks, degree):
         near = range(first, first + degree)
         most = max(held.tokens(rank) for rank in near)

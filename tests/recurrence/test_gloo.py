@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
@@ -216,46 +217,44 @@ def test_only_states_that_cross_ranks_travel_and_m_only_where_they_go_through_on
         assert COUNTERS.state_forward_bytes == (0 if with_m is None else state + m * with_m)
 
 
-def _differ(rank: int, ranks: int) -> dict[str, str]:
-    found = {}
-    for what in DISAGREEMENTS:
-        group = torch.distributed.new_group(range(ranks))
-        try:
-            _disagree(what, rank, ranks, group)
-        except (DisagreementError, UnsupportedError) as error:
-            found[what] = str(error)
-    return found
+@over_ranks(2)
+def test_ranks_that_disagree_get_a_readable_error(rank: int, ranks: int) -> None:
+    for what, told in DISAGREEMENTS.items():
+        with pytest.raises((DisagreementError, UnsupportedError)) as error:
+            _disagree(what, rank, ranks, torch.distributed.new_group(range(ranks)))
+        assert told in str(error.value), what
 
 
 def _disagree(what: str, rank: int, ranks: int, group: torch.distributed.ProcessGroup) -> None:
     whole = recurrence("gla", 4 * ranks, seed=3)
     x = whole.rows(rank, ranks)
-    if what == "documents":
-        for offsets in ((0, 5, 8), (0, 5, 8) if rank else (0, 6, 8)):
-            dist_scan(whole.scan, x, decay=whole.decay(x), cu_seqlens=offsets, group=group)
-    elif what == "parents":
-        parents = [-1, 0, 0] if rank else [-1, 0, 1]
-        dist_scan(whole.scan, x, decay=whole.decay(x), cu_seqlens=(0, 2, 6, 8), parents=parents, group=group)
-    elif what == "no tree":
-        parents = [-1, 1] if rank else [-1, 0]
-        dist_scan(whole.scan, x, decay=whole.decay(x), cu_seqlens=(0, 2, 8), parents=parents, group=group)
-    elif what == "order":
-        dist_scan(whole.scan, x, decay=whole.decay(x), group=group)
+
+    def scan(decay: bool = True, **where: Any) -> None:
+        dist_scan(whole.scan, x, decay=whole.decay(x) if decay else None, group=group, **where)
+
+    def conv() -> None:
         dist_conv(lambda x, _: x, x["v"].flatten(2), 3, group=group)
-        if rank:
-            dist_scan(whole.scan, x, decay=whole.decay(x), group=group)
-        else:
-            dist_conv(lambda x, _: x, x["v"].flatten(2), 3, group=group)
+
+    if what == "documents":
+        scan(cu_seqlens=(0, 5, 8))
+        scan(cu_seqlens=(0, 5, 8) if rank else (0, 6, 8))
+    elif what == "parents":
+        scan(cu_seqlens=(0, 2, 6, 8), parents=[-1, 0, 0] if rank else [-1, 0, 1])
+    elif what == "no tree":
+        scan(cu_seqlens=(0, 2, 8), parents=[-1, 1] if rank else [-1, 0])
+    elif what == "order":
+        scan()
+        conv()
+        (scan if rank else conv)()
     elif what == "lengths":
         x = {name: t[:, rank:] for name, t in x.items()}
-        dist_scan(whole.scan, x, decay=whole.decay(x), group=group)
+        scan()
     elif what == "another layout":
-        dist_scan(whole.scan, x, decay=whole.decay(x), layout="zigzag" if rank else "contiguous", group=group)
+        scan(layout="zigzag" if rank else "contiguous")
     elif what == "refused":
-        offsets = (0, 5, 8) if rank else (0, 5, 6)
-        dist_scan(whole.scan, x, decay=whole.decay(x), cu_seqlens=offsets, group=group)
+        scan(cu_seqlens=(0, 5, 8) if rank else (0, 5, 6))
     else:
-        dist_scan(whole.scan, x, decay=whole.decay(x) if rank else None, group=group)
+        scan(decay=bool(rank))
 
 
 DISAGREEMENTS = {
@@ -268,9 +267,3 @@ DISAGREEMENTS = {
     "refused": "4 tokens on rank 0 of a sequence that gives it 3",
     "another layout": "'contiguous', or layouts.of_lengths",
 }
-
-
-def test_ranks_that_disagree_get_a_readable_error() -> None:
-    for errors in run_ranks(2, _differ):
-        for what, told in DISAGREEMENTS.items():
-            assert told in errors[what]

@@ -19,13 +19,13 @@ from tests.remat.regions import (
     HIDDEN,
     TOKENS,
     Attention,
-    assert_same_bits,
     direct,
     front,
     make,
     non_reentrant,
     step,
 )
+from tests.support.attend import assert_same_bits
 
 
 @front

@@ -47,16 +47,21 @@ def test_every_checkpoint_and_the_compiler_give_the_same_gradients_without_a_bre
     torch.manual_seed(0)
     layer = Layer()
     selective = partial(checkpoint, layer, use_reentrant=False, context_fn=remat.selective_context_fn)
+    frames = partial(checkpoint, layer, use_reentrant=False, context_fn=remat.context_fn)
     ways = {
         "plain": layer,
         "full": partial(checkpoint, layer, use_reentrant=False),
-        "frames": partial(checkpoint, layer, use_reentrant=False, context_fn=remat.context_fn),
+        "frames": frames,
         "re-entrant": partial(remat.remat_checkpoint, layer),
         "selective": selective,
         "compiled": torch.compile(layer, backend="aot_eager", fullgraph=True),
         # The policy keeps (out, lse) under the compiler, too.
         "compiled, selective": torch.compile(lambda x: selective(x), backend="aot_eager", fullgraph=True),
     }
+    if not torch.__version__.startswith("2.6."):  # which compiles with dispatch modes only there
+        partitioned: Any = {"backend": "aot_eager_decomp_partition", "fullgraph": True}
+        ways |= {"compiled, frames": torch.compile(lambda x: frames(x), **partitioned)}
+        ways |= {"partitioned, selective": torch.compile(lambda x: selective(x), **partitioned)}
     torch.manual_seed(1 + rank)
     x = torch.randn(2, 6, 16, dtype=torch.float64, requires_grad=True)
     want: list[torch.Tensor] = []

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from dfa_megatron import DistAttentionConfig, decode_attn_func
+from dfa_megatron.doctor.dense import dense_attention
 from dfa_megatron.errors import DistAttentionError, UnsupportedError
 from tests.support.close import assert_close
 from tests.support.workers import over_ranks
@@ -17,17 +18,6 @@ CASES = {  # keys of each rank, heads, kv_heads, head_dim_v, options
     "no keys": ((0, 0, 0), 2, 1, 8, {}),
     "long, in parts": ((4101, 2, 0), 2, 2, 8, {"kernel": "reference"}),
 }
-
-
-def dense(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softcap: float, sinks: torch.Tensor | None
-) -> torch.Tensor:
-    k, v = (x.repeat_interleave(q.shape[2] // k.shape[2], 2) for x in (k, v))
-    scores = torch.einsum("bqhd,bkhd->bhqk", q, k) * q.shape[3] ** -0.5
-    scores = softcap * torch.tanh(scores / softcap) if softcap else scores
-    sink = q.new_full((q.shape[2],), -torch.inf) if sinks is None else sinks
-    weights = torch.softmax(torch.cat((scores, sink[None, :, None, None].expand(q.shape[0], -1, 1, 1)), -1), -1)
-    return torch.einsum("bhqk,bkhd->bqhd", weights[..., :-1], v).nan_to_num()
 
 
 def whole(rank: int, world_size: int, name: str) -> None:
@@ -48,7 +38,7 @@ def whole(rank: int, world_size: int, name: str) -> None:
             q.to(dtype), *(x.to(dtype) for x in own), starts=starts, softcap=softcap, sinks=more, config=config
         )
         rows = [
-            dense(q[at : at + 1], k[at : at + 1, lo:], v[at : at + 1, lo:], softcap, sinks)
+            dense_attention(q[at : at + 1], k[at : at + 1, lo:], v[at : at + 1, lo:], softcap=softcap, sinks=sinks)[0]
             for at, lo in ((0, 0), (1, hidden))
         ]
         assert_close(found, torch.cat(rows), tolerance=tolerance, name=f"{name} {dtype}")
@@ -101,7 +91,7 @@ def test_two_gpus_merge_partials_of_long_caches(rank: int, world_size: int) -> N
             found = decode_attn_func(q, *own, starts=starts, config=config)
         wide = [x.double() for x in (q, k, v)]
         rows = [
-            dense(*(x[at : at + 1, lo if x is not wide[0] else 0 :] for x in wide), 0.0, None)
+            dense_attention(*(x[at : at + 1, lo if x is not wide[0] else 0 :] for x in wide))[0]
             for at, lo in ((0, 7), (1, 0))
         ]
         assert_close(found, torch.cat(rows), tolerance=2e-2, name=f"{kernel}, {kv_heads} kv_heads, {width}")

@@ -11,7 +11,6 @@ from typing import Any, Literal
 import pytest
 import torch
 import torch.distributed as dist
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import dfa_megatron
@@ -24,6 +23,7 @@ from dfa_megatron.plan.language.mask import causal
 from dfa_megatron.runtime.agreement.store import GroupStore
 from dfa_megatron.runtime.comm.channel import Channel
 from dfa_megatron.runtime.counters import COUNTERS
+from tests.fuzz.attempt import Listens
 from tests.runtime.comm.test_gloo import LAYOUTS
 from tests.support.arguments import arguments
 from tests.support.attend import Case, assert_same_bits, attend, case, compare, results
@@ -111,19 +111,12 @@ def _own_memory(rank: int, ranks: int) -> None:
         tokens, generator = held.tokens(rank), torch.Generator().manual_seed(rank)
         qkv = [torch.randn(1, tokens, 2, 8, generator=generator, requires_grad=True) for _ in range(3)]
         config = DistAttentionConfig(ulysses_degree=2)
-        with Listening() if number % 2 else contextlib.nullcontext():
+        with Listens() if number % 2 else contextlib.nullcontext():
             out, lse = dfa_megatron.dist_flash_attn_func(*qkv, causal=True, layout=held, config=config, return_lse=True)
             found = [out.detach(), lse, *torch.autograd.grad(out.sum(), qkv)]
         storages = {x.untyped_storage().data_ptr() for x in found if x.numel()}
         assert len(storages) == sum(x.numel() > 0 for x in found)
         assert [x.untyped_storage().nbytes() for x in found] == [x.numel() * x.element_size() for x in found]
-
-
-class Listening(TorchDispatchMode):
-    """A mode that sees every operator, whose results must be its own."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return func(*args, **(kwargs or {}))
 
 
 def test_results_have_memory_of_their_own_in_uneven_and_empty_parts() -> None:
@@ -179,7 +172,8 @@ def test_bytes_on_the_wire_are_those_of_the_heads_that_leave(
 # The planner's choice.
 
 
-def _automatic(rank: int, ranks: int) -> dict[str, int]:
+@over_ranks(4)
+def test_the_automatic_degree_is_one_that_the_heads_allow(rank: int, ranks: int) -> None:
     """As on a slow link, where all ranks exchange if their heads allow it."""
     from dfa_megatron.runtime import heads as of_heads
 
@@ -193,13 +187,8 @@ def _automatic(rank: int, ranks: int) -> dict[str, int]:
         whole = case(ranks * 8, heads=heads, kv_heads=kv_heads)
         compare(whole, rank, ranks, ulysses_degree="auto")
         exchanges[name] = COUNTERS.ulysses_exchanges
-    return exchanges
-
-
-def test_the_automatic_degree_is_one_that_the_heads_allow() -> None:
-    for exchanges in run_ranks(4, _automatic):
-        assert min(exchanges["many"], exchanges["grouped"], exchanges["two"]) > 0
-        assert exchanges["thirty-three"] == exchanges["one"] == 0
+    assert min(exchanges["many"], exchanges["grouped"], exchanges["two"]) > 0
+    assert exchanges["thirty-three"] == exchanges["one"] == 0
 
 
 # Agreement.

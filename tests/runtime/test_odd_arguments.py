@@ -15,7 +15,7 @@ import dfa_megatron
 from dfa_megatron import DistAttentionConfig, TrainingConfig, layouts, masks
 from dfa_megatron.errors import DisagreementError, UnsupportedError
 from dfa_megatron.runtime import prepare
-from tests.support.workers import over_ranks, run_ranks
+from tests.support.workers import over_ranks
 
 
 def tensors(rows: int = 8, heads: int = 2, dim: int = 8, dim_v: int = 8) -> list[torch.Tensor]:
@@ -193,7 +193,8 @@ def test_the_whole_sequence_on_each_rank_is_told_once(rank: int, ranks: int) -> 
         heard.clear()
 
 
-def _many_heads(rank: int, ranks: int) -> None:
+@over_ranks(1, 2)
+def test_more_heads_than_tokens_are_refused_on_every_rank_until_they_are_allowed(rank: int, ranks: int) -> None:
     draw = random.Random(ranks)
     for allowed in (False, True):
         for _ in range(6):
@@ -208,8 +209,3 @@ def _many_heads(rank: int, ranks: int) -> None:
             with pytest.raises((UnsupportedError, DisagreementError), match=r"transpose.*allow_more_heads_than_tokens"):
                 attend(q, k, k, layout=layout)
         dfa_megatron.allow_more_heads_than_tokens()
-
-
-def test_more_heads_than_tokens_are_refused_on_every_rank_until_they_are_allowed() -> None:
-    run_ranks(1, _many_heads)
-    run_ranks(2, _many_heads)

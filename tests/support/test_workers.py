@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.support.workers import run_ranks
+from tests.support.workers import over_ranks, run_ranks
 
 
 @dataclass(frozen=True)
@@ -51,14 +51,15 @@ def environment(rank: int, world_size: int, name: str) -> tuple[str | None, list
     return os.environ.get(name), sys.path
 
 
-def gloo_of_a_newer_torch(rank: int, world_size: int) -> float:
+@over_ranks(2)
+def test_groups_take_keywords_that_a_newer_torch_gives(rank: int, world_size: int) -> None:
     store = dist.PrefixStore("newer", dist.distributed_c10d._get_default_store())
     group = dist.distributed_c10d.ProcessGroupGloo(
         store, rank, world_size, timeout=timedelta(seconds=20), enable_reconfigure=False, named_by_no_release=1
     )
     total = torch.tensor([1.0])
     group.allreduce([total]).wait()
-    return total.item()
+    assert total.item() == 2.0
 
 
 def leave_at_once(rank: int, world_size: int) -> None:
@@ -104,10 +105,6 @@ def test_a_rank_that_hangs_is_killed_and_its_stack_shown() -> None:
         run_ranks(2, hang_on, 1, timeout=6)
     assert time.monotonic() - start < 40
     assert no_children_left()
-
-
-def test_groups_take_keywords_that_a_newer_torch_gives() -> None:
-    assert run_ranks(2, gloo_of_a_newer_torch) == [2.0, 2.0]
 
 
 def test_workers_see_the_environment_of_the_call(monkeypatch: pytest.MonkeyPatch) -> None:

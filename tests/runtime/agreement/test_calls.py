@@ -257,7 +257,7 @@ def test_a_destroyed_group_leaves_nothing_behind(rank: int, ranks: int) -> None:
     before = settled()
     for shape in (10, 12):
         once(shape)
-    assert (settled(), in_use()) == (before, [])
+    assert (settled(), in_use()) == (before, ())
 
 
 def test_chains_differ_for_ever_once_calls_have_differed() -> None:

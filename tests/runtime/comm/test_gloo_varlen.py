@@ -55,12 +55,13 @@ def attempt(rank: int, tokens: int, cu_seqlens: object, **options: object) -> st
     return told(lambda: dfa_megatron.dist_flash_attn_varlen_func(*qkv, cu_seqlens, **arguments(**options)))
 
 
-def _bad_input(rank: int, ranks: int) -> dict[str, str]:
+@over_ranks(2)
+def test_a_wrong_pack_is_one_clear_error_on_every_rank(rank: int, ranks: int) -> None:
     def tensor(*offsets: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
         return torch.tensor(offsets, dtype=dtype)
 
     odd = rank == ranks - 1
-    return {
+    report = {
         "decreasing": attempt(rank, 8, tensor(0, 9, 7, 16)),
         "empty document": attempt(rank, 8, tensor(0, 9, 9, 16)),
         "start": attempt(rank, 8, tensor(1, 9, 16)),
@@ -76,6 +77,9 @@ def _bad_input(rank: int, ranks: int) -> dict[str, str]:
         "end of one": attempt(rank, 8, tensor(0, 2, 15 if odd else 16)),
         "good": attempt(rank, 8, tensor(0, 11, 16)),
     }
+    assert report["good"] == report["empty document"] == ""
+    for name, text in WRONG.items():
+        assert text in report[name], f"{name}: {report[name]}"
 
 
 WRONG = {
@@ -92,10 +96,3 @@ WRONG = {
     "dtype of one": "torch.int64",
     "end of one": "its layout has 7 there",
 }
-
-
-def test_a_wrong_pack_is_one_clear_error_on_every_rank() -> None:
-    for report in run_ranks(2, _bad_input):
-        assert report["good"] == report["empty document"] == ""
-        for name, text in WRONG.items():
-            assert text in report[name], f"{name}: {report[name]}"

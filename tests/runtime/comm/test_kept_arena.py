@@ -158,26 +158,19 @@ def _pinned(rank: int, ranks: int, engine: KeptGloo) -> None:
     assert type(channel_of(None).transports.get(CPU, "auto")) is GlooTransport
 
 
-def _parted(rank: int, ranks: int) -> tuple[str, float]:
-    """What a rank is told where only rank 0 needs the memory that all have given back."""
+@over_ranks(3)
+def test_ranks_whose_calls_part_where_memory_moves_are_told_so_at_once(rank: int, ranks: int) -> None:
+    """Only rank 0 needs the memory that all have given back."""
     keep()
     for local, times in ((BIG, 2), (SMALL, PATIENCE)):
         for seed in range(times):
             compare(rank, ranks, seed, local=local, schedule="ring")
     Channel._meet = lambda self: None  # type: ignore[method-assign]  # between GPUs the host meets nobody in a call
     start = time.monotonic()
-    try:
+    with pytest.raises(DistAttentionError) as told:
         compare(rank, ranks, 0, local=SMALL if rank else BIG, schedule="ring")
-    except DistAttentionError as error:
-        return str(error), time.monotonic() - start
-    return "", 0.0
-
-
-def test_ranks_whose_calls_part_where_memory_moves_are_told_so_at_once() -> None:
-    for told, seconds in run_ranks(3, _parted):
-        assert f"q (2, {BIG}, 4, 16)" in told
-        assert f"q (2, {SMALL}, 4, 16)" in told
-        assert seconds < 15
+    assert all(f"q (2, {local}, 4, 16)" in str(told.value) for local in (BIG, SMALL))
+    assert time.monotonic() - start < 15
 
 
 @pytest.mark.gpu(2, apart=True)

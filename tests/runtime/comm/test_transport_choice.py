@@ -17,10 +17,11 @@ from dfa_megatron.runtime.comm.symmetric_memory import Mapped
 from dfa_megatron.runtime.comm.transport import Transport
 from dfa_megatron.runtime.comm.transports import Transports
 from tests.support.attend import case
-from tests.support.workers import over_ranks, run_ranks
+from tests.support.workers import over_ranks
 
 
-def _asked_for(rank: int, ranks: int) -> list[set[str]]:
+@over_ranks(3)
+def test_auto_leaves_the_copy_engines_where_their_memory_would_be_too_large(rank: int, ranks: int) -> None:
     """The kinds that a forward and backward ask their channel for, by the largest arena that is allowed."""
     asked: set[str] = set()
     real = Transports.reserve
@@ -41,12 +42,7 @@ def _asked_for(rank: int, ranks: int) -> list[set[str]]:
         out = dfa_megatron.dist_flash_attn_func(*shard, causal=True, softmax_scale=scale, config=config)
         out.sum().backward()
         found.append(set(asked))
-    return found
-
-
-def test_auto_leaves_the_copy_engines_where_their_memory_would_be_too_large() -> None:
-    for found in run_ranks(3, _asked_for):
-        assert found == [{"auto"}, {"p2p"}, {"copy_engine"}, {"p2p"}]
+    assert found == [{"auto"}, {"p2p"}, {"copy_engine"}, {"p2p"}]
 
 
 @pytest.mark.gpu(2)
@@ -62,7 +58,8 @@ def test_large_messages_between_gpus_take_no_symmetric_memory(rank: int, ranks: 
     torch.testing.assert_close(out.double(), whole.out[:, rows].double(), atol=2e-2, rtol=2e-2)
 
 
-def _full(rank: int, ranks: int) -> tuple[list[str], int, str]:
+@over_ranks(3)
+def test_where_one_gpu_has_no_memory_for_messages_all_ranks_hear_of_it_and_auto_goes_on(rank: int, ranks: int) -> None:
     """Errors of two arenas for which the last rank has no memory, what is left, and what "auto" is then."""
     device, errors = torch.device("cpu"), []
     for name in ("synchronize", "empty_cache"):
@@ -85,20 +82,16 @@ def _full(rank: int, ranks: int) -> tuple[list[str], int, str]:
             over.transports.reserve(device, kind, 1 << 21)
         except UnsupportedError as error:
             errors.append(str(error))
-    return (
+    errors, left, auto = (
         errors,
         engine._arena.numel() + len(engine._addresses),
         type(over.transports.get(device, "auto")).__name__,
     )
-
-
-def test_where_one_gpu_has_no_memory_for_messages_all_ranks_hear_of_it_and_auto_goes_on() -> None:
-    for errors, left, auto in run_ranks(3, _full):
-        assert len(errors) == 1
-        assert "rank 2 found no memory, 0.0 GiB for what other ranks write: CUDA driver error" in errors[0]
-        assert "What works: transport='p2p'" in errors[0]
-        assert left == 0
-        assert auto == "GlooTransport"
+    assert len(errors) == 1
+    assert "rank 2 found no memory, 0.0 GiB for what other ranks write: CUDA driver error" in errors[0]
+    assert "What works: transport='p2p'" in errors[0]
+    assert left == 0
+    assert auto == "GlooTransport"
 
 
 def test_pytorchs_cache_is_emptied_only_where_the_driver_has_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ from dfa_megatron.plan.language.geometry import Span, Tile
 from dfa_megatron.plan.language.layout import Layout, by_name, contiguous, cross, of_lengths, zigzag_documents
 from tests.support.attend import Case, compare, results_together, together
 from tests.support.packs import drawn_layout
-from tests.support.workers import over_ranks, run_ranks
+from tests.support.workers import over_ranks
 
 
 def drawn_offsets(draw: random.Random, length: int) -> tuple[int, ...]:
@@ -139,15 +139,11 @@ def test_neighbours_that_exchange_heads_may_all_hold_no_token(rank: int, ranks: 
         compare(case, rank, ranks, layout=contiguous(2, ranks), ulysses_degree=2)
 
 
-def _refused(rank: int, ranks: int) -> str:
+@over_ranks(3)
+def test_lengths_that_nobody_named_are_refused_with_the_layout_that_works(rank: int, ranks: int) -> None:
     q = torch.randn(1, 5 if rank == 0 else 4, 2, 8)
-    with pytest.raises(DistAttentionError) as caught:
+    with pytest.raises(DistAttentionError, match=r"layouts\.of_lengths"):
         dfa_megatron.dist_flash_attn_func(q, q, q, causal=True)
-    return str(caught.value)
-
-
-def test_lengths_that_nobody_named_are_refused_with_the_layout_that_works() -> None:
-    assert all("layouts.of_lengths" in text for text in run_ranks(3, _refused))
 
 
 def test_what_does_not_fit_is_refused() -> None:

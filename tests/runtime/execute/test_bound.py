@@ -120,8 +120,7 @@ def _packs(rank: int, ranks: int, *, copied: bool) -> None:
                 attend.compare(whole, rank, ranks, kernel="reference", **asked)
 
 
-@pytest.mark.parametrize("copied", [True, False])
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize(("ranks", "copied"), [(2, False), (3, True)])
 def test_replays_of_packs_are_exact(ranks: int, copied: bool) -> None:
     run_ranks(ranks, partial(_packs, copied=copied))
 
@@ -236,35 +235,28 @@ class Ranges:
         self.seen.append("end")
 
 
-def _named(rank: int, ranks: int) -> list[list[str]]:
+@over_ranks(3)
+def test_replays_have_the_named_ranges_of_the_first_call(rank: int, ranks: int) -> None:
     ranges, found = Ranges(), []
     program._ranges = lambda device: ranges  # type: ignore[assignment,return-value]
     for seed in range(5):
         ranges.seen.clear()
         compare(rank, ranks, seed, schedule="ring", kernel="reference")
         found.append(list(ranges.seen))
-    return found
+    first, *others = found
+    assert first.count("end") == len(first) / 2 > 4
+    assert "dfa backward step 1" in first
+    for seen in others:
+        assert seen == first
 
 
-def test_replays_have_the_named_ranges_of_the_first_call() -> None:
-    for first, *others in run_ranks(3, _named):
-        assert first.count("end") == len(first) / 2 > 4
-        assert "dfa backward step 1" in first
-        for seen in others:
-            assert seen == first
-
-
-def _broken(rank: int, ranks: int) -> str:
+@over_ranks(2)
+def test_the_error_of_a_replay_names_the_step(rank: int, ranks: int) -> None:
     for seed in range(2):
         compare(rank, ranks, seed, schedule="ring")
-    with patch.object(GlooTransport, "land", side_effect=RuntimeError("the cable was pulled")):
-        try:
-            compare(rank, ranks, 2, schedule="ring")
-        except ExecutionError as error:
-            return str(error)
-    return "nothing was raised"
-
-
-def test_the_error_of_a_replay_names_the_step() -> None:
-    for rank, told in enumerate(run_ranks(2, _broken)):
-        assert f"rank {rank}, step 0 of a distributed forward failed: the cable was pulled" in told
+    wrong = f"rank {rank}, step 0 of a distributed forward failed: the cable was pulled"
+    with (
+        patch.object(GlooTransport, "land", side_effect=RuntimeError("the cable was pulled")),
+        pytest.raises(ExecutionError, match=wrong),
+    ):
+        compare(rank, ranks, 2, schedule="ring")

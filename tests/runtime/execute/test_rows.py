@@ -20,7 +20,7 @@ from tests.support.arguments import arguments, told
 from tests.support.attend import Case, compare, together
 from tests.support.packs import drawn_layout, random_offsets
 from tests.support.plan_cases import every_mask
-from tests.support.workers import over_ranks, run_ranks
+from tests.support.workers import over_ranks
 
 
 def drawn_rows(draw: random.Random, ranks: int) -> tuple[Case, Layout]:
@@ -73,7 +73,8 @@ def test_public_functions_take_rows_that_differ(rank: int, ranks: int) -> None:
             assert torch.equal(local_positions(whole.shape[1], **asked), mine - starts)
 
 
-def _wrong(rank: int, ranks: int) -> dict[str, str]:
+@over_ranks(2)
+def test_rows_that_do_not_fit_are_one_clear_error_on_every_rank(rank: int, ranks: int) -> None:
     qkv = [torch.randn(2, 8, heads, 16) for heads in (4, 2, 2)]
 
     def attempt(rows: Any, *x: torch.Tensor, packs: bool = True, **options: Any) -> str:
@@ -82,12 +83,14 @@ def _wrong(rank: int, ranks: int) -> dict[str, str]:
             return told(lambda: dfa_megatron.dist_flash_attn_varlen_func(*x, rows, causal=True, **options))
         return told(lambda: dfa_megatron.dist_flash_attn_func(*x, **arguments(mask=rows, **options)))
 
-    return {
+    report = {
         "one row": attempt([(0, 16)]),
         "other lengths": attempt([(0, 16), (0, 9, 18)]),
         "one rank's": attempt([(0, 16), (0, 9 - rank, 16)]),
         "no masks": attempt([masks.causal(16), 7], packs=False),
     }
+    for name, text in WRONG.items():
+        assert text in report[name], f"{name}: {report[name]}"
 
 
 WRONG = {
@@ -96,9 +99,3 @@ WRONG = {
     "one rank's": "rank 1",
     "no masks": "mask of type list",
 }
-
-
-def test_rows_that_do_not_fit_are_one_clear_error_on_every_rank() -> None:
-    for report in run_ranks(2, _wrong):
-        for name, text in WRONG.items():
-            assert text in report[name], f"{name}: {report[name]}"
