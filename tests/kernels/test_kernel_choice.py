@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
+import os
 import subprocess
 import sys
 from typing import Any
@@ -181,7 +182,8 @@ def test_a_need_that_no_kernel_serves_lists_every_reason() -> None:
         kernels.select("cpu", dataclasses.replace(ON_CPU, dtype=torch.int32))
 
 
-def test_importing_the_kernels_asks_nothing_of_a_gpu_and_loads_no_compiler() -> None:
+def test_importing_the_kernels_asks_nothing_of_a_gpu_and_loads_no_compiler_and_one_variable_turns_it_off() -> None:
+    """TRITON_INTERPRET=0 is no interpreter; with 1 tests/kernels/test_kernel_triton_interpreted.py runs."""
     code = (
         "import torch, sys\n"
         "def ask(*a, **k): raise SystemExit('a GPU was asked at import')\n"
@@ -190,8 +192,12 @@ def test_importing_the_kernels_asks_nothing_of_a_gpu_and_loads_no_compiler() -> 
         "before = set(sys.modules)\n"
         "import dfa_megatron.kernels\n"
         "assert not {'triton', 'flash_attn'} & (set(sys.modules) - before)\n"
+        "need = dfa_megatron.kernels.Need('cpu', torch.float32, 2, 1, 32, 32, frozenset({'full'}))\n"
+        "print(dfa_megatron.kernels.get('triton').refusal(need))\n"
     )
-    assert subprocess.run([sys.executable, "-c", code], timeout=120, check=False).returncode == 0
+    environment, command = os.environ | {"TRITON_INTERPRET": "0"}, [sys.executable, "-c", code]
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=True)
+    assert run.stdout.strip() == "it runs on CUDA, not on cpu"
 
 
 CAPPED = dataclasses.replace(ON_CPU, softcap=30.0)

@@ -67,7 +67,7 @@ HEADS = [
     Case(24, 24, CAUSAL, heads=33, kv_heads=33, batch=1),
     Case(24, 24, heads=33, kv_heads=11, batch=1),
     Case(24, 24, heads=1, kv_heads=1),
-    Case(1, 24, heads=6, kv_heads=2),
+    Case(1, 24, heads=6, kv_heads=2, batch=2),
     Case(24, 1, heads=6, kv_heads=2),
     Case(24, 24, CAUSAL, heads=6, kv_heads=1, batch=1),
 ]

@@ -96,6 +96,15 @@ SIZES = [(24, 40), (40, 24), (24, 24), (1, 9), (9, 1), (1, 1), (90, 12), (90, 1)
 BANDS = [FULL, CAUSAL, Band(5, 2), Band(-1, 3), Band(7, -1), Band(-1, 85), Band(30, 85), Band(84, -1)]
 
 
+PAIRS = [
+    (size, band)
+    for at, size in enumerate(SIZES)
+    for of, band in enumerate(BANDS)
+    if (at + of) % 2 == 0 or size in ((24, 24), (90, 12))
+]
+"""Each size with every second band, but those that the cuts of bands are for with all."""
+
+
 def layouts(x: torch.Tensor) -> list[torch.Tensor]:
     """The same values in memory of several orders, the last not aligned to 16 bytes."""
     shifted = torch.cat([x.new_zeros(1), x.flatten()])[1:].view(x.shape)
@@ -103,8 +112,7 @@ def layouts(x: torch.Tensor) -> list[torch.Tensor]:
 
 
 @pytest.mark.support("kernels", "calls to stand-ins for its operators", of_kernel)
-@pytest.mark.parametrize("band", BANDS, ids=str)
-@pytest.mark.parametrize("size", SIZES, ids=str)
+@pytest.mark.parametrize(("size", "band"), PAIRS, ids=str)
 def test_gpu_kernels_give_their_operators_what_these_mean(
     kernel: BlockKernel, size: tuple[int, int], band: Band
 ) -> None:
@@ -122,7 +130,8 @@ def test_gpu_kernels_give_their_operators_what_these_mean(
     want = reference.forward(call)
     minus_delta = -(dout.float() * want[0].float()).sum(-1).transpose(1, 2)
     want_gradients = reference.backward(call, dout, Saved(want[1], minus_delta))
-    for q_x, k_x, v_x, dout_x, out_x in zip(*(layouts(x) for x in (q, k, v, dout, want[0])), strict=True):
+    plain, *others = zip(*(layouts(x) for x in (q, k, v, dout, want[0])), strict=True)
+    for q_x, k_x, v_x, dout_x, out_x in (plain, others[q_len % 3]):
         call = BlockCall.of(q_x, k_x, v_x, band, 0.3)
         out, lse = kernel.forward(call)
         assert lse.shape == (2, 4, q_len)

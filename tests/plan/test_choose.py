@@ -91,7 +91,7 @@ def test_a_request_that_nothing_serves_is_refused_with_every_reason(
         make_plan(causal(32), **{"ranks": 4, **arguments})  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize(("layout", "worse"), [("auto", 1 + TIE), ("contiguous", 1.05)])
 def test_what_auto_takes_for_a_pack_is_about_the_best_of_all_simulated(layout: str, worse: float, seed: int) -> None:
     generator = random.Random(seed)

@@ -90,7 +90,7 @@ def test_a_name_weighs_what_its_fields_weigh() -> None:
 # Time.
 
 
-@pytest.mark.parametrize("ranks", [*range(1, 9), 12, 17])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 5, 8, 17])
 def test_compute_alone_uses_the_ranks_as_the_closed_forms_say(ranks: int) -> None:
     mask = causal(ranks * 2 * 4096)
     even = ranks % 2 == 0

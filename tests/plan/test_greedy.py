@@ -51,7 +51,7 @@ def forward(schedule: str, mask: Mask, ranks: int) -> Plan:
 # Greedy.
 
 
-@pytest.mark.parametrize("ranks", [4, 5, 8, 12, 16])
+@pytest.mark.parametrize("ranks", [4, 5, 8, 16])
 def test_greedy_evens_out_log_normal_packs_where_the_fixed_pairing_is_above_two_as_well(ranks: int) -> None:
     masks_of_packs = [documents(pack(ranks * LOCAL, seed)) for seed in range(8)]
     assert all(imbalance(forward("greedy", mask, ranks)) <= 1.04 for mask in masks_of_packs)
@@ -105,7 +105,7 @@ def test_greedy_evens_out_every_mask(ranks: int) -> None:
 def test_rows_far_apart_with_few_keys_are_helped(ranks: int) -> None:
     """A piece of them may have no pair in its first or last rows, once a part of it is given away."""
     rng = random.Random(ranks)
-    for number in range(200):
+    for number in range(80):
         length = rng.choice([16, 24, 33])
         places = [(rng.randrange(length), rng.randrange(length)) for _ in range(rng.randint(2, 8))]
         dots = [Tile(Span(q, q + 1), Span(k, min(length, k + rng.randint(1, 4)))) for q, k in places]

@@ -60,7 +60,7 @@ def test_every_count_of_heads_is_exact(rank: int, ranks: int, degree: int) -> No
                 compare(whole, rank, ranks, ulysses_degree=degree)
         heads = 2 * degree
         for seed, (schedule, layout) in enumerate(LAYOUTS):
-            for dtype in (torch.float64, torch.bfloat16):
+            for dtype in (torch.float64, torch.bfloat16)[: 1 + seed % 2]:
                 whole = case(ranks * 10, dtype=dtype, heads=heads, kv_heads=1, seed=seed)
                 compare(whole, rank, ranks, schedule=schedule, layout=layout, ulysses_degree=degree)
         for layout in ("contiguous", "zigzag"):

@@ -19,7 +19,7 @@ MASKS = ((True, (-1, -1)), (False, (-1, -1)), (True, (3, 0)), (False, (4, 2)))
 
 
 @pytest.mark.support("runtime", "packed documents between processes")
-@over_ranks(1, 2, 3, 4)
+@over_ranks(2, 3, 4)
 def test_random_packs_are_exact_over_gloo(rank: int, ranks: int) -> None:
     draw = random.Random(ranks)
     with nan_memory():

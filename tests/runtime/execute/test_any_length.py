@@ -68,7 +68,7 @@ def drawn_case(draw: random.Random, ranks: int) -> tuple[Case, Layout]:
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 5, 9])
 def test_random_lengths_layouts_and_masks_are_exact(ranks: int) -> None:
     draw = random.Random(4000 + ranks)
-    for _ in range(25):
+    for _ in range(15):
         case, held = drawn_case(draw, ranks)
         together(case, ranks, layout=held)
 
