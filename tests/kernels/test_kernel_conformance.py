@@ -174,10 +174,7 @@ LONG_ROWS = {
         Case(48, 104, heads=4, kv_heads=2),
         [(WHOLE, slice(0, 40), FULL), (WHOLE, slice(40, 104), FULL)],
     ),
-    "a full and a causal block": (
-        Case(48, 96, CAUSAL),
-        [(WHOLE, slice(0, 48), FULL), (WHOLE, slice(48, 96), CAUSAL)],
-    ),
+    "a full and a causal block": (Case(48, 96, CAUSAL), [(WHOLE, slice(0, 48), FULL), (WHOLE, slice(48, 96), CAUSAL)]),
     "a window over three blocks": (
         Case(40, 120, Band(55, 0), heads=2, kv_heads=1),
         [

@@ -19,15 +19,7 @@ from dfa_megatron.kernels.api import BlockCall, Gradients, Partial, Saved
 from dfa_megatron.kernels.segments import Rows, Segments
 from dfa_megatron.kernels.triton.support import interpreted
 from dfa_megatron.plan.language.geometry import CAUSAL, FULL, Band, Segment, Span
-from tests.support.kernel_cases import (
-    Case,
-    every_dtype,
-    every_target,
-    problem,
-    run,
-    usable,
-    visible,
-)
+from tests.support.kernel_cases import Case, every_dtype, every_target, problem, run, usable, visible
 from tests.support.support_rows import in_bfloat16
 from tests.support.support_rows import kernel as of_kernel
 

@@ -12,12 +12,7 @@ from typing import Any
 import pytest
 
 from dfa_megatron.plan.cost.choose import TIE, Candidate, candidates, make_plan
-from dfa_megatron.plan.cost.hardware import (
-    H200_NVLINK,
-    H200_SLOW_LINK,
-    H200_SOCKETS,
-    computing_with,
-)
+from dfa_megatron.plan.cost.hardware import H200_NVLINK, H200_SLOW_LINK, H200_SOCKETS, computing_with
 from dfa_megatron.plan.language.mask import causal
 from dfa_megatron.plan.language.sizes import Sizes
 

@@ -13,14 +13,7 @@ from dfa_megatron import names
 from dfa_megatron.cli.simulate import simulate
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.plan.cost.choose import TIE, best, candidates, make_plan
-from dfa_megatron.plan.cost.hardware import (
-    H200_NIC_400G,
-    H200_NVLINK,
-    H200_SLOW_LINK,
-    IDEAL_LINK,
-    Hardware,
-    Link,
-)
+from dfa_megatron.plan.cost.hardware import H200_NIC_400G, H200_NVLINK, H200_SLOW_LINK, IDEAL_LINK, Hardware, Link
 from dfa_megatron.plan.language.mask import Mask, causal, documents, full, prefix_lm, sliding_window
 from dfa_megatron.plan.language.sizes import Sizes
 from dfa_megatron.plan.language.tree import prompt_tree

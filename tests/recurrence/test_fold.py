@@ -28,11 +28,7 @@ TOLERANCE = {torch.float64: 1e-11, torch.float32: 2e-4}
 
 
 def distributed(
-    whole: Recurrence,
-    ranks: int,
-    offsets: tuple[int, ...],
-    parents: Sequence[int] = (),
-    layout: Layout | None = None,
+    whole: Recurrence, ranks: int, offsets: tuple[int, ...], parents: Sequence[int] = (), layout: Layout | None = None
 ) -> None:
     """Fold over dictionaries in place of an all-gather, and compare; PyTorch differentiates the fold."""
     edges = edges_of(layout or "contiguous", 0, ranks, (0, whole.dout.shape[1]))

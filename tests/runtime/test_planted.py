@@ -57,9 +57,7 @@ def test_the_kernel_hears_that_gradients_are_to_be_deterministic(rank: int, rank
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(kernel, "refusal", refused)
         patch.setattr(kernel, "backward", computed)
-        report = {
-            "not asked": told(plain, 6),
-        }
+        report = {"not asked": told(plain, 6)}
         module = dfa_megatron.DistFlashAttention(causal=True, config=DistAttentionConfig(kernel="reference"))
         torch.use_deterministic_algorithms(True)
         report |= {

@@ -10,13 +10,7 @@ import time
 import pytest
 import torch
 
-from dfa_megatron import (
-    DistAttentionConfig,
-    dist_flash_attn_func,
-    dist_flash_attn_varlen_func,
-    layouts,
-    stats,
-)
+from dfa_megatron import DistAttentionConfig, dist_flash_attn_func, dist_flash_attn_varlen_func, layouts, stats
 from dfa_megatron.names import LAYOUTS
 from dfa_megatron.runtime import counters
 from dfa_megatron.runtime.comm.transport import Transport

@@ -84,13 +84,7 @@ def _stress(rank: int, ranks: int) -> None:
         local = draw.choice([64, 128, 192, 256])
         heads, kv_heads = draw.choice([(4, 4), (4, 2), (8, 1), (3, 3)])
         schedule = draw.choice(["ring", "balanced", "balanced_shared"])
-        whole = gpu_case(
-            ranks * local,
-            heads=heads,
-            kv_heads=kv_heads,
-            head_dim=draw.choice([64, 128]),
-            seed=round_,
-        )
+        whole = gpu_case(ranks * local, heads=heads, kv_heads=kv_heads, head_dim=draw.choice([64, 128]), seed=round_)
         # Other work on the same streams and devices, so that a missing wait has a chance to show.
         noise = torch.randn(1024, 1024, device=DEVICE)
         for _ in range(draw.randrange(4)):
