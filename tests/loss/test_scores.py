@@ -17,7 +17,7 @@ from dfa_megatron.layouts import Layout, of_lengths
 from dfa_megatron.loss import Head, by_document, cross_entropy, token_scores
 from dfa_megatron.loss.tiled import Tiling, best
 from tests.support.live_bytes import LiveBytes
-from tests.support.workers import run_ranks
+from tests.support.workers import over_ranks
 
 HIDDEN, VOCABULARY, TOKENS = 6, 23, 30
 
@@ -161,7 +161,8 @@ def test_the_page_of_the_loss_shows_the_predicted_bytes() -> None:
         assert f"| {getattr(dense, name) / 2**30:.2f} | {getattr(tiled, name) / 2**30:.2f} |" in page
 
 
-def parallel(rank: int, world_size: int) -> None:
+@over_ranks(2, 3, timeout=120)
+def test_a_vocabulary_cut_unevenly_over_ranks_gives_the_numbers_of_one(rank: int, world_size: int) -> None:
     group = dist.group.WORLD
     hidden, weight, bias, labels = drawn()
     partition = {2: (20, 3), 3: (5, 1, 17)}[world_size]
@@ -212,10 +213,16 @@ def gathers(layout: str | Layout, offsets: tuple[int, ...]) -> None:
     assert all(torch.equal(one, other) for one, other in zip(got, wanted, strict=True))
 
 
-def cut_one_by_one(rank: int, world_size: int) -> None:
+@over_ranks(1, 2, 3, timeout=120)
+def test_numbers_of_documents_that_were_cut_one_by_one_come_back_in_order(rank: int, world_size: int) -> None:
     """Packs as Megatron cuts them, and rows; a layout that does not say which of them it is is refused."""
     from dfa_megatron import shard_sequence
 
+    if world_size == 1:
+        row = torch.randn(2, 12)
+        assert torch.equal(torch.cat(by_document(row, (0, 5, 12), layout="zigzag_documents"), 1), row)
+        assert torch.equal(torch.cat(by_document(row, (0, 4, 12), layout="zigzag"), 1), row)
+        return
     step = 2 * world_size
     for seed, rooms in enumerate(((3, 1, 2), (1,), (1, 1, 1, 1, 5), (1 / step, 1.5, 2))):
         lengths = [round(room * step) for room in rooms]
@@ -237,18 +244,3 @@ def cut_one_by_one(rank: int, world_size: int) -> None:
                     by_document(values, offsets, layout="zigzag")
     with pytest.raises((UnsupportedError, DisagreementError)):
         by_document(mine, (0, step), layout="zigzag_documents")
-
-
-@pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_numbers_of_documents_that_were_cut_one_by_one_come_back_in_order(ranks: int) -> None:
-    if ranks == 1:
-        row = torch.randn(2, 12)
-        assert torch.equal(torch.cat(by_document(row, (0, 5, 12), layout="zigzag_documents"), 1), row)
-        assert torch.equal(torch.cat(by_document(row, (0, 4, 12), layout="zigzag"), 1), row)
-    else:
-        run_ranks(ranks, cut_one_by_one, timeout=120)
-
-
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_a_vocabulary_cut_unevenly_over_ranks_gives_the_numbers_of_one(ranks: int) -> None:
-    run_ranks(ranks, parallel, timeout=120)

@@ -52,7 +52,8 @@ def test_unshard_inverts_shard_for_every_layout_dtype_and_dimension(rank: int, w
                 assert back.dtype == dtype
 
 
-def packs(rank: int, world_size: int) -> None:
+@over_ranks(1, 3)
+def test_packs_are_sharded_in_every_layout_and_come_back(rank: int, world_size: int) -> None:
     """Every layout of a pack: positions count in the documents, and the way back is exact."""
     draw = random.Random(world_size)
     for layout in (*LAYOUTS, "load_balanced"):
@@ -68,11 +69,6 @@ def packs(rank: int, world_size: int) -> None:
         assert torch.equal(local, whole[mine])
         positions = local_positions(length, layout=layout, cu_seqlens=cu_seqlens)
         assert torch.equal(positions, mine - starts[mine])
-
-
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_packs_are_sharded_in_every_layout_and_come_back(world_size: int) -> None:
-    run_ranks(world_size, packs)
 
 
 def gradients(rank: int, world_size: int, layout: str) -> dict[str, torch.Tensor]:

@@ -88,7 +88,10 @@ def test_exchanges_are_recorded_and_exact_when_they_are_replayed(rank: int, rank
         assert [type(recorded) for recorded in prepared.bound.values()] == [Bound, Bound]
 
 
-def _subgroups(rank: int, ranks: int) -> None:
+@over_ranks(4)
+def test_subgroups_exchange_among_themselves_and_gradients_are_equal_to_the_bit_from_run_to_run(
+    rank: int, ranks: int
+) -> None:
     groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
     mine = rank % 2
     compare(case(24, seed=mine), rank // 2, 2, group=groups[mine], ulysses_degree=2)
@@ -98,11 +101,8 @@ def _subgroups(rank: int, ranks: int) -> None:
     assert_same_bits(*(results(whole, rank, ranks, ulysses_degree=2) for _ in range(3)))
 
 
-def test_subgroups_exchange_among_themselves_and_gradients_are_equal_to_the_bit_from_run_to_run() -> None:
-    run_ranks(4, _subgroups)
-
-
-def _own_memory(rank: int, ranks: int) -> None:
+@over_ranks(2, 4)
+def test_results_have_memory_of_their_own_in_uneven_and_empty_parts(rank: int, ranks: int) -> None:
     """Of whatever parts, also none: a result that is a view would hold a message, and an operator may return none."""
     draw = random.Random(ranks)
     for number in range(6):
@@ -117,11 +117,6 @@ def _own_memory(rank: int, ranks: int) -> None:
         storages = {x.untyped_storage().data_ptr() for x in found if x.numel()}
         assert len(storages) == sum(x.numel() > 0 for x in found)
         assert [x.untyped_storage().nbytes() for x in found] == [x.numel() * x.element_size() for x in found]
-
-
-def test_results_have_memory_of_their_own_in_uneven_and_empty_parts() -> None:
-    run_ranks(4, _own_memory)
-    run_ranks(2, _own_memory)
 
 
 @over_ranks(4)
