@@ -11,6 +11,7 @@ import torch
 import dfa_megatron
 from dfa_megatron.config import DistAttentionConfig
 from dfa_megatron.doctor.dense import band_of, dense_attention
+from tests.faults.harness import recorded
 from tests.support.workers import run_ranks
 
 RANKS, LOCAL, HEADS, DIM = 3, 8, 2, 8
@@ -67,12 +68,6 @@ def attended(rank: int, whole: list[torch.Tensor], offsets: Any = None, **option
         out = dfa_megatron.dist_flash_attn_func(*given, causal=True, **options)
     out.backward(dout)
     return [out.detach(), *(leaf.grad for leaf in leaves)]
-
-
-def recorded(fault: str, where: str, rank: int | None, happens: str) -> dict[str, Any]:
-    """What docs/trust.md says of a test."""
-    about = {"fault": fault, "where": where, "rank": rank, "happens": happens}
-    return about | {"seconds": None, "transport": "gloo"}
 
 
 def _numbers(rank: int, ranks: int) -> dict[str, list[torch.Tensor]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
-from itertools import accumulate, pairwise
+from itertools import pairwise
 
 import pytest
 
@@ -74,7 +74,6 @@ def test_random_packs_need_few_calls_and_are_right(seed: int) -> None:
     lengths = [draw.randint(1, 12) for _ in range(40)]
     lengths.append(-sum(lengths) % (2 * ranks) or 2 * ranks)
     mask = documents(lengths, causal=draw.random() < 0.5)
-    assert sum(lengths) == list(accumulate(lengths))[-1]
     for schedule in ("ring", "greedy", "zigzag"):
         for phase in (plan_of(schedule, mask, ranks).forward, plan_of(schedule, mask, ranks).backward):
             calls = [len(step.calls) for program in check(phase) for step in program.steps]

@@ -6,7 +6,6 @@ import contextlib
 import functools
 import random
 from datetime import timedelta
-from typing import Any, Literal
 
 import pytest
 import torch
@@ -25,8 +24,10 @@ from dfa_megatron.runtime.comm.channel import Channel
 from dfa_megatron.runtime.counters import COUNTERS
 from tests.fuzz.attempt import Listens
 from tests.runtime.comm.test_gloo import LAYOUTS
+from tests.runtime.comm.test_nccl import compare as compare_on_gpu
+from tests.runtime.comm.test_nccl import gpu_case
 from tests.support.arguments import arguments
-from tests.support.attend import Case, assert_same_bits, attend, case, compare, results
+from tests.support.attend import assert_same_bits, attend, case, compare, results
 from tests.support.close import assert_close
 from tests.support.nan_memory import nan_memory
 from tests.support.workers import over_ranks, run_ranks
@@ -140,28 +141,24 @@ def test_communicators_are_made_once_and_for_a_degree_above_one_only(rank: int, 
     assert count() == made, "the parts of a group serve every attention of it"
 
 
-def _counted(rank: int, ranks: int, kernel: str, kv_heads: int) -> dict[str, int]:
+@pytest.mark.parametrize("kv_heads", [1, 2])
+@pytest.mark.parametrize(("kernel", "payload"), [("cpu", "out"), ("reference", "delta")])
+@over_ranks(4)
+def test_bytes_on_the_wire_are_those_of_the_heads_that_leave(
+    rank: int, ranks: int, kernel: str, payload: str, kv_heads: int
+) -> None:
+    """What was exchanged is kept for the backward where kv heads divide."""
     whole = case(ranks * 64, batch=1, heads=8, kv_heads=kv_heads, head_dim=32, dtype=torch.bfloat16)
     shard, _ = whole.shard(rank, ranks)
     COUNTERS.reset()
     attend(whole, *shard, schedule="ring", ulysses_degree=2, kernel=kernel).sum().backward()
-    return COUNTERS.snapshot()
-
-
-@pytest.mark.parametrize("kv_heads", [1, 2])
-@pytest.mark.parametrize(("kernel", "payload"), [("cpu", "out"), ("reference", "delta")])
-def test_bytes_on_the_wire_are_those_of_the_heads_that_leave(
-    kernel: str, payload: Literal["delta", "out"], kv_heads: int
-) -> None:
-    """What was exchanged is kept for the backward where kv heads divide."""
-    counts, head, lse = run_ranks(4, _counted, kernel, kv_heads), 64 * 32 * 2, 64 * 4 * 4
+    found, head, lse = COUNTERS.snapshot(), 64 * 32 * 2, 64 * 4 * 4
     read, again = lse if payload == "delta" else 4 * head, (4 + 1 + 1) * head if kv_heads == 1 else 0
-    for c in counts:
-        assert c["ulysses_exchanges"] == 4
-        assert c["ulysses_forward_bytes"] == (4 + 1 + 1) * head + 4 * head + lse
-        assert c["ulysses_backward_bytes"] == again + 4 * head + lse + read + (4 + 1 + 1) * head
+    assert found["ulysses_exchanges"] == 4
+    assert found["ulysses_forward_bytes"] == (4 + 1 + 1) * head + 4 * head + lse
+    assert found["ulysses_backward_bytes"] == again + 4 * head + lse + read + (4 + 1 + 1) * head
     # The plan: the first of its two ranks sends one head of k and of v, of twice the tokens, to the second.
-    assert [c["forward_bytes"] for c in counts] == [4 * head, 4 * head, 0, 0]
+    assert found["forward_bytes"] == (4 * head if rank < 2 else 0)
 
 
 # The planner's choice.
@@ -250,32 +247,24 @@ def test_the_operator_passes_the_checks_of_torch_library(rank: int, ranks: int) 
 # GPUs over NCCL.
 
 
-def _gpu_case(length: int, **options: Any) -> Case:
-    return case(length, dtype=torch.bfloat16, device="cuda", head_dim=128, **options)
-
-
-def _gpu_compare(whole: Case, rank: int, ranks: int, **options: Any) -> None:
-    compare(whole, rank, ranks, tolerance=1e-2, **options)
-
-
 @pytest.mark.support("runtime", "heads exchanged around a schedule (`ulysses_degree`)")
 @pytest.mark.gpu(2)
 @over_ranks(2, 4, cuda=True, timeout=170)
 def test_it_is_exact_over_nccl(rank: int, ranks: int) -> None:
     for degree in (d for d in (2, 4) if ranks % d == 0):
         for seed, (heads, kv_heads) in enumerate(((4, 4), (8, 2), (8, 1), (12, 6))):
-            whole = _gpu_case(ranks * 256, heads=heads, kv_heads=kv_heads, seed=seed)
+            whole = gpu_case(ranks * 256, head_dim=128, heads=heads, kv_heads=kv_heads, seed=seed)
             for kernel in ("cudnn", "aten", "reference"):
-                _gpu_compare(whole, rank, ranks, kernel=kernel, ulysses_degree=degree)
+                compare_on_gpu(whole, rank, ranks, kernel=kernel, ulysses_degree=degree)
             for transport in ("p2p", "auto"):
-                _gpu_compare(whole, rank, ranks, schedule="balanced", transport=transport, ulysses_degree=degree)
-            _gpu_compare(whole, rank, ranks, layout="zigzag", ulysses_degree=degree)
-        window = _gpu_case(ranks * 256, heads=4, kv_heads=2, window_size=(300, 0))
-        _gpu_compare(window, rank, ranks, ulysses_degree=degree)
+                compare_on_gpu(whole, rank, ranks, schedule="balanced", transport=transport, ulysses_degree=degree)
+            compare_on_gpu(whole, rank, ranks, layout="zigzag", ulysses_degree=degree)
+        window = gpu_case(ranks * 256, head_dim=128, heads=4, kv_heads=2, window_size=(300, 0))
+        compare_on_gpu(window, rank, ranks, ulysses_degree=degree)
 
 
 def _steady_on_gpus(rank: int, ranks: int) -> None:
-    whole = _gpu_case(ranks * 512, batch=1, heads=8, kv_heads=1)
+    whole = gpu_case(ranks * 512, head_dim=128, batch=1, heads=8, kv_heads=1)
     rows = slice(rank * 512, rank * 512 + 512)
     shard = [x[:, rows].clone().requires_grad_() for x in whole.inputs]
 

@@ -39,12 +39,6 @@ Operation = Callable[[], bool]
 FORM = Sizes(1, 2, 1, 8, 8, "bfloat16", "delta")
 
 
-@pytest.fixture(autouse=True)
-def no_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """PyTorch's own streams are out of the way."""
-    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
-
-
 class World:
     """Memory and queues of all ranks."""
 
@@ -126,11 +120,11 @@ class Driver:
 
 
 @pytest.fixture(autouse=True)
-def _streams(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
-    """Let a transport compute on the simulated stream that it has in place of a device."""
-    if request.node.get_closest_marker("gpu") is None:
-        monkeypatch.setattr(transport, "current_stream", lambda stream: stream)
-        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+def _streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a transport compute on the simulated stream that it has in place of a device, without PyTorch's own."""
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    monkeypatch.setattr(transport, "current_stream", lambda stream: stream)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
 
 
 def transports(world: World, ranks: int, arena_bytes: int) -> list[CopyEngineTransport]:

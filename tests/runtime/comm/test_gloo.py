@@ -63,19 +63,14 @@ def test_deterministic_gradients_are_equal_to_the_bit_from_run_to_run() -> None:
         assert_same_bits(mine, again)
 
 
-def _counted(rank: int, ranks: int) -> dict[str, int]:
+@over_ranks(4)
+def test_bytes_on_the_wire_are_those_of_the_plan(rank: int, ranks: int) -> None:
     whole = case(ranks * 128, batch=1, heads=4, kv_heads=4, head_dim=32, dtype=torch.bfloat16)
     shard, _ = whole.shard(rank, ranks)
     COUNTERS.reset()
     attend(whole, *shard, schedule="balanced").sum().backward()
-    return COUNTERS.snapshot()
-
-
-def test_bytes_on_the_wire_are_those_of_the_plan() -> None:
-    counts = run_ranks(4, _counted)
-    one = 128 * 4 * 32 * 2  # a chunk of q, k, v or out
-    lse = 128 * 4 * 4
+    found, one, lse = COUNTERS.snapshot(), 128 * 4 * 32 * 2, 128 * 4 * 4  # a chunk of q, k, v or out
     # Rank 0 sends its keys and values to ranks 1 and 2 and helps rank 3 once.
-    assert [c["forward_bytes"] for c in counts] == [4 * one + one + lse, 4 * one, 2 * one, one]
-    assert [c["forward_messages"] for c in counts] == [3, 2, 1, 1]
-    assert all(c["attention_forwards"] == c["attention_backwards"] == 1 for c in counts)
+    assert found["forward_bytes"] == (4 * one + one + lse, 4 * one, 2 * one, one)[rank]
+    assert found["forward_messages"] == (3, 2, 1, 1)[rank]
+    assert found["attention_forwards"] == found["attention_backwards"] == 1

@@ -14,24 +14,16 @@ import dfa_megatron
 from dfa_megatron import remat
 from dfa_megatron.config import DistAttentionConfig
 from dfa_megatron.runtime.counters import COUNTERS
+from tests.runtime.comm.test_nccl import DEVICE, TOLERANCE, compare
 from tests.support import attend
 from tests.support.attend import Case
 from tests.support.close import assert_close
 from tests.support.packs import random_offsets, served, skip_unless_it_serves_this_gpu
 from tests.support.workers import over_ranks, run_ranks, transports
 
-TOLERANCE = 1e-2
-"""bfloat16 inputs and outputs: 2 to 4e-3 is usual for attention and its gradients."""
-
-DEVICE = "cuda"
-
 
 def gpu_pack(offsets: tuple[int, ...], **options: Any) -> Case:
     return attend.pack(offsets, **{"heads": 8, "head_dim": 128, **options}, dtype=torch.bfloat16, device=DEVICE)
-
-
-def compare(whole: Case, rank: int, ranks: int, **options: Any) -> None:
-    attend.compare(whole, rank, ranks, tolerance=TOLERANCE, **options)
 
 
 def _exact(rank: int, ranks: int, kernel: str) -> None:

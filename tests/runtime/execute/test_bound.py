@@ -7,7 +7,6 @@ import random
 import sys
 from contextlib import nullcontext
 from dataclasses import replace
-from functools import partial
 from itertools import pairwise
 from typing import Any
 from unittest.mock import patch
@@ -31,7 +30,7 @@ from tests.fuzz.attempt import Listens
 from tests.support import attend
 from tests.support.arguments import arguments
 from tests.support.copying_gloo import CopyingGloo
-from tests.support.workers import over_ranks, run_ranks
+from tests.support.workers import over_ranks
 
 LOCAL = 12
 
@@ -105,7 +104,9 @@ class Launching(ReferenceKernel):
         return out, lse
 
 
-def _packs(rank: int, ranks: int, *, copied: bool) -> None:
+@pytest.mark.parametrize(("ranks", "copied"), [(2, False), (3, True)])
+@over_ranks()
+def test_replays_of_packs_are_exact(rank: int, ranks: int, copied: bool) -> None:
     """Packs whose messages and launches are of the same rows of keys. copied: as they lie, after the first launches."""
     rng, tokens = random.Random(ranks), LOCAL * ranks
     if copied:
@@ -118,11 +119,6 @@ def _packs(rank: int, ranks: int, *, copied: bool) -> None:
                 whole = attend.case(tokens, seed=seed, mask=mask, batch=1 + number // 3, dtype=torch.float32)
                 asked = {"schedule": ("ring", "greedy")[number % 2]} if number % 3 else {"layout": "load_balanced"}
                 attend.compare(whole, rank, ranks, kernel="reference", **asked)
-
-
-@pytest.mark.parametrize(("ranks", "copied"), [(2, False), (3, True)])
-def test_replays_of_packs_are_exact(ranks: int, copied: bool) -> None:
-    run_ranks(ranks, partial(_packs, copied=copied))
 
 
 def _counted(rank: int, ranks: int) -> tuple[int, int]:
@@ -148,8 +144,9 @@ def _counted(rank: int, ranks: int) -> tuple[int, int]:
     return calls, len(entered)
 
 
-def test_a_warm_call_on_four_ranks_makes_few_calls_of_python() -> None:
-    assert max(calls for calls, _ in run_ranks(4, _counted)) <= 120
+@over_ranks(4)
+def test_a_warm_call_on_four_ranks_makes_few_calls_of_python(rank: int, ranks: int) -> None:
+    assert _counted(rank, ranks)[0] <= 120
 
 
 def test_a_warm_call_on_one_rank_enters_twelve_files() -> None:
