@@ -30,7 +30,7 @@ from tests.support.recurrences import (
     uneven,
     with_empty,
 )
-from tests.support.workers import over_ranks, run_ranks
+from tests.support.workers import over_ranks
 
 TOLERANCE = {torch.float64: 1e-11, torch.float32: 2e-4}
 
@@ -137,20 +137,24 @@ def _layer(whole: Recurrence, names: list[str], *tensors: torch.Tensor) -> torch
     return out.tanh()
 
 
-def _remat(rank: int, ranks: int) -> list[dict[str, int]]:
-    found, first = [], None
-    for region in (_plain, _frames, _reentrant, _offloaded):
-        for kind in ("gated_delta", "gla"):
-            whole = recurrence(kind, 4 * ranks, seed=1)
+@over_ranks(3)
+def test_a_recompute_sends_nothing(rank: int, ranks: int) -> None:
+    for kind in ("gated_delta", "gla"):
+        whole, first = recurrence(kind, 4 * ranks, seed=1), None
+        for region in (_plain, _frames, _reentrant, _offloaded):
             tokens = whole.rows(rank, ranks)
             COUNTERS.reset()
             out = region(lambda *x, whole=whole, names=list(tokens): _layer(whole, names, *x), *tokens.values())
             gradients = torch.autograd.grad if region is not _reentrant else _by_backward
             got = gradients(out, list(tokens.values()), torch.ones_like(out))
-            found.append(COUNTERS.snapshot())
-            first = {**(first or {}), kind: got} if region is _plain else first
-            assert all(torch.equal(a, b) for a, b in zip(got, first[kind], strict=True))
-    return found
+            counts = COUNTERS.snapshot()
+            first = first or (got, counts)
+            assert all(torch.equal(a, b) for a, b in zip(got, first[0], strict=True))
+            if kind == "gated_delta":
+                assert counts["state_exchanges"] == 4  # two each way
+                assert counts["replays"] == (0 if region is _plain else 2)
+                for name in ("state_exchanges", "state_forward_bytes", "state_backward_bytes"):
+                    assert counts[name] == first[1][name] > 0
 
 
 def _plain(layer: Callable[..., Any], *x: torch.Tensor) -> Any:
@@ -172,15 +176,6 @@ def _offloaded(layer: Callable[..., Any], *x: torch.Tensor) -> Any:
 def _by_backward(out: torch.Tensor, leaves: list[torch.Tensor], dout: torch.Tensor) -> list[torch.Tensor | None]:
     out.backward(dout)
     return [x.grad for x in leaves]
-
-
-def test_a_recompute_sends_nothing() -> None:
-    for plain, delta, *others in (run[::2] for run in run_ranks(3, _remat)):
-        assert plain["state_exchanges"] == 4  # two each way
-        for again in (delta, *others):
-            assert again["replays"] == 2
-            for name in ("state_exchanges", "state_forward_bytes", "state_backward_bytes"):
-                assert again[name] == plain[name] > 0
 
 
 @over_ranks(3)

@@ -16,7 +16,7 @@ from dfa_megatron.runtime.cu_seqlens import Offsets
 from dfa_megatron.sequence.roll import roll_sequence
 from dfa_megatron.sharding import local_positions, shard_sequence, unshard_sequence
 from tests.fuzz.random_case import of_two
-from tests.support.arguments import arguments, told
+from tests.support.arguments import told
 from tests.support.attend import Case, compare, together
 from tests.support.packs import drawn_layout, random_offsets
 from tests.support.plan_cases import every_mask
@@ -76,26 +76,12 @@ def test_public_functions_take_rows_that_differ(rank: int, ranks: int) -> None:
 @over_ranks(2)
 def test_rows_that_do_not_fit_are_one_clear_error_on_every_rank(rank: int, ranks: int) -> None:
     qkv = [torch.randn(2, 8, heads, 16) for heads in (4, 2, 2)]
-
-    def attempt(rows: Any, *x: torch.Tensor, packs: bool = True, **options: Any) -> str:
-        x = x or tuple(qkv)
-        if packs:
-            return told(lambda: dfa_megatron.dist_flash_attn_varlen_func(*x, rows, causal=True, **options))
-        return told(lambda: dfa_megatron.dist_flash_attn_func(*x, **arguments(mask=rows, **options)))
-
-    report = {
-        "one row": attempt([(0, 16)]),
-        "other lengths": attempt([(0, 16), (0, 9, 18)]),
-        "one rank's": attempt([(0, 16), (0, 9 - rank, 16)]),
-        "no masks": attempt([masks.causal(16), 7], packs=False),
-    }
-    for name, text in WRONG.items():
-        assert text in report[name], f"{name}: {report[name]}"
-
-
-WRONG = {
-    "one row": "documents or masks of 1 rows in a batch of 2",
-    "other lengths": "the rows of a batch are equally long",
-    "one rank's": "rank 1",
-    "no masks": "mask of type list",
-}
+    for rows, why in (
+        ([(0, 16)], "documents or masks of 1 rows in a batch of 2"),
+        ([(0, 16), (0, 9, 18)], "the rows of a batch are equally long"),
+        ([(0, 16), (0, 9 - rank, 16)], "rank 1"),
+    ):
+        text = told(lambda rows=rows: dfa_megatron.dist_flash_attn_varlen_func(*qkv, rows, causal=True))  # type: ignore[misc]
+        assert why in text, text
+    text = told(lambda: dfa_megatron.dist_flash_attn_func(*qkv, mask=[masks.causal(16), 7]))
+    assert "mask of type list" in text, text
