@@ -39,9 +39,9 @@ SECONDS = 9.0
 
 @pytest.fixture(scope="module")
 def runs(request: pytest.FixtureRequest) -> Iterator[dict[Fault, Future[Run]]]:
-    """Four at a time, of those that were asked for: almost all of it is waiting."""
+    """Three at a time, of those that were asked for: almost all of it is waiting."""
     params = [item.callspec.params for item in request.session.items if item.fspath == request.fspath]
-    with ThreadPoolExecutor(4) as pool:
+    with ThreadPoolExecutor(3) as pool:
         yield {given["fault"]: pool.submit(run, (given["fault"],)) for given in params}
 
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from dfa_megatron.errors import DisagreementError, UnsupportedError
 from dfa_megatron.sharding import local_positions, shard_sequence, unshard_sequence
-from tests.support.workers import over_ranks, run_ranks
+from tests.support.workers import over_ranks
 
 LAYOUTS = ("contiguous", "zigzag")
 DTYPES = "float64 float32 bfloat16 float16 int64 int32 uint8 bool"
@@ -71,7 +71,9 @@ def test_packs_are_sharded_in_every_layout_and_come_back(rank: int, world_size: 
         assert torch.equal(positions, mine - starts[mine])
 
 
-def gradients(rank: int, world_size: int, layout: str) -> dict[str, torch.Tensor]:
+@pytest.mark.parametrize(("ranks", "layout"), [(2, "contiguous"), (3, "zigzag")])
+@over_ranks()
+def test_gradients_are_those_of_the_dense_loss_in_every_convention(rank: int, world_size: int, layout: str) -> None:
     """Gradients of a nonlinear loss of the whole under three conventions, all of which should give the dense one."""
     x = sample((2, 4 * world_size, 3), torch.float64, world_size) / 100
     weight = sample((2, 4 * world_size, 3), torch.float64, 50 + world_size)
@@ -100,7 +102,8 @@ def gradients(rank: int, world_size: int, layout: str) -> dict[str, torch.Tensor
     terms = weight * (whole * whole.roll(1, dims=1)).sin()
     shard_sequence(terms, layout=layout).sum().backward()
     dist.all_reduce(mine.grad)
-    return {"dense": dense.grad, "same": same.grad / world_size, "one": one.grad, "mine": mine.grad}
+    for found in (same.grad / world_size, one.grad, mine.grad):
+        torch.testing.assert_close(found, dense.grad, rtol=1e-13, atol=1e-13)
 
 
 @pytest.mark.gpu(2)
@@ -155,13 +158,6 @@ def test_ranks_that_differ_are_all_told_how(rank: int, world_size: int) -> None:
     assert torch.equal(unshard_sequence(torch.full((1, 1), float(rank))), torch.arange(float(world_size))[None])
     assert "shapes by rank [(1, 2), (1, 4)]" in told[0]
     assert all("differ from this rank's on ranks" in text for text in told[1:])
-
-
-@pytest.mark.parametrize(("ranks", "layout"), [(2, "contiguous"), (3, "zigzag")])
-def test_gradients_are_those_of_the_dense_loss_in_every_convention(ranks: int, layout: str) -> None:
-    for result in run_ranks(ranks, gradients, layout):
-        for convention in ("same", "one", "mine"):
-            torch.testing.assert_close(result[convention], result["dense"], rtol=1e-13, atol=1e-13)
 
 
 @over_ranks(4)
