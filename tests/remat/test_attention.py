@@ -43,6 +43,7 @@ def test_remat_runs_and_sends_half_of_full_recompute_with_the_same_bits(rank: in
         return x + torch.dropout(out.reshape(1, LOCAL, HIDDEN).tanh(), 0.2, True)
 
     counts: dict[str, dict[str, int]] = {}
+    want: list[Any] = []
     for name, way in WAYS.items():
         torch.manual_seed(100 + rank)
         leaves = [torch.randn(1, LOCAL, HIDDEN, dtype=torch.float64, requires_grad=True) for _ in range(2)]
