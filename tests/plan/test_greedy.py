@@ -178,13 +178,11 @@ def test_short_documents_stay_on_one_rank_and_send_nothing() -> None:
 
 
 def test_components_are_what_attends_to_one_another() -> None:
-    spans = [part.span for part in components(masks.causal_blockwise([3, 4, 5]))]
-    assert spans == [Span(0, 12)]
-    assert [part.span for part in components(documents([3, 4, 5], causal=False))] == [
-        Span(0, 3),
-        Span(3, 7),
-        Span(7, 12),
-    ]
+    for mask, spans in (
+        (masks.causal_blockwise([3, 4, 5]), [Span(0, 12)]),
+        (documents([3, 4, 5], causal=False), [Span(0, 3), Span(3, 7), Span(7, 12)]),
+    ):
+        assert [part.span for part in components(mask)] == spans
     for case in heterogeneous_masks(30, random.Random(1)):
         parts = components(case.mask)
         assert sum(part.work for part in parts) == case.mask.area
