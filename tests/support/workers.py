@@ -104,10 +104,12 @@ def run_ranks(
     return [worker.value for worker in workers]
 
 
-def over_ranks(*counts: int, timeout: float = 60.0, cuda: bool = False) -> Callable[[Callable[..., None]], Any]:
+def over_ranks(
+    *counts: int, timeout: float = 60.0, cuda: bool = False, kernel: Callable[[str], object] = str
+) -> Callable[[Callable[..., None]], Any]:
     """Make a test of a function of (rank, ranks, and fixtures that can be pickled): ranks of each count run it.
 
-    Without counts the test has a parameter `ranks`.
+    Without counts the test has a parameter `ranks`. `kernel` may skip it for its parameter of that name.
     """
 
     def decorate(function: Callable[..., None]) -> Any:
@@ -115,6 +117,7 @@ def over_ranks(*counts: int, timeout: float = 60.0, cuda: bool = False) -> Calla
             if on_a_rank:
                 function(*on_a_rank)
             else:
+                kernel(given.get("kernel", ""))
                 run_ranks(given.pop("ranks", *counts[:1]), test, *given.values(), timeout=timeout, cuda=cuda)
 
         for name in ("__module__", "__name__", "__qualname__", "__doc__"):

@@ -19,14 +19,18 @@ from tests.support import attend
 from tests.support.attend import Case
 from tests.support.close import assert_close
 from tests.support.packs import random_offsets, served, skip_unless_it_serves_this_gpu
-from tests.support.workers import over_ranks, run_ranks, transports
+from tests.support.workers import over_ranks, transports
 
 
 def gpu_pack(offsets: tuple[int, ...], **options: Any) -> Case:
     return attend.pack(offsets, **{"heads": 8, "head_dim": 128, **options}, dtype=torch.bfloat16, device=DEVICE)
 
 
-def _exact(rank: int, ranks: int, kernel: str) -> None:
+@pytest.mark.support("runtime", "packed documents between processes")
+@pytest.mark.parametrize("ranks", [pytest.param(count, marks=pytest.mark.gpu(count)) for count in (2, 4)])
+@pytest.mark.parametrize("kernel", ["flash4", "aten", "triton", "cudnn"])
+@over_ranks(cuda=True, timeout=400, kernel=skip_unless_it_serves_this_gpu)  # they compile for every kind of pack
+def test_random_packs_are_exact_over_nccl(rank: int, ranks: int, kernel: str) -> None:
     draw, done = random.Random(ranks), 0
     for round_ in range(4):
         offsets = random_offsets(ranks * draw.choice([64, 130, 256, 384]), draw)
@@ -42,14 +46,6 @@ def _exact(rank: int, ranks: int, kernel: str) -> None:
                 bounded = gpu_pack(offsets, heads=heads, kv_heads=kv_heads, seed=round_, **seen)
                 compare(bounded, rank, ranks, **options)
     assert done
-
-
-@pytest.mark.support("runtime", "packed documents between processes")
-@pytest.mark.parametrize("ranks", [pytest.param(count, marks=pytest.mark.gpu(count)) for count in (2, 4)])
-@pytest.mark.parametrize("kernel", ["flash4", "aten", "triton", "cudnn"])
-def test_random_packs_are_exact_over_nccl(kernel: str, ranks: int) -> None:
-    skip_unless_it_serves_this_gpu(kernel)
-    run_ranks(ranks, _exact, kernel, cuda=True, timeout=400)  # kernels compile for every kind of pack
 
 
 @pytest.mark.gpu(2)
