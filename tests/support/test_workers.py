@@ -80,6 +80,16 @@ def test_a_failing_rank_is_named_with_its_traceback() -> None:
     assert cause.startswith("rank 1: ZeroDivisionError: rank 1 of 2 cannot"), "the cause stands first"
 
 
+@over_ranks(2)
+def fails_on_the_last(rank: int, ranks: int, given: str) -> None:
+    assert (rank, given) == (0, "given")
+
+
+def test_a_check_that_fails_on_a_rank_fails_the_test_that_runs_it() -> None:
+    with pytest.raises(AssertionError, match=r"^rank 1: AssertionError"):
+        fails_on_the_last(given="given")
+
+
 @pytest.mark.parametrize(
     ("how", "ranks", "said"),
     [
