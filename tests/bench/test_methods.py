@@ -1,22 +1,26 @@
-"""Every method that runs on a CPU against the check."""
+"""Every method that runs on a CPU against the check; ablations, right without overlap and wrong without messages."""
 
 from __future__ import annotations
 
 import importlib.util
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 
 import pytest
 import torch
 import torch.distributed as dist
 
+import dfa_megatron
 from benchmarks.attention import correctness as check
+from benchmarks.attention.ablation import ablation
 from benchmarks.attention.baselines import baseline_methods, transformer_engine
 from benchmarks.attention.job import Job, Problem
 from benchmarks.attention.method import contiguous, our_methods, zigzag
 from dfa_megatron.doctor.world import World
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.sharding import shard_sequence
+from tests.support.attend import case
+from tests.support.close import assert_close
 from tests.support.workers import over_ranks
 
 JOB = Job(seq_length=(64,), heads=(4,), head_dim=16, dtype="bfloat16", kernel=("cpu",))
@@ -108,3 +112,16 @@ def test_names_tell_our_variants_apart() -> None:
     assert "dfa zigzag cpu p2p ulysses2 no_overlap" in names
     with ExitStack() as stack:
         assert our_methods(JOB)[0].start(Problem(4, 4, 16, "causal", "float32"), 8, world=None, stack=stack)  # type: ignore[arg-type]
+
+
+@over_ranks(3)
+def test_without_overlap_results_are_right_and_without_communication_they_are_not(rank: int, ranks: int) -> None:
+    whole = case(ranks * 8)
+    shard, want = [x[:, rank * 8 : rank * 8 + 8] for x in whole.inputs], whole.out[:, rank * 8 : rank * 8 + 8]
+    for name in ("no_overlap", "no_communication", ""):
+        with ablation(name) if name else nullcontext():
+            out = dfa_megatron.dist_flash_attn_func(*shard, causal=True)
+        if name == "no_communication":
+            assert rank == 0 or not torch.allclose(out, want)
+        else:
+            assert_close(out, want, tolerance=1e-12)
