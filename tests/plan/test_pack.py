@@ -134,7 +134,8 @@ def test_messages_that_land_on_one_another_are_refused() -> None:
 
 @pytest.mark.parametrize("schedule", ["ring", "greedy"])
 def test_what_lands_for_several_sequences_fills_its_tensor_and_is_proved(schedule: str) -> None:
-    for case in (*every_mask(32, random.Random(1)), *heterogeneous_masks(32, random.Random(2))):
+    every = (*every_mask(32, random.Random(1)), *heterogeneous_masks(32, random.Random(2)))
+    for case in random.Random(schedule).sample(every, 14):
         plan = plan_of(schedule, case.mask, 4)
         for phase in (plan.forward, plan.backward):
             reference = dense.reference(case.dense, seed=3)
