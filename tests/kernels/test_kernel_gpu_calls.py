@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -224,19 +225,23 @@ def test_flash4s_backward_takes_some_heads_at_a_time_where_its_accumulators_are_
     assert flash4._passes(q, k) == passes
 
 
-TWO = Segments((Segment(0, 20, 0, 20, CAUSAL), Segment(20, 48, 20, 48, CAUSAL)), 48, 48)
-ONE = [Segments.one(band, 48, 48) for band in (FULL, CAUSAL)]
+def two() -> Segments:
+    return Segments((Segment(0, 20, 0, 20, CAUSAL), Segment(20, 48, 20, 48, CAUSAL)), 48, 48)
+
+
+def one(band: Band) -> Callable[[], Segments]:
+    return lambda: Segments.one(band, 48, 48)
 
 
 @pytest.mark.parametrize(
     ("kernel_class", "segments"),
-    [*itertools.product((AtenFlashKernel, CudnnKernel), ONE), (AtenFlashKernel, TWO)],
+    [*itertools.product((AtenFlashKernel, CudnnKernel), (one(FULL), one(CAUSAL))), (AtenFlashKernel, two)],
 )
-def test_the_real_operators_take_the_call(kernel_class: type[BlockKernel], segments: Segments) -> None:
+def test_the_real_operators_take_the_call(kernel_class: type[BlockKernel], segments: Callable[[], Segments]) -> None:
     """On the meta device: names, types and shapes of arguments and results, in the PyTorch at hand."""
-    batch = 1 if segments is TWO else 2
+    batch = 1 if segments is two else 2
     q, k = (torch.empty(batch, 48, heads, 64, dtype=torch.bfloat16, device="meta") for heads in (4, 2))
-    call = BlockCall(q, k, k, segments, 0.1)
+    call = BlockCall(q, k, k, segments(), 0.1)
     out, lse = kernel_class().forward(call)
     assert (out.shape, lse.shape, lse.dtype) == (q.shape, (batch, 4, 48), torch.float32)
     gradients = kernel_class().backward(call, q, Saved(lse=lse, out=out))
@@ -249,7 +254,7 @@ def test_an_operator_that_pads_its_lse_is_called_for_each_segment(monkeypatch: p
     monkeypatch.setattr(aten, "_BACKWARD", stand_in.backward)
     monkeypatch.setattr(aten, "_packs", lambda: False)
     q = torch.randn(1, 48, 2, 16).bfloat16()
-    call = BlockCall(q, q, q, TWO, 0.3)
+    call = BlockCall(q, q, q, two(), 0.3)
     out, lse = AtenFlashKernel().forward(call)
     assert_close(out, ReferenceKernel().forward(call)[0], tolerance=1e-4)
     gradients = AtenFlashKernel().backward(call, q, Saved(lse, out=out))
