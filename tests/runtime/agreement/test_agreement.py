@@ -171,6 +171,9 @@ def test_tensors_without_numbers_and_the_groups_of_others_are_refused(rank: int,
         told = attempt(*tensors(), group=group)
         assert told.startswith(f"{refused}a process group that this rank is no member of")
         return
-    assert attempt(*meta, group=group).startswith(refused + no_numbers)
+    both: list[Any] = [None, None]
+    dist.all_gather_object(both, attempt(*meta, group=group), group=group)
+    assert both[0] == both[1]
+    assert both[0].startswith(refused + no_numbers)
     of_one = "DisagreementError: rank 0 of the group refuses this attention: Not supported: " if rank else refused
     assert attempt(*(tensors() if rank else meta), group=group).startswith(of_one + no_numbers)
