@@ -15,11 +15,7 @@ def script() -> ModuleType:
 
 
 def tried(
-    script: ModuleType,
-    limits: dict[str, int],
-    budget: float,
-    broken: int | None = None,
-    startup: float = 10.0,
+    script: ModuleType, limits: dict[str, int], budget: float, broken: int | None = None, startup: float = 10.0
 ) -> list[tuple[str, int, str]]:
     """Attempts on a machine whose methods run out of memory above a length, and whose clock is theirs."""
     spent, found = [0.0], []

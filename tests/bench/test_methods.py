@@ -1,23 +1,27 @@
-"""Every method that runs on a CPU against the check."""
+"""Every method that runs on a CPU against the check; ablations, right without overlap and wrong without messages."""
 
 from __future__ import annotations
 
 import importlib.util
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 
 import pytest
 import torch
 import torch.distributed as dist
 
+import dfa_megatron
 from benchmarks.attention import correctness as check
+from benchmarks.attention.ablation import ablation
 from benchmarks.attention.baselines import baseline_methods, transformer_engine
 from benchmarks.attention.job import Job, Problem
 from benchmarks.attention.method import contiguous, our_methods, zigzag
 from dfa_megatron.doctor.world import World
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.sharding import shard_sequence
-from tests.support.workers import run_ranks
+from tests.support.attend import case
+from tests.support.close import assert_close
+from tests.support.workers import over_ranks
 
 JOB = Job(seq_length=(64,), heads=(4,), head_dim=16, dtype="bfloat16", kernel=("cpu",))
 
@@ -26,15 +30,12 @@ def world() -> World:
     return World(dist.get_rank(), dist.get_world_size(), torch.device("cpu"), dist.group.WORLD)  # type: ignore[arg-type]
 
 
-def _splits(rank: int, ranks: int) -> None:
+@over_ranks(3)
+def test_a_rank_gets_the_tokens_that_the_layouts_say(rank: int, ranks: int) -> None:
     x = torch.arange(48.0).view(1, 48, 1, 1)
     assert torch.equal(contiguous(x, world()), shard_sequence(x, layout="contiguous"))
     assert torch.equal(zigzag(x, world()), shard_sequence(x, layout="zigzag"))
     assert torch.equal(zigzag(x, world(), together=ranks), contiguous(x, world()))
-
-
-def test_a_rank_gets_the_tokens_that_the_layouts_say() -> None:
-    run_ranks(3, _splits)
 
 
 def _check(rank: int, ranks: int, baseline: str, mask: str, heads: int, kv_heads: int, dtype: str) -> dict[str, str]:
@@ -54,34 +55,31 @@ def _check(rank: int, ranks: int, baseline: str, mask: str, heads: int, kv_heads
     return found
 
 
-def _check_all(rank: int, ranks: int, cases: list[tuple[str, int, int]]) -> dict[tuple[str, int, int], dict[str, str]]:
-    return {case: _check(rank, ranks, "ulysses", *case, "float64") for case in cases}
+@over_ranks(4)
+def test_ulysses_is_exact_and_copies_key_value_heads_that_are_too_few(rank: int, ranks: int) -> None:
+    for mask in ("causal", "full"):
+        for heads, kv_heads in ((4, 4), (8, 2), (4, 1)):
+            found = _check(rank, ranks, "ulysses", mask, heads, kv_heads, "float64")
+            assert found == {"ulysses cpu": ""}, (mask, heads, kv_heads)
 
 
-def test_ulysses_is_exact_and_copies_key_value_heads_that_are_too_few() -> None:
-    heads = ((4, 4), (8, 2), (4, 1))
-    cases = [(mask, h, kv_heads) for mask in ("causal", "full") for h, kv_heads in heads]
-    assert run_ranks(4, _check_all, cases)[0] == {case: {"ulysses cpu": ""} for case in cases}
+@over_ranks(1, 2, 3)
+def test_ring_self_attention_is_exact(rank: int, ranks: int) -> None:
+    for mask in ("causal", "full"):
+        found = _check(rank, ranks, "ring_self_attention", mask, 4, 4, "float64")
+        assert found == {"ring_self_attention": ""}, mask
 
 
-def _check_ring(rank: int, ranks: int) -> dict[str, dict[str, str]]:
-    return {mask: _check(rank, ranks, "ring_self_attention", mask, 4, 4, "float64") for mask in ("causal", "full")}
-
-
-@pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_ring_self_attention_is_exact(ranks: int) -> None:
-    exact = {"ring_self_attention": ""}
-    assert run_ranks(ranks, _check_ring)[0] == {"causal": exact, "full": exact}
-
-
-def test_ulysses_refuses_heads_that_do_not_divide() -> None:
-    (found,) = run_ranks(2, _check, "ulysses", "causal", 33, 33, "float32")[0].values()
+@over_ranks(2)
+def test_ulysses_refuses_heads_that_do_not_divide(rank: int, ranks: int) -> None:
+    (found,) = _check(rank, ranks, "ulysses", "causal", 33, 33, "float32").values()
     assert "33 heads and 33 kv_heads: it divides both" in found
 
 
 @pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed")
-def test_deepspeeds_attention_is_exact_around_a_kernel_of_ours() -> None:
-    assert run_ranks(2, _check, "deepspeed", "causal", 4, 2, "float32", timeout=120)[0] == {"deepspeed ulysses cpu": ""}
+@over_ranks(2, timeout=120)
+def test_deepspeeds_attention_is_exact_around_a_kernel_of_ours(rank: int, ranks: int) -> None:
+    assert _check(rank, ranks, "deepspeed", "causal", 4, 2, "float32") == {"deepspeed ulysses cpu": ""}
 
 
 def test_a_baseline_that_is_named_and_does_not_run_here_is_refused_and_otherwise_left_out() -> None:
@@ -114,3 +112,16 @@ def test_names_tell_our_variants_apart() -> None:
     assert "dfa zigzag cpu p2p ulysses2 no_overlap" in names
     with ExitStack() as stack:
         assert our_methods(JOB)[0].start(Problem(4, 4, 16, "causal", "float32"), 8, world=None, stack=stack)  # type: ignore[arg-type]
+
+
+@over_ranks(3)
+def test_without_overlap_results_are_right_and_without_communication_they_are_not(rank: int, ranks: int) -> None:
+    whole = case(ranks * 8)
+    shard, want = [x[:, rank * 8 : rank * 8 + 8] for x in whole.inputs], whole.out[:, rank * 8 : rank * 8 + 8]
+    for name in ("no_overlap", "no_communication", ""):
+        with ablation(name) if name else nullcontext():
+            out = dfa_megatron.dist_flash_attn_func(*shard, causal=True)
+        if name == "no_communication":
+            assert rank == 0 or not torch.allclose(out, want)
+        else:
+            assert_close(out, want, tolerance=1e-12)

@@ -22,7 +22,7 @@ from benchmarks.attention.local import local_attention
 from benchmarks.attention.method import Attention, Method, kernel_methods, our_methods
 from dfa_megatron.doctor.world import World
 from dfa_megatron.errors import ExecutionError, UnsupportedError
-from tests.support.workers import run_ranks
+from tests.support.workers import over_ranks, run_ranks
 
 JOB = Job(
     seq_length=(64, 128), heads=(2,), kv_heads=(1,), head_dim=16, dtype="float32", kernel=("reference",),
@@ -56,16 +56,24 @@ def alone(name: str, change: Any) -> Method:
 
 
 def rows_in(folder: Path) -> list[dict[str, Any]]:
-    content = json.loads((folder / "results.json").read_text())
-    rows: list[dict[str, Any]] = content["rows"]
+    rows: list[dict[str, Any]] = json.loads((folder / "results.json").read_text())["rows"]
     return rows
+
+
+def rows_of(job: Job, folder: Path, methods: list[Method]) -> list[dict[str, Any]]:
+    """The rows of a run, which ends well, on every rank."""
+    where = world()
+    assert measure(replace(job, out=str(folder)), where, methods) == 0
+    dist.barrier()
+    return rows_in(folder)
 
 
 def by_length(rows: list[dict[str, Any]], method: str) -> dict[int, dict[str, Any]]:
     return {row["seq_length"]: row for row in rows if row["method"] == method}
 
 
-def _wrong(rank: int, ranks: int, folder: str) -> int:
+@over_ranks(2)
+def test_a_wrong_method_is_listed_and_never_timed(rank: int, ranks: int, tmp_path: Path) -> None:
     methods = [
         *our_methods(JOB),
         changed("a little off", lambda out, length: out * 1.001),
@@ -73,12 +81,7 @@ def _wrong(rank: int, ranks: int, folder: str) -> int:
         changed("wrong gradients", lambda out, length: out.detach() + 0.9 * (out - out.detach())),
         changed("another shape", lambda out, length: out[:, 1:]),
     ]
-    return measure(replace(JOB, out=folder), world(), methods)
-
-
-def test_a_wrong_method_is_listed_and_never_timed(tmp_path: Path) -> None:
-    assert run_ranks(2, _wrong, str(tmp_path)) == [0, 0]
-    rows = rows_in(tmp_path)
+    rows = rows_of(JOB, tmp_path, methods)
     ours = by_length(rows, "dfa ring reference")
     assert [row["state"] for row in ours.values()] == ["timed", "timed"]
     assert all(0 < row["error"] < 1e-5 and min(row["both_ms"], row["forward_ms"]) > 0 for row in ours.values())
@@ -100,7 +103,8 @@ def test_a_wrong_method_is_listed_and_never_timed(tmp_path: Path) -> None:
     assert "a little off: wrong, out is off by 1.0e-03" in table
 
 
-def _full(rank: int, ranks: int, folder: str) -> list[int]:
+@over_ranks(2)
+def test_out_of_memory_is_a_row_and_longer_sequences_are_not_tried(rank: int, ranks: int, tmp_path: Path) -> None:
     tried = []
 
     def overflow(out: torch.Tensor, local_seq: int) -> torch.Tensor:
@@ -109,14 +113,9 @@ def _full(rank: int, ranks: int, folder: str) -> list[int]:
             raise ExecutionError("step 1 failed") from torch.OutOfMemoryError("no room")  # as the runtime tells it
         return out
 
-    job = replace(JOB, seq_length=(64, 128, 256), out=folder)
-    assert measure(job, world(), [changed("greedy", overflow), *our_methods(JOB)]) == 0
-    return tried
-
-
-def test_out_of_memory_is_a_row_and_longer_sequences_are_not_tried(tmp_path: Path) -> None:
-    assert run_ranks(2, _full, str(tmp_path)) == [[64], [64]]
-    rows = rows_in(tmp_path)
+    job = replace(JOB, seq_length=(64, 128, 256))
+    rows = rows_of(job, tmp_path, [changed("greedy", overflow), *our_methods(JOB)])
+    assert tried == [64]
     greedy = by_length(rows, "greedy")
     assert [row["state"] for row in greedy.values()] == ["timed", "out of memory", "out of memory"]
     assert "at 128 tokens" in greedy[256]["why"]
@@ -139,82 +138,64 @@ def test_a_failure_of_one_rank_ends_the_run_with_all_rows_kept(tmp_path: Path) -
     assert "rank 1 failed" in rows[2]["why"]
 
 
-def _refusals(rank: int, ranks: int, folder: str) -> int:
+@over_ranks(2)
+def test_refusals_say_why_and_a_budget_leaves_out_what_would_exceed_it(rank: int, ranks: int, tmp_path: Path) -> None:
     def refuse(problem: Problem, local_seq: int, world: World, stack: ExitStack) -> Attention:
         raise UnsupportedError("this", "it cannot", "that")
 
-    job = replace(JOB, seq_length=(64, 66), schedule=("ring", "balanced"), mask=("full",), out=folder)
-    return measure(job, world(), [*our_methods(job), Method("shy", "baseline", refuse)])
-
-
-def test_refusals_say_why_and_leave_the_others_running(tmp_path: Path) -> None:
-    assert run_ranks(2, _refusals, str(tmp_path)) == [0, 0]
-    rows = rows_in(tmp_path)
+    job = replace(JOB, seq_length=(64, 66), schedule=("ring", "balanced"), mask=("full",))
+    rows = rows_of(job, tmp_path, [*our_methods(job), Method("shy", "baseline", refuse)])
     states = {(row["method"], row["seq_length"]): (row["state"], row["why"]) for row in rows}
     assert states["dfa ring reference", 64] == ("timed", "")
     assert states["shy", 64] == ("refused", "this: it cannot")
     assert states["dfa balanced reference", 64][0] == "refused"
     assert "causal" in states["dfa balanced reference", 64][1]
     assert "do not divide" in states["dfa ring reference", 66][1]
-
-
-def _budget(rank: int, ranks: int, folder: str) -> int:
-    job = replace(JOB, seq_length=(64, 2**20), budget=4.0, out=folder)  # the second would take minutes
-    return measure(job, world(), our_methods(job))
-
-
-def test_a_budget_leaves_out_what_would_exceed_it_and_names_it(tmp_path: Path) -> None:
-    assert run_ranks(2, _budget, str(tmp_path)) == [0, 0]
-    rows = rows_in(tmp_path)
+    job = replace(JOB, seq_length=(64, 2**20), budget=4.0)  # the second would take minutes
+    rows = rows_of(job, tmp_path, our_methods(job))
     assert [(row["seq_length"], row["state"]) for row in rows] == [(64, "timed"), (2**20, "dropped")]
     assert "budget of 4 s" in rows[1]["why"]
 
 
-def _alone(rank: int, ranks: int, folder: str) -> int:
-    job = replace(JOB, seq_length=(64,), mask=("causal", "full"), out=folder)
-    return measure(job, world(), [*our_methods(job), *kernel_methods(job)])
-
-
-def test_one_rank_is_compared_with_the_bare_kernel(tmp_path: Path) -> None:
-    assert run_ranks(1, _alone, str(tmp_path)) == [0]
-    rows = rows_in(tmp_path)
+@over_ranks(1)
+def test_one_rank_is_compared_with_the_bare_kernel(rank: int, ranks: int, tmp_path: Path) -> None:
+    job = replace(JOB, seq_length=(64,), mask=("causal", "full"))
+    rows = rows_of(job, tmp_path, [*our_methods(job), *kernel_methods(job)])
     assert [(row["mask"], row["kind"], row["state"]) for row in rows] == [
         (mask, kind, "timed") for mask in ("causal", "full") for kind in ("ours", "kernel")
     ]
     assert (tmp_path / "tables.txt").read_text().count("ours / bare kernel") == 2
 
 
-def _verify(rank: int, ranks: int, out: str) -> None:
-    sizes = ["--tokens", "64", "--heads", "4", "--kv-heads", "2", "--head-dim", "16", "--layers", "2", "--rounds", "1"]
-    verify_cost.main([*sizes, "--transport", "auto", "--out", out])
+def _other_benchmarks(rank: int, ranks: int, folder: str) -> None:
+    few = ["--heads", "4", "--kv-heads", "2", "--head-dim", "16"]
+    once = [*few, "--device", "cpu", "--repetitions", "1", "--out"]
+    packs = ["--dtype", "float32", "--tokens-per-rank", "96", "--check-tokens", "48"]
+    schedules = ["--schedule", "auto", "load_balanced", "zigzag"]
+    sizes = ["--tokens", "64", "--layers", "2", "--rounds", "1", "--transport", "auto"]
+    for at, (module, flags) in enumerate({
+        verify_cost: [*few, *sizes, "--out", f"{folder}/verify.json"],
+        packed: [*once, f"{folder}/packs.json", *packs, *schedules],
+        masks: [*once, f"{folder}/masks.json", "--tokens", "512", "--masks", "causal documents", "tree 8 0.6"],
+    }.items()):  # fmt: skip
+        if not dist.is_initialized():  # the one before has destroyed its group
+            dist.init_process_group("gloo", init_method=f"file://{folder}/again{at}", rank=rank, world_size=ranks)
+        module.main(flags)
 
 
-def test_the_cost_of_comparing_calls_is_measured_before_a_watchdog_and_with_it(tmp_path: Path) -> None:
-    run_ranks(2, _verify, str(tmp_path / "verify.json"))
-    (row,) = json.loads((tmp_path / "verify.json").read_text())["rows"]
+def test_costs_of_comparing_calls_and_packs_and_masks_are_measured_and_right(tmp_path: Path) -> None:
+    run_ranks(2, _other_benchmarks, str(tmp_path))
+    files = (tmp_path / f"{name}.json" for name in ("verify", "packs", "masks"))
+    verify, packs, trees = (json.loads(file.read_text())["rows"] for file in files)
+    (row,) = verify
     assert row["ranks"] == 2
     assert row["ms_on"] >= row["host_ms_on"] > 0
     assert row["ms_off"] >= row["host_ms_off"] > 0
     assert row["host_ms_before"] > 0
-
-
-def _packs_and_masks(rank: int, ranks: int, folder: str) -> None:
-    sizes = ("--heads", "4", "--kv-heads", "2", "--head-dim", "16", "--device", "cpu")
-    packs = ("--dtype", "float32", "--tokens-per-rank", "96", "--check-tokens", "48", "--repetitions", "1")
-    packed.main([*sizes, *packs, "--schedule", "auto", "load_balanced", "zigzag", "--out", f"{folder}/packs.json"])
-    dist.init_process_group("gloo", init_method=f"file://{folder}/again", rank=rank, world_size=ranks)
-    chosen = ("--masks", "causal documents", "tree 8 0.6", "--repetitions", "1", "--tokens", "512")
-    masks.main([*sizes, *chosen, "--out", f"{folder}/masks.json"])
-
-
-def test_packs_and_masks_are_compared_with_dense_attention_and_timed(tmp_path: Path) -> None:
-    run_ranks(2, _packs_and_masks, str(tmp_path))
-    rows = json.loads((tmp_path / "packs.json").read_text())["rows"]
-    assert [row["method"] for row in rows] == [f"dfa {name} auto auto" for name in ("auto", "load_balanced", "zigzag")]
-    assert all(0 < row["error"] < 1e-5 and row["both_ms"] > row["forward_ms"] > 0 for row in rows)
-    rows = json.loads((tmp_path / "masks.json").read_text())["rows"]
-    assert [row["mask"] for row in rows] == ["causal documents", "tree 8 0.6"]
-    assert all(row["ms"] > 0 and row["schedule"] for row in rows)
+    assert [row["method"] for row in packs] == [f"dfa {name} auto auto" for name in ("auto", "load_balanced", "zigzag")]
+    assert all(0 < row["error"] < 1e-5 and row["both_ms"] > row["forward_ms"] > 0 for row in packs)
+    assert [row["mask"] for row in trees] == ["causal documents", "tree 8 0.6"]
+    assert all(row["ms"] > 0 and row["schedule"] for row in trees)
 
 
 @pytest.mark.gpu(2, apart=True)

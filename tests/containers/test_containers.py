@@ -40,9 +40,8 @@ def test_an_image_is_pinned_not_root_checked_and_small(path: Path) -> None:
             assert "--no-cache-dir" in command
             assert "--no-deps" in command, "a resolver may take what is in no lock"
             by_hash = "--require-hashes" in command or "--no-index" in command
-            ours = (
-                command.rstrip().endswith(" .") and "--no-build-isolation" in command
-            )  # built by what came with a hash
+            # Built by what came with a hash.
+            ours = command.rstrip().endswith(" .") and "--no-build-isolation" in command
             torch = command.rstrip().endswith('"${TORCH_INDEX}" torch')
             assert by_hash or ours or torch, command
         assert not step.startswith("ADD")

@@ -53,12 +53,8 @@ def test_what_the_image_has_is_left_out_of_the_lock_with_its_hashes(image: Path)
         ("First==2.1a0+nv26\n", "ours", "", ""),
         ("First==2.1a0+nv26\n", "ours[more]", "", "ours needs absent>=1, and here is None"),
         ("First==2.0\n", "ours", "", "first 2.0 of the image would become 2.1a0+nv26"),
-        (
-            "",
-            "ours",
-            "",
-            "first needs gone>=1, and here is None",
-        ),  # first came with ours: what it needs is ours to bring
+        # first came with ours: what it needs is ours to bring
+        ("", "ours", "", "first needs gone>=1, and here is None"),
         ("First==2.0\n", "ours", "first", "first needs gone>=1, and here is None"),
         ("lost==1.0\nFirst==2.1a0+nv26\n", "ours", "", "lost 1.0 of the image would become None"),
     ],

@@ -51,6 +51,13 @@ class Run:
             self.struck |= {line["fault"]: line["at"] for line in seen.lines if "fault" in line}
 
 
+def recorded(fault: str, where: str, rank: int | None, happens: str, seconds: float | None = None) -> dict[str, Any]:
+    """What docs/trust.md says of a test."""
+    rounded = None if seconds is None else round(seconds, 1)
+    about = {"fault": fault, "where": where, "rank": rank, "happens": happens}
+    return about | {"seconds": rounded, "transport": "gloo"}
+
+
 def run(faults: tuple[Fault, ...], steps: int = 4, *, together: bool = False) -> Run:
     """Train with these faults; a rank that is stopped for good is ended once the others have ended, as launchers do."""
     stopped = {fault.rank for fault in faults if fault.kind == "SIGSTOP"}

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.faults.harness import Run, run
+from tests.faults.harness import Run, recorded, run
 from tests.faults.training import RANKS, Fault
 
 PLACES = ("agreement", "forward", "backward", "optimizer", "checkpoint")
@@ -59,26 +59,14 @@ def test_the_other_ranks_end_with_a_line_that_names_the_rank(
         assert any(words in seen.error for words in WORDS[fault.kind]), seen.error
         assert seen.errs - struck < SECONDS, seen.error
         assert seen.status == 0, "it ended by itself; 70 says that the watchdog had to"
-    no_step_is_wrong(found)
+    for seen in found.ranks:
+        assert all(line["exact"] for line in seen.steps), seen.steps
     if fault.kind in ("exception", "out of memory"):
         assert found.ranks[fault.rank].error, "the rank itself ends, too"
         assert found.ranks[fault.rank].status == 0
-    record_property(
-        "fault",
-        {
-            "fault": fault.kind if fault.kind != "out of memory" else "out of memory, caught, and on to the next batch",
-            "where": fault.where,
-            "rank": fault.rank,
-            "happens": told(others[0].error),
-            "seconds": round(max(seen.errs for seen in others) - struck, 1),
-            "transport": "gloo",
-        },
-    )
-
-
-def no_step_is_wrong(found: Run) -> None:
-    for seen in found.ranks:
-        assert all(line["exact"] for line in seen.steps), seen.steps
+    name = fault.kind if fault.kind != "out of memory" else "out of memory, caught, and on to the next batch"
+    seconds = max(seen.errs for seen in others) - struck
+    record_property("fault", recorded(name, fault.where, fault.rank, told(others[0].error), seconds))
 
 
 def told(error: str) -> str:

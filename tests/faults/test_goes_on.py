@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.faults.harness import Run, run
+from tests.faults.harness import Run, recorded, run
 from tests.faults.training import PAUSE, RANKS, WRITING, Fault
 
 PAUSED = "SIGSTOP, SIGCONT"
@@ -60,14 +60,5 @@ def test_a_rank_that_comes_back_goes_on_exactly(fault: Fault, runs: dict[str, Ru
             told = next(line["caught"] for line in seen.lines if "caught" in line)
             assert "out of memory in this test" in told, "every rank is told, so that all may try again"
     injected, happens = TEXTS[fault.kind]
-    record_property(
-        "fault",
-        {
-            "fault": injected,
-            "where": fault.where,
-            "rank": fault.rank,
-            "happens": happens + (" where all ranks try again" if "caught" in injected and not fault.step else ""),
-            "seconds": round(max(went_on) - struck, 1),
-            "transport": "gloo",
-        },
-    )
+    happens += " where all ranks try again" if "caught" in injected and not fault.step else ""
+    record_property("fault", recorded(injected, fault.where, fault.rank, happens, max(went_on) - struck))

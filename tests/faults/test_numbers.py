@@ -11,6 +11,7 @@ import torch
 import dfa_megatron
 from dfa_megatron.config import DistAttentionConfig
 from dfa_megatron.doctor.dense import band_of, dense_attention
+from tests.faults.harness import recorded
 from tests.support.workers import run_ranks
 
 RANKS, LOCAL, HEADS, DIM = 3, 8, 2, 8
@@ -57,35 +58,29 @@ def wrong(found: torch.Tensor, expected: torch.Tensor, *, infinite: bool = False
     return (~same).flatten(2).any(-1)[0].nonzero().flatten().tolist()
 
 
+def attended(rank: int, whole: list[torch.Tensor], offsets: Any = None, **options: Any) -> list[torch.Tensor]:
+    """Out and the gradients of a rank's tokens; of a pack with offsets."""
+    *leaves, dout = (x[:, LOCAL * rank : LOCAL * (rank + 1)].clone() for x in whole)
+    given = [leaf.requires_grad_()[0] if offsets else leaf.requires_grad_() for leaf in leaves]
+    if offsets:
+        out: Any = dfa_megatron.dist_flash_attn_varlen_func(*given, offsets, causal=True)[None]
+    else:
+        out = dfa_megatron.dist_flash_attn_func(*given, causal=True, **options)
+    out.backward(dout)
+    return [out.detach(), *(leaf.grad for leaf in leaves)]
+
+
 def _numbers(rank: int, ranks: int) -> dict[str, list[torch.Tensor]]:
-    mine, found = slice(LOCAL * rank, LOCAL * (rank + 1)), {}
-    for case in CASES:
-        for schedule in ("ring", "balanced"):
-            *leaves, dout = (x[:, mine].clone() for x in dirty(case)[0])
-            for leaf in leaves:
-                leaf.requires_grad_()
-            out: Any = dfa_megatron.dist_flash_attn_func(
-                *leaves, causal=True, config=DistAttentionConfig(schedule=schedule)
-            )
-            out.backward(dout)
-            found[f"{case}, {schedule}"] = [out.detach(), *(leaf.grad for leaf in leaves)]
-    return found
+    return {
+        f"{case}, {schedule}": attended(rank, dirty(case)[0], config=DistAttentionConfig(schedule=schedule))
+        for case in CASES
+        for schedule in ("ring", "balanced")
+    }
 
 
 def _few(rank: int, ranks: int) -> dict[str, list[torch.Tensor]]:
-    mine, found = slice(LOCAL * rank, LOCAL * (rank + 1)), {}
-    for case in (*PACKS, *WINDOWS):
-        *leaves, dout = (x[:, mine].clone() for x in inputs())
-        for leaf in leaves:
-            leaf.requires_grad_()
-        if case in PACKS:
-            given = [leaf[0] for leaf in leaves]
-            out: Any = dfa_megatron.dist_flash_attn_varlen_func(*given, PACKS[case], causal=True)[None]
-        else:
-            out = dfa_megatron.dist_flash_attn_func(*leaves, causal=True, window_size=WINDOWS[case])
-        out.backward(dout)
-        found[case] = [out.detach(), *(leaf.grad for leaf in leaves)]
-    return found
+    packs = {case: attended(rank, inputs(), offsets) for case, offsets in PACKS.items()}
+    return packs | {case: attended(rank, inputs(), window_size=window) for case, window in WINDOWS.items()}
 
 
 def whole(shards: list[dict[str, list[torch.Tensor]]], case: str) -> list[torch.Tensor]:
@@ -117,18 +112,9 @@ def test_nan_and_infinity_come_out_where_they_must_and_nowhere_else(
     for label, found, exact in zip(("dq", "dk", "dv"), (dq, dk, dv), gradients, strict=True):
         elsewhere = set(wrong(found, exact, infinite=True)) - set(spread)
         assert not elsewhere, (label, sorted(elsewhere))
-    record_property(
-        "fault",
-        {
-            "fault": f"{number} in {name}",
-            "where": "one token",
-            "rank": rank,
-            "happens": "comes out in the rows that see it; the rows of earlier ranks are exact" if name != "q"
-            else "comes out in its row; all other rows are exact",
-            "seconds": None,
-            "transport": "gloo",
-        },
-    )  # fmt: skip
+    sees = "comes out in the rows that see it; the rows of earlier ranks are exact"
+    happens = sees if name != "q" else "comes out in its row; all other rows are exact"
+    record_property("fault", recorded(f"{number} in {name}", "one token", rank, happens))
 
 
 @pytest.fixture(scope="module")
@@ -151,14 +137,5 @@ def test_ranks_that_see_nothing_of_others_are_exact(few: Any, case: str, record_
     for found, right in zip(whole(few, case), exact, strict=True):
         assert not wrong(found, right)
     kind = "pack" if case in PACKS else "window"
-    record_property(
-        "fault",
-        {
-            "fault": "ranks that see nothing of others",
-            "where": f"{kind}: {case}",
-            "rank": None,
-            "happens": "out and gradients are exact",
-            "seconds": None,
-            "transport": "gloo",
-        },
-    )
+    where, happens = f"{kind}: {case}", "out and gradients are exact"
+    record_property("fault", recorded("ranks that see nothing of others", where, None, happens))

@@ -22,7 +22,7 @@ from dfa_megatron.doctor.machine import devices, p2p_access
 from dfa_megatron.doctor.world import World
 from dfa_megatron.kernels.adapters.reference import ReferenceKernel
 from tests.support import plants
-from tests.support.workers import run_ranks
+from tests.support.workers import over_ranks
 
 TINY = [
     "doctor", "--device", "cpu", "--seq-length", "32", "--heads", "4", "--head-dim", "16", "--repetitions", "1",
@@ -105,7 +105,8 @@ def test_the_verdict_says_for_what_a_machine_is_ready_or_what_is_missing(
     assert said in line
 
 
-def _wrong_calls(rank: int, ranks: int) -> list[dict[str, Any]]:
+@over_ranks(3)
+def test_calls_whose_results_are_off_are_named_on_every_rank_and_refused_ones_told(rank: int, ranks: int) -> None:
     """Of a function that is off where no kernel caps scores, and of a kernel that ignores windows."""
 
     def off(*tensors: torch.Tensor, **options: Any) -> Any:
@@ -118,18 +119,14 @@ def _wrong_calls(rank: int, ranks: int) -> list[dict[str, Any]]:
         mock.patch.object(distributed_call, "dist_flash_attn_func", off),
         mock.patch.object(ReferenceKernel, "caps_scores", False),
     ):
-        found = [distributed_call.measure(flags, world, 1)]
+        of_off = distributed_call.measure(flags, world, 1)
     plants.a_kernel_ignores_the_window()
-    return [*found, distributed_call.measure(flags, world, 1)]
-
-
-def test_calls_whose_results_are_off_are_named_on_every_rank_and_refused_ones_told() -> None:
-    for off, windowless in run_ranks(3, _wrong_calls):
-        cases, names = ("causal", "window"), ("out", "dq", "dk", "dv")
-        assert off["wrong"] == [f"{case} {name}" for case in cases for name in names]
-        assert list(off["refused"]) == ["softcap"]
-        assert {name.split()[0] for name in windowless["wrong"]} == {"window"}
-        assert windowless["refused"] == {}
+    windowless = distributed_call.measure(flags, world, 1)
+    cases, names = ("causal", "window"), ("out", "dq", "dk", "dv")
+    assert of_off["wrong"] == [f"{case} {name}" for case in cases for name in names]
+    assert list(of_off["refused"]) == ["softcap"]
+    assert {name.split()[0] for name in windowless["wrong"]} == {"window"}
+    assert windowless["refused"] == {}
 
 
 def test_gpus_and_their_links_are_shown(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
+import os
 import subprocess
 import sys
 from typing import Any
@@ -20,15 +21,7 @@ from dfa_megatron.kernels.api import BlockCall, BlockKernel, Need, Saved
 from dfa_megatron.kernels.triton import adapter as triton_attention
 from dfa_megatron.plan.language.geometry import CAUSAL
 
-ON_CPU = Need(
-    device="cpu",
-    dtype=torch.float32,
-    heads=8,
-    kv_heads=2,
-    head_dim=64,
-    head_dim_v=64,
-    forms=frozenset({"full", "causal"}),
-)
+ON_CPU = Need("cpu", torch.float32, 8, 2, 64, 64, frozenset({"full", "causal"}))
 ON_HOPPER = dataclasses.replace(ON_CPU, device="cuda", dtype=torch.bfloat16, capability=(9, 0))
 
 
@@ -51,14 +44,8 @@ def flash4_present(hopper_build: None, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_every_kernel_keeps_the_contract_and_has_its_name_in_the_options() -> None:
     assert all(isinstance(kernel, BlockKernel) for kernel in kernels.KERNELS.values())
     assert ("auto", *kernels.KERNELS) == names.KERNELS
-    assert {name: kernel.backward_needs for name, kernel in kernels.KERNELS.items()} == {
-        "flash4": "delta",
-        "cudnn": "out",
-        "aten": "out",
-        "cpu": "out",
-        "triton": "delta",
-        "reference": "delta",
-    }
+    of_delta = {name for name, kernel in kernels.KERNELS.items() if kernel.backward_needs == "delta"}
+    assert of_delta == {"flash4", "triton", "reference"}, "the others need out"
 
 
 def test_auto_takes_the_fused_kernel_on_cpu_and_logs_it_once(caplog: pytest.LogCaptureFixture) -> None:
@@ -82,36 +69,29 @@ def test_falling_back_to_the_reference_is_a_warning(caplog: pytest.LogCaptureFix
     assert "cpu refused: it needs head_dim (64) and head_dim_v (32) to be equal" in record.message
 
 
+def taken(name: str = "auto", **changes: object) -> str:
+    """The kernel that serves a need on Hopper, with these changes; `dims` are head_dim and head_dim_v."""
+    if dims := changes.pop("dims", None):
+        changes |= dict(zip(("head_dim", "head_dim_v"), dims, strict=True))  # type: ignore[call-overload]
+    return kernels.select(name, dataclasses.replace(ON_HOPPER, **changes)).name  # type: ignore[arg-type]
+
+
 @pytest.mark.usefixtures("hopper_build")
 def test_auto_prefers_cudnn_and_leaves_it_for_what_it_cannot_do() -> None:
-    assert kernels.select("auto", ON_HOPPER).name == "cudnn"
-    banded = dataclasses.replace(ON_HOPPER, forms=frozenset({"full", "band"}))
-    assert kernels.select("auto", banded).name == "aten"
-    assert kernels.select("auto", dataclasses.replace(ON_HOPPER, deterministic=True)).name == "aten"
-    for dims in ((256, 256), (192, 128), (136, 136)):
-        wide = dataclasses.replace(ON_HOPPER, head_dim=dims[0], head_dim_v=dims[1])
-        assert kernels.select("auto", wide).name == "cudnn"
-    assert kernels.select("auto", dataclasses.replace(ON_HOPPER, head_dim=100, head_dim_v=100)).name == "triton"
-    assert kernels.select("auto", dataclasses.replace(ON_HOPPER, dtype=torch.float32)).name == "triton"
-    assert kernels.select("auto", dataclasses.replace(ON_HOPPER, dtype=torch.float64)).name == "reference"
-    packed = dataclasses.replace(ON_HOPPER, packed=True)
-    assert kernels.select("auto", packed).name == "aten"
-    assert kernels.select("cudnn", packed).name == "cudnn"
+    assert taken() == "cudnn"
+    assert taken(forms=frozenset({"full", "band"})) == taken(deterministic=True) == taken(packed=True) == "aten"
+    assert {taken(dims=dims) for dims in ((256, 256), (192, 128), (136, 136))} == {"cudnn"}
+    assert taken(dims=(100, 100)) == taken(dtype=torch.float32) == "triton"
+    assert taken(dtype=torch.float64) == "reference"
+    assert taken("cudnn", packed=True) == "cudnn"
 
 
 @pytest.mark.usefixtures("flash4_present")
 def test_flash_attention_4_is_preferred_where_the_chip_is_new_enough() -> None:
-    assert kernels.select("auto", ON_HOPPER).name == "flash4"
-    assert kernels.select("auto", dataclasses.replace(ON_HOPPER, forms=frozenset({"band"}))).name == "flash4"
-    assert kernels.select("auto", dataclasses.replace(ON_HOPPER, head_dim=256, head_dim_v=256)).name == "flash4"
-    assert kernels.select("auto", dataclasses.replace(ON_HOPPER, capability=(8, 0))).name == "cudnn"
-    latent = dataclasses.replace(ON_HOPPER, head_dim=192, head_dim_v=128)
-    assert kernels.select("auto", latent).name == "cudnn"
-    assert kernels.select("auto", dataclasses.replace(latent, kv_heads=8)).name == "flash4"
-    blackwell = dataclasses.replace(ON_HOPPER, capability=(10, 0))
-    assert kernels.select("auto", dataclasses.replace(blackwell, head_dim=128, head_dim_v=128)).name == "flash4"
-    assert kernels.select("auto", dataclasses.replace(blackwell, head_dim=256, head_dim_v=256)).name == "aten"
-    assert kernels.select("auto", dataclasses.replace(blackwell, head_dim=192, head_dim_v=192)).name == "aten"
+    assert taken() == taken(forms=frozenset({"band"})) == taken(dims=(256, 256)) == "flash4"
+    assert taken(capability=(8, 0)) == taken(dims=(192, 128)) == "cudnn"
+    assert taken(dims=(192, 128), kv_heads=8) == taken(capability=(10, 0), dims=(128, 128)) == "flash4"
+    assert taken(capability=(10, 0), dims=(256, 256)) == taken(capability=(10, 0), dims=(192, 192)) == "aten"
 
 
 @pytest.mark.usefixtures("hopper_build")
@@ -187,10 +167,8 @@ def test_a_named_kernel_that_refuses_says_which_would_do() -> None:
 
 
 def test_an_unknown_kernel_names_the_known_ones() -> None:
-    with pytest.raises(
-        UnsupportedError,
-        match="perhaps 'cudnn'; one of auto, flash4, cudnn, aten, cpu, triton, reference",
-    ):
+    known = "perhaps 'cudnn'; one of auto, flash4, cudnn, aten, cpu, triton, reference"
+    with pytest.raises(UnsupportedError, match=known):
         kernels.select("cuddn", ON_CPU)
     with pytest.raises(UnsupportedError):
         kernels.get("auto")
@@ -204,7 +182,8 @@ def test_a_need_that_no_kernel_serves_lists_every_reason() -> None:
         kernels.select("cpu", dataclasses.replace(ON_CPU, dtype=torch.int32))
 
 
-def test_importing_the_kernels_asks_nothing_of_a_gpu_and_loads_no_compiler() -> None:
+def test_importing_the_kernels_asks_nothing_of_a_gpu_and_loads_no_compiler_and_one_variable_turns_it_off() -> None:
+    """TRITON_INTERPRET=0 is no interpreter; with 1 tests/kernels/test_kernel_triton_interpreted.py runs."""
     code = (
         "import torch, sys\n"
         "def ask(*a, **k): raise SystemExit('a GPU was asked at import')\n"
@@ -213,8 +192,12 @@ def test_importing_the_kernels_asks_nothing_of_a_gpu_and_loads_no_compiler() -> 
         "before = set(sys.modules)\n"
         "import dfa_megatron.kernels\n"
         "assert not {'triton', 'flash_attn'} & (set(sys.modules) - before)\n"
+        "need = dfa_megatron.kernels.Need('cpu', torch.float32, 2, 1, 32, 32, frozenset({'full'}))\n"
+        "print(dfa_megatron.kernels.get('triton').refusal(need))\n"
     )
-    assert subprocess.run([sys.executable, "-c", code], timeout=120, check=False).returncode == 0
+    environment, command = os.environ | {"TRITON_INTERPRET": "0"}, [sys.executable, "-c", code]
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=True)
+    assert run.stdout.strip() == "it runs on CUDA, not on cpu"
 
 
 CAPPED = dataclasses.replace(ON_CPU, softcap=30.0)

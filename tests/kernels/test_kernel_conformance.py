@@ -67,7 +67,7 @@ HEADS = [
     Case(24, 24, CAUSAL, heads=33, kv_heads=33, batch=1),
     Case(24, 24, heads=33, kv_heads=11, batch=1),
     Case(24, 24, heads=1, kv_heads=1),
-    Case(1, 24, heads=6, kv_heads=2),
+    Case(1, 24, heads=6, kv_heads=2, batch=2),
     Case(24, 1, heads=6, kv_heads=2),
     Case(24, 24, CAUSAL, heads=6, kv_heads=1, batch=1),
 ]
@@ -174,10 +174,7 @@ LONG_ROWS = {
         Case(48, 104, heads=4, kv_heads=2),
         [(WHOLE, slice(0, 40), FULL), (WHOLE, slice(40, 104), FULL)],
     ),
-    "a full and a causal block": (
-        Case(48, 96, CAUSAL),
-        [(WHOLE, slice(0, 48), FULL), (WHOLE, slice(48, 96), CAUSAL)],
-    ),
+    "a full and a causal block": (Case(48, 96, CAUSAL), [(WHOLE, slice(0, 48), FULL), (WHOLE, slice(48, 96), CAUSAL)]),
     "a window over three blocks": (
         Case(40, 120, Band(55, 0), heads=2, kv_heads=1),
         [

@@ -13,10 +13,7 @@ from dfa_megatron.kernels.adapters import flash4, flash4_launches
 FUNCTIONS = ("_flash_attn_fwd", "_flash_attn_bwd")
 """What the adapter calls."""
 
-NOT_REACHED = {
-    "_flash_attn_fwd_combine": "keys in several splits",
-    "_get_scheduler_metadata": "a schedule made ahead",
-}
+NOT_REACHED = {"_flash_attn_fwd_combine": "keys in several splits", "_get_scheduler_metadata": "a schedule made ahead"}
 """Functions of theirs that launch too, each with what the adapter never asks for."""
 
 

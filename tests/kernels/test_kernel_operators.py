@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from inspect import Parameter, Signature
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -13,21 +17,22 @@ from dfa_megatron.kernels.api import BlockCall, Saved
 from dfa_megatron.plan.language.geometry import CAUSAL, FULL, Band
 
 
-class Flash4Interface:
-    """Functions with the arguments that the adapter knows."""
+def taking(needed: str, optional: str) -> Callable[..., None]:
+    """A function with these arguments, to be looked at and not called."""
+    parameters = [Parameter(name, Parameter.POSITIONAL_OR_KEYWORD) for name in needed.split()]
+    parameters += [Parameter(name, Parameter.POSITIONAL_OR_KEYWORD, default=None) for name in optional.split()]
 
-    @staticmethod
-    def _flash_attn_fwd(q, k, v, qv=None, cu_seqlens_q=None, cu_seqlens_k=None, max_seqlen_q=None, max_seqlen_k=None,
-                        softmax_scale=None, causal=False, softcap=None, window_size_left=None, window_size_right=None,
-                        return_lse=False, seqused_q=None, out=None, lse=None):  # fmt: skip
-        """Not called."""
+    def function() -> None:
+        raise NotImplementedError
 
-    @staticmethod
-    def _flash_attn_bwd(q, k, v, out, dout, lse, softmax_scale=None, causal=False, softcap=0.0, window_size_left=None,
-                        window_size_right=None, cu_seqlens_q=None, cu_seqlens_k=None, max_seqlen_q=None,
-                        max_seqlen_k=None, seqused_q=None, deterministic=False, dq=None, dk=None, dv=None,
-                        dlse=None):  # fmt: skip
-        """Not called."""
+    vars(function)["__signature__"] = Signature(parameters)
+    return function
+
+
+SHARED = "softmax_scale causal softcap window_size_left window_size_right cu_seqlens_q cu_seqlens_k max_seqlen_q"
+FORWARD = "q k v", f"qv {SHARED} max_seqlen_k return_lse seqused_q out lse"
+BACKWARD = "q k v out dout lse", f"{SHARED} max_seqlen_k seqused_q deterministic dq dk dv dlse"
+"""What the functions take that the adapter knows: needed and optional arguments."""
 
 
 def flash4_functions(monkeypatch: pytest.MonkeyPatch, interface: object) -> object:
@@ -44,36 +49,24 @@ def flash4_functions(monkeypatch: pytest.MonkeyPatch, interface: object) -> obje
     return flash4._functions.__wrapped__()
 
 
-def test_flash4_takes_functions_that_have_the_arguments_it_gives(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = flash4_functions(monkeypatch, Flash4Interface)
-    assert found == (Flash4Interface._flash_attn_fwd, Flash4Interface._flash_attn_bwd)
-
-
-def test_flash4_refuses_changed_functions_with_the_version_found_and_one_that_works(
+def test_flash4_takes_functions_with_its_arguments_and_refuses_others_with_versions(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    class Renamed(Flash4Interface):
-        @staticmethod
-        def _flash_attn_fwd(q, k, v, cu_seqlens_q=None, cu_seqlens_k=None, max_seqlen_q=None, max_seqlen_k=None,
-                            scale=None, causal=False, softcap=None, window_size_left=None, window_size_right=None,
-                            return_lse=False, seqused_q=None, out=None, lse=None):  # fmt: skip
-            """softmax_scale has another name."""
-
-    class Greedier(Flash4Interface):
-        @staticmethod
-        def _flash_attn_bwd(q, k, v, out, dout, lse, sinks, softmax_scale=None, causal=False, softcap=0.0,
-                            window_size_left=None, window_size_right=None, cu_seqlens_q=None, cu_seqlens_k=None,
-                            max_seqlen_q=None, max_seqlen_k=None, seqused_q=None, deterministic=False, dq=None,
-                            dk=None, dv=None, dlse=None):  # fmt: skip
-            """sinks has no default."""
-
-    class Gone:
-        _flash_attn_fwd = Flash4Interface._flash_attn_fwd
-
+    forward, backward = taking(*FORWARD), taking(*BACKWARD)
+    right = SimpleNamespace(_flash_attn_fwd=forward, _flash_attn_bwd=backward)
+    assert flash4_functions(monkeypatch, right) == (forward, backward)
+    renamed = taking(FORWARD[0], FORWARD[1].replace("softmax_scale", "scale"))
+    greedier = taking(f"{BACKWARD[0]} sinks", BACKWARD[1])
     for interface, said in (
-        (Renamed, "_flash_attn_fwd of flash-attn-4 4.9.9 has no argument softmax_scale; that of 4.0.0b36 has"),
-        (Greedier, "_flash_attn_bwd of flash-attn-4 4.9.9 needs sinks; that of 4.0.0b36 does not"),
-        (Gone, "flash-attn-4 4.9.9 has no _flash_attn_bwd; 4.0.0b36 has"),
+        (
+            SimpleNamespace(_flash_attn_fwd=renamed, _flash_attn_bwd=backward),
+            "_flash_attn_fwd of flash-attn-4 4.9.9 has no argument softmax_scale; that of 4.0.0b36 has",
+        ),
+        (
+            SimpleNamespace(_flash_attn_fwd=forward, _flash_attn_bwd=greedier),
+            "_flash_attn_bwd of flash-attn-4 4.9.9 needs sinks; that of 4.0.0b36 does not",
+        ),
+        (SimpleNamespace(_flash_attn_fwd=forward), "flash-attn-4 4.9.9 has no _flash_attn_bwd; 4.0.0b36 has"),
         (OSError("no libcuda"), "flash-attn-4 4.9.9 cannot be imported (OSError: no libcuda)"),
     ):
         assert said in str(flash4_functions(monkeypatch, interface))

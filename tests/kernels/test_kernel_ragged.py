@@ -12,7 +12,6 @@ import torch
 
 from dfa_megatron.kernels.adapters import flash4
 from dfa_megatron.kernels.adapters.flash4 import _BLOCKS, Flash4Kernel, _varlen
-from dfa_megatron.kernels.adapters.reference import ReferenceKernel
 from dfa_megatron.kernels.api import BlockCall, Saved
 from dfa_megatron.kernels.segments import Segments
 from dfa_megatron.plan.language.geometry import FULL
@@ -20,6 +19,7 @@ from dfa_megatron.plan.language.mask import Mask, causal, documents
 from dfa_megatron.plan.language.sizes import Sizes
 from dfa_megatron.plan.schedules import plan_named
 from dfa_megatron.runtime.memory_plan import placed
+from tests.kernels.test_kernel_gpu_calls import of_reference
 from tests.support.close import assert_close
 from tests.support.kernel_operators import StandIn
 
@@ -75,11 +75,9 @@ def test_a_short_document_alone_compiles_no_kernel_of_its_own(
     q, dout = (torch.randn(batch, rows, 4, 16).bfloat16() for _ in range(2))
     k, v = (torch.randn(batch, columns, 2, 16).bfloat16() for _ in range(2))
     call = BlockCall(q, k, v, Segments.one(FULL, rows, columns, ragged=ragged), 0.3)
-    out, lse = ReferenceKernel().forward(call)
-    saved = Saved(lse, -(dout.float() * out.float()).sum(-1).transpose(1, 2))
-    want = (out, lse, *ReferenceKernel().backward(call, dout, saved))
+    all_of, want = of_reference(call, dout)
     kernel = Flash4Kernel()
-    got = (*kernel.forward(call), *kernel.backward(call, dout, saved))
+    got = (*kernel.forward(call), *kernel.backward(call, dout, Saved(all_of.lse, all_of.minus_delta)))
     assert given == [varlen, varlen]
     for name, g, w in zip(("out", "lse", "dq", "dk", "dv"), got, want, strict=True):
         assert g.shape == w.shape

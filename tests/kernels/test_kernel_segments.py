@@ -20,15 +20,7 @@ from dfa_megatron.kernels.launches import by_window
 from dfa_megatron.kernels.segments import Rows, Segments
 from dfa_megatron.kernels.triton.support import interpreted
 from dfa_megatron.plan.language.geometry import CAUSAL, FULL, Band, Segment, Span
-from tests.support.kernel_cases import (
-    Case,
-    every_dtype,
-    every_target,
-    problem,
-    run,
-    usable,
-    visible,
-)
+from tests.support.kernel_cases import Case, every_dtype, every_target, problem, run, usable, visible
 from tests.support.support_rows import in_bfloat16
 from tests.support.support_rows import kernel as of_kernel
 

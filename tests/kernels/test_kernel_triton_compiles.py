@@ -41,10 +41,7 @@ def compiled(kernel: Any, types: dict[str, str], constants: dict[str, Any], capa
 
 @pytest.mark.support("kernels", "compiled for 8.0 and 9.0 without a GPU", "`triton`")
 @pytest.mark.parametrize("name", ["_forward", "_dk_dv", "_dq"])
-@pytest.mark.parametrize(
-    ("packed", "cap", "bounded", "capability"),
-    [(True, 0.0, True, 90), (False, 30.0, False, 80)],
-)
+@pytest.mark.parametrize(("packed", "cap", "bounded", "capability"), [(True, 0.0, True, 90), (False, 30.0, False, 80)])
 def test_attention_compiles(name: str, packed: bool, cap: float, bounded: bool, capability: int) -> None:
     from dfa_megatron.kernels.triton import backward as triton_backward
     from dfa_megatron.kernels.triton import forward as triton_forward

@@ -24,7 +24,7 @@ CHOSEN = {
             "d33", "d24v40", "24x24-band-1 and 6:1",
         ],
         "bfloat16 and says": ["40x72", "1x24"],
-        "strided": ["misaligned and 40x56", "last and b1"],
+        "strided": ["misaligned and 40x56", "last and 40x40 and 2:2"],
         "nothing and float32": ["70x30-band2"],
         "longer and float32": ["see"],
         "logits and float32": ["64x64-band9"],
@@ -70,23 +70,6 @@ def test_the_triton_kernels_pass_in_the_interpreter() -> None:
     assert int(passed[1]) >= (24 if os.environ.get("DFA_HALF") else 49), run.stdout
 
 
-def test_an_environment_without_the_interpreter_is_refused_on_cpu() -> None:
-    code = (
-        "import torch\n"
-        "from dfa_megatron import kernels\n"
-        "from dfa_megatron.kernels.api import Need\n"
-        "need = Need('cpu', torch.float32, 2, 1, 32, 32, frozenset({'full'}))\n"
-        "print(kernels.get('triton').refusal(need))\n"
-    )
-    # With "1" the tests above run.
-    environment = os.environ | {"TRITON_INTERPRET": "0"}
-    command = [sys.executable, "-c", code]
-    run = subprocess.run(
-        command, cwd=HERE.parents[1], env=environment, capture_output=True, text=True, timeout=120, check=True
-    )
-    assert run.stdout.strip() == "it runs on CUDA, not on cpu"
-
-
 def stays_of_short_documents() -> None:
     """Judge packs of a few tokens each as the random cases are judged on a GPU, and one that leaves its output."""
     import torch
@@ -99,7 +82,7 @@ def stays_of_short_documents() -> None:
     case, dice, kept, call = draw(20261128, 121, "together", "cuda", [1]), random.Random(1), [], attempt._call
     sizes = {"device": "cpu", "dtype": torch.float32, "heads": 1, "kv_heads": 1, "head_dim": 16, "head_dim_v": 16}
     for left in ("", "output"):
-        length = dice.randint(5, 8)
+        length = dice.randint(3, 4)
         cuts = sorted(dice.sample(range(1, length), length - 1 - dice.choice([0, 1])))
         whole = replace(case.whole, offsets=(0, *cuts, length), tokens=length, **sizes)
         options = case.options | {"layout": "contiguous", "kernel": "triton"}

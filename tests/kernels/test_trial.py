@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from dfa_megatron import kernels
-from dfa_megatron.doctor import kernel_trial as examine
 from dfa_megatron.doctor import kernel_trial as trial
 from dfa_megatron.kernels.adapters.reference import ReferenceKernel
 from dfa_megatron.plan.language.geometry import CAUSAL, FULL, Band
@@ -80,8 +79,8 @@ def test_verdicts_tell_usable_refused_wrong_and_failing_kernels(monkeypatch: pyt
         "right": kernels.get("cpu"), "off": Off("dk", lambda x: x * 1.1), "broken": Off("dv", fail),
         "elsewhere": kernels.get("cudnn"),
     }  # fmt: skip
-    monkeypatch.setattr(examine, "KERNELS", suspects)
-    right, off, broken, elsewhere = examine.examine(SMALL, repetitions=1)
+    monkeypatch.setattr(trial, "KERNELS", suspects)
+    right, off, broken, elsewhere = trial.examine(SMALL, repetitions=1)
     assert right.wrong == []
     assert set(right.errors) == {"causal", "full", "band"}
     assert set(right.tflops) == {"forward", "backward"}
@@ -89,7 +88,7 @@ def test_verdicts_tell_usable_refused_wrong_and_failing_kernels(monkeypatch: pyt
     assert off.tflops == {}
     assert broken.wrong == [f"{form}: RuntimeError: no such instruction" for form in ("causal", "full", "band")]
     assert elsewhere.refused == "it runs on CUDA, not on cpu"
-    assert examine.automatic(SMALL) == "cpu"
+    assert trial.automatic(SMALL) == "cpu"
 
 
 def test_a_kernel_that_fails_on_the_timed_shape_alone_is_wrong_and_a_small_memory_is_not(
@@ -103,8 +102,8 @@ def test_a_kernel_that_fails_on_the_timed_shape_alone_is_wrong_and_a_small_memor
         def fail(*args: object, error: Exception = error) -> None:
             raise error
 
-        monkeypatch.setattr(examine, "seconds", fail)
-        (verdict,) = examine.examine(SMALL, ["cpu"])
+        monkeypatch.setattr(trial, "seconds", fail)
+        (verdict,) = trial.examine(SMALL, ["cpu"])
         assert (verdict.wrong, verdict.untimed) == (wrong, untimed)
 
 
@@ -113,8 +112,8 @@ def test_a_kernel_without_bands_is_checked_on_the_rest(monkeypatch: pytest.Monke
         def refusal(self, need: kernels.Need) -> str | None:
             return "it has no window" if "band" in need.forms else super().refusal(need)
 
-    monkeypatch.setattr(examine, "KERNELS", {"plain": NoBands()})
-    (verdict,) = examine.examine(dataclasses.replace(SMALL, band=FULL), repetitions=1)
+    monkeypatch.setattr(trial, "KERNELS", {"plain": NoBands()})
+    (verdict,) = trial.examine(dataclasses.replace(SMALL, band=FULL), repetitions=1)
     assert set(verdict.errors) == {"causal", "full"}
     assert verdict.without == "band: it has no window"
     assert verdict.wrong == []

@@ -17,7 +17,7 @@ from dfa_megatron.layouts import Layout, of_lengths
 from dfa_megatron.loss import Head, by_document, cross_entropy, token_scores
 from dfa_megatron.loss.tiled import Tiling, best
 from tests.support.live_bytes import LiveBytes
-from tests.support.workers import run_ranks
+from tests.support.workers import over_ranks
 
 HIDDEN, VOCABULARY, TOKENS = 6, 23, 30
 
@@ -50,9 +50,8 @@ def z_lost(logits: torch.Tensor, labels: torch.Tensor, losses: torch.Tensor, fac
     return losses + factor * torch.where(labels == -100, 0, torch.logsumexp(logits, -1).square())
 
 
-@pytest.mark.parametrize("tile", [1, 7, 10, 100])
-def test_the_loss_is_that_of_dense_logits_with_every_option(tile: int) -> None:
-    hidden, weight, bias, labels = drawn()
+def test_the_loss_is_that_of_dense_logits_with_every_option() -> None:
+    (hidden, weight, bias, labels), tiles = drawn(), itertools.cycle((1, 7, 10, 100, 13))
     options = itertools.product(("none", "sum", "mean"), (0.0, 0.1), (0.0, 0.01), ({}, {"scale": 0.3, "softcap": 2.0}))
     for reduction, smoothing, z_loss, shape in options:
         logits = dense(hidden, weight, bias, **shape)
@@ -60,7 +59,7 @@ def test_the_loss_is_that_of_dense_logits_with_every_option(tile: int) -> None:
         each = z_lost(logits, labels, each, z_loss)
         want = {"none": each, "sum": each.sum(), "mean": each.sum() / (labels != -100).sum()}[reduction]
         got = cross_entropy(
-            hidden, Head(weight=weight, bias=bias, **shape), labels, tile=tile, reduction=reduction,
+            hidden, Head(weight=weight, bias=bias, **shape), labels, tile=next(tiles), reduction=reduction,
             label_smoothing=smoothing, z_loss=z_loss,
         )  # fmt: skip
         compare(got, want, [hidden, weight, bias])
@@ -162,7 +161,8 @@ def test_the_page_of_the_loss_shows_the_predicted_bytes() -> None:
         assert f"| {getattr(dense, name) / 2**30:.2f} | {getattr(tiled, name) / 2**30:.2f} |" in page
 
 
-def parallel(rank: int, world_size: int) -> None:
+@over_ranks(2, 3, timeout=120)
+def test_a_vocabulary_cut_unevenly_over_ranks_gives_the_numbers_of_one(rank: int, world_size: int) -> None:
     group = dist.group.WORLD
     hidden, weight, bias, labels = drawn()
     partition = {2: (20, 3), 3: (5, 1, 17)}[world_size]
@@ -213,10 +213,16 @@ def gathers(layout: str | Layout, offsets: tuple[int, ...]) -> None:
     assert all(torch.equal(one, other) for one, other in zip(got, wanted, strict=True))
 
 
-def cut_one_by_one(rank: int, world_size: int) -> None:
+@over_ranks(1, 2, 3, timeout=120)
+def test_numbers_of_documents_that_were_cut_one_by_one_come_back_in_order(rank: int, world_size: int) -> None:
     """Packs as Megatron cuts them, and rows; a layout that does not say which of them it is is refused."""
     from dfa_megatron import shard_sequence
 
+    if world_size == 1:
+        row = torch.randn(2, 12)
+        assert torch.equal(torch.cat(by_document(row, (0, 5, 12), layout="zigzag_documents"), 1), row)
+        assert torch.equal(torch.cat(by_document(row, (0, 4, 12), layout="zigzag"), 1), row)
+        return
     step = 2 * world_size
     for seed, rooms in enumerate(((3, 1, 2), (1,), (1, 1, 1, 1, 5), (1 / step, 1.5, 2))):
         lengths = [round(room * step) for room in rooms]
@@ -238,18 +244,3 @@ def cut_one_by_one(rank: int, world_size: int) -> None:
                     by_document(values, offsets, layout="zigzag")
     with pytest.raises((UnsupportedError, DisagreementError)):
         by_document(mine, (0, step), layout="zigzag_documents")
-
-
-@pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_numbers_of_documents_that_were_cut_one_by_one_come_back_in_order(ranks: int) -> None:
-    if ranks == 1:
-        row = torch.randn(2, 12)
-        assert torch.equal(torch.cat(by_document(row, (0, 5, 12), layout="zigzag_documents"), 1), row)
-        assert torch.equal(torch.cat(by_document(row, (0, 4, 12), layout="zigzag"), 1), row)
-    else:
-        run_ranks(ranks, cut_one_by_one, timeout=120)
-
-
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_a_vocabulary_cut_unevenly_over_ranks_gives_the_numbers_of_one(ranks: int) -> None:
-    run_ranks(ranks, parallel, timeout=120)

@@ -11,19 +11,10 @@ import torch.distributed as dist
 
 from dfa_megatron.errors import DisagreementError, UnsupportedError
 from dfa_megatron.sharding import local_positions, shard_sequence, unshard_sequence
-from tests.support.workers import run_ranks
+from tests.support.workers import over_ranks
 
 LAYOUTS = ("contiguous", "zigzag")
-DTYPES = (
-    torch.float64,
-    torch.float32,
-    torch.bfloat16,
-    torch.float16,
-    torch.int64,
-    torch.int32,
-    torch.uint8,
-    torch.bool,
-)
+DTYPES = "float64 float32 bfloat16 float16 int64 int32 uint8 bool"
 
 
 def brute_force(layout: str, length: int, ranks: int, rank: int) -> list[int]:
@@ -41,9 +32,10 @@ def sample(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> torch.Tenso
     return (torch.rand(shape, generator=generator) * 200).to(dtype)
 
 
-def round_trips(rank: int, world_size: int) -> None:
+@over_ranks(1, 2, 3)
+def test_unshard_inverts_shard_for_every_layout_dtype_and_dimension(rank: int, world_size: int) -> None:
     length = 12 * world_size
-    for seed, dtype in enumerate(DTYPES):
+    for seed, dtype in enumerate(getattr(torch, name) for name in DTYPES.split()):
         for layout in LAYOUTS:
             for dim in (0, 1, -1):
                 shape = [2, 3, 5]
@@ -60,7 +52,8 @@ def round_trips(rank: int, world_size: int) -> None:
                 assert back.dtype == dtype
 
 
-def packs(rank: int, world_size: int) -> None:
+@over_ranks(1, 3)
+def test_packs_are_sharded_in_every_layout_and_come_back(rank: int, world_size: int) -> None:
     """Every layout of a pack: positions count in the documents, and the way back is exact."""
     draw = random.Random(world_size)
     for layout in (*LAYOUTS, "load_balanced"):
@@ -78,12 +71,9 @@ def packs(rank: int, world_size: int) -> None:
         assert torch.equal(positions, mine - starts[mine])
 
 
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_packs_are_sharded_in_every_layout_and_come_back(world_size: int) -> None:
-    run_ranks(world_size, packs)
-
-
-def gradients(rank: int, world_size: int, layout: str) -> dict[str, torch.Tensor]:
+@pytest.mark.parametrize(("ranks", "layout"), [(2, "contiguous"), (3, "zigzag")])
+@over_ranks()
+def test_gradients_are_those_of_the_dense_loss_in_every_convention(rank: int, world_size: int, layout: str) -> None:
     """Gradients of a nonlinear loss of the whole under three conventions, all of which should give the dense one."""
     x = sample((2, 4 * world_size, 3), torch.float64, world_size) / 100
     weight = sample((2, 4 * world_size, 3), torch.float64, 50 + world_size)
@@ -112,18 +102,13 @@ def gradients(rank: int, world_size: int, layout: str) -> dict[str, torch.Tensor
     terms = weight * (whole * whole.roll(1, dims=1)).sin()
     shard_sequence(terms, layout=layout).sum().backward()
     dist.all_reduce(mine.grad)
-    return {"dense": dense.grad, "same": same.grad / world_size, "one": one.grad, "mine": mine.grad}
+    for found in (same.grad / world_size, one.grad, mine.grad):
+        torch.testing.assert_close(found, dense.grad, rtol=1e-13, atol=1e-13)
 
 
-def half_gradients(rank: int, world_size: int) -> torch.Tensor:
-    """Sums of many bfloat16 gradients that would be off if they were added in bfloat16."""
-    local = torch.ones(1, 2, dtype=torch.bfloat16, requires_grad=True)
-    (unshard_sequence(local) * (256.0 if rank == 0 else 1.0)).sum().backward()
-    assert local.grad is not None
-    return local.grad.float()
-
-
-def on_gpus(rank: int, world_size: int) -> None:
+@pytest.mark.gpu(2)
+@over_ranks(2, cuda=True)
+def test_gpus_shard_and_unshard_over_nccl(rank: int, world_size: int) -> None:
     x = sample((2, 8 * world_size, 3), torch.float32, 1)
     for layout in LAYOUTS:
         leaf = x.cuda().requires_grad_()
@@ -137,7 +122,8 @@ def on_gpus(rank: int, world_size: int) -> None:
         assert leaf.grad.count_nonzero() == local.numel()
 
 
-def sub_groups(rank: int, world_size: int) -> None:
+@over_ranks(4)
+def test_group_ranks_decide_not_global_ranks(rank: int, world_size: int) -> None:
     """Two groups of two whose group ranks are not the global ranks, used at the same time."""
     groups = [dist.new_group([3, 1]), dist.new_group([0, 2])]
     mine = groups[0] if rank in (1, 3) else groups[1]
@@ -154,7 +140,8 @@ def sub_groups(rank: int, world_size: int) -> None:
         shard_sequence(whole, group=other)
 
 
-def disagreements(rank: int, world_size: int) -> list[str]:
+@over_ranks(2)
+def test_ranks_that_differ_are_all_told_how(rank: int, world_size: int) -> None:
     """What this rank is told for each way to differ; the group works on afterwards."""
     told = []
     cases: list[tuple[torch.Tensor, dict[str, Any]]] = [
@@ -169,39 +156,17 @@ def disagreements(rank: int, world_size: int) -> list[str]:
             unshard_sequence(x, **options)
         told.append(str(caught.value))
     assert torch.equal(unshard_sequence(torch.full((1, 1), float(rank))), torch.arange(float(world_size))[None])
-    return told
+    assert "shapes by rank [(1, 2), (1, 4)]" in told[0]
+    assert all("differ from this rank's on ranks" in text for text in told[1:])
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_unshard_inverts_shard_for_every_layout_dtype_and_dimension(ranks: int) -> None:
-    run_ranks(ranks, round_trips)
-
-
-@pytest.mark.parametrize(("ranks", "layout"), [(2, "contiguous"), (3, "zigzag")])
-def test_gradients_are_those_of_the_dense_loss_in_every_convention(ranks: int, layout: str) -> None:
-    for result in run_ranks(ranks, gradients, layout):
-        for convention in ("same", "one", "mine"):
-            torch.testing.assert_close(result[convention], result["dense"], rtol=1e-13, atol=1e-13)
-
-
-def test_gradients_in_half_precision_are_summed_in_float32() -> None:
-    # 256 + 1 + 1 + 1 is 259, nearest bfloat16 260; adding one at a time in bfloat16 stays at 256
-    assert all(grad.eq(260).all() for grad in run_ranks(4, half_gradients))
-
-
-def test_group_ranks_decide_not_global_ranks() -> None:
-    run_ranks(4, sub_groups)
-
-
-def test_ranks_that_differ_are_all_told_how() -> None:
-    for told in run_ranks(2, disagreements):
-        assert "shapes by rank [(1, 2), (1, 4)]" in told[0]
-        assert all("differ from this rank's on ranks" in text for text in told[1:])
-
-
-@pytest.mark.gpu(2)
-def test_gpus_shard_and_unshard_over_nccl() -> None:
-    run_ranks(2, on_gpus, cuda=True)
+@over_ranks(4)
+def test_gradients_in_half_precision_are_summed_in_float32(rank: int, world_size: int) -> None:
+    """256 + 1 + 1 + 1 is 259, nearest bfloat16 260; adding one at a time in bfloat16 stays at 256."""
+    local = torch.ones(1, 2, dtype=torch.bfloat16, requires_grad=True)
+    (unshard_sequence(local) * (256.0 if rank == 0 else 1.0)).sum().backward()
+    assert local.grad is not None
+    assert local.grad.float().eq(260).all()
 
 
 def test_without_torch_distributed_there_is_one_rank() -> None:
@@ -212,7 +177,8 @@ def test_without_torch_distributed_there_is_one_rank() -> None:
         assert local_positions(6, layout=layout).tolist() == list(range(6))
 
 
-def refusals(rank: int, world_size: int) -> None:
+@over_ranks(3)
+def test_what_cannot_be_sharded_is_refused_with_what_works(rank: int, world_size: int) -> None:
     with pytest.raises(UnsupportedError, match="there is nothing to share"):
         shard_sequence(torch.zeros(1, 0))
     with pytest.raises(UnsupportedError, match="no such layout"):
@@ -223,7 +189,3 @@ def refusals(rank: int, world_size: int) -> None:
         unshard_sequence(torch.zeros(1, 3), cu_seqlens=(0, 8))
     with pytest.raises(UnsupportedError, match="dim=2 of a tensor with 2 dimensions"):
         shard_sequence(torch.zeros(1, 9), dim=2)
-
-
-def test_what_cannot_be_sharded_is_refused_with_what_works() -> None:
-    run_ranks(3, refusals)

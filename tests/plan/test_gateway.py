@@ -33,7 +33,8 @@ def crossings(plan: Plan, node: int) -> Counter[tuple[str, int, int]]:
 def test_gateways_are_exact_on_every_mask(ranks: int, node: int) -> None:
     rng = random.Random(ranks)
     served = set()
-    for case in [*every_mask(2 * ranks, rng), *heterogeneous_masks(4 * ranks, rng)]:
+    causal_, *others = [*every_mask(2 * ranks, rng), *heterogeneous_masks((4 if ranks < 9 else 2) * ranks, rng)]
+    for case in [causal_, *(others if ranks < 9 else rng.sample(others, 8))]:
         sees = case.dense
         expected = reference(sees, seed=ranks)
         for name in ROUTED:

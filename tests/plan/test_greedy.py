@@ -51,7 +51,7 @@ def forward(schedule: str, mask: Mask, ranks: int) -> Plan:
 # Greedy.
 
 
-@pytest.mark.parametrize("ranks", [4, 5, 8, 12, 16])
+@pytest.mark.parametrize("ranks", [4, 5, 8, 16])
 def test_greedy_evens_out_log_normal_packs_where_the_fixed_pairing_is_above_two_as_well(ranks: int) -> None:
     masks_of_packs = [documents(pack(ranks * LOCAL, seed)) for seed in range(8)]
     assert all(imbalance(forward("greedy", mask, ranks)) <= 1.04 for mask in masks_of_packs)
@@ -105,7 +105,7 @@ def test_greedy_evens_out_every_mask(ranks: int) -> None:
 def test_rows_far_apart_with_few_keys_are_helped(ranks: int) -> None:
     """A piece of them may have no pair in its first or last rows, once a part of it is given away."""
     rng = random.Random(ranks)
-    for number in range(200):
+    for number in range(80):
         length = rng.choice([16, 24, 33])
         places = [(rng.randrange(length), rng.randrange(length)) for _ in range(rng.randint(2, 8))]
         dots = [Tile(Span(q, q + 1), Span(k, min(length, k + rng.randint(1, 4)))) for q, k in places]
@@ -178,13 +178,11 @@ def test_short_documents_stay_on_one_rank_and_send_nothing() -> None:
 
 
 def test_components_are_what_attends_to_one_another() -> None:
-    spans = [part.span for part in components(masks.causal_blockwise([3, 4, 5]))]
-    assert spans == [Span(0, 12)]
-    assert [part.span for part in components(documents([3, 4, 5], causal=False))] == [
-        Span(0, 3),
-        Span(3, 7),
-        Span(7, 12),
-    ]
+    for mask, spans in (
+        (masks.causal_blockwise([3, 4, 5]), [Span(0, 12)]),
+        (documents([3, 4, 5], causal=False), [Span(0, 3), Span(3, 7), Span(7, 12)]),
+    ):
+        assert [part.span for part in components(mask)] == spans
     for case in heterogeneous_masks(30, random.Random(1)):
         parts = components(case.mask)
         assert sum(part.work for part in parts) == case.mask.area

@@ -13,10 +13,10 @@ from dfa_megatron.cli.main import main
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.plan.cost.hardware import H200_NIC_400G, H200_NVLINK, H200_SLOW_LINK, H200_SOCKETS
 from dfa_megatron.plan.degree import automatic_degree, check_degree, split_heads
-from dfa_megatron.plan.language import layout as layouts
 from dfa_megatron.plan.language.geometry import Span
 from dfa_megatron.plan.language.mask import causal, documents, full, prefix_lm, sliding_window
 from dfa_megatron.runtime.heads import rows_in_order
+from tests.support.packs import drawn_layout
 
 
 @pytest.mark.parametrize("degree", [1, 2, 3, 4, 6])
@@ -38,26 +38,12 @@ def test_every_query_head_finds_its_kv_head(degree: int) -> None:
             assert split.kv_heads == 1
 
 
-def drawn_layout(draw: random.Random, ranks: int) -> layouts.Layout:
-    """Return contiguous or zigzag tokens, unequal parts, or chunks in any order; a rank may hold none."""
-    length = draw.randint(ranks, 12 * ranks)
-    match draw.randrange(4):
-        case 0:
-            return layouts.contiguous(length, ranks)
-        case 1:
-            return layouts.zigzag(length, ranks)
-        case 2:
-            return layouts.of_lengths([draw.choice((0, 1, 7)) for _ in range(ranks - 1)] + [3])
-    chunks = layouts.cut(length, min(length, 3 * ranks))
-    return layouts.Layout(chunks, tuple(draw.randrange(ranks) for _ in chunks), ranks)
-
-
 @pytest.mark.parametrize("seed", range(40))
 def test_rows_that_come_are_put_in_the_order_of_the_plan(seed: int) -> None:
     draw = random.Random(seed)
     degree = draw.choice((2, 3, 4))
     ranks = degree * draw.choice((1, 2, 3))
-    held = drawn_layout(draw, ranks)
+    held = drawn_layout(draw, ranks, draw.randint(ranks, 12 * ranks))
     for first in range(0, ranks, degree):
         near = range(first, first + degree)
         most = max(held.tokens(rank) for rank in near)
@@ -94,14 +80,13 @@ def test_the_command_shows_the_tokens_that_neighbours_bring_together(tmp_path: P
 
 
 def test_the_command_shows_the_plan_inside(capsys: pytest.CaptureFixture[str]) -> None:
-    shape = ["--heads", "32", "--kv-heads", "2", "--seq-length", "8192", "--schedule", "balanced"]
-    assert main(["plan", "--ranks", "8", "--ulysses-degree", "4", *shape]) == 0
-    out = capsys.readouterr().out
-    assert "balanced of causal over 8192 tokens on 2 ranks" in out
-    assert "4 neighbours each of 8 ranks" in out
-    assert "of 2 ranks with 8 heads and 1 kv heads" in out
-    assert main(["plan", "--ranks", "8", "--ulysses-degree", "1", *shape]) == 0
-    assert "neighbours" not in capsys.readouterr().out
+    for degree in ("4", "1"):
+        shape = ["--heads", "32", "--kv-heads", "2", "--seq-length", "8192", "--schedule", "balanced"]
+        assert main(["plan", "--ranks", "8", "--ulysses-degree", degree, *shape]) == 0
+        out = capsys.readouterr().out
+        assert ("neighbours" in out) == (degree == "4")
+        inside = "balanced of causal over 8192 tokens on 2 ranks", "of 2 ranks with 8 heads and 1 kv heads"
+        assert degree == "1" or all(words in out for words in (*inside, "4 neighbours each of 8 ranks"))
 
 
 def test_the_command_takes_a_degree_chooses_one_and_refuses_wrong_ones(capsys: pytest.CaptureFixture[str]) -> None:
@@ -152,7 +137,7 @@ def test_packs_windows_masks_and_named_schedules_exchange_no_heads(capsys: pytes
     assert "ulysses_degree=auto is 1 here" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", range(30))
 def test_every_automatic_degree_can_be_run(seed: int) -> None:
     draw = random.Random(seed)
     ranks, kv_heads = draw.randint(1, 64), draw.randint(1, 40)

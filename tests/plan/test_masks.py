@@ -37,7 +37,7 @@ def counts(mask: Mask) -> np.ndarray:
 
 
 @pytest.mark.parametrize("length", [1, 2, 3, 7, 16, 33])
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_the_tiles_of_a_mask_hold_each_of_its_pairs_once_and_no_other(length: int, seed: int) -> None:
     rng = random.Random(100 * seed + length)
     for case in [*every_mask(length, rng), *heterogeneous_masks(length, rng)]:

@@ -28,7 +28,7 @@ from dfa_megatron.plan.schedules import with_blocks
 from tests.support.groups import as_torchrun_starts, free_port
 from tests.support.plan_cases import plan_of
 from tests.support.plants import attention_with
-from tests.support.workers import run_ranks
+from tests.support.workers import over_ranks, run_ranks
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "plan_by_hand.py"
 
@@ -43,20 +43,16 @@ def test_the_file_that_plan_writes_runs(tmp_path: Path, capfd: pytest.CaptureFix
     assert out.rstrip().endswith("right")
 
 
-def compare_on(rank: int, ranks: int, texts: list[str]) -> list[str]:
+@over_ranks(4)
+def test_plans_of_schedules_and_one_with_other_blocks_run_and_what_is_off_is_told(rank: int, ranks: int) -> None:
     here, flags = World(rank, ranks, torch.device("cpu"), dist.group.WORLD), RunFlags(kernel="reference")
-    far = [compared(from_text(text), flags, here)[1] for text in texts]
-    with attention_with(distributed_call, softmax_scale=1.0):
-        return [*far, compared(from_text(texts[0]), flags, here)[1]]
-
-
-def test_plans_of_schedules_and_one_with_other_blocks_run_and_what_is_off_is_told() -> None:
     plans = [plan_of(way, causal(48), 4) for way in ("balanced_shared", "zigzag", "load_balanced")]
     ring = plan_of("ring", prefix_lm(48, 20), 4)
     moved = [block._replace(rank=0) if block.rank == 3 and block.step else block for block in ring.forward.blocks]
-    texts = [to_text(plan) for plan in (*plans, with_blocks(ring, moved))]
-    for far in run_ranks(4, compare_on, texts):
-        assert far == [*[""] * len(texts), "out, lse, dq, dk, dv"]
+    for plan in (*plans, with_blocks(ring, moved)):
+        assert compared(from_text(to_text(plan)), flags, here)[1] == ""
+    with attention_with(distributed_call, softmax_scale=1.0):
+        assert compared(from_text(to_text(plans[0])), flags, here)[1] == "out, lse, dq, dk, dv"
 
 
 @pytest.mark.parametrize(
@@ -118,15 +114,13 @@ def test_the_command_looks_at_the_memory_that_is_free(tmp_path: Path, capsys: py
     assert "rank 1 was ended by SIGKILL: perhaps the machine is out of memory" in capsys.readouterr().err
 
 
-def peak_of(rank: int, ranks: int, heads: int) -> float:
-    trial = Trial.square(1024, heads, 1, 32, torch.float32, "cpu", 1)
+@over_ranks(1)
+def test_dense_attention_holds_no_more_matrices_than_are_counted(rank: int, ranks: int) -> None:
+    trial = Trial.square(1024, 4, 1, 32, torch.float32, "cpu", 1)
     inputs, before = trial.inputs(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     exact(inputs, causal(1024), 0.0)
-    return (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024 / (8 * heads * 1024**2)
-
-
-def test_dense_attention_holds_no_more_matrices_than_are_counted() -> None:
-    assert 4 < run_ranks(1, peak_of, 4)[0] < run_plan._COPIES
+    grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024
+    assert 4 < grown / (8 * 4 * 1024**2) < run_plan._COPIES
 
 
 def said_by_a_rank(rank: int, world_size: int, port: int) -> str:

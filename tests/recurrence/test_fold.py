@@ -28,11 +28,7 @@ TOLERANCE = {torch.float64: 1e-11, torch.float32: 2e-4}
 
 
 def distributed(
-    whole: Recurrence,
-    ranks: int,
-    offsets: tuple[int, ...],
-    parents: Sequence[int] = (),
-    layout: Layout | None = None,
+    whole: Recurrence, ranks: int, offsets: tuple[int, ...], parents: Sequence[int] = (), layout: Layout | None = None
 ) -> None:
     """Fold over dictionaries in place of an all-gather, and compare; PyTorch differentiates the fold."""
     edges = edges_of(layout or "contiguous", 0, ranks, (0, whole.dout.shape[1]))
@@ -57,28 +53,17 @@ def distributed(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_recurrence_is_exact_over_one_to_five_ranks(kind: str) -> None:
-    for ranks in range(1, 6):
-        distributed(recurrence(kind, 4 * ranks + 1, seed=ranks), ranks, ())
-        distributed(recurrence(kind, 7, seed=ranks), ranks, (), layout=uneven(7, ranks, random.Random(ranks)))
-    distributed(recurrence(kind, 9, seed=9, dtype=torch.float32), 3, ())
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_packs_with_documents_of_one_token_are_exact(kind: str) -> None:
+def test_every_recurrence_its_packs_and_its_trees_are_exact_over_one_to_six_ranks(kind: str) -> None:
+    """Packs with documents of one token and of none; children begin with the state after their parent."""
     draw = random.Random(KINDS.index(kind))
-    for ranks in range(1, 6):
-        length = ranks * 4
+    distributed(recurrence(kind, 9, seed=9, dtype=torch.float32), 3, ())
+    for ranks in range(1, 7):
+        distributed(recurrence(kind, length := 4 * ranks + 1, seed=ranks), ranks, ())
+        distributed(recurrence(kind, 7, seed=ranks), ranks, (), layout=uneven(7, ranks, draw))
         cut = with_empty(random_offsets(length, draw), draw)
-        for offsets in (cut, (0, 1, length) if length > 1 else (0, 1), tuple(range(length + 1))):
+        for offsets in (cut, (0, 1, length), tuple(range(length + 1))):
             layout = draw.choice([None, uneven(length, ranks, draw)])
             distributed(recurrence(kind, length, seed=ranks, packs=bool(ranks % 2)), ranks, offsets, (), layout)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_children_begin_with_the_state_after_their_parent(kind: str) -> None:
-    draw = random.Random(KINDS.index(kind))
-    for ranks in range(1, 7):
         for tokens in (1, 5):
             offsets = with_empty(forest(length := ranks * tokens, draw)[0], draw)
             tree = offsets, some_parents(len(offsets) - 1, draw)

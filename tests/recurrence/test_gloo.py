@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
 import random
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
@@ -30,7 +30,7 @@ from tests.support.recurrences import (
     uneven,
     with_empty,
 )
-from tests.support.workers import run_ranks
+from tests.support.workers import over_ranks
 
 TOLERANCE = {torch.float64: 1e-11, torch.float32: 2e-4}
 
@@ -55,7 +55,8 @@ def compare(
         assert_close(got, of_tokens[name][:, rows], tolerance=8 * tolerance, name=f"gradient of {name}")
 
 
-def _every_kind(rank: int, ranks: int) -> None:
+@over_ranks(5)
+def test_every_recurrence_is_exact_over_gloo(rank: int, ranks: int) -> None:
     draw = random.Random(ranks)
     for seed, kind in enumerate(KINDS):
         compare(recurrence(kind, 5 * ranks, seed=seed), rank, ranks)
@@ -65,22 +66,21 @@ def _every_kind(rank: int, ranks: int) -> None:
         compare(recurrence(kind, length, seed=seed), rank, ranks, tuple(range(length + 1)))
         compare(recurrence(kind, 7, seed=seed), rank, ranks, layout=uneven(7, ranks, draw))
         fan = (*range(0, 4 * ranks, 2), length), [-1, 0, *[1] * (2 * ranks - 3), 0]
-        for tree in (fan, *(forest(length, draw, most=8) for _ in range(4))):
+        for tree in (fan, *(forest(length, draw, most=8) for _ in range(2))):
             compare(packed, rank, ranks, *tree, draw.choice(["contiguous", uneven(length, ranks, draw)]))
     compare(recurrence("kda", 3 * ranks, seed=9, dtype=torch.float32), rank, ranks)
 
 
-def test_every_recurrence_is_exact_over_gloo() -> None:
-    run_ranks(5, _every_kind)
-
-
-def _final_state(rank: int, ranks: int) -> None:
+@over_ranks(3, timeout=60)
+def test_a_loss_may_read_the_final_state_alone(rank: int, ranks: int) -> None:
     """A loss of the last state alone, as a classifier has it; the others' results have no value in it."""
     length = 4 * ranks
     for seed, kind in enumerate(KINDS):
         # The second document starts inside of the last rank but one; the last segment continues the first.
         packs = ((0, length), [-1]), ((0, length - 6, length), [-1, -1]), ((0, 3, 9, length), [-1, 0, 0])
-        for (offsets, parents), counts in itertools.product(packs, ((4, 4, 4), (0, 6, 6), (5, 0, 7), (6, 6, 0))):
+        layouts = ((4, 4, 4), (0, 6, 6), (5, 0, 7), (6, 6, 0))
+        for at, (offsets, parents) in enumerate(2 * packs):  # each with two layouts
+            counts = layouts[(at + seed) % 4]
             whole, layout = recurrence(kind, length, seed=seed), of_lengths(counts)
             mine = whole.rows(rank, ranks, layout)
             where: Any = {"cu_seqlens": offsets, "parents": parents, "layout": layout}
@@ -100,11 +100,8 @@ def _final_state(rank: int, ranks: int) -> None:
                 assert_close(have, rows, tolerance=1e-10, name=f"gradient of {name} of {kind}")
 
 
-def test_a_loss_may_read_the_final_state_alone() -> None:
-    run_ranks(3, _final_state, timeout=60)
-
-
-def _convolutions(rank: int, ranks: int) -> None:
+@over_ranks(4)
+def test_a_convolution_reaches_over_ranks_that_hold_fewer_tokens_than_it_is_wide(rank: int, ranks: int) -> None:
     draw = random.Random(7)
     for tokens, width in ((2, 4), (1, 5), (3, 1), (6, 4)):
         length = tokens * ranks + tokens // 2
@@ -130,10 +127,6 @@ def _convolutions(rank: int, ranks: int) -> None:
             assert_close(of_weight, dweight, tolerance=1e-10, name="dweight")
 
 
-def test_a_convolution_reaches_over_ranks_that_hold_fewer_tokens_than_it_is_wide() -> None:
-    run_ranks(4, _convolutions)
-
-
 def _layer(whole: Recurrence, names: list[str], *tensors: torch.Tensor) -> torch.Tensor:
     tokens = dict(zip(names, tensors, strict=True))
     weight = torch.ones(tokens["v"].shape[3], 3, dtype=tokens["v"].dtype)
@@ -144,20 +137,24 @@ def _layer(whole: Recurrence, names: list[str], *tensors: torch.Tensor) -> torch
     return out.tanh()
 
 
-def _remat(rank: int, ranks: int) -> list[dict[str, int]]:
-    found, first = [], None
-    for region in (_plain, _frames, _reentrant, _offloaded):
-        for kind in ("gated_delta", "gla"):
-            whole = recurrence(kind, 4 * ranks, seed=1)
+@over_ranks(3)
+def test_a_recompute_sends_nothing(rank: int, ranks: int) -> None:
+    for kind in ("gated_delta", "gla"):
+        whole, first = recurrence(kind, 4 * ranks, seed=1), None
+        for region in (_plain, _frames, _reentrant, _offloaded):
             tokens = whole.rows(rank, ranks)
             COUNTERS.reset()
             out = region(lambda *x, whole=whole, names=list(tokens): _layer(whole, names, *x), *tokens.values())
             gradients = torch.autograd.grad if region is not _reentrant else _by_backward
             got = gradients(out, list(tokens.values()), torch.ones_like(out))
-            found.append(COUNTERS.snapshot())
-            first = {**(first or {}), kind: got} if region is _plain else first
-            assert all(torch.equal(a, b) for a, b in zip(got, first[kind], strict=True))
-    return found
+            counts = COUNTERS.snapshot()
+            first = first or (got, counts)
+            assert all(torch.equal(a, b) for a, b in zip(got, first[0], strict=True))
+            if kind == "gated_delta":
+                assert counts["state_exchanges"] == 4  # two each way
+                assert counts["replays"] == (0 if region is _plain else 2)
+                for name in ("state_exchanges", "state_forward_bytes", "state_backward_bytes"):
+                    assert counts[name] == first[1][name] > 0
 
 
 def _plain(layer: Callable[..., Any], *x: torch.Tensor) -> Any:
@@ -181,16 +178,8 @@ def _by_backward(out: torch.Tensor, leaves: list[torch.Tensor], dout: torch.Tens
     return [x.grad for x in leaves]
 
 
-def test_a_recompute_sends_nothing() -> None:
-    for plain, delta, *others in (run[::2] for run in run_ranks(3, _remat)):
-        assert plain["state_exchanges"] == 4  # two each way
-        for again in (delta, *others):
-            assert again["replays"] == 2
-            for name in ("state_exchanges", "state_forward_bytes", "state_backward_bytes"):
-                assert again[name] == plain[name] > 0
-
-
-def _autocast(rank: int, ranks: int) -> None:
+@over_ranks(3)
+def test_states_stay_float32_under_autocast(rank: int, ranks: int) -> None:
     for kind in ("gated_delta", "mamba2"):
         whole = recurrence(kind, 4 * ranks, seed=2, dtype=torch.float32)
         tokens = whole.rows(rank, ranks)
@@ -213,11 +202,8 @@ def _without_autocast(scan: Scan) -> Scan:
     return Scan(run, scan.keys, scan.values)
 
 
-def test_states_stay_float32_under_autocast() -> None:
-    run_ranks(3, _autocast)
-
-
-def _bytes(rank: int, ranks: int) -> None:
+@over_ranks(3)
+def test_only_states_that_cross_ranks_travel_and_m_only_where_they_go_through_one(rank: int, ranks: int) -> None:
     whole = recurrence("gated_delta", 4 * ranks, seed=3)
     for offsets, with_m in ((None, True), (tuple(range(0, 4 * ranks + 1, 4)), None), ((0, 6, 10, 12), False)):
         COUNTERS.reset()
@@ -227,50 +213,44 @@ def _bytes(rank: int, ranks: int) -> None:
         assert COUNTERS.state_forward_bytes == (0 if with_m is None else state + m * with_m)
 
 
-def test_only_states_that_cross_ranks_travel_and_m_only_where_they_go_through_one() -> None:
-    run_ranks(3, _bytes)
-
-
-def _differ(rank: int, ranks: int) -> dict[str, str]:
-    found = {}
-    for what in DISAGREEMENTS:
-        group = torch.distributed.new_group(range(ranks))
-        try:
-            _disagree(what, rank, ranks, group)
-        except (DisagreementError, UnsupportedError) as error:
-            found[what] = str(error)
-    return found
+@over_ranks(2)
+def test_ranks_that_disagree_get_a_readable_error(rank: int, ranks: int) -> None:
+    for what, told in DISAGREEMENTS.items():
+        with pytest.raises((DisagreementError, UnsupportedError)) as error:
+            _disagree(what, rank, ranks, torch.distributed.new_group(range(ranks)))
+        assert told in str(error.value), what
 
 
 def _disagree(what: str, rank: int, ranks: int, group: torch.distributed.ProcessGroup) -> None:
     whole = recurrence("gla", 4 * ranks, seed=3)
     x = whole.rows(rank, ranks)
-    if what == "documents":
-        for offsets in ((0, 5, 8), (0, 5, 8) if rank else (0, 6, 8)):
-            dist_scan(whole.scan, x, decay=whole.decay(x), cu_seqlens=offsets, group=group)
-    elif what == "parents":
-        parents = [-1, 0, 0] if rank else [-1, 0, 1]
-        dist_scan(whole.scan, x, decay=whole.decay(x), cu_seqlens=(0, 2, 6, 8), parents=parents, group=group)
-    elif what == "no tree":
-        parents = [-1, 1] if rank else [-1, 0]
-        dist_scan(whole.scan, x, decay=whole.decay(x), cu_seqlens=(0, 2, 8), parents=parents, group=group)
-    elif what == "order":
-        dist_scan(whole.scan, x, decay=whole.decay(x), group=group)
+
+    def scan(decay: bool = True, **where: Any) -> None:
+        dist_scan(whole.scan, x, decay=whole.decay(x) if decay else None, group=group, **where)
+
+    def conv() -> None:
         dist_conv(lambda x, _: x, x["v"].flatten(2), 3, group=group)
-        if rank:
-            dist_scan(whole.scan, x, decay=whole.decay(x), group=group)
-        else:
-            dist_conv(lambda x, _: x, x["v"].flatten(2), 3, group=group)
+
+    if what == "documents":
+        scan(cu_seqlens=(0, 5, 8))
+        scan(cu_seqlens=(0, 5, 8) if rank else (0, 6, 8))
+    elif what == "parents":
+        scan(cu_seqlens=(0, 2, 6, 8), parents=[-1, 0, 0] if rank else [-1, 0, 1])
+    elif what == "no tree":
+        scan(cu_seqlens=(0, 2, 8), parents=[-1, 1] if rank else [-1, 0])
+    elif what == "order":
+        scan()
+        conv()
+        (scan if rank else conv)()
     elif what == "lengths":
         x = {name: t[:, rank:] for name, t in x.items()}
-        dist_scan(whole.scan, x, decay=whole.decay(x), group=group)
+        scan()
     elif what == "another layout":
-        dist_scan(whole.scan, x, decay=whole.decay(x), layout="zigzag" if rank else "contiguous", group=group)
+        scan(layout="zigzag" if rank else "contiguous")
     elif what == "refused":
-        offsets = (0, 5, 8) if rank else (0, 5, 6)
-        dist_scan(whole.scan, x, decay=whole.decay(x), cu_seqlens=offsets, group=group)
+        scan(cu_seqlens=(0, 5, 8) if rank else (0, 5, 6))
     else:
-        dist_scan(whole.scan, x, decay=whole.decay(x) if rank else None, group=group)
+        scan(decay=bool(rank))
 
 
 DISAGREEMENTS = {
@@ -283,9 +263,3 @@ DISAGREEMENTS = {
     "refused": "4 tokens on rank 0 of a sequence that gives it 3",
     "another layout": "'contiguous', or layouts.of_lengths",
 }
-
-
-def test_ranks_that_disagree_get_a_readable_error() -> None:
-    for errors in run_ranks(2, _differ):
-        for what, told in DISAGREEMENTS.items():
-            assert told in errors[what]

@@ -14,7 +14,7 @@ from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.recurrence import dist_mamba1, dist_mamba2, dist_scan, fla_scan, upstream
 from dfa_megatron.recurrence.token_loop import delta_rule
 from tests.support.close import assert_close
-from tests.support.workers import run_ranks
+from tests.support.workers import over_ranks
 
 LENGTH, PACK = 9, (0, 1, 5, 9)
 
@@ -76,7 +76,8 @@ OPTIONS: list[dict[str, Any]] = [
 ]
 
 
-def _exact(rank: int, ranks: int) -> None:
+@over_ranks(3)
+def test_every_known_option_is_exact_over_ranks(rank: int, ranks: int) -> None:
     for number, options in enumerate(OPTIONS):
         for offsets in (None, PACK):
             tokens = _tokens(3 if number % 2 else 4)  # states that are square, and not
@@ -98,10 +99,6 @@ def _exact(rank: int, ranks: int) -> None:
                 assert x.grad is not None
                 assert whole[name].grad is not None
                 assert_close(x.grad, whole[name].grad[:, rows], tolerance=1e-10, name=f"{name} with {options}")  # type: ignore[index]
-
-
-def test_every_known_option_is_exact_over_ranks() -> None:
-    run_ranks(3, _exact)
 
 
 def _unknown(*_: Any, **__: Any) -> Any:
@@ -135,11 +132,8 @@ def test_an_option_that_ranks_cannot_serve_is_refused_by_name(match: str) -> Non
         REFUSED[match]()
 
 
-def _without_gradient(rank: int, ranks: int) -> None:
+@over_ranks(2)
+def test_a_kernel_without_the_gradient_of_its_state_does_not_train_over_ranks(rank: int, ranks: int) -> None:
     upstream._drops_gradient = lambda function: True
     with pytest.raises(UnsupportedError, match="drops the gradient of the last state"):
         dist_mamba1(_unknown, MAMBA, X)
-
-
-def test_a_kernel_without_the_gradient_of_its_state_does_not_train_over_ranks() -> None:
-    run_ranks(2, _without_gradient)

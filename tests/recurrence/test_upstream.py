@@ -14,7 +14,7 @@ from dfa_megatron.recurrence import dist_mamba1, dist_mamba2, dist_scan, fla_sca
 from dfa_megatron.recurrence.token_loop import delta_rule, linear_attention
 from tests.support.close import assert_close
 from tests.support.recurrences import by_path
-from tests.support.workers import run_ranks
+from tests.support.workers import over_ranks
 
 LENGTH, PACK, TREE = 12, (0, 1, 5, 6, 8, 9, 12), (-1, 0, 1, 0, 3, 0)
 
@@ -98,7 +98,8 @@ def graded(call: Callable[[Named, Named], torch.Tensor], tokens: Named, p: Named
     return out.detach(), {n: x.grad for n, x in leaves.items() if x.grad is not None}
 
 
-def _every_kind(rank: int, ranks: int) -> None:
+@over_ranks(3)
+def test_kernels_of_other_packages_are_exact_over_ranks_with_their_parameters(rank: int, ranks: int) -> None:
     for kind in ("mamba2", "mamba1", "gated_delta"):
         exact(kind, rank, ranks)
 
@@ -138,7 +139,3 @@ def _alone(kind: str, x: Named, p: Named) -> torch.Tensor:
     if kind == "mamba2":
         return mamba2(*given, D=p["D"], dt_bias=p["dt_bias"], dt_limit=(0.1, 0.9))[0] * F.silu(x["z"])
     return mamba1(*given, D=p["D"], delta_bias=p["dt_bias"])[0] * F.silu(x["z"])
-
-
-def test_kernels_of_other_packages_are_exact_over_ranks_with_their_parameters() -> None:
-    run_ranks(3, _every_kind)

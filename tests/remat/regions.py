@@ -141,9 +141,3 @@ def make(layers: int, seed: int, **options: Any) -> list[Layer]:
     """Layers with seeded weights."""
     torch.manual_seed(1000 + seed)
     return [Layer(**options) for _ in range(layers)]
-
-
-def assert_same_bits(got: list[torch.Tensor], want: list[torch.Tensor]) -> None:
-    """Equal to the bit, and not NaN."""
-    for place, (a, b) in enumerate(zip(got, want, strict=True)):
-        assert torch.equal(a, b), f"tensor {place} differs by {(a - b).abs().max()}"

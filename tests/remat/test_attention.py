@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from dfa_megatron import dist_flash_attn_func, remat
 from dfa_megatron.config import DistAttentionConfig
 from dfa_megatron.runtime.counters import COUNTERS
-from tests.support.workers import run_ranks
+from tests.support.workers import over_ranks
 
 LAYERS, LOCAL, HEADS, HEAD_DIM = 2, 6, 2, 4
 HIDDEN = HEADS * HEAD_DIM
@@ -28,9 +28,12 @@ WAYS: dict[str, Callable[..., Any]] = {
 }
 
 
-def train(rank: int, world_size: int, schedule: str) -> dict[str, tuple[list[torch.Tensor], dict[str, int]]]:
+@pytest.mark.support("runtime", "rematerialization between ranks")
+@pytest.mark.parametrize(("ranks", "schedule"), [(1, "auto"), (2, "ring"), (2, "balanced_shared"), (3, "balanced")])
+@over_ranks()
+def test_remat_runs_and_sends_half_of_full_recompute_with_the_same_bits(rank: int, ranks: int, schedule: str) -> None:
     """Gradients and counts of two micro-batches in flight, in each way of checkpointing."""
-    torch.manual_seed(world_size)
+    torch.manual_seed(ranks)
     layers = [torch.nn.Linear(HIDDEN, 3 * HIDDEN, dtype=torch.float64) for _ in range(LAYERS)]
 
     def layer(linear: torch.nn.Linear, x: torch.Tensor) -> torch.Tensor:
@@ -39,7 +42,8 @@ def train(rank: int, world_size: int, schedule: str) -> dict[str, tuple[list[tor
         assert isinstance(out, torch.Tensor)
         return x + torch.dropout(out.reshape(1, LOCAL, HIDDEN).tanh(), 0.2, True)
 
-    results = {}
+    counts: dict[str, dict[str, int]] = {}
+    want: list[Any] = []
     for name, way in WAYS.items():
         torch.manual_seed(100 + rank)
         leaves = [torch.randn(1, LOCAL, HIDDEN, dtype=torch.float64, requires_grad=True) for _ in range(2)]
@@ -51,29 +55,20 @@ def train(rank: int, world_size: int, schedule: str) -> dict[str, tuple[list[tor
             outs = [way(partial(layer, linear), x) for x in outs]
         for out in outs:
             out.square().sum().backward()
-        gradients = [leaf.grad for leaf in leaves] + [p.grad.clone() for linear in layers for p in linear.parameters()]
-        results[name] = (gradients, COUNTERS.snapshot())
-    return results
-
-
-@pytest.mark.support("runtime", "rematerialization between ranks")
-@pytest.mark.parametrize(("ranks", "schedule"), [(1, "auto"), (2, "ring"), (2, "balanced_shared"), (3, "balanced")])
-def test_remat_runs_and_sends_half_of_full_recompute_with_the_same_bits(ranks: int, schedule: str) -> None:
-    everyone = run_ranks(ranks, train, schedule)
-    assert (sum(results["none"][1]["forward_messages"] for results in everyone) > 0) == (ranks > 1)
-    for results in everyone:
-        want, plain = results["none"]
-        for gradients, _ in results.values():
-            assert all(torch.equal(a, b) for a, b in zip(gradients, want, strict=True))
-        counts = {name: result[1] for name, result in results.items()}
-        assert plain["attention_forwards"] == 2 * LAYERS
-        for count in ("attention_forwards", "kernel_forwards", "forward_messages", "forward_bytes"):
-            for full in ("full", "full reentrant"):
-                assert counts[full][count] == 2 * plain[count]
-            for kept in ("context_fn", "remat_checkpoint", "offloaded", "selective"):
-                assert counts[kept][count] == plain[count]
-        for count in ("attention_backwards", "kernel_backwards", "backward_messages", "backward_bytes"):
-            assert all(counts[name][count] == plain[count] for name in WAYS)
-        for front in ("context_fn", "remat_checkpoint", "offloaded"):
-            assert counts[front]["replays"] == 2 * LAYERS
-            assert counts[front]["remat_bytes"] == 2 * LAYERS * LOCAL * (HIDDEN + HEADS) * 8
+        got = [leaf.grad for leaf in leaves] + [p.grad.clone() for linear in layers for p in linear.parameters()]
+        want, counts[name] = got if name == "none" else want, COUNTERS.snapshot()
+        assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True)), name
+    plain, sent = counts["none"], torch.tensor(counts["none"]["forward_messages"])
+    torch.distributed.all_reduce(sent)
+    assert (sent > 0) == (ranks > 1)
+    assert plain["attention_forwards"] == 2 * LAYERS
+    for count in ("attention_forwards", "kernel_forwards", "forward_messages", "forward_bytes"):
+        for full in ("full", "full reentrant"):
+            assert counts[full][count] == 2 * plain[count]
+        for kept in ("context_fn", "remat_checkpoint", "offloaded", "selective"):
+            assert counts[kept][count] == plain[count]
+    for count in ("attention_backwards", "kernel_backwards", "backward_messages", "backward_bytes"):
+        assert all(counts[name][count] == plain[count] for name in WAYS)
+    for front in ("context_fn", "remat_checkpoint", "offloaded"):
+        assert counts[front]["replays"] == 2 * LAYERS
+        assert counts[front]["remat_bytes"] == 2 * LAYERS * LOCAL * (HIDDEN + HEADS) * 8

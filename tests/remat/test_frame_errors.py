@@ -11,17 +11,7 @@ import torch
 
 from dfa_megatron import remat
 from dfa_megatron.errors import RematError
-from tests.remat.regions import (
-    FRONTS,
-    HIDDEN,
-    TOKENS,
-    Attention,
-    front,
-    make,
-    non_reentrant,
-    offloaded,
-    two_fronts,
-)
+from tests.remat.regions import FRONTS, HIDDEN, TOKENS, Attention, front, make, non_reentrant, offloaded, two_fronts
 
 
 @two_fronts

@@ -14,18 +14,8 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from dfa_megatron import remat
 from dfa_megatron.runtime.counters import COUNTERS
-from tests.remat.regions import (
-    FRONTS,
-    HIDDEN,
-    TOKENS,
-    Attention,
-    assert_same_bits,
-    direct,
-    front,
-    make,
-    non_reentrant,
-    step,
-)
+from tests.remat.regions import FRONTS, HIDDEN, TOKENS, Attention, direct, front, make, non_reentrant, step
+from tests.support.attend import assert_same_bits
 
 
 @front

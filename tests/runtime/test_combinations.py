@@ -19,8 +19,7 @@ from tests.fuzz.attempt import attempt
 from tests.fuzz.random_case import GPU_CLASSES, draw
 
 drawn_at_random = pytest.mark.support(
-    "runtime",
-    "options drawn at random, many at once: masks, packs, sinks, caps, heads exchanged, every checkpoint",
+    "runtime", "options drawn at random, many at once: masks, packs, sinks, caps, heads exchanged, every checkpoint"
 )
 
 

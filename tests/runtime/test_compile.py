@@ -18,7 +18,7 @@ from dfa_megatron.runtime import counters
 from dfa_megatron.runtime.counters import COUNTERS
 from tests.support.arguments import arguments
 from tests.support.attend import case
-from tests.support.workers import run_ranks
+from tests.support.workers import over_ranks
 
 CONFIGS = {name: DistAttentionConfig(schedule=name) for name in ("ring", "balanced")}
 """Made outside of regions that are compiled."""
@@ -41,20 +41,27 @@ class Layer(torch.nn.Module):
         return x
 
 
-def _ways(rank: int, ranks: int) -> None:
+@pytest.mark.support("runtime", "`torch.compile`")
+@over_ranks(2, timeout=120)
+def test_every_checkpoint_and_the_compiler_give_the_same_gradients_without_a_break(rank: int, ranks: int) -> None:
     torch.manual_seed(0)
     layer = Layer()
     selective = partial(checkpoint, layer, use_reentrant=False, context_fn=remat.selective_context_fn)
+    frames = partial(checkpoint, layer, use_reentrant=False, context_fn=remat.context_fn)
     ways = {
         "plain": layer,
         "full": partial(checkpoint, layer, use_reentrant=False),
-        "frames": partial(checkpoint, layer, use_reentrant=False, context_fn=remat.context_fn),
+        "frames": frames,
         "re-entrant": partial(remat.remat_checkpoint, layer),
         "selective": selective,
         "compiled": torch.compile(layer, backend="aot_eager", fullgraph=True),
         # The policy keeps (out, lse) under the compiler, too.
         "compiled, selective": torch.compile(lambda x: selective(x), backend="aot_eager", fullgraph=True),
     }
+    if not torch.__version__.startswith("2.6."):  # which compiles with dispatch modes only there
+        partitioned: Any = {"backend": "aot_eager_decomp_partition", "fullgraph": True}
+        ways |= {"compiled, frames": torch.compile(lambda x: frames(x), **partitioned)}
+        ways |= {"partitioned, selective": torch.compile(lambda x: selective(x), **partitioned)}
     torch.manual_seed(1 + rank)
     x = torch.randn(2, 6, 16, dtype=torch.float64, requires_grad=True)
     want: list[torch.Tensor] = []
@@ -74,11 +81,6 @@ def _ways(rank: int, ranks: int) -> None:
             torch.testing.assert_close(mine, plain, rtol=1e-10, atol=1e-10, msg=name)
         assert COUNTERS.attention_forwards == (4 if name == "full" else 2), name
     assert want[1].abs().min() > 0
-
-
-@pytest.mark.support("runtime", "`torch.compile`")
-def test_every_checkpoint_and_the_compiler_give_the_same_gradients_without_a_break() -> None:
-    run_ranks(2, _ways, timeout=120)
 
 
 class TrialTensors(torch.nn.Module):

@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from dfa_megatron import DistAttentionConfig, decode_attn_func
+from dfa_megatron.doctor.dense import dense_attention
 from dfa_megatron.errors import DistAttentionError, UnsupportedError
 from tests.support.close import assert_close
-from tests.support.workers import run_ranks
+from tests.support.workers import over_ranks
 
 CASES = {  # keys of each rank, heads, kv_heads, head_dim_v, options
     "uneven": ((5, 0, 9), 4, 2, 8, {}),
@@ -17,17 +18,6 @@ CASES = {  # keys of each rank, heads, kv_heads, head_dim_v, options
     "no keys": ((0, 0, 0), 2, 1, 8, {}),
     "long, in parts": ((4101, 2, 0), 2, 2, 8, {"kernel": "reference"}),
 }
-
-
-def dense(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softcap: float, sinks: torch.Tensor | None
-) -> torch.Tensor:
-    k, v = (x.repeat_interleave(q.shape[2] // k.shape[2], 2) for x in (k, v))
-    scores = torch.einsum("bqhd,bkhd->bhqk", q, k) * q.shape[3] ** -0.5
-    scores = softcap * torch.tanh(scores / softcap) if softcap else scores
-    sink = q.new_full((q.shape[2],), -torch.inf) if sinks is None else sinks
-    weights = torch.softmax(torch.cat((scores, sink[None, :, None, None].expand(q.shape[0], -1, 1, 1)), -1), -1)
-    return torch.einsum("bhqk,bkhd->bqhd", weights[..., :-1], v).nan_to_num()
 
 
 def whole(rank: int, world_size: int, name: str) -> None:
@@ -48,13 +38,14 @@ def whole(rank: int, world_size: int, name: str) -> None:
             q.to(dtype), *(x.to(dtype) for x in own), starts=starts, softcap=softcap, sinks=more, config=config
         )
         rows = [
-            dense(q[at : at + 1], k[at : at + 1, lo:], v[at : at + 1, lo:], softcap, sinks)
+            dense_attention(q[at : at + 1], k[at : at + 1, lo:], v[at : at + 1, lo:], softcap=softcap, sinks=sinks)[0]
             for at, lo in ((0, 0), (1, hidden))
         ]
         assert_close(found, torch.cat(rows), tolerance=tolerance, name=f"{name} {dtype}")
 
 
-def cases(rank: int, world_size: int) -> None:
+@over_ranks(3)
+def test_partials_over_any_share_of_the_keys_merge_to_the_whole(rank: int, world_size: int) -> None:
     for name in CASES:
         whole(rank, world_size, name)
     q, k = torch.randn(1, 1, 2, 8), torch.randn(1, 3 + rank, 2, 8)
@@ -62,10 +53,6 @@ def cases(rank: int, world_size: int) -> None:
         decode_attn_func(q, k, k, config=DistAttentionConfig(verify=verify))
     with pytest.raises(DistAttentionError):  # of one rank alone
         decode_attn_func(q, k, k[:, :, :1] if rank == 1 else k)
-
-
-def test_partials_over_any_share_of_the_keys_merge_to_the_whole() -> None:
-    run_ranks(3, cases)
 
 
 @pytest.mark.parametrize(
@@ -87,7 +74,9 @@ def test_what_does_not_fit_together_is_refused(change: dict[str, object], why: s
         decode_attn_func(**given | change)  # type: ignore[arg-type]
 
 
-def on_gpus(rank: int, world_size: int) -> None:
+@pytest.mark.gpu(2)
+@over_ranks(2, cuda=True, timeout=170)
+def test_two_gpus_merge_partials_of_long_caches(rank: int, world_size: int) -> None:
     for kernel, kv_heads, width in (("auto", 2, 64), ("auto", 8, 32), ("triton", 2, 64)):
         torch.manual_seed(3)
         given = (
@@ -102,12 +91,7 @@ def on_gpus(rank: int, world_size: int) -> None:
             found = decode_attn_func(q, *own, starts=starts, config=config)
         wide = [x.double() for x in (q, k, v)]
         rows = [
-            dense(*(x[at : at + 1, lo if x is not wide[0] else 0 :] for x in wide), 0.0, None)
+            dense_attention(*(x[at : at + 1, lo if x is not wide[0] else 0 :] for x in wide))[0]
             for at, lo in ((0, 7), (1, 0))
         ]
         assert_close(found, torch.cat(rows), tolerance=2e-2, name=f"{kernel}, {kv_heads} kv_heads, {width}")
-
-
-@pytest.mark.gpu(2)
-def test_two_gpus_merge_partials_of_long_caches() -> None:
-    run_ranks(2, on_gpus, cuda=True, timeout=170)

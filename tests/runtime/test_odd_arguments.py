@@ -15,7 +15,7 @@ import dfa_megatron
 from dfa_megatron import DistAttentionConfig, TrainingConfig, layouts, masks
 from dfa_megatron.errors import DisagreementError, UnsupportedError
 from dfa_megatron.runtime import prepare
-from tests.support.workers import run_ranks
+from tests.support.workers import over_ranks
 
 
 def tensors(rows: int = 8, heads: int = 2, dim: int = 8, dim_v: int = 8) -> list[torch.Tensor]:
@@ -160,7 +160,8 @@ def test_what_equals_a_right_value_is_refused_whatever_came_before(
         assert attend(*tensors(), **right).shape == (1, 8, 2, 8)
 
 
-def _whole_on_each(rank: int, ranks: int) -> None:
+@over_ranks(2, 3)
+def test_the_whole_sequence_on_each_rank_is_told_once(rank: int, ranks: int) -> None:
     """Draw parts that are the same on every rank, and some that are not or say nothing."""
     draw, heard = random.Random(ranks), list[str]()
     handler = logging.Handler()
@@ -192,12 +193,8 @@ def _whole_on_each(rank: int, ranks: int) -> None:
         heard.clear()
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_the_whole_sequence_on_each_rank_is_told_once(ranks: int) -> None:
-    run_ranks(ranks, _whole_on_each)
-
-
-def _many_heads(rank: int, ranks: int) -> None:
+@over_ranks(1, 2)
+def test_more_heads_than_tokens_are_refused_on_every_rank_until_they_are_allowed(rank: int, ranks: int) -> None:
     draw = random.Random(ranks)
     for allowed in (False, True):
         for _ in range(6):
@@ -212,8 +209,3 @@ def _many_heads(rank: int, ranks: int) -> None:
             with pytest.raises((UnsupportedError, DisagreementError), match=r"transpose.*allow_more_heads_than_tokens"):
                 attend(q, k, k, layout=layout)
         dfa_megatron.allow_more_heads_than_tokens()
-
-
-def test_more_heads_than_tokens_are_refused_on_every_rank_until_they_are_allowed() -> None:
-    run_ranks(1, _many_heads)
-    run_ranks(2, _many_heads)

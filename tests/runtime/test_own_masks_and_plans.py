@@ -20,7 +20,7 @@ from dfa_megatron.runtime.prepare import build, in_use
 from dfa_megatron.runtime.request import Inputs, Request
 from tests.support.arguments import told
 from tests.support.attend import case, compare
-from tests.support.workers import run_ranks
+from tests.support.workers import over_ranks
 
 LOCAL = 8
 
@@ -30,7 +30,8 @@ def attend_and_compare(rank: int, ranks: int, truth: Mask, **given: Any) -> None
     compare(case(ranks * LOCAL, mask=truth, seed=ranks), rank, ranks, **given)
 
 
-def _plans(rank: int, ranks: int) -> None:
+@over_ranks(3)
+def test_a_mask_a_plan_and_an_edited_plan_run_as_they_are(rank: int, ranks: int) -> None:
     """A mask; a plan as it is made, and one in which another rank computes the last block."""
     mask = prefix_lm(ranks * LOCAL, 5)
     attend_and_compare(rank, ranks, mask, mask=mask, layout="zigzag")
@@ -42,21 +43,15 @@ def _plans(rank: int, ranks: int) -> None:
     assert in_use()[-1].plan == edited
 
 
-def test_a_mask_a_plan_and_an_edited_plan_run_as_they_are() -> None:
-    run_ranks(3, _plans)
-
-
-def _one_is_odd(rank: int, ranks: int) -> str:
+@over_ranks(2)
+def test_every_rank_hears_of_a_plan_that_does_not_fit_on_one(rank: int, ranks: int) -> None:
     """Only the last rank brings a plan for another number of ranks."""
-    x = torch.randn(1, LOCAL, 2, 8)
-    plan = make_plan(causal(ranks * LOCAL), 1 if rank else ranks)
-    return told(lambda: dfa_megatron.dist_flash_attn_func(x, x, x, plan=plan))
-
-
-def test_every_rank_hears_of_a_plan_that_does_not_fit_on_one() -> None:
-    first, last = run_ranks(2, _one_is_odd)
-    assert "it is for 1 ranks, and 2 share the sequence" in last
-    assert first.startswith("DisagreementError: rank 1 of the group refuses this attention: Not supported: the plan")
+    x, plan = torch.randn(1, LOCAL, 2, 8), make_plan(causal(ranks * LOCAL), 1 if rank else ranks)
+    text = told(lambda: dfa_megatron.dist_flash_attn_func(x, x, x, plan=plan))
+    if rank:
+        assert "it is for 1 ranks, and 2 share the sequence" in text
+    else:
+        assert text.startswith("DisagreementError: rank 1 of the group refuses this attention: Not supported: the plan")
 
 
 PLAN = make_plan(causal(LOCAL), 1, schedule="ring")
@@ -111,20 +106,17 @@ def test_a_plan_is_proved_for_all_ranks_and_each_program_on_its_own(
             build(Request(softmax_scale=1.0, plan=with_blocks(plan, changed)), ranks, 0, Inputs(x, x, x))
 
 
-def _names_alike(rank: int, ranks: int) -> str:
+@over_ranks(3)
+def test_masks_that_share_a_name_are_told_apart(rank: int, ranks: int) -> None:
     """Masks of one name and length: each is its own plan; then the last rank brings another than the others."""
     length = ranks * LOCAL
     found = [replace(mask, name="mine") for mask in (prefix_lm(length, 3), causal(length), prefix_lm(length, 9))]
     for mask in found:
         attend_and_compare(rank, ranks, mask, mask=mask)
     x = torch.randn(1, LOCAL, 2, 8)
-    return told(lambda: dfa_megatron.dist_flash_attn_func(x, x, x, mask=found[rank == ranks - 1]))
-
-
-def test_masks_that_share_a_name_are_told_apart() -> None:
-    for text in run_ranks(3, _names_alike):
-        assert text.startswith("DisagreementError"), text
-        assert text.count("digest") == 2
+    text = told(lambda: dfa_megatron.dist_flash_attn_func(x, x, x, mask=found[rank == ranks - 1]))
+    assert text.startswith("DisagreementError"), text
+    assert text.count("digest") == 2
 
 
 def test_masks_layouts_and_plans_run_beside_the_compiled_graph() -> None:

@@ -12,7 +12,7 @@ from dfa_megatron import kernels
 from dfa_megatron.config import DistAttentionConfig
 from dfa_megatron.runtime import prepare
 from tests.support.arguments import arguments
-from tests.support.workers import run_ranks
+from tests.support.workers import over_ranks
 
 
 def test_a_process_keeps_a_bounded_number_of_prepared_attentions() -> None:
@@ -26,7 +26,8 @@ def test_a_process_keeps_a_bounded_number_of_prepared_attentions() -> None:
     assert set(kept) == {4.0, *(1.0 + call for call in range(7, prepare._KEPT + 6))}
 
 
-def _what_the_kernel_is_told(rank: int, ranks: int) -> dict[str, tuple[set[bool], set[bool]]]:
+@over_ranks(2, timeout=60)
+def test_the_kernel_hears_that_gradients_are_to_be_deterministic(rank: int, ranks: int) -> None:
     """By the way of asking: the values that a kernel was chosen for, and those that its backward was given."""
     chosen, given = set[bool](), set[bool]()
     kernel: Any = type(kernels.get("reference"))
@@ -56,23 +57,14 @@ def _what_the_kernel_is_told(rank: int, ranks: int) -> dict[str, tuple[set[bool]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(kernel, "refusal", refused)
         patch.setattr(kernel, "backward", computed)
-        report = {
-            "not asked": told(plain, 6),
-        }
+        assert told(plain, 6) == ({False}, {False}), "not asked"
         module = dfa_megatron.DistFlashAttention(causal=True, config=DistAttentionConfig(kernel="reference"))
         torch.use_deterministic_algorithms(True)
-        report |= {
-            "function": told(plain, 6),
-            "documents": told(packs, 6, (0, 5, 6 * ranks)),
-            "module": told(module, 10),
-            "exchanged heads": told(plain, 6, ulysses_degree=ranks),
-        }
+        for found in (
+            told(plain, 6),
+            told(packs, 6, (0, 5, 6 * ranks)),
+            told(module, 10),
+            told(plain, 6, ulysses_degree=ranks),
+        ):
+            assert found == ({True}, {True})
         torch.use_deterministic_algorithms(False)
-    return report
-
-
-def test_the_kernel_hears_that_gradients_are_to_be_deterministic() -> None:
-    for report in run_ranks(2, _what_the_kernel_is_told, timeout=60):
-        assert report.pop("not asked") == ({False}, {False})
-        for way, told in report.items():
-            assert told == ({True}, {True}), way

@@ -17,7 +17,7 @@ from dfa_megatron.sharding import unshard_sequence
 from tests.fuzz.attempt import Listens
 from tests.support.arguments import arguments
 from tests.support.recurrences import Recurrence, recurrence
-from tests.support.workers import run_ranks
+from tests.support.workers import over_ranks
 
 Leaves = Sequence[torch.Tensor]
 Loss = Callable[..., torch.Tensor]
@@ -141,7 +141,8 @@ def _scanned(whole: Recurrence, names: list[str], offsets: tuple[int, ...] | Non
     return curved(dist_scan(whole.scan, tokens, decay=whole.decay(tokens), cu_seqlens=offsets)[0])
 
 
-def _sharded(rank: int, ranks: int) -> None:
+@over_ranks(2)
+def test_nothing_between_ranks_drops_a_second_derivative(rank: int, ranks: int) -> None:
     torch.manual_seed(rank)
     for kind, offsets in (("gla", (0, 2, 3 * ranks)), ("gated_delta", None)):
         whole = recurrence(kind, 3 * ranks, seed=1)
@@ -159,7 +160,3 @@ def _sharded(rank: int, ranks: int) -> None:
 
 def _convolved(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return F.conv1d(F.pad(x.mT, (weight.shape[2] - 1, 0)), weight, groups=3).mT
-
-
-def test_nothing_between_ranks_drops_a_second_derivative() -> None:
-    run_ranks(2, _sharded)

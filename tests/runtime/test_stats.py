@@ -10,18 +10,12 @@ import time
 import pytest
 import torch
 
-from dfa_megatron import (
-    DistAttentionConfig,
-    dist_flash_attn_func,
-    dist_flash_attn_varlen_func,
-    layouts,
-    stats,
-)
+from dfa_megatron import DistAttentionConfig, dist_flash_attn_func, dist_flash_attn_varlen_func, layouts, stats
 from dfa_megatron.names import LAYOUTS
 from dfa_megatron.runtime import counters
 from dfa_megatron.runtime.comm.transport import Transport
 from dfa_megatron.sharding import layout_of_tokens
-from tests.support.workers import run_ranks
+from tests.support.workers import over_ranks
 
 
 def call(rows: int, **options: object) -> None:
@@ -29,7 +23,8 @@ def call(rows: int, **options: object) -> None:
     dist_flash_attn_func(q, q, q, causal=True, config=DistAttentionConfig(**options)).sum().backward()
 
 
-def measure(rank: int, world_size: int) -> None:
+@over_ranks(2, 3)
+def test_stats_count_what_ran_since_and_find_a_rank_that_waits(rank: int, world_size: int) -> None:
     stats()
     for number in range(2 * counters.EVERY):
         if rank == 0 and number % counters.EVERY == 2:
@@ -51,11 +46,6 @@ def measure(rank: int, world_size: int) -> None:
     assert again["dfa/forwards"] == 0
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_stats_count_what_ran_since_and_find_a_rank_that_waits(ranks: int) -> None:
-    run_ranks(ranks, measure)
-
-
 def test_the_line_says_how_a_new_attention_runs_and_stands_once(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -70,7 +60,8 @@ def test_the_line_says_how_a_new_attention_runs_and_stands_once(
     assert capfd.readouterr().err == ""
 
 
-def pack_of_every_length(rank: int, ranks: int) -> str:
+@over_ranks(3)
+def test_no_line_says_how_long_packs_and_parts_are(rank: int, ranks: int) -> None:
     torch.manual_seed(rank)
     draw = random.Random(ranks)
     with contextlib.redirect_stderr(io.StringIO()) as said:
@@ -78,17 +69,11 @@ def pack_of_every_length(rank: int, ranks: int) -> str:
             length = draw.randint(ranks, 40)
             layout = draw.choice([layouts.contiguous(length, ranks), layouts.zigzag(length, ranks)])
             given = layout if number % 2 else "load_balanced"
-            rows = layout_of_tokens(given, length, ranks, (0, length)).tokens(rank)
-            x = torch.randn(rows, 2, 8)
+            x = torch.randn(layout_of_tokens(given, length, ranks, (0, length)).tokens(rank), 2, 8)
             dist_flash_attn_varlen_func(x, x, x, (0, length), causal=True, layout=given)
-    return said.getvalue()
-
-
-def test_no_line_says_how_long_packs_and_parts_are() -> None:
-    said, *others = run_ranks(3, pack_of_every_length)
-    assert others == ["", ""]
-    assert {line.split(", ")[1] for line in said.splitlines()} <= {"chunks", *LAYOUTS}
-    assert len(said.splitlines()) <= 8, "each layout, with a schedule or two"
+    lines = said.getvalue().splitlines()
+    assert {line.split(", ")[1] for line in lines} <= {"chunks", *LAYOUTS}
+    assert len(lines) <= (0 if rank else 8), "each layout, with a schedule or two"
 
 
 def test_a_time_counts_the_waits_between_its_ends(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ from dfa_megatron.runtime.request import Request
 from dfa_megatron.sequence import max_logits as module
 from dfa_megatron.sharding import layout_of_tokens, positions_of
 from tests.support.packs import random_offsets
-from tests.support.workers import run_ranks
+from tests.support.workers import over_ranks, run_ranks
 
 
 def dense(q: torch.Tensor, k: torch.Tensor, scale: float | None, softcap: float, **mask: Any) -> torch.Tensor:
@@ -100,7 +100,8 @@ def compare_rows(rank: int, ranks: int, draw: random.Random) -> None:
     torch.testing.assert_close(got.double(), torch.maximum(*want), atol=0, rtol=3e-6)
 
 
-def _many(rank: int, ranks: int) -> None:
+@over_ranks(1, 5)
+def test_the_largest_logits_are_those_of_the_dense_scores(rank: int, ranks: int) -> None:
     draw = random.Random(ranks)
     module._SCORES = 1 << 10  # several tiles of a block
     for number in range(25):
@@ -109,21 +110,12 @@ def _many(rank: int, ranks: int) -> None:
             torch.manual_seed(number)
             compare_rows(rank, ranks, draw)
     q = torch.ones(1, 4, 2, 8)
-    with pytest.raises(DisagreementError):
-        max_logits(q, q, causal=True, softcap=7.0 + rank)
-    with pytest.raises(UnsupportedError if rank == 1 else DisagreementError, match="3 queries on rank 1"):
-        max_logits(*(q[:, : 4 - (rank == 1)],) * 2, mask=masks.causal(4 * ranks), softcap=9.0)
+    if ranks > 1:
+        with pytest.raises(DisagreementError):
+            max_logits(q, q, causal=True, softcap=7.0 + rank)
+        with pytest.raises(UnsupportedError if rank == 1 else DisagreementError, match="3 queries on rank 1"):
+            max_logits(*(q[:, : 4 - (rank == 1)],) * 2, mask=masks.causal(4 * ranks), softcap=9.0)
     assert torch.equal(max_logits(q, q, causal=True), torch.full((2,), 8**0.5))
-
-
-@pytest.mark.parametrize("ranks", [1, 5])
-def test_the_largest_logits_are_those_of_the_dense_scores(ranks: int) -> None:
-    if ranks == 1:
-        draw = random.Random(1)
-        for _ in range(20):
-            compare(0, 1, draw)
-        return
-    run_ranks(ranks, _many)
 
 
 def _on_gpus(rank: int, ranks: int) -> None:

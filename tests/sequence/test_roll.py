@@ -17,7 +17,7 @@ from dfa_megatron.plan.language.layout import Layout
 from dfa_megatron.sharding import layout_of_tokens
 from tests.sequence.test_max_logits import uneven
 from tests.support.packs import random_offsets
-from tests.support.workers import run_ranks
+from tests.support.workers import over_ranks
 
 
 def rolled(whole: torch.Tensor, shift: int, offsets: tuple[int, ...], fill: float) -> torch.Tensor:
@@ -62,14 +62,13 @@ def compare_roll(rank: int, ranks: int, draw: random.Random) -> None:
     assert torch.equal(ours, rolled(labels, shift, offsets, -100)[:, here])
 
 
-def _draws(rank: int, ranks: int) -> None:
+@over_ranks(1, 5)
+def test_rolls_are_exact_with_their_gradients(rank: int, ranks: int) -> None:
     draw = random.Random(ranks)
     for _ in range(25):
         compare_roll(rank, ranks, draw)
-
-
-def _all(rank: int, ranks: int) -> None:
-    _draws(rank, ranks)
+    if ranks == 1:
+        return
     x = torch.ones(1, 4 - (rank == 1), 2)
     with pytest.raises(UnsupportedError if rank == 1 else DisagreementError, match="3 tokens on rank 1"):
         roll_sequence(x, 1, cu_seqlens=(0, 4 * ranks))
@@ -86,7 +85,8 @@ def even(length: int, ranks: int, draw: random.Random) -> Layout:
     return Layout(tuple(chunks), tuple(owners))
 
 
-def _differ(rank: int, ranks: int) -> None:
+@over_ranks(2, 3)
+def test_layouts_masks_and_packs_that_differ_are_told_on_every_rank(rank: int, ranks: int) -> None:
     """Let one rank have another layout, mask or pack than the others, of as many tokens a rank, or the same name."""
     draw = random.Random(ranks)
     for _ in range(12):
@@ -111,13 +111,3 @@ def _differ(rank: int, ranks: int) -> None:
             except DisagreementError:
                 heard = True
             assert heard, f"{what}: rank {rank} hears nothing of {one} and {two}"
-
-
-def test_layouts_masks_and_packs_that_differ_are_told_on_every_rank() -> None:
-    for ranks in (2, 3):
-        run_ranks(ranks, _differ)
-
-
-def test_rolls_are_exact_with_their_gradients() -> None:
-    _draws(0, 1)
-    run_ranks(5, _all)

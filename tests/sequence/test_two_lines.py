@@ -10,7 +10,7 @@ import torch.distributed as dist
 import dfa_megatron
 from tests.support import pages
 from tests.support.close import assert_close
-from tests.support.workers import run_ranks
+from tests.support.workers import over_ranks
 
 
 def compare(block: pages.Block, want: torch.Tensor, leaves: dict[str, torch.Tensor], of_all: set[str]) -> None:
@@ -37,7 +37,8 @@ def compare(block: pages.Block, want: torch.Tensor, leaves: dict[str, torch.Tens
         assert_close(got, mine(name, wanted[name]), tolerance=1e-12, name=f"gradient of {name}")
 
 
-def _blocks(rank: int, ranks: int) -> None:
+@over_ranks(3)
+def test_the_two_lines_of_the_pages_are_exact_with_their_gradients(rank: int, ranks: int) -> None:
     seed = torch.Generator().manual_seed(0)
 
     def leaf(*shape: int) -> torch.Tensor:
@@ -57,7 +58,3 @@ def _blocks(rank: int, ranks: int) -> None:
     leaves["k"], leaves["v"] = leaf(2, length, 4, 8), leaf(2, length, 4, 5)
     want = torch.einsum("bihk,bjhk,bjhv->bihv", *leaves.values())
     compare(("docs/hybrids.md", "torch.distributed.nn"), want, leaves, set())
-
-
-def test_the_two_lines_of_the_pages_are_exact_with_their_gradients() -> None:
-    run_ranks(3, _blocks)

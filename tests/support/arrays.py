@@ -62,12 +62,7 @@ class Memory:
             sizes[slot] = max(sizes.get(slot, 0), sum(rows * WIDTH[name] for name, rows in buffer.parts))
         self.slots = {slot: np.full(size, np.nan) for slot, size in sizes.items()}
         for _, name in plan.phase.reads:
-            mine = [
-                reference.rows(name)[c.lo : c.hi]
-                for c, home in zip(plan.layout.chunks, plan.layout.owner, strict=True)
-                if home == program.rank
-            ]
-            self.view(program.home_buffer(name), name)[:] = np.concatenate(mine)
+            self.view(program.home_buffer(name), name)[:] = _own(plan, program.rank, reference.rows(name))
 
     def view(self, buffer: int, name: str) -> np.ndarray:
         if buffer in self.accumulators:
@@ -107,6 +102,12 @@ class Memory:
     def land(self, message: Message, payload: list[np.ndarray]) -> None:
         for (region,), value in zip(message.parts, payload, strict=True):
             self.rows(region)[:] = value
+
+
+def _own(plan: Plan, rank: int, rows: np.ndarray) -> np.ndarray:
+    """The rows of a rank's tokens."""
+    chunks = zip(plan.layout.chunks, plan.layout.owner, strict=True)
+    return np.concatenate([rows[c.lo : c.hi] for c, home in chunks if home == rank])
 
 
 def _window(band: Band, q_len: int, kv_len: int) -> np.ndarray:
@@ -209,12 +210,7 @@ def is_right(plan: Plan, programs: Sequence[Program], reference: Reference, orde
         return False
     for _, name in plan.phase.writes:
         for rank, memory in enumerate(memories):
-            mine = [
-                reference.rows(name)[c.lo : c.hi]
-                for c, home in zip(plan.layout.chunks, plan.layout.owner, strict=True)
-                if home == rank
-            ]
             got = memory.view(memory.program.home_buffer(name), name)
-            if not np.allclose(got, np.concatenate(mine), rtol=1e-9, atol=1e-9):
+            if not np.allclose(got, _own(plan, rank, reference.rows(name)), rtol=1e-9, atol=1e-9):
                 return False
     return True

@@ -95,9 +95,7 @@ def later_from(plan: Plan, rng: random.Random) -> Plan:
     step = rng.randrange(max(1, plan.steps))
     blocks = [b._replace(step=b.step + (b.step >= step)) for b in plan.blocks]
     return replace(
-        plan,
-        blocks=tuple(blocks),
-        transfers=tuple(t._replace(step=t.step + (t.step >= step)) for t in plan.transfers),
+        plan, blocks=tuple(blocks), transfers=tuple(t._replace(step=t.step + (t.step >= step)) for t in plan.transfers)
     )
 
 

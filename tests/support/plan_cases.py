@@ -103,8 +103,7 @@ def heterogeneous_masks(n: int, rng: random.Random) -> list[Case]:
             masks.documents(lengths, causal=False, window_size=(-1, right)), lambda i, j: alike(i, j) and j <= i + right
         ),
         Case(
-            masks.prefix_lm_documents(lengths, prefix),
-            lambda i, j: alike(i, j) and (j <= i or j - start[j] < prefix),
+            masks.prefix_lm_documents(lengths, prefix), lambda i, j: alike(i, j) and (j <= i or j - start[j] < prefix)
         ),
         Case(
             masks.prefix_lm_documents(lengths, prefixes),

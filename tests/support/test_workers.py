@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.support.workers import run_ranks
+from tests.support.workers import over_ranks, run_ranks
 
 
 @dataclass(frozen=True)
@@ -30,39 +30,32 @@ def total(rank: int, world_size: int, box: Box) -> Any:
     return {"rank": rank, "box": Box(value), "threads": torch.get_num_threads(), "size": dist.get_world_size()}
 
 
-def fail_on(rank: int, world_size: int, bad: int) -> None:
-    if rank == bad:
-        raise ZeroDivisionError(f"rank {rank} of {world_size} cannot")
-    dist.barrier()
-
-
-def die_on(rank: int, world_size: int, bad: int) -> int:
-    if rank == bad:
-        os._exit(7)
-    return os.getpid()
-
-
-def hang_on(rank: int, world_size: int, bad: int) -> None:
+def ends(rank: int, world_size: int, bad: int, how: str) -> None:
     while rank == bad:
+        if how == "raises":
+            raise ZeroDivisionError(f"rank {rank} of {world_size} cannot")
+        if how == "dies":
+            os._exit(7)
+        if how == "exits":
+            sys.exit(3)
         time.sleep(0.05)
+    if how == "raises":
+        dist.barrier()
 
 
 def environment(rank: int, world_size: int, name: str) -> tuple[str | None, list[str]]:
     return os.environ.get(name), sys.path
 
 
-def gloo_of_a_newer_torch(rank: int, world_size: int) -> float:
+@over_ranks(2)
+def test_groups_take_keywords_that_a_newer_torch_gives(rank: int, world_size: int) -> None:
     store = dist.PrefixStore("newer", dist.distributed_c10d._get_default_store())
     group = dist.distributed_c10d.ProcessGroupGloo(
         store, rank, world_size, timeout=timedelta(seconds=20), enable_reconfigure=False, named_by_no_release=1
     )
     total = torch.tensor([1.0])
     group.allreduce([total]).wait()
-    return total.item()
-
-
-def leave_at_once(rank: int, world_size: int) -> None:
-    sys.exit(3)
+    assert total.item() == 2.0
 
 
 def no_children_left() -> bool:
@@ -81,33 +74,36 @@ def test_results_come_back_by_rank(world_size: int) -> None:
 
 def test_a_failing_rank_is_named_with_its_traceback() -> None:
     with pytest.raises(AssertionError, match=r"rank 1 failed:(.|\n)*ZeroDivisionError: rank 1 of 2 cannot") as raised:
-        run_ranks(2, fail_on, 1, timeout=20)
+        run_ranks(2, ends, 1, "raises", timeout=20)
     assert no_children_left()
     cause = str(raised.value).splitlines()[0]
     assert cause.startswith("rank 1: ZeroDivisionError: rank 1 of 2 cannot"), "the cause stands first"
 
 
-def test_a_rank_that_dies_is_named_with_its_exit_code() -> None:
-    with pytest.raises(AssertionError, match=r"rank 1 failed:\nthe process died with exit code 7"):
-        run_ranks(2, die_on, 1, timeout=20)
-    assert no_children_left()
+@over_ranks(2)
+def fails_on_the_last(rank: int, ranks: int, given: str) -> None:
+    assert (rank, given) == (0, "given")
 
 
-def test_a_rank_that_exits_is_a_failure() -> None:
-    with pytest.raises(AssertionError, match="SystemExit: 3"):
-        run_ranks(1, leave_at_once)
+def test_a_check_that_fails_on_a_rank_fails_the_test_that_runs_it() -> None:
+    with pytest.raises(AssertionError, match=r"^rank 1: AssertionError"):
+        fails_on_the_last(given="given")
 
 
-def test_a_rank_that_hangs_is_killed_and_its_stack_shown() -> None:
+@pytest.mark.parametrize(
+    ("how", "ranks", "said"),
+    [
+        ("dies", 2, r"rank 1 failed:\nthe process died with exit code 7"),
+        ("exits", 1, "SystemExit: 3"),
+        ("hangs", 2, r"rank 1 did not end (.|\n)*in ends"),
+    ],
+)
+def test_a_rank_that_ends_otherwise_or_not_at_all_is_named_and_killed(how: str, ranks: int, said: str) -> None:
     start = time.monotonic()
-    with pytest.raises(AssertionError, match=r"rank 1 did not end (.|\n)*hang_on"):
-        run_ranks(2, hang_on, 1, timeout=6)
+    with pytest.raises(AssertionError, match=said):
+        run_ranks(ranks, ends, ranks - 1, how, timeout=6 if how == "hangs" else 20)
     assert time.monotonic() - start < 40
     assert no_children_left()
-
-
-def test_groups_take_keywords_that_a_newer_torch_gives() -> None:
-    assert run_ranks(2, gloo_of_a_newer_torch) == [2.0, 2.0]
 
 
 def test_workers_see_the_environment_of_the_call(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import faulthandler
 import importlib.util
+import inspect
 import multiprocessing
 import os
 import pickle
@@ -101,6 +102,36 @@ def run_ranks(
             for worker in workers:
                 worker.end()
     return [worker.value for worker in workers]
+
+
+def over_ranks(
+    *counts: int, timeout: float = 60.0, cuda: bool = False, kernel: Callable[[str], object] = str
+) -> Callable[[Callable[..., None]], Any]:
+    """Make a test of a function of (rank, ranks, and fixtures that can be pickled): ranks of each count run it.
+
+    Without counts the test has a parameter `ranks`. `kernel` may skip it for its parameter of that name.
+    """
+
+    def decorate(function: Callable[..., None]) -> Any:
+        def test(*on_a_rank: Any, **given: Any) -> None:
+            if on_a_rank:
+                function(*on_a_rank)
+            else:
+                kernel(given.get("kernel", ""))
+                run_ranks(given.pop("ranks", *counts[:1]), test, *given.values(), timeout=timeout, cuda=cuda)
+
+        for name in ("__module__", "__name__", "__qualname__", "__doc__"):
+            setattr(test, name, getattr(function, name))
+        several = [inspect.Parameter("ranks", inspect.Parameter.KEYWORD_ONLY)] if len(counts) != 1 else []
+        given = [*inspect.signature(function).parameters.values()][2:]
+        vars(test)["__signature__"] = inspect.Signature([*given, *several])
+        if len(counts) < 2:
+            return test
+        import pytest
+
+        return pytest.mark.parametrize("ranks", counts)(test)
+
+    return decorate
 
 
 def _jobs(

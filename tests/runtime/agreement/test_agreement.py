@@ -5,17 +5,19 @@ from __future__ import annotations
 import dataclasses
 import math
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 
 import dfa_megatron
+from dfa_megatron import kernels
 from dfa_megatron.plan.schedules import SCHEDULES
 from dfa_megatron.plan.schedules.route import direct
 from tests.support.arguments import arguments, told
 from tests.support.groups import alone
-from tests.support.workers import run_ranks
+from tests.support.workers import over_ranks
 
 
 def attempt(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: object) -> str:
@@ -49,29 +51,21 @@ MISMATCHES: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[str, ...]]] = 
 """What the last rank gives, after what the others give, and words of the error."""
 
 
-def _mismatches(rank: int, ranks: int) -> dict[str, str]:
-    odd = rank == ranks - 1
-    found = {
-        name: attempt_given(**{"local": 8 + 2 * at} | (theirs if odd else mine))
-        for at, (name, (mine, theirs, _)) in enumerate(MISMATCHES.items())
-    }
-    agreed = attempt_given(local=32) + attempt_given(local=34, verify="off") + attempt_given(local=34, verify="off")
-    return found | {"agreed": agreed}
-
-
 @pytest.mark.support("runtime", "ranks that disagree are told how")
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_every_rank_is_told_what_differs(ranks: int) -> None:
-    reports = run_ranks(ranks, _mismatches, timeout=90)
-    for report in reports:
-        for name, (*_, words) in MISMATCHES.items():
-            assert all(word in report[name] for word in words), report[name]
-        assert report["agreed"] == ""
-    for name in MISMATCHES.keys() - {"heads"}:
-        assert len({report[name] for report in reports}) == 1, "the same text on every rank"
+@over_ranks(2, 3, timeout=90)
+def test_every_rank_is_told_what_differs(rank: int, ranks: int) -> None:
+    for at, (name, (mine, theirs, words)) in enumerate(MISMATCHES.items()):
+        text = attempt_given(**{"local": 8 + 2 * at} | (theirs if rank == ranks - 1 else mine))
+        assert all(word in text for word in words), text
+        same: list[Any] = [None] * ranks
+        dist.all_gather_object(same, text)
+        assert name == "heads" or {*same} == {text}, "the same text on every rank"
+    for more in ({"local": 32}, {"local": 34, "verify": "off"}, {"local": 34, "verify": "off"}):
+        assert attempt_given(**more) == ""
 
 
-def _facts_of_its_own(rank: int, ranks: int) -> dict[str, str]:
+@over_ranks(3, timeout=40)
+def test_ranks_with_another_plan_or_other_versions_are_told_so(rank: int, ranks: int) -> None:
     """Equal requests over equal tensors, where the last rank has another plan by the same name, or other versions."""
 
     def here(local: int, owner: Any, name: str, value: object) -> str:
@@ -80,85 +74,57 @@ def _facts_of_its_own(rank: int, ranks: int) -> dict[str, str]:
                 (patch.setitem if isinstance(owner, dict) else patch.setattr)(owner, name, value)
             return attempt(*tensors(local=local), schedule="ring")
 
-    return {
-        "plan": here(26, SCHEDULES, "ring", dataclasses.replace(SCHEDULES["ring"], route=direct)),
-        "dfa_megatron": here(28, dfa_megatron, "__version__", "0.0.other"),
-        "torch": here(30, torch, "__version__", "0.0.other"),
-    }
+    told = here(26, SCHEDULES, "ring", dataclasses.replace(SCHEDULES["ring"], route=direct))
+    assert told.startswith("DisagreementError")
+    assert told.count("digest") == 2
+    for local, package in ((28, dfa_megatron), (30, torch)):
+        told = here(local, package, "__version__", "0.0.other")
+        assert f"  {package.__name__}: " in told
+        assert "0.0.other on rank 2" in told
 
 
-def test_ranks_with_another_plan_or_other_versions_are_told_so() -> None:
-    for report in run_ranks(3, _facts_of_its_own, timeout=40):
-        assert report["plan"].startswith("DisagreementError")
-        assert report["plan"].count("digest") == 2
-        for package in ("dfa_megatron", "torch"):
-            assert f"  {package}: " in report[package]
-            assert "0.0.other on rank 2" in report[package]
-
-
-BAD_REQUESTS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
-    "schedule": ({"schedule": "balansed"}, ("balanced_shared", "ring")),
-    "kernel": ({"kernel": "cudnn"}, ("cpu", "CUDA")),
-    "unknown kernel": ({"kernel": "flash9"}, ("reference",)),
-    "layout": ({"layout": "zigzag", "schedule": "balanced"}, ("zigzag",)),
-    "softcap": ({"softcap": 30.0, "kernel": "cpu"}, ("it caps no scores. What works: kernel='reference'",)),
-    "negative softcap": ({"softcap": -30.0}, ("a softcap is positive and finite",)),
-    "scale 0": ({"softmax_scale": 0.0}, ("Not supported: softmax_scale=0.0: it is positive and finite",)),
-    "scale nan": (
-        {"softmax_scale": math.nan, "kernel": "reference"},
-        ("Not supported: softmax_scale=nan: it is pos",),
-    ),
-    "mask": ({"causal": False, "schedule": "balanced"}, ("What works: schedule 'auto'",)),
-    "transport": ({"transport": "nccl"}, ("one of auto, p2p, copy_engine",)),
-    "copy engine": (
-        {"transport": "copy_engine"},
-        ("it moves between GPUs, not on cpu. What works: transport='p2p'",),
-    ),
-    "integers": ({"dtype": torch.int32}, ()),
-}
+BAD_REQUESTS: list[tuple[dict[str, Any], tuple[str, ...]]] = [
+    ({"schedule": "balansed"}, ("balanced_shared", "ring")),
+    ({"kernel": "cudnn"}, ("cpu", "CUDA")),
+    ({"kernel": "flash9"}, ("reference",)),
+    ({"layout": "zigzag", "schedule": "balanced"}, ("zigzag",)),
+    ({"softcap": 30.0, "kernel": "cpu"}, ("it caps no scores. What works: kernel='reference'",)),
+    ({"softcap": -30.0}, ("a softcap is positive and finite",)),
+    ({"softmax_scale": 0.0}, ("Not supported: softmax_scale=0.0: it is positive and finite",)),
+    ({"softmax_scale": math.nan, "kernel": "reference"}, ("Not supported: softmax_scale=nan: it is pos",)),
+    ({"causal": False, "schedule": "balanced"}, ("What works: schedule 'auto'",)),
+    ({"transport": "nccl"}, ("one of auto, p2p, copy_engine",)),
+    ({"transport": "copy_engine"}, ("it moves between GPUs, not on cpu. What works: transport='p2p'",)),
+    ({"dtype": torch.int32}, ()),
+]
 """Options that nobody can serve, and words of the error."""
 
 
-def _bad_requests(rank: int, ranks: int) -> dict[str, str]:
+@over_ranks(2)
+def test_a_request_nobody_can_serve_names_what_would_work(rank: int, ranks: int) -> None:
     q, k, v = tensors()
-    flat, uneven = attempt(q[0], k[0], v[0]), attempt(q, k, tensors(kv_heads=4)[2])
-    return {name: attempt_given(**given) for name, (given, _) in BAD_REQUESTS.items()} | {"flat": flat, "v": uneven}
+    for flat_or_uneven in ((q[0], k[0], v[0]), (q, k, tensors(kv_heads=4)[2])):
+        assert attempt(*flat_or_uneven).startswith("UnsupportedError")
+    for given, words in BAD_REQUESTS:
+        text = attempt_given(**given)
+        assert text.startswith("UnsupportedError"), given
+        assert all(word in text for word in words), text
 
 
-def test_a_request_nobody_can_serve_names_what_would_work() -> None:
-    for report in run_ranks(2, _bad_requests):
-        assert all(text.startswith("UnsupportedError") for text in report.values()), report
-        for name, (_, words) in BAD_REQUESTS.items():
-            assert all(word in report[name] for word in words), report[name]
-
-
-def _unequal_groups(rank: int, ranks: int) -> str:
+@over_ranks(2)
+def test_ranks_may_be_in_unequal_numbers_of_groups(rank: int, ranks: int) -> None:
     """Rank 0 is in one group more: PyTorch would give a new group another name there."""
     if rank == 0:
         dist.new_group([0], use_local_synchronization=True)
-    return attempt(*tensors())
+    assert attempt(*tensors()) == ""
 
 
-def test_ranks_may_be_in_unequal_numbers_of_groups() -> None:
-    assert run_ranks(2, _unequal_groups, timeout=60) == ["", ""]
-
-
-def _broken_kernel(rank: int, ranks: int) -> str:
-    from dfa_megatron import kernels
-
-    def broken(*args: object, **options: object) -> None:
-        raise RuntimeError("out of tea")
-
-    type(kernels.get("reference")).forward = broken
-    return attempt(*tensors(), kernel="reference", schedule="balanced")
-
-
-def test_a_failing_step_shows_where_in_the_grid() -> None:
-    for rank, report in enumerate(run_ranks(2, _broken_kernel)):
-        assert report.startswith("ExecutionError")
-        assert "out of tea" in report
-        assert f"rank {rank}, step 0" in report
-        assert "<!" in report
+@over_ranks(2)
+def test_a_failing_step_shows_where_in_the_grid(rank: int, ranks: int) -> None:
+    with patch.object(type(kernels.get("reference")), "forward", side_effect=RuntimeError("out of tea")):
+        report = attempt(*tensors(), kernel="reference", schedule="balanced")
+    assert report.startswith("ExecutionError")
+    assert all(words in report for words in ("out of tea", f"rank {rank}, step 0", "<!"))
 
 
 IMPOSSIBLE: dict[str, Any] = {
@@ -174,52 +140,40 @@ IMPOSSIBLE: dict[str, Any] = {
 """Values that an argument cannot have, by its name."""
 
 
-def _impossible(rank: int, ranks: int) -> dict[str, tuple[str, str]]:
-    """Both functions with values that every rank gives, and then with one that only the last rank gives."""
+@over_ranks(2)
+def test_both_functions_refuse_impossible_arguments_and_every_rank_hears_of_it(rank: int, ranks: int) -> None:
+    """Values that every rank gives, then one that only the last rank gives."""
 
     def attempts(**given: Any) -> tuple[str, str]:
         q, k, v = tensors(local=22)
         return attempt(q, k, v, **given), attempt(q[0], k[0], v[0], cu_seqlens=(0, 22 * ranks), **given)
 
-    found = {name: attempts(**{name.split(",")[0]: value}) for name, value in IMPOSSIBLE.items()}
-    found["one rank"] = attempts(**({"window_size": 3} if rank == ranks - 1 else {}))
-    return found | {"nothing": attempts(causal=None), "afterwards": attempts()}
-
-
-def test_both_functions_refuse_impossible_arguments_and_every_rank_hears_of_it() -> None:
-    first, last = run_ranks(2, _impossible, timeout=60)
-    for name in IMPOSSIBLE:
-        for text in (*first[name], *last[name]):
+    for name, value in IMPOSSIBLE.items():
+        for text in attempts(**{name.split(",")[0]: value}):
             assert text.startswith(f"UnsupportedError: Not supported: {name.split(',')[0]}="), f"{name}: {text}"
             assert "What works" in text
-    for here, there in zip(first["one rank"], last["one rank"], strict=True):
-        assert there.startswith("UnsupportedError: Not supported: window_size=3")
-        assert here.startswith(
-            "DisagreementError: rank 1 of the group refuses this attention: Not supported: window_size=3"
-        )
-    for text in (*first["nothing"], *last["nothing"]):
+    own = "UnsupportedError: " if rank else "DisagreementError: rank 1 of the group refuses this attention: "
+    for text in attempts(**({"window_size": 3} if rank else {})):
+        assert text.startswith(f"{own}Not supported: window_size=3")
+    for text in attempts(causal=None):
         assert text.startswith("UnsupportedError: Not supported: attention without causal, mask and plan")
-    assert first["afterwards"] == last["afterwards"] == ("", "")
+    assert attempts() == ("", "")
 
 
-def _strangers(rank: int, ranks: int) -> list[str]:
-    """Tensors without numbers, and groups that this rank is no member of: as it has them, and by a name."""
-    group = dist.new_group([0, 1])
-    meta = [x.to("meta") for x in tensors()]
-    found = [attempt(*meta, group=alone()), attempt(*tensors(), group="nobody's")]
+@over_ranks(3)
+def test_tensors_without_numbers_and_the_groups_of_others_are_refused(rank: int, ranks: int) -> None:
+    """Groups that this rank is no member of: as it has them, and by a name."""
+    group, meta = dist.new_group([0, 1]), [x.to("meta") for x in tensors()]
+    refused, no_numbers = "UnsupportedError: Not supported: ", "attention of tensors on meta"
+    assert attempt(*meta, group=alone()).startswith(refused + no_numbers)
+    assert attempt(*tensors(), group="nobody's").startswith(f"{refused}a process group named")
     if rank == 2:
-        return [*found, attempt(*tensors(), group=group)]
-    return [*found, attempt(*meta, group=group), attempt(*(tensors() if rank else meta), group=group)]
-
-
-def test_tensors_without_numbers_and_the_groups_of_others_are_refused() -> None:
-    first, second, stranger = run_ranks(3, _strangers, timeout=60)
-    for found in (first, second, stranger):
-        assert found[0].startswith("UnsupportedError: Not supported: attention of tensors on meta")
-        assert found[1].startswith("UnsupportedError: Not supported: a process group named")
-    assert stranger[2].startswith("UnsupportedError: Not supported: a process group that this rank is no member of")
-    assert first[2].startswith("UnsupportedError: Not supported: attention of tensors on meta")
-    assert second[2] == first[2]
-    assert first[3].startswith("UnsupportedError: Not supported: attention of tensors on meta")
-    refused = "DisagreementError: rank 0 of the group refuses this attention: Not supported: attention of tensors on"
-    assert second[3].startswith(refused)
+        told = attempt(*tensors(), group=group)
+        assert told.startswith(f"{refused}a process group that this rank is no member of")
+        return
+    both: list[Any] = [None, None]
+    dist.all_gather_object(both, attempt(*meta, group=group), group=group)
+    assert both[0] == both[1]
+    assert both[0].startswith(refused + no_numbers)
+    of_one = "DisagreementError: rank 0 of the group refuses this attention: Not supported: " if rank else refused
+    assert attempt(*(tensors() if rank else meta), group=group).startswith(of_one + no_numbers)

@@ -30,7 +30,7 @@ from tests.recurrence.test_upstream import mamba2
 from tests.support.arguments import arguments, told
 from tests.support.attend import case
 from tests.support.recurrences import convolve, recurrence
-from tests.support.workers import run_ranks
+from tests.support.workers import over_ranks
 
 
 def tensors(local: int, gradients: str = "qkv") -> list[torch.Tensor]:
@@ -70,7 +70,8 @@ def conv(odd: bool) -> None:
         out.sum().backward()
 
 
-def _without_gradients(rank: int, ranks: int) -> dict[str, str]:
+@over_ranks(2, 3)
+def test_a_rank_whose_inputs_need_no_gradient_is_told_in_the_forward(rank: int, ranks: int) -> None:
     odd = rank == ranks - 1
     sinks = torch.randn(4, requires_grad=not odd)
     found = {
@@ -79,30 +80,24 @@ def _without_gradients(rank: int, ranks: int) -> dict[str, str]:
         "no_grad": told(lambda: attend(tensors(8), torch.no_grad if odd else None)),
         "inference_mode": told(lambda: attend(tensors(10), torch.inference_mode if odd else None)),
         "sinks": told(lambda: attend(tensors(12, ""), sinks=sinks)),
-        "heads travel": told(lambda: attend(tensors(16, "" if odd else "q"), ulysses_degree=2)) if ranks == 2 else "",
         "a pack": told(lambda: packed(tensors(18, "" if odd else "q"), ranks)),
         "a recurrence": told(lambda: scan(odd, ranks, rank)),
         "a convolution": told(lambda: conv(odd)),
         "unshard": told(lambda: unshard_sequence(torch.randn(2, 4, requires_grad=not odd), dim=1)),
     }
+    if ranks == 2:
+        found["heads travel"] = told(lambda: attend(tensors(16, "" if odd else "q"), ulysses_degree=2))
     attend(tensors(4))  # the group goes on; then what all ranks know
     attend(tensors(4), torch.no_grad)
-    return found | {"known": told(lambda: attend(tensors(4, "" if odd else "qkv")))}
+    found["known"] = told(lambda: attend(tensors(4, "" if odd else "qkv")))
+    for name, text in found.items():
+        assert text.startswith(("DisagreementError: ", "LostGroupError: ")), (name, text)
+        assert "requires_grad" in text or "gradient: " in text or "gradient True" in text, (name, text)
+        assert f"on rank {ranks - 1}" in text or name == "unshard", (name, text)
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_a_rank_whose_inputs_need_no_gradient_is_told_in_the_forward(ranks: int) -> None:
-    reports = run_ranks(ranks, _without_gradients, timeout=60)
-    for report in reports:
-        for name, text in report.items():
-            if name == "heads travel" and ranks != 2:
-                continue
-            assert text.startswith(("DisagreementError: ", "LostGroupError: ")), (name, text)
-            assert "requires_grad" in text or "gradient: " in text or "gradient True" in text, (name, text)
-            assert f"on rank {ranks - 1}" in text or name == "unshard", (name, text)
-
-
-def _some_gradients(rank: int, ranks: int) -> None:
+@over_ranks(3, timeout=60)
+def test_ranks_may_need_gradients_of_other_inputs(rank: int, ranks: int) -> None:
     """Each rank needs the gradients of other inputs: all of them are exact."""
     whole = case(5 * ranks)
     rows = whole.rows(rank, ranks)
@@ -112,10 +107,6 @@ def _some_gradients(rank: int, ranks: int) -> None:
         out = dfa_megatron.dist_flash_attn_func(*shard, **arguments(causal=True))
         (got,) = torch.autograd.grad(out, shard[mine], whole.dout[:, rows])
         torch.testing.assert_close(got, whole.gradients[mine][:, rows], rtol=1e-10, atol=1e-10)
-
-
-def test_ranks_may_need_gradients_of_other_inputs() -> None:
-    run_ranks(3, _some_gradients, timeout=60)
 
 
 WORDS, QUARTER = "an accident of this test", 5.0
@@ -224,38 +215,32 @@ ALONE: dict[str, tuple[Callable[[bool, Any], None], str]] = {
 """What one rank does alone, (whether this rank does, group), and words of its error."""
 
 
-def _alone(rank: int, ranks: int, odd: int, names: list[str]) -> dict[str, tuple[str, float]]:
-    """Each of these on one rank; the ranks know every second call already."""
-    found = dict.fromkeys(names, ("", 0.0))
-    for at, name in enumerate(names):
-        group, action = dist.new_group(list(range(ranks)), timeout=timedelta(seconds=QUARTER * 4)), ALONE[name][0]
+@pytest.mark.parametrize(("ranks", "odd", "part"), [(2, 1, 0), (3, 0, 1), (3, 2, 2)])
+@over_ranks(timeout=120)
+def test_an_error_of_one_rank_alone_is_told_to_the_others_at_once(rank: int, ranks: int, odd: int, part: int) -> None:
+    """The ranks know every second call already."""
+    for at, name in enumerate([*ALONE][part % 2 :: 2][:: 1 if part < 2 else -1]):
+        group = dist.new_group(list(range(ranks)), timeout=timedelta(seconds=QUARTER * 4))
+        action, words = ALONE[name]
         if at % 2:
             action(False, group)
-        began = time.monotonic()
+        began, text = time.monotonic(), ""
         try:
             action(rank == odd, group)
             attend(tensors(4), group=group)  # which hears of what came behind the other's exchange
         except Exception as error:  # noqa: BLE001 -- of any kind
-            found[name] = f"{type(error).__name__}: {error}", time.monotonic() - began
-    dist.barrier()
-    return found
+            text = f"{type(error).__name__}: {error}"
+        assert time.monotonic() - began < QUARTER, (name, text)
+        assert words in text, (name, text)
+        if rank != odd:
+            assert text.startswith(("DisagreementError: ", "LostGroupError: ")), (name, text)
+            assert f"rank {odd} of the group" in text or f"on rank {odd}" in text, (name, text)
 
 
-@pytest.mark.parametrize(("ranks", "odd", "part"), [(2, 1, 0), (3, 0, 1), (3, 2, 2)])
-def test_an_error_of_one_rank_alone_is_told_to_the_others_at_once(ranks: int, odd: int, part: int) -> None:
-    names = [*ALONE][part % 2 :: 2][:: 1 if part < 2 else -1]
-    for rank, report in enumerate(run_ranks(ranks, _alone, odd, names, timeout=120)):
-        for name, (text, seconds) in report.items():
-            assert ALONE[name][1] in text, (name, text)
-            assert seconds < QUARTER, (name, seconds, text)
-            if rank != odd:
-                assert text.startswith(("DisagreementError: ", "LostGroupError: ")), (name, text)
-                assert f"rank {odd} of the group" in text or f"on rank {odd}" in text, (name, text)
-
-
-def _compares_nothing(rank: int, ranks: int, odd: int) -> dict[str, tuple[str, float]]:
+@pytest.mark.parametrize(("ranks", "odd"), [(2, 1), (3, 0)])
+@over_ranks(timeout=90)
+def test_a_rank_that_alone_compares_nothing_is_named_on_every_rank(rank: int, ranks: int, odd: int) -> None:
     """One rank has verify="off", from its first call of a group on, or after calls that compare."""
-    found = {}
     drawn = recurrence("gla", 4 * ranks, seed=1)
     q, cache = torch.randn(1, 1, 2, 8), torch.randn(1, 4, 2, 8)
     actions: dict[str, Callable[..., object]] = {
@@ -271,27 +256,19 @@ def _compares_nothing(rank: int, ranks: int, odd: int) -> dict[str, tuple[str, f
                 action(group=group, config=config)
             began = time.monotonic()
             text = told(partial(action, group=group, config=configs[rank == odd])) if before < 2 else ""
-            found[f"{name} {before}"] = text, time.monotonic() - began
-    dist.barrier()
-    return found
-
-
-@pytest.mark.parametrize(("ranks", "odd"), [(2, 1), (3, 0)])
-def test_a_rank_that_alone_compares_nothing_is_named_on_every_rank(ranks: int, odd: int) -> None:
-    for report in run_ranks(ranks, _compares_nothing, odd, timeout=90):
-        for name, (text, seconds) in report.items():
-            assert seconds < QUARTER, (name, seconds, text)
-            if name.endswith("0"):
+            assert time.monotonic() - began < QUARTER, (name, before, text)
+            if before == 0:
                 assert text.startswith("DisagreementError: "), (name, text)
                 assert "request.verify: " in text and f"off on rank {odd}" in text, (name, text)  # noqa: PT018
-            elif name == "attention 1":
+            elif (name, before) == ("attention", 1):
                 assert text.startswith(("DisagreementError: ", "LostGroupError: ")), (name, text)
                 assert f"prepares an attention that it has not run before on rank {odd}" in text, (name, text)
             else:
                 assert text == "", "small exchanges are compared once the ranks compare"
 
 
-def _stops_early(rank: int, ranks: int) -> None:
+@over_ranks(2, timeout=60)
+def test_a_recompute_that_stops_early_is_no_error(rank: int, ranks: int) -> None:
     """What is last in a checkpointed region is left by an exception as soon as its tensors are saved again."""
     offsets = (0, 4 * ranks)
     regions: list[tuple[Callable[..., Any], list[torch.Tensor]]] = [
@@ -307,13 +284,9 @@ def _stops_early(rank: int, ranks: int) -> None:
             torch.testing.assert_close(torch.autograd.grad(found.sum(), leaves), expected)
 
 
-def test_a_recompute_that_stops_early_is_no_error() -> None:
-    run_ranks(2, _stops_early, timeout=60)
-
-
-def _opening_fails(rank: int, ranks: int) -> dict[str, tuple[str, float]]:
+@over_ranks(4, timeout=90)
+def test_a_rank_that_cannot_open_its_connections_tells_the_others(rank: int, ranks: int) -> None:
     """The last rank cannot open its first, or its second, connections of each group."""
-    found = {}
     make = Communicator.__init__
 
     def opens(count: int) -> Callable[..., None]:
@@ -334,23 +307,11 @@ def _opening_fails(rank: int, ranks: int) -> dict[str, tuple[str, float]]:
     }
     for name, action in actions.items():
         for count in range(2 if name != "convolution" else 1):
-            group = dist.new_group(list(range(ranks)))
-            Communicator.__init__ = opens(count)  # type: ignore[method-assign]
-            began = time.monotonic()
-            text = told(partial(action, group))
-            found[f"{name} {count}"] = text, time.monotonic() - began
-            assert "was lost" in told(partial(action, group))
-    Communicator.__init__ = make  # type: ignore[method-assign]
-    dist.barrier()
-    return found
-
-
-def test_a_rank_that_cannot_open_its_connections_tells_the_others() -> None:
-    *others, last = run_ranks(4, _opening_fails, timeout=90)
-    for name, (text, _) in last.items():
-        assert "no socket is left in this test" in text, name
-    for report in others:
-        for name, (text, seconds) in report.items():
-            assert text.startswith("LostGroupError: rank 3 of the group failed in its call "), (name, text)
-            assert "no socket is left in this test" in text
-            assert seconds < 10, name
+            group, began = dist.new_group(list(range(ranks))), time.monotonic()
+            with patch.object(Communicator, "__init__", opens(count)):
+                text = told(partial(action, group))
+                assert "no socket is left in this test" in text, name
+                if rank < ranks - 1:
+                    assert text.startswith("LostGroupError: rank 3 of the group failed in its call "), (name, text)
+                    assert time.monotonic() - began < 10, name
+                assert "was lost" in told(partial(action, group))

@@ -11,6 +11,8 @@ from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -22,7 +24,7 @@ from dfa_megatron.runtime.agreement import watchdog
 from dfa_megatron.runtime.agreement.calls import Calls, Kind, at_layer
 from dfa_megatron.runtime.comm.groups import channel_of, channels
 from tests.support.arguments import arguments
-from tests.support.workers import run_ranks
+from tests.support.workers import over_ranks, run_ranks
 
 KNOWN = ({"softmax_scale": 0.25}, {"softmax_scale": 0.5}, {"window_size": (3, 0)}, {"causal": False})
 """Plans that all ranks know before their calls part."""
@@ -32,20 +34,20 @@ def tensors(local: int = 8) -> list[torch.Tensor]:
     return [torch.randn(1, local, heads, 16, requires_grad=True) for heads in (4, 2, 2)]
 
 
-def attend(number: int = 0, *, backward: bool = False, local: int = 8, layer: int = 0) -> torch.Tensor:
+def attend(number: int = 0, *, backward: bool = False, local: int = 8, layer: int = 0, group: Any = None) -> Any:
     """One of the known attentions."""
     with at_layer(layer):
-        out = dfa_megatron.dist_flash_attn_func(*tensors(local), **arguments(schedule="ring", **KNOWN[number]))
-    assert isinstance(out, torch.Tensor)
+        options = arguments(schedule="ring", group=group, **KNOWN[number])
+        out: Any = dfa_megatron.dist_flash_attn_func(*tensors(local), **options)
     if backward:
         out.sum().backward()
     return out
 
 
-def know() -> None:
+def know(group: Any = None) -> None:
     for number in range(len(KNOWN)):
-        attend(number, backward=True)
-    attend(0, local=12, backward=True)
+        attend(number, backward=True, group=group)
+    attend(0, local=12, backward=True, group=group)
 
 
 def told(action: Callable[[], object]) -> tuple[str, str, float]:
@@ -58,44 +60,39 @@ def told(action: Callable[[], object]) -> tuple[str, str, float]:
     return "", "", time.monotonic() - start
 
 
-def _skips(odd: bool) -> None:
-    attend(0, layer=1)
+def _skips(odd: bool, **on: Any) -> None:
+    attend(0, layer=1, **on)
     if not odd:
-        attend(0, layer=2)
-    attend(0, layer=3)
+        attend(0, layer=2, **on)
+    attend(0, layer=3, **on)
 
 
-def _repeats(odd: bool) -> None:
+def _repeats(odd: bool, **on: Any) -> None:
     for _ in range(3 if odd else 2):
-        attend(1)
-    attend(0)
+        attend(1, **on)
+    attend(0, **on)
 
 
-def _swaps(one: int, other: int, odd: bool) -> None:
+def _swaps(one: int, other: int, odd: bool, **on: Any) -> None:
     for number in (one, other) if odd else (other, one):
-        attend(number, backward=True)
+        attend(number, backward=True, **on)
 
 
-def _swaps_lengths(odd: bool) -> None:
+def _swaps_lengths(odd: bool, **on: Any) -> None:
     for local in (8, 12) if odd else (12, 8):
-        attend(0, local=local)
+        attend(0, local=local, **on)
 
 
-def _skips_an_equal_call_before_a_backward(odd: bool) -> None:
-    outs = [attend(0) for _ in range(1 if odd else 2)]
-    sum(out.sum() for out in outs).backward()  # type: ignore[union-attr]
+def _skips_an_equal_call_before_a_backward(odd: bool, **on: Any) -> None:
+    sum(attend(0, **on).sum() for _ in range(1 if odd else 2)).backward()  # type: ignore[union-attr]
 
 
-def _skips_an_equal_backward(odd: bool) -> None:
-    outs = [attend(0) for _ in range(2)]
+def _skips_an_equal_backward(odd: bool, **on: Any) -> None:
+    outs = [attend(0, **on) for _ in range(2)]
     sum(out.sum() for out in (outs[:1] if odd else outs)).backward()  # type: ignore[union-attr]
 
 
-def _prepares_another(odd: bool) -> None:
-    attend(0, local=16 if odd else 8)
-
-
-FAULTS = {
+FAULTS: dict[str, tuple[Callable[..., Any], str, str]] = {
     "skips": (_skips, "layer 2 on rank", "layer 3 on rank"),
     "repeats": (_repeats, "softmax_scale=0.5", "softmax_scale=0.25"),
     "swaps scales": (partial(_swaps, 0, 1), "softmax_scale=0.25", "softmax_scale=0.5"),
@@ -104,24 +101,25 @@ FAULTS = {
     "swaps lengths": (_swaps_lengths, "q (1, 8, 4, 16)", "q (1, 12, 4, 16)"),
     "skips an equal call": (_skips_an_equal_call_before_a_backward, "backward of q", "forward of q"),
     "skips an equal backward": (_skips_an_equal_backward, "has come to the end of the backward", "backward of q"),
-    "prepares": (_prepares_another, "prepares an attention that it has not run before", "forward of q"),
+    "prepares": (
+        lambda odd, **on: attend(0, local=16 if odd else 8, **on),
+        "prepares an attention that it has not run before",
+        "forward of q",
+    ),
 }
 
 
-def _parts(rank: int, ranks: int, fault: str) -> list[tuple[str, str, float]]:
-    know()
-    first = told(lambda: FAULTS[fault][0](rank == ranks - 1))
-    return [first, told(lambda: attend(0))]
-
-
-@pytest.mark.parametrize("fault", FAULTS)
-def test_ranks_whose_calls_part_are_told_which_call_differs(fault: str) -> None:
-    ranks = 3 if fault == "swaps scales" else 2
-    for (name, text, seconds), (then, why, _) in run_ranks(ranks, _parts, fault, timeout=60):
-        assert name in ("DisagreementError", "LostGroupError"), (name, text)
+@over_ranks(2, 3, timeout=120)
+def test_ranks_whose_calls_part_are_told_which_call_differs(rank: int, ranks: int) -> None:
+    for fault, (action, *words) in FAULTS.items() if ranks == 2 else [("swaps scales", FAULTS["swaps scales"])]:
+        group = dist.new_group(list(range(ranks)))
+        know(group)
+        name, text, seconds = told(lambda action=action, on=group: action(rank == ranks - 1, group=on))
+        assert name in ("DisagreementError", "LostGroupError"), (fault, name, text)
         assert "run different attentions, after " in text
-        assert all(words in text for words in FAULTS[fault][1:]), text
+        assert all(word in text for word in words), (fault, text)
         assert seconds < 6
+        then, why, _ = told(lambda on=group: attend(0, group=on))
         assert then in ("LostGroupError", "DisagreementError")  # the second where no call came after the difference
         assert "run different attentions" in why
 
@@ -166,73 +164,56 @@ def test_a_rank_whose_connection_breaks_in_the_midst_of_a_call_is_named(tmp_path
     assert "remote process exited" in told
 
 
-def _first_absent(rank: int, ranks: int, absent: int) -> tuple[str, str, float]:
+@pytest.mark.parametrize("absent", [0, 2])
+@over_ranks(3, timeout=40)
+def test_whoever_is_absent_at_the_first_attention_is_named_by_every_other_rank(
+    rank: int, ranks: int, absent: int
+) -> None:
     group = dist.new_group(list(range(ranks)), timeout=timedelta(seconds=4))
     if rank == absent:
         time.sleep(2.5)
-        return "", "", 0.0
-    return told(lambda: dfa_megatron.dist_flash_attn_func(*tensors(), causal=True, group=group))
+        return
+    name, text, seconds = told(lambda: dfa_megatron.dist_flash_attn_func(*tensors(), causal=True, group=group))
+    assert name == "AbsentError"
+    assert f"rank {absent} of the group did not come within 1 s" in text
+    assert seconds < 2.5
 
 
-@pytest.mark.parametrize("absent", [0, 2])
-def test_whoever_is_absent_at_the_first_attention_is_named_by_every_other_rank(absent: int) -> None:
-    reports = run_ranks(3, _first_absent, absent, timeout=40)
-    for rank, (name, text, seconds) in enumerate(reports):
-        if rank != absent:
-            assert name == "AbsentError"
-            assert f"rank {absent} of the group did not come within 1 s" in text
-            assert seconds < 2.5
-
-
-def _forked(rank: int, ranks: int) -> list[int]:
-    """The exit statuses of forks that call attention too, with a lock of ours held; 0 if refused by name."""
-
-    def run() -> None:
-        dfa_megatron.dist_flash_attn_func(*tensors(), causal=True)
-
-    run()
-    (dog,), found = watchdog._watchdogs, []
+@over_ranks(2)
+def test_a_fork_may_not_call_attention_and_its_parent_goes_on(rank: int, ranks: int) -> None:
+    """Forks that call attention too, with a lock of ours held."""
+    attend()
+    (dog,) = watchdog._watchdogs
     for lock in (dog._news._cond, dog._over._cond, dog._turn, watchdog._LOCK, channel_of(None)._closing):
         with lock:
             if (pid := os.fork()) == 0:
                 signal.alarm(3)
-                name, text, _ = told(run)
+                name, text, _ = told(attend)
                 os._exit(name != "UnsupportedError" or "in a fork" not in text)
-            found.append(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
-    run()
-    return found
+            assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0, "refused by name"
+    attend()
 
 
-def test_a_fork_may_not_call_attention_and_its_parent_goes_on() -> None:
-    assert run_ranks(2, _forked, timeout=60) == [[0] * 5] * 2
-
-
-def _value_error(rank: int, ranks: int) -> tuple[str, str, float]:
-    from dfa_megatron.plan.language import mask
-
-    def impossible(*args: object) -> None:
-        raise ValueError("an impossible window")
-
+@over_ranks(2)
+def test_an_exception_of_any_kind_in_preparation_is_told_to_the_other_ranks(rank: int, ranks: int) -> None:
     if rank == 1:
-        import dfa_megatron.runtime.request as request
-
-        request.of_window = impossible  # type: ignore[assignment]
-    assert mask
-    try:
-        return told(lambda: dfa_megatron.dist_flash_attn_func(*tensors(), causal=True))
-    except ValueError as error:
-        return "ValueError", str(error), 0.0
-
-
-def test_an_exception_of_any_kind_in_preparation_is_told_to_the_other_ranks() -> None:
-    (name, text, seconds), own = run_ranks(2, _value_error, timeout=60)
+        with (
+            patch("dfa_megatron.runtime.request.of_window", side_effect=ValueError("an impossible window")),
+            pytest.raises(ValueError, match="an impossible window"),
+        ):
+            dfa_megatron.dist_flash_attn_func(*tensors(), causal=True)
+        return
+    name, text, seconds = told(lambda: dfa_megatron.dist_flash_attn_func(*tensors(), causal=True))
     assert name == "DisagreementError"
     assert "rank 1 of the group refuses this attention: ValueError: an impossible window" in text
     assert seconds < 5
-    assert own[0] == "ValueError"
 
 
-def _threads(rank: int, ranks: int, strays: list[int]) -> list[tuple[str, str, float]]:
+@pytest.mark.parametrize(("ranks", "strays"), [(2, [0]), (3, [0, 2]), (2, [0, 1])])
+@over_ranks()
+def test_calls_of_other_threads_are_refused_by_their_names_and_the_group_goes_on(
+    rank: int, ranks: int, strays: list[int]
+) -> None:
     """Other threads of some ranks call: a known attention, a new one, a backward, and one while the first calls."""
     know()
     found: list[tuple[str, str, float]] = []
@@ -246,29 +227,23 @@ def _threads(rank: int, ranks: int, strays: list[int]) -> list[tuple[str, str, f
         for thread in pool[3:] if rank in strays else ():
             thread.start()
             thread.join(20)
-    return [*found, told(lambda: attend(2, backward=True))]
+    assert len(found) == 4 * (rank in strays), "no thread waits"
+    assert {name for name, _, _ in found} <= {"UnsupportedError"}
+    assert all("from two threads, 'MainThread' and 'second " in text for _, text, _ in found)
+    assert told(lambda: attend(2, backward=True))[0] == ""
 
 
-@pytest.mark.parametrize(("ranks", "strays"), [(2, [0]), (3, [0, 2]), (2, [0, 1])])
-def test_calls_of_other_threads_are_refused_by_their_names_and_the_group_goes_on(ranks: int, strays: list[int]) -> None:
-    for rank, (*found, after) in enumerate(run_ranks(ranks, _threads, strays, timeout=60)):
-        assert len(found) == 4 * (rank in strays), "no thread waits"
-        assert {name for name, _, _ in found} <= {"UnsupportedError"}
-        assert all("from two threads, 'MainThread' and 'second " in text for _, text, _ in found)
-        assert after[0] == "", after
-
-
-def _left(rank: int, ranks: int) -> tuple[int, int, int]:
-    """File descriptors and threads that a group leaves behind, and the plans of it."""
+@over_ranks(2)
+def test_a_destroyed_group_leaves_nothing_behind(rank: int, ranks: int) -> None:
     from dfa_megatron.runtime.prepare import in_use
 
-    def settled() -> tuple[int, int, int]:
-        """Descriptors, threads and plans once no channel is left, or after five seconds."""
+    def settled() -> tuple[int, int]:
+        """Descriptors and threads once no channel is left, or after five seconds."""
         deadline = time.monotonic() + 5
         while (channels() or in_use()) and time.monotonic() < deadline:
             time.sleep(0.02)
         time.sleep(0.2)
-        return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task")), len(in_use())
+        return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
 
     def once(shape: int) -> None:
         group = dist.new_group(list(range(ranks)))
@@ -279,15 +254,10 @@ def _left(rank: int, ranks: int) -> tuple[int, int, int]:
         dist.destroy_process_group(group)
 
     once(8)  # what is made once for a process stays
-    descriptors, threads, _ = settled()
+    before = settled()
     for shape in (10, 12):
         once(shape)
-    after = settled()
-    return after[0] - descriptors, after[1] - threads, after[2]
-
-
-def test_a_destroyed_group_leaves_nothing_behind() -> None:
-    assert run_ranks(2, _left, timeout=60) == [(0, 0, 0)] * 2
+    assert (settled(), in_use()) == (before, ())
 
 
 def test_chains_differ_for_ever_once_calls_have_differed() -> None:

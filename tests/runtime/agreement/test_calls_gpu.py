@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -28,12 +29,8 @@ def attend(scale: float, transport: str, **options: object) -> torch.Tensor:
     q, k, v = (
         torch.randn(1, 512, heads, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for heads in (4, 2, 2)
     )
-    out = dfa_megatron.dist_flash_attn_func(
-        q,
-        k,
-        v,
-        **arguments(causal=True, softmax_scale=scale, transport=transport, schedule="balanced_shared", **options),
-    )
+    asked = {"softmax_scale": scale, "transport": transport, "schedule": "balanced_shared"}
+    out = dfa_megatron.dist_flash_attn_func(q, k, v, **arguments(causal=True, **asked, **options))
     assert isinstance(out, torch.Tensor)
     out.sum().backward()
     return out
@@ -111,29 +108,16 @@ def _ends(rank: int, ranks: int, transport: str, how: int, report: str) -> None:
 @pytest.mark.parametrize("how", [signal.SIGSTOP, signal.SIGKILL], ids=["stopped", "killed"])
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_a_rank_that_ends_does_not_leave_the_others_waiting_on_their_device(
-    transport: str,
-    how: signal.Signals,
-    tmp_path: Path,
-    capfd: pytest.CaptureFixture[str],
-    record_property: Callable[[str, object], None],
+    transport: str, how: signal.Signals, tmp_path: Path, capfd: pytest.CaptureFixture[str], record_property: Any
 ) -> None:
-    report = tmp_path / "report"
+    report, grace = tmp_path / "report", 20.0 if how == signal.SIGKILL else 2.0
     with pytest.raises(AssertionError) as raised:
-        run_ranks(
-            2,
-            _ends,
-            transport,
-            int(how),
-            str(report),
-            timeout=60,
-            cuda=True,
-            grace=20.0 if how == signal.SIGKILL else 2.0,
-        )
+        run_ranks(2, _ends, transport, int(how), str(report), timeout=60, cuda=True, grace=grace)
     seconds = time.time() - float(report.read_text())
     told = capfd.readouterr().err
-    assert f"exit code {EXIT_STATUS}" in str(raised.value)
-    assert "rank 1 of the group " + ("gives no sign of life" if how == signal.SIGSTOP else "has ended") in told
-    assert seconds < 15
     name, word = ("SIGSTOP", "gives no sign of life") if how == signal.SIGSTOP else ("kill -9", "has ended")
+    assert f"exit code {EXIT_STATUS}" in str(raised.value)
+    assert f"rank 1 of the group {word}" in told
+    assert seconds < 15
     happens = f"exit status {EXIT_STATUS}: {word}"
     record_property("fault", fault(name, "between two calls", happens, round(seconds, 1), transport))

@@ -28,7 +28,7 @@ from dfa_megatron.runtime.comm.groups import channel_of
 from tests.runtime.agreement.test_watchdog import watch_of_two
 from tests.support.arguments import arguments, told
 from tests.support.groups import alone
-from tests.support.workers import run_ranks
+from tests.support.workers import over_ranks, run_ranks
 
 GRACE, BUSY = 0.6, 1.2
 """Seconds that the watchdogs of these tests give, and for which a process is elsewhere."""
@@ -84,7 +84,8 @@ def evaluation() -> None:
         attend(own)
 
 
-def _outside(rank: int, ranks: int, folder: str) -> list[str]:
+@over_ranks(2)
+def test_a_process_outside_of_attention_goes_on_and_its_next_call_tells(rank: int, ranks: int, tmp_path: Path) -> None:
     """Rank 0 is elsewhere while the watchdogs of two groups know of rank 1's error; one has a device that waits."""
     watchdog.GRACE = GRACE
     groups = [dist.new_group([0, 1]) for _ in range(2)]
@@ -93,24 +94,20 @@ def _outside(rank: int, ranks: int, folder: str) -> list[str]:
     if rank == 1:
         fails(*groups)
         time.sleep(4 * BUSY + 2)
-        return []
+        return
     channel_of(groups[1]).calls.pending = lambda: True
-    checkpoint(Path(folder, "first"))
+    checkpoint(tmp_path / "first")
     for elsewhere in (debugger, notebook, evaluation):
-        Path(folder, "before").write_text(elsewhere.__name__)
         elsewhere()
-    return [told(partial(attend, group)) for group in groups]
-
-
-def test_a_process_outside_of_attention_goes_on_and_its_next_call_tells(tmp_path: Path) -> None:
-    found, _ = run_ranks(2, _outside, str(tmp_path), timeout=60)
-    assert (tmp_path / "first").read_text() == "block\n" * BLOCKS
-    for text in found:
-        assert text.startswith("LostGroupError: rank 1 of the group failed in its call "), found
+    for group in groups:
+        text = told(partial(attend, group))
+        assert text.startswith("LostGroupError: rank 1 of the group failed in its call "), text
         assert "out of memory in this test" in text
+    assert (tmp_path / "first").read_text() == "block\n" * BLOCKS
 
 
-def _in_a_signal_handler(rank: int, ranks: int, folder: str) -> str:
+@over_ranks(2)
+def test_a_signal_handler_that_saves_during_a_call_may_end(rank: int, ranks: int, tmp_path: Path) -> None:
     """Rank 0 waits for rank 1 inside attention, and is told to save; then rank 1 fails."""
     watchdog.GRACE = GRACE
     attend()
@@ -118,16 +115,11 @@ def _in_a_signal_handler(rank: int, ranks: int, folder: str) -> str:
         time.sleep(0.5)
         fails(None)
         time.sleep(BUSY + 1)
-        return ""
-    signal.signal(signal.SIGALRM, lambda *_: checkpoint(Path(folder, "saved")))
+        return
+    signal.signal(signal.SIGALRM, lambda *_: checkpoint(tmp_path / "saved"))
     signal.setitimer(signal.ITIMER_REAL, 0.3)
-    return told(attend)
-
-
-def test_a_signal_handler_that_saves_during_a_call_may_end(tmp_path: Path) -> None:
-    found, _ = run_ranks(2, _in_a_signal_handler, str(tmp_path), timeout=60)
+    assert "out of memory in this test" in told(attend)
     assert (tmp_path / "saved").read_text() == "block\n" * BLOCKS
-    assert "out of memory in this test" in found
 
 
 def _stuck(rank: int, ranks: int, folder: str) -> None:
@@ -151,7 +143,11 @@ def test_a_process_stuck_in_a_call_is_ended_once_its_other_threads_are_done(tmp_
     assert (tmp_path / "saved").read_text() == "block\n" * BLOCKS
 
 
-def _busy(rank: int, ranks: int, phase: str) -> str:
+@pytest.mark.parametrize(("ranks", "phase"), [(2, "forward"), (3, "backward")])
+@over_ranks()
+def test_a_process_busy_inside_a_call_comes_back_to_the_error_of_another_rank(
+    rank: int, ranks: int, phase: str
+) -> None:
     """The last rank fails in its kernel; that of the others takes longer than the grace, as a first compilation may."""
     watchdog.GRACE = GRACE
     q = torch.randn(1, 8, 4, 16, requires_grad=True)
@@ -169,17 +165,12 @@ def _busy(rank: int, ranks: int, phase: str) -> str:
     setattr(kernel, phase, slow)
     config = arguments(causal=True, schedule="ring", kernel="reference", group=group)
     found = told(lambda: dfa_megatron.dist_flash_attn_func(q, q, q, **config).sum().backward())
-    time.sleep(3 * BUSY * (rank == ranks - 1))  # it lives on, and so does the store
-    return found
-
-
-@pytest.mark.parametrize(("ranks", "phase"), [(2, "forward"), (3, "backward")])
-def test_a_process_busy_inside_a_call_comes_back_to_the_error_of_another_rank(ranks: int, phase: str) -> None:
-    *others, last = run_ranks(ranks, _busy, phase, timeout=60)
-    assert last.startswith("ExecutionError: ")
-    for text in others:
-        assert f"rank {ranks - 1} of the group failed in its call " in text, text
-        assert "out of memory in this test" in text
+    if rank == ranks - 1:
+        time.sleep(3 * BUSY)  # it lives on, and so does the store
+        assert found.startswith("ExecutionError: ")
+    else:
+        assert f"rank {ranks - 1} of the group failed in its call " in found, found
+        assert "out of memory in this test" in found
 
 
 def _watched(calls: Calls, action: Callable[[], object]) -> float:

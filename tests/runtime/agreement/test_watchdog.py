@@ -206,15 +206,9 @@ class Counting:
 @pytest.mark.parametrize("runs", [True, False], ids=["attention runs", "none runs"])
 def test_the_store_of_8192_processes_is_asked_at_most_so_often(runs: bool, record_property: Any) -> None:
     """One process of 8,192 in four groups of 64, over ten minutes: all of them do the same."""
-    store, processes, minutes = Counting(), 8192, 10
-    names = ("model", "data", "experts", "pipeline")
-    plain: Any = store.store
-    for name in names:
-        for rank in range(64):
-            GroupStore(plain, name, rank, range(64))
-    groups = []
-    for name in names:
-        mine = GroupStore(plain, name, 7, range(64))
+    store, processes, minutes, groups = Counting(), 8192, 10, list[Watched]()
+    for name in ("model", "data", "experts", "pipeline"):
+        mine = [GroupStore(store.store, name, rank, range(64)) for rank in range(64)][7]
         mine.client = store  # type: ignore[assignment]
         groups.append(Watched(mine, Calls(), lambda: True, lambda: None, lambda _: False, 600.0))
     one = Watchdog(store, 7, processes)  # type: ignore[arg-type]

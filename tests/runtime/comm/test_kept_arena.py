@@ -26,7 +26,7 @@ from dfa_megatron.runtime.prepare import in_use
 from tests.runtime.comm.test_nccl import compare as compare_on_gpu
 from tests.runtime.comm.test_nccl import gpu_case
 from tests.runtime.execute.test_bound import compare, recorded
-from tests.support.workers import run_ranks
+from tests.support.workers import over_ranks, run_ranks
 
 BIG, MIDDLE, SMALL = 64, 48, 8
 CPU = torch.device("cpu")
@@ -111,7 +111,8 @@ def test_after_many_small_calls_all_ranks_give_memory_back_and_a_big_call_is_sti
     assert big == BIG // SMALL * small
 
 
-def _shared(rank: int, ranks: int) -> None:
+@over_ranks(3)
+def test_plans_share_the_arena_of_their_group_and_leave_those_of_others_alone(rank: int, ranks: int) -> None:
     """Plans of two groups in turns: each group has one arena, as large as its largest plan needs."""
     keep()
     pair = dist.new_group([0, 1])
@@ -157,33 +158,24 @@ def _pinned(rank: int, ranks: int, engine: KeptGloo) -> None:
     assert type(channel_of(None).transports.get(CPU, "auto")) is GlooTransport
 
 
-def test_plans_share_the_arena_of_their_group_and_leave_those_of_others_alone() -> None:
-    run_ranks(3, _shared)
-
-
-def _parted(rank: int, ranks: int) -> tuple[str, float]:
-    """What a rank is told where only rank 0 needs the memory that all have given back."""
+@over_ranks(3)
+def test_ranks_whose_calls_part_where_memory_moves_are_told_so_at_once(rank: int, ranks: int) -> None:
+    """Only rank 0 needs the memory that all have given back."""
     keep()
     for local, times in ((BIG, 2), (SMALL, PATIENCE)):
         for seed in range(times):
             compare(rank, ranks, seed, local=local, schedule="ring")
     Channel._meet = lambda self: None  # type: ignore[method-assign]  # between GPUs the host meets nobody in a call
     start = time.monotonic()
-    try:
+    with pytest.raises(DistAttentionError) as told:
         compare(rank, ranks, 0, local=SMALL if rank else BIG, schedule="ring")
-    except DistAttentionError as error:
-        return str(error), time.monotonic() - start
-    return "", 0.0
+    assert all(f"q (2, {local}, 4, 16)" in str(told.value) for local in (BIG, SMALL))
+    assert time.monotonic() - start < 15
 
 
-def test_ranks_whose_calls_part_where_memory_moves_are_told_so_at_once() -> None:
-    for told, seconds in run_ranks(3, _parted):
-        assert f"q (2, {BIG}, 4, 16)" in told
-        assert f"q (2, {SMALL}, 4, 16)" in told
-        assert seconds < 15
-
-
-def _on_gpus(rank: int, ranks: int) -> None:
+@pytest.mark.gpu(2, apart=True)
+@over_ranks(2, cuda=True, timeout=120)
+def test_the_copy_engines_give_memory_back_and_take_it_again_beside_replays(rank: int, ranks: int) -> None:
     symmetric_memory.PATIENCE = PATIENCE
     big, small = (gpu_case(ranks * local, heads=4, kv_heads=2, head_dim=128) for local in (4096, 64))
     sizes = []
@@ -195,8 +187,3 @@ def _on_gpus(rank: int, ranks: int) -> None:
     assert {*sizes[:3], *sizes[-2:]} == {max(sizes)}
     assert min(sizes) == symmetric_memory._ALIGNMENT
     assert not engine.pinned
-
-
-@pytest.mark.gpu(2, apart=True)
-def test_the_copy_engines_give_memory_back_and_take_it_again_beside_replays() -> None:
-    run_ranks(2, _on_gpus, cuda=True, timeout=120)

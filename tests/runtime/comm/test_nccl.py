@@ -15,7 +15,7 @@ from dfa_megatron.runtime.counters import COUNTERS
 from tests.support import attend
 from tests.support.attend import Case, case
 from tests.support.close import assert_close
-from tests.support.workers import run_ranks, transports
+from tests.support.workers import over_ranks, run_ranks, transports
 
 TOLERANCE = 1e-2
 """bfloat16 inputs and outputs: 2 to 4e-3 is usual for attention and its gradients."""
@@ -33,7 +33,12 @@ def compare(whole: Case, rank: int, ranks: int, **options: Any) -> None:
     attend.compare(whole, rank, ranks, tolerance=TOLERANCE, **options)
 
 
-def _exact(rank: int, ranks: int) -> None:
+@pytest.mark.support(
+    "runtime", "every schedule over NCCL and copy engines, with `cudnn`, `aten`, `reference`; 2, 3, 4 ranks"
+)
+@pytest.mark.gpu(2)
+@over_ranks(2, 3, 4, cuda=True, timeout=170)
+def test_every_schedule_and_kernel_is_exact_over_nccl(rank: int, ranks: int) -> None:
     for seed, (heads, kv_heads) in enumerate(((4, 4), (8, 2), (8, 1), (5, 5))):
         whole = gpu_case(ranks * 256, batch=2, heads=heads, kv_heads=kv_heads, head_dim=128, seed=seed)
         for kernel in ("cudnn", "aten", "reference"):
@@ -48,16 +53,11 @@ def _exact(rank: int, ranks: int) -> None:
     compare(window, rank, ranks, window_size=(300, 0), kernel="auto")
 
 
-@pytest.mark.support(
-    "runtime", "every schedule over NCCL and copy engines, with `cudnn`, `aten`, `reference`; 2, 3, 4 ranks"
-)
+@pytest.mark.support("runtime", "the host is never waited for")
 @pytest.mark.gpu(2)
-@pytest.mark.parametrize("ranks", [2, 3, 4])
-def test_every_schedule_and_kernel_is_exact_over_nccl(ranks: int) -> None:
-    run_ranks(ranks, _exact, cuda=True, timeout=170)
-
-
-def _without_synchronisation(rank: int, ranks: int, transport: str) -> None:
+@pytest.mark.parametrize("transport", ["p2p", "copy_engine"])
+@over_ranks(2, cuda=True, timeout=120)
+def test_the_loop_never_synchronises_the_host(rank: int, ranks: int, transport: str) -> None:
     whole = gpu_case(ranks * 512, batch=1, heads=8, kv_heads=2, head_dim=128)
     rows = slice(rank * 512, rank * 512 + 512)
     shard = [x[:, rows].clone().requires_grad_() for x in whole.inputs]
@@ -78,26 +78,13 @@ def _without_synchronisation(rank: int, ranks: int, transport: str) -> None:
     assert_close(results[-1][0], whole.out[:, rows], tolerance=TOLERANCE)
 
 
-@pytest.mark.support("runtime", "the host is never waited for")
-@pytest.mark.gpu(2)
-@pytest.mark.parametrize("transport", ["p2p", "copy_engine"])
-def test_the_loop_never_synchronises_the_host(transport: str) -> None:
-    run_ranks(2, _without_synchronisation, transport, cuda=True, timeout=120)
-
-
 def _stress(rank: int, ranks: int) -> None:
     draw = random.Random(4)
     for round_ in range(60):
         local = draw.choice([64, 128, 192, 256])
         heads, kv_heads = draw.choice([(4, 4), (4, 2), (8, 1), (3, 3)])
         schedule = draw.choice(["ring", "balanced", "balanced_shared"])
-        whole = gpu_case(
-            ranks * local,
-            heads=heads,
-            kv_heads=kv_heads,
-            head_dim=draw.choice([64, 128]),
-            seed=round_,
-        )
+        whole = gpu_case(ranks * local, heads=heads, kv_heads=kv_heads, head_dim=draw.choice([64, 128]), seed=round_)
         # Other work on the same streams and devices, so that a missing wait has a chance to show.
         noise = torch.randn(1024, 1024, device=DEVICE)
         for _ in range(draw.randrange(4)):
@@ -111,20 +98,20 @@ def test_random_shapes_under_load_are_never_wrong() -> None:
     run_ranks(max(2, min(4, torch.cuda.device_count())), _stress, cuda=True, timeout=170)
 
 
-def _deterministic(rank: int, ranks: int, kernel: str) -> None:
+@pytest.mark.support("runtime", "deterministic gradients between ranks")
+@pytest.mark.gpu(2)
+@pytest.mark.parametrize("kernel", ["auto", "aten"])
+@over_ranks(2, cuda=True, timeout=120)
+def test_deterministic_gradients_are_equal_to_the_bit_on_gpus(rank: int, ranks: int, kernel: str) -> None:
     torch.use_deterministic_algorithms(True)
     whole = gpu_case(ranks * 512, heads=8, kv_heads=2, head_dim=128)
     attend.assert_same_bits(*(attend.results(whole, rank, ranks, kernel=kernel) for _ in range(4)))
 
 
-@pytest.mark.support("runtime", "deterministic gradients between ranks")
+@pytest.mark.support("runtime", "rematerialization between ranks")
 @pytest.mark.gpu(2)
-@pytest.mark.parametrize("kernel", ["auto", "aten"])
-def test_deterministic_gradients_are_equal_to_the_bit_on_gpus(kernel: str) -> None:
-    run_ranks(2, _deterministic, kernel, cuda=True, timeout=120)
-
-
-def _remat(rank: int, ranks: int) -> None:
+@over_ranks(2, cuda=True, timeout=120)
+def test_rematerialization_repeats_no_forward_on_gpus(rank: int, ranks: int) -> None:
     torch.use_deterministic_algorithms(True)
     torch.manual_seed(3)
     whole = gpu_case(ranks * 256, heads=8, kv_heads=8, head_dim=64)
@@ -141,12 +128,6 @@ def _remat(rank: int, ranks: int) -> None:
     assert COUNTERS.attention_forwards == 1
     assert COUNTERS.replays == 1
     assert all(torch.equal(x.grad, want) for x, want in zip(shard, plain, strict=True) if x.grad is not None)
-
-
-@pytest.mark.support("runtime", "rematerialization between ranks")
-@pytest.mark.gpu(2)
-def test_rematerialization_repeats_no_forward_on_gpus() -> None:
-    run_ranks(2, _remat, cuda=True, timeout=120)
 
 
 def _captured_by_the_caller(rank: int, ranks: int, transport: str) -> None:

@@ -14,27 +14,23 @@ import dfa_megatron
 from dfa_megatron import remat
 from dfa_megatron.config import DistAttentionConfig
 from dfa_megatron.runtime.counters import COUNTERS
+from tests.runtime.comm.test_nccl import DEVICE, TOLERANCE, compare
 from tests.support import attend
 from tests.support.attend import Case
 from tests.support.close import assert_close
 from tests.support.packs import random_offsets, served, skip_unless_it_serves_this_gpu
-from tests.support.workers import run_ranks, transports
-
-TOLERANCE = 1e-2
-"""bfloat16 inputs and outputs: 2 to 4e-3 is usual for attention and its gradients."""
-
-DEVICE = "cuda"
+from tests.support.workers import over_ranks, transports
 
 
 def gpu_pack(offsets: tuple[int, ...], **options: Any) -> Case:
     return attend.pack(offsets, **{"heads": 8, "head_dim": 128, **options}, dtype=torch.bfloat16, device=DEVICE)
 
 
-def compare(whole: Case, rank: int, ranks: int, **options: Any) -> None:
-    attend.compare(whole, rank, ranks, tolerance=TOLERANCE, **options)
-
-
-def _exact(rank: int, ranks: int, kernel: str) -> None:
+@pytest.mark.support("runtime", "packed documents between processes")
+@pytest.mark.parametrize("ranks", [pytest.param(count, marks=pytest.mark.gpu(count)) for count in (2, 4)])
+@pytest.mark.parametrize("kernel", ["flash4", "aten", "triton", "cudnn"])
+@over_ranks(cuda=True, timeout=400, kernel=skip_unless_it_serves_this_gpu)  # they compile for every kind of pack
+def test_random_packs_are_exact_over_nccl(rank: int, ranks: int, kernel: str) -> None:
     draw, done = random.Random(ranks), 0
     for round_ in range(4):
         offsets = random_offsets(ranks * draw.choice([64, 130, 256, 384]), draw)
@@ -52,15 +48,10 @@ def _exact(rank: int, ranks: int, kernel: str) -> None:
     assert done
 
 
-@pytest.mark.support("runtime", "packed documents between processes")
-@pytest.mark.parametrize("ranks", [pytest.param(count, marks=pytest.mark.gpu(count)) for count in (2, 4)])
-@pytest.mark.parametrize("kernel", ["flash4", "aten", "triton", "cudnn"])
-def test_random_packs_are_exact_over_nccl(kernel: str, ranks: int) -> None:
-    skip_unless_it_serves_this_gpu(kernel)
-    run_ranks(ranks, _exact, kernel, cuda=True, timeout=400)  # kernels compile for every kind of pack
-
-
-def _without_synchronisation(rank: int, ranks: int, transport: str) -> None:
+@pytest.mark.gpu(2)
+@pytest.mark.parametrize("transport", ["p2p", "copy_engine"])
+@over_ranks(2, cuda=True, timeout=120)
+def test_packs_never_synchronise_the_host(rank: int, ranks: int, transport: str) -> None:
     offsets = (0, 3, 100, 101, 700, ranks * 512)
     whole, rows = gpu_pack(offsets), slice(rank * 512, rank * 512 + 512)
     shard = [x[0, rows].clone().requires_grad_() for x in whole.inputs]
@@ -85,12 +76,8 @@ def _without_synchronisation(rank: int, ranks: int, transport: str) -> None:
 
 
 @pytest.mark.gpu(2)
-@pytest.mark.parametrize("transport", ["p2p", "copy_engine"])
-def test_packs_never_synchronise_the_host(transport: str) -> None:
-    run_ranks(2, _without_synchronisation, transport, cuda=True, timeout=120)
-
-
-def _one_launch(rank: int, ranks: int) -> None:
+@over_ranks(2, cuda=True, timeout=120)
+def test_documents_inside_a_rank_are_one_kernel_call_and_no_message(rank: int, ranks: int) -> None:
     lengths = [17, 200, 1, 90, 204] * ranks
     offsets = tuple(sum(lengths[:count]) for count in range(len(lengths) + 1))
     assert all(offsets[5 * r] == 512 * r for r in range(ranks))
@@ -105,11 +92,8 @@ def _one_launch(rank: int, ranks: int) -> None:
 
 
 @pytest.mark.gpu(2)
-def test_documents_inside_a_rank_are_one_kernel_call_and_no_message() -> None:
-    run_ranks(2, _one_launch, cuda=True, timeout=120)
-
-
-def _changed_in_place(rank: int, ranks: int) -> None:
+@over_ranks(2, cuda=True, timeout=120)
+def test_a_tensor_of_offsets_that_is_written_to_is_read_again(rank: int, ranks: int) -> None:
     first, second = (0, 40, 128 * ranks), (0, 90, 128 * ranks)
     cu_seqlens = torch.tensor(first, dtype=torch.int32, device=DEVICE)
     rows = slice(rank * 128, rank * 128 + 128)
@@ -123,11 +107,8 @@ def _changed_in_place(rank: int, ranks: int) -> None:
 
 
 @pytest.mark.gpu(2)
-def test_a_tensor_of_offsets_that_is_written_to_is_read_again() -> None:
-    run_ranks(2, _changed_in_place, cuda=True, timeout=120)
-
-
-def _remat(rank: int, ranks: int) -> None:
+@over_ranks(2, cuda=True, timeout=120)
+def test_rematerialization_repeats_no_packed_forward_on_gpus(rank: int, ranks: int) -> None:
     torch.use_deterministic_algorithms(True)
     offsets = (0, 70, 300, 256 * ranks)
     whole, rows = gpu_pack(offsets), slice(rank * 256, rank * 256 + 256)
@@ -141,8 +122,3 @@ def _remat(rank: int, ranks: int) -> None:
     remat.remat_checkpoint(region, *shard).backward(whole.dout[0, rows])
     assert (COUNTERS.attention_forwards, COUNTERS.replays) == (1, 1)
     assert all(x.grad is not None and torch.equal(x.grad, want) for x, want in zip(shard, plain, strict=True))
-
-
-@pytest.mark.gpu(2)
-def test_rematerialization_repeats_no_packed_forward_on_gpus() -> None:
-    run_ranks(2, _remat, cuda=True, timeout=120)

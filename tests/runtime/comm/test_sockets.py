@@ -14,7 +14,7 @@ import torch
 
 import dfa_megatron
 from tests.support.arguments import arguments
-from tests.support.workers import run_ranks
+from tests.support.workers import over_ranks
 
 LISTENING = "0A"
 """The state of a socket in /proc/net/tcp."""
@@ -48,19 +48,6 @@ def _shown(address: str) -> str:
     return socket.inet_ntop(family, struct.pack(f"={len(words)}I", *words))
 
 
-def _attend(rank: int, ranks: int) -> dict[str, object]:
-    """Attention of every kind of message, forward and backward: who listens in the end, and what was deprecated."""
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
-        for options in ({}, {"schedule": "ring"}, {"ulysses_degree": 2}):
-            q, k, v = (torch.randn(1, 8, 4, 8, requires_grad=True) for _ in range(3))
-            dfa_megatron.dist_flash_attn_func(q, k, v, **arguments(causal=True, **options)).sum().backward()
-        q, k, v = (torch.randn(8, 4, 8, requires_grad=True) for _ in range(3))
-        dfa_megatron.dist_flash_attn_varlen_func(q, k, v, [0, 5, 8 * ranks], causal=True).sum().backward()
-    old = [str(one.message) for one in said if issubclass(one.category, (FutureWarning, DeprecationWarning))]
-    return {"listening": listening(), "deprecated": old}
-
-
 @pytest.mark.parametrize("address", ["127.0.0.1", "0.0.0.0"])  # noqa: S104 listening everywhere is to be seen
 def test_a_listening_socket_is_seen(address: str) -> None:
     with socket.create_server((address, 0)) as server:
@@ -69,10 +56,18 @@ def test_a_listening_socket_is_seen(address: str) -> None:
     assert name not in listening()
 
 
+@over_ranks(2)
 def test_attention_opens_no_socket_on_another_interface_than_gloo_was_given_and_calls_todays_collectives(
-    monkeypatch: pytest.MonkeyPatch,
+    rank: int, ranks: int
 ) -> None:
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    for told in run_ranks(2, _attend):
-        assert {address for address, _ in told["listening"]} == {"127.0.0.1"}
-        assert told["deprecated"] == []
+    """Workers give it the loopback. Of every kind of message, forward and backward."""
+    assert os.environ["GLOO_SOCKET_IFNAME"] == "lo"
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for options in ({}, {"schedule": "ring"}, {"ulysses_degree": 2}):
+            q, k, v = (torch.randn(1, 8, 4, 8, requires_grad=True) for _ in range(3))
+            dfa_megatron.dist_flash_attn_func(q, k, v, **arguments(causal=True, **options)).sum().backward()
+        q, k, v = (torch.randn(8, 4, 8, requires_grad=True) for _ in range(3))
+        dfa_megatron.dist_flash_attn_varlen_func(q, k, v, [0, 5, 8 * ranks], causal=True).sum().backward()
+    assert [str(one.message) for one in said if issubclass(one.category, (FutureWarning, DeprecationWarning))] == []
+    assert {address for address, _ in listening()} == {"127.0.0.1"}

@@ -17,10 +17,11 @@ from dfa_megatron.runtime.comm.symmetric_memory import Mapped
 from dfa_megatron.runtime.comm.transport import Transport
 from dfa_megatron.runtime.comm.transports import Transports
 from tests.support.attend import case
-from tests.support.workers import run_ranks
+from tests.support.workers import over_ranks
 
 
-def _asked_for(rank: int, ranks: int) -> list[set[str]]:
+@over_ranks(3)
+def test_auto_leaves_the_copy_engines_where_their_memory_would_be_too_large(rank: int, ranks: int) -> None:
     """The kinds that a forward and backward ask their channel for, by the largest arena that is allowed."""
     asked: set[str] = set()
     real = Transports.reserve
@@ -41,15 +42,12 @@ def _asked_for(rank: int, ranks: int) -> list[set[str]]:
         out = dfa_megatron.dist_flash_attn_func(*shard, causal=True, softmax_scale=scale, config=config)
         out.sum().backward()
         found.append(set(asked))
-    return found
+    assert found == [{"auto"}, {"p2p"}, {"copy_engine"}, {"p2p"}]
 
 
-def test_auto_leaves_the_copy_engines_where_their_memory_would_be_too_large() -> None:
-    for found in run_ranks(3, _asked_for):
-        assert found == [{"auto"}, {"p2p"}, {"copy_engine"}, {"p2p"}]
-
-
-def _on_gpus(rank: int, ranks: int) -> None:
+@pytest.mark.gpu(2)
+@over_ranks(2, cuda=True)
+def test_large_messages_between_gpus_take_no_symmetric_memory(rank: int, ranks: int) -> None:
     whole = case(ranks * 256, dtype=torch.bfloat16, device="cuda", heads=4, kv_heads=2, head_dim=64)
     rows, (shard, _) = whole.rows(rank, ranks), whole.shard(rank, ranks)
     prepare.LARGEST_ARENA = 0
@@ -60,7 +58,8 @@ def _on_gpus(rank: int, ranks: int) -> None:
     torch.testing.assert_close(out.double(), whole.out[:, rows].double(), atol=2e-2, rtol=2e-2)
 
 
-def _full(rank: int, ranks: int) -> tuple[list[str], int, str]:
+@over_ranks(3)
+def test_where_one_gpu_has_no_memory_for_messages_all_ranks_hear_of_it_and_auto_goes_on(rank: int, ranks: int) -> None:
     """Errors of two arenas for which the last rank has no memory, what is left, and what "auto" is then."""
     device, errors = torch.device("cpu"), []
     for name in ("synchronize", "empty_cache"):
@@ -83,20 +82,11 @@ def _full(rank: int, ranks: int) -> tuple[list[str], int, str]:
             over.transports.reserve(device, kind, 1 << 21)
         except UnsupportedError as error:
             errors.append(str(error))
-    return (
-        errors,
-        engine._arena.numel() + len(engine._addresses),
-        type(over.transports.get(device, "auto")).__name__,
-    )
-
-
-def test_where_one_gpu_has_no_memory_for_messages_all_ranks_hear_of_it_and_auto_goes_on() -> None:
-    for errors, left, auto in run_ranks(3, _full):
-        assert len(errors) == 1
-        assert "rank 2 found no memory, 0.0 GiB for what other ranks write: CUDA driver error" in errors[0]
-        assert "What works: transport='p2p'" in errors[0]
-        assert left == 0
-        assert auto == "GlooTransport"
+    assert len(errors) == 1
+    assert "rank 2 found no memory, 0.0 GiB for what other ranks write: CUDA driver error" in errors[0]
+    assert "What works: transport='p2p'" in errors[0]
+    assert engine._arena.numel() + len(engine._addresses) == 0
+    assert type(over.transports.get(device, "auto")).__name__ == "GlooTransport"
 
 
 def test_pytorchs_cache_is_emptied_only_where_the_driver_has_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -114,8 +104,3 @@ def test_pytorchs_cache_is_emptied_only_where_the_driver_has_no_memory(monkeypat
     full.append(False)
     symmetric_memory._zeros(8, torch.device("cpu"))
     assert emptied == [True]
-
-
-@pytest.mark.gpu(2)
-def test_large_messages_between_gpus_take_no_symmetric_memory() -> None:
-    run_ranks(2, _on_gpus, cuda=True)

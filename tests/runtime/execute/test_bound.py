@@ -7,7 +7,6 @@ import random
 import sys
 from contextlib import nullcontext
 from dataclasses import replace
-from functools import partial
 from itertools import pairwise
 from typing import Any
 from unittest.mock import patch
@@ -31,7 +30,7 @@ from tests.fuzz.attempt import Listens
 from tests.support import attend
 from tests.support.arguments import arguments
 from tests.support.copying_gloo import CopyingGloo
-from tests.support.workers import run_ranks
+from tests.support.workers import over_ranks
 
 LOCAL = 12
 
@@ -64,18 +63,15 @@ def test_replays_on_one_rank_are_exact(kernel: str) -> None:
     _again(0, 1, group="", kernel=kernel)
 
 
-def _schedules(rank: int, ranks: int) -> None:
+@over_ranks(2, 3)
+def test_replays_over_gloo_are_exact_in_every_schedule(rank: int, ranks: int) -> None:
     two = ({"schedule": "ring"}, {"schedule": "balanced_shared", "kernel": "reference"})
     for options in two if ranks == 2 else ({"schedule": "greedy"}, {"layout": "zigzag"}):
         _again(rank, ranks, **options)
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_replays_over_gloo_are_exact_in_every_schedule(ranks: int) -> None:
-    run_ranks(ranks, _schedules)
-
-
-def _stays(rank: int, ranks: int) -> None:
+@over_ranks(3)
+def test_replays_are_exact_in_memory_that_stays_and_after_it_has_moved(rank: int, ranks: int) -> None:
     """Replays in memory that stays, and then in other memory."""
     arenas: list[torch.Tensor] = []
 
@@ -88,10 +84,6 @@ def _stays(rank: int, ranks: int) -> None:
     for seed in range(9):
         compare(rank, ranks, seed, schedule="balanced_shared")
         assert arenas[-1].fill_(255).numel()
-
-
-def test_replays_are_exact_in_memory_that_stays_and_after_it_has_moved() -> None:
-    run_ranks(3, _stays)
 
 
 class Launching(ReferenceKernel):
@@ -112,7 +104,9 @@ class Launching(ReferenceKernel):
         return out, lse
 
 
-def _packs(rank: int, ranks: int, *, copied: bool) -> None:
+@pytest.mark.parametrize(("ranks", "copied"), [(2, False), (3, True)])
+@over_ranks()
+def test_replays_of_packs_are_exact(rank: int, ranks: int, copied: bool) -> None:
     """Packs whose messages and launches are of the same rows of keys. copied: as they lie, after the first launches."""
     rng, tokens = random.Random(ranks), LOCAL * ranks
     if copied:
@@ -125,12 +119,6 @@ def _packs(rank: int, ranks: int, *, copied: bool) -> None:
                 whole = attend.case(tokens, seed=seed, mask=mask, batch=1 + number // 3, dtype=torch.float32)
                 asked = {"schedule": ("ring", "greedy")[number % 2]} if number % 3 else {"layout": "load_balanced"}
                 attend.compare(whole, rank, ranks, kernel="reference", **asked)
-
-
-@pytest.mark.parametrize("copied", [True, False])
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_replays_of_packs_are_exact(ranks: int, copied: bool) -> None:
-    run_ranks(ranks, partial(_packs, copied=copied))
 
 
 def _counted(rank: int, ranks: int) -> tuple[int, int]:
@@ -156,8 +144,9 @@ def _counted(rank: int, ranks: int) -> tuple[int, int]:
     return calls, len(entered)
 
 
-def test_a_warm_call_on_four_ranks_makes_few_calls_of_python() -> None:
-    assert max(calls for calls, _ in run_ranks(4, _counted)) <= 120
+@over_ranks(4)
+def test_a_warm_call_on_four_ranks_makes_few_calls_of_python(rank: int, ranks: int) -> None:
+    assert _counted(rank, ranks)[0] <= 120
 
 
 def test_a_warm_call_on_one_rank_enters_twelve_files() -> None:
@@ -243,35 +232,28 @@ class Ranges:
         self.seen.append("end")
 
 
-def _named(rank: int, ranks: int) -> list[list[str]]:
+@over_ranks(3)
+def test_replays_have_the_named_ranges_of_the_first_call(rank: int, ranks: int) -> None:
     ranges, found = Ranges(), []
     program._ranges = lambda device: ranges  # type: ignore[assignment,return-value]
     for seed in range(5):
         ranges.seen.clear()
         compare(rank, ranks, seed, schedule="ring", kernel="reference")
         found.append(list(ranges.seen))
-    return found
+    first, *others = found
+    assert first.count("end") == len(first) / 2 > 4
+    assert "dfa backward step 1" in first
+    for seen in others:
+        assert seen == first
 
 
-def test_replays_have_the_named_ranges_of_the_first_call() -> None:
-    for first, *others in run_ranks(3, _named):
-        assert first.count("end") == len(first) / 2 > 4
-        assert "dfa backward step 1" in first
-        for seen in others:
-            assert seen == first
-
-
-def _broken(rank: int, ranks: int) -> str:
+@over_ranks(2)
+def test_the_error_of_a_replay_names_the_step(rank: int, ranks: int) -> None:
     for seed in range(2):
         compare(rank, ranks, seed, schedule="ring")
-    with patch.object(GlooTransport, "land", side_effect=RuntimeError("the cable was pulled")):
-        try:
-            compare(rank, ranks, 2, schedule="ring")
-        except ExecutionError as error:
-            return str(error)
-    return "nothing was raised"
-
-
-def test_the_error_of_a_replay_names_the_step() -> None:
-    for rank, told in enumerate(run_ranks(2, _broken)):
-        assert f"rank {rank}, step 0 of a distributed forward failed: the cable was pulled" in told
+    wrong = f"rank {rank}, step 0 of a distributed forward failed: the cable was pulled"
+    with (
+        patch.object(GlooTransport, "land", side_effect=RuntimeError("the cable was pulled")),
+        pytest.raises(ExecutionError, match=wrong),
+    ):
+        compare(rank, ranks, 2, schedule="ring")

@@ -16,7 +16,8 @@ from tests.runtime.comm.test_nccl import compare, gpu_case
 from tests.runtime.execute.test_bound import recorded
 from tests.runtime.execute.test_bound_packs import lengths
 from tests.support.arguments import arguments
-from tests.support.workers import run_ranks
+from tests.support.packs import skip_unless_it_serves_this_gpu
+from tests.support.workers import over_ranks
 
 KERNELS = ("flash4", "triton", "cudnn", "aten")
 
@@ -44,28 +45,27 @@ def _again(rank: int, ranks: int, *, length: int = 512, **options: Any) -> None:
 @pytest.mark.gpu(1)
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_replays_on_one_gpu_are_exact(kernel: str) -> None:
-    if not served(kernel):
-        pytest.skip(f"kernel {kernel} does not serve this machine")
+    skip_unless_it_serves_this_gpu(kernel)
     _again(0, 1, group="", kernel=kernel)
     if kernel != "cudnn":
         _again(0, 1, group="", kernel=kernel, causal=True, window_size=(100, 0))
 
 
-def _kernels(rank: int, ranks: int, transport: str) -> None:
+@pytest.mark.support("runtime", "replays of recorded programs, over NCCL and copy engines")
+@pytest.mark.gpu(2)
+@pytest.mark.parametrize("transport", ["p2p", "copy_engine"])
+@over_ranks(2, cuda=True, timeout=170)
+def test_replays_between_gpus_are_exact(rank: int, ranks: int, transport: str) -> None:
     for kernel in filter(served, KERNELS):
         _again(rank, ranks, kernel=kernel, transport=transport, schedule="balanced_shared", ulysses_degree=1)
     for options in ({"schedule": "ring"}, {"layout": "zigzag"}, {"schedule": "balanced_shared", "ulysses_degree": 2}):
         _again(rank, ranks, transport=transport, **options)
 
 
-@pytest.mark.support("runtime", "replays of recorded programs, over NCCL and copy engines")
 @pytest.mark.gpu(2)
-@pytest.mark.parametrize("transport", ["p2p", "copy_engine"])
-def test_replays_between_gpus_are_exact(transport: str) -> None:
-    run_ranks(2, _kernels, transport, cuda=True, timeout=170)
-
-
-def _packs(rank: int, ranks: int, kernel: str) -> None:
+@pytest.mark.parametrize("kernel", ["flash4", "triton"])
+@over_ranks(2, cuda=True, timeout=170, kernel=skip_unless_it_serves_this_gpu)
+def test_replays_of_packs_between_gpus_repeat_the_first_run_to_the_bit(rank: int, ranks: int, kernel: str) -> None:
     """Packs that take turns: out, dq, dk and dv of replays are those of the first, unrecorded run, to the bit."""
     torch.use_deterministic_algorithms(True)
     length = ranks * 1024
@@ -85,14 +85,9 @@ def _packs(rank: int, ranks: int, kernel: str) -> None:
 
 
 @pytest.mark.gpu(2)
-@pytest.mark.parametrize("kernel", ["flash4", "triton"])
-def test_replays_of_packs_between_gpus_repeat_the_first_run_to_the_bit(kernel: str) -> None:
-    if not served(kernel):
-        pytest.skip(f"kernel {kernel} does not serve this machine")
-    run_ranks(2, _packs, kernel, cuda=True, timeout=170)
-
-
-def _new_packs(rank: int, ranks: int, kernel: str) -> None:
+@pytest.mark.parametrize("kernel", KERNELS)
+@over_ranks(2, cuda=True, timeout=170, kernel=skip_unless_it_serves_this_gpu)
+def test_a_new_pack_is_recorded_as_in_its_second_run(rank: int, ranks: int, kernel: str) -> None:
     """Packs that come once: what their first run records is what a second one would."""
     config = DistAttentionConfig(kernel=kernel, ulysses_degree=1)
     shard = [torch.randn(1024, h, 128, device="cuda", dtype=torch.bfloat16, requires_grad=True) for h in (8, 2, 2)]
@@ -109,14 +104,6 @@ def _new_packs(rank: int, ranks: int, kernel: str) -> None:
         first = both(number)
         in_use()[-1].bound.clear()
         assert (len(first), both(number)) == (2, first)
-
-
-@pytest.mark.gpu(2)
-@pytest.mark.parametrize("kernel", KERNELS)
-def test_a_new_pack_is_recorded_as_in_its_second_run(kernel: str) -> None:
-    if not served(kernel):
-        pytest.skip(f"kernel {kernel} does not serve this machine")
-    run_ranks(2, _new_packs, kernel, cuda=True, timeout=170)
 
 
 @pytest.mark.gpu(1)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
 
 from dfa_megatron.kernels.adapters.reference import ReferenceKernel
@@ -14,7 +13,7 @@ from dfa_megatron.runtime.execute.bound import Bound
 from dfa_megatron.runtime.prepare import Prepared, in_use
 from tests.runtime.execute.test_bound import LOCAL, recorded
 from tests.support.attend import compare, pack
-from tests.support.workers import run_ranks
+from tests.support.workers import over_ranks
 
 
 def compare_pack(rank: int, ranks: int, seed: int, offsets: tuple[int, ...], **options: Any) -> None:
@@ -22,7 +21,8 @@ def compare_pack(rank: int, ranks: int, seed: int, offsets: tuple[int, ...], **o
     compare(pack(offsets, seed=seed), rank, ranks, **options)
 
 
-def _packs(rank: int, ranks: int) -> None:
+@over_ranks(2)
+def test_replays_of_packs_that_take_turns_are_exact(rank: int, ranks: int) -> None:
     """Three packs that take turns, each three times: a replay belongs to its pack.
 
     The kernel takes out in place of delta: the rank that sends no queries leaves delta to it.
@@ -46,7 +46,8 @@ def lengths(prepared: Prepared) -> list[int]:
     return [len(found._ops) for found in prepared.bound.values() if isinstance(found, Bound)]
 
 
-def _new_packs(rank: int, ranks: int) -> None:
+@over_ranks(2, 3)
+def test_a_new_pack_is_recorded_at_once_where_another_has_run(rank: int, ranks: int) -> None:
     """A pack, once; then others, recorded at once: as a second run would be, and exact when replayed."""
     length = ranks * LOCAL
     for options in ({"schedule": "greedy"}, {"kernel": "reference"}, {"layout": "load_balanced"}):
@@ -61,12 +62,8 @@ def _new_packs(rank: int, ranks: int) -> None:
             assert (len(first), lengths(prepared)) == (2, first)
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_a_new_pack_is_recorded_at_once_where_another_has_run(ranks: int) -> None:
-    run_ranks(ranks, _new_packs)
-
-
-def _tries_itself(rank: int, ranks: int) -> None:
+@over_ranks(1)
+def test_a_first_run_that_cannot_be_recorded_has_a_second_chance(rank: int, ranks: int) -> None:
     """A kernel that reads a number back in the first forward of a second pack."""
     real, reads = ReferenceKernel.launch, list[torch.Tensor]()
 
@@ -81,11 +78,3 @@ def _tries_itself(rank: int, ranks: int) -> None:
     for seed, found in enumerate((1, 2, 2)):
         compare_pack(0, 1, seed, (0, 4, LOCAL), kernel="reference")
         assert recorded(in_use()[-1]) == found
-
-
-def test_a_first_run_that_cannot_be_recorded_has_a_second_chance() -> None:
-    run_ranks(1, _tries_itself)
-
-
-def test_replays_of_packs_that_take_turns_are_exact() -> None:
-    run_ranks(2, _packs)

@@ -19,7 +19,6 @@ from tests.kernels.test_kernel_segments import Windows
 from tests.support.attend import backward_together, case, compare, forward_together, prepare_together, together
 from tests.support.close import assert_close
 from tests.support.plan_cases import WAYS, ancestors, every_mask, heterogeneous_masks, plan_of, some_parents
-from tests.support.workers import run_ranks
 
 KINDS, MANY = 25, (13, 15, 16, 18, 20, 21, 24)
 """How many kinds of masks there are, and those of which a call may use keys again."""
@@ -119,16 +118,3 @@ def whole(plan: AttentionPlan, given: Tensors) -> Tensors:
     gradients = backward_together(prepared, dout, q, k, v, out, lse)
     order = torch.tensor([token for rows in held for token in rows]).argsort()
     return [torch.cat(parts, 1)[:, order] for parts in (out, *zip(*gradients, strict=True))]
-
-
-def on_a_rank(rank: int, ranks: int) -> None:
-    rng = random.Random(ranks)
-    for kind in rng.sample(range(KINDS), 4):
-        mask = mask_of(kind, 12 * ranks, rng)
-        for schedule, batch in (("greedy", 2), ("ring", 1)):
-            compare(case(mask.length, mask=mask, batch=batch), rank, ranks, schedule=schedule)
-
-
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_masks_over_gloo_are_dense_attention(ranks: int) -> None:
-    run_ranks(ranks, on_a_rank)

@@ -29,8 +29,7 @@ def draw_writes(draw: random.Random) -> list[tuple[Region, bool]]:
 
 @pytest.mark.usefixtures("nan_memory")
 @pytest.mark.parametrize(
-    ("result", "came"),
-    [(torch.float64, torch.float64), (torch.float32, torch.float64), (torch.float32, torch.float32)],
+    ("result", "came"), [(torch.float64, torch.float64), (torch.float32, torch.float64), (torch.float32, torch.float32)]
 )
 @pytest.mark.parametrize("seed", range(20))
 def test_every_row_is_the_sum_of_its_partials(seed: int, result: torch.dtype, came: torch.dtype) -> None:

@@ -118,11 +118,7 @@ def arena_of(memory: MemoryPlan) -> torch.Tensor:
 
 
 def run(
-    memory: MemoryPlan,
-    given: Fields,
-    arena: torch.Tensor,
-    transport: Transport,
-    failed: Any = lambda step, error: error,
+    memory: MemoryPlan, given: Fields, arena: torch.Tensor, transport: Transport, failed: Any = lambda _, error: error
 ) -> Fields:
     q, k, v, *known = given
     home = {"qdo": (q, *known[:3]), "kv": (k, v)} if known else {"q": (q,), "kv": (k, v)}

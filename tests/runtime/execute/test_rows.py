@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from typing import Any
 
-import pytest
 import torch
 
 import dfa_megatron
@@ -17,11 +16,11 @@ from dfa_megatron.runtime.cu_seqlens import Offsets
 from dfa_megatron.sequence.roll import roll_sequence
 from dfa_megatron.sharding import local_positions, shard_sequence, unshard_sequence
 from tests.fuzz.random_case import of_two
-from tests.support.arguments import arguments, told
+from tests.support.arguments import told
 from tests.support.attend import Case, compare, together
 from tests.support.packs import drawn_layout, random_offsets
 from tests.support.plan_cases import every_mask
-from tests.support.workers import run_ranks
+from tests.support.workers import over_ranks
 
 
 def drawn_rows(draw: random.Random, ranks: int) -> tuple[Case, Layout]:
@@ -49,13 +48,14 @@ def drawn_rows(draw: random.Random, ranks: int) -> tuple[Case, Layout]:
 
 
 def test_rows_that_differ_are_exact() -> None:
-    for seed in range(60):
+    for seed in range(40):
         draw = random.Random(seed)
         case, held = drawn_rows(draw, ranks := draw.randint(1, 7))
         together(case, ranks, layout=held)
 
 
-def _public(rank: int, ranks: int) -> None:
+@over_ranks(1, 3)
+def test_public_functions_take_rows_that_differ(rank: int, ranks: int) -> None:
     draw = random.Random(ranks)
     for _ in range(16):
         case, held = drawn_rows(draw, ranks)
@@ -73,37 +73,15 @@ def _public(rank: int, ranks: int) -> None:
             assert torch.equal(local_positions(whole.shape[1], **asked), mine - starts)
 
 
-@pytest.mark.parametrize("ranks", [1, 3])
-def test_public_functions_take_rows_that_differ(ranks: int) -> None:
-    run_ranks(ranks, _public)
-
-
-def _wrong(rank: int, ranks: int) -> dict[str, str]:
+@over_ranks(2)
+def test_rows_that_do_not_fit_are_one_clear_error_on_every_rank(rank: int, ranks: int) -> None:
     qkv = [torch.randn(2, 8, heads, 16) for heads in (4, 2, 2)]
-
-    def attempt(rows: Any, *x: torch.Tensor, packs: bool = True, **options: Any) -> str:
-        x = x or tuple(qkv)
-        if packs:
-            return told(lambda: dfa_megatron.dist_flash_attn_varlen_func(*x, rows, causal=True, **options))
-        return told(lambda: dfa_megatron.dist_flash_attn_func(*x, **arguments(mask=rows, **options)))
-
-    return {
-        "one row": attempt([(0, 16)]),
-        "other lengths": attempt([(0, 16), (0, 9, 18)]),
-        "one rank's": attempt([(0, 16), (0, 9 - rank, 16)]),
-        "no masks": attempt([masks.causal(16), 7], packs=False),
-    }
-
-
-WRONG = {
-    "one row": "documents or masks of 1 rows in a batch of 2",
-    "other lengths": "the rows of a batch are equally long",
-    "one rank's": "rank 1",
-    "no masks": "mask of type list",
-}
-
-
-def test_rows_that_do_not_fit_are_one_clear_error_on_every_rank() -> None:
-    for report in run_ranks(2, _wrong):
-        for name, text in WRONG.items():
-            assert text in report[name], f"{name}: {report[name]}"
+    for rows, why in (
+        ([(0, 16)], "documents or masks of 1 rows in a batch of 2"),
+        ([(0, 16), (0, 9, 18)], "the rows of a batch are equally long"),
+        ([(0, 16), (0, 9 - rank, 16)], "rank 1"),
+    ):
+        text = told(lambda rows=rows: dfa_megatron.dist_flash_attn_varlen_func(*qkv, rows, causal=True))  # type: ignore[misc]
+        assert why in text, text
+    text = told(lambda: dfa_megatron.dist_flash_attn_func(*qkv, mask=[masks.causal(16), 7]))
+    assert "mask of type list" in text, text

@@ -15,10 +15,13 @@ from tests.support.arguments import arguments
 from tests.support.attend import case, compare, pack
 from tests.support.close import assert_close
 from tests.support.nan_memory import nan_memory
-from tests.support.workers import run_ranks
+from tests.support.workers import over_ranks
 
 
-def _everything(rank: int, ranks: int) -> None:
+@pytest.mark.support("runtime", "attention sinks and their gradient")
+@pytest.mark.support("runtime", "sinks with packed documents")
+@over_ranks(2, 3)
+def test_sinks_and_their_summed_gradient_are_exact(rank: int, ranks: int) -> None:
     with nan_memory():
         for seed, (schedule, layout) in enumerate(LAYOUTS):
             compare(case(ranks * 10, with_sinks=True, seed=seed), rank, ranks, schedule=schedule, layout=layout)
@@ -28,13 +31,6 @@ def _everything(rank: int, ranks: int) -> None:
         compare(case(ranks * 10, with_sinks=True, seed=12, softcap=1.5), rank, ranks, kernel="reference")
         compare(case(ranks * 10, with_sinks=True, seed=11), rank, ranks, ulysses_degree=2 if ranks % 2 == 0 else 1)
         compare(pack((0, 3, 4, 13, ranks * 8), with_sinks=True, seed=3), rank, ranks)
-
-
-@pytest.mark.support("runtime", "attention sinks and their gradient")
-@pytest.mark.support("runtime", "sinks with packed documents")
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_sinks_and_their_summed_gradient_are_exact(ranks: int) -> None:
-    run_ranks(ranks, _everything)
 
 
 def test_a_row_that_sees_nothing_gives_all_its_probability_to_the_sink() -> None:
@@ -52,7 +48,8 @@ def test_a_row_that_sees_nothing_gives_all_its_probability_to_the_sink() -> None
     torch.testing.assert_close(gradient, torch.tensor([-0.5 * 2.0, 0.0]))
 
 
-def _wrong(rank: int, ranks: int) -> None:
+@over_ranks(2)
+def test_wrong_sinks_are_an_error_on_every_rank(rank: int, ranks: int) -> None:
     given = case(4, with_sinks=True, seed=rank)
     sinks = given.sinks
     assert sinks is not None
@@ -68,10 +65,6 @@ def _wrong(rank: int, ranks: int) -> None:
         attend(sinks=sinks if rank else None, schedule="balanced")
     with pytest.raises(DisagreementError if rank else UnsupportedError, match="sinks"):
         attend(sinks=sinks if rank else sinks[:2], schedule="balanced_shared")
-
-
-def test_wrong_sinks_are_an_error_on_every_rank() -> None:
-    run_ranks(2, _wrong)
 
 
 def test_the_module_takes_sinks_when_it_is_called() -> None:

@@ -13,7 +13,7 @@ import torch
 from dfa_megatron.runtime.prepare import in_use
 from tests.fuzz.attempt import Listens, Rounds
 from tests.support.attend import attend, case, compare, pack, results
-from tests.support.workers import run_ranks
+from tests.support.workers import over_ranks
 
 KINDS: list[dict[str, Any]] = [{"kernel": "reference"}, {"kernel": "reference", "layout": "zigzag"}, {"kernel": "cpu"}]
 
@@ -32,22 +32,20 @@ def _rounding(rank: int, ranks: int, state: str, where: str) -> None:
             compare(case(8 * ranks, dtype=torch.float32, seed=call), rank, ranks, states=tuple(states), **options)
 
 
-@pytest.mark.parametrize("where", ["forward", "backward", "both"])
-@pytest.mark.parametrize("state", STATES)
+@pytest.mark.parametrize(
+    ("state", "where"), [("autocast", "both"), *(("functions", where) for where in ("forward", "backward", "both"))]
+)
 def test_a_state_that_rounds_rounds_no_replay(state: str, where: str) -> None:
     _rounding(0, 1, state, where)
 
 
-def _over_ranks(rank: int, ranks: int) -> None:
+@over_ranks(2, timeout=120)
+def test_states_that_round_and_a_default_device_change_no_number_over_ranks(rank: int, ranks: int) -> None:
     for state in STATES:
         _rounding(rank, ranks, state, "both")
     whole, packed = case(8 * ranks), pack((0, 3, 8 * ranks))
     for one in (whole, packed):
         compare(one, rank, ranks, states=(partial(torch.device, "meta"),) * 2)
-
-
-def test_states_that_round_and_a_default_device_change_no_number_over_ranks() -> None:
-    run_ranks(2, _over_ranks, timeout=120)
 
 
 @pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad])

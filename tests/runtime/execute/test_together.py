@@ -60,7 +60,7 @@ def looks_ahead(schedule: str, mask: str) -> bool:
 def test_every_schedule_is_exact_on_odd_and_even_ranks(schedule: str, layout: str, mask: str) -> None:
     causal, window = MASKS[mask]
     served = 0
-    for ranks in RANKS:
+    for ranks in (*RANKS[:2], *random.Random(f"{schedule} {mask}").sample(RANKS[2:], 2 if RANKS[2:] else 0)):
         draw = random.Random(f"{schedule} {mask} {ranks}")
         local = draw.randrange(2, 6) * 2 + (draw.randrange(2) if layout == "contiguous" else 0)
         shape = {"kv_heads": draw.choice([1, 2, 4])} | SMALL | ({"kv_heads": 1} if SMALL else {})
@@ -82,7 +82,7 @@ def test_every_schedule_is_exact_on_odd_and_even_ranks(schedule: str, layout: st
 def test_random_packs_are_exact_on_one_to_sixteen_ranks(schedule: str, layout: str, mask: str) -> None:
     causal, window = PACK_MASKS[mask]
     draw = random.Random(f"{schedule} {mask}")
-    counts = RANKS if SMALL else (3, draw.choice([8, 11, 16]), 1, 2, 4, draw.choice([5, 6, 7]))
+    counts = RANKS if SMALL else (3, draw.choice([8, 11, 16]), draw.choice([1, 2]), draw.choice([4, 5, 6, 7]))
     served = 0
     for ranks in counts:
         offsets = random_offsets(ranks * 2 * draw.randint(1, 7), draw)
