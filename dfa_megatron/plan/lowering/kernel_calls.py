@@ -6,7 +6,6 @@ The launches of each call are the kernel's choice (`dfa_megatron.kernels.launche
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 from dfa_megatron.plan.language.geometry import UNBOUNDED, Segment, Span, Tile
@@ -14,9 +13,6 @@ from dfa_megatron.plan.language.ir import Block
 from dfa_megatron.plan.language.program import Launch
 
 FusedTile = tuple[Tile, tuple[Block, ...]]
-
-_FEW = 8
-"""Up to this many tiles every pair is tried; beyond it, only neighbours."""
 
 
 def union(tiles: Sequence[Tile]) -> Tile | None:
@@ -39,7 +35,7 @@ def union(tiles: Sequence[Tile]) -> Tile | None:
 
 
 def fuse(tiles: Sequence[FusedTile]) -> list[FusedTile]:
-    """Fuse tiles whose union is one tile: all at once, else along rows and columns, else pair by pair."""
+    """Fuse tiles whose union is one tile: all at once, else along rows and columns."""
     tiles = list(tiles)
     if len(tiles) > 1 and (one := union([tile for tile, _ in tiles])):
         return [(one, _blocks(tiles))]
@@ -48,7 +44,7 @@ def fuse(tiles: Sequence[FusedTile]) -> list[FusedTile]:
         before = len(tiles)
         tiles = _along(tiles, lambda fused: (fused[0].q.lo, fused[0].kv.lo))
         tiles = _along(tiles, lambda fused: (fused[0].kv.lo, fused[0].q.lo))
-    return _pair_by_pair(tiles) if len(tiles) <= _FEW else tiles
+    return tiles
 
 
 def _along(tiles: list[FusedTile], order: Callable[[FusedTile], Any]) -> list[FusedTile]:
@@ -61,15 +57,6 @@ def _along(tiles: list[FusedTile], order: Callable[[FusedTile], Any]) -> list[Fu
         else:
             out[-1] = one, _blocks([out[-1], fused])
     return out
-
-
-def _pair_by_pair(tiles: list[FusedTile]) -> list[FusedTile]:
-    for second in range(len(tiles)):
-        for first in range(second):
-            if one := _union_of_two(tiles[first][0], tiles[second][0]):
-                rest = [fused for at, fused in enumerate(tiles) if at not in (first, second)]
-                return _pair_by_pair([*rest, (one, _blocks([tiles[first], tiles[second]]))])
-    return tiles
 
 
 def _union_of_two(one: Tile, other: Tile) -> Tile | None:
@@ -94,9 +81,6 @@ def _blocks(tiles: Sequence[FusedTile]) -> tuple[Block, ...]:
 
 GAP = 2048
 """The largest gap in rows between two segments of one call. A larger gap costs more in merges than another call."""
-
-COPIED = 2048
-"""Rows that a kernel copies in the time of another call. Some copy the rows of a call with gaps to be adjacent."""
 
 MOST_COPIES = 0.75
 """The most keys that the segments of a call have together, with their heads, in query rows, as copies take memory."""
@@ -170,18 +154,7 @@ def packs(pieces: Sequence[Piece], repeats: int = 0) -> list[list[Piece]]:
             within_reach.append(group)
         group.append(piece)
         spare[id(group)] = spare.get(id(group), 0) + more
-    return [part for group in out for part in _without_gaps(group)]
-
-
-def _without_gaps(group: list[Piece]) -> list[list[Piece]]:
-    """Split a group at the gaps between its query rows, if more calls take less time than copies of its rows."""
-    runs = [group[:1]]
-    for before, piece in pairwise(group):
-        if rows_of(before).hi < rows_of(piece).lo:
-            runs.append([])
-        runs[-1].append(piece)
-    rows = sum(len(rows_of(piece)) for piece in group)
-    return runs if rows > COPIED * (len(runs) - 1) else [group]
+    return out
 
 
 def _follows(before: Tile, after: Tile, repeats: int) -> bool:
