@@ -16,7 +16,7 @@ from typing import Any, ClassVar, Literal
 import torch
 
 from dfa_megatron.errors import UnsupportedError
-from dfa_megatron.kernels.launches import Cut, Takes, launches
+from dfa_megatron.kernels.launching import Cut, Takes, launches
 from dfa_megatron.kernels.segments import Part, Rows, Segments, Split
 from dfa_megatron.plan.language.geometry import Band, Form
 from dfa_megatron.plan.lowering.kernel_calls import Launching

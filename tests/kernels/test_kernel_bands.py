@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from dfa_megatron import kernels
 from dfa_megatron.doctor.dense import band_mask, dense_attention
 from dfa_megatron.kernels.api import BlockCall, Saved
-from dfa_megatron.kernels.launches import cut_rows, cut_tall
+from dfa_megatron.kernels.launching import cut_rows, cut_tall
 from dfa_megatron.kernels.segments import visible
 from dfa_megatron.plan.language.geometry import Band, Segment, Tile
 from tests.support.close import assert_close

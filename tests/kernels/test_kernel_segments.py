@@ -16,7 +16,7 @@ from dfa_megatron import kernels
 from dfa_megatron.doctor.dense import dense_attention
 from dfa_megatron.kernels.adapters.reference import ReferenceKernel
 from dfa_megatron.kernels.api import BlockCall, Gradients, Partial, Saved
-from dfa_megatron.kernels.launches import by_window
+from dfa_megatron.kernels.launching import by_window
 from dfa_megatron.kernels.segments import Rows, Segments
 from dfa_megatron.kernels.triton.support import interpreted
 from dfa_megatron.plan.language.geometry import CAUSAL, FULL, Band, Segment, Span

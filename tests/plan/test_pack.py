@@ -10,8 +10,8 @@ from itertools import pairwise
 import pytest
 
 from dfa_megatron.errors import PlanError
-from dfa_megatron.kernels import launches as of_kernels
-from dfa_megatron.kernels.launches import Takes, launches, uncut
+from dfa_megatron.kernels import launching
+from dfa_megatron.kernels.launching import Takes, launches, uncut
 from dfa_megatron.plan.language.geometry import CAUSAL, FULL, Segment, Span, Tile
 from dfa_megatron.plan.language.ir import BACKWARD, FORWARD, Phase, Plan
 from dfa_megatron.plan.language.layout import contiguous
@@ -188,7 +188,7 @@ def test_a_prompt_is_joined_to_its_answers_where_copies_take_less_than_their_row
 def test_programs_whose_calls_use_keys_again_are_proved_and_right(
     schedule: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(of_kernels, "ROW", 1 << 40)
+    monkeypatch.setattr(launching, "ROW", 1 << 40)
     monkeypatch.setattr(kernel_calls, "MOST_COPIES", 99)
     again = 0
     for case in (*every_mask(32, random.Random(3)), *heterogeneous_masks(32, random.Random(4))):

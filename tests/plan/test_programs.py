@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from dfa_megatron.errors import PlanError
-from dfa_megatron.kernels.launches import Takes, launches, uncut
+from dfa_megatron.kernels.launching import Takes, launches, uncut
 from dfa_megatron.plan.language.geometry import Band, Span
 from dfa_megatron.plan.language.ir import Plan
 from dfa_megatron.plan.language.mask import causal

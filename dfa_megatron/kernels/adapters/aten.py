@@ -18,7 +18,7 @@ from dfa_megatron.kernels.adapters.shared import (
     vectorised,
 )
 from dfa_megatron.kernels.api import BlockCall, BlockKernel, Gradients, Need, Partial, Saved
-from dfa_megatron.kernels.launches import cut_tall
+from dfa_megatron.kernels.launching import cut_tall
 from dfa_megatron.kernels.segments import Segments
 from dfa_megatron.plan.language.geometry import FULL, Segment
 

@@ -9,7 +9,7 @@ import torch
 
 from dfa_megatron.kernels.adapters.shared import Operator
 from dfa_megatron.kernels.api import BlockCall, BlockKernel, Gradients, Need, Partial, Saved, accumulator_dtype
-from dfa_megatron.kernels.launches import cut_rows, uncut
+from dfa_megatron.kernels.launching import cut_rows, uncut
 from dfa_megatron.kernels.segments import visible
 from dfa_megatron.plan.language.geometry import Tile, form_of
 

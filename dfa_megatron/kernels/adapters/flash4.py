@@ -17,7 +17,7 @@ from dfa_megatron.kernels.adapters.flash4_launches import has_memory, late_gradi
 from dfa_megatron.kernels.adapters.shared import build_refusal, capability_text, dense, gpu_refusal, vectorised
 from dfa_megatron.kernels.api import BlockCall, BlockKernel, Gradients, Need, Partial, Saved
 from dfa_megatron.kernels.current_stream import stream_of
-from dfa_megatron.kernels.launches import uncut
+from dfa_megatron.kernels.launching import uncut
 from dfa_megatron.kernels.segments import Segments
 
 logger = logging.getLogger(__name__)

@@ -104,11 +104,11 @@ class Message:
         return tuple((regions[0].name, sum(region.rows for region in regions)) for regions in self.parts)
 
 
-_Places = list[tuple[Span, int]]
+_Shifted = list[tuple[Span, int]]
 """Rows of a launch, and the distance of the call's rows from them."""
 
 
-def _placed(spans: Sequence[Span]) -> _Places:
+def _placed(spans: Sequence[Span]) -> _Shifted:
     out, at = list[tuple[Span, int]](), 0
     for span in spans:
         out.append((Span(at, at + len(span)), span.lo - at))
@@ -116,7 +116,7 @@ def _placed(spans: Sequence[Span]) -> _Places:
     return out
 
 
-def _among(places: _Places, rows: Span) -> _Places:
+def _among(places: _Shifted, rows: Span) -> _Shifted:
     """Return the places that meet some rows."""
     first = bisect_right(places, rows.lo, key=lambda place: place[0].hi)
     return places[first : bisect_left(places, rows.hi, first, key=lambda place: place[0].lo)]

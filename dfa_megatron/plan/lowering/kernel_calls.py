@@ -1,6 +1,6 @@
 """Turn the tiles that one rank computes in one step into few kernel calls: fuse tiles, then pack them into segments.
 
-The launches of each call are the kernel's choice (`dfa_megatron.kernels.launches`).
+The launches of each call are the kernel's choice (`dfa_megatron.kernels.launching`).
 """
 
 from __future__ import annotations
