@@ -273,12 +273,9 @@ DEEPSPEED = (
 )  # fmt: skip
 
 TABLE: Mapping[str, tuple[Contract, ...]] = {
-    "megatron.core": MEGATRON,
-    "megatron.training": MEGATRON_TRAINING,
-    "transformers": TRANSFORMERS,
-    "accelerate": ACCELERATE,
-    "deepspeed": DEEPSPEED,
-}
+    "megatron.core": MEGATRON, "megatron.training": MEGATRON_TRAINING, "transformers": TRANSFORMERS,
+    "accelerate": ACCELERATE, "deepspeed": DEEPSPEED,
+}  # fmt: skip
 """Contracts by the package whose sources they are read from."""
 
 ATTENTIONS = (

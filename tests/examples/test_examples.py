@@ -41,14 +41,10 @@ def run(folder: Path, *command: str, **more: str) -> str:
     """What a command of Python prints."""
     path = os.pathsep.join([str(EXAMPLES.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", *command],
-        cwd=folder,
-        env={**os.environ, **ENVIRONMENT, "PYTHONPATH": path, **more},
-        capture_output=True,
-        text=True,
-        timeout=170,
+        [sys.executable, "-W", "ignore", *command], cwd=folder,
+        env={**os.environ, **ENVIRONMENT, "PYTHONPATH": path, **more}, capture_output=True, text=True, timeout=170,
         check=False,
-    )
+    )  # fmt: skip
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return done.stdout + done.stderr
 

@@ -31,47 +31,23 @@ MODELS: dict[str, Shape] = {
     "gpt-oss-sinks": ("GptOss", {**_EXPERTS, "sliding_window": 64}),
     "gpt-oss-sinks-window-in-one-layer": ("GptOss", {**_EXPERTS, "sliding_window": 5}),
     "gemma3-window-in-one-layer": ("Gemma3Text", {"sliding_window": 5, "layer_types": _MIXED}),
-    "qwen2-moe-window-in-one-layer": (
-        "Qwen2Moe",
-        {
-            "num_experts": 4,
-            "num_experts_per_tok": 2,
-            "moe_intermediate_size": 16,
-            "shared_expert_intermediate_size": 16,
-            "use_sliding_window": True,
-            "sliding_window": 5,
-            "layer_types": _MIXED,
-        },
-    ),
+    "qwen2-moe-window-in-one-layer": ("Qwen2Moe", {
+        "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16,
+        "use_sliding_window": True, "sliding_window": 5, "layer_types": _MIXED,
+    }),
     "phimoe-window": ("Phimoe", {**_EXPERTS, "sliding_window": 9, "router_jitter_noise": 0.0}),
     "phi3-window": ("Phi3", {"sliding_window": 9}),
-}
-GEMMA4: Shape = (
-    "Gemma4Text",
-    {
-        "num_hidden_layers": 4,
-        "layer_types": _MIXED * 2,
-        "num_kv_shared_layers": 2,
-        "sliding_window": 5,
-        "global_head_dim": 8,
-        "vocab_size_per_layer_input": VOCABULARY,
-        "hidden_size_per_layer_input": 8,
-    },
-)
+}  # fmt: skip
+GEMMA4: Shape = ("Gemma4Text", {
+    "num_hidden_layers": 4, "layer_types": _MIXED * 2, "num_kv_shared_layers": 2, "sliding_window": 5,
+    "global_head_dim": 8, "vocab_size_per_layer_input": VOCABULARY, "hidden_size_per_layer_input": 8,
+})  # fmt: skip
 """Whose later layers share the keys of earlier ones, with windows in half of all."""
-LLAMA4: Shape = (
-    "Llama4Text",
-    {
-        **_EXPERTS,
-        "intermediate_size_mlp": 24,
-        "layer_types": ["chunked_attention", "full_attention"],
-        "attention_chunk_size": 7,
-        "no_rope_layers": [1, 0],
-        "attn_temperature_tuning": True,
-        "floor_scale": 4,
-        "attn_scale": 0.5,
-    },
-)
+LLAMA4: Shape = ("Llama4Text", {
+    **_EXPERTS, "intermediate_size_mlp": 24, "layer_types": ["chunked_attention", "full_attention"],
+    "attention_chunk_size": 7, "no_rope_layers": [1, 0], "attn_temperature_tuning": True, "floor_scale": 4,
+    "attn_scale": 0.5,
+})  # fmt: skip
 NEWER = {"gemma4": GEMMA4, "llama4-chunks-and-temperature": LLAMA4}
 """Of types that older releases of transformers do not have."""
 
@@ -80,18 +56,13 @@ LIMIT = 10
 _ROPE = {"rope_theta": 1e4, "original_max_position_embeddings": LIMIT}
 _LONGROPE = _ROPE | {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [1.0, 2.0, 3.0, 5.0]}
 OF_LENGTH: dict[str, Shape] = {
-    "llama-dynamic": (
-        "Llama",
-        {
-            "max_position_embeddings": LIMIT,
-            "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0},
-        },
-    ),
-    "phi3-longrope": (
-        "Phi3",
-        {"max_position_embeddings": 64, "rope_parameters": _LONGROPE, "original_max_position_embeddings": LIMIT},
-    ),
-}
+    "llama-dynamic": ("Llama", {
+        "max_position_embeddings": LIMIT, "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0},
+    }),
+    "phi3-longrope": ("Phi3", {
+        "max_position_embeddings": 64, "rope_parameters": _LONGROPE, "original_max_position_embeddings": LIMIT,
+    }),
+}  # fmt: skip
 """Whose RoPE depends on the length of the longest sequence; no rank's part reaches the length at which it changes."""
 _PLAIN = dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0)
 TABLE: Shape = ("GPTBigCode", {**_PLAIN, "max_position_embeddings": LIMIT})
@@ -109,15 +80,10 @@ def row(name: str, shape: Shape, size: int, tokens: int, draw: Any = Transformer
     data = {key: more.pop(key) for key in [*more] if key in Data.__dataclass_fields__}
     (kind, model), number = shape, next(_NUMBERS)
     return draw(
-        number=number,
-        name=f"{name}, {size} ranks",
-        size=size,
-        kind=kind,
-        model=model,
-        data=Data(**{"seed": number, "rows": 1, "tokens": tokens, "parts": size, **data}),
-        options=OPTIONS | more,
+        number=number, name=f"{name}, {size} ranks", size=size, kind=kind, model=model,
+        data=Data(**{"seed": number, "rows": 1, "tokens": tokens, "parts": size, **data}), options=OPTIONS | more,
         **own,
-    )
+    )  # fmt: skip
 
 
 def whole() -> list[Any]:

@@ -66,22 +66,14 @@ def test_adapters_that_are_not_known_to_treat_each_token_alone_are_refused(name:
 
 
 SMALL: dict[str, dict[str, Any]] = {
-    "ADALORA": {"total_step": 10},
-    "BOFT": {"boft_block_size": 8, "boft_n_butterfly_factor": 1},
-    "C3A": {"block_size": 8},
-    "FOURIERFT": {"n_frequency": 20},
-    "GRALORA": {"r": 4, "gralora_k": 2},
-    "IA3": {"feedforward_modules": ["down_proj"]},
-    "LN_TUNING": {"target_modules": ["input_layernorm", "norm"]},
-    **{kind: {"r": 4} for kind in ("MISS", "RANDLORA")},
-    "OFT": {"oft_block_size": 8},
-    "PSOFT": {"r": 8},
-    "ROAD": {"variant": "road_2", "group_size": 8},
-    "SHIRA": {"r": 2},
+    "ADALORA": {"total_step": 10}, "BOFT": {"boft_block_size": 8, "boft_n_butterfly_factor": 1},
+    "C3A": {"block_size": 8}, "FOURIERFT": {"n_frequency": 20}, "GRALORA": {"r": 4, "gralora_k": 2},
+    "IA3": {"feedforward_modules": ["down_proj"]}, "LN_TUNING": {"target_modules": ["input_layernorm", "norm"]},
+    **{kind: {"r": 4} for kind in ("MISS", "RANDLORA")}, "OFT": {"oft_block_size": 8}, "PSOFT": {"r": 8},
+    "ROAD": {"variant": "road_2", "group_size": 8}, "SHIRA": {"r": 2},
     "TRAINABLE_TOKENS": {"target_modules": None, "token_indices": [*range(40)]},
-    "VBLORA": {"vector_length": 8, "num_vectors": 16, "topk": 2},
-    "WAVEFT": {"n_frequency": 24},
-}
+    "VBLORA": {"vector_length": 8, "num_vectors": 16, "topk": 2}, "WAVEFT": {"n_frequency": 24},
+}  # fmt: skip
 """Options that adapters of a small model need, by type."""
 
 

@@ -25,13 +25,9 @@ from tests.support.workers import run_ranks
 
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 HYBRID = {
-    "layer_types": ["linear_attention", "full_attention"],
-    "num_experts": 0,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 8,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-}
+    "layer_types": ["linear_attention", "full_attention"], "num_experts": 0, "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+}  # fmt: skip
 
 
 def made(kind: str = "Mistral", dtype: str = "float32", **changes: Any) -> Any:
@@ -182,13 +178,10 @@ def nothing_planted(rank: int, world_size: int) -> dict[str, str]:
     from torch.distributed.fsdp import fully_shard
 
     cases: dict[str, tuple[str, dict[str, Any]]] = {
-        "experts in bf16": ("Qwen3Moe", {**EXPERTS, "dtype": "bfloat16"}),
-        "a hybrid": ("Qwen3Next", HYBRID),
-        "remat, dropout, 10 tokens": ("Phi3", {"resid_pdrop": 0.3}),
-        "ddp": ("Llama", {}),
-        "fsdp2": ("Llama", {"dtype": "bfloat16"}),
-        "peft": ("Llama", {}),
-    }
+        "experts in bf16": ("Qwen3Moe", {**EXPERTS, "dtype": "bfloat16"}), "a hybrid": ("Qwen3Next", HYBRID),
+        "remat, dropout, 10 tokens": ("Phi3", {"resid_pdrop": 0.3}), "ddp": ("Llama", {}),
+        "fsdp2": ("Llama", {"dtype": "bfloat16"}), "peft": ("Llama", {}),
+    }  # fmt: skip
     found = {}
     for name, (kind, changes) in cases.items():
         model = made(kind, **changes)

@@ -40,23 +40,20 @@ def drawn() -> dict[str, tuple[Callable[..., Any], int, Named, Named, dict[str, 
     flat = {"hidden_states": rows(4).mT, "dt": dt.mT, "B": rows(3).mT, "C": rows(3).mT}
     return {
         "causal_conv1d_fn": (causal_conv1d_fn, 2, {"hidden_states": rows(4).mT}, {"weight": torch.randn(4, 4)}, {}),
-        "torch_chunk_gated_delta_rule": (
-            *(torch_chunk_gated_delta_rule, 1, delta | {"g": -rows(2).abs()}, {}),
-            {"chunk_size": 4, "use_qk_l2norm_in_kernel": True},
-        ),
-        "chunk_kimi_delta_attention": (
-            *(chunk_kimi_delta_attention, 1, delta | {"g": -rows(2, 4).abs() / 4}, {}),
-            {"chunk_size": 4, "use_qk_l2norm_in_kernel": True},
-        ),
+        "torch_chunk_gated_delta_rule": (*(torch_chunk_gated_delta_rule, 1, delta | {"g": -rows(2).abs()}, {}), {
+            "chunk_size": 4, "use_qk_l2norm_in_kernel": True,
+        }),
+        "chunk_kimi_delta_attention": (*(chunk_kimi_delta_attention, 1, delta | {"g": -rows(2, 4).abs() / 4}, {}), {
+            "chunk_size": 4, "use_qk_l2norm_in_kernel": True,
+        }),
         "mamba2_chunk_scan": (
             *(mamba2_chunk_scan, 1, {"hidden_states": x, "dt": dt, "B": b, "C": c}, {"A": a, "dt_bias": bias}),
             {"chunk_size": 4, "dt_softplus": True},
         ),
-        "mamba_selective_scan": (
-            *(mamba_selective_scan, 2, flat, {"A": -torch.rand(4, 3), "delta_bias": bias}),
-            {"delta_softplus": True},
-        ),
-    }
+        "mamba_selective_scan": (*(mamba_selective_scan, 2, flat, {"A": -torch.rand(4, 3), "delta_bias": bias}), {
+            "delta_softplus": True,
+        }),
+    }  # fmt: skip
 
 
 def stands_in(rank: int, world_size: int) -> None:

@@ -76,13 +76,10 @@ def built(folder: str, kind: str = "Trainer", model: Any = None, train: Any = No
 def trainer(folder: str, data: int, **changes: Any) -> Any:
     """A Trainer whose steps see the same samples with any number of data-parallel groups."""
     arguments = {
-        "per_device_eval_batch_size": 2 // data,
-        "gradient_accumulation_steps": 4 // data,
-        **dict.fromkeys(("max_steps", "eval_steps"), STEPS),
-        "save_strategy": "steps",
-        "save_steps": STEPS - 1,
+        "per_device_eval_batch_size": 2 // data, "gradient_accumulation_steps": 4 // data,
+        **dict.fromkeys(("max_steps", "eval_steps"), STEPS), "save_strategy": "steps", "save_steps": STEPS - 1,
         "eval_dataset": Sequences(6, seed=50),
-    }
+    }  # fmt: skip
     return built(folder, **{**arguments, **changes})
 
 
@@ -141,12 +138,9 @@ def together(rank: int, world_size: int, folder: str) -> Any:
         again.train(resume_from_checkpoint=f"{folder}/{size}/checkpoint-{STEPS - 1}")
         predicted = (run.predict(Stream()) if data == 1 else again.predict(Sequences(3, seed=70))).predictions
         seen = (
-            history(run),
-            {name: values[-1:] for name, values in history(again).items()},
-            parameters_of(run),
-            parameters_of(again),
-            predicted,
-        )
+            history(run), {name: values[-1:] for name, values in history(again).items()}, parameters_of(run),
+            parameters_of(again), predicted,
+        )  # fmt: skip
         found.append((*seen, [one.evaluate(HalfUnlabelled(4))["eval_loss"] for one in (run, again)]))
     again.model.eval()
     sample = {name: value[None] for name, value in Sequences(1, seed=rank)[0].items()}

@@ -139,13 +139,10 @@ def trained(folder: str, name: str, data: int, size: int, changes: dict[str, Any
         vllm.is_vllm_available, vllm.VLLMClient = lambda: True, Server
     given |= {f"per_device_{each}_batch_size": per_device for each in ("train", "eval")}
     run = getattr(trl, f"{name}Trainer")(
-        model=model,
-        args=getattr(trl, f"{name}Config")(**{**given, **changes}),
-        train_dataset=load_from_disk(f"{folder}/train"),
-        eval_dataset=load_from_disk(f"{folder}/eval"),
-        processing_class=tokenizer(),
-        **others,
-    )
+        model=model, args=getattr(trl, f"{name}Config")(**{**given, **changes}),
+        train_dataset=load_from_disk(f"{folder}/train"), eval_dataset=load_from_disk(f"{folder}/eval"),
+        processing_class=tokenizer(), **others,
+    )  # fmt: skip
     if size > 1:
         checkpoint = "auto" if name in ROLLOUTS else "remat"
         for _ in range(2):
