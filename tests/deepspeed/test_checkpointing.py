@@ -81,7 +81,7 @@ def forms(rank: int, world_size: int, stage: int, peft: bool) -> None:
             got, counts = two_steps(make, stage, world_size, block)
         assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True)), name
         once = block["checkpoint"] == "remat"
-        for count in ("attention_forwards", "kernel_forwards", "forward_messages"):
+        for count in ("attention_forwards", "kernel_forwards", "forward_messages", "forward_bytes"):
             assert counts[count] == plain[count] * (1 if once else 2), name
         assert counts["replays"] == (LAYERS if once else 0), name
         each = 1 + once if "remat_offload" in block else 0  # of two micro-batches: each input, each attention

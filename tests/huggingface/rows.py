@@ -71,6 +71,9 @@ ROUTED = {"router_aux_loss_coef": 0.7, "output_router_logits": True, **EXPERTS}
 """Models whose routers have a loss."""
 
 
+STATES = ("bamba", "jamba", "kimi_linear", "lfm2", "qwen3_next")
+"""Types with every convolution and recurrence, which may reach over ranks of a token."""
+
 _NUMBERS = count()
 
 
@@ -100,6 +103,7 @@ def whole() -> list[Any]:
         row("more ranks than heads", MODELS["llama-one-kv-head-of-three"], 4, 47, schedule="balanced_shared", **some),
         row("a group of one rank", MODELS["llama-yarn"], 1, 11, sequences=2, masks=("holes",) * 2),
         *(row("any length", LLAMA, size, tokens, **any_length) for size in (3, 5) for tokens in (5, 13)),
+        *(row(f"any length, {kind}", (kind, {}), 5, 7, rows=2) for kind in STATES),
         *(row(name, shape, 3, tokens, rows=2) for name, shape in longest.items() for tokens in (LIMIT - 1, LIMIT)),
         *(row(name, shape, 3, 35, **some) for name, shape in OF_LENGTH.items()),
         row("padded", ("Qwen2", {}), 2, 16, rows=4, padding="right"),
@@ -228,12 +232,13 @@ WINDOWS: dict[str, Shape] = {
 
 
 def interrupted() -> list[Any]:
-    """Return rows of forwards whose backwards come after anything else, checkpointed in every way."""
+    """Return rows of forwards whose backwards come after anything else, checkpointed in every way, packed and not."""
     ways = [(kept, reentrant) for kept in (*FORMS[1:], "auto") for reentrant in (False, True)]
+    some: dict[str, Any] = {"rows": 2, "between": "anything", "as_kept": True}
     return [
-        row(name, shape, 3, 18, rows=2, checkpoint=kept, reentrant=reentrant, between="anything", as_kept=True)
-        for name, shape in WINDOWS.items()
-        for kept, reentrant in ways
+        row(name, shape, 3, 18, checkpoint=kept, reentrant=reentrant, pack=("", "both")[(at + number) % 2], **some)
+        for number, (name, shape) in enumerate(WINDOWS.items())
+        for at, (kept, reentrant) in enumerate(ways)
     ]
 
 

@@ -16,7 +16,6 @@ from tests.support.models import build
 from tests.support.workers import run_ranks
 
 STEPS, ACCUMULATE = 4, 2
-GROUPS = 2
 
 
 def warm_up(optimizer: Any, steps: int) -> Any:
@@ -162,15 +161,6 @@ def refused(rank: int, world_size: int) -> None:
     set_seed(3, device_specific=True)
     loader = accelerator.prepare(torch.utils.data.DataLoader(Sequences(8), batch_size=1, shuffle=True))
     model(**next(iter(loader)))  # which compares the batches of the ranks
-    ids = torch.arange(5)[None]
-    model.eval()
-    for arguments in ({}, {"use_cache": False}, {"num_beams": 2}):
-        asked: dict[str, Any] = {"max_new_tokens": 2, "do_sample": False, "pad_token_id": 0, **arguments}
-        wanted = build("Llama").eval().generate(ids, **asked)
-        with pytest.raises(UnsupportedError, match=r"within dfa_megatron\.huggingface\.local_attention"):
-            model.generate(ids, **asked)
-        with dfa_hf.local_attention(model):
-            assert torch.equal(model.generate(ids, **asked), wanted)
 
 
 def test_what_would_differ_between_the_ranks_of_a_group_is_refused() -> None:

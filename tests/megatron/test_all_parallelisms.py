@@ -25,6 +25,7 @@ from tests.frameworks.megatron_rows import (
     like,
 )  # fmt: skip
 from tests.fuzz.frameworks.megatron_draw import MegatronDraw
+from tests.fuzz.frameworks.steps import check
 from tests.support.workers import run_ranks
 
 CP2, CP3, CP4, TP2 = {"cp": 2}, {"cp": 3}, {"cp": 4}, {"tp": 2}
@@ -291,6 +292,11 @@ def by_turns(rows: Sequence[MegatronDraw]) -> Sequence[MegatronDraw]:
 @pytest.mark.parametrize("group", GROUPS)
 def test_ranks_train_like_one(group: str) -> None:
     compare.check(harness.step, [draw for row in GROUPS[group].values() for draw in by_turns(row)])
+
+
+def test_random_steps_are_those_of_one_rank() -> None:
+    """`make fuzz-frameworks` draws more."""
+    check("megatron", 8)
 
 
 def same_dropout(rank: int, ranks: int) -> None:

@@ -103,6 +103,16 @@ def run_ranks(
     return [worker.value for worker in workers]
 
 
+def run_each(world_size: int, *functions: Callable[[int, int], Any], timeout: float = 60.0) -> list[list[Any]]:
+    """Call these functions one after another on the same ranks; return what each returned, by function and rank."""
+    by_rank = run_ranks(world_size, _in_turn, functions, timeout=timeout)
+    return [list(results) for results in zip(*by_rank, strict=True)]
+
+
+def _in_turn(rank: int, world_size: int, functions: tuple[Callable[[int, int], Any], ...]) -> list[Any]:
+    return [function(rank, world_size) for function in functions]
+
+
 def _jobs(
     world_size: int, function: Callable[..., Any], args: tuple[Any, ...], timeout: float, cuda: bool, folder: str
 ) -> Iterable[_Job]:
