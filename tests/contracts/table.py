@@ -1,6 +1,6 @@
 """Every name, parameter and attribute of the frameworks that the package relies on beside what it plainly imports.
 
-A plain import needs no row: `imports.py` finds it. A row names what is replaced, subclassed, hooked or read.
+A plain import needs no row: `check.py` finds it. A row names what is replaced, subclassed, hooked or read.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ import torch
 
 from dfa_megatron.launch import expand, read_arguments
 from dfa_megatron.megatron.script.dfa_flags import add_dfa_arguments, options_of
-from tests.support.workers import run_ranks
+from tests.support.workers import run_each
 
 pytest.importorskip("megatron.training.arguments", reason="this megatron-core has no training package")
 
@@ -60,11 +60,7 @@ def on_the_page(rank: int, world_size: int) -> None:
     assert (args.num_layers, args.context_parallel_size, args.seq_length) == (2, 8, 4096)
 
 
-def test_megatrons_parser_takes_the_small_model_of_the_page() -> None:
-    run_ranks(1, on_the_page)
-
-
-def test_megatrons_parser_and_checks_take_every_argument_file() -> None:
-    taken = run_ranks(1, parse_and_validate)[0]
+def test_megatrons_parser_and_checks_take_the_small_model_of_the_page_and_every_argument_file() -> None:
+    _, (taken,) = run_each(1, on_the_page, parse_and_validate)
     assert taken == [path.name for path in FILES]
     assert taken

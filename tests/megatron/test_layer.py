@@ -263,9 +263,7 @@ def says(rank: int, world_size: int) -> list[str]:
     return lines
 
 
-def test_the_first_rank_says_once_what_runs_evaluation_keeps_nothing_and_foreign_batches_are_refused() -> (
-    None
-):
+def test_the_first_rank_says_once_what_runs_evaluation_keeps_nothing_and_foreign_batches_are_refused() -> None:
     refused = (wrong_batches, uncut_batches, foreign_packs, whole_batches, swapped, block_alone)
     (first, second), *_ = run_each(2, says, evaluate_and_freeze, *refused, timeout=120)
     assert len(first) == 1
