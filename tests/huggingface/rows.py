@@ -134,12 +134,12 @@ NEAR = ("mistral-window", "gemma2-capped-scores", "gpt-oss-sinks-window-in-one-l
 
 def trees() -> list[Any]:
     """Return rows of segments that share prefixes."""
-    near, found = {name: MODELS[name] for name in NEAR} | NEWER, []
-    for size in (2, 3):
-        some: dict[str, Any] = {"tokens": 12 * size - 1, "pack": "tree"}
-        found += [row(kept, ("Qwen3", {}), size, checkpoint=kept, near=2e-6, **some) for kept in FORMS]
-        found += [row(name, shape, size, **some) for name, shape in near.items()]
-    return found
+    near, some = {name: MODELS[name] for name in NEAR} | NEWER, {"tokens": 35, "pack": "tree"}
+    return [
+        row("two ranks", ("Qwen3", {}), 2, 23, pack="tree"),
+        *(row(kept, ("Qwen3", {}), 3, checkpoint=kept, near=2e-6, **some) for kept in FORMS),
+        *(row(name, shape, 3, **some) for name, shape in near.items()),
+    ]
 
 
 FORMS = ("none", "full", "remat")
@@ -157,23 +157,21 @@ def two_streams(half: int, block: int) -> Mask:
 
 def masked() -> list[Any]:
     """Return rows of any mask: windows count positions, experts count packed tokens."""
-    found = []
-    for size in (2, 3):
-        length = 12 * size + 2
-        streams, lengths = torch.arange(length) % (length // 2), [7, length - 7]
-        path = torch.cat((torch.arange(12), torch.arange(4, length - 8)))
-        documents = torch.cat([torch.arange(each) for each in lengths])
-        cases: list[tuple[str, Shape, Mask, torch.Tensor | None]] = [
-            ("streams", ("Qwen3", {}), two_streams(length // 2, 4), streams),
-            ("streams in windows", MODELS["gemma2-capped-scores"], two_streams(length // 2, 3), streams),
-            ("blocks of documents", MODELS["mistral-window"], masks.block_causal_documents(lengths, 4), documents),
-            ("a prefix", MODELS["gemma2-capped-scores"], masks.prefix_lm(length, length // 2), None),
-            ("routers", ("Mixtral", ROUTED), masks.prompt_tree([4, 8, length - 12], [-1, 0, 0]), path),
-        ]
-        for name, shape, mask, places in cases:
-            told = {"mask": mask} | ({} if places is None else {"position_ids": places[None]})
-            found.append(row(name, shape, size, length, masks=("all",), told=told))
-        found += [row("any mask", LLAMA, size, length, pack="mask") for _ in range(2)]
+    length = 38  # of three ranks
+    streams, lengths = torch.arange(length) % (length // 2), [7, length - 7]
+    path = torch.cat((torch.arange(12), torch.arange(4, length - 8)))
+    documents = torch.cat([torch.arange(each) for each in lengths])
+    cases: list[tuple[str, Shape, Mask, torch.Tensor | None]] = [
+        ("streams", ("Qwen3", {}), two_streams(length // 2, 4), streams),
+        ("streams in windows", MODELS["gemma2-capped-scores"], two_streams(length // 2, 3), streams),
+        ("blocks of documents", MODELS["mistral-window"], masks.block_causal_documents(lengths, 4), documents),
+        ("a prefix", MODELS["gemma2-capped-scores"], masks.prefix_lm(length, length // 2), None),
+        ("routers", ("Mixtral", ROUTED), masks.prompt_tree([4, 8, length - 12], [-1, 0, 0]), path),
+    ]
+    found = [row("any mask", LLAMA, size, 12 * size + 2, pack="mask") for size in (2, 2, 3, 3)]
+    for name, shape, mask, places in cases:
+        told = {"mask": mask} | ({} if places is None else {"position_ids": places[None]})
+        found.append(row(name, shape, 3, length, masks=("all",), told=told))
     return found
 
 
@@ -200,15 +198,13 @@ def typed() -> list[Any]:
         {"pack": "cu_seq_lens"},
         {"pack": "tree", "parents": (-1, 0, 0)},
     )
-    found = []
-    for size in (2, 3):
-        both: dict[str, Any] = {"tokens": 17, "rows": 2, "images": False}
-        found += [
-            row("types", ("gpt2", {}), size, **both, told={"token_type_ids": types}),
-            row("types, packed", ("gpt2", {}), size, **both, told={"token_type_ids": types}, pack="position_ids"),
-            row("text alone", ("gemma3", {}), size, **both, told={"token_type_ids": zeros}),
-            row("text alone", ("qwen3_vl", {}), size, **both, padding="right"),
-        ]
+    both: dict[str, Any] = {"tokens": 17, "rows": 2, "images": False}
+    found = [
+        row("types", ("gpt2", {}), 3, **both, told={"token_type_ids": types}),
+        row("types, packed", ("gpt2", {}), 3, **both, told={"token_type_ids": types}, pack="position_ids"),
+        row("text alone", ("gemma3", {}), 3, **both, told={"token_type_ids": zeros}),
+        row("text alone", ("qwen3_vl", {}), 2, **both, padding="right"),
+    ]
     for kind in ("qwen2_5_vl", "qwen3_vl", "qwen3_5 with images"):
         found += [row("text alone", (kind, {}), 2 + at % 2, **alone, **way) for at, way in enumerate(ways)]
     return found
@@ -217,10 +213,9 @@ def typed() -> list[Any]:
 def grown() -> list[Any]:
     """Return rows of models whose layers were copied, added or replaced, in every way."""
     found = []
-    for size in (2, 3):
-        for at in range(2 * WAYS):
-            more = {"grown": ("before", "after")[at % 2], "checkpoint": FORMS[at % 3], "pack": ("", "both")[at // WAYS]}
-            found.append(row(f"grown {more['grown']}", LLAMA, size, 4 * size + 5, **more))
+    for at in range(2 * WAYS):
+        size, more = 2 + (at // 2 + at // WAYS) % 2, {"grown": ("before", "after")[at % 2], "checkpoint": FORMS[at % 3]}
+        found.append(row(f"grown {more['grown']}", LLAMA, size, 4 * size + 5, pack=("", "both")[at // WAYS], **more))
     return found
 
 
@@ -232,13 +227,13 @@ WINDOWS: dict[str, Shape] = {
 
 
 def interrupted() -> list[Any]:
-    """Return rows of forwards whose backwards come after anything else, checkpointed in every way, packed and not."""
+    """Return rows of forwards whose backwards come after anything else, packed and not; one type in every way."""
     ways = [(kept, reentrant) for kept in (*FORMS[1:], "auto") for reentrant in (False, True)]
     some: dict[str, Any] = {"rows": 2, "between": "anything", "as_kept": True}
     return [
         row(name, shape, 3, 18, checkpoint=kept, reentrant=reentrant, pack=("", "both")[(at + number) % 2], **some)
         for number, (name, shape) in enumerate(WINDOWS.items())
-        for at, (kept, reentrant) in enumerate(ways)
+        for at, (kept, reentrant) in enumerate(ways[number - 1 :: 3] if number else ways)
     ]
 
 
