@@ -23,7 +23,6 @@ def warm_up(optimizer: Any, steps: int) -> Any:
 
 
 SCHEDULES: dict[str, Callable[[Any, int], Any]] = {
-    "cosine": lambda optimizer, steps: schedulers.CosineAnnealingLR(optimizer, steps),
     "one cycle, shorter than the run": lambda optimizer, steps: schedulers.OneCycleLR(optimizer, 1.0, steps - 2),
     "warm-up": warm_up,
     "one after another": lambda optimizer, steps: schedulers.SequentialLR(

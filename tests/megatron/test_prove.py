@@ -71,10 +71,6 @@ def test_nothing_is_found_where_nothing_is_wrong(cases: list[MegatronDraw]) -> N
             assert sum("gradient of parameters" in line for line in table.splitlines()) == 2, table
 
 
-def wrong_scale(models: Any) -> Any:
-    return attention_with(attention, softmax_scale=0.1)
-
-
 def lost_window(models: Any) -> Any:
     return attention_with(attention, window_size=(-1, -1))
 
@@ -125,7 +121,6 @@ def mixed_tokens(models: Any) -> Any:
 FOUND = {
     mixed_tokens: "a sequence, 96 tokens, output of layers: decoder.layers.2.mlp on rank 1, token 48:",
     local_rope: "a sequence, 96 tokens, output of layers: decoder.layers.0.self_attention on rank",
-    wrong_scale: "a sequence, 96 tokens, output of layers: decoder.layers.0.self_attention on rank 0, token",
     lost_window: "a sequence, 96 tokens, output of layers: decoder.layers.0.self_attention on rank 0, token 10:",
     lost_documents: "a pack of 3, 96 tokens, output of layers: decoder.layers.0.self_attention on rank 0, token 32:",
     labels_of_chunks: "a sequence, 96 tokens, gradient at layers: decoder.layers.3.mlp on rank",
