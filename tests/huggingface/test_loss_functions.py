@@ -17,7 +17,7 @@ from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.huggingface.loss import tiled_loss
 from tests.huggingface.compared import assert_gradients, assert_loss
 from tests.support.models import build, gradients, text
-from tests.support.workers import run_ranks
+from tests.support.workers import run_each
 
 Loss = Callable[..., torch.Tensor]
 
@@ -124,13 +124,8 @@ def refused(rank: int, world_size: int) -> None:
     model(**whole)
 
 
-def each(rank: int, world_size: int) -> None:
-    marked(rank, world_size)
-    refused(rank, world_size)
-
-
 def test_a_marked_loss_is_that_of_one_process_and_another_is_refused_however_it_was_set() -> None:
-    run_ranks(3, each, timeout=120)
+    run_each(3, marked, refused, timeout=120)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])

@@ -22,7 +22,7 @@ from tests.huggingface import rows
 from tests.huggingface.compared import assert_same, summed
 from tests.support.close import assert_close
 from tests.support.models import build, gradients, text
-from tests.support.workers import run_ranks
+from tests.support.workers import run_each
 
 PACK = text(1, 12, seed=3) | {"position_ids": torch.tensor([[0, 1, 2, 3, 4, 0, 1, 0, 1, 2, 3, 4]])}
 
@@ -148,14 +148,9 @@ def evaluated(rank: int, world_size: int) -> None:
         assert_close(unshard_sequence(model(**batch).logits), want, tolerance=1e-5, name="evaluation again")
 
 
-def each(rank: int, world_size: int) -> None:
-    for check in (local_forward, shared_config, called_alone, two_models, evaluated):
-        check(rank, world_size)
-
-
 def test_a_forward_keeps_its_attention_whatever_runs_or_is_set_before_its_backward() -> None:
     """Other modes, models of one config, decoders alone, evaluation."""
-    run_ranks(3, each, timeout=170)
+    run_each(3, local_forward, shared_config, called_alone, two_models, evaluated, timeout=170)
 
 
 @pytest.mark.parametrize("reentrant", [True, False])

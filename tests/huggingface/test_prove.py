@@ -28,7 +28,7 @@ from tests.support.plants import (
     states_dropped,
     the_backward_has_stale_keys,
 )
-from tests.support.workers import run_ranks
+from tests.support.workers import run_each, run_ranks
 
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 HYBRID = {
@@ -249,15 +249,8 @@ def keeps_everything(rank: int, world_size: int) -> None:
         dfa_hf.prove(made())
 
 
-def each(rank: int, world_size: int) -> str:
-    keeps_everything(rank, world_size)
-    said = unreduced(rank, world_size)
-    faults_of_ranks(rank, world_size)
-    return said
-
-
 def test_a_proof_changes_nothing_and_finds_dropped_states_another_plan_and_gradients_that_nobody_averaged() -> None:
-    said = run_ranks(2, each, timeout=120)
+    _, said, _ = run_each(2, keeps_everything, unreduced, faults_of_ranks, timeout=120)
     assert said[0] == said[1]
     assert "first difference: a sequence, 96 tokens, gradient of parameters: " in said[0], said[0]
 

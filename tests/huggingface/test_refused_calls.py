@@ -15,7 +15,7 @@ from dfa_megatron.plan.language.tree import Tree
 from tests.huggingface.rows import GEMMA4
 from tests.huggingface.sweep import images
 from tests.support.models import build, text
-from tests.support.workers import run_ranks
+from tests.support.workers import run_each
 
 pytestmark = pytest.mark.support("models", "models that are not supported are refused")
 
@@ -255,10 +255,5 @@ def images_on_two_ranks(rank: int, world_size: int) -> None:
         model(input_ids=batch["input_ids"], attention_mask=1 - batch["attention_mask"])
 
 
-def each(rank: int, world_size: int) -> None:
-    call_on_two_ranks(rank, world_size)
-    images_on_two_ranks(rank, world_size)
-
-
 def test_on_two_ranks_parts_and_what_does_not_fit_are_refused_and_whole_batches_told_in_any_way_are_not() -> None:
-    run_ranks(2, each, timeout=120)
+    run_each(2, call_on_two_ranks, images_on_two_ranks, timeout=120)

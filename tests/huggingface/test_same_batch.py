@@ -20,7 +20,7 @@ from dfa_megatron.errors import DisagreementError, UnsupportedError
 from dfa_megatron.runtime.comm.weights import digests
 from tests.support.arguments import told
 from tests.support.models import VOCABULARY, build, text
-from tests.support.workers import run_ranks
+from tests.support.workers import run_each, run_ranks
 
 LENGTH, TIMEOUT = 12, 5.0
 
@@ -146,9 +146,5 @@ def other_weights(rank: int, world_size: int) -> None:
     dfa_hf.distribute_attention(whole)(**text(2, LENGTH, seed=0)).loss.backward()
 
 
-def test_ranks_of_a_group_with_other_weights_hear_which() -> None:
-    run_ranks(4, other_weights, timeout=150)
-
-
-def test_ranks_that_hold_parts_of_other_batches_are_refused() -> None:
-    run_ranks(3, other_batches, timeout=120)
+def test_ranks_of_a_group_with_other_weights_hear_which_and_those_with_other_batches_are_refused() -> None:
+    run_each(4, other_batches, other_weights, timeout=150)

@@ -22,7 +22,7 @@ POPULAR = (
 WHOLE = ("cohere2", "deepseek_v3", "gpt2", "lfm2", "minimax_m2", "nemotron_h", "phi4_multimodal", "qwen3_next")
 HYBRIDS = (
     *("bamba", "falcon_h1", "granitemoehybrid", "jamba", "kimi_linear", "lfm2", "nemotron_h"),
-    *("olmo_hybrid", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"),
+    *("olmo_hybrid", "qwen3_5_moe_text", "qwen3_next"),
 )
 AGAIN = (("jamba", "remat"), ("qwen3_next", "remat"), ("lfm2", "packed"))
 """What else is compared than a tree. Others are packed and rematerialized on two ranks, in tests/deepspeed."""

@@ -8,6 +8,7 @@ started itself.
 from __future__ import annotations
 
 import faulthandler
+import gc
 import importlib.util
 import multiprocessing
 import os
@@ -219,6 +220,7 @@ def _last_line(failure: str | None) -> str:
 
 def _serve(job: _Job, pipe: Connection, stack: str) -> None:
     """Run as the body of a worker process."""
+    gc.freeze()  # what the fork server imported: to look through it for garbage would copy its pages, for seconds
     os.environ.update(job.environment)
     if sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
