@@ -12,14 +12,8 @@ from tests.fuzz.frameworks.steps import check, check_each
 from tests.huggingface.rows import MODELS, row
 
 STAGES = (0, 1, 2, 3)
-HYBRIDS = {
-    "bamba": (3,),
-    "falcon_h1": (0,),
-    "kimi_linear": (0,),
-    "lfm2": (3,),
-    "nemotron_h": (0, 3),
-    "qwen3_next": (0, 3),
-}
+HYBRIDS = dict.fromkeys(("bamba", "lfm2"), (3,)) | dict.fromkeys(("falcon_h1", "kimi_linear"), (0,))
+HYBRIDS |= dict.fromkeys(("nemotron_h", "qwen3_next"), (0, 3))
 """Types with every recurrence, and their stages of ZeRO."""
 LLAMA: Any = ("Llama", {})
 SINKS = {"num_local_experts": 2, "num_experts_per_tok": 1, "sliding_window": 7}
