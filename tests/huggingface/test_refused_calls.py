@@ -77,7 +77,6 @@ def test_a_call_that_asks_for_more_is_refused(message: str, arguments: dict[str,
         model(**{"input_ids": IDS} | arguments)
 
 
-SHORT: dict[str, Any] = {"input_ids": torch.ones(1, 40, dtype=torch.long), "labels": None}
 OTHERS: list[tuple[str, Any, dict[str, Any]]] = [
     ("a mask.*with a state", ("Mamba2", {"num_heads": 4, "head_dim": 16, "state_size": 4, "n_groups": 1}), {
         "input_ids": IDS, "mask": masks.prefix_lm(8, 3),

@@ -172,7 +172,7 @@ class MegatronDraw(Draw):
             seen["prompt_tree"] = tree if number % 2 else (list(tree.lengths), torch.tensor(tree.parents))
             places = tree_positions(tree.lengths, tree.parents).expand(self.batch, -1)
         elif self.pack == "mask":
-            seen["mask"], rows = attends.masked(dice, self.tokens, dice.randint(0, 3))
+            seen["mask"], rows = attends.masked(dice, self.tokens)
             places = rows.expand(self.batch, -1).contiguous()
         if self.model["position_embedding_type"] == "mrope":
             places = attends.image_places(self.batch, self.tokens)
