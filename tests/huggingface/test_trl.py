@@ -165,8 +165,7 @@ RUNS: dict[tuple[int, int], list[tuple[str, dict[str, Any]]]] = {
         ("KTO", {"beta": 0.3}),
         ("GRPO", {"beta": 0.1, "loss_type": "grpo", "num_iterations": 2, "max_steps": 3, "eval_strategy": "no"}),
         ("GRPO", {"loss_type": "dr_grpo", "mask_truncated_completions": True, **MIXTURE}),
-        ("RLOO", {"beta": 0.1}),
-        ("RLOO", {**VLLM, "max_steps": 2, "eval_strategy": "no"}),
+        ("RLOO", {"beta": 0.1, **VLLM, "max_steps": 2, "eval_strategy": "no"}),
     ],
     (4, 2): [
         ("SFT", {**PACKED, "eval_strategy": "no"}),
