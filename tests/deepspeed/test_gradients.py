@@ -57,4 +57,4 @@ def test_gradients_are_those_of_one_process_at_every_zero_stage() -> None:
 @pytest.mark.parametrize("framework", ["transformers", "deepspeed"])
 def test_random_steps_are_those_of_one_rank(framework: str) -> None:
     """`make fuzz-frameworks` draws more."""
-    check(framework, 6)
+    check(framework, 4)
