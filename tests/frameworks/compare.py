@@ -13,7 +13,6 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 
-from dfa_megatron.masks import Mask
 from tests.support.workers import run_ranks
 
 LEAST = 0.03
@@ -109,16 +108,6 @@ def assert_alike(found: Found, want: Mapping[str, Any], draw: Any) -> None:
     off = {name: share for name, share in distances(found, want).items() if share > limit}
     worst = sorted(off.items(), key=lambda item: -item[1])[:6]
     assert not off, f"{draw.line}: {len(off)} differ: {', '.join(f'{name} {share:.1e}' for name, share in worst)}"
-
-
-def cells(mask: Mask) -> torch.Tensor:
-    """Return which query sees which key, (length, length)."""
-    difference = torch.arange(mask.length) - torch.arange(mask.length)[:, None]
-    seen = torch.zeros(mask.length, mask.length, dtype=torch.bool)
-    for q, kv, lo, hi in mask.tiles:
-        part = difference[q.lo : q.hi, kv.lo : kv.hi]
-        seen[q.lo : q.hi, kv.lo : kv.hi] |= (part >= lo) & (part <= hi)
-    return seen
 
 
 def gradients_of(model: Any, *groups: Any) -> dict[str, torch.Tensor]:

@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 
 from dfa_megatron.huggingface.batch import IGNORED
 from dfa_megatron.masks import Mask
-from tests.frameworks.compare import cells
+from tests.fuzz.frameworks.uneven import cells
 from tests.huggingface.sweep import images
 from tests.support.recurrences import by_path
 

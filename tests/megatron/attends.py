@@ -15,7 +15,7 @@ from dfa_megatron.megatron.tokens.batch import pairs_of
 from dfa_megatron.plan.language.layout import by_name
 from dfa_megatron.plan.language.tree import Tree
 from dfa_megatron.sharding import positions_of
-from tests.frameworks.compare import cells
+from tests.fuzz.frameworks.uneven import cells
 from tests.support.plan_cases import heterogeneous_masks, some_parents
 
 
