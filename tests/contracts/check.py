@@ -3,11 +3,53 @@
 from __future__ import annotations
 
 import ast
+import functools
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
 
-from tests.contracts.imports import PACKAGE, imports
 from tests.contracts.sources import Found, Sources, reads_of
 from tests.contracts.table import ATTENTIONS, TABLE, Contract
+
+PACKAGE = Path(__file__).parents[2] / "dfa_megatron"
+
+
+@dataclass(frozen=True, order=True)
+class Import:
+    """Hold one imported name ("" for a module alone), the file that imports it, and whether it may be missing.
+
+    optional: the import stands in a `try`, or in an `except` that follows one: another version has another name.
+    """
+
+    module: str
+    name: str
+    file: str
+    optional: bool
+
+
+def imports(frameworks: tuple[str, ...]) -> list[Import]:
+    """Return the package's imports of these frameworks, in order."""
+    found = set()
+    for file in PACKAGE.rglob("*.py"):
+        if any(name in file.read_text(encoding="utf-8") for name in frameworks):  # to parse all takes long
+            found |= _imports_of(file)
+    return sorted(each for each in found if any(f"{each.module}.".startswith(f"{name}.") for name in frameworks))
+
+
+@functools.cache
+def _imports_of(file: Path) -> frozenset[Import]:
+    tree = ast.parse(file.read_text(encoding="utf-8"))
+    guarded = {id(each) for node in ast.walk(tree) if isinstance(node, ast.Try) for each in ast.walk(node)}
+    found = set()
+    for node in ast.walk(tree):
+        named = list[tuple[str, str]]()
+        if isinstance(node, ast.ImportFrom) and not node.level:
+            named = [(node.module or "", alias.name) for alias in node.names]
+        elif isinstance(node, ast.Import):
+            named = [(alias.name, "") for alias in node.names]
+        where = str(file.relative_to(PACKAGE))
+        found |= {Import(module, name, where, id(node) in guarded) for module, name in named}
+    return frozenset(found)
 
 
 def broken(package: str, sources: Sources, optional: Mapping[str, str] | None = None) -> list[str]:

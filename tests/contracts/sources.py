@@ -27,26 +27,15 @@ class Sources:
 
     def __init__(self, roots: Sequence[Path]) -> None:
         self.roots = tuple(roots)
-        self._trees: dict[str, ast.Module | None] = {}
-        self._texts: dict[str, str | None] = {}
-
-    def tree(self, module: str) -> ast.Module | None:
-        """Return a module's syntax tree, None if there is no such module; an empty one without a file of its own."""
-        if module not in self._trees:
-            self._trees[module] = self._parsed(module)
-        return self._trees[module]
+        self.tree, self._text = functools.cache(self._parsed), functools.cache(self._read)
 
     def _parsed(self, module: str) -> ast.Module | None:
+        """Return a module's syntax tree, None if there is no such module; an empty one without a file of its own."""
         text = self._text(module)
         return None if text is None else ast.parse(text)
 
-    def _text(self, module: str) -> str | None:
-        """Return a module's source, None if there is no such module; an empty one without a file of its own."""
-        if module not in self._texts:
-            self._texts[module] = self._read(module)
-        return self._texts[module]
-
     def _read(self, module: str) -> str | None:
+        """Return a module's source, None if there is no such module; an empty one without a file of its own."""
         for root in self.roots:
             place = root.joinpath(*module.split("."))
             for file in (place.with_name(place.name + ".py"), place / "__init__.py"):

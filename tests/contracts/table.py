@@ -1,6 +1,6 @@
 """Every name, parameter and attribute of the frameworks that the package relies on beside what it plainly imports.
 
-A plain import needs no row: `imports.py` finds it. A row names what is replaced, subclassed, hooked or read.
+A plain import needs no row: `check.py` finds it. A row names what is replaced, subclassed, hooked or read.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ MEGATRON = (
                   "num_layers num_attention_heads kv_channels normalization window_size window_attn_skip_freq "
                   "softmax_type perform_initialization init_method params_dtype deterministic_mode "
                   "recompute_granularity recompute_method recompute_num_layers distribute_saved_activations "
-                  "cp_comm_type layernorm_zero_centered_gamma heterogeneous_block_specs fp8 "
+                  "cp_comm_type layernorm_zero_centered_gamma fp8 "
                   "moe_router_load_balancing_type calculate_per_token_loss"),
     on(f"{CORE}.process_groups_config:ProcessGroupCollection",
        "megatron/layers/core_attention.py megatron/layers/context.py",
@@ -70,7 +70,6 @@ MEGATRON = (
     on(f"{CORE}.packed_seq_params:PackedSeqParams", "megatron/tokens/packs.py",
        attributes="qkv_format cu_seqlens_q cu_seqlens_kv cu_seqlens_q_padded cu_seqlens_kv_padded max_seqlen_q "
                   "max_seqlen_kv local_cp_size cp_group"),
-    on(f"{CORE}.transformer.utils:is_layer_window_attention", "megatron/layers/core_attention.py"),
     on(f"{CORE}.tensor_parallel.layers:set_tensor_model_parallel_attributes", "megatron/layers/core_attention.py",
        passes="is_parallel dim stride"),
     # Specs.
@@ -78,8 +77,6 @@ MEGATRON = (
        attributes="module params submodules"),
     on(f"{CORE}.transformer.transformer_block:TransformerBlockSubmodules", "megatron/spec.py",
        passes="layer_specs layer_norm"),
-    on(f"{CORE}.transformer.transformer_block:get_num_layers_to_build", "megatron/spec.py"),
-    on(f"{CORE}.transformer.transformer_block:LayerNormImpl", "megatron/spec.py"),
     on(f"{CORE}.models.gpt.gpt_layer_specs:get_gpt_layer_local_spec", "megatron/script/script_specs.py",
        passes="normalization qk_layernorm multi_latent_attention qk_l2_norm"),
     on(f"{CORE}.models.gpt.gpt_layer_specs:get_gpt_layer_with_transformer_engine_spec",
@@ -98,8 +95,6 @@ MEGATRON = (
        "megatron/door.py",
        passes="labels input_ids position_ids decoder_input packed_seq_params padding_mask inference_context"),
     on(f"{CORE}.models.gpt.gpt_model:GPTModel", "megatron/door.py", attributes="set_input_tensor decoder"),
-    *(on(f"{CORE}.pipeline_parallel.utils:is_{each}_stage", "megatron/door.py")
-      for each in ("pp_first", "pp_last", "vp_first", "vp_last")),
     *(on(f"{CORE}.pipeline_parallel.schedules:forward_backward_pipelining_{each}_interleaving", "megatron/spec.py",
          passes="pg_collection") for each in ("with", "without")),
     on(f"{CORE}.tensor_parallel.mappings:gather_from_sequence_parallel_region", "megatron/tokens/visit.py",
@@ -126,7 +121,6 @@ MEGATRON = (
     on(f"{CORE}.tensor_parallel.random:checkpoint", "megatron/layers/layer.py",
        replaced="function distribute_saved_activations"),
     on(f"{CORE}.tensor_parallel.random:get_cuda_rng_tracker", "megatron/layers/layer.py"),
-    on(f"{CORE}.extensions.transformer_engine:te_checkpoint", "megatron/layers/layer.py"),
     on(f"{CORE}.transformer.mlp:MLP.forward", "megatron/layers/layer.py"),
     # Experts.
     on(f"{CORE}.transformer.moe.router:TopKRouter", "megatron/layers/router.py",
@@ -187,7 +181,6 @@ MEGATRON = (
     on(f"{CORE}.transformer.multi_token_prediction:MTPLossAutoScaler.set_loss_scale", "megatron/proved_job.py"),
     on(f"{CORE}.transformer.multi_token_prediction:MTPLossLoggingHelper", "megatron/proved_job.py",
        attributes="tracker"),
-    on(f"{CORE}.rerun_state_machine:get_rerun_state_machine", "megatron/proved_job.py"),
     on(f"{CORE}.rerun_state_machine:RerunStateMachine", "megatron/proved_job.py", attributes="mode"),
 )  # fmt: skip
 """Of megatron.core."""
@@ -195,7 +188,6 @@ MEGATRON = (
 MEGATRON_TRAINING = (
     on("megatron.training.arguments:add_megatron_arguments", "megatron/script/dfa_flags.py", replaced="parser"),
     on("megatron.training:get_args megatron.training.global_vars:get_args", "megatron/script/dfa_flags.py"),
-    on("megatron.training.models.gpt:default_layer_spec", "megatron/script/script_specs.py"),
     on(
         "megatron.training.training:train_step",
         "megatron/proved_job.py",
@@ -214,7 +206,6 @@ TRANSFORMERS = (
        attributes="get_text_config sub_configs _attn_implementation _attn_implementation_internal model_type"),
     on("transformers.modeling_utils:AttentionInterface", "huggingface/attention_function.py", attributes="register"),
     on("transformers.masking_utils:AttentionMaskInterface", "huggingface/attention_function.py", attributes="register"),
-    on("transformers.masking_utils:causal_mask_function", "huggingface/attention_function.py"),
     on("transformers.modeling_layers:GradientCheckpointingLayer",
        "huggingface/checkpointing.py huggingface/hook_mixers.py",
        attributes="gradient_checkpointing"),
@@ -269,16 +260,12 @@ DEEPSPEED = (
     on("deepspeed.runtime.activation_checkpointing.checkpointing:configure", "deepspeed/checkpointing.py",
        passes="checkpoint_in_cpu synchronize"),
     on("deepspeed.runtime.activation_checkpointing.checkpointing:non_reentrant_checkpoint", "deepspeed/pipeline.py"),
-    on("deepspeed.runtime.tensor_parallel.init_utils:load_ds_config", "deepspeed/initialize.py"),
 )  # fmt: skip
 
 TABLE: Mapping[str, tuple[Contract, ...]] = {
-    "megatron.core": MEGATRON,
-    "megatron.training": MEGATRON_TRAINING,
-    "transformers": TRANSFORMERS,
-    "accelerate": ACCELERATE,
-    "deepspeed": DEEPSPEED,
-}
+    "megatron.core": MEGATRON, "megatron.training": MEGATRON_TRAINING, "transformers": TRANSFORMERS,
+    "accelerate": ACCELERATE, "deepspeed": DEEPSPEED,
+}  # fmt: skip
 """Contracts by the package whose sources they are read from."""
 
 ATTENTIONS = (

@@ -37,42 +37,27 @@ def test_every_option_is_read() -> None:
 
 
 BLOCKS: list[tuple[str, Any]] = [
-    ("perhaps 'schedule'", {"shedule": "ring"}),
-    ("perhaps 'size'", {"sizes": 2}),
-    ("perhaps 'enabled'", {"enable": True}),
-    ("perhaps 'balanced'", {"schedule": "balance"}),
-    ("perhaps 'remat'", {"checkpoint": "rematerialize"}),
-    ("one of auto, none, full, remat", {"checkpoint": True}),
-    *(("a number of ranks", {"size": size}) for size in ("8", True, 0, 2.0)),
-    ("type bool", {"enabled": "true"}),
+    ("perhaps 'schedule'", {"shedule": "ring"}), ("perhaps 'size'", {"sizes": 2}),
+    ("perhaps 'enabled'", {"enable": True}), ("perhaps 'balanced'", {"schedule": "balance"}),
+    ("perhaps 'remat'", {"checkpoint": "rematerialize"}), ("one of auto, none, full, remat", {"checkpoint": True}),
+    *(("a number of ranks", {"size": size}) for size in ("8", True, 0, 2.0)), ("type bool", {"enabled": "true"}),
     ("must be of type bool", {"checkpoint": "remat", "reentrant": 1}),
-    ("an option of MegatronConfig alone", {"data_layout": "zigzag"}),
-    ("it must be a block", True),
+    ("an option of MegatronConfig alone", {"data_layout": "zigzag"}), ("it must be a block", True),
     ("reentrant with checkpoint='auto'", {"reentrant": True}),
     ("remat_offload with checkpoint='auto'", {"remat_offload": True}),
-]
+]  # fmt: skip
 FILES: list[dict[str, Any]] = [
     {"data_parallel_size": 2, "sequence_parallel_size": 2},
-    *({"sequence_parallel_size": size} for size in (4, "auto", 2.0)),
-    {"sparse_gradients": True},
-    {"gradient_allreduce_op": "sum"},
-    {"tensor_parallel": {"autotp_size": 2}},
-    {"hybrid_engine": {"enabled": True}},
-    {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}},
-    {"compile": {"deepcompile": True}},
-    {"compile": {"passes": ["autosp"]}},
-    {"zero_optimization": {"zero_hpz_partition_size": 2}},
-    {"zero_optimization": {"mics_shard_size": 2}},
-    {"zero_optimization": {"zero_quantized_gradients": True}},
-    {"activation_checkpointing": {"partition_activations": True}},
-    {"fp16": {"enabled": True}},
-    {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}},
-    {"data_types": {"grad_accum_dtype": "bf16"}},
-    {"communication_data_type": "bf16"},
-    {"zero_optimization": {"offload_optimizer": {"device": "cpu", "ratio": 0.5}}},
-    {"expert_parallel": {"enabled": True}},
-    {"a_parallelism_of_next_year": 2},
-]
+    *({"sequence_parallel_size": size} for size in (4, "auto", 2.0)), {"sparse_gradients": True},
+    {"gradient_allreduce_op": "sum"}, {"tensor_parallel": {"autotp_size": 2}}, {"hybrid_engine": {"enabled": True}},
+    {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}, {"compile": {"deepcompile": True}},
+    {"compile": {"passes": ["autosp"]}}, {"zero_optimization": {"zero_hpz_partition_size": 2}},
+    {"zero_optimization": {"mics_shard_size": 2}}, {"zero_optimization": {"zero_quantized_gradients": True}},
+    {"activation_checkpointing": {"partition_activations": True}}, {"fp16": {"enabled": True}},
+    {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}}, {"data_types": {"grad_accum_dtype": "bf16"}},
+    {"communication_data_type": "bf16"}, {"zero_optimization": {"offload_optimizer": {"device": "cpu", "ratio": 0.5}}},
+    {"expert_parallel": {"enabled": True}}, {"a_parallelism_of_next_year": 2},
+]  # fmt: skip
 MISSPELLED = (
     *("dist_flash_atention", "dist-flash-attention", "Dist_Flash_Attention", "distflashattn", "dfa", "dfa_size"),
 )
@@ -181,13 +166,10 @@ def test_the_block_is_found_wherever_deepspeed_takes_its_configuration(tmp_path:
     path = tmp_path / "ds.json"
     path.write_text(json.dumps(wrong))
     arguments: list[dict[str, Any]] = [
-        {"config": str(path)},
-        {"config": base64.urlsafe_b64encode(json.dumps(wrong).encode()).decode()},
-        {"config_params": wrong},
-        {"config": wrong, "config_params": {}},
-        {"args": SimpleNamespace(deepspeed_config=str(path))},
-        {"args": SimpleNamespace(deepscale_config=str(path))},
-    ]
+        {"config": str(path)}, {"config": base64.urlsafe_b64encode(json.dumps(wrong).encode()).decode()},
+        {"config_params": wrong}, {"config": wrong, "config_params": {}},
+        {"args": SimpleNamespace(deepspeed_config=str(path))}, {"args": SimpleNamespace(deepscale_config=str(path))},
+    ]  # fmt: skip
     for given in arguments:
         with pytest.raises(UnsupportedError, match="perhaps 'size'"):
             dfa_ds.initialize(model=torch.nn.Linear(1, 1), **given)

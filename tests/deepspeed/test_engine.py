@@ -1,8 +1,10 @@
-"""Training with the engine: checkpointing, accumulation, saving and loading, bfloat16, and a model of one's own."""
+"""Engines: accumulation, a model of one's own, shipped files, ours by DeepSpeed's name, and its scale of gradients."""
 
 from __future__ import annotations
 
+import json
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,22 +20,12 @@ from dfa_megatron.sharding import shard_sequence
 from tests.deepspeed import harness
 from tests.support.close import assert_close
 from tests.support.models import build, text
-from tests.support.workers import run_ranks
+from tests.support.workers import run_each
 
 
-def start(config: dict[str, Any], seed: int = 0) -> Any:
-    model = build("Qwen3", seed)
-    return dfa_ds.initialize(model=model, model_parameters=list(model.parameters()), config=config)[0]
-
-
-def step(engine: Any, seed: int) -> float:
-    """One micro-batch, the same for all of a sequence's ranks and another for each sequence."""
-    mesh = dfa_ds.mesh_of(engine)
-    whole = text(1, 10 * mesh.size, seed=1000 * mesh.data_rank + seed, unlabelled=3)
-    loss = engine(**whole).loss
-    engine.backward(loss)
-    engine.step()
-    return harness.mean_over_ranks(loss)
+def start(config: dict[str, Any], initialize: Any = dfa_ds.initialize, kind: str = "Qwen3") -> Any:
+    model = build(kind)
+    return initialize(model=model, model_parameters=list(model.parameters()), config=config)[0]
 
 
 def train(rank: int, world_size: int) -> None:
@@ -42,14 +34,15 @@ def train(rank: int, world_size: int) -> None:
     config = harness.settings(3, world_size, checkpoint="remat")
     config |= {"gradient_accumulation_steps": 2, "gradient_clipping": 0.5}
     config["optimizer"]["params"]["lr"] = 0.1
-    engine = start(config)
-    want = build("Qwen3")
+    engine, want = start(config), build("Qwen3")
     optimizer = torch.optim.SGD(want.parameters(), lr=0.1)
     for first in (0, 2, 4):
         for seed in (first, first + 1):
-            got = step(engine, seed)
-            loss = want(**text(1, 10 * world_size, seed=seed, unlabelled=3)).loss
-            assert abs(got - loss.item()) < 1e-4 * loss.item()
+            batch = text(1, 10 * world_size, seed=seed, unlabelled=3)
+            found, loss = engine(**batch).loss, want(**batch).loss
+            engine.backward(found)
+            engine.step()
+            assert abs(harness.mean_over_ranks(found) - loss.item()) < 1e-4 * loss.item()
             (loss / 2).backward()
         torch.nn.utils.clip_grad_norm_(want.parameters(), 0.5)
         optimizer.step()
@@ -109,11 +102,108 @@ def own_model(rank: int, world_size: int) -> None:
         assert_close(gradient, reference.grad, tolerance=1e-5, name=name)
 
 
-def engines(rank: int, world_size: int) -> None:
-    for each in (train, own_model):
-        each(rank, world_size)
+CONFIGS = sorted(path for path in (Path(__file__).parents[2] / "configs" / "deepspeed").glob("zero*.json"))
+
+
+def on_cpu(settings: dict[str, Any]) -> dict[str, Any]:
+    """The same for two ranks without a GPU: nothing to compile, nothing to pin."""
+    settings["dist_flash_attention"]["size"] = 2
+    settings["optimizer"]["params"]["torch_adam"] = True
+    settings["zero_force_ds_cpu_optimizer"] = False
+    for name in ("offload_optimizer", "offload_param"):
+        settings["zero_optimization"].get(name, {})["pin_memory"] = False
+    return settings
+
+
+def shipped(rank: int, world_size: int) -> dict[str, list[float]]:
+    harness.prepare_worker(rank)
+    losses = {}
+    for path in CONFIGS:
+        config = on_cpu(json.loads(path.read_text()))
+        config["optimizer"]["params"]["lr"] = 0.01
+        engine, batch = start(config, kind="Qwen2"), text(1, 16, seed=1)
+        losses[path.stem] = []
+        for _ in range(2):
+            loss = engine(**batch).loss
+            engine.backward(loss)
+            engine.step()
+            losses[path.stem].append(harness.mean_over_ranks(loss))
+        engine.destroy()
+    return losses
+
+
+def call_by_its_name(rank: int, world_size: int) -> None:
+    """A script that calls `deepspeed.initialize` gets distributed attention while ours is installed."""
+    import deepspeed
+
+    harness.prepare_worker(rank)
+    own = deepspeed.initialize
+    for _ in range(2):
+        dfa_ds.install()
+    assert deepspeed.initialize is not own
+    engine = start(harness.settings(1, 2), deepspeed.initialize)
+    assert dfa_ds.mesh_of(engine).size == 2
+    assert engine.module.config._attn_implementation == "dfa"
+    without_block = {key: value for key, value in harness.settings(1).items() if key != dfa_ds.KEY}
+    for config in (without_block, harness.settings(1, enabled=False)):
+        engine = start(config, deepspeed.initialize)
+        assert engine.module.config._attn_implementation == "eager"
+        with pytest.raises(UnsupportedError, match="missing or not enabled"):
+            dfa_ds.mesh_of(engine)
+    for _ in range(2):
+        dfa_ds.uninstall()
+    assert deepspeed.initialize is own
+
+
+STAGES = (0, 1, 2, 3)
+
+
+def ratio(rank: int, world_size: int, settings: dict[str, Any], mpu: Any = None) -> float:
+    """The gradient that DeepSpeed applies over the true one, for the loss P * (my tokens' share of the mean)."""
+    import deepspeed
+    from deepspeed.utils import safe_get_full_grad
+
+    model = torch.nn.Linear(4, 1, bias=False)
+    tokens = torch.arange(4.0 * 4).view(4, 4) + 1  # a sequence of 4 tokens, divided among the ranks
+    engine, *_ = deepspeed.initialize(
+        model=model, model_parameters=list(model.parameters()), config=dict(settings), mpu=mpu
+    )
+    engine.backward(world_size * engine(tokens.chunk(world_size)[rank]).sum() / len(tokens))
+    gradient = safe_get_full_grad(engine.module.weight).flatten()
+    engine.destroy()
+    return float((gradient / tokens.mean(0)).mean())
+
+
+def plain(stage: int, **keys: Any) -> dict[str, Any]:
+    settings = {**harness.settings(stage), **keys}
+    del settings["dist_flash_attention"]
+    return settings
+
+
+def by_mpu(rank: int, world_size: int) -> list[float]:
+    harness.prepare_worker(rank)
+    import deepspeed
+    from deepspeed.runtime.sequence_parallel import parallel_state_sp
+
+    deepspeed.init_distributed()
+    parallel_state_sp.initialize_sequence_parallel(world_size)
+    ratios = [ratio(rank, world_size, plain(stage), parallel_state_sp) for stage in STAGES]
+    model = torch.nn.Sequential(DistFlashAttention(causal=True), torch.nn.Linear(4, 1))
+    with pytest.raises(UnsupportedError, match="made in this process before"):
+        dfa_ds.initialize(
+            model=model, model_parameters=list(model.parameters()), config=harness.settings(1, world_size)
+        )
+    return ratios
 
 
 @pytest.mark.support("deepspeed", "gradient accumulation and clipping")
-def test_accumulation_clipping_and_a_model_of_ones_own_are_those_of_one_process() -> None:
-    run_ranks(2, engines, timeout=170)
+@pytest.mark.support("deepspeed", "every shipped configuration file learns")
+def test_engines_train_as_one_process_shipped_files_learn_and_an_mpu_sums_below_stage_3_and_is_refused() -> None:
+    """Should a version of DeepSpeed make the last fail, the reason to refuse an mpu is gone."""
+    _, _, (losses, _), _, every = run_each(2, train, own_model, shipped, call_by_its_name, by_mpu, timeout=170)
+    assert len(losses) == 6
+    for name, (first, second) in losses.items():
+        assert first > second, name
+        assert abs(second - losses["zero1"][1]) < 0.05 * second, name
+    for ratios in every:
+        assert ratios == pytest.approx([2.0, 2.0, 2.0, 1.0], rel=1e-6)

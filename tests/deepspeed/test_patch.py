@@ -70,22 +70,13 @@ def test_a_patched_deepspeed_honours_the_block(tmp_path: Path) -> None:
     assert applied.returncode == 0, applied.stdout + applied.stderr
     path = [str(tmp_path), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", SCRIPT.format(folder=str(tmp_path))],
-        cwd=tmp_path,
+        [sys.executable, "-W", "ignore", "-c", SCRIPT.format(folder=str(tmp_path))], cwd=tmp_path,
         env={
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join(path),
-            "RANK": "0",
-            "WORLD_SIZE": "1",
-            "LOCAL_RANK": "0",
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": "0",
+            **os.environ, "PYTHONPATH": os.pathsep.join(path), "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0",
+            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0",
         },
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+        capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     assert "perhaps 'size'" in done.stdout
     assert "mesh_param with dist_flash_attention" in done.stdout

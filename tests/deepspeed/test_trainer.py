@@ -67,13 +67,9 @@ def json(stage: int, **block: Any) -> dict[str, Any]:
 
 def trainer(folder: str, **arguments: Any) -> Any:
     given = {
-        "per_device_eval_batch_size": 2,
-        "gradient_accumulation_steps": 2,
-        "eval_steps": 1,
-        "adam_epsilon": 1e-8,
-        "lr_scheduler_type": "linear",
-        "include_num_input_tokens_seen": "all",
-    }
+        "per_device_eval_batch_size": 2, "gradient_accumulation_steps": 2, "eval_steps": 1, "adam_epsilon": 1e-8,
+        "lr_scheduler_type": "linear", "include_num_input_tokens_seen": "all",
+    }  # fmt: skip
     model = build("Llama")
     model.config.use_cache = False  # with a cache transformers does not look for documents
     return built(folder, model=model, train=Packs(), eval_dataset=Packs(), **{**given, **arguments})

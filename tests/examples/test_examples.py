@@ -1,7 +1,7 @@
-"""Every example: it starts alone, and the losses and gradient norms of several ranks are those of one.
+"""Every example: the losses and gradient norms of several ranks are those of one.
 
-A process of its own runs it on one rank, so that nothing is imported for it. Its other ranks are workers, which have
-imported its packages before: that takes seconds for each rank. torchrun itself starts those of the main job.
+A process of its own runs some on one rank, one of each framework, so that nothing is imported for them. Other ranks are
+workers, which have imported their packages before: that takes seconds for each. torchrun starts those of the main job.
 """
 
 from __future__ import annotations
@@ -34,6 +34,9 @@ FILES = {
 ALONE = {"deepspeed_pipeline.py": ("--stages", "1"), "fsdp2.py": ("--context-parallel-size", "1", "--accumulate", "4")}
 """Flags of one rank beside the others."""
 
+BY_ITSELF = ("own_model.py", "megatron_loop.py", "deepspeed_pipeline.py", "trainer_packed.py")
+"""What a process of its own runs on one rank."""
+
 SOMEWHERE_ELSE = {"train.py", "plan_by_hand.py", "grpo_tree.py"}
 
 
@@ -41,21 +44,19 @@ def run(folder: Path, *command: str, **more: str) -> str:
     """What a command of Python prints."""
     path = os.pathsep.join([str(EXAMPLES.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", *command],
-        cwd=folder,
-        env={**os.environ, **ENVIRONMENT, "PYTHONPATH": path, **more},
-        capture_output=True,
-        text=True,
-        timeout=170,
+        [sys.executable, "-W", "ignore", *command], cwd=folder,
+        env={**os.environ, **ENVIRONMENT, "PYTHONPATH": path, **more}, capture_output=True, text=True, timeout=170,
         check=False,
-    )
+    )  # fmt: skip
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return done.stdout + done.stderr
 
 
 def said_alone(folder: Path, name: str, *flags: str) -> str:
     """What an example prints on one rank."""
-    return run(folder, str(EXAMPLES / name), *flags, **of_one_rank())
+    if name in BY_ITSELF:
+        return run(folder, str(EXAMPLES / name), *flags, **of_one_rank())
+    return said_over_ranks(1, folder, str(EXAMPLES / name), *flags)
 
 
 def losses_and_norms(said: str) -> list[float]:

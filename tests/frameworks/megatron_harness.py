@@ -205,13 +205,10 @@ def _run(drawn: MegatronDraw, models: list[Any], number: int) -> tuple[Any, dict
     iterators = [batches(drawn, number) for _ in models]
     reported = get_forward_backward_func()(
         forward_step_func=functools.partial(_forward, drawn, tokens),
-        data_iterator=iterators if len(models) > 1 else iterators[0],
-        model=models if len(models) > 1 else models[0],
-        num_microbatches=drawn.micro_batches,
-        seq_length=length_of(drawn),
-        micro_batch_size=1 if drawn.has_documents else drawn.batch,
-        forward_only=False,
-    )
+        data_iterator=iterators if len(models) > 1 else iterators[0], model=models if len(models) > 1 else models[0],
+        num_microbatches=drawn.micro_batches, seq_length=length_of(drawn),
+        micro_batch_size=1 if drawn.has_documents else drawn.batch, forward_only=False,
+    )  # fmt: skip
     return reported, tokens
 
 

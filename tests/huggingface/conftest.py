@@ -15,6 +15,8 @@ if INSTALLED:
         "dfa_megatron.huggingface",
         "transformers.trainer",
         "tests.fuzz.frameworks.transformers_step",
+        *("dfa_megatron.plan.proof.check", "torch._subclasses.schema_check_mode", "torch.profiler._cupti_monitor"),
+        *("torch.distributed.algorithms.ddp_comm_hooks", "torch.distributed.fsdp"),
         *(
             f"transformers.models.{name}.modeling_{name}"
             for name in (

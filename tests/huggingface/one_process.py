@@ -13,6 +13,7 @@ from torch.overrides import TorchFunctionMode
 
 from dfa_megatron.huggingface.batch import IGNORED
 from dfa_megatron.masks import Mask
+from tests.fuzz.frameworks.uneven import cells
 from tests.huggingface.sweep import images
 from tests.support.recurrences import by_path
 
@@ -84,20 +85,10 @@ def _logits(model: Any, batch: Batch) -> tuple[torch.Tensor, Any]:
     return torch.cat(found), 0.0
 
 
-def _cells(mask: Mask) -> torch.Tensor:
-    """Return which query sees which key, (length, length)."""
-    difference = torch.arange(mask.length) - torch.arange(mask.length)[:, None]
-    seen = torch.zeros(mask.length, mask.length, dtype=torch.bool)
-    for q, kv, lo, hi in mask.tiles:
-        part = difference[q.lo : q.hi, kv.lo : kv.hi]
-        seen[q.lo : q.hi, kv.lo : kv.hi] |= (part >= lo) & (part <= hi)
-    return seen
-
-
 def _under(model: Any, batch: Batch, mask: Mask) -> tuple[torch.Tensor, Any]:
     """Return the logits of attention with a mask in memory, and in layers with a window with its part that is near."""
     positions = batch.get("position_ids", torch.arange(mask.length)[None])
-    seen, window = _cells(mask), getattr(model.config, "sliding_window", None)
+    seen, window = cells(mask), getattr(model.config, "sliding_window", None)
     near = seen if window is None else seen & (positions[0][:, None] - positions[0] < window)
     added = {
         kind: torch.zeros(cells.shape, dtype=model.dtype).masked_fill(~cells, -1e30)[None, None]

@@ -31,47 +31,23 @@ MODELS: dict[str, Shape] = {
     "gpt-oss-sinks": ("GptOss", {**_EXPERTS, "sliding_window": 64}),
     "gpt-oss-sinks-window-in-one-layer": ("GptOss", {**_EXPERTS, "sliding_window": 5}),
     "gemma3-window-in-one-layer": ("Gemma3Text", {"sliding_window": 5, "layer_types": _MIXED}),
-    "qwen2-moe-window-in-one-layer": (
-        "Qwen2Moe",
-        {
-            "num_experts": 4,
-            "num_experts_per_tok": 2,
-            "moe_intermediate_size": 16,
-            "shared_expert_intermediate_size": 16,
-            "use_sliding_window": True,
-            "sliding_window": 5,
-            "layer_types": _MIXED,
-        },
-    ),
+    "qwen2-moe-window-in-one-layer": ("Qwen2Moe", {
+        "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16,
+        "use_sliding_window": True, "sliding_window": 5, "layer_types": _MIXED,
+    }),
     "phimoe-window": ("Phimoe", {**_EXPERTS, "sliding_window": 9, "router_jitter_noise": 0.0}),
     "phi3-window": ("Phi3", {"sliding_window": 9}),
-}
-GEMMA4: Shape = (
-    "Gemma4Text",
-    {
-        "num_hidden_layers": 4,
-        "layer_types": _MIXED * 2,
-        "num_kv_shared_layers": 2,
-        "sliding_window": 5,
-        "global_head_dim": 8,
-        "vocab_size_per_layer_input": VOCABULARY,
-        "hidden_size_per_layer_input": 8,
-    },
-)
+}  # fmt: skip
+GEMMA4: Shape = ("Gemma4Text", {
+    "num_hidden_layers": 4, "layer_types": _MIXED * 2, "num_kv_shared_layers": 2, "sliding_window": 5,
+    "global_head_dim": 8, "vocab_size_per_layer_input": VOCABULARY, "hidden_size_per_layer_input": 8,
+})  # fmt: skip
 """Whose later layers share the keys of earlier ones, with windows in half of all."""
-LLAMA4: Shape = (
-    "Llama4Text",
-    {
-        **_EXPERTS,
-        "intermediate_size_mlp": 24,
-        "layer_types": ["chunked_attention", "full_attention"],
-        "attention_chunk_size": 7,
-        "no_rope_layers": [1, 0],
-        "attn_temperature_tuning": True,
-        "floor_scale": 4,
-        "attn_scale": 0.5,
-    },
-)
+LLAMA4: Shape = ("Llama4Text", {
+    **_EXPERTS, "intermediate_size_mlp": 24, "layer_types": ["chunked_attention", "full_attention"],
+    "attention_chunk_size": 7, "no_rope_layers": [1, 0], "attn_temperature_tuning": True, "floor_scale": 4,
+    "attn_scale": 0.5,
+})  # fmt: skip
 NEWER = {"gemma4": GEMMA4, "llama4-chunks-and-temperature": LLAMA4}
 """Of types that older releases of transformers do not have."""
 
@@ -80,18 +56,13 @@ LIMIT = 10
 _ROPE = {"rope_theta": 1e4, "original_max_position_embeddings": LIMIT}
 _LONGROPE = _ROPE | {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [1.0, 2.0, 3.0, 5.0]}
 OF_LENGTH: dict[str, Shape] = {
-    "llama-dynamic": (
-        "Llama",
-        {
-            "max_position_embeddings": LIMIT,
-            "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0},
-        },
-    ),
-    "phi3-longrope": (
-        "Phi3",
-        {"max_position_embeddings": 64, "rope_parameters": _LONGROPE, "original_max_position_embeddings": LIMIT},
-    ),
-}
+    "llama-dynamic": ("Llama", {
+        "max_position_embeddings": LIMIT, "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0},
+    }),
+    "phi3-longrope": ("Phi3", {
+        "max_position_embeddings": 64, "rope_parameters": _LONGROPE, "original_max_position_embeddings": LIMIT,
+    }),
+}  # fmt: skip
 """Whose RoPE depends on the length of the longest sequence; no rank's part reaches the length at which it changes."""
 _PLAIN = dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0)
 TABLE: Shape = ("GPTBigCode", {**_PLAIN, "max_position_embeddings": LIMIT})
@@ -99,6 +70,9 @@ EXPERTS: dict[str, Any] = {"num_experts": 4, "num_local_experts": 4, "num_expert
 ROUTED = {"router_aux_loss_coef": 0.7, "output_router_logits": True, **EXPERTS}
 """Models whose routers have a loss."""
 
+
+STATES = ("jamba", "kimi_linear", "lfm2")
+"""Types with convolutions and recurrences, which may reach over ranks of a token."""
 
 _NUMBERS = count()
 
@@ -109,15 +83,10 @@ def row(name: str, shape: Shape, size: int, tokens: int, draw: Any = Transformer
     data = {key: more.pop(key) for key in [*more] if key in Data.__dataclass_fields__}
     (kind, model), number = shape, next(_NUMBERS)
     return draw(
-        number=number,
-        name=f"{name}, {size} ranks",
-        size=size,
-        kind=kind,
-        model=model,
-        data=Data(**{"seed": number, "rows": 1, "tokens": tokens, "parts": size, **data}),
-        options=OPTIONS | more,
+        number=number, name=f"{name}, {size} ranks", size=size, kind=kind, model=model,
+        data=Data(**{"seed": number, "rows": 1, "tokens": tokens, "parts": size, **data}), options=OPTIONS | more,
         **own,
-    )
+    )  # fmt: skip
 
 
 def whole() -> list[Any]:
@@ -134,6 +103,7 @@ def whole() -> list[Any]:
         row("more ranks than heads", MODELS["llama-one-kv-head-of-three"], 4, 47, schedule="balanced_shared", **some),
         row("a group of one rank", MODELS["llama-yarn"], 1, 11, sequences=2, masks=("holes",) * 2),
         *(row("any length", LLAMA, size, tokens, **any_length) for size in (3, 5) for tokens in (5, 13)),
+        *(row(f"any length, {kind}", (kind, {}), 5, 7, rows=2) for kind in STATES),
         *(row(name, shape, 3, tokens, rows=2) for name, shape in longest.items() for tokens in (LIMIT - 1, LIMIT)),
         *(row(name, shape, 3, 35, **some) for name, shape in OF_LENGTH.items()),
         row("padded", ("Qwen2", {}), 2, 16, rows=4, padding="right"),
@@ -147,10 +117,11 @@ def whole() -> list[Any]:
 def packs() -> list[Any]:
     """Return rows of documents, told in every way."""
     ways, longest = ("position_ids", "cu_seq_lens", "both"), OF_LENGTH | {"table": TABLE}
+    counted = {name: shape for name, shape in MODELS.items() if "longer" not in name and "left-over" not in name}
     some = {name: MODELS[name] for name in ("llama-yarn", "gemma3-window-in-one-layer")} | NEWER
     at = {"pack": "position_ids", "starts": (0, 4), "rows": 2}
     return [
-        *(row(name, shape, 2, 23, pack=ways[number % 3]) for number, (name, shape) in enumerate(MODELS.items())),
+        *(row(name, shape, 2, 23, pack=ways[number % 3]) for number, (name, shape) in enumerate(counted.items())),
         *(row(name, shape, 3, 35, rows=2, pack=ways[number % 3]) for number, (name, shape) in enumerate(some.items())),
         *(row(name, shape, 3, 14, **at) for name, shape in longest.items()),  # the last document is the longest
         row("documents that end between ranks", LLAMA, 2, 24, pack="position_ids", starts=(0, 12)),
@@ -164,12 +135,12 @@ NEAR = ("mistral-window", "gemma2-capped-scores", "gpt-oss-sinks-window-in-one-l
 
 def trees() -> list[Any]:
     """Return rows of segments that share prefixes."""
-    near, found = {name: MODELS[name] for name in NEAR} | NEWER, []
-    for size in (2, 3):
-        some: dict[str, Any] = {"tokens": 12 * size - 1, "pack": "tree"}
-        found += [row(kept, ("Qwen3", {}), size, checkpoint=kept, near=2e-6, **some) for kept in FORMS]
-        found += [row(name, shape, size, **some) for name, shape in near.items()]
-    return found
+    near, some = {name: MODELS[name] for name in NEAR} | NEWER, {"tokens": 35, "pack": "tree"}
+    return [
+        row("two ranks", ("Qwen3", {}), 2, 23, pack="tree"),
+        *(row(kept, ("Qwen3", {}), 3, checkpoint=kept, near=2e-6, **some) for kept in FORMS),
+        *(row(name, shape, 3, **some) for name, shape in near.items()),
+    ]
 
 
 FORMS = ("none", "full", "remat")
@@ -187,23 +158,21 @@ def two_streams(half: int, block: int) -> Mask:
 
 def masked() -> list[Any]:
     """Return rows of any mask: windows count positions, experts count packed tokens."""
-    found = []
-    for size in (2, 3):
-        length = 12 * size + 2
-        streams, lengths = torch.arange(length) % (length // 2), [7, length - 7]
-        path = torch.cat((torch.arange(12), torch.arange(4, length - 8)))
-        documents = torch.cat([torch.arange(each) for each in lengths])
-        cases: list[tuple[str, Shape, Mask, torch.Tensor | None]] = [
-            ("streams", ("Qwen3", {}), two_streams(length // 2, 4), streams),
-            ("streams in windows", MODELS["gemma2-capped-scores"], two_streams(length // 2, 3), streams),
-            ("blocks of documents", MODELS["mistral-window"], masks.block_causal_documents(lengths, 4), documents),
-            ("a prefix", MODELS["gemma2-capped-scores"], masks.prefix_lm(length, length // 2), None),
-            ("routers", ("Mixtral", ROUTED), masks.prompt_tree([4, 8, length - 12], [-1, 0, 0]), path),
-        ]
-        for name, shape, mask, places in cases:
-            told = {"mask": mask} | ({} if places is None else {"position_ids": places[None]})
-            found.append(row(name, shape, size, length, masks=("all",), told=told))
-        found += [row("any mask", LLAMA, size, length, pack="mask") for _ in range(2)]
+    length = 38  # of three ranks
+    streams, lengths = torch.arange(length) % (length // 2), [7, length - 7]
+    path = torch.cat((torch.arange(12), torch.arange(4, length - 8)))
+    documents = torch.cat([torch.arange(each) for each in lengths])
+    cases: list[tuple[str, Shape, Mask, torch.Tensor | None]] = [
+        ("streams", ("Qwen3", {}), two_streams(length // 2, 4), streams),
+        ("streams in windows", MODELS["gemma2-capped-scores"], two_streams(length // 2, 3), streams),
+        ("blocks of documents", MODELS["mistral-window"], masks.block_causal_documents(lengths, 4), documents),
+        ("a prefix", MODELS["gemma2-capped-scores"], masks.prefix_lm(length, length // 2), None),
+        ("routers", ("Mixtral", ROUTED), masks.prompt_tree([4, 8, length - 12], [-1, 0, 0]), path),
+    ]
+    found = [row("any mask", LLAMA, size, 12 * size + 2, pack="mask") for size in (2, 2, 3, 3)]
+    for name, shape, mask, places in cases:
+        told = {"mask": mask} | ({} if places is None else {"position_ids": places[None]})
+        found.append(row(name, shape, 3, length, masks=("all",), told=told))
     return found
 
 
@@ -230,15 +199,13 @@ def typed() -> list[Any]:
         {"pack": "cu_seq_lens"},
         {"pack": "tree", "parents": (-1, 0, 0)},
     )
-    found = []
-    for size in (2, 3):
-        both: dict[str, Any] = {"tokens": 17, "rows": 2, "images": False}
-        found += [
-            row("types", ("gpt2", {}), size, **both, told={"token_type_ids": types}),
-            row("types, packed", ("gpt2", {}), size, **both, told={"token_type_ids": types}, pack="position_ids"),
-            row("text alone", ("gemma3", {}), size, **both, told={"token_type_ids": zeros}),
-            row("text alone", ("qwen3_vl", {}), size, **both, padding="right"),
-        ]
+    both: dict[str, Any] = {"tokens": 17, "rows": 2, "images": False}
+    found = [
+        row("types", ("gpt2", {}), 3, **both, told={"token_type_ids": types}),
+        row("types, packed", ("gpt2", {}), 3, **both, told={"token_type_ids": types}, pack="position_ids"),
+        row("text alone", ("gemma3", {}), 3, **both, told={"token_type_ids": zeros}),
+        row("text alone", ("qwen3_vl", {}), 2, **both, padding="right"),
+    ]
     for kind in ("qwen2_5_vl", "qwen3_vl", "qwen3_5 with images"):
         found += [row("text alone", (kind, {}), 2 + at % 2, **alone, **way) for at, way in enumerate(ways)]
     return found
@@ -247,10 +214,9 @@ def typed() -> list[Any]:
 def grown() -> list[Any]:
     """Return rows of models whose layers were copied, added or replaced, in every way."""
     found = []
-    for size in (2, 3):
-        for at in range(2 * WAYS):
-            more = {"grown": ("before", "after")[at % 2], "checkpoint": FORMS[at % 3], "pack": ("", "both")[at // WAYS]}
-            found.append(row(f"grown {more['grown']}", LLAMA, size, 4 * size + 5, **more))
+    for at in range(2 * WAYS):
+        size, more = 2 + (at // 2 + at // WAYS) % 2, {"grown": ("before", "after")[at % 2], "checkpoint": FORMS[at % 3]}
+        found.append(row(f"grown {more['grown']}", LLAMA, size, 4 * size + 5, pack=("", "both")[at // WAYS], **more))
     return found
 
 
@@ -262,12 +228,13 @@ WINDOWS: dict[str, Shape] = {
 
 
 def interrupted() -> list[Any]:
-    """Return rows of forwards whose backwards come after anything else, checkpointed in every way."""
+    """Return rows of forwards whose backwards come after anything else, packed and not; one type in every way."""
     ways = [(kept, reentrant) for kept in (*FORMS[1:], "auto") for reentrant in (False, True)]
+    some: dict[str, Any] = {"rows": 2, "between": "anything", "as_kept": True}
     return [
-        row(name, shape, 3, 18, rows=2, checkpoint=kept, reentrant=reentrant, between="anything", as_kept=True)
-        for name, shape in WINDOWS.items()
-        for kept, reentrant in ways
+        row(name, shape, 3, 18, checkpoint=kept, reentrant=reentrant, pack=("", "both")[(at + number) % 2], **some)
+        for number, (name, shape) in enumerate(WINDOWS.items())
+        for at, (kept, reentrant) in enumerate(ways[number - 1 :: 3] if number else ways)
     ]
 
 

@@ -1,7 +1,8 @@
-"""A loop around accelerate, as the example does it, trains, resumes and evaluates as one process does."""
+"""A loop around accelerate, as users write it, trains, resumes amid an epoch and evaluates as one process does."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,44 +22,47 @@ ACCUMULATE = 2
 TOLERANCE = 1e-6
 """transformers computes its loss in float32, whatever the model's dtype."""
 
-
-def tiny() -> Any:
-    """A model whose layers have windows, which accelerate's own context parallelism would lose."""
-    return build("Mistral", sliding_window=6).double()
+Batch = dict[str, torch.Tensor]
 
 
-def one_process(model: Any, samples: list[dict[str, torch.Tensor]]) -> torch.Tensor:
+def tiny() -> tuple[Any, torch.optim.Optimizer]:
+    """A model whose layers have windows, which accelerate's own context parallelism would lose, and its optimizer."""
+    model = build("Mistral", sliding_window=6).double()
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3)
+
+
+def labelled(batch: Batch) -> torch.Tensor:
+    return (batch["labels"][..., 1:] != -100).sum()
+
+
+def one_process(model: Any, samples: list[Batch]) -> torch.Tensor:
     """The summed loss of all labelled tokens, over their number."""
-    sums, count = [], 0
+    sums = []
     for sample in samples:
         inputs = {name: sample[name][None] for name in ("input_ids", "position_ids")}
         scores = model(**inputs, use_cache=False).logits[0, :-1]
         sums.append(torch.nn.functional.cross_entropy(scores, sample["labels"][1:], reduction="sum"))
-        count += int((sample["labels"][1:] != -100).sum())
-    return torch.stack(sums).sum() / count
+    return torch.stack(sums).sum() / sum(map(labelled, samples))
 
 
 class Reference:
     """One process that sees the samples of every step of all groups."""
 
     def __init__(self, data: int) -> None:
-        self.data, self.samples = data, Sequences(2 * ACCUMULATE * data + 1)
-        self.model = tiny()
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2, eps=1e-3)
-        self.losses: list[torch.Tensor] = []
-        self.gradients: list[dict[str, torch.Tensor]] = []
+        self.each, self.samples = ACCUMULATE * data, Sequences(2 * ACCUMULATE * data + 1)
+        self.model, self.optimizer = tiny()
 
-    def step(self) -> None:
-        epoch, step = divmod(len(self.losses), 2)
-        order = torch.randperm(len(self.samples), generator=torch.Generator().manual_seed(epoch))
-        each = ACCUMULATE * self.data
-        loss = one_process(self.model, [self.samples[int(index)] for index in order[each * step : each * (step + 1)]])
+    def step(self, number: int) -> tuple[torch.Tensor, Batch]:
+        """Its loss and its gradients, clipped."""
+        epoch, step = divmod(number, 2)
+        order = torch.randperm(len(self.samples), generator=torch.Generator().manual_seed(epoch)).tolist()
+        loss = one_process(self.model, [self.samples[at] for at in order[self.each * step : self.each * (step + 1)]])
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
-        self.losses.append(loss.detach())
-        self.gradients.append(gradients(self.model))
+        found = gradients(self.model)
         self.optimizer.step()
         self.optimizer.zero_grad()
+        return loss.detach(), found
 
 
 def sharded(data: int, context: int) -> dict[str, Any]:
@@ -76,45 +80,87 @@ def sharded(data: int, context: int) -> dict[str, Any]:
 
 
 class Loop:
-    """The example's loop from its start, which keeps the losses and gradients of its steps."""
+    """A loop from its start, whose epochs have an order of their own; it keeps the losses and gradients of its steps.
 
-    def __init__(self, context: int, data: int, fsdp: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    accelerate saves and loads how many steps it has done.
+    """
+
+    def __init__(self, context: int, data: int, fsdp: bool) -> None:
+        from accelerate import Accelerator
         from accelerate.state import AcceleratorState
-
-        from tests.huggingface import accelerate_loop as example
+        from accelerate.utils import DataLoaderConfiguration, GradientAccumulationPlugin
 
         AcceleratorState._reset_state(reset_partial_state=True)
-        self.example, self.progress = example, example.Progress()
-        self.accelerator = example.start(ACCUMULATE, **sharded(data, context) if fsdp else {})
-        model = tiny()
-        options = TrainingConfig(checkpoint="remat", loss_tile=7)
-        size = None if fsdp or data == 1 else context
-        assert dfa_hf.distribute_accelerator(self.accelerator, model, size=size, config=options) == context
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3)
-        loader = torch.utils.data.DataLoader(Sequences(2 * ACCUMULATE * data + 1), batch_size=1, shuffle=True)
-        others = torch.utils.data.DataLoader(Sequences(5, seed=50), batch_size=1)
-        self.prepared = self.accelerator.prepare(model, optimizer, loader, others)
-        self.accelerator.register_for_checkpointing(self.progress)
-        self.losses: list[torch.Tensor] = []
-        self.gradients: list[dict[str, torch.Tensor]] = []
-        self.prepared[1].optimizer.register_step_pre_hook(lambda *_: self.gradients.append(self.whole_gradients()))
-        own = example.train_step
-        monkeypatch.setattr(example, "train_step", lambda *args: self.losses.append(own(*args)) or self.losses[-1])
+        self.done, self.losses, self.gradients = 0, list[torch.Tensor](), list[Batch]()
+        self.accelerator = Accelerator(
+            cpu=True,
+            gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=ACCUMULATE, sync_with_dataloader=False),
+            dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True, data_seed=0),
+            **(sharded(data, context) if fsdp else {}),
+        )
+        own, optimizer = tiny()
+        options, size = TrainingConfig(checkpoint="remat", loss_tile=7), None if fsdp or data == 1 else context
+        assert dfa_hf.distribute_accelerator(self.accelerator, own, size=size, config=options) == context
+        loaders = [
+            torch.utils.data.DataLoader(Sequences(2 * ACCUMULATE * data + 1), batch_size=1, shuffle=True),
+            torch.utils.data.DataLoader(Sequences(5, seed=50), batch_size=1),
+        ]
+        prepared = self.accelerator.prepare(own, optimizer, *loaders)
+        self.model, self.optimizer, self.loader, self.others = prepared
+        self.accelerator.register_for_checkpointing(self)
 
-    def whole_gradients(self) -> dict[str, torch.Tensor]:
+    def state_dict(self) -> dict[str, int]:
+        return {"done": self.done}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.done = state["done"]
+
+    def whole_gradients(self) -> Batch:
         from torch.distributed.tensor import DTensor
 
-        found = gradients(self.accelerator.unwrap_model(self.prepared[0]))
+        found = gradients(self.accelerator.unwrap_model(self.model))
         return {name: value.full_tensor() if isinstance(value, DTensor) else value for name, value in found.items()}
 
-    def train(self, until: int) -> None:
-        model, optimizer, loader, _ = self.prepared
-        self.gradients.clear()  # FSDP2 makes the optimizer's state by a step, when it is loaded
-        self.example.train(self.accelerator, model, optimizer, loader, self.progress, until)
+    def step(self, batches: Sequence[Batch]) -> None:
+        """Train on the micro-batches; `backward` divides by their number, and DDP and FSDP by the ranks."""
+        accelerator = self.accelerator
+        count = accelerator.gather(torch.stack([labelled(batch) for batch in batches]).sum()).sum().clamp(min=1)
+        share, total = count / accelerator.num_processes / ACCUMULATE, torch.zeros(())
+        for batch in batches:
+            with accelerator.accumulate(self.model):
+                loss = self.model(**batch, num_items_in_batch=share).loss
+                accelerator.backward(loss)
+                total += loss.detach() / ACCUMULATE
+                if accelerator.sync_gradients:
+                    accelerator.clip_grad_norm_(self.model.parameters(), 1.0)
+                    self.gradients.append(self.whole_gradients())
+                self.optimizer.step()
+                self.optimizer.zero_grad()
+        self.losses.append(accelerator.reduce(total, "mean"))
 
+    def train(self, until: int) -> None:
+        """Train until so many steps are done since the first run, whole epochs or not."""
+        while self.done < until:
+            epoch, done = divmod(self.done, len(self.loader) // ACCUMULATE)
+            rest = self.accelerator.skip_first_batches(self.loader, done * ACCUMULATE)
+            for each in (self.loader, rest):  # before accelerate 1.15 the order of `rest` would be the first one's
+                each.set_epoch(epoch)
+            for batches in zip(*[iter(rest)] * ACCUMULATE, strict=False):  # the rest of an epoch is less than a step
+                self.step(batches)
+                self.done += 1
+                if self.done == until:
+                    break
+
+    @torch.no_grad()
     def evaluate(self) -> torch.Tensor:
-        found: torch.Tensor = self.example.evaluate(self.accelerator, self.prepared[0], self.prepared[3])
-        return found
+        self.model.eval()
+        sums = []
+        for batch in self.others:
+            count = labelled(batch)
+            row = torch.stack((self.model(**batch).loss * count, count.double()))[None]
+            sums.append(self.accelerator.gather_for_metrics(row))
+        loss, count = torch.cat(sums).sum(dim=0).unbind()
+        return loss / count
 
 
 def compare(rank: int, world_size: int, context: int, folder: str) -> None:
@@ -122,43 +168,41 @@ def compare(rank: int, world_size: int, context: int, folder: str) -> None:
     torch.set_default_dtype(torch.float64)
     data = world_size // context
     for fsdp in (False, True)[: 1 + (data > 1)]:
-        reference, losses, found = Reference(data), [], []
-        for until in (1, 3):  # a new start in the middle of the first epoch
-            with pytest.MonkeyPatch.context() as monkeypatch:
-                loop = Loop(context, data, fsdp, monkeypatch)
-                if until > 1:
-                    loop.accelerator.load_state(f"{folder}/{fsdp}")
-                loop.train(until)
-                losses += loop.losses
-                found += loop.gradients
-                if until == 1:
-                    loop.accelerator.save_state(f"{folder}/{fsdp}")
-        assert len(losses) == len(found) == 3
-        for step in range(3):
-            reference.step()
-            assert_close(losses[step], reference.losses[step], tolerance=TOLERANCE, name=f"loss of step {step}")
-            for name, wanted in reference.gradients[step].items():
-                assert_close(found[step][name], wanted, tolerance=TOLERANCE, name=f"{name} of step {step}")
-        with torch.no_grad():
-            want = one_process(reference.model, [Sequences(5, seed=50)[index] for index in range(5)])
-        assert_close(loop.evaluate(), want, tolerance=TOLERANCE, name="evaluation")
+        reference, first = Reference(data), Loop(context, data, fsdp)
+        first.train(1)
+        first.accelerator.save_state(f"{folder}/{fsdp}")
+        loop = Loop(context, data, fsdp)  # a new start in the middle of the first epoch
+        loop.accelerator.load_state(f"{folder}/{fsdp}")
+        loop.train(3)
+        found = [*zip(first.losses + loop.losses, first.gradients + loop.gradients, strict=True)]
+        assert len(found) == 3
+        for step, (loss, mine) in enumerate(found):
+            want, wanted = reference.step(step)
+            assert_close(loss, want, tolerance=TOLERANCE, name=f"loss of step {step}")
+            for name, gradient in wanted.items():
+                assert_close(mine[name], gradient, tolerance=TOLERANCE, name=f"{name} of step {step}")
         batch = {name: value[None] for name, value in Sequences(1)[0].items()}
         with torch.no_grad():
-            counted = [run.eval()(**batch, num_items_in_batch=7).loss for run in (loop.prepared[0], reference.model)]
+            want = one_process(reference.model, [Sequences(5, seed=50)[index] for index in range(5)])
+            assert_close(loop.evaluate(), want, tolerance=TOLERANCE, name="evaluation")
+            counted = [run.eval()(**batch, num_items_in_batch=7).loss for run in (loop.model, reference.model)]
         assert_close(*counted, tolerance=TOLERANCE, name="loss over a count given by hand")
-        size = None if fsdp else context
-        dfa_hf.distribute_accelerator(loop.accelerator, build("Llama").eval(), size=size)  # a teacher
-        for training in (True, False):
-            loop.prepared[0].train(training)
-            assert len(loop.accelerator.gather_for_metrics(torch.ones(1))) == data
-        if data > 1:
-            with pytest.raises(UnsupportedError, match=r"size=4 (beside ParallelismConfig|for a second model)"):
-                dfa_hf.distribute_accelerator(loop.accelerator, build("Llama"), size=4)
+        beside(loop, context, data, fsdp)
+
+
+def beside(loop: Loop, context: int, data: int, fsdp: bool) -> None:
+    """A teacher beside the model, and what is refused beside it."""
+    dfa_hf.distribute_accelerator(loop.accelerator, build("Llama").eval(), size=None if fsdp else context)
+    for training in (True, False):
+        loop.model.train(training)
+        assert len(loop.accelerator.gather_for_metrics(torch.ones(1))) == data
+    if data > 1:
+        with pytest.raises(UnsupportedError, match=r"size=4 (beside ParallelismConfig|for a second model)"):
+            dfa_hf.distribute_accelerator(loop.accelerator, build("Llama"), size=4)
     if (parallel := loop.accelerator.parallelism_config) is not None:
         delattr(parallel, LEFT_OUT)  # as where accelerate alone has it
-        beside = dfa_hf.distribute_attention(build("Llama"))
         with pytest.raises(UnsupportedError, match="distribute_attention beside ParallelismConfig"):
-            beside(input_ids=torch.arange(4)[None])
+            dfa_hf.distribute_attention(build("Llama"))(input_ids=torch.arange(4)[None])
 
 
 @pytest.mark.parametrize(("ranks", "context"), [(4, 2), (3, 3)])

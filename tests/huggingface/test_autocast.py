@@ -6,14 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from dfa_megatron import huggingface as dfa_hf
 from dfa_megatron.config import TrainingConfig
 from dfa_megatron.huggingface.attention_function import attention
 from dfa_megatron.runtime.counters import COUNTERS
 from dfa_megatron.sharding import shard_sequence
-from tests.huggingface.compared import called
+from tests.huggingface.compared import assert_gradients, called
 from tests.support.close import assert_close
 from tests.support.models import LAYERS, build, gradients, text
 from tests.support.workers import run_ranks
@@ -30,31 +29,29 @@ def step(model: Any, batch: dict[str, torch.Tensor]) -> Any:
     return out
 
 
-def compare(rank: int, world_size: int, kind: str, kernel: str, checkpoint: str) -> None:
+def compare(rank: int, world_size: int) -> None:
     batch = text(2, 12 * world_size, seed=1, unlabelled=5)
-    reference = build(kind)
-    reference.set_attn_implementation("sdpa")
-    want = step(reference, batch)
-    model = dfa_hf.distribute_attention(build(kind), config=TrainingConfig(kernel=kernel, checkpoint=checkpoint))
-    COUNTERS.reset()
-    got = step(model, batch)
-    assert COUNTERS.attention_forwards == LAYERS * (2 if checkpoint == "full" else 1)
-    assert got.logits.dtype is want.logits.dtype is torch.bfloat16
-    assert_close(got.logits, shard_sequence(want.logits), tolerance=TOLERANCE, name=f"{kind} logits")
-    wanted = gradients(reference)
-    for name, gradient in gradients(model).items():
-        assert gradient.dtype is torch.float32
-        dist.all_reduce(gradient)
-        assert_close(gradient / world_size, wanted[name], tolerance=TOLERANCE, name=f"{kind} {name}")
+    for kind, kernel, checkpoint in (
+        ("Llama", "auto", "none"),
+        ("Llama", "reference", "remat"),
+        ("Qwen3", "cpu", "full"),
+    ):
+        reference = build(kind)
+        reference.set_attn_implementation("sdpa")
+        want = step(reference, batch)
+        model = dfa_hf.distribute_attention(build(kind), config=TrainingConfig(kernel=kernel, checkpoint=checkpoint))
+        COUNTERS.reset()
+        got = step(model, batch)
+        assert COUNTERS.attention_forwards == LAYERS * (2 if checkpoint == "full" else 1)
+        assert got.logits.dtype is want.logits.dtype is torch.bfloat16
+        assert_close(got.logits, shard_sequence(want.logits), tolerance=TOLERANCE, name=f"{kind} logits")
+        assert all(gradient.dtype is torch.float32 for gradient in gradients(model).values())
+        assert_gradients(model, gradients(reference), kind, TOLERANCE)
 
 
 @pytest.mark.support("models", "autocast")
-@pytest.mark.parametrize(
-    ("kind", "kernel", "checkpoint"),
-    [("Llama", "auto", "none"), ("Llama", "reference", "remat"), ("Qwen3", "cpu", "full")],
-)
-def test_logits_and_gradients_are_those_of_one_rank(kind: str, kernel: str, checkpoint: str) -> None:
-    run_ranks(2, compare, kind, kernel, checkpoint, timeout=120)
+def test_logits_and_gradients_are_those_of_one_rank() -> None:
+    run_ranks(2, compare, timeout=120)
 
 
 @pytest.mark.parametrize("kernel", ["reference", "cpu"])

@@ -17,7 +17,7 @@ from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.huggingface.loss import tiled_loss
 from tests.huggingface.compared import assert_gradients, assert_loss
 from tests.support.models import build, gradients, text
-from tests.support.workers import run_ranks
+from tests.support.workers import run_each
 
 Loss = Callable[..., torch.Tensor]
 
@@ -76,23 +76,15 @@ def marked(rank: int, world_size: int) -> None:
         assert_gradients(model, gradients(want), str(own), 1e-6)
 
 
-def test_a_marked_loss_is_that_of_one_process() -> None:
-    run_ranks(2, marked, timeout=120)
-    run_ranks(3, marked, timeout=120)
-
-
 def refused(rank: int, world_size: int) -> None:
     from transformers.loss import loss_utils
 
     dfa_hf.sums_tokens(weighed)
     whole = text(1, 17, seed=1)
 
-    class Other(type(build("Llama"))):  # type: ignore[misc]
-        def loss_function(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-            return weighed(*args, **kwargs)
-
     def of_class(model: Any) -> None:
-        model.__class__ = Other
+        own = {"loss_function": lambda self, *args, **kwargs: weighed(*args, **kwargs)}
+        model.__class__ = type("Other", (type(model),), own)
 
     @functools.wraps(weighed)
     def wrapped(*args: Any, **kwargs: Any) -> torch.Tensor:
@@ -109,7 +101,7 @@ def refused(rank: int, world_size: int) -> None:
         ("lambda", lambda model: setattr(model, "loss_function", lambda *args, **kwargs: args[0].sum())),
         ("ForMaskedLMLoss", lambda model: setattr(model, "loss_type", "ForMaskedLM")),
         ("ForTokenClassification", lambda model: setattr(model, "loss_type", "ForTokenClassification")),
-        ("loss_function", of_class),
+        ("lambda", of_class),
     ]
     for tile in ("off", 5):
         for said, change in ways if tile == "off" else ways[4:6]:
@@ -132,8 +124,8 @@ def refused(rank: int, world_size: int) -> None:
     model(**whole)
 
 
-def test_a_loss_that_is_not_known_to_be_a_sum_is_refused_however_it_was_set() -> None:
-    run_ranks(2, refused, timeout=120)
+def test_a_marked_loss_is_that_of_one_process_and_another_is_refused_however_it_was_set() -> None:
+    run_each(3, marked, refused, timeout=120)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])

@@ -82,7 +82,7 @@ def test_a_state_is_never_computed_alone_because_a_function_has_another_name(kin
 
 def mixed_precision(rank: int, world_size: int, seed: int) -> None:
     mesh = init_device_mesh("cpu", (world_size,))
-    for number in range(seed, seed + 4):
+    for number in range(seed, seed + 6):
         dice = random.Random(number)
         batch = text(1, dice.randint(5, 9) * world_size + dice.randint(0, 1), seed=number, unlabelled=2)
         if dice.random() < 0.5:
@@ -108,6 +108,5 @@ def mixed_precision(rank: int, world_size: int, seed: int) -> None:
         assert_close(losses[1][1], losses[0][1], tolerance=norm, name=f"{number} norm")
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_fsdp2_with_any_policy_of_precision_trains_as_without_us(ranks: int) -> None:
-    run_ranks(ranks, mixed_precision, 20 * ranks, timeout=170)
+def test_fsdp2_with_any_policy_of_precision_trains_as_without_us() -> None:
+    run_ranks(3, mixed_precision, 60, timeout=170)

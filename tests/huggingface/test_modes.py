@@ -16,14 +16,13 @@ from dfa_megatron.config import TrainingConfig
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.huggingface import checkpointing
 from dfa_megatron.huggingface.current_forward import KEYWORD
-from dfa_megatron.runtime.counters import COUNTERS
 from dfa_megatron.sharding import shard_sequence, unshard_sequence
 from tests.fuzz.frameworks.steps import check_each
 from tests.huggingface import rows
 from tests.huggingface.compared import assert_same, summed
 from tests.support.close import assert_close
-from tests.support.models import LAYERS, build, gradients, text
-from tests.support.workers import run_ranks
+from tests.support.models import build, gradients, text
+from tests.support.workers import run_each
 
 PACK = text(1, 12, seed=3) | {"position_ids": torch.tensor([[0, 1, 2, 3, 4, 0, 1, 0, 1, 2, 3, 4]])}
 
@@ -33,6 +32,7 @@ def of_double(checkpoint: str = "none", reentrant: bool = False, kind: str = "Ll
     return dfa_hf.distribute_attention(build(kind).double(), config=options, reentrant=reentrant)
 
 
+@pytest.mark.support("models", "rematerialization")
 def test_what_runs_between_a_forward_and_its_backward_changes_nothing() -> None:
     check_each("transformers", rows.interrupted())
 
@@ -128,30 +128,6 @@ def two_models(rank: int, world_size: int) -> None:
         model(**whole).loss.backward()
 
 
-def each_form(rank: int, world_size: int) -> None:
-    """Packs beside plain text: the same bits however layers are checkpointed, and remat runs attention once."""
-    seen = {}
-    for checkpoint in ("none", "full", "remat", "auto", "auto, re-entrant"):
-        model = dfa_hf.distribute_attention(build("Qwen2"), config=TrainingConfig(checkpoint=checkpoint.split(",")[0]))
-        if "auto" in checkpoint:  # asked for as transformers does
-            model.gradient_checkpointing_enable({"use_reentrant": checkpoint != "auto"})
-        COUNTERS.reset()
-        plain = model(**text(1, 12, seed=12)).loss
-        loss = model(**PACK).loss  # before the other's backward, whose recompute is of no pack
-        loss.backward()
-        plain.backward()
-        seen[checkpoint] = (gradients(model), COUNTERS.snapshot())
-    want, once = seen["none"]
-    assert (once["attention_forwards"], once["replays"]) == (2 * LAYERS, 0)
-    assert seen["full"][1]["attention_forwards"] == 4 * LAYERS
-    for checkpoint in ("remat", "auto", "auto, re-entrant"):
-        for count in ("attention_forwards", "kernel_forwards", "forward_messages", "forward_bytes"):
-            assert seen[checkpoint][1][count] == once[count]
-        assert seen[checkpoint][1]["replays"] == 2 * LAYERS
-    for found, _ in seen.values():
-        assert all(torch.equal(found[name], gradient) for name, gradient in want.items())
-
-
 def evaluated(rank: int, world_size: int) -> None:
     """Evaluation is distributed, and generation local."""
     batch = text(1, 10 * world_size, seed=7)
@@ -172,15 +148,9 @@ def evaluated(rank: int, world_size: int) -> None:
         assert_close(unshard_sequence(model(**batch).logits), want, tolerance=1e-5, name="evaluation again")
 
 
-def each(rank: int, world_size: int) -> None:
-    for check in (local_forward, shared_config, called_alone, two_models, each_form, evaluated):
-        check(rank, world_size)
-
-
-@pytest.mark.support("models", "rematerialization")
 def test_a_forward_keeps_its_attention_whatever_runs_or_is_set_before_its_backward() -> None:
-    """Other modes, models of one config, decoders alone, forms of checkpointing, evaluation."""
-    run_ranks(3, each, timeout=170)
+    """Other modes, models of one config, decoders alone, evaluation."""
+    run_each(3, local_forward, shared_config, called_alone, two_models, evaluated, timeout=170)
 
 
 @pytest.mark.parametrize("reentrant", [True, False])

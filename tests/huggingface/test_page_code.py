@@ -18,16 +18,10 @@ def test_the_code_of_a_page_runs_with_transformers(block: pages.Block) -> None:
     model = build("Llama")
     whole = text(1, 12, seed=0)
     names: dict[str, Any] = {
-        "model": model,
-        "group": None,
-        "ids": whole["input_ids"],
-        "prompts": {"input_ids": whole["input_ids"]},
-        "labels": whole["labels"],
-        "positions": torch.tensor([[*range(5), *range(7)]]),
-        "cu_seqlens": (0, 5, 12),
-        "dfa_hf": dfa_hf,
-        "TrainingConfig": TrainingConfig,
-    }
+        "model": model, "group": None, "ids": whole["input_ids"], "prompts": {"input_ids": whole["input_ids"]},
+        "labels": whole["labels"], "positions": torch.tensor([[*range(5), *range(7)]]), "cu_seqlens": (0, 5, 12),
+        "dfa_hf": dfa_hf, "TrainingConfig": TrainingConfig,
+    }  # fmt: skip
     if block == ("docs/loss.md", "by_document"):
         dfa_hf.distribute_attention(model, config=TrainingConfig(loss_tile=4))
         names["batch"] = whole

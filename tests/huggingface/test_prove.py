@@ -16,22 +16,25 @@ from dfa_megatron import huggingface as dfa_hf
 from dfa_megatron.config import TrainingConfig
 from dfa_megatron.errors import DisagreementError, ProofError, UnsupportedError
 from dfa_megatron.huggingface import attention_function
+from dfa_megatron.kernels.adapters.cpu import CpuKernel
 from dfa_megatron.sharding import shard_sequence
 from tests.huggingface.test_foreign_code import shifted
 from tests.huggingface.test_trainer import prepare_worker
 from tests.support.models import build, text
-from tests.support.plants import attention_with, documents_lost, states_dropped
-from tests.support.workers import run_ranks
+from tests.support.plants import (
+    a_kernel_ignores_the_window,
+    attention_with,
+    documents_lost,
+    states_dropped,
+    the_backward_has_stale_keys,
+)
+from tests.support.workers import run_each, run_ranks
 
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 HYBRID = {
-    "layer_types": ["linear_attention", "full_attention"],
-    "num_experts": 0,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 8,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-}
+    "layer_types": ["linear_attention", "full_attention"], "num_experts": 0, "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+}  # fmt: skip
 
 
 def made(kind: str = "Mistral", dtype: str = "float32", **changes: Any) -> Any:
@@ -72,13 +75,6 @@ def mixed_tokens(model: Any) -> Any:
     return _forward_of(model.model.layers[1].mlp, lambda real, self, x: real(self, shifted(x)))
 
 
-def own_layer(model: Any) -> Any:
-    """A norm over the tokens."""
-    return _forward_of(
-        model.model.layers[1].post_attention_layernorm, lambda real, self, x: real(self, x - x.mean(1, keepdim=True))
-    )
-
-
 def local_rope(model: Any) -> Any:
     return _forward_of(
         model.model.rotary_emb, lambda real, self, x, position_ids: real(self, x, position_ids - position_ids.min())
@@ -91,10 +87,6 @@ def wrong_scale(model: Any) -> Any:
 
 def lost_window(model: Any) -> Any:
     return attention_with(attention_function, window_size=(-1, -1))
-
-
-def lost_mask(model: Any) -> Any:
-    return attention_with(attention_function, causal=False, window_size=(-1, -1))
 
 
 def labels_of_chunks(model: Any) -> Any:
@@ -114,31 +106,25 @@ def lost_documents(model: Any) -> Any:
 
 
 @contextmanager
-def lost_window_of_kernel(model: Any) -> Iterator[None]:
-    from dfa_megatron.kernels.adapters.cpu import CpuKernel
-    from tests.support.plants import _without_left_bound
-
-    with patch.multiple(CpuKernel, **{n: _without_left_bound(getattr(CpuKernel, n)) for n in ("forward", "backward")}):
+def _in_the_kernel(plant: Callable[[], None]) -> Iterator[None]:
+    with patch.multiple(CpuKernel, forward=CpuKernel.forward, backward=CpuKernel.backward):
+        plant()
         yield
 
 
-@contextmanager
-def stale_keys(model: Any) -> Iterator[None]:
-    from dfa_megatron.kernels.adapters.cpu import CpuKernel
-    from tests.support.plants import the_backward_has_stale_keys
+def lost_window_of_kernel(model: Any) -> Any:
+    return _in_the_kernel(a_kernel_ignores_the_window)
 
-    with patch.object(CpuKernel, "backward", CpuKernel.backward):
-        the_backward_has_stale_keys()
-        yield
+
+def stale_keys(model: Any) -> Any:
+    return _in_the_kernel(the_backward_has_stale_keys)
 
 
 FOUND = {
     mixed_tokens: "a sequence, 96 tokens, output of layers: model.layers.1.mlp on rank 1, token 48:",
-    own_layer: "a sequence, 96 tokens, output of layers: model.layers.1.post_attention_layernorm on rank",
     local_rope: "a sequence, 96 tokens, output of layers: model.layers.0.self_attn on rank 1, token",
     wrong_scale: "a sequence, 96 tokens, output of layers: model.layers.0.self_attn on rank 0, token",
     lost_window: "a sequence, 96 tokens, output of layers: model.layers.0.self_attn on rank 0, token 1",
-    lost_mask: "a sequence, 96 tokens, output of layers: model.layers.0.self_attn on rank 0, token 0:",
     labels_of_chunks: "a sequence, 96 tokens, gradient at layers: model.layers.1 on rank 0, token 47:",
     mean_of_ranks: "a sequence, 96 tokens,",
     lost_documents: "a pack of 3, 96 tokens, output of layers: model.layers.0.self_attn on rank 0, token 32:",
@@ -182,13 +168,10 @@ def nothing_planted(rank: int, world_size: int) -> dict[str, str]:
     from torch.distributed.fsdp import fully_shard
 
     cases: dict[str, tuple[str, dict[str, Any]]] = {
-        "experts in bf16": ("Qwen3Moe", {**EXPERTS, "dtype": "bfloat16"}),
-        "a hybrid": ("Qwen3Next", HYBRID),
-        "remat, dropout, 10 tokens": ("Phi3", {"resid_pdrop": 0.3}),
-        "ddp": ("Llama", {}),
-        "fsdp2": ("Llama", {"dtype": "bfloat16"}),
-        "peft": ("Llama", {}),
-    }
+        "experts in bf16": ("Qwen3Moe", {**EXPERTS, "dtype": "bfloat16"}), "a hybrid": ("Qwen3Next", HYBRID),
+        "remat, dropout, 10 tokens": ("Phi3", {"resid_pdrop": 0.3}), "ddp": ("Llama", {}),
+        "fsdp2": ("Llama", {"dtype": "bfloat16"}), "peft": ("Llama", {}),
+    }  # fmt: skip
     found = {}
     for name, (kind, changes) in cases.items():
         model = made(kind, **changes)
@@ -235,11 +218,7 @@ def faults_of_ranks(rank: int, world_size: int) -> None:
         dfa_hf.prove(model)
     other = {"config": TrainingConfig(schedule="ring")} if rank == 1 else {}
     with attention_with(attention_function, **other), pytest.raises(DisagreementError, match="schedule"):
-        dfa_hf.prove(dfa_hf.distribute_attention(made()))
-
-
-def test_states_that_are_dropped_and_another_plan_on_one_rank_are_found() -> None:
-    run_ranks(2, faults_of_ranks, timeout=120)
+        dfa_hf.prove(dfa_hf.distribute_attention(made()), tokens=70)  # a length of which nobody keeps a plan
 
 
 def unreduced(rank: int, world_size: int) -> str:
@@ -270,13 +249,8 @@ def keeps_everything(rank: int, world_size: int) -> None:
         dfa_hf.prove(made())
 
 
-def both(rank: int, world_size: int) -> str:
-    keeps_everything(rank, world_size)
-    return unreduced(rank, world_size)
-
-
-def test_a_proof_changes_nothing_and_finds_gradients_that_nobody_averaged() -> None:
-    said = run_ranks(2, both, timeout=120)
+def test_a_proof_changes_nothing_and_finds_dropped_states_another_plan_and_gradients_that_nobody_averaged() -> None:
+    _, said, _ = run_each(2, keeps_everything, unreduced, faults_of_ranks, timeout=120)
     assert said[0] == said[1]
     assert "first difference: a sequence, 96 tokens, gradient of parameters: " in said[0], said[0]
 

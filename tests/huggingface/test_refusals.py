@@ -99,11 +99,8 @@ ALONE = Stub(
 SIZES = {"per_device_train_batch_size": 5, "per_device_eval_batch_size": 3, "steps_per_generation": 1}
 ASKED = Stub(use_vllm=False, use_transformers_continuous_batching=False, eval_strategy="no", **SIZES)
 GENERATES: dict[str, Any] = {
-    "args": ASKED,
-    "accelerator": Stub(num_processes=2),
-    "_is_vlm": False,
-    "num_generations_eval": 2,
-}
+    "args": ASKED, "accelerator": Stub(num_processes=2), "_is_vlm": False, "num_generations_eval": 2,
+}  # fmt: skip
 CASES: list[tuple[str, Callable[[], Any]]] = [
     ("head_mask in a layer of type LlamaAttention", lambda: attend(head_mask=torch.ones(1))),
     ("attention dropout in a layer of type LlamaAttention", lambda: attend(dropout=0.2)),

@@ -15,7 +15,7 @@ from dfa_megatron.plan.language.tree import Tree
 from tests.huggingface.rows import GEMMA4
 from tests.huggingface.sweep import images
 from tests.support.models import build, text
-from tests.support.workers import run_ranks
+from tests.support.workers import run_each
 
 pytestmark = pytest.mark.support("models", "models that are not supported are refused")
 
@@ -42,18 +42,13 @@ CALLS: list[tuple[str, dict[str, Any]]] = [
     ("position_ids from 0 to 8", places(0, 1, 2, 3, 5, 6, 7, 8)),
     ("position_ids from 8 to 15", {"position_ids": PLACES + 8}),
     ("not those of documents", places(0, 1, 2, 3, 4, 5, 6, 9)),
-    ("not those of documents", places(3, 4, 0, 1, 2, 3, 4, 5)),
-    ("not those of doc", places(0, 1, 2, 1, 2, 3, 4, 5)),
-    ("cu_seq_lens_q from 0 to 7", offsets(0, 4, 7)),
-    ("cu_seq_lens_q from 0 to 9", offsets(0, 4, 9)),
+    ("not those of documents", places(3, 4, 0, 1, 2, 3, 4, 5)), ("not those of doc", places(0, 1, 2, 1, 2, 3, 4, 5)),
+    ("cu_seq_lens_q from 0 to 7", offsets(0, 4, 7)), ("cu_seq_lens_q from 0 to 9", offsets(0, 4, 9)),
     ("cu_seq_lens_q from 0 to 8", offsets(0, 6, 4, 8)),
     ("cu_seq_lens_k other than cu_seq_lens_q", offsets(0, 4, 8) | {"cu_seq_lens_k": torch.tensor([0, 5, 8])}),
-    ("disagree", offsets(0, 4, 8) | {"position_ids": PLACES}),
-    ("a key cache", {"use_cache": True}),
-    ("a key cache", {"past_key_values": object()}),
-    ("a key cache", {"cache": object()}),
-    ("output_attentions", {"output_attentions": True}),
-    ("position_bias", {"position_bias": torch.zeros(1, 4, 8, 8)}),
+    ("disagree", offsets(0, 4, 8) | {"position_ids": PLACES}), ("a key cache", {"use_cache": True}),
+    ("a key cache", {"past_key_values": object()}), ("a key cache", {"cache": object()}),
+    ("output_attentions", {"output_attentions": True}), ("position_bias", {"position_bias": torch.zeros(1, 4, 8, 8)}),
     ("odours beside the tokens of a batch", {"odours": torch.ones(1, 8)}),
     ("weights beside the tokens of a batch", {"weights": torch.ones(1, 8)}),
     ("times beside the tokens of a batch", {"times": torch.ones(8)}),
@@ -68,15 +63,10 @@ CALLS: list[tuple[str, dict[str, Any]]] = [
     ("a prompt_tree beside mask", TREE | {"mask": masks.causal(8)}),
     ("3 segments need as many parents", {"prompt_tree": ([4, 2, 2], [-1, 0])}),
     ("a mask beside padding", {"mask": masks.prefix_lm(8, 3), "attention_mask": RIGHT}),
-    (
-        "the same in all rows of a mask",
-        {
-            "input_ids": IDS.expand(2, -1),
-            "mask": masks.prefix_lm(8, 3),
-            "position_ids": torch.cat((PLACES, PLACES % 4)),
-        },
-    ),
-]
+    ("the same in all rows of a mask", {
+        "input_ids": IDS.expand(2, -1), "mask": masks.prefix_lm(8, 3), "position_ids": torch.cat((PLACES, PLACES % 4)),
+    }),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("message", "arguments"), CALLS)
@@ -87,33 +77,20 @@ def test_a_call_that_asks_for_more_is_refused(message: str, arguments: dict[str,
         model(**{"input_ids": IDS} | arguments)
 
 
-SHORT: dict[str, Any] = {"input_ids": torch.ones(1, 40, dtype=torch.long), "labels": None}
 OTHERS: list[tuple[str, Any, dict[str, Any]]] = [
-    (
-        "a mask.*with a state",
-        ("Mamba2", {"num_heads": 4, "head_dim": 16, "state_size": 4, "n_groups": 1}),
-        {"input_ids": IDS, "mask": masks.prefix_lm(8, 3)},
-    ),
+    ("a mask.*with a state", ("Mamba2", {"num_heads": 4, "head_dim": 16, "state_size": 4, "n_groups": 1}), {
+        "input_ids": IDS, "mask": masks.prefix_lm(8, 3),
+    }),
     ("logits_to_keep in a model whose layers share keys", GEMMA4, {"input_ids": IDS, "logits_to_keep": 3}),
-    (
-        "several axes",
-        "qwen2_5_vl",
-        {"input_ids": IDS, "position_ids": PLACES, "pixel_values": torch.ones(1, 2)},
-    ),
+    ("several axes", "qwen2_5_vl", {"input_ids": IDS, "position_ids": PLACES, "pixel_values": torch.ones(1, 2)}),
     ("cross_attention_states for the decoder", "qwen3_vl", {"cross_attention_states": torch.zeros(1, 3, 32)}),
     (r"position_ids of shape \(1, 40\) for inputs_embeds", "qwen3_vl", {"position_ids": torch.arange(40)[None]}),
     (r"position_ids of shape \(2, 40\) for inputs_embeds", "qwen3_vl", {"prompt_tree": ([30, 10], [-1, 0])}),
-    (
-        "inputs_embeds, or no input_ids",
-        "qwen3_vl",
-        {"input_ids": None, "inputs_embeds": torch.zeros(1, 40, 32).double()},
-    ),
-    (
-        "images whose tokens see each other, under a mask or over several",
-        "gemma3",
-        {"prompt_tree": ([5, 35], [-1, 0])},
-    ),
-]
+    ("inputs_embeds, or no input_ids", "qwen3_vl", {
+        "input_ids": None, "inputs_embeds": torch.zeros(1, 40, 32).double(),
+    }),
+    ("images whose tokens see each other, under a mask or over several", "gemma3", {"prompt_tree": ([5, 35], [-1, 0])}),
+]  # fmt: skip
 
 
 def with_images(kind: str) -> tuple[Any, dict[str, Any]]:
@@ -136,13 +113,10 @@ def test_a_call_of_another_model_is_refused(message: str, kind: Any, arguments: 
 
 
 ODD_MASKS = (
-    torch.tensor([[1, 1, 2, 2, 3, 3, 3, 0]]),
-    torch.tensor([[1, 1, 1, 1, 1, 1, 1, 2]], dtype=torch.uint8),
-    torch.tensor([[0.0, 0, 0, 0, 0, 0, 0, -float("inf")]]),
-    torch.tensor([[1.0, 1, 1, 1, 1, 1, 0.5, 0]]),
-    torch.tensor([[1, 1, 1, 1, 1, 1, -1, 0]]),
-    torch.full((1, 8), float("nan")),
-)
+    torch.tensor([[1, 1, 2, 2, 3, 3, 3, 0]]), torch.tensor([[1, 1, 1, 1, 1, 1, 1, 2]], dtype=torch.uint8),
+    torch.tensor([[0.0, 0, 0, 0, 0, 0, 0, -float("inf")]]), torch.tensor([[1.0, 1, 1, 1, 1, 1, 0.5, 0]]),
+    torch.tensor([[1, 1, 1, 1, 1, 1, -1, 0]]), torch.full((1, 8), float("nan")),
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("packed", [{}, {"position_ids": torch.tensor([[0, 1, 0, 1, 0, 1, 2, 3]])}])
@@ -218,19 +192,16 @@ def call_on_two_ranks(rank: int, world_size: int) -> None:
         with expected(rank, words):
             model(input_ids=IDS, **arguments)
     both: list[tuple[str, dict[str, Any]]] = [
-        (
-            "image_pixel_values beside the tokens.*with images or sound, distribute_attention of the whole",
-            {"input_ids": IDS, "image_pixel_values": torch.ones(1, 3, 4, 4)},
-        ),
+        ("image_pixel_values beside the tokens.*with images or sound, distribute_attention of the whole", {
+            "input_ids": IDS, "image_pixel_values": torch.ones(1, 3, 4, 4),
+        }),
         (r"num_items_in_batch of torch\.bfloat16", {**BATCH, "num_items_in_batch": torch.tensor(8).bfloat16()}),
         (differ, {"inputs_embeds": model.get_input_embeddings()(IDS) + rank}),
-        (
-            r"inputs_embeds of 1\.5 GiB.*What works: input_ids",
-            {"inputs_embeds": torch.empty(1, 3 * 2**22, 32, device="meta")},
-        ),
-        ("a call without tokens", {"labels": LABELS}),
-        ("rows of 1 tokens on 2 ranks", text(1, 1, seed=0)),
-    ]
+        (r"inputs_embeds of 1\.5 GiB.*What works: input_ids", {
+            "inputs_embeds": torch.empty(1, 3 * 2**22, 32, device="meta"),
+        }),
+        ("a call without tokens", {"labels": LABELS}), ("rows of 1 tokens on 2 ranks", text(1, 1, seed=0)),
+    ]  # fmt: skip
     for words, arguments in both:
         with pytest.raises(UnsupportedError, match=words):
             model(**arguments)
@@ -283,10 +254,5 @@ def images_on_two_ranks(rank: int, world_size: int) -> None:
         model(input_ids=batch["input_ids"], attention_mask=1 - batch["attention_mask"])
 
 
-def each(rank: int, world_size: int) -> None:
-    call_on_two_ranks(rank, world_size)
-    images_on_two_ranks(rank, world_size)
-
-
 def test_on_two_ranks_parts_and_what_does_not_fit_are_refused_and_whole_batches_told_in_any_way_are_not() -> None:
-    run_ranks(2, each, timeout=120)
+    run_each(2, call_on_two_ranks, images_on_two_ranks, timeout=120)

@@ -6,7 +6,6 @@ import logging
 import random
 import re
 import time
-from contextlib import nullcontext
 from datetime import timedelta
 from io import StringIO
 from typing import Any
@@ -21,17 +20,9 @@ from dfa_megatron.errors import DisagreementError, UnsupportedError
 from dfa_megatron.runtime.comm.weights import digests
 from tests.support.arguments import told
 from tests.support.models import VOCABULARY, build, text
-from tests.support.workers import run_ranks
+from tests.support.workers import run_each, run_ranks
 
 LENGTH, TIMEOUT = 12, 5.0
-
-
-class Rows(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
-    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        return {name: value[0] for name, value in text(1, LENGTH, seed=index).items()}
-
-    def __len__(self) -> int:
-        return 4
 
 
 def packs(batch: dict[str, torch.Tensor], at: int = 5) -> dict[str, torch.Tensor]:
@@ -82,45 +73,27 @@ def other_batches(rank: int, world_size: int) -> None:
         model.model(input_ids=whole["input_ids"])
 
 
-def sampled(rank: int, world_size: int, size: int) -> None:
-    """The classic mistake, a DistributedSampler over all ranks, and what works: one over the groups."""
-    pairs = [dist.new_group([*range(lo, lo + size)]) for lo in range(0, world_size, size)]
-    group, data = pairs[rank // size], Rows()
-    right = {"num_replicas": world_size // size, "rank": rank // size}
-    for ranks in (right, {}):
-        sampler: Any = torch.utils.data.DistributedSampler(data, shuffle=False, **ranks)
-        batch = next(iter(torch.utils.data.DataLoader(data, sampler=sampler)))
-        model = dfa_hf.distribute_attention(build("Llama"), group=group)
-        wrong = pytest.raises(UnsupportedError, match="batches that differ between the ranks")
-        with nullcontext() if ranks else wrong:
-            model(**batch).loss.backward()
-
-
-def absent_ranks(rank: int, world_size: int, absent: list[int], steps: int) -> tuple[str, float, str]:
-    """Some ranks evaluate alone, after so many steps of all."""
+def absent_ranks(rank: int, world_size: int) -> tuple[str, float, str]:
+    """The second rank evaluates alone, after a step of all."""
     group = dist.new_group([*range(world_size)], timeout=timedelta(seconds=TIMEOUT))
     model = dfa_hf.distribute_attention(build("Llama"), group=group)
     part, said = text(2, LENGTH, seed=0), StringIO()
-    for _ in range(steps):
-        model(**part).loss.backward()
+    model(**part).loss.backward()
     logging.getLogger("dfa_megatron").addHandler(logging.StreamHandler(said))
     began = time.monotonic()
-    if rank in absent:
+    if rank != 1:
         time.sleep(2 * TIMEOUT)
         return "", 0.0, ""
     return told(lambda: model(**part)), time.monotonic() - began, said.getvalue()
 
 
-@pytest.mark.parametrize(("ranks", "absent", "steps"), [(2, [1], 2), (3, [0, 2], 1), (3, [1], 0)])
-def test_ranks_that_evaluate_alone_are_told_who_does_not_come(ranks: int, absent: list[int], steps: int) -> None:
-    for rank, (error, seconds, said) in enumerate(run_ranks(ranks, absent_ranks, absent, steps, timeout=120)):
-        if rank not in absent:
-            assert error.startswith("AbsentError: "), error
-            assert all(f"rank {one}" in error or f"ranks {absent[0]}, {absent[-1]}" in error for one in absent), error
-            assert seconds < 2 * TIMEOUT
-            if steps:
-                assert "compares its batch with those of the other ranks" in error, error
-                assert "of the group lives, after " in said, "the warning after a quarter"
+def test_a_rank_that_evaluates_alone_is_told_who_does_not_come() -> None:
+    error, seconds, said = run_ranks(3, absent_ranks, timeout=120)[1]
+    assert error.startswith("AbsentError: "), error
+    assert all(f"rank {absent}" in error or "ranks 0, 2" in error for absent in (0, 2)), error
+    assert "compares its batch with those of the other ranks" in error, error
+    assert seconds < 2 * TIMEOUT
+    assert "of the group lives, after " in said, "the warning after a quarter"
 
 
 def other_weights(rank: int, world_size: int) -> None:
@@ -130,12 +103,16 @@ def other_weights(rank: int, world_size: int) -> None:
     draw, half = random.Random(3), world_size // 2
     mine = [dist.new_group([*range(lo, lo + half)]) for lo in (0, half)][rank // half]
     part = text(2, LENGTH, seed=0)
+    groups = dfa_hf.distribute_attention(build("Llama"), group=mine)
+    groups(**text(2, LENGTH, seed=rank // half))  # a sampler over the groups
+    with pytest.raises(UnsupportedError, match="batches that differ between the ranks"):
+        groups(**text(2, LENGTH, seed=rank))  # and one over all ranks, which is the classic mistake
 
     def model(seed: int = 0, kind: str = "Llama", verify: str = "on") -> Any:
         made = build(kind, seed=seed, head_dim=8).bfloat16() if draw.random() < 0.5 else build(kind, seed=seed)
         return dfa_hf.distribute_attention(made, group=mine, config=TrainingConfig(verify=verify))
 
-    for kind in ("Llama", "Qwen3", "Mixtral"):
+    for kind in ("Qwen3", "Mixtral"):
         one = model(rank // half, kind)  # each group its own weights
         named = dict(one.named_parameters())
         for name in draw.sample(sorted(named), 3):
@@ -169,13 +146,5 @@ def other_weights(rank: int, world_size: int) -> None:
     dfa_hf.distribute_attention(whole)(**text(2, LENGTH, seed=0)).loss.backward()
 
 
-def test_ranks_of_a_group_with_other_weights_hear_which() -> None:
-    run_ranks(4, other_weights, timeout=150)
-
-
-def test_ranks_that_hold_parts_of_other_batches_are_refused() -> None:
-    run_ranks(3, other_batches, timeout=120)
-
-
-def test_a_sampler_counts_groups_not_ranks() -> None:
-    run_ranks(4, sampled, 2, timeout=120)
+def test_ranks_of_a_group_with_other_weights_hear_which_and_those_with_other_batches_are_refused() -> None:
+    run_each(4, other_batches, other_weights, timeout=150)

@@ -18,7 +18,7 @@ from dfa_megatron.loss import by_document, scores_of
 from dfa_megatron.loss.deferred import DeferredLogits
 from tests.huggingface.compared import assert_gradients, assert_loss
 from tests.support.models import build, gradients, text
-from tests.support.workers import run_ranks
+from tests.support.workers import run_each
 
 MODELS: list[tuple[str, dict[str, Any]]] = [
     ("Llama", {"tie_word_embeddings": False}),
@@ -74,13 +74,8 @@ def sharded(rank: int, ranks: int) -> None:
             torch.testing.assert_close(parameter.grad.full_tensor(), wants[name], rtol=1e-4, atol=1e-5, msg=name)
 
 
-def each(rank: int, ranks: int) -> None:
-    models(rank, ranks)
-    sharded(rank, ranks)
-
-
 def test_loss_by_tiles_has_the_gradients_of_one_process_also_of_parameters_sharded_by_fsdp() -> None:
-    run_ranks(3, each, timeout=120)
+    run_each(3, models, sharded, timeout=120)
 
 
 def test_tiles_end_with_the_option_and_logits_without_labels_are_whole() -> None:

@@ -17,7 +17,7 @@ from tests.huggingface.compared import assert_gradients, assert_loss
 from tests.huggingface.sweep import images
 from tests.support.close import assert_close
 from tests.support.models import build, gradients, text
-from tests.support.workers import run_ranks
+from tests.support.workers import run_each
 
 Rollouts = list[list[int]]
 
@@ -135,14 +135,8 @@ def joined(rank: int, world_size: int) -> None:
     assert_close(logits, want.logits, tolerance=1e-5, name="logits of a tuple")
 
 
-def each(rank: int, ranks: int) -> None:
-    for check in (rollouts_with_prompts, images_in_trees, joined):
-        check(rank, ranks)
-
-
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_rollouts_with_their_prompts_images_in_trees_and_outputs_put_together(ranks: int) -> None:
-    run_ranks(ranks, each, timeout=150)
+def test_rollouts_with_their_prompts_images_in_trees_and_outputs_put_together() -> None:
+    run_each(3, rollouts_with_prompts, images_in_trees, joined, timeout=150)
 
 
 def test_a_whole_model_around_a_distributed_tower_is_refused() -> None:

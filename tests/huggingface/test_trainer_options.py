@@ -69,28 +69,17 @@ def runs() -> dict[str, dict[str, Any]]:
     """Options by a name for them."""
     return {
         "by length": {
-            "train_sampling_strategy": "group_by_length",
-            "label_smoothing_factor": 0.2,
-            **COUNTED,
-            "max_steps": -1,
-            "num_train_epochs": 2,
-            "eval_accumulation_steps": 1,
-            "compute_metrics": hits,
+            "train_sampling_strategy": "group_by_length", "label_smoothing_factor": 0.2, **COUNTED, "max_steps": -1,
+            "num_train_epochs": 2, "eval_accumulation_steps": 1, "compute_metrics": hits,
         },
         "padded": {
-            "data": Prompts(),
-            "label_smoothing_factor": 0.2,
-            "max_steps": -1,
-            "num_train_epochs": 1,
-            "include_num_input_tokens_seen": "non_padding",
-            "auto_find_batch_size": True,
-            "per_device_train_batch_size": 3,
-            "average_tokens_across_devices": False,
-            "batch_eval_metrics": True,
+            "data": Prompts(), "label_smoothing_factor": 0.2, "max_steps": -1, "num_train_epochs": 1,
+            "include_num_input_tokens_seen": "non_padding", "auto_find_batch_size": True,
+            "per_device_train_batch_size": 3, "average_tokens_across_devices": False, "batch_eval_metrics": True,
             "compute_metrics": Batches(),
         },
         "marked loss": {"loss": dfa_hf.sums_tokens(functools.partial(weighed, z=0.1)), **COUNTED},
-    }
+    }  # fmt: skip
 
 
 def trainer(folder: str, data: Any = None, **changes: Any) -> Any:

@@ -139,13 +139,10 @@ def trained(folder: str, name: str, data: int, size: int, changes: dict[str, Any
         vllm.is_vllm_available, vllm.VLLMClient = lambda: True, Server
     given |= {f"per_device_{each}_batch_size": per_device for each in ("train", "eval")}
     run = getattr(trl, f"{name}Trainer")(
-        model=model,
-        args=getattr(trl, f"{name}Config")(**{**given, **changes}),
-        train_dataset=load_from_disk(f"{folder}/train"),
-        eval_dataset=load_from_disk(f"{folder}/eval"),
-        processing_class=tokenizer(),
-        **others,
-    )
+        model=model, args=getattr(trl, f"{name}Config")(**{**given, **changes}),
+        train_dataset=load_from_disk(f"{folder}/train"), eval_dataset=load_from_disk(f"{folder}/eval"),
+        processing_class=tokenizer(), **others,
+    )  # fmt: skip
     if size > 1:
         checkpoint = "auto" if name in ROLLOUTS else "remat"
         for _ in range(2):
@@ -168,8 +165,7 @@ RUNS: dict[tuple[int, int], list[tuple[str, dict[str, Any]]]] = {
         ("KTO", {"beta": 0.3}),
         ("GRPO", {"beta": 0.1, "loss_type": "grpo", "num_iterations": 2, "max_steps": 3, "eval_strategy": "no"}),
         ("GRPO", {"loss_type": "dr_grpo", "mask_truncated_completions": True, **MIXTURE}),
-        ("RLOO", {"beta": 0.1}),
-        ("RLOO", {**VLLM, "max_steps": 2, "eval_strategy": "no"}),
+        ("RLOO", {"beta": 0.1, **VLLM, "max_steps": 2, "eval_strategy": "no"}),
     ],
     (4, 2): [
         ("SFT", {**PACKED, "eval_strategy": "no"}),

@@ -10,12 +10,13 @@ from unittest.mock import patch
 
 import torch
 
-from dfa_megatron import masks
-from dfa_megatron.masks import Mask, Span, Tile
+from dfa_megatron.masks import Mask
 from dfa_megatron.megatron.tokens.batch import pairs_of
 from dfa_megatron.plan.language.layout import by_name
 from dfa_megatron.plan.language.tree import Tree
 from dfa_megatron.sharding import positions_of
+from tests.fuzz.frameworks.uneven import cells
+from tests.support.plan_cases import heterogeneous_masks, some_parents
 
 
 def positions(layout: str, length: int, ranks: int, rank: int) -> torch.Tensor:
@@ -23,43 +24,17 @@ def positions(layout: str, length: int, ranks: int, rank: int) -> torch.Tensor:
     return positions_of(by_name(layout, length, ranks), rank)
 
 
-def bands(draw: random.Random, length: int) -> Mask:
-    """Any bands, and each token itself."""
-    spans, whole = [sorted(draw.choices(range(length + 1), k=4)) for _ in range(5)], Span(0, length)
-    tiles = [Tile(Span(a, d), Span(b, c), draw.randint(-30, 0), draw.randint(0, 30)) for a, b, c, d in spans]
-    return masks.union(f"bands {spans}", length, [*tiles, Tile(whole, whole, 0, 0)])
-
-
 def forest(draw: random.Random, length: int) -> Tree:
     """Random trees: segments of one token and more, branches of any depth."""
-    segments = min(9, length)
-    cuts = [0, *sorted(draw.sample(range(1, length), segments - 1)), length]
-    parents: list[int] = []
-    for at in range(segments):
-        above, fits = at - 1, [-1]
-        while above >= 0:
-            fits.append(above)
-            above = parents[above]
-        parents.append(draw.choice(fits))
-    return Tree(tuple(hi - lo for lo, hi in pairwise(cuts)), tuple(parents))
+    cuts = [0, *sorted(draw.sample(range(1, length), min(8, length - 1))), length]
+    return Tree(tuple(hi - lo for lo, hi in pairwise(cuts)), tuple(some_parents(len(cuts) - 1, draw)))
 
 
-def masked(draw: random.Random, length: int, which: int) -> tuple[Mask, torch.Tensor]:
-    """A mask that users ask for, and the positions of its tokens (length,)."""
-    half, rows = length // 2, torch.arange(length)
-    if which % 4 == 0 or length < 30:
-        return bands(draw, length), rows + draw.randint(0, 9)
-    cut = draw.randint(5, half)
-    if which % 4 == 1:  # block diffusion: noised blocks see themselves, and the clean ones before them
-        size = draw.choice([size for size in (3, 4, 6) if half % size == 0])
-        tiles = [Tile(Span(half, length), Span(half, length), hi=0)]
-        for lo in range(0, half, size):
-            noised = Span(lo, lo + size)
-            tiles += [Tile(noised, noised), Tile(noised, Span(half, half + lo))] if lo else [Tile(noised, noised)]
-        return masks.union("block diffusion", length, tiles), rows % half
-    if which % 4 == 2:  # images that see themselves
-        return masks.two_way_blocks((cut, length - cut), [(1, 4), (cut, cut + 7)]), rows
-    return masks.prefix_lm_documents((cut, length - cut), (4, 9)), rows
+def masked(draw: random.Random, length: int) -> tuple[Mask, torch.Tensor]:
+    """A mask that users ask for, and the positions of its tokens (length,): in order, or of two streams."""
+    every = [case.mask for case in heterogeneous_masks(length, draw) if case.dense.diagonal().all()]
+    rows = torch.arange(length)
+    return draw.choice(every), draw.choice((rows + draw.randint(0, 9), rows % -(-length // 2)))
 
 
 def image_places(rows: int, length: int) -> torch.Tensor:
@@ -99,19 +74,10 @@ def under_mask(batch: dict[str, Any], model: Any, **more: Any) -> torch.Tensor:
     """The output of a model that is told every pair, (batch, sequence); its rotary table has the rows of the tokens."""
     pairs, positions = pairs_of(batch), batch["position_ids"]
     assert pairs is not None
-    hidden = ~seen(pairs.mask() if isinstance(pairs, Tree) else pairs)
+    hidden = ~cells(pairs.mask() if isinstance(pairs, Tree) else pairs)[None, None]
     rotary = getattr(getattr(model, "module", model), "rotary_pos_emb", torch.nn.Identity())  # of learned positions
     known = type(rotary) is torch.nn.Identity or positions.dim() == 3  # of images, which Megatron takes as they are
     rows = None if known else rotary(int(positions.max()) + 1)[positions[0]]
     with contextlib.nullcontext() if known else patch.object(rotary, "forward", lambda *_, **__: rows):
         out: torch.Tensor = model(batch["tokens"], positions, hidden, labels=batch["labels"], **more)
     return out
-
-
-def seen(mask: Mask) -> torch.Tensor:
-    """The pairs that attend, (1, 1, tokens, tokens)."""
-    pairs = torch.zeros(mask.length, mask.length, dtype=torch.bool)
-    for tile in mask.tiles:
-        q, k = torch.arange(tile.q.lo, tile.q.hi)[:, None], torch.arange(tile.kv.lo, tile.kv.hi)
-        pairs[tile.q.lo : tile.q.hi, tile.kv.lo : tile.kv.hi] |= (k - q >= tile.lo) & (k - q <= tile.hi)
-    return pairs[None, None]

@@ -14,13 +14,9 @@ from tests.support.models import noise
 
 MAMBA = {"mamba_state_dim": 8, "mamba_head_dim": 16, "mamba_num_groups": 2, "mamba_num_heads": 8}
 DELTA = {
-    "linear_conv_kernel_dim": 4,
-    "linear_key_head_dim": 4,
-    "linear_value_head_dim": 6,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "activation_func": "silu",
-}
+    "linear_conv_kernel_dim": 4, "linear_key_head_dim": 4, "linear_value_head_dim": 6, "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4, "activation_func": "silu",
+}  # fmt: skip
 STATES = {**MAMBA, **DELTA}
 THREEFOLD = {"mamba_num_groups": 6, "mamba_num_heads": 6}
 """Which Megatron's own context parallelism spreads over three ranks."""

@@ -18,7 +18,7 @@ from tests.frameworks import megatron_harness as harness
 from tests.frameworks.compare import assert_gradients, gradients_of
 from tests.frameworks.megatron_rows import BLOCK, TWO, like
 from tests.fuzz.frameworks.megatron_draw import VOCABULARY, MegatronDraw
-from tests.support.workers import run_ranks
+from tests.support.workers import run_each, run_ranks
 
 BATCH, SEQUENCE, HIDDEN = 2, 48, 64
 ROWS = SEQUENCE // 2 * BATCH
@@ -136,7 +136,6 @@ def sent(rank: int, ranks: int) -> None:
 def refused(rank: int, ranks: int) -> None:
     from megatron.core.models.gpt.gpt_model import GPTModel
 
-    sent(rank, ranks)
     row = like("plain", {"cp": ranks}, "boundary")
     model, bare = harness.model_of(row), harness.model_of(row).decoder
     rows = torch.randn(SEQUENCE // ranks, BATCH, HIDDEN, dtype=torch.float64)
@@ -182,12 +181,9 @@ def refused(rank: int, ranks: int) -> None:
     assert torch.equal(losses, call()), "a call that failed leaves nothing behind"
 
 
-def test_what_crosses_the_door_is_counted_and_what_cannot_is_refused() -> None:
-    run_ranks(2, refused)
-
-
-def other_weights(rank: int, ranks: int, layout: str) -> None:
+def other_weights(rank: int, ranks: int) -> None:
     """Draw weights that the second rank changes; experts are other ones on every rank."""
+    layout = "boundary"
     row, draw = like("experts", {"cp": ranks, "ep": ranks}, layout), random.Random(layout)
     harness.start(row)
     model = harness.model_of(row)
@@ -213,6 +209,5 @@ def other_weights(rank: int, ranks: int, layout: str) -> None:
     unseen(batch["tokens"], batch["position_ids"], None)
 
 
-@pytest.mark.parametrize("layout", ["boundary", "zigzag"])
-def test_ranks_of_a_group_with_other_weights_hear_which(layout: str) -> None:
-    run_ranks(2, other_weights, layout, timeout=120)
+def test_what_crosses_the_door_is_counted_what_cannot_is_refused_and_ranks_with_other_weights_hear_which() -> None:
+    run_each(2, sent, refused, other_weights, timeout=120)

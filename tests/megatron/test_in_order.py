@@ -1,4 +1,4 @@
-"""Layers whose functions are replaced: beside tensor parallelism, by every name of a release, and not reached."""
+"""Layers whose functions are replaced, in hybrids and for predictions: exact, by every name, and not reached."""
 
 from __future__ import annotations
 
@@ -21,11 +21,13 @@ from dfa_megatron.config import MegatronConfig
 from dfa_megatron.errors import UnsupportedError
 from tests.frameworks import megatron_harness as harness
 from tests.frameworks.compare import assert_alike
-from tests.frameworks.megatron_rows import FULL, PER_TOKEN, like
+from tests.frameworks.megatron_rows import BLOCK, FULL, PER_TOKEN, like
 from tests.fuzz.frameworks.megatron_draw import MegatronDraw
+from tests.megatron.hybrids import build, stack_spec
 from tests.megatron.test_all_parallelisms import STATES, by_turns
 from tests.support import state_kernels
-from tests.support.workers import run_ranks
+from tests.support.megatron_model import DenseAttention, megatrons_spec
+from tests.support.workers import run_each, run_ranks
 
 
 def beside_tensor_parallelism(rank: int, ranks: int, draws: list[MegatronDraw]) -> None:
@@ -97,8 +99,120 @@ def named_tokens(rank: int, ranks: int) -> None:
         assert set(seen) == {7}
 
 
-def test_the_replaced_delta_rule_takes_tokens_by_place_and_by_every_name_of_megatrons() -> None:
-    run_ranks(2, named_tokens)
+def open_rolls(rank: int, ranks: int) -> None:
+    """Call the replaced roll_tensor as every release does; a newer one asks for no sum, or for what nobody knows."""
+    from dfa_megatron.megatron.layers.prediction import rolling
+    from dfa_megatron.megatron.tokens.visit import Exchange, Visit, running
+
+    seen: list[Any] = []
+
+    def megatrons(tensor: Any, shifts: int, dims: int, cp_group: Any, packed_seq_params: Any, **others: Any) -> Any:
+        seen.append(others)
+        return tensor, tensor.sum()
+
+    group: Any = dist.group.WORLD
+    roll, tokens = rolling(megatrons), torch.ones(1, 4)
+    for others in ({}, {"return_sum": False}, {"return_sum": True, "new_argument": 7}):
+        roll(tokens, -1, -1, group, None, **others)  # outside a distributed model
+        assert seen[-1:] == [others]
+    with running(Visit(None, group, "contiguous", "contiguous", None, (1, 4), Exchange(group))):
+        assert roll(tokens, cp_group=group, return_sum=False)[1] is None
+        assert roll(tokens, cp_group=group, return_sum=True)[1] is not None
+        with pytest.raises(UnsupportedError, match="roll_tensor with new_argument"):
+            roll(tokens, cp_group=group, new_argument=7)
+
+
+def scripts_predictions(rank: int, ranks: int) -> None:
+    from megatron.core.models.gpt import gpt_layer_specs
+
+    from dfa_megatron.megatron import DistributedAttentionLayer
+    from dfa_megatron.megatron.script import script_specs
+
+    row = like("plain", {"cp": ranks})
+    harness.start(row)
+    for _ in range(2):  # the second time replaces nothing
+        script_specs._distribute_predictions()
+    config = harness.config_of(row, mtp_num_layers=1)
+    block = gpt_layer_specs.get_gpt_mtp_block_spec(config, megatrons_spec(config), use_transformer_engine=False)
+    parts = vars(block.layer_specs[0].submodules)
+    inner = parts.get("transformer_layer") or parts["mtp_model_layer"]
+    assert issubclass(inner.module, DistributedAttentionLayer)
+
+
+def other_attention(rank: int, ranks: int) -> None:
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_mtp_block_spec
+    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+
+    row = like("ahead", {"cp": ranks})
+    harness.start(row)
+    config = harness.config_of(row, mtp_num_layers=1)
+    layer = megatrons_spec(config)
+    layer.submodules.self_attention.submodules.core_attention = DenseAttention
+    own = TransformerBlockSubmodules(layer_specs=[layer])
+    block = get_gpt_mtp_block_spec(config, own, use_transformer_engine=False)
+    with patch.object(harness, "predictions", lambda *_: block):
+        model = harness.model_of(row, config)
+    with pytest.raises(UnsupportedError, match=r"own attention in a distributed model, in layout 'contiguous'"):
+        model(**harness.taken(next(harness.batches(row))))
+
+
+def test_the_given_stack_spec_stays_and_every_layer_shares_one_context() -> None:
+    from dfa_megatron.megatron import DistributedAttentionLayer, distribute_attention
+
+    given = stack_spec()
+    modules = {slot: layer.module for slot, layer in vars(given.submodules).items() if hasattr(layer, "module")}
+    options = MegatronConfig(data_layout="zigzag")
+    made = distribute_attention(given, config=options)
+    assert {slot: getattr(given.submodules, slot).module for slot in modules} == modules
+    assert issubclass(made.submodules.attention_layer.module, DistributedAttentionLayer)
+    for slot, module in modules.items():
+        assert issubclass(getattr(made.submodules, slot).module, module)
+    contexts = {id(getattr(made.submodules, slot).params["distributed_attention"]) for slot in modules}
+    assert len(contexts) == 1
+    again = distribute_attention(made, config=options)
+    assert again.submodules.mlp_layer.module is made.submodules.mlp_layer.module
+
+
+def other_order(rank: int, world_size: int) -> None:
+    from megatron.core.process_groups_config import ProcessGroupCollection
+    from megatron.core.transformer.spec_utils import ModuleSpec
+
+    from dfa_megatron.megatron import distribute_attention
+
+    harness.start(like("stack", {"cp": 2}))
+    groups = ProcessGroupCollection.use_mpu_process_groups()
+    boundary, zigzag = (MegatronConfig(data_layout=layout) for layout in ("boundary", "zigzag"))
+    spec = stack_spec()
+    spec.submodules.mamba_layer = ModuleSpec(module=torch.nn.Identity)
+    with pytest.raises(UnsupportedError, match=r"whose mamba_layer has the mixer None.*data_layout='zigzag'"):
+        distribute_attention(spec, config=boundary)
+    config = harness.config_of(like("stack", {"cp": 2}, "zigzag", config=BLOCK))
+    with pytest.raises(UnsupportedError, match=r"'block' in a hybrid model.*uniform"):
+        build(distribute_attention(spec, config, config=zigzag), config, groups)
+    config = harness.config_of(like("plain", {"cp": 2}), is_hybrid_model=True)
+    with pytest.raises(UnsupportedError, match=r"by itself in a hybrid model.*whole hybrid stack spec"):
+        distribute_attention(megatrons_spec(config), config, config=boundary)(config=config, pg_collection=groups)
+
+
+def test_megatrons_spec_flag_finds_the_stack_spec_or_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    from megatron.core.transformer.spec_utils import import_module
+
+    import dfa_megatron.megatron as package
+    from dfa_megatron.megatron.script import script_specs
+    from dfa_megatron.megatron.spec import is_stack
+
+    with contextlib.suppress(UnsupportedError):
+        assert is_stack(script_specs.default_stack_spec())
+    for home in ("megatron.core.models.hybrid.hybrid_layer_specs", "megatron.core.models.mamba.mamba_layer_specs"):
+        monkeypatch.setitem(sys.modules, home, None)
+    with pytest.raises(UnsupportedError, match=r"it cannot be imported: .*stack spec of your own"):
+        script_specs.default_stack_spec()
+    monkeypatch.setattr(script_specs, "default_stack_spec", stack_spec)
+    try:
+        made = import_module(("dfa_megatron.megatron", "hybrid_stack_spec"))
+        assert made.submodules.attention_layer.params["distributed_attention"].options.data_layout == "boundary"
+    finally:
+        vars(package).pop("hybrid_stack_spec", None)
 
 
 def renames() -> list[tuple[str, Any, str, str, Any]]:
@@ -169,10 +283,10 @@ def call_of(model: str, sizes: dict[str, int], options: MegatronConfig, draw: ra
     made(**harness.taken(next(harness.batches(row)), made)).sum().backward()
 
 
-def with_renames(rank: int, ranks: int, seed: int) -> None:
+def with_renames(rank: int, ranks: int) -> None:
     """Rename each function that a mixer calls, and see that the mixer says so; then nothing is renamed any more."""
     state_kernels.install()
-    draw = random.Random(seed)
+    draw = random.Random(20261128)
     with torch.compiler.set_stance("force_eager"):
         for model, owner, old, new, value in renames():
             harness.start(like("plain", {"cp": ranks}))
@@ -184,8 +298,8 @@ def with_renames(rank: int, ranks: int, seed: int) -> None:
             call_of(model, {"cp": ranks}, options, draw)
 
 
-def test_a_mixer_that_no_longer_reaches_our_functions_is_named_and_refused() -> None:
-    run_ranks(2, with_renames, 20261128)
+def test_calls_of_newer_releases_are_taken_and_what_does_not_reach_ours_or_is_in_another_order_is_refused() -> None:
+    run_each(2, named_tokens, open_rolls, other_attention, scripts_predictions, other_order, with_renames, timeout=120)
 
 
 def test_a_name_that_is_replaced_and_is_not_there_is_refused() -> None:

@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import importlib.util
 import io
+import shutil
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -92,20 +93,15 @@ def refusal(rank: int, world_size: int, *argv: str) -> str:
 
 
 @needs_no_training
-def test_a_megatron_without_training_is_one_clear_line(tmp_path: Path) -> None:
-    (tmp_path / "pretrain_gpt.py").write_text("raise SystemExit('the script ran')")
-    (said,) = run_ranks(1, refusal, str(tmp_path / "pretrain_gpt.py"), *SPEC)
-    assert "megatron.training.arguments.add_megatron_arguments of Megatron-Core 0." in said
-    assert "No module named 'megatron.training'" in said
-    assert "Traceback" not in said
-
-
-@needs_no_training
-def test_what_megatrons_training_package_lacks_is_named(clone: Path) -> None:
-    (clone / "megatron" / "training" / "__init__.py").write_text("import no_such_package_of_megatrons")
+@pytest.mark.parametrize("lacks", ["megatron.training", "no_such_package_of_megatrons"])
+def test_a_megatron_without_training_or_what_that_needs_is_one_clear_line(lacks: str, clone: Path) -> None:
+    (clone / "megatron" / "training" / "__init__.py").write_text(f"import {lacks}")
+    if lacks == "megatron.training":
+        shutil.rmtree(clone / "megatron")
     (said,) = run_ranks(1, refusal, str(clone / "pretrain_gpt.py"), *SPEC)
     assert "megatron.training.arguments.add_megatron_arguments of Megatron-Core 0." in said
-    assert "No module named 'no_such_package_of_megatrons'" in said
+    assert f"No module named '{lacks}'" in said
+    assert "Traceback" not in said
 
 
 def test_a_missing_script_and_no_script_are_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

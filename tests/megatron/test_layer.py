@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from dfa_megatron import remat
 from dfa_megatron.config import MegatronConfig
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.loss.deferred import WATCHED
@@ -19,8 +20,9 @@ from tests.frameworks import megatron_harness as harness
 from tests.frameworks.megatron_rows import FULL, TWO, like
 from tests.fuzz.frameworks.megatron_draw import VOCABULARY, MegatronDraw
 from tests.megatron import padded_packs
+from tests.support.live_bytes import living
 from tests.support.megatron_model import megatrons_spec
-from tests.support.workers import run_ranks
+from tests.support.workers import run_each
 
 LAYERS = 2
 
@@ -171,10 +173,6 @@ def whole_batches(rank: int, world_size: int) -> None:
         shard_batch(whole, group, options)
 
 
-def test_batches_that_nobody_cut_and_samples_of_other_ranks_are_refused() -> None:
-    run_ranks(3, whole_batches)
-
-
 def swapped(rank: int, world_size: int) -> None:
     """Replace the groups of a model in every way that others do: by module, by collection, in Megatron's state."""
     import copy
@@ -220,15 +218,6 @@ def block_alone(rank: int, world_size: int) -> None:
             assert COUNTERS.attention_forwards == LAYERS
 
 
-def each_refusal(rank: int, world_size: int) -> None:
-    for refused in (wrong_batches, uncut_batches, foreign_packs, swapped, block_alone):
-        refused(rank, world_size)
-
-
-def test_batches_in_another_order_or_uncut_foreign_packs_and_other_groups_are_refused() -> None:
-    run_ranks(2, each_refusal)
-
-
 def evaluate_and_freeze(rank: int, world_size: int) -> None:
     for layout in ("contiguous", "boundary"):
         row = plain(layout, "remat")
@@ -241,6 +230,7 @@ def evaluate_and_freeze(rank: int, world_size: int) -> None:
         with torch.no_grad():
             evaluated = loss_of(model.eval(), batch)
         assert torch.equal(trained, evaluated)
+        del trained
         assert (COUNTERS.attention_forwards, COUNTERS.remat_bytes) == (LAYERS, 0)
 
         gradients = {}
@@ -250,13 +240,11 @@ def evaluate_and_freeze(rank: int, world_size: int) -> None:
                 parameter.requires_grad_(False)
             loss_of(model, batch).backward()
             gradients[checkpoint] = {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
+        held = living()
+        assert (held["frames"], held["regions"], held["pairs"], remat.active_frame()) == (0, 0, 0, None)
         assert all(gradient is not None for gradient in gradients["remat"].values()), "a frozen embedding cuts"
         for name, gradient in gradients["none"].items():
             torch.testing.assert_close(gradients["remat"][name], gradient, rtol=1e-5, atol=1e-7)
-
-
-def test_evaluation_keeps_nothing_and_frozen_embeddings_cut_nothing_off() -> None:
-    run_ranks(2, evaluate_and_freeze)
 
 
 def says(rank: int, world_size: int) -> list[str]:
@@ -271,11 +259,13 @@ def says(rank: int, world_size: int) -> list[str]:
     model = harness.model_of(row)
     for step in range(2):
         loss_of(model, next(harness.batches(row, step))).backward()
+    log.removeHandler(handler)
     return lines
 
 
-def test_the_first_rank_says_once_what_runs() -> None:
-    first, second = run_ranks(2, says)
+def test_the_first_rank_says_once_what_runs_evaluation_keeps_nothing_and_foreign_batches_are_refused() -> None:
+    refused = (wrong_batches, uncut_batches, foreign_packs, whole_batches, swapped, block_alone)
+    (first, second), *_ = run_each(2, says, evaluate_and_freeze, *refused, timeout=120)
     assert len(first) == 1
     assert "distributed attention over 2 context-parallel ranks, layout contiguous, schedule auto" in first[0]
     assert "layers are recomputed without their attention" in first[0]
@@ -290,8 +280,7 @@ def shim_twice(rank: int, world_size: int) -> None:
     assert torch.empty(1, device="cuda", pin_memory=True).device.type == "cpu"
 
 
-def test_the_cpu_stand_in_is_applied_once_and_never_beside_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
-    run_ranks(1, shim_twice)
+def test_the_cpu_stand_in_is_never_applied_beside_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     with pytest.raises(UnsupportedError, match="use_cpu on a machine with CUDA"):
         use_cpu()
@@ -344,4 +333,4 @@ def one_config(rank: int, world_size: int) -> None:
 
 
 def test_the_config_of_a_model_is_not_written_and_other_models_of_it_recompute_as_asked() -> None:
-    run_ranks(1, one_config)
+    run_each(1, shim_twice, one_config)

@@ -77,13 +77,9 @@ def test_what_megatrons_attention_reads_is_known_without_its_sources(
 
 def build(**changes: Any) -> DistributedCoreAttention:
     arguments: dict[str, Any] = {
-        "config": config_of(),
-        "layer_number": 1,
-        "attn_mask_type": AttnMaskType.causal,
-        "attention_type": "self",
-        "pg_collection": SimpleNamespace(cp=None),
-        "options": OPTIONS,
-    }
+        "config": config_of(), "layer_number": 1, "attn_mask_type": AttnMaskType.causal, "attention_type": "self",
+        "pg_collection": SimpleNamespace(cp=None), "options": OPTIONS,
+    }  # fmt: skip
     return DistributedCoreAttention(**{**arguments, **changes})
 
 
@@ -191,18 +187,13 @@ REFUSED: list[tuple[str, Callable[[], Any]]] = [
     ("ulysses_degree=4 on a group of 2", lambda: check({}, ulysses_degree=4)),
     ("ulysses_degree=2 with 5 heads", lambda: check({"num_attention_heads": 5}, ulysses_degree=2)),
     ("remat_offload without --recompute-granularity full", lambda: check({}, remat_offload=True)),
-    (
-        r"attention_dropout=0\.2.*--attention-dropout 0\.0",
-        lambda: check(vars(config_of(attention_dropout=0.2))),
-    ),
+    (r"attention_dropout=0\.2.*--attention-dropout 0\.0", lambda: check(vars(config_of(attention_dropout=0.2)))),
     ("attn_mask_type='padding'", lambda: build(attn_mask_type=AttnMaskType.padding)),
     ("attention_type='cross'", lambda: build(attention_type="cross")),
     ("attention_dropout=0.1", lambda: build(attention_dropout=0.1)),
-    ("cp_comm_type='a2a'", lambda: build(cp_comm_type="a2a")),
-    ("num_splits=4", lambda: build(num_splits=4)),
+    ("cp_comm_type='a2a'", lambda: build(cp_comm_type="a2a")), ("num_splits=4", lambda: build(num_splits=4)),
     ("called with attention_bias=tensor", lambda: call(attention_bias=torch.ones(1))),
-    ("attn_mask_type='padding'", lambda: call(attn_mask_type="padding")),
-    ("num_splits=4", lambda: call(num_splits=4)),
+    ("attn_mask_type='padding'", lambda: call(attn_mask_type="padding")), ("num_splits=4", lambda: call(num_splits=4)),
     ("called with packed_seq_params=<object", lambda: call(packed_seq_params=object())),
     ("attention of 1 rows over 4", lambda: call(query=torch.zeros(1, 1, 2, 8))),
     ("core_attention to replace", lambda: distribute_attention(object(), config_of(), config=OPTIONS)),
@@ -224,8 +215,7 @@ REFUSED: list[tuple[str, Callable[[], Any]]] = [
     ("moe-routing-trace-path", lambda: flags(moe_routing_trace_path="a", context_parallel_size=2)),
     ("without --spec", lambda: prepare(["--dfa-data-layout", "zigzag"])),
     ("contiguous in a script.*boundary", lambda: prepare([*SPEC, "--dfa-data-layout", "contiguous"])),
-    ("without --spec", lambda: prepare(["--spec"])),
-    ("--spec local", lambda: prepare(["--spec", "local"])),
+    ("without --spec", lambda: prepare(["--spec"])), ("--spec local", lambda: prepare(["--spec", "local"])),
     ("--yaml-cfg", lambda: prepare([*SPEC, "--yaml-cfg", "a.yaml"])),
     ("--use-legacy-models", lambda: prepare([*SPEC, "--use-legacy-models"])),
     ("offsets into each row", lambda: batch._one_row(ENDS)),
@@ -242,7 +232,7 @@ REFUSED: list[tuple[str, Callable[[], Any]]] = [
     ("a document of 9 tokens", lambda: documents.with_long_padding_apart((0, 9), (0, 9), 2)),
     ("'seq_aux_loss' with 2 samples in a pack", lambda: pack_in(tokens_per_sample=4)),
     ("packs.* in a model with Mamba or gated delta", lambda: pack_in(is_hybrid_model=True)),
-]
+]  # fmt: skip
 
 
 @pytest.mark.support("megatron", "what is not supported is refused by name")

@@ -16,7 +16,7 @@ from tests.frameworks import megatron_harness as harness
 from tests.frameworks.megatron_rows import TWO, like
 from tests.fuzz.frameworks.megatron_draw import VOCABULARY
 from tests.megatron.attends import positions
-from tests.support.workers import run_ranks
+from tests.support.workers import run_each
 
 
 def pack(offsets: list[int], **changes: Any) -> Any:
@@ -94,13 +94,8 @@ def attention_put_back(rank: int, world_size: int) -> None:
         forward("boundary", None, 12)
 
 
-def on_one_rank(rank: int, world_size: int) -> None:
-    for refused in (refused_on_one_rank, stage_without_documents, attention_put_back):
-        refused(rank, world_size)
-
-
 def test_packs_that_are_not_clear_stages_that_are_told_none_and_attention_put_back_are_refused() -> None:
-    run_ranks(1, on_one_rank)
+    run_each(1, refused_on_one_rank, stage_without_documents, attention_put_back)
 
 
 def refused_on_two_ranks(rank: int, world_size: int) -> None:
@@ -135,8 +130,30 @@ def refused_on_two_ranks(rank: int, world_size: int) -> None:
     forward("boundary", pack([0, 5, 12]), 6)
 
 
-def test_packs_that_may_have_been_sliced_otherwise_and_offsets_that_do_not_fit_are_refused_on_every_rank() -> None:
-    run_ranks(2, refused_on_two_ranks)
+def equal_parts(rank: int, world_size: int) -> None:
+    from dfa_megatron.megatron.check_config import check_uneven
+
+    row = like("packed", {"cp": 2}, batch=1, tokens=7)
+    for changes, words in (
+        ({"tensor_model_parallel_size": 2, "sequence_parallel": True}, "sequence_parallel"),
+        ({"pipeline_model_parallel_size": 2, "pipeline_dtype": torch.float32}, "pipeline"),
+        ({"num_moe_experts": 4, "expert_model_parallel_size": 2}, "expert parallelism"),
+        ({}, "4 of them on rank 0"),
+    ):
+        config = harness.config_of(row)
+        vars(config).update(changes)
+        with pytest.raises(UnsupportedError, match=words):
+            check_uneven(config, [5, 4], 5 if changes else 4, 0)
+    harness.start(row)
+    config = harness.config_of(row)
+    model = harness.model_of(row, config)
+    config.num_moe_experts, config.expert_model_parallel_size = 4, 2
+    with pytest.raises(UnsupportedError, match="expert parallelism"):
+        model(**harness.taken(next(harness.batches(row))))
+
+
+def test_packs_sliced_otherwise_offsets_that_do_not_fit_and_parts_that_take_equal_rows_are_refused() -> None:
+    run_each(2, refused_on_two_ranks, equal_parts)
 
 
 def test_short_padding_belongs_to_its_document_and_long_padding_is_documents_of_its_own() -> None:

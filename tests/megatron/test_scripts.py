@@ -12,6 +12,7 @@ from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -71,12 +72,24 @@ def build(flags: str, provider: Any) -> tuple[Any, Any]:
     return args, builder.build_model(ProcessGroupCollection.use_mpu_process_groups())
 
 
-def train_from_flags(rank: int, world_size: int, flags: str, provider: Any, layout: str) -> None:
+FLAGGED = (
+    ("", None, "boundary"),  # an unmodified script
+    ("--dfa-data-layout zigzag", add_dfa_arguments, "zigzag"),
+    ("--dfa-data-layout contiguous --dfa-schedule ring", add_dfa_arguments, "contiguous"),
+)
+
+
+def train_from_flags(rank: int, world_size: int) -> None:
+    wanted = harness.step(PLAIN.alone()).loss
+    for flags, provider, layout in FLAGGED:
+        _train_from(flags, provider, layout, wanted)
+
+
+def _train_from(flags: str, provider: Any, layout: str, wanted: float) -> None:
     from megatron.core import parallel_state
 
     from dfa_megatron.megatron import DistributedAttentionLayer, DistributedCoreAttention, options_of, shard_batch
 
-    wanted = harness.step(PLAIN.alone()).loss
     args, model = build(f"{FLAGS} {OURS} {FULL} {flags}", provider)
     options = options_of()
     assert options.data_layout == layout
@@ -99,19 +112,6 @@ def train_from_flags(rank: int, world_size: int, flags: str, provider: Any, layo
     assert abs(total.item() - wanted) <= 1e-5
     attentions = 4 * MICRO_BATCHES
     assert (COUNTERS.attention_forwards, COUNTERS.replays) == (attentions, attentions)
-
-
-@pytest.mark.parametrize(
-    ("flags", "provider", "layout"),
-    [
-        ("", None, "boundary"),
-        ("--dfa-data-layout zigzag", add_dfa_arguments, "zigzag"),
-        ("--dfa-data-layout contiguous --dfa-schedule ring", add_dfa_arguments, "contiguous"),
-    ],
-    ids=["an unmodified script", "zigzag", "contiguous"],
-)
-def test_flags_build_a_model_that_trains_like_one_rank(flags: str, provider: Any, layout: str) -> None:
-    run_ranks(2, train_from_flags, flags, provider, layout)
 
 
 def batch_of_rows(micro: int) -> dict[str, torch.Tensor]:
@@ -171,18 +171,12 @@ if __name__ == "__main__":
 """
 
 
-@pytest.fixture
-def script(tmp_path: Path) -> str:
-    (tmp_path / "pretrain_gpt.py").write_text(SCRIPT)
-    return str(tmp_path / "pretrain_gpt.py")
-
-
 def packed_batch(micro: int) -> dict[str, torch.Tensor]:
     whole = PACKED.global_batch(0)[micro]
     return {**whole, "max_seqlen": whole["cu_seqlens"].diff(dim=1).max(1).values}
 
 
-def train_through_scripts(rank: int, ranks: int, script: str) -> str:
+def train_through_scripts(script: str) -> str:
     """What the script's help says; it trains on rows and on packs."""
     with contextlib.redirect_stdout(io.StringIO()) as shown, pytest.raises(SystemExit, match="0"):
         launch.main([script, "--help"])
@@ -190,20 +184,12 @@ def train_through_scripts(rank: int, ranks: int, script: str) -> str:
     for row, more, batch_of in ((PLAIN, plain, batch_of_rows), (PACKED, packed, packed_batch)):
         wanted = harness.step(row.alone()).loss
         as_launched()
-        HERE.row, HERE.batch_of = row, batch_of
+        HERE.row, HERE.batch_of, HERE.loss_of = row, batch_of, share_of_loss
         assert launch.main([script, *FLAGS.split(), *OURS.split(), *FULL.split(), *more]) == 0
         assert HERE.args.dfa_data_layout == "boundary"
         assert tile_of(HERE.model) == (7 if row is PLAIN else None)
         assert abs(HERE.total - wanted) <= 1e-5
     return shown.getvalue()
-
-
-@pytest.mark.support("megatron", "Megatron's training package through the launcher")
-@pytest.mark.support("megatron", "packed data of Megatron's scripts and datasets")
-def test_a_script_through_the_launcher_trains_like_one_rank_on_rows_and_packs(script: str) -> None:
-    shown = run_ranks(2, train_through_scripts, script, timeout=120)[0]
-    assert "--context-parallel-size" in shown
-    assert "--dfa-data-layout {contiguous,boundary,zigzag}" in shown
 
 
 LENGTHS = ((5, 3, 21), (9, 60), (1, 2, 4, 13), (46, 7))
@@ -251,7 +237,7 @@ def partitioned(cu_seqlens: torch.Tensor, total: int, ranks: int, rank: int) -> 
     return torch.cat([chunks[at] for chunks in documents for at in (rank, 2 * ranks - 1 - rank)])
 
 
-def train_by_sft(rank: int, ranks: int, script: str) -> None:
+def train_by_sft(ranks: int, script: str) -> None:
     """An unchanged script without our launcher: Megatron's own flags alone, against one rank of its own attention."""
     import megatron.core.utils
 
@@ -273,10 +259,11 @@ def train_by_sft(rank: int, ranks: int, script: str) -> None:
     assert total > 0
 
     as_launched()
-    megatron.core.utils.tex = SimpleNamespace(thd_get_partitioned_indices=partitioned)
     HERE.batch_of, HERE.loss_of = batch_of, masked
     sys.argv = [script, *FLAGS.split(), *OURS.split(), *FULL.split(), "--sft"]
-    runpy.run_path(script, run_name="__main__")
+    engine = SimpleNamespace(thd_get_partitioned_indices=partitioned)
+    with patch.object(megatron.core.utils, "tex", engine, create=True):
+        runpy.run_path(script, run_name="__main__")
     assert abs(HERE.total - total) <= 1e-5 * total
     wanted = {name: parameter.grad for name, parameter in model.named_parameters()}
     for name, parameter in HERE.model.named_parameters():
@@ -284,6 +271,19 @@ def train_by_sft(rank: int, ranks: int, script: str) -> None:
         assert (parameter.grad - wanted[name]).abs().max() <= 1e-5 * wanted[name].abs().max(), name
 
 
+def by_flags(rank: int, ranks: int, script: str) -> str:
+    """Flags alone, before the launcher adds its own."""
+    train_from_flags(rank, ranks)
+    train_by_sft(ranks, script)
+    return train_through_scripts(script)
+
+
+@pytest.mark.support("megatron", "Megatron's training package through the launcher")
 @pytest.mark.support("megatron", "packed data of Megatron's scripts and datasets")
-def test_sft_by_megatrons_flags_alone_trains_like_its_conversations_on_one_rank(script: str) -> None:
-    run_ranks(2, train_by_sft, script, timeout=120)
+def test_scripts_by_flags_alone_and_through_the_launcher_train_like_one_rank_on_rows_packs_and_conversations(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "pretrain_gpt.py").write_text(SCRIPT)
+    shown = run_ranks(2, by_flags, str(tmp_path / "pretrain_gpt.py"), timeout=170)[0]
+    assert "--context-parallel-size" in shown
+    assert "--dfa-data-layout {contiguous,boundary,zigzag}" in shown

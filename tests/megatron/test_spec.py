@@ -133,14 +133,9 @@ def test_spec_for_older_scripts_is_made_of_their_global_arguments(monkeypatch: p
     with pytest.raises(UnsupportedError, match="SPEC outside a Megatron script"):
         import_module(("dfa_megatron.megatron", "SPEC"))
     args = SimpleNamespace(
-        num_experts=None,
-        sequence_parallel=False,
-        qk_layernorm=False,
-        multi_latent_attention=False,
-        qk_l2_norm=False,
-        transformer_impl="local",
-        normalization="RMSNorm",
-    )
+        num_experts=None, sequence_parallel=False, qk_layernorm=False, multi_latent_attention=False, qk_l2_norm=False,
+        transformer_impl="local", normalization="RMSNorm",
+    )  # fmt: skip
     monkeypatch.setattr(script_specs, "global_args", lambda: args)
     try:
         spec = import_module(("dfa_megatron.megatron", "SPEC"))

@@ -15,7 +15,7 @@ from tests.frameworks import megatron_harness as harness
 from tests.frameworks.megatron_rows import like
 from tests.megatron import attends
 from tests.megatron.test_all_parallelisms import TREES
-from tests.support.workers import run_ranks
+from tests.support.workers import run_each
 
 SEQUENCE = 48
 TREE, OTHER = (attends.forest(random.Random(seed), SEQUENCE) for seed in (7, 8))
@@ -84,11 +84,6 @@ def uncut_images(rank: int, ranks: int) -> None:
             model(**harness.taken(batch))
 
 
-def each(rank: int, ranks: int) -> None:
-    for check in (evaluation, own_loop, uncut_images):
-        check(rank, ranks)
-
-
 @pytest.mark.support("megatron", TREES)
 def test_evaluation_and_other_loops_equal_one_rank_and_different_trees_and_cut_places_are_told_of() -> None:
-    run_ranks(3, each, timeout=120)
+    run_each(3, evaluation, own_loop, uncut_images, timeout=120)

@@ -8,6 +8,7 @@ started itself.
 from __future__ import annotations
 
 import faulthandler
+import gc
 import importlib.util
 import inspect
 import multiprocessing
@@ -134,6 +135,16 @@ def over_ranks(
     return decorate
 
 
+def run_each(world_size: int, *functions: Callable[[int, int], Any], timeout: float = 60.0) -> list[list[Any]]:
+    """Call these functions one after another on the same ranks; return what each returned, by function and rank."""
+    by_rank = run_ranks(world_size, _in_turn, functions, timeout=timeout)
+    return [list(results) for results in zip(*by_rank, strict=True)]
+
+
+def _in_turn(rank: int, world_size: int, functions: tuple[Callable[[int, int], Any], ...]) -> list[Any]:
+    return [function(rank, world_size) for function in functions]
+
+
 def _jobs(
     world_size: int, function: Callable[..., Any], args: tuple[Any, ...], timeout: float, cuda: bool, folder: str
 ) -> Iterable[_Job]:
@@ -240,6 +251,7 @@ def _last_line(failure: str | None) -> str:
 
 def _serve(job: _Job, pipe: Connection, stack: str) -> None:
     """Run as the body of a worker process."""
+    gc.freeze()  # what the fork server imported: to look through it for garbage would copy its pages, for seconds
     os.environ.update(job.environment)
     if sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")

@@ -70,20 +70,12 @@ def draw(seed: int, number: int) -> DeepspeedDraw:
     checkpoint = dice.choice(["none", "none", "full", "remat", "remat"])
     reentrant = checkpoint != "none" and dice.random() < 0.3
     return DeepspeedDraw(
-        seed=seed,
-        number=number,
-        size=size,
-        sequences=sequences,
-        stage=dice.choice([0, 1, 2, 3]),
-        accumulated=accumulated,
-        kind=kind,
-        model=model,
+        seed=seed, number=number, size=size, sequences=sequences, stage=dice.choice([0, 1, 2, 3]),
+        accumulated=accumulated, kind=kind, model=model,
         data=draw_data(dice, seed * 100_003 + number, size, accumulated * sequences, kind),
-        options=draw_options(dice, checkpoint, kind, model["heads"], size),
-        reentrant=reentrant,
-        loss=dice.choice(["own", "function"]),
-        warm=dice.choice([0, 0, 0, 1, 2]),
-    )
+        options=draw_options(dice, checkpoint, kind, model["heads"], size), reentrant=reentrant,
+        loss=dice.choice(["own", "function"]), warm=dice.choice([0, 0, 0, 1, 2]),
+    )  # fmt: skip
 
 
 def step(drawn: DeepspeedDraw, rank: int, ranks: int) -> Found:

@@ -27,43 +27,33 @@ MEGATRON: Refusals = (
         lambda d: d.padding_mask and d.options["checkpoint"] == "none",
     ),
     (
-        "a degree that does not divide the heads",
-        r"ulysses_degree=\d+ with \d+ heads",
+        "a degree that does not divide the heads", r"ulysses_degree=\d+ with \d+ heads",
         lambda d: (d.config["num_attention_heads"] // d.tp) % _degree(d),
     ),
     (
-        "two head_dims on the cpu kernel",
-        r"kernel='cpu' for .* needs head_dim",
+        "two head_dims on the cpu kernel", r"kernel='cpu' for .* needs head_dim",
         lambda d: d.options["kernel"] == "cpu" and d.config.get("v_head_dim", 12) != 12,
     ),
     (
-        "offload without recomputation",
-        "remat_offload without",
+        "offload without recomputation", "remat_offload without",
         lambda d: d.options["remat_offload"] and d.config.get("recompute_granularity") != "full",
     ),
     ("a schedule of causal work", "it pairs causal work only", lambda d: d.pack == "mask"),
-)
+)  # fmt: skip
 LANGUAGE_MODELS: Refusals = (
     (
-        "layers that transformers does not checkpoint",
-        "transformers does not checkpoint its layers",
+        "layers that transformers does not checkpoint", "transformers does not checkpoint its layers",
         lambda d: d.options["checkpoint"] != "none" and d.kind in ("ctrl", "jetmoe"),
     ),
+    ("padding on the left", "padding that is not on the right", lambda d: d.data.padding == "left"),
     (
-        "padding on the left",
-        "padding that is not on the right",
-        lambda d: d.data.padding == "left",
-    ),
-    (
-        "capped scores on the cpu kernel",
-        r"kernel='cpu' for .* softcap",
+        "capped scores on the cpu kernel", r"kernel='cpu' for .* softcap",
         lambda d: d.options["kernel"] == "cpu" and d.model.get("attn_logit_softcapping"),
     ),
     (
-        "a loss function that is not marked",
-        "labels for the loss function",
+        "a loss function that is not marked", "labels for the loss function",
         lambda d: getattr(d, "function", "") == "not" and d.loss != "function",
     ),
     ("a schedule of causal work", "it pairs causal work only", lambda d: d.data.pack == "mask"),
     ("", "", lambda d: getattr(d, "unlisted", False)),
-)
+)  # fmt: skip

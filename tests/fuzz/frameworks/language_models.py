@@ -25,33 +25,21 @@ _MIXED = ["sliding_attention", "full_attention"]
 _EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
 _SPARSE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "norm_topk_prob": True}
 _DELTA = {
-    **_SPARSE,
-    "shared_expert_intermediate_size": 16,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 8,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "layer_types": ["linear_attention", "full_attention"],
-}
+    **_SPARSE, "shared_expert_intermediate_size": 16, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "layer_types": ["linear_attention", "full_attention"],
+}  # fmt: skip
 MODELS: dict[str, dict[str, Any]] = {
-    "Llama": {},
-    "Mistral": {"sliding_window": [3, 9, 64]},
-    "Qwen2": {"use_sliding_window": [False, True], "sliding_window": [2, 7], "max_window_layers": [0, 1]},
-    "Qwen3": {},
-    "Gemma": {},
-    "Gemma2": {"attn_logit_softcapping": [None, 3.0], "sliding_window": [2, 7]},
+    "Llama": {}, "Mistral": {"sliding_window": [3, 9, 64]},
+    "Qwen2": {"use_sliding_window": [False, True], "sliding_window": [2, 7], "max_window_layers": [0, 1]}, "Qwen3": {},
+    "Gemma": {}, "Gemma2": {"attn_logit_softcapping": [None, 3.0], "sliding_window": [2, 7]},
     "Gemma3Text": {"sliding_window": [2, 7], "layer_types": [_MIXED]},
     "GptOss": {**{name: [x] for name, x in _EXPERTS.items()}, "sliding_window": [2, 7, 64]},
     "Mixtral": {**{name: [x] for name, x in _EXPERTS.items()}, "sliding_window": [None, 5]},
     "Qwen2Moe": {**{name: [x] for name, x in _SPARSE.items()}, "shared_expert_intermediate_size": [16]},
-    "Qwen3Moe": {name: [x] for name, x in _SPARSE.items()},
-    "Phi3": {"sliding_window": [None, 4]},
-    "Olmo2": {},
-    "Cohere": {},
-    "Granite": {},
-    "Qwen3Next": {name: [x] for name, x in _DELTA.items()},
+    "Qwen3Moe": {name: [x] for name, x in _SPARSE.items()}, "Phi3": {"sliding_window": [None, 4]}, "Olmo2": {},
+    "Cohere": {}, "Granite": {}, "Qwen3Next": {name: [x] for name, x in _DELTA.items()},
     "Lfm2": {"layer_types": [["conv", "full_attention"]]},
-}
+}  # fmt: skip
 """Types, and the values that a field of each is drawn from."""
 
 HYBRIDS = ("Qwen3Next", "Lfm2")
@@ -139,14 +127,9 @@ class Data:
 
 
 OPTIONS: dict[str, Any] = {
-    "checkpoint": "none",
-    "schedule": "auto",
-    "kernel": "auto",
-    "loss_tile": "off",
-    "remat_offload": False,
-    "ulysses_degree": "auto",
-    "verify": "on",
-}
+    "checkpoint": "none", "schedule": "auto", "kernel": "auto", "loss_tile": "off", "remat_offload": False,
+    "ulysses_degree": "auto", "verify": "on",
+}  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -199,13 +182,10 @@ class LanguageDraw(Draw):
         found = [self.kind, f"{self.size} x {self.sequences} ranks", f"loss {self.loss}"]
         found += [f"pack {self.data.pack or 'none'}", *{f"mask {mask}" for mask in self.data.masks}]
         having = {
-            f"checkpoint {self.options['checkpoint']}": True,
-            f"padding {self.data.padding}": self.data.padding,
-            "re-entrant": self.reentrant,
-            "loss_tile": self.options["loss_tile"] != "off",
-            "accumulation": len(self.data.masks) > self.sequences,
-            f"after {self.warm} steps": self.warm,
-        }
+            f"checkpoint {self.options['checkpoint']}": True, f"padding {self.data.padding}": self.data.padding,
+            "re-entrant": self.reentrant, "loss_tile": self.options["loss_tile"] != "off",
+            "accumulation": len(self.data.masks) > self.sequences, f"after {self.warm} steps": self.warm,
+        }  # fmt: skip
         return found + [name for name, there in having.items() if there]
 
     def batch(self, model: Any, number: int) -> dict[str, Any]:
@@ -232,14 +212,9 @@ def draw_data(dice: random.Random, seed: int, parts: int, batches: int, kind: st
     padding = "left" if padding and dice.random() < 0.1 else padding
     rows = dice.choice([1, 1, 2, 3])
     return Data(
-        seed=seed,
-        rows=rows,
-        tokens=parts * dice.choice([2, 3, 5, 8, 13]) + dice.choice([0, 0, 1]),
-        parts=parts,
-        pack=pack,
-        padding=padding,
-        masks=tuple(dice.choice([*uneven.MASKS, "nothing"]) for _ in range(batches)),
-    )
+        seed=seed, rows=rows, tokens=parts * dice.choice([2, 3, 5, 8, 13]) + dice.choice([0, 0, 1]), parts=parts,
+        pack=pack, padding=padding, masks=tuple(dice.choice([*uneven.MASKS, "nothing"]) for _ in range(batches)),
+    )  # fmt: skip
 
 
 def draw_model(dice: random.Random) -> tuple[str, dict[str, Any]]:

@@ -20,13 +20,10 @@ TOPOLOGIES: tuple[dict[str, int], ...] = (
     *({"cp": 2}, {"cp": 2}, {"cp": 2}, {"cp": 3}, {"cp": 3}, {"cp": 4}, {"cp": 2, "ep": 2}, {"cp": 3, "ep": 3}),
     *({"tp": 2}, {"pp": 2}, {"pp": 2, "vp": 2}, {"tp": 2, "cp": 2}, {"tp": 2, "cp": 2}, {"pp": 2, "cp": 2}),
     *(
-        {"pp": 2, "cp": 2},
-        {"pp": 2, "vp": 2, "cp": 2},
-        {"cp": 2, "dp": 2},
-        {"cp": 2, "dp": 2, "ep": 2},
+        {"pp": 2, "cp": 2}, {"pp": 2, "vp": 2, "cp": 2}, {"cp": 2, "dp": 2}, {"cp": 2, "dp": 2, "ep": 2},
         {"cp": 4, "ep": 2},
     ),
-)
+)  # fmt: skip
 """On 2 to 4 ranks; sizes that are not named are 1."""
 
 
@@ -124,30 +121,22 @@ class MegatronDraw(Draw):
             if (getattr(self, name) or 1) > 1
         ]
         found = [
-            " ".join(sizes),
-            f"layout {self.layout}",
-            f"pack {self.pack or 'none'}",
-            *{f"mask {m}" for m in self.masks},
-        ]
+            " ".join(sizes), f"layout {self.layout}", f"pack {self.pack or 'none'}", *{f"mask {m}" for m in self.masks},
+        ]  # fmt: skip
         having = {
-            "experts": "num_moe_experts" in self.config,
-            "z-loss": "moe_z_loss_coeff" in self.config,
+            "experts": "num_moe_experts" in self.config, "z-loss": "moe_z_loss_coeff" in self.config,
             f"balance {self.config.get('moe_router_load_balancing_type')}": "num_moe_experts" in self.config,
-            "padding_mask": self.padding_mask,
-            "multi-token prediction": "mtp_num_layers" in self.config,
+            "padding_mask": self.padding_mask, "multi-token prediction": "mtp_num_layers" in self.config,
             f"recompute {self.config.get('recompute_granularity')}": "recompute_granularity" in self.config,
             f"remat {(self.options or {}).get('checkpoint')}": True,
-            "loss per token": self.config["calculate_per_token_loss"],
-            "windows": "window_size" in self.config,
+            "loss per token": self.config["calculate_per_token_loss"], "windows": "window_size" in self.config,
             "softmax offset": "softmax_type" in self.config,
             "grouped heads": self.config["num_query_groups"] < self.config["num_attention_heads"],
             "tied": self.model["share_embeddings_and_output_weights"],
-            "loss_tile": (self.options or {}).get("loss_tile", "off") != "off",
-            "accumulation": self.micro_batches > 1,
-            f"after {self.warm} steps": self.warm,
-            "gated delta nets": self.layers == "delta",
+            "loss_tile": (self.options or {}).get("loss_tile", "off") != "off", "accumulation": self.micro_batches > 1,
+            f"after {self.warm} steps": self.warm, "gated delta nets": self.layers == "delta",
             "latent attention": "kv_lora_rank" in self.config,
-        }
+        }  # fmt: skip
         return found + [name for name, there in having.items() if there]
 
     def global_batch(self, step: int) -> tuple[dict[str, Any], ...]:
@@ -183,18 +172,15 @@ class MegatronDraw(Draw):
             seen["prompt_tree"] = tree if number % 2 else (list(tree.lengths), torch.tensor(tree.parents))
             places = tree_positions(tree.lengths, tree.parents).expand(self.batch, -1)
         elif self.pack == "mask":
-            seen["mask"], rows = attends.masked(dice, self.tokens, dice.randint(0, 3))
+            seen["mask"], rows = attends.masked(dice, self.tokens)
             places = rows.expand(self.batch, -1).contiguous()
         if self.model["position_embedding_type"] == "mrope":
             places = attends.image_places(self.batch, self.tokens)
         return {
-            **seen,
-            "tokens": text[:, :-1].contiguous(),
-            "labels": text[:, 1:].contiguous(),
-            "loss_mask": counts.float(),
-            "position_ids": places,
+            **seen, "tokens": text[:, :-1].contiguous(), "labels": text[:, 1:].contiguous(),
+            "loss_mask": counts.float(), "position_ids": places,
             "cu_seqlens": torch.tensor([[*row, *[row[-1]] * (longest - len(row))] for row in cuts]).int(),
-        }
+        }  # fmt: skip
 
 
 def draw(seed: int, number: int) -> MegatronDraw:
@@ -275,20 +261,12 @@ def _config(dice: random.Random, sizes: dict[str, int]) -> dict[str, Any]:
     layers = stages * dice.choice([1, 2] if stages == 1 else [1])
     norm = dice.choice(["RMSNorm", "RMSNorm", "LayerNorm"])
     config: dict[str, Any] = {
-        "num_layers": layers,
-        "hidden_size": dice.choice([16, 24]),
-        "num_attention_heads": heads,
-        "num_query_groups": groups,
-        "kv_channels": dice.choice([4, 8, 8, 12]),
-        "ffn_hidden_size": dice.choice([16, 40]),
-        "normalization": norm,
-        "gated_linear_unit": dice.random() < 0.5,
-        "add_bias_linear": dice.random() < 0.3,
-        "add_qkv_bias": dice.random() < 0.3,
-        "qk_layernorm": dice.random() < 0.3,
-        "calculate_per_token_loss": dice.random() < 0.5,
-        "sequence_parallel": tp > 1,
-    }
+        "num_layers": layers, "hidden_size": dice.choice([16, 24]), "num_attention_heads": heads,
+        "num_query_groups": groups, "kv_channels": dice.choice([4, 8, 8, 12]), "ffn_hidden_size": dice.choice([16, 40]),
+        "normalization": norm, "gated_linear_unit": dice.random() < 0.5, "add_bias_linear": dice.random() < 0.3,
+        "add_qkv_bias": dice.random() < 0.3, "qk_layernorm": dice.random() < 0.3,
+        "calculate_per_token_loss": dice.random() < 0.5, "sequence_parallel": tp > 1,
+    }  # fmt: skip
     if tp == 1 and dice.random() < 0.1:
         config |= _latent(dice, heads)
         config["qk_layernorm"] &= config["q_lora_rank"] is not None  # Megatron 0.19 refuses the norm without
@@ -309,16 +287,10 @@ def _config(dice: random.Random, sizes: dict[str, int]) -> dict[str, Any]:
 
 def _latent(dice: random.Random, heads: int) -> dict[str, Any]:
     return {
-        "num_query_groups": heads,
-        "q_lora_rank": dice.choice([None, 12]),
-        "kv_lora_rank": 10,
-        "qk_head_dim": 8,
-        "qk_pos_emb_head_dim": 4,
-        "v_head_dim": dice.choice([6, 8, 12]),
-        "rope_type": "rope",
-        "add_bias_linear": False,
+        "num_query_groups": heads, "q_lora_rank": dice.choice([None, 12]), "kv_lora_rank": 10, "qk_head_dim": 8,
+        "qk_pos_emb_head_dim": 4, "v_head_dim": dice.choice([6, 8, 12]), "rope_type": "rope", "add_bias_linear": False,
         "add_qkv_bias": False,
-    }
+    }  # fmt: skip
 
 
 def _experts(dice: random.Random, sizes: dict[str, int], layers: int) -> dict[str, Any]:
@@ -327,14 +299,11 @@ def _experts(dice: random.Random, sizes: dict[str, int], layers: int) -> dict[st
     balance = dice.choice(["none", "aux_loss", "aux_loss", "seq_aux_loss", *everywhere])
     found: dict[str, Any] = {
         "num_moe_experts": sizes.get("ep", 1) * dice.choice([1, 2]) * (2 if sizes.get("ep", 1) == 1 else 1),
-        "moe_router_topk": dice.choice([1, 2]),
-        "moe_ffn_hidden_size": 16,
+        "moe_router_topk": dice.choice([1, 2]), "moe_ffn_hidden_size": 16,
         "moe_layer_freq": dice.choice([1, [n % 2 for n in range(layers)]] if layers > 1 else [1]),
-        "moe_token_dispatcher_type": dice.choice(["allgather", "alltoall"]),
-        "moe_router_load_balancing_type": balance,
-        "moe_aux_loss_coeff": 0.0 if balance == "none" else 0.1,
-        "moe_router_pre_softmax": True,
-    }
+        "moe_token_dispatcher_type": dice.choice(["allgather", "alltoall"]), "moe_router_load_balancing_type": balance,
+        "moe_aux_loss_coeff": 0.0 if balance == "none" else 0.1, "moe_router_pre_softmax": True,
+    }  # fmt: skip
     if sizes.get("ep", 1) > 1:
         found |= {"moe_token_dispatcher_type": "allgather"}  # the other moves its counts from GPUs alone
     if dice.random() < 0.5:
@@ -365,12 +334,9 @@ def _options(dice: random.Random, layout: str, config: dict[str, Any], cp: int) 
     full = config.get("recompute_granularity") == "full" or checkpoint == "remat"
     schedules = ["auto", "auto", "ring", "balanced", "balanced_shared", "greedy"]
     return {
-        "data_layout": layout,
-        "schedule": "auto" if layout == "zigzag" else dice.choice(schedules),
-        "checkpoint": checkpoint,
-        "remat_offload": full and checkpoint != "none" and dice.random() < 0.2,
+        "data_layout": layout, "schedule": "auto" if layout == "zigzag" else dice.choice(schedules),
+        "checkpoint": checkpoint, "remat_offload": full and checkpoint != "none" and dice.random() < 0.2,
         "loss_tile": dice.choice(["off", "off", 1, 3, 4096]),
-        "kernel": dice.choice(["auto", "auto", "reference", "cpu"]),
-        "verify": dice.choice(["on", "on", "off"]),
+        "kernel": dice.choice(["auto", "auto", "reference", "cpu"]), "verify": dice.choice(["on", "on", "off"]),
         "ulysses_degree": dice.choice([1, "auto", "auto", cp if config["num_attention_heads"] % cp == 0 else 1]),
-    }
+    }  # fmt: skip

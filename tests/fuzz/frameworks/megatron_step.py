@@ -10,14 +10,10 @@ from tests.fuzz.frameworks.megatron_draw import MegatronDraw, draw
 __all__ = ["PRELOADED", "REFUSALS", "documented", "draw", "step"]
 
 PRELOADED = (
-    "megatron.core.parallel_state",
-    "megatron.core.models.gpt.gpt_model",
-    "megatron.core.distributed",
-    "megatron.core.models.gpt.gpt_layer_specs",
-    "megatron.core.transformer.multi_latent_attention",
-    "dfa_megatron.megatron.spec",
-    "tests.fuzz.frameworks.megatron_step",
-)
+    "megatron.core.parallel_state", "megatron.core.models.gpt.gpt_model", "megatron.core.distributed",
+    "megatron.core.models.gpt.gpt_layer_specs", "megatron.core.transformer.multi_latent_attention",
+    "dfa_megatron.megatron.spec", "tests.fuzz.frameworks.megatron_step",
+)  # fmt: skip
 
 
 def documented(drawn: MegatronDraw) -> str:

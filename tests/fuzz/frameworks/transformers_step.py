@@ -28,15 +28,7 @@ from dfa_megatron.runtime.counters import COUNTERS
 from dfa_megatron.sharding import shard_sequence
 from tests.frameworks.compare import Found
 from tests.fuzz.frameworks.expected_refusals import LANGUAGE_MODELS as REFUSALS
-from tests.fuzz.frameworks.language_models import (
-    MODELS,
-    PLAIN,
-    LanguageDraw,
-    draw_data,
-    draw_model,
-    draw_type,
-    made,
-)
+from tests.fuzz.frameworks.language_models import MODELS, PLAIN, LanguageDraw, draw_data, draw_model, draw_type, made
 from tests.huggingface.one_process import Float64, total_loss
 from tests.support.close import assert_close
 
@@ -114,22 +106,13 @@ def draw(seed: int, number: int) -> TransformersDraw:
     if function:
         options["loss_tile"] = "off"
     return TransformersDraw(
-        seed=seed,
-        number=number,
-        size=size,
-        sequences=sequences,
-        kind=kind,
-        model=model,
+        seed=seed, number=number, size=size, sequences=sequences, kind=kind, model=model,
         data=draw_data(dice, seed * 100_003 + number, size, dice.choice([1, 1, 2, 3]) * sequences, kind),
-        options=options,
-        reentrant=reentrant,
-        loss=own,
+        options=options, reentrant=reentrant, loss=own,
         between=dice.choice(["", "", "", "", "evaluation", "anything" if plain and not around else "local"]),
-        warm=dice.choice([0, 0, 0, 1, 2]),
-        grown=dice.choice(["", "", "before", "after"]) if plain else "",
-        function=function,
-        around=around,
-    )
+        warm=dice.choice([0, 0, 0, 1, 2]), grown=dice.choice(["", "", "before", "after"]) if plain else "",
+        function=function, around=around,
+    )  # fmt: skip
 
 
 def draw_options(dice: random.Random, checkpoint: str, kind: str, heads: int, ranks: int) -> dict[str, Any]:
@@ -347,10 +330,6 @@ def _fail(model: Any, ids: torch.Tensor) -> None:
 
 
 BETWEEN = {
-    "evaluation": _evaluate,
-    "local": _alone_here,
-    "thread": _in_a_thread,
-    "generation": _generate,
-    "failure": _fail,
-}
+    "evaluation": _evaluate, "local": _alone_here, "thread": _in_a_thread, "generation": _generate, "failure": _fail,
+}  # fmt: skip
 """All but the first are of a rank by itself."""

@@ -1,4 +1,4 @@
-"""Draw loss masks as users have them, that leave ranks without a counted token; positions within documents."""
+"""Draw loss masks that leave ranks without a counted token; positions within documents, and pairs of a mask."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from itertools import pairwise
 
 import torch
 
+from dfa_megatron.masks import Mask
+
 MASKS = ("all", "prompts", "a rank of prompt", "one slice", "holes", "half of the rows", "one token", "padding")
 """Which tokens count in the loss. The last rows end early; "nothing" is drawn beside them."""
 
@@ -16,6 +18,16 @@ def positions(every: Sequence[Sequence[int]]) -> torch.Tensor:
     """Return the positions within documents, (rows, tokens), from the offsets of each row."""
     rows = [torch.cat([torch.arange(hi - lo) for lo, hi in pairwise(row)]) for row in every]
     return torch.stack(rows)
+
+
+def cells(mask: Mask) -> torch.Tensor:
+    """Return which query sees which key, (length, length)."""
+    difference = torch.arange(mask.length) - torch.arange(mask.length)[:, None]
+    seen = torch.zeros(mask.length, mask.length, dtype=torch.bool)
+    for q, kv, lo, hi in mask.tiles:
+        part = difference[q.lo : q.hi, kv.lo : kv.hi]
+        seen[q.lo : q.hi, kv.lo : kv.hi] |= (part >= lo) & (part <= hi)
+    return seen
 
 
 def counted(kind: str, rows: int, tokens: int, parts: int, seed: int) -> torch.Tensor:

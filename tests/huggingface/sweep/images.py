@@ -16,15 +16,9 @@ PLACES = ((3, 17, 34), (12,))
 """Where images begin, by row: the second reaches over the first two ranks."""
 
 _TEXT = {
-    "vocab_size": 96,
-    "hidden_size": 32,
-    "intermediate_size": 24,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "pad_token_id": 0,
-}
+    "vocab_size": 96, "hidden_size": 32, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 8, "pad_token_id": 0,
+}  # fmt: skip
 _AXES = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}}
 _TOWER = {"hidden_size": 32, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
 _GRID = {"depth": 2, "hidden_size": 32, "num_heads": 2, "patch_size": 4, "out_hidden_size": 32}
@@ -32,12 +26,9 @@ _DEEP = {**_GRID, "intermediate_size": 24, "num_position_embeddings": 16}
 _IDS = {"image_token_id": TOKEN, "video_token_id": 91, "vision_start_token_id": 88, "vision_end_token_id": 89}
 _MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 _DELTA = {
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 8,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8, "linear_value_head_dim": 8, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
     "layer_types": ["linear_attention", "full_attention"],
-}
+}  # fmt: skip
 EAGER = {"attn_implementation": "eager", "experts_implementation": "eager"}
 _GEMMA = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 3}
 
@@ -114,11 +105,7 @@ WHOLE: dict[str, tuple[str, str, dict[str, Any]]] = {
     "qwen2_vl": (
         "Qwen2VL",
         "grid",
-        {
-            "text_config": {**_TEXT, **_AXES},
-            "vision_config": {**_GRID, "embed_dim": 16, "mlp_ratio": 1},
-            **_IDS,
-        },
+        {"text_config": {**_TEXT, **_AXES}, "vision_config": {**_GRID, "embed_dim": 16, "mlp_ratio": 1}, **_IDS},
     ),
     "qwen2_5_vl": (
         "Qwen2_5_VL",

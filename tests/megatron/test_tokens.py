@@ -1,4 +1,4 @@
-"""The rotary table of multi-latent attention, which makes it inside its layers."""
+"""Tokens inside of a model: their exchange between layouts, and the rows of rotary tables that layers make inside."""
 
 from __future__ import annotations
 
@@ -13,7 +13,36 @@ from dfa_megatron.megatron.layers.rotary import order_rotary
 from dfa_megatron.megatron.stand_in import use_cpu
 from dfa_megatron.megatron.tokens.packs import Pack
 from dfa_megatron.megatron.tokens.visit import Exchange, Visit, running
+from dfa_megatron.plan.language.layout import zigzag_documents
+from tests.megatron.attends import positions
 from tests.support.workers import run_ranks
+
+
+def exchange_there_and_back(rank: int, world_size: int) -> None:
+    exchange = Exchange(dist.group.WORLD)
+    generator = torch.Generator().manual_seed(world_size)
+    length = 4 * world_size
+    whole, weight = torch.randn(2, length, 2, 3, generator=generator, dtype=torch.float64)
+    mine = {name: positions(name, length, world_size, rank) for name in ("zigzag", "contiguous")}
+    rows = whole[mine["zigzag"]].requires_grad_()
+    moved = exchange(rows, "zigzag", "contiguous")
+    assert torch.equal(moved, whole[mine["contiguous"]])
+    assert moved._base is None  # a pipeline schedule frees outputs that are no views
+    assert torch.equal(exchange(moved, "contiguous", "zigzag"), rows)
+    (moved * weight[mine["contiguous"]]).sum().backward()
+    assert torch.equal(rows.grad, weight[mine["zigzag"]])
+
+    for end in range(1, length + 1):  # every pack has plans of its own
+        documents = zigzag_documents((0, end, length), world_size)
+        if documents.tokens(rank) == len(rows):
+            exchange.move(rows.detach(), documents, "contiguous")
+    held = sum(plan.sent.nbytes + plan.received.nbytes for plan in exchange._plans.values())
+    assert held <= 8 * 32 * len(rows), "of eight packs"
+    assert torch.equal(exchange(rows, "zigzag", "contiguous"), moved), "a plan is made again"
+
+
+def test_an_exchange_and_its_gradient_on_real_ranks() -> None:
+    run_ranks(3, exchange_there_and_back)
 
 
 class Numbers(torch.nn.Module):

@@ -1,4 +1,4 @@
-"""Every form of checkpointing gives the bits of none, and with remat runs attention once; with adapters (PEFT) too."""
+"""Forms of checkpointing give the bits of none, with adapters too; tiles the gradients of one process."""
 
 from __future__ import annotations
 
@@ -15,8 +15,77 @@ from dfa_megatron import dist_flash_attn_func
 from dfa_megatron.remat import saved
 from dfa_megatron.runtime.counters import COUNTERS
 from tests.deepspeed import harness
-from tests.support.models import LAYERS, build, text
-from tests.support.workers import run_ranks
+from tests.huggingface.one_process import total_loss
+from tests.support.close import assert_close
+from tests.support.models import LAYERS, build, gradients, text
+from tests.support.workers import run_each
+
+TILES = 3
+
+
+class Tiled(torch.nn.Module):
+    """A causal language model that never has the logits, nor the inner activations of an MLP, of more than a tile."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model
+        for layer in model.model.layers:
+            layer.mlp.forward = self._tiled(layer.mlp)
+
+    @staticmethod
+    def _tiled(mlp: Any) -> Any:
+        from deepspeed.runtime.sequence_parallel.ulysses_sp import TiledMLP
+
+        whole = type(mlp).forward
+        parameters = list(mlp.parameters())
+        return lambda x: TiledMLP.apply(whole, mlp, x, TILES, parameters)
+
+    def forward(self, batch: dict[str, torch.Tensor], group: Any, own_loss: bool) -> torch.Tensor:
+        """The loss of the whole batch, of `loss_tile` or of `tiled_loss`."""
+        if own_loss:
+            loss: torch.Tensor = self.model(**batch).loss
+            return loss
+        hidden = self.model.model(input_ids=batch["input_ids"]).last_hidden_state
+        return dfa_ds.tiled_loss(self.model.lm_head, hidden, batch["labels"], group=group, tile=7)
+
+
+def tiled(rank: int, world_size: int) -> None:
+    """DeepSpeed's other means for long sequences work beside ours: its tiled MLP, and the loss by tiles."""
+    harness.prepare_worker(rank)
+    for tied in (False, True):
+        _tiled_at(world_size, tied, 3 if tied else 1)
+
+
+def _tiled_at(world_size: int, tied: bool, stage: int) -> None:
+    from deepspeed.utils import safe_get_full_grad
+
+    wholes = [text(2, 10 * world_size, seed=seed, unlabelled=11 + seed) for seed in range(2)]
+    alone = build("Llama", tie_word_embeddings=tied)
+    want_loss = torch.stack([total / count for _, total, count in (total_loss(alone, each) for each in wholes)]).mean()
+    want_loss.backward()
+    want = gradients(alone)
+    model = Tiled(build("Llama", tie_word_embeddings=tied))
+    config = harness.settings(stage, world_size, checkpoint="remat", loss_tile=7)
+    config |= {"gradient_accumulation_steps": 2, "train_micro_batch_size_per_gpu": 2}
+    engine, *_ = dfa_ds.initialize(model=model, model_parameters=list(model.parameters()), config=config)
+    group = dfa_ds.mesh_of(engine).group
+    for own_loss in (False, True):
+        losses = []
+        for whole in wholes:
+            COUNTERS.reset()
+            loss = engine(whole, group, own_loss)
+            engine.backward(loss)
+            counts = COUNTERS.snapshot()
+            assert counts["attention_forwards"] == counts["replays"] == LAYERS
+            losses.append(harness.mean_over_ranks(loss))
+            if whole is wholes[-1]:
+                for name, parameter in engine.module.model.named_parameters():
+                    gradient = safe_get_full_grad(parameter).view_as(want[name])
+                    assert_close(gradient, want[name], tolerance=1e-5, name=f"ZeRO {stage}, {name}")
+            engine.step()
+        assert sum(losses) / 2 == pytest.approx(want_loss.item(), rel=1e-5)
+    engine.destroy()
+
 
 FORMS: dict[str, dict[str, Any]] = {
     "remat": {"checkpoint": "remat"},
@@ -68,20 +137,25 @@ def two_steps(make: Any, stage: int, world_size: int, block: dict[str, Any]) -> 
     return gradients, counts
 
 
-def forms(rank: int, world_size: int, stage: int, peft: bool) -> None:
+def forms(rank: int, world_size: int) -> None:
     harness.prepare_worker(rank)
+    for peft in (False, True):
+        _forms_of(world_size, peft)
+
+
+def _forms_of(world_size: int, peft: bool) -> None:
     make = adapted if peft else functools.partial(build, "Qwen3")
-    want, plain = two_steps(make, stage, world_size, {})
+    want, plain = two_steps(make, 3, world_size, {})
     assert plain["attention_forwards"] == LAYERS
     assert all(bool(gradient.any()) for gradient in want)
     for name, block in FORMS.items():
         if peft and name not in WITH_ADAPTERS:
             continue
         with moves() as moved:
-            got, counts = two_steps(make, stage, world_size, block)
+            got, counts = two_steps(make, 3, world_size, block)
         assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True)), name
         once = block["checkpoint"] == "remat"
-        for count in ("attention_forwards", "kernel_forwards", "forward_messages"):
+        for count in ("attention_forwards", "kernel_forwards", "forward_messages", "forward_bytes"):
             assert counts[count] == plain[count] * (1 if once else 2), name
         assert counts["replays"] == (LAYERS if once else 0), name
         each = 1 + once if "remat_offload" in block else 0  # of two micro-batches: each input, each attention
@@ -113,13 +187,8 @@ def drop_in(rank: int, world_size: int) -> None:
         assert torch.equal(dfa_ds.checkpoint(region, x, weight=weight), region(x, weight=weight))
 
 
-def each(rank: int, world_size: int) -> None:
-    drop_in(rank, world_size)
-    for peft in (False, True):
-        forms(rank, world_size, 3, peft)
-
-
+@pytest.mark.support("deepspeed", "ALST's tiled MLP, and the loss by tiles, as option and function")
 @pytest.mark.support("deepspeed", "every form of checkpointing, to the bit; with PEFT")
 @pytest.mark.support("deepspeed", "rematerialization under ZeRO 3")
-def test_every_form_has_the_same_bits_and_remat_runs_attention_once() -> None:
-    run_ranks(2, each, timeout=170)
+def test_tiles_have_the_gradients_of_one_process_and_every_form_the_same_bits_and_remat_runs_attention_once() -> None:
+    run_each(2, drop_in, tiled, forms, timeout=170)

@@ -1,4 +1,4 @@
-"""Megatron's clip_qk and log of the largest attention logit, of the heads' maxima over all ranks."""
+"""Scores of a loss that goes by tiles, and Megatron's clip_qk and log of the largest attention logit."""
 
 from __future__ import annotations
 
@@ -7,14 +7,52 @@ import functools
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
+from dfa_megatron.errors import UnsupportedError
 from tests.frameworks import megatron_harness as harness
+from tests.frameworks.compare import gradients_of
 from tests.frameworks.megatron_rows import BY_LIST, TWO, like
-from tests.fuzz.frameworks.megatron_draw import MegatronDraw
+from tests.fuzz.frameworks.megatron_draw import VOCABULARY, MegatronDraw
 from tests.fuzz.frameworks.one_rank import apart, hidden
-from tests.support.workers import run_ranks
+from tests.support.workers import run_each
+
+
+def scores(rank: int, world_size: int) -> None:
+    """Log-probabilities and entropy of a tied model, and all its gradients, beside those of its own logits."""
+    from dfa_megatron.loss import by_document, scores_of
+
+    found = []
+    for tile in (7, "off"):
+        row = like("plain", {"cp": world_size}, options={"loss_tile": tile})
+        row.model["share_embeddings_and_output_weights"] = True
+        harness.start(row)
+        model, batch = harness.model_of(row), harness.taken(next(harness.batches(row)))
+        labels = batch.pop("labels")
+        if tile == "off":
+            with (
+                pytest.raises(UnsupportedError, match="scores_of a GPTModel with 0 losses made by tiles"),
+                scores_of(model),
+            ):
+                pass
+            logp = model(**batch).log_softmax(-1)
+            logprobs = logp.gather(-1, labels[..., None])[..., 0]
+            entropy = -(logp.exp() * logp).sum(-1)
+        else:
+            with scores_of(model) as seen:
+                losses = model(**batch, labels=labels)
+            logprobs, entropy = seen.logprobs, seen.entropy
+            assert logprobs.shape == entropy.shape == labels.shape
+            assert torch.equal(losses, -logprobs)
+            assert model(**batch).shape == (row.batch, row.tokens // world_size, VOCABULARY)
+        (logprobs.sum() - 2 * entropy.sum()).backward()
+        gradients = gradients_of(model, model.cp_group).values()
+        found.append([*by_document(logprobs), *by_document(entropy, (0, 9, row.tokens)), *gradients])
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5, check_dtype=False)
+
 
 THRESHOLD = 0.2
 ROWS = (
@@ -82,5 +120,5 @@ def clip(rank: int, world_size: int) -> None:
         dist.barrier()
 
 
-def test_clipping_and_its_log_are_those_of_dense_attention() -> None:
-    run_ranks(2, clip)
+def test_log_probabilities_and_entropy_are_those_of_logits_and_clipping_and_its_log_those_of_dense_attention() -> None:
+    run_each(2, scores, clip, timeout=120)
