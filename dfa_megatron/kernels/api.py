@@ -17,6 +17,7 @@ import torch
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.kernels.segments import Cut, Part, Rows, Segments, Split, Takes
 from dfa_megatron.plan.language.geometry import Band, Form
+from dfa_megatron.plan.language.leaves import LeafSizes
 
 Partial = tuple[torch.Tensor, torch.Tensor]
 """(out, lse) of some rows."""
@@ -52,6 +53,8 @@ class Need:
     """Scores are softcap * tanh(scores / softcap); 0 leaves them as they are."""
     packed: bool = False
     """Calls have several segments, whose lengths differ in every batch."""
+    invariant: bool = False
+    """A segment has the same bits alone and in any company."""
 
     def __post_init__(self) -> None:
         if self.heads % self.kv_heads:
@@ -142,6 +145,10 @@ class BlockKernel(ABC):
     def replays(self, *, deterministic: bool) -> bool:
         """Return whether a tape sees all that it does: operations of PyTorch, and launches handed to the tape."""
         return False
+
+    def leaves(self, need: Need) -> LeafSizes | None:  # noqa: ARG002
+        """Return the sizes of chunks whose results have the same bits in any company, or None where none have."""
+        return None
 
     @abstractmethod
     def launch(self, call: BlockCall) -> Partial:

@@ -132,7 +132,7 @@ Piece = list[FusedTile]
 
 
 @lru_cache(maxsize=16)  # a forward and its backward ask for the same
-def launches(tiles: tuple[FusedTile, ...], bands: bool, repeats: int) -> tuple[Launch, ...]:
+def launches(tiles: tuple[FusedTile, ...], bands: bool, repeats: int, apart: bool = False) -> tuple[Launch, ...]:
     """Return the kernel calls for tiles in rows of the same buffers.
 
     Args:
@@ -140,8 +140,9 @@ def launches(tiles: tuple[FusedTile, ...], bands: bool, repeats: int) -> tuple[L
         bands: the kernel takes windows that are neither full nor square causal.
         repeats: how many query heads have the same keys, for a kernel that copies keys: several segments of a call may
             have the same, those of the same query rows are joined, and those of one window are one launch. Else 0.
+        apart: no two tiles are fused: each is a leaf of a fixed order.
     """
-    fused = fuse(tiles)
+    fused = [*tiles] if apart else fuse(tiles)
     if not bands:
         fused = without_bands(fused, tiles)
     pieces = [[one] for one in fused]

@@ -10,7 +10,8 @@ from operator import attrgetter
 from typing import NamedTuple
 
 from dfa_megatron.errors import PlanError
-from dfa_megatron.plan.interpret import Accumulator
+from dfa_megatron.plan.interpret import accumulator
+from dfa_megatron.plan.proof.tree import Judge
 from dfa_megatron.plan.language.geometry import Span, Tile, covers
 from dfa_megatron.plan.language.grid import plan_error
 from dfa_megatron.plan.language.ir import Plan
@@ -85,10 +86,12 @@ class View(NamedTuple):
 class SetMemory:
     """The memory of an accumulator of sets, see `plan.interpret`.
 
-    Sum and result are apart, so one is never taken for the other. side: q or kv, whose rows they are.
+    Sum and result are apart, so one is never taken for the other. side: q or kv, whose rows they are. judge: of a
+    fixed order, which every merge has to follow.
     """
 
     side: str
+    judge: Judge | None = None
     in_place: bool = False
 
     def new(self, rows: int, sum: bool) -> View:
@@ -112,12 +115,15 @@ class SetMemory:
             LookupError: a part has rows that hold nothing, or rows of a result are written again. In a partial's memory
                 they would count twice.
         """
-        terms: list[Term] = []
+        found: list[list[Term]] = []
         for content, span in parts:
             if not content.holds(span):
                 raise LookupError("rows that hold nothing are merged")
             by = span.lo - into.span.lo
-            terms += [(shift + by, tile) for shift, tile in content.terms_in(span, self.side)]
+            found.append([(shift + by, tile) for shift, tile in content.terms_in(span, self.side)])
+        if self.judge is not None and len(parts) > 1:
+            self.judge.check(found, into.span)
+        terms = [term for part in found for term in part]
         if into.content.once and into.content.valid[into.content.near(into.span)]:
             raise LookupError("rows of a result are written twice")
         into.content.put(into.span, terms, self.side)
@@ -151,8 +157,11 @@ class Sets:
                 span = plan.layout.chunks[chunk]
                 _append(content.tokens, Span(row, row + len(span)), span.lo - row)
             content.put(Span(0, plan.layout.tokens(program.rank, side)), [])
+        judges = {side: Judge(plan, side) for side in self.side_of.values()} if plan.order is not None else {}
+        self.leaves = {tile for tiles in plan.pairs.values() for tile in tiles} if judges else None
+        memories = {name: SetMemory(side, judges.get(side)) for name, side in self.side_of.items()}
         self.accumulators = {
-            number: Accumulator(buffer.merges, buffer.parts[0][1], SetMemory(self.side_of[buffer.parts[0][0]]))
+            number: accumulator(buffer.merges, buffer.parts[0][1], memories[buffer.parts[0][0]])
             for number, buffer in enumerate(program.buffers)
             if buffer.merges is not None
         }
@@ -185,6 +194,8 @@ class Sets:
             for kv_rows, kv_shift in _among(kv, tile.kv)
             if (part := tile.restrict(q_rows, kv_rows))
         ]
+        if self.leaves is not None and not self.leaves.issuperset(tile for _, _, tile in tiles):
+            raise self.fail(f"a segment of {call.q} x {call.kv} is no whole leaf of the fixed order")
         sources = [(call.q.rows, [(shift + call.q.lo, tile) for shift, _, tile in tiles])]
         if self.program.phase.write_kv:
             sources.append((call.kv.rows, [(shift + call.kv.lo, tile) for _, shift, tile in tiles]))
