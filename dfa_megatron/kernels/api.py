@@ -146,7 +146,7 @@ class BlockKernel(ABC):
         """Return whether a tape sees all that it does: operations of PyTorch, and launches handed to the tape."""
         return False
 
-    def leaves(self, need: Need) -> LeafSizes | None:  # noqa: ARG002
+    def leaves(self, need: Need) -> LeafSizes | None:
         """Return the sizes of chunks whose results have the same bits in any company, or None where none have."""
         return None
 

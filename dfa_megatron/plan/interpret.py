@@ -108,7 +108,7 @@ class Memory(Protocol[Values]):
         """Return whether a partial's own memory can be the result of so many rows."""
 
 
-def accumulator(merges: BufferMerges, rows: int, memory: Memory[Values]) -> Accumulator[Values]:
+def accumulator_of(merges: BufferMerges, rows: int, memory: Memory[Values]) -> Accumulator[Values]:
     """Return the accumulator that these merges need; arguments as for `Accumulator`."""
     return (OrderedAccumulator if merges.ordered else Accumulator)(merges, rows, memory)
 

@@ -23,7 +23,6 @@ from dfa_megatron.runtime.execute.moves import Moves, moves_between
 from dfa_megatron.runtime.execute.wire_format import Fields
 from dfa_megatron.runtime.request import Request
 
-
 Run = Callable[[Fields], Fields]
 """A phase of an attention: tensors in, tensors out."""
 

@@ -21,12 +21,12 @@ from dfa_megatron.plan.language.grid import grid
 from dfa_megatron.plan.language.ir import AttentionPlan
 from dfa_megatron.plan.language.sizes import Sizes
 from dfa_megatron.runtime.agreement.calls import Facts, Kind
+from dfa_megatron.runtime.chunks import MovedRows, rows_to_chunks
 from dfa_megatron.runtime.comm.channel import Channel, refuse, tell
 from dfa_megatron.runtime.comm.groups import channels
 from dfa_megatron.runtime.cu_seqlens import describe
 from dfa_megatron.runtime.execute.bound import Bound
 from dfa_megatron.runtime.execute.sinks import ExactSum, sinks_error
-from dfa_megatron.runtime.chunks import MovedRows, rows_to_chunks
 from dfa_megatron.runtime.memory_plan import MemoryPlan, placed
 from dfa_megatron.runtime.planning import kernel_of, leaves_of, plan_of, profile_of, sizes_of
 from dfa_megatron.runtime.request import OPTIONS, Inputs, Request, refuse_tensors
@@ -86,7 +86,8 @@ class Prepared:
     running: counts and compares the calls inside: a forward's, a backward's, and those of a forward that no backward
         follows.
     forward, backward: this rank's programs, and their memory.
-    channel: what it sends by, once it is connected. over: of the whole group then. connect: opens that; collective, after all ranks have agreed.
+    channel: what it sends by, once it is connected. over: of the whole group then.
+    connect: opens these; collective, after all ranks have agreed.
     arena_bytes: of receive memory: the larger of forward and backward. Equal on all ranks.
     transport: the transport to request. "auto" becomes "p2p" if the messages need more than LARGEST_ARENA.
     """

@@ -11,7 +11,6 @@ from dfa_megatron.plan.language.layout import Layout
 from dfa_megatron.runtime.execute.sinks import ExactSum, merge_sinks, sinks_gradient
 from dfa_megatron.runtime.request import Request
 from dfa_megatron.sharding import positions_of
-from tests.support.arguments import arguments
 from tests.support.attend import Case, Results, backward_together, forward_together, prepare_together
 
 

@@ -48,7 +48,7 @@ class CpuKernel(BlockKernel):
             return f"it needs head_dim ({need.head_dim}) and head_dim_v ({need.head_dim_v}) to be equal"
         return _FORWARD.refusal() or _BACKWARD.refusal()
 
-    def leaves(self, need: Need) -> LeafSizes:  # noqa: ARG002
+    def leaves(self, need: Need) -> LeafSizes:
         return LeafSizes(least=16, usual=512)
 
     def forward(self, call: BlockCall) -> Partial:

@@ -5,7 +5,7 @@ the other side's numbers, so the order follows from the mask alone: neither rank
 
     a document of 5 chunks, its last row of leaves:      0   1   2   3   4
                                                           \\ /     \\ /    |
-                                                          0-1     2-3    |      a rank that has 0, 1 and 2 sends 0-1 and 2
+                                                          0-1     2-3    |      whoever has 0, 1, 2 sends 0-1 and 2
                                                              \\   /       |
                                                               0-3 ------ 4
 """

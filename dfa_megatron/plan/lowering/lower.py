@@ -14,8 +14,8 @@ from dfa_megatron.plan.language.program import Buffer, Call, Merge, Message, Pro
 from dfa_megatron.plan.lowering.kernel_calls import FusedTile, Launch, launches
 from dfa_megatron.plan.lowering.landings import BufferRow, Landings, Life, assign_slots, landings_of
 from dfa_megatron.plan.lowering.merges import plan_merges
-from dfa_megatron.plan.lowering.ordered import OrderedWrite, Piece, brought, merges_in_order, pieces_of
 from dfa_megatron.plan.lowering.messages import Parts
+from dfa_megatron.plan.lowering.ordered import OrderedWrite, Piece, brought, merges_in_order, pieces_of
 
 
 def lower_all(plan: Plan, batch: int = 1) -> list[Program]:

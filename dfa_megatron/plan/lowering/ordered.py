@@ -1,4 +1,4 @@
-"""Plan the merges of a reduce whose order is fixed: a partial waits for its sibling in the tree, whoever comes first."""
+"""Plan the merges of a reduce whose order is fixed: a partial waits for its sibling in the tree."""
 
 from __future__ import annotations
 
@@ -102,16 +102,13 @@ def _folds(units: Mapping[Keys, int]) -> Iterator[tuple[int, tuple[int, ...], tu
     while below:
         if (node := below.pop()) not in units:
             if len(node) == 1:
-                raise PlanError(
-                    "a partial of a fixed order is no node of the tree: its leaves would be merged elsewhere"
-                )
-            first, second = halves(node)
-            above |= {first: (second, node, False), second: (first, node, True)}
-            below += first, second
+                raise PlanError("a partial of a fixed order is no node of the tree")
+            one, other = halves(node)
+            above |= {one: (other, node, False), other: (one, node, True)}
+            below += one, other
     waiting: dict[Keys, int] = {}
     for node, number in sorted(units.items(), key=lambda unit: unit[1]):
-        saved: list[int] = []
-        first = list[bool]()
+        saved, first = list[int](), list[bool]()
         while node != root and above[node][0] in waiting:
             sibling, node, goes_first = above[node]
             saved.append(waiting.pop(sibling))

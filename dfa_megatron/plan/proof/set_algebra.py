@@ -10,12 +10,12 @@ from operator import attrgetter
 from typing import NamedTuple
 
 from dfa_megatron.errors import PlanError
-from dfa_megatron.plan.interpret import accumulator
-from dfa_megatron.plan.proof.tree import Judge
+from dfa_megatron.plan.interpret import accumulator_of
 from dfa_megatron.plan.language.geometry import Span, Tile, covers
 from dfa_megatron.plan.language.grid import plan_error
 from dfa_megatron.plan.language.ir import Plan
 from dfa_megatron.plan.language.program import Call, Merge, Message, Program, Region
+from dfa_megatron.plan.proof.tree import Judge
 
 Term = tuple[int, Tile]
 """A set of pairs merged into rows of a buffer: the token on the name's own side is the row plus this number."""
@@ -161,7 +161,7 @@ class Sets:
         self.leaves = {tile for tiles in plan.pairs.values() for tile in tiles} if judges else None
         memories = {name: SetMemory(side, judges.get(side)) for name, side in self.side_of.items()}
         self.accumulators = {
-            number: accumulator(buffer.merges, buffer.parts[0][1], memories[buffer.parts[0][0]])
+            number: accumulator_of(buffer.merges, buffer.parts[0][1], memories[buffer.parts[0][0]])
             for number, buffer in enumerate(program.buffers)
             if buffer.merges is not None
         }

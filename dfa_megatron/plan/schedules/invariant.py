@@ -1,4 +1,4 @@
-"""Plans whose results do not depend on ranks: whole leaves on one rank each, and partials that travel as whole subtrees.
+"""Plans whose results do not depend on ranks: whole leaves on one rank, and partials that travel as whole subtrees.
 
 A rank's part of a result is seldom one subtree where ranks are no power of two. So a step is divided, and each part of
 it completes one subtree of every result that it writes for another rank, which then leaves.
@@ -7,20 +7,31 @@ it completes one subtree of every result that it writes for another rank, which 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from itertools import accumulate
 
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.plan.language.geometry import joined_spans
-from dfa_megatron.plan.language.ir import BACKWARD, FORWARD, AttentionPlan, Block, Phase, Plan, Transfer, chunk_of
-from dfa_megatron.plan.language.ir import loads, needed_pairs
+from dfa_megatron.plan.language.ir import (
+    BACKWARD,
+    FORWARD,
+    AttentionPlan,
+    Block,
+    Phase,
+    Plan,
+    Transfer,
+    chunk_of,
+    loads,
+    needed_pairs,
+)
 from dfa_megatron.plan.language.layout import Layout, cut_at
-from dfa_megatron.plan.language.leaves import Grid, Keys, LeafSizes, grid_of, subtrees
+from dfa_megatron.plan.language.leaves import Grid, LeafSizes, grid_of, subtrees
 from dfa_megatron.plan.language.mask import Mask
 from dfa_megatron.plan.schedules.assignments import balanced, by_distance, by_memory
 from dfa_megatron.plan.schedules.route import direct
 
-_ASSIGN = {
+_ASSIGN: Mapping[str, Callable[[Mask, Layout], tuple[Block, ...]]] = {
     "balanced_shared": partial(balanced, share_last=True),
     "balanced": balanced,
     "owner_computes": by_distance,
@@ -88,93 +99,32 @@ def _evenest(mask: Mask, layout: Layout) -> tuple[str, tuple[Block, ...]]:
     return name, blocks
 
 
-def _phase(mask: Mask, layout: Layout, phase: Phase, blocks: Iterable[Block], leaves: LeafSizes) -> Plan:
+def _phase(mask: Mask, layout: Layout, phase: Phase, blocks: Sequence[Block], leaves: LeafSizes) -> Plan:
     """Divide the steps where a rank would send what is no subtree, and send each subtree once it is whole."""
-    every = _Leaves(mask, layout, phase, grid_of(mask, leaves))
-    groups: dict[tuple[int, int], list[Block]] = defaultdict(list)
-    for block in sorted(blocks):
-        groups[block.step, block.rank].append(block)
-    parts = {place: every.parts(place[1], group) for place, group in groups.items()}
-    first: dict[int, int] = {}
-    end = 0
-    for step in range(1 + max(step for step, _ in groups)):
-        first[step] = end
-        end += max((1 + max(its) for (at, _), its in parts.items() if at == step), default=1)
-    divided = [
-        block._replace(step=first[step] + part)
-        for (step, rank), group in groups.items()
-        for block, part in zip(group, parts[step, rank], strict=True)
-    ]
-    divided.sort()
+    grid, owner = grid_of(mask, leaves), layout.owner
+    every: dict[tuple[str, int], list[int]] = defaultdict(list)
+    for q, kv in needed_pairs(mask, layout.chunks):
+        every["q", q].append(grid.key(kv))
+        every["kv", kv].append(grid.key(q))
+    # The leaves of each result that a rank writes for another in a step; a block writes one of these at most.
+    away: dict[tuple[int, int, str, int], dict[int, Block]] = defaultdict(dict)
+    for block in blocks:
+        for (side, _), mine, other in zip(phase.writes, block[2:], block[:1:-1], strict=False):
+            if owner[mine] != block.rank:
+                away[block.step, block.rank, side, mine][grid.key(other)] = block
+    part, width = dict[Block, int](), Counter[int]()
+    for (step, _, *place), by_key in away.items():
+        nodes = subtrees(tuple(sorted(by_key)), tuple(sorted(every[place[0], place[1]])))
+        part |= {by_key[key]: number for number, node in enumerate(nodes) for key in node}
+        width[step] = max(width[step], len(nodes))
+    steps = range(1 + max(block.step for block in blocks))
+    first = [*accumulate((max(1, width[step]) for step in steps), initial=0)]
+    divided = tuple(sorted(block._replace(step=first[block.step] + part.get(block, 0)) for block in blocks))
     reads = [t for t in direct(divided, layout, phase) if t.what not in phase.write_names]
     results = {
-        Transfer(block.step + 1, block.rank, layout.owner[chunk], name, chunk)
+        Transfer(block.step + 1, block.rank, owner[chunk], name, chunk)
         for block in divided
         for side, name in phase.writes
-        if layout.owner[chunk := chunk_of(block, side)] != block.rank
+        if owner[chunk := chunk_of(block, side)] != block.rank
     }
-    return Plan(mask, layout, phase, tuple(divided), tuple(sorted((*reads, *results))), leaves)
-
-
-class _Leaves:
-    """The leaves of every result of a phase, and how blocks of one rank and step make subtrees of them."""
-
-    def __init__(self, mask: Mask, layout: Layout, phase: Phase, grid: Grid) -> None:
-        self.layout, self.phase, self.grid = layout, phase, grid
-        found: dict[tuple[str, int], list[int]] = defaultdict(list)
-        for q, kv in needed_pairs(mask, layout.chunks):
-            for side, _ in phase.writes:
-                mine, other = (q, kv) if side == "q" else (kv, q)
-                found[side, mine].append(grid.key(other))
-        self.every: dict[tuple[str, int], Keys] = {place: tuple(sorted(keys)) for place, keys in found.items()}
-
-    def parts(self, rank: int, group: Sequence[Block]) -> list[int]:
-        """Return the part of the step in which each block runs: one subtree of a result that leaves in each."""
-        nodes = self._nodes(rank, group)
-        joined = _classes(group, nodes)
-        if any(len({of[at] for at in its if at in of}) > 1 for its in joined for of in nodes.values()):
-            single = {place: {at: (number, number) for number, at in enumerate(of)} for place, of in nodes.items()}
-            nodes, joined = single, [[at] for at in range(len(group))]  # a block at a time always makes subtrees
-        found, taken = [0] * len(group), defaultdict[tuple[str, int], set[int]](set)
-        for its in joined:
-            places = [place for place, of in nodes.items() if any(at in of for at in its)]
-            part = next(part for part in range(len(group)) if all(part not in taken[place] for place in places))
-            for place in places:
-                taken[place].add(part)
-            for at in its:
-                found[at] = part
-        return found
-
-    def _nodes(self, rank: int, group: Sequence[Block]) -> dict[tuple[str, int], dict[int, Keys]]:
-        """Return, for each result that leaves, the subtree to which each block adds, by the block's place."""
-        found: dict[tuple[str, int], dict[int, Keys]] = {}
-        mine: dict[tuple[str, int], dict[int, int]] = defaultdict(dict)
-        for at, block in enumerate(group):
-            for side, _ in self.phase.writes:
-                chunk = chunk_of(block, side)
-                if self.layout.owner[chunk] != rank:
-                    mine[side, chunk][self.grid.key(chunk_of(block, "kv" if side == "q" else "q"))] = at
-        for place, by_key in mine.items():
-            nodes = subtrees(tuple(sorted(by_key)), self.every[place])
-            found[place] = {by_key[key]: node for node in nodes for key in node}
-        return found
-
-
-def _classes(group: Sequence[Block], nodes: dict[tuple[str, int], dict[int, Keys]]) -> list[list[int]]:
-    """Return the blocks that share a subtree, and so a part, in their order."""
-    home = [*range(len(group))]
-
-    def root(at: int) -> int:
-        while home[at] != at:
-            at = home[at]
-        return at
-
-    for of in nodes.values():
-        first: dict[Keys, int] = {}
-        for at, node in of.items():
-            one, other = sorted((root(first.setdefault(node, at)), root(at)))
-            home[other] = one
-    found: dict[int, list[int]] = defaultdict(list)
-    for at in range(len(group)):
-        found[root(at)].append(at)
-    return list(found.values())
+    return Plan(mask, layout, phase, divided, tuple(sorted((*reads, *results))), leaves)

@@ -13,7 +13,7 @@ from dfa_megatron.kernels.api import BlockCall, BlockKernel, Saved
 from dfa_megatron.kernels.merge import add, identity_, merge
 from dfa_megatron.kernels.segments import Segments
 from dfa_megatron.kernels.tape import call_recorded
-from dfa_megatron.plan.interpret import Accumulator, accumulator, rank_loop
+from dfa_megatron.plan.interpret import Accumulator, accumulator_of, rank_loop
 from dfa_megatron.plan.language.program import Buffer, Call, Merge, Message, Region, Step
 from dfa_megatron.runtime.comm.transport import Moving, Recv, Send, Transport
 from dfa_megatron.runtime.cuda_driver import Copy
@@ -215,7 +215,7 @@ class Tensors:
         partials, results = sums_of(self.sizes, name), (sent_of if leaves else fields_of)(self.sizes, name)
         size = len(results) if self.forward else 1
         return [
-            accumulator(
+            accumulator_of(
                 buffer.merges,
                 rows,
                 TensorMemory(self.sizes.batch, partials[at : at + size], results[at : at + size], self.device),
