@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from dfa_megatron.config import DistAttentionConfig
-from dfa_megatron.plan.language.layout import Layout
+from dfa_megatron.plan.language.layout import Layout, contiguous, cross
 from dfa_megatron.runtime.execute.sinks import ExactSum, merge_sinks, sinks_gradient
 from dfa_megatron.runtime.request import Request
 from dfa_megatron.sharding import positions_of
-from tests.support.attend import Case, Results, backward_together, forward_together, prepare_together
+from tests.fuzz.random_case import draw
+from tests.support.attend import Case, Results, backward_together, forward_together, prepare_together, shares
 
 
 def invariant(case: Case, ranks: int, layout: str | Layout = "contiguous", **options: Any) -> Results:
@@ -40,3 +43,41 @@ def invariant(case: Case, ranks: int, layout: str | Layout = "contiguous", **opt
     if case.sinks is not None:
         dsinks = sinks_gradient(case.dout, out, lse, case.sinks, ExactSum(None))
     return Results(out, lse, dq, dk, dv, dsinks)
+
+
+def one_rank(case: Case) -> Results:
+    """The same on one rank, which holds the tokens in order."""
+    whole = contiguous(case.length, 1)
+    return invariant(case, 1, cross(whole, contiguous(case.keys, 1)) if case.keys else whole)
+
+
+def document(case: Case, number: int) -> tuple[Case, slice]:
+    """One document of a pack as a case of its own, and its tokens."""
+    tokens = slice(*case.offsets[number : number + 2])
+    alone = replace(case, tokens=tokens.stop - tokens.start, offsets=(), batch=1)
+    *four, sinks = case._drawn
+    alone.__dict__["_drawn"] = (*(x[:, tokens] for x in four), sinks)
+    return alone, tokens
+
+
+def differing(one: Results, other: Results) -> list[str]:
+    """Names of the results whose bits differ."""
+    pairs = zip(Results._fields, one, other, strict=True)
+    return [name for name, a, b in pairs if a is not b and (a is None or b is None or not torch.equal(a, b))]
+
+
+def compare_drawn(seed: int, number: int, ranks: Sequence[int] = (2, 3, 4, 5, 6, 7, 8, 9, 16)) -> str:
+    """Compare a case drawn at random on several ranks with one rank, and that with dense float64; "" or what is off."""
+    drawn = draw(seed, number, "together", ranks=ranks)
+    case = replace(drawn.whole, head_dim_v=None, softcap=0.0)
+    one = one_rank(case)
+    off = [f"{name} {share:.3g}" for name, share in shares(case, one, drawn=True).items() if not share <= 1]
+    found = [f"one rank is wrong: {off}"] if off else []
+    if names := differing(one, invariant(case, drawn.count, drawn.options["layout"])):
+        found.append(f"{names} differ on {drawn.count} ranks in layout {drawn.options['layout']}")
+    if len(case.offsets) > 2:
+        alone, tokens = document(case, number % (len(case.offsets) - 1))
+        mine = [x if x is None else x[:, :, tokens] if x is one.lse else x[:, tokens] for x in one[:5]]
+        if names := differing(Results(*mine), one_rank(alone)._replace(dsinks=None)):
+            found.append(f"{names} of tokens {tokens} differ from the document alone")
+    return f"{drawn.line}: {'; '.join(found)}" if found else ""

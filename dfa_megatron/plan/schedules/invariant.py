@@ -113,8 +113,8 @@ def _phase(mask: Mask, layout: Layout, phase: Phase, blocks: Sequence[Block], le
             if owner[mine] != block.rank:
                 away[block.step, block.rank, side, mine][grid.key(other)] = block
     part, width = dict[Block, int](), Counter[int]()
-    for (step, _, *place), by_key in away.items():
-        nodes = subtrees(tuple(sorted(by_key)), tuple(sorted(every[place[0], place[1]])))
+    for (step, _, side, chunk), by_key in away.items():
+        nodes = subtrees(tuple(sorted(by_key)), tuple(sorted(every[side, chunk])))
         part |= {by_key[key]: number for number, node in enumerate(nodes) for key in node}
         width[step] = max(width[step], len(nodes))
     steps = range(1 + max(block.step for block in blocks))
