@@ -132,7 +132,7 @@ def test_a_sum_in_the_order_of_arrival_is_found() -> None:
     program = lower(landings[-1])
     own = program.home_buffer("out")
     rows = landings[-1].plan.layout.tokens(landings[-1].rank)
-    with pytest.raises(PlanError, match="where two make a node|no two halves of a node"):
+    with pytest.raises(PlanError, match=r"where two make a node|no two halves of a node"):
         check_programs(landings, [_changed(program, lambda _: plan_merges(program.steps, {own: rows})[own])])
 
 

@@ -6,11 +6,16 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
+import dfa_megatron
 from dfa_megatron import layouts, masks
+from dfa_megatron.config import DistAttentionConfig
+from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.plan.language.layout import Layout
-from tests.support.attend import Case, Results, case, pack, results
-from tests.support.bits import differing, one_rank
+from dfa_megatron.recurrence import dist_conv
+from tests.support.attend import Case, Results, assert_exact, case, pack, results, shares
+from tests.support.bits import compare_drawn, differing, one_rank
 from tests.support.workers import run_ranks
 
 
@@ -45,3 +50,59 @@ def _over_gloo(rank: int, ranks: int) -> None:
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_every_rank_has_the_bits_of_one_rank_over_gloo(ranks: int) -> None:
     run_ranks(ranks, _over_gloo, timeout=120)
+
+
+@pytest.mark.parametrize("number", range(4))
+def test_cases_drawn_at_random_have_the_bits_of_one_rank(number: int) -> None:
+    assert compare_drawn(59, number, ranks=(2, 3, 4)) == ""
+
+
+def test_recomputed_attention_has_the_same_bits() -> None:
+    whole = case(100, batch=1, dtype=torch.float32)
+    for reentrant in (False, True):
+        way: Any = lambda f, *x, how=reentrant: checkpoint(f, *x, use_reentrant=how)  # noqa: E731
+        assert differing(results(whole, way=way, numerics="invariant"), one_rank(whole)) == []
+
+
+def test_one_rank_is_right_and_is_another_order_than_the_default() -> None:
+    whole = case(300, batch=1, dtype=torch.float32)
+    assert_exact(shares(whole, one_rank(whole)))
+    assert differing(one_rank(whole), results(whole)) != []
+
+
+def _q(heads: int = 2, head_dim: int = 8) -> torch.Tensor:
+    return torch.randn(1, 40, heads, head_dim)
+
+
+def test_what_keeps_no_order_is_refused_with_what_works() -> None:
+    def attend(q: torch.Tensor, v: torch.Tensor, config: dict[str, Any], **asked: Any) -> object:
+        options = DistAttentionConfig(numerics="invariant", **config)
+        return dfa_megatron.dist_flash_attn_func(q, q, v, **{"causal": True} | asked, config=options)
+
+    q = _q()
+    with pytest.raises(UnsupportedError, match=r"kernel='reference'.*company.*kernel='cpu'"):
+        attend(q, q, {"kernel": "reference"})
+    with pytest.raises(UnsupportedError, match="head_dim"):
+        attend(q, _q(head_dim=4), {})
+    for schedule in ("ring", "greedy"):
+        with pytest.raises(UnsupportedError, match=r"numerics='invariant' with schedule.*balanced"):
+            attend(q, q, {"schedule": schedule})
+    plan = dfa_megatron.make_plan(masks.causal(40), 1)
+    with pytest.raises(UnsupportedError, match=r"numerics='invariant' with a plan.*mask="):
+        attend(q, q, {}, plan=plan, causal=None)
+    with pytest.raises(UnsupportedError, match=r"no such value"):
+        DistAttentionConfig(numerics="same")
+    with pytest.raises(UnsupportedError, match=r"layer with states.*numerics='fastest'"):
+        dist_conv(lambda x, _: x, q[:, :, 0], 3, config=DistAttentionConfig(numerics="invariant"))
+
+
+def _copied_keys(rank: int, ranks: int) -> str:
+    whole = case(ranks * 20, heads=4, kv_heads=1)
+    with pytest.raises(UnsupportedError) as caught:
+        results(whole, rank, ranks, numerics="invariant", ulysses_degree=2)
+    return str(caught.value)
+
+
+def test_an_exchange_that_cuts_a_group_of_heads_is_refused() -> None:
+    for said in run_ranks(2, _copied_keys):
+        assert "query heads of a kv head would be cut" in said

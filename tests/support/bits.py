@@ -46,10 +46,10 @@ def invariant(case: Case, ranks: int, layout: str | Layout = "contiguous", **opt
     return Results(out, lse, dq, dk, dv, dsinks)
 
 
-def one_rank(case: Case) -> Results:
+def one_rank(case: Case, **options: Any) -> Results:
     """The same on one rank, which holds the tokens in order."""
     whole = contiguous(case.length, 1)
-    return invariant(case, 1, cross(whole, contiguous(case.keys, 1)) if case.keys else whole)
+    return invariant(case, 1, cross(whole, contiguous(case.keys, 1)) if case.keys else whole, **options)
 
 
 def document(case: Case, number: int) -> tuple[Case, slice]:

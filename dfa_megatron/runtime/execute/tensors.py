@@ -224,12 +224,13 @@ class Tensors:
         ]
 
     def _destinations(self, call: Call) -> tuple[torch.Tensor | None, ...]:
-        """Return memory for out, or for dq, dk and dv: None where a result is merged with others, or divided."""
-        found: list[torch.Tensor | None] = []
+        """Return memory for out, or for dq, dk and dv: None where a result is merged, divided, or has another dtype."""
+        found, own = list[torch.Tensor | None](), getattr(torch, self.sizes.dtype)
         for region in call.writes:
             for accumulator in self.write[region.buffer]:
                 place = accumulator.destination()
-                found.append(place[0] if place is not None and place[0].shape[1] == region.rows else None)
+                fits = place is not None and place[0].shape[1] == region.rows and place[0].dtype == own
+                found.append(place[0] if place is not None and fits else None)
         return tuple(found)
 
     def _write(self, into: Region, partial: Fields) -> None:
