@@ -96,8 +96,8 @@ class DistAttentionConfig:
     numerics: str = _option(
         "fastest",
         "The order in which partial results merge. fastest: as they come, so that the last bits depend on the ranks. "
-        "invariant: in a fixed tree over chunks of each document. The bits of outputs and gradients are then the same "
-        "for any number of ranks, schedule, layout and transport, and for a document alone or in any pack.",
+        "invariant: in a fixed tree over chunks of each document, so that the bits are the same on any number of "
+        "ranks, by any schedule, layout and transport, and for a document alone or in any pack.",
         NUMERICS,
     )
 

@@ -24,7 +24,6 @@ from dfa_megatron.plan.language.ir import BACKWARD, FORWARD, AttentionPlan
 from dfa_megatron.plan.language.leaves import LeafSizes
 from dfa_megatron.plan.language.mask import Mask
 from dfa_megatron.plan.language.sizes import Sizes
-from dfa_megatron.plan.schedules.invariant import invariant_plan
 from dfa_megatron.plan.schedules.load_balanced import layout_of
 from dfa_megatron.runtime.comm.channel import Channel
 from dfa_megatron.runtime.environment import Links
@@ -81,6 +80,8 @@ def _invariant_plan(request: Request, mask: Mask, ranks: int, leaves: LeafSizes 
     Raises:
         UnsupportedError: the caller brings a plan, or the schedule keeps no order.
     """
+    from dfa_megatron.plan.schedules.invariant import invariant_plan  # which other calls need not load
+
     assert leaves is not None, "a kernel without leaves refuses this"
     if request.plan is not None:
         why = "a plan says itself what merges where"

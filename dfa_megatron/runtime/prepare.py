@@ -21,7 +21,6 @@ from dfa_megatron.plan.language.grid import grid
 from dfa_megatron.plan.language.ir import AttentionPlan
 from dfa_megatron.plan.language.sizes import Sizes
 from dfa_megatron.runtime.agreement.calls import Facts, Kind
-from dfa_megatron.runtime.chunks import MovedRows, rows_to_chunks
 from dfa_megatron.runtime.comm.channel import Channel, refuse, tell
 from dfa_megatron.runtime.comm.groups import channels
 from dfa_megatron.runtime.cu_seqlens import describe
@@ -32,6 +31,7 @@ from dfa_megatron.runtime.planning import kernel_of, leaves_of, plan_of, profile
 from dfa_megatron.runtime.request import OPTIONS, Inputs, Request, refuse_tensors
 
 if TYPE_CHECKING:
+    from dfa_megatron.runtime.chunks import MovedRows
     from dfa_megatron.runtime.heads import HeadExchange
 
 logger = logging.getLogger(__name__)
@@ -191,8 +191,14 @@ def built(request: Request, ranks: int, rank: int, inputs: Inputs, over: Channel
         again,
         binds=binds,
         kind=kind,
-        moved=rows_to_chunks(request, plan, rank, inputs.q.device) if request.invariant else None,
+        moved=_moved(request, plan, rank, inputs.q.device) if request.invariant else None,
     )
+
+
+def _moved(request: Request, plan: AttentionPlan, rank: int, device: torch.device) -> MovedRows | None:
+    from dfa_megatron.runtime.chunks import rows_to_chunks  # which other calls need not load
+
+    return rows_to_chunks(request, plan, rank, device)
 
 
 _ALONE: OrderedDict[tuple[object, ...], Prepared] = OrderedDict()

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from itertools import chain
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from dfa_megatron.plan.language.geometry import Band, Tile
+from dfa_megatron.plan.language.geometry import Band
 from dfa_megatron.plan.language.grid import plan_error
-from dfa_megatron.plan.language.ir import Plan, Transfer, chunk_of
+from dfa_megatron.plan.language.ir import Plan, chunk_of
 from dfa_megatron.plan.language.program import Buffer, Call, Merge, Message, Program, Region, Step
 from dfa_megatron.plan.lowering.kernel_calls import FusedTile, Launch, launches
 from dfa_megatron.plan.lowering.landings import BufferRow, Landings, Life, assign_slots, landings_of
 from dfa_megatron.plan.lowering.merges import plan_merges
 from dfa_megatron.plan.lowering.messages import Parts
-from dfa_megatron.plan.lowering.ordered import OrderedWrite, Piece, brought, merges_in_order, pieces_of
+
+if TYPE_CHECKING:
+    from dfa_megatron.plan.lowering.ordered import OrderedWrites
 
 
 def lower_all(plan: Plan, batch: int = 1) -> list[Program]:
@@ -51,15 +53,14 @@ class _Lowering:
     def __init__(self, landings: Landings, *, bands: bool, repeats: int) -> None:
         plan, self.landings = landings.plan, landings
         self.fits: tuple[bool, int, bool] = bands, repeats, False
-        self.order = plan.order
-        self.ordered: dict[int, list[OrderedWrite]] = defaultdict(list)
-        """Of a fixed order: the writes of each accumulator."""
-        if self.order is not None:
-            self.fits, self.brought = (True, 0, True), brought(plan)
+        self.ordered: OrderedWrites | None = None
+        if plan.order is not None:
+            from dfa_megatron.plan.lowering.ordered import OrderedWrites  # which other plans need not load
+
+            self.fits, self.ordered = (True, 0, True), OrderedWrites(plan, landings.rank, plan.order)
         self.plan, self.rank, self.messages, self.rows = plan, landings.rank, landings.messages, landings.rows
         self.layout, self.phase = plan.layout, plan.phase
         self.writes = plan.phase.writes
-        self.side_of = {name: side for side, name in self.writes}
         self.accumulators = frozenset(plan.phase.write_names)
         self.own, self.own_rows = landings.own, landings.own_rows
         self.after = landings.waits()
@@ -78,10 +79,7 @@ class _Lowering:
         its = {name: self.layout.tokens(self.rank, side) for side, name in (*self.phase.reads, *self.phase.writes)}
         rows = {self.own[name]: its[name] for name in self.accumulators}
         rows |= {buffer: parts[0][1] for buffer, parts in enumerate(self.leaving, self.first)}
-        if self.order is None:
-            merges = plan_merges(steps, rows)
-        else:
-            merges = {buffer: merges_in_order(count, self.ordered[buffer]) for buffer, count in rows.items()}
+        merges = plan_merges(steps, rows) if self.ordered is None else self.ordered.merges(rows)
         own = (Buffer(((name, its[name]),), None, merges.get(buffer)) for name, buffer in self.own.items())
         leaving = (
             Buffer(parts, taken + slot, merges[buffer])
@@ -157,7 +155,6 @@ class _Lowering:
         # A write's rows lie at a fixed distance from the rows it is computed from. Blocks that read and write the same
         # buffers at the same distances can share a kernel call.
         groups: dict[tuple[_Buffers, Band | None], list[FusedTile]] = defaultdict(list)
-        leaves: dict[tuple[int, int, Tile], tuple[int, int]] = {}
         for block in self.messages.blocks.get(step, ()):
             q_buffer, q_row = self.landings.read_place(self.phase.read_q, block.q_chunk, step)
             kv_buffer, kv_row = self.landings.read_place(self.phase.read_kv, block.kv_chunk, step)
@@ -169,26 +166,16 @@ class _Lowering:
             buffers = _Buffers(q_buffer, kv_buffer, tuple(written))
             for number, tile in enumerate(self.plan.tiles(block)):
                 placed = tile.shift(*by)
-                if self.order is not None:  # by window: in company a leaf has the kernel that it has alone
-                    of_leaf = self.order.key(block.kv_chunk, number), self.order.key(block.q_chunk, number)
-                    leaves[q_buffer, kv_buffer, placed] = of_leaf
-                groups[buffers, None if self.order is None else tile.band].append((placed, (block,)))
+                if self.ordered is not None:
+                    self.ordered.placed(q_buffer, kv_buffer, placed, block, number)
+                # Leaves by window: in company each has the kernel that it has alone.
+                groups[buffers, None if self.ordered is None else tile.band].append((placed, (block,)))
         for (buffers, _), tiles in groups.items():
             for launch in launches(tuple(tiles), *self.fits):
                 call = self._call(step, buffers, launch)
-                if self.order is not None:
-                    self._note_leaves(call, leaves)
+                if self.ordered is not None:
+                    self.ordered.computed(call)
                 yield call
-
-    def _note_leaves(self, call: Call, leaves: Mapping[tuple[int, int, Tile], tuple[int, int]]) -> None:
-        """Note the leaves that each write of a call brings."""
-        tiles = [segment.tile.shift(call.q.lo, call.kv.lo) for segment in call.segments]
-        for at, (write, read) in enumerate(zip(call.writes, (call.q, call.kv), strict=False)):
-            by, pieces = write.lo - read.lo, []
-            for tile in tiles:
-                rows = tile.kv if at else tile.q
-                pieces.append(Piece(rows.lo + by, rows.hi + by, leaves[call.q.buffer, call.kv.buffer, tile][at]))
-            self.ordered[write.buffer].append(OrderedWrite(write, True, pieces))
 
     def _call(self, step: int, buffers: _Buffers, launch: Launch) -> Call:
         q = Region(buffers.q, self.phase.read_q, launch.q.lo, launch.q.hi)
@@ -210,16 +197,13 @@ class _Lowering:
                 rows = self.rows[chunk]
                 to_buffer, to_row = self._write_place(name, chunk, step)
                 start, to_start = row, to_row
-                if runs and runs[-1][1].buffer == to_buffer and runs[-1][1].hi == to_row and self.order is None:
+                if runs and runs[-1][1].buffer == to_buffer and runs[-1][1].hi == to_row and self.ordered is None:
                     before, to_before = runs.pop()
                     start, to_start = before.lo, to_before.lo
                 into = Region(to_buffer, name, to_start, to_row + rows)
                 runs.append((Region(source, name, start, row + rows), into))
-                if self.order is not None:
-                    blocks = self.brought[Transfer(step, peer, self.rank, name, chunk)]
-                    by = to_row - self.layout.chunks[chunk].lo
-                    pieces = [*pieces_of(self.plan, self.order, self.side_of[name], blocks, by)]
-                    self.ordered[to_buffer].append(OrderedWrite(into, False, pieces))
+                if self.ordered is not None:
+                    self.ordered.landed(step, peer, chunk, into)
             for region, into in runs:
                 yield Merge(region, self._write(step, into))
 

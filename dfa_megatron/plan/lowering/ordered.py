@@ -9,10 +9,10 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from dfa_megatron.errors import PlanError
-from dfa_megatron.plan.language.geometry import Span, joined_spans
+from dfa_megatron.plan.language.geometry import Span, Tile, joined_spans
 from dfa_megatron.plan.language.ir import Block, Plan, Transfer, chunk_of
 from dfa_megatron.plan.language.leaves import Grid, Keys, halves
-from dfa_megatron.plan.language.program import BufferMerges, Destination, Region, RowsMerge, WriteMerge
+from dfa_megatron.plan.language.program import BufferMerges, Call, Destination, Region, RowsMerge, WriteMerge
 from dfa_megatron.plan.lowering.merges import free_after_last_use
 
 
@@ -32,13 +32,45 @@ class OrderedWrite(NamedTuple):
     pieces: Sequence[Piece]
 
 
-def pieces_of(plan: Plan, grid: Grid, side: str, blocks: Sequence[Block], by: int) -> Iterator[Piece]:
-    """Yield the leaves of blocks on one side, whose rows lie `by` after their tokens."""
-    for block in blocks:
-        other = block.kv_chunk if side == "q" else block.q_chunk
-        for number, tile in enumerate(plan.tiles(block)):
-            rows = tile.q if side == "q" else tile.kv
-            yield Piece(rows.lo + by, rows.hi + by, grid.key(other, number))
+class OrderedWrites:
+    """The writes of one rank's accumulators, in their order, and the merges that follow from them."""
+
+    def __init__(self, plan: Plan, rank: int, grid: Grid) -> None:
+        self.plan, self.rank, self.grid = plan, rank, grid
+        self._brought, self._side_of = brought(plan), {name: side for side, name in plan.phase.writes}
+        self._writes: dict[int, list[OrderedWrite]] = defaultdict(list)
+        self._leaves: dict[tuple[int, int, Tile], tuple[int, int]] = {}
+
+    def placed(self, q_buffer: int, kv_buffer: int, tile: Tile, block: Block, number: int) -> None:
+        """Note where a leaf of a step lies in the buffers that it is computed from."""
+        self._leaves[q_buffer, kv_buffer, tile] = (
+            self.grid.key(block.kv_chunk, number),
+            self.grid.key(block.q_chunk, number),
+        )
+
+    def computed(self, call: Call) -> None:
+        """Note what a call writes."""
+        for at, (write, read) in enumerate(zip(call.writes, (call.q, call.kv), strict=False)):
+            by, pieces = write.lo - read.lo, []
+            for segment in call.segments:
+                tile = segment.tile.shift(call.q.lo, call.kv.lo)
+                rows = tile.kv if at else tile.q
+                pieces.append(Piece(rows.lo + by, rows.hi + by, self._leaves[call.q.buffer, call.kv.buffer, tile][at]))
+            self._writes[write.buffer].append(OrderedWrite(write, True, pieces))
+
+    def landed(self, step: int, peer: int, chunk: int, into: Region) -> None:
+        """Note what a chunk of a message brings."""
+        by, by_q = into.lo - self.plan.layout.chunks[chunk].lo, self._side_of[into.name] == "q"
+        pieces = list[Piece]()
+        for block in self._brought[Transfer(step, peer, self.rank, into.name, chunk)]:
+            for number, tile in enumerate(self.plan.tiles(block)):
+                rows, other = (tile.q, block.kv_chunk) if by_q else (tile.kv, block.q_chunk)
+                pieces.append(Piece(rows.lo + by, rows.hi + by, self.grid.key(other, number)))
+        self._writes[into.buffer].append(OrderedWrite(into, False, pieces))
+
+    def merges(self, rows: Mapping[int, int]) -> dict[int, BufferMerges]:
+        """Plan the merges of every accumulator, given as buffer -> its rows."""
+        return {buffer: merges_in_order(count, self._writes[buffer]) for buffer, count in rows.items()}
 
 
 def brought(plan: Plan) -> Mapping[Transfer, Sequence[Block]]:

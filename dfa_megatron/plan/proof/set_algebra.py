@@ -7,7 +7,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from dfa_megatron.errors import PlanError
 from dfa_megatron.plan.interpret import accumulator_of
@@ -15,7 +15,9 @@ from dfa_megatron.plan.language.geometry import Span, Tile, covers
 from dfa_megatron.plan.language.grid import plan_error
 from dfa_megatron.plan.language.ir import Plan
 from dfa_megatron.plan.language.program import Call, Merge, Message, Program, Region
-from dfa_megatron.plan.proof.tree import Judge
+
+if TYPE_CHECKING:
+    from dfa_megatron.plan.proof.tree import Judge
 
 Term = tuple[int, Tile]
 """A set of pairs merged into rows of a buffer: the token on the name's own side is the row plus this number."""
@@ -157,7 +159,11 @@ class Sets:
                 span = plan.layout.chunks[chunk]
                 _append(content.tokens, Span(row, row + len(span)), span.lo - row)
             content.put(Span(0, plan.layout.tokens(program.rank, side)), [])
-        judges = {side: Judge(plan, side) for side in self.side_of.values()} if plan.order is not None else {}
+        judges: dict[str, Judge] = {}
+        if plan.order is not None:
+            from dfa_megatron.plan.proof.tree import Judge  # which other plans need not load
+
+            judges = {side: Judge(plan, side, plan.order) for side in self.side_of.values()}
         self.leaves = {tile for tiles in plan.pairs.values() for tile in tiles} if judges else None
         memories = {name: SetMemory(side, judges.get(side)) for name, side in self.side_of.items()}
         self.accumulators = {

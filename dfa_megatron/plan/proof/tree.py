@@ -8,7 +8,7 @@ from itertools import pairwise
 
 from dfa_megatron.plan.language.geometry import Span, Tile
 from dfa_megatron.plan.language.ir import Plan
-from dfa_megatron.plan.language.leaves import is_node
+from dfa_megatron.plan.language.leaves import Grid, is_node
 
 Terms = Sequence[tuple[int, Tile]]
 """Pairs of some rows of a buffer: the token of a row is the row plus this number."""
@@ -17,9 +17,8 @@ Terms = Sequence[tuple[int, Tile]]
 class Judge:
     """The leaves that the mask has in every row of a side."""
 
-    def __init__(self, plan: Plan, side: str) -> None:
-        assert plan.order is not None, "only a fixed order has a tree"
-        self.grid, self.by_q = plan.order, side == "q"
+    def __init__(self, plan: Plan, side: str, grid: Grid) -> None:
+        self.grid, self.by_q = grid, side == "q"
         self.leaves: dict[int, list[tuple[Span, int, Tile]]] = defaultdict(list)
         for (q, kv), tiles in plan.pairs.items():
             mine, other = (q, kv) if self.by_q else (kv, q)
