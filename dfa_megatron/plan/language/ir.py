@@ -133,9 +133,9 @@ class Plan:
         """Return this phase alone, as `AttentionPlan.phases` returns both."""
         return (self,)
 
-    @property
+    @cached_property
     def order(self) -> Grid | None:
-        """Return the grid whose order results are merged in; None where they are merged as they come."""
+        """The grid in whose order results merge; None where they merge as they come."""
         return None if self.leaves is None else grid_of(self.mask, self.leaves)
 
     def tiles(self, block: Block) -> tuple[Tile, ...]:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from dfa_megatron.plan.language.geometry import Span, joined_spans
-from dfa_megatron.plan.language.mask import Mask, kept_on_mask
+from dfa_megatron.plan.language.mask import Mask
 
 Keys = tuple[int, ...]
 """Leaves of one row of a result, in order: `Grid.key` of each."""
@@ -62,7 +62,6 @@ class Grid(NamedTuple):
         return self.numbers[chunk] << _TILES | tile
 
 
-@kept_on_mask
 def grid_of(mask: Mask, sizes: LeafSizes) -> Grid:
     """Cut every document into chunks from its first token; tokens that attend to nothing are chunks by themselves.
 

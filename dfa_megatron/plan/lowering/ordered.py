@@ -43,10 +43,8 @@ class OrderedWrites:
 
     def placed(self, q_buffer: int, kv_buffer: int, tile: Tile, block: Block, number: int) -> None:
         """Note where a leaf of a step lies in the buffers that it is computed from."""
-        self._leaves[q_buffer, kv_buffer, tile] = (
-            self.grid.key(block.kv_chunk, number),
-            self.grid.key(block.q_chunk, number),
-        )
+        keys = self.grid.key(block.kv_chunk, number), self.grid.key(block.q_chunk, number)
+        self._leaves[q_buffer, kv_buffer, tile] = keys
 
     def computed(self, call: Call) -> None:
         """Note what a call writes."""
