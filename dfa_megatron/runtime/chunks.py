@@ -23,22 +23,22 @@ from dfa_megatron.runtime.execute.moves import Moves, moves_between
 from dfa_megatron.runtime.execute.wire_format import Fields
 from dfa_megatron.runtime.request import Request
 
-Run = Callable[[Fields], Fields]
+RunPhase = Callable[[Fields], Fields]
 """A phase of an attention: tensors in, tensors out."""
 
 
 @dataclass(frozen=True, slots=True)
-class MovedRows:
+class ChunkMoves:
     """The moves of one rank. q: of queries and what belongs to them. kv: of keys and values."""
 
     q: Moves
     kv: Moves
 
-    def forward(self, run: Run, over: Channel | None, qkv: Fields) -> Fields:
+    def forward(self, run: RunPhase, over: Channel | None, qkv: Fields) -> Fields:
         """Return what `run` of (q, k, v) does, with the caller's rows before and after."""
         return self.back(over, run(self.there(over, qkv[:1], qkv[1:])), ())
 
-    def backward(self, run: Run, over: Channel | None, inputs: Fields) -> Fields:
+    def backward(self, run: RunPhase, over: Channel | None, inputs: Fields) -> Fields:
         """Return what `run` of (dout, q, k, v, out or -delta, lse) does, likewise."""
         dout, q, k, v, needed, lse = inputs
         dout, q, needed, lse, k, v = self.there(over, (dout, q, needed, lse), (k, v))
@@ -60,7 +60,7 @@ def _moved(moves: Moves, x: torch.Tensor, over: Channel | None) -> torch.Tensor:
     return moves.run(x.movedim(dim, 0), over=over).movedim(0, dim).contiguous()
 
 
-def rows_to_chunks(request: Request, plan: AttentionPlan, rank: int, device: torch.device) -> MovedRows | None:
+def rows_to_chunks(request: Request, plan: AttentionPlan, rank: int, device: torch.device) -> ChunkMoves | None:
     """Return the moves from the rows of a settled request to those of a plan of whole chunks; None where none move."""
     whole, held = plan.forward.layout, request.layout
     if isinstance(held, str):
@@ -73,4 +73,4 @@ def rows_to_chunks(request: Request, plan: AttentionPlan, rank: int, device: tor
         return moves_between(before, after, rank, device)
 
     of_q = moves("q")
-    return MovedRows(of_q, of_q if held.queries is None else moves("kv"))
+    return ChunkMoves(of_q, of_q if held.queries is None else moves("kv"))

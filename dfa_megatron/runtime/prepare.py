@@ -31,7 +31,7 @@ from dfa_megatron.runtime.planning import kernel_of, leaves_of, plan_of, profile
 from dfa_megatron.runtime.request import OPTIONS, Inputs, Request, refuse_tensors
 
 if TYPE_CHECKING:
-    from dfa_megatron.runtime.chunks import MovedRows
+    from dfa_megatron.runtime.chunks import ChunkMoves
     from dfa_megatron.runtime.heads import HeadExchange
 
 logger = logging.getLogger(__name__)
@@ -105,7 +105,7 @@ class Prepared:
     channel: Channel | None = None
     over: Channel | None = None
     exchange: HeadExchange | None = None
-    moved: MovedRows | None = None
+    moved: ChunkMoves | None = None
     binds: bool = False
     kind: tuple[object, ...] = ()
     bound: dict[tuple[object, ...], Bound | str | None] = field(default_factory=dict, compare=False, repr=False)
@@ -195,7 +195,7 @@ def built(request: Request, ranks: int, rank: int, inputs: Inputs, over: Channel
     )
 
 
-def _moved(request: Request, plan: AttentionPlan, rank: int, device: torch.device) -> MovedRows | None:
+def _moved(request: Request, plan: AttentionPlan, rank: int, device: torch.device) -> ChunkMoves | None:
     from dfa_megatron.runtime.chunks import rows_to_chunks  # which other calls need not load
 
     return rows_to_chunks(request, plan, rank, device)

@@ -17,7 +17,7 @@ from dfa_megatron.plan.language.program import BufferMerges, Program, Region
 from dfa_megatron.plan.lowering.landings import landings_of
 from dfa_megatron.plan.lowering.lower import lower
 from dfa_megatron.plan.lowering.merges import plan_merges
-from dfa_megatron.plan.lowering.ordered import OrderedWrite, Piece, merges_in_order
+from dfa_megatron.plan.lowering.ordered import LeafRows, OrderedWrite, merges_in_order
 from dfa_megatron.plan.proof.check import check_plan, check_programs
 from dfa_megatron.plan.schedules.invariant import invariant_plan
 
@@ -153,7 +153,7 @@ def test_leaves_that_are_fused_are_found() -> None:
 
 def test_a_partial_that_is_no_subtree_is_found() -> None:
     def write(*keys: int) -> OrderedWrite:
-        return OrderedWrite(Region(0, "out", 0, 4), True, [Piece(0, 4, key) for key in keys])
+        return OrderedWrite(Region(0, "out", 0, 4), True, [LeafRows(0, 4, key) for key in keys])
 
     merges_in_order(4, [write(2, 3), write(0), write(1)])
     with pytest.raises(PlanError, match="no node of the tree"):

@@ -16,7 +16,7 @@ from dfa_megatron.plan.language.program import BufferMerges, Call, Destination, 
 from dfa_megatron.plan.lowering.merges import free_after_last_use
 
 
-class Piece(NamedTuple):
+class LeafRows(NamedTuple):
     """Rows of a buffer for which a write brings a leaf."""
 
     lo: int
@@ -29,7 +29,7 @@ class OrderedWrite(NamedTuple):
 
     region: Region
     may_keep: bool
-    pieces: Sequence[Piece]
+    pieces: Sequence[LeafRows]
 
 
 class OrderedWrites:
@@ -53,17 +53,19 @@ class OrderedWrites:
             for segment in call.segments:
                 tile = segment.tile.shift(call.q.lo, call.kv.lo)
                 rows = tile.kv if at else tile.q
-                pieces.append(Piece(rows.lo + by, rows.hi + by, self._leaves[call.q.buffer, call.kv.buffer, tile][at]))
+                pieces.append(
+                    LeafRows(rows.lo + by, rows.hi + by, self._leaves[call.q.buffer, call.kv.buffer, tile][at])
+                )
             self._writes[write.buffer].append(OrderedWrite(write, True, pieces))
 
     def landed(self, step: int, peer: int, chunk: int, into: Region) -> None:
         """Note what a chunk of a message brings."""
         by, by_q = into.lo - self.plan.layout.chunks[chunk].lo, self._side_of[into.name] == "q"
-        pieces = list[Piece]()
+        pieces = list[LeafRows]()
         for block in self._brought[Transfer(step, peer, self.rank, into.name, chunk)]:
             for number, tile in enumerate(self.plan.tiles(block)):
                 rows, other = (tile.q, block.kv_chunk) if by_q else (tile.kv, block.q_chunk)
-                pieces.append(Piece(rows.lo + by, rows.hi + by, self.grid.key(other, number)))
+                pieces.append(LeafRows(rows.lo + by, rows.hi + by, self.grid.key(other, number)))
         self._writes[into.buffer].append(OrderedWrite(into, False, pieces))
 
     def merges(self, rows: Mapping[int, int]) -> dict[int, BufferMerges]:

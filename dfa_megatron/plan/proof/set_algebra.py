@@ -17,7 +17,7 @@ from dfa_megatron.plan.language.ir import Plan
 from dfa_megatron.plan.language.program import Call, Merge, Message, Program, Region
 
 if TYPE_CHECKING:
-    from dfa_megatron.plan.proof.tree import Judge
+    from dfa_megatron.plan.proof.judge import Judge
 
 Term = tuple[int, Tile]
 """A set of pairs merged into rows of a buffer: the token on the name's own side is the row plus this number."""
@@ -161,7 +161,7 @@ class Sets:
             content.put(Span(0, plan.layout.tokens(program.rank, side)), [])
         judges: dict[str, Judge] = {}
         if plan.order is not None:
-            from dfa_megatron.plan.proof.tree import Judge  # which other plans need not load
+            from dfa_megatron.plan.proof.judge import Judge  # which other plans need not load
 
             judges = {side: Judge(plan, side, plan.order) for side in self.side_of.values()}
         self.leaves = {tile for tiles in plan.pairs.values() for tile in tiles} if judges else None
