@@ -12,10 +12,13 @@ import dfa_megatron
 from dfa_megatron import layouts, masks
 from dfa_megatron.config import DistAttentionConfig
 from dfa_megatron.errors import UnsupportedError
-from dfa_megatron.plan.language.layout import Layout
+from dfa_megatron.kernels.adapters.cpu import CpuKernel
+from dfa_megatron.plan.language.layout import Layout, contiguous
+from dfa_megatron.plan.language.program import Call
 from dfa_megatron.recurrence import dist_conv
+from dfa_megatron.runtime.execute.tensors import Tensors
 from tests.support.attend import Case, Results, assert_exact, case, pack, results, shares
-from tests.support.bits import compare_drawn, differing, one_rank
+from tests.support.bits import compare_drawn, differing, invariant, one_rank
 from tests.support.workers import run_ranks
 
 
@@ -106,3 +109,21 @@ def _copied_keys(rank: int, ranks: int) -> str:
 def test_an_exchange_that_cuts_a_group_of_heads_is_refused() -> None:
     for said in run_ranks(2, _copied_keys):
         assert "query heads of a kv head would be cut" in said
+
+
+def test_a_kernel_writes_into_memory_of_its_own_dtype_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sums that leave are wider: a kernel of 16 bits must not get their memory."""
+    wide, before = list[bool](), Tensors._destinations
+
+    def noted(tensors: Tensors, call: Call) -> tuple[torch.Tensor | None, ...]:
+        places = [each.destination() for region in call.writes for each in tensors.write[region.buffer]]
+        wide.extend(place is not None and place[0].dtype != torch.bfloat16 for place in places)
+        found = before(tensors, call)
+        assert all(x is None or x.dtype == torch.bfloat16 for x in found)
+        return found
+
+    monkeypatch.setattr(CpuKernel, "writes_into", True)
+    monkeypatch.setattr(Tensors, "_destinations", noted)
+    whole = case(300, dtype=torch.bfloat16, batch=1)
+    assert differing(one_rank(whole), invariant(whole, 4, contiguous(300, 4))) == []
+    assert any(wide), "none of the memory was wider: this compares nothing"
