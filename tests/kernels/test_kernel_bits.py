@@ -14,7 +14,6 @@ from dfa_megatron.kernels.segments import Segments
 from dfa_megatron.kernels.triton.support import interpreted
 from dfa_megatron.plan.language.geometry import CAUSAL, FULL, Band, Segment
 from tests.support.kernel_cases import Case, every_target, usable
-from tests.support.support_rows import kernel as of_kernel
 
 Leaf = tuple[torch.Tensor, ...]
 """q, k, v and dout, (batch, rows, heads, head_dim)."""
@@ -95,7 +94,6 @@ def check_bits(name: str, device: str, dtype: torch.dtype, sizes: tuple[int, int
     assert_same(together(kernel, dense, band), of_some, "with half the heads, dense")
 
 
-@pytest.mark.support("kernels", "the same bits alone and in company (`numerics`)", of_kernel)
 @every_target
 @pytest.mark.parametrize("sizes", [(4, 4, 64), (8, 2, 64), (8, 2, 128)], ids=["4-4-64", "8-2-64", "8-2-128"])
 @pytest.mark.parametrize("band", [FULL, CAUSAL, Band(40, 0)], ids=str)

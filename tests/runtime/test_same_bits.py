@@ -49,7 +49,6 @@ def _over_gloo(rank: int, ranks: int) -> None:
         _same(pack((0, 50, ranks * 31), dtype=torch.bfloat16), rank, ranks, ulysses_degree=2)
 
 
-@pytest.mark.support("runtime", "the same bits on any ranks (`numerics`): layouts, packs, windows, sinks, heads")
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_every_rank_has_the_bits_of_one_rank_over_gloo(ranks: int) -> None:
     run_ranks(ranks, _over_gloo, timeout=120)

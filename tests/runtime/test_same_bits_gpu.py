@@ -29,7 +29,6 @@ def drawn(dice: random.Random, kernel: str, number: int) -> Case:
     return case(tokens, batch=dice.choice([1, 2]), causal=dice.random() < 0.8, window_size=window, seed=number, **shape)
 
 
-@pytest.mark.support("runtime", "one GPU as 2 to 5 ranks: the same bits (`numerics`), packs, windows, uneven parts")
 @pytest.mark.gpu
 @pytest.mark.parametrize("kernel", CASES)
 def test_every_rank_has_the_bits_of_one_rank(kernel: str) -> None:
