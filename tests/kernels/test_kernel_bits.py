@@ -96,7 +96,7 @@ def check_bits(name: str, device: str, dtype: torch.dtype, sizes: tuple[int, int
 
 @every_target
 @pytest.mark.parametrize("sizes", [(4, 4, 64), (8, 2, 64), (8, 2, 128)], ids=["4-4-64", "8-2-64", "8-2-128"])
-@pytest.mark.parametrize("band", [FULL, CAUSAL, Band(40, 0)], ids=str)
+@pytest.mark.parametrize("band", [FULL, CAUSAL, Band(40, 0)], ids=["full", "causal", "window"])
 def test_a_leaf_has_the_same_bits_in_any_company(
     name: str, device: str, sizes: tuple[int, int, int], band: Band
 ) -> None:
