@@ -10,7 +10,17 @@ from typing import Any, ClassVar, NamedTuple, Self
 
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.flags import add_flags, from_flags
-from dfa_megatron.names import CHECKPOINT, DATA_LAYOUTS, KERNELS, SCHEDULES, TRANSPORTS, VERIFY, nearest, plain
+from dfa_megatron.names import (
+    CHECKPOINT,
+    DATA_LAYOUTS,
+    KERNELS,
+    NUMERICS,
+    SCHEDULES,
+    TRANSPORTS,
+    VERIFY,
+    nearest,
+    plain,
+)
 
 PREFIX = "dfa_"
 """Of an option's name on a namespace; its flag begins with `--dfa-`."""
@@ -82,6 +92,13 @@ class DistAttentionConfig:
         "and a thread watches over the group: ranks that differ, have ended or do not answer are named. off: nothing "
         "is compared, and ranks that differ give wrong numbers or wait without end.",
         VERIFY,
+    )
+    numerics: str = _option(
+        "fastest",
+        "The order in which partial results merge. fastest: as they come, so that the last bits depend on the ranks. "
+        "invariant: in a fixed tree over chunks of each document, so that the bits are the same on any number of "
+        "ranks, by any schedule, layout and transport, and for a document alone or in any pack.",
+        NUMERICS,
     )
 
     def __new__(cls, **given: Any) -> Self:

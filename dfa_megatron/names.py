@@ -23,6 +23,7 @@ KERNELS = ("auto", "flash4", "cudnn", "aten", "cpu", "triton", "reference")
 TRANSPORTS = ("auto", "p2p", "copy_engine")
 CHECKPOINT = ("auto", "none", "full", "remat")
 VERIFY = ("on", "off")
+NUMERICS = ("fastest", "invariant")
 
 
 ZIGZAG_ELSEWHERE = ("zigzag", "head_tail", "head-tail", "headtail", "striped", "stripe")

@@ -89,6 +89,8 @@ def refusal(kernel: BlockKernel, need: Need) -> str | None:
         return f"a softcap is positive and finite, or 0 for none, not {need.softcap}"
     if need.softcap and not kernel.caps_scores:
         return "it caps no scores"
+    if need.invariant and kernel.leaves(need) is None:
+        return "the bits of its results depend on the shapes and the company of a call"
     return kernel.refusal(need)
 
 
@@ -101,7 +103,7 @@ def _describe(need: Need) -> str:
     deterministic = ", deterministic" if need.deterministic else ""
     softcap = f", softcap {need.softcap:g}" if need.softcap else ""
     packed = ", packed" if need.packed else ""
-    more = f"{packed}{softcap}{deterministic}"
+    more = f"{packed}{softcap}{deterministic}{', the same bits in any company' if need.invariant else ''}"
     return f"{dtype} on {need.device}{capability}, {heads}, {head_dim}, {forms} blocks{more}"
 
 

@@ -19,6 +19,7 @@ from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.kernels.launching import Cut, Takes, launches
 from dfa_megatron.kernels.segments import Part, Rows, Segments, Split
 from dfa_megatron.plan.language.geometry import Band, Form
+from dfa_megatron.plan.language.leaves import LeafSizes
 from dfa_megatron.plan.lowering.kernel_calls import Launching
 
 Partial = tuple[torch.Tensor, torch.Tensor]
@@ -55,6 +56,8 @@ class Need:
     """Scores are softcap * tanh(scores / softcap); 0 leaves them as they are."""
     packed: bool = False
     """Calls have several segments, whose lengths differ in every batch."""
+    invariant: bool = False
+    """A segment has the same bits alone and in any company."""
 
     def __post_init__(self) -> None:
         if self.heads % self.kv_heads:
@@ -145,6 +148,10 @@ class BlockKernel(ABC):
     def replays(self, *, deterministic: bool) -> bool:
         """Return whether a tape sees all that it does: operations of PyTorch, and launches handed to the tape."""
         return False
+
+    def leaves(self, need: Need) -> LeafSizes | None:
+        """Return the sizes of chunks whose results have the same bits in any company, or None where none have."""
+        return None
 
     @abstractmethod
     def launch(self, call: BlockCall) -> Partial:

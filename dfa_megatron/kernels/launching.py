@@ -73,9 +73,9 @@ TILE = 64
 
 
 @lru_cache(maxsize=16)  # a forward and its backward ask for the same
-def launches(takes: Takes, tiles: tuple[FusedTile, ...]) -> tuple[Planned, ...]:
-    """Return the kernel calls for tiles, each with its block, in rows of the same buffers."""
-    fused, repeats = fuse(tiles), takes.repeats
+def launches(takes: Takes, tiles: tuple[FusedTile, ...], apart: bool = False) -> tuple[Planned, ...]:
+    """Return the kernel calls for tiles in rows of the same buffers, as a `Launching` does."""
+    fused, repeats = ([*tiles], 0) if apart else (fuse(tiles), takes.repeats)
     if not takes.bands:
         fused = without_bands(fused, tiles)
     pieces = [[one] for one in fused]

@@ -107,6 +107,11 @@ class Memory(Protocol[Values]):
         """Return whether a partial's own memory can be the result of so many rows."""
 
 
+def accumulator_of(merges: BufferMerges, rows: int, memory: Memory[Values]) -> Accumulator[Values]:
+    """Return the accumulator that these merges need; arguments as for `Accumulator`."""
+    return (OrderedAccumulator if merges.ordered else Accumulator)(merges, rows, memory)
+
+
 class Accumulator(Generic[Values]):
     """The rows of one name: saved partials, a sum and a result, each there only while it is needed.
 
@@ -192,3 +197,57 @@ class Accumulator(Generic[Values]):
         if self._sum is None:
             self._sum = self.memory.new(len(span), sum=True)
         return self.memory.part(self._sum, to.lo - span.lo, to.hi - span.lo)
+
+
+class OrderedAccumulator(Accumulator[Values]):
+    """Rows whose partials merge two by two in a fixed tree: a partial waits until its sibling is there.
+
+    writes       3         1         0                2
+    happens      waits     waits     0+1 waits        2+3, then 01+23 is the result
+    """
+
+    def destination(self) -> Values | None:
+        """Return the rows of the result that the next partial fills alone, or None."""
+        merging = self._merges.writes[self._next]
+        first, *more = merging.rows or (None,)
+        if first is None or more or first.saved or first.skip or first.into is not Destination.RESULT:
+            return None
+        adopted = merging.may_become_result and self._result is None
+        return None if adopted else self._place(first, Destination.RESULT)
+
+    def write(self, partial: Values) -> None:
+        """Merge the next partial with all that it completes, node by node."""
+        number, self._next = self._next, self._next + 1
+        merging, memory = self._merges.writes[number], self.memory
+        if merging.may_become_result and self._result is None and memory.fits(partial, self._count):
+            self._result = partial
+            return
+        waits = [rows for rows in merging.rows if rows.into is Destination.SAVED]
+        kept: Values | None = None
+        if waits and merging.may_keep and not any(rows.saved for rows in waits):
+            self._saved[number] = waits[0].lo - waits[0].skip, partial
+        elif waits:
+            start = min(rows.lo for rows in waits)
+            kept = memory.new(max(rows.hi for rows in waits) - start, sum=True)
+            self._saved[number] = start, kept
+        for rows in merging.rows:
+            mine = memory.part(partial, rows.skip, rows.skip + rows.hi - rows.lo)
+            if rows.into is Destination.RESULT:
+                self._fold(rows, mine, memory.part(self.result(), rows.lo, rows.hi), into_sum=memory.in_place)
+            elif kept is not None:
+                start, _ = self._saved[number]
+                self._fold(rows, mine, memory.part(kept, rows.lo - start, rows.hi - start), into_sum=True)
+            for other in rows.freed:
+                del self._saved[other]
+
+    def _fold(self, rows: RowsMerge, mine: Values, into: Values, *, into_sum: bool) -> None:
+        """Merge rows of a partial with those that waited, one after another, and write the last node."""
+        last = len(rows.saved) - 1
+        if last < 0:
+            self.memory.merge([mine], into)
+        for at, (other, goes_first) in enumerate(zip(rows.saved, rows.first, strict=True)):
+            start, saved = self._saved[other]
+            sibling = self.memory.part(saved, rows.lo - start, rows.hi - start)
+            node = into if at == last or into_sum else self.memory.new(rows.hi - rows.lo, sum=True)
+            self.memory.merge([sibling, mine] if goes_first else [mine, sibling], node)
+            mine = node

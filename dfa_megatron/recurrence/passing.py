@@ -102,12 +102,16 @@ class Place:
             group, layout: as for `dist_scan`.
             cu_seqlens: global token offsets of packed documents; None for sequences that are one document.
             parents: of the documents, the segments of a prompt tree; None for no tree.
-            config: its verify is used.
+            config: its verify is used; its numerics must be "fastest".
 
         Raises:
-            UnsupportedError: cu_seqlens or parents do not fit the tokens, or this process is not in the group.
+            UnsupportedError: cu_seqlens or parents do not fit the tokens, this process is not in the group, or an
+                order is asked for that states cannot keep.
         """
         with telling(group, verify=config.verify == "on") as over:
+            if config.numerics == "invariant":
+                why = "states pass from rank to rank, where they end decides the last bits"
+                raise UnsupportedError("a layer with states and numerics='invariant'", why, "numerics='fastest'")
             rank, ranks = (0, 1) if over is None else (over.rank, over.size)
             offsets = () if cu_seqlens is None else offsets_of(cu_seqlens, x.device)
             above = () if parents is None or max(parents, default=-1) < 0 else tuple(parents)

@@ -175,7 +175,8 @@ def degree_of(request: Request, over: Channel | None, inputs: Inputs) -> int:
         return 1
     mask = request.mask_over(request.length(over.size, q.shape[1]))
     hardware = profile_of(q.is_cuda, over, "auto", over.size)
-    return automatic_degree(mask, over.size, q.shape[2], k.shape[2], config.schedule, hardware)
+    found = automatic_degree(mask, over.size, q.shape[2], k.shape[2], config.schedule, hardware)
+    return 1 if request.invariant and found > k.shape[2] else found
 
 
 def make(request: Request, over: Channel | None, inputs: Inputs) -> Prepared:
@@ -193,6 +194,9 @@ def make(request: Request, over: Channel | None, inputs: Inputs) -> Prepared:
         why, instead = "a plan is one of all ranks of the group", "ulysses_degree=1, or mask="
         raise UnsupportedError(f"{what} with a plan", why, instead)
     heads, held = split_heads(degree, size, inputs.q.shape[2], inputs.k.shape[2]), request.layout
+    if request.invariant and heads.copies > 1:
+        why = "the sum over the query heads of a kv head would be cut"
+        raise UnsupportedError(f"{what} with numerics='invariant'", why, f"at most {inputs.k.shape[2]}, or 1")
     if isinstance(held, Layout) and held.queries is not None:
         why = "an exchange brings one sequence together"
         raise UnsupportedError(f"{what} for two sequences", why, "ulysses_degree=1")
@@ -254,7 +258,7 @@ def run_backward(prepared: Prepared, dout: torch.Tensor, saved: SavedTensors) ->
         dq, dk, dv = gradients[0], *map(exchange.summed, gradients[1:])
     if prepared.whole is not None:
         prepared.whole.end_of_backward()
-    dsinks = None if sinks is None else sinks_gradient(dout, out, lse, sinks)
+    dsinks = None if sinks is None else sinks_gradient(dout, out, lse, sinks, prepared.sums)
     return dq.contiguous(), dk.contiguous(), dv.contiguous(), dsinks
 
 

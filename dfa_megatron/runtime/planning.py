@@ -21,6 +21,8 @@ from dfa_megatron.plan.cost.hardware import (
 )
 from dfa_megatron.plan.language.geometry import UNBOUNDED, Form, joined_spans
 from dfa_megatron.plan.language.ir import BACKWARD, FORWARD, AttentionPlan
+from dfa_megatron.plan.language.leaves import LeafSizes
+from dfa_megatron.plan.language.mask import Mask
 from dfa_megatron.plan.language.sizes import Sizes
 from dfa_megatron.plan.schedules.load_balanced import layout_of
 from dfa_megatron.runtime.comm.channel import Channel
@@ -41,15 +43,17 @@ def kernel_of(request: Request, inputs: Inputs, length: int) -> tuple[BlockKerne
     return kernel, kernel.refusal(dataclasses.replace(need, forms=need.forms | {"band"})) is None
 
 
-def sizes_of(inputs: Inputs, kernel: BlockKernel, ranks: int) -> Sizes:
-    """Return the sizes of tensors on each of so many ranks."""
+def sizes_of(inputs: Inputs, kernel: BlockKernel, ranks: int, *, invariant: bool = False) -> Sizes:
+    """Return the sizes of tensors on each of so many ranks. invariant: what a rank alone does is what several do."""
     q, k, v, *_ = inputs
     dtype = str(q.dtype).removeprefix("torch.")
-    needs = "out" if ranks == 1 and kernel.takes_out else kernel.backward_needs
-    return Sizes(q.shape[0], q.shape[2], k.shape[2], q.shape[3], v.shape[3], dtype, needs)
+    needs = "out" if ranks == 1 and kernel.takes_out and not invariant else kernel.backward_needs
+    return Sizes(q.shape[0], q.shape[2], k.shape[2], q.shape[3], v.shape[3], dtype, needs, invariant)
 
 
-def plan_of(request: Request, ranks: int, length: int, sizes: Sizes, hardware: Hardware) -> AttentionPlan:
+def plan_of(
+    request: Request, ranks: int, length: int, sizes: Sizes, hardware: Hardware, leaves: LeafSizes | None
+) -> AttentionPlan:
     """Return the plan of a settled request; equal arguments give equal plans on every rank. A caller's plan is proved.
 
     Raises:
@@ -57,6 +61,8 @@ def plan_of(request: Request, ranks: int, length: int, sizes: Sizes, hardware: H
         PlanError: the caller's plan is wrong; shows where.
     """
     mask = request.mask_over(length)
+    if request.invariant:
+        return _invariant_plan(request, mask, ranks, leaves)
     if request.plan is not None:
         from dfa_megatron.plan.proof.check import check_plan
 
@@ -66,6 +72,29 @@ def plan_of(request: Request, ranks: int, length: int, sizes: Sizes, hardware: H
     return make_plan(
         mask, ranks, schedule=request.config.schedule, layout=request.layout, sizes=sizes, hardware=hardware
     )
+
+
+def _invariant_plan(request: Request, mask: Mask, ranks: int, leaves: LeafSizes | None) -> AttentionPlan:
+    """Return the plan whose results merge in a fixed order, of chunks that each lie on one rank.
+
+    Raises:
+        UnsupportedError: the caller brings a plan, or the schedule keeps no order.
+    """
+    from dfa_megatron.plan.schedules.invariant import invariant_plan  # which other calls need not load
+
+    assert leaves is not None, "a kernel without leaves refuses this"
+    if request.plan is not None:
+        why = "a plan says itself what merges where"
+        raise UnsupportedError("numerics='invariant' with a plan", why, "mask=, or numerics='fastest'")
+    held = request.layout
+    if isinstance(held, str):
+        held = layout_of(held, mask, ranks)
+    return invariant_plan(mask, held, leaves, request.config.schedule)
+
+
+def leaves_of(request: Request, inputs: Inputs, length: int, kernel: BlockKernel) -> LeafSizes | None:
+    """Return the sizes of chunks of a fixed order; None where results merge as they come."""
+    return kernel.leaves(_need(request, inputs, length)) if request.invariant else None
 
 
 def _refuse_plan(plan: AttentionPlan, request: Request, ranks: int) -> None:
@@ -122,6 +151,7 @@ def _need(request: Request, inputs: Inputs, length: int) -> Need:
         capability=torch.cuda.get_device_capability(q.device) if q.is_cuda else None,
         softcap=request.softcap,
         packed=bool(request.cu_seqlens) or request.irregular,
+        invariant=request.invariant,
     )
 
 

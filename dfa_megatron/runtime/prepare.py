@@ -25,12 +25,13 @@ from dfa_megatron.runtime.comm.channel import Channel, refuse, tell
 from dfa_megatron.runtime.comm.groups import channels
 from dfa_megatron.runtime.cu_seqlens import describe
 from dfa_megatron.runtime.execute.bound import Bound
-from dfa_megatron.runtime.execute.sinks import sinks_error
+from dfa_megatron.runtime.execute.sinks import ExactSum, sinks_error
 from dfa_megatron.runtime.memory_plan import MemoryPlan, placed
-from dfa_megatron.runtime.planning import kernel_of, plan_of, profile_of, sizes_of
+from dfa_megatron.runtime.planning import kernel_of, leaves_of, plan_of, profile_of, sizes_of
 from dfa_megatron.runtime.request import OPTIONS, Inputs, Request, refuse_tensors
 
 if TYPE_CHECKING:
+    from dfa_megatron.runtime.chunks import ChunkMoves
     from dfa_megatron.runtime.heads import HeadExchange
 
 logger = logging.getLogger(__name__)
@@ -75,6 +76,7 @@ class Prepared:
         pairs of a head.
     exchange: set if ulysses_degree > 1: see `runtime.heads`. Then all other fields but whole and running are those of
         the plan's ranks, tokens and heads.
+    moved: the rows that change ranks around it, so that chunks of a fixed order lie whole: see `runtime.chunks`.
     binds: whether the kernel's work can be recorded and replayed.
     bound: recorded phases, by what they need of a call's tensors; None after a first run that was not recorded, a text
         if none can be.
@@ -84,7 +86,8 @@ class Prepared:
     running: counts and compares the calls inside: a forward's, a backward's, and those of a forward that no backward
         follows.
     forward, backward: this rank's programs, and their memory.
-    channel: what it sends by, once it is connected. connect: opens that; collective, after all ranks have agreed.
+    channel: what it sends by, once it is connected. over: of the whole group then.
+    connect: opens these; collective, after all ranks have agreed.
     arena_bytes: of receive memory: the larger of forward and backward. Equal on all ranks.
     transport: the transport to request. "auto" becomes "p2p" if the messages need more than LARGEST_ARENA.
     """
@@ -100,7 +103,9 @@ class Prepared:
     pairs: float
     plan_again: Callable[[], AttentionPlan]
     channel: Channel | None = None
+    over: Channel | None = None
     exchange: HeadExchange | None = None
+    moved: ChunkMoves | None = None
     binds: bool = False
     kind: tuple[object, ...] = ()
     bound: dict[tuple[object, ...], Bound | str | None] = field(default_factory=dict, compare=False, repr=False)
@@ -117,6 +122,11 @@ class Prepared:
         needed = _roomy(needed) if self.request.cu_seqlens else needed
         object.__setattr__(self, "arena_bytes", needed)
         object.__setattr__(self, "transport", "p2p" if asked == "auto" and needed > LARGEST_ARENA else asked)
+
+    @property
+    def sums(self) -> ExactSum | None:
+        """What sums over the rows of all ranks in a way that does not depend on them, where bits must not."""
+        return ExactSum(self.over) if self.sizes.wide else None
 
     @property
     def plan(self) -> AttentionPlan:
@@ -157,8 +167,10 @@ def built(request: Request, ranks: int, rank: int, inputs: Inputs, over: Channel
     """Do what `build` does, for a settled request."""
     length = request.length(ranks, inputs.q.shape[1])
     kernel, bands = kernel_of(request, inputs, length)
-    sizes, hardware = sizes_of(inputs, kernel, ranks), profile_of(inputs.q.is_cuda, over, kernel.name, ranks)
-    again = functools.partial(plan_of, request, ranks, length, sizes, hardware)
+    sizes = sizes_of(inputs, kernel, ranks, invariant=request.invariant)
+    hardware = profile_of(inputs.q.is_cuda, over, kernel.name, ranks)
+    leaves = leaves_of(request, inputs, length, kernel)
+    again = functools.partial(plan_of, request, ranks, length, sizes, hardware, leaves)
     plan = again()
     launching = kernel.launching(batch=sizes.batch, group=sizes.heads // sizes.kv_heads, bands=bands)
     forward, backward = (placed(phase, rank, sizes, launching) for phase in plan.phases)
@@ -178,7 +190,14 @@ def built(request: Request, ranks: int, rank: int, inputs: Inputs, over: Channel
         again,
         binds=binds,
         kind=kind,
+        moved=_moved(request, plan, rank, inputs.q.device) if request.invariant else None,
     )
+
+
+def _moved(request: Request, plan: AttentionPlan, rank: int, device: torch.device) -> ChunkMoves | None:
+    from dfa_megatron.runtime.chunks import rows_to_chunks  # which other calls need not load
+
+    return rows_to_chunks(request, plan, rank, device)
 
 
 _ALONE: OrderedDict[tuple[object, ...], Prepared] = OrderedDict()
@@ -220,7 +239,7 @@ def prepare(request: Request, over: Channel | None, inputs: Inputs, *, make: Mak
         prepared = _build_and_agree(make, request, over, inputs, trains=trains)
         if over is not None:
             with over.collective():
-                prepared = prepared.connect(prepared, over, q.device)
+                prepared = replace(prepared.connect(prepared, over, q.device), over=over)
     known[key] = prepared
     if len(known) > _KEPT:
         known.popitem(last=False)

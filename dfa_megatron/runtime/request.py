@@ -78,6 +78,8 @@ class Request:
         if not isinstance(self.config, DistAttentionConfig):
             instead = "DistAttentionConfig.from_mapping(...) of a dictionary"
             raise UnsupportedError(f"config={self.config!r}", "it must be a DistAttentionConfig", instead)
+        if self.config.numerics == "invariant":
+            object.__setattr__(self, "deterministic", True)
         # What `check` refuses becomes text: 8.0 and True equal 8 and 1, and would find what is prepared for these.
         kinds: dict[str, Any] = {"softmax_scale": float, "softcap": float, "causal": bool, "window_size": tuple}
         for name, kind in kinds.items():
@@ -210,6 +212,11 @@ class Request:
     def verify(self) -> bool:
         """Whether the ranks compare their calls, and are watched."""
         return self.config.verify == "on"
+
+    @property
+    def invariant(self) -> bool:
+        """Whether results merge in a fixed order, so that their bits do not depend on the ranks."""
+        return self.config.numerics == "invariant"
 
     def to_text(self) -> str:
         """Return JSON; equal requests give equal text. A value that no check has passed yet is written as repr."""

@@ -59,7 +59,7 @@ def needed_by_backward(prepared: Prepared, dout: torch.Tensor, out: torch.Tensor
     if out.dim() == 3:
         return out
     program, kernel, takes_out = prepared.backward.program, prepared.kernel, False
-    if kernel.takes_out and "qdo" not in prepared.backward.sent:
+    if kernel.takes_out and not prepared.sizes.wide and "qdo" not in prepared.backward.sent:
         home = program.home_buffer("qdo")
         calls = [call.q.rows for step in program.steps for call in step.calls if call.q.buffer == home]
         takes_out = sum(calls) <= 2 * dout.shape[1]
@@ -79,7 +79,7 @@ def run_forward(prepared: Prepared, inputs: Inputs, *, trains: bool = True) -> F
     COUNTERS.forward_bytes += memory.message_bytes
     run = functools.partial(timed, _recorded) if COUNTERS.attention_forwards % EVERY == _TIMED else _recorded
     with prepared.running[0 if trains else 2]:
-        out, lse = run(prepared, memory, (q, k, v))
+        out, lse = _around(prepared, functools.partial(run, prepared, memory), (q, k, v))
     if sinks is not None:
         out, lse = merge_sinks(out, lse, sinks)
     return out.contiguous(), lse.contiguous()
@@ -96,11 +96,23 @@ def run_backward(prepared: Prepared, dout: torch.Tensor, saved: SavedTensors) ->
     COUNTERS.backward_bytes += memory.message_bytes
     run = functools.partial(timed, _recorded) if COUNTERS.attention_backwards % EVERY == _TIMED else _recorded
     with prepared.running[1]:
-        dq, dk, dv = run(prepared, memory, (dout, q, k, v, out, lse))
+        dq, dk, dv = _around(prepared, functools.partial(run, prepared, memory), (dout, q, k, v, out, lse))
     if prepared.whole is not None:
         prepared.whole.end_of_backward()
-    dsinks = None if sinks is None else sinks_gradient(dout, out, lse, sinks)
+    dsinks = None if sinks is None else sinks_gradient(dout, out, lse, sinks, prepared.sums)
     return dq.contiguous(), dk.contiguous(), dv.contiguous(), dsinks
+
+
+def _around(prepared: Prepared, run: Callable[[Fields], Fields], inputs: Fields) -> Fields:
+    """Run a phase, around which rows change ranks where chunks of a fixed order would lie on two."""
+    if (moved := prepared.moved) is None:
+        return run(inputs)
+    with without_autocast(), without_functions():
+        if len(inputs) == 3:
+            return moved.forward(run, prepared.channel, inputs)
+        dout, q, k, v, out, lse = inputs
+        needed = needed_by_backward(prepared, dout, out)
+        return moved.backward(run, prepared.channel, (dout, q, k, v, needed, lse))
 
 
 def _recorded(prepared: Prepared, memory: MemoryPlan, inputs: Fields) -> Fields:

@@ -31,6 +31,7 @@ CHOSEN = {
         "inputs_are_left": [],
         "float32 and capped": ["0.7 and window"],
     },
+    "test_kernel_bits.py": {"company and causal and 8-2-64": []},
     "test_kernel_segments.py": {
         "float32 and several": ["kinds", "windows and sides"],
     },

@@ -12,6 +12,7 @@ from dfa_megatron.kernels.api import BlockCall, BlockKernel, Gradients, Need, Pa
 from dfa_megatron.kernels.launching import cut_rows, uncut
 from dfa_megatron.kernels.segments import visible
 from dfa_megatron.plan.language.geometry import Tile, form_of
+from dfa_megatron.plan.language.leaves import LeafSizes
 
 _INPUTS = ("query", "key", "value", "dropout_p", "is_causal", "attn_mask", "scale")
 _FORWARD = Operator("aten::_scaled_dot_product_flash_attention_for_cpu", _INPUTS, results=2)
@@ -47,6 +48,9 @@ class CpuKernel(BlockKernel):
         if need.head_dim != need.head_dim_v:
             return f"it needs head_dim ({need.head_dim}) and head_dim_v ({need.head_dim_v}) to be equal"
         return _FORWARD.refusal() or _BACKWARD.refusal()
+
+    def leaves(self, need: Need) -> LeafSizes:
+        return LeafSizes(least=16, usual=512)
 
     def forward(self, call: BlockCall) -> Partial:
         out, lse = super().forward(_wide_call(call))

@@ -19,6 +19,7 @@ from dfa_megatron.kernels.api import BlockCall, BlockKernel, Gradients, Need, Pa
 from dfa_megatron.kernels.current_stream import stream_of
 from dfa_megatron.kernels.launching import uncut
 from dfa_megatron.kernels.segments import Segments
+from dfa_megatron.plan.language.leaves import LeafSizes
 
 logger = logging.getLogger(__name__)
 
@@ -71,6 +72,11 @@ class Flash4Kernel(BlockKernel):
         """See `BlockKernel.replays`: where the package keeps its compiled functions is known for one version."""
         _tell_unseen()
         return _version() == READ
+
+    def leaves(self, need: Need) -> LeafSizes | None:
+        hopper = need.capability is not None and need.capability[0] == 9
+        tried = hopper and need.head_dim == need.head_dim_v and need.head_dim in _SAME_BITS
+        return LeafSizes(least=2048, usual=8192) if tried else None
 
     def launch(self, call: BlockCall) -> Partial:
         call = _varlen(call)
@@ -135,6 +141,9 @@ def _packed_backward(call: BlockCall, dout: torch.Tensor, saved: Saved, **into: 
     dq, dk, dv = _differentiate(**arguments, **known)
     return dq.unsqueeze(0), dk.unsqueeze(0), dv.unsqueeze(0)
 
+
+_SAME_BITS = (64, 128)
+"""Head dims for which a segment was seen to have the same bits in any company, with the deterministic backward."""
 
 _HEAD_DIMS = (32, 64, 96, 128, 192, 256)
 

@@ -17,6 +17,7 @@ from dfa_megatron.kernels.triton.support import (
     triton_refusal,
     with_unit_stride,
 )
+from dfa_megatron.plan.language.leaves import LeafSizes
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -96,6 +97,9 @@ class TritonKernel(BlockKernel):
 
     def replays(self, *, deterministic: bool) -> bool:
         return True
+
+    def leaves(self, need: Need) -> LeafSizes:
+        return LeafSizes(least=16, usual=32) if interpreted() else LeafSizes(least=2048, usual=8192)
 
     def launch(self, call: BlockCall) -> Partial:
         from dfa_megatron.kernels.triton import launches

@@ -154,7 +154,9 @@ def launch_dk_dv(
     """Return (dk, dv); last dimensions, lse and minus_delta are contiguous."""
     (batch, q_len, heads, dim), (kv_len, kv_heads, dim_v) = call.q.shape, call.v.shape[1:]
     programs, group = Programs.of(call.segments, "columns", blocks[1], call.q.device), heads // kv_heads
-    share = heads_of_a_program(group, programs.count * kv_heads * batch, multiprocessors(call.q.device))
+    share = group
+    if not call.deterministic:  # else the sum over a group would depend on how many programs there are
+        share = heads_of_a_program(group, programs.count * kv_heads * batch, multiprocessors(call.q.device))
     summed = heads // share
     dtype = call.k.dtype if share == group else torch.float32
     dk = _gradient(call, (batch, kv_len, summed, dim), dtype)

@@ -28,6 +28,7 @@ from typing import Any, NamedTuple
 
 from dfa_megatron.plan.language.geometry import Span, Tile
 from dfa_megatron.plan.language.layout import Layout
+from dfa_megatron.plan.language.leaves import Grid, LeafSizes, grid_of
 from dfa_megatron.plan.language.mask import Mask, kept_on_mask
 
 
@@ -96,6 +97,7 @@ class Plan:
 
     pairs: of chunks that the mask needs, with their tiles; it follows from mask and layout.
     steps: their number, including steps with transfers only.
+    leaves: where results merge in a fixed order, the sizes of its chunks; None where they merge as they come.
     """
 
     mask: Mask
@@ -103,6 +105,7 @@ class Plan:
     phase: Phase
     blocks: tuple[Block, ...]
     transfers: tuple[Transfer, ...]
+    leaves: LeafSizes | None = None
 
     @cached_property
     def pairs(self) -> Pairs:  # noqa: D102
@@ -113,7 +116,8 @@ class Plan:
         return 1 + max((record.step for records in (self.blocks, self.transfers) for record in records), default=-1)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Plan, (self.mask, self.layout, self.phase, self.blocks, self.transfers)  # what follows from it stays
+        fields = self.mask, self.layout, self.phase, self.blocks, self.transfers, self.leaves
+        return Plan, fields  # what follows from it stays
 
     def __hash__(self) -> int:
         # Every call of an attention looks its plan up, which may have thousands of blocks.
@@ -129,6 +133,11 @@ class Plan:
         """Return this phase alone, as `AttentionPlan.phases` returns both."""
         return (self,)
 
+    @cached_property
+    def order(self) -> Grid | None:
+        """The grid in whose order results merge; None where they merge as they come."""
+        return None if self.leaves is None else grid_of(self.mask, self.leaves)
+
     def tiles(self, block: Block) -> tuple[Tile, ...]:
         """Return the pairs of a block as tiles in global positions."""
         return self.pairs.get((block.q_chunk, block.kv_chunk), ())
@@ -140,6 +149,7 @@ class Plan:
         told += [self.layout.ranks, self.layout.queries if self.layout.queries is not None else -1]
         told += [(t.q.lo, t.q.hi, t.kv.lo, t.kv.hi, t.lo, t.hi) for t in self.mask.tiles]
         told += [(chunk.lo, chunk.hi) for chunk in self.layout.chunks]
+        told += [] if self.leaves is None else [("leaves", self.leaves.least, self.leaves.usual)]
         for records in (self.blocks, self.transfers):
             told += len(records), list(chain.from_iterable(sorted(records)))
         return hashlib.sha256(marshal.dumps(told, 0)).hexdigest()[:16]  # version 0 depends on values only

@@ -26,6 +26,7 @@ class RowsMerge:
 
     lo, hi: rows of the buffer. skip: the partial's row for `lo`. saved: indices of earlier writes merged in this step.
     sum: merge the running sum too. into: destination. freed: indices of saved partials that can be freed afterwards.
+    first: where the order is fixed, whether each saved partial goes first. They are merged one by one then.
     """
 
     lo: int
@@ -35,6 +36,7 @@ class RowsMerge:
     sum: bool
     into: Destination
     freed: tuple[int, ...] = ()
+    first: tuple[bool, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,10 +44,12 @@ class WriteMerge:
     """How one write is merged.
 
     may_become_result: it is a kernel's own output of all rows, whose memory may become the result.
+    may_keep: it is a kernel's own output, which may wait as it is.
     """
 
     rows: tuple[RowsMerge, ...]
     may_become_result: bool
+    may_keep: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,12 +57,13 @@ class BufferMerges:
     """How an accumulator is filled.
 
     writes: in their order. empty: rows that no write reaches. sum: the rows from the first to the last that is ever
-    summed; empty where none is.
+    summed; empty where none is. ordered: partials merge in a fixed tree, see `plan.language.leaves`.
     """
 
     writes: tuple[WriteMerge, ...]
     empty: tuple[Span, ...]
     sum: Span
+    ordered: bool = False
 
 
 class Buffer(NamedTuple):

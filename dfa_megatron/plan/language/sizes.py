@@ -30,6 +30,7 @@ class Sizes:
         dtype: of q, k, v, dout and out, as PyTorch names it.
         backward_needs: tensor that a helper's backward receives beside q, dout and lse: "out" or "delta" (paper,
             section 3.2 and appendix D).
+        wide: results travel in the accumulator's dtype, as nodes of a tree have the same bits wherever they merge.
 
     Raises:
         UnsupportedError: a size is not positive, kv_heads does not divide heads, or there is no such dtype.
@@ -42,6 +43,7 @@ class Sizes:
     head_dim_v: int | None = None
     dtype: str = "bfloat16"
     backward_needs: Literal["delta", "out"] = "out"
+    wide: bool = False
 
     def __post_init__(self) -> None:
         for name in ("batch", "heads", "kv_heads", "head_dim", "value_dim"):
@@ -94,7 +96,11 @@ class Sizes:
                 return ("dk", kv_heads, dim), ("dv", kv_heads, dim_v)
         raise ValueError(f"no name {name!r} travels: q, kv, out, qdo, dq, dkv do")
 
+    def sent_as(self, name: str) -> str:
+        """Return the dtype of the tensors of a name in a message, but for statistics."""
+        return self.accumulator if self.wide and name in ("out", "dq", "dkv") else self.dtype
+
     def row_bytes(self, name: str) -> tuple[int, ...]:
         """Return the bytes of a row of each tensor of a name in a message."""
-        number, statistic = BYTES[self.dtype], BYTES[self.accumulator]
+        number, statistic = BYTES[self.sent_as(name)], BYTES[self.accumulator]
         return tuple(self.batch * heads * (width * number or statistic) for _, heads, width in self.fields(name))

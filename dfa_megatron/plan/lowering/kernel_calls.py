@@ -87,17 +87,20 @@ MOST_COPIES = 0.75
 
 
 class Planned(NamedTuple):
-    """What one kernel call computes: spans of rows, the launches relative to them, their blocks and number of pairs."""
+    """What one kernel call computes: spans of rows, tiles in them, the launches relative to them, and their blocks."""
 
     q: Span
     kv: Span
+    tiles: tuple[Tile, ...]
     launches: tuple[Launch, ...]
     blocks: tuple[Block, ...]
-    area: int
 
 
-Launching = Callable[[tuple[FusedTile, ...]], Sequence[Planned]]
-"""Decide the kernel calls for tiles, each with its block, in rows of the same buffers, and the launches of each."""
+Launching = Callable[[tuple[FusedTile, ...], bool], Sequence[Planned]]
+"""Decide the kernel calls for tiles, each with its block, in rows of the same buffers, and the launches of each.
+
+If asked, no tiles are fused or joined: each is a leaf of a fixed order.
+"""
 
 Divide = Callable[[Sequence[Segment], int, int], tuple[Launch, ...]]
 """Decide the launches of segments in so many rows of q and of kv."""
@@ -111,9 +114,9 @@ def rows_of(piece: Piece) -> Span:
     return piece[-1][0].q
 
 
-def in_packs(tiles: tuple[FusedTile, ...]) -> list[Planned]:
+def in_packs(tiles: tuple[FusedTile, ...], apart: bool = False) -> list[Planned]:
     """Return few calls, each one launch of segments that have bands of their own: those of no kernel in particular."""
-    return [planned(group, as_it_stands) for group in packs([[one] for one in fuse(tiles)])]
+    return [planned(group, as_it_stands) for group in packs([[one] for one in (tiles if apart else fuse(tiles))])]
 
 
 def planned(group: Sequence[Piece], divide: Divide) -> Planned:
@@ -121,7 +124,8 @@ def planned(group: Sequence[Piece], divide: Divide) -> Planned:
     tiles = [one for piece in group for one in piece]
     blocks = {block for _, its in tiles for block in its}
     q, kv, segments = segments_of(tiles)
-    return Planned(q, kv, divide(segments, len(q), len(kv)), tuple(sorted(blocks)), sum(tile.area for tile, _ in tiles))
+    launches = divide(segments, len(q), len(kv))
+    return Planned(q, kv, tuple(tile for tile, _ in tiles), launches, tuple(sorted(blocks)))
 
 
 def as_it_stands(segments: Sequence[Segment], q_len: int, kv_len: int) -> tuple[Launch, ...]:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from itertools import chain
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
+from dfa_megatron.plan.language.geometry import Band
 from dfa_megatron.plan.language.grid import plan_error
 from dfa_megatron.plan.language.ir import Plan, chunk_of
 from dfa_megatron.plan.language.program import Buffer, Call, Merge, Message, Program, Region, Step
@@ -14,6 +15,9 @@ from dfa_megatron.plan.lowering.kernel_calls import FusedTile, Launching, Planne
 from dfa_megatron.plan.lowering.landings import BufferRow, Landings, Life, assign_slots, landings_of
 from dfa_megatron.plan.lowering.merges import plan_merges
 from dfa_megatron.plan.lowering.messages import Parts
+
+if TYPE_CHECKING:
+    from dfa_megatron.plan.lowering.ordered import OrderedWrites
 
 
 def lower_all(plan: Plan, batch: int = 1) -> list[Program]:
@@ -47,6 +51,11 @@ class _Lowering:
 
     def __init__(self, landings: Landings, launching: Launching) -> None:
         plan, self.landings, self.launching = landings.plan, landings, launching
+        self.ordered: OrderedWrites | None = None
+        if plan.order is not None:
+            from dfa_megatron.plan.lowering.ordered import OrderedWrites  # which other plans need not load
+
+            self.ordered = OrderedWrites(plan, landings.rank, plan.order)
         self.plan, self.rank, self.messages, self.rows = plan, landings.rank, landings.messages, landings.rows
         self.layout, self.phase = plan.layout, plan.phase
         self.writes = plan.phase.writes
@@ -68,7 +77,7 @@ class _Lowering:
         its = {name: self.layout.tokens(self.rank, side) for side, name in (*self.phase.reads, *self.phase.writes)}
         rows = {self.own[name]: its[name] for name in self.accumulators}
         rows |= {buffer: parts[0][1] for buffer, parts in enumerate(self.leaving, self.first)}
-        merges = plan_merges(steps, rows)
+        merges = plan_merges(steps, rows) if self.ordered is None else self.ordered.merges(rows)
         own = (Buffer(((name, its[name]),), None, merges.get(buffer)) for name, buffer in self.own.items())
         leaving = (
             Buffer(parts, taken + slot, merges[buffer])
@@ -143,7 +152,7 @@ class _Lowering:
     def _calls(self, step: int) -> Iterator[Call]:
         # A write's rows lie at a fixed distance from the rows it is computed from. Blocks that read and write the same
         # buffers at the same distances can share a kernel call.
-        groups: dict[_Buffers, list[FusedTile]] = defaultdict(list)
+        groups: dict[tuple[_Buffers, Band | None], list[FusedTile]] = defaultdict(list)
         for block in self.messages.blocks.get(step, ()):
             q_buffer, q_row = self.landings.read_place(self.phase.read_q, block.q_chunk, step)
             kv_buffer, kv_row = self.landings.read_place(self.phase.read_kv, block.kv_chunk, step)
@@ -152,11 +161,19 @@ class _Lowering:
                 buffer, row = self._write_place(name, chunk_of(block, side), step)
                 written.append((buffer, row - (q_row if side == "q" else kv_row)))
             by = q_row - self.layout.chunks[block.q_chunk].lo, kv_row - self.layout.chunks[block.kv_chunk].lo
-            for tile in self.plan.tiles(block):
-                groups[_Buffers(q_buffer, kv_buffer, tuple(written))].append((tile.shift(*by), (block,)))
-        for buffers, tiles in groups.items():
-            for planned in self.launching(tuple(tiles)):
-                yield self._call(step, buffers, planned)
+            buffers = _Buffers(q_buffer, kv_buffer, tuple(written))
+            for number, tile in enumerate(self.plan.tiles(block)):
+                placed = tile.shift(*by)
+                if self.ordered is not None:
+                    self.ordered.placed(q_buffer, kv_buffer, placed, block, number)
+                # Leaves by window: in company each has the kernel that it has alone.
+                groups[buffers, None if self.ordered is None else tile.band].append((placed, (block,)))
+        for (buffers, _), tiles in groups.items():
+            for planned in self.launching(tuple(tiles), self.ordered is not None):
+                call = self._call(step, buffers, planned)
+                if self.ordered is not None:
+                    self.ordered.computed(call, planned.tiles)
+                yield call
 
     def _call(self, step: int, buffers: _Buffers, planned: Planned) -> Call:
         q = Region(buffers.q, self.phase.read_q, planned.q.lo, planned.q.hi)
@@ -165,7 +182,8 @@ class _Lowering:
         for (side, name), (buffer, by) in zip(self.writes, buffers.targets, strict=True):
             rows = q if side == "q" else kv
             writes.append(self._write(step, Region(buffer, name, rows.lo + by, rows.hi + by)))
-        return Call(q, kv, planned.launches, tuple(writes), planned.blocks, planned.area)
+        area = sum(tile.area for tile in planned.tiles)
+        return Call(q, kv, planned.launches, tuple(writes), planned.blocks, area)
 
     def _merges(self, step: int, peer: int, parts: Parts) -> Iterator[Merge]:
         """Merge landed partials into the rank's accumulators; adjacent rows form one merge."""
@@ -178,11 +196,13 @@ class _Lowering:
                 rows = self.rows[chunk]
                 to_buffer, to_row = self._write_place(name, chunk, step)
                 start, to_start = row, to_row
-                if runs and runs[-1][1].buffer == to_buffer and runs[-1][1].hi == to_row:
+                if runs and runs[-1][1].buffer == to_buffer and runs[-1][1].hi == to_row and self.ordered is None:
                     before, to_before = runs.pop()
                     start, to_start = before.lo, to_before.lo
                 into = Region(to_buffer, name, to_start, to_row + rows)
                 runs.append((Region(source, name, start, row + rows), into))
+                if self.ordered is not None:
+                    self.ordered.landed(step, peer, chunk, into)
             for region, into in runs:
                 yield Merge(region, self._write(step, into))
 

@@ -61,7 +61,7 @@ def merges_of(rows: int, writes: Writes) -> BufferMerges:
     for of_write in merges.values():
         # Results first: they free saved partials before a sum is allocated.
         of_write.sort(key=lambda one: one.into is not Destination.RESULT)
-    _free_after_last_use(merges)
+    free_after_last_use(merges)
     sum_rows = Span(min((one.lo for one in summed), default=0), max((one.hi for one in summed), default=0))
     mergings = (
         WriteMerge(tuple(merges[at]), may_become_result=may_save and ends[at] == (0, rows))
@@ -85,7 +85,8 @@ def _rows(order: Sequence[int], writes: Writes) -> Iterable[tuple[int, tuple[int
             saved, has_sum = (), True
 
 
-def _free_after_last_use(merges: dict[int, list[RowsMerge]]) -> None:
+def free_after_last_use(merges: dict[int, list[RowsMerge]]) -> None:
+    """Note where each saved partial is merged for the last time."""
     last: dict[int, tuple[int, int]] = {}
     for at in sorted(merges):
         for index, rows_merge in enumerate(merges[at]):

@@ -110,6 +110,9 @@ def _validate_layout(plan: Plan) -> None:
         raise PlanError(f"the chunks are no disjoint cover of the mask's {plan.mask.length} tokens")
     if len(plan.layout.owner) != len(plan.layout.chunks) or min(plan.layout.owner, default=0) < 0:
         raise PlanError("every chunk needs one owner")
+    if plan.order is not None and plan.layout.chunks != plan.order.chunks:
+        cut = sorted({*plan.layout.chunks} ^ {*plan.order.chunks})[:1]
+        raise PlanError(f"the chunks are not those of the fixed order: a leaf is cut or joined, see {cut}")
 
 
 def _refuse_repeats(plan: Plan) -> None:

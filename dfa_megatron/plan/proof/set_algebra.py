@@ -8,14 +8,17 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from operator import attrgetter
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from dfa_megatron.errors import PlanError
-from dfa_megatron.plan.interpret import Accumulator
+from dfa_megatron.plan.interpret import Accumulator, accumulator_of
 from dfa_megatron.plan.language.geometry import Span, Tile, covers
 from dfa_megatron.plan.language.grid import plan_error
 from dfa_megatron.plan.language.ir import Plan
 from dfa_megatron.plan.language.program import Call, Launch, Merge, Message, Program, Region
+
+if TYPE_CHECKING:
+    from dfa_megatron.plan.proof.judge import Judge
 
 Term = tuple[int, Tile]
 """A set of pairs merged into rows of a buffer: the token on the name's own side is the row plus this number."""
@@ -87,12 +90,13 @@ class SetMemory:
     """The memory of an accumulator of sets, see `plan.interpret`.
 
     side: q or kv, whose rows they are. in_place: a sum lies in the result. adopts: a partial's memory may become the
-    result, and a kernel writes where the accumulator says.
+    result, and a kernel writes where the accumulator says. judge: of a fixed order, which every merge has to follow.
     """
 
     side: str
     in_place: bool
     adopts: bool
+    judge: Judge | None = None
 
     def new(self, rows: int, sum: bool) -> View:
         """Return rows that hold nothing yet."""
@@ -117,12 +121,15 @@ class SetMemory:
         """
         if [(id(content), span) for content, span in parts] == [(id(into.content), into.span)]:
             return
-        terms: list[Term] = []
+        found: list[list[Term]] = []
         for content, span in parts:
             if not content.holds(span):
                 raise LookupError("rows that hold nothing are merged")
             by = span.lo - into.span.lo
-            terms += [(shift + by, tile) for shift, tile in content.terms_in(span, self.side)]
+            found.append([(shift + by, tile) for shift, tile in content.terms_in(span, self.side)])
+        if self.judge is not None and len(parts) > 1:
+            self.judge.check(found, into.span)
+        terms = [term for part in found for term in part]
         if into.content.once and into.content.valid[into.content.near(into.span)]:
             raise LookupError("rows of a result are written twice")
         into.content.put(into.span, terms, self.side)
@@ -159,11 +166,16 @@ class Sets:
                 span = plan.layout.chunks[chunk]
                 _append(content.tokens, Span(row, row + len(span)), span.lo - row)
             content.put(Span(0, plan.layout.tokens(program.rank, side)), [])
+        self.judges: dict[str, Judge] = {}
+        if plan.order is not None:
+            from dfa_megatron.plan.proof.judge import Judge  # which other plans need not load
+
+            self.judges = {side: Judge(plan, side, plan.order) for side in self.side_of.values()}
+        memories = {
+            name: [SetMemory(side, *way, self.judges.get(side)) for way in WAYS] for name, side in self.side_of.items()
+        }
         self.accumulators = {
-            number: [
-                Accumulator(buffer.merges, buffer.parts[0][1], SetMemory(self.side_of[buffer.parts[0][0]], *way))
-                for way in WAYS
-            ]
+            number: [accumulator_of(buffer.merges, buffer.parts[0][1], one) for one in memories[buffer.parts[0][0]]]
             for number, buffer in enumerate(program.buffers)
             if buffer.merges is not None
         }
@@ -196,6 +208,8 @@ class Sets:
             for kv_rows, kv_shift in _among(kv, tile.kv)
             if (part := tile.restrict(q_rows, kv_rows))
         ]
+        if self.judges and not self.judges["q"].whole([tile for _, _, tile in tiles]):
+            raise self.fail(f"a segment of {call.q} x {call.kv} is no whole leaf of the fixed order")
         sources = [(call.q.rows, [(shift + call.q.lo, tile) for shift, _, tile in tiles])]
         if self.program.phase.write_kv:
             sources.append((call.kv.rows, [(shift + call.kv.lo, tile) for _, shift, tile in tiles]))

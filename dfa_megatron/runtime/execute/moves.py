@@ -47,12 +47,12 @@ class Moves:
         return len(self.sent) * math.prod(x.shape[1:]) * x.itemsize
 
     def run(
-        self, x: torch.Tensor, group: dist.ProcessGroup | None, fill: float = 0, over: Channel | None = None
+        self, x: torch.Tensor, group: dist.ProcessGroup | None = None, fill: float = 0, over: Channel | None = None
     ) -> torch.Tensor:
         """Return rows by the group's connections, or those of `over`, `fill` where nobody sends. x: (rows, ...)."""
         outgoing = x.index_select(0, self.sent)
         incoming = outgoing
-        if group is not None and group.size() > 1:
+        if over is not None or (group is not None and group.size() > 1):
             incoming = outgoing.new_empty(len(self.received), *x.shape[1:])
             given = _bytes(incoming), _bytes(outgoing), self.receive_counts, self.send_counts
             if over is None:

@@ -7,11 +7,13 @@ are not concerned. The backward runs with the merged lse and out, and is thereby
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import torch
 
 from dfa_megatron.errors import UnsupportedError
-from dfa_megatron.kernels.merge import minus_delta
+from dfa_megatron.kernels.merge import minus_delta, weights_of
+from dfa_megatron.runtime.comm.channel import Channel
 
 
 def sinks_error(sinks: torch.Tensor, q: torch.Tensor) -> UnsupportedError | None:
@@ -33,15 +35,53 @@ def merge_sinks(out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> tu
     A row that sees nothing keeps out 0, and its lse is the sink, which takes all of its probability.
     """
     sink = sinks.to(lse.dtype)[:, None]
-    seen = torch.sigmoid(lse - sink).masked_fill_(lse == -math.inf, 0.0)  # -inf - -inf would be NaN
-    return out.mul_(seen.transpose(1, 2).unsqueeze(-1)), torch.logaddexp(lse, sink)
+    # Of PyTorch's functions for it, sigmoid and logaddexp depend on the place of a number in memory, on a CPU.
+    (seen, _), total = weights_of(torch.stack([lse, sink.expand_as(lse)]))
+    return out.mul_(seen.transpose(1, 2).unsqueeze(-1)), total
 
 
-def sinks_gradient(dout: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
+@dataclass(frozen=True, slots=True)
+class ExactSum:
+    """A sum over the rows of all ranks that is exact, so that its bits depend on neither ranks nor order.
+
+    over: the channel of the ranks; None for one.
+    """
+
+    over: Channel | None
+
+    def __call__(self, terms: torch.Tensor) -> torch.Tensor:
+        """Return the sum over sequences and rows of (batch, heads, rows) on the first rank, and 0 on the others.
+
+        Every number is cut into two integers, in units of the largest on any rank; sums of these are exact. Collective.
+        """
+        terms = terms.double().transpose(0, 1).flatten(1)
+        peak = torch.cat([terms.abs(), terms.new_zeros(len(terms), 1)], 1).amax(1)
+        if self.over is not None:
+            peak = torch.stack(self.over.gather(peak)).amax(0)
+        _, exponent = torch.frexp(peak.nan_to_num(0.0, 0.0))
+        high = (scaled := torch.ldexp(terms, _BITS - exponent[:, None])).round()
+        low = ((scaled - high) * 2.0**_BITS).round()
+        sums = torch.stack([high, low]).nan_to_num(0.0, 0.0, 0.0).long().sum(-1)
+        if self.over is not None:
+            sums = torch.stack(self.over.gather(sums)).sum(0)
+        total = torch.ldexp(sums[0].double(), exponent - _BITS) + torch.ldexp(sums[1].double(), exponent - 2 * _BITS)
+        total = total.where(peak.isfinite(), math.nan)
+        return total if self.over is None or self.over.rank == 0 else torch.zeros_like(total)
+
+
+_BITS = 38
+"""Of each integer: 2 ** 24 rows of them fit in 64 bits."""
+
+
+def sinks_gradient(
+    dout: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor, exact: ExactSum | None = None
+) -> torch.Tensor:
     """Return the gradient of the sinks from this rank's rows: sum of p * -delta, p the probability of the sink.
 
     out and lse come from `merge_sinks`; delta = rowsum(dout * out). A sink of -inf is none, and its gradient is 0.
+    exact: sums over the rows of all ranks for the first of them, and 0 for the others.
     """
     sink = sinks.to(lse.dtype)[:, None]
     p = torch.exp(sink - lse).masked_fill_(sink == -math.inf, 0.0)  # as above
-    return (p * minus_delta(dout, out)).sum((0, 2)).to(sinks.dtype)
+    terms = p * minus_delta(dout, out)
+    return (terms.sum((0, 2)) if exact is None else exact(terms)).to(sinks.dtype)

@@ -13,12 +13,12 @@ from dfa_megatron.kernels.api import BlockCall, BlockKernel, Saved
 from dfa_megatron.kernels.merge import add, identity_, merge
 from dfa_megatron.kernels.segments import Segments
 from dfa_megatron.kernels.tape import call_recorded
-from dfa_megatron.plan.interpret import Accumulator, rank_loop
+from dfa_megatron.plan.interpret import Accumulator, accumulator_of, rank_loop
 from dfa_megatron.plan.language.program import Buffer, Call, Merge, Message, Region, Step
 from dfa_megatron.runtime.comm.transport import Moving, Recv, Send, Transport
 from dfa_megatron.runtime.cuda_driver import Copy
 from dfa_megatron.runtime.execute.bound import Failed
-from dfa_megatron.runtime.execute.wire_format import Field, Fields, copy_of_rows, fields_of, rows_of, sums_of
+from dfa_megatron.runtime.execute.wire_format import Field, Fields, copy_of_rows, fields_of, rows_of, sent_of, sums_of
 from dfa_megatron.runtime.memory_plan import MemoryPlan
 
 
@@ -210,10 +210,11 @@ class Tensors:
         """Return one for (out, lse), or one for each gradient: its partials are freed before the next needs a sum."""
         ((name, rows),) = buffer.parts
         assert buffer.merges is not None
-        partials, results = sums_of(self.sizes, name), fields_of(self.sizes, name)
+        leaves = buffer.slot is not None  # for another rank
+        partials, results = sums_of(self.sizes, name), (sent_of if leaves else fields_of)(self.sizes, name)
         size = len(results) if self.forward else 1
         return [
-            Accumulator(
+            accumulator_of(
                 buffer.merges,
                 rows,
                 TensorMemory(self.sizes.batch, partials[at : at + size], results[at : at + size], self.device),
@@ -222,12 +223,13 @@ class Tensors:
         ]
 
     def _destinations(self, call: Call) -> tuple[torch.Tensor | None, ...]:
-        """Return memory for out, or for dq, dk and dv: None where a result is merged with others, or divided."""
-        found: list[torch.Tensor | None] = []
+        """Return memory for out, or for dq, dk and dv: None where a result is merged, divided, or has another dtype."""
+        found, own = list[torch.Tensor | None](), getattr(torch, self.sizes.dtype)
         for region in call.writes:
             for accumulator in self.write[region.buffer]:
                 place = accumulator.destination()
-                found.append(place[0] if place is not None and place[0].shape[1] == region.rows else None)
+                fits = place is not None and place[0].shape[1] == region.rows and place[0].dtype == own
+                found.append(place[0] if place is not None and fits else None)
         return tuple(found)
 
     def _write(self, into: Region, partial: Fields) -> None:

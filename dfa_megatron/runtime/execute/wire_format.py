@@ -39,6 +39,11 @@ def fields_of(sizes: Sizes, name: str) -> tuple[Field, ...]:
     return _typed(sizes, name, sizes.dtype)
 
 
+def sent_of(sizes: Sizes, name: str) -> tuple[Field, ...]:
+    """Return the tensors of a name as they travel."""
+    return _typed(sizes, name, sizes.sent_as(name))
+
+
 def sums_of(sizes: Sizes, name: str) -> tuple[Field, ...]:
     """Return the tensors in which partials of a name are merged, in the accumulator's dtype."""
     return _typed(sizes, name, sizes.accumulator)
@@ -54,7 +59,7 @@ def _typed(sizes: Sizes, name: str, dtype: str) -> tuple[Field, ...]:
 
 def placed_at(sizes: Sizes, name: str, rows: int, starts: Sequence[int]) -> tuple[Placed, ...]:
     """Return the tensors of so many rows of a name that begin at these bytes."""
-    pairs = zip(fields_of(sizes, name), starts, strict=True)
+    pairs = zip(sent_of(sizes, name), starts, strict=True)
     return tuple(Placed(start, field.dtype, field.shape(sizes.batch, rows)) for field, start in pairs)
 
 
