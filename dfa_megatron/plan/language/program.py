@@ -144,6 +144,10 @@ class Launch(NamedTuple):
         rows, keys = _placed(self.q), _placed(self.kv)
         for segment in self.segments:
             tile = (segment if self.window is None else replace(segment, band=self.window)).tile
+            if len(rows) == len(keys) == 1:  # the usual case
+                if shrunk := tile.shrink():
+                    yield shrunk.shift(rows[0][1], keys[0][1])
+                continue
             for q, by_q in _among(rows, tile.q):
                 for kv, by_kv in _among(keys, tile.kv):
                     if part := tile.restrict(q, kv):
@@ -174,6 +178,9 @@ class Call:
     @property
     def segments(self) -> tuple[Segment, ...]:
         """Return what is computed, as segments in the call's rows."""
+        whole = (Span(0, self.q.rows),), (Span(0, self.kv.rows),)
+        if len(self.launches) == 1 and self.launches[0][:2] == whole:
+            return self.launches[0].segments
         tiles = (tile for launch in self.launches for tile in launch.tiles())
         return tuple(sorted(Segment(t.q.lo, t.q.hi, t.kv.lo, t.kv.hi, t.band) for t in tiles))
 

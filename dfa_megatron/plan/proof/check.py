@@ -92,14 +92,23 @@ def prove(algebra: Sets, messages: RankMessages, promised: Carried) -> None:
                 algebra.land(message, [_landed(plan, *part, tiles) for part, tiles in zip(parts, sums, strict=True)])
                 continue
             for part, contents, tiles in zip(parts, algebra.take(message), sums, strict=True):
-                for content in contents:
+                for content in _unlike(contents):
                     _compare(algebra, *part, content, tiles)
     everything = Span(0, plan.layout.length)
     for side, name in plan.phase.writes:
         spans, home = plan.layout.spans(program.rank, side), program.home_buffer(name)
         pairs = [plan.mask.restrict(*((span, everything) if side == "q" else (everything, span))) for span in spans]
-        for content in algebra.held(home, name):
+        for content in _unlike(algebra.held(home, name)):
             _compare(algebra, name, plan.layout.of(program.rank, side), content, pairs)
+
+
+def _unlike(contents: Sequence[Content]) -> list[Content]:
+    """Return the first of equal contents."""
+    out: list[Content] = []
+    for content in contents:
+        if not any((content.valid, content.terms) == (other.valid, other.terms) for other in out):
+            out.append(content)
+    return out
 
 
 def _sums(
