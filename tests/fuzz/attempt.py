@@ -7,6 +7,7 @@ import functools
 import gc
 import random
 import re
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -112,12 +113,19 @@ def _stays(case: Case, before: dict[int, int] | None) -> float:
 
     The triton kernel's table of segments has up to 7 int32 for every block of 16 tokens of each. 0 if they are fewer.
     """
-    left, whole = [] if before is None else [n for storage, n in held().items() if storage not in before], case.whole
+    whole = case.whole
     sides = [hi - lo for lo, hi in pairwise(whole.offsets)] or [max(len(t.q), len(t.kv)) for t in case.mask.tiles]
     has_table = case.options["kernel"] in ("triton", "triton" if whole.device == "cpu" else "auto")
     blocks = sum(-(-side // 16) for side in sides) if has_table else 0
-    times = max(left, default=0) / max(8 * whole.length, 8 * whole.columns, 28 * blocks)
-    return times if times > 1 else 0.0
+    most, deadline = max(8 * whole.length, 8 * whole.columns, 28 * blocks), time.monotonic() + 2
+    while before is not None:  # another thread may hold a small tensor for a moment
+        left = max((n for storage, n in held().items() if storage not in before), default=0)
+        if left <= most:
+            break
+        if time.monotonic() > deadline:
+            return left / most
+        time.sleep(0.05)
+    return 0.0
 
 
 def _together(case: Case) -> dict[str, float]:
