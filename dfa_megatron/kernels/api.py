@@ -10,13 +10,13 @@ from __future__ import annotations
 import functools
 import math
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 import torch
 
 from dfa_megatron.errors import UnsupportedError
-from dfa_megatron.kernels.launching import Cut, Takes, launches
+from dfa_megatron.kernels.launching import Cut, LaunchKind, Takes, launches
 from dfa_megatron.kernels.segments import Part, Rows, Segments, Split
 from dfa_megatron.plan.language.geometry import Band, Form
 from dfa_megatron.plan.language.leaves import LeafSizes
@@ -90,11 +90,11 @@ class BlockCall:
         """Return a call of a single segment; options are the fields with a default."""
         return cls(q, k, v, Segments.one(band, q.shape[1], k.shape[1]), softmax_scale, **options)
 
-    def part(self, part: Part) -> BlockCall:
-        """Return one launch of this call."""
+    def part(self, part: Part, into: tuple[torch.Tensor | None, ...] = ()) -> BlockCall:
+        """Return one launch of this call; into: memory for the launch's results."""
         k, v = part.columns.take(self.k), part.columns.take(self.v)
         q = part.rows.take(self.q)
-        return BlockCall(q, k, v, part.segments, self.softmax_scale, self.softcap, self.deterministic)
+        return BlockCall(q, k, v, part.segments, self.softmax_scale, self.softcap, self.deterministic, into)
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +133,7 @@ class BlockKernel(ABC):
     """The backward takes out in place of delta, too: one rank sends nothing, and leaves delta to the kernel."""
     cut: Cut | None = None
     """Divides the tile of a segment into tiles that a launch takes; None where it takes any band."""
-    takes: Literal["segment", "window", "segments"] = "segment"
+    takes: LaunchKind = "segment"
     """Which segments one launch computes: see `Takes`."""
     skips_rows: ClassVar[bool] = False
     """A launch of several segments takes memory for its results, and leaves the rows between them as they are there."""
@@ -176,7 +176,7 @@ class BlockKernel(ABC):
         """
         split = self._split(call)
         if (only := split.only) is not None:
-            return self.launch(replace(call.part(only), into=call.into))
+            return self.launch(call.part(only, call.into))
         q, v = call.q, call.v
         (given,) = call.into or (None,)
         out = q.new_empty(*q.shape[:3], v.shape[3]) if given is None else given
@@ -200,7 +200,7 @@ class BlockKernel(ABC):
         """
         split = self._split(call)
         if (only := split.only) is not None and only.is_whole:
-            return self.launch_backward(replace(call, segments=only.segments), dout, saved)
+            return self.launch_backward(call.part(only, call.into), dout, saved)
         q, k, v = call.q, call.k, call.v
         # The gradients of copied keys wait for those of all launches; else keys in common are summed in memory.
         copies = split.copies

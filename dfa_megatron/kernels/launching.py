@@ -27,10 +27,14 @@ Cut = Callable[[Tile], Iterable[Tile]]
 """Divide a tile without empty rows into tiles with disjoint rows whose bands a kernel can express."""
 
 
+LaunchKind = Literal["segment", "window", "segments"]
+"""What one launch computes: one segment, several that share one window, or several of any bands."""
+
+
 class Takes(NamedTuple):
     """What one launch of a kernel computes.
 
-    kind: one segment, several that share one window, or several of any bands; several only for a batch of one.
+    kind: several segments only for a batch of one.
     cut: divides the tile of a single segment; None where a launch takes any band, blind rows included.
     skips: a launch passes over query rows between its segments, so these are not gathered.
     bands: it takes windows that are neither full nor square causal.
@@ -38,7 +42,7 @@ class Takes(NamedTuple):
         the same, those of the same query rows are joined, and those of one window are one launch. Else 0.
     """
 
-    kind: Literal["segment", "window", "segments"]
+    kind: LaunchKind
     cut: Cut | None = None
     skips: bool = False
     bands: bool = True

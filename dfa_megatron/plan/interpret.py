@@ -206,15 +206,6 @@ class OrderedAccumulator(Accumulator[Values]):
     happens      waits     waits     0+1 waits        2+3, then 01+23 is the result
     """
 
-    def destination(self) -> Values | None:
-        """Return the rows of the result that the next partial fills alone, or None."""
-        merging = self._merges.writes[self._next]
-        first, *more = merging.rows or (None,)
-        if first is None or more or first.saved or first.skip or first.into is not Destination.RESULT:
-            return None
-        adopted = merging.may_become_result and self._result is None
-        return None if adopted else self._place(first, Destination.RESULT)
-
     def write(self, partial: Values) -> None:
         """Merge the next partial with all that it completes, node by node."""
         number, self._next = self._next, self._next + 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -18,7 +18,7 @@ from dfa_megatron.kernels.adapters.shared import (
     vectorised,
 )
 from dfa_megatron.kernels.api import BlockCall, BlockKernel, Gradients, Need, Partial, Saved
-from dfa_megatron.kernels.launching import cut_tall
+from dfa_megatron.kernels.launching import LaunchKind, cut_tall
 from dfa_megatron.kernels.segments import Segments
 from dfa_megatron.plan.language.geometry import FULL, Segment
 
@@ -55,7 +55,7 @@ class AtenFlashKernel(BlockKernel):
         return build_refusal() or _build_refusal() or _FORWARD.refusal() or _BACKWARD.refusal()
 
     @property
-    def takes(self) -> Literal["segment", "window"]:  # type: ignore[override]
+    def takes(self) -> LaunchKind:  # type: ignore[override]
         return "window" if _packs() else "segment"
 
     def replays(self, *, deterministic: bool) -> bool:

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from dfa_megatron.plan.language.geometry import Span, joined_spans
+from dfa_megatron.plan.language.geometry import Span
 from dfa_megatron.plan.language.mask import Mask
 
 Keys = tuple[int, ...]
@@ -82,7 +82,7 @@ def grid_of(mask: Mask, sizes: LeafSizes) -> Grid:
     chunks, numbers, counts, end = list[Span](), list[int](), [0] * len(runs), 0
     for number, run in enumerate((*runs, Span(mask.length, mask.length))):
         if run.lo > end:
-            gaps = joined_spans([Span(end, run.lo)]) if mask.queries is None else _apart(end, run.lo, mask.queries)
+            gaps = _apart(end, run.lo, mask.length if mask.queries is None else mask.queries)
             chunks, numbers = [*chunks, *gaps], [*numbers, *(0 for _ in gaps)]
         end = run.hi
         size, first = sizes.of(len(run)), 0 if number == len(runs) else _first(home, number)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby, pairwise
 from operator import itemgetter
@@ -102,6 +103,45 @@ def validate(plan: Plan) -> None:
             known = step >= 0 and rank in ranks and q in chunks and kv in chunks
             why = "holds no pair of the mask" if known else f"is no block of a plan on {plan.ranks} ranks"
             raise plan_error(plan, f"{b} {why}", step, rank)
+
+
+Carried = Mapping[Transfer, Sequence[Block]]
+"""Each transfer of a result -> the blocks whose sum it is."""
+
+SumsHeld = Mapping[tuple[int, str, int], Sequence[Block]]
+"""(rank, name, chunk) of a result -> the blocks whose sum the rank has at the end."""
+
+
+def carried_by(plan: Plan) -> tuple[Carried, SumsHeld]:
+    """Return what every transfer of a result carries, and what the ranks end with.
+
+    Raises:
+        PlanError: a rank sends a result that it does not have.
+    """
+    blocks: dict[int, list[Block]] = defaultdict(list)
+    transfers: dict[int, list[Transfer]] = defaultdict(list)
+    for block in plan.blocks:
+        blocks[block.step].append(block)
+    for transfer in plan.transfers:
+        if transfer.what in plan.phase.write_names:
+            transfers[transfer.step].append(transfer)
+    held: dict[tuple[int, str, int], list[Block]] = defaultdict(list)
+    found: dict[Transfer, list[Block]] = {}
+    write_q, write_kv = plan.phase.write_q, plan.phase.write_kv
+    for step in range(plan.steps):
+        sent = [held.pop((t.src, t.what, t.chunk), []) for t in transfers[step]]
+        for t, sum_of in zip(transfers[step], sent, strict=True):
+            if not sum_of:
+                raise plan_error(plan, f"R3: it sends {t.what} of chunk {t.chunk} that it never wrote", step, t.src)
+        for block in blocks[step]:
+            _, rank, q, kv = block
+            held[rank, write_q, q].append(block)
+            if write_kv:
+                held[rank, write_kv, kv].append(block)
+        for t, sum_of in zip(transfers[step], sent, strict=True):
+            found[t] = sum_of
+            held[t.dst, t.what, t.chunk] += sum_of
+    return found, held
 
 
 def _validate_layout(plan: Plan) -> None:

@@ -10,10 +10,11 @@ from typing import NamedTuple
 
 from dfa_megatron.errors import PlanError
 from dfa_megatron.plan.language.geometry import Span, Tile, joined_spans
-from dfa_megatron.plan.language.ir import Block, Plan, Transfer, chunk_of
+from dfa_megatron.plan.language.ir import Block, Plan, Transfer
 from dfa_megatron.plan.language.leaves import Grid, Keys, halves
 from dfa_megatron.plan.language.program import BufferMerges, Call, Destination, Region, RowsMerge, WriteMerge
 from dfa_megatron.plan.lowering.merges import free_after_last_use
+from dfa_megatron.plan.lowering.messages import carried_by
 
 
 class LeafRows(NamedTuple):
@@ -37,7 +38,8 @@ class OrderedWrites:
 
     def __init__(self, plan: Plan, rank: int, grid: Grid) -> None:
         self.plan, self.rank, self.grid = plan, rank, grid
-        self._brought, self._side_of = brought(plan), {name: side for side, name in plan.phase.writes}
+        self._side_of = {name: side for side, name in plan.phase.writes}
+        self._carried, _ = carried_by(plan)
         self._writes: dict[int, list[OrderedWrite]] = defaultdict(list)
         self._leaves: dict[tuple[int, int, Tile], tuple[int, int]] = {}
 
@@ -61,7 +63,7 @@ class OrderedWrites:
         """Note what a chunk of a message brings."""
         by, by_q = into.lo - self.plan.layout.chunks[chunk].lo, self._side_of[into.name] == "q"
         pieces = list[LeafRows]()
-        for block in self._brought[Transfer(step, peer, self.rank, into.name, chunk)]:
+        for block in self._carried[Transfer(step, peer, self.rank, into.name, chunk)]:
             for number, tile in enumerate(self.plan.tiles(block)):
                 rows, other = (tile.q, block.kv_chunk) if by_q else (tile.kv, block.q_chunk)
                 pieces.append(LeafRows(rows.lo + by, rows.hi + by, self.grid.key(other, number)))
@@ -70,22 +72,6 @@ class OrderedWrites:
     def merges(self, rows: Mapping[int, int]) -> dict[int, BufferMerges]:
         """Plan the merges of every accumulator, given as buffer -> its rows."""
         return {buffer: merges_in_order(count, self._writes[buffer]) for buffer, count in rows.items()}
-
-
-def brought(plan: Plan) -> Mapping[Transfer, Sequence[Block]]:
-    """Return the blocks whose sum each transfer of a result brings: those since the transfer before it."""
-    sides = {name: side for side, name in plan.phase.writes}
-    blocks: dict[tuple[int, str, int], list[Block]] = defaultdict(list)
-    for block in sorted(plan.blocks):
-        for side, name in plan.phase.writes:
-            blocks[block.rank, name, chunk_of(block, side)].append(block)
-    found: dict[Transfer, Sequence[Block]] = {}
-    for transfer in sorted(plan.transfers):
-        if transfer.what in sides:
-            waiting = blocks[transfer.src, transfer.what, transfer.chunk]
-            found[transfer] = [block for block in waiting if block.step < transfer.step]
-            del waiting[: len(found[transfer])]
-    return found
 
 
 def merges_in_order(rows: int, writes: Sequence[OrderedWrite]) -> BufferMerges:

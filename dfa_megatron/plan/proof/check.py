@@ -9,8 +9,8 @@ The bytes of messages are proved too (`prove_places`).
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from itertools import accumulate, pairwise
 from operator import attrgetter
 
@@ -18,11 +18,11 @@ from dfa_megatron.errors import PlanError
 from dfa_megatron.plan.interpret import rank_loop
 from dfa_megatron.plan.language.geometry import Span, Tile, covers
 from dfa_megatron.plan.language.grid import grid, plan_error
-from dfa_megatron.plan.language.ir import AttentionPlan, Block, Plan, Transfer
+from dfa_megatron.plan.language.ir import AttentionPlan, Plan, Transfer
 from dfa_megatron.plan.language.program import Program
 from dfa_megatron.plan.lowering.landings import ALIGNMENT, Arenas, Landings, Places, landings_of
 from dfa_megatron.plan.lowering.lower import lower
-from dfa_megatron.plan.lowering.messages import RankMessages
+from dfa_megatron.plan.lowering.messages import Carried, RankMessages, SumsHeld, carried_by
 from dfa_megatron.plan.proof.set_algebra import Content, Sets
 
 
@@ -195,10 +195,6 @@ def _disjoint(tiles: Sequence[Tile], side: str) -> bool:
     return True
 
 
-Carried = Mapping[Transfer, Sequence[Block]]
-"""Each transfer of a result -> the blocks whose sum it is."""
-
-
 _pair_of = attrgetter("q_chunk", "kv_chunk")
 
 
@@ -208,34 +204,12 @@ def carried(plan: Plan) -> Carried:
     Raises:
         PlanError: a result is missing, counted twice, stranded, or sent by a rank that has none.
     """
-    blocks: dict[int, list[Block]] = defaultdict(list)
-    transfers: dict[int, list[Transfer]] = defaultdict(list)
-    for block in plan.blocks:
-        blocks[block.step].append(block)
-    for transfer in plan.transfers:
-        if transfer.what in plan.phase.write_names:
-            transfers[transfer.step].append(transfer)
-    held: dict[tuple[int, str, int], list[Block]] = defaultdict(list)
-    found: dict[Transfer, list[Block]] = {}
-    write_q, write_kv = plan.phase.write_q, plan.phase.write_kv
-    for step in range(plan.steps):
-        sent = [held.pop((t.src, t.what, t.chunk), []) for t in transfers[step]]
-        for t, sum_of in zip(transfers[step], sent, strict=True):
-            if not sum_of:
-                raise plan_error(plan, f"R3: it sends {t.what} of chunk {t.chunk} that it never wrote", step, t.src)
-        for block in blocks[step]:
-            _, rank, q, kv = block
-            held[rank, write_q, q].append(block)
-            if write_kv:
-                held[rank, write_kv, kv].append(block)
-        for t, sum_of in zip(transfers[step], sent, strict=True):
-            found[t] = sum_of
-            held[t.dst, t.what, t.chunk] += sum_of
+    found, held = carried_by(plan)
     _prove(plan, held)
     return found
 
 
-def _prove(plan: Plan, held: Mapping[tuple[int, str, int], Sequence[Block]]) -> None:
+def _prove(plan: Plan, held: SumsHeld) -> None:
     """Compare what the owners hold at the end with the pairs of the mask."""
     owner, last = plan.layout.owner, plan.steps - 1
     at_owner: dict[str, list[tuple[int, int]]] = {name: [] for name in plan.phase.write_names}

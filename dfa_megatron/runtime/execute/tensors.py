@@ -133,6 +133,7 @@ class Tensors:
         """Run one kernel call and write its results."""
         (q, *known), (k, v) = self.fields(call.q), self.fields(call.kv)
         segments = next(self._segments)
+        assert (segments.q_len, segments.kv_len) == (call.q.rows, call.kv.rows), "a step's calls run in their order"
         into = self._destinations(call) if self.kernel.writes_into else ()
         block = BlockCall(q, k, v, segments, self.softmax_scale, self.softcap, self.deterministic, into)
         if self.forward:
