@@ -28,7 +28,7 @@ def identity_(out: torch.Tensor, lse: torch.Tensor) -> None:
 def merge(parts: Sequence[Partial], into: Partial) -> None:
     """Merge up to four normalised partials of the same rows.
 
-    `into` is the first part, tensor for tensor, or memory of its own. Any dtypes; the arithmetic is float32, float64
+    `into` is one of the parts, tensor for tensor, or memory of its own. Any dtypes; the arithmetic is float32, float64
     where any of them is. A part whose lse is -inf weighs exactly 0, and -inf everywhere leaves 0 and -inf. NaN is
     passed on, never hidden. Source: the online softmax (Milakov and Gimelshein 2018) in normalised form,
     L = log(sum of exp L_i), O = sum of exp(L_i - L) O_i. On CUDA one Triton kernel does it where it can.
@@ -52,7 +52,7 @@ def weights_of(lses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def add(parts: Sequence[torch.Tensor], into: torch.Tensor) -> None:
     """Write the sum of up to four parts, (batch, rows, heads, dim) each, to `into`, rounded once.
 
-    `into` is the first part, or memory of its own.
+    `into` is one of the parts, or memory of its own.
     """
     if _fusable(*parts, into) and all(_dense_rows(x) for x in (*parts, into)):
         from dfa_megatron.kernels.triton import merge as triton_merge

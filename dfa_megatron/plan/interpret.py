@@ -98,7 +98,7 @@ class Memory(Protocol[Values]):
         """Return a view of rows lo..hi of these."""
 
     def merge(self, parts: list[Values], into: Values) -> None:
-        """Write the merge of one or more parts; the first may be `into`."""
+        """Write the merge of one or more parts; one of them may be `into`."""
 
     def clear(self, rows: Values) -> None:
         """Set rows to the identity of the merge."""
@@ -177,7 +177,7 @@ class Accumulator(Generic[Values]):
             same = to.into is Destination.SUM or self.memory.in_place
             parts.append(into if same else self._place(to, Destination.SUM))
         for other in (*to.saved, number):
-            if other == self._write_of_result and in_result:  # it lies in `into` already, and must come first
+            if other == self._write_of_result and in_result:  # it lies in `into` already; the first need not be copied
                 parts.insert(0, into)
             elif other == number:
                 parts.append(rows)

@@ -13,9 +13,9 @@ import pytest
 
 from dfa_megatron.errors import PlanError
 from dfa_megatron.kernels.launching import Takes, launches, uncut
-from dfa_megatron.plan.language.geometry import Band, Span
+from dfa_megatron.plan.language.geometry import FULL, Band, Segment, Span
 from dfa_megatron.plan.language.ir import Plan
-from dfa_megatron.plan.language.mask import causal
+from dfa_megatron.plan.language.mask import causal, full
 from dfa_megatron.plan.language.program import BufferMerges, Call, Destination, Launch, Program, Region, Step
 from dfa_megatron.plan.lowering.kernel_calls import in_packs
 from dfa_megatron.plan.lowering.landings import ALIGNMENT, Arenas, Places, landings_of, place
@@ -65,6 +65,19 @@ def test_every_rank_finds_its_own_wrong_results_and_together_they_find_all() -> 
     for some in (programs[1:2], programs):
         with pytest.raises(PlanError, match="does not hold each pair"):
             check_programs(landings_of(plan), some)
+
+
+def test_query_rows_in_two_launches_are_refused() -> None:
+    """The pairs are right, but a kernel writes the rows of a launch: the second one's results would be all."""
+    plan = plan_of("ring", full(12), 2).forward
+    programs = lower_all(plan)
+    first, *rest = programs[0].steps
+    (call,) = first.calls
+    keys = Span(0, 4), Span(4, call.kv.rows)
+    halves = tuple(Launch((Span(0, 6),), (kv,), (Segment(0, 6, 0, len(kv), FULL),)) for kv in keys)
+    programs[0] = replace(programs[0], steps=(replace(first, calls=(replace(call, launches=halves),)), *rest))
+    with pytest.raises(PlanError, match="are in two launches"):
+        check_programs(landings_of(plan), programs)
 
 
 SLOTS = {"balanced_shared": (4, 5), "balanced": (4, 5), "zigzag": (2, 5), "ring": (2, 5)}

@@ -21,7 +21,7 @@ def _merge(
     out0_batch, out1_batch, out2_batch, out3_batch, into_batch, rows0, rows1, rows2, rows3, into_rows,
     COUNT: tl.constexpr, DIM: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """One program: BLOCK_ROWS rows of one head, of the first COUNT parts. `into` may be the first.
+    """One program: BLOCK_ROWS rows of one head, of the first COUNT parts. `into` may be one of them.
 
     Rows are slices of dense tensors: an out's batches are `*_batch` elements apart, an lse's heads `rows*`.
     """
@@ -58,7 +58,7 @@ def _merge(
         merged += d[:, None] * tl.load(out3 + batch * out3_batch + at, mask=inside, other=0.0).to(tl.float32)
     merged = merged / tl.where(total == 0.0, 1.0, total)[:, None]
     # Several warps load the same lse, because a vector of rows is repeated over them. None may store before all have
-    # loaded, or a late one would take the merged lse for the old one where into is the first part.
+    # loaded, or a late one would take the merged lse for the old one where into is a part.
     tl.debug_barrier()
     tl.store(into_lse + one * into_rows + rows, peak + tl.log(total), mask=there)
     tl.store(into_out + batch * into_batch + at, merged.to(into_out.dtype.element_ty), mask=inside)
@@ -74,7 +74,7 @@ def takes(out: torch.Tensor, lse: torch.Tensor) -> bool:
 def merge(parts: Sequence[tuple[torch.Tensor, torch.Tensor]], into: tuple[torch.Tensor, torch.Tensor]) -> None:
     """`into` becomes the merge of two to four partials (out, lse); shapes as in `merge.merge`, all as `takes` wants.
 
-    `into` is the first part, tensor for tensor, or shares no memory with any.
+    `into` is one of the parts, tensor for tensor, or shares no memory with any.
     """
     batch, length, heads, dim = into[0].shape
     if not into[0].numel():
