@@ -5,7 +5,7 @@
         --head-dim 16 --layers 2 --rounds 2 --transport auto
 
 Host time is that of issuing a forward and a backward of 16 layers, for each layer, from an idle device; `ms` is until
-the device has done them. `before` is verify off while no watchdog runs in the process. Results with and without are
+the device has done them. `before` is verify off while no watch runs in the process. Results with and without are
 compared to the bit first.
 """
 

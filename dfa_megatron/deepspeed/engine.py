@@ -20,7 +20,6 @@ from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.huggingface.checkpointing import set_checkpointing
 from dfa_megatron.huggingface.distribute import distribute_attention, transformers_model
 from dfa_megatron.huggingface.mesh import Mesh, make_mesh
-from dfa_megatron.runtime.comm.compared import exposed
 from dfa_megatron.runtime.comm.groups import group_name, resolve
 
 logger = logging.getLogger(__name__)
@@ -139,8 +138,6 @@ def _pipelined(
 
     def finish(engine: Any) -> None:
         _accept(engine, mesh, settings)
-        if block.options.verify == "on":
-            engine._exec_schedule = exposed(engine.grid.get_pipe_parallel_group())(engine._exec_schedule)
         if block.options.checkpoints_layers:
             pipeline.set_checkpointing(engine, block.options)
 

@@ -7,10 +7,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from megatron.core import parallel_state
 from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.package_info import MAJOR, MINOR
-from megatron.core.pipeline_parallel import schedules
 from megatron.core.transformer import multi_token_prediction
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
@@ -29,7 +27,6 @@ from dfa_megatron.megatron.layers.layer import DistributedAttentionLayer, Distri
 from dfa_megatron.megatron.layers.prediction import counting, rolling
 from dfa_megatron.megatron.output import scores
 from dfa_megatron.megatron.replace import replace, with_ours
-from dfa_megatron.runtime.comm.compared import exposed
 from dfa_megatron.runtime.environment import warn_of_untested
 
 _ATTENTION_SLOTS = ("attention_layer", "mla_layer")
@@ -84,23 +81,11 @@ def distribute_attention(
 
 def _replace_names(options: MegatronConfig) -> None:
     """Replace what Megatron's models call by name; outside of a distributed model they stay Megatron's."""
-    for name in ("with", "without") if options.verify == "on" else ():
-        replace(schedules, f"forward_backward_pipelining_{name}_interleaving", telling_stages)
     replace(LanguageModule, "__init__", with_door)
     setattr(LanguageModule, WATCHED, scores)
     replace(multi_token_prediction, "roll_tensor", rolling)
     replace(multi_token_prediction, "process_mtp_loss", counting, optional=(MAJOR, MINOR) < (0, 19))
     replace(WrappedTorchNorm, "__new__", bearing_sequence_parallelism)
-
-
-def telling_stages(megatrons: Callable[..., Any]) -> Callable[..., Any]:
-    """Have a stage of a pipeline that refuses a micro-batch tell the others, which wait for it in a receive."""
-
-    def run(*args: Any, pg_collection: Any = None, **kwargs: Any) -> Any:
-        with exposed(getattr(pg_collection, "pp", None) or parallel_state.get_pipeline_model_parallel_group()):
-            return megatrons(*args, pg_collection=pg_collection, **kwargs)
-
-    return run
 
 
 def _layer(spec: Any, context: AttentionContext) -> ModuleSpec:

@@ -6,6 +6,7 @@ import importlib.metadata
 import logging
 import os
 import re
+import select
 import socket
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -110,16 +111,19 @@ def process() -> dict[str, str]:
 
 
 def has_ended(pid: int) -> bool:
-    """Return whether a process of this namespace has ended; a zombie counts as ended."""
+    """Return whether a process of this namespace has ended; one that its parent has not yet waited for counts."""
     try:
-        return (
-            Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace").rpartition(")")[2].split()[0]
-            in "ZX"
-        )
-    except FileNotFoundError:
+        handle = os.pidfd_open(pid)
+    except ProcessLookupError:
         return True
-    except OSError:
+    except (AttributeError, OSError):  # not Linux, or a sandbox
         return False
+    try:
+        poll = select.poll()
+        poll.register(handle, select.POLLIN)
+        return bool(poll.poll(0))
+    finally:
+        os.close(handle)
 
 
 def installed(package: str) -> str | None:

@@ -239,7 +239,8 @@ def run_forward(prepared: Prepared, inputs: Inputs, *, trains: bool = True) -> F
         out, lse = exchange.to_tokens("forward", run.run_forward(exchange.inner, Inputs(*qkv), trains=trains))
     if sinks is not None:
         out, lse = merge_sinks(out, lse, sinks)
-    return out.contiguous(), lse.contiguous(), *(qkv if exchange.heads.copies == 1 else ())
+    found = run.spoiled(prepared, (out.contiguous(), lse.contiguous()))
+    return *found, *(qkv if exchange.heads.copies == 1 else ())
 
 
 def run_backward(prepared: Prepared, dout: torch.Tensor, saved: SavedTensors) -> InputGradients:
@@ -259,7 +260,8 @@ def run_backward(prepared: Prepared, dout: torch.Tensor, saved: SavedTensors) ->
     if prepared.whole is not None:
         prepared.whole.end_of_backward()
     dsinks = None if sinks is None else sinks_gradient(dout, out, lse, sinks, prepared.sums)
-    return dq.contiguous(), dk.contiguous(), dv.contiguous(), dsinks
+    dq, dk, dv = run.spoiled(prepared, (dq.contiguous(), dk.contiguous(), dv.contiguous()))
+    return dq, dk, dv, dsinks
 
 
 def _wide(statistic: torch.Tensor) -> torch.Tensor:

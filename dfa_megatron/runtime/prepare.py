@@ -274,7 +274,7 @@ def _build_and_agree(make: Make, request: Request, over: Channel | None, inputs:
         own = {"thread": over.calls.thread, "device": over.place(inputs.q.device)}
         facts = facts_of(prepared, inputs) | own
         parts = over.agree(facts | {"requires_grad": f"{trains}, for any of the inputs"}, part)
-        if part and {*parts} == {part}:
+        if part and len({*parts}) == 1:
             _warn("q, k and v are the same on all ranks of a group: each takes its own part, as of shard_sequence")
         if request.verify:
             running = tuple([over.running(kind, inputs.q.device) for kind in kinds_of(facts, prepared)])

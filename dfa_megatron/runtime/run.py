@@ -82,7 +82,7 @@ def run_forward(prepared: Prepared, inputs: Inputs, *, trains: bool = True) -> F
         out, lse = _around(prepared, functools.partial(run, prepared, memory), (q, k, v))
     if sinks is not None:
         out, lse = merge_sinks(out, lse, sinks)
-    return out.contiguous(), lse.contiguous()
+    return spoiled(prepared, (out.contiguous(), lse.contiguous()))
 
 
 def run_backward(prepared: Prepared, dout: torch.Tensor, saved: SavedTensors) -> InputGradients:
@@ -100,7 +100,15 @@ def run_backward(prepared: Prepared, dout: torch.Tensor, saved: SavedTensors) ->
     if prepared.whole is not None:
         prepared.whole.end_of_backward()
     dsinks = None if sinks is None else sinks_gradient(dout, out, lse, sinks, prepared.sums)
-    return dq.contiguous(), dk.contiguous(), dv.contiguous(), dsinks
+    dq, dk, dv = spoiled(prepared, (dq.contiguous(), dk.contiguous(), dv.contiguous()))
+    return dq, dk, dv, dsinks
+
+
+def spoiled(prepared: Prepared, results: Fields) -> Fields:
+    """Return the results of a call; NaN once the group is lost."""
+    if prepared.whole is not None:
+        prepared.whole.spoiled(*results)
+    return results
 
 
 def _around(prepared: Prepared, run: Callable[[Fields], Fields], inputs: Fields) -> Fields:

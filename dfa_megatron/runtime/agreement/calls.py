@@ -95,21 +95,20 @@ class Calls:
 
     Attributes:
         last: the call that began last.
-        doing: text of the running call, "" outside. exposed: outside, too, the caller waits for ranks' other messages.
+        doing: text of the running call, "" outside.
         lost: the error that lost the group, if one did. told: whether the caller has seen it.
         where: returns the step that runs and the ranks that it waits for, if a transport can tell.
         when_lost: called once, when the group is lost.
     """
 
     def __init__(self) -> None:
-        self.last, self.doing, self.exposed, self.told = CountedCall(0, 0, 0), "", False, False
+        self.last, self.doing, self.told = CountedCall(0, 0, 0), "", False
         self.lost: DistAttentionError | None = None
         self.where: Callable[[], tuple[int, tuple[int, ...]]] | None = None
         self.when_lost: Callable[[], object] = nothing
         self._log, self._texts, self._refused = [self.last] * KEPT, dict[int, str](), (0, "")
         self._done: dict[torch.device, torch.cuda.Event] = {}
         self._thread: threading.Thread | None = None
-        self._caller: threading.Thread | None = None
 
     def add(self, kind: Kind, layer: int = 0) -> CountedCall:
         """Count a call of that kind. Raises the error that lost the group, if one did."""
@@ -142,7 +141,7 @@ class Calls:
             if not stray:  # of which nothing was sent, on any rank
                 self.lose(error, told=False)
             raise error
-        self.doing, self._caller = kind.text, me
+        self.doing = kind.text
         try:
             return self.add(kind, layer)
         except BaseException:
@@ -165,7 +164,7 @@ class Calls:
 
     @contextmanager
     def waiting(self, doing: str) -> Iterator[None]:
-        """Show the watchdog a wait for other ranks that is not a call."""
+        """Show the watch a wait for other ranks that is not a call."""
         before, self.doing = self.doing, doing
         try:
             yield
@@ -198,11 +197,6 @@ class Calls:
     def pending(self) -> bool:
         """Return whether a device still works on a call that the host has issued."""
         return not all(done.query() for done in list(self._done.values()))
-
-    @property
-    def threads(self) -> tuple[threading.Thread, ...]:
-        """The thread that makes the calls, and the one of the last: autograd's, in a backward on a GPU."""
-        return tuple({thread for thread in (self._thread, self._caller) if thread is not None})
 
     @property
     def thread(self) -> str:

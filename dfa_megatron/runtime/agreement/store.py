@@ -59,7 +59,7 @@ class GroupStore:
         self._rounds, self._stores = 0, 0
         self._longest = max(_LONGEST, (dist.get_world_size() if dist.is_initialized() else 1) / REQUESTS)
         # To read a note that is not there would block. Ranks read these once all have met, so from here on they exist.
-        client.compare_set(heartbeat_of(self.members[rank]), "", "[0, 0, {}]")
+        client.compare_set(heartbeat_of(self.members[rank]), "", "[0, {}]")
         client.compare_set(self.lost, "", NOTHING)
 
     @classmethod
@@ -125,14 +125,13 @@ class GroupStore:
 
 
 State = Sequence[Any]
-"""Of a rank in a group: its last call's number and chain, and what it does; a list, as JSON has it."""
+"""Of a rank in a group: its last call's number and chain, what it does, and whether it knows that the group is lost."""
 
 
 class Heartbeat(NamedTuple):
-    """The time, the seconds until the next one is due (0: none), and the state of each group by its key."""
+    """The time, and the state of each group by its key."""
 
     at: int
-    due: float
     groups: dict[str, State]
 
 

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import hashlib
 import json
+import struct
 import threading
 import uuid
 from collections import OrderedDict
@@ -21,7 +22,8 @@ from torch.utils.checkpoint import _StopRecomputationError
 from dfa_megatron.errors import AbsentError, DistAttentionError, LostGroupError, UnsupportedError
 from dfa_megatron.runtime.agreement.calls import BACKWARD_ENDS, Calls, Facts, Kind, current_layer, different
 from dfa_megatron.runtime.agreement.store import GroupStore, Waiter, bounded, nothing
-from dfa_megatron.runtime.agreement.watchdog import Watched, watch
+from dfa_megatron.runtime.agreement.watch import Watched, watch
+from dfa_megatron.runtime.comm.spoiler import Spoiler
 from dfa_megatron.runtime.comm.transports import Communicator, Transports
 from dfa_megatron.runtime.environment import has_ended, has_one_queue, host, links, process, slowest
 
@@ -32,6 +34,12 @@ _SUBJECT = "prepare this attention"
 """What ranks come together for, if nothing else is said."""
 _CLOSING = 10.0
 """Seconds that a thread waits while another one closes the channel."""
+_DIGEST, _CALL = 32, struct.Struct("<QQ")
+"""Bytes of a digest, and the number and the chain of a call."""
+
+
+def _digest(text: str) -> bytes:
+    return hashlib.sha256(text.encode()).digest()
 
 
 class Channel:
@@ -41,7 +49,7 @@ class Channel:
         store: of the ranks. Subgroups share the calls.
         timeout: the group's own. A rank that does not come to agree is waited for a quarter of it.
         alive: whether the group still exists.
-        verify: start the watchdog.
+        verify: watch the group.
         whole: the channel of which this is a subgroup.
 
     Attributes:
@@ -49,7 +57,7 @@ class Channel:
         hosts: number of machines that the ranks are on.
         links: the slowest links among them. one_queue: whether any of them has one hardware queue for all streams.
         wait: runs a blocking call, such as a wait for messages between CPUs. Raises an AbsentError if a connection
-            broke, and an error that another rank or the watchdog has found meanwhile.
+            broke, and an error that another rank or the watch has found meanwhile.
         ended: called once the group is destroyed; closes the channel.
         prepared: attentions that the ranks have agreed on. agreed: exchanges of other kinds. Last used, last in them.
     """
@@ -75,6 +83,7 @@ class Channel:
         self.wait = self._waiter.wait
         self._watched: Watched | None = None if whole is None else whole._watched
         self._collectives: dict[str, Communicator] = {}
+        self._spoilers: dict[torch.device, Spoiler] = {}
         self._subgroups: dict[tuple[int, ...], Channel] = {}
         self._closing, self._closed = threading.Lock(), False
         self._backward, self.on_cpu, self._name = -1, True, ""
@@ -106,31 +115,33 @@ class Channel:
         with self.collective():
             return [json.loads(text) for text in self._collect(json.dumps(facts), subject)]
 
-    def agree(self, facts: Facts, beside: str = "") -> list[str]:
+    def agree(self, facts: Facts, beside: str = "") -> list[bytes]:
         """Compare facts with those of the other ranks; collective. A fact "error" fails every rank.
 
-        Returns what every rank has brought beside them.
+        Returns a digest of what every rank has brought beside them.
 
         Raises:
             AbsentError: a rank did not come; the group is lost.
             DisagreementError: they differ, or a rank has sent an error; the group is not lost.
         """
         # Facts are almost always equal. Then only a digest of each rank's has travelled.
-        digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+        digests = _digest(json.dumps(facts, sort_keys=True)) + _digest(beside)
         with self.collective():
-            notes = [note.partition(" ") for note in self._collect(f"{digest} {beside}", _SUBJECT)]
-            if len({theirs for theirs, _, _ in notes}) > 1 or "error" in facts:
+            notes = self._meet(digests)
+            if len({theirs[:_DIGEST] for theirs in notes}) > 1 or "error" in facts:
                 raise different(self.exchange(facts))
-        return [more for _, _, more in notes]
+        return [theirs[_DIGEST:] for theirs in notes]
 
     def _collect(self, note: str, subject: str) -> list[str]:
         return self.store.collect(note, self.timeout.total_seconds() / 4, subject)
 
     def watch(self) -> None:
-        """Have the watchdog watch the group from now on."""
+        """Watch the group from now on."""
         if self._watched is None:
             seconds = self.timeout.total_seconds()
-            self._watched = Watched(self.store, self.calls, self._alive, lambda: self.ended(), self._gone, seconds)
+            self._watched = Watched(
+                self.store, self.calls, self._alive, lambda: self.ended(), self._gone, self.unblock, seconds
+            )
             watch(self._watched, dist.get_rank(), dist.get_world_size())
             self.calls.when_lost = self._watched.wake
             for part in self._subgroups.values():
@@ -141,19 +152,50 @@ class Channel:
         space, pid = self._processes[rank]
         return space == self._processes[self.rank][0] and has_ended(pid)
 
+    def unblock(self, all_know: bool) -> bool:
+        """Have the device go on that waits for a lost rank; what calls return from now on is NaN. For the watch.
+
+        all_know: every other rank does so by now, and takes nothing amiss that comes from here.
+
+        Returns whether something of this process still waits.
+        """
+        for spoiler in list(self._spoilers.values()):
+            spoiler.spoil()
+        waits = not all_know or bool(self.calls.doing)
+        if all_know:
+            for made in list(self._made):
+                made.abort()
+            waits |= self.transports.release()
+        for part in list(self._subgroups.values()):
+            waits |= part.unblock(all_know)
+        return waits
+
+    def spoiled(self, *results: torch.Tensor) -> None:
+        """Write NaN over the results of a call on its stream, if the group is lost by the time the device has them."""
+        device = results[0].device
+        if device.type == "cuda" and self._watched is not None:
+            if device not in self._spoilers:
+                self._spoilers[device] = Spoiler(device)
+                if self.calls.lost is not None:
+                    self._spoilers[device].spoil()
+            self._spoilers[device](results)
+
     def running(self, kind: Kind, device: torch.device) -> AbstractContextManager[None]:
         """Count each call inside, on tensors of that device; on a CPU, compare it with the others' at once."""
         return _Counted(self, kind, on_cpu=device.type == "cpu")
 
-    def _meet(self) -> None:
-        """Compare the call that has just begun with the others' at once: the host waits for messages anyway."""
-        last = self.calls.last
-        mine = torch.tensor([last.number, last.chain], device="cpu")
-        theirs, work = (self._collectives.get("cpu") or self.collectives(mine.device)).gather(mine)
+    def _meet(self, note: bytes = bytes(2 * _DIGEST)) -> list[bytes]:
+        """Return every rank's note; if ranks are in different calls, the group is lost. All notes are of one length."""
+        last, cpu = self.calls.last, torch.device("cpu")
+        mine = torch.frombuffer(bytearray(_CALL.pack(last.number, last.chain) + note), dtype=torch.uint8)
+        found, work = (self._collectives.get("cpu") or self.collectives(cpu)).gather(mine)
         self.wait(work.wait)
-        for found in theirs:
-            if self._watched is not None and not torch.equal(found, mine):
-                raise self._watched.difference()
+        theirs = [x.numpy().tobytes() for x in found]
+        if self._watched is not None and len({each[: _CALL.size] for each in theirs}) > 1:
+            error = self._watched.difference()
+            self.calls.fail(error)
+            raise error
+        return [each[_CALL.size :] for each in theirs]
 
     def _broken(self, error: RuntimeError) -> DistAttentionError:
         """Return the error to raise if a connection broke; it names the rank that has ended, if that is known."""
@@ -206,6 +248,7 @@ class Channel:
         with contextlib.nullcontext() if kind is None else self.running(kind, x.device):
             found, work = self.collectives(x.device).gather(x.contiguous())
             self.finish(work, x.device)
+            self.spoiled(*found)
         return found
 
     def finish(self, work: dist.Work, device: torch.device) -> None:

@@ -110,28 +110,6 @@ def together(function: F) -> F:
     return tells  # type: ignore[return-value]
 
 
-@contextmanager
-def exposed(group: Group) -> Iterator[None]:
-    """Run what waits for a group's other ranks by messages that are not ours: an error of one loses it for all.
-
-    The watchdog ends a rank that stays in its wait. Raises a LostGroupError once another rank has failed. Collective.
-    """
-    if (over := channel_of(group, verify=True)) is None:
-        yield
-        return
-    with over.calls.preparing():
-        over.calls.exposed = True
-    try:
-        yield
-    except BaseException as error:
-        if not over.calls.told:
-            over.calls.check()  # what another rank has said, before this one's connection broke
-        over.calls.lose(error, told=True)
-        raise
-    finally:
-        over.calls.exposed = False
-
-
 @functools.lru_cache(maxsize=256)
 def _phases(text: str) -> tuple[Kind, Kind]:
     return Kind.of(f"forward of {text}"), Kind.of(f"backward of {text}")

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import deque
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _TRIAL_SECONDS, _WORD = 30.0, 4
+_AHEAD, _RELEASING = 1024, 0.5
+"""Calls that a host can be ahead of its device, at most, and seconds for which flags are raised at a time."""
 
 
 class _Batch(NamedTuple):
@@ -58,7 +61,8 @@ class CopyEngineTransport(KeptArena, StreamTransport):
         self._queue = self.stream.cuda_stream
         self._batches: dict[tuple[tuple[int, ...], tuple[int, ...]], _Batch] = {}
         self._finished, self._finished_on = torch.cuda.Event(), self.compute
-        self._token = 1
+        self._token, self._tokens = 1, deque[int](maxlen=_AHEAD)
+        self._releases = torch.cuda.Stream(device)
 
     def _place_flags(self, rank: int, addresses: Sequence[int]) -> None:
         """Locate the flags. Each rank has one array: `ready` by the peer to send to, then `filled` by the sender."""
@@ -78,6 +82,7 @@ class CopyEngineTransport(KeptArena, StreamTransport):
         """Hold messages until the inputs are ready and the previous call has read its arena."""
         super().start()
         self._token = self.over.calls.token(self.captured)
+        self._tokens.append(self._token)
         if self.captured:
             self.pinned = True
         elif self._finished_on is not self.compute:
@@ -120,6 +125,18 @@ class CopyEngineTransport(KeptArena, StreamTransport):
         if not self.captured:
             self._finished.record(self.compute)
             self._finished_on = self.compute
+
+    def release(self) -> bool:
+        """Raise this rank's flags for the calls that may wait for them, in their order, until its queue is done."""
+        flags = Flags([Flag(False, address, True) for address in (*self._my_ready, *self._my_filled)])
+        deadline = time.monotonic() + _RELEASING
+        while not self.stream.query():
+            for token in [*self._tokens]:
+                self.driver.flags(self._releases.cuda_stream, flags, token)
+            self._releases.synchronize()
+            if time.monotonic() > deadline:
+                return True
+        return False
 
     def trial(self) -> None:
         """Send a word to every other rank; raise a RuntimeError if one arrives wrong, or not at all."""

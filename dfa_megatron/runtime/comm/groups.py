@@ -130,7 +130,7 @@ def channels() -> list[Channel]:
 
 def _make(group: dist.ProcessGroup, verify: bool) -> Channel:
     _close_at_exit()
-    # The watchdog closes the channels of destroyed groups; with verify="off" there is none. And a name may be back.
+    # The watch closes the channels of destroyed groups; with verify="off" there is none. And a name may be back.
     for other, (reference, old) in list(_channels.items()):
         if not is_known(reference()):
             _close(other, old)
@@ -157,7 +157,7 @@ def _close_at_exit() -> None:
 
 
 def _lose_all() -> None:
-    """Refuse further attention in a fork, which has no watchdog, and whose connections are its parent's."""
+    """Refuse further attention in a fork, which has no watch, and whose connections are its parent's."""
     atexit.unregister(_close_all)
     what, why = "attention in a fork of a process that has run it", "its threads and connections stay with that process"
     error = UnsupportedError(what, why, "processes that are spawned, with groups of their own")

@@ -84,6 +84,10 @@ class Transport:
     def finish(self) -> None:
         """Note that the compute of the last step has been issued."""
 
+    def release(self) -> bool:
+        """Let go of what the device waits for, after a rank is lost; return whether it still waits. Of any thread."""
+        return False
+
 
 @functools.cache
 @torch.inference_mode(False)  # it outlives the call that asks for it
@@ -153,7 +157,7 @@ class StreamTransport(Transport):
         self.steps = step + 1
 
     def where(self) -> tuple[int, tuple[int, ...]]:
-        # Events of a graph cannot be queried: CUDA raises an error, which would end the watchdog's thread.
+        # Events of a graph cannot be queried: CUDA raises an error, which would end the watch's thread.
         if self.captured:
             return -1, ()
         step = next((n for n, event in enumerate(self.free[: self.steps]) if not event.query()), self.steps)

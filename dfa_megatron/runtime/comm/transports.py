@@ -43,6 +43,7 @@ class Communicator:
     ) -> None:
         self._store, self.device, self.timeout, self._broken = store.fresh(), device, timeout, broken
         self._name: Any = ""
+        self._aborted = False
         self._group = dist.ProcessGroup(self._store, store.rank, store.size)
         if device.type == "cpu":
             kind = dist.ProcessGroup.BackendType.GLOO
@@ -116,15 +117,22 @@ class Communicator:
         _SymmetricMemory.set_group_info(name, self._group.rank(), self._group.size(), self._store)
         self._name = name
 
+    def abort(self) -> None:
+        """Give up the messages under way on a GPU, once; another thread may call this."""
+        if self.device.type != "cpu" and not self._aborted:
+            self._aborted = True
+            with torch.cuda.device(self.device):
+                self._backend.abort()
+
     def close(self, *, abort: bool) -> None:
         """Close the connections. abort: do not wait for messages under way."""
         if self._name:
             torch._C._distributed_c10d._unregister_process_group(self._name)
         if self.device.type != "cpu":
-            with torch.cuda.device(self.device):  # the thread that closes may not be the one that has computed
-                if abort:
-                    self._backend.abort()
-                else:
+            if abort:
+                self.abort()
+            if not self._aborted:
+                with torch.cuda.device(self.device):  # the thread that closes may not be the one that has computed
                     self._backend.shutdown()
         elif abort:
             # Gloo's destructor joins threads that may wait for a dead rank until the group's timeout, and the process
@@ -274,6 +282,13 @@ class Transports:
             logger.warning("messages go point to point from now on: %s", error.why)
             transport = self._open[str(device), kind] = self.get(device, "p2p")
         return transport
+
+    def release(self) -> bool:
+        """Let go of what streams wait for, after a rank is lost; return whether one still waits."""
+        waits = False
+        for transport in list(self._open.values()):
+            waits |= transport.release()
+        return waits
 
     def clear(self) -> None:
         """Let go of all transports and their memory."""

@@ -59,6 +59,7 @@ class Moves:
                 dist.all_to_all_single(*given, group=group)
             else:
                 over.finish(over.collectives(x.device).all_to_all(*given), x.device)
+                over.spoiled(incoming)
         if self.adds:
             total = x.new_zeros(self.rows[1], *x.shape[1:], dtype=torch.promote_types(x.dtype, torch.float32))
             parts = zip(self.received.split(self.receive_counts), incoming.split(self.receive_counts), strict=True)

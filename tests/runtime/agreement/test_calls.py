@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 import dfa_megatron
 from dfa_megatron.errors import DistAttentionError
-from dfa_megatron.runtime.agreement import watchdog
+from dfa_megatron.runtime.agreement import watch
 from dfa_megatron.runtime.agreement.calls import Calls, Kind, at_layer
 from dfa_megatron.runtime.comm.groups import channel_of, channels
 from tests.support.arguments import arguments
@@ -183,8 +183,8 @@ def test_whoever_is_absent_at_the_first_attention_is_named_by_every_other_rank(
 def test_a_fork_may_not_call_attention_and_its_parent_goes_on(rank: int, ranks: int) -> None:
     """Forks that call attention too, with a lock of ours held."""
     attend()
-    (dog,) = watchdog._watchdogs
-    for lock in (dog._news._cond, dog._over._cond, dog._turn, watchdog._LOCK, channel_of(None)._closing):
+    (mine,) = watch._watches
+    for lock in (mine._woken._cond, mine._turn, watch._LOCK, channel_of(None)._closing):
         with lock:
             if (pid := os.fork()) == 0:
                 signal.alarm(3)

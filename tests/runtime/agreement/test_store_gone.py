@@ -18,7 +18,7 @@ import dfa_megatron
 from dfa_megatron.errors import DisagreementError, DistAttentionError
 from dfa_megatron.runtime.agreement.calls import Calls, Kind, first_difference
 from dfa_megatron.runtime.agreement.store import GroupStore
-from dfa_megatron.runtime.agreement.watchdog import Watchdog, Watched
+from dfa_megatron.runtime.agreement.watch import Watch, Watched
 from dfa_megatron.runtime.comm.channel import Channel
 from tests.support.arguments import arguments
 from tests.support.groups import rank_0_keeps_the_store
@@ -45,7 +45,7 @@ def _differ(rank: int, ranks: int, folder: str, way: str) -> None:
             return quick(self, key, *args)
 
         GroupStore.gather = slow  # type: ignore[method-assign]
-    if way != "at the call":  # as over NCCL, where the watchdogs compare
+    if way != "at the call":  # as over NCCL, where heartbeats tell
         Channel._meet = lambda self: None  # type: ignore[method-assign]
     found = ""
     try:
@@ -101,7 +101,7 @@ def test_a_store_that_is_gone_before_the_first_attention_is_told_by_name(tmp_pat
     assert "rank 0 of the group, which kept it, has ended" in told
 
 
-def test_watchdogs_go_on_after_errors_of_the_store() -> None:
+def test_the_watch_goes_on_after_errors_of_the_store() -> None:
     store, fails, calls = HashStore(), threading.Event(), (Calls(), Calls())
 
     class Failing:
@@ -112,17 +112,17 @@ def test_watchdogs_go_on_after_errors_of_the_store() -> None:
                 raise dist.DistNetworkError("Broken pipe")
             return getattr(store, name)
 
-    groups = [
-        Watched(GroupStore(store, "two", rank, (0, 1)), calls[rank], lambda: True, lambda: None, lambda _: False, 9e9)
-        for rank in range(2)
-    ]
-    dogs = [Watchdog(Failing(), rank, 2) for rank in range(2)]  # type: ignore[arg-type]
+    def watched(rank: int) -> Watched:
+        own = GroupStore(store, "two", rank, (0, 1))
+        return Watched(own, calls[rank], lambda: True, lambda: None, lambda _: False, lambda know: not know, 9e9)
+
+    groups = [watched(rank) for rank in range(2)]
+    watches = [Watch(Failing(), rank, 2) for rank in range(2)]  # type: ignore[arg-type]
     try:
-        for dog, group in zip(dogs, groups, strict=True):
-            group.store.client = dog.client
-            dog.watch(group)
-            for thread in dog.threads:
-                thread.start()
+        for watch, group in zip(watches, groups, strict=True):
+            group.store.client = watch.client
+            watch.watch(group)
+            watch.thread.start()
         fails.set()
         time.sleep(1.2)
         fails.clear()
@@ -135,11 +135,11 @@ def test_watchdogs_go_on_after_errors_of_the_store() -> None:
             assert "call 1: forward on rank 0; backward on rank 1" in str(one.lost)
         fails.set()
         assert isinstance(groups[0].difference(), DisagreementError), "not the store's own error"
-        assert all(thread.is_alive() for dog in dogs for thread in dog.threads)
+        assert all(watch.thread.is_alive() for watch in watches)
     finally:
         fails.clear()
-        for dog, group in zip(dogs, groups, strict=True):
-            dog.leave(group)
+        for watch, group in zip(watches, groups, strict=True):
+            watch.leave(group)
 
 
 def _calls(*texts: str, facts: str = "") -> str:
