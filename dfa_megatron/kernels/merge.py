@@ -83,6 +83,17 @@ def sum_rows(x: torch.Tensor, rows: Rows, into: torch.Tensor) -> None:
     into.copy_(total)
 
 
+def fill_if(flag: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
+    """Set all bits of contiguous tensors if the flag, int32 on their device, is not 0: NaN, or -1 for integers."""
+    if triton_refusal() is None:
+        from dfa_megatron.kernels.triton import fills
+
+        fills.fill_if(flag, tensors)
+        return
+    for x in tensors:
+        x.view(-1).view(torch.uint8).masked_fill_(flag != 0, 255)
+
+
 def _high(*tensors: torch.Tensor) -> torch.dtype:
     return torch.float64 if any(x.dtype == torch.float64 for x in tensors) else torch.float32
 

@@ -127,7 +127,7 @@ class Channel:
         # Facts are almost always equal. Then only a digest of each rank's has travelled.
         digests = _digest(json.dumps(facts, sort_keys=True)) + _digest(beside)
         with self.collective():
-            notes = self._meet(digests)
+            notes = self._compare(digests)
             if len({theirs[:_DIGEST] for theirs in notes}) > 1 or "error" in facts:
                 raise different(self.exchange(facts))
         return [theirs[_DIGEST:] for theirs in notes]
@@ -184,7 +184,11 @@ class Channel:
         """Count each call inside, on tensors of that device; on a CPU, compare it with the others' at once."""
         return _Counted(self, kind, on_cpu=device.type == "cpu")
 
-    def _meet(self, note: bytes = bytes(2 * _DIGEST)) -> list[bytes]:
+    def _meet(self) -> None:
+        """Compare the call that has just begun with the others' at once: the host waits for messages anyway."""
+        self._compare(bytes(2 * _DIGEST))
+
+    def _compare(self, note: bytes) -> list[bytes]:
         """Return every rank's note; if ranks are in different calls, the group is lost. All notes are of one length."""
         last, cpu = self.calls.last, torch.device("cpu")
         mine = torch.frombuffer(bytearray(_CALL.pack(last.number, last.chain) + note), dtype=torch.uint8)

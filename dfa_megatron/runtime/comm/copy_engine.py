@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _TRIAL_SECONDS, _WORD = 30.0, 4
-_AHEAD, _RELEASING = 1024, 0.5
-"""Calls that a host can be ahead of its device, at most, and seconds for which flags are raised at a time."""
+_RELEASING, _DWELL = 0.5, 1e-4
+"""Seconds for which flags are raised at a time, and after which the queue must have seen one."""
 
 
 class _Batch(NamedTuple):
@@ -47,6 +47,8 @@ class CopyEngineTransport(KeptArena, StreamTransport):
     """Moves messages with the GPUs' copy engines; all ranks on one host, each GPU able to reach all others.
 
     over: the channel of the ranks. device: this rank's GPU.
+
+    `_issued` holds the token and the end of each call that the device may not have done yet.
     """
 
     name = "copy_engine"
@@ -61,7 +63,7 @@ class CopyEngineTransport(KeptArena, StreamTransport):
         self._queue = self.stream.cuda_stream
         self._batches: dict[tuple[tuple[int, ...], tuple[int, ...]], _Batch] = {}
         self._finished, self._finished_on = torch.cuda.Event(), self.compute
-        self._token, self._tokens = 1, deque[int](maxlen=_AHEAD)
+        self._token, self._issued, self._captured = 1, deque[tuple[int, torch.cuda.Event]](), set[int]()
         self._releases = torch.cuda.Stream(device)
 
     def _place_flags(self, rank: int, addresses: Sequence[int]) -> None:
@@ -82,9 +84,11 @@ class CopyEngineTransport(KeptArena, StreamTransport):
         """Hold messages until the inputs are ready and the previous call has read its arena."""
         super().start()
         self._token = self.over.calls.token(self.captured)
-        self._tokens.append(self._token)
+        while self._issued and self._issued[0][1].query():
+            self._issued.popleft()
         if self.captured:
             self.pinned = True
+            self._captured.add(self._token)
         elif self._finished_on is not self.compute:
             self.stream.wait_event(self._finished)
 
@@ -123,20 +127,24 @@ class CopyEngineTransport(KeptArena, StreamTransport):
     def finish(self) -> None:
         """Record the end of the call's compute, after which the next call may use the arena."""
         if not self.captured:
+            self._finished = torch.cuda.Event()
             self._finished.record(self.compute)
             self._finished_on = self.compute
+            self._issued.append((self._token, self._finished))
 
     def release(self) -> bool:
-        """Raise this rank's flags for the calls that may wait for them, in their order, until its queue is done."""
+        """Raise this rank's flags for the call that waits, and so for one after the other, until the queue is done."""
         flags = Flags([Flag(False, address, True) for address in (*self._my_ready, *self._my_filled)])
         deadline = time.monotonic() + _RELEASING
-        while not self.stream.query():
-            for token in [*self._tokens]:
+        while waits := not self.stream.query():
+            running = next((token for token, end in self._issued.copy() if not end.query()), self._token)
+            for token in (running, *self._captured):
                 self.driver.flags(self._releases.cuda_stream, flags, token)
-            self._releases.synchronize()
+                self._releases.synchronize()
+                time.sleep(_DWELL)
             if time.monotonic() > deadline:
-                return True
-        return False
+                break
+        return waits
 
     def trial(self) -> None:
         """Send a word to every other rank; raise a RuntimeError if one arrives wrong, or not at all."""

@@ -9,30 +9,20 @@ from collections.abc import Sequence
 
 import torch
 
-from dfa_megatron.kernels.triton.support import triton_refusal
+from dfa_megatron.kernels.merge import fill_if
 
 
 class Spoiler:
-    """Spoils the results of calls on one device, from the moment at which the group is lost.
-
-    All bits of a number are set: NaN in every floating format, -1 for integers.
-    """
+    """Spoils the results of calls on one device, from the moment at which the group is lost."""
 
     @torch.inference_mode(False)  # it outlives the call that makes it
     def __init__(self, device: torch.device) -> None:
         self._flag = torch.zeros((), dtype=torch.int32, device=device)
-        self._stream, self._raised, self._by_triton = torch.cuda.Stream(device), False, triton_refusal() is None
+        self._stream, self._raised = torch.cuda.Stream(device), False
 
     def __call__(self, results: Sequence[torch.Tensor]) -> None:
         """Queue a look at the flag behind what computes the results, which are contiguous; it takes microseconds."""
-        if self._by_triton:
-            from dfa_megatron.kernels.triton.spoil import spoil
-
-            spoil(self._flag, results)
-            return
-        for x in results:
-            words = x.view(-1).view(torch.uint8)
-            words.masked_fill_(self._flag > 0, 255)
+        fill_if(self._flag, results)
 
     def spoil(self) -> None:
         """Raise the flag, on a stream that waits for nothing; any thread may."""

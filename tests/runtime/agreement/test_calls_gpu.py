@@ -139,7 +139,8 @@ def test_every_other_rank_goes_on_and_hears_why(
     assert words in "\n".join(text), text
     if fault not in ("two calls swapped", "out of memory"):
         assert "rank 1 of the group" in "\n".join(text)
-    assert int(finite) == 0, "no call that waited for rank 1 has a finite result"
+    if (transport, fault) != ("p2p", "two calls swapped"):  # NCCL moves the messages of one call for another's
+        assert int(finite) == 0, "no call that waited for rank 1 has a finite result"
     within = {"SIGSTOP": QUARTER[fault] + 6, "does not come": 4 * QUARTER[fault] + 4}.get(fault, 12.0)
     assert float(seconds) < within
     record_property("fault", described(fault, where, f"NaN, then {words}", round(float(seconds), 1), transport))
@@ -196,11 +197,14 @@ def test_a_rank_that_is_slow_is_waited_for(transport: str) -> None:
 
 @pytest.mark.gpu(1)
 @pytest.mark.parametrize("triton", [True, False])
-def test_results_are_spoiled_once_the_flag_is_raised_and_not_before(triton: bool) -> None:
+def test_results_are_spoiled_once_the_flag_is_raised_and_not_before(
+    triton: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from dfa_megatron.kernels import merge
     from dfa_megatron.runtime.comm.spoiler import Spoiler
 
+    monkeypatch.setattr(merge, "triton_refusal", lambda: None if triton else "no Triton in this test")
     spoiler, device = Spoiler(torch.device("cuda", 0)), "cuda:0"
-    spoiler._by_triton = triton
     numbers = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64]
     tensors: list[Any] = [torch.ones(3, 1000 * at + 7, dtype=dtype, device=device) for at, dtype in enumerate(numbers)]
     tensors.append(torch.ones(0, device=device))

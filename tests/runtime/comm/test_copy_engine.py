@@ -46,7 +46,7 @@ class World:
         self.one_queue = one_queue
         self.content: dict[int, object] = {}
         self.queues: list[dict[str, deque[Operation]]] = [{} for _ in range(ranks)]
-        self.next_address = 1
+        self.next_address, self.lost = 1, False
 
     def put(self, rank: int, stream: str, operation: Operation) -> None:
         self.queues[rank].setdefault("all" if self.one_queue else stream, deque()).append(operation)
@@ -56,6 +56,11 @@ class World:
         return self.next_address - size
 
     def run(self, draw: random.Random) -> None:
+        waiting = self.settle(draw)
+        assert not waiting, f"nobody can go on: {sorted(waiting)}"
+
+    def settle(self, draw: random.Random) -> set[tuple[int, str]]:
+        """Run until nobody can go on; return the queues that wait."""
         waiting = {(rank, name) for rank, queues in enumerate(self.queues) for name in queues}
         while waiting:
             for rank, name in draw.sample(sorted(waiting), len(waiting)):
@@ -71,18 +76,22 @@ class World:
                 if moved:
                     break
             else:
-                raise AssertionError(f"nobody can go on: {sorted(waiting)}")
+                return {at for at in waiting if self.queues[at[0]][at[1]]}
+        return waiting
 
 
 class Event:
     """What CUDA's does: a wait is for the latest record that was queued before it."""
 
-    def __init__(self, world: World, rank: int) -> None:
-        self.world, self.rank, self.last = world, rank, {"done": True}
+    def __init__(self) -> None:
+        self.last = {"done": True}
 
     def record(self, stream: Stream) -> None:
         record = self.last = {"done": False}
-        self.world.put(self.rank, stream.name, lambda: record.update(done=True) is None)
+        stream.world.put(stream.rank, stream.name, lambda: record.update(done=True) is None)
+
+    def query(self) -> bool:
+        return self.last["done"]
 
 
 class Stream:
@@ -95,6 +104,13 @@ class Stream:
     def wait_event(self, event: Event) -> None:
         record = event.last
         self.world.put(self.rank, self.name, lambda: record["done"])
+
+    def query(self) -> bool:
+        return not self.world.queues[self.rank].get(self.name)
+
+    def synchronize(self) -> None:
+        self.world.settle(random.Random(0))
+        assert self.query()
 
 
 class Driver:
@@ -125,6 +141,7 @@ def _streams(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
     monkeypatch.setattr(transport, "current_stream", lambda stream: stream)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
 
 
 def transports(world: World, ranks: int, arena_bytes: int) -> list[CopyEngineTransport]:
@@ -133,13 +150,14 @@ def transports(world: World, ranks: int, arena_bytes: int) -> list[CopyEngineTra
     made = []
     for rank in range(ranks):
         one = object.__new__(CopyEngineTransport)
-        one.driver, one._finished = Driver(world, rank), Event(world, rank)  # type: ignore[assignment]
+        one.driver, one._finished = Driver(world, rank), Event()  # type: ignore[assignment]
         one.stream, one.device = Stream(world, rank, "moves"), Stream(world, rank, "computes")  # type: ignore[assignment]
-        one.started, one.filled = Event(world, rank), Event(world, rank)  # type: ignore[assignment]
-        one.free = [Event(world, rank) for _ in range(64)]  # type: ignore[misc]
+        one.started, one.filled = Event(), Event()  # type: ignore[assignment]
+        one.free = [Event() for _ in range(64)]  # type: ignore[misc]
         one._place_flags(rank, flags)
         one._addresses, one._sending, one._batches = arenas, (), {}
         one._queue, one._finished_on = "moves", one.stream  # type: ignore[assignment]
+        one._issued, one._captured, one._releases = deque(), set(), Stream(world, rank, "releases")  # type: ignore[assignment]
         one.over = SimpleNamespace(calls=Calls())  # type: ignore[assignment]
         made.append(one)
     return made
@@ -171,7 +189,7 @@ class Reader:
 
             def look(address: int = address, token: object = token) -> bool:
                 found = self.world.content.get(address)
-                assert found == token, f"rank {self.rank} reads {found}, not {token}"
+                assert found == token or self.world.lost, f"rank {self.rank} reads {found}, not {token}"
                 return True
 
             self.world.put(self.rank, "computes", look)
@@ -263,6 +281,32 @@ def test_any_interleaving_ends_and_reads_what_was_sent(schedule: str, ranks: int
         assert not any(world.content.get(address) for one in made for address in (*one._my_ready, *one._my_filled)), (
             "every flag is down again"
         )
+
+
+@pytest.mark.parametrize(("schedule", "ranks"), [("balanced_shared", 2), ("balanced", 5), ("greedy", 3)])
+def test_ranks_that_wait_for_a_lost_one_are_let_go(schedule: str, ranks: int) -> None:
+    """A rank does some of what it has queued and no more; every queue of the others comes to an end."""
+    plan = plan_of(schedule, causal(ranks * 8), ranks)
+    memories = [[plan_memory(program, landings_of(phase), FORM) for program in check(phase)] for phase in plan.phases]
+    arena_bytes = max(memory.arena_bytes for phase in memories for memory in phase) + 1
+    waited = 0
+    for seed in range(12):
+        world, draw = World(ranks, one_queue=False), random.Random(seed)
+        made, gone = transports(world, ranks, arena_bytes), draw.randrange(ranks)
+        for call, phase in enumerate(2 * memories, 1):
+            for rank in range(ranks):
+                queue_call(world, made[rank], phase[rank], rank, made[rank]._addresses[rank], call)
+        for queue in world.queues[gone].values():
+            for _ in range(draw.randrange(len(queue) + 1)):
+                queue.pop()
+        world.settle(draw)
+        world.queues[gone], world.lost = {}, True
+        others = [one for rank, one in enumerate(made) if rank != gone]
+        waited += any(not one.stream.query() for one in others)
+        for one in others:
+            assert not one.release()
+        assert not world.settle(draw)
+    assert waited > 6
 
 
 def test_a_transport_that_does_not_wait_until_memory_is_free_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

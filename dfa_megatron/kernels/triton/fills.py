@@ -1,4 +1,4 @@
-"""All bits set in tensors if a flag is raised, else nothing: what a call returns once its group is lost."""
+"""All bits set in tensors if a flag is raised; else a look at the flag."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def _fill(x, nbytes, BLOCK: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=_COUNTS)
-def _spoil(flag, a, b, c, a_bytes, b_bytes, c_bytes, BLOCK: tl.constexpr):
+def _fill_if(flag, a, b, c, a_bytes, b_bytes, c_bytes, BLOCK: tl.constexpr):
     """Any number of programs, which share the bytes."""
     if tl.load(flag) != 0:
         _fill(a, a_bytes, BLOCK)
@@ -30,10 +30,10 @@ def _spoil(flag, a, b, c, a_bytes, b_bytes, c_bytes, BLOCK: tl.constexpr):
         _fill(c, c_bytes, BLOCK)
 
 
-def spoil(flag: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
+def fill_if(flag: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
     """Set all bits of contiguous tensors if the flag, int32, is not 0."""
     with on_device_of(flag):
         for first in range(0, len(tensors), 3):
             words = [x.view(-1).view(torch.uint8) for x in tensors[first : first + 3]]
             given = (words + 2 * words[:1])[:3]
-            _spoil[(_PROGRAMS,)](flag, *given, *[x.numel() for x in given], BLOCK=_BLOCK)
+            _fill_if[(_PROGRAMS,)](flag, *given, *[x.numel() for x in given], BLOCK=_BLOCK)
