@@ -84,14 +84,15 @@ def sum_rows(x: torch.Tensor, rows: Rows, into: torch.Tensor) -> None:
 
 
 def fill_if(flag: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
-    """Set all bits of contiguous tensors if the flag, int32 on their device, is not 0: NaN, or -1 for integers."""
-    if triton_refusal() is None:
+    """Write NaN, or -1, over tensors if the flag, int32 on their device, is not 0."""
+    if triton_refusal() is None and all(x.is_contiguous() for x in tensors):
         from dfa_megatron.kernels.triton import fills
 
         fills.fill_if(flag, tensors)
         return
     for x in tensors:
-        x.view(-1).view(torch.uint8).masked_fill_(flag != 0, 255)
+        nothing = 255 if x.dtype == torch.uint8 else -1
+        x.masked_fill_(flag != 0, math.nan if x.is_floating_point() else nothing)
 
 
 def _high(*tensors: torch.Tensor) -> torch.dtype:

@@ -82,7 +82,7 @@ def run_forward(prepared: Prepared, inputs: Inputs, *, trains: bool = True) -> F
         out, lse = _around(prepared, functools.partial(run, prepared, memory), (q, k, v))
     if sinks is not None:
         out, lse = merge_sinks(out, lse, sinks)
-    return spoiled(prepared, (out.contiguous(), lse.contiguous()))
+    return out.contiguous(), lse.contiguous()
 
 
 def run_backward(prepared: Prepared, dout: torch.Tensor, saved: SavedTensors) -> InputGradients:
@@ -100,8 +100,7 @@ def run_backward(prepared: Prepared, dout: torch.Tensor, saved: SavedTensors) ->
     if prepared.whole is not None:
         prepared.whole.end_of_backward()
     dsinks = None if sinks is None else sinks_gradient(dout, out, lse, sinks, prepared.sums)
-    dq, dk, dv = spoiled(prepared, (dq.contiguous(), dk.contiguous(), dv.contiguous()))
-    return dq, dk, dv, dsinks
+    return dq.contiguous(), dk.contiguous(), dv.contiguous(), dsinks
 
 
 def spoiled(prepared: Prepared, results: Fields) -> Fields:
@@ -184,11 +183,11 @@ def _run(prepared: Prepared, memory: MemoryPlan, inputs: Fields, arena: torch.Te
     if memory is prepared.forward:
         tensors = forward_algebra(prepared, inputs, arena)
         _execute(prepared, tensors, transport)
-        return tensors.result("out")
+        return spoiled(prepared, tensors.result("out"))
     dout, q, k, v, out, lse = inputs
     tensors = backward_algebra(prepared, (dout, q, k, v, needed_by_backward(prepared, dout, out), lse), arena)
     _execute(prepared, tensors, transport)
-    return *tensors.result("dq"), *tensors.result("dkv")
+    return spoiled(prepared, (*tensors.result("dq"), *tensors.result("dkv")))
 
 
 def _algebra(prepared: Prepared, memory: MemoryPlan, home: dict[str, Fields], arena: torch.Tensor) -> Tensors:

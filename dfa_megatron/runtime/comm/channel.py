@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch.utils.checkpoint import _StopRecomputationError
 
 from dfa_megatron.errors import AbsentError, DistAttentionError, LostGroupError, UnsupportedError
+from dfa_megatron.kernels.tape import unrecorded
 from dfa_megatron.runtime.agreement.calls import BACKWARD_ENDS, Calls, Facts, Kind, current_layer, different
 from dfa_megatron.runtime.agreement.store import GroupStore, Waiter, bounded, nothing
 from dfa_megatron.runtime.agreement.watch import Watched, watch
@@ -175,7 +176,8 @@ class Channel:
         device = results[0].device
         if device.type == "cuda" and self._watched is not None:
             if device not in self._spoilers:
-                self._spoilers[device] = Spoiler(device)
+                with unrecorded():
+                    self._spoilers[device] = Spoiler(device)
                 if self.calls.lost is not None:
                     self._spoilers[device].spoil()
             self._spoilers[device](results)

@@ -21,7 +21,7 @@ class Spoiler:
         self._stream, self._raised = torch.cuda.Stream(device), False
 
     def __call__(self, results: Sequence[torch.Tensor]) -> None:
-        """Queue a look at the flag behind what computes the results, which are contiguous; it takes microseconds."""
+        """Queue a look at the flag behind what computes the results; it takes microseconds."""
         fill_if(self._flag, results)
 
     def spoil(self) -> None:
