@@ -216,16 +216,23 @@ class Watched:
     def tick(self, seconds: float) -> None:
         """Let time pass, and act on what is known by now."""
         self.now += seconds
+        try:
+            self._act()
+        except RuntimeError as error:  # of a device that has failed: nothing there waits any more
+            self.blocked = False
+            self._lose(LostGroupError(f"its device has failed: {error}"))
+
+    def _act(self) -> None:
         if not self.alive():
             if not self._closes:
                 self._closes = True
                 _aside("closes a group", self.close)
-        elif self.calls.lost is not None:
-            self.blocked = self.unblock(self.all_know())
-        else:
+        elif self.calls.lost is None:
             self._lost_at = self.now
             if (found := self.judge()) is not None:
                 self._lose(found)
+        elif self.blocked:
+            self.blocked = self.unblock(self.all_know())
 
 
 def _aside(name: str, action: Callable[[], object]) -> None:

@@ -161,6 +161,21 @@ def test_a_lost_group_is_unblocked_once_every_rank_knows_or_cannot_know() -> Non
     assert asked == sorted(asked)
 
 
+def test_a_device_that_fails_loses_the_group_and_not_the_watch() -> None:
+    def broken() -> bool:
+        raise RuntimeError("CUDA error: device-side assert triggered")
+
+    mine, here, there = watch_of_two()
+    mine.calls.pending, mine.unblock = broken, lambda know: broken()
+    for _ in range(3):
+        here.tick(PERIOD)
+        here.beat()
+    there.beat()
+    there.tick(PERIOD)
+    told = str(there.groups[0].calls.lost)
+    assert told.startswith("rank 0 of the group failed in its call 0: its device has failed: CUDA error"), told
+
+
 def test_a_table_that_comes_slowly_holds_up_no_other_group() -> None:
     mine, here, _ = watch_of_two()
     comes, mine.lost = threading.Event(), "calls differ"
