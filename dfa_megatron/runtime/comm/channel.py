@@ -289,6 +289,11 @@ class Channel:
                 self._made.append(bounded(make, seconds, self.calls.check, lambda: overdue))
             except dist.DistError as error:
                 raise self._broken(error) from error
+            except RuntimeError as error:
+                if device.type != "cpu" or isinstance(error, DistAttentionError):
+                    raise
+                instead = "if all of them live, set GLOO_SOCKET_IFNAME to their network interface"
+                raise AbsentError(f"gloo does not connect this rank to the others: {instead} ({error})") from error
         return self._made[-1]
 
     def subgroup(self, ranks: Sequence[int]) -> Channel:

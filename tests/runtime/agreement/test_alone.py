@@ -311,6 +311,7 @@ def test_a_rank_that_cannot_open_its_connections_tells_the_others(rank: int, ran
             with patch.object(Communicator, "__init__", opens(count)):
                 text = told(partial(action, group))
                 assert "no socket is left in this test" in text, name
+                assert "set GLOO_SOCKET_IFNAME" in text, name
                 if rank < ranks - 1:
                     assert text.startswith("LostGroupError: rank 3 of the group failed in its call "), (name, text)
                     assert time.monotonic() - began < 10, name
