@@ -27,6 +27,6 @@ export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" OMP_NUM_THREADS=1 DS_ACCELER
 DFA_REACHED=$(mktemp -d)
 export DFA_REACHED
 trap 'rm -r "$DFA_REACHED"' EXIT
-"$folder/bin/python" -m pytest -q -n 3 --dist loadgroup tests/huggingface tests/deepspeed tests/contracts \
+"$folder/bin/python" -m pytest -q -n 2 --dist loadgroup tests/huggingface tests/deepspeed tests/contracts \
   tests/examples -k "not own_model and not megatron_loop and not main_job and not notebook"
 "$folder/bin/python" -m tests.support.reached "$DFA_REACHED" deepspeed huggingface

@@ -30,4 +30,4 @@ found=$("$python" -W ignore -c "import megatron.core; print(megatron.core.__vers
 echo "tests/megatron on megatron-core $version"
 # Without what depends on Megatron-Core least: odd ranks of the same, exchanges alone, our benchmarks, code that 0.16 has
 # too.
-"$python" -m pytest -q -n 3 --dist loadgroup tests/megatron tests/contracts -k "not [odd-ranks] and not [one-rank] and not an_exchange and not test_benchmark and not dropout_elsewhere and not test_own_groups and not (test_door and tp2)"
+"$python" -m pytest -q -n 2 --dist loadgroup tests/megatron tests/contracts -k "not [odd-ranks] and not [one-rank] and not an_exchange and not test_benchmark and not dropout_elsewhere and not test_own_groups and not (test_door and tp2)"

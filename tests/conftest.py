@@ -8,7 +8,6 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported; worke
 # PyTorch's store looks up the name of each connection in its only thread. A lost query would stop it for five seconds.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
-import importlib.util
 import json
 import subprocess
 import sys
@@ -38,12 +37,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     torch.set_num_threads(1)
-    megatron = importlib.util.find_spec("megatron") and importlib.util.find_spec("megatron.core")
+    if not torch.cuda.device_count():
+        workers.seed_the_cpu_alone()
     # pytest is half of what a rank of a short test would import: its test's module needs it.
-    noting = (reached.__name__,) if reached.VARIABLE in os.environ else ()
-    workers.preload(
-        "pytest", "dfa_megatron.attention", *noting, *(("megatron.core.parallel_state",) if megatron else ())
-    )
+    workers.preload("pytest", "dfa_megatron.attention", *([reached.__name__] if reached.VARIABLE in os.environ else ()))
     config.addinivalue_line(
         "markers", "support(table, row, column): a cell of docs/support.md: see tests/support/support_rows.py"
     )

@@ -17,8 +17,8 @@ import torch
 from dfa_megatron import hooks
 from dfa_megatron.errors import UnsupportedError
 
-_MARK = "_dfa_megatron"
-"""The attribute of a function of ours that holds the one in whose place it stands."""
+_MARK = "_dfa_megatron"  # the attribute of a function of ours that holds the one in whose place it stands
+_BELOW = {*sys.stdlib_module_names, "numpy", "sympy", "torch", "triton"}  # they import nothing of Megatron
 _TESTED = "versions that `dfa-megatron doctor` names"
 
 
@@ -46,7 +46,7 @@ def replace(owner: Any, name: str, replacing: Callable[[Any], Callable[..., Any]
     setattr(ours, _MARK, megatrons)
     hooks.replace(owner, name, ours)
     if getattr(megatrons, "__module__", None) == getattr(owner, "__name__", ""):
-        for module in list(sys.modules.values()):
+        for module in [one for name, one in sys.modules.items() if name.partition(".")[0] not in _BELOW]:
             for alias in [alias for alias, value in [*getattr(module, "__dict__", {}).items()] if value is megatrons]:
                 hooks.replace(module, alias, ours)
 

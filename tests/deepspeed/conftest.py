@@ -28,6 +28,7 @@ if not MISSING:
     preload("torch.ao.quantization", "deepspeed.runtime.zero.stage3", "deepspeed.runtime.zero.stage_1_and_2")
     preload("deepspeed.runtime.superoffload.superoffload_stage3", "deepspeed.module_inject.auto_ep_layer")
     preload("deepspeed.comm.mori", "deepspeed.ops.triton_ops", "deepspeed.utils.pin_memory")
+    preload("deepspeed.runtime.zero.muon.muon_optimizer", "distutils.ccompiler")
 
 
 def pytest_runtest_setup() -> None:

@@ -24,9 +24,10 @@ UNEVEN = {"masks": ("a rank of prompt", "holes")}
 
 
 def at(stage: int, shape: Any, size: int, **more: Any) -> Any:
-    """Return a draw at a stage, after a step in which ZeRO-3's gathers have found their order."""
+    """Return a draw at a stage, of ZeRO 3 after a step in which its gathers have found their order."""
     more = {"checkpoint": "remat" if stage % 2 else "none", "loss": "own" if stage % 2 else "function", **more}
-    return row(f"{shape[0]}, ZeRO {stage}", shape, size, 12 * size, DeepspeedDraw, stage=stage, **{"warm": 1, **more})
+    more = {"warm": int(stage == 3), **more}
+    return row(f"{shape[0]}, ZeRO {stage}", shape, size, 12 * size, DeepspeedDraw, stage=stage, **more)
 
 
 @pytest.mark.support(

@@ -26,6 +26,8 @@ class Float64(TorchFunctionMode):
     """Compute in float64 what models ask for in float32: norms, softmax, rotary embeddings, states."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if kwargs is None and len(args) == 1 and func is not torch.Tensor.float:  # most: a shape, a dtype
+            return func(*args)
         if func is torch.Tensor.float:
             func = torch.Tensor.double
         if func is torch.full:  # of a least number, which float32 does not have

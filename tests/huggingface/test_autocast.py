@@ -31,11 +31,8 @@ def step(model: Any, batch: dict[str, torch.Tensor]) -> Any:
 
 def compare(rank: int, world_size: int) -> None:
     batch = text(2, 12 * world_size, seed=1, unlabelled=5)
-    for kind, kernel, checkpoint in (
-        ("Llama", "auto", "none"),
-        ("Llama", "reference", "remat"),
-        ("Qwen3", "cpu", "full"),
-    ):
+    cases = (("Llama", "auto", "none"), ("Llama", "reference", "remat"), ("Qwen3", "cpu", "full"))
+    for kind, kernel, checkpoint in cases:
         reference = build(kind)
         reference.set_attn_implementation("sdpa")
         want = step(reference, batch)

@@ -23,15 +23,9 @@ Loss = Callable[..., torch.Tensor]
 
 
 def weighed(
-    logits: torch.Tensor,
-    labels: torch.Tensor,
-    vocab_size: int,
-    num_items_in_batch: Any = None,
-    shift_labels: torch.Tensor | None = None,
-    z: float = 0.0,
-    power: float = 0.0,
-    **_: Any,
-) -> torch.Tensor:
+    logits: torch.Tensor, labels: torch.Tensor, vocab_size: int, num_items_in_batch: Any = None,
+    shift_labels: torch.Tensor | None = None, z: float = 0.0, power: float = 0.0, **_: Any,
+) -> torch.Tensor:  # fmt: skip
     """Cross-entropy, with that of rare tokens weighed (as focal losses do) and the squares of logsumexp added."""
     if shift_labels is None:
         shift_labels = F.pad(labels, (0, 1), value=-100)[:, 1:]

@@ -123,12 +123,8 @@ def trained(folder: str, name: str, data: int, size: int, changes: dict[str, Any
 
     experts = {**EXPERTS, "experts_implementation": "eager"} if kind == "Qwen3Moe" else {}
     model, others = build(kind, **experts), {} if name == "SFT" else {"ref_model": build(kind, seed=1, **experts)}
-    given: dict[str, Any] = {
-        **TRAINING,
-        "output_dir": folder,
-        "gradient_accumulation_steps": 2,
-        **dict.fromkeys(("bf16", "gradient_checkpointing", "ddp_find_unused_parameters"), False),
-    }
+    given: dict[str, Any] = {**TRAINING, "output_dir": folder, "gradient_accumulation_steps": 2}
+    given |= dict.fromkeys(("bf16", "gradient_checkpointing", "ddp_find_unused_parameters"), False)
     if name in ROLLOUTS:
         del others["ref_model"]
         model.config._name_or_path = f"{folder}/reference"  # from where TRL takes it

@@ -69,7 +69,7 @@ GROUPS: dict[str, dict[str, list[MegatronDraw]]] = {
     "recomputation": {
         "recomputation full, block, uniform; Megatron's own or ours": [
             like("plain", CP2, "boundary", config=FULL),  # Megatron's own: every attention runs twice
-            like("plain", CP2, checkpoint="auto", config=BLOCK | {"recompute_num_layers": 3}),
+            like("plain", CP2, checkpoint="auto", config=BLOCK | {"num_layers": 4, "recompute_num_layers": 3}),
             like("plain", CP2, checkpoint="auto", config=FULL | {"recompute_num_layers": 2}),  # taken as 1
             like("plain", CP2, checkpoint="remat"),
             like("plain", CP2, "boundary", "remat", config=BLOCK),

@@ -66,13 +66,8 @@ def test_every_mode_and_training_give_figures_and_tensor_parallelism_the_same_la
     modes = ["remat-offload", "none"]
     training = ["remat", "remat-boundary"]
     trained = [f"48:2:1:{mode}" for mode in training]
-    run_ranks(
-        2,
-        bench,
-        ["--toy", "--layers", "48:2:48", "16:qwen3-next", "--out", str(out), "--modes", *modes, "--train", *trained],
-        str(tmp_path),
-        timeout=120,
-    )
+    layers = ["--toy", "--layers", "48:2:48", "16:qwen3-next", "--out", str(out)]
+    run_ranks(2, bench, [*layers, "--modes", *modes, "--train", *trained], str(tmp_path), timeout=120)
     report = json.loads(out.read_text())
     assert [(result["mode"], result["hybrid"]) for result in report["layers"]] == [
         (mode, hybrid) for hybrid in (False, True) for mode in modes

@@ -11,7 +11,7 @@ import torch
 
 from tests.frameworks import megatron_harness as harness
 from tests.frameworks.compare import Found
-from tests.frameworks.megatron_rows import FULL, MEGATRONS, TWO, like
+from tests.frameworks.megatron_rows import FULL, MEGATRONS, like
 from tests.fuzz.frameworks.megatron_draw import MegatronDraw
 from tests.megatron import checkpoints, sharded
 from tests.megatron.test_all_parallelisms import by_turns
@@ -78,7 +78,7 @@ def exchange_states(rank: int, ranks: int, folder: str) -> None:
 ROWS = (
     like("plain", CP2, checkpoint="auto", config=FULL, **MEGATRONS),
     like("learnable", {"tp": 2}, checkpoint="auto", config=FULL, **MEGATRONS),  # each rank has the logits of its heads
-    like("packed delta", CP2, checkpoint="auto", config=FULL | TWO | HYBRID, pack="", batch=2, **MEGATRONS),
+    like("packed delta", CP2, checkpoint="auto", config=FULL | HYBRID, pack="", batch=2, **MEGATRONS),
 )
 
 

@@ -16,7 +16,7 @@ from dfa_megatron.errors import DisagreementError, UnsupportedError
 from dfa_megatron.megatron import door
 from tests.frameworks import megatron_harness as harness
 from tests.frameworks.compare import assert_gradients, gradients_of
-from tests.frameworks.megatron_rows import BLOCK, TWO, like
+from tests.frameworks.megatron_rows import BLOCK, like
 from tests.fuzz.frameworks.megatron_draw import VOCABULARY, MegatronDraw
 from tests.support.workers import run_each, run_ranks
 
@@ -153,7 +153,7 @@ def refused(rank: int, ranks: int) -> None:
         call(extra_block_kwargs={"extract_layer_indices": {0}})
     with pytest.raises(UnsupportedError, match="moe_enable_routing_replay in data_layout='boundary'"):
         harness.model_of(row, harness.config_of(row, num_moe_experts=2, moe_enable_routing_replay=True))
-    some_kept = harness.model_of(like("plain", {"cp": ranks}, "boundary", config={"num_moe_experts": 2} | TWO | BLOCK))
+    some_kept = harness.model_of(like("plain", {"cp": ranks}, "boundary", config={"num_moe_experts": 2} | BLOCK))
     with nullcontext() if door._KEEPS_MASKS else pytest.raises(UnsupportedError, match="padding_mask beside experts"):
         some_kept(batch["tokens"], batch["position_ids"], None, padding_mask=batch["tokens"] == 0)
     losses = call()

@@ -17,7 +17,7 @@ from dfa_megatron.loss.deferred import WATCHED
 from dfa_megatron.megatron.stand_in import use_cpu
 from dfa_megatron.runtime.counters import COUNTERS
 from tests.frameworks import megatron_harness as harness
-from tests.frameworks.megatron_rows import FULL, TWO, like
+from tests.frameworks.megatron_rows import FULL, like
 from tests.fuzz.frameworks.megatron_draw import VOCABULARY, MegatronDraw
 from tests.megatron import padded_packs
 from tests.support.live_bytes import living
@@ -27,14 +27,15 @@ from tests.support.workers import run_each
 LAYERS = 2
 
 
-def whole_batch(step: int = 0) -> dict[str, Any]:
+def whole_batch() -> dict[str, Any]:
     """A global micro-batch of the plain model."""
-    return {name: x for name, x in like("plain").global_batch(step)[1].items() if name != "cu_seqlens"}
+    batch = like("plain", masks=("holes",)).global_batch(0)[0]
+    return {name: x for name, x in batch.items() if name != "cu_seqlens"}
 
 
 def plain(layout: str = "contiguous", checkpoint: str = "auto", **how: Any) -> MegatronDraw:
     """A model of two layers over all ranks."""
-    return like("plain", {"cp": dist.get_world_size()}, layout, checkpoint, **{"config": TWO, **how})
+    return like("plain", {"cp": dist.get_world_size()}, layout, checkpoint, **how)
 
 
 def loss_of(model: Any, batch: Any) -> torch.Tensor:
@@ -205,7 +206,7 @@ def block_alone(rank: int, world_size: int) -> None:
 
     harness.start(plain())
     declare_batch_layout(dist_group(), "contiguous")
-    for row in (plain(config=TWO | FULL), plain(checkpoint="remat")):
+    for row in (plain(config=FULL), plain(checkpoint="remat")):
         block = harness.model_of(row).decoder
         hidden = torch.randn(4, 1, block.config.hidden_size, dtype=torch.float64, requires_grad=True)
         COUNTERS.reset()
@@ -248,7 +249,7 @@ def evaluate_and_freeze(rank: int, world_size: int) -> None:
 
 
 def says(rank: int, world_size: int) -> list[str]:
-    row = plain(config=TWO | FULL)
+    row = plain(config=FULL)
     harness.start(row)
     lines: list[str] = []
     handler = logging.Handler()
@@ -293,7 +294,7 @@ def one_config(rank: int, world_size: int) -> None:
 
     from dfa_megatron.megatron import distribute_attention
 
-    row = plain(config=TWO | FULL | {"mtp_num_layers": 1})
+    row = plain(config=FULL | {"mtp_num_layers": 1})
     harness.start(row)
     config = harness.config_of(row)
     before = dict(vars(config))

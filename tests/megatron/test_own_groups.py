@@ -16,7 +16,7 @@ from dfa_megatron.errors import DisagreementError, UnsupportedError
 from dfa_megatron.runtime.counters import COUNTERS
 from tests.frameworks import compare
 from tests.frameworks import megatron_harness as harness
-from tests.frameworks.megatron_rows import TWO, UNBALANCED, like
+from tests.frameworks.megatron_rows import UNBALANCED, like
 from tests.fuzz.frameworks.megatron_draw import VOCABULARY, MegatronDraw
 from tests.fuzz.frameworks.one_rank import apart
 from tests.megatron import padded_packs
@@ -172,14 +172,14 @@ def test_sizes_alternate_from_micro_batch_to_micro_batch_while_other_ranks_run_o
     sliced = [("contiguous", "none", "sbhd"), ("boundary", "remat", "sbhd"), ("zigzag", "remat", "sbhd")]
     both = [("boundary", "none", "padded"), ("contiguous", "remat", "thd")]
     cases = [
-        (like("plain", four, config=TWO), EVERY_SIZE, [("boundary", "remat", "padded"), both[1]]),
-        (like("plain", {"cp": 2, "dp": 2}, config=TWO), EVERY_SIZE[4:10], rows),
+        (like("plain", four), EVERY_SIZE, [("boundary", "remat", "padded")]),
+        (like("plain", {"cp": 2, "dp": 2}), EVERY_SIZE[4:10], rows),
         (like("latent", four), EVERY_SIZE[4:10], both[1:]),
-        (like("ahead", four), EVERY_SIZE[4:10], both),
+        (like("ahead", four), EVERY_SIZE[4:10], both[1:]),
         (like("ahead per token", four), EVERY_SIZE[4:10], both[:1]),
-        (like("plain", four, config=TWO), WHOLE, sliced),
+        (like("plain", four), WHOLE, sliced),
         (like("packed experts", four), WHOLE, rows[:1]),
-        (like("plain", {"tp": 2, "dp": 2}, config=TWO), TWO_SIZES, both[1:]),
+        (like("plain", {"tp": 2, "dp": 2}), TWO_SIZES, both[1:]),
     ]
     run_ranks(4, check, cases, timeout=170)
 
@@ -194,7 +194,7 @@ def test_states_pass_among_the_ranks_that_share_a_micro_batch_while_others_run_a
 def refused(rank: int, world_size: int) -> None:
     from dfa_megatron.megatron import declare_batch_layout
 
-    row = like("plain", {"dp": 3}, config=TWO)
+    row = like("plain", {"dp": 3})
     harness.start(row)
     pair, others = dist.new_group([0, 1]), dist.new_group([1, 2])
     model = harness.model_of(row, harness.config_of(row, **OURS))

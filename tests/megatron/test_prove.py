@@ -109,7 +109,7 @@ def unreduced(models: Any) -> Any:
 
 
 def mixed_tokens(models: Any) -> Any:
-    mlp = models[0].module.decoder.layers[2].mlp
+    mlp = models[0].module.decoder.layers[1].mlp
     real = mlp.forward
 
     def forward(x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -119,11 +119,11 @@ def mixed_tokens(models: Any) -> Any:
 
 
 FOUND = {
-    mixed_tokens: "a sequence, 96 tokens, output of layers: decoder.layers.2.mlp on rank 1, token 48:",
+    mixed_tokens: "a sequence, 96 tokens, output of layers: decoder.layers.1.mlp on rank 1, token 48:",
     local_rope: "a sequence, 96 tokens, output of layers: decoder.layers.0.self_attention on rank",
     lost_window: "a sequence, 96 tokens, output of layers: decoder.layers.0.self_attention on rank 0, token 10:",
     lost_documents: "a pack of 3, 96 tokens, output of layers: decoder.layers.0.self_attention on rank 0, token 32:",
-    labels_of_chunks: "a sequence, 96 tokens, gradient at layers: decoder.layers.3.mlp on rank",
+    labels_of_chunks: "a sequence, 96 tokens, gradient at layers: decoder.layers.1.mlp on rank",
     unreduced: "a sequence, 96 tokens, gradient of parameters: ",
 }
 

@@ -13,7 +13,7 @@ import torch
 from dfa_megatron.errors import DisagreementError, UnsupportedError
 from dfa_megatron.megatron.tokens.packs import with_long_padding_apart
 from tests.frameworks import megatron_harness as harness
-from tests.frameworks.megatron_rows import TWO, like
+from tests.frameworks.megatron_rows import like
 from tests.fuzz.frameworks.megatron_draw import VOCABULARY
 from tests.megatron.attends import positions
 from tests.support.workers import run_each
@@ -33,7 +33,7 @@ def forward(layout: str, params: Any, tokens: int, rows: int = 1) -> torch.Tenso
     from megatron.core import parallel_state
 
     ranks, rank = (getattr(parallel_state, f"get_context_parallel_{n}")() for n in ("world_size", "rank"))
-    model = harness.model_of(like("plain", {"cp": ranks}, layout, config=TWO))
+    model = harness.model_of(like("plain", {"cp": ranks}, layout))
     ids = torch.randint(0, VOCABULARY, (rows, tokens), generator=torch.Generator().manual_seed(0))
     held = positions("zigzag", tokens * ranks, ranks, rank)
     out: torch.Tensor = model(ids, held[None], None, packed_seq_params=params)

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from dfa_megatron.errors import UnsupportedError
 from tests.frameworks import megatron_harness as harness
 from tests.frameworks.compare import gradients_of
-from tests.frameworks.megatron_rows import BY_LIST, TWO, like
+from tests.frameworks.megatron_rows import BY_LIST, like
 from tests.fuzz.frameworks.megatron_draw import VOCABULARY, MegatronDraw
 from tests.fuzz.frameworks.one_rank import apart, hidden
 from tests.support.workers import run_each
@@ -58,7 +58,7 @@ THRESHOLD = 0.2
 ROWS = (
     like("plain", {"cp": 2}, "boundary", config=BY_LIST),
     like("packed latent", {"cp": 2}, "contiguous", "remat"),
-    like("plain", {"tp": 2}, "zigzag", config=TWO),
+    like("plain", {"tp": 2}, "zigzag"),
 )
 
 

@@ -45,8 +45,8 @@ def test_options_drawn_at_random_are_exact_in_one_process(tmp_path: Path) -> Non
 
 @drawn_at_random
 def test_one_rank_replays_exactly_under_states_of_pytorch_checkpoints_and_the_compiler(tmp_path: Path) -> None:
-    found = fuzz(tmp_path, "--cases", "60", "--ranks", "1")
-    assert found["right"] >= 40
+    found = fuzz(tmp_path, "--cases", "40", "--ranks", "1")
+    assert found["right"] >= 27
     assert min(found[f"checkpoint {name}"] for name in ("full", "remat", "remat on the host")) >= 3
 
 

@@ -13,17 +13,9 @@ LAYERS = 2
 _LARGE_TOKENS = ("Phi3",)
 """Types whose special tokens lie beyond the vocabulary by default."""
 TRAINING = {
-    "max_steps": 2,
-    "logging_steps": 1,
-    "eval_strategy": "steps",
-    "eval_steps": 2,
-    "save_strategy": "no",
-    "learning_rate": 1e-2,
-    "adam_epsilon": 1e-3,
-    "use_cpu": True,
-    "disable_tqdm": True,
-    "report_to": [],
-}
+    "max_steps": 2, "logging_steps": 1, "eval_strategy": "steps", "eval_steps": 2, "save_strategy": "no",
+    "learning_rate": 1e-2, "adam_epsilon": 1e-3, "use_cpu": True, "disable_tqdm": True, "report_to": [],
+}  # fmt: skip
 """Arguments of a Trainer: a few steps, of which everything is told and nothing kept."""
 
 
@@ -32,21 +24,13 @@ def build(kind: str, seed: int = 0, heads: int = 4, kv_heads: int = 2, **changes
     import transformers
 
     torch.manual_seed(seed)
-    config = getattr(transformers, f"{kind}Config")(
-        **{
-            **({"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2} if kind in _LARGE_TOKENS else {}),
-            "vocab_size": VOCABULARY,
-            "hidden_size": 8 * heads,
-            "intermediate_size": 24,
-            "num_hidden_layers": LAYERS,
-            "num_attention_heads": heads,
-            "num_key_value_heads": kv_heads,
-            "head_dim": 8,
-            "max_position_embeddings": 128,
-            "attn_implementation": "eager",
-            **changes,
-        }
-    )
+    some = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2} if kind in _LARGE_TOKENS else {}
+    sizes = {
+        "vocab_size": VOCABULARY, "hidden_size": 8 * heads, "intermediate_size": 24, "num_hidden_layers": LAYERS,
+        "num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": 8, "max_position_embeddings": 128,
+    }  # fmt: skip
+    own = {**some, **sizes, "attn_implementation": "eager", **changes}
+    config = getattr(transformers, f"{kind}Config")(**own)
     model = getattr(transformers, f"{kind.removesuffix('Text')}ForCausalLM")(copy.deepcopy(config))
     for parameter in model.parameters():  # larger than at the start of a training, so that attention matters
         torch.nn.init.normal_(parameter, std=0.3)

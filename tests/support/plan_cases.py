@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from itertools import accumulate, pairwise
 from unittest import mock
 
@@ -28,11 +28,16 @@ class Case:
     mask: Mask
     sees: Callable[[int, int], bool]
 
-    @property
+    @cached_property
     def dense(self) -> np.ndarray:
         """(length, length) of bool."""
         everything = range(self.mask.length)
         return np.array([[self.sees(i, j) for j in everything] for i in everything], dtype=bool)
+
+    @property
+    def sees_itself(self) -> bool:
+        """Whether every token does."""
+        return all(self.sees(i, i) for i in range(self.mask.length))
 
 
 def of_documents(lengths: Sequence[int], causal: bool) -> Case:
@@ -88,20 +93,15 @@ def heterogeneous_masks(n: int, rng: random.Random) -> list[Case]:
     parents = some_parents(len(lengths), rng)
     place, reach = tree_positions(lengths, parents).tolist(), rng.choice([n, left])
 
+    windows = partial(masks.documents, lengths, causal=False)
+
     def alike(i: int, j: int) -> bool:
         return number[i] == number[j]
 
     return [
-        Case(
-            masks.documents(lengths, window_size=(left, right)), lambda i, j: alike(i, j) and max(0, i - left) <= j <= i
-        ),
-        Case(
-            masks.documents(lengths, causal=False, window_size=(left, right)),
-            lambda i, j: alike(i, j) and i - left <= j <= i + right,
-        ),
-        Case(
-            masks.documents(lengths, causal=False, window_size=(-1, right)), lambda i, j: alike(i, j) and j <= i + right
-        ),
+        Case(windows(window_size=(left, right), causal=True), lambda i, j: alike(i, j) and i - left <= j <= i),
+        Case(windows(window_size=(left, right)), lambda i, j: alike(i, j) and i - left <= j <= i + right),
+        Case(windows(window_size=(-1, right)), lambda i, j: alike(i, j) and j <= i + right),
         Case(
             masks.prefix_lm_documents(lengths, prefix), lambda i, j: alike(i, j) and (j <= i or j - start[j] < prefix)
         ),

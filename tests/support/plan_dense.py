@@ -28,24 +28,16 @@ class Reference:
     def rows(self, name: str) -> np.ndarray:
         """The fields of a plan's name side by side."""
         fields = {
-            "q": (self.q,),
-            "kv": (self.k, self.v),
-            "out": (self.out, self.lse),
-            "qdo": (self.q, self.dout, self.lse, self.delta),
-            "dq": (self.dq,),
-            "dkv": (self.dk, self.dv),
-        }
+            "q": (self.q,), "kv": (self.k, self.v), "out": (self.out, self.lse), "dq": (self.dq,),
+            "qdo": (self.q, self.dout, self.lse, self.delta), "dkv": (self.dk, self.dv),
+        }  # fmt: skip
         return np.concatenate(fields[name], axis=1)
 
 
 WIDTH = {
-    "q": HEAD_DIM,
-    "kv": 2 * HEAD_DIM,
-    "out": HEAD_DIM + 1,
-    "qdo": 2 * HEAD_DIM + 2,
-    "dq": HEAD_DIM,
+    "q": HEAD_DIM, "kv": 2 * HEAD_DIM, "out": HEAD_DIM + 1, "qdo": 2 * HEAD_DIM + 2, "dq": HEAD_DIM,
     "dkv": 2 * HEAD_DIM,
-}
+}  # fmt: skip
 
 
 def forward(q: np.ndarray, kv: np.ndarray, sees: np.ndarray) -> np.ndarray:

@@ -35,8 +35,12 @@ def _run(rank: int, ranks: int, port: int, folder: str, script: str, words: tupl
         os.dup2(said.fileno(), 1)
         os.dup2(said.fileno(), 2)
     sys.argv = [script, *words]
-    if script.endswith(".py"):
-        runpy.run_path(script, run_name="__main__")
-    else:
-        runpy.run_module(script, run_name="__main__", alter_sys=True)
+    try:
+        if script.endswith(".py"):
+            runpy.run_path(script, run_name="__main__")
+        else:
+            runpy.run_module(script, run_name="__main__", alter_sys=True)
+    except SystemExit as ended:
+        if ended.code:
+            raise
     sys.stdout.flush()

@@ -79,7 +79,7 @@ class Data:
         counts = uneven.counted(self.masks[number % len(self.masks)], self.rows, self.tokens, self.parts, seed)
         found: dict[str, Any] = {"input_ids": ids, "labels": ids.masked_fill(~counts, IGNORED)}
         if self.pack == "mask":
-            every = [case.mask for case in heterogeneous_masks(self.tokens, dice) if case.dense.diagonal().all()]
+            every = [case.mask for case in heterogeneous_masks(self.tokens, dice) if case.sees_itself]
             found["mask"] = dice.choice(every)
         elif self.pack:
             found |= self._documents(dice)
