@@ -85,14 +85,16 @@ def sparse_attn(
         refuse_strangers(q, k, values)
         refuse_tensors(Inputs(q, k, values))
         if latent != (head_dim_v is not None):
-            raise UnsupportedError(f"head_dim_v={head_dim_v}", "it is for keys that hold the values", "v, or head_dim_v")
+            raise UnsupportedError(
+                f"head_dim_v={head_dim_v}", "it is for keys that hold the values", "v, or head_dim_v"
+            )
         if sinks is not None and (error := sinks_error(sinks, q)) is not None:
             raise error
         whole = Whole.of(q, over, layout, cu_seqlens)
         chosen = check_positions(positions, q, whole, cu_seqlens is not None)
         scale = q.shape[3] ** -0.5 if softmax_scale is None else float(softmax_scale)
         trains = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, sinks))
-        facts = facts_of_tokens(k, 1) | {"heads": str(q.shape[2]), "values": "in keys" if latent else str(v.shape[3])}
+        facts = facts_of_tokens(k, 1) | {"heads": str(q.shape[2]), "values": f"{'in keys, ' * latent}{values.shape[3]}"}
         facts |= {"scale": str(scale), "gradient": str(trains), "sinks": str(sinks is not None)}
         exchange = whole.exchange("attention over chosen keys", facts, q.device)
     kv = (k if v is None else torch.cat([k, v], 3)).flatten(0, 1)
@@ -204,9 +206,7 @@ class _SparseAttention(torch.autograd.Function):
         return dq.to(q.dtype), dkv, dsinks, None, None, None
 
 
-def attend(
-    q: torch.Tensor, kv: torch.Tensor, chosen: torch.Tensor, scale: float, values: tuple[int, int]
-) -> Pair:
+def attend(q: torch.Tensor, kv: torch.Tensor, chosen: torch.Tensor, scale: float, values: tuple[int, int]) -> Pair:
     """Return (out, lse) in the accumulator's dtype; kv: (tokens, kv_heads, width), of the whole sequence."""
     wide, (first, end) = accumulator_dtype(q.dtype), values
     out, lse = q.new_zeros(*q.shape[:2], end - first, dtype=wide), q.new_empty(q.shape[:2], dtype=wide)

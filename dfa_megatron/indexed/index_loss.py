@@ -104,10 +104,14 @@ def _check_attention(
     shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, lse {tuple(lse.shape)} for index_q {tuple(index_q.shape)}"
     fits = q.dim() == k.dim() == 4 and q.shape[:2] == k.shape[:2] == tokens and q.shape[3] <= k.shape[3]
     if not fits or q.shape[2] % k.shape[2] or lse.shape != (tokens[0], q.shape[2], tokens[1]):
-        instead = "(batch, local_seq, heads, head_dim), (batch, local_seq, kv_heads, head_dim), (batch, heads, local_seq)"
+        instead = (
+            "(batch, local_seq, heads, head_dim), (batch, local_seq, kv_heads, head_dim), (batch, heads, local_seq)"
+        )
         raise UnsupportedError(shapes, "they do not fit together", instead)
     if valid is not None and (valid.dtype != torch.bool or valid.shape != tokens):
-        raise UnsupportedError(f"valid {tuple(valid.shape)}, {valid.dtype}", "each query counts or not", "bool, of each")
+        raise UnsupportedError(
+            f"valid {tuple(valid.shape)}, {valid.dtype}", "each query counts or not", "bool, of each"
+        )
 
 
 class _Teacher(NamedTuple):
@@ -207,18 +211,16 @@ class _Sums:
         """Add all rows; gradients where it trains."""
         for at, parts in self._steps():
             rows = _Rows(*(x[at] for x in self.rows))
+            norm = rows.lse.new_zeros(len(rows.q), 1, dtype=self.wide)
+            lse = torch.full_like(norm, -math.inf)
             once = [self._scored(rows, part) for part in parts] if len(parts) == 1 else None
-            norm, lse = rows.lse.new_zeros(len(rows.q), 1, dtype=self.wide), None
-            for number, part in enumerate(parts):  # of all keys before the first result
-                found = once[0] if once else self._scored(rows, part)
+            for found in once or (self._scored(rows, part) for part in parts):
                 norm += found.teacher.sum(1, keepdim=True)
-                mine = found.scores.logsumexp(1, keepdim=True)
-                lse = mine if lse is None else torch.logaddexp(lse, mine)
+                lse = torch.logaddexp(lse, found.scores.logsumexp(1, keepdim=True))
             counts = rows.valid[:, None] & (norm > 0)
             self.count += counts.sum()
-            assert lse is not None or not parts
-            for number, part in enumerate(parts):
-                found = once[number] if once else self._scored(rows, part)
+            again = once or (self._scored(rows, part) for part in parts)  # of many keys, nothing is kept
+            for part, found in zip(parts, again, strict=True):
                 teacher = (found.teacher / norm).masked_fill_(~counts, 0.0)
                 log = found.scores - lse
                 self.loss += (torch.xlogy(teacher, teacher) - teacher * log.masked_fill(~part.seen, 0.0)).sum()

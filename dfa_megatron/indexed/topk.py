@@ -18,7 +18,7 @@ import torch
 
 from dfa_megatron.config import DistAttentionConfig
 from dfa_megatron.errors import UnsupportedError
-from dfa_megatron.indexed.whole import MEMORY, Whole
+from dfa_megatron.indexed.whole import MEMORY, ROWS, Whole
 from dfa_megatron.kernels.api import accumulator_dtype
 from dfa_megatron.kernels.leaf import outside_graphs, without_autocast
 from dfa_megatron.plan.language.geometry import Span, Tile
@@ -31,8 +31,8 @@ from dfa_megatron.runtime.counters import COUNTERS
 from dfa_megatron.runtime.cu_seqlens import CuSeqlens
 from dfa_megatron.runtime.request import DEFAULTS
 
-ROWS, KEYS = 64, 4096
-"""The largest block of scores."""
+KEYS = 4096
+"""Keys of the largest block of scores."""
 
 
 @outside_graphs

@@ -35,6 +35,9 @@ from dfa_megatron.runtime.execute.moves import Moves, moves_between
 MEMORY = 1 << 26
 """Bytes of the largest intermediate tensor of a block."""
 
+ROWS = 64
+"""Rows of the largest block of scores."""
+
 _PIECES = 128
 """Into so many pieces of rows the share of a rank is cut, which decides how even the work is."""
 
@@ -173,6 +176,7 @@ def pairs_of(seen: Mask, spans: Iterable[Span]) -> int:
 def _pieces(seen: Mask, layout: Layout) -> Iterable[tuple[Span, int, int]]:
     """Yield (rows of one rank and one component, their pairs, the rank)."""
     owners, step = layout.joined(), max(1, layout.length // (_PIECES * layout.ranks))
+    step -= step % ROWS if step > ROWS else 0  # pieces of whole blocks
     starts = sorted({*range(0, layout.length, step), *(chunk.lo for chunk in owners.chunks)})
     for part in components(seen):
         lo, hi = part.span.lo, part.span.hi

@@ -22,7 +22,7 @@ def visible(length: int, offsets: Sequence[int]) -> torch.Tensor:
 def scores(index_q: torch.Tensor, index_k: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     """Return (length, length) from (length, heads, dim), (length, dim), (length, heads)."""
     products = torch.einsum("ihd,jd->hij", index_q, index_k)
-    return torch.einsum("ih,hij->ij", weights, products.clamp(min=0))
+    return torch.einsum("ih,hij->ij", weights, products.relu())
 
 
 def choice(found: torch.Tensor, seen: torch.Tensor, topk: int) -> list[list[int]]:
