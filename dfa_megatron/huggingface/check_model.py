@@ -54,6 +54,12 @@ falcon_h1
     "hybrid linear_attention": """
 zamba zamba2
 """,
+    "indexed_attention": """
+axk2 deepseek_v32 glm_moe_dsa hy_v4 mistral_large4_text
+""",
+    "indexed_attention sliding_attention": """
+dots3_note_text
+""",
     "linear_attention": """
 falcon_mamba mamba mamba2
 """,
@@ -72,8 +78,10 @@ CLASSES = {
     ("causal_conv1d_fn", "mamba_selective_scan"): "FalconMambaMixer JambaMambaMixer MambaMixer ZambaMambaMixer",
     ("causal_conv1d_fn", "torch_chunk_gated_delta_rule"): "OlmoHybridGatedDeltaNet Qwen3_5GatedDeltaNet "
     "Qwen3_5MoeGatedDeltaNet Qwen3NextGatedDeltaNet",
+    ("update_indexer",): "AXK2Indexer DeepseekV32Indexer Dots3NoteTextIndexer GlmMoeDsaIndexer HYV4Indexer "
+    "MistralLarge4TextIndexer",
 }
-"""The classes of layers with states, by the functions that each must call to be right."""
+"""The classes of layers with states, and of indexers, by the functions that each must call to be right."""
 
 _EACH_TOKEN = (
     "ADALORA", "BEFT", "BOFT", "C3A", "DEFT", "DELORA", "FOURIERFT", "FROD", "GLORA", "GRALORA", "HIRA", "HRA", "IA3",
