@@ -83,6 +83,15 @@ CLASSES = {
 }
 """The classes of layers with states, and of indexers, by the functions that each must call to be right."""
 
+_BLOCKS = {
+    "Glm5NextTextIndexer": "chooses pools of keys",
+    "Qwen4ExpTextQSAIndexer": "chooses compressed blocks of keys",
+    "MiniMaxM3VLIndexer": "chooses blocks of keys",
+    "DeepseekV4HCACompressor": "attends to compressed keys",
+    "DeepseekV4CSACompressor": "attends to compressed keys",
+}
+"""Classes of modules that choose otherwise than among single keys, and what their layer does."""
+
 _EACH_TOKEN = (
     "ADALORA", "BEFT", "BOFT", "C3A", "DEFT", "DELORA", "FOURIERFT", "FROD", "GLORA", "GRALORA", "HIRA", "HRA", "IA3",
     "LN_TUNING", "LOHA", "LOKR", "LORA", "MISS", "OFT", "OSF", "PEANUT", "PSOFT", "RANDLORA", "ROAD", "SHIRA",
@@ -115,6 +124,13 @@ def check_model(model: Any, *, unlisted: bool) -> list[torch.nn.Module]:
 
     unlisted: the model need not be on the list.
     """
+    for name, does in _BLOCKS.items():
+        if any(cls.__name__ == name for module in model.modules() for cls in type(module).__mro__):
+            raise UnsupportedError(
+                f"{kind_of(model)} with a {name}",
+                f"a layer with it {does}, and only choices of single keys are distributed",
+                "a model with such a choice, as those of types deepseek_v32, glm_moe_dsa and hy_v4",
+            )
     if strange := _unlisted(model):
         if not unlisted:
             raise UnsupportedError(
