@@ -159,7 +159,7 @@ def _distributed(
     states = tuple(x.transpose(1, 2) for x in _autocast(query, key, value))
     # Without autocast: kernels choose their precision themselves.
     with torch.autocast(query.device.type, enabled=False), at_layer(int(getattr(module, "layer_idx", None) or 0) + 1):
-        if factors is not None:
+        if indices is not None and factors is not None:
             call.pop("softcap")
             return attend(module, states, indices, forward, factors, call), None
         images = (forward.images or {}).get(_type_of(module) or "")

@@ -55,7 +55,7 @@ falcon_h1
 zamba zamba2
 """,
     "indexed_attention": """
-axk2 deepseek_v32 glm_moe_dsa hy_v4 mistral_large4_text
+axk2 deepseek_v32 glm_moe_dsa hy_v4 mistral_large4
 """,
     "indexed_attention sliding_attention": """
 dots3_note_text
@@ -83,6 +83,8 @@ CLASSES = {
 }
 """The classes of layers with states, and of indexers, by the functions that each must call to be right."""
 
+_INDEXERS = {*CLASSES["update_indexer",].split()}
+
 _BLOCKS = {
     "Glm5NextTextIndexer": "chooses pools of keys",
     "Qwen4ExpTextQSAIndexer": "chooses compressed blocks of keys",
@@ -90,7 +92,7 @@ _BLOCKS = {
     "DeepseekV4HCACompressor": "attends to compressed keys",
     "DeepseekV4CSACompressor": "attends to compressed keys",
 }
-"""Classes of modules that choose otherwise than among single keys, and what their layer does."""
+"""Modules that choose otherwise than among single keys, and what their layer does."""
 
 _EACH_TOKEN = (
     "ADALORA", "BEFT", "BOFT", "C3A", "DEFT", "DELORA", "FOURIERFT", "FROD", "GLORA", "GRALORA", "HIRA", "HRA", "IA3",
@@ -124,13 +126,13 @@ def check_model(model: Any, *, unlisted: bool) -> list[torch.nn.Module]:
 
     unlisted: the model need not be on the list.
     """
-    for name, does in _BLOCKS.items():
-        if any(cls.__name__ == name for module in model.modules() for cls in type(module).__mro__):
-            raise UnsupportedError(
-                f"{kind_of(model)} with a {name}",
-                f"a layer with it {does}, and only choices of single keys are distributed",
-                "a model with such a choice, as those of types deepseek_v32, glm_moe_dsa and hy_v4",
-            )
+    names = {type(module).__name__ for module in model.modules()}
+    if choosing := sorted(names & _BLOCKS.keys() | {x for x in names - _INDEXERS if x.endswith("Indexer")}):
+        raise UnsupportedError(
+            f"{kind_of(model)} with a {choosing[0]}",
+            f"a layer with it {_BLOCKS.get(choosing[0], 'chooses in its own way')}; choices of single keys are known",
+            "a model with such a choice, as those of types deepseek_v32, glm_moe_dsa and hy_v4",
+        )
     if strange := _unlisted(model):
         if not unlisted:
             raise UnsupportedError(

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+from numbers import Real
 from types import SimpleNamespace
 from typing import Any, Self
 
@@ -67,7 +68,8 @@ class Indexed:
         self._keys, self._length, self._run = keys, length, run
         self._queries: torch.Tensor | None = None
         self._weights: torch.Tensor | None = None
-        self._scale, self._clamped = 1.0, False
+        self._scale: Any = 1.0
+        self._clamped = False
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -84,14 +86,14 @@ class Indexed:
 
     transpose = unsqueeze = squeeze = _itself
 
-    def masked_fill(self, mask: Any, value: float) -> Self:
+    def masked_fill(self, mask: Any, value: Any) -> Self:
         """Return itself for the mask that stands for what tokens see."""
         if not isinstance(mask, IndexedMask):
             raise _other("another mask than the layer's")
         return self
 
     def __mul__(self, factor: Any) -> Self:
-        if not isinstance(factor, float | int) or factor <= 0 or self._weights is not None:
+        if not isinstance(factor, Real) or factor <= 0 or self._weights is not None:
             raise _other(f"a product with {factor}")
         self._scale *= factor
         return self
@@ -132,24 +134,25 @@ def is_sparse(module: Any) -> bool:
 
 def follow(module: Any) -> None:
     """Replace an indexer's forward, or what expands the latents of a layer that reads chosen keys; once for a class."""
-    if is_sparse(module) and not any(hook is _with_mask for hook in module._forward_pre_hooks.values()):
-        module.register_forward_pre_hook(_with_mask, with_kwargs=True)
-    sparse = is_sparse(module) and hasattr(module, "expand_kv")
-    name, ours = ("expand_kv", _latents) if sparse else ("forward", _choice)
-    if not sparse and INDEXER not in vars(module).get(REACHED, ()):
+    name, ours = ("expand_kv", _latents) if is_sparse(module) else ("forward", _choice)
+    if is_sparse(module):
+        if not any(hook is _with_mask for hook in module._forward_pre_hooks.values()):
+            module.register_forward_pre_hook(_with_mask, with_kwargs=True)
+    elif INDEXER not in vars(module).get(REACHED, ()):
         return
     kind = next(cls for cls in type(module).__mro__ if name in vars(cls))
-    if not hasattr(real := vars(kind)[name], _REAL):
+    if hasattr(real := vars(kind)[name], _REAL):
+        return
 
-        @functools.wraps(real)
-        def replaced(self: Any, *args: Any, **kwargs: Any) -> Any:
-            forward = forward_of_context(getattr(self, CONTEXT, None))
-            if forward is None or not forward.distributed:  # another model of the class, too
-                return real(self, *args, **kwargs)
-            return ours(real, self, forward, args, kwargs)
+    @functools.wraps(real)
+    def replaced(self: Any, *args: Any, **kwargs: Any) -> Any:
+        forward = forward_of_context(getattr(self, CONTEXT, None))
+        if forward is None or not forward.distributed:  # another model of the class, too
+            return real(self, *args, **kwargs)
+        return ours(real, self, forward, args, kwargs)
 
-        setattr(replaced, _REAL, real)
-        replace(kind, name, replaced)
+    setattr(replaced, _REAL, real)
+    replace(kind, name, replaced)
 
 
 def _with_mask(layer: Any, args: tuple[Any, ...], kwargs: Arguments) -> Any:
@@ -175,14 +178,14 @@ def _choice(real: Any, indexer: Any, forward: Forward, args: tuple[Any, ...], kw
         return forward.choices[indexer]
     bound = inspect.signature(real).bind(indexer, *args, **kwargs)
     name = next(name for name in ("cache", "past_key_values") if name in bound.signature.parameters)
-    seen: dict[str, Any] = {"cu_seqlens": None if forward.documents is None else list(forward.documents)}
+    seen: Arguments = {"cu_seqlens": None if forward.documents is None else list(forward.documents)}
     if isinstance(forward.seen, Seen):
         seen = {"mask": mask_of(forward.seen, (), -1)}
 
     def run(q: torch.Tensor, k: torch.Tensor, weights: torch.Tensor, topk: int) -> Any:
         context = forward.context
         with at_layer(int(indexer.layer_idx) + 1):
-            where = {"group": context.group, "layout": forward.layout, "config": context.options}
+            where: Arguments = {"group": context.group, "layout": forward.layout, "config": context.options}
             return index_topk(q, k, weights, topk, **seen, **where)
 
     def update_indexer(keys: torch.Tensor, layer: int) -> Indexed:
@@ -216,7 +219,8 @@ def attend(
     documents = None if forward.documents is None else list(forward.documents)
     out = sparse_attn(q, latents, None, positions, head_dim_v=values.shape[3], cu_seqlens=documents, **call)
     assert isinstance(out, torch.Tensor), "it was not asked for lse"
-    return torch.einsum("bshr,rhv->bshv", out, of_values)
+    found: torch.Tensor = torch.einsum("bshr,rhv->bshv", out, of_values)
+    return found
 
 
 def factors_of(layer: Any, values: torch.Tensor) -> torch.Tensor:
@@ -226,4 +230,4 @@ def factors_of(layer: Any, values: torch.Tensor) -> torch.Tensor:
         raise UnsupportedError(f"{what} of a layer of type {type(layer).__name__}", why, "lora_dropout=0.0 there")
     each = torch.eye(values.shape[3], dtype=values.dtype, device=values.device)
     found: torch.Tensor = layer.kv_b_proj(each)
-    return found.unflatten(1, (layer.num_heads, -1))
+    return found.view(len(each), layer.num_heads, -1)

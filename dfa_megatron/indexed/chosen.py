@@ -19,10 +19,9 @@ from dfa_megatron.indexed.whole import MEMORY, Whole
 from dfa_megatron.kernels.api import accumulator_dtype
 from dfa_megatron.kernels.leaf import differentiable_once, outside_graphs, without_autocast
 from dfa_megatron.kernels.merge import minus_delta
-from dfa_megatron.plan.language.geometry import Span
 from dfa_megatron.plan.language.layout import Layout
+from dfa_megatron.plan.language.mask import components
 from dfa_megatron.remat import active_frame
-from dfa_megatron.runtime.comm.channel import Channel
 from dfa_megatron.runtime.comm.compared import Compared, facts_of_tokens, telling
 from dfa_megatron.runtime.comm.groups import Group
 from dfa_megatron.runtime.counters import COUNTERS
@@ -31,7 +30,7 @@ from dfa_megatron.runtime.execute.moves import Moves
 from dfa_megatron.runtime.execute.sinks import merge_sinks, sinks_error, sinks_gradient
 from dfa_megatron.runtime.request import DEFAULTS, Inputs, refuse_strangers, refuse_tensors
 
-Pair = tuple[torch.Tensor, torch.Tensor]
+Attended = tuple[torch.Tensor, torch.Tensor]
 """out (rows, heads, head_dim_v) and lse (rows, heads)."""
 
 
@@ -99,7 +98,9 @@ def sparse_attn(
         exchange = whole.exchange("attention over chosen keys", facts, q.device)
     kv = (k if v is None else torch.cat([k, v], 3)).flatten(0, 1)
     width = values.shape[3]
-    call = _Call(exchange, whole.keys(q.device), scale, (0, width) if latent else (q.shape[3], q.shape[3] + width))
+    call = _SparseCall(
+        exchange, whole.keys(q.device), scale, (0, width) if latent else (q.shape[3], q.shape[3] + width)
+    )
     frame, known = active_frame(), None
     if frame is not None and not frame.recording:
         COUNTERS.replays += 1
@@ -136,33 +137,25 @@ def check_positions(positions: torch.Tensor, q: torch.Tensor, whole: Whole, docu
 
 
 def _check_seen(chosen: torch.Tensor, whole: Whole) -> None:
-    """Refuse a choice of a key that its query does not see."""
-    at = 0
-    for span in whole.layout.spans(whole.rank):
-        mine, rows = chosen[at : at + len(span)], torch.arange(span.lo, span.hi)[:, None]
-        wrong = mine >= 0
-        for q, kv, lo, hi in whole.seen.restrict(span, Span(0, whole.layout.length)):
-            inside = (rows >= q.lo) & (rows < q.hi) & (mine >= kv.lo) & (mine < kv.hi)
-            wrong &= ~(inside & (mine - rows >= lo) & (mine - rows <= hi))
-        if wrong.any():
-            row, column = (int(x) for x in wrong.nonzero()[0])
-            what = f"token {span.lo + row} with key {int(mine[row, column])} among its positions"
-            raise UnsupportedError(what, "it does not see that key", "keys of its document, none behind it")
-        at += len(span)
+    """Refuse a choice of a key that lies behind its query, or in another document."""
+    own = torch.tensor(whole.layout.positions(whole.rank))[:, None]
+    starts = torch.tensor([document.span.lo for document in components(whole.seen)])
+    first = starts[torch.searchsorted(starts, own, right=True) - 1]
+    wrong = ((chosen > own) | (chosen < first)) & (chosen >= 0)
+    if wrong.any():
+        row, column = (int(x) for x in wrong.nonzero()[0])
+        what = f"token {int(own[row])} with key {int(chosen[row, column])} among its positions"
+        raise UnsupportedError(what, "it does not see that key", "keys of its document, none behind it")
 
 
 @dataclass(frozen=True, slots=True)
-class _Call:
+class _SparseCall:
     """exchange: over the ranks. keys: the moves of keys. values: where they lie in the last dimension of kv."""
 
     exchange: Compared
     keys: Moves
     scale: float
     values: tuple[int, int]
-
-    @property
-    def over(self) -> Channel | None:
-        return self.exchange.over
 
 
 class _SparseAttention(torch.autograd.Function):
@@ -173,15 +166,15 @@ class _SparseAttention(torch.autograd.Function):
         kv: torch.Tensor,
         sinks: torch.Tensor | None,
         chosen: torch.Tensor,
-        call: _Call,
-        known: Pair | None,
-    ) -> Pair:
+        call: _SparseCall,
+        known: Attended | None,
+    ) -> Attended:
         """q (rows, heads, head_dim), kv (own tokens, kv_heads, head_dim and head_dim_v), chosen (rows, topk)."""
         if known is not None:
             out, lse = (x.detach() for x in known)
         else:
             with call.exchange.running(0, q.device, call.keys.nbytes(kv)), without_autocast():
-                out, lse = attend(q, call.keys.run(kv, over=call.over), chosen, call.scale, call.values)
+                out, lse = attend(q, call.keys.run(kv, over=call.exchange.over), chosen, call.scale, call.values)
             if sinks is not None:
                 rows, total = merge_sinks(out[None], lse.T[None], sinks)
                 out, lse = rows[0], total[0].T.contiguous()
@@ -199,14 +192,14 @@ class _SparseAttention(torch.autograd.Function):
         call, back = ctx.call, ctx.call.keys.back()
         dout = torch.zeros_like(out) if dout is None else dout
         with call.exchange.running(1, q.device, call.keys.nbytes(kv)):
-            keys = call.keys.run(kv, over=call.over)
+            keys = call.keys.run(kv, over=call.exchange.over)
             dq, dkv = gradients(dout, (q, keys, chosen), (out, lse), call.scale, call.values)
-            dkv = back.run(dkv.to(kv.dtype), over=call.over)
+            dkv = back.run(dkv.to(kv.dtype), over=call.exchange.over)
         dsinks = None if sinks is None else sinks_gradient(dout[None], out[None], lse.T[None], sinks)
         return dq.to(q.dtype), dkv, dsinks, None, None, None
 
 
-def attend(q: torch.Tensor, kv: torch.Tensor, chosen: torch.Tensor, scale: float, values: tuple[int, int]) -> Pair:
+def attend(q: torch.Tensor, kv: torch.Tensor, chosen: torch.Tensor, scale: float, values: tuple[int, int]) -> Attended:
     """Return (out, lse) in the accumulator's dtype; kv: (tokens, kv_heads, width), of the whole sequence."""
     wide, (first, end) = accumulator_dtype(q.dtype), values
     out, lse = q.new_zeros(*q.shape[:2], end - first, dtype=wide), q.new_empty(q.shape[:2], dtype=wide)
@@ -220,10 +213,10 @@ def attend(q: torch.Tensor, kv: torch.Tensor, chosen: torch.Tensor, scale: float
 def gradients(
     dout: torch.Tensor,
     inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-    results: Pair,
+    results: Attended,
     scale: float,
     values: tuple[int, int],
-) -> Pair:
+) -> Attended:
     """Return (dq, dkv) in the accumulator's dtype, dkv of the whole sequence. inputs: q, kv and the positions."""
     (q, kv, chosen), (out, lse), (first, end) = inputs, results, values
     wide, dim = lse.dtype, q.shape[2]
@@ -251,7 +244,7 @@ def steps(q: torch.Tensor, kv: torch.Tensor, chosen: torch.Tensor) -> Iterator[t
             yield slice(first, first + step), slice(at * group, (at + 1) * group), at
 
 
-def _scores(q: torch.Tensor, kv: torch.Tensor, chosen: torch.Tensor, scale: float) -> Pair:
+def _scores(q: torch.Tensor, kv: torch.Tensor, chosen: torch.Tensor, scale: float) -> Attended:
     """Return the chosen keys (rows, topk, width) and the scores (rows, heads, topk), -inf where there is no key."""
     wide = accumulator_dtype(q.dtype)
     near = kv.index_select(0, chosen.flatten().clamp(min=0)).unflatten(0, chosen.shape).to(wide)

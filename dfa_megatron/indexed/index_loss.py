@@ -89,8 +89,8 @@ def index_loss(
         facts |= {"keys": str(tuple(k.shape[2:])), "over": "all keys" if positions is None else "chosen keys"}
         exchange = whole.exchange("the loss of an indexer", facts, device)
     seen = torch.ones(index_q.shape[:2], dtype=torch.bool, device=device) if valid is None else valid
-    teacher = _Teacher(q.detach().flatten(0, 1), k.detach().flatten(0, 1), lse.detach().transpose(1, 2).flatten(0, 1))
-    call = _Call(whole, exchange, teacher, chosen, seen.flatten(), scale, heads_of)
+    attention = q.detach().flatten(0, 1), k.detach().flatten(0, 1), lse.detach().transpose(1, 2).flatten(0, 1)
+    call = _LossCall(whole, exchange, *attention, chosen, seen.flatten(), scale, heads_of)
     given = (x.flatten(0, 1) for x in (index_q, index_k, weights))
     found: torch.Tensor = _IndexLoss.apply(*given, call, trains)  # type: ignore[no-untyped-call]
     return found
@@ -114,26 +114,25 @@ def _check_attention(
         )
 
 
-class _Teacher(NamedTuple):
-    """The attention: q (rows, heads, head_dim), k (tokens, kv_heads, head_dim), lse (rows, heads)."""
+@dataclass(frozen=True, slots=True)
+class _LossCall:
+    """Of the attention q (rows, heads, head_dim), k (tokens, kv_heads, head_dim) and lse (rows, heads), and the rest.
 
+    chosen: (rows, topk), or None for all keys. valid: bool (rows,). heads_of: the ranks that share the heads.
+    """
+
+    whole: Whole
+    exchange: Compared
     q: torch.Tensor
     k: torch.Tensor
     lse: torch.Tensor
-
-
-@dataclass(frozen=True, slots=True)
-class _Call:
-    whole: Whole
-    exchange: Compared
-    teacher: _Teacher
     chosen: torch.Tensor | None
     valid: torch.Tensor
     scale: float
     heads_of: dist.ProcessGroup | None
 
 
-class _Rows(NamedTuple):
+class _Queries(NamedTuple):
     """Of some rows: index_q (rows, heads, dim), weights (rows, heads), the attention's q and lse, and bool (rows,)."""
 
     index_q: torch.Tensor
@@ -143,26 +142,22 @@ class _Rows(NamedTuple):
     valid: torch.Tensor
 
 
-class _Keys(NamedTuple):
-    """index_k (tokens, dim) and the attention's k (tokens, kv_heads, head_dim), of the whole sequence."""
-
-    index_k: torch.Tensor
-    k: torch.Tensor
-
-
 class _IndexLoss(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, index_q: torch.Tensor, index_k: torch.Tensor, weights: torch.Tensor, call: _Call, trains: bool
+        ctx: Any, index_q: torch.Tensor, index_k: torch.Tensor, weights: torch.Tensor, call: _LossCall, trains: bool
     ) -> torch.Tensor:
         """Tensors of this rank's rows: (rows, heads, dim), (rows, dim), (rows, heads)."""
-        whole, over, teacher = call.whole, call.whole.over, call.teacher
+        whole, over = call.whole, call.whole.over
         keys, moved = whole.keys(index_q.device), whole.rows(index_q.device)
-        rows, every = _Rows(index_q, weights, teacher.q, teacher.lse, call.valid), _Keys(index_k, teacher.k)
-        with call.exchange.running(0, index_q.device, sum(map(keys.nbytes, every))), without_autocast():
-            every = _Keys(*(keys.run(x, over=over) for x in every))
+        rows, sends = (
+            _Queries(index_q, weights, call.q, call.lse, call.valid),
+            keys.nbytes(index_k) + keys.nbytes(call.k),
+        )
+        with call.exchange.running(0, index_q.device, sends), without_autocast():
+            every = keys.run(index_k, over=over), keys.run(call.k, over=over)
             if dense := call.chosen is None:  # the work is that of all pairs: rows go to the ranks that score them
-                rows = _Rows(*(moved.run(x, over=over) for x in rows))
+                rows = _Queries(*(moved.run(x, over=over) for x in rows))
             sums = _Sums(rows, every, call)
             sums.add(trains)
             count = sums.count if over is None else torch.stack(over.gather(sums.count)).sum(0)
@@ -182,66 +177,58 @@ class _IndexLoss(torch.autograd.Function):
         return dq, dk, dw, None, None
 
 
-class _Part(NamedTuple):
+class _KeyGroup(NamedTuple):
     """Some rows with some keys. keys: their places, (keys,), or (rows, keys) of each row its own. seen (rows, keys)."""
 
     keys: torch.Tensor
     seen: torch.Tensor
 
 
-class _Scored(NamedTuple):
-    """The attention's probabilities summed over heads, the scores, and the products before the sum over heads."""
-
-    teacher: torch.Tensor
-    scores: torch.Tensor
-    products: torch.Tensor
-
-
 class _Sums:
     """Sums over rows: the loss, how many rows count, and gradients; all in the accumulator's dtype."""
 
-    def __init__(self, rows: _Rows, keys: _Keys, call: _Call) -> None:
-        self.rows, self.keys, self.call = rows, keys, call
+    def __init__(self, rows: _Queries, keys: tuple[torch.Tensor, torch.Tensor], call: _LossCall) -> None:
+        self.rows, self.call, (self.index_k, self.k) = rows, call, keys
         self.wide = accumulator_dtype(rows.index_q.dtype)
         self.loss, self.count = (rows.index_q.new_zeros(1, dtype=self.wide) for _ in range(2))
-        like = rows.index_q, rows.weights, keys.index_k
+        like = rows.index_q, rows.weights, self.index_k
         self.dq, self.dw, self.dk = (torch.zeros_like(x, dtype=self.wide) for x in like)
 
     def add(self, trains: bool) -> None:
         """Add all rows; gradients where it trains."""
         for at, parts in self._steps():
-            rows = _Rows(*(x[at] for x in self.rows))
+            rows = _Queries(*(x[at] for x in self.rows))
             norm = rows.lse.new_zeros(len(rows.q), 1, dtype=self.wide)
             lse = torch.full_like(norm, -math.inf)
             once = [self._scored(rows, part) for part in parts] if len(parts) == 1 else None
-            for found in once or (self._scored(rows, part) for part in parts):
-                norm += found.teacher.sum(1, keepdim=True)
-                lse = torch.logaddexp(lse, found.scores.logsumexp(1, keepdim=True))
+            for teacher, scores, _ in once or (self._scored(rows, part) for part in parts):
+                norm += teacher.sum(1, keepdim=True)
+                lse = torch.logaddexp(lse, scores.logsumexp(1, keepdim=True))
             counts = rows.valid[:, None] & (norm > 0)
             self.count += counts.sum()
             again = once or (self._scored(rows, part) for part in parts)  # of many keys, nothing is kept
-            for part, found in zip(parts, again, strict=True):
-                teacher = (found.teacher / norm).masked_fill_(~counts, 0.0)
-                log = found.scores - lse
+            for part, (teacher, scores, products) in zip(parts, again, strict=True):
+                teacher, log = (teacher / norm).masked_fill_(~counts, 0.0), scores - lse
                 self.loss += (torch.xlogy(teacher, teacher) - teacher * log.masked_fill(~part.seen, 0.0)).sum()
                 if trains:
                     student = log.exp().masked_fill_(~(counts & part.seen), 0.0)
-                    self._add_gradients(at, part, found.products, student - teacher)
+                    self._add_gradients(at, part, products, student - teacher)
 
-    def _add_gradients(self, at: slice, part: _Part, products: torch.Tensor, dscores: torch.Tensor) -> None:
+    def _add_gradients(self, at: slice, part: _KeyGroup, products: torch.Tensor, dscores: torch.Tensor) -> None:
         """Add those of some rows' scores."""
         q, w = self.rows.index_q[at].to(self.wide), self.rows.weights[at].to(self.wide)
         self.dw[at] += (products @ dscores[..., None])[..., 0]
         d = w[..., None] * dscores[:, None] * (products > 0)
-        near = self.keys.index_k[part.keys].to(self.wide)
+        near = self.index_k[part.keys].to(self.wide)
         self.dq[at] += d @ near
         if part.keys.dim() == 1:
             self.dk.index_add_(0, part.keys, d.permute(2, 0, 1).flatten(1) @ q.flatten(0, 1))
         else:
             self.dk.index_add_(0, part.keys.flatten(), (d.transpose(1, 2) @ q).flatten(0, 1))
 
-    def _scored(self, rows: _Rows, part: _Part) -> _Scored:
-        wide, (index_k, k), dim = self.wide, self.keys, rows.q.shape[2]
+    def _scored(self, rows: _Queries, part: _KeyGroup) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return the probabilities summed over heads, the scores, and the products before their sum over heads."""
+        wide, k, dim = self.wide, self.k, rows.q.shape[2]
         group, teacher = rows.q.shape[1] // k.shape[1], torch.zeros_like(part.seen, dtype=wide)
         for at in range(k.shape[1]):
             heads = slice(at * group, (at + 1) * group)
@@ -251,18 +238,18 @@ class _Sums:
         if self.call.heads_of is not None:
             dist.all_reduce(teacher, group=self.call.heads_of)
         q, w = rows.index_q.to(wide), rows.weights.to(wide)
-        scores, products = scores_of(q, index_k[part.keys].to(wide), w)
-        return _Scored(teacher, scores.masked_fill_(~part.seen, -math.inf), products)
+        scores, products = scores_of(q, self.index_k[part.keys].to(wide), w)
+        return teacher, scores.masked_fill_(~part.seen, -math.inf), products
 
-    def _steps(self) -> Iterator[tuple[slice, list[_Part]]]:
+    def _steps(self) -> Iterator[tuple[slice, list[_KeyGroup]]]:
         """Yield rows with all of the keys that they are compared over."""
-        q, k, chosen = self.rows.index_q, self.keys.k, self.call.chosen
+        q, k, chosen = self.rows.index_q, self.k, self.call.chosen
         heads = max(q.shape[1], self.rows.q.shape[1] // k.shape[1])
         if chosen is None:
             size = heads * self.wide.itemsize
             for block in blocks(self.call.whole.seen, self.call.whole.scored(), size):
                 parts = [
-                    _Part(torch.arange(span.lo, span.hi, device=q.device), block.own(seen)[:, : len(span)])
+                    _KeyGroup(torch.arange(span.lo, span.hi, device=q.device), block.own(seen)[:, : len(span)])
                     for span, seen in block.columns(q.device)
                 ]
                 yield slice(block.at, block.at + len(block.rows)), parts
@@ -271,4 +258,4 @@ class _Sums:
         step = max(1, MEMORY // size)
         for first in range(0, len(q), step):
             mine = chosen[first : first + step]
-            yield slice(first, first + step), [_Part(mine.clamp(min=0).long(), mine >= 0)]
+            yield slice(first, first + step), [_KeyGroup(mine.clamp(min=0).long(), mine >= 0)]

@@ -21,7 +21,8 @@ from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.indexed.whole import MEMORY, ROWS, Whole
 from dfa_megatron.kernels.api import accumulator_dtype
 from dfa_megatron.kernels.leaf import outside_graphs, without_autocast
-from dfa_megatron.plan.language.geometry import Span, Tile
+from dfa_megatron.kernels.segments import visible
+from dfa_megatron.plan.language.geometry import Span
 from dfa_megatron.plan.language.layout import Layout
 from dfa_megatron.plan.language.mask import Component, Mask, components
 from dfa_megatron.remat import active_frame
@@ -97,7 +98,7 @@ def index_topk(
         k, q, w = keys.run(k, over=over), rows.run(q, over=over), rows.run(w, over=over)
         best, total = choose(q, k, w, topk, whole.seen, whole.scored())
         best, total = (rows.back().run(x, over=over) for x in (best, total))
-    positions, lse = whole.by_row(best), total.view(whole.batch, -1) if len(total) else total.view(whole.batch, 0)
+    positions, lse = whole.by_row(best), total.view(index_q.shape[:2])
     if frame is not None:
         frame.record(positions, lse)
     return (positions, lse) if return_lse else positions
@@ -116,7 +117,7 @@ def check_index(index_q: torch.Tensor, index_k: torch.Tensor, weights: torch.Ten
         raise UnsupportedError(what, "both are of one floating dtype, on one device", "index_k.to(index_q)")
 
 
-class Block(NamedTuple):
+class ScoreBlock(NamedTuple):
     """Rows of a block of the grid. grid: all of its rows. rows: those of this rank. at: the first in its tensors.
 
     part: the document, or another component of the mask. keys: of a block.
@@ -141,18 +142,15 @@ class Block(NamedTuple):
         for left in range(self.part.span.lo, self.part.span.hi, self.keys):
             columns = Span(left, left + self.keys)
             if tiles := [part for tile in self.part.tiles if (part := tile.restrict(self.rows, columns))]:
-                yield columns & self.part.span, self._visible(tiles, left, device)
-
-    def _visible(self, tiles: Sequence[Tile], left: int, device: torch.device) -> torch.Tensor:
-        seen = torch.zeros(len(self.grid), self.keys, dtype=torch.bool, device=device)
-        for q, kv, lo, hi in tiles:
-            distance = torch.arange(kv.lo, kv.hi, device=device) - torch.arange(q.lo, q.hi, device=device)[:, None]
-            within = (distance >= lo) & (distance <= hi)
-            seen[q.lo - self.grid.lo : q.hi - self.grid.lo, kv.lo - left : kv.hi - left] |= within
-        return seen
+                seen = torch.zeros(len(self.grid), self.keys, dtype=torch.bool, device=device)
+                for tile in tiles:
+                    q, kv = tile.q.shift(-self.grid.lo), tile.kv.shift(-left)
+                    pairs = visible(tile.band, len(q), len(kv), device)
+                    seen[q.lo : q.hi, kv.lo : kv.hi] |= True if pairs is None else pairs
+                yield columns & self.part.span, seen
 
 
-def blocks(seen: Mask, spans: Sequence[Span], size: int) -> Iterator[Block]:
+def blocks(seen: Mask, spans: Sequence[Span], size: int) -> Iterator[ScoreBlock]:
     """Yield the blocks of rows, which lie one behind another; a block's tensors take `size` bytes a pair."""
     at, parts = 0, components(seen)
     for span in spans:
@@ -166,7 +164,7 @@ def blocks(seen: Mask, spans: Sequence[Span], size: int) -> Iterator[Block]:
                 for top in range(first, inside.hi, rows):
                     grid = Span(top, top + rows)
                     mine = grid & inside
-                    yield Block(grid, mine, at + mine.lo - span.lo, part, keys)
+                    yield ScoreBlock(grid, mine, at + mine.lo - span.lo, part, keys)
         at += len(span)
 
 
@@ -185,9 +183,9 @@ def choose(
         queries, w = block.padded(q, wide), block.padded(weights, wide)
         scores, places = queries.new_empty(len(queries), 0), best.new_empty(len(queries), 0)
         lse = total.new_full((len(queries),), -math.inf)
-        for columns, visible in block.columns(q.device):
+        for columns, pairs in block.columns(q.device):
             keys = _padded(k[columns.lo : columns.hi], 0, block.keys, wide)
-            new = scores_of(queries, keys, w)[0].masked_fill_(~visible, -math.inf)
+            new = scores_of(queries, keys, w)[0].masked_fill_(~pairs, -math.inf)
             lse = torch.logaddexp(lse, new.logsumexp(1))
             at = torch.arange(columns.lo, columns.lo + block.keys, dtype=best.dtype, device=q.device)
             # Those that are kept come first, and are of lower positions: a stable sort decides between equals.

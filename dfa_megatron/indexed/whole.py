@@ -95,11 +95,11 @@ class Whole:
 
     def keys(self, device: torch.device) -> Moves:
         """Return the moves that bring the rows of all ranks to every rank, in order; back, they sum gradients."""
-        return _keys(self.layout, self.rank, device)
+        return _moves(self.layout, ((Span(0, self.layout.length),),) * self.layout.ranks, self.rank, device)
 
     def rows(self, device: torch.device) -> Moves:
         """Return the moves that bring rows to the ranks that score them."""
-        return _rows(self.seen, self.layout, self.rank, device)
+        return _moves(self.layout, dealt(self.seen, self.layout), self.rank, device)
 
     def scored(self) -> tuple[Span, ...]:
         """Return the rows that this rank scores."""
@@ -116,28 +116,21 @@ class Whole:
 
     def joined(self, positions: torch.Tensor) -> torch.Tensor:
         """Return positions (batch, rows, topk) of rows as those (batch * rows, topk) of the batch as one sequence."""
-        first = torch.arange(self.batch, device=positions.device, dtype=positions.dtype)[:, None, None] * self.length
-        return positions.where(positions < 0, positions + first).flatten(0, 1)
+        return positions.where(positions < 0, positions + self._first(positions)).flatten(0, 1)
 
     def by_row(self, positions: torch.Tensor) -> torch.Tensor:
         """Return the inverse of `joined`."""
         rows = positions.view(self.batch, len(positions) // self.batch, positions.shape[1])
-        first = torch.arange(self.batch, device=rows.device, dtype=rows.dtype)[:, None, None] * self.length
-        return rows.where(rows < 0, rows - first)
+        return rows.where(rows < 0, rows - self._first(rows))
+
+    def _first(self, like: torch.Tensor) -> torch.Tensor:
+        return torch.arange(self.batch, device=like.device, dtype=like.dtype)[:, None, None] * self.length
 
 
 @lru_cache(maxsize=64)
 @torch.inference_mode(False)  # training may keep it for a backward
-def _keys(layout: Layout, rank: int, device: torch.device) -> Moves:
-    held = [layout.spans(other) for other in range(layout.ranks)]
-    return moves_between(held, [[Span(0, layout.length)]] * layout.ranks, rank, device)
-
-
-@lru_cache(maxsize=64)
-@torch.inference_mode(False)
-def _rows(seen: Mask, layout: Layout, rank: int, device: torch.device) -> Moves:
-    held = [layout.spans(other) for other in range(layout.ranks)]
-    return moves_between(held, dealt(seen, layout), rank, device)
+def _moves(layout: Layout, wanted: tuple[tuple[Span, ...], ...], rank: int, device: torch.device) -> Moves:
+    return moves_between([layout.spans(other) for other in range(layout.ranks)], wanted, rank, device)
 
 
 @lru_cache(maxsize=64)
@@ -166,11 +159,6 @@ def dealt(seen: Mask, layout: Layout) -> tuple[tuple[Span, ...], ...]:
         mine[rank].append(span)
         heapq.heapreplace(heap, (load + work, rank))
     return tuple(tuple(joined_spans(sorted(spans))) for spans in mine)
-
-
-def pairs_of(seen: Mask, spans: Iterable[Span]) -> int:
-    """Return the pairs that rows see, which is the work of who scores them."""
-    return sum(tile.area for span in spans for tile in seen.restrict(span, Span(0, seen.length)))
 
 
 def _pieces(seen: Mask, layout: Layout) -> Iterable[tuple[Span, int, int]]:

@@ -75,8 +75,8 @@ def test_sets_are_those_of_one_process() -> None:
     whole, halves = run_ranks(1, _chosen, "glm_moe_dsa")[0], run_ranks(2, _chosen, "glm_moe_dsa")
     assert len(whole) == len(halves[0]) == 2  # layers with an indexer; the others share
     for number, sets in enumerate(whole):
-        joined = [halves[half][number][15 * row :][:15] for row in range(2) for half in range(2)]
-        assert sum(joined, []) == sets
+        halved = [halves[half][number][15 * row :][:15] for row in range(2) for half in range(2)]
+        assert [chosen for part in halved for chosen in part] == sets
         assert {len(chosen) for chosen in sets} == {*range(1, 9)}
 
 

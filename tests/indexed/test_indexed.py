@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from itertools import pairwise
 from typing import Any
@@ -21,7 +21,7 @@ from dfa_megatron.indexed import index_loss, index_topk, sparse_attn
 from dfa_megatron.indexed import topk as topk_module
 from dfa_megatron.indexed import whole as whole_module
 from dfa_megatron.indexed.chosen import steps
-from dfa_megatron.indexed.whole import Whole, dealt, pairs_of
+from dfa_megatron.indexed.whole import Whole, dealt
 from dfa_megatron.layouts import contiguous, of_lengths, zigzag
 from dfa_megatron.masks import Span
 from dfa_megatron.plan.language.mask import Mask
@@ -273,6 +273,11 @@ def test_what_is_not_supported_is_refused(why: str) -> None:
     chosen = index_topk(*index, 2)
     with pytest.raises((UnsupportedError, RuntimeError), match=why):
         REFUSED[why](index, q, k, chosen)
+
+
+def pairs_of(seen: Mask, spans: Iterable[Span]) -> int:
+    """Return the pairs that rows see, which is the work of who scores them."""
+    return sum(tile.area for span in spans for tile in seen.restrict(span, Span(0, seen.length)))
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 7, 8])

@@ -135,8 +135,8 @@ OWN: dict[str, dict[str, Any]] = {
     "dots3_note_text": {
         **_HEADED, "num_hidden_layers": 4, "num_key_value_heads": 4, "pad_token_id": 0, "moe_intermediate_size": 16,
         **{f"{part}{name}": size for part in ("", "swa_") for name, size in _LATENT.items()},
-        **_INDEX, "swa_num_attention_heads": 4, "swa_num_key_value_heads": 4, "qk_rope_head_dim": 8, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1,
-        "topk_group": 1, "sliding_window": 7,
+        **_INDEX, "swa_num_attention_heads": 4, "swa_num_key_value_heads": 4, "qk_rope_head_dim": 8,
+        "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "sliding_window": 7,
     },
     "qwen4_exp_text": {
         **_HEADED, **_DELTA, "num_hidden_layers": 4, "ple_layer_ids": [1], "ple_embed_dim": 16, "eos_token_id": 2,
