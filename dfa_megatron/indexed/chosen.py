@@ -15,7 +15,7 @@ import torch
 
 from dfa_megatron.config import DistAttentionConfig
 from dfa_megatron.errors import UnsupportedError
-from dfa_megatron.indexed.whole import MEMORY, Whole
+from dfa_megatron.indexed.whole import MEMORY, Whole, kernels_for
 from dfa_megatron.kernels.api import accumulator_dtype
 from dfa_megatron.kernels.leaf import differentiable_once, outside_graphs, without_autocast
 from dfa_megatron.kernels.merge import minus_delta
@@ -201,6 +201,9 @@ class _SparseAttention(torch.autograd.Function):
 
 def attend(q: torch.Tensor, kv: torch.Tensor, chosen: torch.Tensor, scale: float, values: tuple[int, int]) -> Attended:
     """Return (out, lse) in the accumulator's dtype; kv: (tokens, kv_heads, width), of the whole sequence."""
+    if (kernels := kernels_for(q)) is not None:
+        found: Attended = kernels.attend(q, kv, chosen, scale, values)
+        return found
     wide, (first, end) = accumulator_dtype(q.dtype), values
     out, lse = q.new_zeros(*q.shape[:2], end - first, dtype=wide), q.new_empty(q.shape[:2], dtype=wide)
     for rows, heads, at in steps(q, kv, chosen):
@@ -220,8 +223,11 @@ def gradients(
     """Return (dq, dkv) in the accumulator's dtype, dkv of the whole sequence. inputs: q, kv and the positions."""
     (q, kv, chosen), (out, lse), (first, end) = inputs, results, values
     wide, dim = lse.dtype, q.shape[2]
-    dq, dkv = torch.zeros_like(q, dtype=wide), torch.zeros_like(kv, dtype=wide)
     delta = minus_delta(dout[None], out[None])[0].T
+    if (kernels := kernels_for(q)) is not None:
+        found: Attended = kernels.gradients(dout, inputs, (lse, delta), scale, values)
+        return found
+    dq, dkv = torch.zeros_like(q, dtype=wide), torch.zeros_like(kv, dtype=wide)
     for rows, heads, at in steps(q, kv, chosen):
         near, scores = _scores(q[rows, heads], kv[:, at], chosen[rows], scale)
         p, above = probabilities(scores, lse[rows, heads]), dout[rows, heads].to(wide)

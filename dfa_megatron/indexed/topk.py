@@ -12,13 +12,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from dfa_megatron.config import DistAttentionConfig
 from dfa_megatron.errors import UnsupportedError
-from dfa_megatron.indexed.whole import MEMORY, ROWS, Whole
+from dfa_megatron.indexed.whole import MEMORY, ROWS, Whole, kernels_for
 from dfa_megatron.kernels.api import accumulator_dtype
 from dfa_megatron.kernels.leaf import outside_graphs, without_autocast
 from dfa_megatron.kernels.segments import visible
@@ -177,6 +177,8 @@ def choose(
     """
     rows, heads, _ = q.shape
     wide = accumulator_dtype(q.dtype)
+    if (kernels := kernels_for(q)) is not None and all(part.is_document or not part.work for part in components(seen)):
+        return _by_kernels(kernels, (q, k, weights), topk, seen, spans)
     best = torch.full((rows, topk), -1, dtype=torch.int32, device=q.device)
     total = torch.full((rows,), -math.inf, dtype=wide, device=q.device)
     for block in blocks(seen, spans, heads * wide.itemsize):
@@ -195,6 +197,27 @@ def choose(
         places.masked_fill_(scores == -math.inf, -1)
         mine = slice(block.at, block.at + len(block.rows))
         best[mine, : places.shape[1]], total[mine] = block.own(places), block.own(lse)
+    return best, total
+
+
+def _by_kernels(
+    kernels: Any, index: tuple[torch.Tensor, torch.Tensor, torch.Tensor], topk: int, seen: Mask, spans: Sequence[Span]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return what `choose` does, of causal documents, some rows with all of their keys at a time."""
+    (q, k, weights), parts = index, components(seen)
+    own = torch.cat([torch.arange(span.lo, span.hi) for span in (*spans, Span(0, 0))])
+    at = torch.searchsorted(torch.tensor([part.span.lo for part in parts]), own, right=True) - 1
+    first = torch.tensor([part.span.lo if part.work else seen.length for part in parts])[at]
+    best = torch.full((len(q), topk), -1, dtype=torch.int32, device=q.device)
+    total = torch.full((len(q),), -math.inf, dtype=torch.float32, device=q.device)
+    step = max(1, MEMORY // (8 * seen.length))
+    for rows in (slice(top, top + step) for top in range(0, len(q), step)):
+        begin, end = int(first[rows].min()), int(own[rows].max()) + 1
+        if begin < end:
+            sees = first[rows].to(q.device, torch.int32), own[rows].to(q.device, torch.int32)
+            found = kernels.scores(q[rows], k, weights[rows], sees, begin, end)
+            places = kernels.best(found, begin, topk)
+            best[rows, : places.shape[1]], total[rows] = places, found.logsumexp(1)
     return best, total
 
 

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from dfa_megatron.errors import UnsupportedError
+from dfa_megatron.kernels.triton.support import interpreted, triton_refusal
 from dfa_megatron.plan.language.geometry import Span, joined_spans
 from dfa_megatron.plan.language.layout import Layout
 from dfa_megatron.plan.language.mask import Mask, causal, components
@@ -125,6 +126,15 @@ class Whole:
 
     def _first(self, like: torch.Tensor) -> torch.Tensor:
         return torch.arange(self.batch, device=like.device, dtype=like.dtype)[:, None, None] * self.length
+
+
+def kernels_for(x: torch.Tensor) -> Any:
+    """Return the module of Triton's kernels where they compute for such a tensor, else None."""
+    if x.dtype == torch.float64 or not (x.is_cuda or interpreted()) or triton_refusal() is not None:
+        return None
+    from dfa_megatron.kernels.triton import sparse
+
+    return sparse
 
 
 @lru_cache(maxsize=64)
