@@ -84,9 +84,7 @@ def sparse_attn(
         refuse_strangers(q, k, values)
         refuse_tensors(Inputs(q, k, values))
         if latent != (head_dim_v is not None):
-            raise UnsupportedError(
-                f"head_dim_v={head_dim_v}", "it is for keys that hold the values", "v, or head_dim_v"
-            )
+            raise UnsupportedError(f"head_dim_v={head_dim_v}", "it is for keys that hold values", "v, or head_dim_v")
         if sinks is not None and (error := sinks_error(sinks, q)) is not None:
             raise error
         whole = Whole.of(q, over, layout, cu_seqlens)

@@ -104,14 +104,11 @@ def _check_attention(
     shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, lse {tuple(lse.shape)} for index_q {tuple(index_q.shape)}"
     fits = q.dim() == k.dim() == 4 and q.shape[:2] == k.shape[:2] == tokens and q.shape[3] <= k.shape[3]
     if not fits or q.shape[2] % k.shape[2] or lse.shape != (tokens[0], q.shape[2], tokens[1]):
-        instead = (
-            "(batch, local_seq, heads, head_dim), (batch, local_seq, kv_heads, head_dim), (batch, heads, local_seq)"
-        )
+        instead = "(batch, local_seq, heads, head_dim), k with kv_heads, lse (batch, heads, local_seq)"
         raise UnsupportedError(shapes, "they do not fit together", instead)
     if valid is not None and (valid.dtype != torch.bool or valid.shape != tokens):
-        raise UnsupportedError(
-            f"valid {tuple(valid.shape)}, {valid.dtype}", "each query counts or not", "bool, of each"
-        )
+        what = f"valid {tuple(valid.shape)}, {valid.dtype}"
+        raise UnsupportedError(what, "each query counts or not", "bool (batch, local_seq)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,10 +147,8 @@ class _IndexLoss(torch.autograd.Function):
         """Tensors of this rank's rows: (rows, heads, dim), (rows, dim), (rows, heads)."""
         whole, over = call.whole, call.whole.over
         keys, moved = whole.keys(index_q.device), whole.rows(index_q.device)
-        rows, sends = (
-            _Queries(index_q, weights, call.q, call.lse, call.valid),
-            keys.nbytes(index_k) + keys.nbytes(call.k),
-        )
+        rows = _Queries(index_q, weights, call.q, call.lse, call.valid)
+        sends = keys.nbytes(index_k) + keys.nbytes(call.k)
         with call.exchange.running(0, index_q.device, sends), without_autocast():
             every = keys.run(index_k, over=over), keys.run(call.k, over=over)
             if dense := call.chosen is None:  # the work is that of all pairs: rows go to the ranks that score them

@@ -130,7 +130,8 @@ class Whole:
 
 def kernels_for(x: torch.Tensor) -> Any:
     """Return the module of Triton's kernels where they compute for such a tensor, else None."""
-    if x.dtype == torch.float64 or not (x.is_cuda or interpreted()) or triton_refusal() is not None:
+    large = x.dtype == torch.float64 or (x.dtype == torch.float32 and x.shape[-1] > 256)  # for shared memory
+    if large or not (x.is_cuda or interpreted()) or triton_refusal() is not None:
         return None
     from dfa_megatron.kernels.triton import sparse
 

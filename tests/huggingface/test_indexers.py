@@ -33,6 +33,8 @@ def test_families_are_exact() -> None:
     draws += [of_type(kind, "tree", 3) for kind in ("deepseek_v32", "hy_v4")]
     padded: dict[str, Any] = {"rows": 2, "padding": "right"}
     draws += [row(f"{kind} padded", (kind, {}), 3, 24, **padded) for kind in ("glm_moe_dsa", "dots3_note_text")]
+    draws += [row("glm_moe_dsa in FSDP2", ("glm_moe_dsa", {}), 2, 24, around="FSDP2")]
+    draws += [row("glm_moe_dsa, re-entrant", ("glm_moe_dsa", {}), 2, 24, checkpoint="remat", reentrant=True)]
     draws += [row("glm_moe_dsa, checkpointed", ("glm_moe_dsa", {}), 2, 24, checkpoint="full", as_kept=True)]
     check_each("transformers", draws)
 
@@ -102,6 +104,11 @@ def test_no_recompute_chooses_again(checkpoint: str) -> None:
     assert len(passes) == 4
     assert torch.equal(passes[0], passes[3])
     assert torch.equal(passes[1], passes[2])
+
+
+def test_shared_latents_are_not_checkpointed_by_the_reentrant_form() -> None:
+    with pytest.raises(UnsupportedError, match="whose layers share keys"):
+        dfa_hf.distribute_attention(build("mistral_large4"), config=TrainingConfig(checkpoint="full"), reentrant=True)
 
 
 BLOCKS = {

@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
-from itertools import pairwise
 from typing import Any
 from unittest.mock import patch
 
@@ -19,7 +18,6 @@ from dfa_megatron import masks, remat
 from dfa_megatron.errors import DisagreementError, UnsupportedError
 from dfa_megatron.indexed import index_loss, index_topk, sparse_attn
 from dfa_megatron.indexed import topk as topk_module
-from dfa_megatron.indexed import whole as whole_module
 from dfa_megatron.indexed.chosen import steps
 from dfa_megatron.indexed.whole import Whole, dealt
 from dfa_megatron.layouts import contiguous, of_lengths, zigzag
@@ -325,10 +323,3 @@ def test_no_tensor_is_as_large_as_queries_times_keys() -> None:
             index_loss(*index, q, k, lse, chosen).backward()  # type: ignore[no-untyped-call]
     assert largest.nbytes <= 2 * most < 4 * length * length / 20
     assert len([*steps(q[0], k[0], positions[0])]) < len(q[0])
-
-
-def test_pieces_of_rows_are_whole_blocks() -> None:
-    length, ranks = 8192 * 8, 4
-    edges = [span.lo for spans in dealt(masks.causal(length), contiguous(length, ranks)) for span in spans]
-    assert not any(lo % whole_module.ROWS for lo in edges)
-    assert all(lo <= hi for lo, hi in pairwise(sorted(edges)))

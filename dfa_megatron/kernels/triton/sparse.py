@@ -239,7 +239,7 @@ def _sizes(q: torch.Tensor, kv: torch.Tensor, values: tuple[int, int]) -> tuple[
     large, heads = dim > 256, 32 if group > 16 and dim <= 256 else 16
     sizes: dict[str, Any] = {
         "DIM_A": of_a, "DIM_B": dim - of_a, "FIRST_V": first, "DIM_V": end - first, "SAME": first == 0 and end == of_a,
-        "BLOCK_H": heads, "BLOCK_N": 16 if large and q.itemsize > 2 else 32, "UPCAST": interpreted(),
+        "BLOCK_H": heads, "BLOCK_N": 32, "UPCAST": interpreted(),
         "num_warps": 8 if large else 4, "num_stages": 1 if large else 2,
     }  # fmt: skip
     sizes |= {f"BLOCK_{part}": max(16, triton.next_power_of_2(sizes[f"DIM_{part}"])) for part in "ABV"}
