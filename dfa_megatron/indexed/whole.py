@@ -117,6 +117,8 @@ class Whole:
 
     def joined(self, positions: torch.Tensor) -> torch.Tensor:
         """Return positions (batch, rows, topk) of rows as those (batch * rows, topk) of the batch as one sequence."""
+        if self.batch == 1:
+            return positions[0]  # no copy: they are kept for the backward
         return positions.where(positions < 0, positions + self._first(positions)).flatten(0, 1)
 
     def by_row(self, positions: torch.Tensor) -> torch.Tensor:

@@ -16,9 +16,6 @@ import triton.language as tl
 from dfa_megatron.kernels.triton.support import interpreted, on_device_of, with_unit_stride
 from dfa_megatron.kernels.triton.tiles import LN_2, LOG2_E, dot
 
-Gradients = tuple[torch.Tensor, torch.Tensor]
-"""dq, and dkv of the whole sequence, in float32."""
-
 
 @triton.jit(do_not_specialize=("begin", "rows", "keys"))
 def _scores(
@@ -217,8 +214,8 @@ def gradients(
     statistics: tuple[torch.Tensor, torch.Tensor],
     scale: float,
     values: tuple[int, int],
-) -> Gradients:
-    """Return gradients as `indexed.chosen.gradients` does. statistics: lse, and -rowsum(dout * out), (rows, heads)."""
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return dq and dkv, float32, as `indexed.chosen.gradients` does. statistics: lse, and -rowsum(dout * out), (rows, heads)."""
     q, kv, chosen, dout = (with_unit_stride(x) for x in (*inputs, dout))
     lse, delta = (x.contiguous() for x in statistics)
     dq, dkv = (torch.zeros(x.shape, dtype=torch.float32, device=q.device) for x in (q, kv))
