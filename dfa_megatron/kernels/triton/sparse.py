@@ -215,7 +215,10 @@ def gradients(
     scale: float,
     values: tuple[int, int],
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return dq and dkv, float32, as `indexed.chosen.gradients` does. statistics: lse, and -rowsum(dout * out), (rows, heads)."""
+    """Return dq and dkv, float32, as `indexed.chosen.gradients` does.
+
+    statistics: lse, and -rowsum(dout * out), (rows, heads).
+    """
     q, kv, chosen, dout = (with_unit_stride(x) for x in (*inputs, dout))
     lse, delta = (x.contiguous() for x in statistics)
     dq, dkv = (torch.zeros(x.shape, dtype=torch.float32, device=q.device) for x in (q, kv))
