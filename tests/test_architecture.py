@@ -24,7 +24,7 @@ LANGUAGE = {"plan.language"}
 PLAN = {"plan", "plan.language", "plan.schedules", "plan.lowering", "plan.proof", "plan.cost"}
 KERNELS = PLAN | {"kernels", "kernels.adapters", "kernels.triton"}
 RUNTIME = KERNELS | {"runtime", "runtime.agreement", "runtime.comm", "runtime.execute"}
-FUNCTIONS = RUNTIME | {"remat", "attention", "sharding", "recurrence", "loss", "trees", "sequence"}
+FUNCTIONS = RUNTIME | {"remat", "attention", "sharding", "recurrence", "loss", "trees", "sequence", "indexed"}
 FRAMEWORKS = {"megatron", "huggingface", "deepspeed"}
 
 MAY_IMPORT: dict[str, set[str]] = {
@@ -55,6 +55,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "sharding": RUNTIME | {"rows"},
     "recurrence": RUNTIME | {"remat", "sharding", "rows"},
     "sequence": RUNTIME | {"sharding", "rows"},
+    "indexed": RUNTIME | {"remat", "rows"},
     "loss": RUNTIME | {"sharding"},
     "trees": RUNTIME | {"sharding", "loss"},
     "hooks": set(),
@@ -83,6 +84,7 @@ OUTSIDE: dict[str, set[str]] = {
     "sharding": {"torch"},
     "recurrence": {"torch"},
     "sequence": {"torch"},
+    "indexed": {"torch"},
     "loss": {"torch"},
     "trees": {"torch"},
     "proving": {"torch"},

@@ -37,6 +37,7 @@ def test_the_code_of_a_page_runs(block: pages.Block, capsys: pytest.CaptureFixtu
     shape = (16384, 1, 8) if packed else (1, 64, 4, 32)
     names: dict[str, Any] = {"group": None, "tokens": torch.arange(16384), "labels": torch.arange(16384)}
     names |= {x: torch.randn(shape) for x in "qkv"}
+    names |= {"index_q": names["q"], "index_k": torch.randn(1, 64, 32), "weights": torch.randn(1, 64, 4)}
     if block[1] == "q_ranges":
         names |= {"q_ranges": [(0, 9), (9, 20), (20, 30), (30, 40)], "k_ranges": [(0, 9), (0, 20), (12, 30), (26, 40)]}
         names |= {"types": ["full", "causal", "inv_causal", "bi_causal"], "length": 40}

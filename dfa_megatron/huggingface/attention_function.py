@@ -25,6 +25,7 @@ from dfa_megatron.huggingface.current_forward import (
     innermost,
 )
 from dfa_megatron.huggingface.embedded_positions import tempered
+from dfa_megatron.huggingface.indexers import IndexedMask, attend, factors_of
 from dfa_megatron.huggingface.seen import Documents, Images, Seen, in_chunks, mask_of
 from dfa_megatron.runtime.agreement.calls import at_layer
 
@@ -121,6 +122,7 @@ def _distributed(
     is_causal: bool | None = None,
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
+    indices: torch.Tensor | None = None,
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
     """Compute attention of this rank's queries over the whole sequence; autocast is honoured.
@@ -130,6 +132,7 @@ def _distributed(
         sliding_window: tokens that a token sees, itself among them; None where the mask alone tells.
         softcap: scores become softcap * tanh(scores / softcap); None for no cap.
         s_aux: (heads,), the layer's attention sinks.
+        indices: (batch, local_seq, topk), the positions of the keys that an indexer has chosen; None for all.
     """
     (query, key, value), context = qkv, forward.context
     seen = forward.seen
@@ -137,6 +140,8 @@ def _distributed(
     causal = is_causal is not False and (forward.images is not None or getattr(module, "is_causal", True))
     others |= {"attention dropout": dropout or None, "attention that is not causal": None if causal else True}
     _check_layer(module, others, {"attn_logit_softcapping": softcap, "sinks": s_aux})
+    if indices is not None and isinstance(attention_mask, IndexedMask):
+        attention_mask = None
     mask = _checked_mask(attention_mask, query.shape[2], key.shape[2])
     chunk = chunk_of(module, mask)
     longest = max(whole, seen.longest) if isinstance(seen, Seen) else whole
@@ -149,10 +154,14 @@ def _distributed(
         "config": context.options,
         "layout": forward.layout,
     }
+    factors = None if indices is None else factors_of(module, value)
     query = tempered(module, query, forward)
     states = tuple(x.transpose(1, 2) for x in _autocast(query, key, value))
     # Without autocast: kernels choose their precision themselves.
     with torch.autocast(query.device.type, enabled=False), at_layer(int(getattr(module, "layer_idx", None) or 0) + 1):
+        if indices is not None and factors is not None:
+            call.pop("softcap")
+            return attend(module, states, indices, forward, factors, call), None
         images = (forward.images or {}).get(_type_of(module) or "")
         if seen is None and (chunk or images):
             seen = ((0, whole),) * len(query)

@@ -54,6 +54,12 @@ falcon_h1
     "hybrid linear_attention": """
 zamba zamba2
 """,
+    "indexed_attention": """
+axk2 deepseek_v32 glm_moe_dsa hy_v4 mistral_large4
+""",
+    "indexed_attention sliding_attention": """
+dots3_note_text
+""",
     "linear_attention": """
 falcon_mamba mamba mamba2
 """,
@@ -72,8 +78,21 @@ CLASSES = {
     ("causal_conv1d_fn", "mamba_selective_scan"): "FalconMambaMixer JambaMambaMixer MambaMixer ZambaMambaMixer",
     ("causal_conv1d_fn", "torch_chunk_gated_delta_rule"): "OlmoHybridGatedDeltaNet Qwen3_5GatedDeltaNet "
     "Qwen3_5MoeGatedDeltaNet Qwen3NextGatedDeltaNet",
+    ("update_indexer",): "AXK2Indexer DeepseekV32Indexer Dots3NoteTextIndexer GlmMoeDsaIndexer HYV4Indexer "
+    "MistralLarge4TextIndexer",
 }
-"""The classes of layers with states, by the functions that each must call to be right."""
+"""The classes of layers with states, and of indexers, by the functions that each must call to be right."""
+
+_INDEXERS = {*CLASSES["update_indexer",].split()}
+
+_BLOCKS = {
+    "Glm5NextTextIndexer": "chooses pools of keys",
+    "Qwen4ExpTextQSAIndexer": "chooses compressed blocks of keys",
+    "MiniMaxM3VLIndexer": "chooses blocks of keys",
+    "DeepseekV4HCACompressor": "attends to compressed keys",
+    "DeepseekV4CSACompressor": "attends to compressed keys",
+}
+"""Modules that choose otherwise than among single keys, and what their layer does."""
 
 _EACH_TOKEN = (
     "ADALORA", "BEFT", "BOFT", "C3A", "DEFT", "DELORA", "FOURIERFT", "FROD", "GLORA", "GRALORA", "HIRA", "HRA", "IA3",
@@ -107,6 +126,13 @@ def check_model(model: Any, *, unlisted: bool) -> list[torch.nn.Module]:
 
     unlisted: the model need not be on the list.
     """
+    names = {type(module).__name__ for module in model.modules()}
+    if choosing := sorted(names & _BLOCKS.keys() | {x for x in names - _INDEXERS if x.endswith("Indexer")}):
+        raise UnsupportedError(
+            f"{kind_of(model)} with a {choosing[0]}",
+            f"a layer with it {_BLOCKS.get(choosing[0], 'chooses in its own way')}; choices of single keys are known",
+            "a model with such a choice, as those of types deepseek_v32, glm_moe_dsa and hy_v4",
+        )
     if strange := _unlisted(model):
         if not unlisted:
             raise UnsupportedError(

@@ -69,7 +69,8 @@ def check_layers(model: Any, options: TrainingConfig, *, reentrant: bool) -> Non
         raise UnsupportedError(
             f"checkpoint={checkpoint!r} for {kind}", "transformers does not checkpoint its layers", "checkpoint='none'"
         )
-    if reentrant and getattr(model.config.get_text_config(), "num_kv_shared_layers", False):
+    text = model.config.get_text_config()
+    if reentrant and (getattr(text, "num_kv_shared_layers", False) or any(getattr(text, "kv_sharing_modes", ()))):
         raise UnsupportedError(
             f"re-entrant checkpointing of {kind} whose layers share keys",
             "the gradients of keys and values would stay in the layers that reuse them",

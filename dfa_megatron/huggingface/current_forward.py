@@ -8,7 +8,7 @@ in another thread and after other calls: it finds the `Forward` again (hook_mixe
 from __future__ import annotations
 
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -71,6 +71,7 @@ class Forward:
     labelled: whether the batch has a label that counts, on its device; None without labels.
     tile: tokens of a tile of the loss; None where logits are made.
     layout: the tokens of a row that every rank holds; not read where attention is local.
+    choices: the positions that indexers have chosen, for a recompute.
     """
 
     context: LayerContext
@@ -85,6 +86,7 @@ class Forward:
     labelled: torch.Tensor | None = None
     tile: int | None = None
     layout: Layout = contiguous(1, 1)  # noqa: RUF009
+    choices: dict[torch.nn.Module, torch.Tensor] = field(default_factory=dict, compare=False)
 
     @property
     def documents(self) -> Documents | None:

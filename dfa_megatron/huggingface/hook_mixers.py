@@ -38,6 +38,7 @@ from dfa_megatron.huggingface.current_forward import (
     forward_of_context,
     innermost,
 )
+from dfa_megatron.huggingface.indexers import follow
 from dfa_megatron.huggingface.seen import Seen, refuse_for
 from dfa_megatron.recurrence import dist_conv, dist_mamba1, dist_mamba2, dist_scan, fla_scan
 from dfa_megatron.runtime.agreement.calls import at_layer
@@ -54,6 +55,7 @@ def adopt(model: Any, context: LayerContext, attentions: list[torch.nn.Module]) 
     for mixer, names in wanted.items():
         vars(mixer)[REACHED] = dict.fromkeys(names, False)
         _replace_calls(mixer)
+        follow(mixer)
         config = vars(mixer).get("config")
         if config is not None and config._attn_implementation != NAME:  # a copied layer's is not the model's
             config._attn_implementation = NAME

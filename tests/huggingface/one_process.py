@@ -5,8 +5,10 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from itertools import pairwise
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -35,6 +37,16 @@ class Float64(TorchFunctionMode):
         args = tuple(torch.float64 if x is torch.float32 else x for x in args)
         kwargs = {name: torch.float64 if x is torch.float32 else x for name, x in (kwargs or {}).items()}
         return func(*args, **kwargs)
+
+
+def first_of_equals() -> AbstractContextManager[Any]:
+    """Have `topk` of tensors choose the first of equal numbers, which PyTorch leaves open."""
+
+    def topk(x: torch.Tensor, count: int, dim: int = -1, **_: Any) -> Any:
+        values, order = x.sort(dim=dim, descending=True, stable=True)
+        return torch.return_types.topk((values.narrow(dim, 0, count), order.narrow(dim, 0, count)))
+
+    return patch.object(torch.Tensor, "topk", topk)
 
 
 def following(labels: torch.Tensor) -> torch.Tensor:

@@ -17,6 +17,7 @@ ALONE = (
     ("docs/masks.md", "mask=mask"),
     ("docs/masks.md", "union("),
     ("docs/masks.md", "of_lengths("),
+    ("docs/indexed.md", "index_topk"),
     ("docs/masks.md", "cross_documents("),
     ("docs/migration.md", "q_ranges"),
     ("docs/remat.md", "q.chunk(4, 2)"),

@@ -29,7 +29,7 @@ from dfa_megatron.sharding import shard_sequence
 from tests.frameworks.compare import Found
 from tests.fuzz.frameworks.expected_refusals import LANGUAGE_MODELS as REFUSALS
 from tests.fuzz.frameworks.language_models import MODELS, PLAIN, LanguageDraw, draw_data, draw_model, draw_type, made
-from tests.huggingface.one_process import Float64, total_loss
+from tests.huggingface.one_process import Float64, first_of_equals, total_loss
 from tests.support.close import assert_close
 
 __all__ = ["PRELOADED", "REFUSALS", "draw", "draw_options", "step"]
@@ -145,7 +145,7 @@ def _step(drawn: TransformersDraw, ranks: int, dtype: str) -> Found:
     model = made(drawn.kind, drawn.model, drawn.number)
     if drawn.unlisted and ranks == 1:  # a refusal, before one process may fail
         dfa_hf.distribute_attention(copy.deepcopy(model), unlisted=True)
-    with Float64() if dtype == "float64" else contextlib.nullcontext():
+    with Float64() if dtype == "float64" else contextlib.nullcontext(), _chooses(ranks):
         if drawn.grown and (ranks == 1 or drawn.grown == "before"):
             _grow(model, drawn.number % WAYS)
         found = _alone(drawn, model) if ranks == 1 else _together(drawn, model)
@@ -158,6 +158,11 @@ def _step(drawn: TransformersDraw, ranks: int, dtype: str) -> Found:
             gradient /= ranks
         found.gradients[name] = gradient
     return found
+
+
+def _chooses(ranks: int) -> contextlib.AbstractContextManager[Any]:
+    """Have one process choose among equal scores of an indexer as ranks do."""
+    return first_of_equals() if ranks == 1 else contextlib.nullcontext()
 
 
 def _grow(model: Any, way: int) -> None:

@@ -30,6 +30,12 @@ _DELTA = {
     "layer_types": ["linear_attention", "full_attention"],
 }  # fmt: skip
 EAGER = {"attn_implementation": "eager", "experts_implementation": "eager"}
+_LATENT = {
+    "num_hidden_layers": 4, "num_key_value_heads": 4, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8,
+    "v_head_dim": 8, "index_topk": 8, "index_head_dim": 24, "index_n_heads": 4, "no_rope_layers": [1, 0, 1, 0],
+    "indexer_types": ["full", "shared", "full", "shared"], "kv_source_layers": [0, 1, 0, 1], "n_routed_experts": 4,
+    "num_experts_per_tok": 2, "moe_intermediate_size": 16,
+}  # fmt: skip
 _GEMMA = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 3}
 
 WHOLE: dict[str, tuple[str, str, dict[str, Any]]] = {
@@ -99,6 +105,17 @@ WHOLE: dict[str, tuple[str, str, dict[str, Any]]] = {
             "text_config": {**_TEXT, "model_type": "llama"},
             "vision_config": {**_TOWER, "model_type": "clip_vision_model", "image_size": 8, "patch_size": 4},
             "image_token_index": TOKEN,
+            "vision_feature_layer": -1,
+        },
+    ),
+    "mistral_large4": (
+        "MistralLarge4",
+        "sized picture",
+        {
+            "text_config": {**_TEXT, **_LATENT},
+            "vision_config": {**_TOWER, "model_type": "pixtral", "head_dim": 16, "image_size": 8, "patch_size": 2},
+            "image_token_index": TOKEN,
+            "spatial_merge_size": 2,
             "vision_feature_layer": -1,
         },
     ),
@@ -205,6 +222,8 @@ def _pixels(form: str, images: int, marks: torch.Tensor) -> dict[str, torch.Tens
 
     if form in SIZES:
         return {"pixel_values": random(images, *SIZES[form])}
+    if form == "sized picture":
+        return {"pixel_values": random(images, 3, 8, 8), "image_sizes": torch.tensor([[8, 8]]).expand(images, 2)}
     if form == "image":
         return {"pixel_values": random(images, 3, 8, 8), "token_type_ids": marks}
     if form.endswith("patches"):

@@ -12,6 +12,8 @@ from tests.support.models import with_noise
 from tests.support.shrink import shrink
 
 _DECODER = {"is_decoder": True}
+_INDEX = {"index_topk": 8, "index_head_dim": 24, "index_n_heads": 4}
+"""Few keys of many, and so few heads that some scores are equal."""
 _MAMBA = {
     "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_expand": 2, "mamba_d_state": 8, "mamba_chunk_size": 16,
     "hidden_size": 32,
@@ -67,6 +69,8 @@ THEN: dict[str, dict[str, Any]] = {
         "layer_types": ["sliding_attention", "full_attention"], "num_hidden_layers": 2, "sliding_window": 7,
         "use_sliding_window": True,
     }),
+    **_each(("axk2", "deepseek_v32", "hy_v4"), _INDEX),
+    "glm_moe_dsa": {**_INDEX, "indexer_types": ["full", "shared", "full", "shared"]},
     "helium": {"head_dim": 16, "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 4},
     **_each(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid"), _DELTA),
     "falcon_h1": {
@@ -131,9 +135,8 @@ OWN: dict[str, dict[str, Any]] = {
     "dots3_note_text": {
         **_HEADED, "num_hidden_layers": 4, "num_key_value_heads": 4, "pad_token_id": 0, "moe_intermediate_size": 16,
         **{f"{part}{name}": size for part in ("", "swa_") for name, size in _LATENT.items()},
-        "swa_num_attention_heads": 4, "swa_num_key_value_heads": 4, "qk_rope_head_dim": 8, "index_head_dim": 8,
-        "index_n_heads": 2, "index_topk": 8, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1,
-        "topk_group": 1, "sliding_window": 7,
+        **_INDEX, "swa_num_attention_heads": 4, "swa_num_key_value_heads": 4, "qk_rope_head_dim": 8,
+        "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "sliding_window": 7,
     },
     "qwen4_exp_text": {
         **_HEADED, **_DELTA, "num_hidden_layers": 4, "ple_layer_ids": [1], "ple_embed_dim": 16, "eos_token_id": 2,

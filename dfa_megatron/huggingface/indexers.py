@@ -1,0 +1,233 @@
+"""Layers whose keys an indexer chooses: the choice is over the ranks, and attention reads latents where they lie.
+
+An indexer's own forward runs. It is handed a key cache, and what that returns stands for the keys of all ranks:
+
+    indexer.forward                   q, k and weights as transformers computes them
+      cache.update_indexer(k)         returns `Indexed`
+      matmul, relu, matmul, mask      it follows what is asked
+      topk(...).indices               `index_topk`
+
+A layer would make keys and values of all heads from latents. It gets the latents: what `kv_b_proj` does to them goes to
+the queries and the output instead.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from numbers import Real
+from types import SimpleNamespace
+from typing import Any, Self
+
+import torch
+
+from dfa_megatron.errors import UnsupportedError
+from dfa_megatron.hooks import replace
+from dfa_megatron.huggingface.current_forward import (
+    CONTEXT,
+    REACHED,
+    Arguments,
+    Forward,
+    forward_of,
+    forward_of_context,
+)
+from dfa_megatron.huggingface.seen import Seen, mask_of
+from dfa_megatron.indexed import index_topk, sparse_attn
+from dfa_megatron.remat import active_frame
+from dfa_megatron.runtime.agreement.calls import at_layer
+
+INDEXER = "update_indexer"
+"""What an indexer must call, by the lists of check_model.py."""
+
+_REAL = "_dfa_real"
+"""The attribute of a replaced method that holds the real one."""
+
+
+class IndexedMask:
+    """Replace the mask of a layer whose keys are chosen: what its tokens see is known elsewhere."""
+
+    dtype = torch.bool
+
+    def __getitem__(self, index: Any) -> Self:
+        return self
+
+    def __invert__(self) -> Self:
+        return self
+
+
+class Indexed:
+    """Stand for the keys of all ranks, then for products of queries with them, then for scores.
+
+    Args:
+        keys: (batch, local_seq, dim), of this rank.
+        length: tokens of a row.
+        run: chooses, given queries (batch, local_seq, heads, dim), keys, weights (batch, local_seq, heads), a number.
+    """
+
+    def __init__(self, keys: torch.Tensor, length: int, run: Any) -> None:
+        self._keys, self._length, self._run = keys, length, run
+        self._queries: torch.Tensor | None = None
+        self._weights: torch.Tensor | None = None
+        self._scale: Any = 1.0
+        self._clamped = False
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Return that of scores."""
+        return (*self._keys.shape[:2], self._length)
+
+    def float(self) -> Self:
+        """Cast the keys."""
+        self._keys = self._keys.float()
+        return self
+
+    def _itself(self, *_: Any) -> Self:
+        return self
+
+    transpose = unsqueeze = squeeze = _itself
+
+    def masked_fill(self, mask: Any, value: Any) -> Self:
+        """Return itself for the mask that stands for what tokens see."""
+        if not isinstance(mask, IndexedMask):
+            raise _other("another mask than the layer's")
+        return self
+
+    def __mul__(self, factor: Any) -> Self:
+        if not isinstance(factor, Real) or factor <= 0 or self._weights is not None:
+            raise _other(f"a product with {factor}")
+        self._scale *= factor
+        return self
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Follow relu, and the products with queries and with weights."""
+        if function is torch.nn.functional.relu and args[0]._queries is not None:
+            args[0]._clamped = True
+            return args[0]
+        if function is torch.matmul and isinstance(found := args[1], cls):
+            if found._queries is None:
+                found._queries = args[0]
+            elif found._clamped and found._weights is None:
+                found._weights = args[0].squeeze(-2)
+            return found
+        raise _other(getattr(function, "__name__", str(function)))
+
+    def topk(self, topk: int, dim: int) -> Any:
+        """Return the choice as `indices`."""
+        if self._weights is None or dim != -1:
+            raise _other("a choice before there are scores")
+        return SimpleNamespace(indices=self._run(self._queries, self._keys, self._weights * self._scale, topk))
+
+
+def _other(what: str) -> UnsupportedError:
+    return UnsupportedError(
+        f"an indexer that asks for {what}",
+        "its scores are known as a sum over heads of weights * relu(q . k)",
+        "versions that `dfa-megatron doctor` names",
+    )
+
+
+def is_sparse(module: Any) -> bool:
+    """Return whether a layer reads chosen keys: of its own indexer, or of an earlier layer's."""
+    return getattr(module, "indexer", None) is not None or bool(getattr(module, "skip_topk", False))
+
+
+def follow(module: Any) -> None:
+    """Replace an indexer's forward, or what expands the latents of a layer that reads chosen keys; once for a class."""
+    name, ours = ("expand_kv", _latents) if is_sparse(module) else ("forward", _choice)
+    if is_sparse(module):
+        if not any(hook is _with_mask for hook in module._forward_pre_hooks.values()):
+            module.register_forward_pre_hook(_with_mask, with_kwargs=True)
+    elif INDEXER not in vars(module).get(REACHED, ()):
+        return
+    kind = next(cls for cls in type(module).__mro__ if name in vars(cls))
+    if hasattr(real := vars(kind)[name], _REAL):
+        return
+
+    @functools.wraps(real)
+    def replaced(self: Any, *args: Any, **kwargs: Any) -> Any:
+        forward = forward_of_context(getattr(self, CONTEXT, None))
+        if forward is None or not forward.distributed:  # another model of the class, too
+            return real(self, *args, **kwargs)
+        return ours(real, self, forward, args, kwargs)
+
+    setattr(replaced, _REAL, real)
+    replace(kind, name, replaced)
+
+
+def _with_mask(layer: Any, args: tuple[Any, ...], kwargs: Arguments) -> Any:
+    """Give a layer in a distributed forward a mask that it can slice."""
+    if forward_of(layer).distributed and kwargs.get("attention_mask", layer) is None:
+        return args, kwargs | {"attention_mask": IndexedMask()}
+    return None
+
+
+def _latents(real: Any, layer: Any, forward: Forward, args: tuple[Any, ...], kwargs: Arguments) -> Any:
+    """Return latents (batch, 1, local_seq, width), and those of values, in place of all heads' keys and values."""
+    if not is_sparse(layer):
+        return real(layer, *args, **kwargs)
+    given = inspect.signature(real).bind(layer, *args, **kwargs).arguments
+    return torch.cat([given["kv_nope"], given["k_rot"]], -1), given["kv_nope"]
+
+
+def _choice(real: Any, indexer: Any, forward: Forward, args: tuple[Any, ...], kwargs: Arguments) -> Any:
+    """Return the positions that an indexer chooses over the ranks, in a recompute those of the first pass."""
+    framed = active_frame() is not None  # which keeps them
+    if not framed and indexer in forward.choices:
+        vars(indexer)[REACHED][INDEXER] = True
+        return forward.choices[indexer]
+    bound = inspect.signature(real).bind(indexer, *args, **kwargs)
+    name = next(name for name in ("cache", "past_key_values") if name in bound.signature.parameters)
+    seen: Arguments = {"cu_seqlens": None if forward.documents is None else list(forward.documents)}
+    if isinstance(forward.seen, Seen):
+        seen = {"mask": mask_of(forward.seen, (), -1)}
+
+    def run(q: torch.Tensor, k: torch.Tensor, weights: torch.Tensor, topk: int) -> Any:
+        context = forward.context
+        with at_layer(int(indexer.layer_idx) + 1):
+            where: Arguments = {"group": context.group, "layout": forward.layout, "config": context.options}
+            return index_topk(q, k, weights, topk, **seen, **where)
+
+    def update_indexer(keys: torch.Tensor, layer: int) -> Indexed:
+        vars(indexer)[REACHED][INDEXER] = True
+        return Indexed(keys, forward.layout.length, run)
+
+    bound.arguments[name] = SimpleNamespace(update_indexer=update_indexer)
+    positions = real(*bound.args, **bound.kwargs)
+    if not framed:
+        forward.choices[indexer] = positions
+    return positions
+
+
+def attend(
+    layer: Any,
+    qkv: tuple[torch.Tensor, ...],
+    positions: torch.Tensor,
+    forward: Forward,
+    factors: torch.Tensor,
+    call: Arguments,
+) -> torch.Tensor:
+    """Return attention (batch, local_seq, heads, v_head_dim) of queries over the latents at chosen positions.
+
+    qkv: q (batch, local_seq, heads, qk_head_dim), and latents with one head, of keys and of values.
+    factors: of `factors_of`.
+    """
+    q, latents, values = qkv
+    inner = layer.qk_nope_head_dim
+    of_keys, of_values = factors.split([inner, factors.shape[2] - inner], 2)
+    q = torch.cat([torch.einsum("bshd,rhd->bshr", q[..., :inner], of_keys), q[..., inner:]], 3)
+    documents = None if forward.documents is None else list(forward.documents)
+    out = sparse_attn(q, latents, None, positions, head_dim_v=values.shape[3], cu_seqlens=documents, **call)
+    assert isinstance(out, torch.Tensor), "it was not asked for lse"
+    found: torch.Tensor = torch.einsum("bshr,rhv->bshv", out, of_values)
+    return found
+
+
+def factors_of(layer: Any, values: torch.Tensor) -> torch.Tensor:
+    """Return what a layer's `kv_b_proj`, with adapters, does to the numbers of a latent, (width, heads, k and v)."""
+    if any(isinstance(x, torch.nn.Dropout) and x.p > 0 and x.training for x in layer.kv_b_proj.modules()):
+        what, why = "dropout in kv_b_proj", "it goes to queries and outputs, which would have another for each"
+        raise UnsupportedError(f"{what} of a layer of type {type(layer).__name__}", why, "lora_dropout=0.0 there")
+    each = torch.eye(values.shape[3], dtype=values.dtype, device=values.device)
+    found: torch.Tensor = layer.kv_b_proj(each)
+    return found.view(len(each), layer.num_heads, -1)

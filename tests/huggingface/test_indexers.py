@@ -1,0 +1,170 @@
+"""Models whose layers read keys that an indexer chooses are exact over ranks, and choose once."""
+
+from __future__ import annotations
+
+import math
+from contextlib import AbstractContextManager
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from dfa_megatron import huggingface as dfa_hf
+from dfa_megatron.config import TrainingConfig
+from dfa_megatron.errors import UnsupportedError
+from dfa_megatron.huggingface import indexers
+from dfa_megatron.sharding import positions_of
+from tests.fuzz.frameworks.steps import check_each, run
+from tests.huggingface.rows import of_type, row
+from tests.huggingface.sweep.tiny import build
+from tests.support.close import assert_close
+from tests.support.workers import run_ranks
+
+FAMILIES = ("axk2", "deepseek_v32", "dots3_note_text", "glm_moe_dsa", "hy_v4", "mistral_large4")
+
+
+@pytest.mark.support("models", "indexers of single keys: whole, packed, in trees, padded, rematerialized")
+def test_families_are_exact() -> None:
+    draws = [of_type(kind, section, 2) for kind in FAMILIES for section in ("plain", "packed")]
+    draws += [of_type(kind, "remat", 3) for kind in FAMILIES]
+    draws += [of_type(kind, "tree", 3) for kind in ("deepseek_v32", "hy_v4")]
+    padded: dict[str, Any] = {"rows": 2, "padding": "right"}
+    draws += [row(f"{kind} padded", (kind, {}), 3, 24, **padded) for kind in ("glm_moe_dsa", "dots3_note_text")]
+    draws += [row("glm_moe_dsa in FSDP2", ("glm_moe_dsa", {}), 2, 24, around="FSDP2")]
+    draws += [row("glm_moe_dsa, re-entrant", ("glm_moe_dsa", {}), 2, 24, checkpoint="remat", reentrant=True)]
+    draws += [row("glm_moe_dsa, checkpointed", ("glm_moe_dsa", {}), 2, 24, checkpoint="full", as_kept=True)]
+    check_each("transformers", draws)
+
+
+def keys_of_one_rank() -> AbstractContextManager[Any]:
+    """Choose among the keys of this rank alone."""
+    real = indexers.index_topk
+
+    def local(*index: Any, group: Any, layout: Any, cu_seqlens: Any = None, **more: Any) -> Any:
+        alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+        chosen = real(*index, group=alone, **more)
+        first = positions_of(layout, dist.get_rank())[0]
+        return torch.where(chosen >= 0, chosen + first, chosen).to(torch.int32)
+
+    return patch.object(indexers, "index_topk", local)
+
+
+def test_a_fault_is_noticed() -> None:
+    draws = [of_type("deepseek_v32", "plain", 2, plant=keys_of_one_rank)]
+    assert [outcome.kind for _, outcome in run("transformers", draws, 60.0, math.inf)] == ["wrong"]
+
+
+def _chosen(rank: int, ranks: int, kind: str) -> list[list[set[int]]]:
+    """Return the choices of a forward, of every indexer and token of this rank, as sets."""
+    found = list[torch.Tensor]()
+    real = indexers.index_topk
+
+    def noting(*given: Any, **more: Any) -> Any:
+        found.append(real(*given, **more))
+        return found[-1]
+
+    model = dfa_hf.distribute_attention(build(kind))
+    batch = {"input_ids": torch.arange(60).reshape(2, 30) % 90 + 1}
+    with patch.object(indexers, "index_topk", noting), torch.no_grad():
+        model(**batch)
+    return [[{*keys} - {-1} for row in choice.tolist() for keys in row] for choice in found]
+
+
+def test_sets_are_those_of_one_process() -> None:
+    whole, halves = run_ranks(1, _chosen, "glm_moe_dsa")[0], run_ranks(2, _chosen, "glm_moe_dsa")
+    assert len(whole) == len(halves[0]) == 2  # layers with an indexer; the others share
+    for number, sets in enumerate(whole):
+        halved = [halves[half][number][15 * row :][:15] for row in range(2) for half in range(2)]
+        assert [chosen for part in halved for chosen in part] == sets
+        assert {len(chosen) for chosen in sets} == {*range(1, 9)}
+
+
+@pytest.mark.parametrize("checkpoint", ["full", "remat", "auto"])
+def test_no_recompute_chooses_again(checkpoint: str) -> None:
+    model = build("glm_moe_dsa")
+    if checkpoint == "auto":
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    model = dfa_hf.distribute_attention(model, config=TrainingConfig(checkpoint=checkpoint))
+    passes, batch = list[torch.Tensor](), {"input_ids": torch.arange(1, 31)[None], "labels": torch.arange(1, 31)[None]}
+
+    def note(module: nn.Module, args: Any, output: torch.Tensor) -> None:
+        passes.append(output)
+
+    def unsettle(module: nn.Module, args: Any, kwargs: Any) -> None:
+        module.weights_proj.weight.data.neg_()  # another choice in each pass, if it were made
+
+    for module in model.modules():
+        if type(module).__name__ == "GlmMoeDsaIndexer":
+            module.register_forward_pre_hook(unsettle, with_kwargs=True)
+            module.register_forward_hook(note)
+    model(**batch).loss.backward()
+    assert len(passes) == 4
+    assert torch.equal(passes[0], passes[3])
+    assert torch.equal(passes[1], passes[2])
+
+
+def test_shared_latents_are_not_checkpointed_by_the_reentrant_form() -> None:
+    with pytest.raises(UnsupportedError, match="whose layers share keys"):
+        dfa_hf.distribute_attention(build("mistral_large4"), config=TrainingConfig(checkpoint="full"), reentrant=True)
+
+
+BLOCKS = {
+    "glm5_next": "chooses pools of keys",
+    "qwen4_exp_text": "chooses compressed blocks of keys",
+    "minimax_m3_vl_text": "chooses blocks of keys",
+    "deepseek_v4": "attends to compressed keys",
+}
+
+
+@pytest.mark.parametrize("kind", BLOCKS)
+def test_models_that_choose_blocks_are_refused_by_name(kind: str) -> None:
+    from dfa_megatron.huggingface.check_model import _BLOCKS, check_model
+
+    assert BLOCKS[kind] in _BLOCKS.values()
+    name = next(name for name, does in _BLOCKS.items() if does == BLOCKS[kind])
+    model = build("deepseek_v32")
+    model.model.layers[1].self_attn.indexer = type(name, (nn.Module,), {})()
+    with pytest.raises(UnsupportedError, match=f"{name}: a layer with it {BLOCKS[kind]}"):
+        check_model(model, unlisted=True)
+
+
+def test_what_an_indexer_asks_for_is_followed_or_refused() -> None:
+    keys, queries = torch.ones(1, 4, 3), torch.ones(1, 4, 2, 3)
+
+    def indexed() -> Any:
+        return indexers.Indexed(keys, 4, lambda q, k, weights, topk: weights * topk)
+
+    found = torch.nn.functional.relu(torch.matmul(queries, indexed().transpose(-1, -2).float().unsqueeze(1)) * 2.0)
+    found = torch.matmul(torch.ones(1, 4, 1, 2), found).squeeze(-2).masked_fill(~indexers.IndexedMask(), -math.inf)
+    assert torch.equal(found.topk(3, dim=-1).indices, torch.full((1, 4, 2), 6.0))
+    wrong = (
+        lambda x: x * -1.0,
+        lambda x: x.topk(3, dim=-1),
+        lambda x: x.masked_fill(torch.ones(4, 4, dtype=torch.bool), -math.inf),
+        lambda x: torch.softmax(x, -1),
+        lambda x: torch.nn.functional.relu(x),
+        lambda x: torch.matmul(queries, torch.matmul(queries, x)).topk(1, dim=-1),
+    )
+    for ask in wrong:
+        with pytest.raises(UnsupportedError, match="an indexer that asks for"):
+            ask(indexed())
+
+
+def test_adapters_of_latents_count_and_their_dropout_is_refused() -> None:
+    plain, adapted = build("deepseek_v32"), build("deepseek_v32")
+    for model in (plain, adapted):
+        for layer in model.model.layers:
+            layer.self_attn.kv_b_proj.register_forward_hook(_doubled)
+    adapted = dfa_hf.distribute_attention(adapted, unlisted=True)
+    batch = {"input_ids": torch.arange(1, 9)[None]}
+    assert_close(adapted(**batch).logits, plain(**batch).logits, tolerance=1e-6)
+    adapted.model.layers[0].self_attn.kv_b_proj.add_module("dropout", nn.Dropout(0.1))
+    with pytest.raises(UnsupportedError, match="dropout in kv_b_proj"):
+        adapted(**batch)
+
+
+def _doubled(module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
+    return output * 2

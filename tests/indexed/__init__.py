@@ -1,0 +1,1 @@
+"""Learned-sparse attention over ranks: `python -m tests.indexed --help` draws many cases."""

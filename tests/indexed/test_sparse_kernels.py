@@ -1,0 +1,66 @@
+"""The Triton kernels of learned-sparse attention, in the interpreter or on a GPU, against plain functions in
+float64.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from dfa_megatron import masks
+from dfa_megatron.indexed import chosen, topk
+from dfa_megatron.indexed.whole import kernels_for
+from dfa_megatron.kernels.triton.support import interpreted
+from dfa_megatron.masks import Span
+from tests.support.close import assert_close
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+HERE = pytest.mark.skipif(not (interpreted() or torch.cuda.is_available()), reason="neither interpreter nor GPU")
+TOLERANCE = {torch.float32: 3e-6, torch.bfloat16: 2e-2}
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+def test_the_kernels_pass_in_the_interpreter() -> None:
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__, "-k", "and_their or choose"]
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    assert run.returncode == 0, run.stdout[-4000:]
+    assert "7 passed" in run.stdout
+
+
+@HERE
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("sizes", [(1, 3, 40, 32), (2, 2, 9, 5), (1, 18, 16, 16)])
+def test_results_and_their_gradients(sizes: tuple[int, int, int, int], dtype: torch.dtype) -> None:
+    kv_heads, group, dim, width = sizes
+    torch.manual_seed(dim)
+    values = (0, width) if kv_heads == 1 else (dim, dim + width)
+    q = torch.randn(9, kv_heads * group, dim, device=DEVICE).to(dtype)
+    kv = torch.randn(30, kv_heads, max(dim, values[1]), device=DEVICE).to(dtype)
+    positions = torch.stack([torch.randperm(30)[:40] for _ in range(9)]).int().to(DEVICE)
+    positions[torch.rand(positions.shape, device=DEVICE) < 0.4] = -1
+    positions[4] = -1
+    dout = torch.randn(9, kv_heads * group, width, device=DEVICE).to(dtype)
+    assert kernels_for(q) is not None
+    found = chosen.attend(q, kv, positions, 0.3, values)
+    want = chosen.attend(q.double(), kv.double(), positions, 0.3, values)
+    given = chosen.gradients(dout, (q, kv, positions), found, 0.3, values)
+    exact = chosen.gradients(dout.double(), (q.double(), kv.double(), positions), want, 0.3, values)
+    for got, wanted in zip((*found, *given), (*want, *exact), strict=True):
+        assert got.dtype == torch.float32
+        assert_close(got, wanted, tolerance=TOLERANCE[dtype])
+
+
+@HERE
+def test_kernels_choose_the_same_keys() -> None:
+    index = [torch.randint(-2, 3, shape, device=DEVICE).float() for shape in ((40, 3, 5), (60, 5), (40, 3))]
+    seen, spans = masks.documents([10, 1, 30, 19]), [Span(50, 60), Span(3, 33)]
+    found = topk.choose(*index, 6, seen, spans)
+    want = topk.choose(*(x.double() for x in index), 6, seen, spans)
+    assert torch.equal(found[0], want[0])
+    assert_close(found[1], want[1], tolerance=1e-6)
