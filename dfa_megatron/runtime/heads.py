@@ -239,7 +239,9 @@ def run_forward(prepared: Prepared, inputs: Inputs, *, trains: bool = True) -> F
         out, lse = exchange.to_tokens("forward", run.run_forward(exchange.inner, Inputs(*qkv), trains=trains))
     if sinks is not None:
         out, lse = merge_sinks(out, lse, sinks)
-    found = run.spoiled(prepared, (out.contiguous(), lse.contiguous()))
+    found = out.contiguous(), lse.contiguous()
+    if prepared.whole is not None:
+        prepared.whole.spoiled(*found)
     return *found, *(qkv if exchange.heads.copies == 1 else ())
 
 
@@ -260,7 +262,9 @@ def run_backward(prepared: Prepared, dout: torch.Tensor, saved: SavedTensors) ->
     if prepared.whole is not None:
         prepared.whole.end_of_backward()
     dsinks = None if sinks is None else sinks_gradient(dout, out, lse, sinks, prepared.sums)
-    dq, dk, dv = run.spoiled(prepared, (dq.contiguous(), dk.contiguous(), dv.contiguous()))
+    dq, dk, dv = dq.contiguous(), dk.contiguous(), dv.contiguous()
+    if prepared.whole is not None:
+        prepared.whole.spoiled(dq, dk, dv)
     return dq, dk, dv, dsinks
 
 

@@ -103,13 +103,6 @@ def run_backward(prepared: Prepared, dout: torch.Tensor, saved: SavedTensors) ->
     return dq.contiguous(), dk.contiguous(), dv.contiguous(), dsinks
 
 
-def spoiled(prepared: Prepared, results: Fields) -> Fields:
-    """Return the results of a call; NaN once the group is lost."""
-    if prepared.whole is not None:
-        prepared.whole.spoiled(*results)
-    return results
-
-
 def _around(prepared: Prepared, run: Callable[[Fields], Fields], inputs: Fields) -> Fields:
     """Run a phase, around which rows change ranks where chunks of a fixed order would lie on two."""
     if (moved := prepared.moved) is None:
@@ -183,11 +176,13 @@ def _run(prepared: Prepared, memory: MemoryPlan, inputs: Fields, arena: torch.Te
     if memory is prepared.forward:
         tensors = forward_algebra(prepared, inputs, arena)
         _execute(prepared, tensors, transport)
-        return spoiled(prepared, tensors.result("out"))
+        results = tensors.result("out")
+        return results if prepared.whole is None else prepared.whole.spoiled(*results)
     dout, q, k, v, out, lse = inputs
     tensors = backward_algebra(prepared, (dout, q, k, v, needed_by_backward(prepared, dout, out), lse), arena)
     _execute(prepared, tensors, transport)
-    return spoiled(prepared, (*tensors.result("dq"), *tensors.result("dkv")))
+    results = *tensors.result("dq"), *tensors.result("dkv")
+    return results if prepared.whole is None else prepared.whole.spoiled(*results)
 
 
 def _algebra(prepared: Prepared, memory: MemoryPlan, home: dict[str, Fields], arena: torch.Tensor) -> Tensors:

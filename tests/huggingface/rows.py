@@ -180,7 +180,7 @@ def routed() -> list[Any]:
     """Return rows whose loss has that of routers, with padding and at lengths that ranks do not divide."""
     found = []
     for kind, size, checkpoint in (("Mixtral", 3, "none"), ("Qwen3Moe", 2, "remat")):
-        some: dict[str, Any] = {"rows": 2, "checkpoint": checkpoint, "near": 1e-6}
+        some: dict[str, Any] = {"rows": 2, "checkpoint": checkpoint, "near": 2e-6}  # data vary with the rows before
         found += [
             row("routers", (kind, ROUTED), size, 9 * size, **some),
             row("routers, padded", (kind, ROUTED), size, 9 * size - 1, padding="right", **some),

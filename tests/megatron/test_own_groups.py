@@ -166,6 +166,7 @@ def check(rank: int, world_size: int, cases: list[Any]) -> None:
                 dist.barrier()
 
 
+@pytest.mark.timeout(300)  # a minute alone
 @pytest.mark.support("megatron", "context-parallel size per micro-batch: 1, 2, 3, 4")
 def test_sizes_alternate_from_micro_batch_to_micro_batch_while_other_ranks_run_others() -> None:
     four, rows = {"dp": 4}, [("boundary", "remat", "thd"), ("zigzag", "remat", "thd")]
@@ -181,7 +182,7 @@ def test_sizes_alternate_from_micro_batch_to_micro_batch_while_other_ranks_run_o
         (like("packed experts", four), WHOLE, rows[:1]),
         (like("plain", {"tp": 2, "dp": 2}), TWO_SIZES, both[1:]),
     ]
-    run_ranks(4, check, cases, timeout=170)
+    run_ranks(4, check, cases, timeout=280)
 
 
 @pytest.mark.support("megatron", "hybrids with a context-parallel size per micro-batch: 1, 2, 3")

@@ -171,16 +171,21 @@ class Channel:
             waits |= part.unblock(all_know)
         return waits
 
-    def spoiled(self, *results: torch.Tensor) -> None:
-        """Write NaN over the results of a call on its stream, if the group is lost by the time the device has them."""
+    def spoiled(self, *results: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Return the results of a call, NaN if the group is lost by the time the device has them."""
+        if results[0].is_cuda and self._watched is not None:
+            self._spoil(results)
+        return results
+
+    def _spoil(self, results: tuple[torch.Tensor, ...]) -> None:
+        """Have the results' own stream look whether the group is lost."""
         device = results[0].device
-        if device.type == "cuda" and self._watched is not None:
-            if device not in self._spoilers:
-                with unrecorded():
-                    self._spoilers[device] = Spoiler(device)
-                if self.calls.lost is not None:
-                    self._spoilers[device].spoil()
-            self._spoilers[device](results)
+        if device not in self._spoilers:
+            with unrecorded():
+                self._spoilers[device] = Spoiler(device)
+            if self.calls.lost is not None:
+                self._spoilers[device].spoil()
+        self._spoilers[device](results)
 
     def running(self, kind: Kind, device: torch.device) -> AbstractContextManager[None]:
         """Count each call inside, on tensors of that device; on a CPU, compare it with the others' at once."""
@@ -287,14 +292,18 @@ class Channel:
         with self.collective(), self.calls.waiting("opens connections"):
             try:
                 self._made.append(bounded(make, seconds, self.calls.check, lambda: overdue))
-            except dist.DistError as error:
-                raise self._broken(error) from error
             except RuntimeError as error:
-                if device.type != "cpu" or isinstance(error, DistAttentionError):
+                if (told := self._unopened(error, device)) is error:
                     raise
-                instead = "if all of them live, set GLOO_SOCKET_IFNAME to their network interface"
-                raise AbsentError(f"gloo does not connect this rank to the others: {instead} ({error})") from error
+                raise told from error
         return self._made[-1]
+
+    def _unopened(self, error: RuntimeError, device: torch.device) -> Exception:
+        """Return the error to raise if connections did not open."""
+        if isinstance(error, dist.DistError | DistAttentionError) or device.type != "cpu":
+            return self._broken(error) if isinstance(error, dist.DistError) else error
+        instead = "if all of them live, set GLOO_SOCKET_IFNAME to their network interface"
+        return AbsentError(f"gloo does not connect this rank to the others: {instead} ({error})")
 
     def subgroup(self, ranks: Sequence[int]) -> Channel:
         """Return the channel of some of these ranks; every rank makes its own, in the same order."""
