@@ -83,12 +83,12 @@ def index_topk(
         check_index(index_q, index_k, weights)
         if type(topk) is not int or topk < 1:
             raise UnsupportedError(f"topk={topk!r}", "it is a number of keys", "an integer from 1, such as 2048")
-        whole, device = Whole.of(index_q, over, layout, cu_seqlens, mask), index_q.device
         frame = active_frame()
         if frame is not None and not frame.recording:
             COUNTERS.replays += 1
             positions, lse = frame.take()
             return (positions, lse) if return_lse else positions
+        whole, device = Whole.of(index_q, over, layout, cu_seqlens, mask), index_q.device
         facts = {"topk": str(topk), **facts_of_tokens(index_q, 1), "weights": str(weights.dtype)}
         exchange = whole.exchange("the choice of an indexer", facts, device)
     q, k, w = (x.flatten(0, 1) for x in (index_q, index_k, weights))

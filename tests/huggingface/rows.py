@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Iterator
 from itertools import count
 from typing import Any
+from zlib import crc32
 
 import torch
 
@@ -74,14 +77,21 @@ ROUTED = {"router_aux_loss_coef": 0.7, "output_router_logits": True, **EXPERTS}
 STATES = ("jamba", "kimi_linear", "lfm2")
 """Types with convolutions and recurrences, which may reach over ranks of a token."""
 
-_NUMBERS = count()
+
+_ALIKE = defaultdict[int, Iterator[int]](count)
+"""Numbers rows of one name: a run tells its rows apart by their numbers."""
 
 
 def row(name: str, shape: Shape, size: int, tokens: int, draw: Any = TransformersDraw, **more: Any) -> Any:
-    """Return a draw; `more` are its fields, those of its data, and options of `TrainingConfig`."""
+    """Return a draw; `more` are its fields, those of its data, and options of `TrainingConfig`.
+
+    Its number, from which its data and weights follow, is that of its name: rows of other names change nothing.
+    """
     own = {key: more.pop(key) for key in [*more] if key in draw.__dataclass_fields__}
     data = {key: more.pop(key) for key in [*more] if key in Data.__dataclass_fields__}
-    (kind, model), number = shape, next(_NUMBERS)
+    kind, model = shape
+    same = crc32(f"{name}, {kind}, {size}, {tokens}".encode()) % 10_000
+    number = own.pop("number", 100 * same + next(_ALIKE[same]))
     return draw(
         number=number, name=f"{name}, {size} ranks", size=size, kind=kind, model=model,
         data=Data(**{"seed": number, "rows": 1, "tokens": tokens, "parts": size, **data}), options=OPTIONS | more,
@@ -180,7 +190,7 @@ def routed() -> list[Any]:
     """Return rows whose loss has that of routers, with padding and at lengths that ranks do not divide."""
     found = []
     for kind, size, checkpoint in (("Mixtral", 3, "none"), ("Qwen3Moe", 2, "remat")):
-        some: dict[str, Any] = {"rows": 2, "checkpoint": checkpoint, "near": 2e-6}  # data vary with the rows before
+        some: dict[str, Any] = {"rows": 2, "checkpoint": checkpoint, "near": 1e-6}
         found += [
             row("routers", (kind, ROUTED), size, 9 * size, **some),
             row("routers, padded", (kind, ROUTED), size, 9 * size - 1, padding="right", **some),
@@ -216,7 +226,8 @@ def grown() -> list[Any]:
     found = []
     for at in range(2 * WAYS):
         size, more = 2 + (at // 2 + at // WAYS) % 2, {"grown": ("before", "after")[at % 2], "checkpoint": FORMS[at % 3]}
-        found.append(row(f"grown {more['grown']}", LLAMA, size, 4 * size + 5, pack=("", "both")[at // WAYS], **more))
+        more |= {"number": at, "pack": ("", "both")[at // WAYS]}
+        found.append(row(f"grown {more['grown']}", LLAMA, size, 4 * size + 5, **more))
     return found
 
 

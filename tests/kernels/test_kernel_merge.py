@@ -115,6 +115,24 @@ def triton_merge() -> Any:
     return triton_merge
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("triton", [True, False])
+def test_tensors_are_filled_once_a_flag_is_raised_and_not_before(
+    triton: bool, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if triton and device == "cpu" and not interpreted():
+        pytest.skip("Triton takes CPU tensors in its interpreter alone")
+    monkeypatch.setattr(merging, "triton_refusal", lambda: None if triton else "no Triton in this test")
+    numbers = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.uint8]
+    tensors = [torch.ones(3, 1000 * at + 7, dtype=dtype, device=device) for at, dtype in enumerate(numbers)]
+    tensors.append(torch.ones(0, device=device))
+    for raised in (False, True):
+        merging.fill_if(torch.tensor(int(raised), dtype=torch.int32, device=device), tensors)
+        for x in tensors:
+            filled = x.isnan() if x.dtype.is_floating_point else x.to(torch.int8) == -1
+            assert bool(filled.all() if raised else (x == 1).all())
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("into_dtype", [None, torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

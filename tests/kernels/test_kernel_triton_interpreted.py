@@ -36,7 +36,7 @@ CHOSEN = {
         "float32 and several": ["kinds", "windows and sides"],
     },
     "test_kernel_merge.py": {
-        "several or minus_delta or memory_order or saw_nothing": [],
+        "several or minus_delta or memory_order or saw_nothing or filled": [],
         "fused_merge": ["None", "into_dtype2"],
         "round_once": ["dtypes0", "dtypes14", "dtypes26"],
     },

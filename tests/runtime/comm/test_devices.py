@@ -55,7 +55,7 @@ def test_every_device_has_its_own_connections(monkeypatch: pytest.MonkeyPatch, k
 
 
 def test_calls_follow_a_gpu_whose_connections_serve_collectives_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Heads of all ranks are exchanged without a transport; the watchdog must see that the device works."""
+    """Heads of all ranks are exchanged without a transport; the watch must see that the device works."""
     channel, _ = _opened(monkeypatch)
     channel.calls, channel._made, channel.timeout = Calls(), [], timedelta(seconds=1)
     channel.store = channel._broken = None

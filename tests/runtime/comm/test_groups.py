@@ -102,8 +102,8 @@ def test_a_backward_whose_group_was_destroyed_waits_for_nobody(rank: int, ranks:
 
 
 @over_ranks(2)
-def test_without_a_watchdog_a_destroyed_group_goes_with_the_next_that_is_made(rank: int, ranks: int) -> None:
-    """Plans that are left of a destroyed group without a watchdog: at once, and after an attention over another one."""
+def test_without_a_watch_a_destroyed_group_goes_with_the_next_that_is_made(rank: int, ranks: int) -> None:
+    """Plans that are left of a destroyed group without a watch: at once, and after an attention over another one."""
     ours = dist.destroy_process_group
     q, k, v = (torch.randn(1, 8, 2, 16) for _ in range(3))
     for _ in range(2):
