@@ -25,7 +25,7 @@ def test_every_name_that_is_replaced_stands_on_the_page() -> None:
     assert {"roll_tensor", "__init__", "z_loss_func", "train_step", "causal_conv1d"} <= names
     assert all(f"`{name}`" in page for name in names)
     table = page.partition("## Megatron-Core")[2].partition("## DeepSpeed")[0]
-    assert table.count("\n| `") == 13
+    assert table.count("\n| `") == 11
 
 
 def test_names_that_were_replaced_are_put_back() -> None:

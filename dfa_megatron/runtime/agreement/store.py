@@ -231,7 +231,7 @@ class Waiter:
 
     def stop(self) -> None:
         """End the thread, unless it is inside a blocking call."""
-        self._told = _stopped  # the given one may refer to who owns this
+        self._told = destroyed  # the given one may refer to who owns this
         self._tasks.put(None)
 
     def _run(self) -> None:
@@ -246,7 +246,8 @@ class Waiter:
             done.set()
 
 
-def _stopped(error: RuntimeError) -> BaseException:
+def destroyed(error: RuntimeError) -> LostGroupError:
+    """Return the error of a wait in a group that was destroyed."""
     return LostGroupError(f"its process group was destroyed on this rank or another, which waited in it ({error})")
 
 

@@ -22,7 +22,7 @@ from torch.utils.checkpoint import _StopRecomputationError
 from dfa_megatron.errors import AbsentError, DistAttentionError, LostGroupError, UnsupportedError
 from dfa_megatron.kernels.tape import unrecorded
 from dfa_megatron.runtime.agreement.calls import BACKWARD_ENDS, Calls, Facts, Kind, current_layer, different
-from dfa_megatron.runtime.agreement.store import GroupStore, Waiter, bounded, nothing
+from dfa_megatron.runtime.agreement.store import GroupStore, Waiter, bounded, destroyed, nothing
 from dfa_megatron.runtime.agreement.watch import Watched, watch
 from dfa_megatron.runtime.comm.spoiler import Spoiler
 from dfa_megatron.runtime.comm.transports import Communicator, Transports
@@ -212,6 +212,8 @@ class Channel:
         """Return the error to raise if a connection broke; it names the rank that has ended, if that is known."""
         if isinstance(error, DistAttentionError):
             return error
+        if not self._alive():
+            return destroyed(error)
         who = self._watched.broken() if self._watched is not None else ""
         return AbsentError(f"{who or 'a connection to another rank broke'} ({error})")
 

@@ -14,6 +14,7 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 import torch
+import torch._dynamo  # noqa: F401 -- a recompute loads it, which takes seconds, where a test waits for one
 import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
