@@ -44,6 +44,7 @@ class LayerContext:
     unlisted: the model need not be on the list of what was tried.
     local: within `local_attention`.
     compared: the ranks have compared their weights, which is done once.
+    indexers: the weight of the loss that trains indexers; 0 where they are not trained.
     """
 
     group: str
@@ -54,6 +55,7 @@ class LayerContext:
     unlisted: bool = False
     local: bool = False
     compared: bool = False
+    indexers: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +74,8 @@ class Forward:
     tile: tokens of a tile of the loss; None where logits are made.
     layout: the tokens of a row that every rank holds; not read where attention is local.
     choices: the positions that indexers have chosen, for a recompute.
+    scored: what indexers that are trained have scored with, until the attention of their layer takes it.
+    index_losses: this rank's part of the loss of each, of the first pass.
     """
 
     context: LayerContext
@@ -87,6 +91,8 @@ class Forward:
     tile: int | None = None
     layout: Layout = contiguous(1, 1)  # noqa: RUF009
     choices: dict[torch.nn.Module, torch.Tensor] = field(default_factory=dict, compare=False)
+    scored: dict[torch.nn.Module, tuple[torch.Tensor, ...]] = field(default_factory=dict, compare=False)
+    index_losses: dict[torch.nn.Module, torch.Tensor | None] = field(default_factory=dict, compare=False)
 
     @property
     def documents(self) -> Documents | None:

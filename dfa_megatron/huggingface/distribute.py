@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -18,6 +19,7 @@ from dfa_megatron.huggingface.check_model import check_adapters, check_model, is
 from dfa_megatron.huggingface.checkpointing import check_layers, check_options, set_checkpointing
 from dfa_megatron.huggingface.current_forward import CONTEXT, NAME, LayerContext, end
 from dfa_megatron.huggingface.hook_mixers import adopt
+from dfa_megatron.huggingface.indexers import refusal
 from dfa_megatron.huggingface.loss import follow_router
 from dfa_megatron.huggingface.tiled_head import set_tile
 from dfa_megatron.plan.degree import check_degree
@@ -97,6 +99,7 @@ def distribute_attention(
         multimodal=is_multimodal(inner),
         unlisted=unlisted,
         compared=known is not None and known.compared,
+        indexers=0.0 if known is None else known.indexers,
     )
     decoder = inner.get_decoder()
     if known is None:
@@ -165,6 +168,32 @@ def local_attention(model: torch.nn.Module) -> Iterator[None]:
         yield
     finally:
         context.local = before
+
+
+def train_indexers(model: torch.nn.Module, weight: float = 1.0) -> None:
+    """Train the indexers of a distributed model, which transformers does not: each learns what its layer attends to.
+
+    The model's loss gets `weight` times the sum of the layers' losses (`dfa_megatron.indexed.index_loss`), and its
+    output has that sum, of the whole batch, as `indexer_loss`. A loss of your own from logits adds it itself. An
+    indexer learns from its own loss alone, and nothing else learns from it. In evaluation there is none.
+
+    Args:
+        model: as `distribute_attention` returned it, or as a trainer holds it.
+        weight: of every layer's loss; 0 ends the training.
+
+    Raises:
+        UnsupportedError: the model is not distributed, or has no indexers whose weights train.
+    """
+    inner = transformers_model(model)
+    context: LayerContext | None = getattr(inner, CONTEXT, None)
+    why = "it is not distributed" if context is None else "" if weight == 0 else refusal(inner)
+    if context is None or why or not 0 <= weight < math.inf:
+        raise UnsupportedError(
+            f"train_indexers(weight={weight}) of {kind_of(inner)}",
+            why or "it is the weight of a loss",
+            "a weight from 0 on, for a model with indexers that distribute_attention took",
+        )
+    context.indexers = float(weight)
 
 
 def transformers_model(model: torch.nn.Module) -> Any:

@@ -31,8 +31,9 @@ from dfa_megatron.huggingface.current_forward import (
     forward_of,
     forward_of_context,
 )
+from dfa_megatron.huggingface.loss import as_whole
 from dfa_megatron.huggingface.seen import Seen, mask_of
-from dfa_megatron.indexed import index_topk, sparse_attn
+from dfa_megatron.indexed import index_loss, index_topk, sparse_attn
 from dfa_megatron.remat import active_frame
 from dfa_megatron.runtime.agreement.calls import at_layer
 
@@ -171,32 +172,48 @@ def _latents(real: Any, layer: Any, forward: Forward, args: tuple[Any, ...], kwa
 
 
 def _choice(real: Any, indexer: Any, forward: Forward, args: tuple[Any, ...], kwargs: Arguments) -> Any:
-    """Return the positions that an indexer chooses over the ranks, in a recompute those of the first pass."""
+    """Return the positions that an indexer chooses over the ranks, in a recompute those of the first pass.
+
+    An indexer that is trained has gradients of its own weights, and none of what it is given.
+    """
+    trains = torch.is_grad_enabled() and forward.context.indexers > 0
+    kept = forward.choices.get(indexer)
     framed = active_frame() is not None  # which keeps them
-    if not framed and indexer in forward.choices:
-        vars(indexer)[REACHED][INDEXER] = True
-        return forward.choices[indexer]
+    vars(indexer)[REACHED][INDEXER] = vars(indexer)[REACHED][INDEXER] or kept is not None
+    if not framed and kept is not None and not trains:
+        return kept
     bound = inspect.signature(real).bind(indexer, *args, **kwargs)
     name = next(name for name in ("cache", "past_key_values") if name in bound.signature.parameters)
-    seen: Arguments = {"cu_seqlens": None if forward.documents is None else list(forward.documents)}
-    if isinstance(forward.seen, Seen):
-        seen = {"mask": mask_of(forward.seen, (), -1)}
 
-    def run(q: torch.Tensor, k: torch.Tensor, weights: torch.Tensor, topk: int) -> Any:
-        context = forward.context
+    def run(*index: Any) -> Any:
+        if trains:
+            forward.scored[indexer] = index[:3]
+        if not framed and kept is not None:
+            return kept
         with at_layer(int(indexer.layer_idx) + 1):
-            where: Arguments = {"group": context.group, "layout": forward.layout, "config": context.options}
-            return index_topk(q, k, weights, topk, **seen, **where)
+            return index_topk(*(x.detach() for x in index[:3]), index[3], **_seen(forward), **_where(forward))
 
     def update_indexer(keys: torch.Tensor, layer: int) -> Indexed:
         vars(indexer)[REACHED][INDEXER] = True
         return Indexed(keys, forward.layout.length, run)
 
-    bound.arguments[name] = SimpleNamespace(update_indexer=update_indexer)
-    positions = real(*bound.args, **bound.kwargs)
+    given = {key: x.detach() if isinstance(x, torch.Tensor) else x for key, x in bound.arguments.items()}
+    given |= {name: SimpleNamespace(update_indexer=update_indexer)}
+    with torch.set_grad_enabled(trains):
+        positions = inspect.unwrap(real)(**given)  # without transformers' no_grad
     if not framed:
         forward.choices[indexer] = positions
     return positions
+
+
+def _where(forward: Forward) -> Arguments:
+    return {"group": forward.context.group, "layout": forward.layout, "config": forward.context.options}
+
+
+def _seen(forward: Forward) -> Arguments:
+    if isinstance(forward.seen, Seen):
+        return {"mask": mask_of(forward.seen, (), -1)}
+    return {"cu_seqlens": None if forward.documents is None else list(forward.documents)}
 
 
 def attend(
@@ -217,10 +234,33 @@ def attend(
     of_keys, of_values = factors.split([inner, factors.shape[2] - inner], 2)
     q = torch.cat([torch.einsum("bshd,rhd->bshr", q[..., :inner], of_keys), q[..., inner:]], 3)
     documents = None if forward.documents is None else list(forward.documents)
-    out = sparse_attn(q, latents, None, positions, head_dim_v=values.shape[3], cu_seqlens=documents, **call)
-    assert isinstance(out, torch.Tensor), "it was not asked for lse"
+    width = values.shape[3]
+    out, lse = sparse_attn(q, latents, None, positions, head_dim_v=width, cu_seqlens=documents, return_lse=True, **call)
+    if (index := forward.scored.pop(getattr(layer, "indexer", None), None)) is not None:
+        valid = None if forward.mask is None else forward.mask.bool()
+        told: Arguments = _seen(forward) | _where(forward) | {"softmax_scale": call["softmax_scale"], "valid": valid}
+        forward.index_losses.setdefault(layer.indexer, index_loss(*index, q, latents, lse, positions, **told))
     found: torch.Tensor = torch.einsum("bshr,rhv->bshv", out, of_values)
     return found
+
+
+def refusal(model: Any) -> str:
+    """Return why the indexers of a model cannot be trained; "" if they can."""
+    indexers = [module for module in model.modules() if INDEXER in vars(module).get(REACHED, ())]
+    trains = any(weight.requires_grad for module in indexers for weight in module.parameters())
+    return "" if trains else "their weights have requires_grad=False" if indexers else "it has none"
+
+
+def whole_loss(forward: Forward) -> torch.Tensor | None:
+    """Return the sum of the losses of indexers over layers and ranks, None without; a recompute adds none to them."""
+    if not (torch.is_grad_enabled() and forward.distributed and forward.context.indexers):
+        return None
+    parts = [part for part in forward.index_losses.values() if part is not None]
+    forward.index_losses.update(dict.fromkeys(forward.index_losses))
+    if not parts or not all(part.requires_grad for part in parts):
+        what, why = "indexers that are trained in re-entrant checkpoints", "their loss would have no gradient"
+        raise UnsupportedError(what, why, "use_reentrant=False")
+    return as_whole(torch.stack(parts).sum() * forward.context.size, forward.context.group)
 
 
 def factors_of(layer: Any, values: torch.Tensor) -> torch.Tensor:

@@ -37,6 +37,7 @@ from dfa_megatron.huggingface.current_forward import (
     forward_of_context,
 )
 from dfa_megatron.huggingface.hook_mixers import adopt, knows_all
+from dfa_megatron.huggingface.indexers import whole_loss
 from dfa_megatron.huggingface.loss import as_whole, check_loss, check_router
 from dfa_megatron.huggingface.seen import MASK, TREE, refuse_for, refuse_positions
 from dfa_megatron.huggingface.tiled_head import tile_of
@@ -147,13 +148,17 @@ def finish(model: Any, args: Any, output: Any) -> Any:
     In evaluation it is NaN without a label that counts, as in one process.
     """
     forward = forward_of(model)
+    named, indexers = isinstance(output, Mapping), whole_loss(forward)
+    if named and indexers is not None:
+        output["indexer_loss"] = indexers
     if forward.labelled is None:
         return None
-    named = isinstance(output, Mapping)
     loss: torch.Tensor | None = output.get("loss") if named else output[0]
     if loss is None:
         return None
     total = as_whole(loss, forward.context.group) if forward.context.size > 1 else loss
+    if indexers is not None:
+        total = total + (indexers * forward.context.indexers).to(total)
     if not model.training:
         total = torch.where(forward.labelled.to(total.device), total, torch.nan)
     if not named:

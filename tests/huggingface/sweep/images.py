@@ -36,6 +36,7 @@ _LATENT = {
     "indexer_types": ["full", "shared", "full", "shared"], "kv_source_layers": [0, 1, 0, 1], "n_routed_experts": 4,
     "num_experts_per_tok": 2, "moe_intermediate_size": 16,
 }  # fmt: skip
+_LATER = {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1}
 _GEMMA = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 3}
 
 WHOLE: dict[str, tuple[str, str, dict[str, Any]]] = {
@@ -92,7 +93,7 @@ WHOLE: dict[str, tuple[str, str, dict[str, Any]]] = {
         "GotOcr2",
         "large picture",
         {
-            "text_config": {**_TEXT, "model_type": "qwen2"},
+            "text_config": {**_TEXT, **_LATER, "model_type": "qwen2"},
             "vision_config": {**_TOWER, "image_size": 16, "patch_size": 2, "mlp_dim": 24, "output_channels": 8}
             | {"global_attn_indexes": [0], "window_size": 0},
             "image_token_index": TOKEN,
@@ -122,13 +123,17 @@ WHOLE: dict[str, tuple[str, str, dict[str, Any]]] = {
     "qwen2_vl": (
         "Qwen2VL",
         "grid",
-        {"text_config": {**_TEXT, **_AXES}, "vision_config": {**_GRID, "embed_dim": 16, "mlp_ratio": 1}, **_IDS},
+        {
+            "text_config": {**_TEXT, **_AXES, **_LATER},
+            "vision_config": {**_GRID, "embed_dim": 16, "mlp_ratio": 1},
+            **_IDS,
+        },
     ),
     "qwen2_5_vl": (
         "Qwen2_5_VL",
         "grid",
         {
-            "text_config": {**_TEXT, **_AXES},
+            "text_config": {**_TEXT, **_AXES, **_LATER},
             "vision_config": {**_GRID, "intermediate_size": 24, "window_size": 8, "fullatt_block_indexes": [1]},
             **_IDS,
         },

@@ -62,8 +62,7 @@ THEN: dict[str, dict[str, Any]] = {
     "xglm": {"use_cache": False}, "codegen": {"n_head": 4, "rotary_dim": 8},
     "llama4_text": {"attention_chunk_size": 7, "floor_scale": 4, "attn_scale": 0.5},
     "bamba": {**_MAMBA, "num_hidden_layers": 3, "attn_layer_indices": [1]},
-    "granitemoehybrid": {**_MAMBA, "layer_types": ["mamba", "attention", "mamba"], "num_hidden_layers": 3},
-    **_each(("kimi_linear", "bailing_hybrid"), {"linear_head_dim": 8, "linear_num_heads": 2}),
+    "bailing_hybrid": {"linear_head_dim": 8, "linear_num_heads": 2},
     "gpt_neo": {"window_size": 7},
     **_each(("dots1", "laguna", "mellum", "ministral", "qwen2", "qwen2_moe", "qwen3", "smollm3"), {
         "layer_types": ["sliding_attention", "full_attention"], "num_hidden_layers": 2, "sliding_window": 7,
@@ -74,11 +73,33 @@ THEN: dict[str, dict[str, Any]] = {
     "helium": {"head_dim": 16, "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 4},
     **_each(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid"), _DELTA),
     "falcon_h1": {
-        "mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_chunk_size": 16,
+        "mamba_rms_norm": True, "mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8,
+        "mamba_chunk_size": 16,
     },
-    "phi4_multimodal": {"vision_config": {**_TOWER, "image_size": 28}, "audio_config": _TOWER},
+    **_each(("ministral3", "mixtral", "phi3", "phimoe", "qwen3_moe", "starcoder2"), {"sliding_window": 7}),
+    "phi4_multimodal": {
+        "vision_config": {**_TOWER, "image_size": 28}, "audio_config": _TOWER, "sliding_window": 7,
+    },
+    "cohere_compass_text": {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 7},
+    "gemma4_text": {
+        "attention_k_eq_v": True, "enable_moe_block": True, "num_experts": 4, "top_k_experts": 2,
+        "moe_intermediate_size": 16,
+    },
+    "granitemoehybrid": {
+        **_MAMBA, "layer_types": ["mamba", "attention", "mamba"], "num_hidden_layers": 3,
+        "position_embedding_type": "rope",
+    },
+    **_each(("granite", "granite_swa", "granitemoe", "granitemoe_swa", "granitemoeshared", "hyperclovax"), {
+        "attention_multiplier": 0.3, "logits_scaling": 2.0, "residual_multiplier": 0.5, "embedding_multiplier": 1.5,
+    }),
+    **_each(("cohere", "glm4_moe"), {"use_qk_norm": True}), **_each(("phi", "stablelm"), {"qk_layernorm": True}),
+    **_each(("olmo", "olmoe"), {"clip_qkv": 0.5}),
+    "gpt2": {"reorder_and_upcast_attn": True, "scale_attn_by_inverse_layer_idx": True},
+    "gpt_bigcode": {"multi_query": False},
+    "kimi_linear": {"linear_head_dim": 8, "linear_num_heads": 2, "q_lora_rank": 16},
 }  # fmt: skip
-"""What the small configuration is given, where `shrink` leaves it large or at odds with itself."""
+"""What the small configuration is given, where `shrink` leaves it large or at odds with itself, and where released
+checkpoints have what the defaults leave out."""
 
 _LATENT = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "head_dim": 16, "v_head_dim": 8}
 _STATES = {**_PLAIN, "state_size": 8}
@@ -130,7 +151,8 @@ OWN: dict[str, dict[str, Any]] = {
     "zamba2": {
         **_HEADED, "num_hidden_layers": 4,
         "layers_block_type": ["linear_attention", "hybrid", "linear_attention", "hybrid"], "mamba_d_state": 8,
-        "n_mamba_heads": 4, "chunk_size": 16,
+        "n_mamba_heads": 4, "chunk_size": 16, "num_mem_blocks": 2, "use_mem_rope": True,
+        "use_shared_attention_adapter": True,
     },
     "dots3_note_text": {
         **_HEADED, "num_hidden_layers": 4, "num_key_value_heads": 4, "pad_token_id": 0, "moe_intermediate_size": 16,
