@@ -13,7 +13,7 @@ dfa_hf.distribute_accelerator(accelerator, model, size=8)   # or a loop around a
 
 from dfa_megatron.huggingface.accelerator import distribute_accelerator
 from dfa_megatron.huggingface.current_forward import NAME
-from dfa_megatron.huggingface.distribute import distribute_attention, local_attention, train_indexers
+from dfa_megatron.huggingface.distribute import distribute_attention, indexer_loss, local_attention, train_indexers
 from dfa_megatron.huggingface.loss import causal_lm_loss, sums_tokens
 from dfa_megatron.huggingface.proof import prove
 from dfa_megatron.huggingface.trainer import distribute_trainer
@@ -24,6 +24,7 @@ __all__ = [
     "distribute_accelerator",
     "distribute_attention",
     "distribute_trainer",
+    "indexer_loss",
     "local_attention",
     "prove",
     "sums_tokens",

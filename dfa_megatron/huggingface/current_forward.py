@@ -45,6 +45,7 @@ class LayerContext:
     local: within `local_attention`.
     compared: the ranks have compared their weights, which is done once.
     indexers: the weight of the loss that trains indexers; 0 where they are not trained.
+    indexer_loss: that loss of the last call.
     """
 
     group: str
@@ -56,6 +57,7 @@ class LayerContext:
     local: bool = False
     compared: bool = False
     indexers: float = 0.0
+    indexer_loss: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -173,9 +173,9 @@ def local_attention(model: torch.nn.Module) -> Iterator[None]:
 def train_indexers(model: torch.nn.Module, weight: float = 1.0) -> None:
     """Train the indexers of a distributed model, which transformers does not: each learns what its layer attends to.
 
-    The model's loss gets `weight` times the sum of the layers' losses (`dfa_megatron.indexed.index_loss`), and its
-    output has that sum, of the whole batch, as `indexer_loss`. A loss of your own from logits adds it itself. An
-    indexer learns from its own loss alone, and nothing else learns from it. In evaluation there is none.
+    The model's loss gets `weight` times the sum of the layers' losses (`dfa_megatron.indexed.index_loss`). A loss of
+    your own from logits adds `indexer_loss(model)` itself. An indexer learns from its own loss alone, and nothing else
+    learns from it. Where gradients are off there is none.
 
     Args:
         model: as `distribute_attention` returned it, or as a trainer holds it.
@@ -194,6 +194,19 @@ def train_indexers(model: torch.nn.Module, weight: float = 1.0) -> None:
             "a weight from 0 on, for a model with indexers that distribute_attention took",
         )
     context.indexers = float(weight)
+
+
+def indexer_loss(model: torch.nn.Module) -> torch.Tensor:
+    """Return the sum of the losses of a model's indexers in its last call, of the whole batch, without the weight.
+
+    Raises:
+        UnsupportedError: that call had none.
+    """
+    context: LayerContext | None = getattr(transformers_model(model), CONTEXT, None)
+    if context is None or context.indexer_loss is None:
+        what, why = "indexer_loss of a model", "its last call did not train indexers"
+        raise UnsupportedError(what, why, "train_indexers(model), and a call with gradients")
+    return context.indexer_loss
 
 
 def transformers_model(model: torch.nn.Module) -> Any:

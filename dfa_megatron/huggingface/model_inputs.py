@@ -149,8 +149,7 @@ def finish(model: Any, args: Any, output: Any) -> Any:
     """
     forward = forward_of(model)
     named, indexers = isinstance(output, Mapping), whole_loss(forward)
-    if named and indexers is not None:
-        output["indexer_loss"] = indexers
+    forward.context.indexer_loss = indexers
     if forward.labelled is None:
         return None
     loss: torch.Tensor | None = output.get("loss") if named else output[0]

@@ -10,8 +10,8 @@ from unittest.mock import patch
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from dfa_megatron import huggingface as dfa_hf
 from dfa_megatron.config import TrainingConfig
@@ -87,13 +87,11 @@ def _precise(checkpoint: str) -> AbstractContextManager[Any]:
 def over_ranks_of(rank: int, ranks: int, kind: str, form: str, checkpoint: str) -> Learned:
     model = dfa_hf.distribute_attention(build(kind), config=TrainingConfig(checkpoint=checkpoint))
     dfa_hf.train_indexers(model, WEIGHT)
+    replicated = DistributedDataParallel(model, find_unused_parameters=True)  # makes outputs anew, averages gradients
     with _precise(checkpoint):
-        out = model(**batch_of(form))
-        out.loss.backward()
-    for gradient in _gradients(model).values():
-        dist.all_reduce(gradient)
-        gradient /= ranks
-    return out.loss.detach(), out.indexer_loss.detach(), _gradients(model)
+        loss = replicated(**batch_of(form)).loss
+        loss.backward()
+    return loss.detach(), dfa_hf.indexer_loss(model).detach(), _gradients(model)
 
 
 WHOLE = [(kind, "plain", "none") for kind in FAMILIES]
@@ -136,6 +134,8 @@ def test_what_cannot_learn_is_refused() -> None:
             module.indexer.requires_grad_(requires_grad=False)
     with pytest.raises(UnsupportedError, match="requires_grad=False"):
         dfa_hf.train_indexers(model)
+    with pytest.raises(UnsupportedError, match="did not train indexers"):
+        dfa_hf.indexer_loss(model)
     llama = dfa_hf.distribute_attention(build("llama"))
     with pytest.raises(UnsupportedError, match="it has none"):
         dfa_hf.train_indexers(llama)
