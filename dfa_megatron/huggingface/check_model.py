@@ -34,9 +34,6 @@ lfm2 lfm2_moe
     "conv full_attention sliding_attention": """
 lfm3
 """,
-    "full_attention": """
-cohere_compass_text got_ocr2 minimax_m3_vl_text qwen2_5_vl qwen2_vl
-""",
     "full_attention linear_attention": """
 bailing_hybrid bamba granitemoehybrid jamba kimi_linear olmo_hybrid qwen3_5 qwen3_5_moe_text qwen3_5_text qwen3_next
 """,
@@ -44,9 +41,9 @@ bailing_hybrid bamba granitemoehybrid jamba kimi_linear olmo_hybrid qwen3_5 qwen
 nemotron_h
 """,
     "full_attention sliding_attention": """
-afmoe beam cohere2 cohere2_moe cwm dots1 exaone4 exaone_moe flint gemma2 gemma3 gemma3_text gemma3n_text gemma4
-gemma4_text gemma4_unified_text gpt_oss granite_swa granitemoe_swa kolibri1 laguna mellum mimo_v2_flash ministral olmo3
-qwen2 qwen2_moe qwen3 smollm3 vaultgemma
+afmoe beam cohere2 cohere2_moe cohere_compass_text cwm dots1 exaone4 exaone_moe flint gemma2 gemma3 gemma3_text
+gemma3n_text gemma4 gemma4_text gemma4_unified_text got_ocr2 gpt_oss granite_swa granitemoe_swa kolibri1 laguna mellum
+mimo_v2_flash ministral olmo3 qwen2 qwen2_5_vl qwen2_moe qwen2_vl qwen3 smollm3 vaultgemma
 """,
     "hybrid": """
 falcon_h1
@@ -165,7 +162,8 @@ def _unlisted(model: Any) -> str:
     language = model.get_output_embeddings() is not None or name.endswith("ForCausalLM")
     if model is not model.get_decoder() and ("DoubleHeads" in name or not language):
         return f"a class, {name}, whose head or loss may read several tokens"
-    layers = {*(getattr(model.config.get_text_config(), "layer_types", None) or ())} - TRIED[kind] - {"full_attention"}
+    tried = TRIED[kind] or {"full_attention"}  # what configurations that list no types of layers have
+    layers = {*(getattr(model.config.get_text_config(), "layer_types", None) or ())} - tried
     if layers:
         return f"layers of type {', '.join(sorted(layers))}"
     classes = {cls for module in model.modules() for cls in type(module).__mro__}

@@ -94,8 +94,8 @@ THEN: dict[str, dict[str, Any]] = {
     }),
     **_each(("cohere", "glm4_moe"), {"use_qk_norm": True}), **_each(("phi", "stablelm"), {"qk_layernorm": True}),
     **_each(("olmo", "olmoe"), {"clip_qkv": 0.5}),
-    "gpt2": {"reorder_and_upcast_attn": True, "scale_attn_by_inverse_layer_idx": True},
-    "gpt_bigcode": {"multi_query": False},
+    "minimax_m3_vl_text": {"layer_types": ["full_attention", "minimax_m3_sparse"], "num_hidden_layers": 2},
+    "gpt2": {"scale_attn_by_inverse_layer_idx": True},
     "kimi_linear": {"linear_head_dim": 8, "linear_num_heads": 2, "q_lora_rank": 16},
 }  # fmt: skip
 """What the small configuration is given, where `shrink` leaves it large or at odds with itself, and where released
