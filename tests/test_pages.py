@@ -32,7 +32,7 @@ def test_code_of_the_pages_fits_their_width() -> None:
 
 
 @pytest.mark.parametrize("block", pages.ALONE)
-def test_the_code_of_a_page_runs(block: pages.Block, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_code_of_a_page_runs(block: pages.Block) -> None:
     packed = "varlen" in block[1]
     shape = (16384, 1, 8) if packed else (1, 64, 4, 32)
     names: dict[str, Any] = {"group": None, "tokens": torch.arange(16384), "labels": torch.arange(16384)}
@@ -51,8 +51,6 @@ def test_the_code_of_a_page_runs(block: pages.Block, capsys: pytest.CaptureFixtu
         assert found["out"].shape == shape
     if packed:
         assert found["positions"][[699, 700, 701, 9000]].tolist() == [699, 0, 0, 0]
-    if "with_blocks" in block[1]:
-        assert "3.2*" in capsys.readouterr().out
 
 
 def test_the_readme_names_the_commands_of_the_makefile_and_the_gate_runs_the_second() -> None:

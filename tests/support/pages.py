@@ -13,7 +13,6 @@ Block = tuple[str, str]
 """A page, and words of its first block of Python that has them."""
 
 ALONE = (
-    ("README.md", "with_blocks"),
     ("docs/masks.md", "mask=mask"),
     ("docs/masks.md", "union("),
     ("docs/masks.md", "of_lengths("),
@@ -53,6 +52,7 @@ NOT_RUN = {
     ("docs/monitor.md", "StepLog("): "it stands for a loop",
     ("docs/monitor.md", "wandb.log"): "it needs an account of wandb",
     ("docs/schedules.md", "ulysses_degree=4"): _RANKS,
+    ("README.md", "AutoModelForCausalLM"): "it loads a model of 8B; examples/trainer_packed.py makes the same calls",
     ("docs/trainers.md", "SFTTrainer("): _RANKS,
     ("docs/trainers.md", "distribute_accelerator"): _RANKS,
     ("docs/trainers.md", "fully_shard("): _RANKS,
