@@ -61,6 +61,7 @@ dist.init_process_group("nccl" if cuda else "gloo", device_id=device if cuda els
 torch.manual_seed(0)
 model = DistributedDataParallel(Model(256, args.seq_length, args.hidden, args.layers).to(device))  # averages gradients
 optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
+warm_up = torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, total_iters=10)
 text = torch.tensor(list(str(pydoc_data.topics.topics).encode()))  # Python's own manual, byte by byte
 positions = local_positions(args.seq_length, device=device)  # of this rank's tokens in the whole sequence
 per_token = sum(p.numel() for p in model.parameters()) + args.layers * args.hidden * args.seq_length
@@ -74,6 +75,7 @@ for step in range(args.steps):
     loss.backward()
     norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
+    warm_up.step()
     optimizer.zero_grad()
     dist.all_reduce(loss.detach_())
     log.step(loss / dist.get_world_size(), grad_norm=norm)

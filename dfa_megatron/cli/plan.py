@@ -48,6 +48,10 @@ MASKS: dict[str, Callable[[PlanFlags], Mask]] = {
     "global-window": lambda flags: masks.global_sliding(flags.seq_length, max(flags.window_size), flags.prefix),
 }
 
+_TREE = '{"lengths": [16, 8, 8], "parents": [-1, 0, 0]}, or "window" beside them'
+_TILES = '{"length": 32, "tiles": [[q_lo, q_hi, kv_lo, kv_hi, lo or null, hi or null], ...]}'
+"""What files of trees and of masks hold."""
+
 
 @dataclass(frozen=True)
 class PlanFlags:
@@ -58,8 +62,8 @@ class PlanFlags:
     layout: str = flag("auto", "auto, " + ", ".join(LAYOUTS))
     ulysses_degree: int | str = flag(1, "ranks that exchange heads for tokens around the schedule, or auto")
     seq_length: int = flag(65536, "tokens of all ranks")
-    mask: str = flag("causal", ", ".join(MASKS) + ", or a .json file of tiles", group="mask")
-    tree: Path | None = flag(None, "a .json file of segments, in place of --mask", group="mask", metavar="FILE")
+    mask: str = flag("causal", ", ".join(MASKS) + ", or a .json file: " + _TILES, group="mask")
+    tree: Path | None = flag(None, "in place of --mask, a .json file: " + _TREE, group="mask", metavar="FILE")
     window_size: tuple[int, int] = flag((4096, 0), "for masks of windows", group="mask", metavar=("LEFT", "RIGHT"))
     documents: str = flag("", "lengths, for masks of documents and segments", group="mask", metavar="N,N,...")
     parents: str = flag("", "of segments, after `=` (default: the first's children)", group="mask", metavar="-1,0,...")
@@ -146,9 +150,7 @@ def _mask(flags: PlanFlags) -> Mask:
 
 def _from_file(path: Path, *, is_tree: bool) -> Mask:
     """Return the tree or the union of tiles that a file describes."""
-    instead = '{"lengths": [16, 8, 8], "parents": [-1, 0, 0]}, or "window" beside them'
-    if not is_tree:
-        instead = '{"length": 32, "tiles": [[q_lo, q_hi, kv_lo, kv_hi, lo or null, hi or null], ...]}'
+    instead = _TREE if is_tree else _TILES
     try:
         value = json.loads(path.read_text("utf-8"))
         if is_tree:
