@@ -13,15 +13,9 @@ from dfa_megatron.plan.language.ir import AttentionPlan, loads, needed_pairs
 from dfa_megatron.plan.language.layout import Layout, contiguous
 from dfa_megatron.plan.language.mask import Mask, components
 from dfa_megatron.plan.language.sizes import Sizes
+from dfa_megatron.plan.language.work import EVEN, TIE
 from dfa_megatron.plan.schedules import ALL, OWNER_COMPUTES, SCHEDULES, Schedule, over_nodes, plan_named
 from dfa_megatron.plan.schedules.route import direct
-
-TIE = 0.02
-"""Plans whose times differ by less than this share are a tie. The order of `schedules.ALL` decides a tie."""
-
-
-EVEN = 1.05
-"""Work of the most loaded rank over the mean up to which `greedy` is not tried."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +51,7 @@ class Candidate:
 
 
 def best(looked_at: tuple[Candidate, ...]) -> Candidate | None:
-    """Return the first candidate within TIE of the cheapest, or None if every candidate is refused."""
+    """Return the first candidate, as `schedules.ALL` orders them, within TIE of the cheapest; None without any."""
     served = [candidate for candidate in looked_at if candidate.plan]
     least = min((candidate.seconds for candidate in served), default=0.0)
     return next((candidate for candidate in served if candidate.seconds <= least * (1 + TIE)), None)
@@ -188,7 +182,7 @@ def _even(schedule: Schedule, mask: Mask, ranks: int, found: list[Candidate]) ->
     for one in found if schedule.name == "greedy" else ():
         if one.plan is not None and one.layout == "contiguous":
             forward = one.plan.forward
-            if ranks * max(loads(forward.blocks, mask, forward.layout)) <= EVEN * mask.area:
+            if ranks * max(loads(forward.blocks, mask, forward.layout)) <= (1 + EVEN) * mask.area:
                 return f"the work of {one.schedule} is even"
     return ""
 

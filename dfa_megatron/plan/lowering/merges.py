@@ -19,9 +19,6 @@ from dfa_megatron.plan.language.program import BufferMerges, Destination, Region
 MOST_PARTS = 4
 """Partials that the kernels merge in one pass."""
 
-SAVED_BESIDE_A_SUM = 1
-"""How many partials are saved once a sum exists: a second one would cost more memory than the pass it saves."""
-
 Writes = Sequence[tuple[Region, bool]]
 """Rows of an accumulator in the order of their writes, and whether the partial may be saved.
 
@@ -76,7 +73,7 @@ def _rows(order: Sequence[int], writes: Writes) -> Iterable[tuple[int, tuple[int
     has_sum = False
     for nth, at in enumerate(order):
         last = nth == len(order) - 1
-        room = SAVED_BESIDE_A_SUM if has_sum else MOST_PARTS - 1
+        room = 1 if has_sum else MOST_PARTS - 1  # beside a sum a second one costs more memory than the pass it saves
         if writes[at][1] and not last and len(saved) < room:
             yield at, (), False, Destination.SAVED
             saved = (*saved, at)

@@ -12,6 +12,7 @@ from dfa_megatron.names import nearest
 from dfa_megatron.plan.language.ir import BACKWARD, FORWARD, AttentionPlan, Block, Plan, needed_pairs
 from dfa_megatron.plan.language.layout import Layout, cut_at
 from dfa_megatron.plan.language.mask import Mask, kept_on_mask
+from dfa_megatron.plan.language.work import CUTS, WORTH_CUTTING
 from dfa_megatron.plan.schedules.assignments import balanced, by_distance, by_memory
 from dfa_megatron.plan.schedules.greedy import cut_for_help, greedy
 from dfa_megatron.plan.schedules.load_balanced import layout_of
@@ -100,14 +101,7 @@ def _cut_where_needed(mask: Mask, layout: Layout) -> Layout:
     if saved < WORTH_CUTTING * whole:
         return layout
     finer = cut_at(layout, edges)
-    return finer if len(finer.chunks) - len(layout.chunks) <= CUTS_PER_RANK * layout.ranks else layout
-
-
-CUTS_PER_RANK = 4
-"""Two for a document that begins or ends on a rank, and two for a window."""
-
-WORTH_CUTTING = 0.1
-"""Share of the rows that ranks need of each other. Cuts that save less change a run by 1 % at most."""
+    return finer if len(finer.chunks) - len(layout.chunks) <= CUTS * layout.ranks else layout
 
 
 ALL = (

@@ -8,6 +8,7 @@ from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.plan.language.ir import Block, needed_pairs
 from dfa_megatron.plan.language.layout import Layout
 from dfa_megatron.plan.language.mask import Mask
+from dfa_megatron.plan.language.work import ROWS_PER_STEP
 
 
 def balanced(mask: Mask, layout: Layout, *, share_last: bool = False) -> tuple[Block, ...]:
@@ -44,10 +45,6 @@ def balanced(mask: Mask, layout: Layout, *, share_last: bool = False) -> tuple[B
             helps = layout.chunks[q].lo < middle[rows]
         blocks.append(Block(ranks - distance, keys, q, kv) if helps else Block(distance, rows, q, kv))
     return tuple(blocks)
-
-
-ROWS_PER_STEP = 2.0
-"""Limit of remote rows and keys that a rank reads in one step, in rows of its own. It bounds memory."""
 
 
 def by_distance(mask: Mask, layout: Layout) -> tuple[Block, ...]:
