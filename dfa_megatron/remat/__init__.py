@@ -15,7 +15,6 @@ enclosing first pass. A first pass inside a recompute takes from that recompute,
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import cache, partial
@@ -30,6 +29,8 @@ from dfa_megatron.errors import RematError, UnsupportedError
 from dfa_megatron.remat.saved import HostKept, Kept
 from dfa_megatron.remat.saved import keeping_inputs_on_host as keeping_inputs_on_host
 from dfa_megatron.runtime.counters import COUNTERS
+from dfa_megatron.runtime.op import ACTIVE
+from dfa_megatron.runtime.op import active_frame as active_frame
 
 logger = logging.getLogger(__name__)
 
@@ -38,13 +39,6 @@ Contexts: TypeAlias = tuple[AbstractContextManager[None], AbstractContextManager
 
 SAVED_OPERATORS = frozenset({"dfa_megatron::attention"})
 """Qualified names of the operators whose outputs selective checkpointing saves."""
-
-
-class _Active(threading.local):
-    frame: Frame | None = None
-
-
-_ACTIVE = _Active()
 
 
 class _SavedRegion:
@@ -146,23 +140,18 @@ class _Pass:
     def __enter__(self) -> None:
         if self._first:
             self._region.kept.clear()
-        frame = Frame(self._region, self._first, _ACTIVE.frame)
+        enclosing = ACTIVE.frame
+        assert enclosing is None or isinstance(enclosing, Frame), "no other is set"
+        frame = Frame(self._region, self._first, enclosing)
         self._frames.append(frame)
-        _ACTIVE.frame = frame
+        ACTIVE.frame = frame
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         frame = self._frames.pop()
-        _ACTIVE.frame = frame._enclosing
+        ACTIVE.frame = frame._enclosing
         frame._close(failed=kind is not None)
-
-
-def active_frame() -> Frame | None:
-    """Return this thread's current frame; None outside of regions and under torch.compile."""
-    if torch.compiler.is_compiling():
-        return None
-    return _ACTIVE.frame
 
 
 def context_fn(offload: bool = False) -> Contexts:

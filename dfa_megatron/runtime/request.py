@@ -22,7 +22,7 @@ from dfa_megatron.plan.language.ir import AttentionPlan
 from dfa_megatron.plan.language.layout import LAYOUTS as BY_LENGTH
 from dfa_megatron.plan.language.layout import Layout, by_name, cross
 from dfa_megatron.plan.language.mask import Mask, cross_documents, of_window
-from dfa_megatron.plan.schedules.load_balanced import layout_of
+from dfa_megatron.plan.schedules import layout_of
 from dfa_megatron.runtime.cu_seqlens import Offsets, balancing_mask, mask_of
 
 DEFAULTS = DistAttentionConfig()

@@ -16,10 +16,9 @@ from dfa_megatron.kernels.tape import Tape, recordable, signature
 from dfa_megatron.runtime.comm.transport import Transport
 from dfa_megatron.runtime.counters import COUNTERS, EVERY, timed
 from dfa_megatron.runtime.execute.bound import Bound, Recorder
+from dfa_megatron.runtime.execute.memory import Fields, MemoryPlan
 from dfa_megatron.runtime.execute.sinks import merge_sinks, sinks_gradient
 from dfa_megatron.runtime.execute.tensors import Tensors, execute
-from dfa_megatron.runtime.execute.wire_format import Fields
-from dfa_megatron.runtime.memory_plan import MemoryPlan
 from dfa_megatron.runtime.prepare import Prepared
 from dfa_megatron.runtime.request import Inputs
 

@@ -15,8 +15,7 @@ from dfa_megatron.plan.language.leaves import LeafSizes, grid_of, is_node, subtr
 from dfa_megatron.plan.language.mask import causal, cross_documents, documents, full, sliding_window
 from dfa_megatron.plan.language.program import BufferMerges, Program, Region
 from dfa_megatron.plan.lowering.landings import landings_of
-from dfa_megatron.plan.lowering.lower import lower
-from dfa_megatron.plan.lowering.merges import plan_merges
+from dfa_megatron.plan.lowering.lower import lower, plan_merges
 from dfa_megatron.plan.lowering.ordered import LeafRows, OrderedWrite, merges_in_order
 from dfa_megatron.plan.proof.check import check_plan, check_programs
 from dfa_megatron.plan.schedules.invariant import invariant_plan

@@ -25,8 +25,7 @@ from dfa_megatron.plan.lowering.lower import lower, lower_all
 from dfa_megatron.plan.lowering.messages import rank_messages
 from dfa_megatron.plan.proof.check import check, check_programs
 from dfa_megatron.plan.schedules import SCHEDULES
-from dfa_megatron.plan.schedules.assignments import by_memory
-from dfa_megatron.plan.schedules.route import direct
+from dfa_megatron.plan.schedules.assignments import by_memory, direct
 from tests.support import arrays
 from tests.support import plan_dense as dense
 from tests.support.plan_cases import every_mask, heterogeneous_masks, plan_of

@@ -12,18 +12,11 @@ from typing import Any
 
 import torch
 
+from dfa_megatron.kernels.current_stream import interpreted as interpreted
 from dfa_megatron.kernels.current_stream import stream_of
 from dfa_megatron.kernels.tape import recording
 
 OLDEST = (3, 2)
-
-
-def interpreted() -> bool:
-    """Return whether TRITON_INTERPRET=1: kernels run in Triton's interpreter, on CPU tensors too.
-
-    The variable is read when a kernel is defined.
-    """
-    return os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "yes", "on", "y")
 
 
 @functools.cache

@@ -10,13 +10,24 @@ from dfa_megatron import names
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.names import nearest
 from dfa_megatron.plan.language.ir import BACKWARD, FORWARD, AttentionPlan, Block, Plan, needed_pairs
-from dfa_megatron.plan.language.layout import Layout, cut_at
+from dfa_megatron.plan.language.layout import Layout, by_name, cut_at
 from dfa_megatron.plan.language.mask import Mask, kept_on_mask
 from dfa_megatron.plan.language.work import CUTS, WORTH_CUTTING
-from dfa_megatron.plan.schedules.assignments import balanced, by_distance, by_memory
+from dfa_megatron.plan.schedules.assignments import Route, balanced, by_distance, by_memory, direct, gateway, ring_relay
 from dfa_megatron.plan.schedules.greedy import cut_for_help, greedy
-from dfa_megatron.plan.schedules.load_balanced import layout_of
-from dfa_megatron.plan.schedules.route import Route, direct, gateway, ring_relay
+
+
+def layout_of(name: str, mask: Mask, ranks: int) -> Layout:
+    """Return the layout of that name for a mask. Only `load_balanced` depends on more of the mask than its length.
+
+    Raises:
+        UnsupportedError: no such layout.
+    """
+    if name != "load_balanced":
+        return by_name(name, mask.length, ranks)
+    from dfa_megatron.plan.schedules.load_balanced import load_balanced  # which other layouts need not load
+
+    return load_balanced(mask.balanced_by or mask, ranks)
 
 
 @dataclass(frozen=True, slots=True)

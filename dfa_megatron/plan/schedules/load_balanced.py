@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from itertools import accumulate, pairwise
 
 from dfa_megatron.plan.language.geometry import Span
-from dfa_megatron.plan.language.layout import Layout, by_name
+from dfa_megatron.plan.language.layout import Layout
 from dfa_megatron.plan.language.layout import cut as cut_evenly
 from dfa_megatron.plan.language.mask import Component, Mask, components, kept_on_mask
 from dfa_megatron.plan.language.work import CUTS, EVEN, MOVED, ROW, TILE, WHOLE
@@ -39,17 +39,6 @@ def load_balanced(mask: Mask, ranks: int) -> Layout:
         best = min(best, *others, key=_Balancing.cost)
     chunks = sorted((lo, hi, rank) for rank, held in enumerate(best.held) for lo, hi in _joined(held))
     return Layout(tuple(Span(lo, hi) for lo, hi, _ in chunks), tuple(rank for _, _, rank in chunks), ranks)
-
-
-def layout_of(name: str, mask: Mask, ranks: int) -> Layout:
-    """Return the layout of that name for a mask. Only `load_balanced` depends on more of the mask than its length.
-
-    Raises:
-        UnsupportedError: no such layout.
-    """
-    if name != "load_balanced":
-        return by_name(name, mask.length, ranks)
-    return load_balanced(mask.balanced_by or mask, ranks)
 
 
 class _Balancing:
