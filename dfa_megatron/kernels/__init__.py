@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import importlib
 import logging
 import math
@@ -13,7 +12,7 @@ import torch
 from dfa_megatron import names
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.kernels.api import BlockKernel, Need
-from dfa_megatron.names import nearest
+from dfa_megatron.names import nearest, say_once
 
 logger = logging.getLogger(__name__)
 
@@ -80,7 +79,9 @@ def select(name: str, need: Need) -> BlockKernel:
         why = _passed_over(candidate, need) if name == "auto" else None
         why = why or refusal(KERNELS[candidate], need)
         if why is None:
-            _log_choice(name, candidate, _describe(need), tuple(refused.items()))
+            reasons = "".join(f"; {kernel} refused: {why}" for kernel, why in refused.items())
+            log = logger.warning if name == "auto" and candidate == "reference" else logger.info
+            say_once(log, "kernel %s for %s%s", candidate, _describe(need), reasons)
             return KERNELS[candidate]
         refused[candidate] = why
     if name == "auto":
@@ -122,11 +123,3 @@ def _describe(need: Need) -> str:
     packed = ", packed" if need.packed else ""
     more = f"{packed}{softcap}{deterministic}{', the same bits in any company' if need.invariant else ''}"
     return f"{dtype} on {need.device}{capability}, {heads}, {head_dim}, {forms} blocks{more}"
-
-
-@functools.lru_cache(maxsize=256)
-def _log_choice(asked: str, chosen: str, described: str, refused: tuple[tuple[str, str], ...]) -> None:
-    """Log once, however many layers make the same choice."""
-    reasons = "".join(f"; {kernel} refused: {why}" for kernel, why in refused)
-    fallback = asked == "auto" and chosen == "reference"
-    logger.log(logging.WARNING if fallback else logging.INFO, "kernel %s for %s%s", chosen, described, reasons)

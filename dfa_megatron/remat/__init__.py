@@ -17,7 +17,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from functools import cache, partial
+from functools import partial
 from types import TracebackType
 from typing import Any, TypeAlias
 
@@ -26,6 +26,7 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from dfa_megatron.errors import RematError, UnsupportedError
+from dfa_megatron.names import say_once
 from dfa_megatron.remat.saved import HostKept, Kept
 from dfa_megatron.remat.saved import keeping_inputs_on_host as keeping_inputs_on_host
 from dfa_megatron.runtime.counters import COUNTERS
@@ -210,7 +211,7 @@ def remat_checkpoint(
                 return fn(*inputs)
         plain_passes += 1
         if plain_passes == 2:
-            _warn_never_recorded()
+            say_once(logger.warning, _NEVER_RECORDED)
         return fn(*inputs)
 
     checkpoint = checkpoint or partial(torch_checkpoint, use_reentrant=True)
@@ -240,14 +241,10 @@ def _tracing() -> bool:
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
 
 
-@cache
-def _warn_never_recorded() -> None:
-    logger.warning(
-        "remat_checkpoint: the checkpoint function ran the region with gradients in its first pass, so attention runs "
-        "again in the recompute. For a non-reentrant checkpoint use context_fn=dfa_megatron.remat.context_fn."
-    )
-
-
+_NEVER_RECORDED = (
+    "remat_checkpoint: the checkpoint function ran the region with gradients in its first pass, so attention runs "
+    "again in the recompute. For a non-reentrant checkpoint use context_fn=dfa_megatron.remat.context_fn."
+)
 _MORE = (
     "The recompute of a checkpointed region asks for the result of another attention, but its first pass ran only "
     "{recorded}: the recompute took another path than the first pass. Make the region's control flow depend on its "

@@ -11,12 +11,12 @@ from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import torch
 
 from dfa_megatron.kernels.api import BlockKernel
+from dfa_megatron.names import say_once
 from dfa_megatron.plan.language.grid import grid
 from dfa_megatron.plan.language.ir import AttentionPlan
 from dfa_megatron.plan.language.sizes import Sizes
@@ -263,9 +263,6 @@ def _digest(prepared: Prepared, inputs: Inputs, over: Channel | None) -> str:
     return hashlib.sha256(b"".join(x.numpy().tobytes() for x in sums)).hexdigest()
 
 
-_warn = lru_cache(maxsize=16)(logger.warning)
-
-
 def _build_and_agree(request: Request, over: Channel | None, inputs: Inputs, *, trains: bool) -> Prepared:
     """Build, and let every rank know of an error on any: nobody is left waiting."""
     try:
@@ -281,7 +278,8 @@ def _build_and_agree(request: Request, over: Channel | None, inputs: Inputs, *, 
         facts = facts_of(prepared, inputs) | own
         parts = over.agree(facts | {"requires_grad": f"{trains}, for any of the inputs"}, part)
         if part and len({*parts}) == 1:
-            _warn("q, k and v are the same on all ranks of a group: each takes its own part, as of shard_sequence")
+            said = "q, k and v are the same on all ranks of a group: each takes its own part, as of shard_sequence"
+            say_once(logger.warning, said)
         if request.verify:
             running = tuple([over.running(kind, inputs.q.device) for kind in kinds_of(facts, prepared)])
             prepared = replace(prepared, whole=over, running=running)

@@ -49,7 +49,7 @@ def test_every_kernel_keeps_the_contract_and_has_its_name_in_the_options() -> No
 
 
 def test_auto_takes_the_fused_kernel_on_cpu_and_logs_it_once(caplog: pytest.LogCaptureFixture) -> None:
-    kernels._log_choice.cache_clear()
+    names.say_once.cache_clear()
     with caplog.at_level(logging.INFO, logger="dfa_megatron.kernels"):
         assert kernels.select("auto", ON_CPU).name == "cpu"
         assert kernels.select("auto", ON_CPU).name == "cpu"
@@ -60,7 +60,7 @@ def test_auto_takes_the_fused_kernel_on_cpu_and_logs_it_once(caplog: pytest.LogC
 
 
 def test_falling_back_to_the_reference_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
-    kernels._log_choice.cache_clear()
+    names.say_once.cache_clear()
     uneven = dataclasses.replace(ON_CPU, head_dim_v=32)
     with caplog.at_level(logging.INFO, logger="dfa_megatron.kernels"):
         assert kernels.select("auto", uneven).name == "reference"

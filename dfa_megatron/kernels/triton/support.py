@@ -65,13 +65,11 @@ def _takes_constants() -> bool:
     return tuple(int(part) for part in version.split(".")[:2]) >= (3, 3)
 
 
-@functools.cache
 def multiprocessors(device: torch.device) -> int:
     """Return how many programs of a kernel run at a time, at least; 1 on CPU."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
-@functools.cache
 def large_shared_memory(device: torch.device) -> bool:
     """Return whether a block may have over 200 KiB of shared memory: Hopper, and Blackwell but its consumer chips."""
     return torch.cuda.get_device_capability(device)[0] in (9, 10, 11)

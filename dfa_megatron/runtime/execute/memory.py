@@ -6,7 +6,6 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 
 import torch
 
@@ -56,7 +55,6 @@ def sums_of(sizes: Sizes, name: str) -> tuple[Field, ...]:
     return _typed(sizes, name, sizes.accumulator)
 
 
-@lru_cache(maxsize=4096)
 def _typed(sizes: Sizes, name: str, dtype: str) -> tuple[Field, ...]:
     number, statistic = getattr(torch, dtype), getattr(torch, sizes.accumulator)
     return tuple(
