@@ -30,8 +30,10 @@ from dfa_megatron.runtime.environment import Links
 from dfa_megatron.runtime.request import Inputs, Request
 
 
-def kernel_of(request: Request, inputs: Inputs, length: int) -> tuple[BlockKernel, bool]:
+def kernel_of(request: Request, inputs: Inputs, length: int) -> tuple[BlockKernel, bool, LeafSizes | None]:
     """Return the kernel of a settled request, and whether it takes windows that are neither full nor square causal.
+
+    The third are the sizes of chunks of a fixed order; None where results merge as they come.
 
     length: tokens of the whole sequence, or of both.
 
@@ -40,7 +42,8 @@ def kernel_of(request: Request, inputs: Inputs, length: int) -> tuple[BlockKerne
     """
     need = _need(request, inputs, length)
     kernel = kernels.select(request.config.kernel, need)
-    return kernel, kernel.refusal(dataclasses.replace(need, forms=need.forms | {"band"})) is None
+    bands = kernel.refusal(dataclasses.replace(need, forms=need.forms | {"band"})) is None
+    return kernel, bands, kernel.leaves(need) if request.invariant else None
 
 
 def degree_of(request: Request, over: Channel | None, inputs: Inputs) -> int:
@@ -105,11 +108,6 @@ def _invariant_plan(request: Request, mask: Mask, ranks: int, leaves: LeafSizes 
     if isinstance(held, str):
         held = layout_of(held, mask, ranks)
     return invariant_plan(mask, held, leaves, request.config.schedule)
-
-
-def leaves_of(request: Request, inputs: Inputs, length: int, kernel: BlockKernel) -> LeafSizes | None:
-    """Return the sizes of chunks of a fixed order; None where results merge as they come."""
-    return kernel.leaves(_need(request, inputs, length)) if request.invariant else None
 
 
 def _refuse_plan(plan: AttentionPlan, request: Request, ranks: int) -> None:

@@ -27,7 +27,7 @@ from dfa_megatron.runtime.cu_seqlens import describe
 from dfa_megatron.runtime.execute.bound import Bound
 from dfa_megatron.runtime.execute.memory import MemoryPlan, placed
 from dfa_megatron.runtime.execute.sinks import ExactSum, sinks_error
-from dfa_megatron.runtime.planning import degree_of, kernel_of, leaves_of, plan_of, profile_of, sizes_of
+from dfa_megatron.runtime.planning import degree_of, kernel_of, plan_of, profile_of, sizes_of
 from dfa_megatron.runtime.request import OPTIONS, Inputs, Request, refuse_tensors
 
 if TYPE_CHECKING:
@@ -173,10 +173,9 @@ def settled(request: Request, ranks: int, rank: int, inputs: Inputs) -> Request:
 def built(request: Request, ranks: int, rank: int, inputs: Inputs, over: Channel | None = None) -> Prepared:
     """Prepare a settled request for one of so many ranks, without an exchange of heads."""
     length = request.length(ranks, inputs.q.shape[1])
-    kernel, bands = kernel_of(request, inputs, length)
+    kernel, bands, leaves = kernel_of(request, inputs, length)
     sizes = sizes_of(inputs, kernel, ranks, invariant=request.invariant)
     hardware = profile_of(inputs.q.is_cuda, over, kernel.name, ranks)
-    leaves = leaves_of(request, inputs, length, kernel)
     again = functools.partial(plan_of, request, ranks, length, sizes, hardware, leaves)
     plan = again()
     launching = kernel.launching(batch=sizes.batch, group=sizes.heads // sizes.kv_heads, bands=bands)

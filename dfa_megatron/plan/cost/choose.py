@@ -139,11 +139,6 @@ def _family(layout: str | Layout, mask: Mask) -> str:
     return "contiguous" if layout.falls <= starts else "load_balanced"
 
 
-def _in_order(mask: Mask, ranks: int, layout: str | Layout | None) -> Layout:
-    """Return one chunk per rank, and per side where there are two."""
-    return layout.joined() if isinstance(layout, Layout) else contiguous(mask.length, ranks)
-
-
 def _refusals(looked_at: tuple[Candidate, ...]) -> str:
     """Format every refusal; schedules with the same reason are named together."""
     reasons: dict[str, list[str]] = {}
@@ -198,7 +193,7 @@ def _even(schedule: Schedule, mask: Mask, ranks: int, found: list[Candidate]) ->
 
 def _why_not_shared(mask: Mask, ranks: int, layout: str | Layout) -> str:
     """Return why `balanced_shared` cannot serve, or shares nothing: no row sees keys half of the ranks away."""
-    held = _in_order(mask, ranks, layout)
+    held = layout.joined() if isinstance(layout, Layout) else contiguous(mask.length, ranks)
     pairs = [(held.owner[q], held.owner[kv]) for q, kv in needed_pairs(mask, held.chunks)]
     if any(q < kv for q, kv in pairs):
         return "it pairs causal work only, and rows see keys of later ranks"

@@ -15,9 +15,9 @@ from dataclasses import replace
 from itertools import chain, pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
-from dfa_megatron.plan.language.geometry import Band, Span, joined_spans
+from dfa_megatron.plan.language.geometry import Band, Span, Tile, joined_spans
 from dfa_megatron.plan.language.grid import plan_error
-from dfa_megatron.plan.language.ir import Plan, chunk_of
+from dfa_megatron.plan.language.ir import Block, Plan, chunk_of
 from dfa_megatron.plan.language.program import (
     Buffer,
     BufferMerges,
@@ -70,11 +70,11 @@ class _Lowering:
 
     def __init__(self, landings: Landings, launching: Launching) -> None:
         plan, self.landings, self.launching = landings.plan, landings, launching
-        self.ordered: OrderedWrites | None = None
+        self.noted: AccumulatorWrites | OrderedWrites = AccumulatorWrites()
         if plan.order is not None:
             from dfa_megatron.plan.lowering.ordered import OrderedWrites  # which other plans need not load
 
-            self.ordered = OrderedWrites(plan, landings.rank, plan.order)
+            self.noted = OrderedWrites(plan, landings.rank, plan.order)
         self.plan, self.rank, self.messages, self.rows = plan, landings.rank, landings.messages, landings.rows
         self.layout, self.phase = plan.layout, plan.phase
         self.writes = plan.phase.writes
@@ -93,11 +93,11 @@ class _Lowering:
         steps = tuple(self._step(step) for step in range(self.plan.steps))
         taken = 1 + max((b.slot for b in self.landings.buffers if b.slot is not None), default=-1)
         slots = assign_slots(self.leaving, self.lives)
-        its = {name: self.layout.tokens(self.rank, side) for side, name in (*self.phase.reads, *self.phase.writes)}
-        rows = {self.own[name]: its[name] for name in self.accumulators}
+        held = {name: self.layout.tokens(self.rank, side) for side, name in (*self.phase.reads, *self.phase.writes)}
+        rows = {self.own[name]: held[name] for name in self.accumulators}
         rows |= {buffer: parts[0][1] for buffer, parts in enumerate(self.leaving, self.first)}
-        merges = plan_merges(steps, rows) if self.ordered is None else self.ordered.merges(rows)
-        own = (Buffer(((name, its[name]),), None, merges.get(buffer)) for name, buffer in self.own.items())
+        merges = self.noted.merges(rows)
+        own = (Buffer(((name, held[name]),), None, merges.get(buffer)) for name, buffer in self.own.items())
         leaving = (
             Buffer(parts, taken + slot, merges[buffer])
             for buffer, (parts, slot) in enumerate(zip(self.leaving, slots, strict=True), self.first)
@@ -114,7 +114,7 @@ class _Lowering:
                 groups = [tuple(sorted(chain.from_iterable(groups), key=self.layout.chunks.__getitem__))]
             for chunks in groups:
                 buffer, row = self.first + len(self.leaving), 0
-                self.leaving.append(((name, self._rows(chunks)),))
+                self.leaving.append(((name, sum(map(self.rows.__getitem__, chunks))),))
                 self.lives.append(Life(step))
                 for chunk in chunks:
                     departures = self.departures[name, chunk]
@@ -122,9 +122,6 @@ class _Lowering:
                         raise plan_error(self.plan, f"R3: {name} of chunk {chunk} leaves twice", step, self.rank)
                     departures.append((step, (buffer, row)))
                     row += self.rows[chunk]
-
-    def _rows(self, chunks: Iterable[int]) -> int:
-        return sum(self.rows[chunk] for chunk in chunks)
 
     def _write_place(self, name: str, chunk: int, step: int) -> BufferRow:
         if chunk in self.own_rows:
@@ -183,15 +180,13 @@ class _Lowering:
             buffers = _Buffers(q_buffer, kv_buffer, tuple(written))
             for number, tile in enumerate(self.plan.tiles(block)):
                 placed = tile.shift(*by)
-                if self.ordered is not None:
-                    self.ordered.placed(q_buffer, kv_buffer, placed, block, number)
+                self.noted.placed(q_buffer, kv_buffer, placed, block, number)
                 # Leaves by window: in company each has the kernel that it has alone.
-                groups[buffers, None if self.ordered is None else tile.band].append((placed, (block,)))
+                groups[buffers, tile.band if self.noted.apart else None].append((placed, (block,)))
         for (buffers, _), tiles in groups.items():
-            for planned in self.launching(tuple(tiles), self.ordered is not None):
+            for planned in self.launching(tuple(tiles), self.noted.apart):
                 call = self._call(step, buffers, planned)
-                if self.ordered is not None:
-                    self.ordered.computed(call, planned.tiles)
+                self.noted.computed(call, planned.tiles)
                 yield call
 
     def _call(self, step: int, buffers: _Buffers, planned: Planned) -> Call:
@@ -210,19 +205,18 @@ class _Lowering:
             if name not in self.accumulators:
                 continue
             source = self.landings.regions[step, peer, at].buffer
-            runs: list[tuple[Region, Region]] = []
+            runs: list[tuple[Region, Region, int]] = []  # of a run its last chunk
             for chunk, row in self.layout.offsets(chunks).items():
                 rows = self.rows[chunk]
                 to_buffer, to_row = self._write_place(name, chunk, step)
                 start, to_start = row, to_row
-                if runs and runs[-1][1].buffer == to_buffer and runs[-1][1].hi == to_row and self.ordered is None:
-                    before, to_before = runs.pop()
+                if runs and runs[-1][1].buffer == to_buffer and runs[-1][1].hi == to_row and not self.noted.apart:
+                    before, to_before, _ = runs.pop()
                     start, to_start = before.lo, to_before.lo
                 into = Region(to_buffer, name, to_start, to_row + rows)
-                runs.append((Region(source, name, start, row + rows), into))
-                if self.ordered is not None:
-                    self.ordered.landed(step, peer, chunk, into)
-            for region, into in runs:
+                runs.append((Region(source, name, start, row + rows), into, chunk))
+            for region, into, chunk in runs:
+                self.noted.landed(step, peer, chunk, into)
                 yield Merge(region, self._write(step, into))
 
     def _write(self, step: int, region: Region) -> Region:
@@ -245,16 +239,30 @@ A kernel's own output may. A landed message may not: its memory is needed again.
 """
 
 
-def plan_merges(steps: Iterable[Step], rows: Mapping[int, int]) -> dict[int, BufferMerges]:
-    """Plan the merges of every accumulator, given as buffer -> its rows."""
-    writes: dict[int, list[tuple[Region, bool]]] = defaultdict(list)
-    for step in steps:
-        for call in step.calls:
-            for region in call.writes:
-                writes[region.buffer].append((region, True))
-        for merge in step.merges:
-            writes[merge.write.buffer].append((merge.write, False))
-    return {buffer: merges_of(count, writes[buffer]) for buffer, count in rows.items()}
+class AccumulatorWrites:
+    """The writes of one rank's accumulators, in their order, and the merges that follow: in any order of the reduce."""
+
+    apart = False
+    """Whether tiles, and chunks that land, stay by themselves."""
+
+    def __init__(self) -> None:
+        self._writes: dict[int, list[tuple[Region, bool]]] = defaultdict(list)
+
+    def placed(self, q_buffer: int, kv_buffer: int, tile: Tile, block: Block, number: int) -> None:
+        """Note nothing: it does not matter what a partial is of."""
+
+    def computed(self, call: Call, tiles: Sequence[Tile]) -> None:
+        """Note what a call writes."""
+        for region in call.writes:
+            self._writes[region.buffer].append((region, True))
+
+    def landed(self, step: int, peer: int, chunk: int, into: Region) -> None:
+        """Note what a message brings."""
+        self._writes[into.buffer].append((into, False))
+
+    def merges(self, rows: Mapping[int, int]) -> dict[int, BufferMerges]:
+        """Plan the merges of every accumulator, given as buffer -> its rows."""
+        return {buffer: merges_of(count, self._writes[buffer]) for buffer, count in rows.items()}
 
 
 def merges_of(rows: int, writes: Writes) -> BufferMerges:

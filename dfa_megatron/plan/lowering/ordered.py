@@ -34,7 +34,9 @@ class OrderedWrite(NamedTuple):
 
 
 class OrderedWrites:
-    """The writes of one rank's accumulators, in their order, and the merges that follow from them."""
+    """The same as `AccumulatorWrites`, for merges in the order of a tree."""
+
+    apart = True
 
     def __init__(self, plan: Plan, rank: int, grid: Grid) -> None:
         self.plan, self.rank, self.grid = plan, rank, grid

@@ -60,7 +60,10 @@ class Schedule:
         Raises:
             UnsupportedError: the mask or the length does not suit the schedule, or its route knows no nodes.
         """
-        layout = _cut_where_needed(mask, self._chunks(mask, ranks, held))
+        if ranks < 1:
+            raise UnsupportedError(f"a plan for {ranks} ranks", "there must be at least one", "ranks=1")
+        layout = layout_of(self.layout, mask, ranks) if held is None else held
+        layout = _cut_where_needed(mask, layout.halved() if self.halved else layout)
         layout = self.cut(mask, layout) if self.cut else layout
         forward, backward = _phases(mask, layout, tuple(sorted(self.assign(mask, layout))), self.route)
         plan = AttentionPlan(self.name, self.layout, forward, backward)
@@ -68,12 +71,6 @@ class Schedule:
             why = "its messages hop from rank to rank, and cross to a node once already"
             raise UnsupportedError(f"schedule {self.name!r} with a gateway", why, "the same without")
         return plan if ranks_per_node is None else over_nodes(plan, ranks_per_node)
-
-    def _chunks(self, mask: Mask, ranks: int, held: Layout | None) -> Layout:
-        if ranks < 1:
-            raise UnsupportedError(f"a plan for {ranks} ranks", "there must be at least one", "ranks=1")
-        layout = layout_of(self.layout, mask, ranks) if held is None else held
-        return layout.halved() if self.halved else layout
 
 
 def _phases(mask: Mask, layout: Layout, blocks: tuple[Block, ...], route: Route) -> list[Plan]:
