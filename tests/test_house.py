@@ -70,7 +70,7 @@ BUDGETS = {
     "remat": 485,
     "runtime": 5_769,
     "sequence": 412,
-    "tests": 36_736,
+    "tests": 36_737,
     "top": 1_589,
     "trees": 307,
 }
