@@ -19,11 +19,10 @@ from dfa_megatron.names import nearest
 from dfa_megatron.plan.language.ir import AttentionPlan
 from dfa_megatron.plan.language.layout import Layout
 from dfa_megatron.plan.language.mask import Mask
-from dfa_megatron.remat import active_frame
 from dfa_megatron.runtime.comm.channel import Channel, refuse
 from dfa_megatron.runtime.comm.groups import Group, channel_of, group_name, group_size
 from dfa_megatron.runtime.cu_seqlens import CuSeqlens, check_offsets, offsets_of, rows_of
-from dfa_megatron.runtime.op import DirectAttention, Pair, attention, needs_gradient
+from dfa_megatron.runtime.op import DirectAttention, Pair, active_frame, attention, needs_gradient
 from dfa_megatron.runtime.request import DEFAULTS, OPTIONS, Inputs, Request, refuse_strangers, transformed
 
 

@@ -1,9 +1,10 @@
-"""The names that options, flags, JSON and documentation share; free of PyTorch."""
+"""The names that options, flags, JSON and documentation share, and what is said once; free of PyTorch."""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Collection
+from collections.abc import Callable, Collection
+from functools import lru_cache
 from operator import is_
 from typing import Any
 
@@ -28,6 +29,12 @@ NUMERICS = ("fastest", "invariant")
 
 ZIGZAG_ELSEWHERE = ("zigzag", "head_tail", "head-tail", "headtail", "striped", "stripe")
 """What others call layouts that balance a causal mask by moving tokens."""
+
+
+@lru_cache(maxsize=256)
+def say_once(log: Callable[..., object], *said: object) -> None:
+    """Call a logger's method once a process for equal arguments, however many layers bring them."""
+    log(*said)
 
 
 def plain(value: Any) -> Any:

@@ -14,7 +14,7 @@ import torch
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.plan.language.layout import Layout, of_rows
 from dfa_megatron.plan.language.mask import Mask
-from dfa_megatron.plan.schedules.load_balanced import layout_of
+from dfa_megatron.plan.schedules import layout_of
 from dfa_megatron.runtime.cu_seqlens import CuSeqlens, Offsets, balancing_mask, check_offsets, check_rows, rows_of
 from dfa_megatron.runtime.request import Inputs, refuse_strangers, refuse_tensors, two_by_name
 

@@ -23,7 +23,7 @@ from dfa_megatron.errors import DisagreementError, UnsupportedError
 from dfa_megatron.plan.language.geometry import Span
 from dfa_megatron.plan.language.layout import Layout, by_name
 from dfa_megatron.plan.language.tree import Tree
-from dfa_megatron.plan.schedules.load_balanced import layout_of
+from dfa_megatron.plan.schedules import layout_of
 from dfa_megatron.rows import row_by_row
 from dfa_megatron.runtime.comm.groups import Group, resolve
 from dfa_megatron.runtime.cu_seqlens import CuSeqlens, balancing_mask, describe, offsets_of, rows_of

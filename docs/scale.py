@@ -13,8 +13,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from dfa_megatron.plan.cost.choose import Outline, estimate, outline
 from dfa_megatron.plan.cost.hardware import H200_NIC_400G
-from dfa_megatron.plan.cost.outline import Outline, estimate, outline
 from dfa_megatron.plan.language.mask import causal
 from dfa_megatron.plan.language.sizes import Sizes
 from dfa_megatron.plan.schedules import OWNER_COMPUTES, SCHEDULES

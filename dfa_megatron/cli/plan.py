@@ -28,7 +28,7 @@ from dfa_megatron.plan.language.sizes import Sizes
 from dfa_megatron.plan.language.text import to_text
 from dfa_megatron.plan.language.tree import prompt_tree
 from dfa_megatron.plan.lowering.lower import lower_all
-from dfa_megatron.plan.schedules.load_balanced import layout_of
+from dfa_megatron.plan.schedules import layout_of
 
 WIDTH = 100
 """Columns of the report."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from dfa_megatron.plan.cost.choose import deliver
 from dfa_megatron.plan.cost.hardware import H200_NVLINK, Hardware
-from dfa_megatron.plan.cost.outline import deliver
 from dfa_megatron.plan.interpret import run_together
 from dfa_megatron.plan.language.grid import cell
 from dfa_megatron.plan.language.ir import AttentionPlan, Block, Plan

@@ -2,41 +2,56 @@
 
 from __future__ import annotations
 
-import functools
+import importlib
 import logging
 import math
-from collections.abc import Mapping
-from types import MappingProxyType
+from collections.abc import Iterator, Mapping
+
+import torch
 
 from dfa_megatron import names
 from dfa_megatron.errors import UnsupportedError
-from dfa_megatron.kernels.adapters.aten import AtenFlashKernel
-from dfa_megatron.kernels.adapters.cpu import CpuKernel
-from dfa_megatron.kernels.adapters.cudnn import CudnnKernel
-from dfa_megatron.kernels.adapters.flash4 import Flash4Kernel
-from dfa_megatron.kernels.adapters.reference import ReferenceKernel
 from dfa_megatron.kernels.api import BlockKernel, Need
-from dfa_megatron.kernels.triton.adapter import TritonKernel
-from dfa_megatron.names import nearest
+from dfa_megatron.names import nearest, say_once
 
 logger = logging.getLogger(__name__)
 
-KERNELS: Mapping[str, BlockKernel] = MappingProxyType(
-    {
-        kernel.name: kernel
-        for kernel in (
-            Flash4Kernel(),
-            CudnnKernel(),
-            AtenFlashKernel(),
-            CpuKernel(),
-            TritonKernel(),
-            ReferenceKernel(),
-        )
-    }
-)
+_HOMES = {
+    "flash4": ("adapters.flash4", "Flash4Kernel"),
+    "cudnn": ("adapters.cudnn", "CudnnKernel"),
+    "aten": ("adapters.aten", "AtenFlashKernel"),
+    "cpu": ("adapters.cpu", "CpuKernel"),
+    "triton": ("triton.adapter", "TritonKernel"),
+    "reference": ("adapters.reference", "ReferenceKernel"),
+}
+
+assert ("auto", *_HOMES) == names.KERNELS, "the kernels are not those of dfa_megatron.names"
+
+
+class _Kernels(Mapping[str, BlockKernel]):
+    """Kernels by name, each loaded when it is first asked for."""
+
+    def __init__(self) -> None:
+        self._loaded: dict[str, BlockKernel] = {}
+
+    def __getitem__(self, name: str) -> BlockKernel:
+        if name not in self._loaded:
+            module, kind = _HOMES[name]
+            self._loaded[name] = getattr(importlib.import_module(f"{__name__}.{module}"), kind)()
+        return self._loaded[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(_HOMES)
+
+    def __len__(self) -> int:
+        return len(_HOMES)
+
+
+KERNELS: Mapping[str, BlockKernel] = _Kernels()
 """Every kernel by name, the preferred one first."""
 
-assert ("auto", *KERNELS) == names.KERNELS, "the kernels are not those of dfa_megatron.names"
+OF_GPUS = frozenset({"flash4", "cudnn", "aten"})
+"""Kernels that "auto" does not ask elsewhere."""
 
 COMPILES_EACH_LENGTH = frozenset({"cudnn"})
 """Kernels that "auto" passes over where documents are packed: they compile a graph for each new length."""
@@ -61,11 +76,12 @@ def select(name: str, need: Need) -> BlockKernel:
     """
     refused: dict[str, str] = {}
     for candidate in KERNELS if name == "auto" else (get(name).name,):
-        why = refusal(KERNELS[candidate], need)
-        if name == "auto":
-            why = why or _passed_over(candidate, need)
+        why = _passed_over(candidate, need) if name == "auto" else None
+        why = why or refusal(KERNELS[candidate], need)
         if why is None:
-            _log_choice(name, candidate, _describe(need), tuple(refused.items()))
+            reasons = "".join(f"; {kernel} refused: {why}" for kernel, why in refused.items())
+            log = logger.warning if name == "auto" and candidate == "reference" else logger.info
+            say_once(log, "kernel %s for %s%s", candidate, _describe(need), reasons)
             return KERNELS[candidate]
         refused[candidate] = why
     if name == "auto":
@@ -77,7 +93,9 @@ def select(name: str, need: Need) -> BlockKernel:
 
 
 def _passed_over(name: str, need: Need) -> str | None:
-    """Return why "auto" does not take a kernel that can serve the need, or None."""
+    """Return why "auto" does not ask a kernel for the need, or None."""
+    if name in OF_GPUS and torch.device(need.device).type != "cuda":
+        return f"it runs on CUDA, not on {need.device}"
     if need.packed and name in COMPILES_EACH_LENGTH:
         return f"it compiles every new document length, so for packs it is taken by name only (kernel={name!r})"
     return None
@@ -105,11 +123,3 @@ def _describe(need: Need) -> str:
     packed = ", packed" if need.packed else ""
     more = f"{packed}{softcap}{deterministic}{', the same bits in any company' if need.invariant else ''}"
     return f"{dtype} on {need.device}{capability}, {heads}, {head_dim}, {forms} blocks{more}"
-
-
-@functools.lru_cache(maxsize=256)
-def _log_choice(asked: str, chosen: str, described: str, refused: tuple[tuple[str, str], ...]) -> None:
-    """Log once, however many layers make the same choice."""
-    reasons = "".join(f"; {kernel} refused: {why}" for kernel, why in refused)
-    fallback = asked == "auto" and chosen == "reference"
-    logger.log(logging.WARNING if fallback else logging.INFO, "kernel %s for %s%s", chosen, described, reasons)

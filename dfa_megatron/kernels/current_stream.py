@@ -1,10 +1,11 @@
-"""The current stream, as its handle and as PyTorch's object, without the lookups of `torch.cuda.current_stream`.
+"""Where kernels run: the current stream, without the lookups of `torch.cuda.current_stream`, or an interpreter.
 
 These take the host several microseconds a call, and a short attention asks ten times.
 """
 
 from __future__ import annotations
 
+import os
 from functools import lru_cache
 
 import torch
@@ -29,3 +30,11 @@ def current_stream(device: torch.device) -> torch.cuda.Stream:
 @lru_cache(maxsize=64)
 def _known(_handle: int, device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.current_stream(device)
+
+
+def interpreted() -> bool:
+    """Return whether TRITON_INTERPRET=1: Triton's kernels run in its interpreter, on CPU tensors too.
+
+    Triton reads the variable when a kernel is defined.
+    """
+    return os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "yes", "on", "y")

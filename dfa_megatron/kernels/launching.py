@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple
 
 from dfa_megatron.plan.language.geometry import UNBOUNDED, Band, Segment, Span, Tile, joined_spans
 from dfa_megatron.plan.language.program import Launch
-from dfa_megatron.plan.language.sizes import GATHER, KEY, LAUNCH, ROW
+from dfa_megatron.plan.language.work import GATHER, KEY, LAUNCH, ROW, SLOWER, TILE
 from dfa_megatron.plan.lowering.kernel_calls import (
     FusedTile,
     Piece,
@@ -67,13 +67,6 @@ class Takes(NamedTuple):
 
 def _single(q: Span, kv: Span, band: Band) -> Launch:
     return Launch((q,), (kv,), (Segment(0, len(q), 0, len(kv), band),))
-
-
-SLOWER = 1 / 12
-"""How much longer a causal launch takes for the pairs of a full tile than a full one, whose tiles are larger."""
-
-TILE = 64
-"""Query rows that a kernel computes together; each sees half a tile of keys, of 128, in vain."""
 
 
 @lru_cache(maxsize=16)  # a forward and its backward ask for the same
@@ -132,8 +125,8 @@ def _cost(pieces: Sequence[Piece], repeats: int) -> float:
     """Return what the launch of pieces takes beside their pairs, in pairs."""
     tiles = [tile for piece in pieces for tile, _ in piece]
     of_key = KEY + GATHER * any(before.kv.hi != tile.kv.lo for before, tile in pairwise(tiles))
-    of_rows = sum((ROW + TILE) * len(rows_of(piece)) for piece in pieces)
-    in_vain: float = sum(-len(tile.q) % TILE * len(tile.kv) for tile in tiles)
+    of_rows = sum((ROW + TILE / 2) * len(rows_of(piece)) for piece in pieces)
+    in_vain: float = sum(-len(tile.q) % (TILE // 2) * len(tile.kv) for tile in tiles)
     in_vain += SLOWER * sum(tile.area for piece in pieces if not piece[-1][0].band.is_full for tile, _ in piece[:-1])
     return LAUNCH + of_rows + in_vain + of_key * sum(len(tile.kv) for tile in tiles) / repeats
 

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 import torch
 
 from dfa_megatron.kernels.api import Partial, accumulator_dtype
+from dfa_megatron.kernels.current_stream import interpreted
 from dfa_megatron.kernels.segments import Rows
 from dfa_megatron.kernels.tape import unrecorded
-from dfa_megatron.kernels.triton.support import interpreted, triton_refusal
 
 logger = logging.getLogger(__name__)
 
@@ -85,6 +85,8 @@ def sum_rows(x: torch.Tensor, rows: Rows, into: torch.Tensor) -> None:
 
 def fill_if(flag: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
     """Write NaN, or -1, over tensors if the flag, int32 on their device, is not 0."""
+    from dfa_megatron.kernels.triton.support import triton_refusal
+
     if triton_refusal() is None and all(x.is_contiguous() for x in tensors):
         from dfa_megatron.kernels.triton import fills
 
@@ -125,6 +127,8 @@ def _fusable(*tensors: torch.Tensor) -> bool:
 @functools.cache
 def _works(device: torch.device) -> bool:
     """Compile the kernels once and compare: no C compiler or an odd driver makes merging slower, not impossible."""
+    from dfa_megatron.kernels.triton.support import triton_refusal
+
     why = triton_refusal()
     if why is None:
         try:

@@ -19,7 +19,22 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _get_current_dispatch_mode
 
 from dfa_megatron.kernels.current_stream import stream_of
-from dfa_megatron.kernels.replay import Op, Registers
+
+Registers = list[Any]
+"""The values of one replay, by register."""
+
+
+class Op(NamedTuple):
+    """Call `function` on the registers `reads`, write the result to `writes`, then drop the registers in `frees`.
+
+    holds: registers that must live until then, beside those that it reads.
+    """
+
+    function: Callable[..., Any]
+    reads: tuple[int, ...]
+    writes: int
+    frees: tuple[int, ...] = ()
+    holds: tuple[int, ...] = ()
 
 
 class Unrecordable(Exception):  # noqa: N818 -- the run itself is right, and goes on

@@ -15,10 +15,9 @@ enclosing first pass. A first pass inside a recompute takes from that recompute,
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from functools import cache, partial
+from functools import partial
 from types import TracebackType
 from typing import Any, TypeAlias
 
@@ -27,9 +26,12 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from dfa_megatron.errors import RematError, UnsupportedError
+from dfa_megatron.names import say_once
 from dfa_megatron.remat.saved import HostKept, Kept
 from dfa_megatron.remat.saved import keeping_inputs_on_host as keeping_inputs_on_host
 from dfa_megatron.runtime.counters import COUNTERS
+from dfa_megatron.runtime.op import ACTIVE
+from dfa_megatron.runtime.op import active_frame as active_frame
 
 logger = logging.getLogger(__name__)
 
@@ -38,13 +40,6 @@ Contexts: TypeAlias = tuple[AbstractContextManager[None], AbstractContextManager
 
 SAVED_OPERATORS = frozenset({"dfa_megatron::attention"})
 """Qualified names of the operators whose outputs selective checkpointing saves."""
-
-
-class _Active(threading.local):
-    frame: Frame | None = None
-
-
-_ACTIVE = _Active()
 
 
 class _SavedRegion:
@@ -146,23 +141,18 @@ class _Pass:
     def __enter__(self) -> None:
         if self._first:
             self._region.kept.clear()
-        frame = Frame(self._region, self._first, _ACTIVE.frame)
+        enclosing = ACTIVE.frame
+        assert enclosing is None or isinstance(enclosing, Frame), "no other is set"
+        frame = Frame(self._region, self._first, enclosing)
         self._frames.append(frame)
-        _ACTIVE.frame = frame
+        ACTIVE.frame = frame
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         frame = self._frames.pop()
-        _ACTIVE.frame = frame._enclosing
+        ACTIVE.frame = frame._enclosing
         frame._close(failed=kind is not None)
-
-
-def active_frame() -> Frame | None:
-    """Return this thread's current frame; None outside of regions and under torch.compile."""
-    if torch.compiler.is_compiling():
-        return None
-    return _ACTIVE.frame
 
 
 def context_fn(offload: bool = False) -> Contexts:
@@ -221,7 +211,7 @@ def remat_checkpoint(
                 return fn(*inputs)
         plain_passes += 1
         if plain_passes == 2:
-            _warn_never_recorded()
+            say_once(logger.warning, _NEVER_RECORDED)
         return fn(*inputs)
 
     checkpoint = checkpoint or partial(torch_checkpoint, use_reentrant=True)
@@ -251,14 +241,10 @@ def _tracing() -> bool:
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
 
 
-@cache
-def _warn_never_recorded() -> None:
-    logger.warning(
-        "remat_checkpoint: the checkpoint function ran the region with gradients in its first pass, so attention runs "
-        "again in the recompute. For a non-reentrant checkpoint use context_fn=dfa_megatron.remat.context_fn."
-    )
-
-
+_NEVER_RECORDED = (
+    "remat_checkpoint: the checkpoint function ran the region with gradients in its first pass, so attention runs "
+    "again in the recompute. For a non-reentrant checkpoint use context_fn=dfa_megatron.remat.context_fn."
+)
 _MORE = (
     "The recompute of a checkpointed region asks for the result of another attention, but its first pass ran only "
     "{recorded}: the recompute took another path than the first pass. Make the region's control flow depend on its "

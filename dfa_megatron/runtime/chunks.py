@@ -16,11 +16,11 @@ from dataclasses import dataclass
 import torch
 
 from dfa_megatron.plan.language.ir import AttentionPlan
+from dfa_megatron.plan.schedules import layout_of
 from dfa_megatron.plan.schedules.invariant import same_rows
-from dfa_megatron.plan.schedules.load_balanced import layout_of
 from dfa_megatron.runtime.comm.channel import Channel
+from dfa_megatron.runtime.execute.memory import Fields
 from dfa_megatron.runtime.execute.moves import Moves, moves_between
-from dfa_megatron.runtime.execute.wire_format import Fields
 from dfa_megatron.runtime.request import Request
 
 RunPhase = Callable[[Fields], Fields]

@@ -19,8 +19,7 @@ from dfa_megatron.runtime.comm.transport import Transport
 from dfa_megatron.runtime.environment import warn_of_untested
 
 if TYPE_CHECKING:
-    from dfa_megatron.runtime.execute.wire_format import Fields
-    from dfa_megatron.runtime.memory_plan import MemoryPlan
+    from dfa_megatron.runtime.execute.memory import Fields, MemoryPlan
     from dfa_megatron.runtime.prepare import Prepared
 
     Run = Callable[[Prepared, MemoryPlan, Fields], Fields]

@@ -22,18 +22,17 @@ import torch
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.kernels.leaf import without_autocast, without_functions
 from dfa_megatron.kernels.merge import minus_delta
-from dfa_megatron.plan.degree import HeadSplit, automatic_degree, split_heads
+from dfa_megatron.plan.degree import HeadSplit, split_heads
 from dfa_megatron.plan.language.geometry import Span
 from dfa_megatron.plan.language.layout import LAYOUTS as BY_LENGTH
 from dfa_megatron.plan.language.layout import Layout
-from dfa_megatron.plan.schedules.load_balanced import layout_of
+from dfa_megatron.plan.schedules import layout_of
 from dfa_megatron.runtime import run
 from dfa_megatron.runtime.comm.channel import Channel
 from dfa_megatron.runtime.counters import COUNTERS
+from dfa_megatron.runtime.execute.memory import Fields
 from dfa_megatron.runtime.execute.sinks import merge_sinks, sinks_gradient
-from dfa_megatron.runtime.execute.wire_format import Fields
-from dfa_megatron.runtime.planning import profile_of
-from dfa_megatron.runtime.prepare import Prepared, built, open_transport, settled
+from dfa_megatron.runtime.prepare import Prepared, built, open_transport
 from dfa_megatron.runtime.request import Inputs, Request
 from dfa_megatron.runtime.run import InputGradients, SavedTensors
 
@@ -166,29 +165,13 @@ def _fields(buffer: torch.Tensor, like: Sequence[torch.Tensor], sizes: Sequence[
     return found
 
 
-def degree_of(request: Request, over: Channel | None, inputs: Inputs) -> int:
-    """Return the number of neighbours that exchange heads; 1 where none do. request: settled."""
-    config, (q, k, *_) = request.config, inputs
-    if not isinstance(config.ulysses_degree, str):
-        return config.ulysses_degree
-    if over is None or not q.is_cuda or request.cu_seqlens or request.mask is not None or request.plan is not None:
-        return 1
-    mask = request.mask_over(request.length(over.size, q.shape[1]))
-    hardware = profile_of(q.is_cuda, over, "auto", over.size)
-    found = automatic_degree(mask, over.size, q.shape[2], k.shape[2], config.schedule, hardware)
-    return 1 if request.invariant and found > k.shape[2] else found
-
-
-def make(request: Request, over: Channel | None, inputs: Inputs) -> Prepared:
-    """Build without asking the other ranks, for the degree that the request names or that suits it.
+def made(degree: int, request: Request, over: Channel | None, inputs: Inputs) -> Prepared:
+    """Build a settled request without asking the other ranks, for that many neighbours.
 
     Raises:
         UnsupportedError: neighbours cannot exchange heads here, or nothing serves the request.
     """
     rank, size = (over.rank, over.size) if over is not None else (0, 1)
-    request = settled(request, size, rank, inputs)
-    if (degree := degree_of(request, over, inputs)) == 1:
-        return built(request, size, rank, inputs, over)
     what = f"ulysses_degree={degree}"
     if request.plan is not None:
         why, instead = "a plan is one of all ranks of the group", "ulysses_degree=1, or mask="

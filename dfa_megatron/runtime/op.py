@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import threading
 from types import ModuleType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch._C._functorch import is_batchedtensor, is_legacy_batchedtensor
 
 from dfa_megatron.kernels.api import accumulator_dtype
 from dfa_megatron.kernels.leaf import differentiable_once
-from dfa_megatron.runtime import heads, run
+from dfa_megatron.runtime import run
 from dfa_megatron.runtime.agreement.calls import AtLayer, current_layer
 from dfa_megatron.runtime.comm.channel import Channel, refuse
 from dfa_megatron.runtime.comm.groups import channel_of
@@ -20,6 +21,33 @@ from dfa_megatron.runtime.request import Inputs, Request, from_text, transformed
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 """out like q with v's head_dim, and lse (batch, heads, rows) in the accumulator's dtype."""
+
+
+class ActiveFrame(Protocol):
+    """One pass through a checkpointed region: see `dfa_megatron.remat`, which other calls need not load."""
+
+    @property
+    def recording(self) -> bool:
+        """Whether the attention must run and call `record`; otherwise it calls `take` and must not run."""
+
+    def record(self, out: torch.Tensor, lse: torch.Tensor) -> None:
+        """Save the result of an attention that just ran."""
+
+    def take(self) -> Pair:
+        """Return the result of the first pass."""
+
+
+class _Active(threading.local):
+    frame: ActiveFrame | None = None
+
+
+ACTIVE = _Active()
+"""The frame of each thread."""
+
+
+def active_frame() -> ActiveFrame | None:
+    """Return this thread's current frame; None outside of regions and under torch.compile."""
+    return None if torch.compiler.is_compiling() else ACTIVE.frame
 
 
 def needs_gradient(inputs: Inputs) -> bool:
@@ -34,12 +62,16 @@ def needs_gradient(inputs: Inputs) -> bool:
 
 def _runs(prepared: Prepared) -> ModuleType:
     """Return the module that runs an attention."""
-    return run if prepared.exchange is None else heads
+    if prepared.exchange is None:
+        return run
+    from dfa_megatron.runtime import heads  # which other calls need not load
+
+    return heads
 
 
 def _forward(inputs: Inputs, request: Request, over: Channel | None, trains: bool) -> Pair:
     """Return (out, lse) of an operator's call."""
-    prepared = prepare(request, over, inputs, trains=trains, make=heads.make)
+    prepared = prepare(request, over, inputs, trains=trains)
     say_how(prepared, inputs.q.device, saves=False)
     out, lse, *_ = _runs(prepared).run_forward(prepared, inputs, trains=trains)
     return out, lse
@@ -66,7 +98,7 @@ class DirectAttention(torch.autograd.Function):
             COUNTERS.replays += 1
             out, lse = (x.detach() for x in known)
         else:
-            ctx.prepared = prepare(request, over, inputs, trains=trains, make=heads.make)
+            ctx.prepared = prepare(request, over, inputs, trains=trains)
             if may_keep not in ctx.prepared.said:
                 ctx.prepared.said.add(may_keep)
                 say_how(ctx.prepared, q.device, saves=not may_keep)
@@ -87,7 +119,7 @@ class DirectAttention(torch.autograd.Function):
             if is_batchedtensor(dout) or is_legacy_batchedtensor(dout):
                 raise transformed()
             with AtLayer(ctx.layer):
-                prepared = ctx.prepared or prepare(ctx.request, ctx.over, Inputs(*saved[:3]), make=heads.make)
+                prepared = ctx.prepared or prepare(ctx.request, ctx.over, Inputs(*saved[:3]))
                 gradients = _runs(prepared).run_backward(prepared, dout, saved)
         except Exception as error:
             refuse(error, ctx.over, since)
@@ -152,7 +184,7 @@ def attention_backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return (dq, dk, dv) of this rank's rows, and dsinks (heads,), which is (0,) without sinks."""
     asked = from_text(request)
-    prepared = prepare(asked, channel_of(group, verify=asked.verify), Inputs(q, k, v), make=heads.make)
+    prepared = prepare(asked, channel_of(group, verify=asked.verify), Inputs(q, k, v))
     dq, dk, dv, dsinks = _runs(prepared).run_backward(prepared, dout, (q, k, v, out, lse, sinks))
     return dq, dk, dv, lse.new_empty(0) if dsinks is None else dsinks
 

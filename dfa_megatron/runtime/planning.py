@@ -24,14 +24,16 @@ from dfa_megatron.plan.language.ir import BACKWARD, FORWARD, AttentionPlan
 from dfa_megatron.plan.language.leaves import LeafSizes
 from dfa_megatron.plan.language.mask import Mask
 from dfa_megatron.plan.language.sizes import Sizes
-from dfa_megatron.plan.schedules.load_balanced import layout_of
+from dfa_megatron.plan.schedules import layout_of
 from dfa_megatron.runtime.comm.channel import Channel
 from dfa_megatron.runtime.environment import Links
 from dfa_megatron.runtime.request import Inputs, Request
 
 
-def kernel_of(request: Request, inputs: Inputs, length: int) -> tuple[BlockKernel, bool]:
+def kernel_of(request: Request, inputs: Inputs, length: int) -> tuple[BlockKernel, bool, LeafSizes | None]:
     """Return the kernel of a settled request, and whether it takes windows that are neither full nor square causal.
+
+    The third are the sizes of chunks of a fixed order; None where results merge as they come.
 
     length: tokens of the whole sequence, or of both.
 
@@ -40,7 +42,23 @@ def kernel_of(request: Request, inputs: Inputs, length: int) -> tuple[BlockKerne
     """
     need = _need(request, inputs, length)
     kernel = kernels.select(request.config.kernel, need)
-    return kernel, kernel.refusal(dataclasses.replace(need, forms=need.forms | {"band"})) is None
+    bands = kernel.refusal(dataclasses.replace(need, forms=need.forms | {"band"})) is None
+    return kernel, bands, kernel.leaves(need) if request.invariant else None
+
+
+def degree_of(request: Request, over: Channel | None, inputs: Inputs) -> int:
+    """Return the number of neighbours that exchange heads; 1 where none do. request: settled."""
+    config, (q, k, *_) = request.config, inputs
+    if not isinstance(config.ulysses_degree, str):
+        return config.ulysses_degree
+    if over is None or not q.is_cuda or request.cu_seqlens or request.mask is not None or request.plan is not None:
+        return 1
+    from dfa_megatron.plan.degree import automatic_degree  # which other calls need not load
+
+    mask = request.mask_over(request.length(over.size, q.shape[1]))
+    hardware = profile_of(q.is_cuda, over, "auto", over.size)
+    found = automatic_degree(mask, over.size, q.shape[2], k.shape[2], config.schedule, hardware)
+    return 1 if request.invariant and found > k.shape[2] else found
 
 
 def sizes_of(inputs: Inputs, kernel: BlockKernel, ranks: int, *, invariant: bool = False) -> Sizes:
@@ -90,11 +108,6 @@ def _invariant_plan(request: Request, mask: Mask, ranks: int, leaves: LeafSizes 
     if isinstance(held, str):
         held = layout_of(held, mask, ranks)
     return invariant_plan(mask, held, leaves, request.config.schedule)
-
-
-def leaves_of(request: Request, inputs: Inputs, length: int, kernel: BlockKernel) -> LeafSizes | None:
-    """Return the sizes of chunks of a fixed order; None where results merge as they come."""
-    return kernel.leaves(_need(request, inputs, length)) if request.invariant else None
 
 
 def _refuse_plan(plan: AttentionPlan, request: Request, ranks: int) -> None:

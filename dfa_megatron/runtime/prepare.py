@@ -11,12 +11,12 @@ from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import torch
 
 from dfa_megatron.kernels.api import BlockKernel
+from dfa_megatron.names import say_once
 from dfa_megatron.plan.language.grid import grid
 from dfa_megatron.plan.language.ir import AttentionPlan
 from dfa_megatron.plan.language.sizes import Sizes
@@ -25,9 +25,9 @@ from dfa_megatron.runtime.comm.channel import Channel, refuse, tell
 from dfa_megatron.runtime.comm.groups import channels
 from dfa_megatron.runtime.cu_seqlens import describe
 from dfa_megatron.runtime.execute.bound import Bound
+from dfa_megatron.runtime.execute.memory import MemoryPlan, placed
 from dfa_megatron.runtime.execute.sinks import ExactSum, sinks_error
-from dfa_megatron.runtime.memory_plan import MemoryPlan, placed
-from dfa_megatron.runtime.planning import kernel_of, leaves_of, plan_of, profile_of, sizes_of
+from dfa_megatron.runtime.planning import degree_of, kernel_of, plan_of, profile_of, sizes_of
 from dfa_megatron.runtime.request import OPTIONS, Inputs, Request, refuse_tensors
 
 if TYPE_CHECKING:
@@ -139,17 +139,24 @@ class Prepared:
         return grid(plan, mark=(step, self.forward.program.rank))
 
 
-Make = Callable[[Request, Channel | None, Inputs], Prepared]
-"""Prepares an attention without asking the other ranks."""
-
-
-def build(request: Request, ranks: int, rank: int, inputs: Inputs, over: Channel | None = None) -> Prepared:
-    """Prepare for one of so many ranks without asking the others.
+def made(request: Request, over: Channel | None, inputs: Inputs) -> Prepared:
+    """Prepare without asking the other ranks, with or without an exchange of heads.
 
     Raises:
         UnsupportedError: the tensors do not fit together, or nothing serves the request.
     """
-    return built(settled(request, ranks, rank, inputs), ranks, rank, inputs, over)
+    rank, size = (over.rank, over.size) if over is not None else (0, 1)
+    request = settled(request, size, rank, inputs)
+    if (degree := degree_of(request, over, inputs)) == 1:
+        return built(request, size, rank, inputs, over)
+    from dfa_megatron.runtime import heads  # which other calls need not load
+
+    return heads.made(degree, request, over, inputs)
+
+
+def build(request: Request, ranks: int, rank: int, inputs: Inputs) -> Prepared:
+    """Prepare for one of so many ranks that need not be there, without an exchange of heads; errors as of `made`."""
+    return built(settled(request, ranks, rank, inputs), ranks, rank, inputs)
 
 
 def settled(request: Request, ranks: int, rank: int, inputs: Inputs) -> Request:
@@ -163,13 +170,12 @@ def settled(request: Request, ranks: int, rank: int, inputs: Inputs) -> Request:
     return request.settled(ranks, rank, inputs.q.shape[1], inputs.k.shape[1])
 
 
-def built(request: Request, ranks: int, rank: int, inputs: Inputs, over: Channel | None) -> Prepared:
-    """Do what `build` does, for a settled request."""
+def built(request: Request, ranks: int, rank: int, inputs: Inputs, over: Channel | None = None) -> Prepared:
+    """Prepare a settled request for one of so many ranks, without an exchange of heads."""
     length = request.length(ranks, inputs.q.shape[1])
-    kernel, bands = kernel_of(request, inputs, length)
+    kernel, bands, leaves = kernel_of(request, inputs, length)
     sizes = sizes_of(inputs, kernel, ranks, invariant=request.invariant)
     hardware = profile_of(inputs.q.is_cuda, over, kernel.name, ranks)
-    leaves = leaves_of(request, inputs, length, kernel)
     again = functools.partial(plan_of, request, ranks, length, sizes, hardware, leaves)
     plan = again()
     launching = kernel.launching(batch=sizes.batch, group=sizes.heads // sizes.kv_heads, bands=bands)
@@ -209,13 +215,12 @@ def in_use() -> tuple[Prepared, ...]:
     return (*_ALONE.values(), *(prepared for over in channels() for prepared in list(over.prepared.values())))
 
 
-def prepare(request: Request, over: Channel | None, inputs: Inputs, *, make: Make, trains: bool = True) -> Prepared:
+def prepare(request: Request, over: Channel | None, inputs: Inputs, *, trains: bool = True) -> Prepared:
     """Return the prepared attention of a request on tensors like these; collective over the group if it is new.
 
     Args:
         over: the channel of the ranks; None for one rank.
         inputs: the tensors.
-        make: what a new one is prepared by.
         trains: whether a backward may follow, compared then and in each call.
 
     Raises:
@@ -236,7 +241,7 @@ def prepare(request: Request, over: Channel | None, inputs: Inputs, *, make: Mak
         known.move_to_end(key)
         return prepared
     with over.calls.preparing() if over is not None and over.verified else contextlib.nullcontext():
-        prepared = _build_and_agree(make, request, over, inputs, trains=trains)
+        prepared = _build_and_agree(request, over, inputs, trains=trains)
         if over is not None:
             with over.collective():
                 prepared = replace(prepared.connect(prepared, over, q.device), over=over)
@@ -257,13 +262,10 @@ def _digest(prepared: Prepared, inputs: Inputs, over: Channel | None) -> str:
     return hashlib.sha256(b"".join(x.numpy().tobytes() for x in sums)).hexdigest()
 
 
-_warn = lru_cache(maxsize=16)(logger.warning)
-
-
-def _build_and_agree(make: Make, request: Request, over: Channel | None, inputs: Inputs, *, trains: bool) -> Prepared:
+def _build_and_agree(request: Request, over: Channel | None, inputs: Inputs, *, trains: bool) -> Prepared:
     """Build, and let every rank know of an error on any: nobody is left waiting."""
     try:
-        prepared = make(request, over, inputs)
+        prepared = made(request, over, inputs)
         part = _digest(prepared, inputs, over)
     except Exception as error:
         if over is not None and over.verified:
@@ -275,7 +277,8 @@ def _build_and_agree(make: Make, request: Request, over: Channel | None, inputs:
         facts = facts_of(prepared, inputs) | own
         parts = over.agree(facts | {"requires_grad": f"{trains}, for any of the inputs"}, part)
         if part and len({*parts}) == 1:
-            _warn("q, k and v are the same on all ranks of a group: each takes its own part, as of shard_sequence")
+            said = "q, k and v are the same on all ranks of a group: each takes its own part, as of shard_sequence"
+            say_once(logger.warning, said)
         if request.verify:
             running = tuple([over.running(kind, inputs.q.device) for kind in kinds_of(facts, prepared)])
             prepared = replace(prepared, whole=over, running=running)
@@ -299,7 +302,7 @@ def facts_of(prepared: Prepared, inputs: Inputs) -> Facts:
     for name, x in zip("qkv", inputs[:3], strict=True):
         facts[f"shape of {name}"] = str(tuple(x.shape)) if equal else f"{x.shape[0]} sequences of {tuple(x.shape[2:])}"
     return facts | {
-        "request.cu_seqlens": describe(request.cu_seqlens),
+        "request.cu_seqlens": describe(request.cu_seqlens) if request.cu_seqlens else "none",
         "request.mask": str(request.mask and request.mask.name),
         "request.plan": str(request.plan),
         "tokens of a rank": str(inputs.q.shape[1]) if equal else str(request.layout),

@@ -17,13 +17,12 @@ import torch
 from dfa_megatron.config import DistAttentionConfig
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.names import LAYOUTS, nearest, plain
-from dfa_megatron.plan.language import text as plan_text
 from dfa_megatron.plan.language.geometry import Span, Tile
 from dfa_megatron.plan.language.ir import AttentionPlan
 from dfa_megatron.plan.language.layout import LAYOUTS as BY_LENGTH
 from dfa_megatron.plan.language.layout import Layout, by_name, cross
 from dfa_megatron.plan.language.mask import Mask, cross_documents, of_window
-from dfa_megatron.plan.schedules.load_balanced import layout_of
+from dfa_megatron.plan.schedules import layout_of
 from dfa_megatron.runtime.cu_seqlens import Offsets, balancing_mask, mask_of
 
 DEFAULTS = DistAttentionConfig()
@@ -229,7 +228,9 @@ class Request:
             spans = [(chunk.lo, chunk.hi) for chunk in self.layout.chunks]
             values["layout"] = spans, self.layout.owner, self.layout.ranks, self.layout.queries
         if isinstance(self.plan, AttentionPlan):
-            values["plan"] = plan_text.to_text(self.plan)
+            from dfa_megatron.plan.language import text  # which other requests need not load
+
+            values["plan"] = text.to_text(self.plan)
         return json.dumps(values, sort_keys=True, default=repr)
 
 
@@ -252,6 +253,8 @@ def from_text(text: str) -> Request:
         spans, owner, ranks, queries = values["layout"]
         values["layout"] = Layout(tuple(Span(*span) for span in spans), tuple(owner), ranks, queries)
     if values["plan"] is not None:
+        from dfa_megatron.plan.language import text as plan_text
+
         values["plan"] = plan_text.from_text(values["plan"])
     values["config"] = DistAttentionConfig(**values["config"])
     return Request(**values)

@@ -13,13 +13,13 @@ from dfa_megatron.errors import ExecutionError
 from dfa_megatron.kernels.leaf import without_autocast, without_functions
 from dfa_megatron.kernels.merge import minus_delta
 from dfa_megatron.kernels.tape import Tape, recordable, signature
+from dfa_megatron.names import say_once
 from dfa_megatron.runtime.comm.transport import Transport
 from dfa_megatron.runtime.counters import COUNTERS, EVERY, timed
 from dfa_megatron.runtime.execute.bound import Bound, Recorder
+from dfa_megatron.runtime.execute.memory import Fields, MemoryPlan
 from dfa_megatron.runtime.execute.sinks import merge_sinks, sinks_gradient
 from dfa_megatron.runtime.execute.tensors import Tensors, execute
-from dfa_megatron.runtime.execute.wire_format import Fields
-from dfa_megatron.runtime.memory_plan import MemoryPlan
 from dfa_megatron.runtime.prepare import Prepared
 from dfa_megatron.runtime.request import Inputs
 
@@ -134,7 +134,7 @@ def _recorded(prepared: Prepared, memory: MemoryPlan, inputs: Fields) -> Fields:
             return found(inputs, arena, transport, functools.partial(_failed, prepared, memory))
         kind, is_new = (prepared.kind, key[0]), key not in prepared.bound
         if is_new and len(prepared.bound) == _MOST_BOUND:
-            _tell_many()
+            say_once(logger.info, _MANY, _MOST_BOUND)
             return _run(prepared, memory, inputs, arena, transport)
         if found is not None or not recordable(inputs[0].device) or (is_new and kind not in _HAVE_RUN):
             results = _run(prepared, memory, inputs, arena, transport)
@@ -166,9 +166,7 @@ _MOST_BOUND = 8
 """Recorded runs of one prepared attention: of its phases, for each layout of the caller's tensors."""
 
 
-@functools.cache
-def _tell_many() -> None:
-    logger.info("an attention meets more than %d layouts of its tensors; the others are not replayed", _MOST_BOUND)
+_MANY = "an attention meets more than %d layouts of its tensors; the others are not replayed"
 
 
 def _run(prepared: Prepared, memory: MemoryPlan, inputs: Fields, arena: torch.Tensor, transport: Transport) -> Fields:

@@ -15,7 +15,7 @@ from dfa_megatron.kernels.segments import visible
 from dfa_megatron.plan.language.geometry import Span, Tile
 from dfa_megatron.plan.language.layout import Layout
 from dfa_megatron.plan.language.mask import Mask
-from dfa_megatron.plan.schedules.load_balanced import layout_of
+from dfa_megatron.plan.schedules import layout_of
 from dfa_megatron.rows import join
 from dfa_megatron.runtime.comm.channel import Channel
 from dfa_megatron.runtime.comm.compared import compared, telling

@@ -13,6 +13,7 @@ from dfa_megatron.doctor.dense import dense_attention
 from dfa_megatron.kernels import merge as merging
 from dfa_megatron.kernels.merge import add, identity_, minus_delta
 from dfa_megatron.kernels.segments import Rows
+from dfa_megatron.kernels.triton import support
 from dfa_megatron.kernels.triton.support import interpreted, triton_refusal
 from dfa_megatron.plan.language.geometry import Span
 from tests.support.close import assert_close
@@ -122,7 +123,7 @@ def test_tensors_are_filled_once_a_flag_is_raised_and_not_before(
 ) -> None:
     if triton and device == "cpu" and not interpreted():
         pytest.skip("Triton takes CPU tensors in its interpreter alone")
-    monkeypatch.setattr(merging, "triton_refusal", lambda: None if triton else "no Triton in this test")
+    monkeypatch.setattr(support, "triton_refusal", lambda: None if triton else "no Triton in this test")
     numbers = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.uint8]
     tensors = [torch.ones(3, 1000 * at + 7, dtype=dtype, device=device) for at, dtype in enumerate(numbers)]
     tensors.append(torch.ones(0, device=device))
@@ -275,7 +276,7 @@ def test_a_fused_merge_that_does_not_work_here_is_said_once_and_not_used(
     def fail(device: torch.device) -> str:
         raise OSError("no compiler")
 
-    monkeypatch.setattr(merging, "triton_refusal", lambda: None)
+    monkeypatch.setattr(support, "triton_refusal", lambda: None)
     monkeypatch.setattr(merging, "_difference", fail)
     merging._works.cache_clear()
     try:

@@ -18,7 +18,7 @@ from dfa_megatron.plan.language.geometry import FULL
 from dfa_megatron.plan.language.mask import Mask, causal, documents
 from dfa_megatron.plan.language.sizes import Sizes
 from dfa_megatron.plan.schedules import plan_named
-from dfa_megatron.runtime.memory_plan import placed
+from dfa_megatron.runtime.execute.memory import placed
 from tests.kernels.test_kernel_gpu_calls import of_reference
 from tests.support.close import assert_close
 from tests.support.kernel_operators import StandIn

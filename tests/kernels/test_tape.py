@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from dfa_megatron.kernels.replay import Op, OpFailed, allocating_late, freeing, replay
-from dfa_megatron.kernels.tape import Tape, launched, recording, signature
+from dfa_megatron.kernels.tape import Op, Tape, launched, recording, signature
+from dfa_megatron.runtime.execute.bound import OpFailed, allocating_late, freeing, replay
 
 Run = Callable[..., torch.Tensor]
 

@@ -13,7 +13,7 @@ import pytest
 from dfa_megatron import names
 from dfa_megatron.cli.simulate import simulate
 from dfa_megatron.errors import UnsupportedError
-from dfa_megatron.plan.cost.choose import TIE, best, candidates, make_plan
+from dfa_megatron.plan.cost.choose import best, candidates, make_plan
 from dfa_megatron.plan.cost.hardware import (
     H200_NIC_400G,
     H200_NVLINK,
@@ -26,6 +26,7 @@ from dfa_megatron.plan.cost.hardware import (
 from dfa_megatron.plan.language.mask import Mask, causal, documents, full, prefix_lm, sliding_window
 from dfa_megatron.plan.language.sizes import Sizes
 from dfa_megatron.plan.language.tree import prompt_tree
+from dfa_megatron.plan.language.work import TIE
 from dfa_megatron.plan.schedules import OWNER_COMPUTES
 from tests.support.plan_cases import some_lengths, some_parents
 

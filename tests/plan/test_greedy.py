@@ -138,7 +138,7 @@ def test_load_balanced_tokens_are_equal_in_number_and_in_work(ranks: int, seed: 
 )
 def test_a_pack_whose_first_cut_is_uneven_is_cut_finer(lengths: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     _, finer = held(documents(lengths), load_balanced(documents(lengths), 16))
-    monkeypatch.setattr(balancing, "FINER", ())
+    monkeypatch.setattr(balancing, "WHOLE", (1 / 8, 1 / 8))
     _, first = held(documents(lengths), load_balanced(documents(lengths), 16))
     assert max(finer) * 16 / sum(finer) <= 1.05
     assert max(first) * 16 / sum(first) > 1.4, "or it has nothing to mend"

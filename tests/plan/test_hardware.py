@@ -9,6 +9,7 @@ import pytest
 
 from dfa_megatron.cli.simulate import simulate
 from dfa_megatron.errors import UnsupportedError
+from dfa_megatron.plan.cost.choose import deliver
 from dfa_megatron.plan.cost.hardware import (
     H200_NIC_400G,
     H200_NVLINK,
@@ -19,7 +20,6 @@ from dfa_megatron.plan.cost.hardware import (
     flat,
     profile_named,
 )
-from dfa_megatron.plan.cost.outline import deliver
 from dfa_megatron.plan.language.mask import causal
 from tests.support.plan_cases import plan_of
 

@@ -15,8 +15,7 @@ from dfa_megatron.plan.language.leaves import LeafSizes, grid_of, is_node, subtr
 from dfa_megatron.plan.language.mask import causal, cross_documents, documents, full, sliding_window
 from dfa_megatron.plan.language.program import BufferMerges, Program, Region
 from dfa_megatron.plan.lowering.landings import landings_of
-from dfa_megatron.plan.lowering.lower import lower
-from dfa_megatron.plan.lowering.merges import plan_merges
+from dfa_megatron.plan.lowering.lower import lower, merges_of
 from dfa_megatron.plan.lowering.ordered import LeafRows, OrderedWrite, merges_in_order
 from dfa_megatron.plan.proof.check import check_plan, check_programs
 from dfa_megatron.plan.schedules.invariant import invariant_plan
@@ -130,10 +129,12 @@ def test_a_merge_out_of_order_is_found() -> None:
 def test_a_sum_in_the_order_of_arrival_is_found() -> None:
     landings = landings_of(_plan())
     program = lower(landings[-1])
-    own = program.home_buffer("out")
-    rows = landings[-1].plan.layout.tokens(landings[-1].rank)
+    own, rows = program.home_buffer("out"), landings[-1].plan.layout.tokens(landings[-1].rank)
+    writes = [(region, True) for step in program.steps for call in step.calls for region in call.writes]
+    writes += [(merge.write, False) for step in program.steps for merge in step.merges]
+    arrived = merges_of(rows, [write for write in writes if write[0].buffer == own])
     with pytest.raises(PlanError, match=r"where two make a node|no two halves of a node"):
-        check_programs(landings, [_changed(program, lambda _: plan_merges(program.steps, {own: rows})[own])])
+        check_programs(landings, [_changed(program, lambda _: arrived)])
 
 
 def test_a_leaf_that_a_ranks_end_cuts_is_found() -> None:

@@ -14,6 +14,7 @@ import pytest
 
 from dfa_megatron.cli.simulate import simulate
 from dfa_megatron.errors import UnsupportedError
+from dfa_megatron.plan.cost.choose import estimate, outline
 from dfa_megatron.plan.cost.hardware import (
     CPU_LOOPBACK,
     H200_NIC_400G,
@@ -23,7 +24,6 @@ from dfa_megatron.plan.cost.hardware import (
     IDEAL_LINK,
     computing_with,
 )
-from dfa_megatron.plan.cost.outline import estimate, outline
 from dfa_megatron.plan.language.mask import causal, documents, full, prefix_lm, sliding_window
 from dfa_megatron.plan.language.sizes import Sizes
 from docs import scale

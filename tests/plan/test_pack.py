@@ -17,15 +17,15 @@ from dfa_megatron.plan.language.ir import BACKWARD, FORWARD, Phase, Plan
 from dfa_megatron.plan.language.layout import contiguous
 from dfa_megatron.plan.language.mask import block_causal_documents, documents
 from dfa_megatron.plan.language.tree import prompt_tree
+from dfa_megatron.plan.language.work import FAR
 from dfa_megatron.plan.lowering import kernel_calls
-from dfa_megatron.plan.lowering.kernel_calls import GAP, Planned, packs, segments_of
+from dfa_megatron.plan.lowering.kernel_calls import Planned, packs, segments_of
 from dfa_megatron.plan.lowering.landings import landings_of
 from dfa_megatron.plan.lowering.lower import lower, lower_all
 from dfa_megatron.plan.lowering.messages import rank_messages
 from dfa_megatron.plan.proof.check import check, check_programs
 from dfa_megatron.plan.schedules import SCHEDULES
-from dfa_megatron.plan.schedules.assignments import by_memory
-from dfa_megatron.plan.schedules.route import direct
+from dfa_megatron.plan.schedules.assignments import by_memory, direct
 from tests.support import arrays
 from tests.support import plan_dense as dense
 from tests.support.plan_cases import every_mask, heterogeneous_masks, plan_of
@@ -65,8 +65,8 @@ def test_rows_between_segments_belong_to_none() -> None:
     [
         pytest.param([Tile(Span(0, 4), Span(0, 2)), Tile(Span(4, 8), Span(0, 2))], 2, id="shared rows"),
         pytest.param([Tile(Span(0, 4), Span(4, 8)), Tile(Span(4, 8), Span(0, 4))], 2, id="crossing"),
-        pytest.param([square(0, 10), square(10 + GAP, 20 + GAP)], 1, id="a gap"),
-        pytest.param([square(0, 10), square(11 + GAP, 21 + GAP)], 2, id="a wide gap"),
+        pytest.param([square(0, 10), square(10 + FAR, 20 + FAR)], 1, id="a gap"),
+        pytest.param([square(0, 10), square(11 + FAR, 21 + FAR)], 2, id="a wide gap"),
     ],
 )
 def test_pieces_are_calls_of_their_own_where_they_share_rows_or_cross_or_gaps_are_wide(

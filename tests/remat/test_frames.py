@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from dfa_megatron import remat
+from dfa_megatron import names, remat
 from dfa_megatron.runtime.counters import COUNTERS
 from tests.remat.regions import FRONTS, HIDDEN, TOKENS, Attention, direct, front, make, non_reentrant, step
 from tests.support.attend import assert_same_bits
@@ -126,7 +126,7 @@ def test_a_non_reentrant_function_given_as_reentrant_is_right_and_says_once_what
 ) -> None:
     layers = make(2, 67)
     want = step(layers, direct, seed=9)
-    remat._warn_never_recorded.cache_clear()
+    names.say_once.cache_clear()
     wrong = partial(remat.remat_checkpoint, checkpoint=partial(torch_checkpoint, use_reentrant=False))
     with caplog.at_level(logging.WARNING, logger="dfa_megatron.remat"):
         assert_same_bits(step(layers, wrong, seed=9), want)

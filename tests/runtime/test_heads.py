@@ -19,6 +19,7 @@ from dfa_megatron.errors import DisagreementError, UnsupportedError
 from dfa_megatron.plan.cost.hardware import H200_SLOW_LINK
 from dfa_megatron.plan.degree import automatic_degree
 from dfa_megatron.plan.language.mask import causal
+from dfa_megatron.runtime import prepare
 from dfa_megatron.runtime.agreement.store import GroupStore
 from dfa_megatron.runtime.comm.channel import Channel
 from dfa_megatron.runtime.counters import COUNTERS
@@ -167,9 +168,7 @@ def test_bytes_on_the_wire_are_those_of_the_heads_that_leave(
 @over_ranks(4)
 def test_the_automatic_degree_is_one_that_the_heads_allow(rank: int, ranks: int) -> None:
     """As on a slow link, where all ranks exchange if their heads allow it."""
-    from dfa_megatron.runtime import heads as of_heads
-
-    of_heads.degree_of = lambda _request, over, x: automatic_degree(
+    prepare.degree_of = lambda _request, over, x: automatic_degree(
         causal(8192 * over.size), over.size, x.q.shape[2], x.k.shape[2], "auto", H200_SLOW_LINK
     )
     exchanges = {}

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import dfa_megatron
-from dfa_megatron import DistAttentionConfig, TrainingConfig, layouts, masks
+from dfa_megatron import DistAttentionConfig, TrainingConfig, layouts, masks, names
 from dfa_megatron.errors import DisagreementError, UnsupportedError
 from dfa_megatron.runtime import prepare
 from tests.support.workers import over_ranks
@@ -168,7 +168,7 @@ def test_the_whole_sequence_on_each_rank_is_told_once(rank: int, ranks: int) -> 
     handler.emit = lambda record: heard.append(record.getMessage())  # type: ignore[method-assign]
     prepare.logger.addHandler(handler)
     for number in range(1, 30):
-        prepare._warn.cache_clear()
+        names.say_once.cache_clear()
         dtype = draw.choice([torch.float32, torch.float64, torch.bfloat16])
         kind = draw.choice(["whole", "parts", "one", "alike", "empty"])
         held = [0] * ranks if kind == "empty" else [number + 1] * ranks

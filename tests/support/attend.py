@@ -16,7 +16,7 @@ from dfa_megatron.doctor.dense import band_mask, band_of, dense_attention, pairs
 from dfa_megatron.plan.interpret import run_together
 from dfa_megatron.plan.language.layout import Layout
 from dfa_megatron.plan.language.mask import Mask
-from dfa_megatron.plan.schedules.load_balanced import layout_of
+from dfa_megatron.plan.schedules import layout_of
 from dfa_megatron.runtime.execute.sinks import merge_sinks, sinks_gradient
 from dfa_megatron.runtime.prepare import Prepared, build
 from dfa_megatron.runtime.request import Inputs, Request

@@ -138,7 +138,7 @@ def of_blocks(lengths: Sequence[int], block: int) -> list[Case]:
 
 def rows_twice(make: Callable[[], Mask]) -> Mask:
     """A mask whose rows of blocks are in two tiles each, as they are in long documents."""
-    with mock.patch.multiple(geometry, LONG=0, KEYS_OF_A_ROW=-(1 << 30)):
+    with mock.patch.multiple(geometry, FAR=0, ROW=-(1 << 40)):
         return make()
 
 

@@ -19,6 +19,7 @@ from dfa_megatron.kernels.api import BlockCall, BlockKernel, Gradients, Need, Pa
 from dfa_megatron.kernels.current_stream import stream_of
 from dfa_megatron.kernels.launching import uncut
 from dfa_megatron.kernels.segments import Segments
+from dfa_megatron.names import say_once
 from dfa_megatron.plan.language.leaves import LeafSizes
 
 logger = logging.getLogger(__name__)
@@ -70,7 +71,8 @@ class Flash4Kernel(BlockKernel):
 
     def replays(self, *, deterministic: bool) -> bool:
         """See `BlockKernel.replays`: where the package keeps its compiled functions is known for one version."""
-        _tell_unseen()
+        if _version() not in ("", READ):
+            say_once(logger.info, _UNSEEN, PACKAGE, _version(), READ)
         return _version() == READ
 
     def leaves(self, need: Need) -> LeafSizes | None:
@@ -306,15 +308,7 @@ def _loaded() -> Functions:
     return found
 
 
-@functools.cache
-def _tell_unseen() -> None:
-    if _version() not in ("", READ):
-        logger.info(
-            "%s %s: its launches are not recorded, so calls take the host longer than with %s",
-            PACKAGE,
-            _version(),
-            READ,
-        )
+_UNSEEN = "%s %s: its launches are not recorded, so calls take the host longer than with %s"
 
 
 def _tell_compilation(pass_name: str, call: BlockCall) -> None:
@@ -327,14 +321,10 @@ def _tell_compilation(pass_name: str, call: BlockCall) -> None:
         form = "causal" if band.right == 0 else "full" if band.right < 0 else "right-bounded"
     else:
         form = "windowed"
-    q = call.q.shape
-    _log_once(f"{form} {what}", call.q.dtype, q[-1], call.v.shape[-1], q[-2] // call.k.shape[-2])
-
-
-@functools.lru_cache(maxsize=256)
-def _log_once(what: str, dtype: torch.dtype, head_dim: int, head_dim_v: int, group: int) -> None:
+    (*_, heads, head_dim), (*_, kv_heads, head_dim_v) = call.q.shape, call.v.shape
     head_dims = f"{head_dim}" + (f" and {head_dim_v}" if head_dim_v != head_dim else "")
-    logger.info(
-        "flash4 compiles its %s for %s, head_dim %s, %d query heads a kv head, on first use (some seconds)",
-        what, str(dtype).removeprefix("torch."), head_dims, group,
-    )  # fmt: skip
+    dtype = str(call.q.dtype).removeprefix("torch.")
+    say_once(logger.info, _COMPILES, f"{form} {what}", dtype, head_dims, heads // kv_heads)
+
+
+_COMPILES = "flash4 compiles its %s for %s, head_dim %s, %d query heads a kv head, on first use (some seconds)"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 import math
 
@@ -10,6 +9,7 @@ import torch
 
 from dfa_megatron.kernels.api import BlockCall, BlockKernel, Gradients, Need, Partial, Saved, accumulator_dtype
 from dfa_megatron.kernels.segments import visible
+from dfa_megatron.names import say_once
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +35,7 @@ class ReferenceKernel(BlockKernel):
 
     def launch(self, call: BlockCall) -> Partial:
         if call.q.is_cuda and min(call.segments.q_len, call.segments.kv_len) > 1:
-            _tell_cost()
+            say_once(logger.warning, _COST)
         scores = _seen(_scores(call), call)
         lse = torch.logsumexp(scores, dim=-1)
         p = _probabilities(scores, lse)
@@ -89,6 +89,4 @@ def _probabilities(scores: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
     return torch.exp(scores - lse.masked_fill(lse == -math.inf, 0.0).unsqueeze(-1))
 
 
-@functools.cache
-def _tell_cost() -> None:
-    logger.warning("the reference kernel runs on CUDA: it keeps the whole score matrix in memory and is slow")
+_COST = "the reference kernel runs on CUDA: it keeps the whole score matrix in memory and is slow"

@@ -12,18 +12,11 @@ from typing import Any
 
 import torch
 
+from dfa_megatron.kernels.current_stream import interpreted as interpreted
 from dfa_megatron.kernels.current_stream import stream_of
 from dfa_megatron.kernels.tape import recording
 
 OLDEST = (3, 2)
-
-
-def interpreted() -> bool:
-    """Return whether TRITON_INTERPRET=1: kernels run in Triton's interpreter, on CPU tensors too.
-
-    The variable is read when a kernel is defined.
-    """
-    return os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "yes", "on", "y")
 
 
 @functools.cache
@@ -72,13 +65,11 @@ def _takes_constants() -> bool:
     return tuple(int(part) for part in version.split(".")[:2]) >= (3, 3)
 
 
-@functools.cache
 def multiprocessors(device: torch.device) -> int:
     """Return how many programs of a kernel run at a time, at least; 1 on CPU."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
-@functools.cache
 def large_shared_memory(device: torch.device) -> bool:
     """Return whether a block may have over 200 KiB of shared memory: Hopper, and Blackwell but its consumer chips."""
     return torch.cuda.get_device_capability(device)[0] in (9, 10, 11)

@@ -1,27 +1,30 @@
-"""Choose a schedule. `auto` is the cheapest in outline among those that suit the mask, the layout and the ranks."""
+"""Choose a schedule. `auto` is the cheapest in outline among those that suit the mask, the layout and the ranks.
+
+A plan is timed from its blocks and transfers alone, and never lowered. Blocks of one step that read the same buffers
+count as one kernel call, and each result of a message as one merge. A batch waits for the compute of the step before,
+because messages have two buffers per side. `simulate` runs the programs instead; tests hold the two together. An
+outline also stretches to other lengths, for hundreds of ranks at once.
+"""
 
 from __future__ import annotations
 
+import heapq
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from operator import index
 
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.names import LAYOUTS
 from dfa_megatron.plan.cost.hardware import H200_NVLINK, Hardware
-from dfa_megatron.plan.cost.outline import estimate, outline
-from dfa_megatron.plan.language.ir import AttentionPlan, loads, needed_pairs
+from dfa_megatron.plan.language.ir import AttentionPlan, Phase, Plan, areas, loads, needed_pairs
 from dfa_megatron.plan.language.layout import Layout, contiguous
 from dfa_megatron.plan.language.mask import Mask, components
 from dfa_megatron.plan.language.sizes import Sizes
+from dfa_megatron.plan.language.work import EVEN, TIE
+from dfa_megatron.plan.lowering.messages import names_joined
 from dfa_megatron.plan.schedules import ALL, OWNER_COMPUTES, SCHEDULES, Schedule, over_nodes, plan_named
-from dfa_megatron.plan.schedules.route import direct
-
-TIE = 0.02
-"""Plans whose times differ by less than this share are a tie. The order of `schedules.ALL` decides a tie."""
-
-
-EVEN = 1.05
-"""Work of the most loaded rank over the mean up to which `greedy` is not tried."""
+from dfa_megatron.plan.schedules.assignments import direct
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +60,7 @@ class Candidate:
 
 
 def best(looked_at: tuple[Candidate, ...]) -> Candidate | None:
-    """Return the first candidate within TIE of the cheapest, or None if every candidate is refused."""
+    """Return the first candidate, as `schedules.ALL` orders them, within TIE of the cheapest; None without any."""
     served = [candidate for candidate in looked_at if candidate.plan]
     least = min((candidate.seconds for candidate in served), default=0.0)
     return next((candidate for candidate in served if candidate.seconds <= least * (1 + TIE)), None)
@@ -136,11 +139,6 @@ def _family(layout: str | Layout, mask: Mask) -> str:
     return "contiguous" if layout.falls <= starts else "load_balanced"
 
 
-def _in_order(mask: Mask, ranks: int, layout: str | Layout | None) -> Layout:
-    """Return one chunk per rank, and per side where there are two."""
-    return layout.joined() if isinstance(layout, Layout) else contiguous(mask.length, ranks)
-
-
 def _refusals(looked_at: tuple[Candidate, ...]) -> str:
     """Format every refusal; schedules with the same reason are named together."""
     reasons: dict[str, list[str]] = {}
@@ -188,14 +186,14 @@ def _even(schedule: Schedule, mask: Mask, ranks: int, found: list[Candidate]) ->
     for one in found if schedule.name == "greedy" else ():
         if one.plan is not None and one.layout == "contiguous":
             forward = one.plan.forward
-            if ranks * max(loads(forward.blocks, mask, forward.layout)) <= EVEN * mask.area:
+            if ranks * max(loads(forward.blocks, mask, forward.layout)) <= (1 + EVEN) * mask.area:
                 return f"the work of {one.schedule} is even"
     return ""
 
 
 def _why_not_shared(mask: Mask, ranks: int, layout: str | Layout) -> str:
     """Return why `balanced_shared` cannot serve, or shares nothing: no row sees keys half of the ranks away."""
-    held = _in_order(mask, ranks, layout)
+    held = layout.joined() if isinstance(layout, Layout) else contiguous(mask.length, ranks)
     pairs = [(held.owner[q], held.owner[kv]) for q, kv in needed_pairs(mask, held.chunks)]
     if any(q < kv for q, kv in pairs):
         return "it pairs causal work only, and rows see keys of later ranks"
@@ -222,3 +220,153 @@ def _candidate(plan: AttentionPlan, sizes: Sizes, hardware: Hardware) -> Candida
     device, host, busy = one.seconds + other.seconds, one.host_seconds + other.host_seconds, one.busy + other.busy
     sent = max(map(sum, zip(one.sent, other.sent, strict=True)))
     return Candidate(plan.schedule, plan.layout, plan, device=device, host=host, busy=busy, sent=sent)
+
+
+# The time of a plan in outline.
+
+
+@dataclass(frozen=True, slots=True)
+class Outline:
+    """One phase, by step.
+
+    work: (rank, token pairs, rows of queries, rows of keys) of calls. messages: (source, destination, index into
+    `contents`). contents: (name, tokens) of each part of a message.
+    """
+
+    phase: Phase
+    ranks: int
+    length: int
+    work: Sequence[Sequence[tuple[int, int, int, int]]]
+    messages: Sequence[Sequence[tuple[int, int, int]]]
+    contents: Sequence[tuple[tuple[str, int], ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """The estimate of a run.
+
+    seconds: of the devices; host_seconds: of the slowest rank's host, beside them. busy: mean seconds of compute.
+    link_bytes, network_bytes: what each rank sends over its link and over its network adapter.
+    """
+
+    seconds: float
+    host_seconds: float
+    busy: float
+    link_bytes: tuple[int, ...]
+    network_bytes: tuple[int, ...]
+
+    @property
+    def sent(self) -> tuple[int, ...]:
+        """Return the bytes that each rank sends."""
+        return tuple(map(sum, zip(self.link_bytes, self.network_bytes, strict=True)))
+
+
+def outline(plan: Plan, batch: int = 1) -> Outline:
+    """Return the outline of a plan for `batch` sequences at once."""
+    chunks, owner = plan.layout.chunks, plan.layout.owner
+    rows, area = [len(chunk) for chunk in chunks], areas(plan.mask, chunks)
+    row, joined = rows.__getitem__, names_joined(plan.mask, batch)
+    joins_q, joins_kv = plan.phase.read_q in joined, plan.phase.read_kv in joined
+    pairs: list[dict[tuple[int, ...], int]] = [defaultdict(int) for _ in range(plan.steps)]
+    queries: list[dict[tuple[int, ...], set[int]]] = [defaultdict(set) for _ in range(plan.steps)]
+    keys: list[dict[tuple[int, ...], set[int]]] = [defaultdict(set) for _ in range(plan.steps)]
+    for at, rank, q, kv in plan.blocks:
+        # A chunk's buffer: the rank's own, one per source rank, or one for all other ranks.
+        rows_of, keys_of = owner[q], owner[kv]
+        call = rank, -1 if joins_q and rows_of != rank else rows_of, -1 if joins_kv and keys_of != rank else keys_of
+        pairs[at][call] += area[q, kv]
+        queries[at][call].add(q)
+        keys[at][call].add(kv)
+    work = [
+        [(call[0], its, sum(map(row, q[call])), sum(map(row, kv[call]))) for call, its in step.items()]
+        for step, q, kv in zip(pairs, queries, keys, strict=True)
+    ]
+    sent: list[dict[tuple[int, int], dict[str, int]]] = [{} for _ in range(plan.steps)]
+    for at, src, dst, what, chunk in plan.transfers:
+        tokens = sent[at].setdefault((src, dst), {})
+        tokens[what] = tokens.get(what, 0) + rows[chunk]
+    numbers: dict[tuple[tuple[str, int], ...], int] = {}
+    messages = [
+        [(*ends, numbers.setdefault(tuple(parts.items()), len(numbers))) for ends, parts in step.items()]
+        for step in sent
+    ]
+    return Outline(plan.phase, plan.ranks, plan.mask.length, work, messages, tuple(numbers))
+
+
+def estimate(plan: Outline, sizes: Sizes, hardware: Hardware, length: int | None = None) -> Estimate:
+    """Time a plan on a machine, at its own length or with its mask stretched to another length.
+
+    Args:
+        plan: from `outline`.
+        sizes, hardware: as for `simulate`.
+        length: tokens of the whole sequence.
+    """
+    stretch, ranks = 1.0 if length is None else length / plan.length, range(plan.ranks)
+    row = {name: sum(sizes.row_bytes(name)) for name in {name for parts in plan.contents for name, _ in parts}}
+    nbytes = [round(stretch * sum(row[name] * tokens for name, tokens in parts)) for parts in plan.contents]
+    merged = [sum(name in plan.phase.write_names for name, _ in parts) for parts in plan.contents]
+    link, network = hardware.link, hardware.network or hardware.link
+    seconds = [(link.seconds(size), network.seconds(size)) for size in nbytes]
+    node = [hardware.node(rank) for rank in ranks]
+    took = _kernel_seconds(plan, sizes, hardware, stretch)
+    done, ended, delivered, busy = ([0.0] * plan.ranks for _ in range(4))
+    sent, calls, merges, posts = ([0] * plan.ranks, [0] * plan.ranks), *([0] * plan.ranks for _ in range(3))
+    for step, (work, messages) in enumerate(zip(plan.work, plan.messages, strict=True)):
+        posted = [max(pair) for pair in zip(delivered, ended, strict=True)] if step > 1 else delivered
+        for rank, *call in work:
+            done[rank] += took[*call]
+            busy[rank] += took[*call]
+            calls[rank] += 1
+        ended = done.copy()
+        queued = [(src, dst, seconds[at][far := node[src] != node[dst]], far) for src, dst, at in messages]
+        delivered, _ = deliver(queued, posted)
+        done = [max(pair) for pair in zip(done, delivered, strict=True)]
+        for (src, dst, at), (*_, far) in zip(messages, queued, strict=True):
+            sent[far][src] += nbytes[at]
+            posts[src] += 1
+            posts[dst] += 1
+            merges[dst] += merged[at]
+            done[dst] += merged[at] * hardware.launch_overhead
+            busy[dst] += merged[at] * hardware.launch_overhead
+    host = max(hardware.host.seconds(calls[rank], merges[rank], posts[rank]) for rank in ranks)
+    return Estimate(max(done), host, sum(busy) / plan.ranks, tuple(sent[False]), tuple(sent[True]))
+
+
+def deliver(
+    queued: Iterable[tuple[int, int, float, bool]], posted: Sequence[float]
+) -> tuple[list[float], dict[tuple[int, int], tuple[float, float]]]:
+    """Move the messages of one step; return when each rank has sent and received all of its own, and times by ends.
+
+    On its link to the ranks of its node a rank sends one message at a time and receives one at a time. Its adapter to
+    other nodes works the same way, beside it. The message that can start first goes first; lower ranks win a tie.
+
+    Args:
+        queued: source, destination, seconds, and whether it goes to another node.
+        posted: when each rank has posted its batch.
+    """
+    times: dict[tuple[int, int], tuple[float, float]] = {}
+    ports = [(list(posted), list(posted)) for _ in range(2)]  # (sending, receiving): of links, of adapters
+    heap = [(max(posted[src], posted[dst]), src, dst, seconds, far) for src, dst, seconds, far in queued]
+    heapq.heapify(heap)
+    while heap:
+        start, src, dst, seconds, far = heap[0]
+        sending, receiving = ports[far]
+        now = max(sending[src], receiving[dst])
+        if now > start:
+            heapq.heapreplace(heap, (now, src, dst, seconds, far))
+            continue
+        heapq.heappop(heap)
+        sending[src] = receiving[dst] = start + seconds
+        times[src, dst] = start, start + seconds
+    return [max(ends) for ends in zip(*ports[0], *ports[1], strict=True)], times
+
+
+def _kernel_seconds(plan: Outline, sizes: Sizes, hardware: Hardware, stretch: float) -> dict[tuple[int, ...], float]:
+    """Return the seconds of one kernel call over (pairs, rows of queries, rows of keys), stretched."""
+    flops, heads = sizes.flops_per_pair(plan.phase), sizes.batch * sizes.heads
+    found: dict[tuple[int, ...], float] = {}
+    for pairs, queries, keys in {tuple(call) for step in plan.work for _, *call in step}:
+        area = pairs * stretch**2
+        rate = hardware.rate(plan.phase.name, area, round(queries * stretch), round(keys * stretch), heads)
+        found[pairs, queries, keys] = hardware.launch_overhead + area * flops / rate
+    return found

@@ -10,7 +10,7 @@ from types import MappingProxyType
 from typing import Any
 
 from dfa_megatron.errors import UnsupportedError
-from dfa_megatron.plan.language.sizes import ROW
+from dfa_megatron.plan.language.work import ROW, TILE
 
 Curve = tuple[tuple[float, float], ...]
 """A rate by block length: (tokens, floating-point operations per second), tokens increasing."""
@@ -18,9 +18,6 @@ Curve = tuple[tuple[float, float], ...]
 
 RATED_HEADS = 32
 """Heads times batch at which a curve is measured."""
-
-TILE = 128
-"""Rows of one head that a multiprocessor computes at once."""
 
 
 @dataclass(frozen=True, slots=True)

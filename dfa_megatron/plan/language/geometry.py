@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal, NamedTuple
 
+from dfa_megatron.plan.language.work import FAR, GATHER, KEY, ROW
+
 UNBOUNDED = 1 << 60
 """A diagonal bound that never binds."""
 
@@ -233,14 +235,9 @@ def tiles_with_blocks(span: Span, blocks: Sequence[Span], lo: int = -UNBOUNDED) 
     each = [Tile(Span(q, end), Span(span.lo, end), lo, UNBOUNDED if at % 2 else 0) for at, (q, end) in rows]
     tiles = [shrunk for tile in each if (shrunk := tile.shrink())]
     again = sum(len(tile.kv) for tile in tiles) - len(span)
-    if len(span) > LONG and again > KEYS_OF_A_ROW * sum(map(len, blocks)):
+    if len(span) > FAR and again > 4 * ROW // (KEY + GATHER) * sum(map(len, blocks)):
         return [Tile(span, span, lo, 0), *(Tile(block, block, 1) for block in blocks)]
     return tiles
-
-
-LONG, KEYS_OF_A_ROW = 2048, 3
-"""LONG: the tokens of a document up to which a call copies keys, and so computes several tiles. KEYS_OF_A_ROW: keys
-that are read again in the time of a query row, by ROW, KEY and GATHER of `sizes`; documents on an H100 agree."""
 
 
 def _pairs_up_to(rows: int, columns: int, diagonal: int) -> int:

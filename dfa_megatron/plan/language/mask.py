@@ -90,8 +90,7 @@ class Mask:
         near = [t for t in self.tiles if t.q.lo < q.hi and q.lo < t.q.hi and t.kv.lo < kv.hi and kv.lo < t.kv.hi]
         return tuple([part for tile in near if (part := tile.restrict(q, kv))])
 
-    @property
-    @kept_on_mask
+    @cached_property
     def area(self) -> int:
         """Return the number of pairs that attend."""
         return sum(tile.area for tile in self.tiles)

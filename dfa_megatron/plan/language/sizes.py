@@ -8,13 +8,6 @@ from typing import Literal
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.plan.language.ir import Phase
 
-LAUNCH, ROW, KEY, GATHER = 1 << 20, 600, 380, 280
-"""What a launch takes, forward and backward, in pairs that a kernel computes in that time, for each query head.
-
-LAUNCH: by itself. ROW: each query row, which it reads, writes and merges. KEY: each key row, for its kv heads alone,
-where gradients are summed in float32. GATHER: one more that is copied, its gradients summed. Seen on H100.
-"""
-
 BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 """Of an element of each dtype that attention takes."""
 

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from dfa_megatron.plan.language.geometry import UNBOUNDED, Segment, Span, Tile
 from dfa_megatron.plan.language.ir import Block
 from dfa_megatron.plan.language.program import Launch
+from dfa_megatron.plan.language.work import FAR, MOST_COPIES
 
 FusedTile = tuple[Tile, tuple[Block, ...]]
 
@@ -79,13 +80,6 @@ def _blocks(tiles: Sequence[FusedTile]) -> tuple[Block, ...]:
     return tuple(sorted({block for _, blocks in tiles for block in blocks}))
 
 
-GAP = 2048
-"""The largest gap in rows between two segments of one call. A larger gap costs more in merges than another call."""
-
-MOST_COPIES = 0.75
-"""The most keys that the segments of a call have together, with their heads, in query rows, as copies take memory."""
-
-
 class Planned(NamedTuple):
     """What one kernel call computes: spans of rows, tiles in them, the launches relative to them, and their blocks."""
 
@@ -148,7 +142,7 @@ def packs(pieces: Sequence[Piece], repeats: int = 0) -> list[list[Piece]]:
     spare: dict[int, float] = {}  # by group: the keys that it may still copy
     for piece in sorted(pieces, key=lambda piece: (rows_of(piece).lo, piece[0][0].kv.lo)):
         rows = rows_of(piece)
-        within_reach = [group for group in within_reach if rows.lo - rows_of(group[-1]).hi <= GAP]
+        within_reach = [group for group in within_reach if rows.lo - rows_of(group[-1]).hi <= FAR]
         more = MOST_COPIES * repeats * len(rows) - sum(len(tile.kv) for tile, _ in piece) if repeats else 0
         fitting = (one for one in within_reach if not repeats or spare[id(one)] + more >= 0)
         group = next((group for group in fitting if _follows(group[-1][-1][0], piece[0][0], repeats)), None)
@@ -162,7 +156,7 @@ def packs(pieces: Sequence[Piece], repeats: int = 0) -> list[list[Piece]]:
 
 
 def _follows(before: Tile, after: Tile, repeats: int) -> bool:
-    return before.q.hi <= after.q.lo and (repeats > 0 or 0 <= after.kv.lo - before.kv.hi <= GAP)
+    return before.q.hi <= after.q.lo and (repeats > 0 or 0 <= after.kv.lo - before.kv.hi <= FAR)
 
 
 def segments_of(group: Sequence[FusedTile]) -> tuple[Span, Span, tuple[Segment, ...]]:

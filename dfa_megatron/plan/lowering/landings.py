@@ -40,7 +40,7 @@ def assign_slots(buffers: Sequence[tuple[tuple[str, int], ...]], lives: Sequence
     free_from: list[int] = []
     sizes: list[int] = []
     for begin, end, number in sorted([(life.begin, life.end, number) for number, life in enumerate(lives)]):
-        size = _size(buffers[number])
+        size = sum(rows * _TENSORS[name] for name, rows in buffers[number])
         usable = [(abs(sizes[slot] - size), to, slot) for slot, to in enumerate(free_from) if to < begin]
         if usable:
             *_, slot = min(usable)
@@ -53,12 +53,8 @@ def assign_slots(buffers: Sequence[tuple[tuple[str, int], ...]], lives: Sequence
     return slots
 
 
-def _size(parts: tuple[tuple[str, int], ...]) -> int:
-    """Return rows times tensors of a head's width, an estimate that is good enough to match buffers and slots."""
-    return sum(rows * _TENSORS[name] for name, rows in parts)
-
-
 _TENSORS = {"q": 1, "kv": 2, "out": 1, "qdo": 2, "dq": 1, "dkv": 2}
+"""Tensors of a head's width, good enough to match buffers and slots by size."""
 
 
 BufferRow = tuple[int, int]

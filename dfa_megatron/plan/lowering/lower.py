@@ -1,19 +1,38 @@
-"""Lower a plan to one flat program per rank: fused kernel calls, bounded slots, one message per peer and step."""
+"""Lower a plan to one flat program per rank: fused kernel calls, bounded slots, one message per peer and step.
+
+How partial results are merged is planned row by row: with which stored partials, and into which destination. A kernel's
+partials are saved until several can be merged in one pass: with a partial that landed from another rank (its memory is
+needed again), when enough are there, or with the last one. The last merge writes the dtype of the result. So rows with
+one partial are never copied, few partials are summed without a detour through the accumulator's dtype, and no result is
+cast at the end.
+"""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
-from itertools import chain
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import chain, pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
-from dfa_megatron.plan.language.geometry import Band
+from dfa_megatron.plan.language.geometry import Band, Span, Tile, joined_spans
 from dfa_megatron.plan.language.grid import plan_error
-from dfa_megatron.plan.language.ir import Plan, chunk_of
-from dfa_megatron.plan.language.program import Buffer, Call, Merge, Message, Program, Region, Step
+from dfa_megatron.plan.language.ir import Block, Plan, chunk_of
+from dfa_megatron.plan.language.program import (
+    Buffer,
+    BufferMerges,
+    Call,
+    Destination,
+    Merge,
+    Message,
+    Program,
+    Region,
+    RowsMerge,
+    Step,
+    WriteMerge,
+)
 from dfa_megatron.plan.lowering.kernel_calls import FusedTile, Launching, Planned, in_packs
 from dfa_megatron.plan.lowering.landings import BufferRow, Landings, Life, assign_slots, landings_of
-from dfa_megatron.plan.lowering.merges import plan_merges
 from dfa_megatron.plan.lowering.messages import Parts
 
 if TYPE_CHECKING:
@@ -51,11 +70,11 @@ class _Lowering:
 
     def __init__(self, landings: Landings, launching: Launching) -> None:
         plan, self.landings, self.launching = landings.plan, landings, launching
-        self.ordered: OrderedWrites | None = None
+        self.noted: AccumulatorWrites | OrderedWrites = AccumulatorWrites()
         if plan.order is not None:
             from dfa_megatron.plan.lowering.ordered import OrderedWrites  # which other plans need not load
 
-            self.ordered = OrderedWrites(plan, landings.rank, plan.order)
+            self.noted = OrderedWrites(plan, landings.rank, plan.order)
         self.plan, self.rank, self.messages, self.rows = plan, landings.rank, landings.messages, landings.rows
         self.layout, self.phase = plan.layout, plan.phase
         self.writes = plan.phase.writes
@@ -74,11 +93,11 @@ class _Lowering:
         steps = tuple(self._step(step) for step in range(self.plan.steps))
         taken = 1 + max((b.slot for b in self.landings.buffers if b.slot is not None), default=-1)
         slots = assign_slots(self.leaving, self.lives)
-        its = {name: self.layout.tokens(self.rank, side) for side, name in (*self.phase.reads, *self.phase.writes)}
-        rows = {self.own[name]: its[name] for name in self.accumulators}
+        held = {name: self.layout.tokens(self.rank, side) for side, name in (*self.phase.reads, *self.phase.writes)}
+        rows = {self.own[name]: held[name] for name in self.accumulators}
         rows |= {buffer: parts[0][1] for buffer, parts in enumerate(self.leaving, self.first)}
-        merges = plan_merges(steps, rows) if self.ordered is None else self.ordered.merges(rows)
-        own = (Buffer(((name, its[name]),), None, merges.get(buffer)) for name, buffer in self.own.items())
+        merges = self.noted.merges(rows)
+        own = (Buffer(((name, held[name]),), None, merges.get(buffer)) for name, buffer in self.own.items())
         leaving = (
             Buffer(parts, taken + slot, merges[buffer])
             for buffer, (parts, slot) in enumerate(zip(self.leaving, slots, strict=True), self.first)
@@ -95,7 +114,7 @@ class _Lowering:
                 groups = [tuple(sorted(chain.from_iterable(groups), key=self.layout.chunks.__getitem__))]
             for chunks in groups:
                 buffer, row = self.first + len(self.leaving), 0
-                self.leaving.append(((name, self._rows(chunks)),))
+                self.leaving.append(((name, sum(map(self.rows.__getitem__, chunks))),))
                 self.lives.append(Life(step))
                 for chunk in chunks:
                     departures = self.departures[name, chunk]
@@ -103,9 +122,6 @@ class _Lowering:
                         raise plan_error(self.plan, f"R3: {name} of chunk {chunk} leaves twice", step, self.rank)
                     departures.append((step, (buffer, row)))
                     row += self.rows[chunk]
-
-    def _rows(self, chunks: Iterable[int]) -> int:
-        return sum(self.rows[chunk] for chunk in chunks)
 
     def _write_place(self, name: str, chunk: int, step: int) -> BufferRow:
         if chunk in self.own_rows:
@@ -164,15 +180,13 @@ class _Lowering:
             buffers = _Buffers(q_buffer, kv_buffer, tuple(written))
             for number, tile in enumerate(self.plan.tiles(block)):
                 placed = tile.shift(*by)
-                if self.ordered is not None:
-                    self.ordered.placed(q_buffer, kv_buffer, placed, block, number)
+                self.noted.placed(q_buffer, kv_buffer, placed, block, number)
                 # Leaves by window: in company each has the kernel that it has alone.
-                groups[buffers, None if self.ordered is None else tile.band].append((placed, (block,)))
+                groups[buffers, tile.band if self.noted.apart else None].append((placed, (block,)))
         for (buffers, _), tiles in groups.items():
-            for planned in self.launching(tuple(tiles), self.ordered is not None):
+            for planned in self.launching(tuple(tiles), self.noted.apart):
                 call = self._call(step, buffers, planned)
-                if self.ordered is not None:
-                    self.ordered.computed(call, planned.tiles)
+                self.noted.computed(call, planned.tiles)
                 yield call
 
     def _call(self, step: int, buffers: _Buffers, planned: Planned) -> Call:
@@ -191,19 +205,18 @@ class _Lowering:
             if name not in self.accumulators:
                 continue
             source = self.landings.regions[step, peer, at].buffer
-            runs: list[tuple[Region, Region]] = []
+            runs: list[tuple[Region, Region, int]] = []  # of a run its last chunk
             for chunk, row in self.layout.offsets(chunks).items():
                 rows = self.rows[chunk]
                 to_buffer, to_row = self._write_place(name, chunk, step)
                 start, to_start = row, to_row
-                if runs and runs[-1][1].buffer == to_buffer and runs[-1][1].hi == to_row and self.ordered is None:
-                    before, to_before = runs.pop()
+                if runs and runs[-1][1].buffer == to_buffer and runs[-1][1].hi == to_row and not self.noted.apart:
+                    before, to_before, _ = runs.pop()
                     start, to_start = before.lo, to_before.lo
                 into = Region(to_buffer, name, to_start, to_row + rows)
-                runs.append((Region(source, name, start, row + rows), into))
-                if self.ordered is not None:
-                    self.ordered.landed(step, peer, chunk, into)
-            for region, into in runs:
+                runs.append((Region(source, name, start, row + rows), into, chunk))
+            for region, into, chunk in runs:
+                self.noted.landed(step, peer, chunk, into)
                 yield Merge(region, self._write(step, into))
 
     def _write(self, step: int, region: Region) -> Region:
@@ -212,3 +225,96 @@ class _Lowering:
             life = self.lives[region.buffer - self.first]
             life.begin, life.computed = min(life.begin, step), step
         return region
+
+
+# How partial results are merged.
+
+MOST_PARTS = 4
+"""Partials that the kernels merge in one pass."""
+
+Writes = Sequence[tuple[Region, bool]]
+"""Rows of an accumulator in the order of their writes, and whether the partial may be saved.
+
+A kernel's own output may. A landed message may not: its memory is needed again.
+"""
+
+
+class AccumulatorWrites:
+    """The writes of one rank's accumulators, in their order, and the merges that follow: in any order of the reduce."""
+
+    apart = False
+    """Whether tiles, and chunks that land, stay by themselves."""
+
+    def __init__(self) -> None:
+        self._writes: dict[int, list[tuple[Region, bool]]] = defaultdict(list)
+
+    def placed(self, q_buffer: int, kv_buffer: int, tile: Tile, block: Block, number: int) -> None:
+        """Note nothing: it does not matter what a partial is of."""
+
+    def computed(self, call: Call, tiles: Sequence[Tile]) -> None:
+        """Note what a call writes."""
+        for region in call.writes:
+            self._writes[region.buffer].append((region, True))
+
+    def landed(self, step: int, peer: int, chunk: int, into: Region) -> None:
+        """Note what a message brings."""
+        self._writes[into.buffer].append((into, False))
+
+    def merges(self, rows: Mapping[int, int]) -> dict[int, BufferMerges]:
+        """Plan the merges of every accumulator, given as buffer -> its rows."""
+        return {buffer: merges_of(count, self._writes[buffer]) for buffer, count in rows.items()}
+
+
+def merges_of(rows: int, writes: Writes) -> BufferMerges:
+    """Plan one accumulator of so many rows."""
+    ends = [(region.lo, region.hi) for region, _ in writes]
+    edges = sorted({0, rows, *(edge for both in ends for edge in both)})
+    merges: dict[int, list[RowsMerge]] = defaultdict(list)
+    empty: list[Span] = []
+    for lo, hi in pairwise(edges):
+        order = [at for at, (first, end) in enumerate(ends) if first <= lo < end]
+        if not order:
+            empty.append(Span(lo, hi))
+        for at, saved, has_sum, into in _rows(order, writes):
+            before = merges[at][-1] if merges[at] else None
+            if before and (before.hi, before.saved, before.sum, before.into) == (lo, saved, has_sum, into):
+                merges[at][-1] = RowsMerge(before.lo, hi, before.skip, saved, has_sum, into)
+            else:
+                merges[at].append(RowsMerge(lo, hi, lo - ends[at][0], saved, has_sum, into))
+    summed = [one for of_write in merges.values() for one in of_write if one.into is Destination.SUM]
+    for of_write in merges.values():
+        # Results first: they free saved partials before a sum is allocated.
+        of_write.sort(key=lambda one: one.into is not Destination.RESULT)
+    free_after_last_use(merges)
+    sum_rows = Span(min((one.lo for one in summed), default=0), max((one.hi for one in summed), default=0))
+    mergings = (
+        WriteMerge(tuple(merges[at]), may_become_result=may_save and ends[at] == (0, rows))
+        for at, (_, may_save) in enumerate(writes)
+    )
+    return BufferMerges(tuple(mergings), tuple(joined_spans(empty)), sum_rows)
+
+
+def _rows(order: Sequence[int], writes: Writes) -> Iterable[tuple[int, tuple[int, ...], bool, Destination]]:
+    """Yield (write, saved writes merged with it, whether the sum is too, destination) for rows with these writes."""
+    saved: tuple[int, ...] = ()
+    has_sum = False
+    for nth, at in enumerate(order):
+        last = nth == len(order) - 1
+        room = 1 if has_sum else MOST_PARTS - 1  # beside a sum a second one costs more memory than the pass it saves
+        if writes[at][1] and not last and len(saved) < room:
+            yield at, (), False, Destination.SAVED
+            saved = (*saved, at)
+        else:
+            yield at, saved, has_sum, Destination.RESULT if last else Destination.SUM
+            saved, has_sum = (), True
+
+
+def free_after_last_use(merges: dict[int, list[RowsMerge]]) -> None:
+    """Note where each saved partial is merged for the last time."""
+    last: dict[int, tuple[int, int]] = {}
+    for at in sorted(merges):
+        for index, rows_merge in enumerate(merges[at]):
+            for number in rows_merge.saved:
+                last[number] = at, index
+    for number, (at, index) in last.items():
+        merges[at][index] = replace(merges[at][index], freed=(*merges[at][index].freed, number))

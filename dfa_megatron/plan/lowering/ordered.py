@@ -13,7 +13,7 @@ from dfa_megatron.plan.language.geometry import Span, Tile, joined_spans
 from dfa_megatron.plan.language.ir import Block, Plan, Transfer
 from dfa_megatron.plan.language.leaves import Grid, Keys, halves
 from dfa_megatron.plan.language.program import BufferMerges, Call, Destination, Region, RowsMerge, WriteMerge
-from dfa_megatron.plan.lowering.merges import free_after_last_use
+from dfa_megatron.plan.lowering.lower import free_after_last_use
 from dfa_megatron.plan.lowering.messages import carried_by
 
 
@@ -34,7 +34,9 @@ class OrderedWrite(NamedTuple):
 
 
 class OrderedWrites:
-    """The writes of one rank's accumulators, in their order, and the merges that follow from them."""
+    """The same as `AccumulatorWrites`, for merges in the order of a tree."""
+
+    apart = True
 
     def __init__(self, plan: Plan, rank: int, grid: Grid) -> None:
         self.plan, self.rank, self.grid = plan, rank, grid

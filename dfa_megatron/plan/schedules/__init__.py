@@ -10,12 +10,24 @@ from dfa_megatron import names
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.names import nearest
 from dfa_megatron.plan.language.ir import BACKWARD, FORWARD, AttentionPlan, Block, Plan, needed_pairs
-from dfa_megatron.plan.language.layout import Layout, cut_at
+from dfa_megatron.plan.language.layout import Layout, by_name, cut_at
 from dfa_megatron.plan.language.mask import Mask, kept_on_mask
-from dfa_megatron.plan.schedules.assignments import balanced, by_distance, by_memory
+from dfa_megatron.plan.language.work import CUTS, WORTH_CUTTING
+from dfa_megatron.plan.schedules.assignments import Route, balanced, by_distance, by_memory, direct, gateway, ring_relay
 from dfa_megatron.plan.schedules.greedy import cut_for_help, greedy
-from dfa_megatron.plan.schedules.load_balanced import layout_of
-from dfa_megatron.plan.schedules.route import Route, direct, gateway, ring_relay
+
+
+def layout_of(name: str, mask: Mask, ranks: int) -> Layout:
+    """Return the layout of that name for a mask. Only `load_balanced` depends on more of the mask than its length.
+
+    Raises:
+        UnsupportedError: no such layout.
+    """
+    if name != "load_balanced":
+        return by_name(name, mask.length, ranks)
+    from dfa_megatron.plan.schedules.load_balanced import load_balanced  # which other layouts need not load
+
+    return load_balanced(mask.balanced_by or mask, ranks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +60,10 @@ class Schedule:
         Raises:
             UnsupportedError: the mask or the length does not suit the schedule, or its route knows no nodes.
         """
-        layout = _cut_where_needed(mask, self._chunks(mask, ranks, held))
+        if ranks < 1:
+            raise UnsupportedError(f"a plan for {ranks} ranks", "there must be at least one", "ranks=1")
+        layout = layout_of(self.layout, mask, ranks) if held is None else held
+        layout = _cut_where_needed(mask, layout.halved() if self.halved else layout)
         layout = self.cut(mask, layout) if self.cut else layout
         forward, backward = _phases(mask, layout, tuple(sorted(self.assign(mask, layout))), self.route)
         plan = AttentionPlan(self.name, self.layout, forward, backward)
@@ -56,12 +71,6 @@ class Schedule:
             why = "its messages hop from rank to rank, and cross to a node once already"
             raise UnsupportedError(f"schedule {self.name!r} with a gateway", why, "the same without")
         return plan if ranks_per_node is None else over_nodes(plan, ranks_per_node)
-
-    def _chunks(self, mask: Mask, ranks: int, held: Layout | None) -> Layout:
-        if ranks < 1:
-            raise UnsupportedError(f"a plan for {ranks} ranks", "there must be at least one", "ranks=1")
-        layout = layout_of(self.layout, mask, ranks) if held is None else held
-        return layout.halved() if self.halved else layout
 
 
 def _phases(mask: Mask, layout: Layout, blocks: tuple[Block, ...], route: Route) -> list[Plan]:
@@ -100,14 +109,7 @@ def _cut_where_needed(mask: Mask, layout: Layout) -> Layout:
     if saved < WORTH_CUTTING * whole:
         return layout
     finer = cut_at(layout, edges)
-    return finer if len(finer.chunks) - len(layout.chunks) <= CUTS_PER_RANK * layout.ranks else layout
-
-
-CUTS_PER_RANK = 4
-"""Two for a document that begins or ends on a rank, and two for a window."""
-
-WORTH_CUTTING = 0.1
-"""Share of the rows that ranks need of each other. Cuts that save less change a run by 1 % at most."""
+    return finer if len(finer.chunks) - len(layout.chunks) <= CUTS * layout.ranks else layout
 
 
 ALL = (

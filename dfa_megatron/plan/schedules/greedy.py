@@ -1,6 +1,6 @@
 """Assign work greedily: ranks with much of it give runs of rows to ranks with little, in few and large pieces.
 
-All work starts with the owner of its rows. While the most loaded rank exceeds the mean by more than TOLERANCE, it gives
+All work starts with the owner of its rows. While the most loaded rank exceeds the mean by more than EVEN, it gives
 rows of one document to a rank with less work: as many from an end as bring one of the two to the mean. The piece that
 costs least per pair of work is taken. Cost counts transferred rows and kernel calls: one for the helper, and one more
 for the owner where its other rows are no longer adjacent. Short documents therefore stay in place, and a pack with long
@@ -19,22 +19,8 @@ from dfa_megatron.plan.language.geometry import Span, Tile
 from dfa_megatron.plan.language.ir import Block, needed_pairs
 from dfa_megatron.plan.language.layout import Layout, cut_at
 from dfa_megatron.plan.language.mask import Component, Mask, components, kept_on_mask
+from dfa_megatron.plan.language.work import EVEN, LAUNCH, MOVED, TILE
 from dfa_megatron.plan.schedules.assignments import assign_steps
-
-TOLERANCE = 0.03
-"""Tolerated work above the mean, as a share of the mean."""
-
-LEAST = 0.02
-"""Work that is worth a kernel call, as a share of the mean: 80 microseconds of 4 milliseconds."""
-
-ROW, KEY, CALL = 2.0, 0.5, 600.0
-"""Cost of a remote row of q with its result, of a remote key with four query heads, and of a kernel call."""
-
-CANDIDATES = 6
-"""Pieces of a rank that are considered for one move: the largest, beside the first and the last."""
-
-ALIGNED = 128
-"""Rows of a kernel's tile. A helper gets a multiple of them where a rank has many rows."""
 
 
 class Help(NamedTuple):
@@ -130,7 +116,7 @@ class _Balance:
 
     def __init__(self, mask: Mask, layout: Layout) -> None:
         self.mask, self.layout, self.ranks = mask, layout, (ranks := layout.ranks)
-        self.aligned = max(1, min(ALIGNED, mask.length // ranks // 64))
+        self.aligned = max(1, min(TILE, mask.length // ranks // 64))
         self.pieces: list[dict[int, list[_Work]]] = [defaultdict(list) for _ in range(ranks)]
         for component in components(mask):
             self._add(component)
@@ -155,7 +141,7 @@ class _Balance:
         while sum(stuck) < self.ranks:
             left = [-1 if off else load for off, load in zip(stuck, self.load, strict=True)]
             rank = left.index(max(left))
-            if self.load[rank] <= self.mean * (1 + TOLERANCE):
+            if self.load[rank] <= self.mean * (1 + EVEN):
                 break
             move = min(self._moves(rank), default=None)
             moved = self._take(rank, move) if move else None
@@ -166,16 +152,17 @@ class _Balance:
 
     def _moves(self, rank: int) -> Iterator[_Move]:
         least = self.load.index(min(self.load))
-        surplus, slack = self.load[rank] - self.mean, self.mean * TOLERANCE / 2
-        for home, at, piece in self._candidates(rank):
+        surplus, slack = self.load[rank] - self.mean, self.mean * EVEN / 2
+        everywhere = ((home, *one) for home, row in self.pieces[rank].items() for one in enumerate(row))
+        for home, at, piece in everywhere:
             is_first, is_last = at == 0, at == len(self.pieces[rank][home]) - 1
             for target in {least, home} | piece.helpers:
                 wanted = min(surplus, self.mean - self.load[target])
-                if target == rank or wanted + slack < self.mean * LEAST:
+                if target == rank or wanted <= 0:
                     continue
                 if piece.area <= wanted + slack:
                     yield self._move(piece, (home, at), target, piece.q, is_first or is_last)
-                elif wanted > 0 and len(piece.q) > 1:
+                elif len(piece.q) > 1:
                     first = self._round(piece.rows_of(wanted / piece.area), piece)
                     last = self._round(len(piece.q) - piece.rows_of(1 - wanted / piece.area), piece)
                     start = Span(piece.q.lo, piece.q.lo + first)
@@ -190,26 +177,14 @@ class _Balance:
     def _move(self, piece: _Work, place: tuple[int, int], target: int, rows: Span, is_at_end: bool) -> _Move:
         keys = 0 if target in piece.helpers or target == piece.home else len(piece.kv)
         taken = piece.area if rows is piece.q else piece.area_in(rows)
-        cost = len(rows) * ROW + keys * KEY + (CALL if is_at_end else 2 * CALL)
+        cost = (4 * len(rows) + keys) * MOVED + (1 if is_at_end else 2) * LAUNCH
         return _Move(cost / max(1, taken), place, target, rows)
-
-    def _candidates(self, rank: int) -> list[tuple[int, int, _Work]]:
-        """Return (owner of the keys, place, piece) of a few pieces."""
-        all_of = (
-            (-piece.area, piece.q.lo, piece.q.hi, home, at, piece)
-            for home, row in self.pieces[rank].items()
-            for at, piece in enumerate(row)
-        )
-        largest = [(home, at, piece) for *_, home, at, piece in sorted(all_of)[:CANDIDATES]]
-        row = self.pieces[rank][rank]
-        ends = [(rank, at, row[at]) for at in sorted({0, len(row) - 1}) if row]
-        return [*largest, *(one for one in ends if one[:2] not in [other[:2] for other in largest])]
 
     def _take(self, rank: int, move: _Move) -> _Work | None:
         """Give rows of a piece away and return them, or None where that does not help."""
         (home, at), rows = move.place, move.rows
         piece = self.pieces[rank][home].pop(at)
-        most = self.mean * (1 + TOLERANCE) - self.load[move.target]
+        most = self.mean * (1 + EVEN) - self.load[move.target]
         while rows != piece.q and len(rows) > 2 * self.aligned and (area := piece.area_in(rows)) > most:
             few = max(1, int(len(rows) * most / area) // self.aligned) * self.aligned  # rows gain keys unevenly
             rows = Span(rows.lo, rows.lo + few) if rows.lo == piece.q.lo else Span(rows.hi - few, rows.hi)

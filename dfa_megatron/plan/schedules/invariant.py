@@ -28,8 +28,7 @@ from dfa_megatron.plan.language.ir import (
 from dfa_megatron.plan.language.layout import Layout, cut_at
 from dfa_megatron.plan.language.leaves import Grid, LeafSizes, grid_of, subtrees
 from dfa_megatron.plan.language.mask import Mask
-from dfa_megatron.plan.schedules.assignments import balanced, by_distance, by_memory
-from dfa_megatron.plan.schedules.route import direct
+from dfa_megatron.plan.schedules.assignments import balanced, by_distance, by_memory, direct
 
 _ASSIGN: Mapping[str, Callable[[Mask, Layout], tuple[Block, ...]]] = {
     "balanced_shared": partial(balanced, share_last=True),

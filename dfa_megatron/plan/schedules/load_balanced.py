@@ -14,29 +14,10 @@ from collections.abc import Iterable, Sequence
 from itertools import accumulate, pairwise
 
 from dfa_megatron.plan.language.geometry import Span
-from dfa_megatron.plan.language.layout import Layout, by_name
+from dfa_megatron.plan.language.layout import Layout
 from dfa_megatron.plan.language.layout import cut as cut_evenly
 from dfa_megatron.plan.language.mask import Component, Mask, components, kept_on_mask
-
-FIRST, FINER, COARSER = 1 / 8, (1 / 32,), (1.0, float("inf"))
-"""Components above this share of a rank's work are cut at first. The cut becomes finer if work is uneven, or coarser if
-messages take longer than work.
-"""
-
-EVEN_ENOUGH = 1.03
-"""The most work of a rank over the mean that counts as even."""
-
-SEGMENTS = 4
-"""A component is first cut into segments of a rank's tokens divided by this, then to measure."""
-
-
-PAIR, TOKEN, SPAN = 4 * 32 * 128 / 500e12, 8 * 2 * 128 * 2 / 340e9, 1e-6
-"""Seconds per attended pair, per token of received keys, and per span of tokens held.
-
-They decide between finer cuts and uneven work: 32 heads of 128, 8 of them for keys, in 16 bits, on H200s of one host.
-"""
-
-WHOLE = -1
+from dfa_megatron.plan.language.work import CUTS, EVEN, MOVED, ROW, TILE, WHOLE
 
 
 @kept_on_mask
@@ -49,29 +30,21 @@ def load_balanced(mask: Mask, ranks: int) -> Layout:
     """
     parts = components(mask)
     even = sum(part.work for part in parts) / ranks
-    best = _Balancing(parts, mask.length, ranks, even, FIRST * even)
-    others = FINER if best.is_uneven else COARSER if best.waits else ()
-    for share in others:
-        best = min(best, _Balancing(parts, mask.length, ranks, even, share * even), key=_Balancing.cost)
+    usual, finer, *coarser = WHOLE
+    best = _Balancing(parts, mask.length, ranks, even, usual * even)
+    if max(best.load) > (1 + EVEN) * even:
+        best = min(best, _Balancing(parts, mask.length, ranks, even, finer * even), key=lambda one: max(one.load))
+    elif MOVED * max(best.received) > max(best.load):
+        others = (_Balancing(parts, mask.length, ranks, even, share * even) for share in coarser)
+        best = min(best, *others, key=_Balancing.cost)
     chunks = sorted((lo, hi, rank) for rank, held in enumerate(best.held) for lo, hi in _joined(held))
     return Layout(tuple(Span(lo, hi) for lo, hi, _ in chunks), tuple(rank for _, _, rank in chunks), ranks)
-
-
-def layout_of(name: str, mask: Mask, ranks: int) -> Layout:
-    """Return the layout of that name for a mask. Only `load_balanced` depends on more of the mask than its length.
-
-    Raises:
-        UnsupportedError: no such layout.
-    """
-    if name != "load_balanced":
-        return by_name(name, mask.length, ranks)
-    return load_balanced(mask.balanced_by or mask, ranks)
 
 
 class _Balancing:
     """One distribution of the tokens: each rank's spans, its work, and the number of keys it has to receive.
 
-    held: (first token, end, WHOLE for whole components or the first token of the cut component) by rank. room: tokens
+    held: (first token, end, -1 for whole components or the first token of the cut component) by rank. room: tokens
     that a rank still takes.
     """
 
@@ -83,25 +56,15 @@ class _Balancing:
         if cut := self._place_whole(parts, limit):
             self._balance_rows(cut)
 
-    @property
-    def is_uneven(self) -> bool:
-        """Return whether a rank has more work than counts as even."""
-        return max(self.load) > EVEN_ENOUGH * self.even
-
-    @property
-    def waits(self) -> bool:
-        """Return whether messages take longer than the work that should hide them."""
-        return TOKEN * max(self.received) > PAIR * max(self.load)
-
     def cost(self) -> float:
-        """Return the seconds of the slowest rank, if messages travel behind compute."""
+        """Return what the slowest rank takes if messages travel behind compute; each span ends with half a tile."""
         each = zip(self.load, self.received, self.held, strict=True)
-        return max(max(PAIR * load, TOKEN * received) + SPAN * len(held) for load, received, held in each)
+        return max(max(load, MOVED * received) + ROW * TILE / 2 * len(held) for load, received, held in each)
 
     def _place_whole(self, parts: Sequence[Component], limit: float) -> list[Component]:
         """Place components on ranks, the heaviest first; return those that have to be cut."""
         cut: list[Component] = []
-        most = max(limit, self.even * (1 + EVEN_ENOUGH) / 2)
+        most = max(limit, self.even * (1 + EVEN / 2))
         heap = [(0.0, rank) for rank in range(self.ranks)]
         load, room, held = self.load, self.room, self.held
         for part in sorted(parts, key=lambda part: part.work, reverse=True):
@@ -116,7 +79,7 @@ class _Balancing:
                 rank = heap[0][1]
                 load[rank] += work
                 room[rank] -= hi - lo
-                held[rank].append((lo, hi, WHOLE))
+                held[rank].append((lo, hi, -1))
                 heapq.heapreplace(heap, (load[rank], rank))
             for entry in full:
                 if room[entry[1]]:
@@ -125,7 +88,7 @@ class _Balancing:
 
     def _balance_rows(self, cut: Sequence[Component]) -> None:
         """Fill every rank to the token, with even work if the rows allow; ranks far from the mean choose first."""
-        rows = _RowsOf(cut, max(1, sum(self.room) // (SEGMENTS * self.ranks)))
+        rows = _RowsOf(cut, max(1, sum(self.room) // (CUTS * self.ranks)))
         mean = rows.work[-1] / rows.tokens[-1]
         waiting = [rank for rank, room in enumerate(self.room) if room]
         waiting.sort(key=lambda rank: -abs(self.even - self.load[rank] - mean * self.room[rank]))

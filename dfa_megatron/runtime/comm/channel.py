@@ -24,11 +24,11 @@ from dfa_megatron.kernels.tape import unrecorded
 from dfa_megatron.runtime.agreement.calls import BACKWARD_ENDS, Calls, Facts, Kind, current_layer, different
 from dfa_megatron.runtime.agreement.store import GroupStore, Waiter, bounded, destroyed, nothing
 from dfa_megatron.runtime.agreement.watch import Watched, watch
-from dfa_megatron.runtime.comm.spoiler import Spoiler
 from dfa_megatron.runtime.comm.transports import Communicator, Transports
 from dfa_megatron.runtime.environment import has_ended, has_one_queue, host, links, process, slowest
 
 if TYPE_CHECKING:
+    from dfa_megatron.runtime.comm.spoiler import Spoiler
     from dfa_megatron.runtime.prepare import Prepared
 
 _SUBJECT = "prepare this attention"
@@ -173,19 +173,16 @@ class Channel:
 
     def spoiled(self, *results: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Return the results of a call, NaN if the group is lost by the time the device has them."""
-        if results[0].is_cuda and self._watched is not None:
-            self._spoil(results)
-        return results
+        if (device := results[0].device).type == "cuda" and self._watched is not None:
+            if device not in self._spoilers:
+                from dfa_megatron.runtime.comm.spoiler import Spoiler  # which a CPU need not load
 
-    def _spoil(self, results: tuple[torch.Tensor, ...]) -> None:
-        """Have the results' own stream look whether the group is lost."""
-        device = results[0].device
-        if device not in self._spoilers:
-            with unrecorded():
-                self._spoilers[device] = Spoiler(device)
-            if self.calls.lost is not None:
-                self._spoilers[device].spoil()
-        self._spoilers[device](results)
+                with unrecorded():
+                    self._spoilers[device] = Spoiler(device)
+                if self.calls.lost is not None:
+                    self._spoilers[device].spoil()
+            self._spoilers[device](results)
+        return results
 
     def running(self, kind: Kind, device: torch.device) -> AbstractContextManager[None]:
         """Count each call inside, on tensors of that device; on a CPU, compare it with the others' at once."""

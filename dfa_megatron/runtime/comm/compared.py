@@ -80,7 +80,8 @@ def compared(what: str, over: Channel | None, facts: Facts, device: torch.device
             known.popitem(last=False)
     known.move_to_end(key)
     named = (f"{name} {value}" for name, value in facts.items() if name != "exchange")
-    return Compared(over, _phases(", ".join((what, *named, *varying))), current_layer())
+    text = ", ".join((what, *named, *varying))
+    return Compared(over, (Kind.of(f"forward of {text}"), Kind.of(f"backward of {text}")), current_layer())
 
 
 @contextmanager
@@ -108,8 +109,3 @@ def together(function: F) -> F:
             return function(*args, **options)
 
     return tells  # type: ignore[return-value]
-
-
-@functools.lru_cache(maxsize=256)
-def _phases(text: str) -> tuple[Kind, Kind]:
-    return Kind.of(f"forward of {text}"), Kind.of(f"backward of {text}")

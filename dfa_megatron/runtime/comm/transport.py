@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import ClassVar, NamedTuple
@@ -63,7 +62,7 @@ class Transport:
 
     def arena(self, nbytes: int, device: torch.device) -> torch.Tensor:
         """Return the bytes into which one run receives, as many on every rank; their content is garbage."""
-        return torch.empty(nbytes, dtype=torch.uint8, device=device) if nbytes else _no_bytes(device)
+        return torch.empty(nbytes, dtype=torch.uint8, device=device)
 
     def where(self) -> tuple[int, tuple[int, ...]]:
         """Return the step that runs now (-1: none) and the ranks that it waits for; another thread may call this."""
@@ -87,12 +86,6 @@ class Transport:
     def release(self) -> bool:
         """Let go of what the device waits for, after a rank is lost; return whether it still waits. Of any thread."""
         return False
-
-
-@functools.cache
-@torch.inference_mode(False)  # it outlives the call that asks for it
-def _no_bytes(device: torch.device) -> torch.Tensor:
-    return torch.empty(0, dtype=torch.uint8, device=device)
 
 
 class _Switch:

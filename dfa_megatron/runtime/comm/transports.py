@@ -19,7 +19,6 @@ import torch.distributed as dist
 
 from dfa_megatron.errors import DistAttentionError, UnsupportedError
 from dfa_megatron.runtime.agreement.store import GroupStore
-from dfa_megatron.runtime.comm.copy_engine import open_transport
 from dfa_megatron.runtime.comm.transport import Recv, Send, Sends, StreamTransport, Transport
 
 if TYPE_CHECKING:
@@ -257,6 +256,8 @@ class Transports:
                 logger.info("messages go point to point: the copy engines do not serve: %s", why)
             return self.get(device, "p2p")
         if kind == "copy_engine":
+            from dfa_megatron.runtime.comm.copy_engine import open_transport  # which other transports need not load
+
             others = any(kind == other for _, other in self._open)
             found = _ONE_DEVICE if others else open_transport(self._channel, device)
             if isinstance(found, str):

@@ -18,8 +18,16 @@ from dfa_megatron.plan.language.program import Buffer, Call, Merge, Message, Reg
 from dfa_megatron.runtime.comm.transport import Moving, Recv, Send, Transport
 from dfa_megatron.runtime.cuda_driver import Copy
 from dfa_megatron.runtime.execute.bound import Failed
-from dfa_megatron.runtime.execute.wire_format import Field, Fields, copy_of_rows, fields_of, rows_of, sent_of, sums_of
-from dfa_megatron.runtime.memory_plan import MemoryPlan
+from dfa_megatron.runtime.execute.memory import (
+    Field,
+    Fields,
+    MemoryPlan,
+    copy_of_rows,
+    fields_of,
+    rows_of,
+    sent_of,
+    sums_of,
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ import torch.distributed as dist
 import dfa_megatron
 from dfa_megatron import kernels
 from dfa_megatron.plan.schedules import SCHEDULES
-from dfa_megatron.plan.schedules.route import direct
+from dfa_megatron.plan.schedules.assignments import direct
 from tests.support.arguments import arguments, told
 from tests.support.groups import alone
 from tests.support.workers import over_ranks

@@ -30,8 +30,7 @@ from dfa_megatron.runtime.comm.copy_engine import CopyEngineTransport
 from dfa_megatron.runtime.comm.transport import Moving, Recv, Send
 from dfa_megatron.runtime.cuda_driver import Copy, Flag, Flags
 from dfa_megatron.runtime.environment import without_multicast
-from dfa_megatron.runtime.execute.wire_format import rows_of
-from dfa_megatron.runtime.memory_plan import MemoryPlan, plan_memory
+from dfa_megatron.runtime.execute.memory import MemoryPlan, plan_memory, rows_of
 from tests.support.plan_cases import plan_of
 
 Operation = Callable[[], bool]

@@ -13,7 +13,7 @@ import torch
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.runtime.agreement.calls import Calls
 from dfa_megatron.runtime.comm import channel as channels
-from dfa_megatron.runtime.comm import transport, transports
+from dfa_megatron.runtime.comm import copy_engine, transport, transports
 from dfa_megatron.runtime.comm.channel import Channel
 from dfa_megatron.runtime.comm.transport import StreamTransport
 from dfa_megatron.runtime.comm.transports import Transports
@@ -39,7 +39,7 @@ def _opened(monkeypatch: pytest.MonkeyPatch) -> tuple[Any, list[torch.device]]:
     channel.calls, channel.wait = SimpleNamespace(on_device=followed.append), None
     channel.new_communicator = Made
     channel.transports = Transports(channel)
-    monkeypatch.setattr(transports, "open_transport", lambda over, device: Made(device))
+    monkeypatch.setattr(copy_engine, "open_transport", lambda over, device: Made(device))
     monkeypatch.setattr(transports, "NcclTransport", lambda own, device: Made(own.device))
     monkeypatch.setattr(transports, "GlooTransport", lambda own, wait: Made(own.device))
     return channel, followed

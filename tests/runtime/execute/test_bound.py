@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import dfa_megatron
-from dfa_megatron import kernels, masks
+from dfa_megatron import kernels, masks, names
 from dfa_megatron.errors import ExecutionError
 from dfa_megatron.kernels.adapters.reference import ReferenceKernel
 from dfa_megatron.kernels.api import BlockCall, Partial
@@ -167,7 +167,7 @@ def test_a_kernel_that_reads_a_value_back_is_not_recorded(monkeypatch: pytest.Mo
 
 
 def test_more_layouts_of_the_callers_tensors_than_are_kept_run_as_they_stand(caplog: pytest.LogCaptureFixture) -> None:
-    run._tell_many.cache_clear()
+    names.say_once.cache_clear()
     q, k, v = (torch.randn(1, LOCAL, 2, 16, dtype=torch.float64) for _ in range(3))
     want = dfa_megatron.dist_flash_attn_func(q, k, v, **arguments(group="", kernel="cpu"))
     with caplog.at_level("INFO"):

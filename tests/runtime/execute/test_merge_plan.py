@@ -9,9 +9,9 @@ import torch
 
 from dfa_megatron.plan.interpret import Accumulator
 from dfa_megatron.plan.language.program import Destination, Region
-from dfa_megatron.plan.lowering.merges import MOST_PARTS, merges_of
+from dfa_megatron.plan.lowering.lower import MOST_PARTS, merges_of
+from dfa_megatron.runtime.execute.memory import Field, Fields
 from dfa_megatron.runtime.execute.tensors import TensorMemory
-from dfa_megatron.runtime.execute.wire_format import Field, Fields
 from tests.support.close import assert_close
 
 ROWS = 12

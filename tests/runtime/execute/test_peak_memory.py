@@ -26,8 +26,8 @@ from dfa_megatron.plan.schedules import plan_named
 from dfa_megatron.runtime.comm.transport import Recv, Send, Sends, Transport
 from dfa_megatron.runtime.execute import tensors as tensors_module
 from dfa_megatron.runtime.execute.bound import Bound, Fields, Recorder
+from dfa_megatron.runtime.execute.memory import MemoryPlan, plan_memory
 from dfa_megatron.runtime.execute.tensors import Tensors, execute
-from dfa_megatron.runtime.memory_plan import MemoryPlan, plan_memory
 from tests.support.live_bytes import LiveBytes
 
 RANKS, LENGTH, DIM = 4, 131072, 128

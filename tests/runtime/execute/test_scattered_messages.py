@@ -12,8 +12,8 @@ from dfa_megatron.plan.language.layout import Layout, cut
 from dfa_megatron.plan.language.mask import causal
 from dfa_megatron.plan.lowering.landings import landings_of
 from dfa_megatron.plan.proof.check import check
-from dfa_megatron.plan.schedules.route import direct
-from dfa_megatron.runtime.memory_plan import plan_memory
+from dfa_megatron.plan.schedules.assignments import direct
+from dfa_megatron.runtime.execute.memory import plan_memory
 from dfa_megatron.runtime.request import Request
 from tests.support.arguments import arguments
 from tests.support.attend import (
