@@ -72,6 +72,12 @@ def start(drawn: MegatronDraw) -> None:
     tensor_parallel.model_parallel_cuda_manual_seed(7)
 
 
+@functools.cache
+def group_of(*ranks: int) -> Any:
+    """Return the group of these ranks, made once for all models of a process; every rank calls it in the same order."""
+    return dist.new_group(list(ranks))
+
+
 def _forget_logs() -> None:
     """Forget what Megatron has logged of models with other layers."""
     from megatron.core.transformer import multi_token_prediction

@@ -131,12 +131,12 @@ def run(model: Any, row: MegatronDraw, micros: tuple[Micro, ...], groups: Groups
 
 
 def groups_of(micros: tuple[Micro, ...], tp: int) -> Groups:
-    """Process groups, made once: global ranks of the same tensor-parallel rank; () is all of them."""
+    """Process groups: global ranks of the same tensor-parallel rank; () is all of them."""
     found: Groups = {}
     for ranks in dict.fromkeys([(), *(micro.ranks for micro in micros if len(micro.ranks) > 1)]):
         for shift in range(tp):
             members = [rank * tp + shift for rank in ranks or range(dist.get_world_size() // tp)]
-            group = dist.new_group(members)
+            group = harness.group_of(*members)
             if dist.get_rank() in members:
                 found[ranks] = group
     return found

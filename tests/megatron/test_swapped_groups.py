@@ -41,7 +41,7 @@ def collections() -> list[Any]:
     for size in SIZES:
         found = copy.copy(ProcessGroupCollection.use_mpu_process_groups())
         for ranks in size:
-            group = dist.new_group(list(ranks))
+            group = harness.group_of(*ranks)
             if dist.get_rank() in ranks:
                 for name in NAMES.values():
                     setattr(found, name, group)
