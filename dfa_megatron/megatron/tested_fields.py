@@ -5,7 +5,6 @@ Listed is what tests compared with one rank, and what treats each token alone or
 
 from __future__ import annotations
 
-import functools
 from dataclasses import MISSING, fields
 from typing import Any
 
@@ -110,7 +109,6 @@ def check_fields(config: Any) -> None:
         )
 
 
-@functools.cache
 def _defaults(kind: type) -> dict[str, Any]:
     """Return the fields of Megatron's own class with their defaults."""
     own = next((each for each in kind.__mro__ if each.__module__.startswith("megatron.core.")), None)

@@ -264,7 +264,7 @@ def batch_of(drawn: MegatronDraw, group: Any, number: int = 0, micro: int = 0) -
     elif drawn.pack == "padded":
         given = padded_packs.cut(given, group.size(), group.rank(), drawn.padded, form=drawn.number % 2)
     else:
-        given = shard_batch(given, group, options_of(drawn))
+        given = shard_batch(given, group, MegatronConfig(**drawn.options))
     if drawn.padding_mask:
         given = {**given, "padding_mask": given["loss_mask"] == 0}
     return {name: x.to(device()) if isinstance(x, torch.Tensor) else x for name, x in given.items()}
