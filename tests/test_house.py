@@ -60,7 +60,7 @@ BUDGETS = {
     "indexed": 959,
     "kernels": 4_002,
     "loss": 686,
-    "megatron": 3_811,
+    "megatron": 3_809,
     "plan": 5_614,
     "proving": 643,
     "recurrence": 1_400,
