@@ -133,7 +133,6 @@ TWO_GPUS = (
     Cell("megatron-layers", f"{LAYERS} --layers 65536:8:14336 131072:8:14336 --warmup 1 --repeats 3", 240),
     Cell("megatron-training", f"{STEPS} 524288:1:2:remat", 300),
     Cell("packed-32k", f"{PACKED} 32768", 150),
-    Cell("verify-cost", "torchrun -m benchmarks.verify_cost --out {out}.json", 90),
     *TREES,
 )
 

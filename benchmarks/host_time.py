@@ -7,16 +7,17 @@
 Cases, each with its program replayed (`bound`) and run as it stands (`unbound`), in alternating runs:
 
     program P         one rank's program of P ranks, with a transport that moves nothing
-    function          the public function over all ranks of this run, one or more
+    function          the public function over all ranks of this run, one or more; with verify off, too
     empty function    an autograd function with the same tensors that computes and sends nothing: PyTorch's own part
 """
 
 from __future__ import annotations
 
-import functools
 import os
 import statistics
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -50,9 +51,9 @@ class Shapes:
     out: Path | None = flag(None, "write the rows as JSON")
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     """Time every case both ways and print milliseconds."""
-    shapes = flags_of(Shapes, __doc__)
+    shapes = flags_of(Shapes, __doc__, argv)
     if shapes.device != "cpu" and torch.cuda.is_available():
         share_gpus(int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
         os.environ["LOCAL_RANK"] = str(torch.cuda.current_device())  # which `join` makes the current one
@@ -78,9 +79,11 @@ def cases(shapes: Shapes, world: World, given: Tensors) -> dict[str, Call]:
         f"program {ranks}": both_phases(prepare(given, ranks, ranks - 1, shapes.kernel), given)
         for ranks in (shapes.ranks if world.size == 1 else ())
     }
-    ours = functools.partial(dist_flash_attn_func, causal=True, config=DistAttentionConfig(kernel=shapes.kernel))
+    named = {"function": "on", "function, calls not compared": "off"}
+    for name, verify in named.items():
+        config = DistAttentionConfig(kernel=shapes.kernel, verify=verify)
+        alone[name] = passes(partial(dist_flash_attn_func, causal=True, config=config), given[:3], given[3])[1]
     return alone | {
-        "function": passes(ours, given[:3], given[3])[1],
         "empty function": passes(Empty.apply, given[:3], given[3])[1],
     }
 

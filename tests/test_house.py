@@ -54,12 +54,12 @@ LONG_FUNCTIONS_FOR_NOW: set[str] = set()
 """May only become shorter."""
 
 BUDGETS = {
-    "benchmarks": 5_474,
+    "benchmarks": 5_388,
     "cli": 1_014,
-    "deepspeed": 1_088,
+    "deepspeed": 1_055,
     "docs": 1_301,
     "doctor": 828,
-    "huggingface": 3_882,
+    "huggingface": 3_877,
     "indexed": 959,
     "kernels": 3_919,
     "loss": 686,
@@ -122,7 +122,7 @@ def test_no_folder_of_the_package_holds_more_than_25_modules() -> None:
 
 
 def test_the_pages_hold_no_more_words_than_now() -> None:
-    assert house.words_of_markdown(house.ROOT) <= 23_529
+    assert house.words_of_markdown(house.ROOT) <= 23_523
 
 
 def test_no_file_name_stands_twice_but_for_the_same_thing() -> None:

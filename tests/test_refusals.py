@@ -22,7 +22,7 @@ def test_the_page_has_every_statement_with_the_names_of_what_it_tells() -> None:
         "- mesh_param with dist_flash_attention\n",
         "- a sequence on {size} of {ranks} ranks\n",
         "- sparse_gradients={value} with dist_flash_attention\n",  # of a dictionary
-        "- mtp_hsm={value} over several context-parallel ranks\n",
+        "- mtp_hsm={value}\n",
         "- the mixer {base.__name__} where tokens are in order\n",  # its other texts are a constant pair
     ):
         assert row in page, row

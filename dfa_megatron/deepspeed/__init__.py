@@ -9,8 +9,7 @@ engine.backward(loss)
 """
 
 from dfa_megatron.deepspeed.checkpointing import checkpoint
-from dfa_megatron.deepspeed.engine import before_initialize
-from dfa_megatron.deepspeed.engine_mesh import mesh_of
+from dfa_megatron.deepspeed.engine import before_initialize, mesh_of
 from dfa_megatron.deepspeed.initialize import initialize
 from dfa_megatron.deepspeed.install import install, uninstall
 from dfa_megatron.deepspeed.json_block import KEY, DeepSpeedOptions

@@ -12,7 +12,6 @@ import torch.distributed as dist
 from dfa_megatron.attention import DistFlashAttention
 from dfa_megatron.deepspeed import pipeline
 from dfa_megatron.deepspeed.checkpointing import deepspeeds_function
-from dfa_megatron.deepspeed.engine_mesh import ATTRIBUTE
 from dfa_megatron.deepspeed.json_block import KEY, DeepSpeedOptions
 from dfa_megatron.deepspeed.proved_engine import prove
 from dfa_megatron.deepspeed.tested_keys import NO_MESH, UNTESTED, check_filled_in, check_settings
@@ -26,6 +25,9 @@ logger = logging.getLogger(__name__)
 
 OLDEST = (0, 19, 6)
 """The oldest version of DeepSpeed that was compared with one process and found right."""
+
+_MESH = "_dfa_mesh"
+"""The attribute of an engine that holds its mesh."""
 
 OTHER_SAMPLES = "DeepSpeed's loader would give the ranks of one sequence different samples"
 
@@ -157,11 +159,27 @@ def _common(settings: dict[str, Any]) -> dict[str, Any]:
     return settings
 
 
+def mesh_of(engine: Any) -> Mesh:
+    """Return the mesh of an engine that `initialize` made with the block enabled.
+
+    Raises:
+        UnsupportedError: the engine was made without the block.
+    """
+    mesh: Mesh | None = getattr(engine, _MESH, None)
+    if mesh is None:
+        raise UnsupportedError(
+            "mesh_of an engine without distributed attention",
+            "the block dist_flash_attention was missing or not enabled",
+            "dfa_megatron.deepspeed.initialize with the block",
+        )
+    return mesh
+
+
 def _accept(engine: Any, mesh: Mesh, settings: Mapping[str, Any]) -> None:
     """Check the engine, store its mesh on it, and refuse its methods that distributed attention does not support."""
     _check_engine(engine, mesh.size * mesh.data_size)
     engine.compile, engine.deepspeed_io = _compile, _deepspeed_io
-    setattr(engine, ATTRIBUTE, mesh)
+    setattr(engine, _MESH, mesh)
     if dist.get_rank() == 0:
         micro, accumulated = engine.train_micro_batch_size_per_gpu(), engine.gradient_accumulation_steps()
         derived = accumulated > 1 and "gradient_accumulation_steps" not in settings  # DeepSpeed does not say so

@@ -3,20 +3,14 @@
 from __future__ import annotations
 
 import copy
-import logging
 from typing import Any
-
-import torch.distributed as dist
 
 from dfa_megatron.deepspeed.engine import Finish, checked_block, prepare
 from dfa_megatron.deepspeed.install import deepspeeds_own
 from dfa_megatron.deepspeed.json_block import KEY
 from dfa_megatron.runtime.environment import warn_of_untested
 
-logger = logging.getLogger(__name__)
-
 _PORT = 29500
-_COMPILED = ("adam", "adamw")
 _IN_ARGS = ("deepspeed_config", "deepscale_config")
 """Where DeepSpeed looks for its configuration on `args`."""
 
@@ -61,7 +55,6 @@ def initialize(
     finish: Finish | None = None
     if block is not None:
         deepspeed.init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
-        _say_what_is_compiled(settings)
         config, finish = prepare(model, settings, block)
         config_params = mpu = None
         if args is not None:  # DeepSpeed takes one configuration, and ours is complete
@@ -86,20 +79,6 @@ def initialize(
     if finish is not None:
         finish(result[0])
     return result
-
-
-def _say_what_is_compiled(settings: dict[str, Any]) -> None:
-    """Say what DeepSpeed compiles at its start on a CPU: it takes minutes."""
-    from deepspeed.accelerator import get_accelerator
-
-    if get_accelerator().device_name() != "cpu":
-        return
-    optimizer = settings.get("optimizer") or {}
-    own = not (optimizer.get("params") or {}).get("torch_adam") and str(optimizer.get("type")).lower() in _COMPILED
-    if own and dist.get_rank() == 0:
-        logger.warning(
-            "dfa: DeepSpeed compiles its Adam for this CPU, which takes minutes; with 'torch_adam': true it does not"
-        )
 
 
 def _settings(args: Any, given: str | dict[str, Any] | None) -> dict[str, Any]:

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from dfa_megatron.deepspeed.engine_mesh import mesh_of
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.huggingface.proof import ModelJob
 from dfa_megatron.proving import Proof, examine
@@ -27,7 +26,6 @@ def prove(engine: Any, *, tokens: int | None = None) -> Proof:
         ProofError: something differs; the first layer, rank and token are named.
         UnsupportedError: the engine has no block, is a pipeline or has a model of your own, or is within a step.
     """
-    mesh_of(engine)
     return examine(EngineJob(engine), tokens)
 
 

@@ -251,12 +251,10 @@ def _flat(value: Any) -> torch.Tensor:
     return torch.cat([torch.zeros(0, dtype=torch.int64), *(_flat(each).flatten() for each in value)])
 
 
-def check_same(group: str, batch: Mapping[str, Any] | None, tokens: torch.Tensor | None) -> None:
+def check_same(group: str, batch: Arguments | None) -> None:
     """Check that the ranks of a group have the same batch; collective, with one small message.
 
-    Args:
-        batch: of which a number is made. None where this rank refuses its call, which it tells the others.
-        tokens: (batch, seq) or (batch, seq, hidden) of the batch, for the message.
+    batch: None where this rank refuses its call, which it tells the others.
 
     Raises:
         UnsupportedError: they have other batches; all raise it.
@@ -265,28 +263,26 @@ def check_same(group: str, batch: Mapping[str, Any] | None, tokens: torch.Tensor
     over = channel_of(group, verify=True) if group else None  # where a wait can be given up
     if over is None:
         return
-    facts = torch.zeros(4, dtype=torch.int64)
-    if batch is None or tokens is None:
-        facts[0] = 1
-    else:
-        facts[1], facts[2], facts[3] = _number_of(batch, tokens.device).cpu(), tokens.shape[0], tokens.shape[1]
-    every = torch.stack(over.gather(facts, _COMPARES)).tolist()
-    refusing = [rank for rank, facts_of_rank in enumerate(every) if facts_of_rank[0]]
-    if refusing:
-        if batch is None:
-            return
+    facts = (0, 0, 0)  # rows, tokens of a row, number
+    if batch is not None:
+        tokens = tokens_of(batch)
+        told = {name: batch[name] for name in OF_TOKENS if batch.get(name) is not None}
+        facts = (*tokens.shape[:2], int(_number_of(told, tokens.device)))
+    every = torch.stack(over.gather(torch.tensor(facts), _COMPARES)).tolist()
+    if batch is None or all(each == every[0] for each in every):
+        return
+    if refusing := [rank for rank, (rows, *_) in enumerate(every) if not rows]:
         raise DisagreementError(
             f"rank {listed(refusing)} of the group refuses its part of this batch; the error there says why"
         )
-    if len({tuple(facts_of_rank) for facts_of_rank in every}) > 1:
-        table = "".join(
-            f"\n    rank {rank}: {rows} x {length} tokens, number {number & 0xFFFFFFFF:08x}"
-            for rank, (_, number, rows, length) in enumerate(every)
-        )
-        raise UnsupportedError(
-            "batches that differ between the ranks of a sequence",
-            "each rank must give the whole batch, of which the model takes its part",
-            "the same samples on every rank of a group, not cut: a DistributedSampler with num_replicas and rank of "
-            "the groups, not of all ranks; loaders prepared after distribute_accelerator; the same data set, collator "
-            f"and seed. The ranks have:{table}",
-        )
+    table = "".join(
+        f"\n    rank {rank}: {rows} x {length} tokens, number {number & 0xFFFFFFFF:08x}"
+        for rank, (rows, length, number) in enumerate(every)
+    )
+    raise UnsupportedError(
+        "batches that differ between the ranks of a sequence",
+        "each rank must give the whole batch, of which the model takes its part",
+        "the same samples on every rank of a group, not cut: a DistributedSampler with num_replicas and rank of the "
+        "groups, not of all ranks; loaders prepared after distribute_accelerator; the same data set, collator and "
+        f"seed. The ranks have:{table}",
+    )

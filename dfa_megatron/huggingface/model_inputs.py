@@ -84,11 +84,10 @@ def begin(model: Any, args: tuple[Any, ...], kwargs: Arguments) -> ArgsAndKeywor
         kept, forward = _cut(model, given)
     except Exception:
         if verified:  # the others wait for this rank's number
-            check_same(context.group, None, None)
+            check_same(context.group, None)
         raise
     if verified:
-        batch = {name: x for name, x in given.items() if name in whole.OF_TOKENS and x is not None}
-        check_same(context.group, batch, tokens_of(given))
+        check_same(context.group, given)
     enter(model, replace(forward, tile=tile))
     return (), kept
 

@@ -1,12 +1,7 @@
-"""Check the configuration of a model: Megatron's fields beside the options of this package."""
+"""Check the configuration of a model: fields of Megatron that do not go together, or beside this package's options."""
 
 from __future__ import annotations
 
-import contextlib
-import dis
-import functools
-import inspect
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -14,85 +9,8 @@ import torch
 from dfa_megatron.config import MegatronConfig
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.megatron.layers.router import has_losses
+from dfa_megatron.megatron.tested_fields import check_fields
 from dfa_megatron.plan.degree import check_degree
-
-_NO_FP8 = ("the block kernels compute in the input's 16- or 32-bit dtype", "fp8 for the linear layers only")
-REFUSED = {
-    "attention_dropout": (
-        "the block kernels have no dropout inside the softmax",
-        "--attention-dropout 0.0 (dropout elsewhere, --hidden-dropout, works)",
-    ),
-    "attn_logit_softcapping": (
-        "Megatron-Core's attention does not cap scores, and neither does its replacement here",
-        "a model without capped scores, or dist_flash_attn_func(softcap=...) in layers of your own",
-    ),
-    "batch_invariant_mode": ("the block kernels do not promise it", "leaving it off"),
-    "cuda_graph_impl": (
-        "messages between ranks inside a captured layer are not tested",
-        "--cuda-graph-impl none",
-    ),
-    "experimental_attention_variant": (
-        "this attention is softmax over all earlier keys, and the variant may be another function",
-        "the model with Megatron's own attention, for dsa with --cp-comm-type allgather (Megatron-Core 0.19 and later)",
-    ),
-    "flash_decode": ("it is for inference", "training and evaluation without a key cache"),
-    "fp8_dot_product_attention": _NO_FP8,
-    "fp8_multi_head_attention": _NO_FP8,
-    "hierarchical_context_parallel_sizes": (
-        "the schedule runs over one flat context-parallel group",
-        "no --hierarchical-context-parallel-sizes",
-    ),
-    "overlap_moe_expert_parallel_comm": (
-        "it calls the parts of a layer directly, and so skips rematerialization and the order of the tokens",
-        "no --overlap-moe-expert-parallel-comm",
-    ),
-    "use_kitchen_attention": ("this package computes attention with kernels of its own choice", "leaving it off"),
-}
-"""Fields that may not be set: the reason and the alternative."""
-
-OVER_RANKS = {
-    "moe_expert_capacity_factor": (
-        "Megatron drops tokens by how many of a rank's own an expert gets, which depends on who holds which",
-        "no --moe-expert-capacity-factor",
-    ),
-    "moe_router_load_balancing_type": (
-        "Megatron balances the experts by sinkhorn over the tokens of each rank by itself",
-        "--moe-router-load-balancing-type aux_loss",
-    ),
-    "mtp_hsm": (
-        "it shifts hidden states over the ranks, and no gradient returns to the rank that a token came from",
-        "no --mtp-hsm",
-    ),
-}
-"""Fields that may not be set where several ranks share a sequence."""
-
-RECOMPUTED = {
-    "cpu_offloading": ("Megatron does not combine offloading with recomputation", "one of the two"),
-    "fine_grained_activation_offloading": (
-        "a layer is recomputed in the backward, where Megatron would offload what it needs next",
-        "one of the two; --dfa-remat-offload moves what rematerialization keeps to the host",
-    ),
-    "num_microbatches_with_partial_activation_checkpoints": (
-        "rematerialization recomputes the same layers in every micro-batch",
-        "leaving it off, or checkpoint='none'",
-    ),
-}
-"""Fields that may not be set where layers are recomputed without their attention."""
-
-_HARMLESS = {"cuda_graph_impl": "none", "experimental_attention_variant": "gated_delta_net"}
-"""The value of a refused field that may be set."""
-
-KNOWN = frozenset({
-    "apply_query_key_layer_scaling", "attention_dropout", "attention_softmax_in_fp32", "batch_invariant_mode", "bf16",
-    "context_parallel_size", "deterministic_mode", "fp16", "init_method", "kv_channels", "log_max_attention_logit",
-    "masked_softmax_fusion", "num_attention_heads", "num_query_groups", "params_dtype", "perform_initialization",
-    "qk_clip", "sequence_parallel", "softmax_type", "tensor_model_parallel_size", "window_attn_skip_freq",
-    "window_size",
-})  # fmt: skip
-"""What Megatron's own core attentions read of a config; ours uses it, refuses it, or it changes no number there."""
-
-_READS = ("LOAD_ATTR", "LOAD_METHOD")
-"""Instructions that read an attribute of what the one before them loaded."""
 
 
 def check_config(config: Any, options: MegatronConfig) -> None:
@@ -103,10 +21,7 @@ def check_config(config: Any, options: MegatronConfig) -> None:
         options: of this package.
     """
     fields = vars(config)
-    for name in REFUSED:
-        if (value := fields.get(name)) and value != _HARMLESS.get(name):
-            raise UnsupportedError(f"{name}={value!r}", *REFUSED[name])
-    _check_known(config)
+    check_fields(config)
     if fields.get("deterministic_mode") and not torch.are_deterministic_algorithms_enabled():
         raise UnsupportedError(
             "deterministic_mode=True without torch.use_deterministic_algorithms",
@@ -120,7 +35,6 @@ def check_config(config: Any, options: MegatronConfig) -> None:
             "--window-size with 0 at its right",
         )
     _check_recomputation(fields, options)
-    _check_tiles(fields, options)
     ranks = fields.get("context_parallel_size", 1)
     if ranks > 1:
         _check_over_ranks(fields, options)
@@ -152,36 +66,6 @@ def check_uneven(config: Any, counts: list[int], tokens: int, rank: int) -> None
         raise UnsupportedError(
             f"{equal} with a router's losses or expert parallelism", "Megatron counts equal parts there", divides
         )
-
-
-def _check_known(config: Any) -> None:
-    """Refuse a field of a newer Megatron that its own attention reads: it may be a cap, a sink or a scale."""
-    for name in _read_by_megatrons() - KNOWN:
-        value = getattr(config, name, None)
-        if value and value != getattr(type(config), name, None):
-            raise UnsupportedError(
-                f"{name}={value!r}",
-                "Megatron's own attention reads it, and this package does not know its meaning",
-                "leaving it unset, or a Megatron-Core that this package was tested with",
-            )
-
-
-@functools.cache
-def _read_by_megatrons() -> frozenset[str]:
-    """Return the fields that Megatron's core attention reads of a config, by its code: a release may lack sources."""
-    from megatron.core.transformer.dot_product_attention import DotProductAttention
-
-    found: list[Any] = [DotProductAttention]
-    with contextlib.suppress(ImportError):
-        from megatron.core.extensions.transformer_engine import TEDotProductAttention
-
-        found.append(TEDotProductAttention)
-    methods = [x for each in found if isinstance(each, type) for x in vars(each).values()]  # a mock without its package
-    codes = [inspect.unwrap(x).__code__ for x in methods if inspect.isfunction(x)]
-    for code in codes:
-        codes += [x for x in code.co_consts if inspect.iscode(x)]
-    steps = (pair for code in codes for pair in pairwise(dis.get_instructions(code)))
-    return frozenset(step.argval for of, step in steps if of.argval == "config" and step.opname in _READS)
 
 
 def recomputes(fields: dict[str, Any], options: MegatronConfig) -> bool:
@@ -216,36 +100,14 @@ def _check_recomputation(fields: dict[str, Any], options: MegatronConfig) -> Non
             "without rematerialization there is nothing to offload",
             "that flag, or checkpoint='remat'",
         )
-    for name in RECOMPUTED if recomputes(fields, options) else ():
-        if fields.get(name):
-            raise UnsupportedError(f"{name} together with rematerialization", *RECOMPUTED[name])
-    if fields.get("fine_grained_activation_offloading") and "core_attn" in (fields.get("offload_modules") or ()):
-        raise UnsupportedError(
-            "offloading core_attn",
-            "Megatron frees q, k and v once they are copied, which was not tried beside messages that read them",
-            "--offload-modules without core_attn, or --dfa-remat-offload with --recompute-granularity full",
-        )
-
-
-def _check_tiles(fields: dict[str, Any], options: MegatronConfig) -> None:
-    if options.loss_tile != "off" and fields.get("defer_embedding_wgrad_compute"):
-        raise UnsupportedError(
-            "loss_tile together with defer_embedding_wgrad_compute",
-            "Megatron would keep the gradients of all logits until the pipeline is empty",
-            "one of the two",
-        )
 
 
 def _check_over_ranks(fields: dict[str, Any], options: MegatronConfig) -> None:
-    for name in OVER_RANKS:
-        value = fields.get(name)
-        if value and (name != "moe_router_load_balancing_type" or "sinkhorn" in value):
-            raise UnsupportedError(f"{name}={value!r} over several context-parallel ranks", *OVER_RANKS[name])
-    if fields.get("moe_enable_routing_replay") and options.data_layout == "boundary":
+    if "sinkhorn" in (fields.get("moe_router_load_balancing_type") or ()):
         raise UnsupportedError(
-            "moe_enable_routing_replay in data_layout='boundary'",
-            "the routers see the tokens in another order than the caller, whose indices they would take for their own",
-            "data_layout='contiguous' with batches of shard_batch, or 'zigzag'",
+            "moe_router_load_balancing_type='sinkhorn' over several context-parallel ranks",
+            "Megatron balances the experts by sinkhorn over the tokens of each rank by itself",
+            "--moe-router-load-balancing-type aux_loss",
         )
     delta = fields.get("experimental_attention_variant") == "gated_delta_net" or fields.get("linear_attention_freq")
     if delta and options.data_layout == "zigzag":

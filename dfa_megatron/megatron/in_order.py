@@ -132,7 +132,6 @@ class InOrderMamba(InOrder):
         x, b, c = convolved.split([inner, groups * mixer.d_state, groups * mixer.d_state], -1)
         skip = local.get_D().float()
         reach("scan")
-        states = getattr(mixer.config, "mamba_training_ssm_states_dtype", None)
         y, _ = dist_mamba2(
             home.mamba_chunk_scan_combined,
             {
@@ -147,7 +146,6 @@ class InOrderMamba(InOrder):
             D=skip.unflatten(0, (-1, mixer.headdim)) if mixer.D_has_hdim else skip,
             dt_bias=local.get_dt_bias().float(),
             dt_softplus=True,
-            **({} if states is None else {"state_dtype": states}),
             **self.dfa_where(),
         )
         y = y.flatten(2).transpose(0, 1)

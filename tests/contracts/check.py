@@ -8,8 +8,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.contracts.sources import Found, Sources, reads_of
-from tests.contracts.table import ATTENTIONS, TABLE, Contract
+from tests.contracts.sources import Found, Sources
+from tests.contracts.table import TABLE, Contract
 
 PACKAGE = Path(__file__).parents[2] / "dfa_megatron"
 
@@ -66,21 +66,7 @@ def broken(package: str, sources: Sources, optional: Mapping[str, str] | None = 
         present = sources.find(each.module, each.name) if each.name else sources.tree(each.module)
         if present is None:
             said.append(f"{each.module}{':' if each.name else ''}{each.name} is gone ({each.file})")
-    for where in ATTENTIONS if package == "megatron.core" else ():
-        found = _found(where, sources)
-        new = set() if found is None or found.node is None else reads_of(found.node, "config") - _known()
-        said += [f"{where} reads config.{name}, which ours does not know" for name in sorted(new)]
     return said
-
-
-def _known() -> set[str]:
-    """Return the fields that check_config.py names; its module needs Megatron, and its source does not."""
-    source = (PACKAGE / "megatron" / "check_config.py").read_text(encoding="utf-8")
-    (node,) = (
-        x.value for x in ast.parse(source).body if isinstance(x, ast.Assign) and ast.unparse(x.targets[0]) == "KNOWN"
-    )
-    assert isinstance(node, ast.Call)
-    return set(ast.literal_eval(node.args[0]))
 
 
 def _found(where: str, sources: Sources) -> Found | None:

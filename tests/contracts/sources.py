@@ -159,20 +159,3 @@ def set_on_self(node: ast.ClassDef) -> frozenset[str]:
         and isinstance(each.value, ast.Name)
         and each.value.id == "self"
     )
-
-
-def reads_of(node: ast.AST, owner: str) -> set[str]:
-    """Return the attributes of `owner` and of `self.owner` that a body reads, also by `getattr` with a literal name."""
-    names = set()
-    for each in ast.walk(node):
-        if isinstance(each, ast.Attribute) and _is(each.value, owner):
-            names.add(each.attr)
-        elif isinstance(each, ast.Call) and isinstance(each.func, ast.Name) and each.func.id in ("getattr", "hasattr"):
-            of, name = each.args[:2]
-            if _is(of, owner) and isinstance(name, ast.Constant):
-                names.add(str(name.value))
-    return names
-
-
-def _is(node: ast.AST, owner: str) -> bool:
-    return ast.unparse(node) in (owner, f"self.{owner}")

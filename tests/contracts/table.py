@@ -264,9 +264,3 @@ TABLE: Mapping[str, tuple[Contract, ...]] = {
     "accelerate": ACCELERATE, "deepspeed": DEEPSPEED,
 }  # fmt: skip
 """Contracts by the package whose sources they are read from."""
-
-ATTENTIONS = (
-    "megatron.core.transformer.dot_product_attention:DotProductAttention",
-    "megatron.core.extensions.transformer_engine:TEDotProductAttention",
-)
-"""What ours takes the place of: every field of a config that it reads must be known to check_config.py."""

@@ -72,6 +72,12 @@ def start(drawn: MegatronDraw) -> None:
     tensor_parallel.model_parallel_cuda_manual_seed(7)
 
 
+@functools.cache
+def group_of(*ranks: int) -> Any:
+    """Return the group of these ranks, made once for all models of a process; every rank calls it in the same order."""
+    return dist.new_group(list(ranks))
+
+
 def _forget_logs() -> None:
     """Forget what Megatron has logged of models with other layers."""
     from megatron.core.transformer import multi_token_prediction
@@ -258,7 +264,7 @@ def batch_of(drawn: MegatronDraw, group: Any, number: int = 0, micro: int = 0) -
     elif drawn.pack == "padded":
         given = padded_packs.cut(given, group.size(), group.rank(), drawn.padded, form=drawn.number % 2)
     else:
-        given = shard_batch(given, group, options_of(drawn))
+        given = shard_batch(given, group, MegatronConfig(**drawn.options))
     if drawn.padding_mask:
         given = {**given, "padding_mask": given["loss_mask"] == 0}
     return {name: x.to(device()) if isinstance(x, torch.Tensor) else x for name, x in given.items()}

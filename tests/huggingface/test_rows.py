@@ -21,18 +21,6 @@ def test_packed_documents() -> None:
     check_each("transformers", rows.packs())
 
 
-def test_prompt_trees() -> None:
-    check_each("transformers", rows.trees())
-
-
-def test_any_mask() -> None:
-    check_each("transformers", rows.masked())
-
-
 @pytest.mark.support("models", "windows, caps, sinks, experts, RoPE of other lengths: logits, loss, gradients")
-def test_losses_of_routers() -> None:
-    check_each("transformers", rows.routed())
-
-
-def test_types_of_tokens_and_text_for_models_of_several_parts() -> None:
-    check_each("transformers", rows.typed())
+def test_prompt_trees_masks_losses_of_routers_types_of_tokens_and_text_for_models_of_several_parts() -> None:
+    check_each("transformers", [*rows.trees(), *rows.masked(), *rows.routed(), *rows.typed()])

@@ -20,10 +20,8 @@ POPULAR = (
 )
 """The other popular types are in rows.py, and below."""
 WHOLE = ("cohere2", "deepseek_v3", "gpt2", "lfm2", "minimax_m2", "nemotron_h", "phi4_multimodal", "qwen3_next")
-HYBRIDS = (
-    *("bamba", "falcon_h1", "granitemoehybrid", "jamba", "kimi_linear", "lfm2", "nemotron_h"),
-    *("olmo_hybrid", "qwen3_5_moe_text", "qwen3_next"),
-)
+HYBRIDS = ("falcon_h1", "jamba", "kimi_linear", "lfm2", "nemotron_h", "olmo_hybrid", "qwen3_next")
+"""With every recurrence, alone in a layer and beside attention. `make models` has all."""
 AGAIN = (("jamba", "remat"), ("qwen3_next", "remat"), ("lfm2", "packed"))
 """What else is compared than a tree. Others are packed and rematerialized on two ranks, in tests/deepspeed."""
 IMAGES = ("gemma3", "qwen3_vl")

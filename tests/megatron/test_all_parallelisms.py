@@ -140,7 +140,7 @@ GROUPS: dict[str, dict[str, list[MegatronDraw]]] = {
             like("stack of six groups", CP3, "zigzag", "remat"),
         ],
     },
-    "odd-ranks-with-packs": {
+    "odd-ranks-with-packs-and-trees": {
         PACKS: [
             like("packed", CP3, options={"schedule": "greedy"}),
             like("windows", CP3, "zigzag", "auto", config=FULL),
@@ -163,8 +163,6 @@ GROUPS: dict[str, dict[str, list[MegatronDraw]]] = {
         CUT_ONE_BY_ONE: [
             like("padded", CP3, "boundary", "auto", config=FULL), like("padded latent", CP3, "boundary"),
         ],
-    },
-    "odd-ranks-with-trees": {
         TREES: [
             like("tree", CP3, checkpoint="auto", config=FULL),
             like("tree", CP3, "boundary", config=FULL),
@@ -218,8 +216,6 @@ GROUPS: dict[str, dict[str, list[MegatronDraw]]] = {
             sharded(CP2_DP2, "boundary", FSDP2, "auto", **FULL), sharded(CP2_DP2, "boundary", FSDP, "auto", **FULL),
         ],
         TILES: [like("ahead", TP2_CP2, options=TILE)],
-    },
-    "four-ranks-with-packs": {
         "heads exchanged, CP 4 as 2 x 2": [
             like("plain", CP4, options={"ulysses_degree": 2}),
             like("plain", CP4, "boundary", "auto", config=FULL, options={"ulysses_degree": 2}, **TRAINS),

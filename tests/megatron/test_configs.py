@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from dfa_megatron.launch import expand, read_arguments
+from dfa_megatron.megatron.check_config import check_config
 from dfa_megatron.megatron.script.dfa_flags import add_dfa_arguments, options_of
 from tests.support.workers import run_each
 
@@ -35,6 +36,8 @@ def parsed(words: list[str], ranks: str, provider: Any = None) -> Any:
 
 
 def every_file(rank: int, world_size: int) -> None:
+    from megatron.training.arguments import core_transformer_config_from_args
+
     for path in FILES:
         model = read_arguments(path)
         for training, more, provider, layout in (
@@ -46,6 +49,8 @@ def every_file(rank: int, world_size: int) -> None:
             assert args.spec[0] == "dfa_megatron.megatron"
             assert args.data_parallel_size == 1
             assert options_of(args).data_layout == layout
+            args.apply_rope_fusion = False  # which needs Transformer Engine
+            check_config(core_transformer_config_from_args(args), options_of(args))
 
 
 def on_the_page(rank: int, world_size: int) -> None:

@@ -151,8 +151,6 @@ def refused(rank: int, ranks: int) -> None:
             call(**{name: object()})
     with pytest.raises(UnsupportedError, match="the block's argument extract_layer_indices"):
         call(extra_block_kwargs={"extract_layer_indices": {0}})
-    with pytest.raises(UnsupportedError, match="moe_enable_routing_replay in data_layout='boundary'"):
-        harness.model_of(row, harness.config_of(row, num_moe_experts=2, moe_enable_routing_replay=True))
     some_kept = harness.model_of(like("plain", {"cp": ranks}, "boundary", config={"num_moe_experts": 2} | BLOCK))
     with nullcontext() if door._KEEPS_MASKS else pytest.raises(UnsupportedError, match="padding_mask beside experts"):
         some_kept(batch["tokens"], batch["position_ids"], None, padding_mask=batch["tokens"] == 0)

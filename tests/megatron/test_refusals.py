@@ -18,13 +18,14 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from dfa_megatron import masks
 from dfa_megatron.config import MegatronConfig
 from dfa_megatron.errors import UnsupportedError
-from dfa_megatron.megatron import check_config as configs
 from dfa_megatron.megatron import distribute_attention, in_order, output, shard_batch
-from dfa_megatron.megatron.check_config import KNOWN, check_config
+from dfa_megatron.megatron.check_config import check_config
 from dfa_megatron.megatron.layers import layer
 from dfa_megatron.megatron.layers.context import AttentionContext
 from dfa_megatron.megatron.layers.core_attention import DistributedCoreAttention
 from dfa_megatron.megatron.script.dfa_flags import add_dfa_arguments, options_of, prepare
+from dfa_megatron.megatron.tested_fields import REFUSED as REFUSED_FIELDS
+from dfa_megatron.megatron.tested_fields import TRIED
 from dfa_megatron.megatron.tokens import batch
 from dfa_megatron.megatron.tokens import packs as documents
 from dfa_megatron.runtime.comm.symmetric_memory import KeptArena
@@ -51,28 +52,20 @@ def test_what_is_not_set_is_not_refused() -> None:
     build(cp_comm_type="dfa", softmax_scale=0.5, k_channels=24, v_channels=16)
 
 
-def test_a_field_that_is_new_to_us_passes_while_it_is_not_set(monkeypatch: pytest.MonkeyPatch) -> None:
+def check_changed(**fields: Any) -> None:
     config = config_of()
-    assert "softmax_type" in configs._read_by_megatrons()
-    monkeypatch.setattr(type(config), "a_new_cap", 3.0, raising=False)
-    monkeypatch.setattr(configs, "_read_by_megatrons", lambda: frozenset({"a_new_cap", "no_field"}))
+    vars(config).update(fields)
     check_config(config, OPTIONS)
-    config.a_new_cap = 4.0
-    with pytest.raises(UnsupportedError, match=r"a_new_cap=4\.0"):
-        check_config(config, OPTIONS)
 
 
-@pytest.mark.parametrize("where", ["config.{}", "self.config.{}", "[config.{} for _ in x]", "(lambda: config.{})()"])
-def test_what_megatrons_attention_reads_is_known_without_its_sources(
-    monkeypatch: pytest.MonkeyPatch, where: str
+def test_a_field_that_is_new_to_us_passes_at_its_default_and_one_of_a_subclass_with_any_value(
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from megatron.core.transformer import dot_product_attention as home
-
-    made: dict[str, Any] = {}
-    body = f"return {where.format('a_new_cap')} + other.no_field + config_of.neither"
-    exec(f"class Newer:\n    size = 1\n    def forward(self, config, x, other, config_of):\n        {body}", made)  # noqa: S102
-    monkeypatch.setattr(home, "DotProductAttention", made["Newer"])
-    assert configs._read_by_megatrons.__wrapped__() - KNOWN == {"a_new_cap"}
+    check_changed(of_a_subclass=1, layernorm_epsilon=1e-6)
+    monkeypatch.delitem(TRIED, "layernorm_epsilon")
+    check_changed()
+    with pytest.raises(UnsupportedError, match=r"layernorm_epsilon=1e-06: no test .* leaving it at 1e-05"):
+        check_changed(layernorm_epsilon=1e-6)
 
 
 def build(**changes: Any) -> DistributedCoreAttention:
@@ -163,16 +156,20 @@ class Capped(DotProductAttention):  # type: ignore[misc,unused-ignore]
 
 ELSEWHERE = type("DotProductAttention", (), {})
 """Another package's attention by the same name."""
-OFFLOADED = {"fine_grained_activation_offloading": True, "offload_modules": ["core_attn"]}
 CORE = {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
+NOT_TRIED = (
+    *("batch_invariant_mode", "flash_decode", "fp8_dot_product_attention", "fp8_multi_head_attention"),
+    *("hierarchical_context_parallel_sizes", "use_kitchen_attention", "fp4", "cpu_offloading", "offload_modules"),
+    *("defer_embedding_wgrad_compute", "moe_enable_routing_replay", "fine_grained_activation_offloading"),
+    "num_microbatches_with_partial_activation_checkpoints",
+)
 SPEC = ["--spec", "dfa_megatron.megatron", "get_spec"]
 ENDS = {"tokens": torch.ones(3, 4), "cu_seqlens": torch.ones(2, 2)}
 
 REFUSED: list[tuple[str, Callable[[], Any]]] = [
-    *((f"{name}=True", partial(check, {name: True})) for name in configs.REFUSED),
-    *((f"{name}=.* over several", partial(check, {name: "sinkhorn"})) for name in configs.OVER_RANKS),
-    *((f"{name} together with remat", partial(check, {name: 1}, checkpoint="remat")) for name in configs.RECOMPUTED),
-    ("cpu_offloading together", lambda: check({"cpu_offloading": True, "recompute_granularity": "full"})),
+    *((f"{name}=True", partial(check, {name: True})) for name in REFUSED_FIELDS),
+    *((f"{name}=2: no test", partial(check_changed, **{name: 2})) for name in NOT_TRIED),
+    ("sinkhorn' over several", lambda: check({"moe_router_load_balancing_type": ["sinkhorn"]})),
     ("cuda_graph_impl='local'", lambda: check({"cuda_graph_impl": "local"})),
     ("experimental_attention_variant='dsa'.*allgather", lambda: check({"experimental_attention_variant": "dsa"})),
     (r"window_size=\(128, 4\)", lambda: check({"window_size": (128, 4)})),
@@ -180,14 +177,11 @@ REFUSED: list[tuple[str, Callable[[], Any]]] = [
     ("together with selective", lambda: check({"recompute_granularity": "selective"}, checkpoint="remat")),
     ("checkpoint='full' in Megatron", lambda: check({}, checkpoint="full")),
     ("deterministic_mode=True without torch", lambda: check({"deterministic_mode": True})),
-    ("offloading core_attn", lambda: check(OFFLOADED)),
-    ("loss_tile together with", lambda: check({"defer_embedding_wgrad_compute": True}, loss_tile=4096)),
-    ("moe_enable_routing_replay in", lambda: check({"moe_enable_routing_replay": True})),
     ("gated delta net among the layers", lambda: check({"linear_attention_freq": 4}, data_layout="zigzag")),
     ("ulysses_degree=4 on a group of 2", lambda: check({}, ulysses_degree=4)),
     ("ulysses_degree=2 with 5 heads", lambda: check({"num_attention_heads": 5}, ulysses_degree=2)),
     ("remat_offload without --recompute-granularity full", lambda: check({}, remat_offload=True)),
-    (r"attention_dropout=0\.2.*--attention-dropout 0\.0", lambda: check(vars(config_of(attention_dropout=0.2)))),
+    (r"attention_dropout=0\.2.*--attention-dropout 0\.0", lambda: check_changed(attention_dropout=0.2)),
     ("attn_mask_type='padding'", lambda: build(attn_mask_type=AttnMaskType.padding)),
     ("attention_type='cross'", lambda: build(attention_type="cross")),
     ("attention_dropout=0.1", lambda: build(attention_dropout=0.1)),

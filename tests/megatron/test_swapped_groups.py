@@ -41,7 +41,7 @@ def collections() -> list[Any]:
     for size in SIZES:
         found = copy.copy(ProcessGroupCollection.use_mpu_process_groups())
         for ranks in size:
-            group = dist.new_group(list(ranks))
+            group = harness.group_of(*ranks)
             if dist.get_rank() in ranks:
                 for name in NAMES.values():
                     setattr(found, name, group)
@@ -81,25 +81,36 @@ def check(model: Any, row: MegatronDraw, group: Any, expected: torch.Tensor) -> 
     return got
 
 
+def losses_alone(row: MegatronDraw) -> torch.Tensor:
+    """The losses of all tokens, by Megatron's own attention on one rank."""
+    alone = row.alone()
+    harness.start(alone)
+    with harness.with_layers(row), apart() if row.has_documents else contextlib.nullcontext():
+        return harness.alone(alone, harness.batch_of(alone, None), harness.model_of(alone)).flatten()
+
+
 def evaluate(rank: int, world_size: int, rows: Sequence[MegatronDraw]) -> None:
-    for row in rows:
-        with harness.with_layers(row), torch.compiler.set_stance("force_eager"):
-            alone, before = row.alone(), torch.Tensor()
-            harness.start(alone)
-            with apart() if row.has_documents else contextlib.nullcontext():
-                expected = harness.alone(alone, harness.batch_of(alone, None), harness.model_of(alone)).flatten()
+    with torch.compiler.set_stance("force_eager"):
+        # Those of one start of Megatron's groups one after another.
+        for row, expected in sorted(((row, losses_alone(row)) for row in rows), key=lambda each: each[0].start):
             harness.start(row)
-            model = harness.model_of(row)
-            for groups in [None, *collections(), None]:
-                if groups is not None:
-                    with swapped(model, groups) as group:
-                        check(model, row, group, expected)
-                    continue
-                model.zero_grad()
-                check(model, row, model.cp_group, expected).sum().backward()
-                gradients = torch.cat([x.grad.flatten() for x in model.parameters()])
-                assert not len(before) or torch.equal(before, gradients), "training after evaluations is as before"
-                before = gradients
+            with harness.with_layers(row):
+                evaluate_by_turns(row, expected)
+
+
+def evaluate_by_turns(row: MegatronDraw, expected: torch.Tensor) -> None:
+    """Train, evaluate with each of `collections`, and train again."""
+    model, before = harness.model_of(row), torch.Tensor()
+    for groups in [None, *collections(), None]:
+        if groups is not None:
+            with swapped(model, groups) as group:
+                check(model, row, group, expected)
+            continue
+        model.zero_grad()
+        check(model, row, model.cp_group, expected).sum().backward()
+        gradients = torch.cat([x.grad.flatten() for x in model.parameters()])
+        assert not len(before) or torch.equal(before, gradients), "training after evaluations is as before"
+        before = gradients
 
 
 @pytest.mark.support("megatron", "evaluation at another context-parallel size: 1, 2, 3, 4")

@@ -118,11 +118,11 @@ class AttentionContext:
                 "mtp_num_layers=None, or documents",
             )
         check_samples(config, packed, pack)
-        if pack.group is not None and (has_losses(config) or config.moe_expert_capacity_factor is not None):
+        if pack.group is not None and has_losses(config):
             groups = [module.tp_cp_group for module in model.modules() if hasattr(module, "tp_cp_group")]
             if pack.group.size() > 1 or any(x.size() > config.tensor_model_parallel_size for x in groups):
                 raise UnsupportedError(
-                    "a cp_group of a micro-batch with a router's losses, sinkhorn or moe_expert_capacity_factor",
+                    "a cp_group of a micro-batch with a router's losses, or sinkhorn",
                     "Megatron sums and counts them over the model's context-parallel group",
                     "moe_aux_loss_coeff=0 and no moe_z_loss_coeff, or micro-batches without local_cp_size and cp_group",
                 )

@@ -15,7 +15,6 @@ import torch
 from dfa_megatron import attention
 from dfa_megatron.config import MegatronConfig
 from dfa_megatron.errors import UnsupportedError
-from dfa_megatron.megatron.check_config import check_config
 from dfa_megatron.megatron.replace import reach
 from dfa_megatron.megatron.tokens.packs import Pack
 from dfa_megatron.megatron.tokens.visit import current_visit
@@ -66,7 +65,6 @@ class DistributedCoreAttention(torch.nn.Module):
         **others: Any,
     ) -> None:
         super().__init__()
-        check_config(config, options)
         kinds = {"attn_mask_type": _name_of(attn_mask_type), "attention_type": attention_type}
         given = {**kinds, "attention_dropout": attention_dropout, "cp_comm_type": cp_comm_type, **_unknown(others)}
         for name, value in given.items():

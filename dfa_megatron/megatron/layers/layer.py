@@ -223,11 +223,11 @@ def _view_class(base: type) -> type:
 
 
 def checkpoint_of(config: Any, tp_group: Any) -> Callable[..., Any]:
-    """Return Megatron's activation checkpoint as `checkpoint(run, *args)`: Transformer Engine's under fp8 and fp4."""
+    """Return Megatron's activation checkpoint as `checkpoint(run, *args)`: Transformer Engine's under fp8."""
     from megatron.core import tensor_parallel
 
     distribute = bool(config.distribute_saved_activations)
-    if getattr(config, "fp8", None) or getattr(config, "fp4", None):
+    if getattr(config, "fp8", None):
         from megatron.core.extensions.transformer_engine import te_checkpoint
 
         tracker = tensor_parallel.random.get_cuda_rng_tracker
