@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from dfa_megatron.errors import UnsupportedError
+from dfa_megatron.huggingface.classify import classifies
 from dfa_megatron.huggingface.embedded_positions import local_ropes
 
 _LAYERS = {
@@ -162,7 +163,7 @@ def _unlisted(model: Any) -> str:
     kind, name = model.config.model_type, type(model).__name__
     if kind not in TRIED:
         return f"a type, {kind}, that is not on the list"
-    language = model.get_output_embeddings() is not None or name.endswith("ForCausalLM")
+    language = model.get_output_embeddings() is not None or name.endswith("ForCausalLM") or classifies(model)
     if model is not model.get_decoder() and ("DoubleHeads" in name or not language):
         return f"a class, {name}, whose head or loss may read several tokens"
     layers = {*(getattr(model.config.get_text_config(), "layer_types", None) or ())} - TRIED[kind] - {"full_attention"}

@@ -16,6 +16,7 @@ from dfa_megatron.huggingface import embedded_positions as embedded
 from dfa_megatron.huggingface import model_inputs as inputs
 from dfa_megatron.huggingface.check_model import check_adapters, check_model, is_multimodal, kind_of
 from dfa_megatron.huggingface.checkpointing import check_layers, check_options, set_checkpointing
+from dfa_megatron.huggingface.classify import classifies, join_scores
 from dfa_megatron.huggingface.current_forward import CONTEXT, NAME, LayerContext, end
 from dfa_megatron.huggingface.hook_mixers import adopt
 from dfa_megatron.huggingface.loss import follow_router
@@ -100,7 +101,9 @@ def distribute_attention(
     )
     decoder = inner.get_decoder()
     if known is None:
-        _hook(inner, decoder)
+        _hook(decoder if classifies(inner) else inner, decoder)
+    if classifies(inner):
+        join_scores(inner, context)
     for module in {inner, decoder, *embedded.rotaries_of(decoder)}:
         setattr(module, CONTEXT, context)
     adopt(inner, context, attentions)

@@ -48,10 +48,10 @@ def _padding_behind(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     padding = (mask.cumsum(1) == 0).sum(1)
     setattr(model, _PADDING, padding)
     whole = {name for name, x in batch.items() if isinstance(x, torch.Tensor) and x.shape == mask.shape}
-    return (), {name: _rolled(x, padding) if name in whole else x for name, x in batch.items()}
+    return (), {name: rolled(x, padding) if name in whole else x for name, x in batch.items()}
 
 
-def _rolled(value: torch.Tensor, by: torch.Tensor) -> torch.Tensor:
+def rolled(value: torch.Tensor, by: torch.Tensor) -> torch.Tensor:
     """Move each row to the left by a number of its own; what leaves a row in front comes back behind it."""
     places = torch.arange(value.shape[1], device=value.device) + by[:, None]
     return value.gather(1, places % value.shape[1])
@@ -75,7 +75,7 @@ def _join(model: Any, args: Any, output: Any) -> Any:
         if name in _OF_HEAD and hasattr(model, _PADDING):
             found = unshard_sequence(value, group=group, layout=layout)
             padding = getattr(model, _PADDING)
-            return (found if padding is None else _rolled(found, -padding))[:, :-1]
+            return (found if padding is None else rolled(found, -padding))[:, :-1]
         if model.training or name not in _OF_TOKENS or (name == "logits" and reads_logits() is False):
             return value
         return tree_map_only(torch.Tensor, whole, value)

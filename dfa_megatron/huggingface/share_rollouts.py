@@ -1,4 +1,4 @@
-"""Let the ranks of a group generate and score rollouts as one process, in TRL's GRPOTrainer and RLOOTrainer.
+"""Let the ranks of a group generate and score rollouts as one process, in TRL's GRPO, RLOO and distillation.
 
 The model samples with its former attention, each rank by itself, or a server of vLLM does. The completions, rewards,
 and all that is gathered, are of each group's first rank, so that what is random cannot differ within a group.
@@ -34,7 +34,7 @@ def check_rollouts(trainer: Any) -> None:
     """Refuse rollouts that the ranks of a group would not have in common, or of images, and learned positions."""
     asked = {
         "vllm_mode='colocate'": trainer.args.use_vllm and trainer.args.vllm_mode != "server",
-        "use_transformers_continuous_batching": trainer.args.use_transformers_continuous_batching,
+        "use_transformers_continuous_batching": getattr(trainer.args, "use_transformers_continuous_batching", False),
         "rollout_func": getattr(trainer, "rollout_func", None),
         "tools": getattr(trainer, "tools", None),
         "environment_factory": getattr(trainer, "environment_factories", None),
@@ -61,7 +61,22 @@ def share_rollouts(trainer: Any, size: int) -> None:
 
     args, accelerator = trainer.args, trainer.accelerator
     groups = accelerator.num_processes
-    rows = args.per_device_train_batch_size * groups * args.steps_per_generation
+    steps = getattr(args, "steps_per_generation", args.gradient_accumulation_steps)  # the latter in distillation
+    rows = args.per_device_train_batch_size * groups * steps
+    if hasattr(trainer, "num_generations"):
+        _check_answers(trainer, size, rows)
+        args.generation_batch_size = rows
+    kept: Callable[[], deque[Any]] = functools.partial(deque, maxlen=rows)
+    for name, held in trainer._logs.items():
+        trainer._logs[name] = defaultdict(kept) if isinstance(held, dict) else kept()
+    set_seed(args.seed + accelerator.process_index // size)  # TRL's is of the rank
+    own = trainer._generate_and_score_completions
+    trainer._generate_and_score_completions = functools.partial(_by_groups, trainer, own)
+
+
+def _check_answers(trainer: Any, size: int, rows: int) -> None:
+    """Refuse batches that do not hold all answers to each prompt."""
+    args, groups = trainer.args, trainer.accelerator.num_processes
     in_evaluation = args.per_device_eval_batch_size * groups if args.eval_strategy != "no" else 0
     if rows % trainer.num_generations or in_evaluation % trainer.num_generations_eval:
         raise UnsupportedError(
@@ -69,13 +84,6 @@ def share_rollouts(trainer: Any, size: int) -> None:
             f"num_generations, {trainer.num_generations} and {trainer.num_generations_eval}, does not divide them",
             "larger batches",
         )
-    args.generation_batch_size = rows
-    kept: Callable[[], deque[Any]] = functools.partial(deque, maxlen=rows)
-    for name, held in trainer._logs.items():
-        trainer._logs[name] = defaultdict(kept) if isinstance(held, dict) else kept()
-    set_seed(args.seed + accelerator.process_index // size)  # TRL's is of the rank
-    own = trainer._generate_and_score_completions
-    trainer._generate_and_score_completions = functools.partial(_by_groups, trainer, own)
 
 
 def _by_groups(trainer: Any, own: Callable[[Any], Any], inputs: Any) -> Any:
@@ -91,16 +99,16 @@ def _by_groups(trainer: Any, own: Callable[[Any], Any], inputs: Any) -> Any:
         return found
 
     with (
-        _replaced(of_trl, gather=accelerator.gather, gather_object=of_firsts),
-        _replaced(of_vllm, gather_object=of_firsts),
-        _replaced(vars(model), generate=functools.partial(_sampled, model, model.generate)),
+        replaced(of_trl, gather=accelerator.gather, gather_object=of_firsts),
+        replaced(of_vllm, gather_object=of_firsts),
+        replaced(vars(model), generate=functools.partial(_sampled, model, model.generate)),
         accelerator.indexed_by_groups(),
     ):
         return own(inputs)
 
 
 @contextmanager
-def _replaced(names: dict[str, Any], **ours: Any) -> Iterator[None]:
+def replaced(names: dict[str, Any], **ours: Any) -> Iterator[None]:
     """Replace some names of a module for a while."""
     theirs = {name: names[name] for name in ours if name in names}
     names.update(ours)

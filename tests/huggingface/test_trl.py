@@ -17,17 +17,26 @@ from dfa_megatron.config import TrainingConfig
 from dfa_megatron.huggingface import share_rollouts
 from tests.huggingface.rows import EXPERTS
 from tests.huggingface.test_trainer import parameters_of, prepare_worker
-from tests.support.models import TRAINING, VOCABULARY, build, text
+from tests.support.models import TRAINING, VOCABULARY, build, text, with_noise
 from tests.support.workers import preload, run_ranks
 
 INSTALLED = importlib.util.find_spec("trl") is not None
 
 if INSTALLED:
-    preload(*(f"trl.trainer.{name}_trainer" for name in ("dpo", "grpo", "kto", "rloo", "sft")))
+    preload(
+        *(f"trl.trainer.{name}_trainer" for name in ("distillation", "dpo", "grpo", "kto", "reward", "rloo", "sft"))
+    )
 
 PACKED = {"packing": True, "packing_strategy": "bfd", "max_length": 17}
-LOGGED = {"DPO": ("rewards/margins",), "KTO": ("rewards/margins",), "GRPO": ("rows", "reward_std")}
+SCORED = {"loss", "grad_norm", "num_tokens"}
+LOGGED = {
+    **{name: {*SCORED, "entropy"} for name in ("SFT", "RLOO", "Distillation")},
+    **{name: {*SCORED, "entropy", "rewards/margins"} for name in ("DPO", "KTO")},
+    "GRPO": {*SCORED, "entropy", "rows", "reward_std"},
+    "Reward": {*SCORED, "accuracy", "margin", "mean_reward"},
+}
 ROLLOUTS = ("GRPO", "RLOO")
+GENERATES = (*ROLLOUTS, "Distillation")
 TIMES = ("_runtime", "_per_second", "dfa/", "total_flos", "step_time", "profiling/")
 
 
@@ -52,7 +61,7 @@ def rows(name: str, count: int) -> list[dict[str, Any]]:
         samples = [text(1, 3 + 5 * at % 9, seed=count + at, unlabelled=at % 3) for at in range(2 * count)]
         return [{key: value[0].tolist() for key, value in sample.items()} for sample in samples]
     pairs = [{"prompt": words(1, 6), "chosen": words(1, 9), "rejected": words(1, 5)} for _ in range(count)]
-    if name in ("DPO", *ROLLOUTS):
+    if name in ("DPO", "Reward", *GENERATES):
         return pairs
     return [{"prompt": row["prompt"], "completion": row["chosen"], "label": at % 3 > 0} for at, row in enumerate(pairs)]
 
@@ -69,6 +78,7 @@ def save(folder: Path, name: str) -> None:
 
 def train(rank: int, ranks: int, folder: str, size: int, runs: list[tuple[str, dict[str, Any]]]) -> list[Any]:
     """What each run logs, its parameters, and the tokens that it generated."""
+    dfa_hf.add_cp_backend()
     if ranks > 1:
         prepare_worker(rank, ranks)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
@@ -116,21 +126,35 @@ class Server:
 
 
 def trained(folder: str, name: str, data: int, size: int, changes: dict[str, Any]) -> Any:
+    import accelerate
+    import transformers
     import trl
     from datasets import load_from_disk
 
+    changes = {**changes}
     kind, written, per_device = "Qwen3Moe" if "router_aux_loss_coef" in changes else "Llama", list[Any](), 2 // data
 
     experts = {**EXPERTS, "experts_implementation": "eager"} if kind == "Qwen3Moe" else {}
-    model, others = build(kind, **experts), {} if name == "SFT" else {"ref_model": build(kind, seed=1, **experts)}
+    model, others = build(kind, **experts), dict[str, Any]()
+    if beside := {"DPO": "ref_model", "KTO": "ref_model", "Distillation": "teacher_model"}.get(name):
+        others[beside] = build(kind, seed=1, **experts)
+    if name == "Reward":
+        model.config.num_labels = 1
+        model = with_noise(transformers.LlamaForSequenceClassification(model.config))
     given: dict[str, Any] = {**TRAINING, "output_dir": folder, "gradient_accumulation_steps": 2}
     given |= dict.fromkeys(("bf16", "gradient_checkpointing", "ddp_find_unused_parameters"), False)
+    by_config = changes.pop("by_config", False) and size > 1
+    if by_config:
+        given["parallelism_config"] = accelerate.ParallelismConfig(
+            cp_size=size, cp_backend="dfa", cp_handler=TrainingConfig(checkpoint="remat")
+        )
     if name in ROLLOUTS:
-        del others["ref_model"]
         model.config._name_or_path = f"{folder}/reference"  # from where TRL takes it
         others["reward_funcs"] = rewards(written, int(os.environ.get("RANK", "0")) % size)
+        given["num_generations"] = 2
+    if name in GENERATES:
         per_device = 4 // data
-        given |= {"num_generations": 2, "max_completion_length": 7, "gradient_checkpointing": True}
+        given |= {"max_completion_length": 7, "gradient_checkpointing": True}
         vllm: Any = importlib.import_module("trl.generation.vllm_generation")
         vllm.is_vllm_available, vllm.VLLMClient = lambda: True, Server
     given |= {f"per_device_{each}_batch_size": per_device for each in ("train", "eval")}
@@ -139,8 +163,8 @@ def trained(folder: str, name: str, data: int, size: int, changes: dict[str, Any
         train_dataset=load_from_disk(f"{folder}/train"), eval_dataset=load_from_disk(f"{folder}/eval"),
         processing_class=tokenizer(), **others,
     )  # fmt: skip
-    if size > 1:
-        checkpoint = "auto" if name in ROLLOUTS else "remat"
+    if size > 1 and not by_config:
+        checkpoint = "auto" if name in GENERATES else "remat"
         for _ in range(2):
             dfa_hf.distribute_trainer(run, size=size, config=TrainingConfig(checkpoint=checkpoint))
     run.train()
@@ -154,17 +178,24 @@ def trained(folder: str, name: str, data: int, size: int, changes: dict[str, Any
 
 VLLM = {"use_vllm": True, "vllm_mode": "server"}
 MIXTURE = {"router_aux_loss_coef": 0.5}
+BY_CONFIG = {"by_config": True}
+"""Distributed by ParallelismConfig(cp_backend="dfa") in the arguments, without a call."""
 RUNS: dict[tuple[int, int], list[tuple[str, dict[str, Any]]]] = {
     (3, 3): [
-        ("SFT", {**PACKED, **MIXTURE}),
-        ("DPO", {"beta": 0.3, **MIXTURE, "use_weighting": True}),
-        ("KTO", {"beta": 0.3}),
+        ("SFT", {**PACKED, **MIXTURE, **BY_CONFIG}),
+        ("DPO", {"beta": 0.3, **MIXTURE, "use_weighting": True, **BY_CONFIG}),
+        ("KTO", {"beta": 0.3, **BY_CONFIG}),
+        ("Reward", {"center_rewards_coefficient": 0.1, **BY_CONFIG}),
+        ("Distillation", {"beta": 0.3}),
         ("GRPO", {"beta": 0.1, "loss_type": "grpo", "num_iterations": 2, "max_steps": 3, "eval_strategy": "no"}),
         ("GRPO", {"loss_type": "dr_grpo", "mask_truncated_completions": True, **MIXTURE}),
         ("RLOO", {"beta": 0.1, **VLLM, "max_steps": 2, "eval_strategy": "no"}),
     ],
     (4, 2): [
         ("SFT", {**PACKED, "eval_strategy": "no"}),
+        ("KTO", BY_CONFIG),
+        ("Reward", {}),
+        ("Distillation", {"beta": 1.0, "temperature": 0.7, "eval_strategy": "no"}),
         ("DPO", {"beta": 0.3, "loss_type": ["sigmoid", "ipo"], "loss_weights": [1.0, 0.5], "ld_alpha": 0.4}),
         ("GRPO", {"beta": 0.1, "loss_type": "dapo", "num_generations": 4}),
         ("DPO", {"loss_type": ["sigmoid", "sft"], "precompute_ref_log_probs": True}),
@@ -186,7 +217,7 @@ def test_losses_gradients_and_what_is_logged_are_those_of_one_process_a_group(
     wanted = run_ranks(ranks // size, train, one, 1, runs, timeout=120)
     for rank, found in enumerate(run_ranks(ranks, train, many, size, runs, timeout=170)):
         for (name, _), (logged, mine, written), want in zip(runs, found, wanted[rank // size], strict=True):
-            assert {"loss", "entropy", "num_tokens", "grad_norm", *LOGGED.get(name, ())} <= want[0][0].keys()
+            assert LOGGED[name] <= want[0][0].keys()
             assert len(logged) == len(want[0])
             for entry, expected in zip(logged, want[0], strict=True):
                 assert entry == pytest.approx(expected, rel=1e-4, abs=1e-6), name
