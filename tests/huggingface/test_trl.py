@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
 import os
 import random
@@ -17,6 +16,7 @@ from dfa_megatron.config import TrainingConfig
 from dfa_megatron.huggingface import share_rollouts
 from tests.huggingface.rows import EXPERTS
 from tests.huggingface.test_trainer import parameters_of, prepare_worker
+from tests.huggingface.vllm_server import Server, let_trl_find_vllm
 from tests.support.models import TRAINING, VOCABULARY, build, text, with_noise
 from tests.support.workers import preload, run_ranks
 
@@ -96,35 +96,6 @@ def rewards(written: list[Any], other: int) -> Any:
     return reward
 
 
-class Server:
-    """A server of vLLM: its answers follow from the prompts and from how often it was asked."""
-
-    def __init__(self, **_: Any) -> None:
-        self.asked = 0
-
-    def init_communicator(self, device: torch.device) -> None:
-        pass
-
-    def get_server_info(self) -> dict[str, Any]:
-        return {"model_config": {"logprobs_mode": "processed_logprobs"}}
-
-    def update_named_params(self, metadata: list[Any], parameters: Any) -> None:
-        assert len([*parameters]) == len(metadata)
-
-    def reset_prefix_cache(self) -> None:
-        pass
-
-    def generate(self, prompts: list[list[int]], n: int, **_: Any) -> dict[str, Any]:
-        self.asked += 1
-        answers = [
-            [(7 * at + sum(ids) * (which + 3) + self.asked) % (VOCABULARY - 2) for at in range(1 + sum(ids) % 7)]
-            for ids in prompts
-            for which in range(n)
-        ]
-        scores = [[[-2.0 - word / VOCABULARY] for word in answer] for answer in answers]
-        return {"prompt_ids": prompts, "completion_ids": answers, "logprobs": scores}
-
-
 def trained(folder: str, name: str, data: int, size: int, changes: dict[str, Any]) -> Any:
     import accelerate
     import transformers
@@ -132,7 +103,8 @@ def trained(folder: str, name: str, data: int, size: int, changes: dict[str, Any
     from datasets import load_from_disk
 
     changes = {**changes}
-    kind, written, per_device = "Qwen3Moe" if "router_aux_loss_coef" in changes else "Llama", list[Any](), 2 // data
+    kind, written = "Qwen3Moe" if "router_aux_loss_coef" in changes else "Llama", list[Any]()
+    per_device = (4 if name == "KTO" else 2) // data
 
     experts = {**EXPERTS, "experts_implementation": "eager"} if kind == "Qwen3Moe" else {}
     model, others = build(kind, **experts), dict[str, Any]()
@@ -155,8 +127,10 @@ def trained(folder: str, name: str, data: int, size: int, changes: dict[str, Any
     if name in GENERATES:
         per_device = 4 // data
         given |= {"max_completion_length": 7, "gradient_checkpointing": True}
-        vllm: Any = importlib.import_module("trl.generation.vllm_generation")
-        vllm.is_vllm_available, vllm.VLLMClient = lambda: True, Server
+    server = Server() if "use_vllm" in changes and int(os.environ.get("RANK", "0")) == 0 else None
+    if "use_vllm" in changes:
+        let_trl_find_vllm()
+        given["vllm_server_base_url"] = "http://127.0.0.1:9" if server is None else server.url  # one rank may ask
     given |= {f"per_device_{each}_batch_size": per_device for each in ("train", "eval")}
     run = getattr(trl, f"{name}Trainer")(
         model=model, args=getattr(trl, f"{name}Config")(**{**given, **changes}),
@@ -168,6 +142,9 @@ def trained(folder: str, name: str, data: int, size: int, changes: dict[str, Any
         for _ in range(2):
             dfa_hf.distribute_trainer(run, size=size, config=TrainingConfig(checkpoint=checkpoint))
     run.train()
+    if server is not None:
+        assert 1 < server.updates <= server.asked
+        server.close()
     if getattr(run, "precompute_ref_logps", False):
         run.evaluate(load_from_disk(f"{folder}/more"))
     seen = [{k: v for k, v in entry.items() if not any(t in k for t in TIMES)} for entry in run.state.log_history]
