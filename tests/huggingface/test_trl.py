@@ -115,7 +115,10 @@ def trained(folder: str, name: str, data: int, size: int, changes: dict[str, Any
         model = with_noise(transformers.LlamaForSequenceClassification(model.config))
     given: dict[str, Any] = {**TRAINING, "output_dir": folder, "gradient_accumulation_steps": 2}
     given |= dict.fromkeys(("bf16", "gradient_checkpointing", "ddp_find_unused_parameters"), False)
-    by_config = changes.pop("by_config", False) and size > 1
+    by_config, by_flags = (changes.pop(name, False) and size > 1 for name in ("by_config", "by_flags"))
+    os.environ["ACCELERATE_USE_PARALLELISM_CONFIG"] = str(by_flags)
+    if by_flags:
+        os.environ |= {"PARALLELISM_CONFIG_CP_SIZE": str(size), "PARALLELISM_CONFIG_CP_BACKEND": "dfa"}
     if by_config:
         given["parallelism_config"] = accelerate.ParallelismConfig(
             cp_size=size, cp_backend="dfa", cp_handler=TrainingConfig(checkpoint="remat")
@@ -137,7 +140,7 @@ def trained(folder: str, name: str, data: int, size: int, changes: dict[str, Any
         train_dataset=load_from_disk(f"{folder}/train"), eval_dataset=load_from_disk(f"{folder}/eval"),
         processing_class=tokenizer(), **others,
     )  # fmt: skip
-    if size > 1 and not by_config:
+    if size > 1 and not (by_config or by_flags):
         checkpoint = "auto" if name in GENERATES else "remat"
         for _ in range(2):
             dfa_hf.distribute_trainer(run, size=size, config=TrainingConfig(checkpoint=checkpoint))
@@ -156,16 +159,16 @@ def trained(folder: str, name: str, data: int, size: int, changes: dict[str, Any
 VLLM = {"use_vllm": True, "vllm_mode": "server"}
 MIXTURE = {"router_aux_loss_coef": 0.5}
 BY_CONFIG = {"by_config": True}
-"""Distributed by ParallelismConfig(cp_backend="dfa") in the arguments, without a call."""
+"""Distributed by ParallelismConfig(cp_backend="dfa") in the arguments, without a call; "by_flags": by a launcher's."""
 RUNS: dict[tuple[int, int], list[tuple[str, dict[str, Any]]]] = {
     (3, 3): [
         ("SFT", {**PACKED, **MIXTURE, **BY_CONFIG}),
         ("DPO", {"beta": 0.3, **MIXTURE, "use_weighting": True, **BY_CONFIG}),
         ("KTO", {"beta": 0.3, **BY_CONFIG}),
         ("Reward", {"center_rewards_coefficient": 0.1, **BY_CONFIG}),
-        ("Distillation", {"beta": 0.3}),
+        ("Distillation", {"beta": 0.3, **VLLM}),
         ("GRPO", {"beta": 0.1, "loss_type": "grpo", "num_iterations": 2, "max_steps": 3, "eval_strategy": "no"}),
-        ("GRPO", {"loss_type": "dr_grpo", "mask_truncated_completions": True, **MIXTURE}),
+        ("GRPO", {"loss_type": "dr_grpo", "mask_truncated_completions": True, **MIXTURE, "by_flags": True}),
         ("RLOO", {"beta": 0.1, **VLLM, "max_steps": 2, "eval_strategy": "no"}),
     ],
     (4, 2): [

@@ -6,6 +6,7 @@ What NCCL carries between trainer and workers is posted too, since it needs GPUs
 from __future__ import annotations
 
 import json
+import sys
 import threading
 import urllib.error
 import urllib.parse
@@ -106,7 +107,14 @@ class Server:
             for tokens, of_row in zip(rows[:, len(prompt) :].tolist(), torch.cat(scores, 1).tolist(), strict=True):
                 named = [f"token_id:{token}" for token in tokens]
                 told = {"tokens": named, "token_logprobs": of_row, "top_logprobs": [None] * len(named)}
-                choices.append({"prompt_token_ids": prompt, "token_ids": tokens, "logprobs": told})
+                told = None if given["logprobs"] is None else told
+                choices.append(
+                    {
+                        "prompt_token_ids": prompt,
+                        "token_ids": tokens,
+                        "logprobs": None if given["logprobs"] is None else told,
+                    }
+                )
         return {"choices": choices}
 
 
@@ -165,7 +173,7 @@ class _Engine:
 
 def let_trl_find_vllm() -> None:
     """Give TRL's own client what it imports of vLLM and requests, which are not installed, and what needs a GPU."""
-    from trl.generation import vllm_client, vllm_generation
+    from trl.generation import vllm_client
 
     def init_communicator(client: Any, device: Any) -> None:
         assert client.get_server_info()["weight_transfer_config"] is not None
@@ -178,8 +186,10 @@ def let_trl_find_vllm() -> None:
     )
     vars(vllm_client).update(
         requests=stand_ins, HTTPAdapter=lambda **_: None, Retry=lambda **_: None, is_requests_available=lambda: True,
-        is_vllm_available=lambda: True, NCCLWeightTransferEngine=_Engine,
+        NCCLWeightTransferEngine=_Engine,
         NCCLTrainerSendWeightsArgs=lambda group, packed: group,
     )  # fmt: skip
     vllm_client.VLLMClient.init_communicator = init_communicator
-    vars(vllm_generation)["is_vllm_available"] = lambda: True
+    for name, module in [*sys.modules.items()]:
+        if name.startswith("trl.") and "is_vllm_available" in vars(module):
+            vars(module)["is_vllm_available"] = lambda: True
