@@ -8,12 +8,11 @@ causal SDPA only.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import importlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 import torch
@@ -21,9 +20,8 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from dfa_megatron.config import TrainingConfig
 from dfa_megatron.errors import UnsupportedError
-from dfa_megatron.huggingface.classify import classifies
 from dfa_megatron.huggingface.distribute import distribute_attention, transformers_model
-from dfa_megatron.huggingface.join_outputs import join_outputs
+from dfa_megatron.huggingface.join_outputs import classifies, join_outputs
 from dfa_megatron.huggingface.mesh import make_mesh
 from dfa_megatron.huggingface.model_inputs import LEFT_OUT
 
@@ -107,7 +105,7 @@ def share_sequences(
     if known is None:
         _count_groups(accelerator, Sharing(size, None if loop else model))
     elif known.by_config and known.trained is None and not loop:
-        accelerator._dfa_sharing = dataclasses.replace(known, trained=model)
+        accelerator._dfa_sharing = replace(known, trained=model)
     return size
 
 

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from dfa_megatron.errors import UnsupportedError
-from dfa_megatron.huggingface.classify import classifies
 from dfa_megatron.huggingface.embedded_positions import local_ropes
+from dfa_megatron.huggingface.join_outputs import classifies
 
 _LAYERS = {
     "": """

@@ -12,23 +12,18 @@ from collections.abc import Callable
 from typing import Any
 
 from dfa_megatron.config import TrainingConfig
-from dfa_megatron.errors import UnsupportedError
-from dfa_megatron.hooks import replace
+from dfa_megatron.hooks import replace, replaced
 from dfa_megatron.huggingface.accelerator import share_by_config
 from dfa_megatron.huggingface.current_forward import NAME
 from dfa_megatron.huggingface.trainer import distribute_trainer
 
-_OURS = "_dfa_ours"
-"""The attribute of a method of ours that stands in for another's."""
-
 
 def add_cp_backend() -> None:
-    """Let accelerate take `ParallelismConfig(cp_size=N, cp_backend="dfa")`; call it before one is made, and again.
+    """Let accelerate take `ParallelismConfig(cp_size=N, cp_backend="dfa")`; before one is made, and again if you like.
 
     An `Accelerator` with it counts groups of N ranks, and its `prepare` distributes a transformers model; a Trainer of
     transformers or TRL is distributed when it first trains, evaluates or predicts. FSDP2 is not demanded.
-    `cp_handler` may be a `TrainingConfig`. docs/hooks.md lists what is replaced, `dfa_megatron.hooks.restore()` undoes
-    it.
+    `cp_handler` may be a `TrainingConfig`. docs/hooks.md lists what is replaced.
     """
     from accelerate import Accelerator, ParallelismConfig
 
@@ -37,17 +32,11 @@ def add_cp_backend() -> None:
 
 
 def _replace(owner: Any, name: str, ours: Callable[..., Any]) -> None:
-    """Let a method of ours stand in for another, which it is given; a second call does nothing."""
-    own = getattr(owner, name)
-    if hasattr(own, _OURS):
+    """Let a method of ours, which is given the other, stand in for it; a second call does nothing."""
+    if f"{owner.__name__}.{name}" in replaced():
         return
-
-    @functools.wraps(own)
-    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return ours(own, self, *args, **kwargs)
-
-    setattr(method, _OURS, True)
-    replace(owner, name, method)
+    own = getattr(owner, name)
+    replace(owner, name, functools.wraps(own)(lambda self, *args, **kwargs: ours(own, self, *args, **kwargs)))
 
 
 def _check_fields(own: Callable[[Any], None], config: Any) -> None:
@@ -57,12 +46,7 @@ def _check_fields(own: Callable[[Any], None], config: Any) -> None:
         return
     handler, config.cp_handler, config.cp_backend = config.cp_handler, None, "torch"
     own(config)
-    config.cp_backend, config.cp_handler = NAME, handler_of(handler)
-
-
-def handler_of(handler: Any) -> TrainingConfig | None:
-    """Return the `cp_handler` of the backend, if it is one."""
-    return None if handler is None else TrainingConfig.of(handler)
+    config.cp_backend, config.cp_handler = NAME, handler and TrainingConfig.of(handler)
 
 
 def _init(own: Callable[..., None], accelerator: Any, *args: Any, **kwargs: Any) -> None:
@@ -72,45 +56,29 @@ def _init(own: Callable[..., None], accelerator: Any, *args: Any, **kwargs: Any)
     asked = kwargs.get("parallelism_config")
     if asked is None and os.environ.get("ACCELERATE_USE_PARALLELISM_CONFIG", "false").lower() == "true":
         asked = ParallelismConfig()
-    if asked is None or not asks(asked):
+    if asked is None or asked.cp_backend != NAME or asked.cp_size == 1:
         own(accelerator, *args, **kwargs)
         return
     own(accelerator, *args, **{**kwargs, "parallelism_config": without_cp(asked, kwargs.get("fsdp_plugin"))})
     share(accelerator, asked)
 
 
-def asks(config: Any) -> bool:
-    """Return whether a ParallelismConfig asks for this backend."""
-    return config.cp_backend == NAME and config.cp_size > 1
-
-
 def without_cp(config: Any, fsdp_plugin: Any) -> Any:
     """Return the ParallelismConfig of an accelerator to which all ranks are data parallel: shards, with FSDP."""
     sharded = fsdp_plugin is not None or os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
+    whole = config.data_parallel_size * config.cp_size if config.data_parallel_size > 1 else 1  # 1 stands for all ranks
     return type(config)(
-        dp_replicate_size=config.dp_replicate_size if sharded else 1,
-        dp_shard_size=config.dp_shard_size * config.cp_size if sharded else 1,  # 1: accelerate then takes all ranks
+        dp_replicate_size=config.dp_replicate_size if sharded else whole,
+        dp_shard_size=config.dp_shard_size * config.cp_size if sharded else 1,
         tp_size=config.tp_size, sp_size=config.sp_size, cp_size=1, cp_backend="torch",
     )  # fmt: skip
 
 
 def share(accelerator: Any, config: Any) -> None:
-    """Let an accelerator that was just made count groups of `cp_size` ranks, and share sequences among them.
+    """Let an accelerator that was just made count groups of `cp_size` ranks; a Trainer that makes it comes later."""
+    from transformers import Trainer
 
-    A Trainer, which may be making it, is distributed when it first trains, evaluates or predicts.
-    """
-    ranks, data = accelerator.state.num_processes, config.data_parallel_size
-    if data > 1 and data * config.cp_size != ranks:
-        raise UnsupportedError(
-            f"{data} data-parallel groups of cp_size={config.cp_size} on {ranks} ranks",
-            "their product is another number",
-            "sizes whose product is the number of ranks, or the default dp sizes",
-        )
     share_by_config(accelerator, config.cp_size, config.cp_handler)
-    try:
-        from transformers import Trainer
-    except ImportError:
-        return
     for name in ("train", "evaluate", "predict"):
         _replace(Trainer, name, _distribute_first)
 

@@ -16,9 +16,9 @@ from dfa_megatron.huggingface import embedded_positions as embedded
 from dfa_megatron.huggingface import model_inputs as inputs
 from dfa_megatron.huggingface.check_model import check_adapters, check_model, is_multimodal, kind_of
 from dfa_megatron.huggingface.checkpointing import check_layers, check_options, set_checkpointing
-from dfa_megatron.huggingface.classify import classifies, join_scores
 from dfa_megatron.huggingface.current_forward import CONTEXT, NAME, LayerContext, end
 from dfa_megatron.huggingface.hook_mixers import adopt
+from dfa_megatron.huggingface.join_outputs import classifies, join_scores
 from dfa_megatron.huggingface.loss import follow_router
 from dfa_megatron.huggingface.tiled_head import set_tile
 from dfa_megatron.plan.degree import check_degree

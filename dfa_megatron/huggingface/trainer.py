@@ -13,11 +13,10 @@ from dfa_megatron.config import TrainingConfig
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.huggingface.accelerator import check_given, refuse_objects, share_sequences
 from dfa_megatron.huggingface.batch import IGNORED
-from dfa_megatron.huggingface.classify import classifies
 from dfa_megatron.huggingface.distribute import transformers_model
+from dfa_megatron.huggingface.join_outputs import classifies
 from dfa_megatron.huggingface.loss import follow_router
-from dfa_megatron.huggingface.share_divergence import share_divergence
-from dfa_megatron.huggingface.share_rollouts import check_rollouts, generates, share_rollouts
+from dfa_megatron.huggingface.share_rollouts import check_rollouts, generates, share_divergence, share_rollouts
 from dfa_megatron.huggingface.tiled_head import causal_loss, follow_trainers
 from dfa_megatron.runtime.counters import stats
 

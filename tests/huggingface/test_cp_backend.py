@@ -80,7 +80,7 @@ def refused(rank: int, world_size: int) -> None:
 
     prepare_worker(rank, world_size)
     dfa_hf.add_cp_backend()
-    with pytest.raises(UnsupportedError, match=r"3 data-parallel groups of cp_size=2 on 2 ranks"):
+    with pytest.raises(ValueError, match=r"total_size \(6\) does not match num_processes \(2\)"):
         Accelerator(cpu=True, parallelism_config=ParallelismConfig(dp_shard_size=3, cp_size=2, cp_backend="dfa"))
     with pytest.raises(UnsupportedError, match="size=4 on 2 ranks"):
         Accelerator(cpu=True, parallelism_config=ParallelismConfig(cp_size=4, cp_backend="dfa"))
