@@ -51,24 +51,24 @@ LONG_FUNCTIONS_FOR_NOW: set[str] = set()
 """May only become shorter."""
 
 BUDGETS = {
-    "benchmarks": 5_474,
+    "benchmarks": 5_742,
     "cli": 1_014,
     "deepspeed": 1_088,
     "docs": 1_301,
     "doctor": 828,
-    "huggingface": 3_882,
+    "huggingface": 4_110,
     "indexed": 959,
     "kernels": 4_002,
     "loss": 686,
     "megatron": 3_834,
-    "plan": 5_614,
+    "plan": 5_833,
     "proving": 643,
     "recurrence": 1_400,
     "remat": 499,
     "runtime": 5_688,
     "sequence": 412,
-    "tests": 36_690,
-    "top": 1_583,
+    "tests": 37_181,
+    "top": 1_586,
     "trees": 307,
 }
 """Lines of Python in a folder of the package, in its files beside them ("top"), in tests, docs and benchmarks.

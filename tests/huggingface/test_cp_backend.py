@@ -95,6 +95,10 @@ def refused(rank: int, world_size: int) -> None:
         dfa_hf.distribute_accelerator(accelerator, build("Llama"), size=1)
     with pytest.raises(UnsupportedError, match="no transformers model was found"):
         accelerator.prepare(torch.nn.Linear(1, 1))
+    page = (ROOT / "docs" / "hooks.md").read_text(encoding="utf-8")
+    ours = {"ParallelismConfig.__post_init__", "Accelerator.__init__", "Trainer.train", "Trainer.evaluate"}
+    assert {*hooks.replaced()} == {*ours, "Trainer.predict"}
+    assert all(f"`{name.rpartition('.')[2]}`" in page for name in hooks.replaced())
     hooks.restore()
     assert hooks.replaced() == []
     with pytest.raises(ValueError, match="cp_backend must be one of"):

@@ -96,39 +96,46 @@ def rewards(written: list[Any], other: int) -> Any:
     return reward
 
 
-def trained(folder: str, name: str, data: int, size: int, changes: dict[str, Any]) -> Any:
-    import accelerate
+def models(name: str, kind: str) -> tuple[Any, dict[str, Any]]:
+    """The model that a trainer trains, and the one beside it."""
     import transformers
-    import trl
-    from datasets import load_from_disk
-
-    changes = {**changes}
-    kind, written = "Qwen3Moe" if "router_aux_loss_coef" in changes else "Llama", list[Any]()
-    per_device = (4 if name == "KTO" else 2) // data
 
     experts = {**EXPERTS, "experts_implementation": "eager"} if kind == "Qwen3Moe" else {}
-    model, others = build(kind, **experts), dict[str, Any]()
-    if beside := {"DPO": "ref_model", "KTO": "ref_model", "Distillation": "teacher_model"}.get(name):
-        others[beside] = build(kind, seed=1, **experts)
+    model = build(kind, **experts)
     if name == "Reward":
         model.config.num_labels = 1
         model = with_noise(transformers.LlamaForSequenceClassification(model.config))
-    given: dict[str, Any] = {**TRAINING, "output_dir": folder, "gradient_accumulation_steps": 2}
-    given |= dict.fromkeys(("bf16", "gradient_checkpointing", "ddp_find_unused_parameters"), False)
-    by_config, by_flags = (changes.pop(name, False) and size > 1 for name in ("by_config", "by_flags"))
-    os.environ["ACCELERATE_USE_PARALLELISM_CONFIG"] = str(by_flags)
-    if by_flags:
+    beside = {"DPO": "ref_model", "KTO": "ref_model", "Distillation": "teacher_model"}.get(name)
+    return model, {beside: build(kind, seed=1, **experts)} if beside else {}
+
+
+def told(by: str, size: int) -> dict[str, Any]:
+    """What accelerate is told by its config, or by the variables of its launcher."""
+    from accelerate import ParallelismConfig
+
+    os.environ["ACCELERATE_USE_PARALLELISM_CONFIG"] = str(by == "flags")
+    if by == "flags":
         os.environ |= {"PARALLELISM_CONFIG_CP_SIZE": str(size), "PARALLELISM_CONFIG_CP_BACKEND": "dfa"}
-    if by_config:
-        given["parallelism_config"] = accelerate.ParallelismConfig(
-            cp_size=size, cp_backend="dfa", cp_handler=TrainingConfig(checkpoint="remat")
-        )
+    options = {"cp_backend": "dfa", "cp_handler": TrainingConfig(checkpoint="remat")}
+    return {"parallelism_config": ParallelismConfig(cp_size=size, **options)} if by == "config" else {}
+
+
+def trained(folder: str, name: str, data: int, size: int, changes: dict[str, Any]) -> Any:
+    import trl
+    from datasets import load_from_disk
+
+    by = changes.get("by", "") if size > 1 else ""
+    changes = {option: value for option, value in changes.items() if option != "by"}
+    kind, written = "Qwen3Moe" if "router_aux_loss_coef" in changes else "Llama", list[Any]()
+    model, others = models(name, kind)
+    given: dict[str, Any] = {**TRAINING, "output_dir": folder, "gradient_accumulation_steps": 2, **told(by, size)}
+    given |= dict.fromkeys(("bf16", "gradient_checkpointing", "ddp_find_unused_parameters"), False)
+    per_device = (4 if name in ("KTO", *GENERATES) else 2) // data
     if name in ROLLOUTS:
         model.config._name_or_path = f"{folder}/reference"  # from where TRL takes it
         others["reward_funcs"] = rewards(written, int(os.environ.get("RANK", "0")) % size)
         given["num_generations"] = 2
     if name in GENERATES:
-        per_device = 4 // data
         given |= {"max_completion_length": 7, "gradient_checkpointing": True}
     server = Server() if "use_vllm" in changes and int(os.environ.get("RANK", "0")) == 0 else None
     if "use_vllm" in changes:
@@ -140,7 +147,7 @@ def trained(folder: str, name: str, data: int, size: int, changes: dict[str, Any
         train_dataset=load_from_disk(f"{folder}/train"), eval_dataset=load_from_disk(f"{folder}/eval"),
         processing_class=tokenizer(), **others,
     )  # fmt: skip
-    if size > 1 and not (by_config or by_flags):
+    if size > 1 and not by:
         checkpoint = "auto" if name in GENERATES else "remat"
         for _ in range(2):
             dfa_hf.distribute_trainer(run, size=size, config=TrainingConfig(checkpoint=checkpoint))
@@ -158,8 +165,8 @@ def trained(folder: str, name: str, data: int, size: int, changes: dict[str, Any
 
 VLLM = {"use_vllm": True, "vllm_mode": "server"}
 MIXTURE = {"router_aux_loss_coef": 0.5}
-BY_CONFIG = {"by_config": True}
-"""Distributed by ParallelismConfig(cp_backend="dfa") in the arguments, without a call; "by_flags": by a launcher's."""
+BY_CONFIG = {"by": "config"}
+"""Distributed by ParallelismConfig(cp_backend="dfa") in the arguments, without a call; "flags": by a launcher's."""
 RUNS: dict[tuple[int, int], list[tuple[str, dict[str, Any]]]] = {
     (3, 3): [
         ("SFT", {**PACKED, **MIXTURE, **BY_CONFIG}),
@@ -168,7 +175,7 @@ RUNS: dict[tuple[int, int], list[tuple[str, dict[str, Any]]]] = {
         ("Reward", {"center_rewards_coefficient": 0.1, **BY_CONFIG}),
         ("Distillation", {"beta": 0.3, **VLLM}),
         ("GRPO", {"beta": 0.1, "loss_type": "grpo", "num_iterations": 2, "max_steps": 3, "eval_strategy": "no"}),
-        ("GRPO", {"loss_type": "dr_grpo", "mask_truncated_completions": True, **MIXTURE, "by_flags": True}),
+        ("GRPO", {"loss_type": "dr_grpo", "mask_truncated_completions": True, **MIXTURE, "by": "flags"}),
         ("RLOO", {"beta": 0.1, **VLLM, "max_steps": 2, "eval_strategy": "no"}),
     ],
     (4, 2): [
