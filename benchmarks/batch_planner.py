@@ -26,7 +26,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from dfa_megatron.plan.batches import LINEAR, Layer, plan_batches
+from dfa_megatron.plan.batches import LINEAR, LayerCost, plan_batches
 from dfa_megatron.plan.cost.choose import best, candidates
 from dfa_megatron.plan.cost.hardware import H200_NIC_400G, H200_SLOW_LINK, TILE, Hardware, computing_with
 from dfa_megatron.plan.cost.outline import Outline, estimate
@@ -195,7 +195,7 @@ def ours(lengths: tuple[int, ...], size: int, sizes: Sizes, hardware: Hardware) 
 
 def methods(work: Work, ranks: int, lengths: list[int], hardware: Hardware) -> dict[str, tuple[list[MicroBatch], Cost]]:
     """Return packs and attention of every method."""
-    layer = Layer(work.sizes, work.parameters, hardware)
+    layer = LayerCost(work.sizes, work.parameters, hardware)
     groups = [size for size in (1, 2, 4, 8, 16, 32, 64) if size <= ranks]
     planned: list[MicroBatch] = [
         [Pack(len(group.ranks), [lengths[sample] for sample in group.samples]) for group in batch]

@@ -22,8 +22,8 @@ def add_cp_backend() -> None:
     """Let accelerate take `ParallelismConfig(cp_size=N, cp_backend="dfa")`; before one is made, and again if you like.
 
     An `Accelerator` with it counts groups of N ranks, and its `prepare` distributes a transformers model; a Trainer of
-    transformers or TRL is distributed when it first trains, evaluates or predicts. FSDP2 is not demanded.
-    `cp_handler` may be a `TrainingConfig`. docs/hooks.md lists what is replaced.
+    transformers or TRL is distributed when it first trains, evaluates or predicts. FSDP2 is not demanded; with it,
+    `dp_shard_size` counts groups. `cp_handler` may be a `TrainingConfig`. docs/hooks.md lists what is replaced.
     """
     from accelerate import Accelerator, ParallelismConfig
 

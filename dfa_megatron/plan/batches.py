@@ -32,7 +32,7 @@ _SIZES, _HARDWARE = Sizes(kv_heads=8, backward_needs="delta"), computing_with("f
 
 
 @dataclass(frozen=True, slots=True)
-class Layer:
+class LayerCost:
     """A layer of a model on a machine, by which packs are timed.
 
     sizes: of its attention. parameters: those that a token passes, of a Llama-3-8B layer by default.
@@ -59,7 +59,7 @@ class Layer:
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class PlannedGroup:
     """Ranks that share a pack in one micro-batch.
 
     samples: their numbers, in the order of `lengths`. seconds: those of one layer, as planned.
@@ -70,12 +70,12 @@ class Group:
     seconds: float
 
 
-MicroBatch = tuple[Group, ...]
+MicroBatch = tuple[PlannedGroup, ...]
 """Groups of all ranks, in order."""
 
 
 def plan_batches(
-    lengths: Sequence[int], ranks: int, tokens: int, sizes: Sequence[int], *, layer: Layer | None = None
+    lengths: Sequence[int], ranks: int, tokens: int, sizes: Sequence[int], *, layer: LayerCost | None = None
 ) -> list[MicroBatch]:
     """Plan the micro-batches of a step. Equal arguments give an equal plan on every rank.
 
@@ -95,7 +95,7 @@ def plan_batches(
     """
     sizes, lengths = [index(size) for size in sizes], [index(length) for length in lengths]
     _check(lengths, ranks, tokens, sizes)
-    packer = _Packer(lengths, ranks, tokens, sizes, Layer() if layer is None else layer)
+    packer = _Packer(lengths, ranks, tokens, sizes, LayerCost() if layer is None else layer)
     waiting, found = sorted(range(len(lengths)), key=lambda sample: (-lengths[sample], sample)), list[MicroBatch]()
     while waiting:
         for opened in packer.last(waiting) or [packer.full(waiting)]:
@@ -121,7 +121,7 @@ def _check(lengths: list[int], ranks: int, tokens: int, sizes: list[int]) -> Non
 
 
 @dataclass(slots=True, eq=False)
-class _Pack:
+class _OpenGroup:
     """A group whose samples are being chosen, with their tokens and seconds."""
 
     ranks: range
@@ -131,18 +131,18 @@ class _Pack:
 
 
 @dataclass(slots=True)
-class _Open:
+class _OpenBatch:
     """A micro-batch that is being filled: ranks without a pack, packs, and samples that are left."""
 
     free: set[int]
-    packs: list[_Pack] = field(default_factory=list)
+    packs: list[_OpenGroup] = field(default_factory=list)
     left: list[int] = field(default_factory=list)
 
 
 class _Packer:
     """Fill micro-batches, each from the longest sample that waits."""
 
-    def __init__(self, lengths: list[int], ranks: int, tokens: int, sizes: list[int], layer: Layer) -> None:
+    def __init__(self, lengths: list[int], ranks: int, tokens: int, sizes: list[int], layer: LayerCost) -> None:
         self.lengths, self.ranks, self.tokens, self.sizes, self.layer = lengths, ranks, tokens, sizes, layer
         self._share = cache(layer.share)
 
@@ -150,24 +150,24 @@ class _Packer:
         """Return the fewest ranks that hold a sample."""
         return next(size for size in self.sizes if self.lengths[sample] <= size * self.tokens)
 
-    def full(self, waiting: list[int]) -> _Open:
+    def full(self, waiting: list[int]) -> _OpenBatch:
         """Fill a micro-batch that lasts as long as ranks that are full of samples such as the longest."""
         longest, size = self.lengths[waiting[0]], self.least(waiting[0])
         return self._micro_batch(waiting, self._share(longest, size) * size * self.tokens / longest * SLACK)
 
-    def last(self, waiting: list[int]) -> list[_Open]:
+    def last(self, waiting: list[int]) -> list[_OpenBatch]:
         """Return micro-batches that end the step with all ranks at once, if they are few; none: samples were left."""
         count = ceil(sum(self.lengths[sample] for sample in waiting) / (self.ranks * self.tokens))
         tried = [self._even(waiting, count, smallest) for smallest in self.sizes] if count <= LAST else []
         return min(tried, key=lambda timed: timed[0], default=(inf, []))[1]
 
-    def _even(self, waiting: list[int], count: int, smallest: int) -> tuple[float, list[_Open]]:
+    def _even(self, waiting: list[int], count: int, smallest: int) -> tuple[float, list[_OpenBatch]]:
         """Return so many micro-batches of groups from this size on, that last about equally long, or none; timed."""
         sizes = [(sample, max(smallest, self.least(sample))) for sample in waiting]
         bound = sum(self._share(self.lengths[n], size) * size for n, size in sizes) / (self.ranks * count)
         for _ in range(TRIES):
             bound *= SLACK
-            found, left = list[_Open](), waiting
+            found, left = list[_OpenBatch](), waiting
             while left and len(found) < count:
                 found.append(self._micro_batch(left, bound, smallest))
                 left = found[-1].left
@@ -175,15 +175,15 @@ class _Packer:
                 return sum(max(pack.load for pack in each.packs) for each in found), found
         return inf, []
 
-    def _micro_batch(self, waiting: list[int], bound: float, smallest: int = 1) -> _Open:
+    def _micro_batch(self, waiting: list[int], bound: float, smallest: int = 1) -> _OpenBatch:
         """Fill one micro-batch up to so many seconds, by larger groups where ranks would have no sample."""
-        opened = _Open({*range(self.ranks)})
+        opened = _OpenBatch({*range(self.ranks)})
         opened.left = [sample for sample in waiting if not self._place(opened, sample, bound, smallest)]
         if opened.free and smallest < self.sizes[-1]:
             return self._micro_batch(waiting, bound, next(size for size in self.sizes if size > smallest))
         return opened
 
-    def _place(self, opened: _Open, sample: int, bound: float, smallest: int) -> bool:
+    def _place(self, opened: _OpenBatch, sample: int, bound: float, smallest: int) -> bool:
         """Put a sample on the fewest ranks that do it within the bound, where the load is least; or leave it."""
         length = self.lengths[sample]
         for size in self.sizes:
@@ -202,18 +202,18 @@ class _Packer:
                 return True
         return False
 
-    def _take(self, opened: _Open, size: int) -> _Pack | None:
+    def _take(self, opened: _OpenBatch, size: int) -> _OpenGroup | None:
         """Open a group on the first block of free ranks of that size; None: there is none."""
         blocks = (range(first, first + size) for first in range(0, self.ranks if opened.free else 0, size))
         block = next((block for block in blocks if opened.free.issuperset(block)), None)
         if block is None:
             return None
         opened.free.difference_update(block)
-        opened.packs.append(pack := _Pack(block))
+        opened.packs.append(pack := _OpenGroup(block))
         return pack
 
-    def groups(self, opened: _Open) -> MicroBatch:
+    def groups(self, opened: _OpenBatch) -> MicroBatch:
         """Return the groups of a micro-batch in the order of their ranks."""
-        idle = [_Pack(range(first, first + self.sizes[0])) for first in opened.free if first % self.sizes[0] == 0]
+        idle = [_OpenGroup(range(first, first + self.sizes[0])) for first in opened.free if first % self.sizes[0] == 0]
         packs = sorted(opened.packs + idle, key=lambda pack: pack.ranks[0])
-        return tuple(Group(pack.ranks, tuple(pack.samples), pack.load) for pack in packs)
+        return tuple(PlannedGroup(pack.ranks, tuple(pack.samples), pack.load) for pack in packs)

@@ -77,11 +77,13 @@ def test_a_trainer_by_the_flags_of_a_patched_launcher_is_that_of_one_process(tmp
 
 def refused(rank: int, world_size: int) -> None:
     from accelerate import Accelerator, ParallelismConfig
+    from accelerate.state import AcceleratorState
 
     prepare_worker(rank, world_size)
     dfa_hf.add_cp_backend()
-    with pytest.raises(ValueError, match=r"total_size \(6\) does not match num_processes \(2\)"):
+    with pytest.raises(RuntimeError, match="Mesh should not be bigger than default world size 2, but found 6 ranks"):
         Accelerator(cpu=True, parallelism_config=ParallelismConfig(dp_shard_size=3, cp_size=2, cp_backend="dfa"))
+    AcceleratorState._reset_state(reset_partial_state=True)
     with pytest.raises(UnsupportedError, match="size=4 on 2 ranks"):
         Accelerator(cpu=True, parallelism_config=ParallelismConfig(cp_size=4, cp_backend="dfa"))
     with pytest.raises(UnsupportedError, match="TrainingConfig"):

@@ -167,36 +167,40 @@ VLLM = {"use_vllm": True, "vllm_mode": "server"}
 MIXTURE = {"router_aux_loss_coef": 0.5}
 BY_CONFIG = {"by": "config"}
 """Distributed by ParallelismConfig(cp_backend="dfa") in the arguments, without a call; "flags": by a launcher's."""
-RUNS: dict[tuple[int, int], list[tuple[str, dict[str, Any]]]] = {
-    (3, 3): [
+RUNS: dict[tuple[int, int, str], list[tuple[str, dict[str, Any]]]] = {
+    (3, 3, "data"): [
         ("SFT", {**PACKED, **MIXTURE, **BY_CONFIG}),
         ("DPO", {"beta": 0.3, **MIXTURE, "use_weighting": True, **BY_CONFIG}),
         ("KTO", {"beta": 0.3, **BY_CONFIG}),
         ("Reward", {"center_rewards_coefficient": 0.1, **BY_CONFIG}),
+    ],
+    (3, 3, "answers"): [
         ("Distillation", {"beta": 0.3, **VLLM}),
         ("GRPO", {"beta": 0.1, "loss_type": "grpo", "num_iterations": 2, "max_steps": 3, "eval_strategy": "no"}),
         ("GRPO", {"loss_type": "dr_grpo", "mask_truncated_completions": True, **MIXTURE, "by": "flags"}),
         ("RLOO", {"beta": 0.1, **VLLM, "max_steps": 2, "eval_strategy": "no"}),
     ],
-    (4, 2): [
+    (4, 2, "data"): [
         ("SFT", {**PACKED, "eval_strategy": "no"}),
         ("KTO", BY_CONFIG),
         ("Reward", {}),
-        ("Distillation", {"beta": 1.0, "temperature": 0.7, "eval_strategy": "no"}),
         ("DPO", {"beta": 0.3, "loss_type": ["sigmoid", "ipo"], "loss_weights": [1.0, 0.5], "ld_alpha": 0.4}),
-        ("GRPO", {"beta": 0.1, "loss_type": "dapo", "num_generations": 4}),
         ("DPO", {"loss_type": ["sigmoid", "sft"], "precompute_ref_log_probs": True}),
+    ],
+    (4, 2, "answers"): [
+        ("Distillation", {"beta": 1.0, "temperature": 0.7, "eval_strategy": "no"}),
+        ("GRPO", {"beta": 0.1, "loss_type": "dapo", "num_generations": 4}),
         ("GRPO", {"beta": 0.1, **VLLM, "loss_type": "bnpo", "entropy_coef": 0.1, "top_entropy_quantile": 0.8}),
     ],
 }
 
 
 @pytest.mark.skipif(not INSTALLED, reason="TRL is not installed")
-@pytest.mark.parametrize(("ranks", "size"), RUNS)
+@pytest.mark.parametrize(("ranks", "size", "of"), RUNS)
 def test_losses_gradients_and_what_is_logged_are_those_of_one_process_a_group(
-    tmp_path: Path, ranks: int, size: int
+    tmp_path: Path, ranks: int, size: int, of: str
 ) -> None:
-    runs = RUNS[ranks, size]
+    runs = RUNS[ranks, size, of]
     one, many = (str(tmp_path / folder) for folder in ("one", "many"))
     for folder in (one, many):
         for name in dict(runs):

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from dfa_megatron import dist_flash_attn_varlen_func, plan_batches, shard_sequence
 from dfa_megatron.errors import UnsupportedError
-from dfa_megatron.plan.batches import Layer, MicroBatch
+from dfa_megatron.plan.batches import LayerCost, MicroBatch
 from tests.support.workers import run_ranks
 
 Draw = tuple[list[int], int, int, tuple[int, ...]]
@@ -52,7 +52,7 @@ def log_normal(count: int, most: int) -> list[int]:
 
 @pytest.mark.parametrize(("ranks", "a_rank", "bound"), [(4, 16, 1.07), (16, 16, 1.08), (16, 2, 1.2), (64, 1, 1.2)])
 def test_a_step_is_nearly_as_short_as_if_all_ranks_were_busy(ranks: int, a_rank: int, bound: float) -> None:
-    layer, lengths = Layer(), log_normal(a_rank * ranks, 16384)
+    layer, lengths = LayerCost(), log_normal(a_rank * ranks, 16384)
     sizes = [size for size in (1, 2, 4, 8, 16, 32, 64) if size <= ranks]
     clock = [0.0] * ranks
     for batch in plan_batches(lengths, ranks, 4096, sizes):
