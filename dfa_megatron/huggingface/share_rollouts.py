@@ -67,7 +67,7 @@ def share_rollouts(trainer: Any, size: int) -> None:
 
     args, accelerator = trainer.args, trainer.accelerator
     groups = accelerator.num_processes
-    steps = getattr(args, "steps_per_generation", args.gradient_accumulation_steps)  # the latter in distillation
+    steps = args.steps_per_generation if hasattr(trainer, "num_generations") else args.gradient_accumulation_steps
     rows = args.per_device_train_batch_size * groups * steps
     if hasattr(trainer, "num_generations"):
         in_evaluation = args.per_device_eval_batch_size * groups if args.eval_strategy != "no" else 0

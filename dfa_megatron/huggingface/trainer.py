@@ -146,8 +146,8 @@ def _check_loss(trainer: Any) -> None:
         )
     if name in _OF_SCORES and "fused_lm_head" in transformers_model(trainer.model).forward.__code__.co_varnames:
         return
-    whole = name == _REWARD if classifies(transformers_model(trainer.model)) else name in (_OF_TRAINER, _DISTILLATION)
-    if not whole:
+    modules = getattr(trainer.model, "modules", tuple)()
+    if name != _REWARD and (name not in (_OF_TRAINER, _DISTILLATION) or any(map(classifies, modules))):
         raise UnsupportedError(
             name,
             "what it makes of logits or log-probabilities would be of this rank's tokens alone, and training wrong",
