@@ -146,7 +146,7 @@ def _check_loss(trainer: Any) -> None:
         )
     if name in _OF_SCORES and "fused_lm_head" in transformers_model(trainer.model).forward.__code__.co_varnames:
         return
-    modules = getattr(trainer.model, "modules", tuple)()
+    modules: Any = getattr(trainer.model, "modules", tuple)()
     if name != _REWARD and (name not in (_OF_TRAINER, _DISTILLATION) or any(map(classifies, modules))):
         raise UnsupportedError(
             name,
