@@ -92,7 +92,6 @@ def refused(rank: int, world_size: int) -> None:
         ParallelismConfig(cp_size=2, cp_backend="ring")
     told: dict[str, Any] = {"cp_size": 2, "cp_backend": "dfa", "cp_handler": TrainingConfig(checkpoint="remat")}
     accelerator = Accelerator(cpu=True, parallelism_config=ParallelismConfig(**told))
-    assert accelerator.num_processes == 1
     with pytest.raises(UnsupportedError, match="size=1 for a second model"):
         dfa_hf.distribute_accelerator(accelerator, build("Llama"), size=1)
     with pytest.raises(UnsupportedError, match="no transformers model was found"):

@@ -90,11 +90,11 @@ def test_one_sample_has_all_ranks_and_no_sample_no_micro_batch() -> None:
 
 
 LENGTHS = [40, 37, 17, 9, 9, 5, 3, 1, 1, 20, 19, 18, 20, 17, 3, 2]
-RANKS, TOKENS, SIZES = 4, 20, (1, 2)
+RANKS, SIZES = 4, (1, 2)
 
 
 def planned() -> list[MicroBatch]:
-    return plan_batches(LENGTHS, RANKS, TOKENS, SIZES)
+    return plan_batches(LENGTHS, RANKS, 20, SIZES)
 
 
 def sample(number: int) -> tuple[torch.Tensor, torch.Tensor]:
