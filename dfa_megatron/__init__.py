@@ -24,6 +24,7 @@ _HOME = {
     "local_positions": "dfa_megatron.sharding",
     "make_plan": "dfa_megatron.plan.cost.choose",
     "max_logits": "dfa_megatron.sequence.max_logits",
+    "plan_batches": "dfa_megatron.batches",
     "roll_sequence": "dfa_megatron.sequence.roll",
     "shard_sequence": "dfa_megatron.sharding",
     "simulate": "dfa_megatron.cli.simulate",
@@ -35,6 +36,7 @@ _HOME = {
 
 if TYPE_CHECKING:
     from dfa_megatron.attention import DistFlashAttention, dist_flash_attn_func, dist_flash_attn_varlen_func
+    from dfa_megatron.batches import plan_batches
     from dfa_megatron.cli.draw import draw
     from dfa_megatron.cli.simulate import simulate
     from dfa_megatron.config import DistAttentionConfig, MegatronConfig, TrainingConfig
@@ -63,6 +65,7 @@ __all__ = [
     "local_positions",
     "make_plan",
     "max_logits",
+    "plan_batches",
     "roll_sequence",
     "shard_sequence",
     "simulate",

@@ -90,7 +90,7 @@ OUTSIDE: dict[str, set[str]] = {
     "proving": {"torch"},
     "doctor": {"torch"},
     "megatron": {"torch", "megatron", "packaging", "transformer_engine"},
-    "huggingface": {"torch", "transformers"},
+    "huggingface": {"torch", "transformers", "accelerate"},
     "deepspeed": {"torch", "deepspeed", "transformers", "accelerate"},
 }
 """Packages outside the standard library that each part may import."""

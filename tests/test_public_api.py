@@ -29,6 +29,7 @@ NAMES = {
     "local_positions",
     "make_plan",
     "max_logits",
+    "plan_batches",
     "roll_sequence",
     "shard_sequence",
     "simulate",

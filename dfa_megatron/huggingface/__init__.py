@@ -9,9 +9,11 @@ dfa_hf.prove(model)                         # the ranks compared with one, befor
 
 dfa_hf.distribute_trainer(trainer, size=8)  # or let HF Trainer, TRL's SFTTrainer and the like do it all
 dfa_hf.distribute_accelerator(accelerator, model, size=8)   # or a loop around accelerate
+dfa_hf.add_cp_backend()                     # or ParallelismConfig(cp_size=8, cp_backend="dfa") says so for both
 """
 
 from dfa_megatron.huggingface.accelerator import distribute_accelerator
+from dfa_megatron.huggingface.cp_backend import add_cp_backend
 from dfa_megatron.huggingface.current_forward import NAME
 from dfa_megatron.huggingface.distribute import distribute_attention, indexer_loss, local_attention, train_indexers
 from dfa_megatron.huggingface.loss import causal_lm_loss, sums_tokens
@@ -20,6 +22,7 @@ from dfa_megatron.huggingface.trainer import distribute_trainer
 
 __all__ = [
     "NAME",
+    "add_cp_backend",
     "causal_lm_loss",
     "distribute_accelerator",
     "distribute_attention",

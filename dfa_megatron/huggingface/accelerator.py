@@ -12,7 +12,7 @@ import functools
 import importlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 import torch
@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from dfa_megatron.config import TrainingConfig
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.huggingface.distribute import distribute_attention, transformers_model
-from dfa_megatron.huggingface.join_outputs import join_outputs
+from dfa_megatron.huggingface.join_outputs import classifies, join_outputs
 from dfa_megatron.huggingface.mesh import make_mesh
 from dfa_megatron.huggingface.model_inputs import LEFT_OUT
 
@@ -85,6 +85,8 @@ def share_sequences(
     world, theirs = accelerator.state.num_processes, getattr(accelerator.parallelism_config, "cp_size", 1)
     known: Sharing | None = getattr(accelerator, "_dfa_sharing", None)
     _check(accelerator)
+    if known is not None and known.by_config:
+        size, config = size or known.size, config or known.config
     options = TrainingConfig.of(config)
     if accelerator.distributed_type == "DEEPSPEED":
         accelerate = importlib.import_module("dfa_megatron.deepspeed.accelerate")  # which imports this package
@@ -98,13 +100,27 @@ def share_sequences(
     if accelerator.parallelism_config is not None:
         setattr(accelerator.parallelism_config, LEFT_OUT, True)
     distribute_attention(model, group=make_mesh(size).group, config=options, unlisted=unlisted)
-    join_outputs(transformers_model(model), scores=scores)
+    if not classifies(inner := transformers_model(model)):
+        join_outputs(inner, scores=scores)
     if known is None:
-        accelerator.dataloader_config.dispatch_batches = False  # also of data without a length: every rank reads it
-        accelerator._dfa_sharing = Sharing(size, None if loop else model)
-        kind = type(accelerator)
-        accelerator.__class__ = type(kind.__name__, (SharesSequences, kind), {})
+        _count_groups(accelerator, Sharing(size, None if loop else model))
+    elif known.by_config and known.trained is None and not loop:
+        accelerator._dfa_sharing = replace(known, trained=model)
     return size
+
+
+def share_by_config(accelerator: Any, size: int, config: TrainingConfig | None) -> None:
+    """Let an accelerator that was just made count groups of ranks; its `prepare` distributes the models of a loop."""
+    _check(accelerator)
+    _check_size(accelerator, size, None, loop=True)
+    _count_groups(accelerator, Sharing(size, None, by_config=True, config=config))
+
+
+def _count_groups(accelerator: Any, sharing: Sharing) -> None:
+    accelerator.dataloader_config.dispatch_batches = False  # also of data without a length: every rank reads it
+    accelerator._dfa_sharing = sharing
+    kind = type(accelerator)
+    accelerator.__class__ = type(kind.__name__, (SharesSequences, kind), {})
 
 
 def _check_size(accelerator: Any, size: int, known: Sharing | None, *, loop: bool) -> None:
@@ -171,10 +187,13 @@ class Sharing:
     """Hold the ranks that share sequences.
 
     trained: the model of a Trainer. None for the accelerator of a loop.
+    by_config: whether accelerate's config asked for it, with this config or the default.
     """
 
     size: int
     trained: torch.nn.Module | None
+    by_config: bool = False
+    config: TrainingConfig | None = None
 
 
 def refuse_objects() -> NoReturn:
@@ -218,6 +237,14 @@ class SharesSequences:
         """Whether this is the last rank, which accelerate finds by the number of processes."""
         last: bool = self.state.is_last_process  # type: ignore[attr-defined]
         return last
+
+    def prepare(self, *args: Any, **kwargs: Any) -> Any:
+        """Prepare what a loop trains; accelerate's config may ask to distribute its models first."""
+        if self._dfa_sharing.by_config and self._dfa_sharing.trained is None:
+            for model in args:
+                if isinstance(model, torch.nn.Module):
+                    share_sequences(self, model, None, None, loop=True)
+        return super().prepare(*args, **kwargs)  # type: ignore[misc]
 
     def prepare_data_loader(self, *args: Any, **kwargs: Any) -> Any:
         """Prepare a loader that gives the ranks of a group the same batches."""

@@ -15,6 +15,7 @@ import torch
 
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.huggingface.embedded_positions import local_ropes
+from dfa_megatron.huggingface.join_outputs import classifies
 
 _LAYERS = {
     "": """
@@ -159,7 +160,7 @@ def _unlisted(model: Any) -> str:
     kind, name = model.config.model_type, type(model).__name__
     if kind not in TRIED:
         return f"a type, {kind}, that is not on the list"
-    language = model.get_output_embeddings() is not None or name.endswith("ForCausalLM")
+    language = model.get_output_embeddings() is not None or name.endswith("ForCausalLM") or classifies(model)
     if model is not model.get_decoder() and ("DoubleHeads" in name or not language):
         return f"a class, {name}, whose head or loss may read several tokens"
     tried = TRIED[kind] or {"full_attention"}  # what configurations that list no types of layers have

@@ -33,6 +33,9 @@ REACHED = "_dfa_reached"
 
 Arguments = dict[str, Any]
 
+Scored = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+"""What an indexer scores with: queries, keys, weights."""
+
 
 @dataclass(slots=True)
 class LayerContext:
@@ -93,7 +96,9 @@ class Forward:
     tile: int | None = None
     layout: Layout = contiguous(1, 1)  # noqa: RUF009
     choices: dict[torch.nn.Module, torch.Tensor] = field(default_factory=dict, compare=False)
-    scored: dict[torch.nn.Module, tuple[torch.Tensor, ...]] = field(default_factory=dict, compare=False)
+    scored: dict[torch.nn.Module, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = field(
+        default_factory=dict, compare=False
+    )
     index_losses: dict[torch.nn.Module, torch.Tensor | None] = field(default_factory=dict, compare=False)
 
     @property

@@ -20,6 +20,7 @@ from dfa_megatron.huggingface.checkpointing import check_layers, check_options, 
 from dfa_megatron.huggingface.current_forward import CONTEXT, NAME, LayerContext, end
 from dfa_megatron.huggingface.hook_mixers import adopt
 from dfa_megatron.huggingface.indexers import refusal
+from dfa_megatron.huggingface.join_outputs import classifies, join_scores
 from dfa_megatron.huggingface.loss import follow_router
 from dfa_megatron.huggingface.tiled_head import set_tile
 from dfa_megatron.plan.degree import check_degree
@@ -103,7 +104,9 @@ def distribute_attention(
     )
     decoder = inner.get_decoder()
     if known is None:
-        _hook(inner, decoder)
+        _hook(decoder if classifies(inner) else inner, decoder)
+    if classifies(inner):
+        join_scores(inner, context)
     for module in {inner, decoder, *embedded.rotaries_of(decoder)}:
         setattr(module, CONTEXT, context)
     adopt(inner, context, attentions)

@@ -185,13 +185,14 @@ def _choice(real: Any, indexer: Any, forward: Forward, args: tuple[Any, ...], kw
     bound = inspect.signature(real).bind(indexer, *args, **kwargs)
     name = next(name for name in ("cache", "past_key_values") if name in bound.signature.parameters)
 
-    def run(*index: Any) -> Any:
+    def run(q: torch.Tensor, k: torch.Tensor, weights: torch.Tensor, topk: int) -> Any:
         if trains:
-            forward.scored[indexer] = index[:3]
+            forward.scored[indexer] = q, k, weights
         if not framed and kept is not None:
             return kept
         with at_layer(int(indexer.layer_idx) + 1):
-            return index_topk(*(x.detach() for x in index[:3]), index[3], **_seen(forward), **_where(forward))
+            told = _seen(forward) | _where(forward)
+            return index_topk(q.detach(), k.detach(), weights.detach(), topk, **told)
 
     def update_indexer(keys: torch.Tensor, layer: int) -> Indexed:
         vars(indexer)[REACHED][INDEXER] = True
@@ -236,10 +237,12 @@ def attend(
     documents = None if forward.documents is None else list(forward.documents)
     width = values.shape[3]
     out, lse = sparse_attn(q, latents, None, positions, head_dim_v=width, cu_seqlens=documents, return_lse=True, **call)
-    if (index := forward.scored.pop(getattr(layer, "indexer", None), None)) is not None:
+    if (indexer := getattr(layer, "indexer", None)) in forward.scored:
+        index_q, index_k, weights = forward.scored.pop(indexer)
         valid = None if forward.mask is None else forward.mask.bool()
         told: Arguments = _seen(forward) | _where(forward) | {"softmax_scale": call["softmax_scale"], "valid": valid}
-        forward.index_losses.setdefault(layer.indexer, index_loss(*index, q, latents, lse, positions, **told))
+        loss = index_loss(index_q, index_k, weights, q, latents, lse, positions, **told)
+        forward.index_losses.setdefault(indexer, loss)
     found: torch.Tensor = torch.einsum("bshr,rhv->bshv", out, of_values)
     return found
 

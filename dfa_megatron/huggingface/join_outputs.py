@@ -13,7 +13,7 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 from dfa_megatron.huggingface.batch import arguments_of
-from dfa_megatron.huggingface.current_forward import CONTEXT, forward_of
+from dfa_megatron.huggingface.current_forward import CONTEXT, LayerContext, forward_of
 from dfa_megatron.huggingface.tiled_head import reads_logits
 from dfa_megatron.runtime.comm.groups import resolve
 from dfa_megatron.sharding import unshard_sequence
@@ -48,10 +48,10 @@ def _padding_behind(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     padding = (mask.cumsum(1) == 0).sum(1)
     setattr(model, _PADDING, padding)
     whole = {name for name, x in batch.items() if isinstance(x, torch.Tensor) and x.shape == mask.shape}
-    return (), {name: _rolled(x, padding) if name in whole else x for name, x in batch.items()}
+    return (), {name: rolled(x, padding) if name in whole else x for name, x in batch.items()}
 
 
-def _rolled(value: torch.Tensor, by: torch.Tensor) -> torch.Tensor:
+def rolled(value: torch.Tensor, by: torch.Tensor) -> torch.Tensor:
     """Move each row to the left by a number of its own; what leaves a row in front comes back behind it."""
     places = torch.arange(value.shape[1], device=value.device) + by[:, None]
     return value.gather(1, places % value.shape[1])
@@ -75,7 +75,7 @@ def _join(model: Any, args: Any, output: Any) -> Any:
         if name in _OF_HEAD and hasattr(model, _PADDING):
             found = unshard_sequence(value, group=group, layout=layout)
             padding = getattr(model, _PADDING)
-            return (found if padding is None else _rolled(found, -padding))[:, :-1]
+            return (found if padding is None else rolled(found, -padding))[:, :-1]
         if model.training or name not in _OF_TOKENS or (name == "logits" and reads_logits() is False):
             return value
         return tree_map_only(torch.Tensor, whole, value)
@@ -87,6 +87,30 @@ def _join(model: Any, args: Any, output: Any) -> Any:
     if not isinstance(output, tuple):
         return joined("hidden_states", output)
     return tuple(joined("hidden_states", value) for value in output)
+
+
+def classifies(model: Any) -> bool:
+    """Return whether a model scores sequences in the one way that transformers has for most types."""
+    from transformers.modeling_layers import GenericForSequenceClassification
+
+    return isinstance(model, GenericForSequenceClassification)
+
+
+def join_scores(model: Any, context: LayerContext) -> None:
+    """Let the head's scores, of which the model takes each row's last, be those of all tokens; may be called again.
+
+    Such a model keeps whole batches: its decoder cuts them. Every rank computes the same loss, with gradients as above.
+    """
+    setattr(model.score, CONTEXT, context)
+    if _join_scores not in model.score._forward_hooks.values():
+        model.score.register_forward_hook(_join_scores)
+
+
+def _join_scores(head: Any, args: Any, scores: torch.Tensor) -> torch.Tensor:
+    context: LayerContext = getattr(head, CONTEXT)
+    if context.local or context.size == 1:
+        return scores
+    return unshard_sequence(scores, group=resolve(context.group))
 
 
 _OF_TOKENS = ("logits", "last_hidden_state", "hidden_states")

@@ -14,8 +14,9 @@ from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.huggingface.accelerator import check_given, refuse_objects, share_sequences
 from dfa_megatron.huggingface.batch import IGNORED
 from dfa_megatron.huggingface.distribute import transformers_model
+from dfa_megatron.huggingface.join_outputs import classifies
 from dfa_megatron.huggingface.loss import follow_router
-from dfa_megatron.huggingface.share_rollouts import check_rollouts, generates, share_rollouts
+from dfa_megatron.huggingface.share_rollouts import check_rollouts, generates, share_divergence, share_rollouts
 from dfa_megatron.huggingface.tiled_head import causal_loss, follow_trainers
 from dfa_megatron.runtime.counters import stats
 
@@ -51,8 +52,9 @@ def distribute_trainer(
     if trainer.label_smoother is not None:  # the model's own loss is the same, and each rank has its labels' part
         model.loss_function = functools.partial(causal_loss, label_smoothing=trainer.label_smoother.epsilon)
         trainer.label_smoother = None
-    if (reference := getattr(trainer, "ref_model", None)) is not None:
-        share(reference, size)
+    for name in ("ref_model", "teacher_model"):
+        if (beside := getattr(trainer, name, None)) is not None:
+            share(beside, size)
     if getattr(trainer, "aux_loss_enabled", False):  # TRL takes Mixtral's function for all
         from transformers import MixtralForCausalLM
 
@@ -68,6 +70,8 @@ def distribute_trainer(
     trainer._get_num_items_in_batch = functools.partial(_count, trainer)
     if generates(trainer):
         share_rollouts(trainer, size)
+    if _name_of(trainer) == _DISTILLATION:
+        share_divergence(trainer)
     follow_trainers()
     trainer.gather_function = accelerator.gather_for_metrics
 
@@ -118,7 +122,7 @@ def _check(trainer: Any, options: TrainingConfig) -> None:
         )
     if options.checkpoints_layers and (arguments.gradient_checkpointing or generates(trainer)):
         raise UnsupportedError(
-            f"checkpoint={checkpoint!r} with gradient_checkpointing=True, or with GRPO or RLOO",
+            f"checkpoint={checkpoint!r} with gradient_checkpointing=True, or with GRPO, RLOO or distillation",
             "the Trainer would replace one by the other when it trains, or generates",
             "checkpoint='auto'",
         )
@@ -142,12 +146,13 @@ def _check_loss(trainer: Any) -> None:
         )
     if name in _OF_SCORES and "fused_lm_head" in transformers_model(trainer.model).forward.__code__.co_varnames:
         return
-    if name != "transformers.trainer.Trainer.compute_loss":
+    modules: Any = getattr(trainer.model, "modules", tuple)()
+    if name != _REWARD and (name not in (_OF_TRAINER, _DISTILLATION) or any(map(classifies, modules))):
         raise UnsupportedError(
             name,
             "what it makes of logits or log-probabilities would be of this rank's tokens alone, and training wrong",
-            "Trainer; SFT, DPO, KTO, GRPO or RLOO of TRL 1.16; distribute_accelerator and a loop of your own over the "
-            "model's loss",
+            "Trainer; SFT, DPO, KTO, reward, GRPO, RLOO or distillation of TRL 1.16; distribute_accelerator and a loop "
+            "of your own over the model's loss",
         )
 
 
@@ -157,10 +162,12 @@ def _name_of(trainer: Any) -> str:
     return f"{getattr(own, '__module__', '')}.{getattr(own, '__qualname__', repr(own))}"
 
 
-_OF_SCORES = tuple(
-    f"trl.trainer.{x.lower()}_trainer.{x}Trainer.compute_loss" for x in ("SFT", "DPO", "KTO", "GRPO", "RLOO")
+_OF_TRAINER = "transformers.trainer.Trainer.compute_loss"
+_REWARD, _DISTILLATION, *_OF_SCORES = (
+    f"trl.trainer.{x.lower()}_trainer.{x}Trainer.compute_loss"
+    for x in ("Reward", "Distillation", "SFT", "DPO", "KTO", "GRPO", "RLOO")
 )
-"""TRL's methods that make a loss of each token's log-probability: every rank makes it of all tokens."""
+"""TRL's methods. The last five make a loss of each token's log-probability: every rank makes it of all tokens."""
 
 
 def _count(trainer: Any, batches: Sequence[Any], device: torch.device) -> Any:

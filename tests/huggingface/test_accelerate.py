@@ -65,42 +65,45 @@ class Reference:
         return loss.detach(), found
 
 
-def sharded(data: int, context: int) -> dict[str, Any]:
+def sharded() -> dict[str, Any]:
     """The arguments for FSDP2, which accelerate knows on GPUs only: it is told that it has some."""
-    from accelerate import ParallelismConfig, PartialState
+    from accelerate import PartialState
     from accelerate.utils import FullyShardedDataParallelPlugin
 
     PartialState(cpu=True)
     PartialState._shared_state["distributed_type"] = "MULTI_GPU"
     wrap = {"auto_wrap_policy": "transformer_based_wrap", "transformer_cls_names_to_wrap": ["MistralDecoderLayer"]}
-    return {
-        "fsdp_plugin": FullyShardedDataParallelPlugin(fsdp_version=2, **wrap),
-        "parallelism_config": ParallelismConfig(dp_shard_size=data, cp_size=context),
-    }
+    return {"fsdp_plugin": FullyShardedDataParallelPlugin(fsdp_version=2, **wrap)}
 
 
 class Loop:
     """A loop from its start, whose epochs have an order of their own; it keeps the losses and gradients of its steps.
 
-    accelerate saves and loads how many steps it has done.
+    accelerate saves and loads how many steps it has done. `by_config`: it says so in a ParallelismConfig alone.
     """
 
-    def __init__(self, context: int, data: int, fsdp: bool) -> None:
-        from accelerate import Accelerator
+    def __init__(self, context: int, data: int, fsdp: bool, *, by_config: bool = False) -> None:
+        from accelerate import Accelerator, ParallelismConfig
         from accelerate.state import AcceleratorState
         from accelerate.utils import DataLoaderConfiguration, GradientAccumulationPlugin
 
         AcceleratorState._reset_state(reset_partial_state=True)
         self.done, self.losses, self.gradients = 0, list[torch.Tensor](), list[Batch]()
+        options = TrainingConfig(checkpoint="remat", loss_tile=7)
+        told = {"cp_size": context, "dp_shard_size": data if fsdp else 1}
+        more = {"cp_backend": "dfa", "cp_handler": options} if by_config else {}
+        parallel = {"parallelism_config": ParallelismConfig(**told, **more)} if by_config or fsdp else {}
         self.accelerator = Accelerator(
             cpu=True,
             gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=ACCUMULATE, sync_with_dataloader=False),
             dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True, data_seed=0),
-            **(sharded(data, context) if fsdp else {}),
-        )
+            **parallel, **(sharded() if fsdp else {}),
+        )  # fmt: skip
         own, optimizer = tiny()
-        options, size = TrainingConfig(checkpoint="remat", loss_tile=7), None if fsdp or data == 1 else context
-        assert dfa_hf.distribute_accelerator(self.accelerator, own, size=size, config=options) == context
+        if not by_config:
+            size = None if fsdp or data == 1 else context
+            assert dfa_hf.distribute_accelerator(self.accelerator, own, size=size, config=options) == context
+        assert self.accelerator.num_processes == data
         loaders = [
             torch.utils.data.DataLoader(Sequences(2 * ACCUMULATE * data + 1), batch_size=1, shuffle=True),
             torch.utils.data.DataLoader(Sequences(5, seed=50), batch_size=1),
@@ -165,10 +168,11 @@ class Loop:
 
 def compare(rank: int, world_size: int, context: int, folder: str) -> None:
     prepare_worker(rank, world_size)
+    dfa_hf.add_cp_backend()
     torch.set_default_dtype(torch.float64)
     data = world_size // context
     for fsdp in (False, True)[: 1 + (data > 1)]:
-        reference, first = Reference(data), Loop(context, data, fsdp)
+        reference, first = Reference(data), Loop(context, data, fsdp, by_config=True)
         first.train(1)
         first.accelerator.save_state(f"{folder}/{fsdp}")
         loop = Loop(context, data, fsdp)  # a new start in the middle of the first epoch

@@ -21,6 +21,7 @@ KINDS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2, "output_router_logits": True}),
     ("Mamba2", {"num_heads": 4, "head_dim": 16, "state_size": 4, "n_groups": 1}),
 )
+BY_CONFIG = {"__post_init__", "__init__"}
 
 
 def test_names_that_are_replaced_stand_on_the_page_and_are_put_back() -> None:
@@ -32,11 +33,12 @@ def test_names_that_are_replaced_stand_on_the_page_and_are_put_back() -> None:
     wanted = [model(**batch).loss for model in models]
     distributed = [dfa_hf.distribute_attention(build(kind, **changes)) for kind, changes in KINDS]
     follow_trainers()
+    dfa_hf.add_cp_backend()
     names = {name.rpartition(".")[2] for name in hooks.replaced()}
-    assert {"load_balancing_loss_func", "prediction_step", "mamba2_chunk_scan"} <= names
-    every = {*STANDS_IN, *FUSED, "load_balancing_loss_func", "prediction_step"}
+    assert {"load_balancing_loss_func", "prediction_step", "mamba2_chunk_scan", *BY_CONFIG} <= names
+    every = {*STANDS_IN, *FUSED, "load_balancing_loss_func", "prediction_step", *BY_CONFIG}
     assert names <= every
-    assert len(every) == 8
+    assert len(every) == 10
     assert all(f"`{name}`" in page for name in (*every, "deepspeed.initialize"))
     hooks.restore()
     assert hooks.replaced() == []

@@ -51,7 +51,7 @@ def trained(**given: Any) -> None:
     names = ("eval_use_gather_object", "gradient_checkpointing")
     own = dict.fromkeys(("label_smoother", "compute_loss_func", "model_init")) | given
     asked, model = Stub(**dict.fromkeys(names, False) | given), Stub(config=Stub(output_router_logits=True))
-    trainers._check(Stub(**own, model=model, compute_loss=Trainer.compute_loss, args=asked), REMAT)
+    trainers._check(Stub(**{"model": model, "compute_loss": Trainer.compute_loss, "args": asked, **own}), REMAT)
 
 
 def accelerated(tp_size: int = 1, distributed_type: str = "NO", dispatch_batches: bool = False) -> None:
@@ -136,8 +136,10 @@ CASES: list[tuple[str, Callable[[], Any]]] = [
     ("a class, GPT2DoubleHeadsModel, whose head", lambda: asked(sized("GPT2", "DoubleHeadsModel"))),
     *(
         (f"a class, Llama{head}, whose head or loss may read", partial(headed, head))
-        for head in ("ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering")
+        for head in ("ForTokenClassification", "ForQuestionAnswering")
     ),
+    ("a class, GPT2ForSequenceClassification, whose", lambda: asked(sized("GPT2", "ForSequenceClassification"))),
+    ("Trainer.compute_loss: what", lambda: trained(model=sized("Llama", "ForSequenceClassification"))),
     (
         "data_layout='zigzag'.*it must be a TrainingConfig",
         lambda: dfa_hf.distribute_attention(build("Llama"), config=MegatronConfig(data_layout="zigzag")),

@@ -125,16 +125,23 @@ def together(rank: int, world_size: int, folder: str) -> Any:
     from accelerate import ParallelismConfig
 
     prepare_worker(rank, world_size)
+    dfa_hf.add_cp_backend()
     monkeypatch, found = pytest.MonkeyPatch(), list[Any]()
     for size in (world_size, 2):
         data = world_size // size
         changes = {} if size == world_size else sharded(monkeypatch)
-        theirs = {"parallelism_config": ParallelismConfig(dp_shard_size=data, cp_size=size)} if changes else {}
-        run = trainer(f"{folder}/{size}", data, compute_metrics=hits, **changes, **theirs)
-        dfa_hf.distribute_trainer(run, config=TrainingConfig(checkpoint="remat"))  # by cp_size, or all ranks
+        told = {"dp_shard_size": data if changes else 1, "cp_size": size}
+        options = (TrainingConfig(checkpoint="remat"), TrainingConfig(loss_tile=5))
+        first, later = (ParallelismConfig(**told, cp_backend="dfa", cp_handler=config) for config in options)
+        if changes:  # size is then by cp_size
+            first = ParallelismConfig(**told)
+        run = trainer(f"{folder}/{size}", data, compute_metrics=hits, **changes, parallelism_config=first)
+        if changes:
+            dfa_hf.distribute_trainer(run, config=options[0])
         run.train()
-        again = trainer(f"{folder}/{size}", data, **changes)
-        dfa_hf.distribute_trainer(again, size=size, config=TrainingConfig(loss_tile=5))
+        again = trainer(f"{folder}/{size}", data, **changes, **({"parallelism_config": later} if changes else {}))
+        if not changes:
+            dfa_hf.distribute_trainer(again, size=size, config=options[1])
         again.train(resume_from_checkpoint=f"{folder}/{size}/checkpoint-{STEPS - 1}")
         predicted = (run.predict(Stream()) if data == 1 else again.predict(Sequences(3, seed=70))).predictions
         seen = (

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
 import os
 import random
@@ -17,17 +16,27 @@ from dfa_megatron.config import TrainingConfig
 from dfa_megatron.huggingface import share_rollouts
 from tests.huggingface.rows import EXPERTS
 from tests.huggingface.test_trainer import parameters_of, prepare_worker
-from tests.support.models import TRAINING, VOCABULARY, build, text
+from tests.huggingface.vllm_server import Server, let_trl_find_vllm
+from tests.support.models import TRAINING, VOCABULARY, build, text, with_noise
 from tests.support.workers import preload, run_ranks
 
 INSTALLED = importlib.util.find_spec("trl") is not None
 
 if INSTALLED:
-    preload(*(f"trl.trainer.{name}_trainer" for name in ("dpo", "grpo", "kto", "rloo", "sft")))
+    preload(
+        *(f"trl.trainer.{name}_trainer" for name in ("distillation", "dpo", "grpo", "kto", "reward", "rloo", "sft"))
+    )
 
 PACKED = {"packing": True, "packing_strategy": "bfd", "max_length": 17}
-LOGGED = {"DPO": ("rewards/margins",), "KTO": ("rewards/margins",), "GRPO": ("rows", "reward_std")}
+SCORED = {"loss", "grad_norm", "num_tokens"}
+LOGGED = {
+    **{name: {*SCORED, "entropy"} for name in ("SFT", "RLOO", "Distillation")},
+    **{name: {*SCORED, "entropy", "rewards/margins"} for name in ("DPO", "KTO")},
+    "GRPO": {*SCORED, "entropy", "rows", "reward_std"},
+    "Reward": {*SCORED, "accuracy", "margin", "mean_reward"},
+}
 ROLLOUTS = ("GRPO", "RLOO")
+GENERATES = (*ROLLOUTS, "Distillation")
 TIMES = ("_runtime", "_per_second", "dfa/", "total_flos", "step_time", "profiling/")
 
 
@@ -52,7 +61,7 @@ def rows(name: str, count: int) -> list[dict[str, Any]]:
         samples = [text(1, 3 + 5 * at % 9, seed=count + at, unlabelled=at % 3) for at in range(2 * count)]
         return [{key: value[0].tolist() for key, value in sample.items()} for sample in samples]
     pairs = [{"prompt": words(1, 6), "chosen": words(1, 9), "rejected": words(1, 5)} for _ in range(count)]
-    if name in ("DPO", *ROLLOUTS):
+    if name in ("DPO", "Reward", *GENERATES):
         return pairs
     return [{"prompt": row["prompt"], "completion": row["chosen"], "label": at % 3 > 0} for at, row in enumerate(pairs)]
 
@@ -69,6 +78,7 @@ def save(folder: Path, name: str) -> None:
 
 def train(rank: int, ranks: int, folder: str, size: int, runs: list[tuple[str, dict[str, Any]]]) -> list[Any]:
     """What each run logs, its parameters, and the tokens that it generated."""
+    dfa_hf.add_cp_backend()
     if ranks > 1:
         prepare_worker(rank, ranks)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
@@ -86,64 +96,65 @@ def rewards(written: list[Any], other: int) -> Any:
     return reward
 
 
-class Server:
-    """A server of vLLM: its answers follow from the prompts and from how often it was asked."""
+def models(name: str, kind: str) -> tuple[Any, dict[str, Any]]:
+    """The model that a trainer trains, and the one beside it."""
+    import transformers
 
-    def __init__(self, **_: Any) -> None:
-        self.asked = 0
+    experts = {**EXPERTS, "experts_implementation": "eager"} if kind == "Qwen3Moe" else {}
+    model = build(kind, **experts)
+    if name == "Reward":
+        model.config.num_labels = 1
+        model = with_noise(transformers.LlamaForSequenceClassification(model.config))
+    beside = {"DPO": "ref_model", "KTO": "ref_model", "Distillation": "teacher_model"}.get(name)
+    return model, {beside: build(kind, seed=1, **experts)} if beside else {}
 
-    def init_communicator(self, device: torch.device) -> None:
-        pass
 
-    def get_server_info(self) -> dict[str, Any]:
-        return {"model_config": {"logprobs_mode": "processed_logprobs"}}
+def told(by: str, size: int) -> dict[str, Any]:
+    """What accelerate is told by its config, or by the variables of its launcher."""
+    from accelerate import ParallelismConfig
 
-    def update_named_params(self, metadata: list[Any], parameters: Any) -> None:
-        assert len([*parameters]) == len(metadata)
-
-    def reset_prefix_cache(self) -> None:
-        pass
-
-    def generate(self, prompts: list[list[int]], n: int, **_: Any) -> dict[str, Any]:
-        self.asked += 1
-        answers = [
-            [(7 * at + sum(ids) * (which + 3) + self.asked) % (VOCABULARY - 2) for at in range(1 + sum(ids) % 7)]
-            for ids in prompts
-            for which in range(n)
-        ]
-        scores = [[[-2.0 - word / VOCABULARY] for word in answer] for answer in answers]
-        return {"prompt_ids": prompts, "completion_ids": answers, "logprobs": scores}
+    os.environ["ACCELERATE_USE_PARALLELISM_CONFIG"] = str(by == "flags")
+    if by == "flags":
+        os.environ |= {"PARALLELISM_CONFIG_CP_SIZE": str(size), "PARALLELISM_CONFIG_CP_BACKEND": "dfa"}
+    options = {"cp_backend": "dfa", "cp_handler": TrainingConfig(checkpoint="remat")}
+    return {"parallelism_config": ParallelismConfig(cp_size=size, **options)} if by == "config" else {}
 
 
 def trained(folder: str, name: str, data: int, size: int, changes: dict[str, Any]) -> Any:
     import trl
     from datasets import load_from_disk
 
-    kind, written, per_device = "Qwen3Moe" if "router_aux_loss_coef" in changes else "Llama", list[Any](), 2 // data
-
-    experts = {**EXPERTS, "experts_implementation": "eager"} if kind == "Qwen3Moe" else {}
-    model, others = build(kind, **experts), {} if name == "SFT" else {"ref_model": build(kind, seed=1, **experts)}
-    given: dict[str, Any] = {**TRAINING, "output_dir": folder, "gradient_accumulation_steps": 2}
+    by = changes.get("by", "") if size > 1 else ""
+    changes = {option: value for option, value in changes.items() if option != "by"}
+    kind, written = "Qwen3Moe" if "router_aux_loss_coef" in changes else "Llama", list[Any]()
+    model, others = models(name, kind)
+    given: dict[str, Any] = {**TRAINING, "output_dir": folder, "gradient_accumulation_steps": 2, **told(by, size)}
     given |= dict.fromkeys(("bf16", "gradient_checkpointing", "ddp_find_unused_parameters"), False)
+    per_device = (4 if name in ("KTO", *GENERATES) else 2) // data
     if name in ROLLOUTS:
-        del others["ref_model"]
         model.config._name_or_path = f"{folder}/reference"  # from where TRL takes it
         others["reward_funcs"] = rewards(written, int(os.environ.get("RANK", "0")) % size)
-        per_device = 4 // data
-        given |= {"num_generations": 2, "max_completion_length": 7, "gradient_checkpointing": True}
-        vllm: Any = importlib.import_module("trl.generation.vllm_generation")
-        vllm.is_vllm_available, vllm.VLLMClient = lambda: True, Server
+        given["num_generations"] = 2
+    if name in GENERATES:
+        given |= {"max_completion_length": 7, "gradient_checkpointing": True}
+    server = Server() if "use_vllm" in changes and int(os.environ.get("RANK", "0")) == 0 else None
+    if "use_vllm" in changes:
+        let_trl_find_vllm()
+        given["vllm_server_base_url"] = "http://127.0.0.1:9" if server is None else server.url  # one rank may ask
     given |= {f"per_device_{each}_batch_size": per_device for each in ("train", "eval")}
     run = getattr(trl, f"{name}Trainer")(
         model=model, args=getattr(trl, f"{name}Config")(**{**given, **changes}),
         train_dataset=load_from_disk(f"{folder}/train"), eval_dataset=load_from_disk(f"{folder}/eval"),
         processing_class=tokenizer(), **others,
     )  # fmt: skip
-    if size > 1:
-        checkpoint = "auto" if name in ROLLOUTS else "remat"
+    if size > 1 and not by:
+        checkpoint = "auto" if name in GENERATES else "remat"
         for _ in range(2):
             dfa_hf.distribute_trainer(run, size=size, config=TrainingConfig(checkpoint=checkpoint))
     run.train()
+    if server is not None:
+        assert 1 < server.updates <= server.asked
+        server.close()
     if getattr(run, "precompute_ref_logps", False):
         run.evaluate(load_from_disk(f"{folder}/more"))
     seen = [{k: v for k, v in entry.items() if not any(t in k for t in TIMES)} for entry in run.state.log_history]
@@ -154,31 +165,42 @@ def trained(folder: str, name: str, data: int, size: int, changes: dict[str, Any
 
 VLLM = {"use_vllm": True, "vllm_mode": "server"}
 MIXTURE = {"router_aux_loss_coef": 0.5}
-RUNS: dict[tuple[int, int], list[tuple[str, dict[str, Any]]]] = {
-    (3, 3): [
-        ("SFT", {**PACKED, **MIXTURE}),
-        ("DPO", {"beta": 0.3, **MIXTURE, "use_weighting": True}),
-        ("KTO", {"beta": 0.3}),
+BY_CONFIG = {"by": "config"}
+"""Distributed by ParallelismConfig(cp_backend="dfa") in the arguments, without a call; "flags": by a launcher's."""
+RUNS: dict[tuple[int, int, str], list[tuple[str, dict[str, Any]]]] = {
+    (3, 3, "data"): [
+        ("SFT", {**PACKED, **MIXTURE, **BY_CONFIG}),
+        ("DPO", {"beta": 0.3, **MIXTURE, "use_weighting": True, **BY_CONFIG}),
+        ("KTO", {"beta": 0.3, **BY_CONFIG}),
+        ("Reward", {"center_rewards_coefficient": 0.1, **BY_CONFIG}),
+    ],
+    (3, 3, "answers"): [
+        ("Distillation", {"beta": 0.3, **VLLM}),
         ("GRPO", {"beta": 0.1, "loss_type": "grpo", "num_iterations": 2, "max_steps": 3, "eval_strategy": "no"}),
-        ("GRPO", {"loss_type": "dr_grpo", "mask_truncated_completions": True, **MIXTURE}),
+        ("GRPO", {"loss_type": "dr_grpo", "mask_truncated_completions": True, **MIXTURE, "by": "flags"}),
         ("RLOO", {"beta": 0.1, **VLLM, "max_steps": 2, "eval_strategy": "no"}),
     ],
-    (4, 2): [
+    (4, 2, "data"): [
         ("SFT", {**PACKED, "eval_strategy": "no"}),
+        ("KTO", BY_CONFIG),
+        ("Reward", {}),
         ("DPO", {"beta": 0.3, "loss_type": ["sigmoid", "ipo"], "loss_weights": [1.0, 0.5], "ld_alpha": 0.4}),
-        ("GRPO", {"beta": 0.1, "loss_type": "dapo", "num_generations": 4}),
         ("DPO", {"loss_type": ["sigmoid", "sft"], "precompute_ref_log_probs": True}),
+    ],
+    (4, 2, "answers"): [
+        ("Distillation", {"beta": 1.0, "temperature": 0.7, "eval_strategy": "no"}),
+        ("GRPO", {"beta": 0.1, "loss_type": "dapo", "num_generations": 4}),
         ("GRPO", {"beta": 0.1, **VLLM, "loss_type": "bnpo", "entropy_coef": 0.1, "top_entropy_quantile": 0.8}),
     ],
 }
 
 
 @pytest.mark.skipif(not INSTALLED, reason="TRL is not installed")
-@pytest.mark.parametrize(("ranks", "size"), RUNS)
+@pytest.mark.parametrize(("ranks", "size", "of"), RUNS)
 def test_losses_gradients_and_what_is_logged_are_those_of_one_process_a_group(
-    tmp_path: Path, ranks: int, size: int
+    tmp_path: Path, ranks: int, size: int, of: str
 ) -> None:
-    runs = RUNS[ranks, size]
+    runs = RUNS[ranks, size, of]
     one, many = (str(tmp_path / folder) for folder in ("one", "many"))
     for folder in (one, many):
         for name in dict(runs):
@@ -186,7 +208,7 @@ def test_losses_gradients_and_what_is_logged_are_those_of_one_process_a_group(
     wanted = run_ranks(ranks // size, train, one, 1, runs, timeout=120)
     for rank, found in enumerate(run_ranks(ranks, train, many, size, runs, timeout=170)):
         for (name, _), (logged, mine, written), want in zip(runs, found, wanted[rank // size], strict=True):
-            assert {"loss", "entropy", "num_tokens", "grad_norm", *LOGGED.get(name, ())} <= want[0][0].keys()
+            assert LOGGED[name] <= want[0][0].keys()
             assert len(logged) == len(want[0])
             for entry, expected in zip(logged, want[0], strict=True):
                 assert entry == pytest.approx(expected, rel=1e-4, abs=1e-6), name

@@ -51,10 +51,12 @@ NOT_RUN = {
     ("docs/megatron.md", "hybrid_stack_spec"): _MEGATRON,
     ("docs/monitor.md", "StepLog("): "it stands for a loop",
     ("docs/monitor.md", "wandb.log"): "it needs an account of wandb",
+    ("docs/packed.md", "plan_batches"): "it stands for a loop; tests/plan/test_batches.py has one",
     ("docs/schedules.md", "ulysses_degree=4"): _RANKS,
     ("README.md", "AutoModelForCausalLM"): "it loads a model of 8B; examples/trainer_packed.py makes the same calls",
     ("docs/trainers.md", "SFTTrainer("): _RANKS,
     ("docs/trainers.md", "distribute_accelerator"): _RANKS,
+    ("docs/trainers.md", "add_cp_backend"): _RANKS,
     ("docs/trainers.md", "fully_shard("): _RANKS,
     ("docs/trainers.md", "get_gpt_decoder_block_spec"): _MEGATRON,
 }
