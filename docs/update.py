@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from dfa_megatron.deepspeed.json_block import DeepSpeedOptions
-from docs import measured, paper, planning, reference, scale, schedules, support
+from docs import measured, paper, planning, reference, schedules, support
 
 DOCS = Path(__file__).parent
 ROOT = DOCS.parent
@@ -22,7 +22,7 @@ Tables = Mapping[str, Callable[[], list[str]]]
 PAGES: dict[str, dict[str, Callable[[], list[str]]]] = {}
 """The tables of each page, a path from the repository's root, by the name between its marks."""
 
-for module in (measured, paper, planning, reference, scale, schedules, support):
+for module in (measured, paper, planning, reference, schedules, support):
     for page, tables in module.PAGES.items():
         PAGES.setdefault(f"docs/{page}.md" if page != "README" else "README.md", {}).update(tables)
 

@@ -39,6 +39,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "plan.proof": LANGUAGE | {"plan", "plan.lowering"},
     "plan.cost": LANGUAGE | {"plan", "plan.schedules", "plan.lowering"},
     "plan": PLAN,
+    "batches": LANGUAGE | {"plan.cost"},
     "masks": LANGUAGE | {"plan.lowering"},
     "layouts": LANGUAGE | {"plan.schedules"},
     "naive": LANGUAGE,

@@ -85,13 +85,8 @@ def distribute_attention(
         check_degree(options.fixed_degree, group_size(name), inner.config.get_text_config().num_attention_heads)
     known: LayerContext | None = getattr(inner, CONTEXT, None)
     before = _copy_configs(model, inner) if known is None else known.before
+    kept: dict[str, Any] = {} if known is None else {"compared": known.compared, "indexers": known.indexers}
     _set_attention(inner)
-    if _attention_of(inner) != NAME:  # transformers only warns
-        raise UnsupportedError(
-            kind_of(inner),
-            "its layers compute attention in code of their own, whatever implementation is set",
-            "a model whose layers take attention implementations",
-        )
     context = LayerContext(
         group=name,
         size=group_size(name),
@@ -99,13 +94,12 @@ def distribute_attention(
         before=before,
         multimodal=is_multimodal(inner),
         unlisted=unlisted,
-        compared=known is not None and known.compared,
-        indexers=0.0 if known is None else known.indexers,
+        **kept,
     )
-    decoder = inner.get_decoder()
+    decoder, scores = inner.get_decoder(), classifies(inner)
     if known is None:
-        _hook(decoder if classifies(inner) else inner, decoder)
-    if classifies(inner):
+        _hook(decoder if scores else inner, decoder)
+    if scores:
         join_scores(inner, context)
     for module in {inner, decoder, *embedded.rotaries_of(decoder)}:
         setattr(module, CONTEXT, context)
@@ -128,6 +122,12 @@ def _set_attention(model: Any) -> None:
     field = next((name for name in config.sub_configs if getattr(config, name, None) is text), None)
     if _attention_of(model) != NAME:
         model.set_attn_implementation(NAME if text is config else {field: NAME})
+    if _attention_of(model) != NAME:  # transformers only warns
+        raise UnsupportedError(
+            kind_of(model),
+            "its layers compute attention in code of their own, whatever implementation is set",
+            "a model whose layers take attention implementations",
+        )
 
 
 def _copy_configs(model: Any, inner: Any) -> str:

@@ -1,8 +1,7 @@
-"""Plans in outline: their times are those of the simulator, and docs/scale.json is what the code computes today."""
+"""Plans in outline: their times are those of the simulator."""
 
 from __future__ import annotations
 
-import json
 import random
 from collections.abc import Iterator
 from contextlib import suppress
@@ -26,7 +25,6 @@ from dfa_megatron.plan.cost.hardware import (
 )
 from dfa_megatron.plan.language.mask import causal, documents, full, prefix_lm, sliding_window
 from dfa_megatron.plan.language.sizes import Sizes
-from docs import scale
 from tests.support.plan_cases import WAYS, plan_of
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -88,12 +86,3 @@ def test_bytes_are_those_of_the_plan_by_link_class() -> None:
     whole = estimate(outline(plan), shape, replace(H200_NIC_400G, ranks_per_node=16))
     assert whole.link_bytes == split.sent == timeline.sent
     assert max(whole.network_bytes) == 0 < min(split.network_bytes)
-
-
-def test_the_points_of_the_page_are_those_of_the_code() -> None:
-    points = json.loads((DOCS / "scale.json").read_text(encoding="utf-8"))
-    assert {point["ranks"] for point in points} == set(scale.RANKS)
-    for ranks in (8, 16):
-        for schedule, gateway in scale.LINES:
-            kept = [p for p in points if (p["ranks"], p["schedule"], p["gateway"]) == (ranks, schedule, gateway)]
-            assert scale.rows(ranks, schedule, gateway) == kept, "run `python -m docs.scale`"
