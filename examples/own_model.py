@@ -46,10 +46,8 @@ class Model(nn.Module):
 
 
 parser = argparse.ArgumentParser()
-parser.add_argument("--seq-length", type=int, default=512)
-parser.add_argument("--hidden", type=int, default=128)
-parser.add_argument("--layers", type=int, default=2)
-parser.add_argument("--steps", type=int, default=20)
+for name, default in {"seq-length": 512, "hidden": 128, "layers": 2, "steps": 20}.items():
+    parser.add_argument(f"--{name}", type=int, default=default)
 parser.add_argument("--tensorboard", help="a folder for TensorBoard")
 args = parser.parse_args()
 
