@@ -32,6 +32,7 @@ WITH_TRANSFORMERS = (
     ("docs/huggingface.md", "local_attention"),
     ("docs/loss.md", "by_document"),
     ("docs/trees.md", "from_rollouts(rollouts"),
+    ("docs/same-bits.md", "RowsInTiles"),
 )
 """Blocks that run where transformers is installed."""
 
