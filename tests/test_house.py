@@ -70,7 +70,7 @@ BUDGETS = {
     "remat": 485,
     "runtime": 5_769,
     "sequence": 412,
-    "tests": 37_394,
+    "tests": 37_459,
     "top": 1_811,
     "trees": 307,
 }
@@ -122,7 +122,7 @@ def test_no_folder_of_the_package_holds_more_than_25_modules() -> None:
 
 
 def test_the_pages_hold_no_more_words_than_now() -> None:
-    assert house.words_of_markdown(house.ROOT) <= 23_421
+    assert house.words_of_markdown(house.ROOT) <= 23_530
 
 
 def test_no_file_name_stands_twice_but_for_the_same_thing() -> None:
