@@ -8,7 +8,7 @@ in another thread and after other calls: it finds the `Forward` again (hook_mixe
 from __future__ import annotations
 
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -62,6 +62,9 @@ class LayerContext:
     indexers: float = 0.0
     indexer_loss: torch.Tensor | None = None
 
+    def __deepcopy__(self, memo: object) -> LayerContext:
+        return replace(self, indexer_loss=None)  # a tensor with a graph has no copies, and it is of this model's call
+
 
 @dataclass(frozen=True, slots=True)
 class Forward:
@@ -96,9 +99,7 @@ class Forward:
     tile: int | None = None
     layout: Layout = contiguous(1, 1)  # noqa: RUF009
     choices: dict[torch.nn.Module, torch.Tensor] = field(default_factory=dict, compare=False)
-    scored: dict[torch.nn.Module, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = field(
-        default_factory=dict, compare=False
-    )
+    scored: dict[torch.nn.Module, Scored] = field(default_factory=dict, compare=False)
     index_losses: dict[torch.nn.Module, torch.Tensor | None] = field(default_factory=dict, compare=False)
 
     @property

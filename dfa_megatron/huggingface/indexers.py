@@ -177,10 +177,10 @@ def _choice(real: Any, indexer: Any, forward: Forward, args: tuple[Any, ...], kw
     An indexer that is trained has gradients of its own weights, and none of what it is given.
     """
     trains = torch.is_grad_enabled() and forward.context.indexers > 0
-    kept = forward.choices.get(indexer)
     framed = active_frame() is not None  # which keeps them
-    vars(indexer)[REACHED][INDEXER] = vars(indexer)[REACHED][INDEXER] or kept is not None
-    if not framed and kept is not None and not trains:
+    kept = None if framed else forward.choices.get(indexer)
+    if kept is not None and not trains:
+        vars(indexer)[REACHED][INDEXER] = True
         return kept
     bound = inspect.signature(real).bind(indexer, *args, **kwargs)
     name = next(name for name in ("cache", "past_key_values") if name in bound.signature.parameters)
@@ -188,11 +188,12 @@ def _choice(real: Any, indexer: Any, forward: Forward, args: tuple[Any, ...], kw
     def run(q: torch.Tensor, k: torch.Tensor, weights: torch.Tensor, topk: int) -> Any:
         if trains:
             forward.scored[indexer] = q, k, weights
-        if not framed and kept is not None:
+        if kept is not None:
             return kept
+        context = forward.context
         with at_layer(int(indexer.layer_idx) + 1):
-            told = _seen(forward) | _where(forward)
-            return index_topk(q.detach(), k.detach(), weights.detach(), topk, **told)
+            where: Arguments = {"group": context.group, "layout": forward.layout, "config": context.options}
+            return index_topk(q.detach(), k.detach(), weights.detach(), topk, **_seen(forward), **where)
 
     def update_indexer(keys: torch.Tensor, layer: int) -> Indexed:
         vars(indexer)[REACHED][INDEXER] = True
@@ -205,10 +206,6 @@ def _choice(real: Any, indexer: Any, forward: Forward, args: tuple[Any, ...], kw
     if not framed:
         forward.choices[indexer] = positions
     return positions
-
-
-def _where(forward: Forward) -> Arguments:
-    return {"group": forward.context.group, "layout": forward.layout, "config": forward.context.options}
 
 
 def _seen(forward: Forward) -> Arguments:
@@ -234,14 +231,13 @@ def attend(
     inner = layer.qk_nope_head_dim
     of_keys, of_values = factors.split([inner, factors.shape[2] - inner], 2)
     q = torch.cat([torch.einsum("bshd,rhd->bshr", q[..., :inner], of_keys), q[..., inner:]], 3)
-    documents = None if forward.documents is None else list(forward.documents)
-    width = values.shape[3]
-    out, lse = sparse_attn(q, latents, None, positions, head_dim_v=width, cu_seqlens=documents, return_lse=True, **call)
+    seen, sinks = _seen(forward), call.pop("sinks")
+    rows: Arguments = {"cu_seqlens": seen.get("cu_seqlens"), "head_dim_v": values.shape[3]}
+    out, lse = sparse_attn(q, latents, None, positions, **rows, sinks=sinks, return_lse=True, **call)
     if (indexer := getattr(layer, "indexer", None)) in forward.scored:
         index_q, index_k, weights = forward.scored.pop(indexer)
         valid = None if forward.mask is None else forward.mask.bool()
-        told: Arguments = _seen(forward) | _where(forward) | {"softmax_scale": call["softmax_scale"], "valid": valid}
-        loss = index_loss(index_q, index_k, weights, q, latents, lse, positions, **told)
+        loss = index_loss(index_q, index_k, weights, q, latents, lse, positions, valid=valid, **seen, **call)
         forward.index_losses.setdefault(indexer, loss)
     found: torch.Tensor = torch.einsum("bshr,rhv->bshv", out, of_values)
     return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import math
 from contextlib import AbstractContextManager, nullcontext
@@ -145,3 +146,14 @@ def test_what_cannot_learn_is_refused() -> None:
     dfa_hf.train_indexers(reentrant)
     with pytest.raises(UnsupportedError, match="re-entrant checkpoints"):
         reentrant(**batch_of("plain"))
+
+
+def test_a_model_that_learns_is_copied_without_its_loss() -> None:
+    model = dfa_hf.distribute_attention(build("deepseek_v32"))
+    dfa_hf.train_indexers(model)
+    model(**batch_of("plain")).loss.backward()
+    copied = copy.deepcopy(model)
+    with pytest.raises(UnsupportedError, match="did not train indexers"):
+        dfa_hf.indexer_loss(copied)
+    copied(**batch_of("plain")).loss.backward()
+    assert torch.equal(dfa_hf.indexer_loss(copied), dfa_hf.indexer_loss(model))
