@@ -177,7 +177,7 @@ def ring(lengths: tuple[int, ...], size: int, sizes: Sizes, hardware: Hardware) 
         last = 2 if back and size > 1 else None
         kinds = [(1 if back and step else 0) if step < size - 1 else last for step in range(size)]
         sent = [[] if kind is None else [(rank, (rank + 1) % size, kind) for rank in range(size)] for kind in kinds]
-        found = estimate(Outline(phase, size, sum(padded), work, sent, parts), sizes, hardware)
+        found = estimate(Outline(phase, size, work, sent, parts), sizes, hardware)
         device, host = device + found.seconds, host + found.host_seconds
     return device, host, local
 

@@ -9,8 +9,6 @@ from dataclasses import replace
 from itertools import chain, pairwise
 from pathlib import Path
 
-import pytest
-
 from dfa_megatron.cli.simulate import simulate
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.plan.cost.choose import estimate, outline
@@ -69,14 +67,6 @@ def test_an_outline_takes_as_long_as_the_programs() -> None:
     for errors, most in ((device, 0.02), (host, 0.05), (idle, 0.02)):
         assert errors[len(errors) * 9 // 10] < most
         assert errors[-1] < 0.3
-
-
-def test_an_outline_stretches_to_other_lengths() -> None:
-    long, short = (plan_of("balanced_shared", causal(8 * tokens), 8).backward for tokens in (8192, 2048))
-    stretched = estimate(outline(long), Sizes(), H200_NIC_400G, length=8 * 2048)
-    own = estimate(outline(short), Sizes(), H200_NIC_400G)
-    assert stretched.seconds == pytest.approx(own.seconds, rel=0.01)
-    assert stretched.sent == pytest.approx(own.sent)
 
 
 def test_bytes_are_those_of_the_plan_by_link_class() -> None:

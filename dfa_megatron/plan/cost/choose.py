@@ -2,8 +2,7 @@
 
 A plan is timed from its blocks and transfers alone, and never lowered. Blocks of one step that read the same buffers
 count as one kernel call, and each result of a message as one merge. A batch waits for the compute of the step before,
-because messages have two buffers per side. `simulate` runs the programs instead; tests hold the two together. An
-outline also stretches to other lengths, for hundreds of ranks at once.
+because messages have two buffers per side. `simulate` runs the programs instead; tests hold the two together.
 """
 
 from __future__ import annotations
@@ -235,7 +234,6 @@ class Outline:
 
     phase: Phase
     ranks: int
-    length: int
     work: Sequence[Sequence[tuple[int, int, int, int]]]
     messages: Sequence[Sequence[tuple[int, int, int]]]
     contents: Sequence[tuple[tuple[str, int], ...]]
@@ -290,25 +288,19 @@ def outline(plan: Plan, batch: int = 1) -> Outline:
         [(*ends, numbers.setdefault(tuple(parts.items()), len(numbers))) for ends, parts in step.items()]
         for step in sent
     ]
-    return Outline(plan.phase, plan.ranks, plan.mask.length, work, messages, tuple(numbers))
+    return Outline(plan.phase, plan.ranks, work, messages, tuple(numbers))
 
 
-def estimate(plan: Outline, sizes: Sizes, hardware: Hardware, length: int | None = None) -> Estimate:
-    """Time a plan on a machine, at its own length or with its mask stretched to another length.
-
-    Args:
-        plan: from `outline`.
-        sizes, hardware: as for `simulate`.
-        length: tokens of the whole sequence.
-    """
-    stretch, ranks = 1.0 if length is None else length / plan.length, range(plan.ranks)
+def estimate(plan: Outline, sizes: Sizes, hardware: Hardware) -> Estimate:
+    """Time a plan on a machine; sizes and hardware are as for `simulate`."""
+    ranks = range(plan.ranks)
     row = {name: sum(sizes.row_bytes(name)) for name in {name for parts in plan.contents for name, _ in parts}}
-    nbytes = [round(stretch * sum(row[name] * tokens for name, tokens in parts)) for parts in plan.contents]
+    nbytes = [sum(row[name] * tokens for name, tokens in parts) for parts in plan.contents]
     merged = [sum(name in plan.phase.write_names for name, _ in parts) for parts in plan.contents]
     link, network = hardware.link, hardware.network or hardware.link
     seconds = [(link.seconds(size), network.seconds(size)) for size in nbytes]
     node = [hardware.node(rank) for rank in ranks]
-    took = _kernel_seconds(plan, sizes, hardware, stretch)
+    took = _kernel_seconds(plan, sizes, hardware)
     done, ended, delivered, busy = ([0.0] * plan.ranks for _ in range(4))
     sent, calls, merges, posts = ([0] * plan.ranks, [0] * plan.ranks), *([0] * plan.ranks for _ in range(3))
     for step, (work, messages) in enumerate(zip(plan.work, plan.messages, strict=True)):
@@ -361,12 +353,11 @@ def deliver(
     return [max(ends) for ends in zip(*ports[0], *ports[1], strict=True)], times
 
 
-def _kernel_seconds(plan: Outline, sizes: Sizes, hardware: Hardware, stretch: float) -> dict[tuple[int, ...], float]:
-    """Return the seconds of one kernel call over (pairs, rows of queries, rows of keys), stretched."""
+def _kernel_seconds(plan: Outline, sizes: Sizes, hardware: Hardware) -> dict[tuple[int, ...], float]:
+    """Return the seconds of one kernel call over (pairs, rows of queries, rows of keys)."""
     flops, heads = sizes.flops_per_pair(plan.phase), sizes.batch * sizes.heads
     found: dict[tuple[int, ...], float] = {}
     for pairs, queries, keys in {tuple(call) for step in plan.work for _, *call in step}:
-        area = pairs * stretch**2
-        rate = hardware.rate(plan.phase.name, area, round(queries * stretch), round(keys * stretch), heads)
-        found[pairs, queries, keys] = hardware.launch_overhead + area * flops / rate
+        rate = hardware.rate(plan.phase.name, pairs, queries, keys, heads)
+        found[pairs, queries, keys] = hardware.launch_overhead + pairs * flops / rate
     return found
