@@ -1,31 +1,20 @@
-"""What attention did in this process: counts, times of a sample of its calls, and a line that says how it runs."""
+"""What attention did in this process: counts, and a line that says how it runs."""
 
 from __future__ import annotations
 
 import os
 import sys
-import time
-from collections import deque
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
-from dfa_megatron.kernels.current_stream import current_stream
-from dfa_megatron.plan.language.ir import BACKWARD, FORWARD
 from dfa_megatron.runtime.comm.transport import Transport
 from dfa_megatron.runtime.environment import warn_of_untested
 
 if TYPE_CHECKING:
-    from dfa_megatron.runtime.execute.memory import Fields, MemoryPlan
     from dfa_megatron.runtime.prepare import Prepared
-
-    Run = Callable[[Prepared, MemoryPlan, Fields], Fields]
-
-EVERY = 17
-"""One forward and one backward of so many is timed; a prime, so that it is another layer's in each step."""
 
 QUIET = "DFA_QUIET"
 """The environment variable that silences the line about how attention runs, if it is 1."""
@@ -74,58 +63,10 @@ class Counters:
 COUNTERS = Counters()
 
 
-class _Stopwatch:
-    """Marks on the stream that computes, or on a CPU's clock: the start, then two around each wait, then the end."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device, self.events, self.times = device, list[torch.cuda.Event](), list[float]()
-
-    def mark(self) -> None:
-        """Add a mark; the host does not wait."""
-        if self.device.type != "cuda":
-            self.times.append(1e3 * time.perf_counter())
-            return
-        self.events.append(torch.cuda.Event(enable_timing=True))
-        self.events[-1].record(current_stream(self.device))
-
-    def milliseconds(self) -> tuple[float, float] | None:
-        """Return the time of all and that of the waits; None while they last."""
-        if self.events and not self.events[-1].query():
-            return None
-        marks = [self.events[0].elapsed_time(event) for event in self.events] or self.times
-        waits = sum(end - start for start, end in zip(marks[1:-1:2], marks[2:-1:2], strict=True))
-        return marks[-1] - marks[0], waits
-
-
-class _Sample(NamedTuple):
-    is_forward: bool
-    flops: float
-    watch: _Stopwatch
-
-
-_samples: deque[_Sample] = deque(maxlen=256)
 _counts_before: dict[str, int] = {}
 _how: dict[str, str] = {}
 """Schedule, kernel and transport of the attention that was new last."""
 _said: set[str] = set()
-
-
-def timed(run: Run, prepared: Prepared, memory: MemoryPlan, inputs: Fields) -> Fields:
-    """Run a phase, and note the time that it takes and that its stream waits for messages."""
-    device, is_forward = inputs[0].device, memory is prepared.forward
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():  # events in a graph cannot be read
-        return run(prepared, memory, inputs)
-    watch = _Stopwatch(device)
-    flops = prepared.pairs * prepared.sizes.flops_per_pair(FORWARD if is_forward else BACKWARD)
-    watch.mark()
-    Transport.mark = watch.mark
-    try:
-        results = run(prepared, memory, inputs)
-    finally:
-        Transport.mark = None
-    watch.mark()
-    _samples.append(_Sample(is_forward, flops, watch))
-    return results
 
 
 def describe(prepared: Prepared, device: torch.device) -> dict[str, str]:
@@ -161,30 +102,20 @@ def say_how(prepared: Prepared, device: torch.device, *, saves: bool) -> None:
 def stats() -> dict[str, float | str]:
     """Return what attention did on this rank since the last call, for `wandb.log` or a SummaryWriter.
 
-    One call in 17 is timed, by events on its own stream, and the host waits for none. An exchange of heads counts as
-    computing; replays of the caller's own CUDA graph are not counted.
+    Replays of the caller's own CUDA graph are not counted.
 
     Returns:
-        dfa/forwards, dfa/backwards: attentions that ran. dfa/forward_ms, dfa/backward_ms: the mean of those timed.
-        dfa/tflops: of this rank, while attention runs. dfa/waiting_percent: of that time, waiting for messages.
+        dfa/forwards, dfa/backwards: attentions that ran.
         dfa/sent_mib: sent by this rank. dfa/kept_mib: saved for recomputes. dfa/schedule, dfa/kernel, dfa/transport:
-        text, of the attention that was new last. What was not measured is left out.
+        text, of the attention that was new last.
     """
-    counts, over = COUNTERS.snapshot(), list[tuple[_Sample, float, float]]()
+    counts = COUNTERS.snapshot()
     done = {name: n - (before if (before := _counts_before.get(name, 0)) <= n else 0) for name, n in counts.items()}
     _counts_before.update(counts)
-    while _samples and (found := _samples[0].watch.milliseconds()) is not None:
-        over.append((_samples.popleft(), *found))
-    result: dict[str, float | str] = {
+    return {
         "dfa/forwards": done["attention_forwards"],
         "dfa/backwards": done["attention_backwards"],
         "dfa/sent_mib": sum(n for name, n in done.items() if name.endswith("ward_bytes")) / 2**20,
         "dfa/kept_mib": done["remat_bytes"] / 2**20,
+        **{f"dfa/{name}": text for name, text in _how.items()},
     }
-    for name, is_forward in (("forward", True), ("backward", False)):
-        if times := [ms for sample, ms, _ in over if sample.is_forward == is_forward]:
-            result[f"dfa/{name}_ms"] = sum(times) / len(times)
-    if whole := sum(ms for _, ms, _ in over):
-        result["dfa/tflops"] = sum(sample.flops for sample, _, _ in over) / whole / 1e9
-        result["dfa/waiting_percent"] = 100 * sum(waits for _, _, waits in over) / whole
-    return result | {f"dfa/{name}": text for name, text in _how.items()}

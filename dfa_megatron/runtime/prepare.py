@@ -72,8 +72,7 @@ def open_transport(prepared: Prepared, over: Channel, device: torch.device) -> P
 class Prepared:
     """Everything that running one attention needs beside its tensors.
 
-    ranks: of the plan. schedule, digest: of the plan, which `plan_again` makes. pairs: a rank's mean work, in token
-        pairs of a head.
+    ranks: of the plan. schedule, digest: of the plan, which `plan_again` makes.
     exchange: set if ulysses_degree > 1: see `runtime.heads`. Then all other fields but whole and running are those of
         the plan's ranks, tokens and heads.
     moved: the rows that change ranks around it, so that chunks of a fixed order lie whole: see `runtime.chunks`.
@@ -100,7 +99,6 @@ class Prepared:
     digest: str
     forward: MemoryPlan
     backward: MemoryPlan
-    pairs: float
     plan_again: Callable[[], AttentionPlan]
     channel: Channel | None = None
     over: Channel | None = None
@@ -192,7 +190,6 @@ def built(request: Request, ranks: int, rank: int, inputs: Inputs, over: Channel
         plan.digest,
         forward,
         backward,
-        plan.forward.mask.area / ranks,
         again,
         binds=binds,
         kind=kind,

@@ -15,7 +15,7 @@ from dfa_megatron.kernels.merge import minus_delta
 from dfa_megatron.kernels.tape import Tape, recordable, signature
 from dfa_megatron.names import say_once
 from dfa_megatron.runtime.comm.transport import Transport
-from dfa_megatron.runtime.counters import COUNTERS, EVERY, timed
+from dfa_megatron.runtime.counters import COUNTERS
 from dfa_megatron.runtime.execute.bound import Bound, Recorder
 from dfa_megatron.runtime.execute.memory import Fields, MemoryPlan
 from dfa_megatron.runtime.execute.sinks import merge_sinks, sinks_gradient
@@ -30,9 +30,6 @@ measured: Callable[[Transport], Transport] | None = None
 
 SavedTensors = tuple[torch.Tensor | None, ...]
 """What every way of running saves for a backward, in this order: q, k, v, out, lse, sinks."""
-
-_TIMED = 3
-"""The first call that is timed: the first replay."""
 
 InputGradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]
 """Of q, k, v and sinks; the last is None without sinks."""
@@ -77,9 +74,8 @@ def run_forward(prepared: Prepared, inputs: Inputs, *, trains: bool = True) -> F
     COUNTERS.kernel_forwards += memory.calls
     COUNTERS.forward_messages += memory.messages
     COUNTERS.forward_bytes += memory.message_bytes
-    run = functools.partial(timed, _recorded) if COUNTERS.attention_forwards % EVERY == _TIMED else _recorded
     with prepared.running[0 if trains else 2]:
-        out, lse = _around(prepared, functools.partial(run, prepared, memory), (q, k, v))
+        out, lse = _around(prepared, functools.partial(_recorded, prepared, memory), (q, k, v))
     if sinks is not None:
         out, lse = merge_sinks(out, lse, sinks)
     return out.contiguous(), lse.contiguous()
@@ -94,9 +90,8 @@ def run_backward(prepared: Prepared, dout: torch.Tensor, saved: SavedTensors) ->
     COUNTERS.kernel_backwards += memory.calls
     COUNTERS.backward_messages += memory.messages
     COUNTERS.backward_bytes += memory.message_bytes
-    run = functools.partial(timed, _recorded) if COUNTERS.attention_backwards % EVERY == _TIMED else _recorded
     with prepared.running[1]:
-        dq, dk, dv = _around(prepared, functools.partial(run, prepared, memory), (dout, q, k, v, out, lse))
+        dq, dk, dv = _around(prepared, functools.partial(_recorded, prepared, memory), (dout, q, k, v, out, lse))
     if prepared.whole is not None:
         prepared.whole.end_of_backward()
     dsinks = None if sinks is None else sinks_gradient(dout, out, lse, sinks, prepared.sums)

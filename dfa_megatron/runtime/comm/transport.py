@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -48,12 +48,9 @@ class Transport:
         keeps_arena: the arena is the same in every run, until it moves and is another one.
         pinned: it must not move, because a captured CUDA graph of the caller holds addresses in it.
         name: for people.
-        mark: of the class, called before and after each wait for messages while a call is timed.
     """
 
     name = "none"
-    mark: ClassVar[Callable[[], None] | None] = None
-
     queued = keeps_arena = pinned = False
     ranks: tuple[int, ...] = ()
 
@@ -137,11 +134,7 @@ class StreamTransport(Transport):
 
     def land(self) -> None:
         self.filled.record(self.stream)
-        if Transport.mark:
-            Transport.mark()
         self.compute.wait_event(self.filled)
-        if Transport.mark:
-            Transport.mark()
 
     def computed(self, step: int) -> None:
         while step >= len(self.free):

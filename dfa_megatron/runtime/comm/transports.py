@@ -171,11 +171,7 @@ class GlooTransport(Transport):
 
     def land(self) -> None:
         if works := self.works:
-            if Transport.mark:
-                Transport.mark()
             self._wait(lambda: [work.wait() for work in works])
-            if Transport.mark:
-                Transport.mark()
         self.works, self.sending = [], ()
         self._where = self._where[0] + 1, ()
 
