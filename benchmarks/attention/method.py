@@ -125,10 +125,10 @@ def _taken() -> str:
 
 def symmetric_bytes(prepared: Prepared) -> int:
     """Return the bytes that its messages need in memory that PyTorch's allocator does not count."""
-    if prepared.channel is None or not torch.cuda.is_available():
+    if prepared.over is None or prepared.ranks == 1 or not torch.cuda.is_available():
         return 0
     device = torch.device("cuda", torch.cuda.current_device())
-    return prepared.arena_bytes if prepared.channel.transports.get(device, prepared.transport).keeps_arena else 0
+    return prepared.arena_bytes if prepared.over.transports.get(device, prepared.transport).keeps_arena else 0
 
 
 def kernel_methods(job: Job) -> list[Method]:

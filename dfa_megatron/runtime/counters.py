@@ -71,10 +71,11 @@ _said: set[str] = set()
 
 def describe(prepared: Prepared, device: torch.device) -> dict[str, str]:
     """Return schedule, kernel and transport of a prepared attention, and keep them for `stats`."""
-    channel = prepared.channel
-    transport = Transport.name if channel is None else channel.transports.name_of(device, prepared.transport)
-    alone = "one rank" if prepared.exchange is None else "head exchange"
-    schedule = alone if prepared.ranks == 1 else prepared.schedule
+    over, schedule, transport = prepared.over, prepared.schedule, Transport.name
+    if over is None or prepared.ranks == 1:
+        schedule = "one rank" if prepared.exchange is None else "head exchange"
+    else:
+        transport = over.transports.name_of(device, prepared.transport)
     _how.update(schedule=schedule, kernel=prepared.kernel.name, transport=transport)
     return _how
 

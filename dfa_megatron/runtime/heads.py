@@ -26,13 +26,15 @@ from dfa_megatron.plan.degree import HeadSplit, split_heads
 from dfa_megatron.plan.language.geometry import Span
 from dfa_megatron.plan.language.layout import LAYOUTS as BY_LENGTH
 from dfa_megatron.plan.language.layout import Layout
+from dfa_megatron.plan.language.program import Message
 from dfa_megatron.plan.schedules import layout_of
 from dfa_megatron.runtime import run
 from dfa_megatron.runtime.comm.channel import Channel
 from dfa_megatron.runtime.counters import COUNTERS
-from dfa_megatron.runtime.execute.memory import Fields
+from dfa_megatron.runtime.execute.memory import Fields, MemoryPlan
+from dfa_megatron.runtime.execute.moves import Moves
 from dfa_megatron.runtime.execute.sinks import merge_sinks, sinks_gradient
-from dfa_megatron.runtime.prepare import Prepared, built, open_transport
+from dfa_megatron.runtime.prepare import Prepared, built
 from dfa_megatron.runtime.request import Inputs, Request
 from dfa_megatron.runtime.run import InputGradients, SavedTensors
 
@@ -41,41 +43,44 @@ _ALIGNMENT = 16
 
 
 def rows_in_order(layout: Layout, neighbours: range) -> tuple[Span, ...]:
-    """Return where the tokens of a rank of the plan lie in the rows that neighbours send, of each the largest number.
+    """Return where the tokens of a rank of the plan lie in the rows that neighbours send, one behind the other.
 
     Nothing where they lie in order. The layout of the plan is `layout.merged(len(neighbours))`.
     """
-    most, first = max(layout.tokens(rank) for rank in neighbours), neighbours[0]
-    at = {chunk: (r - first) * most + row for r in neighbours for chunk, row in layout.rows(r).items()}
-    found: list[Span] = []
-    for chunk in layout.merged(len(neighbours)).of(first // len(neighbours)):
-        lo = hi = at[chunk]
-        if found and found[-1].hi == lo:
-            lo = found.pop().lo
-        found.append(Span(lo, hi + len(layout.chunks[chunk])))
-    return tuple(found) if found != [Span(0, most * len(neighbours))] else ()
+    starts = zip(neighbours, accumulate(map(layout.tokens, neighbours), initial=0), strict=False)
+    at = {chunk: lo + row for rank, lo in starts for chunk, row in layout.rows(rank).items()}
+    found = [Span(0, 0)]
+    for chunk in layout.merged(len(neighbours)).of(neighbours[0] // len(neighbours)):
+        lo = found.pop().lo if found[-1].hi == at[chunk] else at[chunk]
+        found.append(Span(lo, at[chunk] + len(layout.chunks[chunk])))
+    return tuple(found) if len(found) > 1 else ()
+
+
+def _in_order(x: torch.Tensor, rows: tuple[Span, ...]) -> torch.Tensor:
+    return torch.cat([x[span.lo : span.hi] for span in rows]) if rows else x
 
 
 @dataclass(frozen=True, slots=True)
 class HeadExchange:
     """The all-to-alls around one attention, on the caller's stream.
 
-    A message before a plan is a block of rows: a token with all its fields side by side, sequence before batch. A
-    message after a plan is each field as a whole. Every rank sends as many rows as the largest has.
+    A message is a block of rows: a token with all its fields side by side, sequence before batch.
 
-    near: the neighbours, this rank among them. rows, most: tokens of this rank, and of the largest neighbour.
-    order: where the plan's tokens lie in the rows that come; nothing where they lie in order.
+    near: the neighbours, this rank among them. tokens: of each. rows: of this rank.
+    order, back: where the plan's tokens lie in the rows that come, and these in the plan's tokens; nothing where they
+        lie in order.
     inner: the attention of the plan's ranks; neither counted nor compared by itself.
-    channel: of the neighbours, once they are connected.
+    over: the channel of the group.
     """
 
     heads: HeadSplit
     near: range
+    tokens: list[int]
     rows: int
-    most: int
     order: tuple[Span, ...]
+    back: tuple[Span, ...]
     inner: Prepared
-    channel: Channel | None = None
+    over: Channel | None
 
     def copied(self, x: torch.Tensor) -> torch.Tensor:
         """Return k or v with a kv head for each place."""
@@ -83,85 +88,74 @@ class HeadExchange:
 
     def to_heads(self, phase: str, fields: Sequence[torch.Tensor]) -> Fields:
         """Turn (batch, rows, degree * heads, width) of this rank's tokens into all tokens of this rank's heads."""
-        if lack := self.most - self.rows:
-            fields = [torch.cat([x, x.new_zeros((x.shape[0], lack, *x.shape[2:]))], 1) for x in fields]
-        parts = [x.unflatten(2, (self.heads.degree, -1)).permute(2, 1, 0, 3, 4) for x in fields]
-        came = [x.flatten(0, 1) for x in self._exchange(phase, parts, 2)]
-        if self.order:
-            came = [torch.cat([x[rows.lo : rows.hi] for rows in self.order]) for x in came]
+        degree = self.heads.degree
+        parts = [x.unflatten(2, (degree, -1)).permute(2, 1, 0, 3, 4) for x in fields]
+        came = self._exchange(phase, parts, 2, [self.rows] * degree, self.tokens)
+        found = [_in_order(x, self.order).transpose(0, 1) for x in came]
         # A plan of several ranks reads tokens by block, and some kernels copy a block that is not dense each time.
-        dense = self.inner.channel is not None
-        return tuple(x.transpose(0, 1).contiguous() if dense else x.transpose(0, 1) for x in came)
+        return tuple(x.contiguous() for x in found) if self.inner.over is not None else tuple(found)
 
     def to_tokens(self, phase: str, fields: Fields) -> Fields:
         """Turn (batch, tokens, heads, width) of this rank's heads into this rank's rows of all heads.
 
         A statistic is (batch, heads, tokens).
         """
-        parts, found = list[torch.Tensor](), list[torch.Tensor]()
-        for x in fields:
-            tokens = 1 if x.dim() == 4 else 2
-            parts.append(self._as_sent(x, tokens).unflatten(tokens, (self.heads.degree, self.most)).movedim(tokens, 0))
-        for x in self._exchange(phase, parts, 1):
-            tokens, heads = (1, 2) if x.dim() == 5 else (3, 1)
-            whole = x.movedim(0, heads).narrow(tokens, 0, self.rows)
+        degree, found = self.heads.degree, list[torch.Tensor]()
+        parts = [_in_order(x.movedim(1 if x.dim() == 4 else 2, 0), self.back) for x in fields]
+        for x in self._exchange(phase, parts, 1, self.tokens, [self.rows] * degree):
+            whole = x.unflatten(0, (degree, self.rows))
+            heads, order = (2, (2, 1, 0, 3, 4)) if whole.dim() == 5 else (1, (2, 0, 3, 1))
             # In memory of its own: a view would hold the whole message.
-            found.append(whole.clone(memory_format=torch.contiguous_format).flatten(heads, heads + 1))
+            own = whole.permute(order).clone(memory_format=torch.contiguous_format)
+            found.append(own.flatten(heads, heads + 1))
         return tuple(found)
-
-    def _as_sent(self, x: torch.Tensor, dim: int) -> torch.Tensor:
-        """Return the plan's tokens as neighbours hold them, each as many as the largest."""
-        if not self.order:
-            return x
-        edges, last = accumulate(map(len, self.order), initial=0), self.most * self.heads.degree
-        held = sorted(zip(self.order, edges, strict=False))
-        parts, end = list[torch.Tensor](), 0
-        for rows, at in [*held, (Span(last, last), 0)]:
-            shape = (*x.shape[:dim], rows.lo - end, *x.shape[dim + 1 :])
-            parts += [x.new_zeros(shape), x.narrow(dim, at, len(rows))]
-            end = rows.hi
-        return torch.cat(parts, dim)
 
     def summed(self, x: torch.Tensor) -> torch.Tensor:
         """Return the gradient of k or v: the sum over copies, which PyTorch adds in float32."""
         return x if self.heads.copies == 1 else x.unflatten(2, (-1, self.heads.copies)).sum(3)
 
-    def _exchange(self, phase: str, parts: Sequence[torch.Tensor], common: int) -> list[torch.Tensor]:
-        """Send part i of each field (degree, ...) to neighbour i, in one message; return what they sent.
+    def _exchange(
+        self, phase: str, parts: Sequence[torch.Tensor], lead: int, sent: list[int], came: list[int]
+    ) -> list[torch.Tensor]:
+        """Send rows of each field to the neighbours, so many to each, in one message; return what they sent.
 
-        common: the first dimensions, in which fields are alike; behind them they lie side by side.
+        lead: the first dimensions of a part, which count its rows.
         """
-        assert self.channel is not None, "connected when it was prepared"
-        sizes = [_bytes(x, common) for x in parts]
-        send = parts[0].new_empty((*parts[0].shape[:common], sum(sizes)), dtype=torch.uint8)
-        received = torch.empty_like(send)
-        for field, part in zip(_fields(send, parts, sizes), parts, strict=True):
-            field.copy_(part)
-        sent = send.nbytes // self.heads.degree * (self.heads.degree - 1)
+        over, size = self.over, sum(map(_bytes, parts, [lead] * len(parts)))
+        assert over is not None, "neighbours are ranks of a group"
+        send = parts[0].new_empty((sum(sent), size), dtype=torch.uint8)
+        received = send.new_empty((sum(came), size))
+        for field, part in zip(_fields(send, parts, lead), parts, strict=True):
+            field.view(part.shape).copy_(part)
+        nbytes = (sum(sent) - sent[over.rank - self.near[0]]) * size
         COUNTERS.ulysses_exchanges += 1
         if phase == "forward":
-            COUNTERS.ulysses_forward_bytes += sent
+            COUNTERS.ulysses_forward_bytes += nbytes
         else:
-            COUNTERS.ulysses_backward_bytes += sent
-        work = self.channel.collectives(send.device).all_to_all(received, send, [1] * self.heads.degree)
-        self.channel.finish(work, send.device)
-        return _fields(received, parts, sizes)
+            COUNTERS.ulysses_backward_bytes += nbytes
+        counts = (_among(self.near, each, over.size) for each in (came, sent))
+        over.finish(over.collectives(send.device).all_to_all(received, send, *counts), send.device)
+        return _fields(received, parts, lead)
 
 
-def _bytes(x: torch.Tensor, common: int) -> int:
-    """Return the bytes of a field without its first `common` dimensions, with what aligns the next field."""
-    row = max(1, math.prod(x.shape[common:])) * x.itemsize  # none have room too: views of bytes need a stride
-    return -(-row // _ALIGNMENT) * _ALIGNMENT
+def _among(ranks: range, counts: Sequence[int], size: int) -> list[int]:
+    """Return the counts of some of so many ranks for all of them."""
+    known = dict(zip(ranks, counts, strict=True))
+    return [known.get(rank, 0) for rank in range(size)]
 
 
-def _fields(buffer: torch.Tensor, like: Sequence[torch.Tensor], sizes: Sequence[int]) -> list[torch.Tensor]:
-    """Return the fields of a buffer of bytes (..., row), shaped as those of `like`."""
-    common, found, at = buffer.dim() - 1, list[torch.Tensor](), 0
-    for x, size in zip(like, sizes, strict=True):
-        shape = x.shape[common:]
-        rows = buffer.view(x.dtype).narrow(common, at // x.itemsize, math.prod(shape))
-        found.append(rows.unflatten(common, shape))
-        at += size
+def _bytes(x: torch.Tensor, lead: int) -> int:
+    """Return the bytes of a row of a field, with what aligns the next field."""
+    return -(-math.prod(x.shape[lead:]) * x.itemsize // _ALIGNMENT) * _ALIGNMENT
+
+
+def _fields(buffer: torch.Tensor, like: Sequence[torch.Tensor], lead: int) -> list[torch.Tensor]:
+    """Return the fields of a buffer of bytes (rows, bytes), whose rows are shaped as those of `like`."""
+    found, at = list[torch.Tensor](), 0
+    for x in like:
+        shape = x.shape[lead:]
+        found.append(buffer.view(x.dtype).narrow(1, at // x.itemsize, math.prod(shape)).unflatten(1, shape))
+        at += _bytes(x, lead)
     return found
 
 
@@ -192,22 +186,35 @@ def made(degree: int, request: Request, over: Channel | None, inputs: Inputs) ->
         x.new_empty(()).expand(x.shape[0], tokens, count, x.shape[3])
         for x, count in zip(inputs[:3], counts, strict=True)
     ]
-    inner = built(asks, size // degree, rank // degree, Inputs(*like), over)
-    most = max(held.tokens(each) for each in near)
-    exchange = HeadExchange(heads, near, held.tokens(rank), most, rows_in_order(held, near), inner)
-    return replace(inner, request=request, exchange=exchange, connect=_connect)
+    inner = _among_all(built(asks, size // degree, rank // degree, Inputs(*like), over), degree)
+    order = rows_in_order(held, near)
+    ends = accumulate(map(len, order))
+    back = tuple(Span(end - len(rows), end) for rows, end in sorted(zip(order, ends, strict=True)))
+    exchange = HeadExchange(heads, near, list(map(held.tokens, near)), held.tokens(rank), order, back, inner, over)
+    return replace(inner, request=request, exchange=exchange, over=over)
 
 
-def _connect(prepared: Prepared, over: Channel, device: torch.device) -> Prepared:
-    """Connect the neighbours, and the ranks of the plan."""
-    exchange = prepared.exchange
-    assert exchange is not None, "else nothing sets this"
-    channel, degree = over.subgroup(exchange.near), exchange.heads.degree
-    channel.collectives(device)
-    inner = exchange.inner
-    if over.size > degree:
-        inner = open_transport(inner, over.subgroup(range(over.rank % degree, over.size, degree)), device)
-    return replace(prepared, channel=inner.channel, exchange=replace(exchange, inner=inner, channel=channel))
+def _among_all(inner: Prepared, degree: int) -> Prepared:
+    """Return the attention of every degree-th rank with the peers' numbers in the group."""
+    over, moved = inner.over, inner.moved
+    if over is None:
+        return inner
+    peers = range(over.rank % degree, over.size, degree)
+
+    def peered(messages: Sequence[Message]) -> tuple[Message, ...]:
+        return tuple(replace(message, peer=peers[message.peer]) for message in messages)
+
+    def numbered(memory: MemoryPlan) -> MemoryPlan:
+        steps = [replace(x, sends=peered(x.sends), receives=peered(x.receives)) for x in memory.program.steps]
+        offsets = {(step, peers[peer]): places for (step, peer), places in memory.offsets.items()}
+        return replace(memory, program=replace(memory.program, steps=tuple(steps)), offsets=offsets)
+
+    def spread(moves: Moves) -> Moves:
+        sent, received = (_among(peers, each, over.size) for each in (moves.send_counts, moves.receive_counts))
+        return replace(moves, send_counts=sent, receive_counts=received)
+
+    moved = None if moved is None else replace(moved, q=spread(moved.q), kv=spread(moved.kv))
+    return replace(inner, forward=numbered(inner.forward), backward=numbered(inner.backward), moved=moved)
 
 
 def run_forward(prepared: Prepared, inputs: Inputs, *, trains: bool = True) -> Fields:

@@ -52,12 +52,16 @@ Larger calls take seconds, so NCCL's messages cost them little, and NCCL's memor
 _NOT_COUNTED = contextlib.nullcontext()
 
 
-def open_transport(prepared: Prepared, over: Channel, device: torch.device) -> Prepared:
-    """Open the transport over a channel and reserve its memory.
+def _connect(prepared: Prepared, over: Channel, device: torch.device) -> None:
+    """Open what messages need; collective, after all ranks have agreed.
 
     Raises:
         UnsupportedError: the transport that was asked for cannot serve these ranks.
     """
+    if prepared.exchange is not None:
+        over.collectives(device)
+    if prepared.ranks == 1:
+        return
     asked, nbytes = prepared.request.config.transport, prepared.arena_bytes
     if prepared.transport != asked and device.type == "cuda":
         logger.info(
@@ -65,7 +69,6 @@ def open_transport(prepared: Prepared, over: Channel, device: torch.device) -> P
             nbytes / 2**30,
         )
     over.transports.reserve(device, prepared.transport, nbytes)
-    return replace(prepared, channel=over)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,20 +76,19 @@ class Prepared:
     """Everything that running one attention needs beside its tensors.
 
     ranks: of the plan. schedule, digest: of the plan, which `plan_again` makes.
-    exchange: set if ulysses_degree > 1: see `runtime.heads`. Then all other fields but whole and running are those of
-        the plan's ranks, tokens and heads.
+    exchange: set if ulysses_degree > 1: see `runtime.heads`. Then all other fields but over, whole and running are
+        those of the plan's ranks, tokens and heads.
     moved: the rows that change ranks around it, so that chunks of a fixed order lie whole: see `runtime.chunks`.
     binds: whether the kernel's work can be recorded and replayed.
     bound: recorded phases, by what they need of a call's tensors; None after a first run that was not recorded, a text
         if none can be.
     kind: what it has in common with the attention of other documents, masks and lengths.
     said: whether people were told how it runs, where its results are saved (False) or not (True).
-    whole: the channel of the whole group, which compares calls; None if verify is off or the group has one rank.
+    whole: the same channel where it compares calls; None if verify is off or the group has one rank.
     running: counts and compares the calls inside: a forward's, a backward's, and those of a forward that no backward
         follows.
     forward, backward: this rank's programs, and their memory.
-    channel: what it sends by, once it is connected. over: of the whole group then.
-    connect: opens these; collective, after all ranks have agreed.
+    over: the channel by which the ranks send, None for one rank.
     arena_bytes: of receive memory: the larger of forward and backward. Equal on all ranks.
     transport: the transport to request. "auto" becomes "p2p" if the messages need more than LARGEST_ARENA.
     """
@@ -100,7 +102,6 @@ class Prepared:
     forward: MemoryPlan
     backward: MemoryPlan
     plan_again: Callable[[], AttentionPlan]
-    channel: Channel | None = None
     over: Channel | None = None
     exchange: HeadExchange | None = None
     moved: ChunkMoves | None = None
@@ -110,7 +111,6 @@ class Prepared:
     said: set[bool] = field(default_factory=set, compare=False, repr=False)
     whole: Channel | None = None
     running: tuple[AbstractContextManager[None], ...] = (_NOT_COUNTED,) * 3
-    connect: Callable[[Prepared, Channel, torch.device], Prepared] = open_transport
     arena_bytes: int = field(init=False)
     transport: str = field(init=False)
 
@@ -191,6 +191,7 @@ def built(request: Request, ranks: int, rank: int, inputs: Inputs, over: Channel
         forward,
         backward,
         again,
+        over=over if ranks > 1 else None,
         binds=binds,
         kind=kind,
         moved=_moved(request, plan, rank, inputs.q.device) if request.invariant else None,
@@ -241,7 +242,7 @@ def prepare(request: Request, over: Channel | None, inputs: Inputs, *, trains: b
         prepared = _build_and_agree(request, over, inputs, trains=trains)
         if over is not None:
             with over.collective():
-                prepared = replace(prepared.connect(prepared, over, q.device), over=over)
+                _connect(prepared, over, q.device)
     known[key] = prepared
     if len(known) > _KEPT:
         known.popitem(last=False)

@@ -104,10 +104,10 @@ def _around(prepared: Prepared, run: Callable[[Fields], Fields], inputs: Fields)
         return run(inputs)
     with without_autocast(), without_functions():
         if len(inputs) == 3:
-            return moved.forward(run, prepared.channel, inputs)
+            return moved.forward(run, prepared.over, inputs)
         dout, q, k, v, out, lse = inputs
         needed = needed_by_backward(prepared, dout, out)
-        return moved.backward(run, prepared.channel, (dout, q, k, v, needed, lse))
+        return moved.backward(run, prepared.over, (dout, q, k, v, needed, lse))
 
 
 def _recorded(prepared: Prepared, memory: MemoryPlan, inputs: Fields) -> Fields:
@@ -196,10 +196,10 @@ _ALONE = Transport()
 
 def _way(prepared: Prepared, memory: MemoryPlan, device: torch.device) -> tuple[Transport, torch.Tensor]:
     """Return the transport, and the memory that receives messages."""
-    channel, transport = prepared.channel, _ALONE
-    if channel is not None:
-        transport = channel.transports.reserve(device, prepared.transport, prepared.arena_bytes)
-        channel.calls.where = transport.where
+    over, transport = prepared.over, _ALONE
+    if over is not None:
+        transport = over.transports.reserve(device, prepared.transport, prepared.arena_bytes)
+        over.calls.where = transport.where
     return transport, transport.arena(memory.arena_bytes, device)
 
 

@@ -83,13 +83,6 @@ class GroupStore:
         self._blocks = self._blocks or _own_client(self.client)
         return PrefixStore(f"{self.key}/store {self._stores}", self._blocks)
 
-    def subgroup(self, ranks: Sequence[int]) -> GroupStore:
-        """Return the store of some of this group's ranks, this one among them; `ranks` count in this group."""
-        name = f"{self.key}/part {' '.join(map(str, ranks))}"
-        made = GroupStore(self.client, name, list(ranks).index(self.rank), [self.members[rank] for rank in ranks])
-        made.interrupted, made._blocks = self.interrupted, self._blocks
-        return made
-
     def gather(self, key: str, note: str, seconds: float, given_up: Sequence[object] = ()) -> list[str | None]:
         """Leave a note and return every rank's, by rank: None of one that has left none until then or `given_up`."""
         keys, started, pause = [f"{key}/{rank}" for rank in range(self.size)], time.monotonic(), _SHORTEST

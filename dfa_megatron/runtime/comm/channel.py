@@ -10,7 +10,7 @@ import struct
 import threading
 import uuid
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import TYPE_CHECKING
@@ -47,14 +47,13 @@ class Channel:
     """Own connections of a group: messages never queue behind another library's collectives. To make one is collective.
 
     Args:
-        store: of the ranks. Subgroups share the calls.
+        store: of the ranks.
         timeout: the group's own. A rank that does not come to agree is waited for a quarter of it.
         alive: whether the group still exists.
         verify: watch the group.
-        whole: the channel of which this is a subgroup.
 
     Attributes:
-        rank, size: of this process in the group, and of the group. ranks: in the whole group, of a part of it.
+        rank, size: of this process in the group, and of the group.
         hosts: number of machines that the ranks are on.
         links: the slowest links among them. one_queue: whether any of them has one hardware queue for all streams.
         wait: runs a blocking call, such as a wait for messages between CPUs. Raises an AbsentError if a connection
@@ -70,22 +69,19 @@ class Channel:
         alive: Callable[[], bool],
         *,
         verify: bool = True,
-        whole: Channel | None = None,
     ) -> None:
         if list(store.members) != sorted(store.members):
             what, why = f"a process group of global ranks {list(store.members)}", "its communicators would sort them"
             raise UnsupportedError(what, why, "a group whose ranks ascend, as torch.distributed makes them by default")
         self.store, self.rank, self.size, self.timeout = store, store.rank, store.size, timeout
-        self.calls: Calls = Calls() if whole is None else whole.calls
-        self.ranks = () if whole is None else tuple(map(whole.store.members.index, store.members))
+        self.calls = Calls()
         self.transports, self.ended = Transports(self), self.close
         self._alive, self._made = alive, list[Communicator]()
         self._waiter = Waiter(self.calls.check, self._broken)
         self.wait = self._waiter.wait
-        self._watched: Watched | None = None if whole is None else whole._watched
+        self._watched: Watched | None = None
         self._collectives: dict[str, Communicator] = {}
         self._spoilers: dict[torch.device, Spoiler] = {}
-        self._subgroups: dict[tuple[int, ...], Channel] = {}
         self._closing, self._closed = threading.Lock(), False
         self._backward, self.on_cpu, self._name = -1, True, ""
         self._devices: list[torch.device] = []
@@ -99,7 +95,7 @@ class Channel:
         self.hosts, self.links = len({facts["host"] for facts in everyone}), slowest(everyone)
         self.one_queue = any(facts["one queue"] == "True" for facts in everyone)
         self._processes = [(facts["space"], int(facts["pid"])) for facts in everyone]
-        if verify and whole is None:
+        if verify:
             self.watch()
 
     @property
@@ -145,8 +141,6 @@ class Channel:
             )
             watch(self._watched, dist.get_rank(), dist.get_world_size())
             self.calls.when_lost = self._watched.wake
-            for part in self._subgroups.values():
-                part._watched = self._watched
 
     def _gone(self, rank: int) -> bool:
         """Return whether a rank's process is known to have ended; others' machines are not visible from here."""
@@ -167,8 +161,6 @@ class Channel:
             for made in list(self._made):
                 made.abort()
             waits |= self.transports.release()
-        for part in list(self._subgroups.values()):
-            waits |= part.unblock(all_know)
         return waits
 
     def spoiled(self, *results: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -304,13 +296,6 @@ class Channel:
         instead = "if all of them live, set GLOO_SOCKET_IFNAME to their network interface"
         return AbsentError(f"gloo does not connect this rank to the others: {instead} ({error})")
 
-    def subgroup(self, ranks: Sequence[int]) -> Channel:
-        """Return the channel of some of these ranks; every rank makes its own, in the same order."""
-        key = tuple(ranks)
-        if key not in self._subgroups:
-            self._subgroups[key] = Channel(self.store.subgroup(key), self.timeout, self._alive, whole=self)
-        return self._subgroups[key]
-
     def symmetric_name(self) -> str:
         """Return the name by which PyTorch's symmetric memory finds these ranks; the first call is collective."""
         if not self._name:
@@ -336,16 +321,14 @@ class Channel:
 
     def _close(self, abort: bool) -> None:
         self._closed = True
-        for subgroup in self._subgroups.values():
-            subgroup._close(abort)
         self._waiter.stop()
         self.transports.clear()
         for made in self._made:
             made.close(abort=abort)
         # References to the channel itself: its connections would wait for the garbage collector.
         self._watched, self.ended = None, nothing
-        for held in (self._collectives, self._made, self._subgroups):
-            held.clear()
+        self._collectives.clear()
+        self._made.clear()
 
 
 class _Counted:

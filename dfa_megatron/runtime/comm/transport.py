@@ -43,7 +43,6 @@ class Transport:
     Measurements wrap the methods from `start` to `finish`, which a running program calls.
 
     Attributes:
-        ranks: of the watched group, by the number of a peer; empty where they are the same.
         queued: kernels wait in queues, so it must be told where the compute of a step ends; otherwise it need not be.
         keeps_arena: the arena is the same in every run, until it moves and is another one.
         pinned: it must not move, because a captured CUDA graph of the caller holds addresses in it.
@@ -52,7 +51,6 @@ class Transport:
 
     name = "none"
     queued = keeps_arena = pinned = False
-    ranks: tuple[int, ...] = ()
 
     def reserve(self, nbytes: int) -> None:
         """Have memory for the next call; all ranks of the group say the same number, at set-up and before each call."""
@@ -147,5 +145,4 @@ class StreamTransport(Transport):
         if self.captured:
             return -1, ()
         step = next((n for n, event in enumerate(self.free[: self.steps]) if not event.query()), self.steps)
-        peers = self.awaited.get(step, ())
-        return step, tuple(self.ranks[peer] for peer in peers) if self.ranks else peers
+        return step, self.awaited.get(step, ())

@@ -228,9 +228,7 @@ class Transports:
         place = str(device)
         known = self._open.get((place, kind))
         if known is None:
-            known = self._make(device, kind)  # which may open another kind
-            known.ranks = self._channel.ranks
-            self._open[place, kind] = known
+            known = self._open[place, kind] = self._make(device, kind)  # which may open another kind
             self._channel.calls.on_device(device)
         return known
 

@@ -129,7 +129,7 @@ def test_plans_share_the_arena_of_their_group_and_leave_those_of_others_alone(ra
                 compare(rank, 2, turn, group=pair, **plan)
     arenas = [kept_by(group) for group in (None, pair)[: 2 if rank < 2 else 1]]
     for group, engine in zip((None, pair), arenas, strict=False):
-        used = [prepared for prepared in in_use() if prepared.channel is channel_of(group)]
+        used = [prepared for prepared in in_use() if prepared.over is channel_of(group)]
         assert len(used) == len(plans)
         assert engine.size == max(prepared.arena_bytes for prepared in used)
         assert len(channel_of(group).transports._open) == 1
