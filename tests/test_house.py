@@ -68,7 +68,7 @@ BUDGETS = {
     "proving": 643,
     "recurrence": 1_400,
     "remat": 485,
-    "runtime": 5_661,
+    "runtime": 5_632,
     "sequence": 412,
     "tests": 37_488,
     "top": 1_811,

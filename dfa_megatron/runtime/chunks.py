@@ -10,7 +10,7 @@ Where ranks end at chunks nothing moves.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -29,38 +29,32 @@ RunPhase = Callable[[Fields], Fields]
 
 @dataclass(frozen=True, slots=True)
 class ChunkMoves:
-    """The moves of one rank. q: of queries and what belongs to them. kv: of keys and values."""
+    """The moves of one rank.
+
+    q: of queries and what belongs to them. kv: of keys and values. over: the channel; None for one rank.
+    """
 
     q: Moves
     kv: Moves
+    over: Channel | None
 
-    def forward(self, run: RunPhase, over: Channel | None, qkv: Fields) -> Fields:
-        """Return what `run` of (q, k, v) does, with the caller's rows before and after."""
-        return self.back(over, run(self.there(over, qkv[:1], qkv[1:])), ())
+    def around(self, run: RunPhase, inputs: Fields) -> Fields:
+        """Return what `run` of (q, k, v), or of (dout, q, k, v, out or -delta, lse), does with the caller's rows."""
+        keys = slice(1, 3) if len(inputs) == 3 else slice(2, 4)
+        moves = [self.q] * len(inputs)
+        moves[keys] = [self.kv, self.kv]
+        first, *others = run(tuple(map(self._moved, moves, inputs)))
+        back = self.q.back() if len(inputs) == 3 else self.kv.back()  # of lse, or of dk and dv
+        return self._moved(self.q.back(), first), *(self._moved(back, x) for x in others)
 
-    def backward(self, run: RunPhase, over: Channel | None, inputs: Fields) -> Fields:
-        """Return what `run` of (dout, q, k, v, out or -delta, lse) does, likewise."""
-        dout, q, k, v, needed, lse = inputs
-        dout, q, needed, lse, k, v = self.there(over, (dout, q, needed, lse), (k, v))
-        dq, *of_keys = run((dout, q, k, v, needed, lse))
-        return self.back(over, (dq,), of_keys)
-
-    def there(self, over: Channel | None, of_q: Sequence[torch.Tensor], of_kv: Sequence[torch.Tensor]) -> Fields:
-        """Return tensors of a caller's rows with the rows of whole chunks; a statistic is (batch, heads, rows)."""
-        return *(_moved(self.q, x, over) for x in of_q), *(_moved(self.kv, x, over) for x in of_kv)
-
-    def back(self, over: Channel | None, of_q: Sequence[torch.Tensor], of_kv: Sequence[torch.Tensor]) -> Fields:
-        """Return results of whole chunks with the caller's rows."""
-        q, kv = self.q.back(), self.kv.back()
-        return *(_moved(q, x, over) for x in of_q), *(_moved(kv, x, over) for x in of_kv)
+    def _moved(self, moves: Moves, x: torch.Tensor) -> torch.Tensor:
+        dim = 1 if x.dim() == 4 else 2
+        return moves.run(x.movedim(dim, 0), over=self.over).movedim(0, dim).contiguous()
 
 
-def _moved(moves: Moves, x: torch.Tensor, over: Channel | None) -> torch.Tensor:
-    dim = 1 if x.dim() == 4 else 2
-    return moves.run(x.movedim(dim, 0), over=over).movedim(0, dim).contiguous()
-
-
-def rows_to_chunks(request: Request, plan: AttentionPlan, rank: int, device: torch.device) -> ChunkMoves | None:
+def rows_to_chunks(
+    request: Request, plan: AttentionPlan, rank: int, device: torch.device, over: Channel | None
+) -> ChunkMoves | None:
     """Return the moves from the rows of a settled request to those of a plan of whole chunks; None where none move."""
     whole, held = plan.forward.layout, request.layout
     if isinstance(held, str):
@@ -73,4 +67,4 @@ def rows_to_chunks(request: Request, plan: AttentionPlan, rank: int, device: tor
         return moves_between(before, after, rank, device)
 
     of_q = moves("q")
-    return ChunkMoves(of_q, of_q if held.queries is None else moves("kv"))
+    return ChunkMoves(of_q, of_q if held.queries is None else moves("kv"), over)

@@ -20,7 +20,6 @@ from itertools import accumulate
 import torch
 
 from dfa_megatron.errors import UnsupportedError
-from dfa_megatron.kernels.leaf import without_autocast, without_functions
 from dfa_megatron.kernels.merge import minus_delta
 from dfa_megatron.plan.degree import HeadSplit, split_heads
 from dfa_megatron.plan.language.geometry import Span
@@ -28,15 +27,13 @@ from dfa_megatron.plan.language.layout import LAYOUTS as BY_LENGTH
 from dfa_megatron.plan.language.layout import Layout
 from dfa_megatron.plan.language.program import Message
 from dfa_megatron.plan.schedules import layout_of
-from dfa_megatron.runtime import run
+from dfa_megatron.runtime.chunks import RunPhase
 from dfa_megatron.runtime.comm.channel import Channel
 from dfa_megatron.runtime.counters import COUNTERS
 from dfa_megatron.runtime.execute.memory import Fields, MemoryPlan
 from dfa_megatron.runtime.execute.moves import Moves
-from dfa_megatron.runtime.execute.sinks import merge_sinks, sinks_gradient
 from dfa_megatron.runtime.prepare import Prepared, built
 from dfa_megatron.runtime.request import Inputs, Request
-from dfa_megatron.runtime.run import InputGradients, SavedTensors
 
 _ALIGNMENT = 16
 """Bytes. Kernels load 16 at a time, and read q, k and v where they landed."""
@@ -66,21 +63,43 @@ class HeadExchange:
 
     A message is a block of rows: a token with all its fields side by side, sequence before batch.
 
-    near: the neighbours, this rank among them. tokens: of each. rows: of this rank.
+    near: the neighbours, this rank among them. tokens: of each.
     order, back: where the plan's tokens lie in the rows that come, and these in the plan's tokens; nothing where they
         lie in order.
-    inner: the attention of the plan's ranks; neither counted nor compared by itself.
-    over: the channel of the group.
+    is_delta: the backward's kernel reads -delta, not out. over: the channel of the group.
     """
 
     heads: HeadSplit
     near: range
     tokens: list[int]
-    rows: int
     order: tuple[Span, ...]
     back: tuple[Span, ...]
-    inner: Prepared
-    over: Channel | None
+    is_delta: bool
+    over: Channel
+
+    @property
+    def rows(self) -> int:
+        """The tokens of this rank."""
+        return self.tokens[self.over.rank - self.near[0]]
+
+    def around(self, run: RunPhase, inputs: Fields) -> Fields:
+        """Return what `run` of (q, k, v), or of (dout, q, k, v, out, lse), does, around which heads are exchanged.
+
+        Behind out and lse may stand q, k and v as they are after the exchange; a backward may get these.
+        """
+        if len(inputs) == 3:
+            q, k, v = inputs
+            qkv = self.to_heads("forward", (q, self.copied(k), self.copied(v)))
+            found = self.over.spoiled(*self.to_tokens("forward", run(qkv)))
+            return *found, *(qkv if self.heads.copies == 1 else ())
+        dout, q, k, v, out, lse = inputs
+        needed = _wide(minus_delta(dout, out)) if self.is_delta else out
+        given = () if q.shape[2] < dout.shape[2] else (q, self.copied(k), self.copied(v))
+        dheads, needed, wide, *came = self.to_heads("backward", (dout, needed, _wide(lse), *given))
+        q, k, v = came or (q, k, v)
+        gradients = run((dheads, q, k, v, _narrow(needed) if self.is_delta else needed, _narrow(wide)))
+        dq, dk, dv = self.to_tokens("backward", gradients)
+        return self.over.spoiled(dq, self.summed(dk), self.summed(dv))
 
     def copied(self, x: torch.Tensor) -> torch.Tensor:
         """Return k or v with a kv head for each place."""
@@ -93,7 +112,7 @@ class HeadExchange:
         came = self._exchange(phase, parts, 2, [self.rows] * degree, self.tokens)
         found = [_in_order(x, self.order).transpose(0, 1) for x in came]
         # A plan of several ranks reads tokens by block, and some kernels copy a block that is not dense each time.
-        return tuple(x.contiguous() for x in found) if self.inner.over is not None else tuple(found)
+        return tuple(x.contiguous() for x in found) if self.over.size > degree else tuple(found)
 
     def to_tokens(self, phase: str, fields: Fields) -> Fields:
         """Turn (batch, tokens, heads, width) of this rank's heads into this rank's rows of all heads.
@@ -122,7 +141,6 @@ class HeadExchange:
         lead: the first dimensions of a part, which count its rows.
         """
         over, size = self.over, sum(map(_bytes, parts, [lead] * len(parts)))
-        assert over is not None, "neighbours are ranks of a group"
         send = parts[0].new_empty((sum(sent), size), dtype=torch.uint8)
         received = send.new_empty((sum(came), size))
         for field, part in zip(_fields(send, parts, lead), parts, strict=True):
@@ -171,6 +189,7 @@ def made(degree: int, request: Request, over: Channel | None, inputs: Inputs) ->
         why, instead = "a plan is one of all ranks of the group", "ulysses_degree=1, or mask="
         raise UnsupportedError(f"{what} with a plan", why, instead)
     heads, held = split_heads(degree, size, inputs.q.shape[2], inputs.k.shape[2]), request.layout
+    assert over is not None, "a degree divides the ranks"
     if request.invariant and heads.copies > 1:
         why = "the sum over the query heads of a kv head would be cut"
         raise UnsupportedError(f"{what} with numerics='invariant'", why, f"at most {inputs.k.shape[2]}, or 1")
@@ -186,20 +205,18 @@ def made(degree: int, request: Request, over: Channel | None, inputs: Inputs) ->
         x.new_empty(()).expand(x.shape[0], tokens, count, x.shape[3])
         for x, count in zip(inputs[:3], counts, strict=True)
     ]
-    inner = _among_all(built(asks, size // degree, rank // degree, Inputs(*like), over), degree)
+    plan = built(asks, size // degree, rank // degree, Inputs(*like), over)
     order = rows_in_order(held, near)
     ends = accumulate(map(len, order))
     back = tuple(Span(end - len(rows), end) for rows, end in sorted(zip(order, ends, strict=True)))
-    exchange = HeadExchange(heads, near, list(map(held.tokens, near)), held.tokens(rank), order, back, inner, over)
-    return replace(inner, request=request, exchange=exchange, over=over)
+    is_delta = plan.kernel.backward_needs == "delta"
+    exchange = HeadExchange(heads, near, list(map(held.tokens, near)), order, back, is_delta, over)
+    return replace(_among_all(plan, over, degree), request=request, exchange=exchange)
 
 
-def _among_all(inner: Prepared, degree: int) -> Prepared:
+def _among_all(plan: Prepared, over: Channel, degree: int) -> Prepared:
     """Return the attention of every degree-th rank with the peers' numbers in the group."""
-    over, moved = inner.over, inner.moved
-    if over is None:
-        return inner
-    peers = range(over.rank % degree, over.size, degree)
+    peers, moved = range(over.rank % degree, over.size, degree), plan.moved
 
     def peered(messages: Sequence[Message]) -> tuple[Message, ...]:
         return tuple(replace(message, peer=peers[message.peer]) for message in messages)
@@ -214,48 +231,7 @@ def _among_all(inner: Prepared, degree: int) -> Prepared:
         return replace(moves, send_counts=sent, receive_counts=received)
 
     moved = None if moved is None else replace(moved, q=spread(moved.q), kv=spread(moved.kv))
-    return replace(inner, forward=numbered(inner.forward), backward=numbered(inner.backward), moved=moved)
-
-
-def run_forward(prepared: Prepared, inputs: Inputs, *, trains: bool = True) -> Fields:
-    """Do what `run.run_forward` does, around which neighbours exchange heads.
-
-    q, k and v as they are after the exchange may follow: a backward that gets them exchanges less.
-    """
-    exchange, (q, k, v, sinks) = prepared.exchange, inputs
-    assert exchange is not None, "others are run by `runtime.run`"
-    with prepared.running[0 if trains else 2], without_autocast(), without_functions():
-        qkv = exchange.to_heads("forward", (q, exchange.copied(k), exchange.copied(v)))
-        out, lse = exchange.to_tokens("forward", run.run_forward(exchange.inner, Inputs(*qkv), trains=trains))
-    if sinks is not None:
-        out, lse = merge_sinks(out, lse, sinks)
-    found = out.contiguous(), lse.contiguous()
-    if prepared.whole is not None:
-        prepared.whole.spoiled(*found)
-    return *found, *(qkv if exchange.heads.copies == 1 else ())
-
-
-def run_backward(prepared: Prepared, dout: torch.Tensor, saved: SavedTensors) -> InputGradients:
-    """Do what `run.run_backward` does. q, k and v may be those that `run_forward` returned after its exchange."""
-    exchange, (q, k, v, out, lse, sinks) = prepared.exchange, saved
-    assert exchange is not None, "others are run by `runtime.run`"
-    assert q is not None and k is not None and v is not None and out is not None and lse is not None  # noqa: PT018
-    with prepared.running[1], without_autocast(), without_functions():
-        is_delta = prepared.kernel.backward_needs == "delta"
-        needed = _wide(minus_delta(dout, out)) if is_delta else out
-        given = () if q.shape[2] < dout.shape[2] else (q, exchange.copied(k), exchange.copied(v))
-        dheads, needed, wide, *qkv = exchange.to_heads("backward", (dout, needed, _wide(lse), *given))
-        q, k, v = qkv or (q, k, v)
-        inner = (q, k, v, _narrow(needed) if is_delta else needed, _narrow(wide), None)
-        gradients = exchange.to_tokens("backward", run.run_backward(exchange.inner, dheads, inner)[:3])
-        dq, dk, dv = gradients[0], *map(exchange.summed, gradients[1:])
-    if prepared.whole is not None:
-        prepared.whole.end_of_backward()
-    dsinks = None if sinks is None else sinks_gradient(dout, out, lse, sinks, prepared.sums)
-    dq, dk, dv = dq.contiguous(), dk.contiguous(), dv.contiguous()
-    if prepared.whole is not None:
-        prepared.whole.spoiled(dq, dk, dv)
-    return dq, dk, dv, dsinks
+    return replace(plan, forward=numbered(plan.forward), backward=numbered(plan.backward), moved=moved)
 
 
 def _wide(statistic: torch.Tensor) -> torch.Tensor:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from types import ModuleType
 from typing import Any, Protocol
 
 import torch
@@ -16,7 +15,7 @@ from dfa_megatron.runtime.agreement.calls import AtLayer, current_layer
 from dfa_megatron.runtime.comm.channel import Channel, refuse
 from dfa_megatron.runtime.comm.groups import channel_of
 from dfa_megatron.runtime.counters import COUNTERS, say_how
-from dfa_megatron.runtime.prepare import Prepared, prepare
+from dfa_megatron.runtime.prepare import prepare
 from dfa_megatron.runtime.request import Inputs, Request, from_text, transformed
 
 Pair = tuple[torch.Tensor, torch.Tensor]
@@ -60,20 +59,11 @@ def needs_gradient(inputs: Inputs) -> bool:
     return some and torch.is_grad_enabled()
 
 
-def _runs(prepared: Prepared) -> ModuleType:
-    """Return the module that runs an attention."""
-    if prepared.exchange is None:
-        return run
-    from dfa_megatron.runtime import heads  # which other calls need not load
-
-    return heads
-
-
 def _forward(inputs: Inputs, request: Request, over: Channel | None, trains: bool) -> Pair:
     """Return (out, lse) of an operator's call."""
     prepared = prepare(request, over, inputs, trains=trains)
     say_how(prepared, inputs.q.device, saves=False)
-    out, lse, *_ = _runs(prepared).run_forward(prepared, inputs, trains=trains)
+    out, lse, *_ = run.run_forward(prepared, inputs, trains=trains)
     return out, lse
 
 
@@ -102,7 +92,7 @@ class DirectAttention(torch.autograd.Function):
             if may_keep not in ctx.prepared.said:
                 ctx.prepared.said.add(may_keep)
                 say_how(ctx.prepared, q.device, saves=not may_keep)
-            out, lse, *exchanged = _runs(ctx.prepared).run_forward(ctx.prepared, inputs, trains=trains)
+            out, lse, *exchanged = run.run_forward(ctx.prepared, inputs, trains=trains)
             if may_keep and exchanged:
                 q, k, v = exchanged
         _save(ctx, q, k, v, out, lse, sinks)
@@ -120,7 +110,7 @@ class DirectAttention(torch.autograd.Function):
                 raise transformed()
             with AtLayer(ctx.layer):
                 prepared = ctx.prepared or prepare(ctx.request, ctx.over, Inputs(*saved[:3]))
-                gradients = _runs(prepared).run_backward(prepared, dout, saved)
+                gradients = run.run_backward(prepared, dout, saved)
         except Exception as error:
             refuse(error, ctx.over, since)
             raise
@@ -185,7 +175,7 @@ def attention_backward(
     """Return (dq, dk, dv) of this rank's rows, and dsinks (heads,), which is (0,) without sinks."""
     asked = from_text(request)
     prepared = prepare(asked, channel_of(group, verify=asked.verify), Inputs(q, k, v))
-    dq, dk, dv, dsinks = _runs(prepared).run_backward(prepared, dout, (q, k, v, out, lse, sinks))
+    dq, dk, dv, dsinks = run.run_backward(prepared, dout, (q, k, v, out, lse, sinks))
     return dq, dk, dv, lse.new_empty(0) if dsinks is None else dsinks
 
 

@@ -76,19 +76,18 @@ class Prepared:
     """Everything that running one attention needs beside its tensors.
 
     ranks: of the plan. schedule, digest: of the plan, which `plan_again` makes.
-    exchange: set if ulysses_degree > 1: see `runtime.heads`. Then all other fields but over, whole and running are
-        those of the plan's ranks, tokens and heads.
+    exchange: set if ulysses_degree > 1: see `runtime.heads`. Then all other fields but over and running are those of
+         the plan's ranks, tokens and heads.
     moved: the rows that change ranks around it, so that chunks of a fixed order lie whole: see `runtime.chunks`.
     binds: whether the kernel's work can be recorded and replayed.
     bound: recorded phases, by what they need of a call's tensors; None after a first run that was not recorded, a text
         if none can be.
     kind: what it has in common with the attention of other documents, masks and lengths.
     said: whether people were told how it runs, where its results are saved (False) or not (True).
-    whole: the same channel where it compares calls; None if verify is off or the group has one rank.
     running: counts and compares the calls inside: a forward's, a backward's, and those of a forward that no backward
         follows.
     forward, backward: this rank's programs, and their memory.
-    over: the channel by which the ranks send, None for one rank.
+    over: the channel of the group, None for one rank.
     arena_bytes: of receive memory: the larger of forward and backward. Equal on all ranks.
     transport: the transport to request. "auto" becomes "p2p" if the messages need more than LARGEST_ARENA.
     """
@@ -109,7 +108,6 @@ class Prepared:
     kind: tuple[object, ...] = ()
     bound: dict[tuple[object, ...], Bound | str | None] = field(default_factory=dict, compare=False, repr=False)
     said: set[bool] = field(default_factory=set, compare=False, repr=False)
-    whole: Channel | None = None
     running: tuple[AbstractContextManager[None], ...] = (_NOT_COUNTED,) * 3
     arena_bytes: int = field(init=False)
     transport: str = field(init=False)
@@ -191,17 +189,19 @@ def built(request: Request, ranks: int, rank: int, inputs: Inputs, over: Channel
         forward,
         backward,
         again,
-        over=over if ranks > 1 else None,
+        over=over,
         binds=binds,
         kind=kind,
-        moved=_moved(request, plan, rank, inputs.q.device) if request.invariant else None,
+        moved=_moved(request, plan, rank, inputs.q.device, over) if request.invariant else None,
     )
 
 
-def _moved(request: Request, plan: AttentionPlan, rank: int, device: torch.device) -> ChunkMoves | None:
+def _moved(
+    request: Request, plan: AttentionPlan, rank: int, device: torch.device, over: Channel | None
+) -> ChunkMoves | None:
     from dfa_megatron.runtime.chunks import rows_to_chunks  # which other calls need not load
 
-    return rows_to_chunks(request, plan, rank, device)
+    return rows_to_chunks(request, plan, rank, device, None if plan.forward.ranks == 1 else over)
 
 
 _ALONE: OrderedDict[tuple[object, ...], Prepared] = OrderedDict()
@@ -278,8 +278,10 @@ def _build_and_agree(request: Request, over: Channel | None, inputs: Inputs, *, 
             said = "q, k and v are the same on all ranks of a group: each takes its own part, as of shard_sequence"
             say_once(logger.warning, said)
         if request.verify:
-            running = tuple([over.running(kind, inputs.q.device) for kind in kinds_of(facts, prepared)])
-            prepared = replace(prepared, whole=over, running=running)
+            forward, backward, alone = kinds_of(facts, prepared)
+            device = inputs.q.device
+            running = over.running(forward, device), over.running(backward, device, ends=True)
+            prepared = replace(prepared, running=(*running, over.running(alone, device)))
     return prepared
 
 

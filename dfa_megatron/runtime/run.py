@@ -66,6 +66,8 @@ def needed_by_backward(prepared: Prepared, dout: torch.Tensor, out: torch.Tensor
 def run_forward(prepared: Prepared, inputs: Inputs, *, trains: bool = True) -> Fields:
     """Return (out, lse) of this rank's rows: out in q's dtype, lse in the accumulator's.
 
+    q, k and v as they are after an exchange of heads may follow: a backward that gets them exchanges less.
+
     trains: whether a backward may follow.
     """
     q, k, v, sinks = inputs
@@ -75,10 +77,10 @@ def run_forward(prepared: Prepared, inputs: Inputs, *, trains: bool = True) -> F
     COUNTERS.forward_messages += memory.messages
     COUNTERS.forward_bytes += memory.message_bytes
     with prepared.running[0 if trains else 2]:
-        out, lse = _around(prepared, functools.partial(_recorded, prepared, memory), (q, k, v))
+        out, lse, *exchanged = _around(prepared, memory, (q, k, v))
     if sinks is not None:
         out, lse = merge_sinks(out, lse, sinks)
-    return out.contiguous(), lse.contiguous()
+    return out.contiguous(), lse.contiguous(), *exchanged
 
 
 def run_backward(prepared: Prepared, dout: torch.Tensor, saved: SavedTensors) -> InputGradients:
@@ -91,23 +93,27 @@ def run_backward(prepared: Prepared, dout: torch.Tensor, saved: SavedTensors) ->
     COUNTERS.backward_messages += memory.messages
     COUNTERS.backward_bytes += memory.message_bytes
     with prepared.running[1]:
-        dq, dk, dv = _around(prepared, functools.partial(_recorded, prepared, memory), (dout, q, k, v, out, lse))
-    if prepared.whole is not None:
-        prepared.whole.end_of_backward()
+        dq, dk, dv = _around(prepared, memory, (dout, q, k, v, out, lse))
     dsinks = None if sinks is None else sinks_gradient(dout, out, lse, sinks, prepared.sums)
     return dq.contiguous(), dk.contiguous(), dv.contiguous(), dsinks
 
 
-def _around(prepared: Prepared, run: Callable[[Fields], Fields], inputs: Fields) -> Fields:
-    """Run a phase, around which rows change ranks where chunks of a fixed order would lie on two."""
-    if (moved := prepared.moved) is None:
-        return run(inputs)
+def _around(prepared: Prepared, memory: MemoryPlan, inputs: Fields) -> Fields:
+    """Run a phase, around which heads are exchanged, and rows change ranks where chunks would lie on two."""
+    exchange, moved = prepared.exchange, prepared.moved
+    if exchange is None and moved is None:
+        return _recorded(prepared, memory, inputs)
+
+    def run(inputs: Fields) -> Fields:
+        if moved is None:
+            return _recorded(prepared, memory, inputs)
+        if len(inputs) > 3:
+            dout, q, k, v, out, lse = inputs
+            inputs = dout, q, k, v, needed_by_backward(prepared, dout, out), lse
+        return moved.around(functools.partial(_recorded, prepared, memory), inputs)
+
     with without_autocast(), without_functions():
-        if len(inputs) == 3:
-            return moved.forward(run, prepared.over, inputs)
-        dout, q, k, v, out, lse = inputs
-        needed = needed_by_backward(prepared, dout, out)
-        return moved.backward(run, prepared.over, (dout, q, k, v, needed, lse))
+        return run(inputs) if exchange is None else exchange.around(run, inputs)
 
 
 def _recorded(prepared: Prepared, memory: MemoryPlan, inputs: Fields) -> Fields:
@@ -170,12 +176,12 @@ def _run(prepared: Prepared, memory: MemoryPlan, inputs: Fields, arena: torch.Te
         tensors = forward_algebra(prepared, inputs, arena)
         _execute(prepared, tensors, transport)
         results = tensors.result("out")
-        return results if prepared.whole is None else prepared.whole.spoiled(*results)
-    dout, q, k, v, out, lse = inputs
-    tensors = backward_algebra(prepared, (dout, q, k, v, needed_by_backward(prepared, dout, out), lse), arena)
-    _execute(prepared, tensors, transport)
-    results = *tensors.result("dq"), *tensors.result("dkv")
-    return results if prepared.whole is None else prepared.whole.spoiled(*results)
+    else:
+        dout, q, k, v, out, lse = inputs
+        tensors = backward_algebra(prepared, (dout, q, k, v, needed_by_backward(prepared, dout, out), lse), arena)
+        _execute(prepared, tensors, transport)
+        results = *tensors.result("dq"), *tensors.result("dkv")
+    return results if prepared.over is None or prepared.exchange is not None else prepared.over.spoiled(*results)
 
 
 def _algebra(prepared: Prepared, memory: MemoryPlan, home: dict[str, Fields], arena: torch.Tensor) -> Tensors:
@@ -197,7 +203,7 @@ _ALONE = Transport()
 def _way(prepared: Prepared, memory: MemoryPlan, device: torch.device) -> tuple[Transport, torch.Tensor]:
     """Return the transport, and the memory that receives messages."""
     over, transport = prepared.over, _ALONE
-    if over is not None:
+    if over is not None and prepared.ranks > 1:
         transport = over.transports.reserve(device, prepared.transport, prepared.arena_bytes)
         over.calls.where = transport.where
     return transport, transport.arena(memory.arena_bytes, device)

@@ -176,9 +176,12 @@ class Channel:
             self._spoilers[device](results)
         return results
 
-    def running(self, kind: Kind, device: torch.device) -> AbstractContextManager[None]:
-        """Count each call inside, on tensors of that device; on a CPU, compare it with the others' at once."""
-        return _Counted(self, kind, on_cpu=device.type == "cpu")
+    def running(self, kind: Kind, device: torch.device, *, ends: bool = False) -> AbstractContextManager[None]:
+        """Count each call inside, on tensors of that device; on a CPU, compare it with the others' at once.
+
+        ends: it is part of a backward, whose end is counted, too.
+        """
+        return _Counted(self, kind, on_cpu=device.type == "cpu", ends=ends)
 
     def _meet(self) -> None:
         """Compare the call that has just begun with the others' at once: the host waits for messages anyway."""
@@ -206,7 +209,7 @@ class Channel:
         who = self._watched.broken() if self._watched is not None else ""
         return AbsentError(f"{who or 'a connection to another rank broke'} ({error})")
 
-    def end_of_backward(self) -> None:
+    def _end_of_backward(self) -> None:
         """Count the end of this backward as a call, once: ranks with another number of backwards differ in it."""
         task = torch._C._current_graph_task_id()
         if task not in (-1, self._backward):
@@ -334,10 +337,10 @@ class Channel:
 class _Counted:
     """Around calls of a kind: a class, because a generator costs the host twice the time."""
 
-    __slots__ = ("_channel", "_kind", "_on_cpu")
+    __slots__ = ("_channel", "_ends", "_kind", "_on_cpu")
 
-    def __init__(self, channel: Channel, kind: Kind, *, on_cpu: bool) -> None:
-        self._channel, self._kind, self._on_cpu = channel, kind, on_cpu
+    def __init__(self, channel: Channel, kind: Kind, *, on_cpu: bool, ends: bool) -> None:
+        self._channel, self._kind, self._on_cpu, self._ends = channel, kind, on_cpu, ends
 
     def __enter__(self) -> None:
         channel = self._channel
@@ -351,10 +354,12 @@ class _Counted:
                 raise
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if error is None:
-            self._channel.calls.end()
-        else:
+        if error is not None:
             self._channel.calls.fail(error)
+            return
+        self._channel.calls.end()
+        if self._ends:
+            self._channel._end_of_backward()
 
 
 def refuse(error: Exception, over: Channel | None, since: int = -1) -> None:

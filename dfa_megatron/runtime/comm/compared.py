@@ -40,10 +40,8 @@ class Compared:
         if self.over is None or not self.phases:
             yield
             return
-        with AtLayer(self.layer), self.over.running(self.phases[phase], device):
+        with AtLayer(self.layer), self.over.running(self.phases[phase], device, ends=phase == 1):
             yield
-        if phase:
-            self.over.end_of_backward()
 
 
 def facts_of_tokens(x: torch.Tensor, dim: int) -> Facts:
