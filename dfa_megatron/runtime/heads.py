@@ -152,7 +152,7 @@ class HeadExchange:
         else:
             COUNTERS.ulysses_backward_bytes += nbytes
         counts = (_among(self.near, each, over.size) for each in (came, sent))
-        over.finish(over.collectives(send.device).all_to_all(received, send, *counts), send.device)
+        over.finish(over.communicator(send.device).all_to_all(received, send, *counts), send.device)
         return _fields(received, parts, lead)
 
 

@@ -59,7 +59,7 @@ def _connect(prepared: Prepared, over: Channel, device: torch.device) -> None:
         UnsupportedError: the transport that was asked for cannot serve these ranks.
     """
     if prepared.exchange is not None:
-        over.collectives(device)
+        over.communicator(device)
     if prepared.ranks == 1:
         return
     asked, nbytes = prepared.request.config.transport, prepared.arena_bytes

@@ -35,6 +35,7 @@ _SUBJECT = "prepare this attention"
 """What ranks come together for, if nothing else is said."""
 _CLOSING = 10.0
 """Seconds that a thread waits while another one closes the channel."""
+_CPU = torch.device("cpu")
 _DIGEST, _CALL = 32, struct.Struct("<QQ")
 """Bytes of a digest, and the number and the chain of a call."""
 
@@ -76,11 +77,10 @@ class Channel:
         self.store, self.rank, self.size, self.timeout = store, store.rank, store.size, timeout
         self.calls = Calls()
         self.transports, self.ended = Transports(self), self.close
-        self._alive, self._made = alive, list[Communicator]()
+        self._alive, self._made = alive, dict[torch.device, Communicator]()
         self._waiter = Waiter(self.calls.check, self._broken)
         self.wait = self._waiter.wait
         self._watched: Watched | None = None
-        self._collectives: dict[str, Communicator] = {}
         self._spoilers: dict[torch.device, Spoiler] = {}
         self._closing, self._closed = threading.Lock(), False
         self._backward, self.on_cpu, self._name = -1, True, ""
@@ -158,7 +158,7 @@ class Channel:
             spoiler.spoil()
         waits = not all_know or bool(self.calls.doing)
         if all_know:
-            for made in list(self._made):
+            for made in list(self._made.values()):
                 made.abort()
             waits |= self.transports.release()
         return waits
@@ -189,9 +189,9 @@ class Channel:
 
     def _compare(self, note: bytes) -> list[bytes]:
         """Return every rank's note; if ranks are in different calls, the group is lost. All notes are of one length."""
-        last, cpu = self.calls.last, torch.device("cpu")
+        last = self.calls.last
         mine = torch.frombuffer(bytearray(_CALL.pack(last.number, last.chain) + note), dtype=torch.uint8)
-        found, work = (self._collectives.get("cpu") or self.collectives(cpu)).gather(mine)
+        found, work = self.communicator(_CPU).gather(mine)
         self.wait(work.wait)
         theirs = [x.numpy().tobytes() for x in found]
         if self._watched is not None and len({each[: _CALL.size] for each in theirs}) > 1:
@@ -235,13 +235,6 @@ class Channel:
                 self.calls.lose(error, told=True)
             raise
 
-    def collectives(self, device: torch.device) -> Communicator:
-        """Return connections for collectives of tensors on that device; the first call is collective."""
-        place = str(device)
-        if place not in self._collectives:
-            self._collectives[place] = self.new_communicator(device)
-        return self._collectives[place]
-
     def gather(self, x: torch.Tensor, kind: Kind | None = None) -> list[torch.Tensor]:
         """Return every rank's tensor of this shape and dtype, by rank; collective.
 
@@ -251,7 +244,7 @@ class Channel:
             DisagreementError: the ranks run different calls.
         """
         with contextlib.nullcontext() if kind is None else self.running(kind, x.device):
-            found, work = self.collectives(x.device).gather(x.contiguous())
+            found, work = self.communicator(x.device).gather(x.contiguous())
             self.finish(work, x.device)
             self.spoiled(*found)
         return found
@@ -270,27 +263,28 @@ class Channel:
         number = [other for other in self._devices if other.type == device.type].index(device)
         return device.type if number == 0 else f"{device.type}, device {number + 1} of this process"
 
-    def new_communicator(self, device: torch.device) -> Communicator:
-        """Open connections that end with this channel; collective.
+    def communicator(self, device: torch.device) -> Communicator:
+        """Return the connections for tensors on that device; the first call is collective.
 
         Raises:
             AbsentError: a rank has ended, or does not come.
             LostGroupError: another rank failed to open them.
         """
+        if (known := self._made.get(device)) is not None:
+            return known
         self.calls.check()
         self.calls.on_device(device)
         seconds = self.timeout.total_seconds() + _CLOSING
-
         make = functools.partial(Communicator, self.store, device, self.timeout, self._broken)
         overdue = AbsentError(f"connections between the ranks of the group did not open within {seconds:.0f} s")
         with self.collective(), self.calls.waiting("opens connections"):
             try:
-                self._made.append(bounded(make, seconds, self.calls.check, lambda: overdue))
+                made = bounded(make, seconds, self.calls.check, lambda: overdue)
             except RuntimeError as error:
                 if (told := self._unopened(error, device)) is error:
                     raise
                 raise told from error
-        return self._made[-1]
+        return self._made.setdefault(device, made)
 
     def _unopened(self, error: RuntimeError, device: torch.device) -> Exception:
         """Return the error to raise if connections did not open."""
@@ -303,7 +297,7 @@ class Channel:
         """Return the name by which PyTorch's symmetric memory finds these ranks; the first call is collective."""
         if not self._name:
             self._name = self.exchange({"name": f"dfa_megatron {uuid.uuid4().hex}"}, "name the group")[0]["name"]
-            self.collectives(torch.device("cpu")).give_name(self._name)
+            self.communicator(_CPU).give_name(self._name)
         return self._name
 
     def close(self) -> None:
@@ -326,11 +320,10 @@ class Channel:
         self._closed = True
         self._waiter.stop()
         self.transports.clear()
-        for made in self._made:
+        for made in self._made.values():
             made.close(abort=abort)
         # References to the channel itself: its connections would wait for the garbage collector.
         self._watched, self.ended = None, nothing
-        self._collectives.clear()
         self._made.clear()
 
 

@@ -72,7 +72,7 @@ def compared(what: str, over: Channel | None, facts: Facts, device: torch.device
         with over.calls.preparing():
             over.agree(facts | {"thread": over.calls.thread})
         with over.collective():
-            over.collectives(device)
+            over.communicator(device)
         known[key] = None
         if len(known) > _KEPT:
             known.popitem(last=False)

@@ -257,7 +257,7 @@ class Transports:
             if isinstance(found, str):
                 raise UnsupportedError("transport='copy_engine'", found, "transport='p2p'")
             return found
-        own = self._channel.new_communicator(device)
+        own = self._channel.communicator(device)
         return GlooTransport(own, self._channel.wait) if device.type == "cpu" else NcclTransport(own, device)
 
     def reserve(self, device: torch.device, kind: str, nbytes: int) -> Transport:

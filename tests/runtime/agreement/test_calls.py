@@ -144,7 +144,7 @@ class _Breaks:
 def _connection_breaks(rank: int, ranks: int, heads_travel: bool, report: str) -> None:
     options = arguments(causal=True, softmax_scale=0.25, schedule="ring", ulysses_degree=2 if heads_travel else 1)
     dfa_megatron.dist_flash_attn_func(*tensors(), **options)
-    for made in channel_of(None)._made:
+    for made in channel_of(None)._made.values():
         made._group, made._backend = _Breaks(made._group, rank), _Breaks(made._backend, rank)
     name, text, _ = told(lambda: dfa_megatron.dist_flash_attn_func(*tensors(), **options))
     Path(report).write_text(f"{name}: {text}")

@@ -34,10 +34,9 @@ class Made:
 def _opened(monkeypatch: pytest.MonkeyPatch) -> tuple[Any, list[torch.device]]:
     """Return a channel whose connections are stand-ins, and the devices that its calls follow."""
     channel: Any = object.__new__(Channel)
-    channel._collectives, channel._devices, channel.one_queue, followed = {}, [], False, []
-    channel.ranks = ()
+    channel._devices, channel.one_queue, followed = [], False, []
     channel.calls, channel.wait = SimpleNamespace(on_device=followed.append), None
-    channel.new_communicator = Made
+    channel.communicator = Made
     channel.transports = Transports(channel)
     monkeypatch.setattr(copy_engine, "open_transport", lambda over, device: Made(device))
     monkeypatch.setattr(transports, "NcclTransport", lambda own, device: Made(own.device))
@@ -50,21 +49,21 @@ def test_every_device_has_its_own_connections(monkeypatch: pytest.MonkeyPatch, k
     channel, followed = _opened(monkeypatch)
     for device in (FIRST, CPU, SECOND, FIRST, SECOND):
         assert channel.transports.reserve(device, kind, 8).device == device
-        assert channel.collectives(device).device == device
+        assert channel.communicator(device).device == device
     assert set(followed) == {FIRST, CPU, SECOND}
 
 
 def test_calls_follow_a_gpu_whose_connections_serve_collectives_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Heads of all ranks are exchanged without a transport; the watch must see that the device works."""
     channel, _ = _opened(monkeypatch)
-    channel.calls, channel._made, channel.timeout = Calls(), [], timedelta(seconds=1)
+    channel.calls, channel._made, channel.timeout = Calls(), {}, timedelta(seconds=1)
     channel.store = channel._broken = None
     made = MagicMock(return_value=MagicMock(query=lambda: False))
     monkeypatch.setattr(torch.cuda, "Event", made)
     monkeypatch.setattr(channels, "bounded", lambda make, *_: Made(FIRST))
     for device in (CPU, FIRST, FIRST):
         assert not channel.calls.pending() or device == FIRST
-        Channel.new_communicator(channel, device)
+        Channel.communicator(channel, device)
     assert channel.calls.pending()
     assert made.call_count == 1
 

@@ -41,7 +41,7 @@ class KeptGloo(KeptArena, GlooTransport):
 
     def __init__(self, over: Channel) -> None:
         KeptArena.__init__(self, over, CPU)
-        GlooTransport.__init__(self, over.new_communicator(CPU), over.wait)
+        GlooTransport.__init__(self, over.communicator(CPU), over.wait)
 
     def allocate(self, nbytes: int) -> Mapped:
         self.over.exchange({}, "map the memory for messages")
