@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import itertools
 import json
 import threading
 from collections.abc import Callable
@@ -14,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from dfa_megatron.doctor.world import PATIENCE, World
-from dfa_megatron.errors import DisagreementError, DistAttentionError, UnsupportedError
+from dfa_megatron.errors import DistAttentionError, UnsupportedError
 from dfa_megatron.runtime.agreement.store import GroupStore
 from dfa_megatron.runtime.comm.groups import channel_of
 
@@ -25,7 +26,7 @@ REFUSED = "refused"
 FAILED = "failed"
 _FAILED_PATIENCE = 60.0
 """Seconds to wait after a failure: a rank that does not arrive by then is blocked by it."""
-_IDLE_PATIENCE = 20.0
+_IDLE_PATIENCE, _ROUNDS = 20.0, itertools.count()
 _MEMORY_SIGNS = ("out of memory", "cublas_status_alloc_failed")
 """In the text of errors of PyTorch, NCCL and cuBLAS."""
 _LONGEST = 300
@@ -104,11 +105,10 @@ def _store(side: dist.ProcessGroup) -> GroupStore:
 
 def _told(world: World, facts: dict[str, str], patience: float = PATIENCE) -> list[dict[str, str]]:
     """Return the facts of every rank, in rank order."""
-    try:
-        return [*map(json.loads, _store(world.side).collect(json.dumps(facts), patience, "tell of failures"))]
-    except DisagreementError as error:
-        why = facts.get("why") or "this rank did not fail"
-        raise StuckError(f"not every rank came back within {patience:g} s ({why})") from error
+    notes = _store(world.side).gather(f"round {next(_ROUNDS)}", json.dumps(facts), patience)
+    if None in notes:
+        raise StuckError(f"not every rank came back within {patience:g} s ({facts.get('why') or 'it did not fail'})")
+    return [json.loads(note or "") for note in notes]
 
 
 def _idle(world: World, failed: int) -> bool:

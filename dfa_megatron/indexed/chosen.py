@@ -27,7 +27,7 @@ from dfa_megatron.runtime.comm.groups import Group
 from dfa_megatron.runtime.counters import COUNTERS
 from dfa_megatron.runtime.cu_seqlens import CuSeqlens
 from dfa_megatron.runtime.execute.moves import Moves
-from dfa_megatron.runtime.execute.sinks import merge_sinks, sinks_error, sinks_gradient
+from dfa_megatron.runtime.execute.sinks import merge_sinks, refuse_sinks, sinks_gradient
 from dfa_megatron.runtime.request import DEFAULTS, Inputs, refuse_strangers, refuse_tensors
 
 Attended = tuple[torch.Tensor, torch.Tensor]
@@ -85,8 +85,8 @@ def sparse_attn(
         refuse_tensors(Inputs(q, k, values))
         if latent != (head_dim_v is not None):
             raise UnsupportedError(f"head_dim_v={head_dim_v}", "it is for keys that hold values", "v, or head_dim_v")
-        if sinks is not None and (error := sinks_error(sinks, q)) is not None:
-            raise error
+        if sinks is not None:
+            refuse_sinks(sinks, q)
         whole = Whole.of(q, over, layout, cu_seqlens)
         chosen = check_positions(positions, q, whole, cu_seqlens is not None)
         scale = q.shape[3] ** -0.5 if softmax_scale is None else float(softmax_scale)

@@ -96,55 +96,40 @@ class Segments:
 
 @dataclass(frozen=True, eq=False)
 class Rows:
-    """Some rows of a tensor with `length` of them: lo..hi, or those of `spans`, in their order, where these have gaps.
+    """Some rows of a tensor with `length` of them: those of spans, in their order.
 
     A key row is in several spans where several segments of a launch have it.
     """
 
-    lo: int
-    hi: int
+    spans: tuple[Span, ...]
     length: int
-    spans: tuple[Span, ...] | None = None
     _on: dict[tuple[object, ...], torch.Tensor] = field(default_factory=dict, repr=False)
-
-    @classmethod
-    def of(cls, spans: Sequence[Span], length: int) -> Rows:
-        """Return the rows of spans, in their order."""
-        if len(spans) == 1:
-            return cls(spans[0].lo, spans[0].hi, length)
-        return cls(min(span.lo for span in spans), max(span.hi for span in spans), length, tuple(spans))
-
-    @property
-    def every(self) -> tuple[Span, ...]:
-        """The spans, one where there are no gaps."""
-        return self.spans or (Span(self.lo, self.hi),)
 
     @cached_property
     def count(self) -> int:
         """How many rows there are."""
-        return sum(map(len, self.every))
+        return sum(map(len, self.spans))
 
     @cached_property
     def is_all(self) -> bool:
         """These are all rows of the tensor."""
-        return self.spans is None and self.count == self.length
+        return len(self.spans) == 1 and self.count == self.length
 
     def take(self, x: torch.Tensor, dim: int = 1) -> torch.Tensor:
         """Return these rows of x: a view, or a copy where they have gaps."""
         if self.is_all:
             return x
-        if self.spans is None:
-            return x.narrow(dim, self.lo, self.count)
+        if len(self.spans) == 1:
+            return x.narrow(dim, self.spans[0].lo, self.count)
         return x.index_select(dim, self.indices(x.device))
 
     def put(self, x: torch.Tensor, value: torch.Tensor, dim: int = 1, *, add: bool = False) -> None:
         """Write these rows of x, or add to them."""
-        if self.spans is not None:
+        if len(self.spans) > 1:
             x.index_copy_(dim, self.indices(x.device), value.to(x.dtype))
-        elif add:
-            x.narrow(dim, self.lo, self.count).add_(value)
-        else:
-            x.narrow(dim, self.lo, self.count).copy_(value)
+            return
+        rows = x.narrow(dim, self.spans[0].lo, self.count)
+        rows.add_(value) if add else rows.copy_(value)
 
     def indices(self, device: torch.device) -> torch.Tensor:
         """Return the rows, int64 (count,)."""
@@ -167,7 +152,7 @@ class Rows:
 
     def _rows(self) -> torch.Tensor:
         with unrecorded():
-            return torch.cat([torch.arange(span.lo, span.hi, device="cpu") for span in self.every])
+            return torch.cat([torch.arange(span.lo, span.hi, device="cpu") for span in self.spans])
 
 
 @dataclass(frozen=True, eq=False)
@@ -181,7 +166,7 @@ class Part:
     @classmethod
     def of(cls, launch: Launch, q_len: int, kv_len: int, *, ragged: bool) -> Part:
         """Return a launch over tensors of so many rows."""
-        rows, columns = Rows.of(launch.q, q_len), Rows.of(launch.kv, kv_len)
+        rows, columns = Rows(launch.q, q_len), Rows(launch.kv, kv_len)
         segments = Segments(launch.segments, rows.count, columns.count, launch.window, ragged=ragged)
         return cls(rows, columns, segments)
 
@@ -216,11 +201,11 @@ class Split:
         fills_rows = covered == q_len
         alone = len(parts) == 1 and parts[0].rows.is_all
         only = parts[0] if alone and (fills_rows or parts[0].segments.window is None) else None
-        spans = [span for p in parts for span in p.columns.every]
+        spans = [span for p in parts for span in p.columns.spans]
         shares = any(before.hi > after.lo for before, after in pairwise(sorted(spans)))
         columns = sum(p.columns.count for p in parts)
         varlen = shares and all(p.segments.window is not None for p in parts)
-        copies = Rows(0, kv_len, kv_len, tuple(spans)) if varlen else None
+        copies = Rows(tuple(spans), kv_len) if varlen else None
         return cls(parts, only, fills_rows, columns == kv_len and not shares, shares, copies)
 
 

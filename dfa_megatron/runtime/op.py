@@ -12,11 +12,11 @@ from dfa_megatron.kernels.api import accumulator_dtype
 from dfa_megatron.kernels.leaf import differentiable_once
 from dfa_megatron.runtime import run
 from dfa_megatron.runtime.agreement.calls import AtLayer, current_layer
-from dfa_megatron.runtime.comm.channel import Channel, refuse
+from dfa_megatron.runtime.comm.channel import refuse
 from dfa_megatron.runtime.comm.groups import channel_of
 from dfa_megatron.runtime.counters import COUNTERS, say_how
 from dfa_megatron.runtime.prepare import prepare
-from dfa_megatron.runtime.request import Inputs, Request, from_text, transformed
+from dfa_megatron.runtime.request import Inputs, from_text, transformed
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 """out like q with v's head_dim, and lse (batch, heads, rows) in the accumulator's dtype."""
@@ -57,14 +57,6 @@ def needs_gradient(inputs: Inputs) -> bool:
     except AttributeError:  # no tensor, which is refused in words
         return False
     return some and torch.is_grad_enabled()
-
-
-def _forward(inputs: Inputs, request: Request, over: Channel | None, trains: bool) -> Pair:
-    """Return (out, lse) of an operator's call."""
-    prepared = prepare(request, over, inputs, trains=trains)
-    say_how(prepared, inputs.q.device, saves=False)
-    out, lse, *_ = run.run_forward(prepared, inputs, trains=trains)
-    return out, lse
 
 
 _once = differentiable_once("attention", *(Inputs._fields.index(name) for name in ("q", "k", "sinks")))
@@ -143,8 +135,11 @@ def attention(
     Tensors are those of `Inputs`; `request` is `Request.to_text()`; trains: see `needs_gradient`.
     lse carries no gradient.
     """
-    asked = from_text(request)
-    return _forward(Inputs(q, k, v, sinks), asked, channel_of(group, verify=asked.verify), trains)
+    asked, inputs = from_text(request), Inputs(q, k, v, sinks)
+    prepared = prepare(asked, channel_of(group, verify=asked.verify), inputs, trains=trains)
+    say_how(prepared, q.device, saves=False)
+    out, lse, *_ = run.run_forward(prepared, inputs, trains=trains)
+    return out, lse
 
 
 @attention.register_fake

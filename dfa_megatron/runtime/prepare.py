@@ -21,12 +21,12 @@ from dfa_megatron.plan.language.grid import grid
 from dfa_megatron.plan.language.ir import AttentionPlan
 from dfa_megatron.plan.language.sizes import Sizes
 from dfa_megatron.runtime.agreement.calls import Facts, Kind
-from dfa_megatron.runtime.comm.channel import Channel, refuse, tell
+from dfa_megatron.runtime.comm.channel import Channel, tell
 from dfa_megatron.runtime.comm.groups import channels
 from dfa_megatron.runtime.cu_seqlens import describe
 from dfa_megatron.runtime.execute.bound import Bound
 from dfa_megatron.runtime.execute.memory import MemoryPlan, placed
-from dfa_megatron.runtime.execute.sinks import ExactSum, sinks_error
+from dfa_megatron.runtime.execute.sinks import ExactSum, form_of, refuse_sinks
 from dfa_megatron.runtime.planning import degree_of, kernel_of, plan_of, profile_of, sizes_of
 from dfa_megatron.runtime.request import OPTIONS, Inputs, Request, refuse_tensors
 
@@ -162,6 +162,8 @@ def settled(request: Request, ranks: int, rank: int, inputs: Inputs) -> Request:
         UnsupportedError: they do not fit together, or the request has a value that it cannot have.
     """
     refuse_tensors(inputs)
+    if inputs.sinks is not None:
+        refuse_sinks(inputs.sinks, inputs.q)
     request.check()
     return request.settled(ranks, rank, inputs.q.shape[1], inputs.k.shape[1])
 
@@ -178,7 +180,11 @@ def built(request: Request, ranks: int, rank: int, inputs: Inputs, over: Channel
     forward, backward = (placed(phase, rank, sizes, launching) for phase in plan.phases)
     binds = kernel.replays(deterministic=request.deterministic)
     common = replace(request, cu_seqlens=(), mask=None, plan=None)
-    kind = common, ranks, inputs.q.device, *[(x.dtype, x.shape[0], x.shape[2:]) for x in inputs[:3]]
+    moved, kind = None, (common, ranks, inputs.q.device, *[(x.dtype, x.shape[0], x.shape[2:]) for x in inputs[:3]])
+    if request.invariant:
+        from dfa_megatron.runtime.chunks import rows_to_chunks  # which other calls need not load
+
+        moved = rows_to_chunks(request, plan, rank, inputs.q.device, over if ranks > 1 else None)
     return Prepared(
         request,
         ranks,
@@ -192,16 +198,8 @@ def built(request: Request, ranks: int, rank: int, inputs: Inputs, over: Channel
         over=over,
         binds=binds,
         kind=kind,
-        moved=_moved(request, plan, rank, inputs.q.device, over) if request.invariant else None,
+        moved=moved,
     )
-
-
-def _moved(
-    request: Request, plan: AttentionPlan, rank: int, device: torch.device, over: Channel | None
-) -> ChunkMoves | None:
-    from dfa_megatron.runtime.chunks import rows_to_chunks  # which other calls need not load
-
-    return rows_to_chunks(request, plan, rank, device, None if plan.forward.ranks == 1 else over)
 
 
 _ALONE: OrderedDict[tuple[object, ...], Prepared] = OrderedDict()
@@ -226,11 +224,18 @@ def prepare(request: Request, over: Channel | None, inputs: Inputs, *, trains: b
         DisagreementError: the ranks ask for different things, or one of them refused.
     """
     q, k, v, sinks = inputs
-    if sinks is not None and (error := sinks_error(sinks, q)) is not None:
-        refuse(error, over)
-        raise error
     known = _ALONE if over is None else over.prepared
-    key = (request, q.device, q.dtype, k.dtype, v.dtype, q.shape, k.shape, v.shape)
+    key = (
+        request,
+        q.device,
+        q.dtype,
+        k.dtype,
+        v.dtype,
+        q.shape,
+        k.shape,
+        v.shape,
+        sinks is not None and form_of(sinks),
+    )
     try:
         prepared = known.get(key)
     except TypeError:  # a value without a hash, which `Request.check` refuses

@@ -35,16 +35,15 @@ InputGradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | 
 """Of q, k, v and sinks; the last is None without sinks."""
 
 
-def forward_algebra(prepared: Prepared, inputs: Fields, arena: torch.Tensor) -> Tensors:
-    """Return the memory of one rank's forward. inputs: q, k, v."""
-    q, k, v = inputs
-    return _algebra(prepared, prepared.forward, {"q": (q,), "kv": (k, v)}, arena)
-
-
-def backward_algebra(prepared: Prepared, inputs: Fields, arena: torch.Tensor) -> Tensors:
-    """Return the memory of one rank's backward. inputs: dout, q, k, v, out or -delta, lse."""
-    dout, q, k, v, needed, lse = inputs
-    return _algebra(prepared, prepared.backward, {"qdo": (q, dout, lse, needed), "kv": (k, v)}, arena)
+def algebra(prepared: Prepared, memory: MemoryPlan, inputs: Fields, arena: torch.Tensor) -> Tensors:
+    """Return the memory of one rank's phase. inputs: q, k, v; or dout, q, k, v, out or -delta, lse."""
+    if memory is prepared.forward:
+        q, k, v = inputs
+        home: dict[str, Fields] = {"q": (q,), "kv": (k, v)}
+    else:
+        dout, q, k, v, out, lse = inputs
+        home = {"qdo": (q, dout, lse, needed_by_backward(prepared, dout, out)), "kv": (k, v)}
+    return Tensors(memory, prepared.kernel, prepared.request, home, arena)
 
 
 def needed_by_backward(prepared: Prepared, dout: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
@@ -172,29 +171,11 @@ _MANY = "an attention meets more than %d layouts of its tensors; the others are 
 
 def _run(prepared: Prepared, memory: MemoryPlan, inputs: Fields, arena: torch.Tensor, transport: Transport) -> Fields:
     """Run a phase as it stands."""
-    if memory is prepared.forward:
-        tensors = forward_algebra(prepared, inputs, arena)
-        _execute(prepared, tensors, transport)
-        results = tensors.result("out")
-    else:
-        dout, q, k, v, out, lse = inputs
-        tensors = backward_algebra(prepared, (dout, q, k, v, needed_by_backward(prepared, dout, out), lse), arena)
-        _execute(prepared, tensors, transport)
-        results = *tensors.result("dq"), *tensors.result("dkv")
+    tensors = algebra(prepared, memory, inputs, arena)
+    _execute(prepared, tensors, transport)
+    names = ("out",) if memory is prepared.forward else ("dq", "dkv")
+    results = tuple(x for name in names for x in tensors.result(name))
     return results if prepared.over is None or prepared.exchange is not None else prepared.over.spoiled(*results)
-
-
-def _algebra(prepared: Prepared, memory: MemoryPlan, home: dict[str, Fields], arena: torch.Tensor) -> Tensors:
-    request = prepared.request
-    return Tensors(
-        memory,
-        prepared.kernel,
-        home,
-        arena,
-        softmax_scale=request.softmax_scale,
-        softcap=request.softcap,
-        deterministic=request.deterministic,
-    )
 
 
 _ALONE = Transport()

@@ -20,7 +20,7 @@ from dfa_megatron.plan.language.geometry import FULL
 from dfa_megatron.runtime.agreement.calls import Kind
 from dfa_megatron.runtime.comm.compared import telling
 from dfa_megatron.runtime.comm.groups import Group
-from dfa_megatron.runtime.execute.sinks import merge_sinks, sinks_error
+from dfa_megatron.runtime.execute.sinks import merge_sinks, refuse_sinks
 from dfa_megatron.runtime.request import DEFAULTS
 
 
@@ -163,8 +163,8 @@ def _checked(
         raise UnsupportedError(
             "a gradient of decoding", "there is no backward", "torch.no_grad(), or dist_flash_attn_func"
         )
-    if sinks is not None and (error := sinks_error(sinks, q)) is not None:
-        raise error
+    if sinks is not None:
+        refuse_sinks(sinks, q)
     return _kernel(config.kernel, q.device, q.dtype, (q.shape[2], k.shape[2], q.shape[3], v.shape[3]), softcap)
 
 

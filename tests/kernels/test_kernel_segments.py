@@ -190,7 +190,7 @@ def test_segments_of_one_window_may_have_keys_again_and_rows_between_them(
 
 
 def test_as_many_copies_as_rows_are_not_all_rows() -> None:
-    twice = Rows(0, 2, 4, (Span(0, 2), Span(0, 2)))
+    twice = Rows((Span(0, 2), Span(0, 2)), 4)
     assert not twice.is_all
     assert twice.take(torch.arange(4)[None]).tolist() == [[0, 1, 0, 1]]
 

@@ -20,7 +20,7 @@ from dfa_megatron.plan.schedules import layout_of
 from dfa_megatron.runtime.execute.sinks import merge_sinks, sinks_gradient
 from dfa_megatron.runtime.prepare import Prepared, build
 from dfa_megatron.runtime.request import Inputs, Request
-from dfa_megatron.runtime.run import backward_algebra, forward_algebra, needed_by_backward
+from dfa_megatron.runtime.run import algebra
 from dfa_megatron.sharding import layout_of_tokens, positions_of
 from tests.support.arguments import arguments
 
@@ -341,11 +341,11 @@ def forward_together(
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Return (out, lse) of every rank."""
     algebras = [
-        forward_algebra(p, (q[rank], k[rank], v[rank]), _bytes(p.forward.arena_bytes, q[0].device))
+        algebra(p, p.forward, (q[rank], k[rank], v[rank]), _bytes(p.forward.arena_bytes, q[0].device))
         for rank, p in enumerate(prepared)
     ]
     run_together([p.forward.program for p in prepared], algebras)
-    return [(out, lse) for out, lse in (algebra.result("out") for algebra in algebras)]
+    return [(out, lse) for out, lse in (each.result("out") for each in algebras)]
 
 
 @torch.no_grad()
@@ -355,8 +355,7 @@ def backward_together(
     """Return (dq, dk, dv) of every rank."""
     algebras = []
     for rank, p in enumerate(prepared):
-        needed = needed_by_backward(p, dout[rank], out[rank])
-        given = (dout[rank], q[rank], k[rank], v[rank], needed, lse[rank])
-        algebras.append(backward_algebra(p, given, _bytes(p.backward.arena_bytes, q[0].device)))
+        given = (dout[rank], q[rank], k[rank], v[rank], out[rank], lse[rank])
+        algebras.append(algebra(p, p.backward, given, _bytes(p.backward.arena_bytes, q[0].device)))
     run_together([p.backward.program for p in prepared], algebras)
-    return [(*algebra.result("dq"), *algebra.result("dkv")) for algebra in algebras]  # type: ignore[misc]
+    return [(*each.result("dq"), *each.result("dkv")) for each in algebras]  # type: ignore[misc]

@@ -215,7 +215,7 @@ def _compare(rows: Mapping[str, torch.Tensor], cp_group: dist.ProcessGroup, opti
     over = channel_of(cp_group, verify=options.verify == "on")
     assert over is not None, "several ranks"
     with over.calls.preparing():
-        everyone = over.exchange({"batch": digest.hexdigest()}, "compare the first batch")
+        everyone = over.exchange({"batch": digest.hexdigest()})
     if len({theirs["batch"] for theirs in everyone}) > 1:
         raise UnsupportedError(
             "different samples on the ranks of a context-parallel group",

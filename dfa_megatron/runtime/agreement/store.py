@@ -44,19 +44,17 @@ class GroupStore:
 
     Attributes:
         key: under which the group's notes are; no other group has or had it.
-        interrupted: called while this rank waits; raises once there is nothing to wait for.
         keeper: the rank whose process keeps the store, which ends with it; None if none of the group does.
     """
 
     def __init__(self, client: Store, name: str, rank: int, members: Sequence[int]) -> None:
         self.client, self.rank, self.members, self.size = client, rank, tuple(members), len(members)
-        self.interrupted: Callable[[], None] = nothing
         self.keeper = _keeper(members)
         # A group may reuse the name of a destroyed one, whose notes must not be read as new.
         self.key = f"dfa_megatron/{name}/life {client.add(f'dfa_megatron/{name}/lives of {rank}', 1)}"
         self._store = PrefixStore(self.key, client)
         self._blocks: Store | None = None
-        self._rounds, self._stores = 0, 0
+        self._stores = 0
         self._longest = max(_LONGEST, (dist.get_world_size() if dist.is_initialized() else 1) / REQUESTS)
         # To read a note that is not there would block. Ranks read these once all have met, so from here on they exist.
         client.compare_set(heartbeat_of(self.members[rank]), "", "[0, {}]")
@@ -70,7 +68,7 @@ class GroupStore:
             AbsentError: the store did not answer within that many seconds, or is gone.
         """
         members, rank, name = dist.get_process_group_ranks(group), group.rank(), str(group.group_name)
-        return _answer(lambda: cls(_client(), name, rank, members), members, timeout, "meet", nothing)
+        return _answer(lambda: cls(_client(), name, rank, members), members, timeout, "meet")
 
     @property
     def lost(self) -> str:
@@ -83,35 +81,25 @@ class GroupStore:
         self._blocks = self._blocks or _own_client(self.client)
         return PrefixStore(f"{self.key}/store {self._stores}", self._blocks)
 
-    def gather(self, key: str, note: str, seconds: float, given_up: Sequence[object] = ()) -> list[str | None]:
-        """Leave a note and return every rank's, by rank: None of one that has left none until then or `given_up`."""
+    def gather(self, key: str, note: str, seconds: float) -> list[str | None]:
+        """Leave a note and return every rank's, by rank: None of one that has left none until then."""
         keys, started, pause = [f"{key}/{rank}" for rank in range(self.size)], time.monotonic(), _SHORTEST
         self._store.set(keys[self.rank], note)
-        while not (complete := self._store.check(keys)) and not given_up and time.monotonic() - started <= seconds:
+        while not (complete := self._store.check(keys)) and time.monotonic() - started <= seconds:
             time.sleep(pause)
             pause = min(2 * pause, self._longest)
         there = [complete or self._store.check([each]) for each in keys]
         found = iter(self._store.multi_get([each for each, is_there in zip(keys, there, strict=True) if is_there]))
         return [next(found).decode() if is_there else None for is_there in there]
 
-    def collect(self, note: str, timeout: float, subject: str) -> list[str]:
-        """Leave a note and return every rank's, by rank; collective. subject: an infinitive for errors.
+    def meet(self, note: str, timeout: float) -> list[str]:
+        """Leave a first note and return every rank's, by rank; collective.
 
         Raises:
             AbsentError: names the ranks that did not come in time.
         """
-        key, self._rounds, given_up = f"round {self._rounds}", self._rounds + 1, list[bool]()
-
-        def meet() -> list[str | None]:
-            notes = self.gather(key, note, timeout, given_up)
-            if self._rounds > 2:  # a rank's note of the last round shows that it has read the round before
-                self._store.delete_key(f"round {self._rounds - 3}/{self.rank}")
-            return notes
-
-        try:
-            notes = _answer(meet, self.members, timeout + MARGIN, subject, self.interrupted)
-        finally:
-            given_up.append(True)
+        subject = "make contact for the first time"
+        notes = _answer(lambda: self.gather("first", note, timeout), self.members, timeout + MARGIN, subject)
         if missing := [rank for rank, theirs in enumerate(notes) if theirs is None]:
             raise AbsentError(f"{named(self.members, missing)} did not come within {timeout:.0f} s to {subject}")
         return [theirs for theirs in notes if theirs is not None]
@@ -153,9 +141,7 @@ def _keeper(members: Sequence[int]) -> int | None:
     return list(members).index(0) if 0 in members and not launcher_keeps_store() else None
 
 
-def _answer(
-    action: Callable[[], T], members: Sequence[int], seconds: float, subject: str, check: Callable[[], None]
-) -> T:
+def _answer(action: Callable[[], T], members: Sequence[int], seconds: float, subject: str) -> T:
     """Return the result of an action in the store; if that is gone or stopped, the error names who kept it."""
     keeper, started = _keeper(members), time.monotonic()
     who = "another process" if keeper is None else named(members, [keeper])
@@ -169,7 +155,7 @@ def _answer(
             raise AbsentError(told) from error
 
     why = f"does not answer within {seconds:.0f} s: {who}, which keeps it, gives no sign of life"
-    return bounded(act, seconds, check, lambda: AbsentError(f"the store of the group {why}"))
+    return bounded(act, seconds, overdue=lambda: AbsentError(f"the store of the group {why}"))
 
 
 _clients: weakref.WeakKeyDictionary[Store, weakref.ref[Store]] = weakref.WeakKeyDictionary()

@@ -8,7 +8,6 @@ import hashlib
 import json
 import struct
 import threading
-import uuid
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -31,8 +30,6 @@ if TYPE_CHECKING:
     from dfa_megatron.runtime.comm.spoiler import Spoiler
     from dfa_megatron.runtime.prepare import Prepared
 
-_SUBJECT = "prepare this attention"
-"""What ranks come together for, if nothing else is said."""
 _CLOSING = 10.0
 """Seconds that a thread waits while another one closes the channel."""
 _CPU = torch.device("cpu")
@@ -83,13 +80,14 @@ class Channel:
         self._watched: Watched | None = None
         self._spoilers: dict[torch.device, Spoiler] = {}
         self._closing, self._closed = threading.Lock(), False
-        self._backward, self.on_cpu, self._name = -1, True, ""
+        self._backward, self.on_cpu = -1, True
         self._devices: list[torch.device] = []
         self.agreed: OrderedDict[tuple[tuple[str, str], ...], None] = OrderedDict()
         self.prepared: OrderedDict[tuple[object, ...], Prepared] = OrderedDict()
-        store.interrupted = self.calls.check
         mine = {"host": host(), **process(), **links()._asdict(), "one queue": str(has_one_queue())}
-        everyone = self.exchange(mine | {"verify": "on" if verify else "off"}, "make contact for the first time")
+        mine["verify"] = "on" if verify else "off"
+        with self.collective():
+            everyone = [json.loads(text) for text in store.meet(json.dumps(mine), timeout.total_seconds() / 4)]
         if len({facts["verify"] for facts in everyone}) > 1:
             raise different([{"request.verify": facts["verify"]} for facts in everyone])
         self.hosts, self.links = len({facts["host"] for facts in everyone}), slowest(everyone)
@@ -103,14 +101,16 @@ class Channel:
         """Whether the ranks watch over each other, and compare what is new."""
         return self._watched is not None
 
-    def exchange(self, facts: Facts, subject: str = _SUBJECT) -> list[Facts]:
-        """Return every rank's facts, by rank; collective. subject: an infinitive for errors.
+    def exchange(self, facts: Facts) -> list[Facts]:
+        """Return every rank's facts, by rank; collective.
 
         Raises:
             AbsentError: a rank did not come; the group is lost.
         """
+        mine = json.dumps(facts).encode()
         with self.collective():
-            return [json.loads(text) for text in self._collect(json.dumps(facts), subject)]
+            sizes = [int.from_bytes(size) for size in self._compare(len(mine).to_bytes(8))]
+            return [json.loads(text) for text in self._compare(mine.ljust(max(sizes)))]
 
     def agree(self, facts: Facts, beside: str = "") -> list[bytes]:
         """Compare facts with those of the other ranks; collective. A fact "error" fails every rank.
@@ -128,9 +128,6 @@ class Channel:
             if len({theirs[:_DIGEST] for theirs in notes}) > 1 or "error" in facts:
                 raise different(self.exchange(facts))
         return [theirs[_DIGEST:] for theirs in notes]
-
-    def _collect(self, note: str, subject: str) -> list[str]:
-        return self.store.collect(note, self.timeout.total_seconds() / 4, subject)
 
     def watch(self) -> None:
         """Watch the group from now on."""
@@ -191,7 +188,7 @@ class Channel:
         """Return every rank's note; if ranks are in different calls, the group is lost. All notes are of one length."""
         last = self.calls.last
         mine = torch.frombuffer(bytearray(_CALL.pack(last.number, last.chain) + note), dtype=torch.uint8)
-        found, work = self.communicator(_CPU).gather(mine)
+        found, work = (self._made.get(_CPU) or self.communicator(_CPU)).gather(mine)
         self.wait(work.wait)
         theirs = [x.numpy().tobytes() for x in found]
         if self._watched is not None and len({each[: _CALL.size] for each in theirs}) > 1:
@@ -292,13 +289,6 @@ class Channel:
             return self._broken(error) if isinstance(error, dist.DistError) else error
         instead = "if all of them live, set GLOO_SOCKET_IFNAME to their network interface"
         return AbsentError(f"gloo does not connect this rank to the others: {instead} ({error})")
-
-    def symmetric_name(self) -> str:
-        """Return the name by which PyTorch's symmetric memory finds these ranks; the first call is collective."""
-        if not self._name:
-            self._name = self.exchange({"name": f"dfa_megatron {uuid.uuid4().hex}"}, "name the group")[0]["name"]
-            self.communicator(_CPU).give_name(self._name)
-        return self._name
 
     def close(self) -> None:
         """Stop the threads and let go of the connections, once; another thread that closes meanwhile waits."""

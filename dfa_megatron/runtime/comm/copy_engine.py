@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from dfa_megatron.runtime.agreement.calls import Facts
-from dfa_megatron.runtime.comm.symmetric_memory import SUBJECT, KeptArena, Mapped, symmetric
+from dfa_megatron.runtime.comm.symmetric_memory import KeptArena, Mapped, symmetric
 from dfa_megatron.runtime.comm.transport import Recv, Send, Sends, StreamTransport
 from dfa_megatron.runtime.cuda_driver import Copy, Flag, Flags, driver
 from dfa_megatron.runtime.environment import forbids_p2p, host
@@ -172,7 +172,7 @@ class CopyEngineTransport(KeptArena, StreamTransport):
 def open_transport(over: Channel, device: torch.device) -> CopyEngineTransport | str:
     """Return a transport that has passed its trial, or why there is none; equal on every rank. Collective."""
     mine = {"host": host(), "device": str(device.index or 0), "gpu": _gpu(device), "why": _local_refusal(device)}
-    everyone = over.exchange(mine, SUBJECT)
+    everyone = over.exchange(mine)
     if (why := refusal(over, device, everyone)) is not None:
         return why
     transport, failed = None, ""
@@ -181,7 +181,7 @@ def open_transport(over: Channel, device: torch.device) -> CopyEngineTransport |
         transport.trial()
     except Exception as error:  # noqa: BLE001 -- drivers, fabric and permissions fail in many ways; p2p still works
         failed = f"{type(error).__name__}: {error}"
-    return _first_reason(over.exchange({"why": failed}, SUBJECT)) or transport or failed
+    return _first_reason(over.exchange({"why": failed})) or transport or failed
 
 
 def refusal(over: Channel, device: torch.device, everyone: list[Facts]) -> str | None:
@@ -197,7 +197,7 @@ def refusal(over: Channel, device: torch.device, everyone: list[Facts]) -> str |
     if len(devices) == len({facts["gpu"] for facts in everyone}) <= torch.cuda.device_count():
         blind = [d for d in sorted(devices) if d != device.index and not torch.cuda.can_device_access_peer(device, d)]
     mine = f"GPU {device.index} cannot reach the memory of {blind}" if blind else ""
-    return _first_reason(over.exchange({"why": mine}, SUBJECT))
+    return _first_reason(over.exchange({"why": mine}))
 
 
 def _first_reason(everyone: list[Facts]) -> str | None:

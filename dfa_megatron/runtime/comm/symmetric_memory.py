@@ -18,8 +18,6 @@ from dfa_megatron.runtime.environment import without_multicast
 if TYPE_CHECKING:
     from dfa_megatron.runtime.comm.channel import Channel
 
-SUBJECT = "open the copy engines"
-
 
 class Mapped(NamedTuple):
     """This rank's memory, and the address of every rank's."""
@@ -39,14 +37,14 @@ def symmetric(nbytes: int, over: Channel, device: torch.device) -> Mapped:
         memory = _zeros(nbytes, device)
     except RuntimeError as error:
         why = f"{nbytes / 2**30:.1f} GiB for what other ranks write: {error}"
-    for rank, facts in enumerate(over.exchange({"why": why}, SUBJECT)):
+    for rank, facts in enumerate(over.exchange({"why": why})):
         if facts["why"]:
             why = f"rank {rank} found no memory, {facts['why']}"
             raise UnsupportedError("transport='copy_engine'", why, "transport='p2p'")
     assert memory is not None, "this rank has said that it has its memory"
     mapped = _mapped(memory, over)
     torch.cuda.synchronize(device)
-    over.exchange({}, SUBJECT)
+    over.exchange({})
     return mapped
 
 
@@ -67,7 +65,7 @@ def _zeros(nbytes: int, device: torch.device) -> torch.Tensor:
 def _mapped(memory: torch.Tensor, over: Channel) -> Mapped:
     from torch._C._distributed_c10d import _SymmetricMemory
 
-    name = over.symmetric_name()
+    name = over.communicator(torch.device("cpu")).symmetric_name()
     with without_multicast():
         return Mapped(memory, list(_SymmetricMemory.rendezvous(memory, name).buffer_ptrs))
 
@@ -143,7 +141,7 @@ class KeptArena(Transport):
         # The old arena goes first, even if the new one fails. Its memory is free once every rank has let go of it.
         self._take(Mapped(torch.empty(0, dtype=torch.uint8, device=self.device), []))
         self._calls = self._most = 0
-        self.over.exchange({}, "let go of the memory for messages")
+        self.over.exchange({})
         if size:
             self._take(self.allocate(size))
         logger.info("memory for messages: %.2f GiB, was %.2f", size / 2**30, before / 2**30)

@@ -41,6 +41,7 @@ class Communicator:
         broken: Callable[[RuntimeError], DistAttentionError],
     ) -> None:
         self._store, self.device, self.timeout, self._broken = store.fresh(), device, timeout, broken
+        self._key: Any = store.key  # of no other group of this process
         self._name: Any = ""
         self._aborted = False
         self._group = dist.ProcessGroup(self._store, store.rank, store.size)
@@ -107,14 +108,16 @@ class Communicator:
             raise self._broken(error) from error
         return work
 
-    def give_name(self, name: Any) -> None:
-        """Register these ranks with PyTorch's symmetric memory under a name that is unique; collective."""
-        from torch._C._distributed_c10d import _register_process_group, _SymmetricMemory
+    def symmetric_name(self) -> Any:
+        """Return the name by which PyTorch's symmetric memory finds these ranks; the first call is collective."""
+        if not self._name:
+            from torch._C._distributed_c10d import _register_process_group, _SymmetricMemory
 
-        self._group._set_group_name(name)
-        _register_process_group(name, self._group)
-        _SymmetricMemory.set_group_info(name, self._group.rank(), self._group.size(), self._store)
-        self._name = name
+            self._group._set_group_name(self._key)
+            _register_process_group(self._key, self._group)
+            _SymmetricMemory.set_group_info(self._key, self._group.rank(), self._group.size(), self._store)
+            self._name = self._key
+        return self._name
 
     def abort(self) -> None:
         """Give up the messages under way on a GPU, once; another thread may call this."""
@@ -231,11 +234,6 @@ class Transports:
             known = self._open[place, kind] = self._make(device, kind)  # which may open another kind
             self._channel.calls.on_device(device)
         return known
-
-    def name_of(self, device: torch.device, kind: str) -> str:
-        """Return the name of the transport that `get` would return; of one that is not open yet, what is asked for."""
-        known = self._open.get((str(device), kind))
-        return kind if known is None else known.name
 
     def _make(self, device: torch.device, kind: str) -> Transport:
         if kind == "auto":

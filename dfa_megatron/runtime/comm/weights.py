@@ -44,11 +44,11 @@ def check_weights(model: torch.nn.Module, group: Group) -> None:
     if (over := channel_of(group, verify=True)) is None:
         return
     with over.calls.preparing():
-        mine, subject = digests(model), "compare their weights"
-        totals = over.exchange({"weights": str(crc32(repr(sorted(mine.items())).encode()))}, subject)
+        mine = digests(model)
+        totals = over.exchange({"weights": str(crc32(repr(sorted(mine.items())).encode()))})
         if all(total == totals[0] for total in totals):
             return
-        everyone = over.exchange(mine, subject)
+        everyone = over.exchange(mine)
     name = next(name for each in everyone for name in each if len({theirs.get(name) for theirs in everyone}) > 1)
     ranks = [rank for rank, theirs in enumerate(everyone) if theirs.get(name) != everyone[0].get(name)]
     raise DisagreementError(

@@ -7,10 +7,9 @@ A replay fills in the call's tensors: it looks nothing up, and computes no shape
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
 from operator import methodcaller
 from typing import Any
 
@@ -58,21 +57,17 @@ def allocating_late(ops: Sequence[Op], starts: Sequence[int] = ()) -> list[Op]:
 
     starts: where parts of the operations begin; each operation stays in its part.
     """
-    edges = [0, *starts, len(ops)]
-    return [op for lo, hi in pairwise(edges) for op in _allocating_late(ops[lo:hi])]
-
-
-def _allocating_late(ops: Sequence[Op]) -> Iterator[Op]:
-    waiting: dict[int, Op] = {}
-    for op in ops:
+    found, waiting, edges = list[Op](), dict[int, Op](), {*starts}
+    for at, op in enumerate(ops):
+        if at in edges:
+            found += waiting.values()
+            waiting.clear()
         if isinstance(op.function, partial) and op.function.func is torch.empty_strided:
             waiting[op.writes] = op
             continue
-        for register in (*op.reads, *op.holds):
-            if register in waiting:
-                yield waiting.pop(register)
-        yield op
-    yield from waiting.values()
+        found += [waiting.pop(register) for register in (*op.reads, *op.holds) if register in waiting]
+        found.append(op)
+    return [*found, *waiting.values()]
 
 
 def freeing(ops: Sequence[Op], written: set[int], *, kept: frozenset[int]) -> list[Op]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -36,50 +36,16 @@ class Field:
         return (batch, rows, self.heads, self.width) if self.width else (batch, self.heads, rows)
 
 
-def fields_of(sizes: Sizes, name: str) -> tuple[Field, ...]:
-    """Return the tensors of a name: in q's dtype, statistics in the accumulator's.
+def fields_of(sizes: Sizes, name: str, dtype: str) -> tuple[Field, ...]:
+    """Return the tensors of a name in that dtype, statistics in the accumulator's.
 
-    They travel so, and the call returns them so. Only `ring` rounds a sum at every rank on its way; a wider wire takes
+    They travel and are returned in q's dtype. Only `ring` rounds a sum at every rank on its way; a wider wire takes
     15 % off the error of its dk and dv, and half as many bytes again.
     """
-    return _typed(sizes, name, sizes.dtype)
-
-
-def sent_of(sizes: Sizes, name: str) -> tuple[Field, ...]:
-    """Return the tensors of a name as they travel."""
-    return _typed(sizes, name, sizes.sent_as(name))
-
-
-def sums_of(sizes: Sizes, name: str) -> tuple[Field, ...]:
-    """Return the tensors in which partials of a name are merged, in the accumulator's dtype."""
-    return _typed(sizes, name, sizes.accumulator)
-
-
-def _typed(sizes: Sizes, name: str, dtype: str) -> tuple[Field, ...]:
     number, statistic = getattr(torch, dtype), getattr(torch, sizes.accumulator)
     return tuple(
         Field(field, heads, width, number if width else statistic) for field, heads, width in sizes.fields(name)
     )
-
-
-def placed_at(sizes: Sizes, name: str, rows: int, starts: Sequence[int]) -> tuple[Placed, ...]:
-    """Return the tensors of so many rows of a name that begin at these bytes."""
-    pairs = zip(sent_of(sizes, name), starts, strict=True)
-    return tuple(Placed(start, field.dtype, field.shape(sizes.batch, rows)) for field, start in pairs)
-
-
-@dataclass(frozen=True, slots=True)
-class Placed:
-    """A dense tensor in a flat buffer: its first byte, dtype and shape."""
-
-    start: int
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-
-    def view(self, flat: torch.Tensor) -> torch.Tensor:
-        """Return the tensor as a view of a flat tensor of bytes."""
-        end = self.start + math.prod(self.shape) * self.dtype.itemsize
-        return flat[self.start : end].view(self.dtype).view(self.shape)
 
 
 def rows_of(tensor: torch.Tensor, lo: int, hi: int) -> torch.Tensor:
@@ -105,7 +71,7 @@ class MemoryPlan:
     """The memory of one rank's program.
 
     arena_bytes: the largest arena that any rank needs for what lands there: equal on all ranks.
-    landings: buffer -> where its tensors lie in the arena, by name.
+    landings: buffer -> the first bytes of its tensors in the arena, by name.
     offsets: (step, peer) of a message that this rank sends -> where in the peer's arena each of its tensors goes.
     segments: of each step's calls, in their order, as kernels take them.
     sent: names of which this rank sends its own rows.
@@ -115,7 +81,7 @@ class MemoryPlan:
     program: Program
     sizes: Sizes
     arena_bytes: int
-    landings: dict[int, dict[str, tuple[Placed, ...]]]
+    landings: Mapping[int, Mapping[str, Sequence[int]]]
     offsets: dict[tuple[int, int], tuple[int, ...]]
     segments: tuple[tuple[Segments, ...], ...]
     sent: frozenset[str]
@@ -123,11 +89,18 @@ class MemoryPlan:
     messages: int
     message_bytes: int
 
-    def landed(self, arena: torch.Tensor) -> dict[int, dict[str, tuple[torch.Tensor, ...]]]:
+    def landed(self, arena: torch.Tensor) -> dict[int, dict[str, Fields]]:
         """Return the tensors of every received buffer in the bytes of an arena, by name."""
+
+        def views(starts: Sequence[int], name: str, rows: int) -> Iterator[torch.Tensor]:
+            for start, field in zip(starts, fields_of(self.sizes, name, self.sizes.sent_as(name)), strict=True):
+                shape = field.shape(self.sizes.batch, rows)
+                end = start + math.prod(shape) * field.dtype.itemsize
+                yield arena[start:end].view(field.dtype).view(shape)
+
         return {
-            number: {name: tuple(place.view(arena) for place in placed) for name, placed in landing.items()}
-            for number, landing in self.landings.items()
+            number: {name: tuple(views(starts[name], name, rows)) for name, rows in self.program.buffers[number].parts}
+            for number, starts in self.landings.items()
         }
 
 
@@ -149,13 +122,7 @@ def plan_memory(program: Program, landings: Sequence[Landings], sizes: Sizes) ->
         program,
         sizes,
         places.nbytes,
-        {
-            number: {
-                name: placed_at(sizes, name, rows, places.starts[number][name])
-                for name, rows in program.buffers[number].parts
-            }
-            for number in places.starts
-        },
+        places.starts,
         places.sent,
         tuple(tuple(_segments(call, ragged=ragged) for call in step.calls) for step in program.steps),
         frozenset(sent),

@@ -16,17 +16,23 @@ from dfa_megatron.kernels.merge import minus_delta, weights_of
 from dfa_megatron.runtime.comm.channel import Channel
 
 
-def sinks_error(sinks: torch.Tensor, q: torch.Tensor) -> UnsupportedError | None:
-    """Return the error in the sinks for queries (batch, local_seq, heads, head_dim), or None."""
+def form_of(sinks: torch.Tensor) -> object:
+    """Return all of sinks that `refuse_sinks` looks at."""
+    return (sinks.shape, sinks.dtype, sinks.device) if isinstance(sinks, torch.Tensor) else type(sinks)
+
+
+def refuse_sinks(sinks: torch.Tensor, q: torch.Tensor) -> None:
+    """Refuse sinks that do not fit queries (batch, local_seq, heads, head_dim).
+
+    Raises:
+        UnsupportedError: says what would fit.
+    """
     if not isinstance(sinks, torch.Tensor):
-        return UnsupportedError(f"sinks of type {type(sinks).__name__}", "it is no tensor", "torch.tensor(sinks)")
-    if q.dim() == 4 and sinks.shape == q.shape[2:3] and sinks.device == q.device and sinks.dtype.is_floating_point:
-        return None
-    what = f"sinks {tuple(sinks.shape)}, {sinks.dtype}, on {sinks.device}"
-    heads = f"{q.shape[2]} query heads" if q.dim() == 4 else "every query head"
-    return UnsupportedError(
-        what, f"a sink is one number for each of {heads}", f"a floating tensor (heads,) on {q.device}"
-    )
+        raise UnsupportedError(f"sinks of type {type(sinks).__name__}", "it is no tensor", "torch.tensor(sinks)")
+    if sinks.shape != q.shape[2:3] or sinks.device != q.device or not sinks.dtype.is_floating_point:
+        what = f"sinks {tuple(sinks.shape)}, {sinks.dtype}, on {sinks.device}"
+        why = f"a sink is one number for each of {q.shape[2]} query heads"
+        raise UnsupportedError(what, why, f"a floating tensor (heads,) on {q.device}")
 
 
 def merge_sinks(out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 
@@ -18,16 +17,8 @@ from dfa_megatron.plan.language.program import Buffer, Call, Merge, Message, Reg
 from dfa_megatron.runtime.comm.transport import Moving, Recv, Send, Transport
 from dfa_megatron.runtime.cuda_driver import Copy
 from dfa_megatron.runtime.execute.bound import Failed
-from dfa_megatron.runtime.execute.memory import (
-    Field,
-    Fields,
-    MemoryPlan,
-    copy_of_rows,
-    fields_of,
-    rows_of,
-    sent_of,
-    sums_of,
-)
+from dfa_megatron.runtime.execute.memory import Field, Fields, MemoryPlan, copy_of_rows, fields_of, rows_of
+from dfa_megatron.runtime.request import Request
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,25 +84,21 @@ class Tensors:
 
     Args:
         memory: the program and the memory it needs.
-        kernel: computes the calls.
+        kernel: computes the calls. request: what they compute.
         home: this rank's own rows by read name, as `Sizes.fields` orders them.
         arena: where messages land, at least `memory.arena_bytes` large.
-        softmax_scale, softcap, deterministic: of every call; see `BlockCall`.
     """
 
     def __init__(
         self,
         memory: MemoryPlan,
         kernel: BlockKernel,
+        request: Request,
         home: dict[str, Fields],
         arena: torch.Tensor,
-        *,
-        softmax_scale: float,
-        softcap: float = 0.0,
-        deterministic: bool = False,
     ) -> None:
         self.memory, self.program, self.sizes, self.kernel = memory, memory.program, memory.sizes, kernel
-        self.softmax_scale, self.softcap, self.deterministic = softmax_scale, softcap, deterministic
+        self.numbers = request.softmax_scale, request.softcap, request.deterministic
         self._segments: Iterator[Segments] = iter(())
         self.forward = self.program.phase.name == "forward"
         self.device = arena.device
@@ -143,7 +130,7 @@ class Tensors:
         segments = next(self._segments)
         assert (segments.q_len, segments.kv_len) == (call.q.rows, call.kv.rows), "a step's calls run in their order"
         into = self._destinations(call) if self.kernel.writes_into else ()
-        block = BlockCall(q, k, v, segments, self.softmax_scale, self.softcap, self.deterministic, into)
+        block = BlockCall(q, k, v, segments, *self.numbers, into)
         if self.forward:
             self._write(call.writes[0], self.kernel.forward(block))
             return
@@ -220,7 +207,8 @@ class Tensors:
         ((name, rows),) = buffer.parts
         assert buffer.merges is not None
         leaves = buffer.slot is not None  # for another rank
-        partials, results = sums_of(self.sizes, name), (sent_of if leaves else fields_of)(self.sizes, name)
+        own = self.sizes.sent_as(name) if leaves else self.sizes.dtype
+        partials, results = fields_of(self.sizes, name, self.sizes.accumulator), fields_of(self.sizes, name, own)
         size = len(results) if self.forward else 1
         return [
             accumulator_of(
@@ -268,23 +256,23 @@ def execute(tensors: Tensors, transport: Transport, failed: Failed) -> None:
         ExecutionError: a step failed. The group must be considered lost.
     """
     transport.start()
-    number, phase, ranges = 0, tensors.program.phase.name, _ranges(tensors.device)
-    _marked(ranges.open, f"dfa {phase}")
+    number, phase, (opens, closes) = 0, tensors.program.phase.name, _ranges(tensors.device)
+    _marked(opens, f"dfa {phase}")
     try:
         for kind, number, step in rank_loop(tensors.program, tensors):
             if kind == "post":
                 if number:
                     transport.computed(number - 1)
-                    _marked(ranges.close)
-                _marked(ranges.open, f"dfa {phase} step {number}")
+                    _marked(closes)
+                _marked(opens, f"dfa {phase} step {number}")
                 if step.sends or step.receives:
                     receives = [Recv(message.peer, tensors.incoming(message)) for message in step.receives]
                     transport.post(step.after, functools.partial(_sends, tensors, number, step), receives)
             elif step.sends or step.receives:
                 transport.land()
         transport.finish()
-        _marked(ranges.close)
-        _marked(ranges.close)
+        _marked(closes)
+        _marked(closes)
     except Exception as error:
         raise failed(number, error) from error
 
@@ -303,14 +291,8 @@ def _marked(mark: Callable[..., object] | None, *name: str) -> None:
         call_recorded(functools.partial(mark, *name))
 
 
-class _Ranges(NamedTuple):
-    """Named ranges for NVIDIA's profilers, around each phase and each of its steps; none on a CPU."""
-
-    open: Callable[..., object] | None = None
-    close: Callable[..., object] | None = None
-
-
-def _ranges(device: torch.device) -> _Ranges:
+def _ranges(device: torch.device) -> tuple[Callable[..., object] | None, Callable[..., object] | None]:
+    """Return what opens and closes named ranges for NVIDIA's profilers, around phases and steps; none on a CPU."""
     # Past torch.cuda.nvtx, which formats the name in each call.
     nvtx = getattr(torch._C, "_nvtx", None) if device.type == "cuda" else None
-    return _Ranges(nvtx.rangePushA, nvtx.rangePop) if nvtx else _Ranges()
+    return (nvtx.rangePushA, nvtx.rangePop) if nvtx else (None, None)

@@ -195,13 +195,11 @@ class Reader:
 
     def landed(self, message: Any, call: int) -> None:
         """From now on the calls that read this buffer must find what its peer sent in this step."""
-        number = itertools.count()
+        number, arena = itertools.count(), torch.empty(self.memory.arena_bytes, dtype=torch.uint8)
         for (region,) in message.parts:
             wanted = self.wanted.setdefault(region.buffer, {})
-            for place in self.memory.landings[region.buffer][region.name]:
-                rows = rows_of(
-                    place.view(torch.empty(self.memory.arena_bytes, dtype=torch.uint8)), region.lo, region.hi
-                )
+            for x in self.memory.landed(arena)[region.buffer][region.name]:
+                rows = rows_of(x, region.lo, region.hi)
                 start = self.arena + rows.storage_offset() * rows.itemsize
                 wanted[start] = (call, self.step, message.peer, self.rank, next(number))
 

@@ -44,7 +44,7 @@ class KeptGloo(KeptArena, GlooTransport):
         GlooTransport.__init__(self, over.communicator(CPU), over.wait)
 
     def allocate(self, nbytes: int) -> Mapped:
-        self.over.exchange({}, "map the memory for messages")
+        self.over.exchange({})
         self.made += 1
         return Mapped(torch.full((nbytes,), 0xFF, dtype=torch.uint8), [])
 

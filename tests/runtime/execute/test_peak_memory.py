@@ -28,6 +28,7 @@ from dfa_megatron.runtime.execute import tensors as tensors_module
 from dfa_megatron.runtime.execute.bound import Bound, Fields, Recorder
 from dfa_megatron.runtime.execute.memory import MemoryPlan, plan_memory
 from dfa_megatron.runtime.execute.tensors import Tensors, execute
+from dfa_megatron.runtime.request import Request
 from tests.support.live_bytes import LiveBytes
 
 RANKS, LENGTH, DIM = 4, 131072, 128
@@ -122,7 +123,7 @@ def run(
 ) -> Fields:
     q, k, v, *known = given
     home = {"qdo": (q, *known[:3]), "kv": (k, v)} if known else {"q": (q,), "kv": (k, v)}
-    tensors = Tensors(memory, Flash4Kernel(), home, arena, softmax_scale=1.0)
+    tensors = Tensors(memory, Flash4Kernel(), Request(softmax_scale=1.0), home, arena)
     execute(tensors, transport, failed)
     return tensors.result("out") if not known else (*tensors.result("dq"), *tensors.result("dkv"))
 
