@@ -97,7 +97,7 @@ def unshard_sequence(
         raise DisagreementError(why)
     held = [whole.spans(other) for other in range(size)]
     moves = moves_between(held, [[Span(0, whole.length)]] * size, rank, x.device)
-    return move_rows(x, moves, members, dim=dim)
+    return move_rows(x, moves, group=members, dim=dim)
 
 
 def local_positions(

@@ -61,12 +61,12 @@ BUDGETS = {
     "doctor": 828,
     "huggingface": 4_204,
     "indexed": 959,
-    "kernels": 3_904,
+    "kernels": 3_899,
     "loss": 686,
     "megatron": 3_809,
     "plan": 5_582,
     "proving": 643,
-    "recurrence": 1_400,
+    "recurrence": 1_396,
     "remat": 485,
     "runtime": 5_632,
     "sequence": 412,
@@ -137,7 +137,7 @@ def test_attention_loads_no_more_than_it_needs() -> None:
     """May only fall."""
     loaded = house.import_closure("dfa_megatron.attention")
     assert len(loaded) <= 61
-    assert sum(len(path.read_text(encoding="utf-8").splitlines()) for path in loaded) <= 10_865
+    assert sum(len(path.read_text(encoding="utf-8").splitlines()) for path in loaded) <= 10_864
 
 
 def test_there_are_no_more_options_than_eleven() -> None:

@@ -268,13 +268,13 @@ def check_same(group: str, batch: Arguments | None) -> None:
         tokens = tokens_of(batch)
         told = {name: batch[name] for name in OF_TOKENS if batch.get(name) is not None}
         facts = (*tokens.shape[:2], int(_number_of(told, tokens.device)))
-    every = torch.stack(over.gather(torch.tensor(facts), _COMPARES)).tolist()
+    with over.running(_COMPARES, torch.device("cpu")):
+        every = torch.stack(over.gather(torch.tensor(facts, device="cpu"))).tolist()
     if batch is None or all(each == every[0] for each in every):
         return
     if refusing := [rank for rank, (rows, *_) in enumerate(every) if not rows]:
-        raise DisagreementError(
-            f"rank {listed(refusing)} of the group refuses its part of this batch; the error there says why"
-        )
+        why = f"rank {listed(refusing)} of the group refuses its part of this batch; the error there says why"
+        raise DisagreementError(why)
     table = "".join(
         f"\n    rank {rank}: {rows} x {length} tokens, number {number & 0xFFFFFFFF:08x}"
         for rank, (rows, length, number) in enumerate(every)

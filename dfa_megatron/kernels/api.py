@@ -222,8 +222,10 @@ class BlockKernel(ABC):
                 for whole, one in zip((dk, dv), waiting.pop(), strict=True):
                     columns.put(whole, one, add=adds)
         if copies is not None:
+            from dfa_megatron.kernels.merge import sum_rows  # which imports this module
+
             for whole, parts in zip((dk, dv), zip(*waiting, strict=True), strict=True):
-                _sum_rows(parts[0] if len(parts) == 1 else torch.cat(parts, 1), copies, whole)
+                sum_rows(parts[0] if len(parts) == 1 else torch.cat(parts, 1), copies, whole)
         return dq, dk.to(k.dtype), dv.to(v.dtype)
 
     def launching(self, *, batch: int, group: int, bands: bool) -> Launching:
@@ -259,10 +261,3 @@ def _memory(x: torch.Tensor, dtype: torch.dtype, is_filled: bool, given: torch.T
         return given if is_filled else given.zero_()
     new = torch.empty_like if is_filled else torch.zeros_like
     return new(x, dtype=dtype, memory_format=torch.contiguous_format)
-
-
-def _sum_rows(x: torch.Tensor, rows: Rows, into: torch.Tensor) -> None:
-    """Sum the gradients of every row's copies into it."""
-    from dfa_megatron.kernels.merge import sum_rows  # which imports this module
-
-    sum_rows(x, rows, into)

@@ -6,15 +6,14 @@ first pass has kept, so it sends nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import pairwise, repeat
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from dfa_megatron.config import DistAttentionConfig
 from dfa_megatron.errors import UnsupportedError
@@ -29,7 +28,7 @@ from dfa_megatron.recurrence.share import Parents, Share, edges_of
 from dfa_megatron.remat import active_frame
 from dfa_megatron.runtime.comm.channel import Channel
 from dfa_megatron.runtime.comm.compared import Compared, compared, facts_of_tokens, telling
-from dfa_megatron.runtime.comm.groups import Group, resolve
+from dfa_megatron.runtime.comm.groups import Group
 from dfa_megatron.runtime.counters import COUNTERS
 from dfa_megatron.runtime.cu_seqlens import CuSeqlens, Offsets, describe, offsets_of
 from dfa_megatron.runtime.execute.moves import Moves, move_rows, moves_between
@@ -53,16 +52,14 @@ class Agreed(Compared):
 
     share: Share = field(kw_only=True)
 
-    @contextmanager
-    def running(self, phase: int, device: torch.device, nbytes: int = 0) -> Iterator[None]:
+    def running(self, phase: int, device: torch.device, nbytes: int = 0) -> AbstractContextManager[None]:
         """Count and compare what runs inside, as `Compared.running` does."""
         COUNTERS.state_exchanges += 1
         if phase:
             COUNTERS.state_backward_bytes += nbytes
         else:
             COUNTERS.state_forward_bytes += nbytes
-        with super().running(phase, device):
-            yield
+        return super().running(phase, device)
 
     def gather(self, phase: int, parts: list[torch.Tensor]) -> list[torch.Tensor]:
         """Return every rank's tensors as one, by rank, in the forward (0) or the backward (1); collective.
@@ -80,7 +77,6 @@ class Agreed(Compared):
 class Place:
     """Where a rank stands in a sequence. over: None for one rank."""
 
-    group: dist.ProcessGroup | None
     over: Channel | None
     share: Share
 
@@ -115,7 +111,7 @@ class Place:
             rank, ranks = (0, 1) if over is None else (over.rank, over.size)
             offsets = () if cu_seqlens is None else offsets_of(cu_seqlens, x.device)
             above = () if parents is None or max(parents, default=-1) < 0 else tuple(parents)
-            return cls(resolve(group), over, _share((rank, ranks), x.shape[dim], layout, offsets, above))
+            return cls(over, _share((rank, ranks), x.shape[dim], layout, offsets, above))
 
     def agree_on(self, what: str, facts: dict[str, str], device: torch.device) -> Agreed:
         """Return the exchange of that description; ranks compare it when it is new. Collective.
@@ -193,7 +189,7 @@ def tokens_before(x: torch.Tensor, count: int, place: Place, *, dim: int = 1) ->
         facts = {"tokens before": str(count), **facts_of_tokens(x, dim)}
         exchange = place.agree_on("the tokens before a convolution", facts, x.device)
         moves = _moves(place.share, count, x.device)
-        found.append(_kept(x, lambda known: move_rows(x, moves, place.group, 0, exchange, dim=dim, known=known)))
+        found.append(_kept(x, lambda known: move_rows(x, moves, exchange, dim=dim, known=known)))
     # Siblings read the same tokens: their gradients are summed in float32.
     return torch.cat(found, dim).to(accumulator_dtype(x.dtype)).index_select(dim, rows).to(x.dtype)
 

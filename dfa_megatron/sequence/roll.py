@@ -14,7 +14,7 @@ from dfa_megatron.plan.language.layout import Layout, cut_at
 from dfa_megatron.rows import row_by_row
 from dfa_megatron.runtime.comm.channel import Channel
 from dfa_megatron.runtime.comm.compared import compared, facts_of_tokens, telling, together
-from dfa_megatron.runtime.comm.groups import Group, resolve
+from dfa_megatron.runtime.comm.groups import Group
 from dfa_megatron.runtime.cu_seqlens import CuSeqlens, Offsets, check_offsets, describe, offsets_of
 from dfa_megatron.runtime.execute.moves import Moves, move_rows, moves_between
 from dfa_megatron.sharding import layout_of_tokens
@@ -60,7 +60,7 @@ def roll_sequence(
     moves = _rolled(whole, shift, offsets, 0 if over is None else over.rank, x.device)
     facts, about = facts_of_tokens(x, dim), (str(whole), describe(offsets))
     exchange = compared(f"a roll by {shift}", over, facts, x.device, *about)
-    return move_rows(x, moves, resolve(group), fill, exchange, dim=dim)
+    return move_rows(x, moves, exchange, fill=fill, dim=dim)
 
 
 def _whole(x: torch.Tensor, dim: int, layout: str | Layout, over: Channel | None, offsets: Offsets = ()) -> Layout:

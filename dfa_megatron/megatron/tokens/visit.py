@@ -46,7 +46,7 @@ class Exchange:
 
     def __call__(self, rows: torch.Tensor, source: str | Layout, target: str | Layout) -> torch.Tensor:
         """Move rows like `move`, and gradients in the other direction."""
-        return rows if (moves := self._moves(rows, source, target)) is None else move_rows(rows, moves, self.group)
+        return rows if (plan := self._moves(rows, source, target)) is None else move_rows(rows, plan, group=self.group)
 
     def _moves(self, rows: torch.Tensor, source: str | Layout, target: str | Layout) -> Moves | None:
         ranks = self.group.size()

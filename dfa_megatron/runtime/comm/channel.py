@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch.utils.checkpoint import _StopRecomputationError
 
 from dfa_megatron.errors import AbsentError, DistAttentionError, LostGroupError, UnsupportedError
+from dfa_megatron.kernels.merge import fill_if
 from dfa_megatron.kernels.tape import unrecorded
 from dfa_megatron.runtime.agreement.calls import BACKWARD_ENDS, Calls, Facts, Kind, current_layer, different
 from dfa_megatron.runtime.agreement.store import GroupStore, Waiter, bounded, destroyed, nothing
@@ -27,7 +28,6 @@ from dfa_megatron.runtime.comm.transports import Communicator, Transports
 from dfa_megatron.runtime.environment import has_ended, has_one_queue, host, links, process, slowest
 
 if TYPE_CHECKING:
-    from dfa_megatron.runtime.comm.spoiler import Spoiler
     from dfa_megatron.runtime.prepare import Prepared
 
 _CLOSING = 10.0
@@ -78,7 +78,7 @@ class Channel:
         self._waiter = Waiter(self.calls.check, self._broken)
         self.wait = self._waiter.wait
         self._watched: Watched | None = None
-        self._spoilers: dict[torch.device, Spoiler] = {}
+        self._flags: dict[torch.device, tuple[torch.Tensor, torch.cuda.Stream]] = {}
         self._closing, self._closed = threading.Lock(), False
         self._backward, self.on_cpu = -1, True
         self._devices: list[torch.device] = []
@@ -151,8 +151,7 @@ class Channel:
 
         Returns whether something of this process still waits.
         """
-        for spoiler in list(self._spoilers.values()):
-            spoiler.spoil()
+        self._raise_flags()
         waits = not all_know or bool(self.calls.doing)
         if all_know:
             for made in list(self._made.values()):
@@ -161,24 +160,36 @@ class Channel:
         return waits
 
     def spoiled(self, *results: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Return the results of a call, NaN if the group is lost by the time the device has them."""
-        if (device := results[0].device).type == "cuda" and self._watched is not None:
-            if device not in self._spoilers:
-                from dfa_megatron.runtime.comm.spoiler import Spoiler  # which a CPU need not load
+        """Return the results of a call, NaN if the group is lost by the time the device has them.
 
-                with unrecorded():
-                    self._spoilers[device] = Spoiler(device)
+        Once nothing waits for a lost rank any more, calls that were issued before come to an end with whatever lies in
+        memory. So a look at a flag is queued behind what computes them; it takes microseconds.
+        """
+        if (device := results[0].device).type == "cuda" and self._watched is not None:
+            if device not in self._flags:
+                with unrecorded(), torch.inference_mode(False):  # it outlives the call
+                    flag = torch.zeros((), dtype=torch.int32, device=device)
+                    self._flags[device] = flag, torch.cuda.Stream(device)
                 if self.calls.lost is not None:
-                    self._spoilers[device].spoil()
-            self._spoilers[device](results)
+                    self._raise_flags()
+            fill_if(self._flags[device][0], results)
         return results
 
-    def running(self, kind: Kind, device: torch.device, *, ends: bool = False) -> AbstractContextManager[None]:
+    def _raise_flags(self) -> None:
+        """Raise the flags that spoil results, each on a stream that waits for nothing; any thread may."""
+        for flag, stream in list(self._flags.values()):
+            with torch.cuda.stream(stream):
+                flag.fill_(1)
+            stream.synchronize()
+
+    def running(
+        self, kind: Kind, device: torch.device, *, ends: bool = False, layer: int | None = None
+    ) -> AbstractContextManager[None]:
         """Count each call inside, on tensors of that device; on a CPU, compare it with the others' at once.
 
-        ends: it is part of a backward, whose end is counted, too.
+        ends: it is part of a backward, whose end is counted, too. layer: to which it belongs; None: the current one.
         """
-        return _Counted(self, kind, on_cpu=device.type == "cpu", ends=ends)
+        return _Counted(self, kind, layer, on_cpu=device.type == "cpu", ends=ends)
 
     def _meet(self) -> None:
         """Compare the call that has just begun with the others' at once: the host waits for messages anyway."""
@@ -232,18 +243,11 @@ class Channel:
                 self.calls.lose(error, told=True)
             raise
 
-    def gather(self, x: torch.Tensor, kind: Kind | None = None) -> list[torch.Tensor]:
-        """Return every rank's tensor of this shape and dtype, by rank; collective.
-
-        kind: of the call, in which the ranks compare it; None where it is part of another, or not compared.
-
-        Raises:
-            DisagreementError: the ranks run different calls.
-        """
-        with contextlib.nullcontext() if kind is None else self.running(kind, x.device):
-            found, work = self.communicator(x.device).gather(x.contiguous())
-            self.finish(work, x.device)
-            self.spoiled(*found)
+    def gather(self, x: torch.Tensor) -> list[torch.Tensor]:
+        """Return every rank's tensor of this shape and dtype, by rank; collective."""
+        found, work = self.communicator(x.device).gather(x.contiguous())
+        self.finish(work, x.device)
+        self.spoiled(*found)
         return found
 
     def finish(self, work: dist.Work, device: torch.device) -> None:
@@ -320,15 +324,15 @@ class Channel:
 class _Counted:
     """Around calls of a kind: a class, because a generator costs the host twice the time."""
 
-    __slots__ = ("_channel", "_ends", "_kind", "_on_cpu")
+    __slots__ = ("_channel", "_ends", "_kind", "_layer", "_on_cpu")
 
-    def __init__(self, channel: Channel, kind: Kind, *, on_cpu: bool, ends: bool) -> None:
-        self._channel, self._kind, self._on_cpu, self._ends = channel, kind, on_cpu, ends
+    def __init__(self, channel: Channel, kind: Kind, layer: int | None, *, on_cpu: bool, ends: bool) -> None:
+        self._channel, self._kind, self._layer, self._on_cpu, self._ends = channel, kind, layer, on_cpu, ends
 
     def __enter__(self) -> None:
         channel = self._channel
         channel.on_cpu = self._on_cpu
-        channel.calls.begin(self._kind, current_layer())
+        channel.calls.begin(self._kind, current_layer() if self._layer is None else self._layer)
         if self._on_cpu:
             try:
                 channel._meet()

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
 
-from dfa_megatron.runtime.agreement.calls import AtLayer, Facts, Kind, current_layer
+from dfa_megatron.runtime.agreement.calls import Facts, Kind, current_layer
 from dfa_megatron.runtime.comm.channel import Channel, refuse
 from dfa_megatron.runtime.comm.groups import Group, channel_of
 
@@ -31,17 +31,14 @@ class Compared:
     phases: tuple[Kind, ...] = ()
     layer: int = 0
 
-    @contextmanager
-    def running(self, phase: int, device: torch.device, nbytes: int = 0) -> Iterator[None]:
+    def running(self, phase: int, device: torch.device, nbytes: int = 0) -> AbstractContextManager[None]:
         """Compare what runs inside: the forward (0) or the backward (1). Raises a DisagreementError.
 
         nbytes: that this rank sends; those of some exchanges are counted.
         """
         if self.over is None or not self.phases:
-            yield
-            return
-        with AtLayer(self.layer), self.over.running(self.phases[phase], device, ends=phase == 1):
-            yield
+            return nullcontext()
+        return self.over.running(self.phases[phase], device, ends=phase == 1, layer=self.layer)
 
 
 def facts_of_tokens(x: torch.Tensor, dim: int) -> Facts:

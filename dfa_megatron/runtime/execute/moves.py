@@ -106,10 +106,10 @@ def moves_between(
 def move_rows(
     x: torch.Tensor,
     moves: Moves,
-    group: dist.ProcessGroup | None,
-    fill: float = 0,
     exchange: Compared = _NOTHING,
     *,
+    group: dist.ProcessGroup | None = None,
+    fill: float = 0,
     dim: int = 0,
     known: torch.Tensor | None = None,
 ) -> torch.Tensor:
@@ -119,9 +119,9 @@ def move_rows(
     """
     if dim:
         known = None if known is None else known.movedim(dim, 0)
-        rows = move_rows(x.movedim(dim, 0), moves, group, fill, exchange, known=known)
+        rows = move_rows(x.movedim(dim, 0), moves, exchange, group=group, fill=fill, known=known)
         return rows.movedim(0, dim).contiguous()
-    found: torch.Tensor = _MovedRows.apply(x, moves, group, fill, exchange, known)  # type: ignore[no-untyped-call]
+    found: torch.Tensor = _MovedRows.apply(x, moves, exchange, group, fill, known)  # type: ignore[no-untyped-call]
     return found
 
 
@@ -131,9 +131,9 @@ class _MovedRows(torch.autograd.Function):
         ctx: Any,
         x: torch.Tensor,
         moves: Moves,
+        exchange: Compared,
         group: dist.ProcessGroup | None,
         fill: float,
-        exchange: Compared,
         known: torch.Tensor | None,
     ) -> torch.Tensor:
         ctx.moves, ctx.group, ctx.exchange = moves, group, exchange
