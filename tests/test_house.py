@@ -55,10 +55,10 @@ LONG_FUNCTIONS_FOR_NOW: set[str] = set()
 
 BUDGETS = {
     "benchmarks": 5_834,
-    "cli": 1_016,
+    "cli": 1_025,
     "deepspeed": 1_055,
     "docs": 1_194,
-    "doctor": 828,
+    "doctor": 920,
     "huggingface": 4_204,
     "indexed": 959,
     "kernels": 3_919,
@@ -70,7 +70,7 @@ BUDGETS = {
     "remat": 485,
     "runtime": 5_769,
     "sequence": 412,
-    "tests": 37_519,
+    "tests": 37_518,
     "top": 1_811,
     "trees": 307,
 }
