@@ -54,7 +54,7 @@ LONG_FUNCTIONS_FOR_NOW: set[str] = set()
 """May only become shorter."""
 
 BUDGETS = {
-    "benchmarks": 5_656,
+    "benchmarks": 6_136,
     "cli": 1_016,
     "deepspeed": 1_055,
     "docs": 1_194,
@@ -70,7 +70,7 @@ BUDGETS = {
     "remat": 485,
     "runtime": 5_769,
     "sequence": 412,
-    "tests": 37_461,
+    "tests": 37_521,
     "top": 1_811,
     "trees": 307,
 }
