@@ -54,7 +54,7 @@ LONG_FUNCTIONS_FOR_NOW: set[str] = set()
 """May only become shorter."""
 
 BUDGETS = {
-    "benchmarks": 5_834,
+    "benchmarks": 6_314,
     "cli": 1_025,
     "deepspeed": 1_055,
     "docs": 1_194,
@@ -70,7 +70,7 @@ BUDGETS = {
     "remat": 485,
     "runtime": 5_769,
     "sequence": 412,
-    "tests": 37_518,
+    "tests": 37_578,
     "top": 1_811,
     "trees": 307,
 }
