@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 import dfa_megatron
-from benchmarks.attention.baselines.ulysses import _to_heads, _to_sequence
+from benchmarks.attention.baselines.ulysses import to_heads, to_sequence
 from benchmarks.bench import Report, flags_of, leave, median_ms, ranks_or_one, relative
 from benchmarks.documents import draw_documents, log_normal
 from benchmarks.programs import draw, passes
@@ -101,7 +101,7 @@ def attention(offsets: tuple[int, ...], config: DistAttentionConfig, alone: Any)
         out = dfa_megatron.dist_flash_attn_varlen_func(*pack, causal=True, group=alone, config=config)
         return out[None]  # type: ignore[index]
 
-    return attend if alone is None else lambda *qkv: _to_sequence(attend(*(_to_heads(x) for x in qkv)))
+    return attend if alone is None else lambda *qkv: to_sequence(attend(*(to_heads(x) for x in qkv)))
 
 
 def timed(forward: Callable[[], object], both: Callable[[], object], world: World, rounds: int) -> dict[str, float]:

@@ -54,11 +54,11 @@ LONG_FUNCTIONS_FOR_NOW: set[str] = set()
 """May only become shorter."""
 
 BUDGETS = {
-    "benchmarks": 5_834,
-    "cli": 1_016,
+    "benchmarks": 6_314,
+    "cli": 1_025,
     "deepspeed": 1_055,
     "docs": 1_194,
-    "doctor": 828,
+    "doctor": 920,
     "huggingface": 4_204,
     "indexed": 959,
     "kernels": 3_899,
@@ -68,9 +68,9 @@ BUDGETS = {
     "proving": 643,
     "recurrence": 1_396,
     "remat": 485,
-    "runtime": 5_632,
+    "runtime": 5_496,
     "sequence": 412,
-    "tests": 37_488,
+    "tests": 37_547,
     "top": 1_811,
     "trees": 307,
 }
