@@ -77,7 +77,7 @@ class Prepared:
 
     ranks: of the plan. schedule, digest: of the plan, which `plan_again` makes.
     exchange: set if ulysses_degree > 1: see `runtime.heads`. Then all other fields but over and running are those of
-         the plan's ranks, tokens and heads.
+        the plan's ranks, tokens and heads.
     moved: the rows that change ranks around it, so that chunks of a fixed order lie whole: see `runtime.chunks`.
     binds: whether the kernel's work can be recorded and replayed.
     bound: recorded phases, by what they need of a call's tensors; None after a first run that was not recorded, a text
@@ -225,17 +225,8 @@ def prepare(request: Request, over: Channel | None, inputs: Inputs, *, trains: b
     """
     q, k, v, sinks = inputs
     known = _ALONE if over is None else over.prepared
-    key = (
-        request,
-        q.device,
-        q.dtype,
-        k.dtype,
-        v.dtype,
-        q.shape,
-        k.shape,
-        v.shape,
-        sinks is not None and form_of(sinks),
-    )
+    of_sinks = sinks is not None and form_of(sinks)
+    key = (request, q.device, q.dtype, k.dtype, v.dtype, q.shape, k.shape, v.shape, of_sinks)
     try:
         prepared = known.get(key)
     except TypeError:  # a value without a hash, which `Request.check` refuses

@@ -235,6 +235,11 @@ class Transports:
             self._channel.calls.on_device(device)
         return known
 
+    def name_of(self, device: torch.device, kind: str) -> str:
+        """Return the name of the transport that `get` would return; of one that is not open yet, what is asked for."""
+        known = self._open.get((str(device), kind))
+        return kind if known is None else known.name
+
     def _make(self, device: torch.device, kind: str) -> Transport:
         if kind == "auto":
             # Megatron asks for one queue on Hopper.
