@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from dfa_megatron.errors import UnsupportedError
-from dfa_megatron.hooks import replace
+from dfa_megatron.hooks import TESTED, replace
 from dfa_megatron.huggingface.batch import takes
 from dfa_megatron.huggingface.check_model import CLASSES
 from dfa_megatron.huggingface.current_forward import (
@@ -105,7 +105,7 @@ def _check_reached(layer: torch.nn.Module, args: tuple[Any, ...], output: Any) -
         raise UnsupportedError(
             f"a layer of type {type(layer).__name__} that did not reach {', '.join(missed)}",
             "it has computed from the tokens of this rank alone",
-            "distribute_attention once more, after layers were changed, and versions that `dfa-megatron doctor` names",
+            f"distribute_attention once more, after layers were changed, and {TESTED}",
         )
 
 
@@ -121,22 +121,15 @@ def _replaceable(module: Any) -> set[str]:
     return {*STANDS_IN, *FUSED} & {*(code.co_names if code is not None else ())}
 
 
-_REAL = "_dfa_real"
-"""The attribute of a replaced function that holds the real one."""
-
-
 def _replace_calls(layer: torch.nn.Module) -> None:
     """Replace what a layer with a state calls in its file; nothing changes at a second call."""
-    home = sys.modules[type(layer).__module__]
     for name in _replaceable(layer):
-        if not hasattr(real := vars(home)[name], _REAL):
-            replace(home, name, _replacing(name, real))
+        replace(sys.modules[type(layer).__module__], name, functools.partial(_replacing, name))
 
 
 def _replacing(name: str, real: Real) -> Real:
     signature = inspect.signature(real)
 
-    @functools.wraps(real)
     def replaced(*args: Any, **kwargs: Any) -> Any:
         layer, forward = innermost() or (None, None)
         if forward is None or not forward.distributed or name not in _replaceable(layer):
@@ -152,7 +145,6 @@ def _replacing(name: str, real: Real) -> Real:
         with at_layer(int(getattr(layer, "layer_idx", None) or 0) + 1):
             return STANDS_IN[name](real, options_of(forward), given)
 
-    setattr(replaced, _REAL, real)
     return replaced
 
 

@@ -13,7 +13,6 @@ the queries and the output instead.
 
 from __future__ import annotations
 
-import functools
 import inspect
 from numbers import Real
 from types import SimpleNamespace
@@ -22,7 +21,7 @@ from typing import Any, Self
 import torch
 
 from dfa_megatron.errors import UnsupportedError
-from dfa_megatron.hooks import replace
+from dfa_megatron.hooks import TESTED, replace
 from dfa_megatron.huggingface.current_forward import (
     CONTEXT,
     REACHED,
@@ -39,9 +38,6 @@ from dfa_megatron.runtime.agreement.calls import at_layer
 
 INDEXER = "update_indexer"
 """What an indexer must call, by the lists of check_model.py."""
-
-_REAL = "_dfa_real"
-"""The attribute of a replaced method that holds the real one."""
 
 
 class IndexedMask:
@@ -124,7 +120,7 @@ def _other(what: str) -> UnsupportedError:
     return UnsupportedError(
         f"an indexer that asks for {what}",
         "its scores are known as a sum over heads of weights * relu(q . k)",
-        "versions that `dfa-megatron doctor` names",
+        TESTED,
     )
 
 
@@ -142,18 +138,17 @@ def follow(module: Any) -> None:
     elif INDEXER not in vars(module).get(REACHED, ()):
         return
     kind = next(cls for cls in type(module).__mro__ if name in vars(cls))
-    if hasattr(real := vars(kind)[name], _REAL):
-        return
 
-    @functools.wraps(real)
-    def replaced(self: Any, *args: Any, **kwargs: Any) -> Any:
-        forward = forward_of_context(getattr(self, CONTEXT, None))
-        if forward is None or not forward.distributed:  # another model of the class, too
-            return real(self, *args, **kwargs)
-        return ours(real, self, forward, args, kwargs)
+    def replacing(real: Any) -> Any:
+        def replaced(self: Any, *args: Any, **kwargs: Any) -> Any:
+            forward = forward_of_context(getattr(self, CONTEXT, None))
+            if forward is None or not forward.distributed:  # another model of the class, too
+                return real(self, *args, **kwargs)
+            return ours(real, self, forward, args, kwargs)
 
-    setattr(replaced, _REAL, real)
-    replace(kind, name, replaced)
+        return replaced
+
+    replace(kind, name, replacing)
 
 
 def _with_mask(layer: Any, args: tuple[Any, ...], kwargs: Arguments) -> Any:
