@@ -59,7 +59,7 @@ BUDGETS = {
     "deepspeed": 1_046,
     "docs": 1_194,
     "doctor": 828,
-    "huggingface": 4_174,
+    "huggingface": 4_127,
     "indexed": 959,
     "kernels": 3_919,
     "loss": 686,

@@ -1,6 +1,5 @@
-"""From a whole batch, the same on every rank of a group, to this rank's part: labels are shifted before they are cut.
+"""What a whole batch says, the same on every rank of a group; its labels are shifted, and then cut.
 
-The model does it at its door. A multimodal model embeds whole sequences: of its batch the labels alone are cut here.
 The ranks compare their batches once a forward, by a number of its integers and of the bits of its embeddings.
 
 Padding is on the right and needs no mask: under a causal mask later tokens do not affect a token. Its outputs differ
@@ -47,19 +46,13 @@ LABELS = ("shift_labels", "labels")
 OF_HOOKS = (TREE, MASK, *FLASH_KEYS)
 """Keys of a batch that say what its tokens see, and that a model does not get."""
 
-_TYPE_IDS = "token_type_ids"
-"""The key of a number for each token, which tokenizers bring for text, and processors with images."""
-
 OF_TOKENS = (
-    *("input_ids", EMBEDDED, *LABELS, "attention_mask", "position_ids", _TYPE_IDS, *OF_HOOKS),
+    *("input_ids", EMBEDDED, *LABELS, "attention_mask", "position_ids", "token_type_ids", *OF_HOOKS),
     *("pixel_values", "pixel_values_videos", "pixel_attention_mask", "image_grid_thw", "video_grid_thw", "image_sizes"),
     *("second_per_grid_ts", "image_position_ids", "video_position_ids", "mm_token_type_ids"),
     *("input_features", "input_features_mask", "feature_attention_mask", "num_items_in_batch"),
 )
 """What a batch says of its tokens, images and sound, which the ranks compare."""
-
-_OF_TEXT = ("input_ids", EMBEDDED, _TYPE_IDS)
-"""The keys of a text model's batch that are cut as they are, along their second dimension."""
 
 _MEDIA = ("pixel_values", "pixel_values_videos", "input_features")
 """Endings of the names of arguments for images and sound."""
@@ -116,19 +109,15 @@ def forward_of_batch(decoder: Any, given: Arguments, context: LayerContext) -> F
         )
     layout = _layout(length, context.size)
     mask = given.get("attention_mask")
-    mask = mask if isinstance(mask, torch.Tensor) and (mask.dim() == 2 or not context.multimodal) else None
+    mask = mask if isinstance(mask, torch.Tensor) else None
     if mask is not None:
         _check_right(mask, given.get("labels"))
     seen, positions = seen_in(given, places(decoder, given, whole=context.multimodal), tokens)
-    mine = shard_sequence(positions, group=context.group)
-    handed: torch.Tensor | None = given.get("position_ids")
-    axes = handed if handed is not None and handed.dim() == 3 else None
     return Forward(
         context,
         distributed=True,
         seen=seen,
-        positions=mine,
-        embedded=mine if axes is None else shard_sequence(axes, group=context.group, dim=-1),
+        positions=shard_sequence(positions, group=context.group),
         longest=longest_of(seen, length),
         mask=None if mask is None else shard_sequence(mask, group=context.group),
         layout=layout,
@@ -163,27 +152,6 @@ def _check_right(mask: torch.Tensor, labels: torch.Tensor | None) -> None:
             "an attention that masks padding would give them another output",
             "the label -100 for padding, as transformers' collators write it",
         )
-
-
-def part_of(model: Any, given: Arguments, forward: Forward) -> Arguments:
-    """Return the arguments of a text model for this rank's part of a batch."""
-    context, length = forward.context, tokens_of(given).shape[1]
-    kept = {name: x for name, x in cut_labels(given, context).items() if name not in OF_HOOKS}
-    known = {*_OF_TEXT, *LABELS, "attention_mask", "position_ids"}
-    whole = {name for name, x in kept.items() if isinstance(x, torch.Tensor) and length in x.shape} - known
-    if whole := whole | {*(media_in(kept) if context.size > 1 else ())}:
-        raise UnsupportedError(
-            f"{', '.join(sorted(whole))} beside the tokens of a batch",
-            "it would stay whole, and the model has this rank's part of the tokens",
-            "what docs/huggingface.md lists; with images or sound, distribute_attention of the whole model",
-        )
-    for name in {*_OF_TEXT} & {*kept}:
-        kept[name] = shard_sequence(kept[name], group=context.group)
-    if isinstance(mask := kept.get("attention_mask"), torch.Tensor):
-        kept["attention_mask"] = None if bool(mask.all()) else forward.mask  # for losses that count tokens
-    if takes(model, "position_ids"):
-        kept["position_ids"] = forward.embedded
-    return kept
 
 
 def cut_labels(given: Arguments, context: LayerContext) -> Arguments:

@@ -74,7 +74,6 @@ class Forward:
     seen: the documents of every row, or the tree or mask that all rows have; None if each row is one document.
     images: where those of every row are whose tokens see each other both ways, by kind of layer.
     positions: int64 (batch or 1, local_seq), the places of this rank's tokens in their documents or paths.
-    embedded: the position_ids that a text model's decoder is to be handed: positions, or axes (4, batch, local_seq).
     longest: tokens of the longest document, or path, on all ranks.
     mask: (batch, local_seq), 0 for padding; None without.
     rows: the rows of the batch.
@@ -91,7 +90,6 @@ class Forward:
     seen: Documents | Seen | None = None
     images: dict[str, tuple[Images, ...]] | None = None
     positions: torch.Tensor | None = None
-    embedded: torch.Tensor | None = None
     longest: int = 0
     mask: torch.Tensor | None = None
     rows: int = 0

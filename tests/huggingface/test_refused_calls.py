@@ -83,7 +83,7 @@ OTHERS: list[tuple[str, Any, dict[str, Any]]] = [
     }),
     ("logits_to_keep in a model whose layers share keys", GEMMA4, {"input_ids": IDS, "logits_to_keep": 3}),
     ("several axes", "qwen2_5_vl", {"input_ids": IDS, "position_ids": PLACES, "pixel_values": torch.ones(1, 2)}),
-    ("cross_attention_states for the decoder", "qwen3_vl", {"cross_attention_states": torch.zeros(1, 3, 32)}),
+    ("cross_attention_states beside the tokens", "qwen3_vl", {"cross_attention_states": torch.zeros(1, 3, 32)}),
     (r"position_ids of shape \(1, 40\) for inputs_embeds", "qwen3_vl", {"position_ids": torch.arange(40)[None]}),
     (r"position_ids of shape \(2, 40\) for inputs_embeds", "qwen3_vl", {"prompt_tree": ([30, 10], [-1, 0])}),
     ("inputs_embeds, or no input_ids", "qwen3_vl", {
@@ -218,7 +218,7 @@ def call_on_two_ranks(rank: int, world_size: int) -> None:
     assert all(torch.equal(found.loss, want.loss) for found in alike)
     model(**BATCH, num_items_in_batch=torch.tensor(5), use_cache=False, step=torch.tensor(3))
     model.model.register_forward_pre_hook(_later_positions, with_kwargs=True, prepend=True)
-    with pytest.raises(UnsupportedError, match="position_ids from"):  # of both, though the first one's are right
+    with pytest.raises(UnsupportedError, match="position_ids from 1 to 8"):
         model(input_ids=IDS)
 
 
@@ -229,8 +229,8 @@ def expected(rank: int, words: str) -> Any:
 
 
 def _later_positions(module: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """A model that changes the positions of its second rank."""
-    return args, kwargs | {"position_ids": kwargs["position_ids"] + (kwargs["position_ids"][0, 0] > 0)}
+    """A model that makes positions of its own."""
+    return args, kwargs | {"position_ids": PLACES + 1}
 
 
 def _positional(model: Any, tokens: torch.Tensor, **named: torch.Tensor) -> Any:
