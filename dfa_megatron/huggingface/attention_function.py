@@ -17,7 +17,6 @@ from dfa_megatron.attention import dist_flash_attn_func, dist_flash_attn_varlen_
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.huggingface.batch import CAUSAL
 from dfa_megatron.huggingface.current_forward import (
-    KEYWORD,
     NAME,
     REACHED,
     Forward,
@@ -90,7 +89,6 @@ def attention(
     Returns:
         out (batch, local_seq, heads, head_dim), and None for the weights.
     """
-    given.pop(KEYWORD, None)
     forward = forward_of(module)
     if not forward.distributed:
         out: tuple[torch.Tensor, torch.Tensor | None] = _former(module, forward.context.before)(

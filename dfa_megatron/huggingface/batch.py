@@ -73,12 +73,6 @@ def arguments_of(module: Any, args: tuple[Any, ...], kwargs: Arguments) -> Argum
     return dict(zip(names, args, strict=False)) | kwargs
 
 
-def takes(module: Any, name: str) -> bool:
-    """Return whether the forward of a module's class takes an argument of that name."""
-    kinds = {parameter.name: parameter.kind for parameter in parameters_of(module.__class__)}
-    return name in kinds or inspect.Parameter.VAR_KEYWORD in kinds.values()
-
-
 def first_of(given: Arguments, names: tuple[str, ...]) -> Any:
     """Return the first of some arguments that a call brings, None if it brings none of them."""
     return next((given[name] for name in names if given.get(name) is not None), None)

@@ -2,7 +2,7 @@
 
 A `Forward` is made once, by the hooks in model_inputs.py, and never changes. What runs in the call reads it here:
 attention, rotary embeddings, recurrent layers, losses. A layer that is checkpointed runs again in the backward, perhaps
-in another thread and after other calls: it finds the `Forward` again (hook_mixers.py).
+in another thread and after other calls: its checkpoint function has kept the `Forward` (checkpointing.py).
 """
 
 from __future__ import annotations
@@ -24,9 +24,6 @@ NAME = "dfa"
 
 CONTEXT = "_dfa_attention"
 """The attribute of a module that holds its `LayerContext`."""
-
-KEYWORD = "dfa_forward"
-"""The keyword argument of layers that holds the `Forward`, which checkpoint functions keep for the recompute."""
 
 REACHED = "_dfa_reached"
 """The attribute of a mixer for the names of functions that it must reach, each with whether its forward has done so."""
@@ -111,18 +108,6 @@ class Forward:
         return self.seen.told if isinstance(self.seen, Seen) and isinstance(self.seen.told, Tree) else None
 
 
-class Handed:
-    """Hand a `Forward` to layers as one value: what copies, casts or moves their keywords does not look into it."""
-
-    __slots__ = ("forward",)
-
-    def __init__(self, forward: Forward) -> None:
-        self.forward = forward
-
-    def __deepcopy__(self, memo: object) -> Handed:
-        return self  # a forward is known by the context that its model has
-
-
 _RUNNING: ContextVar[tuple[tuple[object, Forward], ...]] = ContextVar("forwards that run", default=())
 """The forwards that run in this thread with who entered them, the innermost last."""
 
@@ -160,14 +145,14 @@ def forward_of(module: torch.nn.Module) -> Forward:
     """Return the forward that a module runs in.
 
     Raises:
-        UnsupportedError: its model is not distributed; or a layer is called alone, or lost its keyword in a recompute.
+        UnsupportedError: its model is not distributed; or a layer is called alone, or by a user's checkpoint function.
     """
     forward = forward_of_context(getattr(module, CONTEXT, None))
     if forward is None:
         raise UnsupportedError(
             f"a layer of type {type(module).__name__} outside of a call of its distributed model",
             "nothing tells it the documents, or whether its attention is local",
-            "distribute_attention(model), and a call of it. Where a function of your own checkpoints layers: one that "
-            "hands on their keywords, or checkpoint='full' or 'remat' of TrainingConfig",
+            "distribute_attention(model), and a call of it. Where a function of your own checkpoints layers: "
+            "checkpoint='full' or 'remat' of TrainingConfig, or PyTorch's checkpoint_wrapper",
         )
     return forward

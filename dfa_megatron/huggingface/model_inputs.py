@@ -1,7 +1,7 @@
 """Make the `Forward` of a call from its whole batch, and cut it at the decoder's door.
 
     model(**whole batch)     begin: read the batch, compare it with the other ranks', cut labels; enter the forward
-      decoder(**whole)       prepare: this rank's part of tokens, positions, no mask, the forward in a keyword
+      decoder(**whole)       prepare: this rank's part of tokens, positions, no mask
         layers               attention and the others find the forward
       loss                   finish: the mean of the ranks' losses, on every rank
 
@@ -27,10 +27,8 @@ from dfa_megatron.huggingface.check_model import check_adapters, check_model
 from dfa_megatron.huggingface.checkpointing import keep_forward
 from dfa_megatron.huggingface.current_forward import (
     CONTEXT,
-    KEYWORD,
     Arguments,
     Forward,
-    Handed,
     LayerContext,
     enter,
     forward_of,
@@ -164,15 +162,14 @@ def finish(model: Any, args: Any, output: Any) -> Any:
 
 
 def prepare(decoder: Any, args: tuple[Any, ...], kwargs: Arguments) -> ArgsAndKeywords:
-    """Give a decoder the positions of this rank's tokens, and its layers the forward."""
+    """Give a decoder this rank's part of its inputs."""
     context: LayerContext = getattr(decoder, CONTEXT)
     if forward_of_context(context) is None:
         args, kwargs = begin(decoder, args, kwargs)
     forward = forward_of_context(context)
     assert forward is not None
-    told: Arguments = {KEYWORD: Handed(forward)} if whole.takes(decoder, KEYWORD) else {}  # which layers get too
     if not forward.distributed:
-        return args, kwargs | told
+        return args, kwargs
     given = door.cut(decoder, whole.arguments_of(decoder, args, kwargs), forward)
     tokens = tokens_of(given)
     _scale_noise(decoder, tokens, forward)
@@ -181,7 +178,7 @@ def prepare(decoder: Any, args: tuple[Any, ...], kwargs: Arguments) -> ArgsAndKe
         given["attention_mask"] = nothing_hidden(tokens)
     if not any(parameter.name == "position_ids" for parameter in whole.parameters_of(decoder.__class__)):
         del given["position_ids"]
-    return (), given | told
+    return (), given
 
 
 def _scale_noise(decoder: Any, tokens: torch.Tensor, forward: Forward) -> None:
