@@ -15,7 +15,7 @@ from torch.distributed.utils import _apply_to_tensors, _recursive_to
 from torch.utils._pytree import tree_map
 
 from dfa_megatron import layouts, make_plan, masks
-from dfa_megatron.huggingface.attention_function import WindowMask
+from dfa_megatron.huggingface.planned_mask import PlannedMask
 from dfa_megatron.huggingface.seen import Seen
 from dfa_megatron.plan.language.tree import Tree
 
@@ -53,7 +53,7 @@ def values(dice: random.Random) -> dict[str, Any]:
         assert plan.forward.pairs
         assert plan.digest
     named = {"layout": layout, "mask": mask, "tree": tree, "plan": plan, "phase": plan.forward}
-    return named | {"seen": Seen(tree, ((0, 0),)), "window": WindowMask(3)}
+    return named | {"seen": Seen(tree, ((0, 0),)), "window": PlannedMask(3)}
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -27,10 +27,10 @@ from dfa_megatron.huggingface.current_forward import (
     REACHED,
     Arguments,
     Forward,
-    forward_of,
     forward_of_context,
 )
 from dfa_megatron.huggingface.loss import as_whole
+from dfa_megatron.huggingface.planned_mask import PlannedMask
 from dfa_megatron.huggingface.seen import Seen, mask_of
 from dfa_megatron.indexed import index_loss, index_topk, sparse_attn
 from dfa_megatron.remat import active_frame
@@ -38,18 +38,6 @@ from dfa_megatron.runtime.agreement.calls import at_layer
 
 INDEXER = "update_indexer"
 """What an indexer must call, by the lists of check_model.py."""
-
-
-class IndexedMask:
-    """Replace the mask of a layer whose keys are chosen: what its tokens see is known elsewhere."""
-
-    dtype = torch.bool
-
-    def __getitem__(self, index: Any) -> Self:
-        return self
-
-    def __invert__(self) -> Self:
-        return self
 
 
 class Indexed:
@@ -85,7 +73,7 @@ class Indexed:
 
     def masked_fill(self, mask: Any, value: Any) -> Self:
         """Return itself for the mask that stands for what tokens see."""
-        if not isinstance(mask, IndexedMask):
+        if not isinstance(mask, PlannedMask):
             raise _other("another mask than the layer's")
         return self
 
@@ -132,10 +120,7 @@ def is_sparse(module: Any) -> bool:
 def follow(module: Any) -> None:
     """Replace an indexer's forward, or what expands the latents of a layer that reads chosen keys; once for a class."""
     name, ours = ("expand_kv", _latents) if is_sparse(module) else ("forward", _choice)
-    if is_sparse(module):
-        if not any(hook is _with_mask for hook in module._forward_pre_hooks.values()):
-            module.register_forward_pre_hook(_with_mask, with_kwargs=True)
-    elif INDEXER not in vars(module).get(REACHED, ()):
+    if not is_sparse(module) and INDEXER not in vars(module).get(REACHED, ()):
         return
     kind = next(cls for cls in type(module).__mro__ if name in vars(cls))
 
@@ -149,13 +134,6 @@ def follow(module: Any) -> None:
         return replaced
 
     replace(kind, name, replacing)
-
-
-def _with_mask(layer: Any, args: tuple[Any, ...], kwargs: Arguments) -> Any:
-    """Give a layer in a distributed forward a mask that it can slice."""
-    if forward_of(layer).distributed and kwargs.get("attention_mask", layer) is None:
-        return args, kwargs | {"attention_mask": IndexedMask()}
-    return None
 
 
 def _latents(real: Any, layer: Any, forward: Forward, args: tuple[Any, ...], kwargs: Arguments) -> Any:

@@ -21,7 +21,6 @@ import torch
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.huggingface import batch as whole
 from dfa_megatron.huggingface import decoder_door as door
-from dfa_megatron.huggingface.attention_function import nothing_hidden
 from dfa_megatron.huggingface.batch import check_same, first_of, tokens_of
 from dfa_megatron.huggingface.check_model import check_adapters, check_model
 from dfa_megatron.huggingface.checkpointing import keep_forward
@@ -37,6 +36,7 @@ from dfa_megatron.huggingface.current_forward import (
 from dfa_megatron.huggingface.hook_mixers import adopt, knows_all
 from dfa_megatron.huggingface.indexers import whole_loss
 from dfa_megatron.huggingface.loss import as_whole, check_loss, check_router
+from dfa_megatron.huggingface.planned_mask import nothing_hidden
 from dfa_megatron.huggingface.seen import MASK, TREE, refuse_for
 from dfa_megatron.huggingface.tiled_head import tile_of
 from dfa_megatron.runtime.comm.weights import check_weights

@@ -16,6 +16,7 @@ from dfa_megatron import huggingface as dfa_hf
 from dfa_megatron.config import TrainingConfig
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.huggingface import indexers
+from dfa_megatron.huggingface.planned_mask import PlannedMask
 from dfa_megatron.sharding import positions_of
 from tests.fuzz.frameworks.steps import check_each, run
 from tests.huggingface.rows import of_type, row
@@ -138,7 +139,7 @@ def test_what_an_indexer_asks_for_is_followed_or_refused() -> None:
         return indexers.Indexed(keys, 4, lambda q, k, weights, topk: weights * topk)
 
     found = torch.nn.functional.relu(torch.matmul(queries, indexed().transpose(-1, -2).float().unsqueeze(1)) * 2.0)
-    found = torch.matmul(torch.ones(1, 4, 1, 2), found).squeeze(-2).masked_fill(~indexers.IndexedMask(), -math.inf)
+    found = torch.matmul(torch.ones(1, 4, 1, 2), found).squeeze(-2).masked_fill(~PlannedMask(), -math.inf)
     assert torch.equal(found.topk(3, dim=-1).indices, torch.full((1, 4, 2), 6.0))
     wrong = (
         lambda x: x * -1.0,

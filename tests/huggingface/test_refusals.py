@@ -16,7 +16,7 @@ from dfa_megatron import huggingface as dfa_hf
 from dfa_megatron.config import MegatronConfig, TrainingConfig
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.huggingface import accelerator as accelerators
-from dfa_megatron.huggingface import attention_function, loss
+from dfa_megatron.huggingface import attention_function, loss, planned_mask
 from dfa_megatron.huggingface import trainer as trainers
 from dfa_megatron.huggingface.current_forward import CONTEXT
 from dfa_megatron.huggingface.share_rollouts import check_rollouts, share_rollouts
@@ -89,7 +89,6 @@ def headed(head: str) -> None:
 
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
 REMAT = TrainingConfig(checkpoint="remat")
-CHUNKED: Any = Stub(config=Stub(layer_types=["chunked_attention"], attention_chunk_size=8), layer_idx=0)
 ALONE = Stub(
     state=Stub(num_processes=2, dynamo_plugin=Stub(backend="NO")),
     parallelism_config=None,
@@ -106,13 +105,12 @@ CASES: list[tuple[str, Callable[[], Any]]] = [
     ("attention dropout in a layer of type LlamaAttention", lambda: attend(dropout=0.2)),
     ("attention that is not causal", lambda: attend(is_causal=False)),
     ("sinks in a layer of type LlamaAttention", lambda: attend(sinks=torch.ones(4))),
-    ("sliding_window=None in a layer.*one of 0", lambda: attend(mask=attention_function.WindowMask(0))),
+    ("a window of 0 tokens", lambda: planned_mask.mask(local_size=0)),
     ("no transformers model", lambda: dfa_hf.distribute_attention(torch.nn.Linear(1, 1))),
     ("1 attentions in 2 layers, 2 of them different", lambda: asked(with_config(second="full_attention"))),
     ("attention of 8 tokens over 9", lambda: attend(keys=9)),
-    ("a mask beyond causal", lambda: attend(mask=attention_function.OtherMask())),
-    ("an attention_mask with padding", lambda: attention_function.mask(attention_mask=torch.tensor([[1, 0]]))),
-    ("chunks of 8 tokens in a layer", lambda: attention_function.chunk_of(CHUNKED, attention_function.WindowMask(4))),
+    ("a mask beyond causal", lambda: attend(mask=planned_mask.PlannedMask(planned=False))),
+    ("an attention_mask with padding", lambda: planned_mask.mask(attention_mask=torch.tensor([[1, 0]]))),
     ("attention dropout 0.1", lambda: asked(build("Llama", attention_dropout=0.1))),
     ("a moshi model with rope_type=dynamic", lambda: asked(sized("Moshi", rope_parameters=DYNAMIC))),
     ("prove of a LlamaModel.*no head", lambda: dfa_hf.prove(changed(build("Llama").model))),

@@ -131,29 +131,6 @@ def test_a_mask_of_other_values_than_0_and_1_is_refused_in_every_way_in(packed: 
         model(input_ids=IDS, attention_mask=ONES.to(dtype), **packed)
 
 
-_WINDOWS = {"use_sliding_window": True, "sliding_window": 5, "layer_types": ["full_attention", "sliding_attention"]}
-
-
-def test_a_layer_with_another_window_than_its_mask_is_refused() -> None:
-    model = dfa_hf.distribute_attention(build("Qwen2", **_WINDOWS))
-    full, sliding = (layer.self_attn for layer in model.model.layers)
-    model(input_ids=IDS)
-    said = "sliding_window={} in a layer of type Qwen2Attention whose mask has {}"
-    sliding.sliding_window = 3
-    with pytest.raises(UnsupportedError, match=said.format(3, "one of")):
-        model(input_ids=IDS)
-    sliding.sliding_window, full.sliding_window = 5, 5
-    with pytest.raises(UnsupportedError, match=said.format(5, "no")):
-        model(input_ids=IDS)
-    model(input_ids=IDS[:, :5])  # a window that hides nothing
-    sliding.sliding_window = full.sliding_window = None
-    model(input_ids=IDS)  # the mask tells it
-    forward = sliding.forward
-    sliding.forward = lambda *args, **kwargs: forward(*args, **kwargs | {"attention_mask": None})
-    with pytest.raises(UnsupportedError, match=said.format(5, "no")):
-        model(input_ids=IDS)
-
-
 def test_a_mask_that_the_model_makes_itself_is_refused() -> None:
     model = dfa_hf.distribute_attention(build("Llama"))
 
