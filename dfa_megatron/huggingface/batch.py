@@ -1,7 +1,5 @@
 """What a whole batch says, the same on every rank of a group; its labels are shifted, and then cut.
 
-The ranks compare their batches once a forward, by a number of its integers and of the bits of its embeddings.
-
 Padding is on the right and needs no mask: under a causal mask later tokens do not affect a token. Its outputs differ
 from those of an attention that masks it; nobody uses them.
 """
@@ -10,30 +8,19 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Mapping
 from typing import Any
-from zlib import crc32
 
 import torch
 
-from dfa_megatron.errors import DisagreementError, UnsupportedError
+from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.huggingface.current_forward import Arguments, Forward, LayerContext
 from dfa_megatron.huggingface.embedded_positions import places
-from dfa_megatron.huggingface.seen import FLASH_KEYS, MASK, TREE, longest_of, seen_in
+from dfa_megatron.huggingface.seen import FLASH_KEYS, longest_of, seen_in
 from dfa_megatron.plan.language.layout import Layout, contiguous
-from dfa_megatron.plan.language.mask import Mask
-from dfa_megatron.plan.language.tree import Tree
-from dfa_megatron.runtime.agreement.calls import Kind
-from dfa_megatron.runtime.agreement.store import listed
-from dfa_megatron.runtime.comm.groups import channel_of
 from dfa_megatron.sharding import shard_sequence
+from dfa_megatron.whole_batch import MASK, TREE, check_same
 
 CAUSAL = "causal self-attention over whole, unpadded sequences"
-
-_COMPARES = Kind.of("compares its batch with those of the other ranks")
-
-_ODD = (-7046029254386353131, 0x2545F4914F6CDD1D)
-"""Factors that spread numbers over 64 bits."""
 
 EMBEDDED = "inputs_embeds"
 """The only floating-point tensor of a batch whose values are compared."""
@@ -52,7 +39,7 @@ OF_TOKENS = (
     *("second_per_grid_ts", "image_position_ids", "video_position_ids", "mm_token_type_ids"),
     *("input_features", "input_features_mask", "feature_attention_mask", "num_items_in_batch"),
 )
-"""What a batch says of its tokens, images and sound, which the ranks compare."""
+"""What a batch says of its tokens, images and sound, which the ranks compare once a forward."""
 
 _MEDIA = ("pixel_values", "pixel_values_videos", "input_features")
 """Endings of the names of arguments for images and sound."""
@@ -89,6 +76,20 @@ def tokens_of(given: Arguments) -> torch.Tensor:
     if found is None:
         raise UnsupportedError("a call without tokens", "there is nothing to attend to", "input_ids")
     return found
+
+
+def compare(group: str, given: Arguments | None) -> None:
+    """Check that the ranks of a group have the same batch, None for one that this rank refuses; collective."""
+    told = {name: given[name] for name in OF_TOKENS if given is not None and given.get(name) is not None}
+    for name, x in told.items():
+        if isinstance(x, torch.Tensor) and x.is_floating_point() and name != EMBEDDED:
+            told[name] = [*x.shape]  # images and sound go with their tokens
+    check_same(
+        group,
+        told or None,
+        "a DistributedSampler with num_replicas and rank of the groups, not of all ranks; loaders prepared after "
+        "distribute_accelerator; the same data set, collator and seed",
+    )
 
 
 def forward_of_batch(decoder: Any, given: Arguments, context: LayerContext) -> Forward:
@@ -182,69 +183,3 @@ def _layout(length: int, ranks: int) -> Layout:
             "at least as many tokens as ranks",
         )
     return contiguous(length, ranks)
-
-
-def _number_of(batch: Mapping[str, Any], device: torch.device) -> torch.Tensor:
-    """Return an int64 that other values of a batch, or other places of them, change."""
-    total = torch.zeros((), dtype=torch.int64, device=device)
-    for name in sorted(batch):
-        x = _flat(batch[name]).to(device)
-        sizes = torch.tensor(x.shape, dtype=torch.int64, device=device)
-        if x.is_floating_point():
-            x = _bits(x) if name == EMBEDDED else x.new_zeros(0)  # images and sound go with their tokens
-        values = torch.cat((torch.tensor([*name.encode()], device=device), sizes, x.flatten().long()))
-        mixed = (values + torch.arange(1, len(values) + 1, device=device) * _ODD[0]) * _ODD[1]
-        total = total + ((mixed ^ (mixed >> 29)) * _ODD[0]).sum()
-    return total
-
-
-def _bits(x: torch.Tensor) -> torch.Tensor:
-    """Return a sum of the bits of each token, (batch, seq)."""
-    whole = x.detach().contiguous().view({8: torch.int64, 4: torch.int32, 2: torch.int16}[x.element_size()])
-    return whole.sum(-1, dtype=torch.int64)
-
-
-def _flat(value: Any) -> torch.Tensor:
-    """Return a tensor as it is, integers in lists of any depth as one tensor, and a number of a tree or a mask."""
-    if isinstance(value, Tree | Mask):
-        return torch.tensor([crc32(repr(value).encode())])
-    if not isinstance(value, list | tuple):
-        return torch.as_tensor(value)
-    return torch.cat([torch.zeros(0, dtype=torch.int64), *(_flat(each).flatten() for each in value)])
-
-
-def check_same(group: str, batch: Arguments | None) -> None:
-    """Check that the ranks of a group have the same batch; collective, with one small message.
-
-    batch: None where this rank refuses its call, which it tells the others.
-
-    Raises:
-        UnsupportedError: they have other batches; all raise it.
-        DisagreementError: another rank refuses its call; AbsentError: one does not come.
-    """
-    over = channel_of(group, verify=True) if group else None  # where a wait can be given up
-    if over is None:
-        return
-    facts = (0, 0, 0)  # rows, tokens of a row, number
-    if batch is not None:
-        tokens = tokens_of(batch)
-        told = {name: batch[name] for name in OF_TOKENS if batch.get(name) is not None}
-        facts = (*tokens.shape[:2], int(_number_of(told, tokens.device)))
-    every = torch.stack(over.gather(torch.tensor(facts), _COMPARES)).tolist()
-    if batch is None or all(each == every[0] for each in every):
-        return
-    if refusing := [rank for rank, (rows, *_) in enumerate(every) if not rows]:
-        raise DisagreementError(
-            f"rank {listed(refusing)} of the group refuses its part of this batch; the error there says why"
-        )
-    table = "".join(
-        f"\n    rank {rank}: {rows} x {length} tokens, number {number & 0xFFFFFFFF:08x}"
-        for rank, (rows, length, number) in enumerate(every)
-    )
-    raise UnsupportedError(
-        "batches that differ between the ranks of a sequence",
-        "each rank must give the whole batch, of which the model takes its part",
-        "the same samples on every rank of a group, not cut: a DistributedSampler with num_replicas and rank of the "
-        "groups, not of all ranks; loaders prepared after distribute_accelerator; the same data set, collator and "
-        f"seed. The ranks have:{table}",
-    )

@@ -21,7 +21,7 @@ import torch
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.huggingface import batch as whole
 from dfa_megatron.huggingface import decoder_door as door
-from dfa_megatron.huggingface.batch import check_same, first_of, tokens_of
+from dfa_megatron.huggingface.batch import compare, first_of, tokens_of
 from dfa_megatron.huggingface.check_model import check_adapters, check_model
 from dfa_megatron.huggingface.checkpointing import keep_forward
 from dfa_megatron.huggingface.current_forward import (
@@ -37,9 +37,10 @@ from dfa_megatron.huggingface.hook_mixers import adopt, knows_all
 from dfa_megatron.huggingface.indexers import whole_loss
 from dfa_megatron.huggingface.loss import as_whole, check_loss, check_router
 from dfa_megatron.huggingface.planned_mask import nothing_hidden
-from dfa_megatron.huggingface.seen import MASK, TREE, refuse_for
+from dfa_megatron.huggingface.seen import refuse_for
 from dfa_megatron.huggingface.tiled_head import tile_of
 from dfa_megatron.runtime.comm.weights import check_weights
+from dfa_megatron.whole_batch import MASK, TREE
 
 _ALPHA = "neftune_noise_alpha"
 """The attribute of embeddings by which transformers' hook scales NEFTune's noise, over the root of length and width."""
@@ -82,10 +83,10 @@ def begin(model: Any, args: tuple[Any, ...], kwargs: Arguments) -> ArgsAndKeywor
         kept, forward = _read(model, given)
     except Exception:
         if verified:  # the others wait for this rank's number
-            check_same(context.group, None)
+            compare(context.group, None)
         raise
     if verified:
-        check_same(context.group, given)
+        compare(context.group, given)
     enter(model, replace(forward, tile=tile))
     return (), kept
 

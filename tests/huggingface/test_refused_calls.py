@@ -59,7 +59,7 @@ CALLS: list[tuple[str, dict[str, Any]]] = [
     ("a mask that does not fit: it is of type str", {"mask": "causal"}),
     ("a mask that does not fit: it is of type Tree", {"mask": Tree((8,), (-1,))}),
     ("a prompt_tree that does not fit: 'int' object is not iterable", {"prompt_tree": [4, 4]}),
-    ("it has 6 tokens, and a row has 8", {"prompt_tree": ([4, 2], [-1, 0])}),
+    ("a prompt_tree or mask of 6 tokens with rows of 8", {"prompt_tree": ([4, 2], [-1, 0])}),
     ("a prompt_tree beside mask", TREE | {"mask": masks.causal(8)}),
     ("3 segments need as many parents", {"prompt_tree": ([4, 2, 2], [-1, 0])}),
     ("a mask beside padding", {"mask": masks.prefix_lm(8, 3), "attention_mask": RIGHT}),
