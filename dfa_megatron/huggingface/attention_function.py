@@ -101,11 +101,13 @@ def _distributed(
     whole = forward.layout.length
     causal = is_causal is not False and (forward.images is not None or getattr(module, "is_causal", True))
     others |= {"attention dropout": dropout or None, "attention that is not causal": None if causal else True}
-    _check_layer(module, others, {"attn_logit_softcapping": softcap, "sinks": s_aux})
+    for name, why in _NEVER.items():
+        if others.get(name) is not None:
+            asked = f"{name} in a layer of type {type(module).__name__}"
+            raise UnsupportedError(asked, why, f"attention_dropout=0.0, and {CAUSAL}")
     near = _near_of(attention_mask, query.shape[2], key.shape[2])
     chunk = near if _type_of(module) == "chunked_attention" else None
-    longest = max(whole, seen.longest) if isinstance(seen, Seen) else whole
-    window = (-1, -1) if chunk or near is None or near >= longest else (near - 1, 0)
+    window = (-1, -1) if chunk or near is None or near >= forward.longest else (near - 1, 0)
     call: dict[str, Any] = {
         "group": context.group,
         "softmax_scale": scaling,
@@ -157,26 +159,6 @@ _NEVER = {
     "position_bias": "the block kernels take no bias",
     "head_mask": "the block kernels mask no heads",
 }
-
-
-def _check_layer(module: torch.nn.Module, asked: dict[str, Any], handed: dict[str, Any]) -> None:
-    """Refuse a layer whose scores the kernels would not make.
-
-    asked: what it asks for, of which some is never done; None for what it does not.
-    handed: what it may have as an attribute, and hands over.
-    """
-    layer = type(module).__name__
-    for name, why in _NEVER.items():
-        if asked.get(name) is not None:
-            raise UnsupportedError(f"{name} in a layer of type {layer}", why, f"attention_dropout=0.0, and {CAUSAL}")
-    for name, value in handed.items():
-        # A layer that has one of these and keeps it applies it in a way that would be lost here.
-        if value is None and getattr(module, name, None) is not None:
-            raise UnsupportedError(
-                f"{name} in a layer of type {layer}",
-                "the layer does not hand it to its attention implementation",
-                "a layer that passes softcap and s_aux, as those of Gemma 2 and GPT-OSS do",
-            )
 
 
 def _near_of(mask: Any, queries: int, keys: int) -> int | None:

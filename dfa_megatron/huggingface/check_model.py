@@ -83,15 +83,6 @@ CLASSES = {
 
 _INDEXERS = {*CLASSES["update_indexer",].split()}
 
-_BLOCKS = {
-    "Glm5NextTextIndexer": "chooses pools of keys",
-    "Qwen4ExpTextQSAIndexer": "chooses compressed blocks of keys",
-    "MiniMaxM3VLIndexer": "chooses blocks of keys",
-    "DeepseekV4HCACompressor": "attends to compressed keys",
-    "DeepseekV4CSACompressor": "attends to compressed keys",
-}
-"""Modules that choose otherwise than among single keys, and what their layer does."""
-
 _EACH_TOKEN = (
     "ADALORA", "BEFT", "BOFT", "C3A", "DEFT", "DELORA", "FOURIERFT", "FROD", "GLORA", "GRALORA", "HIRA", "HRA", "IA3",
     "LN_TUNING", "LOHA", "LOKR", "LORA", "MISS", "OFT", "OSF", "PEANUT", "PSOFT", "RANDLORA", "ROAD", "SHIRA",
@@ -125,10 +116,10 @@ def check_model(model: Any, *, unlisted: bool) -> list[torch.nn.Module]:
     unlisted: the model need not be on the list.
     """
     names = {type(module).__name__ for module in model.modules()}
-    if choosing := sorted(names & _BLOCKS.keys() | {x for x in names - _INDEXERS if x.endswith("Indexer")}):
+    if choosing := sorted(x for x in names - _INDEXERS if x.endswith(("Indexer", "Compressor"))):
         raise UnsupportedError(
             f"{kind_of(model)} with a {choosing[0]}",
-            f"a layer with it {_BLOCKS.get(choosing[0], 'chooses in its own way')}; choices of single keys are known",
+            "it chooses blocks of keys, or compresses them, or chooses in another way than is known",
             "a model with such a choice, as those of types deepseek_v32, glm_moe_dsa and hy_v4",
         )
     if strange := _unlisted(model):

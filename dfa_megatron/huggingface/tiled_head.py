@@ -131,19 +131,11 @@ def causal_loss(
 
     By tiles it is 0 in training without a label that counts.
     """
-    from transformers.loss.loss_utils import ForCausalLMLoss
-
-    deferred = isinstance(logits, DeferredLogits)
-    if not deferred and not label_smoothing:
-        dense: torch.Tensor = ForCausalLMLoss(
-            logits, labels, vocab_size, num_items_in_batch, ignore_index, shift_labels=shift_labels
-        )
-        return dense
     if shift_labels is None:
         assert labels is not None
         shift_labels = next_labels(labels, ignore_index)
     total: torch.Tensor
-    if deferred:
+    if isinstance(logits, DeferredLogits):
         total = logits.losses(shift_labels, ignore_index, label_smoothing).sum()
     else:
         total = summed_loss(logits, shift_labels.to(logits.device), ignore_index, label_smoothing)
