@@ -62,7 +62,7 @@ fuzz-frameworks: $(READY)
 
 models: $(READY)
 	ONLY_SET_UP=1 .ci/deepspeed.sh
-	OMP_NUM_THREADS=1 $(VENV)/deepspeed/bin/python -W ignore -m tests.huggingface.sweep $(or $(ARGS),--out docs/models.json)
+	OMP_NUM_THREADS=1 $(VENV)/deepspeed/bin/python -W ignore -m tests.huggingface.sweep $(or $(ARGS),--out dfa_megatron/huggingface/models.json)
 
 gpu: $(READY)
 	$(PY) -m pytest -q -m gpu $(ARGS)
