@@ -43,6 +43,7 @@ class LayerContext:
     multimodal: the decoder belongs to a model with towers, which embeds whole sequences.
     unlisted: the model need not be on the list of what was tried.
     local: within `local_attention`.
+    reads_logits: whether the Trainer that predicts does; None outside of its steps.
     compared: the ranks have compared their weights, which is done once.
     indexers: the weight of the loss that trains indexers; 0 where they are not trained.
     indexer_loss: that loss of the last call.
@@ -55,6 +56,7 @@ class LayerContext:
     multimodal: bool = False
     unlisted: bool = False
     local: bool = False
+    reads_logits: bool | None = None
     compared: bool = False
     indexers: float = 0.0
     indexer_loss: torch.Tensor | None = None

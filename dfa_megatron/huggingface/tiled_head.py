@@ -9,14 +9,12 @@ from __future__ import annotations
 import copyreg
 import functools
 from collections.abc import Callable
-from contextvars import ContextVar
 from typing import Any
 
 import torch
 
 from dfa_megatron.config import TrainingConfig
 from dfa_megatron.errors import UnsupportedError
-from dfa_megatron.hooks import replace
 from dfa_megatron.huggingface.batch import IGNORED, next_labels
 from dfa_megatron.huggingface.current_forward import CONTEXT, LayerContext, forward_of_context
 from dfa_megatron.loss.deferred import WATCHED, DeferredLogits, Use, say_tiled
@@ -106,7 +104,6 @@ def set_tile(model: Any, options: TrainingConfig) -> None:
     say_tiled(options.loss_tile)
     if not isinstance(own, functools.partial):  # which smooths labels
         model.loss_function = causal_loss
-    follow_trainers()
 
 
 def is_causal(function: Any) -> bool:
@@ -162,34 +159,7 @@ def tile_of(model: Any, given: dict[str, Any]) -> int | None:
     """Return the tokens of a tile for the loss of a call, None for one whose logits are made."""
     context: LayerContext = getattr(model, CONTEXT)
     tile = context.options.loss_tile
-    if isinstance(tile, str) or given.get("labels") is None or (not model.training and reads_logits()):
+    if isinstance(tile, str) or given.get("labels") is None or (not model.training and context.reads_logits):
         return None
     setattr(tiled_head(model.get_output_embeddings()), CONTEXT, context)
     return tile
-
-
-_READS: ContextVar[bool | None] = ContextVar("whether the Trainer that predicts reads logits", default=None)
-
-
-def follow_trainers() -> None:
-    """Let `Trainer.prediction_step` of transformers say what it reads; may be called again."""
-    from transformers import Trainer
-
-    def replacing(own: Callable[..., Any]) -> Callable[..., Any]:
-        def prediction_step(
-            self: Any, model: Any, inputs: Any, prediction_loss_only: bool, *more: Any, **named: Any
-        ) -> Any:
-            token = _READS.set(not prediction_loss_only)
-            try:
-                return own(self, model, inputs, prediction_loss_only, *more, **named)
-            finally:
-                _READS.reset(token)
-
-        return prediction_step
-
-    replace(Trainer, "prediction_step", replacing)
-
-
-def reads_logits() -> bool | None:
-    """Return whether the Trainer that predicts reads logits; None outside of its steps."""
-    return _READS.get()
