@@ -162,21 +162,28 @@ _NEVER = {
 
 
 def _near_of(mask: Any, queries: int, keys: int) -> int | None:
-    """Return the size of a mask, None without; refuse masks that the plan does not hold, and a key cache."""
+    """Return the size of a layer's mask, None for all tokens; refuse masks that are not planned, and a key cache."""
     if queries != keys:
         raise UnsupportedError(
             f"attention of {queries} tokens over {keys}",
             "there is no key cache: every rank holds as many queries as keys",
             "with dfa_megatron.huggingface.local_attention(model), on whole sequences",
         )
-    if mask is not None and not getattr(mask, "planned", False):
+    if mask is None:
+        raise UnsupportedError(
+            "attention without the mask that its model has made",
+            "whoever took it out, as accelerate's context parallelism does, has left the layer without its window",
+            "distribute_accelerator(accelerator, model), or distribute_trainer(trainer)",
+        )
+    if not getattr(mask, "planned", False):
         raise UnsupportedError(
             "a mask beyond causal and sliding window",
             "prefixes and blocks are not planned, and verify='off' does not see packed documents; under torch.compile "
             "transformers asks for such a mask whatever the batch",
             f"{CAUSAL}, in a model that is not compiled",
         )
-    return None if mask is None else mask.size
+    size: int | None = mask.size
+    return size
 
 
 def _type_of(module: torch.nn.Module) -> str | None:

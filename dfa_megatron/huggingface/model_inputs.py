@@ -11,7 +11,6 @@ A decoder may be called alone. While attention is the model's own, the hooks onl
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -47,9 +46,6 @@ _ALPHA = "neftune_noise_alpha"
 
 _CACHES = ("past_key_values", "cache")  # before and since transformers 5.24
 
-LEFT_OUT = "_dfa_left_out"
-"""The attribute of accelerate's ParallelismConfig by which `distribute_accelerator` says that it leaves cp out."""
-
 ArgsAndKeywords = tuple[tuple[Any, ...], Arguments]
 
 
@@ -73,7 +69,6 @@ def begin(model: Any, args: tuple[Any, ...], kwargs: Arguments) -> ArgsAndKeywor
             refuse_for("a model with its own attention")
         enter(model, Forward(context, distributed=False, tile=tile))
         return args, {name: x for name, x in kwargs.items() if name not in (TREE, MASK)}
-    _check_parallelism()
     check_router(model)
     verified = bool(context.group) and context.options.verify != "off"
     if verified and not context.compared:
@@ -122,19 +117,6 @@ def _check_call(given: Arguments, context: LayerContext) -> None:
             "each rank holds, and would keep, a part of the sequence",
             "model.generate within dfa_megatron.huggingface.local_attention(model), on whole sequences of this rank; "
             "use_cache=False and logits_to_keep=0 in other calls",
-        )
-
-
-def _check_parallelism() -> None:
-    """Refuse accelerate's own context parallelism, where `distribute_accelerator` did not leave it out."""
-    state = sys.modules.get("accelerate.state")
-    config = None if state is None else state.AcceleratorState._shared_state.get("parallelism_config")
-    size = getattr(config, "cp_size", 1)
-    if size > 1 and not hasattr(config, LEFT_OUT):
-        raise UnsupportedError(
-            f"distribute_attention beside ParallelismConfig(cp_size={size}) of accelerate",
-            "accelerate would drop the masks of layers, and cut batches a second time",
-            "distribute_accelerator(accelerator, model), or distribute_trainer(trainer)",
         )
 
 

@@ -28,6 +28,9 @@ transformers: Any = pytest.importorskip("transformers")
 pytestmark = pytest.mark.support("models", "models that are not supported are refused")
 
 
+PLANNED = planned_mask.PlannedMask()
+
+
 def changed(model: Any, size: int = 1, **facts: Any) -> Any:
     """A distributed model that believes other facts."""
     dfa_hf.distribute_attention(model)
@@ -60,7 +63,7 @@ def accelerated(tp_size: int = 1, distributed_type: str = "NO", dispatch_batches
     accelerators._check(Stub(parallelism_config=Stub(tp_size=tp_size), **kinds))
 
 
-def attend(keys: int = 8, mask: Any = None, **more: Any) -> None:
+def attend(keys: int = 8, mask: Any = PLANNED, **more: Any) -> None:
     layer = changed(build("Llama")).model.layers[0].self_attn
     with called(layer, 8):
         attention_function.attention(layer, torch.zeros(1, 4, 8, 8), *[torch.zeros(1, 4, keys, 8)] * 2, mask, **more)
@@ -144,6 +147,9 @@ CASES: list[tuple[str, Callable[[], Any]]] = [
         "data_layout='zigzag'.*it must be a TrainingConfig",
         lambda: dfa_hf.distribute_attention(build("Llama"), config=MegatronConfig(data_layout="zigzag")),
     ),
+    ("distribute_trainer of a Llama.*distribute_attention", lambda: dfa_hf.distribute_trainer(build("Llama"))),
+    ("distribute_accelerator of a Llama.*distribute_att", lambda: dfa_hf.distribute_accelerator(build("Llama"), None)),
+    ("a model of type SimpleNamespace: no transformers model", lambda: dfa_hf.distribute_attention(Stub())),
     ("ulysses_degree=2 on a group of 1 ranks", lambda: asked(build("Llama"), ulysses_degree=2)),
 ]
 
@@ -158,11 +164,7 @@ def test_a_request_is_refused_by_name(message: str, refused: Callable[[], Any]) 
 def test_a_type_that_was_not_tried_is_refused_and_one_word_lets_it_pass_to_prove(kind: str) -> None:
     model = build("Llama")
     model.config.model_type = kind.lower()
-    with pytest.raises(
-        UnsupportedError, match=rf"a type, {kind.lower()}, that is not on the list.*unlisted=True.*prove"
-    ):
-        dfa_hf.distribute_attention(model)
-    assert not any(hasattr(module, CONTEXT) or module._forward_pre_hooks for module in model.modules())
+    unchanged(model, rf"a type, {kind.lower()}, that is not on the list.*unlisted=True.*prove")
     dfa_hf.distribute_attention(model, unlisted=True)(**text(1, 8, seed=0))
     model.model.layers[0] = copy.deepcopy(model.model.layers[0])
     model(**text(1, 8, seed=0))  # layers that are adopted later are as unlisted
@@ -175,23 +177,25 @@ def test_labels_for_a_loss_of_its_own_are_refused(monkeypatch: pytest.MonkeyPatc
         loss.check_loss(model, {"labels": torch.ones(1, 8)}, getattr(model, CONTEXT))
 
 
+def unchanged(model: Any, message: str, **asked: Any) -> Any:
+    """A model that is refused stays as it was."""
+    before = model.config._attn_implementation
+    with pytest.raises(UnsupportedError, match=message):
+        dfa_hf.distribute_attention(model, **asked)
+    assert model.config._attn_implementation == before != dfa_hf.NAME
+    assert not any(hasattr(module, CONTEXT) or module._forward_pre_hooks for module in model.modules())
+    return model
+
+
 @pytest.mark.parametrize("checkpoint", ["remat", "full"])
-def test_a_model_that_transformers_does_not_checkpoint_is_refused_as_it_was(checkpoint: str) -> None:
+def test_a_model_whose_layers_cannot_be_checkpointed_is_refused_as_it_was(checkpoint: str) -> None:
+    asked = TrainingConfig(checkpoint=checkpoint)
     experts = {"num_key_value_heads": 2, "kv_channels": 8, "num_local_experts": 4, "num_experts_per_tok": 2}
     for model in (sized("CTRL", "LMHeadModel", dff=24), sized("JetMoe", **experts)):
-        before = model.config._attn_implementation
-        with pytest.raises(UnsupportedError, match=f"checkpoint='{checkpoint}' for a .*does not checkpoint its layers"):
-            dfa_hf.distribute_attention(model, config=TrainingConfig(checkpoint=checkpoint))
-        assert model.config._attn_implementation == before != dfa_hf.NAME
-        assert not any(hasattr(module, CONTEXT) or module._forward_pre_hooks for module in model.modules())
-        dfa_hf.distribute_attention(model)
-
-
-def test_layers_that_share_keys_are_refused_what_would_lose_their_gradients() -> None:
-    model = build(GEMMA4[0], **GEMMA4[1])
-    with pytest.raises(UnsupportedError, match="re-entrant checkpointing of a gemma4_text model whose layers share"):
-        dfa_hf.distribute_attention(model, config=TrainingConfig(checkpoint="full"), reentrant=True)
-    assert model.config._attn_implementation == "eager"
+        said = f"checkpoint='{checkpoint}' for a .*does not checkpoint its layers"
+        dfa_hf.distribute_attention(unchanged(model, said, config=asked))
+    said = "re-entrant checkpointing of a gemma4_text model whose layers share"
+    unchanged(build(GEMMA4[0], **GEMMA4[1]), said, config=asked, reentrant=True)
 
 
 class Two(torch.nn.Module):
@@ -245,13 +249,3 @@ def test_a_stack_that_its_config_does_not_know_is_refused_by_what_it_is(layers: 
     for works in (partial(repeat, copied=copy.deepcopy), partial(renamed, layers=layers)):
         batch = text(1, 8, seed=0)
         stacked(works)(**batch)
-
-
-def test_what_is_no_trainer_no_accelerator_and_no_model_is_named() -> None:
-    model = build("Llama")
-    with pytest.raises(UnsupportedError, match=r"distribute_trainer of a LlamaForCausalLM: .*distribute_attention"):
-        dfa_hf.distribute_trainer(model)
-    with pytest.raises(UnsupportedError, match=r"distribute_accelerator of a LlamaForCausalLM: .*distribute_attention"):
-        dfa_hf.distribute_accelerator(model, model)
-    with pytest.raises(UnsupportedError, match="a model of type SimpleNamespace: no transformers model"):
-        dfa_hf.distribute_attention(Stub())
