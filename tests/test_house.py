@@ -59,7 +59,7 @@ BUDGETS = {
     "deepspeed": 1_046,
     "docs": 1_178,
     "doctor": 828,
-    "huggingface": 3_831,
+    "huggingface": 3_842,
     "indexed": 959,
     "kernels": 3_919,
     "loss": 686,

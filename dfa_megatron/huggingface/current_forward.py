@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
 from dfa_megatron.config import TrainingConfig
 from dfa_megatron.errors import UnsupportedError
+from dfa_megatron.hooks import TESTED
 from dfa_megatron.huggingface.seen import Documents, Images, Seen
 from dfa_megatron.plan.language.layout import Layout, contiguous
 from dfa_megatron.plan.language.tree import Tree
@@ -158,3 +159,12 @@ def forward_of(module: torch.nn.Module) -> Forward:
             "checkpoint='full' or 'remat' of TrainingConfig, or PyTorch's checkpoint_wrapper",
         )
     return forward
+
+
+def refuse_unreached(layer: object, missed: list[str]) -> NoReturn:
+    """Refuse a layer that computes from several tokens by itself."""
+    raise UnsupportedError(
+        f"a layer of type {type(layer).__name__} that did not reach {', '.join(missed)}",
+        "it has computed from the tokens of this rank alone",
+        f"distribute_attention once more, after layers were changed, and {TESTED}",
+    )

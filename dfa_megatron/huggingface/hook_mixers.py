@@ -19,8 +19,7 @@ from typing import Any
 
 import torch
 
-from dfa_megatron.errors import UnsupportedError
-from dfa_megatron.hooks import TESTED, replace
+from dfa_megatron.hooks import replace
 from dfa_megatron.huggingface.check_model import CLASSES
 from dfa_megatron.huggingface.checkpointing import WRAPPED, keep_forward
 from dfa_megatron.huggingface.current_forward import (
@@ -34,6 +33,7 @@ from dfa_megatron.huggingface.current_forward import (
     enter,
     forward_of,
     innermost,
+    refuse_unreached,
 )
 from dfa_megatron.huggingface.indexers import follow
 from dfa_megatron.huggingface.seen import Seen, refuse_for
@@ -87,11 +87,7 @@ def _check_reached(layer: torch.nn.Module, args: tuple[Any, ...], output: Any) -
     """Raise where a mixer has run in a distributed forward without reaching each function that its class lists."""
     missed = sorted(name for name, was_reached in vars(layer)[REACHED].items() if not was_reached)
     if missed and forward_of(layer).distributed:
-        raise UnsupportedError(
-            f"a layer of type {type(layer).__name__} that did not reach {', '.join(missed)}",
-            "it has computed from the tokens of this rank alone",
-            f"distribute_attention once more, after layers were changed, and {TESTED}",
-        )
+        refuse_unreached(layer, missed)
 
 
 def listed(module: torch.nn.Module) -> frozenset[str]:

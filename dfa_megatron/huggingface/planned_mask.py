@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, NoReturn, Self
 
 import torch
 
 from dfa_megatron.errors import UnsupportedError
-from dfa_megatron.huggingface.current_forward import innermost
+from dfa_megatron.huggingface.current_forward import NAME, innermost, refuse_unreached
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +39,11 @@ class PlannedMask:
     def to(self, *_: Any) -> Self:
         """Return itself for any dtype."""
         return self
+
+    @classmethod
+    def __torch_function__(cls, *_: Any) -> NoReturn:
+        """Refuse a layer that computes with its mask."""
+        refuse_unreached((innermost() or (None,))[0], [NAME])
 
 
 _HIDES_NOTHING = "_dfa_hides_nothing"  # the attribute of a mask that need not be read
