@@ -183,6 +183,8 @@ def _near_of(mask: Any, queries: int, keys: int) -> int | None:
             f"{CAUSAL}, in a model that is not compiled",
         )
     size: int | None = mask.size
+    if size is not None and size < 1:
+        raise UnsupportedError(f"a window of {size} tokens", "a token sees itself", "one of 1 token or more")
     return size
 
 

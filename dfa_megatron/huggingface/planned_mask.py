@@ -89,6 +89,4 @@ def _planned(
             "padded tokens would be attended to",
             "padding on the right, which is checked and removed before the layers see it",
         )
-    if local_size is not None and local_size < 1:
-        raise UnsupportedError(f"a window of {local_size} tokens", "a token sees itself", "one of 1 token or more")
     return PlannedMask(local_size, planned=allow_is_causal_skip or mask_function is causal_mask_function)
