@@ -3,7 +3,7 @@
 # `make quick` passes some of every kind of test in a few minutes.
 # `make fuzz` compares attentions drawn at random with dense float64; ARGS="--help" says how many, and over which ranks.
 # `make models` compares a tiny model of every type of transformers on two ranks with one process, in ten minutes.
-# `make gpu` runs every test that computes on a GPU; benchmarks/README.md has the commands that measure.
+# `make gpu` runs the tests that compute on a GPU, some cases of each kernel's, `make gpu-all` all; benchmarks/README.md has the commands that measure.
 # `make paper` measures the paper's claims again on two GPUs in half an hour; `make paper-toy` does so at toy size on a CPU.
 #
 #   make train PROCS=4 ARGS="--train-iters 20"     more ranks, other arguments of examples/train.py
@@ -42,7 +42,7 @@ endif
 PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest -q $(if $(WORKERS),-n $(WORKERS) --dist loadgroup)
 PIP := $(PY) -m pip install --quiet --disable-pip-version-check
 
-.PHONY: train test quick fuzz fuzz-frameworks models gpu paper paper-toy lint format docs clean
+.PHONY: train test quick fuzz fuzz-frameworks models gpu gpu-all paper paper-toy lint format docs clean
 
 train: $(READY)
 	$(PY) examples/train.py $(if $(PROCS),--nproc-per-node $(PROCS)) $(ARGS)
@@ -64,8 +64,10 @@ models: $(READY)
 	ONLY_SET_UP=1 .ci/deepspeed.sh
 	OMP_NUM_THREADS=1 $(VENV)/deepspeed/bin/python -W ignore -m tests.huggingface.sweep $(or $(ARGS),--out dfa_megatron/huggingface/models.json)
 
-gpu: $(READY)
-	$(PY) -m pytest -q -m gpu $(ARGS)
+# Each kernel is compiled once on the machine; what FlashAttention-4 compiled is kept beside the repository's runs.
+gpu gpu-all fuzz: export FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED := 1
+gpu gpu-all: $(READY)
+	OMP_NUM_THREADS=1 $(PY) -m pytest -q -m gpu --by-file -n 8 --dist loadgroup $(if $(@:gpu=),,--drawn 12) $(ARGS)
 
 paper paper-toy: $(READY)
 	$(PY) -m benchmarks.cells $@ --out runs/$@ $(ARGS)

@@ -1,29 +1,40 @@
-"""What the same bits at any CP size cost on one GPU: beside the default, and beside the kernel's deterministic mode.
+"""What the same bits at any CP size cost, beside the default and beside the kernel's deterministic mode.
 
     python -m benchmarks.same_bits --out same_bits.json
+    torchrun --nproc-per-node 4 -m benchmarks.same_bits --out same_bits.json      # Ulysses too, on the same kernel
     python -m benchmarks.same_bits --device cpu --tokens 256 --heads 4:2 --head-dim 16 --kernel cpu --rounds 2
 
-Each way is compared with the default before it is timed. TFLOP/s are of the causal half, a backward 2.5 times a
-forward. That the bits are those of any ranks is for tests/runtime/test_same_bits_gpu.py to show.
+Each way is compared with the default before it is timed. Tokens are of the whole sequence; `packs` are tokens a rank.
+TFLOP/s a rank are of the pairs that attend, a backward 2.5 times a forward. That the bits are those of any ranks is
+for tests/runtime/test_same_bits_gpu.py to show.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 import dfa_megatron
-from benchmarks.bench import Report, flags_of, median_ms, relative
+from benchmarks.attention.baselines.ulysses import to_heads, to_sequence
+from benchmarks.bench import Report, flags_of, leave, median_ms, ranks_or_one, relative
+from benchmarks.documents import draw_documents, log_normal
 from benchmarks.programs import draw, passes
 from dfa_megatron import DistAttentionConfig
-from dfa_megatron.doctor.world import own_device
+from dfa_megatron.doctor.world import World
 from dfa_megatron.flags import flag
 
-WAYS = {"default": ("fastest", False), "deterministic": ("fastest", True), "invariant": ("invariant", False)}
+WAYS = {
+    "default": ("fastest", False),
+    "deterministic": ("fastest", True),
+    "invariant": ("invariant", False),
+    "ulysses deterministic": ("fastest", True),
+}
 """numerics, and whether PyTorch's deterministic algorithms are asked for."""
 
 
@@ -32,48 +43,75 @@ class Shapes:
     """What is timed."""
 
     device: str = flag("auto", "where", choices=("auto", "cuda", "cpu"))
-    tokens: tuple[int, ...] = flag((8192, 32768, 131072), "lengths")
+    tokens: tuple[int, ...] = flag((8192, 32768, 131072), "lengths of one causal sequence")
+    packs: tuple[int, ...] = flag((), "tokens a rank of packed documents")
     heads: tuple[str, ...] = flag(("32:8", "64:8"), "query heads : key heads")
     head_dim: int = flag(128, "of all")
     kernel: str = flag("auto", "as in the options")
     rounds: int = flag(7, "repetitions")
     out: Path | None = flag(None, "write the rows as JSON, after each")
 
+    def sequences(self, ranks: int) -> Iterator[tuple[int, ...]]:
+        """Yield the offsets of the documents of each sequence."""
+        yield from ((0, tokens) for tokens in self.tokens)
+        yield from (draw_documents(ranks * tokens, 2 * ranks, 0, log_normal(7.0, 1.2)) for tokens in self.packs)
+
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure and print one row for each length, heads and way."""
     shapes = flags_of(Shapes, __doc__, argv)
-    device = own_device(shapes.device)
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    world = ranks_or_one(shapes.device)
+    dtype = torch.bfloat16 if world.device.type == "cuda" else torch.float32
     report = Report(shapes.out, shapes)
-    for tokens in shapes.tokens:
+    alone = [dist.new_group([rank]) for rank in range(world.size)][world.rank] if world.size > 1 else None
+    for offsets in shapes.sequences(world.size):
         for heads, kv_heads in (tuple(map(int, word.split(":"))) for word in shapes.heads):
-            given = draw(tokens, heads, kv_heads, shapes.head_dim, device=device, dtype=dtype)
-            found: dict[str, Any] = {}
+            rows = offsets[-1] // world.size
+            given = draw(rows, heads, kv_heads, shapes.head_dim, device=world.device, dtype=dtype)
+            pairs = sum((end - start) * (end - start + 1) / 2 for start, end in pairwise(offsets))
+            row: dict[str, Any] = {"tokens": offsets[-1], "documents": len(offsets) - 1, "heads": f"{heads}:{kv_heads}"}
+            wanted: tuple[torch.Tensor, ...] = ()
             for way, (numerics, deterministic) in WAYS.items():
+                if way.startswith("ulysses") and (alone is None or kv_heads % world.size):
+                    continue
                 torch.use_deterministic_algorithms(deterministic, warn_only=True)
                 config = DistAttentionConfig(numerics=numerics, kernel=shapes.kernel)
-
-                def attend(*qkv: torch.Tensor, config: DistAttentionConfig = config) -> Any:
-                    return dfa_megatron.dist_flash_attn_func(*qkv, causal=True, config=config)
-
+                attend = attention(offsets, config, alone if way.startswith("ulysses") else None)
                 forward, both = passes(attend, given[:3], given[3])
-                found[way] = (forward(), *both())
-                errors = [relative(mine, its) for mine, its in zip(found[way], found["default"], strict=True)]
+                found = (forward(), *both())
+                wanted = wanted or tuple(x.clone() for x in found)
+                errors = [relative(*pair) for pair in zip(found, wanted, strict=True)]
                 assert max(errors) < 2e-2, f"{way} is not the default: {errors}"
-                if device.type == "cuda":
-                    torch.cuda.reset_peak_memory_stats()
-                rounds = max(3, shapes.rounds * 8192 // tokens) if tokens > 8192 else shapes.rounds
-                times = [median_ms(call, device, warmup=4, repeats=rounds) for call in (forward, both)]
-                flops = 2 * tokens * tokens * heads * shapes.head_dim
-                row = {"tokens": tokens, "heads": f"{heads}:{kv_heads}", "way": way}
-                row |= {"forward_ms": times[0], "both_ms": times[1]}
-                row |= {"forward_tflops": flops / times[0] / 1e9, "both_tflops": 3.5 * flops / times[1] / 1e9}
-                if device.type == "cuda":
-                    row["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
-                report.add(row)
-                found = {name: x if name == "default" else () for name, x in found.items()}
-            del given, found
+                del found
+                row |= {"way": way} | timed(forward, both, world, max(3, shapes.rounds * 8192 // max(8192, rows)))
+                flops = 4 * pairs * heads * shapes.head_dim / world.size / 1e9
+                rates = {"forward_tflops": flops / row["forward_ms"], "both_tflops": 3.5 * flops / row["both_ms"]}
+                report.add(row | rates)
+    torch.use_deterministic_algorithms(False)
+    leave()
+
+
+def attention(offsets: tuple[int, ...], config: DistAttentionConfig, alone: Any) -> Callable[..., Any]:
+    """Return an attention over all ranks, or that of a rank alone between all-to-alls."""
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
+        if len(offsets) == 2:
+            return dfa_megatron.dist_flash_attn_func(q, k, v, causal=True, group=alone, config=config)
+        pack = q[0], k[0], v[0], offsets
+        out = dfa_megatron.dist_flash_attn_varlen_func(*pack, causal=True, group=alone, config=config)
+        return out[None]  # type: ignore[index]
+
+    return attend if alone is None else lambda *qkv: to_sequence(attend(*(to_heads(x) for x in qkv)))
+
+
+def timed(forward: Callable[[], object], both: Callable[[], object], world: World, rounds: int) -> dict[str, float]:
+    """Return milliseconds, and on a GPU the peak of its memory."""
+    cuda = world.device.type == "cuda"
+    if cuda:
+        torch.cuda.reset_peak_memory_stats()
+    times = [median_ms(call, world.device, warmup=4, repeats=rounds) for call in (forward, both)]
+    peak = {"peak_gib": torch.cuda.max_memory_allocated() / 2**30} if cuda else {}
+    return {"forward_ms": times[0], "both_ms": times[1]} | peak
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ import torch
 from dfa_megatron.kernels.triton.support import interpreted
 from tests.support import nan_memory as memory
 from tests.support import reached, support_rows, workers
-from tests.support.report import SupportReport, as_collected, on_gpu
+from tests.support.report import SupportReport, as_collected, by_file, not_drawn, on_gpu
 
 COLLECTED = pytest.StashKey[list[pytest.Item]]()
 """Every test that was collected, also those that are left out of this run."""
@@ -33,6 +34,10 @@ TOGETHER = {"tests/faults/test_ends.py", "tests/faults/test_goes_on.py"}
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--support-report", type=Path, metavar="FILE", help="results for `python -m docs.update FILE`")
+    parser.addoption(
+        "--drawn", type=int, metavar="N", help="of each test of a kernel on a GPU N cases, drawn by the day"
+    )
+    parser.addoption("--by-file", action="store_true", help="a line for each file at the end")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -66,7 +71,8 @@ def pytest_itemcollected(item: pytest.Item) -> None:
     if on_gpu(item):
         if item.get_closest_marker("gpu") is None:
             item.add_marker(pytest.mark.gpu(0))  # `-m gpu` takes it; the test itself says what it needs
-        item.add_marker(pytest.mark.xdist_group("gpu"))  # one at a time on the GPU: some measure it
+        if item.path.parent.name != "kernels":
+            item.add_marker(pytest.mark.xdist_group(f"gpu {item.path.stem}"))  # a file's own ranks share the GPUs
         item.user_properties.append(("gpu", True))
     if stands_for := support_rows.cells(item):
         item.user_properties += [("support", stands_for), ("refuses", support_rows.refuses(item))]
@@ -75,6 +81,10 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out what needs a GPU where there is none, unless it is asked for: thousands of skips take a minute."""
     config.stash[COLLECTED] = list(items)
+    if most := config.option.drawn:
+        left_out = not_drawn([item for item in items if on_gpu(item)], most, date.today().isoformat())
+        items[:] = [item for item in items if item not in left_out]
+        config.hook.pytest_deselected(items=list(left_out))
     asked_for = config.option.markexpr or config.option.collectonly or config.option.support_report
     if asked_for or torch.cuda.device_count():
         return
@@ -95,6 +105,13 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     apart = marker.kwargs.get("apart") or (params and params.params.get("transport") == "copy_engine")
     if torch.cuda.device_count() < (needed := ranks if apart else min(ranks, 1)):
         pytest.skip(f"needs {needed} CUDA devices")
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    if config.option.by_file:
+        terminalreporter.section("by file")
+        for line in by_file(terminalreporter.stats):
+            terminalreporter.write_line(line)
 
 
 @pytest.fixture

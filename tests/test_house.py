@@ -54,23 +54,23 @@ LONG_FUNCTIONS_FOR_NOW: set[str] = set()
 """May only become shorter."""
 
 BUDGETS = {
-    "benchmarks": 5_656,
-    "cli": 1_016,
+    "benchmarks": 6_314,
+    "cli": 1_025,
     "deepspeed": 1_046,
     "docs": 1_178,
-    "doctor": 828,
+    "doctor": 920,
     "huggingface": 3_842,
     "indexed": 959,
     "kernels": 3_919,
     "loss": 686,
     "megatron": 3_742,
-    "plan": 5_582,
+    "plan": 5_611,
     "proving": 643,
     "recurrence": 1_400,
     "remat": 485,
     "runtime": 5_769,
     "sequence": 412,
-    "tests": 37_423,
+    "tests": 37_545,
     "top": 1_961,
     "trees": 307,
 }

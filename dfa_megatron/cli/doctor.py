@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import textwrap
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -31,6 +32,7 @@ class DoctorFlags:
     )
     repetitions: int = flag(7, "timed calls; the median counts")
     call: bool = flag(True, "also run one distributed call on all GPUs, or on two CPU ranks")
+    quick: bool = flag(False, "the kernel that `auto` takes alone, and causal attention alone")
     json: bool = flag(False, "print JSON in place of tables")
 
 
@@ -50,19 +52,26 @@ def add_parser(subparsers: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """Serve the parsed arguments; return the exit status."""
     flags = from_flags(DoctorFlags, args)
+    os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")  # read when the package is imported
     shape = shape_of(flags)
-    from dfa_megatron.doctor.distributed_call import call_on_ranks
-    from dfa_megatron.doctor.kernel_trial import automatic, examine
+    from dfa_megatron.doctor.compile_ahead import compile_ahead
+    from dfa_megatron.doctor.distributed_call import CASES, call_on_ranks
+    from dfa_megatron.doctor.kernel_trial import FORMS, automatic, examine
     from dfa_megatron.doctor.machine import devices, p2p_access, versions
     from dfa_megatron.doctor.start_ranks import ranks_here
 
     machine = {"versions": versions(), "tested": TESTED, "devices": devices(), "p2p_access": p2p_access()}
     if not flags.json:
         print(_machine(machine))
-    verdicts, auto = examine(shape, flags.kernel, flags.repetitions), automatic(shape)
+    auto, ranks = automatic(shape), ranks_here(None, shape.device) if flags.call else 1
+    names = flags.kernel or ((auto,) if flags.quick and auto else ())
+    some = 1 if flags.quick else None  # causal stands first
+    forms, cases = [*FORMS][:some], CASES[:some]
+    compile_ahead(shape, names, ranks, forms, cases)
+    verdicts = examine(shape, names, flags.repetitions, forms)
     if not flags.json:
         print(_kernels(shape, flags.mask, verdicts, auto), flush=True)
-    call = call_on_ranks(shape, ranks_here(None, shape.device)) if flags.call else {}
+    call = call_on_ranks(shape, ranks, cases) if flags.call else {}
     ready, said = _verdict(shape, verdicts, auto, call)
     if flags.json:
         sizes = {name: getattr(shape, name) for name in ("q_len", "heads", "kv_heads", "head_dim", "device")}

@@ -8,7 +8,7 @@ import os
 import statistics
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -42,33 +42,38 @@ SLACK = 3.0
 """Factor on the limits of one kernel call, because partial results are rounded once more between ranks."""
 
 
-def call_on_ranks(shape: Trial, ranks: int) -> dict[str, Any]:
-    """Start the ranks and return the result of `measure`, or the failure; cut tokens to a multiple of ranks."""
+CASES = ("causal", "window", "softcap", "pack")
+"""What short calls are asked: every kind of mask, a cap, and documents in a layout of their own."""
+
+
+def sizes_of(shape: Trial, ranks: int) -> list[Any]:
+    """Return what the ranks are told of a shape; tokens are cut to a multiple of ranks."""
     tokens, dtype = max(1, shape.q_len // ranks) * ranks, str(shape.dtype).removeprefix("torch.")
-    sizes = [tokens, shape.heads, shape.kv_heads, shape.head_dim, dtype, shape.device]
+    return [tokens, shape.heads, shape.kv_heads, shape.head_dim, dtype, shape.device]
+
+
+def call_on_ranks(shape: Trial, ranks: int, cases: Sequence[str] = CASES) -> dict[str, Any]:
+    """Start the ranks and return the result of `measure`, or the failure."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder, "call.json")
-        status = start(["-m", __name__, json.dumps(sizes), str(out)], ranks)
+        status = start(["-m", __name__, json.dumps(sizes_of(shape, ranks)), str(out), *cases], ranks)
         if status or not out.exists():
             return {"ranks": ranks, "failed": f"the ranks ended with status {status}"}
         return dict(json.loads(out.read_text(encoding="utf-8")))
 
 
-def measure(long: Trial, world: World, repetitions: int = 5) -> dict[str, Any]:
+def measure(long: Trial, world: World, cases: Sequence[str] = CASES, repetitions: int = 5) -> dict[str, Any]:
     """Compare short calls, time a long one, and time a message over each transport; collective.
+
+    Args:
+        long: what is timed. cases: what short calls are asked, of `CASES`.
 
     Returns:
         ranks, kernel, schedule, transport; errors by case and result; `wrong`, those beyond the limit; `refused`,
         reasons by case; seconds of a forward and its backward on the slowest rank; bytes per second each way by
         transport.
     """
-    short = replace(long, q_len=_SHORT * world.size, kv_len=_SHORT * world.size)
-    found, refused = dict[str, dict[str, float]](), dict[str, str]()
-    for name, case in _cases(short.q_len, world.size).items():
-        try:
-            found[name] = compare(case, short, world)
-        except UnsupportedError as error:  # alike on every rank
-            refused[name] = str(error)
+    found, refused = compared(long, world, cases)
     q, k, v, dout = (x.chunk(world.size, 1)[world.rank].clone() for x in long.inputs())
     leaves = [x.requires_grad_() for x in (q, k, v)]
 
@@ -93,6 +98,19 @@ def measure(long: Trial, world: World, repetitions: int = 5) -> dict[str, Any]:
     }
 
 
+def compared(long: Trial, world: World, cases: Sequence[str]) -> tuple[dict[str, dict[str, float]], dict[str, str]]:
+    """Return the errors of short calls by case and result, and by case why it is refused; collective."""
+    short = replace(long, q_len=_SHORT * world.size, kv_len=_SHORT * world.size)
+    found, refused = dict[str, dict[str, float]](), dict[str, str]()
+    for name, case in _cases(short.q_len, world.size).items():
+        if name in cases:
+            try:
+                found[name] = compare(case, short, world)
+            except UnsupportedError as error:  # alike on every rank
+                refused[name] = str(error)
+    return found, refused
+
+
 @dataclass(frozen=True, slots=True)
 class Case:
     """An attention to compare: the pairs that count, the tokens of each rank, and the public function's options."""
@@ -103,7 +121,7 @@ class Case:
 
 
 def _cases(tokens: int, ranks: int) -> dict[str, Case]:
-    """Return what short calls are asked: every kind of mask, a cap, and documents in a layout of their own."""
+    """Return what `CASES` stand for."""
     whole, offsets = layout_of_tokens("contiguous", tokens, ranks), (0, 1, 1 + tokens // 3, tokens)
     mask, balanced = documents([b - a for a, b in pairwise(offsets)]), "load_balanced"
     packed, window = layout_of_tokens(balanced, tokens, ranks, offsets), (_SHORT * 3 // 4, 0)
@@ -185,9 +203,11 @@ def main() -> int:
     logging.getLogger("dfa_megatron.kernels").addFilter(lambda record: False)
     try:
         world = join(device)
-        found = measure(
-            Trial.square(tokens, heads, kv_heads, head_dim, getattr(torch, dtype), str(world.device)), world
-        )
+        long = Trial.square(tokens, heads, kv_heads, head_dim, getattr(torch, dtype), str(world.device))
+        if sys.argv[2] == os.devnull:  # only to compile
+            found = {"errors": compared(long, world, sys.argv[3:])[0]}
+        else:
+            found = measure(long, world, sys.argv[3:])
     except DistAttentionError as error:
         print(f"doctor: one distributed call: {error}", file=sys.stderr)
         return USER_ERROR_STATUS

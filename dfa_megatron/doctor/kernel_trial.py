@@ -216,15 +216,25 @@ class Verdict:
         return asdict(self) | {"errors": finite}
 
 
-def examine(shape: Trial, names: Iterable[str] = (), repetitions: int = 7) -> list[Verdict]:
+def of_form(shape: Trial, form: Form) -> Trial:
+    """Return the short attention on which a form is checked: heads per kv head, head_dim and dtype are the shape's."""
+    q_len, kv_len, band = FORMS[form]
+    heads = 2 * (shape.heads // shape.kv_heads)
+    return replace(shape, q_len=q_len, kv_len=kv_len, band=band, heads=heads, kv_heads=2, batch=1)
+
+
+def examine(
+    shape: Trial, names: Iterable[str] = (), repetitions: int = 7, forms: Iterable[Form] = tuple(FORMS)
+) -> list[Verdict]:
     """Return a verdict for each kernel (all of them, or the named ones), best first; wrong ones are not timed.
 
-    `shape` is timed; errors are taken on short lengths with the same heads per kv head, head_dim and dtype.
+    `shape` is timed; errors are taken on short lengths, see `of_form`.
 
     Raises:
         UnsupportedError: there is no kernel of a name.
     """
-    return [_verdict(kernel, shape, repetitions) for kernel in [get(name) for name in names] or KERNELS.values()]
+    chosen, forms = [get(name) for name in names] or KERNELS.values(), tuple(forms)
+    return [_verdict(kernel, shape, repetitions, forms) for kernel in chosen]
 
 
 def automatic(shape: Trial) -> str | None:
@@ -235,13 +245,12 @@ def automatic(shape: Trial) -> str | None:
         return None
 
 
-def _verdict(kernel: BlockKernel, shape: Trial, repetitions: int) -> Verdict:
+def _verdict(kernel: BlockKernel, shape: Trial, repetitions: int, forms: Iterable[Form]) -> Verdict:
     verdict = Verdict(kernel.name, refused=kernel.refusal(shape.need()))
     if verdict.refused is not None:
         return verdict
-    group = shape.heads // shape.kv_heads
-    for form, (q_len, kv_len, band) in FORMS.items():
-        small = replace(shape, q_len=q_len, kv_len=kv_len, band=band, heads=2 * group, kv_heads=2, batch=1)
+    for form in forms:
+        small = of_form(shape, form)
         if (why := kernel.refusal(small.need())) is not None:
             verdict.without = f"{form}: {why}"
             continue

@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from benchmarks import host_time, masks, packed
+from benchmarks import host_time, indexed, masks, packed, same_bits
 from benchmarks.attention.__main__ import STUCK_STATUS, measure
 from benchmarks.attention.job import Job, Problem
 from benchmarks.attention.local import local_attention
@@ -173,26 +173,31 @@ def _other_benchmarks(rank: int, ranks: int, folder: str) -> None:
     packs = ["--dtype", "float32", "--tokens-per-rank", "96", "--check-tokens", "48"]
     schedules = ["--schedule", "auto", "load_balanced", "zigzag"]
     sizes = ["--rows", "32", "--dtype", "float32", "--rounds", "1", "--calls", "2", "--kernel", "cpu"]
+    short = ["--device", "cpu", "--tokens", "256", "--rounds", "1", "--out"]
     for at, (module, flags) in enumerate({
         host_time: [*few, *sizes, "--device", "cpu", "--out", f"{folder}/host.json"],
         packed: [*once, f"{folder}/packs.json", *packs, *schedules],
         masks: [*once, f"{folder}/masks.json", "--tokens", "512", "--masks", "causal documents", "tree 8 0.6"],
+        same_bits: [*short, f"{folder}/bits.json", "--packs", "128", "--heads", "4:2", "--kernel", "cpu"],
+        indexed: [*short, f"{folder}/indexed.json", "--heads", "4", "--topk", "32", "--latent", "24", "--values", "16"],
     }.items()):  # fmt: skip
         if not dist.is_initialized():  # the one before has destroyed its group
             dist.init_process_group("gloo", init_method=f"file://{folder}/again{at}", rank=rank, world_size=ranks)
         module.main(flags)
 
 
-def test_host_times_and_packs_and_masks_are_measured_and_right(tmp_path: Path) -> None:
+def test_other_benchmarks_measure_and_are_right(tmp_path: Path) -> None:
     run_ranks(2, _other_benchmarks, str(tmp_path))
-    files = (tmp_path / f"{name}.json" for name in ("host", "packs", "masks"))
-    host, packs, trees = (json.loads(file.read_text())["rows"] for file in files)
+    files = (tmp_path / f"{name}.json" for name in ("host", "packs", "masks", "bits", "indexed"))
+    host, packs, trees, bits, chosen = (json.loads(file.read_text())["rows"] for file in files)
     assert [row["case"] for row in host] == ["function", "function, calls not compared", "empty function"]
     assert all(row["world"] == 2 and row["bound"] > 0 and row["unbound"] > 0 for row in host)
     assert [row["method"] for row in packs] == [f"dfa {name} auto auto" for name in ("auto", "load_balanced", "zigzag")]
     assert all(0 < row["error"] < 1e-5 and row["both_ms"] > row["forward_ms"] > 0 for row in packs)
     assert [row["mask"] for row in trees] == ["causal documents", "tree 8 0.6"]
     assert all(row["ms"] > 0 and row["schedule"] for row in trees)
+    assert [row["way"] for row in bits] == [*same_bits.WAYS] * 2
+    assert all(value > 0 for row in chosen for value in row.values())
 
 
 @pytest.mark.gpu(2, apart=True)

@@ -27,6 +27,8 @@ from tests.fuzz.serve import run_all
 from tests.support.workers import preload
 
 ATTENTION = ("together", "gloo", "nccl")
+GROUPS = 4
+"""Groups of ranks that share the GPUs over NCCL."""
 TELL = 5.0
 """Seconds between two lines of progress, and between two writings of the report."""
 ROUND = 150
@@ -38,6 +40,8 @@ Outcomes = Iterator[tuple[Draw, Outcome]]
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the draws that the arguments name; 1 if one of them is not right or refused."""
     asked = _parser().parse_args(arguments)
+    if "nccl" in asked.over:
+        asked.device, asked.ranks = "cuda", asked.ranks or [max(2, torch.cuda.device_count())]
     installed = [name for name in steps.PACKAGES if importlib.util.find_spec(name)]
     over = [name for one in asked.over for name in (installed if one == "frameworks" else [one])]
     began = told = time.monotonic()
@@ -84,19 +88,20 @@ def _attentions(over: str, numbers: range, asked: argparse.Namespace, deadline: 
     cuda = asked.device != "cpu"
     limit = asked.limit or (300.0 if cuda else 120.0)
     drawn = functools.partial(draw, asked.seed, over=over, device=asked.device, ranks=asked.ranks)
-    jobs = asked.jobs if asked.jobs is not None else len(GPU_CLASSES) if cuda else 0
+    usual = {"together": len(GPU_CLASSES) if cuda else 0, "nccl": GROUPS}
+    jobs = asked.jobs if asked.jobs is not None else usual.get(over, 1)
     if over == "together" and not (jobs and asked.case is None):
         yield from run_here(map(drawn, numbers), limit, deadline)
         return
     with tempfile.TemporaryDirectory(prefix="fuzz-") as folder:
         if over == "together":
-            yield from run_jobs([drawn(number) for number in numbers], jobs, folder, limit, deadline, cuda=cuda)
+            yield from run_jobs([drawn(number) for number in numbers], jobs, 1, folder, limit, deadline, cuda=cuda)
             return
         by_ranks: dict[int, list[Case]] = {}
         for case in map(drawn, numbers):
             by_ranks.setdefault(case.ranks, []).append(case)
         for ranks, cases in by_ranks.items():
-            yield from run_all(attempt, cases, ranks, folder, limit, deadline, cuda=cuda)
+            yield from run_jobs(cases, max(1, jobs), ranks, folder, limit, deadline, cuda=cuda)
 
 
 def run_here(cases: Iterable[Case], limit: float, deadline: float) -> Outcomes:
@@ -109,15 +114,17 @@ def run_here(cases: Iterable[Case], limit: float, deadline: float) -> Outcomes:
 
 
 def run_jobs(
-    cases: Sequence[Case], jobs: int, folder: str, limit: float, deadline: float, *, cuda: bool = False
+    cases: Sequence[Case], jobs: int, ranks: int, folder: str, limit: float, deadline: float, *, cuda: bool = False
 ) -> Outcomes:
-    """Run cases in processes side by side: job j has every jobs-th case from j on, which need the same kernels."""
+    """Run cases in groups of processes side by side: job j has every jobs-th case from j on, which need few kernels."""
     found: queue.Queue[tuple[Draw, Outcome] | None] = queue.Queue()
 
     def work(mine: Sequence[Case]) -> None:
-        for one in run_all(attempt, mine, 1, folder, limit, deadline, cuda=cuda):
-            found.put(one)
-        found.put(None)
+        try:
+            for one in run_all(attempt, mine, ranks, folder, limit, deadline, cuda=cuda):
+                found.put(one)
+        finally:
+            found.put(None)
 
     threads = [threading.Thread(target=work, args=(cases[job::jobs],), daemon=True) for job in range(jobs)]
     for thread in threads:
@@ -139,12 +146,14 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--first", type=int, default=0, help="the number of the first case")
     parser.add_argument("--cases", type=int, default=300, help="how many, over each")
     parser.add_argument("--case", type=int, help="this one alone, as a failure's line says")
-    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"), help="cuda: one GPU plays all ranks")
+    parser.add_argument(
+        "--device", default="cpu", choices=("cpu", "cuda"), help="cuda: one GPU plays all ranks; always over nccl"
+    )
     parser.add_argument("--ranks", type=int, nargs="+", default=[], help=f"numbers to draw from; all to {MOST_RANKS}")
     parser.add_argument("--seconds", type=float, default=0.0, help="begin no case after so many; 0 for no end")
     about = "seconds after which a case has failed to end; 120, on a GPU, where kernels are compiled, 300; a step 60"
     parser.add_argument("--limit", type=float, help=about)
-    about = "processes for `together`; 0, the default on CPU: this one; on a GPU as many as there are shapes"
+    about = "groups of ranks side by side; 0 for `together`, the default on CPU: this process"
     parser.add_argument("--jobs", type=int, help=about)
     parser.add_argument("--out", type=Path, help="write the counts and the failures as JSON")
     return parser

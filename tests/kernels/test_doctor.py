@@ -119,9 +119,9 @@ def test_calls_whose_results_are_off_are_named_on_every_rank_and_refused_ones_to
         mock.patch.object(distributed_call, "dist_flash_attn_func", off),
         mock.patch.object(ReferenceKernel, "caps_scores", False),
     ):
-        of_off = distributed_call.measure(flags, world, 1)
+        of_off = distributed_call.measure(flags, world, repetitions=1)
     plants.a_kernel_ignores_the_window()
-    windowless = distributed_call.measure(flags, world, 1)
+    windowless = distributed_call.measure(flags, world, repetitions=1)
     cases, names = ("causal", "window"), ("out", "dq", "dk", "dv")
     assert of_off["wrong"] == [f"{case} {name}" for case in cases for name in names]
     assert list(of_off["refused"]) == ["softcap"]

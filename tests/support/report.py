@@ -6,8 +6,11 @@ import importlib.metadata
 import json
 import os
 import platform
+import random
 import subprocess
 import sys
+from collections import Counter, defaultdict
+from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -27,6 +30,35 @@ def on_gpu(item: pytest.Item) -> bool:
     """Whether a test computes on a GPU: it is marked so, or `device` among its parameters says so."""
     parameters = getattr(getattr(item, "callspec", None), "params", {})
     return item.get_closest_marker("gpu") is not None or parameters.get("device") == "cuda"
+
+
+def not_drawn(items: list[pytest.Item], most: int, day: str) -> set[pytest.Item]:
+    """Return what a day's draw leaves out of the parametrizations of each test and kernel, `most` of which stay.
+
+    Of a test of several GPUs, whose ranks start anew for each, two stay.
+    """
+    of_test = defaultdict(list)
+    for item in items:
+        parameters = getattr(getattr(item, "callspec", None), "params", {})
+        of_test[item.nodeid.partition("[")[0], parameters.get("name")].append(item)
+    left_out = set[pytest.Item]()
+    for key, held in of_test.items():
+        stay = 2 if held[0].path.parent.name != "kernels" else most
+        left_out.update(random.Random(f"{day} {key}").sample(held, max(0, len(held) - stay)))
+    return left_out
+
+
+def by_file(stats: dict[str, list[Any]]) -> Iterator[str]:
+    """Yield a line for each file of tests: how many had each outcome, and the seconds of all their phases."""
+    outcomes, seconds = defaultdict[str, Counter[str]](Counter), Counter[str]()
+    for outcome, reports in stats.items():
+        for report in (x for x in reports if isinstance(x, pytest.TestReport)):
+            file = report.nodeid.partition("::")[0]
+            seconds[file] += report.duration
+            if outcome:
+                outcomes[file][outcome] += 1
+    for file, counts in sorted(outcomes.items()):
+        yield f"{seconds[file]:7.1f} s  {file}: {', '.join(f'{count} {name}' for name, count in counts.items())}"
 
 
 def as_collected(item: pytest.Item) -> dict[str, Any]:

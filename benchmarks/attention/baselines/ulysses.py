@@ -46,7 +46,7 @@ def _with_kernel(kernel: str) -> Method:
         def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
             if copies > 1:  # every rank needs a key/value head
                 k, v = (x.repeat_interleave(copies, dim=2) for x in (k, v))
-            return _to_sequence(local(*(_to_heads(x) for x in (q, k, v))))
+            return to_sequence(local(*(to_heads(x) for x in (q, k, v))))
 
         return attend
 
@@ -74,7 +74,7 @@ def _exchange(parts: torch.Tensor) -> torch.Tensor:
     return received
 
 
-def _to_heads(x: torch.Tensor) -> torch.Tensor:
+def to_heads(x: torch.Tensor) -> torch.Tensor:
     """Exchange (batch, local_seq, heads, dim) for (batch, seq, heads of this rank, dim)."""
     batch, rows, heads, dim = x.shape
     ranks = dist.get_world_size()
@@ -82,7 +82,7 @@ def _to_heads(x: torch.Tensor) -> torch.Tensor:
     return parts.transpose(0, 1).reshape(batch, ranks * rows, heads // ranks, dim)
 
 
-def _to_sequence(x: torch.Tensor) -> torch.Tensor:
+def to_sequence(x: torch.Tensor) -> torch.Tensor:
     """Exchange (batch, seq, heads of this rank, dim) for (batch, local_seq, heads, dim)."""
     batch, rows, heads, dim = x.shape
     ranks = dist.get_world_size()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import accumulate
 
@@ -21,6 +22,7 @@ from dfa_megatron.plan.language.ir import (
     Phase,
     Plan,
     Transfer,
+    areas,
     chunk_of,
     loads,
     needed_pairs,
@@ -28,6 +30,7 @@ from dfa_megatron.plan.language.ir import (
 from dfa_megatron.plan.language.layout import Layout, cut_at
 from dfa_megatron.plan.language.leaves import Grid, LeafSizes, grid_of, subtrees
 from dfa_megatron.plan.language.mask import Mask
+from dfa_megatron.plan.language.work import EVEN
 from dfa_megatron.plan.schedules.assignments import balanced, by_distance, by_memory, direct
 
 _ASSIGN: Mapping[str, Callable[[Mask, Layout], tuple[Block, ...]]] = {
@@ -57,7 +60,7 @@ def invariant_plan(mask: Mask, held: Layout, leaves: LeafSizes, schedule: str = 
     grid = grid_of(mask, leaves)
     layout = whole_chunks(held, grid)
     if schedule == "auto":
-        schedule, blocks = _evenest(mask, layout)
+        schedule, layout, blocks = _evenest(mask, layout)
     else:
         blocks = _ASSIGN[schedule](mask, layout)
     forward, backward = (_phase(mask, layout, phase, blocks, leaves) for phase in (FORWARD, BACKWARD))
@@ -83,9 +86,30 @@ def same_rows(one: Layout, other: Layout) -> bool:
     )
 
 
-def _evenest(mask: Mask, layout: Layout) -> tuple[str, tuple[Block, ...]]:
-    """Return the assignment whose most loaded rank has the least work, and its name."""
-    found: list[tuple[int, str, tuple[Block, ...]]] = []
+def dealt(mask: Mask, layout: Layout) -> Layout:
+    """Return the layout with chunks of ranks that have too much work given to those with the least.
+
+    A rank keeps its lightest chunks, up to an even share; the others go, the heaviest first, to the rank with the least
+    work. Of packs that moves few chunks.
+    """
+    area, work, owner = areas(mask, layout.chunks), [0] * len(layout.chunks), [*layout.owner]
+    for q, kv in needed_pairs(mask, layout.chunks):
+        work[q] += area[q, kv]
+    load, given = [0] * layout.ranks, list[int]()
+    for chunk in sorted(range(len(work)), key=lambda chunk: (work[chunk], chunk)):
+        if load[owner[chunk]] + work[chunk] <= sum(work) / layout.ranks:
+            load[owner[chunk]] += work[chunk]
+        else:
+            given.append(chunk)
+    for chunk in reversed(given):
+        owner[chunk] = min(range(layout.ranks), key=lambda rank: (load[rank], rank != layout.owner[chunk], rank))
+        load[owner[chunk]] += work[chunk]
+    return replace(layout, owner=tuple(owner))
+
+
+def _evenest(mask: Mask, layout: Layout) -> tuple[str, Layout, tuple[Block, ...]]:
+    """Return the assignment whose most loaded rank has the least work: its name, and the chunks of each rank."""
+    found: list[tuple[int, str, Layout, tuple[Block, ...]]] = []
     for name, assign in _ASSIGN.items():
         if not layout.in_order and name != "owner_computes":
             continue
@@ -93,9 +117,14 @@ def _evenest(mask: Mask, layout: Layout) -> tuple[str, tuple[Block, ...]]:
             blocks = (assign if layout.in_order else by_memory)(mask, layout)
         except UnsupportedError:  # rows see keys of later ranks
             continue
-        found.append((max(loads(blocks, mask, layout)), name, blocks))
-    _, name, blocks = min(found, key=lambda one: one[0])
-    return name, blocks
+        found.append((max(loads(blocks, mask, layout)), name, layout, blocks))
+    most, name, layout, blocks = min(found, key=lambda one: one[0])
+    even = sum(areas(mask, layout.chunks).values()) / layout.ranks
+    if most > (1 + EVEN) * even and layout.queries is None:
+        owned = by_memory(mask, other := dealt(mask, layout))
+        if max(loads(owned, mask, other)) < most:
+            return "owner_computes", other, owned
+    return name, layout, blocks
 
 
 def _phase(mask: Mask, layout: Layout, phase: Phase, blocks: Sequence[Block], leaves: LeafSizes) -> Plan:

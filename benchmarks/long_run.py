@@ -1,0 +1,135 @@
+"""Trains a model on English text twice at once: over some ranks with our attention, and on one more GPU without it.
+
+    torchrun --nproc-per-node 4 -m benchmarks.long_run --out FILE                 # ours on GPUs 0 to 2, the other on 3
+    torchrun --nproc-per-node 4 -m benchmarks.long_run --model hybrid --steps 200 --out FILE
+
+Weights, packs and rates are the same. Each row is a step of both; FILE.svg shows the curves. The Llama has 0.5 billion
+parameters. The hybrid has Qwen3-Next's gated delta nets and attention, without experts, whose choice is not continuous.
+Its sequences are one document each, because without ours states pass from one document to the next.
+"""
+
+from __future__ import annotations
+
+import json
+import pydoc_data.topics
+import random
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import transformers
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from benchmarks.bench import Report, flags_of, leave
+from benchmarks.whole_ways import LENGTHS, whole
+from dfa_megatron import TrainingConfig
+from dfa_megatron.doctor.world import join
+from dfa_megatron.flags import flag
+from dfa_megatron.huggingface import distribute_attention
+
+
+@dataclass(frozen=True)
+class LongRun:
+    """What is trained."""
+
+    model: str = flag("llama", "", choices=("llama", "hybrid"))
+    steps: int = flag(500, "of training")
+    tokens: int = flag(16384, "of a step")
+    seconds: float = flag(580.0, "after which no step is begun")
+    device: str = flag("auto", "cpu: a tiny model", choices=("auto", "cuda", "cpu"))
+    out: Path | None = flag(None, "a JSON file, written again after every step")
+
+
+def build(job: LongRun, *, tiny: bool) -> Any:
+    """Return the model on the current device."""
+    hidden, layers = (32, 4) if tiny else (1024, 24 if job.model == "llama" else 8)
+    sizes: dict[str, Any] = {"hidden_size": hidden, "intermediate_size": 5 * hidden, "num_hidden_layers": layers}
+    sizes |= {"num_attention_heads": hidden // 128 or 2, "num_key_value_heads": hidden // 256 or 1, "vocab_size": 256}
+    sizes |= {"head_dim": min(hidden, 128), "max_position_embeddings": job.tokens, "use_cache": False}
+    torch.manual_seed(0)
+    if job.model == "llama":
+        return transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes)).train()
+    delta = {"linear_num_value_heads": 8, "linear_num_key_heads": 4, "mlp_only_layers": [*range(layers)]}
+    return transformers.Qwen3NextForCausalLM(transformers.Qwen3NextConfig(**sizes, **delta)).train()
+
+
+def pack(step: int, job: LongRun) -> dict[str, torch.Tensor]:
+    """Return a step's documents, pages of Python's manual in an order of its own; the last one is cut."""
+    pages = [page.encode() for page in pydoc_data.topics.topics.values()]
+    random.Random(step).shuffle(pages)
+    ids = torch.frombuffer(bytearray(b"".join(pages)[: job.tokens]), dtype=torch.uint8).long()
+    LENGTHS[:] = [] if job.model == "llama" else [len(ids)]
+    while (left := len(ids) - sum(LENGTHS)) > 0:
+        LENGTHS.append(min(left, len(pages[len(LENGTHS)])))
+    places = torch.cat([torch.arange(length) for length in LENGTHS])
+    labels = ids.masked_fill(places == 0, -100)
+    return {"input_ids": ids[None], "labels": labels[None], "position_ids": places[None]}
+
+
+def picture(file: Path) -> None:
+    """Draw the curves of a JSON file beside it, as SVG without the date."""
+    import matplotlib
+
+    matplotlib.use("svg")
+    from matplotlib import pyplot
+
+    rows = json.loads(file.read_text(encoding="utf-8"))["rows"]
+    pyplot.rcParams |= {"svg.hashsalt": "dfa_megatron", "font.size": 9, "axes.grid": True, "grid.alpha": 0.3}
+    figure, axes = pyplot.subplots(2, sharex=True, figsize=(8, 5), layout="constrained")
+    for axis, what in zip(axes, ("loss", "gradient_norm"), strict=True):
+        for run, style in (("alone", "-"), ("ours", "--")):
+            axis.plot([row["step"] for row in rows], [row[run][what] for row in rows], style, lw=1, label=run)
+        axis.set(ylabel=what.replace("_", " "))
+    axes[0].legend(labels=["one GPU, without ours", "ours, over the ranks"])
+    figure.supxlabel("step")
+    figure.savefig(file.with_suffix(".svg"), metadata={"Date": None, "Creator": None})
+
+
+def main() -> None:
+    """Train, write each step, and show how far the two runs are apart."""
+    job, began = flags_of(LongRun, __doc__), time.perf_counter()
+    world = join(job.device, 600.0)
+    last, names = world.size - 1, ("loss", "gradient_norm", "ms")
+    group = (dist.new_group([*range(last)]), dist.new_group([last]))[not (ours := world.rank < last)]
+    with world.device:
+        model = build(job, tiny=not world.cuda)
+    if ours:
+        distribute_attention(model, group=group, config=TrainingConfig(checkpoint="remat"))
+    else:
+        ALL_ATTENTION_FUNCTIONS["packed"] = whole  # transformers makes no mask for what it does not know
+        model.set_attn_implementation("packed")
+    policy = MixedPrecisionPolicy(torch.bfloat16 if world.cuda else None, torch.float32)
+    given: Any = {"mesh": DeviceMesh.from_group(group, world.device.type), "mp_policy": policy}
+    for part in (*model.model.layers, model):
+        fully_shard(part, **given)
+    optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.1)
+    report = Report(job.out, job, rows=[])
+    for step in range(job.steps):
+        if world.slowest([time.perf_counter() - began])[0] > job.seconds:
+            break
+        start = time.perf_counter()
+        loss = model(**{name: x.to(world.device) for name, x in pack(step, job).items()}).loss
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).full_tensor()
+        optimizer.param_groups[0]["lr"] = 3e-4 * min(1.0, (step + 1) / 20)
+        optimizer.step()
+        optimizer.zero_grad()
+        mine = [loss.item(), norm.item(), 1e3 * (time.perf_counter() - start)]
+        both = world.sums([x * here for here in (world.rank == 0, not ours) for x in mine])
+        found = {run: dict(zip(names, part, strict=True)) for run, part in (("ours", both[:3]), ("alone", both[3:]))}
+        report.add({"step": step, **found})
+    far = {x: [abs(row["ours"][x] / row["alone"][x] - 1) for row in report.content["rows"]] for x in names[:2]}
+    told = {what: {"largest": max(each), "last": each[-1]} for what, each in far.items()}
+    report.add({"seconds": time.perf_counter() - began, **told}, "apart")
+    if job.out and world.rank == 0:
+        picture(job.out)
+    leave()
+
+
+if __name__ == "__main__":
+    main()
