@@ -64,7 +64,7 @@ BUDGETS = {
     "kernels": 3_919,
     "loss": 686,
     "megatron": 3_742,
-    "plan": 5_611,
+    "plan": 5_582,
     "proving": 643,
     "recurrence": 1_400,
     "remat": 485,
