@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import ast
 import functools
+import json
 import re
 import textwrap
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import fields
-from itertools import groupby
 from pathlib import Path
 
 from dfa_megatron.config import CONFIGS, MegatronConfig
 from dfa_megatron.runtime.environment import TESTED, span
-from docs.measured import Lines, stored, table
+from docs.measured import Lines, table
 
 PACKAGE = Path(__file__).parents[1] / "dfa_megatron"
 FRAMEWORKS = ("megatron", "deepspeed", "huggingface")
@@ -123,21 +123,20 @@ def _everywhere() -> dict[str, ast.expr]:
 
 # Types of transformers.
 
-TRIED = PACKAGE / "huggingface" / "check_model.py"
+MODELS = json.loads((PACKAGE / "huggingface" / "models.json").read_text(encoding="utf-8"))
 
 
 def counts() -> Lines:
     """Return how many types are in which state."""
-    found = stored("models.json")
-    told = Counter(states["plain"] for states in found["types"].values())
+    told = Counter(states["plain"] for states in MODELS["types"].values())
     shown = ", ".join(f"{number} {state}" for state, number in told.most_common())
-    return [f"transformers {found['transformers']}, {found['ranks']} ranks against one process in float64: {shown}."]
+    return [f"transformers {MODELS['transformers']}, {MODELS['ranks']} ranks against one process in float64: {shown}."]
 
 
 def refused() -> Lines:
     """Return the types that do not run, by the reason."""
     reasons: dict[tuple[str, str], list[str]] = {}
-    for kind, states in stored("models.json")["types"].items():
+    for kind, states in MODELS["types"].items():
         if states["plain"] != "exact":
             said = re.search(r"Not supported: .*?: (.*)\. What works: (.*)\.$", states["reason"])
             why, works = said.groups() if said else (f"not run: {states['reason']}", "")
@@ -148,29 +147,15 @@ def refused() -> Lines:
 
 def types() -> Lines:
     """Return the types that are exact however they are called, and a table of those that are not."""
-    found, whole, lines = stored("models.json"), list[str](), list[list[str]]()
-    for kind, states in found["types"].items():
-        cells = [states.get(section, "") for section in found["sections"]]
+    whole, lines = list[str](), list[list[str]]()
+    for kind, states in MODELS["types"].items():
+        cells = [states.get(section, "") for section in MODELS["sections"]]
         if set(cells) == {"exact"}:
             whole.append(kind)
         elif states["plain"] == "exact":
             lines.append([kind, *cells, states.get("reason", "").replace("|", " ")])
     text = textwrap.fill(", ".join(whole) + ".", 120, break_on_hyphens=False)
-    return [text, "", *table(["type", *found["sections"], "reason"], lines)]
-
-
-def list_of_types() -> str:
-    """Return `TRIED` with its list written again: the types as the configurations of such models name them."""
-    layers = defaultdict[str, set[str]](set)
-    for kind, found in stored("models.json")["types"].items():
-        if found["plain"] == "exact":
-            layers[found.get("as", kind)] |= {*found.get("layers", ())}
-    rows, text = sorted((" ".join(sorted(tried)), kind) for kind, tried in layers.items()), "_LAYERS = {\n"
-    for tried_of, group in groupby(rows, lambda row: row[0]):
-        names = textwrap.fill(" ".join(x for _, x in group), 120, break_on_hyphens=False)
-        text += f'    "{tried_of}": """\n{names}\n""",\n'
-    before, rest = TRIED.read_text(encoding="utf-8").split("_LAYERS = {\n")
-    return f"{before}{text}{rest[rest.index('}') :]}"
+    return [text, "", *table(["type", *MODELS["sections"], "reason"], lines)]
 
 
 # The house.
