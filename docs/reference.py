@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import ast
 import functools
+import inspect
 import json
+import pydoc
 import re
 import textwrap
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 from dfa_megatron.config import CONFIGS, MegatronConfig
 from dfa_megatron.runtime.environment import TESTED, span
@@ -49,6 +52,21 @@ def meanings() -> Lines:
 def tested() -> Lines:
     """Return the releases that tests pass with, in a sentence."""
     return textwrap.wrap(f"Releases: {', '.join(f'{package} {span(package)}' for package in TESTED)}.", 120)
+
+
+def names() -> Lines:
+    """Return the functions and classes of the API: what each takes, and the first line of its docstring."""
+    text, lines = (PACKAGE.parent / "docs/api.md").read_text(encoding="utf-8"), []
+    for name in re.findall(r"^\.\. auto(?:function|class):: dfa_megatron\.(\S+)", text, re.MULTILINE):
+        found: Any = pydoc.locate(f"dfa_megatron.{name}")
+        taken = inspect.signature(found).parameters.values()
+        shown = [{"VAR_POSITIONAL": "*", "VAR_KEYWORD": "**"}.get(one.kind.name, "") + one.name for one in taken]
+        keywords = [at for at, one in enumerate(taken) if one.kind.name == "KEYWORD_ONLY"]
+        if keywords and not any(one.startswith("*") for one in shown):
+            shown.insert(keywords[0], "*")
+        about = (inspect.getdoc(found) or "").partition("\n")[0]
+        lines.append([f"`{name}({', '.join(one for one in shown if not one.startswith('_'))})`", about])
+    return table(["name", "what it does"], lines)
 
 
 # Refusals.
@@ -196,6 +214,7 @@ def house() -> Lines:
 
 
 PAGES = {
+    "api": {"names": names},
     "README": {"tested": tested},
     "architecture": {"house": house},
     "huggingface": {"counts": counts, "refused": refused, "types": types},
