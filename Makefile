@@ -62,7 +62,7 @@ fuzz-frameworks: $(READY)
 
 models: $(READY)
 	ONLY_SET_UP=1 .ci/deepspeed.sh
-	OMP_NUM_THREADS=1 $(VENV)/deepspeed/bin/python -W ignore -m tests.huggingface.sweep $(or $(ARGS),--out docs/models.json)
+	OMP_NUM_THREADS=1 $(VENV)/deepspeed/bin/python -W ignore -m tests.huggingface.sweep $(or $(ARGS),--out dfa_megatron/huggingface/models.json)
 
 # Each kernel is compiled once on the machine; what FlashAttention-4 compiled is kept beside the repository's runs.
 gpu gpu-all fuzz: export FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED := 1

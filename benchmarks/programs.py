@@ -42,6 +42,6 @@ def both_phases(prepared: Prepared, given: Tensors, *, backward: bool = True) ->
     @torch.no_grad()
     def call() -> object:
         out, lse = run_forward(prepared, Inputs(q, k, v))
-        return run_backward(prepared, dout, (q, k, v, out, lse, None, None)) if backward else out
+        return run_backward(prepared, dout, (q, k, v, out, lse, None)) if backward else out
 
     return call

@@ -2,15 +2,36 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
+
+from dfa_megatron.errors import UnsupportedError
+
+OWN = "_dfa_own"
+"""The attribute of a function of ours that holds the one in whose place it stands."""
+
+TESTED = "versions that `dfa-megatron doctor` names"
 
 _REPLACED: list[tuple[Any, str, Any]] = []
 """The owner (a module, or a class), the name, and what stood there before, in the order of replacement."""
 
 
-def replace(owner: Any, name: str, ours: Any) -> None:
-    """Put ours where a module or a class has a name of its own."""
-    _REPLACED.append((owner, name, vars(owner)[name]))
+def replace(owner: Any, name: str, replacing: Callable[[Any], Callable[..., Any]], *, optional: bool = False) -> None:
+    """Put ours where a module or a class has a function of its own, once: ours stays.
+
+    name: of the function, or of None where a package is missing. replacing: makes ours of theirs.
+    optional: this release need not have the name.
+    """
+    if name not in vars(owner):
+        if optional:
+            return
+        raise UnsupportedError(f"a version without {owner.__name__}.{name}", "ours takes its place", TESTED)
+    if hasattr(theirs := vars(owner)[name], OWN):
+        return
+    ours = replacing(theirs) if theirs is None else functools.wraps(theirs)(replacing(theirs))
+    setattr(ours, OWN, theirs)
+    _REPLACED.append((owner, name, theirs))
     setattr(owner, name, ours)
 
 

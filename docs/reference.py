@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import ast
 import functools
+import inspect
+import json
+import pydoc
 import re
 import textwrap
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import fields
-from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 from dfa_megatron.config import CONFIGS, MegatronConfig
 from dfa_megatron.runtime.environment import TESTED, span
-from docs.measured import Lines, stored, table
+from docs.measured import Lines, table
 
 PACKAGE = Path(__file__).parents[1] / "dfa_megatron"
 FRAMEWORKS = ("megatron", "deepspeed", "huggingface")
@@ -49,6 +52,21 @@ def meanings() -> Lines:
 def tested() -> Lines:
     """Return the releases that tests pass with, in a sentence."""
     return textwrap.wrap(f"Releases: {', '.join(f'{package} {span(package)}' for package in TESTED)}.", 120)
+
+
+def names() -> Lines:
+    """Return the functions and classes of the API: what each takes, and the first line of its docstring."""
+    text, lines = (PACKAGE.parent / "docs/api.md").read_text(encoding="utf-8"), []
+    for name in re.findall(r"^\.\. auto(?:function|class):: dfa_megatron\.(\S+)", text, re.MULTILINE):
+        found: Any = pydoc.locate(f"dfa_megatron.{name}")
+        taken = inspect.signature(found).parameters.values()
+        shown = [{"VAR_POSITIONAL": "*", "VAR_KEYWORD": "**"}.get(one.kind.name, "") + one.name for one in taken]
+        keywords = [at for at, one in enumerate(taken) if one.kind.name == "KEYWORD_ONLY"]
+        if keywords and not any(one.startswith("*") for one in shown):
+            shown.insert(keywords[0], "*")
+        about = (inspect.getdoc(found) or "").partition("\n")[0]
+        lines.append([f"`{name}({', '.join(one for one in shown if not one.startswith('_'))})`", about])
+    return table(["name", "what it does"], lines)
 
 
 # Refusals.
@@ -123,21 +141,20 @@ def _everywhere() -> dict[str, ast.expr]:
 
 # Types of transformers.
 
-TRIED = PACKAGE / "huggingface" / "check_model.py"
+MODELS = json.loads((PACKAGE / "huggingface" / "models.json").read_text(encoding="utf-8"))
 
 
 def counts() -> Lines:
     """Return how many types are in which state."""
-    found = stored("models.json")
-    told = Counter(states["plain"] for states in found["types"].values())
+    told = Counter(states["plain"] for states in MODELS["types"].values())
     shown = ", ".join(f"{number} {state}" for state, number in told.most_common())
-    return [f"transformers {found['transformers']}, {found['ranks']} ranks against one process in float64: {shown}."]
+    return [f"transformers {MODELS['transformers']}, {MODELS['ranks']} ranks against one process in float64: {shown}."]
 
 
 def refused() -> Lines:
     """Return the types that do not run, by the reason."""
     reasons: dict[tuple[str, str], list[str]] = {}
-    for kind, states in stored("models.json")["types"].items():
+    for kind, states in MODELS["types"].items():
         if states["plain"] != "exact":
             said = re.search(r"Not supported: .*?: (.*)\. What works: (.*)\.$", states["reason"])
             why, works = said.groups() if said else (f"not run: {states['reason']}", "")
@@ -148,29 +165,15 @@ def refused() -> Lines:
 
 def types() -> Lines:
     """Return the types that are exact however they are called, and a table of those that are not."""
-    found, whole, lines = stored("models.json"), list[str](), list[list[str]]()
-    for kind, states in found["types"].items():
-        cells = [states.get(section, "") for section in found["sections"]]
+    whole, lines = list[str](), list[list[str]]()
+    for kind, states in MODELS["types"].items():
+        cells = [states.get(section, "") for section in MODELS["sections"]]
         if set(cells) == {"exact"}:
             whole.append(kind)
         elif states["plain"] == "exact":
             lines.append([kind, *cells, states.get("reason", "").replace("|", " ")])
     text = textwrap.fill(", ".join(whole) + ".", 120, break_on_hyphens=False)
-    return [text, "", *table(["type", *found["sections"], "reason"], lines)]
-
-
-def list_of_types() -> str:
-    """Return `TRIED` with its list written again: the types as the configurations of such models name them."""
-    layers = defaultdict[str, set[str]](set)
-    for kind, found in stored("models.json")["types"].items():
-        if found["plain"] == "exact":
-            layers[found.get("as", kind)] |= {*found.get("layers", ())}
-    rows, text = sorted((" ".join(sorted(tried)), kind) for kind, tried in layers.items()), "_LAYERS = {\n"
-    for tried_of, group in groupby(rows, lambda row: row[0]):
-        names = textwrap.fill(" ".join(x for _, x in group), 120, break_on_hyphens=False)
-        text += f'    "{tried_of}": """\n{names}\n""",\n'
-    before, rest = TRIED.read_text(encoding="utf-8").split("_LAYERS = {\n")
-    return f"{before}{text}{rest[rest.index('}') :]}"
+    return [text, "", *table(["type", *MODELS["sections"], "reason"], lines)]
 
 
 # The house.
@@ -211,6 +214,7 @@ def house() -> Lines:
 
 
 PAGES = {
+    "api": {"names": names},
     "README": {"tested": tested},
     "architecture": {"house": house},
     "huggingface": {"counts": counts, "refused": refused, "types": types},

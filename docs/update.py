@@ -58,7 +58,6 @@ def main(arguments: list[str]) -> None:
         path = ROOT / name
         path.write_text(filled(path.read_text(encoding="utf-8"), tables), encoding="utf-8")
     JSON_SCHEMA.write_text(json_schema(), encoding="utf-8")
-    reference.TRIED.write_text(reference.list_of_types(), encoding="utf-8")
     for picture, svg in schedules.pictures().items():
         (DOCS / "pictures" / picture).write_text(svg, encoding="utf-8")
 

@@ -24,7 +24,9 @@ LANGUAGE = {"plan.language"}
 PLAN = {"plan", "plan.language", "plan.schedules", "plan.lowering", "plan.proof", "plan.cost"}
 KERNELS = PLAN | {"kernels", "kernels.adapters", "kernels.triton"}
 RUNTIME = KERNELS | {"runtime", "runtime.agreement", "runtime.comm", "runtime.execute"}
-FUNCTIONS = RUNTIME | {"remat", "attention", "sharding", "recurrence", "loss", "trees", "sequence", "indexed"}
+FUNCTIONS = RUNTIME | {
+    *("remat", "attention", "sharding", "recurrence", "loss", "trees", "sequence", "indexed", "whole_batch"),
+}
 FRAMEWORKS = {"megatron", "huggingface", "deepspeed"}
 
 MAY_IMPORT: dict[str, set[str]] = {
@@ -52,6 +54,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "runtime": RUNTIME,
     "remat": RUNTIME,
     "rows": RUNTIME,
+    "whole_batch": RUNTIME,
     "attention": RUNTIME | {"rows"},
     "sharding": RUNTIME | {"rows"},
     "recurrence": RUNTIME | {"remat", "sharding", "rows"},
@@ -88,6 +91,7 @@ OUTSIDE: dict[str, set[str]] = {
     "indexed": {"torch"},
     "loss": {"torch"},
     "trees": {"torch"},
+    "whole_batch": {"torch"},
     "proving": {"torch"},
     "doctor": {"torch"},
     "megatron": {"torch", "megatron", "packaging", "transformer_engine"},

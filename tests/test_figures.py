@@ -47,7 +47,7 @@ def test_a_paragraph_with_a_measured_figure_names_its_source(name: str) -> None:
 
 
 def test_the_readme_counts_the_types_that_are_exact() -> None:
-    types = json.loads((ROOT / "docs" / "models.json").read_text(encoding="utf-8"))["types"]
+    types = json.loads((ROOT / "dfa_megatron" / "huggingface" / "models.json").read_text(encoding="utf-8"))["types"]
     exact = sum(states["plain"] == "exact" for states in types.values())
     assert f"[{exact} of {len(types)} types of transformers]" in (ROOT / "README.md").read_text(encoding="utf-8")
 

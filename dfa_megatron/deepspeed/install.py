@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from dfa_megatron.hooks import put_back, replace
-
-_OWN = "_dfa_own"
-"""The attribute of ours that holds DeepSpeed's `initialize`."""
+from dfa_megatron.hooks import OWN, put_back, replace
 
 
 def install() -> None:
@@ -23,12 +19,7 @@ def install() -> None:
 
     from dfa_megatron.deepspeed.initialize import initialize
 
-    if hasattr(deepspeed.initialize, _OWN):
-        return
-
-    instead = functools.wraps(deepspeed.initialize)(lambda *args, **kwargs: initialize(*args, **kwargs))
-    setattr(instead, _OWN, deepspeed.initialize)
-    replace(deepspeed, "initialize", instead)
+    replace(deepspeed, "initialize", lambda _: lambda *args, **kwargs: initialize(*args, **kwargs))
 
 
 def uninstall() -> None:
@@ -56,5 +47,5 @@ def deepspeeds_own() -> Callable[..., tuple[Any, Any, Any, Any]]:
     """Return DeepSpeed's own `initialize`, whether or not ours replaces it."""
     import deepspeed
 
-    own: Callable[..., tuple[Any, Any, Any, Any]] = getattr(deepspeed.initialize, _OWN, deepspeed.initialize)
+    own: Callable[..., tuple[Any, Any, Any, Any]] = getattr(deepspeed.initialize, OWN, deepspeed.initialize)
     return own

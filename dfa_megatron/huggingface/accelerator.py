@@ -23,7 +23,6 @@ from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.huggingface.distribute import distribute_attention, transformers_model
 from dfa_megatron.huggingface.join_outputs import classifies, join_outputs
 from dfa_megatron.huggingface.mesh import make_mesh
-from dfa_megatron.huggingface.model_inputs import LEFT_OUT
 
 
 def distribute_accelerator(
@@ -97,8 +96,6 @@ def share_sequences(
     if world == 1:
         distribute_attention(model, config=options, unlisted=unlisted)
         return 1
-    if accelerator.parallelism_config is not None:
-        setattr(accelerator.parallelism_config, LEFT_OUT, True)
     distribute_attention(model, group=make_mesh(size).group, config=options, unlisted=unlisted)
     if not classifies(inner := transformers_model(model)):
         join_outputs(inner, scores=scores)

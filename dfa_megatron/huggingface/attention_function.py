@@ -1,15 +1,13 @@
-"""The attention implementation `dfa` of transformers: what a layer calls, and what stands in for its mask.
+"""The attention implementation `dfa` of transformers: what a layer calls.
 
-Models pass windows to their layers in masks. Many layers also pass a keyword to the attention implementation. Flash
-attention honours the keyword only, eager attention the mask only. `WindowMask` replaces a mask and keeps its window. A
-layer whose keyword disagrees is refused.
+Models pass windows to their layers in masks, and many layers in a keyword too. As eager attention and SDPA do, the mask
+alone is honoured, for which a `PlannedMask` stands.
 """
 
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
-from typing import Any, NoReturn, Self
+from typing import Any
 
 import torch
 
@@ -17,49 +15,16 @@ from dfa_megatron.attention import dist_flash_attn_func, dist_flash_attn_varlen_
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.huggingface.batch import CAUSAL
 from dfa_megatron.huggingface.current_forward import (
-    KEYWORD,
     NAME,
     REACHED,
     Forward,
     forward_of,
-    innermost,
 )
 from dfa_megatron.huggingface.embedded_positions import tempered
-from dfa_megatron.huggingface.indexers import IndexedMask, attend, factors_of
+from dfa_megatron.huggingface.indexers import attend, factors_of
+from dfa_megatron.huggingface.planned_mask import PlannedMask, mask
 from dfa_megatron.huggingface.seen import Documents, Images, Seen, in_chunks, mask_of
 from dfa_megatron.runtime.agreement.calls import at_layer
-
-
-class OtherMask:
-    """Replace a mask beyond causality and windows, for a layer that may never run. Models do not copy it: no tensor."""
-
-    def __getitem__(self, index: Any) -> Self:
-        """Return itself for any slice."""
-        return self
-
-    def to(self, *_: Any) -> Self:
-        """Return itself for any dtype."""
-        return self
-
-
-@dataclass(frozen=True, slots=True)
-class WindowMask(OtherMask):
-    """Replace a causal mask with a sliding window or chunks.
-
-    size: tokens that a token sees, including itself; of layers with chunks, the tokens of a chunk.
-    """
-
-    size: int
-
-    def __getitem__(self, index: tuple[slice, ...]) -> Self:
-        """Return itself for a slice of all rows, which models with shared keys take (Gemma 4)."""
-        if any(part not in (slice(None), slice(0, None)) for part in index):
-            raise UnsupportedError(
-                "logits_to_keep in a model whose layers share keys",
-                "the layers that share them would have fewer queries than keys",
-                "logits_to_keep=0",
-            )
-        return self
 
 
 def register() -> None:
@@ -75,7 +40,7 @@ def attention(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    attention_mask: torch.Tensor | WindowMask | OtherMask | None,
+    attention_mask: torch.Tensor | PlannedMask | None,
     **given: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Compute attention for transformers: over the ranks, or in a local forward by the model's former implementation.
@@ -90,7 +55,6 @@ def attention(
     Returns:
         out (batch, local_seq, heads, head_dim), and None for the weights.
     """
-    given.pop(KEYWORD, None)
     forward = forward_of(module)
     if not forward.distributed:
         out: tuple[torch.Tensor, torch.Tensor | None] = _former(module, forward.context.before)(
@@ -113,12 +77,11 @@ def _former(module: torch.nn.Module, name: str) -> Any:
 def _distributed(
     module: torch.nn.Module,
     qkv: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-    attention_mask: torch.Tensor | WindowMask | OtherMask | None,
+    attention_mask: torch.Tensor | PlannedMask | None,
     forward: Forward,
     *,
     scaling: float | None = None,
     dropout: float = 0.0,
-    sliding_window: int | None = None,
     is_causal: bool | None = None,
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
@@ -129,7 +92,6 @@ def _distributed(
 
     Args:
         scaling: of the scores; head_dim ** -0.5 if None.
-        sliding_window: tokens that a token sees, itself among them; None where the mask alone tells.
         softcap: scores become softcap * tanh(scores / softcap); None for no cap.
         s_aux: (heads,), the layer's attention sinks.
         indices: (batch, local_seq, topk), the positions of the keys that an indexer has chosen; None for all.
@@ -139,13 +101,13 @@ def _distributed(
     whole = forward.layout.length
     causal = is_causal is not False and (forward.images is not None or getattr(module, "is_causal", True))
     others |= {"attention dropout": dropout or None, "attention that is not causal": None if causal else True}
-    _check_layer(module, others, {"attn_logit_softcapping": softcap, "sinks": s_aux})
-    if indices is not None and isinstance(attention_mask, IndexedMask):
-        attention_mask = None
-    mask = _checked_mask(attention_mask, query.shape[2], key.shape[2])
-    chunk = chunk_of(module, mask)
-    longest = max(whole, seen.longest) if isinstance(seen, Seen) else whole
-    window = _window_of(module, None if chunk else mask, sliding_window, longest)
+    for name, why in _NEVER.items():
+        if others.get(name) is not None:
+            asked = f"{name} in a layer of type {type(module).__name__}"
+            raise UnsupportedError(asked, why, f"attention_dropout=0.0, and {CAUSAL}")
+    near = _near_of(attention_mask, query.shape[2], key.shape[2])
+    chunk = near if _type_of(module) == "chunked_attention" else None
+    window = (-1, -1) if chunk or near is None or near >= forward.longest else (near - 1, 0)
     call: dict[str, Any] = {
         "group": context.group,
         "softmax_scale": scaling,
@@ -199,76 +161,31 @@ _NEVER = {
 }
 
 
-def _check_layer(module: torch.nn.Module, asked: dict[str, Any], handed: dict[str, Any]) -> None:
-    """Refuse a layer whose scores the kernels would not make.
-
-    asked: what it asks for, of which some is never done; None for what it does not.
-    handed: what it may have as an attribute, and hands over.
-    """
-    layer = type(module).__name__
-    for name, why in _NEVER.items():
-        if asked.get(name) is not None:
-            raise UnsupportedError(f"{name} in a layer of type {layer}", why, f"attention_dropout=0.0, and {CAUSAL}")
-    for name, value in handed.items():
-        # A layer that has one of these and keeps it applies it in a way that would be lost here.
-        if value is None and getattr(module, name, None) is not None:
-            raise UnsupportedError(
-                f"{name} in a layer of type {layer}",
-                "the layer does not hand it to its attention implementation",
-                "a layer that passes softcap and s_aux, as those of Gemma 2 and GPT-OSS do",
-            )
-
-
-def _checked_mask(mask: Any, queries: int, keys: int) -> WindowMask | None:
-    """Return a layer's window, None without; refuse masks that the plan does not hold, and a key cache."""
+def _near_of(mask: Any, queries: int, keys: int) -> int | None:
+    """Return the size of a layer's mask, None for all tokens; refuse masks that are not planned, and a key cache."""
     if queries != keys:
         raise UnsupportedError(
             f"attention of {queries} tokens over {keys}",
             "there is no key cache: every rank holds as many queries as keys",
             "with dfa_megatron.huggingface.local_attention(model), on whole sequences",
         )
-    if mask is not None and not isinstance(mask, WindowMask):
+    if mask is None:
+        raise UnsupportedError(
+            "attention without the mask that its model has made",
+            "whoever took it out, as accelerate's context parallelism does, has left the layer without its window",
+            "distribute_accelerator(accelerator, model), or distribute_trainer(trainer)",
+        )
+    if not getattr(mask, "planned", False):
         raise UnsupportedError(
             "a mask beyond causal and sliding window",
             "prefixes and blocks are not planned, and verify='off' does not see packed documents; under torch.compile "
             "transformers asks for such a mask whatever the batch",
             f"{CAUSAL}, in a model that is not compiled",
         )
-    return mask
-
-
-def _window_of(module: torch.nn.Module, mask: WindowMask | None, named: int | None, whole: int) -> tuple[int, int]:
-    """Return a layer's window as (left, right), (-1, -1) for none.
-
-    mask: the layer's mask; None for a causal mask without a window.
-    named: the layer's keyword `sliding_window`.
-    whole: length of the sequence; a window of this length hides nothing.
-    """
-    size = whole if mask is None else min(mask.size, whole)
-    if mask is None and named is None and _type_of(module) == "sliding_attention":  # else it may be a leftover
-        named = getattr(module.config, "sliding_window", None)
-    if size < 1 or (named is not None and min(named, whole) != size):
-        seen = "no window" if mask is None else f"one of {mask.size}"
-        instead = "a window of one token or more that the layer's mask has, or no sliding_window"
-        _refuse_window(f"sliding_window={named}", module, seen, instead)
-    return (-1, -1) if size == whole else (size - 1, 0)
-
-
-def chunk_of(module: torch.nn.Module, mask: WindowMask | None) -> int | None:
-    """Return the tokens of a chunk, if the layer's type is chunked attention; None for other layers."""
-    if _type_of(module) != "chunked_attention":
-        return None
-    config: Any = module.config
-    size: int = config.attention_chunk_size
-    if mask is None or mask.size != size:
-        seen = "none" if mask is None else f"those of {mask.size}"
-        _refuse_window(f"chunks of {size} tokens", module, seen, "attention_chunk_size as in the model's masks")
+    size: int | None = mask.size
+    if size is not None and size < 1:
+        raise UnsupportedError(f"a window of {size} tokens", "a token sees itself", "one of 1 token or more")
     return size
-
-
-def _refuse_window(what: str, module: torch.nn.Module, seen: str, instead: str) -> NoReturn:
-    asked = f"{what} in a layer of type {type(module).__name__} whose mask has {seen}"
-    raise UnsupportedError(asked, "attention implementations would differ in which tokens are visible", instead)
 
 
 def _type_of(module: torch.nn.Module) -> str | None:
@@ -286,51 +203,3 @@ def _autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     if not torch.is_autocast_enabled(device):
         return tensors
     return tuple(x if x.dtype is torch.float64 else x.to(torch.get_autocast_dtype(device)) for x in tensors)
-
-
-_HIDES_NOTHING = "_dfa_hides_nothing"  # the attribute of a mask that need not be read
-
-
-def nothing_hidden(tokens: torch.Tensor) -> torch.Tensor:
-    """Return a mask that hides nothing; given one, transformers does not look for documents in the positions."""
-    everything = torch.ones(tokens.shape[:2], dtype=torch.bool, device=tokens.device)
-    setattr(everything, _HIDES_NOTHING, True)
-    return everything
-
-
-def mask(**given: Any) -> Any:
-    """Return what a layer gets as its mask: once per forward, and in a local one by the former implementation."""
-    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
-
-    call = innermost()
-    if call is None or call[1].distributed:
-        return _planned(**given)
-    former = call[1].context.before
-    return ALL_MASK_ATTENTION_FUNCTIONS[former](**given) if former in ALL_MASK_ATTENTION_FUNCTIONS else None
-
-
-def _planned(
-    *,
-    attention_mask: torch.Tensor | None = None,
-    allow_is_causal_skip: bool = True,
-    local_size: int | None = None,
-    mask_function: Any = None,
-    **others: Any,
-) -> WindowMask | OtherMask | None:
-    """Return no mask tensor, because the plan holds causality and the window.
-
-    attention_mask: (batch, local_seq) as the user gave it, or `nothing_hidden`.
-    mask_function: what it hides; models that make a mask whatever the batch may still mean a causal one.
-    local_size: the sliding window of the layers that this mask is for, or their chunk; None for those without.
-    """
-    from transformers.masking_utils import causal_mask_function
-
-    if attention_mask is not None and not hasattr(attention_mask, _HIDES_NOTHING) and not bool(attention_mask.all()):
-        raise UnsupportedError(
-            "an attention_mask with padding",
-            "padded tokens would be attended to",
-            "padding on the right, which is checked and removed before the layers see it",
-        )
-    if not allow_is_causal_skip and mask_function is not causal_mask_function:
-        return OtherMask()
-    return None if local_size is None else WindowMask(local_size)

@@ -1,7 +1,4 @@
-"""From a whole batch, the same on every rank of a group, to this rank's part: labels are shifted before they are cut.
-
-The model does it at its door. A multimodal model embeds whole sequences: of its batch the labels alone are cut here.
-The ranks compare their batches once a forward, by a number of its integers and of the bits of its embeddings.
+"""What a whole batch says, the same on every rank of a group; its labels are shifted, and then cut.
 
 Padding is on the right and needs no mask: under a causal mask later tokens do not affect a token. Its outputs differ
 from those of an attention that masks it; nobody uses them.
@@ -11,30 +8,19 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Mapping
 from typing import Any
-from zlib import crc32
 
 import torch
 
-from dfa_megatron.errors import DisagreementError, UnsupportedError
+from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.huggingface.current_forward import Arguments, Forward, LayerContext
 from dfa_megatron.huggingface.embedded_positions import places
-from dfa_megatron.huggingface.seen import FLASH_KEYS, MASK, TREE, longest_of, seen_in
+from dfa_megatron.huggingface.seen import FLASH_KEYS, longest_of, seen_in
 from dfa_megatron.plan.language.layout import Layout, contiguous
-from dfa_megatron.plan.language.mask import Mask
-from dfa_megatron.plan.language.tree import Tree
-from dfa_megatron.runtime.agreement.calls import Kind
-from dfa_megatron.runtime.agreement.store import listed
-from dfa_megatron.runtime.comm.groups import channel_of
 from dfa_megatron.sharding import shard_sequence
+from dfa_megatron.whole_batch import MASK, TREE, check_same
 
 CAUSAL = "causal self-attention over whole, unpadded sequences"
-
-_COMPARES = Kind.of("compares its batch with those of the other ranks")
-
-_ODD = (-7046029254386353131, 0x2545F4914F6CDD1D)
-"""Factors that spread numbers over 64 bits."""
 
 EMBEDDED = "inputs_embeds"
 """The only floating-point tensor of a batch whose values are compared."""
@@ -47,19 +33,13 @@ LABELS = ("shift_labels", "labels")
 OF_HOOKS = (TREE, MASK, *FLASH_KEYS)
 """Keys of a batch that say what its tokens see, and that a model does not get."""
 
-_TYPE_IDS = "token_type_ids"
-"""The key of a number for each token, which tokenizers bring for text, and processors with images."""
-
 OF_TOKENS = (
-    *("input_ids", EMBEDDED, *LABELS, "attention_mask", "position_ids", _TYPE_IDS, *OF_HOOKS),
+    *("input_ids", EMBEDDED, *LABELS, "attention_mask", "position_ids", "token_type_ids", *OF_HOOKS),
     *("pixel_values", "pixel_values_videos", "pixel_attention_mask", "image_grid_thw", "video_grid_thw", "image_sizes"),
     *("second_per_grid_ts", "image_position_ids", "video_position_ids", "mm_token_type_ids"),
     *("input_features", "input_features_mask", "feature_attention_mask", "num_items_in_batch"),
 )
-"""What a batch says of its tokens, images and sound, which the ranks compare."""
-
-_OF_TEXT = ("input_ids", EMBEDDED, _TYPE_IDS)
-"""The keys of a text model's batch that are cut as they are, along their second dimension."""
+"""What a batch says of its tokens, images and sound, which the ranks compare once a forward."""
 
 _MEDIA = ("pixel_values", "pixel_values_videos", "input_features")
 """Endings of the names of arguments for images and sound."""
@@ -80,12 +60,6 @@ def arguments_of(module: Any, args: tuple[Any, ...], kwargs: Arguments) -> Argum
     return dict(zip(names, args, strict=False)) | kwargs
 
 
-def takes(module: Any, name: str) -> bool:
-    """Return whether the forward of a module's class takes an argument of that name."""
-    kinds = {parameter.name: parameter.kind for parameter in parameters_of(module.__class__)}
-    return name in kinds or inspect.Parameter.VAR_KEYWORD in kinds.values()
-
-
 def first_of(given: Arguments, names: tuple[str, ...]) -> Any:
     """Return the first of some arguments that a call brings, None if it brings none of them."""
     return next((given[name] for name in names if given.get(name) is not None), None)
@@ -104,6 +78,20 @@ def tokens_of(given: Arguments) -> torch.Tensor:
     return found
 
 
+def compare(group: str, given: Arguments | None) -> None:
+    """Check that the ranks of a group have the same batch, None for one that this rank refuses; collective."""
+    told = {name: given[name] for name in OF_TOKENS if given is not None and given.get(name) is not None}
+    for name, x in told.items():
+        if isinstance(x, torch.Tensor) and x.is_floating_point() and name != EMBEDDED:
+            told[name] = [*x.shape]  # images and sound go with their tokens
+    check_same(
+        group,
+        told or None,
+        "a DistributedSampler with num_replicas and rank of the groups, not of all ranks; loaders prepared after "
+        "distribute_accelerator; the same data set, collator and seed",
+    )
+
+
 def forward_of_batch(decoder: Any, given: Arguments, context: LayerContext) -> Forward:
     """Return the forward of a whole batch. Nothing is exchanged."""
     tokens = tokens_of(given)
@@ -116,19 +104,15 @@ def forward_of_batch(decoder: Any, given: Arguments, context: LayerContext) -> F
         )
     layout = _layout(length, context.size)
     mask = given.get("attention_mask")
-    mask = mask if isinstance(mask, torch.Tensor) and (mask.dim() == 2 or not context.multimodal) else None
+    mask = mask if isinstance(mask, torch.Tensor) else None
     if mask is not None:
         _check_right(mask, given.get("labels"))
     seen, positions = seen_in(given, places(decoder, given, whole=context.multimodal), tokens)
-    mine = shard_sequence(positions, group=context.group)
-    handed: torch.Tensor | None = given.get("position_ids")
-    axes = handed if handed is not None and handed.dim() == 3 else None
     return Forward(
         context,
         distributed=True,
         seen=seen,
-        positions=mine,
-        embedded=mine if axes is None else shard_sequence(axes, group=context.group, dim=-1),
+        positions=shard_sequence(positions, group=context.group),
         longest=longest_of(seen, length),
         mask=None if mask is None else shard_sequence(mask, group=context.group),
         layout=layout,
@@ -165,27 +149,6 @@ def _check_right(mask: torch.Tensor, labels: torch.Tensor | None) -> None:
         )
 
 
-def part_of(model: Any, given: Arguments, forward: Forward) -> Arguments:
-    """Return the arguments of a text model for this rank's part of a batch."""
-    context, length = forward.context, tokens_of(given).shape[1]
-    kept = {name: x for name, x in cut_labels(given, context).items() if name not in OF_HOOKS}
-    known = {*_OF_TEXT, *LABELS, "attention_mask", "position_ids"}
-    whole = {name for name, x in kept.items() if isinstance(x, torch.Tensor) and length in x.shape} - known
-    if whole := whole | {*(media_in(kept) if context.size > 1 else ())}:
-        raise UnsupportedError(
-            f"{', '.join(sorted(whole))} beside the tokens of a batch",
-            "it would stay whole, and the model has this rank's part of the tokens",
-            "what docs/huggingface.md lists; with images or sound, distribute_attention of the whole model",
-        )
-    for name in {*_OF_TEXT} & {*kept}:
-        kept[name] = shard_sequence(kept[name], group=context.group)
-    if isinstance(mask := kept.get("attention_mask"), torch.Tensor):
-        kept["attention_mask"] = None if bool(mask.all()) else forward.mask  # for losses that count tokens
-    if takes(model, "position_ids"):
-        kept["position_ids"] = forward.embedded
-    return kept
-
-
 def cut_labels(given: Arguments, context: LayerContext) -> Arguments:
     """Return the arguments with this rank's part of the next tokens' labels, and its share of their number.
 
@@ -220,69 +183,3 @@ def _layout(length: int, ranks: int) -> Layout:
             "at least as many tokens as ranks",
         )
     return contiguous(length, ranks)
-
-
-def _number_of(batch: Mapping[str, Any], device: torch.device) -> torch.Tensor:
-    """Return an int64 that other values of a batch, or other places of them, change."""
-    total = torch.zeros((), dtype=torch.int64, device=device)
-    for name in sorted(batch):
-        x = _flat(batch[name]).to(device)
-        sizes = torch.tensor(x.shape, dtype=torch.int64, device=device)
-        if x.is_floating_point():
-            x = _bits(x) if name == EMBEDDED else x.new_zeros(0)  # images and sound go with their tokens
-        values = torch.cat((torch.tensor([*name.encode()], device=device), sizes, x.flatten().long()))
-        mixed = (values + torch.arange(1, len(values) + 1, device=device) * _ODD[0]) * _ODD[1]
-        total = total + ((mixed ^ (mixed >> 29)) * _ODD[0]).sum()
-    return total
-
-
-def _bits(x: torch.Tensor) -> torch.Tensor:
-    """Return a sum of the bits of each token, (batch, seq)."""
-    whole = x.detach().contiguous().view({8: torch.int64, 4: torch.int32, 2: torch.int16}[x.element_size()])
-    return whole.sum(-1, dtype=torch.int64)
-
-
-def _flat(value: Any) -> torch.Tensor:
-    """Return a tensor as it is, integers in lists of any depth as one tensor, and a number of a tree or a mask."""
-    if isinstance(value, Tree | Mask):
-        return torch.tensor([crc32(repr(value).encode())])
-    if not isinstance(value, list | tuple):
-        return torch.as_tensor(value)
-    return torch.cat([torch.zeros(0, dtype=torch.int64), *(_flat(each).flatten() for each in value)])
-
-
-def check_same(group: str, batch: Arguments | None) -> None:
-    """Check that the ranks of a group have the same batch; collective, with one small message.
-
-    batch: None where this rank refuses its call, which it tells the others.
-
-    Raises:
-        UnsupportedError: they have other batches; all raise it.
-        DisagreementError: another rank refuses its call; AbsentError: one does not come.
-    """
-    over = channel_of(group, verify=True) if group else None  # where a wait can be given up
-    if over is None:
-        return
-    facts = (0, 0, 0)  # rows, tokens of a row, number
-    if batch is not None:
-        tokens = tokens_of(batch)
-        told = {name: batch[name] for name in OF_TOKENS if batch.get(name) is not None}
-        facts = (*tokens.shape[:2], int(_number_of(told, tokens.device)))
-    with over.running(_COMPARES, torch.device("cpu")):
-        every = torch.stack(over.gather(torch.tensor(facts, device="cpu"))).tolist()
-    if batch is None or all(each == every[0] for each in every):
-        return
-    if refusing := [rank for rank, (rows, *_) in enumerate(every) if not rows]:
-        why = f"rank {listed(refusing)} of the group refuses its part of this batch; the error there says why"
-        raise DisagreementError(why)
-    table = "".join(
-        f"\n    rank {rank}: {rows} x {length} tokens, number {number & 0xFFFFFFFF:08x}"
-        for rank, (rows, length, number) in enumerate(every)
-    )
-    raise UnsupportedError(
-        "batches that differ between the ranks of a sequence",
-        "each rank must give the whole batch, of which the model takes its part",
-        "the same samples on every rank of a group, not cut: a DistributedSampler with num_replicas and rank of the "
-        "groups, not of all ranks; loaders prepared after distribute_accelerator; the same data set, collator and "
-        f"seed. The ranks have:{table}",
-    )

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import functools
 import inspect
+import json
 import logging
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,54 +19,12 @@ from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.huggingface.embedded_positions import local_ropes
 from dfa_megatron.huggingface.join_outputs import classifies
 
-_LAYERS = {
-    "": """
-apertus arcee aria_text axk1 bert bert-generation bitnet cohere ctrl dbrx deepseek_v2 deepseek_v3 diffllama electra
-emu3_text_model ernie ernie4_5 ernie4_5_moe flex_olmo fuyu gemma glm glm4 glm4_moe glm4_moe_lite gpt2 gpt_bigcode
-gpt_neox granite granitemoe granitemoeshared helium hunyuan_v1_dense hunyuan_v1_moe hy_v3 hyperclovax jais2 jetmoe llama
-llava longcat_flash minicpm3 minimax_m2 ministral3 mistral mixtral mllama_text_model moshi nanochat nemotron olmo olmo2
-olmoe persimmon phi phi3 phi4_multimodal phimoe qwen3_moe qwen3_vl qwen3_vl_moe roc_bert seed_oss solar_open stablelm
-starcoder2 youtu
-""",
-    "chunked_attention full_attention": """
-llama4_text
-""",
-    "conv full_attention": """
-lfm2 lfm2_moe
-""",
-    "conv full_attention sliding_attention": """
-lfm3
-""",
-    "full_attention linear_attention": """
-bailing_hybrid bamba granitemoehybrid jamba kimi_linear olmo_hybrid qwen3_5 qwen3_5_moe_text qwen3_5_text qwen3_next
-""",
-    "full_attention linear_attention mlp moe": """
-nemotron_h
-""",
-    "full_attention sliding_attention": """
-afmoe beam cohere2 cohere2_moe cohere_compass_text cwm dots1 exaone4 exaone_moe flint gemma2 gemma3 gemma3_text
-gemma3n_text gemma4 gemma4_text gemma4_unified_text got_ocr2 gpt_oss granite_swa granitemoe_swa kolibri1 laguna mellum
-mimo_v2_flash ministral olmo3 qwen2 qwen2_5_vl qwen2_moe qwen2_vl qwen3 smollm3 vaultgemma
-""",
-    "hybrid": """
-falcon_h1
-""",
-    "hybrid linear_attention": """
-zamba zamba2
-""",
-    "indexed_attention": """
-axk2 deepseek_v32 glm_moe_dsa hy_v4 mistral_large4
-""",
-    "indexed_attention sliding_attention": """
-dots3_note_text
-""",
-    "linear_attention": """
-falcon_mamba mamba mamba2
-""",
-}
+TRIED: dict[str, set[str]] = {}
+"""The types of layers of each type that was found exact, beside attention: `make models` writes its file."""
 
-TRIED = {kind: {*layers.split()} for layers, kinds in _LAYERS.items() for kind in kinds.split()}
-"""The types of layers of each type that was found exact, beside attention."""
+for _kind, _states in json.loads(Path(__file__).with_name("models.json").read_text("utf-8"))["types"].items():
+    if _states["plain"] == "exact":
+        TRIED.setdefault(_states.get("as", _kind), set()).update(_states.get("layers", ()))
 
 CLASSES = {
     (
@@ -82,15 +42,6 @@ CLASSES = {
 """The classes of layers with states, and of indexers, by the functions that each must call to be right."""
 
 _INDEXERS = {*CLASSES["update_indexer",].split()}
-
-_BLOCKS = {
-    "Glm5NextTextIndexer": "chooses pools of keys",
-    "Qwen4ExpTextQSAIndexer": "chooses compressed blocks of keys",
-    "MiniMaxM3VLIndexer": "chooses blocks of keys",
-    "DeepseekV4HCACompressor": "attends to compressed keys",
-    "DeepseekV4CSACompressor": "attends to compressed keys",
-}
-"""Modules that choose otherwise than among single keys, and what their layer does."""
 
 _EACH_TOKEN = (
     "ADALORA", "BEFT", "BOFT", "C3A", "DEFT", "DELORA", "FOURIERFT", "FROD", "GLORA", "GRALORA", "HIRA", "HRA", "IA3",
@@ -125,10 +76,10 @@ def check_model(model: Any, *, unlisted: bool) -> list[torch.nn.Module]:
     unlisted: the model need not be on the list.
     """
     names = {type(module).__name__ for module in model.modules()}
-    if choosing := sorted(names & _BLOCKS.keys() | {x for x in names - _INDEXERS if x.endswith("Indexer")}):
+    if choosing := sorted(x for x in names - _INDEXERS if x.endswith(("Indexer", "Compressor"))):
         raise UnsupportedError(
             f"{kind_of(model)} with a {choosing[0]}",
-            f"a layer with it {_BLOCKS.get(choosing[0], 'chooses in its own way')}; choices of single keys are known",
+            "it chooses blocks of keys, or compresses them, or chooses in another way than is known",
             "a model with such a choice, as those of types deepseek_v32, glm_moe_dsa and hy_v4",
         )
     if strange := _unlisted(model):

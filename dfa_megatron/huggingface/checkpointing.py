@@ -21,6 +21,9 @@ logger = logging.getLogger(__name__)
 _FUNCTION = "_gradient_checkpointing_func"
 """The attribute in which transformers keeps the checkpoint function of a layer."""
 
+WRAPPED = "checkpoint_fn"
+"""The attribute in which a module that PyTorch's `checkpoint_wrapper` makes, as FSDP's options do, keeps its own."""
+
 _SET = "_dfa_checkpointing"  # the attribute of a model whose checkpoints `set_checkpointing` set
 
 
@@ -90,18 +93,19 @@ def check_options(options: TrainingConfig, *, reentrant: bool) -> None:
         raise UnsupportedError(f"remat_offload {what}", why, "checkpoint 'remat' or 'full'")
 
 
-def keep_forward(model: torch.nn.Module, *, saving: bool) -> None:
+def keep_forward(model: torch.nn.Module, *, saving: bool, name: str = _FUNCTION) -> None:
     """Let the checkpoint functions of a model's layers, whoever set them, run a layer again in its own forward.
 
     saving: they save attention's output and lse too.
+    name: the attribute in which they are.
     """
     for module in model.modules():
-        own = vars(module).get(_FUNCTION)
+        own = vars(module).get(name)
         if own is not None and getattr(own, "func", None) is not _checkpoint:
             if not saving and _SET not in vars(model):
                 _say_twice()
-            setattr(module, _FUNCTION, functools.partial(_checkpoint, _saving(own) if saving else own))
-        elif hasattr(module, "gradient_checkpointing"):
+            setattr(module, name, functools.partial(_checkpoint, _saving(own) if saving else own))
+        elif name == _FUNCTION and hasattr(module, "gradient_checkpointing"):
             return  # the first such module tells of all: transformers sets their functions together
 
 
@@ -122,7 +126,7 @@ def _saving(own: Callable[..., Any], *, offload: bool = False) -> Callable[..., 
 
 
 def _checkpoint(own: Callable[..., Any], layer: Callable[..., Any], *inputs: Any, **more: Any) -> Any:
-    """Run a checkpoint function, whose recompute enters the forward: it runs no hooks of the layer."""
+    """Run a checkpoint function, whose recompute enters the forward."""
     call = innermost()
     return own(layer if call is None else functools.partial(_run, call, layer), *inputs, **more)
 

@@ -6,13 +6,12 @@ ours then count as one process, as by `distribute_accelerator`. patches/accelera
 
 from __future__ import annotations
 
-import functools
 import os
 from collections.abc import Callable
 from typing import Any
 
 from dfa_megatron.config import TrainingConfig
-from dfa_megatron.hooks import replace, replaced
+from dfa_megatron.hooks import replace
 from dfa_megatron.huggingface.accelerator import share_by_config
 from dfa_megatron.huggingface.current_forward import NAME
 from dfa_megatron.huggingface.trainer import distribute_trainer
@@ -27,16 +26,13 @@ def add_cp_backend() -> None:
     """
     from accelerate import Accelerator, ParallelismConfig
 
-    _replace(ParallelismConfig, "__post_init__", _check_fields)
-    _replace(Accelerator, "__init__", _init)
+    replace(ParallelismConfig, "__post_init__", _given(_check_fields))
+    replace(Accelerator, "__init__", _given(_init))
 
 
-def _replace(owner: Any, name: str, ours: Callable[..., Any]) -> None:
-    """Let a method of ours, which is given the other, stand in for it; a second call does nothing."""
-    if f"{owner.__name__}.{name}" in replaced():
-        return
-    own = getattr(owner, name)
-    replace(owner, name, functools.wraps(own)(lambda self, *args, **kwargs: ours(own, self, *args, **kwargs)))
+def _given(ours: Callable[..., Any]) -> Callable[[Any], Callable[..., Any]]:
+    """Return what makes a method of ours, which is given the one that it stands in for."""
+    return lambda own: lambda self, *args, **kwargs: ours(own, self, *args, **kwargs)
 
 
 def _check_fields(own: Callable[[Any], None], config: Any) -> None:
@@ -80,7 +76,7 @@ def share(accelerator: Any, config: Any) -> None:
 
     share_by_config(accelerator, config.cp_size, config.cp_handler)
     for name in ("train", "evaluate", "predict"):
-        _replace(Trainer, name, _distribute_first)
+        replace(Trainer, name, _given(_distribute_first))
 
 
 def _distribute_first(own: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -> Any:

@@ -2,19 +2,20 @@
 
 A `Forward` is made once, by the hooks in model_inputs.py, and never changes. What runs in the call reads it here:
 attention, rotary embeddings, recurrent layers, losses. A layer that is checkpointed runs again in the backward, perhaps
-in another thread and after other calls: it finds the `Forward` again (hook_mixers.py).
+in another thread and after other calls: its checkpoint function has kept the `Forward` (checkpointing.py).
 """
 
 from __future__ import annotations
 
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
 from dfa_megatron.config import TrainingConfig
 from dfa_megatron.errors import UnsupportedError
+from dfa_megatron.hooks import TESTED
 from dfa_megatron.huggingface.seen import Documents, Images, Seen
 from dfa_megatron.plan.language.layout import Layout, contiguous
 from dfa_megatron.plan.language.tree import Tree
@@ -24,9 +25,6 @@ NAME = "dfa"
 
 CONTEXT = "_dfa_attention"
 """The attribute of a module that holds its `LayerContext`."""
-
-KEYWORD = "dfa_forward"
-"""The keyword argument of layers that holds the `Forward`, which checkpoint functions keep for the recompute."""
 
 REACHED = "_dfa_reached"
 """The attribute of a mixer for the names of functions that it must reach, each with whether its forward has done so."""
@@ -46,6 +44,7 @@ class LayerContext:
     multimodal: the decoder belongs to a model with towers, which embeds whole sequences.
     unlisted: the model need not be on the list of what was tried.
     local: within `local_attention`.
+    reads_logits: whether the Trainer that predicts does; None outside of its steps.
     compared: the ranks have compared their weights, which is done once.
     indexers: the weight of the loss that trains indexers; 0 where they are not trained.
     indexer_loss: that loss of the last call.
@@ -58,6 +57,7 @@ class LayerContext:
     multimodal: bool = False
     unlisted: bool = False
     local: bool = False
+    reads_logits: bool | None = None
     compared: bool = False
     indexers: float = 0.0
     indexer_loss: torch.Tensor | None = None
@@ -74,7 +74,6 @@ class Forward:
     seen: the documents of every row, or the tree or mask that all rows have; None if each row is one document.
     images: where those of every row are whose tokens see each other both ways, by kind of layer.
     positions: int64 (batch or 1, local_seq), the places of this rank's tokens in their documents or paths.
-    embedded: the position_ids that a text model's decoder is to be handed: positions, or axes (4, batch, local_seq).
     longest: tokens of the longest document, or path, on all ranks.
     mask: (batch, local_seq), 0 for padding; None without.
     rows: the rows of the batch.
@@ -91,7 +90,6 @@ class Forward:
     seen: Documents | Seen | None = None
     images: dict[str, tuple[Images, ...]] | None = None
     positions: torch.Tensor | None = None
-    embedded: torch.Tensor | None = None
     longest: int = 0
     mask: torch.Tensor | None = None
     rows: int = 0
@@ -111,18 +109,6 @@ class Forward:
     def tree(self) -> Tree | None:
         """Return the segments of every row of a prompt tree."""
         return self.seen.told if isinstance(self.seen, Seen) and isinstance(self.seen.told, Tree) else None
-
-
-class Handed:
-    """Hand a `Forward` to layers as one value: what copies, casts or moves their keywords does not look into it."""
-
-    __slots__ = ("forward",)
-
-    def __init__(self, forward: Forward) -> None:
-        self.forward = forward
-
-    def __deepcopy__(self, memo: object) -> Handed:
-        return self  # a forward is known by the context that its model has
 
 
 _RUNNING: ContextVar[tuple[tuple[object, Forward], ...]] = ContextVar("forwards that run", default=())
@@ -162,14 +148,23 @@ def forward_of(module: torch.nn.Module) -> Forward:
     """Return the forward that a module runs in.
 
     Raises:
-        UnsupportedError: its model is not distributed; or a layer is called alone, or lost its keyword in a recompute.
+        UnsupportedError: its model is not distributed; or a layer is called alone, or by a user's checkpoint function.
     """
     forward = forward_of_context(getattr(module, CONTEXT, None))
     if forward is None:
         raise UnsupportedError(
             f"a layer of type {type(module).__name__} outside of a call of its distributed model",
             "nothing tells it the documents, or whether its attention is local",
-            "distribute_attention(model), and a call of it. Where a function of your own checkpoints layers: one that "
-            "hands on their keywords, or checkpoint='full' or 'remat' of TrainingConfig",
+            "distribute_attention(model), and a call of it. Where a function of your own checkpoints layers: "
+            "checkpoint='full' or 'remat' of TrainingConfig, or PyTorch's checkpoint_wrapper",
         )
     return forward
+
+
+def refuse_unreached(layer: object, missed: list[str]) -> NoReturn:
+    """Refuse a layer that computes from several tokens by itself."""
+    raise UnsupportedError(
+        f"a layer of type {type(layer).__name__} that did not reach {', '.join(missed)}",
+        "it has computed from the tokens of this rank alone",
+        f"distribute_attention once more, after layers were changed, and {TESTED}",
+    )

@@ -1,6 +1,6 @@
-"""Hook the layers of a model, and their mixers: attention and layers with states, which compute from several tokens.
+"""Hook the mixers of a model: attention and layers with states, which compute from several tokens.
 
-    a layer, or a mixer, runs       _enter: in the forward that runs; in a recompute, the one in its keyword
+    a mixer runs                    _enter: in the forward that runs, or that the recompute of its layer has entered
       attention                     attention_function.py
       causal_conv1d_fn, ...         in its file, replaced by what stands in for it over the ranks
     it ends                         _check_reached, end
@@ -19,24 +19,21 @@ from typing import Any
 
 import torch
 
-from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.hooks import replace
-from dfa_megatron.huggingface.batch import takes
 from dfa_megatron.huggingface.check_model import CLASSES
+from dfa_megatron.huggingface.checkpointing import WRAPPED, keep_forward
 from dfa_megatron.huggingface.current_forward import (
     CONTEXT,
-    KEYWORD,
     NAME,
     REACHED,
     Arguments,
     Forward,
-    Handed,
     LayerContext,
     end,
     enter,
     forward_of,
-    forward_of_context,
     innermost,
+    refuse_unreached,
 )
 from dfa_megatron.huggingface.indexers import follow
 from dfa_megatron.huggingface.seen import Seen, refuse_for
@@ -48,7 +45,7 @@ Real = Callable[..., Any]
 
 
 def adopt(model: Any, context: LayerContext, attentions: list[torch.nn.Module]) -> None:
-    """Give the layers of a model and their mixers, its attentions among them, its context, hooks and implementation."""
+    """Give the mixers of a model, its attentions among them, its context, hooks and implementation."""
     decoder = model.get_decoder()
     wanted = {module: listed(module) for module in decoder.modules() if listed(module) or _replaceable(module)}
     wanted |= dict.fromkeys(attentions, frozenset({NAME}))
@@ -59,13 +56,13 @@ def adopt(model: Any, context: LayerContext, attentions: list[torch.nn.Module]) 
         config = vars(mixer).get("config")
         if config is not None and config._attn_implementation != NAME:  # a copied layer's is not the model's
             config._attn_implementation = NAME
-    for module in {*_layers(decoder), *wanted}:
-        if not any(hook is _enter for hook in module._forward_pre_hooks.values()):
-            module.register_forward_pre_hook(_enter, with_kwargs=True, prepend=True)
-            module.register_forward_hook(_check_reached)
-            module.register_forward_hook(end, always_call=True)
+        if not any(hook is _enter for hook in mixer._forward_pre_hooks.values()):
+            mixer.register_forward_pre_hook(_enter, prepend=True)
+            mixer.register_forward_hook(_check_reached)
+            mixer.register_forward_hook(end, always_call=True)
     for module in {*_parts(decoder), *wanted}:
         setattr(module, CONTEXT, context)
+    keep_forward(decoder, saving=context.options.checkpoint == "auto", name=WRAPPED)
 
 
 def knows_all(model: Any, context: LayerContext) -> bool:
@@ -73,40 +70,24 @@ def knows_all(model: Any, context: LayerContext) -> bool:
     return all(vars(module).get(CONTEXT) is context for module in _parts(model.get_decoder()))
 
 
-def _layers(decoder: Any) -> list[torch.nn.Module]:
-    """Return the layers of a decoder."""
-    return [x for child in decoder.children() if isinstance(child, torch.nn.ModuleList) for x in child]
-
-
 def _parts(decoder: Any) -> list[torch.nn.Module]:
     """Return the layers of a decoder and their children."""
-    return [part for layer in _layers(decoder) for part in (layer, *layer.children())]
+    layers = [x for child in decoder.children() if isinstance(child, torch.nn.ModuleList) for x in child]
+    return [part for layer in layers for part in (layer, *layer.children())]
 
 
-def _enter(layer: torch.nn.Module, args: tuple[Any, ...], kwargs: Arguments) -> Any:
-    """Enter the forward of a layer: the one that runs, or in a recompute the one that its keyword holds."""
-    handed: Handed | None = kwargs.get(KEYWORD)
-    reached = vars(layer).get(REACHED)
-    forward = forward_of_context(getattr(layer, CONTEXT)) or (handed.forward if handed is not None else None)
-    if reached is not None:
-        reached.update(dict.fromkeys(reached, False))
-        forward = forward or forward_of(layer)
-    if forward is not None:
-        enter(layer, forward)
-    if handed is None or takes(layer, KEYWORD):
-        return None
-    return args, {name: value for name, value in kwargs.items() if name != KEYWORD}
+def _enter(mixer: torch.nn.Module, args: tuple[Any, ...]) -> None:
+    """Enter the forward that runs, in which a mixer has reached nothing yet."""
+    forward = forward_of(mixer)
+    vars(mixer)[REACHED].update(dict.fromkeys(vars(mixer)[REACHED], False))
+    enter(mixer, forward)
 
 
 def _check_reached(layer: torch.nn.Module, args: tuple[Any, ...], output: Any) -> None:
     """Raise where a mixer has run in a distributed forward without reaching each function that its class lists."""
-    missed = sorted(name for name, was_reached in vars(layer).get(REACHED, {}).items() if not was_reached)
+    missed = sorted(name for name, was_reached in vars(layer)[REACHED].items() if not was_reached)
     if missed and forward_of(layer).distributed:
-        raise UnsupportedError(
-            f"a layer of type {type(layer).__name__} that did not reach {', '.join(missed)}",
-            "it has computed from the tokens of this rank alone",
-            "distribute_attention once more, after layers were changed, and versions that `dfa-megatron doctor` names",
-        )
+        refuse_unreached(layer, missed)
 
 
 def listed(module: torch.nn.Module) -> frozenset[str]:
@@ -121,22 +102,15 @@ def _replaceable(module: Any) -> set[str]:
     return {*STANDS_IN, *FUSED} & {*(code.co_names if code is not None else ())}
 
 
-_REAL = "_dfa_real"
-"""The attribute of a replaced function that holds the real one."""
-
-
 def _replace_calls(layer: torch.nn.Module) -> None:
     """Replace what a layer with a state calls in its file; nothing changes at a second call."""
-    home = sys.modules[type(layer).__module__]
     for name in _replaceable(layer):
-        if not hasattr(real := vars(home)[name], _REAL):
-            replace(home, name, _replacing(name, real))
+        replace(sys.modules[type(layer).__module__], name, functools.partial(_replacing, name))
 
 
 def _replacing(name: str, real: Real) -> Real:
     signature = inspect.signature(real)
 
-    @functools.wraps(real)
     def replaced(*args: Any, **kwargs: Any) -> Any:
         layer, forward = innermost() or (None, None)
         if forward is None or not forward.distributed or name not in _replaceable(layer):
@@ -152,7 +126,6 @@ def _replacing(name: str, real: Real) -> Real:
         with at_layer(int(getattr(layer, "layer_idx", None) or 0) + 1):
             return STANDS_IN[name](real, options_of(forward), given)
 
-    setattr(replaced, _REAL, real)
     return replaced
 
 

@@ -13,7 +13,6 @@ the queries and the output instead.
 
 from __future__ import annotations
 
-import functools
 import inspect
 from numbers import Real
 from types import SimpleNamespace
@@ -22,16 +21,16 @@ from typing import Any, Self
 import torch
 
 from dfa_megatron.errors import UnsupportedError
-from dfa_megatron.hooks import replace
+from dfa_megatron.hooks import TESTED, replace
 from dfa_megatron.huggingface.current_forward import (
     CONTEXT,
     REACHED,
     Arguments,
     Forward,
-    forward_of,
     forward_of_context,
 )
 from dfa_megatron.huggingface.loss import as_whole
+from dfa_megatron.huggingface.planned_mask import PlannedMask
 from dfa_megatron.huggingface.seen import Seen, mask_of
 from dfa_megatron.indexed import index_loss, index_topk, sparse_attn
 from dfa_megatron.remat import active_frame
@@ -39,21 +38,6 @@ from dfa_megatron.runtime.agreement.calls import at_layer
 
 INDEXER = "update_indexer"
 """What an indexer must call, by the lists of check_model.py."""
-
-_REAL = "_dfa_real"
-"""The attribute of a replaced method that holds the real one."""
-
-
-class IndexedMask:
-    """Replace the mask of a layer whose keys are chosen: what its tokens see is known elsewhere."""
-
-    dtype = torch.bool
-
-    def __getitem__(self, index: Any) -> Self:
-        return self
-
-    def __invert__(self) -> Self:
-        return self
 
 
 class Indexed:
@@ -89,7 +73,7 @@ class Indexed:
 
     def masked_fill(self, mask: Any, value: Any) -> Self:
         """Return itself for the mask that stands for what tokens see."""
-        if not isinstance(mask, IndexedMask):
+        if not isinstance(mask, PlannedMask):
             raise _other("another mask than the layer's")
         return self
 
@@ -124,7 +108,7 @@ def _other(what: str) -> UnsupportedError:
     return UnsupportedError(
         f"an indexer that asks for {what}",
         "its scores are known as a sum over heads of weights * relu(q . k)",
-        "versions that `dfa-megatron doctor` names",
+        TESTED,
     )
 
 
@@ -136,31 +120,20 @@ def is_sparse(module: Any) -> bool:
 def follow(module: Any) -> None:
     """Replace an indexer's forward, or what expands the latents of a layer that reads chosen keys; once for a class."""
     name, ours = ("expand_kv", _latents) if is_sparse(module) else ("forward", _choice)
-    if is_sparse(module):
-        if not any(hook is _with_mask for hook in module._forward_pre_hooks.values()):
-            module.register_forward_pre_hook(_with_mask, with_kwargs=True)
-    elif INDEXER not in vars(module).get(REACHED, ()):
+    if not is_sparse(module) and INDEXER not in vars(module).get(REACHED, ()):
         return
     kind = next(cls for cls in type(module).__mro__ if name in vars(cls))
-    if hasattr(real := vars(kind)[name], _REAL):
-        return
 
-    @functools.wraps(real)
-    def replaced(self: Any, *args: Any, **kwargs: Any) -> Any:
-        forward = forward_of_context(getattr(self, CONTEXT, None))
-        if forward is None or not forward.distributed:  # another model of the class, too
-            return real(self, *args, **kwargs)
-        return ours(real, self, forward, args, kwargs)
+    def replacing(real: Any) -> Any:
+        def replaced(self: Any, *args: Any, **kwargs: Any) -> Any:
+            forward = forward_of_context(getattr(self, CONTEXT, None))
+            if forward is None or not forward.distributed:  # another model of the class, too
+                return real(self, *args, **kwargs)
+            return ours(real, self, forward, args, kwargs)
 
-    setattr(replaced, _REAL, real)
-    replace(kind, name, replaced)
+        return replaced
 
-
-def _with_mask(layer: Any, args: tuple[Any, ...], kwargs: Arguments) -> Any:
-    """Give a layer in a distributed forward a mask that it can slice."""
-    if forward_of(layer).distributed and kwargs.get("attention_mask", layer) is None:
-        return args, kwargs | {"attention_mask": IndexedMask()}
-    return None
+    replace(kind, name, replacing)
 
 
 def _latents(real: Any, layer: Any, forward: Forward, args: tuple[Any, ...], kwargs: Arguments) -> Any:

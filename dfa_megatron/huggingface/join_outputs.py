@@ -14,7 +14,6 @@ from torch.utils._pytree import tree_map_only
 
 from dfa_megatron.huggingface.batch import arguments_of
 from dfa_megatron.huggingface.current_forward import CONTEXT, LayerContext, forward_of
-from dfa_megatron.huggingface.tiled_head import reads_logits
 from dfa_megatron.runtime.comm.groups import resolve
 from dfa_megatron.sharding import unshard_sequence
 
@@ -76,7 +75,7 @@ def _join(model: Any, args: Any, output: Any) -> Any:
             found = unshard_sequence(value, group=group, layout=layout)
             padding = getattr(model, _PADDING)
             return (found if padding is None else rolled(found, -padding))[:, :-1]
-        if model.training or name not in _OF_TOKENS or (name == "logits" and reads_logits() is False):
+        if model.training or name not in _OF_TOKENS or (name == "logits" and context.reads_logits is False):
             return value
         return tree_map_only(torch.Tensor, whole, value)
 

@@ -10,7 +10,6 @@ the ranks' own would be another: the ranks add up these sums.
 
 from __future__ import annotations
 
-import functools
 import inspect
 import sys
 from collections.abc import Callable
@@ -20,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from dfa_megatron.errors import UnsupportedError
-from dfa_megatron.hooks import replace
+from dfa_megatron.hooks import OWN, replace
 from dfa_megatron.huggingface.batch import IGNORED, LABELS, first_of, next_labels, tokens_of
 from dfa_megatron.huggingface.current_forward import Arguments, Forward, LayerContext, innermost
 from dfa_megatron.huggingface.tiled_head import causal_loss, is_causal, run_in, summed_loss, tiled_head
@@ -185,34 +184,28 @@ def computes_loss(model: Any) -> bool:
 
 
 _BALANCE = "load_balancing_loss_func"
-"""The function in a model's file, the same in all of them; and the attribute that marks what stands in for it."""
+"""The function in a model's file, the same in all of them."""
 
 
 def follow_router(forward: Callable[..., Any]) -> None:
     """Let the loss of routers in the file of a model's forward count the tokens of all ranks; may be called again."""
-    if (real := _own(forward)) is None:
-        return
 
-    @functools.wraps(real)
-    def loss(gate_logits: Any, num_experts: int | None = None, top_k: int = 2, *masks: Any, **more: Any) -> Any:
-        call = innermost()
-        if call is None or not call[1].distributed or not isinstance(gate_logits, tuple) or num_experts is None:
-            return real(gate_logits, num_experts, top_k, *masks, **more)
-        return _balance(call[1], gate_logits, num_experts, top_k)
+    def replacing(real: Callable[..., Any]) -> Callable[..., Any]:
+        def loss(gate_logits: Any, num_experts: int | None = None, top_k: int = 2, *masks: Any, **more: Any) -> Any:
+            call = innermost()
+            if call is None or not call[1].distributed or not isinstance(gate_logits, tuple) or num_experts is None:
+                return real(gate_logits, num_experts, top_k, *masks, **more)
+            return _balance(call[1], gate_logits, num_experts, top_k)
 
-    setattr(loss, _BALANCE, real)
-    replace(sys.modules[inspect.unwrap(forward).__module__], _BALANCE, loss)
+        return loss
 
-
-def _own(forward: Callable[..., Any]) -> Callable[..., Any] | None:
-    """Return that function in the file of a model's forward; None where it is ours, or there is none."""
-    found: Callable[..., Any] | None = vars(sys.modules[inspect.unwrap(forward).__module__]).get(_BALANCE)
-    return None if hasattr(found, _BALANCE) else found
+    replace(sys.modules[inspect.unwrap(forward).__module__], _BALANCE, replacing, optional=True)
 
 
 def check_router(model: Any) -> None:
     """Refuse a model whose loss of routers would count the tokens of this rank alone: the name was put back."""
-    if _own(type(model).forward) is not None:
+    found = vars(sys.modules[inspect.unwrap(type(model).forward).__module__]).get(_BALANCE)
+    if found is not None and not hasattr(found, OWN):
         name = type(model).__name__
         raise UnsupportedError(
             f"a {name} whose router's loss did not reach ours", "its name was put back", "distribute_attention again"

@@ -1,7 +1,7 @@
-"""Make the `Forward` of a call from its whole batch, cut the batch, and give the decoder its inputs.
+"""Make the `Forward` of a call from its whole batch, and cut it at the decoder's door.
 
-    model(**whole batch)     begin: read the batch, compare it with the other ranks', cut it; enter the forward
-      decoder(**part)        prepare: positions, no mask, the forward in a keyword
+    model(**whole batch)     begin: read the batch, compare it with the other ranks', cut labels; enter the forward
+      decoder(**whole)       prepare: this rank's part of tokens, positions, no mask
         layers               attention and the others find the forward
       loss                   finish: the mean of the ranks' losses, on every rank
 
@@ -11,7 +11,6 @@ A decoder may be called alone. While attention is the model's own, the hooks onl
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -20,17 +19,14 @@ import torch
 
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.huggingface import batch as whole
-from dfa_megatron.huggingface import embed_first
-from dfa_megatron.huggingface.attention_function import nothing_hidden
-from dfa_megatron.huggingface.batch import check_same, first_of, tokens_of
+from dfa_megatron.huggingface import decoder_door as door
+from dfa_megatron.huggingface.batch import compare, first_of, tokens_of
 from dfa_megatron.huggingface.check_model import check_adapters, check_model
 from dfa_megatron.huggingface.checkpointing import keep_forward
 from dfa_megatron.huggingface.current_forward import (
     CONTEXT,
-    KEYWORD,
     Arguments,
     Forward,
-    Handed,
     LayerContext,
     enter,
     forward_of,
@@ -39,23 +35,22 @@ from dfa_megatron.huggingface.current_forward import (
 from dfa_megatron.huggingface.hook_mixers import adopt, knows_all
 from dfa_megatron.huggingface.indexers import whole_loss
 from dfa_megatron.huggingface.loss import as_whole, check_loss, check_router
-from dfa_megatron.huggingface.seen import MASK, TREE, refuse_for, refuse_positions
+from dfa_megatron.huggingface.planned_mask import nothing_hidden
+from dfa_megatron.huggingface.seen import refuse_for
 from dfa_megatron.huggingface.tiled_head import tile_of
 from dfa_megatron.runtime.comm.weights import check_weights
+from dfa_megatron.whole_batch import MASK, TREE
 
 _ALPHA = "neftune_noise_alpha"
 """The attribute of embeddings by which transformers' hook scales NEFTune's noise, over the root of length and width."""
 
 _CACHES = ("past_key_values", "cache")  # before and since transformers 5.24
 
-LEFT_OUT = "_dfa_left_out"
-"""The attribute of accelerate's ParallelismConfig by which `distribute_accelerator` says that it leaves cp out."""
-
 ArgsAndKeywords = tuple[tuple[Any, ...], Arguments]
 
 
 def begin(model: Any, args: tuple[Any, ...], kwargs: Arguments) -> ArgsAndKeywords:
-    """Make the forward of a model's call, or of a decoder's that is called alone, enter it, and cut the batch.
+    """Make the forward of a model's call, or of a decoder's that is called alone, enter it, and cut the labels.
 
     Raises:
         UnsupportedError: the call asks for what is wrong on parts of sequences, or the ranks give other batches.
@@ -74,25 +69,24 @@ def begin(model: Any, args: tuple[Any, ...], kwargs: Arguments) -> ArgsAndKeywor
             refuse_for("a model with its own attention")
         enter(model, Forward(context, distributed=False, tile=tile))
         return args, {name: x for name, x in kwargs.items() if name not in (TREE, MASK)}
-    _check_parallelism()
     check_router(model)
     verified = bool(context.group) and context.options.verify != "off"
     if verified and not context.compared:
         check_weights(model, context.group)
         context.compared = True
     try:
-        kept, forward = _cut(model, given)
+        kept, forward = _read(model, given)
     except Exception:
         if verified:  # the others wait for this rank's number
-            check_same(context.group, None)
+            compare(context.group, None)
         raise
     if verified:
-        check_same(context.group, given)
+        compare(context.group, given)
     enter(model, replace(forward, tile=tile))
     return (), kept
 
 
-def _cut(model: Any, given: Arguments) -> tuple[Arguments, Forward]:
+def _read(model: Any, given: Arguments) -> tuple[Arguments, Forward]:
     """Return the arguments for a model, or for a decoder that is called alone, and the forward of a whole batch."""
     context: LayerContext = getattr(model, CONTEXT)
     given = {name: x for name, x in given.items() if x is not None}
@@ -101,12 +95,10 @@ def _cut(model: Any, given: Arguments) -> tuple[Arguments, Forward]:
     check_loss(model, given, context)
     decoder = model.get_decoder()
     if context.multimodal and model is not decoder:
-        given = embed_first.take_whole(decoder, given)
+        given = door.take_whole(decoder, given)
     forward = whole.forward_of_batch(decoder, given, context)
-    if not context.multimodal:
-        return whole.part_of(model, given, forward), forward
     kept = {name: x for name, x in whole.cut_labels(given, context).items() if name not in whole.OF_HOOKS}
-    kept, images = embed_first.for_model(model, kept, forward.seen)
+    kept, images = door.for_model(model, kept, forward.seen)
     return kept, replace(forward, images=images)
 
 
@@ -125,19 +117,6 @@ def _check_call(given: Arguments, context: LayerContext) -> None:
             "each rank holds, and would keep, a part of the sequence",
             "model.generate within dfa_megatron.huggingface.local_attention(model), on whole sequences of this rank; "
             "use_cache=False and logits_to_keep=0 in other calls",
-        )
-
-
-def _check_parallelism() -> None:
-    """Refuse accelerate's own context parallelism, where `distribute_accelerator` did not leave it out."""
-    state = sys.modules.get("accelerate.state")
-    config = None if state is None else state.AcceleratorState._shared_state.get("parallelism_config")
-    size = getattr(config, "cp_size", 1)
-    if size > 1 and not hasattr(config, LEFT_OUT):
-        raise UnsupportedError(
-            f"distribute_attention beside ParallelismConfig(cp_size={size}) of accelerate",
-            "accelerate would drop the masks of layers, and cut batches a second time",
-            "distribute_accelerator(accelerator, model), or distribute_trainer(trainer)",
         )
 
 
@@ -166,34 +145,23 @@ def finish(model: Any, args: Any, output: Any) -> Any:
 
 
 def prepare(decoder: Any, args: tuple[Any, ...], kwargs: Arguments) -> ArgsAndKeywords:
-    """Give a decoder the positions of this rank's tokens, and its layers the forward."""
+    """Give a decoder this rank's part of its inputs."""
     context: LayerContext = getattr(decoder, CONTEXT)
     if forward_of_context(context) is None:
         args, kwargs = begin(decoder, args, kwargs)
     forward = forward_of_context(context)
     assert forward is not None
-    told: Arguments = {KEYWORD: Handed(forward)} if whole.takes(decoder, KEYWORD) else {}  # which layers get too
     if not forward.distributed:
-        return args, kwargs | told
-    given = whole.arguments_of(decoder, args, kwargs)
-    if context.multimodal:
-        given = embed_first.cut(decoder, given, forward)
-    else:
-        handed: torch.Tensor | None = given.get("position_ids")
-        if handed is not None and handed is not forward.embedded:
-            refuse_positions(handed)
-        given["position_ids"] = forward.embedded
+        return args, kwargs
+    given = door.cut(decoder, whole.arguments_of(decoder, args, kwargs), forward)
     tokens = tokens_of(given)
     _scale_noise(decoder, tokens, forward)
     given["use_cache"] = False
-    mask = given.get("attention_mask")  # of the model itself, if it is another one: layers refuse what it hides
-    if mask is None and forward.seen:
+    if forward.seen and given.get("attention_mask") is None:  # else of the model itself: layers refuse what it hides
         given["attention_mask"] = nothing_hidden(tokens)
-    elif mask is forward.mask and mask is not None:
-        given["attention_mask"] = nothing_hidden(tokens) if forward.seen else None
     if not any(parameter.name == "position_ids" for parameter in whole.parameters_of(decoder.__class__)):
         del given["position_ids"]
-    return (), given | told
+    return (), given
 
 
 def _scale_noise(decoder: Any, tokens: torch.Tensor, forward: Forward) -> None:

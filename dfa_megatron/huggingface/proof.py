@@ -45,25 +45,18 @@ class ModelJob(Job):
         self.models, self.model = [model], model
         self.inner = transformers_model(model)
         context: LayerContext | None = getattr(self.inner, CONTEXT, None)
-        kind = type(self.inner).__name__
+        kind, why, instead = type(self.inner).__name__, "", ""
         if context is None:
-            raise UnsupportedError(
-                f"prove of a {kind}",
-                "its attention is not distributed, so there is nothing to compare",
-                "distribute_attention before it",
-            )
-        if context.multimodal:
-            raise UnsupportedError(
-                f"prove of a {kind}, a model of images or sound",
-                "its texts have none",
-                "prove of a model that has its language model alone",
-            )
-        if self.inner.get_output_embeddings() is None:
-            raise UnsupportedError(
-                f"prove of a {kind}",
+            why, instead = "its attention is not distributed", "distribute_attention before it"
+        elif context.multimodal:
+            why, instead = "texts have no images or sound", "prove of a model that has its language model alone"
+        elif self.inner.get_output_embeddings() is None:
+            why, instead = (
                 "it has no head, and so no loss to start a backward from",
-                "prove of the model with its head, such as LlamaForCausalLM",
+                "prove of LlamaForCausalLM or like",
             )
+        if context is None or why:
+            raise UnsupportedError(f"prove of a {kind}", why, instead)
         config = self.inner.config.get_text_config()
         self.words, self.padding = config.vocab_size, config.pad_token_id
         self.name = context.group

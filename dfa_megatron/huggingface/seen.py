@@ -19,9 +19,7 @@ from dfa_megatron.plan.language.geometry import Span, Tile
 from dfa_megatron.plan.language.mask import Mask, short_name, two_way_blocks
 from dfa_megatron.plan.language.tree import Tree
 from dfa_megatron.runtime.cu_seqlens import Offsets
-
-TREE, MASK = "prompt_tree", "mask"
-"""The keys of a batch, and of a call: a `Tree` or its lengths and parents; a `Mask` of a whole row."""
+from dfa_megatron.whole_batch import MASK, check_length, pairs_of
 
 FLASH_KEYS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
 """The keys by which transformers' collators describe packed documents, with or without position_ids."""
@@ -71,38 +69,6 @@ def seen_of(told: Tree | Mask, positions: torch.Tensor | None = None) -> Seen:
     return Seen(told, tuple(zip(starts, row[starts].tolist(), strict=True)))
 
 
-def _told_of(batch: Mapping[str, Any], length: int) -> Tree | Mask | None:
-    """Return the tree or the mask that a batch or a call tells, None if it tells neither; refuse it beside others."""
-    found = [name for name in (TREE, MASK) if batch.get(name) is not None]
-    if not found:
-        return None
-    beside = [name for name in (*found[1:], *FLASH_KEYS) if batch.get(name) is not None]
-    if found == [MASK] and isinstance(padding := batch.get("attention_mask"), torch.Tensor) and not padding.all():
-        beside.append("padding")  # which a mask may show to other tokens
-    if beside:
-        raise UnsupportedError(
-            f"a {found[0]} beside {', '.join(beside)}", "each says which tokens attend to which", "one of them"
-        )
-    told: Any = batch[found[0]]
-    wrong = ""
-    try:
-        told = Tree.of(told) if found == [TREE] else told
-        if not isinstance(told, Tree if found == [TREE] else Mask):
-            wrong = f"it is of type {type(told).__name__}"
-        elif told.length != length:
-            wrong = f"it has {told.length} tokens, and a row has {length}"
-    except ValueError as error:
-        wrong = str(error)
-    if wrong:
-        raise UnsupportedError(
-            f"a {found[0]} that does not fit",
-            wrong,
-            "(lengths, parents) of a whole row, as dfa_megatron.masks.prompt_tree takes them, or a mask of "
-            "dfa_megatron.masks",
-        )
-    return told  # type: ignore[no-any-return]
-
-
 def seen_in(
     given: Mapping[str, Any], positions: torch.Tensor | None, tokens: torch.Tensor
 ) -> tuple[Documents | Seen | None, torch.Tensor]:
@@ -114,7 +80,10 @@ def seen_in(
         tokens: (batch, seq, ...), on the device of the positions to be returned.
     """
     (rows, length), device = tokens.shape[:2], tokens.device
-    if (told := _told_of(given, length)) is not None:
+    padding = given.get("attention_mask") if given.get(MASK) is not None else None
+    hides = isinstance(padding, torch.Tensor) and not padding.all()  # what a mask may show to other tokens
+    if (told := pairs_of({**given, "padding": hides or None}, *FLASH_KEYS, "padding")) is not None:
+        check_length(told, length)
         seen = seen_of(told, positions)
         places = seen.positions(device)
         if positions is not None and not bool((positions == places).all()):

@@ -67,9 +67,9 @@ def share_rollouts(trainer: Any, size: int) -> None:
 
     args, accelerator = trainer.args, trainer.accelerator
     groups = accelerator.num_processes
-    steps = args.steps_per_generation if hasattr(trainer, "num_generations") else args.gradient_accumulation_steps
-    rows = args.per_device_train_batch_size * groups * steps
-    if hasattr(trainer, "num_generations"):
+    rows = args.per_device_train_batch_size * groups * args.gradient_accumulation_steps
+    if hasattr(trainer, "num_generations"):  # not of distillation
+        rows = args.per_device_train_batch_size * groups * args.steps_per_generation
         in_evaluation = args.per_device_eval_batch_size * groups if args.eval_strategy != "no" else 0
         if rows % trainer.num_generations or in_evaluation % trainer.num_generations_eval:
             raise UnsupportedError(

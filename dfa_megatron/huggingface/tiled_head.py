@@ -9,14 +9,12 @@ from __future__ import annotations
 import copyreg
 import functools
 from collections.abc import Callable
-from contextvars import ContextVar
 from typing import Any
 
 import torch
 
 from dfa_megatron.config import TrainingConfig
 from dfa_megatron.errors import UnsupportedError
-from dfa_megatron.hooks import replace
 from dfa_megatron.huggingface.batch import IGNORED, next_labels
 from dfa_megatron.huggingface.current_forward import CONTEXT, LayerContext, forward_of_context
 from dfa_megatron.loss.deferred import WATCHED, DeferredLogits, Use, say_tiled
@@ -106,7 +104,6 @@ def set_tile(model: Any, options: TrainingConfig) -> None:
     say_tiled(options.loss_tile)
     if not isinstance(own, functools.partial):  # which smooths labels
         model.loss_function = causal_loss
-    follow_trainers()
 
 
 def is_causal(function: Any) -> bool:
@@ -131,19 +128,11 @@ def causal_loss(
 
     By tiles it is 0 in training without a label that counts.
     """
-    from transformers.loss.loss_utils import ForCausalLMLoss
-
-    deferred = isinstance(logits, DeferredLogits)
-    if not deferred and not label_smoothing:
-        dense: torch.Tensor = ForCausalLMLoss(
-            logits, labels, vocab_size, num_items_in_batch, ignore_index, shift_labels=shift_labels
-        )
-        return dense
     if shift_labels is None:
         assert labels is not None
         shift_labels = next_labels(labels, ignore_index)
     total: torch.Tensor
-    if deferred:
+    if isinstance(logits, DeferredLogits):
         total = logits.losses(shift_labels, ignore_index, label_smoothing).sum()
     else:
         total = summed_loss(logits, shift_labels.to(logits.device), ignore_index, label_smoothing)
@@ -170,40 +159,7 @@ def tile_of(model: Any, given: dict[str, Any]) -> int | None:
     """Return the tokens of a tile for the loss of a call, None for one whose logits are made."""
     context: LayerContext = getattr(model, CONTEXT)
     tile = context.options.loss_tile
-    if isinstance(tile, str) or given.get("labels") is None or (not model.training and reads_logits()):
+    if isinstance(tile, str) or given.get("labels") is None or (not model.training and context.reads_logits):
         return None
     setattr(tiled_head(model.get_output_embeddings()), CONTEXT, context)
     return tile
-
-
-_READS: ContextVar[bool | None] = ContextVar("whether the Trainer that predicts reads logits", default=None)
-
-_FOLLOWED = "_dfa_followed"
-"""The attribute of the replaced method."""
-
-
-def follow_trainers() -> None:
-    """Let `Trainer.prediction_step` of transformers say what it reads; may be called again."""
-    from transformers import Trainer
-
-    own = Trainer.prediction_step
-    if hasattr(own, _FOLLOWED):
-        return
-
-    @functools.wraps(own)
-    def prediction_step(
-        self: Any, model: Any, inputs: Any, prediction_loss_only: bool, *more: Any, **named: Any
-    ) -> Any:
-        token = _READS.set(not prediction_loss_only)
-        try:
-            return own(self, model, inputs, prediction_loss_only, *more, **named)
-        finally:
-            _READS.reset(token)
-
-    setattr(prediction_step, _FOLLOWED, True)
-    replace(Trainer, "prediction_step", prediction_step)
-
-
-def reads_logits() -> bool | None:
-    """Return whether the Trainer that predicts reads logits; None outside of its steps."""
-    return _READS.get()

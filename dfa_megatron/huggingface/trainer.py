@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -13,11 +13,12 @@ from dfa_megatron.config import TrainingConfig
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.huggingface.accelerator import check_given, refuse_objects, share_sequences
 from dfa_megatron.huggingface.batch import IGNORED
+from dfa_megatron.huggingface.current_forward import CONTEXT, LayerContext
 from dfa_megatron.huggingface.distribute import transformers_model
 from dfa_megatron.huggingface.join_outputs import classifies
 from dfa_megatron.huggingface.loss import follow_router
 from dfa_megatron.huggingface.share_rollouts import check_rollouts, generates, share_divergence, share_rollouts
-from dfa_megatron.huggingface.tiled_head import causal_loss, follow_trainers
+from dfa_megatron.huggingface.tiled_head import causal_loss
 from dfa_megatron.runtime.counters import stats
 
 
@@ -46,6 +47,8 @@ def distribute_trainer(
     scores = _name_of(trainer) in _OF_SCORES
     share = functools.partial(share_sequences, accelerator, config=config, loop=False, scores=scores, unlisted=unlisted)
     size = share(trainer.model, size)
+    if "prediction_step" not in vars(trainer):
+        trainer.prediction_step = functools.partial(_predict, trainer, trainer.prediction_step)
     if accelerator.state.num_processes == 1:
         return
     model = transformers_model(trainer.model)
@@ -72,8 +75,19 @@ def distribute_trainer(
         share_rollouts(trainer, size)
     if _name_of(trainer) == _DISTILLATION:
         share_divergence(trainer)
-    follow_trainers()
     trainer.gather_function = accelerator.gather_for_metrics
+
+
+def _predict(
+    trainer: Any, own: Callable[..., Any], model: Any, inputs: Any, prediction_loss_only: bool, **more: Any
+) -> Any:
+    """Predict as a Trainer does, whose model knows whether it reads logits."""
+    context: LayerContext = getattr(transformers_model(trainer.model), CONTEXT)
+    context.reads_logits = not prediction_loss_only
+    try:
+        return own(model, inputs, prediction_loss_only, **more)
+    finally:
+        context.reads_logits = None
 
 
 def _inputs(trainer: Any, model: Any, inputs: Any) -> tuple[Any, Any]:

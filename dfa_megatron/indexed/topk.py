@@ -35,6 +35,9 @@ from dfa_megatron.runtime.request import DEFAULTS
 KEYS = 4096
 """Keys of the largest block of scores."""
 
+SCORED = 1 << 28
+"""Bytes of scores that kernels make at a time: 512 rows of 128K tokens."""
+
 
 @outside_graphs
 @torch.no_grad()
@@ -210,7 +213,7 @@ def _by_kernels(
     first = torch.tensor([part.span.lo if part.work else seen.length for part in parts])[at]
     best = torch.full((len(q), topk), -1, dtype=torch.int32, device=q.device)
     total = torch.full((len(q),), -math.inf, dtype=torch.float32, device=q.device)
-    step = max(1, MEMORY // (8 * seen.length))
+    step = max(1, SCORED // (4 * seen.length))
     for rows in (slice(top, top + step) for top in range(0, len(q), step)):
         begin, end = int(first[rows].min()), int(own[rows].max()) + 1
         if begin < end:

@@ -17,9 +17,7 @@ import torch
 from dfa_megatron import hooks
 from dfa_megatron.errors import UnsupportedError
 
-_MARK = "_dfa_megatron"  # the attribute of a function of ours that holds the one in whose place it stands
 _BELOW = {*sys.stdlib_module_names, "numpy", "sympy", "torch", "triton"}  # they import nothing of Megatron
-_TESTED = "versions that `dfa-megatron doctor` names"
 
 
 class _Reached(threading.local):
@@ -31,24 +29,14 @@ _REACHED = _Reached()
 
 
 def replace(owner: Any, name: str, replacing: Callable[[Any], Callable[..., Any]], *, optional: bool = False) -> None:
-    """Replace a function of a class or module, and of every module that has imported it from there.
-
-    name: of the function, or of None where a package is missing. replacing: makes ours of Megatron's; once.
-    optional: this release need not have the name.
-    """
-    if name not in vars(owner):
-        if optional:
-            return
-        raise UnsupportedError(f"a Megatron-Core without {owner.__name__}.{name}", "ours takes its place", _TESTED)
-    if hasattr(megatrons := vars(owner)[name], _MARK):
-        return
-    ours = replacing(megatrons) if megatrons is None else functools.wraps(megatrons)(replacing(megatrons))
-    setattr(ours, _MARK, megatrons)
-    hooks.replace(owner, name, ours)
-    if getattr(megatrons, "__module__", None) == getattr(owner, "__name__", ""):
+    """Replace a function as `hooks.replace` does, and in every module that has imported it from its own."""
+    megatrons = vars(owner).get(name)
+    hooks.replace(owner, name, replacing, optional=optional)
+    if getattr(megatrons, "__module__", None) == owner.__name__ and not hasattr(megatrons, hooks.OWN):
+        ours = vars(owner)[name]
         for module in [one for name, one in sys.modules.items() if name.partition(".")[0] not in _BELOW]:
             for alias in [alias for alias, value in [*getattr(module, "__dict__", {}).items()] if value is megatrons]:
-                hooks.replace(module, alias, ours)
+                hooks.replace(module, alias, lambda _: ours)
 
 
 @functools.cache
@@ -81,5 +69,5 @@ def _check_reached(mixer: torch.nn.Module, args: tuple[Any, ...], output: Any) -
         raise UnsupportedError(
             f"a layer of type {type(mixer).__name__} that did not reach {', '.join(sorted(missed))}",
             "it has computed from the tokens of this rank alone",
-            _TESTED,
+            hooks.TESTED,
         )

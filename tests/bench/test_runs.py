@@ -200,6 +200,15 @@ def test_other_benchmarks_measure_and_are_right(tmp_path: Path) -> None:
     assert all(value > 0 for row in chosen for value in row.values())
 
 
+def test_programs_of_ranks_that_are_not_there_are_timed(tmp_path: Path) -> None:
+    few = ["--heads", "4", "--kv-heads", "2", "--head-dim", "16", "--device", "cpu", "--kernel", "cpu", "--ranks", "2"]
+    sizes = ["--rows", "32", "--dtype", "float32", "--rounds", "1", "--calls", "2"]
+    host_time.main([*few, *sizes, "--out", str(tmp_path / "host.json")])
+    rows = json.loads((tmp_path / "host.json").read_text())["rows"]
+    assert rows[0]["case"] == "program 2"
+    assert all(row["bound"] > 0 for row in rows)
+
+
 @pytest.mark.gpu(2, apart=True)
 def test_two_gpus_run_the_command_with_the_baselines_of_pytorch(tmp_path: Path) -> None:
     command = (sys.executable, "-m", "benchmarks.attention", "--ranks", "2", "--seq-length", "4096")

@@ -213,7 +213,7 @@ TRANSFORMERS = (
        attributes="compute_loss prediction_step _get_num_items_in_batch _prepare_context_parallel_inputs get_cp_size "
                   "floating_point_ops gather_function accelerator label_smoother compute_loss_func model_init "
                   "model_accepts_loss_kwargs args"),
-    on("transformers.trainer:Trainer.prediction_step", "huggingface/tiled_head.py",
+    on("transformers.trainer:Trainer.prediction_step", "huggingface/trainer.py",
        replaced="model inputs prediction_loss_only ignore_keys"),
     on("transformers.models.mixtral.modeling_mixtral:load_balancing_loss_func", "huggingface/loss.py",
        replaced="gate_logits num_experts top_k attention_mask"),

@@ -12,7 +12,6 @@ import torch
 from dfa_megatron import huggingface as dfa_hf
 from dfa_megatron.config import TrainingConfig
 from dfa_megatron.errors import UnsupportedError
-from dfa_megatron.huggingface.model_inputs import LEFT_OUT
 from tests.huggingface.test_trainer import Sequences, prepare_worker
 from tests.support.close import assert_close
 from tests.support.models import build, gradients
@@ -196,6 +195,8 @@ def compare(rank: int, world_size: int, context: int, folder: str) -> None:
 
 def beside(loop: Loop, context: int, data: int, fsdp: bool) -> None:
     """A teacher beside the model, and what is refused beside it."""
+    from accelerate.big_modeling import _attach_context_parallel_hooks
+
     dfa_hf.distribute_accelerator(loop.accelerator, build("Llama").eval(), size=None if fsdp else context)
     for training in (True, False):
         loop.model.train(training)
@@ -203,10 +204,10 @@ def beside(loop: Loop, context: int, data: int, fsdp: bool) -> None:
     if data > 1:
         with pytest.raises(UnsupportedError, match=r"size=4 (beside ParallelismConfig|for a second model)"):
             dfa_hf.distribute_accelerator(loop.accelerator, build("Llama"), size=4)
-    if (parallel := loop.accelerator.parallelism_config) is not None:
-        delattr(parallel, LEFT_OUT)  # as where accelerate alone has it
-        with pytest.raises(UnsupportedError, match="distribute_attention beside ParallelismConfig"):
-            dfa_hf.distribute_attention(build("Llama"))(input_ids=torch.arange(4)[None])
+    model = dfa_hf.distribute_attention(build("Llama"))
+    _attach_context_parallel_hooks(model)  # as accelerate alone does
+    with pytest.raises(UnsupportedError, match=r"accelerate's context parallelism.*distribute_accelerator"):
+        model(input_ids=torch.arange(4)[None])
 
 
 @pytest.mark.parametrize(("ranks", "context"), [(4, 2), (3, 3)])

@@ -10,6 +10,7 @@ import torch
 from dfa_megatron import huggingface as dfa_hf
 from dfa_megatron.config import TrainingConfig
 from dfa_megatron.huggingface.attention_function import attention
+from dfa_megatron.huggingface.planned_mask import PlannedMask
 from dfa_megatron.runtime.counters import COUNTERS
 from dfa_megatron.sharding import shard_sequence
 from tests.huggingface.compared import assert_gradients, called
@@ -17,6 +18,7 @@ from tests.support.close import assert_close
 from tests.support.models import LAYERS, build, gradients, text
 from tests.support.workers import run_ranks
 
+PLANNED = PlannedMask()
 TOLERANCE = 3e-2
 """Of bfloat16's rounding through two layers with large weights: eager and sdpa on one rank are 1.3e-2 apart."""
 
@@ -59,9 +61,9 @@ def test_kernels_do_within_autocast_what_they_do_outside(kernel: str) -> None:
     q, k, v = (torch.randn(1, heads, 12, 8, generator=torch.Generator().manual_seed(heads)) for heads in (4, 2, 2))
     low = (q.bfloat16(), k.bfloat16(), v.bfloat16())
     with called(layer, 12):
-        want, _ = attention(layer, *low, None)
+        want, _ = attention(layer, *low, PLANNED)
     with called(layer, 12), torch.autocast("cpu", dtype=torch.bfloat16):
-        got, _ = attention(layer, q, k, low[2], None)  # as rotary embeddings leave them
-        double, _ = attention(layer, q.double(), k.double(), v.double(), None)
+        got, _ = attention(layer, q, k, low[2], PLANNED)  # as rotary embeddings leave them
+        double, _ = attention(layer, q.double(), k.double(), v.double(), PLANNED)
     assert torch.equal(got, want)
     assert double.dtype is torch.float64  # autocast leaves it alone

@@ -16,6 +16,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from dfa_megatron import huggingface as dfa_hf
 from dfa_megatron.config import TrainingConfig
 from dfa_megatron.errors import UnsupportedError
+from dfa_megatron.hooks import OWN
 from tests.fuzz.frameworks.steps import check_each
 from tests.huggingface import rows
 from tests.huggingface.compared import assert_loss
@@ -47,7 +48,7 @@ def renamed(layer: torch.nn.Module, name: str) -> Any:
     kind = type(layer)
     names, was = vars(sys.modules[kind.__module__]), inspect.unwrap(kind.forward)
     source = inspect.cleandoc("\n" + inspect.getsource(was)).replace(name, f"new_{name}")
-    names[f"new_{name}"] = getattr(names[name], "_dfa_real", names[name])
+    names[f"new_{name}"] = getattr(names[name], OWN, names[name])
     here: dict[str, Any] = {}
     exec(compile(source, "<renamed>", "exec"), names, here)  # noqa: S102
     kind.forward = here["forward"]
@@ -71,7 +72,7 @@ def test_a_state_is_never_computed_alone_because_a_function_has_another_name(kin
             type(layer).forward = was
         distributed = dfa_hf.distribute_attention(copy.deepcopy(model))
         names = vars(sys.modules[type(layer).__module__])
-        ours, names[name] = names[name], names[name]._dfa_real  # another package put it back
+        ours, names[name] = names[name], getattr(names[name], OWN)  # another package put it back
         try:
             with pytest.raises(UnsupportedError, match=rf"{type(layer).__name__} that did not reach {name}"):
                 distributed(**batch)

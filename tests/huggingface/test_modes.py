@@ -9,13 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed.utils import _apply_to_tensors
 
 from dfa_megatron import huggingface as dfa_hf
 from dfa_megatron.config import TrainingConfig
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.huggingface import checkpointing
-from dfa_megatron.huggingface.current_forward import KEYWORD
 from dfa_megatron.sharding import shard_sequence, unshard_sequence
 from tests.fuzz.frameworks.steps import check_each
 from tests.huggingface import rows
@@ -98,32 +96,36 @@ def called_alone(rank: int, world_size: int) -> None:
     assert_close(want, shard_sequence(local), tolerance=1e-6, name="the decoder alone, in evaluation")
 
 
-def own_checkpoint(model: Any, keeps: bool) -> Any:
+def own_checkpoint(model: Any) -> Any:
     for layer in model.model.layers:
 
         def forward(*args: Any, own: Any = layer.forward, **kwargs: Any) -> Any:
-            given = _apply_to_tensors(lambda x: x, kwargs)  # as FSDP casts keywords: it copies every dataclass
-            kept = {name: value for name, value in given.items() if keeps or name != KEYWORD}
-            return torch.utils.checkpoint.checkpoint(functools.partial(own, **kept), *args, use_reentrant=True)
+            return torch.utils.checkpoint.checkpoint(functools.partial(own, **kwargs), *args, use_reentrant=True)
 
         layer.forward = forward
     return model
 
 
 def two_models(rank: int, world_size: int) -> None:
+    """Two models at once, whose layers PyTorch's wrapper checkpoints, as the options of FSDP do."""
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
+
     whole = text(1, 12, seed=3)
     wanted = []
-    for checkpointed in (False, True):
-        models = [of_double(kind=kind) for kind in ("Llama", "Qwen3")]
-        for model in models if checkpointed else ():
-            own_checkpoint(model, keeps=True)
+    for kept, form in ((None, None), ("none", CheckpointImpl.REENTRANT), ("auto", CheckpointImpl.NO_REENTRANT)):
+        models = [of_double(kept or "none", kind=kind) for kind in ("Llama", "Qwen3")]
+        for model in models if kept else ():
+            wrapped = [checkpoint_wrapper(layer, checkpoint_impl=form) for layer in model.model.layers]
+            model.model.layers = torch.nn.ModuleList(wrapped)
         losses = [model(**batch).loss for model, batch in zip(models, (PACK, whole), strict=True)]
         for loss in losses:
             loss.backward()
         wanted.append([summed(model) for model in models])
-    for found, want in zip(wanted[1], wanted[0], strict=True):
-        assert_same(found, want, "two models", 1e-12)
-    model = own_checkpoint(dfa_hf.distribute_attention(build("Llama")), keeps=False)
+    for found in wanted[1:]:
+        for each, want in zip(found, wanted[0], strict=True):
+            mine = {name.replace("_checkpoint_wrapped_module.", ""): gradient for name, gradient in each.items()}
+            assert_same(mine, want, "two models", 1e-12)
+    model = own_checkpoint(dfa_hf.distribute_attention(build("Llama")))
     with pytest.raises(UnsupportedError, match=r"a layer of type .*Attention outside of a call of its distributed"):
         model(**whole).loss.backward()
 

@@ -16,7 +16,7 @@ from dfa_megatron import huggingface as dfa_hf
 from dfa_megatron.config import MegatronConfig, TrainingConfig
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.huggingface import accelerator as accelerators
-from dfa_megatron.huggingface import attention_function, loss
+from dfa_megatron.huggingface import attention_function, loss, planned_mask
 from dfa_megatron.huggingface import trainer as trainers
 from dfa_megatron.huggingface.current_forward import CONTEXT
 from dfa_megatron.huggingface.share_rollouts import check_rollouts, share_rollouts
@@ -26,6 +26,9 @@ from tests.support.models import build, text
 
 transformers: Any = pytest.importorskip("transformers")
 pytestmark = pytest.mark.support("models", "models that are not supported are refused")
+
+
+PLANNED = planned_mask.PlannedMask()
 
 
 def changed(model: Any, size: int = 1, **facts: Any) -> Any:
@@ -60,9 +63,8 @@ def accelerated(tp_size: int = 1, distributed_type: str = "NO", dispatch_batches
     accelerators._check(Stub(parallelism_config=Stub(tp_size=tp_size), **kinds))
 
 
-def attend(keys: int = 8, mask: Any = None, sinks: Any = None, **more: Any) -> None:
+def attend(keys: int = 8, mask: Any = PLANNED, **more: Any) -> None:
     layer = changed(build("Llama")).model.layers[0].self_attn
-    layer.sinks = sinks
     with called(layer, 8):
         attention_function.attention(layer, torch.zeros(1, 4, 8, 8), *[torch.zeros(1, 4, keys, 8)] * 2, mask, **more)
 
@@ -89,14 +91,17 @@ def headed(head: str) -> None:
 
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
 REMAT = TrainingConfig(checkpoint="remat")
-CHUNKED: Any = Stub(config=Stub(layer_types=["chunked_attention"], attention_chunk_size=8), layer_idx=0)
 ALONE = Stub(
     state=Stub(num_processes=2, dynamo_plugin=Stub(backend="NO")),
     parallelism_config=None,
     distributed_type="NO",
     dispatch_batches=False,
 )
-SIZES = {"per_device_train_batch_size": 5, "per_device_eval_batch_size": 3, "steps_per_generation": 1}
+SIZES = {
+    **dict.fromkeys(("steps_per_generation", "gradient_accumulation_steps"), 1),
+    "per_device_train_batch_size": 5,
+    "per_device_eval_batch_size": 3,
+}
 ASKED = Stub(use_vllm=False, use_transformers_continuous_batching=False, eval_strategy="no", **SIZES)
 GENERATES: dict[str, Any] = {
     "args": ASKED, "accelerator": Stub(num_processes=2), "_is_vlm": False, "num_generations_eval": 2,
@@ -105,18 +110,16 @@ CASES: list[tuple[str, Callable[[], Any]]] = [
     ("head_mask in a layer of type LlamaAttention", lambda: attend(head_mask=torch.ones(1))),
     ("attention dropout in a layer of type LlamaAttention", lambda: attend(dropout=0.2)),
     ("attention that is not causal", lambda: attend(is_causal=False)),
-    ("sinks in a layer of type LlamaAttention", lambda: attend(sinks=torch.ones(4))),
-    ("sliding_window=None in a layer.*one of 0", lambda: attend(mask=attention_function.WindowMask(0))),
+    ("a window of 0 tokens", lambda: attend(mask=planned_mask.PlannedMask(0))),
     ("no transformers model", lambda: dfa_hf.distribute_attention(torch.nn.Linear(1, 1))),
     ("1 attentions in 2 layers, 2 of them different", lambda: asked(with_config(second="full_attention"))),
     ("attention of 8 tokens over 9", lambda: attend(keys=9)),
-    ("a mask beyond causal", lambda: attend(mask=attention_function.OtherMask())),
-    ("an attention_mask with padding", lambda: attention_function.mask(attention_mask=torch.tensor([[1, 0]]))),
-    ("chunks of 8 tokens in a layer", lambda: attention_function.chunk_of(CHUNKED, attention_function.WindowMask(4))),
+    ("a mask beyond causal", lambda: attend(mask=planned_mask.PlannedMask(planned=False))),
+    ("an attention_mask with padding", lambda: planned_mask.mask(attention_mask=torch.tensor([[1, 0]]))),
     ("attention dropout 0.1", lambda: asked(build("Llama", attention_dropout=0.1))),
     ("a moshi model with rope_type=dynamic", lambda: asked(sized("Moshi", rope_parameters=DYNAMIC))),
     ("prove of a LlamaModel.*no head", lambda: dfa_hf.prove(changed(build("Llama").model))),
-    ("a model of images or sound", lambda: dfa_hf.prove(changed(build("Llama"), multimodal=True))),
+    ("prove of a Llama.*no images or sound", lambda: dfa_hf.prove(changed(build("Llama"), multimodal=True))),
     ("size=3 on 2 ranks", lambda: accelerators.share_sequences(ALONE, None, 3, REMAT, loop=True)),
     ("ParallelismConfig.tp_size=2", lambda: accelerated(tp_size=2)),
     ("FSDP1 of accelerate.*fsdp_version=2", lambda: accelerated(distributed_type="FSDP")),
@@ -144,6 +147,9 @@ CASES: list[tuple[str, Callable[[], Any]]] = [
         "data_layout='zigzag'.*it must be a TrainingConfig",
         lambda: dfa_hf.distribute_attention(build("Llama"), config=MegatronConfig(data_layout="zigzag")),
     ),
+    ("distribute_trainer of a Llama.*distribute_attention", lambda: dfa_hf.distribute_trainer(build("Llama"))),
+    ("distribute_accelerator of a Llama.*distribute_att", lambda: dfa_hf.distribute_accelerator(build("Llama"), None)),
+    ("a model of type SimpleNamespace: no transformers model", lambda: dfa_hf.distribute_attention(Stub())),
     ("ulysses_degree=2 on a group of 1 ranks", lambda: asked(build("Llama"), ulysses_degree=2)),
 ]
 
@@ -158,11 +164,7 @@ def test_a_request_is_refused_by_name(message: str, refused: Callable[[], Any]) 
 def test_a_type_that_was_not_tried_is_refused_and_one_word_lets_it_pass_to_prove(kind: str) -> None:
     model = build("Llama")
     model.config.model_type = kind.lower()
-    with pytest.raises(
-        UnsupportedError, match=rf"a type, {kind.lower()}, that is not on the list.*unlisted=True.*prove"
-    ):
-        dfa_hf.distribute_attention(model)
-    assert not any(hasattr(module, CONTEXT) or module._forward_pre_hooks for module in model.modules())
+    unchanged(model, rf"a type, {kind.lower()}, that is not on the list.*unlisted=True.*prove")
     dfa_hf.distribute_attention(model, unlisted=True)(**text(1, 8, seed=0))
     model.model.layers[0] = copy.deepcopy(model.model.layers[0])
     model(**text(1, 8, seed=0))  # layers that are adopted later are as unlisted
@@ -175,23 +177,25 @@ def test_labels_for_a_loss_of_its_own_are_refused(monkeypatch: pytest.MonkeyPatc
         loss.check_loss(model, {"labels": torch.ones(1, 8)}, getattr(model, CONTEXT))
 
 
+def unchanged(model: Any, message: str, **asked: Any) -> Any:
+    """A model that is refused stays as it was."""
+    before = model.config._attn_implementation
+    with pytest.raises(UnsupportedError, match=message):
+        dfa_hf.distribute_attention(model, **asked)
+    assert model.config._attn_implementation == before != dfa_hf.NAME
+    assert not any(hasattr(module, CONTEXT) or module._forward_pre_hooks for module in model.modules())
+    return model
+
+
 @pytest.mark.parametrize("checkpoint", ["remat", "full"])
-def test_a_model_that_transformers_does_not_checkpoint_is_refused_as_it_was(checkpoint: str) -> None:
+def test_a_model_whose_layers_cannot_be_checkpointed_is_refused_as_it_was(checkpoint: str) -> None:
+    asked = TrainingConfig(checkpoint=checkpoint)
     experts = {"num_key_value_heads": 2, "kv_channels": 8, "num_local_experts": 4, "num_experts_per_tok": 2}
     for model in (sized("CTRL", "LMHeadModel", dff=24), sized("JetMoe", **experts)):
-        before = model.config._attn_implementation
-        with pytest.raises(UnsupportedError, match=f"checkpoint='{checkpoint}' for a .*does not checkpoint its layers"):
-            dfa_hf.distribute_attention(model, config=TrainingConfig(checkpoint=checkpoint))
-        assert model.config._attn_implementation == before != dfa_hf.NAME
-        assert not any(hasattr(module, CONTEXT) or module._forward_pre_hooks for module in model.modules())
-        dfa_hf.distribute_attention(model)
-
-
-def test_layers_that_share_keys_are_refused_what_would_lose_their_gradients() -> None:
-    model = build(GEMMA4[0], **GEMMA4[1])
-    with pytest.raises(UnsupportedError, match="re-entrant checkpointing of a gemma4_text model whose layers share"):
-        dfa_hf.distribute_attention(model, config=TrainingConfig(checkpoint="full"), reentrant=True)
-    assert model.config._attn_implementation == "eager"
+        said = f"checkpoint='{checkpoint}' for a .*does not checkpoint its layers"
+        dfa_hf.distribute_attention(unchanged(model, said, config=asked))
+    said = "re-entrant checkpointing of a gemma4_text model whose layers share"
+    unchanged(build(GEMMA4[0], **GEMMA4[1]), said, config=asked, reentrant=True)
 
 
 class Two(torch.nn.Module):
@@ -245,13 +249,3 @@ def test_a_stack_that_its_config_does_not_know_is_refused_by_what_it_is(layers: 
     for works in (partial(repeat, copied=copy.deepcopy), partial(renamed, layers=layers)):
         batch = text(1, 8, seed=0)
         stacked(works)(**batch)
-
-
-def test_what_is_no_trainer_no_accelerator_and_no_model_is_named() -> None:
-    model = build("Llama")
-    with pytest.raises(UnsupportedError, match=r"distribute_trainer of a LlamaForCausalLM: .*distribute_attention"):
-        dfa_hf.distribute_trainer(model)
-    with pytest.raises(UnsupportedError, match=r"distribute_accelerator of a LlamaForCausalLM: .*distribute_attention"):
-        dfa_hf.distribute_accelerator(model, model)
-    with pytest.raises(UnsupportedError, match="a model of type SimpleNamespace: no transformers model"):
-        dfa_hf.distribute_attention(Stub())

@@ -56,6 +56,19 @@ def test_results_and_their_gradients(sizes: tuple[int, int, int, int], dtype: to
         assert_close(got, wanted, tolerance=TOLERANCE[dtype])
 
 
+@pytest.mark.parametrize("levels", [3, 50, 1_000_000])
+@pytest.mark.parametrize(("rows", "keys", "count"), [(50, 300, 20), (50, 300, 400), (20, 64, 64), (30, 1, 1)])
+def test_the_best_scores_are_those_of_a_stable_sort(rows: int, keys: int, count: int, levels: int) -> None:
+    """Few levels make many equal scores, also where the choice ends."""
+    sparse = pytest.importorskip("dfa_megatron.kernels.triton.sparse")
+    scores = torch.randint(-levels, levels, (rows, keys)).float() / 7
+    scores[torch.rand(rows, keys) < 0.3] = -torch.inf
+    scores[0], scores[1] = -torch.inf, 0.0
+    ordered = scores.sort(dim=1, descending=True, stable=True)
+    want = (ordered.indices + 5).masked_fill(ordered.values == -torch.inf, -1)[:, :count].int()
+    assert torch.equal(sparse.best(scores, 5, count), want)
+
+
 @HERE
 def test_kernels_choose_the_same_keys() -> None:
     index = [torch.randint(-2, 3, shape, device=DEVICE).float() for shape in ((40, 3, 5), (60, 5), (40, 3))]

@@ -36,13 +36,18 @@ def need(device: str, dtype: torch.dtype, heads: int, kv_heads: int, head_dim: i
     return Need(device, dtype, *shape, frozenset([form]), True, capability, packed=True, invariant=True)
 
 
-def together(kernel: BlockKernel, leaves: Sequence[Leaf], band: Band) -> list[Results]:
+def from_number(x: torch.Tensor, first: int) -> torch.Tensor:
+    """The same values in memory that begins so many numbers behind where PyTorch aligns it."""
+    return x.new_empty(x.numel() + first)[first:].view(x.shape).copy_(x)
+
+
+def together(kernel: BlockKernel, leaves: Sequence[Leaf], band: Band, first: int = 0) -> list[Results]:
     """Run leaves in one call, and return the results of each."""
     parts, q_at, kv_at = list[Segment](), 0, 0
     for q, k, *_ in leaves:
         parts.append(Segment(q_at, q_at + q.shape[1], kv_at, kv_at + k.shape[1], band))
         q_at, kv_at = parts[-1].q_hi, parts[-1].kv_hi
-    *qkv, dout = (torch.cat(tensors, 1) for tensors in zip(*leaves, strict=True))
+    *qkv, dout = (from_number(torch.cat(tensors, 1), first) for tensors in zip(*leaves, strict=True))
     call = BlockCall(*qkv, Segments(tuple(parts), q_at, kv_at), 0.3, deterministic=True)
     out, lse = kernel.forward(call)
     saved = Saved(lse, out=out) if kernel.backward_needs == "out" else Saved(lse, minus_delta(dout, out))
@@ -78,6 +83,9 @@ def check_bits(name: str, device: str, dtype: torch.dtype, sizes: tuple[int, int
     leaves = [tuple(x[:1] for x in leaf) for leaf in both]
     alone = [together(kernel, [leaf], band)[0] for leaf in leaves]
     assert_same([together(kernel, [leaf], band)[0] for leaf in leaves], alone, "the second time")
+    for first in (1, 4):
+        moved = [together(kernel, [leaf], band, first)[0] for leaf in leaves]
+        assert_same(moved, alone, f"in memory that begins {first} numbers further on")
     assert_same(together(kernel, leaves, band), alone, "in company")
     assert_same(together(kernel, leaves[::-1], band), alone[::-1], "in another order")
     for leaf, want in zip(both, alone, strict=True):
@@ -95,7 +103,7 @@ def check_bits(name: str, device: str, dtype: torch.dtype, sizes: tuple[int, int
 
 
 @every_target
-@pytest.mark.parametrize("sizes", [(4, 4, 64), (8, 2, 64), (8, 2, 128)], ids=["4-4-64", "8-2-64", "8-2-128"])
+@pytest.mark.parametrize("sizes", [(4, 4, 64), (8, 2, 64), (8, 2, 128), (4, 2, 9)], ids="{0[0]}-{0[1]}-{0[2]}".format)
 @pytest.mark.parametrize("band", [FULL, CAUSAL, Band(40, 0)], ids=["full", "causal", "window"])
 def test_a_leaf_has_the_same_bits_in_any_company(
     name: str, device: str, sizes: tuple[int, int, int], band: Band

@@ -11,10 +11,10 @@ from unittest.mock import patch
 import torch
 
 from dfa_megatron.masks import Mask
-from dfa_megatron.megatron.tokens.batch import pairs_of
 from dfa_megatron.plan.language.layout import by_name
 from dfa_megatron.plan.language.tree import Tree
 from dfa_megatron.sharding import positions_of
+from dfa_megatron.whole_batch import pairs_of
 from tests.fuzz.frameworks.uneven import cells
 from tests.support.plan_cases import heterogeneous_masks, some_parents
 

@@ -169,7 +169,7 @@ def whole_batches(rank: int, world_size: int) -> None:
         for name in ("tokens", "loss_mask"):
             other = {**whole, name: whole[name].roll(rank, 1)}
             parallel = dist.new_group(list(range(world_size)))
-            with pytest.raises(UnsupportedError, match="different samples on the ranks"):
+            with pytest.raises(UnsupportedError, match="batches that differ between the ranks"):
                 shard_batch(other, parallel, options)
         shard_batch(whole, group, options)
 

@@ -29,6 +29,7 @@ from dfa_megatron.megatron.tested_fields import TRIED
 from dfa_megatron.megatron.tokens import batch
 from dfa_megatron.megatron.tokens import packs as documents
 from dfa_megatron.runtime.comm.symmetric_memory import KeptArena
+from dfa_megatron.whole_batch import pairs_of
 from tests.frameworks import megatron_harness as harness
 from tests.frameworks.megatron_rows import FULL, like
 
@@ -213,9 +214,9 @@ REFUSED: list[tuple[str, Callable[[], Any]]] = [
     ("--yaml-cfg", lambda: prepare([*SPEC, "--yaml-cfg", "a.yaml"])),
     ("--use-legacy-models", lambda: prepare([*SPEC, "--use-legacy-models"])),
     ("offsets into each row", lambda: batch._one_row(ENDS)),
-    ("mask beside .*|cu_seqlens beside mask in", lambda: batch.pairs_of({"mask": CAUSAL, "cu_seqlens": 1})),
-    ("the entry mask of a batch, Tensor", lambda: batch.pairs_of({"mask": torch.ones(1, 8)})),
-    ("none: .*parent of segment 1 is", lambda: batch.pairs_of({"prompt_tree": ((4, 4), (-1, 1))})),
+    ("a mask beside cu_seqlens", lambda: pairs_of({"mask": CAUSAL, "cu_seqlens": 1}, "cu_seqlens")),
+    ("a mask that does not fit: it is of type Tensor", lambda: pairs_of({"mask": torch.ones(1, 8)})),
+    ("not fit: .*parent of segment 1 is", lambda: pairs_of({"prompt_tree": ((4, 4), (-1, 1))})),
     ("position_ids that differ between rows", lambda: batch._with_positions({"position_ids": TWO_ROWS}, CAUSAL)),
     (r"sample_id of a batch, \(2,\)", lambda: entry_of(torch.arange(2))),
     ("sample_id of a batch, list", lambda: entry_of(["a", "b"])),

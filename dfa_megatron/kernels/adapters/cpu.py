@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from dataclasses import replace
 
 import torch
 
@@ -67,22 +68,26 @@ class CpuKernel(BlockKernel):
         return True
 
     def launch(self, call: BlockCall) -> Partial:
-        group = call.q.shape[2] // call.k.shape[2]
+        group, dim = call.q.shape[2] // call.k.shape[2], call.q.shape[3]
+        call = _aligned_call(call)
         out, lse, *_ = _FORWARD(**_inputs(call, group))
-        return _joined(out, call).transpose(1, 2), _joined(lse, call)
+        return _narrowed(_joined(out, call).transpose(1, 2), dim), _joined(lse, call)
 
     def launch_backward(self, call: BlockCall, dout: torch.Tensor, saved: Saved) -> Gradients:
         assert saved.out is not None
-        group = call.q.shape[2] // call.k.shape[2]
+        group, dim, out = call.q.shape[2] // call.k.shape[2], call.q.shape[3], saved.out
+        if call.deterministic:
+            call, dout, out = _aligned_call(call), _aligned(dout), _aligned(out)
         dq, dk, dv = _BACKWARD(
             grad_out=_by_query_head(dout, group),
-            out=_by_query_head(saved.out, group),
+            out=_by_query_head(out, group),
             logsumexp=saved.lse if group == 1 else saved.lse.unflatten(1, (-1, group)).flatten(0, 1),
             **_inputs(call, group),
         )
         if group > 1:
             dk, dv = (x.unflatten(0, (len(call.k), -1)).sum(2) for x in (dk, dv))
-        return _joined(dq, call).transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
+        dq, dk, dv = (_narrowed(x.transpose(1, 2), dim) for x in (_joined(dq, call), dk, dv))
+        return dq, dk, dv
 
 
 def _wide(x: torch.Tensor) -> torch.Tensor:
@@ -92,7 +97,29 @@ def _wide(x: torch.Tensor) -> torch.Tensor:
 
 
 def _wide_call(call: BlockCall) -> BlockCall:
-    return BlockCall(_wide(call.q), _wide(call.k), _wide(call.v), call.segments, call.softmax_scale)
+    return replace(call, q=_wide(call.q), k=_wide(call.k), v=_wide(call.v), into=())
+
+
+def _aligned_call(call: BlockCall) -> BlockCall:
+    """Return a deterministic call with q, k and v `_aligned`, and any other as it is."""
+    if not call.deterministic:
+        return call
+    return replace(call, q=_aligned(call.q), k=_aligned(call.k), v=_aligned(call.v))
+
+
+def _aligned(x: torch.Tensor) -> torch.Tensor:
+    """Return x (batch, rows, heads, dim) in dense memory of its own, with zeros up to a multiple of 16 numbers a row.
+
+    The bits of MKL's products may depend on where rows begin and how far apart they are; on AMD's processors they do.
+    """
+    batch, rows, heads, dim = x.shape
+    found = x.new_zeros(batch, heads, rows, dim + -dim % 16)
+    found[..., :dim] = x.transpose(1, 2)
+    return found.transpose(1, 2)
+
+
+def _narrowed(x: torch.Tensor, dim: int) -> torch.Tensor:
+    return x if x.shape[3] == dim else x[..., :dim].contiguous()
 
 
 def _inputs(call: BlockCall, group: int) -> dict[str, object]:

@@ -7,6 +7,7 @@ themselves: a latent of 576 is 512 and 64, and its values are the 512.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -77,18 +78,22 @@ def scores(
 def best(found: torch.Tensor, begin: int, topk: int) -> torch.Tensor:
     """Return the positions (rows, topk) of the highest scores, int32, the lowest of equal ones first; -1 for -inf.
 
-    A score and a position make one integer, the higher the better, so no two are equal.
+    PyTorch says which of the lowest scores it takes where not all of them fit: in such rows the choice is made again.
     """
+    values, at = found.topk(min(topk, found.shape[1]), dim=1)
+    lowest = values[:, -1:]
+    fit = (found == lowest).sum(1) == (values == lowest).sum(1)
+    if len(again := (~fit & (lowest[:, 0] > -math.inf)).nonzero()[:, 0]):
+        at[again] = _ordered(found[again], torch.arange(found.shape[1], device=found.device), at.shape[1])
+    places = _ordered(found.gather(1, at), at, at.shape[1])
+    return (begin + places).int().masked_fill_(found.gather(1, places) == -math.inf, -1)
+
+
+def _ordered(found: torch.Tensor, places: torch.Tensor, count: int) -> torch.Tensor:
+    """Return the places of the highest scores, int64, in order: a score and its place make one integer."""
     bits = found.view(torch.int32)
-    ordered = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).long() << 32
-    ordered |= 0xFFFFFFFF - torch.arange(begin, begin + found.shape[1], device=found.device)
-    top = ordered.topk(min(topk, found.shape[1]), dim=1).values
-    places = (0xFFFFFFFF - (top & 0xFFFFFFFF)).int()
-    return places.masked_fill_(top >> 32 == _LOWEST, -1)
-
-
-_LOWEST = 0x7F800000 ^ -1
-"""What `best` makes of -inf."""
+    keys = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).long() << 32
+    return 0xFFFFFFFF - ((keys | (0xFFFFFFFF - places)).topk(count, dim=1).values & 0xFFFFFFFF)
 
 
 @triton.jit

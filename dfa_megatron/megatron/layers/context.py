@@ -13,13 +13,13 @@ from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.megatron.check_config import check_uneven
 from dfa_megatron.megatron.layers.router import has_losses
 from dfa_megatron.megatron.script.dfa_flags import packing_of_script
-from dfa_megatron.megatron.tokens.batch import check_length
 from dfa_megatron.megatron.tokens.cuts import check_declared
 from dfa_megatron.megatron.tokens.packs import BatchParams, Pack, check_samples, read_pack
 from dfa_megatron.megatron.tokens.visit import Exchange, Visit
 from dfa_megatron.plan.language.layout import Layout, by_name, of_lengths
 from dfa_megatron.runtime.comm.compared import telling
 from dfa_megatron.runtime.cu_seqlens import check_offsets, describe
+from dfa_megatron.whole_batch import check_length
 
 logger = logging.getLogger("dfa_megatron.megatron")
 

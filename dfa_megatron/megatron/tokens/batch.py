@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping
 from itertools import accumulate
 from typing import Any
@@ -18,11 +17,10 @@ from dfa_megatron.plan.language.layout import by_name
 from dfa_megatron.plan.language.mask import Mask
 from dfa_megatron.plan.language.tree import Tree
 from dfa_megatron.sharding import shard_sequence, tree_positions
+from dfa_megatron.whole_batch import MASK, TREE, check_length, check_same, pairs_of
 
-_PAIRS = ("cu_seqlens", "prompt_tree", "mask")
-"""The entries that say which tokens of a row attend to which; a batch has one of them, or rows are causal."""
-
-_DESCRIBING = (*_PAIRS, "mask_positions", "cu_seqlens_padded", "max_seqlen", "local_cp_size", "hybrid_cp_group")
+_PACKS = ("cu_seqlens", "cu_seqlens_padded", "max_seqlen", "local_cp_size", "hybrid_cp_group")
+_DESCRIBING = (TREE, MASK, "mask_positions", *_PACKS)
 """The entries of which packed_seq_params are made."""
 
 
@@ -61,7 +59,7 @@ def shard_batch(batch: Mapping[str, Any], cp_group: dist.ProcessGroup, options: 
             the first batch of a group, or the batch was cut before. Or a tree, a mask or a group does not fit.
     """
     _check_entries(batch)
-    pairs = pairs_of(batch)
+    pairs = pairs_of(batch, "cu_seqlens")
     batch = _one_row(batch) if pairs is None else _with_positions(batch, pairs)
     params = _params_of(batch, pairs)
     if params is not None and params.pack.group is not None:
@@ -77,7 +75,7 @@ def shard_batch(batch: Mapping[str, Any], cp_group: dist.ProcessGroup, options: 
     lengths = {x.shape[1] for x in rows.values()}
     if ranks > 1:
         if is_first and options.verify == "on" and torch.utils.data.get_worker_info() is None:
-            _compare(rows, cp_group, options)
+            check_same(cp_group, rows, "a sampler that counts data-parallel ranks alone")
         if odd := [length for length in lengths if length % (2 * ranks) and params is None]:
             raise UnsupportedError(
                 f"a row of {odd[0]} tokens without cu_seqlens",
@@ -118,39 +116,6 @@ def _check_entries(batch: Mapping[str, Any]) -> None:
                 "entries are cut along their tokens",
                 "tensors (batch, seq, ...), and others apart from the batch",
             )
-
-
-def pairs_of(batch: Mapping[str, Any]) -> Tree | Mask | None:
-    """Return the prompt_tree or the mask of a batch, None for documents and causal rows; refuse several."""
-    tree, mask = batch.get("prompt_tree"), batch.get("mask")
-    if len(given := [name for name in _PAIRS if batch.get(name) is not None]) > 1:
-        raise UnsupportedError(
-            f"{' beside '.join(given)} in a batch",
-            "each says by itself which tokens attend to which",
-            "documents as roots of the prompt_tree, or one dfa_megatron.masks.union of all as the mask",
-        )
-    if mask is not None and not isinstance(mask, Mask):
-        raise UnsupportedError(
-            f"the entry mask of a batch, {type(mask).__name__}",
-            "it says which tokens of a whole row attend to which",
-            "a value of dfa_megatron.masks; what the tokens count is loss_mask",
-        )
-    try:
-        return mask if tree is None else Tree.of(tree)
-    except ValueError as error:
-        raise UnsupportedError(
-            "a prompt_tree that is none", str(error), "(lengths, parents) of dfa_megatron.masks.prompt_tree"
-        ) from error
-
-
-def check_length(pairs: Tree | Mask, tokens: int) -> None:
-    """Refuse a tree or a mask of other than the `tokens` of a whole row."""
-    if pairs.length != tokens:
-        raise UnsupportedError(
-            f"a prompt_tree or mask of {pairs.length} tokens with rows of {tokens}",
-            "it says of every token of a row which others it sees",
-            "one of the whole row; padding may be a root segment of its own",
-        )
 
 
 def _with_positions(batch: Mapping[str, Any], pairs: Tree | Mask) -> dict[str, Any]:
@@ -202,26 +167,6 @@ def _params_of(batch: Mapping[str, Any], pairs: Tree | Mask | None) -> BatchPara
         params.pack = Pack((0, *accumulate(tree.lengths)), pairs, places, group=group)
     params.max_seqlen_q = params.max_seqlen_kv = params.pack.longest
     return params
-
-
-def _compare(rows: Mapping[str, torch.Tensor], cp_group: dist.ProcessGroup, options: MegatronConfig) -> None:
-    """Refuse other samples on other ranks; collective, once a group: a sampler errs in its first batch already."""
-    from dfa_megatron.runtime.comm.groups import channel_of
-
-    digest = hashlib.sha256()
-    for name, x in sorted(rows.items()):
-        digest.update(f"{name} {tuple(x.shape)}".encode())
-        digest.update(x.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
-    over = channel_of(cp_group, verify=options.verify == "on")
-    assert over is not None, "several ranks"
-    with over.calls.preparing():
-        everyone = over.exchange({"batch": digest.hexdigest()})
-    if len({theirs["batch"] for theirs in everyone}) > 1:
-        raise UnsupportedError(
-            "different samples on the ranks of a context-parallel group",
-            "each rank would hold a part of another sequence",
-            "the same whole batch on all of them, cut once: a sampler that counts data-parallel ranks alone",
-        )
 
 
 def _stays(name: str, x: torch.Tensor) -> bool:

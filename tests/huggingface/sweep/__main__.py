@@ -37,7 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--out",
         type=Path,
-        help="write states as JSON (types that are not named stay); docs/models.json makes the table",
+        help="write states as JSON (types that are not named stay); dfa_megatron/huggingface/models.json is the list",
     )
     asked = parser.parse_args(arguments)
     every = {*transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *images.WHOLE}

@@ -1,7 +1,8 @@
-"""Embed first, then shard: a multimodal model embeds the whole batch on every rank, then its decoder's is cut.
+"""Cut what a model hands to its decoder, and give the model itself the whole batch, but for labels.
 
-So images may lie anywhere in the sequence, across ranks too, and every rank runs every tower: those that gather weights
-(ZeRO-3, FSDP) stay together. Gradients are those of a rank's own tokens; their mean over ranks is the whole batch's.
+A multimodal model embeds the whole batch on every rank. So images may lie anywhere in the sequence, across ranks too,
+and every rank runs every tower: those that gather weights (ZeRO-3, FSDP) stay together. Gradients are those of a rank's
+own tokens; their mean over ranks is the whole batch's.
 """
 
 from __future__ import annotations
@@ -20,14 +21,14 @@ from dfa_megatron.plan.language.mask import Mask
 from dfa_megatron.plan.language.tree import Tree
 from dfa_megatron.sharding import local_positions, shard_sequence
 
-_ALONG = {"input_ids": 1, "inputs_embeds": 1, "position_ids": -1, "visual_pos_masks": 1, "per_layer_inputs": 1}
-"""The dimension of tokens in a decoder's arguments."""
+_ALONG = dict.fromkeys(("input_ids", "inputs_embeds", "token_type_ids", "visual_pos_masks", "per_layer_inputs"), 1)
+"""The dimension of tokens in a decoder's arguments, but for `position_ids`, in which it is the last."""
 
 _OF_IMAGES = "deepstack_visual_embeds"
 """Features (image tokens of all rows, hidden) for some layers, at the tokens that `visual_pos_masks` marks."""
 
-_OF_LOSS = ("labels", "shift_labels", "num_items_in_batch")
-"""Arguments that a whole model hands on to its decoder, which has no use for them."""
+_UNCUT = ("labels", "shift_labels", "attention_mask", "position_ids")
+"""Arguments that are cut already, or that the hooks replace; a mask of the model's own is refused where it is read."""
 
 _BOTH_WAYS = {
     "gemma3": ("token_type_ids", (1,), {"full_attention", "sliding_attention"}),
@@ -93,21 +94,18 @@ def for_model(
 
 
 def cut(decoder: Any, given: Arguments, forward: Forward) -> Arguments:
-    """Return this rank's part of a decoder's arguments, which are of whole sequences."""
-    known = (*_ALONG, *_OF_LOSS, _OF_IMAGES)
-    tensors = {name for name, x in given.items() if any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(x))}
-    if uncut := ", ".join(name for name in given if name in tensors and name not in known):
-        raise UnsupportedError(
-            f"{uncut} for the decoder of a multimodal model",
-            "it is not known whether they have the tokens of the whole sequence",
-            "a model that hands on inputs_embeds, position_ids and the features of images alone",
-        )
+    """Return this rank's part of a decoder's arguments, which are of whole sequences, with the tokens' positions."""
     group, (rows, length) = forward.context.group, tokens_of(given).shape[:2]
-    kept = given | {
-        name: shard_sequence(given[name], group=group, dim=dim)
-        for name, dim in _ALONG.items()
-        if given.get(name) is not None
-    }
+    known = (*_ALONG, *_UNCUT, _OF_IMAGES, *(media_in(given) if forward.context.size == 1 else ()))
+    shapes = {name: [getattr(leaf, "shape", ()) for leaf in tree_leaves(x)] for name, x in given.items()}
+    wide = {name for name, each in shapes.items() if any(len(shape) > 1 or length in shape for shape in each)}
+    if uncut := ", ".join(sorted(wide - {*known})):
+        raise UnsupportedError(
+            f"{uncut} beside the tokens of a batch",
+            "it would stay whole, and the decoder has this rank's part of the tokens",
+            "what docs/huggingface.md lists; with images or sound, distribute_attention of the whole model",
+        )
+    kept = given | {name: shard_sequence(given[name], group=group) for name in _ALONG if given.get(name) is not None}
     theirs: torch.Tensor | None = given.get("position_ids")
     if theirs is None or theirs.dim() == 2:
         if theirs is not None and has_axes(decoder):
@@ -117,9 +115,10 @@ def cut(decoder: Any, given: Arguments, forward: Forward) -> Arguments:
         positions = forward.positions
         assert positions is not None
         kept["position_ids"] = positions.expand(4, rows, -1) if has_axes(decoder) else positions
-    elif len(theirs) == 3:  # of a tower's own: beside them the places of tokens
-        plain = local_positions(length, group=group, device=theirs.device)
-        kept["position_ids"] = torch.cat((plain.expand(1, rows, -1), kept["position_ids"]))
+    else:
+        if len(theirs) == 3:  # of a tower's own: beside them the places of tokens
+            theirs = torch.cat((torch.arange(length, device=theirs.device).expand(1, rows, -1), theirs))
+        kept["position_ids"] = shard_sequence(theirs, group=group, dim=-1)
     if (features := given.get(_OF_IMAGES)) is not None:
         marked = given["visual_pos_masks"]
         mine = torch.zeros_like(marked)
