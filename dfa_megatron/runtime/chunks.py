@@ -10,7 +10,7 @@ Where ranks end at chunks nothing moves.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -20,7 +20,7 @@ from dfa_megatron.plan.schedules import layout_of
 from dfa_megatron.plan.schedules.invariant import same_rows
 from dfa_megatron.runtime.comm.channel import Channel
 from dfa_megatron.runtime.execute.memory import Fields
-from dfa_megatron.runtime.execute.moves import Moves, moves_between
+from dfa_megatron.runtime.execute.moves import Moves, bytes_of, moves_between
 from dfa_megatron.runtime.request import Request
 
 RunPhase = Callable[[Fields], Fields]
@@ -40,16 +40,32 @@ class ChunkMoves:
 
     def around(self, run: RunPhase, inputs: Fields) -> Fields:
         """Return what `run` of (q, k, v), or of (dout, q, k, v, out or -delta, lse), does with the caller's rows."""
-        keys = slice(1, 3) if len(inputs) == 3 else slice(2, 4)
-        moves = [self.q] * len(inputs)
-        moves[keys] = [self.kv, self.kv]
-        first, *others = run(tuple(map(self._moved, moves, inputs)))
-        back = self.q.back() if len(inputs) == 3 else self.kv.back()  # of lse, or of dk and dv
-        return self._moved(self.q.back(), first), *(self._moved(back, x) for x in others)
+        keys = (1, 2) if len(inputs) == 3 else (2, 3)
+        found = run(self._moved(inputs, keys, self.q, self.kv))
+        return self._moved(found, () if len(inputs) == 3 else (1, 2), self.q.back(), self.kv.back())
 
-    def _moved(self, moves: Moves, x: torch.Tensor) -> torch.Tensor:
-        dim = 1 if x.dim() == 4 else 2
-        return moves.run(x.movedim(dim, 0), over=self.over).movedim(0, dim).contiguous()
+    def _moved(self, tensors: Fields, keys: tuple[int, ...], q: Moves, kv: Moves) -> Fields:
+        """Move rows, those of all tensors in one message, or of queries in one and of keys in another."""
+        if self.q is self.kv:
+            return _together(tensors, q, self.over)
+        others = tuple(at for at in range(len(tensors)) if at not in keys)
+        found = dict(zip(others, _together([tensors[at] for at in others], q, self.over), strict=True))
+        found |= zip(keys, _together([tensors[at] for at in keys], kv, self.over), strict=True)
+        return tuple(found[at] for at in range(len(tensors)))
+
+
+def _together(tensors: Sequence[torch.Tensor], moves: Moves, over: Channel | None) -> Fields:
+    """Move rows of (batch, rows, heads, width) or (batch, heads, rows), a token's bytes side by side."""
+    dims = [1 if x.dim() == 4 else 2 for x in tensors]
+    by_row = [x.movedim(dim, 0).contiguous() for x, dim in zip(tensors, dims, strict=True)]
+    if not by_row:
+        return ()
+    came = moves.run(torch.cat([bytes_of(x) for x in by_row], 1), over=over)
+    widths = [bytes_of(x).shape[1] for x in by_row]
+    return tuple(
+        part.contiguous().view(x.dtype).view(len(part), *x.shape[1:]).movedim(0, dim).contiguous()
+        for part, x, dim in zip(came.split(widths, 1), by_row, dims, strict=True)
+    )
 
 
 def rows_to_chunks(

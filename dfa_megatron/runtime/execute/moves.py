@@ -54,7 +54,7 @@ class Moves:
         incoming = outgoing
         if over is not None or (group is not None and group.size() > 1):
             incoming = outgoing.new_empty(len(self.received), *x.shape[1:])
-            given = _bytes(incoming), _bytes(outgoing), self.receive_counts, self.send_counts
+            given = bytes_of(incoming), bytes_of(outgoing), self.receive_counts, self.send_counts
             if over is None:
                 dist.all_to_all_single(*given, group=group)
             else:
@@ -150,6 +150,6 @@ class _MovedRows(torch.autograd.Function):
             return back.run(gradient, ctx.group, over=ctx.exchange.over), None, None, None, None, None
 
 
-def _bytes(x: torch.Tensor) -> torch.Tensor:
+def bytes_of(x: torch.Tensor) -> torch.Tensor:
     """Return (rows, bytes): backends support different dtypes, but all support bytes."""
     return x.view(len(x), math.prod(x.shape[1:])).view(torch.uint8)
