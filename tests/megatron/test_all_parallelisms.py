@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -273,16 +271,10 @@ GROUPS: dict[str, dict[str, list[MegatronDraw]]] = {
 """By the row of docs/support.md; all of a group on the same ranks. DFA_HALF=0 or 1 takes every second one of a row."""
 
 
-def by_turns(rows: Sequence[MegatronDraw]) -> Sequence[MegatronDraw]:
-    """Every second one with DFA_HALF=0 or 1, at least one, or all without."""
-    half = os.environ.get("DFA_HALF")
-    return (rows[int(half) :: 2] if half else rows) or rows
-
-
 @pytest.mark.support("megatron", lambda params: list(GROUPS[params["group"]]))
 @pytest.mark.parametrize("group", GROUPS)
 def test_ranks_train_like_one(group: str) -> None:
-    compare.check(harness.step, [draw for row in GROUPS[group].values() for draw in by_turns(row)])
+    compare.check(harness.step, [draw for row in GROUPS[group].values() for draw in compare.by_turns(row)])
 
 
 def test_random_steps_are_those_of_one_rank() -> None:

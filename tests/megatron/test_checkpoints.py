@@ -10,11 +10,10 @@ import pytest
 import torch
 
 from tests.frameworks import megatron_harness as harness
-from tests.frameworks.compare import Found
+from tests.frameworks.compare import Found, by_turns
 from tests.frameworks.megatron_rows import FULL, MEGATRONS, like
 from tests.fuzz.frameworks.megatron_draw import MegatronDraw
 from tests.megatron import checkpoints, sharded
-from tests.megatron.test_all_parallelisms import by_turns
 from tests.support.workers import run_ranks
 
 CP2 = {"cp": 2}
