@@ -69,12 +69,6 @@ def _far(share: float) -> float:
     return share if share < float("inf") else 1e9
 
 
-def by_turns(rows: Sequence[Any]) -> Sequence[Any]:
-    """Return every second one with DFA_HALF=0 or 1, at least one, or all without."""
-    half = os.environ.get("DFA_HALF")
-    return (rows[int(half) :: 2] if half else rows) or rows
-
-
 def check(step: Callable[[Any], Found], draws: Iterable[Any], *, cuda: bool = False) -> None:
     """Assert that every draw's ranks come to what `draw.alone()` comes to, which is run once for all draws of it.
 

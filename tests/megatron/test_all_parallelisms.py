@@ -24,7 +24,7 @@ from tests.frameworks.megatron_rows import (
 )  # fmt: skip
 from tests.fuzz.frameworks.megatron_draw import MegatronDraw
 from tests.fuzz.frameworks.steps import check
-from tests.support.workers import run_ranks
+from tests.support.workers import by_turns, run_ranks
 
 CP2, CP3, CP4, TP2 = {"cp": 2}, {"cp": 3}, {"cp": 4}, {"tp": 2}
 TP2_CP2, PP2_CP2, CP2_DP2 = {"tp": 2, "cp": 2}, {"pp": 2, "cp": 2}, {"cp": 2, "dp": 2}
@@ -274,7 +274,7 @@ GROUPS: dict[str, dict[str, list[MegatronDraw]]] = {
 @pytest.mark.support("megatron", lambda params: list(GROUPS[params["group"]]))
 @pytest.mark.parametrize("group", GROUPS)
 def test_ranks_train_like_one(group: str) -> None:
-    compare.check(harness.step, [draw for row in GROUPS[group].values() for draw in compare.by_turns(row)])
+    compare.check(harness.step, [draw for row in GROUPS[group].values() for draw in by_turns(row)])
 
 
 def test_random_steps_are_those_of_one_rank() -> None:

@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from tests.frameworks import megatron_harness as harness
-from tests.frameworks.compare import Found, by_turns
+from tests.frameworks.compare import Found
 from tests.frameworks.megatron_rows import FULL, MEGATRONS, like
 from tests.fuzz.frameworks.megatron_draw import MegatronDraw
 from tests.megatron import checkpoints, sharded
-from tests.support.workers import run_ranks
+from tests.support.workers import by_turns, run_ranks
 
 CP2 = {"cp": 2}
 HYBRID = {"mtp_num_layers": 1, "hetereogenous_dist_checkpoint": True}

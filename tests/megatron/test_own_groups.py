@@ -21,7 +21,7 @@ from tests.frameworks.megatron_rows import UNBALANCED, like
 from tests.fuzz.frameworks.megatron_draw import VOCABULARY, MegatronDraw
 from tests.fuzz.frameworks.one_rank import apart
 from tests.megatron import padded_packs
-from tests.support.workers import run_ranks
+from tests.support.workers import by_turns, run_ranks
 
 OURS = {"hybrid_context_parallel": True}
 Groups = dict[tuple[int, ...], dist.ProcessGroup]
@@ -194,7 +194,7 @@ def test_sizes_alternate_from_micro_batch_to_micro_batch_while_other_ranks_run_o
 @pytest.mark.support("megatron", "hybrids with a context-parallel size per micro-batch: 1, 2, 3")
 def test_states_pass_among_the_ranks_that_share_a_micro_batch_while_others_run_another() -> None:
     ways = [("boundary", "remat", "padded"), ("contiguous", "remat", "thd"), ("boundary", "none", "padded")]
-    cases = [(like(name, {"dp": 3}), THREE, compare.by_turns(ways)) for name in ("stack", "packed delta")]
+    cases = [(like(name, {"dp": 3}), THREE, by_turns(ways)) for name in ("stack", "packed delta")]
     run_ranks(3, check, cases, timeout=120)
 
 

@@ -13,11 +13,10 @@ import torch.distributed as dist
 
 from dfa_megatron.errors import UnsupportedError
 from tests.frameworks import megatron_harness as harness
-from tests.frameworks.compare import by_turns
 from tests.frameworks.megatron_rows import BY_LIST, like
 from tests.fuzz.frameworks.megatron_draw import MegatronDraw
 from tests.fuzz.frameworks.one_rank import apart
-from tests.support.workers import run_ranks
+from tests.support.workers import by_turns, run_ranks
 
 SIZES = (((0,), (1,), (2,), (3,)), ((0, 2), (1, 3)), ((0, 1, 2), (3,)), ((0, 1, 2, 3),))
 """Ranks that share a sequence in an evaluation; those of the training are neighbours."""

@@ -16,11 +16,11 @@ from typing import Any
 import torch
 
 from dfa_megatron.errors import UnsupportedError
-from tests.frameworks.compare import Found, by_turns, distances
+from tests.frameworks.compare import Found, distances
 from tests.fuzz.frameworks.expected_refusals import name_of
 from tests.fuzz.outcome import Draw, Outcome
 from tests.fuzz.serve import DRAWS_OF_A_GROUP, run_all
-from tests.support.workers import preload
+from tests.support.workers import by_turns, preload
 
 PACKAGES = ("megatron", "transformers", "deepspeed")
 """The frameworks. The module NAME_step of each has `draw`, of (seed, number), `step`, `REFUSALS`, and `PRELOADED`,
