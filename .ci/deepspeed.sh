@@ -24,8 +24,10 @@ fi
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" OMP_NUM_THREADS=1 DS_ACCELERATOR=cpu
 "$folder/bin/python" -W ignore -c \
   "import deepspeed, transformers; print(f'DeepSpeed {deepspeed.__version__}, transformers {transformers.__version__}')"
+# Every second one of the trainings that are compared with one process, by turns from day to day.
+DFA_HALF=$((10#$(date +%j) % 2))
 DFA_REACHED=$(mktemp -d)
-export DFA_REACHED
+export DFA_HALF DFA_REACHED
 trap 'rm -r "$DFA_REACHED"' EXIT
 "$folder/bin/python" -m pytest -q -n 2 --dist loadgroup tests/huggingface tests/deepspeed tests/contracts \
   tests/examples -k "not own_model and not megatron_loop and not main_job and not notebook"

@@ -18,7 +18,7 @@ from tests.deepspeed import harness
 from tests.huggingface.one_process import total_loss
 from tests.support.close import assert_close
 from tests.support.models import LAYERS, build, gradients, text
-from tests.support.workers import run_each
+from tests.support.workers import by_turns, run_each
 
 TILES = 3
 
@@ -148,9 +148,7 @@ def _forms_of(world_size: int, peft: bool) -> None:
     want, plain = two_steps(make, 3, world_size, {})
     assert plain["attention_forwards"] == LAYERS
     assert all(bool(gradient.any()) for gradient in want)
-    for name, block in FORMS.items():
-        if peft and name not in WITH_ADAPTERS:
-            continue
+    for name, block in by_turns([form for form in FORMS.items() if not peft or form[0] in WITH_ADAPTERS]):
         with moves() as moved:
             got, counts = two_steps(make, 3, world_size, block)
         assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True)), name

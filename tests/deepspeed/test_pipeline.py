@@ -17,7 +17,7 @@ from dfa_megatron.runtime.counters import COUNTERS
 from dfa_megatron.sharding import local_positions, shard_sequence
 from tests.deepspeed import harness
 from tests.support.close import assert_close
-from tests.support.workers import run_ranks
+from tests.support.workers import by_turns, run_ranks
 
 VOCABULARY, WIDTH, HEADS, LENGTH, BLOCKS = 31, 16, 2, 24, 4
 
@@ -102,7 +102,7 @@ def train(rank: int, world_size: int, stages: int, size: int) -> None:
     want_losses, want = reference(mesh.data_size, steps)
     ways = [(0, "remat", True), (1, "full", False)]
     ways += [(0, "remat", False), (1, "remat", False), (0, "full", False), (0, "none", False)] if stages > 1 else []
-    for stage, checkpoint, reentrant in ways:
+    for stage, checkpoint, reentrant in by_turns(ways):
         module = PipelineModule(
             layers(),
             num_stages=stages,

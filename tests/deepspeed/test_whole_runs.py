@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.support.scripts import said_over_ranks
-from tests.support.workers import run_ranks
+from tests.support.workers import by_turns, run_ranks
 
 
 def test_every_way_agrees_with_ours_and_its_longest_sequence_runs(tmp_path: Path) -> None:
@@ -50,7 +50,7 @@ def test_a_way_without_memory_or_with_another_loss_says_so_and_the_others_go_on(
     assert failed == [None, memory, wrong, None, "a shorter sequence ran out of memory"]
 
 
-@pytest.mark.parametrize("model", ["llama", "hybrid"])
+@pytest.mark.parametrize("model", by_turns(["llama", "hybrid"]))
 def test_two_ranks_and_one_without_ours_take_the_same_steps(model: str, tmp_path: Path) -> None:
     words, out = ("--model", model, "--device", "cpu", "--tokens", "600", "--steps", "2"), tmp_path / "toy.json"
     said_over_ranks(3, tmp_path, "benchmarks.long_run", *words, "--out", str(out))

@@ -35,8 +35,8 @@ FILES = {
 ALONE = {"deepspeed_pipeline.py": ("--stages", "1"), "fsdp2.py": ("--context-parallel-size", "1", "--accumulate", "4")}
 """Flags of one rank beside the others."""
 
-BY_ITSELF = ("own_model.py", "megatron_loop.py", "deepspeed_pipeline.py", "trainer_packed.py")
-"""What a process of its own runs on one rank."""
+BY_ITSELF = ("own_model.py", "deepspeed_pipeline.py", "trainer_packed.py")
+"""What a process of its own runs on one rank; of Megatron the main job is one."""
 
 SOMEWHERE_ELSE = {"train.py", "plan_by_hand.py", "grpo_tree.py"}
 

@@ -28,7 +28,7 @@ from tests.support.plants import (
     states_dropped,
     the_backward_has_stale_keys,
 )
-from tests.support.workers import run_each, run_ranks
+from tests.support.workers import by_turns, run_each, run_ranks
 
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 HYBRID = {
@@ -153,7 +153,7 @@ IN_BFLOAT16 = (wrong_scale, lost_window, labels_of_chunks, mean_of_ranks, stale_
 def with_each_fault(rank: int, world_size: int) -> list[tuple[Callable[[Any], Any], str]]:
     """The fault is planted after attention was distributed, which would refuse some of them."""
     planted = [(fault, said_of(made(), fault)) for fault in FOUND]
-    return planted + [(fault, said_of(made(dtype="bfloat16"), fault)) for fault in IN_BFLOAT16]
+    return planted + [(fault, said_of(made(dtype="bfloat16"), fault)) for fault in by_turns(IN_BFLOAT16)]
 
 
 def test_every_planted_fault_is_found_where_it_is_alike_on_every_rank() -> None:
@@ -266,7 +266,7 @@ def on_three(rank: int, world_size: int) -> list[str]:
     return [clean, str(caught.value)]
 
 
-@pytest.mark.parametrize("ranks", [3, 4])
+@pytest.mark.parametrize("ranks", by_turns([3, 4]))
 def test_odd_ranks_and_several_groups_are_proved(ranks: int) -> None:
     for clean, faulty in run_ranks(ranks, on_three, timeout=120):
         assert "ranks compute what one rank computes" in clean

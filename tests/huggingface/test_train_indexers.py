@@ -20,7 +20,7 @@ from dfa_megatron.errors import UnsupportedError
 from tests.huggingface.one_process import Float64, first_of_equals
 from tests.huggingface.sweep.tiny import build
 from tests.support.close import assert_close
-from tests.support.workers import run_ranks
+from tests.support.workers import by_turns, run_ranks
 
 WEIGHT = 0.5
 FAMILIES = ("axk2", "deepseek_v32", "dots3_note_text", "glm_moe_dsa", "hy_v4", "mistral_large4")
@@ -108,7 +108,7 @@ def _learn(rank: int, ranks: int, cases: list[tuple[str, str, str]]) -> list[Lea
 
 
 @pytest.mark.support("models", "the loss that trains indexers: whole, packed, padded, rematerialized")
-@pytest.mark.parametrize(("ranks", "cases"), [(3, WHOLE), (2, PARTS)], ids=["whole", "parts"])
+@pytest.mark.parametrize(("ranks", "cases"), [(3, by_turns(WHOLE)), (2, by_turns(PARTS))], ids=["whole", "parts"])
 def test_indexers_learn_what_they_do_in_one_process(ranks: int, cases: list[tuple[str, str, str]]) -> None:
     expected = [densely(*case) for case in cases]
     for found in run_ranks(ranks, _learn, cases, timeout=300.0):

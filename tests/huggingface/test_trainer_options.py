@@ -15,7 +15,7 @@ from dfa_megatron.errors import UnsupportedError
 from tests.huggingface.test_loss_functions import weighed
 from tests.huggingface.test_trainer import NAMES, Sequences, built, history, hits, prepare_worker
 from tests.support.models import VOCABULARY, build
-from tests.support.workers import run_ranks
+from tests.support.workers import by_turns, run_ranks
 
 ALPHA = 7.0
 COUNTED = {"include_num_input_tokens_seen": "all", "gradient_accumulation_steps": 2}
@@ -103,7 +103,7 @@ def short_of_memory(run: Any) -> None:
 def train(rank: int, world_size: int, size: int, folder: str) -> dict[str, Any]:
     prepare_worker(rank, world_size)
     found: dict[str, Any] = {}
-    for name, options in runs().items():
+    for name, options in by_turns([*runs().items()]):
         loss = options.pop("loss", None)
         run = trainer(folder, **options)
         run.model.loss_function = loss or run.model.loss_function

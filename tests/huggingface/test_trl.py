@@ -18,7 +18,7 @@ from tests.huggingface.rows import EXPERTS
 from tests.huggingface.test_trainer import parameters_of, prepare_worker
 from tests.huggingface.vllm_server import Server, let_trl_find_vllm
 from tests.support.models import TRAINING, VOCABULARY, build, text, with_noise
-from tests.support.workers import preload, run_ranks
+from tests.support.workers import by_turns, preload, run_ranks
 
 INSTALLED = importlib.util.find_spec("trl") is not None
 
@@ -200,7 +200,7 @@ RUNS: dict[tuple[int, int, str], list[tuple[str, dict[str, Any]]]] = {
 def test_losses_gradients_and_what_is_logged_are_those_of_one_process_a_group(
     tmp_path: Path, ranks: int, size: int, of: str
 ) -> None:
-    runs = RUNS[ranks, size, of]
+    runs = [*by_turns(RUNS[ranks, size, of])]
     one, many = (str(tmp_path / folder) for folder in ("one", "many"))
     for folder in (one, many):
         for name in dict(runs):

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -26,7 +24,7 @@ from tests.frameworks.megatron_rows import (
 )  # fmt: skip
 from tests.fuzz.frameworks.megatron_draw import MegatronDraw
 from tests.fuzz.frameworks.steps import check
-from tests.support.workers import run_ranks
+from tests.support.workers import by_turns, run_ranks
 
 CP2, CP3, CP4, TP2 = {"cp": 2}, {"cp": 3}, {"cp": 4}, {"tp": 2}
 TP2_CP2, PP2_CP2, CP2_DP2 = {"tp": 2, "cp": 2}, {"pp": 2, "cp": 2}, {"cp": 2, "dp": 2}
@@ -271,12 +269,6 @@ GROUPS: dict[str, dict[str, list[MegatronDraw]]] = {
     },
 }  # fmt: skip
 """By the row of docs/support.md; all of a group on the same ranks. DFA_HALF=0 or 1 takes every second one of a row."""
-
-
-def by_turns(rows: Sequence[MegatronDraw]) -> Sequence[MegatronDraw]:
-    """Every second one with DFA_HALF=0 or 1, at least one, or all without."""
-    half = os.environ.get("DFA_HALF")
-    return (rows[int(half) :: 2] if half else rows) or rows
 
 
 @pytest.mark.support("megatron", lambda params: list(GROUPS[params["group"]]))

@@ -14,8 +14,7 @@ from tests.frameworks.compare import Found
 from tests.frameworks.megatron_rows import FULL, MEGATRONS, like
 from tests.fuzz.frameworks.megatron_draw import MegatronDraw
 from tests.megatron import checkpoints, sharded
-from tests.megatron.test_all_parallelisms import by_turns
-from tests.support.workers import run_ranks
+from tests.support.workers import by_turns, run_ranks
 
 CP2 = {"cp": 2}
 HYBRID = {"mtp_num_layers": 1, "hetereogenous_dist_checkpoint": True}

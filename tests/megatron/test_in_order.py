@@ -24,10 +24,10 @@ from tests.frameworks.compare import assert_alike
 from tests.frameworks.megatron_rows import BLOCK, FULL, PER_TOKEN, like
 from tests.fuzz.frameworks.megatron_draw import MegatronDraw
 from tests.megatron.hybrids import build, stack_spec
-from tests.megatron.test_all_parallelisms import STATES, by_turns
+from tests.megatron.test_all_parallelisms import STATES
 from tests.support import state_kernels
 from tests.support.megatron_model import DenseAttention, megatrons_spec
-from tests.support.workers import run_each, run_ranks
+from tests.support.workers import by_turns, run_each, run_ranks
 
 
 def beside_tensor_parallelism(rank: int, ranks: int, draws: list[MegatronDraw]) -> None:

@@ -21,8 +21,7 @@ from tests.frameworks.megatron_rows import UNBALANCED, like
 from tests.fuzz.frameworks.megatron_draw import VOCABULARY, MegatronDraw
 from tests.fuzz.frameworks.one_rank import apart
 from tests.megatron import padded_packs
-from tests.megatron.test_all_parallelisms import by_turns
-from tests.support.workers import run_ranks
+from tests.support.workers import by_turns, run_ranks
 
 OURS = {"hybrid_context_parallel": True}
 Groups = dict[tuple[int, ...], dist.ProcessGroup]

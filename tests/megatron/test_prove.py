@@ -18,9 +18,8 @@ from tests.frameworks import megatron_harness as harness
 from tests.frameworks.megatron_rows import ALLGATHER, FULL, PER_TOKEN, TRAINS, like
 from tests.fuzz.frameworks.megatron_draw import MegatronDraw
 from tests.megatron import sharded
-from tests.megatron.test_all_parallelisms import by_turns
 from tests.support.plants import attention_with, documents_lost, states_dropped
-from tests.support.workers import run_each, run_ranks
+from tests.support.workers import by_turns, run_each, run_ranks
 
 WINDOW = {"window_size": (9, 0)}
 EXPERTS = {

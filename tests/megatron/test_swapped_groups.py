@@ -16,8 +16,7 @@ from tests.frameworks import megatron_harness as harness
 from tests.frameworks.megatron_rows import BY_LIST, like
 from tests.fuzz.frameworks.megatron_draw import MegatronDraw
 from tests.fuzz.frameworks.one_rank import apart
-from tests.megatron.test_all_parallelisms import by_turns
-from tests.support.workers import run_ranks
+from tests.support.workers import by_turns, run_ranks
 
 SIZES = (((0,), (1,), (2,), (3,)), ((0, 2), (1, 3)), ((0, 1, 2), (3,)), ((0, 1, 2, 3),))
 """Ranks that share a sequence in an evaluation; those of the training are neighbours."""

@@ -13,6 +13,7 @@ from dfa_megatron.plan.proof.check import check
 from tests.support import mutants, oracle
 from tests.support.plan_cases import every_mask, plans
 from tests.support.plan_dense import reference
+from tests.support.workers import by_turns
 
 
 def accepts(plan: Plan) -> bool:
@@ -23,7 +24,7 @@ def accepts(plan: Plan) -> bool:
     return True
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4, 5, 6])
+@pytest.mark.parametrize("ranks", by_turns([2, 3, 4, 5, 6]))
 def test_the_checker_accepts_a_mutant_if_and_only_if_it_is_numerically_right(ranks: int) -> None:
     rng = random.Random(10 + ranks)
     verdicts: Counter[bool] = Counter()
