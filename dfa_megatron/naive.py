@@ -15,7 +15,10 @@ import torch
 from dfa_megatron.plan.language.ir import AttentionPlan, Block, Plan, chunk_of
 
 Value = tuple[torch.Tensor, ...]
-"""The tensors of one name ("q" has q, "kv" has k and v, "out" has out and lse), of the rows of one chunk."""
+"""The tensors of one name, of the rows of one chunk.
+
+Forward: q; kv = (k, v); out = (out, lse). Backward: qdo = (q, dout, lse, delta); dq; dkv = (dk, dv).
+"""
 
 Held = dict[tuple[int, str, int], Value]
 """(rank, name, chunk) -> the value that the rank holds."""

@@ -67,7 +67,7 @@ for step in range(args.steps):
     optimizer.zero_grad()
     losses = model(**shard_batch(whole, parallel_state.get_context_parallel_group(), options)).float()
     losses.sum().backward()
-    # Adds up gradients and tokens of all ranks, and divides: right with uneven loss masks too.
+    # Adds up gradients and tokens of all ranks, and divides. With a loss mask sum losses * mask, and count mask.sum().
     finalize_model_grads([model], torch.tensor(losses.numel()).cuda())
     _, norm, _ = optimizer.step()
     total = losses.detach().sum()

@@ -64,14 +64,14 @@ BUDGETS = {
     "kernels": 3_931,
     "loss": 686,
     "megatron": 3_742,
-    "plan": 5_611,
+    "plan": 5_612,
     "proving": 643,
     "recurrence": 1_396,
     "remat": 485,
-    "runtime": 5_508,
+    "runtime": 5_511,
     "sequence": 412,
     "tests": 37_523,
-    "top": 1_961,
+    "top": 1_964,
     "trees": 307,
 }
 """Lines of Python in a folder of the package, in its files beside them ("top"), in tests, docs and benchmarks.

@@ -45,8 +45,8 @@ def distribute_attention(
     A batch has "input_ids" (batch, seq), or "inputs_embeds" up to 1 GiB, and if wanted:
 
     - "labels" (batch, seq), not shifted, -100 where there is no loss. As in transformers, the last token of a document
-      is trained on the next one's first, unless that label is -100. "num_items_in_batch" counts those of the whole
-      batch, or of a whole step's.
+      is trained on the next one's first, unless that label is -100. "num_items_in_batch", to accumulate
+      gradients, is the labels of the whole step divided by the number of groups.
     - "attention_mask" with padding on the right, whose labels are -100.
     - "position_ids" (batch or 1, seq) that restart at 0 where a document of a packed row begins, or "cu_seq_lens_q" and
       "cu_seq_lens_k" of transformers' padding-free collators. A model that embeds axes takes (4, batch, seq), places

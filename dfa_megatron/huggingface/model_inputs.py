@@ -1,7 +1,7 @@
 """Make the `Forward` of a call from its whole batch, and cut it at the decoder's door.
 
-    model(**whole batch)     begin: read the batch, compare it with the other ranks', cut labels; enter the forward
-      decoder(**whole)       prepare: this rank's part of tokens, positions, no mask
+    model(**whole batch)     begin: read the batch, cut labels, compare it with the other ranks'; enter the forward
+      decoder(**whole)       prepare: this rank's part of tokens and positions; a mask that hides nothing
         layers               attention and the others find the forward
       loss                   finish: the mean of the ranks' losses, on every rank
 

@@ -101,7 +101,7 @@ def sparse_attn(
     )
     frame, known = active_frame(), None
     if frame is not None and not frame.recording:
-        COUNTERS.replays += 1
+        COUNTERS.reused += 1
         known = frame.take()
     out, lse = _SparseAttention.apply(q.flatten(0, 1), kv, sinks, chosen, call, known)  # type: ignore[no-untyped-call]
     if frame is not None and frame.recording:

@@ -88,7 +88,7 @@ def index_topk(
             raise UnsupportedError(f"topk={topk!r}", "it is a number of keys", "an integer from 1, such as 2048")
         frame = active_frame()
         if frame is not None and not frame.recording:
-            COUNTERS.replays += 1
+            COUNTERS.reused += 1
             positions, lse = frame.take()
             return (positions, lse) if return_lse else positions
         whole, device = Whole.of(index_q, over, layout, cu_seqlens, mask), index_q.device

@@ -1,4 +1,4 @@
-"""The door of a language model: in layout `boundary` its tokens are in the caller's order outside, and in order inside.
+"""Check each call of a language model. In layout `boundary`, also bring its tokens into order and its losses back.
 
 What a call gives of every token (ids, positions, labels, masks) comes in by one all-to-all of integers, on each
 pipeline stage that gets it. The losses of tokens go back by one of floats. Without labels hidden states go back, before

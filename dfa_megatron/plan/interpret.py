@@ -190,7 +190,7 @@ class Accumulator(Generic[Values]):
             del self._saved[other]
 
     def _place(self, to: RowsMerge, into: Destination) -> Values:
-        """Return the rows of the result or of the sum, as whose memory the result serves where it can."""
+        """Return rows of the result or of the sum; both share memory where their dtypes agree."""
         if into is Destination.RESULT or self.memory.in_place:
             return self.memory.part(self.result(), to.lo, to.hi)
         span = self._merges.sum

@@ -198,7 +198,7 @@ def _kept(x: torch.Tensor, run: Callable[[torch.Tensor | None], torch.Tensor]) -
     """Run an exchange, or take its result from the frame of a checkpointed region."""
     frame = active_frame()
     if frame is not None and not frame.recording:
-        COUNTERS.replays += 1
+        COUNTERS.reused += 1
         return run(frame.take()[0])
     result = run(None)
     if frame is not None:

@@ -27,7 +27,7 @@ class Counters:
     attention_forwards: int = 0
     """Distributed forwards that ran (a replay is not one)."""
     attention_backwards: int = 0
-    replays: int = 0
+    reused: int = 0
     """Attentions that a recomputation read from its frame instead of running them."""
     kernel_forwards: int = 0
     kernel_backwards: int = 0

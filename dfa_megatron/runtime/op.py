@@ -77,7 +77,7 @@ class DirectAttention(torch.autograd.Function):
         q, k, v, sinks = inputs = Inputs(*tensors)
         ctx.request, ctx.over, ctx.prepared, ctx.layer = request, over, None, current_layer()
         if known is not None:
-            COUNTERS.replays += 1
+            COUNTERS.reused += 1
             out, lse = (x.detach() for x in known)
         else:
             ctx.prepared = prepare(request, over, inputs, trains=trains)

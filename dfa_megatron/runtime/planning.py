@@ -72,7 +72,9 @@ def sizes_of(inputs: Inputs, kernel: BlockKernel, ranks: int, *, invariant: bool
 def plan_of(
     request: Request, ranks: int, length: int, sizes: Sizes, hardware: Hardware, leaves: LeafSizes | None
 ) -> AttentionPlan:
-    """Return the plan of a settled request; equal arguments give equal plans on every rank. A caller's plan is proved.
+    """Return the plan of a settled request; equal arguments give equal plans on every rank.
+
+    A caller's plan is checked here. `placed` then proves each rank's program of every plan.
 
     Raises:
         UnsupportedError: no schedule serves it, or the caller's plan does not fit it.

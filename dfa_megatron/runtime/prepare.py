@@ -1,4 +1,4 @@
-"""Prepare an attention once per new request: plan, check, lower, choose the kernel, and agree on all of it."""
+"""Prepare each new request once: choose the kernel, plan, lower, prove, agree with all ranks, connect."""
 
 from __future__ import annotations
 
@@ -76,16 +76,16 @@ class Prepared:
     """Everything that running one attention needs beside its tensors.
 
     ranks: of the plan. schedule, digest: of the plan, which `plan_again` makes.
-    exchange: set if ulysses_degree > 1: see `runtime.heads`. Then all other fields but over and running are those of
-        the plan's ranks, tokens and heads.
+    exchange: set if ulysses_degree > 1: see `runtime.heads`. Then ranks, sizes and programs describe one of the smaller
+        attentions; request, over and running are the whole group's. Peers have their numbers in the group.
     moved: the rows that change ranks around it, so that chunks of a fixed order lie whole: see `runtime.chunks`.
     binds: whether the kernel's work can be recorded and replayed.
     bound: recorded phases, by what they need of a call's tensors; None after a first run that was not recorded, a text
         if none can be.
     kind: what it has in common with the attention of other documents, masks and lengths.
     said: whether people were told how it runs, where its results are saved (False) or not (True).
-    running: counts and compares the calls inside: a forward's, a backward's, and those of a forward that no backward
-        follows.
+    running: contexts around a forward, a backward, and a forward without backward. Each counts its call and loses the
+        group on an error. A CPU compares calls at once; for a GPU the watch does. With verify off they do nothing.
     forward, backward: this rank's programs, and their memory.
     over: the channel of the group, None for one rank.
     arena_bytes: of receive memory: the larger of forward and backward. Equal on all ranks.
@@ -121,7 +121,7 @@ class Prepared:
 
     @property
     def sums(self) -> ExactSum | None:
-        """What sums over the rows of all ranks in a way that does not depend on them, where bits must not."""
+        """The exact sum over all ranks for the gradient of sinks; None unless numerics='invariant'."""
         return ExactSum(self.over) if self.sizes.wide else None
 
     @property

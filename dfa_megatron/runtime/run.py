@@ -49,8 +49,9 @@ def algebra(prepared: Prepared, memory: MemoryPlan, inputs: Fields, arena: torch
 def needed_by_backward(prepared: Prepared, dout: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
     """Return out or -delta (batch, heads, rows), whichever the kernel's backward reads beside lse.
 
-    Out, if it takes both, no rank is sent these rows, and calls read them twice at most: -delta is a pass over two.
-    In place of out it may have been given.
+    It is out if the kernel takes that, no rank is sent these rows, and calls read each at most twice on average; and
+    where the kernel needs out. Otherwise compute -delta, a pass over dout and out. An `out` of three dimensions is
+    -delta already.
     """
     if out.dim() == 3:
         return out
@@ -116,16 +117,16 @@ def _around(prepared: Prepared, memory: MemoryPlan, inputs: Fields) -> Fields:
 
 
 def _recorded(prepared: Prepared, memory: MemoryPlan, inputs: Fields) -> Fields:
-    """Run a phase: the first time as it stands, the second time to record it, and from then on as it was recorded.
+    """Run a phase: directly first, recorded next, replayed from then on, for each signature of its tensors.
 
-    The first run of a kind compiles kernels and makes tables, which are no part of later runs. So a new pack is
-    recorded at once where another has run. While the caller captures a CUDA graph, nothing is recorded anew: the graph
-    takes in what a replay, or a run as it stands, issues.
+    The first run of a kind compiles kernels and makes tables, so it is not recorded. Later masks, lengths, packs and
+    signatures of that kind are recorded in their first run. While the caller captures a CUDA graph, nothing is recorded
+    anew: the graph takes in what a replay, or a run as it stands, issues.
     """
     key = memory is prepared.forward, signature(inputs)
     with without_autocast(), without_functions():
         transport, arena = _way(prepared, memory, inputs[0].device)
-        # A mode that listens sees the operations themselves.
+        # A dispatch mode must see every operation, so nothing is replayed.
         if not prepared.binds or measured or _get_current_dispatch_mode() is not None:
             return _run(prepared, memory, inputs, arena, transport)
         # Absent: not run. None: run as it stands. A text: why it cannot be replayed. A Bound: recorded.

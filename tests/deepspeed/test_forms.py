@@ -76,7 +76,7 @@ def _tiled_at(world_size: int, tied: bool, stage: int) -> None:
             loss = engine(whole, group, own_loss)
             engine.backward(loss)
             counts = COUNTERS.snapshot()
-            assert counts["attention_forwards"] == counts["replays"] == LAYERS
+            assert counts["attention_forwards"] == counts["reused"] == LAYERS
             losses.append(harness.mean_over_ranks(loss))
             if whole is wholes[-1]:
                 for name, parameter in engine.module.model.named_parameters():
@@ -155,7 +155,7 @@ def _forms_of(world_size: int, peft: bool) -> None:
         once = block["checkpoint"] == "remat"
         for count in ("attention_forwards", "kernel_forwards", "forward_messages", "forward_bytes"):
             assert counts[count] == plain[count] * (1 if once else 2), name
-        assert counts["replays"] == (LAYERS if once else 0), name
+        assert counts["reused"] == (LAYERS if once else 0), name
         each = 1 + once if "remat_offload" in block else 0  # of two micro-batches: each input, each attention
         assert len(moved) == 2 * LAYERS * each, name
 

@@ -132,7 +132,7 @@ def train(rank: int, world_size: int, stages: int, size: int) -> None:
         mine = range(module._local_start, module._local_stop)
         attentions = 2 * steps * sum(isinstance(want[index], Block) for index in mine)
         assert counts["attention_forwards"] == attentions * (2 if checkpoint == "full" else 1)
-        assert counts["replays"] == (attentions if checkpoint == "remat" else 0)
+        assert counts["reused"] == (attentions if checkpoint == "remat" else 0)
         for got, index in zip(module.forward_funcs, mine, strict=True):
             for (name, parameter), wanted in zip(got.named_parameters(), want[index].parameters(), strict=True):
                 where = f"ZeRO {stage} {checkpoint}, layer {index}, {name}"

@@ -105,7 +105,7 @@ def together(rank: int, world_size: int, folder: str, size: int) -> dict[int, di
         COUNTERS.reset()
         run.train()
         counts = COUNTERS.snapshot()
-        assert counts["replays"] == 2 * 2 * LAYERS  # once for each micro-batch and layer
+        assert counts["reused"] == 2 * 2 * LAYERS  # once for each micro-batch and layer
         assert dfa_ds.mesh_of(run.model_wrapped).size == size
         found[stage] = history(run, KEYS)
         AcceleratorState._reset_state()

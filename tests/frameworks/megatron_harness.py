@@ -358,13 +358,13 @@ def _check_counts(drawn: MegatronDraw, models: list[Any]) -> None:
     ours = mode == "remat" or (mode == "auto" and full)
     forwards, replays = sum(every) + (0 if ours else sum(again) * full), sum(again) * ours
     assert COUNTERS.attention_forwards == forwards * drawn.micro_batches, f"{drawn.line}: {COUNTERS}"
-    states = COUNTERS.replays > replays * drawn.micro_batches and ours and drawn.layers  # mixers replay theirs
-    assert states or COUNTERS.replays == replays * drawn.micro_batches, f"{drawn.line}: {COUNTERS}"
-    assert (COUNTERS.remat_bytes > 0) == (COUNTERS.replays > 0), f"{drawn.line}: {COUNTERS}"
+    states = COUNTERS.reused > replays * drawn.micro_batches and ours and drawn.layers  # mixers replay theirs
+    assert states or COUNTERS.reused == replays * drawn.micro_batches, f"{drawn.line}: {COUNTERS}"
+    assert (COUNTERS.remat_bytes > 0) == (COUNTERS.reused > 0), f"{drawn.line}: {COUNTERS}"
     odd = drawn.layers or drawn.pack == "padded" or drawn.batch * drawn.tokens % drawn.cp
     if not odd and "heterogeneous_block_specs" not in asked:
         heads, config = asked["num_attention_heads"] // drawn.tp, chunks[0].config
-        rows = drawn.batch * drawn.tokens // drawn.cp * heads * COUNTERS.replays
+        rows = drawn.batch * drawn.tokens // drawn.cp * heads * COUNTERS.reused
         width = asked.get("v_head_dim") or config.kv_channels  # of out, and one lse
         kept = rows * (width + 1) * config.params_dtype.itemsize
         assert kept == COUNTERS.remat_bytes, f"{drawn.line}: {COUNTERS}, not {kept}"

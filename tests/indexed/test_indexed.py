@@ -132,7 +132,7 @@ def _restless(rank: int, ranks: int, chooses_anew: bool) -> tuple[torch.Tensor, 
         chosen.append(found)
         return sparse_attn(q, k, v, found)
 
-    before = COUNTERS.replays
+    before = COUNTERS.reused
     with ExitStack() as stack:
         if chooses_anew:
             stack.enter_context(patch.object(topk_module, "active_frame", lambda: None))
@@ -140,7 +140,7 @@ def _restless(rank: int, ranks: int, chooses_anew: bool) -> tuple[torch.Tensor, 
         given = torch.autograd.grad(out.square().sum(), (q, k, v))
     assert len(passes) == 2
     assert torch.equal(*chosen)
-    assert COUNTERS.replays == before + 2
+    assert COUNTERS.reused == before + 2
     want = torch.autograd.grad(sparse_attn(q, k, v, chosen[0]).square().sum(), (q, k, v))
     for got, wanted in zip(given, want, strict=True):
         assert torch.equal(got, wanted)

@@ -162,7 +162,7 @@ def check(rank: int, world_size: int, cases: list[Any]) -> None:
                 COUNTERS.reset()
                 model = harness.model_of(row, harness.config_of(row, **OURS))
                 losses, gradients = run(model, row, micros, groups, form)
-                assert (COUNTERS.snapshot()["replays"] > 0) == (checkpoint == "remat"), row.name
+                assert (COUNTERS.snapshot()["reused"] > 0) == (checkpoint == "remat"), row.name
                 known = known or len(dist.distributed_c10d._world.pg_map)
                 assert len(dist.distributed_c10d._world.pg_map) == known, "groups are made once"
                 for (got, batch), (whole, _) in zip(losses, expected[0], strict=True):

@@ -112,7 +112,7 @@ def _train_from(flags: str, provider: Any, layout: str, wanted: float) -> None:
     dist.all_reduce(total)
     assert abs(total.item() - wanted) <= 1e-5
     attentions = 2 * MICRO_BATCHES
-    assert (COUNTERS.attention_forwards, COUNTERS.replays) == (attentions, attentions)
+    assert (COUNTERS.attention_forwards, COUNTERS.reused) == (attentions, attentions)
 
 
 def batch_of_rows(micro: int) -> dict[str, torch.Tensor]:

@@ -95,7 +95,7 @@ def _equals(rank: int, ranks: int, fp8: str | None, tolerance: float) -> None:
         COUNTERS.reset()
         found = _results(block, hidden[rows], gradient[rows])
         assert COUNTERS.attention_forwards == LAYERS
-        assert COUNTERS.replays == (LAYERS if checkpoint == "auto" else 0)
+        assert COUNTERS.reused == (LAYERS if checkpoint == "auto" else 0)
         assert found.keys() == wanted.keys()
         for name, want in wanted.items():
             assert_close(found[name], want, tolerance=tolerance, name=f"{name}, checkpoint {checkpoint}")

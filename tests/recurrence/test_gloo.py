@@ -152,7 +152,7 @@ def test_a_recompute_sends_nothing(rank: int, ranks: int) -> None:
             assert all(torch.equal(a, b) for a, b in zip(got, first[0], strict=True))
             if kind == "gated_delta":
                 assert counts["state_exchanges"] == 4  # two each way
-                assert counts["replays"] == (0 if region is _plain else 2)
+                assert counts["reused"] == (0 if region is _plain else 2)
                 for name in ("state_exchanges", "state_forward_bytes", "state_backward_bytes"):
                     assert counts[name] == first[1][name] > 0
 

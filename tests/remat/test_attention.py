@@ -70,5 +70,5 @@ def test_remat_runs_and_sends_half_of_full_recompute_with_the_same_bits(rank: in
     for count in ("attention_backwards", "kernel_backwards", "backward_messages", "backward_bytes"):
         assert all(counts[name][count] == plain[count] for name in WAYS)
     for front in ("context_fn", "remat_checkpoint", "offloaded"):
-        assert counts[front]["replays"] == 2 * LAYERS
+        assert counts[front]["reused"] == 2 * LAYERS
         assert counts[front]["remat_bytes"] == 2 * LAYERS * LOCAL * (HIDDEN + HEADS) * 8

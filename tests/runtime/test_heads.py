@@ -213,7 +213,7 @@ def test_rematerialization_repeats_no_exchange(rank: int, ranks: int, kv_heads: 
     remat.remat_checkpoint(_region, *shard).backward(whole.dout[:, rows])
     again = COUNTERS.snapshot()
     assert all(torch.equal(x.grad, want) for x, want in zip(shard, plain, strict=True) if x.grad is not None)
-    assert (again.pop("replays"), once.pop("replays")) == (1, 0)
+    assert (again.pop("reused"), once.pop("reused")) == (1, 0)
     assert again.pop("remat_bytes") > once.pop("remat_bytes") == 0
     compared = functools.partial(checkpoint, use_reentrant=False, context_fn=remat.context_fn)  # what both passes save
     got = torch.autograd.grad(compared(_region, *shard), shard, whole.dout[:, rows])
@@ -280,7 +280,7 @@ def _steady_on_gpus(rank: int, ranks: int) -> None:
     plain = torch.autograd.grad(_region(*shard), shard, whole.dout[:, rows])
     COUNTERS.reset()
     remat.remat_checkpoint(_region, *shard).backward(whole.dout[:, rows])
-    assert (COUNTERS.attention_forwards, COUNTERS.replays, COUNTERS.ulysses_exchanges) == (1, 1, 4)
+    assert (COUNTERS.attention_forwards, COUNTERS.reused, COUNTERS.ulysses_exchanges) == (1, 1, 4)
     for x, want in zip(shard, plain, strict=True):
         assert x.grad is not None
         assert_close(x.grad, want.double(), tolerance=1e-2)

@@ -34,7 +34,7 @@ _KEPT = 256
 
 
 class AttentionContext:
-    """Hold the state of one model in the `params` of its layer specs; copies of a spec share it.
+    """Hold what all models built of one spec share, in the `params` of its layers; copies of a spec share it.
 
     Args:
         options: the user's options.

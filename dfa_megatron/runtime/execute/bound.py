@@ -1,7 +1,7 @@
 """A bound program: what a run of one rank's program does to tensors and messages, recorded once, then replayed.
 
-The recorded run is a real one, driven by the one loop over the checked program, so what is checked is what is replayed.
-A replay fills in the call's tensors: it looks nothing up, and computes no shape and no place in memory again.
+The recorded run is a real one: the one loop drives it over the checked program. A replay issues the same operations,
+with allocations moved later and memory freed earlier. No proof covers that order. It looks nothing up.
 """
 
 from __future__ import annotations

@@ -253,7 +253,7 @@ def execute(tensors: Tensors, transport: Transport, failed: Failed) -> None:
         failed: makes the error of a step.
 
     Raises:
-        ExecutionError: a step failed. The group must be considered lost.
+        ExecutionError: a step failed. With verify on, `Prepared.running` marks the group as lost.
     """
     transport.start()
     number, phase, (opens, closes) = 0, tensors.program.phase.name, _ranges(tensors.device)

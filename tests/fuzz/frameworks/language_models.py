@@ -200,7 +200,7 @@ class LanguageDraw(Draw):
         each = len(self.data.masks) // self.sequences * model.config.num_hidden_layers
         checkpoint, more = self.options["checkpoint"], getattr(self, "between", "") == "evaluation"
         assert counts["attention_forwards"] == each * (1 + (checkpoint == "full") + more), counts
-        assert counts["replays"] == each * (checkpoint in ("remat", "auto")), counts
+        assert counts["reused"] == each * (checkpoint in ("remat", "auto")), counts
 
 
 def draw_data(dice: random.Random, seed: int, parts: int, batches: int, kind: str) -> Data:

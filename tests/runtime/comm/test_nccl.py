@@ -126,7 +126,7 @@ def test_rematerialization_repeats_no_forward_on_gpus(rank: int, ranks: int) -> 
     out = remat.remat_checkpoint(region, *shard)
     out.backward(whole.dout[:, rows])
     assert COUNTERS.attention_forwards == 1
-    assert COUNTERS.replays == 1
+    assert COUNTERS.reused == 1
     assert all(torch.equal(x.grad, want) for x, want in zip(shard, plain, strict=True) if x.grad is not None)
 
 
