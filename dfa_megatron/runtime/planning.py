@@ -72,9 +72,7 @@ def sizes_of(inputs: Inputs, kernel: BlockKernel, ranks: int, *, invariant: bool
 def plan_of(
     request: Request, ranks: int, length: int, sizes: Sizes, hardware: Hardware, leaves: LeafSizes | None
 ) -> AttentionPlan:
-    """Return the plan of a settled request; equal arguments give equal plans on every rank.
-
-    A caller's plan is checked here. `placed` then proves each rank's program of every plan.
+    """Return the plan of a settled request; equal arguments give equal plans. `placed` proves programs of all.
 
     Raises:
         UnsupportedError: no schedule serves it, or the caller's plan does not fit it.

@@ -49,9 +49,8 @@ def algebra(prepared: Prepared, memory: MemoryPlan, inputs: Fields, arena: torch
 def needed_by_backward(prepared: Prepared, dout: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
     """Return out or -delta (batch, heads, rows), whichever the kernel's backward reads beside lse.
 
-    It is out if the kernel takes that, no rank is sent these rows, and calls read each at most twice on average; and
-    where the kernel needs out. Otherwise compute -delta, a pass over dout and out. An `out` of three dimensions is
-    -delta already.
+    It is out where the kernel needs that, or takes it, no rank is sent these rows, and calls read each twice at most.
+    Otherwise compute -delta, a pass over dout and out. An `out` of three dimensions is -delta already.
     """
     if out.dim() == 3:
         return out

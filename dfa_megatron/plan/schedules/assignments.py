@@ -20,8 +20,7 @@ def balanced(mask: Mask, layout: Layout, *, share_last: bool = False) -> tuple[B
     """Return the blocks of DISTFLASHATTN (paper, Algorithm 2, corrected for odd P), in floor(P/2) + 1 steps.
 
     At step t rank r works for itself on the keys t ranks before it while there are any (r >= t), and otherwise helps
-    rank r - t + P with its own keys. For even P the owner of the rows computes each pair of the last step; ranks below
-    P/2 idle.
+    rank r - t + P with its own keys. In the last step of an even P owners of rows compute; ranks below P/2 idle.
 
         P = 4     rank 0      rank 1      rank 2      rank 3      (rows of a rank, keys of a rank)
         step 0    (0, 0)      (1, 1)      (2, 2)      (3, 3)      own, causal

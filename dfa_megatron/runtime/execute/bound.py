@@ -1,7 +1,7 @@
 """A bound program: what a run of one rank's program does to tensors and messages, recorded once, then replayed.
 
-The recorded run is a real one: the one loop drives it over the checked program. A replay issues the same operations,
-with allocations moved later and memory freed earlier. No proof covers that order. It looks nothing up.
+The recorded run is a real one: the one loop drives it over the checked program. A replay looks nothing up. It issues
+the same operations, with allocations moved later and memory freed earlier. No proof covers that order.
 """
 
 from __future__ import annotations
