@@ -101,7 +101,10 @@ def _attentions(over: str, numbers: range, asked: argparse.Namespace, deadline: 
         for case in map(drawn, numbers):
             by_ranks.setdefault(case.ranks, []).append(case)
         for ranks, cases in by_ranks.items():
-            yield from run_jobs(cases, max(1, jobs), ranks, folder, limit, deadline, cuda=cuda)
+            if jobs > 1:
+                yield from run_jobs(cases, jobs, ranks, folder, limit, deadline, cuda=cuda)
+            else:  # in this thread, which ends the ranks when it is interrupted
+                yield from run_all(attempt, cases, ranks, folder, limit, deadline, cuda=cuda)
 
 
 def run_here(cases: Iterable[Case], limit: float, deadline: float) -> Outcomes:
