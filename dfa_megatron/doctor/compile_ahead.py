@@ -42,7 +42,7 @@ def compile_ahead(shape: Trial, names: Iterable[str], ranks: int, forms: Sequenc
         try:
             process.wait(PATIENCE)
         except subprocess.TimeoutExpired:
-            process.kill()
+            process.terminate()  # a launcher ends its ranks then
 
 
 def _of_kernels(shape: Trial, names: Sequence[str], forms: Sequence[Form]) -> Iterator[tuple[str, list[str]]]:

@@ -12,7 +12,6 @@ to score to ranks with little:
 
 from __future__ import annotations
 
-import heapq
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -25,7 +24,7 @@ import torch
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.kernels.triton.support import interpreted, triton_refusal
 from dfa_megatron.plan.language.geometry import Span, joined_spans
-from dfa_megatron.plan.language.layout import Layout
+from dfa_megatron.plan.language.layout import Layout, dealt
 from dfa_megatron.plan.language.mask import Mask, causal, components
 from dfa_megatron.rows import join_rows
 from dfa_megatron.runtime.comm.channel import Channel
@@ -100,11 +99,11 @@ class Whole:
 
     def rows(self, device: torch.device) -> Moves:
         """Return the moves that bring rows to the ranks that score them."""
-        return _moves(self.layout, dealt(self.seen, self.layout), self.rank, device)
+        return _moves(self.layout, scored_by(self.seen, self.layout), self.rank, device)
 
     def scored(self) -> tuple[Span, ...]:
         """Return the rows that this rank scores."""
-        return dealt(self.seen, self.layout)[self.rank]
+        return scored_by(self.seen, self.layout)[self.rank]
 
     def exchange(self, what: str, facts: dict[str, str], device: torch.device) -> Compared:
         """Return an exchange over the ranks, which compare it. Collective.
@@ -147,31 +146,18 @@ def _moves(layout: Layout, wanted: tuple[tuple[Span, ...], ...], rank: int, devi
 
 
 @lru_cache(maxsize=64)
-def dealt(seen: Mask, layout: Layout) -> tuple[tuple[Span, ...], ...]:
+def scored_by(seen: Mask, layout: Layout) -> tuple[tuple[Span, ...], ...]:
     """Return the rows that every rank scores, so that all score about as many pairs.
 
-    A rank keeps the rows of the fewest pairs, up to an even share. The others, which are fewer rows for as many
-    pairs, go one by one to the rank with the least work.
+    A rank keeps the rows of the fewest pairs; the others, fewer rows for as many pairs, are dealt.
     """
-    held: list[list[tuple[float, int, Span]]] = [[] for _ in range(layout.ranks)]
-    for span, work, owner in _pieces(seen, layout):
-        held[owner].append((work / len(span), work, span))
-    share = sum(work for pieces in held for _, work, _ in pieces) / layout.ranks
-    mine, given, loads = [list[Span]() for _ in held], list[tuple[int, Span]](), [0] * layout.ranks
-    for rank, pieces in enumerate(held):
-        for _, work, span in sorted(pieces):
-            if loads[rank] + work <= share:
-                loads[rank] += work
-                mine[rank].append(span)
-            else:
-                given.append((work, span))
-    heap = [(load, rank) for rank, load in enumerate(loads)]
-    heapq.heapify(heap)
-    for work, span in sorted(given, key=lambda piece: (-piece[0], piece[1])):
-        load, rank = heap[0]
-        mine[rank].append(span)
-        heapq.heapreplace(heap, (load + work, rank))
-    return tuple(tuple(joined_spans(sorted(spans))) for spans in mine)
+    pieces = [*_pieces(seen, layout)]
+    spans, work, owners = [span for span, *_ in pieces], [work for _, work, _ in pieces], [rank for *_, rank in pieces]
+    lightest = sorted(range(len(spans)), key=lambda piece: (work[piece] / len(spans[piece]), work[piece], piece))
+    found: list[list[Span]] = [[] for _ in range(layout.ranks)]
+    for span, rank in zip(spans, dealt(work, owners, layout.ranks, lightest), strict=True):
+        found[rank].append(span)
+    return tuple(tuple(joined_spans(sorted(mine))) for mine in found)
 
 
 def _pieces(seen: Mask, layout: Layout) -> Iterable[tuple[Span, int, int]]:

@@ -20,7 +20,7 @@ from dfa_megatron.plan.schedules import layout_of
 from dfa_megatron.plan.schedules.invariant import same_rows
 from dfa_megatron.runtime.comm.channel import Channel
 from dfa_megatron.runtime.execute.memory import Fields
-from dfa_megatron.runtime.execute.moves import Moves, bytes_of, moves_between
+from dfa_megatron.runtime.execute.moves import Moves, moves_between, packed, unpacked
 from dfa_megatron.runtime.request import Request
 
 RunPhase = Callable[[Fields], Fields]
@@ -31,41 +31,37 @@ RunPhase = Callable[[Fields], Fields]
 class ChunkMoves:
     """The moves of one rank.
 
-    q: of queries and what belongs to them. kv: of keys and values. over: the channel; None for one rank.
+    q: of queries and what belongs to them. kv: of keys and values; None where they lie as queries do, and travel with
+    them. over: the channel; None for one rank.
     """
 
     q: Moves
-    kv: Moves
+    kv: Moves | None
     over: Channel | None
 
     def around(self, run: RunPhase, inputs: Fields) -> Fields:
         """Return what `run` of (q, k, v), or of (dout, q, k, v, out or -delta, lse), does with the caller's rows."""
-        keys = (1, 2) if len(inputs) == 3 else (2, 3)
-        found = run(self._moved(inputs, keys, self.q, self.kv))
-        return self._moved(found, () if len(inputs) == 3 else (1, 2), self.q.back(), self.kv.back())
+        forward, q, kv = len(inputs) == 3, self.q.back(), None if self.kv is None else self.kv.back()
+        found = run(self._moved(inputs, (1, 2) if forward else (2, 3), self.q, self.kv))
+        return self._moved(found, () if forward else (1, 2), q, kv)
 
-    def _moved(self, tensors: Fields, keys: tuple[int, ...], q: Moves, kv: Moves) -> Fields:
-        """Move rows, those of all tensors in one message, or of queries in one and of keys in another."""
-        if self.q is self.kv:
-            return _together(tensors, q, self.over)
-        others = tuple(at for at in range(len(tensors)) if at not in keys)
-        found = dict(zip(others, _together([tensors[at] for at in others], q, self.over), strict=True))
-        found |= zip(keys, _together([tensors[at] for at in keys], kv, self.over), strict=True)
-        return tuple(found[at] for at in range(len(tensors)))
+    def _moved(self, tensors: Fields, keys: tuple[int, ...], q: Moves, kv: Moves | None) -> Fields:
+        """Move the rows of all tensors in one message, or of those at `keys` in a second."""
+        if kv is None or not keys:
+            return self._together(tensors, q)
+        found = [*tensors]
+        others = [at for at in range(len(tensors)) if at not in keys]
+        for places, moves in ((others, q), (keys, kv)):
+            for at, x in zip(places, self._together([tensors[at] for at in places], moves), strict=True):
+                found[at] = x
+        return tuple(found)
 
-
-def _together(tensors: Sequence[torch.Tensor], moves: Moves, over: Channel | None) -> Fields:
-    """Move rows of (batch, rows, heads, width) or (batch, heads, rows), a token's bytes side by side."""
-    dims = [1 if x.dim() == 4 else 2 for x in tensors]
-    by_row = [x.movedim(dim, 0).contiguous() for x, dim in zip(tensors, dims, strict=True)]
-    if not by_row:
-        return ()
-    came = moves.run(torch.cat([bytes_of(x) for x in by_row], 1), over=over)
-    widths = [bytes_of(x).shape[1] for x in by_row]
-    return tuple(
-        part.contiguous().view(x.dtype).view(len(part), *x.shape[1:]).movedim(0, dim).contiguous()
-        for part, x, dim in zip(came.split(widths, 1), by_row, dims, strict=True)
-    )
+    def _together(self, tensors: Sequence[torch.Tensor], moves: Moves) -> Fields:
+        """Move rows of (batch, rows, heads, width) or (batch, heads, rows)."""
+        dims = [1 if x.dim() == 4 else 2 for x in tensors]
+        by_row = [x.movedim(dim, 0) for x, dim in zip(tensors, dims, strict=True)]
+        came = unpacked(moves.run(packed(by_row), over=self.over), by_row)
+        return tuple(x.movedim(0, dim).contiguous() for x, dim in zip(came, dims, strict=True))
 
 
 def rows_to_chunks(
@@ -82,5 +78,4 @@ def rows_to_chunks(
         before, after = ([layout.spans(each, side) for each in range(whole.ranks)] for layout in (held, whole))
         return moves_between(before, after, rank, device)
 
-    of_q = moves("q")
-    return ChunkMoves(of_q, of_q if held.queries is None else moves("kv"), over)
+    return ChunkMoves(moves("q"), None if held.queries is None else moves("kv"), over)

@@ -12,7 +12,6 @@ Neither a plan nor what runs it knows of the exchange. All ranks of the group co
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
@@ -31,12 +30,9 @@ from dfa_megatron.runtime.chunks import RunPhase
 from dfa_megatron.runtime.comm.channel import Channel
 from dfa_megatron.runtime.counters import COUNTERS
 from dfa_megatron.runtime.execute.memory import Fields, MemoryPlan
-from dfa_megatron.runtime.execute.moves import Moves
+from dfa_megatron.runtime.execute.moves import Moves, packed, unpacked
 from dfa_megatron.runtime.prepare import Prepared, built
 from dfa_megatron.runtime.request import Inputs, Request
-
-_ALIGNMENT = 16
-"""Bytes. Kernels load 16 at a time, and read q, k and v where they landed."""
 
 
 def rows_in_order(layout: Layout, neighbours: range) -> tuple[Span, ...]:
@@ -140,12 +136,9 @@ class HeadExchange:
 
         lead: the first dimensions of a part, which count its rows.
         """
-        over, size = self.over, sum(map(_bytes, parts, [lead] * len(parts)))
-        send = parts[0].new_empty((sum(sent), size), dtype=torch.uint8)
-        received = send.new_empty((sum(came), size))
-        for field, part in zip(_fields(send, parts, lead), parts, strict=True):
-            field.view(part.shape).copy_(part)
-        nbytes = (sum(sent) - sent[over.rank - self.near[0]]) * size
+        over, send = self.over, packed(parts, lead)
+        received = send.new_empty((sum(came), send.shape[1]))
+        nbytes = (sum(sent) - sent[over.rank - self.near[0]]) * send.shape[1]
         COUNTERS.ulysses_exchanges += 1
         if phase == "forward":
             COUNTERS.ulysses_forward_bytes += nbytes
@@ -153,28 +146,13 @@ class HeadExchange:
             COUNTERS.ulysses_backward_bytes += nbytes
         counts = (_among(self.near, each, over.size) for each in (came, sent))
         over.finish(over.communicator(send.device).all_to_all(received, send, *counts), send.device)
-        return _fields(received, parts, lead)
+        return unpacked(received, parts, lead)
 
 
 def _among(ranks: range, counts: Sequence[int], size: int) -> list[int]:
     """Return the counts of some of so many ranks for all of them."""
     known = dict(zip(ranks, counts, strict=True))
     return [known.get(rank, 0) for rank in range(size)]
-
-
-def _bytes(x: torch.Tensor, lead: int) -> int:
-    """Return the bytes of a row of a field, with what aligns the next field."""
-    return -(-math.prod(x.shape[lead:]) * x.itemsize // _ALIGNMENT) * _ALIGNMENT
-
-
-def _fields(buffer: torch.Tensor, like: Sequence[torch.Tensor], lead: int) -> list[torch.Tensor]:
-    """Return the fields of a buffer of bytes (rows, bytes), whose rows are shaped as those of `like`."""
-    found, at = list[torch.Tensor](), 0
-    for x in like:
-        shape = x.shape[lead:]
-        found.append(buffer.view(x.dtype).narrow(1, at // x.itemsize, math.prod(shape)).unflatten(1, shape))
-        at += _bytes(x, lead)
-    return found
 
 
 def made(degree: int, request: Request, over: Channel | None, inputs: Inputs) -> Prepared:
@@ -230,7 +208,7 @@ def _among_all(plan: Prepared, over: Channel, degree: int) -> Prepared:
         sent, received = (_among(peers, each, over.size) for each in (moves.send_counts, moves.receive_counts))
         return replace(moves, send_counts=sent, receive_counts=received)
 
-    moved = None if moved is None else replace(moved, q=spread(moved.q), kv=spread(moved.kv))
+    moved = None if moved is None else replace(moved, q=spread(moved.q))  # one sequence: keys lie as queries do
     return replace(plan, forward=numbered(plan.forward), backward=numbered(plan.backward), moved=moved)
 
 

@@ -40,8 +40,6 @@ Outcomes = Iterator[tuple[Draw, Outcome]]
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the draws that the arguments name; 1 if one of them is not right or refused."""
     asked = _parser().parse_args(arguments)
-    if "nccl" in asked.over:
-        asked.device, asked.ranks = "cuda", asked.ranks or [max(2, torch.cuda.device_count())]
     installed = [name for name in steps.PACKAGES if importlib.util.find_spec(name)]
     over = [name for one in asked.over for name in (installed if one == "frameworks" else [one])]
     began = told = time.monotonic()
@@ -85,9 +83,12 @@ def _run_each(over: Sequence[str], asked: argparse.Namespace, deadline: float) -
 
 
 def _attentions(over: str, numbers: range, asked: argparse.Namespace, deadline: float) -> Outcomes:
-    cuda = asked.device != "cpu"
+    device, ranks = asked.device, asked.ranks
+    if over == "nccl":
+        device, ranks = "cuda", ranks or [max(2, torch.cuda.device_count())]
+    cuda = device != "cpu"
     limit = asked.limit or (300.0 if cuda else 120.0)
-    drawn = functools.partial(draw, asked.seed, over=over, device=asked.device, ranks=asked.ranks)
+    drawn = functools.partial(draw, asked.seed, over=over, device=device, ranks=ranks)
     usual = {"together": len(GPU_CLASSES) if cuda else 0, "nccl": GROUPS}
     jobs = asked.jobs if asked.jobs is not None else usual.get(over, 1)
     if over == "together" and not (jobs and asked.case is None):
@@ -100,11 +101,11 @@ def _attentions(over: str, numbers: range, asked: argparse.Namespace, deadline: 
         by_ranks: dict[int, list[Case]] = {}
         for case in map(drawn, numbers):
             by_ranks.setdefault(case.ranks, []).append(case)
-        for ranks, cases in by_ranks.items():
+        for count, cases in by_ranks.items():
             if jobs > 1:
-                yield from run_jobs(cases, jobs, ranks, folder, limit, deadline, cuda=cuda)
+                yield from run_jobs(cases, jobs, count, folder, limit, deadline, cuda=cuda)
             else:  # in this thread, which ends the ranks when it is interrupted
-                yield from run_all(attempt, cases, ranks, folder, limit, deadline, cuda=cuda)
+                yield from run_all(attempt, cases, count, folder, limit, deadline, cuda=cuda)
 
 
 def run_here(cases: Iterable[Case], limit: float, deadline: float) -> Outcomes:

@@ -19,7 +19,7 @@ from dfa_megatron.errors import DisagreementError, UnsupportedError
 from dfa_megatron.indexed import index_loss, index_topk, sparse_attn
 from dfa_megatron.indexed import topk as topk_module
 from dfa_megatron.indexed.chosen import steps
-from dfa_megatron.indexed.whole import Whole, dealt
+from dfa_megatron.indexed.whole import Whole, scored_by
 from dfa_megatron.layouts import contiguous, of_lengths, zigzag
 from dfa_megatron.masks import Span
 from dfa_megatron.plan.language.mask import Mask
@@ -283,7 +283,7 @@ def pairs_of(seen: Mask, spans: Iterable[Span]) -> int:
 def test_the_work_of_an_indexer_is_even(ranks: int, length: int) -> None:
     packs = masks.documents([length // 2, length // 8, length - length // 2 - length // 8])
     for seen, place in [(masks.causal(length), contiguous), (masks.causal(length), zigzag), (packs, contiguous)]:
-        rows = dealt(seen, place(length, ranks))
+        rows = scored_by(seen, place(length, ranks))
         work = [pairs_of(seen, spans) for spans in rows]
         assert max(work) <= 1.05 * min(work)
         assert sum(work) == seen.area

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import subprocess
 import types
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -15,7 +17,7 @@ import torch.distributed as dist
 from dfa_megatron import dist_flash_attn_func, kernels
 from dfa_megatron.cli import doctor
 from dfa_megatron.cli.main import main
-from dfa_megatron.doctor import distributed_call
+from dfa_megatron.doctor import compile_ahead, distributed_call
 from dfa_megatron.doctor import kernel_trial as examine
 from dfa_megatron.doctor.kernel_trial import Trial
 from dfa_megatron.doctor.machine import devices, p2p_access
@@ -127,6 +129,28 @@ def test_calls_whose_results_are_off_are_named_on_every_rank_and_refused_ones_to
     assert list(of_off["refused"]) == ["softcap"]
     assert {name.split()[0] for name in windowless["wrong"]} == {"window"}
     assert windowless["refused"] == {}
+
+
+def test_what_will_run_is_compiled_ahead_in_processes_of_its_own(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each command is run here on CPU ranks, as it is but for the kernel and the device."""
+    started: list[list[str]] = []
+    monkeypatch.setattr(compile_ahead, "COMPILED", ("cpu",))
+    monkeypatch.setattr(kernels.get("cpu").__class__, "refusal", lambda *_: None)
+    monkeypatch.setattr(Trial, "need", lambda _: None)
+    shape = Trial.square(64, 4, 2, 16, torch.float32, "cuda")
+    with mock.patch.object(subprocess, "Popen", lambda command, **_: started.append(command) or mock.Mock()):
+        compile_ahead.compile_ahead(shape, [], 2, ["causal", "band"], ["causal", "pack"])
+    told = capsys.readouterr().err
+    assert "cpu, causal; cpu, band; calls over 2 ranks, causal; calls over 2 ranks, pack" in told
+    assert len(started) == 4
+    for command in (started[1], started[3]):
+        on_cpu = [word.replace('"cuda"', '"cpu"') for word in command]
+        done = subprocess.run(on_cpu, capture_output=True, text=True, timeout=120, check=False)
+        assert done.returncode == 0, done.stderr
+    compile_ahead.compile_ahead(replace(shape, device="cpu"), [], 2, ["causal"], ["causal"])
+    assert len(started) == 4
 
 
 def test_gpus_and_their_links_are_shown(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -69,7 +69,8 @@ class CpuKernel(BlockKernel):
 
     def launch(self, call: BlockCall) -> Partial:
         group, dim = call.q.shape[2] // call.k.shape[2], call.q.shape[3]
-        call = _aligned_call(call)
+        if call.deterministic:
+            call = _aligned_call(call)
         out, lse, *_ = _FORWARD(**_inputs(call, group))
         return _narrowed(_joined(out, call).transpose(1, 2), dim), _joined(lse, call)
 
@@ -101,9 +102,7 @@ def _wide_call(call: BlockCall) -> BlockCall:
 
 
 def _aligned_call(call: BlockCall) -> BlockCall:
-    """Return a deterministic call with q, k and v `_aligned`, and any other as it is."""
-    if not call.deterministic:
-        return call
+    """Return a call with q, k and v `_aligned`."""
     return replace(call, q=_aligned(call.q), k=_aligned(call.k), v=_aligned(call.v))
 
 

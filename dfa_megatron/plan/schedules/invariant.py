@@ -27,7 +27,7 @@ from dfa_megatron.plan.language.ir import (
     loads,
     needed_pairs,
 )
-from dfa_megatron.plan.language.layout import Layout, cut_at
+from dfa_megatron.plan.language.layout import Layout, cut_at, dealt
 from dfa_megatron.plan.language.leaves import Grid, LeafSizes, grid_of, subtrees
 from dfa_megatron.plan.language.mask import Mask
 from dfa_megatron.plan.language.work import EVEN
@@ -86,30 +86,12 @@ def same_rows(one: Layout, other: Layout) -> bool:
     )
 
 
-def dealt(mask: Mask, layout: Layout) -> Layout:
-    """Return the layout with chunks of ranks that have too much work given to those with the least.
-
-    A rank keeps its lightest chunks, up to an even share; the others go, the heaviest first, to the rank with the least
-    work. Of packs that moves few chunks.
-    """
-    area, work, owner = areas(mask, layout.chunks), [0] * len(layout.chunks), [*layout.owner]
-    for q, kv in needed_pairs(mask, layout.chunks):
-        work[q] += area[q, kv]
-    load, given = [0] * layout.ranks, list[int]()
-    for chunk in sorted(range(len(work)), key=lambda chunk: (work[chunk], chunk)):
-        if load[owner[chunk]] + work[chunk] <= sum(work) / layout.ranks:
-            load[owner[chunk]] += work[chunk]
-        else:
-            given.append(chunk)
-    for chunk in reversed(given):
-        owner[chunk] = min(range(layout.ranks), key=lambda rank: (load[rank], rank != layout.owner[chunk], rank))
-        load[owner[chunk]] += work[chunk]
-    return replace(layout, owner=tuple(owner))
-
-
 def _evenest(mask: Mask, layout: Layout) -> tuple[str, Layout, tuple[Block, ...]]:
-    """Return the assignment whose most loaded rank has the least work: its name, and the chunks of each rank."""
-    found: list[tuple[int, str, Layout, tuple[Block, ...]]] = []
+    """Return the assignment whose most loaded rank has the least work: its name, the chunks of each rank, its blocks.
+
+    Where that is uneven, heavy chunks are dealt: of packs few move.
+    """
+    found: list[tuple[int, str, tuple[Block, ...]]] = []
     for name, assign in _ASSIGN.items():
         if not layout.in_order and name != "owner_computes":
             continue
@@ -117,11 +99,15 @@ def _evenest(mask: Mask, layout: Layout) -> tuple[str, Layout, tuple[Block, ...]
             blocks = (assign if layout.in_order else by_memory)(mask, layout)
         except UnsupportedError:  # rows see keys of later ranks
             continue
-        found.append((max(loads(blocks, mask, layout)), name, layout, blocks))
-    most, name, layout, blocks = min(found, key=lambda one: one[0])
-    even = sum(areas(mask, layout.chunks).values()) / layout.ranks
-    if most > (1 + EVEN) * even and layout.queries is None:
-        owned = by_memory(mask, other := dealt(mask, layout))
+        found.append((max(loads(blocks, mask, layout)), name, blocks))
+    most, name, blocks = min(found, key=lambda one: one[0])
+    work = [0] * len(layout.chunks)
+    for (chunk, _), area in areas(mask, layout.chunks).items():
+        work[chunk] += area
+    if most > (1 + EVEN) * sum(work) / layout.ranks and layout.queries is None:
+        lightest = sorted(range(len(work)), key=work.__getitem__)
+        other = replace(layout, owner=tuple(dealt(work, layout.owner, layout.ranks, lightest)))
+        owned = by_memory(mask, other)
         if max(loads(owned, mask, other)) < most:
             return "owner_computes", other, owned
     return name, layout, blocks

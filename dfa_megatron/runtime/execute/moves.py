@@ -54,7 +54,7 @@ class Moves:
         incoming = outgoing
         if over is not None or (group is not None and group.size() > 1):
             incoming = outgoing.new_empty(len(self.received), *x.shape[1:])
-            given = bytes_of(incoming), bytes_of(outgoing), self.receive_counts, self.send_counts
+            given = _bytes(incoming), _bytes(outgoing), self.receive_counts, self.send_counts
             if over is None:
                 dist.all_to_all_single(*given, group=group)
             else:
@@ -150,6 +150,37 @@ class _MovedRows(torch.autograd.Function):
             return back.run(gradient, ctx.group, over=ctx.exchange.over), None, None, None, None, None
 
 
-def bytes_of(x: torch.Tensor) -> torch.Tensor:
+def _bytes(x: torch.Tensor) -> torch.Tensor:
     """Return (rows, bytes): backends support different dtypes, but all support bytes."""
     return x.view(len(x), math.prod(x.shape[1:])).view(torch.uint8)
+
+
+_ALIGNMENT = 16
+"""Bytes. Kernels load 16 at a time, and read what came where it landed."""
+
+
+def packed(fields: Sequence[torch.Tensor], lead: int = 1) -> torch.Tensor:
+    """Return rows of bytes, uint8 (rows, bytes), with all fields of a row side by side.
+
+    lead: the first dimensions of a field, which count its rows.
+    """
+    rows = math.prod(fields[0].shape[:lead])
+    buffer = fields[0].new_empty((rows, sum(_room(x, lead) for x in fields)), dtype=torch.uint8)
+    for into, x in zip(unpacked(buffer, fields, lead), fields, strict=True):
+        into.view(x.shape).copy_(x)
+    return buffer
+
+
+def unpacked(buffer: torch.Tensor, like: Sequence[torch.Tensor], lead: int = 1) -> list[torch.Tensor]:
+    """Return the fields of `packed` rows as views (rows, ...), whose rows are shaped as those of `like`."""
+    found, at = list[torch.Tensor](), 0
+    for x in like:
+        shape = x.shape[lead:]
+        found.append(buffer.view(x.dtype).narrow(1, at // x.itemsize, math.prod(shape)).unflatten(1, shape))
+        at += _room(x, lead)
+    return found
+
+
+def _room(x: torch.Tensor, lead: int) -> int:
+    """Return the bytes of a row of a field, with what aligns the next field."""
+    return -(-math.prod(x.shape[lead:]) * x.itemsize // _ALIGNMENT) * _ALIGNMENT

@@ -208,7 +208,7 @@ ALONE: dict[str, tuple[Callable[[bool, Any], None], str]] = {
     "a convolution": (convolves, WORDS),
     "a convolution of no width": (lambda bad, group: convolves(bad, group, 0), "a convolution of width 0"),
     "an option of Mamba": (mamba, "option 'nonsense'"),
-    "a roll": (lambda bad, group: rolls(bad, group, "runtime.execute.moves.bytes_of"), WORDS),
+    "a roll": (lambda bad, group: rolls(bad, group, "runtime.execute.moves._bytes"), WORDS),
     "a roll of rows": (lambda bad, group: rolls(bad, group, rows=[(0, 8), (0, 8)]), "rows in a batch of"),
     "largest logits": (lambda bad, group: largest(bad, group, "sequence.max_logits._raise"), WORDS),
     "the scale of logits": (lambda bad, group: largest(bad, group, scale="small"), "scale"),
