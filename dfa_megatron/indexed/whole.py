@@ -24,8 +24,9 @@ import torch
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.kernels.triton.support import interpreted, triton_refusal
 from dfa_megatron.plan.language.geometry import Span, joined_spans
-from dfa_megatron.plan.language.layout import Layout, dealt
+from dfa_megatron.plan.language.layout import Layout
 from dfa_megatron.plan.language.mask import Mask, causal, components
+from dfa_megatron.plan.schedules.load_balanced import dealt
 from dfa_megatron.rows import join_rows
 from dfa_megatron.runtime.comm.channel import Channel
 from dfa_megatron.runtime.comm.compared import Compared, compared

@@ -6,7 +6,6 @@ keys behind the queries.
 
 from __future__ import annotations
 
-import heapq
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -225,26 +224,6 @@ def cut_at(layout: Layout, tokens: Iterable[int]) -> Layout:
 
 LAYOUTS: dict[str, Callable[[int, int], Layout]] = {"contiguous": contiguous, "zigzag": zigzag}
 """The layouts that depend on the length only, by name."""
-
-
-def dealt(work: Sequence[int], owners: Sequence[int], ranks: int, order: Iterable[int]) -> list[int]:
-    """Return the owners of pieces, after ranks with much work have given some to those with little.
-
-    A rank keeps its pieces in this order, those that fit into an even share of the work. The others go, the heaviest
-    first, to the rank with the least work.
-    """
-    found, loads, given, share = [*owners], [0] * ranks, list[int](), sum(work) / ranks
-    for piece in order:
-        if loads[found[piece]] + work[piece] <= share:
-            loads[found[piece]] += work[piece]
-        else:
-            given.append(piece)
-    heap = [(load, rank) for rank, load in enumerate(loads)]
-    heapq.heapify(heap)
-    for piece in sorted(given, key=lambda piece: (-work[piece], piece)):
-        load, found[piece] = heap[0]
-        heapq.heapreplace(heap, (load + work[piece], found[piece]))
-    return found
 
 
 def by_name(name: str, length: int, ranks: int) -> Layout:

@@ -27,11 +27,12 @@ from dfa_megatron.plan.language.ir import (
     loads,
     needed_pairs,
 )
-from dfa_megatron.plan.language.layout import Layout, cut_at, dealt
+from dfa_megatron.plan.language.layout import Layout, cut_at
 from dfa_megatron.plan.language.leaves import Grid, LeafSizes, grid_of, subtrees
 from dfa_megatron.plan.language.mask import Mask
 from dfa_megatron.plan.language.work import EVEN
 from dfa_megatron.plan.schedules.assignments import balanced, by_distance, by_memory, direct
+from dfa_megatron.plan.schedules.load_balanced import dealt
 
 _ASSIGN: Mapping[str, Callable[[Mask, Layout], tuple[Block, ...]]] = {
     "balanced_shared": partial(balanced, share_last=True),

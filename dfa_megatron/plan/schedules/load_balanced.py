@@ -41,6 +41,26 @@ def load_balanced(mask: Mask, ranks: int) -> Layout:
     return Layout(tuple(Span(lo, hi) for lo, hi, _ in chunks), tuple(rank for _, _, rank in chunks), ranks)
 
 
+def dealt(work: Sequence[int], owners: Sequence[int], ranks: int, order: Iterable[int]) -> list[int]:
+    """Return the owners of pieces, after ranks with much work have given some to those with little.
+
+    A rank keeps its pieces in this order, those that fit into an even share of the work. The others go, the heaviest
+    first, to the rank with the least work.
+    """
+    found, loads, given, share = [*owners], [0] * ranks, list[int](), sum(work) / ranks
+    for piece in order:
+        if loads[found[piece]] + work[piece] <= share:
+            loads[found[piece]] += work[piece]
+        else:
+            given.append(piece)
+    heap = [(load, rank) for rank, load in enumerate(loads)]
+    heapq.heapify(heap)
+    for piece in sorted(given, key=lambda piece: (-work[piece], piece)):
+        load, found[piece] = heap[0]
+        heapq.heapreplace(heap, (load + work[piece], found[piece]))
+    return found
+
+
 class _Balancing:
     """One distribution of the tokens: each rank's spans, its work, and the number of keys it has to receive.
 
