@@ -181,7 +181,9 @@ class Watched:
     def broken(self) -> str:
         """Say which rank may have broken a connection; wait for the heartbeat that tells."""
         deadline = time.monotonic() + self.patience + 2 * PERIOD
-        while time.monotonic() < deadline and self.lost == NOTHING and not any(map(self.ended, self.others)):
+        while time.monotonic() < deadline and self.calls.lost is None:
+            if not self._shows and (self.lost != NOTHING or any(map(self.ended, self.others))):
+                break
             self.wake()
             time.sleep(LOOKS)
         if self.calls.lost is None and self.differs():

@@ -7,12 +7,13 @@ a group may be made and destroyed at any time.
 from __future__ import annotations
 
 import ctypes
+import functools
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from datetime import timedelta
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -27,10 +28,31 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
+Start = TypeVar("Start", bound=Callable[..., Any])
+
+
+def _names_the_rank(start: Start) -> Start:
+    """Decorate what starts messages: a broken connection that it meets raises an error that names the rank."""
+
+    @functools.wraps(start)
+    def started(self: Communicator, /, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return start(self, *args, **kwargs)
+        except RuntimeError as error:
+            # Gloo raises no type of its own. NCCL does, and other errors of a GPU stay what they are.
+            if self.device.type == "cpu" or isinstance(error, dist.DistBackendError):
+                raise self._broken(error) from error
+            raise
+
+    return cast(Start, started)
+
+
 class Communicator:
     """One set of connections for tensors on a device; to make one is collective.
 
-    broken: returns the error to raise if NCCL reports that a connection broke: NCCL does not name the rank.
+    All methods that start messages raise an AbsentError if a connection is broken.
+
+    broken: returns that error, which names the rank that has ended: gloo and NCCL do not.
     """
 
     def __init__(
@@ -59,53 +81,41 @@ class Communicator:
             self._group.allreduce([torch.zeros(1, device=device)]).wait()
             logger.info("made a NCCL communicator of %d ranks for distributed attention", store.size)
 
+    @_names_the_rank
     def post(self, sends: Sequence[Send], receives: Sequence[Recv]) -> list[dist.Work]:
-        """Start a batch of messages: on NCCL's own stream after the current one, or in gloo's threads.
-
-        Raises:
-            AbsentError: NCCL reports a broken connection.
-        """
+        """Start a batch of messages: on NCCL's own stream after the current one, or in gloo's threads."""
         if not sends and not receives:
             return []
         together = self.device.type != "cpu"
         works = []
-        try:
-            if together:
-                self._group._start_coalescing(self.device)
-            for start, messages in ((self._group.recv, receives), (self._group.send, sends)):
-                for message in messages:
-                    for tag, x in enumerate(message.tensors):  # gloo tells the tensors of a message apart by their tags
-                        works.append(start([x], message.peer, tag))
-            return [self._group._end_coalescing(self.device)] if together else works
-        except dist.DistBackendError as error:
-            raise self._broken(error) from error
+        if together:
+            self._group._start_coalescing(self.device)
+        for start, messages in ((self._group.recv, receives), (self._group.send, sends)):
+            for message in messages:
+                for tag, x in enumerate(message.tensors):  # gloo tells the tensors of a message apart by their tags
+                    works.append(start([x], message.peer, tag))
+        return [self._group._end_coalescing(self.device)] if together else works
 
+    @_names_the_rank
     def gather(self, x: torch.Tensor) -> tuple[list[torch.Tensor], dist.Work]:
         """Gather every rank's tensor of this shape; the list, by rank, is filled once the work is done."""
         found = list(x.new_empty((self._group.size(), *x.shape)).unbind())
         return found, self._group.allgather([found], [x])
 
+    @_names_the_rank
     def broadcast(self, x: torch.Tensor, rank: int) -> dist.Work:
         """Write that rank's tensor into every rank's."""
         return self._group.broadcast(x, rank)
 
+    @_names_the_rank
     def all_to_all(
         self, received: torch.Tensor, send: torch.Tensor, counts: list[int], sent: list[int] | None = None
     ) -> dist.Work:
-        """Receive rows from the ranks in their order, counts[i] from rank i, and send it sent[i], or as many.
-
-        Raises:
-            AbsentError: NCCL reports a broken connection.
-        """
+        """Receive rows from the ranks in their order, counts[i] from rank i, and send it sent[i], or as many."""
         if self.device.type == "cpu":  # gloo does not know every dtype
             received, send = received.view(torch.uint8), send.view(torch.uint8)
-        try:
-            # Past PyTorch's dispatcher: the host's time until a message leaves is on a short call's critical path.
-            work: dist.Work = self._backend.alltoall_base(
-                received, send, counts, sent or counts, dist.AllToAllOptions()
-            )
-        except dist.DistBackendError as error:
-            raise self._broken(error) from error
+        # Past PyTorch's dispatcher: the host's time until a message leaves is on a short call's critical path.
+        work: dist.Work = self._backend.alltoall_base(received, send, counts, sent or counts, dist.AllToAllOptions())
         return work
 
     def symmetric_name(self) -> Any:

@@ -124,42 +124,52 @@ def test_ranks_whose_calls_part_are_told_which_call_differs(rank: int, ranks: in
         assert "run different attentions" in why
 
 
+BREAKS = {"step": ("recv", "send"), "heads": ("alltoall_base",), "call": ("allgather",)}
+"""Operations of connections: the messages of a step, an exchange of heads, the comparison of a call."""
+
+
 class _Breaks:
-    """Connections of which one end breaks, as NCCL's do when a process ends: rank 1 ends where it would send."""
+    """Connections of which one end breaks, as when a process ends: rank 1 ends where it would start an operation.
 
-    def __init__(self, backend: object, rank: int) -> None:
-        self.backend, self.rank = backend, rank
+    nccl: raise NCCL's error in place of gloo's own.
+    """
 
-    def __getattr__(self, name: str) -> object:
-        return getattr(self.backend, name)
+    def __init__(self, backend: object, rank: int, where: str, nccl: bool) -> None:
+        self._backend, self._rank, self._breaks, self._nccl = backend, rank, BREAKS[where], nccl
 
-    def recv(self, *args: object) -> object:
-        if self.rank == 1:
+    def __getattr__(self, name: str) -> Any:
+        start = getattr(self._backend, name)
+        return partial(self._start, start) if name in self._breaks else start
+
+    def _start(self, start: Callable[..., object], *args: object) -> object:
+        if self._rank == 1:
             os._exit(0)
-        raise dist.DistBackendError("NCCL error: remote process exited or there was a network error")
+        if self._nccl:
+            raise dist.DistBackendError("NCCL error: remote process exited or there was a network error")
+        time.sleep(0.5)  # until gloo has noticed, and refuses at once
+        return start(*args)
 
-    send = alltoall_base = recv
 
-
-def _connection_breaks(rank: int, ranks: int, heads_travel: bool, report: str) -> None:
-    options = arguments(causal=True, softmax_scale=0.25, schedule="ring", ulysses_degree=2 if heads_travel else 1)
+def _connection_breaks(rank: int, ranks: int, where: str, nccl: bool, report: str) -> None:
+    options = arguments(causal=True, softmax_scale=0.25, schedule="ring", ulysses_degree=2 if where == "heads" else 1)
     dfa_megatron.dist_flash_attn_func(*tensors(), **options)
     for made in channel_of(None)._made.values():
-        made._group, made._backend = _Breaks(made._group, rank), _Breaks(made._backend, rank)
+        made._group, made._backend = (_Breaks(each, rank, where, nccl) for each in (made._group, made._backend))
     name, text, _ = told(lambda: dfa_megatron.dist_flash_attn_func(*tensors(), **options))
     Path(report).write_text(f"{name}: {text}")
     os._exit(0)
 
 
-@pytest.mark.parametrize("heads_travel", [False, True])
-def test_a_rank_whose_connection_breaks_in_the_midst_of_a_call_is_named(tmp_path: Path, heads_travel: bool) -> None:
+@pytest.mark.parametrize("nccl", [False, True])
+@pytest.mark.parametrize("where", [*BREAKS])
+def test_a_rank_whose_connection_breaks_in_the_midst_of_a_call_is_named(tmp_path: Path, where: str, nccl: bool) -> None:
     report = tmp_path / "report"
     with pytest.raises(AssertionError):  # no rank answers the test
-        run_ranks(2, _connection_breaks, heads_travel, str(report), timeout=40)
+        run_ranks(2, _connection_breaks, where, nccl, str(report), timeout=40)
     told = report.read_text()
-    assert told.startswith("AbsentError: " if heads_travel else "ExecutionError: "), told
+    assert told.startswith("ExecutionError: " if where == "step" else "AbsentError: "), told
     assert "rank 1 of the group has ended" in told
-    assert "remote process exited" in told
+    assert ("remote process exited" if nccl else "by peer") in told
 
 
 @pytest.mark.parametrize("absent", [0, 2])
