@@ -24,6 +24,7 @@ from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.megatron.check_config import check_config
 from dfa_megatron.megatron.layers.context import AttentionContext, context_of
 from dfa_megatron.megatron.layers.layer import DistributedLayer, hide_flags
+from dfa_megatron.megatron.layers.replay import replaying
 from dfa_megatron.megatron.layers.rotary import order_rotary
 from dfa_megatron.megatron.layers.router import weigh_losses
 from dfa_megatron.megatron.layers.swapped import Holder, check_groups, check_size, group_holders
@@ -250,7 +251,8 @@ def _moved(visit: Visit, run: ForwardMethod, given: dict[str, Any]) -> Any:
     elif model.post_process and not labelled:
         hook = model.output_layer.register_forward_pre_hook(functools.partial(_output, visit), with_kwargs=True)
     try:
-        output = run(**inside)
+        with replaying(visit):
+            output = run(**inside)
     finally:
         if hook is not None:
             hook.remove()

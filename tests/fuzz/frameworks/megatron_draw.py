@@ -36,13 +36,13 @@ class MegatronDraw(Draw):
     """One training step of all its ranks.
 
     options: of `MegatronConfig`, None for Megatron's own attention. config: fields of TransformerConfig. model:
-    arguments of its class. layers: "" of a GPT, "delta" of one with gated delta nets, or a hybrid model's pattern.
+    arguments of its class. layers: "" of a GPT, "delta" or "kimi" of one with such nets, or a hybrid model's pattern.
     micro_batches: of each data-parallel rank. pack: "", "rows" (documents in rows that are cut), "padded" (each
     document padded and cut zigzag by itself), "tree" or "mask" of all rows. masks: of every micro-batch, by
-    `uneven.counted`, for so many `parts`. padding_mask: given to the model, which its experts heed. warm: steps
-    before the one that counts, after each of which the optimizer moves the weights, where there is one. optimizer:
-    "", "torch" (PyTorch's Adam), "megatron", or "distributed" (over data ranks). wrapper: see `sharded.wrap`.
-    dtype: what it computes in, of `LIMITS`. name: of one that nobody drew.
+    `uneven.counted`, for so many `parts`. padding_mask: given to the model, which its experts heed. routing: "replay",
+    "record" or "". warm: steps before the one that counts, after each of which the optimizer moves the weights, where
+    there is one. optimizer: "", "torch" (PyTorch's Adam), "megatron", or "distributed" (over data ranks). wrapper: see
+    `sharded.wrap`. dtype: what it computes in, of `LIMITS`. name: of one that nobody drew.
     """
 
     over = "megatron"
@@ -65,6 +65,7 @@ class MegatronDraw(Draw):
     masks: tuple[str, ...] = ("holes",)
     parts: int = 2
     padding_mask: bool = False
+    routing: str = ""
     overlap: bool = False
     warm: int = 0
     optimizer: str = ""
