@@ -88,6 +88,13 @@ def _check_recomputation(fields: dict[str, Any], options: MegatronConfig) -> Non
             "a layer would be recomputed inside its own recomputation",
             "--recompute-granularity full, or checkpoint='auto'",
         )
+    beside = [name for name in ("mtp_num_layers", "moe_enable_routing_replay") if fields.get(name)]
+    if fields.get("overlap_moe_expert_parallel_comm") and (beside or options.checkpoint == "remat"):
+        raise UnsupportedError(
+            f"overlap_moe_expert_parallel_comm with {beside[0] if beside else options.checkpoint}",
+            "it calls the parts of a model and of its layers, and not their forwards, which do this",
+            "one of them alone",
+        )
     if options.checkpoint == "full" and fields.get("recompute_granularity") != "full":
         raise UnsupportedError(
             "checkpoint='full' in Megatron",

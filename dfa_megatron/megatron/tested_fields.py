@@ -41,16 +41,17 @@ moe_z_loss_coeff mrope_section mscale mscale_all_dim mtp_grad_scale_func mtp_los
 mtp_standalone mtp_use_repeated_layer multi_latent_attention no_rope_freq no_sync_func normalization num_attention_heads
 num_layers num_layers_at_end_in_bf16 num_layers_at_start_in_bf16 num_layers_in_first_pipeline_stage
 num_layers_in_last_pipeline_stage num_moe_experts num_query_groups original_max_position_embeddings
-output_layer_init_method overlap_p2p_comm overlap_p2p_comm_warmup_flush param_sync_func params_dtype
-per_block_parameters perform_initialization persist_layer_norm pipeline_dtype pipeline_model_parallel_comm_backend
-pipeline_model_parallel_layout pipeline_model_parallel_size q_lora_rank qk_clip qk_clip_alpha qk_clip_threshold
-qk_head_dim qk_l2_norm qk_layernorm qk_pos_emb_head_dim recompute_granularity recompute_method recompute_modules
-recompute_num_layers rope_type rotary_base rotary_interleaved rotary_percent rotary_scaling_factor sequence_parallel
-softmax_scale softmax_type tensor_model_parallel_size test_mode timers tp_comm_bootstrap_backend tp_comm_bulk_dgrad
-tp_comm_bulk_wgrad tp_comm_overlap tp_comm_overlap_ag tp_comm_overlap_disable_fc1 tp_comm_overlap_disable_qkv
-tp_comm_overlap_rs tp_comm_overlap_rs_dgrad tp_only_amax_red transformer_impl use_cpu_initialization
-use_fused_weighted_squared_relu use_mamba_mem_eff_path use_te_activation_func use_te_rng_tracker v_head_dim
-variable_seq_lengths virtual_pipeline_model_parallel_size window_attn_skip_freq window_size
+output_layer_init_method overlap_moe_expert_parallel_comm overlap_p2p_comm overlap_p2p_comm_warmup_flush param_sync_func
+params_dtype per_block_parameters perform_initialization persist_layer_norm pipeline_dtype
+pipeline_model_parallel_comm_backend pipeline_model_parallel_layout pipeline_model_parallel_size q_lora_rank qk_clip
+qk_clip_alpha qk_clip_threshold qk_head_dim qk_l2_norm qk_layernorm qk_pos_emb_head_dim recompute_granularity
+recompute_method recompute_modules recompute_num_layers rope_type rotary_base rotary_interleaved rotary_percent
+rotary_scaling_factor sequence_parallel softmax_scale softmax_type tensor_model_parallel_size test_mode timers
+tp_comm_bootstrap_backend tp_comm_bulk_dgrad tp_comm_bulk_wgrad tp_comm_overlap tp_comm_overlap_ag
+tp_comm_overlap_disable_fc1 tp_comm_overlap_disable_qkv tp_comm_overlap_rs tp_comm_overlap_rs_dgrad tp_only_amax_red
+transformer_impl use_cpu_initialization use_fused_weighted_squared_relu use_mamba_mem_eff_path use_te_activation_func
+use_te_rng_tracker v_head_dim variable_seq_lengths virtual_pipeline_model_parallel_size window_attn_skip_freq
+window_size
 """
 
 TRIED: dict[str, tuple[Any, ...] | None] = dict.fromkeys(_ANY.split()) | {
@@ -86,10 +87,6 @@ REFUSED = {
     "mtp_hsm": (
         "it shifts hidden states over the ranks, and no gradient returns to the rank that a token came from",
         "no --mtp-hsm",
-    ),
-    "overlap_moe_expert_parallel_comm": (
-        "it calls the parts of a layer directly, and so skips rematerialization and the order of the tokens",
-        "no --overlap-moe-expert-parallel-comm",
     ),
 }
 """The reason and the alternative of fields that have their own."""

@@ -310,9 +310,17 @@ def _inside(model: Any) -> Any:
     return model
 
 
-def _forward(drawn: MegatronDraw, tokens: dict[int, float], iterator: Iterator[dict[str, Any]], model: Any) -> Any:
+def _forward(
+    drawn: MegatronDraw,
+    tokens: dict[int, float],
+    iterator: Iterator[dict[str, Any]],
+    model: Any,
+    return_schedule_plan: bool = False,
+) -> Any:
     """Do what a script's forward_step_func does: the model's output, and a function that makes the loss of it."""
     batch, chunk = next(iterator), _inside(model)
+    if return_schedule_plan:
+        return chunk.build_schedule_plan(**_given(drawn, batch, chunk)), functools.partial(_loss, drawn, tokens, batch)
     with replays.replayed(drawn.routing, batch["at"], chunk):
         output = alone(drawn, batch, model) if drawn.options is None else model(**_given(drawn, batch, chunk))
     return output, functools.partial(_loss, drawn, tokens, batch)

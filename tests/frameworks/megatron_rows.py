@@ -24,6 +24,7 @@ ALLTOALL = {**_SPARSE, "moe_token_dispatcher_type": "alltoall"}
 ALLGATHER = {**_SPARSE, "moe_token_dispatcher_type": "allgather"}
 UNBALANCED = {**ALLGATHER, "moe_router_load_balancing_type": "none"}
 REPLAYED = {**UNBALANCED, "moe_layer_freq": 1, "moe_enable_routing_replay": True}
+OVERLAPPED = {**ALLTOALL, "overlap_moe_expert_parallel_comm": True, "bf16": True, "moe_aux_loss_coeff": 0.1}
 BALANCED = {
     **ALLGATHER, "moe_router_load_balancing_type": ["aux_loss", "seq_aux_loss", "global_aux_loss"],
     "moe_aux_loss_coeff": [0.5, 0.3, 0.2], "moe_z_loss_coeff": 0.1,
@@ -115,7 +116,8 @@ MODELS |= {
     "kimi": (SQUARE, {"layers": "kimi"}), "packed kimi": (SQUARE | BOUNDED, {"layers": "kimi", **ROWS}),
     "padded kimi stack": ({"num_layers": 4, **SQUARE}, {"layers": "MK*K", "pack": "padded"}),
     "replayed": (REPLAYED, {"routing": "replay"}), "packed replayed": (REPLAYED, {"routing": "replay", **ROWS}),
-    "recorded": (REPLAYED, {"routing": "record"}),
+    "recorded": (REPLAYED, {"routing": "record"}), "overlapped": (OVERLAPPED, {}),
+    "packed overlapped": (OVERLAPPED, ROWS),
 }  # fmt: skip
 
 

@@ -64,6 +64,7 @@ FULLY_SHARDED = "PyTorch's and Megatron's fully sharded parameters (FSDP)"
 TILES = "loss by tiles; TP 2 with and without sequence parallelism, CP 3, PP 2, MTP"
 STATES = "hybrids (Mamba, gated delta nets), whole, packed and padded: CP 3, TP 2 x CP 2"
 KIMIS = "Kimi delta attention, in Megatron's development branch: CP 2, 3"
+OVERLAPS = "overlap of experts' messages; EP 2, 3, PP 2 x VP 2 x CP 2"
 REPLAYS = "replayed and recorded routing (RouterReplay): CP 2, 3, TP 2 x CP 2"
 TILE = {"loss_tile": 7}
 
@@ -140,6 +141,14 @@ GROUPS: dict[str, dict[str, list[MegatronDraw]]] = {
         ],
         "hybrid (Mamba) stacks; layout `zigzag`, CP 3": [  # in Megatron's own order
             like("stack of six groups", CP3, "zigzag", "remat"),
+        ],
+    },
+    "overlaps": {
+        OVERLAPS: [
+            like("overlapped", EP2, "boundary"),
+            like("packed overlapped", EP2, "contiguous", options=TILE),
+            like("packed overlapped", {"cp": 3, "ep": 3}, "boundary", config={"num_moe_experts": 6}),
+            like("overlapped", {**PP2_VP2_CP2, "ep": 2}, "boundary"),
         ],
     },
     "replays": {

@@ -165,6 +165,7 @@ NOT_TRIED = (
     *("defer_embedding_wgrad_compute", "fine_grained_activation_offloading"),
     "num_microbatches_with_partial_activation_checkpoints",
 )
+OVERLAP = "overlap_moe_expert_parallel_comm"
 SPEC = ["--spec", "dfa_megatron.megatron", "get_spec"]
 ENDS = {"tokens": torch.ones(3, 4), "cu_seqlens": torch.ones(2, 2)}
 
@@ -207,6 +208,8 @@ REFUSED: list[tuple[str, Callable[[], Any]]] = [
     ("loss_tile with an output layer of", tiled_by_another_class),
     ("a router_replay of tests", lambda: replay._replays(Flags(modules=lambda: [Flags(router_replay=Flags())]))),
     ("replay for 8 tokens, where .* has 4", lambda: replay._move(VISIT, [torch.ones(8, 2)], back=False)),
+    ("expert_parallel_comm with remat", lambda: check({OVERLAP: True}, checkpoint="remat")),
+    ("expert_parallel_comm with mtp_num_layers", lambda: check({OVERLAP: True, "mtp_num_layers": 1})),
     ("recomputation of core_attn or gdn", lambda: check({**CORE, "recompute_modules": ["gdn"]})),
     ("--no-create-att", lambda: flags(create_attention_mask_in_dataloader=1, context_parallel_size=2)),
     ("--reset-attention-mask", lambda: flags(reset_attention_mask=True)),

@@ -45,8 +45,7 @@ def _replays(model: Any) -> list[Any]:
     """Return the replays of a model's routers, each of a class that records once."""
     from megatron.core.transformer.moe.router_replay import RouterReplay
 
-    found: list[Any] = [getattr(module, "router_replay", None) for module in model.modules()]
-    found = [replay for replay in found if replay is not None]
+    found: list[Any] = [x for module in model.modules() if (x := getattr(module, "router_replay", None)) is not None]
     for replay in found:
         if not isinstance(replay, RouterReplay):
             raise UnsupportedError(

@@ -105,7 +105,7 @@ class MegatronDraw(Draw):
 
     def alone(self, **beside: int) -> MegatronDraw:
         """Return the same step of Megatron's own attention on one rank, or with the sizes `beside`."""
-        ours = ("recompute", "distribute_saved", "use_mamba_mem_eff_path")
+        ours = ("recompute", "distribute_saved", "use_mamba_mem_eff_path", "overlap_moe", "bf16")
         config = {name: x for name, x in self.config.items() if not name.startswith(ours)}
         sizes = {**dict.fromkeys(("tp", "pp", "cp", "dp", "ep"), 1), "vp": None, **beside}
         micro_batches = len(self.masks) // sizes["dp"]  # type: ignore[operator]
