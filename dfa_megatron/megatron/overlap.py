@@ -13,10 +13,10 @@ from typing import Any
 from dfa_megatron.megatron.tokens.visit import Visit, running
 
 Within = Callable[[], AbstractContextManager[None]]
-Finish = Callable[[Any], Any] | None
+Returned = Callable[[Any], Any] | None
 
 
-def run_within(plan: Any, visit: Visit | None, losing: Within, leave: Finish) -> None:
+def run_within(plan: Any, visit: Visit | None, losing: Within, leave: Returned) -> None:
     """Have the parts of a plan find the documents and ranks of their call.
 
     losing: around the loss. leave: brings what the model returns into the caller's order.
@@ -35,7 +35,7 @@ def run_within(plan: Any, visit: Visit | None, losing: Within, leave: Finish) ->
         _wrap(plan.post_process, losing, leave)
 
 
-def _wrap(part: Any, within: Within, finish: Finish) -> None:
+def _wrap(part: Any, within: Within, finish: Returned) -> None:
     run = part.forward_func
 
     def forward(*args: Any) -> Any:

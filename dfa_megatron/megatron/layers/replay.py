@@ -35,7 +35,7 @@ def replaying(visit: Visit) -> Iterator[None]:
     active = [replay for replay in _replays(visit.model) if replay.router_replay_action is not None]
     _bring_in(visit, active)
     yield
-    recording = [replay for replay in active if replay.router_replay_action.name == "RECORD"]
+    recording = [x for x in active if x.router_replay_action.name == "RECORD" and x.recorded_topk_idx is not None]
     back = _move(visit, [replay.recorded_topk_idx for replay in recording], back=True)
     for replay, recorded in zip(recording, back, strict=True):
         replay.recorded_topk_idx = recorded
