@@ -166,5 +166,5 @@ def refuse_unreached(layer: object, missed: list[str]) -> NoReturn:
     raise UnsupportedError(
         f"a layer of type {type(layer).__name__} that did not reach {', '.join(missed)}",
         "it has computed from the tokens of this rank alone",
-        f"distribute_attention once more, after layers were changed, and {TESTED}",
+        f"distribute_attention once more, after changes of layers or set_attn_implementation, and {TESTED}",
     )

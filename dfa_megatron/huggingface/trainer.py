@@ -136,12 +136,12 @@ def _check(trainer: Any, options: TrainingConfig) -> None:
             "generation needs the keys of whole sequences on one rank",
             "evaluation without it, or model.generate within dfa_megatron.huggingface.local_attention(model)",
         )
-    if options.checkpoints_layers and (arguments.gradient_checkpointing or generates(trainer)):
-        raise UnsupportedError(
-            f"checkpoint={checkpoint!r} with gradient_checkpointing=True, or with GRPO, RLOO or distillation",
-            "the Trainer would replace one by the other when it trains, or generates",
-            "checkpoint='auto'",
-        )
+    if options.checkpoints_layers and arguments.gradient_checkpointing:
+        why, instead = "the Trainer would replace the former", "checkpoint='auto'"
+        raise UnsupportedError(f"checkpoint={checkpoint!r} with gradient_checkpointing=True", why, instead)
+    if options.checkpoints_layers and generates(trainer):
+        why, instead = "they replace it when they generate", "checkpoint='auto', and gradient_checkpointing=True"
+        raise UnsupportedError(f"checkpoint={checkpoint!r} with GRPO, RLOO or distillation", why, instead)
 
 
 def _check_loss(trainer: Any) -> None:

@@ -110,7 +110,7 @@ class Layout:
         if (wanted := self.tokens(rank, side)) != held:
             name = {"q": "queries", "kv": "keys"}.get(side, "tokens")
             what, why = f"{held} {name} on rank {rank}", f"its layout has {wanted} there: {self}"
-            raise UnsupportedError(what, why, "tensors of the layout's tokens, or their layout")
+            raise UnsupportedError(what, why, "q, k and v cut by shard_sequence with it, and masks of whole sequences")
 
     def side(self, side: str) -> Layout:
         """Return the layout of the queries "q" or of the keys "kv" alone, each from position 0."""

@@ -254,8 +254,9 @@ def different(everyone: Sequence[Facts]) -> DisagreementError:
         for field in fields
         if len(set(values := [theirs.get(field, "(nothing)") for theirs in everyone])) > 1
     ]
-    if len({theirs.get("tokens of a rank") for theirs in everyone}) > 1:
-        lines.append("What works: as many tokens on every rank, or layout=layouts.of_lengths([...]) on every rank.")
+    uneven = len({theirs.get("tokens of a rank") for theirs in everyone}) > 1
+    works = "as many tokens on every rank, or layout=layouts.of_lengths([...])" if uneven else "the same"
+    lines.append(f"What works: {works} on every rank.")
     return DisagreementError("\n".join(("the ranks of the group ask for different attentions:", *lines)))
 
 
