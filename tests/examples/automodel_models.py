@@ -87,8 +87,7 @@ def build(name: str) -> Any:
     module = import_module(MODELS + name.partition("/")[0] + ".model")
     given = module if hasattr(module, "_make_missing") else import_module(MODELS + name + ".config")
     made = getattr(given, config)(**SIZES, **fields, torch_dtype="float32")
-    if config == "Gemma4TextConfig":
-        made = module.Gemma4Config(text_config=made, vision_config=None, audio_config=None)
+    made = module.Gemma4Config(text_config=made, vision_config=None) if "gemma4" in name else made
     module.ShortConvolution, module.FusedRMSNormGated, module.chunk_kda = Conv, Norm, rule  # Kimi's, of FLA
     model = getattr(module, kind)(made).double().train()
     for layer in model.modules():
@@ -106,8 +105,8 @@ def batch_of(step: int) -> dict[str, torch.Tensor]:
     ids = torch.randint(1, 96, (2, 53), generator=torch.Generator().manual_seed(step))
     of = torch.ones_like(ids)
     of[1] = torch.tensor([1] * 17 + [2] + [3] * 24 + [0] * 11) if step % 2 else 1
-    lengths = [row.unique_consecutive(return_counts=True)[1] for row in of]
-    places = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in lengths])
+    counts = (row.unique_consecutive(return_counts=True)[1] for row in of)
+    places = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in counts])
     labels = ids.roll(-1, 1).masked_fill(of == 0, -100)
     return {"input_ids": ids, "labels": labels, "attention_mask": of, "position_ids": places}
 
@@ -127,7 +126,7 @@ def pieces(model: Any, mesh: Any, batch: dict[str, Any]) -> Any:
 def train(rank: int, ranks: int, names: list[str]) -> dict[str, list[float]]:
     """Return the losses and the norms of the gradients of every model."""
     mesh, seen = init_device_mesh("cpu", (ranks,), mesh_dim_names=("cp",)), {name: list[float]() for name in names}
-    for name in names:
+    for name, told in seen.items():
         model = distribute(build(name), mesh["cp"])
         optimizer = torch.optim.SGD(weights := [x for x in model.parameters() if x.requires_grad], 0.05)
         for step in range(4):
@@ -137,7 +136,7 @@ def train(rank: int, ranks: int, names: list[str]) -> dict[str, list[float]]:
             loss.backward()
             for x in (loss := loss.detach(), *(x.grad for x in weights if x.grad is not None)):
                 dist.all_reduce(x)
-            seen[name] += [float(loss), float(torch.nn.utils.clip_grad_norm_(weights, 1.0))]
+            told += [float(loss), float(torch.nn.utils.clip_grad_norm_(weights, 1.0))]
             optimizer.step()
     return seen
 
