@@ -208,7 +208,8 @@ def _refuse(error: Exception, group: Group, config: DistAttentionConfig) -> NoRe
 def _attend(inputs: Inputs, group: Group, config: DistAttentionConfig, **mathematics: Any) -> Pair:
     """Make the request of a call and run it: past PyTorch's dispatcher, unless a compiler or a mode listens there."""
     if mathematics["softmax_scale"] is None and isinstance(inputs.q, torch.Tensor):
-        mathematics["softmax_scale"] = inputs.q.shape[-1] ** -0.5
+        wide = inputs.q.shape[-1] if inputs.q.dim() == 4 else 0  # another q is refused where it is prepared
+        mathematics["softmax_scale"] = wide**-0.5 if wide else 1.0
     mathematics.update(
         sinks=inputs.sinks is not None,
         deterministic=torch.are_deterministic_algorithms_enabled(),

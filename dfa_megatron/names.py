@@ -26,7 +26,6 @@ CHECKPOINT = ("auto", "none", "full", "remat")
 VERIFY = ("on", "off")
 NUMERICS = ("fastest", "invariant")
 
-
 ZIGZAG_ELSEWHERE = ("zigzag", "head_tail", "head-tail", "headtail", "striped", "stripe")
 """What others call layouts that balance a causal mask by moving tokens."""
 

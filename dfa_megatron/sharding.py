@@ -54,7 +54,7 @@ def shard_sequence(
             that do not fit the sequence.
     """
     rank, size, _ = _membership(group)
-    dim = _sequence_dim(x, dim)
+    dim = sequence_dim(x, dim)
     whole = layout_of_tokens(layout, x.shape[dim], size, cu_seqlens)
     return x if size == 1 else _part(x, whole, rank, dim)
 
@@ -83,7 +83,7 @@ def unshard_sequence(
         DisagreementError: shapes, dtypes, `dim`, `layout` or `requires_grad` differ between ranks; on every rank.
     """
     rank, size, members = _membership(group)
-    dim = _sequence_dim(x, dim)
+    dim = sequence_dim(x, dim)
     if size == 1:
         layout_of_tokens(layout, x.shape[dim], size, cu_seqlens)
         return x
@@ -182,7 +182,7 @@ def _membership(group: Group) -> tuple[int, int, dist.ProcessGroup | None]:
     return (0, 1, None) if members is None else (members.rank(), members.size(), members)
 
 
-def _sequence_dim(x: torch.Tensor, dim: int) -> int:
+def sequence_dim(x: torch.Tensor, dim: int) -> int:
     """Return `dim` counted from the front."""
     if not -x.dim() <= dim < x.dim():
         raise UnsupportedError(

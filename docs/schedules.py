@@ -50,7 +50,7 @@ def costs(ranks: int) -> Lines:
             *(sent(phase, SHAPE) for phase in (plan.forward, plan.backward)),
             " / ".join(str(max(len(program.slots) for program in phase)) for phase in programs),
         ])  # fmt: skip
-    head = ["schedule", "steps", "kernel calls per rank", "idle, arithmetic alone", "idle on H200s, forward / backward",
+    head = ["schedule", "steps", "calls a rank", "idle, bound", "idle on H200s, forward / backward",
             "MB sent, mean (most), forward", "backward", "slots, forward / backward"]  # fmt: skip
     return table(head, lines)
 

@@ -10,6 +10,7 @@ import pydoc_data.topics
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.elastic.multiprocessing.errors import record
 from torch.nn.parallel import DistributedDataParallel
 
 from dfa_megatron import dist_flash_attn_func, local_positions, shard_sequence
@@ -45,36 +46,42 @@ class Model(nn.Module):
         return self.head(self.norm(self.layers(self.tokens(ids) + self.places(positions))))
 
 
-parser = argparse.ArgumentParser()
-for name, default in {"seq-length": 512, "hidden": 128, "layers": 2, "steps": 20}.items():
-    parser.add_argument(f"--{name}", type=int, default=default)
-parser.add_argument("--tensorboard", help="a folder for TensorBoard")
-args = parser.parse_args()
+@record  # torchrun ends with the text of an error
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    for name, default in {"seq-length": 512, "hidden": 128, "layers": 2, "steps": 20}.items():
+        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--tensorboard", help="a folder for TensorBoard")
+    args = parser.parse_args()
 
-cuda = torch.cuda.is_available()
-device = torch.device("cuda", dist.get_node_local_rank()) if cuda else torch.device("cpu")
-if cuda:
-    torch.cuda.set_device(device)
-dist.init_process_group("nccl" if cuda else "gloo", device_id=device if cuda else None)
-torch.manual_seed(0)
-model = DistributedDataParallel(Model(256, args.seq_length, args.hidden, args.layers).to(device))  # averages gradients
-optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
-warm_up = torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, total_iters=10)
-text = torch.tensor(list(str(pydoc_data.topics.topics).encode()))  # Python's own manual, byte by byte
-positions = local_positions(args.seq_length, device=device)  # of this rank's tokens in the whole sequence
-per_token = sum(p.numel() for p in model.parameters()) + args.layers * args.hidden * args.seq_length
-log = StepLog(tokens=args.seq_length, flops=6 * per_token * args.seq_length, tensorboard=args.tensorboard)
-for step in range(args.steps):
-    start = step * args.seq_length % (len(text) - args.seq_length - 1)
-    whole = text[start : start + args.seq_length + 1].to(device)  # every rank takes the SAME sequence ...
-    ids, labels = (shard_sequence(x[None]) for x in (whole[:-1], whole[1:]))  # ... and its part: shift labels first
-    with torch.autocast(device.type, torch.bfloat16, enabled=cuda):
-        loss = nn.functional.cross_entropy(model(ids, positions).flatten(0, 1).float(), labels.flatten())
-    loss.backward()
-    norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    optimizer.step()
-    warm_up.step()
-    optimizer.zero_grad()
-    dist.all_reduce(loss.detach_())
-    log.step(loss / dist.get_world_size(), grad_norm=norm)
-dist.destroy_process_group()
+    cuda = torch.cuda.is_available()
+    device = torch.device("cuda", dist.get_node_local_rank()) if cuda else torch.device("cpu")
+    if cuda:
+        torch.cuda.set_device(device)
+    dist.init_process_group("nccl" if cuda else "gloo", device_id=device if cuda else None)
+    torch.manual_seed(0)
+    model = Model(256, args.seq_length, args.hidden, args.layers).to(device)
+    model = DistributedDataParallel(model)  # averages gradients
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
+    warm_up = torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, total_iters=10)
+    text = torch.tensor(list(str(pydoc_data.topics.topics).encode()))  # Python's own manual, byte by byte
+    positions = local_positions(args.seq_length, device=device)  # of this rank's tokens in the whole sequence
+    per_token = sum(p.numel() for p in model.parameters()) + args.layers * args.hidden * args.seq_length
+    log = StepLog(tokens=args.seq_length, flops=6 * per_token * args.seq_length, tensorboard=args.tensorboard)
+    for step in range(args.steps):
+        start = step * args.seq_length % (len(text) - args.seq_length - 1)
+        whole = text[start : start + args.seq_length + 1].to(device)  # every rank takes the SAME sequence ...
+        ids, labels = (shard_sequence(x[None]) for x in (whole[:-1], whole[1:]))  # ... and its part: shift labels first
+        with torch.autocast(device.type, torch.bfloat16, enabled=cuda):
+            loss = nn.functional.cross_entropy(model(ids, positions).flatten(0, 1).float(), labels.flatten())
+        loss.backward()
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        warm_up.step()
+        optimizer.zero_grad()
+        dist.all_reduce(loss.detach_())
+        log.step(loss / dist.get_world_size(), grad_norm=norm)
+    dist.destroy_process_group()
+
+
+main()

@@ -24,6 +24,7 @@ warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.")
 
 import torch
 import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing.errors import record
 
 from dfa_megatron import MegatronConfig, draw
 from dfa_megatron.doctor.start_ranks import ranks_here, start
@@ -135,6 +136,7 @@ def forward_step(iterator: Iterator[dict[str, Any]], model: Any) -> tuple[torch.
     return losses, loss_of
 
 
+@record  # torchrun ends with the text of an error
 def train(args: argparse.Namespace) -> None:
     """Train as one rank; the first one reports."""
     device = own_device()

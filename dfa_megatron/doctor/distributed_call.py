@@ -41,7 +41,6 @@ _SHORT = 64
 SLACK = 3.0
 """Factor on the limits of one kernel call, because partial results are rounded once more between ranks."""
 
-
 CASES = ("causal", "window", "softcap", "pack")
 """What short calls are asked: every kind of mask, a cap, and documents in a layout of their own."""
 

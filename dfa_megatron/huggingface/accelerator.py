@@ -23,6 +23,7 @@ from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.huggingface.distribute import distribute_attention, transformers_model
 from dfa_megatron.huggingface.join_outputs import classifies, join_outputs
 from dfa_megatron.huggingface.mesh import make_mesh
+from dfa_megatron.runtime.comm.groups import group_size
 
 
 def distribute_accelerator(
@@ -94,6 +95,12 @@ def share_sequences(
     size = (theirs if theirs > 1 else world) if size is None else size
     _check_size(accelerator, size, known, loop=loop)
     if world == 1:
+        if (ranks := group_size(None)) > 1:
+            raise UnsupportedError(
+                f"an accelerator of one process among {ranks} ranks of torch.distributed",
+                "it would average no gradients over them",
+                "torchrun or accelerate launch, which it reads when it, or TrainingArguments, is made",
+            )
         distribute_attention(model, config=options, unlisted=unlisted)
         return 1
     distribute_attention(model, group=make_mesh(size).group, config=options, unlisted=unlisted)

@@ -57,12 +57,26 @@ def attention(
     """
     forward = forward_of(module)
     if not forward.distributed:
-        out: tuple[torch.Tensor, torch.Tensor | None] = _former(module, forward.context.before)(
+        before = forward.context.before
+        if before in _DENSE and given.get("indices") is not None:
+            attention_mask = _chosen_alone(attention_mask, given.pop("indices"), key.shape[2], query.dtype)
+        out: tuple[torch.Tensor, torch.Tensor | None] = _former(module, before)(
             module, query, key, value, attention_mask, **given
         )
         return out
     vars(module)[REACHED][NAME] = True
     return _distributed(module, (query, key, value), attention_mask, forward, **given)
+
+
+_DENSE = ("eager", "sdpa")
+"""The implementations for which a layer itself would hide the keys that its indexer has not chosen."""
+
+
+def _chosen_alone(mask: Any, indices: torch.Tensor, keys: int, dtype: torch.dtype) -> torch.Tensor:
+    """Return a mask (batch, 1, queries, keys), boolean or added, that shows a query its chosen keys alone."""
+    hidden = indices.new_ones((*indices.shape[:2], keys), dtype=torch.bool).scatter(-1, indices.long(), False)[:, None]
+    assert isinstance(mask, torch.Tensor), "an indexer has read it"
+    return mask & ~hidden if mask.dtype == torch.bool else mask.masked_fill(hidden, torch.finfo(dtype).min)
 
 
 def _former(module: torch.nn.Module, name: str) -> Any:

@@ -7,7 +7,9 @@ from typing import Any
 
 import torch.distributed as dist
 
-from dfa_megatron.errors import UnsupportedError
+from dfa_megatron.errors import DisagreementError, UnsupportedError
+from dfa_megatron.runtime.agreement.calls import by_rank
+from dfa_megatron.runtime.agreement.store import GroupStore
 from dfa_megatron.runtime.comm.groups import timeout_of
 
 
@@ -39,6 +41,7 @@ def make_mesh(size: int | None = None, *, stages: int = 1) -> Mesh:
 
     Raises:
         UnsupportedError: size does not divide the number of ranks of a stage.
+        AbsentError, DisagreementError: a rank does not come within a quarter of the timeout, or asks for another size.
     """
     world, rank = dist.get_world_size(), dist.get_rank()
     if stages < 1 or world % stages:
@@ -63,6 +66,11 @@ def _group(size: int) -> dist.ProcessGroup:
     if known is not None and default is dist.group.WORLD:
         return known
     assert dist.group.WORLD is not None
-    own: dist.ProcessGroup = dist.new_subgroups(size, timeout=timeout_of(dist.group.WORLD))[0]
+    timeout = timeout_of(dist.group.WORLD)
+    seconds = timeout.total_seconds() / 4  # PyTorch would wait for ever for a rank that does not come
+    sizes = GroupStore.of_group(dist.group.WORLD, seconds).meet(str(size), seconds)
+    if len({*sizes}) > 1:
+        raise DisagreementError(f"ranks ask for groups of different sizes: {by_rank(sizes)}. What works: one size")
+    own: dist.ProcessGroup = dist.new_subgroups(size, timeout=timeout)[0]
     _groups[size] = (dist.group.WORLD, own)
     return own

@@ -38,7 +38,7 @@ from dfa_megatron.huggingface.loss import as_whole, check_loss, check_router
 from dfa_megatron.huggingface.planned_mask import nothing_hidden
 from dfa_megatron.huggingface.seen import refuse_for
 from dfa_megatron.huggingface.tiled_head import tile_of
-from dfa_megatron.runtime.comm.weights import check_weights
+from dfa_megatron.runtime.comm.weights import FIRST, STEPPED, changes, check_weights
 from dfa_megatron.whole_batch import MASK, TREE
 
 _ALPHA = "neftune_noise_alpha"
@@ -71,9 +71,8 @@ def begin(model: Any, args: tuple[Any, ...], kwargs: Arguments) -> ArgsAndKeywor
         return args, {name: x for name, x in kwargs.items() if name not in (TREE, MASK)}
     check_router(model)
     verified = bool(context.group) and context.options.verify != "off"
-    if verified and not context.compared:
-        check_weights(model, context.group)
-        context.compared = True
+    if verified and len(context.compared) < 2:
+        _compare_weights(model, context)
     try:
         kept, forward = _read(model, given)
     except Exception:
@@ -84,6 +83,14 @@ def begin(model: Any, args: tuple[Any, ...], kwargs: Arguments) -> ArgsAndKeywor
         compare(context.group, given)
     enter(model, replace(forward, tile=tile))
     return (), kept
+
+
+def _compare_weights(model: Any, context: LayerContext) -> None:
+    """Compare weights in the first call, and in training once more after the first step."""
+    now = changes(model)
+    if not context.compared or (torch.is_grad_enabled() and now not in context.compared):
+        check_weights(model, context.group, STEPPED if context.compared else FIRST)
+        context.compared += (now,)
 
 
 def _read(model: Any, given: Arguments) -> tuple[Arguments, Forward]:

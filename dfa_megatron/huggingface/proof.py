@@ -71,9 +71,10 @@ class ModelJob(Job):
         """Yield every layer, and each part of it after which attention or another mixer was called."""
         named = dict(self.inner.named_modules())
         mixers = {name for name, x in named.items() if hasattr(x, CONTEXT) and hasattr(x, "layer_idx")}
-        layers = {name.rpartition(".")[0] for name in mixers}
+        indexers = {name for name in mixers if name.rpartition(".")[0] in mixers}
+        layers = {name.rpartition(".")[0] for name in mixers - indexers}
         for name, module in named.items():
-            if name in layers or name.rpartition(".")[0] in layers:
+            if name in layers | indexers or name.rpartition(".")[0] in layers:
                 yield name, module, name in mixers
 
     def places(self, text: Text, *, alone: bool) -> torch.Tensor:

@@ -19,6 +19,8 @@ from dfa_megatron.huggingface.join_outputs import classifies
 from dfa_megatron.huggingface.loss import follow_router
 from dfa_megatron.huggingface.share_rollouts import check_rollouts, generates, share_divergence, share_rollouts
 from dfa_megatron.huggingface.tiled_head import causal_loss
+from dfa_megatron.runtime.comm.compared import compared
+from dfa_megatron.runtime.comm.groups import channel_of
 from dfa_megatron.runtime.counters import stats
 
 
@@ -190,5 +192,8 @@ def _count(trainer: Any, batches: Sequence[Any], device: torch.device) -> Any:
         return None
     count = torch.stack([(batch["labels"][..., 1:] != IGNORED).sum() for batch in batches]).sum().to(device)
     if trainer.args.average_tokens_across_devices:
-        count = trainer.accelerator.gather(count).sum()
+        context: LayerContext = getattr(transformers_model(trainer.model), CONTEXT)
+        over = channel_of(context.group, verify=context.options.verify == "on")  # a rank that is not there is named
+        with compared("the labels of a step", over, {}, device).running(0, device):
+            count = trainer.accelerator.gather(count).sum()
     return count.clamp(min=1)

@@ -102,8 +102,11 @@ def _check_attention(
     """Refuse what does not belong to the same tokens."""
     tokens = index_q.shape[:2]
     shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, lse {tuple(lse.shape)} for index_q {tuple(index_q.shape)}"
-    fits = q.dim() == k.dim() == 4 and q.shape[:2] == k.shape[:2] == tokens and q.shape[3] <= k.shape[3]
-    if not fits or q.shape[2] % k.shape[2] or lse.shape != (tokens[0], q.shape[2], tokens[1]):
+    if q.dtype != k.dtype or not q.is_floating_point() or not lse.is_floating_point():
+        what = f"q {q.dtype}, k {k.dtype}, lse {lse.dtype}"
+        raise UnsupportedError(what, "q and k are of one floating dtype", "those that attention took, and its lse")
+    fits = q.dim() == k.dim() == 4 and q.shape[:2] == k.shape[:2] == tokens and 0 < q.shape[3] <= k.shape[3]
+    if not fits or 0 in k.shape[2:] or q.shape[2] % k.shape[2] or lse.shape != (tokens[0], q.shape[2], tokens[1]):
         instead = "(batch, local_seq, heads, head_dim), k with kv_heads, lse (batch, heads, local_seq)"
         raise UnsupportedError(shapes, "they do not fit together", instead)
     if valid is not None and (valid.dtype != torch.bool or valid.shape != tokens):

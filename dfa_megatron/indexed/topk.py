@@ -115,9 +115,13 @@ def check_index(index_q: torch.Tensor, index_k: torch.Tensor, weights: torch.Ten
         instead = "(batch, local_seq, heads, dim), (batch, local_seq, dim) and (batch, local_seq, heads)"
         raise UnsupportedError(shapes, "they do not fit together", instead)
     kinds = {(x.dtype, x.device) for x in (index_q, index_k)}
-    if len(kinds) > 1 or not index_q.dtype.is_floating_point or weights.device != index_q.device:
-        what = f"index_q {index_q.dtype} on {index_q.device}, index_k {index_k.dtype} on {index_k.device}"
-        raise UnsupportedError(what, "both are of one floating dtype, on one device", "index_k.to(index_q)")
+    floats = index_q.is_floating_point() and weights.is_floating_point()
+    if len(kinds) > 1 or not floats or weights.device != index_q.device:
+        named = {"index_q": index_q, "index_k": index_k, "weights": weights}
+        what = ", ".join(f"{name} {x.dtype} on {x.device}" for name, x in named.items())
+        raise UnsupportedError(
+            what, "both are of one floating dtype, on one device with weights", "index_k.to(index_q)"
+        )
 
 
 class ScoreBlock(NamedTuple):

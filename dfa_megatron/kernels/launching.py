@@ -26,7 +26,6 @@ from dfa_megatron.plan.lowering.kernel_calls import (
 Cut = Callable[[Tile], Iterable[Tile]]
 """Divide a tile without empty rows into tiles with disjoint rows whose bands a kernel can express."""
 
-
 LaunchKind = Literal["segment", "window", "segments"]
 """What one launch computes: one segment, several that share one window, or several of any bands."""
 

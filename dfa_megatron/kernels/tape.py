@@ -308,7 +308,6 @@ def _keyworded(function: Callable[..., Any], count: int, names: tuple[str, ...])
 _TRAITS: dict[Any, Traits] = {}
 """Of operations that PyTorch does not run as others, as recording found out."""
 
-
 aten = torch.ops.aten
 
 

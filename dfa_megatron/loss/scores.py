@@ -112,20 +112,35 @@ def _result(
 ) -> tuple[torch.Tensor, int]:
     """Return (4, tokens) as `Tiled` does, and the size of the vocabulary."""
     check_tile(tile)
-    size = hidden.shape[-1]
-    rows = hidden.numel() // size
-    if rows * head.shards != labels.numel():
-        raise UnsupportedError(
-            f"{labels.numel()} labels for {rows * head.shards} tokens",
-            "each token needs one",
-            f"labels of shape {(*hidden.shape[:-1],)}"
-            + (" with all tokens of the group first" if head.shards > 1 else ""),
-        )
+    _check(hidden, head, labels)
+    rows, size = labels.numel() // head.shards, hidden.shape[-1]
     vocabulary, first = head.vocabulary()
     tiling = Tiling(head, tile, first, entropy, total)
     hidden, weight, bias = _autocast(hidden.reshape(rows, size), head.weight, head.bias)
+    if len(kinds := dict.fromkeys(x.dtype for x in (hidden, weight, bias) if x is not None)) > 1:
+        what = f"a loss of {', '.join(map(str, kinds))}"
+        raise UnsupportedError(what, "its hidden states and head are multiplied", "one dtype, or autocast")
     result: Any = Tiled.apply(hidden, weight, bias, labels.flatten(), tiling)  # type: ignore[no-untyped-call]
     return result, vocabulary
+
+
+def _check(hidden: torch.Tensor, head: Head, labels: torch.Tensor) -> None:
+    """Refuse hidden states, a head and labels that do not belong together."""
+    weight, bias, (first, *others) = head.weight, head.bias, (*hidden.shape[:-1], 1)
+    shapes = f"hidden {tuple(hidden.shape)}, weight {tuple(weight.shape)}, bias {bias if bias is None else bias.shape}"
+    fits = hidden.dim() > 0 and weight.dim() == 2 and hidden.shape[-1] == weight.shape[1] > 0
+    if not fits or 0 in weight.shape or (bias is not None and bias.shape != weight.shape[:1]):
+        instead = "hidden (..., hidden size), weight (vocabulary, hidden size), bias (vocabulary,)"
+        raise UnsupportedError(f"a loss of {shapes}", "they do not fit together", instead)
+    if not hidden.is_floating_point() or labels.dtype != torch.int64:
+        what = f"a loss of hidden {hidden.dtype} and labels {labels.dtype}"
+        raise UnsupportedError(what, "labels are numbers of words", "floating-point states, int64 labels")
+    if labels.shape != (wanted := torch.Size((first * head.shards, *others)[: hidden.dim() - 1])):
+        raise UnsupportedError(
+            f"labels of shape {tuple(labels.shape)} for hidden {tuple(hidden.shape)}",
+            "each token needs one",
+            f"labels of shape {tuple(wanted)}" + (" with all tokens of the group first" if head.shards > 1 else ""),
+        )
 
 
 def _autocast(*tensors: torch.Tensor | None) -> Any:

@@ -76,17 +76,24 @@ def recomputes(fields: dict[str, Any], options: MegatronConfig) -> bool:
 
 def _check_recomputation(fields: dict[str, Any], options: MegatronConfig) -> None:
     selective = fields.get("recompute_granularity") == "selective"
-    if selective and "core_attn" in (fields.get("recompute_modules") or ()):
+    if selective and not {"core_attn", "gdn"}.isdisjoint(fields.get("recompute_modules") or ()):
         raise UnsupportedError(
-            "selective recomputation of core_attn",
-            "it would run the distributed attention and its messages a second time",
-            "--recompute-granularity full (attention is saved, the rest recomputed), or selective without core_attn",
+            "selective recomputation of core_attn or gdn",
+            "it would run distributed attention, or a delta net, and its messages a second time",
+            "--recompute-granularity full (attention is saved, the rest recomputed), or selective of other modules",
         )
     if selective and options.checkpoint == "remat":
         raise UnsupportedError(
             "checkpoint='remat' together with selective recomputation",
             "a layer would be recomputed inside its own recomputation",
             "--recompute-granularity full, or checkpoint='auto'",
+        )
+    beside = [name for name in ("mtp_num_layers", "moe_enable_routing_replay") if fields.get(name)]
+    if fields.get("overlap_moe_expert_parallel_comm") and (beside or options.checkpoint == "remat"):
+        raise UnsupportedError(
+            f"overlap_moe_expert_parallel_comm with {beside[0] if beside else options.checkpoint}",
+            "it calls the parts of a model and of its layers, and not their forwards, which do this",
+            "one of them alone",
         )
     if options.checkpoint == "full" and fields.get("recompute_granularity") != "full":
         raise UnsupportedError(
@@ -109,7 +116,8 @@ def _check_over_ranks(fields: dict[str, Any], options: MegatronConfig) -> None:
             "Megatron balances the experts by sinkhorn over the tokens of each rank by itself",
             "--moe-router-load-balancing-type aux_loss",
         )
-    delta = fields.get("experimental_attention_variant") == "gated_delta_net" or fields.get("linear_attention_freq")
+    # Other variants than delta nets are refused.
+    delta = fields.get("experimental_attention_variant") or fields.get("linear_attention_freq")
     if delta and options.data_layout == "zigzag":
         raise UnsupportedError(
             "gated delta net among the layers of a GPT model in layout 'zigzag'",

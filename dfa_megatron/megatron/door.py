@@ -24,10 +24,12 @@ from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.megatron.check_config import check_config
 from dfa_megatron.megatron.layers.context import AttentionContext, context_of
 from dfa_megatron.megatron.layers.layer import DistributedLayer, hide_flags
+from dfa_megatron.megatron.layers.replay import replaying
 from dfa_megatron.megatron.layers.rotary import order_rotary
 from dfa_megatron.megatron.layers.router import weigh_losses
 from dfa_megatron.megatron.layers.swapped import Holder, check_groups, check_size, group_holders
 from dfa_megatron.megatron.output import deferring, tile_of
+from dfa_megatron.megatron.overlap import run_within
 from dfa_megatron.megatron.tokens.cuts import check_described, check_positions
 from dfa_megatron.megatron.tokens.visit import Visit, running
 from dfa_megatron.runtime.comm.compared import telling
@@ -64,8 +66,45 @@ def with_door(megatrons: Callable[..., None]) -> Callable[..., None]:
         # Not by hooks: Megatron's FSDP calls forward itself.
         base: Any = type(self)
         self.forward = MethodType(_forward_of(base), self)
+        if hasattr(base, "build_schedule_plan"):
+            self.build_schedule_plan = MethodType(_planning(base), self)
 
     return build
+
+
+@functools.cache
+def _planning(base: Any) -> ForwardMethod:
+    @functools.wraps(base.build_schedule_plan)
+    def build_schedule_plan(model: Any, *args: Any, **kwargs: Any) -> Any:
+        megatrons = type(model).build_schedule_plan
+        if (found := _found_of(model)).context is None:
+            return megatrons(model, *args, **kwargs)
+        given = inspect.signature(functools.partial(megatrons, model)).bind(*args, **kwargs).arguments
+        visit, inside, leave = _checked_visit(model, found, given), given, None
+        if visit is not None and visit.moves:
+            if _at_end(model, "last") and (given.get("labels") is None or given.get("output_processor") is not None):
+                raise UnsupportedError(
+                    "overlap_moe_expert_parallel_comm without labels in data_layout='boundary'",
+                    "the loss alone goes back into the caller's order there",
+                    "labels; or data_layout='contiguous'",
+                )
+            inside, leave = _entering(visit, given), functools.partial(tree_map, functools.partial(_result, visit))
+        plan = megatrons(model, **inside)
+        run_within(plan, visit, functools.partial(deferring, model, found.tile, given), leave)
+        return plan
+
+    return build_schedule_plan
+
+
+def _found_of(model: Any) -> _Found:
+    """Return what the first call of a model finds in it."""
+    if _FOUND not in vars(model):
+        looked = _look(model)
+        if looked.context is not None and looked.context.options.verify == "on":
+            check_weights(model, model.cp_group)
+        looked.tile = tile_of(model)
+        vars(model)[_FOUND] = looked
+    return vars(model)[_FOUND]  # type: ignore[no-any-return]
 
 
 @functools.cache
@@ -74,13 +113,7 @@ def _forward_of(base: Any) -> ForwardMethod:
     def forward(model: Any, *args: Any, **kwargs: Any) -> Any:
         cls: Any = type(model)
         run = functools.partial(cls.forward, model)
-        if _FOUND not in vars(model):
-            looked = _look(model)
-            if looked.context is not None and looked.context.options.verify == "on":
-                check_weights(model, model.cp_group)
-            looked.tile = tile_of(model)
-            vars(model)[_FOUND] = looked
-        found: _Found = vars(model)[_FOUND]
+        found = _found_of(model)
         names = _names(cls, cls.forward)[: len(args)]
         given = {**dict(zip(names, args, strict=False)), **kwargs}
         with deferring(model, found.tile, given):
@@ -238,19 +271,14 @@ def _check_positions(context: AttentionContext, positions: Any, tokens: int, vis
 def _moved(visit: Visit, run: ForwardMethod, given: dict[str, Any]) -> Any:
     """Run a model on tokens in its own order, and return its result in the caller's."""
     model, labelled, hook = visit.model, given.get("labels") is not None, None
-    more = (given.get("extra_block_kwargs") or {}).items()
-    _check_extra([name for name, x in more if not isinstance(x, (int, float, str, type(None)))])
-    inside = {**given, **visit.enter({name: x for name, x in given.items() if visit.of_tokens(x)})}
-    if (embedded := given.get("decoder_input")) is not None:
-        inside["decoder_input"] = visit.hidden(embedded, back=False)
-    elif not model.pre_process and _at_end(model, "first"):
-        model.set_input_tensor(visit.hidden(model.decoder.input_tensor, back=False))
+    inside = _entering(visit, given)
     if (processor := given.get("output_processor")) is not None:
         inside["output_processor"] = functools.partial(_process, visit, processor, given)
     elif model.post_process and not labelled:
         hook = model.output_layer.register_forward_pre_hook(functools.partial(_output, visit), with_kwargs=True)
     try:
-        output = run(**inside)
+        with replaying(visit):
+            output = run(**inside)
     finally:
         if hook is not None:
             hook.remove()
@@ -265,6 +293,18 @@ def _moved(visit: Visit, run: ForwardMethod, given: dict[str, Any]) -> Any:
             )
         return output
     return tree_map(functools.partial(_result, visit), output)
+
+
+def _entering(visit: Visit, given: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a call with its tokens in the model's own order."""
+    model, more = visit.model, (given.get("extra_block_kwargs") or {}).items()
+    _check_extra([name for name, x in more if not isinstance(x, (int, float, str, type(None)))])
+    inside = {**given, **visit.enter({name: x for name, x in given.items() if visit.of_tokens(x)})}
+    if (embedded := given.get("decoder_input")) is not None:
+        inside["decoder_input"] = visit.hidden(embedded, back=False)
+    elif not model.pre_process and _at_end(model, "first"):
+        model.set_input_tensor(visit.hidden(model.decoder.input_tensor, back=False))
+    return inside
 
 
 def _at_end(model: Any, end: str) -> bool:

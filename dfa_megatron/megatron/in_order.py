@@ -1,4 +1,4 @@
-"""Mamba mixers and gated delta nets on tokens in order: this rank's tokens, from the state that earlier ranks leave.
+"""Mamba mixers and delta nets on tokens in order: this rank's tokens, from the state that earlier ranks leave.
 
 Megatron's mixers exchange heads for tokens around their kernels, and assume its zigzag order. Here a mixer is built as
 on one rank and sees this rank's tokens only. Its short convolution and its recurrence are distributed instead; weights,
@@ -11,6 +11,7 @@ import copy
 import functools
 import importlib
 import logging
+import sys
 import threading
 from collections.abc import Callable
 from itertools import pairwise
@@ -32,7 +33,7 @@ from dfa_megatron.runtime.cu_seqlens import Offsets
 logger = logging.getLogger("dfa_megatron.megatron")
 
 OTHER_ORDER = (
-    "it is neither Megatron's MambaMixer nor its GatedDeltaNet, and may assume zigzag order of the tokens",
+    "it is no MambaMixer, GatedDeltaNet or KimiDeltaAttention of Megatron's, and may assume zigzag order of the tokens",
     "a mixer of these classes, or data_layout='zigzag'",
 )
 """Why a mixer is refused where tokens are in order, and what works."""
@@ -40,6 +41,8 @@ _OURS = ("initial_state", "output_final_state", "cu_seqlens")
 """The arguments of a kernel that say where states come from and go."""
 _TOKENS = ("q", "k", "v", "g", "beta")
 """The first arguments of FLA's delta rule, which Megatron passes by place or by name."""
+_DELTAS = ("GatedDeltaNet", "KimiDeltaAttention")
+"""Megatron's mixers with a delta rule. The second is in its development branch, and in no release yet."""
 _LONG_NAMES = {"query": "q", "key": "k", "value": "v"}
 """Those of Megatron's own function."""
 
@@ -49,7 +52,7 @@ class _RunningMixer(threading.local):
 
 
 _RUNNING = _RunningMixer()
-"""The gated delta net whose forward this thread runs."""
+"""The delta net whose forward this thread runs."""
 
 
 class InOrder:
@@ -154,7 +157,7 @@ class InOrderMamba(InOrder):
 
 
 class InOrderDelta(InOrder):
-    """Compute a GatedDeltaNet's convolution and delta rule over the ranks' tokens."""
+    """Compute the convolution and the delta rule of a mixer of `_DELTAS` over the ranks' tokens."""
 
     def __init__(self, config: Any, *args: Any, cp_comm_type: Any = None, **kwargs: Any) -> None:
         if config.deterministic_mode:
@@ -170,35 +173,36 @@ class InOrderDelta(InOrder):
 
 
 def is_delta(base: Any) -> bool:
-    """Return whether a module of a spec is Megatron's gated delta net, which stands in the place of an attention."""
-    from megatron.core.ssm.gated_delta_net import GatedDeltaNet
+    """Return whether a module of a spec is a mixer of `_DELTAS`, which stands in the place of an attention."""
+    return isinstance(base, type) and issubclass(base, _deltas())
 
-    return isinstance(base, type) and issubclass(base, GatedDeltaNet)
+
+def _deltas() -> tuple[type, ...]:
+    """Return those of `_DELTAS` that this release has."""
+    home = vars(importlib.import_module("megatron.core.ssm.gated_delta_net"))
+    return tuple(home[name] for name in _DELTAS if name in home)
 
 
 def in_order_class(base: type) -> type:
-    """Return the subclass of Megatron's MambaMixer or GatedDeltaNet that runs in order."""
-    from megatron.core.ssm.gated_delta_net import GatedDeltaNet
+    """Return the subclass of Megatron's MambaMixer, or of a mixer of `_DELTAS`, that runs in order."""
     from megatron.core.ssm.mamba_mixer import MambaMixer
 
     if issubclass(base, MambaMixer):
         return with_ours(InOrderMamba, base)
-    if not issubclass(base, GatedDeltaNet):
+    if not is_delta(base):
         raise UnsupportedError(f"the mixer {base.__name__} where tokens are in order", *OTHER_ORDER)
     _replace_calls()
     return with_ours(InOrderDelta, base)
 
 
 def _replace_calls() -> None:
-    """Replace the functions that Megatron's gated delta nets call, for those that run in order only."""
-    try:
-        home = importlib.import_module("megatron.core.ssm.gated_delta_net.gdn")
+    """Replace the functions that Megatron's delta nets call, for those that run in order only."""
+    for home in [sys.modules[delta.__module__] for delta in _deltas()]:
         replaced = {"causal_conv1d": _convolving_tokens}
-    except ModuleNotFoundError:
-        home = importlib.import_module("megatron.core.ssm.gated_delta_net")
-        replaced = {"causal_conv1d_fn": _convolving_channels, "chunk_gated_delta_rule": _ruling}
-    for name, replacing in replaced.items():
-        replace(home, name, replacing)
+        if home.__name__ == "megatron.core.ssm.gated_delta_net":  # one file, before Megatron-Core 0.19
+            replaced = {"causal_conv1d_fn": _convolving_channels, "chunk_gated_delta_rule": _ruling}
+        for name, replacing in replaced.items():
+            replace(home, name, replacing)
 
 
 def _ruling(kernel: Callable[..., Any]) -> Callable[..., Any]:

@@ -31,7 +31,7 @@ from dfa_megatron.runtime.environment import warn_of_untested
 
 _ATTENTION_SLOTS = ("attention_layer", "mla_layer")
 """The submodules of a hybrid stack that hold TransformerLayers with a core_attention."""
-_MIXERS = {"mamba_layer": "mixer", "gdn_layer": "self_attention"}
+_MIXERS = {"mamba_layer": "mixer", "gdn_layer": "self_attention", "kda_layer": "self_attention"}
 """The submodules of a hybrid stack with a recurrence, and where in them it is."""
 _REPLACED = ("DotProductAttention", "TEDotProductAttention", "DistributedCoreAttention")
 """Core attentions whose every setting is in the config: Megatron's two, and ours."""

@@ -101,7 +101,10 @@ def _synchronize() -> None:
 
 
 def _streams() -> None:
-    """megatron/core/distributed (gradient reduction) and the MoE dispatchers make CUDA streams and events."""
+    """megatron/core/distributed (gradient reduction) and the MoE dispatchers make CUDA streams and events.
+
+    pipeline_parallel/utils.py (the parts of a schedule plan) marks ranges for a profiler.
+    """
 
     class Stream:
         """Replace a CUDA stream; the CPU runs in order, so waiting and recording do nothing."""
@@ -117,6 +120,8 @@ def _streams() -> None:
         def __getattr__(self, name: str) -> Callable[..., None]:
             return lambda *args, **kwargs: None
 
+    _put(torch.cuda.nvtx, "range_push", lambda message: 0)
+    _put(torch.cuda.nvtx, "range_pop", lambda: 0)
     _put(torch.cuda, "Stream", Stream)
     _put(torch.cuda, "Event", Stream)
     _put(torch.cuda, "current_stream", lambda *args, **kwargs: Stream())
@@ -126,8 +131,16 @@ def _streams() -> None:
 
 
 def _experts() -> None:
-    """megatron/core/transformer/moe/moe_utils.py names te_general_gemm even where Transformer Engine is missing."""
-    from megatron.core.transformer.moe import moe_utils
+    """megatron/core/transformer/moe/moe_utils.py names te_general_gemm even where Transformer Engine is missing.
+
+    token_dispatcher.py makes sizes of messages from counts on a GPU alone.
+    """
+    from megatron.core.transformer.moe import moe_utils, token_dispatcher
+
+    def sizes(counts: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+        return counts.numpy() if as_numpy and isinstance(counts, torch.Tensor) else counts
+
+    _put(token_dispatcher, "maybe_move_tensor_to_cpu", sizes)
 
     if not hasattr(moe_utils, "te_general_gemm"):
         _put(moe_utils, "te_general_gemm", None)

@@ -26,37 +26,38 @@ fp8_wgrad fused_single_qkv_rope gated_linear_unit glu_linear_offset grad_scale_f
 gradient_accumulation_fusion hetereogenous_dist_checkpoint heterogeneous_block_specs
 heterogeneous_layers_config_encoded_json heterogeneous_layers_config_path hidden_dropout hidden_size
 hybrid_context_parallel inference_cuda_graph_scope inference_sampling_seed init_method init_method_std
-init_model_with_meta_device is_hybrid_model kv_channels kv_lora_rank layernorm_epsilon layernorm_zero_centered_gamma
-linear_attention_freq linear_conv_kernel_dim linear_key_head_dim linear_num_key_heads linear_num_value_heads
-linear_value_head_dim log_max_attention_logit mamba_head_dim mamba_num_groups mamba_num_heads mamba_state_dim
-masked_softmax_fusion max_seqlen_per_dp_cp_rank memory_efficient_layer_norm microbatch_group_size_per_vp_stage
-moe_aux_loss_coeff moe_deepep_num_sms moe_enable_deepep moe_ffn_hidden_size moe_flex_dispatcher_backend
-moe_grad_scale_func moe_grouped_gemm moe_hybridep_num_sms moe_layer_freq moe_per_layer_logging moe_permute_fusion
-moe_router_bias_update_rate moe_router_dtype moe_router_enable_expert_bias moe_router_force_load_balancing
-moe_router_fusion moe_router_group_topk moe_router_load_balancing_type moe_router_num_groups
-moe_router_padding_for_fp8 moe_router_padding_for_quantization moe_router_pre_softmax moe_router_score_function
-moe_router_topk moe_router_topk_limited_devices moe_router_topk_scaling_factor moe_shared_expert_gate
-moe_shared_expert_intermediate_size moe_shared_expert_overlap moe_token_dispatcher_type moe_z_loss_coeff mrope_section
-mscale mscale_all_dim mtp_grad_scale_func mtp_loss_scaling_factor mtp_num_layers mtp_standalone mtp_use_repeated_layer
-multi_latent_attention no_rope_freq no_sync_func normalization num_attention_heads num_layers
-num_layers_at_end_in_bf16 num_layers_at_start_in_bf16 num_layers_in_first_pipeline_stage
+init_model_with_meta_device is_hybrid_model kda_lower_bound kda_safe_gate kv_channels kv_lora_rank layernorm_epsilon
+layernorm_zero_centered_gamma linear_attention_freq linear_conv_kernel_dim linear_key_head_dim linear_num_key_heads
+linear_num_value_heads linear_value_head_dim log_max_attention_logit mamba_head_dim mamba_num_groups mamba_num_heads
+mamba_state_dim masked_softmax_fusion max_seqlen_per_dp_cp_rank memory_efficient_layer_norm
+microbatch_group_size_per_vp_stage moe_aux_loss_coeff moe_deepep_num_sms moe_enable_deepep moe_enable_routing_replay
+moe_ffn_hidden_size moe_flex_dispatcher_backend moe_grad_scale_func moe_grouped_gemm moe_hybridep_num_sms moe_layer_freq
+moe_per_layer_logging moe_permute_fusion moe_router_bias_update_rate moe_router_dtype moe_router_enable_expert_bias
+moe_router_force_load_balancing moe_router_fusion moe_router_group_topk moe_router_load_balancing_type
+moe_router_num_groups moe_router_padding_for_fp8 moe_router_padding_for_quantization moe_router_pre_softmax
+moe_router_score_function moe_router_topk moe_router_topk_limited_devices moe_router_topk_scaling_factor
+moe_shared_expert_gate moe_shared_expert_intermediate_size moe_shared_expert_overlap moe_token_dispatcher_type
+moe_z_loss_coeff mrope_section mscale mscale_all_dim mtp_grad_scale_func mtp_loss_scaling_factor mtp_num_layers
+mtp_standalone mtp_use_repeated_layer multi_latent_attention no_rope_freq no_sync_func normalization num_attention_heads
+num_layers num_layers_at_end_in_bf16 num_layers_at_start_in_bf16 num_layers_in_first_pipeline_stage
 num_layers_in_last_pipeline_stage num_moe_experts num_query_groups original_max_position_embeddings
-output_layer_init_method overlap_p2p_comm overlap_p2p_comm_warmup_flush param_sync_func params_dtype
-per_block_parameters perform_initialization persist_layer_norm pipeline_dtype pipeline_model_parallel_comm_backend
-pipeline_model_parallel_layout pipeline_model_parallel_size q_lora_rank qk_clip qk_clip_alpha qk_clip_threshold
-qk_head_dim qk_l2_norm qk_layernorm qk_pos_emb_head_dim recompute_granularity recompute_method recompute_modules
-recompute_num_layers rope_type rotary_base rotary_interleaved rotary_percent rotary_scaling_factor sequence_parallel
-softmax_scale softmax_type tensor_model_parallel_size test_mode timers tp_comm_bootstrap_backend tp_comm_bulk_dgrad
-tp_comm_bulk_wgrad tp_comm_overlap tp_comm_overlap_ag tp_comm_overlap_disable_fc1 tp_comm_overlap_disable_qkv
-tp_comm_overlap_rs tp_comm_overlap_rs_dgrad tp_only_amax_red transformer_impl use_cpu_initialization
-use_fused_weighted_squared_relu use_mamba_mem_eff_path use_te_activation_func use_te_rng_tracker v_head_dim
-variable_seq_lengths virtual_pipeline_model_parallel_size window_attn_skip_freq window_size
+output_layer_init_method overlap_moe_expert_parallel_comm overlap_p2p_comm overlap_p2p_comm_warmup_flush param_sync_func
+params_dtype per_block_parameters perform_initialization persist_layer_norm pipeline_dtype
+pipeline_model_parallel_comm_backend pipeline_model_parallel_layout pipeline_model_parallel_size q_lora_rank qk_clip
+qk_clip_alpha qk_clip_threshold qk_head_dim qk_l2_norm qk_layernorm qk_pos_emb_head_dim recompute_granularity
+recompute_method recompute_modules recompute_num_layers rope_type rotary_base rotary_interleaved rotary_percent
+rotary_scaling_factor sequence_parallel softmax_scale softmax_type tensor_model_parallel_size test_mode timers
+tp_comm_bootstrap_backend tp_comm_bulk_dgrad tp_comm_bulk_wgrad tp_comm_overlap tp_comm_overlap_ag
+tp_comm_overlap_disable_fc1 tp_comm_overlap_disable_qkv tp_comm_overlap_rs tp_comm_overlap_rs_dgrad tp_only_amax_red
+transformer_impl use_cpu_initialization use_fused_weighted_squared_relu use_mamba_mem_eff_path use_te_activation_func
+use_te_rng_tracker v_head_dim variable_seq_lengths virtual_pipeline_model_parallel_size window_attn_skip_freq
+window_size
 """
 
 TRIED: dict[str, tuple[Any, ...] | None] = dict.fromkeys(_ANY.split()) | {
     "attention_dropout": (0.0,),
     "cuda_graph_impl": (None, "none"),
-    "experimental_attention_variant": (None, "gated_delta_net"),
+    "experimental_attention_variant": (None, "gated_delta_net", "gdn", "kda"),
     "expert_tensor_parallel_num_weight_shards": (None, 1),
     "tensor_parallel_num_weight_shards": (None, 1),
 }
@@ -71,6 +72,10 @@ REFUSED = {
         "Megatron-Core's attention does not cap scores, and neither does its replacement here",
         "a model without capped scores, or dist_flash_attn_func(softcap=...) in layers of your own",
     ),
+    "cuda_graph_impl": (
+        "a layer's graph replaces its forward, which tells attention the documents and keeps its results",
+        "no --cuda-graph-impl",
+    ),
     "experimental_attention_variant": (
         "this attention is softmax over all earlier keys, and the variant may be another function",
         "the model with Megatron's own attention, for dsa with --cp-comm-type allgather (Megatron-Core 0.19 and later)",
@@ -82,10 +87,6 @@ REFUSED = {
     "mtp_hsm": (
         "it shifts hidden states over the ranks, and no gradient returns to the rank that a token came from",
         "no --mtp-hsm",
-    ),
-    "overlap_moe_expert_parallel_comm": (
-        "it calls the parts of a layer directly, and so skips rematerialization and the order of the tokens",
-        "no --overlap-moe-expert-parallel-comm",
     ),
 }
 """The reason and the alternative of fields that have their own."""

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from dfa_megatron.proving.job import Job, Text
-from dfa_megatron.proving.routing import Choices, routing
+from dfa_megatron.proving.routing import Choices, follow_keys, routing
 from dfa_megatron.proving.sketches import noisy, sketch
 
 
@@ -23,7 +23,7 @@ class Recording:
     hidden: of every watched module, in the order of the forward, all tokens in their order.
     backward: of its gradient, in the order of the backward.
     weights: of every parameter's gradient, or this rank's part of it.
-    choices: of every router, for all tokens.
+    choices: of every router, and of keys, for all tokens.
     holders: the rank that gave each token.
     """
 
@@ -45,12 +45,17 @@ def record(
         text: the same on every rank.
         alone: every rank computes the whole text.
         noise: add rounding noise to what attention gives.
-        choices: of experts, to be replayed.
+        choices: of experts and keys, to be replayed.
     """
     found = Recording()
     places = job.places(text, alone=alone).cpu()
     share = 1.0 if alone else job.share
-    with _watching(job, found, len(places), share, noise), routing(job.models, places, found.choices, choices):
+
+    def keys(name: str, out: torch.Tensor) -> torch.Tensor | None:
+        return follow_keys(out, (name, 0), len(text.ids) // text.documents, places, found.choices, choices)
+
+    watching = _watching(job, found, len(places), share, noise, keys)
+    with watching, routing(job.models, places, found.choices, choices):
         loss = job.step(text, alone=alone)
     found.loss = None if loss is None else float(loss.detach())
     found.weights = {name: sketch(gradient) for name, gradient in job.gradients()}
@@ -65,12 +70,16 @@ def record(
 
 
 @contextmanager
-def _watching(job: Job, found: Recording, rows: int, share: float, noise: bool) -> Iterator[None]:
+def _watching(
+    job: Job, found: Recording, rows: int, share: float, noise: bool, keys: Callable[..., Any]
+) -> Iterator[None]:
     def hook(name: str, attention: bool) -> Callable[..., Any]:
         def after(module: torch.nn.Module, args: Any, output: Any) -> Any:
             out = output[0] if isinstance(output, tuple) else output
             if not isinstance(out, torch.Tensor) or out.dim() < 2 or out.shape[:-1].numel() != rows:
                 return None
+            if not out.is_floating_point():
+                return keys(name, out)
             if noise and attention:
                 out = noisy(out, name)
             found.hidden[name] = sketch(out.flatten(0, -2))

@@ -20,8 +20,11 @@ WHOLE = 5.0
 LEAST = 1e-4
 """A limit is at least this: sums in another order differ in float32."""
 
-KINDS = ("output of layers", "gradient at layers", "loss", "gradient of parameters")
+KINDS = ("choice of keys", "output of layers", "gradient at layers", "loss", "gradient of parameters")
 """What is compared, in the order in which a difference is named: a token says more than the loss."""
+
+OTHER_KEYS = 0.01
+"""Share of the keys that indexers choose which may be others: rounding decides between nearly equal scores."""
 
 SMALL = 1e-3
 """Gradients are compared with this part of the largest one, where they are smaller: some are 0 but for rounding."""
@@ -90,14 +93,15 @@ def columns(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
 def judge(text: str, got: Recording, want: Recording, noise: Recording, rank: int) -> list[Row]:
     """Return a rank's rows for one text."""
     rows = [Row(text, kind) for kind in KINDS]
-    tokens(rows[0], got, (got.hidden, want.hidden, noise.hidden))
-    tokens(rows[1], got, (got.backward, want.backward, noise.backward))
+    _keys(rows[0], got, want, noise)
+    tokens(rows[1], got, (got.hidden, want.hidden, noise.hidden))
+    tokens(rows[2], got, (got.backward, want.backward, noise.backward))
     if want.loss is not None and got.loss is not None and noise.loss is not None:
         last = [(x - y).norm() / x.norm() for x, y in zip(want.hidden.values(), noise.hidden.values(), strict=True)]
         least = max(abs(noise.loss - want.loss), 0.25 * abs(want.loss) * (float(last[-1]) if last else 0.0))
         scale = abs(want.loss) or 1.0
         limit = FACTOR * least / scale + LEAST
-        rows[2].add(abs(got.loss - want.loss) / scale, limit, f"{got.loss:.6g}, on one rank {want.loss:.6g}")
+        rows[3].add(abs(got.loss - want.loss) / scale, limit, f"{got.loss:.6g}, on one rank {want.loss:.6g}")
     largest = max((float(x.norm()) for x in want.weights.values()), default=0.0)
     scales = {name: max(float(x.norm()), SMALL * largest) or 1.0 for name, x in want.weights.items()}
     drawn = {name: float((noise.weights[name] - x).norm()) / scales[name] for name, x in want.weights.items()}
@@ -105,8 +109,24 @@ def judge(text: str, got: Recording, want: Recording, noise: Recording, rank: in
     for name, x in want.weights.items():
         distance = float((got.weights[name] - x).norm()) / scales[name]
         what = f"{name} on rank {rank} is off by {distance:.1e} of its length"
-        rows[3].add(distance, FACTOR * max(drawn[name], usual) + LEAST, what)
+        rows[4].add(distance, FACTOR * max(drawn[name], usual) + LEAST, what)
     return rows
+
+
+def _keys(row: Row, got: Recording, want: Recording, noise: Recording) -> None:
+    """Compare the keys that each indexer chose."""
+    for name, number in want.choices:
+        ours, theirs, noisy = (_shown(each.choices[name, number]) for each in (got, want, noise))
+        error, drawn = ((x ^ theirs).sum(1) / (2 * theirs.sum(1)).clamp(min=1) for x in (ours, noisy))
+        at = int(error.argmax())
+        said = f"{name} on rank {int(got.holders[at])}, token {at}: {error[at]:.0%} of its keys"
+        row.add(float(error.mean()), FACTOR * float(drawn.mean()) + OTHER_KEYS, said)
+
+
+def _shown(keys: torch.Tensor) -> torch.Tensor:
+    """Return which keys each query chose, bool (queries, keys), of their numbers (queries, topk), -1 for none."""
+    shown = torch.zeros(len(keys), len(keys) + 1, dtype=torch.bool)
+    return shown.scatter_(1, torch.where(keys < 0, len(keys), keys), True)[:, :-1]
 
 
 def tokens(row: Row, got: Recording, sketches: tuple[dict[str, torch.Tensor], ...]) -> None:

@@ -20,6 +20,7 @@ from dfa_megatron.runtime.comm.compared import together
 from dfa_megatron.runtime.comm.groups import Group
 from dfa_megatron.runtime.cu_seqlens import CuSeqlens, Offsets, rows_of
 from dfa_megatron.runtime.request import DEFAULTS
+from dfa_megatron.sharding import sequence_dim
 
 
 @outside_graphs
@@ -116,13 +117,13 @@ def dist_conv(
         UnsupportedError: a width below 1, or cu_seqlens that do not fit.
         DisagreementError: as for `dist_scan`.
     """
-    if width < 1:
-        raise UnsupportedError(f"a convolution of width {width}", "it reads no token", "a width of 1 or more")
+    if not isinstance(width, int) or width < 1:
+        raise UnsupportedError(f"a convolution of width {width}", "it reads tokens", "an int of 1 or more")
     if rows_of(cu_seqlens):
         where: dict[str, Any] = {"parents": parents, "layout": layout, "config": config, "dim": dim, "packs": packs}
         by_row = row_by_row(functools.partial(dist_conv, run, width=width))
         return by_row(x, group=group, cu_seqlens=cu_seqlens, **where)
-    dim %= x.dim()
+    dim = sequence_dim(x, dim)
     place = Place.of(x, dim, group, cu_seqlens, parents, layout=layout, config=config)
     share, added, pieces = place.share, width - 1, place.share.pieces
     if not (added and (share.led or any(share.reach(added).brings))):

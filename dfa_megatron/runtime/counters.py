@@ -62,7 +62,6 @@ class Counters:
 
 COUNTERS = Counters()
 
-
 _counts_before: dict[str, int] = {}
 _how: dict[str, str] = {}
 """Schedule, kernel and transport of the attention that was new last."""

@@ -82,8 +82,8 @@ def rows_of(cu_seqlens: CuSeqlens, x: torch.Tensor | None = None) -> tuple[Offse
 
 def check_rows(rows: Sequence[Any], x: torch.Tensor) -> None:
     """Refuse what rows attend to, where the batch of x has another number of them."""
-    if len(rows) != len(x):
-        what = f"documents or masks of {len(rows)} rows in a batch of {len(x)}"
+    if (batch := x.shape[0] if x.dim() else 0) != len(rows):
+        what = f"documents or masks of {len(rows)} rows in a batch of {batch}"
         raise UnsupportedError(what, "each row has its own", "a list of as many, or one for all rows")
 
 

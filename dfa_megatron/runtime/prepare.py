@@ -48,7 +48,6 @@ LARGEST_ARENA = 5 << 30
 Larger calls take seconds, so NCCL's messages cost them little, and NCCL's memory returns to PyTorch.
 """
 
-
 _NOT_COUNTED = contextlib.nullcontext()
 
 

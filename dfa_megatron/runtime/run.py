@@ -165,7 +165,6 @@ _HAVE_RUN: set[tuple[object, ...]] = set()
 _MOST_BOUND = 8
 """Recorded runs of one prepared attention: of its phases, for each layout of the caller's tensors."""
 
-
 _MANY = "an attention meets more than %d layouts of its tensors; the others are not replayed"
 
 

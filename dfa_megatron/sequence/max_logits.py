@@ -66,6 +66,7 @@ def max_logits(
     with telling(group) as over:
         rank, ranks = (0, 1) if over is None else (over.rank, over.size)
         refuse_strangers(q, k, k)
+        refuse_tensors(Inputs(q, k, k))
         if rows := tuple(mask) if isinstance(mask, Sequence) else rows_of(cu_seqlens, q):
             (q, k, *_), joined, layout = join(Inputs(q, k, k), rows, layout, ranks)
             mask, cu_seqlens = (joined, None) if isinstance(joined, Mask) else (None, joined)
@@ -79,7 +80,6 @@ def max_logits(
             layout=layout,
             cu_seqlens=() if cu_seqlens is None else offsets_of(cu_seqlens, q.device),
         )
-        refuse_tensors(Inputs(q, k, k))
         request.check()
         if not 0 <= softcap < math.inf:
             raise UnsupportedError(f"softcap={softcap}", "it is positive and finite", "0.0 for none")

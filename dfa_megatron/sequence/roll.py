@@ -17,7 +17,7 @@ from dfa_megatron.runtime.comm.compared import compared, facts_of_tokens, tellin
 from dfa_megatron.runtime.comm.groups import Group
 from dfa_megatron.runtime.cu_seqlens import CuSeqlens, Offsets, check_offsets, describe, offsets_of
 from dfa_megatron.runtime.execute.moves import Moves, move_rows, moves_between
-from dfa_megatron.sharding import layout_of_tokens
+from dfa_megatron.sharding import layout_of_tokens, sequence_dim
 
 
 @outside_graphs
@@ -53,6 +53,7 @@ def roll_sequence(
     """
     shift = index(shift)
     with telling(group) as over:
+        dim = sequence_dim(x, dim)
         offsets = () if cu_seqlens is None else offsets_of(cu_seqlens, x.device)
         if offsets:
             check_offsets(offsets)

@@ -17,10 +17,12 @@ from dfa_megatron.runtime.counters import COUNTERS
 from tests.frameworks.compare import Found
 from tests.fuzz.frameworks.megatron_draw import VOCABULARY, MegatronDraw
 from tests.fuzz.frameworks.one_rank import ENDS, apart, hidden
-from tests.megatron import attends, hybrids, padded_packs, sharded
+from tests.megatron import attends, hybrids, padded_packs, replays, sharded
 from tests.support import megatron_model as small_model
 from tests.support import state_kernels
 
+DELTAS = {"delta": "GatedDeltaNet", "kimi": hybrids.KIMIS}
+"""The mixers of GPTs, by the layers of a draw."""
 _STANDING: list[tuple[int, ...]] = []
 """What the process groups were made for."""
 
@@ -41,8 +43,9 @@ def with_layers(drawn: MegatronDraw) -> Iterator[None]:
         return
     state_kernels.install()
     with contextlib.ExitStack() as stack:
-        if drawn.layers == "delta":
-            stack.enter_context(patch.object(small_model, "megatrons_spec", hybrids.with_delta_nets))
+        if kind := DELTAS.get(drawn.layers):
+            spec = functools.partial(hybrids.with_delta_nets, kind=kind)
+            stack.enter_context(patch.object(small_model, "megatrons_spec", spec))
         if drawn.tp > 1:  # mixers share their weights as no whole ones could be cut
             stack.enter_context(patch.object(small_model, "set_weights", hybrids.set_weights_of_a_rank))
             stack.enter_context(patch.object(small_model, "places_of", lambda *_: ((), {})))
@@ -116,7 +119,7 @@ def model_of(drawn: MegatronDraw, config: Any = None, stage: int | None = None) 
     """Return a model of a draw, or its chunk of that stage of a virtual pipeline."""
     config, options = config_of(drawn) if config is None else config, options_of(drawn)
     given = {"vocab_size": VOCABULARY, "max_sequence_length": 64 + drawn.tokens, **drawn.model}
-    if drawn.layers not in ("", "delta"):
+    if drawn.layers not in ("", *DELTAS):
         made = hybrids.model(drawn.layers, config, options, **given)
     else:
         more = {"mtp_block_spec": predictions(config, options, stage)} if config.mtp_num_layers else {}
@@ -221,6 +224,7 @@ def _run(drawn: MegatronDraw, models: list[Any], number: int) -> tuple[Any, dict
 def _found(drawn: MegatronDraw, models: list[Any], reported: Any, tokens: dict[int, float]) -> Found:
     loss = small_model.mean_loss(reported)
     found = Found(None if loss is None else loss.nan_to_num(0).item(), {}, {}, tokens)
+    replays.tell(found)
     # Beside a distributed optimizer, which tells the norm, each rank has a part of the summed gradients.
     for chunk in map(_inside, models if drawn.optimizer != "distributed" else ()):
         for local_name, parameter in chunk.named_parameters():
@@ -306,19 +310,29 @@ def _inside(model: Any) -> Any:
     return model
 
 
-def _forward(drawn: MegatronDraw, tokens: dict[int, float], iterator: Iterator[dict[str, Any]], model: Any) -> Any:
+def _forward(
+    drawn: MegatronDraw,
+    tokens: dict[int, float],
+    iterator: Iterator[dict[str, Any]],
+    model: Any,
+    return_schedule_plan: bool = False,
+) -> Any:
     """Do what a script's forward_step_func does: the model's output, and a function that makes the loss of it."""
     batch, chunk = next(iterator), _inside(model)
-    if drawn.options is None:
-        output = alone(drawn, batch, model)
-    else:
-        given = taken(batch, chunk)
-        if drawn.number % 2 == 0:  # as Megatron's scripts: no stage gets what only others use
-            needs = chunk.pre_process or (chunk.post_process and chunk.config.mtp_num_layers)
-            given |= {} if needs else {"input_ids": None, "position_ids": None}
-            given |= {} if chunk.post_process else {"labels": None}
-        output = model(**given)
+    if return_schedule_plan:
+        return chunk.build_schedule_plan(**_given(drawn, batch, chunk)), functools.partial(_loss, drawn, tokens, batch)
+    with replays.replayed(drawn.routing, batch["at"], chunk):
+        output = alone(drawn, batch, model) if drawn.options is None else model(**_given(drawn, batch, chunk))
     return output, functools.partial(_loss, drawn, tokens, batch)
+
+
+def _given(drawn: MegatronDraw, batch: dict[str, Any], chunk: Any) -> dict[str, Any]:
+    given = taken(batch, chunk)
+    if drawn.number % 2 == 0:  # as Megatron's scripts: no stage gets what only others use
+        needs = chunk.pre_process or (chunk.post_process and chunk.config.mtp_num_layers)
+        given |= {} if needs else {"input_ids": None, "position_ids": None}
+        given |= {} if chunk.post_process else {"labels": None}
+    return given
 
 
 def _loss(drawn: MegatronDraw, tokens: dict[int, float], batch: dict[str, Any], output: torch.Tensor, **_: Any) -> Any:
@@ -378,4 +392,4 @@ def _check_counts(drawn: MegatronDraw, models: list[Any]) -> None:
 
 def _has_states(chunk: Any) -> bool:
     kinds = {base.__name__ for part in chunk.modules() for base in type(part).__mro__}
-    return not kinds.isdisjoint({"MambaMixer", "GatedDeltaNet"})
+    return not kinds.isdisjoint({"MambaMixer", *DELTAS.values()})

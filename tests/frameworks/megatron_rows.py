@@ -23,6 +23,8 @@ _SPARSE = {"num_moe_experts": 4, "moe_layer_freq": [0, 1], "moe_ffn_hidden_size"
 ALLTOALL = {**_SPARSE, "moe_token_dispatcher_type": "alltoall"}
 ALLGATHER = {**_SPARSE, "moe_token_dispatcher_type": "allgather"}
 UNBALANCED = {**ALLGATHER, "moe_router_load_balancing_type": "none"}
+REPLAYED = {**UNBALANCED, "moe_layer_freq": 1, "moe_enable_routing_replay": True}
+OVERLAPPED = {**ALLTOALL, "overlap_moe_expert_parallel_comm": True, "bf16": True, "moe_aux_loss_coeff": 0.1}
 BALANCED = {
     **ALLGATHER, "moe_router_load_balancing_type": ["aux_loss", "seq_aux_loss", "global_aux_loss"],
     "moe_aux_loss_coeff": [0.5, 0.3, 0.2], "moe_z_loss_coeff": 0.1,
@@ -45,6 +47,9 @@ BY_LIST = {"window_size": (5, 0), "window_attn_skip_freq": [1, 0]}
 LEARNABLE = {"softmax_type": "learnable"}
 OFF_BY_ONE = {"softmax_type": "off-by-one", "window_size": (9, 0), "window_attn_skip_freq": 2}
 TWO_AHEAD = {"mtp_num_layers": 2}
+SQUARE = {"linear_value_head_dim": 4, "linear_num_value_heads": 2}
+"""As many and as wide heads of keys as of values, which Kimi's attention wants."""
+BOUNDED = {"kda_safe_gate": True, "kda_lower_bound": -1.0}
 STACK_AHEAD = {"num_layers": 3, **({"mtp_num_layers": 1} if find_spec("megatron.core.models.hybrid") else {})}
 """Prediction layers that are stacks, from Megatron-Core 0.19 on."""
 
@@ -107,6 +112,13 @@ MODELS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 """Of each its config beside that of `like`, and the fields of a draw. Equal names have equal data."""
 for _pack in ("rows", "padded", "mask"):
     MODELS[f"{_pack} of images"] = (MODELS["images"][0], {**MODELS["images"][1], "pack": _pack})
+MODELS |= {
+    "kimi": (SQUARE, {"layers": "kimi"}), "packed kimi": (SQUARE | BOUNDED, {"layers": "kimi", **ROWS}),
+    "padded kimi stack": ({"num_layers": 4, **SQUARE}, {"layers": "MK*K", "pack": "padded"}),
+    "replayed": (REPLAYED, {"routing": "replay"}), "packed replayed": (REPLAYED, {"routing": "replay", **ROWS}),
+    "recorded": (REPLAYED, {"routing": "record"}), "overlapped": (OVERLAPPED, {}),
+    "packed overlapped": (OVERLAPPED, ROWS),
+}  # fmt: skip
 
 
 def _of_each_layer(config: dict[str, Any]) -> dict[str, Any]:

@@ -14,15 +14,16 @@ from torch import nn
 
 from dfa_megatron import huggingface as dfa_hf
 from dfa_megatron.config import TrainingConfig
-from dfa_megatron.errors import UnsupportedError
+from dfa_megatron.errors import ProofError, UnsupportedError
 from dfa_megatron.huggingface import indexers
+from dfa_megatron.huggingface.check_model import TRIED
 from dfa_megatron.huggingface.planned_mask import PlannedMask
 from dfa_megatron.sharding import positions_of
 from tests.fuzz.frameworks.steps import check_each, run
 from tests.huggingface.rows import of_type, row
 from tests.huggingface.sweep.tiny import build
 from tests.support.close import assert_close
-from tests.support.workers import run_ranks
+from tests.support.workers import by_turns, run_ranks
 
 FAMILIES = ("axk2", "deepseek_v32", "dots3_note_text", "glm_moe_dsa", "hy_v4", "mistral_large4")
 
@@ -157,3 +158,37 @@ def test_adapters_of_latents_count_and_their_dropout_is_refused() -> None:
 
 def _doubled(module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
     return output * 2
+
+
+OF_WHOLE_MODELS = {"emu3_text_model", "mllama_text_model"}
+"""Types that are no model by themselves."""
+
+
+def test_within_local_attention_a_model_computes_what_it_did_before() -> None:
+    others = sorted(TRIED.keys() - {*FAMILIES} - OF_WHOLE_MODELS)
+    for kind in (*FAMILIES, *by_turns(others)):
+        model = build(kind).eval()
+        words = min(90, model.config.get_text_config().vocab_size)
+        ids = torch.randint(3, words, (2, 21), generator=torch.Generator().manual_seed(0))
+        with torch.no_grad():
+            want = model(input_ids=ids, use_cache=False).logits
+            dfa_hf.distribute_attention(model)
+            with dfa_hf.local_attention(model):
+                assert_close(model(input_ids=ids, use_cache=False).logits, want, tolerance=1e-6, name=kind)
+
+
+def _proofs(rank: int, ranks: int) -> list[str]:
+    found = []
+    for kind in ("deepseek_v32", "hy_v4"):
+        for dtype in (torch.float32, torch.bfloat16):
+            model = dfa_hf.distribute_attention(build(kind).to(dtype))
+            found.append(str(dfa_hf.prove(model)))
+            with keys_of_one_rank(), pytest.raises(ProofError, match=r"first difference: .* choice of keys: .*indexer"):
+                dfa_hf.prove(model)
+    return found
+
+
+def test_prove_replays_the_choice_of_keys_and_compares_it() -> None:
+    for proof in run_ranks(2, _proofs, timeout=120)[0]:
+        assert "choice of keys" in proof
+        assert "2 ranks compute what one rank computes" in proof

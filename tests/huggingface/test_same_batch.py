@@ -8,16 +8,20 @@ import re
 import time
 from datetime import timedelta
 from io import StringIO
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from accelerate import Accelerator
 
 from dfa_megatron import huggingface as dfa_hf
 from dfa_megatron.config import TrainingConfig
 from dfa_megatron.errors import DisagreementError, UnsupportedError
+from dfa_megatron.huggingface import mesh
 from dfa_megatron.runtime.comm.weights import digests
+from tests.huggingface.test_trainer import prepare_worker
 from tests.support.arguments import told
 from tests.support.models import VOCABULARY, build, text
 from tests.support.workers import run_each, run_ranks
@@ -94,6 +98,64 @@ def test_a_rank_that_evaluates_alone_is_told_who_does_not_come() -> None:
     assert "compares its batch with those of the other ranks" in error, error
     assert seconds < 2 * TIMEOUT
     assert "of the group lives, after " in said, "the warning after a quarter"
+
+
+def one_rank_alone(rank: int, world_size: int, folder: str) -> tuple[str, float]:
+    """Rank 0 alone makes groups, or evaluates a Trainer."""
+    from transformers import Trainer, TrainingArguments
+
+    prepare_worker(rank, world_size)
+    settings = TrainingArguments(folder, max_steps=1, use_cpu=True, report_to=[], save_strategy="no", logging_steps=1)
+    data = [{name: x[0] for name, x in text(1, LENGTH, seed=seed).items()} for seed in range(2)]
+    trainer = Trainer(build("Llama"), settings, train_dataset=data, eval_dataset=data)
+    alone = folder.endswith("groups")
+    mesh.timeout_of = lambda group: timedelta(seconds=TIMEOUT)  # type: ignore[assignment]
+    if not alone:
+        dfa_hf.distribute_trainer(trainer)
+        trainer.train()
+    began = time.monotonic()
+    if rank:
+        time.sleep(2 * TIMEOUT)
+        return "", 0.0
+    said = told(lambda: dfa_hf.distribute_trainer(trainer) if alone else trainer.evaluate())
+    return said, time.monotonic() - began
+
+
+@pytest.mark.parametrize("what", ["groups", "evaluation"])
+def test_a_trainer_of_one_rank_alone_is_told_who_does_not_come(what: str, tmp_path: Path) -> None:
+    error, seconds = run_ranks(2, one_rank_alone, str(tmp_path / what), timeout=90)[0]
+    assert error.startswith("AbsentError: "), error
+    assert "rank 1 of the group" in error
+    assert seconds < 2 * TIMEOUT
+
+
+def steps_of_their_own(rank: int, world_size: int) -> None:
+    """Ranks step with their own gradients, or with averaged ones."""
+    for averaged in (True, False):
+        model = dfa_hf.distribute_attention(build("Llama"))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(3):
+            part = text(2, LENGTH, seed=step)
+            if step and not averaged:
+                with pytest.raises(DisagreementError, match=r"What works: gradients that are averaged over the ranks"):
+                    model(**part)
+                model.eval()
+                with torch.no_grad():
+                    model(**part)
+                break
+            model(**part).loss.backward()
+            model(**part).loss.backward()  # before the step nothing has changed
+            for parameter in model.parameters() if averaged else ():
+                dist.all_reduce(parameter.grad)
+                parameter.grad /= world_size
+            optimizer.step()
+            optimizer.zero_grad()
+    with pytest.raises(UnsupportedError, match="an accelerator of one process among 3 ranks"):
+        dfa_hf.distribute_accelerator(Accelerator(cpu=True), build("Llama"))
+
+
+def test_ranks_that_step_with_gradients_of_their_own_are_refused_after_the_first_step() -> None:
+    run_ranks(3, steps_of_their_own)
 
 
 def other_weights(rank: int, world_size: int) -> None:

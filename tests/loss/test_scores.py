@@ -117,7 +117,7 @@ def test_a_tile_that_is_no_number_of_tokens_is_refused(tile: Any) -> None:
 
 def test_wrong_shapes_and_reductions_are_refused() -> None:
     hidden, weight, _, labels = drawn()
-    with pytest.raises(UnsupportedError, match="29 labels for 30 tokens"):
+    with pytest.raises(UnsupportedError, match="labels of shape"):
         cross_entropy(hidden, Head(weight=weight), labels[1:])
     with pytest.raises(UnsupportedError, match="mean"):
         cross_entropy(hidden, Head(weight=weight), labels, reduction="means")

@@ -18,24 +18,28 @@ DELTA = {
     "linear_num_value_heads": 4, "activation_func": "silu",
 }  # fmt: skip
 STATES = {**MAMBA, **DELTA}
+KIMIS = "KimiDeltaAttention"
+"""In Megatron's development branch alone."""
 THREEFOLD = {"mamba_num_groups": 6, "mamba_num_heads": 6}
 """Which Megatron's own context parallelism spreads over three ranks."""
 MEGATRONS_SPEC = small_model.megatrons_spec
 
 
-def delta_net() -> Any:
-    """Return the spec of a gated delta net of Megatron's own modules."""
-    from megatron.core.ssm.gated_delta_net import GatedDeltaNet, GatedDeltaNetSubmodules
+def delta_net(kind: str = "GatedDeltaNet") -> Any:
+    """Return the spec of a delta net of Megatron's own modules, by the name of its class."""
+    from megatron.core.ssm import gated_delta_net
     from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
     from megatron.core.transformer.spec_utils import ModuleSpec
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
     parts = {"in_proj": ColumnParallelLinear, "out_norm": WrappedTorchNorm, "out_proj": RowParallelLinear}
-    return ModuleSpec(module=GatedDeltaNet, submodules=GatedDeltaNetSubmodules(**parts))
+    parts |= {"beta_proj": ColumnParallelLinear} if kind == KIMIS else {}
+    home = vars(gated_delta_net)
+    return ModuleSpec(module=home[kind], submodules=home[f"{kind}Submodules"](**parts))
 
 
-def with_delta_nets(config: Any, stage: int | None = None, *, dense: bool = False) -> Any:
-    """Return Megatron's spec of the model's stage with a gated delta net in every second layer of a stage."""
+def with_delta_nets(config: Any, stage: int | None = None, *, dense: bool = False, kind: str = "GatedDeltaNet") -> Any:
+    """Return Megatron's spec of the model's stage with a delta net in every second layer of a stage."""
     from megatron.core.transformer.transformer_block import (
         LayerNormImpl,
         TransformerBlockSubmodules,
@@ -46,7 +50,7 @@ def with_delta_nets(config: Any, stage: int | None = None, *, dense: bool = Fals
     layers = getattr(megatrons, "layer_specs", [megatrons] * get_num_layers_to_build(config, stage))
     given = [copy.deepcopy(layer) for layer in layers]
     for layer in given[::2]:
-        layer.submodules.self_attention = delta_net()
+        layer.submodules.self_attention = delta_net(kind)
     norm = getattr(megatrons, "layer_norm", None) or LayerNormImpl
     return TransformerBlockSubmodules(layer_specs=given, layer_norm=norm)
 
@@ -79,9 +83,10 @@ def stack_spec() -> Any:
     mamba = MambaLayerSubmodules(norm=WrappedTorchNorm, mixer=mixer, mamba_bda=get_bias_dropout_add)
     layers = {"attention_layer": attention, "mamba_layer": ModuleSpec(MambaLayer, submodules=mamba)}
     layers["mlp_layer"] = part(MLPLayer, *without)
-    if hasattr(submodules(), "gdn_layer"):
-        layers["gdn_layer"] = copy.deepcopy(attention)
-        layers["gdn_layer"].submodules.self_attention = delta_net()
+    for slot, kind in {"gdn_layer": "GatedDeltaNet", "kda_layer": KIMIS}.items():
+        if hasattr(submodules(), slot):
+            layers[slot] = copy.deepcopy(attention)
+            layers[slot].submodules.self_attention = delta_net(kind)
     return ModuleSpec(module=stack, submodules=submodules(**layers))
 
 

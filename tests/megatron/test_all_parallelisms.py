@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from megatron.core.ssm import gated_delta_net
 
 from tests.frameworks import compare
 from tests.frameworks import megatron_harness as harness
@@ -24,6 +25,7 @@ from tests.frameworks.megatron_rows import (
 )  # fmt: skip
 from tests.fuzz.frameworks.megatron_draw import MegatronDraw
 from tests.fuzz.frameworks.steps import check
+from tests.megatron import hybrids
 from tests.support.workers import by_turns, run_ranks
 
 CP2, CP3, CP4, TP2 = {"cp": 2}, {"cp": 3}, {"cp": 4}, {"tp": 2}
@@ -61,6 +63,9 @@ OFFSETS = "learned and fixed softmax offsets; every layout, TP 2 x CP 2"
 FULLY_SHARDED = "PyTorch's and Megatron's fully sharded parameters (FSDP)"
 TILES = "loss by tiles; TP 2 with and without sequence parallelism, CP 3, PP 2, MTP"
 STATES = "hybrids (Mamba, gated delta nets), whole, packed and padded: CP 3, TP 2 x CP 2"
+KIMIS = "Kimi delta attention, in Megatron's development branch: CP 2, 3"
+OVERLAPS = "overlap of experts' messages; EP 2, 3, PP 2 x VP 2 x CP 2"
+REPLAYS = "replayed and recorded routing (RouterReplay): CP 2, 3, TP 2 x CP 2"
 TILE = {"loss_tile": 7}
 
 GROUPS: dict[str, dict[str, list[MegatronDraw]]] = {
@@ -136,6 +141,33 @@ GROUPS: dict[str, dict[str, list[MegatronDraw]]] = {
         ],
         "hybrid (Mamba) stacks; layout `zigzag`, CP 3": [  # in Megatron's own order
             like("stack of six groups", CP3, "zigzag", "remat"),
+        ],
+    },
+    "overlaps": {
+        OVERLAPS: [
+            like("overlapped", EP2, "boundary"),
+            like("packed overlapped", EP2, "contiguous", options=TILE),
+            like("packed overlapped", {"cp": 3, "ep": 3}, "boundary", config={"num_moe_experts": 6}),
+            like("overlapped", {**PP2_VP2_CP2, "ep": 2}, "boundary"),
+        ],
+    },
+    "replays": {
+        REPLAYS: [
+            like("replayed", CP3, "boundary", "remat"),
+            like("replayed", CP2, "boundary", config=FULL),  # Megatron's own recomputation replays again
+            like("packed replayed", CP3, "boundary"),
+            like("recorded", CP2, "boundary", "remat"),
+            like("recorded", CP3, "contiguous"),
+            like("replayed", TP2_CP2, "boundary", "auto", config=FULL),
+            like("recorded", TP2_CP2, "boundary", masks=("holes",)),
+        ],
+    },
+    "kimis": {
+        KIMIS: [
+            like("kimi", CP3, "boundary", "remat"),
+            like("packed kimi", CP2, "contiguous"),
+            like("packed kimi", CP3, "boundary", "auto", config=FULL),
+            like("padded kimi stack", CP2, "boundary", "remat"),
         ],
     },
     "odd-ranks-with-packs-and-trees": {
@@ -269,6 +301,10 @@ GROUPS: dict[str, dict[str, list[MegatronDraw]]] = {
     },
 }  # fmt: skip
 """By the row of docs/support.md; all of a group on the same ranks. DFA_HALF=0 or 1 takes every second one of a row."""
+
+
+if not hasattr(gated_delta_net, hybrids.KIMIS):
+    del GROUPS["kimis"]
 
 
 @pytest.mark.support("megatron", lambda params: list(GROUPS[params["group"]]))

@@ -154,6 +154,8 @@ def refused(rank: int, ranks: int) -> None:
     some_kept = harness.model_of(like("plain", {"cp": ranks}, "boundary", config={"num_moe_experts": 2} | BLOCK))
     with nullcontext() if door._KEEPS_MASKS else pytest.raises(UnsupportedError, match="padding_mask beside experts"):
         some_kept(batch["tokens"], batch["position_ids"], None, padding_mask=batch["tokens"] == 0)
+    with pytest.raises(UnsupportedError, match="overlap_moe_expert_parallel_comm without labels"):
+        model.build_schedule_plan(batch["tokens"], batch["position_ids"], None)
     losses = call()
 
     class Wrapped(GPTModel):

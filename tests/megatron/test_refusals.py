@@ -20,7 +20,7 @@ from dfa_megatron.config import MegatronConfig
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.megatron import distribute_attention, in_order, output, shard_batch
 from dfa_megatron.megatron.check_config import check_config
-from dfa_megatron.megatron.layers import layer
+from dfa_megatron.megatron.layers import layer, replay
 from dfa_megatron.megatron.layers.context import AttentionContext
 from dfa_megatron.megatron.layers.core_attention import DistributedCoreAttention
 from dfa_megatron.megatron.script.dfa_flags import add_dfa_arguments, options_of, prepare
@@ -118,6 +118,7 @@ def pack_in(ranks: int = 2, pairs: Any = None, layout: str = "zigzag", **fields:
     context._check_pack(model, packed, documents.Pack((0, 8), pairs), group)  # type: ignore[arg-type]
 
 
+VISIT: Any = Flags(model=Flags(config=Flags()), rows=(2, 2))
 CAUSAL, TWO_ROWS = masks.causal(8), torch.arange(16).view(2, 8)
 
 
@@ -161,9 +162,10 @@ CORE = {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]
 NOT_TRIED = (
     *("batch_invariant_mode", "flash_decode", "fp8_dot_product_attention", "fp8_multi_head_attention"),
     *("hierarchical_context_parallel_sizes", "use_kitchen_attention", "fp4", "cpu_offloading", "offload_modules"),
-    *("defer_embedding_wgrad_compute", "moe_enable_routing_replay", "fine_grained_activation_offloading"),
+    *("defer_embedding_wgrad_compute", "fine_grained_activation_offloading"),
     "num_microbatches_with_partial_activation_checkpoints",
 )
+OVERLAP = "overlap_moe_expert_parallel_comm"
 SPEC = ["--spec", "dfa_megatron.megatron", "get_spec"]
 ENDS = {"tokens": torch.ones(3, 4), "cu_seqlens": torch.ones(2, 2)}
 
@@ -204,6 +206,11 @@ REFUSED: list[tuple[str, Callable[[], Any]]] = [
     ("the mixer Linear where tokens are in", lambda: in_order.in_order_class(torch.nn.Linear)),
     ("the mixer Linear where tokens", lambda: layer.mixes(of_another_class(mixer=1), "contiguous")),
     ("loss_tile with an output layer of", tiled_by_another_class),
+    ("a router_replay of tests", lambda: replay._replays(Flags(modules=lambda: [Flags(router_replay=Flags())]))),
+    ("replay for 8 tokens, where .* has 4", lambda: replay._move(VISIT, [torch.ones(8, 2)], back=False)),
+    ("expert_parallel_comm with remat", lambda: check({OVERLAP: True}, checkpoint="remat")),
+    ("expert_parallel_comm with mtp_num_layers", lambda: check({OVERLAP: True, "mtp_num_layers": 1})),
+    ("recomputation of core_attn or gdn", lambda: check({**CORE, "recompute_modules": ["gdn"]})),
     ("--no-create-att", lambda: flags(create_attention_mask_in_dataloader=1, context_parallel_size=2)),
     ("--reset-attention-mask", lambda: flags(reset_attention_mask=True)),
     ("fsdp2 with --calc", lambda: flags(use_torch_fsdp2=True, calculate_per_token_loss=True)),

@@ -127,6 +127,8 @@ def chunk_gated_delta_rule(
 ) -> tuple[torch.Tensor, Any]:
     """FLA: q, k (batch, seq, heads, key), v (batch, seq, heads, value), g and beta (batch, seq, heads).
 
+    g of Kimi's has a value for each key.
+
     States are (documents, heads, key, value); with cu_seqlens the batch is one.
     """
     state, cu_seqlens = given.get("initial_state"), given.get("cu_seqlens")
@@ -145,11 +147,21 @@ def chunk_gated_delta_rule(
     state = q.new_zeros(*k.shape[:1], k.shape[2], k.shape[3], v.shape[3]) if state is None else state
     rows = []
     for at in range(q.shape[1]):
-        state = state * g[:, at].exp()[..., None, None]
+        state = state * g[:, at].exp().reshape(*g.shape[:1], g.shape[2], -1, 1)
         wrong = v[:, at] - (state * k[:, at, ..., None]).sum(-2)
         state = state + k[:, at, ..., None] * (beta[:, at, :, None] * wrong)[..., None, :]
         rows.append((state * q[:, at, ..., None]).sum(-2) * scale)
     return torch.stack(rows, 1), state
+
+
+def chunk_kda(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, **given: Any
+) -> tuple[torch.Tensor, Any]:
+    """FLA, with the gate inside: g (batch, seq, heads, key) becomes the logarithm of each key's decay."""
+    rate = given["A_log"].exp()[:, None]
+    g = g + given["dt_bias"].view(g.shape[2:])
+    g = given["lower_bound"] * (rate * g).sigmoid() if given["safe_gate"] else -rate * functional.softplus(g)
+    return chunk_gated_delta_rule(q, k, v, g, beta, **given)
 
 
 def causal_conv1d(
@@ -206,6 +218,11 @@ def install() -> None:
         from megatron.core.ssm.gated_delta_net import common, gdn
 
         homes += [common, gdn]
+    with contextlib.suppress(ImportError):  # in Megatron's development branch
+        from megatron.core.ssm.gated_delta_net import kda
+
+        vars(kda).update(chunk_kda=chunk_kda, HAVE_FLA_KDA=True)
+        homes.append(kda)
     for home in homes:
         for name in ("chunk_gated_delta_rule", "l2norm", "causal_conv1d", "causal_conv1d_fn"):
             vars(home)[name] = here[name]

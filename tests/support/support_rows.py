@@ -17,7 +17,7 @@ Params = Mapping[str, Any]
 HEAD_DIMS = {64: "head_dim 64", 128: "head_dim 128", 192: "head_dim 192", 256: "head_dim 256"}
 HEAD_DIMS |= dict.fromkeys((17, 33, 100), "head_dim 17, 33 or 100")
 MASKS = {"causal": "causal", "full": "full", "window": "causal window", "two sides": "window on both sides"}
-PACK_MASKS = {"causal": "causal", "causal window": "causal windows", "bidirectional": "bidirectional"}
+PACK_MASKS = {"causal": "causal", "causal window": "causal windows", "bidirectional": "both ways"}
 
 
 def cells(item: pytest.Item) -> list[str]:

@@ -18,7 +18,6 @@ _NAMES = ("pg_collection", "cp_group")
 Holder = tuple[Any, str]
 """Who holds a group, or a collection of groups, and the attribute."""
 
-
 ONE_RANK: Any = SimpleNamespace(size=lambda: 1, rank=lambda: 0)
 """A stand-in for a context-parallel group of one rank, in modules of Megatron that ask it for nothing else."""
 

@@ -22,7 +22,6 @@ from dfa_megatron.sharding import local_positions, shard_sequence
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """By the bytes of an element: integers that hold any of them."""
 
-
 _KEPT = 16
 """Plans of a group that are kept, there and back: packs rarely come again, and one holds 32 bytes of a token."""
 

@@ -15,7 +15,6 @@ from dfa_megatron.plan.language.work import ROW, TILE
 Curve = tuple[tuple[float, float], ...]
 """A rate by block length: (tokens, floating-point operations per second), tokens increasing."""
 
-
 RATED_HEADS = 32
 """Heads times batch at which a curve is measured."""
 
@@ -204,7 +203,6 @@ H200_SOCKETS = replace(H200_NVLINK, name="h200-sockets", ranks_per_node=8, netwo
 
 CPU_LOOPBACK = Hardware("cpu-loopback", flat(40e9), flat(30e9), (Link("p2p", 1e9, 2e-4),), 5e-5)
 """Processes of one small machine over gloo; a rough figure."""
-
 
 IDEAL_LINK = Hardware("ideal-link", flat(600e12), flat(550e12), (Link("p2p", math.inf),))
 """A machine where only arithmetic costs time: the bound of a schedule whose messages are all hidden."""

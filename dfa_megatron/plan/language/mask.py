@@ -15,6 +15,7 @@ from itertools import accumulate, pairwise
 from operator import index
 from typing import Any, NamedTuple, TypeVar, TypeVarTuple
 
+from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.plan.language.geometry import UNBOUNDED, Span, Tile, tiles_with_blocks
 
 __all__ = [
@@ -98,7 +99,7 @@ class Mask:
 
 def _mask(name: str, length: int, tiles: Iterable[Tile]) -> Mask:
     if length <= 0:
-        raise ValueError(f"a mask needs a positive length, got {length}")
+        raise UnsupportedError(f"a mask of {length} tokens", f"it needs a positive length, got {length}", "1 or more")
     return Mask(name, index(length), tuple(shrunk for tile in tiles if (shrunk := tile.shrink())))
 
 

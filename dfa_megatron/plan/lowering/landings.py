@@ -56,7 +56,6 @@ def assign_slots(buffers: Sequence[tuple[tuple[str, int], ...]], lives: Sequence
 _TENSORS = {"q": 1, "kv": 2, "out": 1, "qdo": 2, "dq": 1, "dkv": 2}
 """Tensors of a head's width, good enough to match buffers and slots by size."""
 
-
 BufferRow = tuple[int, int]
 """(buffer, first row) of a chunk."""
 

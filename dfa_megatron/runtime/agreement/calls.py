@@ -25,7 +25,6 @@ KEPT, _SHOWN = 4096, 64
 """Calls that a rank remembers, more than ranks can be apart, and that ranks show each other once they differ."""
 _MASK, _ODD = (1 << 63) - 1, 0x5851F42D4C957F2D
 
-
 Facts = dict[str, str]
 """What ranks compare, by name."""
 

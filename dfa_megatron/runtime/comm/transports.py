@@ -7,13 +7,12 @@ a group may be made and destroyed at any time.
 from __future__ import annotations
 
 import ctypes
-import functools
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from datetime import timedelta
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -28,29 +27,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-Start = TypeVar("Start", bound=Callable[..., Any])
-
-
-def _names_the_rank(start: Start) -> Start:
-    """Decorate what starts messages: a broken connection that it meets raises an error that names the rank."""
-
-    @functools.wraps(start)
-    def started(self: Communicator, /, *args: Any, **kwargs: Any) -> Any:
-        try:
-            return start(self, *args, **kwargs)
-        except RuntimeError as error:
-            # Gloo raises no type of its own. NCCL does, and other errors of a GPU stay what they are.
-            if self.device.type == "cpu" or isinstance(error, dist.DistBackendError):
-                raise self._broken(error) from error
-            raise
-
-    return cast(Start, started)
-
-
 class Communicator:
     """One set of connections for tensors on a device; to make one is collective.
 
-    All methods that start messages raise an AbsentError if a connection is broken.
+    Methods that start messages raise an AbsentError if a connection is broken.
 
     broken: returns that error, which names the rank that has ended: gloo and NCCL do not.
     """
@@ -81,42 +61,56 @@ class Communicator:
             self._group.allreduce([torch.zeros(1, device=device)]).wait()
             logger.info("made a NCCL communicator of %d ranks for distributed attention", store.size)
 
-    @_names_the_rank
     def post(self, sends: Sequence[Send], receives: Sequence[Recv]) -> list[dist.Work]:
         """Start a batch of messages: on NCCL's own stream after the current one, or in gloo's threads."""
         if not sends and not receives:
             return []
         together = self.device.type != "cpu"
         works = []
-        if together:
-            self._group._start_coalescing(self.device)
-        for start, messages in ((self._group.recv, receives), (self._group.send, sends)):
-            for message in messages:
-                for tag, x in enumerate(message.tensors):  # gloo tells the tensors of a message apart by their tags
-                    works.append(start([x], message.peer, tag))
-        return [self._group._end_coalescing(self.device)] if together else works
+        try:
+            if together:
+                self._group._start_coalescing(self.device)
+            for start, messages in ((self._group.recv, receives), (self._group.send, sends)):
+                for message in messages:
+                    for tag, x in enumerate(message.tensors):  # gloo tells the tensors of a message apart by their tags
+                        works.append(start([x], message.peer, tag))
+            return [self._group._end_coalescing(self.device)] if together else works
+        except RuntimeError as error:
+            raise self._named(error) from error
 
-    @_names_the_rank
     def gather(self, x: torch.Tensor) -> tuple[list[torch.Tensor], dist.Work]:
         """Gather every rank's tensor of this shape; the list, by rank, is filled once the work is done."""
         found = list(x.new_empty((self._group.size(), *x.shape)).unbind())
-        return found, self._group.allgather([found], [x])
+        try:
+            return found, self._group.allgather([found], [x])
+        except RuntimeError as error:
+            raise self._named(error) from error
 
-    @_names_the_rank
     def broadcast(self, x: torch.Tensor, rank: int) -> dist.Work:
         """Write that rank's tensor into every rank's."""
-        return self._group.broadcast(x, rank)
+        try:
+            return self._group.broadcast(x, rank)
+        except RuntimeError as error:
+            raise self._named(error) from error
 
-    @_names_the_rank
     def all_to_all(
         self, received: torch.Tensor, send: torch.Tensor, counts: list[int], sent: list[int] | None = None
     ) -> dist.Work:
         """Receive rows from the ranks in their order, counts[i] from rank i, and send it sent[i], or as many."""
         if self.device.type == "cpu":  # gloo does not know every dtype
             received, send = received.view(torch.uint8), send.view(torch.uint8)
-        # Past PyTorch's dispatcher: the host's time until a message leaves is on a short call's critical path.
-        work: dist.Work = self._backend.alltoall_base(received, send, counts, sent or counts, dist.AllToAllOptions())
+        options = dist.AllToAllOptions()
+        try:
+            # Past PyTorch's dispatcher: the host's time until a message leaves is on a short call's critical path.
+            work: dist.Work = self._backend.alltoall_base(received, send, counts, sent or counts, options)
+        except RuntimeError as error:
+            raise self._named(error) from error
         return work
+
+    def _named(self, error: RuntimeError) -> RuntimeError | DistAttentionError:
+        """Return the error to raise where messages do not start: of a broken connection, or the same."""
+        # Gloo raises no type of its own. NCCL does, and other errors of a GPU stay what they are.
+        return self._broken(error) if self.device.type == "cpu" or isinstance(error, dist.DistBackendError) else error
 
     def symmetric_name(self) -> Any:
         """Return the name by which PyTorch's symmetric memory finds these ranks; the first call is collective."""

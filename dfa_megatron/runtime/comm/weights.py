@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 from zlib import crc32
 
@@ -22,21 +23,36 @@ def digests(model: torch.nn.Module) -> Facts:
     Left out are shards, quantized weights, those whose values are elsewhere, and experts that ranks hold by themselves.
     """
     found = {}
-    for name, parameter in model.named_parameters():
-        x: Any = parameter.detach()
-        plain = type(parameter.data) is torch.Tensor and x.is_floating_point() and x.dtype.itemsize > 1
-        whole = getattr(parameter, "allreduce", True) and not any(hasattr(parameter, mark) for mark in _SHARDS)
-        if plain and whole and x.numel() and x.device.type != "meta" and parameter.untyped_storage().nbytes():
-            for dim, size in enumerate(x.shape[:-1]):
-                rows = torch.tensor(sorted({0, size // 2, size - 1}), device=x.device)
-                x = x.index_select(dim, rows)
-            copied = x.flatten().to("cpu", copy=True)  # numpy would keep FSDP from resizing the parameter's storage
-            found[name] = f"{crc32(copied.view(torch.uint8).numpy()):x}"
+    x: Any
+    for name, x in _compared(model):
+        for dim, size in enumerate(x.shape[:-1]):
+            rows = torch.tensor(sorted({0, size // 2, size - 1}), device=x.device)
+            x = x.index_select(dim, rows)
+        copied = x.flatten().to("cpu", copy=True)  # numpy would keep FSDP from resizing the parameter's storage
+        found[name] = f"{crc32(copied.view(torch.uint8).numpy()):x}"
     return found
 
 
-def check_weights(model: torch.nn.Module, group: Group) -> None:
-    """Compare weights; collective.
+def _compared(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    for name, parameter in model.named_parameters():
+        x = parameter.detach()
+        plain = type(parameter.data) is torch.Tensor and x.is_floating_point() and x.dtype.itemsize > 1
+        whole = getattr(parameter, "allreduce", True) and not any(hasattr(parameter, mark) for mark in _SHARDS)
+        if plain and whole and x.numel() and x.device.type != "meta" and parameter.untyped_storage().nbytes():
+            yield name, x
+
+
+def changes(model: torch.nn.Module) -> int:
+    """Return a number that rises with each change of the weights that `digests` reads, on all ranks alike."""
+    return sum(x._version for _, x in _compared(model))
+
+
+FIRST = "one seed before the model is made, one checkpoint, or a broadcast, as DDP does"
+STEPPED = "gradients that are averaged over the ranks before the optimizer steps, as DDP, FSDP and DeepSpeed do"
+
+
+def check_weights(model: torch.nn.Module, group: Group, instead: str = FIRST) -> None:
+    """Compare weights; collective. instead: what would make them equal.
 
     Raises:
         DisagreementError: they differ; all ranks raise it.
@@ -53,5 +69,5 @@ def check_weights(model: torch.nn.Module, group: Group) -> None:
     ranks = [rank for rank, theirs in enumerate(everyone) if theirs.get(name) != everyone[0].get(name)]
     raise DisagreementError(
         f"the ranks of a group hold other weights: {name} is the first that differs, between rank 0 and rank "
-        f"{listed(ranks)}. What works: one seed before the model is made, one checkpoint, or a broadcast, as DDP does"
+        f"{listed(ranks)}. What works: {instead}"
     )

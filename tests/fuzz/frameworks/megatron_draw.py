@@ -36,13 +36,13 @@ class MegatronDraw(Draw):
     """One training step of all its ranks.
 
     options: of `MegatronConfig`, None for Megatron's own attention. config: fields of TransformerConfig. model:
-    arguments of its class. layers: "" of a GPT, "delta" of one with gated delta nets, or a hybrid model's pattern.
+    arguments of its class. layers: "" of a GPT, "delta" or "kimi" of one with such nets, or a hybrid model's pattern.
     micro_batches: of each data-parallel rank. pack: "", "rows" (documents in rows that are cut), "padded" (each
     document padded and cut zigzag by itself), "tree" or "mask" of all rows. masks: of every micro-batch, by
-    `uneven.counted`, for so many `parts`. padding_mask: given to the model, which its experts heed. warm: steps
-    before the one that counts, after each of which the optimizer moves the weights, where there is one. optimizer:
-    "", "torch" (PyTorch's Adam), "megatron", or "distributed" (over data ranks). wrapper: see `sharded.wrap`.
-    dtype: what it computes in, of `LIMITS`. name: of one that nobody drew.
+    `uneven.counted`, for so many `parts`. padding_mask: given to the model, which its experts heed. routing: "replay",
+    "record" or "". warm: steps before the one that counts, after each of which the optimizer moves the weights, where
+    there is one. optimizer: "", "torch" (PyTorch's Adam), "megatron", or "distributed" (over data ranks). wrapper: see
+    `sharded.wrap`. dtype: what it computes in, of `LIMITS`. name: of one that nobody drew.
     """
 
     over = "megatron"
@@ -65,6 +65,7 @@ class MegatronDraw(Draw):
     masks: tuple[str, ...] = ("holes",)
     parts: int = 2
     padding_mask: bool = False
+    routing: str = ""
     overlap: bool = False
     warm: int = 0
     optimizer: str = ""
@@ -104,7 +105,7 @@ class MegatronDraw(Draw):
 
     def alone(self, **beside: int) -> MegatronDraw:
         """Return the same step of Megatron's own attention on one rank, or with the sizes `beside`."""
-        ours = ("recompute", "distribute_saved", "use_mamba_mem_eff_path")
+        ours = ("recompute", "distribute_saved", "use_mamba_mem_eff_path", "overlap_moe", "bf16")
         config = {name: x for name, x in self.config.items() if not name.startswith(ours)}
         sizes = {**dict.fromkeys(("tp", "pp", "cp", "dp", "ep"), 1), "vp": None, **beside}
         micro_batches = len(self.masks) // sizes["dp"]  # type: ignore[operator]
