@@ -59,6 +59,7 @@ NOT_RUN = {
     ("docs/trainers.md", "distribute_accelerator"): _RANKS,
     ("docs/trainers.md", "add_cp_backend"): _RANKS,
     ("docs/trainers.md", "fully_shard("): _RANKS,
+    ("docs/trainers.md", "distribute(model, device_mesh"): _RANKS,
     ("docs/trainers.md", "get_gpt_decoder_block_spec"): _MEGATRON,
 }
 """Blocks that do not run by themselves, with the reason."""
