@@ -68,10 +68,10 @@ BUDGETS = {
     "proving": 709,
     "recurrence": 1_397,
     "remat": 485,
-    "runtime": 5_533,
+    "runtime": 5_532,
     "sequence": 413,
-    "tests": 38_060,
-    "top": 1_964,
+    "tests": 38_061,
+    "top": 1_963,
     "trees": 307,
 }
 """Lines of Python in a folder of the package, in its files beside them ("top"), in tests, docs and benchmarks.

@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from accelerate import Accelerator
 
 from dfa_megatron import huggingface as dfa_hf
 from dfa_megatron.config import TrainingConfig
@@ -131,6 +130,8 @@ def test_a_trainer_of_one_rank_alone_is_told_who_does_not_come(what: str, tmp_pa
 
 def steps_of_their_own(rank: int, world_size: int) -> None:
     """Ranks step with their own gradients, or with averaged ones."""
+    from accelerate import Accelerator
+
     for averaged in (True, False):
         model = dfa_hf.distribute_attention(build("Llama"))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -24,6 +24,7 @@ from dfa_megatron.runtime.agreement.store import listed, nothing
 KEPT, _SHOWN = 4096, 64
 """Calls that a rank remembers, more than ranks can be apart, and that ranks show each other once they differ."""
 _MASK, _ODD = (1 << 63) - 1, 0x5851F42D4C957F2D
+_TOKENS = "as many tokens, or layout=layouts.of_lengths([...]),"
 
 Facts = dict[str, str]
 """What ranks compare, by name."""
@@ -254,9 +255,7 @@ def different(everyone: Sequence[Facts]) -> DisagreementError:
         for field in fields
         if len(set(values := [theirs.get(field, "(nothing)") for theirs in everyone])) > 1
     ]
-    uneven = len({theirs.get("tokens of a rank") for theirs in everyone}) > 1
-    works = "as many tokens on every rank, or layout=layouts.of_lengths([...])" if uneven else "the same"
-    lines.append(f"What works: {works} on every rank.")
+    lines.append(f"What works: {_TOKENS if 'tokens of a rank' in ' '.join(lines) else 'the same'} on every rank.")
     return DisagreementError("\n".join(("the ranks of the group ask for different attentions:", *lines)))
 
 
