@@ -194,6 +194,7 @@ def _count(trainer: Any, batches: Sequence[Any], device: torch.device) -> Any:
     if trainer.args.average_tokens_across_devices:
         context: LayerContext = getattr(transformers_model(trainer.model), CONTEXT)
         over = channel_of(context.group, verify=context.options.verify == "on")  # a rank that is not there is named
-        with compared("the labels of a step", over, {}, device).running(0, device):
+        here = torch.device("cpu")  # where ranks meet before they go on
+        with compared("the labels of a step", over, {}, here).running(0, here):
             count = trainer.accelerator.gather(count).sum()
     return count.clamp(min=1)

@@ -38,7 +38,7 @@ ALONE = {"deepspeed_pipeline.py": ("--stages", "1"), "fsdp2.py": ("--context-par
 BY_ITSELF = ("own_model.py", "deepspeed_pipeline.py", "trainer_packed.py")
 """What a process of its own runs on one rank; of Megatron the main job is one."""
 
-SOMEWHERE_ELSE = {"train.py", "plan_by_hand.py", "grpo_tree.py"}
+SOMEWHERE_ELSE = {"train.py", "plan_by_hand.py", "grpo_tree.py", "automodel_cp.py"}
 
 
 def run(folder: Path, *command: str, **more: str) -> str:
