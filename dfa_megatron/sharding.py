@@ -12,20 +12,20 @@ tensor, gradients are P times too large: average them over the group, as data pa
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from dfa_megatron.errors import DisagreementError, UnsupportedError
+from dfa_megatron.kernels.leaf import outside_graphs
 from dfa_megatron.plan.language.geometry import Span
 from dfa_megatron.plan.language.layout import Layout, by_name
 from dfa_megatron.plan.language.tree import Tree
 from dfa_megatron.plan.schedules import layout_of
 from dfa_megatron.rows import row_by_row
-from dfa_megatron.runtime.comm.groups import Group, resolve
+from dfa_megatron.runtime.comm.compared import described, facts_of_tokens, together
+from dfa_megatron.runtime.comm.groups import Group, channel_of, resolve
 from dfa_megatron.runtime.cu_seqlens import CuSeqlens, balancing_mask, describe, offsets_of, rows_of
 from dfa_megatron.runtime.execute.moves import move_rows, moves_between
 
@@ -53,12 +53,14 @@ def shard_sequence(
         UnsupportedError: an unknown layout or one of other tokens, a process that is not in the group, or cu_seqlens
             that do not fit the sequence.
     """
-    rank, size, _ = _membership(group)
+    rank, size = _membership(group)
     dim = sequence_dim(x, dim)
     whole = layout_of_tokens(layout, x.shape[dim], size, cu_seqlens)
     return x if size == 1 else _part(x, whole, rank, dim)
 
 
+@outside_graphs
+@together
 @row_by_row
 def unshard_sequence(
     x: torch.Tensor,
@@ -82,22 +84,22 @@ def unshard_sequence(
         UnsupportedError: as for `shard_sequence`.
         DisagreementError: shapes, dtypes, `dim`, `layout` or `requires_grad` differ between ranks; on every rank.
     """
-    rank, size, members = _membership(group)
-    dim = sequence_dim(x, dim)
-    if size == 1:
-        layout_of_tokens(layout, x.shape[dim], size, cu_seqlens)
+    dim, over = sequence_dim(x, dim), channel_of(group)
+    if over is None:
+        layout_of_tokens(layout, x.shape[dim], 1, cu_seqlens)
         return x
-    assert members is not None
-    documents = "" if cu_seqlens is None else describe(offsets_of(cu_seqlens))
-    counts = _compare(x, dim, f"{layout} {documents}".strip(), members)
-    whole = layout_of_tokens(layout, sum(counts), size, cu_seqlens)
-    if counts != [whole.tokens(rank) for rank in range(size)]:
-        shapes = [(*x.shape[:dim], tokens, *x.shape[dim + 1 :]) for tokens in counts]
-        why = f"the ranks of the group bring different parts of a sequence: shapes by rank {shapes}, in layout {whole}"
+    offsets = () if cu_seqlens is None else offsets_of(cu_seqlens, x.device)
+    facts = {"exchange": "a whole sequence", **facts_of_tokens(x, dim), "dim": str(dim), "layout": str(layout)}
+    facts |= {"documents": describe(offsets) if offsets else "none", "device": over.place(x.device)}
+    with over.calls.preparing():
+        counts = [int.from_bytes(theirs[:8]) for theirs in over.agree(facts, x.shape[dim].to_bytes(8))]
+    whole = layout_of_tokens(layout, sum(counts), over.size, cu_seqlens)
+    held = [whole.spans(rank) for rank in range(over.size)]
+    if counts != [sum(map(len, spans)) for spans in held]:
+        why = f"the ranks of the group bring different parts of a sequence: tokens by rank {counts}, in layout {whole}"
         raise DisagreementError(why)
-    held = [whole.spans(other) for other in range(size)]
-    moves = moves_between(held, [[Span(0, whole.length)]] * size, rank, x.device)
-    return move_rows(x, moves, group=members, dim=dim)
+    moves = moves_between(held, [[Span(0, whole.length)]] * over.size, over.rank, x.device)
+    return move_rows(x, moves, described(over, facts), dim=dim)
 
 
 def local_positions(
@@ -119,7 +121,7 @@ def local_positions(
     Raises:
         UnsupportedError: as for `shard_sequence`.
     """
-    rank, size, _ = _membership(group)
+    rank, size = _membership(group)
     if rows := rows_of(cu_seqlens):
         alike: Any = {"group": group, "layout": layout, "device": device}
         return torch.stack([local_positions(length, cu_seqlens=row, **alike) for row in rows])
@@ -176,10 +178,10 @@ def _part(x: torch.Tensor, whole: Layout, rank: int, dim: int) -> torch.Tensor:
     return torch.cat([x.narrow(dim, span.lo, len(span)) for span in whole.spans(rank) or (Span(0, 0),)], dim)
 
 
-def _membership(group: Group) -> tuple[int, int, dist.ProcessGroup | None]:
-    """Return this process's rank in the group, the group's size, and the group (None without process groups)."""
+def _membership(group: Group) -> tuple[int, int]:
+    """Return this process's rank in the group, and the group's size."""
     members = resolve(group)
-    return (0, 1, None) if members is None else (members.rank(), members.size(), members)
+    return (0, 1) if members is None else (members.rank(), members.size())
 
 
 def sequence_dim(x: torch.Tensor, dim: int) -> int:
@@ -191,26 +193,3 @@ def sequence_dim(x: torch.Tensor, dim: int) -> int:
             f"-{x.dim()} to {x.dim() - 1}",
         )
     return dim % x.dim()
-
-
-def _compare(x: torch.Tensor, dim: int, layout: str, group: dist.ProcessGroup) -> list[int]:
-    """Check that every rank passes the same sizes but for tokens, and return these: other sizes would hang."""
-    gradient = x.requires_grad and torch.is_grad_enabled()
-    rest = zlib.crc32(f"{x.dtype} {dim} {layout} {x.dim()} {gradient}".encode())
-    shape = (*x.shape, *(0,) * 8)[:8]
-    facts = torch.tensor((rest, *shape), dtype=torch.int64, device=x.device)
-    everyone = [torch.empty_like(facts) for _ in range(group.size())]
-    dist.all_gather(everyone, facts, group=group)
-    rows = torch.stack(everyone).tolist()
-    counts = [row[1 + dim] for row in rows]
-    if any(row[: 1 + dim] != rows[0][: 1 + dim] or row[2 + dim :] != rows[0][2 + dim :] for row in rows):
-        shapes = [tuple(row[1 : 1 + x.dim()]) for row in rows]
-        different = [rank for rank, row in enumerate(rows) if row[0] != rows[group.rank()][0]]
-        others = (
-            f"; dtype, dim, layout or requires_grad differ from this rank's on ranks {different}" if different else ""
-        )
-        raise DisagreementError(
-            f"the ranks of the group bring different parts of a sequence: shapes by rank {shapes}{others}. "
-            f"This rank has {x.dtype}, dim={dim}, layout={layout!r}, requires_grad={gradient}"
-        )
-    return counts

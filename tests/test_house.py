@@ -59,7 +59,7 @@ BUDGETS = {
     "deepspeed": 1_046,
     "docs": 1_197,
     "doctor": 919,
-    "huggingface": 3_884,
+    "huggingface": 3_885,
     "indexed": 956,
     "kernels": 3_928,
     "loss": 701,
@@ -68,10 +68,10 @@ BUDGETS = {
     "proving": 709,
     "recurrence": 1_397,
     "remat": 485,
-    "runtime": 5_532,
+    "runtime": 5_538,
     "sequence": 413,
-    "tests": 38_064,
-    "top": 1_963,
+    "tests": 38_075,
+    "top": 1_942,
     "trees": 307,
 }
 """Lines of Python in a folder of the package, in its files beside them ("top"), in tests, docs and benchmarks.

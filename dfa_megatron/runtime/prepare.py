@@ -244,15 +244,15 @@ def prepare(request: Request, over: Channel | None, inputs: Inputs, *, trains: b
     return prepared
 
 
-def _digest(prepared: Prepared, inputs: Inputs, over: Channel | None) -> str:
-    """Return a digest of a rank's part in the first call of its kind; "" where all of its tokens are alike, or none."""
+def _digest(prepared: Prepared, inputs: Inputs, over: Channel | None) -> bytes:
+    """Return a digest of a rank's part in the first call of its kind; b"" where its tokens are alike, or none."""
     kinds = [] if over is None else [known.kind for known in over.prepared.values()]
     if over is None or prepared.kind in kinds or (inputs.q.is_cuda and torch.cuda.is_current_stream_capturing()):
-        return ""
+        return b""
     sums = [x.detach().sum((0, 2, 3), dtype=torch.float64).cpu() for x in inputs[:3]]
     if all(x.allclose(x[:1], rtol=1e-9, atol=0) for x in sums):
-        return ""
-    return hashlib.sha256(b"".join(x.numpy().tobytes() for x in sums)).hexdigest()
+        return b""
+    return hashlib.sha256(b"".join(x.numpy().tobytes() for x in sums)).digest()
 
 
 def _build_and_agree(request: Request, over: Channel | None, inputs: Inputs, *, trains: bool) -> Prepared:

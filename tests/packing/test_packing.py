@@ -150,14 +150,24 @@ def test_ranks_that_differ_are_all_told_how(rank: int, world_size: int) -> None:
         (torch.zeros(2, 2), {"dim": rank % 2}),
         (torch.zeros(1, 2), {"layout": LAYOUTS[rank % 2]}),
         (torch.zeros((1, 2) if rank else (1, 2, 1)), {}),
+        (torch.zeros(1, 2), {"dim": 1 + 4 * rank}),
     ]
     for x, options in cases:
-        with pytest.raises(DisagreementError) as caught:
+        with pytest.raises(UnsupportedError if options.get("dim") == 5 else DisagreementError) as caught:
             unshard_sequence(x, **options)
         told.append(str(caught.value))
     assert torch.equal(unshard_sequence(torch.full((1, 1), float(rank))), torch.arange(float(world_size))[None])
-    assert "shapes by rank [(1, 2), (1, 4)]" in told[0]
-    assert all("differ from this rank's on ranks" in text for text in told[1:])
+    assert "tokens by rank [2, 4]" in told[0]
+    fields = (
+        "dtype: torch.float64 on rank 0; torch.float32 on rank 1",
+        "dim: 0",
+        "layout: contiguous",
+        "shape: (1, 1)",
+    )
+    assert all(f"  {field}" in text for field, text in zip(fields, told[1:5], strict=True)), told
+    assert (
+        "dim=5 of a tensor" if rank else "rank 1 of the group refuses this attention: Not supported: dim=5"
+    ) in told[5]
 
 
 @over_ranks(4)

@@ -24,17 +24,18 @@ class Draws(random.Random):
 
     def __init__(self, seed: int) -> None:
         super().__init__(seed)
-        self.shape_in, self.dtype_in = self.randrange(7), self.randrange(12)
+        self.odd = random.Random(seed)
+        self.shape_in, self.dtype_in = self.odd.randrange(7), self.odd.randrange(12)
 
     def x(self, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         sizes, self.shape_in, self.dtype_in = [*shape], self.shape_in - 1, self.dtype_in - 1
         if self.shape_in == 0:
-            at = self.randrange(len(sizes))
-            sizes = self.choice([
-                [*sizes[:at], self.choice([0, 1, sizes[at] + 1, sizes[at] - 1, 2 * sizes[at]]), *sizes[at + 1 :]],
-                [*sizes[:at], *sizes[at + 1 :]], [*sizes[:at], self.randrange(3), *sizes[at:]], [],
+            at = self.odd.randrange(len(sizes))
+            sizes = self.odd.choice([
+                [*sizes[:at], self.odd.choice([0, 1, sizes[at] + 1, sizes[at] - 1, 2 * sizes[at]]), *sizes[at + 1 :]],
+                [*sizes[:at], *sizes[at + 1 :]], [*sizes[:at], self.odd.randrange(3), *sizes[at:]], [],
             ])  # fmt: skip
-        return torch.randn(sizes).mul(3).to(self.choice(DTYPES) if self.dtype_in == 0 else dtype)
+        return torch.randn(sizes).mul(3).to(self.odd.choice(DTYPES) if self.dtype_in == 0 else dtype)
 
     def qkv(self) -> tuple[torch.Tensor, ...]:
         return self.x(2, 8, 4, 16), self.x(2, 8, 2, 16), self.x(2, 8, 2, 16)

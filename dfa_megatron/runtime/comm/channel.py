@@ -112,17 +112,17 @@ class Channel:
             sizes = [int.from_bytes(size) for size in self._compare(len(mine).to_bytes(8))]
             return [json.loads(text) for text in self._compare(mine.ljust(max(sizes)))]
 
-    def agree(self, facts: Facts, beside: str = "") -> list[bytes]:
+    def agree(self, facts: Facts, beside: bytes = b"") -> list[bytes]:
         """Compare facts with those of the other ranks; collective. A fact "error" fails every rank.
 
-        Returns a digest of what every rank has brought beside them.
+        Returns the 32 bytes that every rank has brought beside them, by rank.
 
         Raises:
             AbsentError: a rank did not come; the group is lost.
             DisagreementError: they differ, or a rank has sent an error; the group is not lost.
         """
         # Facts are almost always equal. Then only a digest of each rank's has travelled.
-        digests = _digest(json.dumps(facts, sort_keys=True)) + _digest(beside)
+        digests = _digest(json.dumps(facts, sort_keys=True)) + beside.ljust(_DIGEST)
         with self.collective():
             notes = self._compare(digests)
             if len({theirs[:_DIGEST] for theirs in notes}) > 1 or "error" in facts:

@@ -74,8 +74,14 @@ def compared(what: str, over: Channel | None, facts: Facts, device: torch.device
         if len(known) > _KEPT:
             known.popitem(last=False)
     known.move_to_end(key)
-    named = (f"{name} {value}" for name, value in facts.items() if name != "exchange")
-    text = ", ".join((what, *named, *varying))
+    return described(over, facts, *varying)
+
+
+def described(over: Channel, facts: Facts, *varying: str) -> Compared:
+    """Return the exchange of facts on which the ranks have agreed; "exchange" says what it is."""
+    if not over.verified:
+        return Compared(over)
+    text = ", ".join((*(value if name == "exchange" else f"{name} {value}" for name, value in facts.items()), *varying))
     return Compared(over, (Kind.of(f"forward of {text}"), Kind.of(f"backward of {text}")), current_layer())
 
 
