@@ -105,9 +105,11 @@ def draw(seed: int, number: int) -> TransformersDraw:
         options |= {"loss_tile": "off", "remat_offload": False}
     if function:
         options["loss_tile"] = "off"
+    data = draw_data(dice, seed * 100_003 + number, size, dice.choice([1, 1, 2, 3]) * sequences, kind)
+    if sequences > 1 and data.pack == "mask":
+        options["schedule"] = "auto"  # another may refuse the mask of one group, for which the others would wait
     return TransformersDraw(
-        seed=seed, number=number, size=size, sequences=sequences, kind=kind, model=model,
-        data=draw_data(dice, seed * 100_003 + number, size, dice.choice([1, 1, 2, 3]) * sequences, kind),
+        seed=seed, number=number, size=size, sequences=sequences, kind=kind, model=model, data=data,
         options=options, reentrant=reentrant, loss=own,
         between=dice.choice(["", "", "", "", "evaluation", "anything" if plain and not around else "local"]),
         warm=dice.choice([0, 0, 0, 1, 2]), grown=dice.choice(["", "", "before", "after"]) if plain else "",
