@@ -71,6 +71,7 @@ def main() -> None:
             step += 1
             if step == args.steps:
                 break
+    model, optimizer, loader = accelerator.free_memory(model, optimizer, loader)  # before its group ends
     accelerator.end_training()
 
 

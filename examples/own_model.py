@@ -81,6 +81,7 @@ def main() -> None:
         optimizer.zero_grad()
         dist.all_reduce(loss.detach_())
         log.step(loss / dist.get_world_size(), grad_norm=norm)
+    del model  # DDP behind its group would wait for threads that wait for Python
     dist.destroy_process_group()
 
 

@@ -102,6 +102,7 @@ SIZES = {
     "per_device_train_batch_size": 5,
     "per_device_eval_batch_size": 3,
 }
+SAMPLES: dict[str, Any] = {"use_vllm": False, "use_transformers_continuous_batching": False, "_is_vlm": False}
 ASKED = Stub(use_vllm=False, use_transformers_continuous_batching=False, eval_strategy="no", **SIZES)
 GENERATES: dict[str, Any] = {
     "args": ASKED, "accelerator": Stub(num_processes=2), "_is_vlm": False, "num_generations_eval": 2,
@@ -134,6 +135,7 @@ CASES: list[tuple[str, Callable[[], Any]]] = [
     ),
     ("10 and 0 answers by 2 groups", lambda: share_rollouts(Stub(**GENERATES, num_generations=4), 3)),
     ("gradient_checkpointing=True", lambda: trained(gradient_checkpointing=True)),
+    ("'remat' with GRPO", lambda: trained(model=sized("Llama"), _generate_and_score_completions=1, **SAMPLES)),
     ("a falcon model.*code of their own", lambda: asked(sized("Falcon"), unlisted=True)),
     ("a llama model with layers of type sparse", lambda: asked(with_config(second="sparse"))),
     ("a class, GPT2DoubleHeadsModel, whose head", lambda: asked(sized("GPT2", "DoubleHeadsModel"))),
