@@ -208,7 +208,8 @@ def _refuse(error: Exception, group: Group, config: DistAttentionConfig) -> NoRe
 def _attend(inputs: Inputs, group: Group, config: DistAttentionConfig, **mathematics: Any) -> Pair:
     """Make the request of a call and run it: past PyTorch's dispatcher, unless a compiler or a mode listens there."""
     if mathematics["softmax_scale"] is None and isinstance(inputs.q, torch.Tensor):
-        mathematics["softmax_scale"] = ((inputs.q.dim() == 4 and inputs.q.shape[-1]) or 1) ** -0.5  # else refused
+        width = inputs.q.shape[-1] if inputs.q.dim() == 4 else 0
+        mathematics["softmax_scale"] = width**-0.5 if width else 1.0  # `prepare` refuses such a q
     mathematics.update(
         sinks=inputs.sinks is not None,
         deterministic=torch.are_deterministic_algorithms_enabled(),

@@ -58,7 +58,7 @@ class LayerContext:
     unlisted: bool = False
     local: bool = False
     reads_logits: bool | None = None
-    compared: tuple[int, ...] = ()
+    compared: tuple[int | None, ...] = ()
     indexers: float = 0.0
     indexer_loss: torch.Tensor | None = None
 

@@ -87,10 +87,11 @@ def begin(model: Any, args: tuple[Any, ...], kwargs: Arguments) -> ArgsAndKeywor
 
 def _compare_weights(model: Any, context: LayerContext) -> None:
     """Compare weights in the first call, and in training once more after the first step."""
-    now = changes(model)
-    if not context.compared or (torch.is_grad_enabled() and now not in context.compared):
+    if context.compared and not torch.is_grad_enabled():
+        return
+    if (now := changes(model)) not in context.compared:
         check_weights(model, context.group, STEPPED if context.compared else FIRST)
-        context.compared += (now,)
+        context.compared += (now, now) if now is None else (now,)
 
 
 def _read(model: Any, given: Arguments) -> tuple[Arguments, Forward]:

@@ -74,7 +74,7 @@ class ModelJob(Job):
         indexers = {name for name in mixers if name.rpartition(".")[0] in mixers}
         layers = {name.rpartition(".")[0] for name in mixers - indexers}
         for name, module in named.items():
-            if name in layers | indexers or name.rpartition(".")[0] in layers:
+            if name in layers or name in indexers or name.rpartition(".")[0] in layers:
                 yield name, module, name in mixers
 
     def places(self, text: Text, *, alone: bool) -> torch.Tensor:

@@ -80,8 +80,9 @@ def sparse_attn(
     """
     with telling(group, verify=config.verify == "on") as over:
         latent = v is None
-        refuse_strangers(q, k, k if v is None else v)
-        values = k[..., :head_dim_v] if v is None and k.dim() else k if v is None else v
+        values = k if v is None else v
+        refuse_strangers(q, k, values)
+        values = values[..., :head_dim_v] if values.dim() else values
         refuse_tensors(Inputs(q, k, values))
         if latent != (head_dim_v is not None):
             raise UnsupportedError(f"head_dim_v={head_dim_v}", "it is for keys that hold values", "v, or head_dim_v")

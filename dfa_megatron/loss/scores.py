@@ -126,20 +126,21 @@ def _result(
 
 def _check(hidden: torch.Tensor, head: Head, labels: torch.Tensor) -> None:
     """Refuse hidden states, a head and labels that do not belong together."""
-    weight, bias, (first, *others) = head.weight, head.bias, (*hidden.shape[:-1], 1)
+    weight, bias, tokens = head.weight, head.bias, [*hidden.shape[:-1]]
+    tokens[:1] = [count * head.shards for count in tokens[:1]]
     shapes = f"hidden {tuple(hidden.shape)}, weight {tuple(weight.shape)}, bias {bias if bias is None else bias.shape}"
-    fits = hidden.dim() > 0 and weight.dim() == 2 and hidden.shape[-1] == weight.shape[1] > 0
+    fits = hidden.dim() > (head.shards > 1) and weight.dim() == 2 and hidden.shape[-1] == weight.shape[1] > 0
     if not fits or 0 in weight.shape or (bias is not None and bias.shape != weight.shape[:1]):
         instead = "hidden (..., hidden size), weight (vocabulary, hidden size), bias (vocabulary,)"
         raise UnsupportedError(f"a loss of {shapes}", "they do not fit together", instead)
     if not hidden.is_floating_point() or labels.dtype != torch.int64:
         what = f"a loss of hidden {hidden.dtype} and labels {labels.dtype}"
         raise UnsupportedError(what, "labels are numbers of words", "floating-point states, int64 labels")
-    if labels.shape != (wanted := torch.Size((first * head.shards, *others)[: hidden.dim() - 1])):
+    if [*labels.shape] != tokens:
         raise UnsupportedError(
             f"labels of shape {tuple(labels.shape)} for hidden {tuple(hidden.shape)}",
             "each token needs one",
-            f"labels of shape {tuple(wanted)}" + (" with all tokens of the group first" if head.shards > 1 else ""),
+            f"labels of shape {tuple(tokens)}" + (" with all tokens of the group first" if head.shards > 1 else ""),
         )
 
 

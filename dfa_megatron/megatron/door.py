@@ -24,7 +24,7 @@ from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.megatron.check_config import check_config
 from dfa_megatron.megatron.layers.context import AttentionContext, context_of
 from dfa_megatron.megatron.layers.layer import DistributedLayer, hide_flags
-from dfa_megatron.megatron.layers.replay import replaying
+from dfa_megatron.megatron.layers.replay import replaying, replays_of
 from dfa_megatron.megatron.layers.rotary import order_rotary
 from dfa_megatron.megatron.layers.router import weigh_losses
 from dfa_megatron.megatron.layers.swapped import Holder, check_groups, check_size, group_holders
@@ -52,6 +52,8 @@ class _Found:
     has_others: bool
     """A layer has an attention that assumes another order of the tokens."""
     holders: list[Holder]
+    replays: list[Any]
+    """The replays of its routers, where tokens change their order."""
     group: Any
     """The context-parallel group of the latest call, at first of the build."""
     tile: int | None = None
@@ -130,7 +132,7 @@ def _forward_of(base: Any) -> ForwardMethod:
             with running(visit):
                 if visit is None or not visit.moves:
                     return run(*args, **kwargs)
-                return _moved(visit, run, given)
+                return _moved(visit, run, given, found.replays)
 
     return forward
 
@@ -181,7 +183,7 @@ def _look(model: Any) -> _Found:
     context, has_others = context_of(model), False
     layers = [module for module in model.modules() if isinstance(module, DistributedLayer)]
     if context is None:
-        return _Found(None, [], has_others=False, holders=[], group=None)
+        return _Found(None, [], has_others=False, holders=[], replays=[], group=None)
     if getattr(model, "rotary_pos_emb", None) is not None:
         order_rotary(model)
     took_over = {layer for layer in layers if layer._dfa_took_over}
@@ -195,7 +197,8 @@ def _look(model: Any) -> _Found:
         around = module is not model and not took_over.isdisjoint({*module.modules()} - {module})
         if around and "config" in vars(module):
             hide_flags(module)
-    return _Found(context, layers, has_others, group_holders(model), None)
+    replays = replays_of(model) if context.options.data_layout == "boundary" else []
+    return _Found(context, layers, has_others, group_holders(model), replays, None)
 
 
 def _follow_groups(model: Any, found: _Found, context: AttentionContext) -> None:
@@ -268,7 +271,7 @@ def _check_positions(context: AttentionContext, positions: Any, tokens: int, vis
         check_positions(visit.group, context.options.data_layout, positions)
 
 
-def _moved(visit: Visit, run: ForwardMethod, given: dict[str, Any]) -> Any:
+def _moved(visit: Visit, run: ForwardMethod, given: dict[str, Any], replays: list[Any]) -> Any:
     """Run a model on tokens in its own order, and return its result in the caller's."""
     model, labelled, hook = visit.model, given.get("labels") is not None, None
     inside = _entering(visit, given)
@@ -277,7 +280,7 @@ def _moved(visit: Visit, run: ForwardMethod, given: dict[str, Any]) -> Any:
     elif model.post_process and not labelled:
         hook = model.output_layer.register_forward_pre_hook(functools.partial(_output, visit), with_kwargs=True)
     try:
-        with replaying(visit):
+        with replaying(visit, replays):
             output = run(**inside)
     finally:
         if hook is not None:

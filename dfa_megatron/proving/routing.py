@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -69,7 +68,7 @@ def follow_keys(
         seen[key] = found
         return None
     seen[key] = torch.where(found > own % document, -1, found + first)
-    known = chosen[key][places] if key in chosen else seen[key]
+    known = chosen[key][places]
     return (torch.where(known < 0, own, known) - first).view(*out.shape[:-1], -1).to(out)
 
 
@@ -86,9 +85,10 @@ def routing(models: list[Any], places: torch.Tensor, seen: Choices, chosen: Choi
     modes: dict[torch.nn.Module, Any] = {}
 
     def before(module: torch.nn.Module, args: Any) -> None:
-        keys = type(module).__name__.endswith(_INDEXER)
-        mode: Any = _FirstOfEquals if keys else functools.partial(_TopK, names[module], seen, chosen, places)
-        modes[module] = mode()
+        if type(module).__name__.endswith(_INDEXER):
+            modes[module] = _FirstOfEquals()  # type: ignore[no-untyped-call]
+        else:
+            modes[module] = _TopK(names[module], seen, chosen, places)
         modes[module].__enter__()
 
     def after(module: torch.nn.Module, args: Any, output: Any) -> None:

@@ -30,9 +30,9 @@ class RecordOnce:
 
 
 @contextmanager
-def replaying(visit: Visit) -> Iterator[None]:
+def replaying(visit: Visit, replays: list[Any]) -> Iterator[None]:
     """Bring experts in before a call of a language model, and back after it: one all-to-all each way for all layers."""
-    active = [replay for replay in _replays(visit.model) if replay.router_replay_action is not None]
+    active = [replay for replay in replays if replay.router_replay_action is not None]
     _bring_in(visit, active)
     yield
     recording = [x for x in active if x.router_replay_action.name == "RECORD" and x.recorded_topk_idx is not None]
@@ -41,7 +41,7 @@ def replaying(visit: Visit) -> Iterator[None]:
         replay.recorded_topk_idx = recorded
 
 
-def _replays(model: Any) -> list[Any]:
+def replays_of(model: Any) -> list[Any]:
     """Return the replays of a model's routers, each of a class that records once."""
     from megatron.core.transformer.moe.router_replay import RouterReplay
 

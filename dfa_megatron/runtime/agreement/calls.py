@@ -250,12 +250,10 @@ def different(everyone: Sequence[Facts]) -> DisagreementError:
         if "error" in theirs:
             return DisagreementError(f"rank {rank} of the group refuses this attention: {theirs['error']}")
     fields = sorted({field for theirs in everyone for field in theirs}, key=lambda field: (field == "plan", field))
-    lines = [
-        f"  {field}: {by_rank(values)}"
-        for field in fields
-        if len(set(values := [theirs.get(field, "(nothing)") for theirs in everyone])) > 1
-    ]
-    lines.append(f"What works: {_TOKENS if 'tokens of a rank' in ' '.join(lines) else 'the same'} on every rank.")
+    told = {field: [theirs.get(field, "(nothing)") for theirs in everyone] for field in fields}
+    told = {field: values for field, values in told.items() if len({*values}) > 1}
+    lines = [f"  {field}: {by_rank(values)}" for field, values in told.items()]
+    lines.append(f"What works: {_TOKENS if 'tokens of a rank' in told else 'the same'} on every rank.")
     return DisagreementError("\n".join(("the ranks of the group ask for different attentions:", *lines)))
 
 

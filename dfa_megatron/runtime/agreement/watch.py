@@ -207,9 +207,7 @@ class Watched:
             return f"{who} has ended" + (f", {place}" if state is not None else "")
         if rank in self.silent():
             return f"{who} gives no sign of life since {self.now - self._changed.get(rank, 0.0):.0f} s, {place}"
-        doing = (
-            state[2] if state else ""
-        ) or "is outside of attention: it may compile, write a checkpoint, or not be called"
+        doing = (state[2] if state else "") or "is outside of attention: it may compile, save, or not be called"
         return f"{who} lives, {place}, and {doing}"
 
     def all_know(self) -> bool:

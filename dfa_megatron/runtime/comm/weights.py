@@ -42,9 +42,10 @@ def _compared(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
             yield name, x
 
 
-def changes(model: torch.nn.Module) -> int:
-    """Return a number that rises with each change of the weights that `digests` reads, on all ranks alike."""
-    return sum(x._version for _, x in _compared(model))
+def changes(model: torch.nn.Module) -> int | None:
+    """Return a number that rises with each change of the weights that `digests` reads, None where it reads none."""
+    versions = [x._version for _, x in _compared(model)]
+    return sum(versions) if versions else None
 
 
 FIRST = "one seed before the model is made, one checkpoint, or a broadcast, as DDP does"
