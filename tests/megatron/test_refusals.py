@@ -206,7 +206,7 @@ REFUSED: list[tuple[str, Callable[[], Any]]] = [
     ("the mixer Linear where tokens are in", lambda: in_order.in_order_class(torch.nn.Linear)),
     ("the mixer Linear where tokens", lambda: layer.mixes(of_another_class(mixer=1), "contiguous")),
     ("loss_tile with an output layer of", tiled_by_another_class),
-    ("a router_replay of tests", lambda: replay._replays(Flags(modules=lambda: [Flags(router_replay=Flags())]))),
+    ("a router_replay of tests", lambda: replay.replays_of(Flags(modules=lambda: [Flags(router_replay=Flags())]))),
     ("replay for 8 tokens, where .* has 4", lambda: replay._move(VISIT, [torch.ones(8, 2)], back=False)),
     ("expert_parallel_comm with remat", lambda: check({OVERLAP: True}, checkpoint="remat")),
     ("expert_parallel_comm with mtp_num_layers", lambda: check({OVERLAP: True, "mtp_num_layers": 1})),
