@@ -13,10 +13,10 @@ from dfa_megatron.huggingface.attention_function import attention
 from dfa_megatron.huggingface.planned_mask import PlannedMask
 from dfa_megatron.runtime.counters import COUNTERS
 from dfa_megatron.sharding import shard_sequence
-from tests.huggingface.compared import assert_gradients, called
+from tests.huggingface.one_process import assert_gradients, called
 from tests.support.close import assert_close
 from tests.support.models import LAYERS, build, gradients, text
-from tests.support.workers import run_ranks
+from tests.support.workers import over_ranks
 
 PLANNED = PlannedMask()
 TOLERANCE = 3e-2
@@ -31,8 +31,10 @@ def step(model: Any, batch: dict[str, torch.Tensor]) -> Any:
     return out
 
 
-def compare(rank: int, world_size: int) -> None:
-    batch = text(2, 12 * world_size, seed=1, unlabelled=5)
+@pytest.mark.support("models", "autocast")
+@over_ranks(2, timeout=120)
+def test_logits_and_gradients_are_those_of_one_rank(rank: int, ranks: int) -> None:
+    batch = text(2, 12 * ranks, seed=1, unlabelled=5)
     cases = (("Llama", "auto", "none"), ("Llama", "reference", "remat"), ("Qwen3", "cpu", "full"))
     for kind, kernel, checkpoint in cases:
         reference = build(kind)
@@ -46,11 +48,6 @@ def compare(rank: int, world_size: int) -> None:
         assert_close(got.logits, shard_sequence(want.logits), tolerance=TOLERANCE, name=f"{kind} logits")
         assert all(gradient.dtype is torch.float32 for gradient in gradients(model).values())
         assert_gradients(model, gradients(reference), kind, TOLERANCE)
-
-
-@pytest.mark.support("models", "autocast")
-def test_logits_and_gradients_are_those_of_one_rank() -> None:
-    run_ranks(2, compare, timeout=120)
 
 
 @pytest.mark.parametrize("kernel", ["reference", "cpu"])
