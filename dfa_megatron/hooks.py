@@ -35,6 +35,11 @@ def replace(owner: Any, name: str, replacing: Callable[[Any], Callable[..., Any]
     setattr(owner, name, ours)
 
 
+def surround(owner: Any, name: str, ours: Callable[..., Any], *, optional: bool = False) -> None:
+    """Put ours there as `replace` does; it is called with theirs before the arguments."""
+    replace(owner, name, lambda theirs: lambda *args, **kwargs: ours(theirs, *args, **kwargs), optional=optional)
+
+
 def put_back(owner: Any, name: str) -> None:
     """Put back one name, if it is replaced."""
     for at, (other, alias, own) in enumerate(_REPLACED):
