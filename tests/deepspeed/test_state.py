@@ -28,21 +28,16 @@ def adam(stage: int, size: int, **zero: Any) -> dict[str, Any]:
 
 
 def start(config: dict[str, Any], seed: int = 0, model: Any = None) -> Any:
-    model = model or build("Qwen3", seed)
     mesh = dfa_ds.make_mesh(config["dist_flash_attention"]["size"])
     config = config | {"gradient_accumulation_steps": SEQUENCES // mesh.data_size}
-    return dfa_ds.initialize(model=model, model_parameters=list(model.parameters()), config=config)[0]
+    return harness.engine_of(config, model or build("Qwen3", seed))
 
 
 def step(engine: Any, number: int) -> float:
     """One step over the same sequences for any mesh."""
     mesh, losses = dfa_ds.mesh_of(engine), []
     for index in range(mesh.data_rank, SEQUENCES, mesh.data_size):
-        batch = text(1, 24, seed=10 * number + index, unlabelled=3)
-        loss = engine(**batch).loss
-        engine.backward(loss)
-        engine.step()
-        losses.append(loss.detach())
+        losses.append(harness.step(engine, text(1, 24, seed=10 * number + index, unlabelled=3)))
     return harness.mean_over_ranks(torch.stack(losses).mean())
 
 

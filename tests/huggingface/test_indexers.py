@@ -25,6 +25,7 @@ from dfa_megatron.huggingface import indexers
 from dfa_megatron.huggingface.check_model import TRIED
 from dfa_megatron.huggingface.planned_mask import PlannedMask
 from dfa_megatron.sharding import positions_of
+from tests.frameworks.compare import gradients_of
 from tests.fuzz.frameworks.steps import check_each, run
 from tests.huggingface.one_process import Float64, first_of_equals
 from tests.huggingface.rows import of_type, row
@@ -251,11 +252,7 @@ def densely(kind: str, form: str, checkpoint: str) -> Learned:
     with _precise(checkpoint), first_of_equals():
         loss, learned = model(**batch, use_cache=False).loss, torch.stack(losses).sum()
         (loss + WEIGHT * learned).backward()
-    return (loss + WEIGHT * learned).detach(), learned.detach(), _gradients(model)
-
-
-def _gradients(model: nn.Module) -> dict[str, torch.Tensor]:
-    return {name: x.grad for name, x in model.named_parameters() if x.grad is not None}
+    return (loss + WEIGHT * learned).detach(), learned.detach(), gradients_of(model)
 
 
 def _precise(checkpoint: str) -> AbstractContextManager[Any]:
@@ -263,14 +260,14 @@ def _precise(checkpoint: str) -> AbstractContextManager[Any]:
     return Float64() if checkpoint == "none" else nullcontext()
 
 
-def over_ranks_of(rank: int, ranks: int, kind: str, form: str, checkpoint: str) -> Learned:
+def over_ranks_of(kind: str, form: str, checkpoint: str) -> Learned:
     model = dfa_hf.distribute_attention(build(kind), config=TrainingConfig(checkpoint=checkpoint))
     dfa_hf.train_indexers(model, WEIGHT)
     replicated = DistributedDataParallel(model, find_unused_parameters=True)  # makes outputs anew, averages gradients
     with _precise(checkpoint):
         loss = replicated(**batch_of(form)).loss
         loss.backward()
-    return loss.detach(), dfa_hf.indexer_loss(model).detach(), _gradients(model)
+    return loss.detach(), dfa_hf.indexer_loss(model).detach(), gradients_of(model)
 
 
 WHOLE = [(kind, "plain", "none") for kind in FAMILIES]
@@ -282,7 +279,7 @@ PARTS = [
 
 
 def _learn(rank: int, ranks: int, cases: list[tuple[str, str, str]]) -> list[Learned]:
-    return [over_ranks_of(rank, ranks, *case) for case in cases]
+    return [over_ranks_of(*case) for case in cases]
 
 
 @pytest.mark.support("models", "the loss that trains indexers: whole, packed, padded, rematerialized")

@@ -33,13 +33,8 @@ def _each(kinds: Iterable[str], values: dict[str, Any]) -> dict[str, dict[str, A
 
 FIRST: dict[str, dict[str, Any]] = {
     **_each(
-        (
-            *("bert", "bert-generation", "camembert", "data2vec-text", "electra", "ernie", "megatron-bert", "rembert"),
-            *("roberta", "roberta-prelayernorm", "roc_bert", "roformer", "xlm-roberta", "xlm-roberta-xl"),
-        ),
-        _DECODER,
+        ("bert", "bert-generation", "electra", "ernie", "megatron-bert", "rembert", "roc_bert", "roformer"), _DECODER
     ),
-    "xmod": {**_DECODER, "languages": ("en_XX",), "default_language": "en_XX"},
     "big_bird": {**_DECODER, "attention_type": "original_full"},
     "deepseek_v2": {"num_experts_per_tok": 2},
     "dots1": {"num_experts_per_tok": 2, "n_routed_experts": 8, "n_shared_experts": 1},
