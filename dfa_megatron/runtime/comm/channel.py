@@ -8,21 +8,23 @@ import hashlib
 import json
 import struct
 import threading
+import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 from torch.utils.checkpoint import _StopRecomputationError
 
 from dfa_megatron.errors import AbsentError, DistAttentionError, LostGroupError, UnsupportedError
 from dfa_megatron.kernels.merge import fill_if
 from dfa_megatron.kernels.tape import unrecorded
 from dfa_megatron.runtime.agreement.calls import BACKWARD_ENDS, Calls, Facts, Kind, current_layer, different
-from dfa_megatron.runtime.agreement.store import GroupStore, Waiter, bounded, destroyed, nothing
+from dfa_megatron.runtime.agreement.store import GroupStore, Waiter, bounded
 from dfa_megatron.runtime.agreement.watch import Watched, watch
 from dfa_megatron.runtime.comm.transports import Communicator, Transports
 from dfa_megatron.runtime.environment import has_ended, has_one_queue, host, links, process, slowest
@@ -45,49 +47,41 @@ class Channel:
     """Own connections of a group: messages never queue behind another library's collectives. To make one is collective.
 
     Args:
-        store: of the ranks.
+        group: the ranks.
         timeout: the group's own. A rank that does not come to agree is waited for a quarter of it.
-        alive: whether the group still exists.
         verify: watch the group.
 
     Attributes:
-        rank, size: of this process in the group, and of the group.
+        group: a weak reference. rank, size: of this process in the group, and of the group.
         hosts: number of machines that the ranks are on.
         links: the slowest links among them. one_queue: whether any of them has one hardware queue for all streams.
         wait: runs a blocking call, such as a wait for messages between CPUs. Raises an AbsentError if a connection
             broke, and an error that another rank or the watch has found meanwhile.
-        ended: called once the group is destroyed; closes the channel.
+        closed: whether the group was destroyed; then all else is gone.
         prepared: attentions that the ranks have agreed on. agreed: exchanges of other kinds. Last used, last in them.
     """
 
-    def __init__(
-        self,
-        store: GroupStore,
-        timeout: timedelta,
-        alive: Callable[[], bool],
-        *,
-        verify: bool = True,
-    ) -> None:
+    def __init__(self, group: dist.ProcessGroup, timeout: timedelta, *, verify: bool = True) -> None:
+        mine = {"host": host(), **process(), **links()._asdict(), "one queue": str(has_one_queue())}
+        mine["verify"] = "on" if verify else "off"
+        store, notes = GroupStore.of_group(group, json.dumps(mine), timeout.total_seconds() / 4)
+        everyone = [json.loads(text) for text in notes]
+        self.store, self.group, self.timeout = store, weakref.ref(group), timeout
+        self.rank, self.size = store.rank, store.size
         if list(store.members) != sorted(store.members):
             what, why = f"a process group of global ranks {list(store.members)}", "its communicators would sort them"
             raise UnsupportedError(what, why, "a group whose ranks ascend, as torch.distributed makes them by default")
-        self.store, self.rank, self.size, self.timeout = store, store.rank, store.size, timeout
         self.calls = Calls()
-        self.transports, self.ended = Transports(self), self.close
-        self._alive, self._made = alive, dict[torch.device, Communicator]()
+        self.transports, self._made = Transports(self), dict[torch.device, Communicator]()
         self._waiter = Waiter(self.calls.check, self._broken)
         self.wait = self._waiter.wait
         self._watched: Watched | None = None
         self._flags: dict[torch.device, tuple[torch.Tensor, torch.cuda.Stream]] = {}
-        self._closing, self._closed = threading.Lock(), False
+        self._closing, self.closed = threading.Lock(), False
         self._backward, self.on_cpu = -1, True
         self._devices: list[torch.device] = []
         self.agreed: OrderedDict[tuple[tuple[str, str], ...], None] = OrderedDict()
         self.prepared: OrderedDict[tuple[object, ...], Prepared] = OrderedDict()
-        mine = {"host": host(), **process(), **links()._asdict(), "one queue": str(has_one_queue())}
-        mine["verify"] = "on" if verify else "off"
-        with self.collective():
-            everyone = [json.loads(text) for text in store.meet(json.dumps(mine), timeout.total_seconds() / 4)]
         if len({facts["verify"] for facts in everyone}) > 1:
             raise different([{"request.verify": facts["verify"]} for facts in everyone])
         self.hosts, self.links = len({facts["host"] for facts in everyone}), slowest(everyone)
@@ -95,6 +89,10 @@ class Channel:
         self._processes = [(facts["space"], int(facts["pid"])) for facts in everyone]
         if verify:
             self.watch()
+
+    def alive(self) -> bool:
+        """Return whether the group has not been destroyed."""
+        return self.group() in distributed_c10d._world.pg_map
 
     @property
     def verified(self) -> bool:
@@ -133,9 +131,7 @@ class Channel:
         """Watch the group from now on."""
         if self._watched is None:
             seconds = self.timeout.total_seconds()
-            self._watched = Watched(
-                self.store, self.calls, self._alive, lambda: self.ended(), self._gone, self.unblock, seconds
-            )
+            self._watched = Watched(self.store, self.calls, self.alive, self.close, self._gone, self.unblock, seconds)
             watch(self._watched, dist.get_rank(), dist.get_world_size())
             self.calls.when_lost = self._watched.wake
 
@@ -212,8 +208,10 @@ class Channel:
         """Return the error to raise if a connection broke; it names the rank that has ended, if that is known."""
         if isinstance(error, DistAttentionError):
             return error
-        if not self._alive():
-            return destroyed(error)
+        if not self.alive():
+            return LostGroupError(
+                f"its process group was destroyed on this rank or another, which waited in it ({error})"
+            )
         who = self._watched.broken() if self._watched is not None else ""
         return AbsentError(f"{who or 'a connection to another rank broke'} ({error})")
 
@@ -281,44 +279,38 @@ class Channel:
         with self.collective(), self.calls.waiting("opens connections"):
             try:
                 made = bounded(make, seconds, self.calls.check, lambda: overdue)
+            except dist.DistError as error:
+                raise self._broken(error) from error
             except RuntimeError as error:
-                if (told := self._unopened(error, device)) is error:
+                if isinstance(error, DistAttentionError) or device.type != "cpu":
                     raise
-                raise told from error
+                instead = "if all of them live, set GLOO_SOCKET_IFNAME to their network interface"
+                raise AbsentError(f"gloo does not connect this rank to the others: {instead} ({error})") from error
         return self._made.setdefault(device, made)
-
-    def _unopened(self, error: RuntimeError, device: torch.device) -> Exception:
-        """Return the error to raise if connections did not open."""
-        if isinstance(error, dist.DistError | DistAttentionError) or device.type != "cpu":
-            return self._broken(error) if isinstance(error, dist.DistError) else error
-        instead = "if all of them live, set GLOO_SOCKET_IFNAME to their network interface"
-        return AbsentError(f"gloo does not connect this rank to the others: {instead} ({error})")
 
     def close(self) -> None:
         """Stop the threads and let go of the connections, once; another thread that closes meanwhile waits."""
         if not self._closing.acquire(timeout=_CLOSING):
             return
         try:
-            if not self._closed:
-                abort = self.calls.lost is not None
-                if self._watched is not None:
-                    self._watched.leave()
-                self.prepared.clear()
-                # A backward that is still to come would open connections of its own, and wait on them for the others.
-                self.calls.lose(LostGroupError("its process group was destroyed since its forward"), told=False)
-                self._close(abort)
+            if self.closed:
+                return
+            abort = self.calls.lost is not None
+            if self._watched is not None:
+                self._watched.leave()
+            self.prepared.clear()
+            # A backward that is still to come would open connections of its own, and wait on them for the others.
+            self.calls.lose(LostGroupError("its process group was destroyed since its forward"), told=False)
+            self._waiter.stop()
+            self.transports.clear()
+            for made in self._made.values():
+                made.close(abort=abort)
+            # It refers to the channel itself, whose connections would wait for the garbage collector.
+            self._watched = None
+            self._made.clear()
         finally:
+            self.closed = True
             self._closing.release()
-
-    def _close(self, abort: bool) -> None:
-        self._closed = True
-        self._waiter.stop()
-        self.transports.clear()
-        for made in self._made.values():
-            made.close(abort=abort)
-        # References to the channel itself: its connections would wait for the garbage collector.
-        self._watched, self.ended = None, nothing
-        self._made.clear()
 
 
 class _Counted:

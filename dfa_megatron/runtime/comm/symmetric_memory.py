@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from dfa_megatron.errors import UnsupportedError
+from dfa_megatron.runtime.agreement.calls import Facts
 from dfa_megatron.runtime.comm.transport import Transport
 from dfa_megatron.runtime.environment import without_multicast
 
@@ -36,16 +37,19 @@ def symmetric(nbytes: int, over: Channel, device: torch.device) -> Mapped:
     try:
         memory = _zeros(nbytes, device)
     except RuntimeError as error:
-        why = f"{nbytes / 2**30:.1f} GiB for what other ranks write: {error}"
-    for rank, facts in enumerate(over.exchange({"why": why})):
-        if facts["why"]:
-            why = f"rank {rank} found no memory, {facts['why']}"
-            raise UnsupportedError("transport='copy_engine'", why, "transport='p2p'")
+        why = f"found no memory, {nbytes / 2**30:.1f} GiB for what other ranks write: {error}"
+    if why := first_reason(over.exchange({"why": why}), " "):
+        raise UnsupportedError("transport='copy_engine'", why, "transport='p2p'")
     assert memory is not None, "this rank has said that it has its memory"
     mapped = _mapped(memory, over)
     torch.cuda.synchronize(device)
     over.exchange({})
     return mapped
+
+
+def first_reason(everyone: list[Facts], says: str = ": ") -> str:
+    """Return what the first rank says that gives a reason, "" where none does."""
+    return next((f"rank {rank}{says}{facts['why']}" for rank, facts in enumerate(everyone) if facts["why"]), "")
 
 
 @torch.inference_mode(False)  # it outlives the call that asks for it

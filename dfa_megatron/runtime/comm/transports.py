@@ -287,10 +287,8 @@ class Transports:
 
     def release(self) -> bool:
         """Let go of what streams wait for, after a rank is lost; return whether one still waits."""
-        waits = False
-        for transport in list(self._open.values()):
-            waits |= transport.release()
-        return waits
+        waits = [transport.release() for transport in list(self._open.values())]
+        return any(waits)
 
     def clear(self) -> None:
         """Let go of all transports and their memory."""

@@ -31,12 +31,12 @@ from tests.support.workers import over_ranks
 
 def test_plans_may_be_listed_while_groups_end() -> None:
     """As a report does, while they close groups on threads of their own."""
-    over, done = SimpleNamespace(prepared={}), threading.Event()
+    over, done = SimpleNamespace(prepared={}, closed=False), threading.Event()
 
     def come_and_go() -> None:
         while not done.is_set():
             for number in range(20):
-                _channels[f"group {number}"] = None, over  # type: ignore[assignment]
+                _channels[f"group {number}"] = over  # type: ignore[assignment]
             for number in range(20):
                 del _channels[f"group {number}"]
 
@@ -95,7 +95,7 @@ def test_a_backward_whose_group_was_destroyed_waits_for_nobody(rank: int, ranks:
     closed = weakref.ref(channel_of(group))
     dist.barrier()
     dist.destroy_process_group(group)
-    late = rank == 1 and _soon(lambda: int(not closed()._closed))  # type: ignore[union-attr]
+    late = rank == 1 and _soon(lambda: int(not closed().closed))  # type: ignore[union-attr]
     assert not late
     with pytest.raises(LostGroupError, match="process group was destroyed"):
         out.sum().backward()
