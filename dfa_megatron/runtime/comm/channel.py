@@ -73,7 +73,7 @@ class Channel:
             raise UnsupportedError(what, why, "a group whose ranks ascend, as torch.distributed makes them by default")
         self.calls = Calls()
         self.transports, self._made = Transports(self), dict[torch.device, Communicator]()
-        self._waiter = Waiter(self.calls.check, self._broken)
+        self._waiter = Waiter(self.calls.check, self.broken)
         self.wait = self._waiter.wait
         self._watched: Watched | None = None
         self._flags: dict[torch.device, tuple[torch.Tensor, torch.cuda.Stream]] = {}
@@ -107,8 +107,8 @@ class Channel:
         """
         mine = json.dumps(facts).encode()
         with self.collective():
-            sizes = [int.from_bytes(size) for size in self._compare(len(mine).to_bytes(8))]
-            return [json.loads(text) for text in self._compare(mine.ljust(max(sizes)))]
+            sizes = [int.from_bytes(size) for size in self._meet(len(mine).to_bytes(8))]
+            return [json.loads(text) for text in self._meet(mine.ljust(max(sizes)))]
 
     def agree(self, facts: Facts, beside: bytes = b"") -> list[bytes]:
         """Compare facts with those of the other ranks; collective. A fact "error" fails every rank.
@@ -122,7 +122,7 @@ class Channel:
         # Facts are almost always equal. Then only a digest of each rank's has travelled.
         digests = _digest(json.dumps(facts, sort_keys=True)) + beside.ljust(_DIGEST)
         with self.collective():
-            notes = self._compare(digests)
+            notes = self._meet(digests)
             if len({theirs[:_DIGEST] for theirs in notes}) > 1 or "error" in facts:
                 raise different(self.exchange(facts))
         return [theirs[_DIGEST:] for theirs in notes]
@@ -187,16 +187,11 @@ class Channel:
         """
         return _Counted(self, kind, layer, on_cpu=device.type == "cpu", ends=ends)
 
-    def _meet(self) -> None:
-        """Compare the call that has just begun with the others' at once: the host waits for messages anyway."""
-        self._compare(bytes(2 * _DIGEST))
-
-    def _compare(self, note: bytes) -> list[bytes]:
-        """Return every rank's note; if ranks are in different calls, the group is lost. All notes are of one length."""
+    def _meet(self, note: bytes = bytes(2 * _DIGEST)) -> list[bytes]:
+        """Return every rank's note, all of one length; if ranks are in different calls, the group is lost."""
         last = self.calls.last
         mine = torch.frombuffer(bytearray(_CALL.pack(last.number, last.chain) + note), dtype=torch.uint8)
-        found, work = (self._made.get(_CPU) or self.communicator(_CPU)).gather(mine)
-        self.wait(work.wait)
+        found = (self._made.get(_CPU) or self.communicator(_CPU)).gather(mine)
         theirs = [x.numpy().tobytes() for x in found]
         if self._watched is not None and len({each[: _CALL.size] for each in theirs}) > 1:
             error = self._watched.difference()
@@ -204,7 +199,7 @@ class Channel:
             raise error
         return [each[_CALL.size :] for each in theirs]
 
-    def _broken(self, error: RuntimeError) -> DistAttentionError:
+    def broken(self, error: RuntimeError) -> DistAttentionError:
         """Return the error to raise if a connection broke; it names the rank that has ended, if that is known."""
         if isinstance(error, DistAttentionError):
             return error
@@ -243,17 +238,9 @@ class Channel:
 
     def gather(self, x: torch.Tensor) -> list[torch.Tensor]:
         """Return every rank's tensor of this shape and dtype, by rank; collective."""
-        found, work = self.communicator(x.device).gather(x.contiguous())
-        self.finish(work, x.device)
+        found = self.communicator(x.device).gather(x.contiguous())
         self.spoiled(*found)
         return found
-
-    def finish(self, work: dist.Work, device: torch.device) -> None:
-        """Wait for messages between tensors on a device, unless another rank fails."""
-        if device.type == "cuda":
-            work.wait()  # the current stream waits, not the host
-        else:
-            self.wait(work.wait)
 
     def place(self, device: torch.device) -> str:
         """Return what ranks compare of a device: its type, and its number if this process has used others of it."""
@@ -274,13 +261,13 @@ class Channel:
         self.calls.check()
         self.calls.on_device(device)
         seconds = self.timeout.total_seconds() + _CLOSING
-        make = functools.partial(Communicator, self.store, device, self.timeout, self._broken)
+        make = functools.partial(Communicator, self, device)
         overdue = AbsentError(f"connections between the ranks of the group did not open within {seconds:.0f} s")
         with self.collective(), self.calls.waiting("opens connections"):
             try:
                 made = bounded(make, seconds, self.calls.check, lambda: overdue)
             except dist.DistError as error:
-                raise self._broken(error) from error
+                raise self.broken(error) from error
             except RuntimeError as error:
                 if isinstance(error, DistAttentionError) or device.type != "cpu":
                     raise

@@ -98,7 +98,7 @@ class KeptArena(Transport):
 
     def __init__(self, over: Channel, device: torch.device) -> None:
         self.over, self.device = over, device
-        self._take(Mapped(torch.empty(0, dtype=torch.uint8, device=device), []))
+        self._arena, self._addresses = Mapped(torch.empty(0, dtype=torch.uint8, device=device), [])
 
     def allocate(self, nbytes: int) -> Mapped:
         """Return memory for an arena, or raise an UnsupportedError on every rank; collective."""
@@ -122,16 +122,13 @@ class KeptArena(Transport):
         else:
             self._calls, self._most = self._calls + 1, max(self._most, nbytes)
             if self._calls >= PATIENCE and not self._stays():
-                self._give_back()
+                if _aligned(self._most) < size:
+                    self._move(self._most)
+                self._calls = self._most = 0
 
     def arena(self, nbytes: int, device: torch.device) -> torch.Tensor:
         """Return the arena; it belongs to one call at a time."""
         return self._arena
-
-    def _give_back(self) -> None:
-        if _aligned(self._most) < self._arena.numel():
-            self._move(self._most)
-        self._calls = self._most = 0
 
     def _move(self, nbytes: int) -> None:
         """Let go of the arena and make one of that size; collective."""
@@ -143,15 +140,12 @@ class KeptArena(Transport):
             what = f"messages that need {nbytes / 2**30:.2f} GiB beside an arena of {before / 2**30:.2f}"
             raise UnsupportedError(what, why, "one run of the largest call before any capture, or transport='p2p'")
         # The old arena goes first, even if the new one fails. Its memory is free once every rank has let go of it.
-        self._take(Mapped(torch.empty(0, dtype=torch.uint8, device=self.device), []))
+        self._arena, self._addresses = Mapped(torch.empty(0, dtype=torch.uint8, device=self.device), [])
         self._calls = self._most = 0
         self.over.exchange({})
         if size:
-            self._take(self.allocate(size))
+            self._arena, self._addresses = self.allocate(size)
         logger.info("memory for messages: %.2f GiB, was %.2f", size / 2**30, before / 2**30)
-
-    def _take(self, mapped: Mapped) -> None:
-        self._mapped, self._arena, self._addresses = mapped, mapped.memory, mapped.addresses
 
     def _stays(self) -> str:
         """Return why the arena may not move, or ""."""

@@ -41,7 +41,7 @@ def fails(*groups: dist.ProcessGroup | None) -> None:
         raise torch.OutOfMemoryError("out of memory in this test")
 
     setattr(run, "_recorded", broken)  # noqa: B010
-    Channel._meet = lambda self: None  # type: ignore[method-assign]
+    Channel._meet = lambda self: []  # type: ignore[method-assign]
     for group in groups:
         with pytest.raises((DistAttentionError, torch.OutOfMemoryError)):
             attend(group)

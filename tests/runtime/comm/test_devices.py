@@ -35,12 +35,12 @@ def _opened(monkeypatch: pytest.MonkeyPatch) -> tuple[Any, list[torch.device]]:
     """Return a channel whose connections are stand-ins, and the devices that its calls follow."""
     channel: Any = object.__new__(Channel)
     channel._devices, channel.one_queue, followed = [], False, []
-    channel.calls, channel.wait = SimpleNamespace(on_device=followed.append), None
+    channel.calls = SimpleNamespace(on_device=followed.append)
     channel.communicator = Made
     channel.transports = Transports(channel)
     monkeypatch.setattr(copy_engine, "open_transport", lambda over, device: Made(device))
-    monkeypatch.setattr(transports, "NcclTransport", lambda own, device: Made(own.device))
-    monkeypatch.setattr(transports, "GlooTransport", lambda own, wait: Made(own.device))
+    monkeypatch.setattr(transports, "NcclTransport", lambda own: Made(own.device))
+    monkeypatch.setattr(transports, "GlooTransport", lambda own: Made(own.device))
     return channel, followed
 
 
@@ -57,7 +57,6 @@ def test_calls_follow_a_gpu_whose_connections_serve_collectives_alone(monkeypatc
     """Heads of all ranks are exchanged without a transport; the watch must see that the device works."""
     channel, _ = _opened(monkeypatch)
     channel.calls, channel._made, channel.timeout = Calls(), {}, timedelta(seconds=1)
-    channel.store = channel._broken = None
     made = MagicMock(return_value=MagicMock(query=lambda: False))
     monkeypatch.setattr(torch.cuda, "Event", made)
     monkeypatch.setattr(channels, "bounded", lambda make, *_: Made(FIRST))

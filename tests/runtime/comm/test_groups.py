@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 import dfa_megatron
 from dfa_megatron.config import DistAttentionConfig
 from dfa_megatron.errors import LostGroupError, UnsupportedError
-from dfa_megatron.runtime.comm.groups import _channels, channel_of, group_name
+from dfa_megatron.runtime.comm.groups import _channels, channel_of, group_name, timeout_of
 from dfa_megatron.runtime.prepare import in_use
 from tests.support.arguments import arguments
 from tests.support.workers import over_ranks
@@ -168,7 +168,7 @@ def test_communicators_wait_as_long_as_the_group_that_they_serve(rank: int, rank
     q, k, v = (torch.randn(1, 8, 2, 16) for _ in range(3))
     dfa_megatron.dist_flash_attn_func(q, k, v, causal=True, group=patient, config=DistAttentionConfig(ulysses_degree=2))
     dfa_megatron.dist_flash_attn_func(q, k, v, causal=True, group=patient)
-    assert {made.timeout for made in channel_of(patient)._made.values()} == {timedelta(hours=3)}
+    assert {timeout_of(made._group) for made in channel_of(patient)._made.values()} == {timedelta(hours=3)}
 
 
 @over_ranks(4)

@@ -13,7 +13,6 @@ from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.runtime import prepare
 from dfa_megatron.runtime.comm import copy_engine, symmetric_memory
 from dfa_megatron.runtime.comm.groups import channel_of
-from dfa_megatron.runtime.comm.symmetric_memory import Mapped
 from dfa_megatron.runtime.comm.transport import Transport
 from dfa_megatron.runtime.comm.transports import Transports
 from tests.support.attend import case
@@ -67,8 +66,7 @@ def test_where_one_gpu_has_no_memory_for_messages_all_ranks_hear_of_it_and_auto_
     engine = object.__new__(copy_engine.CopyEngineTransport)
     over = channel_of(None)
     engine.over, engine.device = over, device
-    engine._shared = False
-    engine._take(Mapped(torch.empty(64, dtype=torch.uint8), [1] * ranks))
+    engine._arena, engine._addresses = torch.empty(64, dtype=torch.uint8), [1] * ranks
 
     def zeros(nbytes: int, device: torch.device) -> torch.Tensor:
         if rank == ranks - 1:
