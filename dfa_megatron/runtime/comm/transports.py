@@ -223,17 +223,11 @@ class Transports:
         Raises:
             UnsupportedError: "copy_engine" was asked for, and cannot serve these ranks.
         """
-        place = str(device)
-        known = self._open.get((place, kind))
-        if known is None:
-            known = self._open[place, kind] = self._make(device, kind)  # which may open another kind
+        key = str(device), kind
+        if key not in self._open:
+            self._open[key] = self._make(device, kind)  # which may open another kind
             self._channel.calls.on_device(device)
-        return known
-
-    def name_of(self, device: torch.device, kind: str) -> str:
-        """Return the name of the transport that `get` would return; of one that is not open yet, what is asked for."""
-        known = self._open.get((str(device), kind))
-        return kind if known is None else known.name
+        return self._open[key]
 
     def _make(self, device: torch.device, kind: str) -> Transport:
         if kind == "auto":

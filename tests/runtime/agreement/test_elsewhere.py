@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import select
-import threading
 import time
 from datetime import timedelta
 from functools import partial
@@ -20,7 +17,7 @@ from dfa_megatron.errors import DistAttentionError
 from dfa_megatron.runtime import run
 from dfa_megatron.runtime.comm.channel import Channel
 from dfa_megatron.runtime.comm.groups import channel_of
-from tests.support.arguments import arguments, told
+from tests.support.arguments import arguments, tensors, told
 from tests.support.groups import alone
 from tests.support.workers import over_ranks
 
@@ -30,8 +27,7 @@ BLOCKS = 20
 
 
 def attend(group: dist.ProcessGroup | None = None) -> None:
-    q, k, v = (torch.randn(1, 8, heads, 16) for heads in (4, 2, 2))
-    dfa_megatron.dist_flash_attn_func(q, k, v, **arguments(causal=True, schedule="ring", group=group))
+    dfa_megatron.dist_flash_attn_func(*tensors(), **arguments(causal=True, schedule="ring", group=group))
 
 
 def fails(*groups: dist.ProcessGroup | None) -> None:
@@ -54,22 +50,6 @@ def checkpoint(file: Path) -> None:
             time.sleep(BUSY / BLOCKS)
 
 
-def debugger() -> None:
-    """Stand in one blocking read, as at a prompt."""
-    ours, theirs = os.pipe()
-    timer = threading.Timer(BUSY, os.write, (theirs, b"c"))
-    timer.daemon = True
-    timer.start()
-    os.read(ours, 1)
-
-
-def notebook() -> None:
-    """Wait for the next cell, as an event loop does."""
-    deadline = time.monotonic() + BUSY
-    while (left := deadline - time.monotonic()) > 0:
-        select.select([], [], [], left)
-
-
 def evaluation() -> None:
     """Compute, attention over another group included."""
     own, deadline = alone(), time.monotonic() + BUSY
@@ -90,8 +70,7 @@ def test_a_process_outside_of_attention_goes_on_and_its_next_call_tells(rank: in
         return
     channel_of(groups[1]).calls.pending = lambda: True
     checkpoint(tmp_path / "first")
-    for elsewhere in (debugger, notebook, evaluation):
-        elsewhere()
+    evaluation()
     for group in groups:
         text = told(partial(attend, group))
         assert text.startswith("LostGroupError: rank 1 of the group failed in its call "), text

@@ -165,8 +165,8 @@ def transports(world: World, ranks: int, arena_bytes: int) -> list[CopyEngineTra
 class Reader:
     """The algebra that notes what each call must find where its messages landed."""
 
-    def __init__(self, world: World, memory: MemoryPlan, rank: int, arena: int, said: dict[Any, object]) -> None:
-        self.world, self.memory, self.rank, self.arena, self.said = world, memory, rank, arena, said
+    def __init__(self, world: World, memory: MemoryPlan, rank: int, arena: int) -> None:
+        self.world, self.memory, self.rank, self.arena = world, memory, rank, arena
         self.wanted: dict[int, dict[int, object]] = {}
         self.step = 0
 
@@ -209,7 +209,7 @@ def queue_call(
 ) -> None:
     """Queue one whole run of one rank's program."""
     program: Program = memory.program
-    reader = Reader(world, memory, rank, arena, {})
+    reader = Reader(world, memory, rank, arena)
     calls = transport.over.calls
     calls.doing = "runs"
     calls.add(Kind.of(f"call {call}"))

@@ -53,20 +53,6 @@ def test_every_device_has_its_own_connections(monkeypatch: pytest.MonkeyPatch, k
     assert set(followed) == {FIRST, CPU, SECOND}
 
 
-def test_calls_follow_a_gpu_whose_connections_serve_collectives_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Heads of all ranks are exchanged without a transport; the watch must see that the device works."""
-    channel, _ = _opened(monkeypatch)
-    channel.calls, channel._made, channel.timeout = Calls(), {}, timedelta(seconds=1)
-    made = MagicMock(return_value=MagicMock(query=lambda: False))
-    monkeypatch.setattr(torch.cuda, "Event", made)
-    monkeypatch.setattr(channels, "bounded", lambda make, *_: Made(FIRST))
-    for device in (CPU, FIRST, FIRST):
-        assert not channel.calls.pending() or device == FIRST
-        Channel.communicator(channel, device)
-    assert channel.calls.pending()
-    assert made.call_count == 1
-
-
 def test_the_copy_engines_serve_one_device_of_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
     channel, _ = _opened(monkeypatch)
     channel.transports.get(FIRST, "copy_engine")
@@ -80,7 +66,8 @@ def test_ranks_compare_how_many_devices_they_have_used(monkeypatch: pytest.Monke
     assert found == ["cuda", "cpu", "cuda, device 2 of this process", "cuda"]
 
 
-def test_work_of_every_device_is_pending(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_work_of_every_device_is_pending_from_its_connections_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Heads of all ranks are exchanged without a transport; the watch must see that the device works."""
     done: dict[int, bool] = {}
 
     class Event:
@@ -97,11 +84,15 @@ def test_work_of_every_device_is_pending(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr("dfa_megatron.runtime.agreement.calls.current_stream", lambda device: None)
-    calls = Calls()
-    calls.on_device(FIRST)
-    calls.on_device(SECOND)
+    monkeypatch.setattr(channels, "bounded", lambda make, *_: Made(FIRST))
+    channel, _ = _opened(monkeypatch)
+    calls = channel.calls = Calls()
+    channel._made, channel.timeout = {}, timedelta(seconds=1)
+    for device in (CPU, FIRST, SECOND, FIRST):
+        Channel.communicator(channel, device)
     assert not calls.pending()
     calls.end()
+    assert len(done) == 2
     for number in range(2):
         assert calls.pending()
         done[number] = True

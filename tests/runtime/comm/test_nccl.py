@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -27,6 +28,10 @@ DEVICE = "cuda"
 def gpu_case(length: int, **options: Any) -> Case:
     """A case computed on the GPU, where dense float64 attention over thousands of tokens is quick."""
     return case(length, dtype=torch.bfloat16, device=DEVICE, **options)
+
+
+def gpu_pack(offsets: tuple[int, ...], **options: Any) -> Case:
+    return attend.pack(offsets, **{"heads": 8, "head_dim": 128, **options}, dtype=torch.bfloat16, device=DEVICE)
 
 
 def compare(whole: Case, rank: int, ranks: int, **options: Any) -> None:
@@ -110,24 +115,19 @@ def test_deterministic_gradients_are_equal_to_the_bit_on_gpus(rank: int, ranks: 
 
 @pytest.mark.support("runtime", "rematerialization between ranks")
 @pytest.mark.gpu(2)
+@pytest.mark.parametrize("packed", [False, True])
 @over_ranks(2, cuda=True, timeout=120)
-def test_rematerialization_repeats_no_forward_on_gpus(rank: int, ranks: int) -> None:
+def test_rematerialization_repeats_no_forward_on_gpus(rank: int, ranks: int, packed: bool) -> None:
     torch.use_deterministic_algorithms(True)
-    torch.manual_seed(3)
-    whole = gpu_case(ranks * 256, heads=8, kv_heads=8, head_dim=64)
-    rows = slice(rank * 256, rank * 256 + 256)
-    shard = [x[:, rows].clone().requires_grad_() for x in whole.inputs]
+    whole = gpu_pack((0, 70, 300, 256 * ranks)) if packed else gpu_case(256 * ranks, heads=8, kv_heads=8, head_dim=64)
 
-    def region(*qkv: torch.Tensor) -> torch.Tensor:
-        return dfa_megatron.dist_flash_attn_func(*(x * 1.0 for x in qkv), causal=True)
+    def checkpointed(region: Callable[..., Any], *qkv: torch.Tensor) -> Any:
+        return remat.remat_checkpoint(lambda *inner: region(*(x * 1.0 for x in inner)), *qkv)
 
-    plain = torch.autograd.grad(region(*shard), shard, whole.dout[:, rows])
+    plain = attend.results(whole, rank, ranks)
     COUNTERS.reset()
-    out = remat.remat_checkpoint(region, *shard)
-    out.backward(whole.dout[:, rows])
-    assert COUNTERS.attention_forwards == 1
-    assert COUNTERS.reused == 1
-    assert all(torch.equal(x.grad, want) for x, want in zip(shard, plain, strict=True) if x.grad is not None)
+    attend.assert_same_bits(plain, attend.results(whole, rank, ranks, way=checkpointed))
+    assert (COUNTERS.attention_forwards, COUNTERS.reused) == (1, 1)
 
 
 def _captured_by_the_caller(rank: int, ranks: int, transport: str) -> None:

@@ -5,25 +5,17 @@ from __future__ import annotations
 import functools
 import random
 from itertools import pairwise
-from typing import Any
 
 import pytest
 import torch
 
 import dfa_megatron
-from dfa_megatron import remat
 from dfa_megatron.config import DistAttentionConfig
 from dfa_megatron.runtime.counters import COUNTERS
-from tests.runtime.comm.test_nccl import DEVICE, TOLERANCE, compare
-from tests.support import attend
-from tests.support.attend import Case
+from tests.runtime.comm.test_nccl import DEVICE, TOLERANCE, compare, gpu_pack
 from tests.support.close import assert_close
 from tests.support.packs import random_offsets, served, skip_unless_it_serves_this_gpu
 from tests.support.workers import over_ranks, transports
-
-
-def gpu_pack(offsets: tuple[int, ...], **options: Any) -> Case:
-    return attend.pack(offsets, **{"heads": 8, "head_dim": 128, **options}, dtype=torch.bfloat16, device=DEVICE)
 
 
 @pytest.mark.support("runtime", "packed documents between processes")
@@ -104,21 +96,3 @@ def test_a_tensor_of_offsets_that_is_written_to_is_read_again(rank: int, ranks: 
             *(x[0, rows] for x in whole.inputs), cu_seqlens, causal=True, softmax_scale=0.3
         )
         assert_close(out, whole.out[0, rows], tolerance=TOLERANCE)
-
-
-@pytest.mark.gpu(2)
-@over_ranks(2, cuda=True, timeout=120)
-def test_rematerialization_repeats_no_packed_forward_on_gpus(rank: int, ranks: int) -> None:
-    torch.use_deterministic_algorithms(True)
-    offsets = (0, 70, 300, 256 * ranks)
-    whole, rows = gpu_pack(offsets), slice(rank * 256, rank * 256 + 256)
-    shard = [x[0, rows].clone().requires_grad_() for x in whole.inputs]
-
-    def region(*qkv: torch.Tensor) -> torch.Tensor:
-        return dfa_megatron.dist_flash_attn_varlen_func(*(x * 1.0 for x in qkv), offsets, causal=True)
-
-    plain = torch.autograd.grad(region(*shard), shard, whole.dout[0, rows])
-    COUNTERS.reset()
-    remat.remat_checkpoint(region, *shard).backward(whole.dout[0, rows])
-    assert (COUNTERS.attention_forwards, COUNTERS.reused) == (1, 1)
-    assert all(x.grad is not None and torch.equal(x.grad, want) for x, want in zip(shard, plain, strict=True))

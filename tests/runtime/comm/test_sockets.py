@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
-import struct
+import stat
 import sys
 import warnings
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,36 +16,20 @@ import dfa_megatron
 from tests.support.arguments import arguments
 from tests.support.workers import over_ranks
 
-LISTENING = "0A"
-"""The state of a socket in /proc/net/tcp."""
-
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="/proc/net is Linux's")
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="/proc/self is Linux's")
 
 
 def listening() -> set[tuple[str, int]]:
     """Address and port of every socket on which this process listens."""
-    links = []
-    for descriptor in Path("/proc/self/fd").iterdir():
-        try:
-            links.append(os.readlink(descriptor))
-        except FileNotFoundError:  # the one that the listing itself held
-            continue
-    mine = {link[len("socket:[") : -1] for link in links if link.startswith("socket:[")}
     found = set()
-    for table in ("tcp", "tcp6"):
-        for line in Path("/proc/net", table).read_text().splitlines()[1:]:
-            fields = line.split()
-            if fields[3] == LISTENING and fields[9] in mine:
-                address, port = fields[1].split(":")
-                found.add((_shown(address), int(port, 16)))
+    for descriptor in map(int, os.listdir("/proc/self/fd")):
+        with contextlib.suppress(OSError):  # the one that the listing itself held
+            if not stat.S_ISSOCK(os.fstat(descriptor).st_mode):
+                continue
+            with socket.socket(fileno=os.dup(descriptor)) as held:
+                if held.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN) and held.family != socket.AF_UNIX:
+                    found.add(held.getsockname()[:2])
     return found
-
-
-def _shown(address: str) -> str:
-    """An address as people write it; the kernel writes words in the machine's byte order."""
-    words = [int(address[i : i + 8], 16) for i in range(0, len(address), 8)]
-    family = socket.AF_INET if len(words) == 1 else socket.AF_INET6
-    return socket.inet_ntop(family, struct.pack(f"={len(words)}I", *words))
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1", "0.0.0.0"])  # noqa: S104 listening everywhere is to be seen
