@@ -230,16 +230,15 @@ class Transports:
         return self._open[key]
 
     def _make(self, device: torch.device, kind: str) -> Transport:
-        if kind == "auto":
-            # Megatron asks for one queue on Hopper.
-            why = _ONE_QUEUE if self._channel.one_queue else ""
+        if kind == "auto" and device.type != "cpu":
+            why = _ONE_QUEUE if self._channel.one_queue else ""  # Megatron asks for one queue on Hopper
             try:
-                if device.type != "cpu" and not why:
+                if not why:
                     return self.get(device, "copy_engine")
             except UnsupportedError as error:
                 why = error.why
-            if device.type != "cpu":
-                logger.info("messages go point to point: the copy engines do not serve: %s", why)
+            logger.info("messages go point to point: the copy engines do not serve: %s", why)
+        if kind == "auto":
             return self.get(device, "p2p")
         if kind == "copy_engine":
             from dfa_megatron.runtime.comm.copy_engine import open_transport  # which other transports need not load

@@ -17,8 +17,9 @@ import dfa_megatron
 from dfa_megatron.errors import DisagreementError
 from dfa_megatron.runtime.agreement.calls import Calls, Kind, first_difference
 from dfa_megatron.runtime.agreement.store import GroupStore
-from dfa_megatron.runtime.agreement.watch import Watch, Watched
+from dfa_megatron.runtime.agreement.watch import Watch
 from dfa_megatron.runtime.comm.channel import Channel
+from tests.runtime.agreement.test_watch import watched
 from tests.support.arguments import arguments, tensors, told
 from tests.support.groups import rank_0_keeps_the_store
 from tests.support.workers import run_ranks
@@ -106,11 +107,7 @@ def test_the_watch_goes_on_after_errors_of_the_store() -> None:
                 raise dist.DistNetworkError("Broken pipe")
             return getattr(store, name)
 
-    def watched(rank: int) -> Watched:
-        own = GroupStore(store, "two", rank, (0, 1))
-        return Watched(own, calls[rank], lambda: True, lambda: None, lambda _: False, lambda know: not know, 9e9)
-
-    groups = [watched(rank) for rank in range(2)]
+    groups = [watched(store, rank, (0, 1), calls[rank], timeout=9e9) for rank in range(2)]
     watches = [Watch(Failing(), rank, 2) for rank in range(2)]  # type: ignore[arg-type]
     try:
         for watch, group in zip(watches, groups, strict=True):
