@@ -55,17 +55,21 @@ class State(NamedTuple):
     lost: bool
 
 
+_BEFORE = State(-1, 0, "", lost=False)
+"""Before the first heartbeat."""
+
+
 @dataclass(slots=True)
 class Known:
     """What a rank knows of another.
 
-    beat: its last heartbeat. changed: when that was new here. state: in the group, None before a first one.
+    beat: its last heartbeat. changed: when that was new here. state: in the group.
     ended: its process has, or it has left the group; its last words, which may say why, have been read.
     """
 
     beat: object = None
     changed: float = 0.0
-    state: State | None = None
+    state: State = _BEFORE
     ended: bool = False
 
 
@@ -121,7 +125,7 @@ class Watched:
             if known.beat != beat:
                 known.beat, known.changed = beat, self.now
             state = beat.get(self.store.key)
-            known.ended |= rank in self._gone or (state is None and known.state is not None)  # it has closed the group
+            known.ended |= rank in self._gone or (state is None and known.state.number >= 0)  # it has closed the group
             known.state = known.state if state is None else State(*state)
 
     def ended(self, rank: int) -> bool:
@@ -152,7 +156,7 @@ class Watched:
 
     def differs(self) -> bool:
         """Return whether ranks ran different calls."""
-        theirs = [(self.calls.at(x.state.number), x.state.chain) for x in self.beside.values() if x.state is not None]
+        theirs = [(self.calls.at(x.state.number), x.state.chain) for x in self.beside.values()]
         return self.lost == _DIFFER or any(mine is not None and mine.chain != chain for mine, chain in theirs)
 
     def _lose(self, error: DistAttentionError) -> None:
@@ -207,25 +211,24 @@ class Watched:
         """Say where this rank waits, and where the ranks are that it waits for."""
         number, doing, step = self._at
         place = f"call {number} ({doing or 'on the device'})" + (f", step {step}" if step >= 0 else "")
-        states = {rank: known.state for rank, known in sorted(self.beside.items())}
-        behind = [rank for rank, x in states.items() if x is None or (x.number, x.doing) != (number, doing)]
+        behind = [rank for rank in sorted(self.beside) if self.beside[rank].state[::2] != (number, doing)]
         told = "; ".join(map(self._text_of, (silent or behind or awaited or self.others)[:8]))
         waits = f" for {named(self.store.members, awaited)}" if awaited else ""
         return f"rank {self.store.rank} has waited {waited:.0f} s in {place}{waits}: {told}"
 
     def _text_of(self, rank: int) -> str:
         known, who = self._known(rank), named(self.store.members, [rank])
-        place = "before its first heartbeat" if known.state is None else f"after {known.state.number} calls or more"
+        number, _, doing, _ = known.state
+        place = f"after {number} calls or more" if number >= 0 else "before its first heartbeat"
         if self.ended(rank):
-            return f"{who} has ended" + (f", {place}" if known.state is not None else "")
+            return f"{who} has ended" + (f", {place}" if number >= 0 else "")
         if rank in self.silent():
             return f"{who} gives no sign of life since {self.now - known.changed:.0f} s, {place}"
-        doing = known.state.doing if known.state is not None else ""
         return f"{who} lives, {place}, and {doing or 'is outside of attention: it may compile, save, or not be called'}"
 
     def all_know(self) -> bool:
         """Return whether every rank beside this one knows that the group is lost, or cannot know."""
-        told = [rank for rank, known in self.beside.items() if known.state is not None and known.state.lost]
+        told = [rank for rank, known in self.beside.items() if known.state.lost]
         return {*self.beside} <= {*told, *self.silent()} or self.now - self._lost_at > 2 * self.patience
 
     def tick(self, seconds: float) -> None:
