@@ -73,8 +73,10 @@ class Training:
         self.attention, self.passing = attention, passing
 
     def gradients(self) -> None:
-        """Forward and backward of these rows."""
+        """Forward and backward of these rows; a step that failed before may have left gradients."""
         x = self.x
+        for weight in self.weights:
+            weight.grad = None
         for layer, weight in enumerate(self.weights):
             q, k, v, rest = (x @ weight).view(1, -1, 4, HEADS, DIM).unbind(2)
             x = x + self.attention(layer, q, k, v).reshape(x.shape) * rest.reshape(x.shape)
@@ -89,16 +91,10 @@ class Training:
             for weight in self.weights:
                 assert weight.grad is not None
                 weight -= 1e-4 * weight.grad
-                weight.grad = None
-
-    def forget(self) -> None:
-        """Give up the gradients of a step that failed."""
-        for weight in self.weights:
-            weight.grad = None
 
     def state(self) -> torch.Tensor:
         """All weights, copied."""
-        return torch.stack([weight.detach().clone() for weight in self.weights])
+        return torch.stack(self.weights).detach()
 
 
 def expected(steps: int) -> list[torch.Tensor]:
@@ -153,7 +149,7 @@ class Rank:
                 self.faults.remove(fault)
                 self.write(fault=str(fault))
                 self.exhausted = fault.kind == "out of memory"
-                strike(fault.kind)
+                STRIKES[fault.kind]()
                 return
 
     def run(self) -> None:
@@ -166,7 +162,6 @@ class Rank:
                     raise
                 self.write(caught=str(error))
                 self.exhausted = False
-                self.training.forget()
                 self.step += self.step != 0
                 continue
             for weight in self.training.weights:
@@ -197,24 +192,25 @@ def _before(owner: Any, name: str, action: Callable[[], None]) -> None:
     setattr(owner, name, changed)
 
 
-def strike(kind: str) -> None:
-    """Let a fault happen to this process."""
-    pid = os.getpid()
-    if kind == "kill -9":
-        os.kill(pid, signal.SIGKILL)
-    elif kind == "SIGSTOP":
-        os.kill(pid, signal.SIGSTOP)
-    elif kind == "SIGSTOP, SIGCONT":
-        with subprocess.Popen(["/bin/sh", "-c", f"sleep {PAUSE}; kill -CONT {pid}"]):
-            os.kill(pid, signal.SIGSTOP)
-    elif kind == "exception":
-        raise RuntimeError("an accident of this test")
-    elif kind == "out of memory":
-        raise torch.OutOfMemoryError("out of memory in this test")
-    elif kind == "slow":
-        time.sleep(WRITING)
-    else:
-        raise ValueError(kind)
+def pauses() -> None:
+    """Stop this process for some time."""
+    with subprocess.Popen(["/bin/sh", "-c", f"sleep {PAUSE}; kill -CONT {os.getpid()}"]):
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def fails(error: Exception) -> None:
+    raise error
+
+
+STRIKES: dict[str, Callable[[], object]] = {
+    "kill -9": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "SIGSTOP": lambda: os.kill(os.getpid(), signal.SIGSTOP),
+    "SIGSTOP, SIGCONT": pauses,
+    "exception": lambda: fails(RuntimeError("an accident of this test")),
+    "out of memory": lambda: fails(torch.OutOfMemoryError("out of memory in this test")),
+    "slow": lambda: time.sleep(WRITING),
+}
+"""What happens to a process, by the kind of a fault."""
 
 
 def train(rank: int, ranks: int, faults: tuple[Fault, ...], steps: int, folder: str, together: bool) -> None:

@@ -62,15 +62,15 @@ class Channel:
     """
 
     def __init__(self, group: dist.ProcessGroup, timeout: timedelta, *, verify: bool = True) -> None:
+        if (members := dist.get_process_group_ranks(group)) != sorted(members):
+            what, why = f"a process group of global ranks {members}", "its communicators would sort them"
+            raise UnsupportedError(what, why, "a group whose ranks ascend, as torch.distributed makes them by default")
         mine = {"host": host(), **process(), **links()._asdict(), "one queue": str(has_one_queue())}
         mine["verify"] = "on" if verify else "off"
         store, notes = GroupStore.of_group(group, json.dumps(mine), timeout.total_seconds() / 4)
         everyone = [json.loads(text) for text in notes]
         self.store, self.group, self.timeout = store, weakref.ref(group), timeout
         self.rank, self.size = store.rank, store.size
-        if list(store.members) != sorted(store.members):
-            what, why = f"a process group of global ranks {list(store.members)}", "its communicators would sort them"
-            raise UnsupportedError(what, why, "a group whose ranks ascend, as torch.distributed makes them by default")
         self.calls = Calls()
         self.transports, self._made = Transports(self), dict[torch.device, Communicator]()
         self._waiter = Waiter(self.calls.check, self.broken)
