@@ -1,4 +1,4 @@
-"""Ranks whose calls part, or that fail in one: every other rank hears of it at once, or at its next call, in a table."""
+"""Ranks whose calls part, or that fail in one: every other rank hears of it, at once or at its next call."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """An arena that stays between calls: shared by plans, given back on all ranks at one call, and never read once gone.
 
-Also which transport "auto" comes to: not one that keeps its memory, where messages need too much of it. The ranks are processes, and their messages go over gloo into an arena that is kept as the copy engines keep theirs.
+Also which transport "auto" comes to: not one that keeps its memory, where messages need too much of it. The ranks are
+processes, and their messages go over gloo into an arena that is kept as the copy engines keep theirs.
 """
 
 from __future__ import annotations
