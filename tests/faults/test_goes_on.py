@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.faults.harness import Run, recorded, run
-from tests.faults.training import PAUSE, RANKS, WRITING, Fault
+from tests.faults.training import PAUSE, RANKS, WRITING, Fault, Run, recorded, run_training
 
 PAUSED = "SIGSTOP, SIGCONT"
 RUNS = (
@@ -38,7 +37,7 @@ TEXTS = {
 
 @functools.cache
 def ran(faults: tuple[Fault, ...]) -> Run:
-    return run(faults, steps=8, together=True)
+    return run_training(faults, steps=8, together=True)
 
 
 @pytest.mark.fault

@@ -11,7 +11,7 @@ import torch
 import dfa_megatron
 from dfa_megatron.config import DistAttentionConfig
 from dfa_megatron.doctor.dense import dense_attention
-from tests.faults.harness import recorded
+from tests.faults.training import recorded
 from tests.support.attend import case, compare, pack
 from tests.support.workers import run_ranks
 
