@@ -129,11 +129,10 @@ class Channel:
 
     def watch(self) -> None:
         """Watch the group from now on."""
-        if self._watched is None:
-            seconds = self.timeout.total_seconds()
-            self._watched = Watched(self.store, self.calls, self.alive, self.close, self._gone, self.unblock, seconds)
-            watch(self._watched, dist.get_rank(), dist.get_world_size())
-            self.calls.when_lost = self._watched.wake
+        seconds = self.timeout.total_seconds()
+        self._watched = Watched(self.store, self.calls, self.alive, self.close, self._gone, self.unblock, seconds)
+        watch(self._watched, dist.get_rank(), dist.get_world_size())
+        self.calls.when_lost = self._watched.wake
 
     def _gone(self, rank: int) -> bool:
         """Return whether a rank's process is known to have ended; others' machines are not visible from here."""

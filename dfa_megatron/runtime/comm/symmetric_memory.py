@@ -92,7 +92,7 @@ class KeptArena(Transport):
     over: the channel of the ranks. device: of the arena. gives_back: for the whole process, see `keep_arenas`.
     """
 
-    keeps_arena = gives_back = True
+    gives_back = True
     _calls = _most = 0
     """The calls since the last that needed more than half of the arena, and the most bytes of them."""
 
