@@ -156,7 +156,8 @@ class Watched:
 
     def differs(self) -> bool:
         """Return whether ranks ran different calls."""
-        theirs = [(self.calls.at(x.state.number), x.state.chain) for x in self.beside.values()]
+        states = [known.state for known in self.beside.values()]  # which another thread replaces
+        theirs = [(self.calls.at(state.number), state.chain) for state in states]
         return self.lost == _DIFFER or any(mine is not None and mine.chain != chain for mine, chain in theirs)
 
     def _lose(self, error: DistAttentionError) -> None:
