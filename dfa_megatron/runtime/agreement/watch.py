@@ -119,14 +119,15 @@ class Watched:
 
     def hear(self, beats: Mapping[int, Mapping[str, Any]], lost: str) -> None:
         """Take heartbeats, by global rank, and what lost the group."""
-        self.lost, self.answered = lost, self.now
+        self.lost, now = lost, self.now
         for rank, known in self.beside.items():
             beat = beats[self.store.members[rank]]
             if known.beat != beat:
-                known.beat, known.changed = beat, self.now
+                known.beat, known.changed = beat, now
             state = beat.get(self.store.key)
             known.ended |= rank in self._gone or (state is None and known.state.number >= 0)  # it has closed the group
             known.state = known.state if state is None else State(*state)
+        self.answered = now  # last: until then nobody is late
 
     def ended(self, rank: int) -> bool:
         """Whether a rank has ended or has left the group, and its last words, which may say why, have been read."""
