@@ -54,13 +54,13 @@ LONG_FUNCTIONS_FOR_NOW: set[str] = set()
 """May only become shorter."""
 
 BUDGETS = {
-    "benchmarks": 6_314,
+    "benchmarks": 6_316,
     "cli": 1_025,
     "deepspeed": 1_046,
     "docs": 1_197,
     "doctor": 919,
     "huggingface": 3_886,
-    "indexed": 957,
+    "indexed": 955,
     "kernels": 3_928,
     "loss": 702,
     "megatron": 3_943,
@@ -68,9 +68,9 @@ BUDGETS = {
     "proving": 709,
     "recurrence": 1_397,
     "remat": 485,
-    "runtime": 5_535,
+    "runtime": 5_423,
     "sequence": 413,
-    "tests": 38_127,
+    "tests": 37_922,
     "top": 1_943,
     "trees": 307,
 }
