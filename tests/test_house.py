@@ -54,7 +54,7 @@ LONG_FUNCTIONS_FOR_NOW: set[str] = set()
 """May only become shorter."""
 
 BUDGETS = {
-    "benchmarks": 6_316,
+    "benchmarks": 6_314,
     "cli": 1_025,
     "deepspeed": 1_046,
     "docs": 1_197,

@@ -17,7 +17,6 @@ from benchmarks.attention.local import local_attention
 from dfa_megatron.attention import dist_flash_attn_func
 from dfa_megatron.config import DistAttentionConfig
 from dfa_megatron.doctor.world import World
-from dfa_megatron.runtime.comm.symmetric_memory import KeptArena
 from dfa_megatron.runtime.prepare import Prepared, in_use
 
 Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -128,9 +127,8 @@ def symmetric_bytes(prepared: Prepared) -> int:
     """Return the bytes that its messages need in memory that PyTorch's allocator does not count."""
     if prepared.over is None or prepared.ranks == 1 or not torch.cuda.is_available():
         return 0
-    device = torch.device("cuda", torch.cuda.current_device())
-    transport = prepared.over.transports.get(device, prepared.transport)
-    return prepared.arena_bytes if isinstance(transport, KeptArena) else 0
+    transport = prepared.over.transports.get(torch.device("cuda", torch.cuda.current_device()), prepared.transport)
+    return prepared.arena_bytes if transport.name == "copy_engine" else 0
 
 
 def kernel_methods(job: Job) -> list[Method]:
