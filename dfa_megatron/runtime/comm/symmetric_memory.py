@@ -41,10 +41,14 @@ def symmetric(nbytes: int, over: Channel, device: torch.device) -> Mapped:
     if why := first_reason(over.exchange({"why": why}), " "):
         raise UnsupportedError("transport='copy_engine'", why, "transport='p2p'")
     assert memory is not None, "this rank has said that it has its memory"
-    mapped = _mapped(memory, over)
+    from torch._C._distributed_c10d import _SymmetricMemory
+
+    name = over.communicator(torch.device("cpu")).symmetric_name()
+    with without_multicast():
+        addresses = list(_SymmetricMemory.rendezvous(memory, name).buffer_ptrs)
     torch.cuda.synchronize(device)
     over.exchange({})
-    return mapped
+    return Mapped(memory, addresses)
 
 
 def first_reason(everyone: list[Facts], says: str = ": ") -> str:
@@ -64,14 +68,6 @@ def _zeros(nbytes: int, device: torch.device) -> torch.Tensor:
             torch.cuda.empty_cache()
             memory = symmetric_memory.empty(nbytes, dtype=torch.uint8, device=device)
     return memory.zero_()
-
-
-def _mapped(memory: torch.Tensor, over: Channel) -> Mapped:
-    from torch._C._distributed_c10d import _SymmetricMemory
-
-    name = over.communicator(torch.device("cpu")).symmetric_name()
-    with without_multicast():
-        return Mapped(memory, list(_SymmetricMemory.rendezvous(memory, name).buffer_ptrs))
 
 
 logger = logging.getLogger(__name__)
