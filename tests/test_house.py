@@ -68,7 +68,7 @@ BUDGETS = {
     "proving": 709,
     "recurrence": 1_397,
     "remat": 485,
-    "runtime": 5_423,
+    "runtime": 5_419,
     "sequence": 413,
     "tests": 37_922,
     "top": 1_943,
