@@ -84,14 +84,13 @@ def without_multicast() -> Iterator[None]:
 
     PyTorch offers no argument for it. Binding would touch the memory of all GPUs of a host.
     """
-    if _MULTICAST in os.environ:
-        yield
-        return
-    os.environ[_MULTICAST] = "1"
+    before = os.environ.get(_MULTICAST)
+    os.environ.setdefault(_MULTICAST, "1")
     try:
         yield
     finally:
-        del os.environ[_MULTICAST]
+        if before is None:
+            del os.environ[_MULTICAST]
 
 
 def host() -> str:
