@@ -6,7 +6,7 @@
 
 Each way is compared with the default before it is timed. Tokens are of the whole sequence; `packs` are tokens a rank.
 TFLOP/s a rank are of the pairs that attend, a backward 2.5 times a forward. That the bits are those of any ranks is
-for tests/runtime/test_same_bits_gpu.py to show.
+for tests/runtime/test_same_bits.py to show.
 """
 
 from __future__ import annotations

@@ -35,45 +35,29 @@ _HOME = {
 }
 
 if TYPE_CHECKING:
-    from dfa_megatron.attention import DistFlashAttention, dist_flash_attn_func, dist_flash_attn_varlen_func
-    from dfa_megatron.batches import plan_batches
-    from dfa_megatron.cli.draw import draw
-    from dfa_megatron.cli.simulate import simulate
-    from dfa_megatron.config import DistAttentionConfig, MegatronConfig, TrainingConfig
-    from dfa_megatron.plan.cost.choose import make_plan
-    from dfa_megatron.plan.proof.check import check_plan
-    from dfa_megatron.plan.schedules import with_blocks
-    from dfa_megatron.runtime.counters import stats
-    from dfa_megatron.runtime.request import allow_more_heads_than_tokens
-    from dfa_megatron.sequence.decode import decode_attn_func
-    from dfa_megatron.sequence.max_logits import max_logits
-    from dfa_megatron.sequence.roll import roll_sequence
-    from dfa_megatron.sharding import local_positions, shard_sequence, tree_positions, unshard_sequence
+    from dfa_megatron.attention import DistFlashAttention as DistFlashAttention
+    from dfa_megatron.attention import dist_flash_attn_func as dist_flash_attn_func
+    from dfa_megatron.attention import dist_flash_attn_varlen_func as dist_flash_attn_varlen_func
+    from dfa_megatron.batches import plan_batches as plan_batches
+    from dfa_megatron.cli.draw import draw as draw
+    from dfa_megatron.cli.simulate import simulate as simulate
+    from dfa_megatron.config import DistAttentionConfig as DistAttentionConfig
+    from dfa_megatron.config import MegatronConfig as MegatronConfig
+    from dfa_megatron.config import TrainingConfig as TrainingConfig
+    from dfa_megatron.plan.cost.choose import make_plan as make_plan
+    from dfa_megatron.plan.proof.check import check_plan as check_plan
+    from dfa_megatron.plan.schedules import with_blocks as with_blocks
+    from dfa_megatron.runtime.counters import stats as stats
+    from dfa_megatron.runtime.request import allow_more_heads_than_tokens as allow_more_heads_than_tokens
+    from dfa_megatron.sequence.decode import decode_attn_func as decode_attn_func
+    from dfa_megatron.sequence.max_logits import max_logits as max_logits
+    from dfa_megatron.sequence.roll import roll_sequence as roll_sequence
+    from dfa_megatron.sharding import local_positions as local_positions
+    from dfa_megatron.sharding import shard_sequence as shard_sequence
+    from dfa_megatron.sharding import tree_positions as tree_positions
+    from dfa_megatron.sharding import unshard_sequence as unshard_sequence
 
-__all__ = [
-    "DistAttentionConfig",
-    "DistFlashAttention",
-    "MegatronConfig",
-    "TrainingConfig",
-    "__version__",
-    "allow_more_heads_than_tokens",
-    "check_plan",
-    "decode_attn_func",
-    "dist_flash_attn_func",
-    "dist_flash_attn_varlen_func",
-    "draw",
-    "local_positions",
-    "make_plan",
-    "max_logits",
-    "plan_batches",
-    "roll_sequence",
-    "shard_sequence",
-    "simulate",
-    "stats",
-    "tree_positions",
-    "unshard_sequence",
-    "with_blocks",
-]
+__all__ = sorted({*_HOME, "__version__"})
 
 
 def __getattr__(name: str) -> Any:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Sequence
 from functools import lru_cache
-from typing import Any, Never, NoReturn
+from typing import Any, Never
 
 import torch
 from torch import nn
@@ -23,7 +23,7 @@ from dfa_megatron.runtime.comm.channel import Channel, refuse
 from dfa_megatron.runtime.comm.groups import Group, channel_of, group_name, group_size
 from dfa_megatron.runtime.cu_seqlens import CuSeqlens, check_offsets, offsets_of, rows_of
 from dfa_megatron.runtime.op import DirectAttention, Pair, active_frame, attention, needs_gradient
-from dfa_megatron.runtime.request import DEFAULTS, OPTIONS, Inputs, Request, refuse_strangers, transformed
+from dfa_megatron.runtime.request import DEFAULTS, OPTIONS, Inputs, Request, refuse_strangers, to_text, transformed
 
 
 def dist_flash_attn_func(
@@ -84,12 +84,11 @@ def dist_flash_attn_func(
         LostGroupError: an attention over this group has failed before.
         ExecutionError: a step failed; shows where.
     """
-    if unknown:
-        _refuse(_unknown(unknown), group, config)
     out, lse = _attend(
         Inputs(q, k, v, sinks),
         group,
         config,
+        unknown,
         causal=causal,
         softmax_scale=softmax_scale,
         window_size=window_size,
@@ -146,31 +145,19 @@ def dist_flash_attn_varlen_func(
         UnsupportedError: also where `cu_seqlens` is no pack of these tokens; on the other ranks it is a
             DisagreementError with the same reason.
     """
-    try:
-        if lengths or unknown:
-            raise _unknown(unknown or ("cu_seqlens_k",))
-        rows = rows_of(cu_seqlens, q)
-        offsets = () if rows else offsets_of(cu_seqlens, q.device)
-        if not rows and not q.dim() == k.dim() == v.dim() == 3:
-            shapes = f"packed q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
-            raise UnsupportedError(shapes, "each must have 3 dimensions", "(local_tokens, heads, head_dim)")
-        if not (offsets or rows):
-            check_offsets(offsets)
-    except Exception as error:  # noqa: BLE001 -- it is raised again
-        _refuse(error, group, config)
-    qkv = (q, k, v) if rows else (q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0))
     out, lse = _attend(
-        Inputs(*qkv, sinks),
+        Inputs(q, k, v, sinks),
         group,
         config,
+        unknown or ("cu_seqlens_k",) * bool(lengths),
         causal=causal,
         softmax_scale=softmax_scale,
         window_size=window_size,
         softcap=softcap,
         layout=layout,
-        cu_seqlens=rows or offsets,
+        cu_seqlens=cu_seqlens,
     )
-    out, lse = (out, lse) if rows else (out.squeeze(0), lse.squeeze(0))
+    out, lse = (out.squeeze(0), lse.squeeze(0)) if q.dim() == 3 else (out, lse)
     return (out, lse) if return_lse else out
 
 
@@ -191,7 +178,7 @@ _MEANT = {
 """Arguments of other packages' functions, and what says the same here."""
 
 
-def _unknown(names: Iterable[str]) -> UnsupportedError:
+def _unknown(names: Collection[str]) -> UnsupportedError:
     """Return the error for arguments that the functions do not have."""
     name = next(iter(names))
     known = tuple(x for x in inspect.signature(dist_flash_attn_func).parameters if x != "unknown")
@@ -200,42 +187,63 @@ def _unknown(names: Iterable[str]) -> UnsupportedError:
     return UnsupportedError(f"the argument {name}", "these functions have none of that name", _MEANT.get(name, hint))
 
 
-def _refuse(error: Exception, group: Group, config: DistAttentionConfig) -> NoReturn:
-    refuse(error, channel_of(group, verify=getattr(config, "verify", "on") == "on"))
-    raise error
+def _attend(inputs: Inputs, group: Group, config: DistAttentionConfig, unknown: Collection[str], **asked: Any) -> Pair:
+    """Make the request of a call and run it: past PyTorch's dispatcher, unless a compiler or a mode listens there.
 
-
-def _attend(inputs: Inputs, group: Group, config: DistAttentionConfig, **mathematics: Any) -> Pair:
-    """Make the request of a call and run it: past PyTorch's dispatcher, unless a compiler or a mode listens there."""
-    if mathematics["softmax_scale"] is None and isinstance(inputs.q, torch.Tensor):
-        width = inputs.q.shape[-1] if inputs.q.dim() == 4 else 0
-        mathematics["softmax_scale"] = width**-0.5 if width else 1.0  # `prepare` refuses such a q
-    mathematics.update(
+    unknown: names of arguments that there are not.
+    """
+    if asked["softmax_scale"] is None:
+        width = inputs.q.shape[-1] if isinstance(inputs.q, torch.Tensor) and inputs.q.dim() else 0
+        asked["softmax_scale"] = width**-0.5 if width else 1.0  # of a q that is refused below
+    asked.update(
         sinks=inputs.sinks is not None,
         deterministic=torch.are_deterministic_algorithms_enabled(),
     )
     if torch.compiler.is_compiling():
-        return _traced(inputs, group, config, mathematics)
+        return _traced(inputs, group, config, unknown, asked)
     over = channel_of(group, verify=getattr(config, "verify", "on") == "on")  # what is no config is refused below
     since = 0 if over is None else over.calls.last.number
     try:
-        return _attend_over(inputs, group, over, config, mathematics)
+        if unknown:
+            raise _unknown(unknown)
+        return _attend_over(inputs, group, over, config, asked)
     except Exception as error:  # of this rank alone, perhaps, and the others wait
         refuse(error, over, since)
         raise
 
 
 def _attend_over(
-    inputs: Inputs, group: Group, over: Channel | None, config: DistAttentionConfig, mathematics: dict[str, Any]
+    inputs: Inputs, group: Group, over: Channel | None, config: DistAttentionConfig, asked: dict[str, Any]
 ) -> Pair:
-    for name in ("mask", "cu_seqlens"):
-        if _rows_of(mathematics, name):
-            return _attend_rows(inputs, group, config, mathematics, name)
+    """Attend in a sequence, in a pack, or in the rows of a batch that differ: these as in one sequence."""
+    name = "cu_seqlens" if "cu_seqlens" in asked else "mask"
+    rows = rows_of(asked[name], inputs.q) if name == "cu_seqlens" else asked[name]
+    if isinstance(rows, list | tuple) and rows and all(isinstance(row, Mask | tuple) for row in rows):
+        from dfa_megatron.rows import join  # which other calls need not load
+
+        whole, joined, layout = join(inputs, tuple(rows), asked["layout"], group_size(group))
+        out, lse = _attend_whole(whole, group, over, config, asked | {name: joined, "layout": layout})
+        sizes = inputs.q.shape[:2]
+        return out[0].unflatten(0, sizes), lse[0].unflatten(1, sizes).transpose(0, 1)
+    if name == "cu_seqlens":
+        q, k, v, sinks = inputs
+        asked[name] = offsets_of(asked[name], q.device)
+        if not q.dim() == k.dim() == v.dim() == 3:
+            shapes = f"packed q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
+            raise UnsupportedError(shapes, "each must have 3 dimensions", "(local_tokens, heads, head_dim)")
+        if not asked[name]:
+            check_offsets(())
+        inputs = Inputs(q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0), sinks)
+    return _attend_whole(inputs, group, over, config, asked)
+
+
+def _attend_whole(
+    inputs: Inputs, group: Group, over: Channel | None, config: DistAttentionConfig, asked: dict[str, Any]
+) -> Pair:
     try:
-        # Checked where it is prepared: every rank hears of errors.
-        request = _request(repr(mathematics["window_size"]), config=config, **mathematics)
+        request = _request(repr(asked["window_size"]), config=config, **asked)
     except TypeError:  # a value without a hash
-        request = Request(config=config, **mathematics)
+        request = Request(config=config, **asked)
     frame = active_frame()
     known = None if frame is None or frame.recording else frame.take()
     plain = _get_current_dispatch_mode() is None and type(inputs.q) in _PLAIN
@@ -254,22 +262,6 @@ def _attend_over(
     return out, lse
 
 
-def _rows_of(asked: dict[str, Any], name: str) -> bool:
-    """Return whether each row of the batch has a value of its own."""
-    rows = asked.get(name)
-    return isinstance(rows, list | tuple) and bool(rows) and all(isinstance(row, Mask | tuple) for row in rows)
-
-
-def _attend_rows(inputs: Inputs, group: Group, config: DistAttentionConfig, asked: dict[str, Any], name: str) -> Pair:
-    """Attend in the rows of a batch that differ as in one sequence."""
-    from dfa_megatron.rows import join  # which other calls need not load
-
-    whole, joined, layout = join(inputs, tuple(asked[name]), asked["layout"], group_size(group))
-    out, lse = _attend(whole, group, config, **asked | {name: joined, "layout": layout})
-    sizes = inputs.q.shape[:2]
-    return out[0].unflatten(0, sizes), lse[0].unflatten(1, sizes).transpose(0, 1)
-
-
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 _request = lru_cache(maxsize=256, typed=True)(lambda _window, **asked: Request(**asked))
@@ -279,18 +271,19 @@ _attend_outside_graphs = outside_graphs(_attend)
 """For masks, layouts and plans, which Dynamo cannot take as constants: a break in the graph."""
 
 
-def _traced(inputs: Inputs, group: Group, config: DistAttentionConfig, mathematics: dict[str, Any]) -> Pair:
+def _traced(
+    inputs: Inputs, group: Group, config: DistAttentionConfig, unknown: Collection[str], asked: dict[str, Any]
+) -> Pair:
     """Return the operator's results. Dynamo takes the options of a config as constants, but not a config."""
-    named = isinstance(mathematics["layout"], str) and not _rows_of(mathematics, "cu_seqlens")
-    if not named or mathematics.get("mask") is not None or mathematics.get("plan") is not None:
-        out, lse = _attend_outside_graphs(inputs, group, config, **mathematics)
+    if unknown or not isinstance(asked["layout"], str) or asked["mask"] is not None or asked["plan"] is not None:
+        out, lse = _attend_outside_graphs(inputs, group, config, unknown, **asked)
         return out, lse
     options = tuple(_constant(getattr(config, name)) for name in OPTIONS)
-    if isinstance(window := mathematics["window_size"], tuple | list):
-        mathematics["window_size"] = tuple(_constant(side) for side in window)
+    if isinstance(window := asked["window_size"], tuple | list):
+        asked["window_size"] = tuple(_constant(side) for side in window)
     for name in ("softmax_scale", "softcap"):
-        mathematics[name] = _constant(mathematics[name])
-    text = _text(config=options, **mathematics)
+        asked[name] = _constant(asked[name])
+    text = _text(options, **asked)
     out, lse = attention(*inputs, text, group_name(group), needs_gradient(inputs))
     return out, lse
 
@@ -303,9 +296,8 @@ def _constant(x: Any) -> Any:
     return same
 
 
-def _text(*, config: tuple[Any, ...], **mathematics: Any) -> str:
-    options = DistAttentionConfig(**dict(zip(OPTIONS, config, strict=True)))
-    return Request(config=options, **mathematics).to_text()
+def _text(options: tuple[Any, ...], **asked: Any) -> str:
+    return to_text(config=DistAttentionConfig(**dict(zip(OPTIONS, options, strict=True))), **asked)
 
 
 _text._dynamo_marked_constant = True  # type: ignore[attr-defined]  # JSON is not traceable

@@ -16,7 +16,7 @@ from dfa_megatron.plan.language.layout import Layout, of_rows
 from dfa_megatron.plan.language.mask import Mask
 from dfa_megatron.plan.schedules import layout_of
 from dfa_megatron.runtime.cu_seqlens import CuSeqlens, Offsets, balancing_mask, check_offsets, check_rows, rows_of
-from dfa_megatron.runtime.request import Inputs, refuse_strangers, refuse_tensors, two_by_name
+from dfa_megatron.runtime.request import Inputs, refuse_strangers, refuse_tensors
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -64,13 +64,7 @@ def join_rows(rows: tuple[Mask | Offsets, ...], layout: str | Layout, ranks: int
     if any((mask.length, mask.queries) != (length, queries) for mask in masks):
         what, why = f"rows of {[mask.length for mask in masks]} tokens", "the rows of a batch are equally long"
         raise UnsupportedError(what, why, "the padding of a row as a document of its own")
-    if isinstance(layout, Layout):
-        held = [layout] * len(rows)
-    elif queries is None:
-        held = [layout_of(layout, mask, ranks) for mask in masks]
-    else:
-        held = [two_by_name(layout, queries, length - queries, ranks)] * len(rows)
-    whole = of_rows(held)
+    whole = of_rows([layout if isinstance(layout, Layout) else layout_of(layout, mask, ranks) for mask in masks])
     if offsets:
         return tuple(at * length + offset for at, row in enumerate(offsets) for offset in row), whole
     own, tiles = length if queries is None else queries, list[Any]()

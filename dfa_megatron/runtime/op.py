@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import torch
 from torch._C._functorch import is_batchedtensor, is_legacy_batchedtensor
 
+from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.kernels.api import accumulator_dtype
 from dfa_megatron.kernels.leaf import differentiable_once
 from dfa_megatron.runtime import run
@@ -15,7 +16,7 @@ from dfa_megatron.runtime.agreement.calls import AtLayer, current_layer
 from dfa_megatron.runtime.comm.channel import refuse
 from dfa_megatron.runtime.comm.groups import channel_of
 from dfa_megatron.runtime.counters import COUNTERS, say_how
-from dfa_megatron.runtime.prepare import prepare
+from dfa_megatron.runtime.prepare import Prepared, prepare
 from dfa_megatron.runtime.request import Inputs, from_text, transformed
 
 Pair = tuple[torch.Tensor, torch.Tensor]
@@ -135,11 +136,20 @@ def attention(
     Tensors are those of `Inputs`; `request` is `Request.to_text()`; trains: see `needs_gradient`.
     lse carries no gradient.
     """
-    asked, inputs = from_text(request), Inputs(q, k, v, sinks)
-    prepared = prepare(asked, channel_of(group, verify=asked.verify), inputs, trains=trains)
+    inputs = Inputs(q, k, v, sinks)
+    prepared = _prepared(request, group, inputs, trains=trains)
     say_how(prepared, q.device, saves=False)
     out, lse, *_ = run.run_forward(prepared, inputs, trains=trains)
     return out, lse
+
+
+def _prepared(request: str, group: str, inputs: Inputs, *, trains: bool = True) -> Prepared:
+    try:
+        asked = from_text(request)
+    except UnsupportedError as error:  # which no rank has checked under a compiler
+        refuse(error, channel_of(group))
+        raise
+    return prepare(asked, channel_of(group, verify=asked.verify), inputs, trains=trains)
 
 
 @attention.register_fake
@@ -168,8 +178,7 @@ def attention_backward(
     group: str,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return (dq, dk, dv) of this rank's rows, and dsinks (heads,), which is (0,) without sinks."""
-    asked = from_text(request)
-    prepared = prepare(asked, channel_of(group, verify=asked.verify), Inputs(q, k, v))
+    prepared = _prepared(request, group, Inputs(q, k, v))
     dq, dk, dv, dsinks = run.run_backward(prepared, dout, (q, k, v, out, lse, sinks))
     return dq, dk, dv, lse.new_empty(0) if dsinks is None else dsinks
 

@@ -22,42 +22,37 @@ from dfa_megatron.plan.cost.hardware import (
 from dfa_megatron.plan.language.geometry import UNBOUNDED, Form, joined_spans
 from dfa_megatron.plan.language.ir import BACKWARD, FORWARD, AttentionPlan
 from dfa_megatron.plan.language.leaves import LeafSizes
-from dfa_megatron.plan.language.mask import Mask
 from dfa_megatron.plan.language.sizes import Sizes
-from dfa_megatron.plan.schedules import layout_of
 from dfa_megatron.runtime.comm.channel import Channel
 from dfa_megatron.runtime.environment import Links
-from dfa_megatron.runtime.request import Inputs, Request
+from dfa_megatron.runtime.request import Inputs, Settled
 
 
-def kernel_of(request: Request, inputs: Inputs, length: int) -> tuple[BlockKernel, bool, LeafSizes | None]:
-    """Return the kernel of a settled request, and whether it takes windows that are neither full nor square causal.
+def kernel_of(asked: Settled, inputs: Inputs) -> tuple[BlockKernel, bool, LeafSizes | None]:
+    """Return the kernel of a request, and whether it takes windows that are neither full nor square causal.
 
     The third are the sizes of chunks of a fixed order; None where results merge as they come.
-
-    length: tokens of the whole sequence, or of both.
 
     Raises:
         UnsupportedError: no kernel serves.
     """
-    need = _need(request, inputs, length)
-    kernel = kernels.select(request.config.kernel, need)
+    need = _need(asked, inputs)
+    kernel = kernels.select(asked.request.config.kernel, need)
     bands = kernel.refusal(dataclasses.replace(need, forms=need.forms | {"band"})) is None
-    return kernel, bands, kernel.leaves(need) if request.invariant else None
+    return kernel, bands, kernel.leaves(need) if asked.request.invariant else None
 
 
-def degree_of(request: Request, over: Channel | None, inputs: Inputs) -> int:
-    """Return the number of neighbours that exchange heads; 1 where none do. request: settled."""
-    config, (q, k, *_) = request.config, inputs
-    if not isinstance(config.ulysses_degree, str):
-        return config.ulysses_degree
-    if over is None or not q.is_cuda or request.cu_seqlens or request.mask is not None or request.plan is not None:
+def degree_of(asked: Settled, over: Channel | None, inputs: Inputs) -> int:
+    """Return the number of neighbours that exchange heads; 1 where none do."""
+    request, (q, k, *_) = asked.request, inputs
+    if not isinstance(request.config.ulysses_degree, str):
+        return request.config.ulysses_degree
+    if over is None or not q.is_cuda or request.cu_seqlens or request.given is not None:
         return 1
     from dfa_megatron.plan.degree import automatic_degree  # which other calls need not load
 
-    mask = request.mask_over(request.length(over.size, q.shape[1]))
     hardware = profile_of(q.is_cuda, over, "auto", over.size)
-    found = automatic_degree(mask, over.size, q.shape[2], k.shape[2], config.schedule, hardware)
+    found = automatic_degree(asked.mask, over.size, q.shape[2], k.shape[2], request.config.schedule, hardware)
     return 1 if request.invariant and found > k.shape[2] else found
 
 
@@ -69,54 +64,40 @@ def sizes_of(inputs: Inputs, kernel: BlockKernel, ranks: int, *, invariant: bool
     return Sizes(q.shape[0], q.shape[2], k.shape[2], q.shape[3], v.shape[3], dtype, needs, invariant)
 
 
-def plan_of(
-    request: Request, ranks: int, length: int, sizes: Sizes, hardware: Hardware, leaves: LeafSizes | None
-) -> AttentionPlan:
-    """Return the plan of a settled request; equal arguments give equal plans. `placed` proves programs of all.
+def plan_of(asked: Settled, sizes: Sizes, hardware: Hardware, leaves: LeafSizes | None) -> AttentionPlan:
+    """Return the plan of a request; equal arguments give equal plans. `placed` proves programs of all.
 
     Raises:
         UnsupportedError: no schedule serves it, or the caller's plan does not fit it.
         PlanError: the caller's plan is wrong; shows where.
     """
-    mask = request.mask_over(length)
+    request, mask, held = asked
+    schedule = request.config.schedule
     if request.invariant:
-        return _invariant_plan(request, mask, ranks, leaves)
+        from dfa_megatron.plan.schedules.invariant import invariant_plan  # which other calls need not load
+
+        assert leaves is not None, "a kernel without leaves refuses this"
+        if request.plan is not None:
+            why = "a plan says itself what merges where"
+            raise UnsupportedError("numerics='invariant' with a plan", why, "mask=, or numerics='fastest'")
+        return invariant_plan(mask, held, leaves, schedule)
     if request.plan is not None:
         from dfa_megatron.plan.proof.check import check_plan
 
-        _refuse_plan(request.plan, request, ranks)
+        _refuse_plan(request.plan, asked)
         check_plan(request.plan, batch=sizes.batch)
         return request.plan
-    return make_plan(
-        mask, ranks, schedule=request.config.schedule, layout=request.layout, sizes=sizes, hardware=hardware
-    )
+    return make_plan(mask, held.ranks, schedule=schedule, layout=request.layout, sizes=sizes, hardware=hardware)
 
 
-def _invariant_plan(request: Request, mask: Mask, ranks: int, leaves: LeafSizes | None) -> AttentionPlan:
-    """Return the plan whose results merge in a fixed order, of chunks that each lie on one rank.
-
-    Raises:
-        UnsupportedError: the caller brings a plan, or the schedule keeps no order.
-    """
-    from dfa_megatron.plan.schedules.invariant import invariant_plan  # which other calls need not load
-
-    assert leaves is not None, "a kernel without leaves refuses this"
-    if request.plan is not None:
-        why = "a plan says itself what merges where"
-        raise UnsupportedError("numerics='invariant' with a plan", why, "mask=, or numerics='fastest'")
-    held = request.layout
-    if isinstance(held, str):
-        held = layout_of(held, mask, ranks)
-    return invariant_plan(mask, held, leaves, request.config.schedule)
-
-
-def _refuse_plan(plan: AttentionPlan, request: Request, ranks: int) -> None:
+def _refuse_plan(plan: AttentionPlan, asked: Settled) -> None:
     """Refuse a caller's plan that is not one of these ranks and tokens; `check` then proves that it is right.
 
     Raises:
         UnsupportedError: says what does not fit.
     """
-    what, layout, mask = f"the plan {plan}", request.layout, plan.forward.mask
+    what, mask, held, ranks = f"the plan {plan}", plan.forward.mask, asked.layout, asked.layout.ranks
+    by = str(asked.request.layout)
     if (plan.forward.phase, plan.backward.phase) != (FORWARD, BACKWARD) or plan.backward.mask != mask:
         why = "its phases are not a forward and the backward of the same mask"
         raise UnsupportedError(what, why, "both phases of one make_plan")
@@ -124,34 +105,31 @@ def _refuse_plan(plan: AttentionPlan, request: Request, ranks: int) -> None:
         if phase.ranks != ranks:
             why = f"it is for {phase.ranks} ranks, and {ranks} share the sequence"
             raise UnsupportedError(what, why, f"make_plan(mask, {ranks})")
-        held = layout_of(layout, mask.balanced_by or mask, ranks) if isinstance(layout, str) else layout
         if any(joined_spans(phase.layout.spans(rank)) != joined_spans(held.spans(rank)) for rank in range(ranks)):
-            why = f"it places tokens by layout {plan.layout!r}, and the ranks hold them by {str(layout)!r}"
+            why = f"it places tokens by layout {plan.layout!r}, and the ranks hold them by {by!r}"
             raise UnsupportedError(what, why, f"layout={plan.layout!r} and tensors of such tokens")
-    if request.config.schedule not in ("auto", plan.schedule):
-        raise UnsupportedError(
-            f"schedule={request.config.schedule!r} with a plan", "the plan says it", "schedule='auto'"
-        )
+    if (schedule := asked.request.config.schedule) not in ("auto", plan.schedule):
+        raise UnsupportedError(f"schedule={schedule!r} with a plan", "the plan says it", "schedule='auto'")
 
 
-def _forms_of(request: Request, length: int) -> frozenset[Form]:
+def _forms_of(asked: Settled) -> frozenset[Form]:
     """Return the forms of all tiles that any rank may compute; all ranks choose the kernel by them.
 
     Ranks cut queries and keys at the same tokens. So a tile of a causal document is full or square causal again. A
     pack's forms do not depend on its documents: all packs of a job take one kernel.
     """
-    if request.cu_seqlens:
-        return frozenset({"full", "causal"} if request.window_size == (-1, -1) else {"full", "band"})
+    if asked.request.cu_seqlens:
+        return frozenset({"full", "causal"} if asked.request.window_size == (-1, -1) else {"full", "band"})
     found: set[Form] = {"full"}
-    for tile in filter(None, (tile.shrink() for tile in request.mask_over(length).tiles)):
+    for tile in filter(None, (tile.shrink() for tile in asked.mask.tiles)):
         if tile.form != "full":
             is_causal = tile.lo == -UNBOUNDED and tile.hi == 0 and tile.q == tile.kv
             found.add("causal" if is_causal else "band")
     return frozenset(found)
 
 
-def _need(request: Request, inputs: Inputs, length: int) -> Need:
-    q, k, v, *_ = inputs
+def _need(asked: Settled, inputs: Inputs) -> Need:
+    request, (q, k, v, *_) = asked.request, inputs
     return Need(
         device=q.device.type,
         dtype=q.dtype,
@@ -159,11 +137,11 @@ def _need(request: Request, inputs: Inputs, length: int) -> Need:
         kv_heads=k.shape[2],
         head_dim=q.shape[3],
         head_dim_v=v.shape[3],
-        forms=_forms_of(request, length),
+        forms=_forms_of(asked),
         deterministic=request.deterministic,
         capability=torch.cuda.get_device_capability(q.device) if q.is_cuda else None,
         softcap=request.softcap,
-        packed=bool(request.cu_seqlens) or request.irregular,
+        packed=request.packed,
         invariant=request.invariant,
     )
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import hashlib
 import json
 import logging
@@ -26,13 +25,12 @@ from dfa_megatron.runtime.comm.groups import channels
 from dfa_megatron.runtime.cu_seqlens import describe
 from dfa_megatron.runtime.execute.bound import Bound
 from dfa_megatron.runtime.execute.memory import MemoryPlan, placed
-from dfa_megatron.runtime.execute.sinks import ExactSum, form_of, refuse_sinks
+from dfa_megatron.runtime.execute.sinks import form_of
 from dfa_megatron.runtime.planning import degree_of, kernel_of, plan_of, profile_of, sizes_of
-from dfa_megatron.runtime.request import OPTIONS, Inputs, Request, refuse_tensors
+from dfa_megatron.runtime.request import OPTIONS, Inputs, Request, Settled
 
 if TYPE_CHECKING:
-    from dfa_megatron.runtime.chunks import ChunkMoves
-    from dfa_megatron.runtime.heads import HeadExchange
+    from dfa_megatron.runtime.around import ChunkMoves, HeadExchange
 
 logger = logging.getLogger(__name__)
 
@@ -75,9 +73,9 @@ class Prepared:
     """Everything that running one attention needs beside its tensors.
 
     ranks: of the plan. schedule, digest: of the plan, which `plan_again` makes.
-    exchange: set if ulysses_degree > 1: see `runtime.heads`. Then ranks, sizes and programs describe one of the smaller
-        attentions; request, over and running are the whole group's. Peers have their numbers in the group.
-    moved: the rows that change ranks around it, so that chunks of a fixed order lie whole: see `runtime.chunks`.
+    exchange: set if ulysses_degree > 1, see `runtime.around`. Then ranks, sizes and programs describe one of the
+        smaller attentions; request, over and running are the whole group's.
+    moved: the rows that change ranks around it, so that chunks of a fixed order lie whole.
     binds: whether the kernel's work can be recorded and replayed.
     bound: recorded phases, by what they need of a call's tensors; None after a first run that was not recorded, a text
         if none can be.
@@ -100,28 +98,16 @@ class Prepared:
     forward: MemoryPlan
     backward: MemoryPlan
     plan_again: Callable[[], AttentionPlan]
-    over: Channel | None = None
+    over: Channel | None
+    moved: ChunkMoves | None
+    binds: bool
+    kind: tuple[object, ...]
+    arena_bytes: int
+    transport: str
     exchange: HeadExchange | None = None
-    moved: ChunkMoves | None = None
-    binds: bool = False
-    kind: tuple[object, ...] = ()
     bound: dict[tuple[object, ...], Bound | str | None] = field(default_factory=dict, compare=False, repr=False)
     said: set[bool] = field(default_factory=set, compare=False, repr=False)
     running: tuple[AbstractContextManager[None], ...] = (_NOT_COUNTED,) * 3
-    arena_bytes: int = field(init=False)
-    transport: str = field(init=False)
-
-    def __post_init__(self) -> None:
-        """Work out once what every call asks for."""
-        needed, asked = max(self.forward.arena_bytes, self.backward.arena_bytes), self.request.config.transport
-        needed = _roomy(needed) if self.request.cu_seqlens else needed
-        object.__setattr__(self, "arena_bytes", needed)
-        object.__setattr__(self, "transport", "p2p" if asked == "auto" and needed > LARGEST_ARENA else asked)
-
-    @property
-    def sums(self) -> ExactSum | None:
-        """The exact sum over all ranks for the gradient of sinks; None unless numerics='invariant'."""
-        return ExactSum(self.over) if self.sizes.wide else None
 
     @property
     def plan(self) -> AttentionPlan:
@@ -141,49 +127,37 @@ def made(request: Request, over: Channel | None, inputs: Inputs) -> Prepared:
         UnsupportedError: the tensors do not fit together, or nothing serves the request.
     """
     rank, size = (over.rank, over.size) if over is not None else (0, 1)
-    request = settled(request, size, rank, inputs)
-    if (degree := degree_of(request, over, inputs)) == 1:
-        return built(request, size, rank, inputs, over)
-    from dfa_megatron.runtime import heads  # which other calls need not load
+    asked = request.settled(size, rank, inputs)
+    if (degree := degree_of(asked, over, inputs)) == 1:
+        return built(asked, rank, inputs, over, range(size))
+    from dfa_megatron.runtime import around  # which other calls need not load
 
-    return heads.made(degree, request, over, inputs)
+    return around.made(degree, asked, over, inputs)
 
 
 def build(request: Request, ranks: int, rank: int, inputs: Inputs) -> Prepared:
     """Prepare for one of so many ranks that need not be there, without an exchange of heads; errors as of `made`."""
-    return built(settled(request, ranks, rank, inputs), ranks, rank, inputs)
+    return built(request.settled(ranks, rank, inputs), rank, inputs, None, range(ranks))
 
 
-def settled(request: Request, ranks: int, rank: int, inputs: Inputs) -> Request:
-    """Check a request with its tensors, and return it with the layout that they have.
-
-    Raises:
-        UnsupportedError: they do not fit together, or the request has a value that it cannot have.
-    """
-    refuse_tensors(inputs)
-    if inputs.sinks is not None:
-        refuse_sinks(inputs.sinks, inputs.q)
-    request.check()
-    return request.settled(ranks, rank, inputs.q.shape[1], inputs.k.shape[1])
-
-
-def built(request: Request, ranks: int, rank: int, inputs: Inputs, over: Channel | None = None) -> Prepared:
-    """Prepare a settled request for one of so many ranks, without an exchange of heads."""
-    length = request.length(ranks, inputs.q.shape[1])
-    kernel, bands, leaves = kernel_of(request, inputs, length)
+def built(asked: Settled, rank: int, inputs: Inputs, over: Channel | None, peers: range) -> Prepared:
+    """Prepare for one of the ranks of a layout, without an exchange of heads. peers: their numbers in the group."""
+    request, held, device = asked.request, asked.layout, inputs.q.device
+    ranks = held.ranks
+    kernel, bands, leaves = kernel_of(asked, inputs)
     sizes = sizes_of(inputs, kernel, ranks, invariant=request.invariant)
     hardware = profile_of(inputs.q.is_cuda, over, kernel.name, ranks)
-    again = functools.partial(plan_of, request, ranks, length, sizes, hardware, leaves)
-    plan = again()
+    plan = plan_of(asked, sizes, hardware, leaves)
     launching = kernel.launching(batch=sizes.batch, group=sizes.heads // sizes.kv_heads, bands=bands)
-    forward, backward = (placed(phase, rank, sizes, launching) for phase in plan.phases)
-    binds = kernel.replays(deterministic=request.deterministic)
-    common = replace(request, cu_seqlens=(), mask=None, plan=None)
-    moved, kind = None, (common, ranks, inputs.q.device, *[(x.dtype, x.shape[0], x.shape[2:]) for x in inputs[:3]])
+    forward, backward = (placed(phase, rank, sizes, launching, peers) for phase in plan.phases)
+    needed = max(forward.arena_bytes, backward.arena_bytes)
+    needed = _roomy(needed) if request.cu_seqlens else needed
+    moved, common = None, [getattr(request, name) for name in _COMPARED]
     if request.invariant:
-        from dfa_megatron.runtime.chunks import rows_to_chunks  # which other calls need not load
+        from dfa_megatron.runtime.around import rows_to_chunks  # which other calls need not load
 
-        moved = rows_to_chunks(request, plan, rank, inputs.q.device, over if ranks > 1 else None)
+        others, is_delta = over if ranks > 1 else None, sizes.backward_needs == "delta"
+        moved = rows_to_chunks(held, plan.forward.layout, rank, device, others, peers, is_delta=is_delta)
     return Prepared(
         request,
         ranks,
@@ -193,11 +167,13 @@ def built(request: Request, ranks: int, rank: int, inputs: Inputs, over: Channel
         plan.digest,
         forward,
         backward,
-        again,
-        over=over,
-        binds=binds,
-        kind=kind,
-        moved=moved,
+        lambda: plan_of(Settled.of(request, held), sizes, hardware, leaves),  # a mask keeps what follows from it
+        over,
+        moved,
+        kernel.replays(deterministic=request.deterministic),
+        (*common, request.config, ranks, device, *[(x.dtype, x.shape[0], x.shape[2:]) for x in inputs[:3]]),
+        needed,
+        "p2p" if (transport := request.config.transport) == "auto" and needed > LARGEST_ARENA else transport,
     )
 
 
@@ -226,28 +202,20 @@ def prepare(request: Request, over: Channel | None, inputs: Inputs, *, trains: b
     known = _ALONE if over is None else over.prepared
     of_sinks = sinks is not None and form_of(sinks)
     key = (request, q.device, q.dtype, k.dtype, v.dtype, q.shape, k.shape, v.shape, of_sinks)
-    try:
-        prepared = known.get(key)
-    except TypeError:  # a value without a hash, which `Request.check` refuses
-        prepared = None
-    if prepared is not None:
+    if (prepared := known.get(key)) is not None:
         known.move_to_end(key)
         return prepared
-    with over.calls.preparing() if over is not None and over.verified else contextlib.nullcontext():
-        prepared = _build_and_agree(request, over, inputs, trains=trains)
-        if over is not None:
-            with over.collective():
-                _connect(prepared, over, q.device)
+    prepared = made(request, None, inputs) if over is None else _prepare_together(request, over, inputs, trains=trains)
     known[key] = prepared
     if len(known) > _KEPT:
         known.popitem(last=False)
     return prepared
 
 
-def _digest(prepared: Prepared, inputs: Inputs, over: Channel | None) -> bytes:
+def _digest(prepared: Prepared, inputs: Inputs, over: Channel) -> bytes:
     """Return a digest of a rank's part in the first call of its kind; b"" where its tokens are alike, or none."""
-    kinds = [] if over is None else [known.kind for known in over.prepared.values()]
-    if over is None or prepared.kind in kinds or (inputs.q.is_cuda and torch.cuda.is_current_stream_capturing()):
+    kinds = [known.kind for known in over.prepared.values()]
+    if prepared.kind in kinds or (inputs.q.is_cuda and torch.cuda.is_current_stream_capturing()):
         return b""
     sums = [x.detach().sum((0, 2, 3), dtype=torch.float64).cpu() for x in inputs[:3]]
     if all(x.allclose(x[:1], rtol=1e-9, atol=0) for x in sums):
@@ -255,28 +223,30 @@ def _digest(prepared: Prepared, inputs: Inputs, over: Channel | None) -> bytes:
     return hashlib.sha256(b"".join(x.numpy().tobytes() for x in sums)).digest()
 
 
-def _build_and_agree(request: Request, over: Channel | None, inputs: Inputs, *, trains: bool) -> Prepared:
-    """Build, and let every rank know of an error on any: nobody is left waiting."""
-    try:
-        prepared = made(request, over, inputs)
-        part = _digest(prepared, inputs, over)
-    except Exception as error:
-        if over is not None and over.verified:
-            tell(error, over)
-        raise
-    if over is not None and over.verified:
-        # Attentions of one group must start from one thread: calls from two would have no common order.
-        own = {"thread": over.calls.thread, "device": over.place(inputs.q.device)}
-        facts = facts_of(prepared, inputs) | own
-        parts = over.agree(facts | {"requires_grad": f"{trains}, for any of the inputs"}, part)
-        if part and len({*parts}) == 1:
-            said = "q, k and v are the same on all ranks of a group: each takes its own part, as of shard_sequence"
-            say_once(logger.warning, said)
-        if request.verify:
-            forward, backward, alone = kinds_of(facts, prepared)
-            device = inputs.q.device
-            running = over.running(forward, device), over.running(backward, device, ends=True)
-            prepared = replace(prepared, running=(*running, over.running(alone, device)))
+def _prepare_together(request: Request, over: Channel, inputs: Inputs, *, trains: bool) -> Prepared:
+    """Build, and let every rank know of an error on any: nobody is left waiting. Then connect."""
+    device = inputs.q.device
+    with over.calls.preparing() if over.verified else contextlib.nullcontext():
+        try:
+            prepared = made(request, over, inputs)
+            part = _digest(prepared, inputs, over)
+        except Exception as error:
+            if over.verified:
+                tell(error, over)
+            raise
+        if over.verified:
+            # Attentions of one group must start from one thread: calls from two would have no common order.
+            facts = facts_of(prepared, inputs) | {"thread": over.calls.thread, "device": over.place(device)}
+            parts = over.agree(facts | {"requires_grad": f"{trains}, for any of the inputs"}, part)
+            if part and len({*parts}) == 1:
+                said = "q, k and v are the same on all ranks of a group: each takes its own part, as of shard_sequence"
+                say_once(logger.warning, said)
+            if request.verify:
+                kinds = enumerate(kinds_of(facts, prepared))
+                running = tuple(over.running(kind, device, ends=number == 1) for number, kind in kinds)
+                prepared = replace(prepared, running=running)
+        with over.collective():
+            _connect(prepared, over, device)
     return prepared
 
 
@@ -319,10 +289,8 @@ def kinds_of(facts: Facts, prepared: Prepared) -> tuple[Kind, Kind, Kind]:
     options = [f"{name}={value!r}" for name in _COMPARED if (value := getattr(request, name)) != defaults[name].default]
     if (degree := request.config.ulysses_degree) != "auto":
         options.append(f"ulysses_degree={degree}")
-    if request.mask is not None:
-        options.append(request.mask.name)
-    elif request.plan is not None:
-        options.append(request.plan.forward.mask.name)
+    if request.given is not None:
+        options.append(request.given.name)
     packed = [describe(request.cu_seqlens)] if request.cu_seqlens else []
     shapes = ", ".join(f"{name} {facts[f'shape of {name}']}" for name in ("q", "k", "v"))
     text = ", ".join((shapes, facts["dtype"], facts["plan"].partition(",")[0], facts["kernel"], *options, *packed))

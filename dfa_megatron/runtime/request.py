@@ -20,10 +20,11 @@ from dfa_megatron.names import LAYOUTS, nearest, plain
 from dfa_megatron.plan.language.geometry import Span, Tile
 from dfa_megatron.plan.language.ir import AttentionPlan
 from dfa_megatron.plan.language.layout import LAYOUTS as BY_LENGTH
-from dfa_megatron.plan.language.layout import Layout, by_name, cross
+from dfa_megatron.plan.language.layout import Layout
 from dfa_megatron.plan.language.mask import Mask, cross_documents, of_window
 from dfa_megatron.plan.schedules import layout_of
 from dfa_megatron.runtime.cu_seqlens import Offsets, balancing_mask, mask_of
+from dfa_megatron.runtime.execute.sinks import refuse_sinks
 
 DEFAULTS = DistAttentionConfig()
 OPTIONS = tuple(option.name for option in fields(DistAttentionConfig))
@@ -57,7 +58,7 @@ class Request:
 
     sinks: whether the call brings a sink for each head; the ranks must agree.
     deterministic: the same gradients to the bit from run to run, as torch.use_deterministic_algorithms asks.
-    layout: the tokens that a rank holds, by a name or as a value. `settled` keeps names where ranks hold equally many.
+    layout: the tokens that a rank holds, by a name or as a value.
     cu_seqlens: global token offsets of packed documents; empty for sequences that are one document each.
     """
 
@@ -74,37 +75,35 @@ class Request:
     config: DistAttentionConfig = DEFAULTS
 
     def __post_init__(self) -> None:
-        if not isinstance(self.config, DistAttentionConfig):
-            instead = "DistAttentionConfig.from_mapping(...) of a dictionary"
-            raise UnsupportedError(f"config={self.config!r}", "it must be a DistAttentionConfig", instead)
-        if self.config.numerics == "invariant":
-            object.__setattr__(self, "deterministic", True)
-        # What `check` refuses becomes text: 8.0 and True equal 8 and 1, and would find what is prepared for these.
-        kinds: dict[str, Any] = {"softmax_scale": float, "softcap": float, "causal": bool, "window_size": tuple}
-        for name, kind in kinds.items():
-            value = plain(getattr(self, name))
-            value = kind(value) if (type(value), kind) in ((int, float), (list, tuple)) else value
-            odd = type(value) is not kind or (kind is tuple and [type(side) for side in value] != [int, int])
-            object.__setattr__(self, name, repr(value) if odd and not isinstance(value, str | None) else value)
-
-    def check(self) -> None:
         """Refuse values that no attention can have; a plan or a kernel refuses the rest.
 
         Raises:
             UnsupportedError: names the argument, and values that it can have.
         """
+        if not isinstance(self.config, DistAttentionConfig):
+            instead = "DistAttentionConfig.from_mapping(...) of a dictionary"
+            raise UnsupportedError(f"config={self.config!r}", "it must be a DistAttentionConfig", instead)
+        if self.config.numerics == "invariant":
+            object.__setattr__(self, "deterministic", True)
+        for name in ("causal", "window_size", "softcap", "softmax_scale"):
+            value = plain(getattr(self, name))
+            value = float(value) if type(value) is int and name in ("softcap", "softmax_scale") else value
+            object.__setattr__(self, name, tuple(value) if type(value) is list else value)
         self._check_mask()
         if type(self.softcap) is not float:
-            raise UnsupportedError(f"softcap={self.softcap}", "it must be of type float", "0.0 for none")
+            raise UnsupportedError(f"softcap={self.softcap!r}", "it must be of type float", "0.0 for none")
         if type(self.softmax_scale) is not float or not 0 < self.softmax_scale < math.inf:
             why = "it is positive and finite" if type(self.softmax_scale) is float else "it must be of type float"
-            raise UnsupportedError(f"softmax_scale={self.softmax_scale}", why, "None, which is head_dim ** -0.5")
+            raise UnsupportedError(f"softmax_scale={self.softmax_scale!r}", why, "None, which is head_dim ** -0.5")
         if not isinstance(self.layout, Layout) and self.layout not in LAYOUTS:
             raise UnsupportedError(f"layout={self.layout!r}", "there is no such layout", nearest(self.layout, LAYOUTS))
 
     def _check_mask(self) -> None:
         """Refuse a call without one definition of its mask, or with two."""
         window = self.window_size
+        if type(window) is not tuple or [*map(type, window)] != [int, int] or min(window) < -1:
+            why, instead = "it is the tokens to each side", "(left, right), each -1 for no bound or at least 0"
+            raise UnsupportedError(f"window_size={window!r}", why, instead)
         ways = {
             "causal or window_size": self.causal is not None or window != (-1, -1),
             "mask": self.mask is not None,
@@ -113,68 +112,64 @@ class Request:
         given = [name for name, there in ways.items() if there]
         if len(given) > 1:
             raise UnsupportedError(" and ".join(given), "each says which tokens attend to which", "one of them alone")
-        if self.mask is not None or self.plan is not None:
-            for value, kind in ((self.mask, Mask), (self.plan, AttentionPlan)):
-                if value is not None and type(value) is not kind:
-                    name, instead = ("mask", _MASKS) if kind is Mask else ("plan", "one of dfa_megatron.make_plan")
-                    what = f"{name} of type {type(value).__name__}"
-                    raise UnsupportedError(what, f"it is no {kind.__name__}", instead)
-            return
-        if self.causal is None:
+        for name, value, kind, instead in (
+            ("mask", self.mask, Mask, _MASKS),
+            ("plan", self.plan, AttentionPlan, "one of dfa_megatron.make_plan"),
+        ):
+            if value is not None and type(value) is not kind:
+                raise UnsupportedError(f"{name} of type {type(value).__name__}", f"it is no {kind.__name__}", instead)
+        if self.given is None and self.causal is None:
             why, instead = "nothing says which tokens attend to which", "causal=True or causal=False, a mask or a plan"
             raise UnsupportedError("attention without causal, mask and plan", why, instead)
-        if type(self.causal) is not bool:
-            raise UnsupportedError(f"causal={self.causal}", "it must be of type bool", "True or False")
-        if type(window) is not tuple or min(window) < -1:
-            why, instead = "it is the tokens to each side", "(left, right), each -1 for no bound or at least 0"
-            raise UnsupportedError(f"window_size={window}", why, instead)
+        if self.given is None and type(self.causal) is not bool:
+            raise UnsupportedError(f"causal={self.causal!r}", "it must be of type bool", "True or False")
 
     @property
-    def _given(self) -> Mask | None:
+    def given(self) -> Mask | None:
+        """The caller's own mask, or that of the caller's plan."""
         return self.mask if self.plan is None else self.plan.forward.mask
 
-    def settled(self, ranks: int, rank: int, queries: int, keys: int) -> Request:
-        """Return the request with the layout of such tensors, as a value where a name means no equal lengths.
-
-        Args:
-            ranks, rank: of the group.
-            queries, keys: tokens of this rank.
+    def settled(self, ranks: int, rank: int, inputs: Inputs) -> Settled:
+        """Return the request on such tensors of one of so many ranks: its mask, and the tokens that each rank holds.
 
         Raises:
-            UnsupportedError: the layout, the mask or the documents give this rank other numbers of tokens.
+            UnsupportedError: the tensors do not fit together; or the layout, the mask or the documents give this rank
+                other numbers of tokens.
         """
-        held, given = self.layout, self._given
-        if isinstance(held, str):
-            length = given.length if given is not None else self.cu_seqlens[-1] if self.cu_seqlens else ranks * queries
-            two = (given.queries, length - given.queries) if given is not None and given.queries is not None else None
-            if given is None and not self.cu_seqlens and queries != keys:
-                two = ranks * queries, ranks * keys
-            if two is None and queries == keys and ranks * queries == length:
-                return self
-            held = two_by_name(held, *two, ranks) if two is not None else layout_of(held, self.mask_over(length), ranks)
-        if held.ranks != ranks:
+        refuse_tensors(inputs)
+        if inputs.sinks is not None:
+            refuse_sinks(inputs.sinks, inputs.q)
+        queries, keys = inputs.q.shape[1], inputs.k.shape[1]
+        asked, given = self.layout, self.given
+        if isinstance(asked, Layout):
+            first, length = asked.queries, asked.length
+        elif given is not None:
+            first, length = given.queries, given.length
+        elif self.cu_seqlens:
+            first, length = None, self.cu_seqlens[-1]
+        else:
+            first, length = (None if queries == keys else ranks * queries), ranks * queries
+            length += 0 if first is None else ranks * keys
+        mask = self.mask_over(length, first)
+        layout = asked if isinstance(asked, Layout) else layout_of(asked, mask, ranks)
+        if layout.ranks != ranks:
             why = f"{ranks} share the sequence"
-            raise UnsupportedError(f"a layout of {held.ranks} ranks", why, f"a layout of {ranks} ranks")
-        held.check_tokens(rank, queries, "q")
-        held.check_tokens(rank, keys, "kv")
-        if held.queries is None and held.length == ranks * queries:
-            plain = held.joined() if held.chunks == tuple(sorted(held.chunks)) else held
-            names = [name for name, make in BY_LENGTH.items() if make(held.length, ranks) in (plain, held)]
-            held = names[0] if names else held
-        return replace(self, layout=held)
+            raise UnsupportedError(f"a layout of {layout.ranks} ranks", why, f"a layout of {ranks} ranks")
+        layout.check_tokens(rank, queries, "q")
+        layout.check_tokens(rank, keys, "kv")
+        name: str | Layout = layout
+        if layout.queries is None and length == ranks * queries:
+            same = (known for known, make in BY_LENGTH.items() if str(make(length, ranks)) == str(layout))
+            name = asked if isinstance(asked, str) else next(same, layout)
+        return Settled(replace(self, layout=name), mask, layout)
 
-    def length(self, ranks: int, queries: int) -> int:
-        """Return the tokens of the whole sequence, or of both, where a rank has so many queries; once settled."""
-        return self.layout.length if isinstance(self.layout, Layout) else ranks * queries
-
-    def mask_over(self, length: int) -> Mask:
-        """Return the mask over a whole sequence of that many tokens.
+    def mask_over(self, length: int, queries: int | None = None) -> Mask:
+        """Return the mask over a whole sequence of that many tokens, or over two of which the first has `queries`.
 
         Raises:
             UnsupportedError: documents, mask or plan have another length, or the layout needs documents.
         """
-        given = self._given
-        queries = self.layout.queries if isinstance(self.layout, Layout) else None
+        given = self.given
         if given is not None and given.queries != queries:
             both = "of two sequences" if given.queries is not None else "of one sequence"
             why = "queries and keys are two sequences" if queries is not None else "queries and keys are one sequence"
@@ -203,9 +198,9 @@ class Request:
         return of_window(length, bool(self.causal), self.window_size)
 
     @property
-    def irregular(self) -> bool:
-        """Whether the caller's own mask has several tiles, so that kernels meet many lengths."""
-        return self._given is not None and len(self._given.tiles) > 1
+    def packed(self) -> bool:
+        """Whether kernels meet many lengths: those of documents, or of several tiles of the caller's own mask."""
+        return bool(self.cu_seqlens) or (self.given is not None and len(self.given.tiles) > 1)
 
     @property
     def verify(self) -> bool:
@@ -218,36 +213,50 @@ class Request:
         return self.config.numerics == "invariant"
 
     def to_text(self) -> str:
-        """Return JSON; equal requests give equal text. A value that no check has passed yet is written as repr."""
-        values: dict[str, Any] = {name: getattr(self, name) for name in self.__dataclass_fields__}
-        values["config"] = {name: getattr(self.config, name) for name in OPTIONS}
-        if isinstance(self.mask, Mask):
-            tiles = [(t.q.lo, t.q.hi, t.kv.lo, t.kv.hi, t.lo, t.hi) for t in self.mask.tiles]
-            values["mask"] = self.mask.name, self.mask.length, tiles, self.mask.queries
-        if isinstance(self.layout, Layout):
-            spans = [(chunk.lo, chunk.hi) for chunk in self.layout.chunks]
-            values["layout"] = spans, self.layout.owner, self.layout.ranks, self.layout.queries
-        if isinstance(self.plan, AttentionPlan):
-            from dfa_megatron.plan.language import text  # which other requests need not load
-
-            values["plan"] = text.to_text(self.plan)
-        return json.dumps(values, sort_keys=True, default=repr)
+        """Return JSON; equal requests give equal text."""
+        return to_text(**{name: getattr(self, name) for name in self.__dataclass_fields__})
 
 
-def two_by_name(name: str, queries: int, keys: int, ranks: int) -> Layout:
-    """Return the layout of that name for queries and for keys."""
-    return cross(by_name(name, queries, ranks), by_name(name, keys, ranks))
+def to_text(*, config: DistAttentionConfig, **values: Any) -> str:
+    """Return JSON of the values of a request, which `from_text` checks; those that no request has are their repr."""
+    values = {name: plain(value) for name, value in values.items()}
+    values["config"] = {name: getattr(config, name) for name in OPTIONS}
+    if isinstance(mask := values.get("mask"), Mask):
+        values["mask"] = mask.name, mask.length, mask.tiles, mask.queries
+    if isinstance(layout := values.get("layout"), Layout):
+        values["layout"] = layout.chunks, layout.owner, layout.ranks, layout.queries
+    if isinstance(plan := values.get("plan"), AttentionPlan):
+        from dfa_megatron.plan.language import text  # which other requests need not load
+
+        values["plan"] = text.to_text(plan)
+    return json.dumps(values, sort_keys=True, default=lambda x: (x.lo, x.hi) if isinstance(x, Span) else repr(x))
+
+
+class Settled(NamedTuple):
+    """A request on the tensors of its ranks.
+
+    request: its layout is a name where ranks hold equally many tokens by one, else a value. mask: over all tokens.
+    layout: the tokens of each rank.
+    """
+
+    request: Request
+    mask: Mask
+    layout: Layout
+
+    @classmethod
+    def of(cls, request: Request, layout: Layout) -> Settled:
+        """Return a request whose ranks hold these tokens."""
+        return cls(request, request.mask_over(layout.length, layout.queries), layout)
 
 
 @lru_cache(maxsize=256)
 def from_text(text: str) -> Request:
     """Return the request that `to_text` wrote."""
     values: dict[str, Any] = json.loads(text)
-    for name in ("window_size", "cu_seqlens"):
-        values[name] = tuple(values[name]) if isinstance(values[name], list) else values[name]
+    values["cu_seqlens"] = tuple(values.get("cu_seqlens", ()))
     if isinstance(values["mask"], list):
         name, length, tiles, queries = values["mask"]
-        apart = tuple(Tile(Span(a, b), Span(c, d), lo, hi) for a, b, c, d, lo, hi in tiles)
+        apart = tuple(Tile(Span(*q), Span(*kv), *band) for q, kv, *band in tiles)
         values["mask"] = Mask(name, length, apart, queries=queries)
     if isinstance(values["layout"], list):
         spans, owner, ranks, queries = values["layout"]

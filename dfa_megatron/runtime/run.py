@@ -18,7 +18,7 @@ from dfa_megatron.runtime.comm.transport import Transport
 from dfa_megatron.runtime.counters import COUNTERS
 from dfa_megatron.runtime.execute.bound import Bound, Recorder
 from dfa_megatron.runtime.execute.memory import Fields, MemoryPlan
-from dfa_megatron.runtime.execute.sinks import merge_sinks, sinks_gradient
+from dfa_megatron.runtime.execute.sinks import exact_sum, merge_sinks, sinks_gradient
 from dfa_megatron.runtime.execute.tensors import Tensors, execute
 from dfa_megatron.runtime.prepare import Prepared
 from dfa_megatron.runtime.request import Inputs
@@ -93,26 +93,22 @@ def run_backward(prepared: Prepared, dout: torch.Tensor, saved: SavedTensors) ->
     COUNTERS.backward_bytes += memory.message_bytes
     with prepared.running[1]:
         dq, dk, dv = _around(prepared, memory, (dout, q, k, v, out, lse))
-    dsinks = None if sinks is None else sinks_gradient(dout, out, lse, sinks, prepared.sums)
+    summed = functools.partial(exact_sum, prepared.over) if prepared.sizes.wide else None
+    dsinks = None if sinks is None else sinks_gradient(dout, out, lse, sinks, summed)
     return dq.contiguous(), dk.contiguous(), dv.contiguous(), dsinks
 
 
 def _around(prepared: Prepared, memory: MemoryPlan, inputs: Fields) -> Fields:
     """Run a phase, around which heads are exchanged, and rows change ranks where chunks would lie on two."""
-    exchange, moved = prepared.exchange, prepared.moved
-    if exchange is None and moved is None:
+    if prepared.exchange is None and prepared.moved is None:
         return _recorded(prepared, memory, inputs)
-
-    def run(inputs: Fields) -> Fields:
-        if moved is None:
-            return _recorded(prepared, memory, inputs)
-        if len(inputs) > 3:
-            dout, q, k, v, out, lse = inputs
-            inputs = dout, q, k, v, needed_by_backward(prepared, dout, out), lse
-        return moved.around(functools.partial(_recorded, prepared, memory), inputs)
-
+    run: Callable[[Fields], Fields] = functools.partial(_recorded, prepared, memory)
+    if prepared.moved is not None:
+        run = functools.partial(prepared.moved.around, run)
+    if prepared.exchange is not None:
+        run = functools.partial(prepared.exchange.around, run)
     with without_autocast(), without_functions():
-        return run(inputs) if exchange is None else exchange.around(run, inputs)
+        return run(inputs)
 
 
 def _recorded(prepared: Prepared, memory: MemoryPlan, inputs: Fields) -> Fields:
@@ -170,8 +166,8 @@ _MANY = "an attention meets more than %d layouts of its tensors; the others are 
 
 def _run(prepared: Prepared, memory: MemoryPlan, inputs: Fields, arena: torch.Tensor, transport: Transport) -> Fields:
     """Run a phase as it stands."""
-    tensors = algebra(prepared, memory, inputs, arena)
-    _execute(prepared, tensors, transport)
+    tensors, driven = algebra(prepared, memory, inputs, arena), measured(transport) if measured else transport
+    execute(tensors, driven, functools.partial(_failed, prepared, memory))
     names = ("out",) if memory is prepared.forward else ("dq", "dkv")
     results = tuple(x for name in names for x in tensors.result(name))
     return results if prepared.over is None or prepared.exchange is not None else prepared.over.spoiled(*results)
@@ -187,11 +183,6 @@ def _way(prepared: Prepared, memory: MemoryPlan, device: torch.device) -> tuple[
         transport = over.transports.reserve(device, prepared.transport, prepared.arena_bytes)
         over.calls.where = transport.where
     return transport, transport.arena(memory.arena_bytes, device)
-
-
-def _execute(prepared: Prepared, tensors: Tensors, transport: Transport) -> None:
-    driven = transport if measured is None else measured(transport)
-    execute(tensors, driven, functools.partial(_failed, prepared, tensors.memory))
 
 
 def _failed(prepared: Prepared, memory: MemoryPlan, step: int, error: Exception) -> ExecutionError:

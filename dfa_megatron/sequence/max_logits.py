@@ -15,7 +15,6 @@ from dfa_megatron.kernels.segments import visible
 from dfa_megatron.plan.language.geometry import Span, Tile
 from dfa_megatron.plan.language.layout import Layout
 from dfa_megatron.plan.language.mask import Mask
-from dfa_megatron.plan.schedules import layout_of
 from dfa_megatron.rows import join
 from dfa_megatron.runtime.comm.channel import Channel
 from dfa_megatron.runtime.comm.compared import compared, telling
@@ -80,12 +79,9 @@ def max_logits(
             layout=layout,
             cu_seqlens=() if cu_seqlens is None else offsets_of(cu_seqlens, q.device),
         )
-        request.check()
         if not 0 <= softcap < math.inf:
             raise UnsupportedError(f"softcap={softcap}", "it is positive and finite", "0.0 for none")
-        request = request.settled(ranks, rank, q.shape[1], k.shape[1])
-        seen = request.mask_over(request.length(ranks, q.shape[1]))
-        whole = request.layout if isinstance(request.layout, Layout) else layout_of(request.layout, seen, ranks)
+        request, seen, whole = request.settled(ranks, rank, Inputs(q, k, k))
     facts = {"q": f"{q.shape[0]}, {tuple(q.shape[2:])}", "kv_heads": str(k.shape[2]), "dtype": str(q.dtype)}
     facts |= {"scale": str(request.softmax_scale), "softcap": str(request.softcap)}
     about = f"mask {seen.name} #{crc32(repr(seen.tiles).encode()):08x}", f"layout {request.layout}"

@@ -15,7 +15,7 @@ from dfa_megatron.plan.cost.hardware import H200_NIC_400G, H200_NVLINK, H200_SLO
 from dfa_megatron.plan.degree import automatic_degree, check_degree, split_heads
 from dfa_megatron.plan.language.geometry import Span
 from dfa_megatron.plan.language.mask import causal, documents, full, prefix_lm, sliding_window
-from dfa_megatron.runtime.heads import rows_in_order
+from dfa_megatron.runtime.around import rows_in_order
 from tests.support.packs import drawn_layout
 
 

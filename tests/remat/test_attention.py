@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint
 
 from dfa_megatron import dist_flash_attn_func, remat
 from dfa_megatron.config import DistAttentionConfig
@@ -72,3 +72,21 @@ def test_remat_runs_and_sends_half_of_full_recompute_with_the_same_bits(rank: in
     for front in ("context_fn", "remat_checkpoint", "offloaded"):
         assert counts[front]["reused"] == 2 * LAYERS
         assert counts[front]["remat_bytes"] == 2 * LAYERS * LOCAL * (HIDDEN + HEADS) * 8
+
+
+def test_no_frame_is_seen_while_a_region_is_compiled() -> None:
+    def region(x: torch.Tensor) -> torch.Tensor:
+        return x.sin() if remat.active_frame() is None else x.cos()
+
+    torch._dynamo.reset()
+    compiled = torch.compile(region, backend="eager", fullgraph=True)
+    x = torch.ones(2, requires_grad=True)
+    out = checkpoint(compiled, x, use_reentrant=False, context_fn=remat.context_fn)
+    assert torch.equal(out, x.sin())
+
+
+def test_the_policy_saves_our_operator_alone() -> None:
+    save, other = torch.ops.dfa_megatron.attention.default, torch.ops.aten.mm.default
+    assert remat.selective_policy(None, save) == CheckpointPolicy.MUST_SAVE
+    assert remat.selective_policy(None, other) == CheckpointPolicy.PREFER_RECOMPUTE
+    assert frozenset({"dfa_megatron::attention"}) == remat.SAVED_OPERATORS

@@ -51,24 +51,16 @@ def test_one_rank_replays_exactly_under_states_of_pytorch_checkpoints_and_the_co
 
 
 @drawn_at_random
-@pytest.mark.parametrize("ranks", [2, 3, 4])
-def test_options_drawn_at_random_are_exact_together_or_refused(ranks: int, tmp_path: Path) -> None:
-    found = fuzz(tmp_path, "--over", "gloo", "--ranks", str(ranks), "--cases", "16")
-    assert found["right"] >= 8
-
-
-@drawn_at_random
-@pytest.mark.parametrize("ranks", [pytest.param(count, marks=pytest.mark.gpu(count)) for count in (2, 4)])
-def test_options_drawn_at_random_are_exact_together_or_refused_on_gpus(ranks: int, tmp_path: Path) -> None:
-    found = fuzz(tmp_path, "--over", "nccl", "--ranks", str(ranks), "--cases", "30")
-    assert found["right"] >= 8
-
-
-@drawn_at_random
-@pytest.mark.gpu
-def test_options_drawn_at_random_are_exact_on_one_gpu(tmp_path: Path) -> None:
-    found = fuzz(tmp_path, "--device", "cuda", "--cases", "1000", "--seconds", "60")
-    assert found["right"] >= 8
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        *(f"--over gloo --ranks {ranks} --cases 16" for ranks in (2, 3, 4)),
+        *(pytest.param(f"--over nccl --ranks {n} --cases 30", marks=pytest.mark.gpu(n)) for n in (2, 4)),
+        pytest.param("--device cuda --cases 1000 --seconds 60", marks=pytest.mark.gpu),
+    ],
+)
+def test_options_drawn_at_random_are_exact_together_or_refused(arguments: str, tmp_path: Path) -> None:
+    assert fuzz(tmp_path, *arguments.split())["right"] >= 8
 
 
 def test_several_processes_run_what_one_runs(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 import dfa_megatron
 from dfa_megatron import remat
 from dfa_megatron.config import DistAttentionConfig
+from dfa_megatron.errors import DisagreementError, UnsupportedError
 from dfa_megatron.runtime import counters
 from dfa_megatron.runtime.counters import COUNTERS
 from tests.support.arguments import arguments
@@ -125,6 +126,13 @@ def test_numbers_and_shapes_that_change_are_compiled_without_a_break(by: str, dy
             torch.autograd.grad(found.sin().sum(), x), torch.autograd.grad(wanted.sin().sum(), x), strict=True
         ):
             torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+
+
+@over_ranks(2, timeout=120)
+def test_a_wrong_value_is_refused_where_a_graph_runs_and_told_to_the_others(rank: int, ranks: int) -> None:
+    run = torch.compile(lambda x, causal: dfa_megatron.dist_flash_attn_func(x, x, x, causal=causal), backend="eager")
+    with pytest.raises(UnsupportedError if rank else DisagreementError, match="causal=1: it must be of type bool"):
+        run(torch.randn(1, 4, 2, 8), 1 if rank else True)
 
 
 def test_the_operator_passes_the_checks_of_torch_library() -> None:

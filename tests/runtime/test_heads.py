@@ -25,7 +25,7 @@ from dfa_megatron.runtime.counters import COUNTERS
 from tests.fuzz.attempt import Listens
 from tests.runtime.comm.test_gloo import LAYOUTS
 from tests.runtime.comm.test_nccl import compare as compare_on_gpu
-from tests.runtime.comm.test_nccl import gpu_case
+from tests.runtime.comm.test_nccl import gpu_case, unsynchronised
 from tests.support.arguments import arguments
 from tests.support.attend import assert_same_bits, attend, case, compare, results
 from tests.support.close import assert_close
@@ -264,14 +264,7 @@ def _steady_on_gpus(rank: int, ranks: int) -> None:
         out = dfa_megatron.dist_flash_attn_func(*shard, causal=True, config=DistAttentionConfig(ulysses_degree=2))
         return (out, *torch.autograd.grad(out, shard, whole.dout[:, rows]))
 
-    step()  # plans, agrees, makes communicators
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        results = [step() for _ in range(5)]
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    for got, want in zip(results[-1], (whole.out, *whole.gradients), strict=True):
+    for got, want in zip(unsynchronised(step, 5)[-1], (whole.out, *whole.gradients), strict=True):
         assert_close(got, want[:, rows], tolerance=1e-2)
     torch.use_deterministic_algorithms(True)
     runs = [step() for _ in range(4)]

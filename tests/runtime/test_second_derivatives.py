@@ -88,31 +88,23 @@ def test_attention_is_linear_in_values_alone(way: str) -> None:
     assert torch.equal(found, v.grad)
 
 
-def test_compiled_attention_drops_no_second_derivative() -> None:
-    run = torch.compile(
-        lambda q, k, v: dfa_megatron.dist_flash_attn_func(q, k, v, causal=True), backend="aot_eager", fullgraph=True
-    )
+WRAPPED: dict[str, tuple[Callable[..., Loss], str]] = {
+    "compiled": (partial(torch.compile, backend="aot_eager", fullgraph=True), "double backward|second derivative"),
+    "recomputed": (
+        lambda run: partial(torch.utils.checkpoint.checkpoint, run, use_reentrant=False, context_fn=remat.context_fn),
+        "second derivative",
+    ),
+}
+
+
+@pytest.mark.parametrize("way", WRAPPED)
+def test_attention_in_a_graph_or_a_recompute_drops_no_second_derivative(way: str) -> None:
+    wrap, match = WRAPPED[way]
     given = leaves(*[(1, 6, 2, 8)] * 3)
-    out = curved(run(*given))
+    out = curved(wrap(lambda *qkv: dfa_megatron.dist_flash_attn_func(*qkv, causal=True))(*given))
     (found,) = torch.autograd.grad(out, given[:1], create_graph=True)
-    with pytest.raises(RuntimeError, match=r"double backward|second derivative"):
-        (out + found.square().sum()).backward()
-
-
-def test_a_recompute_drops_no_second_derivative() -> None:
-    given = leaves(*[(1, 6, 2, 8)] * 3)
-
-    def recomputed(*x: torch.Tensor) -> torch.Tensor:
-        found = torch.utils.checkpoint.checkpoint(
-            attention, "plain", *x, use_reentrant=False, context_fn=remat.context_fn
-        )
-        assert isinstance(found, torch.Tensor)
-        return found
-
-    out = recomputed(*given)
-    (found,) = torch.autograd.grad(out, given[:1], create_graph=True)
-    with pytest.raises(RuntimeError, match="second derivative"):
-        found.square().sum().backward()
+    with pytest.raises(RuntimeError, match=match):
+        (out + found.square().sum() if way == "compiled" else found.square().sum()).backward()
 
 
 @pytest.mark.parametrize("softcap", [None, 3.0])

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from dfa_megatron import layouts, masks, max_logits
+from dfa_megatron.doctor.dense import pairs_of
 from dfa_megatron.errors import DisagreementError, UnsupportedError
 from dfa_megatron.plan.language.geometry import Span
 from dfa_megatron.plan.language.layout import Layout
@@ -23,12 +24,8 @@ from tests.support.workers import over_ranks, run_ranks
 def dense(q: torch.Tensor, k: torch.Tensor, scale: float | None, softcap: float, **mask: Any) -> torch.Tensor:
     """From all scores of the sequence, in float64."""
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    seen = torch.zeros(q.shape[1], k.shape[1], dtype=torch.bool)
     whole = mask["mask"] if "mask" in mask else Request(softmax_scale=1.0, **mask).mask_over(q.shape[1])
-    i, j = torch.arange(q.shape[1])[:, None], torch.arange(k.shape[1]) + (whole.queries or 0)
-    for t in whole.tiles:
-        inside = (t.q.lo <= i) & (i < t.q.hi) & (t.kv.lo <= j) & (j < t.kv.hi)
-        seen |= inside & (j - i >= t.lo) & (j - i <= t.hi)
+    seen = pairs_of(whole, q.shape[1], k.shape[1])
     keys = k.repeat_interleave(q.shape[2] // k.shape[2], 2)
     scores = torch.einsum("bihd,bjhd->bhij", q.double(), keys.double()) * scale
     scores = softcap * torch.tanh(scores / softcap) if softcap else scores

@@ -240,12 +240,19 @@ def results(
 def results_together(
     case: Case, ranks: int, *, layout: str | Layout = "contiguous", deterministic: bool = False, **options: Any
 ) -> Results:
-    """Run all ranks in this process: the same plan, kernels and wire format, no network. Tokens are in order."""
+    """Run all ranks in this process: the same plan, kernels and wire format, no network. Tokens are in order.
+
+    Where results merge in a fixed order, rows are where the plan has them.
+    """
     scale = case.softmax_scale or case.head_dim**-0.5
     asked = case.options | {"softmax_scale": scale, "layout": layout, "cu_seqlens": case.offsets} | options
     request = Request(**arguments(**asked), sinks=case.with_sinks, deterministic=deterministic)
     q, k, v, dout = zip(*(case.held(rank, ranks, layout) for rank in range(ranks)), strict=True)
     prepared = prepare_together(request, q, k, v)
+    if request.invariant:
+        layout = prepared[0].plan.forward.layout
+        assert ranks == 1 or layout == prepared[-1].plan.forward.layout
+        q, k, v, dout = zip(*(case.held(rank, ranks, layout) for rank in range(ranks)), strict=True)
     assert len({(p.kernel.name, p.digest) for p in prepared}) == 1, "ranks chose other kernels or plans"
     found, sinks = forward_together(prepared, q, k, v), case.sinks
     outs, lses = zip(*(one if sinks is None else merge_sinks(*one, sinks) for one in found), strict=True)

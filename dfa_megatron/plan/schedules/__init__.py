@@ -10,7 +10,7 @@ from dfa_megatron import names
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.names import nearest
 from dfa_megatron.plan.language.ir import BACKWARD, FORWARD, AttentionPlan, Block, Plan, needed_pairs
-from dfa_megatron.plan.language.layout import Layout, by_name, cut_at
+from dfa_megatron.plan.language.layout import Layout, by_name, cross, cut_at
 from dfa_megatron.plan.language.mask import Mask, kept_on_mask
 from dfa_megatron.plan.language.work import CUTS, WORTH_CUTTING
 from dfa_megatron.plan.schedules.assignments import Route, balanced, by_distance, by_memory, direct, gateway, ring_relay
@@ -18,11 +18,13 @@ from dfa_megatron.plan.schedules.greedy import cut_for_help, greedy
 
 
 def layout_of(name: str, mask: Mask, ranks: int) -> Layout:
-    """Return the layout of that name for a mask. Only `load_balanced` depends on more of the mask than its length.
+    """Return the layout of that name for a mask. Only `load_balanced` depends on more of the mask than its lengths.
 
     Raises:
         UnsupportedError: no such layout.
     """
+    if mask.queries is not None:
+        return cross(by_name(name, mask.queries, ranks), by_name(name, mask.length - mask.queries, ranks))
     if name != "load_balanced":
         return by_name(name, mask.length, ranks)
     from dfa_megatron.plan.schedules.load_balanced import load_balanced  # which other layouts need not load

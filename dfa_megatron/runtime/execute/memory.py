@@ -74,6 +74,7 @@ class MemoryPlan:
     landings: buffer -> the first bytes of its tensors in the arena, by name.
     offsets: (step, peer) of a message that this rank sends -> where in the peer's arena each of its tensors goes.
     segments: of each step's calls, in their order, as kernels take them.
+    peers: the numbers in the group of the program's ranks.
     sent: names of which this rank sends its own rows.
     calls, messages, message_bytes: how many kernel calls this rank makes, and what it sends.
     """
@@ -84,6 +85,7 @@ class MemoryPlan:
     landings: Mapping[int, Mapping[str, Sequence[int]]]
     offsets: dict[tuple[int, int], tuple[int, ...]]
     segments: tuple[tuple[Segments, ...], ...]
+    peers: Sequence[int]
     sent: frozenset[str]
     calls: int
     messages: int
@@ -104,7 +106,9 @@ class MemoryPlan:
         }
 
 
-def plan_memory(program: Program, landings: Sequence[Landings], sizes: Sizes) -> MemoryPlan:
+def plan_memory(
+    program: Program, landings: Sequence[Landings], sizes: Sizes, peers: Sequence[int] | None = None
+) -> MemoryPlan:
     """Plan the memory of one rank's program, and prove where its messages lie. landings: of all ranks."""
     plan = landings[0].plan
     from dfa_megatron.plan.proof.check import prove_places
@@ -125,6 +129,7 @@ def plan_memory(program: Program, landings: Sequence[Landings], sizes: Sizes) ->
         places.starts,
         places.sent,
         tuple(tuple(_segments(call, ragged=ragged) for call in step.calls) for step in program.steps),
+        range(plan.ranks) if peers is None else peers,
         frozenset(sent),
         sum(len(step.calls) for step in program.steps),
         len(program.sends),
@@ -138,7 +143,7 @@ def _segments(call: Call, *, ragged: bool) -> Segments:
     return Segments(call.segments, q_len, kv_len, ragged=ragged, split=split)
 
 
-def placed(plan: Plan, rank: int, sizes: Sizes, launching: Launching) -> MemoryPlan:
+def placed(plan: Plan, rank: int, sizes: Sizes, launching: Launching, peers: Sequence[int] | None = None) -> MemoryPlan:
     """Lower a phase for one rank, prove its program and place its messages. All ranks hear of an error on any.
 
     Args:
@@ -146,6 +151,7 @@ def placed(plan: Plan, rank: int, sizes: Sizes, launching: Launching) -> MemoryP
         rank: this one.
         sizes: of its tensors.
         launching: decides the calls of the kernel, and their launches.
+        peers: the numbers in the group of the plan's ranks; None: the same.
 
     Raises:
         PlanError: the plan, or the program, is wrong.
@@ -155,4 +161,4 @@ def placed(plan: Plan, rank: int, sizes: Sizes, launching: Launching) -> MemoryP
     landings = landings_of(plan, sizes.batch)
     program = lower(landings[rank], launching)
     check_programs(landings, [program])
-    return plan_memory(program, landings, sizes)
+    return plan_memory(program, landings, sizes, peers)

@@ -7,7 +7,7 @@ are not concerned. The backward runs with the merged lse and out, and is thereby
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Callable
 
 import torch
 
@@ -46,33 +46,25 @@ def merge_sinks(out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> tu
     return out.mul_(seen.transpose(1, 2).unsqueeze(-1)), total
 
 
-@dataclass(frozen=True, slots=True)
-class ExactSum:
-    """A sum over the rows of all ranks that is exact, so that its bits depend on neither ranks nor order.
+def exact_sum(over: Channel | None, terms: torch.Tensor) -> torch.Tensor:
+    """Return the sum over sequences and rows of (batch, heads, rows) on the first rank, and 0 on the others.
 
-    over: the channel of the ranks; None for one.
+    It is exact, so that its bits depend on neither ranks nor order: every number is cut into two integers, in units of
+    the largest on any rank; sums of these are exact. Collective. over: the channel of the ranks; None for one.
     """
-
-    over: Channel | None
-
-    def __call__(self, terms: torch.Tensor) -> torch.Tensor:
-        """Return the sum over sequences and rows of (batch, heads, rows) on the first rank, and 0 on the others.
-
-        Every number is cut into two integers, in units of the largest on any rank; sums of these are exact. Collective.
-        """
-        terms = terms.double().transpose(0, 1).flatten(1)
-        peak = torch.cat([terms.abs(), terms.new_zeros(len(terms), 1)], 1).amax(1)
-        if self.over is not None:
-            peak = torch.stack(self.over.gather(peak)).amax(0)
-        _, exponent = torch.frexp(peak.nan_to_num(0.0, 0.0))
-        high = (scaled := torch.ldexp(terms, _BITS - exponent[:, None])).round()
-        low = ((scaled - high) * 2.0**_BITS).round()
-        sums = torch.stack([high, low]).nan_to_num(0.0, 0.0, 0.0).long().sum(-1)
-        if self.over is not None:
-            sums = torch.stack(self.over.gather(sums)).sum(0)
-        total = torch.ldexp(sums[0].double(), exponent - _BITS) + torch.ldexp(sums[1].double(), exponent - 2 * _BITS)
-        total = total.where(peak.isfinite(), math.nan)
-        return total if self.over is None or self.over.rank == 0 else torch.zeros_like(total)
+    terms = terms.double().transpose(0, 1).flatten(1)
+    peak = torch.cat([terms.abs(), terms.new_zeros(len(terms), 1)], 1).amax(1)
+    if over is not None:
+        peak = torch.stack(over.gather(peak)).amax(0)
+    _, exponent = torch.frexp(peak.nan_to_num(0.0, 0.0))
+    high = (scaled := torch.ldexp(terms, _BITS - exponent[:, None])).round()
+    low = ((scaled - high) * 2.0**_BITS).round()
+    sums = torch.stack([high, low]).nan_to_num(0.0, 0.0, 0.0).long().sum(-1)
+    if over is not None:
+        sums = torch.stack(over.gather(sums)).sum(0)
+    total = torch.ldexp(sums[0].double(), exponent - _BITS) + torch.ldexp(sums[1].double(), exponent - 2 * _BITS)
+    total = total.where(peak.isfinite(), math.nan)
+    return total if over is None or over.rank == 0 else torch.zeros_like(total)
 
 
 _BITS = 38
@@ -80,14 +72,18 @@ _BITS = 38
 
 
 def sinks_gradient(
-    dout: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor, exact: ExactSum | None = None
+    dout: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    sinks: torch.Tensor,
+    summed: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> torch.Tensor:
     """Return the gradient of the sinks from this rank's rows: sum of p * -delta, p the probability of the sink.
 
     out and lse come from `merge_sinks`; delta = rowsum(dout * out). A sink of -inf is none, and its gradient is 0.
-    exact: sums over the rows of all ranks for the first of them, and 0 for the others.
+    summed: sums over sequences and rows, as `exact_sum` does.
     """
     sink = sinks.to(lse.dtype)[:, None]
     p = torch.exp(sink - lse).masked_fill_(sink == -math.inf, 0.0)  # as above
     terms = p * minus_delta(dout, out)
-    return (terms.sum((0, 2)) if exact is None else exact(terms)).to(sinks.dtype)
+    return (terms.sum((0, 2)) if summed is None else summed(terms)).to(sinks.dtype)

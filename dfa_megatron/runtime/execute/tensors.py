@@ -257,6 +257,7 @@ def execute(tensors: Tensors, transport: Transport, failed: Failed) -> None:
     """
     transport.start()
     number, phase, (opens, closes) = 0, tensors.program.phase.name, _ranges(tensors.device)
+    peers = tensors.memory.peers
     _marked(opens, f"dfa {phase}")
     try:
         for kind, number, step in rank_loop(tensors.program, tensors):
@@ -266,7 +267,7 @@ def execute(tensors: Tensors, transport: Transport, failed: Failed) -> None:
                     _marked(closes)
                 _marked(opens, f"dfa {phase} step {number}")
                 if step.sends or step.receives:
-                    receives = [Recv(message.peer, tensors.incoming(message)) for message in step.receives]
+                    receives = [Recv(peers[message.peer], tensors.incoming(message)) for message in step.receives]
                     transport.post(step.after, functools.partial(_sends, tensors, number, step), receives)
             elif step.sends or step.receives:
                 transport.land()
@@ -278,11 +279,11 @@ def execute(tensors: Tensors, transport: Transport, failed: Failed) -> None:
 
 
 def _sends(tensors: Tensors, number: int, step: Step, moving: Moving | None) -> list[Send]:
+    peers, starts = tensors.memory.peers, tensors.memory.offsets
     if moving is None:
-        starts = tensors.memory.offsets
-        return [Send(m.peer, *tensors.copies(m, starts[number, m.peer])) for m in step.sends]
+        return [Send(peers[m.peer], *tensors.copies(m, starts[number, m.peer])) for m in step.sends]
     with moving():
-        return [Send(message.peer, tensors.outgoing(message)) for message in step.sends]
+        return [Send(peers[m.peer], tensors.outgoing(m)) for m in step.sends]
 
 
 def _marked(mark: Callable[..., object] | None, *name: str) -> None:

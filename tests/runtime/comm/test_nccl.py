@@ -61,6 +61,17 @@ def test_every_schedule_and_kernel_is_exact_over_nccl(rank: int, ranks: int) -> 
     compare(window, rank, ranks, window_size=(300, 0), kernel="auto")
 
 
+def unsynchronised(step: Callable[[], tuple[torch.Tensor, ...]], count: int) -> list[tuple[torch.Tensor, ...]]:
+    """Results of steps in which the host may not wait, after one that plans, agrees and makes communicators."""
+    step()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        return [step() for _ in range(count)]
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
 @pytest.mark.support("runtime", "the host is never waited for")
 @pytest.mark.gpu(2)
 @pytest.mark.parametrize("transport", ["p2p", "copy_engine"])
@@ -74,13 +85,7 @@ def test_the_loop_never_synchronises_the_host(rank: int, ranks: int, transport: 
         out = dfa_megatron.dist_flash_attn_func(*shard, causal=True, config=DistAttentionConfig(transport=transport))
         return (out, *torch.autograd.grad(out, shard, whole.dout[:, rows]))
 
-    step()  # plans, agrees, makes communicators
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        results = [step() for _ in range(3)]
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
+    results = unsynchronised(step, 3)
     allocated = torch.cuda.memory_stats()["num_alloc_retries"]
     assert allocated == 0
     assert_close(results[-1][0], whole.out[:, rows], tolerance=TOLERANCE)

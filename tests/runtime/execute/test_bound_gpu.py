@@ -13,8 +13,7 @@ from dfa_megatron.kernels.api import Need
 from dfa_megatron.runtime import run
 from dfa_megatron.runtime.prepare import in_use
 from tests.runtime.comm.test_nccl import compare, gpu_case
-from tests.runtime.execute.test_bound import recorded
-from tests.runtime.execute.test_bound_packs import lengths
+from tests.runtime.execute.test_bound import lengths, recorded
 from tests.support.arguments import arguments
 from tests.support.packs import skip_unless_it_serves_this_gpu
 from tests.support.workers import over_ranks

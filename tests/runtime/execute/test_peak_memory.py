@@ -123,9 +123,18 @@ def run(
 ) -> Fields:
     q, k, v, *known = given
     home = {"qdo": (q, *known[:3]), "kv": (k, v)} if known else {"q": (q,), "kv": (k, v)}
-    tensors = Tensors(memory, Flash4Kernel(), Request(softmax_scale=1.0), home, arena)
+    tensors = Tensors(memory, Flash4Kernel(), Request(softmax_scale=1.0, causal=True), home, arena)
     execute(tensors, transport, failed)
     return tensors.result("out") if not known else (*tensors.result("dq"), *tensors.result("dkv"))
+
+
+def recorded(memory: MemoryPlan, given: Fields, transport: Transport) -> Bound:
+    arena = arena_of(memory)
+    with Tape((*given, arena)) as tape:
+        recorder = Recorder(tape, transport, len(given))
+        bound = Bound(recorder, run(memory, given, arena, recorder))
+    assert not tape.why_not
+    return bound
 
 
 def peaks(plan: Plan, heads: int, kv_heads: int, *, replayed: bool) -> list[LiveBytes]:
@@ -134,20 +143,12 @@ def peaks(plan: Plan, heads: int, kv_heads: int, *, replayed: bool) -> list[Live
     programs, transport = check(plan), Holding()
     for rank in range(RANKS):
         memory = plan_memory(programs[rank], landings_of(plan), form)
-        bound: Bound | None = None
+        drive: Any = partial(run, memory)
         if replayed:
-            given, arena = inputs(plan.phase.name, heads, kv_heads), arena_of(memory)
-            with Tape((*given, arena)) as tape:
-                recorder = Recorder(tape, transport, len(given))
-                bound = Bound(recorder, run(memory, given, arena, recorder))
-            assert not tape.why_not
+            drive = recorded(memory, inputs(plan.phase.name, heads, kv_heads), transport)
         with LiveBytes() as live:
             Launches.seen = live.look  # type: ignore[method-assign]
-            given, arena = inputs(plan.phase.name, heads, kv_heads), arena_of(memory)
-            if bound is None:
-                run(memory, given, arena, transport)
-            else:
-                bound(given, arena, transport, lambda step, error: error)  # type: ignore[arg-type, return-value]
+            drive(inputs(plan.phase.name, heads, kv_heads), arena_of(memory), transport, lambda step, error: error)
         found.append(live)
     return found
 
@@ -187,9 +188,7 @@ def test_a_replay_names_the_step_at_which_the_run_as_it_stands_fails(monkeypatch
     memory, transport = plan_memory(check(plan)[RANKS - 1], landings_of(plan), form), Holding()
     given, arena = inputs(plan.phase.name, 8, 4), arena_of(memory)
     monkeypatch.setattr(Launches, "seen", lambda: None)
-    with Tape((*given, arena)) as tape:
-        recorder = Recorder(tape, transport, len(given))
-        bound = Bound(recorder, run(memory, given, arena, recorder))
+    bound = recorded(memory, given, transport)
     steps = [failing_step(monkeypatch, partial(run, memory, given, arena, transport), at) for at in range(40)]
     assert {0, 1, 2, 3} <= set(steps)
     assert steps == [failing_step(monkeypatch, partial(bound, given, arena, transport), at) for at in range(40)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import os
 import random
@@ -17,7 +18,7 @@ from dfa_megatron.kernels.triton.support import interpreted
 from dfa_megatron.runtime.request import Request
 from tests.support.arguments import arguments
 from tests.support.attend import case, pack, prepare_together, together
-from tests.support.packs import random_offsets
+from tests.support.packs import random_offsets, served, skip_unless_it_serves_this_gpu
 from tests.support.support_rows import helped_by_causal_masks_only, mask, pack_mask, schedule
 
 KERNEL = "triton" if interpreted() else "reference"
@@ -146,3 +147,24 @@ def test_both_backward_payloads_are_exact(kernel: str, reads: str) -> None:
 
 def test_large_scores_neither_overflow_nor_lose_rows() -> None:
     together(case(48, softmax_scale=40.0), 4, kernel="reference", tolerance=1e-12)
+
+
+# One GPU plays all ranks, without a network.
+
+ON_GPU: dict[str, Any] = {"heads": 8, "head_dim": 128, "dtype": torch.bfloat16, "device": "cuda"}
+
+
+@pytest.mark.support("runtime", "one GPU as 2 to 8 ranks: `flash4`, `triton`, `aten`, `cudnn`; every schedule, packs")
+@pytest.mark.gpu
+@pytest.mark.parametrize("packed", [False, True], ids=["one document", "packs"])
+@pytest.mark.parametrize("kernel", ["flash4", "triton", "aten", "cudnn"])
+def test_kernels_are_exact_on_two_to_eight_ranks(kernel: str, packed: bool) -> None:
+    skip_unless_it_serves_this_gpu(kernel)
+    draw, done = random.Random(f"{kernel} {packed}"), 0
+    for ranks in (2, 3, 4, 8):
+        local = 2 * draw.choice([32, 65, 96, 128])
+        whole = pack(random_offsets(ranks * local, draw) if packed else (0, ranks * local), seed=ranks, **ON_GPU)
+        for name, layout in SCHEDULES[2:]:
+            run = functools.partial(together, whole, ranks, schedule=name, layout=layout, kernel=kernel)
+            done += served(kernel, run)
+    assert done >= 4

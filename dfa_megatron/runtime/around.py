@@ -1,4 +1,6 @@
-"""Heads exchanged for tokens around an attention (Ulysses): all-to-all, attention of every degree-th rank, all-to-all.
+"""What moves around an attention: heads that are exchanged for tokens, and rows of chunks that lie on two ranks.
+
+Heads (Ulysses): all-to-all, attention of every degree-th rank, all-to-all.
 
     4 ranks, degree 2        rank 0           rank 1           rank 2           rank 3
     a caller's tensors       tokens 0         tokens 1         tokens 2         tokens 3        all heads
@@ -7,12 +9,19 @@
     another of ranks 1, 3                     tokens 0, 1                       tokens 2, 3     the second half
     all-to-all               tokens 0         tokens 1         tokens 2         tokens 3        all heads
 
-Neither a plan nor what runs it knows of the exchange. All ranks of the group compare a call before its first message.
+Rows, for a fixed order of results: every chunk of a document lies on one rank. Where ranks end at chunks nothing moves.
+
+    a caller's tensors    rank 0: tokens 0 to 9      rank 1: tokens 10 to 19     chunks of 8 tokens
+    all-to-all            rank 0: tokens 0 to 7      rank 1: tokens 8 to 19      8 and 9 move
+    attention
+    all-to-all            results go back
+
+Neither a plan nor what runs it knows of them. All ranks of the group compare a call before its first message.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
@@ -23,16 +32,17 @@ from dfa_megatron.kernels.merge import minus_delta
 from dfa_megatron.plan.degree import HeadSplit, split_heads
 from dfa_megatron.plan.language.geometry import Span
 from dfa_megatron.plan.language.layout import LAYOUTS as BY_LENGTH
-from dfa_megatron.plan.language.layout import Layout
-from dfa_megatron.plan.language.program import Message
-from dfa_megatron.plan.schedules import layout_of
-from dfa_megatron.runtime.chunks import RunPhase
+from dfa_megatron.plan.language.layout import Layout, by_name
+from dfa_megatron.plan.schedules.invariant import same_rows
 from dfa_megatron.runtime.comm.channel import Channel
 from dfa_megatron.runtime.counters import COUNTERS
-from dfa_megatron.runtime.execute.memory import Fields, MemoryPlan
-from dfa_megatron.runtime.execute.moves import Moves, packed, unpacked
+from dfa_megatron.runtime.execute.memory import Fields
+from dfa_megatron.runtime.execute.moves import Moves, moves_between, packed, unpacked
 from dfa_megatron.runtime.prepare import Prepared, built
-from dfa_megatron.runtime.request import Inputs, Request
+from dfa_megatron.runtime.request import Inputs, Settled
+
+RunPhase = Callable[[Fields], Fields]
+"""A phase of an attention: tensors in, tensors out."""
 
 
 def rows_in_order(layout: Layout, neighbours: range) -> tuple[Span, ...]:
@@ -144,72 +154,48 @@ class HeadExchange:
             COUNTERS.ulysses_forward_bytes += nbytes
         else:
             COUNTERS.ulysses_backward_bytes += nbytes
-        counts = (_among(self.near, each, over.size) for each in (came, sent))
+        nobody = [0] * self.near[0], [0] * (over.size - self.near[-1] - 1)
+        counts = ([*nobody[0], *each, *nobody[1]] for each in (came, sent))
         over.communicator(send.device).all_to_all(received, send, *counts)
         return unpacked(received, parts, lead)
 
 
-def _among(ranks: range, counts: Sequence[int], size: int) -> list[int]:
-    """Return the counts of some of so many ranks for all of them."""
-    known = dict(zip(ranks, counts, strict=True))
-    return [known.get(rank, 0) for rank in range(size)]
-
-
-def made(degree: int, request: Request, over: Channel | None, inputs: Inputs) -> Prepared:
-    """Build a settled request without asking the other ranks, for that many neighbours.
+def made(degree: int, asked: Settled, over: Channel | None, inputs: Inputs) -> Prepared:
+    """Build a request without asking the other ranks, for that many neighbours.
 
     Raises:
         UnsupportedError: neighbours cannot exchange heads here, or nothing serves the request.
     """
     rank, size = (over.rank, over.size) if over is not None else (0, 1)
-    what = f"ulysses_degree={degree}"
+    what, request, held = f"ulysses_degree={degree}", asked.request, asked.layout
     if request.plan is not None:
         why, instead = "a plan is one of all ranks of the group", "ulysses_degree=1, or mask="
         raise UnsupportedError(f"{what} with a plan", why, instead)
-    heads, held = split_heads(degree, size, inputs.q.shape[2], inputs.k.shape[2]), request.layout
+    heads = split_heads(degree, size, inputs.q.shape[2], inputs.k.shape[2])
     assert over is not None, "a degree divides the ranks"
     if request.invariant and heads.copies > 1:
         why = "the sum over the query heads of a kv head would be cut"
         raise UnsupportedError(f"{what} with numerics='invariant'", why, f"at most {inputs.k.shape[2]}, or 1")
-    if isinstance(held, Layout) and held.queries is not None:
+    if held.queries is not None:
         why = "an exchange brings one sequence together"
         raise UnsupportedError(f"{what} for two sequences", why, "ulysses_degree=1")
-    if isinstance(held, str):
-        held = layout_of(held, request.mask_over(size * inputs.q.shape[1]), size)
     merged, near = held.merged(degree), range(rank - rank % degree, rank - rank % degree + degree)
-    asks = request if request.layout in BY_LENGTH else replace(request, layout=merged)
+    if request.layout in BY_LENGTH:
+        inside = asked._replace(layout=by_name(str(request.layout), held.length, size // degree))
+    else:
+        inside = asked._replace(layout=merged, request=replace(request, layout=merged))
     tokens, counts = merged.tokens(rank // degree), (heads.heads, heads.kv_heads, heads.kv_heads)
     like = [  # the plan's tensors: views of one number
         x.new_empty(()).expand(x.shape[0], tokens, count, x.shape[3])
         for x, count in zip(inputs[:3], counts, strict=True)
     ]
-    plan = built(asks, size // degree, rank // degree, Inputs(*like), over)
+    plan = built(inside, rank // degree, Inputs(*like), over, range(rank % degree, size, degree))
     order = rows_in_order(held, near)
     ends = accumulate(map(len, order))
     back = tuple(Span(end - len(rows), end) for rows, end in sorted(zip(order, ends, strict=True)))
     is_delta = plan.kernel.backward_needs == "delta"
     exchange = HeadExchange(heads, near, list(map(held.tokens, near)), order, back, is_delta, over)
-    return replace(_among_all(plan, over, degree), request=request, exchange=exchange)
-
-
-def _among_all(plan: Prepared, over: Channel, degree: int) -> Prepared:
-    """Return the attention of every degree-th rank with the peers' numbers in the group."""
-    peers, moved = range(over.rank % degree, over.size, degree), plan.moved
-
-    def peered(messages: Sequence[Message]) -> tuple[Message, ...]:
-        return tuple(replace(message, peer=peers[message.peer]) for message in messages)
-
-    def numbered(memory: MemoryPlan) -> MemoryPlan:
-        steps = [replace(x, sends=peered(x.sends), receives=peered(x.receives)) for x in memory.program.steps]
-        offsets = {(step, peers[peer]): places for (step, peer), places in memory.offsets.items()}
-        return replace(memory, program=replace(memory.program, steps=tuple(steps)), offsets=offsets)
-
-    def spread(moves: Moves) -> Moves:
-        sent, received = (_among(peers, each, over.size) for each in (moves.send_counts, moves.receive_counts))
-        return replace(moves, send_counts=sent, receive_counts=received)
-
-    moved = None if moved is None else replace(moved, q=spread(moved.q))  # one sequence: keys lie as queries do
-    return replace(plan, forward=numbered(plan.forward), backward=numbered(plan.backward), moved=moved)
+    return replace(plan, request=request, exchange=exchange)
 
 
 def _wide(statistic: torch.Tensor) -> torch.Tensor:
@@ -220,3 +206,64 @@ def _wide(statistic: torch.Tensor) -> torch.Tensor:
 def _narrow(field: torch.Tensor) -> torch.Tensor:
     """Return the statistic of a field, contiguous."""
     return field.squeeze(3).transpose(1, 2).contiguous()
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkMoves:
+    """The moves of one rank.
+
+    q: of queries and what belongs to them. kv: of keys and values; None where they lie as queries do, and travel with
+    them. over: the channel; None for one rank. is_delta: the backward's kernel reads -delta, not out.
+    """
+
+    q: Moves
+    kv: Moves | None
+    over: Channel | None
+    is_delta: bool
+
+    def around(self, run: RunPhase, inputs: Fields) -> Fields:
+        """Return what `run` of (q, k, v), or of (dout, q, k, v, out or -delta, lse), does with the caller's rows."""
+        if len(inputs) > 3 and self.is_delta and inputs[4].dim() == 4:
+            inputs = *inputs[:4], minus_delta(inputs[0], inputs[4]), inputs[5]
+        forward, q, kv = len(inputs) == 3, self.q.back(), None if self.kv is None else self.kv.back()
+        found = run(self._moved(inputs, (1, 2) if forward else (2, 3), self.q, self.kv))
+        return self._moved(found, () if forward else (1, 2), q, kv)
+
+    def _moved(self, tensors: Fields, keys: tuple[int, ...], q: Moves, kv: Moves | None) -> Fields:
+        """Move the rows of all tensors in one message, or of those at `keys` in a second."""
+        if kv is None or not keys:
+            return self._together(tensors, q)
+        found = [*tensors]
+        others = [at for at in range(len(tensors)) if at not in keys]
+        for places, moves in ((others, q), (keys, kv)):
+            for at, x in zip(places, self._together([tensors[at] for at in places], moves), strict=True):
+                found[at] = x
+        return tuple(found)
+
+    def _together(self, tensors: Sequence[torch.Tensor], moves: Moves) -> Fields:
+        """Move rows of (batch, rows, heads, width) or (batch, heads, rows)."""
+        dims = [1 if x.dim() == 4 else 2 for x in tensors]
+        by_row = [x.movedim(dim, 0) for x, dim in zip(tensors, dims, strict=True)]
+        came = unpacked(moves.run(packed(by_row), over=self.over), by_row)
+        return tuple(x.movedim(0, dim).contiguous() for x, dim in zip(came, dims, strict=True))
+
+
+def rows_to_chunks(
+    held: Layout, whole: Layout, rank: int, device: torch.device, over: Channel | None, peers: range, *, is_delta: bool
+) -> ChunkMoves | None:
+    """Return the moves from the rows that ranks hold to those of whole chunks; None where none move.
+
+    peers: the numbers in the group of these ranks.
+    """
+    if same_rows(held, whole):
+        return None
+    peers, size = (range(whole.ranks), whole.ranks) if over is None else (peers, over.size)
+
+    def moves(side: str) -> Moves:
+        before, after = (
+            [layout.spans(peers.index(each), side) if each in peers else () for each in range(size)]
+            for layout in (held, whole)
+        )
+        return moves_between(before, after, peers[rank], device)
+
+    return ChunkMoves(moves("q"), None if held.queries is None else moves("kv"), over, is_delta)
