@@ -27,7 +27,7 @@ _HOME = {
     "plan_batches": "dfa_megatron.batches",
     "roll_sequence": "dfa_megatron.sequence.roll",
     "shard_sequence": "dfa_megatron.sharding",
-    "simulate": "dfa_megatron.cli.simulate",
+    "simulate": "dfa_megatron.plan.cost.choose",
     "stats": "dfa_megatron.runtime.counters",
     "tree_positions": "dfa_megatron.sharding",
     "unshard_sequence": "dfa_megatron.sharding",
@@ -38,9 +38,8 @@ if TYPE_CHECKING:
     from dfa_megatron.attention import DistFlashAttention, dist_flash_attn_func, dist_flash_attn_varlen_func
     from dfa_megatron.batches import plan_batches
     from dfa_megatron.cli.draw import draw
-    from dfa_megatron.cli.simulate import simulate
     from dfa_megatron.config import DistAttentionConfig, MegatronConfig, TrainingConfig
-    from dfa_megatron.plan.cost.choose import make_plan
+    from dfa_megatron.plan.cost.choose import make_plan, simulate
     from dfa_megatron.plan.proof.check import check_plan
     from dfa_megatron.plan.schedules import with_blocks
     from dfa_megatron.runtime.counters import stats

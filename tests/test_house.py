@@ -55,23 +55,23 @@ LONG_FUNCTIONS_FOR_NOW: set[str] = set()
 
 BUDGETS = {
     "benchmarks": 6_314,
-    "cli": 1_025,
+    "cli": 851,
     "deepspeed": 1_046,
-    "docs": 1_197,
+    "docs": 1_196,
     "doctor": 919,
     "huggingface": 3_886,
     "indexed": 957,
-    "kernels": 3_928,
+    "kernels": 3_923,
     "loss": 702,
     "megatron": 3_943,
-    "plan": 5_616,
+    "plan": 5_491,
     "proving": 709,
     "recurrence": 1_397,
     "remat": 485,
-    "runtime": 5_535,
+    "runtime": 5_534,
     "sequence": 413,
-    "tests": 38_079,
-    "top": 1_943,
+    "tests": 38_060,
+    "top": 1_942,
     "trees": 307,
 }
 """Lines of Python in a folder of the package, in its files beside them ("top"), in tests, docs and benchmarks.
@@ -171,6 +171,7 @@ FACTS = {
     "plan/language/sizes.py": {"BYTES"},
     "plan/lowering/landings.py": {"_TENSORS", "ALIGNMENT"},
     "plan/lowering/lower.py": {"MOST_PARTS"},
+    "plan/proof/set_algebra.py": {"ONE"},
 }
 """Numbers of plans and launches that nobody tuned; `MEASURED` has tables, and an adapter of a kernel its own."""
 
