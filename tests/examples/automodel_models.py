@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from importlib import import_module
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -13,6 +15,7 @@ from nemo_automodel.components.distributed.context_parallel import ContextParall
 from torch.distributed.device_mesh import init_device_mesh
 
 from automodel_cp import distribute
+from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.recurrence.token_loop import delta_rule
 from tests.support.state_kernels import l2norm
 from tests.support.workers import run_ranks
@@ -141,7 +144,52 @@ def train(rank: int, ranks: int, names: list[str]) -> dict[str, list[float]]:
     return seen
 
 
+def refused(rank: int, ranks: int) -> dict[str, str]:
+    """Return what `distribute`, the cut and attention say of what they refuse."""
+    mesh, told = init_device_mesh("cpu", (ranks,), mesh_dim_names=("cp",)), dict[str, str]()
+
+    def refuses(what: str, call: Any) -> None:
+        try:
+            call()
+        except UnsupportedError as error:
+            told[what] = str(error)
+
+    def changed(name: str, value: Any, at: str = "") -> Any:
+        model = build("gemma4_moe/dense")
+        setattr(model.get_submodule(at), name, value)
+        return functools.partial(distribute, model, mesh["cp"])
+
+    language = next(name for name, x in build("gemma4_moe/dense").named_modules() if name.endswith("layers.0"))
+    refuses("backend.attn='te'", changed("backend", SimpleNamespace(attn="te")))
+    refuses("MTP", changed("mtp", torch.nn.Linear(1, 1)))
+    refuses("layers {'Linear'}", changed("self_attn", torch.nn.Linear(1, 1), language))
+    refuses("both directions", changed("is_causal", False, language + ".self_attn"))
+    model = distribute(build("gemma4_moe/dense"), mesh["cp"])
+    refuses("two calls", lambda: distribute(model, mesh["cp"]))
+    for what, more in {
+        "pixel_values": {"pixel_values": torch.zeros(1)},
+        "a mask of four dimensions": {"attention_mask": torch.ones(2, 1, 53, 53)},
+        "cu_seqlens without seq_lens": {"attention_mask": None, "cu_seqlens": torch.tensor([0, 53])},
+    }.items():
+        batch = {key: x for key, x in (batch_of(0) | more).items() if x is not None}
+        refuses(what, lambda batch=batch: ContextParallelSharder(model, mesh, batch).shard(batch))
+    for layer in model.modules():
+        if hasattr(layer, "attention_dropout"):
+            layer.attention_dropout = 0.1
+    _, batch = ContextParallelSharder(model, mesh, batch_of(0)).shard(batch_of(0))
+    refuses("dropout", lambda: model(**batch))
+    return told
+
+
+def check_refusals() -> None:
+    """Each of the example's refusals names what it refuses, on two ranks."""
+    for told in run_ranks(2, refused, timeout=3600.0):
+        assert all(what in text for what, text in told.items()), told
+        assert len(told) == 9, told
+
+
 if __name__ == "__main__":
+    check_refusals()
     one, *several = (run_ranks(n, train, sys.argv[1:] or [*BUILD], timeout=3600.0)[0] for n in (1, 2, 3))
     for name, told in one.items():
         off = [max(abs(x / y - 1) for x, y in zip(found[name], told, strict=True)) for found in several]
