@@ -27,7 +27,7 @@ from statistics import fmean
 from typing import Any
 
 from dfa_megatron.batches import LINEAR, LayerCost, plan_batches
-from dfa_megatron.plan.cost.choose import Outline, best, candidates, estimate
+from dfa_megatron.plan.cost.choose import CallOutline, Contents, Outline, best, candidates, clocked
 from dfa_megatron.plan.cost.hardware import H200_NIC_400G, H200_SLOW_LINK, Hardware, computing_with
 from dfa_megatron.plan.language.ir import BACKWARD, FORWARD
 from dfa_megatron.plan.language.mask import documents
@@ -169,16 +169,18 @@ def ring(lengths: tuple[int, ...], size: int, sizes: Sizes, hardware: Hardware) 
     local, chunks = sum(padded) // size, [length // (2 * size) for length in padded]
     own = sum(causal_tiles(2 * chunk) for chunk in chunks)
     others = sum(-(-chunk // TILE) * -(-2 * chunk // TILE) for chunk in chunks)
-    work = [[(rank, TILE**2 * (others if step else own), local, local) for rank in range(size)] for step in range(size)]
+    pairs = [TILE**2 * (others if step else own) for step in range(size)]
+    work = [[CallOutline(rank, of_step, local, local) for rank in range(size)] for of_step in pairs]
     device = host = 0.0
     for phase in (FORWARD, BACKWARD):
         back = phase is BACKWARD
-        parts = ((("kv", local),), (("kv", local), ("dkv", local)), (("dkv", local),))
-        last = 2 if back and size > 1 else None
-        kinds = [(1 if back and step else 0) if step < size - 1 else last for step in range(size)]
-        sent = [[] if kind is None else [(rank, (rank + 1) % size, kind) for rank in range(size)] for kind in kinds]
-        found = estimate(Outline(phase, size, work, sent, parts), sizes, hardware)
-        device, host = device + found.seconds, host + found.host_seconds
+        sent = list[list[tuple[int, int, Contents]]]()
+        for step in range(size):
+            names = ["kv"] * (step < size - 1) + ["dkv"] * (back and step > 0)
+            parts = tuple((name, local) for name in names)
+            sent.append([(rank, (rank + 1) % size, parts) for rank in range(size) if parts])
+        found = clocked(Outline(phase, size, work, sent), sizes, hardware)
+        device, host = device + found.makespan, host + found.host
     return device, host, local
 
 
@@ -189,8 +191,9 @@ def ours(lengths: tuple[int, ...], size: int, sizes: Sizes, hardware: Hardware) 
     mask = documents((*lengths[:-1], lengths[-1] + fill))
     taken = best(candidates(mask, size, layout="contiguous", sizes=sizes, hardware=hardware))
     assert taken is not None
+    assert taken.cost is not None
     rounded = TILE**2 * sum(causal_tiles(length) for length in lengths) / mask.area
-    return taken.device * rounded, taken.host, -(-mask.length // size)
+    return taken.cost.makespan * rounded, taken.cost.host, -(-mask.length // size)
 
 
 def methods(work: Work, ranks: int, lengths: list[int], hardware: Hardware) -> dict[str, tuple[list[MicroBatch], Cost]]:

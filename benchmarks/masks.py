@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from benchmarks.attention.clock import Timer, take_turns
-from benchmarks.attention.correctness import Truth, exact_of, squares, verdict
+from benchmarks.attention.correctness import compared, truth_of
 from benchmarks.attention.job import FLOPS_OF, Problem
 from benchmarks.attention.method import Attention, Method, contiguous
 from benchmarks.bench import Report, flags_of, leave, ranks_or_one
@@ -121,20 +121,16 @@ def flex(tokens: int, tree: tuple[list[int], list[int]], device: torch.device) -
 
 def inputs(shapes: Shapes, tokens: int, world: World) -> Tensors:
     """Return q, k, v and dout of all tokens, the same on every rank."""
-    where = {"generator": torch.Generator(world.device).manual_seed(1), "device": world.device}
     dtype = torch.bfloat16 if world.device.type == "cuda" else torch.float32
-    return draw(tokens, shapes.heads, shapes.kv_heads, shapes.head_dim, dtype=dtype, **where)
+    return draw(tokens, shapes.heads, shapes.kv_heads, shapes.head_dim, 1, device=world.device, dtype=dtype)
 
 
 def wrong(shapes: Shapes, mask: Mask, world: World) -> str:
     """Return what of out, dq, dk and dv of one kv head is too far from float64, or ""."""
     thin = replace(shapes, heads=shapes.heads // shapes.kv_heads, kv_heads=1)
-    drawn = inputs(thin, mask.length, world)
-    dtype = "bfloat16" if world.cuda else "float32"
-    problem = Problem(thin.heads, thin.kv_heads, thin.head_dim, "full", dtype)
-    exact = Truth(problem, drawn, tuple(x[None] for x in exact_of([x[0] for x in drawn], mask)))
-    found = squares(Method("ours", "ours", lambda *_: ours(shapes, mask)), exact, world).tolist()
-    return verdict(world.sums(found) if world.size > 1 else found, dtype)[1]
+    problem = Problem(thin.heads, 1, thin.head_dim, "full", "bfloat16" if world.cuda else "float32")
+    exact = truth_of(problem, inputs(thin, mask.length, world), mask)
+    return compared(Method("ours", "ours", lambda *_: ours(shapes, mask)), exact, world)[2]
 
 
 def measure(shapes: Shapes, name: str, tokens: int, world: World) -> dict[str, Any]:

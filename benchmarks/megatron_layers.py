@@ -226,8 +226,8 @@ def attention_errors(block: Any, shape: Shape, mode: Mode, tokens: int) -> dict[
     found = [getattr(layer.self_attention, "core_attention", None) for layer in block.layers]
     core = [attention for attention in found if attention is not None][-1]
     device = next(block.parameters()).device
-    where = {"generator": torch.Generator(device).manual_seed(3), "device": device, "dtype": block.config.params_dtype}
-    whole = [x[0] for x in draw(tokens, shape.heads, shape.groups, shape.head_dim, **where)]
+    where = {"device": device, "dtype": block.config.params_dtype}
+    whole = [x[0] for x in draw(tokens, shape.heads, shape.groups, shape.head_dim, 3, **where)]
 
     def own(x: torch.Tensor) -> torch.Tensor:
         """Return this rank's part (tokens, 1, heads, head_dim)."""

@@ -25,13 +25,12 @@ import torch
 from benchmarks.attention.baselines import ring_flash_attn, version_of
 from benchmarks.attention.baselines.transformer_engine import context_parallel
 from benchmarks.attention.clock import Timer, take_turns
-from benchmarks.attention.correctness import Truth, exact_of, squares, verdict
-from benchmarks.attention.failures import Failure, together
+from benchmarks.attention.correctness import compared, truth_of
 from benchmarks.attention.job import FLOPS_OF, Problem
 from benchmarks.attention.method import Attention, Method, Split
 from benchmarks.bench import Call, Report, flags_of
 from benchmarks.documents import Offsets, PackShapes
-from benchmarks.programs import Tensors, draw, passes
+from benchmarks.programs import draw, passes
 from dfa_megatron import DistAttentionConfig, dist_flash_attn_varlen_func, layouts, shard_sequence
 from dfa_megatron.doctor.dense import band_of
 from dfa_megatron.doctor.world import World, join
@@ -140,15 +139,6 @@ def methods_of(shapes: Shapes, offsets: Offsets, world: World) -> list[Method]:
     return found
 
 
-def checked(method: Method, exact: Truth, world: World) -> dict[str, Any]:
-    """Return how far a method is from float64, and what is wrong."""
-    found = together(world, functools.partial(squares, method, exact, world))
-    if isinstance(found, Failure):
-        return {"wrong": f"{found.state}: {found.why}"}
-    error, wrong = verdict(world.sums(found.tolist()), exact.problem.dtype)
-    return {"error": error, "wrong": wrong}
-
-
 def main(argv: Sequence[str] | None = None) -> None:
     """Check, time, print and write."""
     shapes = flags_of(Shapes, __doc__, argv)
@@ -158,22 +148,18 @@ def main(argv: Sequence[str] | None = None) -> None:
     problem = Problem(
         shapes.heads, shapes.kv_heads, shapes.head_dim, "causal" if shapes.causal else "full", shapes.dtype
     )
-
-    def drawn(tokens: int) -> Tensors:
-        """Return q, k, v and dout of all tokens, the same on every rank of one kind of device."""
-        where = {"generator": torch.Generator(world.device).manual_seed(1), "device": world.device}
-        return draw(tokens, shapes.heads, shapes.kv_heads, shapes.head_dim, dtype=getattr(torch, shapes.dtype), **where)
-
-    small, whole = drawn(few[-1]), drawn(offsets[-1])
-    wanted = exact_of([x[0] for x in small], band_of(shapes.causal), few)
-    exact = Truth(problem, small, tuple(x[None] for x in wanted))
+    sizes, where = (shapes.heads, shapes.kv_heads, shapes.head_dim, 1), {"dtype": getattr(torch, shapes.dtype)}
+    small, whole = (draw(ends[-1], *sizes, device=world.device, **where) for ends in (few, offsets))
+    exact = truth_of(problem, small, band_of(shapes.causal), few)
     about = {"documents": len(offsets) - 1, "cu_seqlens": offsets}
     report, timed = Report(shapes.out, shapes, about=about), list[tuple[dict[str, Any], list[Timer]]]()
     pairs = zip(methods_of(shapes, few, world), methods_of(shapes, offsets, world), strict=True)
     for small_method, method in pairs:
-        row = {"method": method.name, **checked(small_method, exact, world)}
+        error, state, why = compared(small_method, exact, world)
+        said = why if state in ("", "wrong") else f"{state}: {why}"
+        row: dict[str, Any] = {"method": method.name, "error": error, "wrong": said}
         report.add(row)
-        if not row["wrong"]:
+        if not state:
             *leaves, dout = (method.split(x, world) for x in whole)
             forward, both = passes(method.start(problem, len(dout), world, contextlib.ExitStack()), leaves, dout)
             for _ in range(3):

@@ -16,8 +16,13 @@ from dfa_megatron.runtime.run import run_backward, run_forward
 Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
-def draw(tokens: int, heads: int, kv_heads: int, head_dim: int, **where: Any) -> Tensors:
-    """Return q, k, v and dout (1, tokens, heads, head_dim), with the `dtype` and `device` that are given."""
+def draw(tokens: int, heads: int, kv_heads: int, head_dim: int, seed: int | None = None, **where: Any) -> Tensors:
+    """Return q, k, v and dout (1, tokens, heads, head_dim), with the `dtype` and `device` that are given.
+
+    seed: gives the same numbers on every rank of one kind of device.
+    """
+    if seed is not None:
+        where["generator"] = torch.Generator(where["device"]).manual_seed(seed)
     q, k, v, dout = (torch.randn(1, tokens, n, head_dim, **where) for n in (heads, kv_heads, kv_heads, heads))
     return q, k, v, dout
 

@@ -27,7 +27,7 @@ _HOME = {
     "plan_batches": "dfa_megatron.batches",
     "roll_sequence": "dfa_megatron.sequence.roll",
     "shard_sequence": "dfa_megatron.sharding",
-    "simulate": "dfa_megatron.cli.simulate",
+    "simulate": "dfa_megatron.plan.cost.choose",
     "stats": "dfa_megatron.runtime.counters",
     "tree_positions": "dfa_megatron.sharding",
     "unshard_sequence": "dfa_megatron.sharding",
@@ -40,11 +40,11 @@ if TYPE_CHECKING:
     from dfa_megatron.attention import dist_flash_attn_varlen_func as dist_flash_attn_varlen_func
     from dfa_megatron.batches import plan_batches as plan_batches
     from dfa_megatron.cli.draw import draw as draw
-    from dfa_megatron.cli.simulate import simulate as simulate
     from dfa_megatron.config import DistAttentionConfig as DistAttentionConfig
     from dfa_megatron.config import MegatronConfig as MegatronConfig
     from dfa_megatron.config import TrainingConfig as TrainingConfig
     from dfa_megatron.plan.cost.choose import make_plan as make_plan
+    from dfa_megatron.plan.cost.choose import simulate as simulate
     from dfa_megatron.plan.proof.check import check_plan as check_plan
     from dfa_megatron.plan.schedules import with_blocks as with_blocks
     from dfa_megatron.runtime.counters import stats as stats

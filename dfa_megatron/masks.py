@@ -92,7 +92,7 @@ def from_dense(visible: Any, length: int | None = None, *, name: str = "dense", 
             if len(pieces) > most:
                 why = f"it is no union of {most} pieces: cell ({piece.q.lo}, {piece.kv.lo}) needs one more"
                 raise UnsupportedError(f"the mask {name!r}", why, "blocks and bands of many tokens, or a larger most=")
-    return Mask(name, length, tuple(tile for tile, _ in fuse([(piece, ()) for piece in pieces])))
+    return Mask(name, length, tuple(fuse(pieces)))
 
 
 def _pieces(look: Any, length: int, rows: Span, device: Any) -> Iterator[Tile]:

@@ -104,11 +104,11 @@ def network() -> Lines:
     """Return the share of the time in which two hosts of eight GPUs compute nothing, by the rate of the network."""
     shape, lengths, lines = Sizes(kv_heads=8, backward_needs="delta"), (4, 8, 16, 32, 64), []
     for gigabits in (400, 200, 100, 25):
-        link = Link("p2p", 0.9e9 * gigabits / 8, 30e-6)
+        link = Link(0.9e9 * gigabits / 8, 30e-6)
         hardware = computing_with("flash4", replace(H200_NIC_400G, network=link))
         about = {"layout": "contiguous", "sizes": shape, "hardware": hardware}
         found = [best(candidates(causal(16 * K * tokens), 16, **about)) for tokens in lengths]
-        lines.append([f"{gigabits} Gb/s", *(f"{100 * (1 - one.busy / one.device):.0f} %" for one in found if one)])
+        lines.append([f"{gigabits} Gb/s", *(f"{100 * one.cost.idle_share:.0f} %" for one in found if one and one.cost)])
     return table(["adapter of each GPU", *(f"{tokens}K a rank" for tokens in lengths)], lines)
 
 

@@ -6,8 +6,7 @@ import random
 from functools import partial
 
 from dfa_megatron.cli.draw import draw
-from dfa_megatron.cli.simulate import bytes_sent, simulate
-from dfa_megatron.plan.cost.choose import make_plan
+from dfa_megatron.plan.cost.choose import make_plan, simulate
 from dfa_megatron.plan.cost.hardware import H200_NVLINK, H200_SLOW_LINK, IDEAL_LINK
 from dfa_megatron.plan.language.ir import AttentionPlan, Plan, loads
 from dfa_megatron.plan.language.mask import Mask, causal, documents
@@ -30,7 +29,7 @@ def label(schedule: Schedule | AttentionPlan) -> str:
 
 def sent(plan: Plan | AttentionPlan, shape: Sizes) -> str:
     """Return the megabytes that ranks send: their mean, and the most."""
-    found = bytes_sent(plan, shape)
+    found = simulate(plan, shape).sent
     return f"{sum(found) / len(found) / 1e6:.0f} ({max(found) / 1e6:.0f})"
 
 

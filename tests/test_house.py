@@ -55,22 +55,22 @@ LONG_FUNCTIONS_FOR_NOW: set[str] = set()
 
 BUDGETS = {
     "benchmarks": 6_314,
-    "cli": 1_025,
+    "cli": 851,
     "deepspeed": 1_037,
-    "docs": 1_197,
+    "docs": 1_196,
     "doctor": 919,
     "huggingface": 3_862,
     "indexed": 955,
-    "kernels": 3_928,
+    "kernels": 3_923,
     "loss": 702,
     "megatron": 3_943,
-    "plan": 5_618,
+    "plan": 5_493,
     "proving": 705,
     "recurrence": 1_397,
     "remat": 485,
-    "runtime": 5_343,
+    "runtime": 5_342,
     "sequence": 409,
-    "tests": 37_480,
+    "tests": 37_461,
     "top": 1_913,
     "trees": 307,
 }
@@ -123,7 +123,7 @@ def test_no_folder_of_the_package_holds_more_than_25_modules() -> None:
 
 
 def test_the_pages_hold_no_more_words_than_now() -> None:
-    assert house.words_of_markdown(house.ROOT) <= 23_530
+    assert house.words_of_markdown(house.ROOT) <= 23_526
 
 
 def test_no_file_name_stands_twice_but_for_the_same_thing() -> None:
@@ -138,7 +138,7 @@ def test_attention_loads_no_more_than_it_needs() -> None:
     """May only fall."""
     loaded = house.import_closure("dfa_megatron.attention")
     assert len(loaded) <= 61
-    assert sum(len(path.read_text(encoding="utf-8").splitlines()) for path in loaded) <= 10_795
+    assert sum(len(path.read_text(encoding="utf-8").splitlines()) for path in loaded) <= 10_690
 
 
 def test_there_are_no_more_options_than_eleven() -> None:
@@ -171,6 +171,7 @@ FACTS = {
     "plan/language/sizes.py": {"BYTES"},
     "plan/lowering/landings.py": {"_TENSORS", "ALIGNMENT"},
     "plan/lowering/lower.py": {"MOST_PARTS"},
+    "plan/proof/set_algebra.py": {"ONE"},
 }
 """Numbers of plans and launches that nobody tuned; `MEASURED` has tables, and an adapter of a kernel its own."""
 

@@ -6,13 +6,15 @@ import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from itertools import pairwise
 
 import torch
 
+from benchmarks.attention.failures import Failure, together
 from benchmarks.attention.job import Problem
 from benchmarks.attention.method import Attention, Method
-from benchmarks.programs import draw
+from benchmarks.programs import Tensors, draw
 from dfa_megatron.doctor.dense import band_of, dense_attention
 from dfa_megatron.doctor.world import World
 from dfa_megatron.plan.language.geometry import Band
@@ -36,11 +38,15 @@ class Truth:
 def truth(problem: Problem, world: World) -> Truth:
     """Draw a sequence of 256 tokens a rank (32 on a CPU) and compute its attention as the definition says."""
     length = world.size * (256 if world.cuda else 32)
-    generator = torch.Generator(world.device).manual_seed(length + 100 * problem.heads + problem.kv_heads)
-    where = {"generator": generator, "device": world.device, "dtype": getattr(torch, problem.dtype)}
-    drawn = draw(length, problem.heads, problem.kv_heads, problem.head_dim, **where)
-    wanted = exact_of([x[0] for x in drawn], band_of(problem.causal))
-    return Truth(problem, drawn, tuple(x[None] for x in wanted))
+    seed, dtype = length + 100 * problem.heads + problem.kv_heads, getattr(torch, problem.dtype)
+    sizes = problem.heads, problem.kv_heads, problem.head_dim
+    drawn = draw(length, *sizes, seed, device=world.device, dtype=dtype)
+    return truth_of(problem, drawn, band_of(problem.causal))
+
+
+def truth_of(problem: Problem, drawn: Tensors, visible: Band | Mask, offsets: tuple[int, ...] | None = None) -> Truth:
+    """Return drawn inputs with their attention; other arguments as for `exact_of`."""
+    return Truth(problem, drawn, tuple(x[None] for x in exact_of([x[0] for x in drawn], visible, offsets)))
 
 
 def exact_of(
@@ -55,6 +61,16 @@ def exact_of(
     outs = [dense_attention(*(x[None, lo:hi] for x in leaves), visible)[0][0] for lo, hi in pairwise(offsets)]
     out = torch.cat(outs)
     return out.detach(), *torch.autograd.grad(out, leaves, inputs[3].double())
+
+
+def compared(method: Method, exact: Truth, world: World) -> tuple[float, str, str]:
+    """Return the largest relative error, "wrong" or how it failed or "", and why; collective."""
+    shares = together(world, partial(squares, method, exact, world))
+    if isinstance(shares, Failure):
+        return 0.0, shares.state, shares.why
+    squared = shares.tolist()
+    error, why = verdict(world.sums(squared) if world.size > 1 else squared, exact.problem.dtype)
+    return error, "wrong" if why else "", why
 
 
 def squares(method: Method, exact: Truth, world: World) -> torch.Tensor:

@@ -123,16 +123,8 @@ class Run:
             row.state, row.why = OUT_OF_MEMORY, f"it ran out of memory at {self.full[key]} tokens"
         elif entry.method.exact:
             if key not in self.answers:
-                self.answers[key] = self._check(entry.method, problem)
+                self.answers[key] = check.compared(entry.method, _truth(problem, self.world), self.world)
             row.error, row.state, row.why = self.answers[key]
-
-    def _check(self, method: Method, problem: Problem) -> tuple[float, str, str]:
-        exact = _truth(problem, self.world)
-        shares = together(self.world, functools.partial(check.squares, method, exact, self.world))
-        if isinstance(shares, Failure):
-            return 0.0, shares.state, shares.why
-        error, why = check.verdict(self.world.sums(shares.tolist()), problem.dtype)
-        return error, "wrong" if why else "", why
 
     def _inputs(self, entries: Sequence[_Entry], problem: Problem, length: int) -> Tensors | None:
         """Return q, k, v and dout of a rank, for all methods."""

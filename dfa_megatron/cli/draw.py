@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from html import escape
 from typing import Literal
 
-from dfa_megatron.cli.simulate import Event, Timeline, simulate
 from dfa_megatron.errors import UnsupportedError
+from dfa_megatron.plan.cost.choose import Event, Timeline, simulate
 from dfa_megatron.plan.cost.hardware import H200_NVLINK, Hardware
 from dfa_megatron.plan.language.grid import grid, whose
 from dfa_megatron.plan.language.ir import PHASES, AttentionPlan, Block, Plan
@@ -94,7 +94,7 @@ def _panel(out: list[str], plan: Plan, timeline: Timeline, top: int) -> None:
     def x(seconds: float) -> float:
         return LEFT + PLOT * seconds / span
 
-    heading = f"{plan.phase.name}: {_seconds(timeline.makespan)}, idle {100 * timeline.idle_share:.1f} %"
+    heading = f"{plan.phase.name}: {_shown(timeline.makespan, SECONDS)}, idle {100 * timeline.idle_share:.1f} %"
     out.append(_text(20, top + 14, heading, "ink heading"))
     out.append(_text(WIDTH - 20, top + 30, "sent | received", "muted small", "end"))
     for step, start in _step_starts(timeline):
@@ -103,9 +103,8 @@ def _panel(out: list[str], plan: Plan, timeline: Timeline, top: int) -> None:
     for rank in range(plan.ranks):
         y = rows + rank * (COMPUTE + LANE + GAP)
         out.append(_text(20, y + COMPUTE / 2 + 4, f"rank {rank}", "ink"))
-        out.append(f'<rect class="idle" x="{LEFT}" y="{y}" width="{PLOT}" height="{COMPUTE}" rx="3"/>')
-        sent, received = timeline.sent[rank], timeline.received[rank]
-        moved = f"{_bytes(sent)} | {_bytes(received)}"
+        out.append(_box("idle", LEFT, y, PLOT, COMPUTE, 3))
+        moved = " | ".join(_shown(of[rank], BYTES) for of in (timeline.sent, timeline.received))
         out.append(_text(WIDTH - 20, y + COMPUTE / 2 + 4, moved, "muted", "end"))
         for event in timeline.events:
             if event.rank == rank and event.kind == "compute":
@@ -117,7 +116,7 @@ def _panel(out: list[str], plan: Plan, timeline: Timeline, top: int) -> None:
     for tick in range(6):
         seconds = timeline.makespan * tick / 5
         anchor = "start" if tick == 0 else "end" if tick == 5 else "middle"
-        out.append(_text(x(seconds), bottom + 10, _seconds(seconds), "muted small", anchor))
+        out.append(_text(x(seconds), bottom + 10, _shown(seconds, SECONDS), "muted small", anchor))
 
 
 def _step_starts(timeline: Timeline) -> list[tuple[int, float]]:
@@ -133,10 +132,8 @@ def _cell(out: list[str], plan: Plan, event: Event, left: float, right: float, y
     kind = _kind(plan, event.blocks)
     rows, keys = (block.q_chunk for block in event.blocks), (block.kv_chunk for block in event.blocks)
     label = f"q{whose(plan, rows)} · k{whose(plan, keys)}" if event.blocks else event.label
-    note = f"rank {event.rank}, step {event.step}: {label}, {_seconds(event.end - event.start)}"
-    box = f'x="{left + 0.5:.1f}" y="{y}" width="{max(width - 1, 0.6):.1f}" height="{COMPUTE}"'
-    box += f' rx="{min(3, width / 3):.0f}"'
-    out.append(f'<rect class="{kind}" {box}><title>{escape(note)}</title></rect>')
+    note = f"rank {event.rank}, step {event.step}: {label}, {_shown(event.end - event.start, SECONDS)}"
+    out.append(_box(kind, left + 0.5, y, max(width - 1, 0.6), COMPUTE, min(3, width / 3), note))
     for text in (label, label.replace(" ", ""), label.split(" ")[0]):
         if event.blocks and 6.8 * len(text) < width - 2:
             on = "on-dark" if kind == "diagonal" else "on-light"
@@ -157,11 +154,10 @@ def _arrival(out: list[str], event: Event, left: float, right: float, y: float) 
     """Draw a message as a bar with a stripe for each name in it."""
     names = event.label.split("+")
     height, width = (LANE - 2) / len(names), max(right - left, 1.2)
-    took = _seconds(event.end - event.start)
-    note = f"{event.label} from rank {event.peer}, step {event.step}, {_bytes(event.nbytes)}, {took}"
+    took = f"{_shown(event.nbytes, BYTES)}, {_shown(event.end - event.start, SECONDS)}"
+    note = f"{event.label} from rank {event.peer}, step {event.step}, {took}"
     for place, name in enumerate(names):
-        box = f'x="{left:.1f}" y="{y + place * height:.1f}" width="{width:.1f}" height="{height:.1f}"'
-        out.append(f'<rect class="{ARRIVES[name]}" {box} rx="1"><title>{escape(note)}</title></rect>')
+        out.append(_box(ARRIVES[name], left, y + place * height, width, height, 1, note))
 
 
 def _name_arrivals(out: list[str], bars: Sequence[tuple[float, float, str]], y: float) -> None:
@@ -181,7 +177,7 @@ def _legend(out: list[str], entries: Sequence[tuple[str, str]], y: float) -> Non
     x = 20.0
     for kind, text in entries:
         top, height = (y, 14) if kind in ("diagonal", "own", "helper", "idle") else (y + 3, 8)
-        out.append(f'<rect class="{kind}" x="{x}" y="{top}" width="16" height="{height}" rx="2"/>')
+        out.append(_box(kind, x, top, 16, height, 2))
         out.append(_text(x + 22, y + 11.5, text, "ink"))
         x += 22 + 6.4 * len(text) + 20
 
@@ -191,18 +187,21 @@ def _text(x: float, y: float, text: str, kind: str, anchor: str = "start") -> st
     return f'<text class="{kind}" {where}>{escape(text)}</text>'
 
 
-def _seconds(value: float) -> str:
-    for unit, size in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):
-        if value >= size:
-            return f"{value / size:.3g} {unit}"
-    return "0" if value == 0 else f"{value / 1e-9:.3g} ns"
+def _box(kind: str, x: float, y: float, width: float, height: float, radius: float, note: str = "") -> str:
+    """Return a rectangle with rounded corners, and a note that a pointer shows."""
+    where = f'x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height:.1f}" rx="{radius:.0f}"'
+    return f'<rect class="{kind}" {where}' + (f"><title>{escape(note)}</title></rect>" if note else "/>")
 
 
-def _bytes(value: float) -> str:
-    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if value >= size:
-            return f"{value / size:.3g} {unit}"
-    return f"{value:g} B"
+SECONDS = ("s", 1.0), ("ms", 1e-3), ("µs", 1e-6), ("ns", 1e-9)
+BYTES = ("GB", 1e9), ("MB", 1e6), ("kB", 1e3), ("B", 1.0)
+"""Units with their sizes, the largest first."""
+
+
+def _shown(value: float, units: Sequence[tuple[str, float]]) -> str:
+    """Return a number in the largest unit of which it has one or more."""
+    unit, size = next((one for one in units if value >= one[1]), units[-1])
+    return f"{value / size:.3g} {unit}" if value else "0"
 
 
 Style = Literal["text", "svg"]

@@ -9,15 +9,15 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import Any, cast
 
 from dfa_megatron.cli.draw import draw
-from dfa_megatron.cli.simulate import simulate
 from dfa_megatron.config import DistAttentionConfig
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.flags import add_flags, flag, from_flags
 from dfa_megatron.names import LAYOUTS, SCHEDULES, nearest
-from dfa_megatron.plan.cost.choose import candidates, explain, make_plan
+from dfa_megatron.plan.cost.choose import Candidate, best, candidates, make_plan, simulate
 from dfa_megatron.plan.cost.hardware import PROFILES, Hardware, profile_named
 from dfa_megatron.plan.degree import automatic_degree, split_heads
 from dfa_megatron.plan.language import mask as masks
@@ -27,6 +27,7 @@ from dfa_megatron.plan.language.mask import Mask
 from dfa_megatron.plan.language.sizes import Sizes
 from dfa_megatron.plan.language.text import to_text
 from dfa_megatron.plan.language.tree import prompt_tree
+from dfa_megatron.plan.language.work import TIE
 from dfa_megatron.plan.lowering.lower import lower_all
 from dfa_megatron.plan.schedules import layout_of
 
@@ -186,6 +187,28 @@ def report(plan: AttentionPlan, sizes: Sizes, hardware: Hardware) -> str:
     return "\n".join(lines)
 
 
+def explain(looked_at: tuple[Candidate, ...]) -> str:
+    """Format candidates as a table, the cheapest first, with the cost or the refusal of each.
+
+    A star marks the choice of `auto`.
+    """
+    taken = best(looked_at)
+    order = sorted(looked_at, key=lambda candidate: candidate.seconds)
+    width = max(len(candidate.name) for candidate in looked_at) + 2
+    lines = [f"  {'schedule':{width}s} {'ms':>9s} {'idle':>6s} {'MB sent':>9s}  why"]
+    for one in order:
+        figures, why = f"{'-':>9s} {'':16s}", one.refusal
+        if one.cost is not None:
+            idle = 1 - fmean(one.cost.busy) / one.seconds if one.seconds else 0.0
+            figures = f"{1e3 * one.seconds:9.3f} {100 * idle:5.1f}% {max(one.cost.sent) / 1e6:9.1f}"
+            more = one.seconds / order[0].seconds - 1
+            why = "a tie" if more <= TIE else f"{100 * more:.0f} % slower"
+        if one is taken:
+            why = "taken: the cheapest" if one is order[0] else "taken: a tie with the cheapest, and simpler than it"
+        lines.append(f"{'* ' if one is taken else '  '}{one.name:{width}s} {figures}  {why}")
+    return "\n".join(lines)
+
+
 def _per_rank(name: str, nbytes: tuple[int, ...]) -> list[str]:
     """Format megabytes of rank 0, 1, ..., wrapped."""
     values, count = [f"{value / 1e6:8.1f}" for value in nbytes], (WIDTH - 12) // 9
@@ -200,7 +223,7 @@ def _hardware(flags: PlanFlags) -> Hardware:
     if not 0 < flags.link < math.inf:
         raise UnsupportedError(f"--link {flags.link:g}", "it must be positive and finite", "for example 25")
     link = dataclasses.replace(hardware.link, bytes_per_second=1e9 * flags.link)
-    return dataclasses.replace(hardware, name=f"{hardware.name} at {flags.link:g} GB/s", links=(link,))
+    return dataclasses.replace(hardware, name=f"{hardware.name} at {flags.link:g} GB/s", link=link)
 
 
 def _documents(flags: PlanFlags) -> list[int]:

@@ -13,7 +13,6 @@ from dfa_megatron.plan.language.geometry import UNBOUNDED, Band, Segment, Span, 
 from dfa_megatron.plan.language.program import Launch
 from dfa_megatron.plan.language.work import GATHER, KEY, LAUNCH, ROW, SLOWER, TILE
 from dfa_megatron.plan.lowering.kernel_calls import (
-    FusedTile,
     Piece,
     Planned,
     as_it_stands,
@@ -69,7 +68,7 @@ def _single(q: Span, kv: Span, band: Band) -> Launch:
 
 
 @lru_cache(maxsize=16)  # a forward and its backward ask for the same
-def launches(takes: Takes, tiles: tuple[FusedTile, ...], apart: bool = False) -> tuple[Planned, ...]:
+def launches(takes: Takes, tiles: tuple[Tile, ...], apart: bool = False) -> tuple[Planned, ...]:
     """Return the kernel calls for tiles in rows of the same buffers, as a `Launching` does."""
     fused, repeats = ([*tiles], 0) if apart else (fuse(tiles), takes.repeats)
     if not takes.bands:
@@ -82,39 +81,35 @@ def launches(takes: Takes, tiles: tuple[FusedTile, ...], apart: bool = False) ->
     return tuple(planned(group, takes.divide) for group in found)
 
 
-def without_bands(fused: Sequence[FusedTile], tiles: Sequence[FusedTile]) -> list[FusedTile]:
+def without_bands(fused: Sequence[Tile], tiles: Sequence[Tile]) -> list[Tile]:
     """Return fused tiles, with those that became a band taken apart again into the tiles that they were fused from."""
-    out: list[FusedTile] = []
+    out: list[Tile] = []
     for one in fused:
-        inside = [part for part in tiles if one[0].restrict(part[0].q, part[0].kv) == part[0]]
-        out += inside if one[0].form == "band" else [one]
+        inside = [part for part in tiles if one.restrict(part.q, part.kv) == part]
+        out += inside if one.form == "band" else [one]
     return out
 
 
-def joined(tiles: Sequence[FusedTile], repeats: int) -> list[Piece]:
+def joined(tiles: Sequence[Tile], repeats: int) -> list[Piece]:
     """Join full tiles to the tiles of their query rows, such as a prompt to each of its answers, where it pays.
 
     The fewest rows come first, so a path is joined from its end. Rows of a full tile without other keys are a piece.
     """
     pieces: list[Piece] = []  # of disjoint rows, in their order
     apart: list[Piece] = []
-    for tile, blocks in sorted(tiles, key=lambda fused: (fused[0].band.is_full, len(fused[0].q), fused[0].q.lo)):
+    for tile in sorted(tiles, key=lambda tile: (tile.band.is_full, len(tile.q), tile.q.lo)):
         first = bisect_left(pieces, tile.q.lo, key=lambda piece: rows_of(piece).hi - 1)
         end = bisect_left(pieces, tile.q.hi, key=lambda piece: rows_of(piece).lo)
         inside, new, at = pieces[first:end], list[Piece](), tile.q.lo
-        fits = tile.band.is_full and all(
-            tile.q.holds(rows_of(piece)) and piece[-1][0].band.left < 0 for piece in inside
-        )
+        fits = tile.band.is_full and all(tile.q.holds(rows_of(piece)) and piece[-1].band.left < 0 for piece in inside)
         for rows, piece in [*((rows_of(piece), piece) for piece in inside if fits), (Span(tile.q.hi, tile.q.hi), [])]:
             if at < rows.lo:
-                new.append([(tile._replace(q=Span(at, rows.lo)), blocks)])
+                new.append([tile._replace(q=Span(at, rows.lo))])
             if piece:
-                new.append([*sorted([*piece[:-1], (tile._replace(q=rows), blocks)]), piece[-1]])
+                new.append([*sorted([*piece[:-1], tile._replace(q=rows)]), piece[-1]])
             at = rows.hi
-        if inside and not (
-            fits and _cost(new, repeats) < _cost(inside, repeats) + _cost([[(tile, blocks)]], repeats) - LAUNCH
-        ):
-            apart.append([(tile, blocks)])
+        if inside and not (fits and _cost(new, repeats) < _cost(inside, repeats) + _cost([[tile]], repeats) - LAUNCH):
+            apart.append([tile])
         else:
             pieces[first:end] = new
     return [*pieces, *apart]
@@ -122,11 +117,11 @@ def joined(tiles: Sequence[FusedTile], repeats: int) -> list[Piece]:
 
 def _cost(pieces: Sequence[Piece], repeats: int) -> float:
     """Return what the launch of pieces takes beside their pairs, in pairs."""
-    tiles = [tile for piece in pieces for tile, _ in piece]
+    tiles = [tile for piece in pieces for tile in piece]
     of_key = KEY + GATHER * any(before.kv.hi != tile.kv.lo for before, tile in pairwise(tiles))
     of_rows = sum((ROW + TILE / 2) * len(rows_of(piece)) for piece in pieces)
     in_vain: float = sum(-len(tile.q) % (TILE // 2) * len(tile.kv) for tile in tiles)
-    in_vain += SLOWER * sum(tile.area for piece in pieces if not piece[-1][0].band.is_full for tile, _ in piece[:-1])
+    in_vain += SLOWER * sum(tile.area for piece in pieces if not piece[-1].band.is_full for tile in piece[:-1])
     return LAUNCH + of_rows + in_vain + of_key * sum(len(tile.kv) for tile in tiles) / repeats
 
 
@@ -134,7 +129,7 @@ def _windows(group: list[Piece]) -> list[list[Piece]]:
     """Return the pieces of a group by the window that they need."""
     by_window = defaultdict(list)
     for piece in group:
-        by_window[piece[-1][0].band].append(piece)
+        by_window[piece[-1].band].append(piece)
     return [*by_window.values()]
 
 

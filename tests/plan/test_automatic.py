@@ -61,8 +61,8 @@ def named(row: dict[str, Any]) -> str | None:
 def simulated(looked_at: tuple[Candidate, ...], schedule: str) -> float | None:
     """Return the milliseconds of a schedule's device."""
     for one in looked_at:
-        if one.plan and (one.schedule if one.layout == "contiguous" else one.layout) == schedule:
-            return 1e3 * one.device
+        if one.cost and (one.schedule if one.layout == "contiguous" else one.layout) == schedule:
+            return 1e3 * one.cost.makespan
     return None
 
 

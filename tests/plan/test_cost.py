@@ -7,8 +7,8 @@ from itertools import pairwise
 
 import pytest
 
-from dfa_megatron.cli.simulate import Timeline, bytes_sent, simulate
 from dfa_megatron.errors import UnsupportedError
+from dfa_megatron.plan.cost.choose import Timeline, simulate
 from dfa_megatron.plan.cost.hardware import CPU_LOOPBACK, H200_SLOW_LINK, IDEAL_LINK, Hardware, Link, flat
 from dfa_megatron.plan.language.ir import Plan
 from dfa_megatron.plan.language.mask import causal, full
@@ -22,7 +22,8 @@ def units(plan: Plan, group: int = 1, needs: str = "out") -> tuple[list[float], 
     """Sent and received per rank in units of one rank's q: lse and delta left out, `group` query heads per kv head."""
     shape = Sizes(heads=8, kv_heads=8 // group, head_dim=1 << 20, backward_needs=needs)  # type: ignore[arg-type]
     unit = plan.mask.length // plan.ranks * sum(shape.row_bytes("q"))
-    sent, received = ([round(b / unit, 3) for b in bytes_sent(plan, shape, end)] for end in ("src", "dst"))
+    timeline = simulate(plan, shape)
+    sent, received = ([round(nbytes / unit, 3) for nbytes in of] for of in (timeline.sent, timeline.received))
     return sent, received
 
 
@@ -104,7 +105,7 @@ def test_compute_alone_uses_the_ranks_as_the_closed_forms_say(ranks: int) -> Non
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 def test_the_idle_of_balanced_is_exact_in_pairs_of_tokens(ranks: int) -> None:
     rows = 6
-    pair = Hardware("a pair a second", flat(1.0), flat(1.0), (Link("p2p", math.inf),))
+    pair = Hardware("a pair a second", flat(1.0), flat(1.0), Link(math.inf))
     shape = Sizes(heads=1, kv_heads=1, head_dim=1)
     timeline = simulate(plan_of("balanced", causal(ranks * rows), ranks).forward, shape, pair)
     seconds = shape.flops_per_pair(plan_of("ring", causal(4), 1).forward.phase)
@@ -112,8 +113,8 @@ def test_the_idle_of_balanced_is_exact_in_pairs_of_tokens(ranks: int) -> None:
     assert sum(timeline.busy) == seconds * (ranks * rows) * (ranks * rows + 1) // 2
 
 
-def spans(timeline: Timeline, rank: int, *kinds: str) -> list[tuple[float, float]]:
-    return sorted((e.start, e.end) for e in timeline.events if e.rank == rank and e.kind in kinds)
+def spans(timeline: Timeline, rank: int, kind: str) -> list[tuple[float, float]]:
+    return sorted((e.start, e.end) for e in timeline.events if (e.rank, e.kind) == (rank, kind))
 
 
 @pytest.mark.parametrize("schedule", WAYS)
@@ -121,8 +122,8 @@ def spans(timeline: Timeline, rank: int, *kinds: str) -> list[tuple[float, float
 def test_a_rank_computes_sends_and_receives_one_thing_at_a_time(schedule: str, hardware: Hardware) -> None:
     timeline = simulate(plan_of(schedule, causal(8192), 8), Sizes(kv_heads=8), hardware)
     for rank in range(8):
-        for kinds in (("compute", "wait"), ("send",), ("receive",)):
-            for (_, end), (start, _) in pairwise(spans(timeline, rank, *kinds)):
+        for kind in ("compute", "send", "receive"):
+            for (_, end), (start, _) in pairwise(spans(timeline, rank, kind)):
                 assert end <= start * (1 + 1e-12)
         assert sum(b - a for a, b in spans(timeline, rank, "compute")) == pytest.approx(timeline.busy[rank])
         assert timeline.busy[rank] <= timeline.makespan
@@ -157,7 +158,7 @@ def test_a_slower_link_never_makes_a_run_faster() -> None:
     for schedule in WAYS:
         plan = plan_of(schedule, causal(8192), 4)
         times = [
-            simulate(plan, hardware=Hardware("links", flat(6e14), flat(5e14), (Link("p2p", rate),))).makespan
+            simulate(plan, hardware=Hardware("links", flat(6e14), flat(5e14), Link(rate))).makespan
             for rate in (math.inf, 1e12, 1e11, 1e10)
         ]
         assert times == sorted(times)

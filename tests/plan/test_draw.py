@@ -9,8 +9,8 @@ from xml.etree import ElementTree
 import pytest
 
 from dfa_megatron.cli.draw import draw
-from dfa_megatron.cli.simulate import simulate
 from dfa_megatron.errors import UnsupportedError
+from dfa_megatron.plan.cost.choose import simulate
 from dfa_megatron.plan.cost.hardware import IDEAL_LINK
 from dfa_megatron.plan.language.mask import causal, sliding_window
 from dfa_megatron.plan.language.sizes import Sizes

@@ -5,14 +5,13 @@ from __future__ import annotations
 import gc
 import random
 import time
-from collections import defaultdict
 
 import pytest
 
-from dfa_megatron.cli.simulate import bytes_sent
+from dfa_megatron.plan.cost.choose import simulate
 from dfa_megatron.plan.language import mask as masks
 from dfa_megatron.plan.language.geometry import Span, Tile
-from dfa_megatron.plan.language.ir import Plan
+from dfa_megatron.plan.language.ir import Plan, loads
 from dfa_megatron.plan.language.layout import Layout, contiguous
 from dfa_megatron.plan.language.mask import Mask, components, documents
 from dfa_megatron.plan.language.sizes import Sizes
@@ -38,10 +37,8 @@ def pack(tokens: int, seed: int, median: float = 2000.0) -> list[int]:
 
 def imbalance(plan: Plan) -> float:
     """Work of the most loaded rank over the mean."""
-    load: dict[int, int] = defaultdict(int)
-    for block in plan.blocks:
-        load[block.rank] += sum(tile.area for tile in plan.tiles(block))
-    return max(load.values()) * plan.ranks / sum(load.values())
+    load = loads(plan.blocks, plan.mask, plan.layout)
+    return max(load) * plan.ranks / sum(load)
 
 
 def forward(schedule: str, mask: Mask, ranks: int) -> Plan:
@@ -65,7 +62,7 @@ def test_greedy_moves_less_than_a_quarter_of_all_keys_and_queries_on_a_pack() ->
     for seed in range(4):
         mask = documents(pack(8 * LOCAL, seed))
         whole = 8 * LOCAL * (2 * 64 + 2 * 8) * 128 * 2
-        assert sum(bytes_sent(forward("greedy", mask, 8), shape)) < whole / 2
+        assert sum(simulate(forward("greedy", mask, 8), shape).sent) < whole / 2
 
 
 @pytest.mark.parametrize("ranks", [4, 8, 16])

@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 
-from dfa_megatron.cli.simulate import simulate
 from dfa_megatron.errors import UnsupportedError
-from dfa_megatron.plan.cost.choose import deliver
+from dfa_megatron.plan.cost.choose import simulate
 from dfa_megatron.plan.cost.hardware import (
     H200_NIC_400G,
     H200_NVLINK,
@@ -17,6 +16,7 @@ from dfa_megatron.plan.cost.hardware import (
     Hardware,
     Link,
     computing_with,
+    deliver,
     flat,
     profile_named,
 )
@@ -25,7 +25,7 @@ from tests.support.plan_cases import plan_of
 
 
 def machine(**changes: Any) -> Hardware:
-    values = {"name": "m", "forward": flat(1e12), "backward": flat(1e12), "links": (Link("p2p", 1e9, 1e-6),)}
+    values = {"name": "m", "forward": flat(1e12), "backward": flat(1e12), "link": Link(1e9, 1e-6)}
     return Hardware(**(values | changes))
 
 

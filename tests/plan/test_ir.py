@@ -15,14 +15,13 @@ from dfa_megatron.plan.language.mask import causal, full, prefix_lm
 from dfa_megatron.plan.language.text import from_text, to_text
 from dfa_megatron.plan.proof.check import check
 from tests.support.mutants import mutate
-from tests.support.plan_cases import every_mask, plan_of, plans
+from tests.support.plan_cases import attention_plans, every_mask, plan_of, plans
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 8])
 def test_a_plan_survives_the_trip_through_text(ranks: int) -> None:
     for case in every_mask(4 * ranks, random.Random(ranks)):
-        for way in {way for way, _ in plans(case, ranks)}:
-            plan = plan_of(way, case.mask, ranks)
+        for _, plan in attention_plans(case, ranks):
             again = from_text(to_text(plan))
             assert again == plan
             assert again.digest == plan.digest

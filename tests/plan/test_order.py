@@ -15,8 +15,7 @@ from dfa_megatron.plan.language.leaves import LeafSizes, grid_of, is_node, subtr
 from dfa_megatron.plan.language.mask import causal, cross_documents, documents, full, sliding_window
 from dfa_megatron.plan.language.program import BufferMerges, Program, Region
 from dfa_megatron.plan.lowering.landings import landings_of
-from dfa_megatron.plan.lowering.lower import lower, merges_of
-from dfa_megatron.plan.lowering.ordered import LeafRows, OrderedWrite, merges_in_order
+from dfa_megatron.plan.lowering.lower import LeafRows, Write, lower, merges_of
 from dfa_megatron.plan.proof.check import check_plan, check_programs
 from dfa_megatron.plan.schedules.invariant import invariant_plan
 
@@ -131,9 +130,9 @@ def test_a_sum_in_the_order_of_arrival_is_found() -> None:
     landings = landings_of(_plan())
     program = lower(landings[-1])
     own, rows = program.home_buffer("out"), landings[-1].plan.layout.tokens(landings[-1].rank)
-    writes = [(region, True) for step in program.steps for call in step.calls for region in call.writes]
-    writes += [(merge.write, False) for step in program.steps for merge in step.merges]
-    arrived = merges_of(rows, [write for write in writes if write[0].buffer == own])
+    writes = [Write(region, True) for step in program.steps for call in step.calls for region in call.writes]
+    writes += [Write(merge.write, False) for step in program.steps for merge in step.merges]
+    arrived = merges_of(rows, [write for write in writes if write.region.buffer == own])
     with pytest.raises(PlanError, match=r"where two make a node|no two halves of a node"):
         check_programs(landings, [_changed(program, lambda _: arrived)])
 
@@ -154,9 +153,9 @@ def test_leaves_that_are_fused_are_found() -> None:
 
 
 def test_a_partial_that_is_no_subtree_is_found() -> None:
-    def write(*keys: int) -> OrderedWrite:
-        return OrderedWrite(Region(0, "out", 0, 4), True, [LeafRows(0, 4, key) for key in keys])
+    def write(*keys: int) -> Write:
+        return Write(Region(0, "out", 0, 4), True, [LeafRows(0, 4, key) for key in keys])
 
-    merges_in_order(4, [write(2, 3), write(0), write(1)])
+    merges_of(4, [write(2, 3), write(0), write(1)], ordered=True)
     with pytest.raises(PlanError, match="no node of the tree"):
-        merges_in_order(4, [write(1, 2), write(0), write(3)])
+        merges_of(4, [write(1, 2), write(0), write(3)], ordered=True)

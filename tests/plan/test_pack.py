@@ -50,11 +50,10 @@ def test_documents_of_one_rank_are_one_call() -> None:
     (own, *_), _ = (program.steps for program in lower_all(plan.forward))
     (call,) = own.calls
     assert call.segments == (Segment(0, 3, 0, 3, CAUSAL), Segment(3, 4, 3, 4, FULL), Segment(4, 8, 4, 8, CAUSAL))
-    assert call.area == 6 + 1 + 10
 
 
 def test_rows_between_segments_belong_to_none() -> None:
-    q, kv, segments = segments_of([(square(2, 4), ()), (square(7, 9), ())])
+    q, kv, segments = segments_of([square(2, 4), square(7, 9)])
     assert (q, kv) == (Span(2, 9), Span(2, 9))
     assert segments == (Segment(0, 2, 0, 2, CAUSAL), Segment(5, 7, 5, 7, CAUSAL))
     assert [segment.tile.shift(q.lo, kv.lo) for segment in segments] == [square(2, 4), square(7, 9)]
@@ -73,7 +72,7 @@ def test_pieces_are_calls_of_their_own_where_they_share_rows_or_cross_or_gaps_ar
     tiles: list[Tile], calls: int
 ) -> None:
     """Gaps between many rows are calls, and gaps between few are copies."""
-    assert len(packs([[(tile, ())] for tile in tiles])) == calls
+    assert len(packs([[tile] for tile in tiles])) == calls
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -100,7 +99,7 @@ def in_one_step(phase: Phase) -> Plan:
 def test_parts_of_a_document_from_several_ranks_are_one_segment_of_one_call(phase: Phase) -> None:
     programs = check(in_one_step(phase))
     own, remote = (call for step in programs[2].steps for call in step.calls)
-    assert own.area == 8 * 9 // 2
+    assert own.segments == (Segment(0, 8, 0, 8, CAUSAL),)
     assert remote.segments == (Segment(0, 8, 0, 16, FULL),)
     (receives,) = (step.receives for step in programs[2].steps if any(m.peer == 0 for m in step.receives))
     landed = {message.peer: message.parts for message in receives}
@@ -160,11 +159,11 @@ def test_what_lands_for_several_sequences_fills_its_tensor_and_is_proved(schedul
 
 def test_keys_may_be_used_again_where_that_saves_launches() -> None:
     """Blocks of video see the blocks before them: one call, where each had its own."""
-    blocks = tuple((tile, ()) for tile in block_causal_documents([3000, 2000], 1000).tiles)
+    blocks = block_causal_documents([3000, 2000], 1000).tiles
     assert len(launches(copying(0), blocks)) == 3
     (one,) = launches(copying(4), blocks)
-    assert [segment.tile for segment in segments_in(one)] == [tile for tile, _ in blocks]
-    long = tuple((Tile(Span(lo, lo + 1000), Span(0, lo + 1000)), ()) for lo in range(0, 9000, 1000))
+    assert [segment.tile for segment in segments_in(one)] == [*blocks]
+    long = tuple(Tile(Span(lo, lo + 1000), Span(0, lo + 1000)) for lo in range(0, 9000, 1000))
     calls = [segments_in(call) for call in launches(copying(4), long)]
     assert 2 < len(calls) < 9  # of the blocks that see many, each has a call: their copies would take much memory
     assert all(sum(s.kv_hi - s.kv_lo for s in x) <= 3 * sum(s.q_hi - s.q_lo for s in x) for x in calls if len(x) > 1)
@@ -173,14 +172,14 @@ def test_keys_may_be_used_again_where_that_saves_launches() -> None:
 def test_a_prompt_is_joined_to_its_answers_where_copies_take_less_than_their_rows_again() -> None:
     """Two turns of two answers each behind a prompt: one launch, where prompt and turns had one each."""
     turns = [100, 1000, 400, 500, 1000, 400, 500], [-1, 0, 1, 1, 0, 4, 4]
-    tiles = tuple((tile, ()) for tile in prompt_tree(*turns).tiles)
+    tiles = prompt_tree(*turns).tiles
     assert len(launches(copying(0), tiles)) == 3
     (one,) = launches(copying(4), tiles)
     last = [segment.tile for segment in segments_in(one) if segment.q_hi == 3900]
     assert [(tile.kv.lo, tile.kv.hi, tile.band) for tile in last] == [
         (0, 100, FULL), (2000, 3000, FULL), (3400, 3900, CAUSAL)
     ]  # fmt: skip
-    long = tuple((tile, ()) for tile in prompt_tree([9000, 400, 400, 400], [-1, 0, 0, 0]).tiles)
+    long = prompt_tree([9000, 400, 400, 400], [-1, 0, 0, 0]).tiles
     assert len(launches(copying(4), long)) == 2
 
 

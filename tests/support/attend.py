@@ -13,9 +13,10 @@ import torch.distributed as dist
 
 import dfa_megatron
 from dfa_megatron.doctor.dense import band_mask, band_of, dense_attention, pairs_of
-from dfa_megatron.plan.interpret import run_together
+from dfa_megatron.plan.interpret import rank_loop
 from dfa_megatron.plan.language.layout import Layout
 from dfa_megatron.plan.language.mask import Mask
+from dfa_megatron.plan.language.program import Program
 from dfa_megatron.plan.schedules import layout_of
 from dfa_megatron.runtime.execute.sinks import merge_sinks, sinks_gradient
 from dfa_megatron.runtime.prepare import Prepared, build
@@ -336,6 +337,24 @@ def assert_same_bits(*runs: Sequence[torch.Tensor | None]) -> None:
 def prepare_together(request: Request, q: Shards, k: Shards, v: Shards) -> list[Prepared]:
     """Prepare every rank; shard r holds the tokens of rank r."""
     return [build(request, len(q), rank, Inputs(q[rank], k[rank], v[rank])) for rank in range(len(q))]
+
+
+def run_together(programs: Sequence[Program], algebras: Sequence[Any]) -> None:
+    """Run all ranks in lockstep in this process, handing each payload over."""
+    loops = [rank_loop(program, algebra) for program, algebra in zip(programs, algebras, strict=True)]
+    for steps in zip(*loops, strict=True):
+        event, number, _ = steps[0]
+        if event == "post":
+            wire = {
+                (rank, message.peer): algebras[rank].take(number, message)
+                for rank, (_, _, step) in enumerate(steps)
+                for message in step.sends
+            }
+            continue
+        for rank, (_, _, step) in enumerate(steps):
+            for message in step.receives:
+                algebras[rank].land(number, message, wire.pop((message.peer, rank)))
+        assert not wire, "messages that nobody receives"
 
 
 @torch.no_grad()

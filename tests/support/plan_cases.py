@@ -190,12 +190,21 @@ def plan_of(way: str, mask: Mask, ranks: int, ranks_per_node: int | None = None)
     return plan_named(way, mask, ranks, ranks_per_node)
 
 
-def plans(case: Case, ranks: int) -> Iterator[tuple[str, Plan]]:
-    """Both phases of every schedule that supports the mask."""
-    for name in WAYS:
+def attention_plans(
+    case: Case, ranks: int, ranks_per_node: int | None = None, ways: Sequence[str] = WAYS
+) -> Iterator[tuple[str, AttentionPlan]]:
+    """The plan of every schedule that supports the mask."""
+    for name in ways:
         try:
-            plan = plan_of(name, case.mask, ranks)
+            plan = plan_of(name, case.mask, ranks, ranks_per_node)
         except UnsupportedError:
             continue
-        yield name, plan.forward
-        yield name, plan.backward
+        yield name, plan
+
+
+def plans(
+    case: Case, ranks: int, ranks_per_node: int | None = None, ways: Sequence[str] = WAYS
+) -> Iterator[tuple[str, Plan]]:
+    """Both phases of each of them."""
+    for name, plan in attention_plans(case, ranks, ranks_per_node, ways):
+        yield from ((name, phase) for phase in plan.phases)

@@ -1,26 +1,28 @@
-"""Choose a schedule. `auto` is the cheapest in outline among those that suit the mask, the layout and the ranks.
+"""Choose a schedule. `auto` is the cheapest by simulation among those that suit the mask, the layout and the ranks.
 
-A plan is timed from its blocks and transfers alone, and never lowered. Blocks of one step that read the same buffers
-count as one kernel call, and each result of a message as one merge. A batch waits for the compute of the step before,
-because messages have two buffers per side. `simulate` runs the programs instead; tests hold the two together.
+A plan is timed over clocks in outline: from its blocks and transfers alone, which are never lowered. Blocks of one step
+that read the same buffers count as one kernel call, and each result of a message as one merge. A batch waits for the
+compute of the step before, because messages have two buffers per side.
 """
 
 from __future__ import annotations
 
-import heapq
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from math import inf
 from operator import index
+from typing import Literal, NamedTuple
 
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.names import LAYOUTS
-from dfa_megatron.plan.cost.hardware import H200_NVLINK, Hardware
-from dfa_megatron.plan.language.ir import AttentionPlan, Phase, Plan, areas, loads, needed_pairs
+from dfa_megatron.plan.cost.hardware import H200_NVLINK, Hardware, deliver
+from dfa_megatron.plan.language.ir import AttentionPlan, Block, Phase, Plan, areas, loads, needed_pairs
 from dfa_megatron.plan.language.layout import Layout, contiguous
 from dfa_megatron.plan.language.mask import Mask, components
 from dfa_megatron.plan.language.sizes import Sizes
 from dfa_megatron.plan.language.work import EVEN, TIE
+from dfa_megatron.plan.lowering.lower import lower_all
 from dfa_megatron.plan.lowering.messages import names_joined
 from dfa_megatron.plan.schedules import ALL, OWNER_COMPUTES, SCHEDULES, Schedule, over_nodes, plan_named
 from dfa_megatron.plan.schedules.assignments import direct
@@ -30,25 +32,21 @@ from dfa_megatron.plan.schedules.assignments import direct
 class Candidate:
     """A candidate of `auto`: its plan and its cost, or the reason for its refusal.
 
-    device, host: seconds of forward and backward together, of the slowest rank; the two work at the same time.
-    busy: mean seconds of compute. sent: the most bytes that one rank sends in both phases.
+    cost: of forward and backward together.
     refusal, instead: set in place of a plan; the reason, and an alternative.
     """
 
     schedule: str
-    layout: str = "contiguous"
+    layout: str
     plan: AttentionPlan | None = None
+    cost: Timeline | None = None
     refusal: str = ""
     instead: str = ""
-    device: float = 0.0
-    host: float = 0.0
-    busy: float = 0.0
-    sent: int = 0
 
     @property
     def seconds(self) -> float:
-        """Return the time of a call among others like it: a host issues the next one while its device computes."""
-        return max(self.device, self.host)
+        """Return the time of a call among others like it; infinite without a plan."""
+        return inf if self.cost is None else self.cost.seconds
 
     @property
     def name(self) -> str:
@@ -60,30 +58,8 @@ class Candidate:
 
 def best(looked_at: tuple[Candidate, ...]) -> Candidate | None:
     """Return the first candidate, as `schedules.ALL` orders them, within TIE of the cheapest; None without any."""
-    served = [candidate for candidate in looked_at if candidate.plan]
-    least = min((candidate.seconds for candidate in served), default=0.0)
-    return next((candidate for candidate in served if candidate.seconds <= least * (1 + TIE)), None)
-
-
-def explain(looked_at: tuple[Candidate, ...]) -> str:
-    """Format candidates as a table, the cheapest first, with the cost or the refusal of each.
-
-    A star marks the choice of `auto`.
-    """
-    taken = best(looked_at)
-    served = sorted((c for c in looked_at if c.plan), key=lambda candidate: candidate.seconds)
-    width = max(len(candidate.name) for candidate in looked_at) + 2
-    lines = [f"  {'schedule':{width}s} {'ms':>9s} {'idle':>6s} {'MB sent':>9s}  why"]
-    for one in served:
-        idle = 1 - one.busy / one.seconds if one.seconds else 0.0
-        cost = f"{1e3 * one.seconds:9.3f} {100 * idle:5.1f}% {one.sent / 1e6:9.1f}"
-        more = one.seconds / served[0].seconds - 1
-        why = "a tie" if more <= TIE else f"{100 * more:.0f} % slower"
-        if one is taken:
-            why = "taken: the cheapest" if one is served[0] else "taken: a tie with the cheapest, and simpler than it"
-        lines.append(f"{'* ' if one is taken else '  '}{one.name:{width}s} {cost}  {why}")
-    refused = [one for one in looked_at if not one.plan]
-    return "\n".join([*lines, *(f"  {one.name:{width}s} {'-':>9s} {'':16s}  {one.refusal}" for one in refused)])
+    least = min((candidate.seconds for candidate in looked_at), default=inf)
+    return next((one for one in looked_at if one.plan and one.seconds <= least * (1 + TIE)), None)
 
 
 def make_plan(
@@ -162,7 +138,7 @@ def candidates(
     """
     found, held = list[Candidate](), layout if isinstance(layout, Layout) else None
     for schedule in ALL:
-        why, instead = _needless(schedule, mask, ranks, layout) or _even(schedule, mask, ranks, found), ""
+        why, instead = _needless(schedule, mask, ranks, layout, found), ""
         try:
             found += [] if why else _priced(schedule, mask, ranks, held, sizes or Sizes(), hardware or H200_NVLINK)
         except UnsupportedError as error:
@@ -171,33 +147,21 @@ def candidates(
     return tuple(found)
 
 
-def _needless(schedule: Schedule, mask: Mask, ranks: int, layout: str | Layout) -> str:
-    """Return the reason why a schedule cannot serve, or is another one by another name; or an empty string."""
+def _needless(schedule: Schedule, mask: Mask, ranks: int, layout: str | Layout, found: list[Candidate]) -> str:
+    """Return why a schedule cannot serve, or is needless beside what was found; or an empty string."""
     if _family(layout, mask) not in ("auto", schedule.layout):
         return f"it needs layout {schedule.layout!r}"
-    if schedule.name == "balanced_shared" and ranks > 0:  # else it says so itself
-        return _why_not_shared(mask, ranks, layout)
-    return ""
-
-
-def _even(schedule: Schedule, mask: Mask, ranks: int, found: list[Candidate]) -> str:
-    """Return why `greedy`, which gives work away, is needless beside what was found; or an empty string."""
+    if schedule.name == "balanced_shared" and ranks > 0 and ranks % 2 == 0:
+        held = layout.joined() if isinstance(layout, Layout) else contiguous(mask.length, ranks)
+        pairs = needed_pairs(mask, held.chunks)
+        if all(2 * (held.owner[q] - held.owner[kv]) != ranks for q, kv in pairs):
+            return "the last step of balanced has no work to share"
     for one in found if schedule.name == "greedy" else ():
         if one.plan is not None and one.layout == "contiguous":
             forward = one.plan.forward
             if ranks * max(loads(forward.blocks, mask, forward.layout)) <= (1 + EVEN) * mask.area:
                 return f"the work of {one.schedule} is even"
     return ""
-
-
-def _why_not_shared(mask: Mask, ranks: int, layout: str | Layout) -> str:
-    """Return why `balanced_shared` cannot serve, or shares nothing: no row sees keys half of the ranks away."""
-    held = layout.joined() if isinstance(layout, Layout) else contiguous(mask.length, ranks)
-    pairs = [(held.owner[q], held.owner[kv]) for q, kv in needed_pairs(mask, held.chunks)]
-    if any(q < kv for q, kv in pairs):
-        return "it pairs causal work only, and rows see keys of later ranks"
-    shares = ranks % 2 or any(2 * (q - kv) == ranks for q, kv in pairs)
-    return "" if shares else "the last step of balanced has no work to share"
 
 
 def _priced(
@@ -211,153 +175,209 @@ def _priced(
     plans = [schedule.plan(mask, ranks, held=held)]
     if schedule.route is direct and (nodes := hardware.node_size(ranks)) is not None and nodes > 1:
         plans.append(over_nodes(plans[0], nodes))
-    return [_candidate(plan, sizes, hardware) for plan in plans]
+    return [Candidate(plan.schedule, plan.layout, plan, timed(plan, sizes, hardware)) for plan in plans]
 
 
-def _candidate(plan: AttentionPlan, sizes: Sizes, hardware: Hardware) -> Candidate:
-    one, other = (estimate(outline(phase, sizes.batch), sizes, hardware) for phase in plan.phases)
-    device, host, busy = one.seconds + other.seconds, one.host_seconds + other.host_seconds, one.busy + other.busy
-    sent = max(map(sum, zip(one.sent, other.sent, strict=True)))
-    return Candidate(plan.schedule, plan.layout, plan, device=device, host=host, busy=busy, sent=sent)
+# The time of a plan.
 
 
-# The time of a plan in outline.
+@dataclass(frozen=True, slots=True)
+class Event:
+    """An interval of a rank from `start` to `end`, in seconds.
+
+    label: what travels or is merged. peer: the other end of a message, or -1. blocks: of a kernel call.
+    """
+
+    rank: int
+    kind: Literal["compute", "send", "receive"]
+    phase: str
+    step: int
+    start: float
+    end: float
+    label: str = ""
+    peer: int = -1
+    nbytes: int = 0
+    blocks: tuple[Block, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    """A simulated run of the devices.
+
+    busy: seconds of compute per rank; the rest of the makespan is idle. sent, received: bytes of each rank.
+    host: seconds that the slowest rank's host takes to issue the run.
+    """
+
+    makespan: float
+    busy: tuple[float, ...]
+    sent: tuple[int, ...]
+    received: tuple[int, ...]
+    host: float
+    events: tuple[Event, ...] = ()
+
+    @property
+    def seconds(self) -> float:
+        """Return the time of a run among others like it: a host issues the next run while its device computes."""
+        return max(self.makespan, self.host)
+
+    @property
+    def idle_share(self) -> float:
+        """Return idle time as a share of all ranks' time."""
+        return 1.0 - sum(self.busy) / (len(self.busy) * self.makespan) if self.makespan else 0.0
+
+    def then(self, after: Timeline) -> Timeline:
+        """Return this run followed by another, which starts when every rank is done."""
+        late = self.makespan
+        moved = (replace(event, start=event.start + late, end=event.end + late) for event in after.events)
+        pairs = ((getattr(self, name), getattr(after, name)) for name in ("busy", "sent", "received"))
+        busy, sent, received = (tuple(map(sum, zip(*pair, strict=True))) for pair in pairs)
+        host = self.host + after.host
+        return Timeline(late + after.makespan, busy, sent, received, host, (*self.events, *moved))
+
+
+def simulate(plan: AttentionPlan | Plan, sizes: Sizes | None = None, hardware: Hardware = H200_NVLINK) -> Timeline:
+    """Run a plan over clocks, as `auto` does with every plan that it compares.
+
+    Each rank has a compute queue and a communication queue. A step's batch starts after the previous batch and the
+    compute before it, once both ends are ready. A rank sends one message at a time and receives one at a time. A step
+    lands when its whole batch has landed. Not modelled: the slowdown of a kernel by messages beside it, and the memory
+    traffic of a merge. Both phases of an AttentionPlan run one after the other. The host's time is a sum beside the
+    timeline.
+
+    Raises:
+        PlanError: the plan breaks a rule of the language.
+    """
+    sizes = sizes or Sizes()
+    for phase in plan.phases:
+        lower_all(phase, sizes.batch)  # which refuses what cannot run
+    return timed(plan, sizes, hardware, events=True)
+
+
+def timed(plan: AttentionPlan | Plan, sizes: Sizes, hardware: Hardware, *, events: bool = False) -> Timeline:
+    """Return the same of a plan that is right, with events only if asked for."""
+    first, *others = (clocked(outline(phase, sizes.batch), sizes, hardware, events=events) for phase in plan.phases)
+    return first.then(others[0]) if others else first
+
+
+class CallOutline(NamedTuple):
+    """One kernel call in outline: token pairs, and rows of queries and of keys."""
+
+    rank: int
+    pairs: int
+    queries: int
+    keys: int
+    blocks: tuple[Block, ...] = ()
+
+
+Contents = tuple[tuple[str, int], ...]
+"""(name, tokens) of each part of a message."""
 
 
 @dataclass(frozen=True, slots=True)
 class Outline:
-    """One phase, by step.
-
-    work: (rank, token pairs, rows of queries, rows of keys) of calls. messages: (source, destination, index into
-    `contents`). contents: (name, tokens) of each part of a message.
-    """
+    """One phase, by step: its kernel calls, and (source, destination, parts) of its messages."""
 
     phase: Phase
     ranks: int
-    work: Sequence[Sequence[tuple[int, int, int, int]]]
-    messages: Sequence[Sequence[tuple[int, int, int]]]
-    contents: Sequence[tuple[tuple[str, int], ...]]
-
-
-@dataclass(frozen=True, slots=True)
-class Estimate:
-    """The estimate of a run.
-
-    seconds: of the devices; host_seconds: of the slowest rank's host, beside them. busy: mean seconds of compute.
-    link_bytes, network_bytes: what each rank sends over its link and over its network adapter.
-    """
-
-    seconds: float
-    host_seconds: float
-    busy: float
-    link_bytes: tuple[int, ...]
-    network_bytes: tuple[int, ...]
-
-    @property
-    def sent(self) -> tuple[int, ...]:
-        """Return the bytes that each rank sends."""
-        return tuple(map(sum, zip(self.link_bytes, self.network_bytes, strict=True)))
+    work: Sequence[Sequence[CallOutline]]
+    messages: Sequence[Sequence[tuple[int, int, Contents]]]
 
 
 def outline(plan: Plan, batch: int = 1) -> Outline:
     """Return the outline of a plan for `batch` sequences at once."""
     chunks, owner = plan.layout.chunks, plan.layout.owner
     rows, area = [len(chunk) for chunk in chunks], areas(plan.mask, chunks)
-    row, joined = rows.__getitem__, names_joined(plan.mask, batch)
+    joined = names_joined(plan.mask, batch)
     joins_q, joins_kv = plan.phase.read_q in joined, plan.phase.read_kv in joined
-    pairs: list[dict[tuple[int, ...], int]] = [defaultdict(int) for _ in range(plan.steps)]
-    queries: list[dict[tuple[int, ...], set[int]]] = [defaultdict(set) for _ in range(plan.steps)]
-    keys: list[dict[tuple[int, ...], set[int]]] = [defaultdict(set) for _ in range(plan.steps)]
-    for at, rank, q, kv in plan.blocks:
+    calls: list[dict[tuple[int, int, int], list[Block]]] = [defaultdict(list) for _ in range(plan.steps)]
+    for block in plan.blocks:
+        at, rank, q, kv = block
         # A chunk's buffer: the rank's own, one per source rank, or one for all other ranks.
         rows_of, keys_of = owner[q], owner[kv]
         call = rank, -1 if joins_q and rows_of != rank else rows_of, -1 if joins_kv and keys_of != rank else keys_of
-        pairs[at][call] += area[q, kv]
-        queries[at][call].add(q)
-        keys[at][call].add(kv)
-    work = [
-        [(call[0], its, sum(map(row, q[call])), sum(map(row, kv[call]))) for call, its in step.items()]
-        for step, q, kv in zip(pairs, queries, keys, strict=True)
-    ]
+        calls[at][call].append(block)
+
+    def work(rank: int, blocks: list[Block]) -> CallOutline:
+        pairs = sum(area[q, kv] for _, _, q, kv in blocks)
+        queries, keys = {q for _, _, q, _ in blocks}, {kv for _, _, _, kv in blocks}
+        return CallOutline(rank, pairs, sum(rows[q] for q in queries), sum(rows[kv] for kv in keys), tuple(blocks))
+
     sent: list[dict[tuple[int, int], dict[str, int]]] = [{} for _ in range(plan.steps)]
     for at, src, dst, what, chunk in plan.transfers:
         tokens = sent[at].setdefault((src, dst), {})
         tokens[what] = tokens.get(what, 0) + rows[chunk]
-    numbers: dict[tuple[tuple[str, int], ...], int] = {}
-    messages = [
-        [(*ends, numbers.setdefault(tuple(parts.items()), len(numbers))) for ends, parts in step.items()]
-        for step in sent
-    ]
-    return Outline(plan.phase, plan.ranks, work, messages, tuple(numbers))
+    return Outline(
+        plan.phase,
+        plan.ranks,
+        [[work(rank, blocks) for (rank, _, _), blocks in step.items()] for step in calls],
+        [[(*ends, tuple(parts.items())) for ends, parts in step.items()] for step in sent],
+    )
 
 
-def estimate(plan: Outline, sizes: Sizes, hardware: Hardware) -> Estimate:
-    """Time a plan on a machine; sizes and hardware are as for `simulate`."""
-    ranks = range(plan.ranks)
-    row = {name: sum(sizes.row_bytes(name)) for name in {name for parts in plan.contents for name, _ in parts}}
-    nbytes = [sum(row[name] * tokens for name, tokens in parts) for parts in plan.contents]
-    merged = [sum(name in plan.phase.write_names for name, _ in parts) for parts in plan.contents]
-    link, network = hardware.link, hardware.network or hardware.link
-    seconds = [(link.seconds(size), network.seconds(size)) for size in nbytes]
-    node = [hardware.node(rank) for rank in ranks]
-    took = _kernel_seconds(plan, sizes, hardware)
-    done, ended, delivered, busy = ([0.0] * plan.ranks for _ in range(4))
-    sent, calls, merges, posts = ([0] * plan.ranks, [0] * plan.ranks), *([0] * plan.ranks for _ in range(3))
+def clocked(plan: Outline, sizes: Sizes, hardware: Hardware, *, events: bool = False) -> Timeline:
+    """Run an outline over clocks; `events` are only noted if asked for."""
+    clocks = _Clocks(plan, sizes, hardware, note=events)
     for step, (work, messages) in enumerate(zip(plan.work, plan.messages, strict=True)):
-        posted = [max(pair) for pair in zip(delivered, ended, strict=True)] if step > 1 else delivered
-        for rank, *call in work:
-            done[rank] += took[*call]
-            busy[rank] += took[*call]
-            calls[rank] += 1
-        ended = done.copy()
-        queued = [(src, dst, seconds[at][far := node[src] != node[dst]], far) for src, dst, at in messages]
-        delivered, _ = deliver(queued, posted)
-        done = [max(pair) for pair in zip(done, delivered, strict=True)]
-        for (src, dst, at), (*_, far) in zip(messages, queued, strict=True):
-            sent[far][src] += nbytes[at]
-            posts[src] += 1
-            posts[dst] += 1
-            merges[dst] += merged[at]
-            done[dst] += merged[at] * hardware.launch_overhead
-            busy[dst] += merged[at] * hardware.launch_overhead
-    host = max(hardware.host.seconds(calls[rank], merges[rank], posts[rank]) for rank in ranks)
-    return Estimate(max(done), host, sum(busy) / plan.ranks, tuple(sent[False]), tuple(sent[True]))
+        for call in work:
+            clocks.compute(step, call)
+        clocks.move(step, messages)
+    host = max(hardware.host.seconds(*counts) for counts in clocks.issued)
+    busy, sent, received = tuple(clocks.busy), tuple(clocks.sent), tuple(clocks.received)
+    return Timeline(max(clocks.done), busy, sent, received, host, tuple(clocks.events))
 
 
-def deliver(
-    queued: Iterable[tuple[int, int, float, bool]], posted: Sequence[float]
-) -> tuple[list[float], dict[tuple[int, int], tuple[float, float]]]:
-    """Move the messages of one step; return when each rank has sent and received all of its own, and times by ends.
+class _Clocks:
+    """Until when each rank computes, until when its messages move, and what it has done by then."""
 
-    On its link to the ranks of its node a rank sends one message at a time and receives one at a time. Its adapter to
-    other nodes works the same way, beside it. The message that can start first goes first; lower ranks win a tie.
+    def __init__(self, plan: Outline, sizes: Sizes, hardware: Hardware, *, note: bool) -> None:
+        self.hardware, self.note, self.phase, self.events = hardware, note, plan.phase, list[Event]()
+        self.done, self.ended, self.delivered, self.busy = ([0.0] * plan.ranks for _ in range(4))
+        self.sent, self.received = ([0] * plan.ranks for _ in range(2))
+        self.issued = [[0, 0, 0] for _ in range(plan.ranks)]  # calls, merges, messages
+        self.node = [hardware.node(rank) for rank in range(plan.ranks)]
+        names = {name for step in plan.messages for _, _, parts in step for name, _ in parts}
+        self.row = {name: sum(sizes.row_bytes(name)) for name in names}
+        phase, flops, heads = plan.phase.name, sizes.flops_per_pair(plan.phase), sizes.batch * sizes.heads
+        self.seconds = {
+            shape: hardware.launch_overhead + shape[0] * flops / hardware.rate(phase, *shape, heads)
+            for shape in {call[1:4] for step in plan.work for call in step}
+        }
 
-    Args:
-        queued: source, destination, seconds, and whether it goes to another node.
-        posted: when each rank has posted its batch.
-    """
-    times: dict[tuple[int, int], tuple[float, float]] = {}
-    ports = [(list(posted), list(posted)) for _ in range(2)]  # (sending, receiving): of links, of adapters
-    heap = [(max(posted[src], posted[dst]), src, dst, seconds, far) for src, dst, seconds, far in queued]
-    heapq.heapify(heap)
-    while heap:
-        start, src, dst, seconds, far = heap[0]
-        sending, receiving = ports[far]
-        now = max(sending[src], receiving[dst])
-        if now > start:
-            heapq.heapreplace(heap, (now, src, dst, seconds, far))
-            continue
-        heapq.heappop(heap)
-        sending[src] = receiving[dst] = start + seconds
-        times[src, dst] = start, start + seconds
-    return [max(ends) for ends in zip(*ports[0], *ports[1], strict=True)], times
+    def compute(self, step: int, call: CallOutline) -> None:
+        """Put one kernel call on its rank's compute queue."""
+        self.issued[call.rank][0] += 1
+        self._work(step, call.rank, self.seconds[call[1:4]], blocks=call.blocks)
 
+    def move(self, step: int, messages: Sequence[tuple[int, int, Contents]]) -> None:
+        """Move the messages of a step behind its compute, and merge the results that they bring."""
+        links, ends = (self.hardware.link, self.hardware.network or self.hardware.link), (self.delivered, self.ended)
+        posted = [max(pair) for pair in zip(*ends, strict=True)] if step > 1 else self.delivered
+        self.ended = self.done.copy()
+        nbytes = [sum(self.row[name] * tokens for name, tokens in parts) for _, _, parts in messages]
+        far = [self.node[src] != self.node[dst] for src, dst, _ in messages]
+        queued = [
+            (src, dst, links[away].seconds(size), away)
+            for (src, dst, _), size, away in zip(messages, nbytes, far, strict=True)
+        ]
+        self.delivered, times = deliver(queued, posted)
+        self.done = [max(pair) for pair in zip(self.done, self.delivered, strict=True)]
+        for (src, dst, parts), size in zip(messages, nbytes, strict=True):
+            self.sent[src] += size
+            self.received[dst] += size
+            self.issued[src][2] += 1
+            self.issued[dst][2] += 1
+            if self.note:
+                span, label = times[src, dst], "+".join(name for name, _ in parts)
+                self.events.append(Event(src, "send", self.phase.name, step, *span, label, dst, size))
+                self.events.append(Event(dst, "receive", self.phase.name, step, *span, label, src, size))
+            for name, _ in parts:
+                if name in self.phase.write_names:
+                    self.issued[dst][1] += 1
+                    self._work(step, dst, self.hardware.launch_overhead, f"merge {name}")
 
-def _kernel_seconds(plan: Outline, sizes: Sizes, hardware: Hardware) -> dict[tuple[int, ...], float]:
-    """Return the seconds of one kernel call over (pairs, rows of queries, rows of keys)."""
-    flops, heads = sizes.flops_per_pair(plan.phase), sizes.batch * sizes.heads
-    found: dict[tuple[int, ...], float] = {}
-    for pairs, queries, keys in {tuple(call) for step in plan.work for _, *call in step}:
-        rate = hardware.rate(plan.phase.name, pairs, queries, keys, heads)
-        found[pairs, queries, keys] = hardware.launch_overhead + pairs * flops / rate
-    return found
+    def _work(self, step: int, rank: int, seconds: float, label: str = "", blocks: tuple[Block, ...] = ()) -> None:
+        start, self.done[rank] = self.done[rank], self.done[rank] + seconds
+        self.busy[rank] += seconds
+        if self.note and seconds:
+            end = self.done[rank]
+            self.events.append(Event(rank, "compute", self.phase.name, step, start, end, label, blocks=blocks))

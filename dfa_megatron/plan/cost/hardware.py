@@ -1,9 +1,10 @@
-"""Describe machines for the cost model: kernel rates, links within and between nodes."""
+"""Describe machines for the cost model: kernel rates, and links within and between nodes with what they deliver."""
 
 from __future__ import annotations
 
+import heapq
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from types import MappingProxyType
@@ -42,12 +43,10 @@ class Link:
     """A link that carries messages.
 
     Args:
-        transport: the transport of the link, a value of the option `transport`.
         bytes_per_second: bytes that a rank sends, and at the same time receives, per second; infinity is allowed.
         latency: seconds before the first byte of a message arrives.
     """
 
-    transport: str
     bytes_per_second: float
     latency: float = 0.0
 
@@ -65,7 +64,7 @@ class Hardware:
         forward, backward: rate of the attention kernel with RATED_HEADS heads, by the side of a square block with the
             same number of pairs. Between points both axes are interpolated logarithmically. Beyond the last point the
             rate is constant; below the first of several it falls with the length.
-        links: links between ranks of one node, one per transport; the first is the one in use.
+        link: between ranks of one node.
         launch_overhead: seconds of the device that every kernel call costs beside its arithmetic.
         ranks_per_node: rank r is on node r // ranks_per_node; None puts all ranks on one node.
         network: the link between nodes. Each rank has its own adapter, which works beside its link.
@@ -77,17 +76,12 @@ class Hardware:
     name: str
     forward: Curve
     backward: Curve
-    links: tuple[Link, ...]
+    link: Link
     launch_overhead: float = 0.0
     ranks_per_node: int | None = None
     network: Link | None = None
     host: Host = Host()
     multiprocessors: int | None = None
-
-    @property
-    def link(self) -> Link:
-        """Return the link in use between ranks of one node."""
-        return self.links[0]
 
     def node_size(self, ranks: int) -> int | None:
         """Return the ranks per node if so many ranks are on several nodes, else None."""
@@ -139,6 +133,35 @@ def _interpolate(curve: Curve, tokens: float) -> float:
     return curve[-1][1]
 
 
+def deliver(
+    queued: Iterable[tuple[int, int, float, bool]], posted: Sequence[float]
+) -> tuple[list[float], dict[tuple[int, int], tuple[float, float]]]:
+    """Move the messages of one step; return when each rank has sent and received all of its own, and times by ends.
+
+    On its link to the ranks of its node a rank sends one message at a time and receives one at a time. Its adapter to
+    other nodes works the same way, beside it. The message that can start first goes first; lower ranks win a tie.
+
+    Args:
+        queued: source, destination, seconds, and whether it goes to another node.
+        posted: when each rank has posted its batch.
+    """
+    times: dict[tuple[int, int], tuple[float, float]] = {}
+    ports = [(list(posted), list(posted)) for _ in range(2)]  # (sending, receiving): of links, of adapters
+    heap = [(max(posted[src], posted[dst]), src, dst, seconds, far) for src, dst, seconds, far in queued]
+    heapq.heapify(heap)
+    while heap:
+        start, src, dst, seconds, far = heap[0]
+        sending, receiving = ports[far]
+        now = max(sending[src], receiving[dst])
+        if now > start:
+            heapq.heapreplace(heap, (now, src, dst, seconds, far))
+            continue
+        heapq.heappop(heap)
+        sending[src] = receiving[dst] = start + seconds
+        times[src, dst] = start, start + seconds
+    return [max(ends) for ends in zip(*ports[0], *ports[1], strict=True)], times
+
+
 def flat(flops: float) -> Curve:
     """Return a curve with one rate for blocks of every length."""
     return ((1, flops),)
@@ -184,27 +207,25 @@ _HOST = Host(run=364e-6, call=51e-6, merge=24e-6, message=95e-6)
 
 _GPU: dict[str, Any] = {"launch_overhead": 15e-6, "host": _HOST, "multiprocessors": 132}
 
-_NVLINK = (Link("p2p", 340e9, 15e-6), Link("copy_engine", 390e9, 15e-6))
-
-H200_NVLINK = Hardware("h200-nvlink", *_HOPPER, _NVLINK, **_GPU)
-"""H200s of one host, measured: NCCL send and receive, and copy-engine writes."""
+H200_NVLINK = Hardware("h200-nvlink", *_HOPPER, Link(340e9, 15e-6), **_GPU)
+"""H200s of one host, measured: NCCL send and receive. Writes of copy engines take 390e9 bytes per second."""
 
 H100_NVLINK = replace(H200_NVLINK, name="h100-nvlink")
 """H100 SXM of one host. Uses the H200's figures, because multiprocessors and links are the same; not measured."""
 
-H200_SLOW_LINK = Hardware("h200-slow-link", *_HOPPER, (Link("p2p", 26e9, 30e-6),), **_GPU)
+H200_SLOW_LINK = Hardware("h200-slow-link", *_HOPPER, Link(26e9, 30e-6), **_GPU)
 """H200s of one host with the direct link off: what fits benchmarks/results/*-p2p-off-*."""
 
-H200_NIC_400G = replace(H200_NVLINK, name="h200-nic-400g", ranks_per_node=8, network=Link("p2p", 45e9, 30e-6))
+H200_NIC_400G = replace(H200_NVLINK, name="h200-nic-400g", ranks_per_node=8, network=Link(45e9, 30e-6))
 """Nodes of 8 H200s with a 400 Gb/s adapter per GPU at nine tenths of its 50 GB/s, a usual figure; not measured."""
 
-H200_SOCKETS = replace(H200_NVLINK, name="h200-sockets", ranks_per_node=8, network=Link("p2p", 2e9, 100e-6))
+H200_SOCKETS = replace(H200_NVLINK, name="h200-sockets", ranks_per_node=8, network=Link(2e9, 100e-6))
 """Nodes of 8 H200s whose NCCL sends over TCP sockets at 2 GB/s a GPU, a usual figure."""
 
-CPU_LOOPBACK = Hardware("cpu-loopback", flat(40e9), flat(30e9), (Link("p2p", 1e9, 2e-4),), 5e-5)
+CPU_LOOPBACK = Hardware("cpu-loopback", flat(40e9), flat(30e9), Link(1e9, 2e-4), 5e-5)
 """Processes of one small machine over gloo; a rough figure."""
 
-IDEAL_LINK = Hardware("ideal-link", flat(600e12), flat(550e12), (Link("p2p", math.inf),))
+IDEAL_LINK = Hardware("ideal-link", flat(600e12), flat(550e12), Link(math.inf))
 """A machine where only arithmetic costs time: the bound of a schedule whose messages are all hidden."""
 
 _FLASH4 = [computing_with("flash4", hardware) for hardware in (H200_NVLINK, H200_SLOW_LINK)]

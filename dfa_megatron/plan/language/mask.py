@@ -7,7 +7,7 @@ In every definition i is a query and j a key. Tiles share no rows, which would b
 from __future__ import annotations
 
 import hashlib
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, wraps
@@ -345,16 +345,11 @@ class Component(NamedTuple):
 
     def row_work(self, edges: Sequence[int]) -> list[int]:
         """Return the number of pairs in the rows between each edge and the next."""
-        if self.is_document:
-            first = 1 - 2 * self.span.lo
-            return [(hi - lo) * (lo + hi + first) // 2 for lo, hi in pairwise(edges)]
         work = [0] * (len(edges) - 1)
         for tile in self.tiles:
-            for at in range(max(0, bisect_right(edges, tile.q.lo) - 1), len(work)):
-                if edges[at] >= tile.q.hi:
-                    break
-                part = tile.restrict(Span(edges[at], edges[at + 1]), tile.kv)
-                work[at] += part.area if part else 0
+            first = max(0, bisect_right(edges, tile.q.lo) - 1)
+            for at in range(first, min(len(work), bisect_left(edges, tile.q.hi))):
+                work[at] += tile.area_in(Span(edges[at], edges[at + 1]))
         return work
 
 
@@ -382,8 +377,6 @@ def components(mask: Mask) -> tuple[Component, ...]:
 
 
 def _component(lo: int, hi: int, tiles: list[Tile]) -> Component:
-    if len(tiles) == 1:
-        only, rows = tiles[0], hi - lo
-        if only.hi == 0 and only.lo == -UNBOUNDED and only.q == only.kv:
-            return Component(only.q, (only,), rows * (rows + 1) // 2, True)
-    return Component(Span(lo, hi), tuple(tiles), sum(tile.area for tile in tiles))
+    only = tiles[0]
+    is_document = len(tiles) == 1 and only.hi == 0 and only.lo == -UNBOUNDED and only.q == only.kv
+    return Component(Span(lo, hi), tuple(tiles), sum(tile.area for tile in tiles), is_document)

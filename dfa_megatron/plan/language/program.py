@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import NamedTuple
 
 from dfa_megatron.plan.language.geometry import Band, Segment, Span, Tile
-from dfa_megatron.plan.language.ir import Block, Phase
+from dfa_megatron.plan.language.ir import Phase
 
 
 class Destination(Enum):
@@ -172,8 +172,6 @@ class Call:
     kv: Region
     launches: tuple[Launch, ...]
     writes: tuple[Region, ...]
-    blocks: tuple[Block, ...]
-    area: int
 
     @property
     def segments(self) -> tuple[Segment, ...]:
@@ -183,11 +181,6 @@ class Call:
             return self.launches[0].segments
         tiles = (tile for launch in self.launches for tile in launch.tiles())
         return tuple(sorted(Segment(t.q.lo, t.q.hi, t.kv.lo, t.kv.hi, t.band) for t in tiles))
-
-
-def rows_read(segments: Iterable[Segment]) -> int:
-    """Return the query rows that a kernel reads; segments of the same rows are read once."""
-    return sum(hi - lo for lo, hi in {(segment.q_lo, segment.q_hi) for segment in segments})
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,11 +9,8 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from dfa_megatron.plan.language.geometry import UNBOUNDED, Segment, Span, Tile
-from dfa_megatron.plan.language.ir import Block
 from dfa_megatron.plan.language.program import Launch
 from dfa_megatron.plan.language.work import FAR, MOST_COPIES
-
-FusedTile = tuple[Tile, tuple[Block, ...]]
 
 
 def union(tiles: Sequence[Tile]) -> Tile | None:
@@ -35,28 +32,27 @@ def union(tiles: Sequence[Tile]) -> Tile | None:
     return one if all(one.restrict(tile.q, tile.kv) == tile for tile in tiles) else None
 
 
-def fuse(tiles: Sequence[FusedTile]) -> list[FusedTile]:
+def fuse(tiles: Sequence[Tile]) -> list[Tile]:
     """Fuse tiles whose union is one tile: all at once, else along rows and columns."""
     tiles = list(tiles)
-    if len(tiles) > 1 and (one := union([tile for tile, _ in tiles])):
-        return [(one, _blocks(tiles))]
+    if len(tiles) > 1 and (one := union(tiles)):
+        return [one]
     before = 0
     while len(tiles) > 1 and len(tiles) != before:
         before = len(tiles)
-        tiles = _along(tiles, lambda fused: (fused[0].q.lo, fused[0].kv.lo))
-        tiles = _along(tiles, lambda fused: (fused[0].kv.lo, fused[0].q.lo))
+        tiles = _along(tiles, lambda tile: (tile.q.lo, tile.kv.lo))
+        tiles = _along(tiles, lambda tile: (tile.kv.lo, tile.q.lo))
     return tiles
 
 
-def _along(tiles: list[FusedTile], order: Callable[[FusedTile], Any]) -> list[FusedTile]:
+def _along(tiles: list[Tile], order: Callable[[Tile], Any]) -> list[Tile]:
     """Fuse each tile with the one before it, in this order, where the two make one tile."""
-    out: list[FusedTile] = []
-    for fused in sorted(tiles, key=order):
-        one = _union_of_two(out[-1][0], fused[0]) if out else None
-        if one is None:
-            out.append(fused)
+    out: list[Tile] = []
+    for tile in sorted(tiles, key=order):
+        if out and (one := _union_of_two(out[-1], tile)):
+            out[-1] = one
         else:
-            out[-1] = one, _blocks([out[-1], fused])
+            out.append(tile)
     return out
 
 
@@ -76,22 +72,17 @@ def _union_of_two(one: Tile, other: Tile) -> Tile | None:
     return union([one, other])
 
 
-def _blocks(tiles: Sequence[FusedTile]) -> tuple[Block, ...]:
-    return tuple(sorted({block for _, blocks in tiles for block in blocks}))
-
-
 class Planned(NamedTuple):
-    """What one kernel call computes: spans of rows, tiles in them, the launches relative to them, and their blocks."""
+    """What one kernel call computes: spans of rows, tiles in them, and the launches relative to the spans."""
 
     q: Span
     kv: Span
     tiles: tuple[Tile, ...]
     launches: tuple[Launch, ...]
-    blocks: tuple[Block, ...]
 
 
-Launching = Callable[[tuple[FusedTile, ...], bool], Sequence[Planned]]
-"""Decide the kernel calls for tiles, each with its block, in rows of the same buffers, and the launches of each.
+Launching = Callable[[tuple[Tile, ...], bool], Sequence[Planned]]
+"""Decide the kernel calls for tiles in rows of the same buffers, and the launches of each.
 
 If asked, no tiles are fused or joined: each is a leaf of a fixed order.
 """
@@ -99,27 +90,25 @@ If asked, no tiles are fused or joined: each is a leaf of a fixed order.
 Divide = Callable[[Sequence[Segment], int, int], tuple[Launch, ...]]
 """Decide the launches of segments in so many rows of q and of kv."""
 
-Piece = list[FusedTile]
+Piece = Sequence[Tile]
 """Tiles of the same query rows whose keys a kernel joins: all but the last are full."""
 
 
 def rows_of(piece: Piece) -> Span:
     """Return the query rows of a piece."""
-    return piece[-1][0].q
+    return piece[-1].q
 
 
-def in_packs(tiles: tuple[FusedTile, ...], apart: bool = False) -> list[Planned]:
+def in_packs(tiles: tuple[Tile, ...], apart: bool = False) -> list[Planned]:
     """Return few calls, each one launch of segments that have bands of their own: those of no kernel in particular."""
     return [planned(group, as_it_stands) for group in packs([[one] for one in (tiles if apart else fuse(tiles))])]
 
 
 def planned(group: Sequence[Piece], divide: Divide) -> Planned:
     """Return the call of a group."""
-    tiles = [one for piece in group for one in piece]
-    blocks = {block for _, its in tiles for block in its}
+    tiles = tuple(tile for piece in group for tile in piece)
     q, kv, segments = segments_of(tiles)
-    launches = divide(segments, len(q), len(kv))
-    return Planned(q, kv, tuple(tile for tile, _ in tiles), launches, tuple(sorted(blocks)))
+    return Planned(q, kv, tiles, divide(segments, len(q), len(kv)))
 
 
 def as_it_stands(segments: Sequence[Segment], q_len: int, kv_len: int) -> tuple[Launch, ...]:
@@ -140,12 +129,12 @@ def packs(pieces: Sequence[Piece], repeats: int = 0) -> list[list[Piece]]:
     out: list[list[Piece]] = []
     within_reach: list[list[Piece]] = []
     spare: dict[int, float] = {}  # by group: the keys that it may still copy
-    for piece in sorted(pieces, key=lambda piece: (rows_of(piece).lo, piece[0][0].kv.lo)):
+    for piece in sorted(pieces, key=lambda piece: (rows_of(piece).lo, piece[0].kv.lo)):
         rows = rows_of(piece)
         within_reach = [group for group in within_reach if rows.lo - rows_of(group[-1]).hi <= FAR]
-        more = MOST_COPIES * repeats * len(rows) - sum(len(tile.kv) for tile, _ in piece) if repeats else 0
+        more = MOST_COPIES * repeats * len(rows) - sum(len(tile.kv) for tile in piece) if repeats else 0
         fitting = (one for one in within_reach if not repeats or spare[id(one)] + more >= 0)
-        group = next((group for group in fitting if _follows(group[-1][-1][0], piece[0][0], repeats)), None)
+        group = next((group for group in fitting if _follows(group[-1][-1], piece[0], repeats)), None)
         if group is None:
             group = []
             out.append(group)
@@ -159,9 +148,9 @@ def _follows(before: Tile, after: Tile, repeats: int) -> bool:
     return before.q.hi <= after.q.lo and (repeats > 0 or 0 <= after.kv.lo - before.kv.hi <= FAR)
 
 
-def segments_of(group: Sequence[FusedTile]) -> tuple[Span, Span, tuple[Segment, ...]]:
+def segments_of(group: Sequence[Tile]) -> tuple[Span, Span, tuple[Segment, ...]]:
     """Return the spans of a group's rows, q and kv, and its segments relative to these spans."""
-    q = Span(group[0][0].q.lo, group[-1][0].q.hi)
-    kv = Span(min(tile.kv.lo for tile, _ in group), max(tile.kv.hi for tile, _ in group))
-    segments = tuple(Segment(t.q.lo - q.lo, t.q.hi - q.lo, t.kv.lo - kv.lo, t.kv.hi - kv.lo, t.band) for t, _ in group)
+    q = Span(group[0].q.lo, group[-1].q.hi)
+    kv = Span(min(tile.kv.lo for tile in group), max(tile.kv.hi for tile in group))
+    segments = tuple(Segment(t.q.lo - q.lo, t.q.hi - q.lo, t.kv.lo - kv.lo, t.kv.hi - kv.lo, t.band) for t in group)
     return q, kv, segments

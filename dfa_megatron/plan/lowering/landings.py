@@ -13,7 +13,7 @@ from itertools import accumulate
 
 from dfa_megatron.plan.language.grid import plan_error
 from dfa_megatron.plan.language.ir import Plan
-from dfa_megatron.plan.language.program import Buffer, Program, Region
+from dfa_megatron.plan.language.program import Buffer, Region
 from dfa_megatron.plan.lowering.messages import Parts, RankMessages, names_joined, rank_messages
 
 
@@ -207,6 +207,11 @@ class Arenas:
         first = len(self.landings[rank].own)
         return {number: self.starts(rank, number) for number in range(first, first + len(self.landings[rank].buffers))}
 
+    def sent_by(self, rank: int) -> dict[tuple[int, int], tuple[int, ...]]:
+        """Return by (step, peer) where in the peer's arena each tensor of a rank's messages goes."""
+        outgoing = self.landings[rank].messages.outgoing
+        return {(step, peer): self.lands(step, rank, peer) for step, by_peer in outgoing.items() for peer in by_peer}
+
     def starts(self, rank: int, number: int) -> Starts:
         """Return where the tensors of one of them begin."""
         if (found := self._starts.get((rank, number))) is None:
@@ -228,26 +233,6 @@ class Arenas:
             for region in regions
             for start, row in zip(starts[region.buffer][region.name], self.row_bytes[region.name], strict=True)
         )
-
-
-@dataclass(frozen=True, slots=True)
-class Places:
-    """Bytes in arenas.
-
-    nbytes: of every arena. starts: buffer -> where its tensors begin, of what lands on this rank. sent: (step, peer) of
-    a message -> where each of its tensors goes in the peer's arena.
-    """
-
-    nbytes: int
-    starts: dict[int, Starts]
-    sent: dict[tuple[int, int], tuple[int, ...]]
-
-
-def place(program: Program, arenas: Arenas) -> Places:
-    """Place the messages of a program."""
-    messages = [(number, message.peer) for number, step in enumerate(program.steps) for message in step.sends]
-    sent = {(step, peer): arenas.lands(step, program.rank, peer) for step, peer in messages}
-    return Places(arenas.nbytes, arenas.starts_on(program.rank), sent)
 
 
 def aligned(nbytes: int) -> int:

@@ -1,23 +1,26 @@
 """Lower a plan to one flat program per rank: fused kernel calls, bounded slots, one message per peer and step.
 
-How partial results are merged is planned row by row: with which stored partials, and into which destination. A kernel's
-partials are saved until several can be merged in one pass: with a partial that landed from another rank (its memory is
-needed again), when enough are there, or with the last one. The last merge writes the dtype of the result. So rows with
-one partial are never copied, few partials are summed without a detour through the accumulator's dtype, and no result is
-cast at the end.
+How partial results merge is planned row by row: with which stored partials, and into which destination. As they come, a
+kernel's partials are saved until several can be merged in one pass: with a partial that landed from another rank (its
+memory is needed again), when enough are there, or with the last one. The last merge writes the dtype of the result. So
+rows with one partial are never copied, few partials are summed without a detour through the accumulator's dtype, and no
+result is cast at the end. In the fixed order of a tree a partial waits for its sibling, see `plan.language.leaves`.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain, pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
+from dfa_megatron.errors import PlanError
 from dfa_megatron.plan.language.geometry import Band, Span, Tile, joined_spans
 from dfa_megatron.plan.language.grid import plan_error
-from dfa_megatron.plan.language.ir import Block, Plan, chunk_of
+from dfa_megatron.plan.language.ir import Plan, chunk_of
+from dfa_megatron.plan.language.leaves import Keys, halves
 from dfa_megatron.plan.language.program import (
     Buffer,
     BufferMerges,
@@ -31,12 +34,12 @@ from dfa_megatron.plan.language.program import (
     Step,
     WriteMerge,
 )
-from dfa_megatron.plan.lowering.kernel_calls import FusedTile, Launching, Planned, in_packs
+from dfa_megatron.plan.lowering.kernel_calls import Launching, Planned, in_packs
 from dfa_megatron.plan.lowering.landings import BufferRow, Landings, Life, assign_slots, landings_of
 from dfa_megatron.plan.lowering.messages import Parts
 
 if TYPE_CHECKING:
-    from dfa_megatron.plan.lowering.ordered import OrderedWrites
+    from dfa_megatron.plan.lowering.leaf_rows import Leaves
 
 
 def lower_all(plan: Plan, batch: int = 1) -> list[Program]:
@@ -70,11 +73,12 @@ class _Lowering:
 
     def __init__(self, landings: Landings, launching: Launching) -> None:
         plan, self.landings, self.launching = landings.plan, landings, launching
-        self.noted: AccumulatorWrites | OrderedWrites = AccumulatorWrites()
+        self.written: dict[int, list[Write]] = defaultdict(list)
+        self.leaves: Leaves | None = None
         if plan.order is not None:
-            from dfa_megatron.plan.lowering.ordered import OrderedWrites  # which other plans need not load
+            from dfa_megatron.plan.lowering.leaf_rows import Leaves  # which other plans need not load
 
-            self.noted = OrderedWrites(plan, landings.rank, plan.order)
+            self.leaves = Leaves(plan, landings.rank, plan.order)
         self.plan, self.rank, self.messages, self.rows = plan, landings.rank, landings.messages, landings.rows
         self.layout, self.phase = plan.layout, plan.phase
         self.writes = plan.phase.writes
@@ -96,7 +100,8 @@ class _Lowering:
         held = {name: self.layout.tokens(self.rank, side) for side, name in (*self.phase.reads, *self.phase.writes)}
         rows = {self.own[name]: held[name] for name in self.accumulators}
         rows |= {buffer: parts[0][1] for buffer, parts in enumerate(self.leaving, self.first)}
-        merges = self.noted.merges(rows)
+        ordered = self.leaves is not None
+        merges = {buffer: merges_of(count, self.written[buffer], ordered=ordered) for buffer, count in rows.items()}
         own = (Buffer(((name, held[name]),), None, merges.get(buffer)) for name, buffer in self.own.items())
         leaving = (
             Buffer(parts, taken + slot, merges[buffer])
@@ -168,7 +173,7 @@ class _Lowering:
     def _calls(self, step: int) -> Iterator[Call]:
         # A write's rows lie at a fixed distance from the rows it is computed from. Blocks that read and write the same
         # buffers at the same distances can share a kernel call.
-        groups: dict[tuple[_Buffers, Band | None], list[FusedTile]] = defaultdict(list)
+        groups: dict[tuple[_Buffers, Band | None], list[Tile]] = defaultdict(list)
         for block in self.messages.blocks.get(step, ()):
             q_buffer, q_row = self.landings.read_place(self.phase.read_q, block.q_chunk, step)
             kv_buffer, kv_row = self.landings.read_place(self.phase.read_kv, block.kv_chunk, step)
@@ -180,13 +185,16 @@ class _Lowering:
             buffers = _Buffers(q_buffer, kv_buffer, tuple(written))
             for number, tile in enumerate(self.plan.tiles(block)):
                 placed = tile.shift(*by)
-                self.noted.placed(q_buffer, kv_buffer, placed, block, number)
+                if self.leaves is not None:
+                    self.leaves.place(q_buffer, kv_buffer, placed, block, number)
                 # Leaves by window: in company each has the kernel that it has alone.
-                groups[buffers, tile.band if self.noted.apart else None].append((placed, (block,)))
+                groups[buffers, None if self.leaves is None else tile.band].append(placed)
         for (buffers, _), tiles in groups.items():
-            for planned in self.launching(tuple(tiles), self.noted.apart):
+            for planned in self.launching(tuple(tiles), self.leaves is not None):
                 call = self._call(step, buffers, planned)
-                self.noted.computed(call, planned.tiles)
+                leaves = [()] * len(call.writes) if self.leaves is None else self.leaves.of_call(call, planned.tiles)
+                for region, brought in zip(call.writes, leaves, strict=True):
+                    self.written[region.buffer].append(Write(region, True, brought))
                 yield call
 
     def _call(self, step: int, buffers: _Buffers, planned: Planned) -> Call:
@@ -196,8 +204,7 @@ class _Lowering:
         for (side, name), (buffer, by) in zip(self.writes, buffers.targets, strict=True):
             rows = q if side == "q" else kv
             writes.append(self._write(step, Region(buffer, name, rows.lo + by, rows.hi + by)))
-        area = sum(tile.area for tile in planned.tiles)
-        return Call(q, kv, planned.launches, tuple(writes), planned.blocks, area)
+        return Call(q, kv, planned.launches, tuple(writes))
 
     def _merges(self, step: int, peer: int, parts: Parts) -> Iterator[Merge]:
         """Merge landed partials into the rank's accumulators; adjacent rows form one merge."""
@@ -210,13 +217,14 @@ class _Lowering:
                 rows = self.rows[chunk]
                 to_buffer, to_row = self._write_place(name, chunk, step)
                 start, to_start = row, to_row
-                if runs and runs[-1][1].buffer == to_buffer and runs[-1][1].hi == to_row and not self.noted.apart:
+                if runs and runs[-1][1].buffer == to_buffer and runs[-1][1].hi == to_row and self.leaves is None:
                     before, to_before, _ = runs.pop()
                     start, to_start = before.lo, to_before.lo
                 into = Region(to_buffer, name, to_start, to_row + rows)
                 runs.append((Region(source, name, start, row + rows), into, chunk))
             for region, into, chunk in runs:
-                self.noted.landed(step, peer, chunk, into)
+                leaves = () if self.leaves is None else self.leaves.of_message(step, peer, chunk, into)
+                self.written[into.buffer].append(Write(into, False, leaves))
                 yield Merge(region, self._write(step, into))
 
     def _write(self, step: int, region: Region) -> Region:
@@ -232,84 +240,121 @@ class _Lowering:
 MOST_PARTS = 4
 """Partials that the kernels merge in one pass."""
 
-Writes = Sequence[tuple[Region, bool]]
-"""Rows of an accumulator in the order of their writes, and whether the partial may be saved.
 
-A kernel's own output may. A landed message may not: its memory is needed again.
-"""
+class LeafRows(NamedTuple):
+    """Rows of a buffer for which a write brings a leaf of a tree."""
 
-
-class AccumulatorWrites:
-    """The writes of one rank's accumulators, in their order, and the merges that follow: in any order of the reduce."""
-
-    apart = False
-    """Whether tiles, and chunks that land, stay by themselves."""
-
-    def __init__(self) -> None:
-        self._writes: dict[int, list[tuple[Region, bool]]] = defaultdict(list)
-
-    def placed(self, q_buffer: int, kv_buffer: int, tile: Tile, block: Block, number: int) -> None:
-        """Note nothing: it does not matter what a partial is of."""
-
-    def computed(self, call: Call, tiles: Sequence[Tile]) -> None:
-        """Note what a call writes."""
-        for region in call.writes:
-            self._writes[region.buffer].append((region, True))
-
-    def landed(self, step: int, peer: int, chunk: int, into: Region) -> None:
-        """Note what a message brings."""
-        self._writes[into.buffer].append((into, False))
-
-    def merges(self, rows: Mapping[int, int]) -> dict[int, BufferMerges]:
-        """Plan the merges of every accumulator, given as buffer -> its rows."""
-        return {buffer: merges_of(count, self._writes[buffer]) for buffer, count in rows.items()}
+    lo: int
+    hi: int
+    key: int
 
 
-def merges_of(rows: int, writes: Writes) -> BufferMerges:
-    """Plan one accumulator of so many rows."""
-    ends = [(region.lo, region.hi) for region, _ in writes]
-    edges = sorted({0, rows, *(edge for both in ends for edge in both)})
+class Write(NamedTuple):
+    """A write of an accumulator.
+
+    may_save: it is a kernel's own output, which may wait as it is; the memory of a landed message is needed again.
+    leaves: what it brings where the order is fixed.
+    """
+
+    region: Region
+    may_save: bool
+    leaves: Sequence[LeafRows] = ()
+
+
+Way = tuple[int, tuple[int, ...], bool, Destination, tuple[bool, ...]]
+"""How some rows of a write merge: its number, then `saved`, `sum`, `into` and `first` of `RowsMerge`."""
+
+
+def merges_of(rows: int, writes: Sequence[Write], *, ordered: bool = False) -> BufferMerges:
+    """Plan one accumulator of so many rows, whose writes come in this order.
+
+    Raises:
+        PlanError: the order is fixed, and a write brings leaves that are no node of the tree.
+    """
     merges: dict[int, list[RowsMerge]] = defaultdict(list)
     empty: list[Span] = []
-    for lo, hi in pairwise(edges):
-        order = [at for at, (first, end) in enumerate(ends) if first <= lo < end]
-        if not order:
+    for lo, hi, brought in _runs(rows, writes, ordered=ordered):
+        if not brought:
             empty.append(Span(lo, hi))
-        for at, saved, has_sum, into in _rows(order, writes):
-            before = merges[at][-1] if merges[at] else None
-            if before and (before.hi, before.saved, before.sum, before.into) == (lo, saved, has_sum, into):
-                merges[at][-1] = RowsMerge(before.lo, hi, before.skip, saved, has_sum, into)
+            continue
+        for number, saved, has_sum, into, first in _in_tree(brought) if ordered else _as_they_come([*brought], writes):
+            before, how = merges[number][-1] if merges[number] else None, (lo, saved, has_sum, into, first)
+            if before and (before.hi, before.saved, before.sum, before.into, before.first) == how:
+                merges[number][-1] = replace(before, hi=hi)
             else:
-                merges[at].append(RowsMerge(lo, hi, lo - ends[at][0], saved, has_sum, into))
+                skip = lo - writes[number].region.lo
+                merges[number].append(RowsMerge(lo, hi, skip, saved, has_sum, into, first=first))
     summed = [one for of_write in merges.values() for one in of_write if one.into is Destination.SUM]
     for of_write in merges.values():
         # Results first: they free saved partials before a sum is allocated.
         of_write.sort(key=lambda one: one.into is not Destination.RESULT)
-    free_after_last_use(merges)
+    _free_after_last_use(merges)
     sum_rows = Span(min((one.lo for one in summed), default=0), max((one.hi for one in summed), default=0))
+    whole = Span(0, rows)
     mergings = (
-        WriteMerge(tuple(merges[at]), may_become_result=may_save and ends[at] == (0, rows))
-        for at, (_, may_save) in enumerate(writes)
+        WriteMerge(
+            tuple(merges[number]),
+            may_save and Span(region.lo, region.hi) == whole and not (ordered and len(writes) > 1),
+            may_save,
+        )
+        for number, (region, may_save, _) in enumerate(writes)
     )
-    return BufferMerges(tuple(mergings), tuple(joined_spans(empty)), sum_rows)
+    return BufferMerges(tuple(mergings), tuple(joined_spans(empty)), sum_rows, ordered)
 
 
-def _rows(order: Sequence[int], writes: Writes) -> Iterable[tuple[int, tuple[int, ...], bool, Destination]]:
-    """Yield (write, saved writes merged with it, whether the sum is too, destination) for rows with these writes."""
+def _runs(rows: int, writes: Sequence[Write], *, ordered: bool) -> Iterator[tuple[int, int, dict[int, list[int]]]]:
+    """Yield runs of rows, and for each the writes that reach it with the keys of their leaves there."""
+    pieces = [write.leaves if ordered else [LeafRows(write.region.lo, write.region.hi, 0)] for write in writes]
+    edges = sorted({0, rows, *(edge for of_write in pieces for piece in of_write for edge in piece[:2])})
+    brought: list[dict[int, list[int]]] = [defaultdict(list) for _ in edges[1:]]
+    for number, of_write in enumerate(pieces):
+        for lo, hi, key in of_write:
+            for run in range(bisect_left(edges, lo), bisect_left(edges, hi)):
+                brought[run][number].append(key)
+    for (lo, hi), keys in zip(pairwise(edges), brought, strict=True):
+        yield lo, hi, keys
+
+
+def _as_they_come(order: Sequence[int], writes: Sequence[Write]) -> Iterator[Way]:
+    """Yield how rows merge that these writes reach."""
     saved: tuple[int, ...] = ()
     has_sum = False
-    for nth, at in enumerate(order):
+    for nth, number in enumerate(order):
         last = nth == len(order) - 1
         room = 1 if has_sum else MOST_PARTS - 1  # beside a sum a second one costs more memory than the pass it saves
-        if writes[at][1] and not last and len(saved) < room:
-            yield at, (), False, Destination.SAVED
-            saved = (*saved, at)
+        if writes[number].may_save and not last and len(saved) < room:
+            yield number, (), False, Destination.SAVED, ()
+            saved = (*saved, number)
         else:
-            yield at, saved, has_sum, Destination.RESULT if last else Destination.SUM
+            yield number, saved, has_sum, Destination.RESULT if last else Destination.SUM, ()
             saved, has_sum = (), True
 
 
-def free_after_last_use(merges: dict[int, list[RowsMerge]]) -> None:
+def _in_tree(brought: Mapping[int, Sequence[int]]) -> Iterator[Way]:
+    """Yield how rows merge for which writes bring these leaves: node by node."""
+    units = {tuple(sorted(keys)): number for number, keys in brought.items()}
+    root = tuple(sorted(key for keys in units for key in keys))
+    above: dict[Keys, tuple[Keys, Keys, bool]] = {}  # node -> its sibling, the node of both, is the sibling first?
+    below = [root]
+    while below:
+        if (node := below.pop()) not in units:
+            if len(node) == 1:
+                raise PlanError("a partial of a fixed order is no node of the tree")
+            one, other = halves(node)
+            above |= {one: (other, node, False), other: (one, node, True)}
+            below += one, other
+    waiting: dict[Keys, int] = {}
+    for node, number in sorted(units.items(), key=lambda unit: unit[1]):
+        saved, first = list[int](), list[bool]()
+        while node != root and above[node][0] in waiting:
+            sibling, node, goes_first = above[node]
+            saved.append(waiting.pop(sibling))
+            first.append(goes_first)
+        waiting[node] = number
+        yield number, tuple(saved), False, Destination.RESULT if node == root else Destination.SAVED, tuple(first)
+
+
+def _free_after_last_use(merges: dict[int, list[RowsMerge]]) -> None:
     """Note where each saved partial is merged for the last time."""
     last: dict[int, tuple[int, int]] = {}
     for at in sorted(merges):

@@ -3,7 +3,7 @@
 The two join at the messages. A result is the sum of blocks: it starts empty, moves with its transfers, and is added to
 what its destination holds. So the records alone say what each message carries (`carried`). A program is right if it
 sends that whenever it receives that, and ends with its own results. Then all programs are right together, step by step.
-The bytes of messages are proved too (`prove_places`).
+The bytes of messages are proved too (`prove_arena`).
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from operator import attrgetter
 
 from dfa_megatron.errors import PlanError
 from dfa_megatron.plan.interpret import rank_loop
-from dfa_megatron.plan.language.geometry import Span, Tile, covers
+from dfa_megatron.plan.language.geometry import Span, Tile
 from dfa_megatron.plan.language.grid import grid, plan_error
 from dfa_megatron.plan.language.ir import AttentionPlan, Plan, Transfer
 from dfa_megatron.plan.language.program import Program
-from dfa_megatron.plan.lowering.landings import ALIGNMENT, Arenas, Landings, Places, landings_of
+from dfa_megatron.plan.lowering.landings import ALIGNMENT, Arenas, Landings, landings_of
 from dfa_megatron.plan.lowering.lower import lower
-from dfa_megatron.plan.lowering.messages import Carried, RankMessages, SumsHeld, carried_by
-from dfa_megatron.plan.proof.set_algebra import Content, Sets
+from dfa_megatron.plan.lowering.messages import Carried, RankMessages, carried_by
+from dfa_megatron.plan.proof.set_algebra import ONE, Content, Sets
 
 
 def check_plan(plan: AttentionPlan | Plan, *, batch: int = 1, max_slots: int | None = None) -> None:
@@ -89,7 +89,8 @@ def prove(algebra: Sets, messages: RankMessages, promised: Carried) -> None:
             ends = (program.rank, message.peer) if sends else (message.peer, program.rank)
             sums = [_sums(plan, promised, number, *ends, *part) for part in parts]
             if not sends:
-                algebra.land(message, [_landed(plan, *part, tiles) for part, tiles in zip(parts, sums, strict=True)])
+                landed = zip(parts, sums, strict=True)
+                algebra.land(message, [_landed(plan, chunks, tiles) for (_, chunks), tiles in landed])
                 continue
             for part, contents, tiles in zip(parts, algebra.take(message), sums, strict=True):
                 for content in _unlike(contents):
@@ -114,22 +115,19 @@ def _unlike(contents: Sequence[Content]) -> list[Content]:
 def _sums(
     plan: Plan, promised: Carried, step: int, src: int, dst: int, name: str, chunks: Sequence[int]
 ) -> list[Sequence[Tile]]:
-    """Return the pairs that each of these chunks of a result brings along; none for inputs."""
+    """Return the pairs that each of these chunks brings along: of a result, or the tokens of an input."""
     if name not in plan.phase.write_names:
-        return [()] * len(chunks)
+        return [[Tile(plan.layout.chunks[chunk], ONE)] for chunk in chunks]
     sums, pairs = [promised[Transfer(step, src, dst, name, chunk)] for chunk in chunks], plan.pairs
     return [[tile for block in blocks for tile in pairs[block.q_chunk, block.kv_chunk]] for blocks in sums]
 
 
-def _landed(plan: Plan, name: str, chunks: Sequence[int], tiles: Sequence[Sequence[Tile]]) -> Content:
+def _landed(plan: Plan, chunks: Sequence[int], tiles: Sequence[Sequence[Tile]]) -> Content:
     """Return a part of a message that holds these chunks one after another, and these pairs of each."""
     out, at = Content(), 0
     for chunk, sums in zip(chunks, tiles, strict=True):
         span = plan.layout.chunks[chunk]
-        rows, by = Span(at, at + len(span)), span.lo - at
-        out.put(rows, [(by, tile) for tile in sums])
-        if name not in plan.phase.write_names:
-            out.tokens.append((rows, by))
+        out.put(Span(at, at + len(span)), [(span.lo - at, tile) for tile in sums])
         at += len(span)
     return out
 
@@ -138,19 +136,12 @@ def _compare(
     algebra: Sets, name: str, chunks: Sequence[int], content: Content, tiles: Sequence[Sequence[Tile]]
 ) -> None:
     """Refuse a content that is not these chunks one after another, with these pairs of each."""
-    plan, side, at = algebra.plan, algebra.side_of.get(name), 0
+    plan, at = algebra.plan, 0
     for chunk, want in zip(chunks, tiles, strict=True):
         span = plan.layout.chunks[chunk]
         rows, by = Span(at, at + len(span)), span.lo - at
         at += len(span)
-        if side is None:
-            held = [
-                part & rows for part, shift in content.tokens if shift == by and part.lo < rows.hi and rows.lo < part.hi
-            ]
-            wrong = "" if covers(held, rows) else "is sent with other tokens in its place"
-        else:
-            wrong = _difference(content, rows, by, side, want)
-        if wrong:
+        if wrong := _difference(content, rows, by, algebra.side_of[name], want):
             raise algebra.fail(f"R4: {name} of chunk {chunk} {wrong}")
 
 
@@ -160,7 +151,7 @@ def _difference(content: Content, rows: Span, by: int, side: str, want: Sequence
         return "has rows that were never written"
     terms = content.terms_in(rows, side)
     if any(shift != by for shift, _ in terms):
-        return "holds the results of other tokens"
+        return "is that of other tokens"
     got = [tile for _, tile in terms]
     if got == list(want):
         return ""
@@ -205,12 +196,6 @@ def carried(plan: Plan) -> Carried:
         PlanError: a result is missing, counted twice, stranded, or sent by a rank that has none.
     """
     found, held = carried_by(plan)
-    _prove(plan, held)
-    return found
-
-
-def _prove(plan: Plan, held: SumsHeld) -> None:
-    """Compare what the owners hold at the end with the pairs of the mask."""
     owner, last = plan.layout.owner, plan.steps - 1
     at_owner: dict[str, list[tuple[int, int]]] = {name: [] for name in plan.phase.write_names}
     for (rank, name, chunk), blocks in held.items():
@@ -225,18 +210,19 @@ def _prove(plan: Plan, held: SumsHeld) -> None:
         chunk = wrong[0 if name == plan.phase.write_q else 1]
         how = "counts a pair twice" if count[wrong] else "does not hold each pair of the mask exactly once"
         raise plan_error(plan, f"R4: {name} of chunk {chunk} {how}", last, owner[chunk])
+    return found
 
 
-def prove_places(program: Program, places: Places, arenas: Arenas) -> None:
-    """Prove that memory of different slots is apart, and that each message goes where its receiver reads it.
+def prove_arena(program: Program, arenas: Arenas) -> None:
+    """Prove that memory of different slots is apart in a rank's arena; senders ask the same `Arenas` where they write.
 
     Buffers of one slot never live at the same time, which the program's own proof shows.
 
     Raises:
-        PlanError: names the rank, and the buffer or the message.
+        PlanError: names the rank, and the buffer.
     """
     spans: dict[int | None, list[tuple[int, int]]] = {}
-    for number, starts in places.starts.items():
+    for number, starts in arenas.starts_on(program.rank).items():
         buffer, ends = program.buffers[number], list[tuple[int, int]]()
         for name, rows in buffer.parts:
             row_bytes = arenas.row_bytes[name]
@@ -246,10 +232,5 @@ def prove_places(program: Program, places: Places, arenas: Arenas) -> None:
             raise PlanError(f"rank {program.rank}: the tensors of buffer {number} overlap, or are not aligned")
         spans.setdefault(buffer.slot, []).append((ends[0][0], ends[-1][1]))
     slots = sorted((min(start for start, _ in its), max(end for _, end in its)) for its in spans.values())
-    if any(one[1] > other[0] for one, other in pairwise(slots)) or (slots and slots[-1][1] > places.nbytes):
-        raise PlanError(f"rank {program.rank}: the slots of messages overlap, or do not fit in {places.nbytes} bytes")
-    if places.starts != arenas.starts_on(program.rank):
-        raise PlanError(f"rank {program.rank}: its messages land elsewhere than their senders know")
-    for (step, peer), sent in places.sent.items():
-        if sent != arenas.lands(step, program.rank, peer):
-            raise PlanError(f"rank {program.rank}, step {step}: its message lands elsewhere than rank {peer} reads it")
+    if any(one[1] > other[0] for one, other in pairwise(slots)) or (slots and slots[-1][1] > arenas.nbytes):
+        raise PlanError(f"rank {program.rank}: the slots of messages overlap, or do not fit in {arenas.nbytes} bytes")

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from dfa_megatron.errors import PlanError
 from dfa_megatron.plan.interpret import Accumulator, accumulator_of
-from dfa_megatron.plan.language.geometry import Span, Tile, covers
+from dfa_megatron.plan.language.geometry import Span, Tile, covers, joined_spans
 from dfa_megatron.plan.language.grid import plan_error
 from dfa_megatron.plan.language.ir import Plan
 from dfa_megatron.plan.language.program import Call, Launch, Merge, Message, Program, Region
@@ -23,18 +23,19 @@ if TYPE_CHECKING:
 Term = tuple[int, Tile]
 """A set of pairs merged into rows of a buffer: the token on the name's own side is the row plus this number."""
 
+ONE = Span(0, 1)
+"""The keys of an input's pairs: each of its tokens is a pair with token 0, on side q."""
+
 
 @dataclass(slots=True)
 class Content:
     """The content of the rows of one name in one buffer.
 
-    valid: spans of rows that hold anything, in order and apart. tokens: (rows, number); an input's token is its row
-    plus the number. terms: the results that are merged into an accumulator's rows, for each of `valid`. once: a result,
-    whose rows are written once.
+    valid: spans of rows that hold anything, in order and apart. terms: what the rows hold, for each of `valid`. once: a
+    result, whose rows are written once.
     """
 
     valid: list[Span] = field(default_factory=list)
-    tokens: list[tuple[Span, int]] = field(default_factory=list)
     terms: list[list[Term]] = field(default_factory=list)
     once: bool = False
 
@@ -158,21 +159,21 @@ class Sets:
         self.landing: Counter[int] = Counter()
         self.gone: set[int] = set()
         self.touched: dict[int, int] = {}
-        self.side_of = {name: side for side, name in plan.phase.writes}
+        self.results = {name: side for side, name in plan.phase.writes}
+        self.side_of = {name: "q" for _, name in plan.phase.reads} | self.results
         self._refuse_unequal_tenants()
         for side, name in plan.phase.reads:
-            content = self.content[program.home_buffer(name), name]
-            for chunk, row in plan.layout.offsets(plan.layout.of(program.rank, side)).items():
-                span = plan.layout.chunks[chunk]
-                _append(content.tokens, Span(row, row + len(span)), span.lo - row)
-            content.put(Span(0, plan.layout.tokens(program.rank, side)), [])
+            content, row = self.content[program.home_buffer(name), name], 0
+            for span in joined_spans(plan.layout.spans(program.rank, side)):
+                content.put(Span(row, row + len(span)), [(span.lo - row, Tile(span, ONE))])
+                row += len(span)
         self.judges: dict[str, Judge] = {}
         if plan.order is not None:
             from dfa_megatron.plan.proof.judge import Judge  # which other plans need not load
 
-            self.judges = {side: Judge(plan, side, plan.order) for side in self.side_of.values()}
+            self.judges = {side: Judge(plan, side, plan.order) for side in self.results.values()}
         memories = {
-            name: [SetMemory(side, *way, self.judges.get(side)) for way in WAYS] for name, side in self.side_of.items()
+            name: [SetMemory(side, *way, self.judges.get(side)) for way in WAYS] for name, side in self.results.items()
         }
         self.accumulators = {
             number: [accumulator_of(buffer.merges, buffer.parts[0][1], one) for one in memories[buffer.parts[0][0]]]
@@ -200,7 +201,10 @@ class Sets:
 
     def compute(self, call: Call) -> None:
         """Merge the pairs of the call's segments, as tokens, into its writes."""
-        q, kv = (self._read(region)[0].tokens for region in (call.q, call.kv))
+        q, kv = (
+            [(tile.q.shift(-shift), shift) for shift, tile in self._read(region)[0].terms[0]]
+            for region in (call.q, call.kv)
+        )
         tiles = [
             (q_shift, kv_shift, part.shift(q_shift, kv_shift))
             for tile in (each.shift(call.q.lo, call.kv.lo) for each in self._launched(call))
@@ -247,15 +251,14 @@ class Sets:
         """Return what each part of a message that is sent carries, from row 0 on; a result's in each of `WAYS`."""
         parts = []
         for regions in message.parts:
-            outs, at = [Content() for _ in (WAYS if regions[0].name in self.side_of else "1")], 0
+            outs, at = [Content() for _ in (WAYS if regions[0].name in self.results else "1")], 0
             for region in regions:
                 by = at - region.lo
                 for out, content in zip(outs, self._read(region, sent=True), strict=True):
-                    out.tokens += [(rows.shift(by), shift - by) for rows, shift in content.tokens]
                     for rows, terms in zip(content.valid, content.terms, strict=True):
                         out.put(rows.shift(by), [(shift - by, tile) for shift, tile in terms])
                 at += region.rows
-                if region.name in self.side_of:
+                if region.name in self.results:
                     self.gone.add(self._slot(region.buffer))
             parts.append(outs)
         return parts
@@ -269,7 +272,6 @@ class Sets:
             taken = self.tenant.get(self._slot(region.buffer)) != region.buffer
             if len(regions) != 1 or not inside or taken or there.valid[there.near(rows)]:
                 raise self.fail(f"R1: {region} is no place for a message to land in")
-            there.tokens += [(span.shift(region.lo), shift - region.lo) for span, shift in content.tokens]
             for span, terms in zip(content.valid, content.terms, strict=True):
                 there.put(span.shift(region.lo), [(shift - region.lo, tile) for shift, tile in terms])
             self.landing[self._slot(region.buffer)] -= 1
@@ -313,19 +315,11 @@ class Sets:
             raise self.fail(f"{region} is read before anything was stored in it")
         if not sent:
             self.touched[slot] = self.step
-        elif region.name in self.side_of and self.touched.get(slot, -1) > self.program.steps[self.step].after:
+        elif region.name in self.results and self.touched.get(slot, -1) > self.program.steps[self.step].after:
             raise self.fail(f"{region} is sent while step {self.touched[slot]} may still write it")
         else:
             self.sending.add(slot)
-        side = self.side_of.get(region.name)
-        return [
-            Content(
-                [rows],
-                [(span & rows, shift) for span, shift in _among(content.tokens, rows)],
-                [content.terms_in(rows, side) if side else []],
-            )
-            for content in contents
-        ]
+        return [Content([rows], [content.terms_in(rows, self.side_of[region.name])]) for content in contents]
 
     def held(self, buffer: int, name: str) -> list[Content]:
         """Return what a buffer holds of a name; of an accumulator in each of `WAYS`."""
@@ -387,10 +381,3 @@ def _inside(spans: Sequence[Span], rows: Span, *, apart: bool = True) -> bool:
 def _among(tokens: list[tuple[Span, int]], rows: Span) -> list[tuple[Span, int]]:
     """Return the tokens that lie in some of these rows."""
     return [(span, shift) for span, shift in tokens if span.lo < rows.hi and rows.lo < span.hi]
-
-
-def _append(tokens: list[tuple[Span, int]], rows: Span, shift: int) -> None:
-    """Append rows and their tokens, joined to the last ones where they continue them."""
-    if tokens and tokens[-1][0].hi == rows.lo and tokens[-1][1] == shift:
-        rows = Span(tokens.pop()[0].lo, rows.hi)
-    tokens.append((rows, shift))

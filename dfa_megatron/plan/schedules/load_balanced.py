@@ -9,7 +9,7 @@ that both sums match. This turns one causal sequence into zigzag.
 from __future__ import annotations
 
 import heapq
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
 from itertools import accumulate, pairwise
 
@@ -161,29 +161,19 @@ class _RowsOf:
         return taken, got
 
     def _split(self, tokens: int, work: float) -> tuple[int, float]:
-        """Return (number of rows to take from the light end, work of all rows taken), by false position.
+        """Return (number of rows to take from the light end, work of all rows taken).
 
         The more rows come from the light end, the less the work.
         """
-        below, above = self._until(self.low), self._until(self.high)
+        outside = self._until(self.high) - self._until(self.low)
 
         def got(light: int) -> float:
-            return self._until(self.low + light) - below + above - self._until(self.high - tokens + light)
+            return outside + self._until(self.low + light) - self._until(self.high - tokens + light)
 
-        few, many = 0, tokens
-        most, least = got(few), got(many)
-        if most <= work or least >= work:
-            return (few, most) if most <= work else (many, least)
-        for _ in range(4):
-            guess = few + round((many - few) * (most - work) / (most - least))
-            value = got(guess)
-            if abs(value - work) < work / 500 or guess in (few, many):
-                return guess, value
-            if value > work:
-                few, most = guess, value
-            else:
-                many, least = guess, value
-        return (few, most) if most - work < work - least else (many, least)
+        light = bisect_left(range(tokens), -work, key=lambda light: -got(light))
+        if light and got(light - 1) - work < work - got(light):
+            light -= 1
+        return light, got(light)
 
     def _until(self, row: int) -> float:
         """Return the work of the first `row` rows."""

@@ -14,7 +14,7 @@ from dfa_megatron.plan.language.ir import Plan
 from dfa_megatron.plan.language.program import Call, Program
 from dfa_megatron.plan.language.sizes import Sizes
 from dfa_megatron.plan.lowering.kernel_calls import Launching
-from dfa_megatron.plan.lowering.landings import Arenas, Landings, landings_of, place
+from dfa_megatron.plan.lowering.landings import Arenas, Landings, landings_of
 from dfa_megatron.plan.lowering.lower import lower
 from dfa_megatron.runtime.cuda_driver import Copy
 
@@ -111,12 +111,11 @@ def plan_memory(
 ) -> MemoryPlan:
     """Plan the memory of one rank's program, and prove where its messages lie. landings: of all ranks."""
     plan = landings[0].plan
-    from dfa_megatron.plan.proof.check import prove_places
+    from dfa_megatron.plan.proof.check import prove_arena
 
     row_bytes = {name: sizes.row_bytes(name) for _, name in (*plan.phase.reads, *plan.phase.writes)}
     arenas = Arenas(landings, row_bytes)
-    places = place(program, arenas)
-    prove_places(program, places, arenas)
+    prove_arena(program, arenas)
     sent = Counter[str]()
     for message in program.sends:
         for name, rows in message.signature:
@@ -125,9 +124,9 @@ def plan_memory(
     return MemoryPlan(
         program,
         sizes,
-        places.nbytes,
-        places.starts,
-        places.sent,
+        arenas.nbytes,
+        arenas.starts_on(program.rank),
+        arenas.sent_by(program.rank),
         tuple(tuple(_segments(call, ragged=ragged) for call in step.calls) for step in program.steps),
         range(plan.ranks) if peers is None else peers,
         frozenset(sent),

@@ -9,7 +9,7 @@ import torch
 
 from dfa_megatron.plan.interpret import Accumulator
 from dfa_megatron.plan.language.program import Destination, Region
-from dfa_megatron.plan.lowering.lower import MOST_PARTS, merges_of
+from dfa_megatron.plan.lowering.lower import MOST_PARTS, Write, merges_of
 from dfa_megatron.runtime.execute.memory import Field, Fields
 from dfa_megatron.runtime.execute.tensors import TensorMemory
 from tests.support.close import assert_close
@@ -17,13 +17,13 @@ from tests.support.close import assert_close
 ROWS = 12
 
 
-def draw_writes(draw: random.Random) -> list[tuple[Region, bool]]:
+def draw_writes(draw: random.Random) -> list[Write]:
     writes = []
     for _ in range(draw.randint(1, 9)):
         lo, hi = sorted(draw.sample(range(ROWS + 1), 2))
         if draw.random() < 0.4:
             lo, hi = 0, ROWS
-        writes.append((Region(0, "dq", lo, hi), draw.random() < 0.7))
+        writes.append(Write(Region(0, "dq", lo, hi), draw.random() < 0.7))
     return writes
 
 
@@ -48,7 +48,7 @@ def test_every_row_is_the_sum_of_its_partials(seed: int, result: torch.dtype, ca
         for part in merging.rows:
             assert len(part.saved) + part.sum + 1 <= MOST_PARTS
             assert part.into is not Destination.SAVED or not (part.saved or part.sum)
-    for region, keepable in writes:
+    for region, keepable, _ in writes:
         lo, hi = region.lo, region.hi
         partial = tuple(torch.randn(2, hi - lo, 2, w, generator=generator, dtype=came) for w in (4, 8))
         for total, x in zip(want, partial, strict=True):
@@ -75,7 +75,7 @@ def test_every_row_is_the_merge_of_its_partials(seed: int, came: torch.dtype) ->
     accumulator = Accumulator(merges, ROWS, TensorMemory(2, sums, results, torch.device("cpu")))
     weight, total = torch.zeros(2, ROWS, 2, 1, dtype=torch.float64), torch.zeros(2, ROWS, 2, 4, dtype=torch.float64)
     generator = torch.Generator().manual_seed(seed)
-    for region, keepable in writes:
+    for region, keepable, _ in writes:
         lo, hi = region.lo, region.hi
         out = torch.randn(2, hi - lo, 2, 4, generator=generator, dtype=came)
         lse = torch.randn(2, 2, hi - lo, generator=generator, dtype=torch.float64)
@@ -97,7 +97,7 @@ FLOAT32, FLOAT64 = (Field("dq", 2, 4, torch.float32),), (Field("dq", 2, 4, torch
 
 def merged(writes: list[tuple[int, int]], partials: list[torch.Tensor], *, landed: int = 0) -> Accumulator[Fields]:
     """An accumulator of float32 after these writes, the last `landed` of which came from another rank."""
-    of = [(Region(0, "dq", lo, hi), at < len(writes) - landed) for at, (lo, hi) in enumerate(writes)]
+    of = [Write(Region(0, "dq", lo, hi), at < len(writes) - landed) for at, (lo, hi) in enumerate(writes)]
     merges = merges_of(ROWS, of)
     accumulator = Accumulator(merges, ROWS, TensorMemory(1, FLOAT64, FLOAT32, torch.device("cpu")))
     for partial in partials:
