@@ -62,17 +62,17 @@ BUDGETS = {
     "huggingface": 3_886,
     "indexed": 957,
     "kernels": 3_928,
-    "loss": 702,
+    "loss": 715,
     "megatron": 3_943,
     "plan": 5_616,
     "proving": 709,
     "recurrence": 1_397,
     "remat": 485,
-    "runtime": 5_535,
-    "sequence": 413,
-    "tests": 38_127,
+    "runtime": 5_542,
+    "sequence": 419,
+    "tests": 38_193,
     "top": 1_943,
-    "trees": 307,
+    "trees": 316,
 }
 """Lines of Python in a folder of the package, in its files beside them ("top"), in tests, docs and benchmarks.
 

@@ -28,7 +28,7 @@ from dfa_megatron.runtime.counters import COUNTERS
 from dfa_megatron.runtime.cu_seqlens import CuSeqlens
 from dfa_megatron.runtime.execute.moves import Moves
 from dfa_megatron.runtime.execute.sinks import merge_sinks, refuse_sinks, sinks_gradient
-from dfa_megatron.runtime.request import DEFAULTS, Inputs, refuse_strangers, refuse_tensors
+from dfa_megatron.runtime.request import DEFAULTS, Inputs, refuse_strangers, refuse_tensors, scale_of
 
 Attended = tuple[torch.Tensor, torch.Tensor]
 """out (rows, heads, head_dim_v) and lse (rows, heads)."""
@@ -90,7 +90,7 @@ def sparse_attn(
             refuse_sinks(sinks, q)
         whole = Whole.of(q, over, layout, cu_seqlens)
         chosen = check_positions(positions, q, whole, cu_seqlens is not None)
-        scale = q.shape[3] ** -0.5 if softmax_scale is None else float(softmax_scale)
+        scale = scale_of(softmax_scale, q.shape[3])
         trains = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, sinks))
         facts = facts_of_tokens(k, 1) | {"heads": str(q.shape[2]), "values": f"{'in keys, ' * latent}{values.shape[3]}"}
         facts |= {"scale": str(scale), "gradient": str(trains), "sinks": str(sinks is not None)}

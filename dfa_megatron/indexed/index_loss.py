@@ -31,7 +31,7 @@ from dfa_megatron.plan.language.mask import Mask
 from dfa_megatron.runtime.comm.compared import Compared, facts_of_tokens, telling
 from dfa_megatron.runtime.comm.groups import Group, resolve
 from dfa_megatron.runtime.cu_seqlens import CuSeqlens
-from dfa_megatron.runtime.request import DEFAULTS
+from dfa_megatron.runtime.request import DEFAULTS, scale_of
 
 
 @outside_graphs
@@ -83,7 +83,7 @@ def index_loss(
         whole, device = Whole.of(index_q, over, layout, cu_seqlens, mask), q.device
         chosen = None if positions is None else check_positions(positions, q, whole, False)
         heads_of = None if tp_group == "" else resolve(tp_group)
-        scale = q.shape[3] ** -0.5 if softmax_scale is None else float(softmax_scale)
+        scale = scale_of(softmax_scale, q.shape[3])
         trains = torch.is_grad_enabled() and any(x.requires_grad for x in (index_q, index_k, weights))
         facts = facts_of_tokens(index_q, 1) | {"gradient": str(trains), "heads": str(q.shape[2]), "scale": str(scale)}
         facts |= {"keys": str(tuple(k.shape[2:])), "over": "all keys" if positions is None else "chosen keys"}
