@@ -15,7 +15,7 @@ import torch
 
 from dfa_megatron.config import DistAttentionConfig
 from dfa_megatron.errors import UnsupportedError
-from dfa_megatron.indexed.whole import MEMORY, Whole, kernels_for
+from dfa_megatron.indexed.whole import MEMORY, Whole, kernels_for, scale_of
 from dfa_megatron.kernels.api import accumulator_dtype
 from dfa_megatron.kernels.leaf import differentiable_once, outside_graphs, without_autocast
 from dfa_megatron.kernels.merge import minus_delta
@@ -28,7 +28,7 @@ from dfa_megatron.runtime.counters import COUNTERS
 from dfa_megatron.runtime.cu_seqlens import CuSeqlens
 from dfa_megatron.runtime.execute.moves import Moves
 from dfa_megatron.runtime.execute.sinks import merge_sinks, refuse_sinks, sinks_gradient
-from dfa_megatron.runtime.request import DEFAULTS, Inputs, refuse_strangers, refuse_tensors, scale_of
+from dfa_megatron.runtime.request import DEFAULTS, Inputs, refuse_strangers, refuse_tensors
 
 Attended = tuple[torch.Tensor, torch.Tensor]
 """out (rows, heads, head_dim_v) and lse (rows, heads)."""

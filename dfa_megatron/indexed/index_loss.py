@@ -23,7 +23,7 @@ from dfa_megatron.config import DistAttentionConfig
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.indexed.chosen import check_positions, probabilities
 from dfa_megatron.indexed.topk import blocks, check_index, scores_of
-from dfa_megatron.indexed.whole import MEMORY, Whole
+from dfa_megatron.indexed.whole import MEMORY, Whole, scale_of
 from dfa_megatron.kernels.api import accumulator_dtype
 from dfa_megatron.kernels.leaf import differentiable_once, outside_graphs, without_autocast
 from dfa_megatron.plan.language.layout import Layout
@@ -31,7 +31,7 @@ from dfa_megatron.plan.language.mask import Mask
 from dfa_megatron.runtime.comm.compared import Compared, facts_of_tokens, telling
 from dfa_megatron.runtime.comm.groups import Group, resolve
 from dfa_megatron.runtime.cu_seqlens import CuSeqlens
-from dfa_megatron.runtime.request import DEFAULTS, scale_of
+from dfa_megatron.runtime.request import DEFAULTS
 
 
 @outside_graphs

@@ -239,13 +239,6 @@ def two_by_name(name: str, queries: int, keys: int, ranks: int) -> Layout:
     return cross(by_name(name, queries, ranks), by_name(name, keys, ranks))
 
 
-def scale_of(given: float | None, width: int, softcap: float = 0.0) -> float:
-    """Return the scale of scores, `width ** -0.5` for None; refuse what attention refuses, also of the softcap."""
-    request = Request(softmax_scale=width**-0.5 if given is None else given, softcap=softcap, causal=True)
-    request.check()
-    return request.softmax_scale
-
-
 @lru_cache(maxsize=256)
 def from_text(text: str) -> Request:
     """Return the request that `to_text` wrote."""

@@ -22,7 +22,7 @@ from dfa_megatron.runtime.agreement.calls import Kind
 from dfa_megatron.runtime.comm.compared import telling
 from dfa_megatron.runtime.comm.groups import Group
 from dfa_megatron.runtime.execute.sinks import merge_sinks, refuse_sinks
-from dfa_megatron.runtime.request import DEFAULTS, scale_of
+from dfa_megatron.runtime.request import DEFAULTS, Request
 
 
 def decode_attn_func(
@@ -67,7 +67,10 @@ def decode_attn_func(
     with telling(group, verify=config.verify == "on") as over:
         starts = None if starts is None else [*map(index, starts)]
         kernel = _checked(q, k_cache, v_cache, starts, sinks, softcap, config)
-        scale = scale_of(softmax_scale, q.shape[3], softcap)
+        given = q.shape[3] ** -0.5 if softmax_scale is None else softmax_scale
+        request = Request(softmax_scale=given, softcap=softcap, causal=True)
+        request.check()
+        scale = request.softmax_scale
         asked = f"softmax_scale={scale}, softcap={softcap}, sinks={sinks is not None}"
         kind = _kind(tuple(q.shape), v_cache.shape[3], q.dtype, asked)
         starts = (0,) * q.shape[0] if starts is None else starts
