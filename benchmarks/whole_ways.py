@@ -72,7 +72,7 @@ def attending(way: str, inner: Any, world: World, *, offload: bool) -> Iterator[
         yield
         dist.barrier()
         for over in channels():  # messages lie past PyTorch's allocator
-            over.ended()
+            over.close()
         return
     if way == "pytorch" and not world.cuda:
         raise UnsupportedError("context_parallel on a CPU", "it splits PyTorch's CUDA attentions only", "GPUs")

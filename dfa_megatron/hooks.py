@@ -23,11 +23,9 @@ def replace(owner: Any, name: str, replacing: Callable[[Any], Callable[..., Any]
     name: of the function, or of None where a package is missing. replacing: makes ours of theirs.
     optional: this release need not have the name.
     """
-    if name not in vars(owner):
-        if optional:
-            return
+    if name not in vars(owner) and not optional:
         raise UnsupportedError(f"a version without {owner.__name__}.{name}", "ours takes its place", TESTED)
-    if hasattr(theirs := vars(owner)[name], OWN):
+    if name not in vars(owner) or hasattr(theirs := vars(owner)[name], OWN):
         return
     ours = replacing(theirs) if theirs is None else functools.wraps(theirs)(replacing(theirs))
     setattr(ours, OWN, theirs)
@@ -35,20 +33,22 @@ def replace(owner: Any, name: str, replacing: Callable[[Any], Callable[..., Any]
     setattr(owner, name, ours)
 
 
+def surround(owner: Any, name: str, ours: Callable[..., Any], *, optional: bool = False) -> None:
+    """Put ours there as `replace` does; it is called with theirs before the arguments."""
+    replace(owner, name, lambda theirs: lambda *args, **kwargs: ours(theirs, *args, **kwargs), optional=optional)
+
+
 def put_back(owner: Any, name: str) -> None:
     """Put back one name, if it is replaced."""
-    for at, (other, alias, own) in enumerate(_REPLACED):
-        if other is owner and alias == name:
-            setattr(owner, name, own)
-            del _REPLACED[at]
-            return
+    for each in [each for each in _REPLACED if each[:2] == (owner, name)]:
+        _REPLACED.remove(each)
+        setattr(*each)
 
 
 def restore() -> None:
     """Put back every name that was replaced; a model that is distributed then raises, until it is distributed again."""
     while _REPLACED:
-        owner, name, own = _REPLACED.pop()
-        setattr(owner, name, own)
+        setattr(*_REPLACED.pop())
 
 
 def replaced() -> list[str]:

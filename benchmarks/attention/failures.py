@@ -69,7 +69,7 @@ def together(world: World, action: Callable[[], T]) -> T | Failure:
     if any(facts["busy"] for facts in _told(world, {"busy": "" if idle else "yes"})):
         raise StuckError(f"rank {rank} failed ({facts['why']}) and another waits for its messages")
     if (over := channel_of(None)) is not None:
-        over.ended()  # an attention that failed has lost the group
+        over.close()  # an attention that failed has lost the group
     if world.cuda:
         torch.cuda.empty_cache()
     return Failure(facts["state"], facts["why"])
@@ -100,7 +100,7 @@ def failure_of(error: Exception) -> Failure:
 @functools.cache
 def _store(side: dist.ProcessGroup) -> GroupStore:
     """Return the store of the group on which ranks report failures."""
-    return GroupStore.of_group(side, PATIENCE)
+    return GroupStore.of_group(side, "", PATIENCE)[0]
 
 
 def _told(world: World, facts: dict[str, str], patience: float = PATIENCE) -> list[dict[str, str]]:

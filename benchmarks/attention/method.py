@@ -127,8 +127,8 @@ def symmetric_bytes(prepared: Prepared) -> int:
     """Return the bytes that its messages need in memory that PyTorch's allocator does not count."""
     if prepared.over is None or prepared.ranks == 1 or not torch.cuda.is_available():
         return 0
-    device = torch.device("cuda", torch.cuda.current_device())
-    return prepared.arena_bytes if prepared.over.transports.get(device, prepared.transport).keeps_arena else 0
+    transport = prepared.over.transports.get(torch.device("cuda", torch.cuda.current_device()), prepared.transport)
+    return prepared.arena_bytes if transport.name == "copy_engine" else 0
 
 
 def kernel_methods(job: Job) -> list[Method]:

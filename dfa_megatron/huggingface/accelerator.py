@@ -89,8 +89,8 @@ def share_sequences(
         size, config = size or known.size, config or known.config
     options = TrainingConfig.of(config)
     if accelerator.distributed_type == "DEEPSPEED":
-        accelerate = importlib.import_module("dfa_megatron.deepspeed.accelerate")  # which imports this package
-        block = accelerate.block_of(accelerator, size, config, unlisted=unlisted)
+        json_block = importlib.import_module("dfa_megatron.deepspeed.json_block")  # which imports this package
+        block = json_block.block_of(accelerator, size, config, unlisted=unlisted)
         size, options, unlisted = block.size, block.options, block.unlisted
     size = (theirs if theirs > 1 else world) if size is None else size
     _check_size(accelerator, size, known, loop=loop)

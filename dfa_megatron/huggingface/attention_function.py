@@ -14,17 +14,11 @@ import torch
 from dfa_megatron.attention import dist_flash_attn_func, dist_flash_attn_varlen_func
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.huggingface.batch import CAUSAL
-from dfa_megatron.huggingface.current_forward import (
-    NAME,
-    REACHED,
-    Forward,
-    forward_of,
-)
+from dfa_megatron.huggingface.current_forward import NAME, Forward, forward_of, in_layer, reach
 from dfa_megatron.huggingface.embedded_positions import tempered
 from dfa_megatron.huggingface.indexers import attend, factors_of
 from dfa_megatron.huggingface.planned_mask import PlannedMask, mask
 from dfa_megatron.huggingface.seen import Documents, Images, Seen, in_chunks, mask_of
-from dfa_megatron.runtime.agreement.calls import at_layer
 
 
 def register() -> None:
@@ -64,7 +58,7 @@ def attention(
             module, query, key, value, attention_mask, **given
         )
         return out
-    vars(module)[REACHED][NAME] = True
+    reach(NAME)
     return _distributed(module, (query, key, value), attention_mask, forward, **given)
 
 
@@ -110,9 +104,7 @@ def _distributed(
         s_aux: (heads,), the layer's attention sinks.
         indices: (batch, local_seq, topk), the positions of the keys that an indexer has chosen; None for all.
     """
-    (query, key, value), context = qkv, forward.context
-    seen = forward.seen
-    whole = forward.layout.length
+    (query, key, value), seen = qkv, forward.seen
     causal = is_causal is not False and (forward.images is not None or getattr(module, "is_causal", True))
     others |= {"attention dropout": dropout or None, "attention that is not causal": None if causal else True}
     for name, why in _NEVER.items():
@@ -122,26 +114,18 @@ def _distributed(
     near = _near_of(attention_mask, query.shape[2], key.shape[2])
     chunk = near if _type_of(module) == "chunked_attention" else None
     window = (-1, -1) if chunk or near is None or near >= forward.longest else (near - 1, 0)
-    call: dict[str, Any] = {
-        "group": context.group,
-        "softmax_scale": scaling,
-        "softcap": softcap or 0.0,
-        "sinks": s_aux,
-        "config": context.options,
-        "layout": forward.layout,
-    }
+    call = forward.where | {"softmax_scale": scaling, "sinks": s_aux}
     factors = None if indices is None else factors_of(module, value)
     query = tempered(module, query, forward)
     states = tuple(x.transpose(1, 2) for x in _autocast(query, key, value))
     # Without autocast: kernels choose their precision themselves.
-    with torch.autocast(query.device.type, enabled=False), at_layer(int(getattr(module, "layer_idx", None) or 0) + 1):
+    with torch.autocast(query.device.type, enabled=False), in_layer(module):
         if indices is not None and factors is not None:
-            call.pop("softcap")
             return attend(module, states, indices, forward, factors, call), None
         images = (forward.images or {}).get(_type_of(module) or "")
         if seen is None and (chunk or images):
-            seen = ((0, whole),) * len(query)
-        return _of_rows(states, seen, images, (window, chunk), call), None
+            seen = ((0, forward.layout.length),) * len(query)
+        return _of_rows(states, seen, images, (window, chunk), call | {"softcap": softcap or 0.0}), None
 
 
 def _of_rows(

@@ -92,8 +92,8 @@ def compare(group: str, given: Arguments | None) -> None:
     )
 
 
-def forward_of_batch(decoder: Any, given: Arguments, context: LayerContext) -> Forward:
-    """Return the forward of a whole batch. Nothing is exchanged."""
+def forward_of_batch(decoder: Any, given: Arguments, shifted: torch.Tensor | None, context: LayerContext) -> Forward:
+    """Return the forward of a whole batch, with the next tokens' labels if it has some. Nothing is exchanged."""
     tokens = tokens_of(given)
     rows, length = tokens.shape[:2]
     if tokens.is_floating_point() and context.size > 1 and (size := tokens.nbytes) > LARGEST:
@@ -113,11 +113,12 @@ def forward_of_batch(decoder: Any, given: Arguments, context: LayerContext) -> F
         distributed=True,
         seen=seen,
         positions=shard_sequence(positions, group=context.group),
+        axes=bool(media_in(given)) or getattr(given.get("position_ids"), "ndim", 0) == 3,
         longest=longest_of(seen, length),
         mask=None if mask is None else shard_sequence(mask, group=context.group),
         layout=layout,
         rows=rows,
-        labelled=None if first_of(given, LABELS) is None else (_shifted(given) != IGNORED).any(),
+        labelled=None if shifted is None else (shifted != IGNORED).any(),
     )
 
 
@@ -149,24 +150,22 @@ def _check_right(mask: torch.Tensor, labels: torch.Tensor | None) -> None:
         )
 
 
-def cut_labels(given: Arguments, context: LayerContext) -> Arguments:
-    """Return the arguments with this rank's part of the next tokens' labels, and its share of their number.
+def cut_labels(shifted: torch.Tensor | None, count: torch.Tensor | int | None, context: LayerContext) -> Arguments:
+    """Return the arguments of this rank's part of the next tokens' labels, and its share of their number.
 
     Mixed precision of FSDP rounds tensors, so the number is Python's.
     """
-    if first_of(given, LABELS) is None:
-        return given
-    shifted, count = _shifted(given), given.get("num_items_in_batch")
+    if shifted is None:
+        return {}
     count = (shifted != IGNORED).sum() if count is None else count
     part = shard_sequence(shifted, group=context.group)
-    count = (float(count) or 1.0) / context.size
-    return given | {"labels": part, "shift_labels": part, "num_items_in_batch": count}
+    return {"labels": part, "shift_labels": part, "num_items_in_batch": (float(count) or 1.0) / context.size}
 
 
-def _shifted(given: Arguments) -> torch.Tensor:
-    """Return the label of the next token (batch, seq), as a batch has it or made of its labels."""
+def shifted_labels(given: Arguments) -> torch.Tensor | None:
+    """Return the label of the next token (batch, seq), as a batch has it or made of its labels; None without."""
     shifted: torch.Tensor | None = given.get("shift_labels")
-    return next_labels(given["labels"]) if shifted is None else shifted
+    return next_labels(given["labels"]) if shifted is None and given.get("labels") is not None else shifted
 
 
 def next_labels(labels: torch.Tensor, ignored: int = IGNORED) -> torch.Tensor:

@@ -14,7 +14,7 @@ from dfa_megatron import remat
 from dfa_megatron.config import TrainingConfig
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.huggingface.check_model import kind_of
-from dfa_megatron.huggingface.current_forward import Forward, enter, innermost, leave
+from dfa_megatron.huggingface.current_forward import Running, enter, innermost, leave
 
 logger = logging.getLogger(__name__)
 
@@ -131,9 +131,9 @@ def _checkpoint(own: Callable[..., Any], layer: Callable[..., Any], *inputs: Any
     return own(layer if call is None else functools.partial(_run, call, layer), *inputs, **more)
 
 
-def _run(call: tuple[object, Forward], layer: Callable[..., Any], *inputs: Any, **more: Any) -> Any:
-    enter(*call)
+def _run(call: Running, layer: Callable[..., Any], *inputs: Any, **more: Any) -> Any:
+    enter(call.owner, call.forward)
     try:
         return layer(*inputs, **more)
     finally:
-        leave(call[0])
+        leave(call.owner)

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from dfa_megatron.config import TrainingConfig
-from dfa_megatron.hooks import replace
+from dfa_megatron.hooks import surround
 from dfa_megatron.huggingface.accelerator import share_by_config
 from dfa_megatron.huggingface.current_forward import NAME
 from dfa_megatron.huggingface.trainer import distribute_trainer
@@ -26,13 +26,8 @@ def add_cp_backend() -> None:
     """
     from accelerate import Accelerator, ParallelismConfig
 
-    replace(ParallelismConfig, "__post_init__", _given(_check_fields))
-    replace(Accelerator, "__init__", _given(_init))
-
-
-def _given(ours: Callable[..., Any]) -> Callable[[Any], Callable[..., Any]]:
-    """Return what makes a method of ours, which is given the one that it stands in for."""
-    return lambda own: lambda self, *args, **kwargs: ours(own, self, *args, **kwargs)
+    surround(ParallelismConfig, "__post_init__", _check_fields)
+    surround(Accelerator, "__init__", _init)
 
 
 def _check_fields(own: Callable[[Any], None], config: Any) -> None:
@@ -76,7 +71,7 @@ def share(accelerator: Any, config: Any) -> None:
 
     share_by_config(accelerator, config.cp_size, config.cp_handler)
     for name in ("train", "evaluate", "predict"):
-        replace(Trainer, name, _given(_distribute_first))
+        surround(Trainer, name, _distribute_first)
 
 
 def _distribute_first(own: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -> Any:

@@ -7,9 +7,10 @@ in another thread and after other calls: its checkpoint function has kept the `F
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 
@@ -19,6 +20,7 @@ from dfa_megatron.hooks import TESTED
 from dfa_megatron.huggingface.seen import Documents, Images, Seen
 from dfa_megatron.plan.language.layout import Layout, contiguous
 from dfa_megatron.plan.language.tree import Tree
+from dfa_megatron.runtime.agreement.calls import at_layer
 
 NAME = "dfa"
 """As in `model.set_attn_implementation(NAME)`. A name with "flash" in it would change how models build their inputs."""
@@ -26,8 +28,8 @@ NAME = "dfa"
 CONTEXT = "_dfa_attention"
 """The attribute of a module that holds its `LayerContext`."""
 
-REACHED = "_dfa_reached"
-"""The attribute of a mixer for the names of functions that it must reach, each with whether its forward has done so."""
+MUST_REACH = "_dfa_must_reach"
+"""The attribute of a mixer for the names of functions that each forward of it must reach."""
 
 Arguments = dict[str, Any]
 
@@ -39,8 +41,8 @@ Scored = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 class LayerContext:
     """Hold the settings of a model, the same object on all of its modules that need them.
 
-    group: name of the process group that shares the sequence, "" for a single process.
     before: the attention implementation that the model had.
+    group: name of the process group that shares the sequence, "" for a single process.
     multimodal: the decoder belongs to a model with towers, which embeds whole sequences.
     unlisted: the model need not be on the list of what was tried.
     local: within `local_attention`.
@@ -50,10 +52,10 @@ class LayerContext:
     indexer_loss: that loss of the last call.
     """
 
-    group: str
-    size: int
-    options: TrainingConfig
     before: str
+    group: str = ""
+    size: int = 1
+    options: TrainingConfig = field(default_factory=TrainingConfig)
     multimodal: bool = False
     unlisted: bool = False
     local: bool = False
@@ -74,6 +76,7 @@ class Forward:
     seen: the documents of every row, or the tree or mask that all rows have; None if each row is one document.
     images: where those of every row are whose tokens see each other both ways, by kind of layer.
     positions: int64 (batch or 1, local_seq), the places of this rank's tokens in their documents or paths.
+    axes: the call has images or positions along axes, so that those which a model hands to its decoder count.
     longest: tokens of the longest document, or path, on all ranks.
     mask: (batch, local_seq), 0 for padding; None without.
     rows: the rows of the batch.
@@ -90,6 +93,7 @@ class Forward:
     seen: Documents | Seen | None = None
     images: dict[str, tuple[Images, ...]] | None = None
     positions: torch.Tensor | None = None
+    axes: bool = False
     longest: int = 0
     mask: torch.Tensor | None = None
     rows: int = 0
@@ -99,6 +103,11 @@ class Forward:
     choices: dict[torch.nn.Module, torch.Tensor] = field(default_factory=dict, compare=False)
     scored: dict[torch.nn.Module, Scored] = field(default_factory=dict, compare=False)
     index_losses: dict[torch.nn.Module, torch.Tensor | None] = field(default_factory=dict, compare=False)
+
+    @property
+    def where(self) -> Arguments:
+        """Return the arguments of every call over the ranks: their group, its tokens, the options."""
+        return {"group": self.context.group, "layout": self.layout, "config": self.context.options}
 
     @property
     def documents(self) -> Documents | None:
@@ -111,37 +120,48 @@ class Forward:
         return self.seen.told if isinstance(self.seen, Seen) and isinstance(self.seen.told, Tree) else None
 
 
-_RUNNING: ContextVar[tuple[tuple[object, Forward], ...]] = ContextVar("forwards that run", default=())
-"""The forwards that run in this thread with who entered them, the innermost last."""
+class Running(NamedTuple):
+    """Hold a forward that runs, who entered it, and the functions of ours that its owner has reached."""
+
+    owner: object
+    forward: Forward
+    reached: set[str]
+
+
+_RUNNING: ContextVar[tuple[Running, ...]] = ContextVar("forwards that run", default=())
+"""The forwards that run in this thread, the innermost last."""
 
 
 def enter(owner: object, forward: Forward) -> None:
     """Let a forward run from now on, until its owner leaves."""
-    _RUNNING.set((*_RUNNING.get(), (owner, forward)))
+    _RUNNING.set((*_RUNNING.get(), Running(owner, forward, set())))
 
 
-def leave(owner: object) -> None:
-    """End the forward that an owner entered last; nothing if it failed to enter, or runs in that of another."""
+def leave(owner: object, *_: Any) -> None:
+    """End the forward that an owner entered last; nothing if it failed to enter, or runs in that of another.
+
+    It is a hook, too, to be called even if a module fails.
+    """
     running = _RUNNING.get()
-    if running and running[-1][0] is owner:
+    if running and running[-1].owner is owner:
         _RUNNING.set(running[:-1])
 
 
-def end(module: torch.nn.Module, args: tuple[Any, ...], output: Any) -> None:
-    """End the forward that a module entered, as a hook that is called if the module fails, too."""
-    leave(module)
-
-
-def innermost() -> tuple[object, Forward] | None:
-    """Return the innermost forward that runs, behind who entered it."""
+def innermost() -> Running | None:
+    """Return the innermost forward that runs."""
     stack = _RUNNING.get()
     return stack[-1] if stack else None
+
+
+def reach(name: str) -> None:
+    """Note that the mixer that runs has reached a function of ours."""
+    _RUNNING.get()[-1].reached.add(name)
 
 
 def forward_of_context(context: LayerContext | None) -> Forward | None:
     """Return the forward that runs, if it is one of this model."""
     call = innermost()
-    return call[1] if call is not None and call[1].context is context else None
+    return call.forward if call is not None and call.forward.context is context else None
 
 
 def forward_of(module: torch.nn.Module) -> Forward:
@@ -159,6 +179,11 @@ def forward_of(module: torch.nn.Module) -> Forward:
             "checkpoint='full' or 'remat' of TrainingConfig, or PyTorch's checkpoint_wrapper",
         )
     return forward
+
+
+def in_layer(layer: object) -> AbstractContextManager[None]:
+    """Return a context in which errors name a layer by its number, from 1 on."""
+    return at_layer(int(getattr(layer, "layer_idx", None) or 0) + 1)
 
 
 def refuse_unreached(layer: object, missed: list[str]) -> NoReturn:

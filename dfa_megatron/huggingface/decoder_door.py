@@ -16,7 +16,7 @@ from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.huggingface.batch import OF_HOOKS, first_of, media_in, tokens_of
 from dfa_megatron.huggingface.current_forward import Arguments, Forward
 from dfa_megatron.huggingface.embedded_positions import has_axes, refuse_axes
-from dfa_megatron.huggingface.seen import Documents, Images, Seen, refuse_positions, seen_in
+from dfa_megatron.huggingface.seen import Documents, Images, Seen, refuse_positions
 from dfa_megatron.plan.language.mask import Mask
 from dfa_megatron.plan.language.tree import Tree
 from dfa_megatron.sharding import local_positions, shard_sequence
@@ -37,24 +37,18 @@ _BOTH_WAYS = {
 """By type of model: the argument that marks images, its values there, and the kinds of layers that see both ways."""
 
 
-def take_whole(decoder: Any, given: Arguments) -> Arguments:
-    """Return a call's arguments for whole sequences, with the axes of their positions."""
+def check_whole(decoder: Any, given: Arguments) -> None:
+    """Refuse a call of a multimodal model without the tokens or the axes by which its images are found."""
     if given.get("input_ids") is None or given.get("inputs_embeds") is not None:
         raise UnsupportedError(
             "inputs_embeds, or no input_ids, for a multimodal model",
             "where its images are is found by their tokens",
             "input_ids",
         )
-    tokens: torch.Tensor = given["input_ids"]
-    positions: torch.Tensor | None = given.get("position_ids")
-    told = positions is None and first_of(given, OF_HOOKS) is not None
-    if has_axes(decoder) and (told or (positions is not None and positions.dim() == 2)):
-        if media_in(given):
-            refuse_axes(decoder, tokens if positions is None else positions, embedded=True)
-        if positions is None:
-            _, positions = seen_in(given, None, tokens)
-        given = given | {"position_ids": positions.expand(4, *tokens.shape)}  # text counts alike along all axes
-    return given
+    positions: Any = given.get("position_ids", given["input_ids"])
+    told = positions.dim() == 2 and first_of(given, ("position_ids", *OF_HOOKS)) is not None
+    if told and has_axes(decoder) and media_in(given):
+        refuse_axes(decoder, positions, embedded=True)
 
 
 def for_model(
@@ -65,7 +59,7 @@ def for_model(
     The model gets no padding, no marks of such images, and no positions but those along axes: it would look for
     documents in them, and make masks of its own. Waits for the device if there are marks.
     """
-    kept = dict(given)
+    kept = {name: x for name, x in given.items() if name not in OF_HOOKS}
     name, values, kinds = _BOTH_WAYS.get(model.config.model_type, ("", (), set()))
     causal = name == "mm_token_type_ids" and model.config.get_text_config().use_bidirectional_attention != "vision"
     marks: torch.Tensor | None = None if causal else kept.pop(name, None)
@@ -107,18 +101,18 @@ def cut(decoder: Any, given: Arguments, forward: Forward) -> Arguments:
         )
     kept = given | {name: shard_sequence(given[name], group=group) for name in _ALONG if given.get(name) is not None}
     theirs: torch.Tensor | None = given.get("position_ids")
-    if theirs is None or theirs.dim() == 2:
-        if theirs is not None and has_axes(decoder):
+    positions = forward.positions
+    assert positions is not None
+    if theirs is not None and theirs.dim() == 2:
+        if has_axes(decoder):
             refuse_axes(decoder, theirs, embedded=given.get("inputs_embeds") is not None)
-        if theirs is not None and not bool((theirs == torch.arange(length, device=theirs.device)).all()):
+        if not bool((theirs == torch.arange(length, device=theirs.device)).all()):
             refuse_positions(theirs)
-        positions = forward.positions
-        assert positions is not None
-        kept["position_ids"] = positions.expand(4, rows, -1) if has_axes(decoder) else positions
+    alike = positions.expand(4, rows, -1)  # as text counts along all axes
+    if theirs is not None and theirs.dim() == 3 and (forward.axes or not has_axes(decoder)):
+        kept["position_ids"] = torch.cat((alike[:1], shard_sequence(theirs[-3:], group=group, dim=-1)))
     else:
-        if len(theirs) == 3:  # of a tower's own: beside them the places of tokens
-            theirs = torch.cat((torch.arange(length, device=theirs.device).expand(1, rows, -1), theirs))
-        kept["position_ids"] = shard_sequence(theirs, group=group, dim=-1)
+        kept["position_ids"] = alike if has_axes(decoder) else positions
     if (features := given.get(_OF_IMAGES)) is not None:
         marked = given["visual_pos_masks"]
         mine = torch.zeros_like(marked)

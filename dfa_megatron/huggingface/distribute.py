@@ -6,6 +6,7 @@ import copy
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from dfa_megatron.huggingface import embedded_positions as embedded
 from dfa_megatron.huggingface import model_inputs as inputs
 from dfa_megatron.huggingface.check_model import check_adapters, check_model, is_multimodal, kind_of
 from dfa_megatron.huggingface.checkpointing import check_layers, check_options, set_checkpointing
-from dfa_megatron.huggingface.current_forward import CONTEXT, NAME, LayerContext, end
+from dfa_megatron.huggingface.current_forward import CONTEXT, NAME, LayerContext, leave
 from dfa_megatron.huggingface.hook_mixers import adopt
 from dfa_megatron.huggingface.indexers import refusal
 from dfa_megatron.huggingface.join_outputs import classifies, join_scores
@@ -84,24 +85,15 @@ def distribute_attention(
     if options.fixed_degree > 1:  # "auto" takes one that divides
         check_degree(options.fixed_degree, group_size(name), inner.config.get_text_config().num_attention_heads)
     known: LayerContext | None = getattr(inner, CONTEXT, None)
-    before = _copy_configs(model, inner) if known is None else known.before
-    kept: dict[str, Any] = {} if known is None else {"compared": known.compared, "indexers": known.indexers}
+    context = known or LayerContext(_copy_configs(model, inner), multimodal=is_multimodal(inner))
     _set_attention(inner)
-    context = LayerContext(
-        group=name,
-        size=group_size(name),
-        options=options,
-        before=before,
-        multimodal=is_multimodal(inner),
-        unlisted=unlisted,
-        **kept,
-    )
+    context = replace(context, group=name, size=group_size(name), options=options, unlisted=unlisted, local=False)
     decoder, scores = inner.get_decoder(), classifies(inner)
     if known is None:
         _hook(decoder if scores else inner, decoder)
     if scores:
         join_scores(inner, context)
-    for module in {inner, decoder, *embedded.rotaries_of(decoder)}:
+    for module in (inner, decoder):
         setattr(module, CONTEXT, context)
     adopt(inner, context, attentions)
     follow_router(type(inner).forward)
@@ -154,7 +146,7 @@ def _hook(inner: Any, decoder: Any) -> None:
         inner.register_forward_pre_hook(inputs.begin, with_kwargs=True)
     inner.register_forward_hook(inputs.finish)
     for module in {inner, decoder}:
-        module.register_forward_hook(end, always_call=True)
+        module.register_forward_hook(leave, always_call=True)
     embedded.hook(decoder)
 
 

@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 import torch
 
 from dfa_megatron.errors import UnsupportedError
-from dfa_megatron.huggingface.current_forward import Arguments, Forward, forward_of
+from dfa_megatron.huggingface.current_forward import Arguments, Forward, innermost
 from dfa_megatron.huggingface.seen import refuse_positions
 
 _SECTIONS = "mrope_section"
@@ -63,20 +63,21 @@ def local_ropes(rotary: Any) -> set[str]:
     return {"dynamic", "longrope"} & {*(kinds.values() if isinstance(kinds, dict) else (kinds,))}
 
 
-def rotaries_of(decoder: Any) -> list[torch.nn.Module]:
-    """Return the rotary embeddings that a decoder calls itself and whose frequencies depend on the batch."""
-    return [child for child in decoder.children() if local_ropes(child)]
-
-
 def hook(decoder: Any) -> None:
-    """Hook these modules, which need a `LayerContext` when they run."""
-    for rotary in rotaries_of(decoder):
+    """Hook the rotary embeddings that a decoder calls itself and whose frequencies depend on the batch."""
+    for rotary in (child for child in decoder.children() if local_ropes(child)):
         rotary.register_forward_pre_hook(_with_longest, with_kwargs=True)
         rotary.register_forward_hook(_without_longest)
 
 
+def _longest() -> int:
+    """Return the tokens of the longest document of the forward that runs; 0 for a local one."""
+    call = innermost()
+    return 0 if call is None else call.forward.longest
+
+
 def _with_longest(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    if not (longest := forward_of(module).longest):
+    if not (longest := _longest()):
         return None
     given = inspect.signature(type(module).forward).bind(module, *args, **kwargs).arguments
     del given["self"]
@@ -86,7 +87,7 @@ def _with_longest(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
 
 def _without_longest(module: Any, args: tuple[Any, ...], output: Any) -> Any:
-    if not forward_of(module).longest:
+    if not _longest():
         return None
     cut = [x[..., :-1, :] for x in (output if isinstance(output, tuple) else (output,))]
     return tuple(cut) if isinstance(output, tuple) else cut[0]

@@ -3,7 +3,7 @@
     a mixer runs                    _enter: in the forward that runs, or that the recompute of its layer has entered
       attention                     attention_function.py
       causal_conv1d_fn, ...         in its file, replaced by what stands in for it over the ranks
-    it ends                         _check_reached, end
+    it ends                         _check_reached, leave
 
 A mixer that runs in a distributed forward must reach every function of ours that its class lists. One that does not has
 computed from this rank's tokens alone: its forward raises.
@@ -24,21 +24,22 @@ from dfa_megatron.huggingface.check_model import CLASSES
 from dfa_megatron.huggingface.checkpointing import WRAPPED, keep_forward
 from dfa_megatron.huggingface.current_forward import (
     CONTEXT,
+    MUST_REACH,
     NAME,
-    REACHED,
     Arguments,
     Forward,
     LayerContext,
-    end,
     enter,
     forward_of,
+    in_layer,
     innermost,
+    leave,
+    reach,
     refuse_unreached,
 )
 from dfa_megatron.huggingface.indexers import follow
 from dfa_megatron.huggingface.seen import Seen, refuse_for
 from dfa_megatron.recurrence import dist_conv, dist_mamba1, dist_mamba2, dist_scan, fla_scan
-from dfa_megatron.runtime.agreement.calls import at_layer
 from dfa_megatron.runtime.cu_seqlens import Offsets
 
 Real = Callable[..., Any]
@@ -50,7 +51,7 @@ def adopt(model: Any, context: LayerContext, attentions: list[torch.nn.Module]) 
     wanted = {module: listed(module) for module in decoder.modules() if listed(module) or _replaceable(module)}
     wanted |= dict.fromkeys(attentions, frozenset({NAME}))
     for mixer, names in wanted.items():
-        vars(mixer)[REACHED] = dict.fromkeys(names, False)
+        vars(mixer)[MUST_REACH] = names
         _replace_calls(mixer)
         follow(mixer)
         config = vars(mixer).get("config")
@@ -59,7 +60,7 @@ def adopt(model: Any, context: LayerContext, attentions: list[torch.nn.Module]) 
         if not any(hook is _enter for hook in mixer._forward_pre_hooks.values()):
             mixer.register_forward_pre_hook(_enter, prepend=True)
             mixer.register_forward_hook(_check_reached)
-            mixer.register_forward_hook(end, always_call=True)
+            mixer.register_forward_hook(leave, always_call=True)
     for module in {*_parts(decoder), *wanted}:
         setattr(module, CONTEXT, context)
     keep_forward(decoder, saving=context.options.checkpoint == "auto", name=WRAPPED)
@@ -78,16 +79,15 @@ def _parts(decoder: Any) -> list[torch.nn.Module]:
 
 def _enter(mixer: torch.nn.Module, args: tuple[Any, ...]) -> None:
     """Enter the forward that runs, in which a mixer has reached nothing yet."""
-    forward = forward_of(mixer)
-    vars(mixer)[REACHED].update(dict.fromkeys(vars(mixer)[REACHED], False))
-    enter(mixer, forward)
+    enter(mixer, forward_of(mixer))
 
 
 def _check_reached(layer: torch.nn.Module, args: tuple[Any, ...], output: Any) -> None:
     """Raise where a mixer has run in a distributed forward without reaching each function that its class lists."""
-    missed = sorted(name for name, was_reached in vars(layer)[REACHED].items() if not was_reached)
-    if missed and forward_of(layer).distributed:
-        refuse_unreached(layer, missed)
+    call = innermost()
+    assert call is not None
+    if call.forward.distributed and (missed := vars(layer)[MUST_REACH] - call.reached):
+        refuse_unreached(layer, sorted(missed))
 
 
 def listed(module: torch.nn.Module) -> frozenset[str]:
@@ -112,18 +112,18 @@ def _replacing(name: str, real: Real) -> Real:
     signature = inspect.signature(real)
 
     def replaced(*args: Any, **kwargs: Any) -> Any:
-        layer, forward = innermost() or (None, None)
-        if forward is None or not forward.distributed or name not in _replaceable(layer):
+        call = innermost()
+        if call is None or not call.forward.distributed or name not in _replaceable(call.owner):
             return real(*args, **kwargs)
+        forward = call.forward
         if name in FUSED:
             return None
         if isinstance(forward.seen, Seen) and forward.tree is None:
-            refuse_for(f"a layer of type {type(layer).__name__} with a state")
+            refuse_for(f"a layer of type {type(call.owner).__name__} with a state")
         given = dict(signature.bind(*args, **kwargs).arguments)
         given.pop("kwargs", None)
-        if name in (reached := vars(layer)[REACHED]):
-            reached[name] = True
-        with at_layer(int(getattr(layer, "layer_idx", None) or 0) + 1):
+        reach(name)
+        with in_layer(call.owner):
             return STANDS_IN[name](real, options_of(forward), given)
 
     return replaced
@@ -131,11 +131,9 @@ def _replacing(name: str, real: Real) -> Real:
 
 def options_of(forward: Forward) -> Arguments:
     """Return the options of a recurrence over the rows of a forward: their documents, or the segments of a tree."""
-    context, tree = forward.context, forward.tree
-    options: Arguments = {"group": context.group, "layout": forward.layout, "config": context.options}
-    if tree is not None:
-        return options | {"cu_seqlens": (0, *(span.hi for span in tree.spans)), "parents": tree.parents}
-    return options | {"cu_seqlens": forward.documents}
+    if (tree := forward.tree) is not None:
+        return forward.where | {"cu_seqlens": (0, *(span.hi for span in tree.spans)), "parents": tree.parents}
+    return forward.where | {"cu_seqlens": forward.documents}
 
 
 # What stands in takes the real function, the options of a recurrence, and the call's arguments by name.

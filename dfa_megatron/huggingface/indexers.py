@@ -14,6 +14,7 @@ the queries and the output instead.
 from __future__ import annotations
 
 import inspect
+from dataclasses import dataclass
 from numbers import Real
 from types import SimpleNamespace
 from typing import Any, Self
@@ -21,25 +22,27 @@ from typing import Any, Self
 import torch
 
 from dfa_megatron.errors import UnsupportedError
-from dfa_megatron.hooks import TESTED, replace
+from dfa_megatron.hooks import TESTED, surround
 from dfa_megatron.huggingface.current_forward import (
     CONTEXT,
-    REACHED,
+    MUST_REACH,
     Arguments,
     Forward,
     forward_of_context,
+    in_layer,
+    reach,
 )
 from dfa_megatron.huggingface.loss import as_whole
 from dfa_megatron.huggingface.planned_mask import PlannedMask
 from dfa_megatron.huggingface.seen import Seen, mask_of
 from dfa_megatron.indexed import index_loss, index_topk, sparse_attn
 from dfa_megatron.remat import active_frame
-from dfa_megatron.runtime.agreement.calls import at_layer
 
 INDEXER = "update_indexer"
 """What an indexer must call, by the lists of check_model.py."""
 
 
+@dataclass(slots=True, eq=False)
 class Indexed:
     """Stand for the keys of all ranks, then for products of queries with them, then for scores.
 
@@ -49,21 +52,22 @@ class Indexed:
         run: chooses, given queries (batch, local_seq, heads, dim), keys, weights (batch, local_seq, heads), a number.
     """
 
-    def __init__(self, keys: torch.Tensor, length: int, run: Any) -> None:
-        self._keys, self._length, self._run = keys, length, run
-        self._queries: torch.Tensor | None = None
-        self._weights: torch.Tensor | None = None
-        self._scale: Any = 1.0
-        self._clamped = False
+    keys: torch.Tensor
+    length: int
+    run: Any
+    queries: torch.Tensor | None = None
+    weights: torch.Tensor | None = None
+    scale: Any = 1.0
+    clamped: bool = False
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Return that of scores."""
-        return (*self._keys.shape[:2], self._length)
+        return (*self.keys.shape[:2], self.length)
 
     def float(self) -> Self:
         """Cast the keys."""
-        self._keys = self._keys.float()
+        self.keys = self.keys.float()
         return self
 
     def _itself(self, *_: Any) -> Self:
@@ -78,30 +82,30 @@ class Indexed:
         return self
 
     def __mul__(self, factor: Any) -> Self:
-        if not isinstance(factor, Real) or factor <= 0 or self._weights is not None:
+        if not isinstance(factor, Real) or factor <= 0 or self.weights is not None:
             raise _other(f"a product with {factor}")
-        self._scale *= factor
+        self.scale *= factor
         return self
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Follow relu, and the products with queries and with weights."""
-        if function is torch.nn.functional.relu and args[0]._queries is not None:
-            args[0]._clamped = True
+        if function is torch.nn.functional.relu and args[0].queries is not None:
+            args[0].clamped = True
             return args[0]
         if function is torch.matmul and isinstance(found := args[1], cls):
-            if found._queries is None:
-                found._queries = args[0]
-            elif found._clamped and found._weights is None:
-                found._weights = args[0].squeeze(-2)
+            if found.queries is None:
+                found.queries = args[0]
+            elif found.clamped and found.weights is None:
+                found.weights = args[0].squeeze(-2)
             return found
         raise _other(getattr(function, "__name__", str(function)))
 
     def topk(self, topk: int, dim: int) -> Any:
         """Return the choice as `indices`."""
-        if self._weights is None or dim != -1:
+        if self.weights is None or dim != -1:
             raise _other("a choice before there are scores")
-        return SimpleNamespace(indices=self._run(self._queries, self._keys, self._weights * self._scale, topk))
+        return SimpleNamespace(indices=self.run(self.queries, self.keys, self.weights * self.scale, topk))
 
 
 def _other(what: str) -> UnsupportedError:
@@ -120,40 +124,36 @@ def is_sparse(module: Any) -> bool:
 def follow(module: Any) -> None:
     """Replace an indexer's forward, or what expands the latents of a layer that reads chosen keys; once for a class."""
     name, ours = ("expand_kv", _latents) if is_sparse(module) else ("forward", _choice)
-    if not is_sparse(module) and INDEXER not in vars(module).get(REACHED, ()):
-        return
-    kind = next(cls for cls in type(module).__mro__ if name in vars(cls))
-
-    def replacing(real: Any) -> Any:
-        def replaced(self: Any, *args: Any, **kwargs: Any) -> Any:
-            forward = forward_of_context(getattr(self, CONTEXT, None))
-            if forward is None or not forward.distributed:  # another model of the class, too
-                return real(self, *args, **kwargs)
-            return ours(real, self, forward, args, kwargs)
-
-        return replaced
-
-    replace(kind, name, replacing)
+    if is_sparse(module) or INDEXER in vars(module).get(MUST_REACH, ()):
+        surround(next(cls for cls in type(module).__mro__ if name in vars(cls)), name, ours)
 
 
-def _latents(real: Any, layer: Any, forward: Forward, args: tuple[Any, ...], kwargs: Arguments) -> Any:
+def _distributed_forward(module: Any) -> Forward | None:
+    """Return the forward that a module runs in; None for a local one, and for another model of the class."""
+    forward = forward_of_context(getattr(module, CONTEXT, None))
+    return forward if forward is not None and forward.distributed else None
+
+
+def _latents(real: Any, layer: Any, *args: Any, **kwargs: Any) -> Any:
     """Return latents (batch, 1, local_seq, width), and those of values, in place of all heads' keys and values."""
-    if not is_sparse(layer):
+    if _distributed_forward(layer) is None or not is_sparse(layer):
         return real(layer, *args, **kwargs)
     given = inspect.signature(real).bind(layer, *args, **kwargs).arguments
     return torch.cat([given["kv_nope"], given["k_rot"]], -1), given["kv_nope"]
 
 
-def _choice(real: Any, indexer: Any, forward: Forward, args: tuple[Any, ...], kwargs: Arguments) -> Any:
+def _choice(real: Any, indexer: Any, *args: Any, **kwargs: Any) -> Any:
     """Return the positions that an indexer chooses over the ranks, in a recompute those of the first pass.
 
     An indexer that is trained has gradients of its own weights, and none of what it is given.
     """
+    if (forward := _distributed_forward(indexer)) is None:
+        return real(indexer, *args, **kwargs)
     trains = torch.is_grad_enabled() and forward.context.indexers > 0
     framed = active_frame() is not None  # which keeps them
     kept = None if framed else forward.choices.get(indexer)
     if kept is not None and not trains:
-        vars(indexer)[REACHED][INDEXER] = True
+        reach(INDEXER)
         return kept
     bound = inspect.signature(real).bind(indexer, *args, **kwargs)
     name = next(name for name in ("cache", "past_key_values") if name in bound.signature.parameters)
@@ -163,13 +163,11 @@ def _choice(real: Any, indexer: Any, forward: Forward, args: tuple[Any, ...], kw
             forward.scored[indexer] = q, k, weights
         if kept is not None:
             return kept
-        context = forward.context
-        with at_layer(int(indexer.layer_idx) + 1):
-            where: Arguments = {"group": context.group, "layout": forward.layout, "config": context.options}
-            return index_topk(q.detach(), k.detach(), weights.detach(), topk, **_seen(forward), **where)
+        with in_layer(indexer):
+            return index_topk(q.detach(), k.detach(), weights.detach(), topk, **_seen(forward), **forward.where)
 
     def update_indexer(keys: torch.Tensor, layer: int) -> Indexed:
-        vars(indexer)[REACHED][INDEXER] = True
+        reach(INDEXER)
         return Indexed(keys, forward.layout.length, run)
 
     given = {key: x.detach() if isinstance(x, torch.Tensor) else x for key, x in bound.arguments.items()}
@@ -218,7 +216,7 @@ def attend(
 
 def refusal(model: Any) -> str:
     """Return why the indexers of a model cannot be trained; "" if they can."""
-    indexers = [module for module in model.modules() if INDEXER in vars(module).get(REACHED, ())]
+    indexers = [module for module in model.modules() if INDEXER in vars(module).get(MUST_REACH, ())]
     trains = any(weight.requires_grad for module in indexers for weight in module.parameters())
     return "" if trains else "their weights have requires_grad=False" if indexers else "it has none"
 

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from dfa_megatron.errors import UnsupportedError
-from dfa_megatron.hooks import OWN, replace
+from dfa_megatron.hooks import OWN, surround
 from dfa_megatron.huggingface.batch import IGNORED, LABELS, first_of, next_labels, tokens_of
 from dfa_megatron.huggingface.current_forward import Arguments, Forward, LayerContext, innermost
 from dfa_megatron.huggingface.tiled_head import causal_loss, is_causal, run_in, summed_loss, tiled_head
@@ -189,17 +189,17 @@ _BALANCE = "load_balancing_loss_func"
 
 def follow_router(forward: Callable[..., Any]) -> None:
     """Let the loss of routers in the file of a model's forward count the tokens of all ranks; may be called again."""
+    surround(sys.modules[inspect.unwrap(forward).__module__], _BALANCE, _of_all_ranks, optional=True)
 
-    def replacing(real: Callable[..., Any]) -> Callable[..., Any]:
-        def loss(gate_logits: Any, num_experts: int | None = None, top_k: int = 2, *masks: Any, **more: Any) -> Any:
-            call = innermost()
-            if call is None or not call[1].distributed or not isinstance(gate_logits, tuple) or num_experts is None:
-                return real(gate_logits, num_experts, top_k, *masks, **more)
-            return _balance(call[1], gate_logits, num_experts, top_k)
 
-        return loss
-
-    replace(sys.modules[inspect.unwrap(forward).__module__], _BALANCE, replacing, optional=True)
+def _of_all_ranks(
+    real: Callable[..., Any], gate_logits: Any, num_experts: int | None = None, top_k: int = 2, *masks: Any, **more: Any
+) -> Any:
+    """Stand in for the loss of routers."""
+    call = innermost()
+    if call is None or not call.forward.distributed or not isinstance(gate_logits, tuple) or num_experts is None:
+        return real(gate_logits, num_experts, top_k, *masks, **more)
+    return _balance(call.forward, gate_logits, num_experts, top_k)
 
 
 def check_router(model: Any) -> None:

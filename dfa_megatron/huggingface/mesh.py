@@ -68,7 +68,7 @@ def _group(size: int) -> dist.ProcessGroup:
     assert dist.group.WORLD is not None
     timeout = timeout_of(dist.group.WORLD)
     seconds = timeout.total_seconds() / 4  # PyTorch would wait for ever for a rank that does not come
-    sizes = GroupStore.of_group(dist.group.WORLD, seconds).meet(str(size), seconds)
+    _, sizes = GroupStore.of_group(dist.group.WORLD, str(size), seconds)
     if len({*sizes}) > 1:
         raise DisagreementError(f"ranks ask for groups of different sizes: {by_rank(sizes)}. What works: one size")
     own: dist.ProcessGroup = dist.new_subgroups(size, timeout=timeout)[0]

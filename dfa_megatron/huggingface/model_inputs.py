@@ -103,10 +103,11 @@ def _read(model: Any, given: Arguments) -> tuple[Arguments, Forward]:
     check_loss(model, given, context)
     decoder = model.get_decoder()
     if context.multimodal and model is not decoder:
-        given = door.take_whole(decoder, given)
-    forward = whole.forward_of_batch(decoder, given, context)
-    kept = {name: x for name, x in whole.cut_labels(given, context).items() if name not in whole.OF_HOOKS}
-    kept, images = door.for_model(model, kept, forward.seen)
+        door.check_whole(decoder, given)
+    shifted = whole.shifted_labels(given)
+    forward = whole.forward_of_batch(decoder, given, shifted, context)
+    given |= whole.cut_labels(shifted, given.get("num_items_in_batch"), context)
+    kept, images = door.for_model(model, given, forward.seen)
     return kept, replace(forward, images=images)
 
 

@@ -43,7 +43,7 @@ class PlannedMask:
     @classmethod
     def __torch_function__(cls, *_: Any) -> NoReturn:
         """Refuse a layer that computes with its mask."""
-        refuse_unreached((innermost() or (None,))[0], [NAME])
+        refuse_unreached(getattr(innermost(), "owner", None), [NAME])
 
 
 _HIDES_NOTHING = "_dfa_hides_nothing"  # the attribute of a mask that need not be read
@@ -61,9 +61,9 @@ def mask(**given: Any) -> Any:
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
     call = innermost()
-    if call is None or call[1].distributed:
+    if call is None or call.forward.distributed:
         return _planned(**given)
-    former = call[1].context.before
+    former = call.forward.context.before
     return ALL_MASK_ATTENTION_FUNCTIONS[former](**given) if former in ALL_MASK_ATTENTION_FUNCTIONS else None
 
 

@@ -83,19 +83,14 @@ class ModelJob(Job):
 
     def step(self, text: Text, *, alone: bool) -> torch.Tensor:
         """Call the model as a loop of training does."""
-        batch = self.batch(text, alone=alone)
+        batch: dict[str, Any] = {"input_ids": text.ids[None], "labels": text.labels[None]}
+        if alone:
+            batch = {"input_ids": text.rows(text.ids), "labels": text.rows(text.labels), "use_cache": False}
+        elif text.documents > 1:
+            batch["position_ids"] = text.positions[None]
         loss: torch.Tensor = self.model(**batch).loss
         self.backward(loss)
         return loss.detach()
-
-    def batch(self, text: Text, *, alone: bool) -> dict[str, Any]:
-        """Return the arguments of the call."""
-        if alone:
-            return {"input_ids": text.rows(text.ids), "labels": text.rows(text.labels), "use_cache": False}
-        batch = {"input_ids": text.ids[None], "labels": text.labels[None]}
-        if text.documents > 1:
-            batch["position_ids"] = text.positions[None]
-        return batch
 
     def backward(self, loss: torch.Tensor) -> None:
         """Run the backward."""

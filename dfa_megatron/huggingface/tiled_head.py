@@ -6,7 +6,6 @@ losses. So hooks that gather the weight (ZeRO 3, FSDP) run around the work, in t
 
 from __future__ import annotations
 
-import copyreg
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -16,7 +15,7 @@ import torch
 from dfa_megatron.config import TrainingConfig
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.huggingface.batch import IGNORED, next_labels
-from dfa_megatron.huggingface.current_forward import CONTEXT, LayerContext, forward_of_context
+from dfa_megatron.huggingface.current_forward import CONTEXT, LayerContext, innermost
 from dfa_megatron.loss.deferred import WATCHED, DeferredLogits, Use, say_tiled
 from dfa_megatron.loss.head import Head
 
@@ -33,29 +32,24 @@ class TiledLinear:
         With two runs FSDP would free the weights of a group, such as the last norm and the head, between them.
         """
         layer: Any = self
-        forward = forward_of_context(getattr(self, CONTEXT, None))
-        if forward is None or forward.tile is None or "dfa_use" in kwargs:
+        call = innermost()
+        if call is None or call.forward.tile is None or "dfa_use" in kwargs:
             return super().__call__(*args, **kwargs)  # type: ignore[misc]
-        return DeferredLogits(functools.partial(run_in, layer, *args), forward.tile, layer.out_features, layer)
+        return DeferredLogits(functools.partial(run_in, layer, *args), call.forward.tile, layer.out_features, layer)
 
     def forward(self, hidden: torch.Tensor, dfa_use: Callable[[torch.Tensor, Any], Any] | None = None) -> Any:
         """Run the layer's own forward, or a function in its place."""
         return super().forward(hidden) if dfa_use is None else dfa_use(hidden, self)  # type: ignore[misc]
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickle by the base, which is found by its name; a class of both has no name of its own."""
+        return (_empty, type(self).__bases__[1:], *super().__reduce_ex__(protocol)[2:])
+
 
 @functools.cache
 def _tiled_class(base: type) -> type:
-    """Return the class of both, made once, for a linear layer to get in place of its own.
-
-    Its instances pickle by the base, which is found by its name; it has no name of its own.
-    """
-    made = type(f"Tiled{base.__name__}", (TiledLinear, base), {"__module__": __name__})
-    copyreg.pickle(made, _reduced)
-    return made
-
-
-def _reduced(module: Any) -> tuple[Any, ...]:
-    return (_empty, type(module).__bases__[1:], *module.__reduce_ex__(2)[2:])
+    """Return the class of both, made once, for a linear layer to get in place of its own."""
+    return type(f"Tiled{base.__name__}", (TiledLinear, base), {"__module__": __name__})
 
 
 def _empty(base: type) -> Any:
@@ -161,5 +155,5 @@ def tile_of(model: Any, given: dict[str, Any]) -> int | None:
     tile = context.options.loss_tile
     if isinstance(tile, str) or given.get("labels") is None or (not model.training and context.reads_logits):
         return None
-    setattr(tiled_head(model.get_output_embeddings()), CONTEXT, context)
+    tiled_head(model.get_output_embeddings())
     return tile

@@ -172,7 +172,7 @@ class _SparseAttention(torch.autograd.Function):
         if known is not None:
             out, lse = (x.detach() for x in known)
         else:
-            with call.exchange.running(0, q.device, call.keys.nbytes(kv)), without_autocast():
+            with call.exchange.running(0, q.device), without_autocast():
                 out, lse = attend(q, call.keys.run(kv, over=call.exchange.over), chosen, call.scale, call.values)
             if sinks is not None:
                 rows, total = merge_sinks(out[None], lse.T[None], sinks)
@@ -190,7 +190,7 @@ class _SparseAttention(torch.autograd.Function):
         q, kv, sinks, chosen, out, lse = ctx.saved_tensors
         call, back = ctx.call, ctx.call.keys.back()
         dout = torch.zeros_like(out) if dout is None else dout
-        with call.exchange.running(1, q.device, call.keys.nbytes(kv)):
+        with call.exchange.running(1, q.device):
             keys = call.keys.run(kv, over=call.exchange.over)
             dq, dkv = gradients(dout, (q, keys, chosen), (out, lse), call.scale, call.values)
             dkv = back.run(dkv.to(kv.dtype), over=call.exchange.over)

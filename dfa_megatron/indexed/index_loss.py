@@ -151,8 +151,7 @@ class _IndexLoss(torch.autograd.Function):
         whole, over = call.whole, call.whole.over
         keys, moved = whole.keys(index_q.device), whole.rows(index_q.device)
         rows = _Queries(index_q, weights, call.q, call.lse, call.valid)
-        sends = keys.nbytes(index_k) + keys.nbytes(call.k)
-        with call.exchange.running(0, index_q.device, sends), without_autocast():
+        with call.exchange.running(0, index_q.device), without_autocast():
             every = keys.run(index_k, over=over), keys.run(call.k, over=over)
             if dense := call.chosen is None:  # the work is that of all pairs: rows go to the ranks that score them
                 rows = _Queries(*(moved.run(x, over=over) for x in rows))

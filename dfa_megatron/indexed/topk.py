@@ -96,8 +96,7 @@ def index_topk(
         exchange = whole.exchange("the choice of an indexer", facts, device)
     q, k, w = (x.flatten(0, 1) for x in (index_q, index_k, weights))
     keys, rows = whole.keys(device), whole.rows(device)
-    sends = keys.nbytes(k) + rows.nbytes(q) + rows.nbytes(w)
-    with exchange.running(0, device, sends), without_autocast():
+    with exchange.running(0, device), without_autocast():
         k, q, w = keys.run(k, over=over), rows.run(q, over=over), rows.run(w, over=over)
         best, total = choose(q, k, w, topk, whole.seen, whole.scored())
         best, total = (rows.back().run(x, over=over) for x in (best, total))

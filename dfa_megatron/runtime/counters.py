@@ -74,7 +74,7 @@ def describe(prepared: Prepared, device: torch.device) -> dict[str, str]:
     if over is None or prepared.ranks == 1:
         schedule = "one rank" if prepared.exchange is None else "head exchange"
     else:
-        transport = over.transports.name_of(device, prepared.transport)
+        transport = over.transports.get(device, prepared.transport).name
     _how.update(schedule=schedule, kernel=prepared.kernel.name, transport=transport)
     return _how
 

@@ -17,8 +17,8 @@ from typing import NamedTuple
 logger = logging.getLogger(__name__)
 
 TESTED: Mapping[str, tuple[str, str]] = {
-    "torch": ("2.6.0", "2.14.1"),
-    "triton": ("3.2.0", "3.8.0"),
+    "torch": ("2.6.0", "2.15.0"),
+    "triton": ("3.2.0", "3.9.0"),
     "flash-attn-4": ("4.0.0b36", "4.0.0b36"),
     "megatron-core": ("0.16.1", "0.19.2"),
     "transformers": ("5.0.0", "5.24.0"),
@@ -84,14 +84,13 @@ def without_multicast() -> Iterator[None]:
 
     PyTorch offers no argument for it. Binding would touch the memory of all GPUs of a host.
     """
-    if _MULTICAST in os.environ:
-        yield
-        return
-    os.environ[_MULTICAST] = "1"
+    before = os.environ.get(_MULTICAST)
+    os.environ.setdefault(_MULTICAST, "1")
     try:
         yield
     finally:
-        del os.environ[_MULTICAST]
+        if before is None:
+            del os.environ[_MULTICAST]
 
 
 def host() -> str:

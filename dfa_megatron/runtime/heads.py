@@ -145,7 +145,7 @@ class HeadExchange:
         else:
             COUNTERS.ulysses_backward_bytes += nbytes
         counts = (_among(self.near, each, over.size) for each in (came, sent))
-        over.finish(over.communicator(send.device).all_to_all(received, send, *counts), send.device)
+        over.communicator(send.device).all_to_all(received, send, *counts)
         return unpacked(received, parts, lead)
 
 

@@ -104,7 +104,7 @@ def _peaks(q: torch.Tensor, k: torch.Tensor, seen: Mask, whole: Layout, over: Ch
     for owner in range(whole.ranks):
         keys = k if owner == rank else k.new_empty(k.shape[0], whole.tokens(owner, "kv"), *k.shape[2:])
         if over is not None and keys.numel():
-            over.finish(over.communicator(q.device).broadcast(keys.contiguous(), owner), q.device)
+            over.communicator(q.device).broadcast(keys.contiguous(), owner)
             over.spoiled(keys)
         _raise(peaks, q, keys, _tiles(seen, whole, rank, owner, q.shape[0] * q.shape[2]))
     return peaks if over is None else torch.stack(over.gather(peaks)).amax(0)

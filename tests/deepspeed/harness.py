@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from dfa_megatron import deepspeed as dfa_ds
+from tests.huggingface import test_trainer
+from tests.support.models import build
 
 
 def prepare_worker(rank: int) -> None:
     """What a launcher would have done, one thing for speed, and one for equal answers on every processor."""
     import deepspeed
 
-    os.environ["RANK"] = os.environ["LOCAL_RANK"] = str(rank)
-    os.environ["WORLD_SIZE"] = os.environ["LOCAL_WORLD_SIZE"] = str(dist.get_world_size())
-    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
-    os.environ.setdefault("MASTER_PORT", "29500")
+    test_trainer.prepare_worker(rank, dist.get_world_size())
     # DeepSpeed would compile an operator for inference at its first use, which takes minutes and serves no test.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     # ZeRO 3 would refuse float64 where the processor has float16, and takes it elsewhere.
@@ -44,6 +44,22 @@ def settings(stage: int, size: int | None = None, **block: Any) -> dict[str, Any
         "optimizer": {"type": "SGD", "params": {"lr": 0.0}},
         "dist_flash_attention": {"enabled": True, **block},
     }
+
+
+def engine_of(config: dict[str, Any], model: Any = None, initialize: Any = dfa_ds.initialize) -> Any:
+    """An engine that trains a model, or Qwen3."""
+    model = build("Qwen3") if model is None else model
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    return initialize(model=model, model_parameters=trained, config=config)[0]
+
+
+def step(engine: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    """The loss of a step, or of a micro-batch of one."""
+    loss = engine(**batch).loss
+    engine.backward(loss)
+    engine.step()
+    found: torch.Tensor = loss.detach()
+    return found
 
 
 def mean_over_ranks(value: torch.Tensor) -> float:

@@ -1,4 +1,7 @@
-"""The benchmarks of training and of the longest sequence run at toy size on CPU, and time nothing that is wrong."""
+"""The benchmarks run at toy size on CPU ranks, time nothing that is wrong, and count the bytes that are there.
+
+Of training, of the longest sequence and of whole models: failures are told in their rows.
+"""
 
 from __future__ import annotations
 
@@ -6,16 +9,23 @@ import contextlib
 import json
 import os
 import sys
+import weakref
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
+from dfa_megatron import TrainingConfig
+from dfa_megatron.huggingface import distribute_attention
 from tests.deepspeed import harness
+from tests.support.pages import ROOT
 from tests.support.scripts import said_over_ranks
-from tests.support.workers import run_ranks
+from tests.support.workers import by_turns, over_ranks, run_ranks
 
 
 def test_every_method_is_compared_and_then_timed(tmp_path: Path) -> None:
@@ -90,7 +100,8 @@ def longest_methods(ranks: int) -> None:
     assert all(0 < one["gradients"] < 0.05 for one in found["agreement"].values())
 
 
-def wrong(rank: int, world_size: int) -> None:
+@over_ranks(2, timeout=120)
+def test_what_is_not_what_one_rank_computes_is_refused(rank: int, ranks: int) -> None:
     harness.prepare_worker(rank)
     from benchmarks import deepspeed_common as common
     from benchmarks import deepspeed_methods as methods
@@ -112,12 +123,139 @@ def wrong(rank: int, world_size: int) -> None:
             batch["input_ids"] = batch["input_ids"].flip(1)
         return right(engine, method, batch, **choices)
 
-    longest_methods(world_size)
+    longest_methods(ranks)
     methods._gradients = with_other_tokens
     with pytest.raises(RuntimeError, match="ours is not what one rank computes"):
         methods.compare(engine, ours, 64, 64)
     engine.destroy()
 
 
-def test_what_is_not_what_one_rank_computes_is_refused() -> None:
-    run_ranks(2, wrong, timeout=120)
+def test_every_way_agrees_with_ours_and_its_longest_sequence_runs(tmp_path: Path) -> None:
+    words, out = ("--device", "cpu", "--lengths", "64", "128"), tmp_path / "toy.json"
+    said_over_ranks(2, tmp_path, "benchmarks.whole_model", *words, "--offload", "--longest", "--out", str(out))
+    rows = json.loads(out.read_text())["rows"]
+    ran = [(row["way"], row["length"]) for row in rows if "failed" not in row]
+    assert ran == [(way, length) for length in (64, 128, 256) for way in ("ours", "ulysses", "alst")]
+    assert {row["way"] for row in rows if "refused: context_parallel" in row.get("failed", "")} == {"pytorch"}
+    for row in rows:
+        assert all(far < 1e-5 for far in row.get("differs", {}).values())
+        losses = [step["loss"] for step in row.get("steps", ())]
+        assert losses == sorted(set(losses), reverse=True)  # it learns
+
+
+def _forget_memory_once(rank: int, ranks: int, out: str) -> None:
+    from benchmarks import whole_model
+    from benchmarks.bench import Report
+    from dfa_megatron.doctor.world import join
+
+    class Small(whole_model.WholeBench):
+        def step(self, way: str, length: int) -> dict[str, float]:
+            if (way, length) == ("ulysses", 64):
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            found = super().step(way, length)
+            return found | {"loss": found["loss"] * (1.01 if (way, length) == ("alst", 64) else 1)}
+
+    job = whole_model.Whole(device="cpu")
+    bench = Small(job, join("cpu"), Report(Path(out), job, rows=[]), whole_model.time.perf_counter())
+    for way, length in (("ours", 64), ("ulysses", 64), ("alst", 64), ("ours", 128), ("ulysses", 128)):
+        bench.row(way, length, 1)
+
+
+def test_a_way_without_memory_or_with_another_loss_says_so_and_the_others_go_on(tmp_path: Path) -> None:
+    run_ranks(2, _forget_memory_once, str(tmp_path / "rows.json"), timeout=120)
+    failed = [row.get("failed") for row in json.loads((tmp_path / "rows.json").read_text())["rows"]]
+    memory, wrong = "out of memory: CUDA out of memory", "wrong: not what ours computes"
+    assert failed == [None, memory, wrong, None, "a shorter sequence ran out of memory"]
+
+
+@pytest.mark.parametrize("model", by_turns(["llama", "hybrid"]))
+def test_two_ranks_and_one_without_ours_take_the_same_steps(model: str, tmp_path: Path) -> None:
+    words, out = ("--model", model, "--device", "cpu", "--tokens", "600", "--steps", "2"), tmp_path / "toy.json"
+    said_over_ranks(3, tmp_path, "benchmarks.long_run", *words, "--out", str(out))
+    content = json.loads(out.read_text())
+    assert len(content["rows"]) == 2
+    assert all(content["apart"][0][what]["largest"] < 1e-5 for what in ("loss", "gradient_norm"))
+    assert "<svg" in out.with_suffix(".svg").read_text()
+
+
+WIDTHS = {"hidden": 160, "intermediate": 16, "heads": 8, "kv_heads": 2, "head_dim": 32}
+LAYERS, WORDS, TILES = 3, 32, 8
+
+
+class Held(TorchDispatchMode):
+    """Count the bytes of tensors that operations make, until they are freed."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.known: dict[int, int] = {}
+        self.peak = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        for x in tree_leaves(made):
+            if isinstance(x, torch.Tensor) and (key := x.untyped_storage()._cdata) not in self.known:
+                self.known[key] = x.untyped_storage().nbytes()
+                weakref.finalize(x.untyped_storage(), self.known.pop, key, 0)
+        self.peak = max(self.peak, sum(self.known.values()))
+        return made
+
+
+def peaks(rank: int, ranks: int) -> float:
+    """Bytes that a token more adds to the peak of a forward and backward, with ALST's tiles."""
+    harness.prepare_worker(rank)
+    import transformers
+
+    from benchmarks import deepspeed_common as common
+
+    config = transformers.Qwen3Config(
+        vocab_size=WORDS, hidden_size=WIDTHS["hidden"], intermediate_size=WIDTHS["intermediate"],
+        num_hidden_layers=LAYERS, num_attention_heads=WIDTHS["heads"], num_key_value_heads=WIDTHS["kv_heads"],
+        head_dim=WIDTHS["head_dim"], attn_implementation="sdpa", use_cache=False,
+    )  # fmt: skip
+    model = transformers.Qwen3ForCausalLM(config).to(torch.bfloat16).train()
+    training, found = common.Training(model, "all"), {}
+    training.tiles = TILES
+    distribute_attention(model, config=TrainingConfig(checkpoint="remat"))
+    for rows in (512, 512, 1024):
+        ids = torch.arange(rows)[None] % WORDS
+        with Held() as held:
+            loss = training(input_ids=ids, labels=ids, group=dist.group.WORLD)
+            loss.backward()
+        found[rows] = held.peak
+        training.zero_grad()
+    return (found[1024] - found[512]) / 512
+
+
+def test_the_account_has_the_bytes_of_a_token_that_were_counted() -> None:
+    from benchmarks.deepspeed_memory import Step, kept, recomputed
+    from benchmarks.deepspeed_shapes import Shape
+
+    shape = Shape(**WIDTHS, family="Qwen3")
+    (counted,) = run_ranks(1, peaks, timeout=150)
+    of_layer = max(recomputed(shape).values()) + (LAYERS - 1) * kept(shape)
+    assert counted == pytest.approx(of_layer, rel=0.01)
+    step = Step(shape=shape, layers=LAYERS, vocabulary=WORDS, tile=64, stages=10**6)
+    assert (step.peak(2**21) - step.peak(2**20)) * 2**10 == pytest.approx(of_layer)
+
+
+MEASURED = [*ROOT.glob("benchmarks/results/*longest*.json")]
+
+
+def test_the_account_is_near_every_measured_peak() -> None:
+    from benchmarks.deepspeed_memory import Step
+    from benchmarks.deepspeed_shapes import SHAPES
+
+    seen = 0
+    for path in MEASURED:
+        file = json.loads(path.read_text())
+        ranks, arguments = file["gpus"], file["arguments"]
+        for one in file["results"]:
+            if one["method"] == "dfa-remat" and "peak_gib" in one:
+                shape = SHAPES[file["shape"]]
+                step = Step(
+                    shape=shape, layers=int(arguments["layers"]), vocabulary=shape.vocabulary,
+                    tile=2048, ranks=ranks, offload=arguments["offload_optimizer"] == "True",
+                )  # fmt: skip
+                assert step.peak(one["length"] // ranks) == pytest.approx(one["peak_gib"], rel=0.002), path.name
+                seen += 1
+    assert seen == 5

@@ -206,9 +206,7 @@ def first_line(rank: int, world_size: int) -> list[Any]:
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
     for batch in ({"train_batch_size": 4}, {"gradient_accumulation_steps": 3}):
-        model = build("Llama")
-        settings = harness.settings(1, world_size) | {"train_micro_batch_size_per_gpu": 2} | batch
-        engine, *_ = dfa_ds.initialize(model=model, model_parameters=model.parameters(), config=settings)
+        engine = harness.engine_of(harness.settings(1, world_size) | {"train_micro_batch_size_per_gpu": 2} | batch)
     logger.removeHandler(handler)
     with pytest.raises(UnsupportedError, match=r"engine\.compile"):
         engine.compile()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from contextlib import nullcontext
 from pathlib import Path
@@ -23,25 +24,18 @@ from tests.support.models import build, text
 from tests.support.workers import run_each
 
 
-def start(config: dict[str, Any], initialize: Any = dfa_ds.initialize, kind: str = "Qwen3") -> Any:
-    model = build(kind)
-    return initialize(model=model, model_parameters=list(model.parameters()), config=config)[0]
-
-
 def train(rank: int, world_size: int) -> None:
     """Accumulation and clipping: three steps of SGD move the weights as they move on one process."""
     harness.prepare_worker(rank)
     config = harness.settings(3, world_size, checkpoint="remat")
     config |= {"gradient_accumulation_steps": 2, "gradient_clipping": 0.5}
     config["optimizer"]["params"]["lr"] = 0.1
-    engine, want = start(config), build("Qwen3")
+    engine, want = harness.engine_of(config), build("Qwen3")
     optimizer = torch.optim.SGD(want.parameters(), lr=0.1)
     for first in (0, 2, 4):
         for seed in (first, first + 1):
             batch = text(1, 10 * world_size, seed=seed, unlabelled=3)
-            found, loss = engine(**batch).loss, want(**batch).loss
-            engine.backward(found)
-            engine.step()
+            found, loss = harness.step(engine, batch), want(**batch).loss
             assert abs(harness.mean_over_ranks(found) - loss.item()) < 1e-4 * loss.item()
             (loss / 2).backward()
         torch.nn.utils.clip_grad_norm_(want.parameters(), 0.5)
@@ -83,13 +77,9 @@ def own_model(rank: int, world_size: int) -> None:
         name = given.attention.group_name
         refused = pytest.raises(UnsupportedError, match=rf"over ranks \[{rank}\]") if group is alone else nullcontext()
         with refused:
-            dfa_ds.initialize(model=given, model_parameters=list(given.parameters()), config=harness.settings(2, 2))
+            harness.engine_of(harness.settings(2, 2), given)
         assert given.attention.group_name == name
-    engine, *_ = dfa_ds.initialize(
-        model=model,
-        model_parameters=list(model.parameters()),
-        config=harness.settings(2, 2, schedule="balanced", verify="on"),
-    )
+    engine = harness.engine_of(harness.settings(2, 2, schedule="balanced", verify="on"), model)
     mesh = dfa_ds.mesh_of(engine)
     assert engine.module.attention.config.schedule == "ring"  # a config of the model's own overrides the block
     tokens = torch.randint(0, 31, (1, 16), generator=torch.Generator().manual_seed(1))
@@ -121,13 +111,8 @@ def shipped(rank: int, world_size: int) -> dict[str, list[float]]:
     for path in CONFIGS:
         config = on_cpu(json.loads(path.read_text()))
         config["optimizer"]["params"]["lr"] = 0.01
-        engine, batch = start(config, kind="Qwen2"), text(1, 16, seed=1)
-        losses[path.stem] = []
-        for _ in range(2):
-            loss = engine(**batch).loss
-            engine.backward(loss)
-            engine.step()
-            losses[path.stem].append(harness.mean_over_ranks(loss))
+        engine, batch = harness.engine_of(config, build("Qwen2")), text(1, 16, seed=1)
+        losses[path.stem] = [harness.mean_over_ranks(harness.step(engine, batch)) for _ in range(2)]
         engine.destroy()
     return losses
 
@@ -141,12 +126,12 @@ def call_by_its_name(rank: int, world_size: int) -> None:
     for _ in range(2):
         dfa_ds.install()
     assert deepspeed.initialize is not own
-    engine = start(harness.settings(1, 2), deepspeed.initialize)
+    engine = harness.engine_of(harness.settings(1, 2), initialize=deepspeed.initialize)
     assert dfa_ds.mesh_of(engine).size == 2
     assert engine.module.config._attn_implementation == "dfa"
     without_block = {key: value for key, value in harness.settings(1).items() if key != dfa_ds.KEY}
     for config in (without_block, harness.settings(1, enabled=False)):
-        engine = start(config, deepspeed.initialize)
+        engine = harness.engine_of(config, initialize=deepspeed.initialize)
         assert engine.module.config._attn_implementation == "eager"
         with pytest.raises(UnsupportedError, match="missing or not enabled"):
             dfa_ds.mesh_of(engine)
@@ -165,9 +150,7 @@ def ratio(rank: int, world_size: int, settings: dict[str, Any], mpu: Any = None)
 
     model = torch.nn.Linear(4, 1, bias=False)
     tokens = torch.arange(4.0 * 4).view(4, 4) + 1  # a sequence of 4 tokens, divided among the ranks
-    engine, *_ = deepspeed.initialize(
-        model=model, model_parameters=list(model.parameters()), config=dict(settings), mpu=mpu
-    )
+    engine = harness.engine_of(dict(settings), model, functools.partial(deepspeed.initialize, mpu=mpu))
     engine.backward(world_size * engine(tokens.chunk(world_size)[rank]).sum() / len(tokens))
     gradient = safe_get_full_grad(engine.module.weight).flatten()
     engine.destroy()
@@ -190,9 +173,7 @@ def by_mpu(rank: int, world_size: int) -> list[float]:
     ratios = [ratio(rank, world_size, plain(stage), parallel_state_sp) for stage in STAGES]
     model = torch.nn.Sequential(DistFlashAttention(causal=True), torch.nn.Linear(4, 1))
     with pytest.raises(UnsupportedError, match="made in this process before"):
-        dfa_ds.initialize(
-            model=model, model_parameters=list(model.parameters()), config=harness.settings(1, world_size)
-        )
+        harness.engine_of(harness.settings(1, world_size), model)
     return ratios
 
 

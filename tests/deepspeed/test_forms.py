@@ -51,40 +51,38 @@ class Tiled(torch.nn.Module):
 
 def tiled(rank: int, world_size: int) -> None:
     """DeepSpeed's other means for long sequences work beside ours: its tiled MLP, and the loss by tiles."""
-    harness.prepare_worker(rank)
-    for tied in (False, True):
-        _tiled_at(world_size, tied, 3 if tied else 1)
-
-
-def _tiled_at(world_size: int, tied: bool, stage: int) -> None:
     from deepspeed.utils import safe_get_full_grad
 
+    harness.prepare_worker(rank)
     wholes = [text(2, 10 * world_size, seed=seed, unlabelled=11 + seed) for seed in range(2)]
-    alone = build("Llama", tie_word_embeddings=tied)
-    want_loss = torch.stack([total / count for _, total, count in (total_loss(alone, each) for each in wholes)]).mean()
-    want_loss.backward()
-    want = gradients(alone)
-    model = Tiled(build("Llama", tie_word_embeddings=tied))
-    config = harness.settings(stage, world_size, checkpoint="remat", loss_tile=7)
-    config |= {"gradient_accumulation_steps": 2, "train_micro_batch_size_per_gpu": 2}
-    engine, *_ = dfa_ds.initialize(model=model, model_parameters=list(model.parameters()), config=config)
-    group = dfa_ds.mesh_of(engine).group
-    for own_loss in (False, True):
-        losses = []
-        for whole in wholes:
-            COUNTERS.reset()
-            loss = engine(whole, group, own_loss)
-            engine.backward(loss)
-            counts = COUNTERS.snapshot()
-            assert counts["attention_forwards"] == counts["reused"] == LAYERS
-            losses.append(harness.mean_over_ranks(loss))
-            if whole is wholes[-1]:
-                for name, parameter in engine.module.model.named_parameters():
-                    gradient = safe_get_full_grad(parameter).view_as(want[name])
-                    assert_close(gradient, want[name], tolerance=1e-5, name=f"ZeRO {stage}, {name}")
-            engine.step()
-        assert sum(losses) / 2 == pytest.approx(want_loss.item(), rel=1e-5)
-    engine.destroy()
+    for tied, stage in ((False, 1), (True, 3)):
+        alone = build("Llama", tie_word_embeddings=tied)
+        want_loss = torch.stack(
+            [total / count for _, total, count in (total_loss(alone, each) for each in wholes)]
+        ).mean()
+        want_loss.backward()
+        want = gradients(alone)
+        model = Tiled(build("Llama", tie_word_embeddings=tied))
+        config = harness.settings(stage, world_size, checkpoint="remat", loss_tile=7)
+        config |= {"gradient_accumulation_steps": 2, "train_micro_batch_size_per_gpu": 2}
+        engine = harness.engine_of(config, model)
+        group = dfa_ds.mesh_of(engine).group
+        for own_loss in (False, True):
+            losses = []
+            for whole in wholes:
+                COUNTERS.reset()
+                loss = engine(whole, group, own_loss)
+                engine.backward(loss)
+                counts = COUNTERS.snapshot()
+                assert counts["attention_forwards"] == counts["reused"] == LAYERS
+                losses.append(harness.mean_over_ranks(loss))
+                if whole is wholes[-1]:
+                    for name, parameter in engine.module.model.named_parameters():
+                        gradient = safe_get_full_grad(parameter).view_as(want[name])
+                        assert_close(gradient, want[name], tolerance=1e-5, name=f"ZeRO {stage}, {name}")
+                engine.step()
+            assert sum(losses) / 2 == pytest.approx(want_loss.item(), rel=1e-5)
+        engine.destroy()
 
 
 FORMS: dict[str, dict[str, Any]] = {
@@ -122,10 +120,8 @@ def two_steps(make: Any, stage: int, world_size: int, block: dict[str, Any]) -> 
     """Gradients and counts of the second micro-batch, in which ZeRO-3's gathers have found their order."""
     from deepspeed.utils import safe_get_full_grad
 
-    model = make()
+    engine = harness.engine_of(harness.settings(stage, world_size, **block), model := make())
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    config = harness.settings(stage, world_size, **block)
-    engine, *_ = dfa_ds.initialize(model=model, model_parameters=trained, config=config)
     batch = text(1, 10 * world_size, seed=5)
     for _ in range(2):
         COUNTERS.reset()
@@ -139,25 +135,20 @@ def two_steps(make: Any, stage: int, world_size: int, block: dict[str, Any]) -> 
 
 def forms(rank: int, world_size: int) -> None:
     harness.prepare_worker(rank)
-    for peft in (False, True):
-        _forms_of(world_size, peft)
-
-
-def _forms_of(world_size: int, peft: bool) -> None:
-    make = adapted if peft else functools.partial(build, "Qwen3")
-    want, plain = two_steps(make, 3, world_size, {})
-    assert plain["attention_forwards"] == LAYERS
-    assert all(bool(gradient.any()) for gradient in want)
-    for name, block in by_turns([form for form in FORMS.items() if not peft or form[0] in WITH_ADAPTERS]):
-        with moves() as moved:
-            got, counts = two_steps(make, 3, world_size, block)
-        assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True)), name
-        once = block["checkpoint"] == "remat"
-        for count in ("attention_forwards", "kernel_forwards", "forward_messages", "forward_bytes"):
-            assert counts[count] == plain[count] * (1 if once else 2), name
-        assert counts["reused"] == (LAYERS if once else 0), name
-        each = 1 + once if "remat_offload" in block else 0  # of two micro-batches: each input, each attention
-        assert len(moved) == 2 * LAYERS * each, name
+    for make, names in ((functools.partial(build, "Qwen3"), [*FORMS]), (adapted, WITH_ADAPTERS)):
+        want, plain = two_steps(make, 3, world_size, {})
+        assert plain["attention_forwards"] == LAYERS
+        assert all(bool(gradient.any()) for gradient in want)
+        for name in by_turns(names):
+            with moves() as moved:
+                got, counts = two_steps(make, 3, world_size, block := FORMS[name])
+            assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True)), name
+            once = block["checkpoint"] == "remat"
+            for count in ("attention_forwards", "kernel_forwards", "forward_messages", "forward_bytes"):
+                assert counts[count] == plain[count] * (1 if once else 2), name
+            assert counts["reused"] == (LAYERS if once else 0), name
+            each = 1 + once if "remat_offload" in block else 0  # of two micro-batches: each input, each attention
+            assert len(moved) == 2 * LAYERS * each, name
 
 
 def drop_in(rank: int, world_size: int) -> None:

@@ -17,7 +17,6 @@ HYBRIDS |= dict.fromkeys(("nemotron_h", "qwen3_next"), (0, 3))
 """Types with every recurrence, and their stages of ZeRO."""
 LLAMA: Any = ("Llama", {})
 SINKS = {"num_local_experts": 2, "num_experts_per_tok": 1, "sliding_window": 7}
-MIXED = {"sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]}
 TYPES = {"data_types": {"grad_accum_dtype": "fp32"}, "communication_data_type": "fp32"}
 PRESCALED = {"prescale_gradients": True, "gradient_predivide_factor": 2.0}
 UNEVEN = {"masks": ("a rank of prompt", "holes")}
@@ -41,7 +40,7 @@ def test_gradients_are_those_of_one_process_at_every_zero_stage() -> None:
     draws = [
         *(at(stage, LLAMA, 1, sequences=2, **UNEVEN) for stage in (1, 3)),
         *(at(stage, ("GptOss", SINKS), 2) for stage in (0, 3)),
-        at(3, ("Gemma3Text", MIXED), 2, pack="position_ids"),
+        at(3, MODELS["gemma3-window-in-one-layer"], 2, pack="position_ids"),
         *(at(stage, LLAMA, 3, masks=("a rank of prompt",)) for stage in STAGES),
         *(at(stage, LLAMA, 3, pack="position_ids", loss="own") for stage in STAGES),
         *(at(stage, LLAMA, 2, sequences=2, **UNEVEN, zero=BUCKETS, more=TYPES) for stage in STAGES[1:]),

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import importlib.metadata
-import importlib.util
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
+from tests.support.pages import ROOT
+from tests.test_patches import git_apply
 
 SCRIPT = """
 import deepspeed
@@ -46,28 +45,18 @@ for config, arguments in ((harness.settings(2, sizes=1), {{}}), (harness.setting
 """
 
 
-def patched_copy(folder: Path) -> subprocess.CompletedProcess[str]:
-    """The installed DeepSpeed, by links but for the file that the patch changes, and the patch put into it."""
-    spec = importlib.util.find_spec("deepspeed")
-    assert spec is not None
-    assert spec.origin is not None
-    installed = Path(spec.origin).parent
-    (folder / "deepspeed").mkdir()
+def test_a_patched_deepspeed_honours_the_block(tmp_path: Path) -> None:
+    """The installed one, by links but for the file that the patch changes."""
+    import deepspeed
+
+    installed = Path(deepspeed.__file__).parent
+    (tmp_path / "deepspeed").mkdir()
     for entry in installed.iterdir():
-        (folder / "deepspeed" / entry.name).symlink_to(entry)
-    changed = folder / "deepspeed" / "__init__.py"
+        (tmp_path / "deepspeed" / entry.name).symlink_to(entry)
+    changed = tmp_path / "deepspeed" / "__init__.py"
     changed.unlink()
     changed.write_bytes((installed / "__init__.py").read_bytes())
-    git = shutil.which("git")
-    assert git is not None
-    patch = ROOT / "patches" / "deepspeed" / f"v{importlib.metadata.version('deepspeed')}.patch"
-    command = [git, "apply", str(patch)]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=60, check=False)
-
-
-def test_a_patched_deepspeed_honours_the_block(tmp_path: Path) -> None:
-    applied = patched_copy(tmp_path)
-    assert applied.returncode == 0, applied.stdout + applied.stderr
+    git_apply(ROOT / "patches" / "deepspeed" / f"v{importlib.metadata.version('deepspeed')}.patch", tmp_path)
     path = [str(tmp_path), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", SCRIPT.format(folder=str(tmp_path))], cwd=tmp_path,

@@ -17,7 +17,7 @@ from dfa_megatron.runtime.counters import COUNTERS
 from dfa_megatron.sharding import local_positions, shard_sequence
 from tests.deepspeed import harness
 from tests.support.close import assert_close
-from tests.support.workers import by_turns, run_ranks
+from tests.support.workers import by_turns, over_ranks
 
 VOCABULARY, WIDTH, HEADS, LENGTH, BLOCKS = 31, 16, 2, 24, 4
 
@@ -91,7 +91,10 @@ def reference(data_size: int, steps: int) -> tuple[list[float], torch.nn.Sequent
     return losses, model
 
 
-def train(rank: int, world_size: int, stages: int, size: int) -> None:
+@pytest.mark.support("deepspeed", "pipelines")
+@pytest.mark.parametrize(("ranks", "stages", "size"), [(2, 1, 2), (4, 2, 2)])
+@over_ranks(timeout=170)
+def test_a_pipeline_over_shared_sequences_trains_as_one_process(rank: int, ranks: int, stages: int, size: int) -> None:
     harness.prepare_worker(rank)
     import deepspeed
     from deepspeed.pipe import PipelineModule
@@ -140,13 +143,8 @@ def train(rank: int, world_size: int, stages: int, size: int) -> None:
         engine.destroy()
 
 
-@pytest.mark.support("deepspeed", "pipelines")
-@pytest.mark.parametrize(("ranks", "stages", "size"), [(2, 1, 2), (4, 2, 2)])
-def test_a_pipeline_over_shared_sequences_trains_as_one_process(ranks: int, stages: int, size: int) -> None:
-    run_ranks(ranks, train, stages, size, timeout=170)
-
-
-def refusals(rank: int, world_size: int) -> None:
+@over_ranks(2, timeout=120)
+def test_pipelines_that_do_not_fit_are_refused(rank: int, ranks: int) -> None:
     harness.prepare_worker(rank)
     import deepspeed
     from deepspeed.pipe import PipelineModule
@@ -165,7 +163,3 @@ def refusals(rank: int, world_size: int) -> None:
     module = PipelineModule(layers(), topology=swapped, loss_fn=F.cross_entropy, partition_method="uniform")
     with pytest.raises(UnsupportedError, match="axes data, pipe"):
         dfa_ds.initialize(model=module, config=harness.settings(0, 1))
-
-
-def test_pipelines_that_do_not_fit_are_refused() -> None:
-    run_ranks(2, refusals, timeout=120)

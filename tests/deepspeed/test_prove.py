@@ -18,18 +18,11 @@ def engine_of(stage: int, dtype: str, prove: bool) -> Any:
     config = harness.settings(stage, 2, prove=prove, checkpoint="remat") | {"gradient_accumulation_steps": 2}
     config["optimizer"] = {"type": "Adam", "params": {"lr": 1e-2, "torch_adam": True}}
     config |= {"bf16": {"enabled": True}} if dtype == "bfloat16" else {}
-    model = made(dtype=dtype)
-    return dfa_ds.initialize(model=model, model_parameters=list(model.parameters()), config=config)[0]
+    return harness.engine_of(config, made(dtype=dtype))
 
 
-def trained(engine: Any, steps: int = 2) -> list[float]:
-    losses = []
-    for seed in range(2 * steps):
-        loss = engine(**text(1, 20, seed=seed)).loss
-        engine.backward(loss)
-        engine.step()
-        losses.append(loss.item())
-    return losses
+def trained(engine: Any) -> list[float]:
+    return [harness.step(engine, text(1, 20, seed=seed)).item() for seed in range(2)]
 
 
 STAGES = [(1, "float32"), *by_turns([(0, "float32"), (3, "bfloat16")])]
@@ -43,17 +36,15 @@ def proved(rank: int, world_size: int) -> list[list[str]]:
 
 def proved_at(stage: int, dtype: str) -> list[str]:
     plain, other = engine_of(stage, dtype, False), engine_of(stage, dtype, True)
-    assert trained(other, 1) == trained(plain, 1)
+    assert trained(other) == trained(plain)
     said = [str(dfa_ds.prove(other))]
     for fault in (labels_of_chunks, *((lost_window,) if stage == 1 else ())):  # the first one is of gradients
         with fault(other.module), pytest.raises(ProofError) as caught:
             dfa_ds.prove(other)
         said.append(str(caught.value))
-    assert trained(other, 1) == trained(plain, 1)
+    assert trained(other) == trained(plain)
     if stage == 1:
-        batch = text(1, 20, seed=1)
-        other.backward(other(**batch).loss)
-        other.step()
+        harness.step(other, text(1, 20, seed=1))
         with pytest.raises(UnsupportedError, match="after 1 of a step's 2 micro-batches"):
             dfa_ds.prove(other)
         plain.optimizer.average_tensor = lambda *args, **kwargs: None

@@ -13,7 +13,7 @@ import torch
 from dfa_megatron import deepspeed as dfa_ds
 from tests.deepspeed import harness
 from tests.support.models import build, text
-from tests.support.workers import run_ranks
+from tests.support.workers import over_ranks, run_ranks
 
 SEQUENCES = 4
 """Of a step, however many ranks share one."""
@@ -28,21 +28,16 @@ def adam(stage: int, size: int, **zero: Any) -> dict[str, Any]:
 
 
 def start(config: dict[str, Any], seed: int = 0, model: Any = None) -> Any:
-    model = model or build("Qwen3", seed)
     mesh = dfa_ds.make_mesh(config["dist_flash_attention"]["size"])
     config = config | {"gradient_accumulation_steps": SEQUENCES // mesh.data_size}
-    return dfa_ds.initialize(model=model, model_parameters=list(model.parameters()), config=config)[0]
+    return harness.engine_of(config, model or build("Qwen3", seed))
 
 
 def step(engine: Any, number: int) -> float:
     """One step over the same sequences for any mesh."""
     mesh, losses = dfa_ds.mesh_of(engine), []
     for index in range(mesh.data_rank, SEQUENCES, mesh.data_size):
-        batch = text(1, 24, seed=10 * number + index, unlabelled=3)
-        loss = engine(**batch).loss
-        engine.backward(loss)
-        engine.step()
-        losses.append(loss.detach())
+        losses.append(harness.step(engine, text(1, 24, seed=10 * number + index, unlabelled=3)))
     return harness.mean_over_ranks(torch.stack(losses).mean())
 
 
@@ -72,8 +67,10 @@ def losses_of(engine: Any) -> list[float]:
     return losses
 
 
-def placed(rank: int, world_size: int) -> None:
-    """Offload and zero.Init change where a number is, and not the number."""
+@pytest.mark.support("deepspeed", "offload of optimizer and parameters, `zero.Init`")
+@over_ranks(2, timeout=170)
+def test_offload_and_partitioned_initialization_change_no_loss(rank: int, ranks: int) -> None:
+    """They change where a number is, and not the number."""
     import deepspeed
 
     harness.prepare_worker(rank)
@@ -94,11 +91,6 @@ def placed(rank: int, world_size: int) -> None:
         with deepspeed.zero.GatheredParameters(parameter, modifier_rank=0):
             parameter.data.copy_(given.data)
     assert losses_of(start(adam(3, 2), model=model)) == pytest.approx(want, rel=1e-5)
-
-
-@pytest.mark.support("deepspeed", "offload of optimizer and parameters, `zero.Init`")
-def test_offload_and_partitioned_initialization_change_no_loss() -> None:
-    run_ranks(2, placed, timeout=170)
 
 
 def load_universal(rank: int, world_size: int, folder: str) -> list[float]:

@@ -13,46 +13,12 @@ from dfa_megatron.config import TrainingConfig
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.runtime.counters import COUNTERS
 from tests.deepspeed import harness
-from tests.fuzz.frameworks.language_models import Data
-from tests.huggingface.test_trainer import built, history, hits
-from tests.support.models import LAYERS, VOCABULARY, build
+from tests.huggingface.test_trainer import Sequences, built, history, hits
+from tests.support.models import LAYERS, build
 from tests.support.workers import run_ranks
 
-LENGTH = 24
-
-
-class Sequences(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
-    """Labels lie unevenly, with holes: with two ranks, the first one has none, or the second, or both have some."""
-
-    def __len__(self) -> int:
-        return 16
-
-    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        generator = torch.Generator().manual_seed(index)
-        ids = torch.randint(0, VOCABULARY, (LENGTH,), generator=generator)
-        first, last = ((LENGTH // 2 + 1, LENGTH), (1, LENGTH // 2 + 1), (1, LENGTH))[index % 3]
-        kept = first + torch.randperm(last - first, generator=generator)[: 3 + index % 8]
-        labels = torch.full_like(ids, -100)
-        labels[kept] = ids[kept]
-        return {"input_ids": ids, "labels": labels, "position_ids": torch.arange(LENGTH)}
-
-
-class Packs(Sequences):
-    """Samples of several documents, as a collator would pack them; every other one begins like a plain sequence.
-
-    The labels are the first, the last, or any.
-    """
-
-    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        rows = Data(seed=index, rows=1, tokens=LENGTH, parts=2, pack="position_ids", starts=(0, 5, 9, 10)).batch(0)
-        sample = {name: row[0] for name, row in rows.items()}
-        if index % 2:
-            sample["position_ids"] = torch.cat((torch.arange(12), torch.arange(12)))
-        inside = sample["position_ids"].nonzero().flatten()
-        mixed = inside[torch.randperm(len(inside), generator=torch.Generator().manual_seed(index))]
-        kept = (inside[:6], inside[-3:], mixed[: 1 + index])[index % 3]
-        sample["labels"] = torch.full_like(sample["input_ids"], -100).index_copy(0, kept, sample["input_ids"][kept])
-        return sample
+COUNT = 16
+"""Of sequences."""
 
 
 def json(stage: int, **block: Any) -> dict[str, Any]:
@@ -72,7 +38,7 @@ def trainer(folder: str, **arguments: Any) -> Any:
     }  # fmt: skip
     model = build("Llama")
     model.config.use_cache = False  # with a cache transformers does not look for documents
-    return built(folder, model=model, train=Packs(), eval_dataset=Packs(), **{**given, **arguments})
+    return built(folder, model=model, train=Sequences(COUNT), eval_dataset=Sequences(COUNT), **{**given, **arguments})
 
 
 KEYS = ("loss", "eval_loss", "grad_norm", "eval_hits", "num_input_tokens_seen", "learning_rate")
@@ -138,59 +104,46 @@ def contradictions(folder: str) -> None:
         run.train()
 
 
-class Loop:
-    """A loop of one's own around accelerate, with a schedule that it prepares, over one epoch."""
-
-    def __init__(self, size: int) -> None:
-        from accelerate import Accelerator, PartialState
-        from accelerate.state import AcceleratorState
-        from accelerate.utils import DeepSpeedPlugin
-
-        AcceleratorState._reset_state(reset_partial_state=True)
-        PartialState(cpu=True)  # as Trainer does, else accelerate knows one process on CPUs
-        settings = json(1) | {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1}
-        settings |= {"train_batch_size": "auto", "gradient_clipping": 0.0}
-        self.accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=settings))
-        self.model = build("Llama")
-        dfa_hf.distribute_accelerator(self.accelerator, self.model, size=size)
-
-    def run(self) -> tuple[list[float], list[float], list[float]]:
-        optimizer = torch.optim.SGD(self.model.parameters(), lr=1.0)
-        steps = len(Sequences())
-        schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, total_iters=steps)
-        loaders = [torch.utils.data.DataLoader(Sequences(), batch_size=1) for _ in range(2)]
-        engine, optimizer, loader, whole, schedule = self.accelerator.prepare(self.model, optimizer, *loaders, schedule)
-        rates, losses = [], []
-        for batch in loader:
-            rates += schedule.get_last_lr()
-            loss = engine(**batch).loss
-            losses += self.accelerator.gather(loss.detach()).tolist()
-            self.accelerator.backward(loss * 0)
-            optimizer.step()
-            schedule.step()
-        assert engine.train_batch_size() == self.accelerator.num_processes
-        engine.eval()
-        with torch.no_grad():
-            evaluated = [self.accelerator.gather_for_metrics(engine(**batch).loss[None]) for batch in whole]
-        return rates + schedule.get_last_lr(), losses, torch.cat(evaluated).tolist()
-
-
 def loops(rank: int, world_size: int, size: int) -> None:
-    """An accelerate loop counts groups, and its schedule ends with its epoch."""
+    """A loop of one's own around accelerate counts groups, and the schedule that it prepares ends with its epoch."""
+    from accelerate import Accelerator, PartialState
+    from accelerate.state import AcceleratorState
+    from accelerate.utils import DeepSpeedPlugin
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+    PartialState(cpu=True)  # as Trainer does, else accelerate knows one process on CPUs
+    settings = json(1) | {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1}
+    settings |= {"train_batch_size": "auto", "gradient_clipping": 0.0}
+    accelerator, model = Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=settings)), build("Llama")
+    dfa_hf.distribute_accelerator(accelerator, model, size=size)
     groups = world_size // size
-    loop = Loop(size)
-    assert loop.accelerator.num_processes == groups
-    assert loop.accelerator.is_last_process == (rank == world_size - 1)
-    rates, losses, evaluated = loop.run()
-    steps = len(Sequences())
-    assert rates == pytest.approx([1 - groups * step / steps for step in range(steps // groups + 1)])
+    assert accelerator.num_processes == groups
+    assert accelerator.is_last_process == (rank == world_size - 1)
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=1.0)
+    schedule: Any = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, total_iters=COUNT)
+    loaders = [torch.utils.data.DataLoader(Sequences(COUNT), batch_size=1) for _ in range(2)]
+    engine, optimizer, loader, whole, schedule = accelerator.prepare(model, optimizer, *loaders, schedule)
+    rates, losses = [], []
+    for batch in loader:
+        rates += schedule.get_last_lr()
+        loss = engine(**batch).loss
+        losses += accelerator.gather(loss.detach()).tolist()
+        accelerator.backward(loss * 0)
+        optimizer.step()
+        schedule.step()
+    rates += schedule.get_last_lr()
+    assert engine.train_batch_size() == groups
+    engine.eval()
+    with torch.no_grad():
+        evaluated = [accelerator.gather_for_metrics(engine(**batch).loss[None]) for batch in whole]
+    assert rates == pytest.approx([1 - groups * step / COUNT for step in range(COUNT // groups + 1)])
     want = build("Llama")
     wanted = [
-        want(**{name: x[None] for name, x in sample.items()}).loss.item()
-        for sample in map(Sequences().__getitem__, range(steps))
+        want(**{name: x[None] for name, x in sample.items()}, use_cache=False).loss.item()
+        for sample in Sequences(COUNT)
     ]
     assert losses == pytest.approx(wanted, rel=1e-5)
-    assert evaluated == pytest.approx(wanted, rel=1e-5)
+    assert torch.cat(evaluated).tolist() == pytest.approx(wanted, rel=1e-5)
 
 
 @pytest.mark.support("deepspeed", "Hugging Face Trainer, every ZeRO stage")

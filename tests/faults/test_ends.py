@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.faults.harness import Run, recorded, run
-from tests.faults.training import RANKS, Fault
+from tests.faults.training import RANKS, Fault, Run, recorded, run_training
 
 PLACES = ("agreement", "forward", "backward", "optimizer", "checkpoint")
 """Of a training. forward and backward: inside of the kernel of an attention."""
@@ -42,7 +41,7 @@ def runs(request: pytest.FixtureRequest) -> Iterator[dict[Fault, Future[Run]]]:
     """Three at a time, of those that were asked for: almost all of it is waiting."""
     params = [item.callspec.params for item in request.session.items if item.fspath == request.fspath]
     with ThreadPoolExecutor(3) as pool:
-        yield {given["fault"]: pool.submit(run, (given["fault"],)) for given in params}
+        yield {given["fault"]: pool.submit(run_training, (given["fault"],)) for given in params}
 
 
 @pytest.mark.fault

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
 
-from tests.faults.harness import Run, recorded, run
-from tests.faults.training import PAUSE, RANKS, WRITING, Fault
+from tests.faults.training import PAUSE, RANKS, WRITING, Fault, Run, recorded, run_training
 
 PAUSED = "SIGSTOP, SIGCONT"
-RUNS = {
-    "pauses": (
+RUNS = (
+    (
         Fault(PAUSED, "agreement", 0, step=0),
         Fault(PAUSED, "forward", 1, step=1),
         Fault(PAUSED, "backward", 2, step=2),
@@ -19,12 +19,12 @@ RUNS = {
         Fault(PAUSED, "checkpoint", 1, step=4),
         Fault("slow", "checkpoint", 2, step=6),
     ),
-    "memory": (
+    (
         Fault("out of memory", "agreement", 2, step=0),
         Fault("out of memory", "optimizer", 1, step=1),
         Fault("out of memory", "checkpoint", 0, step=2),
     ),
-}
+)
 TEXTS = {
     PAUSED: (f"SIGSTOP, and SIGCONT after {PAUSE:g} s", "goes on exactly"),
     "slow": (
@@ -35,18 +35,15 @@ TEXTS = {
 }
 
 
-@pytest.fixture(scope="module")
-def runs() -> dict[str, Run]:
-    return {}
+@functools.cache
+def ran(faults: tuple[Fault, ...]) -> Run:
+    return run_training(faults, steps=8, together=True)
 
 
 @pytest.mark.fault
-@pytest.mark.parametrize("fault", [f for faults in RUNS.values() for f in faults], ids=str)
-def test_a_rank_that_comes_back_goes_on_exactly(fault: Fault, runs: dict[str, Run], record_property: Any) -> None:
-    name = next(name for name, faults in RUNS.items() if fault in faults)
-    if name not in runs:
-        runs[name] = run(RUNS[name], steps=8, together=True)
-    found = runs[name]
+@pytest.mark.parametrize("fault", [f for faults in RUNS for f in faults], ids=str)
+def test_a_rank_that_comes_back_goes_on_exactly(fault: Fault, record_property: Any) -> None:
+    found = ran(next(faults for faults in RUNS if fault in faults))
     assert str(fault) in found.struck, [seen.lines for seen in found.ranks]
     struck = found.struck[str(fault)]
     went_on = []

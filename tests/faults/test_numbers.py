@@ -10,8 +10,9 @@ import torch
 
 import dfa_megatron
 from dfa_megatron.config import DistAttentionConfig
-from dfa_megatron.doctor.dense import band_of, dense_attention
-from tests.faults.harness import recorded
+from dfa_megatron.doctor.dense import dense_attention
+from tests.faults.training import recorded
+from tests.support.attend import case, compare, pack
 from tests.support.workers import run_ranks
 
 RANKS, LOCAL, HEADS, DIM = 3, 8, 2, 8
@@ -58,16 +59,11 @@ def wrong(found: torch.Tensor, expected: torch.Tensor, *, infinite: bool = False
     return (~same).flatten(2).any(-1)[0].nonzero().flatten().tolist()
 
 
-def attended(rank: int, whole: list[torch.Tensor], offsets: Any = None, **options: Any) -> list[torch.Tensor]:
-    """Out and the gradients of a rank's tokens; of a pack with offsets."""
+def attended(rank: int, whole: list[torch.Tensor], **options: Any) -> list[torch.Tensor]:
+    """Out and the gradients of a rank's tokens."""
     *leaves, dout = (x[:, LOCAL * rank : LOCAL * (rank + 1)].clone() for x in whole)
-    given = [leaf.requires_grad_()[0] if offsets else leaf.requires_grad_() for leaf in leaves]
-    if offsets:
-        out: Any = dfa_megatron.dist_flash_attn_varlen_func(*given, offsets, causal=True)[None]
-    else:
-        out = dfa_megatron.dist_flash_attn_func(*given, causal=True, **options)
-    out.backward(dout)
-    return [out.detach(), *(leaf.grad for leaf in leaves)]
+    out: Any = dfa_megatron.dist_flash_attn_func(*(x.requires_grad_() for x in leaves), causal=True, **options)
+    return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
 
 
 def _numbers(rank: int, ranks: int) -> dict[str, list[torch.Tensor]]:
@@ -78,9 +74,12 @@ def _numbers(rank: int, ranks: int) -> dict[str, list[torch.Tensor]]:
     }
 
 
-def _few(rank: int, ranks: int) -> dict[str, list[torch.Tensor]]:
-    packs = {case: attended(rank, inputs(), offsets) for case, offsets in PACKS.items()}
-    return packs | {case: attended(rank, inputs(), window_size=window) for case, window in WINDOWS.items()}
+def _few(rank: int, ranks: int) -> None:
+    for offsets in PACKS.values():
+        compare(pack(offsets, heads=HEADS, kv_heads=HEADS, head_dim=DIM), rank, ranks)
+    for window in WINDOWS.values():
+        seen = case(LENGTH, batch=1, heads=HEADS, kv_heads=HEADS, head_dim=DIM, window_size=window)
+        compare(seen, rank, ranks)
 
 
 def whole(shards: list[dict[str, list[torch.Tensor]]], case: str) -> list[torch.Tensor]:
@@ -118,24 +117,13 @@ def test_nan_and_infinity_come_out_where_they_must_and_nowhere_else(
 
 
 @pytest.fixture(scope="module")
-def few() -> list[dict[str, list[torch.Tensor]]]:
-    return run_ranks(RANKS, _few, timeout=60)
+def few() -> None:
+    run_ranks(RANKS, _few, timeout=60)
 
 
 @pytest.mark.fault
-@pytest.mark.parametrize("case", [*PACKS, *WINDOWS])
-def test_ranks_that_see_nothing_of_others_are_exact(few: Any, case: str, record_property: Any) -> None:
-    *leaves, dout = inputs()
-    q, k, v = (x.requires_grad_() for x in leaves)
-    if case in PACKS:
-        bounds = torch.tensor(PACKS[case])
-        document = torch.searchsorted(bounds, torch.arange(LENGTH), right=True)
-        expected, _ = dense_attention(q, k, v, (document[:, None] == document).tril())
-    else:
-        expected, _ = dense_attention(q, k, v, band_of(True, WINDOWS[case]))
-    exact = [expected.detach(), *torch.autograd.grad(expected, (q, k, v), dout)]
-    for found, right in zip(whole(few, case), exact, strict=True):
-        assert not wrong(found, right)
-    kind = "pack" if case in PACKS else "window"
-    where, happens = f"{kind}: {case}", "out and gradients are exact"
+@pytest.mark.usefixtures("few")
+@pytest.mark.parametrize("seen", [*PACKS, *WINDOWS])
+def test_ranks_that_see_nothing_of_others_are_exact(seen: str, record_property: Any) -> None:
+    where, happens = f"{'pack' if seen in PACKS else 'window'}: {seen}", "out and gradients are exact"
     record_property("fault", recorded("ranks that see nothing of others", where, None, happens))

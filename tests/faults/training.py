@@ -10,9 +10,11 @@ import json
 import os
 import signal
 import subprocess
+import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +31,7 @@ from dfa_megatron.runtime import prepare, run
 from dfa_megatron.runtime.agreement.calls import at_layer
 from dfa_megatron.runtime.execute import bound
 from tests.support.groups import rank_0_keeps_the_store
+from tests.support.workers import _jobs, _Worker
 
 RANKS, LOCAL, HEADS, DIM, LAYERS = 3, 8, 2, 8, 2
 WIDTH = HEADS * DIM
@@ -73,8 +76,10 @@ class Training:
         self.attention, self.passing = attention, passing
 
     def gradients(self) -> None:
-        """Forward and backward of these rows."""
+        """Forward and backward of these rows; a step that failed before may have left gradients."""
         x = self.x
+        for weight in self.weights:
+            weight.grad = None
         for layer, weight in enumerate(self.weights):
             q, k, v, rest = (x @ weight).view(1, -1, 4, HEADS, DIM).unbind(2)
             x = x + self.attention(layer, q, k, v).reshape(x.shape) * rest.reshape(x.shape)
@@ -89,16 +94,10 @@ class Training:
             for weight in self.weights:
                 assert weight.grad is not None
                 weight -= 1e-4 * weight.grad
-                weight.grad = None
-
-    def forget(self) -> None:
-        """Give up the gradients of a step that failed."""
-        for weight in self.weights:
-            weight.grad = None
 
     def state(self) -> torch.Tensor:
         """All weights, copied."""
-        return torch.stack([weight.detach().clone() for weight in self.weights])
+        return torch.stack(self.weights).detach()
 
 
 def expected(steps: int) -> list[torch.Tensor]:
@@ -153,7 +152,7 @@ class Rank:
                 self.faults.remove(fault)
                 self.write(fault=str(fault))
                 self.exhausted = fault.kind == "out of memory"
-                strike(fault.kind)
+                STRIKES[fault.kind]()
                 return
 
     def run(self) -> None:
@@ -166,7 +165,6 @@ class Rank:
                     raise
                 self.write(caught=str(error))
                 self.exhausted = False
-                self.training.forget()
                 self.step += self.step != 0
                 continue
             for weight in self.training.weights:
@@ -197,24 +195,25 @@ def _before(owner: Any, name: str, action: Callable[[], None]) -> None:
     setattr(owner, name, changed)
 
 
-def strike(kind: str) -> None:
-    """Let a fault happen to this process."""
-    pid = os.getpid()
-    if kind == "kill -9":
-        os.kill(pid, signal.SIGKILL)
-    elif kind == "SIGSTOP":
-        os.kill(pid, signal.SIGSTOP)
-    elif kind == "SIGSTOP, SIGCONT":
-        with subprocess.Popen(["/bin/sh", "-c", f"sleep {PAUSE}; kill -CONT {pid}"]):
-            os.kill(pid, signal.SIGSTOP)
-    elif kind == "exception":
-        raise RuntimeError("an accident of this test")
-    elif kind == "out of memory":
-        raise torch.OutOfMemoryError("out of memory in this test")
-    elif kind == "slow":
-        time.sleep(WRITING)
-    else:
-        raise ValueError(kind)
+def pauses() -> None:
+    """Stop this process for some time."""
+    with subprocess.Popen(["/bin/sh", "-c", f"sleep {PAUSE}; kill -CONT {os.getpid()}"]):
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def fails(error: Exception) -> None:
+    raise error
+
+
+STRIKES: dict[str, Callable[[], object]] = {
+    "kill -9": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "SIGSTOP": lambda: os.kill(os.getpid(), signal.SIGSTOP),
+    "SIGSTOP, SIGCONT": pauses,
+    "exception": lambda: fails(RuntimeError("an accident of this test")),
+    "out of memory": lambda: fails(torch.OutOfMemoryError("out of memory in this test")),
+    "slow": lambda: time.sleep(WRITING),
+}
+"""What happens to a process, by the kind of a fault."""
 
 
 def train(rank: int, ranks: int, faults: tuple[Fault, ...], steps: int, folder: str, together: bool) -> None:
@@ -232,3 +231,79 @@ def train(rank: int, ranks: int, faults: tuple[Fault, ...], steps: int, folder: 
     finally:
         atexit._run_exitfuncs()  # as a script does when it ends, with or without an exception
     run.write(end=True)
+
+
+LIMIT = 25.0
+"""Seconds in which all ranks must have ended that a fault has not stopped."""
+
+
+@dataclass
+class Seen:
+    """What became of one rank: its lines, its exit status, None where it had to be ended, and when it ended."""
+
+    lines: list[dict[str, Any]]
+    status: int | None
+    ended: float
+
+    @property
+    def error(self) -> str:
+        return next((f"{line['error']}: {line['text']}" for line in self.lines if "error" in line), "")
+
+    @property
+    def errs(self) -> float:
+        """When the error came."""
+        return next(line["at"] for line in self.lines if "error" in line)
+
+    @property
+    def steps(self) -> list[dict[str, Any]]:
+        return [line for line in self.lines if "step" in line]
+
+
+@dataclass
+class Run:
+    """A whole run, by rank."""
+
+    ranks: list[Seen]
+    struck: dict[str, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for seen in self.ranks:
+            self.struck |= {line["fault"]: line["at"] for line in seen.lines if "fault" in line}
+
+
+def recorded(fault: str, where: str, rank: int | None, happens: str, seconds: float | None = None) -> dict[str, Any]:
+    """What docs/trust.md says of a test."""
+    rounded = None if seconds is None else round(seconds, 1)
+    about = {"fault": fault, "where": where, "rank": rank, "happens": happens}
+    return about | {"seconds": rounded, "transport": "gloo"}
+
+
+def run_training(faults: tuple[Fault, ...], steps: int = 4, *, together: bool = False) -> Run:
+    """Train with these faults; a rank that is stopped for good is ended once the others have ended, as launchers do."""
+    stopped = {fault.rank for fault in faults if fault.kind == "SIGSTOP"}
+    with tempfile.TemporaryDirectory(prefix="faults-") as folder:
+        workers: list[Any] = []
+        try:
+            for job in _jobs(RANKS, train, (faults, steps, folder, together), 60.0, False, folder):
+                workers.append(_Worker(job, folder))
+            ended = _wait({w.process.sentinel: w.rank for w in workers if w.rank not in stopped})
+            statuses = [worker.process.exitcode for worker in workers]
+            lines = [_lines(Path(folder, f"rank{rank}")) for rank in range(RANKS)]
+        finally:
+            for worker in workers:
+                worker.process.kill()
+                worker.process.join()
+                worker.pipe.close()
+    return Run([Seen(lines[rank], statuses[rank], ended.get(rank, 0.0)) for rank in range(RANKS)])
+
+
+def _wait(sentinels: dict[int, int]) -> dict[int, float]:
+    ended: dict[int, float] = {}
+    deadline = time.monotonic() + LIMIT
+    while sentinels and (ready := wait(list(sentinels), max(0.0, deadline - time.monotonic()))):
+        ended |= {sentinels.pop(sentinel): time.time() for sentinel in ready}  # type: ignore[call-overload]
+    return ended
+
+
+def _lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []

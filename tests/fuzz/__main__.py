@@ -19,11 +19,10 @@ from pathlib import Path
 import torch
 
 from tests.fuzz.attempt import attempt
-from tests.fuzz.deadline import within
 from tests.fuzz.frameworks import steps
 from tests.fuzz.outcome import TOLD, Draw, Outcome, Tally
 from tests.fuzz.random_case import GPU_CLASSES, MOST_RANKS, Case, draw
-from tests.fuzz.serve import run_all
+from tests.fuzz.serve import run_all, within
 from tests.support.workers import preload
 
 ATTENTION = ("together", "gloo", "nccl")

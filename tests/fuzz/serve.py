@@ -1,14 +1,22 @@
-"""Run draws over processes that stay for many of them, and new ones after a draw that was lost with its processes."""
+"""Run draws over processes that stay for many of them, and new ones after a draw that was lost with its processes.
+
+A draw that does not end is a failure: its process says where it hangs, and ends.
+"""
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import logging
 import math
+import os
+import sys
 import tempfile
+import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -16,9 +24,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tests.fuzz.deadline import HUNG, within
 from tests.fuzz.outcome import Draw, Outcome
 from tests.support.workers import run_ranks
+
+HUNG = 3
+"""The exit status of a process whose case did not end."""
 
 Attempt = Callable[[Any, int, int, str], Outcome]
 """Runs a draw on a rank: of (the draw, rank, ranks, a folder that all ranks see)."""
@@ -111,3 +121,21 @@ def _serve(
                 if outcome.kind == "failed":
                     raise RuntimeError(f"{draw.line} failed: {outcome.reason}")  # the others may be waiting
                 dist.barrier()  # a refusal of one rank alone must not meet the next draw of another
+
+
+@contextmanager
+def within(seconds: float, line: str) -> Iterator[None]:
+    """End this process unless what is inside ends in that time; `line` says what it was."""
+
+    def end() -> None:
+        print(f"no end within {seconds:g} s: {line}", file=sys.stderr, flush=True)
+        faulthandler.dump_traceback(all_threads=True)
+        os._exit(HUNG)
+
+    timer = threading.Timer(seconds, end)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()

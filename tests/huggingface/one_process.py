@@ -1,25 +1,31 @@
-"""Compute on one process, with a model's own attention, what ranks that share a batch must come to."""
+"""Compute on one process, with a model's own attention, what ranks that share a batch must come to; and compare."""
 
 from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from itertools import pairwise
 from typing import Any
 from unittest.mock import patch
 
 import torch
+import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
 
 from dfa_megatron.huggingface.batch import IGNORED
+from dfa_megatron.huggingface.current_forward import CONTEXT, Forward, enter, leave
+from dfa_megatron.layouts import contiguous
 from dfa_megatron.masks import Mask
+from tests.frameworks.compare import gradients_of
 from tests.fuzz.frameworks.uneven import cells
 from tests.huggingface.sweep import images
+from tests.support.close import assert_close
 from tests.support.recurrences import by_path
 
 Batch = Mapping[str, Any]
+Gradients = Mapping[str, torch.Tensor]
 TOLD = ("labels", "position_ids", "cu_seq_lens_q", "cu_seq_lens_k", "prompt_tree", "mask")
 """What a batch tells a distributed model, and a call of one document does not need."""
 
@@ -118,3 +124,31 @@ def _under(model: Any, batch: Batch, mask: Mask) -> tuple[torch.Tensor, Any]:
     return model.lm_head(found.last_hidden_state), model.config.router_aux_loss_coef * balance(
         found.router_logits, experts, chosen
     )
+
+
+@contextmanager
+def called(layer: torch.nn.Module, tokens: int) -> Iterator[None]:
+    """A layer's model is called on one rank with so many tokens."""
+    enter(layer, Forward(getattr(layer, CONTEXT), distributed=True, layout=contiguous(tokens, 1)))
+    try:
+        yield
+    finally:
+        leave(layer)
+
+
+def assert_same(found: Gradients, wanted: Gradients, name: str, tolerance: float) -> None:
+    """Two models have the same gradients, for every parameter."""
+    assert found.keys() == wanted.keys()
+    for key, want in wanted.items():
+        assert_close(found[key], want, tolerance=tolerance, name=f"{name} {key}")
+
+
+def assert_loss(loss: torch.Tensor, want: torch.Tensor, name: str, tolerance: float = 1e-5) -> None:
+    """Every rank has the loss of the whole batch."""
+    assert_close(loss.detach(), want, tolerance=tolerance, name=f"{name} loss")
+
+
+def assert_gradients(model: Any, wanted: Gradients, name: str, tolerance: float = 1e-5) -> None:
+    """The mean of the ranks' gradients is that of one process, for every parameter."""
+    found = {key: gradient / dist.get_world_size() for key, gradient in gradients_of(model, None).items()}
+    assert_same(found, wanted, name, tolerance)

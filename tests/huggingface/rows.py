@@ -12,15 +12,13 @@ import torch
 
 from dfa_megatron import masks
 from dfa_megatron.masks import Mask, Span, Tile
-from tests.fuzz.frameworks.language_models import OPTIONS, Data
+from tests.fuzz.frameworks.language_models import EXPERTS, MIXED, OPTIONS, Data
 from tests.fuzz.frameworks.transformers_step import WAYS, TransformersDraw
 from tests.support.models import VOCABULARY
 
 Shape = tuple[str, dict[str, Any]]
 
 LLAMA: Shape = ("Llama", {})
-_MIXED = ["sliding_attention", "full_attention"]
-_EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
 MODELS: dict[str, Shape] = {
     "llama-one-kv-head-of-three": ("Llama", {"heads": 3, "kv_heads": 1}),
     "llama-window-left-over-in-the-config": ("Llama", {"sliding_window": 5}),
@@ -31,23 +29,23 @@ MODELS: dict[str, Shape] = {
     "qwen2-window-in-one-layer": ("Qwen2", {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}),
     "gemma2-window-in-one-layer": ("Gemma2", {"attn_logit_softcapping": None, "sliding_window": 5}),
     "gemma2-capped-scores": ("Gemma2", {"attn_logit_softcapping": 3.0, "sliding_window": 5}),
-    "gpt-oss-sinks": ("GptOss", {**_EXPERTS, "sliding_window": 64}),
-    "gpt-oss-sinks-window-in-one-layer": ("GptOss", {**_EXPERTS, "sliding_window": 5}),
-    "gemma3-window-in-one-layer": ("Gemma3Text", {"sliding_window": 5, "layer_types": _MIXED}),
+    "gpt-oss-sinks": ("GptOss", {**EXPERTS, "sliding_window": 64}),
+    "gpt-oss-sinks-window-in-one-layer": ("GptOss", {**EXPERTS, "sliding_window": 5}),
+    "gemma3-window-in-one-layer": ("Gemma3Text", {"sliding_window": 5, "layer_types": MIXED}),
     "qwen2-moe-window-in-one-layer": ("Qwen2Moe", {
         "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16,
-        "use_sliding_window": True, "sliding_window": 5, "layer_types": _MIXED,
+        "use_sliding_window": True, "sliding_window": 5, "layer_types": MIXED,
     }),
-    "phimoe-window": ("Phimoe", {**_EXPERTS, "sliding_window": 9, "router_jitter_noise": 0.0}),
+    "phimoe-window": ("Phimoe", {**EXPERTS, "sliding_window": 9, "router_jitter_noise": 0.0}),
     "phi3-window": ("Phi3", {"sliding_window": 9}),
 }  # fmt: skip
 GEMMA4: Shape = ("Gemma4Text", {
-    "num_hidden_layers": 4, "layer_types": _MIXED * 2, "num_kv_shared_layers": 2, "sliding_window": 5,
+    "num_hidden_layers": 4, "layer_types": MIXED * 2, "num_kv_shared_layers": 2, "sliding_window": 5,
     "global_head_dim": 8, "vocab_size_per_layer_input": VOCABULARY, "hidden_size_per_layer_input": 8,
 })  # fmt: skip
 """Whose later layers share the keys of earlier ones, with windows in half of all."""
 LLAMA4: Shape = ("Llama4Text", {
-    **_EXPERTS, "intermediate_size_mlp": 24, "layer_types": ["chunked_attention", "full_attention"],
+    **EXPERTS, "intermediate_size_mlp": 24, "layer_types": ["chunked_attention", "full_attention"],
     "attention_chunk_size": 7, "no_rope_layers": [1, 0], "attn_temperature_tuning": True, "floor_scale": 4,
     "attn_scale": 0.5,
 })  # fmt: skip
@@ -69,8 +67,7 @@ OF_LENGTH: dict[str, Shape] = {
 """Whose RoPE depends on the length of the longest sequence; no rank's part reaches the length at which it changes."""
 _PLAIN = dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0)
 TABLE: Shape = ("GPTBigCode", {**_PLAIN, "max_position_embeddings": LIMIT})
-EXPERTS: dict[str, Any] = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2}
-ROUTED = {"router_aux_loss_coef": 0.7, "output_router_logits": True, **EXPERTS}
+ROUTED = {"router_aux_loss_coef": 0.7, "output_router_logits": True, "num_experts": 4, **EXPERTS}
 """Models whose routers have a loss."""
 
 
@@ -234,7 +231,7 @@ def grown() -> list[Any]:
 WINDOWS: dict[str, Shape] = {
     "llama": LLAMA,
     "mistral": ("Mistral", {"sliding_window": 5}),
-    "gemma3": ("Gemma3Text", {"sliding_window": 5, "layer_types": _MIXED}),
+    "gemma3": ("Gemma3Text", {"sliding_window": 5, "layer_types": MIXED}),
 }
 
 

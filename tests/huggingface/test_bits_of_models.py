@@ -1,4 +1,7 @@
-"""Logits of whole models are the same bits at any number of ranks, where linear layers compute tiles of one shape."""
+"""Logits of whole models are the same bits at any number of ranks, where linear layers compute tiles of one shape.
+
+Under autocast a model with float32 weights computes what it computes on one rank, within bfloat16's rounding.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +13,16 @@ from torch.overrides import TorchFunctionMode
 
 from dfa_megatron import huggingface as dfa_hf
 from dfa_megatron.config import TrainingConfig
-from tests.huggingface.sweep.tiny import build
+from dfa_megatron.huggingface.attention_function import attention
+from dfa_megatron.huggingface.planned_mask import PlannedMask
+from dfa_megatron.runtime.counters import COUNTERS
+from dfa_megatron.sharding import shard_sequence
+from tests.huggingface.one_process import assert_gradients, called
+from tests.huggingface.sweep import tiny
 from tests.support import pages
-from tests.support.workers import by_turns, run_ranks
+from tests.support.close import assert_close
+from tests.support.models import LAYERS, build, gradients, text
+from tests.support.workers import by_turns, over_ranks, run_ranks
 
 KINDS = ("llama", "qwen3", "gemma3_text", "gpt_oss", "mixtral")
 """Plain, with grouped heads, windows, sinks, experts."""
@@ -48,7 +58,7 @@ def logits_of(rank: int, ranks: int) -> list[torch.Tensor]:
     """Return the logits of this rank's tokens, of every case."""
     found = list[torch.Tensor]()
     for kind, form, dtype in by_turns(CASES):
-        model = build(kind).to(getattr(torch, dtype)).eval()
+        model = tiny.build(kind).to(getattr(torch, dtype)).eval()
         dfa_hf.distribute_attention(model, config=TrainingConfig(numerics="invariant"))
         with torch.no_grad(), tiles():
             found.append(model(**batch_of(form)).logits)
@@ -62,3 +72,51 @@ def test_logits_have_the_same_bits_at_any_number_of_ranks() -> None:
         many = [torch.cat(parts, 1) for parts in zip(*run_ranks(ranks, logits_of, timeout=150.0), strict=True)]
         differing = [case for case, a, b in zip(by_turns(CASES), one, many, strict=True) if not torch.equal(a, b)]
         assert differing == [], ranks
+
+
+PLANNED = PlannedMask()
+TOLERANCE = 3e-2
+"""Of bfloat16's rounding through two layers with large weights: eager and sdpa on one rank are 1.3e-2 apart."""
+
+
+def step(model: Any, batch: dict[str, torch.Tensor]) -> Any:
+    """A forward in bfloat16, and a backward outside of autocast, as PyTorch recommends it."""
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out = model(**batch)
+    out.loss.backward()
+    return out
+
+
+@pytest.mark.support("models", "autocast")
+@over_ranks(2, timeout=120)
+def test_logits_and_gradients_are_those_of_one_rank(rank: int, ranks: int) -> None:
+    batch = text(2, 12 * ranks, seed=1, unlabelled=5)
+    cases = (("Llama", "auto", "none"), ("Llama", "reference", "remat"), ("Qwen3", "cpu", "full"))
+    for kind, kernel, checkpoint in cases:
+        reference = build(kind)
+        reference.set_attn_implementation("sdpa")
+        want = step(reference, batch)
+        model = dfa_hf.distribute_attention(build(kind), config=TrainingConfig(kernel=kernel, checkpoint=checkpoint))
+        COUNTERS.reset()
+        got = step(model, batch)
+        assert COUNTERS.attention_forwards == LAYERS * (2 if checkpoint == "full" else 1)
+        assert got.logits.dtype is want.logits.dtype is torch.bfloat16
+        assert_close(got.logits, shard_sequence(want.logits), tolerance=TOLERANCE, name=f"{kind} logits")
+        assert all(gradient.dtype is torch.float32 for gradient in gradients(model).values())
+        assert_gradients(model, gradients(reference), kind, TOLERANCE)
+
+
+@pytest.mark.parametrize("kernel", ["reference", "cpu"])
+def test_kernels_do_within_autocast_what_they_do_outside(kernel: str) -> None:
+    """The reference kernel's own products are in float32, which autocast would round."""
+    model = dfa_hf.distribute_attention(build("Llama"), config=TrainingConfig(kernel=kernel))
+    layer = model.model.layers[0].self_attn
+    q, k, v = (torch.randn(1, heads, 12, 8, generator=torch.Generator().manual_seed(heads)) for heads in (4, 2, 2))
+    low = (q.bfloat16(), k.bfloat16(), v.bfloat16())
+    with called(layer, 12):
+        want, _ = attention(layer, *low, PLANNED)
+    with called(layer, 12), torch.autocast("cpu", dtype=torch.bfloat16):
+        got, _ = attention(layer, q, k, low[2], PLANNED)  # as rotary embeddings leave them
+        double, _ = attention(layer, q.double(), k.double(), v.double(), PLANNED)
+    assert torch.equal(got, want)
+    assert double.dtype is torch.float64  # autocast leaves it alone

@@ -1,4 +1,7 @@
-"""Attention and states are distributed, whatever was copied or renamed; else a forward raises."""
+"""Attention and states are distributed, whatever was copied or renamed; else a forward raises.
+
+Every name that is replaced stands on its page, and can be put back.
+"""
 
 from __future__ import annotations
 
@@ -13,16 +16,19 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
+from dfa_megatron import hooks
 from dfa_megatron import huggingface as dfa_hf
 from dfa_megatron.config import TrainingConfig
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.hooks import OWN
+from dfa_megatron.huggingface.hook_mixers import FUSED, STANDS_IN, listed
 from tests.fuzz.frameworks.steps import check_each
 from tests.huggingface import rows
-from tests.huggingface.compared import assert_loss
+from tests.huggingface.one_process import assert_loss
 from tests.support.close import assert_close
 from tests.support.models import build, text
-from tests.support.workers import run_ranks
+from tests.support.pages import ROOT
+from tests.support.workers import over_ranks
 
 
 def test_layers_that_were_copied_added_or_replaced_are_exact() -> None:
@@ -57,7 +63,6 @@ def renamed(layer: torch.nn.Module, name: str) -> Any:
 
 @pytest.mark.parametrize("kind", ["qwen3_next", "lfm2"])
 def test_a_state_is_never_computed_alone_because_a_function_has_another_name(kind: str) -> None:
-    from dfa_megatron.huggingface.hook_mixers import listed
     from tests.huggingface.sweep.tiny import build as build_type
 
     model = build_type(kind)
@@ -81,11 +86,12 @@ def test_a_state_is_never_computed_alone_because_a_function_has_another_name(kin
         distributed(**batch)
 
 
-def mixed_precision(rank: int, world_size: int, seed: int) -> None:
-    mesh = init_device_mesh("cpu", (world_size,))
-    for number in range(seed, seed + 6):
+@over_ranks(3, timeout=170)
+def test_fsdp2_with_any_policy_of_precision_trains_as_without_us(rank: int, ranks: int) -> None:
+    mesh = init_device_mesh("cpu", (ranks,))
+    for number in range(60, 66):
         dice = random.Random(number)
-        batch = text(1, dice.randint(5, 9) * world_size + dice.randint(0, 1), seed=number, unlabelled=2)
+        batch = text(1, dice.randint(5, 9) * ranks + dice.randint(0, 1), seed=number, unlabelled=2)
         if dice.random() < 0.5:
             batch["position_ids"] = torch.cat([torch.arange(3), torch.arange(batch["input_ids"].shape[1] - 3)])[None]
         dtype = torch.bfloat16 if dice.random() < 0.8 else None
@@ -109,5 +115,34 @@ def mixed_precision(rank: int, world_size: int, seed: int) -> None:
         assert_close(losses[1][1], losses[0][1], tolerance=norm, name=f"{number} norm")
 
 
-def test_fsdp2_with_any_policy_of_precision_trains_as_without_us() -> None:
-    run_ranks(3, mixed_precision, 60, timeout=170)
+KINDS: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2, "output_router_logits": True}),
+    ("Mamba2", {"num_heads": 4, "head_dim": 16, "state_size": 4, "n_groups": 1}),
+)
+BY_CONFIG = {"__post_init__", "__init__"}
+
+
+def test_names_that_are_replaced_stand_on_the_page_and_are_put_back() -> None:
+    page = (ROOT / "docs" / "hooks.md").read_text(encoding="utf-8")
+    batch, models = text(1, 12, seed=1), [build(kind, **changes) for kind, changes in KINDS]
+    homes = [vars(sys.modules[type(model).__module__]) for model in models]
+    hooks.restore()
+    before = [dict(home) for home in homes]
+    wanted = [model(**batch).loss for model in models]
+    distributed = [dfa_hf.distribute_attention(build(kind, **changes)) for kind, changes in KINDS]
+    dfa_hf.add_cp_backend()
+    names = {name.rpartition(".")[2] for name in hooks.replaced()}
+    assert {"load_balancing_loss_func", "mamba2_chunk_scan", *BY_CONFIG} <= names
+    every = {*STANDS_IN, *FUSED, "load_balancing_loss_func", *BY_CONFIG}
+    assert names <= every
+    assert len(every) == 9
+    assert all(f"`{name}`" in page for name in (*every, "deepspeed.initialize"))
+    hooks.restore()
+    assert hooks.replaced() == []
+    assert all(home[name] is own for home, names in zip(homes, before, strict=True) for name, own in names.items())
+    for model, want in zip(models, wanted, strict=True):
+        assert torch.equal(model(**batch).loss, want)
+    for model, want, said in zip(distributed, wanted, ("did not reach ours", "that did not reach"), strict=True):
+        with pytest.raises(UnsupportedError, match=said):
+            model(**batch)
+        assert_close(dfa_hf.distribute_attention(model)(**batch).loss, want, tolerance=1e-5, name="distributed again")

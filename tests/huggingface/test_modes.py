@@ -15,9 +15,10 @@ from dfa_megatron.config import TrainingConfig
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.huggingface import checkpointing
 from dfa_megatron.sharding import shard_sequence, unshard_sequence
+from tests.frameworks.compare import gradients_of
 from tests.fuzz.frameworks.steps import check_each
 from tests.huggingface import rows
-from tests.huggingface.compared import assert_same, summed
+from tests.huggingface.one_process import assert_same
 from tests.support.close import assert_close
 from tests.support.models import build, gradients, text
 from tests.support.workers import run_each
@@ -51,7 +52,7 @@ def local_forward(rank: int, world_size: int) -> None:
         loss = model(**whole).loss
         with dfa_hf.local_attention(model):
             loss.backward()
-        found = {name: gradient / world_size for name, gradient in summed(model).items()}
+        found = {name: gradient / world_size for name, gradient in gradients_of(model, None).items()}
         assert_same(found, gradients(want), "distributed", 1e-6)
 
 
@@ -71,14 +72,14 @@ def shared_config(rank: int, world_size: int) -> None:
     third.load_state_dict(second.state_dict())
     dfa_hf.distribute_attention(third)
     second(**whole).loss.backward()
-    once = summed(second)
+    once = gradients_of(second, None)
     second.zero_grad()
     loss = second(**whole).loss
     first.eval()
     with torch.no_grad(), dfa_hf.local_attention(first):
         first(**text(1, 10, seed=7))
     loss.backward()
-    assert_same(summed(second), once, "after the other's evaluation", 1e-12)
+    assert_same(gradients_of(second, None), once, "after the other's evaluation", 1e-12)
     for model in (first, second, third):
         with dfa_hf.local_attention(model):
             assert_close(model(**whole).loss, want, tolerance=1e-6, name="local")
@@ -120,7 +121,7 @@ def two_models(rank: int, world_size: int) -> None:
         losses = [model(**batch).loss for model, batch in zip(models, (PACK, whole), strict=True)]
         for loss in losses:
             loss.backward()
-        wanted.append([summed(model) for model in models])
+        wanted.append([gradients_of(model, None) for model in models])
     for found in wanted[1:]:
         for each, want in zip(found, wanted[0], strict=True):
             mine = {name.replace("_checkpoint_wrapped_module.", ""): gradient for name, gradient in each.items()}

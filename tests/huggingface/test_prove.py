@@ -16,8 +16,10 @@ from dfa_megatron import huggingface as dfa_hf
 from dfa_megatron.config import TrainingConfig
 from dfa_megatron.errors import DisagreementError, ProofError, UnsupportedError
 from dfa_megatron.huggingface import attention_function
+from dfa_megatron.huggingface.current_forward import CONTEXT
 from dfa_megatron.kernels.adapters.cpu import CpuKernel
 from dfa_megatron.sharding import shard_sequence
+from tests.huggingface.sweep.images import DELTA
 from tests.huggingface.test_foreign_code import shifted
 from tests.huggingface.test_trainer import prepare_worker
 from tests.support.models import build, text
@@ -31,10 +33,7 @@ from tests.support.plants import (
 from tests.support.workers import by_turns, run_each, run_ranks
 
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
-HYBRID = {
-    "layer_types": ["linear_attention", "full_attention"], "num_experts": 0, "linear_key_head_dim": 8,
-    "linear_value_head_dim": 8, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
-}  # fmt: skip
+HYBRID = {"layer_types": ["linear_attention", "full_attention"], "num_experts": 0, **DELTA}
 
 
 def made(kind: str = "Mistral", dtype: str = "float32", **changes: Any) -> Any:
@@ -51,15 +50,15 @@ def made(kind: str = "Mistral", dtype: str = "float32", **changes: Any) -> Any:
 
 @contextmanager
 def _batches_with(change: Callable[[dict[str, Any]], dict[str, Any]]) -> Iterator[None]:
-    from dfa_megatron.huggingface import batch
+    from dfa_megatron.huggingface import decoder_door
 
-    real = batch.cut_labels
+    real = decoder_door.for_model
 
-    def other(given: dict[str, Any], context: Any) -> Any:
-        cut = real(given, context)
-        return {**cut, **change(cut | {"input_ids": shard_sequence(given["input_ids"], group=context.group)})}
+    def other(model: Any, given: dict[str, Any], rows: Any) -> Any:
+        part = shard_sequence(given["input_ids"], group=getattr(model, CONTEXT).group)
+        return real(model, {**given, **change({**given, "input_ids": part})}, rows)
 
-    with patch.object(batch, "cut_labels", other):
+    with patch.object(decoder_door, "for_model", other):
         yield
 
 

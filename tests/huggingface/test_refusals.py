@@ -20,7 +20,7 @@ from dfa_megatron.huggingface import attention_function, loss, planned_mask
 from dfa_megatron.huggingface import trainer as trainers
 from dfa_megatron.huggingface.current_forward import CONTEXT
 from dfa_megatron.huggingface.share_rollouts import check_rollouts, share_rollouts
-from tests.huggingface.compared import called
+from tests.huggingface.one_process import called
 from tests.huggingface.rows import GEMMA4
 from tests.support.models import build, text
 

@@ -69,14 +69,6 @@ CALLS: list[tuple[str, dict[str, Any]]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("message", "arguments"), CALLS)
-def test_a_call_that_asks_for_more_is_refused(message: str, arguments: dict[str, Any]) -> None:
-    model = dfa_hf.distribute_attention(build("Llama"))
-    model(input_ids=IDS, attention_mask=torch.ones(1, 8), position_ids=PLACES)
-    with pytest.raises(UnsupportedError, match=message):
-        model(**{"input_ids": IDS} | arguments)
-
-
 OTHERS: list[tuple[str, Any, dict[str, Any]]] = [
     ("a mask.*with a state", ("Mamba2", {"num_heads": 4, "head_dim": 16, "state_size": 4, "n_groups": 1}), {
         "input_ids": IDS, "mask": masks.prefix_lm(8, 3),
@@ -100,14 +92,18 @@ def with_images(kind: str) -> tuple[Any, dict[str, Any]]:
     return dfa_hf.distribute_attention(model), batch
 
 
-@pytest.mark.parametrize(("message", "kind", "arguments"), OTHERS, ids=[message for message, *_ in OTHERS])
-def test_a_call_of_another_model_is_refused(message: str, kind: Any, arguments: dict[str, Any]) -> None:
+EVERY = [*((message, ("Llama", {}), {"input_ids": IDS} | arguments) for message, arguments in CALLS), *OTHERS]
+
+
+@pytest.mark.parametrize(("message", "kind", "arguments"), EVERY, ids=[message for message, *_ in EVERY])
+def test_a_call_that_asks_for_more_is_refused(message: str, kind: Any, arguments: dict[str, Any]) -> None:
     if isinstance(kind, str):
         model, batch = with_images(kind)
         batch = {name: x for name, x in (batch | arguments).items() if x is not None and name != "labels"}
         batch = arguments if kind == "qwen2_5_vl" else batch
     else:
         model, batch = dfa_hf.distribute_attention(build(kind[0], **kind[1])), arguments
+        model(input_ids=IDS, attention_mask=torch.ones(1, 8), position_ids=PLACES)
     with pytest.raises(UnsupportedError, match=message):
         model(**batch)
 

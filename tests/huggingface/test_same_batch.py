@@ -23,7 +23,7 @@ from dfa_megatron.runtime.comm.weights import digests
 from tests.huggingface.test_trainer import prepare_worker
 from tests.support.arguments import told
 from tests.support.models import VOCABULARY, build, text
-from tests.support.workers import run_each, run_ranks
+from tests.support.workers import over_ranks, run_each, run_ranks
 
 LENGTH, TIMEOUT = 12, 5.0
 
@@ -128,8 +128,9 @@ def test_a_trainer_of_one_rank_alone_is_told_who_does_not_come(what: str, tmp_pa
     assert seconds < 2 * TIMEOUT
 
 
-def steps_of_their_own(rank: int, world_size: int) -> None:
-    """Ranks step with their own gradients, or with averaged ones."""
+@over_ranks(3)
+def test_ranks_that_step_with_gradients_of_their_own_are_refused_after_the_first_step(rank: int, ranks: int) -> None:
+    """And those that step with averaged ones are not."""
     from accelerate import Accelerator
 
     for averaged in (True, False):
@@ -148,15 +149,11 @@ def steps_of_their_own(rank: int, world_size: int) -> None:
             model(**part).loss.backward()  # before the step nothing has changed
             for parameter in model.parameters() if averaged else ():
                 dist.all_reduce(parameter.grad)
-                parameter.grad /= world_size
+                parameter.grad /= ranks
             optimizer.step()
             optimizer.zero_grad()
     with pytest.raises(UnsupportedError, match="an accelerator of one process among 3 ranks"):
         dfa_hf.distribute_accelerator(Accelerator(cpu=True), build("Llama"))
-
-
-def test_ranks_that_step_with_gradients_of_their_own_are_refused_after_the_first_step() -> None:
-    run_ranks(3, steps_of_their_own)
 
 
 def other_weights(rank: int, world_size: int) -> None:

@@ -13,7 +13,7 @@ from dfa_megatron import trees
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.huggingface.join_outputs import join_outputs
 from dfa_megatron.huggingface.seen import positions_of
-from tests.huggingface.compared import assert_gradients, assert_loss
+from tests.huggingface.one_process import assert_gradients, assert_loss
 from tests.huggingface.sweep import images
 from tests.support.close import assert_close
 from tests.support.models import build, gradients, text

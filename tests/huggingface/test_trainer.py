@@ -1,8 +1,14 @@
-"""A Trainer without DeepSpeed, whose ranks share sequences, trains and evaluates as it does on one process."""
+"""A Trainer without DeepSpeed, whose ranks share sequences, trains and evaluates as it does on one process.
+
+accelerate's own field, flags and launcher may say so: with patches/accelerate, or without.
+"""
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
+import re
+import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,17 +16,23 @@ from typing import Any
 import pytest
 import torch
 
+from dfa_megatron import hooks
 from dfa_megatron import huggingface as dfa_hf
 from dfa_megatron.config import TrainingConfig
 from dfa_megatron.errors import UnsupportedError
 from tests.support.models import TRAINING, build, text
-from tests.support.workers import run_ranks
+from tests.support.pages import ROOT
+from tests.support.workers import over_ranks, run_ranks
+from tests.test_patches import git_apply
 
 STEPS = 3
 
 
 class Sequences(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
-    """Sequences of lengths that no number of ranks divides, with labels that lie unevenly; some are packs."""
+    """Sequences of lengths that no number of ranks divides; some are packs.
+
+    Labels lie unevenly: some ranks have none, among the first ones or the last.
+    """
 
     def __init__(self, count: int, seed: int = 0) -> None:
         self.count, self.seed = count, seed
@@ -29,10 +41,14 @@ class Sequences(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
         return self.count
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        if index >= self.count:  # a Trainer that looks for lengths reads to the end
+            raise IndexError(index)
         length = 13 + 4 * (index // 2 % 2)
         sample = text(1, length, seed=self.seed + index, unlabelled=1 + 5 * (index % 3))
         documents = [torch.arange(5), torch.arange(length - 5)] if index // 2 % 2 else [torch.arange(length)]
         labels = sample["labels"][0]
+        if index % 4 == 3:
+            labels = torch.where(torch.arange(length) < 7, sample["input_ids"][0], -100)
         labels[5 if len(documents) > 1 else 0] = -100
         return {"input_ids": sample["input_ids"][0], "labels": labels, "position_ids": torch.cat(documents)}
 
@@ -89,6 +105,11 @@ NAMES = ("loss", "grad_norm", "eval_loss", "eval_hits", "eval_rows")
 def history(run: Any, names: Sequence[str] = NAMES) -> dict[str, list[float]]:
     """Losses, norms of gradients, evaluation, and what else is asked for, of all steps."""
     return {name: [float(entry[name]) for entry in run.state.log_history if name in entry] for name in names}
+
+
+def assert_history(found: dict[str, list[float]], wanted: dict[str, list[float]]) -> None:
+    for name, values in wanted.items():
+        assert found[name] == pytest.approx(values, rel=1e-5), name
 
 
 def prepare_worker(rank: int, world_size: int) -> None:
@@ -179,9 +200,91 @@ def test_trainer_with_ddp_and_fsdp2_has_the_steps_evaluation_and_resumed_steps_o
     for ranks in run_ranks(4, together, str(tmp_path), timeout=170):
         for whole, resumed, mine, mine_resumed, predictions, halves in ranks:
             assert halves == pytest.approx([half, half], rel=1e-5)
-            for name, values in wanted.items():
-                assert whole[name] == pytest.approx(values, rel=1e-5), name
+            assert_history(whole, wanted)
             assert resumed["loss"] + resumed["eval_loss"] == pytest.approx(last, rel=1e-5)
             torch.testing.assert_close(mine, parameters, rtol=1e-4, atol=1e-6)
             torch.testing.assert_close(mine_resumed, parameters, rtol=1e-4, atol=1e-6)
             torch.testing.assert_close(torch.from_numpy(predictions), torch.from_numpy(predicted), rtol=1e-4, atol=1e-5)
+
+
+def take_patched(folder: str) -> None:
+    """Let this process, which has imported accelerate, have the patched files of it."""
+    import accelerate
+    from accelerate import accelerator, parallelism_config
+    from accelerate.commands import launch
+    from transformers import trainer as trainers
+
+    for module in (parallelism_config, accelerator, launch):
+        source = Path(folder, *module.__name__.split(".")).with_suffix(".py").read_text("utf-8")
+        exec(compile(source, module.__name__, "exec"), vars(module))  # noqa: S102 (accelerate's, with our patch)
+    accelerate.ParallelismConfig = parallelism_config.ParallelismConfig
+    accelerate.Accelerator = trainers.Accelerator = accelerator.Accelerator
+
+
+def of_launcher(*flags: str) -> dict[str, str]:
+    """What `accelerate launch` tells the ranks of a script."""
+    from accelerate.commands import launch
+    from accelerate.utils.launch import prepare_multi_gpu_env
+
+    given = ["--multi_gpu", "--num_processes", "2", "--mixed_precision", "no", "--use_parallelism_config", *flags, "x"]
+    args, *_ = launch._validate_launch_command(launch.launch_command_parser().parse_args(given))
+    return {name: value for name, value in prepare_multi_gpu_env(args).items() if "PARALLELISM_CONFIG" in name}
+
+
+def by_flags(rank: int, world_size: int, folder: str) -> Any:
+    """Train with the patched accelerate, by the launcher's flags alone."""
+    prepare_worker(rank, world_size)
+    take_patched(folder)
+    os.environ.update(of_launcher("--parallelism_config_cp_size", "2", "--parallelism_config_cp_backend", "dfa"))
+    run = trainer(folder, 1, compute_metrics=hits)
+    run.train()
+    return history(run), parameters_of(run), hooks.replaced()
+
+
+def test_a_trainer_by_the_flags_of_a_patched_launcher_is_that_of_one_process(tmp_path: Path) -> None:
+    import accelerate
+
+    patch = ROOT / "patches" / "accelerate" / f"v{importlib.metadata.version('accelerate')}.patch"
+    if not patch.exists():
+        pytest.skip("there is no patch for the installed version")
+    for name in re.findall(r"^--- a/(.*)$", patch.read_text("utf-8"), re.MULTILINE):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(Path(accelerate.__file__).parents[1] / name, tmp_path / name)
+    git_apply(patch, tmp_path)
+    ((wanted, parameters, *_),) = run_ranks(1, alone, str(tmp_path / "one"), timeout=120)
+    for found, mine, replaced in run_ranks(2, by_flags, str(tmp_path), timeout=120):
+        assert_history(found, wanted)
+        torch.testing.assert_close(mine, parameters, rtol=1e-4, atol=1e-6)
+        assert not [name for name in replaced if name.endswith("__init__")]
+
+
+@over_ranks(2)
+def test_sizes_that_do_not_fit_are_refused_and_the_names_can_be_put_back(rank: int, ranks: int) -> None:
+    from accelerate import Accelerator, ParallelismConfig
+    from accelerate.state import AcceleratorState
+
+    prepare_worker(rank, ranks)
+    dfa_hf.add_cp_backend()
+    with pytest.raises(RuntimeError, match="Mesh should not be bigger than default world size 2, but found 6 ranks"):
+        Accelerator(cpu=True, parallelism_config=ParallelismConfig(dp_shard_size=3, cp_size=2, cp_backend="dfa"))
+    AcceleratorState._reset_state(reset_partial_state=True)
+    with pytest.raises(UnsupportedError, match="size=4 on 2 ranks"):
+        Accelerator(cpu=True, parallelism_config=ParallelismConfig(cp_size=4, cp_backend="dfa"))
+    with pytest.raises(UnsupportedError, match="TrainingConfig"):
+        ParallelismConfig(cp_size=2, cp_backend="dfa", cp_handler="remat")
+    with pytest.raises(ValueError, match="cp_backend must be one of"):
+        ParallelismConfig(cp_size=2, cp_backend="ring")
+    told: dict[str, Any] = {"cp_size": 2, "cp_backend": "dfa", "cp_handler": TrainingConfig(checkpoint="remat")}
+    accelerator = Accelerator(cpu=True, parallelism_config=ParallelismConfig(**told))
+    with pytest.raises(UnsupportedError, match="size=1 for a second model"):
+        dfa_hf.distribute_accelerator(accelerator, build("Llama"), size=1)
+    with pytest.raises(UnsupportedError, match="no transformers model was found"):
+        accelerator.prepare(torch.nn.Linear(1, 1))
+    page = (ROOT / "docs" / "hooks.md").read_text(encoding="utf-8")
+    ours = {"ParallelismConfig.__post_init__", "Accelerator.__init__", "Trainer.train", "Trainer.evaluate"}
+    assert {*hooks.replaced()} == {*ours, "Trainer.predict"}
+    assert all(f"`{name.rpartition('.')[2]}`" in page for name in hooks.replaced())
+    hooks.restore()
+    assert hooks.replaced() == []
+    with pytest.raises(ValueError, match="cp_backend must be one of"):
+        ParallelismConfig(cp_size=2, cp_backend="dfa")

@@ -15,20 +15,11 @@ from dfa_megatron.errors import UnsupportedError
 from tests.huggingface.test_loss_functions import weighed
 from tests.huggingface.test_trainer import NAMES, Sequences, built, history, hits, prepare_worker
 from tests.support.models import VOCABULARY, build
-from tests.support.workers import by_turns, run_ranks
+from tests.support.workers import by_turns, over_ranks, run_ranks
 
 ALPHA = 7.0
 COUNTED = {"include_num_input_tokens_seen": "all", "gradient_accumulation_steps": 2}
 KEYS = ("num_input_tokens_seen", "train_loss", "epoch", "total_flos", "learning_rate")
-
-
-class Finite(Sequences):
-    """Sequences that end, as a Trainer expects that looks for their lengths."""
-
-    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        if index >= self.count:
-            raise IndexError(index)
-        return super().__getitem__(index)
 
 
 class Prompts(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
@@ -83,7 +74,11 @@ def runs() -> dict[str, dict[str, Any]]:
 
 
 def trainer(folder: str, data: Any = None, **changes: Any) -> Any:
-    data = {"train": data or Finite(12), "eval_dataset": data or Finite(6, seed=50), "per_device_eval_batch_size": 1}
+    data = {
+        "train": data or Sequences(12),
+        "eval_dataset": data or Sequences(6, seed=50),
+        "per_device_eval_batch_size": 1,
+    }
     rates = {"eval_strategy": "epoch", "lr_scheduler_type": "cosine", "warmup_steps": 2}
     return built(folder, **{**data, **rates, **changes})
 
@@ -151,17 +146,18 @@ def shares(table: Any, whole: Any) -> list[float]:
     return found
 
 
-def noisy(rank: int, world_size: int, folder: str) -> None:
+@over_ranks(2, timeout=120)
+def test_neftune_scales_its_noise_by_whole_sequences(rank: int, ranks: int, tmp_path: Path) -> None:
     from transformers.integrations.neftune import neftune_post_forward_hook
 
-    prepare_worker(rank, world_size)
-    run = trainer(folder, neftune_noise_alpha=ALPHA, max_steps=6, eval_strategy="no")
+    prepare_worker(rank, ranks)
+    run = trainer(str(tmp_path), neftune_noise_alpha=ALPHA, max_steps=6, eval_strategy="no")
     dfa_hf.distribute_trainer(run)
     table, own, found = run.model.get_input_embeddings(), run.training_step, []
 
     def step(*args: Any, **kwargs: Any) -> Any:
         if not found:  # the Trainer has registered its own hook by now
-            found.append(shares(table, lambda local: local * world_size + 2 * rank - 1))  # 13 or 17 tokens
+            found.append(shares(table, lambda local: local * ranks + 2 * rank - 1))  # 13 or 17 tokens
         return own(*args, **kwargs)
 
     run.training_step = step
@@ -174,7 +170,7 @@ def noisy(rank: int, world_size: int, folder: str) -> None:
     table = model.get_input_embeddings()
     table.neftune_noise_alpha = ALPHA
     table.register_forward_hook(neftune_post_forward_hook)
-    length = 8 * world_size
+    length = 8 * ranks
     noise = shares(table, lambda local: length)
     ids = torch.randint(VOCABULARY, (3, length))
     for _ in range(2):
@@ -188,22 +184,15 @@ def noisy(rank: int, world_size: int, folder: str) -> None:
     assert table.neftune_noise_alpha == ALPHA
 
 
-def test_neftune_scales_its_noise_by_whole_sequences(tmp_path: Path) -> None:
-    run_ranks(2, noisy, str(tmp_path), timeout=120)
-
-
-def refused(rank: int, world_size: int, folder: str) -> None:
-    prepare_worker(rank, world_size)
+@over_ranks(1)
+def test_options_that_would_be_wrong_on_parts_are_refused_at_set_up(rank: int, ranks: int, tmp_path: Path) -> None:
+    prepare_worker(rank, ranks)
     for options, said in (
         ({"torch_compile": True}, "torch_compile"),
         ({"train_sampling_strategy": "batch_rebalance"}, "batch_rebalance"),
         ({"kind": "Seq2SeqTrainer", "predict_with_generate": True}, "predict_with_generate"),
         ({"eval_use_gather_object": True}, "eval_use_gather_object"),
     ):
-        run = trainer(folder, **options)
+        run = trainer(str(tmp_path), **options)
         with pytest.raises(UnsupportedError, match=said):
             dfa_hf.distribute_trainer(run)
-
-
-def test_options_that_would_be_wrong_on_parts_are_refused_at_set_up(tmp_path: Path) -> None:
-    run_ranks(1, refused, str(tmp_path))

@@ -14,7 +14,7 @@ import torch
 from dfa_megatron import huggingface as dfa_hf
 from dfa_megatron.config import TrainingConfig
 from dfa_megatron.huggingface import share_rollouts
-from tests.huggingface.rows import EXPERTS
+from tests.fuzz.frameworks.language_models import EXPERTS
 from tests.huggingface.test_trainer import parameters_of, prepare_worker
 from tests.huggingface.vllm_server import Server, let_trl_find_vllm
 from tests.support.models import TRAINING, VOCABULARY, build, text, with_noise
@@ -100,7 +100,7 @@ def models(name: str, kind: str) -> tuple[Any, dict[str, Any]]:
     """The model that a trainer trains, and the one beside it."""
     import transformers
 
-    experts = {**EXPERTS, "experts_implementation": "eager"} if kind == "Qwen3Moe" else {}
+    experts = {**EXPERTS, "num_experts": 4, "experts_implementation": "eager"} if kind == "Qwen3Moe" else {}
     model = build(kind, **experts)
     if name == "Reward":
         model.config.num_labels = 1

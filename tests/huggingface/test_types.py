@@ -1,4 +1,7 @@
-"""Types of the sweep are exact over ranks: popular ones, hybrids, and models of several parts; a fault is noticed."""
+"""Ranks that share a sequence have the loss, logits and gradients of one process with the model's own attention.
+
+Named rows, and types of the sweep: popular ones, hybrids, and models of several parts. A fault is noticed.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ from unittest.mock import patch
 import pytest
 
 from tests.fuzz.frameworks.steps import check_each, run
+from tests.huggingface import rows
 from tests.huggingface.rows import of_type
 from tests.support.plants import attention_with
 
@@ -26,6 +30,24 @@ AGAIN = (("jamba", "remat"), ("qwen3_next", "remat"), ("lfm2", "packed"))
 """What else is compared than a tree. Others are packed and rematerialized on two ranks, in tests/deepspeed."""
 IMAGES = ("gemma3", "qwen3_vl")
 """More in `make models`."""
+
+
+@pytest.mark.support("models", "windows, caps, sinks, experts, RoPE of other lengths: logits, loss, gradients")
+@pytest.mark.support("models", "more ranks than heads")
+@pytest.mark.support("models", "any length, from a token a rank on")
+def test_whole_sequences() -> None:
+    """Over two to five ranks."""
+    check_each("transformers", rows.whole())
+
+
+@pytest.mark.support("models", "the same, packed documents")
+def test_packed_documents() -> None:
+    check_each("transformers", rows.packs())
+
+
+@pytest.mark.support("models", "windows, caps, sinks, experts, RoPE of other lengths: logits, loss, gradients")
+def test_prompt_trees_masks_losses_of_routers_types_of_tokens_and_text_for_models_of_several_parts() -> None:
+    check_each("transformers", [*rows.trees(), *rows.masked(), *rows.routed(), *rows.typed()])
 
 
 @pytest.mark.support("models", "the popular types of the sweep: whole and packed")

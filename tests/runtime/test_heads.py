@@ -20,7 +20,6 @@ from dfa_megatron.plan.cost.hardware import H200_SLOW_LINK
 from dfa_megatron.plan.degree import automatic_degree
 from dfa_megatron.plan.language.mask import causal
 from dfa_megatron.runtime import prepare
-from dfa_megatron.runtime.agreement.store import GroupStore
 from dfa_megatron.runtime.comm.channel import Channel
 from dfa_megatron.runtime.counters import COUNTERS
 from tests.fuzz.attempt import Listens
@@ -42,9 +41,10 @@ def test_a_single_process_has_nobody_to_exchange_with() -> None:
         compare(case(8), 0, 1, ulysses_degree=2)
 
 
-def test_groups_whose_ranks_do_not_ascend_are_refused() -> None:
+def test_groups_whose_ranks_do_not_ascend_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: [3, 1])
     with pytest.raises(UnsupportedError, match=r"global ranks \[3, 1\].*ascend"):
-        Channel(GroupStore(dist.HashStore(), "odd", 0, [3, 1]), timedelta(seconds=1), lambda: True)
+        Channel(dist.ProcessGroup(0, 2), timedelta(seconds=1))
 
 
 # Real processes over gloo.

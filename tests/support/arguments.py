@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import fields
 from typing import Any
 
+import torch
+
 from dfa_megatron.config import DistAttentionConfig
 from dfa_megatron.errors import DistAttentionError
 
@@ -21,6 +23,14 @@ def arguments(**flat: Any) -> dict[str, Any]:
         flat["causal"] = True
     config = DistAttentionConfig(**{name: value for name, value in flat.items() if name in _OPTIONS})
     return {name: value for name, value in flat.items() if name not in _OPTIONS} | {"config": config}
+
+
+def tensors(
+    local: int = 8, gradients: str = "qkv", *, heads: int = 4, kv_heads: int = 2, dtype: torch.dtype = torch.float32
+) -> list[torch.Tensor]:
+    """Return a rank's q, k and v; those named need a gradient."""
+    sizes = {"q": heads, "k": kv_heads, "v": kv_heads}
+    return [torch.randn(1, local, h, 16).to(dtype).requires_grad_(x in gradients) for x, h in sizes.items()]
 
 
 def told(action: Callable[[], object]) -> str:

@@ -13,7 +13,6 @@ from dfa_megatron.runtime.comm.transports import GlooTransport
 class CopyingGloo(GlooTransport):
     """A message is the bytes of the peer's memory from the first to the last that it fills; it fills no others."""
 
-    keeps_arena = True
     kept: torch.Tensor | None = None
 
     def arena(self, nbytes: int, device: torch.device) -> torch.Tensor:

@@ -123,7 +123,7 @@ class Calls:
         self.last = call
         return call
 
-    def begin(self, kind: Kind, layer: int = 0) -> CountedCall:
+    def begin(self, kind: Kind, layer: int = 0) -> None:
         """Begin a call; `end` or `fail` follows.
 
         Raises:
@@ -141,12 +141,8 @@ class Calls:
             if not stray:  # of which nothing was sent, on any rank
                 self.lose(error, told=False)
             raise error
+        self.add(kind, layer)
         self.doing = kind.text
-        try:
-            return self.add(kind, layer)
-        except BaseException:
-            self.doing = ""
-            raise
 
     def end(self) -> None:
         """End a call that has been issued. If the group was lost meanwhile, raise its error."""

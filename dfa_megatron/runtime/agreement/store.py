@@ -8,13 +8,13 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from queue import SimpleQueue
-from typing import Any, NamedTuple, TypeVar
+from typing import TypeVar
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from dfa_megatron.errors import AbsentError, LostGroupError
+from dfa_megatron.errors import AbsentError
 from dfa_megatron.runtime.environment import launcher_keeps_store
 
 logger = logging.getLogger(__name__)
@@ -53,22 +53,42 @@ class GroupStore:
         # A group may reuse the name of a destroyed one, whose notes must not be read as new.
         self.key = f"dfa_megatron/{name}/life {client.add(f'dfa_megatron/{name}/lives of {rank}', 1)}"
         self._store = PrefixStore(self.key, client)
-        self._blocks: Store | None = None
         self._stores = 0
         self._longest = max(_LONGEST, (dist.get_world_size() if dist.is_initialized() else 1) / REQUESTS)
         # To read a note that is not there would block. Ranks read these once all have met, so from here on they exist.
-        client.compare_set(heartbeat_of(self.members[rank]), "", "[0, {}]")
+        client.compare_set(heartbeat_of(self.members[rank]), "", "{}")
         client.compare_set(self.lost, "", NOTHING)
 
     @classmethod
-    def of_group(cls, group: dist.ProcessGroup, timeout: float) -> GroupStore:
-        """Return the store of a process group; no rank waits for another.
+    def of_group(cls, group: dist.ProcessGroup, note: str, timeout: float) -> tuple[GroupStore, list[str]]:
+        """Return the store of a process group, and the first note of every rank, by rank; collective.
 
         Raises:
-            AbsentError: the store did not answer within that many seconds, or is gone.
+            AbsentError: names the ranks that did not come in time, or who kept the store, which is gone or has stopped.
         """
-        members, rank, name = dist.get_process_group_ranks(group), group.rank(), str(group.group_name)
-        return _answer(lambda: cls(_client(), name, rank, members), members, timeout, "meet")
+        members, subject, started = (
+            dist.get_process_group_ranks(group),
+            "make contact for the first time",
+            time.monotonic(),
+        )
+        keeper = _keeper(members)
+        who = "another process" if keeper is None else named(members, [keeper])
+
+        def meet() -> tuple[GroupStore, list[str | None]]:
+            try:
+                store = cls(_client(), str(group.group_name), group.rank(), members)
+                return store, store.gather("first", note, timeout)
+            except RuntimeError as error:
+                after = f"after {time.monotonic() - started:.0f} s of coming together to {subject}"
+                told = f"the store of the group is gone, {after}: {who}, which kept it, has ended ({error})"
+                raise AbsentError(told) from error
+
+        why = f"does not answer within {timeout + MARGIN:.0f} s: {who}, which keeps it, gives no sign of life"
+        overdue = AbsentError(f"the store of the group {why}")
+        store, notes = bounded(meet, timeout + MARGIN, overdue=lambda: overdue)
+        if missing := [rank for rank, theirs in enumerate(notes) if theirs is None]:
+            raise AbsentError(f"{named(members, missing)} did not come within {timeout:.0f} s to {subject}")
+        return store, [theirs for theirs in notes if theirs is not None]
 
     @property
     def lost(self) -> str:
@@ -78,8 +98,7 @@ class GroupStore:
     def fresh(self) -> Store:
         """Return a store that these ranks share for one purpose, and may block; all ranks ask in the same order."""
         self._stores += 1
-        self._blocks = self._blocks or _own_client(self.client)
-        return PrefixStore(f"{self.key}/store {self._stores}", self._blocks)
+        return PrefixStore(f"{self.key}/store {self._stores}", _own_client(self.client))
 
     def gather(self, key: str, note: str, seconds: float) -> list[str | None]:
         """Leave a note and return every rank's, by rank: None of one that has left none until then."""
@@ -91,29 +110,6 @@ class GroupStore:
         there = [complete or self._store.check([each]) for each in keys]
         found = iter(self._store.multi_get([each for each, is_there in zip(keys, there, strict=True) if is_there]))
         return [next(found).decode() if is_there else None for is_there in there]
-
-    def meet(self, note: str, timeout: float) -> list[str]:
-        """Leave a first note and return every rank's, by rank; collective.
-
-        Raises:
-            AbsentError: names the ranks that did not come in time.
-        """
-        subject = "make contact for the first time"
-        notes = _answer(lambda: self.gather("first", note, timeout), self.members, timeout + MARGIN, subject)
-        if missing := [rank for rank, theirs in enumerate(notes) if theirs is None]:
-            raise AbsentError(f"{named(self.members, missing)} did not come within {timeout:.0f} s to {subject}")
-        return [theirs for theirs in notes if theirs is not None]
-
-
-State = Sequence[Any]
-"""Of a rank in a group: its last call's number and chain, what it does, and whether it knows that the group is lost."""
-
-
-class Heartbeat(NamedTuple):
-    """The time, and the state of each group by its key."""
-
-    at: int
-    groups: dict[str, State]
 
 
 def heartbeat_of(rank: int) -> str:
@@ -141,34 +137,15 @@ def _keeper(members: Sequence[int]) -> int | None:
     return list(members).index(0) if 0 in members and not launcher_keeps_store() else None
 
 
-def _answer(action: Callable[[], T], members: Sequence[int], seconds: float, subject: str) -> T:
-    """Return the result of an action in the store; if that is gone or stopped, the error names who kept it."""
-    keeper, started = _keeper(members), time.monotonic()
-    who = "another process" if keeper is None else named(members, [keeper])
-
-    def act() -> T:
-        try:
-            return action()
-        except RuntimeError as error:
-            after = f"after {time.monotonic() - started:.0f} s of coming together to {subject}"
-            told = f"the store of the group is gone, {after}: {who}, which kept it, has ended ({error})"
-            raise AbsentError(told) from error
-
-    why = f"does not answer within {seconds:.0f} s: {who}, which keeps it, gives no sign of life"
-    return bounded(act, seconds, overdue=lambda: AbsentError(f"the store of the group {why}"))
-
-
-_clients: weakref.WeakKeyDictionary[Store, weakref.ref[Store]] = weakref.WeakKeyDictionary()
-"""This process's connection to a default group's store; it ends with the last group that uses it."""
+_clients: weakref.WeakKeyDictionary[Store, Store] = weakref.WeakKeyDictionary()
+"""This process's own connection to the store of a default group, which ends with that group."""
 
 
 def _client() -> Store:
     whole = distributed_c10d._get_default_store()
-    known = _clients.get(whole)
-    client = known() if known is not None else None
-    if client is None:
-        client = _own_client(whole)
-        _clients[whole] = weakref.ref(client)
+    client = _clients.get(whole) or _own_client(whole)
+    if client is not whole:
+        _clients[whole] = client
     return client
 
 
@@ -205,12 +182,13 @@ class Waiter:
         while not done.wait(LOOKS):
             self._check()
         for error in errors:
+            self._check()
             told = self._told(error) if self._told is not None and isinstance(error, RuntimeError) else error
             raise told from (error if told is not error else None)
 
     def stop(self) -> None:
         """End the thread, unless it is inside a blocking call."""
-        self._told = destroyed  # the given one may refer to who owns this
+        self._told = None  # it may refer to who owns this
         self._tasks.put(None)
 
     def _run(self) -> None:
@@ -223,11 +201,6 @@ class Waiter:
             # The caller frees what was waited for: freed here, in a thread that outlives the interpreter, it aborts.
             del task, blocking, errors
             done.set()
-
-
-def destroyed(error: RuntimeError) -> LostGroupError:
-    """Return the error of a wait in a group that was destroyed."""
-    return LostGroupError(f"its process group was destroyed on this rank or another, which waited in it ({error})")
 
 
 def bounded(

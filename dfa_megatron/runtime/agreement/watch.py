@@ -18,6 +18,8 @@ import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 from torch.distributed.distributed_c10d import Store
 
@@ -29,8 +31,6 @@ from dfa_megatron.runtime.agreement.store import (
     NOTHING,
     REQUESTS,
     GroupStore,
-    Heartbeat,
-    State,
     bounded,
     heartbeat_of,
     named,
@@ -43,7 +43,34 @@ PERIOD, LONGEST = 0.5, 60.0
 """Seconds between two heartbeats, and between two requests of a store that does not answer."""
 BESIDE = 64
 """Ranks of a group whose heartbeats a rank reads."""
-_DIFFER = "calls differ"
+_DIFFER, _SHOWS = "calls differ", "shows calls"
+
+
+class State(NamedTuple):
+    """Of a rank in a group: its last call's number and chain, what it does, and whether it knows of an error."""
+
+    number: int
+    chain: int
+    doing: str
+    lost: bool
+
+
+_BEFORE = State(-1, 0, "", lost=False)
+"""Before the first heartbeat."""
+
+
+@dataclass(slots=True)
+class Known:
+    """What a rank knows of another.
+
+    beat: its last heartbeat. changed: when that was new here. state: in the group.
+    ended: its process has, or it has left the group; its last words, which may say why, have been read.
+    """
+
+    beat: object = None
+    changed: float = 0.0
+    state: State = _BEFORE
+    ended: bool = False
 
 
 class Watched:
@@ -72,75 +99,66 @@ class Watched:
         self.gone, self.unblock, self.timeout = gone, unblock, timeout
         self.wake, self.leave, self.patience = nothing, nothing, 2 * PERIOD + MARGIN
         self.others = [rank for rank in range(store.size) if rank != store.rank]
-        self.beside = sorted({(store.rank + step) % store.size for step in range(1, 1 + BESIDE)} - {store.rank})
+        self.beside = {(store.rank + step) % store.size: Known() for step in range(1, min(1 + BESIDE, store.size))}
         self.now, self.answered, self.lost = 0.0, 0.0, NOTHING
-        self._beats, self._changed, self._heard = dict[int, Heartbeat](), dict[int, float](), dict[int, float]()
-        self._member, self._was_gone, self._ended = set[int](), set[int](), set[int]()
-        self._since, self._at, self._warned = 0.0, (0, "", -1), False
-        self._shows, self._told, self._closes, self._lost_at = False, False, False, 0.0
+        self._gone, self._asides = set[int](), set[str]()
+        self._since, self._at, self._warned, self._lost_at = 0.0, (0, "", -1), False, 0.0
         self.blocked = True
 
-    def state(self) -> State:
-        """Return what this rank's heartbeat says of the group."""
-        return [self.calls.last.number, self.calls.last.chain, self.calls.doing, self.calls.lost is not None]
+    def begin(self) -> State:
+        """Return what this rank's heartbeat says, and write down the error that lost the group; the first rank's stays.
 
-    def tell(self) -> None:
-        """Write down the error that lost the group; the first rank's stays."""
-        if self.calls.lost is not None and not self._told:
-            said = f"rank {self.store.rank} of the group failed in its call {self.calls.last.number}: {self.calls.lost}"
+        Processes that have ended are noted before heartbeats are read: their last words are among those.
+        """
+        number, _, chain = self.calls.last
+        if (lost := self.calls.lost) is not None and self.lost == NOTHING:
+            said = f"rank {self.store.rank} of the group failed in its call {number}: {lost}"
             self.store.client.compare_set(self.store.lost, NOTHING, said)
-            self._told = True
+        self._gone = {rank for rank in self.beside if self.gone(rank)}
+        return State(number, chain, self.calls.doing, lost is not None)
 
-    def look(self) -> None:
-        """Note whose processes have ended, before heartbeats are read: their last words are among those."""
-        self._was_gone.update(rank for rank in self.beside if rank not in self._was_gone and self.gone(rank))
-
-    def hear(self, beats: Mapping[int, Heartbeat], lost: str) -> None:
+    def hear(self, beats: Mapping[int, Mapping[str, Any]], lost: str) -> None:
         """Take heartbeats, by global rank, and what lost the group."""
-        self.lost, self.answered = lost, self.now
-        self._ended |= self._was_gone
-        for rank in self.beside:
-            if (beat := beats.get(self.store.members[rank])) is not None:
-                if self._beats.get(rank) != beat:
-                    self._beats[rank], self._changed[rank] = beat, self.now
-                self._heard[rank] = self.now
-                if self.store.key in beat.groups:
-                    self._member.add(rank)
-                elif rank in self._member:  # it has closed the group
-                    self._ended.add(rank)
-
-    def last_of(self, rank: int) -> State | None:
-        """Return what the last heartbeat of a rank says of the group; None: nothing so far."""
-        return self._beats[rank].groups.get(self.store.key) if rank in self._beats else None
+        self.lost, now = lost, self.now
+        for rank, known in self.beside.items():
+            beat = beats[self.store.members[rank]]
+            if known.beat != beat:
+                known.beat, known.changed = beat, now
+            state = beat.get(self.store.key)
+            known.ended |= rank in self._gone or (state is None and known.state.number >= 0)  # it has closed the group
+            known.state = known.state if state is None else State(*state)
+        self.answered = now  # last: until then nobody is late
 
     def ended(self, rank: int) -> bool:
         """Whether a rank has ended or has left the group, and its last words, which may say why, have been read."""
         unanswered = self.now - self.answered > self.patience  # its store may have ended with it
-        return rank in self._ended or (unanswered and rank != self.store.rank and self.gone(rank))
+        return self._known(rank).ended or (unanswered and self.gone(rank))
+
+    def _known(self, rank: int) -> Known:
+        return self.beside.get(rank) or Known()
 
     def silent(self) -> list[int]:
         """Return the ranks that have stopped: they have ended, or their heartbeats have stayed away."""
-        # Only the time between two readings counts: the store may not have answered since.
-        late = [rank for rank in [*self._beats] if self._heard[rank] - self._changed[rank] > self.patience]
-        known = [rank for rank in self.others if rank in late or self.ended(rank)]
+        # Only the time until the last reading counts: the store may not have answered since.
+        late = [rank for rank, known in self.beside.items() if self.answered - known.changed > self.patience]
+        found = [rank for rank in self.others if rank in late or self.ended(rank)]
         if self.now - self.answered <= self.patience:
-            return known
-        keeper = [rank for rank in self.others if rank == self.store.keeper and rank not in known]
-        return known + keeper or self.others
+            return found
+        keeper = [rank for rank in self.others if rank == self.store.keeper and rank not in found]
+        return found + keeper or self.others
 
     def judge(self) -> DistAttentionError | None:
         """Return the error that ends this run, if there is one: what another rank says is wrong comes first."""
         stalled = self.stalled()  # first: the heartbeat that shows a rank as ended also says why
         if self.differs():
-            if not self._shows:  # it may take long
-                self._shows = True
-                _aside("shows calls", lambda: self._lose(self.difference()))
+            self._aside(_SHOWS, lambda: self._lose(self.difference()))
             return None
         return stalled if self.lost == NOTHING else LostGroupError(self.lost)
 
     def differs(self) -> bool:
         """Return whether ranks ran different calls."""
-        theirs = [(self.calls.at(state[0]), state[1]) for state in map(self.last_of, self.beside) if state is not None]
+        states = [known.state for known in self.beside.values()]  # which another thread replaces
+        theirs = [(self.calls.at(state.number), state.chain) for state in states]
         return self.lost == _DIFFER or any(mine is not None and mine.chain != chain for mine, chain in theirs)
 
     def _lose(self, error: DistAttentionError) -> None:
@@ -182,7 +200,7 @@ class Watched:
         """Say which rank may have broken a connection; wait for the heartbeat that tells."""
         deadline = time.monotonic() + self.patience + 2 * PERIOD
         while time.monotonic() < deadline and self.calls.lost is None:
-            if not self._shows and (self.lost != NOTHING or any(map(self.ended, self.others))):
+            if _SHOWS not in self._asides and (self.lost != NOTHING or any(map(self.ended, self.others))):
                 break
             self.wake()
             time.sleep(LOOKS)
@@ -195,51 +213,47 @@ class Watched:
         """Say where this rank waits, and where the ranks are that it waits for."""
         number, doing, step = self._at
         place = f"call {number} ({doing or 'on the device'})" + (f", step {step}" if step >= 0 else "")
-        behind = [rank for rank in sorted(self._beats) if (self.last_of(rank) or ())[:3:2] != [number, doing]]
+        behind = [rank for rank in sorted(self.beside) if self.beside[rank].state[::2] != (number, doing)]
         told = "; ".join(map(self._text_of, (silent or behind or awaited or self.others)[:8]))
         waits = f" for {named(self.store.members, awaited)}" if awaited else ""
         return f"rank {self.store.rank} has waited {waited:.0f} s in {place}{waits}: {told}"
 
     def _text_of(self, rank: int) -> str:
-        state, who = self.last_of(rank), named(self.store.members, [rank])
-        place = f"after {state[0]} calls or more" if state is not None else "before its first heartbeat"
+        known, who = self._known(rank), named(self.store.members, [rank])
+        number, _, doing, _ = known.state
+        place = f"after {number} calls or more" if number >= 0 else "before its first heartbeat"
         if self.ended(rank):
-            return f"{who} has ended" + (f", {place}" if state is not None else "")
+            return f"{who} has ended" + (f", {place}" if number >= 0 else "")
         if rank in self.silent():
-            return f"{who} gives no sign of life since {self.now - self._changed.get(rank, 0.0):.0f} s, {place}"
-        doing = (state[2] if state else "") or "is outside of attention: it may compile, save, or not be called"
-        return f"{who} lives, {place}, and {doing}"
+            return f"{who} gives no sign of life since {self.now - known.changed:.0f} s, {place}"
+        return f"{who} lives, {place}, and {doing or 'is outside of attention: it may compile, save, or not be called'}"
 
     def all_know(self) -> bool:
         """Return whether every rank beside this one knows that the group is lost, or cannot know."""
-        knows = [rank for rank in self.beside if (state := self.last_of(rank)) is not None and state[3]]
-        return {*self.beside} <= {*knows, *self.silent()} or self.now - self._lost_at > 2 * self.patience
+        told = [rank for rank, known in self.beside.items() if known.state.lost]
+        return {*self.beside} <= {*told, *self.silent()} or self.now - self._lost_at > 2 * self.patience
 
     def tick(self, seconds: float) -> None:
         """Let time pass, and act on what is known by now."""
         self.now += seconds
         try:
-            self._act()
+            if not self.alive():
+                self._aside("closes a group", self.close)
+            elif self.calls.lost is None:
+                self._lost_at = self.now
+                if (found := self.judge()) is not None:
+                    self._lose(found)
+            elif self.blocked:
+                self.blocked = self.unblock(self.all_know())
         except RuntimeError as error:  # of a device that has failed: nothing there waits any more
             self.blocked = False
             self._lose(LostGroupError(f"its device has failed: {error}"))
 
-    def _act(self) -> None:
-        if not self.alive():
-            if not self._closes:
-                self._closes = True
-                _aside("closes a group", self.close)
-        elif self.calls.lost is None:
-            self._lost_at = self.now
-            if (found := self.judge()) is not None:
-                self._lose(found)
-        elif self.blocked:
-            self.blocked = self.unblock(self.all_know())
-
-
-def _aside(name: str, action: Callable[[], object]) -> None:
-    """Do on a thread of its own what may take long."""
-    threading.Thread(target=action, name=f"dfa_megatron {name}", daemon=True).start()
+    def _aside(self, name: str, action: Callable[[], object]) -> None:
+        """Do on a thread of its own, once, what may take long."""
+        if name not in self._asides:
+            self._asides.add(name)
+            threading.Thread(target=action, name=f"dfa_megatron {name}", daemon=True).start()
 
 
 class Watch:
@@ -258,15 +272,12 @@ class Watch:
         """Leave a heartbeat, and read those of others: two requests."""
         with self._turn:  # the last heartbeat of a process must not be followed by an older one
             groups = self.groups
-            for group in groups:
-                group.tell()
-                group.look()
-            states = {group.store.key: group.state() for group in groups}
-            self.client.set(heartbeat_of(self.rank), json.dumps(Heartbeat(time.time_ns(), states)))
+            states = {group.store.key: group.begin() for group in groups}
+            self.client.set(heartbeat_of(self.rank), json.dumps({"at": time.time_ns(), **states}))
             ranks = sorted({group.store.members[rank] for group in groups for rank in group.beside})
             keys = [heartbeat_of(rank) for rank in ranks] + [group.store.lost for group in groups]
             found = self.client.multi_get(keys) if keys else []
-            beats = {rank: Heartbeat(*json.loads(note)) for rank, note in zip(ranks, found, strict=False)}
+            beats = {rank: json.loads(note) for rank, note in zip(ranks, found, strict=False)}
             for group, lost in zip(groups, found[len(ranks) :], strict=True):
                 group.hear(beats, lost.decode())
 
@@ -289,7 +300,7 @@ class Watch:
         with _LOCK:
             self.groups = tuple(other for other in self.groups if other is not group)
         with contextlib.suppress(RuntimeError, TimeoutError):  # ranks end at different times, and the store with one
-            bounded(lambda: (group.tell(), self.beat()), 4 * PERIOD)  # type: ignore[func-returns-value]
+            bounded(lambda: (group.begin(), self.beat()), 4 * PERIOD)  # type: ignore[func-returns-value]
             if group.store.keeper == group.store.rank and group.calls.lost is not None:
                 time.sleep(2 * self.period)  # until the others have read why: the store may end with this process
         if not self.groups and self.thread.is_alive():

@@ -8,21 +8,23 @@ import hashlib
 import json
 import struct
 import threading
+import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 from torch.utils.checkpoint import _StopRecomputationError
 
 from dfa_megatron.errors import AbsentError, DistAttentionError, LostGroupError, UnsupportedError
 from dfa_megatron.kernels.merge import fill_if
 from dfa_megatron.kernels.tape import unrecorded
 from dfa_megatron.runtime.agreement.calls import BACKWARD_ENDS, Calls, Facts, Kind, current_layer, different
-from dfa_megatron.runtime.agreement.store import GroupStore, Waiter, bounded, destroyed, nothing
+from dfa_megatron.runtime.agreement.store import GroupStore, Waiter, bounded
 from dfa_megatron.runtime.agreement.watch import Watched, watch
 from dfa_megatron.runtime.comm.transports import Communicator, Transports
 from dfa_megatron.runtime.environment import has_ended, has_one_queue, host, links, process, slowest
@@ -45,49 +47,41 @@ class Channel:
     """Own connections of a group: messages never queue behind another library's collectives. To make one is collective.
 
     Args:
-        store: of the ranks.
+        group: the ranks.
         timeout: the group's own. A rank that does not come to agree is waited for a quarter of it.
-        alive: whether the group still exists.
         verify: watch the group.
 
     Attributes:
-        rank, size: of this process in the group, and of the group.
+        group: a weak reference. rank, size: of this process in the group, and of the group.
         hosts: number of machines that the ranks are on.
         links: the slowest links among them. one_queue: whether any of them has one hardware queue for all streams.
         wait: runs a blocking call, such as a wait for messages between CPUs. Raises an AbsentError if a connection
             broke, and an error that another rank or the watch has found meanwhile.
-        ended: called once the group is destroyed; closes the channel.
+        closed: whether the group was destroyed; then all else is gone.
         prepared: attentions that the ranks have agreed on. agreed: exchanges of other kinds. Last used, last in them.
     """
 
-    def __init__(
-        self,
-        store: GroupStore,
-        timeout: timedelta,
-        alive: Callable[[], bool],
-        *,
-        verify: bool = True,
-    ) -> None:
-        if list(store.members) != sorted(store.members):
-            what, why = f"a process group of global ranks {list(store.members)}", "its communicators would sort them"
+    def __init__(self, group: dist.ProcessGroup, timeout: timedelta, *, verify: bool = True) -> None:
+        if (members := dist.get_process_group_ranks(group)) != sorted(members):
+            what, why = f"a process group of global ranks {members}", "its communicators would sort them"
             raise UnsupportedError(what, why, "a group whose ranks ascend, as torch.distributed makes them by default")
-        self.store, self.rank, self.size, self.timeout = store, store.rank, store.size, timeout
+        mine = {"host": host(), **process(), **links()._asdict(), "one queue": str(has_one_queue())}
+        mine["verify"] = "on" if verify else "off"
+        store, notes = GroupStore.of_group(group, json.dumps(mine), timeout.total_seconds() / 4)
+        everyone = [json.loads(text) for text in notes]
+        self.store, self.group, self.timeout = store, weakref.ref(group), timeout
+        self.rank, self.size = store.rank, store.size
         self.calls = Calls()
-        self.transports, self.ended = Transports(self), self.close
-        self._alive, self._made = alive, dict[torch.device, Communicator]()
-        self._waiter = Waiter(self.calls.check, self._broken)
+        self.transports, self._made = Transports(self), dict[torch.device, Communicator]()
+        self._waiter = Waiter(self.calls.check, self.broken)
         self.wait = self._waiter.wait
         self._watched: Watched | None = None
         self._flags: dict[torch.device, tuple[torch.Tensor, torch.cuda.Stream]] = {}
-        self._closing, self._closed = threading.Lock(), False
+        self._closing, self.closed = threading.Lock(), False
         self._backward, self.on_cpu = -1, True
         self._devices: list[torch.device] = []
         self.agreed: OrderedDict[tuple[tuple[str, str], ...], None] = OrderedDict()
         self.prepared: OrderedDict[tuple[object, ...], Prepared] = OrderedDict()
-        mine = {"host": host(), **process(), **links()._asdict(), "one queue": str(has_one_queue())}
-        mine["verify"] = "on" if verify else "off"
-        with self.collective():
-            everyone = [json.loads(text) for text in store.meet(json.dumps(mine), timeout.total_seconds() / 4)]
         if len({facts["verify"] for facts in everyone}) > 1:
             raise different([{"request.verify": facts["verify"]} for facts in everyone])
         self.hosts, self.links = len({facts["host"] for facts in everyone}), slowest(everyone)
@@ -95,6 +89,10 @@ class Channel:
         self._processes = [(facts["space"], int(facts["pid"])) for facts in everyone]
         if verify:
             self.watch()
+
+    def alive(self) -> bool:
+        """Return whether the group has not been destroyed."""
+        return self.group() in distributed_c10d._world.pg_map
 
     @property
     def verified(self) -> bool:
@@ -109,8 +107,8 @@ class Channel:
         """
         mine = json.dumps(facts).encode()
         with self.collective():
-            sizes = [int.from_bytes(size) for size in self._compare(len(mine).to_bytes(8))]
-            return [json.loads(text) for text in self._compare(mine.ljust(max(sizes)))]
+            sizes = [int.from_bytes(size) for size in self._meet(len(mine).to_bytes(8))]
+            return [json.loads(text) for text in self._meet(mine.ljust(max(sizes)))]
 
     def agree(self, facts: Facts, beside: bytes = b"") -> list[bytes]:
         """Compare facts with those of the other ranks; collective. A fact "error" fails every rank.
@@ -124,20 +122,17 @@ class Channel:
         # Facts are almost always equal. Then only a digest of each rank's has travelled.
         digests = _digest(json.dumps(facts, sort_keys=True)) + beside.ljust(_DIGEST)
         with self.collective():
-            notes = self._compare(digests)
+            notes = self._meet(digests)
             if len({theirs[:_DIGEST] for theirs in notes}) > 1 or "error" in facts:
                 raise different(self.exchange(facts))
         return [theirs[_DIGEST:] for theirs in notes]
 
     def watch(self) -> None:
         """Watch the group from now on."""
-        if self._watched is None:
-            seconds = self.timeout.total_seconds()
-            self._watched = Watched(
-                self.store, self.calls, self._alive, lambda: self.ended(), self._gone, self.unblock, seconds
-            )
-            watch(self._watched, dist.get_rank(), dist.get_world_size())
-            self.calls.when_lost = self._watched.wake
+        seconds = self.timeout.total_seconds()
+        self._watched = Watched(self.store, self.calls, self.alive, self.close, self._gone, self.unblock, seconds)
+        watch(self._watched, dist.get_rank(), dist.get_world_size())
+        self.calls.when_lost = self._watched.wake
 
     def _gone(self, rank: int) -> bool:
         """Return whether a rank's process is known to have ended; others' machines are not visible from here."""
@@ -191,16 +186,11 @@ class Channel:
         """
         return _Counted(self, kind, layer, on_cpu=device.type == "cpu", ends=ends)
 
-    def _meet(self) -> None:
-        """Compare the call that has just begun with the others' at once: the host waits for messages anyway."""
-        self._compare(bytes(2 * _DIGEST))
-
-    def _compare(self, note: bytes) -> list[bytes]:
-        """Return every rank's note; if ranks are in different calls, the group is lost. All notes are of one length."""
+    def _meet(self, note: bytes = bytes(2 * _DIGEST)) -> list[bytes]:
+        """Return every rank's note, all of one length; if ranks are in different calls, the group is lost."""
         last = self.calls.last
         mine = torch.frombuffer(bytearray(_CALL.pack(last.number, last.chain) + note), dtype=torch.uint8)
-        found, work = (self._made.get(_CPU) or self.communicator(_CPU)).gather(mine)
-        self.wait(work.wait)
+        found = (self._made.get(_CPU) or self.communicator(_CPU)).gather(mine)
         theirs = [x.numpy().tobytes() for x in found]
         if self._watched is not None and len({each[: _CALL.size] for each in theirs}) > 1:
             error = self._watched.difference()
@@ -208,12 +198,14 @@ class Channel:
             raise error
         return [each[_CALL.size :] for each in theirs]
 
-    def _broken(self, error: RuntimeError) -> DistAttentionError:
+    def broken(self, error: RuntimeError) -> DistAttentionError:
         """Return the error to raise if a connection broke; it names the rank that has ended, if that is known."""
         if isinstance(error, DistAttentionError):
             return error
-        if not self._alive():
-            return destroyed(error)
+        if not self.alive():
+            return LostGroupError(
+                f"its process group was destroyed on this rank or another, which waited in it ({error})"
+            )
         who = self._watched.broken() if self._watched is not None else ""
         return AbsentError(f"{who or 'a connection to another rank broke'} ({error})")
 
@@ -245,17 +237,9 @@ class Channel:
 
     def gather(self, x: torch.Tensor) -> list[torch.Tensor]:
         """Return every rank's tensor of this shape and dtype, by rank; collective."""
-        found, work = self.communicator(x.device).gather(x.contiguous())
-        self.finish(work, x.device)
+        found = self.communicator(x.device).gather(x.contiguous())
         self.spoiled(*found)
         return found
-
-    def finish(self, work: dist.Work, device: torch.device) -> None:
-        """Wait for messages between tensors on a device, unless another rank fails."""
-        if device.type == "cuda":
-            work.wait()  # the current stream waits, not the host
-        else:
-            self.wait(work.wait)
 
     def place(self, device: torch.device) -> str:
         """Return what ranks compare of a device: its type, and its number if this process has used others of it."""
@@ -276,49 +260,43 @@ class Channel:
         self.calls.check()
         self.calls.on_device(device)
         seconds = self.timeout.total_seconds() + _CLOSING
-        make = functools.partial(Communicator, self.store, device, self.timeout, self._broken)
+        make = functools.partial(Communicator, self, device)
         overdue = AbsentError(f"connections between the ranks of the group did not open within {seconds:.0f} s")
         with self.collective(), self.calls.waiting("opens connections"):
             try:
                 made = bounded(make, seconds, self.calls.check, lambda: overdue)
+            except dist.DistError as error:
+                raise self.broken(error) from error
             except RuntimeError as error:
-                if (told := self._unopened(error, device)) is error:
+                if isinstance(error, DistAttentionError) or device.type != "cpu":
                     raise
-                raise told from error
+                instead = "if all of them live, set GLOO_SOCKET_IFNAME to their network interface"
+                raise AbsentError(f"gloo does not connect this rank to the others: {instead} ({error})") from error
         return self._made.setdefault(device, made)
-
-    def _unopened(self, error: RuntimeError, device: torch.device) -> Exception:
-        """Return the error to raise if connections did not open."""
-        if isinstance(error, dist.DistError | DistAttentionError) or device.type != "cpu":
-            return self._broken(error) if isinstance(error, dist.DistError) else error
-        instead = "if all of them live, set GLOO_SOCKET_IFNAME to their network interface"
-        return AbsentError(f"gloo does not connect this rank to the others: {instead} ({error})")
 
     def close(self) -> None:
         """Stop the threads and let go of the connections, once; another thread that closes meanwhile waits."""
         if not self._closing.acquire(timeout=_CLOSING):
             return
         try:
-            if not self._closed:
-                abort = self.calls.lost is not None
-                if self._watched is not None:
-                    self._watched.leave()
-                self.prepared.clear()
-                # A backward that is still to come would open connections of its own, and wait on them for the others.
-                self.calls.lose(LostGroupError("its process group was destroyed since its forward"), told=False)
-                self._close(abort)
+            if self.closed:
+                return
+            abort = self.calls.lost is not None
+            if self._watched is not None:
+                self._watched.leave()
+            self.prepared.clear()
+            # A backward that is still to come would open connections of its own, and wait on them for the others.
+            self.calls.lose(LostGroupError("its process group was destroyed since its forward"), told=False)
+            self._waiter.stop()
+            self.transports.clear()
+            for made in self._made.values():
+                made.close(abort=abort)
+            # It refers to the channel itself, whose connections would wait for the garbage collector.
+            self._watched = None
+            self._made.clear()
         finally:
+            self.closed = True
             self._closing.release()
-
-    def _close(self, abort: bool) -> None:
-        self._closed = True
-        self._waiter.stop()
-        self.transports.clear()
-        for made in self._made.values():
-            made.close(abort=abort)
-        # References to the channel itself: its connections would wait for the garbage collector.
-        self._watched, self.ended = None, nothing
-        self._made.clear()
 
 
 class _Counted:

@@ -68,8 +68,7 @@ def compared(what: str, over: Channel | None, facts: Facts, device: torch.device
     if key not in known:
         with over.calls.preparing():
             over.agree(facts | {"thread": over.calls.thread})
-        with over.collective():
-            over.communicator(device)
+        over.communicator(device)
         known[key] = None
         if len(known) > _KEPT:
             known.popitem(last=False)

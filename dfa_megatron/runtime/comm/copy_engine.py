@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from dfa_megatron.runtime.agreement.calls import Facts
-from dfa_megatron.runtime.comm.symmetric_memory import KeptArena, Mapped, symmetric
+from dfa_megatron.runtime.comm.symmetric_memory import KeptArena, Mapped, first_reason, symmetric
 from dfa_megatron.runtime.comm.transport import Recv, Send, Sends, StreamTransport
 from dfa_megatron.runtime.cuda_driver import Copy, Flag, Flags, driver
 from dfa_megatron.runtime.environment import forbids_p2p, host
@@ -173,7 +173,7 @@ def open_transport(over: Channel, device: torch.device) -> CopyEngineTransport |
     """Return a transport that has passed its trial, or why there is none; equal on every rank. Collective."""
     mine = {"host": host(), "device": str(device.index or 0), "gpu": _gpu(device), "why": _local_refusal(device)}
     everyone = over.exchange(mine)
-    if (why := refusal(over, device, everyone)) is not None:
+    if why := refusal(over, device, everyone):
         return why
     transport, failed = None, ""
     try:
@@ -181,14 +181,14 @@ def open_transport(over: Channel, device: torch.device) -> CopyEngineTransport |
         transport.trial()
     except Exception as error:  # noqa: BLE001 -- drivers, fabric and permissions fail in many ways; p2p still works
         failed = f"{type(error).__name__}: {error}"
-    return _first_reason(over.exchange({"why": failed})) or transport or failed
+    return first_reason(over.exchange({"why": failed})) or transport or failed
 
 
-def refusal(over: Channel, device: torch.device, everyone: list[Facts]) -> str | None:
-    """Return why the copy engines cannot serve the ranks of a channel, or None; equal on every rank. Collective."""
+def refusal(over: Channel, device: torch.device, everyone: list[Facts]) -> str:
+    """Return why the copy engines cannot serve the ranks of a channel, or ""; equal on every rank. Collective."""
     if len({facts["host"] for facts in everyone}) > 1:
         return "the ranks are on several hosts"
-    if (why := _first_reason(everyone)) is not None:
+    if why := first_reason(everyone):
         return why
     if len({facts["gpu"] for facts in everyone}) < over.size:
         return "ranks share a GPU"
@@ -197,11 +197,7 @@ def refusal(over: Channel, device: torch.device, everyone: list[Facts]) -> str |
     if len(devices) == len({facts["gpu"] for facts in everyone}) <= torch.cuda.device_count():
         blind = [d for d in sorted(devices) if d != device.index and not torch.cuda.can_device_access_peer(device, d)]
     mine = f"GPU {device.index} cannot reach the memory of {blind}" if blind else ""
-    return _first_reason(over.exchange({"why": mine}))
-
-
-def _first_reason(everyone: list[Facts]) -> str | None:
-    return next((f"rank {rank}: {facts['why']}" for rank, facts in enumerate(everyone) if facts["why"]), None)
+    return first_reason(over.exchange({"why": mine}))
 
 
 def _gpu(device: torch.device) -> str:

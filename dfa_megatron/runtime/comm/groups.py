@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import functools
 import os
-import weakref
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -13,7 +12,7 @@ from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 
 from dfa_megatron.errors import UnsupportedError
-from dfa_megatron.runtime.agreement.store import GroupStore, nothing
+from dfa_megatron.runtime.agreement.store import nothing
 from dfa_megatron.runtime.comm.channel import Channel
 
 Group = dist.ProcessGroup | DeviceMesh | str | None
@@ -96,12 +95,7 @@ def timeout_of(group: dist.ProcessGroup) -> timedelta:
     return known or timedelta(minutes=30)
 
 
-def is_known(group: dist.ProcessGroup | None) -> bool:
-    """Return whether a group has not been destroyed."""
-    return group is not None and group in distributed_c10d._world.pg_map
-
-
-_channels: dict[str, tuple[weakref.ref[dist.ProcessGroup], Channel]] = {}
+_channels: dict[str, Channel] = {}
 
 
 def channel_of(group: Group, *, verify: bool | None = None) -> Channel | None:
@@ -116,37 +110,27 @@ def channel_of(group: Group, *, verify: bool | None = None) -> Channel | None:
     if found is None or found.size() == 1:
         return None
     known = _channels.get(found.group_name)
-    if known is None or known[0]() is not found:
+    if known is None or known.closed or known.group() is not found:
         return _make(found, verify is not False)
-    if verify and known[1]._watched is None:
-        known[1].watch()
-    return known[1]
+    if verify and known._watched is None:
+        known.watch()
+    return known
 
 
 def channels() -> list[Channel]:
-    """Return the channels of this process; another thread may close some meanwhile."""
-    return [known for _, known in list(_channels.values())]
+    """Return the open channels of this process; another thread may close some meanwhile."""
+    return [known for known in list(_channels.values()) if not known.closed]
 
 
 def _make(group: dist.ProcessGroup, verify: bool) -> Channel:
     _close_at_exit()
     # The watch closes the channels of destroyed groups; with verify="off" there is none. And a name may be back.
-    for other, (reference, old) in list(_channels.items()):
-        if not is_known(reference()):
-            _close(other, old)
-    name, reference, timeout = str(group.group_name), weakref.ref(group), timeout_of(group)
-    store = GroupStore.of_group(group, timeout.total_seconds() / 4)
-    made = Channel(store, timeout, lambda: is_known(reference()), verify=verify)
-    made.ended = functools.partial(_close, name, made)
-    _channels[name] = reference, made
+    for name, old in list(_channels.items()):
+        if not old.alive():
+            old.close()
+            del _channels[name]
+    made = _channels[str(group.group_name)] = Channel(group, timeout_of(group), verify=verify)
     return made
-
-
-def _close(name: str, old: Channel) -> None:
-    old.close()
-    known = _channels.get(name)
-    if known is not None and known[1] is old:
-        del _channels[name]
 
 
 @functools.cache
@@ -167,5 +151,5 @@ def _lose_all() -> None:
 
 
 def _close_all() -> None:
-    for name, (_, known) in list(_channels.items()):
-        _close(name, known)
+    for known in channels():
+        known.close()

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from dfa_megatron.errors import UnsupportedError
+from dfa_megatron.runtime.agreement.calls import Facts
 from dfa_megatron.runtime.comm.transport import Transport
 from dfa_megatron.runtime.environment import without_multicast
 
@@ -36,16 +37,23 @@ def symmetric(nbytes: int, over: Channel, device: torch.device) -> Mapped:
     try:
         memory = _zeros(nbytes, device)
     except RuntimeError as error:
-        why = f"{nbytes / 2**30:.1f} GiB for what other ranks write: {error}"
-    for rank, facts in enumerate(over.exchange({"why": why})):
-        if facts["why"]:
-            why = f"rank {rank} found no memory, {facts['why']}"
-            raise UnsupportedError("transport='copy_engine'", why, "transport='p2p'")
+        why = f"found no memory, {nbytes / 2**30:.1f} GiB for what other ranks write: {error}"
+    if why := first_reason(over.exchange({"why": why}), " "):
+        raise UnsupportedError("transport='copy_engine'", why, "transport='p2p'")
     assert memory is not None, "this rank has said that it has its memory"
-    mapped = _mapped(memory, over)
+    from torch._C._distributed_c10d import _SymmetricMemory
+
+    name = over.communicator(torch.device("cpu")).symmetric_name()
+    with without_multicast():
+        addresses = list(_SymmetricMemory.rendezvous(memory, name).buffer_ptrs)
     torch.cuda.synchronize(device)
     over.exchange({})
-    return mapped
+    return Mapped(memory, addresses)
+
+
+def first_reason(everyone: list[Facts], says: str = ": ") -> str:
+    """Return what the first rank says that gives a reason, "" where none does."""
+    return next((f"rank {rank}{says}{facts['why']}" for rank, facts in enumerate(everyone) if facts["why"]), "")
 
 
 @torch.inference_mode(False)  # it outlives the call that asks for it
@@ -60,14 +68,6 @@ def _zeros(nbytes: int, device: torch.device) -> torch.Tensor:
             torch.cuda.empty_cache()
             memory = symmetric_memory.empty(nbytes, dtype=torch.uint8, device=device)
     return memory.zero_()
-
-
-def _mapped(memory: torch.Tensor, over: Channel) -> Mapped:
-    from torch._C._distributed_c10d import _SymmetricMemory
-
-    name = over.communicator(torch.device("cpu")).symmetric_name()
-    with without_multicast():
-        return Mapped(memory, list(_SymmetricMemory.rendezvous(memory, name).buffer_ptrs))
 
 
 logger = logging.getLogger(__name__)
@@ -88,13 +88,13 @@ class KeptArena(Transport):
     over: the channel of the ranks. device: of the arena. gives_back: for the whole process, see `keep_arenas`.
     """
 
-    keeps_arena = gives_back = True
+    gives_back = True
     _calls = _most = 0
     """The calls since the last that needed more than half of the arena, and the most bytes of them."""
 
     def __init__(self, over: Channel, device: torch.device) -> None:
         self.over, self.device = over, device
-        self._take(Mapped(torch.empty(0, dtype=torch.uint8, device=device), []))
+        self._arena, self._addresses = Mapped(torch.empty(0, dtype=torch.uint8, device=device), [])
 
     def allocate(self, nbytes: int) -> Mapped:
         """Return memory for an arena, or raise an UnsupportedError on every rank; collective."""
@@ -118,16 +118,13 @@ class KeptArena(Transport):
         else:
             self._calls, self._most = self._calls + 1, max(self._most, nbytes)
             if self._calls >= PATIENCE and not self._stays():
-                self._give_back()
+                if _aligned(self._most) < size:
+                    self._move(self._most)
+                self._calls = self._most = 0
 
     def arena(self, nbytes: int, device: torch.device) -> torch.Tensor:
         """Return the arena; it belongs to one call at a time."""
         return self._arena
-
-    def _give_back(self) -> None:
-        if _aligned(self._most) < self._arena.numel():
-            self._move(self._most)
-        self._calls = self._most = 0
 
     def _move(self, nbytes: int) -> None:
         """Let go of the arena and make one of that size; collective."""
@@ -139,15 +136,12 @@ class KeptArena(Transport):
             what = f"messages that need {nbytes / 2**30:.2f} GiB beside an arena of {before / 2**30:.2f}"
             raise UnsupportedError(what, why, "one run of the largest call before any capture, or transport='p2p'")
         # The old arena goes first, even if the new one fails. Its memory is free once every rank has let go of it.
-        self._take(Mapped(torch.empty(0, dtype=torch.uint8, device=self.device), []))
+        self._arena, self._addresses = Mapped(torch.empty(0, dtype=torch.uint8, device=self.device), [])
         self._calls = self._most = 0
         self.over.exchange({})
         if size:
-            self._take(self.allocate(size))
+            self._arena, self._addresses = self.allocate(size)
         logger.info("memory for messages: %.2f GiB, was %.2f", size / 2**30, before / 2**30)
-
-    def _take(self, mapped: Mapped) -> None:
-        self._mapped, self._arena, self._addresses = mapped, mapped.memory, mapped.addresses
 
     def _stays(self) -> str:
         """Return why the arena may not move, or ""."""

@@ -44,13 +44,12 @@ class Transport:
 
     Attributes:
         queued: kernels wait in queues, so it must be told where the compute of a step ends; otherwise it need not be.
-        keeps_arena: the arena is the same in every run, until it moves and is another one.
         pinned: it must not move, because a captured CUDA graph of the caller holds addresses in it.
         name: for people.
     """
 
     name = "none"
-    queued = keeps_arena = pinned = False
+    queued = pinned = False
 
     def reserve(self, nbytes: int) -> None:
         """Have memory for the next call; all ranks of the group say the same number, at set-up and before each call."""

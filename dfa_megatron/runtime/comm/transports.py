@@ -10,7 +10,6 @@ import ctypes
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from datetime import timedelta
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +17,6 @@ import torch
 import torch.distributed as dist
 
 from dfa_megatron.errors import DistAttentionError, UnsupportedError
-from dfa_megatron.runtime.agreement.store import GroupStore
 from dfa_megatron.runtime.comm.transport import Recv, Send, Sends, StreamTransport, Transport
 
 if TYPE_CHECKING:
@@ -28,21 +26,17 @@ logger = logging.getLogger(__name__)
 
 
 class Communicator:
-    """One set of connections for tensors on a device; to make one is collective.
+    """One set of connections of a channel, for tensors on a device; to make one is collective.
 
-    Methods that start messages raise an AbsentError if a connection is broken.
+    A collective is over once a method returns; on a GPU the current stream waits for it, not the host.
 
-    broken: returns that error, which names the rank that has ended: gloo and NCCL do not.
+    Raises:
+        AbsentError: a connection broke, or broke before. It names the rank that has ended: gloo and NCCL do not.
     """
 
-    def __init__(
-        self,
-        store: GroupStore,
-        device: torch.device,
-        timeout: timedelta,
-        broken: Callable[[RuntimeError], DistAttentionError],
-    ) -> None:
-        self._store, self.device, self.timeout, self._broken = store.fresh(), device, timeout, broken
+    def __init__(self, over: Channel, device: torch.device) -> None:
+        store, timeout = over.store, over.timeout
+        self._store, self.device, self._broken, self.wait = store.fresh(), device, over.broken, over.wait
         self._key: Any = store.key  # of no other group of this process
         self._name: Any = ""
         self._aborted = False
@@ -78,34 +72,34 @@ class Communicator:
         except RuntimeError as error:
             raise self._named(error) from error
 
-    def gather(self, x: torch.Tensor) -> tuple[list[torch.Tensor], dist.Work]:
-        """Gather every rank's tensor of this shape; the list, by rank, is filled once the work is done."""
+    def gather(self, x: torch.Tensor) -> list[torch.Tensor]:
+        """Return every rank's tensor of this shape, by rank."""
         found = list(x.new_empty((self._group.size(), *x.shape)).unbind())
-        try:
-            return found, self._group.allgather([found], [x])
-        except RuntimeError as error:
-            raise self._named(error) from error
+        self._run(self._group.allgather, [found], [x])
+        return found
 
-    def broadcast(self, x: torch.Tensor, rank: int) -> dist.Work:
+    def broadcast(self, x: torch.Tensor, rank: int) -> None:
         """Write that rank's tensor into every rank's."""
-        try:
-            return self._group.broadcast(x, rank)
-        except RuntimeError as error:
-            raise self._named(error) from error
+        self._run(self._group.broadcast, x, rank)
 
     def all_to_all(
         self, received: torch.Tensor, send: torch.Tensor, counts: list[int], sent: list[int] | None = None
-    ) -> dist.Work:
+    ) -> None:
         """Receive rows from the ranks in their order, counts[i] from rank i, and send it sent[i], or as many."""
         if self.device.type == "cpu":  # gloo does not know every dtype
             received, send = received.view(torch.uint8), send.view(torch.uint8)
-        options = dist.AllToAllOptions()
+        # Past PyTorch's dispatcher: the host's time until a message leaves is on a short call's critical path.
+        self._run(self._backend.alltoall_base, received, send, counts, sent or counts, dist.AllToAllOptions())
+
+    def _run(self, start: Callable[..., dist.Work], *given: object) -> None:
         try:
-            # Past PyTorch's dispatcher: the host's time until a message leaves is on a short call's critical path.
-            work: dist.Work = self._backend.alltoall_base(received, send, counts, sent or counts, options)
+            work = start(*given)
         except RuntimeError as error:
             raise self._named(error) from error
-        return work
+        if self.device.type == "cpu":
+            self.wait(work.wait)  # unless another rank fails
+        else:
+            work.wait()
 
     def _named(self, error: RuntimeError) -> RuntimeError | DistAttentionError:
         """Return the error to raise where messages do not start: of a broken connection, or the same."""
@@ -152,15 +146,12 @@ _peer = attrgetter("peer")
 
 
 class GlooTransport(Transport):
-    """Point-to-point over gloo: its threads move a batch during compute, and the host waits where it lands.
-
-    wait: runs a blocking call, and raises if another rank has failed.
-    """
+    """Point-to-point over gloo: its threads move a batch during compute, and the host waits where it lands."""
 
     name = "gloo"
 
-    def __init__(self, communicator: Communicator, wait: Callable[[Callable[[], object]], None]) -> None:
-        self._communicator, self._wait = communicator, wait
+    def __init__(self, communicator: Communicator) -> None:
+        self._communicator = communicator
         self._where: tuple[int, tuple[int, ...]] = (-1, ())
         self.works: list[dist.Work] = []
         self.sending: Sequence[Send] = ()
@@ -178,7 +169,7 @@ class GlooTransport(Transport):
 
     def land(self) -> None:
         if works := self.works:
-            self._wait(lambda: [work.wait() for work in works])
+            self._communicator.wait(lambda: [work.wait() for work in works])
         self.works, self.sending = [], ()
         self._where = self._where[0] + 1, ()
 
@@ -188,8 +179,8 @@ class NcclTransport(StreamTransport):
 
     name = "nccl"
 
-    def __init__(self, communicator: Communicator, device: torch.device) -> None:
-        super().__init__(device)
+    def __init__(self, communicator: Communicator) -> None:
+        super().__init__(communicator.device)
         self._communicator = communicator
         self.works: list[dist.Work] = []
         self.sending: Sequence[Send] = ()
@@ -232,29 +223,22 @@ class Transports:
         Raises:
             UnsupportedError: "copy_engine" was asked for, and cannot serve these ranks.
         """
-        place = str(device)
-        known = self._open.get((place, kind))
-        if known is None:
-            known = self._open[place, kind] = self._make(device, kind)  # which may open another kind
+        key = str(device), kind
+        if key not in self._open:
+            self._open[key] = self._make(device, kind)  # which may open another kind
             self._channel.calls.on_device(device)
-        return known
-
-    def name_of(self, device: torch.device, kind: str) -> str:
-        """Return the name of the transport that `get` would return; of one that is not open yet, what is asked for."""
-        known = self._open.get((str(device), kind))
-        return kind if known is None else known.name
+        return self._open[key]
 
     def _make(self, device: torch.device, kind: str) -> Transport:
-        if kind == "auto":
-            # Megatron asks for one queue on Hopper.
-            why = _ONE_QUEUE if self._channel.one_queue else ""
+        if kind == "auto" and device.type != "cpu":
+            why = _ONE_QUEUE if self._channel.one_queue else ""  # Megatron asks for one queue on Hopper
             try:
-                if device.type != "cpu" and not why:
+                if not why:
                     return self.get(device, "copy_engine")
             except UnsupportedError as error:
                 why = error.why
-            if device.type != "cpu":
-                logger.info("messages go point to point: the copy engines do not serve: %s", why)
+            logger.info("messages go point to point: the copy engines do not serve: %s", why)
+        if kind == "auto":
             return self.get(device, "p2p")
         if kind == "copy_engine":
             from dfa_megatron.runtime.comm.copy_engine import open_transport  # which other transports need not load
@@ -265,7 +249,7 @@ class Transports:
                 raise UnsupportedError("transport='copy_engine'", found, "transport='p2p'")
             return found
         own = self._channel.communicator(device)
-        return GlooTransport(own, self._channel.wait) if device.type == "cpu" else NcclTransport(own, device)
+        return GlooTransport(own) if device.type == "cpu" else NcclTransport(own)
 
     def reserve(self, device: torch.device, kind: str, nbytes: int) -> Transport:
         """Return that kind of transport, with receive memory for the next call; collective if memory moves.
@@ -287,10 +271,8 @@ class Transports:
 
     def release(self) -> bool:
         """Let go of what streams wait for, after a rank is lost; return whether one still waits."""
-        waits = False
-        for transport in list(self._open.values()):
-            waits |= transport.release()
-        return waits
+        waits = [transport.release() for transport in list(self._open.values())]
+        return any(waits)
 
     def clear(self) -> None:
         """Let go of all transports and their memory."""

@@ -58,7 +58,7 @@ class Moves:
             if over is None:
                 dist.all_to_all_single(*given, group=group)
             else:
-                over.finish(over.communicator(x.device).all_to_all(*given), x.device)
+                over.communicator(x.device).all_to_all(*given)
                 over.spoiled(incoming)
         if self.adds:
             total = x.new_zeros(self.rows[1], *x.shape[1:], dtype=torch.promote_types(x.dtype, torch.float32))

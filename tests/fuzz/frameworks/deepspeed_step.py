@@ -11,13 +11,11 @@ import torch
 import torch.distributed as dist
 
 from dfa_megatron.runtime.counters import COUNTERS
-from dfa_megatron.sharding import shard_sequence
 from tests.frameworks.compare import Found
 from tests.fuzz.frameworks.expected_refusals import LANGUAGE_MODELS as REFUSALS
 from tests.fuzz.frameworks.language_models import LanguageDraw, draw_data, draw_model, made
 from tests.fuzz.frameworks.transformers_step import PRELOADED as TRANSFORMERS
-from tests.fuzz.frameworks.transformers_step import draw_options
-from tests.huggingface.one_process import total_loss
+from tests.fuzz.frameworks.transformers_step import alone, draw_options, loss_of
 
 __all__ = ["PRELOADED", "REFUSALS", "draw", "step"]
 
@@ -84,16 +82,12 @@ def step(drawn: DeepspeedDraw, rank: int, ranks: int) -> Found:
     model = made(drawn.kind, drawn.model, drawn.number, experts="batched_mm")
     if drawn.dtype != "float64 beside float32":
         model.float()
-    return _alone(drawn, model) if ranks == 1 else _together(drawn, model, rank)
-
-
-def _alone(drawn: DeepspeedDraw, model: Any) -> Found:
-    every = [total_loss(model, drawn.batch(model, number)) for number in range(len(drawn.data.masks))]
-    loss = torch.stack([total / max(count, 1) for _, total, count in every]).mean()
-    loss.backward()
-    gradients = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in model.named_parameters()}
-    outputs = {f"logits {number}": found[0] for number, found in enumerate(every)}
-    return Found(loss.item(), gradients, {}, outputs=outputs)
+    if ranks > 1:
+        return _together(drawn, model, rank)
+    found = alone(drawn, model)
+    for name, parameter in model.named_parameters():
+        found.gradients[name] = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+    return found
 
 
 def _together(drawn: DeepspeedDraw, model: Any, rank: int) -> Found:
@@ -119,7 +113,8 @@ def _together(drawn: DeepspeedDraw, model: Any, rank: int) -> Found:
         COUNTERS.reset()
         found, total = Found(None, {}, {}), torch.zeros((), dtype=torch.float64)
         for micro in range(drawn.accumulated):
-            loss = _loss(drawn, engine, number * drawn.accumulated + micro, found)
+            batch = (number * drawn.accumulated + micro) * drawn.sequences + mesh.data_rank
+            loss = loss_of(drawn, engine, batch, mesh.group, found)
             engine.backward(loss)
             total += loss.detach().double() / drawn.accumulated
             if (number, micro) == (0, drawn.accumulated - 1):
@@ -133,20 +128,3 @@ def _together(drawn: DeepspeedDraw, model: Any, rank: int) -> Found:
     dist.all_reduce(total)
     found.loss = total.item() / dist.get_world_size()
     return found
-
-
-def _loss(drawn: DeepspeedDraw, engine: Any, micro: int, found: Found) -> torch.Tensor:
-    """Return the loss of a micro-batch of this rank's sequence, and keep its logits."""
-    from dfa_megatron import deepspeed as dfa_ds
-
-    mesh = dfa_ds.mesh_of(engine)
-    number = micro * drawn.sequences + mesh.data_rank
-    given = drawn.batch(engine.module, number)
-    labels = given["labels"] if drawn.loss == "own" else given.pop("labels")
-    out = engine(**given)
-    if drawn.options["loss_tile"] == "off" and not drawn.data.padding:
-        found.outputs[f"logits {number}"] = out.logits.detach()
-        places = shard_sequence(torch.arange(drawn.data.tokens)[None], group=mesh.group)
-        found.places[f"logits {number}"] = {1: places[0]}
-    own: torch.Tensor = out.loss if drawn.loss == "own" else dfa_ds.loss(out.logits, labels, group=mesh.group)
-    return own

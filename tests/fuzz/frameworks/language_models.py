@@ -21,20 +21,20 @@ from tests.support.models import VOCABULARY, build
 from tests.support.packs import random_offsets
 from tests.support.plan_cases import heterogeneous_masks, some_parents
 
-_MIXED = ["sliding_attention", "full_attention"]
-_EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+MIXED = ["sliding_attention", "full_attention"]
+EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
 _SPARSE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "norm_topk_prob": True}
 _DELTA = {
-    **_SPARSE, "shared_expert_intermediate_size": 16, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
-    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "layer_types": ["linear_attention", "full_attention"],
+    **_SPARSE, **images.DELTA, "shared_expert_intermediate_size": 16,
+    "layer_types": ["linear_attention", "full_attention"],
 }  # fmt: skip
 MODELS: dict[str, dict[str, Any]] = {
     "Llama": {}, "Mistral": {"sliding_window": [3, 9, 64]},
     "Qwen2": {"use_sliding_window": [False, True], "sliding_window": [2, 7], "max_window_layers": [0, 1]}, "Qwen3": {},
     "Gemma": {}, "Gemma2": {"attn_logit_softcapping": [None, 3.0], "sliding_window": [2, 7]},
-    "Gemma3Text": {"sliding_window": [2, 7], "layer_types": [_MIXED]},
-    "GptOss": {**{name: [x] for name, x in _EXPERTS.items()}, "sliding_window": [2, 7, 64]},
-    "Mixtral": {**{name: [x] for name, x in _EXPERTS.items()}, "sliding_window": [None, 5]},
+    "Gemma3Text": {"sliding_window": [2, 7], "layer_types": [MIXED]},
+    "GptOss": {**{name: [x] for name, x in EXPERTS.items()}, "sliding_window": [2, 7, 64]},
+    "Mixtral": {**{name: [x] for name, x in EXPERTS.items()}, "sliding_window": [None, 5]},
     "Qwen2Moe": {**{name: [x] for name, x in _SPARSE.items()}, "shared_expert_intermediate_size": [16]},
     "Qwen3Moe": {name: [x] for name, x in _SPARSE.items()}, "Phi3": {"sliding_window": [None, 4]}, "Olmo2": {},
     "Cohere": {}, "Granite": {}, "Qwen3Next": {name: [x] for name, x in _DELTA.items()},

@@ -150,7 +150,7 @@ def _step(drawn: TransformersDraw, ranks: int, dtype: str) -> Found:
     with Float64() if dtype == "float64" else contextlib.nullcontext(), _chooses(ranks):
         if drawn.grown and (ranks == 1 or drawn.grown == "before"):
             _grow(model, drawn.number % WAYS)
-        found = _alone(drawn, model) if ranks == 1 else _together(drawn, model)
+        found = alone(drawn, model) if ranks == 1 else _together(drawn, model)
     for name, parameter in model.named_parameters():
         gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
         if isinstance(gradient, DTensor):
@@ -220,7 +220,8 @@ def _held(around: str, model: Any) -> Any:
     return model
 
 
-def _alone(drawn: TransformersDraw, model: Any) -> Found:
+def alone(drawn: LanguageDraw, model: Any) -> Found:
+    """Return the loss and logits of one process, after its backward."""
     every = {number: drawn.batch(model, number) for number in range(len(drawn.data.masks))}
     found = {number: total_loss(model, batch) for number, batch in every.items()}
     if drawn.loss == "items":
@@ -279,20 +280,8 @@ def _micro_batches(drawn: TransformersDraw, model: Any, first: int, group: Any) 
     losses, count = [], len(drawn.data.masks) // drawn.sequences
     found, mine = Found(None, {}, {}), first + dist.get_rank() // drawn.size
     for number in range(mine, mine + len(drawn.data.masks), drawn.sequences):
-        batch = drawn.batch(model, number)
-        given, own = dict(batch), drawn.loss != "function" and computes_loss(transformers_model(model))
-        labels = given["labels"] if own else given.pop("labels")
-        if drawn.loss == "items":
-            given["num_items_in_batch"] = torch.tensor(drawn.data.labels) / drawn.sequences
-        out = model(**given)
-        loss = out.loss if own else dfa_hf.causal_lm_loss(out.logits, labels, group=group)
+        loss = loss_of(drawn, model, number, group, found)
         loss = loss if drawn.loss == "items" else loss / count
-        if drawn.options["loss_tile"] == "off":
-            held = {name: shard_sequence(x, group=group) for name, x in batch.items() if name == "attention_mask"}
-            found.outputs[f"logits {number}"] = _real(out.logits, held)
-            found.places[f"logits {number}"] = {
-                1: shard_sequence(torch.arange(drawn.data.tokens)[None], group=group)[0]
-            }
         _between(drawn, model, number)
         loss.backward()
         losses.append(loss.detach())
@@ -300,6 +289,22 @@ def _micro_batches(drawn: TransformersDraw, model: Any, first: int, group: Any) 
     dist.all_reduce(total)
     found.loss = total.item() / dist.get_world_size()
     return found
+
+
+def loss_of(drawn: LanguageDraw, model: Any, number: int, group: Any, found: Found) -> torch.Tensor:
+    """Return the loss of a batch over the ranks, and keep the logits of this rank's tokens."""
+    batch = drawn.batch(model, number)
+    given, own = dict(batch), drawn.loss != "function" and computes_loss(transformers_model(model))
+    labels = given["labels"] if own else given.pop("labels")
+    if drawn.loss == "items":
+        given["num_items_in_batch"] = torch.tensor(drawn.data.labels) / drawn.sequences
+    out = model(**given)
+    if drawn.options["loss_tile"] == "off":
+        held = {name: shard_sequence(x, group=group) for name, x in batch.items() if name == "attention_mask"}
+        found.outputs[f"logits {number}"] = _real(out.logits, held)
+        found.places[f"logits {number}"] = {1: shard_sequence(torch.arange(drawn.data.tokens)[None], group=group)[0]}
+    loss: torch.Tensor = out.loss if own else dfa_hf.causal_lm_loss(out.logits, labels, group=group)
+    return loss
 
 
 def _between(drawn: TransformersDraw, model: Any, number: int) -> None:

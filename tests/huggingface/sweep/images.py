@@ -25,10 +25,8 @@ _GRID = {"depth": 2, "hidden_size": 32, "num_heads": 2, "patch_size": 4, "out_hi
 _DEEP = {**_GRID, "intermediate_size": 24, "num_position_embeddings": 16}
 _IDS = {"image_token_id": TOKEN, "video_token_id": 91, "vision_start_token_id": 88, "vision_end_token_id": 89}
 _MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
-_DELTA = {
-    "linear_key_head_dim": 8, "linear_value_head_dim": 8, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
-    "layer_types": ["linear_attention", "full_attention"],
-}  # fmt: skip
+DELTA = {"linear_key_head_dim": 8, "linear_value_head_dim": 8, "linear_num_key_heads": 2, "linear_num_value_heads": 4}
+"""Of layers with gated delta nets."""
 EAGER = {"attn_implementation": "eager", "experts_implementation": "eager"}
 _LATENT = {
     "num_hidden_layers": 4, "num_key_value_heads": 4, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8,
@@ -39,126 +37,74 @@ _LATENT = {
 _LATER = {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1}
 _GEMMA = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 3}
 
+_GEMMA4 = {**_GEMMA, "global_head_dim": 8, "num_global_key_value_heads": 2}
+_SOUND = {"video_token_id": 91, "audio_token_id": 92}
+
+
+def _whole(
+    name: str, form: str, text: dict[str, Any], tower: dict[str, Any] | None, **more: Any
+) -> tuple[str, str, dict[str, Any]]:
+    """Return the name of a type's classes, the form of its images, and its configuration."""
+    vision = {} if tower is None else {"vision_config": tower}
+    return name, form, {"text_config": {**_TEXT, **text}, **vision, **more}
+
+
 WHOLE: dict[str, tuple[str, str, dict[str, Any]]] = {
-    "gemma3": (
-        "Gemma3",
-        "image",
+    "gemma3": _whole(
+        *("Gemma3", "image", _GEMMA, {**_TOWER, "image_size": 8, "patch_size": 2}),
+        mm_tokens_per_image=TOKENS, image_token_index=TOKEN,
+    ),
+    "gemma4": _whole(
+        *("Gemma4", "patches"),
         {
-            "text_config": {**_TEXT, **_GEMMA},
-            "vision_config": {**_TOWER, "image_size": 8, "patch_size": 2},
-            "mm_tokens_per_image": TOKENS,
-            "image_token_index": TOKEN,
+            **_GEMMA4, "vocab_size_per_layer_input": 96, "hidden_size_per_layer_input": 8, "num_kv_shared_layers": 0,
+            "use_bidirectional_attention": "vision",
         },
-    ),
-    "gemma4": (
-        "Gemma4",
-        "patches",
         {
-            "text_config": {
-                **_TEXT,
-                **_GEMMA,
-                "global_head_dim": 8,
-                "num_global_key_value_heads": 2,
-                "vocab_size_per_layer_input": 96,
-                "hidden_size_per_layer_input": 8,
-                "num_kv_shared_layers": 0,
-                "use_bidirectional_attention": "vision",
-            },
-            "vision_config": {**_TOWER, "head_dim": 16, "num_key_value_heads": 2, "patch_size": 2}
-            | {"pooling_kernel_size": 2, "position_embedding_size": 16},
-            "image_token_id": TOKEN,
-            "video_token_id": 91,
-            "audio_token_id": 92,
+            **_TOWER, "head_dim": 16, "num_key_value_heads": 2, "patch_size": 2, "pooling_kernel_size": 2,
+            "position_embedding_size": 16,
         },
+        image_token_id=TOKEN, **_SOUND,
     ),
-    "gemma4_unified": (
-        "Gemma4Unified",
-        "merged patches",
+    "gemma4_unified": _whole(
+        *("Gemma4Unified", "merged patches", _GEMMA4),
+        {"patch_size": 2, "pooling_kernel_size": 1, "mm_embed_dim": 16, "mm_posemb_size": 4, "output_proj_dims": 16},
+        audio_config={"audio_embed_dim": 8}, image_token_id=TOKEN, **_SOUND,
+    ),
+    "fuyu": _whole("Fuyu", "pieces", {"model_type": "persimmon"}, None, patch_size=2, image_token_id=TOKEN),
+    "got_ocr2": _whole(
+        *("GotOcr2", "large picture", {**_LATER, "model_type": "qwen2"}),
         {
-            "text_config": {**_TEXT, **_GEMMA, "global_head_dim": 8, "num_global_key_value_heads": 2},
-            "vision_config": {"patch_size": 2, "pooling_kernel_size": 1, "mm_embed_dim": 16, "mm_posemb_size": 4}
-            | {"output_proj_dims": 16},
-            "audio_config": {"audio_embed_dim": 8},
-            "image_token_id": TOKEN,
-            "video_token_id": 91,
-            "audio_token_id": 92,
+            **_TOWER, "image_size": 16, "patch_size": 2, "mlp_dim": 24, "output_channels": 8, "window_size": 0,
+            "global_attn_indexes": [0],
         },
+        image_token_index=TOKEN,
     ),
-    "fuyu": (
-        "Fuyu",
-        "pieces",
-        {"text_config": {**_TEXT, "model_type": "persimmon"}, "patch_size": 2, "image_token_id": TOKEN},
+    "llava": _whole(
+        *("Llava", "picture", {"model_type": "llama"}),
+        {**_TOWER, "model_type": "clip_vision_model", "image_size": 8, "patch_size": 4},
+        image_token_index=TOKEN, vision_feature_layer=-1,
     ),
-    "got_ocr2": (
-        "GotOcr2",
-        "large picture",
-        {
-            "text_config": {**_TEXT, **_LATER, "model_type": "qwen2"},
-            "vision_config": {**_TOWER, "image_size": 16, "patch_size": 2, "mlp_dim": 24, "output_channels": 8}
-            | {"global_attn_indexes": [0], "window_size": 0},
-            "image_token_index": TOKEN,
-        },
+    "mistral_large4": _whole(
+        *("MistralLarge4", "sized picture", _LATENT),
+        {**_TOWER, "model_type": "pixtral", "head_dim": 16, "image_size": 8, "patch_size": 2},
+        image_token_index=TOKEN, spatial_merge_size=2, vision_feature_layer=-1,
     ),
-    "llava": (
-        "Llava",
-        "picture",
-        {
-            "text_config": {**_TEXT, "model_type": "llama"},
-            "vision_config": {**_TOWER, "model_type": "clip_vision_model", "image_size": 8, "patch_size": 4},
-            "image_token_index": TOKEN,
-            "vision_feature_layer": -1,
-        },
+    "qwen2_vl": _whole("Qwen2VL", "grid", {**_AXES, **_LATER}, {**_GRID, "embed_dim": 16, "mlp_ratio": 1}, **_IDS),
+    "qwen2_5_vl": _whole(
+        *("Qwen2_5_VL", "grid", {**_AXES, **_LATER}),
+        {**_GRID, "intermediate_size": 24, "window_size": 8, "fullatt_block_indexes": [1]},
+        **_IDS,
     ),
-    "mistral_large4": (
-        "MistralLarge4",
-        "sized picture",
-        {
-            "text_config": {**_TEXT, **_LATENT},
-            "vision_config": {**_TOWER, "model_type": "pixtral", "head_dim": 16, "image_size": 8, "patch_size": 2},
-            "image_token_index": TOKEN,
-            "spatial_merge_size": 2,
-            "vision_feature_layer": -1,
-        },
+    "qwen3_vl": _whole("Qwen3VL", "grid", _AXES, {**_DEEP, "deepstack_visual_indexes": [0, 1]}, **_IDS),
+    "qwen3_vl_moe": _whole(
+        "Qwen3VLMoe", "grid", {**_AXES, **_MOE}, {**_DEEP, "deepstack_visual_indexes": [0]}, **_IDS
     ),
-    "qwen2_vl": (
-        "Qwen2VL",
-        "grid",
-        {
-            "text_config": {**_TEXT, **_AXES, **_LATER},
-            "vision_config": {**_GRID, "embed_dim": 16, "mlp_ratio": 1},
-            **_IDS,
-        },
+    "qwen3_5 with images": _whole(
+        *("Qwen3_5", "grid", {**_AXES, **DELTA, "layer_types": ["linear_attention", "full_attention"]}, _DEEP), **_IDS
     ),
-    "qwen2_5_vl": (
-        "Qwen2_5_VL",
-        "grid",
-        {
-            "text_config": {**_TEXT, **_AXES, **_LATER},
-            "vision_config": {**_GRID, "intermediate_size": 24, "window_size": 8, "fullatt_block_indexes": [1]},
-            **_IDS,
-        },
-    ),
-    "qwen3_vl": (
-        "Qwen3VL",
-        "grid",
-        {"text_config": {**_TEXT, **_AXES}, "vision_config": {**_DEEP, "deepstack_visual_indexes": [0, 1]}, **_IDS},
-    ),
-    "qwen3_vl_moe": (
-        "Qwen3VLMoe",
-        "grid",
-        {
-            "text_config": {**_TEXT, **_AXES, **_MOE},
-            "vision_config": {**_DEEP, "deepstack_visual_indexes": [0]},
-            **_IDS,
-        },
-    ),
-    "qwen3_5 with images": (
-        "Qwen3_5",
-        "grid",
-        {"text_config": {**_TEXT, **_AXES, **_DELTA}, "vision_config": _DEEP, **_IDS},
-    ),
-}
-"""Of every type: the name of its classes, the form of its images, its configuration."""
+}  # fmt: skip
+"""Every type with images."""
 
 
 SIZES = {"picture": (3, 8, 8), "large picture": (3, 16, 16), "pieces": (4, 3 * 2 * 2)}

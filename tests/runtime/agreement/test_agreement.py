@@ -15,7 +15,7 @@ import dfa_megatron
 from dfa_megatron import kernels
 from dfa_megatron.plan.schedules import SCHEDULES
 from dfa_megatron.plan.schedules.assignments import direct
-from tests.support.arguments import arguments, told
+from tests.support.arguments import arguments, tensors, told
 from tests.support.groups import alone
 from tests.support.workers import over_ranks
 
@@ -27,15 +27,9 @@ def attempt(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: object
     return told(lambda: function(q, k, v, **arguments(**options)))
 
 
-def tensors(
-    local: int = 8, heads: int = 4, kv_heads: int = 2, dtype: torch.dtype = torch.float32
-) -> tuple[torch.Tensor, ...]:
-    return tuple(torch.randn(1, local, h, 16).to(dtype) for h in (heads, kv_heads, kv_heads))
-
-
 def attempt_given(**given: Any) -> str:
     """The error of one attention over tensors of these sizes with these options."""
-    sizes = {name: given.pop(name) for name in ("local", "heads", "kv_heads", "dtype") if name in given}
+    sizes = {name: given.pop(name) for name in ("local", "heads", "kv_heads", "dtype", "gradients") if name in given}
     return attempt(*tensors(**sizes), **given)
 
 
@@ -95,7 +89,7 @@ BAD_REQUESTS: list[tuple[dict[str, Any], tuple[str, ...]]] = [
     ({"causal": False, "schedule": "balanced"}, ("What works: schedule 'auto'",)),
     ({"transport": "nccl"}, ("one of auto, p2p, copy_engine",)),
     ({"transport": "copy_engine"}, ("it moves between GPUs, not on cpu. What works: transport='p2p'",)),
-    ({"dtype": torch.int32}, ()),
+    ({"dtype": torch.int32, "gradients": ""}, ()),
 ]
 """Options that nobody can serve, and words of the error."""
 

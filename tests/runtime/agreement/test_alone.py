@@ -28,14 +28,10 @@ from dfa_megatron.sequence.max_logits import max_logits
 from dfa_megatron.sequence.roll import roll_sequence
 from dfa_megatron.sharding import unshard_sequence
 from tests.recurrence.test_upstream import mamba2
-from tests.support.arguments import arguments, told
+from tests.support.arguments import arguments, tensors, told
 from tests.support.attend import case
 from tests.support.recurrences import convolve, recurrence
 from tests.support.workers import over_ranks
-
-
-def tensors(local: int, gradients: str = "qkv") -> list[torch.Tensor]:
-    return [torch.randn(1, local, 4 // (1 + (name != "q")), 16, requires_grad=name in gradients) for name in "qkv"]
 
 
 def attend(qkv: list[torch.Tensor], mode: Any = None, **options: object) -> None:

@@ -10,17 +10,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
 import dfa_megatron
-from dfa_megatron.errors import DisagreementError, DistAttentionError
+from dfa_megatron.errors import DisagreementError
 from dfa_megatron.runtime.agreement.calls import Calls, Kind, first_difference
 from dfa_megatron.runtime.agreement.store import GroupStore
-from dfa_megatron.runtime.agreement.watch import Watch, Watched
+from dfa_megatron.runtime.agreement.watch import Watch
 from dfa_megatron.runtime.comm.channel import Channel
-from tests.support.arguments import arguments
+from tests.runtime.agreement.test_watch import watched
+from tests.support.arguments import arguments, tensors, told
 from tests.support.groups import rank_0_keeps_the_store
 from tests.support.workers import run_ranks
 
@@ -28,9 +28,8 @@ SCALES = (0.25, 0.5)
 
 
 def attend(scale: float, group: Any = None) -> None:
-    q, k, v = (torch.randn(1, 8, heads, 16) for heads in (4, 2, 2))
     options = arguments(causal=True, schedule="ring", softmax_scale=scale, group=group)
-    dfa_megatron.dist_flash_attn_func(q, k, v, **options)
+    dfa_megatron.dist_flash_attn_func(*tensors(), **options)
 
 
 def _differ(rank: int, ranks: int, folder: str, way: str) -> None:
@@ -46,17 +45,16 @@ def _differ(rank: int, ranks: int, folder: str, way: str) -> None:
 
         GroupStore.gather = slow  # type: ignore[method-assign]
     if way != "at the call":  # as over NCCL, where heartbeats tell
-        Channel._meet = lambda self: None  # type: ignore[method-assign]
-    found = ""
-    try:
+        Channel._meet = lambda self: []  # type: ignore[method-assign]
+
+    def attends() -> None:
         for scale in SCALES[::-1] if rank == ranks - 1 else SCALES:
             attend(scale)
         while True:
             time.sleep(0.05)
             attend(SCALES[0])
-    except DistAttentionError as error:
-        found = f"{type(error).__name__}: {error}"
-    Path(folder, f"rank{rank}").write_text(found)
+
+    Path(folder, f"rank{rank}").write_text(told(attends))
     if rank == 0 and way == "watched, then destroyed":
         dist.destroy_process_group()
         atexit._run_exitfuncs()  # as a script does when it ends
@@ -86,10 +84,7 @@ def _gone_before(rank: int, ranks: int, folder: str) -> None:
     if rank == 0:
         os._exit(0)
     time.sleep(0.5)
-    try:
-        attend(0.25, group)
-    except Exception as error:  # noqa: BLE001 - whatever it is
-        Path(folder, "told").write_text(f"{type(error).__name__}: {error}")
+    Path(folder, "told").write_text(told(lambda: attend(0.25, group)))
     os._exit(0)
 
 
@@ -112,11 +107,7 @@ def test_the_watch_goes_on_after_errors_of_the_store() -> None:
                 raise dist.DistNetworkError("Broken pipe")
             return getattr(store, name)
 
-    def watched(rank: int) -> Watched:
-        own = GroupStore(store, "two", rank, (0, 1))
-        return Watched(own, calls[rank], lambda: True, lambda: None, lambda _: False, lambda know: not know, 9e9)
-
-    groups = [watched(rank) for rank in range(2)]
+    groups = [watched(store, rank, (0, 1), calls[rank], timeout=9e9) for rank in range(2)]
     watches = [Watch(Failing(), rank, 2) for rank in range(2)]  # type: ignore[arg-type]
     try:
         for watch, group in zip(watches, groups, strict=True):

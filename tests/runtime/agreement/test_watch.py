@@ -22,11 +22,12 @@ SILENT = 2 * PERIOD + MARGIN
 
 
 def watched(
-    store: dist.Store, rank: int, members: Sequence[int], calls: Calls | None = None, dead: Sequence[int] = ()
-) -> Watched:
-    """What the watch of a rank knows of a group whose timeout is 8 s."""
-    mine = GroupStore(store, "group", rank, members)
-    return Watched(mine, calls or Calls(), lambda: True, lambda: None, dead.__contains__, lambda know: not know, 8.0)
+    store: dist.Store, rank: int, members: Sequence[int], calls: Calls | None = None, dead: Sequence[int] = (),
+    timeout: float = 8.0,
+) -> Watched:  # fmt: skip
+    """What the watch of a rank knows of a group."""
+    mine, gone = GroupStore(store, "group", rank, members), dead.__contains__
+    return Watched(mine, calls or Calls(), lambda: True, lambda: None, gone, lambda know: not know, timeout)
 
 
 def process_of(group: Watched, processes: int = 2) -> Watch:

@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from dfa_megatron.plan.interpret import rank_loop
-from dfa_megatron.plan.language.mask import causal, documents, full
+from dfa_megatron.plan.language.mask import Mask, causal, documents, full
 from dfa_megatron.plan.language.program import Call, Merge, Program
 from dfa_megatron.plan.language.sizes import Sizes
 from dfa_megatron.plan.lowering.landings import landings_of
@@ -162,11 +162,18 @@ def transports(world: World, ranks: int, arena_bytes: int) -> list[CopyEngineTra
     return made
 
 
+def memory_of(schedule: str, mask: Mask, ranks: int) -> tuple[list[list[MemoryPlan]], int]:
+    """The memory of every rank in the forward and in the backward, and the bytes of an arena for both."""
+    phases = plan_of(schedule, mask, ranks).phases
+    memories = [[plan_memory(program, landings_of(phase), FORM) for program in check(phase)] for phase in phases]
+    return memories, max(memory.arena_bytes for phase in memories for memory in phase) + 1
+
+
 class Reader:
     """The algebra that notes what each call must find where its messages landed."""
 
-    def __init__(self, world: World, memory: MemoryPlan, rank: int, arena: int, said: dict[Any, object]) -> None:
-        self.world, self.memory, self.rank, self.arena, self.said = world, memory, rank, arena, said
+    def __init__(self, world: World, memory: MemoryPlan, rank: int, arena: int) -> None:
+        self.world, self.memory, self.rank, self.arena = world, memory, rank, arena
         self.wanted: dict[int, dict[int, object]] = {}
         self.step = 0
 
@@ -209,7 +216,7 @@ def queue_call(
 ) -> None:
     """Queue one whole run of one rank's program."""
     program: Program = memory.program
-    reader = Reader(world, memory, rank, arena, {})
+    reader = Reader(world, memory, rank, arena)
     calls = transport.over.calls
     calls.doing = "runs"
     calls.add(Kind.of(f"call {call}"))
@@ -262,9 +269,7 @@ PACK = documents([15, 1, 9, 2, 5])
 def test_any_interleaving_ends_and_reads_what_was_sent(schedule: str, ranks: int, one_queue: bool) -> None:
     masks = {"ring": full(ranks * 8), "load_balanced": PACK, "greedy": documents([17, 1, 2, 3, 1])}
     mask = masks.get(schedule, causal(ranks * 8))
-    plan = plan_of(schedule, mask, ranks)
-    memories = [[plan_memory(program, landings_of(phase), FORM) for program in check(phase)] for phase in plan.phases]
-    arena_bytes = max(memory.arena_bytes for phase in memories for memory in phase) + 1
+    memories, arena_bytes = memory_of(schedule, mask, ranks)
     for seed in range(6):
         world = World(ranks, one_queue)
         made = transports(world, ranks, arena_bytes)
@@ -283,9 +288,7 @@ def test_any_interleaving_ends_and_reads_what_was_sent(schedule: str, ranks: int
 @pytest.mark.parametrize(("schedule", "ranks"), [("balanced_shared", 2), ("balanced", 5), ("greedy", 3)])
 def test_ranks_that_wait_for_a_lost_one_are_let_go(schedule: str, ranks: int) -> None:
     """A rank does some of what it has queued and no more; every queue of the others comes to an end."""
-    plan = plan_of(schedule, causal(ranks * 8), ranks)
-    memories = [[plan_memory(program, landings_of(phase), FORM) for program in check(phase)] for phase in plan.phases]
-    arena_bytes = max(memory.arena_bytes for phase in memories for memory in phase) + 1
+    memories, arena_bytes = memory_of(schedule, causal(ranks * 8), ranks)
     waited = 0
     for seed in range(12):
         world, draw = World(ranks, one_queue=False), random.Random(seed)
@@ -314,12 +317,11 @@ def test_a_transport_that_does_not_wait_until_memory_is_free_is_found(monkeypatc
 
 def test_the_flags_of_another_call_are_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 1 leaves a call out: with flags that only say up or down it would read what another call has sent."""
-    plan = plan_of("balanced_shared", causal(16), 2)
-    memories = [plan_memory(program, landings_of(plan.forward), FORM) for program in check(plan.forward)]
+    (memories, _), arena_bytes = memory_of("balanced_shared", causal(16), 2)
 
     def run() -> None:
         world = World(2, one_queue=False)
-        made = transports(world, 2, memories[0].arena_bytes + 1)
+        made = transports(world, 2, arena_bytes)
         for rank, calls in ((0, (1, 2, 3)), (1, (1, 3))):
             for call in calls:
                 queue_call(world, made[rank], memories[rank], rank, made[rank]._addresses[rank], call)

@@ -80,7 +80,7 @@ def test_replays_are_exact_in_memory_that_stays_and_after_it_has_moved(rank: int
             arenas.append(torch.empty(1 << 20, dtype=torch.uint8, device=device))
         return arenas[-1]
 
-    GlooTransport.arena, GlooTransport.keeps_arena = arena, True  # type: ignore[method-assign]
+    GlooTransport.arena = arena  # type: ignore[method-assign]
     for seed in range(9):
         compare(rank, ranks, seed, schedule="balanced_shared")
         assert arenas[-1].fill_(255).numel()
