@@ -39,18 +39,18 @@ from dfa_megatron.plan.lowering.kernel_calls import fuse
 __all__ = [*_most, "from_dense", "prompt_tree"]
 
 
-def _taking_numpy(function: Callable[..., Mask]) -> Callable[..., Mask]:
-    """Let a function take numpy's numbers, which overflow and have other text than Python's."""
+def _taking_any(function: Callable[..., Mask]) -> Callable[..., Mask]:
+    """Let a function take the numbers of numpy and PyTorch, which overflow and have other text than Python's."""
 
     @wraps(function)
     def taking(*args: Any, **options: Any) -> Mask:
-        return function(*plain(args), **{name: plain(value) for name, value in options.items()})
+        return function(*plain(args, "torch"), **{name: plain(value, "torch") for name, value in options.items()})
 
     return taking
 
 
 for _name in (*_most[3:], "prompt_tree"):
-    globals()[_name] = _taking_numpy(globals()[_name])
+    globals()[_name] = _taking_any(globals()[_name])
 
 _CELLS = 1 << 24
 """Cells that are looked at together."""
@@ -82,7 +82,7 @@ def from_dense(visible: Any, length: int | None = None, *, name: str = "dense", 
                 "a mask that is no matrix of bool", "each cell says what attends", "(length, length)"
             )
         length, look = len(visible), lambda batch, head, i, j: visible[i[:, 0].numpy()]
-    length = plain(length)
+    length, most = plain((length, most), "torch")
     if length is None or length < 1:
         raise UnsupportedError("a mask without length", "it is not given, or below 1", "from_dense(function, 4096)")
     pieces, rows = list[Tile](), max(1, _CELLS // length)

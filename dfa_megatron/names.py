@@ -36,12 +36,12 @@ def say_once(log: Callable[..., object], *said: object) -> None:
     log(*said)
 
 
-def plain(value: Any) -> Any:
-    """Return a number, a boolean or an array of numpy as Python's own, also inside lists and tuples."""
+def plain(value: Any, *packages: str) -> Any:
+    """Return a number, a boolean or an array of numpy, and of these packages, as Python's own, in lists too."""
     if type(value) in (list, tuple):
-        own = [plain(one) for one in value]
+        own = [plain(one, *packages) for one in value]
         return value if all(map(is_, own, value)) else type(value)(own)
-    return value.tolist() if type(value).__module__ == "numpy" else value
+    return value.tolist() if type(value).__module__ in ("numpy", *packages) and hasattr(value, "tolist") else value
 
 
 def nearest(value: object, known: Collection[str]) -> str:

@@ -15,7 +15,7 @@ import torch
 
 from dfa_megatron.config import DistAttentionConfig
 from dfa_megatron.errors import UnsupportedError
-from dfa_megatron.indexed.whole import MEMORY, Whole, kernels_for
+from dfa_megatron.indexed.whole import MEMORY, Whole, kernels_for, scale_of
 from dfa_megatron.kernels.api import accumulator_dtype
 from dfa_megatron.kernels.leaf import differentiable_once, outside_graphs, without_autocast
 from dfa_megatron.kernels.merge import minus_delta
@@ -90,7 +90,7 @@ def sparse_attn(
             refuse_sinks(sinks, q)
         whole = Whole.of(q, over, layout, cu_seqlens)
         chosen = check_positions(positions, q, whole, cu_seqlens is not None)
-        scale = q.shape[3] ** -0.5 if softmax_scale is None else float(softmax_scale)
+        scale = scale_of(softmax_scale, q.shape[3])
         trains = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, sinks))
         facts = facts_of_tokens(k, 1) | {"heads": str(q.shape[2]), "values": f"{'in keys, ' * latent}{values.shape[3]}"}
         facts |= {"scale": str(scale), "gradient": str(trains), "sinks": str(sinks is not None)}

@@ -23,7 +23,7 @@ from dfa_megatron.config import DistAttentionConfig
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.indexed.chosen import check_positions, probabilities
 from dfa_megatron.indexed.topk import blocks, check_index, scores_of
-from dfa_megatron.indexed.whole import MEMORY, Whole
+from dfa_megatron.indexed.whole import MEMORY, Whole, scale_of
 from dfa_megatron.kernels.api import accumulator_dtype
 from dfa_megatron.kernels.leaf import differentiable_once, outside_graphs, without_autocast
 from dfa_megatron.plan.language.layout import Layout
@@ -83,7 +83,7 @@ def index_loss(
         whole, device = Whole.of(index_q, over, layout, cu_seqlens, mask), q.device
         chosen = None if positions is None else check_positions(positions, q, whole, False)
         heads_of = None if tp_group == "" else resolve(tp_group)
-        scale = q.shape[3] ** -0.5 if softmax_scale is None else float(softmax_scale)
+        scale = scale_of(softmax_scale, q.shape[3])
         trains = torch.is_grad_enabled() and any(x.requires_grad for x in (index_q, index_k, weights))
         facts = facts_of_tokens(index_q, 1) | {"gradient": str(trains), "heads": str(q.shape[2]), "scale": str(scale)}
         facts |= {"keys": str(tuple(k.shape[2:])), "over": "all keys" if positions is None else "chosen keys"}

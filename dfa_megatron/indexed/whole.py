@@ -32,6 +32,7 @@ from dfa_megatron.runtime.comm.channel import Channel
 from dfa_megatron.runtime.comm.compared import Compared, compared
 from dfa_megatron.runtime.cu_seqlens import CuSeqlens, check_rows, mask_of, offsets_of, rows_of
 from dfa_megatron.runtime.execute.moves import Moves, moves_between
+from dfa_megatron.runtime.request import Request
 
 MEMORY = 1 << 26
 """Bytes of the largest intermediate tensor of a block."""
@@ -171,3 +172,8 @@ def _pieces(seen: Mask, layout: Layout) -> Iterable[tuple[Span, int, int]]:
         edges = [lo, *starts[bisect_right(starts, lo) : bisect_left(starts, hi)], hi]
         for (top, end), work in zip(pairwise(edges), part.row_work(edges), strict=True):
             yield Span(top, end), work, owners.owner_of(top)
+
+
+def scale_of(given: float | None, width: int) -> float:
+    """Return the scale of scores, `width ** -0.5` for None; refuse what attention refuses."""
+    return Request(softmax_scale=width**-0.5 if given is None else given, causal=True).softmax_scale

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -9,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from dfa_megatron.errors import UnsupportedError
+from dfa_megatron.names import plain
 
 TILE = 4096
 """Tokens of a tile where nobody says; fewer make the product with the weight's gradient slow."""
@@ -36,6 +38,15 @@ class Head:
     group: dist.ProcessGroup | None = None
     sequence_parallel: bool = False
     partition: tuple[int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse factors that are no numbers, to which no gradient would come, and those that make all logits 0."""
+        for name, value in {"scale": self.scale, "softcap": 1 if self.softcap is None else self.softcap}.items():
+            is_number = type(plain(value)) in (int, float) and 0 < (abs(value) if name == "scale" else value) < math.inf
+            if not is_number:
+                why = "it is a number, finite and not 0, to which no gradient comes"
+                instead = "scale=1.0 and softcap=None for none, and hidden states times a learned scale"
+                raise UnsupportedError(f"a head with {name}={value!r}", why, instead)
 
     @property
     def ranks(self) -> int:

@@ -93,6 +93,8 @@ def cross_entropy(
     """
     if reduction not in REDUCTIONS:
         raise UnsupportedError(f"reduction={reduction!r}", "there is no such value", nearest(reduction, REDUCTIONS))
+    if not 0 <= label_smoothing <= 1:
+        raise UnsupportedError(f"label_smoothing={label_smoothing}", "it is a share", "0.0 to 1.0, as in PyTorch")
     result, vocabulary = _result(hidden, head, labels, tile, total=label_smoothing != 0)
     label, lse = result[LABEL], result[LSE]
     losses = lse - label

@@ -229,7 +229,8 @@ class _States(torch.autograd.Function):
             with torch.autocast(states[0].device.type, enabled=False):
                 folded = fold(carries, share.source, brought, matrix=matrix)
             incoming = torch.stack([folded[piece] for piece in brought] or [torch.zeros_like(states[0])])
-        ctx.save_for_backward(*([incoming, *ms] if share.chains else []))
+        # Something on every rank: what is saved makes a checkpoint recompute, and send, before the backward sends.
+        ctx.save_for_backward(incoming, *(ms if share.chains else []))
         return incoming
 
     @staticmethod
@@ -237,7 +238,7 @@ class _States(torch.autograd.Function):
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         agreed: Agreed = ctx.agreed
         share, matrix = agreed.share, ctx.matrix
-        incoming, *ms = ctx.saved_tensors or [None]
+        incoming, *ms = ctx.saved_tensors
         wide = gradient.to(accumulator_dtype(gradient.dtype))
         maps, read = dict[int, torch.Tensor | None](), dict[int, torch.Tensor]()
         with torch.autocast(wide.device.type, enabled=False):
@@ -250,7 +251,7 @@ class _States(torch.autograd.Function):
             found: list[torch.Tensor | None] = []
             for at, piece in enumerate(share.sent[share.rank]):
                 source, of_m = share.source[piece], None
-                if source >= 0 and incoming is not None:
+                if source >= 0 and share.chains:
                     came = incoming[share.brought[share.rank].index(source)]
                     of_m = gradient_of_m(outgoing[piece], came, ms[at], matrix=matrix).to(ctx.dtypes[2 * at])
                 found += [of_m, outgoing[piece].to(ctx.dtypes[2 * at + 1])]

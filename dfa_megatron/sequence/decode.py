@@ -14,6 +14,7 @@ from dfa_megatron import kernels
 from dfa_megatron.config import DistAttentionConfig
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.kernels.api import BlockCall, BlockKernel, Need, Partial, accumulator_dtype
+from dfa_megatron.kernels.leaf import without_autocast
 from dfa_megatron.kernels.merge import weights_of
 from dfa_megatron.kernels.segments import Segments
 from dfa_megatron.plan.language.geometry import FULL
@@ -21,7 +22,7 @@ from dfa_megatron.runtime.agreement.calls import Kind
 from dfa_megatron.runtime.comm.compared import telling
 from dfa_megatron.runtime.comm.groups import Group
 from dfa_megatron.runtime.execute.sinks import merge_sinks, refuse_sinks
-from dfa_megatron.runtime.request import DEFAULTS
+from dfa_megatron.runtime.request import DEFAULTS, Request
 
 
 def decode_attn_func(
@@ -66,9 +67,13 @@ def decode_attn_func(
     with telling(group, verify=config.verify == "on") as over:
         starts = None if starts is None else [*map(index, starts)]
         kernel = _checked(q, k_cache, v_cache, starts, sinks, softcap, config)
-        scale = q.shape[3] ** -0.5 if softmax_scale is None else float(softmax_scale)
-        kind, starts = _kind(tuple(q.shape), q.dtype), (0,) * q.shape[0] if starts is None else starts
-    with over.running(kind, q.device) if over is not None and over.verified else nullcontext():
+        given = q.shape[3] ** -0.5 if softmax_scale is None else softmax_scale
+        request = Request(softmax_scale=given, softcap=softcap, causal=True)
+        scale = request.softmax_scale
+        asked = f"softmax_scale={scale}, softcap={softcap}, sinks={sinks is not None}"
+        kind = _kind(tuple(q.shape), v_cache.shape[3], q.dtype, asked)
+        starts = (0,) * q.shape[0] if starts is None else starts
+    with without_autocast(), over.running(kind, q.device) if over is not None and over.verified else nullcontext():
         out, lse = _partial(kernel, q, (k_cache, v_cache), starts, (scale, softcap))
         if over is not None:
             parts = torch.stack(over.gather(torch.cat((out, lse), -1)))
@@ -80,8 +85,8 @@ def decode_attn_func(
 
 
 @lru_cache(maxsize=256)
-def _kind(shape: tuple[int, ...], dtype: torch.dtype) -> Kind:
-    return Kind.of(f"decoding for queries {shape}, {dtype}")
+def _kind(shape: tuple[int, ...], width: int, dtype: torch.dtype, asked: str) -> Kind:
+    return Kind.of(f"decoding for queries {shape}, values of {width}, {dtype}, {asked}")
 
 
 def _merged(outs: torch.Tensor, lses: torch.Tensor) -> Partial:

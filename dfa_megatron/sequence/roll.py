@@ -8,6 +8,7 @@ from operator import index
 
 import torch
 
+from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.kernels.leaf import outside_graphs
 from dfa_megatron.plan.language.geometry import Span
 from dfa_megatron.plan.language.layout import Layout, cut_at
@@ -48,12 +49,14 @@ def roll_sequence(
         fill: -100 for labels.
 
     Raises:
-        UnsupportedError: x does not hold the rank's tokens of the layout, or cu_seqlens do not fit them.
+        UnsupportedError: x does not hold the rank's tokens of the layout, or cu_seqlens or fill do not fit them.
         DisagreementError: the ranks ask for different things, or run different calls.
     """
     shift = index(shift)
     with telling(group) as over:
-        dim = sequence_dim(x, dim)
+        dim, has_all = sequence_dim(x, dim), x.is_floating_point() or x.is_complex()
+        if not has_all and torch.full((), fill, dtype=x.dtype, device="cpu").item() != fill:
+            raise UnsupportedError(f"fill={fill} in a tensor of {x.dtype}", "it has no such number", "x.long()")
         offsets = () if cu_seqlens is None else offsets_of(cu_seqlens, x.device)
         if offsets:
             check_offsets(offsets)

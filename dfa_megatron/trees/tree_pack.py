@@ -9,12 +9,16 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 
+from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.loss import by_document
 from dfa_megatron.loss.scores import IGNORED
+from dfa_megatron.names import nearest
 from dfa_megatron.plan.language.layout import Layout
 from dfa_megatron.plan.language.tree import Tree
 from dfa_megatron.runtime.comm.groups import Group
 from dfa_megatron.sharding import tree_positions
+
+_COMBINING = ("sum", "mean")
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -66,7 +70,12 @@ class TreePack:
             values: for each rollout, by its number, (tokens,) in its own order, or one number for all its tokens.
             combine: how the rollouts that count a shared token make one number of theirs. "sum" fits factors of a
                 loss, such as advantages; "mean" fits what is the same but for rounding, such as old log-probabilities.
+
+        Raises:
+            UnsupportedError: combine has another name.
         """
+        if combine not in _COMBINING:
+            raise UnsupportedError(f"combine={combine!r}", "there is no such value", nearest(combine, _COMBINING))
         own = [torch.as_tensor(values[number]).reshape(-1) for number in self.rollouts]
         flat = torch.cat([numbers.expand(length) for numbers, length in zip(own, self._lengths, strict=True)])
         flat = flat if flat.is_floating_point() else flat.float()

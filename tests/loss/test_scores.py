@@ -108,6 +108,21 @@ def test_a_tied_weight_gets_both_gradients() -> None:
     compare(cross_entropy(embedded, Head(weight=weight), labels, tile=4), want, [weight])
 
 
+@pytest.mark.parametrize(
+    "odd", [0, 0.0, -2.0, torch.tensor(2.0), torch.nn.Parameter(torch.ones(())), True, "2", float("nan")]
+)
+def test_factors_that_are_no_numbers_or_that_no_logit_survives_are_refused(odd: Any) -> None:
+    hidden, weight, _, labels = drawn()
+    for name in ("scale", "softcap"):
+        if (name, odd) == ("scale", -2.0):
+            continue
+        with pytest.raises(UnsupportedError, match=f"a head with {name}="):
+            Head(weight=weight, **{name: odd})
+    for smoothing in (-0.1, 1.1):
+        with pytest.raises(UnsupportedError, match="label_smoothing"):
+            cross_entropy(hidden, Head(weight=weight), labels, label_smoothing=smoothing)
+
+
 @pytest.mark.parametrize("tile", [0, -1, 2.0, True, "8", None])
 def test_a_tile_that_is_no_number_of_tokens_is_refused(tile: Any) -> None:
     hidden, weight, _, labels = drawn()

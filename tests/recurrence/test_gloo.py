@@ -42,12 +42,13 @@ def compare(
     offsets: tuple[int, ...] | None = None,
     parents: Sequence[int] = (),
     layout: Layout | str = "contiguous",
+    around: Callable[[Callable[[], torch.Tensor]], torch.Tensor] = lambda run: run(),
 ) -> None:
     """One forward and backward of this rank's tokens, compared with its rows of one process's."""
     parts = contiguous(whole.dout.shape[1], ranks) if isinstance(layout, str) else layout
     tokens, rows = whole.rows(rank, ranks, parts), rows_of(parts, rank)
     where: Any = {"cu_seqlens": offsets, "parents": parents, "layout": layout}
-    out, _ = dist_scan(whole.scan, tokens, decay=whole.decay(tokens), **where)
+    out = around(lambda: dist_scan(whole.scan, tokens, decay=whole.decay(tokens), **where)[0])
     wanted, of_tokens = whole.whole(offsets or (), parents)
     tolerance = TOLERANCE[out.dtype]
     assert_close(out, wanted[:, rows], tolerance=tolerance, name="out")
@@ -69,6 +70,14 @@ def test_every_recurrence_is_exact_over_gloo(rank: int, ranks: int) -> None:
         for tree in (fan, *(forest(length, draw, most=8) for _ in range(2))):
             compare(packed, rank, ranks, *tree, draw.choice(["contiguous", uneven(length, ranks, draw)]))
     compare(recurrence("kda", 3 * ranks, seed=9, dtype=torch.float32), rank, ranks)
+
+
+@over_ranks(3)
+def test_a_plain_checkpoint_of_a_recurrence_alone_recomputes_on_every_rank_first(rank: int, ranks: int) -> None:
+    for seed, kind in enumerate(KINDS):
+        for offsets, parents in ((None, ()), ((0, 2, 7, 4 * ranks), [-1, 0, 0])):
+            whole = recurrence(kind, 4 * ranks, seed=seed)
+            compare(whole, rank, ranks, offsets, parents, around=partial(checkpoint, use_reentrant=False))
 
 
 @over_ranks(3, timeout=60)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from dfa_megatron import DistAttentionConfig, decode_attn_func
 from dfa_megatron.doctor.dense import dense_attention
-from dfa_megatron.errors import DistAttentionError, UnsupportedError
+from dfa_megatron.errors import DisagreementError, DistAttentionError, UnsupportedError
 from tests.support.close import assert_close
 from tests.support.workers import over_ranks
 
@@ -34,9 +35,10 @@ def whole(rank: int, world_size: int, name: str) -> None:
     starts = (0, min(hidden, shares[rank]) if rank == 0 else 0) if hidden else None
     for dtype, tolerance in ((torch.float64, 1e-12), (torch.float32, 1e-6)):
         more = None if sinks is None else sinks.to(dtype)
-        found = decode_attn_func(
-            q.to(dtype), *(x.to(dtype) for x in own), starts=starts, softcap=softcap, sinks=more, config=config
-        )
+        with torch.autocast("cpu", enabled=dtype == torch.float32):  # rounds nothing
+            found = decode_attn_func(
+                q.to(dtype), *(x.to(dtype) for x in own), starts=starts, softcap=softcap, sinks=more, config=config
+            )
         rows = [
             dense_attention(q[at : at + 1], k[at : at + 1, lo:], v[at : at + 1, lo:], softcap=softcap, sinks=sinks)[0]
             for at, lo in ((0, 0), (1, hidden))
@@ -53,6 +55,16 @@ def test_partials_over_any_share_of_the_keys_merge_to_the_whole(rank: int, world
         decode_attn_func(q, k, k, config=DistAttentionConfig(verify=verify))
     with pytest.raises(DistAttentionError):  # of one rank alone
         decode_attn_func(q, k, k[:, :, :1] if rank == 1 else k)
+
+
+@over_ranks(2)
+def test_ranks_that_ask_for_different_things_are_told(rank: int, world_size: int) -> None:
+    q, k, config = torch.randn(1, 1, 2, 8), torch.randn(1, 3, 2, 8), DistAttentionConfig(kernel="reference")
+    others = {"softmax_scale": 0.5, "softcap": 2.0, "sinks": torch.zeros(2), "v_cache": k[..., :4]}
+    for name, other in others.items():
+        given = {"v_cache": k, **({name: other} if rank else {})}
+        with pytest.raises(DisagreementError, match="run different"):
+            decode_attn_func(q, k, **given, config=config, group=dist.new_group([0, 1]))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

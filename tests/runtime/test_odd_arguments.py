@@ -34,6 +34,11 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     "ranks as group": (lambda: attend(*tensors(), group=[0, 1]), r"group=\[0, 1\]"),
     "sinks in a list": (lambda: attend(*tensors(), sinks=[0.0, 0.0]), "sinks of type list"),
     "slopes": (lambda: attend(*tensors(), alibi_slopes=torch.ones(2)), "the argument alibi_slopes: .*rotary"),
+    "a learned scale": (lambda: _chosen(torch.nn.Parameter(torch.ones(()))), r"softmax_scale=Parameter"),
+    "a negative scale": (lambda: _chosen(-1.0), r"softmax_scale=-1.0: it is positive and finite"),
+    "no scale": (lambda: _decode(lambda x: x, softmax_scale=0.0), r"softmax_scale=0.0: it is positive and finite"),
+    "a truth": (lambda: _decode(lambda x: x, softcap=True), r"softcap=True: it must be of type float"),
+    "a scale of an indexer's teacher": (lambda: _indexed(float("nan")), r"softmax_scale=nan"),
     "an array": (lambda: attend(tensors()[0].detach().numpy(), *tensors()[1:]), "q of type ndarray"),
     "a mask beside documents": (
         lambda: _pack((0, 8), mask=masks.causal(8)),
@@ -51,6 +56,15 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     "gradients of a batch": (lambda: _many_gradients(), "is_grads_batched"),
     "torch.func": (lambda: torch.func.grad(lambda q: attend(q, *tensors()[1:]).sum())(tensors()[0]), "torch.func"),
 }  # fmt: skip
+
+
+def _chosen(scale: Any) -> Any:
+    return indexed.sparse_attn(*tensors(), torch.zeros(1, 8, 1, dtype=torch.int64), softmax_scale=scale)
+
+
+def _indexed(scale: Any) -> Any:
+    q, k, _ = tensors()
+    return indexed.index_loss(q, k[:, :, 0], q[..., 0], q, k, torch.zeros(1, 2, 8), softmax_scale=scale)
 
 
 def _many_gradients() -> None:
@@ -119,17 +133,23 @@ NUMBERS: dict[str, Callable[[Callable[[Any], Any]], Any]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("what", NUMBERS)
-def test_numpys_numbers_mean_what_pythons_do(what: str) -> None:
+MASKS = [*NUMBERS][[*NUMBERS].index("full") : [*NUMBERS].index("layouts")]
+
+
+@pytest.mark.parametrize(("what", "tensors"), [*((name, False) for name in NUMBERS), *((name, True) for name in MASKS)])
+def test_numbers_of_numpy_and_of_tensors_in_masks_mean_what_pythons_do(what: str, tensors: bool) -> None:
     """Draw their types: in lists each number by itself, or an array."""
     draw = random.Random(what)
+    array, flag = (torch.tensor, torch.tensor) if tensors else (np.array, np.bool_)
 
     def of(value: Any) -> Any:
         if isinstance(value, list | tuple):
             mixed = type(value)(of(one) if draw.random() < 0.7 else one for one in value)
-            return np.array(value) if draw.random() < 0.3 else mixed
+            return array(value) if draw.random() < 0.3 else mixed
         if isinstance(value, bool):
-            return np.bool_(value)
+            return flag(value)
+        if tensors:
+            return torch.tensor(value, dtype=draw.choice([torch.int8, torch.int32, torch.int64]))
         kinds = [np.float32, np.float64] if isinstance(value, float) else [np.int8, np.int32, np.int64, np.uint8]
         return draw.choice(kinds[: 3 if value == -1 else 4])(value if -129 < value < 128 else np.int64(value))
 

@@ -20,6 +20,23 @@ from tests.support.packs import random_offsets
 from tests.support.workers import over_ranks
 
 
+def test_a_fill_that_a_dtype_lacks_is_refused() -> None:
+    lacks = {
+        torch.uint8: (-100, 0.5),
+        torch.bool: (-100, 2),
+        torch.int8: (0.5,),
+        torch.int64: (0.5,),
+        torch.bfloat16: (),
+    }
+    for dtype, fills in lacks.items():
+        for fill in (*fills, 0, 1):
+            if fill not in fills:
+                assert roll_sequence(torch.ones(1, 4).to(dtype), 1, fill=fill)[0, 0] == fill
+                continue
+            with pytest.raises(UnsupportedError, match=f"fill={fill} in a tensor of {dtype}"):
+                roll_sequence(torch.ones(1, 4).to(dtype), 1, fill=fill)
+
+
 def rolled(whole: torch.Tensor, shift: int, offsets: tuple[int, ...], fill: float) -> torch.Tensor:
     """Token by token."""
     result = whole * 0 + fill

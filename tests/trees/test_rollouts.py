@@ -228,3 +228,5 @@ def test_numbers_of_a_shared_token_are_combined_by_the_rule_that_is_named() -> N
     assert pack.weights.tolist() == [[2, 1, 0, 1, 0, 0, 0]]
     with pytest.raises(RuntimeError, match="must match the existing size"):
         pack.tokens_of([1.0, torch.ones(2)], combine="sum")
+    with pytest.raises(UnsupportedError, match="combine='avg'"):
+        pack.tokens_of([1, 2], combine="avg")  # type: ignore[arg-type]
