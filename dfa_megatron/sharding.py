@@ -89,7 +89,7 @@ def unshard_sequence(
         layout_of_tokens(layout, x.shape[dim], 1, cu_seqlens)
         return x
     offsets = () if cu_seqlens is None else offsets_of(cu_seqlens, x.device)
-    facts = {"exchange": "a whole sequence", **facts_of_tokens(x, dim), "dim": str(dim), "layout": str(layout)}
+    facts = {"exchange": "a whole sequence", **facts_of_tokens(x, dim), "layout": str(layout)}
     facts |= {"documents": describe(offsets) if offsets else "none", "device": over.place(x.device)}
     with over.calls.preparing():
         counts = [int.from_bytes(theirs[:8]) for theirs in over.agree(facts, x.shape[dim].to_bytes(8))]

@@ -78,7 +78,7 @@ def sparse_attn(
         UnsupportedError: shapes, dtypes, positions and layout do not fit together.
         DisagreementError: the ranks ask for different things, or run different calls.
     """
-    with telling(group, verify=config.verify == "on") as over:
+    with telling(group, config) as over:
         latent = v is None
         values = k if v is None else v
         refuse_strangers(q, k, values)

@@ -77,7 +77,7 @@ def index_loss(
         UnsupportedError: shapes, dtypes, positions and layout do not fit together.
         DisagreementError: the ranks ask for different losses, or run different calls.
     """
-    with telling(group, verify=config.verify == "on") as over:
+    with telling(group, config) as over:
         check_index(index_q, index_k, weights)
         _check_attention(index_q, q, k, lse, valid)
         whole, device = Whole.of(index_q, over, layout, cu_seqlens, mask), q.device

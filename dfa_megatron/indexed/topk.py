@@ -82,7 +82,7 @@ def index_topk(
         UnsupportedError: shapes, dtypes, documents and layout do not fit together.
         DisagreementError: the ranks ask for different choices, or run different calls.
     """
-    with telling(group, verify=config.verify == "on") as over:
+    with telling(group, config) as over:
         check_index(index_q, index_k, weights)
         if type(topk) is not int or topk < 1:
             raise UnsupportedError(f"topk={topk!r}", "it is a number of keys", "an integer from 1, such as 2048")

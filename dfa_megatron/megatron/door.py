@@ -152,7 +152,7 @@ def _checked_visit(model: Any, found: _Found, given: dict[str, Any]) -> Visit | 
     _follow_groups(model, found, context)
     rows = _rows(model, given)
     if given.get("packed_seq_params") is None:
-        with telling(model.cp_group, verify=context.options.verify == "on"):
+        with telling(model.cp_group, context.options):
             check_described(given.values())
     visit = context.visit(model, given.get("packed_seq_params"), model.cp_group, rows)
     if visit is not None:

@@ -104,7 +104,7 @@ class Place:
             UnsupportedError: cu_seqlens or parents do not fit the tokens, this process is not in the group, or an
                 order is asked for that states cannot keep.
         """
-        with telling(group, verify=config.verify == "on") as over:
+        with telling(group, config) as over:
             if config.numerics == "invariant":
                 why = "states pass from rank to rank, where they end decides the last bits"
                 raise UnsupportedError("a layer with states and numerics='invariant'", why, "numerics='fastest'")

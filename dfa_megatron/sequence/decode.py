@@ -64,7 +64,7 @@ def decode_attn_func(
         UnsupportedError: shapes, dtypes or devices do not fit together, a gradient is asked for, or no kernel serves.
         DisagreementError: the ranks run different calls.
     """
-    with telling(group, verify=config.verify == "on") as over:
+    with telling(group, config) as over:
         starts = None if starts is None else [*map(index, starts)]
         kernel = _checked(q, k_cache, v_cache, starts, sinks, softcap, config)
         given = q.shape[3] ** -0.5 if softmax_scale is None else softmax_scale

@@ -14,6 +14,7 @@ from dfa_megatron import max_logits, roll_sequence, unshard_sequence
 from dfa_megatron.errors import DisagreementError, UnsupportedError
 from dfa_megatron.masks import Span, Tile, union
 from dfa_megatron.plan.language.layout import Layout
+from dfa_megatron.recurrence import dist_conv
 from dfa_megatron.sharding import layout_of_tokens
 from tests.sequence.test_max_logits import uneven
 from tests.support.packs import random_offsets
@@ -112,7 +113,7 @@ def test_layouts_masks_and_packs_that_differ_are_told_on_every_rank(rank: int, r
         alike = [one.positions(at) for at in range(ranks)] == [two.positions(at) for at in range(ranks)]
         assert (str(one) == str(two)) == alike
         layout, x = (two if odd else one), torch.ones(1, length // ranks, 2, 8)
-        keys = Span(0, length - odd)
+        keys, cube = Span(0, length - odd), torch.ones(2, 4, 4)
         mask, pack = union("mine", length, [Tile(Span(0, length), keys)]), (0, 1 + odd, length)
         for what, call in {
             "layout": partial(unshard_sequence, x, layout=layout),
@@ -120,9 +121,11 @@ def test_layouts_masks_and_packs_that_differ_are_told_on_every_rank(rank: int, r
             "logits": partial(max_logits, x, x, causal=True, layout=layout),
             "mask": partial(max_logits, x, x, mask=mask),
             "pack": partial(unshard_sequence, x, layout="load_balanced", cu_seqlens=pack),
+            "dim of a roll": partial(roll_sequence, cube, -1, dim=1 + odd),
+            "dim of a convolution": partial(dist_conv, lambda x, _: x, cube, 2, dim=1 + odd),
         }.items():
             group = dist.new_group(list(range(ranks)))
-            heard = alike and what not in ("mask", "pack")
+            heard = alike and what in ("layout", "roll", "logits")
             try:
                 call(group=group)
             except DisagreementError:

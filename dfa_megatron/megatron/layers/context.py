@@ -82,7 +82,7 @@ class AttentionContext:
             check_declared(group, self.options.data_layout, rows[1], packed=several, ours=ours)
             if pack is not None:
                 if pack.pairs is not None and pack.pairs.length % group.size() == 0:
-                    with telling(group, verify=self.options.verify == "on"):
+                    with telling(group, self.options):
                         check_length(pack.pairs, rows[1] * group.size())
                 self._check_pack(model, packed, pack, group)
         outside: str | Layout = self.options.layout_inside
@@ -94,7 +94,7 @@ class AttentionContext:
         if pack is not None and pack.offsets[-1] % group.size() and isinstance(outside, str):
             outside = by_name(outside, pack.offsets[-1], group.size())
             counts = [outside.tokens(rank) for rank in range(group.size())]
-            with telling(group, verify=self.options.verify == "on"):
+            with telling(group, self.options):
                 check_uneven(model.config, counts, rows[1], group.rank())
             layout = of_lengths(counts) if self.options.data_layout == "boundary" else outside
         return Visit(model, group, layout, outside, pack, rows, self.exchange(group))
@@ -129,7 +129,7 @@ class AttentionContext:
 
     def cut_pack(self, params: Any, group: dist.ProcessGroup, tokens: int) -> Pack:
         """Return the pack of a PackedSeqParams whose documents were cut one by one; ranks compare a new pack."""
-        with telling(group, verify=self.options.verify == "on") as over:
+        with telling(group, self.options) as over:
             pack = read_pack(params, group.size())
             check_offsets(pack.padded, tokens * group.size())
         key, agreed = (pack.offsets, pack.padded), self.exchange(group).agreed

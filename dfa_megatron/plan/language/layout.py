@@ -235,5 +235,6 @@ def by_name(name: str, length: int, ranks: int) -> Layout:
     if name not in LAYOUTS:
         raise UnsupportedError(f"layout {name!r}", "there is no such layout", "one of " + ", ".join(LAYOUTS))
     if not length:
-        raise UnsupportedError(f"a sequence of {length} tokens on {ranks} ranks", "there is nothing to share", "more")
+        instead = "more; layouts.contiguous(all tokens, ranks) for layout, where other ranks hold some"
+        raise UnsupportedError(f"a sequence of {length} tokens on {ranks} ranks", "there is nothing to share", instead)
     return LAYOUTS[name](length, ranks)

@@ -10,9 +10,11 @@ from typing import Any, TypeVar
 
 import torch
 
+from dfa_megatron.config import DistAttentionConfig
 from dfa_megatron.runtime.agreement.calls import Facts, Kind, current_layer
 from dfa_megatron.runtime.comm.channel import Channel, refuse
 from dfa_megatron.runtime.comm.groups import Group, channel_of
+from dfa_megatron.runtime.request import Request
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -45,6 +47,7 @@ def facts_of_tokens(x: torch.Tensor, dim: int) -> Facts:
     """Return what ranks compare of a tensor with tokens along `dim`, of which they may hold different numbers."""
     return {
         "shape": str((*x.shape[:dim], *x.shape[dim % x.dim() + 1 :])),
+        "dim": str(dim % x.dim()),
         "dtype": str(x.dtype),
         "gradient": str(torch.is_grad_enabled() and x.requires_grad),
     }
@@ -85,14 +88,16 @@ def described(over: Channel, facts: Facts, *varying: str) -> Compared:
 
 
 @contextmanager
-def telling(group: Group, *, verify: bool | None = None) -> Iterator[Channel | None]:
+def telling(group: Group, config: Any = ...) -> Iterator[Channel | None]:
     """Give the channel of a group, None of one rank; tell the other ranks of an error, which would wait.
 
-    verify: whether calls are compared; None is as the group's first call asked, or a later one.
+    config: the caller's, which says whether calls are compared; without one that stays as it is.
     """
-    over = channel_of(group, verify=verify)
+    over = channel_of(group, verify=None if config is ... else getattr(config, "verify", "on") == "on")
     since = 0 if over is None else over.calls.last.number
     try:
+        if config is not ... and not isinstance(config, DistAttentionConfig):
+            Request(softmax_scale=1.0, causal=True, config=config)  # which refuses it
         yield over
     except Exception as error:
         refuse(error, over, since)
@@ -104,8 +109,7 @@ def together(function: F) -> F:
 
     @functools.wraps(function)
     def tells(*args: Any, **options: Any) -> Any:
-        verify = getattr(options.get("config"), "verify", None)
-        with telling(options.get("group"), verify=verify and verify == "on"):
+        with telling(options.get("group"), options.get("config", ...)):
             return function(*args, **options)
 
     return tells  # type: ignore[return-value]

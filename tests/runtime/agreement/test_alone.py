@@ -22,6 +22,7 @@ import dfa_megatron
 from dfa_megatron import masks
 from dfa_megatron.config import DistAttentionConfig
 from dfa_megatron.errors import UnsupportedError
+from dfa_megatron.indexed import index_topk
 from dfa_megatron.recurrence import dist_conv, dist_mamba2, dist_scan
 from dfa_megatron.runtime.comm.transports import Communicator
 from dfa_megatron.sequence.max_logits import max_logits
@@ -132,10 +133,10 @@ def written(bad: bool, group: Any) -> None:
     out.sum().backward()
 
 
-def decode(bad: bool, group: Any, broken: str = "", k: Any = None) -> None:
+def decode(bad: bool, group: Any, broken: str = "", k: Any = None, **config: Any) -> None:
     q, cache = torch.randn(1, 1, 2, 8), torch.randn(1, 4, 2, 8)
     with breaks(bad and bool(broken), f"sequence.decode.{broken}"):
-        dfa_megatron.decode_attn_func(q, cache if k is None or not bad else k, cache, group=group)
+        dfa_megatron.decode_attn_func(q, cache if k is None or not bad else k, cache, group=group, **config)
 
 
 def scans(bad: bool, group: Any, error: type[Exception] | None = RuntimeError) -> None:
@@ -147,9 +148,19 @@ def scans(bad: bool, group: Any, error: type[Exception] | None = RuntimeError) -
     dist_scan(given, mine, group=group)
 
 
-def convolves(bad: bool, group: Any, width: int = 3) -> None:
+def convolves(bad: bool, group: Any, width: int = 3, **config: Any) -> None:
     run = convolve(torch.randn(4, 3))
-    dist_conv(fails(bad and width == 3, run), torch.randn(1, 6, 4), 3 if not bad else width, group=group)
+    x = torch.randn(1, 6, 4)
+    dist_conv(fails(bad and width == 3, run), x, 3 if not bad else width, group=group, **config)
+
+
+def config(bad: bool, odd: Any) -> dict[str, Any]:
+    return {"config": odd} if bad else {}
+
+
+def choose(bad: bool, group: Any) -> None:
+    index = (torch.randn(1, 4, *shape) for shape in ((2, 3), (3,), (2,)))
+    index_topk(*index, 2, group=group, **config(bad, None))
 
 
 def mamba(bad: bool, group: Any) -> None:
@@ -208,6 +219,9 @@ ALONE: dict[str, tuple[Callable[[bool, Any], None], str]] = {
     "a roll of rows": (lambda bad, group: rolls(bad, group, rows=[(0, 8), (0, 8)]), "rows in a batch of"),
     "largest logits": (lambda bad, group: largest(bad, group, "sequence.max_logits._raise"), WORDS),
     "the scale of logits": (lambda bad, group: largest(bad, group, scale="small"), "scale"),
+    "no config of a choice": (choose, "config=None"),
+    "no config of a decoding": (lambda bad, group: decode(bad, group, **config(bad, {})), "config={}"),
+    "no config of a convolution": (lambda bad, group: convolves(bad, group, **config(bad, "on")), "config='on'"),
 }
 """What one rank does alone, (whether this rank does, group), and words of its error."""
 
