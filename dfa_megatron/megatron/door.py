@@ -153,7 +153,7 @@ def _checked_visit(model: Any, found: _Found, given: dict[str, Any]) -> Visit | 
     rows = _rows(model, given)
     if given.get("packed_seq_params") is None:
         with telling(model.cp_group, context.options):
-            check_described(given.values())
+            check_described(given.values(), model.cp_group, rows[1])
     visit = context.visit(model, given.get("packed_seq_params"), model.cp_group, rows)
     if visit is not None:
         _check_positions(context, given.get("position_ids"), rows[1], visit)

@@ -129,6 +129,9 @@ def foreign_packs(rank: int, world_size: int) -> None:
         model = harness.model_of(plain(layout))
         ours = shard_batch(packed, dist_group(), options)
         want, params = loss_of(model, ours), ours["packed_seq_params"]
+        copied = {name: x.clone() if isinstance(x, torch.Tensor) else None for name, x in ours.items()}
+        with pytest.raises(UnsupportedError, match="a call without the packed_seq_params of a batch"):
+            loss_of(model, copied)  # as `.to` and collators copy
         shard_batch({name: x[:1].repeat(1, 8) for name, x in whole.items()}, dist_group(), options)  # any length
         shard_batch({name: theirs[name].repeat(1, world_size) for name in whole}, dist_group(), options)
         by_hand = PackedSeqParams("thd", **{name: getattr(params, name) for name in OFFSETS})

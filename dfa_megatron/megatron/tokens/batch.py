@@ -71,7 +71,7 @@ def shard_batch(batch: Mapping[str, Any], cp_group: dist.ProcessGroup, options: 
     cuts = DECLARED.get(cp_group)
     is_first = cuts is None
     if cuts is None or cuts.layout != layout:
-        cuts = DECLARED[cp_group] = Cuts(layout, set())
+        cuts = DECLARED[cp_group] = Cuts(layout, {})
     lengths = {x.shape[1] for x in rows.values()}
     if ranks > 1:
         if is_first and options.verify == "on" and torch.utils.data.get_worker_info() is None:
@@ -82,9 +82,10 @@ def shard_batch(batch: Mapping[str, Any], cp_group: dist.ProcessGroup, options: 
                 f"ranks hold equal parts of it, in layout zigzag of two of 2 x CP = {2 * ranks} chunks",
                 "a length that 2 x CP divides, or packed documents: cu_seqlens (0, length) makes the row one",
             )
-    if cuts.tokens is not None:
-        cuts.tokens |= {by_name(layout, length, ranks).tokens(rank) for length in lengths for rank in range(ranks)}
     described = params is not None and (params.pack.pairs is not None or len(params.pack.offsets) > 2)
+    if cuts.tokens is not None:
+        held = {by_name(layout, length, ranks).tokens(rank) for length in lengths for rank in range(ranks)}
+        cuts.tokens |= {tokens: cuts.tokens.get(tokens, True) and described for tokens in held}
     cut = {name: shard_sequence(x, group=cp_group, layout=layout)[:] for name, x in rows.items()}
     for x in cut.values():
         setattr(x, DESCRIBED, described)

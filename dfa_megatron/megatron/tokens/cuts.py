@@ -28,11 +28,12 @@ DESCRIBED = "_dfa_described"
 class Cuts:
     """How batches are cut over a group.
 
-    layout: contiguous or zigzag. tokens: of a rank, in batches that `shard_batch` cut; None where own code cuts.
+    layout: contiguous or zigzag. tokens: of a rank, in batches that `shard_batch` cut, and whether all such batches had
+    documents, a tree or a mask; None where own code cuts.
     """
 
     layout: str
-    tokens: set[int] | None
+    tokens: dict[int, bool] | None
 
 
 DECLARED: WeakKeyDictionary[dist.ProcessGroup, Cuts] = WeakKeyDictionary()
@@ -55,9 +56,14 @@ def cuts_documents(cp_group: dist.ProcessGroup) -> bool:
     return cp_group.size() > 1 and cp_group not in DECLARED and packing_of_script() != "rows"
 
 
-def check_described(given: Iterable[Any]) -> None:
-    """Refuse a call without packed_seq_params on tensors that `shard_batch` cut from a row with documents."""
-    if any(getattr(x, DESCRIBED, False) for x in given):
+def check_described(given: Iterable[Any], cp_group: dist.ProcessGroup, tokens: int) -> None:
+    """Refuse a call without packed_seq_params on tensors that `shard_batch` cut from a row with documents.
+
+    Copies, as `.to` makes them, have no mark: they are known by their number of tokens on this rank.
+    """
+    cuts = DECLARED.get(cp_group)
+    alone = cuts is not None and cuts.tokens is not None and cuts.tokens.get(tokens, False)
+    if alone or any(getattr(x, DESCRIBED, False) for x in given):
         raise UnsupportedError(
             "a call without the packed_seq_params of a batch that `shard_batch` cut from a row with documents",
             "every token would attend to all before it, in other documents too",
