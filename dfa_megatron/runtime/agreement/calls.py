@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
+import re
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -196,8 +197,9 @@ class Calls:
 
     @property
     def thread(self) -> str:
-        """The name of the thread that makes the calls."""
-        return (self._thread or threading.current_thread()).name
+        """The name of the thread that makes the calls, without the number that each process counts for itself."""
+        name = (self._thread or threading.current_thread()).name
+        return re.sub(r"^(Thread|Dummy|ThreadPoolExecutor)-\d+", r"\1", name)
 
     def lose(self, error: BaseException, *, told: bool) -> None:
         """Mark the group as lost. told: the caller has seen the error already."""

@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -191,6 +192,19 @@ def test_a_fork_may_not_call_attention_and_its_parent_goes_on(rank: int, ranks: 
                 os._exit(not text.startswith("UnsupportedError: ") or "in a fork" not in text)
             assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0, "refused by name"
     attend()
+
+
+@over_ranks(2)
+def test_threads_that_each_rank_numbers_for_itself_are_no_difference(rank: int, ranks: int) -> None:
+    """Rank 1 makes more of them, as a logger does."""
+    found: list[str] = []
+    for _ in range(1 + rank):
+        pool, thread = ThreadPoolExecutor(1), threading.Thread(target=lambda: found.append(told(know)))
+    thread.start()
+    thread.join()
+    with pool:
+        found.append(pool.submit(told, partial(know, dist.new_group([0, 1]))).result())
+    assert found == ["", ""]
 
 
 @over_ranks(2)
