@@ -56,10 +56,10 @@ LONG_FUNCTIONS_FOR_NOW: set[str] = set()
 BUDGETS = {
     "benchmarks": 6_314,
     "cli": 851,
-    "deepspeed": 1_037,
+    "deepspeed": 1_038,
     "docs": 1_196,
     "doctor": 919,
-    "huggingface": 3_862,
+    "huggingface": 3_867,
     "indexed": 961,
     "kernels": 3_923,
     "loss": 715,
@@ -70,8 +70,8 @@ BUDGETS = {
     "remat": 485,
     "runtime": 5_342,
     "sequence": 417,
-    "tests": 37_536,
-    "top": 1_913,
+    "tests": 37_564,
+    "top": 1_918,
     "trees": 316,
 }
 """Lines of Python in a folder of the package, in its files beside them ("top"), in tests, docs and benchmarks.

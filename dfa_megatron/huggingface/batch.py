@@ -78,17 +78,21 @@ def tokens_of(given: Arguments) -> torch.Tensor:
     return found
 
 
-def compare(group: str, given: Arguments | None) -> None:
-    """Check that the ranks of a group have the same batch, None for one that this rank refuses; collective."""
+def compare(group: str, given: Arguments | None, *, asks: bool = False) -> bool:
+    """Check that the ranks of a group have the same batch, None for one that this rank refuses; collective.
+
+    Returns whether a rank asks.
+    """
     told = {name: given[name] for name in OF_TOKENS if given is not None and given.get(name) is not None}
     for name, x in told.items():
         if isinstance(x, torch.Tensor) and x.is_floating_point() and name != EMBEDDED:
             told[name] = [*x.shape]  # images and sound go with their tokens
-    check_same(
+    return check_same(
         group,
         told or None,
         "a DistributedSampler with num_replicas and rank of the groups, not of all ranks; loaders prepared after "
         "distribute_accelerator; the same data set, collator and seed",
+        asks=asks,
     )
 
 
