@@ -111,6 +111,8 @@ def forward_of_batch(decoder: Any, given: Arguments, shifted: torch.Tensor | Non
     mask = mask if isinstance(mask, torch.Tensor) else None
     if mask is not None:
         _check_right(mask, given.get("labels"))
+    count = given.get("num_items_in_batch")
+    labelled = None if shifted is None else (shifted != IGNORED).any() if count is None else torch.as_tensor(count > 0)
     seen, positions = seen_in(given, places(decoder, given, whole=context.multimodal), tokens)
     return Forward(
         context,
@@ -122,7 +124,7 @@ def forward_of_batch(decoder: Any, given: Arguments, shifted: torch.Tensor | Non
         mask=None if mask is None else shard_sequence(mask, group=context.group),
         layout=layout,
         rows=rows,
-        labelled=None if shifted is None else (shifted != IGNORED).any(),
+        labelled=labelled,
     )
 
 

@@ -198,4 +198,4 @@ def _count(trainer: Any, batches: Sequence[Any], device: torch.device) -> Any:
         here = torch.device("cpu")  # where ranks meet before they go on
         with compared("the labels of a step", over, {}, here).running(0, here):
             count = trainer.accelerator.gather(count).sum()
-    return count.clamp(min=1)
+    return count.clamp(min=1) if trainer.model.training else count
