@@ -62,7 +62,7 @@ def check_length(pairs: Tree | Mask, tokens: int) -> None:
         )
 
 
-def check_same(group: Group, batch: Mapping[str, Any] | None, instead: str) -> None:
+def check_same(group: Group, batch: Mapping[str, Any] | None, instead: str, *, asks: bool = False) -> bool:
     """Check that the ranks of a group have the same batch; collective, with one small message.
 
     They compare a number of its integers, and of the bits of what is no integer.
@@ -71,6 +71,10 @@ def check_same(group: Group, batch: Mapping[str, Any] | None, instead: str) -> N
         batch: entries, of which the first has (rows, tokens, ...). None where this rank refuses its call, which it
             tells the others.
         instead: what works.
+        asks: this rank asks for something more.
+
+    Returns:
+        Whether a rank asks.
 
     Raises:
         UnsupportedError: they have other batches; all raise it.
@@ -78,15 +82,16 @@ def check_same(group: Group, batch: Mapping[str, Any] | None, instead: str) -> N
     """
     over = channel_of(group, verify=True) if group else None  # where a wait can be given up
     if over is None:
-        return
+        return asks
     facts = (0, 0, 0)  # rows, tokens of a row, number
     if batch is not None:
         tokens = next(iter(batch.values()))
         facts = (*tokens.shape[:2], int(_number_of(batch, tokens.device)))
     with over.running(_COMPARES, torch.device("cpu")):
-        every = torch.stack(over.gather(torch.tensor(facts, device="cpu"))).tolist()
+        every = torch.stack(over.gather(torch.tensor((*facts, asks), device="cpu"))).tolist()
+    asked = [each.pop() for each in every]
     if batch is None or all(each == every[0] for each in every):
-        return
+        return any(asked)
     if refusing := [rank for rank, (rows, *_) in enumerate(every) if not rows]:
         why = f"rank {listed(refusing)} of the group refuses its part of this batch; the error there says why"
         raise DisagreementError(why)

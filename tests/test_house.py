@@ -48,10 +48,10 @@ WIDE_FOR_NOW = {"runtime/op.py:attention_backward"}
 BUDGETS = {
     "benchmarks": 6_314,
     "cli": 851,
-    "deepspeed": 1_037,
+    "deepspeed": 1_038,
     "docs": 1_196,
     "doctor": 919,
-    "huggingface": 3_862,
+    "huggingface": 3_869,
     "indexed": 961,
     "kernels": 3_923,
     "loss": 715,
@@ -62,8 +62,8 @@ BUDGETS = {
     "remat": 485,
     "runtime": 5_375,
     "sequence": 417,
-    "tests": 36_697,
-    "top": 1_913,
+    "tests": 36_723,
+    "top": 1_918,
     "trees": 316,
 }
 """Lines of Python in a folder of the package, in its files beside them ("top"), in tests, docs and benchmarks.

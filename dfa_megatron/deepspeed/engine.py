@@ -104,6 +104,7 @@ def prepare(model: torch.nn.Module, settings: dict[str, Any], block: DeepSpeedOp
 
     def finish(engine: Any) -> None:
         _accept(engine, mesh, settings)
+        engine.dp_world_size = mesh.data_size  # by which its `set_train_batch_size` counts, and its profiler
         if block.prove:
             prove(engine)
 

@@ -250,10 +250,13 @@ class SharesSequences:
                     share_sequences(self, model, None, None, loop=True)
         return super().prepare(*args, **kwargs)  # type: ignore[misc]
 
-    def prepare_data_loader(self, *args: Any, **kwargs: Any) -> Any:
+    def prepare_data_loader(self, data_loader: Any, *args: Any, **kwargs: Any) -> Any:
         """Prepare a loader that gives the ranks of a group the same batches."""
         with self.indexed_by_groups():
-            return super().prepare_data_loader(*args, **kwargs)  # type: ignore[misc]
+            seeds = getattr(getattr(data_loader, "worker_init_fn", None), "keywords", {})
+            if "rank" in seeds:  # of a Trainer's workers
+                seeds["rank"] = self.process_index
+            return super().prepare_data_loader(data_loader, *args, **kwargs)  # type: ignore[misc]
 
     def _prepare_device_mesh(self) -> None:
         """Return no mesh: loaders count processes."""

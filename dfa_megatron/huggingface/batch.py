@@ -78,17 +78,21 @@ def tokens_of(given: Arguments) -> torch.Tensor:
     return found
 
 
-def compare(group: str, given: Arguments | None) -> None:
-    """Check that the ranks of a group have the same batch, None for one that this rank refuses; collective."""
+def compare(group: str, given: Arguments | None, *, asks: bool = False) -> bool:
+    """Check that the ranks of a group have the same batch, None for one that this rank refuses; collective.
+
+    Returns whether a rank asks.
+    """
     told = {name: given[name] for name in OF_TOKENS if given is not None and given.get(name) is not None}
     for name, x in told.items():
         if isinstance(x, torch.Tensor) and x.is_floating_point() and name != EMBEDDED:
             told[name] = [*x.shape]  # images and sound go with their tokens
-    check_same(
+    return check_same(
         group,
         told or None,
         "a DistributedSampler with num_replicas and rank of the groups, not of all ranks; loaders prepared after "
         "distribute_accelerator; the same data set, collator and seed",
+        asks=asks,
     )
 
 
@@ -107,6 +111,8 @@ def forward_of_batch(decoder: Any, given: Arguments, shifted: torch.Tensor | Non
     mask = mask if isinstance(mask, torch.Tensor) else None
     if mask is not None:
         _check_right(mask, given.get("labels"))
+    count = given.get("num_items_in_batch")
+    labelled = None if shifted is None else (shifted != IGNORED).any() if count is None else torch.as_tensor(count > 0)
     seen, positions = seen_in(given, places(decoder, given, whole=context.multimodal), tokens)
     return Forward(
         context,
@@ -118,7 +124,7 @@ def forward_of_batch(decoder: Any, given: Arguments, shifted: torch.Tensor | Non
         mask=None if mask is None else shard_sequence(mask, group=context.group),
         layout=layout,
         rows=rows,
-        labelled=None if shifted is None else (shifted != IGNORED).any(),
+        labelled=labelled,
     )
 
 

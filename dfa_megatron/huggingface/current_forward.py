@@ -80,7 +80,7 @@ class Forward:
     longest: tokens of the longest document, or path, on all ranks.
     mask: (batch, local_seq), 0 for padding; None without.
     rows: the rows of the batch.
-    labelled: whether the batch has a label that counts, on its device; None without labels.
+    labelled: whether the batch, or the step that it is a part of, has a label that counts; None without labels.
     tile: tokens of a tile of the loss; None where logits are made.
     layout: the tokens of a row that every rank holds; not read where attention is local.
     choices: the positions that indexers have chosen, for a recompute.

@@ -71,27 +71,24 @@ def begin(model: Any, args: tuple[Any, ...], kwargs: Arguments) -> ArgsAndKeywor
         return args, {name: x for name, x in kwargs.items() if name not in (TREE, MASK)}
     check_router(model)
     verified = bool(context.group) and context.options.verify != "off"
-    if verified and len(context.compared) < 2:
-        _compare_weights(model, context)
     try:
         kept, forward = _read(model, given)
     except Exception:
         if verified:  # the others wait for this rank's number
             compare(context.group, None)
         raise
-    if verified:
-        compare(context.group, given)
+    if verified and compare(context.group, given, asks=_changed(model, context)):
+        check_weights(model, context.group, STEPPED if context.compared else FIRST)
+        now = changes(model)
+        context.compared += (now, now) if now is None else (now,)
     enter(model, replace(forward, tile=tile))
     return (), kept
 
 
-def _compare_weights(model: Any, context: LayerContext) -> None:
-    """Compare weights in the first call, and in training once more after the first step."""
-    if context.compared and not torch.is_grad_enabled():
-        return
-    if (now := changes(model)) not in context.compared:
-        check_weights(model, context.group, STEPPED if context.compared else FIRST)
-        context.compared += (now, now) if now is None else (now,)
+def _changed(model: Any, context: LayerContext) -> bool:
+    """Return whether to compare weights: in the first call, and in training once more after the first step."""
+    known = context.compared
+    return not known or (len(known) < 2 and torch.is_grad_enabled() and changes(model) not in known)
 
 
 def _read(model: Any, given: Arguments) -> tuple[Arguments, Forward]:

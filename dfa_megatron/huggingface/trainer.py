@@ -190,11 +190,12 @@ def _count(trainer: Any, batches: Sequence[Any], device: torch.device) -> Any:
     """Count the labels of a step, of all its micro-batches and groups, as Trainer does."""
     if not batches or "labels" not in batches[0] or not trainer.model_accepts_loss_kwargs:
         return None
-    count = torch.stack([(batch["labels"][..., 1:] != IGNORED).sum() for batch in batches]).sum().to(device)
+    counted = [batch["shift_labels"] if "shift_labels" in batch else batch["labels"][..., 1:] for batch in batches]
+    count = torch.stack([(labels != IGNORED).sum() for labels in counted]).sum().to(device)
     if trainer.args.average_tokens_across_devices:
         context: LayerContext = getattr(transformers_model(trainer.model), CONTEXT)
         over = channel_of(context.group, verify=context.options.verify == "on")  # a rank that is not there is named
         here = torch.device("cpu")  # where ranks meet before they go on
         with compared("the labels of a step", over, {}, here).running(0, here):
             count = trainer.accelerator.gather(count).sum()
-    return count.clamp(min=1)
+    return count.clamp(min=1) if trainer.model.training else count

@@ -28,9 +28,10 @@ def train(rank: int, world_size: int) -> None:
     """Accumulation and clipping: three steps of SGD move the weights as they move on one process."""
     harness.prepare_worker(rank)
     config = harness.settings(3, world_size, checkpoint="remat")
-    config |= {"gradient_accumulation_steps": 2, "gradient_clipping": 0.5}
+    config["gradient_clipping"] = 0.5
     config["optimizer"]["params"]["lr"] = 0.1
     engine, want = harness.engine_of(config), build("Qwen3")
+    engine.set_train_batch_size(2)  # sequences, one at a time
     optimizer = torch.optim.SGD(want.parameters(), lr=0.1)
     for first in (0, 2, 4):
         for seed in (first, first + 1):

@@ -43,6 +43,16 @@ class Prompts(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
         }
 
 
+class Shifted(Sequences):
+    """Sequences whose labels are shifted already, with more holes."""
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        sample = super().__getitem__(index)
+        shifted = torch.nn.functional.pad(sample["labels"], (0, 1), value=-100)[1:]
+        holes = torch.rand(len(shifted), generator=torch.Generator().manual_seed(index)) < 0.4
+        return sample | {"shift_labels": shifted.masked_fill(holes, -100)}
+
+
 class Batches:
     """Metrics that are summed batch by batch."""
 
@@ -70,6 +80,7 @@ def runs() -> dict[str, dict[str, Any]]:
             "compute_metrics": Batches(),
         },
         "marked loss": {"loss": dfa_hf.sums_tokens(functools.partial(weighed, z=0.1)), **COUNTED},
+        "shifted": {"data": Shifted(12), "remove_unused_columns": False, **COUNTED},
     }  # fmt: skip
 
 
@@ -107,6 +118,7 @@ def train(rank: int, world_size: int, size: int, folder: str) -> dict[str, Any]:
         if options.get("auto_find_batch_size"):
             short_of_memory(run)
         run.train()
+        assert run.get_train_dataloader().worker_init_fn.keywords["rank"] == rank // size
         logs, found[name] = run.state.log_history, history(run, (*NAMES, *KEYS))
         found[name]["steps"] = [float(run.state.max_steps), float(run.state.global_step), float(run._train_batch_size)]
         rate = "train_samples_per_second"
