@@ -13,7 +13,8 @@ gradients are compared with float64 first; a mode that is wrong is not timed. Ea
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -24,7 +25,7 @@ import torch.distributed as dist
 
 from benchmarks.attention.correctness import too_far
 from benchmarks.attention.failures import attempt
-from benchmarks.bench import benchmark, clear_memory, flags_of, median_ms, peak_gib, relative
+from benchmarks.bench import Call, benchmark, clear_memory, flags_of, median_ms, peak_gib, relative
 from benchmarks.megatron_common import MODES, Shape, arrange, gpt_model, make_config, seed
 from benchmarks.memory_account import head_bytes
 from dfa_megatron import MegatronConfig
@@ -143,7 +144,7 @@ def measure(sizes: Sizes, mode: str, name: str, tokens: int, device: torch.devic
     """Return milliseconds and memory of a pass."""
     model = build(sizes, mode, device).train(name == "train")
     hidden, labels = draw(sizes, model, tokens, device)
-    step = {"train": _train, "logprobs": _logprobs, "entropy": _entropy}[name](model, hidden, labels)
+    step = step_of(name, model, hidden, labels)
     clear_memory()
     before = torch.cuda.memory_allocated() / 2**30 if device.type == "cuda" else 0.0
     elapsed = median_ms(step, device, repeats=sizes.repeats)
@@ -155,24 +156,16 @@ def measure(sizes: Sizes, mode: str, name: str, tokens: int, device: torch.devic
     return figures
 
 
-def _train(model: Any, hidden: torch.Tensor, labels: torch.Tensor) -> Callable[[], None]:
-    hidden.requires_grad_()
+def step_of(name: str, model: Any, hidden: torch.Tensor, labels: torch.Tensor) -> Call:
+    """Return a pass."""
 
     def step() -> None:
-        losses_of(model, hidden, labels).sum().backward()
-        hidden.grad = None
-        model.zero_grad(set_to_none=True)
-
-    return step
-
-
-def _logprobs(model: Any, hidden: torch.Tensor, labels: torch.Tensor) -> Callable[[], object]:
-    return torch.no_grad()(lambda: losses_of(model, hidden, labels))
-
-
-def _entropy(model: Any, hidden: torch.Tensor, labels: torch.Tensor) -> Callable[[], None]:
-    def step() -> None:
-        with torch.no_grad(), scores_of(model):
+        if name == "train":
+            losses_of(model, hidden.requires_grad_(), labels).sum().backward()
+            hidden.grad = None
+            model.zero_grad(set_to_none=True)
+            return
+        with torch.no_grad(), scores_of(model) if name == "entropy" else contextlib.nullcontext():
             losses_of(model, hidden, labels)
 
     return step

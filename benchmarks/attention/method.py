@@ -5,6 +5,7 @@ A bare kernel is an attention of one process: the roof of every method, and what
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
@@ -99,15 +100,8 @@ def _ours(schedule: str, kernel: str, transport: str, ulysses_degree: str, ablat
     config = DistAttentionConfig(**options)
 
     def start(problem: Problem, local_seq: int, world: World, stack: ExitStack) -> Attention:
-        def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-            out = dist_flash_attn_func(q, k, v, causal=problem.causal, layout=layout, config=config)
-            assert isinstance(out, torch.Tensor)
-            return out
-
+        attend: Any = functools.partial(dist_flash_attn_func, causal=problem.causal, layout=layout, config=config)
         return attend
-
-    def around() -> AbstractContextManager[object]:
-        return ablated(ablation)
 
     return Method(
         name=" ".join(words),
@@ -116,7 +110,7 @@ def _ours(schedule: str, kernel: str, transport: str, ulysses_degree: str, ablat
         split=zigzag if layout == "zigzag" else contiguous,
         note="not checked: its answer is meant to be wrong" if ablation == "no_communication" else "",
         exact=ablation != "no_communication",
-        around=nullcontext if ablation == "none" else around,
+        around=nullcontext if ablation == "none" else functools.partial(ablated, ablation),
         took=_taken if "auto" in (schedule, ulysses_degree) else str,
         held=lambda: symmetric_bytes(in_use()[-1]),
     )
@@ -172,12 +166,7 @@ def local_attention(kernel: str, problem: Problem, device: torch.device, share: 
     chosen = kernels.select(kernel, need)
     band = CAUSAL if problem.causal else FULL
     scale = float(problem.head_dim**-0.5)
-
-    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = KernelAttention.apply(q, k, v, chosen, band, scale)  # type: ignore[no-untyped-call]
-        return out
-
-    return attend
+    return lambda q, k, v: KernelAttention.apply(q, k, v, chosen, band, scale)  # type: ignore[no-untyped-call]
 
 
 class KernelAttention(torch.autograd.Function):

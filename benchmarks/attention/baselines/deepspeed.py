@@ -5,7 +5,6 @@ from __future__ import annotations
 from contextlib import ExitStack
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from benchmarks.attention.baselines import version_of
@@ -33,12 +32,7 @@ def _with_kernel(kernel: str) -> Method:
         join_deepspeed(world)
         local = local_attention(kernel, problem, world.device, share=world.size)
         ulysses = DistributedAttention(local, dist.group.WORLD, scatter_idx=2, gather_idx=1)
-
-        def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-            out: torch.Tensor = ulysses(q, k, v, 0)
-            return out
-
-        return attend
+        return lambda q, k, v: ulysses(q, k, v, 0)
 
     return Method(
         f"deepspeed ulysses {kernel}", "baseline", start, note="DistributedAttention around this block kernel"
