@@ -54,10 +54,10 @@ LONG_FUNCTIONS_FOR_NOW: set[str] = set()
 """May only become shorter."""
 
 BUDGETS = {
-    "benchmarks": 6_314,
+    "benchmarks": 6_107,
     "cli": 851,
     "deepspeed": 1_037,
-    "docs": 1_196,
+    "docs": 1_195,
     "doctor": 919,
     "huggingface": 3_862,
     "indexed": 961,
@@ -70,7 +70,7 @@ BUDGETS = {
     "remat": 485,
     "runtime": 5_342,
     "sequence": 417,
-    "tests": 37_536,
+    "tests": 37_520,
     "top": 1_913,
     "trees": 316,
 }
