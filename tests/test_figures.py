@@ -1,4 +1,4 @@
-"""Tables of the pages are what the code and the files of benchmarks/results say."""
+"""Tables of the pages, that of refusals among them, are what the code and the files of benchmarks/results say."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from docs import measured, paper, update
+from docs import measured, paper, reference, update
 
 ROOT = Path(__file__).parents[1]
 FOLDER = "performance measurements planning paper packed kernels megatron deepspeed trust"
@@ -89,3 +89,22 @@ def test_every_raw_file_is_read_by_a_table_or_named_where_its_figure_stands(monk
     files = [path for path in measured.RESULTS.iterdir() if path.name != "README.md"]
     unused = [path.name for path in files if path.stem not in read and path.stem.removeprefix("2026-") not in texts]
     assert unused == [], "no figure is of these"
+
+
+def test_the_page_of_refusals_has_every_statement_with_the_names_of_what_it_tells() -> None:
+    page = (ROOT / "docs" / "refusals.md").read_text(encoding="utf-8")
+    for framework in reference.FRAMEWORKS:
+        lines = reference.refusals(framework)
+        calls = sum(len(calls) for *_, calls in reference.statements(framework))
+        assert "\n".join(lines) in page
+        assert 0.8 * calls <= sum(line.startswith("- ") for line in lines) < 2 * calls
+    assert "{asked}" not in page
+    assert "{Starred" not in page
+    for row in (
+        "- mesh_param with dist_flash_attention\n",
+        "- a sequence on {size} of {ranks} ranks\n",
+        "- sparse_gradients={value} with dist_flash_attention\n",  # of a dictionary
+        "- mtp_hsm={value}\n",
+        "- the mixer {base.__name__} where tokens are in order\n",  # its other texts are a constant pair
+    ):
+        assert row in page, row

@@ -42,15 +42,7 @@ SAME_ROLE = {
 }
 """File names that may stand in several folders, because each is the same thing there."""
 
-WIDE_FOR_NOW = {
-    "runtime/op.py:attention_backward",
-}
-"""May only become shorter."""
-
-LONG_FILES_FOR_NOW: set[str] = set()
-"""May only become shorter."""
-
-LONG_FUNCTIONS_FOR_NOW: set[str] = set()
+WIDE_FOR_NOW = {"runtime/op.py:attention_backward"}
 """May only become shorter."""
 
 BUDGETS = {
@@ -68,9 +60,9 @@ BUDGETS = {
     "proving": 705,
     "recurrence": 1_398,
     "remat": 485,
-    "runtime": 5_342,
+    "runtime": 5_369,
     "sequence": 417,
-    "tests": 37_520,
+    "tests": 36_647,
     "top": 1_913,
     "trees": 316,
 }
@@ -100,7 +92,7 @@ def test_no_function_takes_more_than_eight_parameters_and_no_public_one_more_tha
 
 def test_no_file_is_longer_than_400_lines() -> None:
     long = {name for name, lines in house.lines_by_file(house.ROOT, *ALL).items() if lines > 400}
-    assert long - LONG_FILES_FOR_NOW == set()
+    assert long == set()
 
 
 def test_no_folder_holds_more_lines_than_its_budget() -> None:
@@ -114,7 +106,7 @@ def test_no_folder_holds_more_lines_than_its_budget() -> None:
 def test_no_function_is_longer_than_50_lines() -> None:
     long = {function.where for function in ours() if function.lines > 50}
     long = {where for where in long if not (where.startswith("examples/") and where.endswith(":main"))}  # scripts
-    assert long - LONG_FUNCTIONS_FOR_NOW == set()
+    assert long == set()
 
 
 def test_no_folder_of_the_package_holds_more_than_25_modules() -> None:
@@ -145,23 +137,9 @@ def test_there_are_no_more_options_than_eleven() -> None:
     assert len(fields(MegatronConfig)) <= 11
 
 
-def test_tests_docs_benchmarks_and_examples_import_without_a_change_of_the_path() -> None:
-    assert house.path_hacks(house.ROOT) == []
-
-
 @pytest.mark.parametrize("listed", [FRAMEWORKS_OWN, PUBLIC])
 def test_a_listed_function_exists(listed: set[str]) -> None:
     assert listed <= {function.where for function in house.functions(house.ROOT, house.PACKAGE)}
-
-
-def test_make_quick_names_files_that_exist() -> None:
-    makefile = (house.ROOT / "Makefile").read_text(encoding="utf-8")
-    words = {name: value.split() for name, value in re.findall(r"^(PLAN|KERNELS) := (.*)$", makefile, re.MULTILINE)}
-    named = [f"tests/plan/test_{word}.py" for word in words["PLAN"]]
-    named += [f"tests/kernels/test_kernel_{word}.py" for word in words["KERNELS"]]
-    named += re.findall(r"tests/[\w/]+\.py(?=::)|tests/test_\w+\.py|tests/remat/\w+\.py", makefile)
-    assert len(named) > 15
-    assert [name for name in named if not (house.ROOT / name).exists()] == []
 
 
 FACTS = {
@@ -206,10 +184,7 @@ def test_at_most_fifteen_numbers_are_tuned_and_each_says_by_what() -> None:
 WORKFLOWS = {
     "ci.yml": ([".ci/run"], []),
     "docs.yml": (["make docs"], ["pages: write", "id-token: write"]),
-    "frameworks.yml": (
-        [".ci/contracts.sh frameworks", ".ci/automodel.sh", "python -m tests.contracts $CONTRACTS"],
-        [],
-    ),
+    "frameworks.yml": ([".ci/contracts.sh frameworks", ".ci/automodel.sh", "python -m tests.contracts $CONTRACTS"], []),
     "release.yml": (
         [".ci/release.sh dist", 'pipx run --spec "uv>=0.8,<1" uv publish --trusted-publishing always dist/*'],
         ["id-token: write"],
@@ -218,7 +193,10 @@ WORKFLOWS = {
 """What each runs, and what one of its jobs may do but read: nothing, or publish without a secret."""
 
 
-@pytest.mark.parametrize("name", WORKFLOWS)
+FILES = {file.name for file in (house.ROOT / ".github" / "workflows").iterdir()}
+
+
+@pytest.mark.parametrize("name", sorted(FILES | WORKFLOWS.keys()))
 def test_workflows_run_their_commands_with_actions_pinned_by_commit_and_may_write_only_to_publish(name: str) -> None:
     text = (house.ROOT / ".github" / "workflows" / name).read_text(encoding="utf-8")
     used = re.findall(r"uses: (\S+)", text)
@@ -231,15 +209,11 @@ def test_workflows_run_their_commands_with_actions_pinned_by_commit_and_may_writ
     assert re.findall(r"[\w-]+: write", text) == writes
 
 
-def test_every_workflow_is_listed() -> None:
-    assert {file.name for file in (house.ROOT / ".github" / "workflows").iterdir()} == set(WORKFLOWS)
-
-
 def test_the_core_keeps_no_more_than_25_caches() -> None:
     package = house.ROOT / house.PACKAGE
-    rooms = [*package.glob("*.py"), *(path for room in ROOMS for path in (package / room).rglob("*.py"))]
+    rooms = [
+        *package.glob("*.py"),
+        *(path for room in ("plan", "kernels", "runtime", "remat") for path in (package / room).rglob("*.py")),
+    ]
     kept = re.findall(r"lru_cache\(|functools\.cache\b|@cache\b|@kept_on_mask", " ".join(map(Path.read_text, rooms)))
     assert len(kept) <= 25
-
-
-ROOMS = ("plan", "kernels", "runtime", "remat")

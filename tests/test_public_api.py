@@ -1,10 +1,17 @@
-"""The public names: exactly these, each where it is documented to be, with the signatures that users rely on."""
+"""The public names: exactly these, each where it is documented to be, with the signatures that users rely on.
+
+Every option stands in the config of its place, and its names are those of the code.
+"""
 
 from __future__ import annotations
 
+import argparse
 import inspect
 import subprocess
 import sys
+from collections.abc import Callable
+from dataclasses import fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,31 +19,17 @@ import pytest
 import torch
 
 import dfa_megatron
+from dfa_megatron import dist_flash_attn_func, names
+from dfa_megatron.config import CONFIGS, DistAttentionConfig, MegatronConfig, TrainingConfig
 from dfa_megatron.errors import UnsupportedError
+from dfa_megatron.plan.schedules import OWNER_COMPUTES, SCHEDULES
+from tests.support.arguments import assert_refused
 
 NAMES = {
-    "DistAttentionConfig",
-    "DistFlashAttention",
-    "MegatronConfig",
-    "TrainingConfig",
-    "__version__",
-    "allow_more_heads_than_tokens",
-    "check_plan",
-    "decode_attn_func",
-    "dist_flash_attn_func",
-    "dist_flash_attn_varlen_func",
-    "draw",
-    "local_positions",
-    "make_plan",
-    "max_logits",
-    "plan_batches",
-    "roll_sequence",
-    "shard_sequence",
-    "simulate",
-    "stats",
-    "tree_positions",
-    "unshard_sequence",
-    "with_blocks",
+    *("DistAttentionConfig", "DistFlashAttention", "MegatronConfig", "TrainingConfig", "__version__"),
+    *("allow_more_heads_than_tokens", "check_plan", "decode_attn_func", "dist_flash_attn_func"),
+    *("dist_flash_attn_varlen_func", "draw", "local_positions", "make_plan", "max_logits", "plan_batches"),
+    *("roll_sequence", "shard_sequence", "simulate", "stats", "tree_positions", "unshard_sequence", "with_blocks"),
 }
 
 
@@ -44,19 +37,13 @@ def parameters(name: str) -> dict[str, inspect.Parameter]:
     return dict(inspect.signature(getattr(dfa_megatron, name)).parameters)
 
 
-def test_the_public_names_are_exactly_these() -> None:
-    assert set(dfa_megatron.__all__) == NAMES
+def test_the_public_names_are_exactly_these_and_explain_themselves() -> None:
+    assert set(dfa_megatron.__all__) == set(dir(dfa_megatron)) == NAMES
     assert list(dfa_megatron.__all__) == sorted(dfa_megatron.__all__)
-    for name in NAMES:
-        getattr(dfa_megatron, name)
-    assert set(dir(dfa_megatron)) == NAMES
-
-
-@pytest.mark.parametrize("name", sorted(NAMES - {"__version__"}))
-def test_a_public_name_resolves_and_explains_itself(name: str) -> None:
-    value = getattr(dfa_megatron, name)
-    assert value.__name__ == name
-    assert (value.__doc__ or "").strip()
+    for name in NAMES - {"__version__"}:
+        value = getattr(dfa_megatron, name)
+        assert value.__name__ == name
+        assert (value.__doc__ or "").strip(), name
 
 
 def test_an_import_loads_no_compiler_and_takes_little_of_torchs_time() -> None:
@@ -113,19 +100,10 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
 def test_attention_has_the_keywords_of_flash_attn_and_a_group() -> None:
     found = parameters("dist_flash_attn_func")
     assert list(found)[:3] == ["q", "k", "v"]
-    keywords = {
-        "causal": None,
-        "group": None,
-        "softmax_scale": None,
-        "window_size": (-1, -1),
-        "softcap": 0.0,
-        "sinks": None,
-        "mask": None,
-        "plan": None,
-        "return_lse": False,
-        "layout": "contiguous",
-        "config": dfa_megatron.DistAttentionConfig(),
-    }
+    config = dfa_megatron.DistAttentionConfig()
+    keywords = dict.fromkeys(("causal", "group", "softmax_scale"))
+    keywords |= {"window_size": (-1, -1), "softcap": 0.0, "sinks": None, "mask": None, "plan": None}
+    keywords |= {"return_lse": False, "layout": "contiguous", "config": config}
     assert list(found)[3:] == [*keywords, "unknown"]
     for name, default in keywords.items():
         assert found[name].kind is inspect.Parameter.KEYWORD_ONLY, name
@@ -134,15 +112,9 @@ def test_attention_has_the_keywords_of_flash_attn_and_a_group() -> None:
 
 def test_packed_documents_take_every_keyword_of_the_plain_function_but_mask_and_plan() -> None:
     packed, plain = parameters("dist_flash_attn_varlen_func"), parameters("dist_flash_attn_func")
-    assert list(packed) == [
-        "q",
-        "k",
-        "v",
-        "cu_seqlens",
-        "lengths",
-        *(name for name in list(plain)[3:] if name not in ("mask", "plan")),
-    ]
-    for name in list(packed)[5:]:
+    shared = [name for name in list(plain)[3:] if name not in ("mask", "plan")]
+    assert list(packed) == ["q", "k", "v", "cu_seqlens", "lengths", *shared]
+    for name in shared:
         assert packed[name].default == plain[name].default, name
 
 
@@ -158,40 +130,43 @@ def test_packed_documents_take_every_keyword_of_the_plain_function_but_mask_and_
 )
 def test_arguments_of_other_packages_are_refused_with_what_says_the_same_here(given: dict[str, Any], said: str) -> None:
     x = torch.zeros(1, 4, 2, 8)
-    with pytest.raises(UnsupportedError, match=said):
-        dfa_megatron.dist_flash_attn_func(x, x, x, causal=True, **given)
-    with pytest.raises(UnsupportedError, match=said):
-        dfa_megatron.dist_flash_attn_varlen_func(x[0], x[0], x[0], (0, 4), causal=True, **given)
+    assert_refused(said, dfa_megatron.dist_flash_attn_func, x, x, x, causal=True, **given)
+    assert_refused(said, dfa_megatron.dist_flash_attn_varlen_func, x[0], x[0], x[0], (0, 4), causal=True, **given)
 
 
-def test_lengths_by_position_as_flash_attn_takes_them_are_refused() -> None:
-    x = torch.zeros(4, 2, 8)
-    with pytest.raises(UnsupportedError, match="cu_seqlens alone"):
-        dfa_megatron.dist_flash_attn_varlen_func(x, x, x, (0, 4), (0, 4), 4, 4, causal=True)  # type: ignore[arg-type]
+X = torch.zeros(1, 4, 2, 8)
+HEADS_FIRST = torch.zeros(1, 8, 1024, 16)
+A_LAYOUT = "layout='zigzag' of the functions, data_layout='zigzag' in Megatron"
+REFUSED: list[tuple[str, Callable[..., Any]]] = [
+    ("cu_seqlens alone", lambda: dfa_megatron.dist_flash_attn_varlen_func(*[X[0]] * 3, (0, 4), (0, 4), 4, 4)),
+    *((A_LAYOUT, partial(DistAttentionConfig, schedule=name)) for name in ("zigzag", "head_tail", "striped")),
+    (
+        r"'head_stages': no option has that name.*q.chunk",
+        lambda: DistAttentionConfig.from_mapping({"head_stages": 2}),
+    ),
+    (r"'shedule': no option has that name.*perhaps 'schedule'", partial(DistAttentionConfig, shedule="ring")),
+    ("an option of MegatronConfig alone", partial(TrainingConfig, data_layout="zigzag")),
+    (
+        r"key 'data_layout'.*an option of MegatronConfig alone",
+        lambda: TrainingConfig.from_mapping({"data_layout": "zigzag"}),
+    ),
+    (r"loss_tile=8.*it must be a TrainingConfig", lambda: TrainingConfig.of(MegatronConfig(loss_tile=8))),
+    *(
+        (r"loss_tile=.*number from 1", partial(TrainingConfig, loss_tile=wrong))
+        for wrong in (0, -1, 1.5, True, None, "on")
+    ),
+    ("as if heads came before tokens.*transpose", lambda: dist_flash_attn_func(*[HEADS_FIRST] * 3, causal=True)),
+    (
+        r"mask of type Tensor.*dfa_megatron.masks",
+        lambda: dist_flash_attn_func(X, X, X, mask=torch.ones(4, 4, dtype=torch.bool)),  # type: ignore[arg-type]
+    ),
+    ("it must be a DistAttentionConfig", lambda: dist_flash_attn_func(X, X, X, config={"schedule": "ring"})),
+]
 
 
-@pytest.mark.parametrize("name", ["zigzag", "head_tail", "striped"])
-def test_a_layout_that_is_given_as_a_schedule_is_named(name: str) -> None:
-    with pytest.raises(UnsupportedError, match="layout='zigzag' of the functions, data_layout='zigzag' in Megatron"):
-        dfa_megatron.DistAttentionConfig(schedule=name)
-
-
-def test_an_option_that_there_is_not_is_refused_with_the_nearest_one() -> None:
-    with pytest.raises(UnsupportedError, match=r"'head_stages': no option has that name.*q.chunk"):
-        dfa_megatron.DistAttentionConfig.from_mapping({"head_stages": 2})
-    with pytest.raises(UnsupportedError, match=r"'shedule': no option has that name.*perhaps 'schedule'"):
-        dfa_megatron.DistAttentionConfig(shedule="ring")  # type: ignore[call-arg]
-    with pytest.raises(UnsupportedError, match="an option of MegatronConfig alone"):
-        dfa_megatron.TrainingConfig(data_layout="zigzag")  # type: ignore[call-arg]
-
-
-def test_heads_before_tokens_and_tensors_for_masks_are_refused() -> None:
-    x = torch.zeros(1, 8, 1024, 16)
-    with pytest.raises(UnsupportedError, match=r"as if heads came before tokens.*transpose"):
-        dfa_megatron.dist_flash_attn_func(x, x, x, causal=True)
-    x = torch.zeros(1, 4, 2, 8)
-    with pytest.raises(UnsupportedError, match=r"mask of type Tensor.*dfa_megatron.masks"):
-        dfa_megatron.dist_flash_attn_func(x, x, x, mask=torch.ones(4, 4, dtype=torch.bool))  # type: ignore[arg-type]
+@pytest.mark.parametrize(("said", "call"), REFUSED)
+def test_what_there_is_not_is_refused_with_what_works(said: str, call: Callable[..., Any]) -> None:
+    assert_refused(said, call)
 
 
 def test_the_package_says_it_is_typed() -> None:
@@ -202,3 +177,37 @@ def test_the_command_prints_its_version() -> None:
     command = [sys.executable, "-m", "dfa_megatron.cli.main", "--version"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.strip() == f"dfa-megatron {dfa_megatron.__version__}"
+
+
+def test_each_config_has_the_options_of_its_place_and_names_the_place_of_others() -> None:
+    attention, training, megatron = known = [[field.name for field in fields(config)] for config in CONFIGS]
+    assert training == [*attention, "checkpoint", "remat_offload", "loss_tile"]
+    assert megatron == [*training, "data_layout"]
+    for config, names_of_it in zip(CONFIGS, known, strict=True):
+        flags = vars(config.add_arguments(argparse.ArgumentParser()).parse_args([]))
+        assert set(flags) == {f"dfa_{name}" for name in names_of_it}
+        assert set(config.json_schema()["properties"]) == set(names_of_it)
+        assert config.from_args(argparse.Namespace(**flags)) == config.of(None) == config()
+
+
+def test_attention_reads_its_own_options_of_a_frameworks_config() -> None:
+    q, k, v = torch.randn(3, 1, 4, 1, 8, dtype=torch.float64)
+    ours = dist_flash_attn_func(q, k, v, causal=True, config=TrainingConfig(kernel="reference", loss_tile=2))
+    assert torch.equal(ours, dist_flash_attn_func(q, k, v, causal=True, config=DistAttentionConfig(kernel="reference")))
+
+
+def test_automatic_or_a_number_is_what_flag_json_and_check_take_for_the_degree() -> None:
+    assert TrainingConfig.from_mapping({"loss_tile": 4096}).loss_tile == 4096
+    parser = DistAttentionConfig.add_arguments(argparse.ArgumentParser())
+    for word, value in (("auto", "auto"), ("1", 1), ("8", 8)):
+        assert DistAttentionConfig.from_args(parser.parse_args(["--dfa-ulysses-degree", word])).ulysses_degree == value
+        assert DistAttentionConfig.from_mapping({"ulysses_degree": value}).ulysses_degree == value
+    for wrong in ("0", "-1", "some"):
+        with pytest.raises(UnsupportedError, match="ulysses_degree"):
+            DistAttentionConfig.from_args(parser.parse_args(["--dfa-ulysses-degree", wrong]))
+
+
+def test_the_registry_of_names_is_that_of_the_schedules_and_layouts() -> None:
+    assert {"auto", *SCHEDULES} == set(names.SCHEDULES)
+    assert {"contiguous", *OWNER_COMPUTES} == set(names.LAYOUTS)
+    assert {one.name for one in OWNER_COMPUTES.values()} == {names.OWNER_COMPUTES}

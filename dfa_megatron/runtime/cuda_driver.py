@@ -5,19 +5,12 @@ from __future__ import annotations
 import ctypes
 import functools
 from collections.abc import Sequence
-from itertools import chain
 from typing import Any, NamedTuple
 
 _EQUAL, _RELAXED = 1, 2
 """CU_STREAM_WAIT_VALUE_EQ and CU_STREAM_CAPTURE_MODE_RELAXED"""
 _WAIT, _WRITE = 1, 2
 """CU_STREAM_MEM_OP_WAIT_VALUE_32 and CU_STREAM_MEM_OP_WRITE_VALUE_32"""
-_UNIFIED = 4
-"""CU_MEMORYTYPE_UNIFIED: the address says where it is, on this GPU or on another."""
-
-
-_Copy2D = ctypes.c_uint64 * 16
-"""A CUDA_MEMCPY2D. Fields of the driver's structures begin at words, and those of 32 bits are the lower half of one."""
 
 
 class Flag(NamedTuple):
@@ -28,20 +21,32 @@ class Flag(NamedTuple):
     token: bool
 
 
+class _MemOp(ctypes.Structure):
+    """CUstreamBatchMemOpParams of a 32-bit wait or write."""
+
+    _fields_ = (
+        ("operation", ctypes.c_uint32),
+        ("address", ctypes.c_uint64),
+        ("value", ctypes.c_uint64),
+        ("flags", ctypes.c_uint32),
+        ("alias", ctypes.c_uint64),
+        ("unused", ctypes.c_uint64),
+    )
+
+
 class Flags:
     """Operations on flags that are queued together, in their order: one call of the driver takes 5 microseconds."""
 
     def __init__(self, flags: Sequence[Flag]) -> None:
         self.flags = tuple(flags)
-        # Of a CUstreamBatchMemOpParams: operation, address, value, flags, alias, and one that is not used.
-        ops = [(_WAIT, x.address, 0, _EQUAL, 0, 0) if x.wait else (_WRITE, x.address, 0, 0, 0, 0) for x in flags]
-        self.queued = (ctypes.c_uint64 * (6 * len(ops)))(*chain(*ops))
-        self._values = [6 * at + 2 for at, flag in enumerate(flags) if flag.token]
+        ops = [_MemOp(_WAIT, x.address, 0, _EQUAL) if x.wait else _MemOp(_WRITE, x.address) for x in flags]
+        self.queued = (_MemOp * len(ops))(*ops)
+        self._raised = [op for op, flag in zip(self.queued, flags, strict=True) if flag.token]
 
     def set_token(self, token: int) -> None:
         """Set the value that flags are raised to and waited for."""
-        for at in self._values:
-            self.queued[at] = token
+        for op in self._raised:
+            op.value = token
 
 
 class Copy(NamedTuple):
@@ -57,6 +62,26 @@ class Copy(NamedTuple):
     height: int = 1
     pitch: int = 0
     wide: int = 0
+
+
+def _side(side: str) -> list[tuple[str, Any]]:
+    names = ("x", "y", "kind", "host", "address", "array", "pitch")
+    return [(f"{side}_{name}", ctypes.c_uint32 if name == "kind" else ctypes.c_uint64) for name in names]
+
+
+class _Copy2D(ctypes.Structure):
+    """CUDA_MEMCPY2D between device addresses."""
+
+    _fields_ = (
+        *_side("source"),
+        *_side("to"),
+        ("width", ctypes.c_uint64),
+        ("height", ctypes.c_uint64),
+    )
+
+
+_UNIFIED = 4
+"""CU_MEMORYTYPE_UNIFIED: the address says where it is, on this GPU or on another."""
 
 
 class Driver:
@@ -79,7 +104,7 @@ class Driver:
         stream, address = ctypes.c_void_p, ctypes.c_uint64
         self._error = library.cuGetErrorString
         self._copy = function("cuMemcpyAsync", address, address, ctypes.c_size_t, stream)
-        self._copy_2d = function("cuMemcpy2DAsync_v2", ctypes.c_void_p, stream)
+        self._copy_2d = function("cuMemcpy2DAsync_v2", ctypes.POINTER(_Copy2D), stream)
         self._batch = function("cuStreamBatchMemOp_v2", stream, ctypes.c_uint, ctypes.c_void_p, ctypes.c_uint)
         self._capture_mode = function("cuThreadExchangeStreamCaptureMode", ctypes.POINTER(ctypes.c_int))
 
@@ -95,9 +120,11 @@ class Driver:
         if height == 1:
             self._check(self._copy(to, source, width, stream), "cuMemcpyAsync")
             return
-        # x, y, kind, host, address, array and pitch of the source, then those of the memory that is written.
-        sides = 0, 0, _UNIFIED, 0, source, 0, pitch, 0, 0, _UNIFIED, 0, to, 0, wide
-        self._check(self._copy_2d(_Copy2D(*sides, width, height), stream), "cuMemcpy2DAsync")
+        runs = _Copy2D(
+            source_kind=_UNIFIED, source_address=source, source_pitch=pitch,
+            to_kind=_UNIFIED, to_address=to, to_pitch=wide, width=width, height=height,
+        )  # fmt: skip
+        self._check(self._copy_2d(ctypes.byref(runs), stream), "cuMemcpy2DAsync")
 
     def flags(self, stream: int, flags: Flags, token: int) -> None:
         """Queue operations on flags: writes after everything queued before, waits for words of the stream's own GPU."""

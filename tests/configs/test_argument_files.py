@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from dfa_megatron import launch
-from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.launch import expand, read_arguments
+from tests.support.arguments import assert_refused
 
 CONFIGS = Path(__file__).parents[2] / "configs" / "megatron"
 HYBRID = CONFIGS / "nemotron-h-8b.args"
@@ -60,8 +60,7 @@ def test_the_papers_other_models_are_flags_after_its_first(name: str, size: floa
 )
 def test_a_bad_file_is_refused_with_its_line(text: str, complaint: str, tmp_path: Path) -> None:
     (tmp_path / "a.args").write_text(text + "\n")
-    with pytest.raises(UnsupportedError, match=complaint):
-        read_arguments(tmp_path / "a.args")
+    assert_refused(complaint, read_arguments, tmp_path / "a.args")
 
 
 def test_an_argument_file_stands_for_its_flags_and_comments_are_left_out(tmp_path: Path) -> None:
@@ -70,8 +69,7 @@ def test_an_argument_file_stands_for_its_flags_and_comments_are_left_out(tmp_pat
     found = expand(["--lr", "1", f"@{path}", "--num-layers", "4"])
     assert found == ["--lr", "1", "--num-layers", "2", "--data-path", "with a space", "--swiglu", "--num-layers", "4"]
     path.write_text("x")
-    with pytest.raises(UnsupportedError, match=r"a\.args:1: x"):
-        expand([f"@{path}"])
+    assert_refused(r"a\.args:1: x", expand, [f"@{path}"])
 
 
 def test_the_launcher_says_which_argument_file_is_missing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -11,7 +10,6 @@ import pytest
 ROOT = Path(__file__).parents[2]
 DOCKERFILES = [ROOT / "containers" / name for name in ("Dockerfile", "Dockerfile.cpu")]
 EXAMPLES = sorted((ROOT / "examples" / "ngc").iterdir())
-SCRIPTS = [path for path in EXAMPLES if path.suffix != ".yaml"]
 FROM = "FROM ${BASE_IMAGE}${BASE_DIGEST:+@${BASE_DIGEST}}"
 PAGE = (ROOT / "docs" / "containers.md").read_text()
 
@@ -50,9 +48,6 @@ def test_an_image_is_pinned_not_root_checked_and_small(path: Path) -> None:
 def test_nvidias_packages_cannot_be_replaced() -> None:
     steps = instructions(DOCKERFILES[0])
     assert sum("PIP_CONSTRAINT= " in f"{step} " for step in steps if step.startswith("ENV")) == 2, "in both stages"
-    for step in steps:
-        for command in re.findall(r"pip (?:install|wheel) [^&]*", step):
-            assert "--no-deps" in command, command
     assert sum("packages.py missing locks/ngc.txt" in step for step in steps) == 1
     assert sum("packages.py check /tmp/before.txt" in step for step in steps) == 1
 
@@ -68,16 +63,11 @@ def test_what_is_copied_is_there_and_may_be_seen(path: Path) -> None:
                 assert f"!{source}" in allowed
 
 
-@pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.name)
-def test_a_script_parses_and_names_files_and_variables_that_are_there_and_explained(path: Path) -> None:
-    subprocess.run(["bash", "-n", str(path)], check=True, timeout=30)  # noqa: S607 bash of the machine
-    text = path.read_text()
-    assert "-m dfa_megatron.launch" in text or "/opt/dfa_megatron/examples/deepspeed_transformers.py" in text
-
-
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
 def test_an_example_names_files_that_are_in_the_image_and_variables_that_the_page_explains(path: Path) -> None:
     text = path.read_text()
+    starts = "-m dfa_megatron.launch" in text or "/opt/dfa_megatron/examples/deepspeed_transformers.py" in text
+    assert starts or path.suffix == ".yaml"
     named = re.findall(r"/opt/dfa_megatron/((?:configs|examples)/\S+\.(?:args|json|py))", text)
     assert named
     for file in named:
@@ -85,7 +75,3 @@ def test_an_example_names_files_that_are_in_the_image_and_variables_that_the_pag
     for variable in set(re.findall(r"\b(?:NCCL|GLOO|CUDA)_[A-Z_]+", text)):
         assert f"`{variable}" in PAGE, f"docs/containers.md does not explain {variable}"
     assert f"examples/ngc/{path.name}" in PAGE
-
-
-def test_the_check_of_an_image_parses() -> None:
-    subprocess.run(["sh", "-n", str(ROOT / "containers" / "check.sh")], check=True, timeout=30)  # noqa: S607

@@ -84,27 +84,21 @@ MEGATRON = (
        passes="qk_layernorm multi_latent_attention qk_l2_norm"),
     on(f"{CORE}.models.gpt.gpt_layer_specs:get_gpt_mtp_block_spec", "megatron/script/script_specs.py"),
     # The model's end: losses by tiles.
-    on(f"{CORE}.models.common.language_module.language_module:LanguageModule", "megatron/output.py",
-       attributes="compute_language_model_loss"),
-    on(f"{CORE}.models.common.language_module.language_module:LanguageModule", "megatron/door.py",
-       attributes="cp_group pg_collection pp_group vp_stage vp_size"),
+    on(f"{CORE}.models.common.language_module.language_module:LanguageModule", "megatron/output.py megatron/door.py",
+       attributes="compute_language_model_loss cp_group pg_collection pp_group vp_stage vp_size"),
     on(f"{CORE}.models.gpt.gpt_model:GPTModel.forward", "megatron/door.py megatron/output.py",
        passes="labels input_ids position_ids decoder_input packed_seq_params extra_block_kwargs padding_mask "
               "inference_context"),
     on(f"{CORE}.models.hybrid.hybrid_model:HybridModel.forward {CORE}.models.mamba.mamba_model:MambaModel.forward",
-       "megatron/door.py",
+       "megatron/door.py megatron/layers/context.py",
        passes="labels input_ids position_ids decoder_input packed_seq_params padding_mask inference_context"),
-    on(f"{CORE}.models.gpt.gpt_model:GPTModel", "megatron/door.py", attributes="set_input_tensor decoder"),
+    on(f"{CORE}.models.gpt.gpt_model:GPTModel", "megatron/door.py megatron/output.py megatron/layers/context.py",
+       attributes="set_input_tensor decoder rotary_pos_emb output_layer pre_process post_process "
+                  "transformer_layer_spec"),
     on(f"{CORE}.tensor_parallel.mappings:gather_from_sequence_parallel_region", "megatron/tokens/visit.py",
        passes="tensor_parallel_output_grad group"),
     on(f"{CORE}.tensor_parallel.mappings:scatter_to_sequence_parallel_region", "megatron/tokens/visit.py",
        passes="group"),
-    on(f"{CORE}.models.gpt.gpt_model:GPTModel", "megatron/output.py",
-       attributes="output_layer pre_process post_process"),
-    on(f"{CORE}.models.gpt.gpt_model:GPTModel", "megatron/layers/context.py", attributes="transformer_layer_spec"),
-    on(f"{CORE}.models.hybrid.hybrid_model:HybridModel {CORE}.models.mamba.mamba_model:MambaModel",
-       "megatron/layers/context.py"),
-
     on(f"{CORE}.tensor_parallel.layers:ColumnParallelLinear", "megatron/output.py",
        attributes="gather_output weight bias skip_bias_add sequence_parallel tp_group"),
     on(f"{CORE}.tensor_parallel.layers:ColumnParallelLinear.forward", "megatron/output.py",
@@ -142,7 +136,6 @@ MEGATRON = (
        replaced="max_seq_len offset packed_seq cp_group"),
     on(f"{CORE}.models.common.embeddings.rotary_pos_embedding:MultimodalRotaryEmbedding", "megatron/layers/rotary.py",
        attributes="cp_group"),
-    on(f"{CORE}.models.gpt.gpt_model:GPTModel", "megatron/door.py", attributes="rotary_pos_emb"),
     # Hybrids.
     on(f"{CORE}.models.hybrid.hybrid_block:HybridStack {CORE}.ssm.mamba_block:MambaStack",
        "megatron/door.py", attributes="input_tensor"),
@@ -186,11 +179,8 @@ MEGATRON = (
 MEGATRON_TRAINING = (
     on("megatron.training.arguments:add_megatron_arguments", "megatron/script/dfa_flags.py", replaced="parser"),
     on("megatron.training:get_args megatron.training.global_vars:get_args", "megatron/script/dfa_flags.py"),
-    on(
-        "megatron.training.training:train_step",
-        "megatron/proved_job.py",
-        passes="forward_step_func data_iterator model",
-    ),
+    on("megatron.training.training:train_step", "megatron/proved_job.py",
+       passes="forward_step_func data_iterator model"),
 )  # fmt: skip
 """Of megatron.training, which wheels have since 0.19."""
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import random
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -13,8 +15,8 @@ from dfa_megatron.indexed import index_loss, index_topk, sparse_attn
 from dfa_megatron.plan.language.layout import Layout, of_lengths
 from dfa_megatron.sharding import positions_of
 from tests.support import indexed_oracle as oracle
-from tests.support.close import assert_close
 from tests.support.packs import drawn_layout, random_offsets
+from tests.support.plan_cases import Case, heterogeneous_masks
 
 TOLERANCE = 1e-10
 
@@ -24,13 +26,14 @@ class Drawn:
     """One case, the same on every rank; tensors are of whole sequences.
 
     offsets: of the documents of every row. padding: the tokens at the end of every row that do not count.
-    latent: keys hold the values.
+    masks: causal ones of the rows, in place of documents, trees among them. latent: keys hold the values.
     """
 
     length: int
     layout: Layout
     offsets: tuple[tuple[int, ...], ...]
     padding: tuple[int, ...]
+    masks: tuple[Case, ...]
     topk: int
     latent: bool
     per_row: bool
@@ -43,6 +46,12 @@ class Drawn:
     def valid(self) -> torch.Tensor:
         """Return which tokens count, bool (batch, length)."""
         return torch.stack([torch.arange(self.length) < self.length - padding for padding in self.padding])
+
+    @property
+    def seen(self) -> list[torch.Tensor]:
+        """Return of every row which tokens see which, bool (length, length)."""
+        documents = [oracle.visible(self.length, offsets) for offsets in self.offsets]
+        return [torch.from_numpy(case.dense) for case in self.masks] or documents
 
 
 def drawn(seed: int, ranks: int) -> Drawn:
@@ -71,11 +80,14 @@ def drawn(seed: int, ranks: int) -> Drawn:
         for shape in ((q_heads, wide), (kv_heads, wide), (kv_heads, width), (q_heads, width))
     )
     sinks = torch.randn(q_heads, generator=own, dtype=torch.float64) if draw.random() < 0.4 else None
+    some = [case for case in heterogeneous_masks(length, draw) if not np.triu(case.dense, 1).any()]
+    masks = [draw.choice(some) for _ in range(batch if not per_row and draw.random() < 0.4 else 0)]
     return Drawn(
         length=length,
         layout=layout,
         offsets=tuple(offsets),
         padding=tuple(padding),
+        masks=tuple(masks),
         topk=draw.choice([1, 2, draw.randint(1, length), length, length + 3]),
         latent=latent,
         per_row=per_row,
@@ -104,8 +116,8 @@ def wanted(case: Drawn) -> Wanted:
     q, k, v = qkv
     width = v.shape[3]
     choices, outs, lses, sums = [], [], [], [list[torch.Tensor](), list[torch.Tensor]()]
-    for row, offsets in enumerate(case.offsets):
-        scores, seen = oracle.scores(*(x[row] for x in index)), oracle.visible(case.length, offsets)
+    for row, seen in enumerate(case.seen):
+        scores = oracle.scores(*(x[row] for x in index))
         choices.append(oracle.choice(scores, seen, case.topk))
         reads = torch.zeros_like(seen)
         for token, keys in enumerate(choices[-1]):
@@ -133,41 +145,33 @@ def compare(case: Drawn, rank: int, ranks: int) -> None:
     q, k, v = qkv
     sinks = None if case.sinks is None else case.sinks.clone().requires_grad_()
     documents = list(case.offsets) if case.per_row else case.offsets[0] if len(case.offsets[0]) > 2 else None
-    where: dict[str, Any] = {"layout": case.layout, "cu_seqlens": documents}
-    positions = index_topk(*index, case.topk, **where)
+    where: dict[str, Any] = {"layout": case.layout, "cu_seqlens": None if case.masks else documents}
+    pairs = where | {"mask": [one.mask for one in case.masks] or None}
+    positions = index_topk(*index, case.topk, **pairs)
     got = [[[key for key in keys if key >= 0] for keys in row] for row in positions.tolist()]
     assert got == [[row[token] for token in rows.tolist()] for row in want.choices]
     width = case.qkv[2].shape[3]
     values: dict[str, Any] = {"v": None, "head_dim_v": width} if case.latent else {"v": v}
     out, lse = sparse_attn(q, k, positions=positions, sinks=sinks, return_lse=True, **values, **where)
-    _close(out, want.out[:, rows], "out")
-    _close(lse, want.lse[:, :, rows], "lse")
+    close = functools.partial(torch.testing.assert_close, rtol=TOLERANCE, atol=TOLERANCE)
+    close(out, want.out[:, rows])
+    close(lse, want.lse[:, :, rows])
     given = {"q": q, "k": k} | ({} if case.latent else {"v": v}) | ({} if sinks is None else {"sinks": sinks})
     for name, mine in zip(given, torch.autograd.grad(out, list(given.values()), case.dout[:, rows]), strict=True):
         if name == "sinks":
-            _close(_summed(mine, ranks), want.gradients[name], name)
+            close(_summed(mine, ranks), want.gradients[name])
         else:
-            _close(mine, want.gradients[name][:, rows], f"gradient of {name}")
-    seen = [oracle.visible(case.length, offsets) for offsets in case.offsets]
+            close(mine, want.gradients[name][:, rows])
     dense = [
         oracle.attention(q, k, v, pairs, q.shape[2] ** -0.5, case.sinks).lse
-        for q, k, v, pairs in zip(*case.qkv, seen, strict=True)
+        for q, k, v, pairs in zip(*case.qkv, case.seen, strict=True)
     ]
     for at, mine in enumerate((lse, torch.stack(dense)[:, :, rows])):
         chosen = None if at else positions
-        loss = index_loss(*index, q, k, mine, chosen, valid=case.valid[:, rows], **where)
-        _close(_summed(loss.detach(), ranks), want.losses[at].detach(), f"loss {at}")
+        loss = index_loss(*index, q, k, mine, chosen, valid=case.valid[:, rows], **pairs)
+        close(_summed(loss.detach(), ranks), want.losses[at].detach())
         for name, x in zip(("index_q", "index_k", "weights"), torch.autograd.grad(loss, index), strict=True):
-            _close(x, want.gradients[f"{name} {at}"][:, rows], f"gradient of {name} by loss {at}")
-
-
-def _close(got: torch.Tensor, want: torch.Tensor, name: str) -> None:
-    """Compare, also where what is wanted is nothing but rounding."""
-    assert got.shape == want.shape, name
-    if want.numel() and (got.detach() - want.detach()).abs().nan_to_num(0.0).max() < TOLERANCE:
-        assert torch.equal(got.isfinite(), want.isfinite()), name
-        return
-    assert_close(got, want, tolerance=TOLERANCE, name=name)
+            close(x, want.gradients[f"{name} {at}"][:, rows])
 
 
 def _summed(x: torch.Tensor, ranks: int) -> torch.Tensor:

@@ -11,7 +11,6 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from dfa_megatron import masks, remat
@@ -27,8 +26,8 @@ from dfa_megatron.runtime.comm.channel import Channel
 from dfa_megatron.runtime.counters import COUNTERS
 from dfa_megatron.sharding import positions_of
 from tests.indexed.drawn import TOLERANCE, compare_many
-from tests.support import indexed_oracle as oracle
 from tests.support.close import assert_close
+from tests.support.live_bytes import LiveBytes
 from tests.support.packs import drawn_layout
 from tests.support.workers import over_ranks, run_ranks
 
@@ -55,31 +54,28 @@ def _own_keys_alone(rank: int, ranks: int) -> Any:
     return patch.object(topk_module, "choose", choose)
 
 
-def _the_last_of_equals(rank: int, ranks: int) -> Any:
-    """Among equal scores the key that arrived last."""
+def _sorting(equals: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """Stable sorts take equals in the order that a function gives the columns."""
     real = torch.Tensor.sort
 
     def sort(x: torch.Tensor, *args: Any, **options: Any) -> Any:
         if not options.get("stable"):
             return real(x, *args, **options)
-        values, order = real(x.flip(1), **options)
-        return values, x.shape[1] - 1 - order
+        columns = equals(torch.arange(x.shape[1]))
+        values, order = real(x[:, columns], **options)
+        return values, columns[order]
 
     return patch.object(torch.Tensor, "sort", sort)
+
+
+def _the_last_of_equals(rank: int, ranks: int) -> Any:
+    """Among equal scores the key that arrived last."""
+    return _sorting(lambda columns: columns.flip(0))
 
 
 def _own_rank_first_of_equals(rank: int, ranks: int) -> Any:
     """Among equal scores the keys of the rank that scores."""
-    real = torch.Tensor.sort
-
-    def sort(x: torch.Tensor, *args: Any, **options: Any) -> Any:
-        if not options.get("stable"):
-            return real(x, *args, **options)
-        by = (rank * x.shape[1]) // ranks
-        values, order = real(x.roll(-by, 1), **options)
-        return values, (order + by) % x.shape[1]
-
-    return patch.object(torch.Tensor, "sort", sort)
+    return _sorting(lambda columns: columns.roll(-(rank * len(columns) // ranks)))
 
 
 def _other_documents(rank: int, ranks: int) -> Any:
@@ -97,13 +93,7 @@ def _averaged_per_rank(rank: int, ranks: int) -> Any:
     return patch.object(Channel, "gather", lambda self, x, kind=None: [x])
 
 
-FAULTS = [
-    _own_keys_alone,
-    _the_last_of_equals,
-    _own_rank_first_of_equals,
-    _other_documents,
-    _averaged_per_rank,
-]
+FAULTS = [_own_keys_alone, _the_last_of_equals, _own_rank_first_of_equals, _other_documents, _averaged_per_rank]
 
 
 def _with_fault(rank: int, ranks: int, fault: Callable[[int, int], Any]) -> None:
@@ -170,26 +160,6 @@ def test_choices_are_those_of_one_process_in_every_dtype(rank: int, ranks: int) 
             got, mine_total = index_topk(*mine, 9, cu_seqlens=offsets, layout=layout, return_lse=True)
             assert torch.equal(got, want[:, rows])
             assert torch.equal(mine_total, total[:, rows])
-
-
-@over_ranks(3)
-def test_branches_of_a_tree_choose_on_their_path_and_rows_may_differ(rank: int, ranks: int) -> None:
-    torch.manual_seed(0)
-    lengths, parents = [7, 5, 4, 6, 3], [-1, 0, 0, 2, -1]
-    tree, length = masks.prompt_tree(lengths, parents), sum(lengths)
-    rows, plain = [tree, masks.causal(length)], [(0, length)]
-    layout = zigzag(length, ranks)
-    index = [torch.randint(-2, 3, (2, length, *shape)).double() for shape in ((2, 3), (3,), (2,))]
-    mine = positions_of(layout, rank)
-    got = index_topk(*(x[:, mine] for x in index), 6, mask=rows, layout="zigzag")
-    i, j = torch.arange(length)[:, None], torch.arange(length)
-    for row, seen in enumerate((torch.zeros(length, length, dtype=torch.bool), oracle.visible(length, plain[0]))):
-        for tile in tree.tiles if not row else ():
-            inside = (tile.q.lo <= i) & (i < tile.q.hi) & (tile.kv.lo <= j) & (j < tile.kv.hi)
-            seen |= inside & (j - i >= tile.lo) & (j - i <= tile.hi)
-        want = oracle.choice(oracle.scores(*(x[row] for x in index)), seen, 6)
-        kept = [[key for key in keys if key >= 0] for keys in got[row].tolist()]
-        assert kept == [want[token] for token in mine.tolist()]
 
 
 @over_ranks(4)
@@ -292,34 +262,18 @@ def test_the_work_of_an_indexer_is_even(ranks: int, length: int) -> None:
     assert max(own) > 14 * min(own)
 
 
-class _Largest(TorchDispatchMode):
-    """Note the bytes of the largest tensor that an operator makes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.nbytes = 0
-
-    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = operator(*args, **(kwargs or {}))
-        for x in found if isinstance(found, tuple | list) else (found,):
-            if isinstance(x, torch.Tensor):
-                self.nbytes = max(self.nbytes, x.untyped_storage().nbytes())
-        return found
-
-
 def test_no_tensor_is_as_large_as_queries_times_keys() -> None:
     length, most = 1200, 1 << 17
     index = [torch.randn(1, length, *shape, requires_grad=True) for shape in ((2, 4), (4,), (2,))]
     q, k = torch.randn(1, length, 4, 8, requires_grad=True), torch.randn(1, length, 1, 8, requires_grad=True)
-    modules = "topk", "chosen", "index_loss"
     with ExitStack() as stack:
-        for name in modules:
+        for name in ("topk", "chosen", "index_loss"):
             stack.enter_context(patch(f"dfa_megatron.indexed.{name}.MEMORY", most))
-        largest = stack.enter_context(_Largest())
+        live = stack.enter_context(LiveBytes())
         positions = index_topk(*index, 20)
         out, lse = sparse_attn(q, k, None, positions, head_dim_v=6, return_lse=True)
         out.sum().backward()  # type: ignore[no-untyped-call]
         for chosen in (positions, None):
             index_loss(*index, q, k, lse, chosen).backward()  # type: ignore[no-untyped-call]
-    assert largest.nbytes <= 2 * most < 4 * length * length / 20
+    assert live.largest <= 2 * most < 4 * length * length / 20
     assert len([*steps(q[0], k[0], positions[0])]) < len(q[0])

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from dfa_megatron import kernels
-from dfa_megatron.kernels.api import BlockCall, BlockKernel, Need, Saved
+from dfa_megatron.kernels.api import BlockCall, BlockKernel, Saved
 from dfa_megatron.kernels.merge import minus_delta
 from dfa_megatron.kernels.segments import Segments
 from dfa_megatron.kernels.triton.support import interpreted
@@ -27,13 +26,6 @@ INTERPRETED = {"lengths": ((20, 20), (5, 17)), "square": ((20, 20), (7, 7))}
 LENGTHS = {"cpu": ((64, 64), (5, 33), (64, 1), (33, 64)), "cuda": ((2048, 2048), (130, 777), (1024, 1), (513, 2048))}
 SQUARE = {"cpu": ((64, 64), (33, 33), (1, 1)), "cuda": ((2048, 2048), (777, 777), (1, 1))}
 DTYPES = {"cpu": (torch.float64, torch.float32, torch.bfloat16), "cuda": (torch.bfloat16,)}
-
-
-def need(device: str, dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int, band: Band) -> Need:
-    form = "full" if band.is_full else "causal" if band == CAUSAL else "band"
-    capability = torch.cuda.get_device_capability() if device == "cuda" else None
-    shape = (heads, kv_heads, head_dim, head_dim)
-    return Need(device, dtype, *shape, frozenset([form]), True, capability, packed=True, invariant=True)
 
 
 def from_number(x: torch.Tensor, first: int) -> torch.Tensor:
@@ -69,11 +61,8 @@ def check_bits(name: str, device: str, dtype: torch.dtype, sizes: tuple[int, int
     if interpreted():
         lengths, sizes = INTERPRETED["lengths" if band.is_full else "square"], (4, 2, 16)
     heads, kv_heads, head_dim = sizes
-    shape = {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim}
-    kernel = usable(name, device, dtype, *(Case(q, kv, band, **shape) for q, kv in lengths))
-    why = kernels.refusal(kernel, need(device, dtype, heads, kv_heads, head_dim, band))
-    if why is not None:
-        pytest.skip(f"{name} refuses: {why}")
+    cases = [Case(q, kv, band, heads, kv_heads, head_dim) for q, kv in lengths]
+    kernel = usable(name, device, dtype, *cases, deterministic=True, packed=True, invariant=True)
     random = torch.Generator(device).manual_seed(heads)
 
     def draw(rows: int, heads: int) -> torch.Tensor:

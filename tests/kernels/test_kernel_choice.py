@@ -1,4 +1,7 @@
-"""Choosing a kernel: the first that does not refuse, with reasons and versions, and no GPU asked at import."""
+"""Choosing a kernel: the first that does not refuse, with reasons and versions, and no GPU asked at import.
+
+Operators and functions of other packages that changed are refused, and tensors are laid out as they need them.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +9,12 @@ import dataclasses
 import logging
 import math
 import os
+import re
 import subprocess
 import sys
+from collections.abc import Callable
+from inspect import Parameter, Signature
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,11 +22,13 @@ import torch
 
 from dfa_megatron import kernels, names
 from dfa_megatron.errors import UnsupportedError
-from dfa_megatron.kernels.adapters import flash4
+from dfa_megatron.kernels.adapters import aten, cpu, cudnn, flash4, shared
 from dfa_megatron.kernels.adapters.cudnn import CudnnKernel
+from dfa_megatron.kernels.adapters.shared import Operator, dense, vectorised
 from dfa_megatron.kernels.api import BlockCall, BlockKernel, Need, Saved
 from dfa_megatron.kernels.triton import adapter as triton_attention
-from dfa_megatron.plan.language.geometry import CAUSAL
+from dfa_megatron.plan.language.geometry import CAUSAL, FULL, Band
+from tests.support.arguments import assert_refused
 
 ON_CPU = Need("cpu", torch.float32, 8, 2, 64, 64, frozenset({"full", "causal"}))
 ON_HOPPER = dataclasses.replace(ON_CPU, device="cuda", dtype=torch.bfloat16, capability=(9, 0))
@@ -48,25 +57,30 @@ def test_every_kernel_keeps_the_contract_and_has_its_name_in_the_options() -> No
     assert of_delta == {"flash4", "triton", "reference"}, "the others need out"
 
 
-def test_auto_takes_the_fused_kernel_on_cpu_and_logs_it_once(caplog: pytest.LogCaptureFixture) -> None:
-    names.say_once.cache_clear()
-    with caplog.at_level(logging.INFO, logger="dfa_megatron.kernels"):
-        assert kernels.select("auto", ON_CPU).name == "cpu"
-        assert kernels.select("auto", ON_CPU).name == "cpu"
-    (record,) = caplog.records
-    assert "kernel cpu" in record.message
-    assert "cudnn refused: it runs on CUDA" in record.message
-    assert "flash4 refused: it runs on CUDA" in record.message
+UNEVEN = dataclasses.replace(ON_CPU, head_dim_v=32)
 
 
-def test_falling_back_to_the_reference_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(
+    ("need", "name", "level", "said"),
+    [
+        (ON_CPU, "cpu", logging.INFO, "kernel cpu.*flash4 refused: it runs on CUDA.*cudnn refused: it runs on CUDA"),
+        (
+            UNEVEN,
+            "reference",
+            logging.WARNING,
+            r"cpu refused: it needs head_dim .64. and head_dim_v .32. to be equal",
+        ),
+    ],
+)
+def test_auto_says_once_what_it_takes_and_warns_of_the_reference(
+    need: Need, name: str, level: int, said: str, caplog: pytest.LogCaptureFixture
+) -> None:
     names.say_once.cache_clear()
-    uneven = dataclasses.replace(ON_CPU, head_dim_v=32)
     with caplog.at_level(logging.INFO, logger="dfa_megatron.kernels"):
-        assert kernels.select("auto", uneven).name == "reference"
+        assert kernels.select("auto", need).name == kernels.select("auto", need).name == name
     (record,) = caplog.records
-    assert record.levelno == logging.WARNING
-    assert "cpu refused: it needs head_dim (64) and head_dim_v (32) to be equal" in record.message
+    assert record.levelno == level
+    assert re.search(said, record.message)
 
 
 def taken(name: str = "auto", **changes: object) -> str:
@@ -168,8 +182,7 @@ def test_a_named_kernel_that_refuses_says_which_would_do() -> None:
 
 def test_an_unknown_kernel_names_the_known_ones() -> None:
     known = "perhaps 'cudnn'; one of auto, flash4, cudnn, aten, cpu, triton, reference"
-    with pytest.raises(UnsupportedError, match=known):
-        kernels.select("cuddn", ON_CPU)
+    assert_refused(known, kernels.select, "cuddn", ON_CPU)
     with pytest.raises(UnsupportedError):
         kernels.get("auto")
 
@@ -178,8 +191,7 @@ def test_a_need_that_no_kernel_serves_lists_every_reason() -> None:
     with pytest.raises(UnsupportedError) as error:
         kernels.select("auto", dataclasses.replace(ON_CPU, dtype=torch.int32))
     assert all(f"{name}: " in error.value.why for name in kernels.KERNELS)
-    with pytest.raises(UnsupportedError, match="no kernel as it stands"):
-        kernels.select("cpu", dataclasses.replace(ON_CPU, dtype=torch.int32))
+    assert_refused("no kernel as it stands", kernels.select, "cpu", dataclasses.replace(ON_CPU, dtype=torch.int32))
 
 
 def test_importing_the_kernels_asks_nothing_of_a_gpu_and_loads_no_compiler_and_one_variable_turns_it_off() -> None:
@@ -208,8 +220,7 @@ CAPPED = dataclasses.replace(ON_CPU, softcap=30.0)
 @pytest.mark.support("kernels", "softcap", "`cudnn`", refuses=True)
 def test_kernels_that_cap_nothing_refuse_and_name_those_that_can(monkeypatch: pytest.MonkeyPatch) -> None:
     why, able = "it caps no scores", {"flash4", "triton", "reference"}
-    with pytest.raises(UnsupportedError, match=rf"{why}.*'reference'"):
-        kernels.select("cpu", CAPPED)
+    assert_refused(rf"{why}.*'reference'", kernels.select, "cpu", CAPPED)
     assert {name for name in kernels.KERNELS if kernels.refusal(kernels.get(name), CAPPED) != why} == able
     with monkeypatch.context() as patch:
         for name in ("triton", "cudnn", "flash4"):
@@ -217,8 +228,7 @@ def test_kernels_that_cap_nothing_refuse_and_name_those_that_can(monkeypatch: py
         capped = dataclasses.replace(ON_HOPPER, softcap=30.0)
         assert kernels.select("auto", capped).name == next(name for name in kernels.KERNELS if name in able)
     for wrong in (-1.0, math.inf, math.nan):
-        with pytest.raises(UnsupportedError, match="positive and finite"):
-            kernels.select("auto", dataclasses.replace(CAPPED, softcap=wrong))
+        assert_refused("positive and finite", kernels.select, "auto", dataclasses.replace(CAPPED, softcap=wrong))
 
 
 def test_flash4_hands_the_cap_to_forward_and_backward(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -236,3 +246,125 @@ def test_flash4_hands_the_cap_to_forward_and_backward(monkeypatch: pytest.Monkey
         kernels.get("flash4").forward(call)
         kernels.get("flash4").backward(call, q, saved)
         assert given[-2:] == [(softcap, 0.5)] * 2
+
+
+def taking(needed: str, optional: str) -> Callable[..., None]:
+    """A function with these arguments, to be looked at and not called."""
+    parameters = [Parameter(name, Parameter.POSITIONAL_OR_KEYWORD) for name in needed.split()]
+    parameters += [Parameter(name, Parameter.POSITIONAL_OR_KEYWORD, default=None) for name in optional.split()]
+
+    def function() -> None:
+        raise NotImplementedError
+
+    vars(function)["__signature__"] = Signature(parameters)
+    return function
+
+
+SHARED = "softmax_scale causal softcap window_size_left window_size_right cu_seqlens_q cu_seqlens_k max_seqlen_q"
+FORWARD = "q k v", f"qv {SHARED} max_seqlen_k return_lse seqused_q out lse"
+BACKWARD = "q k v out dout lse", f"{SHARED} max_seqlen_k seqused_q deterministic dq dk dv dlse"
+"""What the functions take that the adapter knows: needed and optional arguments."""
+
+
+def flash4_functions(monkeypatch: pytest.MonkeyPatch, interface: object) -> object:
+    """What the adapter makes of an installed package whose interface is this, or raises this at import."""
+
+    def load(name: str) -> object:
+        assert name == "flash_attn.cute.interface"
+        if isinstance(interface, Exception):
+            raise interface
+        return interface
+
+    monkeypatch.setattr(flash4, "_version", lambda: "4.9.9")
+    monkeypatch.setattr(flash4.importlib, "import_module", load)
+    return flash4._functions.__wrapped__()
+
+
+def test_flash4_takes_functions_with_its_arguments_and_refuses_others_with_versions(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    forward, backward = taking(*FORWARD), taking(*BACKWARD)
+    right = SimpleNamespace(_flash_attn_fwd=forward, _flash_attn_bwd=backward)
+    assert flash4_functions(monkeypatch, right) == (forward, backward)
+    renamed = taking(FORWARD[0], FORWARD[1].replace("softmax_scale", "scale"))
+    greedier = taking(f"{BACKWARD[0]} sinks", BACKWARD[1])
+    for interface, said in (
+        (
+            SimpleNamespace(_flash_attn_fwd=renamed, _flash_attn_bwd=backward),
+            "_flash_attn_fwd of flash-attn-4 4.9.9 has no argument softmax_scale; that of 4.0.0b36 has",
+        ),
+        (
+            SimpleNamespace(_flash_attn_fwd=forward, _flash_attn_bwd=greedier),
+            "_flash_attn_bwd of flash-attn-4 4.9.9 needs sinks; that of 4.0.0b36 does not",
+        ),
+        (SimpleNamespace(_flash_attn_fwd=forward), "flash-attn-4 4.9.9 has no _flash_attn_bwd; 4.0.0b36 has"),
+        (OSError("no libcuda"), "flash-attn-4 4.9.9 cannot be imported (OSError: no libcuda)"),
+    ):
+        assert said in str(flash4_functions(monkeypatch, interface))
+
+
+def test_an_operator_that_changed_is_refused_with_the_version_found() -> None:
+    version = torch.__version__
+    assert Operator("aten::_no_such_attention", (), results=1).refusal() == (
+        f"PyTorch {version} has no operator aten::_no_such_attention"
+    )
+    assert "has no argument input" in str(Operator("aten::logaddexp", ("input", "other"), results=1).refusal())
+    assert "needs other, not known here" in str(Operator("aten::logaddexp", ("self",), results=1).refusal())
+    assert "returns too little" in str(Operator("aten::logaddexp", ("self", "other"), results=2).refusal())
+    with pytest.raises(RuntimeError, match="no operator"):
+        Operator("aten::_no_such_attention", (), results=1)()
+
+
+def test_the_operators_of_this_pytorch_are_those_the_kernels_know() -> None:
+    """Their schemas are in every build, so a renamed argument shows without a GPU."""
+    for module in (aten, cpu, cudnn):
+        assert module._FORWARD.refusal() is None
+        assert module._BACKWARD.refusal() is None
+    assert cudnn._lse_dimensions() in (3, 4)
+
+
+@pytest.mark.parametrize("mode", ["default", "warn", "error"])
+def test_determinism_lasts_for_the_call_and_leaves_the_switch_as_it_was(mode: str) -> None:
+    torch.set_deterministic_debug_mode(mode)
+    before = torch.get_deterministic_debug_mode()
+    with shared.deterministic_algorithms(True):
+        assert torch.get_deterministic_debug_mode() == 2
+    assert torch.get_deterministic_debug_mode() == before
+    with shared.deterministic_algorithms(False):
+        assert torch.get_deterministic_debug_mode() == before
+    with pytest.raises(KeyError), shared.deterministic_algorithms(True):
+        raise KeyError
+    assert torch.get_deterministic_debug_mode() == before
+
+
+def test_cudnn_never_runs_a_band_as_something_else() -> None:
+    x = torch.zeros(1, 4, 2, 8)
+    with pytest.raises(UnsupportedError, match="no window"):
+        CudnnKernel().forward(BlockCall.of(x, x, x, Band(2, 0), 1.0))
+    with pytest.raises(UnsupportedError, match="no window"):
+        CudnnKernel().forward(BlockCall.of(x[:, :2], x, x, CAUSAL, 1.0))
+    saved = Saved(lse=torch.zeros(1, 2, 4), out=x)
+    with pytest.raises(UnsupportedError, match="not deterministic"):
+        CudnnKernel().backward(BlockCall.of(x, x, x, FULL, 1.0, deterministic=True), x, saved)
+
+
+def test_dense_gives_fresh_strides_and_copies_only_what_needs_it() -> None:
+    x = torch.randn(1, 6, 4, 8)
+    sliced = torch.randn(1, 9, 4, 8)[:, 2:8]
+    assert sliced.stride() != x.stride()
+    assert dense(sliced).stride() == x.stride()
+    assert dense(sliced).data_ptr() == sliced.data_ptr()
+    turned = x.transpose(1, 2)
+    assert dense(turned).stride() == torch.empty(turned.shape).stride()
+    assert torch.equal(dense(turned), turned)
+    off = torch.randn(1 * 6 * 4 * 8 + 1)[1:].view(1, 6, 4, 8)
+    assert dense(off).data_ptr() % 16 == 0
+    assert torch.equal(dense(off), off)
+
+
+def test_vectorised_keeps_what_sixteen_byte_loads_can_read() -> None:
+    fused = torch.randn(2, 6, 4, 24)[..., 8:16]
+    assert vectorised(fused) is fused
+    for odd in (torch.randn(2, 6, 4, 25)[..., 8:16], torch.randn(2, 6, 8, 4).transpose(2, 3)):
+        assert vectorised(odd).is_contiguous()
+        assert torch.equal(vectorised(odd), odd)

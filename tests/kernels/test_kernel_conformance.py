@@ -8,13 +8,18 @@ import math
 import pytest
 import torch
 
-from dfa_megatron.kernels.api import accumulator_dtype
+from dfa_megatron import kernels
+from dfa_megatron.doctor.dense import dense_attention
+from dfa_megatron.kernels.adapters import flash4, flash4_launches
+from dfa_megatron.kernels.api import BlockCall, Saved, accumulator_dtype
 from dfa_megatron.kernels.merge import identity_, merge
 from dfa_megatron.plan.language.geometry import CAUSAL, FULL, Band
 from tests.support.close import assert_close
 from tests.support.kernel_cases import (
+    LAYOUTS,
     TOLERANCE,
     Case,
+    as_layout,
     every_capping,
     every_dtype,
     every_target,
@@ -23,46 +28,27 @@ from tests.support.kernel_cases import (
     saved_for,
     usable,
 )  # fmt: skip
+from tests.support.packs import skip_unless_it_serves_this_gpu
 from tests.support.support_rows import in_bfloat16, of_block
 from tests.support.support_rows import kernel as of_kernel
 
 SHAPES = [
-    Case(64, 64),
-    Case(40, 72),
-    Case(130, 33),
-    Case(1, 5),
-    Case(7, 1),
+    *(Case(q, kv) for q, kv in ((64, 64), (40, 72), (130, 33), (1, 5), (7, 1))),
     Case(600, 520, heads=1, kv_heads=1, batch=1),
-    Case(64, 64, CAUSAL),
-    Case(129, 129, CAUSAL),
-    Case(1, 1, CAUSAL),
+    *(Case(n, n, CAUSAL) for n in (64, 129, 1)),
     Case(300, 300, CAUSAL, heads=4, kv_heads=2, head_dim=64, batch=1),
 ]
 BANDS = [
-    Case(48, 48, Band(9, 0)),
-    Case(48, 48, Band(0, 0)),
-    Case(48, 48, Band(5, 3)),
-    Case(48, 48, Band(-1, 7)),
-    Case(48, 48, Band(7, -1)),
-    Case(48, 48, Band(0, -1)),
-    Case(32, 80, CAUSAL),
-    Case(32, 80, Band(20, 4)),
-    Case(32, 80, Band(-1, 4)),
-    Case(32, 80, Band(40, -1)),
-    Case(80, 32, CAUSAL),
-    Case(80, 32, Band(12, 6)),
-    Case(80, 32, Band(-1, 40)),
-    Case(80, 32, Band(20, -1)),
-    Case(80, 8, Band(12, 70)),
-    Case(80, 8, Band(50, 60)),
-    Case(80, 1, Band(50, 60)),
+    *(Case(48, 48, Band(*bounds)) for bounds in ((9, 0), (0, 0), (5, 3), (-1, 7), (7, -1), (0, -1))),
+    *(Case(32, 80, Band(*bounds)) for bounds in ((-1, 0), (20, 4), (-1, 4), (40, -1))),
+    *(Case(80, 32, Band(*bounds)) for bounds in ((-1, 0), (12, 6), (-1, 40), (20, -1))),
+    *(Case(80, kv, Band(*bounds)) for kv, bounds in ((8, (12, 70)), (8, (50, 60)), (1, (50, 60)))),
     Case(20, 50, Band(100, 100)),
     Case(700, 900, Band(200, 0), heads=2, kv_heads=1, batch=1),
     Case(48, 64, Band(11, 3), heads=6, kv_heads=2),
 ]
 HEADS = [
-    Case(40, 56, heads=8, kv_heads=2),
-    Case(40, 56, heads=6, kv_heads=1),
+    *(Case(40, 56, heads=heads, kv_heads=kv_heads) for heads, kv_heads in ((8, 2), (6, 1))),
     Case(40, 40, CAUSAL, heads=6, kv_heads=3),
     Case(24, 24, CAUSAL, heads=33, kv_heads=33, batch=1),
     Case(24, 24, heads=33, kv_heads=11, batch=1),
@@ -71,7 +57,8 @@ HEADS = [
     Case(24, 1, heads=6, kv_heads=2),
     Case(24, 24, CAUSAL, heads=6, kv_heads=1, batch=1),
 ]
-HEAD_DIMS = [Case(40, 40, CAUSAL, head_dim=d) for d in (8, 40, 64, 80, 96, 128, 192, 256)] + [
+HEAD_DIMS = [
+    *(Case(40, 40, CAUSAL, head_dim=d) for d in (8, 40, 64, 80, 96, 128, 192, 256)),
     Case(40, 40, head_dim=17),
     Case(40, 56, head_dim=33, heads=4, kv_heads=2),
     Case(40, 40, CAUSAL, head_dim=100),
@@ -102,32 +89,6 @@ def test_a_block_is_what_dense_float64_attention_says(name: str, device: str, dt
     kernel = usable(name, device, dtype, case)
     p = problem(case, dtype, device)
     p.check(name, run(kernel, p.call, p.dout))
-
-
-def as_layout(x: torch.Tensor, layout: str) -> torch.Tensor:
-    """The same values as a view of differently laid out memory."""
-    b, s, h, d = x.shape
-    if layout == "sbhd":
-        return x.transpose(0, 1).contiguous().transpose(0, 1)
-    if layout == "bhsd":
-        return x.transpose(1, 2).contiguous().transpose(1, 2)
-    if layout == "slice of fused":
-        memory = x.new_full((b, s, h, 3 * d), math.nan)
-        memory[..., d : 2 * d] = x
-        return memory[..., d : 2 * d]
-    if layout == "rows of longer":
-        memory = x.new_full((b, s + 5, h, d), math.nan)
-        memory[:, 3:-2] = x
-        return memory[:, 3:-2]
-    if layout == "last dimension strided":
-        return x.transpose(2, 3).contiguous().transpose(2, 3)
-    assert layout == "misaligned"
-    memory = x.new_full((x.numel() + 1,), math.nan)
-    memory[1:] = x.flatten()
-    return memory[1:].view(x.shape)
-
-
-LAYOUTS = ["sbhd", "bhsd", "slice of fused", "rows of longer", "last dimension strided", "misaligned"]
 
 
 @pytest.mark.support("kernels", "strided and misaligned inputs", of_kernel)
@@ -283,3 +244,34 @@ def test_a_block_of_capped_scores_is_exact(
     p = problem(BENT[rows], dtype, device, scale=1.2, softcap=softcap)
     # flash4's tanh is the hardware's approximation, which is off by up to 5e-4 of the capped score.
     p.check(name, run(kernel, p.call, p.dout), tanh=2e-2 if name == "flash4" else 0.0)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("band", [FULL, CAUSAL], ids=["full", "causal"])
+@pytest.mark.parametrize("heads", [(8, 2), (4, 4), (8, 8), (12, 4)], ids="heads {0[0]} on {0[1]}".format)
+def test_flash4_is_exact_some_heads_at_a_time_and_where_memory_comes_late(
+    heads: tuple[int, int], band: Band, deterministic: bool, late: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    skip_unless_it_serves_this_gpu("flash4")
+    monkeypatch.setattr(*((flash4_launches, "_LARGE", 0) if late else (flash4, "_ACCUMULATORS", 1)))
+    count, kv_count = heads
+    generator = torch.Generator("cuda").manual_seed(count * 10 + kv_count)
+
+    def rows(heads: int, *, turned: bool = False) -> torch.Tensor:
+        shape = (2, heads, 300, 128) if turned else (2, 300, heads, 128)
+        x = torch.randn(shape, generator=generator, device="cuda", dtype=torch.bfloat16)
+        return x.transpose(1, 2) if turned else x
+
+    q, k, v, dout = rows(count), rows(kv_count), rows(kv_count, turned=True), rows(count, turned=True)
+    exact = [x.double().requires_grad_() for x in (q, k, v)]
+    out, lse = dense_attention(*exact, band, softmax_scale=0.09)
+    want = torch.autograd.grad(out, exact, dout.double())
+    minus_delta = -(dout.double() * out.detach()).sum(-1).transpose(1, 2).float().contiguous()
+    assert (flash4._passes(q, k) > 1) is not late
+    call = BlockCall.of(q, k, v, band, 0.09, deterministic=deterministic)
+    for known in ({"minus_delta": minus_delta}, {"out": out.detach().bfloat16()}):
+        got = kernels.get("flash4").backward(call, dout, Saved(lse.detach().float(), **known))
+        for name, g, w in zip(("dq", "dk", "dv"), got, want, strict=True):
+            assert_close(g, w, tolerance=1e-2, name=name)

@@ -1,10 +1,15 @@
-"""How GPU kernels call their operators, seen without a GPU: through stand-ins that check and obey each argument."""
+"""How GPU kernels call their operators, seen without a GPU: through stand-ins that check and obey each argument.
+
+Calls of packs tell kernels that other lengths will come: no kernel is compiled for a document that is short.
+"""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+import random
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,12 +19,17 @@ import torch
 from dfa_megatron.kernels.adapters import aten, cudnn, flash4, flash4_launches
 from dfa_megatron.kernels.adapters.aten import AtenFlashKernel
 from dfa_megatron.kernels.adapters.cudnn import CudnnKernel
-from dfa_megatron.kernels.adapters.flash4 import Flash4Kernel
+from dfa_megatron.kernels.adapters.flash4 import _BLOCKS, Flash4Kernel, _varlen
 from dfa_megatron.kernels.adapters.reference import ReferenceKernel
 from dfa_megatron.kernels.api import BlockCall, BlockKernel, Saved
 from dfa_megatron.kernels.segments import Segments
 from dfa_megatron.plan.language.geometry import CAUSAL, FULL, Band, Segment
+from dfa_megatron.plan.language.mask import Mask, causal, documents
+from dfa_megatron.plan.language.sizes import Sizes
+from dfa_megatron.plan.schedules import plan_named
+from dfa_megatron.runtime.execute.memory import placed
 from tests.support.close import assert_close
+from tests.support.kernel_cases import as_layout
 from tests.support.kernel_operators import StandIn
 from tests.support.support_rows import kernel as of_kernel
 
@@ -122,12 +132,6 @@ PAIRS = [
 """Each size with every second band, but those that the cuts of bands are for with all."""
 
 
-def layouts(x: torch.Tensor) -> list[torch.Tensor]:
-    """The same values in memory of several orders, the last not aligned to 16 bytes."""
-    shifted = torch.cat([x.new_zeros(1), x.flatten()])[1:].view(x.shape)
-    return [x, x.transpose(0, 1).contiguous().transpose(0, 1), x.transpose(1, 2).contiguous().transpose(1, 2), shifted]
-
-
 @pytest.mark.support("kernels", "calls to stand-ins for its operators", of_kernel)
 @pytest.mark.parametrize(("size", "band"), PAIRS, ids=str)
 def test_gpu_kernels_give_their_operators_what_these_mean(
@@ -143,8 +147,8 @@ def test_gpu_kernels_give_their_operators_what_these_mean(
 
     q, k, v, dout = draw(q_len, 4), draw(kv_len, 2), draw(kv_len, 2), draw(q_len, 4)
     all_of, want = of_reference(BlockCall.of(q, k, v, band, 0.3), dout)
-    plain, *others = zip(*(layouts(x) for x in (q, k, v, dout, want[0])), strict=True)
-    for q_x, k_x, v_x, dout_x, out_x in (plain, others[q_len % 3]):
+    plain, layout = (q, k, v, dout, want[0]), ("sbhd", "bhsd", "misaligned")[q_len % 3]
+    for q_x, k_x, v_x, dout_x, out_x in (plain, [as_layout(x, layout) for x in plain]):
         call = BlockCall.of(q_x, k_x, v_x, band, 0.3)
         out, lse = kernel.forward(call)
         assert lse.shape == (2, 4, q_len)
@@ -261,3 +265,64 @@ def test_an_operator_that_pads_its_lse_is_called_for_each_segment(monkeypatch: p
     gradients = AtenFlashKernel().backward(call, q, Saved(lse, out=out))
     assert [g.shape for g in gradients] == [q.shape] * 3
     assert stand_in.launches == []
+
+
+FORM = Sizes(1, 2, 1, 8, 8, "bfloat16", "delta")
+
+
+def launched(mask: Mask, ranks: int) -> Iterator[Segments]:
+    """Yield what flash4 launches for a mask, on every rank, forward and backward."""
+    kernel = Flash4Kernel()
+    for phase in plan_named("balanced", mask, ranks).phases:
+        for rank in range(ranks):
+            memory = placed(phase, rank, FORM, kernel.launching(batch=1, group=2, bands=True))
+            for segments in (one for step in memory.segments for one in step):
+                assert segments.split is not None
+                for part in segments.split.parts:
+                    q, k = (torch.empty(1, n, 1, 8, device="meta") for n in (part.segments.q_len, part.segments.kv_len))
+                    yield _varlen(BlockCall(q, k, k, part.segments, 1.0)).segments
+
+
+def test_short_documents_of_packs_are_launched_as_packs() -> None:
+    draw, short = random.Random(7), 0
+    for _ in range(20):
+        lengths = [draw.randrange(1, 1200) for _ in range(8)]
+        lengths.append(-sum(lengths) % 4 + 1200)
+        for one in launched(documents(lengths), 4):
+            assert one.window is not None or min(one.q_len, one.kv_len) >= _BLOCKS
+            short += len(one.parts) == 1 and one.window is not None
+    assert short > 20, "or this test shows nothing"
+
+
+def test_a_sequence_that_is_one_document_needs_no_tables() -> None:
+    assert all(one.window is None for one in launched(causal(64), 4))
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns", "batch", "ragged", "varlen"),
+    [(20, 20, 1, True, True), (600, 20, 1, True, True), (600, 600, 1, True, False), (20, 20, 1, False, False),
+     (20, 20, 2, True, False)],
+)  # fmt: skip
+def test_a_short_document_alone_compiles_no_kernel_of_its_own(
+    rows: int, columns: int, batch: int, ragged: bool, varlen: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[bool] = []
+    stand_in = StandIn("flash4")
+
+    def seen(function: Callable[..., Any], **arguments: Any) -> Any:
+        given.append("cu_seqlens_q" in arguments)
+        return function(**arguments)
+
+    monkeypatch.setattr(
+        flash4, "_functions", lambda: (partial(seen, stand_in.forward), partial(seen, stand_in.backward))
+    )
+    q, dout = (torch.randn(batch, rows, 4, 16).bfloat16() for _ in range(2))
+    k, v = (torch.randn(batch, columns, 2, 16).bfloat16() for _ in range(2))
+    call = BlockCall(q, k, v, Segments.one(FULL, rows, columns, ragged=ragged), 0.3)
+    all_of, want = of_reference(call, dout)
+    kernel = Flash4Kernel()
+    got = (*kernel.forward(call), *kernel.backward(call, dout, Saved(all_of.lse, all_of.minus_delta)))
+    assert given == [varlen, varlen]
+    for name, g, w in zip(("out", "lse", "dq", "dk", "dv"), got, want, strict=True):
+        assert g.shape == w.shape
+        assert_close(g.float(), w.float(), tolerance=2e-2, name=name)

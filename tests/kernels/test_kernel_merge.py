@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from typing import Any
 
 import pytest
 import torch
@@ -36,14 +35,6 @@ def merge(blocks: list[Partial], dtype: torch.dtype = torch.float64) -> Partial:
     for block in blocks:
         merging.merge([whole, block], whole)
     return whole
-
-
-@pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
-def test_partials_merge_to_the_whole_in_any_order(order: tuple[int, ...]) -> None:
-    blocks, (out, lse) = partials(3)
-    merged_out, merged_lse = merge([blocks[part] for part in order])
-    assert_close(merged_out, out, tolerance=1e-14)
-    assert_close(merged_lse, lse, tolerance=1e-14)
 
 
 def test_many_merges_do_not_drift() -> None:
@@ -95,25 +86,14 @@ def test_a_partial_is_not_changed_and_nan_is_not_hidden() -> None:
 def parts_with_every_case(dtype: torch.dtype, device: str) -> tuple[Partial, Partial]:
     """Two partials, rows of larger ones, where either side, both or neither has seen something, and NaN."""
     generator = torch.Generator().manual_seed(11)
-    acc_out = torch.randn(2, 45, 3, 40, generator=generator)[:, 3:40]
-    out = torch.randn(2, 50, 3, 40, generator=generator).to(dtype)[:, 13:]
-    acc_lse, lse = torch.randn(2, 3, 45, generator=generator)[:, :, 3:40], torch.randn(2, 3, 37, generator=generator)
-    lse = lse * 30
+    shapes = (2, 45, 3, 40), (2, 50, 3, 40), (2, 3, 45), (2, 3, 37)
+    acc_out, out, acc_lse, lse = (torch.randn(shape, generator=generator).to(device) for shape in shapes)
+    acc_out, out, acc_lse, lse = acc_out[:, 3:40], out.to(dtype)[:, 13:], acc_lse[:, :, 3:40], lse * 30
     acc_lse[0, 0, :7] = lse[0, 0, 4:11] = -math.inf
     acc_out[0, :7, 0] = 0
     acc_lse[1, 2, 5] = lse[1, 1, 6] = math.nan
     acc_lse[1, 0, 9] = lse[1, 0, 9]
-    moved = [
-        x._base.to(device).as_strided(x.shape, x.stride(), x.storage_offset()) if x._base is not None else x.to(device)
-        for x in (acc_out, acc_lse, out, lse)
-    ]
-    return (moved[0], moved[1]), (moved[2], moved[3])
-
-
-def triton_merge() -> Any:
-    from dfa_megatron.kernels.triton import merge as triton_merge
-
-    return triton_merge
+    return (acc_out, acc_lse), (out, lse)
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -144,7 +124,10 @@ def test_the_fused_merge_is_the_merge(device: str, dtype: torch.dtype, into_dtyp
     merging._merge_by_operations([want, new], want)
     if device == "cuda" or interpreted():
         assert merging._fusable(*old, *new) == (triton_refusal() is None)
-        assert triton_refusal() is not None or all(triton_merge().takes(*part) for part in (old, new))
+        if triton_refusal() is None:
+            from dfa_megatron.kernels.triton import merge as triton_merge
+
+            assert all(triton_merge.takes(*part) for part in (old, new))
     into = old
     if into_dtype is not None:
         into = torch.empty(2, 41, 3, 40, dtype=into_dtype, device=device)[:, 4:], torch.empty(2, 3, 37, device=device)

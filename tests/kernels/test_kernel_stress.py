@@ -24,6 +24,7 @@ from dfa_megatron.kernels.api import BlockCall, BlockKernel, Partial
 from dfa_megatron.kernels.segments import Segments
 from dfa_megatron.kernels.triton.support import interpreted
 from dfa_megatron.plan.language.geometry import CAUSAL, FULL, Band
+from tests.support.kernel_cases import as_layout
 from tests.support.support_rows import kernel as of_kernel
 
 ITERATIONS = int(os.environ.get("DFA_STRESS", "0"))
@@ -85,26 +86,12 @@ def drawn(part: Part, rng: random.Random, device: str, longest: int) -> trial.Tr
     )  # fmt: skip
 
 
-def relaid(x: torch.Tensor, rng: random.Random) -> torch.Tensor:
-    """The same values in memory of another order, or as a part of something longer."""
-    kind = rng.randrange(4)
-    if kind == 0:
-        return x.transpose(1, 2).contiguous().transpose(1, 2)
-    if kind == 1:
-        return x.transpose(0, 1).contiguous().transpose(0, 1)
-    if kind == 2:
-        memory = x.new_full((x.shape[0], x.shape[1] + 3, *x.shape[2:]), math.nan)
-        memory[:, 1:-2] = x
-        return memory[:, 1:-2]
-    return x
-
-
 class Relaid(trial.Trial):
     """A trial whose inputs lie in memory in drawn orders."""
 
     def inputs(self, seed: int = 0) -> trial.Inputs:
-        rng = random.Random(seed)
-        return tuple(relaid(x, rng) for x in super().inputs(seed))
+        layouts = random.Random(seed).choices(["bhsd", "sbhd", "rows of longer", ""], k=4)
+        return tuple(as_layout(x, way) if way else x for x, way in zip(super().inputs(seed), layouts, strict=True))
 
 
 def stress(kernel: BlockKernel, part: Part, device: str, iterations: int, longest: int) -> int:

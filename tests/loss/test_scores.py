@@ -12,10 +12,12 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from benchmarks.memory_account import HeadMemory, head_bytes
+from dfa_megatron import shard_sequence
 from dfa_megatron.errors import DisagreementError, UnsupportedError
 from dfa_megatron.layouts import Layout, of_lengths
 from dfa_megatron.loss import Head, by_document, cross_entropy, token_scores
 from dfa_megatron.loss.tiled import Tiling, best
+from tests.support.arguments import assert_refused
 from tests.support.live_bytes import LiveBytes
 from tests.support.workers import over_ranks
 
@@ -126,18 +128,14 @@ def test_factors_that_are_no_numbers_or_that_no_logit_survives_are_refused(odd: 
 @pytest.mark.parametrize("tile", [0, -1, 2.0, True, "8", None])
 def test_a_tile_that_is_no_number_of_tokens_is_refused(tile: Any) -> None:
     hidden, weight, _, labels = drawn()
-    with pytest.raises(UnsupportedError, match="a tile is a number of tokens"):
-        token_scores(hidden, Head(weight=weight), labels, tile=tile)
+    assert_refused("a tile is a number of tokens", token_scores, hidden, Head(weight=weight), labels, tile=tile)
 
 
 def test_wrong_shapes_and_reductions_are_refused() -> None:
     hidden, weight, _, labels = drawn()
-    with pytest.raises(UnsupportedError, match="labels of shape"):
-        cross_entropy(hidden, Head(weight=weight), labels[1:])
-    with pytest.raises(UnsupportedError, match="mean"):
-        cross_entropy(hidden, Head(weight=weight), labels, reduction="means")
-    with pytest.raises(UnsupportedError, match="it ends at 20, but the ranks hold 30 tokens"):
-        by_document(labels, (0, 20))
+    assert_refused("labels of shape", cross_entropy, hidden, Head(weight=weight), labels[1:])
+    assert_refused("mean", cross_entropy, hidden, Head(weight=weight), labels, reduction="means")
+    assert_refused("it ends at 20, but the ranks hold 30 tokens", by_document, labels, (0, 20))
 
 
 def test_weights_of_autocast_are_rounded_as_a_linear_layer_rounds_them() -> None:
@@ -219,8 +217,6 @@ def test_a_vocabulary_cut_unevenly_over_ranks_gives_the_numbers_of_one(rank: int
 
 def gathers(layout: str | Layout, offsets: tuple[int, ...]) -> None:
     """Give every rank some tokens, and compare what comes back with the caller's documents."""
-    from dfa_megatron import shard_sequence
-
     row = torch.randn(2, 13, generator=torch.Generator().manual_seed(3))
     got = by_document(shard_sequence(row, layout=layout), offsets, layout=layout)
     wanted = [row[:, lo:hi] for lo, hi in itertools.pairwise(offsets)]
@@ -231,8 +227,6 @@ def gathers(layout: str | Layout, offsets: tuple[int, ...]) -> None:
 @over_ranks(1, 2, 3, timeout=120)
 def test_numbers_of_documents_that_were_cut_one_by_one_come_back_in_order(rank: int, world_size: int) -> None:
     """Packs as Megatron cuts them, and rows; a layout that does not say which of them it is is refused."""
-    from dfa_megatron import shard_sequence
-
     if world_size == 1:
         row = torch.randn(2, 12)
         assert torch.equal(torch.cat(by_document(row, (0, 5, 12), layout="zigzag_documents"), 1), row)

@@ -7,7 +7,26 @@ import inspect
 import sys
 from typing import Any
 
+from megatron.core import parallel_state
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.ssm import gated_delta_net, mamba_context_parallel
+from megatron.core.ssm.mamba_layer import MambaLayer, MambaLayerSubmodules
+from megatron.core.ssm.mamba_mixer import MambaMixer, MambaMixerSubmodules
+from megatron.core.ssm.mlp_layer import MLPLayer
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer import multi_token_prediction as prediction
+from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
+from megatron.core.transformer.spec_utils import ModuleSpec, build_module
+from megatron.core.transformer.torch_norm import WrappedTorchNorm
+from megatron.core.transformer.transformer_block import (
+    LayerNormImpl,
+    TransformerBlockSubmodules,
+    get_num_layers_to_build,
+)
+
 from dfa_megatron.config import MegatronConfig
+from dfa_megatron.megatron import distribute_attention
 from tests.support import megatron_model as small_model
 from tests.support import state_kernels
 from tests.support.models import noise
@@ -27,11 +46,6 @@ MEGATRONS_SPEC = small_model.megatrons_spec
 
 def delta_net(kind: str = "GatedDeltaNet") -> Any:
     """Return the spec of a delta net of Megatron's own modules, by the name of its class."""
-    from megatron.core.ssm import gated_delta_net
-    from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
-    from megatron.core.transformer.spec_utils import ModuleSpec
-    from megatron.core.transformer.torch_norm import WrappedTorchNorm
-
     parts = {"in_proj": ColumnParallelLinear, "out_norm": WrappedTorchNorm, "out_proj": RowParallelLinear}
     parts |= {"beta_proj": ColumnParallelLinear} if kind == KIMIS else {}
     home = vars(gated_delta_net)
@@ -40,12 +54,6 @@ def delta_net(kind: str = "GatedDeltaNet") -> Any:
 
 def with_delta_nets(config: Any, stage: int | None = None, *, dense: bool = False, kind: str = "GatedDeltaNet") -> Any:
     """Return Megatron's spec of the model's stage with a delta net in every second layer of a stage."""
-    from megatron.core.transformer.transformer_block import (
-        LayerNormImpl,
-        TransformerBlockSubmodules,
-        get_num_layers_to_build,
-    )
-
     megatrons = MEGATRONS_SPEC(config, stage, dense=dense)
     layers = getattr(megatrons, "layer_specs", [megatrons] * get_num_layers_to_build(config, stage))
     given = [copy.deepcopy(layer) for layer in layers]
@@ -57,16 +65,6 @@ def with_delta_nets(config: Any, stage: int | None = None, *, dense: bool = Fals
 
 def stack_spec() -> Any:
     """Return a stack with Megatron's Mamba mixer and, where this version has a slot for it, its gated delta net."""
-    from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-    from megatron.core.ssm.mamba_layer import MambaLayer, MambaLayerSubmodules
-    from megatron.core.ssm.mamba_mixer import MambaMixer, MambaMixerSubmodules
-    from megatron.core.ssm.mlp_layer import MLPLayer
-    from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
-    from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
-    from megatron.core.transformer.spec_utils import ModuleSpec
-    from megatron.core.transformer.torch_norm import WrappedTorchNorm
-
     stack = state_kernels.megatrons_stack()
     submodules = sys.modules[stack.__module__].MambaStackSubmodules
 
@@ -92,11 +90,6 @@ def stack_spec() -> Any:
 
 def predicting_stack() -> Any:
     """Return a stack with a prediction layer, which is a stack itself from Megatron-Core 0.19 on."""
-    from megatron.core.tensor_parallel import ColumnParallelLinear
-    from megatron.core.transformer import multi_token_prediction as prediction
-    from megatron.core.transformer.spec_utils import ModuleSpec
-    from megatron.core.transformer.torch_norm import WrappedTorchNorm
-
     norms = dict.fromkeys(("enorm", "hnorm", "layer_norm"), WrappedTorchNorm)
     parts = prediction.MultiTokenPredictionLayerSubmodules(**norms, eh_proj=ColumnParallelLinear)
     layer = ModuleSpec(prediction.MultiTokenPredictionLayer, submodules=parts)
@@ -111,10 +104,6 @@ def model(pattern: str, config: Any, options: MegatronConfig | None, **given: An
 
     "G", a gated delta net, is "*" there; "/" begins a prediction layer.
     """
-    from megatron.core.ssm import mamba_context_parallel
-
-    from dfa_megatron.megatron import distribute_attention
-
     vars(mamba_context_parallel)["repeat"] = repeat
     maker, name = hybrid_class()
     new = name == "hybrid_layer_pattern"
@@ -129,8 +118,6 @@ def model(pattern: str, config: Any, options: MegatronConfig | None, **given: An
 
 def set_weights_of_a_rank(made: Any, scale: float | None = None) -> None:
     """Give weights that depend on names and the tensor-parallel rank alone."""
-    from megatron.core import parallel_state
-
     for name, parameter in made.named_parameters():
         mine = parallel_state.get_tensor_model_parallel_rank() * getattr(parameter, "tensor_model_parallel", False)
         parameter.data.copy_(noise(f"{name} {mine}", tuple(parameter.shape)) * 0.1 + ("norm" in name))
@@ -155,8 +142,6 @@ def repeat(x: Any, pattern: str, g: int, n: int, r: int) -> Any:
 
 def build(spec: Any, config: Any, groups: Any, layers: str = "M*-M*") -> Any:
     """Return a stack by itself."""
-    from megatron.core.transformer.spec_utils import build_module
-
     takes = inspect.signature(spec.module.__init__).parameters
     pattern = {"layer_type_list": list(layers)} if "layer_type_list" in takes else {"hybrid_override_pattern": layers}
     return build_module(spec, config=config, post_layer_norm=False, pg_collection=groups, **pattern).train()

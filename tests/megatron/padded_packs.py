@@ -6,6 +6,7 @@ from itertools import accumulate
 from typing import Any
 
 import torch
+from megatron.core.packed_seq_params import PackedSeqParams
 
 
 def total_of(rows: torch.Size, ranks: int, splits: int) -> int:
@@ -20,8 +21,6 @@ def cut(batch: dict[str, torch.Tensor], ranks: int, rank: int, total: int, form:
     Padding holds other tokens, which nobody may attend to. form 0: offsets with and without padding, as of --sft and
     Megatron-Bridge. 1: padded offsets alone, as of slime and verl.
     """
-    from megatron.core.packed_seq_params import PackedSeqParams
-
     length = batch["tokens"].shape[1]
     ends = torch.unique_consecutive(batch["cu_seqlens"] + torch.arange(len(batch["tokens"]))[:, None] * length).int()
     lengths = ends.diff().tolist()

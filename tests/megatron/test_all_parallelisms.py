@@ -26,7 +26,7 @@ from tests.frameworks.megatron_rows import (
 from tests.fuzz.frameworks.megatron_draw import MegatronDraw
 from tests.fuzz.frameworks.steps import check
 from tests.megatron import hybrids
-from tests.support.workers import by_turns, run_ranks
+from tests.support.workers import by_turns, over_ranks
 
 CP2, CP3, CP4, TP2 = {"cp": 2}, {"cp": 3}, {"cp": 4}, {"tp": 2}
 TP2_CP2, PP2_CP2, CP2_DP2 = {"tp": 2, "cp": 2}, {"pp": 2, "cp": 2}, {"cp": 2, "dp": 2}
@@ -48,11 +48,8 @@ def sharded(sizes: dict[str, int], layout: str, wrapper: str, checkpoint: str = 
 
 FSDP2, FSDP, FSDP_OF_GRADIENTS = "torch_fsdp2", "megatron_fsdp:optim_grads_params", "megatron_fsdp:optim_grads"
 ALIKE = "CP 2, 3, 4; layouts `contiguous`, `boundary`; recomputation ours and none"
-OPTIMIZERS = "CP 2: distributed optimizer, experts (EP 2), selective recomputation, offload"
-DATA = "CP 2 x DP 2, EP 2; fewer key/value groups than TP"
 ROUTERS = "losses, z-loss and bias of routers, with padding_mask and uneven loss masks; CP 3"
 AHEAD = "multi-token prediction; every layout, CP 3, TP 2 x CP 2, PP 2 x CP 2"
-AHEAD_IN_PACKS = "multi-token prediction of packs; layouts `contiguous`, `boundary`, CP 3"
 PACKS = "windows; packed documents; both; CP 1, 2, 3"
 PACKS_IN_WINDOWS = "packs in windows, TP 2 x CP 2 and PP 2 x CP 2"
 CUT_ONE_BY_ONE = "documents padded to 2 x CP and cut zigzag one by one: CP 2, 3, 4, TP, PP, EP"
@@ -63,9 +60,6 @@ OFFSETS = "learned and fixed softmax offsets; every layout, TP 2 x CP 2"
 FULLY_SHARDED = "PyTorch's and Megatron's fully sharded parameters (FSDP)"
 TILES = "loss by tiles; TP 2 with and without sequence parallelism, CP 3, PP 2, MTP"
 STATES = "hybrids (Mamba, gated delta nets), whole, packed and padded: CP 3, TP 2 x CP 2"
-KIMIS = "Kimi delta attention, in Megatron's development branch: CP 2, 3"
-OVERLAPS = "overlap of experts' messages; EP 2, 3, PP 2 x VP 2 x CP 2"
-REPLAYS = "replayed and recorded routing (RouterReplay): CP 2, 3, TP 2 x CP 2"
 TILE = {"loss_tile": 7}
 
 GROUPS: dict[str, dict[str, list[MegatronDraw]]] = {
@@ -77,7 +71,7 @@ GROUPS: dict[str, dict[str, list[MegatronDraw]]] = {
             like("plain", CP2, checkpoint="remat"),
             like("plain", CP2, "boundary", "remat", config=BLOCK),
         ],
-        OPTIMIZERS: [
+        "CP 2: distributed optimizer, experts (EP 2), selective recomputation, offload": [
             like("plain", CP2, checkpoint="auto", config=FULL, overlap=True, **TRAINS),
             like("plain", CP2, checkpoint="auto", config=FULL, overlap=True, **SPREAD | {"warm": 2}),
             like("plain", CP2, checkpoint="auto", config=FULL, options={"remat_offload": True}, **TRAINS),
@@ -130,13 +124,9 @@ GROUPS: dict[str, dict[str, list[MegatronDraw]]] = {
     },
     "states": {
         STATES: [
-            like("padded stack", CP3, "boundary", "remat"),
-            like("padded delta", CP3, "boundary"),
-            like("stack", CP3, "boundary"),
-            like("packed stack", CP3, "contiguous", "remat"),
-            like("delta", CP3, "contiguous", "remat"),
-            like("tree delta", CP3, "boundary", "remat"),
-            like("stack by steps", CP3, "boundary", "remat"),
+            *(like(name, CP3, "boundary", "remat") for name in ("padded stack", "tree delta", "stack by steps")),
+            *(like(name, CP3, "boundary") for name in ("padded delta", "stack")),
+            *(like(name, CP3, "contiguous", "remat") for name in ("packed stack", "delta")),
             like("stack ahead", CP3, "boundary", "remat", config=PER_TOKEN),
         ],
         "hybrid (Mamba) stacks; layout `zigzag`, CP 3": [  # in Megatron's own order
@@ -144,7 +134,7 @@ GROUPS: dict[str, dict[str, list[MegatronDraw]]] = {
         ],
     },
     "overlaps": {
-        OVERLAPS: [
+        "overlap of experts' messages; EP 2, 3, PP 2 x VP 2 x CP 2": [
             like("overlapped", EP2, "boundary"),
             like("packed overlapped", EP2, "contiguous", options=TILE),
             like("packed overlapped", {"cp": 3, "ep": 3}, "boundary", config={"num_moe_experts": 6}),
@@ -152,7 +142,7 @@ GROUPS: dict[str, dict[str, list[MegatronDraw]]] = {
         ],
     },
     "replays": {
-        REPLAYS: [
+        "replayed and recorded routing (RouterReplay): CP 2, 3, TP 2 x CP 2": [
             like("replayed", CP3, "boundary", "remat"),
             like("replayed", CP2, "boundary", config=FULL),  # Megatron's own recomputation replays again
             like("packed replayed", CP3, "boundary"),
@@ -163,11 +153,9 @@ GROUPS: dict[str, dict[str, list[MegatronDraw]]] = {
         ],
     },
     "kimis": {
-        KIMIS: [
-            like("kimi", CP3, "boundary", "remat"),
-            like("packed kimi", CP2, "contiguous"),
-            like("packed kimi", CP3, "boundary", "auto", config=FULL),
-            like("padded kimi stack", CP2, "boundary", "remat"),
+        "Kimi delta attention, in Megatron's development branch: CP 2, 3": [
+            like("kimi", CP3, "boundary", "remat"), like("padded kimi stack", CP2, "boundary", "remat"),
+            like("packed kimi", CP2, "contiguous"), like("packed kimi", CP3, "boundary", "auto", config=FULL),
         ],
     },
     "odd-ranks-with-packs-and-trees": {
@@ -201,9 +189,7 @@ GROUPS: dict[str, dict[str, list[MegatronDraw]]] = {
             like("mask", CP3, checkpoint="auto", options=TILE),
             like("mask", CP3, "boundary", config=FULL),
             like("mask balanced", CP3, "zigzag", "auto", config=FULL),
-            like("tree learned", CP3, "boundary"),
-            like("mask stack", CP3, "boundary"),
-            like("tree stack", CP3, "boundary"),
+            *(like(name, CP3, "boundary") for name in ("tree learned", "mask stack", "tree stack")),
         ],
         IMAGES: [
             *(like("images", CP3, layout) for layout in ("zigzag", "boundary")),
@@ -218,11 +204,9 @@ GROUPS: dict[str, dict[str, list[MegatronDraw]]] = {
             like("ahead", CP3, "boundary"),
             like("ahead per token", CP3, "zigzag", "auto", config=FULL),
         ],
-        AHEAD_IN_PACKS: [
+        "multi-token prediction of packs; layouts `contiguous`, `boundary`, CP 3": [
             like("packed ahead per token", CP3),
-            like("packed ahead", CP3, "boundary"),
-            like("packed ahead per token", CP3, "boundary"),
-            like("padded ahead", CP3, "boundary"),
+            *(like(name, CP3, "boundary") for name in ("packed ahead", "packed ahead per token", "padded ahead")),
             like("padded ahead", CP3, "boundary", config={"calculate_per_token_loss": False}),
         ],
     },
@@ -236,7 +220,7 @@ GROUPS: dict[str, dict[str, list[MegatronDraw]]] = {
         "TP 2 without sequence parallelism": [
             like("plain", TP2_CP2, "boundary", "auto", config=FULL | WHOLE_NORMS),
         ],
-        DATA: [
+        "CP 2 x DP 2, EP 2; fewer key/value groups than TP": [
             like("plain", CP2_DP2, checkpoint="auto", config=FULL, overlap=True, **TRAINS),
             like("plain", CP2_DP2, "boundary", "auto", config=FULL, overlap=True, **SPREAD | {"warm": 2}),
             like("one group", TP2_CP2, "boundary", "auto", config=FULL, **TRAINS),
@@ -276,8 +260,7 @@ GROUPS: dict[str, dict[str, list[MegatronDraw]]] = {
             like("plain", PP2_VP2_CP2, "boundary", "auto", config=FULL, **TRAINS)
         ],
         "heterogeneous layers; PP 2 x CP 2 in layouts `contiguous` and `boundary`": [
-            like("heterogeneous", PP2_CP2, checkpoint="auto", config=FULL),
-            like("heterogeneous", PP2_CP2, "boundary", "auto", config=FULL),
+            *(like("heterogeneous", PP2_CP2, layout, "auto", config=FULL) for layout in ("contiguous", "boundary")),
         ],
         "latent attention, PP 2 x CP 2 and TP 2 x CP 2": [
             like("latent", PP2_CP2, "boundary", "auto", config=FULL)
@@ -318,7 +301,8 @@ def test_random_steps_are_those_of_one_rank() -> None:
     check("megatron", 8)
 
 
-def same_dropout(rank: int, ranks: int) -> None:
+@over_ranks(4, timeout=120)
+def test_dropout_elsewhere_is_the_same_with_remat(rank: int, ranks: int) -> None:
     ways = (("none", {}), ("auto", FULL), ("none", FULL))
     rows = [like("plain", TP2_CP2, checkpoint=mode, config={"hidden_dropout": 0.1, **more}) for mode, more in ways]
     plain, rematerialized, megatrons = map(harness.step, rows)
@@ -329,18 +313,11 @@ def same_dropout(rank: int, ranks: int) -> None:
     assert all(undropped.tokens[at] != loss for at, loss in plain.tokens.items())
 
 
-def test_dropout_elsewhere_is_the_same_with_remat() -> None:
-    run_ranks(4, same_dropout, timeout=120)
-
-
-def per_token_loss(rank: int, ranks: int) -> None:
+@over_ranks(2)
+def test_pytorchs_fsdp_does_not_divide_by_tokens_which_is_why_that_loss_is_refused(rank: int, ranks: int) -> None:
     """In Megatron-Core 0.16 the sum over tokens is not even sent; 0.19 sends it to a wrapper that ignores it."""
     row = sharded(CP2, "boundary", FSDP2, **PER_TOKEN)
     expected = harness.step(dataclasses.replace(row.alone(), warm=0)).gradients
     found = harness.step(dataclasses.replace(row, warm=0)).gradients
     off = [(gradient.norm() / expected[name].norm()).item() for name, gradient in found.items()]
     assert min(off) > 10, "Megatron divides them now: the refusal in dfa_flags.py has no reason any more"
-
-
-def test_pytorchs_fsdp_does_not_divide_by_tokens_which_is_why_that_loss_is_refused() -> None:
-    run_ranks(2, per_token_loss)

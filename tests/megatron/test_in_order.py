@@ -16,9 +16,27 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.models.gpt import gpt_layer_specs
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_mtp_block_spec
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.ssm.gated_delta_net import GatedDeltaNet
+from megatron.core.ssm.mamba_mixer import MambaMixer
+from megatron.core.transformer.attention import Attention
+from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention, MultiLatentAttention
+from megatron.core.transformer.spec_utils import ModuleSpec, import_module
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
+import dfa_megatron.megatron as package
 from dfa_megatron.config import MegatronConfig
 from dfa_megatron.errors import UnsupportedError
+from dfa_megatron.megatron import DistributedAttentionLayer, distribute_attention, in_order, spec
+from dfa_megatron.megatron.layers import router
+from dfa_megatron.megatron.layers.prediction import rolling
+from dfa_megatron.megatron.script import script_specs
+from dfa_megatron.megatron.spec import is_stack
+from dfa_megatron.megatron.tokens.visit import Exchange, Visit, running
 from tests.frameworks import megatron_harness as harness
 from tests.frameworks.compare import assert_alike
 from tests.frameworks.megatron_rows import BLOCK, FULL, PER_TOKEN, like
@@ -26,14 +44,13 @@ from tests.fuzz.frameworks.megatron_draw import MegatronDraw
 from tests.megatron.hybrids import build, stack_spec
 from tests.megatron.test_all_parallelisms import STATES
 from tests.support import state_kernels
+from tests.support.arguments import assert_refused
 from tests.support.megatron_model import DenseAttention, megatrons_spec
 from tests.support.workers import by_turns, run_each, run_ranks
 
 
 def beside_tensor_parallelism(rank: int, ranks: int, draws: list[MegatronDraw]) -> None:
     """Compare with Megatron's own layers on as many tensor-parallel ranks, whose weights are other ones than of one."""
-    from megatron.core import parallel_state
-
     for draw in draws:
         want = harness.step(draw.alone(tp=2, dp=ranks // 2))
         for name, gradient in want.gradients.items():
@@ -63,8 +80,6 @@ LATENTS = (("padded ", "boundary"), ("packed ", "contiguous"), ("", "zigzag"), (
 
 def named_tokens(rank: int, ranks: int) -> None:
     """Call the replaced kernels as every release of Megatron does, and with an option that only the kernel reads."""
-    from dfa_megatron.megatron import in_order
-
     seen: list[Any] = []
 
     def kernel(*args: Any, **given: Any) -> Any:
@@ -88,10 +103,8 @@ def named_tokens(rank: int, ranks: int) -> None:
         in_order._RUNNING.mixer = SimpleNamespace(dfa_where=lambda: group)  # type: ignore[assignment]
         try:
             out, state = rule(*args, **named, **states)
-            with pytest.raises(UnsupportedError, match="option 'new_argument' of kernel"):
-                rule(*args, **named, **states, new_argument=7)
-            with pytest.raises(UnsupportedError, match="its states are not kept"):
-                rule(*args, **named, **{**states, "initial_state": q})
+            assert_refused("option 'new_argument' of kernel", rule, *args, **named, **states, new_argument=7)
+            assert_refused("its states are not kept", rule, *args, **named, **{**states, "initial_state": q})
         finally:
             in_order._RUNNING.mixer = None
         torch.testing.assert_close(out, wanted)
@@ -101,9 +114,6 @@ def named_tokens(rank: int, ranks: int) -> None:
 
 def open_rolls(rank: int, ranks: int) -> None:
     """Call the replaced roll_tensor as every release does; a newer one asks for no sum, or for what nobody knows."""
-    from dfa_megatron.megatron.layers.prediction import rolling
-    from dfa_megatron.megatron.tokens.visit import Exchange, Visit, running
-
     seen: list[Any] = []
 
     def megatrons(tensor: Any, shifts: int, dims: int, cp_group: Any, packed_seq_params: Any, **others: Any) -> Any:
@@ -118,16 +128,10 @@ def open_rolls(rank: int, ranks: int) -> None:
     with running(Visit(None, group, "contiguous", "contiguous", None, (1, 4), Exchange(group))):
         assert roll(tokens, cp_group=group, return_sum=False)[1] is None
         assert roll(tokens, cp_group=group, return_sum=True)[1] is not None
-        with pytest.raises(UnsupportedError, match="roll_tensor with new_argument"):
-            roll(tokens, cp_group=group, new_argument=7)
+        assert_refused("roll_tensor with new_argument", roll, tokens, cp_group=group, new_argument=7)
 
 
 def scripts_predictions(rank: int, ranks: int) -> None:
-    from megatron.core.models.gpt import gpt_layer_specs
-
-    from dfa_megatron.megatron import DistributedAttentionLayer
-    from dfa_megatron.megatron.script import script_specs
-
     row = like("plain", {"cp": ranks})
     harness.start(row)
     for _ in range(2):  # the second time replaces nothing
@@ -140,9 +144,6 @@ def scripts_predictions(rank: int, ranks: int) -> None:
 
 
 def other_attention(rank: int, ranks: int) -> None:
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_mtp_block_spec
-    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
-
     row = like("ahead", {"cp": ranks})
     harness.start(row)
     config = harness.config_of(row, mtp_num_layers=1)
@@ -157,8 +158,6 @@ def other_attention(rank: int, ranks: int) -> None:
 
 
 def test_the_given_stack_spec_stays_and_every_layer_shares_one_context() -> None:
-    from dfa_megatron.megatron import DistributedAttentionLayer, distribute_attention
-
     given = stack_spec()
     modules = {slot: layer.module for slot, layer in vars(given.submodules).items() if hasattr(layer, "module")}
     options = MegatronConfig(data_layout="zigzag")
@@ -174,11 +173,6 @@ def test_the_given_stack_spec_stays_and_every_layer_shares_one_context() -> None
 
 
 def other_order(rank: int, world_size: int) -> None:
-    from megatron.core.process_groups_config import ProcessGroupCollection
-    from megatron.core.transformer.spec_utils import ModuleSpec
-
-    from dfa_megatron.megatron import distribute_attention
-
     harness.start(like("stack", {"cp": 2}))
     groups = ProcessGroupCollection.use_mpu_process_groups()
     boundary, zigzag = (MegatronConfig(data_layout=layout) for layout in ("boundary", "zigzag"))
@@ -195,18 +189,11 @@ def other_order(rank: int, world_size: int) -> None:
 
 
 def test_megatrons_spec_flag_finds_the_stack_spec_or_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    from megatron.core.transformer.spec_utils import import_module
-
-    import dfa_megatron.megatron as package
-    from dfa_megatron.megatron.script import script_specs
-    from dfa_megatron.megatron.spec import is_stack
-
     with contextlib.suppress(UnsupportedError):
         assert is_stack(script_specs.default_stack_spec())
     for home in ("megatron.core.models.hybrid.hybrid_layer_specs", "megatron.core.models.mamba.mamba_layer_specs"):
         monkeypatch.setitem(sys.modules, home, None)
-    with pytest.raises(UnsupportedError, match=r"it cannot be imported: .*stack spec of your own"):
-        script_specs.default_stack_spec()
+    assert_refused(r"it cannot be imported: .*stack spec of your own", script_specs.default_stack_spec)
     monkeypatch.setattr(script_specs, "default_stack_spec", stack_spec)
     try:
         made = import_module(("dfa_megatron.megatron", "hybrid_stack_spec"))
@@ -217,10 +204,6 @@ def test_megatrons_spec_flag_finds_the_stack_spec_or_says_what_is_missing(monkey
 
 def renames() -> list[tuple[str, Any, str, str, Any]]:
     """Model, class, what its code calls, what a release may call instead, and what that is."""
-    from megatron.core.ssm.gated_delta_net import GatedDeltaNet
-    from megatron.core.ssm.mamba_mixer import MambaMixer
-    from megatron.core.transformer.attention import Attention
-    from megatron.core.transformer.multi_latent_attention import MLASelfAttention, MultiLatentAttention
 
     def own(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> torch.Tensor:
         return query.new_zeros(*query.shape[:2], query.shape[2] * value.shape[3])
@@ -303,12 +286,6 @@ def test_calls_of_newer_releases_are_taken_and_what_does_not_reach_ours_or_is_in
 
 
 def test_a_name_that_is_replaced_and_is_not_there_is_refused() -> None:
-    from megatron.core.transformer.moe.router import TopKRouter
-
-    from dfa_megatron.megatron import in_order, spec
-    from dfa_megatron.megatron.layers import router
-    from dfa_megatron.megatron.script import script_specs
-
     known: list[tuple[Any, str]] = []
 
     def install() -> None:
@@ -329,8 +306,7 @@ def test_a_name_that_is_replaced_and_is_not_there_is_refused() -> None:
         kept = vars(owner)[name]
         delattr(owner, name)
         try:
-            with pytest.raises(UnsupportedError, match=rf"without \S+\.{name}: ours takes its place"):
-                install()
+            assert_refused(rf"without \S+\.{name}: ours takes its place", install)
         finally:
             setattr(owner, name, kept)
     install()

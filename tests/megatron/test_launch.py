@@ -6,7 +6,6 @@ import argparse
 import contextlib
 import importlib.util
 import io
-import shutil
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -16,73 +15,12 @@ import pytest
 
 from dfa_megatron import launch
 from dfa_megatron.config import MegatronConfig
-from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.megatron.script import dfa_flags as script
+from tests.support.arguments import assert_refused
 from tests.support.workers import run_ranks
 
 ROOT = Path(__file__).parents[2]
 SPEC = ("--spec", "dfa_megatron.megatron", "get_spec")
-
-needs_no_training = pytest.mark.skipif(
-    importlib.util.find_spec("megatron.training") is not None, reason="a stand-in for megatron.training would hide it"
-)
-
-# A Megatron-LM clone of 0.16, as far as the launcher looks at it.
-CLONE = {
-    "megatron/training/__init__.py": "",
-    "megatron/training/arguments.py": """
-import argparse
-
-def add_megatron_arguments(parser):
-    parser.add_argument("--spec", nargs="*", help="a bare % (as 10%) is in the help of 0.19")
-    return parser
-
-def parse_args(extra_args_provider=None):
-    parser = add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
-    return (extra_args_provider(parser) if extra_args_provider else parser).parse_args()
-""",
-    "helper_beside_the_script.py": "",
-    "pretrain_gpt.py": """
-import sys
-import helper_beside_the_script
-from megatron.training.arguments import parse_args
-
-if __name__ == "__main__":
-    ARGS = parse_args()
-    sys.modules["tests.megatron.test_launch"].seen(ARGS)
-""",
-}
-
-SEEN: dict[str, Any] = {}
-
-
-def seen(args: argparse.Namespace) -> None:
-    """Called by the script: it runs in a namespace of its own."""
-    SEEN.update(args=args)
-
-
-@pytest.fixture
-def clone(tmp_path: Path) -> Path:
-    for name, text in CLONE.items():
-        path = tmp_path / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
-    return tmp_path
-
-
-def run_a_script(rank: int, world_size: int, script_path: str) -> None:
-    for _ in range(2):  # the second time replaces nothing
-        assert launch.main([script_path, *SPEC, "--dfa-data-layout", "zigzag", "--dfa-loss-tile", "7"]) == 0
-    assert (SEEN["args"].dfa_data_layout, SEEN["args"].dfa_loss_tile) == ("zigzag", 7)
-    with contextlib.redirect_stdout(io.StringIO()) as shown, pytest.raises(SystemExit, match="0"):
-        launch.main([script_path, "--help"])
-    assert "a bare % (as 10%)" in shown.getvalue()
-    assert "--dfa-data-layout {contiguous,boundary,zigzag}" in shown.getvalue()
-
-
-@needs_no_training
-def test_a_script_of_a_clone_gets_the_flags_and_its_help_shows_them(clone: Path) -> None:
-    run_ranks(1, run_a_script, str(clone / "pretrain_gpt.py"))
 
 
 def refusal(rank: int, world_size: int, *argv: str) -> str:
@@ -92,13 +30,17 @@ def refusal(rank: int, world_size: int, *argv: str) -> str:
     return said.getvalue()
 
 
-@needs_no_training
+@pytest.mark.skipif(
+    importlib.util.find_spec("megatron.training") is not None, reason="a stand-in for megatron.training would hide it"
+)
 @pytest.mark.parametrize("lacks", ["megatron.training", "no_such_package_of_megatrons"])
-def test_a_megatron_without_training_or_what_that_needs_is_one_clear_line(lacks: str, clone: Path) -> None:
-    (clone / "megatron" / "training" / "__init__.py").write_text(f"import {lacks}")
-    if lacks == "megatron.training":
-        shutil.rmtree(clone / "megatron")
-    (said,) = run_ranks(1, refusal, str(clone / "pretrain_gpt.py"), *SPEC)
+def test_a_megatron_without_training_or_what_that_needs_is_one_clear_line(lacks: str, tmp_path: Path) -> None:
+    """A clone of Megatron-LM, as far as the launcher looks at it; test_scripts.py has a whole one."""
+    (tmp_path / "pretrain_gpt.py").write_text("raise SystemExit('the script ran')")
+    if lacks != "megatron.training":
+        (tmp_path / "megatron" / "training").mkdir(parents=True)
+        (tmp_path / "megatron" / "training" / "__init__.py").write_text(f"import {lacks}")
+    (said,) = run_ranks(1, refusal, str(tmp_path / "pretrain_gpt.py"), *SPEC)
     assert "megatron.training.arguments.add_megatron_arguments of Megatron-Core 0." in said
     assert f"No module named '{lacks}'" in said
     assert "Traceback" not in said
@@ -133,8 +75,7 @@ def test_a_megatron_without_the_replaced_names_is_refused_with_its_version(monke
 
     monkeypatch.setattr(megatron.core, "__version__", "9.9")
     stub(monkeypatch, training={}, training_arguments={})
-    with pytest.raises(UnsupportedError, match=r"add_megatron_arguments of Megatron-Core 9\.9.*cannot import name"):
-        script.prepare(SPEC)
+    assert_refused(r"add_megatron_arguments of Megatron-Core 9\.9.*cannot import name", script.prepare, SPEC)
 
 
 def test_the_newest_megatron_that_is_tested_has_a_patch() -> None:

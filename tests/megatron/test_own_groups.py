@@ -11,9 +11,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler
 
 from dfa_megatron import plan_batches
 from dfa_megatron.errors import DisagreementError, UnsupportedError
+from dfa_megatron.megatron import declare_batch_layout, shard_batch
 from dfa_megatron.runtime.counters import COUNTERS
 from tests.frameworks import compare
 from tests.frameworks import megatron_harness as harness
@@ -21,7 +26,8 @@ from tests.frameworks.megatron_rows import UNBALANCED, like
 from tests.fuzz.frameworks.megatron_draw import VOCABULARY, MegatronDraw
 from tests.fuzz.frameworks.one_rank import apart
 from tests.megatron import padded_packs
-from tests.support.workers import by_turns, run_ranks
+from tests.support.arguments import assert_refused
+from tests.support.workers import by_turns, over_ranks, run_ranks
 
 OURS = {"hybrid_context_parallel": True}
 Groups = dict[tuple[int, ...], dist.ProcessGroup]
@@ -73,8 +79,6 @@ THREE = (Micro((0, 1), (1, 1, 7, 26, 1)), Micro((2,), (5, 9)), Micro((0, 1, 2), 
 
 
 def params_of(batch: dict[str, Any], micro: Micro, groups: Groups, form: str) -> Any:
-    from megatron.core.packed_seq_params import PackedSeqParams
-
     size = len(micro.ranks)
     named = {"local_cp_size": size, "cp_group": groups[micro.ranks] if size > 1 else None}
     if "params" not in batch:
@@ -88,10 +92,6 @@ def params_of(batch: dict[str, Any], micro: Micro, groups: Groups, form: str) ->
 
 def cut(batch: dict[str, Any], micro: Micro, groups: Groups, me: int, row: MegatronDraw, form: str) -> dict[str, Any]:
     """This rank's tokens: of rows, or of every document by itself."""
-    from megatron.core import parallel_state
-
-    from dfa_megatron.megatron import shard_batch
-
     size = len(micro.ranks)
     if form == "padded":
         total = padded_packs.total_of(batch["tokens"].shape, size, 1)
@@ -106,9 +106,6 @@ def cut(batch: dict[str, Any], micro: Micro, groups: Groups, me: int, row: Megat
 
 def run(model: Any, row: MegatronDraw, micros: tuple[Micro, ...], groups: Groups, form: str) -> tuple[Any, Any]:
     """This rank's losses of tokens in each of its micro-batches, and the sum of all ranks' gradients."""
-    from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
-    from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler
-
     losses, me = [], dist.get_rank() // row.tp
     for micro in (micro for micro in micros if me in micro.ranks):
         batch = micro.batch()
@@ -198,9 +195,10 @@ def test_states_pass_among_the_ranks_that_share_a_micro_batch_while_others_run_a
     run_ranks(3, check, cases, timeout=120)
 
 
-def refused(rank: int, world_size: int) -> None:
-    from dfa_megatron.megatron import declare_batch_layout
-
+@over_ranks(3)
+def test_a_group_that_does_not_fit_is_refused_on_every_rank_and_other_packs_in_a_group_are_an_error(
+    rank: int, ranks: int
+) -> None:
     row = like("plain", {"dp": 3})
     harness.start(row)
     pair, others = dist.new_group([0, 1]), dist.new_group([1, 2])
@@ -219,19 +217,13 @@ def refused(rank: int, world_size: int) -> None:
         ({"local_cp_size": 3}, "local_cp_size=3 and a cp_group of 2 ranks"),
         ({"cp_group": None, "local_cp_size": 1}, "it ends at 12"),
     ):
-        with pytest.raises(UnsupportedError, match=message):
-            forward((5, 7), **changes)
+        assert_refused(message, forward, (5, 7), **changes)
     if rank != 1:
         with pytest.raises(UnsupportedError, match="this rank has none of its tokens"):
             forward((5, 7), groups={(0, 1): others if rank == 0 else pair})
     losing = harness.model_of(row, harness.config_of(row, **OURS, **UNBALANCED | {"moe_z_loss_coeff": 0.1}))
-    with pytest.raises(UnsupportedError, match="a router's losses"):
-        forward((5, 7), on=losing)
+    assert_refused("a router's losses", forward, (5, 7), on=losing)
     dist.barrier()
     if rank < 2:
         with pytest.raises(DisagreementError):
             forward((5, 7) if rank else (4, 8))
-
-
-def test_a_group_that_does_not_fit_is_refused_on_every_rank_and_other_packs_in_a_group_are_an_error() -> None:
-    run_ranks(3, refused, timeout=60)

@@ -9,15 +9,19 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
 from dfa_megatron import attention
-from dfa_megatron.errors import ProofError, UnsupportedError
+from dfa_megatron.errors import ProofError
+from dfa_megatron.megatron import prove, proved_job
 from dfa_megatron.megatron.layers import rotary
+from dfa_megatron.megatron.script.dfa_flags import add_dfa_arguments
 from dfa_megatron.runtime.counters import COUNTERS
 from tests.frameworks import megatron_harness as harness
 from tests.frameworks.megatron_rows import ALLGATHER, FULL, PER_TOKEN, TRAINS, like
 from tests.fuzz.frameworks.megatron_draw import MegatronDraw
 from tests.megatron import sharded
+from tests.support.arguments import assert_refused
 from tests.support.plants import attention_with, documents_lost, states_dropped
 from tests.support.workers import by_turns, run_each, run_ranks
 
@@ -52,8 +56,6 @@ FOUR = [
 
 
 def each_case(rank: int, world_size: int, cases: list[MegatronDraw]) -> list[str]:
-    from dfa_megatron.megatron import prove
-
     said = []
     for row in by_turns(cases):
         harness.start(row)
@@ -70,14 +72,6 @@ def test_nothing_is_found_where_nothing_is_wrong(cases: list[MegatronDraw]) -> N
             assert sum("gradient of parameters" in line for line in table.splitlines()) == 2, table
 
 
-def lost_window(models: Any) -> Any:
-    return attention_with(attention, window_size=(-1, -1))
-
-
-def lost_documents(models: Any) -> Any:
-    return documents_lost(attention)
-
-
 def local_rope(models: Any) -> Any:
     """Every rank takes the first rows of the table."""
 
@@ -89,8 +83,6 @@ def local_rope(models: Any) -> Any:
 
 def labels_of_chunks(models: Any) -> Any:
     """Labels are shifted inside each of a rank's two chunks."""
-    from dfa_megatron.megatron import proved_job
-
     real = proved_job.batches.shard_batch
 
     def wrong(*args: Any) -> Any:
@@ -117,19 +109,18 @@ def mixed_tokens(models: Any) -> Any:
     return patch.object(mlp, "forward", forward)
 
 
+FIRST = "96 tokens, output of layers: decoder.layers.0.self_attention on rank"
 FOUND = {
     mixed_tokens: "a sequence, 96 tokens, output of layers: decoder.layers.1.mlp on rank 1, token 48:",
-    local_rope: "a sequence, 96 tokens, output of layers: decoder.layers.0.self_attention on rank",
-    lost_window: "a sequence, 96 tokens, output of layers: decoder.layers.0.self_attention on rank 0, token 10:",
-    lost_documents: "a pack of 3, 96 tokens, output of layers: decoder.layers.0.self_attention on rank 0, token 32:",
+    local_rope: f"a sequence, {FIRST}",
+    lambda _: attention_with(attention, window_size=(-1, -1)): f"a sequence, {FIRST} 0, token 10:",
+    lambda _: documents_lost(attention): f"a pack of 3, {FIRST} 0, token 32:",
     labels_of_chunks: "a sequence, 96 tokens, gradient at layers: decoder.layers.1.mlp on rank",
     unreduced: "a sequence, 96 tokens, gradient of parameters: ",
 }
 
 
 def with_each_fault(rank: int, world_size: int) -> list[str]:
-    from dfa_megatron.megatron import prove
-
     row = job(CP2, "boundary", WINDOW)
     harness.start(row)
     said = []
@@ -140,16 +131,13 @@ def with_each_fault(rank: int, world_size: int) -> list[str]:
                 said.append(str(prove(models)))
             except ProofError as error:
                 said.append(str(error))
-    with pytest.raises(UnsupportedError, match="prove of a GPTModel without Megatron's DistributedDataParallel"):
-        prove(models[0].module)
+    assert_refused("prove of a GPTModel without Megatron's DistributedDataParallel", prove, models[0].module)
     return said
 
 
 def trains_on(rank: int, world_size: int) -> None:
     """A training, with a proof before its first step or without."""
     from megatron.core.pipeline_parallel import schedules
-
-    from dfa_megatron.megatron import prove
 
     row = like("plain", CP2, "boundary", config={"hidden_dropout": 0.1}, **TRAINS)
     plain = harness.step(row)
@@ -186,8 +174,6 @@ def test_every_planted_fault_is_found_in_hybrids_too_and_training_goes_on_as_if_
 
 
 def hybrid(rank: int, world_size: int) -> list[str]:
-    from dfa_megatron.megatron import prove
-
     row = like("mask stack", {"cp": world_size}, "boundary", layers="M*M", dtype="float32 of few layers")
     harness.start(row)
     with torch.compiler.set_stance("force_eager"), harness.with_layers(row):
@@ -201,11 +187,8 @@ def hybrid(rank: int, world_size: int) -> list[str]:
 def asked_by_a_flag(rank: int, world_size: int) -> list[str]:
     """Megatron's training calls `train_step`; here a stand-in is what it calls."""
     from megatron.core.rerun_state_machine import RerunMode, initialize_rerun_state_machine
-    from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
     from megatron.training import training
 
-    from dfa_megatron.megatron import proved_job
-    from dfa_megatron.megatron.script.dfa_flags import add_dfa_arguments
     from tests.megatron.test_scripts import FLAGS, OURS, build
 
     order: list[str] = []

@@ -9,19 +9,25 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from megatron.core import parallel_state
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.dot_product_attention import DotProductAttention
 
 from dfa_megatron.errors import DisagreementError, UnsupportedError
+from dfa_megatron.megatron import declare_batch_layout
+from dfa_megatron.megatron.check_config import check_uneven
+from dfa_megatron.megatron.script import dfa_flags
 from dfa_megatron.megatron.tokens.packs import with_long_padding_apart
 from tests.frameworks import megatron_harness as harness
 from tests.frameworks.megatron_rows import like
 from tests.fuzz.frameworks.megatron_draw import VOCABULARY
 from tests.megatron.attends import positions
+from tests.support import megatron_model
+from tests.support.arguments import assert_refused
 from tests.support.workers import run_each
 
 
 def pack(offsets: list[int], **changes: Any) -> Any:
-    from megatron.core.packed_seq_params import PackedSeqParams
-
     cu_seqlens = torch.tensor(offsets, dtype=torch.int32)
     longest = max(hi - lo for lo, hi in pairwise(offsets))
     given = {"cu_seqlens_q": cu_seqlens, "cu_seqlens_kv": cu_seqlens, "max_seqlen_q": longest, "max_seqlen_kv": longest}
@@ -30,8 +36,6 @@ def pack(offsets: list[int], **changes: Any) -> Any:
 
 def forward(layout: str, params: Any, tokens: int, rows: int = 1) -> torch.Tensor:
     """A model on tokens that are the same whatever the pack."""
-    from megatron.core import parallel_state
-
     ranks, rank = (getattr(parallel_state, f"get_context_parallel_{n}")() for n in ("world_size", "rank"))
     model = harness.model_of(like("plain", {"cp": ranks}, layout))
     ids = torch.randint(0, VOCABULARY, (rows, tokens), generator=torch.Generator().manual_seed(0))
@@ -53,8 +57,7 @@ def refused_on_one_rank(rank: int, world_size: int) -> None:
         (pack([0, 8, 5, 12]), "it may not fall", 1),
         (pack([0, 5, 12]), "packed documents in 2 rows", 2),
     ):
-        with pytest.raises(UnsupportedError, match=message):
-            forward("contiguous", params, 12, rows)
+        assert_refused(message, forward, "contiguous", params, 12, rows)
     want = forward("contiguous", pack([0, 5, 12]), 12)
     assert torch.equal(forward("contiguous", pack([0, 5, 5, 12, 12]), 12), want)  # empty documents
     padded = pack([0, 4, 10], cu_seqlens_q_padded=ends, cu_seqlens_kv_padded=ends, max_seqlen_q=7)
@@ -67,22 +70,15 @@ def refused_on_one_rank(rank: int, world_size: int) -> None:
 
 
 def stage_without_documents(rank: int, world_size: int) -> None:
-    from dfa_megatron.megatron.script import dfa_flags
-
     harness.start(like("plain"))
     with patch.object(dfa_flags, "global_args", lambda: SimpleNamespace(sft=True)):
         forward("contiguous", pack([0, 5, 12]), 12)
-        with pytest.raises(UnsupportedError, match="a pipeline stage that was given no packed_seq_params"):
-            forward("contiguous", None, 12)
+        assert_refused("a pipeline stage that was given no packed_seq_params", forward, "contiguous", None, 12)
 
 
 def attention_put_back(rank: int, world_size: int) -> None:
-    from megatron.core.transformer.dot_product_attention import DotProductAttention
-
-    from dfa_megatron.megatron import spec as specs
-
     harness.start(like("plain"))
-    ours = specs.distribute_attention
+    ours = megatron_model.distribute_attention
 
     def replaced(*args: Any, **kwargs: Any) -> Any:
         spec = ours(*args, **kwargs)
@@ -90,7 +86,7 @@ def attention_put_back(rank: int, world_size: int) -> None:
         return spec
 
     message = "a distributed layer whose core_attention became DotProductAttention"
-    with patch.object(specs, "distribute_attention", replaced), pytest.raises(UnsupportedError, match=message):
+    with patch.object(megatron_model, "distribute_attention", replaced), pytest.raises(UnsupportedError, match=message):
         forward("boundary", None, 12)
 
 
@@ -100,10 +96,6 @@ def test_packs_that_are_not_clear_stages_that_are_told_none_and_attention_put_ba
 
 def refused_on_two_ranks(rank: int, world_size: int) -> None:
     """Packs that Megatron may have sliced one by one, and that fit neither padding nor tokens nor other ranks."""
-    from megatron.core import parallel_state
-
-    from dfa_megatron.megatron import declare_batch_layout
-
     harness.start(like("plain", {"cp": 2}))
     ends = torch.tensor([0, 4, 12], dtype=torch.int32)
 
@@ -117,8 +109,7 @@ def refused_on_two_ranks(rank: int, world_size: int) -> None:
         ("a document of 5 tokens, padding included", ([0, 5, 12], None)),
         ("it ends at 12, but the ranks hold 16 tokens", ([0, 3, 10], ends, 8)),
     ):
-        with pytest.raises(UnsupportedError, match=message):
-            run(*arguments)  # type: ignore[arg-type]
+        assert_refused(message, run, *arguments)  # type: ignore[arg-type]
     with pytest.raises(UnsupportedError if rank else DisagreementError, match="a document of 5 tokens"):
         run([0, 5, 12] if rank else [0, 4, 12], None)
     with pytest.raises(DisagreementError, match="with padding"):
@@ -131,8 +122,6 @@ def refused_on_two_ranks(rank: int, world_size: int) -> None:
 
 
 def equal_parts(rank: int, world_size: int) -> None:
-    from dfa_megatron.megatron.check_config import check_uneven
-
     row = like("packed", {"cp": 2}, batch=1, tokens=7)
     for changes, words in (
         ({"tensor_model_parallel_size": 2, "sequence_parallel": True}, "sequence_parallel"),
@@ -142,14 +131,12 @@ def equal_parts(rank: int, world_size: int) -> None:
     ):
         config = harness.config_of(row)
         vars(config).update(changes)
-        with pytest.raises(UnsupportedError, match=words):
-            check_uneven(config, [5, 4], 5 if changes else 4, 0)
+        assert_refused(words, check_uneven, config, [5, 4], 5 if changes else 4, 0)
     harness.start(row)
     config = harness.config_of(row)
     model = harness.model_of(row, config)
     config.num_moe_experts, config.expert_model_parallel_size = 4, 2
-    with pytest.raises(UnsupportedError, match="expert parallelism"):
-        model(**harness.taken(next(harness.batches(row))))
+    assert_refused("expert parallelism", model, **harness.taken(next(harness.batches(row))))
 
 
 def test_packs_sliced_otherwise_offsets_that_do_not_fit_and_parts_that_take_equal_rows_are_refused() -> None:

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from dfa_megatron.errors import UnsupportedError
+from dfa_megatron.loss import by_document, scores_of
 from tests.frameworks import megatron_harness as harness
 from tests.frameworks.compare import gradients_of
 from tests.frameworks.megatron_rows import BY_LIST, like
@@ -22,8 +23,6 @@ from tests.support.workers import run_each
 
 def scores(rank: int, world_size: int) -> None:
     """Log-probabilities and entropy of a tied model, and all its gradients, beside those of its own logits."""
-    from dfa_megatron.loss import by_document, scores_of
-
     found = []
     for tile in (7, "off"):
         row = like("plain", {"cp": world_size}, options={"loss_tile": tile})

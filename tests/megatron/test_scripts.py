@@ -1,4 +1,7 @@
-"""Megatron's own parser, builders, slicing and datasets, as its scripts call them: a model trains like one rank."""
+"""Megatron's own parser, builders, slicing and datasets, as its scripts call them: a model trains like one rank.
+
+The parser takes every argument file of configs/megatron, with and without the launcher's flags.
+"""
 
 from __future__ import annotations
 
@@ -17,10 +20,13 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
 
 from dfa_megatron import launch
+from dfa_megatron.megatron import DistributedAttentionLayer, DistributedCoreAttention, shard_batch
+from dfa_megatron.megatron.check_config import check_config
 from dfa_megatron.megatron.output import tile_of
-from dfa_megatron.megatron.script.dfa_flags import add_dfa_arguments
+from dfa_megatron.megatron.script.dfa_flags import add_dfa_arguments, options_of
 from dfa_megatron.runtime.counters import COUNTERS
 from tests.frameworks import megatron_harness as harness
 from tests.frameworks.megatron_rows import like
@@ -30,6 +36,7 @@ from tests.support.workers import run_ranks
 
 pytestmark = pytest.mark.skipif(find_spec("megatron.training") is None, reason="no training package is installed")
 
+CONFIGS = Path(__file__).parents[2] / "configs" / "megatron"
 FLAGS = """
 --transformer-impl local --num-layers 2 --hidden-size 64 --num-attention-heads 4 --group-query-attention
 --num-query-groups 2 --ffn-hidden-size 128 --seq-length 48 --max-position-embeddings 48 --micro-batch-size 2
@@ -48,20 +55,26 @@ PLAIN = like("plain", {"cp": 2}, batch=2, dtype="float32 of few layers", masks=P
 MICRO_BATCHES, SEQUENCE = len(PLAIN.masks), PLAIN.tokens
 
 
-def as_launched() -> None:
-    """What a launcher would have set, and the device queries that CPU cannot answer."""
-    from megatron.training import global_vars
-
-    global_vars.unset_global_variables()
-    os.environ.update(RANK=str(dist.get_rank()), WORLD_SIZE=str(dist.get_world_size()), CUDA_DEVICE_MAX_CONNECTIONS="1")
-    harness.start(PLAIN)
+def as_launched(ranks: int = 0) -> None:
+    """What a launcher of so many ranks, or of these, would have set, and device queries that CPU cannot answer."""
+    size = str(ranks or dist.get_world_size())
+    os.environ.update(RANK=str(dist.get_rank()), WORLD_SIZE=size, CUDA_DEVICE_MAX_CONNECTIONS="1")
     torch.cuda.get_device_capability = lambda *_: (9, 0)
     torch.cuda.get_device_properties = lambda *_: SimpleNamespace(major=9, minor=0, name="none")
 
 
+def started() -> None:
+    """Forget what an earlier script set."""
+    from megatron.training import global_vars
+
+    global_vars.unset_global_variables()
+    as_launched()
+    harness.start(PLAIN)
+
+
 def build(flags: str, provider: Any) -> tuple[Any, Any]:
     """What pretrain_gpt.py does up to the model."""
-    as_launched()
+    started()
     sys.argv = ["pretrain_gpt.py", *flags.split()]
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.training.argument_utils import gpt_config_from_args
@@ -83,36 +96,28 @@ FLAGGED = (
 def train_from_flags(rank: int, world_size: int) -> None:
     wanted = harness.step(PLAIN.alone()).loss
     for flags, provider, layout in FLAGGED:
-        _train_from(flags, provider, layout, wanted)
-
-
-def _train_from(flags: str, provider: Any, layout: str, wanted: float) -> None:
-    from megatron.core import parallel_state
-
-    from dfa_megatron.megatron import DistributedAttentionLayer, DistributedCoreAttention, options_of, shard_batch
-
-    args, model = build(f"{FLAGS} {OURS} {FULL} {flags}", provider)
-    options = options_of()
-    assert options.data_layout == layout
-    for layer in model.decoder.layers:
-        assert isinstance(layer, DistributedAttentionLayer)
-        assert isinstance(layer.self_attention.core_attention, DistributedCoreAttention)
-        assert layer.self_attention.core_attention.options == options
-    assert args.recompute_granularity == "full"
-    assert model.config.recompute_granularity == "full", "the config is the caller's"
-    set_weights(model)
-    COUNTERS.reset()
-    total, group = torch.zeros(()), parallel_state.get_context_parallel_group()
-    for micro in range(MICRO_BATCHES):
-        batch = shard_batch(batch_of_rows(micro), group, options)
-        loss = share_of_loss(model(**batch), batch)
-        loss.backward()
-        total += loss.detach()
-    assert model.decoder.config.recompute_granularity is None, "full recomputation is taken over"
-    dist.all_reduce(total)
-    assert abs(total.item() - wanted) <= 1e-5
-    attentions = 2 * MICRO_BATCHES
-    assert (COUNTERS.attention_forwards, COUNTERS.reused) == (attentions, attentions)
+        args, model = build(f"{FLAGS} {OURS} {FULL} {flags}", provider)
+        options = options_of()
+        assert options.data_layout == layout
+        for layer in model.decoder.layers:
+            assert isinstance(layer, DistributedAttentionLayer)
+            assert isinstance(layer.self_attention.core_attention, DistributedCoreAttention)
+            assert layer.self_attention.core_attention.options == options
+        assert args.recompute_granularity == "full"
+        assert model.config.recompute_granularity == "full", "the config is the caller's"
+        set_weights(model)
+        COUNTERS.reset()
+        total, group = torch.zeros(()), parallel_state.get_context_parallel_group()
+        for micro in range(MICRO_BATCHES):
+            batch = shard_batch(batch_of_rows(micro), group, options)
+            loss = share_of_loss(model(**batch), batch)
+            loss.backward()
+            total += loss.detach()
+        assert model.decoder.config.recompute_granularity is None, "full recomputation is taken over"
+        dist.all_reduce(total)
+        assert abs(total.item() - wanted) <= 1e-5
+        attentions = 2 * MICRO_BATCHES
+        assert (COUNTERS.attention_forwards, COUNTERS.reused) == (attentions, attentions)
 
 
 def batch_of_rows(micro: int) -> dict[str, torch.Tensor]:
@@ -184,7 +189,7 @@ def train_through_scripts(script: str) -> str:
     plain, packed = ["--dfa-loss-tile", "7"], ["--dataloader-inter-document-masking"]
     for row, more, batch_of in ((PLAIN, plain, batch_of_rows), (PACKED, packed, packed_batch)):
         wanted = harness.step(row.alone()).loss
-        as_launched()
+        started()
         HERE.row, HERE.batch_of, HERE.loss_of = row, batch_of, share_of_loss
         assert launch.main([script, *FLAGS.split(), *OURS.split(), *FULL.split(), *more]) == 0
         assert HERE.args.dfa_data_layout == "boundary"
@@ -259,7 +264,7 @@ def train_by_sft(ranks: int, script: str) -> None:
         total += loss.detach()
     assert total > 0
 
-    as_launched()
+    started()
     HERE.batch_of, HERE.loss_of = batch_of, masked
     sys.argv = [script, *FLAGS.split(), *OURS.split(), *FULL.split(), "--sft"]
     engine = SimpleNamespace(thd_get_partitioned_indices=partitioned)
@@ -288,3 +293,42 @@ def test_scripts_by_flags_alone_and_through_the_launcher_train_like_one_rank_on_
     shown = run_ranks(2, by_flags, str(tmp_path / "pretrain_gpt.py"), timeout=170)[0]
     assert "--context-parallel-size" in shown
     assert "--dfa-data-layout {contiguous,boundary,zigzag}" in shown
+
+
+def parsed(words: list[str], ranks: int, provider: Any = None) -> Any:
+    """The arguments that Megatron's own parser and checks make of these, on so many ranks."""
+    from megatron.training.arguments import parse_args, validate_args
+
+    as_launched(ranks)
+    sys.argv = ["pretrain_gpt.py", *words]
+    args = parse_args(provider)
+    validate_args(args, {})
+    return args
+
+
+def every_argument_file(rank: int, world_size: int) -> None:
+    """With those of a training, and the command of docs/prove.md."""
+    from megatron.training.arguments import core_transformer_config_from_args
+
+    page = (CONFIGS.parents[1] / "docs" / "prove.md").read_text(encoding="utf-8")
+    command = page.partition("pretrain_gpt.py")[2].partition("```")[0].replace("\\\n", " ")
+    args = parsed(launch.expand(command.replace("$args", str(CONFIGS)).split()), 8, add_dfa_arguments)
+    assert args.dfa_prove
+    assert (args.num_layers, args.context_parallel_size, args.seq_length) == (2, 8, 4096)
+    for path in CONFIGS.glob("*.args"):
+        model = launch.read_arguments(path)
+        for training, more, provider, layout in (
+            ("mock", [], None, "boundary"),
+            ("pretrain", ["--dfa-data-layout", "zigzag"], add_dfa_arguments, "zigzag"),
+        ):
+            words = [*model, *launch.read_arguments(CONFIGS / "training" / f"{training}.args"), *more]
+            args = parsed(words, int(model[model.index("--context-parallel-size") + 1]), provider)
+            assert args.spec[0] == "dfa_megatron.megatron"
+            assert args.data_parallel_size == 1
+            assert options_of(args).data_layout == layout
+            args.apply_rope_fusion = False  # which needs Transformer Engine
+            check_config(core_transformer_config_from_args(args), options_of(args))
+
+
+def test_megatrons_parser_and_checks_take_every_argument_file_and_the_small_model_of_the_page() -> None:
+    run_ranks(1, every_argument_file)

@@ -1,34 +1,43 @@
-"""Specs: ours goes into any of Megatron's, Megatron finds it by name, and nothing of the given spec changes."""
+"""Specs: ours goes into any of Megatron's, Megatron finds it by name, and nothing of the given spec changes.
+
+Every name of Megatron's that is replaced stands on its page, and can be put back.
+"""
 
 from __future__ import annotations
 
 import copy
 import importlib.util
 import random
+import re
 import sys
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+from megatron.core.models.common.language_module.language_module import LanguageModule
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec as local_spec
+from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.spec_utils import ModuleSpec, import_module
+from megatron.core.transformer.torch_norm import WrappedTorchNorm
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
+import dfa_megatron.megatron as package
+from dfa_megatron import hooks
 from dfa_megatron.config import MegatronConfig
 from dfa_megatron.errors import UnsupportedError
-from dfa_megatron.megatron import DistributedAttentionLayer, DistributedCoreAttention, distribute_attention
+from dfa_megatron.megatron import DistributedAttentionLayer, DistributedCoreAttention, distribute_attention, in_order
 from dfa_megatron.megatron import spec as package_spec
 from dfa_megatron.megatron.layers.layer import takes_over
 from dfa_megatron.megatron.replace import replace
 from dfa_megatron.megatron.script import script_specs
 from tests.frameworks import megatron_harness as harness
 from tests.frameworks.megatron_rows import BLOCK, FULL, like
+from tests.support.arguments import assert_refused
 from tests.support.megatron_model import megatrons_spec
+from tests.support.pages import ROOT
 
 OPTIONS = MegatronConfig(data_layout="boundary")
-
-
-def local_spec(**arguments: Any) -> Any:
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-
-    return get_gpt_layer_local_spec(**arguments)
 
 
 def config(sizes: dict[str, int] | None = None, **changes: Any) -> Any:
@@ -75,39 +84,29 @@ def test_a_layer_spec_gets_our_layer_and_attention_and_the_given_one_stays() -> 
 
 
 def test_a_block_spec_with_experts_in_some_layers() -> None:
-    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
-
     block = TransformerBlockSubmodules(layer_specs=[local_spec(), local_spec(num_experts=2)], layer_norm=object())
     made = distribute_attention(block, config(), config=OPTIONS)
     assert made.layer_norm is block.layer_norm
     assert all(issubclass(layer.module, DistributedAttentionLayer) for layer in made.layer_specs)
     assert made.layer_specs[1].submodules.mlp is block.layer_specs[1].submodules.mlp
     assert not issubclass(block.layer_specs[0].module, DistributedAttentionLayer)
-    contexts = {
-        id(layer.params["distributed_attention"]) for layer in (*made.layer_specs, *copy.deepcopy(made).layer_specs)
-    }
-    assert len(contexts) == 1, "one for a model, also when Megatron copies its spec"
+    layers = *made.layer_specs, *copy.deepcopy(made).layer_specs
+    assert len({id(layer.params["distributed_attention"]) for layer in layers}) == 1, (
+        "one for a model, also when Megatron copies its spec"
+    )
 
 
-def test_sequence_parallelism_without_transformer_engine_gets_a_norm_that_bears_it() -> None:
-    from megatron.core.transformer.torch_norm import WrappedTorchNorm
-
-    distribute_attention(local_spec(), config(), config=OPTIONS)
-    norm = WrappedTorchNorm(config({"tp": 2}), 8)
-    assert norm.weight.sequence_parallel
-    assert not hasattr(WrappedTorchNorm(config(), 8).weight, "sequence_parallel")
-    with pytest.raises(UnsupportedError, match="normalization"):
-        WrappedTorchNorm(SimpleNamespace(normalization="L2Norm", sequence_parallel=True), 8)
-
-
-def test_megatrons_own_attention_by_a_spec_is_replaced_once() -> None:
-    from megatron.core.transformer.dot_product_attention import DotProductAttention
-    from megatron.core.transformer.spec_utils import ModuleSpec
-
+def test_norms_without_transformer_engine_bear_sequence_parallelism_and_megatrons_own_attention_is_replaced_once() -> (
+    None
+):
     taken = local_spec()
     taken.submodules.self_attention.submodules.core_attention = ModuleSpec(module=DotProductAttention)
     once = distribute_attention(taken, config(), config=OPTIONS)
     assert distribute_attention(once, config(), config=OPTIONS).module is once.module
+    assert WrappedTorchNorm(config({"tp": 2}), 8).weight.sequence_parallel
+    assert not hasattr(WrappedTorchNorm(config(), 8).weight, "sequence_parallel")
+    with pytest.raises(UnsupportedError, match="normalization"):
+        WrappedTorchNorm(SimpleNamespace(normalization="L2Norm", sequence_parallel=True), 8)
 
 
 def test_full_recomputation_is_taken_over_once_for_all_chunks_of_a_model() -> None:
@@ -118,20 +117,13 @@ def test_full_recomputation_is_taken_over_once_for_all_chunks_of_a_model() -> No
     assert (taken.recompute_granularity, taken.recompute_method, taken.recompute_num_layers) == ("full", "block", 2)
     assert takes_over(config(), context, 1) is None
     left = config(**FULL)
-    off = distribute_attention(local_spec(), left, config=OPTIONS.replace(checkpoint="none")).params[
-        "distributed_attention"
-    ]
-    assert takes_over(left, off, 1) is None
+    off = distribute_attention(local_spec(), left, config=OPTIONS.replace(checkpoint="none"))
+    assert takes_over(left, off.params["distributed_attention"], 1) is None
     assert left.recompute_granularity == "full"
 
 
 def test_spec_for_older_scripts_is_made_of_their_global_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
-    from megatron.core.transformer.spec_utils import import_module
-
-    import dfa_megatron.megatron as package
-
-    with pytest.raises(UnsupportedError, match="SPEC outside a Megatron script"):
-        import_module(("dfa_megatron.megatron", "SPEC"))
+    assert_refused("SPEC outside a Megatron script", import_module, ("dfa_megatron.megatron", "SPEC"))
     args = SimpleNamespace(
         num_experts=None, sequence_parallel=False, qk_layernorm=False, multi_latent_attention=False, qk_l2_norm=False,
         transformer_impl="local", normalization="RMSNorm",
@@ -144,23 +136,18 @@ def test_spec_for_older_scripts_is_made_of_their_global_arguments(monkeypatch: p
     finally:
         vars(package).pop("SPEC", None)
     args.mla_down_proj_fusion = True
-    with pytest.raises(UnsupportedError, match="SPEC with --mla-down-proj-fusion"):
-        script_specs.spec_from_args()
+    assert_refused("SPEC with --mla-down-proj-fusion", script_specs.spec_from_args)
     args.num_experts = 8
-    with pytest.raises(UnsupportedError, match="SPEC with --mla-down-proj-fusion, --num-experts:"):
-        script_specs.spec_from_args()
+    assert_refused("SPEC with --mla-down-proj-fusion, --num-experts:", script_specs.spec_from_args)
 
 
 @pytest.mark.parametrize("minor", [17, 18])
 def test_releases_between_the_tested_ones_are_refused(minor: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(package_spec, "MINOR", minor)
-    with pytest.raises(UnsupportedError, match=f"Megatron-Core 0.{minor}"):
-        distribute_attention(megatrons_spec(of_clone("dfa")))
+    assert_refused(f"Megatron-Core 0.{minor}", distribute_attention, megatrons_spec(of_clone("dfa")))
 
 
 def test_every_public_name_is_there() -> None:
-    import dfa_megatron.megatron as package
-
     for name in package.__all__:
         assert getattr(package, name) is not None
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
@@ -168,15 +155,12 @@ def test_every_public_name_is_there() -> None:
 
 
 def test_the_import_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    import dfa_megatron.megatron as package
-
     with monkeypatch.context() as patch:
         patch.setattr(importlib.util, "find_spec", lambda *_: None)
         with pytest.raises(ImportError, match="needs Megatron-Core, which is not installed: pip install"):
             importlib.reload(package)
     monkeypatch.setitem(sys.modules, "dfa_megatron.megatron.proved_job", None)  # type: ignore[arg-type]
-    with pytest.raises(UnsupportedError, match=r"this Megatron-Core.*an import fails"):
-        importlib.reload(package)
+    assert_refused(r"this Megatron-Core.*an import fails", importlib.reload, package)
 
 
 def test_every_module_that_holds_a_replaced_function_gets_ours(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -200,3 +184,42 @@ def test_every_module_that_holds_a_replaced_function_gets_ours(monkeypatch: pyte
         held = [x for x in vars(module).values() if callable(x)]
         assert theirs not in held
         assert [x(1) for x in held if getattr(x, "__name__", "") == "roll"] == [2]
+
+
+def test_every_name_that_is_replaced_stands_on_the_page() -> None:
+    page = (ROOT / "docs" / "hooks.md").read_text(encoding="utf-8")
+    code = "".join(path.read_text(encoding="utf-8") for path in Path(package.__path__[0]).rglob("*.py"))
+    names = {
+        name for pair in re.findall(r'replace\(\w+, f?"(\w+)"|replaced = \{"(\w+)"', code) for name in pair if name
+    }
+    assert {"roll_tensor", "__init__", "z_loss_func", "train_step", "causal_conv1d"} <= names
+    assert all(f"`{name}`" in page for name in names)
+    table = page.partition("## Megatron-Core")[2].partition("## DeepSpeed")[0]
+    assert table.count("\n| `") == 11
+
+
+def test_names_that_were_replaced_are_put_back() -> None:
+    hooks.restore()
+    modules: dict[str, Any] = {name: module for name, module in sys.modules.items() if name.startswith("megatron.")}
+    before, own = {name: dict(vars(module)) for name, module in modules.items()}, LanguageModule.__init__
+    package_spec._replace_names(MegatronConfig(verify="on"))
+    in_order._replace_calls()
+    replaced = {name.rpartition(".")[2] for name in hooks.replaced()}
+    assert {"roll_tensor", "__init__"} <= replaced
+    assert LanguageModule.__init__ is not own
+    hooks.restore()
+    assert hooks.replaced() == []
+    assert LanguageModule.__init__ is own
+    for home, names in before.items():
+        assert all(vars(modules[home]).get(name) is value for name, value in names.items()), home
+
+
+@pytest.mark.parametrize("kind", ["module", "class", "subclass"])
+def test_a_name_that_is_not_there_is_never_put_there(kind: str) -> None:
+    base = type("Base", (), {"there": 1})
+    owner, name = {"module": (ModuleType("theirs"), "gone"), "class": (base, "gone")}.get(
+        kind, (type("Sub", (base,), {}), "there")
+    )
+    before, listed = dict(vars(owner)), hooks.replaced()
+    assert_refused(rf"a version without \w+\.{name}", hooks.replace, owner, name, print)
+    assert (dict(vars(owner)), hooks.replaced()) == (before, listed)

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from megatron.core.process_groups_config import ProcessGroupCollection
 
-from dfa_megatron.errors import UnsupportedError
 from tests.frameworks import megatron_harness as harness
 from tests.frameworks.megatron_rows import BY_LIST, like
 from tests.fuzz.frameworks.megatron_draw import MegatronDraw
 from tests.fuzz.frameworks.one_rank import apart
-from tests.support.workers import by_turns, run_ranks
+from tests.support.arguments import assert_refused
+from tests.support.workers import by_turns, over_ranks
 
 SIZES = (((0,), (1,), (2,), (3,)), ((0, 2), (1, 3)), ((0, 1, 2), (3,)), ((0, 1, 2, 3),))
 """Ranks that share a sequence in an evaluation; those of the training are neighbours."""
@@ -34,8 +35,6 @@ ROWS = (
 
 def collections() -> list[Any]:
     """For each of SIZES the groups of this rank: those of the training with others for context parallelism."""
-    from megatron.core.process_groups_config import ProcessGroupCollection
-
     made = []
     for size in SIZES:
         found = copy.copy(ProcessGroupCollection.use_mpu_process_groups())
@@ -88,10 +87,14 @@ def losses_alone(row: MegatronDraw) -> torch.Tensor:
         return harness.alone(alone, harness.batch_of(alone, None), harness.model_of(alone)).flatten()
 
 
-def evaluate(rank: int, world_size: int, rows: Sequence[MegatronDraw]) -> None:
+@pytest.mark.support("megatron", "evaluation at another context-parallel size: 1, 2, 3, 4")
+@over_ranks(4, timeout=170)
+def test_losses_follow_the_groups_of_each_evaluation_and_training_goes_on_as_before(rank: int, ranks: int) -> None:
     with torch.compiler.set_stance("force_eager"):
         # Those of one start of Megatron's groups one after another.
-        for row, expected in sorted(((row, losses_alone(row)) for row in rows), key=lambda each: each[0].start):
+        for row, expected in sorted(
+            ((row, losses_alone(row)) for row in by_turns(ROWS)), key=lambda each: each[0].start
+        ):
             harness.start(row)
             with harness.with_layers(row):
                 evaluate_by_turns(row, expected)
@@ -112,12 +115,8 @@ def evaluate_by_turns(row: MegatronDraw, expected: torch.Tensor) -> None:
         before = gradients
 
 
-@pytest.mark.support("megatron", "evaluation at another context-parallel size: 1, 2, 3, 4")
-def test_losses_follow_the_groups_of_each_evaluation_and_training_goes_on_as_before() -> None:
-    run_ranks(4, evaluate, by_turns(ROWS), timeout=170)
-
-
-def refused(rank: int, world_size: int) -> None:
+@over_ranks(2)
+def test_groups_swapped_in_part_or_beside_the_config_are_refused(rank: int, ranks: int) -> None:
     row = like("plain", {"dp": 2}, "zigzag")
     harness.start(row)
     config = harness.config_of(row)
@@ -127,16 +126,9 @@ def refused(rank: int, world_size: int) -> None:
     groups.cp = both
     with swapped(model, groups):
         config.context_parallel_size = 1
-        with pytest.raises(UnsupportedError, match=r"context_parallel_size=1 .* 2 ranks"):
-            check(model, row, both, expected)
+        assert_refused(r"context_parallel_size=1 .* 2 ranks", check, model, row, both, expected)
         config.context_parallel_size, config.moe_expert_capacity_factor = 2, 1.0
-        with pytest.raises(UnsupportedError, match="moe_expert_capacity_factor"):
-            check(model, row, both, expected)
+        assert_refused("moe_expert_capacity_factor", check, model, row, both, expected)
     config.moe_expert_capacity_factor = None
     model.decoder.layers[0].self_attention.core_attention.cp_group = both
-    with pytest.raises(UnsupportedError, match=r"replaced in part \(DistributedCoreAttention.cp_group"):
-        check(model, row, model.cp_group, expected)
-
-
-def test_groups_swapped_in_part_or_beside_the_config_are_refused() -> None:
-    run_ranks(2, refused)
+    assert_refused(r"replaced in part \(DistributedCoreAttention.cp_group", check, model, row, model.cp_group, expected)

@@ -1,4 +1,4 @@
-"""Trees and masks in evaluation and in loops that cut rows themselves, and ranks that bring different ones."""
+"""Trees and masks in evaluation and in loops that cut rows themselves, and ranks and stages that refuse them."""
 
 from __future__ import annotations
 
@@ -7,15 +7,18 @@ from typing import Any
 
 import pytest
 import torch
+from megatron.core import parallel_state
 
 from dfa_megatron import masks
 from dfa_megatron.config import MegatronConfig
-from dfa_megatron.errors import DisagreementError, DistAttentionError, UnsupportedError
+from dfa_megatron.errors import DisagreementError, DistAttentionError
+from dfa_megatron.megatron import declare_batch_layout, shard_batch
 from tests.frameworks import megatron_harness as harness
 from tests.frameworks.megatron_rows import like
 from tests.megatron import attends
 from tests.megatron.test_all_parallelisms import TREES
-from tests.support.workers import run_each
+from tests.support.arguments import assert_refused
+from tests.support.workers import run_each, run_ranks
 
 SEQUENCE = 48
 TREE, OTHER = (attends.forest(random.Random(seed), SEQUENCE) for seed in (7, 8))
@@ -34,16 +37,11 @@ def evaluation(rank: int, ranks: int) -> None:
             scores = logits.float().log_softmax(-1).gather(-1, batch["labels"][..., None])[..., 0]
             torch.testing.assert_close(-scores, losses, rtol=1e-5, atol=1e-5, check_dtype=False)
     seen = harness.batch_of(like("mask stack", {"cp": ranks}, "boundary"), model.cp_group)
-    with pytest.raises(UnsupportedError, match=r"a mask in a Mamba or gated delta net layer"):
-        model(**harness.taken(seen, model))
+    assert_refused(r"a mask in a Mamba or gated delta net layer", model, **harness.taken(seen, model))
 
 
 def own_loop(rank: int, ranks: int) -> None:
     """A loop that cuts its rows itself; then ranks whose masks do not fit, or that bring different trees."""
-    from megatron.core import parallel_state
-
-    from dfa_megatron.megatron import declare_batch_layout, shard_batch
-
     first = like("mask", {"cp": ranks})
     whole, alone = first.global_batch(0)[0], first.alone()
     harness.start(alone)
@@ -80,10 +78,20 @@ def uncut_images(rank: int, ranks: int) -> None:
         assert (next(losses) - next(losses)).abs().max() > 1e-3, "the places tell"
         batch["position_ids"] = cut = batch["position_ids"].chunk(ranks, -1)[rank]
         short = rf"a rotary table of shape \({cut.shape[-1]}, .* for {cut.shape[-1] * ranks} positions"
-        with pytest.raises(UnsupportedError, match=short):
-            model(**harness.taken(batch))
+        assert_refused(short, model, **harness.taken(batch))
 
 
 @pytest.mark.support("megatron", TREES)
 def test_evaluation_and_other_loops_equal_one_rank_and_different_trees_and_cut_places_are_told_of() -> None:
     run_each(3, evaluation, own_loop, uncut_images, timeout=120)
+
+
+def refuses(rank: int, world_size: int, windowed: list[int], chunks: int | None) -> None:
+    row = like("mask", {"pp": 2, "vp": chunks}, config={"window_size": (7, 0), "window_attn_skip_freq": windowed})
+    harness.step(row)
+
+
+@pytest.mark.parametrize(("windowed", "chunks"), [([1, 0, 0, 0], None), ([0, 0, 0, 1], 2)])
+def test_a_stage_that_refuses_says_why(windowed: list[int], chunks: int | None) -> None:
+    with pytest.raises(AssertionError, match="a mask in a layer with window"):
+        run_ranks(2, refuses, windowed, chunks, timeout=20, grace=0.1)

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from dfa_megatron.errors import DisagreementError, UnsupportedError
 from dfa_megatron.sharding import local_positions, shard_sequence, unshard_sequence
+from tests.support.arguments import assert_refused
 from tests.support.workers import over_ranks
 
 LAYOUTS = ("contiguous", "zigzag")
@@ -136,8 +137,7 @@ def test_group_ranks_decide_not_global_ranks(rank: int, world_size: int) -> None
             assert torch.equal(local, whole[:, here])
             assert torch.equal(unshard_sequence(local, group=group, layout=layout), whole)
             assert local_positions(8, group=group, layout=layout).tolist() == here
-    with pytest.raises(UnsupportedError, match="this rank is no member of"):
-        shard_sequence(whole, group=other)
+    assert_refused("this rank is no member of", shard_sequence, whole, group=other)
 
 
 @over_ranks(2)
@@ -189,13 +189,9 @@ def test_without_torch_distributed_there_is_one_rank() -> None:
 
 @over_ranks(3)
 def test_what_cannot_be_sharded_is_refused_with_what_works(rank: int, world_size: int) -> None:
-    with pytest.raises(UnsupportedError, match="there is nothing to share"):
-        shard_sequence(torch.zeros(1, 0))
-    with pytest.raises(UnsupportedError, match="no such layout"):
-        shard_sequence(torch.zeros(1, 9), layout="spiral")
+    assert_refused("there is nothing to share", shard_sequence, torch.zeros(1, 0))
+    assert_refused("no such layout", shard_sequence, torch.zeros(1, 9), layout="spiral")
     with pytest.raises(UnsupportedError, match=r"cu_seqlens of dtype torch\.int64"):
         shard_sequence(torch.zeros(1, 9), cu_seqlens=torch.tensor([0, 9]))
-    with pytest.raises(UnsupportedError, match="it ends at 8, but"):
-        unshard_sequence(torch.zeros(1, 3), cu_seqlens=(0, 8))
-    with pytest.raises(UnsupportedError, match="dim=2 of a tensor with 2 dimensions"):
-        shard_sequence(torch.zeros(1, 9), dim=2)
+    assert_refused("it ends at 8, but", unshard_sequence, torch.zeros(1, 3), cu_seqlens=(0, 8))
+    assert_refused("dim=2 of a tensor with 2 dimensions", shard_sequence, torch.zeros(1, 9), dim=2)

@@ -56,20 +56,21 @@ def compare(
         assert_close(got, of_tokens[name][:, rows], tolerance=8 * tolerance, name=f"gradient of {name}")
 
 
-@over_ranks(5)
-def test_every_recurrence_is_exact_over_gloo(rank: int, ranks: int) -> None:
+@over_ranks(1, 2, 5)
+def test_every_recurrence_its_packs_and_its_trees_are_exact_over_gloo(rank: int, ranks: int) -> None:
+    """Packs with documents of one token and of none; children begin with the state after their parent."""
     draw = random.Random(ranks)
     for seed, kind in enumerate(KINDS):
+        compare(recurrence(kind, 3 * ranks, seed=9, dtype=torch.float32), rank, ranks)
         compare(recurrence(kind, 5 * ranks, seed=seed), rank, ranks)
+        compare(recurrence(kind, 7, seed=seed), rank, ranks, layout=uneven(7, ranks, draw))
         length = 4 * ranks + seed % 3
         packed = recurrence(kind, length, seed=seed, packs=bool(seed % 2))
-        compare(packed, rank, ranks, with_empty(random_offsets(length, draw), draw))
-        compare(recurrence(kind, length, seed=seed), rank, ranks, tuple(range(length + 1)))
-        compare(recurrence(kind, 7, seed=seed), rank, ranks, layout=uneven(7, ranks, draw))
-        fan = (*range(0, 4 * ranks, 2), length), [-1, 0, *[1] * (2 * ranks - 3), 0]
+        for offsets in (with_empty(random_offsets(length, draw), draw), (0, 1, length), tuple(range(length + 1))):
+            compare(packed, rank, ranks, offsets, (), draw.choice(["contiguous", uneven(length, ranks, draw)]))
+        fan = (*range(0, 4 * ranks, 2), length), [-1, 0, *[1] * (2 * ranks - 3), 0][: 2 * ranks]
         for tree in (fan, *(forest(length, draw, most=8) for _ in range(2))):
             compare(packed, rank, ranks, *tree, draw.choice(["contiguous", uneven(length, ranks, draw)]))
-    compare(recurrence("kda", 3 * ranks, seed=9, dtype=torch.float32), rank, ranks)
 
 
 @over_ranks(3)
@@ -146,45 +147,31 @@ def _layer(whole: Recurrence, names: list[str], *tensors: torch.Tensor) -> torch
     return out.tanh()
 
 
+REGIONS: dict[str, Callable[..., Any]] = {
+    "plain": lambda layer, *x: layer(*x),
+    "frames": partial(checkpoint, use_reentrant=False, context_fn=remat.context_fn),
+    "reentrant": remat.remat_checkpoint,
+    "offloaded": partial(checkpoint, use_reentrant=False, context_fn=partial(remat.context_fn, offload=True)),
+}
+
+
 @over_ranks(3)
 def test_a_recompute_sends_nothing(rank: int, ranks: int) -> None:
     for kind in ("gated_delta", "gla"):
         whole, first = recurrence(kind, 4 * ranks, seed=1), None
-        for region in (_plain, _frames, _reentrant, _offloaded):
+        for name, region in REGIONS.items():
             tokens = whole.rows(rank, ranks)
             COUNTERS.reset()
-            out = region(lambda *x, whole=whole, names=list(tokens): _layer(whole, names, *x), *tokens.values())
-            gradients = torch.autograd.grad if region is not _reentrant else _by_backward
-            got = gradients(out, list(tokens.values()), torch.ones_like(out))
-            counts = COUNTERS.snapshot()
+            out = region(partial(_layer, whole, list(tokens)), *tokens.values())
+            out.backward(torch.ones_like(out))  # re-entrant checkpoints take no other
+            got, counts = [x.grad for x in tokens.values()], COUNTERS.snapshot()
             first = first or (got, counts)
             assert all(torch.equal(a, b) for a, b in zip(got, first[0], strict=True))
             if kind == "gated_delta":
                 assert counts["state_exchanges"] == 4  # two each way
-                assert counts["reused"] == (0 if region is _plain else 2)
-                for name in ("state_exchanges", "state_forward_bytes", "state_backward_bytes"):
-                    assert counts[name] == first[1][name] > 0
-
-
-def _plain(layer: Callable[..., Any], *x: torch.Tensor) -> Any:
-    return layer(*x)
-
-
-def _frames(layer: Callable[..., Any], *x: torch.Tensor) -> Any:
-    return checkpoint(layer, *x, use_reentrant=False, context_fn=remat.context_fn)
-
-
-def _reentrant(layer: Callable[..., Any], *x: torch.Tensor) -> Any:
-    return remat.remat_checkpoint(layer, *x)
-
-
-def _offloaded(layer: Callable[..., Any], *x: torch.Tensor) -> Any:
-    return checkpoint(layer, *x, use_reentrant=False, context_fn=partial(remat.context_fn, offload=True))
-
-
-def _by_backward(out: torch.Tensor, leaves: list[torch.Tensor], dout: torch.Tensor) -> list[torch.Tensor | None]:
-    out.backward(dout)
-    return [x.grad for x in leaves]
+                assert counts["reused"] == (0 if name == "plain" else 2)
+                for count in ("state_exchanges", "state_forward_bytes", "state_backward_bytes"):
+                    assert counts[count] == first[1][count] > 0
 
 
 @over_ranks(3)
@@ -224,51 +211,31 @@ def test_only_states_that_cross_ranks_travel_and_m_only_where_they_go_through_on
 
 @over_ranks(2)
 def test_ranks_that_disagree_get_a_readable_error(rank: int, ranks: int) -> None:
-    for what, told in DISAGREEMENTS.items():
-        with pytest.raises((DisagreementError, UnsupportedError)) as error:
-            _disagree(what, rank, ranks, torch.distributed.new_group(range(ranks)))
-        assert told in str(error.value), what
-
-
-def _disagree(what: str, rank: int, ranks: int, group: torch.distributed.ProcessGroup) -> None:
     whole = recurrence("gla", 4 * ranks, seed=3)
     x = whole.rows(rank, ranks)
 
-    def scan(decay: bool = True, **where: Any) -> None:
+    def scan(decay: bool = True, x: Any = x, **where: Any) -> None:
         dist_scan(whole.scan, x, decay=whole.decay(x) if decay else None, group=group, **where)
 
     def conv() -> None:
         dist_conv(lambda x, _: x, x["v"].flatten(2), 3, group=group)
 
-    if what == "documents":
-        scan(cu_seqlens=(0, 5, 8))
-        scan(cu_seqlens=(0, 5, 8) if rank else (0, 6, 8))
-    elif what == "parents":
-        scan(cu_seqlens=(0, 2, 6, 8), parents=[-1, 0, 0] if rank else [-1, 0, 1])
-    elif what == "no tree":
-        scan(cu_seqlens=(0, 2, 8), parents=[-1, 1] if rank else [-1, 0])
-    elif what == "order":
-        scan()
-        conv()
-        (scan if rank else conv)()
-    elif what == "lengths":
-        x = {name: t[:, rank:] for name, t in x.items()}
-        scan()
-    elif what == "another layout":
-        scan(layout="zigzag" if rank else "contiguous")
-    elif what == "refused":
-        scan(cu_seqlens=(0, 5, 8) if rank else (0, 5, 6))
-    else:
-        scan(decay=bool(rank))
-
-
-DISAGREEMENTS = {
-    "documents": "cu_seqlens (0, 6, 8) on rank 0",
-    "parents": "parents -1,0,1",
-    "no tree": "the parent of segment 1 is -1, 0 or an ancestor of 0, got 1",
-    "order": "convolution",
-    "M": "(2, 2, 3, 1), elementwise",
-    "lengths": "tokens of a rank: 4 on rank 0; 3 on rank 1",
-    "refused": "4 tokens on rank 0 of a sequence that gives it 3",
-    "another layout": "'contiguous', or layouts.of_lengths",
-}
+    known = partial(scan, cu_seqlens=(0, 5, 8))
+    cases: list[tuple[str, Callable[[], object]]] = [
+        ("cu_seqlens (0, 6, 8) on rank 0", lambda: [known(), scan(cu_seqlens=(0, 5, 8) if rank else (0, 6, 8))]),
+        ("parents -1,0,1", lambda: scan(cu_seqlens=(0, 2, 6, 8), parents=[-1, 0, 0] if rank else [-1, 0, 1])),
+        (
+            "the parent of segment 1 is -1, 0 or an ancestor of 0, got 1",
+            lambda: scan(cu_seqlens=(0, 2, 8), parents=[-1, 1] if rank else [-1, 0]),
+        ),
+        ("convolution", lambda: [scan(), conv(), (scan if rank else conv)()]),
+        ("(2, 2, 3, 1), elementwise", lambda: scan(decay=bool(rank))),
+        ("tokens of a rank: 4 on rank 0; 3 on rank 1", lambda: scan(x={name: t[:, rank:] for name, t in x.items()})),
+        ("4 tokens on rank 0 of a sequence that gives it 3", lambda: scan(cu_seqlens=(0, 5, 8) if rank else (0, 5, 6))),
+        ("'contiguous', or layouts.of_lengths", lambda: scan(layout="zigzag" if rank else "contiguous")),
+    ]
+    for told, disagree in cases:
+        group = torch.distributed.new_group(range(ranks))
+        with pytest.raises((DisagreementError, UnsupportedError)) as error:
+            disagree()
+        assert told in str(error.value), told

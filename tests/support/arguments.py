@@ -6,10 +6,11 @@ from collections.abc import Callable
 from dataclasses import fields
 from typing import Any
 
+import pytest
 import torch
 
 from dfa_megatron.config import DistAttentionConfig
-from dfa_megatron.errors import DistAttentionError
+from dfa_megatron.errors import DistAttentionError, UnsupportedError
 
 _OPTIONS = frozenset(spec.name for spec in fields(DistAttentionConfig))
 
@@ -40,3 +41,9 @@ def told(action: Callable[[], object]) -> str:
     except (DistAttentionError, RuntimeError) as error:
         return f"{type(error).__name__}: {error}"
     return ""
+
+
+def assert_refused(said: str, function: Callable[..., object], *args: Any, **kwargs: Any) -> None:
+    """Assert that a call is refused in words that a pattern matches."""
+    with pytest.raises(UnsupportedError, match=said):
+        function(*args, **kwargs)

@@ -8,7 +8,6 @@ import re
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -41,16 +40,13 @@ def files(tree: Path, *folders: str) -> list[Path]:
 @cache
 def functions(tree: Path, *folders: str) -> tuple[Function, ...]:
     """Every function and method, inner ones too."""
-    return tuple(_functions(tree, *folders))
-
-
-def _functions(tree: Path, *folders: str) -> Iterator[Function]:
-    for path in files(tree, *folders):
-        place = path.relative_to(tree).as_posix().removeprefix(f"{PACKAGE}/")
-        parsed = ast.parse(path.read_text(encoding="utf-8"))
-        for node in ast.walk(parsed):
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-                yield Function(f"{place}:{node.name}", _parameters(node), _lines(node), _is_triton(node))
+    places = {path: path.relative_to(tree).as_posix().removeprefix(f"{PACKAGE}/") for path in files(tree, *folders)}
+    return tuple(
+        Function(f"{place}:{node.name}", _parameters(node), _lines(node), _is_triton(node))
+        for path, place in places.items()
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    )
 
 
 def _parameters(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
@@ -105,16 +101,6 @@ def import_closure(module: str) -> list[Path]:
     done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, check=True, cwd=ROOT)
     own = ROOT / PACKAGE
     return [Path(name) for name in json.loads(done.stdout) if name and own in Path(name).parents]
-
-
-def path_hacks(tree: Path) -> list[str]:
-    """Lines of Python beside the package that change where imports come from."""
-    found = []
-    for path in files(tree, *ELSEWHERE):
-        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
-            if re.match(r"\s*sys\.path\.(insert|append|extend)\(", line):
-                found.append(f"{path.relative_to(tree).as_posix()}:{number}")
-    return found
 
 
 def lines_by_file(tree: Path, *folders: str) -> dict[str, int]:

@@ -62,27 +62,15 @@ every_capping = _of_targets([target for target in TARGETS if kernels.get(target[
 every_dtype = pytest.mark.parametrize("dtype", list(TOLERANCE), ids=lambda dtype: str(dtype).removeprefix("torch."))
 
 
-def usable(name: str, device: str, dtype: torch.dtype, *cases: Case, deterministic: bool = False) -> BlockKernel:
-    """The kernel, or a skip with its own reason."""
+def usable(name: str, device: str, dtype: torch.dtype, *cases: Case, **asked: bool) -> BlockKernel:
+    """The kernel, or a skip with its own reason; `asked` has more of the `Need`."""
     forms: frozenset[Form] = frozenset(form_of(case.band, case.q_len, case.kv_len) for case in cases)
-    present = torch.cuda.is_available()
-    capability = torch.cuda.get_device_capability() if device == "cuda" and present else None
-    if device == "cuda" and not present:
-        capability = (9, 0)
-    case = cases[0]
-    need = Need(
-        device=device,
-        dtype=dtype,
-        heads=case.heads,
-        kv_heads=case.kv_heads,
-        head_dim=case.head_dim,
-        head_dim_v=case.head_dim_v or case.head_dim,
-        forms=forms,
-        deterministic=deterministic,
-        capability=capability,
-    )
+    present, case, capability = torch.cuda.is_available(), cases[0], None
+    if device == "cuda":
+        capability = torch.cuda.get_device_capability() if present else (9, 0)
+    sizes = case.heads, case.kv_heads, case.head_dim, case.head_dim_v or case.head_dim
     kernel = kernels.get(name)
-    if (why := kernel.refusal(need)) is not None:
+    if (why := kernels.refusal(kernel, Need(device, dtype, *sizes, forms, capability=capability, **asked))) is not None:
         pytest.skip(f"{name}: {why}")
     if device == "cuda" and not present:
         pytest.skip("no CUDA device")
@@ -179,3 +167,29 @@ def run(kernel: BlockKernel, call: BlockCall, dout: torch.Tensor) -> tuple[torch
     """(out, lse, dq, dk, dv) of a call."""
     out, lse = kernel.forward(call)
     return out, lse, *kernel.backward(call, dout, saved_for(kernel, dout, out, lse))
+
+
+LAYOUTS = ["sbhd", "bhsd", "slice of fused", "rows of longer", "last dimension strided", "misaligned"]
+
+
+def as_layout(x: torch.Tensor, layout: str) -> torch.Tensor:
+    """The same values as a view of differently laid out memory."""
+    b, s, h, d = x.shape
+    if layout == "sbhd":
+        return x.transpose(0, 1).contiguous().transpose(0, 1)
+    if layout == "bhsd":
+        return x.transpose(1, 2).contiguous().transpose(1, 2)
+    if layout == "slice of fused":
+        memory = x.new_full((b, s, h, 3 * d), math.nan)
+        memory[..., d : 2 * d] = x
+        return memory[..., d : 2 * d]
+    if layout == "rows of longer":
+        memory = x.new_full((b, s + 5, h, d), math.nan)
+        memory[:, 3:-2] = x
+        return memory[:, 3:-2]
+    if layout == "last dimension strided":
+        return x.transpose(2, 3).contiguous().transpose(2, 3)
+    assert layout == "misaligned"
+    memory = x.new_full((x.numel() + 1,), math.nan)
+    memory[1:] = x.flatten()
+    return memory[1:].view(x.shape)

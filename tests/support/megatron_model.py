@@ -8,8 +8,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.transformer import multi_latent_attention
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from dfa_megatron.config import MegatronConfig
+from dfa_megatron.megatron.spec import distribute_attention
 from tests.support.models import noise
 
 
@@ -26,26 +32,11 @@ class Parallel:
     ep: int = 1
 
 
-def start(parallel: Parallel) -> None:
-    """Make Megatron's process groups over the default one."""
-    from megatron.core import parallel_state, tensor_parallel
-
-    parallel_state.initialize_model_parallel(parallel.tp, parallel.pp, parallel.vp, context_parallel_size=parallel.cp)
-    torch.manual_seed(7)
-    tensor_parallel.model_parallel_cuda_manual_seed(7)
-
-
 def config_of(given: Mapping[str, Any], parallel: Parallel, **changes: Any) -> Any:
     """Return the TransformerConfig of these fields, in float32, for these parallel sizes; `changes` override all."""
-    from megatron.core import activations
-    from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
-
     fields = dict(given)
-    functions = {"silu": torch.nn.functional.silu, "gelu": torch.nn.functional.gelu}
-    if isinstance(name := fields.get("activation_func"), str):
-        fields["activation_func"] = functions.get(name) or getattr(activations, name)
-    if isinstance(window := fields.get("window_size"), list):
-        fields["window_size"] = tuple(window)
+    if fields.get("activation_func") == "silu":
+        fields["activation_func"] = torch.nn.functional.silu
     fields.update(
         tensor_model_parallel_size=parallel.tp,
         pipeline_model_parallel_size=parallel.pp,
@@ -82,11 +73,6 @@ def build_chunk(
     `stage` is that of a virtual pipeline. `scale` is that of the weights, None for large ones with which attention
     matters. `model` has arguments of GPTModel.
     """
-    from megatron.core import parallel_state
-    from megatron.core.models.gpt.gpt_model import GPTModel
-
-    from dfa_megatron.megatron.spec import distribute_attention
-
     spec = megatrons_spec(config, stage, dense=options is None)
     if options is not None:
         spec = distribute_attention(spec, config, config=options)
@@ -107,9 +93,6 @@ def megatrons_spec(config: Any, stage: int | None = None, *, dense: bool = False
 
     `dense` gives multi-latent attention a dense core, because Megatron has none for it without Transformer Engine.
     """
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_layer_local_spec
-    from megatron.core.transformer import multi_latent_attention
-
     spec: Any
     if config.heterogeneous_block_specs:
         from megatron.core.models.gpt.heterogeneous.heterogeneous_layer_specs import get_gpt_heterogeneous_layer_spec
@@ -155,8 +138,6 @@ class DenseAttention(torch.nn.Module):
 
 def global_name(chunk: Any, name: str) -> str:
     """Return a parameter's name with the numbers of layer and expert in the whole model, counted from 0."""
-    from megatron.core import parallel_state
-
     words = name.split(".")
     if words[:2] == ["decoder", "layers"]:
         words[2] = str(chunk.decoder.layers[int(words[2])].layer_number - 1)
@@ -170,8 +151,6 @@ def global_name(chunk: Any, name: str) -> str:
 
 def places_of(name: str, parameter: torch.Tensor, config: Any) -> tuple[tuple[int, ...], dict[int, torch.Tensor]]:
     """Return a whole parameter's shape, and the rows or columns that this tensor-parallel rank holds."""
-    from megatron.core import parallel_state
-
     shape, tp = list(parameter.shape), config.tensor_model_parallel_size
     if tp == 1 or not getattr(parameter, "tensor_model_parallel", False):
         return tuple(shape), {}
@@ -201,8 +180,6 @@ def set_weights(chunk: Any, scale: float | None = None) -> None:
 
 def mean_loss(reported: Sequence[Mapping[str, torch.Tensor]]) -> torch.Tensor | None:
     """Return the mean loss of a global batch from totals and numbers of tokens; None before the last stage."""
-    from megatron.core import parallel_state
-
     if not parallel_state.is_pipeline_last_stage(ignore_virtual=True):
         return None
     total = torch.stack([entry["lm loss"] for entry in reported]).sum(0)

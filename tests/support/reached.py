@@ -16,7 +16,6 @@ from dfa_megatron.errors import UnsupportedError
 from docs.reference import PACKAGE, statements
 
 VARIABLE = "DFA_REACHED"
-FRAMEWORKS = ("deepspeed", "huggingface", "megatron")
 
 
 def note(folder: str) -> None:

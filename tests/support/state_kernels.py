@@ -9,11 +9,12 @@ import contextlib
 import functools
 import sys
 from collections.abc import Iterator, Sequence
-from itertools import pairwise
 from typing import Any
 
 import torch
 from torch.nn import functional
+
+from dfa_megatron.recurrence.token_loop import delta_rule, linear_attention
 
 _CUTS: list[torch.Tensor] = []
 """Document numbers (1, seq) of calls that give none, while `cut` is active."""
@@ -27,15 +28,6 @@ def cut(offsets: Sequence[int]) -> Iterator[None]:
         yield
     finally:
         _CUTS.pop()
-
-
-@contextlib.contextmanager
-def _uncut() -> Iterator[None]:
-    kept, _CUTS[:] = list(_CUTS), []
-    try:
-        yield
-    finally:
-        _CUTS[:] = kept
 
 
 def causal_conv1d_fn(
@@ -53,28 +45,28 @@ def causal_conv1d_fn(
 
 
 def mamba_chunk_scan_combined(
-    x: torch.Tensor, dt: torch.Tensor, A: torch.Tensor, B: torch.Tensor, C: torch.Tensor, chunk_size: int, **given: Any
+    x: torch.Tensor, dt: torch.Tensor, A: torch.Tensor, B: torch.Tensor, C: torch.Tensor, *_: int, **given: Any
 ) -> Any:
-    """mamba-ssm: x (batch, seq, heads, width), dt (batch, seq, heads), B, C (batch, seq, groups, state)."""
-    skip, z, state, ids = (given.get(name) for name in ("D", "z", "initial_states", "seq_idx"))
-    dt = functional.softplus(dt + given["dt_bias"])
-    per_group = x.shape[2] // B.shape[2]
-    B, C = B.repeat_interleave(per_group, 2), C.repeat_interleave(per_group, 2)
-    batch, seq, heads, width = x.shape
-    state = x.new_zeros(batch, heads, width, B.shape[-1]) if state is None else state
-    ids = _CUTS[-1] if _CUTS else ids
-    before, rows = torch.zeros(batch, dtype=torch.int64), []
-    for at in range(seq):
-        if ids is not None:
-            state = state * (ids[:, at] == before)[:, None, None, None]
-            before = ids[:, at]
-        state = state * (dt[:, at] * A).exp()[..., None, None]
-        state = state + (dt[:, at, :, None] * x[:, at])[..., None] * B[:, at, :, None]
-        rows.append((state * C[:, at, :, None]).sum(-1))
-    y = torch.stack(rows, 1)
+    """mamba-ssm: x (batch, seq, heads, width), dt (batch, seq, heads), B, C (batch, seq, groups, state).
+
+    With seq_idx (batch, seq), the same in every row, the state that it returns is the last document's.
+    """
+    skip, z, state = (given.get(name) for name in ("D", "z", "initial_states"))
+    ids = _CUTS[-1] if _CUTS else given.get("seq_idx")
+    dt = functional.softplus(dt + given["dt_bias"]).clamp(*given.get("dt_limit", (0.0, torch.inf)))
+    k, q = (mixed.repeat_interleave(x.shape[2] // mixed.shape[2], 2) for mixed in (B, C))
+    ends = () if ids is None or ids[0, 0] == ids[0, -1] else _ends_of(ids)
+    y, states = linear_attention(
+        {"q": q, "k": k, "v": x * dt[..., None], "g": dt * A}, None if state is None else state.mT, ends
+    )
     y = y + x * (skip if skip.dim() == 2 else skip[:, None])
     y = y if z is None else y * functional.silu(z)
-    return (y, state) if given.get("return_final_states") else y
+    return (y, states[-1:].mT if ends else states.mT) if given.get("return_final_states") else y
+
+
+def _ends_of(ids: torch.Tensor) -> tuple[int, ...]:
+    """Return the offsets of documents from their numbers (batch, seq)."""
+    return (0, *ids[0].unique_consecutive(return_counts=True)[1].cumsum(0).tolist())
 
 
 def mamba_split_conv1d_scan_combined(
@@ -131,27 +123,11 @@ def chunk_gated_delta_rule(
 
     States are (documents, heads, key, value); with cu_seqlens the batch is one.
     """
-    state, cu_seqlens = given.get("initial_state"), given.get("cu_seqlens")
-    if cu_seqlens is None and _CUTS:
-        cu_seqlens = torch.cat((torch.zeros(1), _CUTS[-1][0].bincount().cumsum(0))).long()
-    if cu_seqlens is not None:
-        outs, states = [], []
-        with _uncut():
-            for number, (lo, hi) in enumerate(pairwise(cu_seqlens.tolist())):
-                first = None if state is None else state[number : number + 1]
-                found = chunk_gated_delta_rule(*(x[:, lo:hi] for x in (q, k, v, g, beta)), initial_state=first)
-                outs.append(found[0])
-                states.append(found[1])
-        return torch.cat(outs, 1), torch.cat(states)
-    scale = k.shape[-1] ** -0.5
-    state = q.new_zeros(*k.shape[:1], k.shape[2], k.shape[3], v.shape[3]) if state is None else state
-    rows = []
-    for at in range(q.shape[1]):
-        state = state * g[:, at].exp().reshape(*g.shape[:1], g.shape[2], -1, 1)
-        wrong = v[:, at] - (state * k[:, at, ..., None]).sum(-2)
-        state = state + k[:, at, ..., None] * (beta[:, at, :, None] * wrong)[..., None, :]
-        rows.append((state * q[:, at, ..., None]).sum(-2) * scale)
-    return torch.stack(rows, 1), state
+    cu_seqlens = given.get("cu_seqlens")
+    ends = _ends_of(_CUTS[-1]) if cu_seqlens is None and _CUTS else ()
+    ends = ends if cu_seqlens is None else tuple(cu_seqlens.tolist())
+    tokens = {"q": q * given.get("scale", k.shape[-1] ** -0.5), "k": k, "v": v, "g": g, "beta": beta}
+    return delta_rule(tokens, given.get("initial_state"), ends)
 
 
 def chunk_kda(

@@ -1,4 +1,7 @@
-"""The reference is attention as PyTorch has it, and the comparison lets no wrong value through."""
+"""The reference is attention as PyTorch has it, and the comparison lets no wrong value through.
+
+Uninitialised memory is NaN inside of `nan_memory`, and what it was outside.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ import torch.nn.functional as F
 
 from dfa_megatron.doctor.dense import band_mask, band_of, dense_attention
 from dfa_megatron.plan.language.geometry import Band
+from tests.support import nan_memory as memory
 from tests.support.attend import Results, assert_exact, case, shares
 from tests.support.close import assert_close
 
@@ -112,3 +116,24 @@ def test_shapes_must_be_equal_and_zeros_are_compared_absolutely() -> None:
     with pytest.raises(AssertionError):
         assert_close(torch.full((2,), 1e-3), torch.zeros(2), tolerance=1e-8)
     assert_close(torch.zeros(0, 3), torch.zeros(0, 3), tolerance=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn])
+def test_memory_is_nan_inside_and_outside_nothing_is_changed(dtype: torch.dtype) -> None:
+    before = [getattr(owner, name) for owner, name in memory.ALLOCATORS]
+    x = torch.zeros(3, 4, dtype=dtype)
+    with memory.nan_memory():
+        made = (
+            torch.empty(3, 4, dtype=dtype), torch.empty_like(x), torch.empty_strided((3, 4), (8, 1), dtype=dtype),
+            x.new_empty(3, 4), x.new_empty_strided((3, 4), (1, 3)),
+        )  # fmt: skip
+        assert all(one.float().isnan().all() for one in made)
+        assert torch.empty(8, dtype=torch.uint8).view(torch.float32).isnan().all()
+        assert torch.empty(4, dtype=torch.int64).eq(-1).all()
+        assert torch.empty(4, dtype=torch.bool).all()
+        assert torch.empty(2, requires_grad=True).isnan().all()
+        assert torch.empty(2, device="meta").is_meta
+        assert torch.empty(0).numel() == 0
+    with pytest.raises(ZeroDivisionError), memory.nan_memory():
+        raise ZeroDivisionError
+    assert [getattr(owner, name) for owner, name in memory.ALLOCATORS] == before
