@@ -19,7 +19,7 @@ from benchmarks import host_time, indexed, packed, same_bits
 from benchmarks.attention.__main__ import STUCK_STATUS, measure
 from benchmarks.attention.job import Job, Problem
 from benchmarks.attention.method import Attention, Method, kernel_methods, local_attention, our_methods
-from dfa_megatron.doctor.world import World
+from dfa_megatron.doctor.world import World, join
 from dfa_megatron.errors import ExecutionError, UnsupportedError
 from tests.support.workers import over_ranks, run_ranks
 
@@ -27,10 +27,6 @@ JOB = Job(
     seq_length=(64, 128), heads=(2,), kv_heads=(1,), head_dim=16, dtype="float32", kernel=("reference",),
     schedule=("ring",), repetitions=2, seconds=0.0,
 )  # fmt: skip
-
-
-def world() -> World:
-    return World(dist.get_rank(), dist.get_world_size(), torch.device("cpu"), dist.new_group(backend="gloo"))
 
 
 def changed(name: str, change: Any) -> Method:
@@ -61,8 +57,7 @@ def rows_in(folder: Path) -> list[dict[str, Any]]:
 
 def rows_of(job: Job, folder: Path, methods: list[Method]) -> list[dict[str, Any]]:
     """The rows of a run, which ends well, on every rank."""
-    where = world()
-    assert measure(replace(job, out=str(folder)), where, methods) == 0
+    assert measure(replace(job, out=str(folder)), join("cpu"), methods) == 0
     dist.barrier()
     return rows_in(folder)
 
@@ -127,7 +122,7 @@ def _one_fails(rank: int, ranks: int, folder: str) -> int:
             raise torch.OutOfMemoryError("out of memory on this rank only")
         return out
 
-    return measure(replace(JOB, out=folder), world(), [*our_methods(JOB), alone("uneven", stumble)])
+    return measure(replace(JOB, out=folder), join("cpu"), [*our_methods(JOB), alone("uneven", stumble)])
 
 
 def test_a_failure_of_one_rank_ends_the_run_with_all_rows_kept(tmp_path: Path) -> None:
