@@ -241,7 +241,7 @@ def race(case: Case, repetitions: int, world: World, report: Report) -> None:
         if state:
             continue
         *leaves, dout = (method.split(x, world).contiguous() for x in whole)
-        forward, both = passes(method.start(case.problem, len(dout), world, contextlib.ExitStack()), leaves, dout)
+        forward, both = passes(method.start(case.problem, dout.shape[-3], world, contextlib.ExitStack()), leaves, dout)
         calls: dict[str, Call] = {} if case.about else {"forward": forward, "both": both}
         calls["" if case.about else "in a row"] = functools.partial(in_a_row, both)
         for call in (both, *calls.values()):
