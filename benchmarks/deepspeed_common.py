@@ -20,7 +20,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from benchmarks.attention.baselines.deepspeed import register_ulysses
 from benchmarks.attention.method import symmetric_bytes
 from benchmarks.bench import relative, wait
-from benchmarks.deepspeed_shapes import Method, Shape
+from benchmarks.model_shapes import Method, Shape
 from dfa_megatron import TrainingConfig, shard_sequence
 from dfa_megatron import deepspeed as dfa_ds
 from dfa_megatron.doctor.world import own_device, slowest

@@ -31,7 +31,7 @@ import torch.distributed as dist
 from benchmarks.attention.failures import OUT_OF_MEMORY as MEMORY
 from benchmarks.attention.failures import failure_of
 from benchmarks.bench import Report, flags_of
-from benchmarks.deepspeed_shapes import METHODS, SHAPES, Method, Shape
+from benchmarks.model_shapes import METHODS, SHAPES, Method, Shape
 from dfa_megatron.doctor.world import join
 from dfa_megatron.flags import flag
 

@@ -24,7 +24,7 @@ from benchmarks.attention.baselines.deepspeed import join_deepspeed
 from benchmarks.attention.failures import attempt
 from benchmarks.bench import Report, benchmark, clear_memory, flags_of
 from benchmarks.deepspeed_common import attention, build, compare, made_with, measure
-from benchmarks.deepspeed_shapes import METHODS, SHAPES
+from benchmarks.model_shapes import METHODS, SHAPES
 from dfa_megatron.doctor.world import World
 from dfa_megatron.flags import flag
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from benchmarks.deepspeed_shapes import Shape
+    from benchmarks.model_shapes import Shape
 
 BUCKET = 4 * 500_000_000
 """Bytes of the buffer in which ZeRO-3 reduces gradients, in float32; DeepSpeed's default length."""

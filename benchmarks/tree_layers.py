@@ -17,7 +17,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from benchmarks.bench import Flags, benchmark, clear_memory, dtype_on, flags_of, median_ms, peak_gib
-from benchmarks.deepspeed_shapes import SHAPES
+from benchmarks.model_shapes import SHAPES
 from dfa_megatron import TrainingConfig, shard_sequence, trees
 from dfa_megatron import huggingface as dfa_hf
 from dfa_megatron.doctor.world import World

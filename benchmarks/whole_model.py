@@ -33,7 +33,7 @@ from benchmarks.attention.baselines.ulysses import to_heads, to_sequence
 from benchmarks.attention.failures import attempt
 from benchmarks.attention.method import zigzag
 from benchmarks.bench import Flags, Report, benchmark, clear_memory, flags_of, wait
-from benchmarks.deepspeed_shapes import SHAPES, Shape
+from benchmarks.model_shapes import SHAPES, Shape
 from dfa_megatron import TrainingConfig, shard_sequence
 from dfa_megatron.doctor.world import World
 from dfa_megatron.errors import UnsupportedError

@@ -104,7 +104,7 @@ def longest_methods(ranks: int) -> None:
 def test_what_is_not_what_one_rank_computes_is_refused(rank: int, ranks: int) -> None:
     harness.prepare_worker(rank)
     from benchmarks import deepspeed_common as common
-    from benchmarks.deepspeed_shapes import METHODS, SHAPES
+    from benchmarks.model_shapes import METHODS, SHAPES
 
     shape, ours = replace(SHAPES["qwen3-4b"].toy(), layers=2, vocabulary=64), {"ours": METHODS["dfa-remat"]}
     engine, _ = common.build(shape, 64, tiled="all", offload=False, dry=True)
@@ -226,8 +226,8 @@ def peaks(rank: int, ranks: int) -> float:
 
 
 def test_the_account_has_the_bytes_of_a_token_that_were_counted() -> None:
-    from benchmarks.deepspeed_shapes import Shape
     from benchmarks.memory_account import Step, kept, recomputed
+    from benchmarks.model_shapes import Shape
 
     shape = Shape(**WIDTHS, family="Qwen3")
     (counted,) = run_ranks(1, peaks, timeout=150)
@@ -241,8 +241,8 @@ MEASURED = [*ROOT.glob("benchmarks/results/*longest*.json")]
 
 
 def test_the_account_is_near_every_measured_peak() -> None:
-    from benchmarks.deepspeed_shapes import SHAPES
     from benchmarks.memory_account import Step
+    from benchmarks.model_shapes import SHAPES
 
     seen = 0
     for path in MEASURED:
