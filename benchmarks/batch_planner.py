@@ -15,8 +15,6 @@ With `meet`, that many neighbours wait for each other in every micro-batch, as e
 
 from __future__ import annotations
 
-import argparse
-import json
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
@@ -26,7 +24,9 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from benchmarks.bench import Report, flags_of
 from dfa_megatron.batches import LINEAR, LayerCost, plan_batches
+from dfa_megatron.flags import flag
 from dfa_megatron.plan.cost.choose import CallOutline, Contents, Outline, best, candidates, clocked
 from dfa_megatron.plan.cost.hardware import H200_NIC_400G, H200_SLOW_LINK, Hardware, computing_with
 from dfa_megatron.plan.language.ir import BACKWARD, FORWARD
@@ -248,23 +248,29 @@ def compare(name: str, ranks: int, machine: str, steps: int) -> dict[str, Any]:
     return {"work": name, "ranks": ranks, "machine": machine, "steps": steps, "rate": rate}
 
 
+@dataclass(frozen=True)
+class Steps:
+    """What is simulated."""
+
+    quick: bool = flag(False, "4 ranks, one step, NVLink")
+    steps: int = flag(4, "of each work")
+    out: Path | None = flag(None, "a JSON file of the figures")
+
+
 def main() -> None:
     """Compare and write."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="4 ranks, one step, NVLink")
-    parser.add_argument("--steps", type=int, default=4)
-    parser.add_argument("--out", type=Path)
-    options = parser.parse_args()
-    wanted = [(4, "nvlink")] if options.quick else [(4, "nvlink"), (16, "nvlink"), (64, "nvlink"), (16, "slow link")]
-    rows = []
+    job = flags_of(Steps, __doc__)
+    report = Report(job.out, job, works={name: asdict(work) for name, work in WORKS.items()})
+    wanted = [(4, "nvlink")] if job.quick else [(4, "nvlink"), (16, "nvlink"), (64, "nvlink"), (16, "slow link")]
     for name in WORKS:
         for ranks, machine in wanted:
-            rows.append(compare(name, ranks, machine, 1 if options.quick else options.steps))
-            fixed_rate = rows[-1]["rate"]["ring 4"]
-            print(name, ranks, machine, {m: round(r / fixed_rate, 2) for m, r in rows[-1]["rate"].items()}, flush=True)
-    if options.out:
-        works = {name: asdict(work) for name, work in WORKS.items()}
-        options.out.write_text(json.dumps({"works": works, "rows": rows}, indent=1) + "\n", encoding="utf-8")
+            row = compare(name, ranks, machine, 1 if job.quick else job.steps)
+            report.add(row, said=f"{name} {ranks} {machine} {rounded(row['rate'])}")
+
+
+def rounded(rate: dict[str, float]) -> dict[str, float]:
+    """Return rates over that of Megatron's fixed groups."""
+    return {method: round(of / rate["ring 4"], 2) for method, of in rate.items()}
 
 
 if __name__ == "__main__":

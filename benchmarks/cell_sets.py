@@ -66,6 +66,7 @@ HYBRID = f"{LAYERS} --modes te te-full remat-te remat none --warmup 1 --repeats 
 STEPS = f"{LAYERS} --vocab-size 32768 --train 131072:4:3:remat 131072:4:3:full 131072:4:3:te-full"
 LONGEST = "python -m benchmarks.deepspeed_longest --gpus {gpus} --budget {budget} --out {out}.json"
 PACKED = "torchrun -m benchmarks.packed --out {out}.json --tokens-per-rank"
+MASKS = "torchrun -m benchmarks.packed --masks all --heads 32 --repetitions 7 --out {out}.json"
 PROGRAMS = "python -m benchmarks.pack_programs --out {out}.json --tokens-per-rank"
 RECURRENCE = "python -m benchmarks.recurrence --link-gbs 370 --out {out}.json"
 HOSTS = "NCCL_NET=Socket torchrun -m benchmarks.own_host benchmarks.attention --budget {budget} --out {out}"
@@ -73,7 +74,11 @@ SOCKETS = "NCCL_P2P_DISABLE=1 NCCL_SHM_DISABLE=1"
 TINY = "--device cpu --seq-length 64 --heads 2 --head-dim 16 --repetitions 2 --seconds 0 --kernel cpu"
 
 TREES = (
-    Cell("masks", "torchrun -m benchmarks.masks --tokens 32768 131072 --out {out}.json", 200),
+    Cell(
+        "masks",
+        "torchrun -m benchmarks.packed --masks all --heads 32 --tokens 32768 131072 --repetitions 7 --out {out}.json",
+        200,
+    ),
     Cell("tree-layers", "torchrun -m benchmarks.tree_layers --out {out}.json", 120),
 )
 

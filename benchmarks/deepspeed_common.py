@@ -1,27 +1,32 @@
-"""What the DeepSpeed benchmarks share: model shapes, an engine at ZeRO-3, batches, and what all ranks agree on."""
+"""What the DeepSpeed benchmarks share: an engine at ZeRO-3, batches, its attentions, and that these agree."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import os
 import time
-from datetime import timedelta
+from collections.abc import Iterator
 from typing import Any
 
-import deepspeed
 import torch
 import torch.distributed as dist
-import transformers
+from deepspeed.runtime.activation_checkpointing import checkpointing
 from deepspeed.runtime.sequence_parallel.ulysses_sp import TiledMLP
+from deepspeed.utils import safe_get_full_grad
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from benchmarks.attention.baselines.deepspeed import register_ulysses
 from benchmarks.attention.method import symmetric_bytes
-from benchmarks.bench import wait
-from benchmarks.deepspeed_shapes import Method, Shape
+from benchmarks.bench import relative, wait
+from benchmarks.model_shapes import Method, Shape
+from dfa_megatron import TrainingConfig, shard_sequence
 from dfa_megatron import deepspeed as dfa_ds
-from dfa_megatron import shard_sequence
-from dfa_megatron.doctor.world import World, own_device, slowest
-from dfa_megatron.doctor.world import join as join_ranks
+from dfa_megatron.doctor.world import own_device, slowest
+from dfa_megatron.huggingface import distribute_attention, local_attention
+from dfa_megatron.huggingface.checkpointing import set_checkpointing
+from dfa_megatron.huggingface.distribute import transformers_model
 from dfa_megatron.runtime.prepare import in_use
 
 TILE = 2048
@@ -30,6 +35,16 @@ TILE = 2048
 
 ENOUGH = 20.0
 """Seconds of a step from which on it is taken once."""
+
+
+LOSS_TOLERANCE, TOLERANCE = 0.002, 0.1
+"""Of the loss, and of a gradient's distance from one rank's over its norm. Rounding to bfloat16 is about a hundredth
+of the norm; with wrong tokens the distance is about the norm."""
+COMPARED = (
+    "embed_tokens.weight", "layers.0.self_attn.q_proj.weight", "layers.0.self_attn.k_proj.weight",
+    "layers.0.self_attn.v_proj.weight", "layers.0.mlp.down_proj.weight",
+)  # fmt: skip
+"""The parameters whose gradients are compared: all that follows them is in these."""
 
 
 class Training(torch.nn.Module):
@@ -68,15 +83,6 @@ class Training(torch.nn.Module):
         return dfa_ds.tiled_loss(self.model.lm_head, hidden, labels, group=group, tile=tile)
 
 
-def join(seconds: float) -> World:
-    """Join the other ranks; a collective that takes longer than that ends the run."""
-    world = join_ranks(patience=seconds)
-    if not world.cuda:
-        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # it would be compiled, and serves inference
-    deepspeed.init_distributed(timeout=timedelta(seconds=seconds))
-    return world
-
-
 def optimizer(offload: bool, dry: bool) -> tuple[dict[str, Any], str]:
     """Return DeepSpeed's section for the optimizer, and which it is: its own on the CPU, else PyTorch's."""
     rate = {"lr": 1e-6}
@@ -90,36 +96,14 @@ def optimizer(offload: bool, dry: bool) -> tuple[dict[str, Any], str]:
     return {"type": "AdamW", "params": rate}, "DeepSpeedCPUAdam"
 
 
-def model_of(shape: Shape, *, layers: int, vocabulary: int, longest: int) -> Any:
-    """Return a new transformers model in bfloat16, with PyTorch's own attention."""
-    config = getattr(transformers, f"{shape.family}Config")(
-        vocab_size=vocabulary,
-        hidden_size=shape.hidden,
-        intermediate_size=shape.intermediate,
-        num_hidden_layers=layers,
-        num_attention_heads=shape.heads,
-        num_key_value_heads=shape.kv_heads,
-        head_dim=shape.head_dim,
-        max_position_embeddings=longest,
-        rope_parameters={"rope_type": "default", "rope_theta": shape.theta},
-        tie_word_embeddings=shape.tied,
-        attn_implementation="sdpa",
-        use_cache=False,
-    )
+def build(shape: Shape, longest: int, *, tiled: str, offload: bool, dry: bool) -> tuple[Any, str]:
+    """Build a ZeRO-3 engine around a new `Training` in bfloat16; return it and its optimizer's name."""
+    before = held()
     torch.manual_seed(0)
     with torch.device(own_device()):
-        model = getattr(transformers, f"{shape.family}ForCausalLM")(config)
+        model = shape.model(longest)
     for parameter in model.parameters():
         parameter.data = parameter.data.to(torch.bfloat16)
-    return model
-
-
-def build(
-    shape: Shape, *, layers: int, vocabulary: int, longest: int, tiled: str, offload: bool, dry: bool
-) -> tuple[Any, str]:
-    """Build a ZeRO-3 engine around a new `Training`; return it and its optimizer's name."""
-    before = held()
-    model = model_of(shape, layers=layers, vocabulary=vocabulary, longest=longest)
     rotary = model.model.rotary_emb
     exact = rotary.inv_freq.clone()
     training = Training(model, tiled)
@@ -141,9 +125,10 @@ def build(
     return engine, name
 
 
-def batch_of(engine: Any, length: int, vocabulary: int, attention: str) -> dict[str, Any]:
+def batch_of(engine: Any, length: int, attention: str) -> dict[str, Any]:
     """Return a random sequence as arguments for the engine, whole but for Ulysses, whose users cut it."""
-    ids = torch.randint(0, vocabulary, (1, length), generator=torch.Generator().manual_seed(0)).to(engine.device)
+    vocabulary, dice = engine.module.model.config.vocab_size, torch.Generator().manual_seed(0)
+    ids = torch.randint(0, vocabulary, (1, length), generator=dice).to(engine.device)
     group, tokens = dfa_ds.mesh_of(engine).group, {"input_ids": ids}
     if attention == "ulysses":
         tokens["position_ids"] = torch.arange(length, device=ids.device)[None]
@@ -168,18 +153,16 @@ def take_step(engine: Any, batch: dict[str, Any]) -> tuple[float, torch.Tensor]:
     return time.perf_counter() - begin, loss.detach()
 
 
-def measure(
-    engine: Any, method: Method, length: int, vocabulary: int, *, steps: int, warmup: int | None = None
-) -> dict[str, Any]:
+def measure(engine: Any, method: Method, length: int, *, steps: int, warmup: int | None = None) -> dict[str, Any]:
     """Return rates, peak memory and the loss of whole training steps, the fastest of some.
 
     steps: one is enough if it takes longer than `ENOUGH`.
     warmup: tokens of the step before them, which makes what is made once; by default as many.
     """
-    take_step(engine, batch_of(engine, warmup or length, vocabulary, method.attention))
+    take_step(engine, batch_of(engine, warmup or length, method.attention))
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
-    batch, times = batch_of(engine, length, vocabulary, method.attention), list[float]()
+    batch, times = batch_of(engine, length, method.attention), list[float]()
     while len(times) < steps and (not times or times[0] < ENOUGH):
         seconds, loss = take_step(engine, batch)
         times.append(most(seconds))
@@ -225,3 +208,104 @@ def peak_gib(engine: Any, attention: str) -> float:
 def made_with() -> dict[str, Any]:
     """Return what the figures were made with beside the machine."""
     return {"gpus": dist.get_world_size(), "zero_stage": 3, "cpu_threads": torch.get_num_threads()}
+
+
+@contextlib.contextmanager
+def attention(
+    engine: Any, method: Method, *, kernel: str = "auto", schedule: str = "auto", sdpa: str = "cudnn"
+) -> Iterator[None]:
+    """Give the engine's model that attention and checkpointing inside; nothing else of it changes."""
+    inner, mesh = transformers_model(engine.module), dfa_ds.mesh_of(engine)
+    # The first name is the newer one.
+    (getattr(inner, "activation_checkpointing_disable", None) or inner.gradient_checkpointing_disable)()
+    if method.attention == "dfa":
+        given: Any = {"checkpoint": method.checkpoint, "remat_offload": method.on_host}
+        options = TrainingConfig(schedule=schedule, kernel=kernel, **given)
+        distribute_attention(inner, group=mesh.group, config=options)
+        yield
+        return
+    function = None
+    if method.on_host and torch.cuda.is_available():
+        checkpointing.configure(None, checkpoint_in_cpu=True)
+        function = checkpointing.checkpoint
+    set_checkpointing(inner, method.checkpoint, function=function)
+    own = ALL_ATTENTION_FUNCTIONS["sdpa"]
+    inner.set_attn_implementation("sdpa")
+    with local_attention(inner), _fast_sdpa(sdpa):
+        try:
+            if method.attention == "ulysses":
+                register_ulysses(inner, "sdpa", mesh.size)
+            yield
+        finally:
+            ALL_ATTENTION_FUNCTIONS["sdpa"] = own
+
+
+@contextlib.contextmanager
+def _fast_sdpa(first: str) -> Iterator[None]:
+    """PyTorch's attention with one of its fast kernels or an error, in the backward's recompute as well."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    if not torch.cuda.is_available():
+        yield
+        return
+    kernels = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION]
+    with sdpa_kernel(kernels if first == "cudnn" else kernels[::-1], set_priority=True):
+        yield
+
+
+def compare(engine: Any, methods: dict[str, Method], length: int, **choices: str) -> dict[str, Any]:
+    """Compare loss and gradients of the methods with one rank's of the whole sequence, all with the same weights.
+
+    Returns:
+        By name, the relative differences "loss" and "gradients" (of the furthest of `COMPARED`), or
+        "refused" with why.
+
+    Raises:
+        RuntimeError: one is further away than the tolerances; its figures would be of something else.
+    """
+    training, report = engine.module, {}
+    before, training.tiles = training.tiles, 4
+    want_loss, want = _gradients(engine, Method("local", "none"), batch_of(engine, length, "local"))
+    for name, method in methods.items():
+        try:
+            loss, got = _gradients(engine, method, batch_of(engine, length, method.attention), **choices)
+        except ValueError as error:  # Ulysses refuses a number of heads
+            if method.attention != "ulysses" or "divisible" not in str(error):
+                raise
+            report[name] = {"refused": str(error).partition("\n")[0]}
+            continue
+        far = {key: relative(got[key], want[key]) for key in want}
+        report[name] = {"loss": abs(loss - want_loss) / want_loss, "gradients": max(far.values())}
+        near = report[name]["loss"] < LOSS_TOLERANCE and all(value < TOLERANCE for value in far.values())
+        if most(not near):
+            raise RuntimeError(f"{name} is not what one rank computes: {report[name]}, gradients {far}")
+    training.tiles = before
+    return report
+
+
+@contextlib.contextmanager
+def _weights_kept(engine: Any) -> Iterator[None]:
+    """Steps within it change no weight: even small ones move the loss of a large model by more than methods differ."""
+    groups = engine.optimizer.param_groups
+    rates = [group["lr"] for group in groups]
+    try:
+        for group in groups:
+            group["lr"] = 0.0
+        yield
+    finally:
+        for group, rate in zip(groups, rates, strict=True):
+            group["lr"] = rate
+
+
+def _gradients(
+    engine: Any, method: Method, batch: dict[str, Any], **choices: str
+) -> tuple[float, dict[str, torch.Tensor]]:
+    with attention(engine, method, **choices), _weights_kept(engine):
+        loss = engine(**batch)
+        engine.backward(loss)
+        found = {}
+        for name, parameter in engine.module.model.model.named_parameters():
+            if name in COMPARED:
+                found[name] = safe_get_full_grad(parameter).float()
+        engine.step()
+    return mean(loss), found

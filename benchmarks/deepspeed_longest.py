@@ -31,7 +31,8 @@ import torch.distributed as dist
 from benchmarks.attention.failures import OUT_OF_MEMORY as MEMORY
 from benchmarks.attention.failures import failure_of
 from benchmarks.bench import Report, flags_of
-from benchmarks.deepspeed_shapes import METHODS, SHAPES, Method, Shape
+from benchmarks.model_shapes import METHODS, SHAPES, Method, Shape
+from dfa_megatron.doctor.world import join
 from dfa_megatron.flags import flag
 
 DEFAULT = ("dfa-remat", "ulysses-full", "dfa-remat-host", "ulysses-full-host")
@@ -64,7 +65,8 @@ class Job:
     def sizes(self) -> Shape:
         """Return the shape, narrow in a dry run."""
         shape = SHAPES[self.shape]
-        return replace(shape.toy(), vocabulary=128) if self.dry_run else shape
+        shape = replace(shape.toy(), vocabulary=128) if self.dry_run else shape
+        return replace(shape, layers=self.layers)
 
     @property
     def choices(self) -> dict[str, str]:
@@ -205,13 +207,11 @@ def rank_main(job: Job, method: str, length: str, folder: str) -> None:
 
 def engine_for(job: Job, longest: int) -> tuple[Any, str]:
     """Return an engine and its optimizer's name."""
-    from benchmarks import deepspeed_common as common
+    from benchmarks.attention.baselines.deepspeed import join_deepspeed
+    from benchmarks.deepspeed_common import build
 
-    common.join(max(job.budget, 60.0))  # a collective waits for the computation before it
-    return common.build(
-        job.sizes, layers=job.layers, vocabulary=job.sizes.vocabulary, longest=longest, tiled="all",
-        offload=job.offload_optimizer, dry=job.dry_run,
-    )  # fmt: skip
+    join_deepspeed(join(patience=max(job.budget, 60.0)))  # a collective waits for the computation before it
+    return build(job.sizes, longest, tiled="all", offload=job.offload_optimizer, dry=job.dry_run)
 
 
 def agreement(job: Job) -> dict[str, Any]:
@@ -220,13 +220,11 @@ def agreement(job: Job) -> dict[str, Any]:
     Raises:
         RuntimeError: too far.
     """
-    from benchmarks.deepspeed_common import made_with
-    from benchmarks.deepspeed_methods import compare
+    from benchmarks.deepspeed_common import compare, made_with
 
     length = (16 if job.dry_run else 1024) * int(os.environ["WORLD_SIZE"])
     engine, optimizer = engine_for(job, length)
-    methods = {name: METHODS[name] for name in job.methods}
-    report = compare(engine, methods, length, job.sizes.vocabulary, **job.choices)
+    report = compare(engine, {name: METHODS[name] for name in job.methods}, length, **job.choices)
     return {"agreement": report, "optimizer": optimizer, **made_with()}
 
 
@@ -235,8 +233,7 @@ def step(job: Job, method: Method, length: int) -> dict[str, Any]:
 
     ZeRO-3 learns from that one in which order it gathers parameters, tile by tile.
     """
-    from benchmarks.deepspeed_common import TILE, measure
-    from benchmarks.deepspeed_methods import attention
+    from benchmarks.deepspeed_common import TILE, attention, measure
 
     engine, _ = engine_for(job, length)
     ranks = dist.get_world_size()
@@ -245,7 +242,7 @@ def step(job: Job, method: Method, length: int) -> dict[str, Any]:
     engine.module.tiles = tiles = math.ceil(length / ranks / (16 if job.dry_run else TILE))
     warmup = min(length, tiles * ranks * (8 if job.dry_run else math.ceil(4096 / tiles)))
     with attention(engine, method, **job.choices):
-        found = measure(engine, method, length, job.sizes.vocabulary, steps=2, warmup=warmup)
+        found = measure(engine, method, length, steps=2, warmup=warmup)
     host = torch.tensor(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20, device=engine.device)
     dist.all_reduce(host)
     return found | {"host_gib_of_all_ranks": host.item()}

@@ -13,21 +13,18 @@ runs out of memory, that Ulysses refuses, or for which no time is left is record
 from __future__ import annotations
 
 import functools
-import gc
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
+from benchmarks.attention.baselines.deepspeed import join_deepspeed
 from benchmarks.attention.failures import attempt
-from benchmarks.bench import Report, flags_of, leave
-from benchmarks.deepspeed_common import build, join, made_with, measure, most
-from benchmarks.deepspeed_methods import attention, compare
-from benchmarks.deepspeed_shapes import METHODS, SHAPES
+from benchmarks.bench import Report, benchmark, clear_memory, flags_of
+from benchmarks.deepspeed_common import attention, build, compare, made_with, measure
+from benchmarks.model_shapes import METHODS, SHAPES
 from dfa_megatron.doctor.world import World
 from dfa_megatron.flags import flag
 
@@ -52,6 +49,11 @@ class Job:
     dry_run: bool = flag(False, "tiny sizes, on a CPU too")
 
     @property
+    def cut(self) -> dict[str, int]:
+        """Return the sizes that are not the model's own."""
+        return {"layers": self.layers, "vocabulary": self.vocabulary}
+
+    @property
     def choices(self) -> dict[str, str]:
         """Return the kernels and the schedule."""
         return {"kernel": self.kernel, "schedule": self.schedule, "sdpa": self.sdpa}
@@ -63,13 +65,12 @@ def start(shape: str, job: Job, about: dict[str, Any]) -> Any:
     Raises:
         RuntimeError: a method computes something else.
     """
-    engine, about["optimizer"] = build(
-        SHAPES[shape].toy() if job.dry_run else SHAPES[shape], layers=job.layers, vocabulary=job.vocabulary,
-        longest=max(job.lengths), tiled=job.tiled, offload=job.offload_optimizer, dry=job.dry_run,
-    )  # fmt: skip
+    sizes = replace(SHAPES[shape].toy() if job.dry_run else SHAPES[shape], **job.cut)
+    offload, dry = job.offload_optimizer, job.dry_run
+    engine, about["optimizer"] = build(sizes, max(job.lengths), tiled=job.tiled, offload=offload, dry=dry)
     length = (16 if job.dry_run else 1024) * dist.get_world_size()
     methods = {name: METHODS[name] for name in job.methods}
-    about["agreement"][shape] = compare(engine, methods, length, job.vocabulary, **job.choices)
+    about["agreement"][shape] = compare(engine, methods, length, **job.choices)
     return engine
 
 
@@ -78,16 +79,14 @@ def stop(engine: Any) -> None:
     if engine is not None:
         engine.destroy()
     del engine
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
+    clear_memory()
 
 
 def figures(engine: Any, case: dict[str, Any], job: Job) -> dict[str, Any]:
     """Return a case's figures."""
     method = METHODS[case["method"]]
     with attention(engine, method, **job.choices):
-        return measure(engine, method, case["length"], job.vocabulary, steps=job.steps)
+        return measure(engine, method, case["length"], steps=job.steps)
 
 
 def cases(job: Job) -> Iterator[dict[str, Any]]:
@@ -101,14 +100,13 @@ def cases(job: Job) -> Iterator[dict[str, Any]]:
 
 def run(job: Job, world: World, report: Report) -> None:
     """Run the cases while there is time; an engine in which one failed is not used again."""
-    begin, agreement = time.perf_counter(), report.content["agreement"]
-    engine, current = None, ""
+    agreement, engine, current = report.content["agreement"], None, ""
     failed: set[tuple[str, str]] = set()
     for case in cases(job):
         key = (case["shape"], case["method"])
         if key in failed:
             case["failed"] = "a shorter sequence did not run"
-        elif most(time.perf_counter() - begin) > job.budget:
+        elif report.seconds > job.budget:
             case["failed"] = "no time left"
         else:
             if engine is None or case["shape"] != current:
@@ -132,13 +130,13 @@ def main() -> None:
     job = flags_of(Job, __doc__)
     if job.dry_run:
         job = replace(job, lengths=(64, 128), layers=2, vocabulary=128, steps=1)
-    world = join(300.0)
-    sizes = (job.layers, job.vocabulary)
-    cut = [name for name in job.shapes if (SHAPES[name].layers, SHAPES[name].vocabulary) != sizes]
+    cut = [name for name in job.shapes if replace(SHAPES[name], **job.cut) != SHAPES[name]]
     note = f"{job.layers} layers and a vocabulary of {job.vocabulary}"
     note += f": cut from the models of {', '.join(cut)}" if cut else ", none cut"
-    run(job, world, Report(job.out, job, **made_with(), note=note, agreement={}, results=[]))
-    leave()
+    with benchmark(job, note=note, agreement={}, results=[]) as (world, report):
+        join_deepspeed(world)
+        report.content |= made_with()
+        run(job, world, report)
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 
+from benchmarks.bench import Flags
 from dfa_megatron.flags import flag
 
 Offsets = tuple[int, ...]
@@ -53,7 +54,7 @@ def draw_documents(tokens: int, multiple: int, seed: int, length: Lengths) -> Of
 
 
 @dataclass(frozen=True)
-class PackShapes:
+class PackShapes(Flags):
     """Flags of every benchmark of packs."""
 
     heads: int = flag(64, "of queries")
@@ -65,7 +66,6 @@ class PackShapes:
     lengths: Path | None = flag(None, "a histogram of lengths in place of these two, see benchmarks/documents.py")
     seed: int = flag(0, "of the documents")
     repetitions: int = flag(20, "calls of a time")
-    out: Path | None = flag(None, "where the figures go as JSON")
 
     def documents(self, ranks: int, seed: int) -> Offsets:
         """Return the documents of a pack, multiples of 2P tokens."""

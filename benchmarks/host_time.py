@@ -18,16 +18,14 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
 
 from benchmarks.attention.clock import once
-from benchmarks.bench import Call, Report, flags_of, leave, ranks_or_one
+from benchmarks.bench import Call, Flags, benchmark, flags_of, share_gpus
 from benchmarks.programs import Tensors, both_phases, draw, passes, prepare
-from benchmarks.surroundings import share_gpus
 from dfa_megatron import DistAttentionConfig, dist_flash_attn_func
 from dfa_megatron.doctor.world import World
 from dfa_megatron.flags import flag
@@ -35,10 +33,9 @@ from dfa_megatron.runtime import run
 
 
 @dataclass(frozen=True)
-class Shapes:
+class Shapes(Flags):
     """What is timed."""
 
-    device: str = flag("auto", "where", choices=("auto", "cuda", "cpu"))
     dtype: str = flag("bfloat16", "of the tensors")
     kernel: str = flag("auto", "as in the options")
     rows: int = flag(512, "of each rank")
@@ -48,7 +45,6 @@ class Shapes:
     ranks: tuple[int, ...] = flag((1, 2, 4, 8), "of the programs that are timed alone")
     rounds: int = flag(5, "alternating runs")
     calls: int = flag(50, "of a run")
-    out: Path | None = flag(None, "write the rows as JSON")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -57,20 +53,17 @@ def main(argv: Sequence[str] | None = None) -> None:
     if shapes.device != "cpu" and torch.cuda.is_available():
         share_gpus(int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
         os.environ["LOCAL_RANK"] = str(torch.cuda.current_device())  # which `join` makes the current one
-    world = ranks_or_one(shapes.device)
-    given = draw(
-        shapes.rows, shapes.heads, shapes.kv_heads, shapes.head_dim,
-        dtype=getattr(torch, shapes.dtype), device=world.device,
-    )  # fmt: skip
-    report = Report(shapes.out, shapes)
-    for name, call in cases(shapes, world, given).items():
-        timed: dict[str, list[float]] = {"bound": [], "unbound": []}
-        for _ in range(shapes.rounds):
-            timed["bound"].append(host_ms(call, shapes.calls, world))
-            with mock.patch.object(run, "measured", lambda transport: transport):  # runs as it stands
-                timed["unbound"].append(host_ms(call, shapes.calls, world))
-        report.add({"case": name, "world": world.size} | {way: statistics.median(ms) for way, ms in timed.items()})
-    leave()
+    with benchmark(shapes) as (world, report):
+        sizes = shapes.rows, shapes.heads, shapes.kv_heads, shapes.head_dim
+        given = draw(*sizes, dtype=getattr(torch, shapes.dtype), device=world.device)
+        for name, call in cases(shapes, world, given).items():
+            timed: dict[str, list[float]] = {"bound": [], "unbound": []}
+            for _ in range(shapes.rounds):
+                timed["bound"].append(host_ms(call, shapes.calls, world))
+                with mock.patch.object(run, "measured", lambda transport: transport):  # runs as it stands
+                    timed["unbound"].append(host_ms(call, shapes.calls, world))
+            row = {way: statistics.median(ms) for way, ms in timed.items()}
+            report.add({"case": name, "world": world.size, **row})
 
 
 def cases(shapes: Shapes, world: World, given: Tensors) -> dict[str, Call]:

@@ -11,15 +11,15 @@ way is checked before it is timed: rows of the choice against scores in float64,
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from typing import Any
 
 import torch
 
-from benchmarks.bench import Report, flags_of, leave, median_ms, ranks_or_one, relative
+from benchmarks.bench import Call, Flags, benchmark, clear_memory, dtype_on, flags_of, median_ms, peak_gib, relative
 from dfa_megatron import unshard_sequence
-from dfa_megatron.doctor.world import World, slowest
+from dfa_megatron.doctor.world import World
 from dfa_megatron.flags import flag
 from dfa_megatron.indexed import index_loss, index_topk, sparse_attn
 from dfa_megatron.indexed.whole import Whole
@@ -30,10 +30,9 @@ ROWS = 16
 
 
 @dataclass(frozen=True)
-class Shapes:
+class Shapes(Flags):
     """What is timed."""
 
-    device: str = flag("auto", "where", choices=("auto", "cuda", "cpu"))
     tokens: tuple[int, ...] = flag((32768, 131072), "of the sequence")
     index_heads: int = flag(64, "of the indexer's queries")
     index_dim: int = flag(128, "of its heads")
@@ -42,26 +41,22 @@ class Shapes:
     latent: int = flag(576, "of a query and of the one key")
     values: int = flag(512, "of the key's numbers, which are its value")
     rounds: int = flag(3, "repetitions")
-    out: Path | None = flag(None, "write the rows as JSON, after each")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure and print one row for each length."""
     shapes = flags_of(Shapes, __doc__, argv)
-    world = ranks_or_one(shapes.device)
-    report = Report(shapes.out, shapes)
-    for tokens in shapes.tokens:
-        report.add({"tokens": tokens} | measure(shapes, tokens, world))
-    leave()
+    with benchmark(shapes) as (world, report):
+        for tokens in shapes.tokens:
+            report.add({"tokens": tokens} | measure(shapes, tokens, world))
 
 
 def measure(shapes: Shapes, tokens: int, world: World) -> dict[str, float]:
     """Return milliseconds of each part, the slowest rank's, and the peak of memory."""
-    cuda, rows = world.device.type == "cuda", tokens // world.size
-    dtype = torch.bfloat16 if cuda else torch.float32
 
     def draw(*shape: int) -> torch.Tensor:
-        return torch.randn(1, rows, *shape, device=world.device, dtype=dtype, requires_grad=True)
+        where: Any = {"device": world.device, "dtype": dtype_on(world.device), "requires_grad": True}
+        return torch.randn(1, tokens // world.size, *shape, **where)
 
     index = draw(shapes.index_heads, shapes.index_dim), draw(shapes.index_dim), draw(shapes.index_heads)
     q, latents = draw(shapes.heads, shapes.latent), draw(1, shapes.latent)
@@ -84,7 +79,7 @@ def measure(shapes: Shapes, tokens: int, world: World) -> dict[str, float]:
     def loss() -> object:
         return torch.autograd.grad(index_loss(*index, q, latents, lse, chosen, softmax_scale=scale), index)
 
-    def send(x: torch.Tensor) -> Callable[[], object]:
+    def send(x: torch.Tensor) -> Call:
         with telling(None, verify=True) as over:
             moves = Whole.of(q, over, "contiguous").keys(world.device)
             return lambda: moves.run(x.detach().flatten(0, 1), over=over)
@@ -101,21 +96,19 @@ def measure(shapes: Shapes, tokens: int, world: World) -> dict[str, float]:
     return timed(calls, shapes.rounds, world)
 
 
-def timed(calls: dict[str, Callable[[], object]], rounds: int, world: World) -> dict[str, float]:
+def timed(calls: dict[str, Call], rounds: int, world: World) -> dict[str, float]:
     """Return each call's milliseconds, NaN where one GPU has too little memory, and on GPUs its peak of memory."""
-    found, cuda = dict[str, float](), world.device.type == "cuda"
+    found = dict[str, float]()
     for name, call in calls.items():
-        if cuda:
-            torch.cuda.empty_cache()
-            torch.cuda.reset_peak_memory_stats()
+        clear_memory()
         try:
             found[f"{name} ms"] = median_ms(call, world.device, warmup=1, repeats=rounds)
         except torch.OutOfMemoryError:
             if world.size > 1:
                 raise  # the other ranks wait
             found[f"{name} ms"] = math.nan
-        if cuda:
-            found[f"{name} gib"] = slowest([torch.cuda.max_memory_allocated() / 2**30])[0]
+        if world.cuda:
+            found[f"{name} gib"] = peak_gib()
     return found
 
 

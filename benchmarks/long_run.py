@@ -25,24 +25,22 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from benchmarks.bench import Report, flags_of, leave
-from benchmarks.whole_ways import LENGTHS, whole
+from benchmarks.bench import Flags, Report, benchmark, flags_of
+from benchmarks.whole_model import LENGTHS, whole
 from dfa_megatron import TrainingConfig
-from dfa_megatron.doctor.world import join
+from dfa_megatron.doctor.world import World
 from dfa_megatron.flags import flag
 from dfa_megatron.huggingface import distribute_attention
 
 
 @dataclass(frozen=True)
-class LongRun:
+class LongRun(Flags):
     """What is trained."""
 
     model: str = flag("llama", "", choices=("llama", "hybrid"))
     steps: int = flag(500, "of training")
     tokens: int = flag(16384, "of a step")
     seconds: float = flag(580.0, "after which no step is begun")
-    device: str = flag("auto", "cpu: a tiny model", choices=("auto", "cuda", "cpu"))
-    out: Path | None = flag(None, "a JSON file, written again after every step")
 
 
 def build(job: LongRun, *, tiny: bool) -> Any:
@@ -92,8 +90,15 @@ def picture(file: Path) -> None:
 
 def main() -> None:
     """Train, write each step, and show how far the two runs are apart."""
-    job, began = flags_of(LongRun, __doc__), time.perf_counter()
-    world = join(job.device, 600.0)
+    job = flags_of(LongRun, __doc__)
+    with benchmark(job, 600.0, rows=[]) as (world, report):
+        train(job, world, report)
+        if job.out and world.rank == 0:
+            picture(job.out)
+
+
+def train(job: LongRun, world: World, report: Report) -> None:
+    """Train both, on this rank one of them."""
     last, names = world.size - 1, ("loss", "gradient_norm", "ms")
     group = (dist.new_group([*range(last)]), dist.new_group([last]))[not (ours := world.rank < last)]
     with world.device:
@@ -108,9 +113,8 @@ def main() -> None:
     for part in (*model.model.layers, model):
         fully_shard(part, **given)
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.1)
-    report = Report(job.out, job, rows=[])
     for step in range(job.steps):
-        if world.slowest([time.perf_counter() - began])[0] > job.seconds:
+        if report.seconds > job.seconds:
             break
         start = time.perf_counter()
         loss = model(**{name: x.to(world.device) for name, x in pack(step, job).items()}).loss
@@ -125,10 +129,7 @@ def main() -> None:
         report.add({"step": step, **found})
     far = {x: [abs(row["ours"][x] / row["alone"][x] - 1) for row in report.content["rows"]] for x in names[:2]}
     told = {what: {"largest": max(each), "last": each[-1]} for what, each in far.items()}
-    report.add({"seconds": time.perf_counter() - began, **told}, "apart")
-    if job.out and world.rank == 0:
-        picture(job.out)
-    leave()
+    report.add({"seconds": report.seconds, **told}, "apart")
 
 
 if __name__ == "__main__":

@@ -5,7 +5,6 @@ The layers are Llama-shaped, or a group of a hybrid: gated delta nets, and an at
 
 from __future__ import annotations
 
-import gc
 import importlib.util
 import os
 from dataclasses import dataclass
@@ -18,8 +17,6 @@ import torch
 import torch.distributed as dist
 
 from dfa_megatron import MegatronConfig
-from dfa_megatron.doctor.world import World, slowest
-from dfa_megatron.doctor.world import join as join_ranks
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,20 +130,14 @@ def refusal(mode: Mode, shape: Shape, ranks: int) -> str | None:
     return None
 
 
-def join() -> World:
-    """Join the process group: NCCL with a GPU per rank, gloo on CPU."""
-    world = join_ranks(patience=120.0)
-    if not world.cuda:
-        from dfa_megatron.megatron.stand_in import use_cpu
-
-        use_cpu()
-    return world
-
-
 def arrange(tensor: int) -> None:
     """Make Megatron's groups, unless they are so: `tensor` ranks share each layer's weights, the others a sequence."""
     from megatron.core import parallel_state
 
+    if not torch.cuda.is_available():
+        from dfa_megatron.megatron.stand_in import use_cpu
+
+        use_cpu()
     if parallel_state.model_parallel_is_initialized():
         if parallel_state.get_tensor_model_parallel_world_size() == tensor:
             return
@@ -223,21 +214,18 @@ def make_spec(config: Any, mode: Mode, options: MegatronConfig | None) -> Any:
     return spec if options is None else distribute_attention(spec, config, config=options)
 
 
-def peak_gib(*, reset: bool = False) -> float:
-    """Return the largest memory of all GPUs since the last reset; 0 on CPU.
+def gpt_model(config: Any, spec: Any, vocabulary: int, length: int, **more: Any) -> Any:
+    """Return a GPTModel whose head has weights of its own."""
+    from megatron.core.models.gpt.gpt_model import GPTModel
 
-    It is that of PyTorch's allocator, where our messages land with CUDA_DEVICE_MAX_CONNECTIONS=1; otherwise the copy
-    engines' memory comes on top.
-    """
-    if not torch.cuda.is_available():
-        return 0.0
-    if reset:
-        gc.collect()
-        torch.cuda.synchronize()
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
-        return 0.0
-    return slowest([torch.cuda.max_memory_allocated() / 2**30])[0]
+    return GPTModel(
+        config=config,
+        transformer_layer_spec=spec,
+        vocab_size=vocabulary,
+        max_sequence_length=length,
+        share_embeddings_and_output_weights=False,
+        **more,
+    )
 
 
 def _hybrid_fields(shape: Shape, *, transformer_engine: bool) -> dict[str, Any]:

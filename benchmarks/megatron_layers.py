@@ -29,8 +29,8 @@ of its own. CUDA_DEVICE_MAX_CONNECTIONS is 1, as Megatron demands on Hopper, unl
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
+import statistics
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -41,23 +41,22 @@ import torch.distributed as dist
 
 from benchmarks.attention.correctness import exact_of, too_far
 from benchmarks.attention.failures import attempt
-from benchmarks.bench import Report, flags_of, leave, median_ms, relative
+from benchmarks.bench import benchmark, clear_memory, flags_of, median_ms, peak_gib, relative
 from benchmarks.megatron_common import (
     MODES,
     NAMED,
     Mode,
     Shape,
     arrange,
-    join,
+    gpt_model,
     make_config,
     make_spec,
-    peak_gib,
     refusal,
     seed,
 )
 from benchmarks.programs import draw
-from dfa_megatron import shard_sequence
-from dfa_megatron.doctor.world import World, slowest
+from dfa_megatron import MegatronConfig, shard_sequence
+from dfa_megatron.doctor.world import World, mark, seconds_between, slowest
 from dfa_megatron.flags import flag
 from dfa_megatron.plan.language.geometry import CAUSAL
 
@@ -121,29 +120,23 @@ def flags(argv: Sequence[str] | None) -> Job:
     return replace(job, layers=("48:2:48",) if job.toy else LAYERS, train=TOY_TRAINING if job.toy else TRAINING)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run as one rank; return the exit status."""
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run as one rank."""
     job = flags(argv)
-    begin, world = time.perf_counter(), join()
-    report = Report(job.out, job, layers=[], training=[])
-    for phase in PHASES:
-        for length, shape in job.blocks():
-            for mode in (MODES[name] for name in job.modes if phase(MODES[name])):
-                run = partial(time_layers, job, shape, mode, length, world.device)
-                case = {"mode": mode.name, "length": length, **asdict(shape)}
-                report.add(case | tried(job, mode, shape, world, run), "layers")
-    shape = Shape(job.hidden_size, job.heads, job.kv_heads, job.ffn_hidden_size)
-    for one in job.train:
-        from benchmarks.megatron_training import train
-
-        length, depth, steps = map(int, one.split(":")[:3])
-        mode = MODES[one.rpartition(":")[2]]
-        run = partial(train, job, shape, mode, length, depth, steps, world.device)
-        case = {"mode": mode.name, "length": length, "num_layers": depth, **asdict(shape)}
-        report.add(case | tried(job, mode, shape, world, run), "training")
-    report.content["seconds"] = round(time.perf_counter() - begin, 1)
-    report.write()
-    return 0
+    with benchmark(job, 120.0, layers=[], training=[]) as (world, report):
+        for phase in PHASES:
+            for length, shape in job.blocks():
+                for mode in (MODES[name] for name in job.modes if phase(MODES[name])):
+                    run = partial(time_layers, job, shape, mode, length, world.device)
+                    case = {"mode": mode.name, "length": length, **asdict(shape)}
+                    report.add(case | tried(job, mode, shape, world, run), "layers")
+        shape = Shape(job.hidden_size, job.heads, job.kv_heads, job.ffn_hidden_size)
+        for one in job.train:
+            length, depth, steps = map(int, one.split(":")[:3])
+            mode = MODES[one.rpartition(":")[2]]
+            run = partial(train, job, shape, mode, length, depth, steps, world.device)
+            case = {"mode": mode.name, "length": length, "num_layers": depth, **asdict(shape)}
+            report.add(case | tried(job, mode, shape, world, run), "training")
 
 
 PHASES: tuple[Callable[[Mode], bool], ...] = (
@@ -183,7 +176,7 @@ def time_layers(job: Job, shape: Shape, mode: Mode, length: int, device: torch.d
         hidden.grad = None
 
     block.train()
-    peak_gib(reset=True)
+    clear_memory()
     elapsed = median_ms(step, device, warmup=job.warmup, repeats=job.repeats) / job.depth
     useful = 3 * shape.layer_flop(length) / dist.get_world_size()
     rate = {} if shape.hybrid else {"tflops_per_gpu": round(useful / elapsed / 1e9, 1)}
@@ -227,15 +220,15 @@ def attention_errors(block: Any, shape: Shape, mode: Mode, tokens: int) -> dict[
     core = [attention for attention in found if attention is not None][-1]
     device = next(block.parameters()).device
     where = {"device": device, "dtype": block.config.params_dtype}
-    whole = [x[0] for x in draw(tokens, shape.heads, shape.groups, shape.head_dim, 3, **where)]
+    whole = draw(tokens, shape.heads, shape.groups, shape.head_dim, 3, **where)
 
     def own(x: torch.Tensor) -> torch.Tensor:
         """Return this rank's part (tokens, 1, heads, head_dim)."""
         if mode.tensor:
-            return x.chunk(dist.get_world_size(), 1)[parallel_state.get_tensor_model_parallel_rank()][:, None]
+            return x[0].chunk(dist.get_world_size(), 1)[parallel_state.get_tensor_model_parallel_rank()][:, None]
         group = parallel_state.get_context_parallel_group()
         layout = "zigzag" if mode.checkpoint is None else "contiguous"
-        return shard_sequence(x, group=group, layout=layout, dim=0)[:, None]
+        return shard_sequence(x[0], group=group, layout=layout, dim=0)[:, None]
 
     leaves = [own(x).clone(memory_format=torch.contiguous_format).requires_grad_() for x in whole[:3]]
     with torch.enable_grad():
@@ -246,7 +239,125 @@ def attention_errors(block: Any, shape: Shape, mode: Mode, tokens: int) -> dict[
     return dict(zip(("out", "dq", "dk", "dv"), slowest(errors), strict=True))
 
 
+def train(
+    job: Job, shape: Shape, mode: Mode, length: int, layers: int, steps: int, device: torch.device
+) -> dict[str, Any]:
+    """Return tokens and model TFLOP per second and GPU, peak memory and the loss, of `steps` steps after two."""
+    from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
+
+    options = mode.options(job.kernel, job.schedule)
+    config = make_config(shape, layers, mode, fusion=job.fusion)
+    model, optimizer = build(config, make_spec(config, mode, options), job.vocab_size, length)
+    clear_memory()
+    times, losses = [], []
+    for step in range(2 + steps):
+        before = mark(device)
+        model.zero_grad_buffer()
+        optimizer.zero_grad()
+        reduced = get_forward_backward_func()(
+            forward_step_func=forward_step,
+            data_iterator=batches(job.vocab_size, length, step, options, device),
+            model=model,
+            num_microbatches=1,
+            seq_length=length,
+            micro_batch_size=1,
+            forward_only=False,
+        )
+        optimizer.step()
+        times.append(1e3 * seconds_between(before, mark(device)))
+        losses.append(reduced[0]["loss"])
+    elapsed = slowest([statistics.median(times[2:])])[0]
+    embedding = shape.hidden_size * job.vocab_size
+    useful = 3 * (layers * shape.layer_flop(length) + 2.0 * embedding * length)
+    ranks = dist.get_world_size()
+    return {
+        "parameters": layers * shape.layer_parameters + 2 * embedding,
+        "steps": steps,
+        "ms_per_step": round(elapsed, 2),
+        "tokens_per_second_per_gpu": round(length / elapsed * 1e3 / ranks, 1),
+        "tflops_per_gpu": round(useful / elapsed / 1e9 / ranks, 1),
+        "peak_gib": round(peak_gib(), 2),
+        "first_loss": mean_loss(losses[0]),
+        "last_loss": mean_loss(losses[-1]),
+    }
+
+
+def build(config: Any, spec: Any, vocabulary: int, length: int, *, lr: float = 1e-4) -> tuple[Any, Any]:
+    """Return the model in DDP, and Adam, whose state is spread over the ranks that share a sequence."""
+    from megatron.core.distributed import (
+        DistributedDataParallel,
+        DistributedDataParallelConfig,
+        finalize_model_grads,
+    )
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+    from megatron.core.transformer.module import Float16Module
+
+    cuda = torch.cuda.is_available()
+    model = gpt_model(config, spec, vocabulary, length, position_embedding_type="rope", rotary_base=500000)
+    if cuda:
+        model = Float16Module(config, model.cuda())
+    reduction = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True, overlap_grad_reduce=True, use_distributed_optimizer=True
+    )
+    model = DistributedDataParallel(config, reduction, model)
+    config.no_sync_func = model.no_sync
+    config.finalize_model_grads_func = finalize_model_grads
+    optimizer = get_megatron_optimizer(
+        OptimizerConfig(
+            optimizer="adam",
+            lr=lr,
+            min_lr=lr,
+            weight_decay=0.01,
+            clip_grad=1.0 if cuda else 0.0,
+            bf16=cuda,
+            params_dtype=config.params_dtype,
+            use_distributed_optimizer=True,
+        ),
+        [model],
+    )
+    config.grad_scale_func = optimizer.scale_loss
+    model.train()
+    return model, optimizer
+
+
+def batches(vocabulary: int, length: int, step: int, options: Any, device: torch.device) -> Iterator[dict[str, Any]]:
+    """Yield this rank's tokens of a sequence that all draw alike; it has a pattern, so that the loss can fall."""
+    from megatron.core import parallel_state
+
+    from dfa_megatron.megatron import shard_batch
+
+    generator = torch.Generator().manual_seed(step)
+    tokens = torch.randint(min(vocabulary, 512), (1, length + 1), generator=generator)
+    tokens[:, 1::2] = tokens[:, :-1:2]  # every second token repeats the one before it
+    whole = {
+        "tokens": tokens[:, :-1],
+        "labels": tokens[:, 1:],
+        "position_ids": torch.arange(length)[None],
+    }
+    zigzag = MegatronConfig(data_layout="zigzag")  # Megatron's own batches, for its own attention
+    sharded = shard_batch(whole, parallel_state.get_context_parallel_group(), options or zigzag)
+    yield {name: part if part is None else part.contiguous().to(device) for name, part in sharded.items()}
+
+
+def forward_step(iterator: Iterator[dict[str, Any]], model: Any) -> Any:
+    """Return the model's output, and a function that makes the loss of it."""
+    batch = next(iterator)
+    output = model(**batch)
+
+    def loss(output: torch.Tensor, **_: Any) -> Any:
+        total = output.float().sum()
+        count = torch.tensor(output.numel(), dtype=torch.int, device=output.device)
+        return total, count, {"loss": torch.stack([total.detach(), count.float()])}
+
+    return output, loss
+
+
+def mean_loss(loss: torch.Tensor) -> float:
+    """Return the mean over all ranks."""
+    shared = loss.detach().double().cpu()
+    dist.all_reduce(shared)
+    return round((shared[0] / shared[1]).item(), 4)
+
+
 if __name__ == "__main__":
-    status = main()
-    leave()
-    raise SystemExit(status)
+    main()

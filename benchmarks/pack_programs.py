@@ -18,13 +18,14 @@ from typing import Any
 
 import torch
 
-from benchmarks.bench import Call, Report, flags_of, wait
+from benchmarks.attention.method import saved_for
+from benchmarks.bench import Call, benchmark, dtype_on, flags_of, wait
 from benchmarks.documents import Offsets, PackShapes
 from benchmarks.programs import Tensors, both_phases, draw, prepare
+from dfa_megatron import masks
 from dfa_megatron.doctor.world import stopwatch
 from dfa_megatron.flags import flag
-from dfa_megatron.kernels.api import BlockCall, BlockKernel, Saved
-from dfa_megatron.kernels.merge import minus_delta
+from dfa_megatron.kernels.api import BlockCall, BlockKernel
 from dfa_megatron.kernels.segments import Segments
 from dfa_megatron.plan.language.geometry import CAUSAL, Segment
 from dfa_megatron.runtime.prepare import Prepared
@@ -34,45 +35,42 @@ from dfa_megatron.runtime.prepare import Prepared
 class Shapes(PackShapes):
     """What is timed."""
 
-    device: str = flag("cuda" if torch.cuda.is_available() else "cpu", "where", choices=("cuda", "cpu"))
     kernel: str = flag("auto", "as in the options")
     ranks: tuple[int, ...] = flag((2, 4, 8), "of the programs")
     layout: str = flag("contiguous", "of the tokens", choices=("contiguous", "zigzag", "load_balanced"))
-
-    def draw(self, tokens: int) -> Tensors:
-        """Return q, k, v and dout."""
-        dtype = torch.bfloat16 if self.device == "cuda" else torch.float32
-        return draw(tokens, self.heads, self.kv_heads, self.head_dim, dtype=dtype, device=self.device)
 
     def prepare(self, given: Tensors, offsets: Offsets, ranks: int, rank: int) -> Prepared:
         """Return a rank's attention over a pack."""
         return prepare(given, ranks, rank, self.kernel, layout=self.layout, cu_seqlens=offsets)
 
-    def milliseconds(self, call: Call) -> float:
-        """Return the milliseconds of one of many calls in a row, which hide the host where it is quick enough."""
-        for _ in range(4):
-            call()
-        wait()
-        return 1e3 * stopwatch(call, torch.device(self.device), times=self.repetitions)
-
 
 def main() -> None:
     """Time, print and write."""
     shapes = flags_of(Shapes, __doc__)
-    report = Report(shapes.out, shapes)
-    for ranks in shapes.ranks:
-        report.add(measure(shapes, ranks))
+    with benchmark(shapes) as (world, report):
+        for ranks in shapes.ranks:
+            report.add(measure(shapes, ranks, world.device))
 
 
-def measure(shapes: Shapes, ranks: int) -> dict[str, Any]:
+def measure(shapes: Shapes, ranks: int, device: torch.device) -> dict[str, Any]:
     """Return the milliseconds of the kernel alone and of every rank's program, and the share of the bound."""
-    offsets, given = shapes.documents(ranks, shapes.seed), shapes.draw(shapes.tokens_per_rank)
+
+    def inputs(tokens: int) -> Tensors:
+        sizes = shapes.heads, shapes.kv_heads, shapes.head_dim
+        return draw(tokens, *sizes, dtype=dtype_on(device), device=device)
+
+    def milliseconds(call: Call) -> float:
+        """Return those of one of many calls in a row, which hide the host where it is quick enough."""
+        for _ in range(4):
+            call()
+        wait()
+        return 1e3 * stopwatch(call, device, times=shapes.repetitions)
+
+    offsets, given = shapes.documents(ranks, shapes.seed), inputs(shapes.tokens_per_rank)
     kernel = shapes.prepare(given, offsets, ranks, 0).kernel
-    bound = shapes.milliseconds(kernel_alone(shapes, offsets, kernel)) / ranks
-    programs = [
-        shapes.milliseconds(both_phases(shapes.prepare(given, offsets, ranks, rank), given)) for rank in range(ranks)
-    ]
-    pairs = sum((n * n + n) / 2 for n in (hi - lo for lo, hi in pairwise(offsets)))
+    bound = milliseconds(kernel_alone(inputs(offsets[-1]), offsets, kernel)) / ranks
+    programs = [milliseconds(both_phases(shapes.prepare(given, offsets, ranks, rank), given)) for rank in range(ranks)]
+    pairs = masks.documents([hi - lo for lo, hi in pairwise(offsets)]).area
     flops = 3.5 * 4 * pairs * shapes.heads * shapes.head_dim / ranks
     return {
         "ranks": ranks,
@@ -83,18 +81,17 @@ def measure(shapes: Shapes, ranks: int) -> dict[str, Any]:
         "share of the bound": bound / max(programs),
         "TFLOP/s": flops / max(programs) / 1e9,
         "bound TFLOP/s": flops / bound / 1e9,
-        **new_packs(shapes, ranks),
+        **new_packs(shapes, ranks, given),
         "programs ms": programs,
         "cu_seqlens": offsets,
     }
 
 
-def new_packs(shapes: Shapes, ranks: int) -> dict[str, float]:
+def new_packs(shapes: Shapes, ranks: int, given: Tensors) -> dict[str, float]:
     """Return what new packs take on the host, medians of milliseconds; others came before, as in training.
 
     A plan, then two calls of a forward and backward: recorded, and replayed as all later ones are.
     """
-    given = shapes.draw(shapes.tokens_per_rank)
     found: dict[str, list[float]] = {"new pack ms": [], "recorded ms": [], "replayed ms": []}
     for number in range(1, 1 + shapes.repetitions):
         offsets = shapes.documents(ranks, shapes.seed + number)
@@ -110,17 +107,15 @@ def new_packs(shapes: Shapes, ranks: int) -> dict[str, float]:
     return {name: statistics.median(times) for name, times in found.items()}
 
 
-def kernel_alone(shapes: Shapes, offsets: Offsets, kernel: BlockKernel) -> Call:
+def kernel_alone(given: Tensors, offsets: Offsets, kernel: BlockKernel) -> Call:
     """Return a forward and backward of the kernel over the whole pack in one launch each."""
-    q, k, v, dout = shapes.draw(offsets[-1])
+    q, k, v, dout = given
     parts = tuple(Segment(lo, hi, lo, hi, CAUSAL) for lo, hi in pairwise(offsets))
-    block = BlockCall(q, k, v, Segments(parts, offsets[-1], offsets[-1]), shapes.head_dim**-0.5)
+    block = BlockCall(q, k, v, Segments(parts, offsets[-1], offsets[-1]), q.shape[-1] ** -0.5)
 
     def call() -> object:
         out, lse = kernel.forward(block)
-        takes_out = kernel.takes_out or kernel.backward_needs == "out"
-        saved = Saved(lse, out=out) if takes_out else Saved(lse, minus_delta(dout, out))
-        return kernel.backward(block, dout, saved)
+        return kernel.backward(block, dout, saved_for(kernel, dout, out, lse))
 
     return call
 

@@ -1,13 +1,14 @@
-"""Times attention over packed documents beside others' varlen functions, after checking each against float64.
+"""Times attention over packed documents beside others' varlen functions, or over masks, each checked with float64.
 
     torchrun --nproc-per-node 4 -m benchmarks.packed --heads 64 --kv-heads 8 --tokens-per-rank 8192 --out packed.json
+    torchrun --nproc-per-node 2 -m benchmarks.packed --masks all --heads 32 --tokens 32768 131072 --out masks.json
 
 Documents are drawn log-normal, or as --lengths says, to a quarter of the pack, and rounded to multiples of 2P tokens:
-ring-flash-attn and Transformer Engine cut each into P or 2P chunks. A method that is wrong on a small pack is not
-timed (ring-flash-attn's ring and zigzag are in float32: they sum into what they read). Times are of the slowest rank,
-the median over repetitions in which methods take turns, each from an idle GPU; `in a row` is of one of 8 calls without
-a wait between them, as a model's layers make them. TFLOP/s per rank count the pairs of the documents:
-4 * pairs * heads * head_dim forward, 2.5 times that backward.
+ring-flash-attn and Transformer Engine cut each into P or 2P chunks. A method that is wrong on a small pack, or with one
+kv head over 8,192 tokens of a mask, is not timed (ring-flash-attn's ring and zigzag are in float32: they sum into what
+they read). Times are of the slowest rank, the median over repetitions in which methods take turns, each from an idle
+GPU; `in a row`, and every time of a mask, is of one of 8 calls without a wait between them, as a model's layers make
+them. TFLOP/s per rank count the pairs that attend: 4 * pairs * heads * head_dim forward, 2.5 times that backward.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
@@ -25,54 +26,96 @@ import torch
 from benchmarks.attention.baselines import ring_flash_attn, version_of
 from benchmarks.attention.baselines.transformer_engine import context_parallel
 from benchmarks.attention.clock import Timer, take_turns
-from benchmarks.attention.correctness import compared, truth_of
+from benchmarks.attention.correctness import Truth, compared, truth_of
 from benchmarks.attention.job import FLOPS_OF, Problem
-from benchmarks.attention.method import Attention, Method, Split
-from benchmarks.bench import Call, Report, flags_of
+from benchmarks.attention.method import Attention, Method, Split, contiguous
+from benchmarks.bench import Call, Report, benchmark, dtype_on, flags_of
 from benchmarks.documents import Offsets, PackShapes
-from benchmarks.programs import draw, passes
-from dfa_megatron import DistAttentionConfig, dist_flash_attn_varlen_func, layouts, shard_sequence
-from dfa_megatron.doctor.dense import band_of
-from dfa_megatron.doctor.world import World, join
+from benchmarks.masks import CASES, flex
+from benchmarks.programs import Tensors, draw, passes
+from dfa_megatron import (
+    DistAttentionConfig,
+    dist_flash_attn_func,
+    dist_flash_attn_varlen_func,
+    layouts,
+    masks,
+    shard_sequence,
+)
+from dfa_megatron.doctor.world import World
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.flags import flag
+from dfa_megatron.masks import Mask
 from dfa_megatron.runtime.prepare import in_use
 
 ROW = 8
 """Calls in a row."""
-ROUNDS = 4
-"""After each the file is written."""
+ALL = "all"
+ORDERS = ("zigzag", "load_balanced")
+"""Layouts of a pack's tokens."""
 
 
 @dataclass(frozen=True)
 class Shapes(PackShapes):
     """What is timed, and how."""
 
-    schedule: tuple[str, ...] = flag(("auto", "load_balanced"), "of ours, or a layout of tokens")
+    schedule: tuple[str, ...] = flag(("auto", "load_balanced"), "of ours, or a layout of a pack's tokens")
     kernel: tuple[str, ...] = flag(("auto",), "of ours")
     transport: tuple[str, ...] = flag(("auto",), "of ours")
     peers: tuple[str, ...] = flag(("p2p", "a2a"), "of Transformer Engine", choices=("p2p", "a2a", "all_gather"))
-    check_tokens: int = flag(128, "of a rank, in the comparison with float64")
+    check_tokens: int = flag(128, "of a rank of a pack, in the comparison with float64")
     causal: bool = flag(True, "the mask of a document")
-    dtype: str = flag("bfloat16", "of the tensors", choices=("bfloat16", "float32"))
-    device: str = flag("auto", "where", choices=("auto", "cpu"))
+    dtype: str = flag("", "default: bfloat16, float32 on a CPU", choices=("bfloat16", "float32"))
+    masks: tuple[str, ...] = flag((), f"in place of a pack; or {ALL}", choices=(*CASES, ALL))
+    tokens: tuple[int, ...] = flag((32768,), "of all ranks, of a mask", metavar="N")
+    flex: bool = flag(False, "FlexAttention beside the trees, on one GPU")
+
+    def problem(self, world: World, heads: int, kv_heads: int, *, causal: bool) -> Problem:
+        """Return the attention that is checked or timed."""
+        dtype = self.dtype or str(dtype_on(world.device)).removeprefix("torch.")
+        return Problem(heads, kv_heads, self.head_dim, "causal" if causal else "full", dtype)
 
 
-def our_method(shapes: Shapes, offsets: Offsets, schedule: str, kernel: str, transport: str) -> Method:
-    """Return one way to run ours."""
-    layout = schedule if schedule in ("zigzag", "load_balanced") else "contiguous"
-    config = DistAttentionConfig(
-        schedule=schedule if layout == "contiguous" else "auto", kernel=kernel, transport=transport
-    )
+@dataclass(frozen=True)
+class Case:
+    """A pack or a mask: what its rows begin with, its methods over few tokens and over all, and the truth of the few.
 
-    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        return dist_flash_attn_varlen_func(q, k, v, offsets, causal=shapes.causal, layout=layout, config=config)  # type: ignore[return-value]
+    about: empty of a pack, which is timed more closely.
+    """
 
-    return Method(
-        f"dfa {schedule} {kernel} {transport}", "ours", lambda *_: attend,
-        lambda x, _: shard_sequence(x[0], layout=layout, dim=0, cu_seqlens=offsets),
-        took=lambda: in_use()[-1].plan.schedule,
-    )  # fmt: skip
+    about: dict[str, Any]
+    problem: Problem
+    methods: list[tuple[Method, Method]]
+    exact: Truth
+    mask: Mask
+
+
+def drawn(problem: Problem, tokens: int, world: World) -> Tensors:
+    """Return q, k, v and dout of all tokens, the same on every rank."""
+    sizes, dtype = (problem.heads, problem.kv_heads, problem.head_dim), getattr(torch, problem.dtype)
+    return draw(tokens, *sizes, 1, device=world.device, dtype=dtype)
+
+
+def our_methods(shapes: Shapes, function: Callable[..., Any], offsets: Offsets | None = None) -> list[Method]:
+    """Return the ways to run a function of ours over a pack, or one with a mask, which takes tokens in order."""
+
+    def method(schedule: str, kernel: str, transport: str) -> Method:
+        layout = schedule if schedule in ORDERS else "contiguous"
+        choice = schedule if layout == "contiguous" else "auto"
+        config = DistAttentionConfig(schedule=choice, kernel=kernel, transport=transport)
+
+        def split(x: torch.Tensor, world: World) -> torch.Tensor:
+            if offsets is None:
+                return contiguous(x, world)
+            return shard_sequence(x[0], layout=layout, dim=0, cu_seqlens=offsets)
+
+        return Method(
+            f"dfa {schedule} {kernel} {transport}", "ours",
+            lambda *_: functools.partial(function, layout=layout, config=config), split,
+            took=lambda: f"{in_use()[-1].plan.schedule}, {in_use()[-1].kernel.name}",
+        )  # fmt: skip
+
+    orders = [one for one in shapes.schedule if offsets is not None or one not in ORDERS]
+    return [method(*one) for one in itertools.product(orders, shapes.kernel, shapes.transport)]
 
 
 def ring_methods(shapes: Shapes, offsets: Offsets, world: World) -> list[Method]:
@@ -128,71 +171,94 @@ def zigzag_of(offsets: Offsets) -> Split:
     return lambda x, world: shard_sequence(x[0], layout=layouts.zigzag_documents(offsets, world.size), dim=0)
 
 
-def methods_of(shapes: Shapes, offsets: Offsets, world: World) -> list[Method]:
+def pack_methods(shapes: Shapes, offsets: Offsets, world: World) -> list[Method]:
     """Return what is compared over one pack: ours, and the packages that are installed."""
-    found = [
-        our_method(shapes, offsets, *one) for one in itertools.product(shapes.schedule, shapes.kernel, shapes.transport)
-    ]
+    ours = functools.partial(dist_flash_attn_varlen_func, cu_seqlens=offsets, causal=shapes.causal)
+    found = our_methods(shapes, ours, offsets)
     for of_package in (ring_methods, engine_methods):
         with contextlib.suppress(UnsupportedError):
             found += of_package(shapes, offsets, world)
     return found
 
 
+def pack_case(shapes: Shapes, world: World, report: Report) -> Case:
+    """Return the pack that is drawn."""
+    short = replace(shapes, tokens_per_rank=shapes.check_tokens, mean=3.0, sigma=1.0, lengths=None)
+    few, offsets = (one.documents(world.size, one.seed) for one in (short, shapes))
+    report.content["about"] = {"documents": len(offsets) - 1, "cu_seqlens": offsets}
+    small, mask = (masks.documents([hi - lo for lo, hi in pairwise(x)], causal=shapes.causal) for x in (few, offsets))
+    problem = shapes.problem(world, shapes.heads, shapes.kv_heads, causal=shapes.causal)
+    pairs = zip(pack_methods(shapes, few, world), pack_methods(shapes, offsets, world), strict=True)
+    return Case({}, problem, [*pairs], truth_of(problem, drawn(problem, few[-1], world), small), mask)
+
+
+def mask_case(shapes: Shapes, name: str, tokens: int, world: World) -> Case:
+    """Return a mask, which is checked over fewer tokens: long documents have other tiles than short ones."""
+    mask, small = CASES[name](tokens), CASES[name](min(tokens, 8192 - 8192 % world.size))
+    thin = shapes.problem(world, shapes.heads // shapes.kv_heads, 1, causal=False)
+    pairs = []
+    for over in (small, mask):
+        pairs.append(our_methods(shapes, functools.partial(dist_flash_attn_func, mask=over)))
+        if shapes.flex and name.startswith("tree") and world.size == 1:
+            start = functools.partial(flex, name, over.length)
+            pairs[-1].append(Method("flex", "baseline", lambda *_, start=start: start(world.device)))  # type: ignore[misc]
+    about = {"mask": name, "tokens": tokens, "tiles": len(mask.tiles)}
+    exact = truth_of(thin, drawn(thin, small.length, world), small)
+    return Case(
+        about,
+        shapes.problem(world, shapes.heads, shapes.kv_heads, causal=False),
+        [*zip(*pairs, strict=True)],
+        exact,
+        mask,
+    )
+
+
+def cases(shapes: Shapes, world: World, report: Report) -> Iterator[Case]:
+    """Yield the pack, or the masks."""
+    if not shapes.masks:
+        yield pack_case(shapes, world, report)
+    for tokens in shapes.tokens:
+        for name in CASES if ALL in shapes.masks else shapes.masks:
+            yield mask_case(shapes, name, tokens, world)
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Check, time, print and write."""
     shapes = flags_of(Shapes, __doc__, argv)
-    world = join(shapes.device)
-    short = replace(shapes, tokens_per_rank=shapes.check_tokens, mean=3.0, sigma=1.0, lengths=None)
-    few, offsets = (one.documents(world.size, one.seed) for one in (short, shapes))
-    problem = Problem(
-        shapes.heads, shapes.kv_heads, shapes.head_dim, "causal" if shapes.causal else "full", shapes.dtype
-    )
-    sizes, where = (shapes.heads, shapes.kv_heads, shapes.head_dim, 1), {"dtype": getattr(torch, shapes.dtype)}
-    small, whole = (draw(ends[-1], *sizes, device=world.device, **where) for ends in (few, offsets))
-    exact = truth_of(problem, small, band_of(shapes.causal), few)
-    about = {"documents": len(offsets) - 1, "cu_seqlens": offsets}
-    report, timed = Report(shapes.out, shapes, about=about), list[tuple[dict[str, Any], list[Timer]]]()
-    pairs = zip(methods_of(shapes, few, world), methods_of(shapes, offsets, world), strict=True)
-    for small_method, method in pairs:
-        error, state, why = compared(small_method, exact, world)
+    with benchmark(shapes) as (world, report):
+        for case in cases(shapes, world, report):
+            race(case, shapes.repetitions, world, report)
+
+
+def race(case: Case, repetitions: int, world: World, report: Report) -> None:
+    """Compare every method with float64, then let those that are right take turns."""
+    whole, timed = drawn(case.problem, case.mask.length, world), list[tuple[dict[str, Any], dict[str, Timer]]]()
+    for small_method, method in case.methods:
+        error, state, why = compared(small_method, case.exact, world)
         said = why if state in ("", "wrong") else f"{state}: {why}"
-        row: dict[str, Any] = {"method": method.name, "error": error, "wrong": said}
+        row = {**case.about, "method": method.name, "error": error, "wrong": said}
         report.add(row)
-        if not state:
-            *leaves, dout = (method.split(x, world) for x in whole)
-            forward, both = passes(method.start(problem, len(dout), world, contextlib.ExitStack()), leaves, dout)
-            for _ in range(3):
-                both()
-            row["took"] = method.took()
-            forward()
-            calls = (forward, both, functools.partial(in_a_row, both))
-            timed.append((row, [Timer(call, max(1, shapes.repetitions // ROUNDS)) for call in calls]))
-    del small, whole, exact
-    for _ in range(ROUNDS):
-        take_turns(world, [timer for _, timers in timed for timer in timers])
-        for row, timers in timed:
-            row |= rates(timers, problem, offsets, world)
-        report.write()
-    for row, _ in timed:
+        if state:
+            continue
+        *leaves, dout = (method.split(x, world).contiguous() for x in whole)
+        forward, both = passes(method.start(case.problem, dout.shape[-3], world, contextlib.ExitStack()), leaves, dout)
+        calls: dict[str, Call] = {} if case.about else {"forward": forward, "both": both}
+        calls["" if case.about else "in a row"] = functools.partial(in_a_row, both)
+        for call in (both, *calls.values()):
+            call()
+        row["took"] = method.took()
+        timed.append((row, {name: Timer(call, repetitions) for name, call in calls.items()}))
+    del whole
+    take_turns(world, [timer for _, timers in timed for timer in timers.values()])
+    flops = 4 * case.mask.area * case.problem.heads * case.problem.head_dim / world.size / 1e9
+    for row, timers in timed:
+        for name, timer in timers.items():
+            times, passes_of = (1, FLOPS_OF[name]) if name in FLOPS_OF else (ROW, FLOPS_OF["both"])
+            found = {"ms": timer.median / times, "host ms": timer.host_median / times}
+            found["TFLOP/s"] = flops * passes_of / found["ms"]
+            row |= {f"{name} {what}".strip(): value for what, value in found.items()}
         report.show(row)
-    world.leave()
-
-
-def rates(timers: Sequence[Timer], problem: Problem, offsets: Offsets, world: World) -> dict[str, float]:
-    """Return milliseconds, and TFLOP/s per rank."""
-    forward, both, in_row = (timer.median for timer in timers)
-    work = sum((n * n + n) / 2 if problem.causal else n * n for n in (hi - lo for lo, hi in pairwise(offsets)))
-    flops = 4 * work * problem.heads * problem.head_dim / world.size / 1e9
-    return {
-        "forward_ms": forward,
-        "both_ms": both,
-        "host_ms": timers[1].host_median,
-        "in a row ms": in_row / ROW,
-        "forward TFLOP/s": flops / forward,
-        "both TFLOP/s": FLOPS_OF["both"] * flops / both,
-        "in a row TFLOP/s": ROW * FLOPS_OF["both"] * flops / in_row,
-    }
+    report.write()
 
 
 def in_a_row(both: Call) -> None:

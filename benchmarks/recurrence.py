@@ -21,14 +21,13 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-from benchmarks.bench import Call, Report, flags_of, median_ms
+from benchmarks.bench import Call, Flags, benchmark, flags_of, median_ms
 from benchmarks.programs import both_phases, draw, prepare
 from dfa_megatron.flags import flag
 from dfa_megatron.plan.language.layout import by_name
@@ -39,10 +38,9 @@ from dfa_megatron.recurrence.share import Share
 
 
 @dataclass(frozen=True)
-class Shapes:
+class Shapes(Flags):
     """What is timed; the defaults are Qwen3-Next-80B-A3B's."""
 
-    device: str = flag("cuda" if torch.cuda.is_available() else "cpu", "where", choices=("cuda", "cpu"))
     dtype: str = flag("bfloat16", "of the tensors")
     kernel: str = flag("fla", "of the gated delta net", choices=("fla", "transformers"))
     attention_kernel: str = flag("auto", "as in the options")
@@ -58,7 +56,6 @@ class Shapes:
     link_gbs: float = flag(0.0, "measured, GB/s that a rank receives; 0: bytes only")
     backward: bool = flag(True, "time backwards too; fla refuses its own on Hopper with some versions of Triton")
     rounds: int = flag(10, "calls of each, of which the median counts")
-    out: Path | None = flag(None, "write the rows as JSON, after every part")
 
     @property
     def conv_channels(self) -> int:
@@ -75,18 +72,18 @@ def main() -> None:
     """Time every number of ranks, and write what is known by now after every part."""
     shapes = flags_of(Shapes, __doc__)
     torch.manual_seed(0)
-    rows: list[dict[str, Any]] = []
-    report = Report(shapes.out, shapes, rows=rows)
-    for ranks in shapes.ranks:
-        row: dict[str, Any] = {"ranks": ranks} | received(shapes, ranks)
-        rows.append(row)
-        for name, make in parts(shapes, ranks).items():
-            known = rows[0].get(name) if name in SAME_FOR_ALL else None
-            row[name] = timed(f"{ranks} ranks, {name}", make, shapes) if known is None else known
+    with benchmark(shapes, rows=[]) as (world, report):
+        shapes, rows = replace(shapes, device=str(world.device)), report.content["rows"]
+        for ranks in shapes.ranks:
+            row: dict[str, Any] = {"ranks": ranks} | received(shapes, ranks)
+            rows.append(row)
+            for name, make in parts(shapes, ranks).items():
+                known = rows[0].get(name) if name in SAME_FOR_ALL else None
+                row[name] = timed(f"{ranks} ranks, {name}", make, shapes) if known is None else known
+                report.write()
+            row |= summary(row, shapes)
             report.write()
-        row |= summary(row, shapes)
-        report.write()
-        report.show(row)
+            report.show(row)
 
 
 def timed(name: str, make: Callable[[], Call], shapes: Shapes) -> float:

@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,10 +21,10 @@ import torch.distributed as dist
 
 import dfa_megatron
 from benchmarks.attention.baselines.ulysses import to_heads, to_sequence
-from benchmarks.bench import Report, flags_of, leave, median_ms, ranks_or_one, relative
-from benchmarks.documents import draw_documents, log_normal
+from benchmarks.bench import Flags, Report, benchmark, clear_memory, dtype_on, flags_of, median_ms, peak_gib, relative
+from benchmarks.documents import Offsets, draw_documents, log_normal
 from benchmarks.programs import draw, passes
-from dfa_megatron import DistAttentionConfig
+from dfa_megatron import DistAttentionConfig, masks
 from dfa_megatron.doctor.world import World
 from dfa_megatron.flags import flag
 
@@ -39,19 +38,17 @@ WAYS = {
 
 
 @dataclass(frozen=True)
-class Shapes:
+class Shapes(Flags):
     """What is timed."""
 
-    device: str = flag("auto", "where", choices=("auto", "cuda", "cpu"))
     tokens: tuple[int, ...] = flag((8192, 32768, 131072), "lengths of one causal sequence")
     packs: tuple[int, ...] = flag((), "tokens a rank of packed documents")
     heads: tuple[str, ...] = flag(("32:8", "64:8"), "query heads : key heads")
     head_dim: int = flag(128, "of all")
     kernel: str = flag("auto", "as in the options")
     rounds: int = flag(7, "repetitions")
-    out: Path | None = flag(None, "write the rows as JSON, after each")
 
-    def sequences(self, ranks: int) -> Iterator[tuple[int, ...]]:
+    def sequences(self, ranks: int) -> Iterator[Offsets]:
         """Yield the offsets of the documents of each sequence."""
         yield from ((0, tokens) for tokens in self.tokens)
         yield from (draw_documents(ranks * tokens, 2 * ranks, 0, log_normal(7.0, 1.2)) for tokens in self.packs)
@@ -60,38 +57,44 @@ class Shapes:
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure and print one row for each length, heads and way."""
     shapes = flags_of(Shapes, __doc__, argv)
-    world = ranks_or_one(shapes.device)
-    dtype = torch.bfloat16 if world.device.type == "cuda" else torch.float32
-    report = Report(shapes.out, shapes)
-    alone = [dist.new_group([rank]) for rank in range(world.size)][world.rank] if world.size > 1 else None
-    for offsets in shapes.sequences(world.size):
-        for heads, kv_heads in (tuple(map(int, word.split(":"))) for word in shapes.heads):
-            rows = offsets[-1] // world.size
-            given = draw(rows, heads, kv_heads, shapes.head_dim, device=world.device, dtype=dtype)
-            pairs = sum((end - start) * (end - start + 1) / 2 for start, end in pairwise(offsets))
-            row: dict[str, Any] = {"tokens": offsets[-1], "documents": len(offsets) - 1, "heads": f"{heads}:{kv_heads}"}
-            wanted: tuple[torch.Tensor, ...] = ()
-            for way, (numerics, deterministic) in WAYS.items():
-                if way.startswith("ulysses") and (alone is None or kv_heads % world.size):
-                    continue
-                torch.use_deterministic_algorithms(deterministic, warn_only=True)
-                config = DistAttentionConfig(numerics=numerics, kernel=shapes.kernel)
-                attend = attention(offsets, config, alone if way.startswith("ulysses") else None)
-                forward, both = passes(attend, given[:3], given[3])
-                found = (forward(), *both())
-                wanted = wanted or tuple(x.clone() for x in found)
-                errors = [relative(*pair) for pair in zip(found, wanted, strict=True)]
-                assert max(errors) < 2e-2, f"{way} is not the default: {errors}"
-                del found
-                row |= {"way": way} | timed(forward, both, world, max(3, shapes.rounds * 8192 // max(8192, rows)))
-                flops = 4 * pairs * heads * shapes.head_dim / world.size / 1e9
-                rates = {"forward_tflops": flops / row["forward_ms"], "both_tflops": 3.5 * flops / row["both_ms"]}
-                report.add(row | rates)
+    with benchmark(shapes) as (world, report):
+        alone = [dist.new_group([rank]) for rank in range(world.size)][world.rank] if world.size > 1 else None
+        for offsets in shapes.sequences(world.size):
+            for heads in shapes.heads:
+                compare(shapes, offsets, heads, world, alone, report)
     torch.use_deterministic_algorithms(False)
-    leave()
 
 
-def attention(offsets: tuple[int, ...], config: DistAttentionConfig, alone: Any) -> Callable[..., Any]:
+def compare(shapes: Shapes, offsets: Offsets, heads: str, world: World, alone: Any, report: Report) -> None:
+    """Compare and time the ways to attend to one sequence."""
+    rows, (queries, keys) = offsets[-1] // world.size, map(int, heads.split(":"))
+    given = draw(rows, queries, keys, shapes.head_dim, device=world.device, dtype=dtype_on(world.device))
+    pairs = masks.documents([end - start for start, end in pairwise(offsets)]).area
+    flops = 4 * pairs * queries * shapes.head_dim / world.size / 1e9
+    wanted: tuple[torch.Tensor, ...] = ()
+    for way, (numerics, deterministic) in WAYS.items():
+        if way.startswith("ulysses") and (alone is None or keys % world.size):
+            continue
+        torch.use_deterministic_algorithms(deterministic, warn_only=True)
+        config = DistAttentionConfig(numerics=numerics, kernel=shapes.kernel)
+        attend = attention(offsets, config, alone if way.startswith("ulysses") else None)
+        calls = passes(attend, given[:3], given[3])
+        found = (calls[0](), *calls[1]())
+        wanted = wanted or tuple(x.clone() for x in found)
+        errors = [relative(*pair) for pair in zip(found, wanted, strict=True)]
+        assert max(errors) < 2e-2, f"{way} is not the default: {errors}"
+        del found
+        clear_memory()
+        repeats = max(3, shapes.rounds * 8192 // max(8192, rows))
+        forward, both = (median_ms(call, world.device, warmup=4, repeats=repeats) for call in calls)
+        report.add({
+            "tokens": offsets[-1], "documents": len(offsets) - 1, "heads": heads, "way": way,
+            "forward_ms": forward, "both_ms": both, "peak_gib": peak_gib(),
+            "forward_tflops": flops / forward, "both_tflops": 3.5 * flops / both,
+        })  # fmt: skip
+
+
+def attention(offsets: Offsets, config: DistAttentionConfig, alone: Any) -> Callable[..., Any]:
     """Return an attention over all ranks, or that of a rank alone between all-to-alls."""
 
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
@@ -102,16 +105,6 @@ def attention(offsets: tuple[int, ...], config: DistAttentionConfig, alone: Any)
         return out[None]  # type: ignore[index]
 
     return attend if alone is None else lambda *qkv: to_sequence(attend(*(to_heads(x) for x in qkv)))
-
-
-def timed(forward: Callable[[], object], both: Callable[[], object], world: World, rounds: int) -> dict[str, float]:
-    """Return milliseconds, and on a GPU the peak of its memory."""
-    cuda = world.device.type == "cuda"
-    if cuda:
-        torch.cuda.reset_peak_memory_stats()
-    times = [median_ms(call, world.device, warmup=4, repeats=rounds) for call in (forward, both)]
-    peak = {"peak_gib": torch.cuda.max_memory_allocated() / 2**30} if cuda else {}
-    return {"forward_ms": times[0], "both_ms": times[1]} | peak
 
 
 if __name__ == "__main__":

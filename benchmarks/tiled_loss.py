@@ -13,8 +13,8 @@ gradients are compared with float64 first; a mode that is wrong is not timed. Ea
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -25,9 +25,9 @@ import torch.distributed as dist
 
 from benchmarks.attention.correctness import too_far
 from benchmarks.attention.failures import attempt
-from benchmarks.bench import Report, flags_of, leave, median_ms, relative
-from benchmarks.head_memory import head_bytes
-from benchmarks.megatron_common import MODES, Shape, arrange, join, make_config, peak_gib, seed
+from benchmarks.bench import Call, benchmark, clear_memory, flags_of, median_ms, peak_gib, relative
+from benchmarks.megatron_common import MODES, Shape, arrange, gpt_model, make_config, seed
+from benchmarks.memory_account import head_bytes
 from dfa_megatron import MegatronConfig
 from dfa_megatron.flags import flag
 from dfa_megatron.loss import scores_of
@@ -59,29 +59,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run as one rank; return the exit status, 1 if a mode was wrong."""
     sizes = flags_of(Sizes, __doc__, argv)
     sizes = replace(sizes, **TOY) if sizes.toy else sizes  # type: ignore[arg-type]
-    begin, world = time.perf_counter(), join()
-    arrange(world.size)
-    report, right = Report(sizes.out, sizes, rows=[]), True
-    for mode in sizes.modes:
-        seed()
-        found = attempt(world, partial(check, sizes, mode, world.device))
-        report.add({"mode": mode, "pass": "check", **found})
-        if found.get("wrong"):
-            right = False
-            continue
-        for tokens in sizes.tokens:
-            for name in PASSES if mode.isdecimal() else PASSES[:2]:
-                seed()
-                figures = attempt(world, partial(measure, sizes, mode, name, tokens, world.device))
-                report.add({"mode": mode, "pass": name, "tokens": tokens, **figures})
-    report.content["seconds"] = round(time.perf_counter() - begin, 1)
-    report.write()
-    return int(not right)
+    with benchmark(sizes, 120.0, rows=[]) as (world, report):
+        arrange(world.size)
+        for mode in sizes.modes:
+            seed()
+            found = attempt(world, partial(check, sizes, mode, world.device))
+            report.add({"mode": mode, "pass": "check", **found})
+            for tokens in () if found.get("wrong") else sizes.tokens:
+                for name in PASSES if mode.isdecimal() else PASSES[:2]:
+                    seed()
+                    figures = attempt(world, partial(measure, sizes, mode, name, tokens, world.device))
+                    report.add({"mode": mode, "pass": name, "tokens": tokens, **figures})
+    return int(any(row.get("wrong") for row in report.content["rows"]))
 
 
 def build(sizes: Sizes, mode: str, device: torch.device) -> Any:
     """Return the head of a GPTModel."""
-    from megatron.core.models.gpt.gpt_model import GPTModel
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
     from dfa_megatron.megatron import distribute_attention
@@ -92,15 +85,8 @@ def build(sizes: Sizes, mode: str, device: torch.device) -> Any:
     if mode.isdecimal():
         options = MegatronConfig(data_layout="contiguous", loss_tile=int(mode))
         spec = distribute_attention(spec, config, config=options)
-    model = GPTModel(
-        config=config,
-        transformer_layer_spec=spec,
-        vocab_size=sizes.vocab_size,
-        max_sequence_length=max(sizes.tokens),
-        pre_process=False,
-        position_embedding_type="none",
-        share_embeddings_and_output_weights=False,
-    )
+    given = {"pre_process": False, "position_embedding_type": "none"}
+    model = gpt_model(config, spec, sizes.vocab_size, max(sizes.tokens), **given)
     return model.to(device, config.params_dtype)
 
 
@@ -158,8 +144,8 @@ def measure(sizes: Sizes, mode: str, name: str, tokens: int, device: torch.devic
     """Return milliseconds and memory of a pass."""
     model = build(sizes, mode, device).train(name == "train")
     hidden, labels = draw(sizes, model, tokens, device)
-    step = {"train": _train, "logprobs": _logprobs, "entropy": _entropy}[name](model, hidden, labels)
-    peak_gib(reset=True)
+    step = step_of(name, model, hidden, labels)
+    clear_memory()
     before = torch.cuda.memory_allocated() / 2**30 if device.type == "cuda" else 0.0
     elapsed = median_ms(step, device, repeats=sizes.repeats)
     figures = {"ms": round(elapsed, 3), "more_gib": round(peak_gib() - before, 3)}
@@ -170,30 +156,20 @@ def measure(sizes: Sizes, mode: str, name: str, tokens: int, device: torch.devic
     return figures
 
 
-def _train(model: Any, hidden: torch.Tensor, labels: torch.Tensor) -> Callable[[], None]:
-    hidden.requires_grad_()
+def step_of(name: str, model: Any, hidden: torch.Tensor, labels: torch.Tensor) -> Call:
+    """Return a pass."""
 
     def step() -> None:
-        losses_of(model, hidden, labels).sum().backward()
-        hidden.grad = None
-        model.zero_grad(set_to_none=True)
-
-    return step
-
-
-def _logprobs(model: Any, hidden: torch.Tensor, labels: torch.Tensor) -> Callable[[], object]:
-    return torch.no_grad()(lambda: losses_of(model, hidden, labels))
-
-
-def _entropy(model: Any, hidden: torch.Tensor, labels: torch.Tensor) -> Callable[[], None]:
-    def step() -> None:
-        with torch.no_grad(), scores_of(model):
+        if name == "train":
+            losses_of(model, hidden.requires_grad_(), labels).sum().backward()
+            hidden.grad = None
+            model.zero_grad(set_to_none=True)
+            return
+        with torch.no_grad(), scores_of(model) if name == "entropy" else contextlib.nullcontext():
             losses_of(model, hidden, labels)
 
     return step
 
 
 if __name__ == "__main__":
-    status = main()
-    leave()
-    raise SystemExit(status)
+    raise SystemExit(main())

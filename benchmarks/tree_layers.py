@@ -9,15 +9,15 @@ backward of each is timed on the slowest rank, with its peak of memory. The voca
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from benchmarks.bench import Report, flags_of, leave, median_ms, ranks_or_one
+from benchmarks.bench import Flags, benchmark, clear_memory, dtype_on, flags_of, median_ms, peak_gib
+from benchmarks.model_shapes import SHAPES
 from dfa_megatron import TrainingConfig, shard_sequence, trees
 from dfa_megatron import huggingface as dfa_hf
 from dfa_megatron.doctor.world import World
@@ -27,7 +27,7 @@ VOCABULARY = 1024
 
 
 @dataclass(frozen=True)
-class Shapes:
+class Shapes(Flags):
     """What is timed."""
 
     rollouts: int = flag(8, "of a prompt")
@@ -38,19 +38,14 @@ class Shapes:
     kernel: str = flag("auto", "of ours")
     checkpoint: str = flag("remat", "of ours")
     repeats: int = flag(5, "of a time")
-    device: str = flag("auto", "where", choices=("auto", "cpu"))
-    out: Path | None = flag(None, "where the figures go as JSON")
 
 
 def model_of(shapes: Shapes, world: World) -> Any:
     """Return a distributed model with random weights, the same on every rank."""
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
+    sizes = {"hidden": shapes.hidden, "intermediate": shapes.hidden * 19 // 5, "layers": shapes.layers}
     torch.manual_seed(0)
-    sizes = {"hidden_size": shapes.hidden, "intermediate_size": shapes.hidden * 19 // 5, "vocab_size": VOCABULARY}
-    heads = {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128}
-    config = Qwen3Config(**sizes, **heads, num_hidden_layers=shapes.layers, max_position_embeddings=1 << 20)
-    model = Qwen3ForCausalLM(config).to(world.device, torch.bfloat16 if world.cuda else torch.float32)
+    model = replace(SHAPES["qwen3-4b"], **sizes, vocabulary=VOCABULARY, tied=False).model(1 << 20)
+    model = model.to(world.device, dtype_on(world.device))
     options = TrainingConfig(kernel=shapes.kernel, checkpoint=shapes.checkpoint)
     return dfa_hf.distribute_attention(model, config=options)
 
@@ -106,29 +101,25 @@ def difference(model: Any, world: World) -> float:
 def main(argv: list[str] | None = None) -> None:
     """Check, time, print and write."""
     shapes = flags_of(Shapes, __doc__, argv)
-    world = ranks_or_one(shapes.device)
-    model, report = model_of(shapes, world), Report(shapes.out, shapes)
-    limit = 5e-2 if world.cuda else 1e-4
-    if (worst := difference(model, world)) > limit:
-        raise SystemExit(f"a tree and its documents differ by {worst:.1e} (at most {limit:.0e}): nothing is timed")
-    report.show(f"largest difference between a tree and its documents: {worst:.1e}")
-    for share in shapes.shares:
-        rollouts = rollouts_of(shapes.rollouts, shapes.tokens, share, seed=2)
-        for name, make in (("documents", as_documents), ("tree", as_tree)):
-            batch, _ = make(rollouts, world)
+    with benchmark(shapes) as (world, report):
+        model, limit = model_of(shapes, world), 5e-2 if world.cuda else 1e-4
+        if (worst := difference(model, world)) > limit:
+            raise SystemExit(f"a tree and its documents differ by {worst:.1e} (at most {limit:.0e}): nothing is timed")
+        report.show(f"largest difference between a tree and its documents: {worst:.1e}")
+        for share in shapes.shares:
+            rollouts = rollouts_of(shapes.rollouts, shapes.tokens, share, seed=2)
+            for name, make in (("documents", as_documents), ("tree", as_tree)):
+                batch, _ = make(rollouts, world)
 
-            def step(batch: dict[str, Any] = batch) -> None:
-                model.zero_grad()
-                model(**batch).loss.backward()
+                def step(batch: dict[str, Any] = batch) -> None:
+                    model.zero_grad()
+                    model(**batch).loss.backward()
 
-            step()
-            if world.cuda:
-                torch.cuda.reset_peak_memory_stats()
-            row = {"share": share, "packed as": name, "tokens": batch["input_ids"].shape[1] * world.size}
-            row["ms"] = median_ms(step, world.device, repeats=shapes.repeats)
-            row["peak GiB"] = torch.cuda.max_memory_allocated() / 2**30 if world.cuda else 0.0
-            report.add(row | {"difference": worst})
-    leave()
+                step()
+                clear_memory()
+                row = {"share": share, "packed as": name, "tokens": batch["input_ids"].shape[1] * world.size}
+                row["ms"] = median_ms(step, world.device, repeats=shapes.repeats)
+                report.add(row | {"peak GiB": peak_gib(), "difference": worst})
 
 
 if __name__ == "__main__":

@@ -10,37 +10,84 @@ recompute whole layers. Rows begin with the same weights and text, so that the f
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import pydoc_data.topics
 import statistics
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from benchmarks.attention.baselines.deepspeed import join_deepspeed, register_ulysses
+from benchmarks.attention.baselines.ulysses import to_heads, to_sequence
 from benchmarks.attention.failures import attempt
-from benchmarks.bench import Report, flags_of, leave, wait
-from benchmarks.whole_ways import WAYS, attending, batch_for
-from dfa_megatron.doctor.world import World, join
+from benchmarks.attention.method import zigzag
+from benchmarks.bench import Flags, Report, benchmark, clear_memory, flags_of, wait
+from benchmarks.model_shapes import SHAPES, Shape
+from dfa_megatron import TrainingConfig, shard_sequence
+from dfa_megatron.doctor.world import World
+from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.flags import flag
+from dfa_megatron.huggingface import distribute_attention, local_attention
+from dfa_megatron.huggingface.checkpointing import set_checkpointing
 from dfa_megatron.loss import Head, cross_entropy
+from dfa_megatron.runtime.comm.groups import channels
 
-NAMES = "hidden_size num_hidden_layers num_attention_heads num_key_value_heads head_dim intermediate_size vocab_size"
-QWEN3_8B = dict(zip(NAMES.split(), (4096, 36, 32, 8, 128, 12288, 151936), strict=True))
-TINY = dict(zip(NAMES.split(), (32, 2, 8, 4, 8, 48, 256), strict=True))
+Tensor = torch.Tensor
+LENGTHS: list[int] = []
+"""Of the documents of a pack, for `whole`; none: a sequence is one document."""
+
+
+def whole(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, **_: Any) -> tuple[Tensor, None]:
+    """Attend causally to a whole sequence (batch, heads, seq, dim): flash-attn-4, or PyTorch's attention on a CPU."""
+    if q.device.type == "cpu":
+        parts = zip(*(x.split(LENGTHS or x.shape[2], dim=2) for x in (q, k, v)), strict=True)
+        outs = [F.scaled_dot_product_attention(*part, is_causal=True, enable_gqa=True) for part in parts]
+        return torch.cat(outs, dim=2).transpose(1, 2), None
+    from flash_attn.cute import flash_attn_func, flash_attn_varlen_func
+
+    q, k, v = (x.transpose(1, 2).contiguous() for x in (q, k, v))
+    if not LENGTHS:
+        return flash_attn_func(q, k, v, causal=True)[0], None
+    starts = F.pad(torch.tensor(LENGTHS).cumsum(0), (1, 0)).to(q.device, torch.int32)
+    longest = max(512, *LENGTHS)  # a pack of shorter ones would compile other kernels
+    given = {"cu_seqlens_q": starts, "cu_seqlens_k": starts, "max_seqlen_q": longest, "max_seqlen_k": longest}
+    return flash_attn_varlen_func(q[0], k[0], v[0], **given, causal=True)[0][None], None
+
+
+def exchanged(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, **_: Any) -> tuple[Tensor, None]:
+    """Exchange tokens for heads, attend to whole sequences, and exchange them back."""
+    q, k, v = (to_heads(x.transpose(1, 2).contiguous()).transpose(1, 2) for x in (q, k, v))
+    return to_sequence(whole(module, q, k, v, mask)[0].contiguous()), None
+
+
+def context_parallel(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, **_: Any) -> tuple[Tensor, None]:
+    """Call the attention that PyTorch's context has replaced, with cuDNN's kernel."""
+    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2), None
+
+
+FUNCTIONS = {"ulysses": exchanged, "pytorch": context_parallel, "alst": whole}
+"""By the way; transformers gets them under names of which it knows no masks, so that it makes none."""
+WAYS = ("ours", *FUNCTIONS)
+
+TINY = Shape(32, 48, 8, 4, 8, family="Qwen3", theta=1e6, layers=2, vocabulary=256)
 AGREE = {"loss": 2e-3, "gradient_norm": 2e-2, "attention_norm": 5e-2}
 """The relative differences of a first step from the first way's; another attention changes the last one most."""
 
 
 @dataclass(frozen=True)
-class Whole:
+class Whole(Flags):
     """What is run."""
 
     ways: tuple[str, ...] = flag(WAYS, "to compare", choices=WAYS)
@@ -49,8 +96,6 @@ class Whole:
     offload: bool = flag(False, "what checkpoints save to the host")
     longest: bool = flag(False, "then a step at the longest length that memory and time let expect, of each way")
     seconds: float = flag(580.0, "after which nothing is begun; what would take longer is left out")
-    device: str = flag("auto", "cpu: a tiny model", choices=("auto", "cuda", "cpu"))
-    out: Path | None = flag(None, "a JSON file, written again after every row")
 
 
 class TiledModel(torch.nn.Module):
@@ -69,12 +114,16 @@ class TiledModel(torch.nn.Module):
 class WholeBench:
     """The model that all ways share, made at first and after a failure, its optimizer, and the rows."""
 
-    def __init__(self, job: Whole, world: World, report: Report, began: float) -> None:
+    def __init__(self, job: Whole, world: World, report: Report) -> None:
         self.job, self.world, self.report = job, world, report
         self.all: list[dict[str, Any]] = report.content["rows"]
-        self.left = lambda: job.seconds - world.slowest([time.perf_counter() - began])[0]
         self.training: Any = None
         self.optimizer: Any = None
+
+    @property
+    def left(self) -> float:
+        """Return the seconds in which something may begin."""
+        return self.job.seconds - self.report.seconds
 
     def known(self, **like: Any) -> list[dict[str, Any]]:
         """Return the rows that have figures, and these values."""
@@ -82,18 +131,16 @@ class WholeBench:
 
     def build(self) -> None:
         """Make the model on the meta device, cut it, and give it memory on the host."""
-        cuda, sizes = self.world.cuda, QWEN3_8B if self.world.cuda else TINY
-        rope: Any = {"rope_type": "default", "rope_theta": 1e6}
-        config = Qwen3Config(**sizes, max_position_embeddings=1 << 23, rope_parameters=rope, attn_implementation="sdpa")
+        cuda = self.world.cuda
         with torch.device("meta"):
-            model = Qwen3ForCausalLM(config).float().train()
+            model = (SHAPES["qwen3-8b"] if cuda else TINY).model(1 << 23).float().train()
         self.training = TiledModel(model)
         mesh = init_device_mesh(self.world.device.type, (self.world.size,))
         given = {"mesh": mesh, "offload_policy": CPUOffloadPolicy() if cuda else OffloadPolicy()}
         for part in (model.model.embed_tokens, *model.model.layers, self.training):
             fully_shard(part, mp_policy=MixedPrecisionPolicy(torch.bfloat16 if cuda else None, torch.float32), **given)
         self.training.to_empty(device="cpu")
-        model.model.rotary_emb = type(model.model.rotary_emb)(config).to(self.world.device)
+        model.model.rotary_emb = type(model.model.rotary_emb)(model.config).to(self.world.device)
         self.names, self.parameters = zip(*self.training.named_parameters(), strict=True)
 
     @torch.no_grad()
@@ -152,10 +199,7 @@ class WholeBench:
             self.begin()
             self.step(way, min(self.world.size * (2048 if cuda else 8), length))
             self.begin()
-            gc.collect()
-            if cuda:
-                torch.cuda.empty_cache()
-                torch.cuda.reset_peak_memory_stats()
+            clear_memory()
             taken = [self.step(way, length) for _ in range(steps)]
             if cuda:  # outside of PyTorch's allocator: messages, NCCL, the context
                 free, total = torch.cuda.mem_get_info()
@@ -175,7 +219,7 @@ class WholeBench:
         seconds = sum(other["ms"] / 1e3 * max(1, length / other["length"]) ** 2 for other in known)
         if any(other["way"] == way and other.get("failed", "").startswith("out of") for other in self.all):
             row["failed"] = "a shorter sequence ran out of memory"
-        elif steps * seconds > self.left():
+        elif steps * seconds > self.left:
             row["failed"] = f"no time left: {steps} steps of about {seconds:.0f} s"
         else:
             row |= attempt(self.world, lambda: self.measure(way, length, steps))
@@ -198,26 +242,72 @@ class WholeBench:
         slope, base = statistics.linear_regression(ends, used)
         total = torch.cuda.mem_get_info()[1] / 2**30 if self.world.cuda else 0.0
         by_memory = (0.94 * total - base) / slope if slope > 0 else 2.0 * max(ends)  # some of it stays free
-        by_time = ends[-1] * (max(0, 0.8 * self.left()) / (rows[-1]["ms"] / 1e3)) ** 0.5
+        by_time = ends[-1] * (max(0, 0.8 * self.left) / (rows[-1]["ms"] / 1e3)) ** 0.5
         unit = self.world.size * (4096 if self.world.cuda else 16)
         length = int(min(by_memory, by_time)) // unit * unit
         self.row(way, length, 1, by_memory=int(by_memory), by_time=int(by_time), expected_gib=base + slope * length)
 
 
+@contextlib.contextmanager
+def attending(way: str, inner: Any, world: World, *, offload: bool) -> Iterator[None]:
+    """Give a transformers model that attention inside, and its checkpointing; refuse what does not run here.
+
+    offload: what checkpoints save goes to pinned host memory, of every way by the same copies beside the computation.
+    """
+    if way == "ours":
+        distribute_attention(inner, config=TrainingConfig(checkpoint="remat", remat_offload=offload))
+        yield
+        dist.barrier()
+        for over in channels():  # messages lie past PyTorch's allocator
+            over.close()
+        return
+    if way == "pytorch" and not world.cuda:
+        raise UnsupportedError("context_parallel on a CPU", "it splits PyTorch's CUDA attentions only", "GPUs")
+    ALL_ATTENTION_FUNCTIONS[way] = FUNCTIONS[way]  # DeepSpeed wraps it
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(local_attention(inner))
+        set_checkpointing(inner, "full", offload=offload)
+        inner.set_attn_implementation(way)
+        try:
+            if way == "alst":
+                join_deepspeed(world)
+                register_ulysses(inner, "alst", world.size)
+            if world.cuda and way != "pytorch":
+                __import__("flash_attn.cute")
+        except ImportError as error:
+            raise UnsupportedError(way, str(error), "installing that package") from error
+        if way == "pytorch":
+            from torch.distributed.tensor.experimental import context_parallel as context
+
+            unused = [torch.zeros(1, 2 * world.size, device=world.device)]  # it wants something to split
+            stack.enter_context(context(init_device_mesh("cuda", (world.size,)), buffers=unused, buffer_seq_dims=[1]))
+        yield
+
+
+def batch_for(way: str, ids: Tensor, world: World) -> dict[str, Tensor | None]:
+    """Return what a rank passes: its next tokens as labels, and its tokens, but for ours, which takes all of them."""
+    labels = F.pad(ids[:, 1:], (0, 1), value=-100)
+    if way == "ours":
+        return {"ids": ids, "labels": shard_sequence(labels), "positions": None}
+    places = torch.arange(ids.shape[1], device=ids.device)[None]
+    cut = (lambda x: zigzag(x, world)) if way == "pytorch" else shard_sequence  # PyTorch's own balance
+    return {name: cut(x).contiguous() for name, x in (("ids", ids), ("labels", labels), ("positions", places))}
+
+
 def main() -> None:
     """Run, and write the rows with the machine and the arguments."""
-    job, began = flags_of(Whole, __doc__), time.perf_counter()
-    world = join(job.device, 600.0)
-    torch.set_num_threads(max(1, (os.cpu_count() or 1) // world.size) if world.cuda else 1)  # torchrun gives one
-    about = {"threads": torch.get_num_threads(), "allocator": os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")}
-    bench = WholeBench(job, world, report := Report(job.out, job, **about, rows=[]), began)
-    ways = [way for way in WAYS if way in job.ways]
-    for length in sorted(job.lengths):
-        for way in ways:
-            bench.row(way, length, job.steps)
-    for way in ways if job.longest else ():
-        bench.longest(way)
-    leave()
+    job = flags_of(Whole, __doc__)
+    about = {"allocator": os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")}
+    with benchmark(job, 600.0, **about, rows=[]) as (world, report):
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // world.size) if world.cuda else 1)  # torchrun gives one
+        report.content["threads"] = torch.get_num_threads()
+        bench = WholeBench(job, world, report)
+        ways = [way for way in WAYS if way in job.ways]
+        for length in sorted(job.lengths):
+            for way in ways:
+                bench.row(way, length, job.steps)
+        for way in ways if job.longest else ():
+            bench.longest(way)
     raise SystemExit(any(row.get("failed", "").startswith(("wrong", "failed")) for row in report.content["rows"]))
 
 

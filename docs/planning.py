@@ -6,9 +6,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 
-from benchmarks.deepspeed_memory import Step, kept, parameters, recomputed
-from benchmarks.deepspeed_shapes import SHAPES
-from benchmarks.head_memory import head_bytes
+from benchmarks.memory_account import Step, head_bytes, kept, parameters, recomputed
+from benchmarks.model_shapes import SHAPES
 from dfa_megatron.plan.cost.choose import best, candidates, make_plan
 from dfa_megatron.plan.cost.hardware import H200_NIC_400G, Link, computing_with
 from dfa_megatron.plan.language.ir import AttentionPlan

@@ -46,10 +46,10 @@ WIDE_FOR_NOW = {"runtime/op.py:attention_backward"}
 """May only become shorter."""
 
 BUDGETS = {
-    "benchmarks": 6_314,
+    "benchmarks": 6_107,
     "cli": 851,
     "deepspeed": 1_038,
-    "docs": 1_196,
+    "docs": 1_195,
     "doctor": 919,
     "huggingface": 3_869,
     "indexed": 961,
@@ -62,7 +62,7 @@ BUDGETS = {
     "remat": 485,
     "runtime": 5_375,
     "sequence": 417,
-    "tests": 36_723,
+    "tests": 36_697,
     "top": 1_918,
     "trees": 316,
 }

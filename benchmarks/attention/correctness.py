@@ -7,7 +7,6 @@ import math
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
-from itertools import pairwise
 
 import torch
 
@@ -44,22 +43,15 @@ def truth(problem: Problem, world: World) -> Truth:
     return truth_of(problem, drawn, band_of(problem.causal))
 
 
-def truth_of(problem: Problem, drawn: Tensors, visible: Band | Mask, offsets: tuple[int, ...] | None = None) -> Truth:
-    """Return drawn inputs with their attention; other arguments as for `exact_of`."""
-    return Truth(problem, drawn, tuple(x[None] for x in exact_of([x[0] for x in drawn], visible, offsets)))
+def truth_of(problem: Problem, drawn: Tensors, visible: Band | Mask) -> Truth:
+    """Return drawn inputs with their attention."""
+    return Truth(problem, drawn, exact_of(drawn, visible))
 
 
-def exact_of(
-    inputs: Sequence[torch.Tensor], visible: Band | Mask, offsets: tuple[int, ...] | None = None
-) -> tuple[torch.Tensor, ...]:
-    """Return out, dq, dk and dv of q, k, v and dout (tokens, heads, head_dim) in float64.
-
-    offsets: of documents, each by itself.
-    """
+def exact_of(inputs: Sequence[torch.Tensor], visible: Band | Mask) -> tuple[torch.Tensor, ...]:
+    """Return out, dq, dk and dv of q, k, v and dout (batch, tokens, heads, head_dim) in float64."""
     leaves = [x.double().requires_grad_() for x in inputs[:3]]
-    offsets = offsets or (0, len(leaves[0]))
-    outs = [dense_attention(*(x[None, lo:hi] for x in leaves), visible)[0][0] for lo, hi in pairwise(offsets)]
-    out = torch.cat(outs)
+    out = dense_attention(*leaves, visible)[0]
     return out.detach(), *torch.autograd.grad(out, leaves, inputs[3].double())
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 
@@ -14,11 +14,11 @@ import torch.distributed as dist
 from benchmarks.attention import correctness as check
 from benchmarks.attention.clock import LONG, Memory, Timer, once, repetitions, take_turns
 from benchmarks.attention.failures import OUT_OF_MEMORY, REFUSED, Failure, StuckError, together
-from benchmarks.attention.job import FLOPS_OF, Job, Problem
+from benchmarks.attention.job import FLOPS_OF, PASSES, Job, Problem
 from benchmarks.attention.method import Attention, Method
 from benchmarks.attention.report import Row, line
-from benchmarks.bench import Report
-from benchmarks.programs import Tensors, draw
+from benchmarks.bench import Call, Report
+from benchmarks.programs import Tensors, draw, passes
 from dfa_megatron.doctor.world import World
 from dfa_megatron.runtime.counters import COUNTERS
 
@@ -128,7 +128,9 @@ class Run:
 
     def _inputs(self, entries: Sequence[_Entry], problem: Problem, length: int) -> Tensors | None:
         """Return q, k, v and dout of a rank, for all methods."""
-        inputs = together(self.world, functools.partial(_draw, problem, length // self.world.size, self.world))
+        sizes = length // self.world.size, problem.heads, problem.kv_heads, problem.head_dim
+        where = {"device": self.world.device, "dtype": getattr(torch, problem.dtype)}
+        inputs = together(self.world, functools.partial(draw, *sizes, **where))
         if not isinstance(inputs, Failure):
             return inputs
         for entry in entries:
@@ -143,15 +145,15 @@ class Run:
         row.inputs_gib = sum(x.numel() * x.element_size() for x in inputs) / 2**30
         memory, sent = Memory(self.world), _sent()
 
-        def first() -> dict[str, Callable[[], object]]:
-            passes = _passes(method, method.start(problem, local_seq, self.world, stack), inputs)
-            passes[self.job.passes[-1]]()
-            return passes
+        def first() -> dict[str, Call]:
+            calls = _passes(method, method.start(problem, local_seq, self.world, stack), inputs)
+            calls[self.job.passes[-1]]()
+            return calls
 
-        passes = together(self.world, first)
-        if isinstance(passes, Failure):
-            row.state, row.why = passes.state, passes.why
-            if passes.state == OUT_OF_MEMORY:
+        calls = together(self.world, first)
+        if isinstance(calls, Failure):
+            row.state, row.why = calls.state, calls.why
+            if calls.state == OUT_OF_MEMORY:
                 self.full[method.name, problem] = row.seq_length
             return
         memory.read()
@@ -160,9 +162,9 @@ class Run:
         row.beyond_gib, row.outside_gib, row.sent_mib = largest[0] / 2**30, largest[1] / 2**30, largest[2] / 2**20
         row.peak_gib = row.inputs_gib + row.beyond_gib
         for name in self.job.passes:
-            milliseconds, host = self.world.slowest(once(self.world, passes[name]))
+            milliseconds, host = self.world.slowest(once(self.world, calls[name]))
             times = repetitions(milliseconds, self.job.repetitions, self.job.seconds)
-            timer = entry.timers[name] = Timer(passes[name], times)
+            timer = entry.timers[name] = Timer(calls[name], times)
             if milliseconds > 1e3 * LONG:  # too dear to throw away
                 timer.milliseconds.append(milliseconds)
                 timer.host.append(host)
@@ -173,24 +175,15 @@ def _truth(problem: Problem, world: World) -> check.Truth:
     return check.truth(problem, world)
 
 
-def _draw(problem: Problem, local_seq: int, world: World) -> Tensors:
-    where = {"device": world.device, "dtype": getattr(torch, problem.dtype)}
-    q, k, v, dout = draw(local_seq, problem.heads, problem.kv_heads, problem.head_dim, **where)
-    return q.requires_grad_(), k.requires_grad_(), v.requires_grad_(), dout
+def _passes(method: Method, attend: Attention, inputs: Tensors) -> dict[str, Call]:
+    def inside(call: Call) -> Call:
+        def run() -> None:
+            with method.around():
+                call()
 
+        return run
 
-def _passes(method: Method, attend: Attention, inputs: Tensors) -> dict[str, Callable[[], object]]:
-    q, k, v, dout = inputs
-
-    def forward() -> None:
-        with method.around(), torch.no_grad():
-            attend(q, k, v)
-
-    def both() -> None:
-        with method.around():
-            torch.autograd.grad(attend(q, k, v), (q, k, v), dout)
-
-    return {"forward": forward, "both": both}
+    return dict(zip(PASSES, map(inside, passes(attend, inputs[:3], inputs[3])), strict=True))
 
 
 def _sent() -> int:

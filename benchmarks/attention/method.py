@@ -1,7 +1,11 @@
-"""What a benchmark compares: a method takes a rank's q, k, v and gives its out; ours and the bare kernels are here."""
+"""What a benchmark compares: a method takes a rank's q, k, v and gives its out; ours and the bare kernels are here.
+
+A bare kernel is an attention of one process: the roof of every method, and what the all-to-all methods call.
+"""
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
@@ -13,10 +17,13 @@ import torch
 from benchmarks.attention.ablation import Ablation
 from benchmarks.attention.ablation import ablation as ablated
 from benchmarks.attention.job import Job, Problem
-from benchmarks.attention.local import local_attention
+from dfa_megatron import kernels
 from dfa_megatron.attention import dist_flash_attn_func
 from dfa_megatron.config import DistAttentionConfig
 from dfa_megatron.doctor.world import World
+from dfa_megatron.kernels.api import BlockCall, BlockKernel, Need, Saved
+from dfa_megatron.kernels.merge import minus_delta
+from dfa_megatron.plan.language.geometry import CAUSAL, FULL, Band
 from dfa_megatron.runtime.prepare import Prepared, in_use
 
 Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -93,15 +100,8 @@ def _ours(schedule: str, kernel: str, transport: str, ulysses_degree: str, ablat
     config = DistAttentionConfig(**options)
 
     def start(problem: Problem, local_seq: int, world: World, stack: ExitStack) -> Attention:
-        def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-            out = dist_flash_attn_func(q, k, v, causal=problem.causal, layout=layout, config=config)
-            assert isinstance(out, torch.Tensor)
-            return out
-
+        attend: Any = functools.partial(dist_flash_attn_func, causal=problem.causal, layout=layout, config=config)
         return attend
-
-    def around() -> AbstractContextManager[object]:
-        return ablated(ablation)
 
     return Method(
         name=" ".join(words),
@@ -110,7 +110,7 @@ def _ours(schedule: str, kernel: str, transport: str, ulysses_degree: str, ablat
         split=zigzag if layout == "zigzag" else contiguous,
         note="not checked: its answer is meant to be wrong" if ablation == "no_communication" else "",
         exact=ablation != "no_communication",
-        around=nullcontext if ablation == "none" else around,
+        around=nullcontext if ablation == "none" else functools.partial(ablated, ablation),
         took=_taken if "auto" in (schedule, ulysses_degree) else str,
         held=lambda: symmetric_bytes(in_use()[-1]),
     )
@@ -141,3 +141,57 @@ def _bare(kernel: str) -> Method:
         return local_attention(kernel, problem, world.device)
 
     return Method(f"kernel {kernel}", "kernel", start)
+
+
+def local_attention(kernel: str, problem: Problem, device: torch.device, share: int = 1) -> Attention:
+    """Return the differentiable attention of a whole sequence in one process, by one kernel and nothing else.
+
+    Args:
+        kernel: a name, or "auto".
+        share: ranks that the heads are divided among.
+
+    Raises:
+        UnsupportedError: the kernel does not serve the problem.
+    """
+    need = Need(
+        device=device.type,
+        dtype=getattr(torch, problem.dtype),
+        heads=problem.heads // share,
+        kv_heads=max(1, problem.kv_heads // share),
+        head_dim=problem.head_dim,
+        head_dim_v=problem.head_dim,
+        forms=frozenset({"causal" if problem.causal else "full"}),
+        capability=torch.cuda.get_device_capability(device) if device.type == "cuda" else None,
+    )
+    chosen = kernels.select(kernel, need)
+    band = CAUSAL if problem.causal else FULL
+    scale = float(problem.head_dim**-0.5)
+    return lambda q, k, v: KernelAttention.apply(q, k, v, chosen, band, scale)  # type: ignore[no-untyped-call]
+
+
+class KernelAttention(torch.autograd.Function):
+    """A block kernel with its own backward, as an operation of autograd."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kernel: BlockKernel, band: Band, scale: float
+    ) -> torch.Tensor:
+        """Return the block's out."""
+        out, lse = kernel.forward(BlockCall.of(q, k, v, band, scale))
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.kernel, ctx.band, ctx.scale = kernel, band, scale
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, dout: torch.Tensor) -> tuple[Any, ...]:
+        """Return (dq, dk, dv), and None for the rest."""
+        q, k, v, out, lse = ctx.saved_tensors
+        saved = saved_for(ctx.kernel, dout, out, lse)
+        gradients = ctx.kernel.backward(BlockCall.of(q, k, v, ctx.band, ctx.scale), dout, saved)
+        return (*(gradient.to(q.dtype) for gradient in gradients), None, None, None)
+
+
+def saved_for(kernel: BlockKernel, dout: torch.Tensor, out: torch.Tensor, lse: torch.Tensor) -> Saved:
+    """Return what a kernel's backward takes of its forward."""
+    takes_out = kernel.backward_needs == "out" or kernel.takes_out
+    return Saved(lse, out=out) if takes_out else Saved(lse, minus_delta=minus_delta(dout, out))

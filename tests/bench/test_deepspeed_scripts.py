@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-import importlib
-from types import ModuleType
 from typing import Any
 
 import pytest
 
-
-@pytest.fixture
-def script() -> ModuleType:
-    return importlib.import_module("benchmarks.deepspeed_longest")
+from benchmarks import deepspeed_longest as script
 
 
-def tried(
-    script: ModuleType, limits: dict[str, int], budget: float, broken: int | None = None, startup: float = 10.0
-) -> list[tuple[str, int, str]]:
+def tried(limits: dict[str, int], budget: float, broken: int | None) -> list[tuple[str, int, str]]:
     """Attempts on a machine whose methods run out of memory above a length, and whose clock is theirs."""
     spent, found = [0.0], []
 
@@ -28,11 +21,11 @@ def tried(
         elif length == broken:
             result["failed"] = "RuntimeError: CUDA error: an illegal memory access was encountered"
         elif length > limits[method]:
-            spent[0] += startup
+            spent[0] += 10
             result["failed"] = f"{script.MEMORY}: all of it"
         else:
-            spent[0] += startup + step
-            result |= {"length": length, "seconds_per_step": step, "seconds_in_all": startup + step}
+            spent[0] += 10 + step
+            result |= {"seconds_per_step": step, "seconds_in_all": 10 + step}
         found.append((method, length, str(result.get("failed", "ran"))[:11]))
         return result
 
@@ -40,27 +33,26 @@ def tried(
     return found
 
 
-def test_lengths_double_until_memory_ends_and_then_one_between_is_tried(script: ModuleType) -> None:
-    assert tried(script, {"a": 3500, "b": 2000}, budget=1e6) == [
-        ("a", 1000, "ran"), ("a", 2000, "ran"), ("a", 4000, "out of memo"), ("a", 3000, "ran"),
-        ("b", 1000, "ran"), ("b", 2000, "ran"), ("b", 4000, "out of memo"), ("b", 3000, "out of memo"),
-    ]  # fmt: skip
+ENDLESS = 10**9
 
 
-def test_every_method_has_its_share_of_the_time_left(script: ModuleType) -> None:
-    found = tried(script, {"a": 10**9, "b": 10**9}, budget=120.0)  # as if each had 60 s alone
-    assert [(method, length) for method, length, outcome in found if outcome == "ran"] == [
-        (method, length) for method in ("a", "b") for length in (1000, 2000, 4000)
-    ]
-
-
-def test_a_step_that_would_outlast_the_budget_is_not_begun(script: ModuleType) -> None:
-    found = tried(script, {"a": 10**9}, budget=60.0)  # 11 s, 14 s, 26 s; then 74 s of 9
-    assert found == [("a", 1000, "ran"), ("a", 2000, "ran"), ("a", 4000, "ran"), ("a", 8000, "no time lef")]
-
-
-def test_another_error_than_memory_ends_a_method_and_no_other(script: ModuleType) -> None:
-    found = tried(script, {"a": 10**9, "b": 10**9}, budget=200.0, broken=2000)
-    assert [(length, outcome) for _, length, outcome in found] == [
-        (1000, "ran"), (2000, "RuntimeErro"), (1000, "ran"), (2000, "RuntimeErro"),
-    ]  # fmt: skip
+@pytest.mark.parametrize(
+    ("limits", "budget", "broken", "expected"),
+    [
+        pytest.param({"a": 3500, "b": 2000}, 1e6, None, [
+            ("a", 1000, "ran"), ("a", 2000, "ran"), ("a", 4000, "out of memo"), ("a", 3000, "ran"),
+            ("b", 1000, "ran"), ("b", 2000, "ran"), ("b", 4000, "out of memo"), ("b", 3000, "out of memo"),
+        ], id="lengths-double-until-memory-ends-and-then-one-between-is-tried"),
+        pytest.param({"a": ENDLESS, "b": ENDLESS}, 120.0, None, [  # as if each had 60 s alone: 11 s, 14 s, 26 s
+            (name, length, "ran" if length < 8000 else "no time lef")
+            for name in ("a", "b") for length in (1000, 2000, 4000, 8000)
+        ], id="a-step-that-would-outlast-its-share-of-the-time-is-not-begun"),
+        pytest.param({"a": ENDLESS, "b": ENDLESS}, 200.0, 2000, [
+            (name, *said) for name in ("a", "b") for said in ((1000, "ran"), (2000, "RuntimeErro"))
+        ], id="another-error-than-memory-ends-a-method-and-no-other"),
+    ],
+)  # fmt: skip
+def test_lengths_are_tried_in_order(
+    limits: dict[str, int], budget: float, broken: int | None, expected: list[tuple[str, int, str]]
+) -> None:
+    assert tried(limits, budget, broken) == expected

@@ -63,14 +63,11 @@ def test_unknown_names_are_refused_with_those_that_there_are(flags: str, capsys:
     assert "choose from" in capsys.readouterr().err
 
 
-def test_heads_that_do_not_divide_are_refused_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--device", "cpu", "--heads", "33", "--kv-heads", "8"]) == 2
-    assert "Not supported: 33 heads with 8 kv_heads" in capsys.readouterr().err
-
-
-def test_gpus_that_are_not_there_are_refused(
+def test_what_cannot_be_served_is_refused_in_one_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert main(["--device", "cpu", "--heads", "33", "--kv-heads", "8"]) == 2
+    assert "Not supported: 33 heads with 8 kv_heads" in capsys.readouterr().err
     assert main(["--device", "cuda"]) == 2
     assert "no GPU" in capsys.readouterr().err

@@ -16,7 +16,7 @@ from benchmarks.attention.ablation import ablation
 from benchmarks.attention.baselines import baseline_methods, transformer_engine
 from benchmarks.attention.job import Job, Problem
 from benchmarks.attention.method import contiguous, our_methods, zigzag
-from dfa_megatron.doctor.world import World
+from dfa_megatron.doctor.world import World, join
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.sharding import shard_sequence
 from tests.support.attend import case
@@ -26,27 +26,24 @@ from tests.support.workers import over_ranks
 JOB = Job(seq_length=(64,), heads=(4,), head_dim=16, dtype="bfloat16", kernel=("cpu",))
 
 
-def world() -> World:
-    return World(dist.get_rank(), dist.get_world_size(), torch.device("cpu"), dist.group.WORLD)  # type: ignore[arg-type]
-
-
 @over_ranks(3)
 def test_a_rank_gets_the_tokens_that_the_layouts_say(rank: int, ranks: int) -> None:
-    x = torch.arange(48.0).view(1, 48, 1, 1)
-    assert torch.equal(contiguous(x, world()), shard_sequence(x, layout="contiguous"))
-    assert torch.equal(zigzag(x, world()), shard_sequence(x, layout="zigzag"))
-    assert torch.equal(zigzag(x, world(), together=ranks), contiguous(x, world()))
+    x, world = torch.arange(48.0).view(1, 48, 1, 1), join("cpu")
+    assert torch.equal(contiguous(x, world), shard_sequence(x, layout="contiguous"))
+    assert torch.equal(zigzag(x, world), shard_sequence(x, layout="zigzag"))
+    assert torch.equal(zigzag(x, world, together=ranks), contiguous(x, world))
 
 
 def _check(rank: int, ranks: int, baseline: str, mask: str, heads: int, kv_heads: int, dtype: str) -> dict[str, str]:
     """By method: "" if it is exact, else what is wrong, or why it does not serve the problem."""
     problem = Problem(heads, kv_heads, 16, mask, dtype)
-    exact = check.truth(problem, world())
+    world = join("cpu")
+    exact = check.truth(problem, world)
     methods, _ = baseline_methods(replace(JOB, baselines=(baseline,)))
     found = {}
     for method in methods:
         try:
-            shares = check.squares(method, exact, world())
+            shares = check.squares(method, exact, world)
         except UnsupportedError as error:
             found[method.name] = f"refused: {error}"
             continue

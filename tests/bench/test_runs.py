@@ -15,12 +15,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from benchmarks import host_time, indexed, masks, packed, same_bits
+from benchmarks import host_time, indexed, packed, same_bits
 from benchmarks.attention.__main__ import STUCK_STATUS, measure
 from benchmarks.attention.job import Job, Problem
-from benchmarks.attention.local import local_attention
-from benchmarks.attention.method import Attention, Method, kernel_methods, our_methods
-from dfa_megatron.doctor.world import World
+from benchmarks.attention.method import Attention, Method, kernel_methods, local_attention, our_methods
+from dfa_megatron.doctor.world import World, join
 from dfa_megatron.errors import ExecutionError, UnsupportedError
 from tests.support.workers import over_ranks, run_ranks
 
@@ -28,10 +27,6 @@ JOB = Job(
     seq_length=(64, 128), heads=(2,), kv_heads=(1,), head_dim=16, dtype="float32", kernel=("reference",),
     schedule=("ring",), repetitions=2, seconds=0.0,
 )  # fmt: skip
-
-
-def world() -> World:
-    return World(dist.get_rank(), dist.get_world_size(), torch.device("cpu"), dist.new_group(backend="gloo"))
 
 
 def changed(name: str, change: Any) -> Method:
@@ -62,8 +57,7 @@ def rows_in(folder: Path) -> list[dict[str, Any]]:
 
 def rows_of(job: Job, folder: Path, methods: list[Method]) -> list[dict[str, Any]]:
     """The rows of a run, which ends well, on every rank."""
-    where = world()
-    assert measure(replace(job, out=str(folder)), where, methods) == 0
+    assert measure(replace(job, out=str(folder)), join("cpu"), methods) == 0
     dist.barrier()
     return rows_in(folder)
 
@@ -128,7 +122,7 @@ def _one_fails(rank: int, ranks: int, folder: str) -> int:
             raise torch.OutOfMemoryError("out of memory on this rank only")
         return out
 
-    return measure(replace(JOB, out=folder), world(), [*our_methods(JOB), alone("uneven", stumble)])
+    return measure(replace(JOB, out=folder), join("cpu"), [*our_methods(JOB), alone("uneven", stumble)])
 
 
 def test_a_failure_of_one_rank_ends_the_run_with_all_rows_kept(tmp_path: Path) -> None:
@@ -168,22 +162,17 @@ def test_one_rank_is_compared_with_the_bare_kernel(rank: int, ranks: int, tmp_pa
 
 
 def _other_benchmarks(rank: int, ranks: int, folder: str) -> None:
-    few = ["--heads", "4", "--kv-heads", "2", "--head-dim", "16"]
-    once = [*few, "--device", "cpu", "--repetitions", "1", "--out"]
-    packs = ["--dtype", "float32", "--tokens-per-rank", "96", "--check-tokens", "48"]
-    schedules = ["--schedule", "auto", "load_balanced", "zigzag"]
+    few = ["--heads", "4", "--kv-heads", "2", "--head-dim", "16", "--device", "cpu"]
     sizes = ["--rows", "32", "--dtype", "float32", "--rounds", "1", "--calls", "2", "--kernel", "cpu"]
-    short = ["--device", "cpu", "--tokens", "256", "--rounds", "1", "--out"]
-    for at, (module, flags) in enumerate({
-        host_time: [*few, *sizes, "--device", "cpu", "--out", f"{folder}/host.json"],
-        packed: [*once, f"{folder}/packs.json", *packs, *schedules],
-        masks: [*once, f"{folder}/masks.json", "--tokens", "512", "--masks", "causal documents", "tree 8 0.6"],
-        same_bits: [*short, f"{folder}/bits.json", "--packs", "128", "--heads", "4:2", "--kernel", "cpu"],
-        indexed: [*short, f"{folder}/indexed.json", "--heads", "4", "--topk", "32", "--latent", "24", "--values", "16"],
-    }.items()):  # fmt: skip
-        if not dist.is_initialized():  # the one before has destroyed its group
-            dist.init_process_group("gloo", init_method=f"file://{folder}/again{at}", rank=rank, world_size=ranks)
-        module.main(flags)
+    host_time.main([*few, *sizes, "--out", f"{folder}/host.json"])
+    packs = ["--tokens-per-rank", "96", "--check-tokens", "48", "--schedule", "auto", "load_balanced", "zigzag"]
+    packed.main([*few, *packs, "--repetitions", "1", "--out", f"{folder}/packs.json"])
+    trees = ["--masks", "causal documents", "tree 8 0.6", "--tokens", "512"]
+    packed.main([*few, *trees, "--repetitions", "1", "--out", f"{folder}/masks.json"])
+    short = ["--device", "cpu", "--tokens", "256", "--rounds", "1"]
+    same_bits.main([*short, "--packs", "128", "--heads", "4:2", "--kernel", "cpu", "--out", f"{folder}/bits.json"])
+    latent = ["--heads", "4", "--topk", "32", "--latent", "24", "--values", "16"]
+    indexed.main([*short, *latent, "--out", f"{folder}/indexed.json"])
 
 
 def test_other_benchmarks_measure_and_are_right(tmp_path: Path) -> None:
@@ -193,9 +182,9 @@ def test_other_benchmarks_measure_and_are_right(tmp_path: Path) -> None:
     assert [row["case"] for row in host] == ["function", "function, calls not compared", "empty function"]
     assert all(row["world"] == 2 and row["bound"] > 0 and row["unbound"] > 0 for row in host)
     assert [row["method"] for row in packs] == [f"dfa {name} auto auto" for name in ("auto", "load_balanced", "zigzag")]
-    assert all(0 < row["error"] < 1e-5 and row["both_ms"] > row["forward_ms"] > 0 for row in packs)
+    assert all(0 < row["error"] < 1e-5 and row["both ms"] > row["forward ms"] > 0 for row in packs)
     assert [row["mask"] for row in trees] == ["causal documents", "tree 8 0.6"]
-    assert all(row["ms"] > 0 and row["schedule"] for row in trees)
+    assert all(row["ms"] > 0 and row["took"] for row in trees)
     assert [row["way"] for row in bits] == [*same_bits.WAYS] * 2
     assert all(value > 0 for row in chosen for value in row.values())
 

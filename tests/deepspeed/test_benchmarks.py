@@ -10,6 +10,7 @@ import json
 import os
 import sys
 import weakref
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -90,10 +91,9 @@ def master_weights(engine: Any) -> list[torch.Tensor]:
 
 def longest_methods(ranks: int) -> None:
     """Both attentions of the search for the longest sequence are what one rank computes."""
-    from benchmarks import deepspeed_common, deepspeed_longest
+    from benchmarks import deepspeed_longest
 
     os.environ["WORLD_SIZE"] = str(ranks)
-    deepspeed_common.join = lambda seconds: None  # type: ignore[assignment]
     found = deepspeed_longest.agreement(
         deepspeed_longest.parse(["--dry-run", "--methods", "dfa-remat", "ulysses-full"])
     )
@@ -104,19 +104,18 @@ def longest_methods(ranks: int) -> None:
 def test_what_is_not_what_one_rank_computes_is_refused(rank: int, ranks: int) -> None:
     harness.prepare_worker(rank)
     from benchmarks import deepspeed_common as common
-    from benchmarks import deepspeed_methods as methods
-    from benchmarks.deepspeed_shapes import SHAPES
+    from benchmarks.model_shapes import METHODS, SHAPES
 
-    shape, ours = SHAPES["qwen3-4b"].toy(), {"ours": methods.Method("dfa", "remat")}
-    engine, _ = common.build(shape, layers=2, vocabulary=64, longest=64, tiled="all", offload=False, dry=True)
+    shape, ours = replace(SHAPES["qwen3-4b"].toy(), layers=2, vocabulary=64), {"ours": METHODS["dfa-remat"]}
+    engine, _ = common.build(shape, 64, tiled="all", offload=False, dry=True)
     assert engine.module.model.model.rotary_emb.inv_freq.dtype == torch.float32
     assert engine.module.model.config.head_dim * shape.heads != shape.hidden
     weights = master_weights(engine)
-    assert methods.compare(engine, ours, 64, 64)["ours"]["gradients"] < 0.05
+    assert common.compare(engine, ours, 64)["ours"]["gradients"] < 0.05
     assert all(torch.equal(a, b) for a, b in zip(weights, master_weights(engine), strict=True))
-    common.take_step(engine, common.batch_of(engine, 64, 64, "dfa"))  # which does change them
+    common.take_step(engine, common.batch_of(engine, 64, "dfa"))  # which does change them
     assert not any(torch.equal(a, b) for a, b in zip(weights, master_weights(engine), strict=True))
-    right = methods._gradients
+    right = common._gradients
 
     def with_other_tokens(engine: Any, method: Any, batch: dict[str, Any], **choices: str) -> Any:
         if method.attention == "dfa":
@@ -124,9 +123,9 @@ def test_what_is_not_what_one_rank_computes_is_refused(rank: int, ranks: int) ->
         return right(engine, method, batch, **choices)
 
     longest_methods(ranks)
-    methods._gradients = with_other_tokens
+    common._gradients = with_other_tokens
     with pytest.raises(RuntimeError, match="ours is not what one rank computes"):
-        methods.compare(engine, ours, 64, 64)
+        common.compare(engine, ours, 64)
     engine.destroy()
 
 
@@ -156,7 +155,7 @@ def _forget_memory_once(rank: int, ranks: int, out: str) -> None:
             return found | {"loss": found["loss"] * (1.01 if (way, length) == ("alst", 64) else 1)}
 
     job = whole_model.Whole(device="cpu")
-    bench = Small(job, join("cpu"), Report(Path(out), job, rows=[]), whole_model.time.perf_counter())
+    bench = Small(job, join("cpu"), Report(Path(out), job, rows=[]))
     for way, length in (("ours", 64), ("ulysses", 64), ("alst", 64), ("ours", 128), ("ulysses", 128)):
         bench.row(way, length, 1)
 
@@ -227,8 +226,8 @@ def peaks(rank: int, ranks: int) -> float:
 
 
 def test_the_account_has_the_bytes_of_a_token_that_were_counted() -> None:
-    from benchmarks.deepspeed_memory import Step, kept, recomputed
-    from benchmarks.deepspeed_shapes import Shape
+    from benchmarks.memory_account import Step, kept, recomputed
+    from benchmarks.model_shapes import Shape
 
     shape = Shape(**WIDTHS, family="Qwen3")
     (counted,) = run_ranks(1, peaks, timeout=150)
@@ -242,8 +241,8 @@ MEASURED = [*ROOT.glob("benchmarks/results/*longest*.json")]
 
 
 def test_the_account_is_near_every_measured_peak() -> None:
-    from benchmarks.deepspeed_memory import Step
-    from benchmarks.deepspeed_shapes import SHAPES
+    from benchmarks.memory_account import Step
+    from benchmarks.model_shapes import SHAPES
 
     seen = 0
     for path in MEASURED:

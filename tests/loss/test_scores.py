@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from benchmarks.head_memory import HeadMemory, head_bytes
+from benchmarks.memory_account import HeadMemory, head_bytes
 from dfa_megatron import shard_sequence
 from dfa_megatron.errors import DisagreementError, UnsupportedError
 from dfa_megatron.layouts import Layout, of_lengths

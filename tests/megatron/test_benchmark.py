@@ -17,7 +17,7 @@ def bench(rank: int, world_size: int, arguments: list[str], folder: str) -> None
 
     state_kernels.install()
     torch.compiler.set_stance("force_eager")  # to compile Megatron's gated norm takes longer than all else here
-    assert megatron_layers.main(arguments) == 0
+    megatron_layers.main(arguments)
     compare_with_tensor_parallel(rank, world_size)
     assert tiled_loss.main(["--toy", "--out", f"{folder}/loss.json"]) == 0
 

@@ -84,7 +84,7 @@ def run_ranks(
         timeout: seconds until all processes are killed.
         grace: seconds that the other ranks are given to report, after one has failed.
         cuda: give each rank a GPU as its current device, and NCCL for tensors there. CPU tensors always go by gloo.
-            Where GPUs are fewer than ranks, ranks share them: see `benchmarks.surroundings.share_gpus`.
+            Where GPUs are fewer than ranks, ranks share them: see `benchmarks.bench.share_gpus`.
 
     Returns:
         What each rank returned, by rank. Tensors arrive as copies.
@@ -282,7 +282,7 @@ def _call(job: _Job) -> Any:
     _import(job.module, job.file)
     function, args = pickle.loads(job.call)  # noqa: S301 (from the test that started us)
     if job.cuda:
-        from benchmarks.surroundings import share_gpus
+        from benchmarks.bench import share_gpus
 
         share_gpus(job.rank, job.world_size)
     _work_one_by_one()

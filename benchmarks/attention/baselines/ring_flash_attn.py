@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from types import ModuleType
 from typing import Any
@@ -28,20 +28,10 @@ def methods(job: Job) -> list[Method]:
     version_of("ring-flash-attn")
     version_of("flash-attn")
     return [
-        Method("ring-flash-attn ring", "baseline", _start(_ring)),
-        Method("ring-flash-attn zigzag", "baseline", _start(_zigzag), zigzag),
-        Method("ring-flash-attn llama3", "baseline", _start(_llama3)),
+        Method("ring-flash-attn ring", "baseline", _ring),
+        Method("ring-flash-attn zigzag", "baseline", _zigzag, zigzag),
+        Method("ring-flash-attn llama3", "baseline", _llama3),
     ]
-
-
-Algorithm = Callable[[Any, Problem, int, World], Attention]
-
-
-def _start(algorithm: Algorithm) -> Callable[[Problem, int, World, ExitStack], Attention]:
-    def start(problem: Problem, local_seq: int, world: World, stack: ExitStack) -> Attention:
-        return algorithm(_package(), problem, local_seq, world)
-
-    return start
 
 
 @functools.cache
@@ -56,17 +46,17 @@ def _package() -> ModuleType:
     return package
 
 
-def _ring(package: Any, problem: Problem, local_seq: int, world: World) -> Attention:
-    return functools.partial(package.ring_flash_attn_func, causal=problem.causal)
+def _ring(problem: Problem, local_seq: int, world: World, stack: ExitStack) -> Attention:
+    return functools.partial(_package().ring_flash_attn_func, causal=problem.causal)
 
 
-def _zigzag(package: Any, problem: Problem, local_seq: int, world: World) -> Attention:
+def _zigzag(problem: Problem, local_seq: int, world: World, stack: ExitStack) -> Attention:
     if not problem.causal:
         raise UnsupportedError("zigzag of a full mask", "the package asserts causal=True", "its ring")
-    return functools.partial(package.zigzag_ring_flash_attn_func, causal=True)
+    return functools.partial(_package().zigzag_ring_flash_attn_func, causal=True)
 
 
-def _llama3(package: Any, problem: Problem, local_seq: int, world: World) -> Attention:
+def _llama3(problem: Problem, local_seq: int, world: World, stack: ExitStack) -> Attention:
     attend = llama3_varlen((0, world.size * local_seq), problem.kv_heads, problem.causal, world)
     return lambda q, k, v: attend(q[0], k[0], v[0])[None]
 
@@ -78,9 +68,4 @@ def llama3_varlen(offsets: Sequence[int], kv_heads: int, causal: bool, world: Wo
     *prepared, local_k_slice = package.llama3_flash_attn_prepare_cu_seqlens(whole, causal, world.rank, world.size)
     stride = max(count for count in (1, 2, 3, 4) if kv_heads % count == 0)  # 4 in the package's own benchmark
     options = {"heads_k_stride": stride, "local_k_slice": local_k_slice, "causal": causal, "group": dist.group.WORLD}
-
-    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = package.llama3_flash_attn_varlen_func(q, k, v, *prepared, **options)
-        return out
-
-    return attend
+    return lambda q, k, v: package.llama3_flash_attn_varlen_func(q, k, v, *prepared, **options)

@@ -55,12 +55,7 @@ def _communicating(kind: str) -> Method:
             raise UnsupportedError(f"a2a+p2p over {world.size} ranks", "pairs in a ring take 4, 6, ...", "p2p or a2a")
         refuse_heads(problem, {"a2a": world.size, "a2a+p2p": 2}.get(kind, 1))
         attention = context_parallel(problem, kind, world, "bshd", "causal" if problem.causal else "no_mask")
-
-        def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-            out: torch.Tensor = attention(q, k, v)
-            return out.view(q.shape)
-
-        return attend
+        return lambda q, k, v: attention(q, k, v).view(q.shape)
 
     return Method(f"transformer_engine {kind}", "baseline", start, zigzag)
 

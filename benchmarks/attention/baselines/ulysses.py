@@ -9,8 +9,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.attention.job import Job, Problem
-from benchmarks.attention.local import local_attention
-from benchmarks.attention.method import Attention, Method
+from benchmarks.attention.method import Attention, Method, local_attention
 from dfa_megatron.doctor.world import World
 from dfa_megatron.errors import UnsupportedError
 
