@@ -38,6 +38,13 @@ DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _MASKS = "a value of dfa_megatron.masks, such as masks.documents([512, 1024]), or a union of rectangles with diagonals"
 
 
+def check_config(config: object) -> None:
+    """Refuse what is no config."""
+    if not isinstance(config, DistAttentionConfig):
+        instead = "DistAttentionConfig.from_mapping(...) of a dictionary"
+        raise UnsupportedError(f"config={config!r}", "it must be a DistAttentionConfig", instead)
+
+
 class Inputs(NamedTuple):
     """The tensors of one call.
 
@@ -80,9 +87,7 @@ class Request:
         Raises:
             UnsupportedError: names the argument, and values that it can have.
         """
-        if not isinstance(self.config, DistAttentionConfig):
-            instead = "DistAttentionConfig.from_mapping(...) of a dictionary"
-            raise UnsupportedError(f"config={self.config!r}", "it must be a DistAttentionConfig", instead)
+        check_config(self.config)
         if self.config.numerics == "invariant":
             object.__setattr__(self, "deterministic", True)
         for name in ("causal", "window_size", "softcap", "softmax_scale"):

@@ -66,12 +66,8 @@ class GroupStore:
         Raises:
             AbsentError: names the ranks that did not come in time, or who kept the store, which is gone or has stopped.
         """
-        members, subject, started = (
-            dist.get_process_group_ranks(group),
-            "make contact for the first time",
-            time.monotonic(),
-        )
-        keeper = _keeper(members)
+        members, started = dist.get_process_group_ranks(group), time.monotonic()
+        keeper, subject = _keeper(members), "make contact for the first time"
         who = "another process" if keeper is None else named(members, [keeper])
 
         def meet() -> tuple[GroupStore, list[str | None]]:
@@ -84,8 +80,7 @@ class GroupStore:
                 raise AbsentError(told) from error
 
         why = f"does not answer within {timeout + MARGIN:.0f} s: {who}, which keeps it, gives no sign of life"
-        overdue = AbsentError(f"the store of the group {why}")
-        store, notes = bounded(meet, timeout + MARGIN, overdue=lambda: overdue)
+        store, notes = bounded(meet, timeout + MARGIN, overdue=lambda: AbsentError(f"the store of the group {why}"))
         if missing := [rank for rank, theirs in enumerate(notes) if theirs is None]:
             raise AbsentError(f"{named(members, missing)} did not come within {timeout:.0f} s to {subject}")
         return store, [theirs for theirs in notes if theirs is not None]

@@ -10,11 +10,10 @@ from typing import Any, TypeVar
 
 import torch
 
-from dfa_megatron.config import DistAttentionConfig
 from dfa_megatron.runtime.agreement.calls import Facts, Kind, current_layer
 from dfa_megatron.runtime.comm.channel import Channel, refuse
 from dfa_megatron.runtime.comm.groups import Group, channel_of
-from dfa_megatron.runtime.request import Request
+from dfa_megatron.runtime.request import check_config
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -96,8 +95,8 @@ def telling(group: Group, config: Any = ...) -> Iterator[Channel | None]:
     over = channel_of(group, verify=None if config is ... else getattr(config, "verify", "on") == "on")
     since = 0 if over is None else over.calls.last.number
     try:
-        if config is not ... and not isinstance(config, DistAttentionConfig):
-            Request(softmax_scale=1.0, causal=True, config=config)  # which refuses it
+        if config is not ...:
+            check_config(config)
         yield over
     except Exception as error:
         refuse(error, over, since)
