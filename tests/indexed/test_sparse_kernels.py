@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from dfa_megatron import masks
-from dfa_megatron.indexed import chosen, topk
+from dfa_megatron.indexed import chosen, index_loss, topk
 from dfa_megatron.indexed.whole import kernels_for
 from dfa_megatron.kernels.triton.support import interpreted
 from dfa_megatron.masks import Span
@@ -63,3 +63,31 @@ def test_kernels_choose_the_same_keys() -> None:
     want = topk.choose(*(x.double() for x in index), 6, seen, spans)
     assert torch.equal(found[0], want[0])
     assert_close(found[1], want[1], tolerance=1e-6)
+
+
+@HERE
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("kv_heads", "group", "dim", "index_heads", "count"), [(1, 3, 40, 5, 30), (2, 2, 9, 2, 70)])
+def test_the_loss_over_chosen_keys(
+    kv_heads: int, group: int, dim: int, index_heads: int, count: int, dtype: torch.dtype
+) -> None:
+    torch.manual_seed(count)
+    tokens, heads = 90, kv_heads * group
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(1, tokens, *shape, device=DEVICE).to(dtype)
+
+    index = [draw(index_heads, 12), draw(12), draw(index_heads) / 4]
+    q, k, valid = draw(heads, dim), draw(kv_heads, dim + 4), torch.rand(1, tokens, device=DEVICE) < 0.8
+    scores = torch.rand(tokens, tokens, device=DEVICE).tril()
+    positions = scores.topk(count).indices.int()[None].masked_fill(scores.topk(count).values[None] <= 0.2, -1)
+    positions[0, 0] = -1
+    assert kernels_for(q) is not None
+    lse = chosen.attend(q.double()[0], k.double()[0], positions[0], dim**-0.5, (0, 1))[1].T[None]
+    found = []
+    for kind in (dtype, torch.float64):
+        own = [x.to(kind).requires_grad_() for x in index]
+        loss = index_loss(*own, q.to(kind), k.to(kind), lse.to(kind).float(), positions, valid=valid)
+        found.append((loss, *torch.autograd.grad(loss, own)))
+    for got, want in zip(*found, strict=True):
+        assert_close(got, want, tolerance=TOLERANCE[dtype])

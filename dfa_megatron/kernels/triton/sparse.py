@@ -97,7 +97,7 @@ def _ordered(found: torch.Tensor, places: torch.Tensor, count: int) -> torch.Ten
 
 
 @triton.jit
-def _part(at, ok, dims, DIM: tl.constexpr):
+def part_of(at, ok, dims, DIM: tl.constexpr):
     """Numbers of keys, (keys, dims), 0 where there is no key."""
     return tl.load(at[:, None] + dims[None, :], mask=ok[:, None] & (dims < DIM)[None, :], other=0.0)
 
@@ -114,7 +114,7 @@ def _attend(
     heads = tl.program_id(2) * group + own
     dims_a, dims_b, dims_v = tl.arange(0, BLOCK_A), tl.arange(0, BLOCK_B), tl.arange(0, BLOCK_V)
     q_at = q + row * q_row + heads.to(tl.int64) * q_head
-    q_a, q_b = _part(q_at, own < group, dims_a, DIM_A), _part(q_at + DIM_A, own < group, dims_b, DIM_B)
+    q_a, q_b = part_of(q_at, own < group, dims_a, DIM_A), part_of(q_at + DIM_A, own < group, dims_b, DIM_B)
     acc = tl.zeros((BLOCK_H, BLOCK_V), tl.float32)
     peak = tl.full((BLOCK_H,), -float("inf"), tl.float32)
     total = tl.zeros((BLOCK_H,), tl.float32)
@@ -123,17 +123,17 @@ def _attend(
         key = tl.load(chosen + row * chosen_row + place, mask=place < topk, other=-1)
         ok = key >= 0
         at = kv + key.to(tl.int64) * kv_row + tl.program_id(2) * kv_head
-        k_a = _part(at, ok, dims_a, DIM_A)
+        k_a = part_of(at, ok, dims_a, DIM_A)
         products = dot(q_a, tl.trans(k_a), tl.zeros((BLOCK_H, BLOCK_N), tl.float32), UPCAST)
         if DIM_B > 0:
-            products = dot(q_b, tl.trans(_part(at + DIM_A, ok, dims_b, DIM_B)), products, UPCAST)
+            products = dot(q_b, tl.trans(part_of(at + DIM_A, ok, dims_b, DIM_B)), products, UPCAST)
         products = tl.where(ok[None, :], products * (scale * LOG2_E), -float("inf"))
         higher = tl.maximum(peak, tl.max(products, 1))
         shift = tl.where(higher == -float("inf"), 0.0, higher)  # -inf - -inf would be NaN
         p = tl.math.exp2(products - shift[:, None])
         decay = tl.math.exp2(peak - shift)
         total = total * decay + tl.sum(p, 1)
-        v = k_a if SAME else _part(at + FIRST_V, ok, dims_v, DIM_V)
+        v = k_a if SAME else part_of(at + FIRST_V, ok, dims_v, DIM_V)
         acc = dot(p, v, acc * decay[:, None], UPCAST)
         peak = higher
     acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
@@ -155,8 +155,8 @@ def _gradients(
     heads = tl.program_id(2) * group + own
     dims_a, dims_b, dims_v = tl.arange(0, BLOCK_A), tl.arange(0, BLOCK_B), tl.arange(0, BLOCK_V)
     q_at, above_at = q + row * q_row + heads * q_head, dout + row * dout_row + heads * dout_head
-    q_a, q_b = _part(q_at, own < group, dims_a, DIM_A), _part(q_at + DIM_A, own < group, dims_b, DIM_B)
-    above = _part(above_at, own < group, dims_v, DIM_V)
+    q_a, q_b = part_of(q_at, own < group, dims_a, DIM_A), part_of(q_at + DIM_A, own < group, dims_b, DIM_B)
+    above = part_of(above_at, own < group, dims_v, DIM_V)
     base = tl.load(lse + row * lse_row + heads, mask=own < group, other=float("inf")) * LOG2_E
     base = tl.where(base == -float("inf"), float("inf"), base)
     minus = tl.load(delta + row * lse_row + heads, mask=own < group, other=0.0)
@@ -166,14 +166,14 @@ def _gradients(
         key = tl.load(chosen + row * chosen_row + place, mask=place < topk, other=-1)
         ok = key >= 0
         at = kv + key.to(tl.int64) * kv_row + tl.program_id(2) * kv_head
-        k_a = _part(at, ok, dims_a, DIM_A)
-        k_b = _part(at + DIM_A, ok, dims_b, DIM_B)
+        k_a = part_of(at, ok, dims_a, DIM_A)
+        k_b = part_of(at + DIM_A, ok, dims_b, DIM_B)
         products = dot(q_a, tl.trans(k_a), tl.zeros((BLOCK_H, BLOCK_N), tl.float32), UPCAST)
         if DIM_B > 0:
             products = dot(q_b, tl.trans(k_b), products, UPCAST)
         p = tl.math.exp2(products * (scale * LOG2_E) - base[:, None])
         p = tl.where(ok[None, :], p, 0.0)
-        v = k_a if SAME else _part(at + FIRST_V, ok, dims_v, DIM_V)
+        v = k_a if SAME else part_of(at + FIRST_V, ok, dims_v, DIM_V)
         dp = dot(above, tl.trans(v), tl.zeros((BLOCK_H, BLOCK_N), tl.float32), UPCAST)
         ds = p * (dp + minus[:, None]) * scale
         dq_a = dot(ds, k_a, dq_a, UPCAST)
@@ -240,12 +240,19 @@ def gradients(
 def _sizes(q: torch.Tensor, kv: torch.Tensor, values: tuple[int, int]) -> tuple[dict[str, Any], tuple[int, int, int]]:
     """Return the constants of a launch, and its grid."""
     dim, (first, end), group = q.shape[2], values, q.shape[1] // kv.shape[1]
-    of_a = 1 << (dim.bit_length() - 1) if dim > 16 else dim
+    (of_a, block_a), (of_b, block_b) = parts_of(dim)
     large, heads = dim > 256, 32 if group > 16 and dim <= 256 else 16
     sizes: dict[str, Any] = {
-        "DIM_A": of_a, "DIM_B": dim - of_a, "FIRST_V": first, "DIM_V": end - first, "SAME": first == 0 and end == of_a,
+        "DIM_A": of_a, "BLOCK_A": block_a, "DIM_B": of_b, "BLOCK_B": block_b, "FIRST_V": first, "DIM_V": end - first,
+        "BLOCK_V": max(16, triton.next_power_of_2(end - first)), "SAME": first == 0 and end == of_a,
         "BLOCK_H": heads, "BLOCK_N": 32, "UPCAST": interpreted(),
         "num_warps": 8 if large else 4, "num_stages": 1 if large else 2,
     }  # fmt: skip
-    sizes |= {f"BLOCK_{part}": max(16, triton.next_power_of_2(sizes[f"DIM_{part}"])) for part in "ABV"}
     return sizes, (len(q), triton.cdiv(group, heads), kv.shape[1])
+
+
+def parts_of(dim: int) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Return the two parts of a key's numbers, each with the power of two that holds it."""
+    of_a = 1 << (dim.bit_length() - 1) if dim > 16 else dim
+    of_b = dim - of_a
+    return (of_a, max(16, of_a)), (of_b, max(16, triton.next_power_of_2(of_b)))
