@@ -219,9 +219,7 @@ class _Sums:
                     student = log.exp().masked_fill_(~(counts & part.seen), 0.0)
                     self._add_gradients(at, part, products, student - teacher)
 
-    def _add_gradients(
-        self, at: slice, part: _KeyGroup, products: torch.Tensor | None, dscores: torch.Tensor
-    ) -> None:
+    def _add_gradients(self, at: slice, part: _KeyGroup, products: torch.Tensor | None, dscores: torch.Tensor) -> None:
         """Add those of some rows' scores."""
         if products is None:
             index = self.rows.index_q[at], self.index_k, self.rows.weights[at]

@@ -10,6 +10,7 @@ import torch
 from dfa_megatron import masks
 from dfa_megatron.indexed import chosen, index_loss, topk
 from dfa_megatron.indexed.whole import kernels_for
+from dfa_megatron.kernels.adapters import cudnn_sparse
 from dfa_megatron.kernels.triton.support import interpreted
 from dfa_megatron.masks import Span
 from tests.support.close import assert_close
@@ -53,6 +54,47 @@ def test_the_best_scores_are_those_of_a_stable_sort(rows: int, keys: int, count:
     ordered = scores.sort(dim=1, descending=True, stable=True)
     want = (ordered.indices + 5).masked_fill(ordered.values == -torch.inf, -1)[:, :count].int()
     assert torch.equal(sparse.best(scores, 5, count), want)
+
+
+NVIDIA = pytest.mark.skipif(
+    not cudnn_sparse.serves(torch.zeros(1, device=DEVICE)), reason="no Hopper, or no nvidia-cudnn-frontend"
+)
+
+
+@NVIDIA
+@pytest.mark.gpu(0)
+@pytest.mark.parametrize("levels", [3, 50, 1_000_000])
+@pytest.mark.parametrize(("rows", "keys", "count"), [(50, 5000, 2048), (3, 2048, 2048), (70, 300, 20), (1, 1, 1)])
+def test_nvidias_best_places_are_those_of_a_stable_sort(rows: int, keys: int, count: int, levels: int) -> None:
+    scores = torch.randint(-levels, levels, (rows, keys), device="cuda").float() / 7 + 0.0
+    scores[torch.rand(rows, keys, device="cuda") < 0.3] = -torch.inf
+    scores[0] = -torch.inf
+    found = cudnn_sparse.best_places(scores, count)
+    assert found is not None
+    want = scores.sort(dim=1, descending=True, stable=True).indices[:, :count]
+    assert torch.equal(found.sort(1).values, want.sort(1).values)
+
+
+@NVIDIA
+@pytest.mark.gpu(0)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("heads", "dim", "topk"), [(128, 576, 2048), (64, 576, 100), (16, 512, 64), (40, 576, 7)])
+def test_nvidias_gradients_of_latents(heads: int, dim: int, topk: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(heads)
+    rows, tokens = 70, 2100
+    q, kv = torch.randn(rows, heads, dim, device="cuda").to(dtype), torch.randn(tokens, 1, dim, device="cuda").to(dtype)
+    positions = torch.stack([torch.randperm(tokens, device="cuda")[:topk] for _ in range(rows)]).int()
+    positions[torch.rand(positions.shape, device="cuda") < 0.3] = -1
+    positions[3], dout = -1, torch.randn(rows, heads, 512, device="cuda").to(dtype)
+    assert cudnn_sparse.takes(q, kv, positions, (0, 512))
+    out, lse = chosen.attend(q.double(), kv.double(), positions, 0.05, (0, 512))
+    lse[::2] += 0.1  # of sinks
+    out[::2] *= 0.9048374180359595
+    exact = chosen.gradients(dout.double(), (q.double(), kv.double(), positions), (out, lse), 0.05, (0, 512))
+    given = chosen.gradients(dout, (q, kv, positions), (out.to(dtype), lse.float()), 0.05, (0, 512))
+    for got, wanted in zip(given, exact, strict=True):
+        assert got.dtype == dtype
+        assert_close(got, wanted, tolerance=TOLERANCE[torch.bfloat16])
 
 
 @HERE

@@ -14,6 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
+from dfa_megatron.kernels.adapters import cudnn_sparse
 from dfa_megatron.kernels.triton.support import interpreted, on_device_of, with_unit_stride
 from dfa_megatron.kernels.triton.tiles import LN_2, LOG2_E, dot
 
@@ -78,14 +79,18 @@ def scores(
 def best(found: torch.Tensor, begin: int, topk: int) -> torch.Tensor:
     """Return the positions (rows, topk) of the highest scores, int32, the lowest of equal ones first; -1 for -inf.
 
-    PyTorch says which of the lowest scores it takes where not all of them fit: in such rows the choice is made again.
+    cuDNN takes the lowest of equal scores. PyTorch does not say which it takes where not all of the lowest scores fit:
+    in such rows the choice is made again.
     """
-    values, at = found.topk(min(topk, found.shape[1]), dim=1)
-    lowest = values[:, -1:]
-    fit = (found == lowest).sum(1) == (values == lowest).sum(1)
-    if len(again := (~fit & (lowest[:, 0] > -math.inf)).nonzero()[:, 0]):
-        at[again] = _ordered(found[again], torch.arange(found.shape[1], device=found.device), at.shape[1])
-    places = _ordered(found.gather(1, at), at, at.shape[1])
+    count = min(topk, found.shape[1])
+    at = cudnn_sparse.best_places(found, count)
+    if at is None:
+        values, at = found.topk(count, dim=1)
+        lowest = values[:, -1:]
+        fit = (found == lowest).sum(1) == (values == lowest).sum(1)
+        if len(again := (~fit & (lowest[:, 0] > -math.inf)).nonzero()[:, 0]):
+            at[again] = _ordered(found[again], torch.arange(found.shape[1], device=found.device), count)
+    places = _ordered(found.gather(1, at), at, count)
     return (begin + places).int().masked_fill_(found.gather(1, places) == -math.inf, -1)
 
 
