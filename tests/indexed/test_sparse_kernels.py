@@ -17,6 +17,7 @@ from tests.support.close import assert_close
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 HERE = pytest.mark.skipif(not (interpreted() or torch.cuda.is_available()), reason="neither interpreter nor GPU")
+pytestmark = [pytest.mark.gpu(0)] if torch.cuda.is_available() else []
 TOLERANCE = {torch.float32: 3e-6, torch.bfloat16: 2e-2}
 
 
@@ -62,7 +63,6 @@ NVIDIA = pytest.mark.skipif(
 
 
 @NVIDIA
-@pytest.mark.gpu(0)
 @pytest.mark.parametrize("levels", [3, 50, 1_000_000])
 @pytest.mark.parametrize(("rows", "keys", "count"), [(50, 5000, 2048), (3, 2048, 2048), (70, 300, 20), (1, 1, 1)])
 def test_nvidias_best_places_are_those_of_a_stable_sort(rows: int, keys: int, count: int, levels: int) -> None:
@@ -76,7 +76,6 @@ def test_nvidias_best_places_are_those_of_a_stable_sort(rows: int, keys: int, co
 
 
 @NVIDIA
-@pytest.mark.gpu(0)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("heads", "dim", "topk"), [(128, 576, 2048), (64, 576, 100), (16, 512, 64), (40, 576, 7)])
 def test_nvidias_gradients_of_latents(heads: int, dim: int, topk: int, dtype: torch.dtype) -> None:
