@@ -14,7 +14,6 @@ import math
 from typing import Any
 
 import torch
-from torch.nn.functional import pad
 
 OLDEST = (1, 32)
 TOPK = 2048
@@ -78,7 +77,7 @@ def gradients(
     A row that sees nothing has an lse of -inf; any other number keeps its probabilities at 0.
     """
     (q, kv, chosen), (out, lse) = inputs, results
-    chosen = pad(chosen.int(), (0, -chosen.shape[1] % 64), value=-1)
+    chosen = torch.nn.functional.pad(chosen.int(), (0, -chosen.shape[1] % 64), value=-1)
     lse = lse.masked_fill(lse == -math.inf, 0.0)
     none = lse.new_full((q.shape[1],), -1e30)
     found = _operators().sparse_attention_backward_wrapper(

@@ -127,5 +127,5 @@ def add_gradients(index: Index, chosen: torch.Tensor, dscores: torch.Tensor, int
         with on_device_of(index_q):
             _score_gradients[rows, triton.cdiv(heads, 64)](
                 index_q, index_k, weights, chosen, dscores, dq, dw, dk, heads, chosen.shape[1], *strides,
-                DIM=dim, BLOCK_D=block, BLOCK_H=64, BLOCK_N=32, UPCAST=interpreted(), num_warps=4,
+                DIM=dim, BLOCK_D=block, BLOCK_H=64, BLOCK_N=64, UPCAST=interpreted(), num_warps=4, num_stages=1,
             )  # fmt: skip
