@@ -46,7 +46,7 @@ WIDE_FOR_NOW = {"runtime/op.py:attention_backward"}
 """May only become shorter."""
 
 BUDGETS = {
-    "benchmarks": 6_107,
+    "benchmarks": 6_239,
     "cli": 851,
     "deepspeed": 1_038,
     "docs": 1_195,
@@ -62,7 +62,7 @@ BUDGETS = {
     "remat": 485,
     "runtime": 5_374,
     "sequence": 417,
-    "tests": 36_697,
+    "tests": 36_711,
     "top": 1_918,
     "trees": 316,
 }
