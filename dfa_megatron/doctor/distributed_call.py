@@ -6,6 +6,7 @@ long call and messages. On GPUs each short call has ranks of its own, so that it
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import os
@@ -14,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -63,15 +64,14 @@ class StartedRanks:
         self.files = [Path(self.folder.name, str(number)) for number in range(len(sets))]
         self.stores = [TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) for _ in sets]
         self.running: list[subprocess.Popen[bytes]] = []
-        threads = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // ranks))}
         for file, some, store in zip(self.files, sets, self.stores, strict=True):
             command = [sys.executable, "-m", __name__, sizes, str(file), *some]
             place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": store.port, "TORCHELASTIC_USE_AGENT_STORE": True}
-            place |= {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
+            place |= {"TORCHELASTIC_RESTART_COUNT": 0, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
+            place |= {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", max(1, (os.cpu_count() or 1) // ranks))}
             for rank in range(ranks):
                 words = {name: str(value) for name, value in (place | {"RANK": rank, "LOCAL_RANK": rank}).items()}
-                environment = threads | os.environ | words
-                self.running.append(subprocess.Popen(command, env=environment, stdin=subprocess.PIPE))  # noqa: S603
+                self.running.append(subprocess.Popen(command, env=os.environ | words, stdin=subprocess.PIPE))  # noqa: S603
 
     def wait(self) -> None:
         """Wait until short calls have been compared, or a rank has failed, which ends the others."""
@@ -100,8 +100,8 @@ class StartedRanks:
         return found | merged | {"ranks": self.ranks, "wrong": off}
 
 
-def timed(long: Trial, world: World, repetitions: int = 5) -> dict[str, Any]:
-    """Return what a long call ran with, its seconds on the slowest rank, and each transport's bytes/s; collective."""
+def timed(long: Trial, world: World, ready: Callable[[], object], repetitions: int = 5) -> dict[str, Any]:
+    """Return what a long call ran with, its seconds, and each transport's rate; call `ready` once it has compiled."""
     q, k, v, dout = (x.chunk(world.size, 1)[world.rank].clone() for x in long.inputs())
     leaves = [x.requires_grad_() for x in (q, k, v)]
 
@@ -109,7 +109,9 @@ def timed(long: Trial, world: World, repetitions: int = 5) -> dict[str, Any]:
         torch.autograd.grad(dist_flash_attn_func(*leaves, causal=True), leaves, dout)
 
     times = []
-    for _ in range(2 + repetitions):
+    for number in range(2 + repetitions):
+        if number == 2:
+            ready()
         world.slowest([0.0])  # all ranks start together
         times.append(stopwatch(both, world.device))
     prepared = in_use()[-1]
@@ -222,10 +224,11 @@ def _seconds_of_message(transport: Transport, world: World, nbytes: int) -> floa
 
 
 def _tell(file: Path, found: dict[str, Any], world: World) -> None:
-    """Write a file that is there when it is whole."""
+    """Write a file that is there when it is whole, and wait until the caller lets the ranks go on."""
     if world.rank == 0:
         file.with_suffix(".part").write_text(json.dumps(found), encoding="utf-8")
         file.with_suffix(".part").replace(file)
+    sys.stdin.read()
 
 
 def main() -> int:
@@ -236,10 +239,12 @@ def main() -> int:
     try:
         world = join(device)
         long = Trial.square(tokens, heads, kv_heads, head_dim, getattr(torch, dtype), str(world.device))
-        _tell(Path(sys.argv[2]), compared(long, world, sys.argv[3:]), world)
-        if Path(sys.argv[2]).name == "0":
-            sys.stdin.read()  # until the caller lets this set go on
-            _tell(Path(sys.argv[2]).with_name("timed"), timed(long, world), world)
+        file, found = Path(sys.argv[2]), compared(long, world, sys.argv[3:])
+        ready = functools.partial(_tell, file, found, world)
+        if file.name == "0":  # one set times
+            _tell(file.with_name("timed"), timed(long, world, ready), world)
+        else:
+            ready()
     except DistAttentionError as error:
         print(f"doctor: one distributed call: {error}", file=sys.stderr)
         return USER_ERROR_STATUS

@@ -28,8 +28,6 @@ logger = logging.getLogger(__name__)
 
 COMPILED = ("flash4", "triton")
 """Kernels that compile when they are first called."""
-PATIENCE = 120.0
-"""Seconds; what is not compiled by then is compiled where it is needed."""
 RESULTS = ("out", "lse", "dq", "dk", "dv")
 
 LIMITS: Mapping[torch.dtype, tuple[float, float, float]] = MappingProxyType(
@@ -251,10 +249,7 @@ def examine(
 
 
 def compile_ahead(shape: Trial, names: Iterable[str], forms: Iterable[Form]) -> None:
-    """Compile what `examine` checks in processes side by side, if it is more than one kernel of one form, on GPUs.
-
-    It stays in the caches of Triton and FlashAttention-4 on disk, where the checks find it.
-    """
+    """Compile what `examine` checks on GPUs, if it is several, side by side into the caches on disk that it reads."""
     chosen = [get(name) for name in names] or KERNELS.values()
     some = [kernel for kernel in chosen if kernel.name in COMPILED and kernel.refusal(shape.need()) is None]
     todo = [(kernel, of_form(shape, form)) for kernel in some for form in forms]
@@ -263,7 +258,7 @@ def compile_ahead(shape: Trial, names: Iterable[str], forms: Iterable[Form]) -> 
     said = ", ".join(kernel.name for kernel in some)
     print(f"compiling {said}, once for this machine", file=sys.stderr, flush=True)
     with multiprocessing.get_context("spawn").Pool(len(todo), _hush) as pool:
-        pool.starmap_async(errors, todo, 1).wait(PATIENCE)
+        pool.starmap_async(errors, todo, 1).wait(120.0)  # what is left then is compiled where it is needed
 
 
 def _hush() -> None:
