@@ -60,7 +60,7 @@ BUDGETS = {
     "proving": 705,
     "recurrence": 1_398,
     "remat": 485,
-    "runtime": 5_374,
+    "runtime": 5_343,
     "sequence": 417,
     "tests": 36_812,
     "top": 1_918,

@@ -33,13 +33,14 @@ from dfa_megatron.plan.degree import HeadSplit, split_heads
 from dfa_megatron.plan.language.geometry import Span
 from dfa_megatron.plan.language.layout import LAYOUTS as BY_LENGTH
 from dfa_megatron.plan.language.layout import Layout, by_name
+from dfa_megatron.plan.language.mask import Mask
 from dfa_megatron.plan.schedules.invariant import same_rows
 from dfa_megatron.runtime.comm.channel import Channel
 from dfa_megatron.runtime.counters import COUNTERS
 from dfa_megatron.runtime.execute.memory import Fields
 from dfa_megatron.runtime.execute.moves import Moves, moves_between, packed, unpacked
 from dfa_megatron.runtime.prepare import Prepared, built
-from dfa_megatron.runtime.request import Inputs, Settled
+from dfa_megatron.runtime.request import Inputs, Request
 
 RunPhase = Callable[[Fields], Fields]
 """A phase of an attention: tensors in, tensors out."""
@@ -160,14 +161,14 @@ class HeadExchange:
         return unpacked(received, parts, lead)
 
 
-def made(degree: int, asked: Settled, over: Channel | None, inputs: Inputs) -> Prepared:
+def made(degree: int, request: Request, mask: Mask, held: Layout, over: Channel | None, inputs: Inputs) -> Prepared:
     """Build a request without asking the other ranks, for that many neighbours.
 
     Raises:
         UnsupportedError: neighbours cannot exchange heads here, or nothing serves the request.
     """
     rank, size = (over.rank, over.size) if over is not None else (0, 1)
-    what, request, held = f"ulysses_degree={degree}", asked.request, asked.layout
+    what = f"ulysses_degree={degree}"
     if request.plan is not None:
         why, instead = "a plan is one of all ranks of the group", "ulysses_degree=1, or mask="
         raise UnsupportedError(f"{what} with a plan", why, instead)
@@ -181,15 +182,15 @@ def made(degree: int, asked: Settled, over: Channel | None, inputs: Inputs) -> P
         raise UnsupportedError(f"{what} for two sequences", why, "ulysses_degree=1")
     merged, near = held.merged(degree), range(rank - rank % degree, rank - rank % degree + degree)
     if request.layout in BY_LENGTH:
-        inside = asked._replace(layout=by_name(str(request.layout), held.length, size // degree))
+        inside, within = request, by_name(str(request.layout), held.length, size // degree)
     else:
-        inside = asked._replace(layout=merged, request=replace(request, layout=merged))
+        inside, within = replace(request, layout=merged), merged
     tokens, counts = merged.tokens(rank // degree), (heads.heads, heads.kv_heads, heads.kv_heads)
     like = [  # the plan's tensors: views of one number
         x.new_empty(()).expand(x.shape[0], tokens, count, x.shape[3])
         for x, count in zip(inputs[:3], counts, strict=True)
     ]
-    plan = built(inside, rank // degree, Inputs(*like), over, range(rank % degree, size, degree))
+    plan = built(inside, mask, within, rank // degree, Inputs(*like), over, range(rank % degree, size, degree))
     order = rows_in_order(held, near)
     ends = accumulate(map(len, order))
     back = tuple(Span(end - len(rows), end) for rows, end in sorted(zip(order, ends, strict=True)))

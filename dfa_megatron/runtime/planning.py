@@ -21,30 +21,54 @@ from dfa_megatron.plan.cost.hardware import (
 )
 from dfa_megatron.plan.language.geometry import UNBOUNDED, Form, joined_spans
 from dfa_megatron.plan.language.ir import BACKWARD, FORWARD, AttentionPlan
+from dfa_megatron.plan.language.layout import Layout
 from dfa_megatron.plan.language.leaves import LeafSizes
+from dfa_megatron.plan.language.mask import Mask
 from dfa_megatron.plan.language.sizes import Sizes
+from dfa_megatron.plan.lowering.kernel_calls import Launching
 from dfa_megatron.runtime.comm.channel import Channel
 from dfa_megatron.runtime.environment import Links
-from dfa_megatron.runtime.request import Inputs, Settled
+from dfa_megatron.runtime.request import Inputs, Request
 
 
-def kernel_of(asked: Settled, inputs: Inputs) -> tuple[BlockKernel, bool, LeafSizes | None]:
-    """Return the kernel of a request, and whether it takes windows that are neither full nor square causal.
+def kernel_of(
+    request: Request, mask: Mask, ranks: int, inputs: Inputs
+) -> tuple[BlockKernel, Sizes, Launching, LeafSizes | None]:
+    """Choose the kernel of a request; return it, the sizes of the tensors, and what decides its calls and launches.
 
-    The third are the sizes of chunks of a fixed order; None where results merge as they come.
+    The last are the sizes of chunks of a fixed order; None where results merge as they come.
 
     Raises:
         UnsupportedError: no kernel serves.
     """
-    need = _need(asked, inputs)
-    kernel = kernels.select(asked.request.config.kernel, need)
+    q, k, v, *_ = inputs
+    need = Need(
+        device=q.device.type,
+        dtype=q.dtype,
+        heads=q.shape[2],
+        kv_heads=k.shape[2],
+        head_dim=q.shape[3],
+        head_dim_v=v.shape[3],
+        forms=_forms_of(request, mask),
+        deterministic=request.deterministic,
+        capability=torch.cuda.get_device_capability(q.device) if q.is_cuda else None,
+        softcap=request.softcap,
+        packed=bool(request.cu_seqlens) or (request.given is not None and len(request.given.tiles) > 1),
+        invariant=request.invariant,
+    )
+    kernel = kernels.select(request.config.kernel, need)
     bands = kernel.refusal(dataclasses.replace(need, forms=need.forms | {"band"})) is None
-    return kernel, bands, kernel.leaves(need) if asked.request.invariant else None
+    launching = kernel.launching(batch=q.shape[0], group=need.heads // need.kv_heads, bands=bands)
+    # With a fixed order a rank alone does what several do.
+    reads = "out" if ranks == 1 and kernel.takes_out and not need.invariant else kernel.backward_needs
+    dtype = str(q.dtype).removeprefix("torch.")
+    sizes = Sizes(q.shape[0], need.heads, need.kv_heads, need.head_dim, need.head_dim_v, dtype, reads, need.invariant)
+    return kernel, sizes, launching, kernel.leaves(need) if need.invariant else None
 
 
-def degree_of(asked: Settled, over: Channel | None, inputs: Inputs) -> int:
+def degree_of(request: Request, mask: Mask, over: Channel | None, inputs: Inputs) -> int:
     """Return the number of neighbours that exchange heads; 1 where none do."""
-    request, (q, k, *_) = asked.request, inputs
+    q, k, *_ = inputs
     if not isinstance(request.config.ulysses_degree, str):
         return request.config.ulysses_degree
     if over is None or not q.is_cuda or request.cu_seqlens or request.given is not None:
@@ -52,26 +76,19 @@ def degree_of(asked: Settled, over: Channel | None, inputs: Inputs) -> int:
     from dfa_megatron.plan.degree import automatic_degree  # which other calls need not load
 
     hardware = profile_of(q.is_cuda, over, "auto", over.size)
-    found = automatic_degree(asked.mask, over.size, q.shape[2], k.shape[2], request.config.schedule, hardware)
+    found = automatic_degree(mask, over.size, q.shape[2], k.shape[2], request.config.schedule, hardware)
     return 1 if request.invariant and found > k.shape[2] else found
 
 
-def sizes_of(inputs: Inputs, kernel: BlockKernel, ranks: int, *, invariant: bool = False) -> Sizes:
-    """Return the sizes of tensors on each of so many ranks. invariant: what a rank alone does is what several do."""
-    q, k, v, *_ = inputs
-    dtype = str(q.dtype).removeprefix("torch.")
-    needs = "out" if ranks == 1 and kernel.takes_out and not invariant else kernel.backward_needs
-    return Sizes(q.shape[0], q.shape[2], k.shape[2], q.shape[3], v.shape[3], dtype, needs, invariant)
-
-
-def plan_of(asked: Settled, sizes: Sizes, hardware: Hardware, leaves: LeafSizes | None) -> AttentionPlan:
+def plan_of(
+    request: Request, mask: Mask, held: Layout, sizes: Sizes, hardware: Hardware, leaves: LeafSizes | None
+) -> AttentionPlan:
     """Return the plan of a request; equal arguments give equal plans. `placed` proves programs of all.
 
     Raises:
         UnsupportedError: no schedule serves it, or the caller's plan does not fit it.
         PlanError: the caller's plan is wrong; shows where.
     """
-    request, mask, held = asked
     schedule = request.config.schedule
     if request.invariant:
         from dfa_megatron.plan.schedules.invariant import invariant_plan  # which other calls need not load
@@ -84,21 +101,20 @@ def plan_of(asked: Settled, sizes: Sizes, hardware: Hardware, leaves: LeafSizes 
     if request.plan is not None:
         from dfa_megatron.plan.proof.check import check_plan
 
-        _refuse_plan(request.plan, asked)
+        _refuse_plan(request.plan, request, held)
         check_plan(request.plan, batch=sizes.batch)
         return request.plan
     return make_plan(mask, held.ranks, schedule=schedule, layout=request.layout, sizes=sizes, hardware=hardware)
 
 
-def _refuse_plan(plan: AttentionPlan, asked: Settled) -> None:
+def _refuse_plan(plan: AttentionPlan, request: Request, held: Layout) -> None:
     """Refuse a caller's plan that is not one of these ranks and tokens; `check` then proves that it is right.
 
     Raises:
         UnsupportedError: says what does not fit.
     """
-    what, mask, held, ranks = f"the plan {plan}", plan.forward.mask, asked.layout, asked.layout.ranks
-    by = str(asked.request.layout)
-    if (plan.forward.phase, plan.backward.phase) != (FORWARD, BACKWARD) or plan.backward.mask != mask:
+    what, ranks, by = f"the plan {plan}", held.ranks, str(request.layout)
+    if (plan.forward.phase, plan.backward.phase) != (FORWARD, BACKWARD) or plan.backward.mask != plan.forward.mask:
         why = "its phases are not a forward and the backward of the same mask"
         raise UnsupportedError(what, why, "both phases of one make_plan")
     for phase in (plan.forward, plan.backward):
@@ -108,42 +124,24 @@ def _refuse_plan(plan: AttentionPlan, asked: Settled) -> None:
         if any(joined_spans(phase.layout.spans(rank)) != joined_spans(held.spans(rank)) for rank in range(ranks)):
             why = f"it places tokens by layout {plan.layout!r}, and the ranks hold them by {by!r}"
             raise UnsupportedError(what, why, f"layout={plan.layout!r} and tensors of such tokens")
-    if (schedule := asked.request.config.schedule) not in ("auto", plan.schedule):
+    if (schedule := request.config.schedule) not in ("auto", plan.schedule):
         raise UnsupportedError(f"schedule={schedule!r} with a plan", "the plan says it", "schedule='auto'")
 
 
-def _forms_of(asked: Settled) -> frozenset[Form]:
+def _forms_of(request: Request, mask: Mask) -> frozenset[Form]:
     """Return the forms of all tiles that any rank may compute; all ranks choose the kernel by them.
 
     Ranks cut queries and keys at the same tokens. So a tile of a causal document is full or square causal again. A
     pack's forms do not depend on its documents: all packs of a job take one kernel.
     """
-    if asked.request.cu_seqlens:
-        return frozenset({"full", "causal"} if asked.request.window_size == (-1, -1) else {"full", "band"})
+    if request.cu_seqlens:
+        return frozenset({"full", "causal"} if request.window_size == (-1, -1) else {"full", "band"})
     found: set[Form] = {"full"}
-    for tile in filter(None, (tile.shrink() for tile in asked.mask.tiles)):
+    for tile in filter(None, (tile.shrink() for tile in mask.tiles)):
         if tile.form != "full":
             is_causal = tile.lo == -UNBOUNDED and tile.hi == 0 and tile.q == tile.kv
             found.add("causal" if is_causal else "band")
     return frozenset(found)
-
-
-def _need(asked: Settled, inputs: Inputs) -> Need:
-    request, (q, k, v, *_) = asked.request, inputs
-    return Need(
-        device=q.device.type,
-        dtype=q.dtype,
-        heads=q.shape[2],
-        kv_heads=k.shape[2],
-        head_dim=q.shape[3],
-        head_dim_v=v.shape[3],
-        forms=_forms_of(asked),
-        deterministic=request.deterministic,
-        capability=torch.cuda.get_device_capability(q.device) if q.is_cuda else None,
-        softcap=request.softcap,
-        packed=request.packed,
-        invariant=request.invariant,
-    )
 
 
 def profile_of(cuda: bool, over: Channel | None, kernel: str, ranks: int) -> Hardware:

@@ -18,7 +18,8 @@ from dfa_megatron.kernels.api import BlockKernel
 from dfa_megatron.names import say_once
 from dfa_megatron.plan.language.grid import grid
 from dfa_megatron.plan.language.ir import AttentionPlan
-from dfa_megatron.plan.language.sizes import Sizes
+from dfa_megatron.plan.language.layout import Layout
+from dfa_megatron.plan.language.mask import Mask
 from dfa_megatron.runtime.agreement.calls import Facts, Kind
 from dfa_megatron.runtime.comm.channel import Channel, tell
 from dfa_megatron.runtime.comm.groups import channels
@@ -26,8 +27,8 @@ from dfa_megatron.runtime.cu_seqlens import describe
 from dfa_megatron.runtime.execute.bound import Bound
 from dfa_megatron.runtime.execute.memory import MemoryPlan, placed
 from dfa_megatron.runtime.execute.sinks import form_of
-from dfa_megatron.runtime.planning import degree_of, kernel_of, plan_of, profile_of, sizes_of
-from dfa_megatron.runtime.request import OPTIONS, Inputs, Request, Settled
+from dfa_megatron.runtime.planning import degree_of, kernel_of, plan_of, profile_of
+from dfa_megatron.runtime.request import OPTIONS, Inputs, Request
 
 if TYPE_CHECKING:
     from dfa_megatron.runtime.around import ChunkMoves, HeadExchange
@@ -73,8 +74,8 @@ class Prepared:
     """Everything that running one attention needs beside its tensors.
 
     ranks: of the plan. schedule, digest: of the plan, which `plan_again` makes.
-    exchange: set if ulysses_degree > 1, see `runtime.around`. Then ranks, sizes and programs describe one of the
-        smaller attentions; request, over and running are the whole group's.
+    exchange: set if ulysses_degree > 1, see `runtime.around`. Then ranks and programs are those of one of the smaller
+        attentions; request, over and running are the whole group's.
     moved: the rows that change ranks around it, so that chunks of a fixed order lie whole.
     binds: whether the kernel's work can be recorded and replayed.
     bound: recorded phases, by what they need of a call's tensors; None after a first run that was not recorded, a text
@@ -91,7 +92,6 @@ class Prepared:
 
     request: Request
     ranks: int
-    sizes: Sizes
     kernel: BlockKernel
     schedule: str
     digest: str
@@ -127,28 +127,27 @@ def made(request: Request, over: Channel | None, inputs: Inputs) -> Prepared:
         UnsupportedError: the tensors do not fit together, or nothing serves the request.
     """
     rank, size = (over.rank, over.size) if over is not None else (0, 1)
-    asked = request.settled(size, rank, inputs)
-    if (degree := degree_of(asked, over, inputs)) == 1:
-        return built(asked, rank, inputs, over, range(size))
+    request, mask, held = request.settled(size, rank, inputs)
+    if (degree := degree_of(request, mask, over, inputs)) == 1:
+        return built(request, mask, held, rank, inputs, over, range(size))
     from dfa_megatron.runtime import around  # which other calls need not load
 
-    return around.made(degree, asked, over, inputs)
+    return around.made(degree, request, mask, held, over, inputs)
 
 
 def build(request: Request, ranks: int, rank: int, inputs: Inputs) -> Prepared:
     """Prepare for one of so many ranks that need not be there, without an exchange of heads; errors as of `made`."""
-    return built(request.settled(ranks, rank, inputs), rank, inputs, None, range(ranks))
+    return built(*request.settled(ranks, rank, inputs), rank, inputs, None, range(ranks))
 
 
-def built(asked: Settled, rank: int, inputs: Inputs, over: Channel | None, peers: range) -> Prepared:
+def built(
+    request: Request, mask: Mask, held: Layout, rank: int, inputs: Inputs, over: Channel | None, peers: range
+) -> Prepared:
     """Prepare for one of the ranks of a layout, without an exchange of heads. peers: their numbers in the group."""
-    request, held, device = asked.request, asked.layout, inputs.q.device
-    ranks = held.ranks
-    kernel, bands, leaves = kernel_of(asked, inputs)
-    sizes = sizes_of(inputs, kernel, ranks, invariant=request.invariant)
+    ranks, device = held.ranks, inputs.q.device
+    kernel, sizes, launching, leaves = kernel_of(request, mask, ranks, inputs)
     hardware = profile_of(inputs.q.is_cuda, over, kernel.name, ranks)
-    plan = plan_of(asked, sizes, hardware, leaves)
-    launching = kernel.launching(batch=sizes.batch, group=sizes.heads // sizes.kv_heads, bands=bands)
+    plan = plan_of(request, mask, held, sizes, hardware, leaves)
     forward, backward = (placed(phase, rank, sizes, launching, peers) for phase in plan.phases)
     needed = max(forward.arena_bytes, backward.arena_bytes)
     needed = _roomy(needed) if request.cu_seqlens else needed
@@ -161,13 +160,13 @@ def built(asked: Settled, rank: int, inputs: Inputs, over: Channel | None, peers
     return Prepared(
         request,
         ranks,
-        sizes,
         kernel,
         plan.schedule,
         plan.digest,
         forward,
         backward,
-        lambda: plan_of(Settled.of(request, held), sizes, hardware, leaves),  # a mask keeps what follows from it
+        # Without the mask, which keeps what follows from it.
+        lambda: plan_of(request, request.mask_over(held.length, held.queries), held, sizes, hardware, leaves),
         over,
         moved,
         kernel.replays(deterministic=request.deterministic),

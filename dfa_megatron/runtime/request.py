@@ -134,8 +134,10 @@ class Request:
         """The caller's own mask, or that of the caller's plan."""
         return self.mask if self.plan is None else self.plan.forward.mask
 
-    def settled(self, ranks: int, rank: int, inputs: Inputs) -> Settled:
-        """Return the request on such tensors of one of so many ranks: its mask, and the tokens that each rank holds.
+    def settled(self, ranks: int, rank: int, inputs: Inputs) -> tuple[Request, Mask, Layout]:
+        """Return the request on such tensors of one of so many ranks, its mask, and the tokens that each rank holds.
+
+        The request's layout is then a name where ranks hold equally many tokens by one, else a value.
 
         Raises:
             UnsupportedError: the tensors do not fit together; or the layout, the mask or the documents give this rank
@@ -166,7 +168,7 @@ class Request:
         if layout.queries is None and length == ranks * queries:
             same = (known for known, make in BY_LENGTH.items() if str(make(length, ranks)) == str(layout))
             name = asked if isinstance(asked, str) else next(same, layout)
-        return Settled(replace(self, layout=name), mask, layout)
+        return replace(self, layout=name), mask, layout
 
     def mask_over(self, length: int, queries: int | None = None) -> Mask:
         """Return the mask over a whole sequence of that many tokens, or over two of which the first has `queries`.
@@ -203,11 +205,6 @@ class Request:
         return of_window(length, bool(self.causal), self.window_size)
 
     @property
-    def packed(self) -> bool:
-        """Whether kernels meet many lengths: those of documents, or of several tiles of the caller's own mask."""
-        return bool(self.cu_seqlens) or (self.given is not None and len(self.given.tiles) > 1)
-
-    @property
     def verify(self) -> bool:
         """Whether the ranks compare their calls, and are watched."""
         return self.config.verify == "on"
@@ -235,23 +232,6 @@ def to_text(*, config: DistAttentionConfig, **values: Any) -> str:
 
         values["plan"] = text.to_text(plan)
     return json.dumps(values, sort_keys=True, default=lambda x: (x.lo, x.hi) if isinstance(x, Span) else repr(x))
-
-
-class Settled(NamedTuple):
-    """A request on the tensors of its ranks.
-
-    request: its layout is a name where ranks hold equally many tokens by one, else a value. mask: over all tokens.
-    layout: the tokens of each rank.
-    """
-
-    request: Request
-    mask: Mask
-    layout: Layout
-
-    @classmethod
-    def of(cls, request: Request, layout: Layout) -> Settled:
-        """Return a request whose ranks hold these tokens."""
-        return cls(request, request.mask_over(layout.length, layout.queries), layout)
 
 
 @lru_cache(maxsize=256)

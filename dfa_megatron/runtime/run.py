@@ -54,12 +54,12 @@ def needed_by_backward(prepared: Prepared, dout: torch.Tensor, out: torch.Tensor
     """
     if out.dim() == 3:
         return out
-    program, kernel, takes_out = prepared.backward.program, prepared.kernel, False
-    if kernel.takes_out and not prepared.sizes.wide and "qdo" not in prepared.backward.sent:
-        home = program.home_buffer("qdo")
-        calls = [call.q.rows for step in program.steps for call in step.calls if call.q.buffer == home]
+    memory, takes_out = prepared.backward, False
+    if prepared.kernel.takes_out and not memory.sizes.wide and "qdo" not in memory.sent:
+        home = memory.program.home_buffer("qdo")
+        calls = [call.q.rows for step in memory.program.steps for call in step.calls if call.q.buffer == home]
         takes_out = sum(calls) <= 2 * dout.shape[1]
-    return out if takes_out or prepared.sizes.backward_needs == "out" else minus_delta(dout, out)
+    return out if takes_out or memory.sizes.backward_needs == "out" else minus_delta(dout, out)
 
 
 def run_forward(prepared: Prepared, inputs: Inputs, *, trains: bool = True) -> Fields:
@@ -93,7 +93,7 @@ def run_backward(prepared: Prepared, dout: torch.Tensor, saved: SavedTensors) ->
     COUNTERS.backward_bytes += memory.message_bytes
     with prepared.running[1]:
         dq, dk, dv = _around(prepared, memory, (dout, q, k, v, out, lse))
-    summed = functools.partial(exact_sum, prepared.over) if prepared.sizes.wide else None
+    summed = functools.partial(exact_sum, prepared.over) if memory.sizes.wide else None
     dsinks = None if sinks is None else sinks_gradient(dout, out, lse, sinks, summed)
     return dq.contiguous(), dk.contiguous(), dv.contiguous(), dsinks
 

@@ -161,7 +161,7 @@ def test_bytes_on_the_wire_are_those_of_the_heads_that_leave(
 @over_ranks(4)
 def test_the_automatic_degree_is_one_that_the_heads_allow(rank: int, ranks: int) -> None:
     """As on a slow link, where all ranks exchange if their heads allow it."""
-    prepare.degree_of = lambda _request, over, x: automatic_degree(
+    prepare.degree_of = lambda _request, _mask, over, x: automatic_degree(
         causal(8192 * over.size), over.size, x.q.shape[2], x.k.shape[2], "auto", H200_SLOW_LINK
     )
     exchanges = {}

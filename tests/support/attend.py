@@ -343,17 +343,17 @@ def run_together(programs: Sequence[Program], algebras: Sequence[Any]) -> None:
     """Run all ranks in lockstep in this process, handing each payload over."""
     loops = [rank_loop(program, algebra) for program, algebra in zip(programs, algebras, strict=True)]
     for steps in zip(*loops, strict=True):
-        event, number, _ = steps[0]
-        if event == "post":
+        if steps[0][0] == "post":
             wire = {
-                (rank, message.peer): algebras[rank].take(number, message)
+                (rank, message.peer): [x.clone() for x in algebras[rank].outgoing(message)]
                 for rank, (_, _, step) in enumerate(steps)
                 for message in step.sends
             }
             continue
         for rank, (_, _, step) in enumerate(steps):
             for message in step.receives:
-                algebras[rank].land(number, message, wire.pop((message.peer, rank)))
+                for into, value in zip(algebras[rank].incoming(message), wire.pop((message.peer, rank)), strict=True):
+                    into.copy_(value)
         assert not wire, "messages that nobody receives"
 
 

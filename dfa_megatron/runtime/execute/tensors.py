@@ -193,15 +193,6 @@ class Tensors:
             for x in self.read[region.buffer][region.name]
         ]
 
-    def take(self, step: int, message: Message) -> list[torch.Tensor]:
-        """Copy a message, to hand it over inside one process."""
-        return [x.clone() for x in self.outgoing(message)]
-
-    def land(self, step: int, message: Message, payload: Sequence[torch.Tensor]) -> None:
-        """Write a message that was handed over to its place."""
-        for into, value in zip(self.incoming(message), payload, strict=True):
-            into.copy_(value)
-
     def _accumulators(self, buffer: Buffer) -> list[Accumulator[Fields]]:
         """Return one for (out, lse), or one for each gradient: its partials are freed before the next needs a sum."""
         ((name, rows),) = buffer.parts

@@ -60,8 +60,8 @@ def test_rows_that_lie_apart_travel_as_one_message(batch: int) -> None:
     prepared = [
         dataclasses.replace(
             one,
-            forward=plan_memory(forward[rank], landings_of(phases[0], batch), one.sizes),
-            backward=plan_memory(backward[rank], landings_of(phases[1], batch), one.sizes),
+            forward=plan_memory(forward[rank], landings_of(phases[0], batch), one.forward.sizes),
+            backward=plan_memory(backward[rank], landings_of(phases[1], batch), one.forward.sizes),
         )
         for rank, one in enumerate(
             prepare_together(Request(**arguments(softmax_scale=0.25, kernel="reference")), *inputs)

@@ -141,7 +141,7 @@ def test_both_backward_payloads_are_exact(kernel: str, reads: str) -> None:
     whole = case(40)
     request = Request(**arguments(softmax_scale=0.25, kernel=kernel))
     prepared = prepare_together(request, *(x.chunk(4, 1) for x in whole.inputs))
-    assert prepared[0].sizes.backward_needs == reads
+    assert prepared[0].backward.sizes.backward_needs == reads
     together(whole, 4, kernel=kernel)
 
 
