@@ -23,8 +23,10 @@ from dfa_megatron.hooks import OWN, surround
 from dfa_megatron.huggingface.batch import IGNORED, LABELS, first_of, next_labels, tokens_of
 from dfa_megatron.huggingface.current_forward import Arguments, Forward, LayerContext, innermost
 from dfa_megatron.huggingface.tiled_head import causal_loss, is_causal, run_in, summed_loss, tiled_head
+from dfa_megatron.kernels.leaf import outside_graphs
 from dfa_megatron.loss.head import TILE, Head
 from dfa_megatron.loss.scores import token_scores
+from dfa_megatron.runtime.comm.compared import Compared, compared, facts_of_tokens, telling
 from dfa_megatron.runtime.comm.groups import Group, group_name, group_size, resolve
 from dfa_megatron.sharding import shard_sequence, unshard_sequence
 
@@ -58,27 +60,39 @@ def causal_lm_loss(
 
     Raises:
         UnsupportedError: labels of another number of tokens, such as those of this rank's tokens alone.
+        DisagreementError: the ranks ask for different losses.
     """
-    mine, share = _of_this_rank(logits, labels, group, ignore_index)
-    return as_whole(_times(summed_loss(logits, mine, ignore_index, label_smoothing), share), group)
+    mine, share, exchange = _of_this_rank(logits, labels, group, ignore_index, label_smoothing=str(label_smoothing))
+    return _compared(_times(summed_loss(logits, mine, ignore_index, label_smoothing), share), group, exchange)
 
 
+@outside_graphs
+def _compared(loss: torch.Tensor, group: Group, exchange: Compared) -> torch.Tensor:
+    """Return what `as_whole` does, in an exchange that the ranks compare."""
+    with exchange.running(0, loss.device):
+        return as_whole(loss, group)
+
+
+@outside_graphs
 def _of_this_rank(
-    x: torch.Tensor, labels: torch.Tensor, group: Group, ignore_index: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the labels of the next tokens of this rank's tokens, and P over the number of those of all ranks.
+    x: torch.Tensor, labels: torch.Tensor, group: Group, ignore_index: int, **asked: str
+) -> tuple[torch.Tensor, torch.Tensor, Compared]:
+    """Return the labels of the next tokens of this rank's tokens, P over the number of those of all, and the exchange.
 
-    x: (batch, local_seq, ...).
+    x: (batch, local_seq, ...). asked: what else the ranks compare.
     """
-    shifted = next_labels(labels, ignore_index)
-    mine, size = shard_sequence(shifted, group=group), group_size(group)
-    if mine.shape != x.shape[:2]:
-        raise UnsupportedError(
-            f"labels of shape {tuple(labels.shape)} for {tuple(x.shape[:2])} tokens on each of {size} ranks",
-            "they are shifted, and then cut, here",
-            "labels (batch, seq) of the whole batch, the same on every rank, not shifted",
-        )
-    return mine, size / (shifted != ignore_index).sum().clamp(min=1).double()
+    with telling(group) as over:
+        shifted = next_labels(labels, ignore_index)
+        mine, size = shard_sequence(shifted, group=group), group_size(group)
+        if mine.shape != x.shape[:2]:
+            raise UnsupportedError(
+                f"labels of shape {tuple(labels.shape)} for {tuple(x.shape[:2])} tokens on each of {size} ranks",
+                "they are shifted, and then cut, here",
+                "labels (batch, seq) of the whole batch, the same on every rank, not shifted",
+            )
+        facts = facts_of_tokens(x, 1) | {"ignore_index": str(ignore_index), **asked}
+        exchange = compared("the loss of a whole batch", over, facts, x.device, f"of labels {tuple(labels.shape)}")
+    return mine, size / (shifted != ignore_index).sum().clamp(min=1).double(), exchange
 
 
 def _times(loss: torch.Tensor, share: torch.Tensor) -> torch.Tensor:
@@ -135,15 +149,16 @@ def tiled_loss(
 
     Raises:
         UnsupportedError: another kind of head, or a tile that is no positive integer.
+        DisagreementError: the ranks ask for different losses.
     """
 
-    mine, share = _of_this_rank(hidden, labels, group, ignore_index)
+    mine, share, exchange = _of_this_rank(hidden, labels, group, ignore_index)
 
     def use(hidden: torch.Tensor, head: Head) -> tuple[torch.Tensor, ...]:
         return (token_scores(hidden, head, mine, tile=tile, ignore_index=ignore_index).logprobs,)
 
     (logprobs,) = run_in(tiled_head(head), hidden, use, 1.0, None)
-    return as_whole(_times(-logprobs.sum(), share), group)
+    return _compared(_times(-logprobs.sum(), share), group, exchange)
 
 
 def check_loss(model: Any, given: Arguments, context: LayerContext) -> None:
