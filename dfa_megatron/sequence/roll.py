@@ -62,7 +62,7 @@ def roll_sequence(
             check_offsets(offsets)
         whole = _whole(x, dim, layout, over, offsets)
     moves = _rolled(whole, shift, offsets, 0 if over is None else over.rank, x.device)
-    facts, about = facts_of_tokens(x, dim), (str(whole), describe(offsets))
+    facts, about = facts_of_tokens(x, dim) | {"tokens of a rank": whole.held}, (str(whole), describe(offsets))
     exchange = compared(f"a roll by {shift}", over, facts, x.device, *about)
     return move_rows(x, moves, exchange, fill=fill, dim=dim)
 

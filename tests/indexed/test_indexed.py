@@ -195,6 +195,8 @@ def test_ranks_that_differ_are_told(rank: int, ranks: int) -> None:
     q = torch.ones(1, 4, 2, 3)
     with pytest.raises(DisagreementError, match="topk"):
         index_topk(*index, 2 + (rank == 1))
+    with pytest.raises(DisagreementError, match=r"tokens of a rank: .*\n.*of_lengths"):
+        index_topk(*(x[:, : 3 + (rank == 1)] for x in index), 2)
     positions = index_topk(*index, 2)
     with pytest.raises(DisagreementError, match="scale"):
         sparse_attn(q, q, q, positions, softmax_scale=1.0 + rank)
