@@ -26,8 +26,8 @@ from dfa_megatron.huggingface.tiled_head import causal_loss, is_causal, run_in, 
 from dfa_megatron.kernels.leaf import outside_graphs
 from dfa_megatron.loss.head import TILE, Head
 from dfa_megatron.loss.scores import token_scores
-from dfa_megatron.runtime.comm.compared import Compared, compared, facts_of_tokens, telling
-from dfa_megatron.runtime.comm.groups import Group, group_name, group_size, resolve
+from dfa_megatron.runtime.comm.compared import compared, telling
+from dfa_megatron.runtime.comm.groups import Group, channel_of, group_name, group_size, resolve
 from dfa_megatron.sharding import shard_sequence, unshard_sequence
 
 _MARK = "_dfa_sums_tokens"
@@ -62,37 +62,30 @@ def causal_lm_loss(
         UnsupportedError: labels of another number of tokens, such as those of this rank's tokens alone.
         DisagreementError: the ranks ask for different losses.
     """
-    mine, share, exchange = _of_this_rank(logits, labels, group, ignore_index, label_smoothing=str(label_smoothing))
-    return _compared(_times(summed_loss(logits, mine, ignore_index, label_smoothing), share), group, exchange)
-
-
-@outside_graphs
-def _compared(loss: torch.Tensor, group: Group, exchange: Compared) -> torch.Tensor:
-    """Return what `as_whole` does, in an exchange that the ranks compare."""
-    with exchange.running(0, loss.device):
-        return as_whole(loss, group)
+    mine, share = _of_this_rank(logits, labels, group, ignore_index)
+    loss = _times(summed_loss(logits, mine, ignore_index, label_smoothing), share)
+    asked = {"ignore_index": ignore_index, "label_smoothing": label_smoothing}
+    return compared_whole(loss, group, f"of labels {tuple(labels.shape)}", **asked)
 
 
 @outside_graphs
 def _of_this_rank(
-    x: torch.Tensor, labels: torch.Tensor, group: Group, ignore_index: int, **asked: str
-) -> tuple[torch.Tensor, torch.Tensor, Compared]:
-    """Return the labels of the next tokens of this rank's tokens, P over the number of those of all, and the exchange.
+    x: torch.Tensor, labels: torch.Tensor, group: Group, ignore_index: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the labels of the next tokens of this rank's tokens, and P over the number of those of all ranks.
 
-    x: (batch, local_seq, ...). asked: what else the ranks compare.
+    x: (batch, local_seq, ...).
     """
-    with telling(group) as over:
-        shifted = next_labels(labels, ignore_index)
-        mine, size = shard_sequence(shifted, group=group), group_size(group)
+    shifted, size = next_labels(labels, ignore_index), group_size(group)
+    with telling(group):
+        mine = shard_sequence(shifted, group=group)
         if mine.shape != x.shape[:2]:
             raise UnsupportedError(
                 f"labels of shape {tuple(labels.shape)} for {tuple(x.shape[:2])} tokens on each of {size} ranks",
                 "they are shifted, and then cut, here",
                 "labels (batch, seq) of the whole batch, the same on every rank, not shifted",
             )
-        facts = facts_of_tokens(x, 1) | {"ignore_index": str(ignore_index), **asked}
-        exchange = compared("the loss of a whole batch", over, facts, x.device, f"of labels {tuple(labels.shape)}")
-    return mine, size / (shifted != ignore_index).sum().clamp(min=1).double(), exchange
+    return mine, size / (shifted != ignore_index).sum().clamp(min=1).double()
 
 
 def _times(loss: torch.Tensor, share: torch.Tensor) -> torch.Tensor:
@@ -107,6 +100,15 @@ def as_whole(loss: torch.Tensor, group: Group) -> torch.Tensor:
         dist.all_reduce(total, group=resolve(name))
         total /= group_size(group)
     return total + (loss - loss.detach())
+
+
+@outside_graphs
+def compared_whole(loss: torch.Tensor, group: Group, about: str, **asked: object) -> torch.Tensor:
+    """Return what `as_whole` does; the ranks compare what they ask for, and `about`, which varies, at each call."""
+    facts = {"dtype": loss.dtype, "gradient": loss.requires_grad, **asked}
+    told = {name: str(value) for name, value in facts.items()}
+    with compared("the loss of a whole batch", channel_of(group), told, loss.device, about).running(0, loss.device):
+        return as_whole(loss, group)
 
 
 def sums_tokens(function: Function) -> Function:
@@ -152,13 +154,14 @@ def tiled_loss(
         DisagreementError: the ranks ask for different losses.
     """
 
-    mine, share, exchange = _of_this_rank(hidden, labels, group, ignore_index)
+    mine, share = _of_this_rank(hidden, labels, group, ignore_index)
 
     def use(hidden: torch.Tensor, head: Head) -> tuple[torch.Tensor, ...]:
         return (token_scores(hidden, head, mine, tile=tile, ignore_index=ignore_index).logprobs,)
 
     (logprobs,) = run_in(tiled_head(head), hidden, use, 1.0, None)
-    return _compared(_times(-logprobs.sum(), share), group, exchange)
+    about = f"of labels {tuple(labels.shape)}"
+    return compared_whole(_times(-logprobs.sum(), share), group, about, ignore_index=ignore_index)
 
 
 def check_loss(model: Any, given: Arguments, context: LayerContext) -> None:

@@ -167,10 +167,17 @@ def _statistics(logits: torch.Tensor, labels: torch.Tensor, tiling: Tiling) -> t
 
 
 def _together(found: torch.Tensor, tiling: Tiling) -> torch.Tensor:
-    """Return the result of all ranks from (6, tokens) of each: two all-reduces for all tiles."""
+    """Return the result of all ranks from (6, tokens) of each: two all-reduces for all tiles.
+
+    Behind the largest logits travel a digest of what is asked, exact in float32, and its negative.
+    """
     high, sums = found[0], found[1:]
     if (group := tiling.head.group) is not None:
-        mine, high = high, _highest(high, tiling)
+        digest = int.from_bytes(hashlib.sha256(tiling.asked.encode()).digest()[:3])
+        mine, high = high, torch.nn.functional.pad(high, (0, 2), value=digest)
+        high[-1:].neg_()
+        dist.all_reduce(high, dist.ReduceOp.MAX, group=group)
+        high = high[:-2].masked_fill(_differs(*high[-2:], tiling.asked), float("nan"))
         down = mine - high
         summed, label, weighted, total, here = sums
         sums = torch.stack([summed * down.exp(), label, (weighted + down * summed) * down.exp(), total, here])
@@ -180,28 +187,15 @@ def _together(found: torch.Tensor, tiling: Tiling) -> torch.Tensor:
     return torch.stack([label.masked_fill(here == 0, float("nan")), high + log, log - weighted / summed, total])
 
 
-def _highest(mine: torch.Tensor, tiling: Tiling) -> torch.Tensor:
-    """Return the largest logits of all ranks; NaN where they ask for different losses.
-
-    Behind them travel a digest of what is asked, exact in float32, and its negative. A GPU is waited for only where
-    this rank asks for the first time.
-    """
-    digest = int.from_bytes(hashlib.sha256(tiling.asked.encode()).digest()[:3])
-    high = torch.nn.functional.pad(mine, (0, 2), value=digest)
-    high[-1:].neg_()
-    dist.all_reduce(high, dist.ReduceOp.MAX, group=tiling.head.group)
-    differ = high[-2] != -high[-1]
-    if _may_wait(high, tiling.asked):
-        if differ:
+def _differs(digest: torch.Tensor, negative: torch.Tensor, asked: str) -> torch.Tensor:
+    """Return whether the ranks ask for different losses; raise it unless a GPU did what this rank asks for before."""
+    differs = digest != -negative
+    if not digest.is_cuda or not (asked in _AGREED or torch.cuda.is_current_stream_capturing()):
+        if differs:
             why = "the ranks that share a vocabulary ask for different losses. What works: the same on every rank. Here"
-            raise DisagreementError(f"{why} it is {tiling.asked}")
-        _AGREED.add(tiling.asked)
-    return high[:-2].masked_fill(differ, float("nan"))
-
-
-def _may_wait(found: torch.Tensor, asked: str) -> bool:
-    """Return whether to read a result on the host."""
-    return not found.is_cuda or not (asked in _AGREED or torch.cuda.is_current_stream_capturing())
+            raise DisagreementError(f"{why} it is {asked}")
+        _AGREED.add(asked)
+    return differs
 
 
 def _of_logits(logits: torch.Tensor, labels: torch.Tensor, numbers: torch.Tensor, tiling: Tiling) -> torch.Tensor:

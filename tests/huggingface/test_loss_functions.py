@@ -127,16 +127,17 @@ def refused(rank: int, world_size: int) -> None:
 
 
 def disagreed(rank: int, world_size: int) -> None:
-    head, labels = torch.nn.Linear(8, 5), torch.arange(4 * world_size)[None] % 5
+    head, labels = torch.nn.Linear(8, 5).double(), torch.arange(4 * world_size)[None] % 5
+    hidden = torch.randn(1, 4, 8).double()
     for name, given in {"label_smoothing": {"label_smoothing": 0.1}, "ignore_index": {"ignore_index": 3}}.items():
         odd: dict[str, Any] = given if rank == 1 else {}
         with pytest.raises(DisagreementError, match=f"{name}: .* on rank 1"):
-            dfa_hf.causal_lm_loss(head(torch.randn(1, 4, 8)), labels, **odd)
+            dfa_hf.causal_lm_loss(head(hidden), labels, **odd)
     with pytest.raises(DisagreementError, match=r"ignore_index: .* on rank 1"):
-        tiled_loss(head, torch.randn(1, 4, 8), labels, **odd)
-    dfa_hf.causal_lm_loss(head(torch.randn(1, 4, 8)), labels)
+        tiled_loss(head, hidden, labels, **odd)
+    dfa_hf.causal_lm_loss(head(hidden), labels)
     with pytest.raises(DisagreementError, match=r"of labels \(1, 11\) on rank 1"):
-        dfa_hf.causal_lm_loss(head(torch.randn(1, 4, 8)), labels[:, int(rank == 1) :])
+        dfa_hf.causal_lm_loss(head(hidden), labels[:, int(rank == 1) :])
 
 
 def test_a_marked_loss_is_that_of_one_process_and_another_is_refused_however_it_was_set() -> None:

@@ -125,6 +125,7 @@ def test_layouts_masks_and_packs_that_differ_are_told_on_every_rank(rank: int, r
             "logits": partial(max_logits, x, x, causal=True, layout=layout),
             "mask": partial(max_logits, x, x, mask=mask),
             "pack": partial(unshard_sequence, x, layout="load_balanced", cu_seqlens=pack),
+            "fill of a roll": partial(roll_sequence, cube, -1, fill=odd),
             "dim of a roll": partial(roll_sequence, cube, -1, dim=1 + odd),
             "dim of a convolution": partial(dist_conv, lambda x, _: x, cube, 2, dim=1 + odd),
         }.items():
