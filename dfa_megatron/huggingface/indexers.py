@@ -32,7 +32,7 @@ from dfa_megatron.huggingface.current_forward import (
     in_layer,
     reach,
 )
-from dfa_megatron.huggingface.loss import compared_whole
+from dfa_megatron.huggingface.loss import as_whole
 from dfa_megatron.huggingface.planned_mask import PlannedMask
 from dfa_megatron.huggingface.seen import Seen, mask_of
 from dfa_megatron.indexed import index_loss, index_topk, sparse_attn
@@ -231,7 +231,7 @@ def whole_loss(forward: Forward) -> torch.Tensor | None:
         what, why = "indexers that are trained in re-entrant checkpoints", "their loss would have no gradient"
         raise UnsupportedError(what, why, "use_reentrant=False")
     context, loss = forward.context, torch.stack(parts).sum()
-    return compared_whole(loss * context.size, context.group, "of indexers", weight=context.indexers)
+    return as_whole(loss * context.size, context.group, "of indexers", weight=context.indexers)
 
 
 def factors_of(layer: Any, values: torch.Tensor) -> torch.Tensor:

@@ -63,16 +63,16 @@ def causal_lm_loss(
         DisagreementError: the ranks ask for different losses.
     """
     mine, share = _of_this_rank(logits, labels, group, ignore_index)
-    loss = _times(summed_loss(logits, mine, ignore_index, label_smoothing), share)
+    loss = summed_loss(logits, mine, ignore_index, label_smoothing)
     asked = {"ignore_index": ignore_index, "label_smoothing": label_smoothing}
-    return compared_whole(loss, group, f"of labels {tuple(labels.shape)}", **asked)
+    return as_whole((loss * share).to(loss.dtype), group, f"of labels {tuple(labels.shape)}", **asked)
 
 
 @outside_graphs
 def _of_this_rank(
     x: torch.Tensor, labels: torch.Tensor, group: Group, ignore_index: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the labels of the next tokens of this rank's tokens, and P over the number of those of all ranks.
+    """Return the labels of the next tokens of this rank's tokens, and P over the number of those of all, in float64.
 
     x: (batch, local_seq, ...).
     """
@@ -88,27 +88,20 @@ def _of_this_rank(
     return mine, size / (shifted != ignore_index).sum().clamp(min=1).double()
 
 
-def _times(loss: torch.Tensor, share: torch.Tensor) -> torch.Tensor:
-    """Return a loss times a share, which is in float64 and would make it so."""
-    return (loss * share).to(loss.dtype)
+@outside_graphs
+def as_whole(loss: torch.Tensor, group: Group, about: str = "", **asked: object) -> torch.Tensor:
+    """Return the mean of a loss over the ranks, whose gradient is that of this rank's loss; a collective call.
 
-
-def as_whole(loss: torch.Tensor, group: Group) -> torch.Tensor:
-    """Return the mean of a loss over the ranks, whose gradient is that of this rank's loss; a collective call."""
+    asked: the ranks compare it, and `about`, which varies, at each call. Without any they compare nothing.
+    """
     total = loss.detach().clone()
     if name := group_name(group):
-        dist.all_reduce(total, group=resolve(name))
+        facts = {key: str(x) for key, x in {"dtype": loss.dtype, "gradient": loss.requires_grad, **asked}.items()}
+        exchange = compared("a loss of a whole batch", channel_of(group) if asked else None, facts, loss.device, about)
+        with exchange.running(0, loss.device):
+            dist.all_reduce(total, group=resolve(name))
         total /= group_size(group)
     return total + (loss - loss.detach())
-
-
-@outside_graphs
-def compared_whole(loss: torch.Tensor, group: Group, about: str, **asked: object) -> torch.Tensor:
-    """Return what `as_whole` does; the ranks compare what they ask for, and `about`, which varies, at each call."""
-    facts = {"dtype": loss.dtype, "gradient": loss.requires_grad, **asked}
-    told = {name: str(value) for name, value in facts.items()}
-    with compared("the loss of a whole batch", channel_of(group), told, loss.device, about).running(0, loss.device):
-        return as_whole(loss, group)
 
 
 def sums_tokens(function: Function) -> Function:
@@ -159,9 +152,9 @@ def tiled_loss(
     def use(hidden: torch.Tensor, head: Head) -> tuple[torch.Tensor, ...]:
         return (token_scores(hidden, head, mine, tile=tile, ignore_index=ignore_index).logprobs,)
 
-    (logprobs,) = run_in(tiled_head(head), hidden, use, 1.0, None)
+    loss = -run_in(tiled_head(head), hidden, use, 1.0, None)[0].sum()
     about = f"of labels {tuple(labels.shape)}"
-    return compared_whole(_times(-logprobs.sum(), share), group, about, ignore_index=ignore_index)
+    return as_whole((loss * share).to(loss.dtype), group, about, ignore_index=ignore_index)
 
 
 def check_loss(model: Any, given: Arguments, context: LayerContext) -> None:

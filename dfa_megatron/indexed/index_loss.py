@@ -85,15 +85,14 @@ def index_loss(
         heads_of = None if tp_group == "" else resolve(tp_group)
         scale = scale_of(softmax_scale, q.shape[3])
         trains = torch.is_grad_enabled() and any(x.requires_grad for x in (index_q, index_k, weights))
-        facts = facts_of_tokens(index_q, 1) | {"gradient": str(trains), "scale": str(scale)}
-        facts |= {"over": "all keys" if positions is None else "chosen keys"}
+        facts = facts_of_tokens(index_q, 1) | {"gradient": f"{trains}", "scale": f"{scale}", "all": f"{chosen is None}"}
         if heads_of is not None:
             here, told = torch.device("cpu"), facts | {"valid": "all" if valid is None else "some"}
             beside = replace(whole, over=channel_of(heads_of, verify=config.verify == "on"))
             with beside.exchange("the loss of an indexer, between ranks that share heads", told, here).running(0, here):
                 pass  # they have met, before they wait for one another on a device
-        facts |= {"heads": str(q.shape[2]), "keys": str(tuple(k.shape[2:]))}
-        exchange = whole.exchange("the loss of an indexer", facts, device)
+        its = {"heads": str(q.shape[2]), "keys": str(tuple(k.shape[2:]))}
+        exchange = whole.exchange("the loss of an indexer", facts | its, device)
     seen = torch.ones(index_q.shape[:2], dtype=torch.bool, device=device) if valid is None else valid
     attention = q.detach().flatten(0, 1), k.detach().flatten(0, 1), lse.detach().transpose(1, 2).flatten(0, 1)
     call = _LossCall(whole, exchange, *attention, chosen, seen.flatten(), scale, heads_of)

@@ -57,8 +57,7 @@ def token_scores(
     Raises:
         UnsupportedError: a tile that is no positive integer, labels of another number of tokens, or a partition that
             does not fit.
-        DisagreementError: the ranks of `head.group` ask for different things. On a GPU, those that have asked for the
-            same before get NaN.
+        DisagreementError: the ranks of `head.group` ask for different things. Later, on a GPU, the numbers are NaN.
     """
     result = _result(hidden, head, labels, tile, entropy=entropy, ignore_index=ignore_index)[0]
     label, lse = result[LABEL], result[LSE]
@@ -112,9 +111,7 @@ def cross_entropy(
     return losses.sum() if reduction == "sum" else losses.sum() / (~ignored).sum().clamp(min=1)
 
 
-def _result(
-    hidden: torch.Tensor, head: Head, labels: torch.Tensor, tile: int, **asked: object
-) -> tuple[torch.Tensor, int]:
+def _result(hidden: torch.Tensor, head: Head, labels: torch.Tensor, tile: int, **asked: object) -> tuple[Any, int]:
     """Return (4, tokens) as `Tiled` does, and the size of the vocabulary. asked: what else the ranks compare."""
     check_tile(tile)
     _check(hidden, head, labels)

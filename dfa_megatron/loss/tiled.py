@@ -167,17 +167,15 @@ def _statistics(logits: torch.Tensor, labels: torch.Tensor, tiling: Tiling) -> t
 
 
 def _together(found: torch.Tensor, tiling: Tiling) -> torch.Tensor:
-    """Return the result of all ranks from (6, tokens) of each: two all-reduces for all tiles.
-
-    Behind the largest logits travel a digest of what is asked, exact in float32, and its negative.
-    """
+    """Return the result of all ranks from (6, tokens) of each: two all-reduces for all tiles."""
     high, sums = found[0], found[1:]
     if (group := tiling.head.group) is not None:
+        # Behind the largest logits travel a digest of what is asked, exact in float32, and its negative.
         digest = int.from_bytes(hashlib.sha256(tiling.asked.encode()).digest()[:3])
         mine, high = high, torch.nn.functional.pad(high, (0, 2), value=digest)
         high[-1:].neg_()
         dist.all_reduce(high, dist.ReduceOp.MAX, group=group)
-        high = high[:-2].masked_fill(_differs(*high[-2:], tiling.asked), float("nan"))
+        high = high[:-2].masked_fill(_differs(high[-2], high[-1], tiling.asked), float("nan"))
         down = mine - high
         summed, label, weighted, total, here = sums
         sums = torch.stack([summed * down.exp(), label, (weighted + down * summed) * down.exp(), total, here])
@@ -192,8 +190,7 @@ def _differs(digest: torch.Tensor, negative: torch.Tensor, asked: str) -> torch.
     differs = digest != -negative
     if not digest.is_cuda or not (asked in _AGREED or torch.cuda.is_current_stream_capturing()):
         if differs:
-            why = "the ranks that share a vocabulary ask for different losses. What works: the same on every rank. Here"
-            raise DisagreementError(f"{why} it is {asked}")
+            raise DisagreementError(f"other ranks ask for another loss than {asked}. What works: the same on all")
         _AGREED.add(asked)
     return differs
 

@@ -14,7 +14,7 @@ from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 from dfa_megatron.errors import UnsupportedError
-from dfa_megatron.plan.language.layout import Layout, contiguous, of_lengths
+from dfa_megatron.plan.language.layout import Layout, contiguous
 from dfa_megatron.plan.language.tree import Tree
 from dfa_megatron.runtime.cu_seqlens import Offsets, check_offsets
 
@@ -75,7 +75,8 @@ class Share:
     @property
     def held(self) -> str:
         """The tokens of every rank, one number where they are equal."""
-        return of_lengths([hi - lo for lo, hi in pairwise(self.edges)]).held
+        counts = [hi - lo for lo, hi in pairwise(self.edges)]
+        return str(counts[0]) if len({*counts}) == 1 else ", ".join(map(str, counts))
 
     @cached_property
     def _cut(self) -> tuple[list[int], list[int], list[int]]:

@@ -58,12 +58,6 @@ class Layout:
         return f"chunks of {held} tokens #{crc32(repr(spans).encode()):08x}"
 
     @property
-    def held(self) -> str:
-        """The tokens of every rank, one number where they are equal."""
-        counts = [self.tokens(rank) for rank in range(self.ranks)]
-        return str(counts[0]) if len({*counts}) == 1 else ", ".join(map(str, counts))
-
-    @property
     def length(self) -> int:
         """Return the tokens of the whole sequence, or of both."""
         return max((chunk.hi for chunk in self.chunks), default=0)
