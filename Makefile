@@ -67,7 +67,7 @@ models: $(READY)
 # Each kernel is compiled once on the machine; what FlashAttention-4 compiled is kept beside the repository's runs.
 gpu gpu-all fuzz: export FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED := 1
 gpu gpu-all: $(READY)
-	OMP_NUM_THREADS=1 $(PY) -m pytest -q -m gpu --by-file -n 8 --dist loadgroup $(if $(@:gpu=),,--drawn 12) $(ARGS)
+	OMP_NUM_THREADS=1 $(PY) -m pytest -q -m gpu --by-file -n $$((($$(nproc --all) + 1) / 2)) --dist loadgroup $(if $(@:gpu=),,--drawn 12) $(ARGS)
 
 paper paper-toy: $(READY)
 	$(PY) -m benchmarks.cells $@ --out runs/$@ $(ARGS)

@@ -14,6 +14,7 @@ NEEDS = {
     "benchmarks.deepspeed_training": ("deepspeed", "transformers"),
     "benchmarks.deepspeed_longest": ("deepspeed", "transformers"),
     "benchmarks.host_time": ("flash_attn.cute",),
+    "benchmarks.layers": ("flash_attn.cute",),
     "benchmarks.recurrence": ("fla",),
     "benchmarks.tree_layers": ("transformers",),
     "pytest": ("pytest", "xdist"),
@@ -67,7 +68,6 @@ STEPS = f"{LAYERS} --vocab-size 32768 --train 131072:4:3:remat 131072:4:3:full 1
 LONGEST = "python -m benchmarks.deepspeed_longest --gpus {gpus} --budget {budget} --out {out}.json"
 PACKED = "torchrun -m benchmarks.packed --out {out}.json --tokens-per-rank"
 MASKS = "torchrun -m benchmarks.packed --masks all --heads 32 --repetitions 7 --out {out}.json"
-PROGRAMS = "python -m benchmarks.pack_programs --out {out}.json --tokens-per-rank"
 RECURRENCE = "python -m benchmarks.recurrence --link-gbs 370 --out {out}.json"
 HOSTS = "NCCL_NET=Socket torchrun -m benchmarks.own_host benchmarks.attention --budget {budget} --out {out}"
 SOCKETS = "NCCL_P2P_DISABLE=1 NCCL_SHM_DISABLE=1"
@@ -87,6 +87,7 @@ EVERYWHERE = (
     Cell("packages", f"{ATTENTION} --preset quick --baselines installed", 180),
     Cell("host-time", "torchrun -m benchmarks.host_time --kernel flash4 --out {out}.json", 120),
     Cell("packed-8k", f"{PACKED} 8192", 120),
+    Cell("layers-in-a-row", "torchrun -m benchmarks.layers --out {out}.json", 200),
 )
 
 PAPER = (
@@ -118,12 +119,9 @@ ONE_GPU = (
     EVERYWHERE[0],
     Cell("host-time", "python -m benchmarks.host_time --kernel flash4 --out {out}.json", 120),
     Cell("tiled-loss", "torchrun -m benchmarks.tiled_loss --out {out}.json", 180),
-    Cell("pack-programs-8k", f"{PROGRAMS} 8192", 150),
     Cell("one-gpu", f"{ATTENTION} --preset one_gpu", 120),
     Cell("recurrence", RECURRENCE, 150),
     Cell("recurrence-forward", f"{RECURRENCE} --no-backward", 150),
-    Cell("pack-programs-32k", f"{PROGRAMS} 32768", 150),
-    Cell("pack-programs-128k", f"{PROGRAMS} 131072", 150),
     Cell("fuzz", "python -m tests.fuzz --device cuda --seconds 200 --out {out}.json", 300),
     *TREES,
 )  # fmt: skip

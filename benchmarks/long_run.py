@@ -1,7 +1,7 @@
-"""Trains a model on English text twice at once: over some ranks with our attention, and on one more GPU without it.
+"""Trains a model on English text twice, step by step in turns: over all GPUs with our attention, and on one without it.
 
-    torchrun --nproc-per-node 4 -m benchmarks.long_run --out FILE                 # ours on GPUs 0 to 2, the other on 3
-    torchrun --nproc-per-node 4 -m benchmarks.long_run --model hybrid --steps 200 --out FILE
+    torchrun --nproc-per-node 2 -m benchmarks.long_run --out FILE
+    torchrun --nproc-per-node 2 -m benchmarks.long_run --model hybrid --steps 200 --out FILE
 
 Weights, packs and rates are the same. Each row is a step of both; FILE.svg shows the curves. The Llama has 0.5 billion
 parameters. The hybrid has Qwen3-Next's gated delta nets and attention, without experts, whose choice is not continuous.
@@ -31,6 +31,8 @@ from dfa_megatron import TrainingConfig
 from dfa_megatron.doctor.world import World
 from dfa_megatron.flags import flag
 from dfa_megatron.huggingface import distribute_attention
+
+FIGURES = ("loss", "gradient_norm", "ms")
 
 
 @dataclass(frozen=True)
@@ -97,39 +99,51 @@ def main() -> None:
             picture(job.out)
 
 
+class Run:
+    """One of the two: the model, cut over its ranks, and its optimizer."""
+
+    def __init__(self, job: LongRun, world: World, group: Any, *, ours: bool) -> None:
+        with world.device:
+            self.model = model = build(job, tiny=not world.cuda)
+        if ours:
+            distribute_attention(model, group=group, config=TrainingConfig(checkpoint="remat"))
+        else:
+            ALL_ATTENTION_FUNCTIONS["packed"] = whole  # transformers makes no mask for what it does not know
+            model.set_attn_implementation("packed")
+        policy = MixedPrecisionPolicy(torch.bfloat16 if world.cuda else None, torch.float32)
+        given: Any = {"mesh": DeviceMesh.from_group(group, world.device.type), "mp_policy": policy}
+        for part in (*model.model.layers, model):
+            fully_shard(part, **given)
+        self.optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.1)
+
+    def take(self, step: int, batch: dict[str, torch.Tensor]) -> list[float]:
+        """Take a step; return the values of `FIGURES`."""
+        start = time.perf_counter()
+        loss = self.model(**batch).loss
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0).full_tensor()
+        self.optimizer.param_groups[0]["lr"] = 3e-4 * min(1.0, (step + 1) / 20)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return [loss.item(), norm.item(), 1e3 * (time.perf_counter() - start)]
+
+
 def train(job: LongRun, world: World, report: Report) -> None:
-    """Train both, on this rank one of them."""
-    last, names = world.size - 1, ("loss", "gradient_norm", "ms")
-    group = (dist.new_group([*range(last)]), dist.new_group([last]))[not (ours := world.rank < last)]
-    with world.device:
-        model = build(job, tiny=not world.cuda)
-    if ours:
-        distribute_attention(model, group=group, config=TrainingConfig(checkpoint="remat"))
-    else:
-        ALL_ATTENTION_FUNCTIONS["packed"] = whole  # transformers makes no mask for what it does not know
-        model.set_attn_implementation("packed")
-    policy = MixedPrecisionPolicy(torch.bfloat16 if world.cuda else None, torch.float32)
-    given: Any = {"mesh": DeviceMesh.from_group(group, world.device.type), "mp_policy": policy}
-    for part in (*model.model.layers, model):
-        fully_shard(part, **given)
-    optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.1)
+    """Train both in turns, step by step: ours on every rank, the other on rank 0 while the rest wait."""
+    groups = {"ours": dist.new_group([*range(world.size)]), "alone": dist.new_group([0])}
+    mine = [*groups][: 1 + (world.rank == 0)]
+    runs = {name: Run(job, world, groups[name], ours=name == "ours") for name in mine}
     for step in range(job.steps):
         if report.seconds > job.seconds:
             break
-        start = time.perf_counter()
-        loss = model(**{name: x.to(world.device) for name, x in pack(step, job).items()}).loss
-        loss.backward()
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).full_tensor()
-        optimizer.param_groups[0]["lr"] = 3e-4 * min(1.0, (step + 1) / 20)
-        optimizer.step()
-        optimizer.zero_grad()
-        mine = [loss.item(), norm.item(), 1e3 * (time.perf_counter() - start)]
-        both = world.sums([x * here for here in (world.rank == 0, not ours) for x in mine])
-        found = {run: dict(zip(names, part, strict=True)) for run, part in (("ours", both[:3]), ("alone", both[3:]))}
-        report.add({"step": step, **found})
-    far = {x: [abs(row["ours"][x] / row["alone"][x] - 1) for row in report.content["rows"]] for x in names[:2]}
-    told = {what: {"largest": max(each), "last": each[-1]} for what, each in far.items()}
-    report.add({"seconds": report.seconds, **told}, "apart")
+        batch = {name: x.to(world.device) for name, x in pack(step, job).items()}
+        taken = {name: dict(zip(FIGURES, run.take(step, batch), strict=True)) for name, run in runs.items()}
+        report.add({"step": step, **taken})
+    if world.rank == 0:
+        rows = report.content["rows"]
+        far = {x: [abs(row["ours"][x] / row["alone"][x] - 1) for row in rows] for x in FIGURES[:2]}
+        told = {what: {"largest": max(each), "last": each[-1]} for what, each in far.items()}
+        report.add({"seconds": report.content["seconds"], **told}, "apart")
 
 
 if __name__ == "__main__":

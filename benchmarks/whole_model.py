@@ -29,7 +29,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from benchmarks.attention.baselines.deepspeed import join_deepspeed, register_ulysses
-from benchmarks.attention.baselines.ulysses import to_heads, to_sequence
+from benchmarks.attention.baselines.ulysses import to_heads, to_sequence, whole_attention
 from benchmarks.attention.failures import attempt
 from benchmarks.attention.method import zigzag
 from benchmarks.bench import Flags, Report, benchmark, clear_memory, flags_of, wait
@@ -49,26 +49,14 @@ LENGTHS: list[int] = []
 
 
 def whole(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, **_: Any) -> tuple[Tensor, None]:
-    """Attend causally to a whole sequence (batch, heads, seq, dim): flash-attn-4, or PyTorch's attention on a CPU."""
-    if q.device.type == "cpu":
-        parts = zip(*(x.split(LENGTHS or x.shape[2], dim=2) for x in (q, k, v)), strict=True)
-        outs = [F.scaled_dot_product_attention(*part, is_causal=True, enable_gqa=True) for part in parts]
-        return torch.cat(outs, dim=2).transpose(1, 2), None
-    from flash_attn.cute import flash_attn_func, flash_attn_varlen_func
-
-    q, k, v = (x.transpose(1, 2).contiguous() for x in (q, k, v))
-    if not LENGTHS:
-        return flash_attn_func(q, k, v, causal=True)[0], None
-    starts = F.pad(torch.tensor(LENGTHS).cumsum(0), (1, 0)).to(q.device, torch.int32)
-    longest = max(512, *LENGTHS)  # a pack of shorter ones would compile other kernels
-    given = {"cu_seqlens_q": starts, "cu_seqlens_k": starts, "max_seqlen_q": longest, "max_seqlen_k": longest}
-    return flash_attn_varlen_func(q[0], k[0], v[0], **given, causal=True)[0][None], None
+    """Attend causally to a whole sequence (batch, heads, seq, dim)."""
+    return whole_attention(*(x.transpose(1, 2) for x in (q, k, v)), LENGTHS), None
 
 
 def exchanged(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, **_: Any) -> tuple[Tensor, None]:
     """Exchange tokens for heads, attend to whole sequences, and exchange them back."""
-    q, k, v = (to_heads(x.transpose(1, 2).contiguous()).transpose(1, 2) for x in (q, k, v))
-    return to_sequence(whole(module, q, k, v, mask)[0].contiguous()), None
+    parts = (to_heads(x.transpose(1, 2).contiguous()) for x in (q, k, v))
+    return to_sequence(whole_attention(*parts, LENGTHS).contiguous()), None
 
 
 def context_parallel(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, **_: Any) -> tuple[Tensor, None]:

@@ -72,7 +72,8 @@ def pytest_itemcollected(item: pytest.Item) -> None:
         if item.get_closest_marker("gpu") is None:
             item.add_marker(pytest.mark.gpu(0))  # `-m gpu` takes it; the test itself says what it needs
         if item.path.parent.name != "kernels":
-            item.add_marker(pytest.mark.xdist_group(f"gpu {item.path.stem}"))  # a file's own ranks share the GPUs
+            name = getattr(item, "originalname", item.name)
+            item.add_marker(pytest.mark.xdist_group(f"gpu {item.path.stem} {name}"))  # its own ranks share the GPUs
         item.user_properties.append(("gpu", True))
     if stands_for := support_rows.cells(item):
         item.user_properties += [("support", stands_for), ("refuses", support_rows.refuses(item))]

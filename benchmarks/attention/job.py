@@ -13,7 +13,8 @@ from dfa_megatron.names import KERNELS, SCHEDULES, TRANSPORTS
 MASKS = ("causal", "full")
 DTYPES = ("bfloat16", "float16", "float32", "float64")
 BASELINES = (
-    "pytorch", "ulysses", "deepspeed", "ring_flash_attn", "yunchang", "transformer_engine", "ring_self_attention"
+    "pytorch", "ulysses", "deepspeed", "ring_flash_attn", "yunchang", "transformer_engine", "ringmaster",
+    "ring_self_attention",
 )  # fmt: skip
 """Modules of `benchmarks.attention.baselines`."""
 INSTALLED = "installed"

@@ -144,11 +144,22 @@ def _bare(kernel: str) -> Method:
 
 
 def local_attention(kernel: str, problem: Problem, device: torch.device, share: int = 1) -> Attention:
-    """Return the differentiable attention of a whole sequence in one process, by one kernel and nothing else.
+    """Return the differentiable attention of a whole sequence in one process, by one kernel and nothing else."""
+    chosen = local_kernel(kernel, problem, device, share)
+    band = CAUSAL if problem.causal else FULL
+    scale = float(problem.head_dim**-0.5)
+    return lambda q, k, v: KernelAttention.apply(q, k, v, chosen, band, scale)  # type: ignore[no-untyped-call]
+
+
+def local_kernel(
+    kernel: str, problem: Problem, device: torch.device, share: int = 1, *, both: bool = False
+) -> BlockKernel:
+    """Return the kernel of a problem.
 
     Args:
         kernel: a name, or "auto".
         share: ranks that the heads are divided among.
+        both: it computes causal blocks and full ones.
 
     Raises:
         UnsupportedError: the kernel does not serve the problem.
@@ -160,13 +171,10 @@ def local_attention(kernel: str, problem: Problem, device: torch.device, share: 
         kv_heads=max(1, problem.kv_heads // share),
         head_dim=problem.head_dim,
         head_dim_v=problem.head_dim,
-        forms=frozenset({"causal" if problem.causal else "full"}),
+        forms=frozenset({"causal", "full"} if both else {"causal" if problem.causal else "full"}),
         capability=torch.cuda.get_device_capability(device) if device.type == "cuda" else None,
     )
-    chosen = kernels.select(kernel, need)
-    band = CAUSAL if problem.causal else FULL
-    scale = float(problem.head_dim**-0.5)
-    return lambda q, k, v: KernelAttention.apply(q, k, v, chosen, band, scale)  # type: ignore[no-untyped-call]
+    return kernels.select(kernel, need)
 
 
 class KernelAttention(torch.autograd.Function):

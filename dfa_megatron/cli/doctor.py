@@ -54,30 +54,33 @@ def run(args: argparse.Namespace) -> int:
     flags = from_flags(DoctorFlags, args)
     os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")  # read when the package is imported
     shape = shape_of(flags)
-    from dfa_megatron.doctor.compile_ahead import compile_ahead
-    from dfa_megatron.doctor.distributed_call import CASES, call_on_ranks
-    from dfa_megatron.doctor.kernel_trial import FORMS, automatic, examine
+    from dfa_megatron import kernels
+    from dfa_megatron.doctor.distributed_call import CASES, StartedRanks
+    from dfa_megatron.doctor.kernel_trial import FORMS, automatic, compile_ahead, examine
     from dfa_megatron.doctor.machine import devices, p2p_access, versions
     from dfa_megatron.doctor.start_ranks import ranks_here
 
+    for name in flags.kernel:
+        kernels.get(name)  # refused before ranks are started
+    some = 1 if flags.quick else None  # causal stands first
+    forms, cases = [*FORMS][:some], CASES[:some]
+    calls = StartedRanks(shape, ranks_here(None, shape.device), cases) if flags.call else None
     machine = {"versions": versions(), "tested": TESTED, "devices": devices(), "p2p_access": p2p_access()}
     if not flags.json:
         print(_machine(machine))
-    auto, ranks = automatic(shape), ranks_here(None, shape.device) if flags.call else 1
+    auto = automatic(shape)
     names = flags.kernel or ((auto,) if flags.quick and auto else ())
-    some = 1 if flags.quick else None  # causal stands first
-    forms, cases = [*FORMS][:some], CASES[:some]
-    compile_ahead(shape, names, ranks, forms, cases)
-    verdicts = examine(shape, names, flags.repetitions, forms)
+    compile_ahead(shape, names, forms)
+    verdicts = examine(shape, names, flags.repetitions, forms, calls.wait if calls else bool)
     if not flags.json:
         print(_kernels(shape, flags.mask, verdicts, auto), flush=True)
-    call = call_on_ranks(shape, ranks, cases) if flags.call else {}
+    call = calls.result() if calls else {}
     ready, said = _verdict(shape, verdicts, auto, call)
     if flags.json:
         sizes = {name: getattr(shape, name) for name in ("q_len", "heads", "kv_heads", "head_dim", "device")}
         sizes |= {"mask": flags.mask, "dtype": str(shape.dtype)}
-        kernels = [verdict.as_json() for verdict in verdicts]
-        found = {"shape": sizes, "kernels": kernels, "auto": auto, "call": call, "ready": ready, "verdict": said}
+        rows = [verdict.as_json() for verdict in verdicts]
+        found = {"shape": sizes, "kernels": rows, "auto": auto, "call": call, "ready": ready, "verdict": said}
         print(json.dumps(machine | found, indent=1))
     else:
         print(*([_of_call(call)] if call else []), said, sep="\n")
@@ -181,14 +184,11 @@ def _lines(verdict: Verdict) -> list[str]:
     if verdict.refused is not None:
         return [f"  {verdict.name:<10}refused: {verdict.refused}"]
     found = list(verdict.errors.values())
-    line = f"  {verdict.name:<10}" + _worst(found)
+    worst = (max(form[name] for form in found) for name in (found[0] if found else ()))
+    line = f"  {verdict.name:<10}" + "".join(f"{error:>8.0e}" for error in worst)
     if verdict.tflops:
         forward, backward = (f"{rate:.0f}" if rate >= 10 else f"{rate:.2g}" for rate in verdict.tflops.values())
         line += f"   {forward:>7} / {backward}"
     lines = [line + (f"   not timed: {verdict.untimed}" if verdict.untimed else "")]
     lines += [f"  {'':<10}  without {verdict.without}"] if verdict.without else []
     return lines + [f"  {'':<10}  WRONG: {what}" for what in verdict.wrong]
-
-
-def _worst(found: list[dict[str, float]]) -> str:
-    return "".join(f"{max(form[name] for form in found):>8.0e}" for name in (found[0] if found else ()))

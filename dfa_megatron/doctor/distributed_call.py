@@ -1,25 +1,33 @@
-"""Measure distributed calls on the ranks of this machine: errors against float64, time, and the rate of the links."""
+"""Measure distributed calls on the ranks of this machine: errors against float64, time, and the rate of the links.
+
+Ranks compile and compare short calls while the caller checks kernels, and wait while it times them; then they time a
+long call and messages. On GPUs each short call has ranks of its own, so that its kernels compile beside the others'.
+"""
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import os
 import statistics
+import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from dfa_megatron.attention import dist_flash_attn_func, dist_flash_attn_varlen_func
 from dfa_megatron.doctor.dense import band_of
 from dfa_megatron.doctor.kernel_trial import Trial, distances, exact, wrong
-from dfa_megatron.doctor.start_ranks import USER_ERROR_STATUS, start
+from dfa_megatron.doctor.start_ranks import USER_ERROR_STATUS
 from dfa_megatron.doctor.world import World, join, stopwatch
 from dfa_megatron.errors import DistAttentionError, UnsupportedError
 from dfa_megatron.plan.language.geometry import CAUSAL, FULL, Band
@@ -45,34 +53,55 @@ CASES = ("causal", "window", "softcap", "pack")
 """What short calls are asked: every kind of mask, a cap, and documents in a layout of their own."""
 
 
-def sizes_of(shape: Trial, ranks: int) -> list[Any]:
-    """Return what the ranks are told of a shape; tokens are cut to a multiple of ranks."""
-    tokens, dtype = max(1, shape.q_len // ranks) * ranks, str(shape.dtype).removeprefix("torch.")
-    return [tokens, shape.heads, shape.kv_heads, shape.head_dim, dtype, shape.device]
+class StartedRanks:
+    """Ranks of this machine, which work as soon as they are started."""
+
+    def __init__(self, shape: Trial, ranks: int, cases: Sequence[str] = CASES) -> None:
+        self.ranks, self.failed, self.folder = ranks, "", tempfile.TemporaryDirectory()
+        tokens, dtype = max(1, shape.q_len // ranks) * ranks, str(shape.dtype).removeprefix("torch.")
+        sizes = json.dumps([tokens, shape.heads, shape.kv_heads, shape.head_dim, dtype, shape.device])
+        sets = [[case] for case in cases] if shape.device == "cuda" else [[*cases]]
+        self.files = [Path(self.folder.name, str(number)) for number in range(len(sets))]
+        self.stores = [TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) for _ in sets]
+        self.running: list[subprocess.Popen[bytes]] = []
+        for file, some, store in zip(self.files, sets, self.stores, strict=True):
+            command = [sys.executable, "-m", __name__, sizes, str(file), *some]
+            place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": store.port, "TORCHELASTIC_USE_AGENT_STORE": True}
+            place |= {"TORCHELASTIC_RESTART_COUNT": 0, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
+            place |= {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", max(1, (os.cpu_count() or 1) // ranks))}
+            for rank in range(ranks):
+                words = {name: str(value) for name, value in (place | {"RANK": rank, "LOCAL_RANK": rank}).items()}
+                self.running.append(subprocess.Popen(command, env=os.environ | words, stdin=subprocess.PIPE))  # noqa: S603
+
+    def wait(self) -> None:
+        """Wait until short calls have been compared, or a rank has failed, which ends the others."""
+        while not self.failed and not all(file.exists() for file in self.files):
+            codes = [process.poll() for process in self.running]
+            if any(codes):
+                self.failed = f"the ranks ended with status {next(filter(None, codes))}"
+                for process in self.running:
+                    process.kill()
+            time.sleep(0.02)
+
+    def result(self) -> dict[str, Any]:
+        """Let the ranks go on and end; return what `compared` and `timed` return, or the failure."""
+        self.wait()
+        for process in self.running:
+            process.stdin.close()  # type: ignore[union-attr]
+        self.files.append(Path(self.folder.name, "timed"))
+        self.wait()
+        for process in self.running:
+            process.wait()
+        if self.failed:
+            return {"ranks": self.ranks, "failed": self.failed}
+        *parts, found = (dict(json.loads(file.read_text(encoding="utf-8"))) for file in self.files)
+        merged = {name: {case: x for part in parts for case, x in part[name].items()} for name in parts[0]}
+        off = [f"{case} {name}" for case, names in merged.pop("wrong").items() for name in names]
+        return found | merged | {"ranks": self.ranks, "wrong": off}
 
 
-def call_on_ranks(shape: Trial, ranks: int, cases: Sequence[str] = CASES) -> dict[str, Any]:
-    """Start the ranks and return the result of `measure`, or the failure."""
-    with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder, "call.json")
-        status = start(["-m", __name__, json.dumps(sizes_of(shape, ranks)), str(out), *cases], ranks)
-        if status or not out.exists():
-            return {"ranks": ranks, "failed": f"the ranks ended with status {status}"}
-        return dict(json.loads(out.read_text(encoding="utf-8")))
-
-
-def measure(long: Trial, world: World, cases: Sequence[str] = CASES, repetitions: int = 5) -> dict[str, Any]:
-    """Compare short calls, time a long one, and time a message over each transport; collective.
-
-    Args:
-        long: what is timed. cases: what short calls are asked, of `CASES`.
-
-    Returns:
-        ranks, kernel, schedule, transport; errors by case and result; `wrong`, those beyond the limit; `refused`,
-        reasons by case; seconds of a forward and its backward on the slowest rank; bytes per second each way by
-        transport.
-    """
-    found, refused = compared(long, world, cases)
+def timed(long: Trial, world: World, ready: Callable[[], object], repetitions: int = 5) -> dict[str, Any]:
+    """Return what a long call ran with, its seconds, and each transport's rate; call `ready` once it has compiled."""
     q, k, v, dout = (x.chunk(world.size, 1)[world.rank].clone() for x in long.inputs())
     leaves = [x.requires_grad_() for x in (q, k, v)]
 
@@ -80,25 +109,23 @@ def measure(long: Trial, world: World, cases: Sequence[str] = CASES, repetitions
         torch.autograd.grad(dist_flash_attn_func(*leaves, causal=True), leaves, dout)
 
     times = []
-    for _ in range(2 + repetitions):
+    for number in range(2 + repetitions):
+        if number == 2:
+            ready()
         world.slowest([0.0])  # all ranks start together
         times.append(stopwatch(both, world.device))
     prepared = in_use()[-1]
     return {
-        "ranks": world.size,
         "kernel": prepared.kernel.name,
         "schedule": prepared.plan.schedule,
         "transport": describe(prepared, world.device)["transport"],
-        "errors": found,
-        "wrong": [f"{case} {name}" for case, errors in found.items() for name in wrong(errors, long.dtype, SLACK)],
-        "refused": refused,
         "seconds": world.slowest([statistics.median(times[2:])])[0],
         "bytes_per_second": _rates(world),
     }
 
 
-def compared(long: Trial, world: World, cases: Sequence[str]) -> tuple[dict[str, dict[str, float]], dict[str, str]]:
-    """Return the errors of short calls by case and result, and by case why it is refused; collective."""
+def compared(long: Trial, world: World, cases: Sequence[str] = CASES) -> dict[str, dict[str, Any]]:
+    """Return by case the errors of short calls, which are beyond the limit, and why it is refused; collective."""
     short = replace(long, q_len=_SHORT * world.size, kv_len=_SHORT * world.size)
     found, refused = dict[str, dict[str, float]](), dict[str, str]()
     for name, case in _cases(short.q_len, world.size).items():
@@ -107,7 +134,8 @@ def compared(long: Trial, world: World, cases: Sequence[str]) -> tuple[dict[str,
                 found[name] = compare(case, short, world)
             except UnsupportedError as error:  # alike on every rank
                 refused[name] = str(error)
-    return found, refused
+    limits = {case: wrong(errors, long.dtype, SLACK) for case, errors in found.items()}
+    return {"errors": found, "wrong": limits, "refused": refused}
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,25 +223,33 @@ def _seconds_of_message(transport: Transport, world: World, nbytes: int) -> floa
     return world.slowest([statistics.median(taken)])[0]
 
 
+def _tell(file: Path, found: dict[str, Any], world: World) -> None:
+    """Write a file that is there when it is whole, and wait until the caller lets the ranks go on."""
+    if world.rank == 0:
+        file.with_suffix(".part").write_text(json.dumps(found), encoding="utf-8")
+        file.with_suffix(".part").replace(file)
+    sys.stdin.read()
+
+
 def main() -> int:
-    """Run as one of the ranks of `call_on_ranks`."""
+    """Run as one of the ranks of `StartedRanks`."""
     tokens, heads, kv_heads, head_dim, dtype, device = json.loads(sys.argv[1])
     os.environ[QUIET] = "1"  # the report says how the calls ran
     logging.getLogger("dfa_megatron.kernels").addFilter(lambda record: False)
     try:
         world = join(device)
         long = Trial.square(tokens, heads, kv_heads, head_dim, getattr(torch, dtype), str(world.device))
-        if sys.argv[2] == os.devnull:  # only to compile
-            found = {"errors": compared(long, world, sys.argv[3:])[0]}
+        file, found = Path(sys.argv[2]), compared(long, world, sys.argv[3:])
+        ready = functools.partial(_tell, file, found, world)
+        if file.name == "0":  # one set times
+            _tell(file.with_name("timed"), timed(long, world, ready), world)
         else:
-            found = measure(long, world, sys.argv[3:])
+            ready()
     except DistAttentionError as error:
         print(f"doctor: one distributed call: {error}", file=sys.stderr)
         return USER_ERROR_STATUS
-    if world.rank == 0:
-        Path(sys.argv[2]).write_text(json.dumps(found), encoding="utf-8")
     world.leave()
-    return 0
+    os._exit(0)  # an interpreter that ends in order takes seconds more
 
 
 if __name__ == "__main__":

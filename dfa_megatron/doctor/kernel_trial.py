@@ -5,7 +5,10 @@ from __future__ import annotations
 import functools
 import logging
 import math
+import multiprocessing
+import os
 import statistics
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from types import MappingProxyType
@@ -23,6 +26,8 @@ from dfa_megatron.plan.language.mask import Mask
 
 logger = logging.getLogger(__name__)
 
+COMPILED = ("flash4", "triton")
+"""Kernels that compile when they are first called."""
 RESULTS = ("out", "lse", "dq", "dk", "dv")
 
 LIMITS: Mapping[torch.dtype, tuple[float, float, float]] = MappingProxyType(
@@ -35,6 +40,7 @@ LIMITS: Mapping[torch.dtype, tuple[float, float, float]] = MappingProxyType(
 )
 """Limits on the errors of out, of lse and of gradients; they are the limits of the conformance suite."""
 
+Action = Callable[[], object]
 TrialTensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 """q, k, v, dout."""
 
@@ -224,17 +230,40 @@ def of_form(shape: Trial, form: Form) -> Trial:
 
 
 def examine(
-    shape: Trial, names: Iterable[str] = (), repetitions: int = 7, forms: Iterable[Form] = tuple(FORMS)
+    shape: Trial, names: Iterable[str] = (), repetitions: int = 7, forms: Iterable[Form] = FORMS, between: Action = bool
 ) -> list[Verdict]:
     """Return a verdict for each kernel (all of them, or the named ones), best first; wrong ones are not timed.
 
-    `shape` is timed; errors are taken on short lengths, see `of_form`.
+    `shape` is timed; errors are taken on short lengths, see `of_form`. between: called once before anything is timed.
 
     Raises:
         UnsupportedError: there is no kernel of a name.
     """
     chosen, forms = [get(name) for name in names] or KERNELS.values(), tuple(forms)
-    return [_verdict(kernel, shape, repetitions, forms) for kernel in chosen]
+    verdicts = {kernel: _verdict(kernel, shape, forms) for kernel in chosen}
+    between()
+    for kernel, verdict in verdicts.items():
+        if verdict.refused is None and not verdict.wrong:
+            _time(kernel, shape, repetitions, verdict)
+    return list(verdicts.values())
+
+
+def compile_ahead(shape: Trial, names: Iterable[str], forms: Iterable[Form]) -> None:
+    """Compile what `examine` checks on GPUs, if it is several, side by side into the caches on disk that it reads."""
+    chosen = [get(name) for name in names] or KERNELS.values()
+    some = [kernel for kernel in chosen if kernel.name in COMPILED and kernel.refusal(shape.need()) is None]
+    todo = [(kernel, of_form(shape, form)) for kernel in some for form in forms]
+    if shape.device == "cpu" or len(todo) < 2:
+        return
+    said = ", ".join(kernel.name for kernel in some)
+    print(f"compiling {said}, once for this machine", file=sys.stderr, flush=True)
+    with multiprocessing.get_context("spawn").Pool(len(todo), _hush) as pool:
+        pool.starmap_async(errors, todo, 1).wait(120.0)  # what is left then is compiled where it is needed
+
+
+def _hush() -> None:
+    for standard in (1, 2):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), standard)
 
 
 def automatic(shape: Trial) -> str | None:
@@ -245,7 +274,7 @@ def automatic(shape: Trial) -> str | None:
         return None
 
 
-def _verdict(kernel: BlockKernel, shape: Trial, repetitions: int, forms: Iterable[Form]) -> Verdict:
+def _verdict(kernel: BlockKernel, shape: Trial, forms: Iterable[Form]) -> Verdict:
     verdict = Verdict(kernel.name, refused=kernel.refusal(shape.need()))
     if verdict.refused is not None:
         return verdict
@@ -261,8 +290,6 @@ def _verdict(kernel: BlockKernel, shape: Trial, repetitions: int, forms: Iterabl
             verdict.wrong.append(f"{form}: {type(error).__name__}: {error}")
             continue
         verdict.wrong += [f"{form} {name}" for name in wrong(verdict.errors[form], shape.dtype)]
-    if not verdict.wrong:
-        _time(kernel, shape, repetitions, verdict)
     return verdict
 
 

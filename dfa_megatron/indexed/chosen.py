@@ -16,6 +16,7 @@ import torch
 from dfa_megatron.config import DistAttentionConfig
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.indexed.whole import MEMORY, Whole, kernels_for, scale_of
+from dfa_megatron.kernels.adapters import cudnn_sparse
 from dfa_megatron.kernels.api import accumulator_dtype
 from dfa_megatron.kernels.leaf import differentiable_once, outside_graphs, without_autocast
 from dfa_megatron.kernels.merge import minus_delta
@@ -219,8 +220,13 @@ def gradients(
     scale: float,
     values: tuple[int, int],
 ) -> Attended:
-    """Return (dq, dkv) in the accumulator's dtype, dkv of the whole sequence. inputs: q, kv and the positions."""
+    """Return (dq, dkv), dkv of the whole sequence, in the accumulator's dtype or, by cuDNN, in that of q.
+
+    inputs: q, kv and the positions.
+    """
     (q, kv, chosen), (out, lse), (first, end) = inputs, results, values
+    if cudnn_sparse.takes(q, kv, chosen, values):
+        return cudnn_sparse.gradients(dout, inputs, results, scale)
     wide, dim = lse.dtype, q.shape[2]
     delta = minus_delta(dout[None], out[None])[0].T
     if (kernels := kernels_for(q)) is not None:

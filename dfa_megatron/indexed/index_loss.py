@@ -23,7 +23,7 @@ from dfa_megatron.config import DistAttentionConfig
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.indexed.chosen import check_positions, probabilities
 from dfa_megatron.indexed.topk import blocks, check_index, scores_of
-from dfa_megatron.indexed.whole import MEMORY, Whole, scale_of
+from dfa_megatron.indexed.whole import MEMORY, Whole, kernels_for, scale_of
 from dfa_megatron.kernels.api import accumulator_dtype
 from dfa_megatron.kernels.leaf import differentiable_once, outside_graphs, without_autocast
 from dfa_megatron.plan.language.layout import Layout
@@ -180,7 +180,10 @@ class _IndexLoss(torch.autograd.Function):
 
 
 class _KeyGroup(NamedTuple):
-    """Some rows with some keys. keys: their places, (keys,), or (rows, keys) of each row its own. seen (rows, keys)."""
+    """Some rows with some keys. keys: their places, (keys,), or (rows, keys) of each row its own. seen (rows, keys).
+
+    Where a row has no key, kernels read a place of -1.
+    """
 
     keys: torch.Tensor
     seen: torch.Tensor
@@ -194,7 +197,12 @@ class _Sums:
         self.wide = accumulator_dtype(rows.index_q.dtype)
         self.loss, self.count = (rows.index_q.new_zeros(1, dtype=self.wide) for _ in range(2))
         like = rows.index_q, rows.weights, self.index_k
-        self.dq, self.dw, self.dk = (torch.zeros_like(x, dtype=self.wide) for x in like)
+        self.dq, self.dw, self.dk = (torch.zeros(x.shape, dtype=self.wide, device=x.device) for x in like)
+        self.kernels: Any = None
+        if call.chosen is not None and None not in (kernels_for(rows.index_q), kernels_for(rows.q)):
+            from dfa_megatron.kernels.triton import indexer
+
+            self.kernels = indexer
 
     def add(self, trains: bool) -> None:
         """Add all rows; gradients where it trains."""
@@ -216,8 +224,12 @@ class _Sums:
                     student = log.exp().masked_fill_(~(counts & part.seen), 0.0)
                     self._add_gradients(at, part, products, student - teacher)
 
-    def _add_gradients(self, at: slice, part: _KeyGroup, products: torch.Tensor, dscores: torch.Tensor) -> None:
+    def _add_gradients(self, at: slice, part: _KeyGroup, products: torch.Tensor | None, dscores: torch.Tensor) -> None:
         """Add those of some rows' scores."""
+        if products is None:
+            index = self.rows.index_q[at], self.index_k, self.rows.weights[at]
+            self.kernels.add_gradients(index, part.keys, dscores, (self.dq[at], self.dk, self.dw[at]))
+            return
         q, w = self.rows.index_q[at].to(self.wide), self.rows.weights[at].to(self.wide)
         self.dw[at] += (products @ dscores[..., None])[..., 0]
         d = w[..., None] * dscores[:, None] * (products > 0)
@@ -228,8 +240,15 @@ class _Sums:
         else:
             self.dk.index_add_(0, part.keys.flatten(), (d.transpose(1, 2) @ q).flatten(0, 1))
 
-    def _scored(self, rows: _Queries, part: _KeyGroup) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return the probabilities summed over heads, the scores, and the products before their sum over heads."""
+    def _scored(self, rows: _Queries, part: _KeyGroup) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """Return the probabilities summed over heads, the scores, and the products before their sum over heads.
+
+        Kernels make products again for the gradients: none are returned.
+        """
+        if self.kernels is not None:
+            index, attention = (rows.index_q, self.index_k, rows.weights), (rows.q, self.k, rows.lse.float())
+            teacher, scores = self.kernels.scored(index, attention, part.keys, self.call.scale)
+            return self._over_heads(teacher), scores, None
         wide, k, dim = self.wide, self.k, rows.q.shape[2]
         group, teacher = rows.q.shape[1] // k.shape[1], torch.zeros_like(part.seen, dtype=wide)
         for at in range(k.shape[1]):
@@ -237,11 +256,15 @@ class _Sums:
             near = k[part.keys, at, :dim].to(wide).transpose(-1, -2)
             scores = (rows.q[:, heads].to(wide) @ near * self.call.scale).masked_fill_(~part.seen[:, None], -math.inf)
             teacher += probabilities(scores, rows.lse[:, heads].to(wide)).sum(1)
-        if self.call.heads_of is not None:
-            dist.all_reduce(teacher, group=self.call.heads_of)
         q, w = rows.index_q.to(wide), rows.weights.to(wide)
         scores, products = scores_of(q, self.index_k[part.keys].to(wide), w)
-        return teacher, scores.masked_fill_(~part.seen, -math.inf), products
+        return self._over_heads(teacher), scores.masked_fill_(~part.seen, -math.inf), products
+
+    def _over_heads(self, teacher: torch.Tensor) -> torch.Tensor:
+        """Return the sum over all ranks that share the heads."""
+        if self.call.heads_of is not None:
+            dist.all_reduce(teacher, group=self.call.heads_of)
+        return teacher
 
     def _steps(self) -> Iterator[tuple[slice, list[_KeyGroup]]]:
         """Yield rows with all of the keys that they are compared over."""
@@ -256,8 +279,10 @@ class _Sums:
                 ]
                 yield slice(block.at, block.at + len(block.rows)), parts
             return
-        size = max(1, chosen.shape[1]) * max(heads, q.shape[2], k.shape[2]) * self.wide.itemsize
+        size = max(1, chosen.shape[1]) * self.wide.itemsize
+        size *= 1 if self.kernels is not None else max(heads, q.shape[2], k.shape[2])
         step = max(1, MEMORY // size)
         for first in range(0, len(q), step):
             mine = chosen[first : first + step]
-            yield slice(first, first + step), [_KeyGroup(mine.clamp(min=0).long(), mine >= 0)]
+            keys = mine if self.kernels is not None else mine.clamp(min=0).long()
+            yield slice(first, first + step), [_KeyGroup(keys, mine >= 0)]

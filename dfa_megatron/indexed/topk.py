@@ -38,6 +38,9 @@ KEYS = 4096
 SCORED = 1 << 28
 """Bytes of scores that kernels make at a time: 512 rows of 128K tokens."""
 
+SAME_WIDTH = 1024
+"""Kernels score so many keys at a time, or a multiple."""
+
 
 @outside_graphs
 @torch.no_grad()
@@ -220,6 +223,8 @@ def _by_kernels(
     for rows in (slice(top, top + step) for top in range(0, len(q), step)):
         begin, end = int(first[rows].min()), int(own[rows].max()) + 1
         if begin < end:
+            # Few widths, for which kernels keep what they prepare.
+            begin, end = begin - begin % SAME_WIDTH, min(end + -end % SAME_WIDTH, seen.length)
             sees = first[rows].to(q.device, torch.int32), own[rows].to(q.device, torch.int32)
             found = kernels.scores(q[rows], k, weights[rows], sees, begin, end)
             places = kernels.best(found, begin, topk)

@@ -79,6 +79,14 @@ def test_deepspeeds_attention_is_exact_around_a_kernel_of_ours(rank: int, ranks:
     assert _check(rank, ranks, "deepspeed", "causal", 4, 2, "float32") == {"deepspeed ulysses cpu": ""}
 
 
+@pytest.mark.skipif(importlib.util.find_spec("ringmaster") is None, reason="axolotl-ringmaster is not installed")
+@over_ranks(2, 3)
+def test_ringmaster_is_exact_around_a_kernel_of_ours(rank: int, ranks: int) -> None:
+    assert _check(rank, ranks, "ringmaster", "causal", 4, 2, "float32") == {"ringmaster cpu": ""}
+    (found,) = _check(rank, ranks, "ringmaster", "full", 4, 2, "float32").values()
+    assert "its schedule is causal" in found
+
+
 def test_a_baseline_that_is_named_and_does_not_run_here_is_refused_and_otherwise_left_out() -> None:
     with pytest.raises(UnsupportedError, match="CUDA"):
         baseline_methods(replace(JOB, baselines=("pytorch",)))

@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from benchmarks import host_time, indexed, packed, same_bits
+from benchmarks import host_time, indexed, layers, packed, same_bits
 from benchmarks.attention.__main__ import STUCK_STATUS, measure
 from benchmarks.attention.job import Job, Problem
 from benchmarks.attention.method import Attention, Method, kernel_methods, local_attention, our_methods
@@ -173,12 +173,14 @@ def _other_benchmarks(rank: int, ranks: int, folder: str) -> None:
     same_bits.main([*short, "--packs", "128", "--heads", "4:2", "--kernel", "cpu", "--out", f"{folder}/bits.json"])
     latent = ["--heads", "4", "--topk", "32", "--latent", "24", "--values", "16"]
     indexed.main([*short, *latent, "--out", f"{folder}/indexed.json"])
+    narrow = ["--heads", "4:2", "--hidden", "64", "--ffn", "32", "--tokens", "32", "--layers", "2", "--repeats", "1"]
+    layers.main(["--device", "cpu", *narrow, "--out", f"{folder}/layers.json"])
 
 
 def test_other_benchmarks_measure_and_are_right(tmp_path: Path) -> None:
     run_ranks(2, _other_benchmarks, str(tmp_path))
-    files = (tmp_path / f"{name}.json" for name in ("host", "packs", "masks", "bits", "indexed"))
-    host, packs, trees, bits, chosen = (json.loads(file.read_text())["rows"] for file in files)
+    files = (tmp_path / f"{name}.json" for name in ("host", "packs", "masks", "bits", "indexed", "layers"))
+    host, packs, trees, bits, chosen, in_a_row = (json.loads(file.read_text())["rows"] for file in files)
     assert [row["case"] for row in host] == ["function", "function, calls not compared", "empty function"]
     assert all(row["world"] == 2 and row["bound"] > 0 and row["unbound"] > 0 for row in host)
     assert [row["method"] for row in packs] == [f"dfa {name} auto auto" for name in ("auto", "load_balanced", "zigzag")]
@@ -187,6 +189,10 @@ def test_other_benchmarks_measure_and_are_right(tmp_path: Path) -> None:
     assert all(row["ms"] > 0 and row["took"] for row in trees)
     assert [row["way"] for row in bits] == [*same_bits.WAYS] * 2
     assert all(value > 0 for row in chosen for value in row.values())
+    assert [row["documents"] > 1 for row in in_a_row] == [False, True]
+    assert all(
+        row["ms"][way] > row["host ms"][way] * 0.5 > 0 for row in in_a_row for way in ("ours", "ulysses", "share")
+    )
 
 
 def test_programs_of_ranks_that_are_not_there_are_timed(tmp_path: Path) -> None:

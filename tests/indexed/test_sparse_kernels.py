@@ -8,14 +8,16 @@ import pytest
 import torch
 
 from dfa_megatron import masks
-from dfa_megatron.indexed import chosen, topk
+from dfa_megatron.indexed import chosen, index_loss, topk
 from dfa_megatron.indexed.whole import kernels_for
+from dfa_megatron.kernels.adapters import cudnn_sparse
 from dfa_megatron.kernels.triton.support import interpreted
 from dfa_megatron.masks import Span
 from tests.support.close import assert_close
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 HERE = pytest.mark.skipif(not (interpreted() or torch.cuda.is_available()), reason="neither interpreter nor GPU")
+pytestmark = [pytest.mark.gpu(0)] if torch.cuda.is_available() else []
 TOLERANCE = {torch.float32: 3e-6, torch.bfloat16: 2e-2}
 
 
@@ -55,6 +57,45 @@ def test_the_best_scores_are_those_of_a_stable_sort(rows: int, keys: int, count:
     assert torch.equal(sparse.best(scores, 5, count), want)
 
 
+NVIDIA = pytest.mark.skipif(
+    not cudnn_sparse.serves(torch.zeros(1, device=DEVICE)), reason="no Hopper, or no nvidia-cudnn-frontend"
+)
+
+
+@NVIDIA
+@pytest.mark.parametrize("levels", [3, 50, 1_000_000])
+@pytest.mark.parametrize(("rows", "keys", "count"), [(50, 5000, 2048), (3, 2048, 2048), (70, 300, 20), (1, 1, 1)])
+def test_nvidias_best_places_are_those_of_a_stable_sort(rows: int, keys: int, count: int, levels: int) -> None:
+    scores = torch.randint(-levels, levels, (rows, keys), device="cuda").float() / 7 + 0.0
+    scores[torch.rand(rows, keys, device="cuda") < 0.3] = -torch.inf
+    scores[0] = -torch.inf
+    found = cudnn_sparse.best_places(scores, count)
+    assert found is not None
+    want = scores.sort(dim=1, descending=True, stable=True).indices[:, :count]
+    assert torch.equal(found.sort(1).values, want.sort(1).values)
+
+
+@NVIDIA
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("heads", "dim", "topk"), [(128, 576, 2048), (64, 576, 100), (16, 512, 64), (40, 576, 7)])
+def test_nvidias_gradients_of_latents(heads: int, dim: int, topk: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(heads)
+    rows, tokens = 70, 2100
+    q, kv = torch.randn(rows, heads, dim, device="cuda").to(dtype), torch.randn(tokens, 1, dim, device="cuda").to(dtype)
+    positions = torch.stack([torch.randperm(tokens, device="cuda")[:topk] for _ in range(rows)]).int()
+    positions[torch.rand(positions.shape, device="cuda") < 0.3] = -1
+    positions[3], dout = -1, torch.randn(rows, heads, 512, device="cuda").to(dtype)
+    assert cudnn_sparse.takes(q, kv, positions, (0, 512))
+    out, lse = chosen.attend(q.double(), kv.double(), positions, 0.05, (0, 512))
+    lse[::2] += 0.1  # of sinks
+    out[::2] *= 0.9048374180359595
+    exact = chosen.gradients(dout.double(), (q.double(), kv.double(), positions), (out, lse), 0.05, (0, 512))
+    given = chosen.gradients(dout, (q, kv, positions), (out.to(dtype), lse.float()), 0.05, (0, 512))
+    for got, wanted in zip(given, exact, strict=True):
+        assert got.dtype == dtype
+        assert_close(got, wanted, tolerance=TOLERANCE[torch.bfloat16])
+
+
 @HERE
 def test_kernels_choose_the_same_keys() -> None:
     index = [torch.randint(-2, 3, shape, device=DEVICE).float() for shape in ((40, 3, 5), (60, 5), (40, 3))]
@@ -63,3 +104,31 @@ def test_kernels_choose_the_same_keys() -> None:
     want = topk.choose(*(x.double() for x in index), 6, seen, spans)
     assert torch.equal(found[0], want[0])
     assert_close(found[1], want[1], tolerance=1e-6)
+
+
+@HERE
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("kv_heads", "group", "dim", "index_heads", "count"), [(1, 3, 40, 5, 30), (2, 2, 9, 2, 70)])
+def test_the_loss_over_chosen_keys(
+    kv_heads: int, group: int, dim: int, index_heads: int, count: int, dtype: torch.dtype
+) -> None:
+    torch.manual_seed(count)
+    tokens, heads = 90, kv_heads * group
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(1, tokens, *shape, device=DEVICE).to(dtype)
+
+    index = [draw(index_heads, 12), draw(12), draw(index_heads) / 4]
+    q, k, valid = draw(heads, dim), draw(kv_heads, dim + 4), torch.rand(1, tokens, device=DEVICE) < 0.8
+    scores = torch.rand(tokens, tokens, device=DEVICE).tril()
+    positions = scores.topk(count).indices.int()[None].masked_fill(scores.topk(count).values[None] <= 0.2, -1)
+    positions[0, 0] = -1
+    assert kernels_for(q) is not None
+    lse = chosen.attend(q.double()[0], k.double()[0], positions[0], dim**-0.5, (0, 1))[1].T[None]
+    found = []
+    for kind in (dtype, torch.float64):
+        own = [x.to(kind).requires_grad_() for x in index]
+        loss = index_loss(*own, q.to(kind), k.to(kind), lse.to(kind).float(), positions, valid=valid)
+        found.append((loss, *torch.autograd.grad(loss, own)))
+    for got, want in zip(*found, strict=True):
+        assert_close(got, want, tolerance=TOLERANCE[dtype])

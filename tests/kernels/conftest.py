@@ -15,7 +15,7 @@ from dfa_megatron.plan.language.geometry import Segment
 from tests.support import nan_memory as memory
 
 SLOW_TO_COMPILE = ("flash4", "triton")
-"""Their tests go first, so that no worker is left with one at the end."""
+"""Their tests go early, so that no worker is left with one at the end."""
 
 
 @pytest.hookimpl(trylast=True)  # of what -k has left
@@ -30,7 +30,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         parameters = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
         if parameters.get("device") == "cuda" and "name" in parameters:
             item.add_marker(pytest.mark.xdist_group(_compiled(parameters)))
-    items.sort(key=lambda item: not any(f"{name} on cuda" in item.name for name in SLOW_TO_COMPILE))
+    items.sort(key=_late)
+
+
+def _late(item: pytest.Item) -> int:
+    """Order tests by how long their group takes: Megatron's trainings, then what compiles slowly."""
+    if item.path.parent.name == "megatron":
+        return 0
+    return 1 if any(f"{name} on cuda" in item.name for name in SLOW_TO_COMPILE) else 2
 
 
 def _compiled(parameters: dict[str, Any]) -> str:

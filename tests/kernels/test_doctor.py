@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import subprocess
 import types
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -17,8 +19,9 @@ import torch.distributed as dist
 from dfa_megatron import dist_flash_attn_func, kernels
 from dfa_megatron.cli import doctor
 from dfa_megatron.cli.main import main
-from dfa_megatron.doctor import compile_ahead, distributed_call
+from dfa_megatron.doctor import distributed_call
 from dfa_megatron.doctor import kernel_trial as trial
+from dfa_megatron.doctor.distributed_call import StartedRanks
 from dfa_megatron.doctor.kernel_trial import Trial
 from dfa_megatron.doctor.machine import devices, p2p_access
 from dfa_megatron.doctor.world import World
@@ -136,36 +139,57 @@ def test_calls_whose_results_are_off_are_named_on_every_rank_and_refused_ones_to
         mock.patch.object(distributed_call, "dist_flash_attn_func", off),
         mock.patch.object(ReferenceKernel, "caps_scores", False),
     ):
-        of_off = distributed_call.measure(flags, world, repetitions=1)
+        of_off = distributed_call.compared(flags, world)
     plants.a_kernel_ignores_the_window()
-    windowless = distributed_call.measure(flags, world, repetitions=1)
-    cases, names = ("causal", "window"), ("out", "dq", "dk", "dv")
-    assert of_off["wrong"] == [f"{case} {name}" for case in cases for name in names]
+    windowless = distributed_call.compared(flags, world)
+    assert {case: names for case, names in of_off["wrong"].items() if names} == {
+        case: ["out", "dq", "dk", "dv"] for case in ("causal", "window")
+    }
     assert list(of_off["refused"]) == ["softcap"]
-    assert {name.split()[0] for name in windowless["wrong"]} == {"window"}
+    assert {case for case, names in windowless["wrong"].items() if names} == {"window"}
     assert windowless["refused"] == {}
 
 
-def test_what_will_run_is_compiled_ahead_in_processes_of_its_own(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def tell(kernel: kernels.BlockKernel, shape: Trial) -> None:
+    """In place of `errors`: leave a file that says what was to be compiled."""
+    Path(os.environ["TOLD"], f"{kernel.name} {shape.q_len} {shape.kv_len} {shape.band.right}").touch()
+
+
+def test_what_will_be_checked_is_compiled_ahead_in_processes_of_its_own(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    """Each command is run here on CPU ranks, as it is but for the kernel and the device."""
-    started: list[list[str]] = []
-    monkeypatch.setattr(compile_ahead, "COMPILED", ("cpu",))
+    monkeypatch.setattr(trial, "COMPILED", ("cpu",))
     monkeypatch.setattr(kernels.get("cpu").__class__, "refusal", lambda *_: None)
     monkeypatch.setattr(Trial, "need", lambda _: None)
+    monkeypatch.setattr(trial, "errors", tell)
+    monkeypatch.setenv("TOLD", str(tmp_path))
     shape = Trial.square(64, 4, 2, 16, torch.float32, "cuda")
-    with mock.patch.object(subprocess, "Popen", lambda command, **_: started.append(command) or mock.Mock()):
-        compile_ahead.compile_ahead(shape, [], 2, ["causal", "band"], ["causal", "pack"])
-    told = capsys.readouterr().err
-    assert "cpu, causal; cpu, band; calls over 2 ranks, causal; calls over 2 ranks, pack" in told
-    assert len(started) == 4
-    for command in (started[1], started[3]):
-        on_cpu = [word.replace('"cuda"', '"cpu"') for word in command]
-        done = subprocess.run(on_cpu, capture_output=True, text=True, timeout=120, check=False)
-        assert done.returncode == 0, done.stderr
-    compile_ahead.compile_ahead(replace(shape, device="cpu"), [], 2, ["causal"], ["causal"])
-    assert len(started) == 4
+    trial.compile_ahead(replace(shape, device="cpu"), [], ["causal", "band"])
+    trial.compile_ahead(shape, [], ["causal"])  # the check compiles it itself
+    assert capsys.readouterr().err == ""
+    trial.compile_ahead(shape, [], ["causal", "band"])
+    assert capsys.readouterr().err == "compiling cpu, once for this machine\n"
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["cpu 257 193 20", "cpu 257 257 0"]
+
+
+def test_each_short_call_has_ranks_of_its_own_on_gpus_which_wait_until_they_may_time() -> None:
+    """Here they are CPU ranks; one that is killed ends the others of its caller."""
+    start = subprocess.Popen
+
+    def on_cpu(command: list[str], **options: Any) -> Any:
+        return start([word.replace('"cuda"', '"cpu"') for word in command], **options)
+
+    shape = Trial.square(64, 4, 2, 16, torch.float32, "cuda")
+    with mock.patch.object(subprocess, "Popen", on_cpu):
+        calls, broken = (StartedRanks(shape, 2, cases) for cases in (("causal", "pack"), ("causal",)))
+    broken.running[-1].kill()
+    assert broken.result() == {"ranks": 2, "failed": "the ranks ended with status -9"}
+    calls.wait()
+    assert [file.exists() for file in calls.files] == [True, True]
+    found = calls.result()
+    assert list(found["errors"]) == ["causal", "pack"]
+    assert (found["wrong"], found["refused"], found["transport"]) == ([], {}, "gloo")
+    assert found["seconds"] > 0
 
 
 def test_gpus_and_their_links_are_shown(monkeypatch: pytest.MonkeyPatch) -> None:

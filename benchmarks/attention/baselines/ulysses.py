@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
+from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 
 from benchmarks.attention.job import Job, Problem
 from benchmarks.attention.method import Attention, Method, local_attention
@@ -87,3 +91,29 @@ def to_sequence(x: torch.Tensor) -> torch.Tensor:
     ranks = dist.get_world_size()
     parts = _exchange(x.view(batch, ranks, rows // ranks, heads, dim).transpose(0, 1))
     return parts.permute(1, 2, 0, 3, 4).reshape(batch, rows // ranks, ranks * heads, dim)
+
+
+def whole_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: Sequence[int] = ()) -> torch.Tensor:
+    """Attend causally to a whole sequence (batch, seq, heads, dim), or within each of a pack's documents.
+
+    By flash-attn-4, or PyTorch's attention on a CPU.
+    """
+    if q.device.type == "cpu":
+        parts = zip(*(x.transpose(1, 2).split([*lengths] or x.shape[1], dim=2) for x in (q, k, v)), strict=True)
+        outs = [F.scaled_dot_product_attention(*part, is_causal=True, enable_gqa=True) for part in parts]
+        return torch.cat(outs, dim=2).transpose(1, 2)
+    from flash_attn.cute import flash_attn_func, flash_attn_varlen_func
+
+    q, k, v = (x.contiguous() for x in (q, k, v))
+    if not lengths:
+        out: torch.Tensor = flash_attn_func(q, k, v, causal=True)[0]
+        return out
+    starts = _starts(tuple(lengths), q.device)
+    longest = max(512, *lengths)  # a pack of shorter ones would compile other kernels
+    given = {"cu_seqlens_q": starts, "cu_seqlens_k": starts, "max_seqlen_q": longest, "max_seqlen_k": longest}
+    return flash_attn_varlen_func(q[0], k[0], v[0], **given, causal=True)[0][None]
+
+
+@functools.lru_cache(maxsize=1)
+def _starts(lengths: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    return torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=device)

@@ -14,7 +14,8 @@ import torch
 import triton
 import triton.language as tl
 
-from dfa_megatron.kernels.triton.support import interpreted, on_device_of, with_unit_stride
+from dfa_megatron.kernels.adapters import cudnn_sparse
+from dfa_megatron.kernels.triton.support import interpreted, large_shared_memory, on_device_of, with_unit_stride
 from dfa_megatron.kernels.triton.tiles import LN_2, LOG2_E, dot
 
 
@@ -78,14 +79,18 @@ def scores(
 def best(found: torch.Tensor, begin: int, topk: int) -> torch.Tensor:
     """Return the positions (rows, topk) of the highest scores, int32, the lowest of equal ones first; -1 for -inf.
 
-    PyTorch says which of the lowest scores it takes where not all of them fit: in such rows the choice is made again.
+    cuDNN takes the lowest of equal scores. PyTorch does not say which it takes where not all of the lowest scores fit:
+    in such rows the choice is made again.
     """
-    values, at = found.topk(min(topk, found.shape[1]), dim=1)
-    lowest = values[:, -1:]
-    fit = (found == lowest).sum(1) == (values == lowest).sum(1)
-    if len(again := (~fit & (lowest[:, 0] > -math.inf)).nonzero()[:, 0]):
-        at[again] = _ordered(found[again], torch.arange(found.shape[1], device=found.device), at.shape[1])
-    places = _ordered(found.gather(1, at), at, at.shape[1])
+    count = min(topk, found.shape[1])
+    at = cudnn_sparse.best_places(found, count)
+    if at is None:
+        values, at = found.topk(count, dim=1)
+        lowest = values[:, -1:]
+        fit = (found == lowest).sum(1) == (values == lowest).sum(1)
+        if len(again := (~fit & (lowest[:, 0] > -math.inf)).nonzero()[:, 0]):
+            at[again] = _ordered(found[again], torch.arange(found.shape[1], device=found.device), count)
+    places = _ordered(found.gather(1, at), at, count)
     return (begin + places).int().masked_fill_(found.gather(1, places) == -math.inf, -1)
 
 
@@ -97,7 +102,7 @@ def _ordered(found: torch.Tensor, places: torch.Tensor, count: int) -> torch.Ten
 
 
 @triton.jit
-def _part(at, ok, dims, DIM: tl.constexpr):
+def part_of(at, ok, dims, DIM: tl.constexpr):
     """Numbers of keys, (keys, dims), 0 where there is no key."""
     return tl.load(at[:, None] + dims[None, :], mask=ok[:, None] & (dims < DIM)[None, :], other=0.0)
 
@@ -114,7 +119,7 @@ def _attend(
     heads = tl.program_id(2) * group + own
     dims_a, dims_b, dims_v = tl.arange(0, BLOCK_A), tl.arange(0, BLOCK_B), tl.arange(0, BLOCK_V)
     q_at = q + row * q_row + heads.to(tl.int64) * q_head
-    q_a, q_b = _part(q_at, own < group, dims_a, DIM_A), _part(q_at + DIM_A, own < group, dims_b, DIM_B)
+    q_a, q_b = part_of(q_at, own < group, dims_a, DIM_A), part_of(q_at + DIM_A, own < group, dims_b, DIM_B)
     acc = tl.zeros((BLOCK_H, BLOCK_V), tl.float32)
     peak = tl.full((BLOCK_H,), -float("inf"), tl.float32)
     total = tl.zeros((BLOCK_H,), tl.float32)
@@ -123,17 +128,17 @@ def _attend(
         key = tl.load(chosen + row * chosen_row + place, mask=place < topk, other=-1)
         ok = key >= 0
         at = kv + key.to(tl.int64) * kv_row + tl.program_id(2) * kv_head
-        k_a = _part(at, ok, dims_a, DIM_A)
+        k_a = part_of(at, ok, dims_a, DIM_A)
         products = dot(q_a, tl.trans(k_a), tl.zeros((BLOCK_H, BLOCK_N), tl.float32), UPCAST)
         if DIM_B > 0:
-            products = dot(q_b, tl.trans(_part(at + DIM_A, ok, dims_b, DIM_B)), products, UPCAST)
+            products = dot(q_b, tl.trans(part_of(at + DIM_A, ok, dims_b, DIM_B)), products, UPCAST)
         products = tl.where(ok[None, :], products * (scale * LOG2_E), -float("inf"))
         higher = tl.maximum(peak, tl.max(products, 1))
         shift = tl.where(higher == -float("inf"), 0.0, higher)  # -inf - -inf would be NaN
         p = tl.math.exp2(products - shift[:, None])
         decay = tl.math.exp2(peak - shift)
         total = total * decay + tl.sum(p, 1)
-        v = k_a if SAME else _part(at + FIRST_V, ok, dims_v, DIM_V)
+        v = k_a if SAME else part_of(at + FIRST_V, ok, dims_v, DIM_V)
         acc = dot(p, v, acc * decay[:, None], UPCAST)
         peak = higher
     acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
@@ -155,8 +160,8 @@ def _gradients(
     heads = tl.program_id(2) * group + own
     dims_a, dims_b, dims_v = tl.arange(0, BLOCK_A), tl.arange(0, BLOCK_B), tl.arange(0, BLOCK_V)
     q_at, above_at = q + row * q_row + heads * q_head, dout + row * dout_row + heads * dout_head
-    q_a, q_b = _part(q_at, own < group, dims_a, DIM_A), _part(q_at + DIM_A, own < group, dims_b, DIM_B)
-    above = _part(above_at, own < group, dims_v, DIM_V)
+    q_a, q_b = part_of(q_at, own < group, dims_a, DIM_A), part_of(q_at + DIM_A, own < group, dims_b, DIM_B)
+    above = part_of(above_at, own < group, dims_v, DIM_V)
     base = tl.load(lse + row * lse_row + heads, mask=own < group, other=float("inf")) * LOG2_E
     base = tl.where(base == -float("inf"), float("inf"), base)
     minus = tl.load(delta + row * lse_row + heads, mask=own < group, other=0.0)
@@ -166,14 +171,14 @@ def _gradients(
         key = tl.load(chosen + row * chosen_row + place, mask=place < topk, other=-1)
         ok = key >= 0
         at = kv + key.to(tl.int64) * kv_row + tl.program_id(2) * kv_head
-        k_a = _part(at, ok, dims_a, DIM_A)
-        k_b = _part(at + DIM_A, ok, dims_b, DIM_B)
+        k_a = part_of(at, ok, dims_a, DIM_A)
+        k_b = part_of(at + DIM_A, ok, dims_b, DIM_B)
         products = dot(q_a, tl.trans(k_a), tl.zeros((BLOCK_H, BLOCK_N), tl.float32), UPCAST)
         if DIM_B > 0:
             products = dot(q_b, tl.trans(k_b), products, UPCAST)
         p = tl.math.exp2(products * (scale * LOG2_E) - base[:, None])
         p = tl.where(ok[None, :], p, 0.0)
-        v = k_a if SAME else _part(at + FIRST_V, ok, dims_v, DIM_V)
+        v = k_a if SAME else part_of(at + FIRST_V, ok, dims_v, DIM_V)
         dp = dot(above, tl.trans(v), tl.zeros((BLOCK_H, BLOCK_N), tl.float32), UPCAST)
         ds = p * (dp + minus[:, None]) * scale
         dq_a = dot(ds, k_a, dq_a, UPCAST)
@@ -228,7 +233,7 @@ def gradients(
     lse, delta = (x.contiguous() for x in statistics)
     dq, dkv = (torch.zeros(x.shape, dtype=torch.float32, device=q.device) for x in (q, kv))
     if len(q):
-        sizes, grid = _sizes(q, kv, values)
+        sizes, grid = _sizes(q, kv, values, backward=True)
         strides = *q.stride()[:2], *kv.stride()[:2], chosen.stride(0), *dout.stride()[:2], lse.stride(0)
         strides += *dq.stride()[:2], *dkv.stride()[:2]
         numbers = q.shape[1] // kv.shape[1], chosen.shape[1], scale
@@ -237,15 +242,28 @@ def gradients(
     return dq, dkv
 
 
-def _sizes(q: torch.Tensor, kv: torch.Tensor, values: tuple[int, int]) -> tuple[dict[str, Any], tuple[int, int, int]]:
-    """Return the constants of a launch, and its grid."""
+def _sizes(
+    q: torch.Tensor, kv: torch.Tensor, values: tuple[int, int], *, backward: bool = False
+) -> tuple[dict[str, Any], tuple[int, int, int]]:
+    """Return the constants of a launch, and its grid; blocks of latents were the fastest of 14 on an H200."""
     dim, (first, end), group = q.shape[2], values, q.shape[1] // kv.shape[1]
-    of_a = 1 << (dim.bit_length() - 1) if dim > 16 else dim
-    large, heads = dim > 256, 32 if group > 16 and dim <= 256 else 16
+    (of_a, block_a), (of_b, block_b) = parts_of(dim)
+    heads, keys, warps, stages = 32 if group > 16 and dim <= 256 else 16, 32, 4, 2
+    if dim > 256 and q.is_cuda and large_shared_memory(q.device):
+        heads = max(16, min(32 if backward else 64, triton.next_power_of_2(group)))
+        keys, warps, stages = (32, 8, 1) if backward else (64, 4 if heads == 16 else 8, 2)
+    elif dim > 256:
+        warps, stages = 8, 1
     sizes: dict[str, Any] = {
-        "DIM_A": of_a, "DIM_B": dim - of_a, "FIRST_V": first, "DIM_V": end - first, "SAME": first == 0 and end == of_a,
-        "BLOCK_H": heads, "BLOCK_N": 32, "UPCAST": interpreted(),
-        "num_warps": 8 if large else 4, "num_stages": 1 if large else 2,
+        "DIM_A": of_a, "BLOCK_A": block_a, "DIM_B": of_b, "BLOCK_B": block_b, "FIRST_V": first, "DIM_V": end - first,
+        "BLOCK_V": max(16, triton.next_power_of_2(end - first)), "SAME": first == 0 and end == of_a,
+        "BLOCK_H": heads, "BLOCK_N": keys, "UPCAST": interpreted(), "num_warps": warps, "num_stages": stages,
     }  # fmt: skip
-    sizes |= {f"BLOCK_{part}": max(16, triton.next_power_of_2(sizes[f"DIM_{part}"])) for part in "ABV"}
     return sizes, (len(q), triton.cdiv(group, heads), kv.shape[1])
+
+
+def parts_of(dim: int) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Return the two parts of a key's numbers, each with the power of two that holds it."""
+    of_a = 1 << (dim.bit_length() - 1) if dim > 16 else dim
+    of_b = dim - of_a
+    return (of_a, max(16, of_a)), (of_b, max(16, triton.next_power_of_2(of_b)))

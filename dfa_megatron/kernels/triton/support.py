@@ -58,7 +58,6 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> 
         tape.launch(run, *args, *others)
 
 
-@functools.cache
 def _takes_constants() -> bool:
     """Return whether a compiled kernel is called with all parameters; before Triton 3.3 constants were left out."""
     version: str = importlib.import_module("triton").__version__
