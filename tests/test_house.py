@@ -56,7 +56,7 @@ BUDGETS = {
     "kernels": 4_157,
     "loss": 735,
     "megatron": 3_950,
-    "plan": 5_501,
+    "plan": 5_494,
     "proving": 705,
     "recurrence": 1_400,
     "remat": 485,

@@ -1,4 +1,4 @@
-"""The choices of `auto` and of the degree stay as good as those of 2026-11-30, by the estimates of that day.
+"""The choices of `auto` and of the degree stay as good as those of 2026-11-29, by the estimates of that day.
 
 `choices.json` has, for each of 378 cells, profile, ranks, tokens a rank, heads, key heads, mask, choice, and the
 seconds of every candidate; for each of 128 cells of degrees the seconds by degree.

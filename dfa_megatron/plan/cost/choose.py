@@ -205,7 +205,7 @@ class Timeline:
     """A simulated run of the devices.
 
     busy: seconds of compute per rank; the rest of the makespan is idle. sent, received: bytes of each rank.
-    host: seconds that the slowest rank's host takes to issue the run. hidden: behind a layer's other work.
+    host: seconds that the slowest rank's host takes to issue the run.
     """
 
     makespan: float
@@ -213,13 +213,12 @@ class Timeline:
     sent: tuple[int, ...]
     received: tuple[int, ...]
     host: float
-    hidden: bool
     events: tuple[Event, ...] = ()
 
     @property
     def seconds(self) -> float:
         """Return the time of a run among others like it: a host issues the next run while its device computes."""
-        return self.makespan if self.hidden else max(self.makespan, self.host)
+        return max(self.makespan, self.host)
 
     @property
     def idle_share(self) -> float:
@@ -233,7 +232,7 @@ class Timeline:
         pairs = ((getattr(self, name), getattr(after, name)) for name in ("busy", "sent", "received"))
         busy, sent, received = (tuple(map(sum, zip(*pair, strict=True))) for pair in pairs)
         host = self.host + after.host
-        return Timeline(late + after.makespan, busy, sent, received, host, self.hidden, (*self.events, *moved))
+        return Timeline(late + after.makespan, busy, sent, received, host, (*self.events, *moved))
 
 
 def simulate(plan: AttentionPlan | Plan, sizes: Sizes | None = None, hardware: Hardware = H200_NVLINK) -> Timeline:
@@ -276,11 +275,10 @@ Contents = tuple[tuple[str, int], ...]
 
 @dataclass(frozen=True, slots=True)
 class Outline:
-    """One phase, by step: its kernel calls, and (source, destination, parts) of its messages. tokens: of all ranks."""
+    """One phase, by step: its kernel calls, and (source, destination, parts) of its messages."""
 
     phase: Phase
     ranks: int
-    tokens: int
     work: Sequence[Sequence[CallOutline]]
     messages: Sequence[Sequence[tuple[int, int, Contents]]]
 
@@ -311,7 +309,6 @@ def outline(plan: Plan, batch: int = 1) -> Outline:
     return Outline(
         plan.phase,
         plan.ranks,
-        sum(rows),
         [[work(rank, blocks) for (rank, _, _), blocks in step.items()] for step in calls],
         [[(*ends, tuple(parts.items())) for ends, parts in step.items()] for step in sent],
     )
@@ -324,10 +321,9 @@ def clocked(plan: Outline, sizes: Sizes, hardware: Hardware, *, events: bool = F
         for call in work:
             clocks.compute(step, call)
         clocks.move(step, messages)
-    hidden = plan.tokens / plan.ranks * (sizes.heads * sizes.head_dim) ** 2 >= hardware.host.ahead
     host = max(hardware.host.seconds(*counts) for counts in clocks.issued)
     busy, sent, received = tuple(clocks.busy), tuple(clocks.sent), tuple(clocks.received)
-    return Timeline(max(clocks.done), busy, sent, received, host, hidden, tuple(clocks.events))
+    return Timeline(max(clocks.done), busy, sent, received, host, tuple(clocks.events))
 
 
 class _Clocks:

@@ -26,14 +26,12 @@ class Host:
 
     run: one forward or backward, from the call to the return. call: a kernel call. merge: the merge of a partial.
     message: to post or to receive one.
-    ahead: a rank's tokens times the square of the width of q, from which on a layer's linear parts hide all of it.
     """
 
     run: float = 0.0
     call: float = 0.0
     merge: float = 0.0
     message: float = 0.0
-    ahead: float = math.inf
 
     def seconds(self, calls: int, merges: int, messages: int) -> float:
         """Return the seconds of one run with so many parts."""
@@ -201,10 +199,10 @@ def computing_with(kernel: str | None, hardware: Hardware) -> Hardware:
 
 _HOPPER = RATES["cudnn"]
 
-_HOST = Host(run=364e-6, call=51e-6, merge=24e-6, message=95e-6, ahead=2048 * 4096**2)
+_HOST = Host(run=364e-6, call=51e-6, merge=24e-6, message=95e-6)
 """Replayed runs. call and merge: least squares over benchmarks/results/2026-11-23-1xh200-host-time.json at commit
 508b9ec; a later run is within 0.1 ms. message: the seven of 2026-11-22-2xh200-host-time.json. run: what is left of
-2026-11-23-2xh200-host-time.json, which has three. ahead: eight layers of a 7B in a row, 2026-11-30-2xh200-layers.json.
+2026-11-23-2xh200-host-time.json, which has three.
 """
 
 _GPU: dict[str, Any] = {"launch_overhead": 15e-6, "host": _HOST, "multiprocessors": 132}

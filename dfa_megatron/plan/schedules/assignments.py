@@ -32,8 +32,8 @@ def balanced(mask: Mask, layout: Layout, *, share_last: bool = False) -> tuple[B
         mask: only causal pairs.
         layout: contiguous; halves of it to share the last step.
         share_last: for even P cut the last step's blocks in two by query rows, so that no rank idles. The owner takes
-            the second half of its rows, and the otherwise idle helper the first. A rank computes the first half of its
-            own rows over its own keys, a fourth of that block, in one step more: the last results travel behind it.
+            the second half of its rows, and the otherwise idle helper the first. That step stays the last, so the
+            results that travel behind no compute are half a chunk, not a whole one.
     """
     owner, ranks = layout.owner, layout.ranks
     queries = [layout.spans(rank, "q") for rank in range(ranks)]
@@ -44,11 +44,10 @@ def balanced(mask: Mask, layout: Layout, *, share_last: bool = False) -> tuple[B
         if rows < keys:
             why = f"rows of rank {rows} see keys of rank {keys}, and it pairs causal work only"
             raise UnsupportedError("the balanced schedule on this mask", why, "schedule 'auto'")
-        distance, early = rows - keys, share_last and layout.chunks[q].lo < middle[rows]
-        helps = early if share_last and 2 * distance == ranks else 2 * distance > ranks
-        if early and distance == 0 and ranks > 1:
-            blocks.append(Block(ranks // 2 + 1, rows, q, kv))
-            continue
+        distance = rows - keys
+        helps = 2 * distance > ranks
+        if share_last and 2 * distance == ranks:
+            helps = layout.chunks[q].lo < middle[rows]
         blocks.append(Block(ranks - distance, keys, q, kv) if helps else Block(distance, rows, q, kv))
     return tuple(blocks)
 
