@@ -114,7 +114,8 @@ class Whole:
             DisagreementError: the ranks ask for different ones; the message is a table.
         """
         about = f"mask {self.seen.name}", f"layout {self.layout}"
-        return compared(what, self.over, facts | {"batch": str(self.batch)}, device, *about)
+        told = facts | {"batch": str(self.batch), "tokens of a rank": f"{self.layout.length} in all"}
+        return compared(what, self.over, told, device, *about)
 
     def joined(self, positions: torch.Tensor) -> torch.Tensor:
         """Return positions (batch, rows, topk) of rows as those (batch * rows, topk) of the batch as one sequence."""
