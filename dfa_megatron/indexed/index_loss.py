@@ -199,7 +199,7 @@ class _Sums:
         like = rows.index_q, rows.weights, self.index_k
         self.dq, self.dw, self.dk = (torch.zeros(x.shape, dtype=self.wide, device=x.device) for x in like)
         self.kernels: Any = None
-        if call.chosen is not None and None not in (kernels_for(rows.index_q), kernels_for(rows.q)):
+        if call.chosen is not None and None not in (kernels_for(rows.index_q, adds=True), kernels_for(rows.q)):
             from dfa_megatron.kernels.triton import indexer
 
             self.kernels = indexer
