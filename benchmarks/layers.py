@@ -46,6 +46,7 @@ class LayersJob(Flags):
     ffn: int = flag(11008, "inner width of an MLP")
     layers: int = flag(8, "in a row")
     kernel: str = flag("auto", "of ours")
+    schedule: str = flag("auto", "of ours")
     repeats: int = flag(5, "of a step, after two")
 
     def sequences(self, tokens: int) -> Iterator[Offsets]:
@@ -84,9 +85,8 @@ def ways(job: LayersJob, offsets: Offsets, ranks: int) -> dict[str, Attention]:
         whole = (x.reshape(1, -1, x.shape[2] // ranks, x.shape[3]) for x in qkv)
         return whole_attention(*whole, lengths).reshape(qkv[0].shape)
 
-    return {
-        "ours": attention(offsets, DistAttentionConfig(kernel=job.kernel), None), "ulysses": ulysses, "share": share
-    }  # fmt: skip
+    config = DistAttentionConfig(kernel=job.kernel, schedule=job.schedule)
+    return {"ours": attention(offsets, config, None), "ulysses": ulysses, "share": share}
 
 
 def check(job: LayersJob, problem: Problem, world: World) -> None:

@@ -85,7 +85,7 @@ def picture(file: Path) -> None:
         for run, style in (("alone", "-"), ("ours", "--")):
             axis.plot([row["step"] for row in rows], [row[run][what] for row in rows], style, lw=1, label=run)
         axis.set(ylabel=what.replace("_", " "))
-    axes[0].legend(labels=["one GPU, without ours", "ours, over the ranks"])
+    axes[0].legend(labels=["one rank, without ours", "ours, over the ranks"])
     figure.supxlabel("step")
     figure.savefig(file.with_suffix(".svg"), metadata={"Date": None, "Creator": None})
 

@@ -1,4 +1,4 @@
-"""The picture that needs matplotlib, of measured rates on two GPUs: `python -m docs.speeds`."""
+"""The picture of rates on two GPUs: `python -m docs.speeds`. benchmarks/long_run.py drew 11-30-2xcpu-long-run."""
 
 from __future__ import annotations
 

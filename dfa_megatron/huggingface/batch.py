@@ -23,7 +23,6 @@ from dfa_megatron.whole_batch import MASK, TREE, check_same
 CAUSAL = "causal self-attention over whole, unpadded sequences"
 
 EMBEDDED = "inputs_embeds"
-"""The only floating-point tensor of a batch whose values are compared."""
 
 IGNORED = -100
 """The label of a token that has no loss, as everywhere in transformers."""
@@ -85,7 +84,7 @@ def compare(group: str, given: Arguments | None, *, asks: bool = False) -> bool:
     """
     told = {name: given[name] for name in OF_TOKENS if given is not None and given.get(name) is not None}
     for name, x in told.items():
-        if isinstance(x, torch.Tensor) and x.is_floating_point() and name != EMBEDDED:
+        if isinstance(x, torch.Tensor) and x.is_floating_point() and name.endswith((*_MEDIA, "second_per_grid_ts")):
             told[name] = [*x.shape]  # images and sound go with their tokens
     return check_same(
         group,

@@ -230,7 +230,8 @@ def whole_loss(forward: Forward) -> torch.Tensor | None:
     if not parts or not all(part.requires_grad for part in parts):
         what, why = "indexers that are trained in re-entrant checkpoints", "their loss would have no gradient"
         raise UnsupportedError(what, why, "use_reentrant=False")
-    return as_whole(torch.stack(parts).sum() * forward.context.size, forward.context.group)
+    context, loss = forward.context, torch.stack(parts).sum()
+    return as_whole(loss * context.size, context.group, "of indexers", weight=context.indexers)
 
 
 def factors_of(layer: Any, values: torch.Tensor) -> torch.Tensor:

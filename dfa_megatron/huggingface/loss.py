@@ -23,9 +23,11 @@ from dfa_megatron.hooks import OWN, surround
 from dfa_megatron.huggingface.batch import IGNORED, LABELS, first_of, next_labels, tokens_of
 from dfa_megatron.huggingface.current_forward import Arguments, Forward, LayerContext, innermost
 from dfa_megatron.huggingface.tiled_head import causal_loss, is_causal, run_in, summed_loss, tiled_head
+from dfa_megatron.kernels.leaf import outside_graphs
 from dfa_megatron.loss.head import TILE, Head
 from dfa_megatron.loss.scores import token_scores
-from dfa_megatron.runtime.comm.groups import Group, group_name, group_size, resolve
+from dfa_megatron.runtime.comm.compared import compared, telling
+from dfa_megatron.runtime.comm.groups import Group, channel_of, group_name, group_size, resolve
 from dfa_megatron.sharding import shard_sequence, unshard_sequence
 
 _MARK = "_dfa_sums_tokens"
@@ -58,39 +60,46 @@ def causal_lm_loss(
 
     Raises:
         UnsupportedError: labels of another number of tokens, such as those of this rank's tokens alone.
+        DisagreementError: the ranks ask for different losses.
     """
     mine, share = _of_this_rank(logits, labels, group, ignore_index)
-    return as_whole(_times(summed_loss(logits, mine, ignore_index, label_smoothing), share), group)
+    loss = summed_loss(logits, mine, ignore_index, label_smoothing)
+    asked = {"ignore_index": ignore_index, "label_smoothing": label_smoothing}
+    return as_whole((loss * share).to(loss.dtype), group, f"of labels {tuple(labels.shape)}", **asked)
 
 
+@outside_graphs
 def _of_this_rank(
     x: torch.Tensor, labels: torch.Tensor, group: Group, ignore_index: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the labels of the next tokens of this rank's tokens, and P over the number of those of all ranks.
+    """Return the labels of the next tokens of this rank's tokens, and P over the number of those of all, in float64.
 
     x: (batch, local_seq, ...).
     """
-    shifted = next_labels(labels, ignore_index)
-    mine, size = shard_sequence(shifted, group=group), group_size(group)
-    if mine.shape != x.shape[:2]:
-        raise UnsupportedError(
-            f"labels of shape {tuple(labels.shape)} for {tuple(x.shape[:2])} tokens on each of {size} ranks",
-            "they are shifted, and then cut, here",
-            "labels (batch, seq) of the whole batch, the same on every rank, not shifted",
-        )
+    shifted, size = next_labels(labels, ignore_index), group_size(group)
+    with telling(group):
+        mine = shard_sequence(shifted, group=group)
+        if mine.shape != x.shape[:2]:
+            raise UnsupportedError(
+                f"labels of shape {tuple(labels.shape)} for {tuple(x.shape[:2])} tokens on each of {size} ranks",
+                "they are shifted, and then cut, here",
+                "labels (batch, seq) of the whole batch, the same on every rank, not shifted",
+            )
     return mine, size / (shifted != ignore_index).sum().clamp(min=1).double()
 
 
-def _times(loss: torch.Tensor, share: torch.Tensor) -> torch.Tensor:
-    """Return a loss times a share, which is in float64 and would make it so."""
-    return (loss * share).to(loss.dtype)
+@outside_graphs
+def as_whole(loss: torch.Tensor, group: Group, about: str = "", **asked: object) -> torch.Tensor:
+    """Return the mean of a loss over the ranks, whose gradient is that of this rank's loss; a collective call.
 
-
-def as_whole(loss: torch.Tensor, group: Group) -> torch.Tensor:
-    """Return the mean of a loss over the ranks, whose gradient is that of this rank's loss; a collective call."""
+    asked: the ranks compare it, and `about`, which varies, at each call. Without any they compare nothing.
+    """
     total = loss.detach().clone()
     if name := group_name(group):
-        dist.all_reduce(total, group=resolve(name))
+        facts = {key: str(x) for key, x in {"dtype": loss.dtype, "gradient": loss.requires_grad, **asked}.items()}
+        exchange = compared("a loss of a whole batch", channel_of(group) if asked else None, facts, loss.device, about)
+        with exchange.running(0, loss.device):
+            dist.all_reduce(total, group=resolve(name))
         total /= group_size(group)
     return total + (loss - loss.detach())
 
@@ -135,6 +144,7 @@ def tiled_loss(
 
     Raises:
         UnsupportedError: another kind of head, or a tile that is no positive integer.
+        DisagreementError: the ranks ask for different losses.
     """
 
     mine, share = _of_this_rank(hidden, labels, group, ignore_index)
@@ -142,8 +152,9 @@ def tiled_loss(
     def use(hidden: torch.Tensor, head: Head) -> tuple[torch.Tensor, ...]:
         return (token_scores(hidden, head, mine, tile=tile, ignore_index=ignore_index).logprobs,)
 
-    (logprobs,) = run_in(tiled_head(head), hidden, use, 1.0, None)
-    return as_whole(_times(-logprobs.sum(), share), group)
+    loss = -run_in(tiled_head(head), hidden, use, 1.0, None)[0].sum()
+    about = f"of labels {tuple(labels.shape)}"
+    return as_whole((loss * share).to(loss.dtype), group, about, ignore_index=ignore_index)
 
 
 def check_loss(model: Any, given: Arguments, context: LayerContext) -> None:

@@ -229,7 +229,7 @@ def gradients(
         return cudnn_sparse.gradients(dout, inputs, results, scale)
     wide, dim = lse.dtype, q.shape[2]
     delta = minus_delta(dout[None], out[None])[0].T
-    if (kernels := kernels_for(q)) is not None:
+    if (kernels := kernels_for(q, adds=True)) is not None:
         found: Attended = kernels.gradients(dout, inputs, (lse, delta), scale, values)
         return found
     dq, dkv = torch.zeros_like(q, dtype=wide), torch.zeros_like(kv, dtype=wide)

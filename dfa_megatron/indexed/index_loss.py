@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -29,7 +29,7 @@ from dfa_megatron.kernels.leaf import differentiable_once, outside_graphs, witho
 from dfa_megatron.plan.language.layout import Layout
 from dfa_megatron.plan.language.mask import Mask
 from dfa_megatron.runtime.comm.compared import Compared, facts_of_tokens, telling
-from dfa_megatron.runtime.comm.groups import Group, resolve
+from dfa_megatron.runtime.comm.groups import Group, channel_of, resolve
 from dfa_megatron.runtime.cu_seqlens import CuSeqlens
 from dfa_megatron.runtime.request import DEFAULTS
 
@@ -85,9 +85,14 @@ def index_loss(
         heads_of = None if tp_group == "" else resolve(tp_group)
         scale = scale_of(softmax_scale, q.shape[3])
         trains = torch.is_grad_enabled() and any(x.requires_grad for x in (index_q, index_k, weights))
-        facts = facts_of_tokens(index_q, 1) | {"gradient": str(trains), "heads": str(q.shape[2]), "scale": str(scale)}
-        facts |= {"keys": str(tuple(k.shape[2:])), "over": "all keys" if positions is None else "chosen keys"}
-        exchange = whole.exchange("the loss of an indexer", facts, device)
+        facts = facts_of_tokens(index_q, 1) | {"gradient": f"{trains}", "scale": f"{scale}", "all": f"{chosen is None}"}
+        if heads_of is not None:
+            here, told = torch.device("cpu"), facts | {"valid": "all" if valid is None else "some"}
+            beside = replace(whole, over=channel_of(heads_of, verify=config.verify == "on"))
+            with beside.exchange("the loss of an indexer, between ranks that share heads", told, here).running(0, here):
+                pass  # they have met, before they wait for one another on a device
+        its = {"heads": str(q.shape[2]), "keys": str(tuple(k.shape[2:]))}
+        exchange = whole.exchange("the loss of an indexer", facts | its, device)
     seen = torch.ones(index_q.shape[:2], dtype=torch.bool, device=device) if valid is None else valid
     attention = q.detach().flatten(0, 1), k.detach().flatten(0, 1), lse.detach().transpose(1, 2).flatten(0, 1)
     call = _LossCall(whole, exchange, *attention, chosen, seen.flatten(), scale, heads_of)
@@ -194,7 +199,7 @@ class _Sums:
         like = rows.index_q, rows.weights, self.index_k
         self.dq, self.dw, self.dk = (torch.zeros(x.shape, dtype=self.wide, device=x.device) for x in like)
         self.kernels: Any = None
-        if call.chosen is not None and None not in (kernels_for(rows.index_q), kernels_for(rows.q)):
+        if call.chosen is not None and None not in (kernels_for(rows.index_q, adds=True), kernels_for(rows.q)):
             from dfa_megatron.kernels.triton import indexer
 
             self.kernels = indexer

@@ -114,7 +114,8 @@ class Whole:
             DisagreementError: the ranks ask for different ones; the message is a table.
         """
         about = f"mask {self.seen.name}", f"layout {self.layout}"
-        return compared(what, self.over, facts | {"batch": str(self.batch)}, device, *about)
+        told = facts | {"batch": str(self.batch), "tokens of a rank": f"{self.layout.length} in all"}
+        return compared(what, self.over, told, device, *about)
 
     def joined(self, positions: torch.Tensor) -> torch.Tensor:
         """Return positions (batch, rows, topk) of rows as those (batch * rows, topk) of the batch as one sequence."""
@@ -131,8 +132,13 @@ class Whole:
         return torch.arange(self.batch, device=like.device, dtype=like.dtype)[:, None, None] * self.length
 
 
-def kernels_for(x: torch.Tensor) -> Any:
-    """Return the module of Triton's kernels where they compute for such a tensor, else None."""
+def kernels_for(x: torch.Tensor, *, adds: bool = False) -> Any:
+    """Return the module of Triton's kernels where they compute for such a tensor, else None.
+
+    adds: gradients of keys, by atomics: PyTorch adds where deterministic algorithms are asked for.
+    """
+    if adds and torch.are_deterministic_algorithms_enabled():
+        return None
     large = x.dtype == torch.float64 or (x.dtype == torch.float32 and x.shape[-1] > 256)  # for shared memory
     if large or not (x.is_cuda or interpreted()) or triton_refusal() is not None:
         return None

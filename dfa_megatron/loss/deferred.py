@@ -82,13 +82,11 @@ class DeferredLogits:
             raise self._refused(f"size({dim})")
         return self._vocabulary
 
-    def float(self) -> DeferredLogits:
-        """Return itself: a tile is in float32."""
-        return self
-
     def to(self, *_: Any, **__: Any) -> DeferredLogits:
         """Return itself: a tile has the device of the hidden states and is in float32."""
         return self
+
+    float = to
 
     def __mul__(self, factor: Any) -> DeferredLogits:
         if not isinstance(factor, (int, float)):

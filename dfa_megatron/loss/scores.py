@@ -57,8 +57,9 @@ def token_scores(
     Raises:
         UnsupportedError: a tile that is no positive integer, labels of another number of tokens, or a partition that
             does not fit.
+        DisagreementError: the ranks of `head.group` ask for different things. Later, on a GPU, the numbers are NaN.
     """
-    result = _result(hidden, head, labels, tile, entropy=entropy)[0]
+    result = _result(hidden, head, labels, tile, entropy=entropy, ignore_index=ignore_index)[0]
     label, lse = result[LABEL], result[LSE]
     logprobs = torch.where(labels.flatten() == ignore_index, 0, label - lse)
     return TokenScores(
@@ -95,7 +96,8 @@ def cross_entropy(
         raise UnsupportedError(f"reduction={reduction!r}", "there is no such value", nearest(reduction, REDUCTIONS))
     if not 0 <= label_smoothing <= 1:
         raise UnsupportedError(f"label_smoothing={label_smoothing}", "it is a share", "0.0 to 1.0, as in PyTorch")
-    result, vocabulary = _result(hidden, head, labels, tile, total=label_smoothing != 0)
+    asked = {"reduction": reduction, "ignore_index": ignore_index, "label_smoothing": label_smoothing, "z_loss": z_loss}
+    result, vocabulary = _result(hidden, head, labels, tile, **asked)
     label, lse = result[LABEL], result[LSE]
     losses = lse - label
     if label_smoothing:
@@ -109,19 +111,19 @@ def cross_entropy(
     return losses.sum() if reduction == "sum" else losses.sum() / (~ignored).sum().clamp(min=1)
 
 
-def _result(
-    hidden: torch.Tensor, head: Head, labels: torch.Tensor, tile: int, *, entropy: bool = False, total: bool = False
-) -> tuple[torch.Tensor, int]:
-    """Return (4, tokens) as `Tiled` does, and the size of the vocabulary."""
+def _result(hidden: torch.Tensor, head: Head, labels: torch.Tensor, tile: int, **asked: object) -> tuple[Any, int]:
+    """Return (4, tokens) as `Tiled` does, and the size of the vocabulary. asked: what else the ranks compare."""
     check_tile(tile)
     _check(hidden, head, labels)
     rows, size = labels.numel() // head.shards, hidden.shape[-1]
     vocabulary, first = head.vocabulary()
-    tiling = Tiling(head, tile, first, entropy, total)
     hidden, weight, bias = _autocast(hidden.reshape(rows, size), head.weight, head.bias)
     if len(kinds := dict.fromkeys(x.dtype for x in (hidden, weight, bias) if x is not None)) > 1:
         what = f"a loss of {', '.join(map(str, kinds))}"
         raise UnsupportedError(what, "its hidden states and head are multiplied", "one dtype, or autocast")
+    asked |= {name: getattr(head, name) for name in ("scale", "softcap", "partition")}
+    asked |= {"dtype": hidden.dtype, "gradient": torch.is_grad_enabled() and hidden.requires_grad}
+    tiling = Tiling(head, tile, first, bool(asked.get("entropy")), bool(asked.get("label_smoothing")), str(asked))
     result: Any = Tiled.apply(hidden, weight, bias, labels.flatten(), tiling)  # type: ignore[no-untyped-call]
     return result, vocabulary
 

@@ -7,6 +7,7 @@ numbers per token; the recompute adds one matrix product to three.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from dfa_megatron.errors import DisagreementError
 from dfa_megatron.kernels.leaf import differentiable_once
 from dfa_megatron.loss.head import Head
 
@@ -24,16 +26,20 @@ _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", dist.reduce_scatte
 LABEL, LSE, ENTROPY, TOTAL = range(4)
 """The rows of a result: the label's logit, log-sum-exp, entropy in nats, and the sum of all logits."""
 
+_AGREED = set[str]()
+"""Losses that this rank has asked for when all of its ranks did."""
+
 
 @dataclass(frozen=True, slots=True)
 class Tiling:
-    """Everything but tensors. first: the index of this rank's first row of the vocabulary."""
+    """Everything but tensors. first: the index of this rank's first row. asked: what the ranks compare, in words."""
 
     head: Head
     tile: int
     first: int
     entropy: bool
     total: bool
+    asked: str = ""
 
     def cuts(self, rows: int) -> Iterator[slice]:
         """Yield the tiles of this rank's rows; together with those of the other shards a tile has `tile` tokens."""
@@ -93,7 +99,7 @@ class Tiled(torch.autograd.Function):
             logits = tiling.logits(tiling.gathered(hidden[cut]), weight, bias)
             found[:, :, cut] = _statistics(logits, labels[:, cut].flatten(), tiling).view(6, shards, -1)
             del logits  # before the next tile's are made
-        result = _together(found.flatten(1), tiling.head.group)
+        result = _together(found.flatten(1), tiling)
         ctx.save_for_backward(hidden, weight, bias, labels, result)
         ctx.tiling = tiling
         return result
@@ -160,12 +166,16 @@ def _statistics(logits: torch.Tensor, labels: torch.Tensor, tiling: Tiling) -> t
     return torch.stack([high, summed, label, weighted, total, here.to(label.dtype)])
 
 
-def _together(found: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
+def _together(found: torch.Tensor, tiling: Tiling) -> torch.Tensor:
     """Return the result of all ranks from (6, tokens) of each: two all-reduces for all tiles."""
     high, sums = found[0], found[1:]
-    if group is not None:
-        mine, high = high, high.clone()
+    if (group := tiling.head.group) is not None:
+        # Behind the largest logits travel a digest of what is asked, exact in float32, and its negative.
+        digest = int.from_bytes(hashlib.sha256(tiling.asked.encode()).digest()[:3])
+        mine, high = high, torch.nn.functional.pad(high, (0, 2), value=digest)
+        high[-1:].neg_()
         dist.all_reduce(high, dist.ReduceOp.MAX, group=group)
+        high = high[:-2].masked_fill(_differs(high[-2], high[-1], tiling.asked), float("nan"))
         down = mine - high
         summed, label, weighted, total, here = sums
         sums = torch.stack([summed * down.exp(), label, (weighted + down * summed) * down.exp(), total, here])
@@ -173,6 +183,16 @@ def _together(found: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Ten
     summed, label, weighted, total, here = sums
     log = summed.log()
     return torch.stack([label.masked_fill(here == 0, float("nan")), high + log, log - weighted / summed, total])
+
+
+def _differs(digest: torch.Tensor, negative: torch.Tensor, asked: str) -> torch.Tensor:
+    """Return whether the ranks ask for different losses; raise it unless a GPU did what this rank asks for before."""
+    differs = digest != -negative
+    if not digest.is_cuda or not (asked in _AGREED or torch.cuda.is_current_stream_capturing()):
+        if differs:
+            raise DisagreementError(f"other ranks ask for another loss than {asked}. What works: the same on all")
+        _AGREED.add(asked)
+    return differs
 
 
 def _of_logits(logits: torch.Tensor, labels: torch.Tensor, numbers: torch.Tensor, tiling: Tiling) -> torch.Tensor:

@@ -246,4 +246,6 @@ def _check(tokens: Tokens, scan: Scan, share: Share) -> None:
 
 def _tied(result: torch.Tensor, incoming: torch.Tensor) -> torch.Tensor:
     """Return a result, and have its backward reach the exchange although nothing came in: the other ranks wait."""
-    return result + incoming[:0].sum().to(result.dtype)  # of no element: zero, also where a state is infinite
+    zero = incoming[:0].sum().to(result.dtype)  # of no element: zero, also where a state is infinite
+    # A product saves its factor, and a checkpoint recomputes, and sends, until it has all that was saved.
+    return result + zero if zero.requires_grad else result * (1 + zero)

@@ -82,8 +82,9 @@ def max_logits(
         if not 0 <= softcap < math.inf:
             raise UnsupportedError(f"softcap={softcap}", "it is positive and finite", "0.0 for none")
         request, seen, whole = request.settled(ranks, rank, Inputs(q, k, k))
-    facts = {"q": f"{q.shape[0]}, {tuple(q.shape[2:])}", "kv_heads": str(k.shape[2]), "dtype": str(q.dtype)}
-    facts |= {"scale": str(request.softmax_scale), "softcap": str(request.softcap)}
+    facts = {"q": f"{q.shape[0]}, {tuple(q.shape[2:])}", "kv_heads": f"{k.shape[2]}", "dtype": f"{q.dtype}"}
+    facts |= {"scale": f"{request.softmax_scale}", "softcap": f"{softcap}"}
+    facts["tokens of a rank"] = f"{whole.length} in all"
     about = f"mask {seen.name} #{crc32(repr(seen.tiles).encode()):08x}", f"layout {request.layout}"
     exchange = compared("the largest logits", over, facts, q.device, *about)
     with without_autocast(), exchange.running(0, q.device):

@@ -62,8 +62,8 @@ def roll_sequence(
             check_offsets(offsets)
         whole = _whole(x, dim, layout, over, offsets)
     moves = _rolled(whole, shift, offsets, 0 if over is None else over.rank, x.device)
-    facts, about = facts_of_tokens(x, dim), (str(whole), describe(offsets))
-    exchange = compared(f"a roll by {shift}", over, facts, x.device, *about)
+    facts = facts_of_tokens(x, dim) | {"fill": str(fill), "tokens of a rank": f"{whole.length} in all"}
+    exchange = compared(f"a roll by {shift}", over, facts, x.device, str(whole), describe(offsets))
     return move_rows(x, moves, exchange, fill=fill, dim=dim)
 
 

@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dfa_megatron import huggingface as dfa_hf
 from dfa_megatron.config import TrainingConfig
-from dfa_megatron.errors import ProofError, UnsupportedError
+from dfa_megatron.errors import DisagreementError, ProofError, UnsupportedError
 from dfa_megatron.huggingface import indexers
 from dfa_megatron.huggingface.check_model import TRIED
 from dfa_megatron.huggingface.planned_mask import PlannedMask
@@ -279,7 +279,11 @@ PARTS = [
 
 
 def _learn(rank: int, ranks: int, cases: list[tuple[str, str, str]]) -> list[Learned]:
-    return [over_ranks_of(*case) for case in cases]
+    found, model = [over_ranks_of(*case) for case in cases], dfa_hf.distribute_attention(build("deepseek_v32"))
+    dfa_hf.train_indexers(model, 2.0 + (rank == 1))
+    with pytest.raises(DisagreementError, match=r"weight: 2.0 on .*3.0 on rank 1"):
+        model(**batch_of("plain"))
+    return found
 
 
 @pytest.mark.support("models", "the loss that trains indexers: whole, packed, padded, rematerialized")

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from dfa_megatron import huggingface as dfa_hf
 from dfa_megatron.config import TrainingConfig
-from dfa_megatron.errors import UnsupportedError
+from dfa_megatron.errors import DisagreementError, UnsupportedError
 from dfa_megatron.huggingface.loss import tiled_loss
 from dfa_megatron.huggingface.tiled_head import causal_loss
 from dfa_megatron.loss import by_document, scores_of
@@ -126,8 +126,22 @@ def refused(rank: int, world_size: int) -> None:
     model(**whole)
 
 
+def disagreed(rank: int, world_size: int) -> None:
+    head, labels = torch.nn.Linear(8, 5).double(), torch.arange(4 * world_size)[None] % 5
+    hidden = torch.randn(1, 4, 8).double()
+    for name, given in {"label_smoothing": {"label_smoothing": 0.1}, "ignore_index": {"ignore_index": 3}}.items():
+        odd: dict[str, Any] = given if rank == 1 else {}
+        with pytest.raises(DisagreementError, match=f"{name}: .* on rank 1"):
+            dfa_hf.causal_lm_loss(head(hidden), labels, **odd)
+    with pytest.raises(DisagreementError, match=r"ignore_index: .* on rank 1"):
+        tiled_loss(head, hidden, labels, **odd)
+    dfa_hf.causal_lm_loss(head(hidden), labels)
+    with pytest.raises(DisagreementError, match=r"of labels \(1, 11\) on rank 1"):
+        dfa_hf.causal_lm_loss(head(hidden), labels[:, int(rank == 1) :])
+
+
 def test_a_marked_loss_is_that_of_one_process_and_another_is_refused_however_it_was_set() -> None:
-    run_each(3, marked, refused, timeout=120)
+    run_each(3, marked, refused, disagreed, timeout=120)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])

@@ -51,6 +51,7 @@ def other_batches(rank: int, world_size: int) -> None:
         "tokens at other places": (same, {"input_ids": swapped(ids), "labels": labels}),
         "rows in another order": (same, {"input_ids": ids.flip(0), "labels": labels.flip(0)}),
         "labels": (same, {"input_ids": ids, "labels": labels.masked_fill(labels == labels[labels != -100][0], -100)}),
+        "number of labels": tuple({**same, "num_items_in_batch": torch.tensor(n)} for n in (20.0, 10.0)),
         "labels there": (same, {"input_ids": ids}),
         "documents": (packs(same), packs({"input_ids": swapped(ids), "labels": labels})),
         "where documents end": (packs(same), packs(same, at=7)),

@@ -195,11 +195,22 @@ def test_ranks_that_differ_are_told(rank: int, ranks: int) -> None:
     q = torch.ones(1, 4, 2, 3)
     with pytest.raises(DisagreementError, match="topk"):
         index_topk(*index, 2 + (rank == 1))
+    with pytest.raises(DisagreementError, match=r"tokens of a rank: .*\n.*of_lengths"):
+        index_topk(*(x[:, : 3 + (rank == 1)] for x in index), 2)
     positions = index_topk(*index, 2)
     with pytest.raises(DisagreementError, match="scale"):
         sparse_attn(q, q, q, positions, softmax_scale=1.0 + rank)
     with pytest.raises(UnsupportedError if rank == 1 else DisagreementError, match=r"twice|rank 1"):
         sparse_attn(q, q, q, positions if rank != 1 else torch.zeros_like(positions))
+    alone, world = dist.new_group([rank], use_local_synchronization=True), dist.group.WORLD
+    tokens = [*index, q, q, torch.zeros(1, 2, 4), torch.zeros_like(positions[..., :1])]
+    odd: Any
+    for name, odd in {
+        "scale": {"softmax_scale": 2.0},
+        "valid": {"valid": torch.tensor([[True] * 3 + [False]])},
+    }.items():
+        with pytest.raises(DisagreementError, match=rf"{name}: .* on rank 1"):  # of ranks that share heads
+            index_loss(*tokens, group=alone, tp_group=world, **(odd if rank == 1 else {}))
     with pytest.raises(DisagreementError):  # compared at each call, and the group is lost
         index_topk(*index, 2, cu_seqlens=(0, 5 + rank, 12))
 

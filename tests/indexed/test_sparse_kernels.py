@@ -44,6 +44,17 @@ def test_results_and_their_gradients(sizes: tuple[int, int, int, int], dtype: to
         assert_close(got, wanted, tolerance=TOLERANCE[dtype])
 
 
+def test_deterministic_gradients_are_added_by_pytorch() -> None:
+    x = torch.zeros(1, 2, 16, device=DEVICE)
+    assert kernels_for(x, adds=True) is kernels_for(x)
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert kernels_for(x, adds=True) is None
+        assert not cudnn_sparse.takes(x, x, x, (0, 512))
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
 @pytest.mark.parametrize("levels", [3, 50, 1_000_000])
 @pytest.mark.parametrize(("rows", "keys", "count"), [(50, 300, 20), (50, 300, 400), (20, 64, 64), (30, 1, 1)])
 def test_the_best_scores_are_those_of_a_stable_sort(rows: int, keys: int, count: int, levels: int) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -213,6 +214,21 @@ def test_a_vocabulary_cut_unevenly_over_ranks_gives_the_numbers_of_one(rank: int
     parts = of_lengths([0, *[1] * (world_size - 2), 13 - (world_size - 2)])
     for layout, offsets in itertools.product(("contiguous", "zigzag", parts), ((0, 13), (0, 1, 8, 13))):
         gathers(layout, offsets)
+
+
+@over_ranks(2, 3)
+def test_ranks_that_ask_for_different_losses_are_told_and_where_nobody_looks_it_is_nan(rank: int, ranks: int) -> None:
+    hidden, weight, _, labels = drawn()
+    of_head, of_call = {"scale": 2.0, "softcap": 2.0}, {"reduction": "sum", "ignore_index": 1, "z_loss": 0.1}
+    for name, value in (of_head | of_call | {"label_smoothing": 0.1, "entropy": True}).items():
+        odd: dict[str, Any] = {name: value} if rank == 1 else {}
+        head = Head(weight=weight.chunk(ranks)[rank], group=dist.group.WORLD, **(odd if name in of_head else {}))
+        loss: Any = token_scores if name == "entropy" else cross_entropy
+        with pytest.raises(DisagreementError, match=f"'{name}': {value if odd and name != 'reduction' else ''}"):
+            loss(hidden, head, labels, **({} if name in of_head else odd))
+        with patch("dfa_megatron.loss.tiled._differs", lambda one, other, _: one != -other):  # as on a GPU, later
+            found = loss(hidden, head, labels, **({} if name in of_head else odd))
+        assert getattr(found, "logprobs", found).isnan().any()
 
 
 def gathers(layout: str | Layout, offsets: tuple[int, ...]) -> None:

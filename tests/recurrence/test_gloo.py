@@ -79,6 +79,12 @@ def test_a_plain_checkpoint_of_a_recurrence_alone_recomputes_on_every_rank_first
         for offsets, parents in ((None, ()), ((0, 2, 7, 4 * ranks), [-1, 0, 0])):
             whole = recurrence(kind, 4 * ranks, seed=seed)
             compare(whole, rank, ranks, offsets, parents, around=partial(checkpoint, use_reentrant=False))
+        rows = rows_of(contiguous(4 * ranks, ranks), rank)
+        for name, wanted in whole.whole()[1].items():  # those that no state depends on send nothing back
+            mine = {key: x.detach().requires_grad_(key == name) for key, x in whole.rows(rank, ranks).items()}
+            out = checkpoint(lambda tokens=mine, scan=whole.scan: dist_scan(scan, tokens)[0], use_reentrant=False)
+            (got,) = torch.autograd.grad(out, mine[name], whole.dout[:, rows])
+            assert_close(got, wanted[:, rows], tolerance=1e-10, name=f"gradient of {name} alone")
 
 
 @over_ranks(3, timeout=60)

@@ -90,6 +90,10 @@ def test_rolls_are_exact_with_their_gradients(rank: int, ranks: int) -> None:
     x = torch.ones(1, 4 - (rank == 1), 2)
     with pytest.raises(UnsupportedError if rank == 1 else DisagreementError, match="3 tokens on rank 1"):
         roll_sequence(x, 1, cu_seqlens=(0, 4 * ranks))
+    heads = x[..., None, :].expand(-1, -1, 2, -1)
+    for call in (partial(roll_sequence, x, 1), partial(max_logits, heads, heads, causal=True)):  # the group goes on
+        with pytest.raises(DisagreementError, match=r"tokens of a rank: .*\n.*of_lengths"):
+            call()
     with pytest.raises(DisagreementError, match="a roll by 7"):
         roll_sequence(x[:, :3], 7 + rank)
 
@@ -121,6 +125,7 @@ def test_layouts_masks_and_packs_that_differ_are_told_on_every_rank(rank: int, r
             "logits": partial(max_logits, x, x, causal=True, layout=layout),
             "mask": partial(max_logits, x, x, mask=mask),
             "pack": partial(unshard_sequence, x, layout="load_balanced", cu_seqlens=pack),
+            "fill of a roll": partial(roll_sequence, cube, -1, fill=odd),
             "dim of a roll": partial(roll_sequence, cube, -1, dim=1 + odd),
             "dim of a convolution": partial(dist_conv, lambda x, _: x, cube, 2, dim=1 + odd),
         }.items():

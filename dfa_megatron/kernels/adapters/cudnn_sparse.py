@@ -61,7 +61,9 @@ def best_places(scores: torch.Tensor, count: int) -> torch.Tensor | None:
 
 
 def takes(q: torch.Tensor, kv: torch.Tensor, chosen: torch.Tensor, values: tuple[int, int]) -> bool:
-    """Return whether `gradients` computes those of such latents."""
+    """Return whether `gradients` computes those of such latents; it adds in any order."""
+    if torch.are_deterministic_algorithms_enabled():
+        return False
     latent = q.dtype in (torch.bfloat16, torch.float16) and kv.shape[1:] in ((1, 576), (1, 512)) and values == (0, 512)
     return latent and q.shape[1] > 1 and 0 not in (len(q), len(kv), chosen.shape[1]) and serves(q)
 
