@@ -273,7 +273,7 @@ def first_difference(everyone: Sequence[str | None]) -> str:
     head, tail = "the ranks of the group run different attentions", "Every rank must call attention in the same order"
     first = max((min(calls) for calls in there), default=1)
     for number in range(first, max((max(calls) for calls in there), default=0) + 1):
-        if len({calls.get(number) for calls in there}) > 1:
+        if len({calls.get(number, ("", 0))[1] for calls in there}) > 1:  # no words: an error that all have heard
             ran = [calls.get(number, ("has not come so far" if calls else "does not answer", 0)) for calls in shown]
             texts = [text for text, _ in ran]
             if len(set(texts)) < len(set(ran)):  # they differ in what takes no words: a mask's tiles
