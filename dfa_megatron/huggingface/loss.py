@@ -26,7 +26,7 @@ from dfa_megatron.huggingface.tiled_head import causal_loss, is_causal, run_in, 
 from dfa_megatron.kernels.leaf import outside_graphs
 from dfa_megatron.loss.head import TILE, Head
 from dfa_megatron.loss.scores import token_scores
-from dfa_megatron.runtime.comm.compared import compared, telling
+from dfa_megatron.runtime.comm.compared import compared, together
 from dfa_megatron.runtime.comm.groups import Group, channel_of, group_name, group_size, resolve
 from dfa_megatron.sharding import shard_sequence, unshard_sequence
 
@@ -36,6 +36,7 @@ _MARK = "_dfa_sums_tokens"
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
+@together
 def causal_lm_loss(
     logits: torch.Tensor,
     labels: torch.Tensor,
@@ -77,14 +78,13 @@ def _of_this_rank(
     x: (batch, local_seq, ...).
     """
     shifted, size = next_labels(labels, ignore_index), group_size(group)
-    with telling(group):
-        mine = shard_sequence(shifted, group=group)
-        if mine.shape != x.shape[:2]:
-            raise UnsupportedError(
-                f"labels of shape {tuple(labels.shape)} for {tuple(x.shape[:2])} tokens on each of {size} ranks",
-                "they are shifted, and then cut, here",
-                "labels (batch, seq) of the whole batch, the same on every rank, not shifted",
-            )
+    mine = shard_sequence(shifted, group=group)
+    if mine.shape != x.shape[:2]:
+        raise UnsupportedError(
+            f"labels of shape {tuple(labels.shape)} for {tuple(x.shape[:2])} tokens on each of {size} ranks",
+            "they are shifted, and then cut, here",
+            "labels (batch, seq) of the whole batch, the same on every rank, not shifted",
+        )
     return mine, size / (shifted != ignore_index).sum().clamp(min=1).double()
 
 
@@ -120,6 +120,7 @@ def adds_up(function: Any) -> bool:
     return is_causal(function) or getattr(author, _MARK, None) is author
 
 
+@together
 def tiled_loss(
     head: torch.nn.Module,
     hidden: torch.Tensor,
@@ -146,7 +147,6 @@ def tiled_loss(
         UnsupportedError: another kind of head, or a tile that is no positive integer.
         DisagreementError: the ranks ask for different losses.
     """
-
     mine, share = _of_this_rank(hidden, labels, group, ignore_index)
 
     def use(hidden: torch.Tensor, head: Head) -> tuple[torch.Tensor, ...]:

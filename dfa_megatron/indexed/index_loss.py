@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -29,7 +30,7 @@ from dfa_megatron.kernels.leaf import differentiable_once, outside_graphs, witho
 from dfa_megatron.plan.language.layout import Layout
 from dfa_megatron.plan.language.mask import Mask
 from dfa_megatron.runtime.comm.compared import Compared, facts_of_tokens, telling
-from dfa_megatron.runtime.comm.groups import Group, channel_of, resolve
+from dfa_megatron.runtime.comm.groups import Group, resolve
 from dfa_megatron.runtime.cu_seqlens import CuSeqlens
 from dfa_megatron.runtime.request import DEFAULTS
 
@@ -77,7 +78,8 @@ def index_loss(
         UnsupportedError: shapes, dtypes, positions and layout do not fit together.
         DisagreementError: the ranks ask for different losses, or run different calls.
     """
-    with telling(group, config) as over:
+    alone: Any = nullcontext()
+    with telling(group, config) as over, alone if tp_group == "" else telling(tp_group, config) as sharing:
         check_index(index_q, index_k, weights)
         _check_attention(index_q, q, k, lse, valid)
         whole, device = Whole.of(index_q, over, layout, cu_seqlens, mask), q.device
@@ -88,7 +90,7 @@ def index_loss(
         facts = facts_of_tokens(index_q, 1) | {"gradient": f"{trains}", "scale": f"{scale}", "all": f"{chosen is None}"}
         if heads_of is not None:
             here, told = torch.device("cpu"), facts | {"valid": "all" if valid is None else "some"}
-            beside = replace(whole, over=channel_of(heads_of, verify=config.verify == "on"))
+            beside = replace(whole, over=sharing)
             with beside.exchange("the loss of an indexer, between ranks that share heads", told, here).running(0, here):
                 pass  # they have met, before they wait for one another on a device
         its = {"heads": str(q.shape[2]), "keys": str(tuple(k.shape[2:]))}

@@ -96,7 +96,8 @@ def cross_entropy(
         raise UnsupportedError(f"reduction={reduction!r}", "there is no such value", nearest(reduction, REDUCTIONS))
     if not 0 <= label_smoothing <= 1:
         raise UnsupportedError(f"label_smoothing={label_smoothing}", "it is a share", "0.0 to 1.0, as in PyTorch")
-    asked = {"reduction": reduction, "ignore_index": ignore_index, "label_smoothing": label_smoothing, "z_loss": z_loss}
+    asked = {"reduction": reduction, "ignore_index": ignore_index, "z_loss": float(z_loss)}  # a tensor names its device
+    asked["label_smoothing"] = float(label_smoothing)
     result, vocabulary = _result(hidden, head, labels, tile, **asked)
     label, lse = result[LABEL], result[LSE]
     losses = lse - label

@@ -27,7 +27,10 @@ LABEL, LSE, ENTROPY, TOTAL = range(4)
 """The rows of a result: the label's logit, log-sum-exp, entropy in nats, and the sum of all logits."""
 
 _AGREED = set[str]()
-"""Losses that this rank has asked for when all of its ranks did."""
+"""Losses that this rank has asked for when all of its ranks did, the first `_KEPT` of them."""
+
+_KEPT = 64
+"""A loss whose options change at every step is not waited for at every step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,12 +189,13 @@ def _together(found: torch.Tensor, tiling: Tiling) -> torch.Tensor:
 
 
 def _differs(digest: torch.Tensor, negative: torch.Tensor, asked: str) -> torch.Tensor:
-    """Return whether the ranks ask for different losses; raise it unless a GPU did what this rank asks for before."""
+    """Return whether the ranks ask for different losses; raise it unless a GPU did this before, or many other ones."""
     differs = digest != -negative
-    if not digest.is_cuda or not (asked in _AGREED or torch.cuda.is_current_stream_capturing()):
+    known = asked in _AGREED or len(_AGREED) >= _KEPT
+    if not digest.is_cuda or not (known or torch.cuda.is_current_stream_capturing()):
         if differs:
             raise DisagreementError(f"other ranks ask for another loss than {asked}. What works: the same on all")
-        _AGREED.add(asked)
+        _AGREED.update(() if known else (asked,))
     return differs
 
 

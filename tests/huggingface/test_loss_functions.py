@@ -135,6 +135,10 @@ def disagreed(rank: int, world_size: int) -> None:
             dfa_hf.causal_lm_loss(head(hidden), labels, **odd)
     with pytest.raises(DisagreementError, match=r"ignore_index: .* on rank 1"):
         tiled_loss(head, hidden, labels, **odd)
+    with pytest.raises(IndexError if rank == 1 else DisagreementError, match="is out of bounds"):
+        dfa_hf.causal_lm_loss(head(hidden), labels + 100 * (rank == 1))
+    with pytest.raises(UnsupportedError if rank == 1 else DisagreementError, match="a tile is a number of tokens"):
+        tiled_loss(head, hidden, labels, tile=int(rank != 1))
     dfa_hf.causal_lm_loss(head(hidden), labels)
     with pytest.raises(DisagreementError, match=r"of labels \(1, 11\) on rank 1"):
         dfa_hf.causal_lm_loss(head(hidden), labels[:, int(rank == 1) :])

@@ -211,6 +211,8 @@ def test_ranks_that_differ_are_told(rank: int, ranks: int) -> None:
     }.items():
         with pytest.raises(DisagreementError, match=rf"{name}: .* on rank 1"):  # of ranks that share heads
             index_loss(*tokens, group=alone, tp_group=world, **(odd if rank == 1 else {}))
+    with pytest.raises(UnsupportedError if rank == 1 else DisagreementError, match="each query counts or not"):
+        index_loss(*tokens, group=alone, tp_group=world, valid=torch.ones(1, 4 - (rank == 1), dtype=torch.bool))
     with pytest.raises(DisagreementError):  # compared at each call, and the group is lost
         index_topk(*index, 2, cu_seqlens=(0, 5 + rank, 12))
 

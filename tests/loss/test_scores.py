@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import MagicMock, patch
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ from benchmarks.memory_account import HeadMemory, head_bytes
 from dfa_megatron import shard_sequence
 from dfa_megatron.errors import DisagreementError, UnsupportedError
 from dfa_megatron.layouts import Layout, of_lengths
-from dfa_megatron.loss import Head, by_document, cross_entropy, token_scores
+from dfa_megatron.loss import Head, by_document, cross_entropy, tiled, token_scores
 from dfa_megatron.loss.tiled import Tiling, best
 from tests.support.arguments import assert_refused
 from tests.support.live_bytes import LiveBytes
@@ -229,6 +229,13 @@ def test_ranks_that_ask_for_different_losses_are_told_and_where_nobody_looks_it_
         with patch("dfa_megatron.loss.tiled._differs", lambda one, other, _: one != -other):  # as on a GPU, later
             found = loss(hidden, head, labels, **({} if name in of_head else odd))
         assert getattr(found, "logprobs", found).isnan().any()
+    head = Head(weight=weight.chunk(ranks)[rank], group=dist.group.WORLD)
+    with pytest.raises(DisagreementError, match=r"'z_loss': 0\.125"):  # in a tensor, which would be shortened in words
+        cross_entropy(hidden, head, labels, z_loss=torch.tensor(0.125 + (rank == 1) * 2e-7))
+    for step in range(80):  # a schedule, which would be waited for at each step
+        cross_entropy(hidden, head, labels, z_loss=step * 1e-3)
+    assert len(tiled._AGREED) == 64
+    assert tiled._differs(later := MagicMock(is_cuda=True), later, "a later step")
 
 
 def gathers(layout: str | Layout, offsets: tuple[int, ...]) -> None:
