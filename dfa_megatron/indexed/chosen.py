@@ -220,10 +220,7 @@ def gradients(
     scale: float,
     values: tuple[int, int],
 ) -> Attended:
-    """Return (dq, dkv), dkv of the whole sequence, in the accumulator's dtype or, by cuDNN, in that of q.
-
-    inputs: q, kv and the positions.
-    """
+    """Return (dq, dkv of the whole sequence) in the accumulator's dtype, by cuDNN in q's. inputs: q, kv, positions."""
     (q, kv, chosen), (out, lse), (first, end) = inputs, results, values
     if cudnn_sparse.takes(q, kv, chosen, values):
         return cudnn_sparse.gradients(dout, inputs, results, scale)

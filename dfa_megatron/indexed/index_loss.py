@@ -93,8 +93,8 @@ def index_loss(
             beside = replace(whole, over=sharing)
             with beside.exchange("the loss of an indexer, between ranks that share heads", told, here).running(0, here):
                 pass  # they have met, before they wait for one another on a device
-        its = {"heads": str(q.shape[2]), "keys": str(tuple(k.shape[2:]))}
-        exchange = whole.exchange("the loss of an indexer", facts | its, device)
+        facts |= {"heads": f"{q.shape[2]}", "keys": f"{tuple(k.shape[2:])}"}
+        exchange = whole.exchange("the loss of an indexer", facts, device)
     seen = torch.ones(index_q.shape[:2], dtype=torch.bool, device=device) if valid is None else valid
     attention = q.detach().flatten(0, 1), k.detach().flatten(0, 1), lse.detach().transpose(1, 2).flatten(0, 1)
     call = _LossCall(whole, exchange, *attention, chosen, seen.flatten(), scale, heads_of)
@@ -162,7 +162,8 @@ class _IndexLoss(torch.autograd.Function):
             every = keys.run(index_k, over=over), keys.run(call.k, over=over)
             if dense := call.chosen is None:  # the work is that of all pairs: rows go to the ranks that score them
                 rows = _Queries(*(moved.run(x, over=over) for x in rows))
-            sums = _Sums(rows, every, call)
+            served = not dense and None not in (kernels_for(index_q, adds=True), kernels_for(call.q))
+            sums = (_KernelSums if served else _Sums)(rows, every, call)
             sums.add(trains)
             count = sums.count if over is None else torch.stack(over.gather(sums.count)).sum(0)
             count = count.clamp(min=1)
@@ -182,10 +183,7 @@ class _IndexLoss(torch.autograd.Function):
 
 
 class _KeyGroup(NamedTuple):
-    """Some rows with some keys. keys: their places, (keys,), or (rows, keys) of each row its own. seen (rows, keys).
-
-    Where a row has no key, kernels read a place of -1.
-    """
+    """Some rows with some keys. keys: their places, (keys,), or (rows, keys) of each row its own. seen (rows, keys)."""
 
     keys: torch.Tensor
     seen: torch.Tensor
@@ -200,11 +198,6 @@ class _Sums:
         self.loss, self.count = (rows.index_q.new_zeros(1, dtype=self.wide) for _ in range(2))
         like = rows.index_q, rows.weights, self.index_k
         self.dq, self.dw, self.dk = (torch.zeros(x.shape, dtype=self.wide, device=x.device) for x in like)
-        self.kernels: Any = None
-        if call.chosen is not None and None not in (kernels_for(rows.index_q, adds=True), kernels_for(rows.q)):
-            from dfa_megatron.kernels.triton import indexer
-
-            self.kernels = indexer
 
     def add(self, trains: bool) -> None:
         """Add all rows; gradients where it trains."""
@@ -226,12 +219,8 @@ class _Sums:
                     student = log.exp().masked_fill_(~(counts & part.seen), 0.0)
                     self._add_gradients(at, part, products, student - teacher)
 
-    def _add_gradients(self, at: slice, part: _KeyGroup, products: torch.Tensor | None, dscores: torch.Tensor) -> None:
+    def _add_gradients(self, at: slice, part: _KeyGroup, products: torch.Tensor, dscores: torch.Tensor) -> None:
         """Add those of some rows' scores."""
-        if products is None:
-            index = self.rows.index_q[at], self.index_k, self.rows.weights[at]
-            self.kernels.add_gradients(index, part.keys, dscores, (self.dq[at], self.dk, self.dw[at]))
-            return
         q, w = self.rows.index_q[at].to(self.wide), self.rows.weights[at].to(self.wide)
         self.dw[at] += (products @ dscores[..., None])[..., 0]
         d = w[..., None] * dscores[:, None] * (products > 0)
@@ -242,15 +231,8 @@ class _Sums:
         else:
             self.dk.index_add_(0, part.keys.flatten(), (d.transpose(1, 2) @ q).flatten(0, 1))
 
-    def _scored(self, rows: _Queries, part: _KeyGroup) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """Return the probabilities summed over heads, the scores, and the products before their sum over heads.
-
-        Kernels make products again for the gradients: none are returned.
-        """
-        if self.kernels is not None:
-            index, attention = (rows.index_q, self.index_k, rows.weights), (rows.q, self.k, rows.lse.float())
-            teacher, scores = self.kernels.scored(index, attention, part.keys, self.call.scale)
-            return self._over_heads(teacher), scores, None
+    def _scored(self, rows: _Queries, part: _KeyGroup) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return the probabilities summed over heads, the scores, and the products before their sum over heads."""
         wide, k, dim = self.wide, self.k, rows.q.shape[2]
         group, teacher = rows.q.shape[1] // k.shape[1], torch.zeros_like(part.seen, dtype=wide)
         for at in range(k.shape[1]):
@@ -281,10 +263,31 @@ class _Sums:
                 ]
                 yield slice(block.at, block.at + len(block.rows)), parts
             return
-        size = max(1, chosen.shape[1]) * self.wide.itemsize
-        size *= 1 if self.kernels is not None else max(heads, q.shape[2], k.shape[2])
+        size = max(1, chosen.shape[1]) * max(heads, q.shape[2], k.shape[2]) * self.wide.itemsize
         step = max(1, MEMORY // size)
         for first in range(0, len(q), step):
             mine = chosen[first : first + step]
-            keys = mine if self.kernels is not None else mine.clamp(min=0).long()
-            yield slice(first, first + step), [_KeyGroup(keys, mine >= 0)]
+            yield slice(first, first + step), [_KeyGroup(mine.clamp(min=0).long(), mine >= 0)]
+
+
+class _KernelSums(_Sums):
+    """The same over chosen keys by Triton's kernels. Keys are -1 where a row has none; no products are kept."""
+
+    def _add_gradients(self, at: slice, part: _KeyGroup, products: torch.Tensor, dscores: torch.Tensor) -> None:
+        from dfa_megatron.kernels.triton import indexer
+
+        index = self.rows.index_q[at], self.index_k, self.rows.weights[at]
+        indexer.add_gradients(index, part.keys, dscores, (self.dq[at], self.dk, self.dw[at]))
+
+    def _scored(self, rows: _Queries, part: _KeyGroup) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        from dfa_megatron.kernels.triton import indexer
+
+        index, attention = (rows.index_q, self.index_k, rows.weights), (rows.q, self.k, rows.lse.float())
+        teacher, scores = indexer.scored(index, attention, part.keys, self.call.scale)
+        return self._over_heads(teacher), scores, teacher.new_empty(0)
+
+    def _steps(self) -> Iterator[tuple[slice, list[_KeyGroup]]]:
+        assert self.call.chosen is not None
+        step = max(1, MEMORY // (4 * max(1, self.call.chosen.shape[1])))
+        for number, mine in enumerate(self.call.chosen.split(step)):
+            yield slice(number * step, (number + 1) * step), [_KeyGroup(mine, mine >= 0)]
