@@ -84,12 +84,13 @@ class CopyEngineTransport(KeptArena, StreamTransport):
         """Hold messages until the inputs are ready and the previous call has read its arena."""
         super().start()
         self._token = self.over.calls.token(self.captured)
-        while self._issued and self._issued[0][1].query():
-            self._issued.popleft()
-        if self.captured:
+        if self.captured:  # where CUDA forbids to ask an event whether it is done
             self.pinned = True
             self._captured.add(self._token)
-        elif self._finished_on is not self.compute:
+            return
+        while self._issued and self._issued[0][1].query():
+            self._issued.popleft()
+        if self._finished_on is not self.compute:
             self.stream.wait_event(self._finished)
 
     def post(self, after: int, sends: Sends, receives: Sequence[Recv]) -> None:
