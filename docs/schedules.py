@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Collection, Sequence
 from functools import partial
 
 from dfa_megatron.cli.draw import draw
 from dfa_megatron.plan.cost.choose import make_plan, simulate
 from dfa_megatron.plan.cost.hardware import H200_NVLINK, H200_SLOW_LINK, IDEAL_LINK
 from dfa_megatron.plan.language.ir import AttentionPlan, Plan, loads
+from dfa_megatron.plan.language.leaves import Keys, halves, subtrees
 from dfa_megatron.plan.language.mask import Mask, causal, documents
 from dfa_megatron.plan.language.sizes import Sizes
 from dfa_megatron.plan.lowering.lower import lower_all
@@ -93,9 +95,42 @@ def packs() -> Lines:
     return table(["ranks", "pack", "schedule", "work, most over mean", "MB sent, mean (most)", "ms"], lines)
 
 
+def trees(chunks: int = 6, counts: Sequence[int] = (1, 2, 3)) -> str:
+    """Draw the tree in which a row of leaves merges, with the rank of each leaf and the partials that travel."""
+    marks, high, every = list[str](), 60 + 34 * chunks.bit_length(), (*range(chunks),)
+    for panel, ranks in enumerate(counts):
+        left, owner = 24 + panel * (44 * chunks + 40), [leaf * ranks // chunks for leaf in every]
+        owned = [tuple(leaf for leaf in every if owner[leaf] == rank) for rank in range(ranks - 1)]
+        _node(every, (left, high - 46), owner, {node for keys in owned for node in subtrees(keys, every)}, marks)
+        marks.append(f'<text x="{left}" y="{high - 12}">{ranks} rank{"s" * (ranks > 1)}</text>')
+    wide = 24 + len(counts) * (44 * chunks + 40)
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {wide} {high}" width="{wide}" height="{high}">'
+    style = "<style>text { font: 12px system-ui, sans-serif }</style>"
+    return "\n".join([head, style, f'<rect width="{wide}" height="{high}" rx="10" fill="#fff"/>', *marks, "</svg>"])
+
+
+def _node(
+    keys: Keys, base: tuple[int, int], owner: Sequence[int], sent: Collection[Keys], marks: list[str]
+) -> tuple[float, float]:
+    """Add the marks of a node and of those below it; return where the line from above ends."""
+    y = base[1] - 34 * (keys[0] ^ keys[-1]).bit_length()
+    below = [_node(half, base, owner, sent, marks) for half in halves(keys)] if len(keys) > 1 else []
+    x = sum(x for x, _ in below) / 2 if below else base[0] + 44.0 * keys[0] + 16
+    marks += [f'<path d="M{x} {y}V{y + 13}H{to}V{end}" fill="none" stroke="#8b949e"/>' for to, end in below]
+    look = f'fill="{"#8b949e" if below else _RANKS[owner[keys[0]]]}"'
+    look += ' stroke="#cf5b5b" stroke-width="3"' if keys in sent else ""
+    marks.append(f'<rect x="{x - 12}" y="{y - 10}" width="24" height="20" rx="4" {look}/>')
+    name = "-".join(map(str, keys[:: len(keys) - 1 or 1]))
+    marks.append(f'<text x="{x}" y="{y + 4}" text-anchor="middle">{name}</text>')
+    return x, y - 10
+
+
+_RANKS = ("#79abe0", "#f0a04b", "#8fd0a5")
+
+
 def pictures() -> dict[str, str]:
     """Return SVG by the name of its file."""
-    found = {}
+    found = {"same_bits.svg": trees()}
     for schedule in ALL:
         mask, shape = (pack(8, 2), PACK_SHAPE) if schedule in FOR_PACKS else (causal(TOKENS), SHAPE)
         name = schedule.layout if schedule.name == "owner_computes" else schedule.name
