@@ -46,7 +46,8 @@ def test_a_share_follows_paths_token_by_token(ranks: int, tokens: int, count: in
                 at = above[at] if at >= 0 else -1
                 want.insert(0, at)
             assert [rows[row] for row in reach.rows[number * count : (number + 1) * count]] == want
-        assert {*(_moves(share, count, torch.device("cpu")).sent + lo).tolist()} == {*mine} & {*sum(reach.brings, ())}
+        sent = {*(_moves(share, count, torch.device("cpu")).before.away + lo).tolist()}
+        assert sent == {*mine} & {*sum(reach.brings, ())}
         assert share.crosses == any(each.brought[each.rank] for each in shares)
 
 

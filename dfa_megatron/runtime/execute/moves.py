@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -20,57 +20,87 @@ from dfa_megatron.runtime.comm.compared import Compared
 _NOTHING = Compared()
 
 
-@dataclass(frozen=True, slots=True)
-class Moves:
-    """The rows that one rank sends, and where those that it receives go; rows travel in token order.
+class Rows(NamedTuple):
+    """The rows of one rank on one side of a move.
 
-    sent, received: rows of its tensor, and of the result. send_counts, receive_counts: of them, for each rank.
-    rows: of its tensor, and of the result. copies: some rows of the tensor go to several ranks. adds: rows of several
-    ranks that come to one place are added, in rank order.
+    length: of them. away: those whose token is another rank's on the other side, by that rank, then by token.
+    counts: of these, for each rank. kept: those whose token is this rank's on both sides. source: for each row, the
+    other side's row of a kept token, else 0. shared: whether other sides of several ranks have one of these tokens.
     """
 
-    sent: torch.Tensor
-    received: torch.Tensor
-    send_counts: list[int]
-    receive_counts: list[int]
-    rows: tuple[int, int]
-    copies: bool = False
-    adds: bool = False
+    length: int
+    away: torch.Tensor
+    counts: list[int]
+    kept: torch.Tensor
+    source: torch.Tensor
+    shared: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Moves:
+    """The rows that one rank sends and receives; a row that it keeps passes through no message.
+
+    before, after: its rows. rank: its number. Where rows before are shared, copies travel; back, they are added.
+    """
+
+    before: Rows
+    after: Rows
+    rank: int
 
     def back(self) -> Moves:
         """Return the moves in the other direction."""
-        counts = self.receive_counts, self.send_counts
-        return Moves(self.received, self.sent, *counts, self.rows[::-1], copies=self.adds, adds=self.copies)
+        return Moves(self.after, self.before, self.rank)
 
     def nbytes(self, x: torch.Tensor) -> int:
         """Return the bytes of the rows of x that are sent."""
-        return len(self.sent) * math.prod(x.shape[1:]) * x.itemsize
+        return len(self.before.away) * math.prod(x.shape[1:]) * x.itemsize
 
     def run(
         self, x: torch.Tensor, group: dist.ProcessGroup | None = None, fill: float = 0, over: Channel | None = None
     ) -> torch.Tensor:
         """Return rows by the group's connections, or those of `over`, `fill` where nobody sends. x: (rows, ...)."""
-        outgoing = x.index_select(0, self.sent)
-        incoming = outgoing
-        if over is not None or (group is not None and group.size() > 1):
-            incoming = outgoing.new_empty(len(self.received), *x.shape[1:])
-            given = _bytes(incoming), _bytes(outgoing), self.receive_counts, self.send_counts
-            if over is None:
-                dist.all_to_all_single(*given, group=group)
-            else:
-                over.communicator(x.device).all_to_all(*given)
-                over.spoiled(incoming)
-        if self.adds:
-            total = x.new_zeros(self.rows[1], *x.shape[1:], dtype=torch.promote_types(x.dtype, torch.float32))
-            parts = zip(self.received.split(self.receive_counts), incoming.split(self.receive_counts), strict=True)
-            for places, part in parts:
-                total.index_add_(0, places, part.to(total.dtype))
-            return total.to(x.dtype)
-        if len(self.received) == self.rows[1]:
-            result = x.new_empty(self.rows[1], *x.shape[1:])
+        result = self.placed(x, self.exchanged(x.index_select(0, self.before.away), group, over), fill=fill)
+        return result if over is None else over.spoiled(result)[0]
+
+    def exchanged(
+        self, outgoing: torch.Tensor, group: dist.ProcessGroup | None = None, over: Channel | None = None
+    ) -> torch.Tensor:
+        """Send the rows (rows, ...) that go away; return those that come, by rank."""
+        incoming = outgoing.new_empty(len(self.after.away), *outgoing.shape[1:])
+        given = _bytes(incoming), _bytes(outgoing), self.after.counts, self.before.counts
+        if over is not None:
+            over.communicator(outgoing.device).all_to_all(*given)
+        elif group is not None and group.size() > 1:
+            dist.all_to_all_single(*given, group=group)
+        return incoming
+
+    def placed(self, x: torch.Tensor, came: torch.Tensor, dim: int = 0, fill: float = 0) -> torch.Tensor:
+        """Return the rows after the move, from those before it and those that came. dim: of the rows."""
+        after, shape = self.after, list(x.shape)
+        shape[dim] = after.length
+        if after.shared:
+            return self._sum(x, came, dim, shape)
+        if len(after.kept) + len(after.away) < after.length:
+            kept = x.index_select(dim, after.source[after.kept])
+            result = x.new_full(shape, fill).index_copy_(dim, after.kept, kept)
         else:
-            result = x.new_full((self.rows[1], *x.shape[1:]), fill)
-        return result.index_copy_(0, self.received, incoming)
+            result = x.index_select(dim, after.source) if self.before.length else x.new_empty(shape)
+        return result.index_copy_(dim, after.away, came)
+
+    def _sum(self, x: torch.Tensor, came: torch.Tensor, dim: int, shape: list[int]) -> torch.Tensor:
+        """Return the sum of the rows of all ranks at each place, added in rank order."""
+        after, counts = self.after, [*self.after.counts]
+        counts[self.rank] = len(after.kept)
+        own = x.index_select(dim, after.source[after.kept])
+        total = x.new_zeros(shape, dtype=torch.promote_types(x.dtype, torch.float32))
+        at = 0
+        for rank, count in enumerate(counts):
+            if rank == self.rank:
+                total.index_add_(dim, after.kept, own.to(total.dtype))
+            else:
+                total.index_add_(dim, after.away[at : at + count], came.narrow(dim, at, count).to(total.dtype))
+                at += count
+        return total.to(x.dtype)
 
 
 def moves_between(
@@ -84,23 +114,36 @@ def moves_between(
             ranks may want a token.
     """
 
-    def order(mine: Sequence[Span], theirs: Sequence[Sequence[Span]]) -> tuple[torch.Tensor, list[int], bool]:
+    def runs(mine: Sequence[Span], theirs: Sequence[Sequence[Span]]) -> list[_Run]:
         places = sorted((s.lo, s.hi, peer) for peer, its in enumerate(theirs) for s in its if 0 <= s.lo < s.hi)
-        ends = list(accumulate((end for _, end, _ in places), max))
-        found, counts = list[tuple[int, int, int, int]](), [0] * len(theirs)
+        ends, found = list(accumulate((end for _, end, _ in places), max)), list[_Run]()
         for span, row in zip(mine, accumulate(map(len, mine), initial=0), strict=False):
             for begin, end, peer in places[bisect_right(ends, span.lo) : bisect_left(places, (span.hi,))]:
                 if (lo := max(span.lo, begin)) < (hi := min(span.hi, end)):
                     found.append((peer, lo, row + lo - span.lo, row + hi - span.lo))
-                    counts[peer] += hi - lo
-        runs = [torch.arange(first, end) for _, _, first, end in sorted(found)] or [torch.arange(0)]
-        rows = sorted((first, end) for _, _, first, end in found)
-        return torch.cat(runs).to(device), counts, any(one[1] > other[0] for one, other in pairwise(rows))
+        return sorted(found)
 
-    sent, send_counts, copies = order(held[rank], wanted)
-    received, receive_counts, _ = order(wanted[rank], held)
-    rows = sum(map(len, held[rank])), sum(map(len, wanted[rank]))
-    return Moves(sent, received, send_counts, receive_counts, rows, copies)
+    def rows(mine: Sequence[Span], runs: list[_Run], other: list[_Run]) -> Rows:
+        counts, source = [0] * len(held), torch.zeros(sum(map(len, mine)), dtype=torch.long)
+        for peer, _, first, end in runs:
+            counts[peer] += end - first if peer != rank else 0
+        away = _indices(run for run in runs if run[0] != rank)
+        kept, of_other = (_indices(run for run in side if run[0] == rank) for side in (runs, other))  # by token
+        source[kept] = of_other
+        spans = sorted((first, end) for _, _, first, end in runs)
+        shared = any(one[1] > next_one[0] for one, next_one in pairwise(spans))
+        return Rows(len(source), away.to(device), counts, kept.to(device), source.to(device), shared)
+
+    leave, come = runs(held[rank], wanted), runs(wanted[rank], held)
+    return Moves(rows(held[rank], leave, come), rows(wanted[rank], come, leave), rank)
+
+
+_Run = tuple[int, int, int, int]
+"""The rank on the other side, the first token, and the first row and the last."""
+
+
+def _indices(runs: Iterable[_Run]) -> torch.Tensor:
+    return torch.cat([torch.arange(first, end) for _, _, first, end in runs] or [torch.arange(0)])
 
 
 def move_rows(
