@@ -55,7 +55,7 @@ def tested() -> Lines:
 
 
 def names() -> Lines:
-    """Return the functions and classes of the API: what each takes, and the first line of its docstring."""
+    """Return the functions and classes of the API: what each takes, and the first paragraph of its docstring."""
     text, lines = (PACKAGE.parent / "docs/api.md").read_text(encoding="utf-8"), []
     for name in re.findall(r"^\.\. auto(?:function|class):: dfa_megatron\.(\S+)", text, re.MULTILINE):
         found: Any = pydoc.locate(f"dfa_megatron.{name}")
@@ -64,7 +64,7 @@ def names() -> Lines:
         keywords = [at for at, one in enumerate(taken) if one.kind.name == "KEYWORD_ONLY"]
         if keywords and not any(one.startswith("*") for one in shown):
             shown.insert(keywords[0], "*")
-        about = (inspect.getdoc(found) or "").partition("\n")[0]
+        about = " ".join((inspect.getdoc(found) or "").partition("\n\n")[0].split())
         lines.append([f"`{name}({', '.join(one for one in shown if not one.startswith('_'))})`", about])
     return table(["name", "what it does"], lines)
 

@@ -1,4 +1,4 @@
-"""Rows that move from rank to rank in one all-to-all, and their gradients back in another."""
+"""Side that move from rank to rank in one all-to-all, and their gradients back in another."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from dfa_megatron.runtime.comm.compared import Compared
 _NOTHING = Compared()
 
 
-class Rows(NamedTuple):
-    """The rows of one rank on one side of a move.
+class Side(NamedTuple):
+    """The rows of one rank before or after a move.
 
     length: of them. away: those whose token is another rank's on the other side, by that rank, then by token.
     counts: of these, for each rank. kept: those whose token is this rank's on both sides. source: for each row, the
@@ -43,8 +43,8 @@ class Moves:
     before, after: its rows. rank: its number. Where rows before are shared, copies travel; back, they are added.
     """
 
-    before: Rows
-    after: Rows
+    before: Side
+    after: Side
     rank: int
 
     def back(self) -> Moves:
@@ -114,16 +114,16 @@ def moves_between(
             ranks may want a token.
     """
 
-    def runs(mine: Sequence[Span], theirs: Sequence[Sequence[Span]]) -> list[_Run]:
+    def runs(mine: Sequence[Span], theirs: Sequence[Sequence[Span]]) -> list[_Stretch]:
         places = sorted((s.lo, s.hi, peer) for peer, its in enumerate(theirs) for s in its if 0 <= s.lo < s.hi)
-        ends, found = list(accumulate((end for _, end, _ in places), max)), list[_Run]()
+        ends, found = list(accumulate((end for _, end, _ in places), max)), list[_Stretch]()
         for span, row in zip(mine, accumulate(map(len, mine), initial=0), strict=False):
             for begin, end, peer in places[bisect_right(ends, span.lo) : bisect_left(places, (span.hi,))]:
                 if (lo := max(span.lo, begin)) < (hi := min(span.hi, end)):
                     found.append((peer, lo, row + lo - span.lo, row + hi - span.lo))
         return sorted(found)
 
-    def rows(mine: Sequence[Span], runs: list[_Run], other: list[_Run]) -> Rows:
+    def rows(mine: Sequence[Span], runs: list[_Stretch], other: list[_Stretch]) -> Side:
         counts, source = [0] * len(held), torch.zeros(sum(map(len, mine)), dtype=torch.long)
         for peer, _, first, end in runs:
             counts[peer] += end - first if peer != rank else 0
@@ -132,17 +132,17 @@ def moves_between(
         source[kept] = of_other
         spans = sorted((first, end) for _, _, first, end in runs)
         shared = any(one[1] > next_one[0] for one, next_one in pairwise(spans))
-        return Rows(len(source), away.to(device), counts, kept.to(device), source.to(device), shared)
+        return Side(len(source), away.to(device), counts, kept.to(device), source.to(device), shared)
 
     leave, come = runs(held[rank], wanted), runs(wanted[rank], held)
     return Moves(rows(held[rank], leave, come), rows(wanted[rank], come, leave), rank)
 
 
-_Run = tuple[int, int, int, int]
+_Stretch = tuple[int, int, int, int]
 """The rank on the other side, the first token, and the first row and the last."""
 
 
-def _indices(runs: Iterable[_Run]) -> torch.Tensor:
+def _indices(runs: Iterable[_Stretch]) -> torch.Tensor:
     return torch.cat([torch.arange(first, end) for _, _, first, end in runs] or [torch.arange(0)])
 
 
