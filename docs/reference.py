@@ -64,7 +64,7 @@ def names() -> Lines:
         keywords = [at for at, one in enumerate(taken) if one.kind.name == "KEYWORD_ONLY"]
         if keywords and not any(one.startswith("*") for one in shown):
             shown.insert(keywords[0], "*")
-        about = " ".join((inspect.getdoc(found) or "").partition("\n\n")[0].split())
+        about = " ".join((inspect.getdoc(found) or "").partition("\n\n")[0].split()).rstrip(":")
         lines.append([f"`{name}({', '.join(one for one in shown if not one.startswith('_'))})`", about])
     return table(["name", "what it does"], lines)
 
