@@ -70,7 +70,7 @@ gpu gpu-all: $(READY)
 	OMP_NUM_THREADS=1 $(PY) -m pytest -q -m gpu --by-file -n $$((($$(nproc --all) + 1) / 2)) --dist loadgroup $(if $(@:gpu=),,--drawn 12) $(ARGS)
 
 paper paper-toy: $(READY)
-	$(PY) -m benchmarks.cells $@ --out runs/$@ $(ARGS)
+	PYTHON=$(PY) benchmarks/sets.sh $@ runs/$@ $(ARGS)
 
 lint: $(READY)
 	$(PY) -m ruff check .

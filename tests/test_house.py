@@ -46,7 +46,7 @@ WIDE_FOR_NOW = {"runtime/op.py:attention_backward"}
 """May only become shorter."""
 
 BUDGETS = {
-    "benchmarks": 6_239,
+    "benchmarks": 5_902,
     "cli": 851,
     "deepspeed": 1_038,
     "docs": 1_230,
@@ -62,7 +62,7 @@ BUDGETS = {
     "remat": 485,
     "runtime": 5_388,
     "sequence": 418,
-    "tests": 36_977,
+    "tests": 36_946,
     "top": 1_918,
     "trees": 316,
 }
