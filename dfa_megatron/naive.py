@@ -18,6 +18,7 @@ Value = tuple[torch.Tensor, ...]
 """The tensors of one name, of the rows of one chunk.
 
 Forward: q; kv = (k, v); out = (out, lse). Backward: qdo = (q, dout, lse, delta); dq; dkv = (dk, dv).
+The runtime holds -delta.
 """
 
 Held = dict[tuple[int, str, int], Value]

@@ -56,14 +56,14 @@ BUDGETS = {
     "kernels": 4_159,
     "loss": 740,
     "megatron": 3_950,
-    "plan": 5_494,
+    "plan": 5_495,
     "proving": 705,
     "recurrence": 1_400,
     "remat": 485,
-    "runtime": 5_388,
+    "runtime": 5_407,
     "sequence": 418,
     "tests": 36_946,
-    "top": 1_918,
+    "top": 1_919,
     "trees": 316,
 }
 """Lines of Python in a folder of the package, in its files beside them ("top"), in tests, docs and benchmarks.

@@ -1,5 +1,6 @@
 """Run a rank's program over an algebra, in one generator for every kind of value.
 
+`plan.language.program` defines steps, regions and merges; `plan.lowering` makes them from blocks and transfers.
 Sets of tiles make it the checker, and tensors the runtime. The loop that is verified is the loop that runs, and so is
 the `Accumulator`: it fills memory as planned. Not verified is the order of what a recorded phase replays.
 """

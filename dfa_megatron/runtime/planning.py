@@ -83,7 +83,9 @@ def degree_of(request: Request, mask: Mask, over: Channel | None, inputs: Inputs
 def plan_of(
     request: Request, mask: Mask, held: Layout, sizes: Sizes, hardware: Hardware, leaves: LeafSizes | None
 ) -> AttentionPlan:
-    """Return the plan of a request; equal arguments give equal plans. `placed` proves programs of all.
+    """Return the plan of a request; equal arguments give equal plans on every rank.
+
+    `placed` proves the records of all ranks, and this rank's own program.
 
     Raises:
         UnsupportedError: no schedule serves it, or the caller's plan does not fit it.

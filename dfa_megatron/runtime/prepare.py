@@ -10,7 +10,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -47,7 +47,16 @@ LARGEST_ARENA = 5 << 30
 Larger calls take seconds, so NCCL's messages cost them little, and NCCL's memory returns to PyTorch.
 """
 
-_NOT_COUNTED = contextlib.nullcontext()
+
+class Running(NamedTuple):
+    """Contexts around a forward, a backward, and a forward alone, which no backward follows."""
+
+    forward: AbstractContextManager[None]
+    backward: AbstractContextManager[None]
+    alone: AbstractContextManager[None]
+
+
+_NOT_COUNTED = Running(*(contextlib.nullcontext(),) * 3)
 
 
 def _connect(prepared: Prepared, over: Channel, device: torch.device) -> None:
@@ -82,8 +91,9 @@ class Prepared:
         if none can be.
     kind: what it has in common with the attention of other documents, masks and lengths.
     said: whether people were told how it runs, where its results are saved (False) or not (True).
-    running: contexts around a forward, a backward, and a forward without backward. Each counts its call and loses the
-        group on an error. A CPU compares calls at once; for a GPU the watch does. With verify off they do nothing.
+    running: each context counts its call and loses the group on an error. A CPU compares calls at once. For a GPU the
+        watch does; flags of the copy engines hold the call's token, so that data of another call are never read. With
+        verify off they do nothing.
     forward, backward: this rank's programs, and their memory.
     over: the channel of the group, None for one rank.
     arena_bytes: of receive memory: the larger of forward and backward. Equal on all ranks.
@@ -107,7 +117,7 @@ class Prepared:
     exchange: HeadExchange | None = None
     bound: dict[tuple[object, ...], Bound | str | None] = field(default_factory=dict, compare=False, repr=False)
     said: set[bool] = field(default_factory=set, compare=False, repr=False)
-    running: tuple[AbstractContextManager[None], ...] = (_NOT_COUNTED,) * 3
+    running: Running = _NOT_COUNTED
 
     @property
     def plan(self) -> AttentionPlan:
@@ -157,22 +167,25 @@ def built(
 
         others, is_delta = over if ranks > 1 else None, sizes.backward_needs == "delta"
         moved = rows_to_chunks(held, plan.forward.layout, rank, device, others, peers, is_delta=is_delta)
+    transport = request.config.transport
     return Prepared(
-        request,
-        ranks,
-        kernel,
-        plan.schedule,
-        plan.digest,
-        forward,
-        backward,
+        request=request,
+        ranks=ranks,
+        kernel=kernel,
+        schedule=plan.schedule,
+        digest=plan.digest,
+        forward=forward,
+        backward=backward,
         # Without the mask, which keeps what follows from it.
-        lambda: plan_of(request, request.mask_over(held.length, held.queries), held, sizes, hardware, leaves),
-        over,
-        moved,
-        kernel.replays(deterministic=request.deterministic),
-        (*common, request.config, ranks, device, *[(x.dtype, x.shape[0], x.shape[2:]) for x in inputs[:3]]),
-        needed,
-        "p2p" if (transport := request.config.transport) == "auto" and needed > LARGEST_ARENA else transport,
+        plan_again=lambda: plan_of(
+            request, request.mask_over(held.length, held.queries), held, sizes, hardware, leaves
+        ),
+        over=over,
+        moved=moved,
+        binds=kernel.replays(deterministic=request.deterministic),
+        kind=(*common, request.config, ranks, device, *[(x.dtype, x.shape[0], x.shape[2:]) for x in inputs[:3]]),
+        arena_bytes=needed,
+        transport="p2p" if transport == "auto" and needed > LARGEST_ARENA else transport,
     )
 
 
@@ -241,8 +254,9 @@ def _prepare_together(request: Request, over: Channel, inputs: Inputs, *, trains
                 said = "q, k and v are the same on all ranks of a group: each takes its own part, as of shard_sequence"
                 say_once(logger.warning, said)
             if request.verify:
-                kinds = enumerate(kinds_of(facts, prepared))
-                running = tuple(over.running(kind, device, ends=number == 1) for number, kind in kinds)
+                forward, backward, alone = kinds_of(facts, prepared)
+                ends = over.running(backward, device, ends=True)
+                running = Running(over.running(forward, device), ends, over.running(alone, device))
                 prepared = replace(prepared, running=running)
         with over.collective():
             _connect(prepared, over, device)

@@ -29,7 +29,10 @@ measured: Callable[[Transport], Transport] | None = None
 """Set by a measurement: what drives the messages in place of a transport. Programs then run as they stand."""
 
 SavedTensors = tuple[torch.Tensor | None, ...]
-"""What every way of running saves for a backward, in this order: q, k, v, out, lse, sinks."""
+"""What every way of running saves for a backward, in this order: q, k, v, out, lse, sinks.
+
+In a recompute out and lse come from the region's first pass (`remat.frames`); attention does not run.
+"""
 
 InputGradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]
 """Of q, k, v and sinks; the last is None without sinks."""
@@ -49,8 +52,9 @@ def algebra(prepared: Prepared, memory: MemoryPlan, inputs: Fields, arena: torch
 def needed_by_backward(prepared: Prepared, dout: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
     """Return out or -delta (batch, heads, rows), whichever the kernel's backward reads beside lse.
 
-    It is out where the kernel needs that, or takes it, no rank is sent these rows, and calls read each twice at most.
-    Otherwise compute -delta, a pass over dout and out. An `out` of three dimensions is -delta already.
+    It is out where the kernel needs out, and where the kernel takes it, no rank is sent these rows, and calls read each
+    at most twice. Otherwise compute -delta, a pass over dout and out. An `out` of three dimensions is -delta
+    already: `runtime.around` computes it before rows move, because -delta is smaller than out.
     """
     if out.dim() == 3:
         return out
@@ -75,7 +79,7 @@ def run_forward(prepared: Prepared, inputs: Inputs, *, trains: bool = True) -> F
     COUNTERS.kernel_forwards += memory.calls
     COUNTERS.forward_messages += memory.messages
     COUNTERS.forward_bytes += memory.message_bytes
-    with prepared.running[0 if trains else 2]:
+    with prepared.running.forward if trains else prepared.running.alone:
         out, lse, *exchanged = _around(prepared, memory, (q, k, v))
     if sinks is not None:
         out, lse = merge_sinks(out, lse, sinks)
@@ -91,7 +95,7 @@ def run_backward(prepared: Prepared, dout: torch.Tensor, saved: SavedTensors) ->
     COUNTERS.kernel_backwards += memory.calls
     COUNTERS.backward_messages += memory.messages
     COUNTERS.backward_bytes += memory.message_bytes
-    with prepared.running[1]:
+    with prepared.running.backward:
         dq, dk, dv = _around(prepared, memory, (dout, q, k, v, out, lse))
     summed = functools.partial(exact_sum, prepared.over) if memory.sizes.wide else None
     dsinks = None if sinks is None else sinks_gradient(dout, out, lse, sinks, summed)
@@ -101,8 +105,8 @@ def run_backward(prepared: Prepared, dout: torch.Tensor, saved: SavedTensors) ->
 def _around(prepared: Prepared, memory: MemoryPlan, inputs: Fields) -> Fields:
     """Run a phase, around which heads are exchanged, and rows change ranks where chunks would lie on two."""
     if prepared.exchange is None and prepared.moved is None:
-        return _recorded(prepared, memory, inputs)
-    run: Callable[[Fields], Fields] = functools.partial(_recorded, prepared, memory)
+        return _run_or_replay(prepared, memory, inputs)
+    run: Callable[[Fields], Fields] = functools.partial(_run_or_replay, prepared, memory)
     if prepared.moved is not None:
         run = functools.partial(prepared.moved.around, run)
     if prepared.exchange is not None:
@@ -111,12 +115,13 @@ def _around(prepared: Prepared, memory: MemoryPlan, inputs: Fields) -> Fields:
         return run(inputs)
 
 
-def _recorded(prepared: Prepared, memory: MemoryPlan, inputs: Fields) -> Fields:
+def _run_or_replay(prepared: Prepared, memory: MemoryPlan, inputs: Fields) -> Fields:
     """Run a phase: directly first, recorded next, replayed from then on, for each signature of its tensors.
 
     The first run of a kind compiles kernels and makes tables, so it is not recorded. Later masks, lengths, packs and
     signatures of that kind are recorded in their first run. While the caller captures a CUDA graph, nothing is recorded
-    anew: the graph takes in what a replay, or a run as it stands, issues.
+    anew: the graph takes in what a replay, or a run as it stands, issues. A signature holds strides, offsets and
+    alignment, the stream, the device and PyTorch's modes.
     """
     key = memory is prepared.forward, signature(inputs)
     with without_autocast(), without_functions():
@@ -132,7 +137,7 @@ def _recorded(prepared: Prepared, memory: MemoryPlan, inputs: Fields) -> Fields:
         if is_new and len(prepared.bound) == _MOST_BOUND:
             say_once(logger.info, _MANY, _MOST_BOUND)
             return _run(prepared, memory, inputs, arena, transport)
-        if found is not None or not recordable(inputs[0].device) or (is_new and kind not in _HAVE_RUN):
+        if isinstance(found, str) or not recordable(inputs[0].device) or (is_new and kind not in _HAVE_RUN):
             results = _run(prepared, memory, inputs, arena, transport)
             prepared.bound[key] = found
             _HAVE_RUN.add(kind)
@@ -170,15 +175,16 @@ def _run(prepared: Prepared, memory: MemoryPlan, inputs: Fields, arena: torch.Te
     execute(tensors, driven, functools.partial(_failed, prepared, memory))
     names = ("out",) if memory is prepared.forward else ("dq", "dkv")
     results = tuple(x for name in names for x in tensors.result(name))
+    # An exchange spoils its own results.
     return results if prepared.over is None or prepared.exchange is not None else prepared.over.spoiled(*results)
 
 
-_ALONE = Transport()
+_MOVES_NOTHING = Transport()
 
 
 def _way(prepared: Prepared, memory: MemoryPlan, device: torch.device) -> tuple[Transport, torch.Tensor]:
     """Return the transport, and the memory that receives messages."""
-    over, transport = prepared.over, _ALONE
+    over, transport = prepared.over, _MOVES_NOTHING
     if over is not None and prepared.ranks > 1:
         transport = over.transports.reserve(device, prepared.transport, prepared.arena_bytes)
         over.calls.where = transport.where

@@ -27,7 +27,7 @@ class CopyingGloo(GlooTransport):
         self._filled = [(_range(recv), recv) for recv in receives]
         images = [Recv(recv.peer, [torch.empty(hi - lo, dtype=torch.uint8)]) for (lo, hi), recv in self._filled]
         self._images = [image.tensors[0] for image in images]
-        super().post(after, lambda _: [Send(s.peer, [_image(s)]) for s in sends(None)], images)
+        super().post(after, lambda _: [Send(s.peer, [_image(s)]) for s in sends(False)], images)
 
     def land(self) -> None:
         super().land()

@@ -97,7 +97,7 @@ class CopyEngineTransport(KeptArena, StreamTransport):
         """Queue the batch on the communication stream: raise `ready` flags, write where ranks are ready, wait."""
         token, queue = self._token, self.driver
         self.wait_for_compute(after)
-        self._sending, senders = sends(None), tuple([recv.peer for recv in receives])
+        self._sending, senders = sends(False), tuple([recv.peer for recv in receives])
         batch = self._flags_of(tuple([send.peer for send in self._sending]), senders)
         for flags, send in zip(batch.before, self._sending, strict=True):
             queue.flags(self._queue, flags, token)

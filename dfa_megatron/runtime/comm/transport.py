@@ -30,11 +30,8 @@ class Recv(NamedTuple):
     tensors: Sequence[torch.Tensor]
 
 
-Moving = Callable[[], AbstractContextManager[object]]
-"""Send PyTorch's operations inside to the queue on which messages move."""
-
-Sends = Callable[[Moving | None], Sequence[Send]]
-"""Return what a batch sends. Tensors that are made for it are made inside of a `Moving`; None asks for copies."""
+Sends = Callable[[bool], Sequence[Send]]
+"""Return what a batch sends: packed into dense tensors, on the queue of messages, or as copies from where rows lie."""
 
 
 class Transport:

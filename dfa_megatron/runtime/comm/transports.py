@@ -9,7 +9,6 @@ from __future__ import annotations
 import ctypes
 import logging
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
@@ -163,7 +162,7 @@ class GlooTransport(Transport):
         self._where = (0, ())
 
     def post(self, after: int, sends: Sends, receives: Sequence[Recv]) -> None:
-        self.sending = sends(nullcontext)
+        self.sending = sends(True)
         self._where = after + 1, tuple(map(_peer, receives))
         self.works = self._communicator.post(self.sending, receives)
 
@@ -188,7 +187,7 @@ class NcclTransport(StreamTransport):
     def post(self, after: int, sends: Sends, receives: Sequence[Recv]) -> None:
         with self.moving():
             self.wait_for_compute(after)
-            self.sending = sends(nullcontext)
+            self.sending = sends(True)
             self.works = self._communicator.post(self.sending, receives)
         self.awaited[self.steps] = tuple(map(_peer, receives))
 

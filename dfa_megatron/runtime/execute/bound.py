@@ -17,7 +17,7 @@ import torch
 
 from dfa_megatron.errors import ExecutionError
 from dfa_megatron.kernels.tape import Op, Registers, Tape, unrecorded
-from dfa_megatron.runtime.comm.transport import Moving, Recv, Send, Sends, Transport
+from dfa_megatron.runtime.comm.transport import Recv, Send, Sends, Transport
 from dfa_megatron.runtime.cuda_driver import Copy
 from dfa_megatron.runtime.execute.memory import Fields
 
@@ -110,10 +110,9 @@ class Post:
             receives.append(Recv(peer, list(map(read, where))))
         transport.post(self.after, partial(self._sends, registers), receives)
 
-    def _sends(self, registers: Registers, moving: Moving | None) -> list[Send]:
-        if self.packing and moving:
-            with moving():
-                replay(self.packing, registers)
+    def _sends(self, registers: Registers, packed: bool) -> list[Send]:
+        if packed:
+            replay(self.packing, registers)
         sends, read = [], registers.__getitem__
         for peer, where, copies in self.sends:
             sends.append(Send(peer, list(map(read, where)), copies))
@@ -158,9 +157,9 @@ class Recorder(Transport):
         before = tape.cut()
         bound: list[tuple[int, tuple[int, ...], Sequence[Copy]]] = []
 
-        def recorded(moving: Moving | None) -> Sequence[Send]:
+        def recorded(packed: bool) -> Sequence[Send]:
             with tape:
-                found = sends(moving)
+                found = sends(packed)
             bound.extend((s.peer, tuple(map(tape.register, s.tensors)), s.copies) for s in found)
             return found
 

@@ -143,7 +143,9 @@ def _segments(call: Call, *, ragged: bool) -> Segments:
 
 
 def placed(plan: Plan, rank: int, sizes: Sizes, launching: Launching, peers: Sequence[int] | None = None) -> MemoryPlan:
-    """Lower a phase for one rank, prove its program and place its messages. All ranks hear of an error on any.
+    """Lower a phase for one rank, prove its program and place its messages.
+
+    Each rank proves its own program; with one digest of the plan on all ranks, all are proved. All hear of an error.
 
     Args:
         plan: the phase for all ranks.

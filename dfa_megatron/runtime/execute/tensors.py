@@ -14,7 +14,7 @@ from dfa_megatron.kernels.segments import Segments
 from dfa_megatron.kernels.tape import call_recorded
 from dfa_megatron.plan.interpret import Accumulator, accumulator_of, rank_loop
 from dfa_megatron.plan.language.program import Buffer, Call, Merge, Message, Region, Step
-from dfa_megatron.runtime.comm.transport import Moving, Recv, Send, Transport
+from dfa_megatron.runtime.comm.transport import Recv, Send, Transport
 from dfa_megatron.runtime.cuda_driver import Copy
 from dfa_megatron.runtime.execute.bound import Failed
 from dfa_megatron.runtime.execute.memory import Field, Fields, MemoryPlan, copy_of_rows, fields_of, rows_of
@@ -134,8 +134,8 @@ class Tensors:
         if self.forward:
             self._write(call.writes[0], self.kernel.forward(block))
             return
-        dout, lse, row_stat = known
-        saved = Saved(lse, out=row_stat) if row_stat.dim() == dout.dim() else Saved(lse, row_stat)
+        dout, lse, out_or_delta = known
+        saved = Saved(lse, out=out_or_delta) if out_or_delta.dim() == dout.dim() else Saved(lse, out_or_delta)
         dq, dk, dv = self.kernel.backward(block, dout, saved)
         of_q, of_keys = call.writes
         self._write(of_q, (dq,))
@@ -269,12 +269,12 @@ def execute(tensors: Tensors, transport: Transport, failed: Failed) -> None:
         raise failed(number, error) from error
 
 
-def _sends(tensors: Tensors, number: int, step: Step, moving: Moving | None) -> list[Send]:
+def _sends(tensors: Tensors, number: int, step: Step, packed: bool) -> list[Send]:
+    """Return the messages of a step: packed, or as copies where the transport gathers rows itself."""
     peers, starts = tensors.memory.peers, tensors.memory.offsets
-    if moving is None:
-        return [Send(peers[m.peer], *tensors.copies(m, starts[number, m.peer])) for m in step.sends]
-    with moving():
+    if packed:
         return [Send(peers[m.peer], tensors.outgoing(m)) for m in step.sends]
+    return [Send(peers[m.peer], *tensors.copies(m, starts[number, m.peer])) for m in step.sends]
 
 
 def _marked(mark: Callable[..., object] | None, *name: str) -> None:

@@ -294,7 +294,7 @@ def fails_alone(*groups: dist.ProcessGroup | None) -> None:
     def broken(*_: object) -> None:
         raise torch.OutOfMemoryError("out of memory in this test")
 
-    setattr(run, "_recorded", broken)  # noqa: B010
+    setattr(run, "_run_or_replay", broken)  # noqa: B010
     Channel._meet = lambda self: []  # type: ignore[method-assign]
     for group in groups:
         with pytest.raises((DistAttentionError, torch.OutOfMemoryError)):

@@ -73,7 +73,7 @@ def fails(layer: Layer, odd: bool) -> None:
         raise torch.OutOfMemoryError("out of memory in this test")
 
     if odd:
-        setattr(run, "_recorded", broken)  # noqa: B010
+        setattr(run, "_run_or_replay", broken)  # noqa: B010
 
 
 def is_away(layer: Layer, odd: bool) -> None:

@@ -27,7 +27,7 @@ from dfa_megatron.plan.proof.check import check
 from dfa_megatron.runtime.agreement.calls import Calls, Kind
 from dfa_megatron.runtime.comm import copy_engine, transport
 from dfa_megatron.runtime.comm.copy_engine import CopyEngineTransport
-from dfa_megatron.runtime.comm.transport import Moving, Recv, Send
+from dfa_megatron.runtime.comm.transport import Recv, Send
 from dfa_megatron.runtime.cuda_driver import Copy, Flag, Flags
 from dfa_megatron.runtime.environment import without_multicast
 from dfa_megatron.runtime.execute.memory import MemoryPlan, plan_memory, rows_of
@@ -226,7 +226,7 @@ def queue_call(
             if number:
                 transport.computed(number - 1)
 
-            def sends(_: Moving, number: int = number, step: Any = step) -> list[Send]:
+            def sends(_: bool, number: int = number, step: Any = step) -> list[Send]:
                 messages = []
                 for message in step.sends:
                     offsets = memory.offsets[number, message.peer]

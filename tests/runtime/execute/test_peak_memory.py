@@ -95,7 +95,7 @@ class Holding(Transport):
     queued = True
 
     def post(self, after: int, sends: Sends, receives: Sequence[Recv]) -> None:
-        self.sending = sends(None)
+        self.sending = sends(False)
 
     def land(self) -> None:
         self.sending = ()
