@@ -17,6 +17,8 @@ from dfa_megatron.huggingface.current_forward import Arguments, Forward, LayerCo
 from dfa_megatron.huggingface.embedded_positions import places
 from dfa_megatron.huggingface.seen import FLASH_KEYS, longest_of, seen_in
 from dfa_megatron.plan.language.layout import Layout, contiguous
+from dfa_megatron.plan.language.mask import Mask
+from dfa_megatron.plan.language.tree import Tree
 from dfa_megatron.sharding import shard_sequence
 from dfa_megatron.whole_batch import MASK, TREE, check_same
 
@@ -31,14 +33,6 @@ LABELS = ("shift_labels", "labels")
 
 OF_HOOKS = (TREE, MASK, *FLASH_KEYS)
 """Keys of a batch that say what its tokens see, and that a model does not get."""
-
-OF_TOKENS = (
-    *("input_ids", EMBEDDED, *LABELS, "attention_mask", "position_ids", "token_type_ids", *OF_HOOKS),
-    *("pixel_values", "pixel_values_videos", "pixel_attention_mask", "image_grid_thw", "video_grid_thw", "image_sizes"),
-    *("second_per_grid_ts", "image_position_ids", "video_position_ids", "mm_token_type_ids"),
-    *("input_features", "input_features_mask", "feature_attention_mask", "num_items_in_batch"),
-)
-"""What a batch says of its tokens, images and sound, which the ranks compare once a forward."""
 
 _MEDIA = ("pixel_values", "pixel_values_videos", "input_features")
 """Endings of the names of arguments for images and sound."""
@@ -82,17 +76,33 @@ def compare(group: str, given: Arguments | None, *, asks: bool = False) -> bool:
 
     Returns whether a rank asks.
     """
-    told = {name: given[name] for name in OF_TOKENS if given is not None and given.get(name) is not None}
-    for name, x in told.items():
-        if isinstance(x, torch.Tensor) and x.is_floating_point() and name.endswith((*_MEDIA, "second_per_grid_ts")):
-            told[name] = [*x.shape]  # images and sound go with their tokens
     return check_same(
         group,
-        told or None,
+        None if given is None else _told(given),
         "a DistributedSampler with num_replicas and rank of the groups, not of all ranks; loaders prepared after "
         "distribute_accelerator; the same data set, collator and seed",
         asks=asks,
     )
+
+
+def _told(given: Arguments) -> Arguments:
+    """Return what the ranks compare of a call, the tokens first: all numbers, of images and sound their shapes."""
+    told = {}
+    for name in sorted(given, key=lambda name: name not in ("input_ids", EMBEDDED)):
+        x = given[name]
+        floats = isinstance(x, torch.Tensor) and x.is_floating_point() and name != EMBEDDED
+        if floats and (x.dim() > 2 or name.endswith((*_MEDIA, "second_per_grid_ts"))):
+            x = [*x.shape]  # images and sound go with their tokens
+        if _is_data(x):
+            told[name] = x
+    return told
+
+
+def _is_data(x: Any) -> bool:
+    """Return whether an argument is numbers, or says what tokens see; a switch is neither."""
+    if isinstance(x, list | tuple):
+        return all(map(_is_data, x))
+    return isinstance(x, torch.Tensor | Tree | Mask | int | float) and not isinstance(x, bool)
 
 
 def forward_of_batch(decoder: Any, given: Arguments, shifted: torch.Tensor | None, context: LayerContext) -> Forward:
@@ -109,7 +119,7 @@ def forward_of_batch(decoder: Any, given: Arguments, shifted: torch.Tensor | Non
     mask = given.get("attention_mask")
     mask = mask if isinstance(mask, torch.Tensor) else None
     if mask is not None:
-        _check_right(mask, given.get("labels"))
+        _check_right(mask, shifted)
     count = given.get("num_items_in_batch")
     labelled = None if shifted is None else (shifted != IGNORED).any() if count is None else torch.as_tensor(count > 0)
     seen, positions = seen_in(given, places(decoder, given, whole=context.multimodal), tokens)
@@ -127,13 +137,13 @@ def forward_of_batch(decoder: Any, given: Arguments, shifted: torch.Tensor | Non
     )
 
 
-def _check_right(mask: torch.Tensor, labels: torch.Tensor | None) -> None:
-    """Refuse a mask (batch, seq), 0 for padding, that hides other tokens than the unlabelled ends of sequences."""
+def _check_right(mask: torch.Tensor, shifted: torch.Tensor | None) -> None:
+    """Refuse a mask (batch, seq), 0 for padding, that hides other tokens than the ends of sequences without labels."""
     if mask.dim() != 2:
         raise UnsupportedError("a ready-made attention mask", "attention is causal by construction", CAUSAL)
     real = mask.bool()
     other = mask != real.to(mask.dtype)
-    labelled = torch.zeros_like(real) if labels is None else (labels != IGNORED) & ~real
+    labelled = torch.zeros_like(real) if shifted is None else (shifted != IGNORED) & ~real
     if bool(other.any()):
         raise UnsupportedError(
             "an attention_mask with other values than 0 and 1",
@@ -158,6 +168,7 @@ def _check_right(mask: torch.Tensor, labels: torch.Tensor | None) -> None:
 def cut_labels(shifted: torch.Tensor | None, count: torch.Tensor | int | None, context: LayerContext) -> Arguments:
     """Return the arguments of this rank's part of the next tokens' labels, and its share of their number.
 
+    `labels` only says that there are some: losses read `shift_labels`.
     Mixed precision of FSDP rounds tensors, so the number is Python's.
     """
     if shifted is None:

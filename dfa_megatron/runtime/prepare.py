@@ -48,7 +48,7 @@ Larger calls take seconds, so NCCL's messages cost them little, and NCCL's memor
 """
 
 
-class Running(NamedTuple):
+class CallContexts(NamedTuple):
     """Contexts around a forward, a backward, and a forward alone, which no backward follows."""
 
     forward: AbstractContextManager[None]
@@ -56,7 +56,7 @@ class Running(NamedTuple):
     alone: AbstractContextManager[None]
 
 
-_NOT_COUNTED = Running(*(contextlib.nullcontext(),) * 3)
+_NOT_COUNTED = CallContexts(*(contextlib.nullcontext(),) * 3)
 
 
 def _connect(prepared: Prepared, over: Channel, device: torch.device) -> None:
@@ -117,7 +117,7 @@ class Prepared:
     exchange: HeadExchange | None = None
     bound: dict[tuple[object, ...], Bound | str | None] = field(default_factory=dict, compare=False, repr=False)
     said: set[bool] = field(default_factory=set, compare=False, repr=False)
-    running: Running = _NOT_COUNTED
+    running: CallContexts = _NOT_COUNTED
 
     @property
     def plan(self) -> AttentionPlan:
@@ -256,7 +256,7 @@ def _prepare_together(request: Request, over: Channel, inputs: Inputs, *, trains
             if request.verify:
                 forward, backward, alone = kinds_of(facts, prepared)
                 ends = over.running(backward, device, ends=True)
-                running = Running(over.running(forward, device), ends, over.running(alone, device))
+                running = CallContexts(over.running(forward, device), ends, over.running(alone, device))
                 prepared = replace(prepared, running=running)
         with over.collective():
             _connect(prepared, over, device)

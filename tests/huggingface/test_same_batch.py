@@ -18,7 +18,8 @@ import torch.distributed as dist
 from dfa_megatron import huggingface as dfa_hf
 from dfa_megatron.config import TrainingConfig
 from dfa_megatron.errors import DisagreementError, UnsupportedError
-from dfa_megatron.huggingface import mesh
+from dfa_megatron.huggingface import batch, mesh
+from dfa_megatron.plan.language.tree import Tree
 from dfa_megatron.runtime.comm.weights import digests
 from tests.huggingface.test_trainer import prepare_worker
 from tests.support.arguments import told
@@ -75,6 +76,19 @@ def other_batches(rank: int, world_size: int) -> None:
     model.model(input_ids=ids)
     with pytest.raises(UnsupportedError, match="batches that differ"):
         model.model(input_ids=whole["input_ids"])
+
+
+def test_all_numbers_of_a_call_are_compared_by_whatever_name_images_by_their_shape() -> None:
+    ids, images, weights = torch.ones(1, 4, dtype=torch.long), torch.rand(1, 3, 4, 4), torch.rand(1, 4)
+    tree = Tree((4,), (-1,))
+    call = {"image_pixel_values": images, "audio_input_features": torch.rand(1, 5, 2), "crops": images, "tree": tree}
+    call |= {"audio_embed_sizes": torch.tensor([5]), "weights": weights, "sizes": [[4, 4], torch.tensor([2])]}
+    call |= {"input_ids": ids, "return_dict": True, "loss_kwargs": {}, "names": ["a"], "logits_to_keep": 0}
+    told = batch._told(call)
+    assert next(iter(told)) == "input_ids"
+    shapes = {"image_pixel_values": [1, 3, 4, 4], "crops": [1, 3, 4, 4], "audio_input_features": [1, 5, 2]}
+    others = ("input_ids", "weights", "sizes", "audio_embed_sizes", "logits_to_keep", "tree")
+    assert told == shapes | {name: call[name] for name in others}
 
 
 def absent_ranks(rank: int, world_size: int) -> tuple[str, float, str]:
