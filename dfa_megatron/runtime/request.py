@@ -162,6 +162,10 @@ class Request:
         if layout.ranks != ranks:
             why = f"{ranks} share the sequence"
             raise UnsupportedError(f"a layout of {layout.ranks} ranks", why, f"a layout of {ranks} ranks")
+        if self.cu_seqlens and isinstance(asked, str) and queries != (share := layout.tokens(rank)):
+            why = f"they are of all ranks together, of which layout {asked!r} gives this rank {share}"
+            instead = "global offsets, the same on all ranks, and q, k and v cut by shard_sequence"
+            raise UnsupportedError(f"cu_seqlens up to {length} with {queries} tokens on rank {rank}", why, instead)
         layout.check_tokens(rank, queries, "q")
         layout.check_tokens(rank, keys, "kv")
         name: str | Layout = layout

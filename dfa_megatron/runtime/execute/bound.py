@@ -111,7 +111,7 @@ class Post:
         transport.post(self.after, partial(self._sends, registers), receives)
 
     def _sends(self, registers: Registers, packed: bool) -> list[Send]:
-        if packed:
+        if packed and self.packing:
             replay(self.packing, registers)
         sends, read = [], registers.__getitem__
         for peer, where, copies in self.sends:

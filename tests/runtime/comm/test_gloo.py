@@ -125,8 +125,8 @@ def test_a_wrong_pack_is_one_clear_error_on_every_rank(rank: int, ranks: int) ->
     for given, why in (
         (tensor(0, 9, 7, 16), "it may not fall, but document 1 would be tokens 9 to 7"),
         (tensor(1, 9, 16), "it starts at 1, not at 0"),
-        (tensor(0, 9, 15), "8 queries on rank 1: its layout has 7 there"),
-        (tensor(0, 3, 8), "its layout has 4 there: contiguous of 4,4 tokens"),
+        (tensor(0, 9, 15), "cu_seqlens up to 15 with 8 tokens on rank 1: they are of all ranks together"),
+        (tensor(0, 3, 8), "of which layout 'contiguous' gives this rank 4"),
         (tensor(), "there is no document"),
         (tensor(0, 9, 16, dtype=torch.int64), "int32"),
         ((0, 9.5, 16), "it must hold integers"),
@@ -134,7 +134,7 @@ def test_a_wrong_pack_is_one_clear_error_on_every_rank(rank: int, ranks: int) ->
         (tensor(0, 9, 16).to("meta"), "cu_seqlens on meta"),
         ((0, 4 if rank else 5, 16), "cu_seqlens (0, 4, 16) on rank 1"),
         (tensor(0, 3, 16, dtype=torch.int64 if rank else torch.int32), "torch.int64"),
-        (tensor(0, 2, 15 if rank else 16), "its layout has 7 there"),
+        (tensor(0, 2, 15 if rank else 16), "gives this rank 7"),
         (tensor(0, 9, 9, 16), ""),  # a document without tokens
         (tensor(0, 11, 16), ""),
     ):
