@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from dfa_megatron.errors import UnsupportedError
@@ -36,6 +37,23 @@ def replace(owner: Any, name: str, replacing: Callable[[Any], Callable[..., Any]
 def surround(owner: Any, name: str, ours: Callable[..., Any], *, optional: bool = False) -> None:
     """Put ours there as `replace` does; it is called with theirs before the arguments."""
     replace(owner, name, lambda theirs: lambda *args, **kwargs: ours(theirs, *args, **kwargs), optional=optional)
+
+
+@contextmanager
+def for_a_while(owner: Any, /, **values: Any) -> Iterator[None]:
+    """Give an object other attributes for a while; one that it did not have by itself is deleted after it."""
+    own = owner.__dict__ if hasattr(owner, "__dict__") else {name: getattr(owner, name) for name in values}  # slots
+    before = {name: own[name] for name in values if name in own}
+    for name, value in values.items():
+        setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        for name in values:
+            if name in before:
+                setattr(owner, name, before[name])
+            else:
+                delattr(owner, name)
 
 
 def put_back(owner: Any, name: str) -> None:

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from dfa_megatron.config import TrainingConfig
 from dfa_megatron.errors import UnsupportedError
+from dfa_megatron.hooks import for_a_while
 from dfa_megatron.huggingface.distribute import distribute_attention, transformers_model
 from dfa_megatron.huggingface.join_outputs import classifies, join_outputs
 from dfa_megatron.huggingface.mesh import make_mesh
@@ -215,14 +216,9 @@ class SharesSequences:
     _dfa_sharing: Sharing
     _dfa_index_of_group = False
 
-    @contextmanager
-    def indexed_by_groups(self) -> Iterator[None]:
+    def indexed_by_groups(self) -> AbstractContextManager[None]:
         """Let `process_index`, by which files are named otherwise, be that of the group for a while."""
-        before, self._dfa_index_of_group = self._dfa_index_of_group, True
-        try:
-            yield
-        finally:
-            self._dfa_index_of_group = before
+        return for_a_while(self, _dfa_index_of_group=True)
 
     @property
     def process_index(self) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -13,6 +13,7 @@ import torch
 
 from dfa_megatron.config import TrainingConfig
 from dfa_megatron.errors import UnsupportedError
+from dfa_megatron.hooks import for_a_while
 from dfa_megatron.huggingface import attention_function as attention
 from dfa_megatron.huggingface import embedded_positions as embedded
 from dfa_megatron.huggingface import model_inputs as inputs
@@ -155,14 +156,8 @@ def local_attention(model: torch.nn.Module) -> Iterator[None]:
     """Give the model its former attention for a while: whole sequences on one rank, caches, generation."""
     inner = transformers_model(model)
     context: LayerContext | None = getattr(inner, CONTEXT, None)
-    if context is None:
+    with nullcontext() if context is None else for_a_while(context, local=True):
         yield
-        return
-    before, context.local = context.local, True
-    try:
-        yield
-    finally:
-        context.local = before
 
 
 def train_indexers(model: torch.nn.Module, weight: float = 1.0) -> None:

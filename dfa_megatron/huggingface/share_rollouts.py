@@ -12,14 +12,15 @@ from __future__ import annotations
 import functools
 import sys
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from dfa_megatron.errors import UnsupportedError
+from dfa_megatron.hooks import for_a_while
 from dfa_megatron.huggingface.current_forward import CONTEXT, LayerContext, enter, forward_of, leave
 from dfa_megatron.huggingface.distribute import local_attention, transformers_model
 from dfa_megatron.huggingface.join_outputs import rolled
@@ -90,34 +91,21 @@ def _by_groups(trainer: Any, own: Callable[[Any], Any], inputs: Any) -> Any:
     """Generate with the functions of accelerate that TRL has imported bound to the groups, and with `_sampled`."""
     accelerator, model = trainer.accelerator, transformers_model(trainer.model)
     first = accelerator.process_index % accelerator._dfa_sharing.size == 0
-    of_trl = vars(sys.modules[trainer.compute_loss.__module__])
-    of_vllm = vars(sys.modules[type(trainer.vllm_generation).__module__]) if trainer.use_vllm else {}
-    gather_object = of_trl["gather_object"]
+    of_trl: Any = sys.modules[trainer.compute_loss.__module__]
+    gather_object = of_trl.gather_object
 
     def of_firsts(objects: list[Any]) -> list[Any]:
         found: list[Any] = gather_object(objects if first else [])
         return found
 
+    of_vllm = sys.modules[type(trainer.vllm_generation).__module__] if trainer.use_vllm else None
     with (
-        replaced(of_trl, gather=accelerator.gather, gather_object=of_firsts),
-        replaced(of_vllm, gather_object=of_firsts),
-        replaced(vars(model), generate=functools.partial(_sampled, model, model.generate)),
+        for_a_while(of_trl, gather=accelerator.gather, gather_object=of_firsts),
+        for_a_while(of_vllm, gather_object=of_firsts) if of_vllm else nullcontext(),
+        for_a_while(model, generate=functools.partial(_sampled, model, model.generate)),
         accelerator.indexed_by_groups(),
     ):
         return own(inputs)
-
-
-@contextmanager
-def replaced(names: dict[str, Any], **ours: Any) -> Iterator[None]:
-    """Replace some names of a module for a while."""
-    theirs = {name: names[name] for name in ours if name in names}
-    names.update(ours)
-    try:
-        yield
-    finally:
-        for name in ours:
-            del names[name]
-        names.update(theirs)
 
 
 def _sampled(model: Any, own: Callable[..., torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -148,11 +136,10 @@ def _redirected(own: Callable[..., Any], wrapper: Any, model: Any, method: Calla
     def within(*args: Any) -> Any:
         context, entered = getattr(model, CONTEXT), forward_of(model)
         leave(model)
-        context.local = False
         try:
-            return method(*args)
+            with for_a_while(context, local=False):
+                return method(*args)
         finally:
-            context.local = True
             enter(model, entered)
 
     with local_attention(model):
@@ -170,10 +157,10 @@ def _states(model: Any, input_ids: torch.Tensor, attention_mask: torch.Tensor, l
 def _loss(trainer: Any, own: Callable[..., Any], student: Any, inputs: dict[str, Any], count: Any) -> Any:
     """Compute TRL's loss with the divergence of this rank's tokens in place of that of all."""
     context: LayerContext = getattr(transformers_model(student), CONTEXT)
-    of_trl = vars(sys.modules[trainer.compute_loss.__module__])
+    of_trl: Any = sys.modules[trainer.compute_loss.__module__]
     mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1)
-    part = functools.partial(_part, of_trl["_chunked_divergence_loss"], context, mask)
-    with replaced(of_trl, _chunked_divergence_loss=part):
+    part = functools.partial(_part, of_trl._chunked_divergence_loss, context, mask)
+    with for_a_while(of_trl, _chunked_divergence_loss=part):
         return own(student, inputs, count)
 
 

@@ -11,6 +11,7 @@ import torch
 
 from dfa_megatron.config import TrainingConfig
 from dfa_megatron.errors import UnsupportedError
+from dfa_megatron.hooks import for_a_while
 from dfa_megatron.huggingface.accelerator import check_given, refuse_objects, share_sequences
 from dfa_megatron.huggingface.batch import IGNORED
 from dfa_megatron.huggingface.current_forward import CONTEXT, LayerContext
@@ -85,11 +86,8 @@ def _predict(
 ) -> Any:
     """Predict as a Trainer does, whose model knows whether it reads logits."""
     context: LayerContext = getattr(transformers_model(trainer.model), CONTEXT)
-    context.reads_logits = not prediction_loss_only
-    try:
+    with for_a_while(context, reads_logits=not prediction_loss_only):
         return own(model, inputs, prediction_loss_only, **more)
-    finally:
-        context.reads_logits = None
 
 
 def _inputs(trainer: Any, model: Any, inputs: Any) -> tuple[Any, Any]:

@@ -22,6 +22,7 @@ from torch.nn import functional as F
 
 from dfa_megatron.config import MegatronConfig
 from dfa_megatron.errors import UnsupportedError
+from dfa_megatron.hooks import for_a_while
 from dfa_megatron.megatron.layers.swapped import ONE_RANK
 from dfa_megatron.megatron.replace import reach, replace, with_ours
 from dfa_megatron.megatron.tokens.visit import current_visit
@@ -51,7 +52,7 @@ class _RunningMixer(threading.local):
     mixer: InOrder | None = None
 
 
-_RUNNING = _RunningMixer()
+_MIXER = _RunningMixer()
 """The delta net whose forward this thread runs."""
 
 
@@ -82,12 +83,8 @@ class InOrder:
     def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """Run the mixer's own forward, with the same result."""
         mixer: Any = self
-        before, _RUNNING.mixer = _RUNNING.mixer, self
-        try:
-            with at_layer(mixer.layer_number):
-                return super().forward(hidden_states, *args, **kwargs)  # type: ignore[misc]
-        finally:
-            _RUNNING.mixer = before
+        with for_a_while(_MIXER, mixer=self), at_layer(mixer.layer_number):
+            return super().forward(hidden_states, *args, **kwargs)  # type: ignore[misc]
 
     def dfa_convolve(self, run: Convolve, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """Return the convolution of (batch, tokens, channels) with a weight of (channels, width)."""
@@ -207,7 +204,7 @@ def _replace_calls() -> None:
 
 def _ruling(kernel: Callable[..., Any]) -> Callable[..., Any]:
     def rule(*args: Any, **given: Any) -> Any:
-        mixer = _RUNNING.mixer
+        mixer = _MIXER.mixer
         if mixer is None:
             return kernel(*args, **given)
         reach("scan")
@@ -234,7 +231,7 @@ def _convolving_tokens(kernel: Callable[..., Any]) -> Callable[..., Any]:
     """FLA's convolution, over (batch, tokens, channels)."""
 
     def convolution(x: torch.Tensor, weight: torch.Tensor, bias: Any, activation: str, **given: Any) -> Any:
-        mixer = _RUNNING.mixer
+        mixer = _MIXER.mixer
         if mixer is None:
             return kernel(x=x, weight=weight, bias=bias, activation=activation, **given)
         fixed = {"weight": weight, "bias": bias, "activation": activation, **_options(given)}
@@ -253,7 +250,7 @@ def _convolving_channels(kernel: Callable[..., Any] | None) -> Callable[..., Any
     """causal-conv1d's convolution, over (batch, channels, tokens); None where the package is missing."""
 
     def convolution(x: torch.Tensor, weight: torch.Tensor, bias: Any, activation: str, **given: Any) -> Any:
-        mixer = _RUNNING.mixer
+        mixer = _MIXER.mixer
         run = None if kernel is None else functools.partial(kernel, **given)
         if mixer is not None:
             return mixer.dfa_convolve(by_causal_conv1d(run, weight, bias), x.mT, weight).mT

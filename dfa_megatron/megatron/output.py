@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from dfa_megatron.errors import UnsupportedError
+from dfa_megatron.hooks import for_a_while
 from dfa_megatron.loss.deferred import WATCHED, DeferredLogits, Scores, Use, say_tiled
 from dfa_megatron.loss.head import Head
 from dfa_megatron.megatron.layers.context import context_of
@@ -54,15 +55,9 @@ def deferring(model: Any, tile: int | None, given: Mapping[str, Any]) -> Iterato
             "--dfa-loss-tile off",
         )
     say_tiled(tile)
-    ours = {"forward": functools.partial(_forward, head, model, tile)}
-    kept = {name: vars(head)[name] for name in ours if name in vars(head)}
-    vars(head).update(ours)
-    model.compute_language_model_loss = functools.partial(_loss, model)
-    try:
+    by_tiles = for_a_while(head, forward=functools.partial(_forward, head, model, tile))
+    with by_tiles, for_a_while(model, compute_language_model_loss=functools.partial(_loss, model)):
         yield
-    finally:
-        del vars(head)["forward"], model.compute_language_model_loss
-        vars(head).update(kept)
 
 
 def _forward(

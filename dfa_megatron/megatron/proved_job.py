@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
 from dfa_megatron.errors import UnsupportedError
+from dfa_megatron.hooks import for_a_while
 from dfa_megatron.megatron.layers.core_attention import DistributedCoreAttention
 from dfa_megatron.megatron.replace import reach, replace
 from dfa_megatron.megatron.script.dfa_flags import options_of
@@ -173,26 +174,22 @@ class MegatronJob(Job):
         """Compute attention by Megatron's own core, one row for each document; a batch is this rank's alone."""
         from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler
 
-        for core in self.cores:
-            core.forward = functools.partial(_own_attention, core, _megatrons_core(core))  # type: ignore[method-assign]
         scale, weigh, ranks = self.config.grad_scale_func, MTPLossAutoScaler.set_loss_scale, self.ranks
-        routers: list[Any] = [x for model in self.models for x in model.modules() if hasattr(x, "tp_cp_group")]
-        groups = [router.tp_cp_group for router in routers]
-        for router in routers if self.ranks > 1 else ():
-            router.tp_cp_group = self.tp
-        if not self.config.calculate_per_token_loss:
-            # The schedule multiplies losses, those of routers too, by the ranks, of which each now has them whole.
-            self.config.grad_scale_func = lambda loss: (loss if scale is None else scale(loss)) / ranks
-            if getattr(self.config, "mtp_grad_scale_func", None) is None:  # all but those of prediction layers
-                MTPLossAutoScaler.set_loss_scale = staticmethod(lambda factor: weigh(factor * ranks))
-        try:
-            yield
-        finally:
-            self.config.grad_scale_func, MTPLossAutoScaler.set_loss_scale = scale, staticmethod(weigh)
+        with ExitStack() as stack:
+
+            def meanwhile(owner: Any, **values: Any) -> None:
+                stack.enter_context(for_a_while(owner, **values))
+
             for core in self.cores:
-                del core.forward
-            for router, group in zip(routers, groups, strict=True):
-                router.tp_cp_group = group
+                meanwhile(core, forward=functools.partial(_own_attention, core, _megatrons_core(core)))
+            for router in [x for model in self.models for x in model.modules() if hasattr(x, "tp_cp_group")]:
+                meanwhile(router, tp_cp_group=self.tp if ranks > 1 else router.tp_cp_group)
+            if not self.config.calculate_per_token_loss:
+                # The schedule multiplies losses, those of routers too, by the ranks, of which each now has them whole.
+                meanwhile(self.config, grad_scale_func=lambda loss: (loss if scale is None else scale(loss)) / ranks)
+                if getattr(self.config, "mtp_grad_scale_func", None) is None:  # all but those of prediction layers
+                    meanwhile(MTPLossAutoScaler, set_loss_scale=staticmethod(lambda factor: weigh(factor * ranks)))
+            yield
 
     def gradients(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield what Megatron reduced: main gradients, or this rank's part of them for the distributed optimizer."""

@@ -29,6 +29,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec, import_module
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
 import dfa_megatron.megatron as package
+from dfa_megatron import hooks
 from dfa_megatron.config import MegatronConfig
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.megatron import DistributedAttentionLayer, distribute_attention, in_order, spec
@@ -100,13 +101,10 @@ def named_tokens(rank: int, ranks: int) -> None:
         if "query" not in named:  # a mixer that is not ours calls the kernel itself
             assert torch.equal(rule(*args, **named)[0], kernel(q, k, v, g, beta)[0])
         seen.clear()
-        in_order._RUNNING.mixer = SimpleNamespace(dfa_where=lambda: group)  # type: ignore[assignment]
-        try:
+        with hooks.for_a_while(in_order._MIXER, mixer=SimpleNamespace(dfa_where=lambda: group)):
             out, state = rule(*args, **named, **states)
             assert_refused("option 'new_argument' of kernel", rule, *args, **named, **states, new_argument=7)
             assert_refused("its states are not kept", rule, *args, **named, **{**states, "initial_state": q})
-        finally:
-            in_order._RUNNING.mixer = None
         torch.testing.assert_close(out, wanted)
         assert state is None
         assert set(seen) == {7}

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from dfa_megatron.errors import UnsupportedError
+from dfa_megatron.hooks import for_a_while
 from dfa_megatron.megatron.tokens.visit import current_visit
 from dfa_megatron.sequence.roll import roll_sequence
 
@@ -89,10 +90,7 @@ def counting(megatrons: Callable[..., Any]) -> Callable[..., Any]:
             before = mask.sum(dtype=torch.float32)
             dist.all_reduce(before, group=group)
             config.mtp_loss_scaling_factor = config.mtp_loss_scaling_factor * before / group.size()
-        visit.predicting = True
-        try:
+        with for_a_while(visit, predicting=True):
             return megatrons(*bound.args, **bound.kwargs)
-        finally:
-            visit.predicting = False
 
     return process_mtp_loss

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from dfa_megatron.hooks import for_a_while
 from dfa_megatron.megatron.replace import replace
 
 
@@ -22,7 +23,7 @@ class _RunningRouter(threading.local):
     per_token = False
 
 
-_RUNNING = _RunningRouter()
+_ROUTER = _RunningRouter()
 """The router that this thread runs, and whether gradients are divided by all tokens of the batch."""
 
 
@@ -38,13 +39,9 @@ def _router_class(base: Any) -> Any:
         def routing(self, *args: Any, **kwargs: Any) -> Any:
             """Choose experts like TopKRouter, and attach the losses of all ranks."""
             # Releases of Megatron weigh a loss per token in different ways; here its gradient is weighted already.
-            per_token, self.calculate_per_token_loss = self.calculate_per_token_loss, False
-            _RUNNING.router, _RUNNING.per_token = self, per_token
-            try:
+            running = for_a_while(_ROUTER, router=self, per_token=self.calculate_per_token_loss)
+            with running, for_a_while(self, calculate_per_token_loss=False):
                 return super().routing(*args, **kwargs)
-            finally:
-                _RUNNING.router, _RUNNING.per_token = None, False
-                self.calculate_per_token_loss = per_token
 
         def attach_and_log_load_balancing_loss(
             self, activation: torch.Tensor, coefficient: float, loss: torch.Tensor, name: str, group: Any, **others: Any
@@ -74,7 +71,7 @@ def _gradient(loss: torch.Tensor, tokens: Any, group: Any) -> torch.Tensor:
     multiplied by the tokens of the micro-batch.
     """
     change = loss - loss.detach()
-    return change * _every(tokens, group) if _RUNNING.per_token else change
+    return change * _every(tokens, group) if _ROUTER.per_token else change
 
 
 def weigh_losses(layer: Any) -> None:
@@ -95,9 +92,9 @@ def _mean_over_ranks(megatrons: Callable[..., Any]) -> Callable[..., Any]:
 
     def z_loss_func(logits: torch.Tensor, *args: Any, padding_mask: Any = None, **others: Any) -> Any:
         loss = megatrons(logits, *args, padding_mask=padding_mask, **others)
-        if _RUNNING.router is None:
+        if _ROUTER.router is None:
             return loss
-        group = _RUNNING.router.tp_cp_group
+        group = _ROUTER.router.tp_cp_group
         tokens = logits.shape[0] if padding_mask is None else (~padding_mask).sum()
         loss = loss * (tokens * group.size() / _every(tokens, group))
         return loss.detach() + _gradient(loss, tokens, group)
@@ -111,7 +108,7 @@ def _counting_first(megatrons: Callable[..., Any]) -> Callable[..., Any]:
     def get_tokens_per_expert_and_token_count(routing_map: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         own = routing_map.sum()
         per_expert, local, every = megatrons(routing_map, *args, **kwargs)
-        if _RUNNING.router is not None and isinstance(local, torch.Tensor):
+        if _ROUTER.router is not None and isinstance(local, torch.Tensor):
             local = own / kwargs["topk"]
         return per_expert, local, every
 

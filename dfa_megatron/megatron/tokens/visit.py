@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
-from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from dfa_megatron.hooks import for_a_while
 from dfa_megatron.megatron.tokens.packs import Pack
 from dfa_megatron.plan.language.layout import Layout, by_name
 from dfa_megatron.plan.language.mask import Mask
@@ -158,23 +158,17 @@ class Visit:
 
 
 class _RunningVisit(threading.local):
-    def __init__(self) -> None:
-        self.visits: list[Visit | None] = []
+    visit: Visit | None = None
 
 
-_RUNNING = _RunningVisit()
+_VISIT = _RunningVisit()
 
 
-@contextlib.contextmanager
-def running(visit: Visit | None) -> Iterator[None]:
+def running(visit: Visit | None) -> AbstractContextManager[None]:
     """Make a visit the current one; None: the model that runs is not distributed."""
-    _RUNNING.visits.append(visit)
-    try:
-        yield
-    finally:
-        _RUNNING.visits.pop()
+    return for_a_while(_VISIT, visit=visit)
 
 
 def current_visit() -> Visit | None:
     """Return the visit of the innermost distributed model, or layer, that this thread runs or recomputes."""
-    return _RUNNING.visits[-1] if _RUNNING.visits else None
+    return _VISIT.visit
