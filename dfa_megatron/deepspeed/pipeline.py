@@ -12,10 +12,10 @@ from typing import Any
 
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from dfa_megatron import remat
 from dfa_megatron.config import TrainingConfig
 from dfa_megatron.deepspeed.json_block import DeepSpeedOptions
 from dfa_megatron.errors import UnsupportedError
+from dfa_megatron.huggingface.checkpointing import checkpoint_function
 from dfa_megatron.huggingface.mesh import Mesh, make_mesh
 
 
@@ -84,13 +84,8 @@ def set_checkpointing(engine: Any, options: TrainingConfig) -> None:
     """
     from deepspeed.runtime.activation_checkpointing import checkpointing
 
-    module, offload, saves = engine.module, options.remat_offload, options.checkpoint == "remat"
-    function = module.activation_checkpoint_func
+    function = engine.module.activation_checkpoint_func
     if function is checkpointing.non_reentrant_checkpoint:  # it holds inputs where no hook finds them
         function = functools.partial(torch_checkpoint, use_reentrant=False)
-        if saves:
-            function = functools.partial(function, context_fn=functools.partial(remat.context_fn, offload=offload))
-    elif saves:
-        function = functools.partial(remat.remat_checkpoint, checkpoint=function, offload=offload)
-        offload = False  # it has seen to that
-    module.activation_checkpoint_func = remat.keeping_inputs_on_host(function) if offload else function
+    function = checkpoint_function(function, options.checkpoint, offload=options.remat_offload)
+    engine.module.activation_checkpoint_func = function

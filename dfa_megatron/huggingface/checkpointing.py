@@ -56,12 +56,16 @@ def set_checkpointing(
     for module in model.modules():
         own = getattr(module, _FUNCTION, None)
         if own is not None:
-            chosen = _saving(function or own, offload=offload) if checkpoint == "remat" else function or own
-            if offload and not (checkpoint == "remat" and reentrant):  # whose function has taken the inputs
-                chosen = remat.keeping_inputs_on_host(chosen)
-            setattr(module, _FUNCTION, chosen)
+            setattr(module, _FUNCTION, checkpoint_function(function or own, checkpoint, offload=offload))
     if reentrant and not any(parameter.requires_grad for parameter in model.get_input_embeddings().parameters()):
         model.enable_input_require_grads()
+
+
+def checkpoint_function(own: Callable[..., Any], checkpoint: str, *, offload: bool) -> Callable[..., Any]:
+    """Return one that saves what a value of `TrainingConfig.checkpoint` says, with `offload` in host memory."""
+    chosen = _saving(own, offload=offload) if checkpoint == "remat" else own
+    takes_inputs = getattr(chosen, "func", None) is remat.remat_checkpoint
+    return remat.keeping_inputs_on_host(chosen) if offload and not takes_inputs else chosen
 
 
 def check_layers(model: Any, options: TrainingConfig, *, reentrant: bool) -> None:
