@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NoReturn
 
 from dfa_megatron.errors import UnsupportedError
 
@@ -72,3 +72,12 @@ def restore() -> None:
 def replaced() -> list[str]:
     """Return the names that are replaced now, such as "deepspeed.initialize"."""
     return sorted({f"{owner.__name__}.{name}" for owner, name, _ in _REPLACED})
+
+
+def refuse_unreached(layer: object, missed: Iterable[str]) -> NoReturn:
+    """Refuse a layer that computes from several tokens by itself."""
+    raise UnsupportedError(
+        f"a layer of type {type(layer).__name__} that did not reach {', '.join(sorted(missed))}",
+        "it has computed from the tokens of this rank alone",
+        f"distribute_attention after changes of layers or of their implementation, and {TESTED}",
+    )

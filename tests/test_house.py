@@ -51,11 +51,11 @@ BUDGETS = {
     "deepspeed": 1_033,
     "docs": 1_171,
     "doctor": 919,
-    "huggingface": 3_871,
+    "huggingface": 3_861,
     "indexed": 1_010,
     "kernels": 4_159,
     "loss": 740,
-    "megatron": 3_928,
+    "megatron": 3_923,
     "plan": 5_495,
     "proving": 705,
     "recurrence": 1_400,
@@ -63,7 +63,7 @@ BUDGETS = {
     "runtime": 5_411,
     "sequence": 418,
     "tests": 36_959,
-    "top": 1_937,
+    "top": 1_946,
     "trees": 316,
 }
 """Lines of Python in a folder of the package, in its files beside them ("top"), in tests, docs and benchmarks.

@@ -10,13 +10,12 @@ from __future__ import annotations
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import torch
 
 from dfa_megatron.config import TrainingConfig
 from dfa_megatron.errors import UnsupportedError
-from dfa_megatron.hooks import TESTED
 from dfa_megatron.huggingface.seen import Documents, Images, Seen
 from dfa_megatron.plan.language.layout import Layout, contiguous
 from dfa_megatron.plan.language.tree import Tree
@@ -39,7 +38,7 @@ Scored = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 @dataclass(slots=True)
 class LayerContext:
-    """Hold the settings of a model, the same object on all of its modules that need them.
+    """Hold the settings of a model, and what its calls leave for later ones; the same object on all of its modules.
 
     before: the attention implementation that the model had.
     group: name of the process group that shares the sequence, "" for a single process.
@@ -184,12 +183,3 @@ def forward_of(module: torch.nn.Module) -> Forward:
 def in_layer(layer: object) -> AbstractContextManager[None]:
     """Return a context in which errors name a layer by its number, from 1 on."""
     return at_layer(int(getattr(layer, "layer_idx", None) or 0) + 1)
-
-
-def refuse_unreached(layer: object, missed: list[str]) -> NoReturn:
-    """Refuse a layer that computes from several tokens by itself."""
-    raise UnsupportedError(
-        f"a layer of type {type(layer).__name__} that did not reach {', '.join(missed)}",
-        "it has computed from the tokens of this rank alone",
-        f"distribute_attention once more, after changes of layers or set_attn_implementation, and {TESTED}",
-    )

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from dfa_megatron.hooks import replace
+from dfa_megatron.hooks import refuse_unreached, replace
 from dfa_megatron.huggingface.check_model import CLASSES
 from dfa_megatron.huggingface.checkpointing import WRAPPED, keep_forward
 from dfa_megatron.huggingface.current_forward import (
@@ -35,7 +35,6 @@ from dfa_megatron.huggingface.current_forward import (
     innermost,
     leave,
     reach,
-    refuse_unreached,
 )
 from dfa_megatron.huggingface.indexers import follow
 from dfa_megatron.huggingface.seen import Seen, refuse_for
@@ -87,7 +86,7 @@ def _check_reached(layer: torch.nn.Module, args: tuple[Any, ...], output: Any) -
     call = innermost()
     assert call is not None
     if call.forward.distributed and (missed := vars(layer)[MUST_REACH] - call.reached):
-        refuse_unreached(layer, sorted(missed))
+        refuse_unreached(layer, missed)
 
 
 def listed(module: torch.nn.Module) -> frozenset[str]:

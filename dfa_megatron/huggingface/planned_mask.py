@@ -8,7 +8,8 @@ from typing import Any, ClassVar, NoReturn, Self
 import torch
 
 from dfa_megatron.errors import UnsupportedError
-from dfa_megatron.huggingface.current_forward import NAME, innermost, refuse_unreached
+from dfa_megatron.hooks import refuse_unreached
+from dfa_megatron.huggingface.current_forward import NAME, innermost
 
 
 @dataclass(frozen=True, slots=True)

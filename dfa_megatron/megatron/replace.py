@@ -15,7 +15,6 @@ from typing import Any
 import torch
 
 from dfa_megatron import hooks
-from dfa_megatron.errors import UnsupportedError
 
 _BELOW = {*sys.stdlib_module_names, "numpy", "sympy", "torch", "triton"}  # they import nothing of Megatron
 
@@ -66,8 +65,4 @@ def _check_reached(mixer: torch.nn.Module, args: tuple[Any, ...], output: Any) -
     """Raise where a mixer has run without reaching each of the listed functions."""
     listed = {name for part in (mixer, *mixer.children()) for name in getattr(part, "dfa_reaches", ())}
     if missed := listed - _REACHED.functions:
-        raise UnsupportedError(
-            f"a layer of type {type(mixer).__name__} that did not reach {', '.join(sorted(missed))}",
-            "it has computed from the tokens of this rank alone",
-            hooks.TESTED,
-        )
+        hooks.refuse_unreached(mixer, missed)
