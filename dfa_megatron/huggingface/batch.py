@@ -15,19 +15,17 @@ import torch
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.huggingface.current_forward import Arguments, Forward, LayerContext
 from dfa_megatron.huggingface.embedded_positions import places
-from dfa_megatron.huggingface.seen import FLASH_KEYS, longest_of, seen_in
+from dfa_megatron.huggingface.seen import FLASH_KEYS, Seen, longest_of, seen_in
+from dfa_megatron.loss.scores import IGNORED
 from dfa_megatron.plan.language.layout import Layout, contiguous
 from dfa_megatron.plan.language.mask import Mask
 from dfa_megatron.plan.language.tree import Tree
-from dfa_megatron.sharding import shard_sequence
+from dfa_megatron.sharding import local_positions, shard_sequence
 from dfa_megatron.whole_batch import MASK, TREE, check_same
 
 CAUSAL = "causal self-attention over whole, unpadded sequences"
 
 EMBEDDED = "inputs_embeds"
-
-IGNORED = -100
-"""The label of a token that has no loss, as everywhere in transformers."""
 
 LABELS = ("shift_labels", "labels")
 
@@ -122,12 +120,17 @@ def forward_of_batch(decoder: Any, given: Arguments, shifted: torch.Tensor | Non
         _check_right(mask, shifted)
     count = given.get("num_items_in_batch")
     labelled = None if shifted is None else (shifted != IGNORED).any() if count is None else torch.as_tensor(count > 0)
-    seen, positions = seen_in(given, places(decoder, given, whole=context.multimodal), tokens)
+    seen = seen_in(given, places(decoder, given, whole=context.multimodal), rows, length)
+    device, documents = tokens.device, ((0, length),) if seen is None else seen
+    if isinstance(documents, Seen):
+        positions = shard_sequence(documents.positions(device), group=context.group)
+    else:
+        positions = local_positions(length, group=context.group, layout=layout, device=device, cu_seqlens=documents)
     return Forward(
         context,
         distributed=True,
         seen=seen,
-        positions=shard_sequence(positions, group=context.group),
+        positions=positions,
         axes=bool(media_in(given)) or getattr(given.get("position_ids"), "ndim", 0) == 3,
         longest=longest_of(seen, length),
         mask=None if mask is None else shard_sequence(mask, group=context.group),

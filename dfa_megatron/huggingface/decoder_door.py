@@ -103,7 +103,7 @@ def cut(decoder: Any, given: Arguments, forward: Forward) -> Arguments:
     theirs: torch.Tensor | None = given.get("position_ids")
     positions = forward.positions
     assert positions is not None
-    if theirs is not None and theirs.dim() == 2:
+    if theirs is not None and theirs.dim() == 2:  # the model's own: `for_model` took the batch's out
         if has_axes(decoder):
             refuse_axes(decoder, theirs, embedded=given.get("inputs_embeds") is not None)
         if not bool((theirs == torch.arange(length, device=theirs.device)).all()):

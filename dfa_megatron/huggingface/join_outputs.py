@@ -44,10 +44,15 @@ def _padding_behind(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     mask = batch.get("attention_mask")
     if getattr(model, CONTEXT).local or mask is None or batch.get("position_ids") is not None:
         return None
-    padding = (mask.cumsum(1) == 0).sum(1)
+    padding = left_padding(mask)
     setattr(model, _PADDING, padding)
     whole = {name for name, x in batch.items() if isinstance(x, torch.Tensor) and x.shape == mask.shape}
     return (), {name: rolled(x, padding) if name in whole else x for name, x in batch.items()}
+
+
+def left_padding(mask: torch.Tensor) -> torch.Tensor:
+    """Return the tokens of padding before each row of a mask (batch, seq)."""
+    return (mask.cumsum(1) == 0).sum(1)
 
 
 def rolled(value: torch.Tensor, by: torch.Tensor) -> torch.Tensor:

@@ -10,6 +10,7 @@ the ranks' own would be another: the ranks add up these sums.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import sys
 from collections.abc import Callable
@@ -20,12 +21,13 @@ import torch.distributed as dist
 
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.hooks import OWN, surround
-from dfa_megatron.huggingface.batch import IGNORED, LABELS, first_of, next_labels, tokens_of
+from dfa_megatron.huggingface.batch import LABELS, first_of, next_labels, tokens_of
 from dfa_megatron.huggingface.current_forward import Arguments, Forward, LayerContext, innermost
 from dfa_megatron.huggingface.tiled_head import causal_loss, is_causal, run_in, summed_loss, tiled_head
 from dfa_megatron.kernels.leaf import outside_graphs
-from dfa_megatron.loss.head import TILE, Head
-from dfa_megatron.loss.scores import token_scores
+from dfa_megatron.loss.deferred import DeferredLogits
+from dfa_megatron.loss.head import TILE
+from dfa_megatron.loss.scores import IGNORED
 from dfa_megatron.runtime.comm.compared import compared, together
 from dfa_megatron.runtime.comm.groups import Group, channel_of, group_name, group_size, resolve
 from dfa_megatron.sharding import shard_sequence, unshard_sequence
@@ -148,11 +150,9 @@ def tiled_loss(
         DisagreementError: the ranks ask for different losses.
     """
     mine, share = _of_this_rank(hidden, labels, group, ignore_index)
-
-    def use(hidden: torch.Tensor, head: Head) -> tuple[torch.Tensor, ...]:
-        return (token_scores(hidden, head, mine, tile=tile, ignore_index=ignore_index).logprobs,)
-
-    loss = -run_in(tiled_head(head), hidden, use, 1.0, None)[0].sum()
+    tiled = tiled_head(head)
+    logits = DeferredLogits(functools.partial(run_in, tiled, hidden), tile, tiled.out_features, tiled)
+    loss = logits.losses(mine, ignore_index).sum()
     about = f"of labels {tuple(labels.shape)}"
     return as_whole((loss * share).to(loss.dtype), group, about, ignore_index=ignore_index)
 

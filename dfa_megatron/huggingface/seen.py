@@ -70,25 +70,23 @@ def seen_of(told: Tree | Mask, positions: torch.Tensor | None = None) -> Seen:
 
 
 def seen_in(
-    given: Mapping[str, Any], positions: torch.Tensor | None, tokens: torch.Tensor
-) -> tuple[Documents | Seen | None, torch.Tensor]:
-    """Return what whole rows see, None if each is one document, and their positions.
+    given: Mapping[str, Any], positions: torch.Tensor | None, rows: int, length: int
+) -> Documents | Seen | None:
+    """Return what whole rows see, None if each is one document.
 
     Args:
         given: a batch, which may tell a tree, a mask, or offsets of documents.
         positions: (batch or 1, seq) as the batch tells them; None without.
-        tokens: (batch, seq, ...), on the device of the positions to be returned.
+        rows, length: of the batch.
     """
-    (rows, length), device = tokens.shape[:2], tokens.device
     padding = given.get("attention_mask") if given.get(MASK) is not None else None
     hides = isinstance(padding, torch.Tensor) and not padding.all()  # what a mask may show to other tokens
     if (told := pairs_of({**given, "padding": hides or None}, *FLASH_KEYS, "padding")) is not None:
         check_length(told, length)
         seen = seen_of(told, positions)
-        places = seen.positions(device)
-        if positions is not None and not bool((positions == places).all()):
+        if positions is not None and not bool((positions == seen.positions(positions.device)).all()):
             refuse_positions(positions)
-        return seen, places
+        return seen
     stated = _of_offsets(given, rows, length)
     found = None if positions is None else _of_positions(positions.expand(rows, -1))
     if stated is not None and found is not None and stated != found:
@@ -97,8 +95,8 @@ def seen_in(
         )
     documents = found if stated is None else stated
     if documents is None or all(len(offsets) == 2 for offsets in documents):
-        return None, torch.arange(length, device=device)[None]
-    return documents, positions_of(documents, device)
+        return None
+    return documents
 
 
 def _of_positions(positions: torch.Tensor) -> Documents:
@@ -142,12 +140,6 @@ def _of_offsets(given: Mapping[str, Any], batch: int, length: int) -> Documents 
 
 def _numbers(offsets: Any) -> Offsets:
     return tuple(offsets.flatten().tolist() if isinstance(offsets, torch.Tensor) else offsets)
-
-
-def positions_of(documents: Documents, device: torch.device | None = None) -> torch.Tensor:
-    """Return the position of every token in its document, int64 (batch, length)."""
-    rows = [torch.cat([torch.arange(hi - lo) for lo, hi in pairwise(offsets)]) for offsets in documents]
-    return torch.stack(rows).to(device)
 
 
 def longest_of(seen: Documents | Seen | None, length: int) -> int:

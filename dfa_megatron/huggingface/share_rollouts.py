@@ -23,7 +23,7 @@ from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.hooks import for_a_while
 from dfa_megatron.huggingface.current_forward import CONTEXT, LayerContext, enter, forward_of, leave
 from dfa_megatron.huggingface.distribute import local_attention, transformers_model
-from dfa_megatron.huggingface.join_outputs import rolled
+from dfa_megatron.huggingface.join_outputs import left_padding, rolled
 from dfa_megatron.huggingface.loss import as_whole
 from dfa_megatron.runtime.comm.groups import resolve
 from dfa_megatron.sharding import shard_sequence
@@ -148,7 +148,7 @@ def _redirected(own: Callable[..., Any], wrapper: Any, model: Any, method: Calla
 
 def _states(model: Any, input_ids: torch.Tensor, attention_mask: torch.Tensor, logits_to_keep: int) -> torch.Tensor:
     """Return the hidden states of this rank's tokens, with the padding before prompts behind the tokens."""
-    padding = (attention_mask.cumsum(1) == 0).sum(1)
+    padding = left_padding(attention_mask)
     whole = {"input_ids": rolled(input_ids, padding), "attention_mask": rolled(attention_mask, padding)}
     found: torch.Tensor = transformers_model(model).get_decoder()(**whole, use_cache=False).last_hidden_state
     return found
@@ -173,7 +173,7 @@ def _part(
     """
     *states, mask, beta = given
     predicting = torch.nn.functional.pad(mask, (attention_mask.shape[1] - 1 - mask.shape[1], 1))
-    mine = shard_sequence(rolled(predicting, (attention_mask.cumsum(1) == 0).sum(1)), group=context.group)
+    mine = shard_sequence(rolled(predicting, left_padding(attention_mask)), group=context.group)
     number = mask.sum()
     count = named.pop("num_items_in_batch")
     count = number.clamp(min=1) if count is None else count

@@ -14,10 +14,11 @@ import torch
 
 from dfa_megatron.config import TrainingConfig
 from dfa_megatron.errors import UnsupportedError
-from dfa_megatron.huggingface.batch import IGNORED, next_labels
+from dfa_megatron.huggingface.batch import next_labels
 from dfa_megatron.huggingface.current_forward import CONTEXT, LayerContext, innermost
 from dfa_megatron.loss.deferred import WATCHED, DeferredLogits, Use, say_tiled
 from dfa_megatron.loss.head import Head
+from dfa_megatron.loss.scores import IGNORED
 
 
 class TiledLinear:

@@ -13,13 +13,13 @@ from dfa_megatron.config import TrainingConfig
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.hooks import for_a_while
 from dfa_megatron.huggingface.accelerator import check_given, refuse_objects, share_sequences
-from dfa_megatron.huggingface.batch import IGNORED
 from dfa_megatron.huggingface.current_forward import CONTEXT, LayerContext
 from dfa_megatron.huggingface.distribute import transformers_model
 from dfa_megatron.huggingface.join_outputs import classifies
 from dfa_megatron.huggingface.loss import follow_router
 from dfa_megatron.huggingface.share_rollouts import check_rollouts, generates, share_divergence, share_rollouts
 from dfa_megatron.huggingface.tiled_head import causal_loss
+from dfa_megatron.loss.scores import IGNORED
 from dfa_megatron.runtime.comm.compared import compared
 from dfa_megatron.runtime.comm.groups import channel_of
 from dfa_megatron.runtime.counters import stats

@@ -55,7 +55,7 @@ class _Found:
     replays: list[Any]
     """The replays of its routers, where tokens change their order."""
     group: Any
-    """The context-parallel group of the latest call, at first of the build."""
+    """The context-parallel group of the latest call; None before the first."""
     tile: int | None = None
     """The tokens of a tile of the loss."""
 

@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
 
-from dfa_megatron.huggingface.batch import IGNORED
 from dfa_megatron.huggingface.current_forward import CONTEXT, Forward, enter, leave
 from dfa_megatron.layouts import contiguous
+from dfa_megatron.loss.scores import IGNORED
 from dfa_megatron.masks import Mask
 from tests.frameworks.compare import gradients_of
 from tests.fuzz.frameworks.uneven import cells

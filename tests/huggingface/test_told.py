@@ -12,7 +12,6 @@ from dfa_megatron import huggingface as dfa_hf
 from dfa_megatron import trees
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.huggingface.join_outputs import join_outputs
-from dfa_megatron.huggingface.seen import positions_of
 from tests.huggingface.one_process import assert_gradients, assert_loss
 from tests.huggingface.sweep import images
 from tests.support.close import assert_close
@@ -24,7 +23,7 @@ Rollouts = list[list[int]]
 
 def test_collators_of_transformers_tell_documents_in_two_ways() -> None:
     offsets = torch.tensor([0, 5, 6, 12], dtype=torch.int32)
-    positions = positions_of(((0, 5, 6, 12),))
+    positions = torch.cat([torch.arange(length) for length in (5, 1, 6)])[None]
     ids = text(1, 12, seed=3)["input_ids"]
     lengths = {"max_length_q": 6, "max_length_k": 6}
     flash = {"cu_seq_lens_q": offsets, "cu_seq_lens_k": offsets.clone(), **lengths}

@@ -108,7 +108,7 @@ def _alone() -> dist.ProcessGroup:
 
 
 def read_pack(params: Any, ranks: int = 0) -> Pack:
-    """Return the documents of a PackedSeqParams; made once per micro-batch and cached.
+    """Return the documents of a PackedSeqParams, the same object while it holds the same.
 
     Padding at a document's end (cu_seqlens_q_padded) counts as part of the document: under a causal mask no real token
     attends to it, and it has no loss.
@@ -151,8 +151,7 @@ def read_pack(params: Any, ranks: int = 0) -> Pack:
                 "cp_partition_mode='zigzag'",
             )
         padded = offsets
-        with_padding = params.cu_seqlens_q if params.cu_seqlens_q_padded is None else params.cu_seqlens_q_padded
-        offsets = with_long_padding_apart(offsets_of(params.cu_seqlens_q), offsets_of(with_padding), ranks)
+        offsets = with_long_padding_apart(offsets_of(params.cu_seqlens_q), offsets_of(queries), ranks)
     kept = f"{_READ}_{ranks}"
     known: Pack | None = getattr(params, kept, None)
     if known is None or (known.offsets, known.group, known.padded) != (offsets, group, padded):

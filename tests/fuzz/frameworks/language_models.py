@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from dfa_megatron.huggingface.batch import IGNORED
 from dfa_megatron.huggingface.check_model import TRIED
+from dfa_megatron.loss.scores import IGNORED
 from tests.fuzz.frameworks import uneven
 from tests.fuzz.outcome import Draw
 from tests.huggingface.one_process import segments

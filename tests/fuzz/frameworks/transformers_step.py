@@ -21,9 +21,9 @@ from torch.distributed.tensor import DTensor
 from dfa_megatron import huggingface as dfa_hf
 from dfa_megatron.config import TrainingConfig
 from dfa_megatron.errors import UnsupportedError
-from dfa_megatron.huggingface.batch import IGNORED
 from dfa_megatron.huggingface.distribute import transformers_model
 from dfa_megatron.huggingface.loss import computes_loss
+from dfa_megatron.loss.scores import IGNORED
 from dfa_megatron.runtime.counters import COUNTERS
 from dfa_megatron.sharding import shard_sequence
 from tests.frameworks.compare import Found

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from dfa_megatron.huggingface.batch import IGNORED
+from dfa_megatron.loss.scores import IGNORED
 from tests.support.models import with_noise
 
 TOKEN, TOKENS = 90, 4
