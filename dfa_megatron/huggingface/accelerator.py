@@ -2,7 +2,7 @@
 
 An accelerator's processes become the groups of ranks that share sequences: its loaders, schedulers, sums and numbers
 are those of one process for each group. Nothing of accelerate is imported: the classes of an accelerator and of its
-schedulers get subclasses. Its own context parallelism is left out: it cuts tensors in place, drops masks, and computes
+schedulers get subclasses. Its own context parallelism is refused: it cuts tensors in place, drops masks, and computes
 causal SDPA only.
 """
 
@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import importlib
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
@@ -46,8 +46,7 @@ def distribute_accelerator(
     Args:
         accelerator: an `accelerate.Accelerator`, with DDP, FSDP2 or DeepSpeed.
         model: a transformers model, or a module that holds one (PEFT).
-        size: the ranks that share a sequence; None is that of DeepSpeed's JSON, or `ParallelismConfig.cp_size` where
-            that is more than 1, else all.
+        size: the ranks that share a sequence; None is that of DeepSpeed's JSON, or of `add_cp_backend`, else all.
         config: schedule, kernel, checkpoint and the like; with DeepSpeed, None is the block of its JSON.
         unlisted: as of `distribute_attention`.
 
@@ -81,9 +80,10 @@ def share_sequences(
     """Prepare an accelerator and a model, for a loop or for a Trainer, which counts the ranks of a sequence itself.
 
     Args:
+        loop: a loop of the user's runs the model, and no Trainer.
         scores: as of `join_outputs`.
     """
-    world, theirs = accelerator.state.num_processes, getattr(accelerator.parallelism_config, "cp_size", 1)
+    world = accelerator.state.num_processes
     known: Sharing | None = getattr(accelerator, "_dfa_sharing", None)
     _check(accelerator)
     if known is not None and known.by_config:
@@ -93,7 +93,7 @@ def share_sequences(
         json_block = importlib.import_module("dfa_megatron.deepspeed.json_block")  # which imports this package
         block = json_block.block_of(accelerator, size, config, unlisted=unlisted)
         size, options, unlisted = block.size, block.options, block.unlisted
-    size = (theirs if theirs > 1 else world) if size is None else size
+    size = world if size is None else size
     _check_size(accelerator, size, known, loop=loop)
     if world == 1:
         if (ranks := group_size(None)) > 1:
@@ -130,16 +130,10 @@ def _count_groups(accelerator: Any, sharing: Sharing) -> None:
 
 def _check_size(accelerator: Any, size: int, known: Sharing | None, *, loop: bool) -> None:
     """Refuse a number of ranks that does not fit, or that comes too late for a loop's loaders."""
-    world, theirs = accelerator.state.num_processes, getattr(accelerator.parallelism_config, "cp_size", 1)
+    world = accelerator.state.num_processes
     if size < 1 or world % size:
         raise UnsupportedError(
             f"size={size} on {world} ranks", "groups of that many ranks do not use all of them", f"a divisor of {world}"
-        )
-    if theirs not in (1, size):
-        raise UnsupportedError(
-            f"size={size} beside ParallelismConfig(cp_size={theirs})",
-            "the ranks of cp share each sequence",
-            "one of them",
         )
     if known is not None and size != known.size:
         raise UnsupportedError(
@@ -157,13 +151,13 @@ def _check_size(accelerator: Any, size: int, known: Sharing | None, *, loop: boo
 
 def _check(accelerator: Any) -> None:
     """Refuse what an accelerator was told to do with batches or models."""
-    for name in ("sp_size", "tp_size"):
+    for name in ("cp_size", "sp_size", "tp_size"):
         theirs = getattr(accelerator.parallelism_config, name, 1)
         if theirs > 1:
             raise UnsupportedError(
                 f"ParallelismConfig({name}={theirs})",
                 "accelerate would cut the batches or the model too",
-                "size=, and a ParallelismConfig of cp_size and dp sizes, or none",
+                "size=, and a ParallelismConfig of dp sizes, or none; or add_cp_backend() and cp_backend='dfa'",
             )
     if accelerator.distributed_type == "FSDP" and accelerator.state.fsdp_plugin.fsdp_version == 1:
         raise UnsupportedError(
@@ -191,7 +185,7 @@ def _check(accelerator: Any) -> None:
 class Sharing:
     """Hold the ranks that share sequences.
 
-    trained: the model of a Trainer. None for the accelerator of a loop.
+    trained: the model of a Trainer. None for a loop, or for a Trainer that is not yet distributed.
     by_config: whether accelerate's config asked for it, with this config or the default.
     """
 
@@ -264,13 +258,6 @@ class SharesSequences:
         for scheduler in self._schedulers:  # type: ignore[attr-defined]
             self._step_by_groups(scheduler)
         return prepared
-
-    def _prepare_cp(self, *prepared: Any) -> tuple[Any, ...]:
-        return prepared
-
-    def maybe_context_parallel(self, *args: Any, **kwargs: Any) -> Any:
-        """Leave accelerate's own context parallelism out."""
-        return nullcontext()
 
     def split_between_processes(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Refuse to give the ranks of a group different inputs."""

@@ -45,7 +45,7 @@ def distribute_trainer(
     _check(trainer, TrainingConfig.of(config))
     accelerator, arguments = trainer.accelerator, trainer.args
     if arguments.ddp_find_unused_parameters is None:
-        # Trainer looks for them where it sees no checkpointing, which here is not its own.
+        # Trainer has DDP look for unused parameters unless it checkpoints itself.
         arguments.ddp_find_unused_parameters = False
     scores = _name_of(trainer) in _OF_SCORES
     share = functools.partial(share_sequences, accelerator, config=config, loop=False, scores=scores, unlisted=unlisted)
@@ -65,7 +65,7 @@ def distribute_trainer(
         from transformers import MixtralForCausalLM
 
         follow_router(MixtralForCausalLM.forward)
-    if "get_cp_size" in vars(trainer):  # called again, and what follows counts for good
+    if "get_cp_size" in vars(trainer):  # called again: what follows is done
         return
     # Before the trackers, which then log its numbers with the loss.
     trainer.callback_handler.callbacks.insert(0, _stats_logger())
@@ -159,7 +159,7 @@ def _check_loss(trainer: Any) -> None:
             "one of them, or Trainer",
         )
     if name in _OF_SCORES and "fused_lm_head" in transformers_model(trainer.model).forward.__code__.co_varnames:
-        return
+        return  # TRL has put its head into the model, whose outputs are joined
     modules: Any = getattr(trainer.model, "modules", tuple)()
     if name != _REWARD and (name not in (_OF_TRAINER, _DISTILLATION) or any(map(classifies, modules))):
         raise UnsupportedError(

@@ -214,8 +214,7 @@ TRANSFORMERS = (
 
 ACCELERATE = (
     on("accelerate.accelerator:Accelerator", "huggingface/accelerator.py",
-       attributes="_prepare_device_mesh _prepare_cp _prepare_deepspeed prepare_data_loader maybe_context_parallel "
-                  "gather_for_metrics gather _schedulers "
+       attributes="_prepare_device_mesh _prepare_deepspeed prepare_data_loader gather_for_metrics gather _schedulers "
                   "dataloader_config parallelism_config dispatch_batches distributed_type gradient_state "
                   "num_processes device"),
     on("accelerate.accelerator:Accelerator.gather_for_metrics", "huggingface/accelerator.py",

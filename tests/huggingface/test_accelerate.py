@@ -93,9 +93,9 @@ class Loop:
         AcceleratorState._reset_state(reset_partial_state=True)
         self.done, self.losses, self.gradients = 0, list[torch.Tensor](), list[Batch]()
         options = TrainingConfig(checkpoint="remat", loss_tile=7)
-        told = {"cp_size": context, "dp_shard_size": data if fsdp else 1}
-        more = {"cp_backend": "dfa", "cp_handler": options} if by_config else {}
-        parallel = {"parallelism_config": ParallelismConfig(**told, **more)} if by_config or fsdp else {}
+        told: dict[str, Any] = {"cp_size": context, "cp_backend": "dfa", "cp_handler": options} if by_config else {}
+        told["dp_shard_size"] = data * (1 if by_config else context) if fsdp else 1
+        parallel = {"parallelism_config": ParallelismConfig(**told)} if by_config or fsdp else {}
         self.accelerator = Accelerator(
             cpu=True,
             gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=ACCUMULATE, sync_with_dataloader=False),
@@ -104,7 +104,7 @@ class Loop:
         )  # fmt: skip
         own, optimizer = tiny()
         if not by_config:
-            size = None if fsdp or data == 1 else context
+            size = None if data == 1 else context
             assert dfa_hf.distribute_accelerator(self.accelerator, own, size=size, config=options) == context
         assert self.accelerator.num_processes == data
         loaders = [
@@ -198,19 +198,19 @@ def test_accumulation_resume_and_evaluation_of_an_accelerate_loop_are_those_of_o
             assert_close(loop.evaluate(), want, tolerance=TOLERANCE, name="evaluation")
             counted = [run.eval()(**batch, num_items_in_batch=7).loss for run in (loop.model, reference.model)]
         assert_close(*counted, tolerance=TOLERANCE, name="loss over a count given by hand")
-        beside(loop, context, data, fsdp)
+        beside(loop, context, data)
 
 
-def beside(loop: Loop, context: int, data: int, fsdp: bool) -> None:
+def beside(loop: Loop, context: int, data: int) -> None:
     """A teacher beside the model, and what is refused beside it."""
     from accelerate.big_modeling import _attach_context_parallel_hooks
 
-    dfa_hf.distribute_accelerator(loop.accelerator, build("Llama").eval(), size=None if fsdp else context)
+    dfa_hf.distribute_accelerator(loop.accelerator, build("Llama").eval(), size=context)
     for training in (True, False):
         loop.model.train(training)
         assert len(loop.accelerator.gather_for_metrics(torch.ones(1))) == data
     if data > 1:
-        with pytest.raises(UnsupportedError, match=r"size=4 (beside ParallelismConfig|for a second model)"):
+        with pytest.raises(UnsupportedError, match="size=4 for a second model"):
             dfa_hf.distribute_accelerator(loop.accelerator, build("Llama"), size=4)
     model = dfa_hf.distribute_attention(build("Llama"))
     _attach_context_parallel_hooks(model)  # as accelerate alone does

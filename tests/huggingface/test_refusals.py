@@ -57,10 +57,10 @@ def trained(**given: Any) -> None:
     trainers._check(Stub(**{"model": model, "compute_loss": Trainer.compute_loss, "args": asked, **own}), REMAT)
 
 
-def accelerated(tp_size: int = 1, distributed_type: str = "NO", dispatch_batches: bool = False) -> None:
+def accelerated(distributed_type: str = "NO", dispatch_batches: bool = False, **sizes: int) -> None:
     kinds = {"distributed_type": distributed_type, "dispatch_batches": dispatch_batches}
     kinds["state"] = Stub(fsdp_plugin=Stub(fsdp_version=1))
-    accelerators._check(Stub(parallelism_config=Stub(tp_size=tp_size), **kinds))
+    accelerators._check(Stub(parallelism_config=Stub(**sizes), **kinds))
 
 
 def attend(keys: int = 8, mask: Any = PLANNED, **more: Any) -> None:
@@ -122,6 +122,7 @@ CASES: list[tuple[str, Callable[[], Any]]] = [
     ("prove of a LlamaModel.*no head", lambda: dfa_hf.prove(changed(build("Llama").model))),
     ("prove of a Llama.*no images or sound", lambda: dfa_hf.prove(changed(build("Llama"), multimodal=True))),
     ("size=3 on 2 ranks", lambda: accelerators.share_sequences(ALONE, None, 3, REMAT, loop=True)),
+    ("ParallelismConfig.cp_size=2", lambda: accelerated(cp_size=2)),
     ("ParallelismConfig.tp_size=2", lambda: accelerated(tp_size=2)),
     ("FSDP1 of accelerate.*fsdp_version=2", lambda: accelerated(distributed_type="FSDP")),
     ("dispatch_batches=True", lambda: accelerated(dispatch_batches=True)),

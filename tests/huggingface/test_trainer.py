@@ -154,11 +154,10 @@ def together(rank: int, world_size: int, folder: str) -> Any:
         told = {"dp_shard_size": data if changes else 1, "cp_size": size}
         options = (TrainingConfig(checkpoint="remat"), TrainingConfig(loss_tile=5))
         first, later = (ParallelismConfig(**told, cp_backend="dfa", cp_handler=config) for config in options)
-        if changes:  # size is then by cp_size
-            first = ParallelismConfig(**told)
-        run = trainer(f"{folder}/{size}", data, compute_metrics=hits, **changes, parallelism_config=first)
+        asked = {} if changes else {"parallelism_config": first}
+        run = trainer(f"{folder}/{size}", data, compute_metrics=hits, **changes, **asked)
         if changes:
-            dfa_hf.distribute_trainer(run, config=options[0])
+            dfa_hf.distribute_trainer(run, size=size, config=options[0])
         run.train()
         again = trainer(f"{folder}/{size}", data, **changes, **({"parallelism_config": later} if changes else {}))
         if not changes:
