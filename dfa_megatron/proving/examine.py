@@ -5,14 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from dataclasses import astuple
 
 import torch
 import torch.distributed as dist
 
 from dfa_megatron.errors import ProofError, UnsupportedError
 from dfa_megatron.proving.job import Job, texts
-from dfa_megatron.proving.recorder import record
+from dfa_megatron.proving.recorder import gathered, record
 from dfa_megatron.proving.verdict import Proof, Row, judge, merged
 
 
@@ -45,10 +45,11 @@ def examine(job: Job, tokens: int | None = None) -> Proof:
                 want = record(job, text, alone=True, choices=got.choices)
                 noise = record(job, text, alone=True, choices=got.choices, noise=True)
             rows += judge(f"{text.name}, {len(text.ids)} tokens", got, want, noise, rank)
-    everyone: list[Any] = [(rows, time.perf_counter() - begin)] * world
+    everyone = [([astuple(row) for row in rows], time.perf_counter() - begin)]
     if world > 1:
-        dist.all_gather_object(everyone, everyone[0])
-    proof.rows, proof.seconds = merged([each for each, _ in everyone]), max(seconds for _, seconds in everyone)
+        everyone = gathered(everyone[0], job.device)
+    proof.rows = merged([[Row(*row) for row in each] for each, _ in everyone])
+    proof.seconds = max(seconds for _, seconds in everyone)
     length = len(made[0].ids)
     proof.unseen += [f"what lies beyond a window of {x} tokens" for x in sorted({*job.windows()}) if x >= length]
     proof.unseen += ["dropout, which was off, and the optimizer", *job.unseen()]

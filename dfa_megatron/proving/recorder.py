@@ -6,6 +6,7 @@ A sketch has the rows of a tensor projected onto a few random directions, so tha
 from __future__ import annotations
 
 import functools
+import io
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -110,9 +111,9 @@ def _watching(
 def _join(job: Job, found: Recording, places: torch.Tensor, tokens: int) -> None:
     """Put the rows of all ranks in the order of the tokens."""
     ranks = [0] if job.group is None else dist.get_process_group_ranks(job.group)
-    held: list[Any] = [(places, found.hidden, found.backward, found.choices)] * len(ranks)
+    held: list[Any] = [(places, found.hidden, found.backward, found.choices)]
     if len(ranks) > 1:
-        dist.all_gather_object(held, held[0], group=job.group)
+        held = gathered(held[0], job.device, job.group)
     found.holders = torch.zeros(tokens, dtype=torch.long)
     for rank, (at, *_) in zip(ranks, held, strict=True):
         found.holders[at] = rank
@@ -124,6 +125,19 @@ def _join(job: Job, found: Recording, places: torch.Tensor, tokens: int) -> None
                 if key in each[number - 1]:
                     whole[at] = each[number - 1][key]
             into[key] = whole
+
+
+def gathered(mine: Any, device: torch.device, group: dist.ProcessGroup | None = None) -> list[Any]:
+    """Return what every rank brings: tensors, numbers and texts in tuples, lists and dictionaries; no other type."""
+    file = io.BytesIO()
+    torch.save(mine, file)
+    part = torch.frombuffer(bytearray(file.getvalue()), dtype=torch.uint8).to(device)
+    sizes = [torch.zeros(1, dtype=torch.long, device=device) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(sizes, sizes[0] + len(part), group=group)
+    parts = [part.new_empty(int(max(sizes))) for _ in sizes]
+    dist.all_gather(parts, torch.nn.functional.pad(part, (0, len(parts[0]) - len(part))), group=group)
+    files = (x[: int(size)].cpu().numpy().tobytes() for x, size in zip(parts, sizes, strict=True))
+    return [torch.load(io.BytesIO(each), weights_only=True) for each in files]
 
 
 DIRECTIONS = 8
