@@ -1,4 +1,4 @@
-"""docs/schedules.md cannot lie: its pictures and its grid are what the code computes today."""
+"""The pages of schedules cannot lie: their pictures and grid are what the code computes today."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ DOCS = Path(__file__).parents[2] / "docs"
 
 
 def test_the_pictures_are_those_of_the_code_and_all_are_shown() -> None:
-    text = (DOCS / "schedules.md").read_text(encoding="utf-8")
+    text = "".join((DOCS / name).read_text(encoding="utf-8") for name in ("schedules.md", "same-bits.md"))
     for name, svg in schedules.pictures().items():
         assert (DOCS / "pictures" / name).read_text(encoding="utf-8") == svg, "run `python -m docs.update`"
         assert f"pictures/{name}" in text
