@@ -44,8 +44,11 @@ PACKED="$TORCHRUN benchmarks.packed --out {out}.json --tokens-per-rank"
 RECURRENCE="$PY -m benchmarks.recurrence --link-gbs 370 --out {out}.json"
 HOSTS="NCCL_NET=Socket $TORCHRUN benchmarks.own_host benchmarks.attention --budget {budget} --out {out}"
 
-everywhere() {
+gpu-tests() {
     cell gpu-tests 420 $PY -m pytest -q -m gpu -n 12 --dist loadgroup --support-report {out}.jsonl
+}
+everywhere() {
+    gpu-tests
     cell packages 180 $ATTENTION --preset quick --baselines installed
     cell host-time 120 $TORCHRUN benchmarks.host_time --kernel flash4 --out {out}.json
     cell packed-8k 120 $PACKED 8192
@@ -79,7 +82,7 @@ paper-toy() {
         --out {out}.json
 }
 one-gpu() {
-    cell gpu-tests 420 $PY -m pytest -q -m gpu -n 12 --dist loadgroup --support-report {out}.jsonl
+    gpu-tests
     cell host-time 120 $PY -m benchmarks.host_time --kernel flash4 --out {out}.json
     cell tiled-loss 180 $TORCHRUN benchmarks.tiled_loss --out {out}.json
     cell one-gpu 120 $ATTENTION --preset one_gpu

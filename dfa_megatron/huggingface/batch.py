@@ -117,7 +117,7 @@ def forward_of_batch(decoder: Any, given: Arguments, shifted: torch.Tensor | Non
     mask = given.get("attention_mask")
     mask = mask if isinstance(mask, torch.Tensor) else None
     if mask is not None:
-        _check_right(mask, shifted)
+        _check_right(mask, first_of(given, LABELS))
     count = given.get("num_items_in_batch")
     labelled = None if shifted is None else (shifted != IGNORED).any() if count is None else torch.as_tensor(count > 0)
     seen = seen_in(given, places(decoder, given, whole=context.multimodal), rows, length)
@@ -140,13 +140,13 @@ def forward_of_batch(decoder: Any, given: Arguments, shifted: torch.Tensor | Non
     )
 
 
-def _check_right(mask: torch.Tensor, shifted: torch.Tensor | None) -> None:
-    """Refuse a mask (batch, seq), 0 for padding, that hides other tokens than the ends of sequences without labels."""
+def _check_right(mask: torch.Tensor, labels: torch.Tensor | None) -> None:
+    """Refuse a mask (batch, seq), 0 for padding, that hides other tokens than the unlabelled ends of sequences."""
     if mask.dim() != 2:
         raise UnsupportedError("a ready-made attention mask", "attention is causal by construction", CAUSAL)
     real = mask.bool()
     other = mask != real.to(mask.dtype)
-    labelled = torch.zeros_like(real) if shifted is None else (shifted != IGNORED) & ~real
+    labelled = torch.zeros_like(real) if labels is None else (labels != IGNORED) & ~real
     if bool(other.any()):
         raise UnsupportedError(
             "an attention_mask with other values than 0 and 1",
