@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.attention.baselines import ring_flash_attn, version_of
+from benchmarks.attention.baselines import magi, ring_flash_attn, version_of
 from benchmarks.attention.baselines.transformer_engine import context_parallel
 from benchmarks.attention.clock import Timer, take_turns
 from benchmarks.attention.correctness import Truth, compared, truth_of
@@ -175,7 +175,7 @@ def pack_methods(shapes: Shapes, offsets: Offsets, world: World) -> list[Method]
     """Return what is compared over one pack: ours, and the packages that are installed."""
     ours = functools.partial(dist_flash_attn_varlen_func, cu_seqlens=offsets, causal=shapes.causal)
     found = our_methods(shapes, ours, offsets)
-    for of_package in (ring_methods, engine_methods):
+    for of_package in (ring_methods, engine_methods, magi.pack_methods):
         with contextlib.suppress(UnsupportedError):
             found += of_package(shapes, offsets, world)
     return found

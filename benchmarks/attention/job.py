@@ -14,7 +14,7 @@ MASKS = ("causal", "full")
 DTYPES = ("bfloat16", "float16", "float32", "float64")
 BASELINES = (
     "pytorch", "ulysses", "deepspeed", "ring_flash_attn", "yunchang", "transformer_engine", "ringmaster",
-    "ring_self_attention",
+    "ring_self_attention", "magi",
 )  # fmt: skip
 """Modules of `benchmarks.attention.baselines`."""
 INSTALLED = "installed"
