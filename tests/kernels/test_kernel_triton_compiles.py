@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import ast
 import random
 from collections import Counter
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from dfa_megatron.kernels.triton import support
 from dfa_megatron.kernels.triton.adapter import LARGE, SMALL
-from dfa_megatron.kernels.triton.support import triton_refusal
+from dfa_megatron.kernels.triton.support import FUSED, launch, triton_refusal
 
 pytestmark = pytest.mark.skipif(triton_refusal() is not None, reason=str(triton_refusal()))
 
@@ -36,7 +39,20 @@ def compiled(kernel: Any, types: dict[str, str], constants: dict[str, Any], capa
     signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in names}
     known = {(names.index(name),): value for name, value in constants.items()}
     source = ASTSource(fn=kernel, signature=signature, constexprs=known)
-    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=FUSED | options)
+
+
+def test_every_launch_says_whether_products_are_fused() -> None:
+    """Triton 3.9 warns that its own default changes with 3.10; `launch` alone calls a kernel."""
+    asked: list[dict[str, Any]] = []
+    kernel = {(2,): lambda *args, **constants: asked.append(constants)}
+    launch(kernel, (2,), BLOCK=4, **({} if FUSED else {"enable_fp_fusion": True}))
+    launch(kernel, (2,), enable_fp_fusion=False)
+    assert asked == [{"BLOCK": 4, "enable_fp_fusion": True}, {"enable_fp_fusion": False}]
+    folder = Path(support.__file__).parent
+    trees = {file.name: ast.walk(ast.parse(file.read_text(encoding="utf-8"))) for file in folder.glob("*.py")}
+    calls = {(name, type(node.func)) for name, tree in trees.items() for node in tree if isinstance(node, ast.Call)}
+    assert [name for name, of in calls if of is ast.Subscript] == ["support.py"]
 
 
 @pytest.mark.support("kernels", "compiled for 8.0 and 9.0 without a GPU", "`triton`")

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from dfa_megatron.kernels.triton.sparse import part_of, parts_of
-from dfa_megatron.kernels.triton.support import interpreted, on_device_of, with_unit_stride
+from dfa_megatron.kernels.triton.support import interpreted, launch, on_device_of, with_unit_stride
 from dfa_megatron.kernels.triton.tiles import LOG2_E, dot
 
 
@@ -106,9 +106,9 @@ def scored(
         strides = *index_q.stride()[:2], index_k.stride(0), weights.stride(0), *q.stride()[:2], *kv.stride()[:2]
         large = of_a > 256
         with on_device_of(q):
-            _scored[len(q), triton.cdiv(chosen.shape[1], 64)](
-                index_q, index_k, weights, q, kv, lse, chosen, teacher, scores, *counts, *strides,
-                lse.stride(0), chosen.stride(0), teacher.stride(0),
+            launch(
+                _scored, (len(q), triton.cdiv(chosen.shape[1], 64)), index_q, index_k, weights, q, kv, lse, chosen,
+                teacher, scores, *counts, *strides, lse.stride(0), chosen.stride(0), teacher.stride(0),
                 DIM_I=index_q.shape[2], BLOCK_I=max(16, triton.next_power_of_2(index_q.shape[2])),
                 DIM_A=of_a, BLOCK_A=block_a, DIM_B=of_b, BLOCK_B=block_b, BLOCK_H=32 if large else 64, BLOCK_N=64,
                 UPCAST=interpreted(), num_warps=4, num_stages=1 if large else 2,
@@ -125,7 +125,8 @@ def add_gradients(index: Index, chosen: torch.Tensor, dscores: torch.Tensor, int
         strides = *index_q.stride()[:2], index_k.stride(0), weights.stride(0), chosen.stride(0), dscores.stride(0)
         strides += *dq.stride()[:2], dw.stride(0), dk.stride(0)
         with on_device_of(index_q):
-            _score_gradients[rows, triton.cdiv(heads, 64)](
-                index_q, index_k, weights, chosen, dscores, dq, dw, dk, heads, chosen.shape[1], *strides,
-                DIM=dim, BLOCK_D=block, BLOCK_H=64, BLOCK_N=64, UPCAST=interpreted(), num_warps=4, num_stages=1,
+            launch(
+                _score_gradients, (rows, triton.cdiv(heads, 64)), index_q, index_k, weights, chosen, dscores, dq, dw,
+                dk, heads, chosen.shape[1], *strides, DIM=dim, BLOCK_D=block, BLOCK_H=64, BLOCK_N=64,
+                UPCAST=interpreted(), num_warps=4, num_stages=1,
             )  # fmt: skip

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from dfa_megatron.kernels.adapters import cudnn_sparse
-from dfa_megatron.kernels.triton.support import interpreted, large_shared_memory, on_device_of, with_unit_stride
+from dfa_megatron.kernels.triton.support import interpreted, large_shared_memory, launch, on_device_of, with_unit_stride
 from dfa_megatron.kernels.triton.tiles import LN_2, LOG2_E, dot
 
 
@@ -69,8 +69,8 @@ def scores(
         strides = q.stride(0), q.stride(1), k.stride(0), weights.stride(0), out.stride(0)
         block = max(16, triton.next_power_of_2(dim))
         with on_device_of(q):
-            _scores[grid](
-                q, k, weights, *sees, out, begin, rows, keys, heads, *strides,
+            launch(
+                _scores, grid, q, k, weights, *sees, out, begin, rows, keys, heads, *strides,
                 DIM=dim, BLOCK_M=64, BLOCK_N=128, BLOCK_D=block, UPCAST=interpreted(), num_warps=8,
             )  # fmt: skip
     return out
@@ -214,7 +214,7 @@ def attend(
         sizes, grid = _sizes(q, kv, values)
         strides = *q.stride()[:2], *kv.stride()[:2], chosen.stride(0), *out.stride()[:2], lse.stride(0)
         with on_device_of(q):
-            _attend[grid](q, kv, chosen, out, lse, heads // kv_heads, chosen.shape[1], scale, *strides, **sizes)
+            launch(_attend, grid, q, kv, chosen, out, lse, heads // kv_heads, chosen.shape[1], scale, *strides, **sizes)
     return out, lse
 
 
@@ -238,7 +238,7 @@ def gradients(
         strides += *dq.stride()[:2], *dkv.stride()[:2]
         numbers = q.shape[1] // kv.shape[1], chosen.shape[1], scale
         with on_device_of(q):
-            _gradients[grid](q, kv, chosen, dout, lse, delta, dq, dkv, *numbers, *strides, **sizes)
+            launch(_gradients, grid, q, kv, chosen, dout, lse, delta, dq, dkv, *numbers, *strides, **sizes)
     return dq, dkv
 
 

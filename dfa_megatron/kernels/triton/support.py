@@ -18,6 +18,9 @@ from dfa_megatron.kernels.tape import recording
 
 OLDEST = (3, 2)
 
+FUSED: dict[str, Any] = {} if "TRITON_DEFAULT_FP_FUSION" in os.environ else {"enable_fp_fusion": True}
+"""A product and a sum are one operation, where nobody says otherwise: Triton's own default changes with 3.10."""
+
 
 @functools.cache
 def triton_refusal() -> str | None:
@@ -45,6 +48,7 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> 
 
     args: in the order of the kernel's parameters. constants: the others, and options such as num_warps.
     """
+    constants = FUSED | constants
     compiled = kernel[grid](*args, **constants)
     tape = recording()
     if tape is None:
