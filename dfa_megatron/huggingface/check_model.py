@@ -34,8 +34,8 @@ CLASSES = {
     ("causal_conv1d_fn", "mamba2_chunk_scan"): "BambaMixer FalconH1Mixer GraniteMoeHybridMambaLayer Mamba2Mixer "
     "NemotronHMamba2Mixer Zamba2MambaMixer",
     ("causal_conv1d_fn", "mamba_selective_scan"): "FalconMambaMixer JambaMambaMixer MambaMixer ZambaMambaMixer",
-    ("causal_conv1d_fn", "torch_chunk_gated_delta_rule"): "OlmoHybridGatedDeltaNet Qwen3_5GatedDeltaNet "
-    "Qwen3_5MoeGatedDeltaNet Qwen3NextGatedDeltaNet",
+    ("causal_conv1d_fn", "torch_chunk_gated_delta_rule"): "LaraMiniGatedDeltaNet OlmoHybridGatedDeltaNet "
+    "Qwen3_5GatedDeltaNet Qwen3_5MoeGatedDeltaNet Qwen3NextGatedDeltaNet",
     ("update_indexer",): "AXK2Indexer DeepseekV32Indexer Dots3NoteTextIndexer GlmMoeDsaIndexer HYV4Indexer "
     "MistralLarge4TextIndexer",
 }

@@ -22,14 +22,13 @@ from dfa_megatron import huggingface as dfa_hf
 from dfa_megatron.config import TrainingConfig
 from dfa_megatron.errors import DisagreementError, ProofError, UnsupportedError
 from dfa_megatron.huggingface import indexers
-from dfa_megatron.huggingface.check_model import TRIED
 from dfa_megatron.huggingface.planned_mask import PlannedMask
 from dfa_megatron.sharding import positions_of
 from tests.frameworks.compare import gradients_of
 from tests.fuzz.frameworks.steps import check_each, run
 from tests.huggingface.one_process import Float64, first_of_equals
 from tests.huggingface.rows import of_type, row
-from tests.huggingface.sweep.tiny import build
+from tests.huggingface.sweep.tiny import build, tried_here
 from tests.support.close import assert_close
 from tests.support.workers import by_turns, run_ranks
 
@@ -173,7 +172,7 @@ OF_WHOLE_MODELS = {"emu3_text_model", "mllama_text_model"}
 
 
 def test_within_local_attention_a_model_computes_what_it_did_before() -> None:
-    others = sorted(TRIED.keys() - {*FAMILIES} - OF_WHOLE_MODELS)
+    others = sorted({*tried_here()} - {*FAMILIES} - OF_WHOLE_MODELS)
     for kind in (*FAMILIES, *by_turns(others)):
         model = build(kind).eval()
         words = min(90, model.config.get_text_config().vocab_size)

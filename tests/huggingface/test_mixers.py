@@ -5,10 +5,12 @@ Every name that is replaced stands on its page, and can be put back.
 
 from __future__ import annotations
 
+import ast
 import copy
 import inspect
 import random
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,6 +23,7 @@ from dfa_megatron import huggingface as dfa_hf
 from dfa_megatron.config import TrainingConfig
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.hooks import OWN
+from dfa_megatron.huggingface.check_model import CLASSES, TRIED
 from dfa_megatron.huggingface.hook_mixers import FUSED, STANDS_IN, listed
 from tests.fuzz.frameworks.steps import check_each
 from tests.huggingface import rows
@@ -84,6 +87,23 @@ def test_a_state_is_never_computed_alone_because_a_function_has_another_name(kin
         finally:
             names[name] = ours
         distributed(**batch)
+
+
+def test_every_layer_with_a_state_in_a_tried_type_is_listed() -> None:
+    """One that is not may reach nothing of ours, and would not raise. A release may bring such a class."""
+    import transformers
+    from transformers.models.auto.configuration_auto import model_type_to_module_name
+
+    known, found = {name for classes in CLASSES.values() for name in classes.split()}, set()
+    models = Path(transformers.__file__).parent / "models"
+    for file in {x for kind in TRIED for x in (models / model_type_to_module_name(kind)).glob("modeling_*.py")}:
+        for node in ast.parse(file.read_text(encoding="utf-8")).body:
+            forwards = [x for x in ast.walk(node) if isinstance(x, ast.FunctionDef) and x.name == "forward"]
+            called = {x.id for forward in forwards for x in ast.walk(forward) if isinstance(x, ast.Name)}
+            if isinstance(node, ast.ClassDef) and called & {*STANDS_IN, *FUSED}:
+                found.add(node.name)
+    assert len(found) > 10
+    assert found - known == set()
 
 
 @over_ranks(3, timeout=170)

@@ -230,7 +230,7 @@ def draw_type(dice: random.Random) -> tuple[str, dict[str, Any]]:
     """Draw one of all types that are exact and make a model alone, of fixed shapes."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as ALONE
 
-    return dice.choice([kind for kind in TRIED if kind in ALONE and kind not in images.WHOLE]), {"heads": 4}
+    return dice.choice([kind for kind in tiny.tried_here() if kind in ALONE and kind not in images.WHOLE]), {"heads": 4}
 
 
 def made(kind: str, changes: Mapping[str, Any], seed: int, experts: str = "eager") -> Any:

@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from dfa_megatron.huggingface.check_model import TRIED
+from dfa_megatron.runtime.environment import order_of
 from tests.huggingface.sweep import images
 from tests.huggingface.sweep.images import DELTA
 from tests.support.models import with_noise
@@ -155,6 +157,10 @@ OWN: dict[str, dict[str, Any]] = {
         **_INDEX, "swa_num_attention_heads": 4, "swa_num_key_value_heads": 4, "qk_rope_head_dim": 8,
         "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "sliding_window": 7,
     },
+    "dory": {
+        **_HEADED, "num_hidden_layers": 4, "num_key_value_heads": 2, "head_dim": 8, "n_input_layers": 1,
+        "n_output_layers": 1, "sliding_window": 7, "initializer_range": 0.3,
+    },
     "qwen4_exp_text": {
         **_HEADED, **DELTA, "num_hidden_layers": 4, "ple_layer_ids": [1], "ple_embed_dim": 16, "eos_token_id": 2,
         "num_key_value_heads": 2, "head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2,
@@ -181,6 +187,18 @@ NOT_RUN = {
     ),
 }
 """Types that make no model alone, and why."""
+
+
+_SINCE_5_24 = {"codegen", "gptj"}
+"""Types whose layers took no attention implementations before, and are refused there."""
+
+
+def tried_here() -> list[str]:
+    """Return the types of the list that the installed transformers has, and in which it takes attentions."""
+    import transformers
+
+    older = order_of(transformers.__version__) < order_of("5.24.0")
+    return [kind for kind in TRIED if kind in transformers.CONFIG_MAPPING and not (older and kind in _SINCE_5_24)]
 
 
 def built_as(kind: str) -> str:
