@@ -100,9 +100,9 @@ def attention(offsets: Offsets, config: DistAttentionConfig, alone: Any) -> Call
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
         if len(offsets) == 2:
             return dfa_megatron.dist_flash_attn_func(q, k, v, causal=True, group=alone, config=config)
-        pack = q[0], k[0], v[0], offsets
+        pack = q.squeeze(0), k.squeeze(0), v.squeeze(0), offsets
         out = dfa_megatron.dist_flash_attn_varlen_func(*pack, causal=True, group=alone, config=config)
-        return out[None]  # type: ignore[index]
+        return out.unsqueeze(0)  # type: ignore[union-attr]
 
     return attend if alone is None else lambda *qkv: to_sequence(attend(*(to_heads(x) for x in qkv)))
 

@@ -76,10 +76,10 @@ def _run_group(
     for draw in draws:
         known = [outcomes[draw.number] for outcomes in told if draw.number in outcomes]
         reasons = [outcome.reason for outcome in known if outcome.kind == "failed"]
-        if len(known) < ranks and not reasons and time.monotonic() > deadline:
+        own = [reason for reason in reasons if "onnection" not in reason]  # the others met a rank that had ended
+        if len(known) < ranks and not own and time.monotonic() > deadline:
             return [*done, (draw, Outcome(draw.number, "unfinished"))] if lost else done
         if len(known) < ranks or reasons:
-            own = [reason for reason in reasons if "onnection" not in reason]  # the others met a rank that had failed
             kind = "hung" if f"exit code {HUNG}" in lost and not own else "failed"
             return [*done, (draw, Outcome(draw.number, kind, (own or reasons or [lost[-6000:]])[0]))]
         done.append((draw, _of_all(draw, known)))

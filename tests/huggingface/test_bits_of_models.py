@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
 
 from dfa_megatron import huggingface as dfa_hf
@@ -72,6 +73,22 @@ def test_logits_have_the_same_bits_at_any_number_of_ranks() -> None:
         many = [torch.cat(parts, 1) for parts in zip(*run_ranks(ranks, logits_of, timeout=150.0), strict=True)]
         differing = [case for case, a, b in zip(by_turns(CASES), one, many, strict=True) if not torch.equal(a, b)]
         assert differing == [], ranks
+
+
+@pytest.mark.gpu(2)
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("kind", ["Llama", "Qwen3"])
+@over_ranks(2, cuda=True, timeout=580)
+def test_two_gpus_have_the_logits_of_one(rank: int, ranks: int, kind: str) -> None:
+    alone, found = [dist.new_group([each]) for each in range(ranks)][rank], list[torch.Tensor]()
+    ids = torch.randint(1, 90, (1, 7834), generator=torch.Generator().manual_seed(1)).cuda()
+    places = torch.cat([torch.arange(hi) for hi in (1, 2500, 37, 4096, 1200)])[None].cuda()
+    for group in (alone, dist.group.WORLD):
+        model = build(kind, heads=8, kv_heads=2, head_dim=64)
+        dfa_hf.distribute_attention(model.cuda().bfloat16(), group=group, config=TrainingConfig(numerics="invariant"))
+        with torch.no_grad(), tiles():
+            found.append(model(input_ids=ids, position_ids=places).logits)
+    assert torch.equal(shard_sequence(found[0]), found[1])
 
 
 PLANNED = PlannedMask()

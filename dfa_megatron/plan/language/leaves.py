@@ -15,6 +15,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import NamedTuple
 
 from dfa_megatron.plan.language.geometry import Span
@@ -66,6 +67,7 @@ def grid_of(mask: Mask, sizes: LeafSizes) -> Grid:
     """Cut every document into chunks from its first token; tokens that attend to nothing are chunks by themselves.
 
     A document is a run of tokens that tiles hold together, of queries or of keys. It has the same chunks in any pack.
+    A last chunk of less than half the size belongs to the one before, because each takes launches of its own.
     """
     edges = sorted({(span.lo, span.hi) for tile in mask.tiles for span in (tile.q, tile.kv)})
     runs: list[Span] = []
@@ -86,8 +88,9 @@ def grid_of(mask: Mask, sizes: LeafSizes) -> Grid:
             chunks, numbers = [*chunks, *gaps], [*numbers, *(0 for _ in gaps)]
         end = run.hi
         size, first = sizes.of(len(run)), 0 if number == len(runs) else _first(home, number)
-        for lo in range(run.lo, run.hi, size):
-            chunks.append(Span(lo, min(lo + size, run.hi)))
+        several = min(len(run), max(1, (len(run) + size // 2) // size))
+        for lo, hi in pairwise([*(run.lo + size * at for at in range(several)), run.hi]):
+            chunks.append(Span(lo, hi))
             numbers.append(counts[first])
             counts[first] += 1
     return Grid(tuple(chunks), tuple(numbers))

@@ -59,7 +59,8 @@ class Moves:
         self, x: torch.Tensor, group: dist.ProcessGroup | None = None, fill: float = 0, over: Channel | None = None
     ) -> torch.Tensor:
         """Return rows by the group's connections, or those of `over`, `fill` where nobody sends. x: (rows, ...)."""
-        result = self.placed(x, self.exchanged(x.index_select(0, self.before.away), group, over), fill=fill)
+        kept = self.kept(x, fill=fill)
+        result = self.placed(kept, self.exchanged(x.index_select(0, self.before.away), group, over))
         return result if over is None else over.spoiled(result)[0]
 
     def exchanged(
@@ -74,22 +75,28 @@ class Moves:
             dist.all_to_all_single(*given, group=group)
         return incoming
 
-    def placed(self, x: torch.Tensor, came: torch.Tensor, dim: int = 0, fill: float = 0) -> torch.Tensor:
-        """Return the rows after the move, from those before it and those that came. dim: of the rows."""
+    def kept(self, x: torch.Tensor, dim: int = 0, fill: float = 0) -> torch.Tensor:
+        """Return the rows after the move before others have come; x itself where rows are summed. dim: of the rows.
+
+        A device works on it while the host prepares the exchange.
+        """
         after, shape = self.after, list(x.shape)
         shape[dim] = after.length
         if after.shared:
-            return self._sum(x, came, dim, shape)
+            return x
         if len(after.kept) + len(after.away) < after.length:
             kept = x.index_select(dim, after.source[after.kept])
-            result = x.new_full(shape, fill).index_copy_(dim, after.kept, kept)
-        else:
-            result = x.index_select(dim, after.source) if self.before.length else x.new_empty(shape)
-        return result.index_copy_(dim, after.away, came)
+            return x.new_full(shape, fill).index_copy_(dim, after.kept, kept)
+        return x.index_select(dim, after.source) if self.before.length else x.new_empty(shape)
 
-    def _sum(self, x: torch.Tensor, came: torch.Tensor, dim: int, shape: list[int]) -> torch.Tensor:
+    def placed(self, kept: torch.Tensor, came: torch.Tensor, dim: int = 0) -> torch.Tensor:
+        """Return the rows after the move, of `kept` and of those that came."""
+        return self._sum(kept, came, dim) if self.after.shared else kept.index_copy_(dim, self.after.away, came)
+
+    def _sum(self, x: torch.Tensor, came: torch.Tensor, dim: int) -> torch.Tensor:
         """Return the sum of the rows of all ranks at each place, added in rank order."""
-        after, counts = self.after, [*self.after.counts]
+        after, counts, shape = self.after, [*self.after.counts], list(x.shape)
+        shape[dim] = after.length
         counts[self.rank] = len(after.kept)
         own = x.index_select(dim, after.source[after.kept])
         total = x.new_zeros(shape, dtype=torch.promote_types(x.dtype, torch.float32))

@@ -27,7 +27,7 @@ from tests.support.arguments import told
 from tests.support.attend import Case, compare, results_together, together
 from tests.support.packs import drawn_layout, random_offsets
 from tests.support.plan_cases import every_mask
-from tests.support.workers import over_ranks
+from tests.support.workers import by_turns, over_ranks
 
 
 def drawn(ranks: int, over: str, count: int) -> Iterator[random_case.Case]:
@@ -41,7 +41,8 @@ def drawn(ranks: int, over: str, count: int) -> Iterator[random_case.Case]:
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 5, 9])
 def test_random_lengths_layouts_and_masks_are_exact(ranks: int) -> None:
     kinds = Counter[tuple[str, bool]]()
-    for case in drawn(ranks, "together", 20 if ranks > 1 else 12):  # one rank calls the public functions five times
+    cases = [*drawn(ranks, "together", 20 if ranks > 1 else 12)]  # one rank calls the public functions five times
+    for case in by_turns(cases):
         found = attempt(case)
         assert found.kind in ("right", "refused"), f"{case.line}: {found.reason}"
         kinds[found.kind, case.whole.keys > 0] += 1
