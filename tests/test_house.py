@@ -62,7 +62,7 @@ BUDGETS = {
     "remat": 485,
     "runtime": 5_419,
     "sequence": 418,
-    "tests": 36_996,
+    "tests": 37_037,
     "top": 1_946,
     "trees": 316,
 }
