@@ -178,7 +178,7 @@ def _near_of(mask: Any, queries: int, keys: int) -> int | None:
             "a mask beyond causal and sliding window",
             "prefixes and blocks are not planned, and verify='off' does not see packed documents; under torch.compile "
             "transformers asks for such a mask whatever the batch",
-            f"{CAUSAL}, in a model that is not compiled",
+            f"{CAUSAL}, in a model that is not compiled, or layer by layer",
         )
     size: int | None = mask.size
     if size is not None and size < 1:

@@ -151,22 +151,21 @@ def _check_loss(trainer: Any) -> None:
             "model.loss_function = a function that dfa_megatron.huggingface.sums_tokens marks",
         )
     name = _name_of(trainer)
-    routed = getattr(trainer.model.config, "output_router_logits", False)
-    if trainer.label_smoother is not None and (routed or name in _OF_SCORES):
+    odd = getattr(trainer.model.config, "output_router_logits", False) or any(map(classifies, trainer.model.modules()))
+    if trainer.label_smoother is not None and (odd or name in _OF_SCORES):
         raise UnsupportedError(
-            "label_smoothing_factor with output_router_logits, or in TRL's trainers",
-            "in one process Trainer leaves the router's loss out of the smoothed one; TRL's needs logits of all tokens",
-            "one of them, or Trainer",
+            "label_smoothing_factor with output_router_logits, classifiers or TRL's trainers",
+            "Trainer leaves a router's loss out of it, and smooths scores of sequences; TRL's need all tokens' logits",
+            "label_smoothing_factor=0, or Trainer and a language model without a router's loss",
         )
     if name in _OF_SCORES and "fused_lm_head" in transformers_model(trainer.model).forward.__code__.co_varnames:
         return  # TRL has put its head into the model, whose outputs are joined
-    modules: Any = getattr(trainer.model, "modules", tuple)()
-    if name != _REWARD and (name not in (_OF_TRAINER, _DISTILLATION) or any(map(classifies, modules))):
+    if name not in (_OF_TRAINER, _REWARD, _DISTILLATION):
         raise UnsupportedError(
             name,
             "what it makes of logits or log-probabilities would be of this rank's tokens alone, and training wrong",
-            "Trainer; SFT, DPO, KTO, reward, GRPO, RLOO or distillation of TRL 1.16; distribute_accelerator and a loop "
-            "of your own over the model's loss",
+            "Trainer's own, and a model.loss_function marked by sums_tokens; SFT, DPO, KTO, reward, GRPO, RLOO or "
+            "distillation of TRL 1.16; distribute_accelerator and a loop of your own over the model's loss",
         )
 
 

@@ -18,10 +18,10 @@ from dfa_megatron.sharding import shard_sequence, unshard_sequence
 from tests.frameworks.compare import gradients_of
 from tests.fuzz.frameworks.steps import check_each
 from tests.huggingface import rows
-from tests.huggingface.one_process import assert_same
+from tests.huggingface.one_process import assert_same, total_loss
 from tests.support.close import assert_close
 from tests.support.models import build, gradients, text
-from tests.support.workers import run_each
+from tests.support.workers import over_ranks, run_each
 
 PACK = text(1, 12, seed=3) | {"position_ids": torch.tensor([[0, 1, 2, 3, 4, 0, 1, 0, 1, 2, 3, 4]])}
 
@@ -166,6 +166,24 @@ def test_a_recompute_in_another_thread_has_its_documents(reentrant: bool) -> Non
         ThreadPoolExecutor(1).submit(loss.backward).result()
         found.append(gradients(model))
     assert_same(found[1], found[0], "in another thread", 1e-12)
+
+
+@over_ranks(2, timeout=150)
+def test_layers_that_are_compiled_change_nothing_and_a_compiled_model_hears_why_not(rank: int, ranks: int) -> None:
+    want, model = build("Llama").double(), of_double("remat")
+    for layer in model.model.layers:
+        layer.compile(backend="eager")
+    for batch in (text(1, 12, seed=3), PACK):
+        want.zero_grad()
+        model.zero_grad()
+        _, loss, count = total_loss(want, batch)
+        (loss / count).backward()
+        model(**batch).loss.backward()
+        found = {name: gradient / ranks for name, gradient in gradients_of(model, None).items()}
+        assert_same(found, gradients(want), "layers", 1e-6)
+    whole = torch.compile(of_double(), backend="eager")
+    with pytest.raises(UnsupportedError, match=r"a mask beyond causal.*not compiled, or layer by layer"):
+        whole(**text(1, 12, seed=3))
 
 
 def test_checkpoints_that_run_attention_twice_are_told_once(caplog: pytest.LogCaptureFixture) -> None:

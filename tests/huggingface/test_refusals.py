@@ -145,7 +145,7 @@ CASES: list[tuple[str, Callable[[], Any]]] = [
         for head in ("ForTokenClassification", "ForQuestionAnswering")
     ),
     ("a class, GPT2ForSequenceClassification, whose", lambda: asked(sized("GPT2", "ForSequenceClassification"))),
-    ("Trainer.compute_loss: what", lambda: trained(model=sized("Llama", "ForSequenceClassification"))),
+    ("smoothing_factor with", lambda: trained(label_smoother=1, model=sized("Llama", "ForSequenceClassification"))),
     (
         "data_layout='zigzag'.*it must be a TrainingConfig",
         lambda: dfa_hf.distribute_attention(build("Llama"), config=MegatronConfig(data_layout="zigzag")),

@@ -14,7 +14,7 @@ from dfa_megatron.config import TrainingConfig
 from dfa_megatron.errors import UnsupportedError
 from tests.huggingface.test_loss_functions import weighed
 from tests.huggingface.test_trainer import NAMES, Sequences, built, history, hits, prepare_worker
-from tests.support.models import VOCABULARY, build
+from tests.support.models import VOCABULARY, build, with_noise
 from tests.support.workers import by_turns, over_ranks, run_ranks
 
 ALPHA = 7.0
@@ -43,6 +43,13 @@ class Prompts(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
         }
 
 
+class Classes(Prompts):
+    """Such rows, each with a class for its label."""
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return super().__getitem__(index) | {"labels": torch.tensor(index % 3)}
+
+
 class Shifted(Sequences):
     """Sequences whose labels are shifted already, with more holes."""
 
@@ -66,6 +73,18 @@ class Batches:
         return {"hits": total, "rows": 0.0}
 
 
+def classifier() -> Any:
+    """A model that scores rows, as `Trainer` trains it with labels of rows."""
+    import transformers
+
+    config = build("Llama", pad_token_id=0, num_labels=3).config
+    return with_noise(transformers.LlamaForSequenceClassification(config))
+
+
+def chosen(found: Any) -> dict[str, float]:
+    return {"hits": float((found.predictions.argmax(-1) == found.label_ids).sum()), "rows": len(found.label_ids)}
+
+
 def runs() -> dict[str, dict[str, Any]]:
     """Options by a name for them."""
     return {
@@ -78,6 +97,10 @@ def runs() -> dict[str, dict[str, Any]]:
             "include_num_input_tokens_seen": "non_padding", "auto_find_batch_size": True,
             "per_device_train_batch_size": 3, "average_tokens_across_devices": False, "batch_eval_metrics": True,
             "compute_metrics": Batches(),
+        },
+        "classes": {
+            "data": Classes(), "model": classifier(), "compute_metrics": chosen, "per_device_train_batch_size": 3,
+            **COUNTED, "loss": None,
         },
         "marked loss": {"loss": dfa_hf.sums_tokens(functools.partial(weighed, z=0.1)), **COUNTED},
         "shifted": {"data": Shifted(12), "remove_unused_columns": False, **COUNTED},
@@ -110,11 +133,11 @@ def train(rank: int, world_size: int, size: int, folder: str) -> dict[str, Any]:
     prepare_worker(rank, world_size)
     found: dict[str, Any] = {}
     for name, options in by_turns([*runs().items()]):
-        loss = options.pop("loss", None)
+        tiled, loss = "loss" not in options, options.pop("loss", None)
         run = trainer(folder, **options)
         run.model.loss_function = loss or run.model.loss_function
         for again in range(3 if size > 1 else 0):  # as in a notebook
-            dfa_hf.distribute_trainer(run, size=size, config=TrainingConfig(loss_tile="off" if loss else 5 + again))
+            dfa_hf.distribute_trainer(run, size=size, config=TrainingConfig(loss_tile=5 + again if tiled else "off"))
         if options.get("auto_find_batch_size"):
             short_of_memory(run)
         run.train()
