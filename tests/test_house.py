@@ -51,7 +51,7 @@ BUDGETS = {
     "deepspeed": 1_033,
     "docs": 1_171,
     "doctor": 919,
-    "huggingface": 3_849,
+    "huggingface": 3_852,
     "indexed": 1_010,
     "kernels": 4_164,
     "loss": 740,

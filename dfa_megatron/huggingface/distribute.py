@@ -25,7 +25,6 @@ from dfa_megatron.huggingface.indexers import refusal
 from dfa_megatron.huggingface.join_outputs import classifies, join_scores
 from dfa_megatron.huggingface.loss import follow_router
 from dfa_megatron.huggingface.tiled_head import set_tile
-from dfa_megatron.kernels.leaf import outside_graphs
 from dfa_megatron.plan.degree import check_degree
 from dfa_megatron.runtime.comm.groups import Group, group_name, group_size
 from dfa_megatron.runtime.environment import warn_of_untested
@@ -143,10 +142,10 @@ def _copy_configs(model: Any, inner: Any) -> str:
 
 def _hook(inner: Any, decoder: Any) -> None:
     """Register the hooks of a model and its decoder, which need a `LayerContext` when they run."""
-    decoder.register_forward_pre_hook(outside_graphs(inputs.prepare), with_kwargs=True)
+    decoder.register_forward_pre_hook(inputs.prepare, with_kwargs=True)
     if inner is not decoder:
-        inner.register_forward_pre_hook(outside_graphs(inputs.begin), with_kwargs=True)
-    inner.register_forward_hook(outside_graphs(inputs.finish))
+        inner.register_forward_pre_hook(inputs.begin, with_kwargs=True)
+    inner.register_forward_hook(inputs.finish)
     for module in {inner, decoder}:
         module.register_forward_hook(leave, always_call=True)
     embedded.hook(decoder)

@@ -38,6 +38,7 @@ from dfa_megatron.huggingface.loss import as_whole, check_loss, check_router
 from dfa_megatron.huggingface.planned_mask import nothing_hidden
 from dfa_megatron.huggingface.seen import refuse_for
 from dfa_megatron.huggingface.tiled_head import tile_of
+from dfa_megatron.kernels.leaf import outside_graphs
 from dfa_megatron.runtime.comm.weights import FIRST, STEPPED, changes, check_weights
 from dfa_megatron.whole_batch import MASK, TREE
 
@@ -49,6 +50,7 @@ _CACHES = ("past_key_values", "cache")  # before and since transformers 5.24
 ArgsAndKeywords = tuple[tuple[Any, ...], Arguments]
 
 
+@outside_graphs
 def begin(model: Any, args: tuple[Any, ...], kwargs: Arguments) -> ArgsAndKeywords:
     """Make the forward of a model's call, or of a decoder's that is called alone, enter it, and cut the labels.
 
@@ -126,6 +128,7 @@ def _check_call(given: Arguments, context: LayerContext) -> None:
         )
 
 
+@outside_graphs
 def finish(model: Any, args: Any, output: Any) -> Any:
     """Give every rank the loss of the whole batch; its gradient stays that of this rank's tokens, times the ranks.
 
@@ -150,6 +153,7 @@ def finish(model: Any, args: Any, output: Any) -> Any:
     return output
 
 
+@outside_graphs
 def prepare(decoder: Any, args: tuple[Any, ...], kwargs: Arguments) -> ArgsAndKeywords:
     """Give a decoder this rank's part of its inputs."""
     context: LayerContext = getattr(decoder, CONTEXT)
