@@ -22,7 +22,7 @@ from tests.huggingface.one_process import assert_gradients, called
 from tests.huggingface.sweep import tiny
 from tests.support import pages
 from tests.support.close import assert_close
-from tests.support.models import LAYERS, build, gradients, text
+from tests.support.models import LAYERS, VOCABULARY, build, gradients, text
 from tests.support.workers import by_turns, over_ranks, run_ranks
 
 KINDS = ("llama", "qwen3", "gemma3_text", "gpt_oss", "mixtral")
@@ -81,7 +81,7 @@ def test_logits_have_the_same_bits_at_any_number_of_ranks() -> None:
 @over_ranks(2, cuda=True, timeout=580)
 def test_two_gpus_have_the_logits_of_one(rank: int, ranks: int, kind: str) -> None:
     alone, found = [dist.new_group([each]) for each in range(ranks)][rank], list[torch.Tensor]()
-    ids = torch.randint(1, 90, (1, 7834), generator=torch.Generator().manual_seed(1)).cuda()
+    ids = torch.randint(1, VOCABULARY, (1, 7834), generator=torch.Generator().manual_seed(1)).cuda()
     places = torch.cat([torch.arange(hi) for hi in (1, 2500, 37, 4096, 1200)])[None].cuda()
     for group in (alone, dist.group.WORLD):
         model = build(kind, heads=8, kv_heads=2, head_dim=64)

@@ -22,7 +22,7 @@ from dfa_megatron.runtime.execute.tensors import Tensors
 from tests.support.attend import Case, Results, assert_exact, case, pack, results, shares
 from tests.support.bits import compare_drawn, differing, document, invariant, one_rank
 from tests.support.packs import drawn_layout, skip_unless_it_serves_this_gpu
-from tests.support.workers import over_ranks, run_ranks
+from tests.support.workers import over_ranks, run_ranks, transports
 
 
 def _same(whole: Case, rank: int, ranks: int, layout: str | Layout = "contiguous", **options: Any) -> None:
@@ -177,7 +177,7 @@ def test_every_rank_has_the_bits_of_one_rank(kernel: str) -> None:
 @pytest.mark.parametrize("kernel", CASES)
 @over_ranks(2, cuda=True, timeout=580)
 def test_two_gpus_have_the_bits_of_one(rank: int, ranks: int, kernel: str) -> None:
-    """Over NCCL and over copy engines; the third run of a case is a replay."""
+    """Over NCCL, and over copy engines where each rank has a GPU; the third run of a case is a replay."""
     skip_unless_it_serves_this_gpu(kernel)
     dice, wrong = random.Random(f"two {kernel}"), list[str]()
     for number in range(CASES[kernel] // 2):
@@ -185,7 +185,7 @@ def test_two_gpus_have_the_bits_of_one(rank: int, ranks: int, kernel: str) -> No
         layout = drawn_layout(dice, ranks, whole.length)
         one, rows = one_rank(whole, kernel=kernel), whole.rows(rank, ranks, layout)
         mine = Results(*(x[:, :, rows] if x is one.lse else x[:, rows] for x in one[:5]), None)
-        for transport in ("p2p", "copy_engine"):
+        for transport in transports(ranks):
             asked = {"layout": layout, "kernel": kernel, "transport": transport, "numerics": "invariant"}
             for _ in range(3 if number % 3 == 0 else 1):
                 if names := differing(mine, results(whole, rank, ranks, **asked)):
