@@ -18,6 +18,7 @@ from dfa_megatron.errors import RematError, UnsupportedError
 from dfa_megatron.remat import saved as kept
 from dfa_megatron.remat.saved import HostKept
 from tests.support.live_bytes import living
+from tests.support.workers import by_turns
 
 
 @pytest.fixture
@@ -159,14 +160,14 @@ def a_step(layers: list[Layer], way: Callable[..., Any], number: int) -> None:
 
 
 @pytest.mark.support("runtime", "what is kept, in host memory (`remat_offload`)")
-@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS.keys())
-def test_many_steps_of_every_kind_leave_nothing_behind(way: Callable[..., Any]) -> None:
+@pytest.mark.parametrize("way", by_turns([*WAYS]))
+def test_a_hundred_steps_of_every_kind_leave_nothing_behind(way: str) -> None:
     torch.manual_seed(5)
     layers = [Layer() for _ in range(LAYERS)]
     counts = []
-    for number in range(60):
-        a_step(layers, way, number)
-        if number in (20, 59):
+    for number in range(120):
+        a_step(layers, WAYS[way], number)
+        if number in (20, 119):
             counts.append(living())
     assert counts[0] == counts[1]
     assert counts[1]["regions"] == counts[1]["frames"] == counts[1]["pairs"] == 0
