@@ -77,7 +77,7 @@ def test_logits_have_the_same_bits_at_any_number_of_ranks() -> None:
 
 @pytest.mark.gpu(2)
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("kind", ["Llama", "Qwen3"])
+@pytest.mark.parametrize("kind", ["Llama", "Qwen3", "Gemma3Text"])
 @over_ranks(2, cuda=True, timeout=580)
 def test_two_gpus_have_the_logits_of_one(rank: int, ranks: int, kind: str) -> None:
     alone, found = [dist.new_group([each]) for each in range(ranks)][rank], list[torch.Tensor]()
